@@ -1,0 +1,145 @@
+"""Parity with transformers without PyTorch: the golden checkpoints of tests/tiny/golden, which transformers wrote and evaluated.
+
+For every family the logits of the prompt's recorded positions must lie within 2e-3 of transformers' and 64 greedy tokens must be the
+same, with the prompts run together in one batch. The same weights from a GGUF file must do the same.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.tiny.families import FAMILIES, MAX_MODEL_LEN, STEPS
+from tests.tiny.to_gguf import dequantized, gguf_tensors, read_folder, write_gguf
+from tinyvllm import LLM, SamplingParams
+
+GOLDEN = Path(__file__).parents[1] / "tiny" / "golden"
+TOLERANCE = 2e-3
+GREEDY = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """ids, the max_model_len to run them in; positions [n] and transformers' logits there [n, V] float32; its greedy tokens."""
+
+    context: int
+    ids: list[int]
+    positions: np.ndarray
+    logits: np.ndarray
+    tokens: list[int]
+
+
+def read_golden(name: str) -> list[Prompt]:
+    with np.load(GOLDEN / name / "golden.npz") as data:
+        return [
+            Prompt(context, data[f"prompt_{i}"].tolist(), data[f"positions_{i}"], data[f"logits_{i}"], data[f"tokens_{i}"].tolist())
+            for i, context in enumerate(FAMILIES[name].contexts)
+        ]
+
+
+def open_model(path: Path, context: int = MAX_MODEL_LEN) -> LLM:
+    return LLM(str(path), dtype="float32", max_model_len=context, max_num_seqs=2, skip_tokenizer_init=True)
+
+
+def greedy(llm: LLM, prompts: list[Prompt]) -> list[list[int]]:
+    outputs = llm.generate([{"prompt_token_ids": prompt.ids} for prompt in prompts], GREEDY)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def check(path: Path, name: str) -> None:
+    """Fails unless the model at `path` has the logits and greedy tokens of the golden checkpoint `name`."""
+    golden = read_golden(name)
+    for context in sorted({prompt.context for prompt in golden}):
+        prompts = [prompt for prompt in golden if prompt.context == context]
+        llm = open_model(path, context)
+        for prompt in prompts:
+            check_logits(llm, prompt)
+        assert greedy(llm, prompts) == [prompt.tokens for prompt in prompts]
+
+
+def check_logits(llm: LLM, prompt: Prompt) -> None:
+    logits = llm.prompt_logits(prompt.ids)
+    assert logits.shape == (len(prompt.ids), prompt.logits.shape[1])
+    error = np.abs(logits[prompt.positions] - prompt.logits).max(axis=1)
+    worst = int(error.argmax())
+    assert error.max() < TOLERANCE, f"logits off by {error.max():.4g} at position {prompt.positions[worst]} of {len(prompt.ids)}"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_safetensors(name: str) -> None:
+    check(GOLDEN / name, name)
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.gguf])
+def test_gguf(name: str, tmp_path: Path) -> None:
+    write_gguf(GOLDEN / name, tmp_path / "model.gguf", FAMILIES[name].gguf or "")
+    check(tmp_path / "model.gguf", name)
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_quantized_gguf_equals_its_dequantized_weights(kind: str, tmp_path: Path) -> None:
+    folder = GOLDEN / "llama2"
+    tensors = gguf_tensors(read_folder(folder), json.loads((folder / "config.json").read_text()), "llama")
+    write_gguf(folder, tmp_path / "packed.gguf", "llama", kind)
+    write_gguf(folder, tmp_path / "plain.gguf", "llama", tensors=dequantized(tensors, kind))
+    prompts = read_golden("llama2")
+    packed, plain = open_model(tmp_path / "packed.gguf"), open_model(tmp_path / "plain.gguf")
+    np.testing.assert_allclose(packed.prompt_logits(prompts[1].ids), plain.prompt_logits(prompts[1].ids), rtol=0, atol=TOLERANCE)
+    assert greedy(packed, prompts) == greedy(plain, prompts)
+
+
+def old_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """`config` as transformers 4 wrote it, which is how most checkpoints on the hub look."""
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["torch_dtype"] = config.pop("dtype")
+    if (partial := rope.pop("partial_rotary_factor", None)) is not None:
+        config["partial_rotary_factor"] = partial
+    if "num_local_experts" in config:
+        config["num_experts"] = config.pop("num_local_experts")
+    if rope["rope_type"] == "longrope":
+        config["rope_scaling"] = {"type": "longrope", "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
+    else:
+        config["rope_scaling"] = rope if rope["rope_type"] != "default" else None
+    config.pop("head_dim" if config["model_type"] in ("llama", "mistral") else "layer_types", None)
+    return config
+
+
+def hub_ernie(config: dict[str, Any]) -> dict[str, Any]:
+    """The architecture's name in the ERNIE-4.5 checkpoints that were published before transformers had the family."""
+    return config | {"architectures": ["Ernie4_5_ForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("llama3.1", old_keys),
+        ("llama-linear", old_keys),
+        ("phi3-partial", old_keys),
+        ("phi3-longrope", old_keys),
+        ("qwen2-window", old_keys),
+        ("qwen3moe", old_keys),
+        ("ernie4.5", hub_ernie),
+    ],
+)
+def test_other_spellings_of_the_config(name: str, change: Callable[[dict[str, Any]], dict[str, Any]], tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / name, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(change(config)))
+    check(tmp_path, name)
+
+
+def test_gpt2_with_the_names_and_masks_of_the_hub(tmp_path: Path) -> None:
+    shutil.copy(GOLDEN / "gpt2" / "config.json", tmp_path)
+    tensors = {name.removeprefix("transformer."): value for name, value in load_file(GOLDEN / "gpt2" / "model.safetensors").items()}
+    tensors |= {f"h.{layer}.attn.bias": np.tril(np.ones((1, 1, 256, 256), np.float32)) for layer in range(2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    check(tmp_path, "gpt2")

@@ -1,0 +1,126 @@
+"""The block formats against hand-computed vectors and against the gguf package."""
+
+import struct
+
+import gguf
+import numpy as np
+import pytest
+
+from tinyvllm.errors import FormatError
+from tinyvllm.quant.formats import FORMATS, FORMATS_BY_TYPE_ID, bf16_to_f32, f32_to_bf16, readable_formats, unpack
+
+HALF = struct.Struct("<e")
+# Where each format keeps its float16 fields, so that random blocks get finite ones.
+HALVES = {"Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2],
+          "Q5_K": [0, 2], "Q6_K": [208]}  # fmt: skip
+
+
+def random_blocks(name: str, count: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    data = rng.integers(0, 256, (count, FORMATS[name].nbytes), dtype=np.uint8)
+    for start in HALVES[name]:
+        data[:, start : start + 2] = rng.normal(0, 0.05, (count, 1)).astype(np.float16).view(np.uint8)
+    return data
+
+
+def block(*parts: bytes | float) -> np.ndarray:
+    """Bytes as given, floats as float16."""
+    joined = b"".join(HALF.pack(p) if isinstance(p, float) else p for p in parts)
+    return np.frombuffer(joined, np.uint8)[None]
+
+
+def test_table_agrees_with_ggml():
+    for f in FORMATS.values():
+        kind = gguf.GGMLQuantizationType[f.name]
+        assert (f.type_id, f.elements, f.nbytes) == (kind.value, *gguf.GGML_QUANT_SIZES[kind])
+    assert len(FORMATS_BY_TYPE_ID) == len(FORMATS)
+    assert set(readable_formats()) == {"F32", "F16", "BF16", *HALVES}
+
+
+@pytest.mark.parametrize("name", sorted(HALVES))
+def test_unpack_agrees_with_gguf(name):
+    data = random_blocks(name, 200)
+    expected = gguf.dequantize(data, gguf.GGMLQuantizationType[name])
+    got = unpack(name, data)
+    assert got.dtype == np.float32 and got.shape == (200, FORMATS[name].elements)
+    np.testing.assert_array_equal(got, expected.reshape(got.shape))
+
+
+@pytest.mark.parametrize("name", sorted(HALVES))
+def test_unpack_takes_a_strided_view(name):
+    data = random_blocks(name, 8)
+    np.testing.assert_array_equal(unpack(name, data[::2]), unpack(name, data)[::2])
+    assert unpack(name, data[:0]).shape == (0, FORMATS[name].elements)
+
+
+def test_hand_computed_blocks_of_32():
+    nibbles = bytes([0x21] + [0x88] * 15)  # element 0 is 1, element 16 is 2, the others 8
+    q4_0 = unpack("Q4_0", block(0.5, nibbles))[0]
+    assert (q4_0[0], q4_0[16], q4_0[1]) == (0.5 * (1 - 8), 0.5 * (2 - 8), 0.0)
+    q4_1 = unpack("Q4_1", block(0.5, -3.0, nibbles))[0]
+    assert (q4_1[0], q4_1[16], q4_1[1]) == (0.5 - 3, 1.0 - 3, 4.0 - 3)
+    fifth = (1 << 16 | 1 << 31).to_bytes(4, "little")  # elements 16 and 31
+    q5_0 = unpack("Q5_0", block(2.0, fifth, nibbles))[0]
+    assert (q5_0[0], q5_0[16], q5_0[31], q5_0[1]) == (2 * (1 - 16), 2 * (18 - 16), 2 * (24 - 16), 2 * (8 - 16))
+    q5_1 = unpack("Q5_1", block(2.0, 1.0, fifth, nibbles))[0]
+    assert (q5_1[0], q5_1[16], q5_1[31], q5_1[1]) == (3, 37, 49, 17)
+    q8_0 = unpack("Q8_0", block(0.25, bytes([1, 255, 128, 127]) + bytes(28)))[0]
+    assert q8_0[:5].tolist() == [0.25, -0.25, -32.0, 31.75, 0.0]
+
+
+def test_hand_computed_k_quants():
+    q2 = unpack("Q2_K", block(bytes([0x32] + [0x10] * 15), bytes([0b11100100] + [0] * 63), 2.0, 1.0))[0]
+    assert (q2[0], q2[1], q2[16]) == (-3.0, -3.0, -1.0)  # scale 2*2, minimum 1*3, quant 0; then minimum 1
+    assert (q2[32], q2[64], q2[96]) == (-1.0, -1.0, -1.0)  # quants 1..3 there, but their scales are 0
+    q3 = unpack("Q3_K", block(bytes([1] + [0] * 31), bytes([3] + [0] * 63), bytes([0x01] + [0] * 7 + [0b10] + [0] * 3), 0.5))[0]
+    assert (q3[0], q3[1]) == (0.5 * (33 - 32) * 3, 0.5 * 1 * -4)  # third bit set: no offset; clear: minus 4
+    assert q3[16] == 0.5 * -32 * -4  # scale 1 is 0 - 32
+    q4 = unpack("Q4_K", block(1.0, 0.5, bytes([0x42, 1, 0, 0, 0x83, 0, 0, 0, 0x75, 0, 0, 0]), bytes([0x9A] + [0] * 127)))[0]
+    assert (q4[0], q4[1], q4[32]) == (2 * 10 - 1.5, -1.5, 9.0)  # scale 2, minimum 3; sub-block 1: scale 1, minimum 0
+    assert q4[128] == -0.5 * (7 | 2 << 4)  # minimum 4: low half 7, high bits 2
+    q5 = unpack("Q5_K", block(1.0, 0.0, bytes([2, 1] + [0] * 10), bytes([0b01] + [0] * 31), bytes([0x9A] + [0] * 127)))[0]
+    assert (q5[0], q5[1], q5[32]) == (2 * (10 + 16), 0.0, 9.0)
+    q6 = unpack("Q6_K", block(bytes([0x21] + [0] * 127), bytes([0b10] + [0] * 63), bytes([255, 2] + [1] * 14), 0.5))[0]
+    assert (q6[0], q6[1], q6[16], q6[64]) == (-0.5 * (33 - 32), 0.5 * 32, -32.0, 0.5 * (2 - 32))
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "F16", "BF16", "F32"])
+def test_pack_agrees_with_gguf(name):
+    rng = np.random.default_rng(3)
+    values = rng.normal(0, 1, (500, max(FORMATS[name].elements, 4))).astype(np.float32)
+    values[0], values[1, :3] = 0, (-4.0, 4.0, 2.0)
+    got = FORMATS[name].pack(values)
+    np.testing.assert_array_equal(got, gguf.quantize(values, gguf.GGMLQuantizationType[name]).view(np.uint8).reshape(got.shape))
+
+
+@pytest.mark.parametrize("name,tolerance", [("Q8_0", 1 / 127 / 2), ("Q4_0", 1 / 8)])
+def test_pack_then_unpack_stays_within_a_step(name, tolerance):
+    values = np.random.default_rng(4).uniform(-1, 1, (300, 32)).astype(np.float32)
+    step = np.abs(values).max(axis=1, keepdims=True)
+    assert (np.abs(unpack(name, FORMATS[name].pack(values)) - values) <= tolerance * 1.01 * step + 1e-3).all()
+
+
+def test_bf16_rounds_to_nearest_even():
+    bits = np.array([0x3F800000, 0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x7F7FFFFF, 0xFF800000, 0x80000001], np.uint32)
+    expected = [0x3F80, 0x3F80, 0x3F82, 0x3F81, 0x3F80, 0x7F80, 0xFF80, 0x8000]
+    assert f32_to_bf16(bits.view(np.float32)).tolist() == expected
+    nans = np.array([0x7F800001, 0xFFFFFFFF, 0x7FC00000], np.uint32).view(np.float32)
+    assert np.isnan(bf16_to_f32(f32_to_bf16(nans))).all()
+    every = np.arange(65536, dtype=np.uint32).astype(np.uint16)
+    back = f32_to_bf16(bf16_to_f32(every))
+    numbers = ~np.isnan(bf16_to_f32(every))
+    assert (back[numbers] == every[numbers]).all()
+
+
+@pytest.mark.filterwarnings("error")
+def test_infinite_scales_are_kept_without_a_warning():
+    data = random_blocks("Q4_0", 2)
+    data[0, :2] = block(float("inf"))[0]
+    assert not np.isfinite(unpack("Q4_0", data)[0]).any()
+
+
+def test_a_format_without_a_reader_is_named():
+    with pytest.raises(FormatError, match="IQ2_XS cannot be unpacked; readable are F32"):
+        unpack("IQ2_XS", np.zeros((1, 74), np.uint8))
+    with pytest.raises(FormatError, match="Q9_9"):
+        unpack("Q9_9", np.zeros((1, 74), np.uint8))

@@ -1,0 +1,593 @@
+"""The scheduler's rules one by one on hand-made schedules, then all of them at once on random ones.
+
+`House` plays the engine around a scheduler: it runs each step into a model of the cache that knows whose token lies in which slot,
+appends random tokens, finishes and aborts. After each operation it compares everything that can be seen with what must hold.
+"""
+
+import random
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tinyvllm.cache.blocks import BlockPool
+from tinyvllm.errors import ArgumentError, RequestError
+from tinyvllm.request import SamplingParams, Sequence, Status
+from tinyvllm.scheduler import Schedule, Scheduled, Scheduler, SchedulerLimits
+
+PARAMS = SamplingParams()
+
+
+def make(rows: int = 4, budget: int = 16, longest: int = 64, blocks: int = 32, size: int = 4) -> Scheduler:
+    return Scheduler(SchedulerLimits(rows, budget, longest), BlockPool(blocks, size))
+
+
+def make_sequence(number: int, tokens: int) -> Sequence:
+    return Sequence(number, f"r{number}", list(range(tokens)), PARAMS)
+
+
+def add(scheduler: Scheduler, *lengths: int) -> list[Sequence]:
+    sequences = [make_sequence(number, tokens) for number, tokens in enumerate(lengths)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    return sequences
+
+
+def run(scheduler: Scheduler) -> Schedule:
+    """A step, after which each sequence that samples has one more token."""
+    plan = scheduler.schedule()
+    scheduler.advance(plan)
+    for entry in plan.entries:
+        if entry.samples:
+            entry.sequence.output_token_ids.append(7)
+    return plan
+
+
+def rows_of(plan: Schedule) -> list[tuple[int, int, int, bool]]:
+    return [(entry.sequence.sequence_id, entry.start, entry.num_tokens, entry.samples) for entry in plan.entries]
+
+
+# ---- add ----
+
+
+def test_refuses_a_prompt_beyond_the_context():
+    scheduler = make(longest=8)
+    add(scheduler, 7)
+    with pytest.raises(RequestError, match="prompt of 8 tokens is beyond the 7 that max_model_len=8 leaves"):
+        scheduler.add(make_sequence(1, 8))
+    assert len(scheduler.waiting) == 1
+
+
+def test_refuses_a_prompt_beyond_the_whole_cache():
+    scheduler = make(blocks=3, size=4)
+    add(scheduler, 11)
+    with pytest.raises(RequestError, match="prompt of 12 tokens and one more need 4 KV blocks, the cache has 3 of 4 tokens"):
+        scheduler.add(make_sequence(1, 12))
+    assert len(scheduler.waiting) == 1
+
+
+def test_refuses_an_empty_prompt():
+    scheduler = make()
+    with pytest.raises(RequestError, match="empty"):
+        scheduler.add(make_sequence(0, 0))
+    assert not scheduler.has_work()
+
+
+@pytest.mark.parametrize(
+    ("limits", "name"), [((0, 8, 8), "max_num_seqs"), ((4, 3, 8), "max_batched_tokens=3"), ((1, 1, 1), "max_model_len")]
+)
+def test_refuses_limits_that_contradict(limits: tuple[int, int, int], name: str):
+    with pytest.raises(ArgumentError, match=name):
+        SchedulerLimits(*limits)
+
+
+# ---- who runs ----
+
+
+def test_nothing_to_do():
+    plan = make().schedule()
+    assert plan.empty and not plan.is_decode and plan.num_tokens == 0
+
+
+def test_a_prompt_then_one_token_a_step():
+    scheduler = make()
+    (sequence,) = add(scheduler, 6)
+    assert sequence.row == -1 and scheduler.has_work()
+    plan = run(scheduler)
+    assert rows_of(plan) == [(0, 0, 6, True)] and not plan.is_decode and plan.num_tokens == 6
+    assert sequence.status is Status.RUNNING and sequence.row == 0 and sequence.num_computed == 6 and len(sequence.block_table) == 2
+    plan = run(scheduler)
+    assert rows_of(plan) == [(0, 6, 1, True)] and plan.is_decode and not plan.empty
+    run(scheduler)
+    assert len(sequence.block_table) == 2  # token 7 fills the second block
+    run(scheduler)
+    assert len(sequence.block_table) == 3
+
+
+def test_long_prompts_come_in_chunks_and_only_the_last_samples():
+    scheduler = make(budget=10)
+    (sequence,) = add(scheduler, 25)
+    plan = run(scheduler)
+    assert rows_of(plan) == [(0, 0, 10, False)] and len(sequence.block_table) == 3  # blocks for this chunk, not for the prompt
+    assert rows_of(run(scheduler)) == [(0, 10, 10, False)]
+    assert rows_of(run(scheduler)) == [(0, 20, 5, True)]
+    assert rows_of(run(scheduler)) == [(0, 25, 1, True)]
+
+
+def test_a_chunk_of_one_token_is_no_decode():
+    scheduler = make(rows=1, budget=1)
+    add(scheduler, 2)
+    assert rows_of(plan := run(scheduler)) == [(0, 0, 1, False)] and not plan.is_decode
+    assert rows_of(plan := run(scheduler)) == [(0, 1, 1, True)] and plan.is_decode
+
+
+def test_decodes_then_the_running_prefill_then_the_queue():
+    scheduler = make(budget=8)
+    add(scheduler, 3, 14, 2, 1)
+    assert rows_of(run(scheduler)) == [(0, 0, 3, True), (1, 0, 5, False)]
+    assert rows_of(run(scheduler)) == [(0, 3, 1, True), (1, 5, 7, False)]
+    # The single token of sequence 3 counts among the decodes: a step that holds nothing else fits a captured decode.
+    assert rows_of(run(scheduler)) == [(0, 4, 1, True), (3, 0, 1, True), (1, 12, 2, True), (2, 0, 2, True)]
+    assert rows_of(plan := run(scheduler)) == [(0, 5, 1, True), (1, 14, 1, True), (2, 2, 1, True), (3, 1, 1, True)]
+    assert plan.is_decode
+
+
+def test_a_younger_decode_comes_before_an_older_chunk():
+    scheduler = make(budget=8)
+    first, _ = add(scheduler, 3, 2)
+    run(scheduler)
+    first.output_token_ids += [7] * 5  # as a speculator would: six tokens to compute
+    assert rows_of(run(scheduler)) == [(1, 2, 1, True), (0, 3, 6, True)]
+
+
+def test_chunks_share_what_decodes_leave_and_the_younger_may_get_nothing():
+    scheduler = make(rows=4, budget=6)
+    sequences = add(scheduler, 1, 1, 1, 1)
+    run(scheduler)
+    for sequence in sequences[:3]:
+        sequence.output_token_ids += [7] * 3
+    assert rows_of(run(scheduler)) == [(3, 1, 1, True), (0, 1, 4, True), (1, 1, 1, False)]
+
+
+def test_admission_is_first_come_first_served():
+    scheduler = make(rows=4, budget=16, blocks=8, size=4)
+    add(scheduler, 15, 20, 2)
+    run(scheduler)
+    # Sequence 1 wants 5 blocks and one to spare, 4 are free. Sequence 2 would fit, and waits behind it.
+    assert rows_of(run(scheduler)) == [(0, 15, 1, True)]
+    assert [sequence.sequence_id for sequence in scheduler.waiting] == [1, 2]
+
+
+def test_admission_wants_the_whole_prompt_and_one_block_to_spare():
+    for blocks, admitted in ((6, [0]), (7, [0, 1])):  # 2 of sequence 0, 4 of sequence 1, and 1
+        scheduler = make(budget=16, blocks=blocks, size=4)
+        add(scheduler, 8, 16)
+        assert [entry.sequence.sequence_id for entry in scheduler.schedule().entries] == admitted
+
+
+def test_alone_it_needs_no_block_to_spare():
+    scheduler = make(budget=16, blocks=2, size=4)
+    (sequence,) = add(scheduler, 7)
+    run(scheduler)
+    assert sequence.num_computed == 7 and scheduler.pool.num_free == 0
+
+
+def test_rows_are_given_lowest_first_and_come_back():
+    scheduler = make(rows=3, budget=16)
+    a, b, c, d, e = add(scheduler, 1, 1, 1, 1, 1)
+    run(scheduler)
+    assert [sequence.row for sequence in (a, b, c, d, e)] == [0, 1, 2, -1, -1]
+    scheduler.finish(b, "stop")
+    scheduler.finish(a, "stop")
+    assert a.row == b.row == -1
+    run(scheduler)
+    assert [sequence.row for sequence in (c, d, e)] == [2, 0, 1]
+
+
+# ---- finish ----
+
+
+def test_finish_frees_at_once_and_keeps_the_first_reason():
+    scheduler = make(blocks=4)
+    a, _ = add(scheduler, 6, 15)
+    run(scheduler)
+    scheduler.finish(a, "stop")
+    scheduler.finish(a, "abort")
+    assert a.finish_reason == "stop" and a.finished and a.block_table == [] and a.row == -1
+    assert scheduler.pool.num_free == 4 and scheduler.running == []
+    assert rows_of(run(scheduler)) == [(1, 0, 15, True)]
+
+
+def test_abort_while_waiting():
+    scheduler = make(rows=1)
+    a, b, c = add(scheduler, 2, 2, 2)
+    run(scheduler)
+    scheduler.finish(b, "abort")
+    assert list(scheduler.waiting) == [c] and scheduler.running == [a] and b.finish_reason == "abort"
+
+
+def test_abort_between_schedule_and_advance():
+    scheduler = make()
+    a, b = add(scheduler, 3, 3)
+    plan = scheduler.schedule()
+    scheduler.finish(a, "abort")
+    scheduler.advance(plan)
+    assert a.num_computed == 0 and b.num_computed == 3
+    scheduler.finish(b, "abort")
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks and not scheduler.has_work()
+
+
+def test_a_block_somebody_else_holds_outlives_its_sequence():
+    scheduler = make(blocks=4)
+    (sequence,) = add(scheduler, 6)
+    run(scheduler)
+    kept = sequence.block_table[:1]
+    scheduler.pool.share(kept)
+    scheduler.finish(sequence, "stop")
+    assert scheduler.pool.num_free == 3 and scheduler.pool.reference_count(kept[0]) == 1
+
+
+# ---- blocks run out ----
+
+
+def test_the_youngest_is_preempted_keeps_its_output_and_comes_back_first():
+    scheduler = make(rows=4, budget=16, blocks=5, size=4)
+    a, b, c = add(scheduler, 7, 3, 8)
+    assert rows_of(run(scheduler)) == [(0, 0, 7, True), (1, 0, 3, True)]  # 3 blocks; c needs the other 2, and one to spare
+    for _ in range(2):
+        run(scheduler)
+    assert (len(a.block_table), len(b.block_table), scheduler.pool.num_free) == (3, 2, 0)
+    while len(a) <= 12:
+        assert run(scheduler).preempted == []
+    plan = run(scheduler)  # a's 13th token
+    assert plan.preempted == [b] and rows_of(plan) == [(0, 12, 1, True)]
+    assert b.status is Status.WAITING and b.block_table == [] and b.num_computed == 0 and b.num_preemptions == 1 and b.row == -1
+    assert list(scheduler.waiting) == [b, c] and len(b.output_token_ids) == 6
+    scheduler.finish(a, "stop")
+    assert rows_of(run(scheduler)) == [(1, 0, 9, True)]  # prompt and output in one go
+    assert len(b.output_token_ids) == 7
+
+
+def test_several_preempted_keep_their_order():
+    scheduler = make(rows=4, budget=64, blocks=6, size=4)
+    a, b, c = add(scheduler, 4, 4, 4)
+    run(scheduler)
+    a.output_token_ids += [7] * 15  # a needs 4 blocks more and 3 are free: c goes; then b needs one, and goes itself
+    plan = scheduler.schedule()
+    assert plan.preempted == [c, b] and rows_of(plan) == [(0, 4, 16, True)]
+    assert list(scheduler.waiting) == [b, c] and scheduler.running == [a]
+
+
+def test_who_needs_a_block_and_is_the_youngest_preempts_itself():
+    scheduler = make(rows=2, budget=16, blocks=4, size=4)
+    a, b = add(scheduler, 5, 4)
+    run(scheduler)
+    a.output_token_ids += [7] * 3
+    run(scheduler)  # a grows to 3 blocks (9 tokens), b to none: its 5th token finds no block
+    assert b.num_preemptions == 1 and a.num_preemptions == 0
+    assert list(scheduler.waiting) == [b] and scheduler.running == [a]
+
+
+def test_nobody_is_admitted_in_a_step_that_preempts():
+    scheduler = make(rows=4, budget=64, blocks=10, size=4)
+    a, b, c = add(scheduler, 4, 16, 4)
+    run(scheduler)
+    a.output_token_ids += [7] * 19  # 6 blocks: c goes
+    b.output_token_ids += [7] * 30  # outgrows the cache and leaves 4 blocks behind, where c would fit again
+    plan = scheduler.schedule()
+    assert plan.preempted == [c] and plan.exhausted == [b] and rows_of(plan) == [(0, 4, 20, True)]
+    assert list(scheduler.waiting) == [c] and scheduler.pool.num_free == 4
+    scheduler.advance(plan)
+    a.output_token_ids.append(7)
+    scheduler.finish(a, "stop")
+    assert rows_of(run(scheduler)) == [(2, 0, 5, True)]
+
+
+def test_alone_and_out_of_blocks_it_is_finished_and_reported():
+    scheduler = make(rows=2, budget=16, blocks=2, size=4)
+    a, _ = add(scheduler, 7, 3)
+    run(scheduler)
+    run(scheduler)
+    plan = scheduler.schedule()
+    assert plan.exhausted == [a] and a.finish_reason == "length" and a.finished and a.block_table == []
+    assert rows_of(plan) == [(1, 0, 3, True)]  # its blocks serve the next in the same step
+
+
+def test_what_outgrew_the_cache_preempts_nobody():
+    scheduler = make(rows=2, budget=64, blocks=4, size=4)
+    a, _ = add(scheduler, 4, 3)
+    run(scheduler)
+    a.output_token_ids += [7] * 15
+    plan = scheduler.schedule()
+    assert plan.exhausted == [a] and plan.preempted == [] and rows_of(plan) == [(1, 3, 1, True)]
+
+
+def test_what_outgrew_the_cache_while_waiting_does_not_block_the_queue():
+    scheduler = make(rows=2, budget=16, blocks=4, size=4)
+    a, _ = add(scheduler, 4, 3)
+    a.output_token_ids += [7] * 13
+    plan = scheduler.schedule()
+    assert plan.exhausted == [a] and rows_of(plan) == [(1, 0, 3, True)]
+
+
+def test_alone_with_blocks_held_elsewhere_it_is_finished_not_hung():
+    scheduler = make(rows=2, budget=16, blocks=2, size=4)
+    scheduler.pool.allocate(1)
+    (sequence,) = add(scheduler, 4)
+    run(scheduler)
+    plan = scheduler.schedule()
+    assert plan.exhausted == [sequence] and plan.empty and not scheduler.has_work()
+    (sequence,) = add(scheduler, 7)
+    plan = scheduler.schedule()
+    assert plan.exhausted == [sequence] and plan.empty
+
+
+# ---- what the caller may get wrong ----
+
+
+def test_scheduling_without_having_appended_is_an_assertion():
+    scheduler = make()
+    add(scheduler, 3)
+    scheduler.advance(scheduler.schedule())
+    with pytest.raises(AssertionError, match="no token left to compute"):
+        scheduler.schedule()
+
+
+def test_advancing_twice_is_an_assertion():
+    scheduler = make()
+    add(scheduler, 3)
+    plan = scheduler.schedule()
+    scheduler.advance(plan)
+    with pytest.raises(AssertionError, match="advanced twice"):
+        scheduler.advance(plan)
+
+
+def test_a_step_that_failed_is_scheduled_again():
+    scheduler = make(budget=8)
+    add(scheduler, 3, 14)
+    assert rows_of(scheduler.schedule()) == rows_of(scheduler.schedule()) == [(0, 0, 3, True), (1, 0, 5, False)]
+
+
+# ---- random schedules ----
+
+
+class House:
+    """An engine of integers. `order` holds the living in order of arrival; `cache[slot]` whose token at which position lies there."""
+
+    def __init__(self, rows: int, budget: int, longest: int, blocks: int, size: int) -> None:
+        self.scheduler = make(rows, max(rows, budget), longest, blocks, size)
+        self.cache: list[tuple[int, int] | None] = [None] * (blocks * size)
+        self.order: list[Sequence] = []
+        self.wanted: dict[int, int] = {}  # output tokens by sequence_id
+        self.count = self.operations = self.preemptions = self.exhaustions = self.finished = 0
+
+    def add(self, tokens: int, wanted: int) -> None:
+        pool = self.scheduler.pool
+        sequence = make_sequence(self.count, tokens)
+        self.count += 1
+        self.operations += 1
+        fits = 0 < tokens < self.scheduler.limits.max_model_len and pool.blocks_for(tokens + 1) <= pool.num_blocks
+        try:
+            self.scheduler.add(sequence)
+        except RequestError:
+            assert not fits
+        else:
+            assert fits
+            self.order.append(sequence)
+            self.wanted[sequence.sequence_id] = wanted
+
+    def abort(self, which: int) -> None:
+        if self.order:
+            self.finish(self.order[which % len(self.order)], "abort")
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        self.operations += 1
+        self.finished += 1
+        self.scheduler.finish(sequence, reason)
+        self.order.remove(sequence)
+        assert sequence.finished and sequence.finish_reason == reason
+
+    def step(self, abort_inside: int | None = None, checked: bool = True) -> None:
+        before = list(self.order)
+        held = {id(sequence): sequence.num_preemptions for sequence in self.scheduler.running}
+        plan = self.scheduler.schedule()
+        self.operations += 2
+        self.preemptions += len(plan.preempted)
+        for sequence in plan.exhausted:
+            self.exhaustions += 1
+            self.finished += 1
+            assert sequence.finished and sequence.finish_reason == "length"
+            assert self.scheduler.pool.blocks_for(len(sequence)) > self.scheduler.pool.num_blocks
+            self.order.remove(sequence)
+        if checked:
+            self.check_plan(plan, before, held)
+            self.check()
+            self.compute(plan)
+        if abort_inside is not None:
+            self.abort(abort_inside)
+        self.scheduler.advance(plan)
+        for entry in plan.entries:
+            if entry.samples and not entry.sequence.finished:
+                self.sample(entry.sequence)
+
+    def sample(self, sequence: Sequence) -> None:
+        sequence.output_token_ids.append(7)
+        if len(sequence.output_token_ids) >= self.wanted[sequence.sequence_id]:
+            self.finish(sequence, "stop")
+        elif len(sequence) == self.scheduler.limits.max_model_len:
+            self.finish(sequence, "length")
+
+    def slot(self, sequence: Sequence, position: int) -> int:
+        size = self.scheduler.pool.block_size
+        return sequence.block_table[position // size] * size + position % size
+
+    def compute(self, plan: Schedule) -> None:
+        """What attention does: every token of the step is written, then every one before it is read."""
+        for entry in plan.entries:
+            for position in range(entry.start, entry.start + entry.num_tokens):
+                self.cache[self.slot(entry.sequence, position)] = (entry.sequence.sequence_id, position)
+        for entry in plan.entries:
+            for position in range(entry.start + entry.num_tokens):
+                assert self.cache[self.slot(entry.sequence, position)] == (entry.sequence.sequence_id, position)
+
+    def check_plan(self, plan: Schedule, before: list[Sequence], held: dict[int, int]) -> None:
+        scheduler, pool, limits = self.scheduler, self.scheduler.pool, self.scheduler.limits
+        chosen = [entry.sequence for entry in plan.entries]
+        assert plan.num_tokens == sum(entry.num_tokens for entry in plan.entries) <= limits.max_batched_tokens
+        assert len({id(sequence) for sequence in chosen}) == len(chosen)
+        for entry in plan.entries:
+            sequence, end = entry.sequence, entry.start + entry.num_tokens
+            assert sequence.status is Status.RUNNING and entry.start == sequence.num_computed and entry.num_tokens >= 1
+            assert end <= len(sequence) and entry.samples == (end == len(sequence))
+            assert end <= len(sequence.block_table) * pool.block_size
+
+        def decodes(entry: Scheduled) -> bool:
+            return entry.num_tokens == 1 and entry.samples
+
+        age = {id(sequence): index for index, sequence in enumerate(before)}
+        assert plan.entries == sorted(plan.entries, key=lambda entry: (not decodes(entry), age[id(entry.sequence)]))
+        assert plan.is_decode == (bool(chosen) and all(map(decodes, plan.entries)))
+        if before:  # nobody starves: the oldest moves in every step
+            assert before[0] in chosen or before[0] in plan.exhausted
+        for sequence in plan.preempted:
+            assert held[id(sequence)] == sequence.num_preemptions - 1
+            assert all(age[id(sequence)] > age[id(other)] for other in scheduler.running)
+        spent = plan.num_tokens + len(plan.preempted) + len(plan.exhausted) >= limits.max_batched_tokens
+        if not spent:  # nobody idles without a reason
+            assert set(map(id, chosen)) == set(map(id, scheduler.running))
+            if scheduler.waiting and len(scheduler.running) < limits.max_num_seqs and not plan.preempted:
+                assert pool.blocks_for(len(scheduler.waiting[0])) + 1 > pool.num_free
+
+    def check(self) -> None:
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        assert [*scheduler.running, *scheduler.waiting] == self.order and scheduler.has_work() == bool(self.order)
+        tables = [block for sequence in scheduler.running for block in sequence.block_table]
+        owned = np.bincount(np.array(tables, dtype=np.int64), minlength=pool.num_blocks)
+        assert owned.max() <= 1  # nobody shares here
+        assert [pool.reference_count(block) for block in range(pool.num_blocks)] == owned.tolist()
+        assert pool.num_free + len(tables) == pool.num_blocks
+        rows = [sequence.row for sequence in scheduler.running]
+        assert len(set(rows)) == len(rows) and all(0 <= row < scheduler.limits.max_num_seqs for row in rows)
+        for sequence in scheduler.running:
+            assert sequence.status is Status.RUNNING
+            assert sequence.num_computed <= len(sequence.block_table) * pool.block_size
+            assert len(sequence.block_table) <= pool.blocks_for(len(sequence))
+        for sequence in scheduler.waiting:
+            assert sequence.status is Status.WAITING
+            assert sequence.block_table == [] and sequence.row == -1 and sequence.num_computed == 0
+
+    def drain(self, checked: bool = True) -> None:
+        """Every request finishes: the oldest computes a token in each step, and is never more than max_model_len of them away."""
+        for _ in range(len(self.order) * self.scheduler.limits.max_model_len):
+            if not self.scheduler.has_work():
+                break
+            self.step(checked=checked)
+        assert not self.scheduler.has_work() and not self.order
+        assert self.scheduler.pool.num_free == self.scheduler.pool.num_blocks
+        self.check()
+
+
+class Witness(BlockPool):
+    """A pool that keeps its own account of who was given what, and counts its calls."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        super().__init__(pool.num_blocks, pool.block_size)
+        self.counts = [0] * pool.num_blocks
+        self.operations = 0
+
+    def allocate(self, count: int) -> list[int]:
+        self.operations += 1
+        blocks = super().allocate(count)
+        assert len(blocks) == count
+        for block in blocks:
+            assert self.counts[block] == 0
+            self.counts[block] = 1
+        return blocks
+
+    def release(self, blocks: Iterable[int]) -> None:
+        self.operations += 1
+        blocks = list(blocks)
+        super().release(blocks)
+        for block in blocks:
+            self.counts[block] -= 1
+            assert self.counts[block] == 0
+
+
+@settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, database=None)
+class Machine(RuleBasedStateMachine):
+    @initialize(
+        rows=st.integers(1, 6), budget=st.integers(1, 24), longest=st.integers(2, 40), blocks=st.integers(1, 12), size=st.integers(1, 5)
+    )
+    def build(self, rows: int, budget: int, longest: int, blocks: int, size: int) -> None:
+        self.house = House(rows, budget, longest, blocks, size)
+
+    @rule(tokens=st.integers(0, 30), wanted=st.integers(1, 40))
+    def add(self, tokens: int, wanted: int) -> None:
+        self.house.add(tokens, wanted)
+
+    @rule(times=st.integers(1, 8))
+    def steps(self, times: int) -> None:
+        for _ in range(times):
+            self.house.step()
+
+    @rule(which=st.integers(0, 99))
+    def step_with_an_abort_inside(self, which: int) -> None:
+        self.house.step(abort_inside=which)
+
+    @rule(which=st.integers(0, 99))
+    def abort(self, which: int) -> None:
+        self.house.abort(which)
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "house"):
+            self.house.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "house"):
+            self.house.drain()
+
+
+TestMachine = Machine.TestCase
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_schedules_hold_in_every_step(seed: int):
+    """Many sequences with long answers in few blocks, so that preemption is the rule."""
+    rng = random.Random(seed)
+    size, blocks = rng.randint(1, 6), rng.randint(8, 16)
+    room = size * blocks
+    house = House(rng.randint(3, 8), rng.randint(2, 40), room * rng.randint(3, 5) // 4, blocks, size)
+    for _ in range(1000):
+        dice = rng.random()
+        if dice < 0.3 and len(house.order) < 20:
+            house.add(rng.randint(0, room if dice < 0.02 else room // 4), rng.randint(1, room))
+        elif dice < 0.32:
+            house.abort(rng.randrange(99))
+        else:
+            house.step(abort_inside=rng.randrange(99) if dice > 0.99 else None)
+        house.check()
+    house.drain()
+    assert house.preemptions > 10 and house.finished > 10
+
+
+def test_counts_hold_after_a_million_operations():
+    """Calls of the scheduler and of the pool; everything is compared every few thousand, counts and ownership at each call of the pool."""
+    rng = random.Random(11)
+    house = House(4, 24, 100, 20, 4)
+    pool = house.scheduler.pool = Witness(house.scheduler.pool)
+    turn = 0
+    while house.operations + pool.operations < 1_000_000:
+        turn += 1
+        while len(house.order) < 6:
+            house.add(1 + int(rng.random() * 20), 1 + int(rng.random() * rng.random() * 90))
+        if turn % 50 == 0:
+            house.abort(turn)
+        house.step(checked=False)
+        if turn % 1000 == 0:
+            house.check()
+    house.drain(checked=False)
+    assert house.preemptions > 10_000 and house.exhaustions > 100 and pool.counts == [0] * pool.num_blocks

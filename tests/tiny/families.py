@@ -1,0 +1,132 @@
+"""The families that parity is shown for, as rows of configuration: data only, no tensors, nothing of ours, no PyTorch.
+
+`make_golden.py` turns each row into a small random checkpoint written by transformers, `tests/models/test_parity.py` reads those,
+and `tests/peers/test_transformers.py` makes fresh ones. All share one set of dimensions as far as the family allows, so that the
+kernels that tinygrad compiles for one serve the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+STEPS = 64  # greedy tokens after each prompt
+PROMPT_LENGTHS = (21, 70)
+MAX_MODEL_LEN = 160
+
+
+@dataclass(frozen=True)
+class Family:
+    """One variant: the class and configuration in transformers, and how the file is stored.
+
+    `shard_bytes` splits the weights into several files with an index. `prompt_lengths` are in tokens, and `contexts` is the
+    max_model_len that each prompt needs. `gguf` is the architecture's name in GGUF where the same weights are also tried from a
+    GGUF file, None where not.
+    """
+
+    model_class: str
+    config_class: str
+    config: dict[str, Any]
+    store: str = "bfloat16"
+    shard_bytes: int | None = None
+    prompt_lengths: tuple[int, ...] = PROMPT_LENGTHS
+    contexts: tuple[int, ...] = (MAX_MODEL_LEN, MAX_MODEL_LEN)
+    gguf: str | None = None
+
+
+_BASE: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_LONGROPE = {  # head_dim 16: eight frequencies
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 90,
+    "short_factor": [1.0, 1.02, 1.05, 1.1, 1.2, 1.3, 1.5, 1.7],
+    "long_factor": [1.0, 1.2, 1.7, 2.5, 4.0, 6.0, 9.0, 12.0],
+}
+
+
+def _llama(**changes: Any) -> dict[str, Any]:
+    return _BASE | changes
+
+
+def _rope(theta: float, **more: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta} | more
+
+
+def _family(kind: str, config: dict[str, Any], **how: Any) -> Family:
+    return Family(_CLASSES[kind], kind + "Config", config, **how)
+
+
+_CLASSES = {
+    "Llama": "LlamaForCausalLM",
+    "Mistral": "MistralForCausalLM",
+    "Qwen2": "Qwen2ForCausalLM",
+    "Qwen3": "Qwen3ForCausalLM",
+    "Qwen3Moe": "Qwen3MoeForCausalLM",
+    "Phi3": "Phi3ForCausalLM",
+    "GPT2": "GPT2LMHeadModel",
+    "Ernie4_5": "Ernie4_5ForCausalLM",
+}
+
+_GPT2 = {"vocab_size": 256, "n_positions": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
+_MOE = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+
+FAMILIES: dict[str, Family] = {
+    "llama1": _family("Llama", _llama(num_key_value_heads=4, rms_norm_eps=1e-6), store="float16"),
+    "llama2": _family("Llama", _llama(rms_norm_eps=1e-5), store="float32", gguf="llama"),
+    "llama3": _family("Llama", _llama(rms_norm_eps=1e-5, rope_parameters=_rope(500000.0)), shard_bytes=70_000),
+    "llama3.1": _family("Llama", _llama(rms_norm_eps=1e-5, rope_parameters=_LLAMA3_ROPE), gguf="llama"),
+    "llama3.2": _family(
+        "Llama", _llama(rms_norm_eps=1e-5, rope_parameters=_LLAMA3_ROPE | {"factor": 32.0}, tie_word_embeddings=True), gguf="llama"
+    ),
+    "llama-linear": _family("Llama", _llama(rope_parameters=_rope(10000.0, rope_type="linear", factor=4.0)), gguf="llama"),
+    "llama-yarn": _family(
+        "Llama", _llama(rope_parameters=_rope(10000.0, rope_type="yarn", factor=4.0, original_max_position_embeddings=64)), gguf="llama"
+    ),
+    "llama-bias": _family("Llama", _llama(attention_bias=True, mlp_bias=True)),
+    "tinyllama": _family("Llama", _llama(num_attention_heads=8, rms_norm_eps=1e-5)),
+    "mistral": _family("Mistral", _llama(sliding_window=16, rms_norm_eps=1e-5), gguf="llama"),
+    "qwen2": _family(
+        "Qwen2", _llama(rope_parameters=_rope(1000000.0), use_sliding_window=False, sliding_window=16), store="float32", gguf="qwen2"
+    ),
+    "qwen2-window": _family("Qwen2", _llama(use_sliding_window=True, sliding_window=16, max_window_layers=1)),
+    "qwen2.5": _family("Qwen2", _llama(rope_parameters=_rope(1000000.0), tie_word_embeddings=True, use_sliding_window=False)),
+    "qwen3": _family("Qwen3", _llama(head_dim=32, rope_parameters=_rope(1000000.0)), gguf="qwen3"),
+    "phi3": _family("Phi3", _llama(num_key_value_heads=4), gguf="phi3"),
+    "phi3-partial": _family(
+        "Phi3", _llama(sliding_window=24, rope_parameters=_rope(10000.0, partial_rotary_factor=0.5), tie_word_embeddings=True)
+    ),
+    # transformers chooses the factors by the length of the sequence so far, tinyvllm by max_model_len. They agree where a sequence
+    # ends within the original 90 positions in an engine of that length, and where it starts beyond them in a longer one.
+    "phi3-longrope": _family(
+        "Phi3",
+        _llama(original_max_position_embeddings=90, rope_parameters=_LONGROPE),
+        prompt_lengths=(21, 93),
+        contexts=(90, MAX_MODEL_LEN),
+        gguf="phi3",
+    ),
+    "gpt2": _family("GPT2", _GPT2, store="float32", gguf="gpt2"),
+    "ernie4.5": _family("Ernie4_5", _llama(head_dim=16, rope_parameters=_rope(500000.0), tie_word_embeddings=True), gguf="ernie4_5"),
+    "ernie4.5-bias": _family("Ernie4_5", _llama(head_dim=32, rope_parameters=_rope(500000.0), use_bias=True)),
+    "qwen3moe": _family("Qwen3Moe", _llama(head_dim=16, num_experts=8, norm_topk_prob=True, **_MOE), gguf="qwen3moe"),
+    "qwen3moe-mixed": _family("Qwen3Moe", _llama(head_dim=16, num_experts=4, norm_topk_prob=False, mlp_only_layers=[0], **_MOE)),
+}

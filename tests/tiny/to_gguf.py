@@ -1,0 +1,219 @@
+"""Writes a Hugging Face folder of `families.py` as a GGUF file, with the `gguf` package and numpy alone.
+
+What goes where is llama.cpp's convention: its tensor names; q and k rows of architecture `llama` reordered from rotated halves to
+interleaved pairs; experts stacked; Conv1D weights of GPT-2 transposed; Llama-3 RoPE scaling as the tensor `rope_freqs.weight` (a
+divisor a frequency), Phi-3's factors as `rope_factors_short.weight` and `rope_factors_long.weight`, other scalings as metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+_DTYPES = {"F32": np.float32, "F16": np.float16}
+_LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate": "ffn_gate_inp",
+    "ln_1": "attn_norm",
+    "ln_2": "ffn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+_TOP = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "transformer.wte": "token_embd",
+    "transformer.wpe": "position_embd",
+    "transformer.ln_f": "output_norm",
+}
+_CONV1D = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
+
+
+def read_folder(folder: Path) -> dict[str, np.ndarray]:
+    """Every tensor of the folder's safetensors files as float32; numpy has no bfloat16, so the files are read by hand."""
+    tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        data = path.read_bytes()
+        start = 8 + int.from_bytes(data[:8], "little")
+        for name, entry in json.loads(data[8:start]).items():
+            if name != "__metadata__":
+                low, high = entry["data_offsets"]
+                tensors[name] = _to_float32(data[start + low : start + high], entry["dtype"]).reshape(entry["shape"])
+    return tensors
+
+
+def _to_float32(raw: bytes, dtype: str) -> np.ndarray:
+    if dtype == "BF16":
+        return (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(raw, _DTYPES[dtype]).astype(np.float32)
+
+
+def gguf_tensors(tensors: dict[str, np.ndarray], config: dict[str, Any], arch: str) -> dict[str, np.ndarray]:
+    """The same weights, float32, under their GGUF names and in GGUF's layout."""
+    out: dict[str, np.ndarray] = {}
+    experts: dict[str, dict[int, np.ndarray]] = {}
+    for name, value in tensors.items():
+        if ".experts." in name:  # model.layers.N.mlp.experts.E.gate_proj.weight
+            _, _, layer, _, _, expert, part, _ = name.split(".")
+            experts.setdefault(f"blk.{layer}.ffn_{part.removesuffix('_proj')}_exps.weight", {})[int(expert)] = value
+            continue
+        if arch == "llama" and ".q_proj." in name:
+            value = interleave(value, config["num_attention_heads"])
+        if arch == "llama" and ".k_proj." in name:
+            value = interleave(value, config["num_key_value_heads"])
+        if name.endswith(_CONV1D):
+            value = value.T
+        out[_gguf_name(name)] = np.ascontiguousarray(value)
+    for name, parts in experts.items():
+        out[name] = np.stack([parts[e] for e in range(len(parts))])
+    return out | _rope_tensors(config)
+
+
+def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Row order of one head from (all first halves, all second halves) to pairs. rows: [heads * D, ...]."""
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _gguf_name(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if stem in _TOP:
+        return f"{_TOP[stem]}.{kind}"
+    _, _, layer, part = stem.split(".", 3)
+    return f"blk.{layer}.{_LAYER[part]}.{kind}"
+
+
+def _head_dim(config: dict[str, Any]) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def _rope_tensors(config: dict[str, Any]) -> dict[str, np.ndarray]:
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "longrope":
+        return {f"rope_factors_{kind}.weight": np.array(rope[f"{kind}_factor"], np.float32) for kind in ("short", "long")}
+    if rope.get("rope_type") == "llama3":
+        return {"rope_freqs.weight": _llama3_divisors(rope, _head_dim(config))}
+    return {}
+
+
+def _llama3_divisors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
+    """What each frequency is divided by, [D/2]: 1 for short wavelengths, `factor` for long ones, blended between."""
+    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+    wavelength = 2 * math.pi * rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+    share = np.clip((rope["original_max_position_embeddings"] / wavelength - low) / (high - low), 0, 1)
+    return (1 / ((1 - share) / factor + share)).astype(np.float32)
+
+
+def write_gguf(folder: Path, path: Path, arch: str, kind: str = "F32", tensors: dict[str, np.ndarray] | None = None) -> None:
+    """Writes `folder` as architecture `arch` with its matrices stored as `kind`, vectors and rope tensors as F32.
+
+    `tensors`, as `gguf_tensors` returns them, replaces the folder's own weights.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, arch)
+    _write_parameters(writer, config)
+    _write_vocabulary(writer, config["vocab_size"])
+    qtype = gguf.GGMLQuantizationType[kind]
+    for name, value in (tensors or gguf_tensors(read_folder(folder), config, arch)).items():
+        if value.ndim == 1 or kind == "F32" or "ffn_gate_inp" in name or "position_embd" in name:
+            writer.add_tensor(name, value)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(value, qtype), raw_dtype=qtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def dequantized(tensors: dict[str, np.ndarray], kind: str) -> dict[str, np.ndarray]:
+    """`tensors` with the matrices that `write_gguf` stores as `kind` rounded through it, by the gguf package's own arithmetic."""
+    qtype = gguf.GGMLQuantizationType[kind]
+    return {name: gguf.quants.dequantize(gguf.quants.quantize(v, qtype), qtype) if v.ndim > 1 else v for name, v in tensors.items()}
+
+
+def _write_parameters(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    if config["model_type"] == "gpt2":
+        writer.add_block_count(config["n_layer"])
+        writer.add_context_length(config["n_positions"])
+        writer.add_embedding_length(config["n_embd"])
+        writer.add_feed_forward_length(4 * config["n_embd"])
+        writer.add_head_count(config["n_head"])
+        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+        return
+    optional: list[tuple[str, Callable[[Any], None]]] = [
+        ("num_local_experts", writer.add_expert_count),
+        ("num_experts_per_tok", writer.add_expert_used_count),
+        ("moe_intermediate_size", writer.add_expert_feed_forward_length),
+        ("head_dim", writer.add_key_length),
+        ("head_dim", writer.add_value_length),
+        ("vocab_size", writer.add_vocab_size),
+    ]
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    for key, add in optional:
+        if config.get(key) is not None:
+            add(config[key])
+    if config["model_type"] == "phi3" or (config["model_type"] == "mistral" and config["sliding_window"]):
+        writer.add_sliding_window(config["sliding_window"] or 0)
+    _write_rope(writer, config)
+
+
+def _write_rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    rope = config["rope_parameters"]
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if config["model_type"] in ("llama", "mistral", "phi3"):
+        writer.add_rope_dimension_count(int(_head_dim(config) * rope.get("partial_rotary_factor", 1.0)))
+    if config["model_type"] == "phi3":
+        writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "longrope":
+        scale = config["max_position_embeddings"] / rope["original_max_position_embeddings"]
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(rope["original_max_position_embeddings"])))
+
+
+def _write_vocabulary(writer: gguf.GGUFWriter, vocab_size: int) -> None:
+    """A byte-level BPE vocabulary: three control tokens, the printable bytes as themselves, and pairs merged from letters."""
+    letters = [chr(c) for c in range(33, 127)]
+    pairs = [a + b for a in "etaoinshrdlu" for b in "etaoinshrdlu"]
+    tokens = (["<unk>", "<s>", "</s>"] + letters + ["\u0120"] + pairs)[:vocab_size]
+    tokens += [f"[PAD{i}]" for i in range(len(tokens), vocab_size)]
+    types = [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(tokens) - 3)
+    types = [gguf.TokenType.UNUSED if token.startswith("[PAD") else kind for token, kind in zip(tokens, types, strict=True)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([f"{pair[0]} {pair[1]}" for pair in pairs if pair in tokens])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)

@@ -1,0 +1,74 @@
+"""tinyvllm serves LLaMA-family language models through tinygrad.
+
+The names below are the public face. They are looked up on first use: `import tinyvllm` loads neither tinygrad nor a tokenizer.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tinyvllm.engine.async_llm import AsyncLLM
+    from tinyvllm.engine.llm import LLM, StreamDelta
+    from tinyvllm.errors import (
+        ArgumentError,
+        FormatError,
+        ModelError,
+        OutOfMemoryError,
+        OutputError,
+        RequestError,
+        TinyvllmError,
+        TokenizerError,
+    )
+    from tinyvllm.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "tinyvllm.engine.llm",
+    "StreamDelta": "tinyvllm.engine.llm",
+    "AsyncLLM": "tinyvllm.engine.async_llm",
+    "SamplingParams": "tinyvllm.request",
+    "RequestOutput": "tinyvllm.request",
+    "CompletionOutput": "tinyvllm.request",
+    "Logprob": "tinyvllm.request",
+    "TinyvllmError": "tinyvllm.errors",
+    "ArgumentError": "tinyvllm.errors",
+    "ModelError": "tinyvllm.errors",
+    "FormatError": "tinyvllm.errors",
+    "TokenizerError": "tinyvllm.errors",
+    "RequestError": "tinyvllm.errors",
+    "OutOfMemoryError": "tinyvllm.errors",
+    "OutputError": "tinyvllm.errors",
+}
+
+__all__ = [
+    "LLM",
+    "ArgumentError",
+    "AsyncLLM",
+    "CompletionOutput",
+    "FormatError",
+    "Logprob",
+    "ModelError",
+    "OutOfMemoryError",
+    "OutputError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "StreamDelta",
+    "TinyvllmError",
+    "TokenizerError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tinyvllm' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value  # the next look-up does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

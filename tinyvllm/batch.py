@@ -1,0 +1,38 @@
+"""The arrays of one step as the model sees them. Knows no requests and no text; docs/shapes.md fixes the letters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinygrad import Tensor, UOp
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One flat batch of T tokens of B sequences: first `num_decodes` sequences with one token each, then chunks of up to `max_query`.
+
+    Every tensor is int32, on the device, in a persistent buffer that the runner refills; padded rows write to the scratch block.
+
+    tokens [T]            token ids
+    positions [T]         position of each token in its sequence
+    slots [T]             where its key and value go: block * S + offset
+    block_tables [B, M]   the blocks of each sequence, in order
+    query_starts [B + 1]  first row of each sequence in the flat batch
+    context_lens [B]      tokens of each sequence in the cache once this step has written its own
+    num_blocks            blocks of the longest context of the step; an int, or a bound variable so that one capture serves all lengths
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    block_tables: Tensor
+    query_starts: Tensor
+    context_lens: Tensor
+    num_blocks: int | UOp
+    num_decodes: int
+    max_query: int
+
+    @property
+    def num_chunks(self) -> int:
+        """Sequences behind the decodes, prefilling up to `max_query` tokens each."""
+        return int(self.block_tables.shape[0]) - self.num_decodes

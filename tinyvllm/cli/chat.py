@@ -1,0 +1,236 @@
+"""`tinyvllm chat`: a conversation with history. Answers go to stdout, everything else to stderr, so that it also works in a pipe."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinyvllm.cli.arguments import MAX_TOKENS, sampling_options
+from tinyvllm.cli.figures import closing_line, say
+from tinyvllm.cli.generate import check_engine_options, load
+from tinyvllm.cli.jsonl import new_file
+from tinyvllm.config import nearest
+from tinyvllm.errors import ArgumentError, FormatError, TinyvllmError
+from tinyvllm.request import RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from tinyvllm.engine.llm import LLM
+
+Message = dict[str, str]
+
+_SETTINGS = tuple(f.name for f in fields(SamplingParams) if f.name not in ("n", "logprobs"))  # a conversation shows one answer, as text
+
+
+def run(options: argparse.Namespace) -> int:
+    """Talk until the end of input. 1 if a line from a pipe failed, for the script that wrote it."""
+    given = {"max_tokens": MAX_TOKENS["chat"], **sampling_options(options)}
+    check_engine_options(options)
+    interactive = sys.stdin.isatty()
+    with load(options) as llm:
+        chat = Chat(llm, replace(llm.default_params, **given), options.system)
+        if interactive:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401  gives input() editing and history
+            if not options.quiet:
+                say("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
+        return converse(chat, interactive)
+
+
+def converse(chat: Chat, interactive: bool) -> int:
+    """Lines of stdin to answers and commands until /exit or the end."""
+    failed = False
+    while not chat.over:
+        try:
+            line = input("> " if interactive else "")
+        except EOFError:
+            break
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            say("\n(Ctrl-D or /exit leaves)")
+            continue
+        try:
+            chat.hear(line)
+        except TinyvllmError as error:
+            failed = True
+            say(f"tinyvllm: {error}")
+    return 1 if failed and not interactive else 0
+
+
+class Chat:
+    """One conversation: what was said, how to answer, and the commands that change either."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None):
+        self.llm = llm
+        self.params = params
+        self.system = system
+        self.history: list[Message] = []
+        self.last: RequestOutput | None = None
+        self.over = False
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation as the chat template gets it."""
+        return ([{"role": "system", "content": self.system}] if self.system else []) + self.history
+
+    def hear(self, line: str) -> None:
+        """One line of the person: a command, something to answer, or nothing."""
+        if line.startswith("/"):
+            name, _, rest = line[1:].partition(" ")
+            if name not in COMMANDS:
+                known = [f"/{command}" for command in COMMANDS]
+                raise ArgumentError(f"unknown command '/{name}'{nearest('/' + name, known)}; /help lists them")
+            COMMANDS[name][0](self, rest.strip())
+        elif line.strip():
+            self.answer(line)
+
+    def answer(self, text: str) -> None:
+        """Stream an answer and remember both. What cannot be answered is not remembered."""
+        self.history.append({"role": "user", "content": text})
+        try:
+            answer = self._stream()
+        except BaseException:
+            self.history.pop()
+            raise
+        self.history.append({"role": "assistant", "content": answer})
+
+    def _stream(self) -> str:
+        text = ""
+        with _interrupts() as interrupted, contextlib.closing(self.llm.follow(self.messages, self.params)) as outputs:
+            for output in outputs:
+                self.last = output
+                sys.stdout.write(output.outputs[0].text[len(text) :])
+                sys.stdout.flush()
+                text = output.outputs[0].text
+                if interrupted():
+                    break
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        return text
+
+    def help(self, rest: str) -> None:
+        """this list"""
+        for name, (_, usage, meaning) in COMMANDS.items():
+            say(f"/{name} {usage}".ljust(20) + meaning)
+
+    def reset(self, rest: str) -> None:
+        """forget the conversation, keep the system message"""
+        self.history.clear()
+
+    def undo(self, rest: str) -> None:
+        """forget the last question and its answer"""
+        if not self.history:
+            raise ArgumentError("/undo: nothing has been said yet")
+        while self.history and self.history.pop()["role"] != "user":
+            pass
+
+    def set_system(self, rest: str) -> None:
+        """set the system message; without TEXT there is none"""
+        self.system = rest or None
+
+    def set(self, rest: str) -> None:
+        """change a sampling setting; VALUE null removes it"""
+        name, _, value = rest.partition(" ")
+        if name not in _SETTINGS or not value:
+            hint = nearest(name, _SETTINGS) if name not in _SETTINGS else ""
+            raise ArgumentError(f"/set needs NAME VALUE, with NAME one of {', '.join(_SETTINGS)}; got {rest!r}{hint}")
+        try:
+            parsed = json.loads(value)
+        except ValueError:
+            parsed = value  # a stop string need not be quoted
+        try:
+            self.params = replace(self.params, **{name: parsed})
+        except TypeError as error:
+            raise ArgumentError(f"/set: {name} cannot be {value!r}: {error}") from error
+
+    def show(self, rest: str) -> None:
+        """show the settings, the system message and the number of messages"""
+        settings = asdict(self.params)
+        say("\n".join(f"{name} = {json.dumps(settings[name])}" for name in _SETTINGS))
+        say(f"system = {json.dumps(self.system, ensure_ascii=False)}\nmessages = {len(self.history)}")
+
+    def save(self, rest: str) -> None:
+        """write the conversation to FILE as JSON"""
+        if not rest:
+            raise ArgumentError("/save needs the name of a file")
+        with new_file(rest) as publish:
+            publish(json.dumps(self.messages, ensure_ascii=False, indent=1) + "\n")
+
+    def load(self, rest: str) -> None:
+        """take the conversation from FILE"""
+        messages = _read_messages(rest)
+        self.system = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else None
+        self.history = messages
+
+    def stats(self, rest: str) -> None:
+        """tokens and speed of the last answer"""
+        if self.last is None:
+            raise ArgumentError("/stats: nothing has been answered yet")
+        say(closing_line(self.llm, [self.last]))
+
+    def exit(self, rest: str) -> None:
+        """leave"""
+        self.over = True
+
+
+def _meaning(method: Callable[[Chat, str], None]) -> str:
+    return method.__doc__ or ""
+
+
+COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str, str]] = {
+    name: (method, usage, _meaning(method))
+    for name, method, usage in (
+        ("help", Chat.help, ""),
+        ("reset", Chat.reset, ""),
+        ("undo", Chat.undo, ""),
+        ("system", Chat.set_system, "TEXT"),
+        ("set", Chat.set, "NAME VALUE"),
+        ("show", Chat.show, ""),
+        ("save", Chat.save, "FILE"),
+        ("load", Chat.load, "FILE"),
+        ("stats", Chat.stats, ""),
+        ("exit", Chat.exit, ""),
+    )
+}
+
+
+def _read_messages(name: str) -> list[Message]:
+    if not name:
+        raise ArgumentError("/load needs the name of a file")
+    try:
+        messages: Any = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ArgumentError(f"/load {name}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise FormatError(f"{name}: not JSON: {error}") from error
+    good = isinstance(messages, list) and all(isinstance(m, dict) and all(isinstance(m.get(k), str) for k in ("role", "content")) for m in messages)
+    if not good:
+        raise FormatError(f"{name}: expected a JSON list of messages with role and content")
+    return messages
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """While inside, Ctrl-C is remembered instead of raised: an exception in the middle of a step would leave the engine half way.
+
+    A second Ctrl-C before the first was heard is raised after all.
+    """
+    heard: list[int] = []
+
+    def handler(number: int, frame: object) -> None:
+        if heard:
+            raise KeyboardInterrupt
+        heard.append(number)
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield lambda: bool(heard)
+    finally:
+        signal.signal(signal.SIGINT, before)

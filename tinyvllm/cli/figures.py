@@ -1,0 +1,67 @@
+"""What the command line says about time: the bar while weights load, and the closing line. All of it goes to stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tinyvllm.request import RequestOutput
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from tinyvllm.engine.llm import LLM
+
+PATIENCE = 0.5  # seconds that loading may take before a bar appears
+
+
+class LoadBar:
+    """The `progress` argument of LLM: a tqdm bar over the bytes of the weights, once loading takes longer than PATIENCE."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._bar: tqdm | None = None
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        if self._bar is None and done < total and time.monotonic() - self._started > PATIENCE:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, leave=False, dynamic_ncols=True, file=sys.stderr)
+        if self._bar is not None:
+            self._bar.set_description(what, refresh=False)
+            self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def closing_line(llm: LLM, outputs: Sequence[RequestOutput]) -> str:
+    """Tokens, time to first token, tokens per second, and for a single prompt the share of the memory bandwidth measured just now.
+
+    A step that generates reads all weights once, so that steps per second times the bytes of the weights is what memory delivered.
+    """
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    generated = sum(len(part.token_ids) for output in outputs for part in output.outputs)
+    counts = f"{prompt} prompt + {generated} generated tokens"
+    if len(outputs) != 1:
+        seconds = max(output.metrics.finished or 0.0 for output in outputs) - min(output.metrics.arrival for output in outputs)
+        return f"{len(outputs)} prompts, {counts} in {seconds:.2f} s: {generated / seconds:.1f} tok/s" if seconds > 0 else counts
+    metrics, steps = outputs[0].metrics, max(len(part.token_ids) for part in outputs[0].outputs) - 1
+    if metrics.first_token is None or metrics.finished is None:
+        return counts
+    line = f"{counts}, first token after {metrics.first_token - metrics.arrival:.2f} s"
+    seconds = metrics.finished - metrics.first_token
+    if steps < 1 or seconds <= 0:
+        return line
+    bandwidth = llm.engine.read_bandwidth()
+    share = steps * llm.engine.model_bytes_per_token / seconds / bandwidth
+    return f"{line}, {(generated - len(outputs[0].outputs)) / seconds:.1f} tok/s, {share:.0%} of {bandwidth / 1e9:.0f} GB/s"
+
+
+def say(text: str) -> None:
+    """A line for the person, apart from the answer."""
+    sys.stdout.flush()
+    print(text, file=sys.stderr, flush=True)

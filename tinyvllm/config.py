@@ -1,0 +1,238 @@
+"""What an engine is started with: one frozen value, decided once by `resolve`, and the table of environment switches.
+
+Knows no tensors, no devices beyond their names and no checkpoint beyond whether it is there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tinyvllm.errors import ArgumentError
+
+DEFAULT_MODEL = Path(__file__).parent / "demo" / "model"
+
+DEVICES = ("auto", "CPU", "METAL", "CUDA", "NV", "AMD", "HIP", "QCOM", "CL", "WEBGPU", "PYTHON")
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+LOAD_FORMATS = ("auto", "dummy")
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_FILE_ENDINGS = (".gguf", ".safetensors", ".json", ".bin")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything that one engine is built from. Always valid: a value that cannot be meant is an ArgumentError that names the field.
+
+    model                   folder of Hugging Face files, a GGUF file, or a name on the hub
+    tokenizer               the same for the tokenizer; None takes the model's own
+    skip_tokenizer_init     serve token ids only; texts come back empty
+    revision                branch, tag or commit of a hub name
+    device, dtype           where and in what the model computes; "auto" lets the engine choose
+    max_model_len           longest prompt plus answer in tokens; None takes the model's own, as far as memory reaches
+    max_num_seqs            sequences that run at the same time
+    max_num_batched_tokens  tokens of one step
+    block_size              tokens of one block of the KV cache
+    num_blocks, kv_memory   size of the KV cache, in blocks or in bytes; neither takes what the device has left
+    load_format             "dummy" fills the model with random weights, to measure without a checkpoint
+    seed                    of the seeds given to requests without their own; None draws from the system
+    """
+
+    model: str
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    revision: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_memory: int | None = None
+    load_format: str = "auto"
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, low, high in _INTEGERS:
+            _check_integer(name, getattr(self, name), low, high)
+        for name in ("model", "tokenizer", "revision"):
+            _check_text(name, getattr(self, name), optional=name != "model")
+        if type(self.skip_tokenizer_init) is not bool:
+            raise ArgumentError(f"skip_tokenizer_init must be True or False, got {self.skip_tokenizer_init!r}")
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("load_format", self.load_format, LOAD_FORMATS)
+        _check_device(self.device)
+        if self.block_size & (self.block_size - 1):
+            raise ArgumentError(f"block_size must be a power of two from 8 to 256, got {self.block_size}")
+        if self.num_blocks is not None and self.kv_memory is not None:
+            raise ArgumentError(f"num_blocks={self.num_blocks} and kv_memory={self.kv_memory} both size the KV cache: give one of them")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ArgumentError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
+                "a step must hold a token of every running sequence"
+            )
+        if self.skip_tokenizer_init and self.tokenizer is not None:
+            raise ArgumentError(f"skip_tokenizer_init contradicts tokenizer={self.tokenizer!r}: give one of them")
+
+
+_INTEGERS: tuple[tuple[str, int, int | None], ...] = (
+    ("max_model_len", 2, None),
+    ("max_num_seqs", 1, 4096),
+    ("max_num_batched_tokens", 1, None),
+    ("block_size", 8, 256),
+    ("num_blocks", 2, None),
+    ("kv_memory", 1, None),
+    ("seed", -(2**63), 2**64 - 1),
+)
+_OPTIONAL = ("max_model_len", "num_blocks", "kv_memory", "seed")
+
+
+def resolve(model: str | os.PathLike[str] | None = None, *, environ: Mapping[str, str] | None = None, **given: Any) -> EngineConfig:
+    """The EngineConfig that `model` and the given fields mean; None stands for "not given". Nothing is loaded.
+
+    Without a model it is the bundled one. Device names and sizes are brought into one spelling. Raises ArgumentError for an unknown
+    field, a contradiction, a local model that is not there, or an environment switch that cannot be meant.
+    """
+    switches = environment(os.environ if environ is None else environ)
+    known = [f.name for f in fields(EngineConfig) if f.name != "model"]
+    for name in given:
+        if name not in known:
+            raise ArgumentError(f"unknown engine option {name!r}{nearest(name, known)}")
+    values = {name: value for name, value in given.items() if value is not None}
+    if "tokenizer" in values:
+        values["tokenizer"] = os.fspath(values["tokenizer"])
+    if isinstance(values.get("kv_memory"), str):
+        values["kv_memory"] = parse_size("kv_memory", values["kv_memory"])
+    device = values.get("device", switches.get("TINYVLLM_DEVICE", "auto"))
+    values["device"] = parse_device("device", device)
+    if isinstance(values.get("max_num_seqs"), int):
+        values.setdefault("max_num_batched_tokens", max(EngineConfig.max_num_batched_tokens, values["max_num_seqs"]))
+    config = EngineConfig(model=_locate(model, values.get("revision")), **values)
+    if config.tokenizer is not None:
+        _check_location("tokenizer", config.tokenizer)
+    return config
+
+
+def parse_size(name: str, text: str) -> int:
+    """Bytes of "2GiB", "500MB", "1.5G" or "1048576". K, M, G, T are powers of 1024 with "iB" or alone, and powers of 1000 with "B"."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ArgumentError(f"{name} must be a size such as 2GiB or 500MB, got {text!r}")
+    number, unit, binary = match.groups()
+    decimal = unit and not binary and text.strip()[-1] in "bB"
+    size = int(float(number) * (1000 if decimal else 1024) ** ("KMGT".index(unit.upper()) + 1 if unit else 0))
+    if size < 1:
+        raise ArgumentError(f"{name} must be at least one byte, got {text!r}")
+    return size
+
+
+def parse_device(name: str, text: str) -> str:
+    """A device in tinygrad's spelling ("cuda:1" is "CUDA:1"), or "auto"."""
+    if not isinstance(text, str):
+        raise ArgumentError(f"{name} must be the name of a device, got {text!r}")
+    device = "auto" if text.lower() == "auto" else text.upper()
+    _check_device(device, name)
+    return device
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """", did you mean 'x'?" for the closest of the known words, or the empty string."""
+    close = difflib.get_close_matches(word, list(known), 1, 0.6)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One environment variable that tinyvllm reads. `parse(name, text)` refuses with an ArgumentError."""
+
+    name: str
+    meaning: str
+    parse: Callable[[str, str], Any]
+
+
+def _parse_folder(name: str, text: str) -> Path:
+    folder = Path(text).expanduser()
+    if not text.strip() or (folder.exists() and not folder.is_dir()):
+        raise ArgumentError(f"{name} must name a folder, got {text!r}")
+    return folder
+
+
+SWITCHES: tuple[Switch, ...] = (
+    Switch("TINYVLLM_CACHE", "folder for what can be made again; default $XDG_CACHE_HOME/tinyvllm or ~/.cache/tinyvllm", _parse_folder),
+    Switch("TINYVLLM_DEVICE", "the device when none is asked for: auto, CPU, METAL, CUDA, CUDA:1, ...", parse_device),
+)
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The parsed values of the TINYVLLM_* variables that are set; an unknown or malformed one is an ArgumentError."""
+    table = {switch.name: switch for switch in SWITCHES}
+    values = {}
+    for name in sorted(n for n in environ if n.startswith("TINYVLLM_")):
+        if name not in table:
+            raise ArgumentError(f"environment variable {name} is not known{nearest(name, table)}; known are {', '.join(table)}")
+        values[name] = table[name].parse(name, environ[name])
+    return values
+
+
+def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Where compiled and downloaded things may be kept. Not created here."""
+    environ = os.environ if environ is None else environ
+    base = Path(environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    return environment(environ).get("TINYVLLM_CACHE", base / "tinyvllm")
+
+
+def _locate(model: str | os.PathLike[str] | None, revision: str | None) -> str:
+    if model is None:
+        if not DEFAULT_MODEL.is_dir():
+            raise ArgumentError(f"the bundled model is not in this installation ({DEFAULT_MODEL}): give model, a folder, a GGUF file or a hub name")
+        model = DEFAULT_MODEL
+    if not isinstance(model, (str, os.PathLike)):
+        raise ArgumentError(f"model must be a path or a hub name, got {model!r}")
+    location = _check_location("model", os.fspath(model))
+    if revision is not None and Path(location).exists():
+        raise ArgumentError(f"revision={revision!r} is for names on the hub, and model {location!r} is a local path")
+    return location
+
+
+def _check_location(name: str, text: str) -> str:
+    """The path with ~ expanded, or a hub name as it is. A name with one slash whose first part is a local folder is meant as a path."""
+    path = Path(text).expanduser()
+    if path.exists():
+        return str(path)
+    hub = _HUB_NAME.fullmatch(text) and not text.endswith(_FILE_ENDINGS) and not ("/" in text and Path(text).parent.is_dir())
+    if not hub:
+        here = path.parent if path.parent.is_dir() else None
+        hint = nearest(path.name, os.listdir(here)) if here else ""
+        raise ArgumentError(f"{name}: no file or folder at {text!r}{hint}")
+    return text
+
+
+def _check_integer(name: str, value: object, low: int, high: int | None) -> None:
+    if value is None and name in _OPTIONAL:
+        return
+    if type(value) is not int or value < low or (high is not None and value > high):
+        bounds = f"of {low} or more" if high is None else f"from {low} to {high}"
+        raise ArgumentError(f"{name} must be an integer {bounds}, got {value!r}")
+
+
+def _check_text(name: str, value: object, optional: bool) -> None:
+    if not (isinstance(value, str) and value.strip()) and not (optional and value is None):
+        raise ArgumentError(f"{name} must be a non-empty text, got {value!r}")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ArgumentError(f"{name} must be one of {', '.join(choices)}, got {value!r}{nearest(str(value), choices)}")
+
+
+def _check_device(device: object, name: str = "device") -> None:
+    kind, _, index = str(device).partition(":")
+    if kind not in DEVICES or (":" in str(device) and (kind == "auto" or not index.isdecimal())):
+        raise ArgumentError(f"{name} must be one of {', '.join(DEVICES)}, or one with a number such as CUDA:1, got {device!r}")

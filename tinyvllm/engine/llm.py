@@ -1,0 +1,218 @@
+"""LLM: the synchronous front door. Prompts go in, finished or streamed outputs come out; the caller's thread runs the engine.
+
+Knows no scheduling and no tensors. One LLM belongs to one thread; a service uses AsyncLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from tinyvllm.config import EngineConfig, resolve
+from tinyvllm.engine.prompt import Encoded, Message, Prompt, PromptError, default_sampling_params, encode_all, is_conversation, spread
+from tinyvllm.errors import ArgumentError, RequestError
+from tinyvllm.request import RequestOutput, SamplingParams
+
+
+@dataclass(frozen=True)
+class StreamDelta:
+    """What is new since the last delta of continuation `index`. `finish_reason` is set on its last one."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    index: int = 0
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class LLM:
+    """A loaded model. `model` is a folder, a GGUF file or a hub name (None: the bundled one); options are the fields of EngineConfig.
+
+    `progress(done, total, what)` is called while the weights load, with bytes. Raises ArgumentError before anything is loaded for an
+    option that cannot be meant, and ModelError, TokenizerError or OutOfMemoryError while loading.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        progress: Callable[[int, int, str], None] | None = None,
+        **options: Any,
+    ):
+        config = resolve(model, **options)
+        from tinyvllm.engine.engine import Engine  # tinygrad comes with it, and a wrong option need not wait for that
+
+        self.engine = Engine(config, progress)
+        self.default_params = default_sampling_params(self.engine.config.model)
+        self._ids = itertools.count()
+        self._open: dict[str, RequestOutput | None] = {}  # the newest output of every request that somebody waits for
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.engine.config
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses when it is given none: the model's own recommendation, else SamplingParams()."""
+        return self.default_params
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """The finished outputs of all prompts, in their order, run together.
+
+        A prompt is a text, {"prompt_token_ids": ids} or {"messages": conversation}. If one of them cannot be served nothing runs: RequestError
+        (or ArgumentError) for a single prompt, PromptError, which says which, for several.
+        """
+        items: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)  # type: ignore[list-item]
+        each = spread(sampling_params, self.default_params, len(items))
+        return self._complete(encode_all(self.engine.tokenizer, items), each, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+        *,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **chat_template_kwargs: Any,
+    ) -> list[RequestOutput]:
+        """`generate` for one conversation or a list of them, written out by the model's chat template."""
+        conversations = [messages] if not messages or is_conversation(messages) else list(messages)
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools,
+            "chat_template": chat_template,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        prompts = [{"messages": conversation, **options} for conversation in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def follow(self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
+        """The growing output of one prompt or conversation, each complete up to now; the last one is finished.
+
+        The request starts with the first `next`. Closing the iterator early aborts it.
+        """
+        item: Prompt = {"messages": prompt} if is_conversation(prompt) else prompt  # type: ignore[assignment]
+        params = spread(sampling_params, self.default_params, 1)
+        return self._follow(encode_all(self.engine.tokenizer, [item]), params)
+
+    def stream(self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None) -> Iterator[StreamDelta]:
+        """The answer to one prompt or conversation piece by piece; closing the iterator early aborts the request.
+
+        A delta's text may be empty: half of a character, or what may be the beginning of a stop string, is held back.
+        """
+        outputs = self.follow(prompt, sampling_params)  # prompt and parameters are refused here, not at the first `next`
+        return _deltas(outputs)
+
+    def prompt_logits(self, token_ids: list[int]) -> np.ndarray:
+        """Float32 logits [T, V] of every position of one prompt."""
+        return self.engine.prompt_logits(token_ids)
+
+    def close(self) -> None:
+        """Give the device's memory back. The LLM cannot be used afterwards."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _complete(self, encoded: list[Encoded], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+        ids = self._add(encoded, params)
+        try:
+            with _bar(len(ids), use_tqdm) as advance:
+                running = set(ids)
+                while running:
+                    finished = running.intersection(output.request_id for output in self._step() if output.finished)
+                    running -= finished
+                    advance(len(finished))
+            return [output for i in ids if (output := self._open[i]) is not None]
+        finally:
+            self._forget(ids)
+
+    def _follow(self, encoded: list[Encoded], params: list[SamplingParams]) -> Generator[RequestOutput, None, None]:
+        ids = self._add(encoded, params)
+        seen: RequestOutput | None = None
+        try:
+            while seen is None or not seen.finished:
+                if self._open[ids[0]] is seen:  # unless another caller's step has brought news meanwhile
+                    self._step()
+                newest = self._open[ids[0]]
+                if newest is not None and newest is not seen:
+                    seen = newest
+                    yield newest
+        finally:
+            self._forget(ids)
+
+    def _add(self, encoded: list[Encoded], params: list[SamplingParams]) -> list[str]:
+        """Hand all requests to the engine, or none of them."""
+        ids: list[str] = []
+        for index, (prompt, one) in enumerate(zip(encoded, params, strict=True)):
+            request_id = f"llm-{next(self._ids)}"
+            try:
+                self.engine.add(request_id, prompt.token_ids, one, prompt.text)
+            except (RequestError, ArgumentError) as error:
+                self._forget(ids)
+                if len(encoded) == 1:
+                    raise
+                raise PromptError(index, str(error)) from error
+            ids.append(request_id)
+            self._open[request_id] = None
+        return ids
+
+    def _step(self) -> list[RequestOutput]:
+        """One step of the engine; its outputs also go to streams that are open beside the caller's request."""
+        assert self.engine.has_work(), "the engine lost a request"
+        outputs = self.engine.step()
+        for output in outputs:
+            if output.request_id in self._open:
+                self._open[output.request_id] = output
+        return outputs
+
+    def _forget(self, ids: list[str]) -> None:
+        for request_id in ids:
+            newest = self._open.pop(request_id, None)
+            if newest is None or not newest.finished:
+                self.engine.abort(request_id)
+
+
+def _deltas(outputs: Generator[RequestOutput, None, None]) -> Iterator[StreamDelta]:
+    """What each of the cumulative outputs of one request adds to the one before, per continuation."""
+    sent: dict[int, tuple[int, int]] = {}  # characters and tokens already given, by index
+    done: set[int] = set()
+    with contextlib.closing(outputs):
+        for output in outputs:
+            for part in output.outputs:
+                characters, tokens = sent.get(part.index, (0, 0))
+                if part.index in done or (len(part.token_ids) == tokens and part.finish_reason is None):
+                    continue
+                sent[part.index] = len(part.text), len(part.token_ids)
+                if part.finish_reason is not None:
+                    done.add(part.index)
+                yield StreamDelta(part.text[characters:], part.token_ids[tokens:], part.finish_reason, part.index)
+
+
+@contextlib.contextmanager
+def _bar(total: int, wanted: bool) -> Iterator[Callable[[int], object]]:
+    """The function that advances a tqdm bar over `total` requests, or one that does nothing."""
+    if not wanted:
+        yield lambda finished: None
+        return
+    from tqdm import tqdm  # 20 ms that a call without a bar need not pay
+
+    with tqdm(total=total, desc="prompts", unit="prompt", dynamic_ncols=True) as bar:
+        yield bar.update

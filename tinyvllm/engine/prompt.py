@@ -1,0 +1,133 @@
+"""What callers may pass as a prompt and as sampling parameters, and what the engine gets: token ids, one SamplingParams a prompt.
+
+Knows no model and runs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tinyvllm.config import nearest
+from tinyvllm.errors import ArgumentError, ModelError, RequestError, TinyvllmError
+from tinyvllm.request import SamplingParams
+from tinyvllm.text.chat import render
+from tinyvllm.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+Prompt = str | Mapping[str, Any]  # a text, {"prompt": text}, {"prompt_token_ids": ids}, {"messages": conversation, ...}
+
+_CHAT_OPTIONS = ("messages", "tools", "chat_template", "add_generation_prompt", "chat_template_kwargs")
+_FROM_MODEL = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+class PromptError(RequestError):
+    """One prompt of several that cannot be served; `index` says which and `reason` why. None of them has run."""
+
+    def __init__(self, index: int, reason: str):
+        super().__init__(f"prompt {index} of the list (counted from 0): {reason}")
+        self.index = index
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A prompt as the engine takes it; `text` is None where the caller gave token ids."""
+
+    text: str | None
+    token_ids: list[int]
+
+
+def encode_prompt(tokenizer: Tokenizer | None, prompt: Prompt) -> Encoded:
+    """Token ids of a text, of a conversation through the chat template, or the ids themselves. RequestError or ArgumentError if neither."""
+    if isinstance(prompt, str):
+        return _encode_text(tokenizer, prompt)
+    if not isinstance(prompt, Mapping):
+        raise ArgumentError(f"a prompt is a text or a dict with prompt_token_ids, prompt or messages, got {type(prompt).__name__}")
+    kinds = [kind for kind in ("prompt_token_ids", "messages", "prompt") if kind in prompt]
+    allowed = {"messages": _CHAT_OPTIONS, "prompt_token_ids": ("prompt_token_ids", "prompt"), "prompt": ("prompt",)}
+    if not kinds:
+        raise ArgumentError(f"a prompt dict needs prompt_token_ids, prompt or messages, got {', '.join(map(repr, prompt)) or 'nothing'}")
+    for key in prompt:
+        if key not in allowed[kinds[0]]:
+            raise ArgumentError(f"a prompt with {kinds[0]} takes no {key!r}{nearest(str(key), allowed[kinds[0]])}")
+    if kinds[0] == "prompt_token_ids":
+        return Encoded(prompt.get("prompt"), _check_ids(prompt["prompt_token_ids"]))
+    if kinds[0] == "prompt":
+        return _encode_text(tokenizer, prompt["prompt"])
+    return _encode_messages(tokenizer, prompt)
+
+
+def _encode_text(tokenizer: Tokenizer | None, text: object) -> Encoded:
+    if not isinstance(text, str):
+        raise ArgumentError(f"prompt must be a text, got {type(text).__name__}")
+    if tokenizer is None:
+        raise RequestError("this engine has no tokenizer (skip_tokenizer_init): give prompt_token_ids instead of a text")
+    return Encoded(text, tokenizer.encode(text))
+
+
+def _encode_messages(tokenizer: Tokenizer | None, prompt: Mapping[str, Any]) -> Encoded:
+    if tokenizer is None:
+        raise RequestError("this engine has no tokenizer (skip_tokenizer_init): give prompt_token_ids instead of messages")
+    messages = prompt["messages"]
+    if not is_conversation(messages):
+        raise ArgumentError(f"messages must be a list of dicts with a role, got {messages!r:.80}")
+    text = render(
+        tokenizer,
+        messages,
+        tools=prompt.get("tools"),
+        add_generation_prompt=prompt.get("add_generation_prompt", True),
+        chat_template=prompt.get("chat_template"),
+        **prompt.get("chat_template_kwargs", {}),
+    )
+    return Encoded(text, tokenizer.encode(text, add_special_tokens=False))  # the template writes bos itself
+
+
+def _check_ids(ids: object) -> list[int]:
+    if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes)) or any(type(i) is not int or i < 0 for i in ids):
+        raise ArgumentError(f"prompt_token_ids must be a list of token ids, got {ids!r:.80}")
+    return list(ids)
+
+
+def is_conversation(value: object) -> bool:
+    """Whether `value` is one conversation: a list of messages with roles."""
+    return isinstance(value, Sequence) and not isinstance(value, str) and bool(value) and all(isinstance(m, Mapping) and "role" in m for m in value)
+
+
+def encode_all(tokenizer: Tokenizer | None, prompts: list[Prompt]) -> list[Encoded]:
+    """`encode_prompt` of each; of several, the failing one is named by a PromptError."""
+    encoded = []
+    for index, prompt in enumerate(prompts):
+        try:
+            encoded.append(encode_prompt(tokenizer, prompt))
+        except TinyvllmError as error:
+            if len(prompts) == 1:
+                raise
+            raise PromptError(index, str(error)) from error
+    return encoded
+
+
+def spread(params: SamplingParams | Sequence[SamplingParams] | None, default: SamplingParams, count: int) -> list[SamplingParams]:
+    """One SamplingParams for each of `count` prompts: the default, the one given for all, or the list given."""
+    each = [default if params is None else params] * count if params is None or isinstance(params, SamplingParams) else list(params)
+    for one in each:
+        if not isinstance(one, SamplingParams):
+            raise ArgumentError(f"sampling_params must be a SamplingParams or a list of them, got {type(one).__name__}")
+    if len(each) != count:
+        raise ArgumentError(f"sampling_params: {len(each)} of them for {count} prompts: give one, or one for each")
+    return each
+
+
+def default_sampling_params(model: str) -> SamplingParams:
+    """SamplingParams with what the model's generation_config.json recommends, where there is one; `do_sample` is not looked at, as in vLLM."""
+    path = Path(model) / "generation_config.json"
+    if not path.is_file():
+        return SamplingParams()
+    try:
+        recommended = json.loads(path.read_text(encoding="utf-8"))
+        return replace(SamplingParams(), **{name: recommended[name] for name in _FROM_MODEL if recommended.get(name) is not None})
+    except (ValueError, AttributeError) as error:  # not UTF-8, not JSON, not an object, or a value that SamplingParams refuses
+        raise ModelError(f"{path}: {error}") from error

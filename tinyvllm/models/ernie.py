@@ -1,0 +1,20 @@
+"""ERNIE 4.5 (dense) where it differs from LLaMA: one switch for all biases, and rotary pairs of neighbouring features."""
+
+from __future__ import annotations
+
+from tinyvllm.models import llama
+from tinyvllm.models.config import Fields, ModelConfig, Source, Transform
+
+
+def from_hf(source: Source) -> ModelConfig:
+    fields = Fields(source.config)
+    bias, layers = fields.boolean("use_bias"), fields.integer("num_hidden_layers")
+    return llama.hf_config(fields, family="ernie4_5", qkv_bias=bias, output_bias=bias, mlp_bias=bias, windows=(0,) * layers)
+
+
+def from_gguf(source: Source) -> ModelConfig:
+    return llama.gguf_config(source, family="ernie4_5")
+
+
+def sources(config: ModelConfig, kind: str, name: str) -> tuple[tuple[str, ...], Transform | None]:
+    return (name if kind == "gguf" else llama.hf_name(name),), llama.unpair(config, name)

@@ -1,0 +1,62 @@
+"""The table of model families: which checkpoints they read and how. A new family is a row here and a file that says what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tinygrad import nn
+
+from tinyvllm.errors import ModelError
+from tinyvllm.models import ernie, gpt2, llama, phi, qwen
+from tinyvllm.models.config import ModelConfig, Source, Transform, Weight
+
+
+@dataclass(frozen=True)
+class Family:
+    """`architectures` as Hugging Face's config.json names them, `gguf` as general.architecture does."""
+
+    architectures: tuple[str, ...]
+    gguf: tuple[str, ...]
+    from_hf: Callable[[Source], ModelConfig]
+    from_gguf: Callable[[Source], ModelConfig]
+    sources: Callable[[ModelConfig, str, str], tuple[tuple[str, ...], Transform | None]]
+    model: Callable[[ModelConfig, int], Any] = llama.Llama
+
+
+FAMILIES = (
+    Family(("LlamaForCausalLM",), ("llama",), llama.from_hf, llama.from_gguf, llama.sources),
+    Family(("MistralForCausalLM",), (), llama.mistral_from_hf, llama.from_gguf, llama.sources),
+    Family(("Qwen2ForCausalLM",), ("qwen2",), qwen.qwen2_from_hf, qwen.qwen2_from_gguf, qwen.sources),
+    Family(("Qwen3ForCausalLM",), ("qwen3",), qwen.qwen3_from_hf, qwen.qwen3_from_gguf, qwen.sources),
+    Family(("Qwen3MoeForCausalLM",), ("qwen3moe",), qwen.qwen3_from_hf, qwen.qwen3_moe_from_gguf, qwen.sources),
+    Family(("Phi3ForCausalLM",), ("phi3",), phi.from_hf, phi.from_gguf, phi.sources),
+    Family(("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"), ("ernie4_5",), ernie.from_hf, ernie.from_gguf, ernie.sources),
+    Family(("GPT2LMHeadModel",), ("gpt2",), gpt2.from_hf, gpt2.from_gguf, gpt2.sources, gpt2.GPT2),
+)
+
+
+def find_family(source: Source) -> Family:
+    """The family of a checkpoint, or a ModelError that names the architecture and lists the supported ones."""
+    if source.kind == "gguf":
+        names, field = [source.config.get("general.architecture")], "gguf"
+    else:
+        names, field = source.config.get("architectures") or [], "architectures"
+        if not isinstance(names, list) or not names:
+            raise ModelError(f"config.json: 'architectures' must name the model class, got {names!r}")
+    for family in FAMILIES:
+        if any(name in getattr(family, field) for name in names):
+            return family
+    known = ", ".join(name for family in FAMILIES for name in getattr(family, field))
+    raise ModelError(f"models: the architecture {', '.join(map(str, names))} is not supported; supported are {known}")
+
+
+def read_config(family: Family, source: Source) -> ModelConfig:
+    return family.from_gguf(source) if source.kind == "gguf" else family.from_hf(source)
+
+
+def weights_of(family: Family, config: ModelConfig, model: Any, kind: str) -> list[Weight]:
+    """Every tensor of the model with its name, shape and origin in the file."""
+    shapes = {name: tuple(int(d) for d in tensor.shape) for name, tensor in nn.state.get_state_dict(model).items()}
+    return [Weight(name, shape, *family.sources(config, kind, name)) for name, shape in shapes.items()]

@@ -1,0 +1,144 @@
+"""GPT-2: learned positions, LayerNorm with bias, one matrix for q, k and v, a GELU perceptron. Its own model, the same ops."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from tinygrad import Tensor, nn
+
+from tinyvllm.batch import Batch
+from tinyvllm.errors import ModelError
+from tinyvllm.models.config import Fields, ModelConfig, Source, Transform, check_heads
+from tinyvllm.ops.attention import paged_attention
+from tinyvllm.ops.launch import uninitialized
+from tinyvllm.ops.linear import linear
+from tinyvllm.ops.norm import layer_norm
+from tinyvllm.ops.qkv import QKVWeights, norm_qkv_rope_store
+
+
+class GPT2Block:
+    """One layer; names follow GGUF's, with q, k and v apart."""
+
+    def __init__(self, config: ModelConfig):
+        E, F = config.dim, config.hidden_dim
+        self.config = config
+        self.attn_norm, self.ffn_norm = nn.LayerNorm(E, config.norm_eps), nn.LayerNorm(E, config.norm_eps)
+        self.attn_q, self.attn_k, self.attn_v, self.attn_output = (nn.Linear(E, E) for _ in range(4))
+        self.ffn_up, self.ffn_down = nn.Linear(E, F), nn.Linear(F, E)
+
+    def forward(self, x: Tensor, batch: Batch, pool: Tensor) -> Tensor:
+        """x [T, E] float32, pool [P, 2, K, S, D]; result [T, E] float32."""
+        eps = self.config.norm_eps
+        q, k, v = self.attn_q, self.attn_k, self.attn_v
+        weights = QKVWeights(q.weight, k.weight, v.weight, q.bias, k.bias, v.bias)
+        norm = functools.partial(layer_norm, weight=self.attn_norm.weight, bias=self.attn_norm.bias, eps=eps)
+        queries, pool = norm_qkv_rope_store(x, norm, weights, None, pool, batch.slots)
+        attended = paged_attention(queries, pool, batch, self.config.head_dim**-0.5).reshape(x.shape[0], -1).contiguous()
+        x = (x + linear(attended, self.attn_output.weight, self.attn_output.bias)).contiguous()
+        h = layer_norm(x, self.ffn_norm.weight, self.ffn_norm.bias, eps).contiguous()
+        h = linear(h, self.ffn_up.weight, self.ffn_up.bias).gelu().contiguous()
+        return (x + linear(h, self.ffn_down.weight, self.ffn_down.bias)).contiguous()
+
+
+class GPT2:
+    """Radford et al., 2019. Same face as `llama.Llama`."""
+
+    def __init__(self, config: ModelConfig, max_len: int):
+        self.config, self.max_len = config, max_len
+        with uninitialized():
+            self.blk = [GPT2Block(config) for _ in range(config.num_blocks)]
+            self.token_embd = nn.Embedding(config.vocab_size, config.dim)
+            self.position_embd = nn.Embedding(config.max_context, config.dim)
+            self.output_norm = nn.LayerNorm(config.dim, config.norm_eps)
+            if not config.tied:
+                self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    def constants(self) -> dict[str, np.ndarray]:
+        return {}
+
+    def forward(self, batch: Batch, pools: list[Tensor], rows: Tensor | None) -> Tensor:
+        """Logits float32 of the flat batch's `rows` [N] -> [N, V]; of all T rows where `rows` is None."""
+        x = (self.token_embd.weight[batch.tokens].float() + self.position_embd.weight[batch.positions].float()).contiguous()
+        for block, pool in zip(self.blk, pools, strict=True):
+            x = block.forward(x, batch, pool)
+        x = x if rows is None else x[rows]
+        x = layer_norm(x, self.output_norm.weight, self.output_norm.bias, self.config.norm_eps).contiguous()
+        return linear(x, (self.token_embd if self.config.tied else self.output).weight)
+
+
+def from_hf(source: Source) -> ModelConfig:
+    fields = Fields(source.config)
+    if fields.get("activation_function", "gelu_new") not in ("gelu_new", "gelu_pytorch_tanh"):
+        raise ModelError(f"config.json: activation_function {fields.get('activation_function')!r} is not supported; expected 'gelu_new'")
+    for key, expected in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False), ("add_cross_attention", False)):
+        if fields.boolean(key, expected) != expected:
+            raise ModelError(f"config.json: {key} = {not expected} is not supported for GPT-2")
+    E = fields.integer("n_embd")
+    return _config(
+        fields,
+        layers=fields.integer("n_layer"),
+        E=E,
+        F=fields.integer("n_inner", 4 * E),
+        heads=fields.integer("n_head"),
+        eps=fields.number("layer_norm_epsilon", 1e-5),
+        V=fields.integer("vocab_size"),
+        context=fields.integer("n_positions", 1024),
+        tied=fields.boolean("tie_word_embeddings", True),
+    )
+
+
+def from_gguf(source: Source) -> ModelConfig:
+    fields = Fields(source.config, prefix="gpt2.", where="GGUF metadata")
+    embedding = source.shape("token_embd.weight")
+    return _config(
+        fields,
+        layers=fields.integer("block_count"),
+        E=fields.integer("embedding_length"),
+        F=fields.integer("feed_forward_length"),
+        heads=fields.integer("attention.head_count"),
+        eps=fields.number("attention.layer_norm_epsilon", 1e-5),
+        V=embedding[0] if embedding else fields.integer("vocab_size"),
+        context=fields.integer("context_length"),
+        tied=source.shape("output.weight") is None,
+    )
+
+
+def _config(fields: Fields, layers: int, E: int, F: int, heads: int, eps: float, V: int, context: int, tied: bool) -> ModelConfig:
+    D = E // max(heads, 1)
+    config = ModelConfig(
+        num_blocks=layers, dim=E, hidden_dim=F, n_heads=heads, n_kv_heads=heads, norm_eps=eps, vocab_size=V, head_dim=D, v_head_dim=D,
+        rope_theta=0.0, rope_dim=0, max_context=context, qkv_bias=True, output_bias=True, mlp_bias=True, family="gpt2", tied=tied,
+    )  # fmt: skip
+    return check_heads(fields, config)
+
+
+_HF_NAMES = {
+    "token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f", "attn_norm": "ln_1", "ffn_norm": "ln_2",
+    "attn_output": "attn.c_proj", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj",
+}  # fmt: skip
+_CONV1D = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down")
+
+
+def sources(config: ModelConfig, kind: str, name: str) -> tuple[tuple[str, ...], Transform | None]:
+    """Hugging Face keeps the projections as Conv1D [in, out]; both keep q, k and v in one."""
+    *prefix, part, suffix = name.split(".")
+    third = ("attn_q", "attn_k", "attn_v").index(part) if part in ("attn_q", "attn_k", "attn_v") else None
+    if kind == "gguf":
+        if third is None:
+            return (name,), None
+        return (".".join([*prefix, "attn_qkv", suffix]),), _part(third, config.dim, transposed=False)
+    if name == "output.weight":
+        return ("lm_head.weight",), None
+    block = f"h.{prefix[1]}." if prefix else ""
+    source = f"transformer.{block}{'attn.c_attn' if third is not None else _HF_NAMES[part]}.{suffix}"
+    transposed = suffix == "weight" and part in _CONV1D
+    return (source,), _part(third, config.dim, transposed) if transposed or third is not None else None
+
+
+def _part(third: int | None, E: int, transposed: bool) -> Transform:
+    def transform(arrays: list[np.ndarray]) -> np.ndarray:
+        w = arrays[0].T if transposed else arrays[0]
+        return w if third is None else w[third * E : (third + 1) * E]
+
+    return transform

@@ -1,0 +1,235 @@
+"""LLaMA and what is shaped like it: tinygrad's Transformer with a paged cache and our ops. Other families say only what differs."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from tinygrad import Tensor, nn
+from tinygrad.llm.model import Transformer, TransformerBlock
+
+from tinyvllm.batch import Batch
+from tinyvllm.errors import ModelError
+from tinyvllm.models.config import Fields, ModelConfig, Source, Transform, check_factors, check_heads, hf_rope, hf_windows
+from tinyvllm.ops.attention import paged_attention
+from tinyvllm.ops.launch import uninitialized
+from tinyvllm.ops.linear import gate_up_silu, linear
+from tinyvllm.ops.norm import rms_norm
+from tinyvllm.ops.qkv import QKVWeights, norm_qkv_rope_store
+from tinyvllm.ops.rope import RopeScaling, rope_table
+
+
+class LlamaBlock(TransformerBlock):
+    """One layer. Weights and their names are tinygrad's; the body runs a flat batch against the paged cache."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        if layer in config.dense_layers:
+            config = replace(config, num_experts=0, num_experts_per_tok=0, hidden_dim=config.dense_hidden_dim)
+        super().__init__(config)
+        self.window = config.windows[layer] if config.windows else 0
+        self.scale = config.head_dim**-0.5
+        if config.output_bias:
+            self.attn_output.bias = Tensor.empty(config.dim)
+        if config.mlp_bias:
+            self.ffn_gate.bias, self.ffn_up.bias = Tensor.empty(config.hidden_dim), Tensor.empty(config.hidden_dim)
+            self.ffn_down.bias = Tensor.empty(config.dim)
+
+    def forward(self, x: Tensor, batch: Batch, pool: Tensor, angles: Tensor) -> Tensor:
+        """x [T, E] float32, pool [P, 2, K, S, D], angles [T, R]; result [T, E] float32."""
+        eps = self.config.norm_eps
+        norm = functools.partial(rms_norm, weight=self.attn_norm.weight, eps=eps)
+        q, pool = norm_qkv_rope_store(x, norm, self._qkv(), angles, pool, batch.slots)
+        attended = paged_attention(q, pool, batch, self.scale, self.window).reshape(x.shape[0], -1).contiguous()
+        x = (x + linear(attended, self.attn_output.weight, self.attn_output.bias)).contiguous()
+        h = rms_norm(x, self.ffn_norm.weight, eps).contiguous()
+        return (x + self._mlp(h)).contiguous()
+
+    def _mlp(self, h: Tensor) -> Tensor:
+        if self.config.num_experts:
+            return self._feed_forward(h.unsqueeze(0))[0]
+        gate, up, down = self.ffn_gate, self.ffn_up, self.ffn_down
+        return linear(gate_up_silu(h, gate.weight, up.weight, gate.bias, up.bias).contiguous(), down.weight, down.bias)
+
+    def _qkv(self) -> QKVWeights:
+        q, k, v = self.attn_q, self.attn_k, self.attn_v
+        weights = QKVWeights(q.weight, k.weight, v.weight, q.bias, k.bias, v.bias)
+        if self.config.qk_norm:
+            weights = replace(weights, q_norm=self.attn_q_norm.weight, k_norm=self.attn_k_norm.weight, qk_eps=self.config.norm_eps)
+        return weights
+
+
+class Llama(Transformer):
+    """A causal language model over a flat batch. `max_len` is the longest sequence the engine will run."""
+
+    def __init__(self, config: ModelConfig, max_len: int):
+        self.config, self.max_len = config, max_len
+        with uninitialized():
+            self.blk = [LlamaBlock(config, layer) for layer in range(config.num_blocks)]
+            self.token_embd = nn.Embedding(config.vocab_size, config.dim)
+            self.output_norm = nn.RMSNorm(config.dim, config.norm_eps)
+            if not config.tied:
+                self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    def constants(self) -> dict[str, np.ndarray]:
+        """Arrays the model needs beside its weights; the runner puts them on the device under these names."""
+        c = self.config
+        return {"rope": rope_table(c.rope_dim, c.rope_theta, self.max_len, c.scaling)}
+
+    def forward(self, batch: Batch, pools: list[Tensor], rope: Tensor, rows: Tensor | None) -> Tensor:
+        """Logits float32 of the flat batch's `rows` [N] -> [N, V]; of all T rows where `rows` is None. pools: one [P, 2, K, S, D] a layer."""
+        x = self.token_embd.weight[batch.tokens].float().contiguous()
+        angles = rope[batch.positions].contiguous()
+        for block, pool in zip(self.blk, pools, strict=True):
+            x = block.forward(x, batch, pool, angles)
+        x = x if rows is None else x[rows]
+        head = self.token_embd if self.config.tied else self.output
+        return linear(rms_norm(x, self.output_norm.weight, self.config.norm_eps).contiguous(), head.weight)
+
+
+HF_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def hf_name(name: str) -> str:
+    """blk.3.attn_q.bias -> model.layers.3.self_attn.q_proj.bias"""
+    if name in HF_NAMES:
+        return HF_NAMES[name]
+    _, layer, part, kind = name.split(".")
+    return f"model.layers.{layer}.{HF_NAMES[part]}.{kind}"
+
+
+def halves_from_pairs(heads: int, rope_dim: int) -> Transform:
+    """Rows of a q or k projection whose rotary pairs are neighbours (GGUF's llama, ERNIE) to the layout of two halves."""
+
+    def transform(arrays: list[np.ndarray]) -> np.ndarray:
+        (w,) = arrays
+        rows = w.reshape(heads, w.shape[0] // heads, *w.shape[1:])
+        pairs = rows[:, :rope_dim].reshape(heads, rope_dim // 2, 2, *w.shape[1:]).swapaxes(1, 2)
+        return np.concatenate([pairs.reshape(heads, rope_dim, *w.shape[1:]), rows[:, rope_dim:]], axis=1).reshape(w.shape)
+
+    return transform
+
+
+def sources(config: ModelConfig, kind: str, name: str) -> tuple[tuple[str, ...], Transform | None]:
+    """File tensors and transform of the model tensor `name`."""
+    if kind == "safetensors":
+        return (hf_name(name),), None
+    return (name,), unpair(config, name)
+
+
+def unpair(config: ModelConfig, name: str) -> Transform | None:
+    part = name.split(".")[-2]
+    if part == "attn_q":
+        return halves_from_pairs(config.n_heads, config.rope_dim)
+    return halves_from_pairs(config.n_kv_heads, config.rope_dim) if part == "attn_k" else None
+
+
+def from_hf(source: Source) -> ModelConfig:
+    fields = Fields(source.config)
+    return hf_config(fields, family="llama", windows=(0,) * fields.integer("num_hidden_layers"))
+
+
+def mistral_from_hf(source: Source) -> ModelConfig:
+    fields = Fields(source.config)
+    return hf_config(fields, family="llama", windows=hf_windows(fields, fields.integer("num_hidden_layers"), default_on=True))
+
+
+def hf_config(fields: Fields, **differences: Any) -> ModelConfig:
+    """A LLaMA-shaped config.json; `differences` are the ModelConfig fields that a family sets itself."""
+    if fields.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ModelError(f"{fields.where}: hidden_act {fields.get('hidden_act')!r} is not supported here; expected 'silu'")
+    dim, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    head_dim = fields.integer("head_dim", dim // max(heads, 1))
+    max_context = fields.integer("max_position_embeddings", 2048)
+    theta, share, scaling = hf_rope(fields, max_context)
+    attention_bias = fields.boolean("attention_bias")
+    values: dict[str, Any] = dict(
+        num_blocks=fields.integer("num_hidden_layers"),
+        dim=dim,
+        hidden_dim=fields.integer("intermediate_size"),
+        n_heads=heads,
+        n_kv_heads=fields.integer("num_key_value_heads", heads),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        vocab_size=fields.integer("vocab_size"),
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+        rope_theta=theta,
+        rope_dim=int(head_dim * share),
+        max_context=max_context,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=fields.boolean("mlp_bias"),
+        tied=fields.boolean("tie_word_embeddings"),
+        scaling=scaling,
+    )
+    return check_factors(fields, check_heads(fields, ModelConfig(**(values | differences))))
+
+
+def from_gguf(source: Source) -> ModelConfig:
+    return gguf_config(source, family="llama")
+
+
+def gguf_config(source: Source, **differences: Any) -> ModelConfig:
+    """A LLaMA-shaped GGUF; keys are those of the GGUF specification under the architecture's own prefix."""
+    architecture = str(source.config["general.architecture"])
+    fields = Fields(source.config, prefix=f"{architecture}.", where="GGUF metadata")
+    dim, heads, layers = fields.integer("embedding_length"), fields.integer("attention.head_count"), fields.integer("block_count")
+    head_dim = fields.integer("attention.key_length", dim // max(heads, 1))
+    embedding = source.shape("token_embd.weight")
+    window = fields.integer("attention.sliding_window", 0)
+    values: dict[str, Any] = dict(
+        num_blocks=layers,
+        dim=dim,
+        hidden_dim=fields.integer("feed_forward_length", 0),
+        n_heads=heads,
+        n_kv_heads=fields.integer("attention.head_count_kv", heads),
+        norm_eps=fields.number("attention.layer_norm_rms_epsilon", 1e-5),
+        vocab_size=embedding[0] if embedding else fields.integer("vocab_size"),
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+        rope_theta=fields.number("rope.freq_base", 10000.0),
+        rope_dim=fields.integer("rope.dimension_count", head_dim),
+        max_context=fields.integer("context_length"),
+        qkv_bias=source.shape("blk.0.attn_q.bias") is not None,
+        output_bias=source.shape("blk.0.attn_output.bias") is not None,
+        mlp_bias=source.shape("blk.0.ffn_up.bias") is not None,
+        tied=source.shape("output.weight") is None,
+        scaling=gguf_scaling(source, fields),
+        windows=(window,) * layers,
+    )
+    return check_factors(fields, check_heads(fields, ModelConfig(**(values | differences))))
+
+
+def gguf_scaling(source: Source, fields: Fields) -> RopeScaling:
+    """Linear and YaRN from metadata; Llama 3's and LongRoPE from the tensors of factors that converters write."""
+    trained = fields.integer("rope.scaling.original_context_length", fields.integer("context_length"))
+    if source.shape("rope_freqs.weight") is not None:
+        factors = tuple(float(f) for f in source.array("rope_freqs.weight").ravel())
+        return RopeScaling("longrope", 1.0, trained, attention_factor=1.0, short_factor=factors, long_factor=factors)
+    if source.shape("rope_factors_long.weight") is not None:
+        long, short = (tuple(float(f) for f in source.array(f"rope_factors_{n}.weight").ravel()) for n in ("long", "short"))
+        factor = fields.integer("context_length") / max(trained, 1)
+        attention = fields.get("rope.scaling.attn_factor")
+        return RopeScaling("longrope", factor, trained, attention_factor=attention, short_factor=short, long_factor=long)
+    kind = fields.get("rope.scaling.type", "none")
+    if kind not in ("none", "linear", "yarn"):
+        raise ModelError(f"GGUF metadata: rope scaling {kind!r} is not supported without its tensor of factors")
+    if kind == "none":
+        return RopeScaling()
+    return RopeScaling(kind, fields.number("rope.scaling.factor", 1.0), trained)

@@ -1,0 +1,84 @@
+"""Qwen 2, 2.5 and 3, dense and with experts, where they differ from LLaMA: biases on q, k and v; norms of q and k; experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tinyvllm.models import llama
+from tinyvllm.models.config import Fields, ModelConfig, Source, Transform, hf_windows
+
+
+def _windows(fields: Fields) -> tuple[int, ...]:
+    return hf_windows(fields, fields.integer("num_hidden_layers"), default_on=False)
+
+
+def qwen2_from_hf(source: Source) -> ModelConfig:
+    fields = Fields(source.config)
+    return llama.hf_config(fields, family="qwen2", qkv_bias=True, output_bias=False, windows=_windows(fields))
+
+
+def qwen3_from_hf(source: Source) -> ModelConfig:
+    fields = Fields(source.config)
+    head_dim = fields.integer("head_dim", fields.integer("hidden_size") // max(fields.integer("num_attention_heads"), 1))
+    return llama.hf_config(fields, family="qwen3", qk_norm=head_dim, windows=_windows(fields), **_experts(fields))
+
+
+def _experts(fields: Fields) -> dict[str, Any]:
+    count = fields.get("num_experts", fields.get("num_local_experts", 0))
+    if not count:
+        return {}
+    every, plain = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers", [])
+    layers = range(fields.integer("num_hidden_layers"))
+    return dict(
+        num_experts=int(count),
+        num_experts_per_tok=fields.integer("num_experts_per_tok"),
+        norm_topk_prob=fields.boolean("norm_topk_prob"),
+        hidden_dim=fields.integer("moe_intermediate_size"),
+        dense_hidden_dim=fields.integer("intermediate_size"),
+        dense_layers=frozenset(i for i in layers if i in plain or (i + 1) % every),
+    )
+
+
+def qwen2_from_gguf(source: Source) -> ModelConfig:
+    return llama.gguf_config(source, family="qwen2")
+
+
+def qwen3_from_gguf(source: Source) -> ModelConfig:
+    norm = source.shape("blk.0.attn_q_norm.weight")
+    return llama.gguf_config(source, family="qwen3", qk_norm=norm[0] if norm else 0)
+
+
+def qwen3_moe_from_gguf(source: Source) -> ModelConfig:
+    norm, layers = source.shape("blk.0.attn_q_norm.weight"), int(source.config["qwen3moe.block_count"])
+    fields = Fields(source.config, prefix="qwen3moe.", where="GGUF metadata")
+    return llama.gguf_config(
+        source,
+        family="qwen3",
+        qk_norm=norm[0] if norm else 0,
+        num_experts=fields.integer("expert_count"),
+        num_experts_per_tok=fields.integer("expert_used_count"),
+        norm_topk_prob=fields.boolean("expert_weights_norm", True),
+        hidden_dim=fields.integer("expert_feed_forward_length"),
+        dense_hidden_dim=fields.integer("feed_forward_length", 0),
+        dense_layers=frozenset(i for i in range(layers) if source.shape(f"blk.{i}.ffn_gate_inp.weight") is None),
+    )
+
+
+def sources(config: ModelConfig, kind: str, name: str) -> tuple[tuple[str, ...], Transform | None]:
+    """Qwen's GGUF files keep the halves layout; experts are stacked from one file tensor each."""
+    if kind == "gguf":
+        return (name,), None
+    if "_exps." in name or "ffn_gate_inp." in name:
+        return _expert_sources(config, name)
+    return (llama.hf_name(name),), None
+
+
+def _expert_sources(config: ModelConfig, name: str) -> tuple[tuple[str, ...], Transform | None]:
+    _, layer, part, _ = name.split(".")
+    mlp = f"model.layers.{layer}.mlp"
+    if part == "ffn_gate_inp":
+        return (f"{mlp}.gate.weight",), None
+    projection = part.removeprefix("ffn_").removesuffix("_exps")
+    return tuple(f"{mlp}.experts.{e}.{projection}_proj.weight" for e in range(config.num_experts)), np.stack

@@ -1,0 +1,152 @@
+"""The one file that touches what lies below tinygrad's public surface (0.13.0).
+
+Host access to device buffers without a graph, programs written in UOps that tinygrad's own ops cannot express (stores through an index),
+and the state of a captured step. Everything else in this project sees Tensors only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from tinygrad import Device, Tensor, TinyJit, UOp, codegen, dtypes, schedule
+from tinygrad.helpers import diskcache_get, diskcache_put
+from tinygrad.uop.ops import KernelInfo, Ops
+
+
+class _Kept(dict[Any, Any]):
+    """A cache of tinygrad's, continued on disk: tinygrad keeps binaries there, but derives every kernel's source again in each process."""
+
+    def __init__(self, table: str, strip: Callable[[UOp], UOp]):
+        self._table, self._strip = f"tinyvllm_{table}_tinygrad_0_13_0_a", strip
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        value = super().get(key)
+        if value is None and (value := diskcache_get(self._table, _digest(key))) is not None:
+            super().__setitem__(key, value)
+        return default if value is None else value
+
+    def __setitem__(self, key: Any, value: UOp) -> None:
+        value = self._strip(value)
+        super().__setitem__(key, value)
+        diskcache_put(self._table, _digest(key), value)
+
+
+def _digest(key: Any) -> str:
+    return hashlib.sha256(repr(key).encode()).hexdigest()
+
+
+def _without_linear(program: UOp) -> UOp:
+    """A compiled program needs neither its syntax tree nor its instruction list to run; they are most of its size."""
+    sink, device, _, source, binary = program.src
+    info = sink.arg
+    if info.estimates is not None:  # at their largest: tinygrad would add them up as symbols at every capture, for half of its time
+        work = {f.name: _largest(getattr(info.estimates, f.name)) for f in dataclasses.fields(info.estimates)}
+        info = dataclasses.replace(info, estimates=dataclasses.replace(info.estimates, **work))
+    return program.replace(src=(UOp.sink(arg=info), device, UOp(Ops.LINEAR), source, binary))
+
+
+def _largest(amount: int | UOp) -> int:
+    return int(amount.vmax) if isinstance(amount, UOp) else amount
+
+
+def keep_programs() -> None:
+    """From now on, find schedules and compiled programs of earlier processes on disk. Start-up falls from seconds to tenths."""
+    if not isinstance(codegen.to_program_cache, _Kept):
+        codegen.to_program_cache = _Kept("programs", _without_linear)
+        schedule.schedule_cache = _Kept("schedules", lambda linear: linear)
+
+
+def synchronize(device: str) -> None:
+    """Wait until everything launched on `device` has run. `realize()` of tinygrad returns before the CPU device's worker has begun."""
+    Device[device].synchronize()
+
+
+def upload(tensor: Tensor, array: np.ndarray, start: int = 0) -> None:
+    """Overwrite elements start.. of a realized, contiguous tensor with `array` (same item size), keeping its buffer.
+
+    A captured step replays on buffers, so its inputs are changed in place. On a device with host-visible memory this waits for the
+    work in flight (about 2 us when idle) and then is a memcpy.
+    """
+    buffer = tensor.uop.buffer
+    array = np.ascontiguousarray(array)
+    if (start + array.size) > buffer.size or array.itemsize != buffer.dtype.itemsize:
+        raise ValueError(f"upload: {array.size} items of {array.itemsize} bytes at {start} do not fit {buffer}")
+    if start == 0 and array.size == buffer.size:
+        buffer.ensure_allocated().copyin(memoryview(array).cast("B"))
+        return
+    view = buffer.view(array.size, buffer.dtype, start * buffer.dtype.itemsize).ensure_allocated()
+    view.copyin(memoryview(array).cast("B"))
+
+
+def download(tensor: Tensor) -> np.ndarray:
+    """The contents of a realized tensor as a new array, after waiting for the work that produces it."""
+    array = np.empty(tuple(int(d) for d in tensor.shape), np.dtype(tensor.dtype.fmt))
+    tensor.uop.buffer.copyout(memoryview(array).cast("B"))
+    return array
+
+
+def store_kv(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+    """pool [P, 2, K, S, D] with k, v [T, K, D] written at slots [T] (block * S + offset), in place; returns the pool after the write.
+
+    tinygrad's scatter rewrites the whole destination; this stores T rows. Whatever reads the returned tensor runs after the store,
+    also inside a captured step.
+    """
+    _, _, K, S, D = pool.shape
+
+    def program(pool: UOp, k: UOp, v: UOp, slots: UOp) -> UOp:
+        t, h, d = UOp.range(k.shape[0], 0), UOp.range(K, 1), UOp.range(D, 2)
+        slot = slots[t].cast(dtypes.weakint)
+        block, offset, dtype = slot // S, slot % S, pool.dtype.base
+        keys = pool[block, 0, h, offset, d].store(k[t, h, d].cast(dtype))
+        values = pool[block, 1, h, offset, d].store(v[t, h, d].cast(dtype))
+        return UOp.group(keys, values).end(t, h, d).sink(arg=KernelInfo(name="store_kv"))
+
+    return pool.custom_kernel(k, v, slots, fxn=program)[0]
+
+
+def scatter_add(table: Tensor, rows: Tensor, columns: Tensor, amount: int = 1) -> Tensor:
+    """table [R, V] int32 with `amount` added at (rows [B], columns [B]), in place, one after the other; returns the table after it."""
+
+    def program(table: UOp, rows: UOp, columns: UOp) -> UOp:
+        b = UOp.range(rows.shape[0], 0)
+        cell = table[rows[b].cast(dtypes.weakint), columns[b].cast(dtypes.weakint)]
+        return cell.store(cell + amount).end(b).sink(arg=KernelInfo(name="scatter_add", opts_to_apply=()))
+
+    return table.custom_kernel(rows, columns, fxn=program)[0]
+
+
+def capture(function: Callable[..., Any]) -> TinyJit:
+    """A TinyJit that captures at its first call.
+
+    tinygrad runs a function once in the open before it captures; with all weights and inputs realized that run only costs a second
+    scheduling of the whole step.
+    """
+    jit = TinyJit(function)
+    jit.cnt = 1
+    return jit
+
+
+@contextlib.contextmanager
+def uninitialized() -> Iterator[None]:
+    """Within it, tinygrad's layers are built without initial values: 22 layers take 1.5 s to draw random weights that loading replaces."""
+
+    def empty(*shape: Any, **kwargs: Any) -> Tensor:
+        return Tensor.empty(*shape, dtype=kwargs.get("dtype"), device=kwargs.get("device"))
+
+    names = ("uniform", "glorot_uniform", "zeros", "ones")
+    kept = {name: Tensor.__dict__[name] for name in names if name in Tensor.__dict__}
+    for name in names:
+        setattr(Tensor, name, staticmethod(empty))
+    try:
+        yield
+    finally:
+        for name in names:
+            if name in kept:
+                setattr(Tensor, name, kept[name])
+            else:
+                delattr(Tensor, name)

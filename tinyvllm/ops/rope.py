@@ -1,0 +1,102 @@
+"""Rotary position embeddings: the tables of angles, with every published way of stretching them, and the rotation.
+
+Tables are made once on the host in float64. The rotation pairs feature i with i + R/2 (the half-split layout of Hugging Face and of
+tinygrad's model); checkpoints with interleaved pairs have their rows permuted at load.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from tinygrad import Tensor
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How angles are stretched beyond the trained context. `kind` is Hugging Face's rope_type."""
+
+    kind: str = "default"
+    factor: float = 1.0
+    original_context: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+
+SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
+
+
+def rope_table(dim: int, theta: float, max_len: int, scaling: RopeScaling) -> np.ndarray:
+    """cos and sin of every position's angles: float32 [max_len, dim], the first dim/2 columns cosines, the rest sines."""
+    inverse = 1.0 / theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
+    inverse, magnitude = _SCALE[scaling.kind](inverse, scaling, dim, theta, max_len)
+    angles = np.arange(max_len, dtype=np.float64)[:, None] * inverse
+    return (np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * magnitude).astype(np.float32)
+
+
+def _default(inverse: np.ndarray, s: RopeScaling, dim: int, theta: float, max_len: int) -> tuple[np.ndarray, float]:
+    return inverse, 1.0
+
+
+def _linear(inverse: np.ndarray, s: RopeScaling, dim: int, theta: float, max_len: int) -> tuple[np.ndarray, float]:
+    return inverse / s.factor, 1.0
+
+
+def _llama3(inverse: np.ndarray, s: RopeScaling, dim: int, theta: float, max_len: int) -> tuple[np.ndarray, float]:
+    """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a linear blend between (Llama 3 reference implementation)."""
+    wavelength = 2 * math.pi / inverse
+    blend = (s.original_context / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+    blend = np.clip(blend, 0.0, 1.0)
+    return (1 - blend) * inverse / s.factor + blend * inverse, 1.0
+
+
+def _yarn(inverse: np.ndarray, s: RopeScaling, dim: int, theta: float, max_len: int) -> tuple[np.ndarray, float]:
+    """YaRN (Peng et al., 2023, arXiv:2309.00071): interpolate slow features, keep fast ones, raise the attention temperature."""
+
+    def turns_at(rotations: float) -> float:
+        return dim * math.log(s.original_context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = max(math.floor(turns_at(s.beta_fast)), 0), min(math.ceil(turns_at(s.beta_slow)), dim - 1)
+    ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0, 1)
+    magnitude = s.attention_factor
+    if magnitude is None:
+        both = s.mscale and s.mscale_all_dim
+        magnitude = _yarn_mscale(s.factor, s.mscale) / _yarn_mscale(s.factor, s.mscale_all_dim) if both else _yarn_mscale(s.factor, 1.0)
+    return inverse / s.factor * ramp + inverse * (1 - ramp), magnitude
+
+
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _longrope(inverse: np.ndarray, s: RopeScaling, dim: int, theta: float, max_len: int) -> tuple[np.ndarray, float]:
+    """LongRoPE (Ding et al., 2024, arXiv:2402.13753): a factor per feature.
+
+    The long factors are used for every sequence when the engine's context exceeds the trained one, the short ones otherwise: a switch
+    in the middle of a sequence would make its cached keys wrong.
+    """
+    factors = s.long_factor if max_len > s.original_context else s.short_factor
+    magnitude = s.attention_factor
+    if magnitude is None:
+        magnitude = 1.0 if s.factor <= 1 else math.sqrt(1 + math.log(s.factor) / math.log(s.original_context))
+    return inverse / np.asarray(factors, dtype=np.float64), magnitude
+
+
+_SCALE = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+
+
+def apply_rope(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate the first R features of x [T, H, D] by angles [T, R] (R/2 cosines, R/2 sines); the others pass (Su et al., arXiv:2104.09864)."""
+    R = int(angles.shape[-1])
+    cos, sin = angles.unsqueeze(1).chunk(2, dim=-1)  # [T, 1, R/2]
+    a, b = x[..., : R // 2], x[..., R // 2 : R]
+    rotated = (a * cos - b * sin).cat(b * cos + a * sin, dim=-1)
+    return rotated if R == x.shape[-1] else rotated.cat(x[..., R:], dim=-1)

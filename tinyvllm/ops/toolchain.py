@@ -1,0 +1,64 @@
+"""Finds the C compiler that tinygrad's CPU device needs, before tinygrad looks for one.
+
+A clang of version 16 or later on the PATH is taken; otherwise the whole clang inside the wheel `ziglang`. An older clang cannot compile
+tinygrad's bfloat16 casts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from tinyvllm.errors import TinyvllmError
+
+OLDEST_CLANG = 16
+
+
+def provide_compiler(cache: Path) -> str:
+    """Set `CC` to a clang that can do the work, unless the user has set it; returns what was chosen. tinygrad reads it at its first compile."""
+    if "CC" not in os.environ:
+        os.environ["CC"] = _recent_clang() or _zig_clang(cache) or _none_found()
+    return os.environ["CC"]
+
+
+def _recent_clang() -> str | None:
+    path = shutil.which("clang")
+    if path is None:
+        return None
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    version = re.search(r"version (\d+)", said)
+    # Apple counts its own versions: its 15 is LLVM's 16
+    oldest = 15 if "Apple" in said else OLDEST_CLANG
+    return path if version and int(version[1]) >= oldest else None
+
+
+def _zig_clang(cache: Path) -> str | None:
+    """A two-line script that calls the wheel's `zig clang`: CC must be one word, and starting Python for every kernel would cost more."""
+    spec = importlib.util.find_spec("ziglang")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    zig = Path(spec.submodule_search_locations[0]) / "zig"
+    if not zig.is_file():
+        return None
+    script, text = cache / "zig-clang", f'#!/bin/sh\nexec "{zig}" clang "$@"\n'
+    if not script.is_file() or script.read_text() != text:
+        cache.mkdir(parents=True, exist_ok=True)
+        fresh = script.with_name(f"{script.name}.{os.getpid()}")
+        fresh.write_text(text)
+        fresh.chmod(0o755)
+        fresh.replace(script)  # another process may be running the old one
+    return str(script)
+
+
+def _none_found() -> str:
+    raise TinyvllmError(
+        f"toolchain: no C compiler for the CPU device: expected clang {OLDEST_CLANG} or later on the PATH, or the wheel ziglang; "
+        "try `pip install ziglang`"
+    )

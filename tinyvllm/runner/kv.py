@@ -1,0 +1,43 @@
+"""The KV pool on the device: one block tensor [P, 2, K, S, D] a layer, the last block being scratch for padded rows."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
+
+from tinyvllm.models.config import ModelConfig
+
+
+def block_bytes(config: ModelConfig, block_size: int, dtype: DType) -> int:
+    """Bytes that one block takes in all layers together."""
+    return config.num_blocks * 2 * config.n_kv_heads * block_size * config.head_dim * dtype.itemsize
+
+
+class KVPool:
+    """`num_blocks` usable blocks and the scratch block behind them; everything zero at first, so that masked values are finite."""
+
+    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: DType, device: str):
+        self.num_blocks, self.block_size = num_blocks, block_size
+        shape = (num_blocks + 1, 2, config.n_kv_heads, block_size, config.head_dim)
+        self._memory: list[mmap.mmap] = []
+        self.layers = [self._zeros(shape, dtype, device) for _ in range(config.num_blocks)]  # [P, 2, K, S, D] each
+
+    @property
+    def scratch_slot(self) -> int:
+        return self.num_blocks * self.block_size
+
+    def _zeros(self, shape: tuple[int, ...], dtype: DType, device: str) -> Tensor:
+        if device.split(":")[0] != "CPU":
+            return Tensor.zeros(*shape, dtype=dtype, device=device).contiguous().realize()
+        # zero pages that take memory only once a block is written; tinygrad's zeros would touch the whole pool now
+        memory = mmap.mmap(-1, int(np.prod(shape)) * dtype.itemsize)
+        self._memory.append(memory)
+        return Tensor.from_blob(np.frombuffer(memory, np.uint8).ctypes.data, shape, dtype=dtype, device=device)
+
+
+def kv_dtype(weights: DType) -> DType:
+    """Keys and values are kept in the weights' dtype."""
+    return weights if weights in (dtypes.float16, dtypes.bfloat16) else dtypes.float32

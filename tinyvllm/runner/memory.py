@@ -1,0 +1,91 @@
+"""How much memory there is and how fast it can be read. Measured on the machine at hand, never assumed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+from tinyvllm.errors import ArgumentError, OutOfMemoryError
+
+KV_SHARE = 0.5  # of what is free once the weights are resident, where nobody said how much
+
+
+def free_memory(device: str) -> int:
+    """Bytes free on `device` ("CPU", "CUDA", "METAL", with or without an index)."""
+    kind = device.split(":")[0]
+    if kind == "CUDA":
+        return _cuda_free()
+    return _host_free()
+
+
+def _host_free() -> int:
+    if sys.platform == "darwin":
+        return int(subprocess.run(["sysctl", "-n", "hw.memsize"], capture_output=True, text=True, check=True).stdout) * 3 // 4
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cuda_free() -> int:
+    driver = ctypes.CDLL("libcuda.so.1")
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    if driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)):
+        raise OutOfMemoryError("memory: the CUDA driver did not say how much memory is free; give --kv-memory or --num-blocks")
+    return free.value
+
+
+def pool_blocks(device: str, block_bytes: int, block_size: int, wanted_tokens: int, kv_memory: int | None) -> int:
+    """Blocks for the pool: what `kv_memory` holds, or else what `wanted_tokens` need, within a share of the free memory.
+
+    wanted_tokens is what every sequence at its longest would take; more could never be used.
+    """
+    if kv_memory is not None:
+        blocks = kv_memory // block_bytes
+        if blocks < 1:
+            raise ArgumentError(f"--kv-memory {kv_memory} holds no block of {block_bytes} bytes; give at least that, or use --num-blocks")
+        return blocks
+    wanted = -(-wanted_tokens // block_size)
+    affordable = int(free_memory(device) * KV_SHARE) // block_bytes
+    if affordable < 1:
+        raise OutOfMemoryError(f"memory: not one KV block of {block_bytes} bytes fits what is free on {device}; use a smaller model")
+    return min(wanted, affordable)
+
+
+def read_bandwidth(seconds: float = 0.15) -> float:
+    """Bytes a second that all cores together read from host memory: the roof of decoding on the CPU.
+
+    Every thread sums its own 64 MiB, far beyond the caches, over and over; the best pass counts.
+    """
+    count = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    arrays = [np.ones(1 << 23, dtype=np.int64) for _ in range(count)]
+    barrier, best = threading.Barrier(count + 1), 0.0
+    done = threading.Event()
+
+    def read(array: np.ndarray) -> None:
+        while True:
+            barrier.wait()
+            if done.is_set():
+                return
+            np.bitwise_or.reduce(array)
+            barrier.wait()
+
+    threads = [threading.Thread(target=read, args=(array,), daemon=True) for array in arrays]
+    for thread in threads:
+        thread.start()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()  # before the barrier: behind it, this thread may wake when the others are done
+        barrier.wait()
+        barrier.wait()
+        best = max(best, sum(array.nbytes for array in arrays) / (time.perf_counter() - start))
+    done.set()
+    barrier.wait()
+    return best

@@ -1,0 +1,146 @@
+"""From a schedule to the batch's arrays: picks the padded shape, fills one int32 array on the host, which one copy takes to the device.
+
+No tensors are computed here. The order of the rows: sequences with one token first, padded to their bucket, then the chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from tinygrad import Tensor, UOp, dtypes
+
+from tinyvllm.batch import Batch
+from tinyvllm.ops.launch import upload
+from tinyvllm.scheduler import Schedule, Scheduled
+
+SMALLEST_CHUNK = 16  # tokens; every bucket is a capture of some hundred milliseconds, so there are few
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The padded shape of a step, which is also the key of its capture.
+
+    `decodes` sequences of one token, `chunks` sequences of up to `max_query` tokens that make up `chunk_tokens` rows together.
+    """
+
+    decodes: int
+    chunks: int
+    chunk_tokens: int
+    max_query: int
+
+    @property
+    def tokens(self) -> int:
+        return self.decodes + self.chunk_tokens
+
+    @property
+    def sequences(self) -> int:
+        return self.decodes + self.chunks
+
+
+def decode_bucket(count: int) -> int:
+    """1, 2, 4, 8, then multiples of 8."""
+    return next((bucket for bucket in (0, 1, 2, 4) if count <= bucket), -(-count // 8) * 8)
+
+
+def power_bucket(count: int, smallest: int = 1) -> int:
+    """The next power of two, at least `smallest`."""
+    return max(smallest, 1 << (count - 1).bit_length())
+
+
+def split(schedule: Schedule) -> tuple[list[Scheduled], list[Scheduled]]:
+    """Entries of one token, and chunks."""
+    singles = [entry for entry in schedule.entries if entry.num_tokens == 1]
+    return singles, [entry for entry in schedule.entries if entry.num_tokens > 1]
+
+
+def shape_of(singles: list[Scheduled], chunks: list[Scheduled]) -> Shape:
+    if not chunks:
+        return Shape(decode_bucket(len(singles)), 0, 0, 1)
+    tokens = power_bucket(sum(entry.num_tokens for entry in chunks), SMALLEST_CHUNK)
+    longest = tokens if len(chunks) == 1 else power_bucket(max(entry.num_tokens for entry in chunks), SMALLEST_CHUNK)
+    # a step with both is rare beside pure decodes: coarse buckets, so that it is seldom captured anew
+    decodes = power_bucket(len(singles), 8) if singles else 0
+    return Shape(decodes, power_bucket(len(chunks)), tokens, min(longest, tokens))
+
+
+class StepInputs:
+    """The arrays of one shape: host array, device buffer, and the `Batch` of views into it.
+
+    M is the width of the block table, `scratch_slot` where padded rows write.
+    """
+
+    def __init__(self, shape: Shape, M: int, scratch_slot: int, device: str):
+        T, B = shape.tokens, shape.sequences
+        self.shape, self.scratch_slot = shape, scratch_slot
+        sizes = {"tokens": T, "positions": T, "slots": T, "query_starts": B + 1, "context_lens": B, "rows": B, "block_tables": B * M}
+        ends = np.cumsum(list(sizes.values()))
+        self._host = np.zeros(int(ends[-1]), dtype=np.int32)
+        self._device = Tensor.zeros(int(ends[-1]), dtype=dtypes.int32, device=device).contiguous().realize()
+        spans = {name: (int(end) - size, int(end)) for (name, size), end in zip(sizes.items(), ends, strict=True)}
+        for name, (start, end) in spans.items():
+            setattr(self, name, self._host[start:end])
+        self.block_tables = self.block_tables.reshape(B, M)
+        self._tensors = {name: self._device[start:end] for name, (start, end) in spans.items()}
+        self._tensors["block_tables"] = self._tensors["block_tables"].reshape(B, M)
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    query_starts: np.ndarray
+    context_lens: np.ndarray
+    rows: np.ndarray
+    block_tables: np.ndarray
+
+    @property
+    def row_tensor(self) -> Tensor:
+        """[B] int32: the rows of the flat batch whose logits are wanted."""
+        return self._tensors["rows"]
+
+    def batch(self, num_blocks: int | UOp) -> Batch:
+        t = self._tensors
+        return Batch(
+            t["tokens"], t["positions"], t["slots"], t["block_tables"], t["query_starts"], t["context_lens"],
+            num_blocks, self.shape.decodes, self.shape.max_query,
+        )  # fmt: skip
+
+    def fill(self, singles: list[Scheduled], chunks: list[Scheduled], block_size: int) -> int:
+        """Lay the entries out and copy them to the device; returns the blocks of the longest context."""
+        self.tokens[:], self.positions[:], self.slots[:] = 0, 0, self.scratch_slot
+        self.context_lens[:], self.rows[:] = 0, 0
+        sampled, longest = 0, 1
+        for b, entry in enumerate(singles):
+            sequence, position = entry.sequence, entry.start
+            table = sequence.block_table
+            self.tokens[b] = sequence.token_ids(position, position + 1)[0]
+            self.positions[b] = position
+            self.slots[b] = table[position // block_size] * block_size + position % block_size
+            self._describe(b, position + 1, table)
+            longest = max(longest, len(table))
+            if entry.samples:
+                self.rows[sampled] = b
+                sampled += 1
+        decodes, row = self.shape.decodes, self.shape.decodes
+        self.query_starts[: decodes + 1] = np.arange(decodes + 1)
+        for b, entry in enumerate(chunks, start=decodes):
+            start, stop = entry.start, entry.start + entry.num_tokens
+            table = entry.sequence.block_table
+            end = row + entry.num_tokens
+            positions = np.arange(start, stop, dtype=np.int32)
+            self.tokens[row:end] = entry.sequence.token_ids(start, stop)
+            self.positions[row:end] = positions
+            self.slots[row:end] = np.asarray(table, dtype=np.int32)[positions // block_size] * block_size + positions % block_size
+            self._describe(b, stop, table)
+            longest = max(longest, len(table))
+            row = end
+            self.query_starts[b + 1] = row
+            if entry.samples:
+                self.rows[sampled] = row - 1
+                sampled += 1
+        self.query_starts[decodes + len(chunks) + 1 :] = row
+        upload(self._device, self._host)
+        return longest
+
+    def _describe(self, b: int, context: int, table: list[int]) -> None:
+        self.context_lens[b] = context
+        self.block_tables[b, : len(table)] = table

@@ -1,0 +1,239 @@
+"""The GGUF format, versions 2 and 3, little endian: metadata, a table of tensors, then their bytes.
+
+Reads one file or all the parts of a split one. Knows how values and tensors are stored; not what any key means beyond
+`general.alignment` and `split.*`. Written against ggml's docs/gguf.md. Every length is doubted until it fits the file, and nothing is
+allocated before that.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+
+from tinyvllm.errors import FormatError, ModelError
+from tinyvllm.quant.formats import FORMATS_BY_TYPE_ID, BlockFormat
+from tinyvllm.weights.mapping import TensorRecord, map_file
+
+_SPEAKER = "gguf"
+_MAX_ARRAY = 1 << 24  # elements: no vocabulary is near it, and Python lists of more would fill the memory of a laptop
+_MAX_DEPTH = 4  # arrays of arrays
+_MAX_RANK = 4  # ggml's own limit
+_SPLIT_NAME = re.compile(r"^(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf$")
+
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", _BOOL: "u1", 10: "<u8", 11: "<i8", 12: "<f8"}
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+
+
+def read_gguf(path: Path) -> tuple[dict[str, object], dict[str, TensorRecord]]:
+    """Metadata as plain Python values, and the tensors by name as views into the file. Of a split file, any part names all.
+
+    Raises FormatError if a file is not what it claims, ModelError if one cannot be read or a part is missing.
+    """
+    parts = split_parts(path)
+    metadata, tensors = _read_part(parts[0])
+    for number, part in enumerate(parts[1:], 1):
+        more_metadata, more_tensors = _read_part(part)
+        if more_metadata.get("split.no") != number:
+            _refuse(part, f"says it is part {more_metadata.get('split.no')} (counted from 0) of its model, its name says {number}")
+        for name in more_tensors.keys() & tensors.keys():
+            _refuse(part, f"tensor {name!r} is in an earlier part too")
+        tensors |= more_tensors
+    _check_split(path, metadata, len(parts), len(tensors))
+    return metadata, tensors
+
+
+def split_parts(path: Path) -> list[Path]:
+    """All the files of the model that `path` is a part of, in order; [path] if it is whole. ModelError names a missing one."""
+    match = _SPLIT_NAME.match(path.name)
+    if match is None or not path.is_file():
+        return [path]
+    count = int(match["count"])
+    parts = [path.with_name(f"{match['stem']}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
+    for part in parts:
+        if not part.is_file():
+            raise ModelError(f"{_SPEAKER}: {path.name} is one of {count} parts, and {part.name} is not beside it; download it too")
+    if path not in parts:
+        raise ModelError(f"{_SPEAKER}: {path.name} is not a possible part of {count}; was it renamed?")
+    return parts
+
+
+def _check_split(path: Path, metadata: dict[str, object], parts: int, tensors: int) -> None:
+    declared = metadata.get("split.count", 1)
+    if declared not in (parts, 0):
+        _refuse(path, f"belongs to a model in {declared} parts, but {parts} are here; keep the names -00001-of-0000N.gguf")
+    if parts > 1 and metadata.get("split.tensors.count") != tensors:
+        _refuse(path, f"has parts with {tensors} tensors in all, the first announces {metadata.get('split.tensors.count')}")
+
+
+def _read_part(path: Path) -> tuple[dict[str, object], dict[str, TensorRecord]]:
+    data = map_file(path, _SPEAKER)
+    cursor = _Cursor(path, data.data)
+    if cursor.take(4, "magic") != b"GGUF":
+        _refuse(path, "is not a GGUF file: it does not begin with the letters GGUF")
+    _check_version(path, cursor.u32("version"))
+    tensor_count, key_count = cursor.u64("tensor count"), cursor.u64("metadata count")
+    metadata: dict[str, object] = {}
+    for _ in range(key_count):
+        key = cursor.string("metadata key")
+        if key in metadata:
+            _refuse(path, f"metadata key {key[:80]!r} appears twice")
+        metadata[key] = cursor.value(cursor.u32(f"type of {key[:80]!r}"), key[:80])
+    infos = _read_infos(path, cursor, tensor_count)
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+        _refuse(path, f"general.alignment must be a power of two up to 2^20, got {str(alignment)[:40]}")
+    start = -(-cursor.position // alignment) * alignment
+    return metadata, _view_tensors(path, data, infos, start, alignment)
+
+
+def _check_version(path: Path, version: int) -> None:
+    if version in (2, 3):
+        return
+    if version & 0xFFFF == 0:
+        _refuse(path, "is a big-endian GGUF file; only little-endian ones can be read, convert it with gguf-py's gguf_convert_endian")
+    _refuse(path, f"is GGUF version {version}; versions 2 and 3 can be read, convert the model again with a current llama.cpp")
+
+
+@dataclass(frozen=True)
+class _Info:
+    name: str
+    format: BlockFormat
+    shape: tuple[int, ...]
+    offset: int  # from where the tensors' bytes begin
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) // self.format.elements * self.format.nbytes
+
+
+def _read_infos(path: Path, cursor: _Cursor, count: int) -> list[_Info]:
+    infos: dict[str, _Info] = {}
+    for _ in range(count):
+        name = cursor.string("tensor name")
+        shown = repr(name[:80])
+        if name in infos:
+            _refuse(path, f"tensor {shown} appears twice")
+        rank = cursor.u32(f"rank of {shown}")
+        if rank > _MAX_RANK:
+            _refuse(path, f"tensor {shown} has {rank} dimensions, {_MAX_RANK} is the most there can be")
+        shape = tuple(cursor.u64(f"shape of {shown}") for _ in range(rank))[::-1]  # the file has the innermost first
+        stored = FORMATS_BY_TYPE_ID.get(type_id := cursor.u32(f"type of {shown}"))
+        if stored is None:
+            _refuse(path, f"tensor {shown} has the unknown type number {type_id}; update tinyvllm or convert the model again")
+        if (shape[-1] if shape else 1) % stored.elements:
+            _refuse(path, f"tensor {shown} has rows of {shape[-1:]} numbers, {stored.name} needs multiples of {stored.elements}")
+        infos[name] = _Info(name, stored, shape, cursor.u64(f"offset of {shown}"))
+    return list(infos.values())
+
+
+def _view_tensors(path: Path, data: np.ndarray, infos: list[_Info], start: int, alignment: int) -> dict[str, TensorRecord]:
+    """`start` is the offset in the file that the tensors' own offsets count from."""
+    for info in infos:
+        if info.offset % alignment:
+            _refuse(path, f"tensor {info.name[:80]!r} begins at {info.offset}, which is not a multiple of the alignment, {alignment}")
+        if start + info.offset + info.nbytes > len(data):
+            need = start + info.offset + info.nbytes
+            _refuse(path, f"is truncated: tensor {info.name[:80]!r} ends at byte {need}, the file at {len(data)}; download it again")
+    for before, after in pairwise(sorted(infos, key=lambda info: (info.offset, info.nbytes))):
+        if before.offset + before.nbytes > after.offset:
+            _refuse(path, f"tensors {before.name[:80]!r} and {after.name[:80]!r} overlap")
+    out = {}
+    for info in infos:
+        begin = start + info.offset
+        out[info.name] = TensorRecord(info.name, info.format.name, info.shape, data[begin : begin + info.nbytes])
+    return out
+
+
+class _Cursor:
+    """Reads values one after another from a file's bytes and refuses to look beyond the last."""
+
+    def __init__(self, path: Path, data: memoryview) -> None:
+        self.path, self.data, self.position = path, data, 0
+
+    def take(self, nbytes: int, what: str) -> bytes:
+        start = self.position
+        if nbytes > len(self.data) - start:
+            left = len(self.data) - start
+            _refuse(self.path, f"is truncated or corrupt: {what} at byte {start} needs {nbytes} bytes, {left} are left")
+        self.position = start + nbytes
+        return bytes(self.data[start : self.position])
+
+    def u32(self, what: str) -> int:
+        return int(_U32.unpack(self.take(4, what))[0])
+
+    def u64(self, what: str) -> int:
+        return int(_U64.unpack(self.take(8, what))[0])
+
+    def string(self, what: str) -> str:
+        return self._decode(self.take(self.u64(f"length of {what}"), what), what)
+
+    def value(self, kind: int, key: str, depth: int = 0) -> object:
+        """One metadata value of ggml's type number `kind`: int, float, bool, str, or a list of one of them."""
+        if kind == _STRING:
+            return self.string(f"value of {key!r}")
+        if kind == _ARRAY:
+            return self._array(key, depth)
+        return self._scalars(kind, 1, key)[0]
+
+    def _array(self, key: str, depth: int) -> list[object]:
+        kind, count = self.u32(f"element type of {key!r}"), self.u64(f"length of {key!r}")
+        if count > _MAX_ARRAY:
+            _refuse(self.path, f"metadata {key!r} is an array of {count} values, more than the {_MAX_ARRAY} allowed; it is corrupt")
+        if kind == _STRING:
+            return self._strings(count, key)
+        if kind != _ARRAY:
+            return self._scalars(kind, count, key)
+        if depth == _MAX_DEPTH:
+            _refuse(self.path, f"metadata {key!r} has arrays nested deeper than {_MAX_DEPTH}")
+        return [self._array(key, depth + 1) for _ in range(count)]
+
+    def _strings(self, count: int, key: str) -> list[object]:
+        """A vocabulary: hundreds of thousands of strings, so this loop is the reader's one hot place."""
+        data, position, size, length_of = self.data, self.position, len(self.data), _U64.unpack_from
+        out: list[object] = []
+        append = out.append
+        try:
+            for _ in range(count):
+                start = position + 8
+                position = start + length_of(data, position)[0]
+                if position > size:
+                    break
+                append(str(data[start:position], "utf-8"))
+        except struct.error:
+            position = size + 1
+        except UnicodeDecodeError:
+            _refuse(self.path, f"string {len(out)} of {key!r} is not UTF-8")
+        if position > size:
+            _refuse(self.path, f"is truncated or corrupt: string {len(out)} of {key!r} goes beyond the end of the file")
+        self.position = position
+        return out
+
+    def _scalars(self, kind: int, count: int, key: str) -> list[object]:
+        if kind not in _SCALARS:
+            _refuse(self.path, f"metadata {key!r} has the unknown value type {kind}")
+        dtype = np.dtype(_SCALARS[kind])
+        values = np.frombuffer(self.take(count * dtype.itemsize, f"value of {key!r}"), dtype)
+        if kind != _BOOL:
+            return values.tolist()
+        if (values > 1).any():
+            _refuse(self.path, f"metadata {key!r} must be true or false (1 or 0), got {int(values.max())}")
+        return values.astype(bool).tolist()
+
+    def _decode(self, raw: bytes, what: str) -> str:
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            _refuse(self.path, f"{what} is not UTF-8")
+
+
+def _refuse(path: Path, what: str) -> NoReturn:
+    verb = what.startswith(("is ", "has ", "says ", "belongs "))
+    raise FormatError(f"{_SPEAKER}: {path}{' ' if verb else ': '}{what}")

@@ -1,0 +1,95 @@
+"""Files mapped into memory: bytes that are read when touched, tensors that are views of them, pages handed back after use.
+
+Knows the operating system's side only; the two file formats and tinygrad are other files' business. A mapping lives exactly as long as
+some array that views it: numpy's chain of `base` references holds it, and the last one to go unmaps it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tinyvllm.errors import FormatError, ModelError, OutOfMemoryError
+
+HUGE_PAGE = 2 << 20
+_LFS_POINTER = b"version https://git-lfs"
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """One tensor of a file, as stored.
+
+    `format` is a name such as "F32", "BF16", "Q4_K" or "F8_E4M3"; `shape` is row-major, outermost first, as numpy has it; `data` is
+    uint8 [bytes], a read-only view into the mapped file.
+    """
+
+    name: str
+    format: str
+    shape: tuple[int, ...]
+    data: np.ndarray
+
+
+def map_file(path: Path, speaker: str) -> np.ndarray:
+    """The file as uint8 [size], read-only, mapped privately. `speaker` opens the error messages.
+
+    ModelError if it cannot be opened, FormatError if it is empty or only the pointer that git-lfs left in its place.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size == 0:
+                raise FormatError(f"{speaker}: {path} is empty; download it again")
+            mapped = mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{speaker}: cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    if mapped[: len(_LFS_POINTER)] == _LFS_POINTER:
+        raise FormatError(f"{speaker}: {path} is a git-lfs pointer, not the file itself; run `git lfs pull` in its folder")
+    return np.frombuffer(mapped, np.uint8)
+
+
+def allocate(nbytes: int) -> np.ndarray:
+    """uint8 [nbytes] of zeros, page aligned, in pages of its own that return to the system with the last view of it.
+
+    Large ones ask for huge pages: weights are read from end to end at every step, and 4 KiB pages cost a tenth of the bandwidth.
+    """
+    try:
+        memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
+    except (OSError, OverflowError, ValueError) as error:
+        raise OutOfMemoryError(f"weights: the host cannot give {nbytes / 1e9:.1f} GB for one tensor: {error}") from error
+    if nbytes >= 2 * HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            pass  # a kernel built without huge pages; ordinary ones do
+    return np.frombuffer(memory, np.uint8)[:nbytes]
+
+
+def drop_pages(view: np.ndarray) -> None:
+    """Takes the pages of `view` out of this process's memory if it is part of a mapped file; touched again, they are read again."""
+    mapping = _mapping_under(view)
+    if mapping is None or view.nbytes == 0 or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    start = view.ctypes.data - np.frombuffer(mapping, np.uint8).ctypes.data
+    first = start // mmap.PAGESIZE * mmap.PAGESIZE
+    mapping.madvise(mmap.MADV_DONTNEED, first, start + view.nbytes - first)
+
+
+def is_mapped(view: np.ndarray) -> bool:
+    """Whether `view` looks into a file rather than into memory that was filled."""
+    return _mapping_under(view) is not None
+
+
+def _mapping_under(view: np.ndarray) -> mmap.mmap | None:
+    """The read-only file mapping that `view` looks into; None for memory that would be lost by dropping it."""
+    base: object = view
+    while isinstance(base, np.ndarray):
+        if base.flags.writeable:
+            return None
+        base = base.base
+    if isinstance(base, memoryview):
+        base = base.obj
+    return base if isinstance(base, mmap.mmap) else None
