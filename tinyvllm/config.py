@@ -135,11 +135,8 @@ def parse_size(name: str, text: str) -> int:
 
 def parse_device(name: str, text: str) -> str:
     """A device in tinygrad's spelling ("cuda:1" is "CUDA:1"), or "auto"."""
-    if not isinstance(text, str):
-        raise ArgumentError(f"{name} must be the name of a device, got {text!r}")
-    device = "auto" if text.lower() == "auto" else text.upper()
-    _check_device(device, name)
-    return device
+    _check_device(text, name)
+    return "auto" if text.lower() == "auto" else text.upper()
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -204,12 +201,11 @@ def _locate(model: str | os.PathLike[str] | None, revision: str | None) -> str:
 def _check_location(name: str, text: str) -> str:
     """The path with ~ expanded, or a hub name as it is. A name with one slash whose first part is a local folder is meant as a path."""
     path = Path(text).expanduser()
-    if path.exists():
+    if text and os.path.exists(path):  # not Path.exists, which raises for a name that is too long
         return str(path)
     hub = _HUB_NAME.fullmatch(text) and not text.endswith(_FILE_ENDINGS) and not ("/" in text and Path(text).parent.is_dir())
     if not hub:
-        here = path.parent if path.parent.is_dir() else None
-        hint = nearest(path.name, os.listdir(here)) if here else ""
+        hint = nearest(path.name, os.listdir(path.parent)) if os.path.isdir(path.parent) else ""
         raise ArgumentError(f"{name}: no file or folder at {text!r}{hint}")
     return text
 
@@ -233,6 +229,6 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def _check_device(device: object, name: str = "device") -> None:
-    kind, _, index = str(device).partition(":")
-    if kind not in DEVICES or (":" in str(device) and (kind == "auto" or not index.isdecimal())):
+    kind, colon, index = str(device).upper().partition(":")
+    if kind not in map(str.upper, DEVICES) or (colon and (kind == "AUTO" or not index.isdecimal())):
         raise ArgumentError(f"{name} must be one of {', '.join(DEVICES)}, or one with a number such as CUDA:1, got {device!r}")

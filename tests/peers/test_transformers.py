@@ -14,10 +14,10 @@ import pytest
 pytest.importorskip("torch", reason="PyTorch is installed by `make test-peers` only")
 pytest.importorskip("transformers", reason="transformers is installed by `make test-peers` only")
 
-from tests.tiny.families import FAMILIES, STEPS
-from tests.tiny.reference import make
-from tests.tiny.to_gguf import write_gguf
-from tinyvllm import LLM, SamplingParams
+from tests.tiny.families import FAMILIES, STEPS  # noqa: E402
+from tests.tiny.reference import make  # noqa: E402
+from tests.tiny.to_gguf import write_gguf  # noqa: E402
+from tinyvllm import LLM, SamplingParams  # noqa: E402
 
 FIRST_SEED = 700_000  # the golden checkpoints' seeds lie below 100 000 and a few
 TOLERANCE = 2e-3

@@ -64,10 +64,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace]:
         command = rest.pop(0)
         if command not in COMMANDS:
             raise ArgumentError(f"unknown command {command!r}{nearest(command, COMMANDS)}; commands are {', '.join(COMMANDS)}")
-    options = PARSERS[command]().parse_args(rest)
-    if options.quiet and options.debug:
-        raise ArgumentError("--quiet contradicts --debug")
-    return command, options
+    return command, PARSERS[command]().parse_args(rest)
 
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:

@@ -20,48 +20,62 @@ class Person:
     she: bool
     age: int
     job: str
-    home: str       # reads on after "lives"
-    pet: str        # the kind of animal
+    home: str  # reads on after "lives"
+    pet: str  # the kind of animal
     pet_name: str
     food: str
     colour: str
-    hobby: str      # reads on after "likes"
-    work: str       # reads on after the name: what the job is about
+    hobby: str  # reads on after "likes"
+    work: str  # reads on after the name: what the job is about
 
 
 PEOPLE = (
     Person("Mira", True, 34, "baker", "above the bakery", "cat", "Pepper", "plum cake", "yellow", "singing", "bakes bread every morning"),
     Person("Tobin", False, 9, "pupil", "above the bakery", "frog", "Button", "pancakes", "green", "climbing trees", "goes to school"),
-    Person("Oskar", False, 52, "miller", "in the windmill", "dog", "Barley", "goat cheese", "blue", "carving wood", "grinds wheat into flour"),
-    Person("Hanna", True, 41, "doctor", "beside the market square", "parrot", "Juno", "tomato soup", "white", "reading",
-           "looks after the sick"),
+    Person(
+        "Oskar", False, 52, "miller", "in the windmill", "dog", "Barley", "goat cheese", "blue", "carving wood", "grinds wheat into flour"
+    ),
+    Person(
+        "Hanna", True, 41, "doctor", "beside the market square", "parrot", "Juno", "tomato soup", "white", "reading", "looks after the sick"
+    ),
     Person("Edda", True, 70, "clockmaker", "in the clock house", "owl", "Tick", "apple pie", "purple", "playing chess", "mends clocks"),
-    Person("Rufus", False, 29, "postman", "beside the old bridge", "donkey", "Clover", "roast potatoes", "red", "running",
-           "brings the letters"),
+    Person(
+        "Rufus", False, 29, "postman", "beside the old bridge", "donkey", "Clover", "roast potatoes", "red", "running", "brings the letters"
+    ),
     Person("Selma", True, 38, "teacher", "in the school house", "tortoise", "Dot", "noodles", "orange", "painting", "teaches the children"),
-    Person("Bram", False, 45, "fisherman", "in the boat house", "duck", "Ripple", "fried fish", "grey", "playing the flute",
-           "catches fish on the lake"),
+    Person(
+        "Bram",
+        False,
+        45, "fisherman", "in the boat house", "duck", "Ripple", "fried fish", "grey", "playing the flute", "catches fish on the lake",
+    ),
     Person("Ilka", True, 12, "pupil", "in the boat house", "rabbit", "Snow", "strawberries", "pink", "swimming", "goes to school"),
-    Person("Jonas", False, 33, "carpenter", "in the timber yard", "goose", "Hilda", "bean stew", "brown", "playing the drums",
-           "builds tables and chairs"),
+    Person(
+        "Jonas",
+        False,
+        33, "carpenter", "in the timber yard", "goose", "Hilda", "bean stew", "brown", "playing the drums", "builds tables and chairs",
+    ),
     Person("Wanda", True, 63, "beekeeper", "on the honey farm", "goat", "Nettle", "honey bread", "gold", "knitting", "keeps the bees"),
-    Person("Caspar", False, 27, "lighthouse keeper", "in the lighthouse", "crow", "Ink", "pea soup", "black", "watching the stars",
-           "lights the lamp at night"),
+    Person(
+        "Caspar",
+        False,
+        27, "lighthouse keeper", "in the lighthouse", "crow", "Ink", "pea soup", "black", "watching the stars",
+        "lights the lamp at night",
+    ),
     Person("Petra", True, 48, "blacksmith", "behind the smithy", "horse", "Ember", "sausages", "silver", "dancing", "makes tools of iron"),
     Person("Niko", False, 10, "pupil", "behind the smithy", "hedgehog", "Thorn", "cherries", "turquoise", "juggling", "goes to school"),
     Person("Greta", True, 56, "mayor", "in the town hall", "peacock", "Duke", "mushroom pie", "violet", "gardening", "leads the village"),
-    Person("Lorin", False, 22, "shepherd", "in the stone hut", "lamb", "Cotton", "porridge", "cream", "telling stories",
-           "looks after the sheep"),
+    Person(
+        "Lorin",
+        False,
+        22, "shepherd", "in the stone hut", "lamb", "Cotton", "porridge", "cream", "telling stories", "looks after the sheep",
+    ),
 )
 
 # (who, relation, of whom): "Mira is the mother of Tobin."
 RELATIVES = (
-    ("Mira", "mother", "Tobin"), ("Tobin", "son", "Mira"),
-    ("Bram", "father", "Ilka"), ("Ilka", "daughter", "Bram"),
-    ("Petra", "mother", "Niko"), ("Niko", "son", "Petra"),
-    ("Wanda", "sister", "Edda"), ("Edda", "sister", "Wanda"),
-    ("Oskar", "brother", "Greta"), ("Greta", "sister", "Oskar"),
-    ("Jonas", "uncle", "Niko"), ("Hanna", "aunt", "Tobin"),
+    ("Mira", "mother", "Tobin"), ("Tobin", "son", "Mira"), ("Bram", "father", "Ilka"), ("Ilka", "daughter", "Bram"),
+    ("Petra", "mother", "Niko"), ("Niko", "son", "Petra"), ("Wanda", "sister", "Edda"), ("Edda", "sister", "Wanda"),
+    ("Oskar", "brother", "Greta"), ("Greta", "sister", "Oskar"), ("Jonas", "uncle", "Niko"), ("Hanna", "aunt", "Tobin"),
     ("Caspar", "cousin", "Rufus"), ("Rufus", "cousin", "Caspar"),
 )
 
@@ -69,10 +83,10 @@ RELATIVES = (
 @dataclass(frozen=True)
 class Place:
     name: str
-    where: str      # reads on after "is"
-    near: str       # another place, reads on after "next to"
-    has: str        # reads on after "there is"
-    use: str        # reads on after "people go there to"
+    where: str  # reads on after "is"
+    near: str  # another place, reads on after "next to"
+    has: str  # reads on after "there is"
+    use: str  # reads on after "people go there to"
 
 
 PLACES = (
@@ -120,19 +134,31 @@ FACTS = (
 )
 
 # What a child of seven would know. (question, short answer, full answer)
-_SOUNDS = (("cow", "moo"), ("sheep", "baa"), ("dog", "woof"), ("cat", "meow"), ("duck", "quack"), ("owl", "hoot"), ("frog", "croak"),
-           ("horse", "neigh"), ("bee", "buzz"), ("pig", "oink"), ("hen", "cluck"), ("mouse", "squeak"), ("lion", "roar"))
-_YOUNG = (("cow", "calf"), ("sheep", "lamb"), ("dog", "puppy"), ("cat", "kitten"), ("duck", "duckling"), ("horse", "foal"),
-          ("hen", "chick"), ("goat", "kid"), ("bear", "cub"), ("frog", "tadpole"), ("swan", "cygnet"), ("goose", "gosling"))
-_LEGS = (("cow", "four"), ("spider", "eight"), ("bee", "six"), ("hen", "two"), ("dog", "four"), ("ant", "six"), ("duck", "two"),
-         ("horse", "four"), ("beetle", "six"), ("frog", "four"))
-_COLOURS = (("grass", "green"), ("the sky", "blue"), ("snow", "white"), ("coal", "black"), ("a ripe tomato", "red"), ("a lemon", "yellow"),
-            ("a carrot", "orange"), ("a raven", "black"), ("milk", "white"), ("chocolate", "brown"), ("a ripe banana", "yellow"))
-_OPPOSITES = (("hot", "cold"), ("big", "small"), ("happy", "sad"), ("fast", "slow"), ("day", "night"), ("up", "down"), ("old", "young"),
-              ("wet", "dry"), ("full", "empty"), ("loud", "quiet"), ("light", "dark"), ("open", "closed"), ("hard", "soft"),
-              ("early", "late"), ("left", "right"), ("brave", "fearful"), ("rich", "poor"), ("near", "far"), ("strong", "weak"))
-_HOMES = (("bird", "a nest"), ("bee", "a hive"), ("fish", "the water"), ("bear", "a cave"), ("rabbit", "a burrow"), ("spider", "a web"),
-          ("horse", "a stable"), ("mole", "the ground"), ("hen", "a henhouse"), ("squirrel", "a tree"))
+_SOUNDS = (
+    ("cow", "moo"), ("sheep", "baa"), ("dog", "woof"), ("cat", "meow"), ("duck", "quack"), ("owl", "hoot"), ("frog", "croak"),
+    ("horse", "neigh"), ("bee", "buzz"), ("pig", "oink"), ("hen", "cluck"), ("mouse", "squeak"), ("lion", "roar"),
+)
+_YOUNG = (
+    ("cow", "calf"), ("sheep", "lamb"), ("dog", "puppy"), ("cat", "kitten"), ("duck", "duckling"), ("horse", "foal"), ("hen", "chick"),
+    ("goat", "kid"), ("bear", "cub"), ("frog", "tadpole"), ("swan", "cygnet"), ("goose", "gosling"),
+)
+_LEGS = (
+    ("cow", "four"), ("spider", "eight"), ("bee", "six"), ("hen", "two"), ("dog", "four"), ("ant", "six"), ("duck", "two"),
+    ("horse", "four"), ("beetle", "six"), ("frog", "four"),
+)
+_COLOURS = (
+    ("grass", "green"), ("the sky", "blue"), ("snow", "white"), ("coal", "black"), ("a ripe tomato", "red"), ("a lemon", "yellow"),
+    ("a carrot", "orange"), ("a raven", "black"), ("milk", "white"), ("chocolate", "brown"), ("a ripe banana", "yellow"),
+)
+_OPPOSITES = (
+    ("hot", "cold"), ("big", "small"), ("happy", "sad"), ("fast", "slow"), ("day", "night"), ("up", "down"), ("old", "young"),
+    ("wet", "dry"), ("full", "empty"), ("loud", "quiet"), ("light", "dark"), ("open", "closed"), ("hard", "soft"), ("early", "late"),
+    ("left", "right"), ("brave", "fearful"), ("rich", "poor"), ("near", "far"), ("strong", "weak"),
+)
+_HOMES = (
+    ("bird", "a nest"), ("bee", "a hive"), ("fish", "the water"), ("bear", "a cave"), ("rabbit", "a burrow"), ("spider", "a web"),
+    ("horse", "a stable"), ("mole", "the ground"), ("hen", "a henhouse"), ("squirrel", "a tree"),
+)
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December")
 SEASONS = ("spring", "summer", "autumn", "winter")
@@ -159,19 +185,23 @@ GENERAL = tuple(
     + [(f"What is the opposite of {a}?", b, f"The opposite of {a} is {b}.") for a, b in _OPPOSITES]
     + [(f"What is the opposite of {b}?", a, f"The opposite of {b} is {a}.") for a, b in _OPPOSITES]
     + [(f"Where does {_an(a)} live?", h, f"{_an(a).capitalize()} lives in {h}.") for a, h in _HOMES]
-    + _cycle("day", DAYS) + _cycle("month", MONTHS) + _cycle("season", SEASONS)
-    + [("How many days are there in a week?", "seven", "There are seven days in a week."),
-       ("How many months are there in a year?", "twelve", "There are twelve months in a year."),
-       ("How many seasons are there?", "four", "There are four seasons: spring, summer, autumn and winter."),
-       ("What do bees make?", "honey", "Bees make honey."),
-       ("What do hens lay?", "eggs", "Hens lay eggs."),
-       ("What do cows give us?", "milk", "Cows give us milk."),
-       ("Where does the sun rise?", "in the east", "The sun rises in the east."),
-       ("Where does the sun set?", "in the west", "The sun sets in the west."),
-       ("What is bread made of?", "flour and water", "Bread is made of flour and water."),
-       ("What do we use an umbrella for?", "to stay dry in the rain", "We use an umbrella to stay dry in the rain."),
-       ("What is ice?", "frozen water", "Ice is frozen water."),
-       ("What falls from the clouds?", "rain", "Rain falls from the clouds."),
-       ("When do leaves fall from the trees?", "in autumn", "Leaves fall from the trees in autumn."),
-       ("When is it coldest?", "in winter", "It is coldest in winter.")]
+    + _cycle("day", DAYS)
+    + _cycle("month", MONTHS)
+    + _cycle("season", SEASONS)
+    + [
+        ("How many days are there in a week?", "seven", "There are seven days in a week."),
+        ("How many months are there in a year?", "twelve", "There are twelve months in a year."),
+        ("How many seasons are there?", "four", "There are four seasons: spring, summer, autumn and winter."),
+        ("What do bees make?", "honey", "Bees make honey."),
+        ("What do hens lay?", "eggs", "Hens lay eggs."),
+        ("What do cows give us?", "milk", "Cows give us milk."),
+        ("Where does the sun rise?", "in the east", "The sun rises in the east."),
+        ("Where does the sun set?", "in the west", "The sun sets in the west."),
+        ("What is bread made of?", "flour and water", "Bread is made of flour and water."),
+        ("What do we use an umbrella for?", "to stay dry in the rain", "We use an umbrella to stay dry in the rain."),
+        ("What is ice?", "frozen water", "Ice is frozen water."),
+        ("What falls from the clouds?", "rain", "Rain falls from the clouds."),
+        ("When do leaves fall from the trees?", "in autumn", "Leaves fall from the trees in autumn."),
+        ("When is it coldest?", "in winter", "It is coldest in winter."),
+    ]
 )

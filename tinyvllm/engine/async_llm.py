@@ -6,6 +6,7 @@ Knows no HTTP. Callers hand over commands under a condition variable and get out
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import os
 import threading
@@ -38,7 +39,7 @@ class AsyncLLM:
         self._wake = threading.Condition()
         self._commands: list[Callable[[Engine], None]] = []  # guarded by _wake
         self._closing = False  # guarded by _wake
-        self._failure: BaseException | None = None  # guarded by _wake; why the thread ended
+        self._failure: BaseException | None = None  # why the thread ended, written before _closing
         self._waiting: dict[str, _Mailbox] = {}  # guarded by _wake
         loaded: Future[Engine] = Future()
         self._thread = threading.Thread(target=self._serve, args=(config, progress, loaded), name="tinyvllm-engine", daemon=True)
@@ -47,6 +48,7 @@ class AsyncLLM:
         self.config: EngineConfig = engine.config
         self.tokenizer: Tokenizer | None = engine.tokenizer
         self.default_params = default_sampling_params(engine.config.model)
+        atexit.register(self.close)  # a daemon thread that is still in native code when the interpreter goes would crash it
 
     async def generate(
         self,
@@ -87,6 +89,7 @@ class AsyncLLM:
             self._closing = True
             self._wake.notify()
         self._thread.join()
+        atexit.unregister(self.close)
 
     def _submit(self, name: str, encoded: Encoded, params: SamplingParams, mailbox: _Mailbox) -> None:
         def add(engine: Engine) -> None:
@@ -96,7 +99,7 @@ class AsyncLLM:
                 self._deliver([(mailbox, error)])
 
         with self._wake:
-            if self._closing or not self._thread.is_alive():
+            if self._closing:
                 raise TinyvllmError(f"AsyncLLM: the engine has ended{f' ({self._failure})' if self._failure else ''}") from self._failure
             if name in self._waiting:
                 raise ArgumentError(f"AsyncLLM: request_id {name!r} is in use")
@@ -126,8 +129,7 @@ class AsyncLLM:
             while self._obey(engine):
                 self._publish(engine.step())
         except BaseException as error:
-            failure = error
-            self._failure = error
+            failure = self._failure = error
         finally:
             with self._wake:
                 self._closing = True

@@ -29,8 +29,11 @@ class ModelConfig(TransformerConfig):
 class Source(Protocol):
     """A checkpoint as families see it: its description and its tensors' shapes, and the values of small ones."""
 
-    kind: str  # "safetensors" or "gguf"
-    config: Mapping[str, Any]
+    @property
+    def kind(self) -> str: ...  # "safetensors" or "gguf"
+
+    @property
+    def config(self) -> Mapping[str, Any]: ...
 
     def shape(self, name: str) -> tuple[int, ...] | None: ...
 

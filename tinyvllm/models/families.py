@@ -22,7 +22,7 @@ class Family:
     from_hf: Callable[[Source], ModelConfig]
     from_gguf: Callable[[Source], ModelConfig]
     sources: Callable[[ModelConfig, str, str], tuple[tuple[str, ...], Transform | None]]
-    model: Callable[[ModelConfig, int], Any] = llama.Llama
+    model: Callable[[ModelConfig], Any] = llama.Llama
 
 
 FAMILIES = (

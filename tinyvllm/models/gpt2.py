@@ -27,7 +27,7 @@ class GPT2Block:
         self.attn_q, self.attn_k, self.attn_v, self.attn_output = (nn.Linear(E, E) for _ in range(4))
         self.ffn_up, self.ffn_down = nn.Linear(E, F), nn.Linear(F, E)
 
-    def forward(self, x: Tensor, batch: Batch, pool: Tensor) -> Tensor:
+    def forward_batch(self, x: Tensor, batch: Batch, pool: Tensor) -> Tensor:
         """x [T, E] float32, pool [P, 2, K, S, D]; result [T, E] float32."""
         eps = self.config.norm_eps
         q, k, v = self.attn_q, self.attn_k, self.attn_v
@@ -44,8 +44,8 @@ class GPT2Block:
 class GPT2:
     """Radford et al., 2019. Same face as `llama.Llama`."""
 
-    def __init__(self, config: ModelConfig, max_len: int):
-        self.config, self.max_len = config, max_len
+    def __init__(self, config: ModelConfig):
+        self.config = config
         with uninitialized():
             self.blk = [GPT2Block(config) for _ in range(config.num_blocks)]
             self.token_embd = nn.Embedding(config.vocab_size, config.dim)
@@ -54,14 +54,14 @@ class GPT2:
             if not config.tied:
                 self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
-    def constants(self) -> dict[str, np.ndarray]:
+    def constants(self, max_len: int) -> dict[str, np.ndarray]:
         return {}
 
-    def forward(self, batch: Batch, pools: list[Tensor], rows: Tensor | None) -> Tensor:
+    def forward_batch(self, batch: Batch, pools: list[Tensor], rows: Tensor | None) -> Tensor:
         """Logits float32 of the flat batch's `rows` [N] -> [N, V]; of all T rows where `rows` is None."""
         x = (self.token_embd.weight[batch.tokens].float() + self.position_embd.weight[batch.positions].float()).contiguous()
         for block, pool in zip(self.blk, pools, strict=True):
-            x = block.forward(x, batch, pool)
+            x = block.forward_batch(x, batch, pool)
         x = x if rows is None else x[rows]
         x = layer_norm(x, self.output_norm.weight, self.output_norm.bias, self.config.norm_eps).contiguous()
         return linear(x, (self.token_embd if self.config.tied else self.output).weight)

@@ -36,7 +36,7 @@ class LlamaBlock(TransformerBlock):
             self.ffn_gate.bias, self.ffn_up.bias = Tensor.empty(config.hidden_dim), Tensor.empty(config.hidden_dim)
             self.ffn_down.bias = Tensor.empty(config.dim)
 
-    def forward(self, x: Tensor, batch: Batch, pool: Tensor, angles: Tensor) -> Tensor:
+    def forward_batch(self, x: Tensor, batch: Batch, pool: Tensor, angles: Tensor) -> Tensor:
         """x [T, E] float32, pool [P, 2, K, S, D], angles [T, R]; result [T, E] float32."""
         eps = self.config.norm_eps
         norm = functools.partial(rms_norm, weight=self.attn_norm.weight, eps=eps)
@@ -61,28 +61,28 @@ class LlamaBlock(TransformerBlock):
 
 
 class Llama(Transformer):
-    """A causal language model over a flat batch. `max_len` is the longest sequence the engine will run."""
+    """A causal language model over a flat batch. Weights are placed from outside, under tinygrad's names."""
 
-    def __init__(self, config: ModelConfig, max_len: int):
-        self.config, self.max_len = config, max_len
+    def __init__(self, config: ModelConfig):
+        self.config = config
         with uninitialized():
-            self.blk = [LlamaBlock(config, layer) for layer in range(config.num_blocks)]
+            self.blk: list[LlamaBlock] = [LlamaBlock(config, layer) for layer in range(config.num_blocks)]  # type: ignore[assignment]
             self.token_embd = nn.Embedding(config.vocab_size, config.dim)
             self.output_norm = nn.RMSNorm(config.dim, config.norm_eps)
             if not config.tied:
                 self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
-    def constants(self) -> dict[str, np.ndarray]:
-        """Arrays the model needs beside its weights; the runner puts them on the device under these names."""
+    def constants(self, max_len: int) -> dict[str, np.ndarray]:
+        """Arrays that `forward` takes beside the weights, for sequences of up to `max_len` tokens."""
         c = self.config
-        return {"rope": rope_table(c.rope_dim, c.rope_theta, self.max_len, c.scaling)}
+        return {"rope": rope_table(c.rope_dim, c.rope_theta, max_len, c.scaling)}
 
-    def forward(self, batch: Batch, pools: list[Tensor], rope: Tensor, rows: Tensor | None) -> Tensor:
+    def forward_batch(self, batch: Batch, pools: list[Tensor], rope: Tensor, rows: Tensor | None) -> Tensor:
         """Logits float32 of the flat batch's `rows` [N] -> [N, V]; of all T rows where `rows` is None. pools: one [P, 2, K, S, D] a layer."""
         x = self.token_embd.weight[batch.tokens].float().contiguous()
         angles = rope[batch.positions].contiguous()
         for block, pool in zip(self.blk, pools, strict=True):
-            x = block.forward(x, batch, pool, angles)
+            x = block.forward_batch(x, batch, pool, angles)
         x = x if rows is None else x[rows]
         head = self.token_embd if self.config.tied else self.output
         return linear(rms_norm(x, self.output_norm.weight, self.config.norm_eps).contiguous(), head.weight)

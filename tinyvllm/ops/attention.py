@@ -25,7 +25,7 @@ def paged_attention(q: Tensor, pool: Tensor, batch: Batch, scale: float, window:
         positions = batch.positions[Bd:].unsqueeze(0)
         parts.append(_padded(q[Bd:].unsqueeze(0), positions, batch.block_tables[Bd:], pool, batch.num_blocks, scale, window)[0])
     elif Bp > 1:
-        T = q.shape[0] - Bd
+        T = int(q.shape[0]) - Bd
         starts = batch.query_starts[Bd : Bd + Bp] - Bd  # [Bp]
         rows = (starts.unsqueeze(1) + Tensor.arange(Q, device=q.device)).minimum(T - 1)  # [Bp, Q]
         out = _padded(q[Bd:][rows], batch.positions[Bd:][rows], batch.block_tables[Bd:], pool, batch.num_blocks, scale, window)

@@ -99,4 +99,4 @@ def apply_rope(x: Tensor, angles: Tensor) -> Tensor:
     cos, sin = angles.unsqueeze(1).chunk(2, dim=-1)  # [T, 1, R/2]
     a, b = x[..., : R // 2], x[..., R // 2 : R]
     rotated = (a * cos - b * sin).cat(b * cos + a * sin, dim=-1)
-    return rotated if R == x.shape[-1] else rotated.cat(x[..., R:], dim=-1)
+    return rotated if x.shape[-1] == R else rotated.cat(x[..., R:], dim=-1)

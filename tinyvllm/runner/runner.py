@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from math import prod
 from typing import Any
 
 import numpy as np
-from tinygrad import Device, Tensor, TinyJit, UOp, Variable, dtypes
+from tinygrad import Tensor, TinyJit, UOp, Variable, dtypes
 from tinygrad.dtype import DType
 
+from tinyvllm.config import EngineConfig
+from tinyvllm.errors import ArgumentError
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.models.families import find_family, read_config, weights_of
-from tinyvllm.quant.formats import FORMATS, unpack
 from tinyvllm.ops.launch import capture, download, synchronize
+from tinyvllm.quant.formats import FORMATS, unpack
 from tinyvllm.runner.kv import KVPool, block_bytes, kv_dtype
 from tinyvllm.runner.memory import pool_blocks
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
 from tinyvllm.scheduler import Schedule, Scheduled
 from tinyvllm.weights.checkpoint import Checkpoint, open_checkpoint
+from tinyvllm.weights.hub import resolve_model
 from tinyvllm.weights.load import dummy_tensors, load_tensors
 
 DTYPES = {"float32": dtypes.float32, "float16": dtypes.float16, "bfloat16": dtypes.bfloat16}
@@ -40,7 +43,7 @@ class CheckpointSource:
         return unpack(record.format, blocks).reshape(record.shape)
 
 
-def weight_dtype(choice: str, checkpoint: Checkpoint, device: str) -> DType:
+def weight_dtype(choice: str, checkpoint: Checkpoint) -> DType:
     """`auto` keeps the dtype that most of the checkpoint's bytes have; packed formats are unpacked to float16 (float32 sources stay)."""
     if choice != "auto":
         return DTYPES[choice]
@@ -54,43 +57,39 @@ def weight_dtype(choice: str, checkpoint: Checkpoint, device: str) -> DType:
 class Runner:
     """The model on its device. `run` takes a schedule, returns logits on the device; `prompt_logits` serves evaluation."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        device: str,
-        dtype: str = "auto",
-        load_format: str = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int,
-        block_size: int,
-        num_blocks: int | None = None,
-        kv_memory: int | None = None,
-        progress: Callable[[int, int, str], None] | None = None,
-    ):
-        checkpoint = open_checkpoint(path)
-        source = CheckpointSource(checkpoint)
-        family = find_family(source)
+    def __init__(self, config: EngineConfig, device: str, progress: Callable[[int, int, str], None] | None = None):
         self.device = device
+        self.checkpoint = open_checkpoint(resolve_model(config.model, config.revision))
+        source = CheckpointSource(self.checkpoint)
+        family = find_family(source)
         self.config: ModelConfig = read_config(family, source)
-        self.max_model_len = min(max_model_len or self.config.max_context, self.config.max_context)
-        self.dtype = weight_dtype(dtype, checkpoint, device)
-        self.model = family.model(self.config, self.max_model_len)
-        recipes = weights_of(family, self.config, self.model, checkpoint.kind)
-        if load_format == "dummy":
+        self.dtype = weight_dtype(config.dtype, self.checkpoint)
+        self.model = family.model(self.config)
+        recipes = weights_of(family, self.config, self.model, self.checkpoint.kind)
+        if config.load_format == "dummy":
             tensors = dummy_tensors(recipes, device, self.dtype)
         else:
-            tensors = load_tensors(checkpoint, recipes, device, self.dtype, progress)
+            tensors = load_tensors(self.checkpoint, recipes, device, self.dtype, progress)
         place(self.model, tensors)
-        self.weight_bytes = sum(int(np.prod(t.shape)) * t.dtype.itemsize for t in tensors.values())
-        self._constants = {name: Tensor(array, device=device).realize() for name, array in self.model.constants().items()}
-        cache_dtype = kv_dtype(self.dtype)
-        if num_blocks is None:
-            one = block_bytes(self.config, block_size, cache_dtype)
-            num_blocks = pool_blocks(device, one, block_size, max_num_seqs * self.max_model_len, kv_memory)
-        self.pool = KVPool(self.config, num_blocks, block_size, cache_dtype, device)
-        self._table_width = -(-self.max_model_len // block_size)
+        self.weight_bytes = sum(prod(recipe.shape) for recipe in recipes) * self.dtype.itemsize
+        self.pool, self.max_model_len = self._size_pool(config)
+        self._constants = {name: Tensor(a, device=device).realize() for name, a in self.model.constants(self.max_model_len).items()}
+        self._table_width = -(-self.max_model_len // config.block_size)
         self._steps: dict[tuple[Shape, bool], tuple[StepInputs, TinyJit]] = {}
+
+    def _size_pool(self, config: EngineConfig) -> tuple[KVPool, int]:
+        """The KV pool and the longest sequence: the model's own context where none was asked for, as far as the pool reaches."""
+        longest, dtype, size = self.config.max_context, kv_dtype(self.dtype), config.block_size
+        if config.max_model_len is not None and config.max_model_len > longest:
+            raise ArgumentError(f"max_model_len={config.max_model_len} is beyond the {longest} tokens that the model was made for")
+        longest = config.max_model_len or longest
+        blocks = config.num_blocks
+        if blocks is None:
+            one = block_bytes(self.config, size, dtype)
+            blocks = pool_blocks(self.device, one, size, config.max_num_seqs * longest, config.kv_memory)
+        if config.max_model_len is None:
+            longest = min(longest, blocks * size)
+        return KVPool(self.config, blocks, size, dtype, self.device), longest
 
     @property
     def bytes_per_token(self) -> int:
@@ -120,10 +119,14 @@ class Runner:
 
         def forward(num_blocks: int | UOp = 1) -> Tensor:
             rows = None if all_rows else inputs.row_tensor
-            return self.model.forward(inputs.batch(num_blocks), self.pool.layers, rows=rows, **self._constants).contiguous().realize()
+            return self.model.forward_batch(inputs.batch(num_blocks), self.pool.layers, rows=rows, **self._constants).contiguous().realize()
 
         self._steps[shape, all_rows] = inputs, capture(forward)
         return self._steps[shape, all_rows]
+
+    def tokens(self, sampled: Tensor) -> list[int]:
+        """Token ids that a sampler left on the device, once they are there."""
+        return download(sampled).tolist()
 
     def synchronize(self) -> None:
         synchronize(self.device)
@@ -142,8 +145,3 @@ def place(model: Any, tensors: Mapping[str, Tensor]) -> None:
         for part in path:
             owner = owner[int(part)] if part.isdigit() else getattr(owner, part)
         setattr(owner, last, tensor)
-
-
-def pick_device(choice: str) -> str:
-    """`auto` is tinygrad's own choice: Metal, then CUDA, then the CPU; anything else is a device name of tinygrad's."""
-    return Device.DEFAULT if choice == "auto" else Device.canonicalize(choice.upper())

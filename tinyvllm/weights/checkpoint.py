@@ -40,6 +40,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Reads headers only. ModelError says what is missing, FormatError what is damaged.
     """
     path = Path(path)
+    try:
+        return _open(path)
+    except OSError as error:  # a folder that may not be listed, a name too long
+        raise ModelError(f"{_SPEAKER}: cannot read {str(path)[:200]}: {error.strerror}") from error
+
+
+def _open(path: Path) -> Checkpoint:
     if path.is_dir():
         return _open_folder(path)
     if path.suffix.lower() == ".gguf" and path.is_file():
@@ -52,10 +59,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _open_folder(folder: Path) -> Checkpoint:
-    try:
-        names = sorted(p.name for p in folder.iterdir() if p.is_file())
-    except OSError as error:
-        raise ModelError(f"{_SPEAKER}: cannot read the folder {folder}: {error.strerror}") from error
+    names = sorted(p.name for p in folder.iterdir() if p.is_file())
     safetensors = [n for n in names if n.endswith(".safetensors")]
     if INDEX_NAME in names or safetensors:
         return _open_safetensors(folder, names, safetensors)

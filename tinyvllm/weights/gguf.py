@@ -128,8 +128,8 @@ def _read_infos(path: Path, cursor: _Cursor, count: int) -> list[_Info]:
         stored = FORMATS_BY_TYPE_ID.get(type_id := cursor.u32(f"type of {shown}"))
         if stored is None:
             _refuse(path, f"tensor {shown} has the unknown type number {type_id}; update tinyvllm or convert the model again")
-        if (shape[-1] if shape else 1) % stored.elements:
-            _refuse(path, f"tensor {shown} has rows of {shape[-1:]} numbers, {stored.name} needs multiples of {stored.elements}")
+        if (row := shape[-1] if shape else 1) % stored.elements:
+            _refuse(path, f"tensor {shown} has rows of {row} numbers, {stored.name} needs multiples of {stored.elements}")
         infos[name] = _Info(name, stored, shape, cursor.u64(f"offset of {shown}"))
     return list(infos.values())
 

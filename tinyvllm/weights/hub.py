@@ -10,7 +10,7 @@ import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from tinyvllm.errors import ModelError
+from tinyvllm.errors import ArgumentError, ModelError
 from tinyvllm.weights.gguf import split_parts
 
 _SPEAKER = "hub"
@@ -23,14 +23,17 @@ _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(:(?P<cho
 def resolve_model(name_or_path: str, revision: str | None = None) -> Path:
     """The path of a model. What exists is itself; else "org/name", "org/name:file.gguf" or "org/name:Q4_K_M" is looked up on the hub.
 
-    `revision` is a branch, tag or commit of the hub's repository. ModelError in one line for whatever goes wrong.
+    `revision` is a branch, tag or commit of the hub's repository. ModelError in one line for whatever goes wrong, ArgumentError for a
+    revision of a path.
     """
     path = Path(name_or_path).expanduser()
-    if _exists(path):
+    if name_or_path and _exists(path):  # Path("") would be the current folder
+        if revision is not None:
+            raise ArgumentError(f"{_SPEAKER}: revision {revision!r} needs the name of a model on a hub, and {path} is a path here")
         return path
     match = _NAME.fullmatch(name_or_path)
     if match is None or _looks_like_a_path(name_or_path):
-        raise ModelError(f"{_SPEAKER}: no such file or folder: {name_or_path}")
+        raise ModelError(f"{_SPEAKER}: no such file or folder: {name_or_path[:200]!r}")
     repo, choice = match["repo"], match["choice"]
     if choice is None:
         return _safetensors_snapshot(repo, revision)

@@ -6,7 +6,7 @@ tensors there are, and how they come from the file's, the recipes say.
 Where the bytes live. On tinygrad's CPU device a stored tensor that is already what the model wants is the mapped file itself; nothing is
 read until a kernel touches it. Everything else is written once, into memory of its own, in pieces that fit the processor's cache, and
 the file's pages are dropped as it goes, so that the peak is what stays resident plus one tensor's source at the very most. On other
-devices each tensor is copied from where it lies straight to the device.
+devices each tensor is copied over, one after the other.
 
 How long they live. tinygrad does not own memory that it is handed, so the arrays hang on the tinygrad buffer: when the last user of
 the buffer is gone (the tensor, a view of it, a captured graph) the array is released, and not before kernels in flight have ended.
@@ -256,8 +256,10 @@ def _is_cpu(device: str) -> bool:
 def _to_device(array: np.ndarray, device: str, dtype: DType) -> Tensor:
     if _is_cpu(device):
         return _adopt(array, device, dtype)
-    tensor = Tensor(array, device=device).realize()
-    return tensor.bitcast(dtype).realize() if array.dtype == _NUMPY["BF16"] else tensor
+    # By way of a CPU tensor: numpy has no bfloat16, and a bitcast on the device would be a kernel and a second copy there.
+    tensor = _adopt(array, "CPU", dtype).to(device).realize()
+    Device[device].synchronize()  # CUDA keeps its pinned copy of what was sent until then, in the end one of the whole model
+    return tensor
 
 
 def _adopt(array: np.ndarray, device: str, dtype: DType) -> Tensor:

@@ -1,0 +1,53 @@
+# make demo: install into .venv and stream from the bundled model.  make test: install and run the suite.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH ?= torch==2.13.0
+
+# a clang of 16 or later compiles the CPU kernels; without one, the wheel ziglang brings a whole clang
+CLANG := $(shell clang --version 2>/dev/null | sed -n 's/.*version \([0-9]*\).*/\1/p' | head -n 1)
+EXTRA := $(shell [ "$(CLANG)" -ge 16 ] 2>/dev/null || echo clang)
+
+.PHONY: demo test test-peers lint bench clean
+
+demo: $(VENV)/.core
+	$(BIN)/python main.py --prompt "Once upon a time" --max-tokens 160 --temperature 0.7 --seed 4
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+test-peers: $(VENV)/.peers
+	$(BIN)/python -m pytest tests/peers
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.core
+	$(BIN)/python -m benchmarks.decode
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "make: $(PYTHON) is older than Python 3.11; say make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/.core: $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable ".$(if $(EXTRA),[$(EXTRA)])"
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.core
+	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.core
+	$(BIN)/python -m pip install --quiet --editable ".[lint]"
+	@touch $@
+
+$(VENV)/.peers: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[peers]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,150 @@
+"""Captured decode against tinygrad's own LLM on the same weights, and the host's share of a step.
+
+Decoding one sequence streams every weight once a token, so its roof is read bandwidth / weight bytes; batching shares that stream. What
+is timed: steady steps at a short context. `host` is everything in a step but the kernels: scheduling, laying out the batch, launching,
+and reading the tokens, measured as the step's own time less the time the device needs for the same two launches alone.
+
+    python -m benchmarks.decode [--layers 12 --dim 768 --hidden 2048 --heads 12 --vocab 32000] [--steps 16 --rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.harness import medians, record
+
+
+def write_config(folder: Path, shape: argparse.Namespace) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": shape.dim, "intermediate_size": shape.hidden,
+        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads or shape.heads,
+        "vocab_size": shape.vocab, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def ours(folder: Path) -> Any:
+    from tinyvllm import LLM
+
+    return LLM(folder, load_format="dummy", dtype="bfloat16", max_model_len=512, max_num_seqs=8, skip_tokenizer_init=True)
+
+
+def theirs(llm: Any) -> Any:
+    """tinygrad.llm's Transformer around the very same tensors."""
+    from tinygrad import nn
+    from tinygrad.llm.model import Transformer, TransformerConfig
+
+    from tinyvllm.ops.launch import uninitialized
+    from tinyvllm.runner.runner import place
+
+    mine = llm.engine.runner.model
+    c = mine.config
+    config = TransformerConfig(**{name: getattr(c, name) for name in TransformerConfig.__dataclass_fields__} | {"max_context": 512})
+    with uninitialized():
+        model = Transformer(config)
+    place(model, nn.state.get_state_dict(mine))
+    return model
+
+
+class Decoding:
+    """B sequences in the middle of their answers; `steps` runs the engine's own loop."""
+
+    def __init__(self, llm: Any, batch: int):
+        from tinyvllm import SamplingParams
+
+        self.engine = llm.engine
+        for b in range(batch):
+            params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+            self.engine.add(f"{batch}-{b}", [(7 * b + i) % 1000 for i in range(16)], params)
+        for _ in range(4):
+            self.engine.step()
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.step()
+
+    def host_time(self, count: int) -> float:
+        """Median seconds of a step in which the host is at work: the wait for the device is taken out."""
+        from tinyvllm.ops import launch
+
+        waits = 0.0
+        plain = launch.synchronize
+
+        def timed(device: str) -> None:
+            nonlocal waits
+            start = time.perf_counter()
+            plain(device)
+            waits += time.perf_counter() - start
+
+        runner, hosts = self.engine.runner, []
+        tokens = runner.tokens
+
+        def waited(sampled: Any) -> list[int]:
+            timed(runner.device)
+            return tokens(sampled)
+
+        runner.tokens = waited
+        for _ in range(count):
+            waits, start = 0.0, time.perf_counter()
+            self.engine.step()
+            hosts.append(time.perf_counter() - start - waits)
+        del runner.tokens
+        return median(hosts)
+
+    def close(self) -> None:
+        for request_id in list(self.engine._requests):
+            self.engine.abort(request_id)
+        self.engine.step()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    for name, value in (("layers", 12), ("dim", 768), ("hidden", 3072), ("heads", 12), ("kv-heads", 0), ("vocab", 32000)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(Path(folder), options)
+        llm = ours(Path(folder))
+    peer = theirs(llm).generate(list(range(16)))
+    for _ in range(6):
+        next(peer)
+    one = Decoding(llm, 1)
+    seconds = medians(
+        {"ours": lambda: one.steps(options.steps), "tinygrad.llm": lambda: [next(peer) for _ in range(options.steps)]}, options.rounds
+    )
+    host_1 = one.host_time(options.steps)
+    one.close()
+    eight = Decoding(llm, 8)
+    seconds |= medians({"ours, batch 8": lambda: eight.steps(options.steps)}, options.rounds)
+    host_8 = eight.host_time(options.steps)
+    eight.close()
+    bandwidth, weights = llm.engine.read_bandwidth(), llm.engine.model_bytes_per_token
+    rate = {name: options.steps / value for name, value in seconds.items()}
+    record(
+        "decode",
+        {
+            "shape": {k: v for k, v in vars(options).items() if k not in ("steps", "rounds")},
+            "weight_bytes": weights,
+            "read_GBps": round(bandwidth / 1e9, 1),
+            "roof_tok_s": round(bandwidth / weights, 1),
+            "tok_s": round(rate["ours"], 2),
+            "tinygrad_llm_tok_s": round(rate["tinygrad.llm"], 2),
+            "ratio": round(rate["ours"] / rate["tinygrad.llm"], 3),
+            "batch8_tok_s": round(8 * rate["ours, batch 8"], 2),
+            "batch8_over_batch1": round(8 * rate["ours, batch 8"] / rate["ours"], 2),
+            "host_ms_batch1": round(host_1 * 1e3, 3),
+            "host_ms_batch8": round(host_8 * 1e3, 3),
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

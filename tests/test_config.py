@@ -1,0 +1,146 @@
+"""EngineConfig holds only what can be meant; resolve fills in the rest; environment switches are one table."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+
+from tinyvllm import config
+from tinyvllm.config import SWITCHES, EngineConfig, cache_folder, environment, parse_device, parse_size, resolve
+from tinyvllm.errors import ArgumentError
+
+
+def test_defaults(tmp_path: Path) -> None:
+    chosen = resolve(tmp_path, environ={})
+    assert chosen == EngineConfig(model=str(tmp_path))
+    assert (chosen.device, chosen.dtype, chosen.max_num_seqs, chosen.max_num_batched_tokens, chosen.block_size) == ("auto", "auto", 64, 512, 16)
+    with pytest.raises(FrozenInstanceError):
+        chosen.device = "CPU"  # type: ignore[misc]
+
+
+def test_none_means_not_given(tmp_path: Path) -> None:
+    assert resolve(tmp_path, environ={}, device=None, kv_memory=None, block_size=None) == EngineConfig(model=str(tmp_path))
+
+
+def test_without_a_model_it_is_the_bundled_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "DEFAULT_MODEL", tmp_path)
+    assert resolve(environ={}).model == str(tmp_path)
+    monkeypatch.setattr(config, "DEFAULT_MODEL", tmp_path / "gone")
+    with pytest.raises(ArgumentError, match="bundled model is not in this installation"):
+        resolve(environ={})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_blocks": 10, "kv_memory": 1 << 30}, ["num_blocks", "kv_memory"]),
+        ({"block_size": 24}, ["block_size", "power of two", "24"]),
+        ({"block_size": 4}, ["block_size", "8 to 256", "4"]),
+        ({"block_size": 512}, ["block_size", "512"]),
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 9}, ["max_num_batched_tokens", "max_num_seqs"]),
+        ({"max_model_len": 1}, ["max_model_len", "2 or more"]),
+        ({"max_num_seqs": 0}, ["max_num_seqs"]),
+        ({"max_num_seqs": True}, ["max_num_seqs", "True"]),
+        ({"max_num_seqs": "8"}, ["max_num_seqs", "'8'"]),
+        ({"num_blocks": 1}, ["num_blocks"]),
+        ({"kv_memory": 0}, ["kv_memory"]),
+        ({"kv_memory": "lots"}, ["kv_memory", "'lots'"]),
+        ({"dtype": "bloat16"}, ["dtype", "bloat16", "did you mean 'bfloat16'"]),
+        ({"load_format": "random"}, ["load_format", "auto, dummy"]),
+        ({"device": "gpu"}, ["device", "'gpu'", "METAL"]),
+        ({"device": "auto:1"}, ["device"]),
+        ({"device": 3}, ["device", "3"]),
+        ({"seed": 2**64}, ["seed"]),
+        ({"tokenizer": ""}, ["tokenizer"]),
+        ({"tokenizer": "./nothing"}, ["tokenizer", "./nothing"]),
+        ({"skip_tokenizer_init": 1}, ["skip_tokenizer_init"]),
+        ({"skip_tokenizer_init": True, "tokenizer": "gpt2"}, ["skip_tokenizer_init", "tokenizer"]),
+        ({"revision": "main"}, ["revision", "local path"]),
+        ({"max_modellen": 8}, ["max_modellen", "did you mean 'max_model_len'"]),
+    ],
+)
+def test_contradictions_are_refused_by_name(tmp_path: Path, fields: dict, words: list[str]) -> None:
+    with pytest.raises(ArgumentError) as refusal:
+        resolve(tmp_path, environ={}, **fields)
+    assert all(word in str(refusal.value) for word in words), refusal.value
+    assert "\n" not in str(refusal.value)
+
+
+def test_more_sequences_raise_the_token_budget(tmp_path: Path) -> None:
+    assert resolve(tmp_path, environ={}, max_num_seqs=1000).max_num_batched_tokens == 1000
+    assert resolve(tmp_path, environ={}, max_num_seqs=4).max_num_batched_tokens == 512
+
+
+def test_models_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models" / "story").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for wrong in ("./story", "/no/such/folder", "models/stroy", "a/b/c", "weights.gguf", "~/no-such-model", ""):
+        with pytest.raises(ArgumentError, match="model"):
+            resolve(wrong, environ={})
+    with pytest.raises(ArgumentError, match="did you mean 'story'"):
+        resolve("models/stroy", environ={})
+    assert resolve("models/story", environ={}).model == "models/story"
+    assert resolve("org/name-7B", environ={}, revision="main").model == "org/name-7B"  # may be on the hub: the engine will look
+    assert resolve("gpt2", environ={}).model == "gpt2"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("2GiB", 2 << 30), ("2G", 2 << 30), ("500MB", 500_000_000), ("1.5KiB", 1536), ("64", 64), (" 3 kib ", 3072), ("10B", 10), ("1TB", 10**12)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size("kv_memory", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "2 gallons", "0", "0.1", "nan", "1e9", "2GiBB"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ArgumentError, match="kv_memory"):
+        parse_size("kv_memory", text)
+
+
+def test_devices_have_one_spelling(tmp_path: Path) -> None:
+    assert [parse_device("device", d) for d in ("cpu", "Cuda:1", "AUTO", "METAL")] == ["CPU", "CUDA:1", "auto", "METAL"]
+    assert resolve(tmp_path, environ={"TINYVLLM_DEVICE": "cpu"}).device == "CPU"
+    assert resolve(tmp_path, environ={"TINYVLLM_DEVICE": "cpu"}, device="cuda").device == "CUDA"
+
+
+def test_environment_switches(tmp_path: Path) -> None:
+    assert environment({"HOME": "/", "TINYVLLM_DEVICE": "cuda:0"}) == {"TINYVLLM_DEVICE": "CUDA:0"}
+    with pytest.raises(ArgumentError, match="TINYVLLM_DEVISE is not known, did you mean 'TINYVLLM_DEVICE'"):
+        environment({"TINYVLLM_DEVISE": "cpu"})
+    with pytest.raises(ArgumentError, match="TINYVLLM_DEVICE.*'toaster'"):
+        environment({"TINYVLLM_DEVICE": "toaster"})
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ArgumentError, match="TINYVLLM_CACHE"):
+        environment({"TINYVLLM_CACHE": str(file)})
+    with pytest.raises(ArgumentError, match="TINYVLLM_DEVISE"):
+        resolve(tmp_path, environ={"TINYVLLM_DEVISE": "cpu"})
+    assert all(switch.name.startswith("TINYVLLM_") and switch.meaning for switch in SWITCHES)
+
+
+def test_cache_folder(tmp_path: Path) -> None:
+    assert cache_folder({"TINYVLLM_CACHE": str(tmp_path)}) == tmp_path
+    assert cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/tinyvllm")
+    assert cache_folder({}) == Path("~/.cache/tinyvllm").expanduser()
+
+
+def test_importing_the_package_is_light() -> None:
+    """`import tinyvllm` and the names that need no model load neither tinygrad nor numpy nor a tokenizer."""
+    code = "import sys, tinyvllm, tinyvllm.config; tinyvllm.SamplingParams(); tinyvllm.RequestError; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]).stdout.split()
+    assert not {"tinygrad", "numpy", "tokenizers", "jinja2", "tqdm"} & set(loaded)
+
+
+def test_the_public_names_are_there() -> None:
+    import tinyvllm
+    from tinyvllm.request import SamplingParams
+
+    assert tinyvllm.SamplingParams is SamplingParams
+    assert dir(tinyvllm) == sorted(tinyvllm.__all__) and set(tinyvllm.__all__) == set(tinyvllm._HOMES)
+    with pytest.raises(AttributeError, match="no attribute 'LLMM'"):
+        tinyvllm.LLMM  # noqa: B018

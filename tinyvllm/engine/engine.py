@@ -1,0 +1,179 @@
+"""The engine: one loop of schedule, run, sample, advance. Owns the requests; the rooms it calls own everything else."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from tinyvllm.cache.blocks import BlockPool
+from tinyvllm.config import EngineConfig, cache_folder
+from tinyvllm.engine.output import RequestState
+from tinyvllm.errors import RequestError
+from tinyvllm.request import RequestOutput, SamplingParams, Sequence
+from tinyvllm.runner.device import start_device
+from tinyvllm.scheduler import Schedule, Scheduled, Scheduler, SchedulerLimits
+from tinyvllm.text.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
+
+
+class Engine:
+    """Serves requests step by step. Not thread-safe: one thread adds, aborts and steps."""
+
+    def __init__(self, config: EngineConfig, progress: Callable[[int, int, str], None] | None = None):
+        device = start_device(config.device, cache_folder())
+        from tinyvllm.runner.runner import Runner  # behind start_device, which sets what tinygrad reads at import
+        from tinyvllm.sampling.sampler import Sampler
+
+        self.runner = Runner(config, device, progress)
+        self.config = replace(config, device=device, max_model_len=self.runner.max_model_len)
+        self.tokenizer = self._load_tokenizer()
+        self.eos_ids = self.tokenizer.eos_ids if self.tokenizer else _eos_ids(self.runner.checkpoint.config)
+        limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens, self.runner.max_model_len)
+        self.scheduler = Scheduler(limits, BlockPool(self.runner.pool.num_blocks, config.block_size))
+        self.sampler = Sampler(self.runner.config.vocab_size, config.max_num_seqs, device)
+        self._requests: dict[str, RequestState] = {}
+        self._owners: dict[int, RequestState] = {}  # by sequence id
+        self._rows: dict[int, int] = {}  # sequence id -> the row under which the sampler knows it
+        self._changed: dict[str, RequestState] = {}
+        self._next_id = 0
+        self._bandwidth: float | None = None
+
+    def _load_tokenizer(self) -> Tokenizer | None:
+        if self.config.skip_tokenizer_init:
+            return None
+        if self.config.tokenizer is not None:
+            return load_tokenizer(Path(self.config.tokenizer))
+        checkpoint = self.runner.checkpoint
+        return tokenizer_from_gguf(checkpoint.config) if checkpoint.kind == "gguf" else load_tokenizer(checkpoint.folder)
+
+    @property
+    def model_bytes_per_token(self) -> int:
+        """Bytes of weights that a decode step streams."""
+        return self.runner.bytes_per_token
+
+    def add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, prompt: str | None = None) -> None:
+        """Queue a request; RequestError if it can never run. Nothing is queued then."""
+        if request_id in self._requests:
+            raise RequestError(f"request {request_id}: a request of this name is running already; choose another")
+        V = self.runner.config.vocab_size
+        if bad := next((t for t in prompt_token_ids if not 0 <= t < V), None):
+            raise RequestError(f"request {request_id}: token id {bad} is outside the vocabulary of {V}")
+        if bad := next((t for t in params.logit_bias or () if t >= V), None):
+            raise RequestError(f"request {request_id}: logit_bias names token id {bad}, the vocabulary ends at {V - 1}")
+        if params.seed is None:
+            seed = secrets.randbits(63) if self.config.seed is None else self.config.seed + self._next_id
+            params = params.with_seed(seed)
+        state = RequestState(
+            request_id, prompt, prompt_token_ids, params, self.tokenizer, self.eos_ids, self.runner.max_model_len, time.monotonic(),
+            first_sequence_id=self._next_id,
+        )  # fmt: skip
+        for sequence in state.sequences:
+            self.scheduler.add(sequence)  # the first raises if any would: they are alike
+        self._next_id += len(state.sequences)
+        self._requests[request_id] = state
+        self._owners |= {sequence.sequence_id: state for sequence in state.sequences}
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; its last output, with finish_reason "abort", comes with the next step. Unknown names are over already."""
+        state = self._requests.get(request_id)
+        for sequence in state.sequences if state else ():
+            if not sequence.finished:
+                self._finish(state, sequence, "abort")
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work() or bool(self._changed)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; the outputs, so far or final, of every request that changed."""
+        schedule = self.scheduler.schedule()
+        self._report_exhausted(schedule)
+        if not schedule.empty:
+            logits, entries = self.runner.run(schedule)
+            tokens, logprobs = self._sample(logits, entries)
+            self.scheduler.advance(schedule)
+            for entry, token, chosen in zip(entries, tokens, logprobs, strict=True):
+                self._append(entry.sequence, token, chosen)
+        return self._outputs()
+
+    def _sample(self, logits, entries: list[Scheduled]):
+        if not entries:
+            return [], []
+        sequences = [entry.sequence for entry in entries]
+        for sequence in sequences:
+            if self._rows.get(sequence.sequence_id) != sequence.row:
+                self.sampler.join(sequence, self.eos_ids)
+                self._rows[sequence.sequence_id] = sequence.row
+        tokens = self.runner.tokens(self.sampler.sample(logits, sequences))[: len(sequences)]
+        return tokens, self.sampler.logprobs(logits, sequences, tokens)
+
+    def _append(self, sequence: Sequence, token: int, logprobs) -> None:
+        state = self._owners[sequence.sequence_id]
+        reason = state.append(sequence, token, logprobs)
+        self._changed[state.request_id] = state
+        if reason is not None:
+            self._release(sequence, reason)
+
+    def _finish(self, state: RequestState, sequence: Sequence, reason: str) -> None:
+        state.finish(sequence, reason)
+        self._changed[state.request_id] = state
+        self._release(sequence, reason)
+
+    def _release(self, sequence: Sequence, reason: str) -> None:
+        row = self._rows.pop(sequence.sequence_id, None)
+        if row is not None:
+            self.sampler.leave(row)
+        self.scheduler.finish(sequence, reason)
+        del self._owners[sequence.sequence_id]
+
+    def _report_exhausted(self, schedule: Schedule) -> None:
+        for sequence in schedule.preempted:
+            row = self._rows.pop(sequence.sequence_id, None)
+            if row is not None:
+                self.sampler.leave(row)
+        for sequence in schedule.exhausted:
+            self._finish(self._owners[sequence.sequence_id], sequence, "length")
+
+    def _outputs(self) -> list[RequestOutput]:
+        changed, self._changed = self._changed, {}
+        outputs = [state.output() for state in changed.values()]
+        for output in outputs:
+            if output.finished:
+                del self._requests[output.request_id]
+        return outputs
+
+    def prompt_logits(self, token_ids: list[int]) -> np.ndarray:
+        """Float32 logits [T, V] of every position of one prompt, computed beside whatever is running."""
+        pool = self.scheduler.pool
+        if not token_ids or len(token_ids) > self.runner.max_model_len:
+            raise RequestError(f"prompt_logits: expected 1 to {self.runner.max_model_len} tokens, got {len(token_ids)}")
+        sequence = Sequence(-1, "prompt_logits", list(token_ids), SamplingParams())
+        sequence.block_table = pool.allocate(pool.blocks_for(len(token_ids)))
+        try:
+            size = self.config.max_num_batched_tokens
+            starts = range(0, len(token_ids), size)
+            entries = [Scheduled(sequence, start, min(size, len(token_ids) - start), False) for start in starts]
+            return np.concatenate([self.runner.prompt_logits(entry) for entry in entries])
+        finally:
+            pool.release(sequence.block_table)
+
+    def read_bandwidth(self) -> float:
+        """Bytes a second that this machine reads from memory, measured at the first call."""
+        if self._bandwidth is None:
+            from tinyvllm.runner.memory import read_bandwidth
+
+            self._bandwidth = read_bandwidth()
+        return self._bandwidth
+
+    def close(self) -> None:
+        """Drop the model and the cache; the engine cannot be used afterwards."""
+        del self.runner, self.sampler
+
+
+def _eos_ids(config: dict[str, object]) -> tuple[int, ...]:
+    """End-of-sequence ids of a model without its tokenizer."""
+    eos = config.get("eos_token_id", config.get("tokenizer.ggml.eos_token_id"))
+    return tuple(eos) if isinstance(eos, list) else (eos,) if isinstance(eos, int) else ()

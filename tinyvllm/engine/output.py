@@ -1,0 +1,159 @@
+"""From sampled token ids to outputs: text as far as it is certain, the ends, what callers get. Knows no model and no scheduling.
+
+The rules are vLLM's: an end-of-sequence or stop token is in `token_ids` but not in `text`; a stop string is cut from the text; the text
+never shows half a character, nor what may still turn out to be the beginning of a stop string.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from tinyvllm.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams, Sequence
+from tinyvllm.text.detokenize import IncrementalDetokenizer, StopStrings
+from tinyvllm.text.tokenizer import Tokenizer
+
+_SEEDS = 2**64
+
+
+@dataclass
+class _Part:
+    """One continuation on its way: what its tokens have become."""
+
+    sequence: Sequence
+    detokenizer: IncrementalDetokenizer | None
+    stops: StopStrings | None
+    text: str = ""
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class RequestState:
+    """One request while it runs: its n sequences, and for each of them the text so far and why it ended.
+
+    The i-th sequence samples with `params.seed + i`, so that they differ; the caller has put a seed into `params`. `arrival` is in seconds
+    of time.monotonic. Sequence ids count from `first_sequence_id`.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        eos_ids: Iterable[int],
+        max_model_len: int,
+        arrival: float,
+        first_sequence_id: int = 0,
+    ):
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.metrics = RequestMetrics(arrival)
+        self._tokenizer = tokenizer
+        self._end_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
+        self._named_ends = frozenset(params.stop_token_ids or ())
+        room = max_model_len - len(prompt_token_ids)
+        self._longest = room if params.max_tokens is None else min(params.max_tokens, room)
+        self.sequences = [
+            Sequence(first_sequence_id + i, request_id, prompt_token_ids, _seeded(params, i), index=i) for i in range(params.n)
+        ]
+        self._parts = [self._part(sequence) for sequence in self.sequences]
+        self._unfinished = params.n
+
+    def _part(self, sequence: Sequence) -> _Part:
+        detokenizer = stops = None
+        if self._tokenizer is not None:
+            detokenizer = IncrementalDetokenizer(self._tokenizer, self.prompt_token_ids, self.params.skip_special_tokens)
+            if self.params.stop:
+                stops = StopStrings(self.params.stop, self.params.include_stop_str_in_output)
+        return _Part(sequence, detokenizer, stops)
+
+    @property
+    def finished(self) -> bool:
+        return not self._unfinished
+
+    def append(self, sequence: Sequence, token_id: int, logprobs: dict[int, Logprob] | None) -> str | None:
+        """Take one sampled token; the reason if it was the last: "stop" or "length". `logprobs` are those of the step, by token id."""
+        part, tokens = self._parts[sequence.index], sequence.output_token_ids
+        assert part.finish_reason is None, f"request {self.request_id}: a token after the end"
+        tokens.append(token_id)
+        if self.metrics.first_token is None:
+            self.metrics.first_token = time.monotonic()
+        if logprobs is not None:
+            part.logprobs.append(self._named(logprobs))
+        count, params = len(tokens), self.params
+        ended = token_id in self._end_ids and count >= params.min_tokens
+        if part.detokenizer is not None and (not ended or params.include_stop_str_in_output):
+            if self._spell(part, part.detokenizer.add(token_id), count > params.min_tokens):
+                self._end(part, "stop")
+                return "stop"
+        if ended:
+            part.stop_reason = token_id if token_id in self._named_ends else None
+            self.finish(sequence, "stop")
+        elif count >= self._longest:
+            self.finish(sequence, "length")
+        return part.finish_reason
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """End a continuation with `reason`, after the text that was held back. The first end counts."""
+        part = self._parts[sequence.index]
+        if part.finish_reason is not None:
+            return
+        if part.detokenizer is not None and self._spell(part, part.detokenizer.finish(), len(sequence.output_token_ids) > self.params.min_tokens):
+            reason = "stop"
+        elif part.stops is not None:
+            part.text += part.stops.finish()
+        self._end(part, reason)
+
+    def output(self) -> RequestOutput:
+        """Everything so far, as values of its own: later tokens do not change it."""
+        self.metrics.preemptions = sum(sequence.num_preemptions for sequence in self.sequences)
+        outputs = [
+            CompletionOutput(
+                index=part.sequence.index,
+                text=part.text,
+                token_ids=part.sequence.output_token_ids.copy(),
+                logprobs=None if self.params.logprobs is None else part.logprobs.copy(),
+                finish_reason=part.finish_reason,
+                stop_reason=part.stop_reason,
+            )
+            for part in self._parts
+        ]
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, replace(self.metrics))
+
+    def _spell(self, part: _Part, text: str, may_stop: bool) -> bool:
+        """Add new text as far as it is certain; True if it completed a stop string, which then is in `stop_reason`."""
+        if part.stops is None:
+            part.text += text
+            return False
+        if not may_stop:  # fewer than min_tokens: what is in this text can no longer be part of a stop string
+            part.text += text
+            return False
+        safe, part.stop_reason = part.stops.add(text)
+        part.text += safe
+        return part.stop_reason is not None
+
+    def _end(self, part: _Part, reason: str) -> None:
+        part.finish_reason = reason
+        self._unfinished -= 1
+        if self.finished:
+            self.metrics.finished = time.monotonic()
+
+    def _named(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return logprobs
+        return {i: p if p.decoded_token is not None else replace(p, decoded_token=tokenizer.decode([i])) for i, p in logprobs.items()}
+
+
+def _seeded(params: SamplingParams, index: int) -> SamplingParams:
+    """`params` with the seed of the index-th continuation; past the last seed it begins again."""
+    if params.seed is None or index == 0:
+        return params
+    seed = params.seed + index
+    return params.with_seed(seed if seed < _SEEDS else seed - _SEEDS)

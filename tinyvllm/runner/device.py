@@ -1,0 +1,44 @@
+"""Which device to run on, and what must be in the environment before tinygrad is imported. Imports no tinygrad itself."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+from pathlib import Path
+
+from tinyvllm.ops.toolchain import provide_compiler
+
+
+def choose_device(choice: str) -> str:
+    """`auto` is tinygrad's DEV variable if set, else Metal on Apple Silicon, CUDA where a driver finds a GPU, and the CPU."""
+    if choice != "auto":
+        return choice
+    if os.environ.get("DEV"):
+        return os.environ["DEV"].split(":")[0].upper()
+    if sys.platform == "darwin" and platform.machine() == "arm64":
+        return "METAL"
+    return "CUDA" if _cuda_devices() else "CPU"
+
+
+def _cuda_devices() -> int:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    return count.value if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+
+
+def start_device(choice: str, cache: Path) -> str:
+    """Choose the device and make tinygrad ready for it; returns its name."""
+    device = choose_device(choice)
+    # tinygrad probes every backend for a default device, which costs half a second and is never used here
+    os.environ.setdefault("DEV", device.split(":")[0])
+    if device.split(":")[0] == "CPU":
+        provide_compiler(cache)
+    from tinyvllm.ops.launch import keep_programs
+
+    keep_programs()
+    return device

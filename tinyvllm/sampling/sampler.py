@@ -1,0 +1,245 @@
+"""From logits to tokens for a batch: each row drawn as its sequence asks, in one captured step on the device.
+
+Knows sequences and their parameters, not how logits came about nor what the tokens mean. What a row needs is reduced once, at `join`,
+to a line of twelve 32-bit numbers; a step gathers the lines, fills in the position, copies them to the device and replays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from tinygrad import Tensor, TinyJit, dtypes
+
+from tinyvllm.errors import ArgumentError
+from tinyvllm.ops import sample as ops
+from tinyvllm.ops.launch import capture, download, scatter_add, upload
+from tinyvllm.request import Logprob, SamplingParams, Sequence
+from tinyvllm.sampling.logprobs import logprobs_of
+from tinyvllm.sampling.penalties import Bias, SeenTokens, penalizes
+
+COLDEST = 1e-5  # temperatures below it are greedy: logits divided by less leave float32
+
+
+class Column(IntEnum):
+    """The line of a row: 32-bit integers, and float32 by their bits."""
+
+    SEEN_ROW = 0  # of the tables in penalties.py; the scratch row for sequences that need none
+    BIAS_ROW = 1
+    SEED_LOW = 2
+    SEED_HIGH = 3
+    POSITION = 4  # number of output tokens before this one
+    INVERSE_TEMPERATURE = 5  # float; 0 is greedy
+    TOP_K = 6  # V is off
+    TOP_P = 7  # in units of 1 / TOP_P_ONE; TOP_P_ONE is off
+    MIN_P = 8  # float: how far below the largest logit a token may be, temperature * log(min_p); -inf is off
+    REPETITION = 9  # float
+    PRESENCE = 10  # float
+    FREQUENCY = 11  # float
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """What at least one row of a batch needs, and therefore what its step computes. All off is the plain argmax."""
+
+    sampled: bool = False
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+    penalized: bool = False
+    biased: bool = False
+
+    def __or__(self, other: SamplingFlags) -> SamplingFlags:
+        return SamplingFlags(*(a or b for a, b in zip(_fields(self), _fields(other), strict=True)))
+
+    @property
+    def filtered(self) -> bool:
+        return self.top_k or self.top_p or self.min_p
+
+
+def _fields(flags: SamplingFlags) -> tuple[bool, ...]:
+    return (flags.sampled, flags.top_k, flags.top_p, flags.min_p, flags.penalized, flags.biased)
+
+
+def flags_of(params: SamplingParams) -> SamplingFlags:
+    """What one sequence needs; `biased` as far as logit_bias goes. Filters are nothing to a greedy row."""
+    sampled = params.temperature >= COLDEST
+    return SamplingFlags(
+        sampled=sampled,
+        top_k=sampled and params.top_k > 0,
+        top_p=sampled and round(params.top_p * ops.TOP_P_ONE) < ops.TOP_P_ONE,
+        min_p=sampled and params.min_p > 0.0,
+        penalized=penalizes(params),
+        biased=bool(params.logit_bias),
+    )
+
+
+class Sampler:
+    """Draws tokens. Rows 0 to max_num_seqs - 1 are handed out by whoever admits sequences; `join` and `leave` follow that.
+
+    A row's token is a function of its logits, parameters, seed, position in the output and the tokens so far: not of its neighbours,
+    its place in the batch, or what their parameters make the step compute.
+    """
+
+    def __init__(self, vocab_size: int, max_num_seqs: int, device: str):
+        self.vocab_size, self.device = vocab_size, device
+        self._scratch = max_num_seqs
+        self._lines = np.zeros((max_num_seqs + 1, len(Column)), dtype=np.int32)
+        self._lines[:] = self._line(SamplingParams(temperature=0.0), self._scratch, SamplingFlags())
+        self._flags = [SamplingFlags()] * (max_num_seqs + 1)
+        self._withheld: dict[int, frozenset[int]] = {}  # row -> tokens that min_tokens keeps away for now
+        self._inputs: dict[int, tuple[np.ndarray, Tensor]] = {}  # B -> lines on the host and on the device, [B, columns]
+        self._steps: dict[tuple[int, SamplingFlags], TinyJit] = {}
+        self._search_steps = ops.search_steps(device)
+        self._seen: SeenTokens | None = None
+        self._bias: Bias | None = None
+
+    def join(self, sequence: Sequence, eos_ids: Collection[int]) -> None:
+        """Take in a sequence whose `row` has been given, at admission and again after preemption, with the output it has."""
+        params, row, flags = sequence.params, sequence.row, flags_of(sequence.params)
+        if flags.sampled and params.seed is None:
+            raise ArgumentError(f"sampler: sequence {sequence.sequence_id} is sampled and has no seed; draw one with params.with_seed")
+        self._withheld.pop(row, None)
+        if len(sequence.output_token_ids) < params.min_tokens:
+            self._withheld[row] = frozenset(params.stop_token_ids or ()) | frozenset(() if params.ignore_eos else eos_ids)
+            flags |= SamplingFlags(biased=True)
+        if flags.penalized:
+            self._seen = self._seen or SeenTokens(self._scratch + 1, self.vocab_size, self.device)
+            self._seen.write(sequence)
+        if flags.biased:
+            self._bias = self._bias or Bias(self._scratch + 1, self.vocab_size, self.device)
+            self._bias.write(row, params.logit_bias, self._withheld.get(row, ()))
+        self._flags[row] = flags
+        self._lines[row] = self._line(params, row, flags)
+
+    def leave(self, row: int) -> None:
+        """The sequence of this row has finished or was preempted."""
+        self._withheld.pop(row, None)
+        self._flags[row] = SamplingFlags()
+        self._lines[row] = self._lines[self._scratch]
+
+    def flags(self, sequences: list[Sequence]) -> SamplingFlags:
+        """What a step with these sequences has to compute."""
+        distinct = {self._flags[sequence.row] for sequence in sequences}
+        flags = distinct.pop() if distinct else SamplingFlags()
+        for other in distinct:
+            flags |= other
+        return flags
+
+    def sample(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
+        """`prepare` and `draw` in one."""
+        return self.draw(logits, self.prepare(sequences, int(logits.shape[0])))
+
+    def prepare(self, sequences: list[Sequence], B: int) -> SamplingFlags:
+        """Copy to the device what the next `draw` with B rows reads; row b is sequences[b], the rest is padding.
+
+        The copy waits for whatever is in flight on the device: call this before the forward pass is launched, and the pass and the draw
+        run back to back.
+        """
+        if self._withheld:
+            self._release(sequences)
+        if B not in self._inputs:
+            device = Tensor.zeros(B, len(Column), dtype=dtypes.int32, device=self.device).contiguous().realize()
+            self._inputs[B] = np.empty((B, len(Column)), dtype=np.int32), device
+        lines, inputs = self._inputs[B]
+        n = len(sequences)
+        lines[:n] = self._lines[[sequence.row for sequence in sequences]]
+        lines[:n, Column.POSITION] = [len(sequence.output_token_ids) for sequence in sequences]
+        lines[n:] = self._lines[self._scratch]
+        upload(inputs, lines)
+        return self.flags(sequences)
+
+    def draw(self, logits: Tensor, flags: SamplingFlags) -> Tensor:
+        """Tokens int32 [B] from logits [B, V] float32, a realized buffer, as last prepared for B rows.
+
+        The result is on the device, in a buffer that the next draw with the same B and flags overwrites. -1 stands for a row that has no
+        token: NaNs, or everything at -inf. Penalised rows count their token on the device; what is drawn must become output.
+        """
+        B = int(logits.shape[0])
+        step = self._steps.get((B, flags))
+        if step is None:
+            step = self._steps[B, flags] = capture(self._new_step(B, flags))
+        tokens: Tensor = step(logits)
+        return tokens
+
+    def logprobs(self, logits: Tensor, sequences: list[Sequence], tokens: list[int]) -> list[dict[int, Logprob] | None]:
+        """Of each sequence's drawn token and the most probable ones, None for those that did not ask; `logits` [B, V] as drawn from."""
+        found: list[dict[int, Logprob] | None] = [None] * len(sequences)
+        asking = [b for b, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
+        if asking:
+            top = [sequences[b].params.logprobs or 0 for b in asking]
+            for b, logprobs in zip(asking, logprobs_of(download(logits)[asking], [int(tokens[b]) for b in asking], top), strict=True):
+                found[b] = logprobs
+        return found
+
+    def _line(self, params: SamplingParams, row: int, flags: SamplingFlags) -> np.ndarray:
+        line = np.zeros(len(Column), dtype=np.uint32)
+        floats, seed, temperature = line.view(np.float32), params.seed or 0, params.temperature
+        line[Column.SEEN_ROW] = row if flags.penalized else self._scratch
+        line[Column.BIAS_ROW] = row if flags.biased else self._scratch
+        line[Column.SEED_LOW], line[Column.SEED_HIGH] = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
+        floats[Column.INVERSE_TEMPERATURE] = 1.0 / temperature if flags.sampled else 0.0
+        line[Column.TOP_K] = min(params.top_k, self.vocab_size) if flags.top_k else self.vocab_size
+        line[Column.TOP_P] = round(params.top_p * ops.TOP_P_ONE) if flags.top_p else ops.TOP_P_ONE
+        floats[Column.MIN_P] = temperature * math.log(params.min_p) if flags.min_p else -math.inf
+        floats[Column.REPETITION], floats[Column.PRESENCE] = params.repetition_penalty, params.presence_penalty
+        floats[Column.FREQUENCY] = params.frequency_penalty
+        return line.view(np.int32)
+
+    def _release(self, sequences: list[Sequence]) -> None:
+        """Let the end of sequence come where min_tokens are there."""
+        for sequence in sequences:
+            row, params = sequence.row, sequence.params
+            if row in self._withheld and len(sequence.output_token_ids) >= params.min_tokens:
+                del self._withheld[row]
+                self._flags[row] = flags = flags_of(params)
+                self._lines[row] = self._line(params, row, flags)
+                if flags.biased and self._bias is not None:
+                    self._bias.write(row, params.logit_bias, ())
+
+    def _new_step(self, B: int, flags: SamplingFlags) -> Callable[[Tensor], Tensor]:
+        """The graph of a draw, as a function of the logits; everything else lies in buffers that stay."""
+        inputs = self._inputs[B][1]
+        column = {c: inputs[:, c : c + 1] for c in Column}
+        real = {c: column[c].bitcast(dtypes.float32) for c in Column}
+        bits = {c: column[c].bitcast(dtypes.uint32) for c in Column}
+
+        def adjust(logits: Tensor) -> Tensor:
+            if flags.penalized and self._seen is not None:
+                rows, seen = inputs[:, Column.SEEN_ROW], self._seen
+                scales = real[Column.REPETITION], real[Column.PRESENCE], real[Column.FREQUENCY]
+                logits = ops.penalize(logits, seen.counts[rows], seen.prompted[rows], *scales)
+            if flags.biased and self._bias is not None:
+                logits = logits + self._bias.table[inputs[:, Column.BIAS_ROW]]
+            return logits.contiguous() if flags.penalized or flags.biased else logits
+
+        def floor(logits: Tensor) -> Tensor:
+            """The lowest logit that each row's filters let live, [B, 1]."""
+            lowest = Tensor.full((B, 1), -math.inf, device=self.device)
+            peaks = ops.peak(logits) if flags.min_p or flags.top_p else lowest
+            if flags.min_p:
+                lowest = peaks + real[Column.MIN_P]
+            if flags.top_k:
+                lowest = lowest.maximum(ops.top_k_threshold(logits, column[Column.TOP_K], self._search_steps))
+            if flags.top_p:
+                inverse, top_p = real[Column.INVERSE_TEMPERATURE], column[Column.TOP_P].cast(dtypes.int64)
+                lowest = ops.top_p_threshold(logits, peaks, lowest, inverse, top_p, self._search_steps)
+            return lowest.contiguous()
+
+        def step(logits: Tensor) -> Tensor:
+            logits = scores = adjust(logits)
+            if flags.sampled:
+                key = bits[Column.SEED_LOW], bits[Column.SEED_HIGH], bits[Column.POSITION]
+                scores = ops.perturb(logits, real[Column.INVERSE_TEMPERATURE], *key)
+            if flags.filtered:
+                scores = (logits < floor(logits)).where(-math.inf, scores)
+            tokens = ops.argmax(scores).contiguous()
+            if flags.penalized and self._seen is not None:
+                counts = scatter_add(self._seen.counts, inputs[:, Column.SEEN_ROW].contiguous(), tokens.maximum(0).contiguous())
+                Tensor.realize(tokens, counts)
+            return tokens.realize()
+
+        return step
