@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tinyvllm import cli
+from tinyvllm import LLM, SamplingParams, cli
+from tinyvllm.cli import chat as cli_chat
+from tinyvllm.cli import generate as cli_generate
 from tinyvllm.cli.arguments import engine_options, parse, sampling_options
 from tinyvllm.cli.jsonl import new_file, read_prompts
 from tinyvllm.config import nearest
@@ -228,3 +235,191 @@ def test_an_interrupt_is_quiet(capsys: pytest.CaptureFixture[str], monkeypatch: 
     monkeypatch.setattr(cli, "_run", interrupted)
     assert cli.main([]) == 130
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Path) -> Iterator[LLM]:
+    with LLM(tiny_model, num_blocks=64, max_num_seqs=4) as llm:
+        yield llm
+
+
+@pytest.fixture
+def loaded(llm: LLM, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """cli.main with the model already loaded: loading it for every test would be most of their time."""
+    for command in (cli_generate, cli_chat):
+        monkeypatch.setattr(command, "load", lambda options: contextlib.nullcontext(llm))
+    return lambda *arguments: cli.main([*arguments, "--model", str(tiny_model)])
+
+
+GREEDY = ("--temperature", "0", "--max-tokens", "6", "--ignore-eos")
+
+
+def greedy(llm: LLM, prompt: Any) -> str:
+    return llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))[0].outputs[0].text
+
+
+def test_one_prompt_is_answered_on_stdout(loaded: Callable[..., int], llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    assert loaded("--prompt", "hello", *GREEDY) == 0
+    out, err = capsys.readouterr()
+    assert out == greedy(llm, "hello") + "\n"
+    assert re.fullmatch(r"6 prompt \+ 6 generated tokens, first token after \d+\.\d\d s, [\d.]+ tok/s, \d+% of \d+ GB/s\n", err), err
+    assert loaded("--prompt", "hello", *GREEDY, "--quiet") == 0
+    assert capsys.readouterr() == (out, "")
+
+
+def test_stop_and_stdin(
+    loaded: Callable[..., int], llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = greedy(llm, "hello")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    assert loaded("--prompt", "-", *GREEDY, "--stop", text[2]) == 0
+    assert capsys.readouterr().out == text[: text.index(text[2])] + "\n"
+
+
+def test_many_prompts_are_answered_in_order(loaded: Callable[..., int], llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    assert loaded("--prompt", "hello", "--prompt", "b", *GREEDY) == 0
+    out, err = capsys.readouterr()
+    assert out == f"=== hello\n{greedy(llm, 'hello')}\n=== b\n{greedy(llm, 'b')}\n"
+    assert re.fullmatch(r"2 prompts, 8 prompt \+ 12 generated tokens in [\d.]+ s: [\d.]+ tok/s\n", err), err
+    assert loaded("--prompt", "x " * 50, "--n", "2", *GREEDY) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("=== x x")] == [
+        "=== " + ("x " * 50)[:67] + "... (1/2)",
+        "=== " + ("x " * 50)[:67] + "... (2/2)",
+    ]
+
+
+def test_json_lines_in_and_out(loaded: Callable[..., int], llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    talk = [{"role": "user", "content": "hi"}]
+    records = [
+        {"id": "first", "prompt": "hello"},
+        {"id": 2, "prompt_token_ids": [256, 98], "max_tokens": 3, "logprobs": 1},
+        {"messages": talk, "n": 2},
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    output = tmp_path / "out.jsonl"
+    assert loaded("--prompt", "zero", "--prompts-file", str(tmp_path / "in.jsonl"), "--output", str(output), *GREEDY) == 0
+    assert capsys.readouterr().out == "" and sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.jsonl"]
+    zero, first, second, third = map(json.loads, output.read_text().splitlines())
+    assert zero["prompt"] == "zero" and "id" not in zero and (first["id"], second["id"]) == ("first", 2)
+    assert first["outputs"][0]["text"] == greedy(llm, "hello") and first["outputs"][0]["finish_reason"] == "length"
+    assert (first["prompt_tokens"], first["completion_tokens"]) == (6, 6)
+    assert second["prompt_token_ids"] == [256, 98] and len(second["outputs"][0]["token_ids"]) == 3
+    best = second["outputs"][0]["logprobs"][0][0]
+    assert best["token_id"] == second["outputs"][0]["token_ids"][0] and best["rank"] == 1 and best["logprob"] < 0
+    assert third["messages"] == talk and len(third["outputs"]) == 2 and third["completion_tokens"] == 12
+    assert third["outputs"][0]["text"] == greedy(llm, {"messages": talk})
+    assert loaded("--prompt", "hello", "--output", "-", "--logprobs", "0", *GREEDY) == 0
+    assert json.loads(capsys.readouterr().out)["outputs"][0]["logprobs"][0][0]["token"] == greedy(llm, "hello")[0]
+
+
+def test_one_prompt_too_long_and_nothing_is_written(
+    loaded: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.txt").write_text("fine\n\n" + "x" * 600 + "\n")
+    assert loaded("--prompts-file", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out.jsonl")) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "in.txt:3: " in err and "601 tokens" in err and err.count("\n") == 1
+    assert os.listdir(tmp_path) == ["in.txt"]
+    assert loaded("--prompt", "x" * 600) == 2
+    assert "601 tokens" in capsys.readouterr().err
+
+
+def chat(loaded: Callable[..., int], monkeypatch: pytest.MonkeyPatch, *lines: str) -> int:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
+    return loaded("chat", *GREEDY)
+
+
+def test_chat_remembers_and_forgets(
+    loaded: Callable[..., int], llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def say(text: str) -> dict[str, str]:
+        return {"role": "user", "content": text}
+
+    hi = [say("hi")]
+    one = greedy(llm, {"messages": hi})
+    more = [*hi, {"role": "assistant", "content": one}, say("more")]
+    two = greedy(llm, {"messages": more})
+    system = {"role": "system", "content": "be kind"}
+    three = greedy(llm, {"messages": [system, *more]})
+    four = greedy(llm, {"messages": [system, *hi]})
+    assert chat(loaded, monkeypatch, "hi", "more", "", "/undo", "/system be kind", "more", "/reset", "hi", "/system", "/reset", "hi") == 0
+    assert capsys.readouterr().out == "".join(text + "\n" for text in (one, two, three, four, one))
+    assert chat(loaded, monkeypatch, "hi", "/exit", "more") == 0
+    assert capsys.readouterr().out == one + "\n"
+
+
+def test_chat_settings_and_statistics(
+    loaded: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert chat(loaded, monkeypatch, "/set max_tokens 2", "/set stop ab c", "/set seed 3", "/set seed null", "/show", "hi", "/stats", "/help") == 0
+    out, err = capsys.readouterr()
+    assert "max_tokens = 2\n" in err and 'stop = ["ab c"]\n' in err and "seed = null\n" in err and "messages = 0\n" in err
+    assert "generated tokens, first token after" in err and "/save FILE" in err and len(out) <= 6
+
+
+def test_chat_conversations_can_be_saved(
+    loaded: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "talk.json"
+    assert chat(loaded, monkeypatch, "/system S", "hi", f"/save {file}", "more") == 0
+    one, two = capsys.readouterr().out.splitlines()
+    assert [m["role"] for m in json.loads(file.read_text())] == ["system", "user", "assistant"]
+    assert chat(loaded, monkeypatch, f"/load {file}", "more") == 0
+    assert capsys.readouterr().out.splitlines() == [two]
+    (tmp_path / "wrong.json").write_text('{"role": "user"}')
+    assert chat(loaded, monkeypatch, f"/load {tmp_path}/none", f"/load {tmp_path}/wrong.json", f"/save {tmp_path}/no/such") == 1
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 3 and "No such file" in err[0] and "role and content" in err[1] and "cannot write" in err[2]
+
+
+def test_chat_goes_on_after_mistakes(
+    loaded: Callable[..., int], llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = ["/unod", "/undo", "/set temprature 1", "/set top_p 7", "/set top_p warm", "/set n 2", "/save", "/load", "/stats", "x" * 600]
+    assert chat(loaded, monkeypatch, *wrong, "hi") == 1
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert len(lines) == len(wrong) and all(line.startswith("tinyvllm: ") for line in lines), err
+    assert "did you mean '/undo'" in lines[0] and "did you mean 'temperature'" in lines[2] and "beyond" in lines[-1]
+    assert out == greedy(llm, {"messages": [{"role": "user", "content": "hi"}]}) + "\n"
+
+
+def test_chat_with_a_model_that_cannot(loaded: Callable[..., int], llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(llm.engine.tokenizer, "chat_templates", {})
+    assert chat(loaded, monkeypatch, "hi") == 1
+    assert "no chat template" in capsys.readouterr().err
+
+
+def test_an_interrupt_stops_the_answer_and_not_the_chat(
+    loaded: Callable[..., int], llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps, step = iter(range(10**6)), llm.engine.step
+
+    def interrupting() -> list[Any]:
+        if next(steps) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", interrupting)
+    assert chat(loaded, monkeypatch, "/set max_tokens 50", "hi", "/show", "/set max_tokens 2", "more") == 0
+    out, err = capsys.readouterr()
+    assert out.count("\n") >= 2 and "messages = 2\n" in err
+    monkeypatch.undo()
+    llm.generate("x", SamplingParams(max_tokens=1))
+    assert not llm.engine.has_work() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_main_from_start_to_end(tiny_model: Path) -> None:
+    done = run("--model", str(tiny_model), "--prompt", "hello", "--max-tokens", "4", "--num-blocks", "8", "--seed", "1", "--device", "cpu")
+    assert done.returncode == 0 and done.stdout.endswith("\n"), done.stderr
+    line, tinygrad = done.stderr.splitlines()
+    assert "6 prompt + " in line and tinygrad == "True"
+
+
+def test_a_reader_that_goes_away_is_no_error(tiny_model: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, str(ROOT / "main.py"), "--help"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")

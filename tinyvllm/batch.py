@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tinygrad import Tensor, UOp
+
+
+class LayerCache(NamedTuple):
+    """One layer's block tensor [P, 2, K, S, D], twice: keys [:, 0] go through the one, values [:, 1] through the other.
+
+    Both are the same memory. tinygrad copies a tensor that two kernels read after a store into it, the whole pool in every layer; a
+    tensor with one reader it reads where it lies.
+    """
+
+    keys: Tensor
+    values: Tensor
 
 
 @dataclass(frozen=True)

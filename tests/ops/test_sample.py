@@ -185,7 +185,7 @@ def test_top_p_keeps_the_smallest_set_with_the_mass(V, top_p, steps):
     inverse = np.array([1.0, 2.0, 0.5, 1.0, 1.0, 1.0, 1.0, 0.7], np.float32)
     floors = np.array([-INF, -INF, -INF, 0.0, -INF, 0.0, 1.0, 0.0], np.float32)
     logits = on_device(x)
-    share = column([round(top_p * sample.TOP_P_ONE)] * 8, np.int64)
+    share = column([int(top_p * sample.TOP_P_ONE)] * 8, np.int64)
     found = value(
         sample.top_p_threshold(logits, sample.peak(logits), column(floors, np.float32), column(inverse, np.float32), share, steps)
     )

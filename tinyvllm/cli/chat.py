@@ -17,7 +17,7 @@ from tinyvllm.cli.figures import closing_line, say
 from tinyvllm.cli.generate import check_engine_options, load
 from tinyvllm.cli.jsonl import new_file
 from tinyvllm.config import nearest
-from tinyvllm.errors import ArgumentError, FormatError, TinyvllmError
+from tinyvllm.errors import ArgumentError, FormatError, TinyvllmError, TokenizerError
 from tinyvllm.request import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ def run(options: argparse.Namespace) -> int:
     check_engine_options(options)
     interactive = sys.stdin.isatty()
     with load(options) as llm:
+        if llm.engine.tokenizer is None or not llm.engine.tokenizer.chat_templates:
+            raise TokenizerError(f"chat: {llm.config.model} has no chat template, it may be made to continue texts: try --prompt TEXT")
         chat = Chat(llm, replace(llm.default_params, **given), options.system)
         if interactive:
             with contextlib.suppress(ImportError):

@@ -148,7 +148,7 @@ class RequestState:
         tokenizer = self._tokenizer
         if tokenizer is None:
             return logprobs
-        return {i: p if p.decoded_token is not None else replace(p, decoded_token=tokenizer.decode([i])) for i, p in logprobs.items()}
+        return {i: p if p.decoded_token is not None else replace(p, decoded_token=tokenizer.token_text(i)) for i, p in logprobs.items()}
 
 
 def _seeded(params: SamplingParams, index: int) -> SamplingParams:

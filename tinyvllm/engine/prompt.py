@@ -14,7 +14,7 @@ from typing import Any
 from tinyvllm.config import nearest
 from tinyvllm.errors import ArgumentError, ModelError, RequestError, TinyvllmError
 from tinyvllm.request import SamplingParams
-from tinyvllm.text.chat import render
+from tinyvllm.text.chat import render_chat
 from tinyvllm.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -75,15 +75,22 @@ def _encode_messages(tokenizer: Tokenizer | None, prompt: Mapping[str, Any]) -> 
     messages = prompt["messages"]
     if not is_conversation(messages):
         raise ArgumentError(f"messages must be a list of dicts with a role, got {messages!r:.80}")
-    text = render(
+    text = render_chat(
         tokenizer,
         messages,
         tools=prompt.get("tools"),
         add_generation_prompt=prompt.get("add_generation_prompt", True),
         chat_template=prompt.get("chat_template"),
-        **prompt.get("chat_template_kwargs", {}),
+        **_template_kwargs(prompt),
     )
     return Encoded(text, tokenizer.encode(text, add_special_tokens=False))  # the template writes bos itself
+
+
+def _template_kwargs(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
+    given = prompt.get("chat_template_kwargs") or {}
+    if not isinstance(given, Mapping) or any(not isinstance(name, str) or name in _CHAT_OPTIONS for name in given):
+        raise ArgumentError(f"chat_template_kwargs must be a dict of the template's own variables, without {', '.join(_CHAT_OPTIONS)}")
+    return given
 
 
 def _check_ids(ids: object) -> list[int]:

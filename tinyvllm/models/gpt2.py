@@ -7,7 +7,7 @@ import functools
 import numpy as np
 from tinygrad import Tensor, nn
 
-from tinyvllm.batch import Batch
+from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.errors import ModelError
 from tinyvllm.models.config import Fields, ModelConfig, Source, Transform, check_heads
 from tinyvllm.ops.attention import paged_attention
@@ -27,14 +27,14 @@ class GPT2Block:
         self.attn_q, self.attn_k, self.attn_v, self.attn_output = (nn.Linear(E, E) for _ in range(4))
         self.ffn_up, self.ffn_down = nn.Linear(E, F), nn.Linear(F, E)
 
-    def forward_batch(self, x: Tensor, batch: Batch, pool: Tensor) -> Tensor:
-        """x [T, E] float32, pool [P, 2, K, S, D]; result [T, E] float32."""
+    def forward_batch(self, x: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        """x [T, E] float32, cache of [P, 2, K, S, D]; result [T, E] float32."""
         eps = self.config.norm_eps
         q, k, v = self.attn_q, self.attn_k, self.attn_v
         weights = QKVWeights(q.weight, k.weight, v.weight, q.bias, k.bias, v.bias)
         norm = functools.partial(layer_norm, weight=self.attn_norm.weight, bias=self.attn_norm.bias, eps=eps)
-        queries, pool = norm_qkv_rope_store(x, norm, weights, None, pool, batch.slots)
-        attended = paged_attention(queries, pool, batch, self.config.head_dim**-0.5).reshape(x.shape[0], -1).contiguous()
+        queries, cache = norm_qkv_rope_store(x, norm, weights, None, cache, batch.slots)
+        attended = paged_attention(queries, cache, batch, self.config.head_dim**-0.5).reshape(x.shape[0], -1).contiguous()
         x = (x + linear(attended, self.attn_output.weight, self.attn_output.bias)).contiguous()
         h = layer_norm(x, self.ffn_norm.weight, self.ffn_norm.bias, eps).contiguous()
         h = linear(h, self.ffn_up.weight, self.ffn_up.bias).gelu().contiguous()
@@ -57,11 +57,11 @@ class GPT2:
     def constants(self, max_len: int) -> dict[str, np.ndarray]:
         return {}
 
-    def forward_batch(self, batch: Batch, pools: list[Tensor], rows: Tensor | None) -> Tensor:
+    def forward_batch(self, batch: Batch, caches: list[LayerCache], rows: Tensor | None) -> Tensor:
         """Logits float32 of the flat batch's `rows` [N] -> [N, V]; of all T rows where `rows` is None."""
         x = (self.token_embd.weight[batch.tokens].float() + self.position_embd.weight[batch.positions].float()).contiguous()
-        for block, pool in zip(self.blk, pools, strict=True):
-            x = block.forward_batch(x, batch, pool)
+        for block, cache in zip(self.blk, caches, strict=True):
+            x = block.forward_batch(x, batch, cache)
         x = x if rows is None else x[rows]
         x = layer_norm(x, self.output_norm.weight, self.output_norm.bias, self.config.norm_eps).contiguous()
         return linear(x, (self.token_embd if self.config.tied else self.output).weight)

@@ -10,7 +10,7 @@ import numpy as np
 from tinygrad import Tensor, nn
 from tinygrad.llm.model import Transformer, TransformerBlock
 
-from tinyvllm.batch import Batch
+from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.errors import ModelError
 from tinyvllm.models.config import Fields, ModelConfig, Source, Transform, check_factors, check_heads, hf_rope, hf_windows
 from tinyvllm.ops.attention import paged_attention
@@ -36,12 +36,12 @@ class LlamaBlock(TransformerBlock):
             self.ffn_gate.bias, self.ffn_up.bias = Tensor.empty(config.hidden_dim), Tensor.empty(config.hidden_dim)
             self.ffn_down.bias = Tensor.empty(config.dim)
 
-    def forward_batch(self, x: Tensor, batch: Batch, pool: Tensor, angles: Tensor) -> Tensor:
-        """x [T, E] float32, pool [P, 2, K, S, D], angles [T, R]; result [T, E] float32."""
+    def forward_batch(self, x: Tensor, batch: Batch, cache: LayerCache, angles: Tensor) -> Tensor:
+        """x [T, E] float32, cache of [P, 2, K, S, D], angles [T, R]; result [T, E] float32."""
         eps = self.config.norm_eps
         norm = functools.partial(rms_norm, weight=self.attn_norm.weight, eps=eps)
-        q, pool = norm_qkv_rope_store(x, norm, self._qkv(), angles, pool, batch.slots)
-        attended = paged_attention(q, pool, batch, self.scale, self.window).reshape(x.shape[0], -1).contiguous()
+        q, cache = norm_qkv_rope_store(x, norm, self._qkv(), angles, cache, batch.slots)
+        attended = paged_attention(q, cache, batch, self.scale, self.window).reshape(x.shape[0], -1).contiguous()
         x = (x + linear(attended, self.attn_output.weight, self.attn_output.bias)).contiguous()
         h = rms_norm(x, self.ffn_norm.weight, eps).contiguous()
         return (x + self._mlp(h)).contiguous()
@@ -77,12 +77,12 @@ class Llama(Transformer):
         c = self.config
         return {"rope": rope_table(c.rope_dim, c.rope_theta, max_len, c.scaling)}
 
-    def forward_batch(self, batch: Batch, pools: list[Tensor], rope: Tensor, rows: Tensor | None) -> Tensor:
-        """Logits float32 of the flat batch's `rows` [N] -> [N, V]; of all T rows where `rows` is None. pools: one [P, 2, K, S, D] a layer."""
+    def forward_batch(self, batch: Batch, caches: list[LayerCache], rope: Tensor, rows: Tensor | None) -> Tensor:
+        """Logits float32 of the flat batch's `rows` [N] -> [N, V]; of all T rows where `rows` is None."""
         x = self.token_embd.weight[batch.tokens].float().contiguous()
         angles = rope[batch.positions].contiguous()
-        for block, pool in zip(self.blk, pools, strict=True):
-            x = block.forward_batch(x, batch, pool, angles)
+        for block, cache in zip(self.blk, caches, strict=True):
+            x = block.forward_batch(x, batch, cache, angles)
         x = x if rows is None else x[rows]
         head = self.token_embd if self.config.tied else self.output
         return linear(rms_norm(x, self.output_norm.weight, self.config.norm_eps).contiguous(), head.weight)

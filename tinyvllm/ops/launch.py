@@ -18,7 +18,9 @@ from tinygrad.codegen.opt import Opt, OptOps
 from tinygrad.device import Buffer
 from tinygrad.dtype import _to_np_dtype
 from tinygrad.helpers import CPU_COUNT, diskcache_get, diskcache_put
-from tinygrad.uop.ops import AxisType, KernelInfo, Ops
+from tinygrad.uop.ops import AxisType, KernelInfo, Ops, buffers
+
+from tinyvllm.batch import LayerCache
 
 
 class _Kept(dict[Any, Any]):
@@ -99,23 +101,30 @@ def download(tensor: Tensor) -> np.ndarray:
     return array
 
 
-def store_kv(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
-    """pool [P, 2, K, S, D] with k, v [T, K, D] written at slots [T] (block * S + offset), in place; returns the pool after the write.
+def alias(tensor: Tensor) -> Tensor:
+    """A second tensor over the memory of a realized one, which tinygrad takes for another."""
+    twin, buffer = Tensor.empty(*tensor.shape, dtype=tensor.dtype, device=tensor.device), _buffer(tensor)
+    buffers[twin.uop.base] = buffer.view(buffer.size, buffer.dtype, 0).ensure_allocated()
+    return twin
 
-    tinygrad's scatter rewrites the whole destination; this stores T rows. Whatever reads the returned tensor runs after the store,
+
+def store_kv(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> LayerCache:
+    """cache, of [P, 2, K, S, D], with k, v [T, K, D] written at slots [T] (block * S + offset), in place; returns the cache after it.
+
+    tinygrad's scatter rewrites the whole destination; this stores T rows. Whatever reads the returned tensors runs after the store,
     also inside a captured step.
     """
-    _, _, K, S, D = pool.shape
+    _, _, K, S, D = cache.keys.shape
 
-    def program(pool: UOp, k: UOp, v: UOp, slots: UOp) -> UOp:
+    def program(keys: UOp, values: UOp, k: UOp, v: UOp, slots: UOp) -> UOp:
         t, h, d = UOp.range(k.shape[0], 0), UOp.range(K, 1), UOp.range(D, 2)
         slot = slots[t].cast(dtypes.weakint)
-        block, offset, dtype = slot // S, slot % S, pool.dtype.base
-        keys = pool[block, 0, h, offset, d].store(k[t, h, d].cast(dtype))
-        values = pool[block, 1, h, offset, d].store(v[t, h, d].cast(dtype))
-        return UOp.group(keys, values).end(t, h, d).sink(arg=KernelInfo(name="store_kv"))
+        block, offset, dtype = slot // S, slot % S, keys.dtype.base
+        key = keys[block, 0, h, offset, d].store(k[t, h, d].cast(dtype))
+        value = values[block, 1, h, offset, d].store(v[t, h, d].cast(dtype))
+        return UOp.group(key, value).end(t, h, d).sink(arg=KernelInfo(name="store_kv"))
 
-    return pool.custom_kernel(k, v, slots, fxn=program)[0]
+    return LayerCache(*cache.keys.custom_kernel(cache.values, k, v, slots, fxn=program)[:2])
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:

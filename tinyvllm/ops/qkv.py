@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tinygrad import Tensor
 
+from tinyvllm.batch import LayerCache
 from tinyvllm.ops.launch import store_kv
 from tinyvllm.ops.linear import linear
 from tinyvllm.ops.norm import rms_norm
@@ -29,14 +30,14 @@ class QKVWeights:
 
 
 def norm_qkv_rope_store(
-    x: Tensor, norm: Callable[[Tensor], Tensor], weights: QKVWeights, angles: Tensor | None, pool: Tensor, slots: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Queries of normalised x, and the pool with this step's keys and values in it.
+    x: Tensor, norm: Callable[[Tensor], Tensor], weights: QKVWeights, angles: Tensor | None, cache: LayerCache, slots: Tensor
+) -> tuple[Tensor, LayerCache]:
+    """Queries of normalised x, and the cache with this step's keys and values in it.
 
-    x [T, E] float32; angles [T, R] or None where positions are learned; pool [P, 2, K, S, D]; slots [T].
-    Returns q [T, H, D] float32, rotated, and the pool after the write, from which attention must read.
+    x [T, E] float32; angles [T, R] or None where positions are learned; cache of [P, 2, K, S, D]; slots [T].
+    Returns q [T, H, D] float32, rotated, and the cache after the write, from which attention must read.
     """
-    T, K, D = x.shape[0], pool.shape[2], pool.shape[4]
+    T, K, D = x.shape[0], cache.keys.shape[2], cache.keys.shape[4]
     # without the copy, tinygrad recomputes the norm for every output of three products
     x = norm(x).contiguous()
     q = linear(x, weights.q, weights.q_bias).reshape(T, -1, D)
@@ -46,4 +47,4 @@ def norm_qkv_rope_store(
         q, k = rms_norm(q, weights.q_norm, weights.qk_eps), rms_norm(k, weights.k_norm, weights.qk_eps)
     if angles is not None:
         q, k = apply_rope(q.contiguous(), angles), apply_rope(k.contiguous(), angles)
-    return q.contiguous(), store_kv(pool, k, v, slots)
+    return q.contiguous(), store_kv(cache, k, v, slots)

@@ -18,7 +18,8 @@ from tinygrad import Tensor, dtypes
 THREEFRY_ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 THREEFRY_ROUNDS = 20
 THREEFRY_PARITY = 0x1BD11BDA
-TOP_P_ONE = 1 << 24  # top_p is a fixed-point number with 24 bits behind the point
+TOP_P_BITS = 30
+TOP_P_ONE = 1 << TOP_P_BITS  # top_p is a fixed-point number with that many bits behind the point
 WEIGHT_ONE = 1 << 40  # so is the weight of a token relative to the most probable one, with 40; V of them fit 63 bits
 SEARCH_BITS = 4  # 16 intervals a pass: with 2 bits the vocabulary is read twice as often, with 8 there is too much to compare
 
@@ -189,7 +190,7 @@ def top_p_threshold(
     weights = (logits >= floor).where(weights, 0).cast(dtypes.int64).contiguous()  # integers, so that no order of summation shows
     total = weights.sum(1, keepdim=True)
     # total * top_p / TOP_P_ONE without leaving 63 bits
-    share = (total >> 24) * top_p + (((total & (TOP_P_ONE - 1)) * top_p) >> 24)
+    share = (total >> TOP_P_BITS) * top_p + (((total & (TOP_P_ONE - 1)) * top_p) >> TOP_P_BITS)
     share = share.maximum(1).contiguous()
 
     def reached(candidates: Tensor) -> Tensor:

@@ -8,7 +8,9 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
+from tinyvllm.batch import LayerCache
 from tinyvllm.models.config import ModelConfig
+from tinyvllm.ops.launch import alias
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: DType) -> int:
@@ -23,7 +25,8 @@ class KVPool:
         self.num_blocks, self.block_size = num_blocks, block_size
         shape = (num_blocks + 1, 2, config.n_kv_heads, block_size, config.head_dim)
         self._memory: list[mmap.mmap] = []
-        self.layers = [self._zeros(shape, dtype, device) for _ in range(config.num_blocks)]  # [P, 2, K, S, D] each
+        pools = [self._zeros(shape, dtype, device) for _ in range(config.num_blocks)]  # [P, 2, K, S, D] each
+        self.layers = [LayerCache(pool, alias(pool)) for pool in pools]
 
     @property
     def scratch_slot(self) -> int:

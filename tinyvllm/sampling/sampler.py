@@ -34,7 +34,7 @@ class Column(IntEnum):
     POSITION = 4  # number of output tokens before this one
     INVERSE_TEMPERATURE = 5  # float; 0 is greedy
     TOP_K = 6  # V is off
-    TOP_P = 7  # in units of 1 / TOP_P_ONE; TOP_P_ONE is off
+    TOP_P = 7  # in units of 1 / TOP_P_ONE, rounded down; TOP_P_ONE is off
     MIN_P = 8  # float: how far below the largest logit a token may be, temperature * log(min_p); -inf is off
     REPETITION = 9  # float
     PRESENCE = 10  # float
@@ -70,7 +70,7 @@ def flags_of(params: SamplingParams) -> SamplingFlags:
     return SamplingFlags(
         sampled=sampled,
         top_k=sampled and params.top_k > 0,
-        top_p=sampled and round(params.top_p * ops.TOP_P_ONE) < ops.TOP_P_ONE,
+        top_p=sampled and params.top_p < 1.0,
         min_p=sampled and params.min_p > 0.0,
         penalized=penalizes(params),
         biased=bool(params.logit_bias),
@@ -183,7 +183,7 @@ class Sampler:
         line[Column.SEED_LOW], line[Column.SEED_HIGH] = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
         floats[Column.INVERSE_TEMPERATURE] = 1.0 / temperature if flags.sampled else 0.0
         line[Column.TOP_K] = min(params.top_k, self.vocab_size) if flags.top_k else self.vocab_size
-        line[Column.TOP_P] = round(params.top_p * ops.TOP_P_ONE) if flags.top_p else ops.TOP_P_ONE
+        line[Column.TOP_P] = int(params.top_p * ops.TOP_P_ONE) if flags.top_p else ops.TOP_P_ONE
         floats[Column.MIN_P] = temperature * math.log(params.min_p) if flags.min_p else -math.inf
         floats[Column.REPETITION], floats[Column.PRESENCE] = params.repetition_penalty, params.presence_penalty
         floats[Column.FREQUENCY] = params.frequency_penalty

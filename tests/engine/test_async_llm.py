@@ -1,0 +1,188 @@
+"""AsyncLLM with the real engine in its thread: concurrent callers, cancelling, failures, closing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tinyvllm import AsyncLLM, RequestError, RequestOutput, SamplingParams, TinyvllmError
+from tinyvllm.engine.engine import Engine
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=450, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Path) -> Iterator[AsyncLLM]:
+    llm = AsyncLLM(tiny_model, num_blocks=64, max_num_seqs=4)
+    yield llm
+    llm.close()
+
+
+async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
+    async for output in outputs:
+        newest = output
+    return newest
+
+
+def watch(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> list[RequestOutput]:
+    """Every output that the engine has given from now on, whoever still wants it."""
+    seen: list[RequestOutput] = []
+    publish = llm._publish
+
+    def note(outputs: list[RequestOutput]) -> None:
+        seen.extend(outputs)
+        publish(outputs)
+
+    monkeypatch.setattr(llm, "_publish", note)
+    return seen
+
+
+async def end_of_request(seen: list[RequestOutput]) -> RequestOutput:
+    for _ in range(500):
+        if seen and seen[-1].finished:
+            return seen[-1]
+        await asyncio.sleep(0.02)
+    raise AssertionError("the request is still running")
+
+
+def test_concurrent_callers_get_their_own(llm: AsyncLLM) -> None:
+    async def run() -> None:
+        prompts = ["hello", "b", "a longer prompt", "hello", "c", "d"]
+        alone = [await last(llm.generate(p, GREEDY)) for p in prompts]
+        together = await asyncio.gather(*(last(llm.generate(p, GREEDY)) for p in prompts))
+        assert [o.prompt for o in together] == prompts and all(o.finished for o in together)
+        assert [o.outputs[0].token_ids for o in together] == [o.outputs[0].token_ids for o in alone]
+        chat = await last(llm.generate([{"role": "user", "content": "hi"}], GREEDY))
+        assert chat.prompt == "<s><|user|>hi</s><|assistant|>"
+
+    asyncio.run(run())
+
+
+def test_outputs_grow(llm: AsyncLLM) -> None:
+    async def run() -> list[RequestOutput]:
+        return [output async for output in llm.generate("hello", GREEDY, request_id="mine")]
+
+    outputs = asyncio.run(run())
+    lengths = [len(o.outputs[0].token_ids) for o in outputs]
+    assert lengths == sorted(set(lengths)) and lengths[-1] == 8 and {o.request_id for o in outputs} == {"mine"}
+    assert all(b.outputs[0].text.startswith(a.outputs[0].text) for a, b in zip(outputs, outputs[1:], strict=False))
+    assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+
+
+def test_a_cancelled_caller_aborts_its_request(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = watch(llm, monkeypatch)
+
+    async def run() -> None:
+        started = asyncio.Event()
+
+        async def consume() -> None:
+            async for _ in llm.generate("hello", LONG):
+                started.set()
+
+        task = asyncio.create_task(consume())
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        count = len(seen)
+        assert (await end_of_request(seen)).outputs[0].finish_reason == "abort"
+        assert len(seen) <= count + 2 and llm._waiting == {}  # the step that ran, and the one that tells of the end
+
+    asyncio.run(run())
+
+
+def test_leaving_the_iteration_aborts_the_request(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = watch(llm, monkeypatch)
+
+    async def run() -> None:
+        async for _ in llm.generate("hello", LONG):
+            break
+        assert (await end_of_request(seen)).outputs[0].finish_reason == "abort"
+        assert llm._waiting == {}
+
+    asyncio.run(run())
+
+
+def test_abort_by_id(llm: AsyncLLM) -> None:
+    async def run() -> RequestOutput:
+        async for output in llm.generate("hello", LONG, request_id="long"):
+            llm.abort("long")
+            llm.abort("never heard of")
+        return output
+
+    output = asyncio.run(run())
+    assert output.finished and output.outputs[0].finish_reason == "abort" and len(output.outputs[0].token_ids) < 450
+
+
+def test_a_refused_request_is_the_only_one_that_fails(llm: AsyncLLM) -> None:
+    async def run() -> None:
+        good, long, ids = await asyncio.gather(
+            last(llm.generate("hello", GREEDY)),
+            last(llm.generate("x" * 600, GREEDY)),
+            last(llm.generate({"prompt_token_ids": [999]}, GREEDY)),
+            return_exceptions=True,
+        )
+        assert isinstance(good, RequestOutput) and good.finished
+        assert isinstance(long, RequestError) and isinstance(ids, RequestError)
+        first = llm.generate("hello", LONG, request_id="twice")
+        await anext(first)
+        with pytest.raises(ValueError, match="'twice' is in use"):
+            await anext(llm.generate("hello", GREEDY, request_id="twice"))
+        await first.aclose()
+
+    asyncio.run(run())
+
+
+def test_callers_in_an_event_loop_that_is_gone(llm: AsyncLLM) -> None:
+    loop = asyncio.new_event_loop()
+    stream = llm.generate("hello", LONG)
+    loop.run_until_complete(anext(stream))
+    loop.close()
+    assert len(asyncio.run(last(llm.generate("hello", GREEDY))).outputs[0].token_ids) == 8
+
+
+def test_a_failure_of_the_engine_reaches_everyone(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Engine.step
+
+    def fail(self: Engine) -> list[RequestOutput]:
+        if len(self._requests) == 2:
+            raise ZeroDivisionError("in the engine")
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", fail)
+    llm = AsyncLLM(tiny_model, num_blocks=64)
+
+    async def run() -> None:
+        results = await asyncio.gather(*(last(llm.generate(p, LONG)) for p in "ab"), return_exceptions=True)
+        assert [type(r) for r in results] == [ZeroDivisionError, ZeroDivisionError]
+        with pytest.raises(TinyvllmError, match="ended.*in the engine"):
+            await last(llm.generate("c", GREEDY))
+
+    asyncio.run(run())
+    llm.close()
+
+
+def test_closing(tiny_model: Path) -> None:
+    llm = AsyncLLM(tiny_model, num_blocks=64)
+
+    async def run() -> None:
+        running = asyncio.create_task(last(llm.generate("hello", LONG)))
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(llm.close)
+        with pytest.raises(TinyvllmError, match="closed while the request ran"):
+            await running
+        with pytest.raises(TinyvllmError, match="has ended"):
+            await last(llm.generate("c", GREEDY))
+
+    asyncio.run(run())
+    llm.close()
+    assert not llm._thread.is_alive()
+
+
+def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
+    with pytest.raises(TinyvllmError):
+        AsyncLLM(tmp_path)

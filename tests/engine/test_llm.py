@@ -1,0 +1,180 @@
+"""LLM with the real engine and a tiny checkpoint: order, streams, chat, refusals."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tinyvllm import LLM, ArgumentError, ModelError, RequestError, SamplingParams
+from tinyvllm.engine.prompt import PromptError, default_sampling_params
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Path) -> Iterator[LLM]:
+    with LLM(tiny_model, num_blocks=64, max_num_seqs=4) as llm:
+        yield llm
+
+
+def tokens(llm: LLM, prompt: str, params: SamplingParams = GREEDY) -> list[int]:
+    return llm.generate(prompt, params)[0].outputs[0].token_ids
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts = ["hello", "a much longer prompt than the others", "b", "hello", "c", "d"]
+    lengths = [8, 2, 5, 8, 1, 3]
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in lengths]
+    outputs = llm.generate(prompts, params)
+    assert [o.prompt for o in outputs] == prompts and all(o.finished for o in outputs)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == lengths
+    assert outputs[0].outputs[0].token_ids == outputs[3].outputs[0].token_ids == tokens(llm, "hello")
+    assert len({o.request_id for o in outputs}) == len(outputs)
+
+
+def test_a_text_and_its_ids_are_the_same_prompt(llm: LLM) -> None:
+    text = llm.generate("hello", GREEDY)[0]
+    assert text.prompt_token_ids == [256, *b"hello"]
+    ids = llm.generate({"prompt_token_ids": text.prompt_token_ids}, GREEDY)[0]
+    assert ids.prompt is None and ids.prompt_token_ids == text.prompt_token_ids
+    assert ids.outputs[0].token_ids == text.outputs[0].token_ids
+
+
+def test_greedy_tokens_are_the_best_of_the_logits(llm: LLM) -> None:
+    prompt = [256, *b"hello"]
+    generated = llm.generate({"prompt_token_ids": prompt}, GREEDY)[0].outputs[0].token_ids
+    logits = llm.prompt_logits(prompt + generated)
+    assert logits.shape == (len(prompt) + 8, 264) and logits.dtype == np.float32
+    assert logits.argmax(axis=1)[len(prompt) - 1 : -1].tolist() == generated
+
+
+def test_a_stream_adds_up_to_the_output(llm: LLM) -> None:
+    params = SamplingParams(seed=3, max_tokens=12, ignore_eos=True)
+    whole = llm.generate("hello", params)[0].outputs[0]
+    pieces = list(llm.stream("hello", params))
+    assert "".join(map(str, pieces)) == whole.text
+    assert [i for piece in pieces for i in piece.token_ids] == whole.token_ids
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    assert len(pieces) == 12
+
+
+def test_a_stream_of_several_continuations(llm: LLM) -> None:
+    params = SamplingParams(n=2, seed=3, max_tokens=5, ignore_eos=True)
+    whole = llm.generate("hello", params)[0].outputs
+    pieces = list(llm.stream("hello", params))
+    for part in whole:
+        assert "".join(p.text for p in pieces if p.index == part.index) == part.text
+    assert whole[0].token_ids != whole[1].token_ids
+
+
+def test_closing_a_stream_aborts_its_request(llm: LLM) -> None:
+    stream = llm.stream("hello", SamplingParams(max_tokens=400, ignore_eos=True))
+    next(stream)
+    assert llm.engine.has_work()
+    stream.close()  # type: ignore[attr-defined]
+    tokens(llm, "x")
+    assert not llm.engine.has_work() and llm._open == {}
+
+
+def test_a_stream_goes_on_after_something_else_ran_in_between(llm: LLM) -> None:
+    alone = [str(d) for d in llm.stream("hello", GREEDY)]
+    stream = llm.stream("hello", GREEDY)
+    first = str(next(stream))
+    other = llm.stream("b", GREEDY)
+    next(other)
+    assert len(tokens(llm, "x", SamplingParams(max_tokens=20, ignore_eos=True))) == 20
+    assert first + "".join(map(str, stream)) == "".join(alone)
+    assert sum(len(d.token_ids) for d in other) == 7
+    assert not llm.engine.has_work()
+
+
+def test_chat_uses_the_template(llm: LLM) -> None:
+    talk = [{"role": "system", "content": "S"}, {"role": "user", "content": "hi"}]
+    output = llm.chat(talk, GREEDY)[0]
+    assert output.prompt == "<s><|system|>S</s><|user|>hi</s><|assistant|>"
+    assert output.prompt_token_ids == [256, 258, ord("S"), 257, 259, *b"hi", 257, 260]
+    both = llm.chat([talk, talk[1:]], GREEDY)
+    assert both[0].outputs[0].token_ids == output.outputs[0].token_ids and both[1].prompt == "<s><|user|>hi</s><|assistant|>"
+    assert llm.chat(talk, GREEDY, add_generation_prompt=False)[0].prompt == "<s><|system|>S</s><|user|>hi</s>"
+    assert llm.chat(talk, GREEDY, chat_template="{{ name }}", name="x")[0].prompt == "x"
+    assert sum(len(d.token_ids) for d in llm.stream(talk, GREEDY)) == 8
+
+
+def test_the_model_recommends_sampling_parameters(llm: LLM, tmp_path: Path) -> None:
+    default = llm.get_default_sampling_params()
+    assert (default.temperature, default.top_k, default.top_p) == (0.7, 50, 1.0)
+    assert len(llm.generate("hello")[0].outputs[0].token_ids) <= 16
+    assert default_sampling_params(str(tmp_path)) == SamplingParams()
+    for wrong, words in (("[", "generation_config.json"), ("[]", "generation_config.json"), ('{"top_p": 3}', "top_p")):
+        (tmp_path / "generation_config.json").write_text(wrong)
+        with pytest.raises(ModelError, match=words):
+            default_sampling_params(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("x" * 600, "601 tokens"),
+        ({"prompt_token_ids": []}, "empty"),
+        ({"prompt_token_ids": [1, 264]}, "264"),
+        ({"prompt_token_ids": [1, -1]}, "prompt_token_ids"),
+        ({"prompt_token_ids": "abc"}, "prompt_token_ids"),
+        ({"prompt_token_id": [1]}, "prompt_token_ids"),
+        ({"prompt": "a", "temperature": 1}, "'temperature'"),
+        ({"prompt": 3}, "must be a text"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
+        (7, "a prompt is a text"),
+    ],
+)
+def test_a_prompt_that_cannot_be_served_runs_nothing(llm: LLM, prompt: object, words: str) -> None:
+    with pytest.raises((RequestError, ArgumentError), match=words):
+        llm.generate([prompt], GREEDY)  # type: ignore[list-item]
+    with pytest.raises(PromptError, match=words) as refusal:
+        llm.generate(["fine", prompt, "fine"], GREEDY)  # type: ignore[list-item]
+    assert refusal.value.index == 1
+    assert llm._open == {} and len(tokens(llm, "x")) == 8 and not llm.engine.has_work()
+
+
+def test_sampling_parameters_are_one_or_one_each(llm: LLM) -> None:
+    with pytest.raises(ArgumentError, match="2 of them for 3 prompts"):
+        llm.generate(["a", "b", "c"], [GREEDY, GREEDY])
+    with pytest.raises(ArgumentError, match="SamplingParams"):
+        llm.generate("a", {"temperature": 0})  # type: ignore[arg-type]
+    assert llm.generate([], GREEDY) == []
+
+
+def test_an_interrupted_generation_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, step = itertools.count(), llm.engine.step
+
+    def interrupted() -> list:
+        if next(steps) == 2:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b"], GREEDY)
+    monkeypatch.undo()
+    assert llm._open == {} and len(tokens(llm, "x")) == 8 and not llm.engine.has_work()
+
+
+def test_a_bar_counts_the_prompts(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["a", "b", "c"], GREEDY, use_tqdm=True)
+    assert "3/3" in capsys.readouterr().err
+
+
+def test_wrong_options_and_models(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="max_model_length"):
+        LLM(tiny_model, max_model_length=3)
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NoSuchForCausalLM"], "model_type": "nosuch"}))
+    with pytest.raises(ModelError, match="nosuch|NoSuch"):
+        LLM(tmp_path)

@@ -1,0 +1,33 @@
+"""The rows that the host writes."""
+
+import numpy as np
+from tinygrad import Device
+
+from tinyvllm.ops.launch import download
+from tinyvllm.request import SamplingParams, Sequence
+from tinyvllm.sampling.penalties import Bias, SeenTokens, penalizes
+
+
+def test_seen_tokens_counts_outputs_and_marks_the_prompt():
+    seen = SeenTokens(3, 5, Device.DEFAULT)
+    seen.write(Sequence(0, "a", [0, 4, 4], SamplingParams(), row=0, output_token_ids=[1, 1, 1]))
+    seen.write(Sequence(1, "b", [2, 2], SamplingParams(), row=1, output_token_ids=[3, 0, 3]))
+    np.testing.assert_array_equal(download(seen.counts), [[0, 3, 0, 0, 0], [1, 0, 0, 2, 0], [0] * 5])
+    np.testing.assert_array_equal(download(seen.prompted), [[1, 0, 0, 0, 1], [0, 0, 1, 0, 0], [0] * 5])
+    seen.write(Sequence(2, "c", [1], SamplingParams(), row=1))
+    np.testing.assert_array_equal(download(seen.counts), [[0, 3, 0, 0, 0], [0] * 5, [0] * 5])
+    np.testing.assert_array_equal(download(seen.prompted), [[1, 0, 0, 0, 1], [0, 1, 0, 0, 0], [0] * 5])
+
+
+def test_bias_is_written_whole():
+    bias = Bias(2, 4, Device.DEFAULT)
+    bias.write(1, {0: 2.5, 3: -100}, {2, 3, 99})
+    np.testing.assert_array_equal(download(bias.table), [[0, 0, 0, 0], [2.5, 0, -np.inf, -np.inf]])
+    bias.write(1, None, ())
+    np.testing.assert_array_equal(download(bias.table), np.zeros((2, 4)))
+
+
+def test_penalizes_is_true_when_any_penalty_is_set():
+    assert not penalizes(SamplingParams())
+    for one in ({"repetition_penalty": 1.1}, {"presence_penalty": -0.1}, {"frequency_penalty": 0.1}):
+        assert penalizes(SamplingParams(**one))

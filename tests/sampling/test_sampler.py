@@ -1,0 +1,284 @@
+"""The sampler through its own door: sequences with parameters in, tokens out. V is 67, which nothing divides."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tinygrad import Device, Tensor
+
+from tinyvllm.errors import ArgumentError
+from tinyvllm.ops import sample as ops
+from tinyvllm.ops.launch import download
+from tinyvllm.request import SamplingParams, Sequence
+from tinyvllm.sampling.sampler import Sampler, SamplingFlags
+
+V, EOS = 67, 2
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Sampler:
+    """One sampler for all tests: its captured steps are the slow part, and rows must not remember who was there before."""
+    return Sampler(V, 16, Device.DEFAULT)
+
+
+class Batch:
+    """Sequences that have joined the first rows of a sampler; they leave at the end."""
+
+    def __init__(self, sampler: Sampler, *params: SamplingParams, prompt: tuple[int, ...] = (1, 5), rows: list[int] | None = None):
+        rows = rows or list(range(len(params)))
+        self.sampler = sampler
+        self.sequences = [Sequence(i, str(i), list(prompt), p, row=row) for i, (p, row) in enumerate(zip(params, rows))]
+
+    def __enter__(self) -> Batch:
+        for sequence in self.sequences:
+            self.sampler.join(sequence, (EOS,))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sequence in self.sequences:
+            self.sampler.leave(sequence.row)
+
+    def draw(self, logits: np.ndarray, padding: int = 0) -> list[int]:
+        """One step: logits [B, V]; every sequence gets its token."""
+        rows = np.concatenate([logits, np.zeros((padding, V))]).astype(np.float32)
+        tokens = download(self.sampler.sample(Tensor(rows).realize(), self.sequences))[: len(self.sequences)].tolist()
+        for sequence, token in zip(self.sequences, tokens):
+            sequence.output_token_ids.append(token)
+        return tokens
+
+
+def logits_of(seed: int, rows: int = 1, scale: float = 2.0) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal((rows, V)) * scale).astype(np.float32)
+
+
+def noise(seed: int, position: int) -> np.ndarray:
+    words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, position]
+    columns = [Tensor(np.array([[w]], np.uint32)) for w in words]
+    return ops.gumbel(*columns, V).numpy()[0]
+
+
+MIXED = (
+    GREEDY,
+    SamplingParams(seed=11),
+    SamplingParams(seed=11, temperature=0.7, top_k=5),
+    SamplingParams(seed=12, top_p=0.8, logit_bias={3: 2.0, 9: -100.0}),
+    SamplingParams(seed=2**63 + 5, min_p=0.2, temperature=1.5),
+    SamplingParams(seed=-3, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
+    SamplingParams(temperature=0.0, frequency_penalty=1.5),
+    SamplingParams(seed=13, min_tokens=4, stop_token_ids=(7,)),
+)
+
+
+def test_a_row_depends_on_nothing_in_its_batch(shared):
+    """Each of eight mixed sequences alone, then all together in another order, on other rows, padded: the same tokens, step by step."""
+    STEPS = 6
+    logits = [logits_of(i, STEPS) for i in range(len(MIXED))]
+    alone = []
+    for params, own in zip(MIXED, logits):
+        with Batch(shared, params) as batch:
+            alone.append([batch.draw(own[s : s + 1])[0] for s in range(STEPS)])
+    order = [5, 0, 7, 2, 1, 6, 3, 4]
+    with Batch(shared, *(MIXED[i] for i in order), rows=[3, 15, 9, 0, 4, 8, 1, 7]) as batch:
+        together = [batch.draw(np.stack([logits[i][s] for i in order]), padding=1) for s in range(STEPS)]
+    assert [[step[order.index(i)] for step in together] for i in range(len(MIXED))] == alone
+    assert alone[0] == logits[0].argmax(1).tolist()
+
+
+def test_a_seed_fixes_the_tokens_and_another_changes_them(shared):
+    logits = logits_of(0, 1, 1.0)
+
+    def tokens(seed: int) -> list[int]:
+        with Batch(shared, SamplingParams(seed=seed)) as batch:
+            return [batch.draw(logits)[0] for _ in range(20)]
+
+    once = tokens(1)
+    assert tokens(1) == once
+    assert len(set(once)) > 5  # the position counts
+    for other in (2, 1 + 2**32, -1):
+        assert tokens(other) != once
+
+
+def test_the_token_depends_on_seed_position_and_logits_alone(shared):
+    """Two sequences of one seed with different pasts of one length draw alike; and the draw is the argmax of logits plus noise."""
+    logits = logits_of(1)
+    with Batch(shared, SamplingParams(seed=77, temperature=0.8)) as batch:
+        fresh = [batch.draw(logits)[0] for _ in range(4)]
+    expected = [int((logits[0] * np.float32(1 / 0.8) + noise(77, position)).argmax()) for position in range(4)]
+    assert fresh == expected
+    resumed = Batch(shared, SamplingParams(seed=77, temperature=0.8), prompt=(9, 9, 9))
+    resumed.sequences[0].output_token_ids = [0, 0, 0]
+    with resumed:
+        assert resumed.draw(logits) == fresh[3:]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_follow_the_softmax(shared, temperature):
+    """Chi-square over 1600 draws; the seed is fixed, so this cannot fail by chance."""
+    logits = logits_of(2, 1, 1.0)
+    p = np.exp(logits[0].astype(np.float64) / temperature)
+    p /= p.sum()
+    counts = np.zeros(V)
+    with Batch(shared, *(SamplingParams(seed=1000 + i, temperature=temperature) for i in range(16))) as batch:
+        for _ in range(100):
+            np.add.at(counts, batch.draw(np.repeat(logits, 16, 0)), 1)
+    expected = p * counts.sum()
+    common = expected >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    expected = np.append(expected[common], expected[~common].sum())
+    chi_square = ((observed - expected) ** 2 / np.maximum(expected, 1e-9)).sum()
+    freedom = len(observed) - 1
+    assert abs(chi_square - freedom) < 4 * np.sqrt(2 * freedom)
+
+
+def allowed_tokens(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """By sorting, in the documented order: temperature, min_p, top_k, then top_p over what is left."""
+    p = np.exp(logits.astype(np.float64) / params.temperature)
+    alive = p >= params.min_p * p.max()
+    if params.top_k > 0:
+        alive &= logits >= np.sort(logits)[-min(params.top_k, V)]
+    order = [v for v in np.argsort(-logits, kind="stable") if alive[v]]
+    cumulative = np.cumsum(p[order]) / p[order].sum()
+    last = order[min(int(np.searchsorted(cumulative, params.top_p - 1e-9)), len(order) - 1)]
+    return np.flatnonzero(alive & (logits >= logits[last]))
+
+
+FILTERS = (
+    {"top_k": 1}, {"top_k": 3}, {"top_k": V + 50}, {"top_k": -1}, {"top_p": 1e-9}, {"top_p": 0.6}, {"min_p": 1.0}, {"min_p": 0.3},
+    {"top_k": 4, "top_p": 0.7}, {"top_k": 6, "min_p": 0.2}, {"top_p": 0.5, "min_p": 0.1}, {"top_k": 9, "top_p": 0.9, "min_p": 0.02},
+)  # fmt: skip
+
+
+def test_filters_leave_exactly_the_tokens_they_should(shared):
+    """Twelve settings side by side; each token is the best by logits plus noise of those that sorting allows."""
+    logits = logits_of(3)[0]
+    logits[10:13] = logits.max()  # ties at the top
+    logits[40] = -np.inf
+    params = [SamplingParams(temperature=1.7, seed=i, **settings) for i, settings in enumerate(FILTERS)]
+    allowed = [allowed_tokens(logits, p) for p in params]
+    assert [len(a) for a in allowed[:5]] == [4, 4, V - 1, V - 1, 4]
+    with Batch(shared, *params) as batch:
+        for step in range(25):
+            tokens = batch.draw(np.repeat(logits[None], len(params), 0))
+            for i, token in enumerate(tokens):
+                scores = logits * np.float32(1 / 1.7) + noise(i, step)
+                assert token == allowed[i][scores[allowed[i]].argmax()], FILTERS[i]
+
+
+def test_penalties_over_a_whole_output_and_a_preemption(shared):
+    """Greedy with all three penalties against the formula in Python; after 10 tokens the sequence moves to another row."""
+    params = SamplingParams(temperature=0.0, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.25)
+    logits = logits_of(4)[0] + 1
+    prompt, output = [3, 3, int(logits.argmax())], []
+    batch = Batch(shared, params, GREEDY, prompt=tuple(prompt))
+    with batch:
+        for step in range(20):
+            if step == 10:
+                shared.leave(batch.sequences[0].row)
+                batch.sequences[0].row = 11
+                shared.join(batch.sequences[0], (EOS,))
+            scores = []
+            for v in range(V):
+                x = float(logits[v])
+                if v in prompt or v in output:
+                    x = x / 1.4 if x > 0 else x * 1.4
+                scores.append(x - 0.3 * (v in output) - 0.25 * output.count(v))
+            token, neighbour = batch.draw(np.stack([logits, logits]))
+            assert token == int(np.argmax(scores)), step
+            assert neighbour == int(logits.argmax())
+            output.append(token)
+    assert len(set(output)) > 4
+
+
+def test_a_row_forgets_its_last_sequence(shared):
+    """Counts and biases of a row's former sequence touch neither an unpenalised nor a penalised successor."""
+    logits = logits_of(5)
+    best = int(logits.argmax())
+    strong = SamplingParams(temperature=0.0, frequency_penalty=2.0, logit_bias={best: -100.0})
+    with Batch(shared, strong, strong) as batch:
+        assert best not in batch.draw(np.repeat(logits, 2, 0))
+    mild = [SamplingParams(temperature=0.0, frequency_penalty=0.001), SamplingParams(temperature=0.0, logit_bias={0: 0.5})]
+    with Batch(shared, *mild) as batch:
+        assert batch.draw(np.repeat(logits, 2, 0)) == [best, best]
+
+
+def test_logit_bias_forces_and_forbids(shared):
+    logits = logits_of(6)
+    best = int(logits.argmax())
+    with Batch(shared, *(SamplingParams(logit_bias={30: 100.0}, seed=s) for s in range(8))) as batch:
+        assert batch.draw(np.repeat(logits, 8, 0)) == [30] * 8
+    with Batch(shared, *(SamplingParams(logit_bias={best: -100}, seed=s) for s in range(8))) as batch:
+        for _ in range(5):
+            assert best not in batch.draw(np.repeat(logits, 8, 0))
+
+
+def test_min_tokens_keeps_the_end_away_until_they_are_there(shared):
+    logits = np.zeros((1, V), np.float32)
+    logits[0, [EOS, 7, 20]] = 9.0, 8.0, 7.0
+    stops = {"temperature": 0.0, "min_tokens": 3, "stop_token_ids": (7, 10**6)}
+    with Batch(shared, SamplingParams(**stops), SamplingParams(**stops, ignore_eos=True), GREEDY) as batch:
+        steps = [batch.draw(np.repeat(logits, 3, 0)) for _ in range(5)]
+    assert [step[0] for step in steps] == [20, 20, 20, EOS, EOS]
+    assert [step[1] for step in steps] == [EOS] * 5  # an end that is ignored is a token like others
+    assert [step[2] for step in steps] == [EOS] * 5
+    biased = SamplingParams(temperature=0.0, min_tokens=1, logit_bias={EOS: -5.0})
+    with Batch(shared, biased) as batch:
+        assert [batch.draw(logits)[0] for _ in range(2)] == [7, 7]  # the bias outlives the minimum
+    resumed = Batch(shared, SamplingParams(temperature=0.0, min_tokens=2))
+    resumed.sequences[0].output_token_ids = [4]
+    with resumed:
+        assert [resumed.draw(logits)[0] for _ in range(2)] == [7, EOS]
+
+
+def test_flags_name_what_a_batch_needs(shared):
+    with Batch(shared, *MIXED) as batch:
+        first = [shared.flags([sequence]) for sequence in batch.sequences]
+        assert shared.flags(batch.sequences) == SamplingFlags(*([True] * 6))
+        assert shared.flags(batch.sequences[:2]) == SamplingFlags(sampled=True)
+    assert first[0] == SamplingFlags() and not first[0].filtered
+    assert first[2] == SamplingFlags(sampled=True, top_k=True)
+    assert first[3] == SamplingFlags(sampled=True, top_p=True, biased=True)
+    assert first[4] == SamplingFlags(sampled=True, min_p=True)
+    assert first[6] == SamplingFlags(penalized=True)
+    assert first[7] == SamplingFlags(sampled=True, biased=True)
+    off = SamplingParams(temperature=0.0, top_k=3, top_p=0.5, min_p=0.5)  # a greedy row filters nothing
+    with Batch(shared, off, SamplingParams(seed=1, top_k=-1, temperature=1e-6)) as batch:
+        assert shared.flags(batch.sequences) == SamplingFlags()
+    assert shared.flags([]) == SamplingFlags()
+
+
+def test_a_step_is_captured_once_and_answers_in_one_buffer(shared, monkeypatch):
+    with Batch(shared, SamplingParams(seed=1)) as batch:
+        batch.draw(logits_of(7))
+        monkeypatch.setattr("tinyvllm.sampling.sampler.capture", lambda _: pytest.fail("captured again"))
+        answers = {id(shared.sample(Tensor(logits_of(seed)).realize(), batch.sequences)) for seed in range(4)}
+    assert len(answers) == 1
+
+
+def test_rows_without_a_token_are_minus_one_and_harm_nobody(shared):
+    """NaNs in one row: its neighbours draw as ever, and the count of tokens seen is not written out of bounds."""
+    penalized = SamplingParams(temperature=0.0, presence_penalty=0.5)
+    logits = logits_of(8, 2)
+    best = logits.argmax(1)
+    logits[0] = np.nan
+    with Batch(shared, penalized, penalized, rows=[1, 0]) as batch:
+        assert batch.draw(logits) == [-1, best[1]]
+        batch.sequences[0].output_token_ids = [0]
+        logits[0] = 0.0
+        assert batch.draw(logits)[0] == 1
+
+
+def test_a_sampled_sequence_without_a_seed_is_refused(shared):
+    with pytest.raises(ArgumentError, match="sequence 3 .* no seed"):
+        shared.join(Sequence(3, "a", [1], SamplingParams(), row=0), (EOS,))
+
+
+def test_logprobs_go_to_those_who_ask(shared):
+    logits = logits_of(9, 3)
+    asks = [SamplingParams(temperature=0.0, logprobs=n) for n in (None, 0, 3)]
+    with Batch(shared, *asks) as batch:
+        tokens = batch.draw(logits)
+        found = shared.logprobs(Tensor(logits).realize(), batch.sequences, tokens)
+    assert found[0] is None
+    assert list(found[1]) == [tokens[1]]
+    assert list(found[2]) == np.argsort(-logits[2])[:3].tolist()

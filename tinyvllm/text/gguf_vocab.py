@@ -1,0 +1,219 @@
+"""The tokenizer inside a GGUF file, from the keys `tokenizer.*` of its metadata.
+
+`tokenizer.ggml.model` "gpt2" is a byte-level BPE, built for the library `tokenizers` with the word pattern that `tokenizer.ggml.pre` names;
+"llama" is a sentencepiece model, put together again and given to sentencepiece. The rules that the metadata leaves open (BOS by default,
+ends known by name, Phi-3's whitespace) are llama.cpp's; the patterns are those of the models' own tokenizers where both exist.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tinyvllm.errors import TokenizerError
+from tinyvllm.text.folder import AddedToken
+from tinyvllm.text.tokenizer import Settings, Tokenizer, unique
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type, the same numbers as sentencepiece's
+_BPE = 2  # sentencepiece's TrainerSpec.ModelType
+_SOURCE = "GGUF tokenizer"
+_KEY = "tokenizer.ggml."
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = _WORDS % r"\p{N}{1,3}"
+_QWEN2 = _WORDS % r"\p{N}"
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK_LETTERS = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄ"
+    "Ⰰ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb"
+    "\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+_DEEPSEEK_PUNCTUATION = "!-/:-~！-／：-～‘-‟　-。"
+_CJK = "[一-龥ࠀ-一가-퟿]+"
+
+
+@dataclass(frozen=True)
+class WordRules:
+    """How a BPE vocabulary's texts are cut into words, by one pattern after the other; and what else its name implies.
+
+    whole_words: a word that is a token is taken whole, whatever the merges say.
+    """
+
+    patterns: tuple[str, ...]
+    whole_words: bool = False
+    add_bos: bool = False
+    nfc: bool = False
+
+
+_PRE: dict[str, WordRules] = {
+    "default": WordRules((r"[\p{P}\$\+<=>\^~\|]+", _GPT2.removesuffix(r"|\s+"), r"\p{N}+", "[0-9][0-9][0-9]")),
+    "gpt-2": WordRules((_GPT2,)),
+    "llama-bpe": WordRules((_LLAMA3,), whole_words=True, add_bos=True),
+    "llama3": WordRules((_LLAMA3,), whole_words=True, add_bos=True),
+    "llama-v3": WordRules((_LLAMA3,), whole_words=True, add_bos=True),
+    "smaug-bpe": WordRules((_LLAMA3,)),
+    "dbrx": WordRules((_LLAMA3,)),
+    "qwen2": WordRules((_QWEN2,), nfc=True),
+    "deepseek-r1-qwen": WordRules((_QWEN2,)),
+    "stablelm2": WordRules((_QWEN2,)),
+    "tekken": WordRules((_TEKKEN,), whole_words=True, add_bos=True),
+    "smollm": WordRules((r"\p{N}", _GPT2)),
+    "starcoder": WordRules((r"\p{N}", _GPT2)),
+    "refact": WordRules((r"\p{N}", _GPT2)),
+    "command-r": WordRules((r"\p{N}", _GPT2), nfc=True),
+    "deepseek-llm": WordRules((r"[\r\n]", rf"\s?[{_DEEPSEEK_LETTERS}]+", rf"\s?[{_DEEPSEEK_PUNCTUATION}]+", r"\s+$", _CJK, r"\p{N}+")),
+    "deepseek-coder": WordRules((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
+}
+_PRE_OF_ARCHITECTURE = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen2moe": "qwen2", "qwen3": "qwen2", "qwen3moe": "qwen2"}
+_ENDS = frozenset(
+    "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <|eom_id|> <EOT> _<EOT> <end_of_utterance>".split()
+)
+_PHI3_KEEPS_WHITESPACE = ("<unk>", "<s>", "<|endoftext|>")
+
+
+def build_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
+    """The tokenizer that the metadata describes; TokenizerError names the key that is absent or wrong."""
+    kind = metadata.get(_KEY + "model")
+    builders = {"llama": _build_sentencepiece, "gpt2": _build_bpe}
+    if kind not in builders:
+        raise TokenizerError(f"{_SOURCE}: {_KEY}model is {kind!r}; supported are {', '.join(map(repr, builders))}")
+    return builders[str(kind)](_Vocabulary(metadata))
+
+
+class _Vocabulary:
+    """The metadata's lists, checked: as many types (and scores) as tokens, and special ids that are in the list."""
+
+    def __init__(self, metadata: Mapping[str, object]):
+        self.metadata = metadata
+        tokens = self.list_of("tokens", str)
+        if not tokens:
+            raise TokenizerError(f"{_SOURCE}: {_KEY}tokens is absent or empty: the file has no vocabulary")
+        self.tokens: list[str] = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
+        self.types = self.list_of("token_type", int) or [NORMAL] * len(tokens)
+        if len(self.types) != len(tokens):
+            raise TokenizerError(f"{_SOURCE}: {_KEY}token_type has {len(self.types)} entries for {len(tokens)} tokens")
+        self.ids = {token: i for i, token in enumerate(self.tokens)}
+        if len(self.ids) != len(tokens):
+            twice = next(token for i, token in enumerate(self.tokens) if self.ids[token] != i)
+            raise TokenizerError(f"{_SOURCE}: {_KEY}tokens has {twice!r} more than once: convert the model again")
+
+    def list_of(self, name: str, kind: type) -> list:
+        """A list (or array) of strings or numbers, [] if the key is absent."""
+        values = self.metadata.get(_KEY + name, [])
+        values = values.tolist() if hasattr(values, "tolist") else values
+        allowed = (int, float) if kind is float else kind
+        if not isinstance(values, Sequence) or isinstance(values, str) or not all(isinstance(value, allowed) for value in values):
+            raise TokenizerError(f"{_SOURCE}: {_KEY}{name} must be a list of {kind.__name__}, got {values!r:.60}")
+        return list(values)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.metadata.get(_KEY + name, default)
+        if not isinstance(value, (bool, int)):
+            raise TokenizerError(f"{_SOURCE}: {_KEY}{name} must be true or false, got {value!r}")
+        return bool(value)
+
+    def special_id(self, name: str, default: int | None = None) -> int | None:
+        value = self.metadata.get(f"{_KEY}{name}_token_id")
+        if value is None:
+            return default
+        if not isinstance(value, int) or not 0 <= value < len(self.tokens):
+            raise TokenizerError(f"{_SOURCE}: {_KEY}{name}_token_id is {value!r}, but there are {len(self.tokens)} tokens")
+        return value
+
+    def settings(self, add_bos: bool, default_bos: int | None, default_eos: int | None) -> Settings:
+        bos, eos = self.special_id("bos", default_bos), self.special_id("eos", default_eos)
+        ends = [i for i, (token, kind) in enumerate(zip(self.tokens, self.types)) if kind == CONTROL and token in _ENDS]
+        named = {"bos_token": bos, "eos_token": eos, "unk_token": self.special_id("unknown"), "pad_token": self.special_id("padding")}
+        return Settings(
+            bos_id=bos,
+            eos_ids=unique([eos, self.special_id("eot"), self.special_id("eom"), *ends]),
+            prefix_ids=(bos,) if bos is not None and self.flag("add_bos_token", add_bos) else (),
+            suffix_ids=(eos,) if eos is not None and self.flag("add_eos_token", False) else (),
+            special_tokens={name: self.tokens[i] for name, i in named.items() if i is not None},
+            chat_templates=self._chat_templates(),
+        )
+
+    def _chat_templates(self) -> dict[str, str]:
+        found = {}
+        for key, value in self.metadata.items():
+            match = re.fullmatch(r"tokenizer\.chat_template(?:\.(.+))?", key)
+            if match and not isinstance(value, str):
+                raise TokenizerError(f"{_SOURCE}: {key} must be a text, got {type(value).__name__}")
+            if match:
+                found[match[1] or "default"] = str(value)
+        return found
+
+
+def _build_bpe(vocabulary: _Vocabulary) -> Tokenizer:
+    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    from tinyvllm.text.huggingface import HuggingFaceTokenizer, as_library_token
+
+    rules = _word_rules(vocabulary.metadata)
+    merges = [tuple(merge.split(" ", 1)) for merge in vocabulary.list_of("merges", str)]
+    used = {token: i for i, token in enumerate(vocabulary.tokens) if vocabulary.types[i] != UNUSED}
+    try:
+        backend = Backend(models.BPE(vocab=used, merges=merges, ignore_merges=rules.whole_words))
+    except Exception as error:  # the library raises plain Exception for everything
+        raise TokenizerError(f"{_SOURCE}: {_KEY}merges does not fit {_KEY}tokens ({error})") from error
+    if rules.nfc:
+        backend.normalizer = normalizers.NFC()
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in rules.patterns]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    added = [token for token, i in used.items() if vocabulary.types[i] in (UNKNOWN, CONTROL, USER_DEFINED)]
+    backend.add_tokens([as_library_token(token, vocabulary.types[used[token]] != USER_DEFINED) for token in added])
+    return HuggingFaceTokenizer(backend, vocabulary.settings(rules.add_bos, None, None), _SOURCE)
+
+
+def _word_rules(metadata: Mapping[str, object]) -> WordRules:
+    name = metadata.get(_KEY + "pre")
+    if name is None:
+        name = _PRE_OF_ARCHITECTURE.get(str(metadata.get("general.architecture")))
+    if name not in _PRE:
+        raise TokenizerError(f"{_SOURCE}: {_KEY}pre is {name!r}, an unknown way to cut words; known are {', '.join(sorted(_PRE))}")
+    return _PRE[str(name)]
+
+
+def _build_sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
+    from tinyvllm.text.sentencepiece_model import SentencePieceTokenizer
+
+    settings = vocabulary.settings(True, *(i if i < len(vocabulary.tokens) else None for i in (1, 2)))
+    phi3 = vocabulary.metadata.get("general.architecture") == "phi3"
+    added = []
+    for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types)):
+        if phi3 and kind in (CONTROL, USER_DEFINED):
+            added.append(AddedToken(token, i, special=kind == CONTROL, rstrip=token not in _PHI3_KEEPS_WHITESPACE))
+    return SentencePieceTokenizer(_sentencepiece_model(vocabulary), added, settings, _SOURCE)
+
+
+def _sentencepiece_model(vocabulary: _Vocabulary) -> bytes:
+    """A ModelProto with these pieces. Field numbers are those of sentencepiece_model.proto."""
+    from tinyvllm.text.sentencepiece_model import ADD_DUMMY_PREFIX, NORMALIZER, REMOVE_EXTRA_WHITESPACES, SPACE, message, number
+
+    scores = vocabulary.list_of("scores", float)
+    if len(scores) != len(vocabulary.tokens):
+        raise TokenizerError(f"{_SOURCE}: {_KEY}scores has {len(scores)} entries for {len(vocabulary.tokens)} tokens")
+    types = list(vocabulary.types)
+    unknown = vocabulary.special_id("unknown", types.index(UNKNOWN) if UNKNOWN in types else None)
+    if unknown is None:
+        raise TokenizerError(f"{_SOURCE}: no token has the type unknown ({UNKNOWN}), which sentencepiece needs: convert the model again")
+    types = [UNKNOWN if i == unknown else CONTROL if kind == UNKNOWN else kind for i, kind in enumerate(types)]  # it takes exactly one
+    pieces = []
+    for i, (token, score, kind) in enumerate(zip(vocabulary.tokens, scores, types)):
+        if not NORMAL <= kind <= BYTE:
+            raise TokenizerError(f"{_SOURCE}: {_KEY}token_type[{i}] is {kind}; known are {NORMAL} to {BYTE}")
+        text = token.replace(" ", SPACE) if kind == USER_DEFINED else token  # converters write the spaces of added tokens as spaces
+        pieces.append(message(1, message(1, text.encode("utf-8")) + b"\x15" + struct.pack("<f", score) + number(3, kind)))
+    trainer = number(3, _BPE) + number(35, BYTE in types) + number(40, unknown)  # model_type, byte_fallback, unk_id
+    normalizer = message(1, b"identity") + number(ADD_DUMMY_PREFIX, vocabulary.flag("add_space_prefix", True))
+    normalizer += number(REMOVE_EXTRA_WHITESPACES, vocabulary.flag("remove_extra_whitespaces", False))
+    return b"".join(pieces) + message(2, trainer) + message(NORMALIZER, normalizer)

@@ -1,0 +1,189 @@
+"""Tokenizers that the library `tokenizers` runs: tokenizer.json, and the BPE vocabularies of GGUF files.
+
+Encoding and whole-text decoding are the library's own. Decoding token by token follows the library's decoders, of which those that language
+models use are understood (ByteLevel; Replace, ByteFallback, Fuse, Strip; Metaspace); another one is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from tinyvllm.errors import TokenizerError
+from tinyvllm.text.assembly import Assembly
+from tinyvllm.text.folder import FolderSettings
+from tinyvllm.text.tokenizer import Settings, Tokenizer, resolve
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2 writes these bytes as the characters of the same number
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + i): byte
+    for i, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))  # and the others as U+0100 and on
+}
+
+
+def characters_of_bytes(data: bytes) -> str:
+    """Bytes as byte-level BPE vocabularies write them."""
+    return "".join(_CHARACTER_OF[byte] for byte in data)
+
+
+_CHARACTER_OF = {byte: character for character, byte in _BYTE_OF.items()}
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A `tokenizers.Tokenizer` that has no truncation and no padding, and whose post-processor is replaced by `settings`."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, settings: Settings, source: str):
+        super().__init__(settings)
+        self._backend = backend
+        self._decoder = _Decoder(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None, source)
+        self.assembly = self._decoder.assembly
+        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        # the library only counts tokens, and ids may have holes; asking for all of them takes 0.1 s, so not at start-up
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def _encode(self, text: str) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        try:
+            return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        except (OverflowError, TypeError) as error:
+            raise TokenizerError(f"tokenizer: token ids must be integers from 0 on ({error})") from error
+
+    def token_bytes(self, token_id: int) -> bytes:
+        token = self._token(token_id)
+        return b"" if token is None else self._decoder.piece(token)
+
+    def lead_bytes(self, token_id: int) -> bytes:
+        token = self._token(token_id)
+        return b"" if token is None else self._decoder.lead(token)
+
+    def is_byte(self, token_id: int) -> bool:
+        token = self._token(token_id)
+        return token is not None and self._decoder.byte(token) is not None
+
+    def _token(self, token_id: int) -> str | None:
+        return self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+
+
+class _Decoder:
+    """The library's decoder of one tokenizer, from its own description: what a single token becomes, and how tokens are joined."""
+
+    def __init__(self, description: dict[str, Any] | None, source: str):
+        self._source = source
+        self._byte_level = False
+        self._byte_fallback = False
+        self._replacements: list[tuple[str, str]] = []
+        self._dropped_lead = ""  # Metaspace: this character is dropped from the first token
+        self._fused = False
+        self.assembly = Assembly("run")
+        stages = [] if description is None else description["decoders"] if description["type"] == "Sequence" else [description]
+        if not stages:
+            raise TokenizerError(f"{source}: the tokenizer has no decoder: what its tokens mean as text is unknown")
+        for stage in stages:
+            self._read(stage)
+
+    def _read(self, stage: dict[str, Any]) -> None:
+        kind, last = stage["type"], self._byte_level or self.assembly.start != "keep"
+        if kind == "Fuse" and not last:
+            self._fused = True
+        elif kind == "ByteLevel" and not (last or self._fused or self._byte_fallback or self._replacements):
+            self._byte_level = True
+            self.assembly = Assembly("stream")
+        elif kind == "ByteFallback" and not (last or self._fused):
+            self._byte_fallback = True
+        elif kind == "Replace" and not (last or self._fused or self._byte_fallback) and "String" in stage["pattern"]:
+            self._replacements.append((stage["pattern"]["String"], stage["content"]))
+        elif kind == "Strip" and self._fused and not last and stage["content"] == " " and not stage["stop"]:
+            self.assembly = Assembly("run", "strip", stage["start"])
+        elif kind == "Metaspace" and not (last or self._fused or self._byte_fallback or self._replacements):
+            self._replacements.append((stage["replacement"], " "))
+            if stage["prepend_scheme"] != "never":
+                self._dropped_lead = stage["replacement"]
+                self.assembly = Assembly("run", "first_token")
+        else:
+            raise TokenizerError(
+                f"{self._source}: decoder {kind} is not supported in this place; supported are ByteLevel, Metaspace, "
+                "and a sequence of Replace, ByteFallback, Fuse, Strip"
+            )
+
+    def piece(self, token: str) -> bytes:
+        if self._byte_level:
+            data = [_BYTE_OF.get(character, -1) for character in token]
+            return token.encode("utf-8") if -1 in data else bytes(data)  # an added token may be written as it is
+        byte = self.byte(token)
+        return self._replaced(token).encode("utf-8") if byte is None else bytes([byte])
+
+    def lead(self, token: str) -> bytes:
+        return self.piece(token.replace(self._dropped_lead, "") if self._dropped_lead else token)
+
+    def byte(self, token: str) -> int | None:
+        match = _BYTE_TOKEN.fullmatch(self._replaced(token)) if self._byte_fallback else None
+        return int(match[1], 16) if match else None
+
+    def _replaced(self, token: str) -> str:
+        for old, new in self._replacements:
+            token = token.replace(old, new)
+        return token
+
+
+def load_tokenizer_json(path: Path, folder: FolderSettings) -> Tokenizer:
+    """tokenizer.json with what tokenizer_config.json adds to it. TokenizerError if the library cannot read it."""
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception for everything
+        raise TokenizerError(f"tokenizer: {path} cannot be read ({error}): download it again") from error
+    backend.no_truncation()
+    backend.no_padding()
+    _add_tokens(backend, folder, path)
+    bos_id, eos_ids = resolve(folder.special_tokens, backend.token_to_id, folder.bos_id, folder.eos_ids)
+    prefix, suffix = _surroundings(backend)
+    eos_id = backend.token_to_id(folder.special_tokens.get("eos_token", ""))
+    if folder.add_bos is not None:
+        prefix = (bos_id,) if folder.add_bos and bos_id is not None else ()
+    if folder.add_eos is not None:
+        suffix = (eos_id,) if folder.add_eos and eos_id is not None else ()
+    settings = Settings(bos_id, eos_ids, prefix, suffix, folder.special_tokens, folder.chat_templates)
+    return HuggingFaceTokenizer(backend, settings, f"tokenizer: {path}")
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, folder: FolderSettings, path: Path) -> None:
+    """Tokens that only tokenizer_config.json names, and the special ones among those that tokenizer.json holds as ordinary tokens."""
+    for token in folder.added_tokens:
+        if backend.token_to_id(token.content) is None:
+            flags = token.special, token.lstrip, token.rstrip, token.single_word, token.normalized
+            backend.add_tokens([as_library_token(token.content, *flags)])
+        if backend.token_to_id(token.content) != token.token_id:
+            raise TokenizerError(
+                f"tokenizer: {path} gives {token.content!r} the id {backend.token_to_id(token.content)}, "
+                f"but tokenizer_config.json the id {token.token_id}: the two files are not of one model"
+            )
+    known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    for content in folder.special_tokens.values():
+        if content not in known and backend.token_to_id(content) is not None:
+            backend.add_special_tokens([as_library_token(content, special=True)])
+
+
+def as_library_token(
+    content: str, special: bool, lstrip: bool = False, rstrip: bool = False, single_word: bool = False, normalized: bool = False
+) -> tokenizers.AddedToken:
+    return tokenizers.AddedToken(content, single_word=single_word, lstrip=lstrip, rstrip=rstrip, normalized=normalized, special=special)
+
+
+def _surroundings(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids that the post-processor puts before and after a text."""
+    bare, whole = backend.encode("a", add_special_tokens=False).ids, backend.encode("a").ids
+    if not bare:  # nothing in the vocabulary for it: a BOS is the likelier of the two
+        return tuple(whole), ()
+    start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+    return tuple(whole[:start]), tuple(whole[start + len(bare) :])

@@ -1,0 +1,215 @@
+"""sentencepiece models: a `.model` file, or the same put together from the vocabulary inside a GGUF file.
+
+Encoding is sentencepiece's own. Special tokens are cut out of the text before, as transformers and llama.cpp do; each part between them is
+a text of its own to sentencepiece, with its own space in front where the model wants one (`prefix_first_only`: only the first part). Field
+numbers are those of sentencepiece_model.proto.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+
+import sentencepiece
+
+from tinyvllm.errors import TokenizerError
+from tinyvllm.text.assembly import Assembly
+from tinyvllm.text.folder import AddedToken, FolderSettings
+from tinyvllm.text.tokenizer import Settings, Tokenizer, resolve
+
+SPACE = "\u2581"  # how pieces write a space
+NORMALIZER = 3  # field of ModelProto
+ADD_DUMMY_PREFIX, REMOVE_EXTRA_WHITESPACES = 3, 4  # fields of NormalizerSpec
+_TRAINER, _WHITESPACE_AS_SUFFIX = 2, 24
+_VARINT, _BYTES = 0, 2  # wire types
+_ERNIE = "Ernie4_5_Tokenizer"
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A sentencepiece model and the tokens added to it. The unknown token counts as special, as in transformers: it decodes to nothing."""
+
+    def __init__(self, model: bytes, added: Iterable[AddedToken], settings: Settings, source: str, prefix_first_only: bool = False):
+        super().__init__(settings)
+        self._model = model
+        self._processor = load_processor(model, source)
+        self._prefix_first_only = prefix_first_only
+        self._count = self._processor.vocab_size()
+        own = [AddedToken(self._piece(i), i, special=True) for i in range(self._count) if self._is_special(i)]
+        tokens = {token.content: token for token in (*own, *added)}
+        self._added = {token.token_id: token for token in tokens.values()}
+        self.special_ids = frozenset(token.token_id for token in tokens.values() if token.special)
+        self._by_content = tokens
+        longest_first = sorted(tokens.values(), key=lambda token: -len(token.content))
+        self._any_added = re.compile("|".join(map(_pattern, longest_first))) if tokens else None
+        self.assembly = _assembly(model, source)
+
+    def _is_special(self, token_id: int) -> bool:
+        return self._processor.is_control(token_id) or self._processor.is_unknown(token_id)
+
+    def _piece(self, token_id: int) -> str:
+        return self._processor.id_to_piece(token_id)
+
+    @property
+    def vocab_size(self) -> int:
+        return max(self._count, max(self._added, default=-1) + 1)
+
+    @cached_property
+    def _later(self) -> sentencepiece.SentencePieceProcessor:
+        """The processor for the parts of a text after the first."""
+        if not self._prefix_first_only:
+            return self._processor
+        return load_processor(without_prefix(self._model), "tokenizer")
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        begin = 0
+        while self._any_added is not None and (match := self._any_added.search(text, begin)) is not None:
+            token = self._by_content[match[0]]
+            start, end = match.span()
+            while token.lstrip and start > begin and text[start - 1].isspace():
+                start -= 1
+            while token.rstrip and end < len(text) and text[end].isspace():
+                end += 1
+            ids += self._encode_part(text, begin, start)
+            ids.append(token.token_id)
+            begin = end
+        return ids + self._encode_part(text, begin, len(text))
+
+    def _encode_part(self, text: str, begin: int, end: int) -> list[int]:
+        if begin == end:
+            return []
+        return (self._later if begin else self._processor).encode(text[begin:end])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id].content.encode("utf-8")
+        if not 0 <= token_id < self._count:
+            return b""
+        if self._processor.is_byte(token_id):
+            return bytes([int(self._piece(token_id)[3:5], 16)])
+        return self._piece(token_id).replace(SPACE, " ").encode("utf-8")
+
+    def lead_bytes(self, token_id: int) -> bytes:
+        piece = self.token_bytes(token_id)
+        begins_with_space = token_id not in self._added and 0 <= token_id < self._count and self._piece(token_id).startswith(SPACE)
+        return piece[1:] if begins_with_space else piece
+
+    def is_byte(self, token_id: int) -> bool:
+        return token_id not in self._added and 0 <= token_id < self._count and self._processor.is_byte(token_id)
+
+
+def _pattern(token: AddedToken) -> str:
+    return rf"(?<!\w){re.escape(token.content)}(?!\w)" if token.single_word else re.escape(token.content)
+
+
+def _assembly(model: bytes, source: str) -> Assembly:
+    """sentencepiece's rule for the space in front: taken away if the model puts one there or removes extra ones."""
+    normalizer: dict[int, int] = {}
+    for field, value in _fields(model):
+        if field == NORMALIZER and isinstance(value, bytes):
+            normalizer |= {number: flag for number, flag in _fields(value) if isinstance(flag, int)}
+        if field == _TRAINER and isinstance(value, bytes) and dict(_fields(value)).get(_WHITESPACE_AS_SUFFIX):
+            raise TokenizerError(f"{source}: treat_whitespace_as_suffix (spaces written after words) is not supported")
+    if normalizer.get(REMOVE_EXTRA_WHITESPACES, 1):  # both are on unless written otherwise
+        return Assembly("byte", "all_spaces")
+    return Assembly("byte", "first_token" if normalizer.get(ADD_DUMMY_PREFIX, 1) else "keep")
+
+
+def without_prefix(model: bytes) -> bytes:
+    """The same model, but with no space put in front. In protobuf, a field that comes a second time is merged into the first."""
+    return model + message(NORMALIZER, number(ADD_DUMMY_PREFIX, 0))
+
+
+def load_processor(model: bytes, source: str) -> sentencepiece.SentencePieceProcessor:
+    try:
+        return sentencepiece.SentencePieceProcessor(model_proto=model)
+    except (RuntimeError, ValueError) as error:
+        raise TokenizerError(f"{source} is not a sentencepiece model ({str(error).strip()}): download it again") from error
+
+
+def load_sentencepiece(path: Path, folder: FolderSettings) -> Tokenizer:
+    """tokenizer.model with what tokenizer_config.json says about it.
+
+    BOS is put before every text unless that file says otherwise, as LLaMA wants it; ERNIE 4.5's own tokenizer class never adds it. `legacy:
+    false` there means that only the first part of a text gets a space in front.
+    """
+    source = f"tokenizer: {path}"
+    try:
+        model = path.read_bytes()
+    except OSError as error:
+        raise TokenizerError(f"{source} cannot be read ({error.strerror})") from error
+    processor = load_processor(model, source)
+    if not processor.vocab_size():
+        raise TokenizerError(f"{source} has no tokens: download it again")
+    if folder.add_prefix_space is False:
+        model = without_prefix(model)
+    names = _names_in_model(processor) | folder.special_tokens
+    ids = {processor.id_to_piece(i): i for i in range(processor.vocab_size())}
+    ids |= {token.content: token.token_id for token in folder.added_tokens}
+    bos_id, eos_ids = resolve(names, ids.get, folder.bos_id, folder.eos_ids)
+    add_bos = folder.tokenizer_class != _ERNIE if folder.add_bos is None else folder.add_bos
+    prefix = (bos_id,) if add_bos and bos_id is not None else ()
+    suffix = (ids[names["eos_token"]],) if folder.add_eos and names.get("eos_token") in ids else ()
+    settings = Settings(bos_id, eos_ids, prefix, suffix, names, folder.chat_templates)
+    return SentencePieceTokenizer(model, _added_tokens(folder, ids), settings, source, prefix_first_only=folder.legacy is False)
+
+
+def _names_in_model(processor: sentencepiece.SentencePieceProcessor) -> dict[str, str]:
+    methods = {"bos_token": processor.bos_id, "eos_token": processor.eos_id, "unk_token": processor.unk_id, "pad_token": processor.pad_id}
+    return {name: processor.id_to_piece(method()) for name, method in methods.items() if method() >= 0}
+
+
+def _added_tokens(folder: FolderSettings, ids: dict[str, int]) -> list[AddedToken]:
+    """Tokens to recognise besides the model's control tokens: the added ones, and the named special ones that are ordinary pieces."""
+    added = {token.content: token for token in folder.added_tokens}
+    for content in folder.special_tokens.values():
+        if content in ids and content not in added:
+            added[content] = AddedToken(content, ids[content], special=True)
+    return list(added.values())
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """The fields of a protobuf message that sentencepiece has parsed already: numbers, and the bytes of strings and messages."""
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        if key & 7 == _BYTES:
+            size, at = _varint(data, at)
+            yield key >> 3, data[at : at + size]
+            at += size
+        elif key & 7 == _VARINT:
+            value, at = _varint(data, at)
+            yield key >> 3, value
+        else:
+            at += 4 if key & 7 == 5 else 8
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            return value, at
+
+
+def _written_varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def number(field: int, value: int) -> bytes:
+    """One protobuf field that holds an integer, an enumeration or a truth value."""
+    return _written_varint(field << 3 | _VARINT) + _written_varint(value)
+
+
+def message(field: int, data: bytes) -> bytes:
+    """One protobuf field that holds a string, bytes or a message."""
+    return _written_varint(field << 3 | _BYTES) + _written_varint(len(data)) + data
