@@ -18,6 +18,7 @@ import pytest
 
 from tinyvllm import LLM, SamplingParams, cli
 from tinyvllm.cli import chat as cli_chat
+from tinyvllm.cli import figures
 from tinyvllm.cli import generate as cli_generate
 from tinyvllm.cli.arguments import engine_options, parse, sampling_options
 from tinyvllm.cli.jsonl import new_file, read_prompts
@@ -114,9 +115,9 @@ def test_what_needs_no_model_does_not_wait_for_tinygrad(tiny_model: Path, argume
 def test_help_names_every_option_and_no_command_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    for option in ("--model", "--prompts-file", "--stop-token-id", "--kv-memory", "--ignore-eos", "--n N", "--load-format", "tinyvllm chat"):
+    for option in ("--model", "--prompts-file", "--stop-token-id", "--kv-memory", "--ignore-eos", "--n", "--load-format"):
         assert option in text
-    assert "serve" not in text and "bench" not in text
+    assert "tinyvllm chat" in text and "serve" not in text and "bench" not in text
 
 
 def test_unknown_environment_switch(tiny_model: Path) -> None:
@@ -168,7 +169,9 @@ def test_prompts_from_json_lines(tmp_path: Path) -> None:
         ("[" * 100_000, ["p.jsonl:2", "not JSON"]),
     ],
 )
-def test_json_lines_that_are_refused(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, words: list[str]) -> None:
+def test_json_lines_that_are_refused(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, words: list[str]
+) -> None:
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "fine"}\n' + line + "\n")
     code, message = refused(capsys, "--model", str(tiny_model), "--prompts-file", str(file))
@@ -183,8 +186,9 @@ def test_prompt_files_that_hold_nothing(tmp_path: Path) -> None:
     file.write_bytes(b"abc\xff")
     with pytest.raises(FormatError, match="byte 3 is 0xff"):
         read_prompts(str(file))
+    (tmp_path / "folder.txt").mkdir()
     with pytest.raises(ArgumentError, match="directory"):
-        read_prompts(str(tmp_path.joinpath("folder.txt").mkdir() or tmp_path / "folder.txt"))
+        read_prompts(str(tmp_path / "folder.txt"))
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -267,9 +271,7 @@ def test_one_prompt_is_answered_on_stdout(loaded: Callable[..., int], llm: LLM, 
     assert capsys.readouterr() == (out, "")
 
 
-def test_stop_and_stdin(
-    loaded: Callable[..., int], llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_and_stdin(loaded: Callable[..., int], llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     text = greedy(llm, "hello")
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
     assert loaded("--prompt", "-", *GREEDY, "--stop", text[2]) == 0
@@ -312,9 +314,7 @@ def test_json_lines_in_and_out(loaded: Callable[..., int], llm: LLM, tmp_path: P
     assert json.loads(capsys.readouterr().out)["outputs"][0]["logprobs"][0][0]["token"] == greedy(llm, "hello")[0]
 
 
-def test_one_prompt_too_long_and_nothing_is_written(
-    loaded: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_prompt_too_long_and_nothing_is_written(loaded: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in.txt").write_text("fine\n\n" + "x" * 600 + "\n")
     assert loaded("--prompts-file", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out.jsonl")) == 2
     out, err = capsys.readouterr()
@@ -351,7 +351,8 @@ def test_chat_remembers_and_forgets(
 def test_chat_settings_and_statistics(
     loaded: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert chat(loaded, monkeypatch, "/set max_tokens 2", "/set stop ab c", "/set seed 3", "/set seed null", "/show", "hi", "/stats", "/help") == 0
+    lines = ["/set max_tokens 2", "/set stop ab c", "/set seed 3", "/set seed null", "/show", "hi", "/stats", "/help"]
+    assert chat(loaded, monkeypatch, *lines) == 0
     out, err = capsys.readouterr()
     assert "max_tokens = 2\n" in err and 'stop = ["ab c"]\n' in err and "seed = null\n" in err and "messages = 0\n" in err
     assert "generated tokens, first token after" in err and "/save FILE" in err and len(out) <= 6
@@ -384,7 +385,9 @@ def test_chat_goes_on_after_mistakes(
     assert out == greedy(llm, {"messages": [{"role": "user", "content": "hi"}]}) + "\n"
 
 
-def test_chat_with_a_model_that_cannot(loaded: Callable[..., int], llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_with_a_model_that_cannot(
+    loaded: Callable[..., int], llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(llm.engine.tokenizer, "chat_templates", {})
     assert chat(loaded, monkeypatch, "hi") == 1
     assert "no chat template" in capsys.readouterr().err
@@ -409,6 +412,17 @@ def test_an_interrupt_stops_the_answer_and_not_the_chat(
     assert not llm.engine.has_work() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize("patience", [0.0, 1000.0])
+def test_a_bar_appears_when_loading_takes_long(patience: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(figures, "PATIENCE", patience)
+    bar = figures.LoadBar()
+    for done in (0, 1 << 20, 3 << 20, 4 << 20):
+        bar(done, 4 << 20, "weights")
+    bar.close()
+    out, err = capsys.readouterr()
+    assert out == "" and ("weights" in err and "4.00M/4.00M" in err if patience == 0 else err == "")
+
+
 def test_main_from_start_to_end(tiny_model: Path) -> None:
     done = run("--model", str(tiny_model), "--prompt", "hello", "--max-tokens", "4", "--num-blocks", "8", "--seed", "1", "--device", "cpu")
     assert done.returncode == 0 and done.stdout.endswith("\n"), done.stderr
@@ -420,6 +434,7 @@ def test_a_reader_that_goes_away_is_no_error(tiny_model: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, str(ROOT / "main.py"), "--help"]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # so that it shows at exit if not before
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environ, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")

@@ -140,7 +140,7 @@ def parse_device(name: str, text: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """", did you mean 'x'?" for the closest of the known words, or the empty string."""
+    """ ", did you mean 'x'?" for the closest of the known words, or the empty string."""
     close = difflib.get_close_matches(word, list(known), 1, 0.6)
     return f", did you mean {close[0]!r}?" if close else ""
 
@@ -188,7 +188,7 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
 def _locate(model: str | os.PathLike[str] | None, revision: str | None) -> str:
     if model is None:
         if not DEFAULT_MODEL.is_dir():
-            raise ArgumentError(f"the bundled model is not in this installation ({DEFAULT_MODEL}): give model, a folder, a GGUF file or a hub name")
+            raise ArgumentError(f"the bundled model is not in this installation ({DEFAULT_MODEL}): give a model")
         model = DEFAULT_MODEL
     if not isinstance(model, (str, os.PathLike)):
         raise ArgumentError(f"model must be a path or a hub name, got {model!r}")

@@ -141,7 +141,7 @@ class Logprob:
 
 @dataclass
 class CompletionOutput:
-    """One continuation. `text` and `token_ids` grow until `finish_reason` is "stop", "length" or "abort".
+    """One continuation. `text` and `token_ids` grow until `finish_reason` is "stop", "length", "abort", or "error" for broken logits.
 
     `stop_reason` is the stop string or stop token id that ended it, None for the end-of-sequence token or a full length.
     """

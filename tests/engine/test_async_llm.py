@@ -109,10 +109,11 @@ def test_leaving_the_iteration_aborts_the_request(llm: AsyncLLM, monkeypatch: py
 
 def test_abort_by_id(llm: AsyncLLM) -> None:
     async def run() -> RequestOutput:
-        async for output in llm.generate("hello", LONG, request_id="long"):
-            llm.abort("long")
-            llm.abort("never heard of")
-        return output
+        outputs = llm.generate("hello", LONG, request_id="long")
+        await anext(outputs)
+        llm.abort("long")
+        llm.abort("never heard of")
+        return await last(outputs)
 
     output = asyncio.run(run())
     assert output.finished and output.outputs[0].finish_reason == "abort" and len(output.outputs[0].token_ids) < 450

@@ -23,7 +23,9 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
 def state_of(tokenizer: Tokenizer | None, prompt: str = "Q", max_model_len: int = 100, **params: Any) -> RequestState:
     ids = list(prompt.encode())
     params = {"seed": 7, "max_tokens": None, **params}
-    return RequestState("r", prompt, ids, SamplingParams(**params), tokenizer, (EOS,), max_model_len, time.monotonic(), first_sequence_id=40)
+    return RequestState(
+        "r", prompt, ids, SamplingParams(**params), tokenizer, (EOS,), max_model_len, time.monotonic(), first_sequence_id=40
+    )
 
 
 def feed(state: RequestState, tokens: list[int] | bytes, index: int = 0) -> tuple[list[str], CompletionOutput]:
@@ -68,6 +70,8 @@ def test_stop_token_ids(tokenizer: Tokenizer) -> None:
     assert (part.text, part.token_ids, part.finish_reason, part.stop_reason) == ("ab", list(b"abx"), "stop", ord("x"))
     _, part = feed(state_of(tokenizer, stop_token_ids=[ord("x")], include_stop_str_in_output=True), b"abxyz")
     assert part.text == "abx"
+    _, part = feed(state_of(tokenizer, stop_token_ids=[ord("x")], stop=["bc"]), b"abxyz")
+    assert (part.text, part.stop_reason) == ("ab", ord("x"))
     _, part = feed(state_of(tokenizer, stop_token_ids=[EOS], ignore_eos=True), [*b"ab", EOS])
     assert (part.finish_reason, part.stop_reason) == ("stop", EOS)
 

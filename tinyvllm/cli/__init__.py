@@ -22,10 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _run(arguments)
-        sys.stdout.flush()
+        sys.stdout.flush()  # here a closed pipe is quiet, at exit it would not be
         return code
-    except SystemExit as stop:  # argparse, after --help or --version
-        return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -36,7 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    command, options = parse(arguments)
+    try:
+        command, options = parse(arguments)
+    except SystemExit:  # argparse has printed what --help or --version asks for; its refusals are ArgumentErrors
+        return 0
     if command == "chat":
         from tinyvllm.cli import chat
 

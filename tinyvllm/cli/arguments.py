@@ -42,7 +42,7 @@ _SAMPLING_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--presence-penalty", {"type": float, "metavar": "X", "help": "subtract from the logits of what was answered already"}),
     ("--frequency-penalty", {"type": float, "metavar": "X", "help": "the same, once for every time"}),
     ("--stop", {"action": "append", "metavar": "S", "help": "end at this text; may be repeated"}),
-    ("--stop-token-id", {"action": "append", "type": int, "metavar": "ID", "dest": "stop_token_ids", "help": "end at this token; may be repeated"}),
+    ("--stop-token-id", {"action": "append", "type": int, "metavar": "ID", "dest": "stop_token_ids", "help": "the same for a token"}),
     ("--ignore-eos", {"action": "store_true", "help": "go on after the end-of-sequence token"}),
 )
 

@@ -212,10 +212,13 @@ def _read_messages(name: str) -> list[Message]:
         raise ArgumentError(f"/load {name}: {error.strerror or error}") from error
     except ValueError as error:
         raise FormatError(f"{name}: not JSON: {error}") from error
-    good = isinstance(messages, list) and all(isinstance(m, dict) and all(isinstance(m.get(k), str) for k in ("role", "content")) for m in messages)
-    if not good:
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
         raise FormatError(f"{name}: expected a JSON list of messages with role and content")
     return messages
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.config import EngineConfig, cache_folder
 from tinyvllm.engine.output import RequestState
 from tinyvllm.errors import RequestError
-from tinyvllm.request import RequestOutput, SamplingParams, Sequence
+from tinyvllm.request import Logprob, RequestOutput, SamplingParams, Sequence
 from tinyvllm.runner.device import start_device
 from tinyvllm.scheduler import Schedule, Scheduled, Scheduler, SchedulerLimits
 from tinyvllm.text.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
@@ -80,8 +80,8 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request now; its last output, with finish_reason "abort", comes with the next step. Unknown names are over already."""
         state = self._requests.get(request_id)
-        for sequence in state.sequences if state else ():
-            if not sequence.finished:
+        if state is not None:
+            for sequence in [s for s in state.sequences if not s.finished]:
                 self._finish(state, sequence, "abort")
 
     def has_work(self) -> bool:
@@ -92,26 +92,35 @@ class Engine:
         schedule = self.scheduler.schedule()
         self._report_exhausted(schedule)
         if not schedule.empty:
-            logits, entries = self.runner.run(schedule)
-            tokens, logprobs = self._sample(logits, entries)
-            self.scheduler.advance(schedule)
-            for entry, token, chosen in zip(entries, tokens, logprobs, strict=True):
-                self._append(entry.sequence, token, chosen)
+            self._run(schedule)
         return self._outputs()
 
-    def _sample(self, logits, entries: list[Scheduled]):
-        if not entries:
-            return [], []
-        sequences = [entry.sequence for entry in entries]
+    def _run(self, schedule: Schedule) -> None:
+        step = self.runner.prepare(schedule)
+        sequences = [entry.sequence for entry in step.sampling]
+        self._join(sequences)
+        flags = self.sampler.prepare(sequences, step.B)
+        logits = self.runner.launch(step)
+        self.scheduler.advance(schedule)
+        if not sequences:
+            return
+        tokens = self.runner.tokens(self.sampler.draw(logits, flags))[: len(sequences)]
+        logprobs = self.sampler.logprobs(logits, sequences, tokens)
+        for sequence, token, chosen in zip(sequences, tokens, logprobs, strict=True):
+            self._append(sequence, token, chosen)
+
+    def _join(self, sequences: list[Sequence]) -> None:
+        """Tell the sampler about those that were admitted, or admitted again, since their last token."""
         for sequence in sequences:
             if self._rows.get(sequence.sequence_id) != sequence.row:
                 self.sampler.join(sequence, self.eos_ids)
                 self._rows[sequence.sequence_id] = sequence.row
-        tokens = self.runner.tokens(self.sampler.sample(logits, sequences))[: len(sequences)]
-        return tokens, self.sampler.logprobs(logits, sequences, tokens)
 
-    def _append(self, sequence: Sequence, token: int, logprobs) -> None:
+    def _append(self, sequence: Sequence, token: int, logprobs: dict[int, Logprob] | None) -> None:
         state = self._owners[sequence.sequence_id]
+        if token < 0:  # no row of finite logits has no token: the weights or the activations of this request are broken
+            self._finish(state, sequence, "error")
+            return
         reason = state.append(sequence, token, logprobs)
         self._changed[state.request_id] = state
         if reason is not None:

@@ -19,6 +19,8 @@ from tinyvllm.engine.prompt import Encoded, Message, Prompt, PromptError, defaul
 from tinyvllm.errors import ArgumentError, RequestError
 from tinyvllm.request import RequestOutput, SamplingParams
 
+Outputs = Generator[RequestOutput, None, None]
+
 
 @dataclass(frozen=True)
 class StreamDelta:
@@ -71,8 +73,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """The finished outputs of all prompts, in their order, run together.
 
-        A prompt is a text, {"prompt_token_ids": ids} or {"messages": conversation}. If one of them cannot be served nothing runs: RequestError
-        (or ArgumentError) for a single prompt, PromptError, which says which, for several.
+        A prompt is a text, {"prompt_token_ids": ids} or {"messages": conversation}. If one of them cannot be served nothing runs:
+        RequestError (or ArgumentError, TokenizerError) for a single prompt, PromptError, which says which, for several.
         """
         items: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)  # type: ignore[list-item]
         each = spread(sampling_params, self.default_params, len(items))
@@ -100,7 +102,7 @@ class LLM:
         prompts = [{"messages": conversation, **options} for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def follow(self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
+    def follow(self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None) -> Outputs:
         """The growing output of one prompt or conversation, each complete up to now; the last one is finished.
 
         The request starts with the first `next`. Closing the iterator early aborts it.
@@ -144,7 +146,7 @@ class LLM:
         finally:
             self._forget(ids)
 
-    def _follow(self, encoded: list[Encoded], params: list[SamplingParams]) -> Generator[RequestOutput, None, None]:
+    def _follow(self, encoded: list[Encoded], params: list[SamplingParams]) -> Outputs:
         ids = self._add(encoded, params)
         seen: RequestOutput | None = None
         try:
@@ -190,7 +192,7 @@ class LLM:
                 self.engine.abort(request_id)
 
 
-def _deltas(outputs: Generator[RequestOutput, None, None]) -> Iterator[StreamDelta]:
+def _deltas(outputs: Outputs) -> Iterator[StreamDelta]:
     """What each of the cumulative outputs of one request adds to the one before, per continuation."""
     sent: dict[int, tuple[int, int]] = {}  # characters and tokens already given, by index
     done: set[int] = set()

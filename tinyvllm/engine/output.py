@@ -88,11 +88,10 @@ class RequestState:
             part.logprobs.append(self._named(logprobs))
         count, params = len(tokens), self.params
         ended = token_id in self._end_ids and count >= params.min_tokens
-        if part.detokenizer is not None and (not ended or params.include_stop_str_in_output):
-            if self._spell(part, part.detokenizer.add(token_id), count > params.min_tokens):
-                self._end(part, "stop")
-                return "stop"
-        if ended:
+        new = part.detokenizer.add(token_id) if part.detokenizer and (not ended or params.include_stop_str_in_output) else ""
+        if self._spell(part, new):
+            self._end(part, "stop")
+        elif ended:
             part.stop_reason = token_id if token_id in self._named_ends else None
             self.finish(sequence, "stop")
         elif count >= self._longest:
@@ -104,7 +103,7 @@ class RequestState:
         part = self._parts[sequence.index]
         if part.finish_reason is not None:
             return
-        if part.detokenizer is not None and self._spell(part, part.detokenizer.finish(), len(sequence.output_token_ids) > self.params.min_tokens):
+        if self._spell(part, part.detokenizer.finish() if part.detokenizer else ""):
             reason = "stop"
         elif part.stops is not None:
             part.text += part.stops.finish()
@@ -126,17 +125,19 @@ class RequestState:
         ]
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, replace(self.metrics))
 
-    def _spell(self, part: _Part, text: str, may_stop: bool) -> bool:
-        """Add new text as far as it is certain; True if it completed a stop string, which then is in `stop_reason`."""
-        if part.stops is None:
+    def _spell(self, part: _Part, text: str) -> bool:
+        """Add new text as far as it is certain; True if it completed a stop string, which then is in `stop_reason`.
+
+        Text of the first min_tokens tokens is certain at once: no stop string may be made of it.
+        """
+        if part.stops is None or len(part.sequence.output_token_ids) <= self.params.min_tokens:
             part.text += text
             return False
-        if not may_stop:  # fewer than min_tokens: what is in this text can no longer be part of a stop string
-            part.text += text
-            return False
-        safe, part.stop_reason = part.stops.add(text)
+        safe, matched = text, None
         part.text += safe
-        return part.stop_reason is not None
+        if matched is not None:
+            part.stop_reason = matched
+        return matched is not None
 
     def _end(self, part: _Part, reason: str) -> None:
         part.finish_reason = reason

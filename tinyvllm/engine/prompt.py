@@ -101,7 +101,9 @@ def _check_ids(ids: object) -> list[int]:
 
 def is_conversation(value: object) -> bool:
     """Whether `value` is one conversation: a list of messages with roles."""
-    return isinstance(value, Sequence) and not isinstance(value, str) and bool(value) and all(isinstance(m, Mapping) and "role" in m for m in value)
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return False
+    return bool(value) and all(isinstance(message, Mapping) and "role" in message for message in value)
 
 
 def encode_all(tokenizer: Tokenizer | None, prompts: list[Prompt]) -> list[Encoded]:
@@ -129,7 +131,7 @@ def spread(params: SamplingParams | Sequence[SamplingParams] | None, default: Sa
 
 
 def default_sampling_params(model: str) -> SamplingParams:
-    """SamplingParams with what the model's generation_config.json recommends, where there is one; `do_sample` is not looked at, as in vLLM."""
+    """SamplingParams with what the model's generation_config.json recommends, if there is one. As in vLLM, `do_sample` plays no part."""
     path = Path(model) / "generation_config.json"
     if not path.is_file():
         return SamplingParams()

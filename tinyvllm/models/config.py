@@ -136,7 +136,8 @@ def check_factors(fields: Fields, config: ModelConfig) -> ModelConfig:
     if config.scaling.kind == "longrope":
         for name, factors in (("short_factor", config.scaling.short_factor), ("long_factor", config.scaling.long_factor)):
             if len(factors) != config.rope_dim // 2:
-                raise ModelError(f"{fields.where}: {name} must hold {config.rope_dim // 2} factors, one per rotated pair, got {len(factors)}")
+                pairs = config.rope_dim // 2
+                raise ModelError(f"{fields.where}: {name} must hold {pairs} factors, one per rotated pair, got {len(factors)}")
     return config
 
 

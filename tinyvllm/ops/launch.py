@@ -134,25 +134,28 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
     T = 1 where these loops read 9, 4 GFLOP/s at T = 64 where these reach 17 and more. Up to 16 rows of x lie side by side as lanes.
     Each result is one running sum over I in order, so a row's bits do not depend on how many rows are computed with it.
     """
-    (T, I), O = (int(x.shape[0]), int(x.shape[1])), int(weight.shape[0])
+    T, I, O = int(x.shape[0]), int(x.shape[1]), int(weight.shape[0])
     lanes = next(n for n in (16, 8, 4, 2, 1) if T % n == 0)
-    panels = x.float().reshape(T // lanes, lanes, I).permute(0, 2, 1).contiguous()  # [T / lanes, I, lanes]
+    panels = x.float().reshape(T // lanes, lanes, I)
+    panels = panels.reshape(1, I, 1) if T == 1 else panels.permute(0, 2, 1).contiguous()  # [T / lanes, I, lanes]
     out = Tensor.empty(T // lanes, O, lanes, dtype=dtypes.float32, device=x.device)
     at_once = next(n for n in ((8, 4) if lanes == 1 else (4,)) if O % n == 0)  # outputs whose sums run together
-    opts = [Opt(OptOps.UPCAST, 1 if T > lanes else 0, at_once)]
+    panel_axes = int(lanes < T)  # a range of one panel is no axis
+    opts = [Opt(OptOps.UPCAST, panel_axes, at_once)]
     if lanes > 1:
-        opts.append(Opt(OptOps.UPCAST, 2 if T > lanes else 1, lanes))
+        opts.append(Opt(OptOps.UPCAST, panel_axes + 1, lanes))
     opts.append(Opt(OptOps.UNROLL, 0, 4))
     threads = next(n for n in range(CPU_COUNT.value, 0, -1) if (O // at_once) % n == 0)
-    if threads > 1 and T * O * I >= 1 << 17:  # below, starting a second thread costs more than it saves
-        opts.append(Opt(OptOps.THREAD, 1 if T > lanes else 0, threads))
+    if threads > 1 and T * O * I >= 1 << (20 if T == 1 else 21):  # waking a second thread takes 67 us: below, more than it saves
+        opts.append(Opt(OptOps.THREAD, panel_axes, threads))
 
     def program(out: UOp, panels: UOp, weight: UOp) -> UOp:
         p, o, t, i = UOp.range(T // lanes, 0), UOp.range(O, 1), UOp.range(lanes, 2), UOp.range(I, 3, AxisType.REDUCE)
         total = (panels[p, i, t] * weight[o, i].cast(dtypes.float32)).reduce(i, arg=Ops.ADD)
         return out[p, o, t].store(total).end(p, o, t).sink(arg=KernelInfo(name=f"matmul_{T}_{O}_{I}", opts_to_apply=tuple(opts)))
 
-    return out.custom_kernel(panels, weight, fxn=program)[0].permute(0, 2, 1).reshape(T, O)
+    done = out.custom_kernel(panels, weight, fxn=program)[0]
+    return done.reshape(1, O) if T == 1 else done.permute(0, 2, 1).reshape(T, O)
 
 
 def scatter_add(table: Tensor, rows: Tensor, columns: Tensor, amount: int = 1) -> Tensor:

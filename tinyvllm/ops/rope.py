@@ -94,7 +94,7 @@ _SCALE = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _ya
 
 
 def apply_rope(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate the first R features of x [T, H, D] by angles [T, R] (R/2 cosines, R/2 sines); the others pass (Su et al., arXiv:2104.09864)."""
+    """Rotate the first R features of x [T, H, D] by angles [T, R] (R/2 cosines, R/2 sines); the others pass (Su et al., 2104.09864)."""
     R = int(angles.shape[-1])
     cos, sin = angles.unsqueeze(1).chunk(2, dim=-1)  # [T, 1, R/2]
     a, b = x[..., : R // 2], x[..., R // 2 : R]

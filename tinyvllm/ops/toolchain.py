@@ -19,7 +19,7 @@ OLDEST_CLANG = 16
 
 
 def provide_compiler(cache: Path) -> str:
-    """Set `CC` to a clang that can do the work, unless the user has set it; returns what was chosen. tinygrad reads it at its first compile."""
+    """Set `CC`, which tinygrad reads at its first compile, to a clang that can do the work, unless the user has; returns the choice."""
     if "CC" not in os.environ:
         os.environ["CC"] = _recent_clang() or _zig_clang(cache) or _none_found()
     return os.environ["CC"]

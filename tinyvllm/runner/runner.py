@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -54,8 +55,18 @@ def weight_dtype(choice: str, checkpoint: Checkpoint) -> DType:
     return {"F32": dtypes.float32, "BF16": dtypes.bfloat16}.get(common, dtypes.float16)
 
 
+@dataclass(frozen=True)
+class PreparedStep:
+    """A step whose inputs lie on the device. The first logits of its B rows are those of `sampling`, in this order."""
+
+    sampling: list[Scheduled]
+    B: int
+    num_blocks: int
+    captured: TinyJit
+
+
 class Runner:
-    """The model on its device. `run` takes a schedule, returns logits on the device; `prompt_logits` serves evaluation."""
+    """The model on its device. `prepare` and `launch` run a schedule; `prompt_logits` serves evaluation."""
 
     def __init__(self, config: EngineConfig, device: str, progress: Callable[[int, int, str], None] | None = None):
         self.device = device
@@ -96,23 +107,25 @@ class Runner:
         """Weight bytes that one decode step streams: all of them but the input embedding, of which it gathers rows."""
         return self.weight_bytes - (0 if self.config.tied else self.config.vocab_size * self.config.dim * self.dtype.itemsize)
 
-    def run(self, schedule: Schedule) -> tuple[Tensor, list[Scheduled]]:
-        """Launch one step. Returns logits [B, V] float32, padded, and the entries whose logits are its first rows, in order."""
+    def prepare(self, schedule: Schedule) -> PreparedStep:
+        """Lay a schedule out on the device. The copy waits for the step in flight, so it comes before anything is launched."""
         singles, chunks = split(schedule)
-        logits = self._launch(singles, chunks, all_rows=False)
-        return logits, [entry for entry in singles + chunks if entry.samples]
+        return self._prepare(singles, chunks, all_rows=False)
+
+    def launch(self, step: PreparedStep) -> Tensor:
+        """Start a prepared step; its logits [B, V] float32, in a buffer that the next step of this shape overwrites."""
+        width = self._table_width
+        return step.captured(blocks_variable(width).bind(step.num_blocks)) if width > 1 else step.captured()
 
     def prompt_logits(self, entry: Scheduled) -> np.ndarray:
         """Logits float32 [T, V] of every token of one chunk."""
-        logits = self._launch([], [entry], all_rows=True)
-        return download(logits)[: entry.num_tokens]
+        return download(self.launch(self._prepare([], [entry], all_rows=True)))[: entry.num_tokens]
 
-    def _launch(self, singles: list[Scheduled], chunks: list[Scheduled], all_rows: bool) -> Tensor:
+    def _prepare(self, singles: list[Scheduled], chunks: list[Scheduled], all_rows: bool) -> PreparedStep:
         shape = shape_of(singles, chunks)
-        inputs, step = self._steps.get((shape, all_rows)) or self._new_step(shape, all_rows)
+        inputs, captured = self._steps.get((shape, all_rows)) or self._new_step(shape, all_rows)
         blocks = inputs.fill(singles, chunks, self.pool.block_size)
-        width = self._table_width
-        return step(blocks_variable(width).bind(blocks)) if width > 1 else step()
+        return PreparedStep([e for e in singles + chunks if e.samples], shape.sequences, blocks, captured)
 
     def _new_step(self, shape: Shape, all_rows: bool) -> tuple[StepInputs, TinyJit]:
         inputs = StepInputs(shape, self._table_width, self.pool.scratch_slot, self.device)

@@ -73,7 +73,7 @@ _PRE: dict[str, WordRules] = {
 }
 _PRE_OF_ARCHITECTURE = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen2moe": "qwen2", "qwen3": "qwen2", "qwen3moe": "qwen2"}
 _ENDS = frozenset(
-    "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <|eom_id|> <EOT> _<EOT> <end_of_utterance>".split()
+    ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<EOT>", "_<EOT>")
 )
 _PHI3_KEEPS_WHITESPACE = ("<unk>", "<s>", "<|endoftext|>")
 

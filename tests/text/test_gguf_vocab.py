@@ -1,0 +1,228 @@
+"""The vocabulary inside a GGUF file against the tokenizer that it was taken from."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from tests.text.vocabularies import (
+    NASTY,
+    SPECIALS,
+    TRAINING,
+    byte_level,
+    gguf_of_byte_level,
+    gguf_of_sentencepiece,
+    llama2_json,
+    processor,
+    sentencepiece_model,
+    without,
+)
+from tinyvllm.errors import TokenizerError
+from tinyvllm.text.gguf_vocab import _PRE
+from tinyvllm.text.tokenizer import tokenizer_from_gguf
+
+
+def test_bpe_equals_its_source() -> None:
+    reference, tokenizer = byte_level(), tokenizer_from_gguf(gguf_of_byte_level(byte_level()))
+    assert tokenizer.vocab_size == reference.get_vocab_size()
+    assert tokenizer.special_ids == {reference.token_to_id(token) for token in SPECIALS}
+    for text in (*NASTY, *(f"x{special} y" for special in SPECIALS)):
+        ids = tokenizer.encode(text)
+        assert ids == reference.encode(text).ids, text
+        for skip in (True, False):
+            assert tokenizer.decode(ids, skip) == reference.decode(ids, skip_special_tokens=skip)
+
+
+def trained(pre_tokenizer: pre_tokenizers.PreTokenizer, normalizer: normalizers.Normalizer | None = None) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.ByteLevel()
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(TRAINING * 4, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
+    return tokenizer
+
+
+QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@pytest.mark.parametrize(
+    ("pre", "pre_tokenizer", "normalizer"),
+    [
+        ("gpt-2", pre_tokenizers.ByteLevel(add_prefix_space=False), None),
+        (
+            "qwen2",
+            pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN2), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]),
+            normalizers.NFC(),
+        ),
+        ("smollm", pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]), None),
+    ],
+)
+def test_words_are_cut_as_by_the_models_own_tokenizers(pre: str, pre_tokenizer, normalizer) -> None:  # noqa: ANN001
+    reference = trained(pre_tokenizer, normalizer)
+    metadata = gguf_of_byte_level(reference, pre, bos_token_id=None, eos_token_id=None)
+    tokenizer = tokenizer_from_gguf(metadata)
+    for text in NASTY:
+        assert tokenizer.encode(text) == reference.encode(text).ids, text
+
+
+@pytest.mark.parametrize("pre", sorted(_PRE))
+def test_every_pattern_compiles_and_loses_nothing(pre: str) -> None:
+    tokenizer = tokenizer_from_gguf(gguf_of_byte_level(byte_level(), pre))
+    for text in NASTY:
+        expected = text if pre not in ("qwen2", "command-r") else __import__("unicodedata").normalize("NFC", text)
+        assert tokenizer.decode(tokenizer.encode(text)).endswith(expected)
+
+
+def test_pattern_of_old_files() -> None:
+    metadata = gguf_of_byte_level(byte_level())
+    del metadata["tokenizer.ggml.pre"]
+    with pytest.raises(TokenizerError, match="pre is None"):
+        tokenizer_from_gguf(metadata)
+    as_gpt2 = tokenizer_from_gguf(metadata | {"general.architecture": "gpt2"})
+    assert as_gpt2.encode("12345") == tokenizer_from_gguf(gguf_of_byte_level(byte_level(), "gpt-2")).encode("12345")
+
+
+def test_bpe_settings() -> None:
+    ids = {token: byte_level().token_to_id(token) for token in SPECIALS}
+    begin, end, turn, message = ids.values()
+    tokenizer = tokenizer_from_gguf(gguf_of_byte_level(byte_level(), eot_token_id=turn) | {"tokenizer.chat_template": "{{ 1 }}"})
+    assert tokenizer.bos_id == begin
+    assert tokenizer.eos_ids == (end, turn, message)  # <|eom_id|> is known by its name
+    assert tokenizer.special_tokens == {"bos_token": SPECIALS[0], "eos_token": SPECIALS[1]}
+    assert tokenizer.chat_template == "{{ 1 }}"
+    named = {"tokenizer.chat_template.tool_use": "{{ 2 }}"}
+    assert tokenizer_from_gguf(gguf_of_byte_level(byte_level()) | named).chat_templates == {"tool_use": "{{ 2 }}"}
+
+
+@pytest.mark.parametrize(
+    ("pre", "flags", "before", "after"),
+    [
+        ("llama-bpe", {}, True, False),
+        ("llama-bpe", {"add_bos_token": False}, False, False),
+        ("qwen2", {}, False, False),
+        ("qwen2", {"add_bos_token": True, "add_eos_token": True}, True, True),
+    ],
+)
+def test_bos_rules_of_bpe(pre: str, flags: dict[str, bool], before: bool, after: bool) -> None:
+    tokenizer = tokenizer_from_gguf(gguf_of_byte_level(byte_level(), pre, **flags))
+    ids = tokenizer.encode("the fox")
+    assert (ids[0] == tokenizer.bos_id, ids[-1] in tokenizer.eos_ids) == (before, after)
+
+
+def test_user_defined_and_unused_tokens() -> None:
+    reference = Tokenizer.from_str(byte_level().to_str())
+    reference.add_tokens([AddedToken("<think>", normalized=False), AddedToken("    ", normalized=False)])
+    metadata = gguf_of_byte_level(reference)
+    size = reference.get_vocab_size()
+    metadata["tokenizer.ggml.tokens"] += ["[PAD1]"]
+    metadata["tokenizer.ggml.token_type"] += [5]
+    tokenizer = tokenizer_from_gguf(metadata)
+    for text in ("a<think>b", "x     y", "[PAD1]"):
+        assert tokenizer.encode(text) == reference.encode(text).ids
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.token_text(size) == tokenizer.decode([size]) == ""
+
+
+SPM = {
+    "plain": {},
+    "more symbols": {"user_defined_symbols": ("<think>", "▁▁▁▁"), "control_symbols": ("<ctl>",)},
+    "no space in front": {"add_dummy_prefix": False},
+}
+
+
+@pytest.mark.parametrize("name", SPM)
+def test_sentencepiece_equals_its_source(name: str) -> None:
+    model = sentencepiece_model(**SPM[name])
+    reference = processor(model)
+    metadata = gguf_of_sentencepiece(model, add_space_prefix="add_dummy_prefix" not in SPM[name])
+    kinds, symbols = metadata["tokenizer.ggml.token_type"], SPM[name].get("user_defined_symbols", ())
+    for symbol in symbols:
+        kinds[reference.piece_to_id(symbol)] = 4
+    tokenizer, dice = tokenizer_from_gguf(metadata), random.Random(3)
+    assert tokenizer.vocab_size == reference.vocab_size()
+    for text in (*NASTY, "a<think>b     c"):
+        if "<s>" not in text:
+            ids = reference.encode(text)
+            assert tokenizer.encode(text) == [1, *ids], text
+            assert tokenizer.decode(ids) == reference.decode(ids)
+    for _ in range(200):
+        ids = without([dice.randrange(reference.vocab_size()) for _ in range(8)], reference.unk_id())
+        assert tokenizer.decode(ids) == reference.decode(ids)
+
+
+def test_sentencepiece_settings() -> None:
+    tokenizer = tokenizer_from_gguf(gguf_of_sentencepiece(sentencepiece_model()))
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.special_ids) == (1, (2,), {0, 1, 2})
+    reference = llama2_json(sentencepiece_model())
+    for text in ("<s>the fox</s> the dog<s>", "the</s>the"):
+        assert tokenizer.encode(text) == reference.encode(text).ids
+    quiet = tokenizer_from_gguf(gguf_of_sentencepiece(sentencepiece_model(), add_bos_token=False, add_eos_token=True))
+    assert quiet.encode("the")[0] != 1 and quiet.encode("the")[-1] == 2
+
+
+def test_lists_may_be_arrays_and_spaces_of_added_tokens_plain() -> None:
+    model = sentencepiece_model(user_defined_symbols=("▁▁▁▁",))
+    metadata = gguf_of_sentencepiece(model)
+    tokens = metadata["tokenizer.ggml.tokens"]
+    place = tokens.index("▁▁▁▁")
+    tokens[place] = "    "
+    metadata["tokenizer.ggml.token_type"][place] = 4
+    metadata["tokenizer.ggml.token_type"] = np.array(metadata["tokenizer.ggml.token_type"], np.int32)
+    metadata["tokenizer.ggml.scores"] = np.array(metadata["tokenizer.ggml.scores"], np.float32)
+    tokenizer = tokenizer_from_gguf(metadata)
+    text = "x" + " " * 9 + "y"
+    assert tokenizer.encode(text, add_special_tokens=False) == processor(model).encode(text)
+
+
+def test_phi3_swallows_whitespace_after_its_tokens() -> None:
+    model = sentencepiece_model(control_symbols=("<|user|>", "<|endoftext|>"))
+    phi3 = tokenizer_from_gguf(gguf_of_sentencepiece(model) | {"general.architecture": "phi3"})
+    other = tokenizer_from_gguf(gguf_of_sentencepiece(model))
+    assert phi3.encode("<|user|>\nthe") == other.encode("<|user|>the") != other.encode("<|user|>\nthe")
+    assert phi3.encode("<|endoftext|>\nthe") == other.encode("<|endoftext|>\nthe")
+
+
+def changed(metadata: dict[str, object], **changes: object) -> dict[str, object]:
+    return metadata | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"model": "bert"}, "model is 'bert'; supported are 'llama', 'gpt2'"),
+        ({"model": None}, "model is None"),
+        ({"pre": "viking"}, "pre is 'viking'.*known are .*llama-bpe.*qwen2"),
+        ({"tokens": []}, "tokens is absent or empty"),
+        ({"tokens": "abc"}, "tokens must be a list of str"),
+        ({"tokens": [1, 2]}, "tokens must be a list of str"),
+        ({"tokens": ["a", "b", "a"], "token_type": [1, 1, 1]}, "has 'a' more than once"),
+        ({"token_type": [1]}, "token_type has 1 entries"),
+        ({"merges": ["nosuch token"]}, "merges does not fit"),
+        ({"merges": ["alone"]}, "merges does not fit"),
+        ({"bos_token_id": 10**6}, "bos_token_id is 1000000"),
+        ({"eos_token_id": "x"}, "eos_token_id is 'x'"),
+        ({"add_bos_token": "maybe"}, "add_bos_token must be true or false"),
+    ],
+)
+def test_bad_bpe_metadata(changes: dict[str, object], match: str) -> None:
+    with pytest.raises(TokenizerError, match=match):
+        tokenizer_from_gguf(changed(gguf_of_byte_level(byte_level()), **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"scores": [0.0]}, "scores has 1 entries"),
+        ({"token_type": None}, "no token has the type unknown"),
+        ({"tokens": ["<unk>", "<0x00>", "a"], "token_type": [2, 6, 1], "scores": [0.0] * 3}, "256 byte"),
+        ({"tokens": ["<unk>", "b", "a"], "token_type": [2, 9, 1], "scores": [0.0] * 3}, r"token_type\[1\] is 9"),
+    ],
+)
+def test_bad_sentencepiece_metadata(changes: dict[str, object], match: str) -> None:
+    metadata = {key: value for key, value in changed(gguf_of_sentencepiece(sentencepiece_model()), **changes).items() if value is not None}
+    with pytest.raises(TokenizerError, match=match):
+        tokenizer_from_gguf(metadata)
