@@ -221,9 +221,9 @@ def test_min_tokens_keeps_the_end_away_until_they_are_there(shared):
     assert [step[0] for step in steps] == [20, 20, 20, EOS, EOS]
     assert [step[1] for step in steps] == [EOS] * 5  # an end that is ignored is a token like others
     assert [step[2] for step in steps] == [EOS] * 5
-    biased = SamplingParams(temperature=0.0, min_tokens=1, logit_bias={EOS: -5.0})
-    with Batch(shared, biased) as batch:
-        assert [batch.draw(logits)[0] for _ in range(2)] == [7, 7]  # the bias outlives the minimum
+    biased = [SamplingParams(temperature=0.0, min_tokens=1, logit_bias=bias) for bias in ({EOS: -5.0}, {EOS: -1.5, 7: -5.0})]
+    with Batch(shared, *biased) as batch:  # the bias outlives the minimum
+        assert [batch.draw(np.repeat(logits, 2, 0)) for _ in range(2)] == [[7, 20], [7, EOS]]
     resumed = Batch(shared, SamplingParams(temperature=0.0, min_tokens=2))
     resumed.sequences[0].output_token_ids = [4]
     with resumed:

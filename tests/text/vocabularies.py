@@ -72,6 +72,7 @@ def byte_level(size: int = 420) -> Tokenizer:
 def sentencepiece_model(kind: str = "bpe", byte_fallback: bool = True, size: int = 400, **options: Any) -> bytes:
     """A sentencepiece model in the manner of Llama 2: identity normalization, spaces kept, one space in front."""
     settings = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "character_coverage": 0.98} | options
+    settings = {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TRAINING * 4),

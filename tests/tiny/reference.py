@@ -18,6 +18,7 @@ import transformers
 from tests.tiny.families import STEPS, Family
 
 transformers.utils.logging.disable_progress_bar()
+torch.set_num_threads(1)  # models this small only wait for the other threads
 
 GAP = 5e-3  # least distance of the best logit from the second at every greedy step: 1e-3 is float noise's, with room
 DISTINCT = 12  # least number of different tokens among the greedy ones of a prompt

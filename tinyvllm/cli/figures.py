@@ -28,7 +28,8 @@ class LoadBar:
         if self._bar is None and done < total and time.monotonic() - self._started > PATIENCE:
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, leave=False, dynamic_ncols=True, file=sys.stderr)
+            size = {"total": total, "unit": "B", "unit_scale": True, "unit_divisor": 1024}
+            self._bar = tqdm(desc=what, leave=False, dynamic_ncols=True, file=sys.stderr, **size)
         if self._bar is not None:
             self._bar.set_description(what, refresh=False)
             self._bar.update(done - self._bar.n)

@@ -69,12 +69,13 @@ class Plan:
     """
 
     steps: int
-    batch_tokens: int = 6144
+    batch_tokens: int = 4096
     cooldown: float = 0.5
     warmup: int = 60
-    matrix_rate: float = 0.02  # Muon
-    other_rate: float = 0.004  # AdamW: embedding and norms
-    matrix_decay: float = 0.02
+    matrix_rate: float = 0.01  # Muon
+    matrix_decay: float = 0.1
+    embedding_rate: float = 0.01  # AdamW
+    norm_rate: float = 0.002
 
     @property
     def falls_at(self) -> int:
@@ -226,11 +227,15 @@ class Llama(nn.Module):
         )
         self.register_buffer("cos", torch.cat((angle, angle), dim=-1).cos(), persistent=False)
         self.register_buffer("sin", torch.cat((angle, angle), dim=-1).sin(), persistent=False)
-        for name, p in self.named_parameters():
+        # The embedding is large and the last norm small: with a small embedding (tied, so that the logits start small) the layers soon
+        # write so much more than the embedding holds that no later layer sees which token it was, and names are never copied.
+        nn.init.normal_(self.embed_tokens.weight, std=0.5)
+        nn.init.constant_(self.norm.weight, 0.06)
+        for name, p in self.layers.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 nn.init.zeros_(p)  # a layer begins as the identity
             elif p.ndim == 2:
-                nn.init.normal_(p, std=0.02 if "embed" in name else p.shape[1] ** -0.5)
+                nn.init.normal_(p, std=p.shape[1] ** -0.5)
 
     def hidden(self, tokens: Tensor) -> Tensor:  # [B, T] -> [B, T, E]
         x = self.embed_tokens(tokens)
@@ -289,7 +294,7 @@ def rows(tokenizer: Tokenizer, plan: Plan, seed: int, start: int) -> Iterator[Te
     A chunk's documents depend on the seed and the number of the chunk alone, so that a resumed run sees what an unbroken one would.
     """
     for chunk in range(start // CHUNK, math.ceil(plan.steps / CHUNK)):
-        stream = corpus.documents(seed * 100_003 + chunk + 1, late=chunk * CHUNK >= plan.falls_at)
+        stream = corpus.documents(seed * 100_003 + chunk + 1)
         waiting: list[list[int]] = []
         for step in range(chunk * CHUNK, min((chunk + 1) * CHUNK, plan.steps)):
             length = plan.row_length(step)
@@ -327,13 +332,12 @@ def train(
 ) -> tuple[Llama, dict[str, float]]:
     torch.manual_seed(seed)
     model = Llama(shape).to(device)
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     optimizers: list[torch.optim.Optimizer] = [
-        Muon(matrices, plan.matrix_rate, plan.matrix_decay),
-        torch.optim.AdamW(others, plan.other_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        Muon([p for p in model.layers.parameters() if p.ndim == 2], plan.matrix_rate, plan.matrix_decay),
+        torch.optim.AdamW([model.embed_tokens.weight], plan.embedding_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        torch.optim.AdamW([p for p in model.parameters() if p.ndim == 1], plan.norm_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
-    base = [plan.matrix_rate, plan.other_rate]
+    base = [plan.matrix_rate, plan.embedding_rate, plan.norm_rate]
     checkpoint = out / f"{name}.pt"
     step, seconds, smooth = 0, 0.0, math.log(shape.vocab_size)
     if checkpoint.exists():
@@ -626,7 +630,8 @@ def card(figures: dict[str, Any], out: Path, seed: int) -> str:
             "batch": plan.batch_tokens,
             "matrix_rate": plan.matrix_rate,
             "matrix_decay": plan.matrix_decay,
-            "other_rate": plan.other_rate,
+            "embedding_rate": plan.embedding_rate,
+            "norm_rate": plan.norm_rate,
             "warmup": plan.warmup,
         }
     held = figures["held_out"]
@@ -636,7 +641,6 @@ def card(figures: dict[str, Any], out: Path, seed: int) -> str:
 
     values |= {
         "shares": ", ".join(f"{kind} {share:.0%}" for kind, share in corpus.SHARES.items()),
-        "late_shares": ", ".join(f"{kind} {share:.0%}" for kind, share in corpus.LATE_SHARES.items()),
         "documents": held["story"]["documents"],
         "losses": "\n".join(
             f"| {kind} | {h['tokens']:,.0f} | {h['loss']:.3f} | {math.exp(h['loss']):.2f} "

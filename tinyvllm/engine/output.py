@@ -133,7 +133,7 @@ class RequestState:
         if part.stops is None or len(part.sequence.output_token_ids) <= self.params.min_tokens:
             part.text += text
             return False
-        safe, matched = text, None
+        safe, matched = part.stops.add(text) if text else ("", None)
         part.text += safe
         if matched is not None:
             part.stop_reason = matched

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from tinygrad import Device, Tensor, TinyJit, UOp, codegen, dtypes, schedule
+from tinygrad import Context, Device, Tensor, TinyJit, UOp, codegen, dtypes, schedule
 from tinygrad.codegen.opt import Opt, OptOps
 from tinygrad.device import Buffer
 from tinygrad.dtype import _to_np_dtype
@@ -169,15 +169,28 @@ def scatter_add(table: Tensor, rows: Tensor, columns: Tensor, amount: int = 1) -
     return table.custom_kernel(rows, columns, fxn=program)[0]
 
 
-def capture(function: Callable[..., Any]) -> TinyJit:
-    """A TinyJit that captures at its first call.
+class Captured:
+    """A function of tensors that is captured by TinyJit at its first call and replayed as one graph ever after.
 
     tinygrad runs a function once in the open before it captures; with all weights and inputs realized that run only costs a second
-    scheduling of the whole step.
+    scheduling of the whole step. A replay goes to the captured graph at once: TinyJit's check of the arguments takes longer than the
+    launch. So arguments must be realized tensors of the first call's shapes, and whatever else the function reads must lie in buffers
+    that stay. `variables` are the function's integer arguments, by name, with their bounds.
     """
-    jit = TinyJit(function)
-    jit.cnt = 1
-    return jit
+
+    def __init__(self, function: Callable[..., Tensor], variables: Mapping[str, tuple[int, int]] | None = None):
+        self._jit, self._variables = TinyJit(function), dict(variables or {})
+        self._jit.cnt = 1
+
+    def __call__(self, *tensors: Tensor, **values: int) -> Tensor:
+        """The function's result, in a buffer that the next call overwrites."""
+        if self._jit.captured is not None:
+            result: Tensor = self._jit.captured([tensor.uop.base for tensor in tensors], values)
+            return result
+        bound = {name: UOp.variable(name, *self._variables[name]).bind(value) for name, value in values.items()}
+        with Context(JIT_BATCH_SIZE=0):
+            first: Tensor = self._jit(*tensors, **bound)
+            return first
 
 
 @contextlib.contextmanager

@@ -8,14 +8,14 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from tinygrad import Tensor, TinyJit, UOp, Variable, dtypes
+from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
 from tinyvllm.config import EngineConfig
 from tinyvllm.errors import ArgumentError
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.models.families import find_family, read_config, weights_of
-from tinyvllm.ops.launch import capture, download, synchronize
+from tinyvllm.ops.launch import Captured, download, synchronize
 from tinyvllm.quant.formats import FORMATS, unpack
 from tinyvllm.runner.kv import KVPool, block_bytes, kv_dtype
 from tinyvllm.runner.memory import pool_blocks
@@ -62,7 +62,7 @@ class PreparedStep:
     sampling: list[Scheduled]
     B: int
     num_blocks: int
-    captured: TinyJit
+    captured: Captured
 
 
 class Runner:
@@ -86,7 +86,7 @@ class Runner:
         self.pool, self.max_model_len = self._size_pool(config)
         self._constants = {name: Tensor(a, device=device).realize() for name, a in self.model.constants(self.max_model_len).items()}
         self._table_width = -(-self.max_model_len // config.block_size)
-        self._steps: dict[tuple[Shape, bool], tuple[StepInputs, TinyJit]] = {}
+        self._steps: dict[tuple[Shape, bool], tuple[StepInputs, Captured]] = {}
 
     def _size_pool(self, config: EngineConfig) -> tuple[KVPool, int]:
         """The KV pool and the longest sequence: the model's own context where none was asked for, as far as the pool reaches."""
@@ -114,8 +114,7 @@ class Runner:
 
     def launch(self, step: PreparedStep) -> Tensor:
         """Start a prepared step; its logits [B, V] float32, in a buffer that the next step of this shape overwrites."""
-        width = self._table_width
-        return step.captured(blocks_variable(width).bind(step.num_blocks)) if width > 1 else step.captured()
+        return step.captured(num_blocks=step.num_blocks) if self._table_width > 1 else step.captured()
 
     def prompt_logits(self, entry: Scheduled) -> np.ndarray:
         """Logits float32 [T, V] of every token of one chunk."""
@@ -127,14 +126,15 @@ class Runner:
         blocks = inputs.fill(singles, chunks, self.pool.block_size)
         return PreparedStep([e for e in singles + chunks if e.samples], shape.sequences, blocks, captured)
 
-    def _new_step(self, shape: Shape, all_rows: bool) -> tuple[StepInputs, TinyJit]:
+    def _new_step(self, shape: Shape, all_rows: bool) -> tuple[StepInputs, Captured]:
         inputs = StepInputs(shape, self._table_width, self.pool.scratch_slot, self.device)
 
         def forward(num_blocks: int | UOp = 1) -> Tensor:
             rows = None if all_rows else inputs.row_tensor
             return self.model.forward_batch(inputs.batch(num_blocks), self.pool.layers, rows=rows, **self._constants).contiguous().realize()
 
-        self._steps[shape, all_rows] = inputs, capture(forward)
+        # blocks of the longest context are a variable of the captured step, so that contexts grow without a new capture
+        self._steps[shape, all_rows] = inputs, Captured(forward, {"num_blocks": (1, self._table_width)})
         return self._steps[shape, all_rows]
 
     def tokens(self, sampled: Tensor) -> list[int]:
@@ -143,11 +143,6 @@ class Runner:
 
     def synchronize(self) -> None:
         synchronize(self.device)
-
-
-def blocks_variable(width: int) -> UOp:
-    """Blocks of the longest context: a variable of the captured step, so that contexts grow without a new capture."""
-    return Variable("num_blocks", 1, width)
 
 
 def place(model: Any, tensors: Mapping[str, Tensor]) -> None:

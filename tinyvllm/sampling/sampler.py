@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
-from tinygrad import Tensor, TinyJit, dtypes
+from tinygrad import Tensor, dtypes
 
 from tinyvllm.errors import ArgumentError
 from tinyvllm.ops import sample as ops
-from tinyvllm.ops.launch import capture, download, scatter_add, upload
+from tinyvllm.ops.launch import Captured, download, scatter_add, upload
 from tinyvllm.request import Logprob, SamplingParams, Sequence
 from tinyvllm.sampling.logprobs import logprobs_of
 from tinyvllm.sampling.penalties import Bias, SeenTokens, penalizes
@@ -92,7 +92,7 @@ class Sampler:
         self._flags = [SamplingFlags()] * (max_num_seqs + 1)
         self._withheld: dict[int, frozenset[int]] = {}  # row -> tokens that min_tokens keeps away for now
         self._inputs: dict[int, tuple[np.ndarray, Tensor]] = {}  # B -> lines on the host and on the device, [B, columns]
-        self._steps: dict[tuple[int, SamplingFlags], TinyJit] = {}
+        self._steps: dict[tuple[int, SamplingFlags], Captured] = {}
         self._search_steps = ops.search_steps(device)
         self._seen: SeenTokens | None = None
         self._bias: Bias | None = None
@@ -161,7 +161,7 @@ class Sampler:
         B = int(logits.shape[0])
         step = self._steps.get((B, flags))
         if step is None:
-            step = self._steps[B, flags] = capture(self._new_step(B, flags))
+            step = self._steps[B, flags] = Captured(self._new_step(B, flags))
         tokens: Tensor = step(logits)
         return tokens
 

@@ -52,14 +52,12 @@ def render_chat(
         "add_generation_prompt": add_generation_prompt,
     }
     template = _compile(source)
-    from jinja2 import TemplateError
-
     try:
         return template.render(variables)
     except _RefusalError as refusal:
-        raise TokenizerError(f"chat template: refuses these messages: {refusal}") from None
-    except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise TokenizerError(f"chat template: fails on these messages: {error} ({type(error).__name__})") from error
+        raise TokenizerError(f"chat template: refuses these messages: {_line(refusal)}") from None
+    except Exception as error:  # a template is code of its author's and may fail in any way
+        raise TokenizerError(f"chat template: fails on these messages: {_line(error)} ({type(error).__name__})") from error
 
 
 class _RefusalError(Exception):
@@ -159,9 +157,14 @@ def _compile(source: str) -> Template:
     environment.globals |= {"raise_exception": _refuse, "strftime_now": _strftime_now}
     try:
         return environment.from_string(source)
-    except TemplateError as error:
+    except (TemplateError, SyntaxError, RecursionError, MemoryError) as error:  # the last three: Python's own, for what is nested too deep
         line = getattr(error, "lineno", None)
-        raise TokenizerError(f"chat template: cannot be compiled: {error}{f' (line {line})' if line else ''}") from error
+        raise TokenizerError(f"chat template: cannot be compiled: {_line(error)}{f' (line {line})' if line else ''}") from error
+
+
+def _line(error: Exception) -> str:
+    """What a template's error says, on one line."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _to_json(
