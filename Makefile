@@ -14,10 +14,10 @@ demo: $(VENV)/.core
 	$(BIN)/python main.py --prompt "Once upon a time" --max-tokens 160 --temperature 0.7 --seed 4
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-peers: $(VENV)/.peers
-	$(BIN)/python -m pytest tests/peers
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/peers
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -79,7 +79,8 @@ def llm(tiny_model):
 def test_requests_join_and_leave_at_any_step(llm):
     engine, done, texts = llm.engine, {}, {}
     for i in range(6):
-        engine.add(str(i), prompts()[i % 3]["prompt_token_ids"], SamplingParams(temperature=0.0, max_tokens=4 + 3 * (i % 2), ignore_eos=True))
+        greedy = SamplingParams(temperature=0.0, max_tokens=4 + 3 * (i % 2), ignore_eos=True)
+        engine.add(str(i), prompts()[i % 3]["prompt_token_ids"], greedy)
         for output in engine.step():
             done[output.request_id] = output.finished
             texts[output.request_id] = output.outputs[0].token_ids
@@ -157,5 +158,5 @@ def test_broken_logits_end_one_request_and_not_the_engine(llm):
 
 def test_prompt_logits_are_those_the_tokens_come_from(llm):
     ids = prompts()[2]["prompt_token_ids"]
-    first = llm.generate({"prompt_token_ids": ids}, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))[0].outputs[0].token_ids[0]
-    assert int(llm.prompt_logits(ids)[-1].argmax()) == first
+    output = llm.generate({"prompt_token_ids": ids}, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))[0]
+    assert [int(llm.prompt_logits(ids)[-1].argmax())] == output.outputs[0].token_ids

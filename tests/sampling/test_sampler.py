@@ -42,7 +42,8 @@ class Batch:
     def draw(self, logits: np.ndarray, padding: int = 0) -> list[int]:
         """One step: logits [B, V]; every sequence gets its token."""
         rows = np.concatenate([logits, np.zeros((padding, V))]).astype(np.float32)
-        tokens = download(self.sampler.sample(Tensor(rows).realize(), self.sequences))[: len(self.sequences)].tolist()
+        flags = self.sampler.prepare(self.sequences, len(rows))
+        tokens = download(self.sampler.draw(Tensor(rows).realize(), flags))[: len(self.sequences)].tolist()
         for sequence, token in zip(self.sequences, tokens):
             sequence.output_token_ids.append(token)
         return tokens
@@ -250,8 +251,9 @@ def test_flags_name_what_a_batch_needs(shared):
 def test_a_step_is_captured_once_and_answers_in_one_buffer(shared, monkeypatch):
     with Batch(shared, SamplingParams(seed=1)) as batch:
         batch.draw(logits_of(7))
-        monkeypatch.setattr("tinyvllm.sampling.sampler.capture", lambda _: pytest.fail("captured again"))
-        answers = {id(shared.sample(Tensor(logits_of(seed)).realize(), batch.sequences)) for seed in range(4)}
+        monkeypatch.setattr("tinyvllm.sampling.sampler.Captured", lambda _: pytest.fail("captured again"))
+        flags = shared.prepare(batch.sequences, 1)
+        answers = {id(shared.draw(Tensor(logits_of(seed)).realize(), flags)) for seed in range(4)}
     assert len(answers) == 1
 
 

@@ -24,6 +24,7 @@ class ModelConfig(TransformerConfig):
     output_bias: bool = False
     mlp_bias: bool = False
     dense_layers: frozenset[int] = frozenset()
+    prefix: str = ""  # of the file's tensor names, where checkpoints of one family differ
 
 
 class Source(Protocol):

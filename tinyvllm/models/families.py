@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from tinygrad import nn
@@ -54,6 +55,22 @@ def find_family(source: Source) -> Family:
 
 def read_config(family: Family, source: Source) -> ModelConfig:
     return family.from_gguf(source) if source.kind == "gguf" else family.from_hf(source)
+
+
+IGNORABLE = ("*.attn.bias", "*.attn.masked_bias", "*.rotary_emb.inv_freq", "rope_freqs.weight", "rope_factors_*.weight")
+
+
+def refuse_unused(config: ModelConfig, weights: list[Weight], names: Iterable[str]) -> None:
+    """ModelError if the file holds tensors that this model has no place for: then it is another model than its description says.
+
+    Constants that converters write beside the weights (masks, frequencies) and the copy of a tied head are known and passed over.
+    """
+    used = {source for weight in weights for source in weight.sources}
+    ignorable = (*IGNORABLE, "lm_head.weight") if config.tied else IGNORABLE
+    extra = [name for name in names if name not in used and not any(fnmatchcase(name, pattern) for pattern in ignorable)]
+    if extra:
+        listed = ", ".join(sorted(extra)[:3]) + (f" and {len(extra) - 3} more" if len(extra) > 3 else "")
+        raise ModelError(f"models: the file holds tensors that its description has no place for: {listed}; do the two belong together?")
 
 
 def weights_of(family: Family, config: ModelConfig, model: Any, kind: str) -> list[Weight]:

@@ -10,7 +10,7 @@ from tinygrad import Tensor, nn
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.errors import ModelError
 from tinyvllm.models.config import Fields, ModelConfig, Source, Transform, check_heads
-from tinyvllm.ops.attention import paged_attention
+from tinyvllm.ops.attention import PagedAttention
 from tinyvllm.ops.launch import uninitialized
 from tinyvllm.ops.linear import linear
 from tinyvllm.ops.norm import layer_norm
@@ -27,14 +27,14 @@ class GPT2Block:
         self.attn_q, self.attn_k, self.attn_v, self.attn_output = (nn.Linear(E, E) for _ in range(4))
         self.ffn_up, self.ffn_down = nn.Linear(E, F), nn.Linear(F, E)
 
-    def forward_batch(self, x: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+    def forward_batch(self, x: Tensor, batch: Batch, attention: PagedAttention, cache: LayerCache) -> Tensor:
         """x [T, E] float32, cache of [P, 2, K, S, D]; result [T, E] float32."""
         eps = self.config.norm_eps
         q, k, v = self.attn_q, self.attn_k, self.attn_v
         weights = QKVWeights(q.weight, k.weight, v.weight, q.bias, k.bias, v.bias)
         norm = functools.partial(layer_norm, weight=self.attn_norm.weight, bias=self.attn_norm.bias, eps=eps)
         queries, cache = norm_qkv_rope_store(x, norm, weights, None, cache, batch.slots)
-        attended = paged_attention(queries, cache, batch, self.config.head_dim**-0.5).reshape(x.shape[0], -1).contiguous()
+        attended = attention(queries, cache, self.config.head_dim**-0.5).reshape(x.shape[0], -1).contiguous()
         x = (x + linear(attended, self.attn_output.weight, self.attn_output.bias)).contiguous()
         h = layer_norm(x, self.ffn_norm.weight, self.ffn_norm.bias, eps).contiguous()
         h = linear(h, self.ffn_up.weight, self.ffn_up.bias).gelu().contiguous()
@@ -60,8 +60,9 @@ class GPT2:
     def forward_batch(self, batch: Batch, caches: list[LayerCache], rows: Tensor | None) -> Tensor:
         """Logits float32 of the flat batch's `rows` [N] -> [N, V]; of all T rows where `rows` is None."""
         x = (self.token_embd.weight[batch.tokens].float() + self.position_embd.weight[batch.positions].float()).contiguous()
+        attention = PagedAttention(batch, int(caches[0].keys.shape[3]))
         for block, cache in zip(self.blk, caches, strict=True):
-            x = block.forward_batch(x, batch, cache)
+            x = block.forward_batch(x, batch, attention, cache)
         x = x if rows is None else x[rows]
         x = layer_norm(x, self.output_norm.weight, self.output_norm.bias, self.config.norm_eps).contiguous()
         return linear(x, (self.token_embd if self.config.tied else self.output).weight)
@@ -85,6 +86,7 @@ def from_hf(source: Source) -> ModelConfig:
         V=fields.integer("vocab_size"),
         context=fields.integer("n_positions", 1024),
         tied=fields.boolean("tie_word_embeddings", True),
+        prefix="transformer." if source.shape("transformer.wte.weight") else "",
     )
 
 
@@ -104,11 +106,14 @@ def from_gguf(source: Source) -> ModelConfig:
     )
 
 
-def _config(fields: Fields, layers: int, E: int, F: int, heads: int, eps: float, V: int, context: int, tied: bool) -> ModelConfig:
+def _config(
+    fields: Fields, layers: int, E: int, F: int, heads: int, eps: float, V: int, context: int, tied: bool, prefix: str = ""
+) -> ModelConfig:
     D = E // max(heads, 1)
     config = ModelConfig(
         num_blocks=layers, dim=E, hidden_dim=F, n_heads=heads, n_kv_heads=heads, norm_eps=eps, vocab_size=V, head_dim=D, v_head_dim=D,
         rope_theta=0.0, rope_dim=0, max_context=context, qkv_bias=True, output_bias=True, mlp_bias=True, family="gpt2", tied=tied,
+        prefix=prefix,
     )  # fmt: skip
     return check_heads(fields, config)
 
@@ -131,7 +136,7 @@ def sources(config: ModelConfig, kind: str, name: str) -> tuple[tuple[str, ...],
     if name == "output.weight":
         return ("lm_head.weight",), None
     block = f"h.{prefix[1]}." if prefix else ""
-    source = f"transformer.{block}{'attn.c_attn' if third is not None else _HF_NAMES[part]}.{suffix}"
+    source = f"{config.prefix}{block}{'attn.c_attn' if third is not None else _HF_NAMES[part]}.{suffix}"
     transposed = suffix == "weight" and part in _CONV1D
     return (source,), _part(third, config.dim, transposed) if transposed or third is not None else None
 

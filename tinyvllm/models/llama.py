@@ -13,7 +13,7 @@ from tinygrad.llm.model import Transformer, TransformerBlock
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.errors import ModelError
 from tinyvllm.models.config import Fields, ModelConfig, Source, Transform, check_factors, check_heads, hf_rope, hf_windows
-from tinyvllm.ops.attention import paged_attention
+from tinyvllm.ops.attention import PagedAttention
 from tinyvllm.ops.launch import uninitialized
 from tinyvllm.ops.linear import gate_up_silu, linear
 from tinyvllm.ops.norm import rms_norm
@@ -36,12 +36,12 @@ class LlamaBlock(TransformerBlock):
             self.ffn_gate.bias, self.ffn_up.bias = Tensor.empty(config.hidden_dim), Tensor.empty(config.hidden_dim)
             self.ffn_down.bias = Tensor.empty(config.dim)
 
-    def forward_batch(self, x: Tensor, batch: Batch, cache: LayerCache, angles: Tensor) -> Tensor:
+    def forward_batch(self, x: Tensor, batch: Batch, attention: PagedAttention, cache: LayerCache, angles: Tensor) -> Tensor:
         """x [T, E] float32, cache of [P, 2, K, S, D], angles [T, R]; result [T, E] float32."""
         eps = self.config.norm_eps
         norm = functools.partial(rms_norm, weight=self.attn_norm.weight, eps=eps)
         q, cache = norm_qkv_rope_store(x, norm, self._qkv(), angles, cache, batch.slots)
-        attended = paged_attention(q, cache, batch, self.scale, self.window).reshape(x.shape[0], -1).contiguous()
+        attended = attention(q, cache, self.scale, self.window).reshape(x.shape[0], -1).contiguous()
         x = (x + linear(attended, self.attn_output.weight, self.attn_output.bias)).contiguous()
         h = rms_norm(x, self.ffn_norm.weight, eps).contiguous()
         return (x + self._mlp(h)).contiguous()
@@ -81,8 +81,9 @@ class Llama(Transformer):
         """Logits float32 of the flat batch's `rows` [N] -> [N, V]; of all T rows where `rows` is None."""
         x = self.token_embd.weight[batch.tokens].float().contiguous()
         angles = rope[batch.positions].contiguous()
+        attention = PagedAttention(batch, int(caches[0].keys.shape[3]))
         for block, cache in zip(self.blk, caches, strict=True):
-            x = block.forward_batch(x, batch, cache, angles)
+            x = block.forward_batch(x, batch, attention, cache, angles)
         x = x if rows is None else x[rows]
         head = self.token_embd if self.config.tied else self.output
         return linear(rms_norm(x, self.output_norm.weight, self.config.norm_eps).contiguous(), head.weight)

@@ -6,56 +6,77 @@ which tinygrad folds into the loads of the kernel that uses it; nothing of size 
 
 from __future__ import annotations
 
-from tinygrad import Tensor
+from tinygrad import Tensor, UOp
 
 from tinyvllm.batch import Batch, LayerCache
 
 
-def paged_attention(q: Tensor, cache: LayerCache, batch: Batch, scale: float, window: int = 0) -> Tensor:
-    """softmax(q k^T * scale + mask) v for every row of the flat batch.
+class _Padded:
+    """Sequences padded to Q queries each: their block tables as far as the step's longest context, and what each query may see."""
 
-    q [T, H, D] float32; cache of [P, 2, K, S, D] already holding this step's keys and values; result [T, H, D] float32. A row at position
-    p sees keys 0..p of its own sequence, with `window` > 0 only the last `window` of them. H is a multiple of K (grouped queries).
+    def __init__(self, positions: Tensor, tables: Tensor, m: int | UOp, S: int):
+        B, Q = positions.shape
+        M = int(tables.shape[1])
+        self.B, self.Q, self.m, self.S = B, Q, m, S
+        self._positions = positions.reshape(B, 1, 1, Q, 1, 1)
+        self._at = Tensor.arange(M * S, device=tables.device).reshape(M, S)[:m].reshape(1, 1, 1, 1, m, S)
+        self._tables = tables[:, :m]
+        self._seen: dict[int, Tensor] = {}
+
+    def seen(self, window: int) -> Tensor:
+        """Which keys each query sees, [B, 1, 1, Q, m, S]; built once for all layers of one window."""
+        if window not in self._seen:
+            seen = self._at <= self._positions
+            self._seen[window] = seen & (self._at > self._positions - window) if window > 0 else seen
+        return self._seen[window]
+
+    def attend(self, q: Tensor, cache: LayerCache, scale: float, window: int) -> Tensor:
+        """q [B, Q, H, D] against the first m blocks of each table; result [B, Q, H, D]."""
+        (_, _, H, D), B, Q, m, S = q.shape, self.B, self.Q, self.m, self.S
+        K = cache.keys.shape[2]
+        G = H // K
+        gathered = (pool[self._tables][:, :, i] for i, pool in enumerate(cache))  # [B, m, K, S, D]
+        k, v = (x.permute(0, 2, 1, 3, 4).reshape(B, K, 1, 1, m, S, D).float() for x in gathered)
+        q = q.reshape(B, Q, K, G, D).permute(0, 2, 3, 1, 4).reshape(B, K, G, Q, 1, 1, D)
+        scores = self.seen(window).where((q * k).sum(-1) * scale, -float("inf")).contiguous()  # [B, K, G, Q, m, S]
+        weights = (scores - scores.max((4, 5), keepdim=True)).exp().contiguous()
+        out = (weights.unsqueeze(-1) * v).sum((4, 5)) / weights.sum((4, 5)).unsqueeze(-1)  # [B, K, G, Q, D]
+        return out.permute(0, 3, 1, 2, 4).reshape(B, Q, H, D)
+
+
+class PagedAttention:
+    """Attention of one step: softmax(q k^T * scale + mask) v for every row of the flat batch.
+
+    What all layers share (tables, masks, the way from the flat batch to the padded one and back) is built once, here.
     """
-    Bd, Bp = batch.num_decodes, batch.num_chunks
-    parts = []
-    if Bd:
-        singles = _padded(q[:Bd].unsqueeze(1), batch.positions[:Bd].unsqueeze(1), batch.block_tables[:Bd], cache, batch, scale, window)
-        parts.append(singles[:, 0])
-    if Bp == 1:
-        chunk = _padded(q[Bd:].unsqueeze(0), batch.positions[Bd:].unsqueeze(0), batch.block_tables[Bd:], cache, batch, scale, window)
-        parts.append(chunk[0])
-    elif Bp > 1:
-        parts.append(_chunks(q[Bd:], cache, batch, scale, window))
-    return parts[0] if len(parts) == 1 else parts[0].cat(parts[1])
 
+    def __init__(self, batch: Batch, S: int):
+        self._batch = batch
+        Bd, Bp, Q, T = batch.num_decodes, batch.num_chunks, batch.max_query, int(batch.tokens.shape[0])
+        tables, positions, m = batch.block_tables, batch.positions, batch.num_blocks
+        self._singles = _Padded(positions[:Bd].unsqueeze(1), tables[:Bd], m, S) if Bd else None
+        self._rows: Tensor | None = None
+        if Bp > 1:
+            starts = batch.query_starts[Bd : Bd + Bp] - Bd  # [Bp]
+            self._rows = (starts.unsqueeze(1) + Tensor.arange(Q, device=tables.device)).minimum(T - Bd - 1)  # [Bp, Q]
+            t = Tensor.arange(T - Bd, device=tables.device)
+            owner = (batch.query_starts[Bd + 1 : Bd + Bp].unsqueeze(0) - Bd <= t.unsqueeze(1)).sum(1)  # [T - Bd]
+            self._back = (owner * Q + (t - starts[owner]).minimum(Q - 1)).cast("int32").contiguous()
+        chunk_positions = positions[Bd:].unsqueeze(0) if self._rows is None else positions[Bd:][self._rows]
+        self._chunks = _Padded(chunk_positions, tables[Bd:], m, S) if Bp else None
 
-def _chunks(q: Tensor, cache: LayerCache, batch: Batch, scale: float, window: int) -> Tensor:
-    """Several chunks: rows q [T, H, D] of the flat batch go to a padded [Bp, Q, H, D] and back by index."""
-    Bd, Bp, Q, T = batch.num_decodes, batch.num_chunks, batch.max_query, int(q.shape[0])
-    starts = batch.query_starts[Bd : Bd + Bp] - Bd  # [Bp]
-    rows = (starts.unsqueeze(1) + Tensor.arange(Q, device=q.device)).minimum(T - 1)  # [Bp, Q]
-    out = _padded(q[rows], batch.positions[Bd:][rows], batch.block_tables[Bd:], cache, batch, scale, window)
-    t = Tensor.arange(T, device=q.device)
-    owner = (batch.query_starts[Bd + 1 : Bd + Bp].unsqueeze(0) - Bd <= t.unsqueeze(1)).sum(1)  # [T]
-    offset = (t - starts[owner]).minimum(Q - 1)
-    return out.reshape(Bp * Q, *out.shape[2:])[(owner * Q + offset).cast("int32")]
+    def __call__(self, q: Tensor, cache: LayerCache, scale: float, window: int = 0) -> Tensor:
+        """q [T, H, D] float32 to [T, H, D] float32, against a cache of [P, 2, K, S, D] that already holds this step's keys and values.
 
-
-def _padded(q: Tensor, positions: Tensor, tables: Tensor, cache: LayerCache, batch: Batch, scale: float, window: int) -> Tensor:
-    """q [B, Q, H, D] at positions [B, Q] against the first m blocks of tables [B, M]; result [B, Q, H, D]."""
-    B, Q, H, D = q.shape
-    K, S, M, m = cache.keys.shape[2], cache.keys.shape[3], tables.shape[1], batch.num_blocks
-    G = H // K
-    k, v = (pool[tables[:, :m]][:, :, i].permute(0, 2, 1, 3, 4).reshape(B, K, 1, 1, m, S, D).float() for i, pool in enumerate(cache))
-    q = q.reshape(B, Q, K, G, D).permute(0, 2, 3, 1, 4).reshape(B, K, G, Q, 1, 1, D)
-    scores = (q * k).sum(-1) * scale  # [B, K, G, Q, m, S]
-    at = Tensor.arange(M * S, device=q.device).reshape(M, S)[:m].reshape(1, 1, 1, 1, m, S)
-    p = positions.reshape(B, 1, 1, Q, 1, 1)
-    seen = at <= p
-    if window > 0:
-        seen = seen & (at > p - window)
-    scores = seen.where(scores, -float("inf")).contiguous()
-    weights = (scores - scores.max((4, 5), keepdim=True)).exp().contiguous()
-    out = (weights.unsqueeze(-1) * v).sum((4, 5)) / weights.sum((4, 5)).unsqueeze(-1)  # [B, K, G, Q, D]
-    return out.permute(0, 3, 1, 2, 4).reshape(B, Q, H, D)
+        A row at position p sees keys 0..p of its own sequence, with `window` > 0 only the last `window` of them. H is a multiple of K
+        (grouped queries).
+        """
+        Bd, parts = self._batch.num_decodes, []
+        if self._singles is not None:
+            parts.append(self._singles.attend(q[:Bd].unsqueeze(1), cache, scale, window)[:, 0])
+        if self._chunks is not None and self._rows is None:
+            parts.append(self._chunks.attend(q[Bd:].unsqueeze(0), cache, scale, window)[0])
+        elif self._chunks is not None:
+            out = self._chunks.attend(q[Bd:][self._rows], cache, scale, window)  # [Bp, Q, H, D]
+            parts.append(out.reshape(-1, *out.shape[2:])[self._back])
+        return parts[0] if len(parts) == 1 else parts[0].cat(parts[1])

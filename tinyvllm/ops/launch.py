@@ -146,7 +146,8 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
         opts.append(Opt(OptOps.UPCAST, panel_axes + 1, lanes))
     opts.append(Opt(OptOps.UNROLL, 0, 4))
     threads = next(n for n in range(CPU_COUNT.value, 0, -1) if (O // at_once) % n == 0)
-    if threads > 1 and T * O * I >= 1 << (20 if T == 1 else 21):  # waking a second thread takes 67 us: below, more than it saves
+    worth_it = 1 << (20 if T == 1 else 21)  # waking a second thread takes 67 us: with fewer products, more than it saves
+    if threads > 1 and T * O * I >= worth_it:
         opts.append(Opt(OptOps.THREAD, panel_axes, threads))
 
     def program(out: UOp, panels: UOp, weight: UOp) -> UOp:

@@ -14,7 +14,7 @@ from tinygrad.dtype import DType
 from tinyvllm.config import EngineConfig
 from tinyvllm.errors import ArgumentError
 from tinyvllm.models.config import ModelConfig
-from tinyvllm.models.families import find_family, read_config, weights_of
+from tinyvllm.models.families import find_family, read_config, refuse_unused, weights_of
 from tinyvllm.ops.launch import Captured, download, synchronize
 from tinyvllm.quant.formats import FORMATS, unpack
 from tinyvllm.runner.kv import KVPool, block_bytes, kv_dtype
@@ -80,6 +80,7 @@ class Runner:
         if config.load_format == "dummy":
             tensors = dummy_tensors(recipes, device, self.dtype)
         else:
+            refuse_unused(self.config, recipes, self.checkpoint.tensors)
             tensors = load_tensors(self.checkpoint, recipes, device, self.dtype, progress)
         place(self.model, tensors)
         self.weight_bytes = sum(prod(recipe.shape) for recipe in recipes) * self.dtype.itemsize

@@ -129,10 +129,6 @@ class Sampler:
             flags |= other
         return flags
 
-    def sample(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
-        """`prepare` and `draw` in one."""
-        return self.draw(logits, self.prepare(sequences, int(logits.shape[0])))
-
     def prepare(self, sequences: list[Sequence], B: int) -> SamplingFlags:
         """Copy to the device what the next `draw` with B rows reads; row b is sequences[b], the rest is padding.
 
