@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_sentencepiece_model(legacy: bool, tmp_path: Path) -> None:
     folder = write_folder(tmp_path, **{"tokenizer.model": sentencepiece_model(), "tokenizer_config": config})
     reference, tokenizer = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
     for text in TEXTS:
-        if text[:1] in (" ", "▁"):
+        if re.search("^[ ▁]" if not legacy else "(^|<s>|</s>|<unk>)[ ▁]", text):
             continue  # the conversion puts no second space in front of such texts; sentencepiece does, and so do we
         ids = tokenizer.encode(text)
         assert ids == reference.encode(text), text

@@ -27,6 +27,10 @@ def test_ties_share_a_rank_and_the_lower_id_comes_first():
     (found,) = logprobs_of(logits, [4], [2])
     assert list(found) == [4, 1, 2]
     assert [entry.rank for entry in found.values()] == [1, 1, 1]
+    many = np.zeros((1, 2000), np.float32)
+    many[0, ::7], many[0, ::300] = 1.0, 2.0  # 286 at 1, of which the first 13 belong to the top 20
+    (found,) = logprobs_of(many, [1], [20])
+    assert list(found)[1:] == sorted(range(2000), key=lambda t: -many[0, t])[:20]
 
 
 def test_forbidden_and_extreme_logits_stay_finite_where_they_can():

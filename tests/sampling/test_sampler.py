@@ -53,10 +53,12 @@ def logits_of(seed: int, rows: int = 1, scale: float = 2.0) -> np.ndarray:
     return (np.random.default_rng(seed).standard_normal((rows, V)) * scale).astype(np.float32)
 
 
-def noise(seed: int, position: int) -> np.ndarray:
-    words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, position]
-    columns = [Tensor(np.array([[w]], np.uint32)) for w in words]
-    return ops.gumbel(*columns, V).numpy()[0]
+def noise(seeds: list[int], positions: range) -> np.ndarray:
+    """[seeds, positions, V], in one evaluation."""
+    pairs = [(seed, position) for seed in seeds for position in positions]
+    words = [(seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, position) for seed, position in pairs]
+    columns = [Tensor(np.array(c, np.uint32).reshape(-1, 1)) for c in zip(*words)]
+    return ops.gumbel(*columns, V).numpy().reshape(len(seeds), len(positions), V)
 
 
 MIXED = (
@@ -105,8 +107,7 @@ def test_the_token_depends_on_seed_position_and_logits_alone(shared):
     logits = logits_of(1)
     with Batch(shared, SamplingParams(seed=77, temperature=0.8)) as batch:
         fresh = [batch.draw(logits)[0] for _ in range(4)]
-    expected = [int((logits[0] * np.float32(1 / 0.8) + noise(77, position)).argmax()) for position in range(4)]
-    assert fresh == expected
+    assert fresh == (logits[0] * np.float32(1 / 0.8) + noise([77], range(4))[0]).argmax(1).tolist()
     resumed = Batch(shared, SamplingParams(seed=77, temperature=0.8), prompt=(9, 9, 9))
     resumed.sequences[0].output_token_ids = [0, 0, 0]
     with resumed:
@@ -158,12 +159,11 @@ def test_filters_leave_exactly_the_tokens_they_should(shared):
     params = [SamplingParams(temperature=1.7, seed=i, **settings) for i, settings in enumerate(FILTERS)]
     allowed = [allowed_tokens(logits, p) for p in params]
     assert [len(a) for a in allowed[:5]] == [4, 4, V - 1, V - 1, 4]
+    scores = logits * np.float32(1 / 1.7) + noise(list(range(len(params))), range(25))
     with Batch(shared, *params) as batch:
         for step in range(25):
             tokens = batch.draw(np.repeat(logits[None], len(params), 0))
-            for i, token in enumerate(tokens):
-                scores = logits * np.float32(1 / 1.7) + noise(i, step)
-                assert token == allowed[i][scores[allowed[i]].argmax()], FILTERS[i]
+            assert tokens == [int(ids[scores[i, step, ids].argmax()]) for i, ids in enumerate(allowed)]
 
 
 def test_penalties_over_a_whole_output_and_a_preemption(shared):
@@ -201,6 +201,17 @@ def test_a_row_forgets_its_last_sequence(shared):
     mild = [SamplingParams(temperature=0.0, frequency_penalty=0.001), SamplingParams(temperature=0.0, logit_bias={0: 0.5})]
     with Batch(shared, *mild) as batch:
         assert batch.draw(np.repeat(logits, 2, 0)) == [best, best]
+
+
+def test_padding_counts_for_nobody(shared):
+    """The batch shrinks, and its last line is padding where the sequence that now stands first stood before."""
+    penalized = SamplingParams(temperature=0.0, frequency_penalty=2.0)
+    logits = np.zeros((2, V), np.float32)
+    logits[:, 5], logits[:, 0] = 9.0, 4.5
+    with Batch(shared, penalized, penalized) as batch:
+        batch.draw(logits)
+        shared.leave(batch.sequences.pop(0).row)
+        assert [batch.draw(logits[:1], padding=1)[0] for _ in range(4)] == [5, 5, 0, 5]
 
 
 def test_logit_bias_forces_and_forbids(shared):

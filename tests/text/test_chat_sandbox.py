@@ -66,9 +66,7 @@ def test_messages_that_are_none(messages: object) -> None:
 
 
 def test_json_is_not_written_for_html_and_blocks_leave_no_lines() -> None:
-    template = (
-        "{% for tool in tools %}\n  {% if 1 %}\n{{ tool | tojson }}\n  {% endif %}\n{% endfor %}\n{% generation %}g{% endgeneration %}"
-    )
+    template = "{% for t in tools %}\n  {% if 1 %}\n{{ t | tojson }}\n  {% endif %}\n{% endfor %}\n{% generation %}g{% endgeneration %}"
     assert render_chat(template, USER, tools=[{"a": "<b> & 'ü'"}]) == '{"a": "<b> & \'ü\'"}\ng'
     assert render_chat("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", USER) == "01"
     assert render_chat("{{ strftime_now('%Y') | length }}", USER) == "4"

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders
+from tokenizers import AddedToken, Tokenizer, decoders, processors
 
 from tests.text.vocabularies import NASTY, SPECIALS, byte_level, llama2_json, metaspace_json, sentencepiece_model, write_folder
 from tinyvllm.errors import TokenizerError
@@ -80,16 +80,19 @@ def test_settings_of_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "prefix", "suffix"),
+    ("template", "flags", "prefix", "suffix"),
     [
-        ({}, 1, 0),
-        ({"add_bos_token": False}, 0, 0),
-        ({"add_eos_token": True}, 1, 1),
-        ({"add_bos_token": True, "add_eos_token": False}, 1, 0),
+        (True, {}, 1, 0),
+        (True, {"add_bos_token": False, "add_eos_token": True}, 1, 0),  # what tokenizer.json says counts
+        (False, {}, 0, 0),
+        (False, {"add_bos_token": True}, 1, 0),
+        (False, {"add_bos_token": False, "add_eos_token": True}, 0, 1),
     ],
 )
-def test_bos_and_eos_rules(flags: dict[str, bool], prefix: int, suffix: int, tmp_path: Path) -> None:
-    backend = byte_level()
+def test_bos_and_eos_rules(template: bool, flags: dict[str, bool], prefix: int, suffix: int, tmp_path: Path) -> None:
+    backend = Tokenizer.from_str(byte_level().to_str())
+    if not template:
+        backend.post_processor = processors.ByteLevel(trim_offsets=False)
     names = {"bos_token": SPECIALS[0], "eos_token": SPECIALS[1]}
     tokenizer = load_tokenizer(write_folder(tmp_path, backend, tokenizer_config=names | flags))
     begin, end = backend.token_to_id(SPECIALS[0]), backend.token_to_id(SPECIALS[1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
+from math import prod
 
 import numpy as np
 from tinygrad import Tensor, dtypes
@@ -11,6 +11,8 @@ from tinygrad.dtype import DType
 from tinyvllm.batch import LayerCache
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.ops.launch import alias
+from tinyvllm.weights.load import adopt
+from tinyvllm.weights.mapping import allocate
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: DType) -> int:
@@ -24,7 +26,6 @@ class KVPool:
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: DType, device: str):
         self.num_blocks, self.block_size = num_blocks, block_size
         shape = (num_blocks + 1, 2, config.n_kv_heads, block_size, config.head_dim)
-        self._memory: list[mmap.mmap] = []
         pools = [self._zeros(shape, dtype, device) for _ in range(config.num_blocks)]  # [P, 2, K, S, D] each
         self.layers = [LayerCache(pool, alias(pool)) for pool in pools]
 
@@ -36,9 +37,8 @@ class KVPool:
         if device.split(":")[0] != "CPU":
             return Tensor.zeros(*shape, dtype=dtype, device=device).contiguous().realize()
         # zero pages that take memory only once a block is written; tinygrad's zeros would touch the whole pool now
-        memory = mmap.mmap(-1, int(np.prod(shape)) * dtype.itemsize)
-        self._memory.append(memory)
-        return Tensor.from_blob(np.frombuffer(memory, np.uint8).ctypes.data, shape, dtype=dtype, device=device)
+        storage = np.dtype(f"V{dtype.itemsize}")  # numpy has no bfloat16
+        return adopt(allocate(prod(shape) * dtype.itemsize).view(storage).reshape(shape), device, dtype)
 
 
 def kv_dtype(weights: DType) -> DType:

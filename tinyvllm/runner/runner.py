@@ -21,7 +21,7 @@ from tinyvllm.runner.kv import KVPool, block_bytes, kv_dtype
 from tinyvllm.runner.memory import pool_blocks
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
 from tinyvllm.scheduler import Schedule, Scheduled
-from tinyvllm.weights.checkpoint import Checkpoint, open_checkpoint
+from tinyvllm.weights.checkpoint import Checkpoint, open_checkpoint, open_description
 from tinyvllm.weights.hub import resolve_model
 from tinyvllm.weights.load import dummy_tensors, load_tensors
 
@@ -45,9 +45,14 @@ class CheckpointSource:
 
 
 def weight_dtype(choice: str, checkpoint: Checkpoint) -> DType:
-    """`auto` keeps the dtype that most of the checkpoint's bytes have; packed formats are unpacked to float16 (float32 sources stay)."""
+    """`auto` keeps the dtype that most of the checkpoint's bytes have; packed formats are unpacked to float16.
+
+    A description without tensors has its own word for it, bfloat16 where it is silent.
+    """
     if choice != "auto":
         return DTYPES[choice]
+    if not checkpoint.tensors:
+        return DTYPES.get(str(checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype"))), dtypes.bfloat16)
     sizes: dict[str, int] = {}
     for record in checkpoint.tensors.values():
         sizes[record.format] = sizes.get(record.format, 0) + record.data.nbytes
@@ -70,14 +75,15 @@ class Runner:
 
     def __init__(self, config: EngineConfig, device: str, progress: Callable[[int, int, str], None] | None = None):
         self.device = device
-        self.checkpoint = open_checkpoint(resolve_model(config.model, config.revision))
+        path, dummy = resolve_model(config.model, config.revision), config.load_format == "dummy"
+        self.checkpoint = open_description(path) if dummy and path.is_dir() else open_checkpoint(path)
         source = CheckpointSource(self.checkpoint)
         family = find_family(source)
         self.config: ModelConfig = read_config(family, source)
         self.dtype = weight_dtype(config.dtype, self.checkpoint)
         self.model = family.model(self.config)
         recipes = weights_of(family, self.config, self.model, self.checkpoint.kind)
-        if config.load_format == "dummy":
+        if dummy:
             tensors = dummy_tensors(recipes, device, self.dtype)
         else:
             refuse_unused(self.config, recipes, self.checkpoint.tensors)

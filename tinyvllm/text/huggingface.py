@@ -148,10 +148,9 @@ def load_tokenizer_json(path: Path, folder: FolderSettings) -> Tokenizer:
     _add_tokens(backend, folder, path)
     bos_id, eos_ids = resolve(folder.special_tokens, backend.token_to_id, folder.bos_id, folder.eos_ids)
     prefix, suffix = _surroundings(backend)
-    eos_id = backend.token_to_id(folder.special_tokens.get("eos_token", ""))
-    if folder.add_bos is not None:
+    if not prefix and not suffix:  # else tokenizer.json knows better than the flags, which transformers then ignores
+        eos_id = backend.token_to_id(folder.special_tokens.get("eos_token", ""))
         prefix = (bos_id,) if folder.add_bos and bos_id is not None else ()
-    if folder.add_eos is not None:
         suffix = (eos_id,) if folder.add_eos and eos_id is not None else ()
     settings = Settings(bos_id, eos_ids, prefix, suffix, folder.special_tokens, folder.chat_templates)
     return HuggingFaceTokenizer(backend, settings, f"tokenizer: {path}")

@@ -58,6 +58,14 @@ def _open(path: Path) -> Checkpoint:
     raise ModelError(f"{_SPEAKER}: {path} is neither a model folder nor a .gguf file")
 
 
+def open_description(folder: Path) -> Checkpoint:
+    """What config.json says of a model whose tensors are not there, or not wanted: a Checkpoint without any."""
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{_SPEAKER}: {folder} holds no config.json, which says what model to make up weights for")
+    return Checkpoint("safetensors", folder, read_json_object(folder / "config.json", _SPEAKER), {}, folder)
+
+
 def _open_folder(folder: Path) -> Checkpoint:
     names = sorted(p.name for p in folder.iterdir() if p.is_file())
     safetensors = [n for n in names if n.endswith(".safetensors")]

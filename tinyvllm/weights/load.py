@@ -255,15 +255,15 @@ def _is_cpu(device: str) -> bool:
 
 def _to_device(array: np.ndarray, device: str, dtype: DType) -> Tensor:
     if _is_cpu(device):
-        return _adopt(array, device, dtype)
+        return adopt(array, device, dtype)
     # By way of a CPU tensor: numpy has no bfloat16, and a bitcast on the device would be a kernel and a second copy there.
-    tensor = _adopt(array, "CPU", dtype).to(device).realize()
+    tensor = adopt(array, "CPU", dtype).to(device).realize()
     Device[device].synchronize()  # CUDA keeps its pinned copy of what was sent until then, in the end one of the whole model
     return tensor
 
 
-def _adopt(array: np.ndarray, device: str, dtype: DType) -> Tensor:
-    """A tensor whose memory is the array's. The array lives until tinygrad has let go of the buffer and run what still reads it."""
+def adopt(array: np.ndarray, device: str, dtype: DType) -> Tensor:
+    """A tensor on a CPU device whose memory is the array's. The array lives until tinygrad has let go of the buffer and run what still reads it."""
     tensor = Tensor.from_blob(array.ctypes.data, array.shape, device=device, dtype=dtype)
     _start_releasing()
     # On the buffer, not the tensor: `replace`, views and captured graphs outlive the Tensor object and keep the buffer.

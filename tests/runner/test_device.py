@@ -1,0 +1,24 @@
+"""The choice of a device, before tinygrad is there."""
+
+import pytest
+
+from tinyvllm.runner import device
+
+
+@pytest.mark.parametrize(
+    ("dev", "platform", "machine", "gpus", "expected"),
+    [
+        ("CUDA", "darwin", "arm64", 0, "CUDA"),
+        ("", "darwin", "arm64", 0, "METAL"),
+        ("", "darwin", "x86_64", 0, "CPU"),
+        ("", "linux", "x86_64", 2, "CUDA"),
+        ("", "linux", "aarch64", 0, "CPU"),
+    ],
+)
+def test_auto(monkeypatch, dev, platform, machine, gpus, expected):
+    monkeypatch.setenv("DEV", dev)
+    monkeypatch.setattr(device.sys, "platform", platform)
+    monkeypatch.setattr(device.platform, "machine", lambda: machine)
+    monkeypatch.setattr(device, "_cuda_devices", lambda: gpus)
+    assert device.choose_device("auto") == expected
+    assert device.choose_device("CUDA:1") == "CUDA:1"

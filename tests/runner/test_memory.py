@@ -1,0 +1,28 @@
+"""Sizing of the pool, and the two measurements behind it."""
+
+import pytest
+
+from tinyvllm.errors import ArgumentError, OutOfMemoryError
+from tinyvllm.runner import memory
+
+
+def test_kv_memory_is_what_was_asked_for():
+    assert memory.pool_blocks("CPU", 1000, 16, 10**9, kv_memory=12_345) == 12
+    with pytest.raises(ArgumentError, match="1000"):
+        memory.pool_blocks("CPU", 1000, 16, 10**9, kv_memory=999)
+
+
+def test_no_more_than_could_be_used_and_no_more_than_there_is(monkeypatch):
+    monkeypatch.setattr(memory, "free_memory", lambda device: 1_000_000)
+    assert memory.pool_blocks("CPU", 1000, 16, wanted_tokens=100, kv_memory=None) == 7
+    assert memory.pool_blocks("CPU", 1000, 16, wanted_tokens=10**9, kv_memory=None) == 500
+    with pytest.raises(OutOfMemoryError):
+        memory.pool_blocks("CPU", 600_000, 16, wanted_tokens=100, kv_memory=None)
+
+
+def test_free_memory_is_a_plausible_number():
+    assert 1 << 26 < memory.free_memory("CPU") < 1 << 48
+
+
+def test_read_bandwidth_is_a_plausible_number():
+    assert 1e8 < memory.read_bandwidth(0.02) < 1e12

@@ -1,0 +1,83 @@
+"""The layout of a step: buckets, rows in order, slots through the block table, and padding that can do no harm."""
+
+import numpy as np
+import pytest
+
+from tinyvllm.request import SamplingParams, Sequence
+from tinyvllm.scheduler import Schedule, Scheduled
+
+S, M, SCRATCH = 16, 8, 960
+
+
+def entry(number, length, start, count, samples=True):
+    sequence = Sequence(number, str(number), [100 * number + i for i in range(length)], SamplingParams())
+    sequence.block_table = [10 * number + i for i in range(-(-(start + count) // S))]
+    return Scheduled(sequence, start, count, samples)
+
+
+def test_buckets():
+    from tinyvllm.runner.prepare import decode_bucket, power_bucket
+
+    assert [decode_bucket(n) for n in (1, 2, 3, 4, 5, 8, 9, 17, 64)] == [1, 2, 4, 4, 8, 8, 16, 24, 64]
+    assert [power_bucket(n, 16) for n in (1, 16, 17, 300)] == [16, 16, 32, 512]
+
+
+@pytest.mark.parametrize(
+    ("entries", "shape"),
+    [
+        ([entry(1, 5, 4, 1)], (1, 0, 0, 1)),
+        ([entry(i, 5, 4, 1) for i in range(1, 6)], (8, 0, 0, 1)),
+        ([entry(1, 20, 0, 20)], (0, 1, 32, 32)),
+        ([entry(1, 20, 0, 20), entry(2, 9, 0, 9)], (0, 2, 32, 32)),
+        ([entry(1, 5, 4, 1), entry(2, 100, 0, 100), entry(3, 10, 0, 10), entry(4, 9, 0, 9)], (8, 4, 128, 128)),
+    ],
+    ids=["a decode", "decodes", "a prompt", "prompts", "both"],
+)
+def test_shapes(entries, shape):
+    from tinyvllm.runner.prepare import Shape, shape_of, split
+
+    assert shape_of(*split(Schedule(entries=entries))) == Shape(*shape)
+
+
+def fill(entries):
+    from tinyvllm.runner.prepare import StepInputs, shape_of, split
+
+    singles, chunks = split(Schedule(entries=entries))
+    inputs = StepInputs(shape_of(singles, chunks), M, SCRATCH, "CPU")
+    return inputs, inputs.fill(singles, chunks, S)
+
+
+def test_decodes():
+    inputs, blocks = fill([entry(1, 20, 19, 1), entry(2, 4, 3, 1), entry(3, 40, 39, 1, samples=False)])
+    assert blocks == 3
+    assert inputs.tokens.tolist() == [119, 203, 339, 0] and inputs.positions.tolist() == [19, 3, 39, 0]
+    assert inputs.slots.tolist() == [11 * S + 3, 20 * S + 3, 32 * S + 7, SCRATCH]
+    assert inputs.context_lens.tolist() == [20, 4, 40, 0] and inputs.query_starts.tolist() == [0, 1, 2, 3, 4]
+    assert inputs.rows.tolist() == [0, 1, 0, 0], "rows of those that sample, then padding"
+    assert inputs.block_tables[2, :3].tolist() == [30, 31, 32]
+
+
+def test_a_step_with_both():
+    inputs, blocks = fill([entry(1, 5, 4, 1), entry(2, 30, 10, 20), entry(3, 40, 0, 12, samples=False)])
+    assert blocks == 2 and inputs.shape.decodes == 8 and inputs.shape.chunk_tokens == 32
+    assert inputs.query_starts.tolist() == [*range(9), 28, 40], "eight padded decodes, then chunks of 20 and 12"
+    assert inputs.tokens[8:28].tolist() == list(range(210, 230)) and inputs.positions[8:28].tolist() == list(range(10, 30))
+    assert inputs.slots[8:14].tolist() == list(range(20 * S + 10, 20 * S + 16)) and inputs.slots[14] == 21 * S
+    assert inputs.tokens[28:40].tolist() == list(range(300, 312))
+    assert inputs.slots[1:8].tolist() == [SCRATCH] * 7
+    assert inputs.rows[:2].tolist() == [0, 27], "the decode's row and the last of the chunk that samples"
+
+
+def test_a_second_fill_leaves_nothing_of_the_first():
+    inputs, _ = fill([entry(1, 20, 19, 1), entry(2, 4, 3, 1)])
+    inputs.fill([entry(3, 4, 3, 1)], [], S)
+    assert inputs.slots.tolist() == [30 * S + 3, SCRATCH] and inputs.context_lens.tolist() == [4, 0]
+
+
+def test_the_device_holds_what_the_host_laid_out():
+    from tinyvllm.ops.launch import download
+
+    inputs, blocks = fill([entry(1, 5, 4, 1), entry(2, 30, 10, 20)])
+    batch = inputs.batch(blocks)
+    for name in ("tokens", "positions", "slots", "query_starts", "context_lens", "block_tables"):
+        np.testing.assert_array_equal(download(getattr(batch, name).contiguous().realize()), getattr(inputs, name))

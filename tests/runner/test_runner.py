@@ -1,0 +1,42 @@
+"""The runner on a real tiny checkpoint: dtypes, the pool's size and the longest sequence, the bytes of a step."""
+
+import pytest
+
+from tinyvllm.config import EngineConfig
+from tinyvllm.errors import ArgumentError
+
+
+def runner(model, **options):
+    from tinyvllm.runner.runner import Runner
+
+    return Runner(EngineConfig(model=str(model), **options), "CPU")
+
+
+def test_context_and_pool_follow_the_model_and_the_request(tiny_model):
+    made = runner(tiny_model, max_num_seqs=4)
+    assert made.max_model_len == 512 and made.pool.num_blocks == 4 * 512 // 16
+    assert runner(tiny_model, num_blocks=3).max_model_len == 48, "no sequence can be longer than the pool"
+    assert runner(tiny_model, max_model_len=100, num_blocks=3).max_model_len == 100
+    with pytest.raises(ArgumentError, match="513"):
+        runner(tiny_model, max_model_len=513)
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [("auto", 4), ("float16", 2), ("bfloat16", 2)])
+def test_dtype_of_weights_and_cache(tiny_model, dtype, itemsize):
+    made = runner(tiny_model, dtype=dtype, num_blocks=4)
+    assert made.model.token_embd.weight.dtype.itemsize == made.pool.layers[0].keys.dtype.itemsize == itemsize
+    assert made.weight_bytes - made.bytes_per_token == 264 * 64 * itemsize, "the input embedding is gathered, not streamed"
+    assert made.weight_bytes == itemsize * (2 * 264 * 64 + 64 + 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64 + 2 * 64))
+
+
+def test_keys_and_values_are_one_memory(tiny_model):
+    cache = runner(tiny_model, num_blocks=4).pool.layers[0]
+    assert cache.keys.shape == (5, 2, 2, 16, 16), "four blocks and the scratch block"
+    cache.keys.assign(cache.keys.full_like(3.0)).realize()
+    assert (cache.values.numpy() == 3.0).all()
+
+
+def test_dummy_weights_need_only_the_description(tiny_model, tmp_path):
+    (tmp_path / "config.json").write_text((tiny_model / "config.json").read_text())
+    made = runner(tmp_path, load_format="dummy", num_blocks=4)
+    assert made.model.blk[0].attn_q.weight.numpy().std() > 0

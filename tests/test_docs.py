@@ -1,0 +1,105 @@
+"""What README.md and docs/ say of the repository: links, files, options of the command line, the table of doors. Needs no tinygrad."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tinyvllm.cli.arguments import COMMANDS, PARSERS
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+FOLDERS = ("tinyvllm", "tests", "docs", "kernels", "benchmarks")
+
+LINK = re.compile(r"\[[^\]\[]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"`([^`\n]+)`")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./-]*|[\w-]+\.(?:py|toml)")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+COMMAND = re.compile(r"(?:\bmain\.py|^tinyvllm)(?: |$)(.*)")
+PIP_AND_MAKE = re.compile(r"^(pip|make|python -m)\b")
+
+
+def inline_code(text: str) -> list[str]:
+    return CODE.findall(FENCE.sub("", text))
+
+
+def fenced_lines(text: str) -> list[str]:
+    return [line.strip() for block in FENCE.findall(text) for line in block.splitlines()[1:-1]]
+
+
+def options_of(command: str) -> set[str]:
+    return {option for action in PARSERS[command]()._actions for option in action.option_strings}
+
+
+def check_command(line: str) -> str | None:
+    """What is wrong with `main.py ...` or `tinyvllm ...`; None if nothing is, or if it is no such line."""
+    match = COMMAND.search(line)
+    if match is None:
+        return None
+    words = shlex.split(match[1], comments=True)
+    command = words[0] if words and not words[0].startswith("-") else "generate"
+    if command not in COMMANDS:
+        return f"{line!r}: there is no command {command!r}"
+    unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in options_of(command)]
+    return f"{line!r}: {command} knows no {', '.join(unknown)}" if unknown else None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(page.read_text()):
+        if not re.match(r"[a-z]+:", target):
+            path, _, heading = target.partition("#")
+            assert not heading, f"{page.name}: {target}: headings are not checked, link the page"
+            assert (page.parent / path).exists(), f"{page.name}: {target} is not there"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_named_files_exist(page: Path) -> None:
+    for code in inline_code(page.read_text()):
+        if PATH.fullmatch(code):
+            assert (ROOT / code).exists(), f"{page.name}: there is no {code}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_commands_and_options_are_known(page: Path) -> None:
+    text = page.read_text()
+    codes = inline_code(text)
+    wrong = [problem for line in (*codes, *fenced_lines(text)) if (problem := check_command(line))]
+    everything = set().union(*(options_of(command) for command in COMMANDS))
+    for code in codes:
+        if not PIP_AND_MAKE.match(code):
+            wrong += [f"{code!r}: no command knows {option}" for option in OPTION.findall(code) if option not in everything]
+    assert not wrong, f"{page.name}: " + "; ".join(wrong)
+
+
+def test_tour_holds_the_table_of_doors() -> None:
+    spec = importlib.util.spec_from_file_location("house", Path(__file__).with_name("test_house.py"))
+    assert spec is not None and spec.loader is not None
+    house = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(house)
+    table = (ROOT / "docs" / "tour.md").read_text().partition("| room | may import |\n|---|---|\n")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert len(rows) == len({name for name, _ in rows})
+    assert {name: set() if doors == "nothing of ours" else set(doors.split(", ")) for name, doors in rows} == house.DOORS
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, todo = set(), [ROOT / "README.md"]
+    while todo:
+        page = todo.pop()
+        if page not in reached:
+            reached.add(page)
+            targets = [(page.parent / t).resolve() for t in LINK.findall(page.read_text()) if t.endswith(".md") and ":" not in t]
+            todo += [target for target in targets if target.exists()]
+    assert not set(PAGES) - reached
+
+
+def test_figures_are_filled_in() -> None:
+    for page in PAGES:
+        assert "FIGURE(" not in page.read_text(), f"{page.name}: a figure is still to be measured"
