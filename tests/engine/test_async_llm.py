@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tinyvllm import AsyncLLM, RequestError, RequestOutput, SamplingParams, TinyvllmError
+from tinyvllm import LLM, AsyncLLM, RequestError, RequestOutput, SamplingParams, TinyvllmError
 from tinyvllm.engine.engine import Engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -182,6 +182,15 @@ def test_closing(tiny_model: Path) -> None:
     asyncio.run(run())
     llm.close()
     assert not llm._thread.is_alive()
+
+
+def test_beside_an_engine_of_another_thread(tiny_model: Path) -> None:
+    """tinygrad's disk cache is one connection that belongs to the thread that opened it; block sizes of their own make both look things up."""
+    with LLM(tiny_model, num_blocks=16, block_size=32) as here:
+        ids = here.generate("hello", GREEDY)[0].outputs[0].token_ids
+    there = AsyncLLM(tiny_model, num_blocks=8, block_size=64)
+    assert asyncio.run(last(there.generate("hello", GREEDY))).outputs[0].token_ids == ids
+    there.close()
 
 
 def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders
 
 from tests.text.vocabularies import (
     NASTY,
@@ -34,8 +34,17 @@ def strip_two() -> Backend:
     return backend
 
 
+def more_tokens() -> Backend:
+    """Added tokens in characters that byte-level BPE does not use, and in one that it does use, for another byte."""
+    backend = Backend.from_str(byte_level().to_str())
+    backend.add_special_tokens(["<｜end▁of▁turn｜>"])
+    backend.add_tokens([AddedToken("two words", normalized=False), AddedToken("<é>", normalized=False)])
+    return backend
+
+
 FOLDERS = {
     "byte-level": byte_level,
+    "byte-level, added tokens": more_tokens,
     "byte fallback": lambda: llama2_json(sentencepiece_model()),
     "byte fallback, two spaces stripped": strip_two,
     "metaspace": metaspace_json,
@@ -68,7 +77,7 @@ def favourites(kind: str) -> list[int]:
     """Ids worth meeting often: bytes, single broken bytes, spaces, special tokens, an id without a token."""
     one = tokenizer(kind)
     odd = [i for i in range(one.vocab_size) if one.is_byte(i) or "\ufffd" in one.token_text(i) or not one.token_text(i).strip(" ")]
-    return [*odd, *one.special_ids, one.vocab_size + 3]
+    return [*odd, *one.special_ids, *range(one.vocab_size - 3, one.vocab_size), one.vocab_size + 3]
 
 
 def ids_of(kind: str) -> st.SearchStrategy[list[int]]:

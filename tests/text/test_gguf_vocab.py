@@ -9,6 +9,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tests.text.vocabularies import (
+    LLAMA3_PATTERN,
     NASTY,
     SPECIALS,
     TRAINING,
@@ -36,13 +37,16 @@ def test_bpe_equals_its_source() -> None:
             assert tokenizer.decode(ids, skip) == reference.decode(ids, skip_special_tokens=skip)
 
 
-def trained(pre_tokenizer: pre_tokenizers.PreTokenizer, normalizer: normalizers.Normalizer | None = None) -> Tokenizer:
+def cut_by(pre_tokenizer: pre_tokenizers.PreTokenizer, normalizer: normalizers.Normalizer | None = None) -> Tokenizer:
+    """A BPE whose merges know no words, trained on whole lines: every cut that is made or missed shows in the ids."""
     tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    texts = [*TRAINING, "1234 5678 12 34 56", "a1b2 'll 'LL don't DON'T", "x\n\n\ny  \t z", "...!!! ??(( ))\n", *NASTY]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(texts * 2, trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet, show_progress=False))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.ByteLevel()
     if normalizer:
         tokenizer.normalizer = normalizer
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(TRAINING * 4, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
     return tokenizer
 
 
@@ -58,15 +62,32 @@ QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L
             pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN2), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]),
             normalizers.NFC(),
         ),
+        (
+            "dbrx",
+            pre_tokenizers.Sequence(
+                [pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+            ),
+            None,
+        ),
         ("smollm", pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]), None),
     ],
 )
 def test_words_are_cut_as_by_the_models_own_tokenizers(pre: str, pre_tokenizer, normalizer) -> None:  # noqa: ANN001
-    reference = trained(pre_tokenizer, normalizer)
+    reference = cut_by(pre_tokenizer, normalizer)
     metadata = gguf_of_byte_level(reference, pre, bos_token_id=None, eos_token_id=None)
     tokenizer = tokenizer_from_gguf(metadata)
-    for text in NASTY:
+    for text in (*NASTY, *TRAINING, "1234 5678 12 34 56"):
         assert tokenizer.encode(text) == reference.encode(text).ids, text
+
+
+def test_whole_words_before_merges() -> None:
+    """A token that no merge leads to: Llama 3 takes it whole where a word is equal to it, GPT-2 never does."""
+    metadata = gguf_of_byte_level(byte_level())
+    size = len(metadata["tokenizer.ggml.tokens"])
+    metadata["tokenizer.ggml.tokens"].append("Ġzqxj")
+    metadata["tokenizer.ggml.token_type"].append(1)
+    assert tokenizer_from_gguf(metadata).encode("a zqxj")[-1] == size
+    assert size not in tokenizer_from_gguf(metadata | {"tokenizer.ggml.pre": "gpt-2"}).encode("a zqxj")
 
 
 @pytest.mark.parametrize("pre", sorted(_PRE))

@@ -10,6 +10,7 @@ from tokenizers import normalizers
 
 from tests.text.vocabularies import NASTY, llama2_json, processor, sentencepiece_model, without, write_folder
 from tinyvllm.errors import TokenizerError
+from tinyvllm.text.sentencepiece_model import message, number
 from tinyvllm.text.tokenizer import Tokenizer, load_tokenizer
 
 MODELS = {
@@ -51,6 +52,24 @@ def test_decodes_random_ids_as_sentencepiece(name: str, tmp_path: Path) -> None:
         ids = [dice.choice(byte_ids) if byte_ids and dice.random() < 0.5 else dice.randrange(reference.vocab_size()) for _ in range(8)]
         ids = without(ids, reference.unk_id())
         assert tokenizer.decode(ids) == reference.decode(ids), ids
+
+
+def test_control_tokens_end_a_run_of_bytes(tmp_path: Path) -> None:
+    reference, tokenizer = processor(sentencepiece_model()), load(tmp_path, sentencepiece_model())
+    first, *rest = (reference.piece_to_id(f"<0x{byte:02X}>") for byte in "é".encode())
+    assert tokenizer.decode([first, *rest]) == "é"
+    assert tokenizer.decode([first, 1, *rest]) == reference.decode([first, 1, *rest]) == "\ufffd\ufffd"
+
+
+def test_flags_that_are_not_written_are_on(tmp_path: Path) -> None:
+    """A model without a normalizer's settings: spaces are put in front and extra ones removed, as sentencepiece's own defaults are."""
+    pieces = [("<unk>", 2), ("<s>", 3), ("</s>", 3), ("▁", 1), ("▁a", 1)]
+    model = b"".join(message(1, message(1, piece.encode()) + number(3, kind)) for piece, kind in pieces)
+    model += message(2, number(3, 2)) + message(3, message(1, b"identity"))
+    tokenizer = load(tmp_path, model)
+    assert tokenizer.encode("  a   a ", add_special_tokens=False) == processor(model).encode("  a   a ") == [4, 4]
+    for ids in ([3, 3, 4], [4, 3], [1, 3, 4, 4]):
+        assert tokenizer.decode(ids) == processor(model).decode(ids)
 
 
 def test_settings(tmp_path: Path) -> None:

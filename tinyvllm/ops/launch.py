@@ -147,7 +147,7 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
     opts.append(Opt(OptOps.UNROLL, 0, 4))
     threads = next(n for n in range(CPU_COUNT.value, 0, -1) if (O // at_once) % n == 0)
     worth_it = 1 << (20 if T == 1 else 21)  # waking a second thread takes 67 us: with fewer products, more than it saves
-    if threads > 1 and T * O * I >= worth_it:
+    if threads > 1 and worth_it <= T * O * I:
         opts.append(Opt(OptOps.THREAD, panel_axes, threads))
 
     def program(out: UOp, panels: UOp, weight: UOp) -> UOp:
