@@ -22,7 +22,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(?P<choice>:[\w./+-]+)?")
 _FILE_ENDINGS = (".gguf", ".safetensors", ".json", ".bin")
 
 
@@ -31,7 +31,7 @@ class EngineConfig:
     """Everything that one engine is built from. Always valid: a value that cannot be meant is an ArgumentError that names the field.
 
     model                   folder of Hugging Face files, a GGUF file, or a name on the hub
-    tokenizer               the same for the tokenizer; None takes the model's own
+    tokenizer               folder of tokenizer files, or a GGUF file; None takes the model's own
     skip_tokenizer_init     serve token ids only; texts come back empty
     revision                branch, tag or commit of a hub name
     device, dtype           where and in what the model computes; "auto" lets the engine choose
@@ -116,7 +116,7 @@ def resolve(model: str | os.PathLike[str] | None = None, *, environ: Mapping[str
         values.setdefault("max_num_batched_tokens", max(EngineConfig.max_num_batched_tokens, values["max_num_seqs"]))
     config = EngineConfig(model=_locate(model, values.get("revision")), **values)
     if config.tokenizer is not None:
-        _check_location("tokenizer", config.tokenizer)
+        _check_tokenizer(config.tokenizer)
     return config
 
 
@@ -198,13 +198,20 @@ def _locate(model: str | os.PathLike[str] | None, revision: str | None) -> str:
     return location
 
 
+def _check_tokenizer(text: str) -> None:
+    path = Path(text).expanduser()
+    if not path.is_dir() and not (path.is_file() and path.suffix.lower() == ".gguf"):
+        raise ArgumentError(f"tokenizer must be a folder with tokenizer files, or a GGUF file, got {text!r}")
+
+
 def _check_location(name: str, text: str) -> str:
     """The path with ~ expanded, or a hub name as it is. A name with one slash whose first part is a local folder is meant as a path."""
     path = Path(text).expanduser()
     if text and os.path.exists(path):  # not Path.exists, which raises for a name that is too long
         return str(path)
-    hub = _HUB_NAME.fullmatch(text) and not text.endswith(_FILE_ENDINGS) and not ("/" in text and Path(text).parent.is_dir())
-    if not hub:
+    match = _HUB_NAME.fullmatch(text)
+    is_file = match is not None and match["choice"] is None and text.endswith(_FILE_ENDINGS)
+    if match is None or is_file or ("/" in text and Path(text).parent.is_dir()):
         hint = nearest(path.name, os.listdir(path.parent)) if os.path.isdir(path.parent) else ""
         raise ArgumentError(f"{name}: no file or folder at {text!r}{hint}")
     return text

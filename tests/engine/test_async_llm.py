@@ -185,7 +185,7 @@ def test_closing(tiny_model: Path) -> None:
 
 
 def test_beside_an_engine_of_another_thread(tiny_model: Path) -> None:
-    """tinygrad's disk cache is one connection that belongs to the thread that opened it; block sizes of their own make both look things up."""
+    """tinygrad's disk cache is one connection that belongs to the thread that opened it; their block sizes make both engines use it."""
     with LLM(tiny_model, num_blocks=16, block_size=32) as here:
         ids = here.generate("hello", GREEDY)[0].outputs[0].token_ids
     there = AsyncLLM(tiny_model, num_blocks=8, block_size=64)

@@ -110,11 +110,11 @@ def test_the_model_recommends_sampling_parameters(llm: LLM, tmp_path: Path) -> N
     default = llm.get_default_sampling_params()
     assert (default.temperature, default.top_k, default.top_p) == (0.7, 50, 1.0)
     assert len(llm.generate("hello")[0].outputs[0].token_ids) <= 16
-    assert default_sampling_params(str(tmp_path)) == SamplingParams()
+    assert default_sampling_params(tmp_path) == SamplingParams()
     for wrong, words in (("[", "generation_config.json"), ("[]", "generation_config.json"), ('{"top_p": 3}', "top_p")):
         (tmp_path / "generation_config.json").write_text(wrong)
         with pytest.raises(ModelError, match=words):
-            default_sampling_params(str(tmp_path))
+            default_sampling_params(tmp_path)
 
 
 @pytest.mark.parametrize(

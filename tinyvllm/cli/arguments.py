@@ -17,7 +17,7 @@ MAX_TOKENS = {"generate": 256, "chat": 1024}
 
 _ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--model", {"metavar": "PATH", "help": "folder of a Hugging Face model, GGUF file or hub name; without it the bundled model"}),
-    ("--tokenizer", {"metavar": "PATH", "help": "the same for the tokenizer, where it is not the model's own"}),
+    ("--tokenizer", {"metavar": "PATH", "help": "folder of tokenizer files or GGUF file, where it is not the model's own"}),
     ("--revision", {"metavar": "R", "help": "branch, tag or commit of a hub name"}),
     ("--device", {"metavar": "D", "help": "auto, CPU, METAL, CUDA, CUDA:1, ..."}),
     ("--dtype", {"metavar": "T", "help": f"what the model computes in: {', '.join(DTYPES)}"}),

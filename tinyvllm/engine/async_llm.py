@@ -47,7 +47,7 @@ class AsyncLLM:
         engine = loaded.result()
         self.config: EngineConfig = engine.config
         self.tokenizer: Tokenizer | None = engine.tokenizer
-        self.default_params = default_sampling_params(engine.config.model)
+        self.default_params = default_sampling_params(engine.model_folder)
         atexit.register(self.close)  # a daemon thread that is still in native code when the interpreter goes would crash it
 
     async def generate(

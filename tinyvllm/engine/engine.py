@@ -46,9 +46,15 @@ class Engine:
         if self.config.skip_tokenizer_init:
             return None
         if self.config.tokenizer is not None:
-            return load_tokenizer(Path(self.config.tokenizer))
+            path = Path(self.config.tokenizer).expanduser()
+            return load_tokenizer(path) if path.is_dir() else tokenizer_from_gguf(self.runner.gguf_metadata(path))
         checkpoint = self.runner.checkpoint
         return tokenizer_from_gguf(checkpoint.config) if checkpoint.kind == "gguf" else load_tokenizer(checkpoint.folder)
+
+    @property
+    def model_folder(self) -> Path:
+        """Where the model's files lie, also those of a model that was named on a hub."""
+        return self.runner.checkpoint.folder
 
     @property
     def model_bytes_per_token(self) -> int:

@@ -53,7 +53,7 @@ class LLM:
         from tinyvllm.engine.engine import Engine  # tinygrad comes with it, and a wrong option need not wait for that
 
         self.engine = Engine(config, progress)
-        self.default_params = default_sampling_params(self.engine.config.model)
+        self.default_params = default_sampling_params(self.engine.model_folder)
         self._ids = itertools.count()
         self._open: dict[str, RequestOutput | None] = {}  # the newest output of every request that somebody waits for
 

@@ -130,9 +130,9 @@ def spread(params: SamplingParams | Sequence[SamplingParams] | None, default: Sa
     return each
 
 
-def default_sampling_params(model: str) -> SamplingParams:
+def default_sampling_params(folder: Path) -> SamplingParams:
     """SamplingParams with what the model's generation_config.json recommends, if there is one. As in vLLM, `do_sample` plays no part."""
-    path = Path(model) / "generation_config.json"
+    path = folder / "generation_config.json"
     if not path.is_file():
         return SamplingParams()
     try:

@@ -54,7 +54,7 @@ class GPT2:
             if not config.tied:
                 self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
-    def constants(self, max_len: int) -> dict[str, np.ndarray]:
+    def constants(self, max_len: int, context: int) -> dict[str, np.ndarray]:
         return {}
 
     def forward_batch(self, batch: Batch, caches: list[LayerCache], rows: Tensor | None) -> Tensor:

@@ -72,10 +72,10 @@ class Llama(Transformer):
             if not config.tied:
                 self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
-    def constants(self, max_len: int) -> dict[str, np.ndarray]:
-        """Arrays that `forward` takes beside the weights, for sequences of up to `max_len` tokens."""
+    def constants(self, max_len: int, context: int) -> dict[str, np.ndarray]:
+        """Arrays that `forward_batch` takes beside the weights, for sequences of up to `max_len` tokens in an engine of `context`."""
         c = self.config
-        return {"rope": rope_table(c.rope_dim, c.rope_theta, max_len, c.scaling)}
+        return {"rope": rope_table(c.rope_dim, c.rope_theta, max_len, c.scaling, context)}
 
     def forward_batch(self, batch: Batch, caches: list[LayerCache], rope: Tensor, rows: Tensor | None) -> Tensor:
         """Logits float32 of the flat batch's `rows` [N] -> [N, V]; of all T rows where `rows` is None."""

@@ -34,23 +34,26 @@ class RopeScaling:
 SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
 
 
-def rope_table(dim: int, theta: float, max_len: int, scaling: RopeScaling) -> np.ndarray:
-    """cos and sin of every position's angles: float32 [max_len, dim], the first dim/2 columns cosines, the rest sines."""
+def rope_table(dim: int, theta: float, max_len: int, scaling: RopeScaling, context: int = 0) -> np.ndarray:
+    """cos and sin of every position's angles: float32 [max_len, dim], the first dim/2 columns cosines, the rest sines.
+
+    `context` is what scalings that depend on the length go by; 0 is max_len.
+    """
     inverse = 1.0 / theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
-    inverse, magnitude = _SCALE[scaling.kind](inverse, scaling, dim, theta, max_len)
+    inverse, magnitude = _SCALE[scaling.kind](inverse, scaling, dim, theta, context or max_len)
     angles = np.arange(max_len, dtype=np.float64)[:, None] * inverse
     return (np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * magnitude).astype(np.float32)
 
 
-def _default(inverse: np.ndarray, s: RopeScaling, dim: int, theta: float, max_len: int) -> tuple[np.ndarray, float]:
+def _default(inverse: np.ndarray, s: RopeScaling, dim: int, theta: float, context: int) -> tuple[np.ndarray, float]:
     return inverse, 1.0
 
 
-def _linear(inverse: np.ndarray, s: RopeScaling, dim: int, theta: float, max_len: int) -> tuple[np.ndarray, float]:
+def _linear(inverse: np.ndarray, s: RopeScaling, dim: int, theta: float, context: int) -> tuple[np.ndarray, float]:
     return inverse / s.factor, 1.0
 
 
-def _llama3(inverse: np.ndarray, s: RopeScaling, dim: int, theta: float, max_len: int) -> tuple[np.ndarray, float]:
+def _llama3(inverse: np.ndarray, s: RopeScaling, dim: int, theta: float, context: int) -> tuple[np.ndarray, float]:
     """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a linear blend between (Llama 3 reference implementation)."""
     wavelength = 2 * math.pi / inverse
     blend = (s.original_context / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
@@ -58,7 +61,7 @@ def _llama3(inverse: np.ndarray, s: RopeScaling, dim: int, theta: float, max_len
     return (1 - blend) * inverse / s.factor + blend * inverse, 1.0
 
 
-def _yarn(inverse: np.ndarray, s: RopeScaling, dim: int, theta: float, max_len: int) -> tuple[np.ndarray, float]:
+def _yarn(inverse: np.ndarray, s: RopeScaling, dim: int, theta: float, context: int) -> tuple[np.ndarray, float]:
     """YaRN (Peng et al., 2023, arXiv:2309.00071): interpolate slow features, keep fast ones, raise the attention temperature."""
 
     def turns_at(rotations: float) -> float:
@@ -77,13 +80,13 @@ def _yarn_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _longrope(inverse: np.ndarray, s: RopeScaling, dim: int, theta: float, max_len: int) -> tuple[np.ndarray, float]:
+def _longrope(inverse: np.ndarray, s: RopeScaling, dim: int, theta: float, context: int) -> tuple[np.ndarray, float]:
     """LongRoPE (Ding et al., 2024, arXiv:2402.13753): a factor per feature.
 
     The long factors are used for every sequence when the engine's context exceeds the trained one, the short ones otherwise: a switch
     in the middle of a sequence would make its cached keys wrong.
     """
-    factors = s.long_factor if max_len > s.original_context else s.short_factor
+    factors = s.long_factor if context > s.original_context else s.short_factor
     magnitude = s.attention_factor
     if magnitude is None:
         magnitude = 1.0 if s.factor <= 1 else math.sqrt(1 + math.log(s.factor) / math.log(s.original_context))

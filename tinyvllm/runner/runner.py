@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,9 @@ class Runner:
         place(self.model, tensors)
         self.weight_bytes = sum(prod(recipe.shape) for recipe in recipes) * self.dtype.itemsize
         self.pool, self.max_model_len = self._size_pool(config)
-        self._constants = {name: Tensor(a, device=device).realize() for name, a in self.model.constants(self.max_model_len).items()}
+        # a pool too small for the model's context shortens sequences, but must not change what the positions mean
+        constants = self.model.constants(self.max_model_len, config.max_model_len or self.config.max_context)
+        self._constants = {name: Tensor(a, device=device).realize() for name, a in constants.items()}
         self._table_width = -(-self.max_model_len // config.block_size)
         self._steps: dict[tuple[Shape, bool], tuple[StepInputs, Captured]] = {}
 
@@ -147,6 +150,11 @@ class Runner:
     def tokens(self, sampled: Tensor) -> list[int]:
         """Token ids that a sampler left on the device, once they are there."""
         return download(sampled).tolist()
+
+    @staticmethod
+    def gguf_metadata(path: Path) -> dict[str, object]:
+        """The metadata of a GGUF file that is not the model's own."""
+        return open_checkpoint(path).config
 
     def synchronize(self) -> None:
         synchronize(self.device)

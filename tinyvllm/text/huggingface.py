@@ -22,18 +22,8 @@ from tinyvllm.text.tokenizer import Settings, Tokenizer, resolve
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2 writes these bytes as the characters of the same number
-_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
-    chr(256 + i): byte
-    for i, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))  # and the others as U+0100 and on
-}
-
-
-def characters_of_bytes(data: bytes) -> str:
-    """Bytes as byte-level BPE vocabularies write them."""
-    return "".join(_CHARACTER_OF[byte] for byte in data)
-
-
-_CHARACTER_OF = {byte: character for character, byte in _BYTE_OF.items()}
+_OTHERS = sorted(set(range(256)) - set(_PRINTABLE))  # and these as U+0100 and on
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
 
 
 class HuggingFaceTokenizer(Tokenizer):

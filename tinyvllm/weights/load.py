@@ -263,7 +263,7 @@ def _to_device(array: np.ndarray, device: str, dtype: DType) -> Tensor:
 
 
 def adopt(array: np.ndarray, device: str, dtype: DType) -> Tensor:
-    """A tensor on a CPU device whose memory is the array's. The array lives until tinygrad has let go of the buffer and run what still reads it."""
+    """A tensor on a CPU device whose memory is the array's, which lives until tinygrad has let go of the buffer and run what reads it."""
     tensor = Tensor.from_blob(array.ctypes.data, array.shape, device=device, dtype=dtype)
     _start_releasing()
     # On the buffer, not the tensor: `replace`, views and captured graphs outlive the Tensor object and keep the buffer.
