@@ -18,7 +18,7 @@ def prompts() -> list[dict]:
 def params(i: int, seeded: bool) -> SamplingParams:
     if not seeded:
         return SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True)
-    filters = [{}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}, {"repetition_penalty": 1.3, "frequency_penalty": 0.4}][i % 5]
+    filters: list[dict] = [{}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}, {"repetition_penalty": 1.3, "frequency_penalty": 0.4}][i % 5]
     return SamplingParams(temperature=0.5 + 0.1 * i, seed=1000 + i, max_tokens=LONG, ignore_eos=True, **filters)
 
 

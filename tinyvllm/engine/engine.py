@@ -184,8 +184,9 @@ class Engine:
         return self._bandwidth
 
     def close(self) -> None:
-        """Drop the model and the cache; the engine cannot be used afterwards."""
-        del self.runner, self.sampler
+        """Drop the model and the cache; the engine cannot be used afterwards. A second call does nothing."""
+        self.__dict__.pop("runner", None)
+        self.__dict__.pop("sampler", None)
 
 
 def _eos_ids(config: dict[str, object]) -> tuple[int, ...]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from tinygrad import Context, Device, Tensor, TinyJit, UOp, codegen, dtypes, schedule
+from tinygrad import Context, Device, Tensor, TinyJit, UOp, codegen, dtypes, helpers, schedule
 from tinygrad.codegen.opt import Opt, OptOps
 from tinygrad.device import Buffer
 from tinygrad.dtype import _to_np_dtype
@@ -59,9 +60,22 @@ def _largest(amount: int | UOp) -> int:
     return int(amount.vmax) if isinstance(amount, UOp) else amount
 
 
+_connections = threading.local()
+_connect = helpers.db_connection
+
+
+def _connection_of_thread() -> Any:
+    """tinygrad's disk cache in a connection of this thread's own: sqlite refuses tinygrad's one connection to a second engine's thread."""
+    if getattr(_connections, "own", None) is None:
+        helpers._db_connection = None
+        _connections.own = _connect()
+    return _connections.own
+
+
 def keep_programs() -> None:
     """From now on, find schedules and compiled programs of earlier processes on disk. Start-up falls from seconds to tenths."""
     if not isinstance(codegen.to_program_cache, _Kept):
+        helpers.db_connection = _connection_of_thread
         codegen.to_program_cache = _Kept("programs", _without_linear)
         schedule.schedule_cache = _Kept("schedules", lambda linear: linear)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,7 +21,7 @@ def logprobs_of(logits: np.ndarray, tokens: Sequence[int], top: Sequence[int]) -
 
 def _row(logits: np.ndarray, token: int, count: int) -> dict[int, Logprob]:
     best = logits.max()
-    normalizer = float(best) + np.log(np.exp(logits - best).sum(dtype=np.float64))
+    normalizer = float(best) + math.log(np.exp(logits - best).sum(dtype=np.float64))
     listed = [token, *_largest(logits, count)]
     return {t: Logprob(float(logits[t]) - normalizer, 1 + int(np.count_nonzero(logits > logits[t]))) for t in listed}
 
