@@ -4,15 +4,19 @@ Decoding one sequence streams every weight once a token, so its roof is read ban
 is timed: steady steps at a short context. `host` is everything in a step but the kernels: scheduling, laying out the batch, launching,
 reading the tokens, turning them into outputs: the processor time of the engine's thread.
 
-    python -m benchmarks.decode [--layers 12 --dim 768 --hidden 2048 --heads 12 --vocab 32000] [--steps 16 --rounds 5]
+    python -m benchmarks.decode [--layers 12 --dim 768 --hidden 3072 --heads 12 --vocab 32000] [--steps 12 --rounds 5]
+
+Where transformers is installed (make test-peers) it takes part too: same shapes, bf16, PyTorch on all cores, a dense cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -50,6 +54,28 @@ def theirs(llm: Any) -> Any:
         model = Transformer(config)
     place(model, nn.state.get_state_dict(mine))
     return model
+
+
+def transformers_decoder(folder: Path, batch: int) -> Callable[[int], None] | None:
+    """Greedy decoding with transformers on random weights of the same shapes; None where it is not installed."""
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    token, past = torch.zeros((batch, 16), dtype=torch.long), transformers.DynamicCache(config=config)
+
+    @torch.inference_mode()
+    def steps(count: int) -> None:
+        nonlocal token
+        for _ in range(count):
+            logits = model(input_ids=token, past_key_values=past, use_cache=True).logits
+            token = logits[:, -1:].argmax(-1)
+
+    steps(4)
+    return steps
 
 
 class Decoding:
@@ -94,17 +120,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), options)
         llm = ours(Path(folder))
+        torch_1, torch_8 = (transformers_decoder(Path(folder), batch) for batch in (1, 8))
     peer = theirs(llm).generate(list(range(16)))
     for _ in range(6):
         next(peer)
     one = Decoding(llm, 1)
-    seconds = medians(
-        {"ours": lambda: one.steps(options.steps), "tinygrad.llm": lambda: [next(peer) for _ in range(options.steps)]}, options.rounds
-    )
+    contest: dict[str, Callable[[], object]] = {"ours": lambda: one.steps(options.steps)}
+    contest["tinygrad.llm"] = lambda: [next(peer) for _ in range(options.steps)]
+    if torch_1 is not None:
+        contest["transformers"] = lambda: torch_1(options.steps)
+    seconds = medians(contest, options.rounds)
     host_1 = one.host_time(4 * options.steps)
     one.close()
     eight = Decoding(llm, 8)
-    seconds |= medians({"ours, batch 8": lambda: eight.steps(options.steps)}, options.rounds)
+    contest = {"ours, batch 8": lambda: eight.steps(options.steps)}
+    if torch_8 is not None:
+        contest["transformers, batch 8"] = lambda: torch_8(options.steps)
+    seconds |= medians(contest, options.rounds)
     host_8 = eight.host_time(4 * options.steps)
     eight.close()
     bandwidth, weights = llm.engine.read_bandwidth(), llm.engine.model_bytes_per_token
@@ -118,6 +150,8 @@ def main() -> None:
             "roof_tok_s": round(bandwidth / weights, 1),
             "tok_s": round(rate["ours"], 2),
             "tinygrad_llm_tok_s": round(rate["tinygrad.llm"], 2),
+            "transformers_tok_s": round(rate["transformers"], 2) if torch_1 else None,
+            "transformers_batch8_tok_s": round(8 * rate["transformers, batch 8"], 2) if torch_8 else None,
             "ratio": round(rate["ours"] / rate["tinygrad.llm"], 3),
             "batch8_tok_s": round(8 * rate["ours, batch 8"], 2),
             "batch8_over_batch1": round(8 * rate["ours, batch 8"] / rate["ours"], 2),
