@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+EDITABLE := --config-settings editable_mode=compat --editable
 TORCH ?= torch==2.13.0
 
 # a clang of 16 or later compiles the CPU kernels; without one, the wheel ziglang brings a whole clang
@@ -33,20 +34,20 @@ $(VENV)/bin/python:
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
 $(VENV)/.core: $(VENV)/bin/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable ".$(if $(EXTRA),[$(EXTRA)])"
+	$(BIN)/python -m pip install --quiet $(EDITABLE) ".$(if $(EXTRA),[$(EXTRA)])"
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.core
-	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	$(BIN)/python -m pip install --quiet $(EDITABLE) ".[test]"
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.core
-	$(BIN)/python -m pip install --quiet --editable ".[lint]"
+	$(BIN)/python -m pip install --quiet $(EDITABLE) ".[lint]"
 	@touch $@
 
 $(VENV)/.peers: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[peers]"
+	$(BIN)/python -m pip install --quiet $(EDITABLE) ".[peers]"
 	@touch $@
 
 clean:

@@ -35,7 +35,7 @@ class EngineConfig:
     skip_tokenizer_init     serve token ids only; texts come back empty
     revision                branch, tag or commit of a hub name
     device, dtype           where and in what the model computes; "auto" lets the engine choose
-    max_model_len           longest prompt plus answer in tokens; None takes the model's own, as far as memory reaches
+    max_model_len           longest prompt plus answer in tokens; None takes the model's own up to 8192, as far as memory reaches
     max_num_seqs            sequences that run at the same time
     max_num_batched_tokens  tokens of one step
     block_size              tokens of one block of the KV cache

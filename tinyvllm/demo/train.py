@@ -452,6 +452,7 @@ def chat_prompt(*turns: tuple[str, str]) -> str:
 def generate(model: Llama, tokenizer: Tokenizer, prompts: list[str], most: int, temperature: float = 0.0, seed: int = 0) -> list[str]:
     """Continuations, by running the whole rows again for every token: slow, but with nothing in it that could be wrong."""
     end, noise = tokenizer.token_to_id(END), torch.Generator().manual_seed(seed)
+    assert end is not None, f"train: the tokenizer has no {END}"
     rows = [e.ids for e in tokenizer.encode_batch(prompts)]
     begin, open_rows = [len(r) for r in rows], list(range(len(rows)))
     for _ in range(most):

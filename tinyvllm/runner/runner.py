@@ -26,6 +26,8 @@ from tinyvllm.weights.checkpoint import Checkpoint, open_checkpoint, open_descri
 from tinyvllm.weights.hub import resolve_model
 from tinyvllm.weights.load import dummy_tensors, load_tensors
 
+# Where nobody asks for a length. Scores of a chunk are laid out for the longest context: 32 heads by 512 queries by 131072 keys are 8 GiB.
+DEFAULT_CONTEXT = 8192
 DTYPES = {"float32": dtypes.float32, "float16": dtypes.float16, "bfloat16": dtypes.bfloat16}
 
 
@@ -99,11 +101,11 @@ class Runner:
         self._steps: dict[tuple[Shape, bool], tuple[StepInputs, Captured]] = {}
 
     def _size_pool(self, config: EngineConfig) -> tuple[KVPool, int]:
-        """The KV pool and the longest sequence: the model's own context where none was asked for, as far as the pool reaches."""
+        """The KV pool and the longest sequence: the model's own context where none was asked for, as far as the pool and reason reach."""
         longest, dtype, size = self.config.max_context, kv_dtype(self.dtype), config.block_size
         if config.max_model_len is not None and config.max_model_len > longest:
             raise ArgumentError(f"max_model_len={config.max_model_len} is beyond the {longest} tokens that the model was made for")
-        longest = config.max_model_len or longest
+        longest = config.max_model_len or min(longest, DEFAULT_CONTEXT)
         blocks = config.num_blocks
         if blocks is None:
             one = block_bytes(self.config, size, dtype)
