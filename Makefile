@@ -1,8 +1,9 @@
 # make demo: install into .venv and stream from the bundled model.  make test: install and run the suite.
 PYTHON ?= python3
+unexport PYTHON  # tinygrad reads a variable of this name
 VENV := .venv
 BIN := $(VENV)/bin
-EDITABLE := --config-settings editable_mode=compat --editable
+INSTALL := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet
 TORCH ?= torch==2.13.0
 
 # a clang of 16 or later compiles the CPU kernels; without one, the wheel ziglang brings a whole clang
@@ -31,23 +32,23 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "make: $(PYTHON) is older than Python 3.11; say make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(INSTALL) --upgrade pip
 
 $(VENV)/.core: $(VENV)/bin/python pyproject.toml
-	$(BIN)/python -m pip install --quiet $(EDITABLE) ".$(if $(EXTRA),[$(EXTRA)])"
+	$(INSTALL) --editable ".$(if $(EXTRA),[$(EXTRA)])"
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.core
-	$(BIN)/python -m pip install --quiet $(EDITABLE) ".[test]"
+	$(INSTALL) --editable ".[test]"
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.core
-	$(BIN)/python -m pip install --quiet $(EDITABLE) ".[lint]"
+	$(INSTALL) --editable ".[lint]"
 	@touch $@
 
 $(VENV)/.peers: $(VENV)/.test
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet $(EDITABLE) ".[peers]"
+	$(INSTALL) "$(TORCH)"
+	$(INSTALL) --editable ".[peers]"
 	@touch $@
 
 clean:

@@ -327,9 +327,8 @@ def backward(model: Llama, tokens: Tensor, targets: Tensor) -> float:
     return total
 
 
-def train(
-    name: str, shape: Shape, plan: Plan, tokenizer: Tokenizer, seed: int, out: Path, device: torch.device
-) -> tuple[Llama, dict[str, float]]:
+def train(name: str, shape: Shape, plan: Plan, tokenizer: Tokenizer, seed: int, out: Path, device: torch.device) -> None:
+    """Goes on from `out/name.pt` where there is one, and leaves the trained weights there."""
     torch.manual_seed(seed)
     model = Llama(shape).to(device)
     optimizers: list[torch.optim.Optimizer] = [
@@ -390,7 +389,6 @@ def train(
         if step % 50 == 0 or step == plan.steps:
             seconds, began = seconds + time.process_time() - began, time.process_time()
             save()
-    return model, {"loss": smooth, "cpu_seconds": seconds, "tokens": step * plan.batch_tokens, "steps": step}
 
 
 # ---- export ----
@@ -674,8 +672,8 @@ def load_tokenizer(out: Path, seed: int) -> Tokenizer:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tinyvllm.demo.train", description="Train the demonstration model and its draft.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the models, the card and the checkpoints")
-    parser.add_argument("--steps", type=int, default=2000, help="steps of the model")
-    parser.add_argument("--draft-steps", type=int, default=1500, help="steps of the draft")
+    parser.add_argument("--steps", type=int, default=1200, help="steps of the model")
+    parser.add_argument("--draft-steps", type=int, default=1000, help="steps of the draft")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--stage",

@@ -80,6 +80,12 @@ def keep_programs() -> None:
         schedule.schedule_cache = _Kept("schedules", lambda linear: linear)
 
 
+def prefer_device(device: str) -> None:
+    """Make `device` tinygrad's default, unless somebody chose one: otherwise tinygrad probes every backend for it, at length."""
+    if not helpers.DEV.device:
+        helpers.DEV.value = device
+
+
 def synchronize(device: str) -> None:
     """Wait until everything launched on `device` has run. `realize()` of tinygrad returns before the CPU device's worker has begun."""
     Device[device].synchronize()

@@ -38,7 +38,8 @@ def start_device(choice: str, cache: Path) -> str:
     os.environ.setdefault("DEV", device.split(":")[0])
     if device.split(":")[0] == "CPU":
         provide_compiler(cache)
-    from tinyvllm.ops.launch import keep_programs
+    from tinyvllm.ops.launch import keep_programs, prefer_device
 
     keep_programs()
+    prefer_device(device.split(":")[0])  # the environment came too late where the caller had imported tinygrad already
     return device
