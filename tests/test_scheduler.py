@@ -89,7 +89,7 @@ def test_refuses_limits_that_contradict(limits: tuple[int, int, int], name: str)
 
 def test_nothing_to_do():
     plan = make().schedule()
-    assert plan.empty and not plan.is_decode and plan.num_tokens == 0
+    assert plan.empty and plan.num_tokens == 0
 
 
 def test_a_prompt_then_one_token_a_step():
@@ -97,10 +97,10 @@ def test_a_prompt_then_one_token_a_step():
     (sequence,) = add(scheduler, 6)
     assert sequence.row == -1 and scheduler.has_work()
     plan = run(scheduler)
-    assert rows_of(plan) == [(0, 0, 6, True)] and not plan.is_decode and plan.num_tokens == 6
+    assert rows_of(plan) == [(0, 0, 6, True)] and plan.num_tokens == 6
     assert sequence.status is Status.RUNNING and sequence.row == 0 and sequence.num_computed == 6 and len(sequence.block_table) == 2
     plan = run(scheduler)
-    assert rows_of(plan) == [(0, 6, 1, True)] and plan.is_decode and not plan.empty
+    assert rows_of(plan) == [(0, 6, 1, True)] and not plan.empty
     run(scheduler)
     assert len(sequence.block_table) == 2  # token 7 fills the second block
     run(scheduler)
@@ -120,8 +120,8 @@ def test_long_prompts_come_in_chunks_and_only_the_last_samples():
 def test_a_chunk_of_one_token_is_no_decode():
     scheduler = make(rows=1, budget=1)
     add(scheduler, 2)
-    assert rows_of(plan := run(scheduler)) == [(0, 0, 1, False)] and not plan.is_decode
-    assert rows_of(plan := run(scheduler)) == [(0, 1, 1, True)] and plan.is_decode
+    assert rows_of(run(scheduler)) == [(0, 0, 1, False)]
+    assert rows_of(run(scheduler)) == [(0, 1, 1, True)]
 
 
 def test_decodes_then_the_running_prefill_then_the_queue():
@@ -131,8 +131,7 @@ def test_decodes_then_the_running_prefill_then_the_queue():
     assert rows_of(run(scheduler)) == [(0, 3, 1, True), (1, 5, 7, False)]
     # The single token of sequence 3 counts among the decodes: a step that holds nothing else fits a captured decode.
     assert rows_of(run(scheduler)) == [(0, 4, 1, True), (3, 0, 1, True), (1, 12, 2, True), (2, 0, 2, True)]
-    assert rows_of(plan := run(scheduler)) == [(0, 5, 1, True), (1, 14, 1, True), (2, 2, 1, True), (3, 1, 1, True)]
-    assert plan.is_decode
+    assert rows_of(run(scheduler)) == [(0, 5, 1, True), (1, 14, 1, True), (2, 2, 1, True), (3, 1, 1, True)]
 
 
 def test_a_younger_decode_comes_before_an_older_chunk():
@@ -449,7 +448,6 @@ class House:
 
         age = {id(sequence): index for index, sequence in enumerate(before)}
         assert plan.entries == sorted(plan.entries, key=lambda entry: (not decodes(entry), age[id(entry.sequence)]))
-        assert plan.is_decode == (bool(chosen) and all(map(decodes, plan.entries)))
         if before:  # nobody starves: the oldest moves in every step
             assert before[0] in chosen or before[0] in plan.exhausted
         for sequence in plan.preempted:

@@ -30,7 +30,7 @@ class Batch:
     slots [T]             where its key and value go: block * S + offset
     block_tables [B, M]   the blocks of each sequence, in order
     query_starts [B + 1]  first row of each sequence in the flat batch
-    context_lens [B]      tokens of each sequence in the cache once this step has written its own
+    context_lens [B]      tokens of each sequence in the cache with those of this step; for kernels, as the ops here mask by position
     num_blocks            blocks of the longest context of the step; an int, or a bound variable so that one capture serves all lengths
     """
 

@@ -67,11 +67,6 @@ class Schedule:
         return sum(entry.num_tokens for entry in self.entries)
 
     @property
-    def is_decode(self) -> bool:
-        """Every entry computes one token and samples, so that the step fits a captured decode."""
-        return bool(self.entries) and all(entry.num_tokens == 1 and entry.samples for entry in self.entries)
-
-    @property
     def empty(self) -> bool:
         return not self.entries
 

@@ -26,3 +26,10 @@ def test_free_memory_is_a_plausible_number():
 
 def test_read_bandwidth_is_a_plausible_number():
     assert 1e8 < memory.read_bandwidth(0.02) < 1e12
+
+
+def test_a_cache_larger_than_memory_is_refused_in_its_own_words(monkeypatch):
+    monkeypatch.setattr(memory, "free_memory", lambda device: 1 << 30)
+    memory.check_room("CPU", 1 << 30)
+    with pytest.raises(OutOfMemoryError, match="KV cache of 2.0 GiB.*--num-blocks"):
+        memory.check_room("CPU", 2 << 30)

@@ -68,10 +68,11 @@ class Engine:
         V = self.runner.config.vocab_size
         if bad := next((t for t in prompt_token_ids if not 0 <= t < V), None):
             raise RequestError(f"request {request_id}: token id {bad} is outside the vocabulary of {V}")
-        if bad := next((t for t in params.logit_bias or () if t >= V), None):
-            raise RequestError(f"request {request_id}: logit_bias names token id {bad}, the vocabulary ends at {V - 1}")
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            if bad := next((t for t in ids or () if t >= V), None):
+                raise RequestError(f"request {request_id}: {name} names token id {bad}, the vocabulary ends at {V - 1}")
         if params.seed is None:
-            seed = secrets.randbits(63) if self.config.seed is None else self.config.seed + self._next_id
+            seed = secrets.randbits(63) if self.config.seed is None else (self.config.seed + self._next_id) % 2**64
             params = params.with_seed(seed)
         state = RequestState(
             request_id, prompt, prompt_token_ids, params, self.tokenizer, self.eos_ids, self.runner.max_model_len, time.monotonic(),
@@ -96,7 +97,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step; the outputs, so far or final, of every request that changed."""
         schedule = self.scheduler.schedule()
-        self._report_exhausted(schedule)
+        self._settle(schedule)
         if not schedule.empty:
             self._run(schedule)
         return self._outputs()
@@ -144,7 +145,8 @@ class Engine:
         self.scheduler.finish(sequence, reason)
         del self._owners[sequence.sequence_id]
 
-    def _report_exhausted(self, schedule: Schedule) -> None:
+    def _settle(self, schedule: Schedule) -> None:
+        """Preempted sequences leave the sampler; those that outgrew the whole cache are reported."""
         for sequence in schedule.preempted:
             row = self._rows.pop(sequence.sequence_id, None)
             if row is not None:

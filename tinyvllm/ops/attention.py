@@ -38,9 +38,11 @@ class _Padded:
         gathered = (pool[self._tables][:, :, i] for i, pool in enumerate(cache))  # [B, m, K, S, D]
         k, v = (x.permute(0, 2, 1, 3, 4).reshape(B, K, 1, 1, m, S, D).float() for x in gathered)
         q = q.reshape(B, Q, K, G, D).permute(0, 2, 3, 1, 4).reshape(B, K, G, Q, 1, 1, D)
-        scores = self.seen(window).where((q * k).sum(-1) * scale, -float("inf")).contiguous()  # [B, K, G, Q, m, S]
+        seen = self.seen(window)
+        scores = seen.where((q * k).sum(-1) * scale, -float("inf")).contiguous()  # [B, K, G, Q, m, S]
         weights = (scores - scores.max((4, 5), keepdim=True)).exp().contiguous()
-        out = (weights.unsqueeze(-1) * v).sum((4, 5)) / weights.sum((4, 5)).unsqueeze(-1)  # [B, K, G, Q, D]
+        # not only the weights: a block may hold the NaNs of a broken request that had it before, and 0 * NaN is NaN
+        out = (weights.unsqueeze(-1) * seen.unsqueeze(-1).where(v, 0)).sum((4, 5)) / weights.sum((4, 5)).unsqueeze(-1)  # [B, K, G, Q, D]
         return out.permute(0, 3, 1, 2, 4).reshape(B, Q, H, D)
 
 

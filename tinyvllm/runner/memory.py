@@ -1,4 +1,4 @@
-"""How much memory there is and how fast it can be read. Measured on the machine at hand, never assumed."""
+"""How much memory there is for the KV cache, and how fast memory can be read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ KV_SHARE = 0.5  # of what is free once the weights are resident, where nobody sa
 
 
 def free_memory(device: str) -> int:
-    """Bytes free on `device` ("CPU", "CUDA", "METAL", with or without an index)."""
+    """Bytes that may be taken on `device` ("CPU", "CUDA", "METAL", ..., with or without an index).
+
+    CUDA's driver and Linux say what is free. For macOS, whose free memory means little, it is three quarters of all; for devices of other
+    kinds it is the host's, for want of a better figure: give --kv-memory or --num-blocks there.
+    """
     kind = device.split(":")[0]
     if kind == "CUDA":
         return _cuda_free()
@@ -57,6 +61,16 @@ def pool_blocks(device: str, block_bytes: int, block_size: int, wanted_tokens: i
     if affordable < 1:
         raise OutOfMemoryError(f"memory: not one KV block of {block_bytes} bytes fits what is free on {device}; use a smaller model")
     return min(wanted, affordable)
+
+
+def check_room(device: str, pool_bytes: int) -> None:
+    """OutOfMemoryError for a KV cache that the device cannot hold: host pages come one by one, and the refusal would be the system's."""
+    free = free_memory(device)
+    if pool_bytes > free:
+        raise OutOfMemoryError(
+            f"memory: a KV cache of {pool_bytes / 2**30:.1f} GiB is more than the {free / 2**30:.1f} GiB that {device} has free; "
+            "lower --num-blocks or --kv-memory"
+        )
 
 
 def read_bandwidth(seconds: float = 0.15) -> float:

@@ -16,10 +16,10 @@ from tinyvllm.config import EngineConfig
 from tinyvllm.errors import ArgumentError
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.models.families import find_family, read_config, refuse_unused, weights_of
-from tinyvllm.ops.launch import Captured, download, synchronize
+from tinyvllm.ops.launch import Captured, download
 from tinyvllm.quant.formats import FORMATS, unpack
 from tinyvllm.runner.kv import KVPool, block_bytes, kv_dtype
-from tinyvllm.runner.memory import pool_blocks
+from tinyvllm.runner.memory import check_room, pool_blocks
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
 from tinyvllm.scheduler import Schedule, Scheduled
 from tinyvllm.weights.checkpoint import Checkpoint, open_checkpoint, open_description
@@ -106,10 +106,10 @@ class Runner:
         if config.max_model_len is not None and config.max_model_len > longest:
             raise ArgumentError(f"max_model_len={config.max_model_len} is beyond the {longest} tokens that the model was made for")
         longest = config.max_model_len or min(longest, DEFAULT_CONTEXT)
-        blocks = config.num_blocks
+        blocks, one = config.num_blocks, block_bytes(self.config, size, dtype)
         if blocks is None:
-            one = block_bytes(self.config, size, dtype)
             blocks = pool_blocks(self.device, one, size, config.max_num_seqs * longest, config.kv_memory)
+        check_room(self.device, blocks * one)
         if config.max_model_len is None:
             longest = min(longest, blocks * size)
         return KVPool(self.config, blocks, size, dtype, self.device), longest
@@ -157,9 +157,6 @@ class Runner:
     def gguf_metadata(path: Path) -> dict[str, object]:
         """The metadata of a GGUF file that is not the model's own."""
         return open_checkpoint(path).config
-
-    def synchronize(self) -> None:
-        synchronize(self.device)
 
 
 def place(model: Any, tensors: Mapping[str, Tensor]) -> None:
