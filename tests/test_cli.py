@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tinyvllm import LLM, SamplingParams, cli
 from tinyvllm.cli import chat as cli_chat
@@ -117,6 +122,8 @@ def test_help_names_every_option_and_no_command_that_is_not_there(capsys: pytest
     text = capsys.readouterr().out
     for option in ("--model", "--prompts-file", "--stop-token-id", "--kv-memory", "--ignore-eos", "--n", "--load-format"):
         assert option in text
+    flat = " ".join(text.split())
+    assert "cache in bytes, such as 2GiB; this or --num-blocks" in flat and "cache in blocks; this or --kv-memory" in flat
     assert "tinyvllm chat" in text and "serve" not in text and "bench" not in text
 
 
@@ -165,7 +172,12 @@ def test_prompts_from_json_lines(tmp_path: Path) -> None:
         ('{"prompt": "a", "temprature": 1}', ["p.jsonl:2", "temprature", "did you mean 'temperature'"]),
         ('{"prompt": 3}', ["p.jsonl:2", "must be a text"]),
         ('{"prompt": "a", "top_p": 7}', ["p.jsonl:2", "top_p", "7"]),
-        ('{"prompt": "a", "stop": 7}', ["p.jsonl:2"]),
+        ('{"prompt": "a", "stop": 7}', ["p.jsonl:2", "stop must be a string or a list", "got 7"]),
+        ('{"prompt": "a", "stop": {"a": 1}}', ["p.jsonl:2", "stop must be"]),
+        ('{"prompt": "a", "ignore_eos": "no"}', ["p.jsonl:2", "ignore_eos must be True or False", "'no'"]),
+        ('{"prompt": "a", "logit_bias": [1]}', ["p.jsonl:2", "logit_bias must be a dict", "[1]"]),
+        ('{"prompt": "a", "logit_bias": {"3": true}}', ["p.jsonl:2", "logit_bias", "3: True"]),
+        ('{"prompt": "a", "stop_token_ids": 5}', ["p.jsonl:2", "stop_token_ids", "5"]),
         ("[" * 100_000, ["p.jsonl:2", "not JSON"]),
     ],
 )
@@ -282,12 +294,31 @@ def test_many_prompts_are_answered_in_order(loaded: Callable[..., int], llm: LLM
     assert loaded("--prompt", "hello", "--prompt", "b", *GREEDY) == 0
     out, err = capsys.readouterr()
     assert out == f"=== hello\n{greedy(llm, 'hello')}\n=== b\n{greedy(llm, 'b')}\n"
-    assert re.fullmatch(r"2 prompts, 8 prompt \+ 12 generated tokens in [\d.]+ s: [\d.]+ tok/s\n", err), err
+    assert re.fullmatch(
+        r"2 prompts, 8 prompt \+ 12 generated tokens in [\d.]+ s, first token after [\d.]+ s \(median\), [\d.]+ tok/s, \d+% of \d+ GB/s\n",
+        err,
+    ), err
     assert loaded("--prompt", "x " * 50, "--n", "2", *GREEDY) == 0
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("=== x x")] == [
         "=== " + ("x " * 50)[:67] + "... (1/2)",
         "=== " + ("x " * 50)[:67] + "... (2/2)",
     ]
+
+
+def test_figures_of_several_prompts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait for the first token is the median one, the share of the bandwidth that of the steps, which all prompts have in common."""
+    steps, outputs = llm.engine.num_steps, llm.generate(["hello", "b", "c"], SamplingParams(max_tokens=6, ignore_eos=True))
+    assert llm.engine.num_steps - steps == 6
+    for output, arrival, first, end in zip(outputs, (10.0, 10.5, 11.0), (12.0, 11.0, 12.0), (13.0, 12.0, 14.0), strict=True):
+        output.metrics.arrival, output.metrics.first_token, output.metrics.finished = arrival, first, end
+    monkeypatch.setattr(llm.engine, "_bandwidth", float(llm.engine.model_bytes_per_token) * 3)
+    line = figures.closing_line(llm, outputs, 6)
+    assert line.startswith("3 prompts, 10 prompt + 18 generated tokens in 4.00 s, first token after 1.00 s (median), 4.5 tok/s, 50% of ")
+    monkeypatch.setattr(llm.engine, "config", replace(llm.config, device="CUDA:1"))  # not the memory that was measured
+    assert figures.closing_line(llm, outputs, 6).endswith("4.5 tok/s")
+    for output in outputs:
+        output.metrics.first_token = None
+    assert figures.closing_line(llm, outputs, 6) == "3 prompts, 10 prompt + 18 generated tokens"
 
 
 def test_json_lines_in_and_out(loaded: Callable[..., int], llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -351,10 +382,11 @@ def test_chat_remembers_and_forgets(
 def test_chat_settings_and_statistics(
     loaded: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = ["/set max_tokens 2", "/set stop ab c", "/set seed 3", "/set seed null", "/show", "hi", "/stats", "/help"]
-    assert chat(loaded, monkeypatch, *lines) == 0
+    settings = ["/set max_tokens 2", "/set stop ab c", '/set logit_bias {"98": -1}', "/set seed 3", "/set seed null"]
+    assert chat(loaded, monkeypatch, *settings, "/show", "hi", "/stats", "/help") == 0
     out, err = capsys.readouterr()
     assert "max_tokens = 2\n" in err and 'stop = ["ab c"]\n' in err and "seed = null\n" in err and "messages = 0\n" in err
+    assert 'logit_bias = {"98": -1}\n' in err
     assert "generated tokens, first token after" in err and "/save FILE" in err and len(out) <= 6
 
 
@@ -376,7 +408,8 @@ def test_chat_conversations_can_be_saved(
 def test_chat_goes_on_after_mistakes(
     loaded: Callable[..., int], llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = ["/unod", "/undo", "/set temprature 1", "/set top_p 7", "/set top_p warm", "/set n 2", "/save", "/load", "/stats", "x" * 600]
+    wrong = ["/unod", "/undo", "/set temprature 1", "/set top_p 7", "/set top_p warm", "/set n 2", "/save", "/load", "/stats"]
+    wrong += ["/set logit_bias [1]", "/set ignore_eos yes", "/set stop 7", "/set stop_token_ids 5", "/set top_k " + "[" * 20_000, "x" * 600]
     assert chat(loaded, monkeypatch, *wrong, "hi") == 1
     out, err = capsys.readouterr()
     lines = err.splitlines()
@@ -391,6 +424,54 @@ def test_chat_with_a_model_that_cannot(
     monkeypatch.setattr(llm.engine.tokenizer, "chat_templates", {})
     assert chat(loaded, monkeypatch, "hi") == 1
     assert "no chat template" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def broken_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, which has no finite logits after a "z"; its answers are letters, but not that one."""
+    folder = tmp_path_factory.mktemp("broken") / "model"
+    shutil.copytree(tiny_model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][ord("z")] = np.nan
+    tensors["lm_head.weight"][ord("z")] = 0
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+NO_LOGITS = "the model gave no finite logits; its weights or configuration are broken"
+
+
+@pytest.fixture
+def broken(broken_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
+    """`loaded` for the broken model."""
+    with LLM(broken_model, num_blocks=64, max_num_seqs=4) as llm:
+        for command in (cli_generate, cli_chat):
+            monkeypatch.setattr(command, "load", lambda options: contextlib.nullcontext(llm))
+        yield lambda *arguments: cli.main([*arguments, "--model", str(broken_model)])
+
+
+def test_a_broken_model_is_a_failure(broken: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert broken("--prompt", "fizz", *GREEDY, "--quiet") == 1
+    assert capsys.readouterr() == ("\n", f"tinyvllm: error: --prompt 1: {NO_LOGITS}\n")
+    assert broken("--prompt", "fizz", "--prompt", "hello", *GREEDY, "--quiet") == 1
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"=== fizz\n\n=== hello\n.{6}\n", out) and err == f"tinyvllm: error: --prompt 1: {NO_LOGITS}\n"
+    (tmp_path / "in.txt").write_text("hello\nfizz\nz\n")
+    assert broken("--prompts-file", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out.jsonl"), *GREEDY) == 1
+    line, error = capsys.readouterr().err.splitlines()
+    assert line.startswith("3 prompts, ") and error == f"tinyvllm: error: {tmp_path}/in.txt:2 and 1 more: {NO_LOGITS}"
+    results = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert [result["outputs"][0]["finish_reason"] for result in results] == ["length", "error", "error"]
+
+
+def test_chat_goes_on_after_a_broken_answer(
+    broken: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert chat(broken, monkeypatch, "hi", "fizz", "/show", "hi") == 1
+    out, err = capsys.readouterr()
+    assert f"tinyvllm: chat: {NO_LOGITS}\n" in err and err.count("tinyvllm: ") == 1 and "messages = 2\n" in err
+    first, nothing, second = out.splitlines()
+    assert len(first) == len(second) == 6 and nothing == ""
 
 
 def test_an_interrupt_stops_the_answer_and_not_the_chat(
@@ -427,10 +508,26 @@ def test_a_bar_appears_when_loading_takes_long(
 
 
 def test_main_from_start_to_end(tiny_model: Path) -> None:
-    done = run("--model", str(tiny_model), "--prompt", "hello", "--max-tokens", "4", "--num-blocks", "8", "--seed", "1", "--device", "cpu")
+    done = run("--model", str(tiny_model), "--prompt", "hello", "--max-tokens", "4", "--num-blocks", "1", "--seed", "1", "--device", "cpu")
     assert done.returncode == 0 and done.stdout.endswith("\n"), done.stderr
     line, tinygrad = done.stderr.splitlines()
     assert "6 prompt + " in line and tinygrad == "True"
+
+
+def has_cuda() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(has_cuda(), reason="this machine has a CUDA driver")
+def test_a_device_that_is_not_there(tiny_model: Path) -> None:
+    done = run("--model", str(tiny_model), "--prompt", "hello", "--device", "cuda:1")
+    message, _ = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"tinyvllm: error: device CUDA:1 cannot be opened here: .*\bcuda\b.*; try --device CPU", message), message
 
 
 def test_a_reader_that_goes_away_is_no_error(tiny_model: Path) -> None:

@@ -27,6 +27,10 @@ def test_none_means_not_given(tmp_path: Path) -> None:
     assert resolve(tmp_path, environ={}, device=None, kv_memory=None, block_size=None) == EngineConfig(model=str(tmp_path))
 
 
+def test_one_block_is_a_cache(tmp_path: Path) -> None:
+    assert resolve(tmp_path, environ={}, num_blocks=1).num_blocks == 1
+
+
 def test_without_a_model_it_is_the_bundled_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "DEFAULT_MODEL", tmp_path)
     assert resolve(environ={}).model == str(tmp_path)
@@ -47,7 +51,7 @@ def test_without_a_model_it_is_the_bundled_one(tmp_path: Path, monkeypatch: pyte
         ({"max_num_seqs": 0}, ["max_num_seqs"]),
         ({"max_num_seqs": True}, ["max_num_seqs", "True"]),
         ({"max_num_seqs": "8"}, ["max_num_seqs", "'8'"]),
-        ({"num_blocks": 1}, ["num_blocks"]),
+        ({"num_blocks": 0}, ["num_blocks", "1 or more"]),
         ({"kv_memory": 0}, ["kv_memory"]),
         ({"kv_memory": "lots"}, ["kv_memory", "'lots'"]),
         ({"dtype": "bloat16"}, ["dtype", "bloat16", "did you mean 'bfloat16'"]),

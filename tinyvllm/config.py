@@ -87,7 +87,7 @@ _INTEGERS: tuple[tuple[str, int, int | None], ...] = (
     ("max_num_seqs", 1, 4096),
     ("max_num_batched_tokens", 1, None),
     ("block_size", 8, 256),
-    ("num_blocks", 2, None),
+    ("num_blocks", 1, None),
     ("kv_memory", 1, None),
     ("seed", -(2**63), 2**64 - 1),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tinyvllm.errors import ArgumentError
 
@@ -39,9 +40,10 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop, "a string or a list of strings")
+        stop_token_ids = _as_tuple("stop_token_ids", self.stop_token_ids, "a list of token ids")
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop_token_ids", stop_token_ids)
         for name, low, high, kind in _RANGES:
             _check_range(name, getattr(self, name), low, high, kind)
         if self.max_tokens is not None:
@@ -53,16 +55,13 @@ class SamplingParams:
         if self.logprobs is not None:
             _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS, int)
         if any(not isinstance(s, str) or not s for s in stop):
-            raise ArgumentError(f"SamplingParams: stop must hold non-empty strings, got {self.stop!r}")
-        if any(type(t) is not int or t < 0 for t in self.stop_token_ids or ()):
-            raise ArgumentError(f"SamplingParams: stop_token_ids must hold token ids, got {self.stop_token_ids!r}")
-        for token, bias in (self.logit_bias or {}).items():
-            if type(token) is not int or token < 0 or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
-                raise ArgumentError(f"SamplingParams: logit_bias maps token ids to values in [-100, 100], got {token!r}: {bias!r}")
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
+            raise ArgumentError(f"SamplingParams: stop must hold non-empty strings, got {_brief(stop)}")
+        if any(type(t) is not int or t < 0 for t in stop_token_ids):
+            raise ArgumentError(f"SamplingParams: stop_token_ids must hold token ids, got {_brief(stop_token_ids)}")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(f"SamplingParams: {name} must be True or False, got {_brief(getattr(self, name))}")
+        _check_bias(self.logit_bias)
 
     def with_seed(self, seed: int) -> SamplingParams:
         return replace(self, seed=seed)
@@ -87,7 +86,28 @@ def _check_range(name: str, value: object, low: float, high: float, kind: type) 
         article = "an integer" if kind is int else "a number"
         bounds = f"of {low} or more" if high == math.inf else f"from {low} to {high}"
         above = " (above 0)" if name == "top_p" else ""
-        raise ArgumentError(f"SamplingParams: {name} must be {article} {bounds}{above}, got {value!r}")
+        raise ArgumentError(f"SamplingParams: {name} must be {article} {bounds}{above}, got {_brief(value)}")
+
+
+def _as_tuple(name: str, value: object, expected: str) -> tuple[Any, ...]:
+    if value is not None and not isinstance(value, (list, tuple)):
+        raise ArgumentError(f"SamplingParams: {name} must be {expected}, got {_brief(value)}")
+    return tuple(value or ())
+
+
+def _check_bias(biases: object) -> None:
+    if biases is not None and not isinstance(biases, dict):
+        raise ArgumentError(f"SamplingParams: logit_bias must be a dict of token ids and values, got {_brief(biases)}")
+    for token, bias in (biases or {}).items():
+        number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
+        if type(token) is not int or token < 0 or not number or not -100 <= bias <= 100:
+            got = f"{_brief(token)}: {_brief(bias)}"
+            raise ArgumentError(f"SamplingParams: logit_bias maps token ids to values in [-100, 100], got {got}")
+
+
+def _brief(value: object) -> str:
+    """A value as a message shows it: in one line, not all of it if it is long."""
+    return " ".join(f"{value!r:.80}".split())
 
 
 class Status(enum.Enum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -134,6 +135,57 @@ def test_a_refused_request_is_the_only_one_that_fails(llm: AsyncLLM) -> None:
         with pytest.raises(ValueError, match="'twice' is in use"):
             await anext(llm.generate("hello", GREEDY, request_id="twice"))
         await first.aclose()
+
+    asyncio.run(run())
+
+
+def test_a_name_is_free_as_soon_as_its_request_was_left(llm: AsyncLLM) -> None:
+    async def run() -> None:
+        alone = (await last(llm.generate("b", GREEDY))).outputs[0].token_ids
+        for _ in range(5):
+            left = llm.generate("hello", LONG, request_id="again")
+            await anext(left)
+            await left.aclose()
+            outputs = [output async for output in llm.generate("b", GREEDY, request_id="again")]
+            assert {(output.request_id, output.prompt) for output in outputs} == {("again", "b")}
+            assert outputs[-1].outputs[0].token_ids == alone and outputs[-1].outputs[0].finish_reason == "length"
+            task = asyncio.create_task(last(llm.generate("hello", LONG, request_id="again")))
+            while not llm._waiting:
+                await asyncio.sleep(0.001)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert llm._waiting == {}
+        with pytest.raises(RequestError, match="request again: token id 999"):
+            await anext(llm.generate({"prompt_token_ids": [999]}, GREEDY, request_id="again"))
+
+    asyncio.run(run())
+
+
+def test_an_output_of_the_old_request_does_not_reach_the_new_one(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's thread ends a step after the name has changed hands."""
+    publish, held, go = llm._publish, threading.Event(), threading.Event()
+
+    def late(outputs: list[RequestOutput]) -> None:
+        if outputs[0].prompt == "hello" and len(outputs[0].outputs[0].token_ids) > 3:
+            held.set()
+            go.wait(10)
+        publish(outputs)
+
+    monkeypatch.setattr(llm, "_publish", late)
+
+    async def run() -> None:
+        left = llm.generate("hello", LONG, request_id="again")
+        await anext(left)
+        await asyncio.to_thread(held.wait, 10)
+        await left.aclose()
+        new = asyncio.create_task(last(llm.generate("b", GREEDY, request_id="again")))
+        while not llm._waiting:
+            await asyncio.sleep(0.001)
+        go.set()
+        assert (await new).prompt == "b"
+        seen = [output.prompt async for output in llm.generate("b", GREEDY, request_id="again")]
+        assert set(seen) == {"b"}
 
     asyncio.run(run())
 

@@ -114,7 +114,7 @@ def test_bpe_settings() -> None:
     assert tokenizer.bos_id == begin
     assert tokenizer.eos_ids == (end, turn, message)  # <|eom_id|> is known by its name
     assert tokenizer.special_tokens == {"bos_token": SPECIALS[0], "eos_token": SPECIALS[1]}
-    assert tokenizer.chat_template == "{{ 1 }}"
+    assert tokenizer.chat_templates == {"default": "{{ 1 }}"}
     named = {"tokenizer.chat_template.tool_use": "{{ 2 }}"}
     assert tokenizer_from_gguf(gguf_of_byte_level(byte_level()) | named).chat_templates == {"tool_use": "{{ 2 }}"}
 

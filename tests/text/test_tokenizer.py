@@ -76,7 +76,7 @@ def test_settings_of_the_folder(tmp_path: Path) -> None:
     assert tokenizer.eos_ids == (turn, end, message)
     assert tokenizer.special_ids == {begin, end, turn, message}
     assert tokenizer.special_tokens == {"bos_token": SPECIALS[0], "eos_token": SPECIALS[2], "pad_token": SPECIALS[1]}
-    assert tokenizer.chat_template == "{{ messages }}"
+    assert tokenizer.chat_templates == {"default": "{{ messages }}"}
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_named_chat_templates(tmp_path: Path) -> None:
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "rag.jinja").write_text("rag")
     assert load_tokenizer(folder).chat_templates == {"default": "from a file, ü", "tool_use": "tools", "rag": "rag"}
-    assert load_tokenizer(write_folder(tmp_path / "none", byte_level())).chat_template is None
+    assert load_tokenizer(write_folder(tmp_path / "none", byte_level())).chat_templates == {}
 
 
 def test_vocabulary_with_holes(tmp_path: Path) -> None:

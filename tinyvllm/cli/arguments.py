@@ -24,8 +24,8 @@ _ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--max-model-len", {"type": int, "metavar": "N", "help": "longest prompt plus answer, in tokens"}),
     ("--max-num-seqs", {"type": int, "metavar": "N", "help": "sequences that run at the same time"}),
     ("--max-num-batched-tokens", {"type": int, "metavar": "N", "help": "tokens of one step"}),
-    ("--kv-memory", {"metavar": "SIZE", "help": "size of the KV cache, such as 2GiB"}),
-    ("--num-blocks", {"type": int, "metavar": "N", "help": "size of the KV cache in blocks"}),
+    ("--kv-memory", {"metavar": "SIZE", "help": "size of the KV cache in bytes, such as 2GiB; this or --num-blocks is enough"}),
+    ("--num-blocks", {"type": int, "metavar": "N", "help": "size of the KV cache in blocks; this or --kv-memory is enough"}),
     ("--block-size", {"type": int, "metavar": "N", "help": "tokens of a KV block, a power of two from 8 to 256"}),
     ("--load-format", {"metavar": "F", "help": f"{', '.join(LOAD_FORMATS)}; dummy fills the model with random weights"}),
 )

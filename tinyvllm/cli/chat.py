@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from tinyvllm.cli.arguments import MAX_TOKENS, sampling_options
 from tinyvllm.cli.figures import closing_line, say
-from tinyvllm.cli.generate import check_engine_options, load
-from tinyvllm.cli.jsonl import new_file
+from tinyvllm.cli.generate import check_engine_options, is_broken, load, no_logits
+from tinyvllm.cli.jsonl import new_file, sampling_value
 from tinyvllm.config import nearest
 from tinyvllm.errors import ArgumentError, FormatError, TinyvllmError, TokenizerError
 from tinyvllm.request import RequestOutput, SamplingParams
@@ -115,6 +115,8 @@ class Chat:
                     break
         sys.stdout.write("\n")
         sys.stdout.flush()
+        if is_broken(output):
+            raise no_logits("chat")
         return text
 
     def help(self, rest: str) -> None:
@@ -145,12 +147,9 @@ class Chat:
             raise ArgumentError(f"/set needs NAME VALUE, with NAME one of {', '.join(_SETTINGS)}; got {rest!r}{hint}")
         try:
             parsed = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             parsed = value  # a stop string need not be quoted
-        try:
-            self.params = replace(self.params, **{name: parsed})
-        except TypeError as error:
-            raise ArgumentError(f"/set: {name} cannot be {value!r}: {error}") from error
+        self.params = replace(self.params, **{name: sampling_value(name, parsed)})
 
     def show(self, rest: str) -> None:
         """show the settings, the system message and the number of messages"""

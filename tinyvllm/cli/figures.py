@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -39,17 +40,18 @@ class LoadBar:
             self._bar.close()
 
 
-def closing_line(llm: LLM, outputs: Sequence[RequestOutput]) -> str:
-    """Tokens, time to first token, tokens per second, and for a single prompt the share of the memory bandwidth measured just now.
+def closing_line(llm: LLM, outputs: Sequence[RequestOutput], num_steps: int = 0) -> str:
+    """Tokens, time to first token, tokens per second, and the share of the memory bandwidth measured just now.
 
-    A step that generates reads all weights once, so that steps per second times the bytes of the weights is what memory delivered.
+    A step reads all weights once, so that steps per second times the bytes of the weights is what memory delivered. A single prompt is
+    measured from its first token on; several, of which `num_steps` is how many steps the engine ran for them, from their arrival to the
+    end of the last, and the time to first token is their median.
     """
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     generated = sum(len(part.token_ids) for output in outputs for part in output.outputs)
     counts = f"{prompt} prompt + {generated} generated tokens"
     if len(outputs) != 1:
-        seconds = max(output.metrics.finished or 0.0 for output in outputs) - min(output.metrics.arrival for output in outputs)
-        return f"{len(outputs)} prompts, {counts} in {seconds:.2f} s: {generated / seconds:.1f} tok/s" if seconds > 0 else counts
+        return _of_several(llm, outputs, f"{len(outputs)} prompts, {counts}", generated, num_steps)
     metrics, steps = outputs[0].metrics, max(len(part.token_ids) for part in outputs[0].outputs) - 1
     if metrics.first_token is None or metrics.finished is None:
         return counts
@@ -57,9 +59,25 @@ def closing_line(llm: LLM, outputs: Sequence[RequestOutput]) -> str:
     seconds = metrics.finished - metrics.first_token
     if steps < 1 or seconds <= 0:
         return line
+    return f"{line}, {(generated - len(outputs[0].outputs)) / seconds:.1f} tok/s{_share(llm, steps, seconds)}"
+
+
+def _of_several(llm: LLM, outputs: Sequence[RequestOutput], counts: str, generated: int, num_steps: int) -> str:
+    waits = [output.metrics.first_token - output.metrics.arrival for output in outputs if output.metrics.first_token is not None]
+    seconds = max(output.metrics.finished or 0.0 for output in outputs) - min(output.metrics.arrival for output in outputs)
+    if not waits or seconds <= 0:
+        return counts
+    line = f"{counts} in {seconds:.2f} s, first token after {statistics.median(waits):.2f} s (median)"
+    return f"{line}, {generated / seconds:.1f} tok/s{_share(llm, num_steps, seconds)}"
+
+
+def _share(llm: LLM, num_steps: int, seconds: float) -> str:
+    """Nothing where the weights do not lie in the memory that was measured, which is the host's."""
+    if llm.config.device.split(":")[0] != "CPU":
+        return ""
     bandwidth = llm.engine.read_bandwidth()
-    share = steps * llm.engine.model_bytes_per_token / seconds / bandwidth
-    return f"{line}, {(generated - len(outputs[0].outputs)) / seconds:.1f} tok/s, {share:.0%} of {bandwidth / 1e9:.0f} GB/s"
+    share = num_steps * llm.engine.model_bytes_per_token / seconds / bandwidth
+    return f", {share:.0%} of {bandwidth / 1e9:.0f} GB/s"
 
 
 def say(text: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +15,7 @@ from tinyvllm.cli.arguments import MAX_TOKENS, engine_options, sampling_options
 from tinyvllm.cli.figures import LoadBar, closing_line, say
 from tinyvllm.cli.jsonl import Job, new_file, read_prompts, result
 from tinyvllm.config import resolve
-from tinyvllm.errors import ArgumentError, RequestError
+from tinyvllm.errors import ArgumentError, ModelError, RequestError
 from tinyvllm.request import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -28,14 +30,31 @@ def run(options: argparse.Namespace) -> int:
     jobs = _read_jobs(options)
     for job in jobs:
         _params(SamplingParams(), sampling, job)
-    if options.output is None:
-        with load(options) as llm:
-            return _print_answers(llm, jobs, sampling, options.quiet)
-    with new_file(options.output) as publish, load(options) as llm:
-        outputs = _generate(llm, jobs, sampling, options.quiet)
-        publish("".join(result(job, output) + "\n" for job, output in zip(jobs, outputs, strict=True)))
-        _close(llm, outputs, options.quiet)
+    file: AbstractContextManager[Callable[[str], None] | None]
+    file = contextlib.nullcontext() if options.output is None else new_file(options.output)
+    with file as publish, load(options) as llm:
+        steps = llm.engine.num_steps
+        if publish is None:
+            outputs = _print_answers(llm, jobs, sampling, options.quiet)
+        else:
+            outputs = _generate(llm, jobs, sampling, options.quiet)
+            publish("".join(result(job, output) + "\n" for job, output in zip(jobs, outputs, strict=True)))
+        if not options.quiet:
+            say(closing_line(llm, outputs, llm.engine.num_steps - steps))
+    broken = [job.source for job, output in zip(jobs, outputs, strict=True) if is_broken(output)]
+    if broken:
+        raise no_logits(broken[0] + (f" and {len(broken) - 1} more" if len(broken) > 1 else ""))
     return 0
+
+
+def is_broken(output: RequestOutput) -> bool:
+    """Whether an answer ended because there was no token to choose: the engine reports that in its output, other requests go on."""
+    return any(part.finish_reason == "error" for part in output.outputs)
+
+
+def no_logits(source: str) -> ModelError:
+    """What to say about a broken answer to what `source` names."""
+    return ModelError(f"{source}: the model gave no finite logits; its weights or configuration are broken")
 
 
 def check_engine_options(options: argparse.Namespace) -> None:
@@ -91,7 +110,7 @@ def _params(default: SamplingParams, sampling: Mapping[str, Any], job: Job) -> S
     """The model's recommendation, overridden by the command line, overridden by the prompt's own line."""
     try:
         return replace(default, **{**sampling, **job.sampling})
-    except (ArgumentError, TypeError) as error:
+    except ArgumentError as error:
         raise ArgumentError(f"{job.source}: {error}") from error
 
 
@@ -105,18 +124,16 @@ def _generate(llm: LLM, jobs: list[Job], sampling: Mapping[str, Any], quiet: boo
         raise RequestError(f"{jobs[error.index].source}: {error.reason}") from error
 
 
-def _print_answers(llm: LLM, jobs: list[Job], sampling: Mapping[str, Any], quiet: bool) -> int:
+def _print_answers(llm: LLM, jobs: list[Job], sampling: Mapping[str, Any], quiet: bool) -> list[RequestOutput]:
     params = _params(llm.default_params, sampling, jobs[0])
     if len(jobs) == 1 and params.n == 1:
-        outputs = [_stream(llm, jobs[0], params)]
-    else:
-        outputs = _generate(llm, jobs, sampling, quiet)
-        for job, output in zip(jobs, outputs, strict=True):
-            for part in output.outputs:
-                print(f"=== {_title(job)}" + (f" ({part.index + 1}/{len(output.outputs)})" if len(output.outputs) > 1 else ""))
-                print(part.text)
-    _close(llm, outputs, quiet)
-    return 0
+        return [_stream(llm, jobs[0], params)]
+    outputs = _generate(llm, jobs, sampling, quiet)
+    for job, output in zip(jobs, outputs, strict=True):
+        for part in output.outputs:
+            print(f"=== {_title(job)}" + (f" ({part.index + 1}/{len(output.outputs)})" if len(output.outputs) > 1 else ""))
+            print(part.text)
+    return outputs
 
 
 def _title(job: Job) -> str:
@@ -134,8 +151,3 @@ def _stream(llm: LLM, job: Job, params: SamplingParams) -> RequestOutput:
         shown = len(text)
     sys.stdout.write("\n")
     return output
-
-
-def _close(llm: LLM, outputs: list[RequestOutput], quiet: bool) -> None:
-    if not quiet:
-        say(closing_line(llm, outputs))

@@ -62,13 +62,18 @@ def _parse(source: str, line: str) -> Job:
     for name in record:
         if name not in known:
             raise ArgumentError(f"{source}: unknown field {name!r}{nearest(name, known)}")
-    sampling = {name: record[name] for name in _FIELDS if name in record}
-    if isinstance(sampling.get("logit_bias"), dict):  # JSON has no integer keys
-        sampling["logit_bias"] = {int(k) if k.isdecimal() else k: v for k, v in sampling["logit_bias"].items()}
+    sampling = {name: sampling_value(name, record[name]) for name in _FIELDS if name in record}
     prompt = record["prompt"] if kinds == ["prompt"] else {kinds[0]: record[kinds[0]]}
     if kinds == ["prompt"] and not isinstance(prompt, str):
         raise ArgumentError(f"{source}: prompt must be a text, got {prompt!r:.60}")
     return Job(prompt, source, sampling, record.get("id"))
+
+
+def sampling_value(name: str, value: Any) -> Any:
+    """A field of SamplingParams from JSON, which has no integer keys for logit_bias. What is wrong with it SamplingParams says."""
+    if name == "logit_bias" and isinstance(value, dict):
+        return {int(key) if key.isdecimal() else key: bias for key, bias in value.items()}
+    return value
 
 
 def result(job: Job, output: RequestOutput) -> str:

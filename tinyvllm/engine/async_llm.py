@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.config import EngineConfig, resolve
@@ -40,7 +41,8 @@ class AsyncLLM:
         self._commands: list[Callable[[Engine], None]] = []  # guarded by _wake
         self._closing = False  # guarded by _wake
         self._failure: BaseException | None = None  # why the thread ended, written before _closing
-        self._waiting: dict[str, _Mailbox] = {}  # guarded by _wake
+        self._waiting: dict[str, _Mailbox] = {}  # by the engine's key; guarded by _wake
+        self._keys: dict[str, str] = {}  # of the names that are in use; guarded by _wake
         loaded: Future[Engine] = Future()
         self._thread = threading.Thread(target=self._serve, args=(config, progress, loaded), name="tinyvllm-engine", daemon=True)
         self._thread.start()
@@ -61,12 +63,13 @@ class AsyncLLM:
         A caller slower than the engine misses intermediate outputs, never the last. Leaving the iteration, or being cancelled, aborts
         the request. Raises RequestError for what cannot be served, and whatever ended the engine if it ended.
         """
-        name = f"async-{next(self._ids)}" if request_id is None else request_id
+        number = next(self._ids)
+        name = f"async-{number}" if request_id is None else request_id
         params = spread(sampling_params, self.default_params, 1)[0]
         item: Prompt = {"messages": prompt} if is_conversation(prompt) else prompt  # type: ignore[assignment]
         encoded = await asyncio.to_thread(encode_prompt, self.tokenizer, item)  # a long prompt must not hold up the other callers
-        mailbox = _Mailbox()
-        self._submit(name, encoded, params, mailbox)
+        mailbox = _Mailbox(name, f"{name}#{number}")
+        self._submit(mailbox, encoded, params)
         finished = False
         try:
             while not finished:
@@ -74,13 +77,13 @@ class AsyncLLM:
                 finished = output.finished
                 yield output
         finally:
-            self._drop(name, mailbox)
+            self._drop(mailbox)
 
     def abort(self, request_id: str) -> None:
         """End a request; whoever iterates over it gets its last output, with finish_reason "abort". Unknown ids are already over."""
         with self._wake:
-            if request_id in self._waiting:
-                self._commands.append(lambda engine: engine.abort(request_id))
+            if (key := self._keys.get(request_id)) is not None:
+                self._commands.append(lambda engine: engine.abort(key))
                 self._wake.notify()
 
     def close(self) -> None:
@@ -91,27 +94,32 @@ class AsyncLLM:
         self._thread.join()
         atexit.unregister(self.close)
 
-    def _submit(self, name: str, encoded: Encoded, params: SamplingParams, mailbox: _Mailbox) -> None:
+    def _submit(self, mailbox: _Mailbox, encoded: Encoded, params: SamplingParams) -> None:
         def add(engine: Engine) -> None:
             try:
-                engine.add(name, encoded.token_ids, params, encoded.text)
+                engine.add(mailbox.key, encoded.token_ids, params, encoded.text)
             except TinyvllmError as error:
+                # the caller knows no keys
+                error.args = (str(error).replace(mailbox.key, mailbox.name),)
                 self._deliver([(mailbox, error)])
 
         with self._wake:
             if self._closing:
                 raise TinyvllmError(f"AsyncLLM: the engine has ended{f' ({self._failure})' if self._failure else ''}") from self._failure
-            if name in self._waiting:
-                raise ArgumentError(f"AsyncLLM: request_id {name!r} is in use")
-            self._waiting[name] = mailbox
+            if mailbox.name in self._keys:
+                raise ArgumentError(f"AsyncLLM: request_id {mailbox.name!r} is in use")
+            self._waiting[mailbox.key] = mailbox
+            self._keys[mailbox.name] = mailbox.key
             self._commands.append(add)
             self._wake.notify()
 
-    def _drop(self, name: str, mailbox: _Mailbox) -> None:
+    def _drop(self, mailbox: _Mailbox) -> None:
+        """Nobody waits for this request any more: its name is free, and if it still runs the engine ends it."""
         with self._wake:
-            self._waiting.pop(name, None)
+            if self._waiting.pop(mailbox.key, None) is not None:
+                del self._keys[mailbox.name]
             if not mailbox.over:
-                self._commands.append(lambda engine: engine.abort(name))
+                self._commands.append(lambda engine: engine.abort(mailbox.key))
                 self._wake.notify()
 
     def _serve(self, config: EngineConfig, progress: Callable[[int, int, str], None] | None, loaded: Future[Engine]) -> None:
@@ -133,7 +141,7 @@ class AsyncLLM:
         finally:
             with self._wake:
                 self._closing = True
-                waiting, self._waiting = list(self._waiting.values()), {}
+                waiting, self._waiting, self._keys = list(self._waiting.values()), {}, {}
             self._deliver([(mailbox, failure) for mailbox in waiting])
             engine.close()
 
@@ -153,8 +161,8 @@ class AsyncLLM:
 
     def _publish(self, outputs: list[RequestOutput]) -> None:
         with self._wake:
-            addressed = [(mailbox, output) for output in outputs if (mailbox := self._waiting.get(output.request_id)) is not None]
-        self._deliver(addressed)
+            mailboxes = [(self._waiting.get(output.request_id), output) for output in outputs]
+        self._deliver([(mailbox, replace(output, request_id=mailbox.name)) for mailbox, output in mailboxes if mailbox is not None])
 
     def _deliver(self, letters: Sequence[tuple[_Mailbox, RequestOutput | BaseException]]) -> None:
         """One wake-up per event loop and step, however many of its requests have news."""
@@ -166,22 +174,19 @@ class AsyncLLM:
                 loop.call_soon_threadsafe(_put_all, own)
             except RuntimeError:  # that event loop was closed, and its callers are gone with it
                 for mailbox, _ in own:
-                    self._abandon(mailbox)
-
-    def _abandon(self, mailbox: _Mailbox) -> None:
-        with self._wake:
-            for name in [name for name, other in self._waiting.items() if other is mailbox]:
-                del self._waiting[name]
-                self._commands.append(lambda engine, name=name: engine.abort(name))  # type: ignore[misc]
+                    self._drop(mailbox)
 
 
 class _Mailbox:
     """The newest output of one request, on its way from the engine's thread to the coroutine that waits. Lives in the event loop.
 
-    A slot rather than a queue: outputs are cumulative, and a caller that reads slowly must not make them pile up.
+    A slot rather than a queue: outputs are cumulative, and a caller that reads slowly must not make them pile up. The engine knows the
+    request by `key`, which is never used again: `name` is the caller's, who may give it anew while the engine still ends the old request.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, key: str) -> None:
+        self.name = name
+        self.key = key
         self.loop = asyncio.get_running_loop()
         self.over = False
         self._arrived = asyncio.Event()

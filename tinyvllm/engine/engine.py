@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.config import EngineConfig, cache_folder
 from tinyvllm.engine.output import RequestState
-from tinyvllm.errors import RequestError
+from tinyvllm.errors import ModelError, RequestError
 from tinyvllm.request import Logprob, RequestOutput, SamplingParams, Sequence
 from tinyvllm.runner.device import start_device
 from tinyvllm.scheduler import Schedule, Scheduled, Scheduler, SchedulerLimits
@@ -40,6 +41,7 @@ class Engine:
         self._rows: dict[int, int] = {}  # sequence id -> the row under which the sampler knows it
         self._changed: dict[str, RequestState] = {}
         self._next_id = 0
+        self.num_steps = 0  # since the start; each has streamed the weights once
         self._bandwidth: float | None = None
 
     def _load_tokenizer(self) -> Tokenizer | None:
@@ -108,6 +110,7 @@ class Engine:
         self._join(sequences)
         flags = self.sampler.prepare(sequences, step.B)
         logits = self.runner.launch(step)
+        self.num_steps += 1
         self.scheduler.advance(schedule)
         if not sequences:
             return
@@ -193,5 +196,9 @@ class Engine:
 
 def _eos_ids(config: dict[str, object]) -> tuple[int, ...]:
     """End-of-sequence ids of a model without its tokenizer."""
-    eos = config.get("eos_token_id", config.get("tokenizer.ggml.eos_token_id"))
-    return tuple(eos) if isinstance(eos, list) else (eos,) if isinstance(eos, int) else ()
+    key = "tokenizer.ggml.eos_token_id" if "general.architecture" in config else "eos_token_id"
+    eos: Any = config.get(key)
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if any(type(i) is not int for i in ids):
+        raise ModelError(f"engine: {key} must be a token id or a list of them, got {eos!r:.80}")
+    return tuple(i for i in ids if i >= 0)

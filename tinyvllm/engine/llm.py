@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -76,7 +76,7 @@ class LLM:
         A prompt is a text, {"prompt_token_ids": ids} or {"messages": conversation}. If one of them cannot be served nothing runs:
         RequestError (or ArgumentError, TokenizerError) for a single prompt, PromptError, which says which, for several.
         """
-        items: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)  # type: ignore[list-item]
+        items: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else _listed("prompts", prompts)  # type: ignore[list-item]
         each = spread(sampling_params, self.default_params, len(items))
         return self._complete(encode_all(self.engine.tokenizer, items), each, use_tqdm)
 
@@ -92,7 +92,7 @@ class LLM:
         **chat_template_kwargs: Any,
     ) -> list[RequestOutput]:
         """`generate` for one conversation or a list of them, written out by the model's chat template."""
-        conversations = [messages] if not messages or is_conversation(messages) else list(messages)
+        conversations = [messages] if not messages or is_conversation(messages) else _listed("messages", messages)
         options = {
             "add_generation_prompt": add_generation_prompt,
             "tools": tools,
@@ -190,6 +190,12 @@ class LLM:
             newest = self._open.pop(request_id, None)
             if newest is None or not newest.finished:
                 self.engine.abort(request_id)
+
+
+def _listed(name: str, values: object) -> list[Any]:
+    if not isinstance(values, Iterable):
+        raise ArgumentError(f"{name} must be one or a list of them, got {type(values).__name__}")
+    return list(values)
 
 
 def _deltas(outputs: Outputs) -> Iterator[StreamDelta]:

@@ -9,7 +9,7 @@ from tinyvllm.models.config import Fields, ModelConfig, Source, Transform
 def from_hf(source: Source) -> ModelConfig:
     fields = Fields(source.config)
     tied = fields.boolean("tie_word_embeddings", True)  # transformers' default for this family
-    bias, layers = fields.boolean("use_bias"), fields.integer("num_hidden_layers")
+    bias, layers = fields.boolean("use_bias"), fields.layers()
     return llama.hf_config(fields, family="ernie4_5", qkv_bias=bias, output_bias=bias, mlp_bias=bias, windows=(0,) * layers, tied=tied)
 
 

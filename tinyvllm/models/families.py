@@ -57,6 +57,14 @@ def read_config(family: Family, source: Source) -> ModelConfig:
     return family.from_gguf(source) if source.kind == "gguf" else family.from_hf(source)
 
 
+def check_layers(family: Family, config: ModelConfig, source: Source) -> None:
+    """ModelError if the file lacks the last layer, before a model of that many layers is built: a wrong number would take minutes."""
+    names, _ = family.sources(config, source.kind, f"blk.{config.num_blocks - 1}.attn_norm.weight")
+    if missing := [name for name in names if source.shape(name) is None]:
+        key = "block_count" if source.kind == "gguf" else "n_layer" if config.family == "gpt2" else "num_hidden_layers"
+        raise ModelError(f"models: {key} is {config.num_blocks}, but the file holds no tensor {missing[0]}; do the two belong together?")
+
+
 IGNORABLE = ("*.attn.bias", "*.attn.masked_bias", "*.rotary_emb.inv_freq", "rope_freqs.weight", "rope_factors_*.weight")
 
 

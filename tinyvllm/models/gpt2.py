@@ -9,7 +9,7 @@ from tinygrad import Tensor, nn
 
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.errors import ModelError
-from tinyvllm.models.config import Fields, ModelConfig, Source, Transform, check_heads
+from tinyvllm.models.config import Fields, ModelConfig, Source, Transform, vocabulary
 from tinyvllm.ops.attention import PagedAttention
 from tinyvllm.ops.launch import uninitialized
 from tinyvllm.ops.linear import linear
@@ -75,16 +75,16 @@ def from_hf(source: Source) -> ModelConfig:
     for key, expected in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False), ("add_cross_attention", False)):
         if fields.boolean(key, expected) != expected:
             raise ModelError(f"config.json: {key} = {not expected} is not supported for GPT-2")
-    E = fields.integer("n_embd")
+    E = fields.integer("n_embd", low=1)
     return _config(
         fields,
-        layers=fields.integer("n_layer"),
+        layers=fields.layers("n_layer"),
         E=E,
-        F=fields.integer("n_inner", 4 * E),
-        heads=fields.integer("n_head"),
+        F=fields.integer("n_inner", 4 * E, low=1),
+        heads=fields.integer("n_head", low=1),
         eps=fields.number("layer_norm_epsilon", 1e-5),
-        V=fields.integer("vocab_size"),
-        context=fields.integer("n_positions", 1024),
+        V=fields.integer("vocab_size", low=1),
+        context=fields.integer("n_positions", 1024, low=2),
         tied=fields.boolean("tie_word_embeddings", True),
         prefix="transformer." if source.shape("transformer.wte.weight") else "",
     )
@@ -92,16 +92,15 @@ def from_hf(source: Source) -> ModelConfig:
 
 def from_gguf(source: Source) -> ModelConfig:
     fields = Fields(source.config, prefix="gpt2.", where="GGUF metadata")
-    embedding = source.shape("token_embd.weight")
     return _config(
         fields,
-        layers=fields.integer("block_count"),
-        E=fields.integer("embedding_length"),
-        F=fields.integer("feed_forward_length"),
-        heads=fields.integer("attention.head_count"),
+        layers=fields.layers("block_count"),
+        E=fields.integer("embedding_length", low=1),
+        F=fields.integer("feed_forward_length", low=1),
+        heads=fields.integer("attention.head_count", low=1),
         eps=fields.number("attention.layer_norm_epsilon", 1e-5),
-        V=embedding[0] if embedding else fields.integer("vocab_size"),
-        context=fields.integer("context_length"),
+        V=vocabulary(source, fields),
+        context=fields.integer("context_length", low=2),
         tied=source.shape("output.weight") is None,
     )
 
@@ -109,13 +108,15 @@ def from_gguf(source: Source) -> ModelConfig:
 def _config(
     fields: Fields, layers: int, E: int, F: int, heads: int, eps: float, V: int, context: int, tied: bool, prefix: str = ""
 ) -> ModelConfig:
-    D = E // max(heads, 1)
-    config = ModelConfig(
+    if E % heads:
+        names = ("attention.head_count", "embedding_length") if fields.prefix else ("n_head", "n_embd")
+        raise ModelError(f"{fields.where}: {names[0]} {heads} must divide {names[1]} {E}")
+    D = E // heads
+    return ModelConfig(
         num_blocks=layers, dim=E, hidden_dim=F, n_heads=heads, n_kv_heads=heads, norm_eps=eps, vocab_size=V, head_dim=D, v_head_dim=D,
         rope_theta=0.0, rope_dim=0, max_context=context, qkv_bias=True, output_bias=True, mlp_bias=True, family="gpt2", tied=tied,
         prefix=prefix,
     )  # fmt: skip
-    return check_heads(fields, config)
 
 
 _HF_NAMES = {

@@ -12,7 +12,7 @@ from tinygrad.llm.model import Transformer, TransformerBlock
 
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.errors import ModelError
-from tinyvllm.models.config import Fields, ModelConfig, Source, Transform, check_factors, check_heads, hf_rope, hf_windows
+from tinyvllm.models.config import Fields, ModelConfig, Source, Transform, check_factors, check_heads, hf_rope, hf_windows, vocabulary
 from tinyvllm.ops.attention import PagedAttention
 from tinyvllm.ops.launch import uninitialized
 from tinyvllm.ops.linear import gate_up_silu, linear
@@ -143,31 +143,31 @@ def unpair(config: ModelConfig, name: str) -> Transform | None:
 
 def from_hf(source: Source) -> ModelConfig:
     fields = Fields(source.config)
-    return hf_config(fields, family="llama", windows=(0,) * fields.integer("num_hidden_layers"))
+    return hf_config(fields, family="llama", windows=(0,) * fields.layers())
 
 
 def mistral_from_hf(source: Source) -> ModelConfig:
     fields = Fields(source.config)
-    return hf_config(fields, family="llama", windows=hf_windows(fields, fields.integer("num_hidden_layers"), default_on=True))
+    return hf_config(fields, family="llama", windows=hf_windows(fields, fields.layers(), default_on=True))
 
 
 def hf_config(fields: Fields, **differences: Any) -> ModelConfig:
     """A LLaMA-shaped config.json; `differences` are the ModelConfig fields that a family sets itself."""
     if fields.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ModelError(f"{fields.where}: hidden_act {fields.get('hidden_act')!r} is not supported here; expected 'silu'")
-    dim, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    head_dim = fields.integer("head_dim", dim // max(heads, 1))
-    max_context = fields.integer("max_position_embeddings", 2048)
+    dim, heads = fields.integer("hidden_size", low=1), fields.integer("num_attention_heads", low=1)
+    head_dim = fields.integer("head_dim", dim // heads, low=1)
+    max_context = fields.integer("max_position_embeddings", 2048, low=2)
     theta, share, scaling = hf_rope(fields, max_context)
     attention_bias = fields.boolean("attention_bias")
     values: dict[str, Any] = dict(
-        num_blocks=fields.integer("num_hidden_layers"),
+        num_blocks=fields.layers(),
         dim=dim,
-        hidden_dim=fields.integer("intermediate_size"),
+        hidden_dim=fields.integer("intermediate_size", low=1),
         n_heads=heads,
-        n_kv_heads=fields.integer("num_key_value_heads", heads),
+        n_kv_heads=fields.integer("num_key_value_heads", heads, low=1),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
-        vocab_size=fields.integer("vocab_size"),
+        vocab_size=fields.integer("vocab_size", low=1),
         head_dim=head_dim,
         v_head_dim=head_dim,
         rope_theta=theta,
@@ -190,23 +190,22 @@ def gguf_config(source: Source, **differences: Any) -> ModelConfig:
     """A LLaMA-shaped GGUF; keys are those of the GGUF specification under the architecture's own prefix."""
     architecture = str(source.config["general.architecture"])
     fields = Fields(source.config, prefix=f"{architecture}.", where="GGUF metadata")
-    dim, heads, layers = fields.integer("embedding_length"), fields.integer("attention.head_count"), fields.integer("block_count")
-    head_dim = fields.integer("attention.key_length", dim // max(heads, 1))
-    embedding = source.shape("token_embd.weight")
+    dim, heads = fields.integer("embedding_length", low=1), fields.integer("attention.head_count", low=1)
+    head_dim, layers = fields.integer("attention.key_length", dim // heads, low=1), fields.layers("block_count")
     window = fields.integer("attention.sliding_window", 0)
     values: dict[str, Any] = dict(
         num_blocks=layers,
         dim=dim,
         hidden_dim=fields.integer("feed_forward_length", 0),
         n_heads=heads,
-        n_kv_heads=fields.integer("attention.head_count_kv", heads),
+        n_kv_heads=fields.integer("attention.head_count_kv", heads, low=1),
         norm_eps=fields.number("attention.layer_norm_rms_epsilon", 1e-5),
-        vocab_size=embedding[0] if embedding else fields.integer("vocab_size"),
+        vocab_size=vocabulary(source, fields),
         head_dim=head_dim,
         v_head_dim=head_dim,
-        rope_theta=fields.number("rope.freq_base", 10000.0),
+        rope_theta=fields.number("rope.freq_base", 10000.0, above=1),
         rope_dim=fields.integer("rope.dimension_count", head_dim),
-        max_context=fields.integer("context_length"),
+        max_context=fields.integer("context_length", low=2),
         qkv_bias=source.shape("blk.0.attn_q.bias") is not None,
         output_bias=source.shape("blk.0.attn_output.bias") is not None,
         mlp_bias=source.shape("blk.0.ffn_up.bias") is not None,
@@ -219,18 +218,18 @@ def gguf_config(source: Source, **differences: Any) -> ModelConfig:
 
 def gguf_scaling(source: Source, fields: Fields) -> RopeScaling:
     """Linear and YaRN from metadata; Llama 3's and LongRoPE from the tensors of factors that converters write."""
-    trained = fields.integer("rope.scaling.original_context_length", fields.integer("context_length"))
+    trained = fields.integer("rope.scaling.original_context_length", fields.integer("context_length"), low=2)
     if source.shape("rope_freqs.weight") is not None:
         factors = tuple(float(f) for f in source.array("rope_freqs.weight").ravel())
         return RopeScaling("longrope", 1.0, trained, attention_factor=1.0, short_factor=factors, long_factor=factors)
     if source.shape("rope_factors_long.weight") is not None:
         long, short = (tuple(float(f) for f in source.array(f"rope_factors_{n}.weight").ravel()) for n in ("long", "short"))
-        factor = fields.integer("context_length") / max(trained, 1)
-        attention = fields.get("rope.scaling.attn_factor")
+        factor = fields.integer("context_length") / trained
+        attention = None if fields.get("rope.scaling.attn_factor") is None else fields.number("rope.scaling.attn_factor", above=0)
         return RopeScaling("longrope", factor, trained, attention_factor=attention, short_factor=short, long_factor=long)
     kind = fields.get("rope.scaling.type", "none")
     if kind not in ("none", "linear", "yarn"):
         raise ModelError(f"GGUF metadata: rope scaling {kind!r} is not supported without its tensor of factors")
     if kind == "none":
         return RopeScaling()
-    return RopeScaling(kind, fields.number("rope.scaling.factor", 1.0), trained)
+    return RopeScaling(kind, fields.number("rope.scaling.factor", 1.0, above=0), trained)

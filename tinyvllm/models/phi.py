@@ -10,7 +10,7 @@ from tinyvllm.models.config import Fields, ModelConfig, Source, Transform, hf_wi
 
 def from_hf(source: Source) -> ModelConfig:
     fields = Fields(source.config)
-    return llama.hf_config(fields, family="phi3", windows=hf_windows(fields, fields.integer("num_hidden_layers"), default_on=True))
+    return llama.hf_config(fields, family="phi3", windows=hf_windows(fields, fields.layers(), default_on=True))
 
 
 def from_gguf(source: Source) -> ModelConfig:

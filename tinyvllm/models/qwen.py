@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from tinyvllm.models import llama
-from tinyvllm.models.config import Fields, ModelConfig, Source, Transform, hf_windows
+from tinyvllm.models.config import MAX_EXPERTS, Fields, ModelConfig, Source, Transform, hf_windows
 
 
 def _windows(fields: Fields) -> tuple[int, ...]:
-    return hf_windows(fields, fields.integer("num_hidden_layers"), default_on=False)
+    return hf_windows(fields, fields.layers(), default_on=False)
 
 
 def qwen2_from_hf(source: Source) -> ModelConfig:
@@ -21,22 +21,22 @@ def qwen2_from_hf(source: Source) -> ModelConfig:
 
 def qwen3_from_hf(source: Source) -> ModelConfig:
     fields = Fields(source.config)
-    head_dim = fields.integer("head_dim", fields.integer("hidden_size") // max(fields.integer("num_attention_heads"), 1))
+    head_dim = fields.integer("head_dim", fields.integer("hidden_size", low=1) // fields.integer("num_attention_heads", low=1), low=1)
     return llama.hf_config(fields, family="qwen3", qk_norm=head_dim, windows=_windows(fields), **_experts(fields))
 
 
 def _experts(fields: Fields) -> dict[str, Any]:
-    count = fields.get("num_experts", fields.get("num_local_experts", 0))
+    count = fields.integer("num_local_experts" if fields.get("num_experts") is None else "num_experts", 0, high=MAX_EXPERTS)
     if not count:
         return {}
-    every, plain = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers", [])
-    layers = range(fields.integer("num_hidden_layers"))
+    every, plain = fields.integer("decoder_sparse_step", 1, low=1), fields.integers("mlp_only_layers")
+    layers = range(fields.layers())
     return dict(
-        num_experts=int(count),
-        num_experts_per_tok=fields.integer("num_experts_per_tok"),
+        num_experts=count,
+        num_experts_per_tok=fields.integer("num_experts_per_tok", low=1, high=count),
         norm_topk_prob=fields.boolean("norm_topk_prob"),
-        hidden_dim=fields.integer("moe_intermediate_size"),
-        dense_hidden_dim=fields.integer("intermediate_size"),
+        hidden_dim=fields.integer("moe_intermediate_size", low=1),
+        dense_hidden_dim=fields.integer("intermediate_size", low=1),
         dense_layers=frozenset(i for i in layers if i in plain or (i + 1) % every),
     )
 
@@ -51,16 +51,17 @@ def qwen3_from_gguf(source: Source) -> ModelConfig:
 
 
 def qwen3_moe_from_gguf(source: Source) -> ModelConfig:
-    norm, layers = source.shape("blk.0.attn_q_norm.weight"), int(source.config["qwen3moe.block_count"])
     fields = Fields(source.config, prefix="qwen3moe.", where="GGUF metadata")
+    norm, layers = source.shape("blk.0.attn_q_norm.weight"), fields.layers("block_count")
+    count = fields.integer("expert_count", low=1, high=MAX_EXPERTS)
     return llama.gguf_config(
         source,
         family="qwen3",
         qk_norm=norm[0] if norm else 0,
-        num_experts=fields.integer("expert_count"),
-        num_experts_per_tok=fields.integer("expert_used_count"),
+        num_experts=count,
+        num_experts_per_tok=fields.integer("expert_used_count", low=1, high=count),
         norm_topk_prob=fields.boolean("expert_weights_norm", True),
-        hidden_dim=fields.integer("expert_feed_forward_length"),
+        hidden_dim=fields.integer("expert_feed_forward_length", low=1),
         dense_hidden_dim=fields.integer("feed_forward_length", 0),
         dense_layers=frozenset(i for i in range(layers) if source.shape(f"blk.{i}.ffn_gate_inp.weight") is None),
     )

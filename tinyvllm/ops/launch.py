@@ -86,6 +86,11 @@ def prefer_device(device: str) -> None:
         helpers.DEV.value = device
 
 
+def open_device(device: str) -> None:
+    """Open `device`, which tinygrad otherwise does at its first use; whatever its backend raises where it cannot."""
+    Device[device]
+
+
 def synchronize(device: str) -> None:
     """Wait until everything launched on `device` has run. `realize()` of tinygrad returns before the CPU device's worker has begun."""
     Device[device].synchronize()

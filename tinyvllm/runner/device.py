@@ -8,6 +8,7 @@ import platform
 import sys
 from pathlib import Path
 
+from tinyvllm.errors import ArgumentError
 from tinyvllm.ops.toolchain import provide_compiler
 
 
@@ -32,14 +33,19 @@ def _cuda_devices() -> int:
 
 
 def start_device(choice: str, cache: Path) -> str:
-    """Choose the device and make tinygrad ready for it; returns its name."""
+    """Choose the device, make tinygrad ready for it and open it; returns its name. ArgumentError where it cannot be opened."""
     device = choose_device(choice)
     # tinygrad probes every backend for a default device, which costs half a second and is never used here
     os.environ.setdefault("DEV", device.split(":")[0])
     if device.split(":")[0] == "CPU":
         provide_compiler(cache)
-    from tinyvllm.ops.launch import keep_programs, prefer_device
+    from tinyvllm.ops.launch import keep_programs, open_device, prefer_device
 
     keep_programs()
     prefer_device(device.split(":")[0])  # the environment came too late where the caller had imported tinygrad already
+    try:
+        open_device(device)
+    except Exception as error:  # every backend has its own: a library that is not there, a driver's refusal, a group of both
+        cause = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ArgumentError(f"device {device} cannot be opened here: {cause}; try --device CPU") from error
     return device

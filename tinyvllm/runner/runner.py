@@ -15,7 +15,7 @@ from tinygrad.dtype import DType
 from tinyvllm.config import EngineConfig
 from tinyvllm.errors import ArgumentError
 from tinyvllm.models.config import ModelConfig
-from tinyvllm.models.families import find_family, read_config, refuse_unused, weights_of
+from tinyvllm.models.families import check_layers, find_family, read_config, refuse_unused, weights_of
 from tinyvllm.ops.launch import Captured, download
 from tinyvllm.quant.formats import FORMATS, unpack
 from tinyvllm.runner.kv import KVPool, block_bytes, kv_dtype
@@ -84,6 +84,8 @@ class Runner:
         family = find_family(source)
         self.config: ModelConfig = read_config(family, source)
         self.dtype = weight_dtype(config.dtype, self.checkpoint)
+        if not dummy:
+            check_layers(family, self.config, source)
         self.model = family.model(self.config)
         recipes = weights_of(family, self.config, self.model, self.checkpoint.kind)
         if dummy:

@@ -21,7 +21,6 @@ class IncrementalDetokenizer:
         self._stream = tokenizer.text_stream(skip_special_tokens)
         self._stream.resume(prompt_token_ids)
         self._shown = self._stream.held()  # the prompt's own decode ends in this, though the stream has yet to return it
-        self._parts: list[str] = []
 
     def add(self, token_ids: int | Iterable[int]) -> str:
         """New text after one or more tokens: "" while a character is incomplete."""
@@ -29,27 +28,16 @@ class IncrementalDetokenizer:
             text = self._stream.add(token_ids)
         else:
             text = "".join([self._stream.add(token_id) for token_id in token_ids])
-        return self._emit(text)
+        return self._without_shown(text)
 
     def finish(self) -> str:
         """The rest of the text, with U+FFFD for what never became a character."""
-        return self._emit(self._stream.finish())
-
-    @property
-    def text(self) -> str:
-        """All text so far."""
-        self._parts = ["".join(self._parts)]
-        return self._parts[0]
-
-    def _emit(self, text: str) -> str:
-        if text and self._shown:
-            text = self._without_shown(text)
-        if text:
-            self._parts.append(text)
-        return text
+        return self._without_shown(self._stream.finish())
 
     def _without_shown(self, text: str) -> str:
         """Leave out what the prompt's own text has shown, as far as the two agree."""
+        if not (text and self._shown):
+            return text
         same = 0
         while same < min(len(text), len(self._shown)) and text[same] == self._shown[same]:
             same += 1

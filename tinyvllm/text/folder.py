@@ -52,11 +52,15 @@ def read_settings(folder: Path) -> FolderSettings:
     path = folder / "tokenizer_config.json"
     tokenizer, names = _read_object(path), _read_object(folder / "special_tokens_map.json")
     config, generation = _read_object(folder / "config.json"), _read_object(folder / "generation_config.json")
+
+    def ids(key: str) -> tuple[int, ...]:
+        return (*_ids(generation, key, folder / "generation_config.json"), *_ids(config, key, folder / "config.json"))
+
     return FolderSettings(
         special_tokens=_special_tokens(names | tokenizer),
         added_tokens=_added_tokens(tokenizer, _read_object(folder / "added_tokens.json"), path),
-        bos_id=next(iter(_ids(generation, "bos_token_id") or _ids(config, "bos_token_id")), None),
-        eos_ids=(*_ids(generation, "eos_token_id"), *_ids(config, "eos_token_id")),
+        bos_id=next(iter(ids("bos_token_id")), None),
+        eos_ids=ids("eos_token_id"),
         add_bos=_flag(tokenizer, "add_bos_token", path),
         add_eos=_flag(tokenizer, "add_eos_token", path),
         add_prefix_space=_flag(tokenizer, "add_prefix_space", path),
@@ -108,11 +112,13 @@ def _added_tokens(tokenizer: Mapping[str, Any], plain: Mapping[str, Any], path: 
     return tuple(found[token_id] for token_id in sorted(found))
 
 
-def _ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """An id, a list of ids or null. What is no id at all is for the reader of the model's configuration to refuse."""
+def _ids(config: Mapping[str, Any], key: str, path: Path) -> tuple[int, ...]:
+    """An id, a list of ids or null; negative ones mean that there is none."""
     value = config.get(key)
-    values = value if isinstance(value, list) else [value]
-    return tuple(i for i in values if type(i) is int and i >= 0)
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(i) is not int for i in values):
+        raise TokenizerError(f"tokenizer: {path}: {key} must be a token id or a list of them, got {value!r:.80}")
+    return tuple(i for i in values if i >= 0)
 
 
 def _flag(config: Mapping[str, Any], key: str, path: Path) -> bool | None:

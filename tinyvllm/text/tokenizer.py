@@ -54,11 +54,6 @@ class Tokenizer(ABC):
     def vocab_size(self) -> int:
         """The highest id that has a token, plus one."""
 
-    @property
-    def chat_template(self) -> str | None:
-        """Jinja source of the chat template for ordinary use, None if the model has none."""
-        return self.chat_templates.get("default")
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens written in it are recognised. TokenizerError for a text with lone surrogates.
 
