@@ -183,3 +183,11 @@ def test_wrong_options_and_models(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NoSuchForCausalLM"], "model_type": "nosuch"}))
     with pytest.raises(ModelError, match="nosuch|NoSuch"):
         LLM(tmp_path)
+
+
+def test_sampling_params_of_the_wrong_kind_are_refused():
+    from tinyvllm.engine.prompt import spread
+
+    for wrong in (5, "x", [5]):
+        with pytest.raises(ArgumentError, match="sampling_params must be"):
+            spread(wrong, SamplingParams(), 1)

@@ -121,7 +121,9 @@ def encode_all(tokenizer: Tokenizer | None, prompts: list[Prompt]) -> list[Encod
 
 def spread(params: SamplingParams | Sequence[SamplingParams] | None, default: SamplingParams, count: int) -> list[SamplingParams]:
     """One SamplingParams for each of `count` prompts: the default, the one given for all, or the list given."""
-    each = [default if params is None else params] * count if params is None or isinstance(params, SamplingParams) else list(params)
+    if params is None or isinstance(params, SamplingParams):
+        return [default if params is None else params] * count
+    each: list[Any] = list(params) if isinstance(params, (list, tuple)) else [params]
     for one in each:
         if not isinstance(one, SamplingParams):
             raise ArgumentError(f"sampling_params must be a SamplingParams or a list of them, got {type(one).__name__}")

@@ -44,6 +44,8 @@ def find_family(source: Source) -> Family:
         names, field = [source.config.get("general.architecture")], "gguf"
     else:
         names, field = source.config.get("architectures") or [], "architectures"
+        if scheme := source.config.get("quantization_config"):
+            raise ModelError(f"config.json: quantization_config {str(scheme)[:80]} is not supported; take the model as it was before that")
         if not isinstance(names, list) or not names:
             raise ModelError(f"config.json: 'architectures' must name the model class, got {names!r}")
     for family in FAMILIES:
