@@ -26,7 +26,7 @@ from benchmarks.harness import medians, record
 
 def write_config(folder: Path, shape: argparse.Namespace) -> None:
     config = {
-        "architectures": ["LlamaForCausalLM"], "hidden_size": shape.dim, "intermediate_size": shape.hidden,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": shape.dim, "intermediate_size": shape.hidden,
         "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads or shape.heads,
         "vocab_size": shape.vocab, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "torch_dtype": "bfloat16",
     }  # fmt: skip

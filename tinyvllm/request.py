@@ -145,6 +145,11 @@ class Sequence:
         prompt = len(self.prompt_token_ids)
         return self.prompt_token_ids[start:stop] + self.output_token_ids[max(0, start - prompt) : max(0, stop - prompt)]
 
+    def token_at(self, position: int) -> int:
+        """One token of prompt and output joined."""
+        prompt = len(self.prompt_token_ids)
+        return self.prompt_token_ids[position] if position < prompt else self.output_token_ids[position - prompt]
+
     @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED

@@ -73,6 +73,7 @@ class StepInputs:
     def __init__(self, shape: Shape, M: int, scratch_slot: int, device: str):
         T, B = shape.tokens, shape.sequences
         self.shape, self.scratch_slot = shape, scratch_slot
+        self._tables: list[list[int]] = [[] for _ in range(B)]  # as laid out last
         sizes = {"tokens": T, "positions": T, "slots": T, "query_starts": B + 1, "context_lens": B, "rows": B, "block_tables": B * M}
         ends = np.cumsum(list(sizes.values()))
         self._host = np.zeros(int(ends[-1]), dtype=np.int32)
@@ -112,7 +113,7 @@ class StepInputs:
         for b, entry in enumerate(singles):
             sequence, position = entry.sequence, entry.start
             table = sequence.block_table
-            self.tokens[b] = sequence.token_ids(position, position + 1)[0]
+            self.tokens[b] = sequence.token_at(position)
             self.positions[b] = position
             self.slots[b] = table[position // block_size] * block_size + position % block_size
             self._describe(b, position + 1, table)
@@ -143,4 +144,6 @@ class StepInputs:
 
     def _describe(self, b: int, context: int, table: list[int]) -> None:
         self.context_lens[b] = context
-        self.block_tables[b, : len(table)] = table
+        if self._tables[b] != table:  # it grows once in a block's worth of steps
+            self.block_tables[b, : len(table)] = table
+            self._tables[b] = list(table)
