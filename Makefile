@@ -13,7 +13,7 @@ EXTRA := $(shell [ "$(CLANG)" -ge 16 ] 2>/dev/null || echo clang)
 .PHONY: demo test test-peers lint bench clean
 
 demo: $(VENV)/.core
-	$(BIN)/python main.py --prompt "Once upon a time" --max-tokens 160 --temperature 0.7 --seed 4
+	$(BIN)/python main.py --prompt "Once upon a time" --max-tokens 256 --temperature 0.7 --seed 10
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist loadfile
