@@ -72,6 +72,9 @@ def test_a_second_fill_leaves_nothing_of_the_first():
     inputs, _ = fill([entry(1, 20, 19, 1), entry(2, 4, 3, 1)])
     inputs.fill([entry(3, 4, 3, 1)], [], S)
     assert inputs.slots.tolist() == [30 * S + 3, SCRATCH] and inputs.context_lens.tolist() == [4, 0]
+    assert inputs.block_tables[0, 0] == 30
+    inputs.fill([entry(3, 20, 19, 1)], [], S)
+    assert inputs.block_tables[0, :2].tolist() == [30, 31], "a table that grew"
 
 
 def test_the_device_holds_what_the_host_laid_out():
