@@ -1,4 +1,9 @@
-"""What every benchmark shares: a machine's description, medians, and one JSON line a result in benchmarks/results/."""
+"""What every benchmark shares: a machine's description, rounds taken in turn, medians with quartiles, one JSON line a result.
+
+Machines that measure are seldom alone. Two things keep figures honest all the same: contestants take turns, so that what else the
+machine does falls on all of them alike, and every round notes how many processors other processes kept busy meanwhile. If enough rounds
+were quiet, only they count; the share is recorded either way.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,16 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+QUIET = 0.1  # processors that others may keep busy in a round that counts as quiet
+ENOUGH = 3  # quiet rounds, for the others to be left out
+_TICK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 def machine() -> dict[str, object]:
@@ -20,25 +30,136 @@ def machine() -> dict[str, object]:
     info = Path("/proc/cpuinfo")
     if info.exists():
         model = next((line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")), model)
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=RESULTS).stdout.strip()
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=RESULTS.parent).stdout.strip()
     return {"cpu": model, "cores": os.cpu_count(), "system": platform.system(), "python": platform.python_version(), "commit": commit}
 
 
-def medians(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each function, taken in turn: what else the machine does falls on all of them alike."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
+@dataclass(frozen=True)
+class Round:
+    """One run: its seconds, and how many processors other processes used meanwhile (0 where the system does not say)."""
+
+    seconds: float
+    others: float
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles of some rounds. `quiet` of `rounds` were quiet; where those were enough, the rest is left out."""
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+    quiet: int
+    others: float
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether other processes took part in what was timed."""
+        return self.quiet < min(ENOUGH, self.rounds)
+
+    def rate(self, units: float) -> float:
+        """Units a second, if a round does `units`."""
+        return units / self.median
+
+    def divided(self, parts: int) -> Spread:
+        """The spread of one part of a round."""
+        return replace(self, median=self.median / parts, low=self.low / parts, high=self.high / parts)
+
+    def figures(self, units: float, digits: int = 2) -> dict[str, float]:
+        """The same as rates, ready for a record; the quartiles change places."""
+        rates = {"rate": units / self.median, "low": units / self.high, "high": units / self.low}
+        return {name: round(value, digits) for name, value in rates.items()} | {"rounds": self.rounds, "quiet": self.quiet, "others": self.others}
+
+
+def spread(rounds: list[Round]) -> Spread:
+    quiet = [r for r in rounds if r.others < QUIET]
+    seconds = sorted(r.seconds for r in (quiet if len(quiet) >= ENOUGH else rounds))
+    others = round(median(r.others for r in rounds), 2)
+    return Spread(median(seconds), _quantile(seconds, 0.25), _quantile(seconds, 0.75), len(rounds), len(quiet), others)
+
+
+def _quantile(ordered: list[float], share: float) -> float:
+    """Linear between the neighbours, as numpy has it."""
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def take_turns(
+    functions: Mapping[str, Callable[[], float | None]], rounds: int, own: Iterable[int] = (), patience: float = 3.0
+) -> dict[str, list[Round]]:
+    """Run the functions in turn, `rounds` times each. One that returns seconds has timed itself.
+
+    `own` are the processes that do the work beside this one. While quiet rounds are too few for every function, up to `patience` times
+    as many rounds are run.
+    """
+    done: dict[str, list[Round]] = {name: [] for name in functions}
+    for number in range(max(rounds, int(rounds * patience))):
+        if number >= rounds and all(sum(r.others < QUIET for r in each) >= ENOUGH for each in done.values()):
+            break
         for name, function in functions.items():
-            start = time.perf_counter()
-            function()
-            times[name].append(time.perf_counter() - start)
-    return {name: median(values) for name, values in times.items()}
+            done[name].append(one_round(function, own))
+    return done
 
 
-def record(name: str, figures: dict[str, object]) -> None:
-    """Print a result and append it to results/NAME.jsonl."""
+def one_round(function: Callable[[], float | None], own: Iterable[int] = ()) -> Round:
+    before, start = _others_seconds(own), time.perf_counter()
+    seconds = function()
+    elapsed = time.perf_counter() - start
+    return Round(elapsed if seconds is None else seconds, max(0.0, _others_seconds(own) - before) / elapsed)
+
+
+def _others_seconds(own: Iterable[int]) -> float:
+    """Processor seconds since the start of the machine that were spent neither in this process nor in `own`."""
+    try:
+        fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    except OSError:
+        return 0.0
+    busy = sum(fields) - fields[3] - fields[4]  # but idle and waiting for disks
+    mine = os.times()  # with children that have ended
+    return busy / _TICK - sum(mine[:4]) - sum(_seconds_of(pid) for pid in own)
+
+
+def _seconds_of(pid: int) -> float:
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return 0.0
+    return (int(words[11]) + int(words[12])) / _TICK
+
+
+def record(name: str, figures: Mapping[str, Any], spreads: Iterable[Spread] = ()) -> None:
+    """Append a result to results/NAME.jsonl, unless one of the `spreads` it comes from was disturbed: that is said instead."""
+    disturbed = [s for s in spreads if s.disturbed]
+    if disturbed:
+        most = max(s.others for s in disturbed)
+        print(f"not recorded: other processes kept up to {most:.1f} processors busy meanwhile; these figures say little\n", flush=True)
+        return
     RESULTS.mkdir(exist_ok=True)
     line = json.dumps({"date": time.strftime("%Y-%m-%d"), **machine(), **figures})
     with open(RESULTS / f"{name}.jsonl", "a") as file:
         file.write(line + "\n")
-    print(line)
+    print(f"recorded in results/{name}.jsonl\n", flush=True)
+
+
+def table(header: list[str], rows: list[list[object]]) -> str:
+    """A markdown table with columns of one width; numbers to the right."""
+    cells = [[_cell(value) for value in row] for row in rows]
+    widths = [max(len(row[c]) for row in [header, *cells]) for c in range(len(header))]
+    right = [c > 0 for c in range(len(header))]
+
+    def line(row: list[str]) -> str:
+        return "| " + " | ".join(t.rjust(w) if r else t.ljust(w) for t, w, r in zip(row, widths, right, strict=True)) + " |"
+
+    rule = "|" + "|".join("-" * (w + 1) + (":" if r else "-") for w, r in zip(widths, right, strict=True)) + "|"
+    return "\n".join([line(header), rule, *map(line, cells)])
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+    return str(value)

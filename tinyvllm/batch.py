@@ -30,7 +30,11 @@ class Batch:
     slots [T]             where its key and value go: block * S + offset
     block_tables [B, M]   the blocks of each sequence, in order
     query_starts [B + 1]  first row of each sequence in the flat batch
-    context_lens [B]      tokens of each sequence in the cache with those of this step; for kernels, as the ops here mask by position
+    context_lens [B]      tokens of each sequence in the cache with those of this step; for kernels, as the reference masks by position
+    rows [1]              rows of the flat batch up to the last that counts; kernels leave the others alone
+    decodes [1]           sequences of one token that count
+    chunks [2]            the first sequence of several tokens, which is `num_decodes`, and how many of them count
+    samples [N]           the rows whose logits are wanted, of which the first sample_count [1] count
     num_blocks            blocks of the longest context of the step; an int, or a bound variable so that one capture serves all lengths
     """
 
@@ -40,6 +44,11 @@ class Batch:
     block_tables: Tensor
     query_starts: Tensor
     context_lens: Tensor
+    rows: Tensor
+    decodes: Tensor
+    chunks: Tensor
+    samples: Tensor
+    sample_count: Tensor
     num_blocks: int | UOp
     num_decodes: int
     max_query: int

@@ -20,6 +20,8 @@ DEFAULT_MODEL = Path(__file__).parent / "demo" / "model"
 DEVICES = ("auto", "CPU", "METAL", "CUDA", "NV", "AMD", "HIP", "QCOM", "CL", "WEBGPU", "PYTHON")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
+MOST_SCHEDULER_STEPS = 64
+QUANTIZATIONS = ("q8_0", "q4_0")
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(?P<choice>:[\w./+-]+)?")
@@ -38,8 +40,10 @@ class EngineConfig:
     max_model_len           longest prompt plus answer in tokens; None takes the model's own up to 8192, as far as memory reaches
     max_num_seqs            sequences that run at the same time
     max_num_batched_tokens  tokens of one step
+    num_scheduler_steps     decode steps that run back to back on the device before the host looks at their tokens
     block_size              tokens of one block of the KV cache
     num_blocks, kv_memory   size of the KV cache, in blocks or in bytes; neither takes what the device has left
+    quantization            "q8_0" or "q4_0" packs the matrices so at load; None keeps them as the checkpoint has them
     load_format             "dummy" fills the model with random weights, to measure without a checkpoint
     seed                    of the seeds given to requests without their own; None draws from the system
     """
@@ -53,9 +57,11 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    num_scheduler_steps: int = 1
     block_size: int = 16
     num_blocks: int | None = None
     kv_memory: int | None = None
+    quantization: str | None = None
     load_format: str = "auto"
     seed: int | None = None
 
@@ -67,6 +73,8 @@ class EngineConfig:
         if type(self.skip_tokenizer_init) is not bool:
             raise ArgumentError(f"skip_tokenizer_init must be True or False, got {self.skip_tokenizer_init!r}")
         _check_choice("dtype", self.dtype, DTYPES)
+        if self.quantization is not None:
+            _check_choice("quantization", self.quantization, QUANTIZATIONS)
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
         _check_device(self.device)
         if self.block_size & (self.block_size - 1):
@@ -86,6 +94,7 @@ _INTEGERS: tuple[tuple[str, int, int | None], ...] = (
     ("max_model_len", 2, None),
     ("max_num_seqs", 1, 4096),
     ("max_num_batched_tokens", 1, None),
+    ("num_scheduler_steps", 1, MOST_SCHEDULER_STEPS),
     ("block_size", 8, 256),
     ("num_blocks", 1, None),
     ("kv_memory", 1, None),
@@ -161,8 +170,24 @@ def _parse_folder(name: str, text: str) -> Path:
     return folder
 
 
+def _parse_kernels(name: str, text: str) -> dict[str, str]:
+    """"attention_decode=ref,all=avx2" as a dict; the registry knows which words mean something."""
+    pairs = [pair.strip().split("=") for pair in text.split(",") if pair.strip()]
+    if not pairs or any(len(pair) != 2 or not all(pair) for pair in pairs):
+        raise ArgumentError(f"{name} must be like attention_decode=ref,matmul=avx2 or all=ref, got {text!r}")
+    return {op: row for op, row in pairs}
+
+
+def _parse_count(name: str, text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 64:
+        raise ArgumentError(f"{name} must be a number from 1 to 64, got {text!r}")
+    return int(text)
+
+
 SWITCHES: tuple[Switch, ...] = (
     Switch("TINYVLLM_CACHE", "folder for what can be made again; default $XDG_CACHE_HOME/tinyvllm or ~/.cache/tinyvllm", _parse_folder),
+    Switch("TINYVLLM_KERNELS", "which kernel runs an op: OP=ROW,..., OP may be all, ROW may be ref; see `kernels`", _parse_kernels),
+    Switch("TINYVLLM_THREADS", "threads of the CPU kernels; default the physical cores", _parse_count),
     Switch("TINYVLLM_DEVICE", "the device when none is asked for: auto, CPU, METAL, CUDA, CUDA:1, ...", parse_device),
 )
 

@@ -41,3 +41,7 @@ class OutOfMemoryError(TinyvllmError):
 
 class OutputError(TinyvllmError):
     """A file that cannot be written."""
+
+
+class KernelError(TinyvllmError):
+    """A hand-written kernel that is missing, does not compile, or was asked for where it cannot run."""

@@ -112,13 +112,26 @@ class Scheduler:
         plan.entries += chunks
         return plan
 
-    def advance(self, schedule: Schedule) -> None:
-        """The step has run: its keys and values lie in the cache. Sequences that were finished meanwhile are passed over."""
+    def reserve(self, schedule: Schedule, rounds: int) -> int:
+        """Blocks for up to `rounds` tokens of each decode of a schedule, without preempting anybody; for how many there are enough."""
+        size, tables = self.pool.block_size, [(entry.start, entry.sequence.block_table) for entry in schedule.entries]
+        while rounds > 1:
+            missing = [max(0, self.pool.blocks_for(start + rounds) - len(table)) for start, table in tables]
+            if sum(missing) <= self.pool.num_free:
+                for (_, table), count in zip(tables, missing, strict=True):
+                    table += self.pool.allocate(count)
+                return rounds
+            # what is free, shared by all, and what their last blocks still hold
+            rounds = min(rounds - 1, min(len(table) * size - start for start, table in tables) + self.pool.num_free // len(tables) * size)
+        return 1
+
+    def advance(self, schedule: Schedule, rounds: int = 1) -> None:
+        """The step has run, `rounds` times over: its keys and values lie in the cache. Finished sequences are passed over."""
         for entry in schedule.entries:
             sequence = entry.sequence
             if sequence.status is Status.RUNNING:
                 assert sequence.num_computed == entry.start, f"Scheduler: a step of {sequence.sequence_id} was advanced twice"
-                sequence.num_computed += entry.num_tokens
+                sequence.num_computed += entry.num_tokens * rounds
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """Whatever state it is in, `sequence` is over and its blocks and row are free. Later calls keep the first reason."""

@@ -13,11 +13,12 @@ import pytest
 from tinygrad import Device, Tensor, dtypes
 
 from tinyvllm.errors import FormatError, ModelError
+from tinyvllm.models.llama import halves_from_pairs
 from tinyvllm.quant.formats import FORMATS, bf16_to_f32, f32_to_bf16, unpack
 from tinyvllm.weights import load
 from tinyvllm.weights.checkpoint import Checkpoint, TensorRecord
-from tinyvllm.weights.load import dummy_tensors, load_tensors
-from tinyvllm.weights.mapping import map_file
+from tinyvllm.weights.load import dummy_tensors, load_rows, load_tensors
+from tinyvllm.weights.mapping import is_mapped, map_file
 
 DTYPES = {"F32": dtypes.float32, "F16": dtypes.float16, "BF16": dtypes.bfloat16}
 
@@ -242,6 +243,99 @@ def test_infinities_that_are_stored_are_loaded(tmp_path):
     source = checkpoint(tmp_path, {"a": ("F32", (3,), struct.pack("<3f", float("inf"), float("nan"), -1.0))})
     tensor = load_tensors(source, [Weight("w", ("a",), (3,))], "CPU", dtypes.float16)["w"]
     np.testing.assert_array_equal(bits(tensor), np.array([np.inf, np.nan, -1], np.float16))
+
+
+def numbers(kind, rows):
+    """float32 [O, I] of rows of bytes."""
+    return unpack(kind, rows.reshape(-1, FORMATS[kind].nbytes)).reshape(len(rows), -1)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_rows_are_the_files_bytes(tmp_path, kind, shift):
+    source = checkpoint(tmp_path, {"a": stored(normal(6, 64), kind)}, shift)
+    whole = source.tensors["a"].data.reshape(6, -1)
+    for transform, part in ((None, whole), (lambda x: x[0][2:4], whole[2:4])):
+        name, rows = load_rows(source, Weight("w", ("a",), (len(part), 64), transform), dtypes.bfloat16)
+        assert name == kind and rows.dtype == np.uint8 and rows.ctypes.data == part.ctypes.data and is_mapped(rows)
+        np.testing.assert_array_equal(rows, part)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("rope_dim", [8, 4])
+def test_rows_of_rotary_pairs_move_packed_as_they_do_unpacked(tmp_path, kind, rope_dim):
+    transform = halves_from_pairs(3, rope_dim)
+    source = checkpoint(tmp_path, {"a": stored(normal(24, 96), kind)})
+    name, rows = load_rows(source, Weight("w", ("a",), (24, 96), transform), dtypes.float32)
+    assert name == kind and not is_mapped(rows)
+    plain = numbers(kind, source.tensors["a"].data.reshape(24, -1))
+    np.testing.assert_array_equal(numbers(kind, rows), transform([plain]))
+    assert not (numbers(kind, rows) == plain).all()
+
+
+def test_rows_of_several_sources(tmp_path):
+    a, b = normal(2, 32), normal(3, 32, seed=1)
+    source = checkpoint(tmp_path, {"a": stored(a, "Q8_0"), "b": stored(b, "Q8_0"), "c": stored(b, "Q4_0")})
+    recipe = Weight("w", ("a", "b"), (5, 32), np.concatenate)
+    name, rows = load_rows(source, recipe, dtypes.float32)
+    assert (name, rows.tobytes()) == ("Q8_0", b"".join(source.tensors[n].data.tobytes() for n in "ab"))
+    name, rows = load_rows(source, Weight("w", ("a", "c"), (5, 32), np.concatenate), dtypes.float16)
+    assert name == "F16"  # of two formats: unpacked
+    exact = [numbers(k, source.tensors[n].data.reshape(-1, FORMATS[k].nbytes)) for n, k in (("a", "Q8_0"), ("c", "Q4_0"))]
+    np.testing.assert_array_equal(rows.view(np.float16), np.concatenate(exact).astype(np.float16))
+
+
+@pytest.mark.parametrize("kind,name", [("F32", "F32"), ("BF16", "BF16"), ("Q8_0", "F16"), ("Q4_0", "F16")])
+@pytest.mark.parametrize("transform", [lambda x: x[0].T, lambda x: x[0].T[:, ::-1], lambda x: x[0].T.reshape(32, 32)])
+def test_rows_of_a_transposed_matrix(tmp_path, kind, name, transform):
+    """Square, so that the shape does not tell."""
+    source = checkpoint(tmp_path, {"a": stored(normal(32, 32), kind)})
+    found, rows = load_rows(source, Weight("w", ("a",), (32, 32), transform), dtypes.float16)
+    exact = transform([numbers(kind, source.tensors["a"].data.reshape(32, -1))])
+    assert found == name and rows.flags.c_contiguous
+    np.testing.assert_array_equal(numbers(name, rows), exact.astype(np.float16).astype(np.float32) if name == "F16" else exact)
+
+
+def test_rows_of_other_formats_are_unpacked(tmp_path):
+    raw = np.random.default_rng(0).integers(0, 64, (4 * 210,), np.uint8)  # small scales: finite numbers
+    source = checkpoint(tmp_path, {"a": ("Q6_K", (4, 256), raw.tobytes())})
+    exact = numbers("Q6_K", raw.reshape(4, 210))
+    name, rows = load_rows(source, Weight("w", ("a",), (4, 256)), dtypes.bfloat16)
+    assert (name, rows.shape) == ("BF16", (4, 512))
+    np.testing.assert_array_equal(rows.view(np.uint16), f32_to_bf16(exact))
+    name, rows = load_rows(source, Weight("w", ("a",), (4, 256), lambda x: x[0][::-1]), dtypes.float32)
+    assert name == "F32"
+    np.testing.assert_array_equal(rows.view(np.float32), exact[::-1])
+
+
+@pytest.mark.parametrize("kind,fits,beyond", [("F32", 65519.996, 65520.0), ("BF16", 65280.0, 65536.0)])
+def test_rows_must_fit_float16(tmp_path, kind, fits, beyond):
+    for largest in (fits, -fits, np.inf, np.nan):
+        source = checkpoint(tmp_path, {"a": stored(np.array([[0, 1, largest]], np.float32), kind)})
+        assert load_rows(source, Weight("w", ("a",), (1, 3)), dtypes.float16)[0] == kind
+    for largest in (beyond, -beyond, 3e38):
+        source = checkpoint(tmp_path, {"a": stored(np.array([[0, 1, largest]], np.float32), kind)})
+        with pytest.raises(ModelError, match="'w' holds numbers beyond float16's range; use bfloat16 or float32"):
+            load_rows(source, Weight("w", ("a",), (1, 3)), dtypes.float16)
+        assert load_rows(source, Weight("w", ("a",), (1, 3)), dtypes.bfloat16)[0] == kind
+
+
+@pytest.mark.parametrize(
+    "recipe,kind,message",
+    [
+        (Weight("w", ("nope",), (4, 32)), ModelError, "has no tensor 'nope', which the model needs"),
+        (Weight("w", ("a",), (32, 4)), ModelError, r"'w' must have the shape \[32, 4\] by the .*, but 'a' in .* has \[4, 32\]"),
+        (Weight("w", ("a",), (3, 32), lambda x: x[0][:2]), ModelError, r"\[3, 32\] by .* but 'a' \[4, 32\] give \[2, 32\]"),
+        (Weight("w", ("a",), (5, 32), lambda x: x[0].reshape(5, 5)), ModelError, r"cannot be made from 'a' \[4, 32\]: cannot reshape"),
+        (Weight("w", ("a",), (128,), lambda x: x[0].reshape(-1)), ModelError, r"'w' has the shape \[128\], expected a matrix"),
+        (Weight("w", ("i",), (4, 1)), FormatError, "tensor 'i' in .* is stored as I64, which cannot be read"),
+    ],
+)
+def test_refuses_rows_that_cannot_be_had(tmp_path, recipe, kind, message):
+    source = checkpoint(tmp_path, {"a": stored(normal(4, 32), "Q8_0"), "i": ("I64", (4, 1), bytes(32))})
+    with pytest.raises(kind, match=message) as caught:
+        load_rows(source, recipe, dtypes.float16)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("wanted", ["F32", "F16", "BF16"])

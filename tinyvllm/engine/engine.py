@@ -105,19 +105,51 @@ class Engine:
         return self._outputs()
 
     def _run(self, schedule: Schedule) -> None:
+        sequences = [entry.sequence for entry in schedule.entries if entry.samples]
+        self._join(sequences)
+        rounds = self._rounds(schedule)
         step = self.runner.prepare(schedule)
         sequences = [entry.sequence for entry in step.sampling]
-        self._join(sequences)
         flags = self.sampler.prepare(sequences, step.B)
-        logits = self.runner.launch(step)
-        self.num_steps += 1
-        self.scheduler.advance(schedule)
+        result = self.runner.launch(step)
+        self.num_steps += rounds
+        self.scheduler.advance(schedule, rounds)
         if not sequences:
             return
-        tokens = self.runner.tokens(self.sampler.draw(logits, flags))[: len(sequences)]
-        logprobs = self.sampler.logprobs(logits, sequences, tokens)
-        for sequence, token, chosen in zip(sequences, tokens, logprobs, strict=True):
-            self._append(sequence, token, chosen)
+        plain = result.best is not None and not flags
+        sampled = result.best if plain and result.best is not None else self.sampler.draw(result.logits, flags)
+        if step.decodes:
+            draw = None if plain else self.sampler.call(result.logits, flags)
+            self.sampler.drawn(step.B, flags, rounds - 1)
+            tokens = self.runner.advance(step, sampled, draw, rounds)
+        else:
+            tokens = self.runner.tokens(sampled)
+        if rounds > 1:
+            self._append_rounds(sequences, tokens)
+            return
+        chosen = tokens[0, : len(sequences)].tolist()
+        logprobs = self.sampler.logprobs(result.logits, sequences, chosen)
+        for sequence, token, logprob in zip(sequences, chosen, logprobs, strict=True):
+            self._append(sequence, token, logprob)
+
+    def _append_rounds(self, sequences: list[Sequence], tokens: np.ndarray) -> None:
+        """Tokens [rounds, B]; what came after a sequence's end is surplus, which the device could not know."""
+        for b, sequence in enumerate(sequences):
+            for token in tokens[:, b].tolist():
+                self._append(sequence, token, None)
+                if sequence.finished:
+                    break
+
+    def _rounds(self, schedule: Schedule) -> int:
+        """How many tokens each sequence of a schedule may get before the host must look; blocks for them are reserved."""
+        wanted, sequences = self.config.num_scheduler_steps, [entry.sequence for entry in schedule.entries]
+        if wanted == 1 or any(entry.num_tokens > 1 or not entry.samples for entry in schedule.entries):
+            return 1
+        if self.scheduler.waiting or self.sampler.withholds(sequences) or any(s.params.logprobs is not None for s in sequences):
+            return 1
+        longest = max(wanted if s.params.max_tokens is None else s.params.max_tokens - len(s.output_token_ids) for s in sequences)
+        room = min(self.runner.max_model_len - len(s) for s in sequences)
+        return self.scheduler.reserve(schedule, max(1, min(wanted, longest, room)))
 
     def _join(self, sequences: list[Sequence]) -> None:
         """Tell the sampler about those that were admitted, or admitted again, since their last token."""

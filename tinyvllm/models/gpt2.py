@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 from tinygrad import Tensor, nn
 
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.errors import ModelError
 from tinyvllm.models.config import Fields, ModelConfig, Source, Transform, vocabulary
+from tinyvllm.models.products import bias_of, weight_of
 from tinyvllm.ops.attention import PagedAttention
+from tinyvllm.ops.head import Table, embed, norm_head
 from tinyvllm.ops.launch import uninitialized
 from tinyvllm.ops.linear import linear
-from tinyvllm.ops.norm import layer_norm
-from tinyvllm.ops.qkv import QKVWeights, norm_qkv_rope_store
+from tinyvllm.ops.norm import Norm
+from tinyvllm.ops.qkv import QKV, norm_qkv_rope_store
 
 
 class GPT2Block:
@@ -29,16 +29,21 @@ class GPT2Block:
 
     def forward_batch(self, x: Tensor, batch: Batch, attention: PagedAttention, cache: LayerCache) -> Tensor:
         """x [T, E] float32, cache of [P, 2, K, S, D]; result [T, E] float32."""
-        eps = self.config.norm_eps
-        q, k, v = self.attn_q, self.attn_k, self.attn_v
-        weights = QKVWeights(q.weight, k.weight, v.weight, q.bias, k.bias, v.bias)
-        norm = functools.partial(layer_norm, weight=self.attn_norm.weight, bias=self.attn_norm.bias, eps=eps)
-        queries, cache = norm_qkv_rope_store(x, norm, weights, None, cache, batch.slots)
-        attended = attention(queries, cache, self.config.head_dim**-0.5).reshape(x.shape[0], -1).contiguous()
-        x = (x + linear(attended, self.attn_output.weight, self.attn_output.bias)).contiguous()
-        h = layer_norm(x, self.ffn_norm.weight, self.ffn_norm.bias, eps).contiguous()
-        h = linear(h, self.ffn_up.weight, self.ffn_up.bias).gelu().contiguous()
-        return (x + linear(h, self.ffn_down.weight, self.ffn_down.bias)).contiguous()
+        names = "attn_q", "attn_k", "attn_v"
+        qkv = QKV(weight_of(self, *names), bias_of(self, *names))
+        queries, cache = norm_qkv_rope_store(x, self._norm(self.attn_norm), qkv, None, cache, batch)
+        attended = attention(queries, cache, self.config.head_dim**-0.5)
+        x = linear(attended, weight_of(self, "attn_output"), batch.rows, self.attn_output.bias, residual=x).contiguous()
+        h = self._norm(self.ffn_norm)(x).contiguous()
+        h = linear(h, weight_of(self, "ffn_up"), batch.rows, self.ffn_up.bias, gelu=True).contiguous()
+        return linear(h, weight_of(self, "ffn_down"), batch.rows, self.ffn_down.bias, residual=x).contiguous()
+
+    def _norm(self, norm: nn.LayerNorm) -> Norm:
+        return Norm("LAYER", norm.weight, self.config.norm_eps, norm.bias)
+
+    def products(self) -> list[tuple[str, ...]]:
+        """Projections that are multiplied at once."""
+        return [("attn_q", "attn_k", "attn_v"), ("attn_output",), ("ffn_up",), ("ffn_down",)]
 
 
 class GPT2:
@@ -57,15 +62,21 @@ class GPT2:
     def constants(self, max_len: int, context: int) -> dict[str, np.ndarray]:
         return {}
 
-    def forward_batch(self, batch: Batch, caches: list[LayerCache], rows: Tensor | None) -> Tensor:
-        """Logits float32 of the flat batch's `rows` [N] -> [N, V]; of all T rows where `rows` is None."""
-        x = (self.token_embd.weight[batch.tokens].float() + self.position_embd.weight[batch.positions].float()).contiguous()
+    def forward_batch(self, batch: Batch, caches: list[LayerCache]) -> tuple[Tensor, Tensor | None]:
+        """Logits float32 [N, V] of the rows that the batch samples from, and their largest's tokens where a kernel finds them."""
+        positions = self.position_embd.weight[batch.positions].float()
+        x = (embed(self.table, batch.tokens, batch.rows) + positions).contiguous()
         attention = PagedAttention(batch, int(caches[0].keys.shape[3]))
         for block, cache in zip(self.blk, caches, strict=True):
             x = block.forward_batch(x, batch, attention, cache)
-        x = x if rows is None else x[rows]
-        x = layer_norm(x, self.output_norm.weight, self.output_norm.bias, self.config.norm_eps).contiguous()
-        return linear(x, (self.token_embd if self.config.tied else self.output).weight)
+        norm = Norm("LAYER", self.output_norm.weight, self.config.norm_eps, self.output_norm.bias)
+        return norm_head(x, norm, weight_of(self, "token_embd" if self.config.tied else "output"), batch.samples, batch.sample_count)
+
+    @property
+    def table(self) -> Table:
+        """As `llama.Llama.table`."""
+        table: Table = self.__dict__.get("packed_table", self.token_embd.weight)
+        return table
 
 
 def from_hf(source: Source) -> ModelConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +12,13 @@ from tinygrad.llm.model import Transformer, TransformerBlock
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.errors import ModelError
 from tinyvllm.models.config import Fields, ModelConfig, Source, Transform, check_factors, check_heads, hf_rope, hf_windows, vocabulary
+from tinyvllm.models.products import bias_of, weight_of
 from tinyvllm.ops.attention import PagedAttention
+from tinyvllm.ops.head import Table, embed, norm_head
 from tinyvllm.ops.launch import uninitialized
 from tinyvllm.ops.linear import gate_up_silu, linear
-from tinyvllm.ops.norm import rms_norm
-from tinyvllm.ops.qkv import QKVWeights, norm_qkv_rope_store
+from tinyvllm.ops.norm import Norm, rms_norm
+from tinyvllm.ops.qkv import QKV, norm_qkv_rope_store
 from tinyvllm.ops.rope import RopeScaling, rope_table
 
 
@@ -38,26 +39,30 @@ class LlamaBlock(TransformerBlock):
 
     def forward_batch(self, x: Tensor, batch: Batch, attention: PagedAttention, cache: LayerCache, angles: Tensor) -> Tensor:
         """x [T, E] float32, cache of [P, 2, K, S, D], angles [T, R]; result [T, E] float32."""
-        eps = self.config.norm_eps
-        norm = functools.partial(rms_norm, weight=self.attn_norm.weight, eps=eps)
-        q, cache = norm_qkv_rope_store(x, norm, self._qkv(), angles, cache, batch.slots)
-        attended = attention(q, cache, self.scale, self.window).reshape(x.shape[0], -1).contiguous()
-        x = (x + linear(attended, self.attn_output.weight, self.attn_output.bias)).contiguous()
-        h = rms_norm(x, self.ffn_norm.weight, eps).contiguous()
-        return (x + self._mlp(h)).contiguous()
-
-    def _mlp(self, h: Tensor) -> Tensor:
+        q, cache = norm_qkv_rope_store(x, self._norm(self.attn_norm), self._qkv(), angles, cache, batch)
+        attended = attention(q, cache, self.scale, self.window)
+        x = linear(attended, weight_of(self, "attn_output"), batch.rows, self.attn_output.bias, residual=x).contiguous()
         if self.config.num_experts:
-            return self._feed_forward(h.unsqueeze(0))[0]
-        gate, up, down = self.ffn_gate, self.ffn_up, self.ffn_down
-        return linear(gate_up_silu(h, gate.weight, up.weight, gate.bias, up.bias).contiguous(), down.weight, down.bias)
+            h = rms_norm(x, self.ffn_norm.weight, self.config.norm_eps).contiguous()
+            return (x + self._feed_forward(h.unsqueeze(0))[0]).contiguous()
+        gate_up = weight_of(self, "ffn_gate", "ffn_up"), batch.rows, bias_of(self, "ffn_gate", "ffn_up")
+        h = gate_up_silu(x, self._norm(self.ffn_norm), *gate_up).contiguous()
+        return linear(h, weight_of(self, "ffn_down"), batch.rows, self.ffn_down.bias, residual=x).contiguous()
 
-    def _qkv(self) -> QKVWeights:
-        q, k, v = self.attn_q, self.attn_k, self.attn_v
-        weights = QKVWeights(q.weight, k.weight, v.weight, q.bias, k.bias, v.bias)
+    def _norm(self, norm: nn.RMSNorm) -> Norm:
+        return Norm("RMS", norm.weight, self.config.norm_eps)
+
+    def _qkv(self) -> QKV:
+        names = "attn_q", "attn_k", "attn_v"
+        qkv = QKV(weight_of(self, *names), bias_of(self, *names))
         if self.config.qk_norm:
-            weights = replace(weights, q_norm=self.attn_q_norm.weight, k_norm=self.attn_k_norm.weight, qk_eps=self.config.norm_eps)
-        return weights
+            qkv = replace(qkv, q_norm=self.attn_q_norm.weight, k_norm=self.attn_k_norm.weight, qk_eps=self.config.norm_eps)
+        return qkv
+
+    def products(self) -> list[tuple[str, ...]]:
+        """Projections that are multiplied at once."""
+        mlp: list[tuple[str, ...]] = [] if self.config.num_experts else [("ffn_gate", "ffn_up"), ("ffn_down",)]
+        return [("attn_q", "attn_k", "attn_v"), ("attn_output",), *mlp]
 
 
 class Llama(Transformer):
@@ -77,16 +82,21 @@ class Llama(Transformer):
         c = self.config
         return {"rope": rope_table(c.rope_dim, c.rope_theta, max_len, c.scaling, context)}
 
-    def forward_batch(self, batch: Batch, caches: list[LayerCache], rope: Tensor, rows: Tensor | None) -> Tensor:
-        """Logits float32 of the flat batch's `rows` [N] -> [N, V]; of all T rows where `rows` is None."""
-        x = self.token_embd.weight[batch.tokens].float().contiguous()
+    def forward_batch(self, batch: Batch, caches: list[LayerCache], rope: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits float32 [N, V] of the rows that the batch samples from, and their largest's tokens where a kernel finds them."""
+        x = embed(self.table, batch.tokens, batch.rows)
         angles = rope[batch.positions].contiguous()
         attention = PagedAttention(batch, int(caches[0].keys.shape[3]))
         for block, cache in zip(self.blk, caches, strict=True):
             x = block.forward_batch(x, batch, attention, cache, angles)
-        x = x if rows is None else x[rows]
-        head = self.token_embd if self.config.tied else self.output
-        return linear(rms_norm(x, self.output_norm.weight, self.config.norm_eps).contiguous(), head.weight)
+        head = weight_of(self, "token_embd" if self.config.tied else "output")
+        return norm_head(x, Norm("RMS", self.output_norm.weight, self.config.norm_eps), head, batch.samples, batch.sample_count)
+
+    @property
+    def table(self) -> Table:
+        """The embedding's rows: as a table of its own, in the head's panels, or a tensor."""
+        table: Table = self.__dict__.get("packed_table", self.token_embd.weight)
+        return table
 
 
 HF_NAMES = {

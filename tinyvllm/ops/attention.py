@@ -1,6 +1,6 @@
-"""Attention over the paged KV cache: the portable path in plain tinygrad ops. Specification, fallback and oracle of the kernels.
+"""Attention over the paged KV cache: by kernels, or by the portable path in plain tinygrad ops, their specification, fallback and oracle.
 
-Each sequence's blocks are gathered through the block table into a padded batch [B, C] and masked by position. The gather is an index,
+On the portable path each sequence's blocks are gathered through the block table into a padded batch [B, C] and masked by position. The gather is an index,
 which tinygrad folds into the loads of the kernel that uses it; nothing of size [B, C, K, D] is written to memory.
 """
 
@@ -9,6 +9,14 @@ from __future__ import annotations
 from tinygrad import Tensor, UOp
 
 from tinyvllm.batch import Batch, LayerCache
+from tinyvllm.ops.kernel import Kernel
+from tinyvllm.ops.launch import launch
+from tinyvllm.ops.linear import constant, empty
+from tinyvllm.ops.qkv import CACHE_FORMATS
+from tinyvllm.ops.registry import pick
+
+CHUNK = 256  # keys that one unit of work of attention_decode sees
+LANES = 64  # areas in attention_prefill's scratch
 
 
 class _Padded:
@@ -62,23 +70,71 @@ class PagedAttention:
             starts = batch.query_starts[Bd : Bd + Bp] - Bd  # [Bp]
             self._rows = (starts.unsqueeze(1) + Tensor.arange(Q, device=tables.device)).minimum(T - Bd - 1)  # [Bp, Q]
             t = Tensor.arange(T - Bd, device=tables.device)
-            owner = (batch.query_starts[Bd + 1 : Bd + Bp].unsqueeze(0) - Bd <= t.unsqueeze(1)).sum(1)  # [T - Bd]
+            ends = batch.query_starts[Bd + 1 : Bd + Bp].unsqueeze(0) - Bd
+            owner = (ends <= t.unsqueeze(1)).where(1, 0).sum(1).cast("int32")  # [T - Bd]
             self._back = (owner * Q + (t - starts[owner]).minimum(Q - 1)).cast("int32").contiguous()
         chunk_positions = positions[Bd:].unsqueeze(0) if self._rows is None else positions[Bd:][self._rows]
         self._chunks = _Padded(chunk_positions, tables[Bd:], m, S) if Bp else None
 
     def __call__(self, q: Tensor, cache: LayerCache, scale: float, window: int = 0) -> Tensor:
-        """q [T, H, D] float32 to [T, H, D] float32, against a cache of [P, 2, K, S, D] that already holds this step's keys and values.
+        """q [T, H, D] float32 to [T, H * D] float32, against a cache of [P, 2, K, S, D] that already holds this step's keys and values.
 
         A row at position p sees keys 0..p of its own sequence, with `window` > 0 only the last `window` of them. H is a multiple of K
         (grouped queries).
         """
-        Bd, parts = self._batch.num_decodes, []
+        decode, prefill = self._rows_of("attention_decode", cache, q), self._rows_of("attention_prefill", cache, q)
+        Bd, T = self._batch.num_decodes, int(q.shape[0])
+        singles = chunks = None
         if self._singles is not None:
-            parts.append(self._singles.attend(q[:Bd].unsqueeze(1), cache, scale, window)[:, 0])
-        if self._chunks is not None and self._rows is None:
-            parts.append(self._chunks.attend(q[Bd:].unsqueeze(0), cache, scale, window)[0])
-        elif self._chunks is not None:
+            if decode is not None:
+                singles = self._decode(decode, q, cache, scale, window)
+            else:
+                singles = self._singles.attend(q[:Bd].unsqueeze(1), cache, scale, window).reshape(Bd, -1).contiguous()
+        if self._chunks is None:
+            assert singles is not None
+            return singles
+        if prefill is not None:
+            both = singles is not None and decode is not None
+            chunks = self._prefill(prefill, singles if both else None, q, cache, scale, window)
+            if both or singles is None:
+                return chunks
+            chunks = chunks[Bd:]
+        elif self._rows is None:
+            chunks = self._chunks.attend(q[Bd:].unsqueeze(0), cache, scale, window).reshape(T - Bd, -1).contiguous()
+        else:
             out = self._chunks.attend(q[Bd:][self._rows], cache, scale, window)  # [Bp, Q, H, D]
-            parts.append(out.reshape(-1, *out.shape[2:])[self._back])
-        return parts[0] if len(parts) == 1 else parts[0].cat(parts[1])
+            chunks = out.reshape(-1, int(q.shape[1] * q.shape[2]))[self._back].contiguous()
+        return chunks if singles is None else singles[:Bd].cat(chunks).contiguous()
+
+    def _rows_of(self, stem: str, cache: LayerCache, q: Tensor) -> str | None:
+        """The kernel's row for one of the two stems, None for the reference or where the step has no use for it."""
+        if (self._singles if stem == "attention_decode" else self._chunks) is None:
+            return None
+        H, D, K = int(q.shape[1]), int(q.shape[2]), int(cache.keys.shape[2])
+        refused = f"its head dimension {D} is not a multiple of 16" if D % 16 else f"its head dimension {D} is over 256" if D > 256 else None
+        return pick(stem, str(q.device), f"H={H}, K={K}, D={D} {CACHE_FORMATS[cache.keys.dtype]}", refused)
+
+    def _kernel(self, stem: str, row: str, q: Tensor, cache: LayerCache, scale: float, window: int, ins: int) -> Kernel:
+        _, _, K, S, D = (int(d) for d in cache.keys.shape)
+        M = int(self._batch.block_tables.shape[1])
+        defines = dict(H=int(q.shape[1]), K=K, D=D, S=S, M=M, B=self._batch.num_decodes, CACHE_TYPE=CACHE_FORMATS[cache.keys.dtype], SCALE=constant(scale), WINDOW=window)
+        return Kernel(stem, "cpu", row, tuple(defines.items()), 2, ins)
+
+    def _decode(self, row: str, q: Tensor, cache: LayerCache, scale: float, window: int) -> Tensor:
+        """[T, H * D], of which the first rows are attended."""
+        b, (T, H, D) = self._batch, (int(d) for d in q.shape)
+        most_chunks = -(-int(b.block_tables.shape[1]) * int(cache.keys.shape[3]) // CHUNK)
+        partial = empty(q, b.num_decodes * H * most_chunks * (D + 2))
+        kernel = self._kernel("attention_decode", row, q, cache, scale, window, 5)
+        return launch(kernel, [empty(q, T, H * D), partial], [q, cache.keys, b.block_tables, b.context_lens, b.decodes])[0]
+
+    def _prefill(self, row: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int) -> Tensor:
+        """`out` [T, H * D] with the rows of the chunks attended."""
+        b, (T, H, D), K = self._batch, (int(d) for d in q.shape), int(cache.keys.shape[2])
+        G = H // K
+        rows = G * max(1, 64 // G)
+        areas = empty(q, LANES * (128 * D + rows * (3 * D + 32)))
+        kernel = self._kernel("attention_prefill", row, q, cache, scale, window, 6)
+        # the values' alias: a tensor that two kernels read after a store is copied, the whole pool
+        ins = [q, cache.values, b.block_tables, b.context_lens, b.query_starts, b.chunks]
+        return launch(kernel, [empty(q, T, H * D) if out is None else out, areas], ins)[0]

@@ -7,23 +7,31 @@ and the state of a captured step. Everything else in this project sees Tensors o
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
+import functools
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from tinygrad import Context, Device, Tensor, TinyJit, UOp, codegen, dtypes, helpers, schedule
-from tinygrad.codegen.opt import Opt, OptOps
 from tinygrad.device import Buffer
 from tinygrad.dtype import _to_np_dtype
+from tinygrad.engine.jit import GraphRunner
 from tinygrad.engine.realize import graph_cache
-from tinygrad.helpers import CPU_COUNT, diskcache_get, diskcache_put
-from tinygrad.uop.ops import AxisType, KernelInfo, Ops, buffers
+from tinygrad.helpers import diskcache_get, diskcache_put
+from tinygrad.renderer import Estimates
+from tinygrad.runtime.support.elf import jit_loader
+from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo, buffers
 
 from tinyvllm.batch import LayerCache
+from tinyvllm.ops.compile import object_code
+from tinyvllm.ops.crew import ALONE, CORES, TEAM, crew
+from tinyvllm.ops.kernel import Kernel
 
 
 class _Kept(dict[Any, Any]):
@@ -91,7 +99,9 @@ def prefer_device(device: str) -> None:
 
 def open_device(device: str) -> None:
     """Open `device`, which tinygrad otherwise does at its first use; whatever its backend raises where it cannot."""
-    Device[device]
+    opened = Device[device]
+    if device.split(":")[0] == "CPU":
+        opened.graph = CrewGraph
 
 
 def synchronize(device: str) -> None:
@@ -147,6 +157,73 @@ def alias(tensor: Tensor) -> Tensor:
     return twin
 
 
+def spans(tensor: Tensor, places: list[tuple[int, int]]) -> list[Tensor]:
+    """Tensors over parts (start, size) of a realized one's elements: the same memory, which tinygrad takes for others."""
+    buffer, out = _buffer(tensor), []
+    for start, size in places:
+        part = Tensor.empty(size, dtype=tensor.dtype, device=tensor.device)
+        buffers[part.uop.base] = buffer.view(size, buffer.dtype, start * buffer.dtype.itemsize).ensure_allocated()
+        out.append(part)
+    return out
+
+
+@functools.cache
+def _machine_code(kernel: Kernel) -> bytes:
+    return jit_loader(object_code(kernel))
+
+
+@functools.cache
+def _solo() -> Tensor:
+    """A team of one lane with its own shared words: the last argument of a CPU kernel that runs outside a captured step."""
+    words = np.zeros(512, np.uint8)
+    start = -words.ctypes.data % 64
+    team = words[start : start + 64]
+    team[:8].view(np.int32)[:] = 0, 1
+    team[8:16].view(np.uint64)[0] = team.ctypes.data + 64
+    tensor = Tensor.from_blob(team.ctypes.data, (64,), device="CPU", dtype=dtypes.uint8)
+    tensor._words = words
+    return tensor
+
+
+def launch(kernel: Kernel, outs: list[Tensor] | tuple[Tensor, ...], ins: list[Tensor]) -> list[Tensor]:
+    """The hand-written kernel as a node of the lazy graph: `outs` after it has written them, in their order.
+
+    Tensors are passed as they lie in memory, so all must be contiguous; `outs` must be buffers (Tensor.empty, or what is to be changed in
+    place). Whatever reads a returned tensor runs after the kernel, also in a captured step.
+    """
+    if (len(outs), len(ins)) != (kernel.outs, kernel.ins):
+        raise ValueError(f"launch: {kernel.stem} writes {kernel.outs} and reads {kernel.ins} tensors, got {len(outs)} and {len(ins)}")
+    arguments = [*outs, *ins, _solo()]
+    device = str(outs[0].device)
+
+    def program(*placeholders: UOp) -> UOp:
+        work = Estimates(ops=kernel.flops, lds=kernel.bytes, mem=kernel.bytes)
+        sink = UOp.sink(*placeholders, arg=KernelInfo(name=kernel.name, estimates=work))
+        every, written = tuple(range(len(arguments))), tuple(range(kernel.outs))
+        # outs and ins must be given: derived from the sink they are empty, and then a graph knows no order
+        info = ProgramInfo(kernel.name, (1, 1, 1), None, (), every, written, every)
+        binary = UOp(Ops.BINARY, arg=_machine_code(kernel))
+        source = UOp(Ops.SOURCE, arg=kernel.name)
+        return UOp(Ops.PROGRAM, src=(sink, UOp(Ops.DEVICE, arg=device), UOp(Ops.LINEAR, src=tuple(sink.toposort())), source, binary), arg=info)
+
+    return arguments[0].custom_kernel(*arguments[1:], fxn=program)[: kernel.outs]
+
+
+@functools.cache
+def _address(kernel: Kernel) -> tuple[int, Any]:
+    """Where a kernel's code lies in this process, and what keeps it there."""
+    program = Device["CPU"].runtime(kernel.name, _machine_code(kernel))
+    return ctypes.cast(program.fxn, ctypes.c_void_p).value or 0, program
+
+
+def run_now(kernel: Kernel, *arrays: np.ndarray) -> None:
+    """Run a CPU kernel on host memory, outside any graph: the crew has done it on return. For loading, tests and benchmarks."""
+    if len(arrays) != kernel.outs + kernel.ins or not all(a.flags.c_contiguous for a in arrays):
+        raise ValueError(f"run_now: {kernel.stem} takes {kernel.outs + kernel.ins} contiguous arrays")
+    words = [_address(kernel)[0], TEAM, len(arrays), 0, 1, *(a.ctypes.data for a in arrays)]
+    crew().run(np.array(words, np.int64), 1)
+
+
 def store_kv(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> LayerCache:
     """cache, of [P, 2, K, S, D], with k, v [T, K, D] written at slots [T] (block * S + offset), in place; returns the cache after it.
 
@@ -164,38 +241,6 @@ def store_kv(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> LayerCac
         return UOp.group(key, value).end(t, h, d).sink(arg=KernelInfo(name="store_kv"))
 
     return LayerCache(*cache.keys.custom_kernel(cache.values, k, v, slots, fxn=program)[:2])
-
-
-def matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, I] float32 times weight [O, I] transposed, float32 [T, O], for the CPU device. I and O are multiples of 4.
-
-    tinygrad's choice of loops for this product changes with T, and leaves small ones without independent sums: 1.5 GB/s of weights at
-    T = 1 where these loops read 9, 4 GFLOP/s at T = 64 where these reach 17 and more. Up to 16 rows of x lie side by side as lanes.
-    Each result is one running sum over I in order, so a row's bits do not depend on how many rows are computed with it.
-    """
-    T, I, O = int(x.shape[0]), int(x.shape[1]), int(weight.shape[0])
-    lanes = next(n for n in (16, 8, 4, 2, 1) if T % n == 0)
-    panels = x.float().reshape(T // lanes, lanes, I)
-    panels = panels.reshape(1, I, 1) if T == 1 else panels.permute(0, 2, 1).contiguous()  # [T / lanes, I, lanes]
-    out = Tensor.empty(T // lanes, O, lanes, dtype=dtypes.float32, device=x.device)
-    at_once = next(n for n in ((8, 4) if lanes == 1 else (4,)) if O % n == 0)  # outputs whose sums run together
-    panel_axes = int(lanes < T)  # a range of one panel is no axis
-    opts = [Opt(OptOps.UPCAST, panel_axes, at_once)]
-    if lanes > 1:
-        opts.append(Opt(OptOps.UPCAST, panel_axes + 1, lanes))
-    opts.append(Opt(OptOps.UNROLL, 0, 4))
-    threads = next(n for n in range(CPU_COUNT.value, 0, -1) if (O // at_once) % n == 0)
-    worth_it = 1 << (20 if T == 1 else 21)  # waking a second thread takes 67 us: with fewer products, more than it saves
-    if threads > 1 and worth_it <= T * O * I:
-        opts.append(Opt(OptOps.THREAD, panel_axes, threads))
-
-    def program(out: UOp, panels: UOp, weight: UOp) -> UOp:
-        p, o, t, i = UOp.range(T // lanes, 0), UOp.range(O, 1), UOp.range(lanes, 2), UOp.range(I, 3, AxisType.REDUCE)
-        total = (panels[p, i, t] * weight[o, i].cast(dtypes.float32)).reduce(i, arg=Ops.ADD)
-        return out[p, o, t].store(total).end(p, o, t).sink(arg=KernelInfo(name=f"matmul_{T}_{O}_{I}", opts_to_apply=tuple(opts)))
-
-    done = out.custom_kernel(panels, weight, fxn=program)[0]
-    return done.reshape(1, O) if T == 1 else done.permute(0, 2, 1).reshape(T, O)
 
 
 def scatter_add(table: Tensor, rows: Tensor, columns: Tensor, amount: int = 1) -> Tensor:
@@ -218,20 +263,19 @@ class Captured:
     that stay. `variables` are the function's integer arguments, by name, with their bounds.
     """
 
-    def __init__(self, function: Callable[..., Tensor], variables: Mapping[str, tuple[int, int]] | None = None):
+    def __init__(self, function: Callable[..., Any], variables: Mapping[str, tuple[int, int]] | None = None):
         self._jit, self._variables = TinyJit(function), dict(variables or {})
         self._jit.cnt = 1
         self._graph: Callable[[tuple[UOp, ...], dict[str, int]], Any] | None = None
-        self._result: Tensor
+        self._result: Any
 
-    def __call__(self, *tensors: Tensor, **values: int) -> Tensor:
-        """The function's result, in a buffer that the next call overwrites."""
+    def __call__(self, *tensors: Tensor, **values: int) -> Any:
+        """The function's result, a tensor or several, in buffers that the next call overwrites."""
         if self._graph is not None:
             self._graph(tuple(tensor.uop.base for tensor in tensors), values)
             return self._result
         if self._jit.captured is not None:
-            result: Tensor = self._jit.captured([tensor.uop.base for tensor in tensors], values)
-            return result
+            return self._jit.captured([tensor.uop.base for tensor in tensors], values)
         bound = {name: UOp.variable(name, *self._variables[name]).bind(value) for name, value in values.items()}
         with Context(JIT_BATCH_SIZE=0):
             self._result = self._jit(*tensors, **bound)
@@ -249,6 +293,84 @@ class Captured:
         if graph is not None and graph.device == "CPU" and not any(graph.uop_replace):
             graph.uop_replace = []  # one empty list a kernel, which every replay would go through: 0.1 ms at 290 kernels
         return graph
+
+
+Call = tuple[Captured, tuple[Tensor, ...], dict[str, int]]  # what is captured, its tensors and its variables' values
+
+
+def repeat(calls: list[Call], times: int) -> None:
+    """Make these calls one after the other, all of them `times` times over. Each must have been made before.
+
+    On the CPU that is one list of kernels for the crew, with no way back to Python before the end.
+    """
+    graphs = [captured._graph for captured, _, _ in calls]
+    if times > 0 and all(isinstance(graph, CrewGraph) for graph in graphs):
+        for graph, (_, tensors, values) in zip(graphs, calls, strict=True):
+            graph.bind(tuple(tensor.uop.base for tensor in tensors), values)  # type: ignore[union-attr]
+        CrewGraph.run(graphs, times)  # type: ignore[arg-type]
+        return
+    for _ in range(times):
+        for captured, tensors, values in calls:
+            captured(*tensors, **values)
+
+
+class CrewGraph(GraphRunner):
+    """A captured step on the CPU device: one list of kernels, hand-written and generated alike, that the crew runs as one job.
+
+    tinygrad's own graph goes through its Python worker kernel by kernel, 6 to 9 us each, and 67 us where one wants several cores.
+    """
+
+    def __init__(self, linear: UOp, input_uops: tuple[UOp, ...] = ()):
+        super().__init__(linear, input_uops)
+        team, words = _buffer(_solo())._buf.va_addr, []
+        self._starts = []  # of each kernel's arguments in the list
+        for (_, program, bufs, _), runtime in zip(self.calls, self.runtimes, strict=True):
+            info = program.arg
+            arguments = [bufs[i]._buf.va_addr for i in info.globals]
+            ours = bool(arguments) and arguments[-1] == team
+            if ours:
+                arguments.pop()
+            place = len(arguments) + info.runtimevars["core_id"] if "core_id" in info.runtimevars else 0
+            cores = int(info.global_size[0]) if "core_id" in info.runtimevars else 1
+            kind = TEAM if ours else CORES if cores > 1 else ALONE
+            arguments += [0] * len(info.vars)
+            words += [ctypes.cast(runtime.fxn, ctypes.c_void_p).value, kind, len(arguments), place, cores]
+            self._starts.append(len(words))
+            words += arguments
+        self._list = np.array(words, np.int64)
+        self._buffers = [[bufs[i] for i in program.arg.globals] for _, program, bufs, _ in self.calls]  # alive, as their addresses are in use
+        self._crew = crew()
+
+    def __call__(self, input_uops: tuple[UOp, ...], var_vals: dict[str, int], wait: bool = False) -> float | None:
+        self.bind(input_uops, var_vals)
+        start = time.perf_counter()
+        self.run([self], 1)
+        return time.perf_counter() - start if wait else None
+
+    def bind(self, input_uops: tuple[UOp, ...], var_vals: dict[str, int]) -> None:
+        """Put the inputs' addresses and the variables' values into the list."""
+        for j, replace in enumerate(self.uop_replace):
+            for position, i in replace:
+                self._list[self._starts[j] + position] = _base_buffer(input_uops[i])._buf.va_addr
+        for j, i, value in self.updated_vars(var_vals):
+            self._list[self._starts[j] + len(self._buffers[j]) + i] = value
+
+    @staticmethod
+    def run(graphs: list[CrewGraph], times: int) -> None:
+        """Run the graphs' lists as one, `times` times over, when tinygrad's own queue is empty."""
+        words = graphs[0]._list if len(graphs) == 1 else np.concatenate([graph._list for graph in graphs])
+        Device[graphs[0].calls[0][2][0].device].synchronize()
+        graphs[0]._crew.run(words, sum(len(graph.calls) for graph in graphs), times)
+
+    @staticmethod
+    def supports_uop(batch_devs: list[Any], new_call: UOp) -> bool:
+        return GraphRunner.supports_uop(batch_devs, new_call)
+
+
+def _base_buffer(u: UOp) -> Buffer:
+    buffer = u.buffer
+    assert isinstance(buffer, Buffer)
+    return buffer.ensure_allocated()
 
 
 @contextlib.contextmanager

@@ -1,22 +1,144 @@
-"""Matrix products of activations with weights, accumulated in float32."""
+"""Matrix products of activations with weights, accumulated in float32.
 
-from tinygrad import Tensor
+A weight is a tensor [O, I], several of them whose outputs stand side by side, or panels (weight.py). Whatever holds it, a product with
+bfloat16 weights rounds x to bfloat16 first, and one with Q8_0 or Q4_0 weights rounds it to int8 in blocks of 32, each with a scale of its
+own: that is what processors multiply, and so it is what a product means here.
+"""
 
-from tinyvllm.ops.launch import matmul
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tinygrad import Tensor, dtypes
+
+from tinyvllm.ops.kernel import Kernel
+from tinyvllm.ops.launch import launch
+from tinyvllm.ops.norm import Norm
+from tinyvllm.ops.registry import pick
+from tinyvllm.ops.weight import BLOCK, PackedWeight, panel_bytes
+
+KERNEL_WIDTH = 32  # the kernels read x and weights in steps of so many
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., I] times weight [O, I] transposed, plus bias [O]; float32 [..., O] whatever the weight's dtype."""
-    y = matmul(x, weight) if _has_loops(x, weight) else x.float() @ weight.float().transpose()
-    return y if bias is None else y + bias.float()
+@dataclass(frozen=True, eq=False)
+class TensorWeight:
+    """Weights [O_i, I] as plain tensors; their outputs stand side by side."""
+
+    parts: tuple[Tensor, ...]
+
+    @property
+    def O(self) -> int:
+        return sum(int(part.shape[0]) for part in self.parts)
+
+    @property
+    def I(self) -> int:
+        return int(self.parts[0].shape[1])
 
 
-def _has_loops(x: Tensor, weight: Tensor) -> bool:
-    """Whether launch.matmul's loops fit: the CPU device, two dimensions, sizes that divide."""
-    on_cpu = isinstance(x.device, str) and x.device.split(":")[0] == "CPU"
-    return on_cpu and x.ndim == 2 and int(x.shape[1]) % 4 == 0 and int(weight.shape[0]) % 4 == 0
+Weight = TensorWeight | PackedWeight
 
 
-def gate_up_silu(x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None) -> Tensor:
-    """silu(x gate) * (x up), the SwiGLU of Shazeer (2020, arXiv:2002.05202): x [T, E], gate and up [F, E], result [T, F]."""
-    return linear(x, gate, gate_bias).silu() * linear(x, up, up_bias)
+def linear(
+    x: Tensor, weight: Weight, rows: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, gelu: bool = False
+) -> Tensor:
+    """x [T, I] float32 times weight [O, I] transposed, plus bias [O], through gelu if asked, plus residual [T, O]; float32 [T, O].
+
+    rows [1] int32 says how many rows of x count; what the others become is not defined.
+    """
+    if isinstance(weight, PackedWeight):
+        row = pick("matmul", str(x.device), f"{weight.O}x{weight.I} {weight.format}", refused_width(weight.I))
+        if row is not None:
+            return _matmul(row, x, weight, rows, bias, residual, gelu)
+    y = product(x, weight)
+    y = y if bias is None else y + bias.float()
+    y = y.gelu() if gelu else y
+    return y if residual is None else y + residual
+
+
+def product(x: Tensor, weight: Weight) -> Tensor:
+    """The reference: x [T, I] float32 times weight transposed, float32 [T, O]."""
+    if isinstance(weight, PackedWeight):
+        return rounded(x.float(), weight.format) @ weight.dense().contiguous().transpose()
+    formats = {dtypes.bfloat16: "BF16"}
+    products = [rounded(x.float(), formats.get(part.dtype, "F32")) @ part.float().transpose() for part in weight.parts]
+    return products[0] if len(products) == 1 else products[0].cat(*products[1:], dim=1)
+
+
+def rounded(x: Tensor, format: str) -> Tensor:
+    """x [T, I] float32 as products with weights of this format see it, float32."""
+    if format == "BF16":
+        return x.cast(dtypes.bfloat16).float()
+    if format not in ("Q8_0", "Q4_0"):
+        return x
+    blocks = x.reshape(int(x.shape[0]), -1, BLOCK)
+    largest = blocks.abs().max(2, keepdim=True)
+    quants = (blocks * (largest > 1e-36).where(127.0 / largest, 0.0)).round()
+    return (quants * (largest / 127.0)).reshape(*x.shape)
+
+
+def refused_width(I: int) -> str | None:
+    """Why the kernels cannot take rows of I numbers, or None."""
+    return f"its {I} inputs are not a multiple of {KERNEL_WIDTH}" if I % KERNEL_WIDTH else None
+
+
+def prepared_bytes(format: str, T: int, I: int) -> int:
+    """Scratch for T rows as kernels/cpu/include/weights.h lays them out: an odd number of cache lines each."""
+    width = {"F32": 4 * I, "F16": 4 * I, "BF16": 2 * I}.get(format, I // BLOCK * 40)
+    return -(-T // 16) * 16 * 64 * (-(-width // 64) | 1)
+
+
+def _matmul(row: str, x: Tensor, weight: PackedWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool) -> Tensor:
+    T, O, I = int(x.shape[0]), weight.O, weight.I
+    defines = dict(O=O, I=I, WEIGHT=weight.format, BIAS=int(bias is not None), RESIDUAL=int(residual is not None), ACTIVATION=int(gelu))
+    ins = [x, weight.tensor, *(t for t in (bias, residual) if t is not None), rows]
+    work = dict(flops=2 * T * O * I, bytes=panel_bytes(weight.format, O, I) + 4 * T * (O + I))
+    kernel = Kernel("matmul", "cpu", row, tuple(defines.items()), 2, len(ins), **work)
+    outs = [empty(x, T, O), scratch(x, prepared_bytes(weight.format, T, I))]
+    return launch(kernel, outs, ins)[0]
+
+
+def gate_up_silu(x: Tensor, norm: Norm, weight: Weight, rows: Tensor, bias: Tensor | None = None) -> Tensor:
+    """silu(g) * u of the normalised x, the SwiGLU of Shazeer (2020, arXiv:2002.05202).
+
+    x [T, E] float32; weight [2F, E], the rows of gate and then those of up; bias [2F]; result [T, F] float32. `rows` as for `linear`.
+    """
+    F = weight.O // 2
+    if isinstance(weight, PackedWeight):
+        refused = refused_width(weight.I) or (f"its {F} outputs are not a multiple of 16" if F % 16 else None) or _only_rms(norm)
+        row = pick("norm_gate_up_silu", str(x.device), f"{weight.I}->{F} {weight.format}", refused)
+        if row is not None:
+            return _norm_gate_up_silu(row, x, norm, weight, rows, bias)
+    y = product(norm(x).contiguous(), weight)
+    y = (y if bias is None else y + bias.float()).contiguous()
+    return y[:, :F].silu() * y[:, F:]
+
+
+def _only_rms(norm: Norm) -> str | None:
+    return "it is made for RMSNorm, and this is LayerNorm" if norm.kind != "RMS" else None
+
+
+def _norm_gate_up_silu(row: str, x: Tensor, norm: Norm, weight: PackedWeight, rows: Tensor, bias: Tensor | None) -> Tensor:
+    T, E, F = int(x.shape[0]), weight.I, weight.O // 2
+    defines = dict(E=E, F=F, WEIGHT=weight.format, BIAS=int(bias is not None), EPS=constant(norm.eps))
+    ins = [x, norm.weight, weight.tensor, *([bias] if bias is not None else []), rows]
+    work = dict(flops=4 * T * F * E, bytes=panel_bytes(weight.format, 2 * F, E) + 4 * T * (E + F))
+    kernel = Kernel("norm_gate_up_silu", "cpu", row, tuple(defines.items()), 2, len(ins), **work)
+    return launch(kernel, [empty(x, T, F), scratch(x, prepared_bytes(weight.format, T, E))], ins)[0]
+
+
+def constant(value: float) -> str:
+    """A float as C reads it."""
+    return f"{value!r}f" if "." in repr(value) or "e" in repr(value) else f"{value!r}.0f"
+
+
+def empty(like: Tensor, *shape: int) -> Tensor:
+    """A float32 buffer for a kernel to write, on the device of `like`."""
+    return Tensor.empty(*shape, dtype=dtypes.float32, device=like.device)
+
+
+def scratch(like: Tensor, nbytes: int) -> Tensor:
+    """Bytes for a kernel's own use."""
+    return Tensor.empty(nbytes, dtype=dtypes.uint8, device=like.device)
+
+

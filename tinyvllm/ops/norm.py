@@ -1,6 +1,24 @@
 """Normalisation over the hidden dimension, in float32."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 from tinygrad import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """A norm with its weights: `kind` is "RMS" or "LAYER"; weight [E] and, for LAYER, bias [E]."""
+
+    kind: str
+    weight: Tensor
+    eps: float
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, E] to float32 [T, E]."""
+        return rms_norm(x, self.weight, self.eps) if self.kind == "RMS" else layer_norm(x, self.weight, self.bias, self.eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -135,6 +135,11 @@ def search_steps(device: str) -> list[Tensor]:
     return [Tensor([1 << shift], dtype=dtypes.uint32, device=device).realize() for shift in shifts]
 
 
+def row_numbers(B: int, device: str) -> Tensor:
+    """0 to B - 1, int32."""
+    return Tensor.arange(B, device=device).cast(dtypes.int32).contiguous()
+
+
 def _search(reached: Callable[[Tensor], Tensor], B: int, steps: list[Tensor]) -> Tensor:
     """The largest float32 [B, 1] that `reached` holds for, found exactly, 4 bits of its order bits a pass.
 

@@ -6,11 +6,13 @@ tinygrad's bfloat16 casts.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from tinyvllm.errors import TinyvllmError
@@ -40,14 +42,18 @@ def _recent_clang() -> str | None:
 
 
 def _zig_clang(cache: Path) -> str | None:
-    """A two-line script that calls the wheel's `zig clang`: CC must be one word, and starting Python for every kernel would cost more."""
+    """A two-line script that calls the wheel's `zig clang`: CC must be one word, and starting Python for every kernel would cost more.
+
+    Called so, zig's clang looks for its own headers, the intrinsics among them, where they are not.
+    """
     spec = importlib.util.find_spec("ziglang")
     if spec is None or not spec.submodule_search_locations:
         return None
     zig = Path(spec.submodule_search_locations[0]) / "zig"
     if not zig.is_file():
         return None
-    script, text = cache / "zig-clang", f'#!/bin/sh\nexec "{zig}" clang "$@"\n'
+    headers = zig.parent / "lib" / "include"
+    script, text = cache / "zig-clang", f'#!/bin/sh\nexec "{zig}" clang -isystem "{headers}" "$@"\n'
     if not script.is_file() or script.read_text() != text:
         cache.mkdir(parents=True, exist_ok=True)
         fresh = script.with_name(f"{script.name}.{os.getpid()}")
@@ -62,3 +68,42 @@ def _none_found() -> str:
         f"toolchain: no C compiler for the CPU device: expected clang {OLDEST_CLANG} or later on the PATH, or the wheel ziglang; "
         "try `pip install ziglang`"
     )
+
+
+# What each row of the CPU kernels is compiled for. `plain` is the base of the machine's own architecture.
+CPU_TARGETS: dict[str, tuple[str, ...]] = {
+    "avx512": ("-march=x86-64-v4",),
+    "avx2": ("-march=x86-64-v3",),
+    "neon": ("-march=armv8.2-a+fp16",),
+    "plain": (),
+}
+_EXTENSIONS = {"avx512": {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"}, "neon": {"asimddp": "dotprod", "bf16": "bf16"}}
+
+
+def target_flags(target: str) -> tuple[str, ...]:
+    """The compiler's flags for one row, with the extensions that this processor has."""
+    flags = CPU_TARGETS[target]
+    has = [flag for name, flag in _EXTENSIONS.get(target, {}).items() if name in cpu_features()]
+    if target == "neon":
+        return ("+".join([*flags, *has]),)
+    return (*flags, *has)
+
+
+@functools.cache
+def cpu_features() -> frozenset[str]:
+    """The processor's features by Linux's names (avx2, fma, avx512f, avx512_bf16, asimddp, bf16, ...)."""
+    if sys.platform == "darwin":
+        return _apple_features()
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    return frozenset(found[1].split()) if found else frozenset()
+
+
+def _apple_features() -> frozenset[str]:
+    asked = {"hw.optional.AdvSIMD": "asimd", "hw.optional.arm.FEAT_DotProd": "asimddp", "hw.optional.arm.FEAT_BF16": "bf16"}
+    asked |= {"hw.optional.avx2_0": "avx2", "hw.optional.fma": "fma", "hw.optional.avx512f": "avx512f"}
+    said = subprocess.run(["sysctl", *asked], capture_output=True, text=True).stdout
+    return frozenset(asked[name] for name, value in re.findall(r"^(\S+): (\d)$", said, re.MULTILINE) if value == "1" and name in asked)

@@ -11,9 +11,10 @@ import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 
 from tinyvllm.batch import Batch
-from tinyvllm.ops.launch import upload
+from tinyvllm.ops.launch import spans, upload
 from tinyvllm.scheduler import Schedule, Scheduled
 
+ALIGNED = 16  # int32s: kernels generated for vectors load from such borders
 SMALLEST_CHUNK = 16  # tokens; every bucket is a capture of some hundred milliseconds, so there are few
 
 
@@ -67,22 +68,26 @@ def shape_of(singles: list[Scheduled], chunks: list[Scheduled]) -> Shape:
 class StepInputs:
     """The arrays of one shape: host array, device buffer, and the `Batch` of views into it.
 
-    M is the width of the block table, `scratch_slot` where padded rows write.
+    M is the width of the block table, `scratch_slot` where padded rows write; `all_rows` wants the logits of every row.
     """
 
-    def __init__(self, shape: Shape, M: int, scratch_slot: int, device: str):
+    def __init__(self, shape: Shape, M: int, scratch_slot: int, device: str, all_rows: bool = False):
         T, B = shape.tokens, shape.sequences
-        self.shape, self.scratch_slot = shape, scratch_slot
+        self.shape, self.scratch_slot, self._all_rows = shape, scratch_slot, all_rows
         self._tables: list[list[int]] = [[] for _ in range(B)]  # as laid out last
-        sizes = {"tokens": T, "positions": T, "slots": T, "query_starts": B + 1, "context_lens": B, "rows": B, "block_tables": B * M}
-        ends = np.cumsum(list(sizes.values()))
-        self._host = np.zeros(int(ends[-1]), dtype=np.int32)
-        self._device = Tensor.zeros(int(ends[-1]), dtype=dtypes.int32, device=device).contiguous().realize()
-        spans = {name: (int(end) - size, int(end)) for (name, size), end in zip(sizes.items(), ends, strict=True)}
-        for name, (start, end) in spans.items():
-            setattr(self, name, self._host[start:end])
+        self._expected: list[tuple[int, int]] = []  # sequence and position of each decode that the device has ready for the next step
+        sizes = {"tokens": T, "positions": T, "slots": T, "query_starts": B + 1, "context_lens": B, "samples": T if all_rows else B}
+        sizes |= {"rows": 1, "decodes": 1, "chunks": 2, "sample_count": 1, "block_tables": B * M}
+        starts, end = {}, 0
+        for name, size in sizes.items():
+            starts[name], end = end, end + -(-size // ALIGNED) * ALIGNED
+        self._host, self._starts = np.zeros(end, dtype=np.int32), starts
+        self._device = Tensor.zeros(end, dtype=dtypes.int32, device=device).contiguous().realize()
+        parts = spans(self._device, [(starts[name], size) for name, size in sizes.items()])
+        self._tensors = dict(zip(sizes, parts, strict=True))
+        for name, size in sizes.items():
+            setattr(self, name, self._host[starts[name] : starts[name] + size])
         self.block_tables = self.block_tables.reshape(B, M)
-        self._tensors = {name: self._device[start:end] for name, (start, end) in spans.items()}
         self._tensors["block_tables"] = self._tensors["block_tables"].reshape(B, M)
 
     tokens: np.ndarray
@@ -90,25 +95,29 @@ class StepInputs:
     slots: np.ndarray
     query_starts: np.ndarray
     context_lens: np.ndarray
+    samples: np.ndarray
     rows: np.ndarray
+    decodes: np.ndarray
+    chunks: np.ndarray
+    sample_count: np.ndarray
     block_tables: np.ndarray
-
-    @property
-    def row_tensor(self) -> Tensor:
-        """[B] int32: the rows of the flat batch whose logits are wanted."""
-        return self._tensors["rows"]
 
     def batch(self, num_blocks: int | UOp) -> Batch:
         t = self._tensors
         return Batch(
-            t["tokens"], t["positions"], t["slots"], t["block_tables"], t["query_starts"], t["context_lens"],
-            num_blocks, self.shape.decodes, self.shape.max_query,
+            t["tokens"], t["positions"], t["slots"], t["block_tables"], t["query_starts"], t["context_lens"], t["rows"], t["decodes"],
+            t["chunks"], t["samples"], t["sample_count"], num_blocks, self.shape.decodes, self.shape.max_query,
         )  # fmt: skip
 
     def fill(self, singles: list[Scheduled], chunks: list[Scheduled], block_size: int) -> int:
-        """Lay the entries out and copy them to the device; returns the blocks of the longest context."""
+        """Lay the entries out and copy them to the device; returns the blocks of the longest context.
+
+        Decodes that only go on need no copy: the device has advanced itself. New blocks are all that it cannot know.
+        """
+        if not chunks and self._expected and self._expected == [(id(e.sequence), e.start) for e in singles]:
+            return self._refresh(singles, block_size)
         self.tokens[:], self.positions[:], self.slots[:] = 0, 0, self.scratch_slot
-        self.context_lens[:], self.rows[:] = 0, 0
+        self.context_lens[:], self.samples[:] = 0, 0
         sampled, longest = 0, 1
         for b, entry in enumerate(singles):
             sequence, position = entry.sequence, entry.start
@@ -119,7 +128,7 @@ class StepInputs:
             self._describe(b, position + 1, table)
             longest = max(longest, len(table))
             if entry.samples:
-                self.rows[sampled] = b
+                self.samples[sampled] = b
                 sampled += 1
         decodes, row = self.shape.decodes, self.shape.decodes
         self.query_starts[: decodes + 1] = np.arange(decodes + 1)
@@ -136,11 +145,32 @@ class StepInputs:
             row = end
             self.query_starts[b + 1] = row
             if entry.samples:
-                self.rows[sampled] = row - 1
+                self.samples[sampled] = row - 1
                 sampled += 1
         self.query_starts[decodes + len(chunks) + 1 :] = row
+        self._expected = []
+        self.rows[0], self.decodes[0] = row if chunks else len(singles), len(singles)
+        self.chunks[:] = decodes, len(chunks)
+        if self._all_rows:
+            self.samples[:], sampled = np.arange(self.shape.tokens), row if chunks else len(singles)
+        self.sample_count[0] = sampled
         upload(self._device, self._host)
         return longest
+
+    def advanced(self, singles: list[Scheduled], rounds: int) -> None:
+        """The device has moved these decodes on by so many tokens; they are what it expects next, if they all are still there."""
+        self._expected = [(id(entry.sequence), entry.start + rounds) for entry in singles]
+
+    def _refresh(self, singles: list[Scheduled], block_size: int) -> int:
+        """New blocks, and with them the slots: a sequence whose blocks were full when it was advanced has been sent to scratch."""
+        if any(table != entry.sequence.block_table for table, entry in zip(self._tables, singles)):
+            for b, entry in enumerate(singles):
+                table, position = entry.sequence.block_table, entry.start
+                self._describe(b, position + 1, table)
+                self.slots[b] = table[position // block_size] * block_size + position % block_size
+            upload(self._device, self.block_tables.reshape(-1), self._starts["block_tables"])
+            upload(self._device, self.slots, self._starts["slots"])
+        return max(len(entry.sequence.block_table) for entry in singles)
 
     def _describe(self, b: int, context: int, table: list[int]) -> None:
         self.context_lens[b] = context

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,20 @@ import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
-from tinyvllm.config import EngineConfig
+from tinyvllm.config import MOST_SCHEDULER_STEPS, EngineConfig
 from tinyvllm.errors import ArgumentError
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.models.families import check_layers, find_family, read_config, refuse_unused, weights_of
-from tinyvllm.ops.launch import Captured, download
+from tinyvllm.ops.advance import History, advance
+from tinyvllm.ops.launch import Call, Captured, download, repeat, upload
 from tinyvllm.quant.formats import FORMATS, unpack
 from tinyvllm.runner.kv import KVPool, block_bytes, kv_dtype
 from tinyvllm.runner.memory import check_room, pool_blocks
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
+from tinyvllm.runner.weights import DTYPE_FORMATS, WeightLoader, WeightPlan
 from tinyvllm.scheduler import Schedule, Scheduled
 from tinyvllm.weights.checkpoint import Checkpoint, open_checkpoint, open_description
 from tinyvllm.weights.hub import resolve_model
-from tinyvllm.weights.load import dummy_tensors, load_tensors
 
 # Where nobody asks for a length. Scores of a chunk are laid out for the longest context: 32 heads by 512 queries by 131072 keys are 8 GiB.
 DEFAULT_CONTEXT = 8192
@@ -48,7 +48,7 @@ class CheckpointSource:
 
 
 def weight_dtype(choice: str, checkpoint: Checkpoint) -> DType:
-    """`auto` keeps the dtype that most of the checkpoint's bytes have; packed formats are unpacked to float16.
+    """`auto` keeps the dtype that most of the checkpoint's bytes have; beside packed formats it is float16.
 
     A description without tensors has its own word for it, bfloat16 where it is silent.
     """
@@ -65,12 +65,34 @@ def weight_dtype(choice: str, checkpoint: Checkpoint) -> DType:
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """A step whose inputs lie on the device. The first logits of its B rows are those of `sampling`, in this order."""
+    """A step whose inputs lie on the device. The first logits of its B rows are those of `sampling`, in this order.
+
+    `decodes`: it is nothing but these, a token each, so that the device can go on to the next step by itself.
+    """
 
     sampling: list[Scheduled]
     B: int
-    num_blocks: int
-    captured: Captured
+    values: dict[str, int]
+    plan: StepPlan
+    decodes: bool
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What belongs to a padded shape: the inputs' buffers, the captured forward pass, and how many tokens a row's history holds."""
+
+    inputs: StepInputs
+    forward: Captured
+    history: History
+    advances: dict[int, Captured]  # by the tensor of sampled tokens that it takes
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Logits [B, V] float32 on the device, and the token of each row's largest, int32 [B], where the step found it on the way."""
+
+    logits: Tensor
+    best: Tensor | None
 
 
 class Runner:
@@ -88,19 +110,18 @@ class Runner:
             check_layers(family, self.config, source)
         self.model = family.model(self.config)
         recipes = weights_of(family, self.config, self.model, self.checkpoint.kind)
-        if dummy:
-            tensors = dummy_tensors(recipes, device, self.dtype)
-        else:
+        if not dummy:
             refuse_unused(self.config, recipes, self.checkpoint.tensors)
-            tensors = load_tensors(self.checkpoint, recipes, device, self.dtype, progress)
-        place(self.model, tensors)
-        self.weight_bytes = sum(prod(recipe.shape) for recipe in recipes) * self.dtype.itemsize
+        plan = WeightPlan(device, self.dtype, _matrix_format(config))
+        loader = WeightLoader(None if dummy else self.checkpoint, plan, progress)
+        loader.load(self.model, recipes)
+        self.weight_bytes, self.bytes_per_token = loader.bytes, loader.streamed
         self.pool, self.max_model_len = self._size_pool(config)
         # a pool too small for the model's context shortens sequences, but must not change what the positions mean
         constants = self.model.constants(self.max_model_len, config.max_model_len or self.config.max_context)
         self._constants = {name: Tensor(a, device=device).realize() for name, a in constants.items()}
         self._table_width = -(-self.max_model_len // config.block_size)
-        self._steps: dict[tuple[Shape, bool], tuple[StepInputs, Captured]] = {}
+        self._steps: dict[tuple[Shape, bool], StepPlan] = {}
 
     def _size_pool(self, config: EngineConfig) -> tuple[KVPool, int]:
         """The KV pool and the longest sequence: the model's own context where none was asked for, as far as the pool and reason reach."""
@@ -116,44 +137,70 @@ class Runner:
             longest = min(longest, blocks * size)
         return KVPool(self.config, blocks, size, dtype, self.device), longest
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Weight bytes that one decode step streams: all of them but the input embedding, of which it gathers rows."""
-        return self.weight_bytes - (0 if self.config.tied else self.config.vocab_size * self.config.dim * self.dtype.itemsize)
-
     def prepare(self, schedule: Schedule) -> PreparedStep:
         """Lay a schedule out on the device. The copy waits for the step in flight, so it comes before anything is launched."""
         singles, chunks = split(schedule)
         return self._prepare(singles, chunks, all_rows=False)
 
-    def launch(self, step: PreparedStep) -> Tensor:
-        """Start a prepared step; its logits [B, V] float32, in a buffer that the next step of this shape overwrites."""
-        return step.captured(num_blocks=step.num_blocks) if self._table_width > 1 else step.captured()
+    def launch(self, step: PreparedStep) -> Logits:
+        """Start a prepared step. Its results lie in buffers that the next step of this shape overwrites."""
+        return Logits(*step.plan.forward(**step.values))
+
+    def advance(self, step: PreparedStep, sampled: Tensor, draw: Call | None, rounds: int) -> np.ndarray:
+        """Move a step of decodes on by the tokens just `sampled` [B], and `rounds` - 1 times more by its own; tokens [rounds, B].
+
+        `draw` is the sampler's call that gave `sampled`, None where the forward pass did. The device goes through all rounds alone.
+        """
+        upload(step.plan.history.round, np.zeros(1, np.int32))
+        forward: Call = (step.plan.forward, (), step.values)
+        onward: Call = (self._advance(step.plan, sampled), (sampled,), {})
+        onward[0](sampled)
+        repeat([call for call in (forward, draw, onward) if call is not None], rounds - 1)
+        step.plan.inputs.advanced(step.sampling, rounds)
+        return download(step.plan.history.tokens)[:rounds]
+
+    def _advance(self, plan: StepPlan, sampled: Tensor) -> Captured:
+        if id(sampled) not in plan.advances:
+
+            def function(tokens: Tensor) -> Tensor:
+                advance(plan.inputs.batch(1), tokens, plan.history, self.pool.block_size, self.pool.scratch_slot)
+                return plan.history.round
+
+            plan.advances[id(sampled)] = Captured(function)
+        return plan.advances[id(sampled)]
 
     def prompt_logits(self, entry: Scheduled) -> np.ndarray:
         """Logits float32 [T, V] of every token of one chunk."""
-        return download(self.launch(self._prepare([], [entry], all_rows=True)))[: entry.num_tokens]
+        return download(self.launch(self._prepare([], [entry], all_rows=True)).logits)[: entry.num_tokens]
 
     def _prepare(self, singles: list[Scheduled], chunks: list[Scheduled], all_rows: bool) -> PreparedStep:
         shape = shape_of(singles, chunks)
-        inputs, captured = self._steps.get((shape, all_rows)) or self._new_step(shape, all_rows)
-        blocks = inputs.fill(singles, chunks, self.pool.block_size)
-        return PreparedStep([e for e in singles + chunks if e.samples], shape.sequences, blocks, captured)
+        plan = self._steps.get((shape, all_rows)) or self._new_step(shape, all_rows)
+        blocks = plan.inputs.fill(singles, chunks, self.pool.block_size)
+        sampling = [entry for entry in singles + chunks if entry.samples]
+        values = {"num_blocks": blocks} if self._table_width > 1 else {}
+        return PreparedStep(sampling, shape.sequences, values, plan, not chunks and len(sampling) == len(singles))
 
-    def _new_step(self, shape: Shape, all_rows: bool) -> tuple[StepInputs, Captured]:
-        inputs = StepInputs(shape, self._table_width, self.pool.scratch_slot, self.device)
+    def _new_step(self, shape: Shape, all_rows: bool) -> StepPlan:
+        inputs = StepInputs(shape, self._table_width, self.pool.scratch_slot, self.device, all_rows)
 
-        def forward(num_blocks: int | UOp = 1) -> Tensor:
-            rows = None if all_rows else inputs.row_tensor
-            return self.model.forward_batch(inputs.batch(num_blocks), self.pool.layers, rows=rows, **self._constants).contiguous().realize()
+        def forward(num_blocks: int | UOp = 1) -> tuple[Tensor, Tensor | None]:
+            logits, best = self.model.forward_batch(inputs.batch(num_blocks), self.pool.layers, **self._constants)
+            if best is None:
+                return logits.contiguous().realize(), None
+            Tensor.realize(logits, best)
+            return logits, best
 
+        tokens = Tensor.full((MOST_SCHEDULER_STEPS, shape.sequences), -1, dtype=dtypes.int32, device=self.device).contiguous().realize()
+        history = History(tokens, Tensor.zeros(1, dtype=dtypes.int32, device=self.device).contiguous().realize())
         # blocks of the longest context are a variable of the captured step, so that contexts grow without a new capture
-        self._steps[shape, all_rows] = inputs, Captured(forward, {"num_blocks": (1, self._table_width)})
-        return self._steps[shape, all_rows]
+        plan = StepPlan(inputs, Captured(forward, {"num_blocks": (1, self._table_width)}), history, {})
+        self._steps[shape, all_rows] = plan
+        return plan
 
-    def tokens(self, sampled: Tensor) -> list[int]:
-        """Token ids that a sampler left on the device, once they are there."""
-        return download(sampled).tolist()
+    def tokens(self, sampled: Tensor) -> np.ndarray:
+        """Token ids [1, B] that a sampler left on the device, once they are there."""
+        return download(sampled).reshape(1, -1)
 
     @staticmethod
     def gguf_metadata(path: Path) -> dict[str, object]:
@@ -161,11 +208,8 @@ class Runner:
         return open_checkpoint(path).config
 
 
-def place(model: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Put tensors where their dotted names say."""
-    for name, tensor in tensors.items():
-        *path, last = name.split(".")
-        owner = model
-        for part in path:
-            owner = owner[int(part)] if part.isdigit() else getattr(owner, part)
-        setattr(owner, last, tensor)
+def _matrix_format(config: EngineConfig) -> str | None:
+    """The format that all matrices get: what `quantization` names, or floats where a dtype was asked for; None keeps what is stored."""
+    if config.quantization is not None:
+        return config.quantization.upper()
+    return None if config.dtype == "auto" else DTYPE_FORMATS[DTYPES[config.dtype]]

@@ -16,7 +16,7 @@ from tinygrad import Tensor, dtypes
 
 from tinyvllm.errors import ArgumentError
 from tinyvllm.ops import sample as ops
-from tinyvllm.ops.launch import Captured, download, scatter_add, upload
+from tinyvllm.ops.launch import Call, Captured, alias, download, scatter_add, upload
 from tinyvllm.request import Logprob, SamplingParams, Sequence
 from tinyvllm.sampling.logprobs import logprobs_of
 from tinyvllm.sampling.penalties import Bias, SeenTokens, penalizes
@@ -55,6 +55,9 @@ class SamplingFlags:
     def __or__(self, other: SamplingFlags) -> SamplingFlags:
         return SamplingFlags(*(a or b for a, b in zip(_fields(self), _fields(other), strict=True)))
 
+    def __bool__(self) -> bool:
+        return any(_fields(self))
+
     @property
     def filtered(self) -> bool:
         return self.top_k or self.top_p or self.min_p
@@ -92,6 +95,7 @@ class Sampler:
         self._flags = [SamplingFlags()] * (max_num_seqs + 1)
         self._withheld: dict[int, frozenset[int]] = {}  # row -> tokens that min_tokens keeps away for now
         self._inputs: dict[int, tuple[np.ndarray, Tensor]] = {}  # B -> lines on the host and on the device, [B, columns]
+        self._on_device: dict[int, np.ndarray] = {}  # B -> the lines as they are there: each draw moves the positions on
         self._steps: dict[tuple[int, SamplingFlags], Captured] = {}
         self._search_steps = ops.search_steps(device)
         self._seen: SeenTokens | None = None
@@ -143,10 +147,14 @@ class Sampler:
         lines, inputs = self._inputs[B]
         n = len(sequences)
         lines[:n] = self._lines[[sequence.row for sequence in sequences]]
-        lines[:n, Column.POSITION] = [len(sequence.output_token_ids) for sequence in sequences]
+        positions = [len(sequence.output_token_ids) if self._flags[sequence.row].sampled else 0 for sequence in sequences]
+        lines[:n, Column.POSITION] = positions
         lines[n:] = self._lines[self._scratch]
-        upload(inputs, lines)
-        return self.flags(sequences)
+        flags = self.flags(sequences)
+        if not np.array_equal(lines, self._on_device.get(B)):
+            upload(inputs, lines)
+            self._on_device[B] = lines.copy()
+        return flags
 
     def draw(self, logits: Tensor, flags: SamplingFlags) -> Tensor:
         """Tokens int32 [B] from logits [B, V] float32, a realized buffer, as last prepared for B rows.
@@ -154,12 +162,26 @@ class Sampler:
         The result is on the device, in a buffer that the next draw with the same B and flags overwrites. -1 stands for a row that has no
         token: NaNs, or everything at -inf. Penalised rows count their token on the device; what is drawn must become output.
         """
-        B = int(logits.shape[0])
-        step = self._steps.get((B, flags))
-        if step is None:
-            step = self._steps[B, flags] = Captured(self._new_step(B, flags))
-        tokens: Tensor = step(logits)
+        self.drawn(int(logits.shape[0]), flags, 1)
+        captured, tensors, _ = self.call(logits, flags)
+        tokens: Tensor = captured(*tensors)
         return tokens
+
+    def call(self, logits: Tensor, flags: SamplingFlags) -> Call:
+        """What `draw` does, to be repeated on the device; say `drawn` then."""
+        B = int(logits.shape[0])
+        if (B, flags) not in self._steps:
+            self._steps[B, flags] = Captured(self._new_step(B, flags))
+        return self._steps[B, flags], (logits,), {}
+
+    def drawn(self, B: int, flags: SamplingFlags, times: int) -> None:
+        """The device draws, or has drawn, for B rows so many times without a `prepare` between."""
+        if flags.sampled:
+            self._on_device[B][:, Column.POSITION] += times
+
+    def withholds(self, sequences: list[Sequence]) -> bool:
+        """Whether min_tokens keeps tokens away from one of them for now: the host must look after every step."""
+        return any(sequence.row in self._withheld for sequence in sequences)
 
     def logprobs(self, logits: Tensor, sequences: list[Sequence], tokens: list[int]) -> list[dict[int, Logprob] | None]:
         """Of each sequence's drawn token and the most probable ones, None for those that did not ask; `logits` [B, V] as drawn from."""
@@ -233,9 +255,14 @@ class Sampler:
             if flags.filtered:
                 scores = (logits < floor(logits)).where(-math.inf, scores)
             tokens = ops.argmax(scores).contiguous()
+            after = []
+            if flags.sampled:  # the next draw's positions. By way of the tokens, so that nothing reads them afterwards; and through an
+                # alias, as of a tensor that this step also reads tinygrad would change a copy
+                after.append(scatter_add(alias(inputs), ops.row_numbers(B, self.device), (tokens < -1).where(0, Column.POSITION).cast(dtypes.int32).contiguous()))
             if flags.penalized and self._seen is not None:
                 counts = scatter_add(self._seen.counts, inputs[:, Column.SEEN_ROW].contiguous(), tokens.maximum(0).contiguous())
-                Tensor.realize(tokens, counts)
-            return tokens.realize()
+                after.append(counts)
+            Tensor.realize(tokens, *after)
+            return tokens
 
         return step

@@ -1,7 +1,8 @@
 """From a checkpoint's bytes to the model's tensors: mapped where that is enough, converted one at a time where it is not.
 
-Takes recipes, one for every tensor of the model, and gives tinygrad tensors under their names. Does not know any architecture: which
-tensors there are, and how they come from the file's, the recipes say.
+Takes recipes, one for every tensor of the model, and gives tinygrad tensors under their names, or the rows of a matrix as they are
+stored for those who pack them. Does not know any architecture: which tensors there are, and how they come from the file's, the recipes
+say.
 
 Where the bytes live. On tinygrad's CPU device a stored tensor that is already what the model wants is the mapped file itself; nothing is
 read until a kernel touches it. Everything else is written once, into memory of its own, in pieces that fit the processor's cache, and
@@ -40,6 +41,7 @@ _NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype(np.float32), "F16": np.dtype
 # tinygrad's CPU kernels load float32 in fours and float16 in fours with instructions that fault on less; bfloat16 one by one.
 _ALIGNMENT = {"F32": 16, "F16": 8, "BF16": 8}
 _CHUNK = 1 << 18  # elements converted at a time: 1 MiB of float32 stays in the second-level cache with its temporaries
+_BLOCKS = ("Q8_0", "Q4_0")  # packed formats that the kernels read; rows of the others are unpacked
 _DROP_EVERY = 16  # chunks: faulting pages in again around every single drop costs more than the conversion
 _POOL = 1_048_573  # prime, so that no two rows of a dummy tensor begin at the same place
 
@@ -50,7 +52,8 @@ class Recipe(Protocol):
     `transform` takes the sources in order and returns an array of `shape`; None means the single source as it is. It may only move
     elements (slice, permute, transpose, stack): its inputs come as stored, float32, float16 or bfloat16 bits as uint16, when they
     all have the same one of these formats; otherwise they have been converted to the model's dtype first (bfloat16 again as
-    uint16). A slice of rows therefore stays a view of the file, and is mapped.
+    uint16). A slice of rows therefore stays a view of the file, and is mapped. One that only moves whole rows may also be given the
+    bytes of a packed matrix, a row a row: it must not count on the number of columns.
     """
 
     @property
@@ -89,6 +92,28 @@ def load_tensors(
         if progress is not None:
             progress(done, total, recipe.name)
     return out
+
+
+def load_rows(checkpoint: Checkpoint, recipe: Recipe, dtype: DType) -> tuple[str, np.ndarray]:
+    """The matrix of one recipe [O, I] as rows of bytes: the name of its format and uint8 [O, bytes of a row], C-contiguous.
+
+    As stored (F32, F16, BF16, Q8_0, Q4_0) where the sources agree on one of these and the transform can be done in it; a view of the
+    mapped file where the transform is none or a slice of rows, and then the caller drops its pages when done. Otherwise in the format
+    of `dtype`, in memory of its own. Stored floats are not converted to `dtype`, only checked to fit it. Errors as `load_tensors`.
+    """
+    wanted = _format_of_dtype(dtype)
+    if len(recipe.shape) != 2:
+        raise ModelError(f"{_SPEAKER}: {recipe.name!r} has the shape {list(recipe.shape)}, expected a matrix; load it with load_tensors")
+    _check_sources(checkpoint, [recipe])
+    records = [checkpoint.tensors[source] for source in recipe.sources]
+    try:
+        name, rows = _rows(recipe, records, wanted)
+    except FloatingPointError as error:
+        raise ModelError(_beyond_float16(recipe)) from error
+    if not is_mapped(rows):
+        for record in records:
+            drop_pages(record.data)
+    return name, rows
 
 
 def dummy_tensors(recipes: Iterable[Recipe], device: str, dtype: DType, seed: int = 0) -> dict[str, Tensor]:
@@ -167,7 +192,54 @@ def _build(recipe: Recipe, records: list[TensorRecord], wanted: BlockFormat, dev
         array = _transformed(recipe, records, wanted)
         return array if _usable_as_it_is(array, wanted, device) else _converted(array, wanted)
     except FloatingPointError as error:
-        raise ModelError(f"{_SPEAKER}: {recipe.name!r} holds numbers beyond float16's range; use bfloat16 or float32") from error
+        raise ModelError(_beyond_float16(recipe)) from error
+
+
+def _beyond_float16(recipe: Recipe) -> str:
+    return f"{_SPEAKER}: {recipe.name!r} holds numbers beyond float16's range; use bfloat16 or float32"
+
+
+def _rows(recipe: Recipe, records: list[TensorRecord], wanted: BlockFormat) -> tuple[str, np.ndarray]:
+    formats = {record.format for record in records}
+    stored = FORMATS[records[0].format] if len(formats) == 1 else wanted
+    if stored.name in _BLOCKS and _moves_whole_rows(recipe, records):
+        packed = [record.data.reshape(record.shape[0], -1) for record in records]
+        return stored.name, np.ascontiguousarray(packed[0] if recipe.transform is None else recipe.transform(packed))
+    if stored.name not in _NUMPY:
+        stored = wanted
+    array = _transformed(recipe, records, wanted)
+    if not array.flags.c_contiguous:
+        array = _converted(array, stored)
+    if wanted.name == "F16" and stored.name != "F16":
+        _check_fits_float16(array)
+    return stored.name, array.view(np.uint8).reshape(recipe.shape[0], -1)
+
+
+def _moves_whole_rows(recipe: Recipe, records: list[TensorRecord]) -> bool:
+    """Whether the transform, tried on matrices of as many rows but two columns, gives the right number of rows, each whole."""
+    if recipe.transform is None:
+        return True
+    if any(len(record.shape) != 2 or record.shape[1] != recipe.shape[1] for record in records):
+        return False
+    ends = np.cumsum([2 * record.shape[0] for record in records])
+    trial = [np.arange(end - 2 * record.shape[0], end).reshape(-1, 2) for record, end in zip(records, ends)]
+    try:
+        moved = recipe.transform(trial)
+    except (ValueError, IndexError):
+        return False  # said better where it is tried on the numbers themselves
+    return moved.shape == (recipe.shape[0], 2) and bool((moved[:, 0] % 2 == 0).all() and (moved[:, 0] + 1 == moved[:, 1]).all())
+
+
+def _check_fits_float16(array: np.ndarray) -> None:
+    """FloatingPointError if a finite number of `array` (float32 or bfloat16 bits) rounds to an infinite float16."""
+    narrow = array.dtype == _NUMPY["BF16"]
+    bits = array.reshape(-1).view(np.uint16 if narrow else np.uint32)
+    # The first number that rounds up to 65536 is 65520; from `infinite` on come the infinities and NaNs that are stored as such.
+    first, infinite = (0x4780, 0x7F80) if narrow else (0x477FF000, 0x7F800000)
+    for start in range(0, len(bits), _CHUNK):
+        magnitude = np.bitwise_and(bits[start : start + _CHUNK], 0x7FFF if narrow else 0x7FFFFFFF)
+        if ((magnitude >= first) & (magnitude < infinite)).any():
+            raise FloatingPointError("overflow")
 
 
 def _transformed(recipe: Recipe, records: list[TensorRecord], wanted: BlockFormat) -> np.ndarray:

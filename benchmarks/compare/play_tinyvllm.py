@@ -1,0 +1,32 @@
+"""tinyvllm, by LLM's engine: a step a token. Weights from a Hugging Face folder in bfloat16 or from a GGUF file."""
+
+from __future__ import annotations
+
+import argparse
+
+from benchmarks.compare.child import prompt, serve
+
+
+class Tinyvllm:
+    def __init__(self, options: argparse.Namespace):
+        from benchmarks.stepping import Stepping, load
+
+        blocks = options.batch * -(-options.length // 16) + 1  # no more memory than the others take
+        llm = load(
+            options.model, max_model_len=options.length, max_num_seqs=options.batch, num_blocks=blocks,
+            max_num_batched_tokens=max(options.chunk, options.batch),
+        )  # fmt: skip
+        self.stepping = Stepping(llm)
+
+    def begin(self, batch: int, context: int) -> None:
+        self.stepping.begin([prompt(context, b) for b in range(batch)])
+
+    def steps(self, count: int) -> None:
+        self.stepping.steps(count)
+
+    def prefill(self, tokens: int) -> None:
+        self.stepping.prefill(prompt(tokens))
+
+
+if __name__ == "__main__":
+    serve(Tinyvllm)

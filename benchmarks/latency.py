@@ -1,0 +1,103 @@
+"""What one user feels: tokens a second while decoding, at a context; time to the first token, and prompt tokens a second.
+
+Decoding streams every weight once a step, so its roof is read bandwidth / weight bytes, and a batch shares that stream. What is timed:
+steps of the engine, greedy, sequences in the middle of their answers; for a prompt, from `add` to its first token. `host` is the processor
+time of the engine's thread in a step: scheduling, laying out the batch, launching, outputs.
+
+    python -m benchmarks.latency --shape tinyllama-1.1b --batches 1,4,16 --prompts 16,128,512 --contexts 16,2048
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.compare.child import prompt
+from benchmarks.harness import Spread, one_round, record, spread, table, take_turns
+from benchmarks.roof import read_bandwidth
+from benchmarks.shapes import SHAPES, write_config
+from benchmarks.stepping import Stepping, load
+
+ROUND_SECONDS = 0.5
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def model_arguments(parser: argparse.ArgumentParser) -> None:
+    """--shape fills a named shape with random weights; --model measures a checkpoint."""
+    parser.add_argument("--shape", choices=SHAPES, default="tiny160m")
+    parser.add_argument("--model", help="a folder or GGUF file instead of a shape with random weights")
+    parser.add_argument("--dtype", default=None)
+    parser.add_argument("--rounds", type=int, default=7)
+
+
+def load_model(options: argparse.Namespace, **limits: Any) -> Any:
+    """The LLM of `model_arguments`; `limits` are engine options."""
+    given = limits | ({"dtype": options.dtype} if options.dtype else {})
+    if options.model:
+        return load(options.model, **given)
+    with TemporaryDirectory() as folder:
+        return load(write_config(SHAPES[options.shape], Path(folder)), dummy=True, **{"dtype": "bfloat16"} | given)
+
+
+def decoding(stepping: Stepping, batch: int, context: int, rounds: int) -> tuple[Spread, float]:
+    """The spread of one step's seconds, and the host's median seconds in a step."""
+    stepping.begin([prompt(context, b) for b in range(batch)])
+    stepping.steps(2)
+    count = max(2, round(ROUND_SECONDS / (one_round(lambda: stepping.steps(4)).seconds / 4)))
+    timed = spread(take_turns({"": lambda: stepping.steps(count)}, rounds)[""])
+    host = median(_host_seconds(stepping) for _ in range(16))
+    stepping.stop()
+    return timed.divided(count), host
+
+
+def _host_seconds(stepping: Stepping) -> float:
+    start = time.thread_time()  # waiting for the device takes none of it; kernels run in other threads
+    stepping.steps(1)
+    return time.thread_time() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="decoding rate, time to first token, prefill rate")
+    model_arguments(parser)
+    parser.add_argument("--batches", type=numbers, default=[1, 2, 4, 8, 16])
+    parser.add_argument("--contexts", type=numbers, default=[16])
+    parser.add_argument("--prompts", type=numbers, default=[16, 128, 512])
+    options = parser.parse_args()
+    room = 64 * options.rounds * 3
+    longest = max(max(options.contexts) + room, max(options.prompts) + 1)
+    blocks = max(options.batches) * (-(-longest // 16) + 1)
+    llm = load_model(options, max_model_len=longest, max_num_seqs=max(options.batches), num_blocks=blocks)
+    stepping, bandwidth, weights = Stepping(llm), read_bandwidth(), llm.engine.model_bytes_per_token
+    rows, figures, spreads = [], [], []
+    for context in options.contexts:
+        for batch in options.batches:
+            step, host = decoding(stepping, batch, context, options.rounds)
+            roof = bandwidth / weights * batch
+            rate = step.rate(batch)
+            rows.append([f"decode {batch} x {context}", rate, batch / step.high, batch / step.low, f"{rate / roof:.0%}", 1e3 * host])
+            figures.append({"batch": batch, "context": context, "tok_s": step.figures(batch), "of_roof": round(rate / roof, 3),
+                            "host_ms": round(1e3 * host, 3)})  # fmt: skip
+            spreads.append(step)
+    for tokens in options.prompts:
+        ids = prompt(tokens)
+        stepping.prefill(ids)
+        timed = spread(take_turns({"": lambda ids=ids: stepping.prefill(ids)}, options.rounds)[""])  # type: ignore[misc]
+        rows.append([f"prompt of {tokens}: {1e3 * timed.median:.1f} ms", timed.rate(tokens), tokens / timed.high, tokens / timed.low, None, None])
+        figures.append({"prompt": tokens, "first_token_ms": round(1e3 * timed.median, 2), "tok_s": timed.figures(tokens)})
+        spreads.append(timed)
+    name = options.model or options.shape
+    print(f"{name}: {weights / 1e9:.3f} GB a token, {bandwidth / 1e9:.1f} GB/s, roof of one sequence {bandwidth / weights:.1f} tok/s")
+    print(table(["", "tok/s", "low", "high", "of the roof", "host ms"], rows))
+    record("latency", {"model": name, "dtype": llm.config.dtype, "weight_bytes": weights, "read_GBps": round(bandwidth / 1e9, 1),
+                       "roof_tok_s": round(bandwidth / weights, 1), "runs": figures}, spreads)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

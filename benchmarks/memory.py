@@ -1,0 +1,90 @@
+"""What a process takes: resident bytes after loading and after running, the peak, and Python's allocations in a step.
+
+    python -m benchmarks.memory --shape tinyllama-1.1b [--model FOLDER] [--batch 8]
+
+The measure is weights + KV pool: what stays above that is the interpreter, the libraries, and scratch. Resident size counts what lies in
+mapped files too, as far as it has been touched; `own` is without them. Measured in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+from benchmarks.harness import record, table
+from benchmarks.latency import load_model, model_arguments
+from benchmarks.stepping import Stepping
+
+_STEPS = 32
+
+
+def resident() -> dict[str, int]:
+    """Bytes by the system's account: all, without mapped files (`own`), and the peak. Linux."""
+    text = Path("/proc/self/status").read_text()
+    values = {line.split(":")[0]: int(line.split()[1]) << 10 for line in text.splitlines() if line.endswith(" kB")}
+    return {"resident": values["VmRSS"], "own": values["RssAnon"] + values["RssShmem"], "peak": values["VmHWM"]}
+
+
+def allocations(stepping: Stepping) -> dict[str, float]:
+    """What a step allocates in Python: blocks and bytes it leaves behind, and the most it held at a time beyond what was there."""
+    gc.collect()
+    tracemalloc.start()
+    stepping.steps(2)
+    before, blocks = tracemalloc.get_traced_memory()[0], sys.getallocatedblocks()
+    tracemalloc.reset_peak()
+    stepping.steps(_STEPS)
+    after, peak = tracemalloc.get_traced_memory()
+    left = sys.getallocatedblocks() - blocks
+    tracemalloc.stop()
+    return {"bytes_left_a_step": round((after - before) / _STEPS, 1), "blocks_left_a_step": round(left / _STEPS, 2), "peak_bytes": peak - before}
+
+
+def measure(options: argparse.Namespace) -> dict[str, object]:
+    from benchmarks.compare.child import prompt
+
+    begin = resident()
+    blocks = options.batch * (1024 // 16 + 1)
+    llm = load_model(options, max_model_len=1024, max_num_seqs=options.batch, num_blocks=blocks)
+    loaded = resident()
+    stepping = Stepping(llm)
+    stepping.begin([prompt(256, b) for b in range(options.batch)])
+    stepping.steps(_STEPS)
+    ran = resident()
+    figures = {"weights": llm.engine.model_bytes_per_token, "kv_pool": pool_bytes(llm), "before": begin, "loaded": loaded, "ran": ran}
+    return figures | {"step": allocations(stepping)}
+
+
+def pool_bytes(llm: object) -> int | None:
+    """Bytes of the KV pool: P blocks of 2 K S D numbers in each layer; None if the engine does not tell."""
+    runner = llm.engine.runner  # type: ignore[attr-defined]
+    return getattr(runner.pool, "nbytes", None) or sum(t.nbytes() for t in getattr(runner.pool, "layers", [])) or None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="resident size after load and after running")
+    model_arguments(parser)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(measure(options)))
+        return
+    command = [sys.executable, "-m", "benchmarks.memory", "--child", *sys.argv[1:]]
+    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    figures = json.loads(said.splitlines()[-1])
+    due = figures["weights"] + (figures["kv_pool"] or 0)
+    rows = [[when, *(figures[when][k] / 1e6 for k in ("resident", "own", "peak")), figures[when]["own"] / due] for when in ("before", "loaded", "ran")]
+    name = options.model or options.shape
+    print(f"{name}: weights {figures['weights'] / 1e6:.0f} MB, KV pool {(figures['kv_pool'] or 0) / 1e6:.0f} MB, batch {options.batch}")
+    print(table(["MB", "resident", "own", "peak", "own / (weights + KV)"], rows))
+    print(table(["a step", ""], [[k, v] for k, v in figures["step"].items()]))
+    record("memory", {"model": name, "batch": options.batch, **figures, "ratio": round(figures["ran"]["own"] / due, 3)})
+
+
+if __name__ == "__main__":
+    main()

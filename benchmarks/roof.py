@@ -1,0 +1,112 @@
+"""What the machine could do at most: bytes read from memory and multiply-adds a second, by `roof.c` on all cores.
+
+    python -m benchmarks.roof
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.harness import table
+
+_SOURCE = Path(__file__).with_suffix(".c")
+_BYTES = 128 << 20  # a thread's share, far beyond the caches
+_PASSES = 24  # short ones: the best of them is one in which nobody disturbed
+_ROUNDS = 1_000_000
+
+
+def threads_of_machine() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    from tinyvllm.ops.toolchain import provide_compiler
+
+    folder = Path(tempfile.gettempdir()) / f"tinyvllm-benchmarks-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    source = _SOURCE.read_bytes()
+    library = folder / f"roof-{hashlib.sha256(source).hexdigest()[:16]}.so"
+    if not library.is_file():
+        flags = ["-O2", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC"]
+        fresh = library.with_suffix(f".{os.getpid()}")
+        subprocess.run([provide_compiler(folder), *flags, str(_SOURCE), "-o", str(fresh)], check=True)
+        fresh.replace(library)
+    loaded = ctypes.CDLL(str(library))
+    for name in ("read_bytes", "f32_flops", "bf16_flops", "int8_ops"):
+        getattr(loaded, name).restype = None
+    return loaded
+
+
+class _Span(ctypes.Structure):
+    _fields_ = [("start", ctypes.c_double), ("end", ctypes.c_double)]
+
+
+def _together(threads: int, run: Callable[[int, ctypes.c_int, _Span], None]) -> float:
+    """Seconds from the first start to the last end of `threads` threads that run `run(thread, gate, span)` at the same time."""
+    _library()  # compiled by one thread, before the others wait for each other
+    gate, spans = ctypes.c_int(0), [_Span() for _ in range(threads)]
+    workers = [threading.Thread(target=run, args=(thread, gate, spans[thread])) for thread in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return max(span.end for span in spans) - min(span.start for span in spans)
+
+
+@functools.cache
+def _buffers(threads: int) -> list[np.ndarray]:
+    from tinyvllm.weights.mapping import allocate
+
+    buffers = [allocate(_BYTES) for _ in range(threads)]
+    for buffer in buffers:
+        buffer.fill(1)
+    return buffers
+
+
+def read_bandwidth(threads: int | None = None, passes: int = _PASSES) -> float:
+    """Bytes a second that `threads` (all cores') read from memory together; the best of `passes`."""
+    threads = threads or threads_of_machine()
+    buffers, sink = _buffers(threads), ctypes.c_uint64()
+
+    def read(thread: int, gate: ctypes.c_int, span: _Span) -> None:
+        start, size = ctypes.c_void_p(buffers[thread].ctypes.data), ctypes.c_size_t(_BYTES)
+        _library().read_bytes(start, size, 1, ctypes.byref(gate), threads, ctypes.byref(span), ctypes.byref(sink))
+
+    return threads * _BYTES / min(_together(threads, read) for _ in range(passes))
+
+
+def operations(kind: str, threads: int | None = None, passes: int = _PASSES) -> float | None:
+    """Multiplications and additions a second of `kind`: "f32_flops", "bf16_flops" or "int8_ops"; None where there is no instruction."""
+    threads = threads or threads_of_machine()
+    done, sink = ctypes.c_double(), ctypes.c_float()
+
+    def run(thread: int, gate: ctypes.c_int, span: _Span) -> None:
+        loop = getattr(_library(), kind)
+        loop(ctypes.c_long(_ROUNDS), ctypes.byref(gate), threads, ctypes.byref(span), ctypes.byref(sink), ctypes.byref(done))
+
+    seconds = [_together(threads, run) for _ in range(passes)]
+    return threads * done.value / min(seconds) if done.value else None
+
+
+def roofs(threads: int | None = None) -> dict[str, float | None]:
+    """All of them, in GB/s and in 10^9 operations a second: for the record of a run."""
+    giga = {"read_GBps": read_bandwidth(threads)} | {f"{kind[:4].rstrip('_')}_Gops": operations(kind, threads) for kind in _KINDS}
+    return {name: None if value is None else round(value / 1e9, 1) for name, value in giga.items()}
+
+
+_KINDS = ("f32_flops", "bf16_flops", "int8_ops")
+
+
+if __name__ == "__main__":
+    print(table(["roof", "10^9 a second"], [[name, value] for name, value in roofs().items()]))

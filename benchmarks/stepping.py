@@ -1,0 +1,60 @@
+"""Drives an LLM step by step: what latency, memory and the comparison time. Uses the engine's public face: add, abort, step, has_work."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+
+def load(model: str | os.PathLike[str], dummy: bool = False, **options: Any) -> Any:
+    """An LLM without its tokenizer; `dummy` fills the shapes of a config.json with random weights."""
+    from tinyvllm import LLM
+
+    return LLM(model, load_format="dummy" if dummy else "auto", skip_tokenizer_init=True, **options)
+
+
+class Stepping:
+    """Greedy requests in the middle of their answers."""
+
+    def __init__(self, llm: Any):
+        self.engine = llm.engine
+        self._ids = itertools.count()
+        self._running: list[str] = []
+
+    def begin(self, prompts: Sequence[list[int]], room: int | None = None) -> None:
+        """End what runs; then start one request a prompt, and step until each has its first token.
+
+        The requests go on for `room` tokens, or as long as the model's context allows.
+        """
+        from tinyvllm import SamplingParams
+
+        self.stop()
+        longest = self.engine.config.max_model_len
+        for ids in prompts:
+            params = SamplingParams(temperature=0.0, max_tokens=room or longest - len(ids), ignore_eos=True)
+            self._running.append(f"bench-{next(self._ids)}")
+            self.engine.add(self._running[-1], ids, params)
+        waiting = set(self._running)
+        while waiting:
+            waiting -= {output.request_id for output in self.engine.step() if output.outputs[0].token_ids}
+
+    def steps(self, count: int) -> None:
+        """`count` steps, each a token of every request. RuntimeError if a request ends meanwhile: it would count as decoded."""
+        for _ in range(count):
+            if any(output.finished for output in self.engine.step()):
+                raise RuntimeError("a request ended while it was timed: give the engine a greater max_model_len")
+
+    def prefill(self, ids: list[int]) -> None:
+        """One prompt up to its answer's first token, and no further."""
+        self.begin([ids], room=1)
+        self._running.clear()
+
+    def stop(self) -> None:
+        """End what runs; the step that reports it belongs to nobody's time."""
+        for request_id in self._running:
+            self.engine.abort(request_id)
+        self._running.clear()
+        while self.engine.has_work():
+            self.engine.step()

@@ -1,0 +1,33 @@
+// The vocabulary of the CPU kernels: sixteen float32 side by side, and the few things done to them. A kernel is written once, in these
+// words; each instruction set says what they are. `lanes_plain.h` is the definition, in loops; the others must agree with it but for
+// the rounding that fused multiply-add saves.
+//
+//   v16   sixteen float32            w16   sixteen 32-bit words of packed weights            i16   sixteen int32
+#pragma once
+#include <stdint.h>
+
+#if defined(LANES_AVX512)
+#include "lanes_avx512.h"
+#elif defined(LANES_AVX2)
+#include "lanes_avx2.h"
+#elif defined(LANES_NEON)
+#include "lanes_neon.h"
+#else
+#include "lanes_plain.h"
+#endif
+
+// e^x, 2e-7 off at most relative to the result; 0 below -87. Reduction by ln 2 in two parts and polynomial of Moshier's Cephes, `expf`.
+static inline v16 v16_exp(v16 x) {
+  v16 low = v16_set(-87.0f), high = v16_set(88.0f);
+  v16 n = v16_round(v16_mul(v16_min(v16_max(x, low), high), v16_set(1.44269504f)));
+  v16 r = v16_fma(n, v16_set(-0.693359375f), v16_min(v16_max(x, low), high));
+  r = v16_fma(n, v16_set(2.12194440e-4f), r);
+  v16 y = v16_set(1.9875691500e-4f);
+  y = v16_fma(y, r, v16_set(1.3981999507e-3f));
+  y = v16_fma(y, r, v16_set(8.3334519073e-3f));
+  y = v16_fma(y, r, v16_set(4.1665795894e-2f));
+  y = v16_fma(y, r, v16_set(1.6666665459e-1f));
+  y = v16_fma(y, r, v16_set(5.0000001201e-1f));
+  y = v16_add(v16_fma(v16_mul(r, r), y, r), v16_set(1.0f));
+  return v16_zero_below(v16_scale2(y, n), x, low);  // y * 2^n; 0 where x < low
+}

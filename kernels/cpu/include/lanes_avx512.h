@@ -1,0 +1,113 @@
+// lanes.h in AVX-512: one register each. BF16 and VNNI instructions where the processor has them.
+#pragma once
+#include <immintrin.h>
+
+typedef __m512 v16;
+typedef __m512i w16;
+typedef __m512i i16;
+
+static inline v16 v16_load(const float *p) { return _mm512_loadu_ps(p); }
+static inline void v16_store(float *p, v16 a) { _mm512_storeu_ps(p, a); }
+static inline v16 v16_set(float x) { return _mm512_set1_ps(x); }
+static inline v16 v16_add(v16 a, v16 b) { return _mm512_add_ps(a, b); }
+static inline v16 v16_sub(v16 a, v16 b) { return _mm512_sub_ps(a, b); }
+static inline v16 v16_mul(v16 a, v16 b) { return _mm512_mul_ps(a, b); }
+static inline v16 v16_div(v16 a, v16 b) { return _mm512_div_ps(a, b); }
+static inline v16 v16_min(v16 a, v16 b) { return _mm512_min_ps(a, b); }
+static inline v16 v16_max(v16 a, v16 b) { return _mm512_max_ps(a, b); }
+static inline v16 v16_fma(v16 a, v16 b, v16 c) { return _mm512_fmadd_ps(a, b, c); }  // a * b + c
+static inline v16 v16_round(v16 a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+static inline v16 v16_scale2(v16 a, v16 n) { return _mm512_scalef_ps(a, n); }  // a * 2^n, n whole
+static inline v16 v16_zero_below(v16 a, v16 x, v16 low) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, low, _CMP_NLT_UQ), a); }
+static inline v16 v16_abs(v16 a) { return _mm512_abs_ps(a); }
+
+// Sums and maxima of all sixteen, in a fixed order: halves, quarters, eighths, pairs.
+static inline float v16_sum(v16 a) {
+  __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+  __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+}
+static inline float v16_max_of(v16 a) { return _mm512_reduce_max_ps(a); }
+
+// Sixteen half-width numbers to and from memory; to bfloat16 and float16 with rounding to nearest, ties to even.
+static inline v16 v16_load_bf16(const uint16_t *p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
+}
+static inline v16 v16_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+static inline void v16_store_bf16(uint16_t *p, v16 a) {
+  __m512i bits = _mm512_castps_si512(a);
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd), 16);
+  __m512i quiet = _mm512_or_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(0x40));
+  rounded = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), quiet);
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(rounded));
+}
+static inline void v16_store_f16(uint16_t *p, v16 a) {
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+// Packed weights: sixteen words, one of each row of a panel.
+static inline w16 w16_load(const void *p) { return _mm512_loadu_si512(p); }
+
+// acc + w[r].low * x.low + w[r].high * x.high for the bfloat16 pairs of every row r and one pair x.
+static inline v16 v16_dot_bf16(v16 acc, w16 w, uint32_t x) {
+#if defined(__AVX512BF16__)
+  return _mm512_dpbf16_ps(acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32((int)x));
+#else
+  __m512i high = _mm512_set1_epi32((int)0xFFFF0000);
+  acc = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(w, 16)), _mm512_castsi512_ps(_mm512_set1_epi32((int)(x << 16))), acc);
+  return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(w, high)), _mm512_castsi512_ps(_mm512_set1_epi32((int)(x & 0xFFFF0000u))), acc);
+#endif
+}
+
+// acc + the four products of unsigned bytes w[r] and signed bytes x, exact.
+static inline i16 i16_dot_u8s8(i16 acc, w16 w, uint32_t x) {
+#if defined(__AVX512VNNI__)
+  return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32((int)x));
+#else
+  __m512i xs = _mm512_set1_epi32((int)x), bytes = _mm512_set1_epi16(0xFF);
+  __m512i even = _mm512_madd_epi16(_mm512_and_si512(w, bytes), _mm512_srai_epi16(_mm512_slli_epi16(xs, 8), 8));
+  __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(w, 8), _mm512_srai_epi16(xs, 8));
+  return _mm512_add_epi32(acc, _mm512_add_epi32(even, odd));
+#endif
+}
+static inline i16 i16_set(int32_t x) { return _mm512_set1_epi32(x); }
+static inline v16 v16_from_i16(i16 a) { return _mm512_cvtepi32_ps(a); }
+static inline w16 w16_low_nibbles(w16 w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
+static inline w16 w16_high_nibbles(w16 w) { return _mm512_and_si512(_mm512_srli_epi16(w, 4), _mm512_set1_epi8(15)); }
+
+// Sixteen int8 from float32 (whole numbers from -127 to 127), and their sum.
+static inline void v16_store_i8(int8_t *p, v16 a) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a))); }
+
+// Lanes below n from a, the others from b; n from 0 to 16.
+static inline v16 v16_first(int n, v16 a, v16 b) { return _mm512_mask_mov_ps(b, (__mmask16)((1u << n) - 1), a); }
+
+// Sixteen rows of sixteen words: r[i].at[j] becomes r[j].at[i].
+static inline void w16_transpose(w16 *r) {
+  w16 a[16], b[16];
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    a[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; j++) {
+      b[i + 2 * j] = _mm512_unpacklo_epi64(a[i + j], a[i + 2 + j]);
+      b[i + 2 * j + 1] = _mm512_unpackhi_epi64(a[i + j], a[i + 2 + j]);
+    }
+  for (int j = 0; j < 4; j++) {  // b[4 * i + j]: of rows 4i to 4i + 3 the words j, j + 4, j + 8, j + 12
+    w16 even_low = _mm512_shuffle_i32x4(b[j], b[4 + j], 0x88), odd_low = _mm512_shuffle_i32x4(b[j], b[4 + j], 0xDD);
+    w16 even_high = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0x88), odd_high = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0xDD);
+    r[j] = _mm512_shuffle_i32x4(even_low, even_high, 0x88);
+    r[4 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
+    r[8 + j] = _mm512_shuffle_i32x4(even_low, even_high, 0xDD);
+    r[12 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xDD);
+  }
+}
+
+// Words as the float32 they are; their low and high halves as bfloat16 or float16.
+static inline v16 v16_from_w16(w16 w) { return _mm512_castsi512_ps(w); }
+static inline v16 v16_from_low_bf16(w16 w) { return _mm512_castsi512_ps(_mm512_slli_epi32(w, 16)); }
+static inline v16 v16_from_high_bf16(w16 w) { return _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32((int)0xFFFF0000))); }
+static inline v16 v16_from_low_f16(w16 w) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(w)); }
+static inline v16 v16_from_high_f16(w16 w) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(w, 16))); }

@@ -1,0 +1,42 @@
+// Norms of rows of x [E] ahead of a product, E = I of weights.h: float32, partial sums in sixteen lanes, then v16_sum.
+//   RMS    x / sqrt(mean(x^2) + eps) * w                LAYER  (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * w + b
+#pragma once
+#include "weights.h"
+
+#define RMS 0
+#define LAYER 1
+#ifndef NORM
+#define NORM RMS
+#endif
+
+// 1 / sqrt(mean(((x - middle)^2) + eps)
+static inline float inverse_spread(const float *x, int width, float middle, float eps) {
+  v16 sum = v16_set(0.0f);
+  for (int i = 0; i < width; i += 16) {
+    v16 a = v16_sub(v16_load(x + i), v16_set(middle));
+    sum = v16_fma(a, a, sum);
+  }
+  return 1.0f / __builtin_sqrtf(v16_sum(sum) / (float)width + eps);
+}
+
+static inline float mean_of(const float *x, int width) {
+  v16 sum = v16_set(0.0f);
+  for (int i = 0; i < width; i += 16) sum = v16_add(sum, v16_load(x + i));
+  return v16_sum(sum) / (float)width;
+}
+
+// The normed row, in the form that the weights want. `bias` is read by LAYER only.
+static inline void prepare_normed(uint8_t *row, const float *x, const float *weight, const float *bias) {
+  const float middle = NORM == LAYER ? mean_of(x, I) : 0.0f, inverse = inverse_spread(x, I, middle, EPS);
+  v16 odd = v16_set(0.0f);
+  for (int i = 0; i < I; i += 32) {
+    v16 y[2];
+    ALL for (int h = 0; h < 2; h++) {
+      v16 centred = NORM == LAYER ? v16_sub(v16_load(x + i + 16 * h), v16_set(middle)) : v16_load(x + i + 16 * h);
+      y[h] = v16_mul(v16_mul(centred, v16_set(inverse)), v16_load(weight + i + 16 * h));
+      if (NORM == LAYER) y[h] = v16_add(y[h], v16_load(bias + i + 16 * h));
+    }
+    prepare_32(row, i, y[0], y[1], &odd);
+  }
+  prepare_end(row, odd);
+}

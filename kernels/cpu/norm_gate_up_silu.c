@@ -1,0 +1,53 @@
+// out = silu(gate) * up, where gate, up = rmsnorm(x) . weight^T + bias: the first half of a gated feed-forward layer
+//
+//   out       [T, F] float32   does not alias x
+//   scratch   PREPARED_BYTES(E) (weights.h) for every row, T counted up to a multiple of 16; 64-byte aligned
+//   x         [T, E] float32
+//   norm      [E] float32      RMS norm's weights; EPS inside the root
+//   weight    panels (weights.h) of gate [F, E], behind them those of up [F, E]
+//   bias      [2 F] float32, gate's first, if BIAS
+//   rows      [1] int32        how many rows of x there are, 0 to T; the rows of out behind them stay as they are
+//
+// E % 32 == 0, F % 16 == 0. Norm and everything behind the products in float32; products as weights.h says.
+// A row to prepare is a unit of work, then a panel of gate with its panel of up. silu(a) = a / (1 + e^-a).
+#define I E
+#include "norm.h"
+#include "team.h"
+#include "weights.h"
+
+#define PIECE 96 // rows; a multiple of twelve
+
+#if BIAS
+#define BIAS_ARGUMENT const float *bias,
+#else
+#define BIAS_ARGUMENT
+#endif
+
+static void norm_gate_up_silu(float *out, void *scratch, const float *x, const float *norm, const void *weight, BIAS_ARGUMENT
+                              const int32_t *rows, const struct team *team) {
+  const int count = rows[0], panels = F / 16;
+  uint8_t *prepared = scratch;
+  for (int t = next(team); t < count; t = next(team)) prepare_normed(prepared + t * PREPARED, x + (long)t * E, norm, 0);
+  meet(team);
+
+  const int piece = panels < 4 * team->lanes ? PIECE : count > 0 ? count : 1;
+  const int pieces = (count + piece - 1) / piece;
+  for (int unit = next(team); unit < panels * pieces; unit = next(team)) {
+    const int panel = unit / pieces, from = unit % pieces * piece, to = from + piece < count ? from + piece : count;
+    const uint8_t *gate = (const uint8_t *)weight + panel * PANEL, *up = gate + panels * PANEL;
+    for (int t = from, tokens; t < to; t += tokens) {
+      float tile[MOST_TOKENS * 32];
+      tokens = tile_tokens(to - t);
+      panel_dot(gate, up, prepared + t * PREPARED, tokens, tile, 32);
+      for (int r = 0; r < tokens; r++) {
+        v16 a = v16_load(tile + r * 32), b = v16_load(tile + r * 32 + 16);
+#if BIAS
+        a = v16_add(a, v16_load(bias + panel * 16));
+        b = v16_add(b, v16_load(bias + F + panel * 16));
+#endif
+        v16 silu = v16_div(a, v16_add(v16_set(1.0f), v16_exp(v16_sub(v16_set(0.0f), a))));
+        v16_store(out + (long)(t + r) * F + panel * 16, v16_mul(silu, b));
+      }
+    }
+  }
+}

@@ -1,0 +1,122 @@
+// q, k, v = norm(x) . weight^T + bias, heads of q and k normed and rotated; q goes on, k and v go into their slots of the cache
+//
+//   q            [T, H, D] float32
+//   keys         [P, 2, K, S, D] CACHE_TYPE (F32, F16 or BF16)   the pool of blocks: keys at [:, 0], values at [:, 1]
+//   keys_again                                                   the same memory once more; not used
+//   scratch      PREPARED_BYTES(E) (weights.h) for every row, T counted up to a multiple of 16; 64-byte aligned
+//   x            [T, E] float32
+//   norm         [E] float32; norm_bias [E] float32, if NORM == LAYER
+//   weight       panels (weights.h) of [(H + 2 K) D, E]: the heads of q, those of k, those of v
+//   bias         [(H + 2 K) D] float32, if BIAS
+//   q_norm, k_norm  [D] float32, if QK_NORM                      RMS norm of every head of q and k, with QK_EPS, before the rotation
+//   angles       [T, R] float32, if R > 0                        R / 2 cosines, then R / 2 sines
+//   slots        [T] int32                                       block * S + offset: where a row's k and v go; no two rows have the same
+//   rows         [1] int32                                       how many rows of x there are, 0 to T; q's rows behind stay as they are
+//
+// E % 32 == 0, D % 16 == 0, R even, R <= D. Feature i is rotated with feature i + R / 2; those from R on stay. Everything behind the
+// products in float32, then k and v are rounded to nearest, ties to even. A row to prepare is a unit of work, then a head of q, k or v.
+#define I E
+#include "norm.h"
+#include "team.h"
+#include "weights.h"
+
+#define PIECE 96 // rows; a multiple of twelve
+#define PITCH ((D + 31) / 32 * 32) // of a tile's rows: an odd last panel is computed twice
+
+#if CACHE_TYPE == F32
+typedef float cache_number;
+#define store_number v16_store
+#elif CACHE_TYPE == F16
+typedef uint16_t cache_number;
+#define store_number v16_store_f16
+#else
+typedef uint16_t cache_number;
+#define store_number v16_store_bf16
+#endif
+
+#if NORM == LAYER
+#define NORM_BIAS_ARGUMENT const float *norm_bias,
+#else
+#define NORM_BIAS_ARGUMENT
+#define norm_bias 0
+#endif
+#if BIAS
+#define BIAS_ARGUMENT const float *bias,
+#else
+#define BIAS_ARGUMENT
+#endif
+#if QK_NORM
+#define QK_NORM_ARGUMENTS const float *q_norm, const float *k_norm,
+#else
+#define QK_NORM_ARGUMENTS
+#endif
+#if R > 0
+#define ANGLES_ARGUMENT const float *angles,
+#else
+#define ANGLES_ARGUMENT
+#endif
+
+static inline void add_bias(float *y, const float *bias) {
+  for (int d = 0; d < D; d += 16) v16_store(y + d, v16_add(v16_load(y + d), v16_load(bias + d)));
+}
+
+static inline void norm_head_of(float *y, const float *weight) {
+  v16 inverse = v16_set(inverse_spread(y, D, 0.0f, QK_EPS));
+  for (int d = 0; d < D; d += 16) v16_store(y + d, v16_mul(v16_mul(v16_load(y + d), inverse), v16_load(weight + d)));
+}
+
+static inline void rotate(float *y, const float *angles) {
+  for (int i = 0; i < R / 2; i++) {
+    float a = y[i], b = y[i + R / 2], cosine = angles[i], sine = angles[i + R / 2];
+    y[i] = a * cosine - b * sine;
+    y[i + R / 2] = b * cosine + a * sine;
+  }
+}
+
+// Where row `slot` of head `head` of keys (which = 0) or values (1) begins.
+static inline long place(int32_t slot, int which, int head) {
+  return (((long)(slot / S) * 2 + which) * K + head) * (long)S * D + (long)(slot % S) * D;
+}
+
+static void norm_qkv_rope_store(float *q, cache_number *keys, void *keys_again, void *scratch, const float *x, const float *norm,
+                                NORM_BIAS_ARGUMENT const void *weight, BIAS_ARGUMENT QK_NORM_ARGUMENTS ANGLES_ARGUMENT
+                                const int32_t *slots, const int32_t *rows, const struct team *team) {
+  const int count = rows[0], heads = H + 2 * K;
+  uint8_t *prepared = scratch;
+  for (int t = next(team); t < count; t = next(team)) prepare_normed(prepared + t * PREPARED, x + (long)t * E, norm, norm_bias);
+  meet(team);
+
+  const int piece = heads < 8 * team->lanes ? PIECE : count > 0 ? count : 1;
+  const int pieces = (count + piece - 1) / piece;
+  for (int unit = next(team); unit < heads * pieces; unit = next(team)) {
+    const int head = unit / pieces, from = unit % pieces * piece, to = from + piece < count ? from + piece : count;
+    const uint8_t *first = (const uint8_t *)weight + (long)head * (D / 16) * PANEL;
+    for (int t = from, tokens; t < to; t += tokens) {
+      float tile[MOST_TOKENS * PITCH];
+      tokens = tile_tokens(to - t);
+      for (int p = 0; p < D / 16; p += 2) {
+        const uint8_t *a = first + p * PANEL;
+        panel_dot(a, p + 1 < D / 16 ? a + PANEL : a, prepared + t * PREPARED, tokens, tile + p * 16, PITCH);
+      }
+      for (int r = 0; r < tokens; r++) {
+        float *y = tile + r * PITCH;
+        const int row = t + r;
+#if BIAS
+        add_bias(y, bias + (long)head * D);
+#endif
+#if QK_NORM
+        if (head < H + K) norm_head_of(y, head < H ? q_norm : k_norm);
+#endif
+#if R > 0
+        if (head < H + K) rotate(y, angles + (long)row * R);
+#endif
+        if (head < H) {
+          for (int d = 0; d < D; d += 16) v16_store(q + ((long)row * H + head) * D + d, v16_load(y + d));
+        } else {
+          cache_number *to = keys + place(slots[row], head >= H + K, (head - H) % K);
+          for (int d = 0; d < D; d += 16) store_number(to + d, v16_load(y + d));
+        }
+      }
+    }
+  }
+}

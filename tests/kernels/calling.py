@@ -1,0 +1,69 @@
+"""Calls a CPU kernel straight from its shared object, on as many threads as asked for: no tinygrad, no engine."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from tinyvllm.ops.kernel import Kernel
+from tinyvllm.ops.source import kernel_text
+from tinyvllm.ops.toolchain import provide_compiler, target_flags
+
+FOLDER = Path(tempfile.gettempdir()) / f"tinyvllm-test-kernels-{os.getuid()}"
+
+
+@functools.cache
+def load(kernel: Kernel, extra: tuple[str, ...] = ()) -> ctypes.CDLL:
+    text = kernel_text(kernel)
+    command = [provide_compiler(FOLDER), "-x", "c", "-O2", "-Wno-deprecated-non-prototype", "-shared", "-fPIC", *target_flags(kernel.target), *extra]
+    path = FOLDER / f"{kernel.name}-{hashlib.sha256((text + repr(command)).encode()).hexdigest()[:24]}.so"
+    if not path.is_file():
+        FOLDER.mkdir(exist_ok=True)
+        fresh = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.so")
+        subprocess.run([*command, "-", "-o", str(fresh)], input=text.encode(), check=True)
+        fresh.replace(path)
+    return ctypes.CDLL(str(path))
+
+
+def aligned(shape: tuple[int, ...], dtype: object, fill: object = None) -> np.ndarray:
+    """An array on a cache line's border, filled with `fill` or, without one, with bytes that are NaN in every float format."""
+    dtype = np.dtype(dtype)
+    size = int(np.prod(shape)) * dtype.itemsize
+    raw = np.full(size + 64, 0xFF, np.uint8)
+    start = -raw.ctypes.data % 64
+    array = raw[start : start + size].view(dtype).reshape(shape)
+    if fill is not None:
+        array[...] = fill
+    return array
+
+
+class Team(ctypes.Structure):
+    _fields_ = [("lane", ctypes.c_int), ("lanes", ctypes.c_int), ("crew", ctypes.c_void_p)]
+
+
+def call(kernel: Kernel, *arrays: np.ndarray, lanes: int = 2, extra: tuple[str, ...] = ()) -> None:
+    """Run the kernel on `lanes` threads. Arrays in the order of its arguments; what it writes is written in place."""
+    assert len(arrays) == kernel.outs + kernel.ins, f"{kernel.stem} takes {kernel.outs + kernel.ins} arguments, got {len(arrays)}"
+    assert all(a.flags.c_contiguous for a in arrays)
+    entry = load(kernel, extra).entry
+    entry.restype = None
+    crew = aligned((256,), np.uint8, 0)
+
+    def run(lane: int) -> None:
+        team = Team(lane, lanes, crew.ctypes.data)
+        entry(*(ctypes.c_void_p(a.ctypes.data) for a in arrays), ctypes.byref(team))
+
+    threads = [threading.Thread(target=run, args=(lane,)) for lane in range(1, lanes)]
+    for thread in threads:
+        thread.start()
+    run(0)
+    for thread in threads:
+        thread.join()

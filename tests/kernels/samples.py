@@ -1,0 +1,141 @@
+"""One small call of every CPU kernel, for tests that only ask whether it compiles, links and keeps within its memory.
+
+`SAMPLES[name](target)` gives the Kernel and its arrays in the order of its arguments. Every array is exactly as large as the kernel's file
+says, but for the scratch areas of attention, which are larger. Weights are random bits without NaN or infinity.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+
+from tests.kernels.calling import aligned
+from tinyvllm.ops.kernel import Kernel
+
+Call = tuple[Kernel, list[np.ndarray]]
+BYTES = {"F32": (4, 1), "F16": (2, 1), "BF16": (2, 1), "Q8_0": (34, 32), "Q4_0": (18, 32)}  # so many bytes for so many weights
+random = np.random.default_rng(7)
+
+
+def filled(values: np.ndarray) -> np.ndarray:
+    return aligned(values.shape, values.dtype, values)
+
+
+def int32(*values: int) -> np.ndarray:
+    return filled(np.array(values, np.int32))
+
+
+def floats(*shape: int) -> np.ndarray:
+    return filled(random.standard_normal(shape).astype(np.float32))
+
+
+def blank(*shape: int, dtype: str = "float32") -> np.ndarray:
+    return aligned(shape, dtype)
+
+
+def weight_bytes(weight: str, rows: int, width: int) -> np.ndarray:
+    size, of = BYTES[weight]
+    return filled(random.integers(0, 64, rows * width * size // of, np.uint8))  # numbers below 2 in every float format
+
+
+def panels(weight: str, rows: int, width: int) -> np.ndarray:
+    return weight_bytes(weight, -(-rows // 16) * 16, width)
+
+
+def prepared(weight: str, rows: int, width: int) -> np.ndarray:
+    """Scratch of a product: weights.h's PREPARED_BYTES for every row, rows counted up to a multiple of 16."""
+    row = {"F32": 4 * width, "F16": 4 * width, "BF16": 2 * width}.get(weight, width // 32 * 40)
+    return blank(-(-rows // 16) * 16 * 64 * (-(-row // 64) | 1), dtype="uint8")
+
+
+def kernel(stem: str, target: str, outs: int, arrays: list[np.ndarray], **defines: int | float | str) -> Call:
+    return Kernel(stem, "cpu", target, tuple(defines.items()), outs, len(arrays) - outs), arrays
+
+
+def matmul(weight: str, target: str, T: int = 15, I: int = 96, O: int = 50) -> Call:
+    ins = [floats(T, I), panels(weight, O, I), floats(O), floats(T, O), int32(T)]
+    arrays = [blank(T, O), prepared(weight, T, I), *ins]
+    return kernel("matmul", target, 2, arrays, I=I, O=O, WEIGHT=weight, BIAS=1, RESIDUAL=1, ACTIVATION=1)
+
+
+def norm_gate_up_silu(weight: str, target: str, T: int = 5, E: int = 64, F: int = 48) -> Call:
+    arrays = [blank(T, F), prepared(weight, T, E), floats(T, E), floats(E), panels(weight, 2 * F, E), int32(T)]
+    return kernel("norm_gate_up_silu", target, 2, arrays, E=E, F=F, WEIGHT=weight, BIAS=0, EPS=1e-5)
+
+
+def norm_qkv_rope_store(weight: str, target: str, T: int = 5, E: int = 64, H: int = 4, K: int = 2, D: int = 48) -> Call:
+    S, P, O = 8, 3, (H + 2 * K) * D
+    outs = [blank(T, H, D), blank(P, 2, K, S, D, dtype="uint16"), blank(1), prepared(weight, T, E)]
+    ins = [floats(T, E), floats(E), panels(weight, O, E), floats(O), floats(D), floats(D), floats(T, D), int32(23, 0, 7, 8, 9), int32(T)]
+    sizes = {"E": E, "H": H, "K": K, "D": D, "S": S, "R": D, "WEIGHT": weight, "CACHE_TYPE": "BF16"}
+    return kernel("norm_qkv_rope_store", target, 4, outs + ins, **sizes, NORM=0, BIAS=1, QK_NORM=1, EPS=1e-5, QK_EPS=1e-6)
+
+
+def norm_head(weight: str, target: str, T: int = 5, N: int = 3, E: int = 64, V: int = 50) -> Call:
+    outs = [blank(N, V), blank(N, dtype="int32"), prepared(weight, N, E)]
+    ins = [floats(T, E), floats(E), floats(E), panels(weight, V, E), int32(4, 0, 2), int32(N)]
+    return kernel("norm_head", target, 3, outs + ins, E=E, V=V, N=N, WEIGHT=weight, NORM=1, EPS=1e-5)
+
+
+def embed(weight: str, target: str, in_panels: int = 1, T: int = 3, E: int = 96, V: int = 37) -> Call:
+    table = panels(weight, V, E) if in_panels else weight_bytes(weight, V, E)
+    return kernel("embed", target, 1, [blank(T, E), table, int32(36, 0, 16), int32(T)], E=E, V=V, WEIGHT=weight, PANELS=in_panels)
+
+
+def kv_append(cache: str, target: str, T: int = 4, P: int = 3, K: int = 2, S: int = 8, D: int = 48) -> Call:
+    pool = blank(P, 2, K, S, D, dtype="float32" if cache == "F32" else "uint16")
+    arrays = [pool, blank(1), floats(T, K, D), floats(T, K, D), int32(23, 0, 7, 8), int32(T)]
+    return kernel("kv_append", target, 2, arrays, K=K, S=S, D=D, CACHE_TYPE=cache)
+
+
+def kv_copy(target: str) -> Call:
+    return kernel("kv_copy", target, 1, [floats(4, 512), int32(0, 3, 1, 2), int32(2)], BLOCK_BYTES=2048)
+
+
+def advance(target: str, B: int = 3, M: int = 2, S: int = 8, N: int = 2) -> Call:
+    state = [int32(1, 2, 3), int32(0, 7, 15), int32(0, 15, 47), int32(1, 8, 16), blank(N, B, dtype="int32"), int32(1)]
+    arrays = [*state, int32(4, -1, 5), filled(np.arange(B * M, dtype=np.int32).reshape(B, M)), int32(B)]
+    return kernel("advance", target, 6, arrays, B=B, M=M, S=S, N=N, SCRATCH_SLOT=99)
+
+
+def attention(stem: str, cache: str, target: str, H: int = 4, K: int = 2, D: int = 48, S: int = 16) -> Call:
+    """Contexts of one block less a token, of one token, and of two chunks of keys; the last block of the pool ends with the last token."""
+    context, new, M = [15, 1, 320], [3, 1, 40], 20
+    P, T = 22, sum(new) if stem == "attention_prefill" else 3
+    numbers = random.standard_normal((P, 2, K, S, D)).astype(np.float32)
+    pool = {"F32": numbers, "F16": numbers.astype(np.float16), "BF16": (numbers.view(np.uint32) >> 16).astype(np.uint16)}[cache]
+    tables = np.full((3, M), 2**30, np.int32)  # a block that is read by mistake is far away
+    tables[0, 0], tables[1, 0], tables[2] = 1, 0, np.arange(2, 22)
+    scratch = blank(64 * (128 * D + 128 * (3 * D + 32)))
+    ins = [floats(T, H, D), filled(pool), filled(tables), int32(*context)]
+    ins += [int32(0, *np.cumsum(new)), int32(0, 3)] if stem == "attention_prefill" else [int32(3)]
+    sizes = {"H": H, "K": K, "D": D, "S": S, "B": 3, "M": M, "CACHE_TYPE": cache}
+    return kernel(stem, target, 2, [blank(T, H, D), scratch, *ins], **sizes, SCALE=f"{D**-0.5}f", WINDOW=0)
+
+
+def pack(source: str, format: str, target: str, I: int = 96, rows: int = 37) -> Call:
+    arrays = [panels(format, rows, I), weight_bytes(source, rows, I), int32(0, 3, rows)]
+    return kernel("pack", target, 1, arrays, I=I, SOURCE=source, FORMAT=format)
+
+
+def _samples() -> dict[str, Callable[[str], Call]]:
+    samples: dict[str, Callable[[str], Call]] = {"kv_copy": kv_copy, "advance": advance}
+    for weight in BYTES:
+        for make in (matmul, embed):
+            samples[f"{make.__name__} {weight}"] = functools.partial(make, weight)
+        samples[f"embed {weight} from rows"] = functools.partial(embed, weight, in_panels=0)
+        samples[f"pack {weight}"] = functools.partial(pack, weight, weight)
+    for weight in ("BF16", "Q4_0"):
+        for make in (norm_gate_up_silu, norm_qkv_rope_store, norm_head):
+            samples[f"{make.__name__} {weight}"] = functools.partial(make, weight)
+    samples["pack F32 as BF16"] = functools.partial(pack, "F32", "BF16")
+    for cache in ("F32", "F16", "BF16"):
+        samples[f"kv_append {cache}"] = functools.partial(kv_append, cache)
+        for stem in ("attention_decode", "attention_prefill"):
+            samples[f"{stem} {cache}"] = functools.partial(attention, stem, cache)
+    return samples
+
+
+SAMPLES = _samples()

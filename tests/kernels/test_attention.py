@@ -1,0 +1,234 @@
+"""Paged attention of the CPU backend against a softmax in float64, and decode against prefill bit for bit."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from tests.kernels.calling import aligned, call
+from tinyvllm.ops.kernel import Kernel
+from tinyvllm.ops.toolchain import cpu_features
+
+NEEDS = {"avx512": "avx512f", "avx2": "avx2", "neon": "asimd"}
+TARGETS = [target for target, feature in NEEDS.items() if feature in cpu_features()] + ["plain"]
+# Both sides read the same rounded cache, so float32 arithmetic is all that differs: about sqrt(D + context) roundings of 6e-8.
+TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
+
+
+@dataclass(frozen=True)
+class Shape:
+    H: int = 4
+    K: int = 2
+    D: int = 64
+    S: int = 16
+    dtype: str = "F32"
+    window: int = 0
+
+
+@dataclass
+class Case:
+    """`new[b]` rows of sequence b, the last of its `context[b]` tokens; the cache holds NaN wherever no sequence has a token."""
+
+    shape: Shape
+    new: list[int]
+    context: list[int]
+    q: np.ndarray
+    cache: np.ndarray
+    tables: np.ndarray
+    keys: list[np.ndarray]  # float64 [context, K, D] as the cache holds them
+    values: list[np.ndarray]
+
+    @property
+    def starts(self) -> np.ndarray:
+        return _ints([0, *np.cumsum(self.new)])
+
+    def kernel(self, stem: str, target: str) -> Kernel:
+        s, (B, M) = self.shape, self.tables.shape
+        sizes = {"H": s.H, "K": s.K, "D": s.D, "S": s.S, "B": B, "M": M, "WINDOW": s.window}
+        defines = (*sizes.items(), ("CACHE_TYPE", s.dtype), ("SCALE", f"{s.D**-0.5}f"))
+        return Kernel(stem, "cpu", target, defines, outs=2, ins={"attention_decode": 5, "attention_prefill": 6}[stem])
+
+
+def _ints(numbers: object) -> np.ndarray:
+    array = np.asarray(numbers, np.int32)
+    out = aligned(array.shape, np.int32)
+    out[...] = array
+    return out
+
+
+def _rounded(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """x in the cache's dtype (bfloat16 as uint16) and as float64."""
+    if dtype == "BF16":
+        bits = ((x.view(np.uint32) + 0x8000) >> 16).astype(np.uint16)
+        return bits, (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    x = x.astype({"F32": np.float32, "F16": np.float16}[dtype])
+    return x, x.astype(np.float64)
+
+
+def make(shape: Shape, new: list[int], context: list[int], M: int | None = None, seed: int = 0) -> Case:
+    rng, s, B = np.random.default_rng(seed), shape, len(new)
+    needed = [-(-n // s.S) for n in context]
+    M, P = M or max(needed) + 1, sum(needed) + 3
+    cache = aligned((P, 2, s.K, s.S, s.D), {"F32": np.float32, "F16": np.uint16, "BF16": np.uint16}[s.dtype])  # NaN bytes
+    blocks, tables = iter(rng.permutation(P)), _ints(np.full((B, M), 2**30))  # a block that is read by mistake is far away
+    keys, values = [], []
+    for b, n in enumerate(context):
+        tables[b, : needed[b]] = [next(blocks) for _ in range(needed[b])]
+        at, slot = tables[b, np.arange(n) // s.S], np.arange(n) % s.S
+        exact = []
+        for side in range(2):
+            stored, wide = _rounded(rng.standard_normal((n, s.K, s.D), np.float32), s.dtype)
+            cache[at, side, :, slot] = stored.view(cache.dtype)
+            exact.append(wide)
+        keys.append(exact[0])
+        values.append(exact[1])
+        if s.window:  # what lies before every row's window may be gone, whole blocks of it and single slots
+            gone = max(0, n - new[b] - s.window + 1)
+            cache[at[:gone], :, :, slot[:gone]] = np.full((), 0xFF, np.uint8).repeat(cache.itemsize).view(cache.dtype)
+            tables[b, : gone // s.S] = 2**30
+    q = aligned((sum(new), s.H, s.D), np.float32)
+    q[...] = 2 * rng.standard_normal(q.shape, np.float32)
+    return Case(shape, new, context, q, cache, tables, keys, values)
+
+
+def oracle(case: Case) -> np.ndarray:
+    s, out, row = case.shape, np.empty(case.q.shape), 0
+    for b, n in enumerate(case.new):
+        for position in range(case.context[b] - n, case.context[b]):
+            seen = slice(max(0, position + 1 - s.window) if s.window else 0, position + 1)
+            k, v = (np.repeat(x[b][seen], s.H // s.K, axis=1) for x in (case.keys, case.values))
+            scores = np.einsum("hd,thd->ht", case.q[row].astype(np.float64), k) * s.D**-0.5
+            weights = np.exp(scores - scores.max(1, keepdims=True))
+            out[row] = np.einsum("ht,thd->hd", weights / weights.sum(1, keepdims=True), v)
+            row += 1
+    return out
+
+
+def decode(case: Case, target: str = TARGETS[0], lanes: int = 2, count: int | None = None) -> np.ndarray:
+    """The last row of each sequence."""
+    s, (B, M) = case.shape, case.tables.shape
+    last = aligned((B, s.H, s.D), np.float32)
+    last[...] = case.q[case.starts[1:] - 1]
+    partial = aligned((B * s.H * -(-M * s.S // 256) * (s.D + 2),), np.float32)
+    out = aligned(last.shape, np.float32)
+    counted = _ints([B if count is None else count])
+    call(case.kernel("attention_decode", target), out, partial, last, case.cache, case.tables, _ints(case.context), counted, lanes=lanes)
+    return out
+
+
+def prefill(case: Case, target: str = TARGETS[0], lanes: int = 2, first: int = 0, count: int | None = None) -> np.ndarray:
+    s = case.shape
+    G = s.H // s.K
+    rows = max(1, 128 // G) * G
+    scratch = aligned((64 * (128 * s.D + rows * (3 * s.D + 32)),), np.float32)
+    out = aligned(case.q.shape, np.float32)
+    counts = _ints([first, len(case.new) - first if count is None else count])
+    ins = (case.q, case.cache, case.tables, _ints(case.context), case.starts, counts)
+    call(case.kernel("attention_prefill", target), out, scratch, *ins, lanes=lanes)
+    return out
+
+
+def same(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.shape == b.shape and np.array_equal(a.view(np.uint32), b.view(np.uint32))
+
+
+RAGGED = [
+    Shape(H=8, K=1, D=32, S=8, dtype="BF16"),
+    Shape(H=7, K=1, D=64, S=16, dtype="BF16"),
+    Shape(H=4, K=4, D=64, S=8, dtype="F16"),
+    Shape(H=6, K=2, D=80, S=16, dtype="BF16"),
+    Shape(H=4, K=2, D=96, S=8, dtype="F16"),
+    Shape(H=2, K=2, D=112, S=16),
+    Shape(H=8, K=2, D=128, S=64, dtype="BF16"),
+    Shape(H=5, K=1, D=256, S=16, dtype="F16"),
+    Shape(H=3, K=3, D=48, S=256, dtype="BF16"),
+    Shape(H=4, K=2, D=64, S=8, window=5),
+    Shape(H=4, K=4, D=64, S=16, dtype="BF16", window=70),
+    Shape(H=8, K=2, D=128, S=8, dtype="F16", window=300),
+]
+NEW = [1, 70, 3, 1, 20, 1, 33]
+CONTEXT = [1, 70, 17, 300, 530, 64, 289]
+
+
+@functools.cache
+def ragged(shape: Shape) -> Case:
+    return make(shape, NEW, CONTEXT)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("shape", RAGGED, ids=str)
+def test_ragged_sequences(shape: Shape, target: str) -> None:
+    case = ragged(shape)
+    want = oracle(case)
+    got = prefill(case, target)
+    np.testing.assert_allclose(got, want, **TOLERANCE)
+    last = decode(case, target)
+    np.testing.assert_allclose(last, want[case.starts[1:] - 1], **TOLERANCE)
+    assert same(last, got[case.starts[1:] - 1]), "decode and prefill of the same row differ in bits"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("shape", [Shape(H=4, K=1, D=64, dtype="BF16"), Shape(H=3, K=3, D=128, S=8, window=90)], ids=str)
+def test_every_row_has_the_bits_of_decode_however_prompts_are_cut(shape: Shape, target: str) -> None:
+    whole = make(shape, [150], [290])
+    rows = prefill(whole, target)
+    for new in ([1], [2], [5], [64], [67]):
+        for context in (290, 257, 230, 140 + new[0]):
+            first = context - new[0] - 140  # row of `whole` that comes first in this cut
+            q = aligned((new[0], shape.H, shape.D), np.float32)
+            q[...] = whole.q[first : first + new[0]]
+            cut = Case(shape, new, [context], q, whole.cache, whole.tables, whole.keys, whole.values)
+            assert same(prefill(cut, target), rows[first : first + new[0]]), (new, context)
+            assert same(decode(cut, target), rows[first + new[0] - 1 : first + new[0]]), (new, context)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("shape", [RAGGED[1], RAGGED[9]], ids=str)
+def test_lanes_do_not_change_bits(shape: Shape, target: str) -> None:
+    case = ragged(shape)
+    rows, last = prefill(case, target, lanes=1), decode(case, target, lanes=1)
+    for lanes in (2, 3):
+        assert same(prefill(case, target, lanes=lanes), rows)
+        assert same(decode(case, target, lanes=lanes), last)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("shape", [Shape(H=8, K=2, D=64, dtype="BF16"), Shape(H=2, K=2, D=64, dtype="F16", window=1000)], ids=str)
+def test_long_contexts(shape: Shape, target: str) -> None:
+    case = make(shape, [9, 1], [4096, 4100], M=300)
+    want, got = oracle(case), prefill(case, target)
+    np.testing.assert_allclose(got, want, **TOLERANCE)
+    assert same(decode(case, target), got[case.starts[1:] - 1])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_rows_that_do_not_count_stay_as_they_are(target: str) -> None:
+    case = make(Shape(dtype="BF16"), [1, 1, 40, 5, 1], [300, 20, 40, 12, 9])
+    want = oracle(case)
+    out = decode(case, target, count=2)
+    np.testing.assert_allclose(out[:2], want[:2], **TOLERANCE)
+    assert (out[2:].view(np.uint32) == 0xFFFFFFFF).all()
+    assert (decode(case, target, count=0).view(np.uint32) == 0xFFFFFFFF).all()
+    out = prefill(case, target, first=2, count=2)
+    np.testing.assert_allclose(out[2:47], want[2:47], **TOLERANCE)
+    assert (out[[0, 1, 47]].view(np.uint32) == 0xFFFFFFFF).all()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_row_is_not_reached_by_later_tokens(target: str) -> None:
+    case = make(Shape(H=3, K=3, dtype="BF16"), [40], [100])
+    clean = prefill(case, target)
+    case.cache[case.tables[0, 70 // 16], :, :, 70 % 16] = 0xFFFF  # NaN at position 70, which rows 0 to 9 do not see
+    dirty = prefill(case, target)
+    assert same(dirty[:10], clean[:10])
+    assert np.isnan(dirty[10:]).all()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_large_scores_do_not_overflow(target: str) -> None:
+    case = make(Shape(dtype="BF16"), [20], [600])
+    case.q *= 200
+    np.testing.assert_allclose(prefill(case, target), oracle(case), rtol=1e-3, atol=1e-3)  # scores of 2000 have errors of 1e-4

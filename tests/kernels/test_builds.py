@@ -1,0 +1,45 @@
+"""Every CPU kernel compiles for every row, also for the processors that this machine does not have, and needs nothing from outside."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from tests.kernels.calling import FOLDER
+from tests.kernels.samples import SAMPLES
+from tinyvllm.ops.compile import _ALONE, _COMMON
+from tinyvllm.ops.source import kernel_text, kernels_folder
+from tinyvllm.ops.toolchain import CPU_TARGETS, provide_compiler
+
+ROWS = {
+    "plain": ("x86_64", ()),
+    "avx2": ("x86_64", CPU_TARGETS["avx2"]),
+    "avx512": ("x86_64", (*CPU_TARGETS["avx512"], "-mavx512bf16", "-mavx512vnni")),
+    "neon": ("aarch64", CPU_TARGETS["neon"]),
+    "neon with dot products": ("aarch64", (CPU_TARGETS["neon"][0] + "+dotprod+bf16",)),
+}
+PIECES_OF_OTHERS = {"crew"}  # a library of its own, no kernel
+
+
+def test_every_kernel_has_a_sample() -> None:
+    stems = {p.stem for p in (kernels_folder() / "cpu").glob("*.c")} - PIECES_OF_OTHERS
+    assert {name.split()[0] for name in SAMPLES} == stems
+
+
+def _cases() -> list[tuple[str, str]]:
+    """Everything for Arm, where nothing else may have compiled it; of each kernel one sample for the other rows."""
+    one_each = {name.split()[0]: name for name in SAMPLES}.values()
+    return [(name, "neon with dot products") for name in SAMPLES] + [(name, row) for row in list(ROWS)[:-1] for name in one_each]
+
+
+@pytest.mark.parametrize("name, row", _cases())
+def test_a_kernel_compiles_and_needs_nothing(name: str, row: str) -> None:
+    from tinygrad.runtime.support.elf import elf_loader
+
+    architecture, flags = ROWS[row]
+    kernel, _ = SAMPLES[name](row.split()[0])
+    command = [provide_compiler(FOLDER), *_COMMON, *_ALONE, f"--target={architecture}-none-unknown-elf", *flags, "-", "-o", "-"]
+    done = subprocess.run(command, input=kernel_text(kernel).encode(), capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    elf_loader(done.stdout)  # says so if a symbol is undefined: a call of memset or sqrtf would be one

@@ -1,0 +1,216 @@
+"""The CPU kernels under the address, undefined behaviour and thread sanitizers, which must also find what is planted for them.
+
+Each kernel is built with the system's gcc into a small program that reads its arguments from a file, each into memory of exactly that size,
+and runs it on three threads.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.kernels.calling import call
+from tests.kernels.samples import SAMPLES, Call
+from tinyvllm.ops.kernel import Kernel
+from tinyvllm.ops.source import kernel_source, kernel_text
+from tinyvllm.ops.toolchain import cpu_features, target_flags
+
+NAMES = [
+    "matmul BF16",
+    "matmul Q4_0",
+    "norm_gate_up_silu Q4_0",
+    "norm_qkv_rope_store BF16",
+    "norm_head BF16",
+    "attention_decode BF16",
+    "attention_decode F32",
+    "attention_prefill BF16",
+    "embed Q4_0",
+    "embed BF16 from rows",
+    "kv_append BF16",
+    "kv_copy",
+    "advance",
+    "pack Q8_0",
+]
+# again for the widest row of this machine, where a kernel has lines of its own for it
+WIDEST = next((row for row, feature in (("avx512", "avx512f"), ("avx2", "avx2")) if feature in cpu_features()), "plain")
+CASES = [(name, "plain") for name in NAMES]
+CASES += [(name, WIDEST) for name in NAMES if WIDEST != "plain" and name.startswith(("matmul", "attention", "norm_qkv"))]
+UNFUSED = "-ffp-contract=off"  # two compilers choose differently
+SANITIZERS = {
+    "address": ("-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"),
+    "thread": ("-fsanitize=thread",),
+}
+MAIN = """
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+static int64_t arguments[{count}], sizes[{count}];
+static struct crew crews[3];
+
+static void *lane(void *number) {{
+  long lane = (long)number;
+  struct team team = {{(int)lane, 3, &crews[PLANT_RACE ? lane : 0]}};  // planted: every lane counts for itself and does everything
+  if (PLANT_RACE) team.lanes = 1;
+  entry({actual}, &team);
+  return 0;
+}}
+
+int main(int n, char **paths) {{
+  FILE *in = fopen(paths[1], "rb"), *out = fopen(paths[2], "wb");
+  for (int i = 0; i < {count}; i++) {{
+    void *at;
+    if (fread(&sizes[i], 8, 1, in) != 1) return 2;
+    long size = sizes[i] - (i == PLANT_SHORT);  // planted: one byte less than the kernel was told
+    if (posix_memalign(&at, 64, size)) return 2;
+    if (fread(at, 1, size, in) != size) return 2;
+    if (i == PLANT_SHORT) fgetc(in);
+    arguments[i] = (int64_t)at;
+  }}
+  pthread_t threads[3];
+  for (long i = 1; i < 3; i++) pthread_create(&threads[i], 0, lane, (void *)i);
+  lane(0);
+  for (int i = 1; i < 3; i++) pthread_join(threads[i], 0);
+  for (int i = 0; i < {outs}; i++) fwrite((void *)arguments[i], 1, sizes[i], out);
+  for (int i = 0; i < {count}; i++) free((void *)arguments[i]);
+  return fclose(out);
+}}
+"""
+
+
+CREW = """
+#include <pthread.h>
+#include <semaphore.h>
+#include <stdlib.h>
+
+enum { LANES = 3, LISTS = 300, UNITS = 7 };
+static struct shared shared;
+static sem_t bells[LANES];
+static long written[UNITS], sums, told;
+
+// every unit is written by one lane, then read by another, and counted by the lane that is alone
+static void write_units(const struct team *team) {
+  for (int unit = next(team); unit < UNITS; unit = next(team)) written[unit]++;
+}
+static void read_units(const struct team *team) {
+  for (int unit = team->lane; unit < UNITS; unit += team->lanes) __atomic_fetch_add(&sums, written[unit], __ATOMIC_RELAXED);
+}
+static void tell(void) { told += sums; }
+static void core(long number) { written[number] += number; }
+
+static void *worker(void *number) {
+  long lane = (long)number, seen = 0;
+  while ((seen = crew_work(&shared, lane, LANES, seen, lane * 20000)) >= 0) sem_wait(&bells[lane]);
+  return 0;
+}
+
+static void post(const int64_t *list, long count, long times) {
+  unsigned long wake = crew_post(&shared, LANES, list, count, times);
+  for (int lane = 1; lane < LANES; lane++)
+    if (wake >> lane & 1) sem_post(&bells[lane]);
+}
+
+int main(void) {
+  const int64_t list[] = {(int64_t)write_units, TEAM, 0, 0, 1, (int64_t)read_units, TEAM, 0, 0, 1, (int64_t)tell, ALONE, 0, 0, 1,
+                          (int64_t)tell, ALONE, 0, 0, 1, (int64_t)core, CORES, 1, 0, 3, 0};
+  pthread_t threads[LANES];
+  for (long lane = 1; lane < LANES; lane++) sem_init(&bells[lane], 0, 0), pthread_create(&threads[lane], 0, worker, (void *)lane);
+  for (int i = 0; i < LISTS; i++) {
+    int64_t *copy = malloc(sizeof list);  // a list may go as soon as it has run
+    for (unsigned j = 0; j < sizeof list / 8; j++) copy[j] = list[j];
+    post(copy, 5, 1 + i % 2);
+    crew_go(&shared, LANES);
+    free(copy);
+    for (volatile int wait = i % 5 * 20000; wait > 0;) wait--;  // sometimes long enough for the workers to fall asleep
+  }
+  post(list, 0, -1);
+  for (int lane = 1; lane < LANES; lane++) pthread_join(threads[lane], 0);
+  // after n lists a unit holds n, and what the cores added: 0, 1 or 2 each time
+  long runs = LISTS + LISTS / 2, expected = 0, sum = 0;
+  for (long n = 1; n <= runs; n++) sum += UNITS * n + 3 * (n - 1), expected += 2 * sum;
+  return told == expected ? 0 : 3;
+}
+"""
+
+
+def built(text: str, path: Path, sanitizer: str, *flags: str) -> Path:
+    gcc = shutil.which("gcc")
+    if gcc is None:
+        pytest.skip("no gcc, whose sanitizers this test runs")
+    # -O0: with optimisation gcc takes a minute for what it inlines here, and every access is there to be looked at
+    command = [gcc, "-x", "c", "-O0", "-g", "-w", "-pthread", UNFUSED, *flags, *SANITIZERS[sanitizer], "-", "-o", str(path), "-lm"]
+    done = subprocess.run(command, input=text.encode(), capture_output=True)
+    if b"cannot find" in done.stderr:
+        pytest.skip(f"gcc has no library for the sanitizer: {done.stderr.decode().splitlines()[0]}")
+    assert done.returncode == 0, done.stderr.decode()
+    return path
+
+
+def program(kernel: Kernel, sanitizer: str, folder: Path, race: int = 0, short: int = -1) -> Path:
+    count = kernel.outs + kernel.ins
+    actual = ", ".join(f"arguments[{i}]" for i in range(count))
+    text = kernel_text(kernel) + MAIN.format(count=count, outs=kernel.outs, actual=actual)
+    flags = (*target_flags(kernel.target), f"-DPLANT_RACE={race}", f"-DPLANT_SHORT={short}")
+    return built(text, folder / f"{kernel.name}-{sanitizer}", sanitizer, *flags)
+
+
+def run(path: Path, arrays: list[np.ndarray] | tuple = ()) -> tuple[int, str, bytes]:
+    """Exit status, what the sanitizer said, the bytes of what the kernel wrote."""
+    given, written = path.with_suffix(".in"), path.with_suffix(".out")
+    given.write_bytes(b"".join(np.int64(a.nbytes).tobytes() + a.tobytes() for a in arrays))
+    # without a fixed layout of memory the thread sanitizer of older compilers may not find room for its own
+    command = [*(["setarch", "-R"] if shutil.which("setarch") else []), str(path), str(given), str(written)]
+    done = subprocess.run(command, capture_output=True, timeout=300, text=True, errors="replace")
+    return done.returncode, done.stderr, written.read_bytes() if written.exists() else b""
+
+
+@functools.cache
+def sample(name: str, target: str = "plain") -> Call:
+    return SAMPLES[name](target)
+
+
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+@pytest.mark.parametrize("name, target", CASES)
+def test_a_kernel_is_clean(name: str, target: str, sanitizer: str, tmp_path: Path) -> None:
+    kernel, arrays = sample(name, target)
+    status, said, written = run(program(kernel, sanitizer, tmp_path), arrays)
+    assert status == 0, said
+    fresh = [a.copy() for a in arrays]
+    call(kernel, *fresh, extra=(UNFUSED,))
+    assert written[: fresh[0].nbytes] == fresh[0].tobytes(), "it did something else than it does without the sanitizer"
+
+
+@pytest.mark.parametrize("name", ["kv_copy", "matmul BF16"])
+def test_a_planted_overflow_is_found(name: str, tmp_path: Path) -> None:
+    kernel, arrays = sample(name)
+    status, said, _ = run(program(kernel, "address", tmp_path, short=0), arrays)
+    assert status != 0 and "heap-buffer-overflow" in said
+
+
+@pytest.mark.parametrize("name", ["kv_copy", "matmul BF16"])
+def test_a_planted_race_is_found(name: str, tmp_path: Path) -> None:
+    kernel, arrays = sample(name)
+    status, said, _ = run(program(kernel, "thread", tmp_path, race=1), arrays)
+    assert status != 0 and "data race" in said
+
+
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_the_crew_is_clean(sanitizer: str, tmp_path: Path) -> None:
+    """Lists one after the other on three lanes, whose workers sometimes sleep: every kernel sees all that the one before it wrote."""
+    text = kernel_source("cpu", "crew") + CREW
+    status, said, _ = run(built(text, tmp_path / "crew", sanitizer))
+    assert status == 0, said
+
+
+def test_a_race_between_kernels_is_found(tmp_path: Path) -> None:
+    """Two kernels with no meeting between them: what the lanes write in one they read in the other."""
+    source = kernel_source("cpu", "crew")
+    text = source.replace("    if (kind != ALONE ||", "    if (kind != TEAM ||") + CREW
+    assert source + CREW != text
+    status, said, _ = run(built(text, tmp_path / "crew", "thread"))
+    assert status != 0 and "data race" in said

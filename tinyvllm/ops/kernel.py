@@ -1,0 +1,34 @@
+"""One hand-written kernel as a record: its file, the constants it is compiled with, what it reads and writes, and how much work it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A function in `kernels/BACKEND/`, specialised by constants.
+
+    stem     names the op, the file (`STEM.c`, `STEM.cu`, `STEM.metal`) and the function in it
+    backend  "cpu", "cuda" or "metal"
+    target   the row that compiles it: an instruction set ("avx512", "avx2", "neon", "plain") or a GPU ("sm_90")
+    defines  constants that are put before the source, in this order
+    outs     how many of its arguments, the first ones, it writes; each may be read, too
+    ins      how many arguments follow that it only reads
+    flops    floating-point operations of one launch
+    bytes    bytes of memory that one launch must move at least
+    """
+
+    stem: str
+    backend: str
+    target: str
+    defines: tuple[tuple[str, int | float | str], ...]
+    outs: int
+    ins: int
+    flops: int = 0
+    bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """What profiles and `DEBUG=2` show."""
+        return f"{self.stem}_{self.target}"

@@ -1,0 +1,124 @@
+"""Which kernel runs an op here: a hand-written one, or the reference in plain tinygrad. Every choice is remembered with its reason.
+
+A backend's rows are ordered, best first; the first whose needs this machine meets is taken, unless the op refuses its shape or
+`TINYVLLM_KERNELS=attention_decode=ref,matmul=avx2,all=plain` says otherwise. A forced choice that cannot be had is an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from dataclasses import dataclass
+
+from tinyvllm.config import environment
+from tinyvllm.errors import ArgumentError, KernelError
+from tinyvllm.ops.toolchain import cpu_features
+
+REFERENCE = "ref"
+
+# The ops that have kernels, by the stem of their source.
+STEMS = (
+    "embed",
+    "norm_qkv_rope_store",
+    "kv_append",
+    "attention_decode",
+    "attention_prefill",
+    "matmul",
+    "norm_gate_up_silu",
+    "norm_head",
+    "advance",
+    "kv_copy",
+)
+
+# Rows of the CPU: what a processor must have, by Linux's names.
+_CPU_ROWS: dict[str, tuple[str, ...]] = {
+    "avx512": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx2", "fma", "f16c"),
+    "avx2": ("avx2", "fma", "f16c"),
+    "neon": ("asimd",),
+    "plain": (),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What runs an op of one shape: `row` is the row's name or "ref", `why` the reason in words."""
+
+    stem: str
+    shape: str
+    row: str
+    why: str
+
+
+_made: dict[tuple[str, str, str], Choice] = {}
+
+
+def pick(stem: str, device: str, shape: str, refused: str | None = None) -> str | None:
+    """The row that runs this op on `device`, or None for the reference.
+
+    `shape` is for the table; `refused` is the op's own reason against a kernel, such as a size that it cannot take.
+    """
+    choice = _choose(stem, device.split(":")[0], shape, refused, _forced(os.environ.get("TINYVLLM_KERNELS", "")))
+    _made[stem, device, shape] = choice
+    return None if choice.row == REFERENCE else choice.row
+
+
+def choices() -> list[Choice]:
+    """All that were made in this process, in their order."""
+    return list(_made.values())
+
+
+def forget() -> None:
+    """Empty the list of choices: for whoever wants those of one engine."""
+    _made.clear()
+
+
+def rows(device: str) -> dict[str, str | None]:
+    """The rows for a device, best first, each with what this machine lacks for it, or None."""
+    if device.split(":")[0] != "CPU":
+        return {}
+    arm = platform.machine().lower() in ("arm64", "aarch64")
+    has = cpu_features()
+    named = {name: needs for name, needs in _CPU_ROWS.items() if name == "plain" or (name == "neon") == arm}
+    return {name: _lacking(needs, has) for name, needs in named.items()}
+
+
+def _lacking(needs: tuple[str, ...], has: frozenset[str]) -> str | None:
+    missing = [need for need in needs if need not in has]
+    return f"the processor has no {', '.join(missing)}" if missing else None
+
+
+def _choose(stem: str, device: str, shape: str, refused: str | None, forced: dict[str, str]) -> Choice:
+    assert stem in STEMS, stem
+    available, wanted = rows(device), forced.get(stem, forced.get("all"))
+    if wanted == REFERENCE:
+        return Choice(stem, shape, REFERENCE, "TINYVLLM_KERNELS asks for it")
+    if not available:
+        return Choice(stem, shape, REFERENCE, f"there are no kernels for {device} yet")
+    if refused is not None:
+        if stem in forced:
+            raise KernelError(f"kernels: TINYVLLM_KERNELS wants {stem}={wanted}, which cannot run {shape}: {refused}")
+        return Choice(stem, shape, REFERENCE, refused)
+    if wanted is not None:
+        if wanted not in available:
+            raise KernelError(f"kernels: TINYVLLM_KERNELS wants {stem}={wanted}; {device} here has {', '.join(available)}, and {REFERENCE}")
+        if available[wanted] is not None:
+            raise KernelError(f"kernels: TINYVLLM_KERNELS wants {stem}={wanted}, but {available[wanted]}")
+        return Choice(stem, shape, wanted, "TINYVLLM_KERNELS asks for it")
+    passed = []
+    for name, lacking in available.items():
+        if lacking is None:
+            return Choice(stem, shape, name, "; ".join(passed) or "the best row for this processor")
+        passed.append(f"not {name}: {lacking}")
+    raise AssertionError("the plain row needs nothing")
+
+
+@functools.cache
+def _forced(text: str) -> dict[str, str]:
+    forced: dict[str, str] = environment({"TINYVLLM_KERNELS": text}).get("TINYVLLM_KERNELS", {}) if text else {}
+    for stem, row in forced.items():
+        if stem not in (*STEMS, "all"):
+            raise ArgumentError(f"TINYVLLM_KERNELS: there is no op {stem!r}; there are {', '.join(STEMS)}, and all")
+        if row not in (*_CPU_ROWS, REFERENCE):
+            raise ArgumentError(f"TINYVLLM_KERNELS: there is no row {row!r} for {stem}; there are {', '.join(_CPU_ROWS)}, and {REFERENCE}")
+    return forced

@@ -1,0 +1,74 @@
+"""From a Kernel record to the text that a compiler reads: finds the source, puts constants and entry before it, inlines what it includes.
+
+The folder `kernels/` stands at the top of a checkout and lies in the wheel as `tinyvllm/kernels`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+from tinyvllm.errors import KernelError
+from tinyvllm.ops.kernel import Kernel
+
+ENDINGS = {"cpu": ".c", "cuda": ".cu", "metal": ".metal"}
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"[^\n]*$', re.MULTILINE)
+_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*\n", re.MULTILINE)
+
+
+@functools.cache
+def kernels_folder() -> Path:
+    """Where the sources lie: in the wheel beside this package, in a checkout or an editable install one level up."""
+    package = Path(__file__).parents[1]
+    for folder in (package / "kernels", package.parent / "kernels"):
+        if (folder / "cpu").is_dir():
+            return folder
+    raise KernelError(f"kernels: no kernel sources at {package / 'kernels'} or {package.parent / 'kernels'}; install tinyvllm again")
+
+
+@functools.cache
+def kernel_source(backend: str, stem: str) -> str:
+    """The text of one kernel's file with its own headers in place of `#include "..."`, each once, at its first mention."""
+    folder = kernels_folder() / backend
+    path = folder / f"{stem}{ENDINGS[backend]}"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in folder.glob(f"*{ENDINGS[backend]}")))
+        raise KernelError(f"kernels: there is no {path.name} for {backend}; there are {known}")
+    return _inlined(path, folder, set())
+
+
+def _inlined(path: Path, folder: Path, seen: set[Path]) -> str:
+    def replace(match: re.Match[str]) -> str:
+        header = next((p for p in (path.parent / match[1], folder / "include" / match[1]) if p.is_file()), None)
+        if header is None:
+            raise KernelError(f"kernels: {path.name} includes {match[1]}, which is neither beside it nor in {folder / 'include'}")
+        if header in seen:
+            return ""
+        seen.add(header)
+        return f"// --- {header.name}\n{_inlined(header, folder, seen)}"
+
+    return _INCLUDE.sub(replace, _ONCE.sub("", path.read_text()))
+
+
+def kernel_text(kernel: Kernel) -> str:
+    """Everything that the compiler reads for one kernel."""
+    defines = "".join(f"#define {name} {value}\n" for name, value in kernel.defines)
+    if kernel.backend == "cpu":
+        return f"#define LANES_{kernel.target.upper()}\n{defines}{_cpu_entry(kernel)}{kernel_source('cpu', kernel.stem)}"
+    return defines + kernel_source(kernel.backend, kernel.stem)
+
+
+def _cpu_entry(kernel: Kernel) -> str:
+    """The function that is called: tinygrad jumps to the start of the object file, so it comes first, and it passes integers.
+
+    The last argument is the team. Lane -1 is somebody outside the crew, who asks it to run the kernel.
+    """
+    count = kernel.outs + kernel.ins
+    formal = ", ".join(f"long a{i}" for i in range(count))
+    actual = ", ".join(f"a{i}" for i in range(count))
+    types = ", ".join(["long"] * count)
+    return f"""struct team;
+static void {kernel.stem}();
+void entry({formal}, const struct team *team) {{ ((void (*)({types}, const struct team *)){kernel.stem})({actual}, team); }}
+"""

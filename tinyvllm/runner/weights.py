@@ -1,0 +1,198 @@
+"""Puts a checkpoint's weights into a model: panels for products that have kernels here, plain tensors for all else.
+
+Panels are written once, by all cores, straight from the mapped file, whose pages are dropped on the way; so the peak is what stays.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
+
+from tinyvllm.models.config import Weight
+from tinyvllm.models.products import bias_of
+from tinyvllm.ops.kernel import Kernel
+from tinyvllm.ops.launch import run_now
+from tinyvllm.ops.registry import pick
+from tinyvllm.ops.weight import FLOATS, PANEL, PackedWeight, RowWeight, convert_rows, packable, panel_bytes, quantize_rows, row_bytes
+from tinyvllm.quant.formats import FORMATS
+from tinyvllm.weights.checkpoint import Checkpoint
+from tinyvllm.weights.load import adopt, dummy_tensors, load_rows, load_tensors
+from tinyvllm.weights.mapping import allocate, drop_pages
+
+DTYPE_FORMATS = {dtypes.float32: "F32", dtypes.float16: "F16", dtypes.bfloat16: "BF16"}
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """How weights are to be held: `dtype` of what is not packed; `format` every matrix must have, or None for the one it is stored in."""
+
+    device: str
+    dtype: DType
+    format: str | None
+
+
+class WeightLoader:
+    """Loads a model's weights from `checkpoint`, or makes them up where that is None."""
+
+    def __init__(self, checkpoint: Checkpoint | None, plan: WeightPlan, progress: Progress | None = None):
+        self._checkpoint, self._plan, self._progress = checkpoint, plan, progress
+        self.bytes = 0  # that the model holds
+        self.streamed = 0  # of which a decode step reads so many: all but an embedding table of its own
+        self._done = self._total = 0
+
+    def load(self, model: Any, recipes: list[Weight]) -> None:
+        """Give every weight of the model its place."""
+        by_name = {recipe.name: recipe for recipe in recipes}
+        self._total = sum(prod(recipe.shape) for recipe in recipes)
+        rest = dict(by_name)
+        for owner, prefix, names in _products(model):
+            parts = [by_name[f"{prefix}{name}.weight"] for name in names]
+            if self._packs(parts):
+                packed = self._pack(parts)
+                owner.__dict__.setdefault("packed", {})[names] = packed
+                for part, name in zip(parts, names, strict=True):
+                    del rest[part.name]
+                    getattr(owner, name).weight = None  # nobody may take the shapeless stand-in for the weight
+        table = by_name["token_embd.weight"]
+        if model.config.tied and "token_embd.weight" not in rest:
+            model.packed_table = model.packed["token_embd",]
+        elif "token_embd.weight" in rest and self._packs([table]):
+            model.packed_table = self._rows(table)
+            model.token_embd.weight = None
+            del rest["token_embd.weight"]
+        self._plain(model, list(rest.values()))
+        for block in model.blk:
+            for names in block.products():
+                bias_of(block, *names)  # joined now: what is first computed in a captured step is computed in all of them
+
+    def _packs(self, parts: list[Weight]) -> bool:
+        """Whether kernels will read these: their width fits, and products have kernels on this device."""
+        I = parts[0].shape[1]
+        return packable("F32", I) is None and pick("matmul", self._plan.device, f"weights of {I} inputs") is not None
+
+    def _plain(self, model: Any, recipes: list[Weight]) -> None:
+        """Vectors in float32, which is what every op computes with; the rest in the model's dtype."""
+        for dtype, some in ((dtypes.float32, [r for r in recipes if len(r.shape) == 1]), (self._plan.dtype, [r for r in recipes if len(r.shape) > 1])):
+            if self._checkpoint is None:
+                tensors = dummy_tensors(some, self._plan.device, dtype)
+            else:
+                tensors = load_tensors(self._checkpoint, some, self._plan.device, dtype, None)
+            for recipe in some:
+                self._count(recipe, tensors[recipe.name].nbytes())
+            place(model, tensors)
+
+    def _count(self, recipe: Weight, nbytes: int, streamed: bool = True) -> None:
+        self.bytes += nbytes
+        self.streamed += nbytes if streamed else 0
+        self._done += prod(recipe.shape)
+        if self._progress is not None:
+            self._progress(self._done, self._total, recipe.name)
+
+    # --- matrices for kernels
+
+    def _pack(self, parts: list[Weight]) -> PackedWeight:
+        """One matrix of panels from the parts' rows, one part behind the other."""
+        loaded = [self._load_rows(part) for part in parts]
+        formats = {name for name, _ in loaded}
+        format = formats.pop() if len(formats) == 1 else DTYPE_FORMATS[self._plan.dtype]
+        O, I = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        panels = allocate(panel_bytes(format, O, I))
+        first = 0
+        for part, (name, rows) in zip(parts, loaded, strict=True):
+            if name != format and name not in FLOATS:
+                name, rows = "F32", _unpacked(name, rows)
+            last = first + -(-part.shape[0] // PANEL)
+            _pack_panels(name, format, I, panels, rows, (first, last, part.shape[0]))
+            drop_pages(rows)
+            self._count(part, panel_bytes(format, part.shape[0], I))
+            first = last
+        return PackedWeight(adopt(panels, self._plan.device, dtypes.uint8), format, O, I)
+
+    def _rows(self, recipe: Weight) -> RowWeight:
+        """An embedding table as it lies in the file, mapped."""
+        format, rows = self._load_rows(recipe)
+        O, I = recipe.shape
+        self._count(recipe, rows.nbytes, streamed=False)
+        return RowWeight(adopt(rows.reshape(-1), self._plan.device, dtypes.uint8), format, O, I)
+
+    def _load_rows(self, recipe: Weight) -> tuple[str, np.ndarray]:
+        """Format and rows, uint8 [O, bytes of a row]: as stored, or as the plan wants all to be."""
+        wanted, floats = self._plan.format, DTYPE_FORMATS[self._plan.dtype]
+        if self._checkpoint is None:
+            return _dummy_rows(recipe, wanted or floats)
+        format, rows = load_rows(self._checkpoint, recipe, self._plan.dtype)
+        target = wanted or (floats if format in FLOATS else format)
+        if target == format:
+            return format, rows
+        if target in FLOATS:
+            rows = rows if format in FLOATS else _unpacked(format, rows)
+            return target, convert_rows(format if format in FLOATS else "F32", target, rows)
+        return target, quantize_rows(target, _unpacked(format, rows).view(np.float32))
+
+
+def place(model: Any, tensors: dict[str, Tensor]) -> None:
+    """Put tensors where their dotted names say."""
+    for name, tensor in tensors.items():
+        *path, last = name.split(".")
+        owner = model
+        for part in path:
+            owner = owner[int(part)] if part.isdigit() else getattr(owner, part)
+        setattr(owner, last, tensor)
+
+
+def _products(model: Any) -> Iterable[tuple[Any, str, tuple[str, ...]]]:
+    """Of every product of the model: who owns it, what its weights' names begin with, and its parts."""
+    for i, block in enumerate(model.blk):
+        for names in block.products():
+            yield block, f"blk.{i}.", names
+    yield model, "", ("token_embd" if model.config.tied else "output",)
+
+
+def _pack_panels(source: str, format: str, I: int, panels: np.ndarray, rows: np.ndarray, span: tuple[int, int, int]) -> None:
+    row = pick("matmul", "CPU", f"weights of {I} inputs")
+    kernel = Kernel("pack", "cpu", row or "plain", (("SOURCE", source), ("FORMAT", format), ("I", I)), 1, 2)
+    run_now(kernel, panels, np.ascontiguousarray(rows), np.array(span, np.int32))
+
+
+def _unpacked(format: str, rows: np.ndarray) -> np.ndarray:
+    """Rows of any format as rows of float32, uint8 [O, 4 I]."""
+    known = FORMATS[format]
+    assert known.unpack is not None
+    return np.ascontiguousarray(known.unpack(rows.reshape(-1, known.nbytes)).reshape(len(rows), -1)).view(np.uint8)
+
+
+_POOL = 1 << 20  # numbers
+
+
+def _dummy_rows(recipe: Weight, format: str) -> tuple[str, np.ndarray]:
+    """Random rows, normal with deviation 0.02, cut from one pool of a million numbers; a tensor depends on its own name alone."""
+    O, I = recipe.shape
+    pool = _dummy_pool(format)
+    out = allocate(O * row_bytes(format, I))
+    per_block = FORMATS[format].nbytes
+    start, position = zlib.crc32(recipe.name.encode()) % (len(pool) // per_block) * per_block, 0
+    while position < len(out):
+        piece = pool[start : start + len(out) - position]
+        out[position : position + len(piece)] = piece
+        position, start = position + len(piece), 0
+    return format, out.reshape(O, -1)
+
+
+def _dummy_pool(format: str) -> np.ndarray:
+    if format not in _pools:
+        # an odd number of blocks, so that no two rows begin at the same place
+        values = np.random.default_rng(0).standard_normal((1, _POOL - 32), np.float32) * np.float32(0.02)
+        rows = convert_rows("F32", format, values.view(np.uint8)) if format in FLOATS else quantize_rows(format, values)
+        _pools[format] = rows.reshape(-1)
+    return _pools[format]
+
+
+_pools: dict[str, np.ndarray] = {}
