@@ -18,21 +18,24 @@ static inline int chunks_of(int context) { return (context - 1) / CHUNK + 1 - fi
 
 // The tile that this lane will probably read after the one that ends before `past`: the next one of its chunk, or the first one of the unit
 // `guess`, which it gets if the lanes take turns.
-static inline struct ahead next_tile(const cached *cache, const int32_t *table, int head, int past, int end, int guess, int context) {
+static inline void look_on(struct ahead *ahead, const cached *cache, const int32_t *table, int head, int past, int end, int guess,
+                           int context) {
   const int start = guess / K * CHUNK;
-  if (past < end) return look_ahead(cache, table, head, past, smaller(end, past + TILE));
-  if (start >= context) return (struct ahead){.runs = 0};
-  return look_ahead(cache, table, guess % K, larger(start, first_seen(context - 1)), smaller(context, start + TILE));
+  if (past < end) look_ahead(ahead, cache, table, head, past, smaller(end, past + TILE));
+  else if (start >= context) look_nowhere(ahead);
+  else look_ahead(ahead, cache, table, guess % K, larger(start, first_seen(context - 1)), smaller(context, start + TILE));
 }
 
-static inline void decode_chunk(const struct rows *rows, const cached *cache, const int32_t *table, int head, int chunk, int context, int guess) {
+static inline void decode_chunk(const struct rows *rows, const cached *cache, const int32_t *table, int head, int chunk, int context,
+                                int guess) {
   float kt[D * TILE] __attribute__((aligned(64)));
   struct values values;
+  struct ahead ahead;
   const int seen = larger(chunk * CHUNK, first_seen(context - 1)), end = smaller(context, (chunk + 1) * CHUNK);
   for (int g = 0; g < G; g++) begin_chunk(rows, g);
   for (int start = seen & -TILE; start < end; start += TILE) {
     const int first = larger(seen, start), past = smaller(end, start + TILE);
-    struct ahead ahead = next_tile(cache, table, head, past, end, guess, context);
+    look_on(&ahead, cache, table, head, past, end, guess, context);
     load_keys(&ahead, kt, cache, table, head, start, first, past);
     for (int at = first & -RUN; at < past; at += RUN)
       values.run[(at - start) / RUN] = keys_of(cache, table[at / S], head) + (long)K * S * D + at % S * D;
@@ -40,11 +43,11 @@ static inline void decode_chunk(const struct rows *rows, const cached *cache, co
   }
 }
 
-static inline void decode_unit(float *out, float *partial, const float *q, const cached *cache, const int32_t *block_tables, int b, int chunk,
-                               int head, int context, int lanes) {
+static inline void decode_unit(float *out, float *partial, const float *q, const cached *cache, const int32_t *block_tables, int b,
+                               int chunk, int head, int context, int lanes) {
   const int chunks = chunks_of(context), first = first_chunk(context);
   float top[G], weight[G * 16] __attribute__((aligned(64)));
-  const long row = ((long)b * H + head * G);
+  const long row = (long)b * H + head * G;
   const long part = row * CHUNKS + chunk;
   struct rows rows = {q + row * D, out + row * D, D, top, weight, context - 1};
   if (chunks > 1) rows.sums = partial + part * D, rows.apart = (long)CHUNKS * D;

@@ -29,18 +29,11 @@ struct area {
   float *top, *out_top, *out_weight;  // [ROWS_MOST]
 };
 
-static inline struct area area_of(float *scratch, int lane) {
-  float *a = scratch + (long)lane * LANE_FLOATS;
-  float *rows = a + 128 * D, *ends = rows + ROWS_MOST * 3 * D;
-  return (struct area){.keys = a,
-                       .values = a + 64 * D,
-                       .q = rows,
-                       .sums = rows + ROWS_MOST * D,
-                       .out = rows + ROWS_MOST * 2 * D,
-                       .weight = ends,
-                       .top = ends + ROWS_MOST * 16,
-                       .out_top = ends + ROWS_MOST * 17,
-                       .out_weight = ends + ROWS_MOST * 18};
+static inline void area_of(struct area *area, float *scratch, int lane) {
+  float *a = scratch + (long)lane * LANE_FLOATS, *rows = a + 128 * D, *ends = rows + ROWS_MOST * 3 * D;
+  area->keys = a, area->values = a + 64 * D;
+  area->q = rows, area->sums = rows + ROWS_MOST * D, area->out = rows + ROWS_MOST * 2 * D;
+  area->weight = ends, area->top = ends + ROWS_MOST * 16, area->out_top = ends + ROWS_MOST * 17, area->out_weight = ends + ROWS_MOST * 18;
 }
 
 static inline void load_values(float *values, const cached *cache, const int32_t *table, int head, int start, int first, int past) {
@@ -78,12 +71,13 @@ static inline void prefill_unit(const struct area *area, float *out, const float
                                 int position, int count) {
   const struct rows rows = {area->q, area->sums, D, area->top, area->weight, position};
   const struct values values = {{area->values}};
+  struct ahead ahead;
   const int seen = first_seen(position), end = position + (count - 1) / G + 1;
   begin_rows(area, &rows, q, count);
   for (int start = seen & -TILE; start < end; start += TILE) {
     const int first = larger(seen, start), past = smaller(end, start + TILE);
-    struct ahead ahead = {.runs = 0};
-    if (past < end) ahead = look_ahead(cache, table, head, past, smaller(end, past + TILE));
+    look_nowhere(&ahead);
+    if (past < end) look_ahead(&ahead, cache, table, head, past, smaller(end, past + TILE));
     load_keys(&ahead, area->keys, cache, table, head, start, first, past);
     load_values(area->values, cache, table, head, start, first, past);
     attend(&ahead, 0, TILE, &rows, count, area->keys, &values, start);
@@ -95,7 +89,8 @@ static inline void prefill_unit(const struct area *area, float *out, const float
 static void attention_prefill(float *out, float *scratch, const float *q, const cached *cache, const int32_t *block_tables,
                               const int32_t *context_lens, const int32_t *query_starts, const int32_t *counts, const struct team *team) {
   if (team->lane >= LANES_MOST) return;
-  const struct area area = area_of(scratch, team->lane);
+  struct area area;
+  area_of(&area, scratch, team->lane);
   const int past = counts[0] + counts[1];
   int b = counts[0], before = 0;  // units of the sequences before b
   for (int unit = next(team);; unit = next(team)) {

@@ -67,14 +67,17 @@ static void matmul(float *out, void *scratch, const float *x, const void *weight
 
   const int piece = pairs < 4 * team->lanes ? PIECE : count > 0 ? count : 1;
   const int pieces = (count + piece - 1) / piece;
-  for (int unit = next(team); unit < pairs * pieces; unit = next(team)) {
+  const int units = pairs * pieces;
+  for (int unit = next(team), ahead; unit < units; unit = unit_after(team, ahead)) {
+    ahead = unit_ahead(team, unit, units);
+    const uint8_t *follow = (const uint8_t *)weight + 2 * (likely_unit(team, unit, ahead, units) / pieces) * PANEL;
     const int pair = unit / pieces, from = unit % pieces * piece, to = from + piece < count ? from + piece : count;
     const uint8_t *a = (const uint8_t *)weight + 2 * pair * PANEL, *b = 2 * pair + 1 < panels ? a + PANEL : a;
     const int o = pair * 32, columns = O - o < 32 ? O - o : 32;
     for (int t = from, tokens; t < to; t += tokens) {
       float tile[MOST_TOKENS * 32];
       tokens = tile_tokens(to - t);
-      panel_dot(a, b, prepared + t * PREPARED, tokens, tile, 32);
+      panel_dot(a, b, t + tokens < to ? a : follow, prepared + t * PREPARED, tokens, tile, 32);
       for (int r = 0; r < tokens; r++) finish(out, tile + r * 32, bias, residual, (long)(t + r) * O, o, columns);
     }
   }

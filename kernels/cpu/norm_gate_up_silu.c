@@ -32,13 +32,16 @@ static void norm_gate_up_silu(float *out, void *scratch, const float *x, const f
 
   const int piece = panels < 4 * team->lanes ? PIECE : count > 0 ? count : 1;
   const int pieces = (count + piece - 1) / piece;
-  for (int unit = next(team); unit < panels * pieces; unit = next(team)) {
+  const int units = panels * pieces;
+  for (int unit = next(team), ahead; unit < units; unit = unit_after(team, ahead)) {
+    ahead = unit_ahead(team, unit, units);
+    const uint8_t *follow = (const uint8_t *)weight + likely_unit(team, unit, ahead, units) / pieces * PANEL;
     const int panel = unit / pieces, from = unit % pieces * piece, to = from + piece < count ? from + piece : count;
     const uint8_t *gate = (const uint8_t *)weight + panel * PANEL, *up = gate + panels * PANEL;
     for (int t = from, tokens; t < to; t += tokens) {
       float tile[MOST_TOKENS * 32];
       tokens = tile_tokens(to - t);
-      panel_dot(gate, up, prepared + t * PREPARED, tokens, tile, 32);
+      panel_dot(gate, up, t + tokens < to ? gate : follow, prepared + t * PREPARED, tokens, tile, 32);
       for (int r = 0; r < tokens; r++) {
         v16 a = v16_load(tile + r * 32), b = v16_load(tile + r * 32 + 16);
 #if BIAS

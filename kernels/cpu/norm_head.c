@@ -53,13 +53,15 @@ static void norm_head(float *logits, int32_t *best, void *scratch, const float *
   for (int t = next(team); t < n; t = next(team)) prepare_normed(prepared + t * PREPARED, x + (long)row_index[t] * E, norm, norm_bias);
   meet(team);
 
-  for (int pair = next(team); pair < pairs; pair = next(team)) {
+  for (int pair = next(team), ahead; pair < pairs; pair = unit_after(team, ahead)) {
+    ahead = unit_ahead(team, pair, pairs);
+    const uint8_t *follow = (const uint8_t *)weight + 2 * likely_unit(team, pair, ahead, pairs) * PANEL;
     const uint8_t *a = (const uint8_t *)weight + 2 * pair * PANEL, *b = 2 * pair + 1 < panels ? a + PANEL : a;
     const int v = pair * 32, columns = V - v < 32 ? V - v : 32;
     for (int t = 0, tokens; t < n; t += tokens) {
       float tile[MOST_TOKENS * 32];
       tokens = tile_tokens(n - t);
-      panel_dot(a, b, prepared + t * PREPARED, tokens, tile, 32);
+      panel_dot(a, b, t + tokens < n ? a : follow, prepared + t * PREPARED, tokens, tile, 32);
       for (int r = 0; r < tokens; r++) {
         float *to = logits + (long)(t + r) * V + v;
         if (columns == 32) {

@@ -88,15 +88,18 @@ static void norm_qkv_rope_store(float *q, cache_number *keys, void *keys_again, 
 
   const int piece = heads < 8 * team->lanes ? PIECE : count > 0 ? count : 1;
   const int pieces = (count + piece - 1) / piece;
-  for (int unit = next(team); unit < heads * pieces; unit = next(team)) {
+  const int units = heads * pieces;
+  for (int unit = next(team), ahead; unit < units; unit = unit_after(team, ahead)) {
+    ahead = unit_ahead(team, unit, units);
+    const uint8_t *follow = (const uint8_t *)weight + (long)(likely_unit(team, unit, ahead, units) / pieces) * (D / 16) * PANEL;
     const int head = unit / pieces, from = unit % pieces * piece, to = from + piece < count ? from + piece : count;
     const uint8_t *first = (const uint8_t *)weight + (long)head * (D / 16) * PANEL;
     for (int t = from, tokens; t < to; t += tokens) {
       float tile[MOST_TOKENS * PITCH];
       tokens = tile_tokens(to - t);
       for (int p = 0; p < D / 16; p += 2) {
-        const uint8_t *a = first + p * PANEL;
-        panel_dot(a, p + 1 < D / 16 ? a + PANEL : a, prepared + t * PREPARED, tokens, tile + p * 16, PITCH);
+        const uint8_t *a = first + p * PANEL, *then = p + 2 < D / 16 ? a + 2 * PANEL : t + tokens < to ? first : follow;
+        panel_dot(a, p + 1 < D / 16 ? a + PANEL : a, then, prepared + t * PREPARED, tokens, tile + p * 16, PITCH);
       }
       for (int r = 0; r < tokens; r++) {
         float *y = tile + r * PITCH;

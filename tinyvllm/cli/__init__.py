@@ -42,6 +42,10 @@ def _run(arguments: list[str]) -> int:
         from tinyvllm.cli import chat
 
         return chat.run(options)
+    if command == "kernels":
+        from tinyvllm.cli import kernels
+
+        return kernels.run(options)
     assert command == "generate", f"no branch for one of {COMMANDS}"
     from tinyvllm.cli import generate
 

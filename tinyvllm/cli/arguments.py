@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import tinyvllm
-from tinyvllm.config import DTYPES, LOAD_FORMATS, nearest, parse_size
+from tinyvllm.config import DTYPES, LOAD_FORMATS, QUANTIZATIONS, nearest, parse_size
 from tinyvllm.errors import ArgumentError
 from tinyvllm.request import SamplingParams
 
-COMMANDS = ("generate", "chat")
+COMMANDS = ("generate", "chat", "kernels")
 MAX_TOKENS = {"generate": 256, "chat": 1024}
 
 _ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -27,6 +27,8 @@ _ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--kv-memory", {"metavar": "SIZE", "help": "size of the KV cache in bytes, such as 2GiB; this or --num-blocks is enough"}),
     ("--num-blocks", {"type": int, "metavar": "N", "help": "size of the KV cache in blocks; this or --kv-memory is enough"}),
     ("--block-size", {"type": int, "metavar": "N", "help": "tokens of a KV block, a power of two from 8 to 256"}),
+    ("--quantization", {"metavar": "Q", "help": f"pack the matrices at load: {', '.join(QUANTIZATIONS)}"}),
+    ("--num-scheduler-steps", {"type": int, "metavar": "N", "help": "decode steps between two looks at the tokens"}),
     ("--load-format", {"metavar": "F", "help": f"{', '.join(LOAD_FORMATS)}; dummy fills the model with random weights"}),
 )
 
@@ -106,7 +108,7 @@ def _generate_parser() -> Parser:
     parser = _common(
         "generate",
         "Continue prompts with a language model. One prompt is answered on stdout as it comes.",
-        "Other commands: tinyvllm chat (see tinyvllm chat --help).",
+        "Other commands: tinyvllm chat, tinyvllm kernels (see their --help).",
     )
     prompts: tuple[tuple[str, dict[str, Any]], ...] = (
         ("--prompt", {"action": "append", "metavar": "TEXT", "help": "what to continue; may be repeated; - reads stdin"}),
@@ -134,4 +136,10 @@ def _chat_parser() -> Parser:
     return parser
 
 
-PARSERS = {"generate": _generate_parser, "chat": _chat_parser}
+def _kernels_parser() -> Parser:
+    parser = _common("kernels", "Show which kernel runs each op of a model on this machine, and why. Loads the model and runs two steps.")
+    _add(parser, "engine", _ENGINE_OPTIONS)
+    return parser
+
+
+PARSERS = {"generate": _generate_parser, "chat": _chat_parser, "kernels": _kernels_parser}

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from tinyvllm.request import Logprob, RequestOutput, SamplingParams, Sequence
 from tinyvllm.runner.device import start_device
 from tinyvllm.scheduler import Schedule, Scheduled, Scheduler, SchedulerLimits
 from tinyvllm.text.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
+
+if TYPE_CHECKING:
+    from tinyvllm.runner.runner import Choice
 
 
 class Engine:
@@ -211,6 +214,16 @@ class Engine:
             return np.concatenate([self.runner.prompt_logits(entry) for entry in entries])
         finally:
             pool.release(sequence.block_table)
+
+    def kernels(self) -> list[Choice]:
+        """What runs each op of this model here. A prompt of two tokens and a decode are run for it, beside whatever is running."""
+        self.prompt_logits([0, 0])
+        self.prompt_logits([0])
+        return self.runner.choices()
+
+    def lanes(self) -> int:
+        """Threads that the kernels of the CPU run on; 0 where another device computes."""
+        return self.runner.lanes()
 
     def read_bandwidth(self) -> float:
         """Bytes a second that this machine reads from memory, measured at the first call."""

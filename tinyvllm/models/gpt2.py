@@ -17,6 +17,12 @@ from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.qkv import QKV, norm_qkv_rope_store
 
 
+def layer(norm: nn.LayerNorm) -> Norm:
+    """tinygrad's norm as the ops take it."""
+    assert norm.weight is not None
+    return Norm("LAYER", norm.weight, norm.eps, norm.bias)
+
+
 class GPT2Block:
     """One layer; names follow GGUF's, with q, k and v apart."""
 
@@ -31,15 +37,12 @@ class GPT2Block:
         """x [T, E] float32, cache of [P, 2, K, S, D]; result [T, E] float32."""
         names = "attn_q", "attn_k", "attn_v"
         qkv = QKV(weight_of(self, *names), bias_of(self, *names))
-        queries, cache = norm_qkv_rope_store(x, self._norm(self.attn_norm), qkv, None, cache, batch)
+        queries, cache = norm_qkv_rope_store(x, layer(self.attn_norm), qkv, None, cache, batch)
         attended = attention(queries, cache, self.config.head_dim**-0.5)
         x = linear(attended, weight_of(self, "attn_output"), batch.rows, self.attn_output.bias, residual=x).contiguous()
-        h = self._norm(self.ffn_norm)(x).contiguous()
+        h = layer(self.ffn_norm)(x).contiguous()
         h = linear(h, weight_of(self, "ffn_up"), batch.rows, self.ffn_up.bias, gelu=True).contiguous()
         return linear(h, weight_of(self, "ffn_down"), batch.rows, self.ffn_down.bias, residual=x).contiguous()
-
-    def _norm(self, norm: nn.LayerNorm) -> Norm:
-        return Norm("LAYER", norm.weight, self.config.norm_eps, norm.bias)
 
     def products(self) -> list[tuple[str, ...]]:
         """Projections that are multiplied at once."""
@@ -69,7 +72,7 @@ class GPT2:
         attention = PagedAttention(batch, int(caches[0].keys.shape[3]))
         for block, cache in zip(self.blk, caches, strict=True):
             x = block.forward_batch(x, batch, attention, cache)
-        norm = Norm("LAYER", self.output_norm.weight, self.config.norm_eps, self.output_norm.bias)
+        norm = layer(self.output_norm)
         return norm_head(x, norm, weight_of(self, "token_embd" if self.config.tied else "output"), batch.samples, batch.sample_count)
 
     @property

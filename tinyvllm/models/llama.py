@@ -22,6 +22,12 @@ from tinyvllm.ops.qkv import QKV, norm_qkv_rope_store
 from tinyvllm.ops.rope import RopeScaling, rope_table
 
 
+def rms(norm: nn.RMSNorm) -> Norm:
+    """tinygrad's norm as the ops take it."""
+    assert norm.weight is not None
+    return Norm("RMS", norm.weight, norm.eps)
+
+
 class LlamaBlock(TransformerBlock):
     """One layer. Weights and their names are tinygrad's; the body runs a flat batch against the paged cache."""
 
@@ -39,18 +45,15 @@ class LlamaBlock(TransformerBlock):
 
     def forward_batch(self, x: Tensor, batch: Batch, attention: PagedAttention, cache: LayerCache, angles: Tensor) -> Tensor:
         """x [T, E] float32, cache of [P, 2, K, S, D], angles [T, R]; result [T, E] float32."""
-        q, cache = norm_qkv_rope_store(x, self._norm(self.attn_norm), self._qkv(), angles, cache, batch)
+        q, cache = norm_qkv_rope_store(x, rms(self.attn_norm), self._qkv(), angles, cache, batch)
         attended = attention(q, cache, self.scale, self.window)
         x = linear(attended, weight_of(self, "attn_output"), batch.rows, self.attn_output.bias, residual=x).contiguous()
         if self.config.num_experts:
             h = rms_norm(x, self.ffn_norm.weight, self.config.norm_eps).contiguous()
             return (x + self._feed_forward(h.unsqueeze(0))[0]).contiguous()
         gate_up = weight_of(self, "ffn_gate", "ffn_up"), batch.rows, bias_of(self, "ffn_gate", "ffn_up")
-        h = gate_up_silu(x, self._norm(self.ffn_norm), *gate_up).contiguous()
+        h = gate_up_silu(x, rms(self.ffn_norm), *gate_up).contiguous()
         return linear(h, weight_of(self, "ffn_down"), batch.rows, self.ffn_down.bias, residual=x).contiguous()
-
-    def _norm(self, norm: nn.RMSNorm) -> Norm:
-        return Norm("RMS", norm.weight, self.config.norm_eps)
 
     def _qkv(self) -> QKV:
         names = "attn_q", "attn_k", "attn_v"
@@ -90,7 +93,7 @@ class Llama(Transformer):
         for block, cache in zip(self.blk, caches, strict=True):
             x = block.forward_batch(x, batch, attention, cache, angles)
         head = weight_of(self, "token_embd" if self.config.tied else "output")
-        return norm_head(x, Norm("RMS", self.output_norm.weight, self.config.norm_eps), head, batch.samples, batch.sample_count)
+        return norm_head(x, rms(self.output_norm), head, batch.samples, batch.sample_count)
 
     @property
     def table(self) -> Table:

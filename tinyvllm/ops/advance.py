@@ -29,8 +29,8 @@ def advance(batch: Batch, sampled: Tensor, history: History, block_size: int, sc
     outs = [batch.tokens, batch.positions, batch.slots, batch.context_lens, history.tokens, history.round]
     row = pick("advance", str(sampled.device), f"S={block_size}")
     if row is not None:
-        defines = dict(B=B, M=M, S=block_size, N=int(history.tokens.shape[0]), SCRATCH_SLOT=scratch_slot)
-        kernel = Kernel("advance", "cpu", row, tuple(defines.items()), 6, 3)
+        N = int(history.tokens.shape[0])
+        kernel = Kernel.cpu("advance", row, 6, 3, B=B, M=M, S=block_size, N=N, SCRATCH_SLOT=scratch_slot)
         Tensor.realize(*launch(kernel, outs, [sampled, batch.block_tables, batch.decodes]))
         return
     counts = Tensor.arange(B, device=sampled.device) < batch.decodes

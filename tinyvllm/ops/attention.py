@@ -1,7 +1,7 @@
-"""Attention over the paged KV cache: by kernels, or by the portable path in plain tinygrad ops, their specification, fallback and oracle.
+"""Attention over the paged KV cache: by kernels, or by the portable path in plain tinygrad, their specification, fallback and oracle.
 
-On the portable path each sequence's blocks are gathered through the block table into a padded batch [B, C] and masked by position. The gather is an index,
-which tinygrad folds into the loads of the kernel that uses it; nothing of size [B, C, K, D] is written to memory.
+On the portable path each sequence's blocks are gathered through the block table into a padded batch [B, C] and masked by position. The
+gather is an index, which tinygrad folds into the loads of the kernel that uses it; nothing of size [B, C, K, D] is written to memory.
 """
 
 from __future__ import annotations
@@ -111,14 +111,17 @@ class PagedAttention:
         if (self._singles if stem == "attention_decode" else self._chunks) is None:
             return None
         H, D, K = int(q.shape[1]), int(q.shape[2]), int(cache.keys.shape[2])
-        refused = f"its head dimension {D} is not a multiple of 16" if D % 16 else f"its head dimension {D} is over 256" if D > 256 else None
+        refused = f"its head dimension {D} is not a multiple of 16 up to 256" if D % 16 or D > 256 else None
         return pick(stem, str(q.device), f"H={H}, K={K}, D={D} {CACHE_FORMATS[cache.keys.dtype]}", refused)
 
     def _kernel(self, stem: str, row: str, q: Tensor, cache: LayerCache, scale: float, window: int, ins: int) -> Kernel:
         _, _, K, S, D = (int(d) for d in cache.keys.shape)
         M = int(self._batch.block_tables.shape[1])
-        defines = dict(H=int(q.shape[1]), K=K, D=D, S=S, M=M, B=self._batch.num_decodes, CACHE_TYPE=CACHE_FORMATS[cache.keys.dtype], SCALE=constant(scale), WINDOW=window)
-        return Kernel(stem, "cpu", row, tuple(defines.items()), 2, ins)
+        return Kernel.cpu(
+            stem, row, 2, ins,
+            H=int(q.shape[1]), K=K, D=D, S=S, M=M, B=self._batch.num_decodes, CACHE_TYPE=CACHE_FORMATS[cache.keys.dtype],
+            SCALE=constant(scale), WINDOW=window,
+        )  # fmt: skip
 
     def _decode(self, row: str, q: Tensor, cache: LayerCache, scale: float, window: int) -> Tensor:
         """[T, H * D], of which the first rows are attended."""

@@ -21,7 +21,7 @@ _COMMON = ("-x", "c", "-O2", "-fPIC", "-fno-math-errno", "-fno-ident", "-fno-sta
 # A kernel stands alone: nothing links it, so no call to memset or memcpy may be made up for it.
 _ALONE = ("-c", "-ffreestanding", "-nostdlib", "-fno-builtin", "-fno-jump-tables", "-ffp-contract=off")
 # tinygrad loads ELF everywhere; macOS's own format is another
-_ELF = ("--target=arm64-none-unknown-elf" if platform.machine() == "arm64" else "--target=x86_64-none-unknown-elf",) if sys.platform == "darwin" else ()
+_ELF = (f"--target={platform.machine()}-none-unknown-elf",) if sys.platform == "darwin" else ()
 
 
 def object_code(kernel: Kernel) -> bytes:
@@ -46,9 +46,14 @@ def _compiled(text: str, flags: tuple[str, ...], name: str, ending: str) -> Path
         done = subprocess.run([compiler, *flags, "-", "-o", str(fresh)], input=text, capture_output=True, text=True)
         if done.returncode:
             fresh.unlink(missing_ok=True)
-            raise KernelError(f"kernels: {name} does not compile with {compiler}:\n{done.stderr.strip()}")
+            raise KernelError(f"kernels: {name} does not compile with {compiler}: {_first_errors(done.stderr)}")
         fresh.replace(path)  # another process may be reading or writing the same
     return path
+
+
+def _first_errors(said: str) -> str:
+    errors = [line for line in said.splitlines() if "error" in line] or said.splitlines()
+    return "; ".join(errors[:3]) + (f" (and {len(errors) - 3} more)" if len(errors) > 3 else "")
 
 
 @functools.cache

@@ -63,7 +63,8 @@ class Crew:
 
     def _start(self) -> None:
         for lane in range(1, self.lanes):
-            thread = threading.Thread(target=self._work, args=(lane, self.address, self._bells[lane]), name=f"tinyvllm-lane-{lane}", daemon=True)
+            arguments = (lane, self.address, self._bells[lane])
+            thread = threading.Thread(target=self._work, args=arguments, name=f"tinyvllm-lane-{lane}", daemon=True)
             thread.start()
             self._threads.append(thread)
 

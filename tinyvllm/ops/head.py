@@ -22,8 +22,8 @@ def embed(table: Table, tokens: Tensor, rows: Tensor) -> Tensor:
     if row is None:
         return table.rows(tokens).contiguous()
     T, E = int(tokens.shape[0]), table.I
-    defines = dict(E=E, V=table.O, WEIGHT=table.format, PANELS=int(isinstance(table, PackedWeight)))
-    kernel = Kernel("embed", "cpu", row, tuple(defines.items()), 1, 3, bytes=T * (row_bytes(table.format, E) + 4 * E))
+    panels, work = int(isinstance(table, PackedWeight)), T * (row_bytes(table.format, E) + 4 * E)
+    kernel = Kernel.cpu("embed", row, 1, 3, bytes=work, E=E, V=table.O, WEIGHT=table.format, PANELS=panels)
     return launch(kernel, [empty(tokens, T, E)], [table.tensor, tokens, rows])[0]
 
 
@@ -42,10 +42,11 @@ def norm_head(x: Tensor, norm: Norm, weight: Weight, rows: Tensor, count: Tensor
 
 def _norm_head(row: str, x: Tensor, norm: Norm, weight: PackedWeight, rows: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     N, V, E = int(rows.shape[0]), weight.O, weight.I
-    defines = dict(E=E, V=V, WEIGHT=weight.format, NORM=norm.kind, EPS=constant(norm.eps))
     ins = [x, norm.weight, *([norm.bias] if norm.bias is not None else []), weight.tensor, rows, count]
-    work = dict(flops=2 * N * V * E, bytes=panel_bytes(weight.format, V, E) + 4 * N * (V + E))
-    kernel = Kernel("norm_head", "cpu", row, tuple(defines.items()), 3, len(ins), **work)
+    kernel = Kernel.cpu(
+        "norm_head", row, 3, len(ins), 2 * N * V * E, panel_bytes(weight.format, V, E) + 4 * N * (V + E),
+        E=E, V=V, WEIGHT=weight.format, NORM=norm.kind, EPS=constant(norm.eps),
+    )  # fmt: skip
     best = Tensor.empty(N, dtype=dtypes.int32, device=x.device)
     logits, best, _ = launch(kernel, [empty(x, N, V), best, scratch(x, prepared_bytes(weight.format, N, E))], ins)
     return logits, best

@@ -28,6 +28,11 @@ class Kernel:
     flops: int = 0
     bytes: int = 0
 
+    @classmethod
+    def cpu(cls, stem: str, row: str, outs: int, ins: int, flops: int = 0, bytes: int = 0, **defines: int | float | str) -> Kernel:
+        """A kernel of the CPU, its constants by name."""
+        return cls(stem, "cpu", row, tuple(defines.items()), outs, ins, flops, bytes)
+
     @property
     def name(self) -> str:
         """What profiles and `DEBUG=2` show."""

@@ -181,8 +181,11 @@ def _solo() -> Tensor:
     team[:8].view(np.int32)[:] = 0, 1
     team[8:16].view(np.uint64)[0] = team.ctypes.data + 64
     tensor = Tensor.from_blob(team.ctypes.data, (64,), device="CPU", dtype=dtypes.uint8)
-    tensor._words = words
+    _solo_words.append(words)
     return tensor
+
+
+_solo_words: list[np.ndarray] = []  # kept: the tensor does not own them
 
 
 def launch(kernel: Kernel, outs: list[Tensor] | tuple[Tensor, ...], ins: list[Tensor]) -> list[Tensor]:
@@ -203,8 +206,8 @@ def launch(kernel: Kernel, outs: list[Tensor] | tuple[Tensor, ...], ins: list[Te
         # outs and ins must be given: derived from the sink they are empty, and then a graph knows no order
         info = ProgramInfo(kernel.name, (1, 1, 1), None, (), every, written, every)
         binary = UOp(Ops.BINARY, arg=_machine_code(kernel))
-        source = UOp(Ops.SOURCE, arg=kernel.name)
-        return UOp(Ops.PROGRAM, src=(sink, UOp(Ops.DEVICE, arg=device), UOp(Ops.LINEAR, src=tuple(sink.toposort())), source, binary), arg=info)
+        source, where = UOp(Ops.SOURCE, arg=kernel.name), UOp(Ops.DEVICE, arg=device)
+        return UOp(Ops.PROGRAM, src=(sink, where, UOp(Ops.LINEAR, src=tuple(sink.toposort())), source, binary), arg=info)
 
     return arguments[0].custom_kernel(*arguments[1:], fxn=program)[: kernel.outs]
 
@@ -213,7 +216,13 @@ def launch(kernel: Kernel, outs: list[Tensor] | tuple[Tensor, ...], ins: list[Te
 def _address(kernel: Kernel) -> tuple[int, Any]:
     """Where a kernel's code lies in this process, and what keeps it there."""
     program = Device["CPU"].runtime(kernel.name, _machine_code(kernel))
-    return ctypes.cast(program.fxn, ctypes.c_void_p).value or 0, program
+    return _code_address(program), program
+
+
+def _code_address(program: Any) -> int:
+    address = ctypes.cast(program.fxn, ctypes.c_void_p).value
+    assert address is not None
+    return address
 
 
 def run_now(kernel: Kernel, *arrays: np.ndarray) -> None:
@@ -334,11 +343,11 @@ class CrewGraph(GraphRunner):
             cores = int(info.global_size[0]) if "core_id" in info.runtimevars else 1
             kind = TEAM if ours else CORES if cores > 1 else ALONE
             arguments += [0] * len(info.vars)
-            words += [ctypes.cast(runtime.fxn, ctypes.c_void_p).value, kind, len(arguments), place, cores]
+            words += [_code_address(runtime), kind, len(arguments), place, cores]
             self._starts.append(len(words))
             words += arguments
         self._list = np.array(words, np.int64)
-        self._buffers = [[bufs[i] for i in program.arg.globals] for _, program, bufs, _ in self.calls]  # alive, as their addresses are in use
+        self._buffers = [[bufs[i] for i in program.arg.globals] for _, program, bufs, _ in self.calls]  # their addresses are in use
         self._crew = crew()
 
     def __call__(self, input_uops: tuple[UOp, ...], var_vals: dict[str, int], wait: bool = False) -> float | None:

@@ -7,7 +7,6 @@ own: that is what processors multiply, and so it is what a product means here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinygrad import Tensor, dtypes
@@ -28,11 +27,11 @@ class TensorWeight:
     parts: tuple[Tensor, ...]
 
     @property
-    def O(self) -> int:
+    def O(self) -> int:  # noqa: E743  the dimension's letter
         return sum(int(part.shape[0]) for part in self.parts)
 
     @property
-    def I(self) -> int:
+    def I(self) -> int:  # noqa: E743
         return int(self.parts[0].shape[1])
 
 
@@ -90,10 +89,11 @@ def prepared_bytes(format: str, T: int, I: int) -> int:
 
 def _matmul(row: str, x: Tensor, weight: PackedWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool) -> Tensor:
     T, O, I = int(x.shape[0]), weight.O, weight.I
-    defines = dict(O=O, I=I, WEIGHT=weight.format, BIAS=int(bias is not None), RESIDUAL=int(residual is not None), ACTIVATION=int(gelu))
     ins = [x, weight.tensor, *(t for t in (bias, residual) if t is not None), rows]
-    work = dict(flops=2 * T * O * I, bytes=panel_bytes(weight.format, O, I) + 4 * T * (O + I))
-    kernel = Kernel("matmul", "cpu", row, tuple(defines.items()), 2, len(ins), **work)
+    kernel = Kernel.cpu(
+        "matmul", row, 2, len(ins), 2 * T * O * I, panel_bytes(weight.format, O, I) + 4 * T * (O + I),
+        O=O, I=I, WEIGHT=weight.format, BIAS=int(bias is not None), RESIDUAL=int(residual is not None), ACTIVATION=int(gelu),
+    )  # fmt: skip
     outs = [empty(x, T, O), scratch(x, prepared_bytes(weight.format, T, I))]
     return launch(kernel, outs, ins)[0]
 
@@ -120,10 +120,11 @@ def _only_rms(norm: Norm) -> str | None:
 
 def _norm_gate_up_silu(row: str, x: Tensor, norm: Norm, weight: PackedWeight, rows: Tensor, bias: Tensor | None) -> Tensor:
     T, E, F = int(x.shape[0]), weight.I, weight.O // 2
-    defines = dict(E=E, F=F, WEIGHT=weight.format, BIAS=int(bias is not None), EPS=constant(norm.eps))
     ins = [x, norm.weight, weight.tensor, *([bias] if bias is not None else []), rows]
-    work = dict(flops=4 * T * F * E, bytes=panel_bytes(weight.format, 2 * F, E) + 4 * T * (E + F))
-    kernel = Kernel("norm_gate_up_silu", "cpu", row, tuple(defines.items()), 2, len(ins), **work)
+    kernel = Kernel.cpu(
+        "norm_gate_up_silu", row, 2, len(ins), 4 * T * F * E, panel_bytes(weight.format, 2 * F, E) + 4 * T * (E + F),
+        E=E, F=F, WEIGHT=weight.format, BIAS=int(bias is not None), EPS=constant(norm.eps),
+    )  # fmt: skip
     return launch(kernel, [empty(x, T, F), scratch(x, prepared_bytes(weight.format, T, E))], ins)[0]
 
 

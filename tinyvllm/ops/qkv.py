@@ -65,8 +65,8 @@ def append_kv(k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCac
     if row is None:
         return store_kv(cache, k, v, batch.slots)
     T = int(k.shape[0])
-    defines = dict(K=K, S=S, D=D, CACHE_TYPE=_format(cache))
-    kernel = Kernel("kv_append", "cpu", row, tuple(defines.items()), 2, 4, bytes=2 * T * K * D * (4 + cache.keys.dtype.itemsize))
+    work = 2 * T * K * D * (4 + cache.keys.dtype.itemsize)
+    kernel = Kernel.cpu("kv_append", row, 2, 4, bytes=work, K=K, S=S, D=D, CACHE_TYPE=_format(cache))
     return LayerCache(*launch(kernel, cache, [k, v, batch.slots, batch.rows]))
 
 
@@ -81,14 +81,13 @@ def _fused(
     T, E = int(x.shape[0]), weight.I
     H = weight.O // D - 2 * K
     R = 0 if angles is None else int(angles.shape[1])
-    defines = dict(
+    optional = norm.bias, weight.tensor, qkv.bias, qkv.q_norm, qkv.k_norm, angles
+    ins = [x, norm.weight, *(t for t in optional if t is not None), batch.slots, batch.rows]
+    kernel = Kernel.cpu(
+        "norm_qkv_rope_store", row, 4, len(ins), 2 * T * E * weight.O, panel_bytes(weight.format, weight.O, E) + 4 * T * (E + H * D),
         E=E, H=H, K=K, D=D, S=S, R=R, WEIGHT=weight.format, CACHE_TYPE=_format(cache), NORM=norm.kind, BIAS=int(qkv.bias is not None),
         QK_NORM=int(qkv.q_norm is not None), EPS=constant(norm.eps), QK_EPS=constant(qkv.qk_eps),
     )  # fmt: skip
-    optional = (norm.bias, None), (weight.tensor, None), (qkv.bias, qkv.q_norm), (qkv.k_norm, angles)
-    ins = [x, norm.weight, *(t for pair in optional for t in pair if t is not None), batch.slots, batch.rows]
     outs = [empty(x, T, H, D), cache.keys, cache.values, scratch(x, prepared_bytes(weight.format, T, E))]
-    work = dict(flops=2 * T * E * weight.O, bytes=panel_bytes(weight.format, weight.O, E) + 4 * T * (E + H * D))
-    kernel = Kernel("norm_qkv_rope_store", "cpu", row, tuple(defines.items()), 4, len(ins), **work)
     q, keys, values, _ = launch(kernel, outs, ins)
     return q, LayerCache(keys, values)

@@ -105,7 +105,7 @@ def _choose(stem: str, device: str, shape: str, refused: str | None, forced: dic
         if available[wanted] is not None:
             raise KernelError(f"kernels: TINYVLLM_KERNELS wants {stem}={wanted}, but {available[wanted]}")
         return Choice(stem, shape, wanted, "TINYVLLM_KERNELS asks for it")
-    passed = []
+    passed: list[str] = []
     for name, lacking in available.items():
         if lacking is None:
             return Choice(stem, shape, name, "; ".join(passed) or "the best row for this processor")

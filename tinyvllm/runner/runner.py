@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes
@@ -16,7 +15,9 @@ from tinyvllm.errors import ArgumentError
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.models.families import check_layers, find_family, read_config, refuse_unused, weights_of
 from tinyvllm.ops.advance import History, advance
+from tinyvllm.ops.crew import crew
 from tinyvllm.ops.launch import Call, Captured, download, repeat, upload
+from tinyvllm.ops.registry import Choice, choices
 from tinyvllm.quant.formats import FORMATS, unpack
 from tinyvllm.runner.kv import KVPool, block_bytes, kv_dtype
 from tinyvllm.runner.memory import check_room, pool_blocks
@@ -171,7 +172,16 @@ class Runner:
 
     def prompt_logits(self, entry: Scheduled) -> np.ndarray:
         """Logits float32 [T, V] of every token of one chunk."""
-        return download(self.launch(self._prepare([], [entry], all_rows=True)).logits)[: entry.num_tokens]
+        singles, chunks = ([entry], []) if entry.num_tokens == 1 else ([], [entry])
+        return download(self.launch(self._prepare(singles, chunks, all_rows=True)).logits)[: entry.num_tokens]
+
+    def choices(self) -> list[Choice]:
+        """Every choice of a kernel that was made in this process so far."""
+        return choices()
+
+    def lanes(self) -> int:
+        """Threads of the CPU's crew; 0 where another device computes."""
+        return crew().lanes if self.device.split(":")[0] == "CPU" else 0
 
     def _prepare(self, singles: list[Scheduled], chunks: list[Scheduled], all_rows: bool) -> PreparedStep:
         shape = shape_of(singles, chunks)

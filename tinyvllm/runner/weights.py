@@ -51,7 +51,7 @@ class WeightLoader:
     def load(self, model: Any, recipes: list[Weight]) -> None:
         """Give every weight of the model its place."""
         by_name = {recipe.name: recipe for recipe in recipes}
-        self._total = sum(prod(recipe.shape) for recipe in recipes)
+        self._total = sum(prod(recipe.shape) for recipe in recipes) * self._plan.dtype.itemsize
         rest = dict(by_name)
         for owner, prefix, names in _products(model):
             parts = [by_name[f"{prefix}{name}.weight"] for name in names]
@@ -80,7 +80,8 @@ class WeightLoader:
 
     def _plain(self, model: Any, recipes: list[Weight]) -> None:
         """Vectors in float32, which is what every op computes with; the rest in the model's dtype."""
-        for dtype, some in ((dtypes.float32, [r for r in recipes if len(r.shape) == 1]), (self._plan.dtype, [r for r in recipes if len(r.shape) > 1])):
+        vectors, others = [r for r in recipes if len(r.shape) == 1], [r for r in recipes if len(r.shape) != 1]
+        for dtype, some in ((dtypes.float32, vectors), (self._plan.dtype, others)):
             if self._checkpoint is None:
                 tensors = dummy_tensors(some, self._plan.device, dtype)
             else:
@@ -92,7 +93,7 @@ class WeightLoader:
     def _count(self, recipe: Weight, nbytes: int, streamed: bool = True) -> None:
         self.bytes += nbytes
         self.streamed += nbytes if streamed else 0
-        self._done += prod(recipe.shape)
+        self._done += prod(recipe.shape) * self._plan.dtype.itemsize  # as if unpacked: what is packed how is known only when it has been
         if self._progress is not None:
             self._progress(self._done, self._total, recipe.name)
 
@@ -158,7 +159,7 @@ def _products(model: Any) -> Iterable[tuple[Any, str, tuple[str, ...]]]:
 
 def _pack_panels(source: str, format: str, I: int, panels: np.ndarray, rows: np.ndarray, span: tuple[int, int, int]) -> None:
     row = pick("matmul", "CPU", f"weights of {I} inputs")
-    kernel = Kernel("pack", "cpu", row or "plain", (("SOURCE", source), ("FORMAT", format), ("I", I)), 1, 2)
+    kernel = Kernel.cpu("pack", row or "plain", 1, 2, SOURCE=source, FORMAT=format, I=I)
     run_now(kernel, panels, np.ascontiguousarray(rows), np.array(span, np.int32))
 
 

@@ -151,7 +151,8 @@ class Sampler:
         lines[:n, Column.POSITION] = positions
         lines[n:] = self._lines[self._scratch]
         flags = self.flags(sequences)
-        if not np.array_equal(lines, self._on_device.get(B)):
+        known = self._on_device.get(B)
+        if known is None or not np.array_equal(lines, known):
             upload(inputs, lines)
             self._on_device[B] = lines.copy()
         return flags
@@ -258,7 +259,8 @@ class Sampler:
             after = []
             if flags.sampled:  # the next draw's positions. By way of the tokens, so that nothing reads them afterwards; and through an
                 # alias, as of a tensor that this step also reads tinygrad would change a copy
-                after.append(scatter_add(alias(inputs), ops.row_numbers(B, self.device), (tokens < -1).where(0, Column.POSITION).cast(dtypes.int32).contiguous()))
+                places = (tokens < -1).where(0, Column.POSITION).cast(dtypes.int32).contiguous()
+                after.append(scatter_add(alias(inputs), ops.row_numbers(B, self.device), places))
             if flags.penalized and self._seen is not None:
                 counts = scatter_add(self._seen.counts, inputs[:, Column.SEEN_ROW].contiguous(), tokens.maximum(0).contiguous())
                 after.append(counts)

@@ -72,8 +72,8 @@ static inline const cached *keys_of(const cached *cache, int block, int head) { 
 
 // The tile that will be read next. Its cache lines are asked for little by little, between the arithmetic on the tile before: a processor
 // drops what it is asked for all at once, and blocks lie too far apart for it to guess. So FETCH_LINES are asked for at every FETCH_EVERY
-// steps of the products, and where that does not suffice, FETCH_MORE in each quarter of a transpose. Few heads to a KV head make short work of
-// a tile and wait for memory anyway; there some more requests than lines (the last ones find nothing left to ask for) were fastest.
+// steps of the products, and where that does not suffice, FETCH_MORE in each quarter of a transpose. One or two heads to a KV head make
+// short work of a tile and wait for memory anyway; there some requests too many (the last find nothing left) were fastest.
 #define RUN (S < TILE ? S : TILE)
 #define RUN_BYTES (RUN * D * (int)sizeof(cached))
 #define TILE_LINES (TILE * D * (int)sizeof(cached) / 32)
@@ -90,15 +90,16 @@ struct ahead {
   int runs;
 };
 
-static inline struct ahead look_ahead(const cached *cache, const int32_t *table, int head, int first, int past) {
-  struct ahead ahead;
-  ahead.next = ahead.stop = 0, ahead.runs = 0;
+static inline void look_nowhere(struct ahead *ahead) { ahead->next = ahead->stop = 0, ahead->runs = 0; }
+
+// Given by pointer: some compilers call memcpy to return so large a structure, and there is none.
+static inline void look_ahead(struct ahead *ahead, const cached *cache, const int32_t *table, int head, int first, int past) {
+  look_nowhere(ahead);
   for (int at = (past - 1) & -RUN; at >= (first & -RUN); at -= RUN) {
     const cached *keys = keys_of(cache, table[at / S], head) + at % S * D;
-    ahead.run[ahead.runs++] = (const char *)(keys + (long)K * S * D);
-    ahead.run[ahead.runs++] = (const char *)keys;
+    ahead->run[ahead->runs++] = (const char *)(keys + (long)K * S * D);
+    ahead->run[ahead->runs++] = (const char *)keys;
   }
-  return ahead;
 }
 
 FLAT void fetch(struct ahead *ahead, int lines) {

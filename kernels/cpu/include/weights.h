@@ -21,6 +21,7 @@
 #pragma once
 #include "formats.h"
 #include "lanes.h"
+#include "team.h"
 
 #if WEIGHT == F32
 #define PANEL_BYTES(width) ((long)(width)*64)
@@ -65,7 +66,7 @@
 #define MOST_TOKENS 4
 #define WIDE 4
 #else
-#define TILES(TILE) TILE(2, 1) TILE(2, 2) TILE(1, 4) TILE(1, 6)
+#define TILES(TILE) TILE(1, 1) TILE(1, 2) TILE(1, 4) TILE(1, 6)
 #define MOST_TOKENS 6
 #define WIDE 6
 #endif
@@ -122,55 +123,52 @@ static inline void prepare_row(uint8_t *row, const float *x) {
 
 // How many bytes ahead weights are prefetched; hardware alone stops at every page. More work on a line needs no less of it: the latency
 // of memory must be hidden behind the lines that are already there, and slow lines leave the hardware's own prefetch idle.
+// One panel's last bytes prefetch the first of the next: without that a core reads a quarter less (Q4_0: 18 KB a panel).
 #define AHEAD(panels, tokens) ((panels) == 2 ? 2048 : (tokens) <= 2 ? 4096 : 8192)
-ALWAYS void fetch_ahead(const uint8_t *at, const int bytes) {
-  ALL for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i);
+
+// Prefetch of the `bytes` that are AHEAD of `at` in a panel; what would lie behind its end is taken from the start of `follow`.
+ALWAYS void fetch_ahead(const uint8_t *panel, const uint8_t *follow, const long at, const int bytes, const int ahead) {
+  const long lead = (ahead < PANEL ? ahead : PANEL) / bytes * bytes;
+  const uint8_t *from = (at < PANEL - lead ? panel + lead : follow - (PANEL - lead)) + at;
+  ALL for (int i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }
 
 #ifdef QUANTISED
-ALWAYS void dot_tile(const int panels, const int tokens, const uint8_t *const *panel, const uint8_t *x, float *tile, int pitch) {
-  const long step = PANEL_BYTES(32);
-  v16 acc[2][MOST_TOKENS];
-  ALL for (int p = 0; p < panels; p++) ALL for (int t = 0; t < tokens; t++) acc[p][t] = v16_set(0.0f);
-  for (long b = 0; b < I / 32; b++) {
-    i16 sum[2][MOST_TOKENS];
-    const struct block *block = (const struct block *)x + b;
-    ALL for (int t = 0; t < tokens; t++) ALL for (int p = 0; p < panels; p++) {
-      sum[p][t] = i16_set(((const struct block *)((const uint8_t *)block + t * PREPARED))->start);
-    }
-    ALL for (int p = 0; p < panels; p++) fetch_ahead(panel[p] + b * step + AHEAD(panels, tokens), step);
+#define OF_ROW(t) ((const struct block *)((const uint8_t *)block + (t)*PREPARED)) // this block of row t
+
+// sum[t] += integer dots of a block of sixteen rows' weights with a block of every row of x
+ALWAYS void block_dot(const int tokens, const uint8_t *weights, const struct block *block, i16 *sum) {
 #if WEIGHT == Q8_0
-    ALL for (int j = 0; j < 8; j++) {
-      w16 w[2];
-      ALL for (int p = 0; p < panels; p++) w[p] = w16_load(panel[p] + b * step + 32 + 64 * j);
-      ALL for (int t = 0; t < tokens; t++) {
-        uint32_t q = *(const uint32_t *)((const uint8_t *)block + t * PREPARED + 4 * j);
-        ALL for (int p = 0; p < panels; p++) sum[p][t] = i16_dot_u8s8(sum[p][t], w[p], q);
-      }
-    }
+  ALL for (int j = 0; j < 8; j++) {
+    w16 w = w16_load(weights + 64 * j);
+    ALL for (int t = 0; t < tokens; t++) sum[t] = i16_dot_u8s8(sum[t], w, ((const uint32_t *)OF_ROW(t)->q)[j]);
+  }
 #else
-    ALL for (int j = 0; j < 4; j++) {
-      w16 low[2], high[2];
-      ALL for (int p = 0; p < panels; p++) {
-        w16 w = w16_load(panel[p] + b * step + 32 + 64 * j);
-        low[p] = w16_low_nibbles(w);
-        high[p] = w16_high_nibbles(w);
-      }
-      ALL for (int t = 0; t < tokens; t++) {
-        const uint8_t *q = (const uint8_t *)block + t * PREPARED + 4 * j;
-        ALL for (int p = 0; p < panels; p++) sum[p][t] = i16_dot_u8s8(sum[p][t], low[p], *(const uint32_t *)q);
-        ALL for (int p = 0; p < panels; p++) sum[p][t] = i16_dot_u8s8(sum[p][t], high[p], *(const uint32_t *)(q + 16));
-      }
-    }
-#endif
-    v16 scale[2];
-    ALL for (int p = 0; p < panels; p++) scale[p] = v16_load_f16((const uint16_t *)(panel[p] + b * step));
+  ALL for (int j = 0; j < 4; j++) {
+    w16 w = w16_load(weights + 64 * j), low = w16_low_nibbles(w), high = w16_high_nibbles(w);
     ALL for (int t = 0; t < tokens; t++) {
-      v16 of_x = v16_set(((const struct block *)((const uint8_t *)block + t * PREPARED))->scale);
-      ALL for (int p = 0; p < panels; p++) acc[p][t] = v16_fma(v16_from_i16(sum[p][t]), v16_mul(scale[p], of_x), acc[p][t]);
+      sum[t] = i16_dot_u8s8(sum[t], low, ((const uint32_t *)OF_ROW(t)->q)[j]);
+      sum[t] = i16_dot_u8s8(sum[t], high, ((const uint32_t *)OF_ROW(t)->q)[j + 4]);
     }
   }
-  ALL for (int t = 0; t < tokens; t++) ALL for (int p = 0; p < panels; p++) v16_store(tile + t * pitch + p * 16, acc[p][t]);
+#endif
+}
+
+ALWAYS void dot_tile(const int panels, const int tokens, const uint8_t *panel, long apart, const uint8_t *follow, const uint8_t *x,
+                    float *tile, int pitch) {
+  const long step = PANEL_BYTES(32);
+  v16 acc[MOST_TOKENS];
+  ALL for (int t = 0; t < tokens; t++) acc[t] = v16_set(0.0f);
+  for (long b = 0; b < I / 32; b++) {
+    i16 sum[MOST_TOKENS];
+    const struct block *block = (const struct block *)x + b;
+    fetch_ahead(panel, follow, b * step, step, AHEAD(panels, tokens));
+    ALL for (int t = 0; t < tokens; t++) sum[t] = i16_set(OF_ROW(t)->start);
+    block_dot(tokens, panel + b * step + 32, block, sum);
+    const v16 scale = v16_load_f16((const uint16_t *)(panel + b * step));
+    ALL for (int t = 0; t < tokens; t++) acc[t] = v16_fma(v16_from_i16(sum[t]), v16_mul(scale, v16_set(OF_ROW(t)->scale)), acc[t]);
+  }
+  ALL for (int t = 0; t < tokens; t++) v16_store(tile + t * pitch, acc[t]);
 }
 
 #else
@@ -182,10 +180,12 @@ ALWAYS void dot_tile(const int panels, const int tokens, const uint8_t *const *p
 #define WORDS (WEIGHT == F32 ? 64 : 32)
 #endif
 
-ALWAYS void dot_step(const int panels, const int tokens, const uint8_t *const *panel, const uint8_t *x, long k, v16 acc[2][MOST_TOKENS]) {
+// One step of k: acc[p][t] += the words of panel p, which is `apart` bytes behind the one before, with row t's word.
+ALWAYS void dot_step(const int panels, const int tokens, const uint8_t *panel, long apart, const uint8_t *x, long k,
+                     v16 acc[2][MOST_TOKENS]) {
 #if WEIGHT == BF16
   w16 w[2];
-  ALL for (int p = 0; p < panels; p++) w[p] = w16_load(panel[p] + k * WORDS);
+  ALL for (int p = 0; p < panels; p++) w[p] = w16_load(panel + p * apart + k * WORDS);
   ALL for (int t = 0; t < tokens; t++) {
     uint32_t pair = *(const uint32_t *)(x + t * PREPARED + 4 * k);
     ALL for (int p = 0; p < panels; p++) acc[p][t] = v16_dot_bf16(acc[p][t], w[p], pair);
@@ -194,9 +194,9 @@ ALWAYS void dot_step(const int panels, const int tokens, const uint8_t *const *p
   v16 w[2];
   ALL for (int p = 0; p < panels; p++) {
 #if WEIGHT == F32
-    w[p] = v16_load((const float *)(panel[p] + k * WORDS));
+    w[p] = v16_load((const float *)(panel + p * apart + k * WORDS));
 #else
-    w[p] = v16_load_f16((const uint16_t *)(panel[p] + k * WORDS));
+    w[p] = v16_load_f16((const uint16_t *)(panel + p * apart + k * WORDS));
 #endif
   }
   ALL for (int t = 0; t < tokens; t++) {
@@ -206,20 +206,21 @@ ALWAYS void dot_step(const int panels, const int tokens, const uint8_t *const *p
 #endif
 }
 
-ALWAYS void dot_tile(const int panels, const int tokens, const uint8_t *const *panel, const uint8_t *x, float *tile, int pitch) {
+ALWAYS void dot_tile(const int panels, const int tokens, const uint8_t *panel, long apart, const uint8_t *follow, const uint8_t *x,
+                    float *tile, int pitch) {
   v16 acc[2][MOST_TOKENS];
   ALL for (int p = 0; p < panels; p++) ALL for (int t = 0; t < tokens; t++) acc[p][t] = v16_set(0.0f);
   for (long k = 0; k < STEPS; k += 4) {
-    ALL for (int p = 0; p < panels; p++) fetch_ahead(panel[p] + k * WORDS + AHEAD(panels, tokens), 4 * WORDS);
-    ALL for (int i = 0; i < 4; i++) dot_step(panels, tokens, panel, x, k + i, acc);
+    ALL for (int p = 0; p < panels; p++) fetch_ahead(panel + p * apart, follow, k * WORDS, 4 * WORDS, AHEAD(panels, tokens));
+    ALL for (int i = 0; i < 4; i++) dot_step(panels, tokens, panel, apart, x, k + i, acc);
   }
   ALL for (int t = 0; t < tokens; t++) ALL for (int p = 0; p < panels; p++) v16_store(tile + t * pitch + p * 16, acc[p][t]);
 }
 #endif
 
 #define DOT(panels, tokens) \
-  APART void dot_##panels##_##tokens(const uint8_t *const *panel, const uint8_t *x, float *tile, int pitch) { \
-    dot_tile(panels, tokens, panel, x, tile, pitch); \
+  APART void dot_##panels##_##tokens(const uint8_t *panel, long apart, const uint8_t *follow, const uint8_t *x, float *tile, int pitch) { \
+    dot_tile(panels, tokens, panel, apart, follow, x, tile, pitch); \
   }
 TILES(DOT)
 #undef DOT
@@ -227,16 +228,25 @@ TILES(DOT)
 // How many of `left` rows the next tile takes.
 static inline int tile_tokens(int left) { return left <= MOST_TOKENS ? left : WIDE; }
 
-// tile[t * pitch + r] = row t of x . row r of `a` for r < 16, row r - 16 of `b` above; t < tokens <= MOST_TOKENS. x: prepared rows.
-// The tile has room for MOST_TOKENS rows; rows from `tokens` on hold nothing meant.
-static inline void panel_dot(const uint8_t *a, const uint8_t *b, const uint8_t *x, int tokens, float *tile, int pitch) {
-  const uint8_t *const panel[2] = {a, b};
+// tile[t * pitch + r] = row t of x . row r of panel `a` for r < 16, row r - 16 of panel `b` above; t < tokens <= MOST_TOKENS. x: prepared
+// rows. The tile has room for MOST_TOKENS rows; rows from `tokens` on hold nothing meant. `follow`: the panel that will be read next.
+static inline void panel_dot(const uint8_t *a, const uint8_t *b, const uint8_t *follow, const uint8_t *x, int tokens, float *tile, int pitch) {
 #define DOT(panels, most) \
   if (tokens <= most) { \
-    dot_##panels##_##most(panel, x, tile, pitch); \
-    if (panels == 1) dot_##panels##_##most(panel + 1, x, tile + 16, pitch); \
+    dot_##panels##_##most(a, b - a, panels == 1 ? b : follow, x, tile, pitch); \
+    if (panels == 1) dot_##panels##_##most(b, 0, follow, x, tile + 16, pitch); \
     return; \
   }
   TILES(DOT)
 #undef DOT
+}
+
+// A lane asks for its next unit before it works on this one, so that panel_dot can prefetch it; not near the end, where a unit that waits
+// behind another would be waited for. -1: it has not asked; `unit_after` then does.
+static inline int unit_ahead(const struct team *team, int unit, int units) { return unit + 2 * team->lanes < units ? next(team) : -1; }
+static inline int unit_after(const struct team *team, int ahead) { return ahead < 0 ? next(team) : ahead; }
+// Which unit's panels to prefetch: the one ahead, or a guess.
+static inline int likely_unit(const struct team *team, int unit, int ahead, int units) {
+  int likely = ahead < 0 ? unit + team->lanes : ahead;
+  return likely < units ? likely : units - 1;
 }

@@ -1,0 +1,27 @@
+"""`tinyvllm kernels`: which kernel runs each op of a model here, and why."""
+
+from __future__ import annotations
+
+import argparse
+
+from tinyvllm.cli.arguments import engine_options
+
+HEADINGS = ("op", "shape", "kernel", "why")
+
+
+def run(options: argparse.Namespace) -> int:
+    from tinyvllm.engine.llm import LLM
+
+    with LLM(**engine_options(options), skip_tokenizer_init=True) as llm:
+        engine = llm.engine
+        for line in table([(c.stem, c.shape, c.row, c.why) for c in engine.kernels()]):
+            print(line)
+        if not options.quiet:
+            print(f"device {engine.config.device}, {engine.lanes()} lanes; TINYVLLM_KERNELS=OP=ROW,... chooses otherwise")
+    return 0
+
+
+def table(rows: list[tuple[str, str, str, str]]) -> list[str]:
+    """Lines of left-aligned columns under their headings."""
+    widths = [max(len(row[i]) for row in [HEADINGS, *rows]) for i in range(len(HEADINGS) - 1)]
+    return ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[-1]]) for row in [HEADINGS, *rows]]
