@@ -69,7 +69,8 @@ class Spread:
     def figures(self, units: float, digits: int = 2) -> dict[str, float]:
         """The same as rates, ready for a record; the quartiles change places."""
         rates = {"rate": units / self.median, "low": units / self.high, "high": units / self.low}
-        return {name: round(value, digits) for name, value in rates.items()} | {"rounds": self.rounds, "quiet": self.quiet, "others": self.others}
+        rounded = {name: round(value, digits) for name, value in rates.items()}
+        return rounded | {"rounds": self.rounds, "quiet": self.quiet, "others": self.others}
 
 
 def spread(rounds: list[Round]) -> Spread:

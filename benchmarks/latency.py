@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -18,7 +19,7 @@ from typing import Any
 
 from benchmarks.compare.child import prompt
 from benchmarks.harness import Spread, one_round, record, spread, table, take_turns
-from benchmarks.roof import read_bandwidth
+from benchmarks.roof import read_once, read_size, roof_figures
 from benchmarks.shapes import SHAPES, write_config
 from benchmarks.stepping import Stepping, load
 
@@ -46,15 +47,15 @@ def load_model(options: argparse.Namespace, **limits: Any) -> Any:
         return load(write_config(SHAPES[options.shape], Path(folder)), dummy=True, **{"dtype": "bfloat16"} | given)
 
 
-def decoding(stepping: Stepping, batch: int, context: int, rounds: int) -> tuple[Spread, float]:
-    """The spread of one step's seconds, and the host's median seconds in a step."""
+def decoding(stepping: Stepping, batch: int, context: int, rounds: int) -> tuple[Spread, Spread, float]:
+    """The spread of one step's seconds, of `read_once` in turn with it, and the host's median seconds in a step."""
     stepping.begin([prompt(context, b) for b in range(batch)])
     stepping.steps(2)
     count = max(2, round(ROUND_SECONDS / (one_round(lambda: stepping.steps(4)).seconds / 4)))
-    timed = spread(take_turns({"": lambda: stepping.steps(count)}, rounds)[""])
+    timed = take_turns({"steps": lambda: stepping.steps(count), "read": read_once}, rounds)
     host = median(_host_seconds(stepping) for _ in range(16))
     stepping.stop()
-    return timed.divided(count), host
+    return spread(timed["steps"]).divided(count), spread(timed["read"]), host
 
 
 def _host_seconds(stepping: Stepping) -> float:
@@ -74,29 +75,32 @@ def main() -> None:
     longest = max(max(options.contexts) + room, max(options.prompts) + 1)
     blocks = max(options.batches) * (-(-longest // 16) + 1)
     llm = load_model(options, max_model_len=longest, max_num_seqs=max(options.batches), num_blocks=blocks)
-    stepping, bandwidth, weights = Stepping(llm), read_bandwidth(), llm.engine.model_bytes_per_token
-    rows, figures, spreads = [], [], []
+    stepping, weights = Stepping(llm), llm.engine.model_bytes_per_token
+    read_once()  # touches its memory
+    rows: list[list[object]] = []
+    figures: list[dict[str, object]] = []
+    spreads: list[Spread] = []
     for context in options.contexts:
         for batch in options.batches:
-            step, host = decoding(stepping, batch, context, options.rounds)
-            roof = bandwidth / weights * batch
+            step, reading, host = decoding(stepping, batch, context, options.rounds)
+            roof = reading.rate(read_size()) / weights * batch
             rate = step.rate(batch)
             rows.append([f"decode {batch} x {context}", rate, batch / step.high, batch / step.low, f"{rate / roof:.0%}", 1e3 * host])
             figures.append({"batch": batch, "context": context, "tok_s": step.figures(batch), "of_roof": round(rate / roof, 3),
-                            "host_ms": round(1e3 * host, 3)})  # fmt: skip
+                            **roof_figures(reading), "host_ms": round(1e3 * host, 3)})  # fmt: skip
             spreads.append(step)
     for tokens in options.prompts:
         ids = prompt(tokens)
         stepping.prefill(ids)
-        timed = spread(take_turns({"": lambda ids=ids: stepping.prefill(ids)}, options.rounds)[""])  # type: ignore[misc]
-        rows.append([f"prompt of {tokens}: {1e3 * timed.median:.1f} ms", timed.rate(tokens), tokens / timed.high, tokens / timed.low, None, None])
+        timed = spread(take_turns({"": partial(stepping.prefill, ids)}, options.rounds)[""])
+        rates = timed.rate(tokens), tokens / timed.high, tokens / timed.low
+        rows.append([f"prompt of {tokens}: {1e3 * timed.median:.1f} ms", *rates, None, None])
         figures.append({"prompt": tokens, "first_token_ms": round(1e3 * timed.median, 2), "tok_s": timed.figures(tokens)})
         spreads.append(timed)
     name = options.model or options.shape
-    print(f"{name}: {weights / 1e9:.3f} GB a token, {bandwidth / 1e9:.1f} GB/s, roof of one sequence {bandwidth / weights:.1f} tok/s")
+    print(f"{name}: {weights / 1e9:.3f} GB of weights a step; the roof is reading them, measured in turn with the steps")
     print(table(["", "tok/s", "low", "high", "of the roof", "host ms"], rows))
-    record("latency", {"model": name, "dtype": llm.config.dtype, "weight_bytes": weights, "read_GBps": round(bandwidth / 1e9, 1),
-                       "roof_tok_s": round(bandwidth / weights, 1), "runs": figures}, spreads)  # fmt: skip
+    record("latency", {"model": name, "dtype": llm.config.dtype, "weight_bytes": weights, "runs": figures}, spreads)  # fmt: skip
 
 
 if __name__ == "__main__":

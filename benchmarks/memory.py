@@ -1,6 +1,6 @@
 """What a process takes: resident bytes after loading and after running, the peak, and Python's allocations in a step.
 
-    python -m benchmarks.memory --shape tinyllama-1.1b [--model FOLDER] [--batch 8]
+    python -m benchmarks.memory --shape tinyllama-1.1b [--model FILE] [--batch 8]
 
 The measure is weights + KV pool: what stays above that is the interpreter, the libraries, and scratch. Resident size counts what lies in
 mapped files too, as far as it has been touched; `own` is without them. Measured in a process of its own.
@@ -15,9 +15,11 @@ import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import record, table
-from benchmarks.latency import load_model, model_arguments
+from benchmarks.latency import load_model
+from benchmarks.shapes import SHAPES
 from benchmarks.stepping import Stepping
 
 _STEPS = 32
@@ -41,7 +43,8 @@ def allocations(stepping: Stepping) -> dict[str, float]:
     after, peak = tracemalloc.get_traced_memory()
     left = sys.getallocatedblocks() - blocks
     tracemalloc.stop()
-    return {"bytes_left_a_step": round((after - before) / _STEPS, 1), "blocks_left_a_step": round(left / _STEPS, 2), "peak_bytes": peak - before}
+    each = {"bytes_left_a_step": round((after - before) / _STEPS, 1), "blocks_left_a_step": round(left / _STEPS, 2)}
+    return each | {"peak_bytes": peak - before}
 
 
 def measure(options: argparse.Namespace) -> dict[str, object]:
@@ -55,19 +58,29 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     stepping.begin([prompt(256, b) for b in range(options.batch)])
     stepping.steps(_STEPS)
     ran = resident()
-    figures = {"weights": llm.engine.model_bytes_per_token, "kv_pool": pool_bytes(llm), "before": begin, "loaded": loaded, "ran": ran}
-    return figures | {"step": allocations(stepping)}
+    figures = {"before": begin, "loaded": loaded, "ran": ran, "step": allocations(stepping)}
+    return {"weights": weight_bytes(options, llm.engine), "kv_pool": pool_bytes(options, blocks), **figures}
 
 
-def pool_bytes(llm: object) -> int | None:
-    """Bytes of the KV pool: P blocks of 2 K S D numbers in each layer; None if the engine does not tell."""
-    runner = llm.engine.runner  # type: ignore[attr-defined]
-    return getattr(runner.pool, "nbytes", None) or sum(t.nbytes() for t in getattr(runner.pool, "layers", [])) or None
+def weight_bytes(options: argparse.Namespace, engine: Any) -> int:
+    """What decoding streams, and the embedding table (of two bytes a number) where that is not among it."""
+    config = SHAPES[options.shape]
+    apart = not config["tie_word_embeddings"]
+    return engine.model_bytes_per_token + apart * 2 * config["vocab_size"] * config["hidden_size"]
+
+
+def pool_bytes(options: argparse.Namespace, blocks: int, block_size: int = 16) -> int:
+    """Bytes of the KV pool in bfloat16: 2 K S D numbers a block and layer, and the engine's own scratch block."""
+    config = SHAPES[options.shape]
+    heads = config["num_key_value_heads"] * config["head_dim"]
+    return (blocks + 1) * 2 * config["num_hidden_layers"] * heads * block_size * 2
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="resident size after load and after running")
-    model_arguments(parser)
+    parser.add_argument("--shape", choices=SHAPES, default="tiny160m")
+    parser.add_argument("--model", help="a checkpoint of that shape; random weights otherwise")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), help="numbers of two bytes, as in the cache's account")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -77,10 +90,13 @@ def main() -> None:
     command = [sys.executable, "-m", "benchmarks.memory", "--child", *sys.argv[1:]]
     said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     figures = json.loads(said.splitlines()[-1])
-    due = figures["weights"] + (figures["kv_pool"] or 0)
-    rows = [[when, *(figures[when][k] / 1e6 for k in ("resident", "own", "peak")), figures[when]["own"] / due] for when in ("before", "loaded", "ran")]
+    due = figures["weights"] + figures["kv_pool"]
+    rows = []
+    for when in ("before", "loaded", "ran"):
+        sizes = figures[when]
+        rows.append([when, *(sizes[k] / 1e6 for k in ("resident", "own", "peak")), sizes["own"] / due])
     name = options.model or options.shape
-    print(f"{name}: weights {figures['weights'] / 1e6:.0f} MB, KV pool {(figures['kv_pool'] or 0) / 1e6:.0f} MB, batch {options.batch}")
+    print(f"{name}: weights {figures['weights'] / 1e6:.0f} MB, KV pool {figures['kv_pool'] / 1e6:.0f} MB, batch {options.batch}")
     print(table(["MB", "resident", "own", "peak", "own / (weights + KV)"], rows))
     print(table(["a step", ""], [[k, v] for k, v in figures["step"].items()]))
     record("memory", {"model": name, "batch": options.batch, **figures, "ratio": round(figures["ran"]["own"] / due, 3)})

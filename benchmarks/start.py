@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.harness import record, spread, table, take_turns
 from benchmarks.latency import numbers
-from benchmarks.roof import read_bandwidth
+from benchmarks.roof import roof_figures
 
 _MAIN = Path(__file__).parents[1] / "main.py"
 
@@ -42,10 +42,11 @@ def main() -> None:
         seconds_of(command)
     timed = take_turns({name: (lambda c=command: seconds_of(c)) for name, command in commands.items()}, options.rounds)  # type: ignore[misc]
     spreads = {name: spread(each) for name, each in timed.items()}
-    print(table(["seconds", "median", "low", "high"], [["first", first, None, None], *([n, s.median, s.low, s.high] for n, s in spreads.items())]))
+    rows = [["first", first, None, None], *([name, s.median, s.low, s.high] for name, s in spreads.items())]
+    print(table(["seconds", "median", "low", "high"], rows))
     figures = {name: {"median": round(s.median, 3), "low": round(s.low, 3), "high": round(s.high, 3)} for name, s in spreads.items()}
     record("start", {"model": options.model and os.path.basename(options.model), "first": round(first, 3), "seconds": figures,
-                     "read_GBps": round(read_bandwidth() / 1e9, 1)}, spreads.values())  # fmt: skip
+                     **roof_figures()}, spreads.values())  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import random
 from benchmarks.compare.child import prompt
 from benchmarks.harness import record, spread, table, take_turns
 from benchmarks.latency import load_model, model_arguments
-from benchmarks.roof import read_bandwidth
+from benchmarks.roof import read_once, read_size
 
 
 def span(text: str) -> tuple[int, int]:
@@ -46,13 +46,17 @@ def main() -> None:
     prompts = [{"prompt_token_ids": ids} for ids, _ in work]
     params = [SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True) for _, tokens in work]
     llm.generate(prompts, params)  # captures what it needs
-    timed = spread(take_turns({"": lambda: llm.generate(prompts, params) and None}, options.rounds)[""])
+    read_once()  # touches its memory
+    turns = take_turns({"run": lambda: llm.generate(prompts, params) and None, "read": read_once}, options.rounds)
+    timed, bandwidth = spread(turns["run"]), spread(turns["read"]).rate(read_size())
     given, answered = sum(len(ids) for ids, _ in work), sum(tokens for _, tokens in work)
-    bandwidth, weights = read_bandwidth(), llm.engine.model_bytes_per_token
+    weights = llm.engine.model_bytes_per_token
     ratio = timed.rate(answered) * weights / bandwidth
-    rows = [[k, timed.rate(n), n / timed.high, n / timed.low] for k, n in (("prompts", given), ("answers", answered), ("both", given + answered))]
+    counts = {"prompts": given, "answers": answered, "both": given + answered}
+    rows = [[what, timed.rate(n), n / timed.high, n / timed.low] for what, n in counts.items()]
     name = options.model or options.shape
-    print(f"{name}: {options.requests} requests in {timed.median:.2f} s; {ratio:.2f} x the roof of one sequence ({bandwidth / weights:.1f} tok/s)")
+    print(f"{name}: {options.requests} requests in {timed.median:.2f} s")
+    print(f"answers: {ratio:.2f} x the roof of one sequence alone, {bandwidth / weights:.1f} tok/s at {bandwidth / 1e9:.1f} GB/s")
     print(table(["tok/s", "median", "low", "high"], rows))
     record("throughput", {
         "model": name, "dtype": llm.config.dtype, "requests": options.requests, "prompt": options.prompt, "answer": options.answer,

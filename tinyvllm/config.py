@@ -178,6 +178,12 @@ def _parse_kernels(name: str, text: str) -> dict[str, str]:
     return {op: row for op, row in pairs}
 
 
+def _parse_switch(name: str, text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ArgumentError(f"{name} must be 0 or 1, got {text!r}")
+    return text == "1"
+
+
 def _parse_count(name: str, text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 64:
         raise ArgumentError(f"{name} must be a number from 1 to 64, got {text!r}")
@@ -187,6 +193,7 @@ def _parse_count(name: str, text: str) -> int:
 SWITCHES: tuple[Switch, ...] = (
     Switch("TINYVLLM_CACHE", "folder for what can be made again; default $XDG_CACHE_HOME/tinyvllm or ~/.cache/tinyvllm", _parse_folder),
     Switch("TINYVLLM_KERNELS", "which kernel runs an op: OP=ROW,..., OP may be all, ROW may be ref; see `kernels`", _parse_kernels),
+    Switch("TINYVLLM_KEEP_PANELS", "0 to pack weights at every start instead of keeping them packed in the cache folder", _parse_switch),
     Switch("TINYVLLM_THREADS", "threads of the CPU kernels; default the physical cores", _parse_count),
     Switch("TINYVLLM_DEVICE", "the device when none is asked for: auto, CPU, METAL, CUDA, CUDA:1, ...", parse_device),
 )

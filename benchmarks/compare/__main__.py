@@ -20,9 +20,9 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.compare.contest import Contestant, contest, start
+from benchmarks.compare.contest import READING, Contestant, contest, start
 from benchmarks.harness import Spread, record, table
-from benchmarks.roof import read_bandwidth, threads_of_machine
+from benchmarks.roof import read_size, threads_of_machine
 from benchmarks.shapes import SHAPES, bytes_per_token, checkpoint, parse_formats
 
 TESTS = ("decode", "prefill", "batch", "context")
@@ -113,14 +113,14 @@ def _one_test(options: argparse.Namespace, format: str, test: str, contestants: 
 def _steps_of_a_round(contestants: list[Contestant], test: str, begin: tuple[object, ...], rounds: int) -> int:
     """So many that the fastest takes half a second, and that no sequence outgrows its cache."""
     fastest = contest(contestants, test, begin, ("steps", 4), 1, 1)
-    seconds = min((s.median for s in fastest.values()), default=1.0) / 4
+    seconds = min((s.median for name, s in fastest.items() if name != READING), default=1.0) / 4
     return max(2, min(round(ROUND_SECONDS / seconds), 900 // (3 * rounds + 3)))
 
 
 def report(
     options: argparse.Namespace, format: str, test: str, contestants: list[Contestant], spreads: dict[str, Spread], units: int
 ) -> None:
-    bandwidth, weights = read_bandwidth(), bytes_per_token(SHAPES[options.shape], format)
+    bandwidth, weights = spreads.pop(READING).rate(read_size()), bytes_per_token(SHAPES[options.shape], format)
     ours = spreads.get("tinyvllm")
     rows = []
     for one in contestants:

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Spread, spread, take_turns
+from benchmarks.roof import read_once
 
 ROOT = Path(__file__).parents[2]
+READING = "reading"  # the roof, among the contestants' names
 PAUSE = 0.25  # seconds; OpenMP's threads spin for up to 0.2 after their work
 
 
@@ -80,14 +82,17 @@ def contest(
 ) -> dict[str, Spread]:
     """The spread of each contestant's seconds for `command`. `before` is done once, untimed; then `command` `warm` times, untimed.
 
-    Who cannot do it, or fails, is left out; the reason stands in its notes under the name of the test.
+    Reading memory (`READING`, see benchmarks.roof) takes turns with them. Who cannot do it, or fails, is left out; the reason stands in
+    its notes under the name of the test.
     """
     able = []
     for one in contestants:
         if one.process is not None and all(_done(one, test, c) for c in [*([before] if before else []), *[command] * warm]):
             able.append(one)
-    done = take_turns({one.name: _turn(one, test, command) for one in able}, rounds, [one.pid for one in able])
-    return {name: spread(each) for name, each in done.items() if next(one for one in able if one.name == name).notes.get(test) is None}
+    turns = {one.name: _turn(one, test, command) for one in able} | {READING: read_once}
+    done = take_turns(turns, rounds, [one.pid for one in able])
+    failed = {one.name for one in able if test in one.notes}
+    return {name: spread(each) for name, each in done.items() if name not in failed}
 
 
 def _done(one: Contestant, test: str, command: tuple[object, ...]) -> bool:

@@ -1,7 +1,7 @@
 // out[b] = softmax(q[b] k^T * SCALE) v over the keys of sequence b that its newest token sees: one row a sequence.
 //
 //   out           [T, H, D] float32          rows from `count` on are not touched
-//   partial       [B * H * CHUNKS * (D + 2)] float32, scratch; CHUNKS = ceil(M * S / 256)
+//   partial       [B * H * CHUNKS * (D + 2)] float32, scratch (B: as many as `count` may say); CHUNKS = ceil(M * S / 256)
 //   q             [T, H, D] float32          row b is sequence b's
 //   cache         [P, 2, K, S, D] CACHE_TYPE keys at [:, 0], values at [:, 1]; this step's are in it
 //   block_tables  [B, M] int32
@@ -43,16 +43,16 @@ static inline void decode_chunk(const struct rows *rows, const cached *cache, co
   }
 }
 
-static inline void decode_unit(float *out, float *partial, const float *q, const cached *cache, const int32_t *block_tables, int b,
-                               int chunk, int head, int context, int lanes) {
+static inline void decode_unit(float *out, float *sums, float *ends, const float *q, const cached *cache, const int32_t *block_tables,
+                               int b, int chunk, int head, int context, int lanes) {
   const int chunks = chunks_of(context), first = first_chunk(context);
   float top[G], weight[G * 16] __attribute__((aligned(64)));
   const long row = (long)b * H + head * G;
   const long part = row * CHUNKS + chunk;
   struct rows rows = {q + row * D, out + row * D, D, top, weight, context - 1};
-  if (chunks > 1) rows.sums = partial + part * D, rows.apart = (long)CHUNKS * D;
+  if (chunks > 1) rows.sums = sums + part * D, rows.apart = (long)CHUNKS * D;
   decode_chunk(&rows, cache, block_tables + (long)b * M, head, first + chunk, context, (first + chunk) * K + head + lanes);
-  float *ends = partial + ((long)B * H * CHUNKS * D + part * 2);
+  ends += part * 2;
   for (int g = 0; g < G; g++) {
     const float total = v16_sum(v16_load(weight + 16 * g));
     if (chunks == 1) finish(rows.sums + g * D, rows.sums + g * D, total);
@@ -69,18 +69,19 @@ static inline void merge_row(float *out, const float *sums, const float *ends, i
 
 static void attention_decode(float *out, float *partial, const float *q, const cached *cache, const int32_t *block_tables,
                              const int32_t *context_lens, const int32_t *count, const struct team *team) {
+  float *ends = partial + (long)count[0] * H * CHUNKS * D;
   int b = 0, before = 0, longest = 0;  // units of the sequences before b
   for (int i = 0; i < count[0]; i++) longest = larger(longest, chunks_of(context_lens[i]));
   for (int unit = next(team);; unit = next(team)) {
     while (b < count[0] && unit >= before + K * chunks_of(context_lens[b])) before += K * chunks_of(context_lens[b++]);
     if (b == count[0]) break;
-    decode_unit(out, partial, q, cache, block_tables, b, (unit - before) / K, (unit - before) % K, context_lens[b], team->lanes);
+    decode_unit(out, partial, ends, q, cache, block_tables, b, (unit - before) / K, (unit - before) % K, context_lens[b], team->lanes);
   }
   if (longest <= 1) return;
   meet(team);
   for (int unit = next(team); unit < count[0] * H; unit = next(team)) {
     const int chunks = chunks_of(context_lens[unit / H]);
     if (chunks > 1)
-      merge_row(out + (long)unit * D, partial + (long)unit * CHUNKS * D, partial + ((long)B * H * D + unit * 2L) * CHUNKS, chunks);
+      merge_row(out + (long)unit * D, partial + (long)unit * CHUNKS * D, ends + unit * 2L * CHUNKS, chunks);
   }
 }

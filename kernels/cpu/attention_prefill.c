@@ -70,9 +70,10 @@ static inline void end_chunk(const struct area *area, const struct rows *rows, i
 static inline void prefill_unit(const struct area *area, float *out, const float *q, const cached *cache, const int32_t *table, int head,
                                 int position, int count) {
   const struct rows rows = {area->q, area->sums, D, area->top, area->weight, position};
-  const struct values values = {{area->values}};
+  struct values values;
   struct ahead ahead;
   const int seen = first_seen(position), end = position + (count - 1) / G + 1;
+  values.run[0] = area->values;
   begin_rows(area, &rows, q, count);
   for (int start = seen & -TILE; start < end; start += TILE) {
     const int first = larger(seen, start), past = smaller(end, start + TILE);

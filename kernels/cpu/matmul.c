@@ -10,7 +10,7 @@
 //
 // ACTIVATION: 0 none, 1 gelu, the tanh form. I % 32 == 0, any O. Accumulated in float32 (weights.h says in which order); BF16 rounds x to
 // bfloat16 and the Q formats round it to int8 in blocks of 32, once a row.
-// First every row is prepared (a row is a unit of work), then every pair of panels meets all rows, or a piece of them if panels are few.
+// First every row is prepared (a row is a unit of work), then a few pairs of panels meet all rows, or a piece of them if panels are few.
 #include "team.h"
 #include "weights.h"
 
@@ -65,20 +65,24 @@ static void matmul(float *out, void *scratch, const float *x, const void *weight
   for (int t = next(team); t < count; t = next(team)) prepare_row(prepared + t * PREPARED, x + (long)t * I);
   meet(team);
 
-  const int piece = pairs < 4 * team->lanes ? PIECE : count > 0 ? count : 1;
-  const int pieces = (count + piece - 1) / piece;
-  const int units = pairs * pieces;
+  const int run = pairs_in_unit(pairs, team->lanes), runs = (pairs + run - 1) / run;
+  const int piece = runs < 4 * team->lanes ? PIECE : count > 0 ? count : 1;
+  const int pieces = (count + piece - 1) / piece, units = runs * pieces;
   for (int unit = next(team), ahead; unit < units; unit = unit_after(team, ahead)) {
     ahead = unit_ahead(team, unit, units);
-    const uint8_t *follow = (const uint8_t *)weight + 2 * (likely_unit(team, unit, ahead, units) / pieces) * PANEL;
-    const int pair = unit / pieces, from = unit % pieces * piece, to = from + piece < count ? from + piece : count;
-    const uint8_t *a = (const uint8_t *)weight + 2 * pair * PANEL, *b = 2 * pair + 1 < panels ? a + PANEL : a;
-    const int o = pair * 32, columns = O - o < 32 ? O - o : 32;
-    for (int t = from, tokens; t < to; t += tokens) {
-      float tile[MOST_TOKENS * 32];
-      tokens = tile_tokens(to - t);
-      panel_dot(a, b, t + tokens < to ? a : follow, prepared + t * PREPARED, tokens, tile, 32);
-      for (int r = 0; r < tokens; r++) finish(out, tile + r * 32, bias, residual, (long)(t + r) * O, o, columns);
+    const int from = unit % pieces * piece, to = from + piece < count ? from + piece : count;
+    const int first = unit / pieces * run, end = first + run < pairs ? first + run : pairs;
+    for (int pair = first; pair < end; pair++) {
+      const int then = pair + 1 < end ? pair + 1 : likely_unit(team, unit, ahead, units) / pieces * run;
+      const uint8_t *a = (const uint8_t *)weight + 2 * pair * PANEL, *b = 2 * pair + 1 < panels ? a + PANEL : a;
+      const uint8_t *follow = (const uint8_t *)weight + 2 * then * PANEL;
+      const int o = pair * 32, columns = O - o < 32 ? O - o : 32;
+      for (int t = from, tokens; t < to; t += tokens) {
+        float tile[MOST_TOKENS * 32];
+        tokens = tile_tokens(to - t);
+        panel_dot(a, b, t + tokens < to ? a : follow, prepared + t * PREPARED, tokens, tile, 32);
+        for (int r = 0; r < tokens; r++) finish(out, tile + r * 32, bias, residual, (long)(t + r) * O, o, columns);
+      }
     }
   }
 }

@@ -9,7 +9,7 @@
 //   rows      [1] int32        how many rows of x there are, 0 to T; the rows of out behind them stay as they are
 //
 // E % 32 == 0, F % 16 == 0. Norm and everything behind the products in float32; products as weights.h says.
-// A row to prepare is a unit of work, then a panel of gate with its panel of up. silu(a) = a / (1 + e^-a).
+// A row to prepare is a unit of work, then a pair of gate's panels with that of up. silu(a) = a / (1 + e^-a).
 #define I E
 #include "norm.h"
 #include "team.h"
@@ -30,26 +30,29 @@ static void norm_gate_up_silu(float *out, void *scratch, const float *x, const f
   for (int t = next(team); t < count; t = next(team)) prepare_normed(prepared + t * PREPARED, x + (long)t * E, norm, 0);
   meet(team);
 
-  const int piece = panels < 4 * team->lanes ? PIECE : count > 0 ? count : 1;
-  const int pieces = (count + piece - 1) / piece;
-  const int units = panels * pieces;
+  const int pairs = (panels + 1) / 2, piece = pairs < 4 * team->lanes ? PIECE : count > 0 ? count : 1;
+  const int pieces = (count + piece - 1) / piece, units = pairs * pieces;
   for (int unit = next(team), ahead; unit < units; unit = unit_after(team, ahead)) {
     ahead = unit_ahead(team, unit, units);
-    const uint8_t *follow = (const uint8_t *)weight + likely_unit(team, unit, ahead, units) / pieces * PANEL;
-    const int panel = unit / pieces, from = unit % pieces * piece, to = from + piece < count ? from + piece : count;
-    const uint8_t *gate = (const uint8_t *)weight + panel * PANEL, *up = gate + panels * PANEL;
+    const int pair = unit / pieces, from = unit % pieces * piece, to = from + piece < count ? from + piece : count;
+    const uint8_t *follow = (const uint8_t *)weight + 2 * (likely_unit(team, unit, ahead, units) / pieces) * PANEL;
+    const uint8_t *gate = (const uint8_t *)weight + 2 * pair * PANEL, *up = gate + panels * PANEL;
+    const long second = 2 * pair + 1 < panels ? PANEL : 0; // from a panel to the other one of its pair
     for (int t = from, tokens; t < to; t += tokens) {
-      float tile[MOST_TOKENS * 32];
+      float gates[MOST_TOKENS * 32], ups[MOST_TOKENS * 32];
       tokens = tile_tokens(to - t);
-      panel_dot(gate, up, t + tokens < to ? gate : follow, prepared + t * PREPARED, tokens, tile, 32);
+      panel_dot(gate, gate + second, up, prepared + t * PREPARED, tokens, gates, 32);
+      panel_dot(up, up + second, t + tokens < to ? gate : follow, prepared + t * PREPARED, tokens, ups, 32);
       for (int r = 0; r < tokens; r++) {
-        v16 a = v16_load(tile + r * 32), b = v16_load(tile + r * 32 + 16);
+        for (int f = pair * 32, c = 0; c < 32 && f + c < F; c += 16) {
+          v16 a = v16_load(gates + r * 32 + c), b = v16_load(ups + r * 32 + c);
 #if BIAS
-        a = v16_add(a, v16_load(bias + panel * 16));
-        b = v16_add(b, v16_load(bias + F + panel * 16));
+          a = v16_add(a, v16_load(bias + f + c));
+          b = v16_add(b, v16_load(bias + F + f + c));
 #endif
-        v16 silu = v16_div(a, v16_add(v16_set(1.0f), v16_exp(v16_sub(v16_set(0.0f), a))));
-        v16_store(out + (long)(t + r) * F + panel * 16, v16_mul(silu, b));
+          v16 silu = v16_div(a, v16_add(v16_set(1.0f), v16_exp(v16_sub(v16_set(0.0f), a))));
+          v16_store(out + (long)(t + r) * F + f + c, v16_mul(silu, b));
+        }
       }
     }
   }

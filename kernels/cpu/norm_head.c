@@ -9,7 +9,7 @@
 //   row_index  [N] int32         the row of x that n is made of
 //   count      [1] int32         how many n there are, 0 to N; what belongs to those behind them stays as it is
 //
-// E % 32 == 0, any V. Units of work: a row to prepare; a pair of panels; a row to search.
+// E % 32 == 0, any V. Units of work: a row to prepare; some pairs of panels; a row to search.
 #define I E
 #include "norm.h"
 #include "team.h"
@@ -21,6 +21,14 @@
 #define NORM_BIAS_ARGUMENT
 #define norm_bias 0
 #endif
+
+// A pair of panels' results for one row, to its logits from v on.
+static inline void put(float *row, const float *tile, int v) {
+  for (int c = 0; c < 32; c += 16) {
+    if (v + c + 16 <= V) v16_store(row + v + c, v16_load(tile + c));
+    else for (int i = c; i < c + 16 && v + i < V; i++) row[v + i] = tile[i];
+  }
+}
 
 static inline int32_t index_of_largest(const float *y) {
   const float lowest = -__builtin_inff();
@@ -53,23 +61,19 @@ static void norm_head(float *logits, int32_t *best, void *scratch, const float *
   for (int t = next(team); t < n; t = next(team)) prepare_normed(prepared + t * PREPARED, x + (long)row_index[t] * E, norm, norm_bias);
   meet(team);
 
-  for (int pair = next(team), ahead; pair < pairs; pair = unit_after(team, ahead)) {
-    ahead = unit_ahead(team, pair, pairs);
-    const uint8_t *follow = (const uint8_t *)weight + 2 * likely_unit(team, pair, ahead, pairs) * PANEL;
-    const uint8_t *a = (const uint8_t *)weight + 2 * pair * PANEL, *b = 2 * pair + 1 < panels ? a + PANEL : a;
-    const int v = pair * 32, columns = V - v < 32 ? V - v : 32;
-    for (int t = 0, tokens; t < n; t += tokens) {
-      float tile[MOST_TOKENS * 32];
-      tokens = tile_tokens(n - t);
-      panel_dot(a, b, t + tokens < n ? a : follow, prepared + t * PREPARED, tokens, tile, 32);
-      for (int r = 0; r < tokens; r++) {
-        float *to = logits + (long)(t + r) * V + v;
-        if (columns == 32) {
-          v16_store(to, v16_load(tile + r * 32));
-          v16_store(to + 16, v16_load(tile + r * 32 + 16));
-        } else {
-          for (int c = 0; c < columns; c++) to[c] = tile[r * 32 + c];
-        }
+  const int run = pairs_in_unit(pairs, team->lanes), units = (pairs + run - 1) / run;
+  for (int unit = next(team), ahead; unit < units; unit = unit_after(team, ahead)) {
+    ahead = unit_ahead(team, unit, units);
+    const int first = unit * run, end = first + run < pairs ? first + run : pairs;
+    for (int pair = first; pair < end; pair++) {
+      const int then = pair + 1 < end ? pair + 1 : likely_unit(team, unit, ahead, units) * run;
+      const uint8_t *a = (const uint8_t *)weight + 2 * pair * PANEL, *b = 2 * pair + 1 < panels ? a + PANEL : a;
+      const uint8_t *follow = (const uint8_t *)weight + 2 * then * PANEL;
+      for (int t = 0, tokens; t < n; t += tokens) {
+        float tile[MOST_TOKENS * 32];
+        tokens = tile_tokens(n - t);
+        panel_dot(a, b, t + tokens < n ? a : follow, prepared + t * PREPARED, tokens, tile, 32);
+        for (int r = 0; r < tokens; r++) put(logits + (long)(t + r) * V, tile + r * 32, pair * 32);
       }
     }
   }

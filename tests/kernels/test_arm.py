@@ -37,7 +37,8 @@ def test_a_kernel_does_on_arm_what_the_plain_one_does(name: str, processor: str,
     kernel, arrays = SAMPLES[name]("neon")
     count = kernel.outs + kernel.ins
     actual = ", ".join(f"arguments[{i}]" for i in range(count))
-    main = (kernels_folder() / "cpu/include/team.h").read_text() + "void entry();" + MAIN.format(count=count, outs=kernel.outs, actual=actual)
+    team = (kernels_folder() / "cpu/include/team.h").read_text()
+    main = team + "void entry();" + MAIN.format(count=count, outs=kernel.outs, actual=actual)
     code, program, given, written = (tmp_path / name for name in ("kernel.o", "program", "in", "out"))
     # the C library is built for one processor only, which takes long the first time
     flags = [*_COMMON, *_ALONE, f"--target={TARGET}", PROCESSORS[processor]]

@@ -1,44 +1,162 @@
-"""The product of activations and weights: right, whatever the shapes and dtypes, and the same bits however many rows run together."""
+"""Products of activations with weights: kernels against the reference, the reference against numpy, and the same bits in any company."""
+
+from __future__ import annotations
 
 import numpy as np
 import pytest
+from tinygrad import Tensor, dtypes
+
+from tests.ops.inputs import FORMATS_AND_ROWS, ROWS, by_kernel, int32, numbers, packed, realized
+from tinyvllm.ops import registry
+from tinyvllm.ops.linear import TensorWeight, constant, gate_up_silu, linear, rounded
+from tinyvllm.ops.norm import Norm
+from tinyvllm.ops.weight import PACKED
+
+TOLERANCE = 1e-5  # of results of about 1: the order of float32 sums
+# Where x is rounded, a last bit of the norm may tip a number to its neighbour: a weight of 0.1 times 1/256 (BF16) or 3/127 (blocks).
+TIPPED = {"F32": 1e-5, "F16": 1e-5, "BF16": 2e-3, "Q8_0": 1e-2, "Q4_0": 1e-2}
+
+
+def gelu(y: np.ndarray) -> np.ndarray:
+    return 0.5 * y * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3)))
+
+
+# --- the reference
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize(("T", "O", "I"), [(1, 64, 96), (8, 100, 64), (16, 64, 64), (5, 12, 20), (48, 256, 32), (3, 7, 10), (2, 2048, 512)])
-def test_against_numpy(T, O, I, dtype):
-    from tinygrad import Tensor, dtypes
-
-    from tinyvllm.ops.linear import linear
-
-    random = np.random.default_rng(0)
-    x, bias = random.standard_normal((T, I)).astype(np.float32), random.standard_normal(O).astype(np.float32)
-    weight = Tensor(random.standard_normal((O, I)).astype(np.float32)).cast(getattr(dtypes, dtype)).realize()
-    expected = x @ weight.float().numpy().T
-    np.testing.assert_allclose(linear(Tensor(x), weight).numpy(), expected, atol=1e-4)
-    np.testing.assert_allclose(linear(Tensor(x), weight, Tensor(bias)).numpy(), expected + bias, atol=1e-4)
+@pytest.mark.parametrize(("T", "O", "I"), [(1, 64, 96), (5, 12, 20), (16, 100, 64), (3, 7, 10)])
+def test_tensors_against_numpy(T, O, I, dtype):
+    x, bias, residual = numbers(T, I), numbers(O), numbers(T, O)
+    tensor = Tensor(numbers(O, I, seed=1)).cast(getattr(dtypes, dtype)).realize()
+    seen = Tensor(x).cast(dtypes.bfloat16).float().numpy() if dtype == "bfloat16" else x
+    expected = seen @ tensor.float().numpy().T
+    weight, rows = TensorWeight((tensor,)), int32(T)
+    np.testing.assert_allclose(linear(Tensor(x), weight, rows).numpy(), expected, atol=1e-4)
+    full = linear(Tensor(x), weight, rows, Tensor(bias), Tensor(residual), gelu=True).numpy()
+    np.testing.assert_allclose(full, gelu(expected + bias) + residual, atol=1e-4)
 
 
-@pytest.mark.parametrize(("O", "I"), [(96, 64), (1536, 768)], ids=["one thread", "two threads"])
-def test_a_row_has_the_same_bits_in_any_company(O, I):
-    from tinygrad import Tensor, dtypes
-
-    from tinyvllm.ops.linear import linear
-
-    random = np.random.default_rng(1)
-    x = random.standard_normal((64, I)).astype(np.float32)
-    weight = Tensor(random.standard_normal((O, I)).astype(np.float32)).cast(dtypes.bfloat16).realize()
-    whole = linear(Tensor(x), weight).numpy()
-    for T in (1, 2, 3, 4, 8, 16, 24, 32):
-        np.testing.assert_array_equal(linear(Tensor(x[:T]), weight).numpy(), whole[:T], err_msg=f"T = {T}")
+def test_outputs_of_several_tensors_stand_side_by_side():
+    x, parts = numbers(3, 64), [numbers(O, 64, seed=O) for O in (8, 5, 20)]
+    weight = TensorWeight(tuple(Tensor(part) for part in parts))
+    assert (weight.O, weight.I) == (33, 64)
+    np.testing.assert_allclose(linear(Tensor(x), weight, int32(3)).numpy(), x @ np.concatenate(parts).T, atol=1e-4)
 
 
-def test_gate_up_silu():
-    from tinygrad import Tensor
+def test_x_is_rounded_as_processors_multiply_it():
+    x = numbers(3, 64)
+    x[1, 32:] = 0  # a block without a scale
+    blocks = x.reshape(3, 2, 32)
+    scale = np.abs(blocks).max(2, keepdims=True) / np.float32(127)
+    expected = (np.rint(blocks / np.where(scale, scale, 1)) * scale).reshape(3, 64)
+    for format in ("Q8_0", "Q4_0"):
+        np.testing.assert_allclose(rounded(Tensor(x), format).numpy(), expected, atol=1e-6)
+    np.testing.assert_array_equal(rounded(Tensor(x), "BF16").numpy(), Tensor(x).cast(dtypes.bfloat16).float().numpy())
+    np.testing.assert_array_equal(rounded(Tensor(x), "F16").numpy(), x)
 
-    from tinyvllm.ops.linear import gate_up_silu
 
-    random = np.random.default_rng(2)
-    x, gate, up = (random.standard_normal(shape).astype(np.float32) for shape in ((3, 8), (12, 8), (12, 8)))
-    g, u = x @ gate.T, x @ up.T
-    np.testing.assert_allclose(gate_up_silu(Tensor(x), Tensor(gate), Tensor(up)).numpy(), g / (1 + np.exp(-g)) * u, atol=1e-5)
+def test_gate_up_silu_of_tensors():
+    x, norm, gate, up, bias = numbers(3, 8), numbers(8), numbers(12, 8), numbers(12, 8, seed=1), numbers(24)
+    n = x / np.sqrt((x * x).mean(1, keepdims=True) + 1e-5) * norm
+    g, u = n @ gate.T + bias[:12], n @ up.T + bias[12:]
+    weight = TensorWeight((Tensor(gate), Tensor(up)))
+    out = gate_up_silu(Tensor(x), Norm("RMS", Tensor(norm), 1e-5), weight, int32(3), Tensor(bias)).numpy()
+    np.testing.assert_allclose(out, g / (1 + np.exp(-g)) * u, atol=1e-5)
+
+
+# --- kernels
+
+
+@pytest.mark.parametrize(("format", "row"), FORMATS_AND_ROWS)
+def test_matmul_equals_its_reference(monkeypatch, format, row):
+    """13 rows of which 11 count, 50 outputs: neither fills a tile or a panel."""
+    T, used, O, I = 13, 11, 50, 96
+    x, residual = (realized(numbers(T, width)) for width in (I, O))
+    weight, bias = packed(format, O, I), realized(numbers(O))
+
+    def op() -> np.ndarray:
+        return linear(x, weight, int32(used), bias, residual, gelu=True).numpy()[:used]
+
+    got, want = (by_kernel(monkeypatch, "matmul", which, op) for which in (row, "ref"))
+    np.testing.assert_allclose(got, want, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("extra", ["nothing", "bias", "residual", "gelu"])
+def test_matmul_with_one_thing_more(monkeypatch, extra):
+    T, O, I = 5, 50, 96
+    x, weight = realized(numbers(T, I)), packed("BF16", O, I)
+    more = {"bias": {"bias": realized(numbers(O))}, "residual": {"residual": realized(numbers(T, O))}, "gelu": {"gelu": True}}.get(extra, {})
+    got, want = (by_kernel(monkeypatch, "matmul", which, lambda: linear(x, weight, int32(T), **more).numpy()) for which in (ROWS[0], "ref"))
+    np.testing.assert_allclose(got, want, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("format", "row"), FORMATS_AND_ROWS)
+def test_a_row_has_the_same_bits_in_any_company(monkeypatch, format, row):
+    """The kernels of the test before: bias, gelu and residual ride along."""
+    most, O, I = 64, 50, 96
+    x, residual, weight, bias = numbers(most, I), numbers(most, O), packed(format, O, I), realized(numbers(O))
+    monkeypatch.setenv("TINYVLLM_KERNELS", f"matmul={row}")
+
+    def bits(start: int, T: int) -> np.ndarray:
+        cut = slice(start, start + T)
+        return linear(realized(x[cut]), weight, int32(T), bias, realized(residual[cut]), gelu=True).numpy().view(np.uint32)
+
+    whole = bits(0, most)
+    for T in (1, 2, 3, 8, 13, 24, 47):
+        start = 7 * T % (most - T)
+        np.testing.assert_array_equal(bits(start, T), whole[start : start + T], err_msg=f"T = {T}")
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(("format", "row"), FORMATS_AND_ROWS)
+def test_gate_up_silu_equals_its_reference(monkeypatch, format, row, bias):
+    T, used, F, E = 7, 5, 48, 96
+    if bias and format not in ("F32", "Q8_0"):
+        pytest.skip("one format of floats and one of blocks with a bias are enough")
+    x, weight, norm = realized(numbers(T, E)), packed(format, 2 * F, E), Norm("RMS", realized(numbers(E)), 1e-5)
+    beside = realized(numbers(2 * F)) if bias else None
+
+    def op() -> np.ndarray:
+        return gate_up_silu(x, norm, weight, int32(used), beside).numpy()[:used]
+
+    got, want = (by_kernel(monkeypatch, "norm_gate_up_silu", which, op) for which in (row, "ref"))
+    np.testing.assert_allclose(got, want, atol=TIPPED[format])
+    assert np.abs(got - want).mean() < TIPPED[format] / 20
+
+
+def test_gate_up_silu_has_the_same_bits_in_any_company(monkeypatch):
+    most, F, E = 40, 48, 96
+    x, weight, norm = numbers(most, E), packed("Q8_0", 2 * F, E), Norm("RMS", realized(numbers(E)), 1e-5)
+    monkeypatch.setenv("TINYVLLM_KERNELS", f"norm_gate_up_silu={ROWS[0]}")
+    whole = gate_up_silu(realized(x), norm, weight, int32(most)).numpy()
+    for T in (1, 5, 13, 25):
+        got = gate_up_silu(realized(x[3 : 3 + T]), norm, weight, int32(T)).numpy()
+        np.testing.assert_array_equal(got.view(np.uint32), whole[3 : 3 + T].view(np.uint32), err_msg=f"T = {T}")
+
+
+@pytest.mark.parametrize(("F", "kind", "why"), [(20, "RMS", "its 20 outputs are not a multiple of 16"), (16, "LAYER", "made for RMSNorm")])
+def test_what_the_gated_kernel_cannot_do_goes_to_the_reference(monkeypatch, F, kind, why):
+    monkeypatch.delenv("TINYVLLM_KERNELS", raising=False)
+    registry.forget()
+    x, scale, weight = numbers(3, 32), numbers(32), packed("F32", 2 * F, 32)
+    out = gate_up_silu(realized(x), Norm(kind, Tensor(scale), 1e-5), weight, int32(3)).numpy()
+    (choice,) = registry.choices()
+    assert choice.row == "ref" and why in choice.why
+    centred = x - x.mean(1, keepdims=True) if kind == "LAYER" else x
+    y = centred / np.sqrt((centred * centred).mean(1, keepdims=True) + 1e-5) * scale @ weight.dense().numpy().T
+    np.testing.assert_allclose(out, y[:, :F] / (1 + np.exp(-y[:, :F])) * y[:, F:], atol=1e-5)
+
+
+@pytest.mark.parametrize("format", PACKED)
+def test_a_row_of_zeros_and_one_of_huge_numbers(monkeypatch, format):
+    """Blocks without a scale, and numbers whose squares no float32 holds."""
+    x = np.stack([np.zeros(96, np.float32), numbers(96) * np.float32(1e30)])
+    weight = packed(format, 16, 96)
+    got, want = (by_kernel(monkeypatch, "matmul", row, lambda: linear(realized(x), weight, int32(2)).numpy()) for row in (ROWS[0], "ref"))
+    assert (got[0] == 0).all() and np.isfinite(got[1]).all()
+    np.testing.assert_allclose(got[1] / 1e30, want[1] / 1e30, atol=TOLERANCE)
+
+
+def test_constants_are_floats_in_c():
+    assert [constant(value) for value in (1e-5, 0.25, 1.0, 1)] == ["1e-05f", "0.25f", "1.0f", "1.0f"]

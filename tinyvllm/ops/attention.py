@@ -119,7 +119,7 @@ class PagedAttention:
         M = int(self._batch.block_tables.shape[1])
         return Kernel.cpu(
             stem, row, 2, ins,
-            H=int(q.shape[1]), K=K, D=D, S=S, M=M, B=self._batch.num_decodes, CACHE_TYPE=CACHE_FORMATS[cache.keys.dtype],
+            H=int(q.shape[1]), K=K, D=D, S=S, M=M, CACHE_TYPE=CACHE_FORMATS[cache.keys.dtype],
             SCALE=constant(scale), WINDOW=window,
         )  # fmt: skip
 
@@ -135,7 +135,7 @@ class PagedAttention:
         """`out` [T, H * D] with the rows of the chunks attended."""
         b, (T, H, D), K = self._batch, (int(d) for d in q.shape), int(cache.keys.shape[2])
         G = H // K
-        rows = G * max(1, 64 // G)
+        rows = G * max(1, 128 // G)
         areas = empty(q, LANES * (128 * D + rows * (3 * D + 32)))
         kernel = self._kernel("attention_prefill", row, q, cache, scale, window, 6)
         # the values' alias: a tensor that two kernels read after a store is copied, the whole pool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
-from tinyvllm.config import MOST_SCHEDULER_STEPS, EngineConfig
+from tinyvllm.config import MOST_SCHEDULER_STEPS, EngineConfig, cache_folder, environment
 from tinyvllm.errors import ArgumentError
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.models.families import check_layers, find_family, read_config, refuse_unused, weights_of
@@ -114,7 +115,8 @@ class Runner:
         if not dummy:
             refuse_unused(self.config, recipes, self.checkpoint.tensors)
         plan = WeightPlan(device, self.dtype, _matrix_format(config))
-        loader = WeightLoader(None if dummy else self.checkpoint, plan, progress)
+        kept = cache_folder() if environment(os.environ).get("TINYVLLM_KEEP_PANELS", True) else None
+        loader = WeightLoader(None if dummy else self.checkpoint, plan, progress, kept)
         loader.load(self.model, recipes)
         self.weight_bytes, self.bytes_per_token = loader.bytes, loader.streamed
         self.pool, self.max_model_len = self._size_pool(config)

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from tinyvllm.ops.launch import run_now
 from tinyvllm.ops.registry import pick
 from tinyvllm.ops.weight import FLOATS, PANEL, PackedWeight, RowWeight, convert_rows, packable, panel_bytes, quantize_rows, row_bytes
 from tinyvllm.quant.formats import FORMATS
+from tinyvllm.runner.panels import KeptPanels
 from tinyvllm.weights.checkpoint import Checkpoint
 from tinyvllm.weights.load import adopt, dummy_tensors, load_rows, load_tensors
 from tinyvllm.weights.mapping import allocate, drop_pages
@@ -40,10 +42,12 @@ class WeightPlan:
 
 
 class WeightLoader:
-    """Loads a model's weights from `checkpoint`, or makes them up where that is None."""
+    """Loads a model's weights from `checkpoint`, or makes them up where that is None. Panels are kept below `kept`, if that is given."""
 
-    def __init__(self, checkpoint: Checkpoint | None, plan: WeightPlan, progress: Progress | None = None):
+    def __init__(self, checkpoint: Checkpoint | None, plan: WeightPlan, progress: Progress | None = None, kept: Path | None = None):
         self._checkpoint, self._plan, self._progress = checkpoint, plan, progress
+        packing = f"{DTYPE_FORMATS[plan.dtype]} {plan.format}"
+        self._kept = None if kept is None or checkpoint is None else KeptPanels(kept, checkpoint, packing)
         self.bytes = 0  # that the model holds
         self.streamed = 0  # of which a decode step reads so many: all but an embedding table of its own
         self._done = self._total = 0
@@ -53,14 +57,18 @@ class WeightLoader:
         by_name = {recipe.name: recipe for recipe in recipes}
         self._total = sum(prod(recipe.shape) for recipe in recipes) * self._plan.dtype.itemsize
         rest = dict(by_name)
-        for owner, prefix, names in _products(model):
-            parts = [by_name[f"{prefix}{name}.weight"] for name in names]
-            if self._packs(parts):
-                packed = self._pack(parts)
-                owner.__dict__.setdefault("packed", {})[names] = packed
-                for part, name in zip(parts, names, strict=True):
-                    del rest[part.name]
-                    getattr(owner, name).weight = None  # nobody may take the shapeless stand-in for the weight
+        products = [(owner, names, [by_name[f"{prefix}{name}.weight"] for name in names]) for owner, prefix, names in _products(model)]
+        products = [product for product in products if self._packs(product[2])]
+        if self._kept is not None and self._checkpoint is not None and not self._kept.complete:
+            sources = {source for _, _, parts in products for part in parts for source in part.sources}
+            self._kept.begin(sum(self._checkpoint.tensors[s].data.nbytes for s in sources if s in self._checkpoint.tensors))
+        for owner, names, parts in products:
+            owner.__dict__.setdefault("packed", {})[names] = self._packed(parts)
+            for part, name in zip(parts, names, strict=True):
+                del rest[part.name]
+                getattr(owner, name).weight = None  # nobody may take the shapeless stand-in for the weight
+        if self._kept is not None:
+            self._kept.finish()
         table = by_name["token_embd.weight"]
         if model.config.tied and "token_embd.weight" not in rest:
             model.packed_table = model.packed["token_embd",]
@@ -99,13 +107,25 @@ class WeightLoader:
 
     # --- matrices for kernels
 
+    def _packed(self, parts: list[Weight]) -> PackedWeight:
+        """One matrix of panels with the parts' rows, one part behind the other: as kept, or packed now."""
+        found = None if self._kept is None else self._kept.get(parts[0].name)
+        if found is None:
+            return self._pack(parts)
+        format, O, panels = found
+        I = parts[0].shape[1]
+        for part in parts:
+            self._count(part, panel_bytes(format, part.shape[0], I))
+        return PackedWeight(adopt(panels, self._plan.device, dtypes.uint8), format, O, I)
+
     def _pack(self, parts: list[Weight]) -> PackedWeight:
-        """One matrix of panels from the parts' rows, one part behind the other."""
         loaded = [self._load_rows(part) for part in parts]
         formats = {name for name, _ in loaded}
         format = formats.pop() if len(formats) == 1 else DTYPE_FORMATS[self._plan.dtype]
         O, I = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        panels = allocate(panel_bytes(format, O, I))
+        size = panel_bytes(format, O, I)
+        fresh = None if self._kept is None else self._kept.allocate(parts[0].name, format, O, size)
+        panels = allocate(size) if fresh is None else fresh
         first = 0
         for part, (name, rows) in zip(parts, loaded, strict=True):
             if name != format and name not in FLOATS:

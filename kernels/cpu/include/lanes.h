@@ -19,8 +19,9 @@
 // e^x, 2e-7 off at most relative to the result; 0 below -87. Reduction by ln 2 in two parts and polynomial of Moshier's Cephes, `expf`.
 static inline v16 v16_exp(v16 x) {
   v16 low = v16_set(-87.0f), high = v16_set(88.0f);
-  v16 n = v16_round(v16_mul(v16_min(v16_max(x, low), high), v16_set(1.44269504f)));
-  v16 r = v16_fma(n, v16_set(-0.693359375f), v16_min(v16_max(x, low), high));
+  v16 within = v16_min(high, v16_max(low, x));  // of a NaN and a number, min and max give their second: a NaN stays one
+  v16 n = v16_round(v16_mul(within, v16_set(1.44269504f)));
+  v16 r = v16_fma(n, v16_set(-0.693359375f), within);
   r = v16_fma(n, v16_set(2.12194440e-4f), r);
   v16 y = v16_set(1.9875691500e-4f);
   y = v16_fma(y, r, v16_set(1.3981999507e-3f));

@@ -56,8 +56,9 @@ static inline v16 v16_dot_bf16(v16 acc, w16 w, uint32_t x) {
   return _mm512_dpbf16_ps(acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32((int)x));
 #else
   __m512i high = _mm512_set1_epi32((int)0xFFFF0000);
-  acc = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(w, 16)), _mm512_castsi512_ps(_mm512_set1_epi32((int)(x << 16))), acc);
-  return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(w, high)), _mm512_castsi512_ps(_mm512_set1_epi32((int)(x & 0xFFFF0000u))), acc);
+  // the high product first, as the instruction does it
+  acc = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(w, high)), _mm512_castsi512_ps(_mm512_set1_epi32((int)(x & 0xFFFF0000u))), acc);
+  return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(w, 16)), _mm512_castsi512_ps(_mm512_set1_epi32((int)(x << 16))), acc);
 #endif
 }
 

@@ -230,7 +230,8 @@ static inline int tile_tokens(int left) { return left <= MOST_TOKENS ? left : WI
 
 // tile[t * pitch + r] = row t of x . row r of panel `a` for r < 16, row r - 16 of panel `b` above; t < tokens <= MOST_TOKENS. x: prepared
 // rows. The tile has room for MOST_TOKENS rows; rows from `tokens` on hold nothing meant. `follow`: the panel that will be read next.
-static inline void panel_dot(const uint8_t *a, const uint8_t *b, const uint8_t *follow, const uint8_t *x, int tokens, float *tile, int pitch) {
+static inline void panel_dot(const uint8_t *a, const uint8_t *b, const uint8_t *follow, const uint8_t *x, int tokens, float *tile,
+                             int pitch) {
 #define DOT(panels, most) \
   if (tokens <= most) { \
     dot_##panels##_##most(a, b - a, panels == 1 ? b : follow, x, tile, pitch); \
@@ -239,6 +240,12 @@ static inline void panel_dot(const uint8_t *a, const uint8_t *b, const uint8_t *
   }
   TILES(DOT)
 #undef DOT
+}
+
+// How many of all `pairs` of panels make a unit of work: some 128 KB of memory in one run, but at least eight units a lane.
+static inline int pairs_in_unit(int pairs, int lanes) {
+  const int most = 163840 / (2 * PANEL), share = pairs / (8 * lanes);
+  return share < 2 || most < 2 ? 1 : share < most ? share : most;
 }
 
 // A lane asks for its next unit before it works on this one, so that panel_dot can prefetch it; not near the end, where a unit that waits

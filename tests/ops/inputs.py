@@ -1,0 +1,61 @@
+"""Random inputs of the ops, weights in every format, and one op run by a kernel and by its reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from tinygrad import Tensor, dtypes
+
+from tinyvllm.ops import registry
+from tinyvllm.ops.weight import PACKED, PackedWeight, RowWeight, pack_panels
+from tinyvllm.quant.formats import FORMATS
+from tinyvllm.weights.load import adopt
+from tinyvllm.weights.mapping import allocate
+
+ROWS = [name for name, lacking in registry.rows("CPU").items() if lacking is None]  # best first
+# Every format on the best row, and a format of each kind on the others: tests/kernels has them all, compiling them again takes seconds.
+FORMATS_AND_ROWS = [(format, ROWS[0]) for format in PACKED] + [(format, row) for row in ROWS[1:] for format in ("BF16", "Q4_0")]
+
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    """float32, normal."""
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
+def realized(array: np.ndarray) -> Tensor:
+    return Tensor(array).contiguous().realize()
+
+
+def int32(*values: int) -> Tensor:
+    return realized(np.array(values, np.int32))
+
+
+def file_rows(format: str, O: int, I: int, seed: int = 0) -> np.ndarray:
+    """uint8 [O, bytes of a row] of a random matrix whose products with normal numbers are about 1."""
+    values = numbers(O, I, seed=seed) * np.float32(I**-0.5)
+    return FORMATS[format].pack(values.reshape(-1, FORMATS[format].elements)).reshape(O, -1)
+
+
+def packed(format: str, O: int, I: int, seed: int = 0) -> PackedWeight:
+    return PackedWeight(_bytes(pack_panels(format, file_rows(format, O, I, seed))), format, O, I)
+
+
+def in_rows(format: str, O: int, I: int, seed: int = 0) -> RowWeight:
+    return RowWeight(_bytes(file_rows(format, O, I, seed)), format, O, I)
+
+
+def _bytes(data: np.ndarray) -> Tensor:
+    memory = allocate(data.size)
+    memory[:] = data.reshape(-1)
+    return adopt(memory, "CPU", dtypes.uint8)
+
+
+def by_kernel(monkeypatch: pytest.MonkeyPatch, stem: str, row: str, op: Callable[[], np.ndarray]) -> np.ndarray:
+    """What the op gives where `row` must run it; "ref" is the reference."""
+    monkeypatch.setenv("TINYVLLM_KERNELS", f"{stem}={row}")
+    registry.forget()
+    out = op()
+    assert (stem, row) in [(choice.stem, choice.row) for choice in registry.choices()]
+    return out
