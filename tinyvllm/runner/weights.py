@@ -115,7 +115,7 @@ class WeightLoader:
         format, O, panels = found
         I = parts[0].shape[1]
         for part in parts:
-            self._count(part, panel_bytes(format, part.shape[0], I))
+            self._count(part, part.shape[0] * row_bytes(format, I))
         return PackedWeight(adopt(panels, self._plan.device, dtypes.uint8), format, O, I)
 
     def _pack(self, parts: list[Weight]) -> PackedWeight:
@@ -126,15 +126,18 @@ class WeightLoader:
         size = panel_bytes(format, O, I)
         fresh = None if self._kept is None else self._kept.allocate(parts[0].name, format, O, size)
         panels = allocate(size) if fresh is None else fresh
+        loaded = [(name, rows) if name == format or name in FLOATS else ("F32", _unpacked(name, rows)) for name, rows in loaded]
+        if any(len(rows) % PANEL for _, rows in loaded[:-1]):  # a panel holds rows of two parts: make them one
+            joined = np.concatenate([rows if name == format else convert_rows(name, format, rows) for name, rows in loaded])
+            loaded = [(format, joined)]
         first = 0
-        for part, (name, rows) in zip(parts, loaded, strict=True):
-            if name != format and name not in FLOATS:
-                name, rows = "F32", _unpacked(name, rows)
-            last = first + -(-part.shape[0] // PANEL)
-            _pack_panels(name, format, I, panels, rows, (first, last, part.shape[0]))
+        for name, rows in loaded:
+            last = first + -(-len(rows) // PANEL)
+            _pack_panels(name, format, I, panels, rows, (first, last, len(rows)))
             drop_pages(rows)
-            self._count(part, panel_bytes(format, part.shape[0], I))
             first = last
+        for part in parts:
+            self._count(part, part.shape[0] * row_bytes(format, I))
         return PackedWeight(adopt(panels, self._plan.device, dtypes.uint8), format, O, I)
 
     def _rows(self, recipe: Weight) -> RowWeight:

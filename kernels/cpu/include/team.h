@@ -9,6 +9,18 @@
 #pragma once
 #include <stdint.h>
 
+#if !__STDC_HOSTED__
+// A kernel's object stands alone, and compilers make calls to these out of copies of structures whatever they are told.
+__attribute__((visibility("hidden"))) void *memcpy(void *to, const void *from, unsigned long count) {
+  for (unsigned long i = 0; i < count; i++) ((char *)to)[i] = ((const char *)from)[i];
+  return to;
+}
+__attribute__((visibility("hidden"))) void *memset(void *to, int value, unsigned long count) {
+  for (unsigned long i = 0; i < count; i++) ((char *)to)[i] = (char)value;
+  return to;
+}
+#endif
+
 struct crew {               // what the lanes share; each word that is written often has a cache line of its own
   _Alignas(64) int ticket;  // the next unit
   _Alignas(64) int arrived; // lanes that wait in `meet`
