@@ -39,14 +39,14 @@ def file_rows(format: str, O: int, I: int, seed: int = 0) -> np.ndarray:
 
 
 def packed(format: str, O: int, I: int, seed: int = 0) -> PackedWeight:
-    return PackedWeight(_bytes(pack_panels(format, file_rows(format, O, I, seed))), format, O, I)
+    return PackedWeight(device_bytes(pack_panels(format, file_rows(format, O, I, seed))), format, O, I)
 
 
 def in_rows(format: str, O: int, I: int, seed: int = 0) -> RowWeight:
-    return RowWeight(_bytes(file_rows(format, O, I, seed)), format, O, I)
+    return RowWeight(device_bytes(file_rows(format, O, I, seed)), format, O, I)
 
 
-def _bytes(data: np.ndarray) -> Tensor:
+def device_bytes(data: np.ndarray) -> Tensor:
     memory = allocate(data.size)
     memory[:] = data.reshape(-1)
     return adopt(memory, "CPU", dtypes.uint8)

@@ -25,3 +25,14 @@ def test_layer_norm():
     expected = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
     np.testing.assert_allclose(layer_norm(Tensor(x), Tensor(w), Tensor(b), 1e-5).numpy(), expected * w + b, atol=1e-5)
     np.testing.assert_allclose(layer_norm(Tensor(x), None, None, 1e-5).numpy(), expected, atol=1e-5)
+
+
+def test_a_norm_knows_its_kind():
+    from tinygrad import Tensor
+
+    from tinyvllm.ops.norm import Norm, layer_norm, rms_norm
+
+    random = np.random.default_rng(2)
+    x, w, b = (Tensor(random.standard_normal(shape).astype(np.float32)) for shape in ((5, 48), (48,), (48,)))
+    np.testing.assert_array_equal(Norm("RMS", w, 1e-3)(x).numpy(), rms_norm(x, w, 1e-3).numpy())
+    np.testing.assert_array_equal(Norm("LAYER", w, 1e-3, b)(x).numpy(), layer_norm(x, w, b, 1e-3).numpy())

@@ -55,14 +55,18 @@ def kernel_text(kernel: Kernel) -> str:
     """Everything that the compiler reads for one kernel."""
     defines = "".join(f"#define {name} {value}\n" for name, value in kernel.defines)
     if kernel.backend == "cpu":
-        return f"#define LANES_{kernel.target.upper()}\n{defines}{_cpu_entry(kernel)}{kernel_source('cpu', kernel.stem)}"
+        return f"#define LANES_{kernel.target.upper()}\n{defines}{_cpu_entry(kernel)}{kernel_source('cpu', kernel.stem)}{_CPU_END}"
     return defines + kernel_source(kernel.backend, kernel.stem)
+
+
+# A crew meets behind every kernel; whoever is alone must do it himself, or the next kernel would find the last one's tickets drawn.
+_CPU_END = "\nstatic void left(const struct team *team) { if (team->lanes == 1) meet(team); }\n"
 
 
 def _cpu_entry(kernel: Kernel) -> str:
     """The function that is called: tinygrad jumps to the start of the object file, so it comes first, and it passes integers.
 
-    The last argument is the team. Lane -1 is somebody outside the crew, who asks it to run the kernel.
+    The last argument is the team.
     """
     count = kernel.outs + kernel.ins
     formal = ", ".join(f"long a{i}" for i in range(count))
@@ -70,5 +74,9 @@ def _cpu_entry(kernel: Kernel) -> str:
     types = ", ".join(["long"] * count)
     return f"""struct team;
 static void {kernel.stem}();
-void entry({formal}, const struct team *team) {{ ((void (*)({types}, const struct team *)){kernel.stem})({actual}, team); }}
+static void left(const struct team *team);
+void entry({formal}, const struct team *team) {{
+  ((void (*)({types}, const struct team *)){kernel.stem})({actual}, team);
+  left(team);
+}}
 """

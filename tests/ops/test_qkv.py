@@ -1,0 +1,142 @@
+"""Queries, and keys and values in the cache: kernels against the reference for every variant of a layer, and each row for itself."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from tinygrad import Tensor, dtypes
+
+from tests.ops.inputs import FORMATS_AND_ROWS, ROWS, by_kernel, int32, numbers, packed, realized
+from tinyvllm.batch import Batch, LayerCache
+from tinyvllm.ops import registry
+from tinyvllm.ops.launch import alias
+from tinyvllm.ops.norm import Norm
+from tinyvllm.ops.qkv import QKV, append_kv, norm_qkv_rope_store
+
+P, S, E = 4, 8, 64  # the last block is the scratch block
+SCRATCH = (P - 1) * S
+# Results are about 1. Where x or the cache is rounded, a last bit before may tip a number to its neighbour.
+TOLERANCE = {"F32": 2e-5, "F16": 2e-5, "BF16": 4e-3, "Q8_0": 2e-2, "Q4_0": 2e-2}
+CACHE_TOLERANCE = {"float32": 0.0, "float16": 4e-3, "bfloat16": 4e-2}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A layer's kind: H query heads, K key/value heads of D, R rotary dims (0: positions are learned), and what else it has."""
+
+    H: int = 4
+    K: int = 2
+    D: int = 16
+    R: int = 16
+    norm: str = "RMS"
+    bias: bool = False
+    qk_norm: bool = False
+    cache: str = "float32"
+
+
+VARIANTS = {
+    "llama": Variant(),
+    "qwen2": Variant(bias=True, cache="bfloat16"),
+    "qwen3": Variant(D=32, R=32, qk_norm=True, cache="float16"),
+    "phi, a part rotated": Variant(H=2, K=2, D=48, R=16),
+    "gpt2": Variant(H=4, K=4, R=0, norm="LAYER", bias=True),
+}
+
+
+def batch_of(slots: list[int], rows: int) -> Batch:
+    """A batch as far as this op looks at it."""
+    none = int32(0)
+    return Batch(none, none, int32(*slots), none, none, none, int32(rows), none, none, none, none, 1, 0, 1)
+
+
+def cache_of(v: Variant) -> LayerCache:
+    pool = Tensor(numbers(P, 2, v.K, S, v.D, seed=9)).cast(getattr(dtypes, v.cache)).contiguous().realize()
+    return LayerCache(pool, alias(pool))
+
+
+@functools.cache
+def layer(v: Variant, format: str) -> tuple[Norm, QKV]:
+    O = (v.H + 2 * v.K) * v.D
+    norm = Norm(v.norm, realized(numbers(E)), 1e-5, realized(numbers(E, seed=1)) if v.norm == "LAYER" else None)
+    q_norm, k_norm = (realized(numbers(v.D, seed=seed)) if v.qk_norm else None for seed in (2, 3))
+    return norm, QKV(packed(format, O, E), realized(numbers(O)) if v.bias else None, q_norm, k_norm, 1e-6)
+
+
+def run(v: Variant, format: str, x: np.ndarray, slots: list[int], rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """q of the rows that count, and the pool without its scratch block, both float32."""
+    norm, qkv = layer(v, format)
+    angles = realized(numbers(64, v.R, seed=4)[slots]) if v.R else None  # any numbers do for a rotation; the slot stands for the position
+    q, cache = norm_qkv_rope_store(realized(x), norm, qkv, angles, cache_of(v), batch_of(slots, rows))
+    Tensor.realize(q, *cache)
+    return q.numpy()[:rows], cache.keys.float().numpy()[: P - 1]
+
+
+def compare(monkeypatch, v: Variant, format: str, row: str) -> None:
+    slots, used = [17, 2, 11, 0, 23, SCRATCH, SCRATCH], 5
+    x = numbers(len(slots), E)
+    results = []
+    for which in (row, "ref"):
+        monkeypatch.setenv("TINYVLLM_KERNELS", f"norm_qkv_rope_store={which}")
+        registry.forget()
+        results.append(run(v, format, x, slots, used))
+        assert registry.choices()[0].row == which
+    (q, pool), (want_q, want_pool) = results
+    np.testing.assert_allclose(q, want_q, atol=TOLERANCE[format])
+    np.testing.assert_allclose(pool, want_pool, atol=TOLERANCE[format] + CACHE_TOLERANCE[v.cache])
+    before = cache_of(v).keys.float().numpy()[: P - 1]
+    changed = {b * S + s for b, _, _, s, _ in np.argwhere(pool != before)}
+    assert changed == set(slots[:used]), "the batch's slots and no other"
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_equal_their_reference(monkeypatch, name):
+    compare(monkeypatch, VARIANTS[name], "BF16" if name == "qwen2" else "F32", ROWS[0])
+
+
+@pytest.mark.parametrize(("format", "row"), [pair for pair in FORMATS_AND_ROWS if pair != ("F32", ROWS[0])])
+def test_formats_and_rows_equal_their_reference(monkeypatch, format, row):
+    compare(monkeypatch, Variant(), format, row)
+
+
+@pytest.mark.parametrize("format", ["F32", "BF16", "Q8_0"])
+def test_a_row_has_the_same_bits_in_any_company(monkeypatch, format):
+    monkeypatch.setenv("TINYVLLM_KERNELS", f"norm_qkv_rope_store={ROWS[0]}")
+    x, slots = numbers(24, E), list(range(23, -1, -1))
+    q, pool = run(Variant(), format, x, slots, 24)
+    for start, T in ((0, 1), (3, 5), (7, 16)):
+        some, cache = run(Variant(), format, x[start : start + T], slots[start : start + T], T)
+        np.testing.assert_array_equal(some.view(np.uint32), q[start : start + T].view(np.uint32))
+        for slot in slots[start : start + T]:
+            np.testing.assert_array_equal(cache[slot // S, :, :, slot % S], pool[slot // S, :, :, slot % S])
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("cache", ["float32", "float16", "bfloat16"])
+def test_append_kv_rounds_as_its_reference(monkeypatch, cache, row):
+    v, slots = Variant(K=3, cache=cache), [5, 23, 8, SCRATCH]
+    k, v_ = (realized(numbers(len(slots), v.K, v.D, seed=seed)) for seed in (0, 1))
+
+    def op() -> np.ndarray:
+        written = append_kv(k, v_, cache_of(v), batch_of(slots, 3))
+        Tensor.realize(*written)
+        return written.keys.float().numpy()[: P - 1]
+
+    got, want = (by_kernel(monkeypatch, "kv_append", which, op) for which in (row, "ref"))
+    np.testing.assert_array_equal(got, want)
+    assert not np.array_equal(got, cache_of(v).keys.float().numpy()[: P - 1])
+
+
+def test_odd_head_dimensions_go_to_the_reference(monkeypatch):
+    monkeypatch.delenv("TINYVLLM_KERNELS", raising=False)
+    registry.forget()
+    v, slots = Variant(D=8, R=8), [3, 1]
+    q, pool = run(v, "F32", numbers(2, E), slots, 2)
+    assert {(c.stem, c.row) for c in registry.choices()} == {("norm_qkv_rope_store", "ref"), ("kv_append", "ref")}
+    assert all("head dimension 8 is not a multiple of 16" in c.why for c in registry.choices())
+    norm, qkv = layer(v, "F32")
+    x = norm(Tensor(numbers(2, E))).numpy() @ qkv.weight.dense().numpy().T
+    np.testing.assert_allclose(pool[0, 1, :, slots].reshape(2, -1), x[:, -v.K * v.D :], atol=1e-5)
+    assert q.shape == (2, v.H, v.D)
