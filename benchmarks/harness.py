@@ -30,7 +30,8 @@ def machine() -> dict[str, object]:
     info = Path("/proc/cpuinfo")
     if info.exists():
         model = next((line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")), model)
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=RESULTS.parent).stdout.strip()
+    here = Path(__file__).parent
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=here).stdout.strip()
     return {"cpu": model, "cores": os.cpu_count(), "system": platform.system(), "python": platform.python_version(), "commit": commit}
 
 

@@ -158,7 +158,7 @@ def embed(o: argparse.Namespace) -> Work:
     tokens = np.random.default_rng(0).integers(0, o.V, o.T).tolist()
     defines = (("E", o.E), ("V", o.V), ("WEIGHT", o.weight), ("PANELS", 1))
     arguments = [empty(o.T, o.E), ints(), ints(*tokens), ints(o.T)]
-    touched = o.T * size // o.V
+    touched = o.T * 16 * size // o.V  # a row lies in a panel of sixteen: every cache line of the panel has a word of it
     return Work(Kernel("embed", "cpu", o.target, defines, 1, 3), arguments, 1, lambda: plain(size), touched, 0, "f32_flops")
 
 
@@ -260,10 +260,10 @@ def measure(stem: str, options: argparse.Namespace) -> list[object]:
     of_bytes = work.bytes / timed.median / bandwidth
     of_flops = work.flops / timed.median / most if most else None
     record("kernels", {
-        "kernel": work.kernel.name, "defines": dict(work.kernel.defines), "rows": options.T, "context": options.context, "lanes": options.lanes,
-        "us": round(1e6 * timed.median, 2), "GBps": round(work.bytes / timed.median / 1e9, 2), "of_read": round(of_bytes, 3),
-        "Gops": round(work.flops / timed.median / 1e9, 1), "of_ops": of_flops and round(of_flops, 3), "read_GBps": round(bandwidth / 1e9, 1),
-        "roof_Gops": most and round(most / 1e9), "quiet": timed.quiet, "rounds": timed.rounds,
+        "kernel": work.kernel.name, "defines": dict(work.kernel.defines), "rows": options.T, "context": options.context,
+        "lanes": options.lanes, "us": round(1e6 * timed.median, 2), "GBps": round(work.bytes / timed.median / 1e9, 2),
+        "of_read": round(of_bytes, 3), "Gops": round(work.flops / timed.median / 1e9, 1), "of_ops": of_flops and round(of_flops, 3),
+        "read_GBps": round(bandwidth / 1e9, 1), "roof_Gops": most and round(most / 1e9), "quiet": timed.quiet, "rounds": timed.rounds,
     }, [timed])  # fmt: skip
     shares = [f"{of_bytes:.0%}", None if of_flops is None else f"{of_flops:.0%}"]
     rates = [work.bytes / timed.median / 1e9, shares[0], work.flops / timed.median / 1e9, shares[1]]

@@ -20,7 +20,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.compare.contest import READING, Contestant, contest, start
+from benchmarks.compare.contest import READING, Contestant, contest, start, steps_of_a_round
 from benchmarks.harness import Spread, record, table
 from benchmarks.roof import read_size, threads_of_machine
 from benchmarks.shapes import SHAPES, bytes_per_token, checkpoint, parse_formats
@@ -102,32 +102,29 @@ def _load(options: argparse.Namespace, name: str, format: str, tests: list[str],
 def _one_test(options: argparse.Namespace, format: str, test: str, contestants: list[Contestant]) -> None:
     batch = options.batch if test == "batch" else 1
     if test == "prefill":
-        spreads, units = contest(contestants, test, None, ("prefill", options.prompt), 2, options.rounds), options.prompt
+        units = {one.name: options.prompt for one in contestants}
+        commands: dict[str, tuple[object, ...]] = {one.name: ("prefill", options.prompt) for one in contestants}
+        spreads = contest(contestants, test, None, commands, 2, options.rounds)
     else:
         begin = ("begin", batch, options.context if test == "context" else 16)
-        count = _steps_of_a_round(contestants, test, begin, options.rounds)
-        spreads, units = contest(contestants, test, begin, ("steps", count), 1, options.rounds), batch * count
+        most = 900 // (3 * options.rounds + 3)  # so that no sequence outgrows its cache, however many rounds it takes
+        counts = steps_of_a_round(contestants, test, begin, ROUND_SECONDS, most)
+        units = {name: batch * count for name, count in counts.items()}
+        spreads = contest(contestants, test, begin, {name: ("steps", count) for name, count in counts.items()}, 1, options.rounds)
     report(options, format, test, contestants, spreads, units)
 
 
-def _steps_of_a_round(contestants: list[Contestant], test: str, begin: tuple[object, ...], rounds: int) -> int:
-    """So many that the fastest takes half a second, and that no sequence outgrows its cache."""
-    fastest = contest(contestants, test, begin, ("steps", 4), 1, 1)
-    seconds = min((s.median for name, s in fastest.items() if name != READING), default=1.0) / 4
-    return max(2, min(round(ROUND_SECONDS / seconds), 900 // (3 * rounds + 3)))
-
-
 def report(
-    options: argparse.Namespace, format: str, test: str, contestants: list[Contestant], spreads: dict[str, Spread], units: int
+    options: argparse.Namespace, format: str, test: str, contestants: list[Contestant], spreads: dict[str, Spread], units: dict[str, int]
 ) -> None:
     bandwidth, weights = spreads.pop(READING).rate(read_size()), bytes_per_token(SHAPES[options.shape], format)
-    ours = spreads.get("tinyvllm")
+    rates = {name: s.figures(units[name]) for name, s in spreads.items()}
+    ours = rates.get("tinyvllm", {}).get("rate")
     rows = []
     for one in contestants:
         if one.name in spreads:
-            s = spreads[one.name]
-            ratio = s.median / ours.median if ours else None
-            rows.append([one.name, s.rate(units), units / s.high, units / s.low, ratio, f"{s.quiet}/{s.rounds}"])
+            s, r = spreads[one.name], rates[one.name]
+            rows.append([one.name, r["rate"], r["low"], r["high"], ours / r["rate"] if ours else None, f"{s.quiet}/{s.rounds}"])
         else:
             rows.append([one.name, None, None, None, None, one.missing or one.notes.get(test, "")])
     print(f"\n{options.shape} {format} {test}, {options.threads} threads, {bandwidth / 1e9:.1f} GB/s")
@@ -138,8 +135,7 @@ def report(
         "context": {"context": options.context, "prefill": 0}.get(test, 16), "prompt": options.prompt if test == "prefill" else None,
         "read_GBps": round(bandwidth / 1e9, 1), "weight_bytes": weights,
         "roof_tok_s": round(bandwidth / weights, 1) if test == "decode" else None,
-        "tok_s": {name: s.figures(units) for name, s in spreads.items()},
-        "faster": {name: round(s.median / ours.median, 3) for name, s in spreads.items()} if ours else {},
+        "tok_s": rates, "faster": {name: round(ours / r["rate"], 3) for name, r in rates.items()} if ours else {},
         "missing": {one.name: one.missing or one.notes[test] for one in contestants if one.missing or test in one.notes},
     }, spreads.values())  # fmt: skip
 

@@ -78,21 +78,33 @@ def start(name: str, player: str, python: str, model: Path, limits: dict[str, in
 
 
 def contest(
-    contestants: list[Contestant], test: str, before: tuple[object, ...] | None, command: tuple[object, ...], warm: int, rounds: int
+    contestants: list[Contestant], test: str, before: tuple[object, ...] | None, commands: dict[str, tuple[object, ...]], warm: int, rounds: int
 ) -> dict[str, Spread]:
-    """The spread of each contestant's seconds for `command`. `before` is done once, untimed; then `command` `warm` times, untimed.
+    """The spread of the seconds that each contestant takes for its command. `before` is done once, untimed; the command `warm` times.
 
-    Reading memory (`READING`, see benchmarks.roof) takes turns with them. Who cannot do it, or fails, is left out; the reason stands in
-    its notes under the name of the test.
+    Reading memory (`READING`, see benchmarks.roof) takes turns with them. Who has no command, cannot do it, or fails, is left out; the
+    reason stands in its notes under the name of the test.
     """
     able = []
     for one in contestants:
-        if one.process is not None and all(_done(one, test, c) for c in [*([before] if before else []), *[command] * warm]):
-            able.append(one)
-    turns = {one.name: _turn(one, test, command) for one in able} | {READING: read_once}
+        if one.process is not None and one.name in commands:
+            first = [*([before] if before else []), *[commands[one.name]] * warm]
+            if all(_done(one, test, command) for command in first):
+                able.append(one)
+    turns = {one.name: _turn(one, test, commands[one.name]) for one in able} | {READING: read_once}
     done = take_turns(turns, rounds, [one.pid for one in able])
     failed = {one.name for one in able if test in one.notes}
     return {name: spread(each) for name, each in done.items() if name not in failed}
+
+
+def steps_of_a_round(contestants: list[Contestant], test: str, begin: tuple[object, ...], seconds: float, most: int) -> dict[str, int]:
+    """How many steps take each contestant `seconds`: at least 2, at most `most`."""
+    counts = {}
+    for one in contestants:
+        if one.process is not None and _done(one, test, begin) and _done(one, test, ("steps", 2)):
+            step = (_ask_or_note(one, test, ("steps", 2)) or seconds) / 2
+            counts[one.name] = max(2, min(round(seconds / step), most))
+    return counts
 
 
 def _done(one: Contestant, test: str, command: tuple[object, ...]) -> bool:

@@ -94,6 +94,10 @@ def kv_copy(target: str) -> Call:
     return kernel("kv_copy", target, 1, [floats(4, 512), int32(0, 3, 1, 2), int32(2)], BLOCK_BYTES=2048)
 
 
+def read(target: str) -> Call:
+    return kernel("read", target, 1, [blank(64, dtype="uint64"), filled(np.arange(2048, dtype=np.uint64))], N=2048)
+
+
 def advance(target: str, B: int = 3, M: int = 2, S: int = 8, N: int = 2) -> Call:
     state = [int32(1, 2, 3), int32(0, 7, 15), int32(0, 15, 47), int32(1, 8, 16), blank(N, B, dtype="int32"), int32(1)]
     arrays = [*state, int32(4, -1, 5), filled(np.arange(B * M, dtype=np.int32).reshape(B, M)), int32(B)]
@@ -121,7 +125,7 @@ def pack(source: str, format: str, target: str, I: int = 96, rows: int = 37) -> 
 
 
 def _samples() -> dict[str, Callable[[str], Call]]:
-    samples: dict[str, Callable[[str], Call]] = {"kv_copy": kv_copy, "advance": advance}
+    samples: dict[str, Callable[[str], Call]] = {"kv_copy": kv_copy, "advance": advance, "read": read}
     for weight in BYTES:
         for make in (matmul, embed):
             samples[f"{make.__name__} {weight}"] = functools.partial(make, weight)

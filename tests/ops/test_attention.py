@@ -1,14 +1,27 @@
-"""Paged attention against a few lines of numpy: decodes, chunks, both at once, windows, groups of query heads, blocks in any order."""
+"""Paged attention, by kernels and by the reference, against a few lines of numpy: decodes, chunks, both, windows, groups of query heads.
+
+Blocks come in any order, decodes are padded to their bucket, and every slot of the pool that no row may see holds a NaN.
+"""
+
+from __future__ import annotations
 
 import numpy as np
 import pytest
+from tinygrad import Tensor, dtypes
+
+from tests.ops.inputs import ROWS, numbers, realized
+from tinyvllm.batch import Batch, LayerCache
+from tinyvllm.ops import registry
+from tinyvllm.ops.attention import PagedAttention
+from tinyvllm.ops.launch import alias
 
 S, D, P, M = 8, 16, 24, 6
+BUCKET = 4  # decodes are padded to
 
 
 def reference(q, positions, owners, tables, pool, window):
     """Row by row: gather the owner's keys up to the row's position, softmax, weigh the values."""
-    T, H, _ = q.shape
+    T, H, D = q.shape
     K = pool.shape[2]
     out = np.zeros_like(q)
     for t in range(T):
@@ -22,23 +35,53 @@ def reference(q, positions, owners, tables, pool, window):
     return out
 
 
-def batch_of(decodes, chunks, tables):
-    """A Batch of `decodes` contexts of one new token each and `chunks` of (start, length), with padding as the runner makes it."""
-    from tinygrad import Tensor
+class Step:
+    """Decodes of so many tokens of context each and chunks of (start, length), as the runner lays them out.
 
-    from tinyvllm.batch import Batch
+    `rows` [N] are those that count, with `positions` and `owners` of their own; `pool` [P, 2, K, S, D] has numbers where they may look.
+    """
 
-    starts, positions, owners = [*range(len(decodes) + 1)], [c - 1 for c in decodes], list(range(len(decodes)))
-    for i, (start, length) in enumerate(chunks):
-        positions += range(start, start + length)
-        owners += [len(decodes) + i] * length
-        starts.append(starts[-1] + length)
-    contexts = [*decodes, *(a + b for a, b in chunks)]
-    arrays = [[0] * len(positions), positions, [0] * len(positions), tables, starts, contexts]
-    tensors = [Tensor(np.asarray(a, dtype=np.int32)).realize() for a in arrays]
-    blocks = max(-(-c // S) for c in contexts)
-    longest = max((n for _, n in chunks), default=1)
-    return Batch(*tensors, blocks, len(decodes), longest), np.array(positions), np.array(owners)
+    def __init__(self, decodes, chunks, K, D=D, S=S, M=M, P=P):
+        bucket = BUCKET if decodes else 0
+        sequences, random = bucket + len(chunks), np.random.default_rng(3)
+        tables = np.zeros((sequences, M), np.int32)
+        contexts = np.zeros(sequences, np.int32)
+        blocks = random.permutation(P).tolist()
+        for b, context in [*enumerate(decodes), *((bucket + i, start + length) for i, (start, length) in enumerate(chunks))]:
+            needed = -(-context // S)
+            tables[b, :needed], blocks, contexts[b] = blocks[:needed], blocks[needed:], context
+        positions, owners, starts = [c - 1 for c in decodes] + [0] * (bucket - len(decodes)), list(range(bucket)), [*range(bucket + 1)]
+        for i, (start, length) in enumerate(chunks):
+            positions += range(start, start + length)
+            owners += [bucket + i] * length
+            starts.append(starts[-1] + length)
+        self.rows = np.array([*range(len(decodes)), *range(bucket, len(positions))])
+        self.positions, self.owners, self.tables = np.array(positions)[self.rows], np.array(owners)[self.rows], tables
+        self.pool = np.full((P, 2, K, S, D), np.nan, np.float32)
+        for b, context in enumerate(contexts):
+            for position in range(context):
+                self.pool[tables[b, position // S], :, :, position % S] = random.standard_normal((2, K, D))
+        self.q = numbers(len(positions), 3 * K if K == 2 else K, D)
+        arrays = [[0] * len(positions), positions, [0] * len(positions), tables, starts, contexts, [len(positions)], [len(decodes)]]
+        arrays += [[bucket, len(chunks)], [0], [0]]
+        tensors = [realized(np.asarray(a, dtype=np.int32)) for a in arrays]
+        longest = max((n for _, n in chunks), default=1)
+        self.batch = Batch(*tensors, -(-int(contexts.max()) // S), bucket, longest)
+        self.S = S
+
+    def attend(self, window=0, dtype=dtypes.float32):
+        pool = Tensor(self.pool).cast(dtype).contiguous().realize()
+        out = PagedAttention(self.batch, self.S)(realized(self.q), LayerCache(pool, alias(pool)), self.q.shape[2] ** -0.5, window)
+        return out.numpy().reshape(self.q.shape)[self.rows]
+
+    def expected(self, window=0, dtype=dtypes.float32):
+        pool = Tensor(self.pool).cast(dtype).float().numpy()
+        return reference(self.q[self.rows], self.positions, self.owners, self.tables, pool, window)
+
+
+def force(monkeypatch, decode, prefill):
+    monkeypatch.setenv("TINYVLLM_KERNELS", f"attention_decode={decode},attention_prefill={prefill}")
+    registry.forget()
 
 
 CASES = {
@@ -51,39 +94,57 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=["4 of 4", "6 of 2"])
+@pytest.mark.parametrize("K", [4, 2], ids=["4 of 4", "6 of 2"])
 @pytest.mark.parametrize("window", [0, 5], ids=["full", "window"])
+@pytest.mark.parametrize("row", ["ref", ROWS[0]])
 @pytest.mark.parametrize("case", CASES)
-def test_against_numpy(case, window, heads):
-    from tinygrad import Tensor
-
-    from tinyvllm.batch import LayerCache
-    from tinyvllm.ops.attention import PagedAttention
-    from tinyvllm.ops.launch import alias
-
-    (H, K), (decodes, chunks), random = heads, CASES[case], np.random.default_rng(3)
-    sequences = len(decodes) + len(chunks)
-    tables = random.permutation(P)[: sequences * M].reshape(-1, M) if sequences * M <= P else random.integers(0, P, (sequences, M))
-    batch, positions, owners = batch_of(decodes, chunks, tables)
-    pool = random.standard_normal((P, 2, K, S, D)).astype(np.float32)
-    q = random.standard_normal((len(positions), H, D)).astype(np.float32)
-    keys = Tensor(pool).contiguous().realize()
-    out = PagedAttention(batch, S)(Tensor(q), LayerCache(keys, alias(keys)), D**-0.5, window).numpy()
-    np.testing.assert_allclose(out, reference(q, positions, owners, tables, pool, window), atol=2e-6)
+def test_against_numpy(monkeypatch, case, row, window, K):
+    force(monkeypatch, row, row)
+    step = Step(*CASES[case], K)
+    np.testing.assert_allclose(step.attend(window), step.expected(window), atol=2e-6)
+    assert {choice.row for choice in registry.choices()} == {row}
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_caches_are_read_as_they_are(dtype):
-    from tinygrad import Tensor, dtypes
+@pytest.mark.parametrize(("decode", "prefill"), [(r, r) for r in ROWS[1:]] + [("ref", ROWS[0]), (ROWS[0], "ref")])
+def test_other_rows_and_one_half_by_the_reference(monkeypatch, decode, prefill):
+    force(monkeypatch, decode, prefill)
+    step = Step(*CASES["decodes and chunks"], 2)
+    np.testing.assert_allclose(step.attend(), step.expected(), atol=2e-6)
+    assert {choice.stem: choice.row for choice in registry.choices()} == {"attention_decode": decode, "attention_prefill": prefill}
 
-    from tinyvllm.batch import LayerCache
-    from tinyvllm.ops.attention import PagedAttention
-    from tinyvllm.ops.launch import alias
 
-    random = np.random.default_rng(4)
-    tables = random.permutation(P)[:M].reshape(1, M)
-    batch, positions, owners = batch_of([30], [], tables)
-    pool = Tensor(random.standard_normal((P, 2, 2, S, D)).astype(np.float32)).cast(getattr(dtypes, dtype)).realize()
-    q = random.standard_normal((1, 4, D)).astype(np.float32)
-    out = PagedAttention(batch, S)(Tensor(q), LayerCache(pool, alias(pool)), D**-0.5).numpy()
-    np.testing.assert_allclose(out, reference(q, positions, owners, tables, pool.float().numpy(), 0), atol=2e-6)
+@pytest.mark.parametrize("row", ["ref", ROWS[0]])
+@pytest.mark.parametrize("dtype", [dtypes.float16, dtypes.bfloat16], ids=["float16", "bfloat16"])
+def test_half_caches_are_read_as_they_are(monkeypatch, dtype, row):
+    force(monkeypatch, row, row)
+    step = Step([30], [(5, 11)], 2)
+    np.testing.assert_allclose(step.attend(dtype=dtype), step.expected(dtype=dtype), atol=2e-6)
+
+
+@pytest.mark.parametrize("row", ["ref", ROWS[0]])
+@pytest.mark.parametrize("window", [0, 300], ids=["full", "window"])
+def test_contexts_of_several_pieces(monkeypatch, window, row):
+    """Longer than the 256 keys that one unit of the decode kernel sees."""
+    force(monkeypatch, row, row)
+    step = Step([257, 600], [(500, 20)], 2, S=16, M=40, P=100)
+    np.testing.assert_allclose(step.attend(window), step.expected(window), atol=2e-6)
+
+
+def test_what_the_kernels_cannot_do_goes_to_the_reference(monkeypatch):
+    monkeypatch.delenv("TINYVLLM_KERNELS", raising=False)
+    registry.forget()
+    step = Step([9], [(0, 3)], 2, D=24)
+    np.testing.assert_allclose(step.attend(), step.expected(), atol=2e-6)
+    assert {(c.row, c.why) for c in registry.choices()} == {("ref", "its head dimension 24 is not a multiple of 16")}
+
+
+@pytest.mark.parametrize("row", ["ref", ROWS[0]])
+def test_a_decode_has_the_same_bits_in_any_company(monkeypatch, row):
+    force(monkeypatch, row, row)
+    step = Step([11, 48, 3], [], 2)
+    whole = step.attend()
+    for b, context in enumerate((11, 48, 3)):
+        alone = Step([context], [], 2)
+        alone.pool[alone.tables[0]] = step.pool[step.tables[b]]
+        alone.q[0] = step.q[b]
+        np.testing.assert_array_equal(alone.attend()[0].view(np.uint32), whole[b].view(np.uint32))

@@ -6,14 +6,18 @@ import ctypes
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import numpy as np
 
 from tinyvllm.errors import ArgumentError, OutOfMemoryError
+from tinyvllm.ops.kernel import Kernel
+from tinyvllm.ops.launch import run_now
+from tinyvllm.ops.registry import rows
+from tinyvllm.weights.mapping import allocate
 
+READ_BYTES = 256 << 20  # beyond every cache, the ones that a virtual machine does not tell of included
 KV_SHARE = 0.5  # of what is free once the weights are resident, where nobody said how much
 
 
@@ -74,32 +78,15 @@ def check_room(device: str, pool_bytes: int) -> None:
 
 
 def read_bandwidth(seconds: float = 0.15) -> float:
-    """Bytes a second that all cores together read from host memory: the roof of decoding on the CPU.
-
-    Every thread sums its own 64 MiB, far beyond the caches, over and over; the best pass counts.
-    """
-    count = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    arrays = [np.ones(1 << 23, dtype=np.int64) for _ in range(count)]
-    barrier, best = threading.Barrier(count + 1), 0.0
-    done = threading.Event()
-
-    def read(array: np.ndarray) -> None:
-        while True:
-            barrier.wait()
-            if done.is_set():
-                return
-            np.bitwise_or.reduce(array)
-            barrier.wait()
-
-    threads = [threading.Thread(target=read, args=(array,), daemon=True) for array in arrays]
-    for thread in threads:
-        thread.start()
+    """Bytes a second that the crew's lanes together read from host memory: the roof of decoding on the CPU. The best pass counts."""
+    words = allocate(READ_BYTES).view(np.uint64)
+    words[:] = 1  # pages of its own: fresh ones are all the same page of zeros
+    row = next(name for name, lacking in rows("CPU").items() if lacking is None)
+    kernel, sink, best = Kernel.cpu("read", row, 1, 1, N=len(words)), np.zeros(64, np.uint64), 0.0
+    run_now(kernel, sink, words)  # compiles
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        start = time.perf_counter()  # before the barrier: behind it, this thread may wake when the others are done
-        barrier.wait()
-        barrier.wait()
-        best = max(best, sum(array.nbytes for array in arrays) / (time.perf_counter() - start))
-    done.set()
-    barrier.wait()
+    while not best or time.perf_counter() < end:
+        start = time.perf_counter()
+        run_now(kernel, sink, words)
+        best = max(best, words.nbytes / (time.perf_counter() - start))
     return best

@@ -1,0 +1,56 @@
+"""The comparison's two sides: a contestant in its own process, who is missing, who cannot, who fails."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.compare import contest as contest_module
+from benchmarks.compare.contest import READING, Contestant, contest, start, steps_of_a_round
+from benchmarks.shapes import write_folder
+from tests.benchmarks.test_shapes import micro
+
+LIMITS = {"threads": 1, "batch": 2, "length": 128, "chunk": 64}
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest_module, "read_once", lambda: 0.1)
+    monkeypatch.setattr(contest_module, "PAUSE", 0.0)
+
+
+def test_ours_plays(tmp_path: Path) -> None:
+    model = write_folder(micro("tiny160m"), tmp_path / "model")
+    one = start("tinyvllm", "play_tinyvllm", sys.executable, model, LIMITS, tmp_path / "log")
+    assert one.missing is None, one.missing
+    spreads = contest([one], "batch", ("begin", 2, 40), {"tinyvllm": ("steps", 3)}, 1, 2)
+    assert set(spreads) == {"tinyvllm", READING} and spreads["tinyvllm"].median > 0
+    assert contest([one], "prefill", None, {"tinyvllm": ("prefill", 70)}, 1, 1)["tinyvllm"].rounds >= 1
+    assert steps_of_a_round([one], "decode", ("begin", 1, 16), 1e-9, 50) == {"tinyvllm": 2}
+    contest([one], "decode", ("begin", 1, 120), {"tinyvllm": ("steps", 30)}, 1, 1)  # beyond the context it was given
+    assert "max_model_len" in one.notes["decode"]
+    one.close()
+    assert one.process is not None and one.process.returncode == 0
+
+
+def test_a_peer_that_is_not_installed_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "llama_cpp.py").write_text("raise ImportError('no such peer')")
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}:$PYTHONPATH exec {sys.executable} "$@"\n')
+    script.chmod(0o755)
+    one = start("llama.cpp", "play_llama_cpp", str(script), tmp_path / "a.gguf", LIMITS, tmp_path / "log")
+    assert one.process is None and one.missing == "no such peer"
+    nobody = start("llama.cpp", "play_llama_cpp", str(tmp_path / "no-python"), tmp_path / "a.gguf", LIMITS, tmp_path / "log")
+    assert nobody.missing is not None and "No such file" in nobody.missing
+
+
+def test_a_model_that_does_not_load_says_why(tmp_path: Path) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF")
+    one = start("tinyvllm", "play_tinyvllm", sys.executable, tmp_path / "bad.gguf", LIMITS, tmp_path / "log")
+    assert one.process is None and one.missing is not None and "bad.gguf" in one.missing
+
+
+def test_who_is_missing_is_left_out() -> None:
+    assert set(contest([Contestant("x", None, "not here")], "decode", ("begin", 1, 16), {"x": ("steps", 1)}, 1, 1)) == {READING}

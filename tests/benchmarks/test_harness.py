@@ -1,0 +1,57 @@
+"""How rounds become figures, and which figures are kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import harness
+from benchmarks.harness import Round, record, spread, table, take_turns
+from benchmarks.plot import bars, newest, ratios
+
+
+def test_disturbed_rounds_are_left_out_where_enough_were_quiet() -> None:
+    quiet = [Round(s, 0.0) for s in (1.0, 2.0, 3.0, 4.0, 5.0)]
+    s = spread([*quiet, Round(90.0, 1.5), Round(80.0, 0.4)])
+    assert (s.median, s.low, s.high, s.quiet, s.rounds, s.disturbed) == (3.0, 2.0, 4.0, 5, 7, False)
+    assert s.figures(6)["rate"] == 2.0 and s.figures(6)["low"] == 1.5
+    assert s.divided(2).median == 1.5
+    mixed = spread([Round(1.0, 0.0), Round(2.0, 0.0), Round(9.0, 1.0)])
+    assert mixed.median == 2.0 and mixed.disturbed
+
+
+def test_functions_take_turns_and_may_time_themselves() -> None:
+    order = []
+    timed = take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b") or 5.0}, 2, patience=1)
+    assert order == ["a", "b", "a", "b"]
+    assert [r.seconds for r in timed["b"]] == [5.0, 5.0] and all(r.seconds < 1 for r in timed["a"])
+
+
+def test_disturbed_figures_are_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results")
+    record("x", {"n": 1}, [spread([Round(1.0, 1.7)] * 3)])
+    assert not (tmp_path / "results").exists() and "up to 1.7 processors" in capsys.readouterr().out
+    record("x", {"n": 2}, [spread([Round(1.0, 0.0)] * 3)])
+    line = json.loads((tmp_path / "results" / "x.jsonl").read_text())
+    assert line["n"] == 2 and line["cores"] and line["commit"]
+
+
+def test_table() -> None:
+    assert table(["a", "b"], [["x", 1.234], ["yy", None]]) == "| a  |    b |\n|----|-----:|\n| x  | 1.23 |\n| yy |      |"
+
+
+def test_plot_takes_the_newest_line_of_each_test(tmp_path: Path) -> None:
+    def line(rate: float, test: str) -> str:
+        figures = {"rate": rate, "low": rate, "high": rate * 1.5}
+        other = {"rate": 10.0, "low": 9.0, "high": 11.0}
+        return json.dumps({"shape": "s", "format": "BF16", "test": test, "threads": 2, "roof_tok_s": None,
+                           "tok_s": {"tinyvllm": figures, "llama.cpp": other}})  # fmt: skip
+
+    path = tmp_path / "compare.jsonl"
+    path.write_text("\n".join([line(5.0, "decode"), line(7.0, "prefill"), line(20.0, "decode")]) + "\n")
+    lines = newest(path)
+    assert [entry["test"] for entry in lines] == ["decode", "prefill"]
+    assert ratios(lines).splitlines()[2].split("|")[-2].strip() == "2.00"
+    assert "tinyvllm" in bars(lines[0]) and "20.0" in bars(lines[0])

@@ -1,0 +1,29 @@
+"""Every kernel's argument list in the kernel benchmark is the one that the kernel reads: small sizes, no times."""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+import pytest
+
+from benchmarks import kernels
+from tinyvllm.ops.registry import rows
+
+TARGET = next(name for name, lacking in rows("CPU").items() if lacking is None)
+SIZES = {"I": 64, "O": 96, "E": 64, "F": 96, "H": 4, "K": 2, "D": 32, "S": 16, "V": 320}
+
+
+@pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.parametrize("weight", ["BF16", "Q4_0"])
+@pytest.mark.parametrize("stem", kernels.STEMS)
+def test_runs(stem: str, weight: str, T: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "DISTINCT", 1)
+    options = argparse.Namespace(**SIZES, T=T, weight=weight, cache="BF16", context=70, target=TARGET)
+    work = kernels.STEMS[stem](options)
+    assert len(work.arguments) == work.kernel.outs + work.kernel.ins
+    runner = kernels.Runner(work, 2)
+    runner.run(3)
+    out = runner.sets[0] if work.place == 0 else work.arguments[0]
+    values = out.view(np.float32) if out.dtype == np.float32 else out
+    assert np.isfinite(values).all() and np.any(values)

@@ -1,0 +1,57 @@
+"""The checkpoints that benchmarks write: one set of numbers whatever the file, and what the peers expect in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.shapes import SHAPES, bytes_per_token, parse_formats, tensors, write_folder, write_gguf
+
+MICRO = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "vocab_size": 1024, "head_dim": 32}  # fmt: skip
+PROMPT = [5, 300, 41, 7, 7, 120, 9]
+
+
+def micro(shape: str) -> dict:
+    return SHAPES[shape] | MICRO
+
+
+def logits(model: Path) -> np.ndarray:
+    from tinyvllm import LLM
+
+    with LLM(model, dtype="float32", max_model_len=64, num_blocks=4, skip_tokenizer_init=True) as llm:
+        return llm.prompt_logits(PROMPT)
+
+
+@pytest.mark.parametrize("shape", ["tinyllama-1.1b", "llama-3.2-1b", "qwen3-0.6b"])
+def test_folder_and_gguf_are_one_model(shape: str, tmp_path: Path) -> None:
+    """Also the order of q's and k's rows and Llama-3's frequencies: a wrong one changes every logit."""
+    folder = logits(write_folder(micro(shape), tmp_path / "folder"))
+    assert folder.std() > 0.01
+    np.testing.assert_allclose(logits(write_gguf(micro(shape), tmp_path / "a.gguf", "BF16")), folder, atol=1e-4 * folder.std())
+    rough = logits(write_gguf(micro(shape), tmp_path / "b.gguf", "Q8_0"))
+    assert 0 < np.abs(rough - folder).max() < 0.2 * folder.std()
+
+
+def test_sizes_of_the_named_shapes() -> None:
+    count = {name: sum(int(np.prod(shape)) for _, _, shape in tensors(config)) for name, config in SHAPES.items()}
+    assert count["tinyllama-1.1b"] == 1_100_048_384
+    assert count["llama-3.2-1b"] == 1_235_814_400
+    assert count["qwen3-0.6b"] == 596_049_920
+    assert count["llama-3.1-8b"] == 8_030_261_248
+
+
+def test_bytes_of_a_token_leave_the_embedding_table_out() -> None:
+    config = SHAPES["tinyllama-1.1b"]
+    vectors = 45 * 2048
+    matrices = 1_100_048_384 - vectors - 32000 * 2048
+    assert bytes_per_token(config, "BF16") == 2 * matrices + 4 * vectors
+    assert bytes_per_token(config, "Q4_0") == matrices // 32 * 18 + 4 * vectors
+
+
+def test_formats_are_checked() -> None:
+    assert parse_formats("bf16, q4_0") == ["BF16", "Q4_0"]
+    with pytest.raises(Exception, match="Q4_K"):
+        parse_formats("q4_k")
