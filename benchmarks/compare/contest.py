@@ -78,7 +78,12 @@ def start(name: str, player: str, python: str, model: Path, limits: dict[str, in
 
 
 def contest(
-    contestants: list[Contestant], test: str, before: tuple[object, ...] | None, commands: dict[str, tuple[object, ...]], warm: int, rounds: int
+    contestants: list[Contestant],
+    test: str,
+    before: tuple[object, ...] | None,
+    commands: dict[str, tuple[object, ...]],
+    warm: int,
+    rounds: int,
 ) -> dict[str, Spread]:
     """The spread of the seconds that each contestant takes for its command. `before` is done once, untimed; the command `warm` times.
 

@@ -1,10 +1,18 @@
-"""The file below tinygrad's surface: host access to buffers, stores through an index, aliases, capture, and what is kept on disk."""
+"""The file below tinygrad's surface: host access to buffers, stores through an index, aliases, kernels as nodes, capture, what is kept."""
 
+from __future__ import annotations
+
+import os
+import re
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+
+from tinyvllm.ops.kernel import Kernel
+
+COPY = Kernel("kv_copy", "cpu", "plain", (("BLOCK_BYTES", 64),), 1, 2)  # pool[to] = pool[from], sixteen int32 a block
 
 
 def realized(array):
@@ -78,6 +86,170 @@ def test_captured_replays_on_changed_buffers_arguments_and_variables():
     assert len(calls) == 1, "captured at the first call and never run again"
 
 
+def test_spans_are_the_same_memory():
+    from tinyvllm.ops.launch import download, spans, upload
+
+    whole = realized(np.arange(48, dtype=np.int32))
+    first, second = spans(whole, [(0, 16), (32, 3)])
+    assert download(second).tolist() == [32, 33, 34] and first.shape == (16,)
+    upload(whole, np.array([7, 8, 9], np.int32), start=32)
+    assert (second + 1).numpy().tolist() == [8, 9, 10], "read by a kernel, too"
+    upload(first, np.full(16, 5, np.int32))
+    assert download(whole)[:17].tolist() == [5] * 16 + [16]
+
+
+# --- hand-written kernels
+
+
+def pool_of(blocks):
+    return np.arange(blocks, dtype=np.int32)[:, None].repeat(16, 1)
+
+
+def copy_block(pool, source, to):
+    from tinyvllm.ops.launch import launch
+
+    return launch(COPY, [pool], [realized(np.array([[source, to]], np.int32)), realized(np.array([1], np.int32))])[0]
+
+
+def test_launches_keep_the_order_of_what_they_write_in_place():
+    pool = realized(pool_of(5))
+    doubled = copy_block(pool, 0, 1)
+    swapped = copy_block(copy_block(doubled, 2, 3), 1, 2)  # 2 must have been read before it is written
+    assert (swapped * 10).numpy()[:, 0].tolist() == [0, 0, 0, 20, 40]
+    assert pool.numpy()[:, 0].tolist() == [0, 0, 0, 2, 4], "the buffer itself"
+
+
+def test_a_kernel_reads_what_tinygrad_has_yet_to_compute():
+    from tinyvllm.ops.launch import launch
+
+    numbers = realized(np.arange(4, dtype=np.int32))
+    pairs, count = (numbers[:2].reshape(1, 2) + 1).contiguous(), (numbers[1:2] * 1).contiguous()
+    (out,) = launch(COPY, [realized(2 * pool_of(4) + 1)], [pairs, count])
+    assert (out.sum(1) + 1).numpy().tolist() == [17, 49, 49, 113]
+
+
+def test_the_number_of_tensors_is_checked():
+    from tinyvllm.ops.launch import launch, run_now
+
+    pool, pairs, count = realized(pool_of(2)), realized(np.zeros((1, 2), np.int32)), realized(np.zeros(1, np.int32))
+    with pytest.raises(ValueError, match="kv_copy writes 1 and reads 2 tensors, got 1 and 1"):
+        launch(COPY, [pool], [pairs])
+    with pytest.raises(ValueError, match="got 2 and 2"):
+        launch(COPY, [pool, pool], [pairs, count])
+    with pytest.raises(ValueError, match="kv_copy takes 3 contiguous arrays"):
+        run_now(COPY, pool_of(2), np.zeros((1, 2), np.int32))
+    with pytest.raises(ValueError, match="contiguous"):
+        run_now(COPY, pool_of(2).T, np.zeros((1, 2), np.int32), np.zeros(1, np.int32))
+
+
+def test_run_now_has_run_on_return():
+    from tinyvllm.ops.launch import run_now
+
+    for _ in range(3):  # the second finds no leftovers of the first
+        pool = pool_of(6)
+        run_now(COPY, pool, np.array([[0, 5], [1, 4], [2, 3]], np.int32), np.array([3], np.int32))
+        assert pool[:, 0].tolist() == [0, 1, 2, 2, 1, 0]
+
+
+def test_a_kernel_alone_leaves_nothing_behind_for_the_next():
+    """Units are counted in shared words; whoever runs outside a captured step must put them back."""
+    for _ in range(3):
+        pool = realized(pool_of(4))
+        assert copy_block(pool, 3, 0).numpy()[:, 0].tolist() == [3, 1, 2, 3]
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+def test_a_captured_step_mixes_kernels_of_both_kinds(monkeypatch, lanes):
+    """Generated, hand-written, generated, and again; with arguments and buffers that change between the replays."""
+    from tinyvllm.ops import launch as module
+    from tinyvllm.ops.crew import Crew
+
+    crew = Crew(lanes)
+    monkeypatch.setattr(module, "crew", lambda: crew)
+    pool, pairs, count = realized(pool_of(8)), realized(np.array([[0, 7], [1, 6], [2, 5]], np.int32)), realized(np.array([3], np.int32))
+
+    def function(x):
+        fresh = pool.assign(x.reshape(8, 1) + pool * 0).realize()
+        (copied,) = module.launch(COPY, [fresh], [pairs, count])
+        return (copied.sum(1) + x).contiguous().realize()
+
+    step = module.Captured(function)
+    for start in (0, 100, 200):
+        x = realized(np.arange(start, start + 8, dtype=np.int32))
+        blocks = np.arange(start, start + 8)
+        blocks[[7, 6, 5]] = blocks[[0, 1, 2]]
+        assert module.download(step(x)).tolist() == (16 * blocks + np.arange(start, start + 8)).tolist()
+    module.upload(count, np.array([1], np.int32))
+    assert module.download(step(x)).tolist()[5:] == [17 * 205, 17 * 206, 16 * 200 + 207]
+    assert len(crew._threads) == lanes - 1, "it is this crew that ran it"
+    crew.dismiss()
+
+
+def counter():
+    """A captured step that adds n to a cell of its own and counts itself in another."""
+    from tinyvllm.ops.launch import Captured
+
+    total, steps = realized(np.zeros(1, np.int32)), realized(np.zeros(1, np.int32))
+
+    def function(x, n=1):
+        steps.assign(steps + 1).realize()
+        return total.assign(total + x * n).realize()
+
+    return Captured(function, {"n": (1, 9)}), total, steps
+
+
+def test_repeat_is_as_many_calls():
+    from tinyvllm.ops.launch import download, repeat
+
+    (first, total, steps), (second, other, _) = counter(), counter()
+    x, y = realized(np.array([1], np.int32)), realized(np.array([100], np.int32))
+    first(x, n=1)
+    second(x, n=1)
+    assert all(captured._graph is not None for captured in (first, second)), "one list, with no way back to Python"
+    repeat([(first, (x,), {"n": 3}), (second, (y,), {"n": 2})], 5)
+    assert download(total).item() == 1 + 5 * 3 and download(steps).item() == 6 and download(other).item() == 1 + 5 * 200
+    repeat([(first, (x,), {"n": 3})], 0)
+    assert download(steps).item() == 6
+
+
+def test_repeat_goes_on_from_what_the_call_before_has_written():
+    """a takes what b left and b what a left: only the order a, b, a, b gives these numbers."""
+    from tinyvllm.ops.launch import Captured, download, repeat
+
+    cells = realized(np.array([1], np.int32)), realized(np.array([0], np.int32))
+
+    def add():
+        return cells[0].assign(cells[0] + cells[1] + 1).realize()
+
+    def double():
+        return cells[1].assign(cells[0] * 2).realize()
+
+    calls = [(Captured(add), (), {}), (Captured(double), (), {})]
+    a, b = 1, 0
+    for captured, _, _ in calls:
+        captured()
+    a, b = a + b + 1, 2 * (a + b + 1)
+    repeat(calls, 4)
+    for _ in range(4):
+        a = a + b + 1
+        b = 2 * a
+    assert [download(cell).item() for cell in cells] == [a, b]
+
+
+def test_debug_shows_a_kernels_work():
+    code = (
+        "import numpy as np\nfrom tinyvllm.config import cache_folder\nfrom tinyvllm.runner.device import start_device\n"
+        "start_device('CPU', cache_folder())\nfrom tests.ops.inputs import *\nfrom tinyvllm.ops.linear import linear\n"
+        "linear(realized(numbers(4, 256)), packed('F32', 512, 256), int32(4)).realize().numpy()"
+    )
+    environ = os.environ | {"DEBUG": "2", "TINYVLLM_KERNELS": "matmul=plain"}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if "matmul_plain" in line]
+    flops, low, high = re.search(r"\(\s*([\d.]+) GFLOPS\s+([\d.]+)\|([\d.]+)\s+GB/s", line).groups()
+    assert float(flops) > 0 and float(low) > 0 and float(high) > 0, line
+
+
 def test_uninitialized_gives_the_shapes_and_restores_tensor():
     from tinygrad import Tensor, nn
 
@@ -95,8 +267,6 @@ def test_programs_of_another_process_are_found_on_disk(tmp_path):
         "import os\nfrom tinyvllm.ops.launch import keep_programs\nkeep_programs()\nfrom tinygrad import Tensor\n"
         "print((Tensor([1.0, 2.0, 3.0]).contiguous().realize() * 7).sum().item())"
     )
-    import os
-
     environ = os.environ | {"CACHEDB": str(tmp_path / "cache.db"), "DEV": "CPU"}
     first = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
     second = subprocess.run([sys.executable, "-c", code], env=environ | {"CC": "/bin/false"}, capture_output=True, text=True)

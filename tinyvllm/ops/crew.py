@@ -22,7 +22,7 @@ from tinyvllm.ops.compile import library
 
 TEAM, CORES, ALONE = range(3)  # kinds of kernels in a list, as in kernels/cpu/crew.c
 _BYTES = 4096
-_PATIENCE = 6_000_000  # ticks of the clock that workers spin: 2 ms of a 3 GHz counter, the time between two steps
+_PATIENCE = 2000  # microseconds that workers spin after a list: more than the host takes between two steps
 
 
 class Crew:

@@ -29,6 +29,7 @@ STEMS = (
     "norm_head",
     "advance",
     "kv_copy",
+    "sample",
 )
 
 # Rows of the CPU: what a processor must have, by Linux's names.

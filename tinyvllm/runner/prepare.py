@@ -114,7 +114,7 @@ class StepInputs:
 
         Decodes that only go on need no copy: the device has advanced itself. New blocks are all that it cannot know.
         """
-        if not chunks and self._expected and self._expected == [(id(e.sequence), e.start) for e in singles]:
+        if not chunks and self._expected and self._expected == [(e.sequence.sequence_id, e.start) for e in singles]:
             return self._refresh(singles, block_size)
         self.tokens[:], self.positions[:], self.slots[:] = 0, 0, self.scratch_slot
         self.context_lens[:], self.samples[:] = 0, 0
@@ -159,7 +159,7 @@ class StepInputs:
 
     def advanced(self, singles: list[Scheduled], rounds: int) -> None:
         """The device has moved these decodes on by so many tokens; they are what it expects next, if they all are still there."""
-        self._expected = [(id(entry.sequence), entry.start + rounds) for entry in singles]
+        self._expected = [(entry.sequence.sequence_id, entry.start + rounds) for entry in singles]
 
     def _refresh(self, singles: list[Scheduled], block_size: int) -> int:
         """New blocks, and with them the slots: a sequence whose blocks were full when it was advanced has been sent to scratch."""

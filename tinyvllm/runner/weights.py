@@ -16,6 +16,7 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
+from tinyvllm.errors import ModelError
 from tinyvllm.models.config import Weight
 from tinyvllm.models.products import bias_of
 from tinyvllm.ops.kernel import Kernel
@@ -82,9 +83,12 @@ class WeightLoader:
                 bias_of(block, *names)  # joined now: what is first computed in a captured step is computed in all of them
 
     def _packs(self, parts: list[Weight]) -> bool:
-        """Whether kernels will read these: their width fits, and products have kernels on this device."""
+        """Whether to hold these as panels: kernels will read them here, or the plan wants a format that there is only as panels."""
         I = parts[0].shape[1]
-        return packable("F32", I) is None and pick("matmul", self._plan.device, f"weights of {I} inputs") is not None
+        reason, must = packable("F32", I), self._plan.format in ("Q8_0", "Q4_0")
+        if must and reason is not None:
+            raise ModelError(f"weights: {parts[0].name} cannot be {self._plan.format}: {reason}; leave quantization out")
+        return reason is None and (must or pick("matmul", self._plan.device, f"weights of {I} inputs") is not None)
 
     def _plain(self, model: Any, recipes: list[Weight]) -> None:
         """Vectors in float32, which is what every op computes with; the rest in the model's dtype."""

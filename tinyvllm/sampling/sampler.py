@@ -222,6 +222,7 @@ class Sampler:
     def _new_step(self, B: int, flags: SamplingFlags) -> Callable[[Tensor], Tensor]:
         """The graph of a draw, as a function of the logits; everything else lies in buffers that stay."""
         inputs = self._inputs[B][1]
+        count = Tensor([B], dtype=dtypes.int32, device=self.device).realize()
         column = {c: inputs[:, c : c + 1] for c in Column}
         real = {c: column[c].bitcast(dtypes.float32) for c in Column}
         bits = {c: column[c].bitcast(dtypes.uint32) for c in Column}
@@ -248,7 +249,17 @@ class Sampler:
                 lowest = ops.top_p_threshold(logits, peaks, lowest, inverse, top_p, self._search_steps)
             return lowest.contiguous()
 
+        def kernel(logits: Tensor) -> Tensor | None:
+            """All of it at once, with what it changes: positions and counts."""
+            seen = (self._seen.counts, self._seen.prompted) if flags.penalized and self._seen is not None else None
+            bias = self._bias.table if flags.biased and self._bias is not None else None
+            filters = {"top_k": flags.top_k, "top_p": flags.top_p, "min_p": flags.min_p}
+            return ops.draw(logits, inputs, count, self._scratch, sampled=flags.sampled, **filters, seen=seen, bias=bias)
+
         def step(logits: Tensor) -> Tensor:
+            tokens = kernel(logits)
+            if tokens is not None:
+                return tokens.realize()
             logits = scores = adjust(logits)
             if flags.sampled:
                 key = bits[Column.SEED_LOW], bits[Column.SEED_HIGH], bits[Column.POSITION]
