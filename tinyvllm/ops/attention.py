@@ -111,7 +111,7 @@ class PagedAttention:
         if (self._singles if stem == "attention_decode" else self._chunks) is None:
             return None
         H, D, K = int(q.shape[1]), int(q.shape[2]), int(cache.keys.shape[2])
-        refused = f"its head dimension {D} is not a multiple of 16 up to 256" if D % 16 or D > 256 else None
+        refused = f"its head dimension {D} is not a multiple of 16 from 32 to 256" if D % 16 or not 32 <= D <= 256 else None
         return pick(stem, str(q.device), f"H={H}, K={K}, D={D} {CACHE_FORMATS[cache.keys.dtype]}", refused)
 
     def _kernel(self, stem: str, row: str, q: Tensor, cache: LayerCache, scale: float, window: int, ins: int) -> Kernel:

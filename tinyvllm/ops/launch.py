@@ -288,7 +288,8 @@ class Captured:
         bound = {name: UOp.variable(name, *self._variables[name]).bind(value) for name, value in values.items()}
         with Context(JIT_BATCH_SIZE=0):
             self._result = self._jit(*tensors, **bound)
-        self._graph = self._only_graph()
+        if self._jit.captured is not None:  # JIT=0 in the environment captures nothing
+            self._graph = self._only_graph()
         return self._result
 
     def _only_graph(self) -> Callable[[tuple[UOp, ...], dict[str, int]], Any] | None:
