@@ -23,6 +23,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.stepping import Stepping
 
 _STEPS = 32
+_PROMPT = 256  # tokens
 
 
 def resident() -> dict[str, int]:
@@ -51,11 +52,12 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     from benchmarks.compare.child import prompt
 
     begin = resident()
-    blocks = options.batch * (1024 // 16 + 1)
-    llm = load_model(options, max_model_len=1024, max_num_seqs=options.batch, num_blocks=blocks)
+    longest = -(-(_PROMPT + 2 * _STEPS + 8) // 16) * 16
+    blocks = options.batch * longest // 16  # all of which the run fills: untouched ones would take no memory
+    llm = load_model(options, max_model_len=longest, max_num_seqs=options.batch, num_blocks=blocks)
     loaded = resident()
     stepping = Stepping(llm)
-    stepping.begin([prompt(256, b) for b in range(options.batch)])
+    stepping.begin([prompt(_PROMPT, b) for b in range(options.batch)])
     stepping.steps(_STEPS)
     ran = resident()
     figures = {"before": begin, "loaded": loaded, "ran": ran, "step": allocations(stepping)}

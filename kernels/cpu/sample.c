@@ -176,7 +176,7 @@ static void adjust(float *y, const float *x, const int32_t *seen, const uint8_t 
   if (seen)
     for (int v = part->first; v < part->end; v++) {
       const float repeated = y[v] > 0.0f ? y[v] / repetition : y[v] * repetition;
-      const float least = (seen[v] > 0) | (prompted[v] > 0) ? repeated : y[v];
+      const float least = (seen[v] > 0 || prompted[v] > 0) ? repeated : y[v];
       y[v] = fused(-frequency, (float)seen[v], least - (seen[v] > 0 ? presence : 0.0f));
     }
   if (bias)

@@ -124,8 +124,24 @@ def pack(source: str, format: str, target: str, I: int = 96, rows: int = 37) -> 
     return kernel("pack", target, 1, arrays, I=I, SOURCE=source, FORMAT=format)
 
 
+def sample(target: str, B: int = 4, V: int = 300, R: int = 4, **only: int) -> Call:
+    """Three lanes draw a row each and then the last one together, which is the neutral row of the tables."""
+    features = {name: only.get(name, 1 - bool(only)) for name in ("SAMPLED", "TOP_K", "TOP_P", "MIN_P", "PENALIZED", "BIASED")}
+    tables, filtered = features["PENALIZED"] | features["BIASED"], features["TOP_K"] | features["TOP_P"] | features["MIN_P"]
+    lines = np.zeros((B, 12), np.int32)
+    lines[:, 0] = lines[:, 1] = np.arange(B) % R
+    lines[:, 2:5], lines[:, 6], lines[:, 7] = 7, 5 * np.arange(1, B + 1), 2**29
+    lines.view(np.float32)[:, [5, 8, 9, 10, 11]] = 1.5, -3.0, 1.2, 0.5, 0.25
+    outs = [blank(B, dtype="int32"), filled(lines), blank(2 * 64 * 192 + 4 * B * (tables * V + filtered * (V + -(-V // 128))), dtype="uint8")]
+    seen, prompted = filled(np.arange(R * V, dtype=np.int32).reshape(R, V) % 3), filled((np.arange(R * V) % 2).astype(np.uint8).reshape(R, V))
+    outs += [seen] if features["PENALIZED"] else []
+    ins = [floats(B, V), *([prompted] if features["PENALIZED"] else []), *([floats(R, V)] if features["BIASED"] else []), int32(B)]
+    return kernel("sample", target, len(outs), outs + ins, V=V, NEUTRAL_ROW=R - 1, **features)
+
+
 def _samples() -> dict[str, Callable[[str], Call]]:
-    samples: dict[str, Callable[[str], Call]] = {"kv_copy": kv_copy, "advance": advance, "read": read}
+    samples: dict[str, Callable[[str], Call]] = {"kv_copy": kv_copy, "advance": advance, "read": read, "sample": sample}
+    samples["sample greedy"] = functools.partial(sample, SAMPLED=0)
     for weight in BYTES:
         for make in (matmul, embed):
             samples[f"{make.__name__} {weight}"] = functools.partial(make, weight)
