@@ -26,7 +26,7 @@ lint: $(VENV)/.lint
 	$(BIN)/mypy
 
 bench: $(VENV)/.core
-	$(BIN)/python -m benchmarks.decode
+	$(BIN)/python -m benchmarks.latency
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -19,6 +19,8 @@ def test_defaults(tmp_path: Path) -> None:
     assert chosen == EngineConfig(model=str(tmp_path))
     assert (chosen.device, chosen.dtype, chosen.block_size) == ("auto", "auto", 16)
     assert (chosen.max_num_seqs, chosen.max_num_batched_tokens) == (64, 512)
+    assert (chosen.quantization, chosen.num_scheduler_steps) == (None, 1)
+    assert resolve(tmp_path, environ={}, quantization="q4_0", num_scheduler_steps=64).quantization == "q4_0"
     with pytest.raises(FrozenInstanceError):
         chosen.device = "CPU"  # type: ignore[misc]
 
@@ -56,6 +58,11 @@ def test_without_a_model_it_is_the_bundled_one(tmp_path: Path, monkeypatch: pyte
         ({"kv_memory": "lots"}, ["kv_memory", "'lots'"]),
         ({"dtype": "bloat16"}, ["dtype", "bloat16", "did you mean 'bfloat16'"]),
         ({"load_format": "random"}, ["load_format", "auto, dummy"]),
+        ({"quantization": "q8"}, ["quantization", "q8_0, q4_0", "did you mean 'q8_0'"]),
+        ({"quantization": 8}, ["quantization", "8"]),
+        ({"num_scheduler_steps": 0}, ["num_scheduler_steps", "from 1 to 64", "0"]),
+        ({"num_scheduler_steps": 65}, ["num_scheduler_steps", "65"]),
+        ({"num_scheduler_steps": 2.0}, ["num_scheduler_steps", "2.0"]),
         ({"device": "gpu"}, ["device", "'gpu'", "METAL"]),
         ({"device": "auto:1"}, ["device"]),
         ({"device": 3}, ["device", "3"]),
@@ -135,6 +142,19 @@ def test_environment_switches(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="TINYVLLM_DEVISE"):
         resolve(tmp_path, environ={"TINYVLLM_DEVISE": "cpu"})
     assert all(switch.name.startswith("TINYVLLM_") and switch.meaning for switch in SWITCHES)
+
+
+def test_kernels_and_threads_are_switches(tmp_path: Path) -> None:
+    read = environment({"TINYVLLM_KERNELS": " matmul=avx2, all=ref,", "TINYVLLM_THREADS": "64"})
+    assert read == {"TINYVLLM_KERNELS": {"matmul": "avx2", "all": "ref"}, "TINYVLLM_THREADS": 64}
+    for text in ("matmul", "matmul=", "=ref", "matmul=avx2=ref", "", " , "):
+        with pytest.raises(ArgumentError, match="TINYVLLM_KERNELS must be like attention_decode=ref,matmul=avx2 or all=ref"):
+            environment({"TINYVLLM_KERNELS": text})
+    for text in ("0", "65", "-1", "two", "1.5", ""):
+        with pytest.raises(ArgumentError, match="TINYVLLM_THREADS must be a number from 1 to 64"):
+            environment({"TINYVLLM_THREADS": text})
+    with pytest.raises(ArgumentError, match="TINYVLLM_THREADS"):
+        resolve(tmp_path, environ={"TINYVLLM_THREADS": "many"})
 
 
 def test_cache_folder(tmp_path: Path) -> None:

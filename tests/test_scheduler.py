@@ -350,6 +350,76 @@ def test_a_step_that_failed_is_scheduled_again():
     assert rows_of(scheduler.schedule()) == rows_of(scheduler.schedule()) == [(0, 0, 3, True), (1, 0, 5, False)]
 
 
+# ---- several rounds ----
+
+
+def decoding(scheduler: Scheduler, *lengths: int) -> Schedule:
+    """A schedule of these sequences with a token each: their prompts have run."""
+    add(scheduler, *lengths)
+    while (plan := scheduler.schedule()).entries and not all(entry.num_tokens == 1 and entry.samples for entry in plan.entries):
+        scheduler.advance(plan)
+        for entry in plan.entries:
+            if entry.samples:
+                entry.sequence.output_token_ids.append(7)
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("lengths", "blocks", "wanted", "given", "tables"),
+    [
+        ((2,), 32, 1, 1, [1]),  # position 2 has its block
+        ((2,), 32, 2, 2, [1]),  # positions 2 and 3
+        ((2,), 32, 3, 3, [2]),
+        ((2, 7), 32, 8, 8, [3, 4]),
+        ((2, 7), 7, 8, 8, [3, 4]),  # just enough
+        ((2, 7), 5, 8, 5, [2, 3]),
+        ((3, 7), 4, 8, 1, [1, 2]),  # the one that needs a block at once
+    ],
+)
+def test_reserve_gives_blocks_for_as_many_rounds_as_there_are(lengths, blocks, wanted, given, tables):
+    scheduler = make(blocks=blocks, size=4)
+    plan = decoding(scheduler, *lengths)
+    assert scheduler.reserve(plan, wanted) == given
+    held = [len(entry.sequence.block_table) for entry in plan.entries]
+    assert held == tables and scheduler.pool.num_free == blocks - sum(held)
+    for entry in plan.entries:
+        assert (entry.start + given - 1) // 4 < len(entry.sequence.block_table)
+    assert not plan.preempted and not any(sequence.num_preemptions for sequence in scheduler.running)
+
+
+def test_rounds_advance_by_as_many_tokens():
+    scheduler = make(size=4)
+    plan = decoding(scheduler, 2, 7)
+    assert scheduler.reserve(plan, 6) == 6
+    scheduler.finish(plan.entries[1].sequence, "abort")
+    scheduler.advance(plan, 6)
+    first = plan.entries[0].sequence
+    assert first.num_computed == 8 and plan.entries[1].sequence.num_computed == 0
+    first.output_token_ids += [7] * 6
+    assert rows_of(scheduler.schedule()) == [(0, 8, 1, True)] and len(first.block_table) == 3
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_reserves_give_what_nobody_else_has(seed: int):
+    """Never a block too few for the rounds given, none given twice; all that was asked for, or at least an equal share of what is free."""
+    rng = random.Random(seed)
+    for _ in range(60):
+        size, blocks, count = rng.randint(1, 6), rng.randint(4, 30), rng.randint(1, 5)
+        scheduler = make(rows=count, budget=64, longest=200, blocks=blocks, size=size)
+        plan = decoding(scheduler, *(rng.randint(1, max(1, size * blocks // count - size)) for _ in range(count)))
+        if plan.empty:
+            continue
+        wanted = rng.randint(1, 20)
+        free, left = scheduler.pool.num_free, min(len(entry.sequence.block_table) * size - entry.start for entry in plan.entries)
+        needed = sum(scheduler.pool.blocks_for(entry.start + wanted) - len(entry.sequence.block_table) for entry in plan.entries)
+        given = scheduler.reserve(plan, wanted)
+        assert 1 <= given <= wanted
+        tables = [block for sequence in scheduler.running for block in sequence.block_table]
+        assert len(set(tables)) == len(tables) and scheduler.pool.num_free + len(tables) == blocks
+        assert all(entry.start + given <= len(entry.sequence.block_table) * size for entry in plan.entries)
+        assert given == wanted if needed <= free else given >= min(wanted, left + free // len(plan.entries) * size)
+
+
 # ---- random schedules ----
 
 

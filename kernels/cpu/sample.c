@@ -3,7 +3,7 @@
 //   tokens    [count] int32       the lowest id among equals; -1 if a logit is NaN or none is above -inf
 //   lines     [count, 12] int32   what each row asks for (struct line); if SAMPLED, its position moves one on
 //   scratch   SCRATCH_BYTES, 64-byte aligned
-//   seen      [R, V] int32        if PENALIZED: how often each token is in a row's output; the drawn token counts once more (token 0 for -1)
+//   seen      [R, V] int32        if PENALIZED: how often each token is in a row's output; the drawn one counts once more (0 for -1)
 //   logits    [count, V] float32
 //   prompted  [R, V] uint8        if PENALIZED: whether a token is in a row's prompt
 //   bias      [R, V] float32      if BIASED: added to the logits after the penalties
@@ -202,7 +202,8 @@ static void divide(float *border, float low, float high, int turn) {
   const uint64_t from = order_of(low), steps = order_of(high) - from;
   for (int j = 1; j < WAYS - 1; j++) {
     const float even = low + width * ((float)j * (1.0f / (WAYS - 1)));
-    border[j] = turn % 2 == 0 && width < INFINITE ? (even < high ? even : high) : of_order((uint32_t)(from + steps * (uint64_t)j / (WAYS - 1)));
+    const uint64_t order = from + steps * (uint64_t)j / (WAYS - 1);
+    border[j] = turn % 2 || width == INFINITE ? of_order((uint32_t)order) : even < high ? even : high;
   }
   border[0] = low, border[WAYS - 1] = high;
 }
@@ -292,7 +293,8 @@ static int64_t share_of(int64_t total, int32_t top_p) {  // total * top_p / 2^30
 
 // The largest of the x of all lanes such that those that reach it weigh `share` together, or top_p of all, if share is 0; x below low
 // weigh nothing, high is the largest x. Every turn leaves those between two neighbouring borders, and at least the largest goes.
-static float search(struct part *part, const float *x, int n, float low, float high, const struct weigher *weigher, int64_t share, int32_t top_p) {
+static float search(struct part *part, const float *x, int n, float low, float high, const struct weigher *weigher, int64_t share,
+                    int32_t top_p) {
   int64_t above = 0;  // what those weigh that have gone upwards
   for (int turn = 0; low < high; turn++) {
     float border[WAYS];

@@ -1,8 +1,8 @@
 """Kernels against the reference, through the whole engine: every row that this machine has, every family, every format of weights.
 
-The tiny checkpoints of tests/tiny/golden have heads of 16 and 32 and widths that are multiples of 32, so that kernels really run, which
-is asserted. The other promise is determinism: a row's bits depend neither on the company it is computed in, nor on how prompts are cut,
-nor on the number of threads.
+The models are the tiny checkpoints of tests/tiny/golden with half as many heads, twice as wide: attention has kernels for heads of 32 and
+more. That they really run is asserted. The other promise is determinism: a row's bits depend neither on the company it is computed in,
+nor on how prompts are cut, nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import functools
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tinyvllm import LLM, RequestOutput, SamplingParams
 from tinyvllm.config import DEFAULT_MODEL
@@ -29,7 +31,6 @@ from tinyvllm.ops import registry
 GOLDEN = Path(__file__).parents[1] / "tiny" / "golden"
 ROWS = [name for name, lacking in registry.rows("CPU").items() if lacking is None]
 EVERYWHERE = {"embed", "norm_qkv_rope_store", "attention_prefill", "attention_decode", "matmul", "norm_head", "advance"}
-SWIGLU = EVERYWHERE | {"norm_gate_up_silu"}
 
 
 @contextlib.contextmanager
@@ -41,16 +42,46 @@ def kernels(row: str) -> Iterator[None]:
         yield
 
 
-def ran() -> dict[str, set[str]]:
-    """Which rows each op was given to."""
+def check_rows(name: str, row: str) -> None:
+    """Since `kernels`, every op that a model of this family has was given to this row."""
     rows: dict[str, set[str]] = {}
     for choice in registry.choices():
         rows.setdefault(choice.stem, set()).add(choice.row)
-    return rows
+    expected = EVERYWHERE | (set() if name in ("gpt2", "qwen3moe") else {"norm_gate_up_silu"})
+    assert {stem: rows.get(stem) for stem in expected} == {stem: {row} for stem in expected}
 
 
-def open_golden(name: str, **options: Any) -> LLM:
-    return LLM(GOLDEN / name, device="CPU", max_model_len=160, max_num_seqs=2, skip_tokenizer_init=True, **options)
+def check_reference() -> None:
+    assert {choice.row for choice in registry.choices()} == {"ref"}
+
+
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A golden checkpoint with heads of 32: half as many of them share the same projections. Heads that have a norm get it twice."""
+
+    @functools.cache
+    def make(name: str) -> Path:
+        config = json.loads((GOLDEN / name / "config.json").read_text())
+        if config.get("head_dim", 16) == 32:
+            return GOLDEN / name
+        folder = tmp_path_factory.mktemp(name) / name
+        shutil.copytree(GOLDEN / name, folder)
+        config |= {key: config[key] // 2 for key in ("num_attention_heads", "num_key_value_heads", "n_head") if key in config}
+        config |= {"head_dim": 32} if "head_dim" in config else {}
+        (folder / "config.json").write_text(json.dumps(config))
+        if "moe" in name:
+            tensors = load_file(folder / "model.safetensors")
+            for key in tensors:
+                if key.endswith(("q_norm.weight", "k_norm.weight")):
+                    tensors[key] = np.concatenate([tensors[key]] * 2)
+            save_file(tensors, folder / "model.safetensors")
+        return folder
+
+    return make
+
+
+def open_tiny(folder: Path, **options: Any) -> LLM:
+    return LLM(folder, device="CPU", max_model_len=160, max_num_seqs=2, skip_tokenizer_init=True, **options)
 
 
 def greedy(llm: LLM, prompts: list[list[int]], count: int) -> list[list[int]]:
@@ -61,23 +92,21 @@ def greedy(llm: LLM, prompts: list[list[int]], count: int) -> list[list[int]]:
 # --- the same tokens as the reference
 
 
-# One of each way through the kernels: plain, window, biases of q, k and v, heads of 32 with norms, half of a head rotated, LayerNorm with
-# biases and GELU, biases everywhere, experts (whose products stay with the reference).
-@pytest.mark.parametrize("row", ["ref", *ROWS])
-@pytest.mark.parametrize("name", ["llama3.1", "mistral", "qwen2", "qwen3", "phi3-partial", "gpt2", "ernie4.5-bias", "qwen3moe"])
-def test_every_row_has_the_recorded_tokens_of_every_family(name: str, row: str) -> None:
+# One of each way through the kernels: plain, window, biases of q, k and v, norms of heads, part of a head rotated, LayerNorm with biases
+# and GELU, biases everywhere, experts (whose products stay with the reference).
+NAMES = ("llama3.1", "mistral", "qwen2", "qwen3", "phi3-partial", "gpt2", "ernie4.5-bias", "qwen3moe")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_reference_has_the_recorded_tokens_of_every_family(name: str) -> None:
     with np.load(GOLDEN / name / "golden.npz") as data:
         golden = dict(data)
     prompts = [golden[f"prompt_{i}"].tolist() for i in range(2)]
-    with kernels(row), open_golden(name, dtype="float32") as llm:
+    with kernels("ref"), open_tiny(GOLDEN / name, dtype="float32") as llm:
         logits = llm.prompt_logits(prompts[1])
-        tokens = greedy(llm, prompts, 32)
-    assert tokens == [golden[f"tokens_{i}"][:32].tolist() for i in range(2)]
+        assert greedy(llm, prompts, 32) == [golden[f"tokens_{i}"][:32].tolist() for i in range(2)]
+        check_reference()
     np.testing.assert_allclose(logits[golden["positions_1"]], golden["logits_1"], rtol=0, atol=2e-3)
-    if row == "ref":
-        assert set().union(*ran().values()) == {"ref"}
-    else:
-        assert ran() == {stem: {row} for stem in (EVERYWHERE if name in ("gpt2", "qwen3moe") else SWIGLU)}
 
 
 @dataclass(frozen=True)
@@ -111,26 +140,25 @@ def prompts_of(count: int, vocabulary: int) -> list[list[int]]:
 
 
 @functools.cache
-def reference(name: str, format: str) -> tuple[np.ndarray, list[list[int]]]:
-    """What plain tinygrad makes of the weights that the kernels have: they are packed only where kernels are to read them."""
-    with kernels(ROWS[0]):
-        llm = open_golden(name, **FORMATS[format].options)
-    with kernels("ref"), llm:
+def reference(folder: Path, format: str) -> tuple[np.ndarray, list[list[int]]]:
+    with kernels("ref"), open_tiny(folder, **FORMATS[format].options) as llm:
         answer = llm.prompt_logits(prompts_of(2, 256)[1]), greedy(llm, prompts_of(2, 256), 32)
-        assert set().union(*ran().values()) == {"ref"}
+        check_reference()
     return answer
 
 
 @pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize(("name", "format"), [*(("qwen3", format) for format in FORMATS), ("gpt2", "BF16"), ("gpt2", "Q8_0")])
-def test_every_row_follows_the_reference_in_every_format(name: str, format: str, row: str) -> None:
-    expected, tokens = reference(name, format)
-    with kernels(row), open_golden(name, **FORMATS[format].options) as llm:
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [*((name, "F32") for name in NAMES), *(("qwen3", format) for format in FORMATS if format != "F32"), ("gpt2", "BF16"), ("gpt2", "Q8_0")],
+)
+def test_every_row_follows_the_reference(wide: Callable[[str], Path], name: str, format: str, row: str) -> None:
+    expected, tokens = reference(wide(name), format)
+    with kernels(row), open_tiny(wide(name), **FORMATS[format].options) as llm:
         off = np.abs(llm.prompt_logits(prompts_of(2, 256)[1]) - expected).max(axis=1)
         assert greedy(llm, prompts_of(2, 256), 32) == tokens
-        assert ran() == {stem: {row} for stem in (EVERYWHERE if name == "gpt2" else SWIGLU)}
-        formats = {choice.shape.split()[-1] for choice in registry.choices() if choice.stem == "norm_head"}
-    assert formats == {format}
+        check_rows(name, row)
+        assert {choice.shape.split()[-1] for choice in registry.choices() if choice.stem == "norm_head"} == {format}
     assert np.median(off) < FORMATS[format].median
     assert off.max() < FORMATS[format].most
 
@@ -143,7 +171,7 @@ def bundled(row: str) -> tuple[np.ndarray, list[list[int]]]:
     with kernels(row), LLM(device="CPU", max_model_len=128, max_num_seqs=8) as llm:
         outputs = llm.generate(STORIES, SamplingParams(temperature=0.0, max_tokens=32))
         logits = llm.prompt_logits([*outputs[0].prompt_token_ids, *outputs[0].outputs[0].token_ids])
-    assert ran() == {stem: {row} for stem in SWIGLU} or row == "ref"
+        check_reference() if row == "ref" else check_rows("bundled", row)
     return logits, [output.outputs[0].token_ids for output in outputs]
 
 
@@ -199,7 +227,7 @@ def test_thirteen_together_have_the_bits_of_each_alone(name: str, row: str, seed
     expected = alone(name, row, seeded)
     with kernels(row), open_model(name, max_num_seqs=13, max_num_batched_tokens=budget) as llm:
         got = run_thirteen(llm, seeded, together=True)
-        assert ran() == {stem: {row} for stem in SWIGLU}
+        check_rows(name, row)
     assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
     assert [logprobs for _, logprobs in got] == [logprobs for _, logprobs in expected]
     assert len({tuple(tokens) for tokens, _ in got}) > 6, "prompts are meant to go on differently"

@@ -132,9 +132,9 @@ def sample(target: str, B: int = 4, V: int = 300, R: int = 4, **only: int) -> Ca
     lines[:, 0] = lines[:, 1] = np.arange(B) % R
     lines[:, 2:5], lines[:, 6], lines[:, 7] = 7, 5 * np.arange(1, B + 1), 2**29
     lines.view(np.float32)[:, [5, 8, 9, 10, 11]] = 1.5, -3.0, 1.2, 0.5, 0.25
-    outs = [blank(B, dtype="int32"), filled(lines), blank(2 * 64 * 192 + 4 * B * (tables * V + filtered * (V + -(-V // 128))), dtype="uint8")]
-    seen, prompted = filled(np.arange(R * V, dtype=np.int32).reshape(R, V) % 3), filled((np.arange(R * V) % 2).astype(np.uint8).reshape(R, V))
-    outs += [seen] if features["PENALIZED"] else []
+    scratch = 2 * 64 * 192 + 4 * B * (tables * V + filtered * (V + -(-V // 128)))
+    seen, prompted = (filled((np.arange(R * V).reshape(R, V) % most).astype(dtype)) for most, dtype in ((3, np.int32), (2, np.uint8)))
+    outs = [blank(B, dtype="int32"), filled(lines), blank(scratch, dtype="uint8"), *([seen] if features["PENALIZED"] else [])]
     ins = [floats(B, V), *([prompted] if features["PENALIZED"] else []), *([floats(R, V)] if features["BIASED"] else []), int32(B)]
     return kernel("sample", target, len(outs), outs + ins, V=V, NEUTRAL_ROW=R - 1, **features)
 

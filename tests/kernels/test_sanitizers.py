@@ -34,6 +34,8 @@ NAMES = [
     "kv_append BF16",
     "kv_copy",
     "advance",
+    "sample",
+    "sample greedy",
     "pack Q8_0",
 ]
 # again for the widest row of this machine, where a kernel has lines of its own for it

@@ -15,7 +15,7 @@ from tinyvllm.ops import registry
 from tinyvllm.ops.attention import PagedAttention
 from tinyvllm.ops.launch import alias
 
-S, D, P, M = 8, 16, 24, 6
+S, D, P, M = 8, 32, 24, 6
 BUCKET = 4  # decodes are padded to
 
 
@@ -114,7 +114,7 @@ def test_other_rows_and_one_half_by_the_reference(monkeypatch, decode, prefill):
 
 
 @pytest.mark.parametrize("row", ["ref", ROWS[0]])
-@pytest.mark.parametrize("D", [16, 32, 48])  # a row of 32 bytes, of a cache line, of one and a half
+@pytest.mark.parametrize("D", [16, 32, 48])  # a row of half a cache line, of one, of one and a half
 @pytest.mark.parametrize("dtype", [dtypes.float16, dtypes.bfloat16], ids=["float16", "bfloat16"])
 def test_half_caches_are_read_as_they_are(monkeypatch, dtype, D, row):
     monkeypatch.setenv("TINYVLLM_KERNELS", f"all={row}")
@@ -131,12 +131,13 @@ def test_contexts_of_several_pieces(monkeypatch, window, row):
     np.testing.assert_allclose(step.attend(window), step.expected(window), atol=2e-6)
 
 
-def test_what_the_kernels_cannot_do_goes_to_the_reference(monkeypatch):
+@pytest.mark.parametrize("D", [16, 40, 272])
+def test_what_the_kernels_cannot_do_goes_to_the_reference(monkeypatch, D):
     monkeypatch.delenv("TINYVLLM_KERNELS", raising=False)
     registry.forget()
-    step = Step([9], [(0, 3)], 2, D=24)
+    step = Step([9], [(0, 3)], 2, D=D)
     np.testing.assert_allclose(step.attend(), step.expected(), atol=2e-6)
-    assert all(c.row == "ref" and "head dimension 24 is not a multiple of 16" in c.why for c in registry.choices())
+    assert all(c.row == "ref" and f"head dimension {D} is not a multiple of 16" in c.why for c in registry.choices())
 
 
 def test_a_decode_has_the_same_bits_in_any_company(monkeypatch):

@@ -86,8 +86,12 @@ def test_matmul_equals_its_reference(monkeypatch, format, row):
 def test_matmul_with_one_thing_more(monkeypatch, extra):
     T, O, I = 5, 50, 96
     x, weight = realized(numbers(T, I)), packed("BF16", O, I)
-    more = {"bias": {"bias": realized(numbers(O))}, "residual": {"residual": realized(numbers(T, O))}, "gelu": {"gelu": True}}.get(extra, {})
-    got, want = (by_kernel(monkeypatch, "matmul", which, lambda: linear(x, weight, int32(T), **more).numpy()) for which in (ROWS[0], "ref"))
+    bias, residual = (realized(numbers(*shape)) if extra == name else None for name, shape in (("bias", (O,)), ("residual", (T, O))))
+
+    def op() -> np.ndarray:
+        return linear(x, weight, int32(T), bias, residual, extra == "gelu").numpy()
+
+    got, want = (by_kernel(monkeypatch, "matmul", row, op) for row in (ROWS[0], "ref"))
     np.testing.assert_allclose(got, want, atol=TOLERANCE)
 
 

@@ -53,7 +53,8 @@ def test_decodes():
     assert inputs.tokens.tolist() == [119, 203, 339, 0] and inputs.positions.tolist() == [19, 3, 39, 0]
     assert inputs.slots.tolist() == [11 * S + 3, 20 * S + 3, 32 * S + 7, SCRATCH]
     assert inputs.context_lens.tolist() == [20, 4, 40, 0] and inputs.query_starts.tolist() == [0, 1, 2, 3, 4]
-    assert inputs.rows.tolist() == [0, 1, 0, 0], "rows of those that sample, then padding"
+    assert inputs.samples.tolist() == [0, 1, 0, 0] and inputs.sample_count.tolist() == [2], "rows of those that sample, then padding"
+    assert inputs.rows.tolist() == inputs.decodes.tolist() == [3] and inputs.chunks.tolist() == [4, 0]
     assert inputs.block_tables[2, :3].tolist() == [30, 31, 32]
 
 
@@ -65,7 +66,8 @@ def test_a_step_with_both():
     assert inputs.slots[8:14].tolist() == list(range(20 * S + 10, 20 * S + 16)) and inputs.slots[14] == 21 * S
     assert inputs.tokens[28:40].tolist() == list(range(300, 312))
     assert inputs.slots[1:8].tolist() == [SCRATCH] * 7
-    assert inputs.rows[:2].tolist() == [0, 27], "the decode's row and the last of the chunk that samples"
+    assert inputs.samples[:2].tolist() == [0, 27] and inputs.sample_count.tolist() == [2], "the decode's row and the last of a chunk"
+    assert inputs.rows.tolist() == [40] and inputs.decodes.tolist() == [1] and inputs.chunks.tolist() == [8, 2]
 
 
 def test_a_second_fill_leaves_nothing_of_the_first():
@@ -82,5 +84,95 @@ def test_the_device_holds_what_the_host_laid_out():
 
     inputs, blocks = fill([entry(1, 5, 4, 1), entry(2, 30, 10, 20)])
     batch = inputs.batch(blocks)
-    for name in ("tokens", "positions", "slots", "query_starts", "context_lens", "block_tables"):
+    for name in ("tokens", "positions", "slots", "query_starts", "context_lens", "block_tables", "rows", "decodes", "chunks",
+                 "samples", "sample_count"):  # fmt: skip
         np.testing.assert_array_equal(download(getattr(batch, name).contiguous().realize()), getattr(inputs, name))
+
+
+def test_all_rows_are_sampled_where_all_are_wanted():
+    from tinyvllm.runner.prepare import StepInputs, shape_of
+
+    prompt = [entry(1, 20, 0, 20, samples=False)]
+    inputs = StepInputs(shape_of([], prompt), M, SCRATCH, "CPU", all_rows=True)
+    inputs.fill([], prompt, S)
+    assert inputs.samples.tolist() == list(range(32)) and inputs.sample_count.tolist() == [20]
+
+
+# --- decodes that only go on
+
+
+@pytest.fixture
+def uploads(monkeypatch):
+    """What is copied to the device, as the number of int32s."""
+    from tinyvllm.runner import prepare
+
+    seen, upload = [], prepare.upload
+
+    def spy(tensor, array, start=0):
+        seen.append(array.size)
+        upload(tensor, array, start)
+
+    monkeypatch.setattr(prepare, "upload", spy)
+    return seen
+
+
+def decodes(*positions, batch=None):
+    """Decodes 1, 2, ... at these positions, with blocks for them."""
+    batch = batch or [entry(b, 100, 0, 1) for b in range(1, len(positions) + 1)]
+    for b, (scheduled, position) in enumerate(zip(batch, positions), start=1):
+        scheduled.start = position
+        scheduled.sequence.block_table = [10 * b + i for i in range(position // S + 1)]
+    return batch
+
+
+def made(batch):
+    from tinyvllm.runner.prepare import StepInputs, shape_of
+
+    inputs = StepInputs(shape_of(batch, []), M, SCRATCH, "CPU")
+    inputs.fill(batch, [], S)
+    return inputs
+
+
+def test_what_the_device_has_advanced_is_not_laid_out_again(uploads):
+    batch = decodes(5, 17)
+    inputs = made(batch)
+    inputs.advanced(batch, 1)
+    uploads.clear()
+    assert inputs.fill(decodes(6, 18, batch=batch), [], S) == 2 and uploads == []
+    inputs.advanced(batch, 4)
+    assert inputs.fill(decodes(10, 22, batch=batch), [], S) == 2 and uploads == []
+
+
+def test_a_new_block_takes_tables_and_slots_alone(uploads):
+    from tinyvllm.ops.launch import download
+
+    batch = decodes(5, 15)
+    inputs = made(batch)
+    inputs.advanced(batch, 1)
+    uploads.clear()
+    assert inputs.fill(decodes(6, 16, batch=batch), [], S) == 2
+    assert uploads == [2 * M, 2], "no tokens: the device knows them"
+    device = inputs.batch(2)
+    np.testing.assert_array_equal(download(device.block_tables)[1, :2], [20, 21])
+    assert download(device.slots).tolist() == [10 * S + 6, 21 * S], "it was sent to scratch when its blocks were full"
+    assert download(device.tokens).tolist() == [105, 215], "untouched here"
+
+
+@pytest.mark.parametrize("why", ["another position", "one has left", "other sequences", "not advanced"])
+def test_anything_else_is_laid_out_whole(uploads, why):
+    batch = decodes(5, 7)
+    inputs = made(batch)
+    inputs.advanced(batch, 1)
+    if why == "not advanced":  # a full one, after which nobody has said what the device did
+        inputs.fill(decodes(1, 1, batch=batch), [], S)
+    uploads.clear()
+    fresh = {
+        "another position": lambda: decodes(6, 9, batch=batch),
+        "one has left": lambda: decodes(6, batch=batch[:1]),
+        "other sequences": lambda: decodes(8, 6, batch=batch[::-1]),
+        "not advanced": lambda: decodes(6, 8, batch=batch),
+    }[why]()
+    inputs.fill(fresh, [], S)
+    assert len(uploads) == 1 and uploads[0] > 2 * M
+    for b, scheduled in enumerate(fresh):
+        assert inputs.positions[b] == scheduled.start and inputs.tokens[b] == scheduled.sequence.token_at(scheduled.start)

@@ -46,7 +46,7 @@ class Crew:
 
     def run(self, kernels: np.ndarray, count: int, times: int = 1) -> None:
         """Run a list of `count` kernels (int64 words as crew.c has them) `times` times over, and return when all is done."""
-        if count == 0:
+        if count == 0 or times < 1:
             return  # a list without a meeting could be replaced before the workers have seen it
         with self._lock:
             if len(self._threads) < self.lanes - 1:

@@ -223,7 +223,8 @@ def draw(
     row neutral_row stands for none. What a row asks for must be among what is said here; nothing else in the graph may read `lines`.
     """
     B, V = (int(d) for d in logits.shape)
-    features = {"SAMPLED": sampled, "TOP_K": top_k, "TOP_P": top_p, "MIN_P": min_p, "PENALIZED": seen is not None, "BIASED": bias is not None}
+    features = {"SAMPLED": sampled, "TOP_K": top_k, "TOP_P": top_p, "MIN_P": min_p}
+    features |= {"PENALIZED": seen is not None, "BIASED": bias is not None}
     named = "+".join(name.lower() for name, on in features.items() if on) or "greedy"
     row = pick("sample", str(logits.device), f"V={V} {named}")
     if row is None:

@@ -1,0 +1,128 @@
+"""Which row runs an op, who may say so, and what is said of every choice."""
+
+from __future__ import annotations
+
+import pytest
+
+from tinyvllm.errors import ArgumentError, KernelError
+from tinyvllm.ops import registry
+from tinyvllm.ops.registry import REFERENCE, STEMS, Choice, choices, forget, pick
+from tinyvllm.ops.source import kernels_folder
+
+X86 = ("x86_64", {"avx2", "fma", "f16c"})
+
+
+@pytest.fixture(autouse=True)
+def nothing_forced(monkeypatch):
+    monkeypatch.delenv("TINYVLLM_KERNELS", raising=False)
+    forget()
+
+
+@pytest.fixture
+def processor(monkeypatch):
+    """Pretend to be one with these features."""
+
+    def pretend(machine: str, features: set[str]) -> None:
+        monkeypatch.setattr(registry.platform, "machine", lambda: machine)
+        monkeypatch.setattr(registry, "cpu_features", lambda: frozenset(features))
+
+    return pretend
+
+
+AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+
+
+@pytest.mark.parametrize(
+    ("machine", "features", "row", "why"),
+    [
+        ("x86_64", X86[1] | AVX512, "avx512", "the best row for this processor"),
+        ("x86_64", X86[1], "avx2", "not avx512: the processor has no avx512f, avx512bw"),
+        ("x86_64", {"avx2", "f16c"} | AVX512, "plain", "not avx2: the processor has no fma"),
+        ("x86_64", set(), "plain", "not avx512"),
+        ("aarch64", {"asimd"}, "neon", "the best row for this processor"),
+        ("arm64", {"asimd"}, "neon", "the best row for this processor"),
+        ("aarch64", set(), "plain", "not neon: the processor has no asimd"),
+    ],
+)
+def test_the_best_row_that_the_processor_can(processor, machine, features, row, why):
+    processor(machine, features)
+    assert pick("matmul", "CPU", "64x64") == row
+    (choice,) = choices()
+    assert (choice.stem, choice.shape, choice.row) == ("matmul", "64x64", row) and why in choice.why
+
+
+def test_the_environment_forces_a_row_for_one_op_or_all(monkeypatch, processor):
+    processor(*X86)
+    monkeypatch.setenv("TINYVLLM_KERNELS", "matmul=plain, all=ref")
+    assert pick("matmul", "CPU", "a") == "plain" and pick("embed", "CPU", "a") is None
+    assert all(choice.why == "TINYVLLM_KERNELS asks for it" for choice in choices())
+    monkeypatch.setenv("TINYVLLM_KERNELS", "matmul=ref")
+    assert pick("matmul", "CPU", "a") is None and pick("embed", "CPU", "a") == "avx2", "read anew at every choice"
+
+
+def test_what_the_op_refuses_goes_to_the_reference_unless_it_was_asked_for_by_name(monkeypatch, processor):
+    processor(*X86)
+    assert pick("matmul", "CPU", "3x5", refused="it is too odd") is None
+    assert choices() == [Choice("matmul", "3x5", REFERENCE, "it is too odd")]
+    monkeypatch.setenv("TINYVLLM_KERNELS", "all=avx2")
+    assert pick("matmul", "CPU", "3x5", refused="it is too odd") is None
+    monkeypatch.setenv("TINYVLLM_KERNELS", "matmul=ref")
+    assert pick("matmul", "CPU", "3x5", refused="it is too odd") is None
+    monkeypatch.setenv("TINYVLLM_KERNELS", "matmul=avx2")
+    with pytest.raises(KernelError, match="wants matmul=avx2, which cannot run 3x5: it is too odd"):
+        pick("matmul", "CPU", "3x5", refused="it is too odd")
+
+
+def test_a_row_that_cannot_be_had_is_an_error(monkeypatch, processor):
+    processor(*X86)
+    monkeypatch.setenv("TINYVLLM_KERNELS", "matmul=avx512")
+    with pytest.raises(KernelError, match="wants matmul=avx512, but the processor has no avx512f"):
+        pick("matmul", "CPU", "a")
+    monkeypatch.setenv("TINYVLLM_KERNELS", "all=neon")
+    with pytest.raises(KernelError, match="wants embed=neon; CPU here has avx512, avx2, plain, and ref"):
+        pick("embed", "CPU", "a")
+    assert choices() == [], "what failed was no choice"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("matmull=ref", "there is no op 'matmull'; there are embed, .*, and all"),
+        ("matmul=avx3", "there is no row 'avx3' for matmul; there are avx512, avx2, neon, plain, and ref"),
+        ("matmul", "TINYVLLM_KERNELS must be like .*, got 'matmul'"),
+        ("matmul=", "must be like"),
+        (",", "must be like"),
+    ],
+)
+def test_words_that_mean_nothing(monkeypatch, text, words):
+    monkeypatch.setenv("TINYVLLM_KERNELS", text)
+    with pytest.raises(ArgumentError, match=words):
+        pick("embed", "CPU", "a")
+
+
+@pytest.mark.parametrize("device", ["CUDA", "METAL", "CUDA:1"])
+def test_a_device_without_kernels(device):
+    kind = device.split(":")[0]
+    assert pick("matmul", device, "a") is None and registry.rows(device) == {}
+    assert choices() == [Choice("matmul", "a", REFERENCE, f"there are no kernels for {kind} yet")]
+
+
+def test_choices_are_remembered_once_a_shape_and_forgotten_on_request(processor):
+    processor(*X86)
+    for shape in ("a", "b", "a"):
+        pick("matmul", "CPU", shape)
+    pick("embed", "CPU", "a")
+    assert [(choice.stem, choice.shape) for choice in choices()] == [("matmul", "a"), ("matmul", "b"), ("embed", "a")]
+    forget()
+    assert choices() == []
+
+
+def test_the_rows_of_this_machine_name_what_it_lacks(processor):
+    processor(*X86)
+    rows = registry.rows("CPU:0")
+    assert list(rows) == ["avx512", "avx2", "plain"]
+    assert rows["avx2"] is None and rows["plain"] is None and rows["avx512"].startswith("the processor has no avx512f")
+
+
+def test_every_op_has_a_source():
+    assert set(STEMS) <= {path.stem for path in (kernels_folder() / "cpu").glob("*.c")}
