@@ -137,8 +137,9 @@ def main() -> None:
         timed = take_turns({"kernel": captured(make, True), "reference": captured(make, False)}, options.rounds)
         kernel, reference = spread(timed["kernel"]).divided(4), spread(timed["reference"]).divided(4)
         ratio = reference.median / kernel.median
-        lines.append([name, f"{reference.median * 1e6:.0f}", f"{kernel.median * 1e6:.0f}", f"{ratio:.1f}", f"{kernel.quiet}/{kernel.rounds}"])
-        figures[name] = {"reference_us": round(reference.median * 1e6, 1), "kernel_us": round(kernel.median * 1e6, 1), "faster": round(ratio, 2)}
+        slow, fast = reference.median * 1e6, kernel.median * 1e6
+        lines.append([name, f"{slow:.0f}", f"{fast:.0f}", f"{ratio:.1f}", f"{kernel.quiet}/{kernel.rounds}"])
+        figures[name] = {"reference_us": round(slow, 1), "kernel_us": round(fast, 1), "faster": round(ratio, 2)}
     print(table(["op", "tinygrad, us", "kernel, us", "faster", "quiet rounds"], lines))
     record("reference", {"shape": options.shape, "rows": options.rows, "context": options.context, "ops": figures})
 

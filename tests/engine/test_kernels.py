@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
+from tests.tiny.to_gguf import read_folder
 from tinyvllm import LLM, RequestOutput, SamplingParams
 from tinyvllm.config import DEFAULT_MODEL
 from tinyvllm.ops import registry
@@ -70,7 +71,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         config |= {"head_dim": 32} if "head_dim" in config else {}
         (folder / "config.json").write_text(json.dumps(config))
         if "moe" in name:
-            tensors = load_file(folder / "model.safetensors")
+            tensors = read_folder(folder)
             for key in tensors:
                 if key.endswith(("q_norm.weight", "k_norm.weight")):
                     tensors[key] = np.concatenate([tensors[key]] * 2)

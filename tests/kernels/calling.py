@@ -23,7 +23,8 @@ FOLDER = Path(tempfile.gettempdir()) / f"tinyvllm-test-kernels-{os.getuid()}"
 @functools.cache
 def load(kernel: Kernel, extra: tuple[str, ...] = ()) -> ctypes.CDLL:
     text = kernel_text(kernel)
-    command = [provide_compiler(FOLDER), "-x", "c", "-O2", "-Wno-deprecated-non-prototype", "-shared", "-fPIC", *target_flags(kernel.target), *extra]
+    flags = ("-x", "c", "-O2", "-Wno-deprecated-non-prototype", "-shared", "-fPIC", *target_flags(kernel.target), *extra)
+    command = [provide_compiler(FOLDER), *flags]
     path = FOLDER / f"{kernel.name}-{hashlib.sha256((text + repr(command)).encode()).hexdigest()[:24]}.so"
     if not path.is_file():
         FOLDER.mkdir(exist_ok=True)

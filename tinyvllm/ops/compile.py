@@ -17,7 +17,8 @@ from tinyvllm.ops.kernel import Kernel
 from tinyvllm.ops.source import kernel_source, kernel_text
 from tinyvllm.ops.toolchain import provide_compiler, target_flags
 
-_COMMON = ("-x", "c", "-O2", "-fPIC", "-fno-math-errno", "-fno-ident", "-fno-stack-protector", "-Wno-deprecated-non-prototype", "-Wno-pass-failed")
+_QUIET = ("-Wno-deprecated-non-prototype", "-Wno-pass-failed")
+_COMMON = ("-x", "c", "-O2", "-fPIC", "-fno-math-errno", "-fno-ident", "-fno-stack-protector", *_QUIET)
 # A kernel stands alone: nothing links it, so no call to memset or memcpy may be made up for it.
 _ALONE = ("-c", "-ffreestanding", "-nostdlib", "-fno-builtin", "-fno-jump-tables", "-ffp-contract=off")
 # tinygrad loads ELF everywhere; macOS's own format is another

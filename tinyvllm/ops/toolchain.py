@@ -77,7 +77,10 @@ CPU_TARGETS: dict[str, tuple[str, ...]] = {
     "neon": ("-march=armv8.2-a+fp16",),
     "plain": (),
 }
-_EXTENSIONS = {"avx512": {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"}, "neon": {"asimddp": "dotprod", "bf16": "bf16", "i8mm": "i8mm"}}
+_EXTENSIONS = {
+    "avx512": {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"},
+    "neon": {"asimddp": "dotprod", "bf16": "bf16", "i8mm": "i8mm"},
+}
 
 
 def target_flags(target: str) -> tuple[str, ...]:

@@ -1,0 +1,290 @@
+"""How a model's weights are held: products as panels with the right rows, in the right format, in no more bytes than the files have."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.tiny.to_gguf import dequantized, read_folder, write_gguf
+from tinyvllm.errors import ModelError
+from tinyvllm.quant.formats import bf16_to_f32, f32_to_bf16
+
+GOLDEN = Path(__file__).parents[1] / "tiny" / "golden"
+GROUPS = {
+    ("attn_q", "attn_k", "attn_v"): ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("attn_output",): ("self_attn.o_proj",),
+    ("ffn_gate", "ffn_up"): ("mlp.gate_proj", "mlp.up_proj"),
+    ("ffn_down",): ("mlp.down_proj",),
+}
+DTYPES = {"auto": None, "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+@dataclass
+class Loaded:
+    """A model with its weights, the loader that gave them, and what it has said of its progress."""
+
+    model: Any
+    loader: Any
+    progress: list[tuple[int, int, str]]
+
+
+def load(
+    path: Path, dtype: str = "auto", format: str | None = None, dummy: bool = False, checkpoint: Any = None, kept: Path | None = None
+) -> Loaded:
+    """The runner's way from a folder or file to a model; `format` is that of every matrix, None what is stored."""
+    from tinyvllm.models.families import find_family, read_config, weights_of
+    from tinyvllm.runner.runner import CheckpointSource, weight_dtype
+    from tinyvllm.runner.weights import WeightLoader, WeightPlan
+    from tinyvllm.weights.checkpoint import open_checkpoint
+
+    checkpoint = checkpoint or open_checkpoint(path)
+    source = CheckpointSource(checkpoint)
+    family = find_family(source)
+    config = read_config(family, source)
+    model = family.model(config)
+    progress: list[tuple[int, int, str]] = []
+    plan = WeightPlan("CPU", weight_dtype(dtype, checkpoint), format or DTYPES[dtype])
+    loader = WeightLoader(None if dummy else checkpoint, plan, lambda *said: progress.append(said), kept)
+    loader.load(model, weights_of(family, config, model, checkpoint.kind))
+    return Loaded(model, loader, progress)
+
+
+def write(folder: Path, heads: int = 4, kv_heads: int = 2, intermediate: int = 96) -> dict[str, np.ndarray]:
+    """A random LLaMA of one layer, float32; returns its tensors."""
+    hidden = 64
+    shape = {"hidden_size": hidden, "intermediate_size": intermediate, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "vocab_size": 40, **shape}
+    (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32", "max_position_embeddings": 64}))
+    random, D = np.random.default_rng(0), hidden // heads
+    rows = {"q": hidden, "k": kv_heads * D, "v": kv_heads * D, "o": hidden}
+    shapes: dict[str, tuple[int, ...]] = {f"self_attn.{name}_proj": (O, hidden) for name, O in rows.items()}
+    shapes |= {"mlp.gate_proj": (intermediate, hidden), "mlp.up_proj": (intermediate, hidden), "mlp.down_proj": (hidden, intermediate)}
+    shapes |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+    named = {f"model.layers.0.{name}.weight": shape for name, shape in shapes.items()}
+    named |= {"model.embed_tokens.weight": (40, hidden), "model.norm.weight": (hidden,), "lm_head.weight": (40, hidden)}
+    tensors = {name: random.standard_normal(shape).astype(np.float32) for name, shape in named.items()}
+    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    return tensors
+
+
+def check_rows(model: Any, tensors: dict[str, np.ndarray], formats: set[str], atol: float = 0.0) -> None:
+    """Every packed product of the model holds the rows of its parts, one part behind the other. `tensors` under Hugging Face's names."""
+    seen = set()
+    for i, block in enumerate(model.blk):
+        for names, parts in GROUPS.items():
+            if names in block.__dict__.get("packed", {}):
+                weight = block.packed[names]
+                want = np.concatenate([tensors[f"model.layers.{i}.{part}.weight"] for part in parts])
+                assert want.shape == (weight.O, weight.I) and weight.format in formats, names
+                np.testing.assert_allclose(weight.dense().numpy(), want, rtol=0, atol=atol, err_msg=str(names))
+                assert all(getattr(block, name).weight is None for name in names)
+                seen.add(names)
+    assert seen, "nothing was packed"
+
+
+def as_bf16(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: bf16_to_f32(f32_to_bf16(tensor)) for name, tensor in tensors.items()}
+
+
+def test_projections_of_a_group_are_one_matrix(tiny_model):
+    tensors = load_file(tiny_model / "model.safetensors")
+    model = load(tiny_model).model
+    check_rows(model, tensors, {"F32"})
+    np.testing.assert_array_equal(model.packed["output",].dense().numpy(), tensors["lm_head.weight"])
+    np.testing.assert_array_equal(model.packed_table.dense().numpy(), tensors["model.embed_tokens.weight"])
+    assert set(model.blk[1].packed) == set(GROUPS)
+    check_rows(load(tiny_model, "bfloat16").model, as_bf16(tensors), {"BF16"})
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "intermediate"), [(8, 1, 96), (4, 2, 104)])
+def test_parts_that_share_a_panel(tmp_path, heads, kv_heads, intermediate):
+    """Eight rows of k, 104 of gate: the next part begins in the middle of sixteen."""
+    tensors = write(tmp_path, heads, kv_heads, intermediate)
+    check_rows(load(tmp_path).model, tensors, {"F32"})
+    check_rows(load(tmp_path, "bfloat16").model, as_bf16(tensors), {"BF16"})
+
+
+def test_products_without_kernels_stay_tensors(tmp_path, monkeypatch):
+    tensors = write(tmp_path, intermediate=104)
+    block = load(tmp_path).model.blk[0]
+    assert ("ffn_down",) not in block.packed, "104 columns are no multiple of 32"
+    np.testing.assert_array_equal(block.ffn_down.weight.numpy(), tensors["model.layers.0.mlp.down_proj.weight"])
+    monkeypatch.setenv("TINYVLLM_KERNELS", "all=ref")
+    model = load(tmp_path).model
+    assert "packed" not in model.__dict__ and "packed_table" not in model.__dict__ and "packed" not in model.blk[0].__dict__
+    np.testing.assert_array_equal(model.blk[0].attn_k.weight.numpy(), tensors["model.layers.0.self_attn.k_proj.weight"])
+
+
+# --- quantized at load
+
+
+@pytest.mark.parametrize(("format", "levels"), [("Q8_0", 127), ("Q4_0", 8)])
+def test_quantized_at_load(tmp_path, monkeypatch, format, levels):
+    tensors = write(tmp_path)
+    step = max(np.abs(tensor).max() for tensor in tensors.values()) / levels
+    loaded = load(tmp_path, format=format)
+    check_rows(loaded.model, tensors, {format}, atol=step)
+    assert loaded.model.packed_table.format == loaded.model.packed["output",].format == format
+    matrices = sum(tensor.size for tensor in tensors.values() if tensor.ndim == 2)
+    assert loaded.loader.bytes == matrices * {"Q8_0": 34, "Q4_0": 18}[format] // 32 + 4 * 3 * 64
+    monkeypatch.setenv("TINYVLLM_KERNELS", "all=ref")
+    check_rows(load(tmp_path, format=format).model, tensors, {format}, atol=step)  # by whatever reads it: it was asked for
+
+
+def test_what_cannot_be_quantized_is_refused(tmp_path):
+    write(tmp_path, intermediate=104)
+    with pytest.raises(ModelError, match="blk.0.ffn_down.weight cannot be Q8_0: .*104 is not a multiple.*leave quantization out"):
+        load(tmp_path, format="Q8_0")
+
+
+@pytest.mark.parametrize("format", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
+def test_dummy_weights(tiny_model, format):
+    loaded = load(tiny_model, "auto", format, dummy=True)
+    first, second = (block.packed["attn_q", "attn_k", "attn_v"] for block in loaded.model.blk)
+    assert first.format == format
+    values = first.dense().numpy()
+    assert abs(values.std() - 0.02) < 0.002 and np.isfinite(values).all()
+    assert not np.array_equal(values, second.dense().numpy()) and not np.array_equal(values[:64], values[64:])
+    again = load(tiny_model, "auto", format, dummy=True).model.blk[0].packed["attn_q", "attn_k", "attn_v"]
+    np.testing.assert_array_equal(again.dense().numpy(), values)
+    assert (loaded.model.blk[0].attn_norm.weight.numpy() == 1).all()
+
+
+# --- heads and tables
+
+
+def test_a_tied_head_and_the_table_are_one():
+    loaded = load(GOLDEN / "llama3.2")
+    model, table = loaded.model, read_folder(GOLDEN / "llama3.2")["model.embed_tokens.weight"]
+    assert model.packed_table is model.packed["token_embd",] and model.token_embd.weight is None
+    np.testing.assert_array_equal(model.packed_table.dense().numpy(), table)
+    assert loaded.loader.bytes == loaded.loader.streamed, "it is read as the head, and counted once"
+
+
+def test_a_table_of_its_own_is_not_streamed(tiny_model):
+    loaded = load(tiny_model)
+    assert loaded.loader.bytes - loaded.loader.streamed == 264 * 64 * 4
+
+
+def test_progress_ends_at_the_total(tiny_model):
+    for options in ({}, {"format": "Q4_0"}, {"dummy": True}):
+        progress = load(tiny_model, **options).progress
+        done = [d for d, _, _ in progress]
+        assert done == sorted(done) and progress[-1][:2] == (progress[0][1], progress[0][1])
+        names = [name for _, _, name in progress]
+        assert len(set(names)) == len(names) and "blk.1.attn_k.weight" in names
+
+
+# --- GGUF
+
+
+def gguf_file(path: Path, kind: str) -> dict[str, np.ndarray]:
+    """Golden llama2 with its matrices stored as `kind`; returns what they stand for, under Hugging Face's names and in its order."""
+    folder = GOLDEN / "llama2"
+    write_gguf(folder, path, "llama", kind)
+    return dequantized(read_folder(folder), kind)
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0"])
+def test_a_gguf_stays_as_it_is_stored(tmp_path, kind):
+    tensors = gguf_file(tmp_path / "model.gguf", kind)
+    loaded = load(tmp_path / "model.gguf")
+    check_rows(loaded.model, tensors, {kind})
+    assert loaded.model.packed_table.format == kind
+    np.testing.assert_array_equal(loaded.model.packed_table.dense().numpy(), tensors["model.embed_tokens.weight"])
+
+    from tinyvllm.weights.checkpoint import open_checkpoint
+
+    stored = sum(record.data.nbytes for record in open_checkpoint(tmp_path / "model.gguf").tensors.values())
+    assert abs(loaded.loader.bytes / stored - 1) < 0.02
+    packed = [weight for owner in (loaded.model, *loaded.model.blk) for weight in owner.packed.values()]
+    vectors = 4 * 64 * (1 + 2 * len(loaded.model.blk))
+    assert loaded.loader.streamed == sum(weight.tensor.nbytes() for weight in packed) + vectors, "what is counted is what is there"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_quantized_gguf_becomes_floats_where_they_are_asked_for(tmp_path, dtype):
+    tensors = gguf_file(tmp_path / "model.gguf", "Q8_0")
+    if dtype == "float16":
+        tensors = {name: tensor.astype(np.float16).astype(np.float32) for name, tensor in tensors.items()}
+    model = load(tmp_path / "model.gguf", dtype).model
+    check_rows(model, tensors, {DTYPES[dtype]})
+    assert model.packed_table.format == DTYPES[dtype]
+
+
+def test_a_quantized_gguf_is_quantized_further(tmp_path):
+    tensors = gguf_file(tmp_path / "model.gguf", "Q8_0")
+    step = max(np.abs(tensor).max() for tensor in tensors.values()) / 8
+    check_rows(load(tmp_path / "model.gguf", format="Q4_0").model, tensors, {"Q4_0"}, atol=step)
+
+
+def test_parts_of_different_formats_become_floats(tmp_path):
+    """As converters write them: more bits for v than for q and k."""
+    from tinyvllm.weights.checkpoint import open_checkpoint
+
+    eights, fours = gguf_file(tmp_path / "eight.gguf", "Q8_0"), gguf_file(tmp_path / "four.gguf", "Q4_0")
+    checkpoint, other = open_checkpoint(tmp_path / "four.gguf"), open_checkpoint(tmp_path / "eight.gguf")
+    checkpoint.tensors["blk.0.attn_v.weight"] = other.tensors["blk.0.attn_v.weight"]
+    model = load(tmp_path, checkpoint=checkpoint).model
+    mixed = fours | {"model.layers.0.self_attn.v_proj.weight": eights["model.layers.0.self_attn.v_proj.weight"]}
+    groups = model.blk[0].packed
+    assert groups["attn_q", "attn_k", "attn_v"].format == "F16" and groups["attn_output",].format == "Q4_0"
+    assert model.blk[1].packed["attn_q", "attn_k", "attn_v"].format == "Q4_0"
+    check_rows(model, mixed, {"F16", "Q4_0"}, atol=1e-3)  # float16 of numbers up to 2: a scale times 8 bits has more than 11
+
+
+# --- panels kept on disk
+
+
+@pytest.fixture
+def small_are_kept(monkeypatch):
+    from tinyvllm.runner import panels
+
+    monkeypatch.setattr(panels, "SMALLEST", 0)
+
+
+def kept_files(folder: Path) -> list[str]:
+    return sorted(path.suffix for path in (folder / "weights").iterdir())
+
+
+def test_the_second_start_maps_what_the_first_has_packed(tmp_path, monkeypatch, small_are_kept):
+    from tinyvllm.runner import weights
+
+    tensors, cache = write(tmp_path), tmp_path / "cache"
+    first = load(tmp_path, "bfloat16", kept=cache)
+    check_rows(first.model, as_bf16(tensors), {"BF16"})
+    assert kept_files(cache) == [".json", ".panels"]
+    monkeypatch.setattr(weights, "_pack_panels", lambda *_: pytest.fail("packed again"))
+    second = load(tmp_path, "bfloat16", kept=cache)
+    check_rows(second.model, as_bf16(tensors), {"BF16"})
+    assert (second.loader.bytes, second.loader.streamed) == (first.loader.bytes, first.loader.streamed)
+    assert second.progress[-1] == first.progress[-1]
+
+
+def test_another_packing_or_another_model_is_packed_anew(tmp_path, small_are_kept):
+    cache = tmp_path / "cache"
+    for intermediate in (96, 128):
+        tensors = write(tmp_path, intermediate=intermediate)
+        check_rows(load(tmp_path, "bfloat16", kept=cache).model, as_bf16(tensors), {"BF16"})
+    check_rows(load(tmp_path, "float32", kept=cache).model, tensors, {"F32"})
+    assert kept_files(cache) == [".json", ".json", ".panels", ".panels"], "one of each packing"
+
+
+def test_what_is_small_or_was_left_unfinished_is_not_kept(tmp_path, monkeypatch):
+    from tinyvllm.runner import panels
+
+    tensors, cache = write(tmp_path), tmp_path / "cache"
+    check_rows(load(tmp_path, kept=cache).model, tensors, {"F32"})
+    assert kept_files(cache) == [], "packing is quicker than it is worth"
+    monkeypatch.setattr(panels, "SMALLEST", 0)
+    monkeypatch.setattr(panels.KeptPanels, "finish", lambda self: None)  # as if it had been ended here
+    check_rows(load(tmp_path, kept=cache).model, tensors, {"F32"})
+    monkeypatch.undo()
+    check_rows(load(tmp_path, kept=cache).model, tensors, {"F32"})
+    assert ".json" not in kept_files(cache)
