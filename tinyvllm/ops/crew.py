@@ -21,6 +21,7 @@ from tinyvllm.config import environment
 from tinyvllm.ops.compile import library
 
 TEAM, CORES, ALONE = range(3)  # kinds of kernels in a list, as in kernels/cpu/crew.c
+MOST_ARGUMENTS = 64  # of a kernel, its team counted
 _BYTES = 4096
 _PATIENCE = 2000  # microseconds that workers spin after a list: more than the host takes between two steps
 

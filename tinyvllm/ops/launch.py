@@ -30,7 +30,7 @@ from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo, buffers
 
 from tinyvllm.batch import LayerCache
 from tinyvllm.ops.compile import object_code
-from tinyvllm.ops.crew import ALONE, CORES, TEAM, crew
+from tinyvllm.ops.crew import ALONE, CORES, MOST_ARGUMENTS, TEAM, crew
 from tinyvllm.ops.kernel import Kernel
 
 
@@ -344,6 +344,7 @@ class CrewGraph(GraphRunner):
             cores = int(info.global_size[0]) if "core_id" in info.runtimevars else 1
             kind = TEAM if ours else CORES if cores > 1 else ALONE
             arguments += [0] * len(info.vars)
+            assert len(arguments) < MOST_ARGUMENTS, f"{info.name} takes {len(arguments)} arguments, the crew passes {MOST_ARGUMENTS - 1}"
             words += [_code_address(runtime), kind, len(arguments), place, cores]
             self._starts.append(len(words))
             words += arguments

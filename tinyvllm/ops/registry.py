@@ -94,6 +94,8 @@ def _choose(stem: str, device: str, shape: str, refused: str | None, forced: dic
     available, wanted = rows(device), forced.get(stem, forced.get("all"))
     if wanted == REFERENCE:
         return Choice(stem, shape, REFERENCE, "TINYVLLM_KERNELS asks for it")
+    if not available and wanted is not None:
+        raise KernelError(f"kernels: TINYVLLM_KERNELS wants {stem}={wanted}, but there are no kernels for {device} yet; only {REFERENCE}")
     if not available:
         return Choice(stem, shape, REFERENCE, f"there are no kernels for {device} yet")
     if refused is not None:
