@@ -514,6 +514,32 @@ def test_main_from_start_to_end(tiny_model: Path) -> None:
     assert "6 prompt + " in line and tinygrad == "True"
 
 
+def kernel_table(model: Path, *options: str, **environ: str) -> tuple[list[list[str]], str]:
+    """Cells of the lines that `kernels` prints, without the headings, and what it says beneath."""
+    done = run("kernels", "--model", str(model), "--device", "CPU", *options, **environ)
+    assert done.returncode == 0, done.stderr
+    headings, *lines = done.stdout.splitlines()
+    assert headings.split() == ["op", "shape", "kernel", "why"]
+    below = lines.pop() if "--quiet" not in options else ""
+    return [re.split("  +", line) for line in lines], below
+
+
+def test_kernels_says_what_runs_each_op_and_why(tiny_model: Path) -> None:
+    lines, below = kernel_table(tiny_model, TINYVLLM_THREADS="1", TINYVLLM_KERNELS="matmul=plain")
+    rows = {stem: (row, why) for stem, _, row, why in lines}
+    assert {"embed", "norm_qkv_rope_store", "attention_decode", "attention_prefill", "norm_gate_up_silu", "norm_head"} <= rows.keys()
+    assert rows["matmul"] == ("plain", "TINYVLLM_KERNELS asks for it")
+    assert rows["attention_decode"][0] == "ref" and "head dimension 16" in rows["attention_decode"][1]
+    assert "device CPU" in below
+
+
+def test_kernels_of_the_reference_and_of_no_such_row(tiny_model: Path) -> None:
+    lines, _ = kernel_table(tiny_model, "--quiet", TINYVLLM_KERNELS="all=ref")
+    assert lines and all(line[2:] == ["ref", "TINYVLLM_KERNELS asks for it"] for line in lines)
+    done = run("kernels", "--model", str(tiny_model), TINYVLLM_KERNELS="matmul=avx1024")
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("tinyvllm: error: ") and "avx1024" in done.stderr
+
+
 def has_cuda() -> bool:
     try:
         ctypes.CDLL("libcuda.so.1")
