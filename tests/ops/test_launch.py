@@ -271,3 +271,25 @@ def test_programs_of_another_process_are_found_on_disk(tmp_path):
     first = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
     second = subprocess.run([sys.executable, "-c", code], env=environ | {"CC": "/bin/false"}, capture_output=True, text=True)
     assert first.stdout == second.stdout == "42.0\n", second.stderr
+
+
+def test_a_buffer_that_is_collected_in_tinygrads_own_worker_does_not_stop_it():
+    """Such a buffer (memory of ours, so that tinygrad does not keep it) used to make the worker wait for the end of its own work."""
+    import threading
+
+    from tinygrad import Device, Tensor
+
+    from tinyvllm.ops.launch import synchronize
+
+    device, memory, done = Device["CPU"], np.zeros(64, np.float32), threading.Event()
+    tensors = [Tensor.from_blob(memory.ctypes.data, (64,), device="CPU")]
+    tensors[0].uop.buffer.ensure_allocated()
+
+    def collect(thread: int) -> None:
+        tensors.clear()
+        done.set()
+
+    (tensors[0] + 1).realize()  # a task before it, so that the timeline has something to wait for
+    device.hw_compute_queue_t().cmd(collect).signal(device.timeline_signal, device.next_timeline()).submit(device)
+    assert done.wait(20), "the worker waits for itself"
+    synchronize("CPU")

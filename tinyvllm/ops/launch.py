@@ -25,6 +25,7 @@ from tinygrad.engine.jit import GraphRunner
 from tinygrad.engine.realize import graph_cache
 from tinygrad.helpers import diskcache_get, diskcache_put
 from tinygrad.renderer import Estimates
+from tinygrad.runtime.ops_cpu import CPUWorker
 from tinygrad.runtime.support.elf import jit_loader
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo, buffers
 
@@ -100,8 +101,24 @@ def prefer_device(device: str) -> None:
 def open_device(device: str) -> None:
     """Open `device`, which tinygrad otherwise does at its first use; whatever its backend raises where it cannot."""
     opened = Device[device]
-    if device.split(":")[0] == "CPU":
+    if device.split(":")[0] == "CPU" and opened.graph is not CrewGraph:
         opened.graph = CrewGraph
+        opened.allocator._free = _never_waiting_for_itself(opened.allocator._free)  # type: ignore[method-assign]
+
+
+_held: list[Any] = []  # buffers to be let go once the CPU device is idle
+
+
+def _never_waiting_for_itself(free: Callable[..., None]) -> Callable[..., None]:
+    """`free`, for buffers that Python collects in the very thread that empties tinygrad's queue: it would wait for itself for ever."""
+
+    def later(opaque: Any, options: Any = None) -> None:
+        if isinstance(threading.current_thread(), CPUWorker):
+            _held.append(opaque)
+        else:
+            free(opaque, options)
+
+    return later
 
 
 def synchronize(device: str) -> None:
@@ -371,6 +388,7 @@ class CrewGraph(GraphRunner):
         """Run the graphs' lists as one, `times` times over, when tinygrad's own queue is empty."""
         words = graphs[0]._list if len(graphs) == 1 else np.concatenate([graph._list for graph in graphs])
         Device[graphs[0].calls[0][2][0].device].synchronize()
+        _held.clear()
         graphs[0]._crew.run(words, sum(len(graph.calls) for graph in graphs), times)
 
     @staticmethod
