@@ -276,6 +276,20 @@ def test_another_packing_or_another_model_is_packed_anew(tmp_path, small_are_kep
     assert kept_files(cache) == [".json", ".json", ".panels", ".panels"], "one of each packing"
 
 
+def test_what_a_killed_start_left_is_removed(tmp_path, small_are_kept):
+    write(tmp_path)
+    cache = tmp_path / "cache"
+    load(tmp_path, "bfloat16", kept=cache)
+    (index,) = (cache / "weights").glob("*.json")
+    gone, alive = (index.with_name(f"{index.stem}.{pid}.fresh") for pid in (2**22 + 1, 1))  # the first above the largest there can be
+    gone.touch()
+    alive.touch()
+    index.unlink()
+    load(tmp_path, "bfloat16", kept=cache)
+    assert not gone.exists()
+    assert alive.exists(), "another process may be writing it"
+
+
 def test_what_is_small_or_was_left_unfinished_is_not_kept(tmp_path, monkeypatch):
     from tinyvllm.runner import panels
 

@@ -55,6 +55,9 @@ class KeptPanels:
         folder = self._index_path.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            for left in folder.glob(f"{self._index_path.stem}.*.fresh"):
+                if not _alive(int(left.name.split(".")[1])):
+                    left.unlink()  # by a start that did not come to its end
             if total < SMALLEST or shutil.disk_usage(folder).free < _SPARE * total:
                 return False
             self._writing = _Writing(self._index_path.with_name(f"{self._index_path.stem}.{os.getpid()}.fresh"))
@@ -102,6 +105,16 @@ class _Writing:
             mapped = mmap.mmap(file.fileno(), nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=start)
         self.entries[name] = {"format": format, "O": O, "offset": start, "bytes": nbytes}
         return np.frombuffer(mapped, np.uint8)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _files(checkpoint: Checkpoint) -> list[tuple[str, int, int]]:
