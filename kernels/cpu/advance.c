@@ -24,5 +24,5 @@ static void advance(int32_t *tokens, int32_t *positions, int32_t *slots, int32_t
     context_lens[b] += 1;
     slots[b] = block < M ? block_tables[b * M + block] * S + position % S : SCRATCH_SLOT;
   }
-  round[0] += 1;
+  __atomic_store_n(round, round[0] + 1, __ATOMIC_RELEASE);  // the host may be watching: what it counts has been written
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def record(llm: LLM) -> list[tuple[int, int]]:
     steps: list[tuple[int, int]] = []
     advance = llm.engine.runner.advance
 
-    def spy(step: Any, sampled: Any, draw: Any, rounds: int) -> np.ndarray:
+    def spy(step: Any, sampled: Any, draw: Any, rounds: int) -> Any:
         steps.append((len(step.sampling), rounds))
         return advance(step, sampled, draw, rounds)
 
@@ -232,3 +233,28 @@ def test_steady_decode_lays_nothing_out_anew(tiny_model, monkeypatch, rounds, pa
         for i in range(len(params)):
             engine.abort(str(i))
         engine.step()
+
+
+def test_the_host_reads_a_round_behind_the_launch_of_the_next(tiny_model, monkeypatch):
+    """The rounds behind the first do not begin to run here before the first one's tokens have been taken in."""
+    from tinyvllm.ops import launch
+
+    taken, run, waits = threading.Event(), launch.CrewGraph.run, []
+
+    def held(graphs: list[Any], times: int) -> None:
+        if threading.current_thread().name.startswith("tinyvllm-launcher"):
+            waits.append(taken.wait(20))
+        run(graphs, times)
+
+    with open_model(tiny_model, 8) as llm:
+        expected = told(llm.generate([prompt(1)], [GREEDY]))
+        append = llm.engine._append_rounds
+
+        def append_and_tell(sequences: list[Any], tokens: np.ndarray) -> None:
+            append(sequences, tokens)
+            taken.set()
+
+        monkeypatch.setattr(launch.CrewGraph, "run", staticmethod(held))
+        monkeypatch.setattr(llm.engine, "_append_rounds", append_and_tell)
+        assert told(llm.generate([prompt(1)], [GREEDY])) == expected
+    assert waits and all(waits), "the host waited for all rounds before it looked at one"

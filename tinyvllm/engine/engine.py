@@ -124,12 +124,14 @@ class Engine:
         if step.decodes:
             draw = None if plain else self.sampler.call(result.logits, flags)
             self.sampler.drawn(step.B, flags, rounds - 1)
-            tokens = self.runner.advance(step, sampled, draw, rounds)
+            drawn = self.runner.advance(step, sampled, draw, rounds)
         else:
-            tokens = self.runner.tokens(sampled)
+            drawn = iter([self.runner.tokens(sampled)])
         if rounds > 1:
-            self._append_rounds(sequences, tokens)
+            for tokens in drawn:  # while the device is at the next
+                self._append_rounds(sequences, tokens)
             return
+        (tokens,) = drawn
         chosen = tokens[0, : len(sequences)].tolist()
         logprobs = self.sampler.logprobs(result.logits, sequences, chosen)
         for sequence, token, logprob in zip(sequences, chosen, logprobs, strict=True):
@@ -139,9 +141,8 @@ class Engine:
         """Tokens [rounds, B]; what came after a sequence's end is surplus, which the device could not know."""
         for b, sequence in enumerate(sequences):
             for token in tokens[:, b].tolist():
-                self._append(sequence, token, None)
-                if sequence.finished:
-                    break
+                if not sequence.finished:
+                    self._append(sequence, token, None)
 
     def _rounds(self, schedule: Schedule) -> int:
         """How many tokens each sequence of a schedule may get before the host must look; blocks for them are reserved."""

@@ -15,6 +15,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -325,20 +327,59 @@ class Captured:
 Call = tuple[Captured, tuple[Tensor, ...], dict[str, int]]  # what is captured, its tensors and its variables' values
 
 
-def repeat(calls: list[Call], times: int) -> None:
-    """Make these calls one after the other, all of them `times` times over. Each must have been made before.
+class Behind:
+    """Work that goes on behind the caller's back, if there is any."""
 
-    On the CPU that is one list of kernels for the crew, with no way back to Python before the end.
+    PATIENCE = 0.002  # seconds; looking more often costs the lanes more than it brings
+
+    def __init__(self, work: Future[None] | None = None):
+        self._work = work
+
+    def wait(self) -> bool:
+        """Wait a moment; whether all is done. Raises what the work has raised."""
+        if self._work is None:
+            return True
+        try:
+            self._work.result(self.PATIENCE)
+        except TimeoutError:
+            return False
+        return True
+
+
+def repeat(calls: list[Call], times: int) -> Behind:
+    """Start these calls one after the other, all of them `times` times over. Each must have been made before.
+
+    On the CPU that is one list of kernels for the crew, run from a thread of its own: the caller goes on meanwhile, may `peek` at buffers
+    and must wait for the end before it launches or uploads anything.
     """
     graphs = [captured._graph for captured, _, _ in calls]
     if times > 0 and all(isinstance(graph, CrewGraph) for graph in graphs):
         for graph, (_, tensors, values) in zip(graphs, calls, strict=True):
             graph.bind(tuple(tensor.uop.base for tensor in tensors), values)  # type: ignore[union-attr]
-        CrewGraph.run(graphs, times)  # type: ignore[arg-type]
-        return
+        return Behind(_launcher().submit(CrewGraph.run, graphs, times))  # type: ignore[arg-type]
     for _ in range(times):
         for captured, tensors, values in calls:
             captured(*tensors, **values)
+    return Behind()
+
+
+@functools.cache
+def _launcher() -> ThreadPoolExecutor:
+    """The thread that is lane 0 of what runs behind the callers' backs. A forked child makes one of its own."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_launcher.cache_clear)
+    return ThreadPoolExecutor(1, thread_name_prefix="tinyvllm-launcher")
+
+
+def peek(tensor: Tensor) -> np.ndarray:
+    """The contents of a realized tensor as they are at this moment, on the CPU without waiting for the work in flight."""
+    buffer = _buffer(tensor)
+    if buffer.device.split(":")[0] != "CPU":
+        return download(tensor)
+    shape, dtype = tuple(int(d) for d in tensor.shape), _to_np_dtype(tensor.dtype)
+    assert dtype is not None
+    memory = (ctypes.c_uint8 * (prod(shape) * tensor.dtype.itemsize)).from_address(buffer._buf.va_addr)
+    return np.ctypeslib.as_array(memory).view(dtype).reshape(shape).copy()
 
 
 class CrewGraph(GraphRunner):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from tinyvllm.models.config import ModelConfig
 from tinyvllm.models.families import check_layers, find_family, read_config, refuse_unused, weights_of
 from tinyvllm.ops.advance import History, advance
 from tinyvllm.ops.crew import crew
-from tinyvllm.ops.launch import Call, Captured, download, repeat, upload
+from tinyvllm.ops.launch import Call, Captured, download, peek, repeat, upload
 from tinyvllm.ops.registry import Choice, choices
 from tinyvllm.quant.formats import FORMATS, unpack
 from tinyvllm.runner.kv import KVPool, block_bytes, kv_dtype
@@ -149,18 +149,28 @@ class Runner:
         """Start a prepared step. Its results lie in buffers that the next step of this shape overwrites."""
         return Logits(*step.plan.forward(**step.values))
 
-    def advance(self, step: PreparedStep, sampled: Tensor, draw: Call | None, rounds: int) -> np.ndarray:
-        """Move a step of decodes on by the tokens just `sampled` [B], and `rounds` - 1 times more by its own; tokens [rounds, B].
+    def advance(self, step: PreparedStep, sampled: Tensor, draw: Call | None, rounds: int) -> Iterator[np.ndarray]:
+        """Move a step of decodes on by the tokens just `sampled` [B], and `rounds` - 1 times more by its own; tokens [n, B] as they come.
 
-        `draw` is the sampler's call that gave `sampled`, None where the forward pass did. The device goes through all rounds alone.
+        `draw` is the sampler's call that gave `sampled`, None where the forward pass did. The device goes through all rounds alone, and
+        what a round has drawn is given behind the launch of the next. The iterator must be used up.
         """
         upload(step.plan.history.round, np.zeros(1, np.int32))
         forward: Call = (step.plan.forward, (), step.values)
         onward: Call = (self._advance(step.plan, sampled), (sampled,), {})
         onward[0](sampled)
-        repeat([call for call in (forward, draw, onward) if call is not None], rounds - 1)
         step.plan.inputs.advanced(step.sampling, rounds)
-        return download(step.plan.history.tokens)[:rounds]
+        behind = repeat([call for call in (forward, draw, onward) if call is not None], rounds - 1)
+        seen, tokens = 0, step.plan.history.tokens
+        try:
+            while seen < rounds:
+                done = rounds if behind.wait() else int(peek(step.plan.history.round)[0])
+                if done > seen:
+                    yield peek(tokens)[seen:done]
+                seen = done
+        finally:
+            while not behind.wait():  # also if the caller fails: what comes next must find the device idle
+                pass
 
     def _advance(self, plan: StepPlan, sampled: Tensor) -> Captured:
         if id(sampled) not in plan.advances:
