@@ -477,7 +477,7 @@ def test_chat_goes_on_after_a_broken_answer(
 def test_an_interrupt_stops_the_answer_and_not_the_chat(
     loaded: Callable[..., int], llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps, step = iter(range(10**6)), llm.engine.step
+    steps, step, before = iter(range(10**6)), llm.engine.step, signal.getsignal(signal.SIGINT)  # ignored, where a shell runs this behind it
 
     def interrupting() -> list[Any]:
         if next(steps) == 3:
@@ -491,7 +491,7 @@ def test_an_interrupt_stops_the_answer_and_not_the_chat(
     assert len(answer) <= 4 and len(second) <= 2 and "messages = 2\n" in err
     monkeypatch.undo()
     llm.generate("x", SamplingParams(max_tokens=1))
-    assert not llm.engine.has_work() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not llm.engine.has_work() and signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.parametrize("patience", [0.0, 1000.0])
