@@ -206,9 +206,13 @@ def test_repeat_is_as_many_calls():
     first(x, n=1)
     second(x, n=1)
     assert all(captured._graph is not None for captured in (first, second)), "one list, with no way back to Python"
-    repeat([(first, (x,), {"n": 3}), (second, (y,), {"n": 2})], 5)
+    behind = repeat([(first, (x,), {"n": 3}), (second, (y,), {"n": 2})], 5)
+    while not behind.wait():
+        pass
     assert download(total).item() == 1 + 5 * 3 and download(steps).item() == 6 and download(other).item() == 1 + 5 * 200
-    repeat([(first, (x,), {"n": 3})], 0)
+    behind = repeat([(first, (x,), {"n": 3})], 0)
+    while not behind.wait():
+        pass
     assert download(steps).item() == 6
 
 
@@ -229,7 +233,9 @@ def test_repeat_goes_on_from_what_the_call_before_has_written():
     for captured, _, _ in calls:
         captured()
     a, b = a + b + 1, 2 * (a + b + 1)
-    repeat(calls, 4)
+    behind = repeat(calls, 4)
+    while not behind.wait():
+        pass
     for _ in range(4):
         a = a + b + 1
         b = 2 * a
