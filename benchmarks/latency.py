@@ -47,6 +47,11 @@ def load_model(options: argparse.Namespace, **limits: Any) -> Any:
         return load(write_config(SHAPES[options.shape], Path(folder)), dummy=True, **{"dtype": "bfloat16"} | given)
 
 
+def model_name(options: argparse.Namespace) -> str:
+    """What was measured, for a record that others read: a checkpoint by its own name, not by where it lies."""
+    return Path(options.model).resolve().name if options.model else options.shape
+
+
 def decoding(stepping: Stepping, batch: int, context: int, rounds: int) -> tuple[Spread, Spread, float]:
     """The spread of one step's seconds, of `read_once` in turn with it, and the host's median seconds in a step."""
     stepping.begin([prompt(context, b) for b in range(batch)])
@@ -112,7 +117,7 @@ def main() -> None:
         rows.append([f"prompt of {tokens}: {1e3 * timed.median:.1f} ms", *rates, None, None])
         figures.append({"prompt": tokens, "first_token_ms": round(1e3 * timed.median, 2), "tok_s": timed.figures(tokens)})
         spreads.append(timed)
-    name = options.model or options.shape
+    name = model_name(options)
     print(f"{name}: {weights / 1e9:.3f} GB of weights a step; the roof is reading them, measured in turn with the steps")
     print(table(["", "tok/s", "low", "high", "of the roof", "host ms"], rows))
     record("latency", {"model": name, "dtype": llm.config.dtype, "weight_bytes": weights, "runs": figures}, spreads)  # fmt: skip

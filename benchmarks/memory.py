@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import record, table
-from benchmarks.latency import load_model
+from benchmarks.latency import load_model, model_name
 from benchmarks.shapes import SHAPES
 from benchmarks.stepping import Stepping
 
@@ -102,12 +102,12 @@ def main() -> None:
     rows = []
     for when in ("before", "loaded", "ran"):
         sizes = figures[when]
-        rows.append([when, *(sizes[k] / 1e6 for k in ("resident", "own", "peak")), sizes["own"] / due])
-    name = options.model or options.shape
+        rows.append([when, *(sizes[k] / 1e6 for k in ("resident", "own", "peak")), sizes["resident"] / due])
+    name = model_name(options)
     print(f"{name}: weights {figures['weights'] / 1e6:.0f} MB, KV pool {figures['kv_pool'] / 1e6:.0f} MB, batch {options.batch}")
-    print(table(["MB", "resident", "own", "peak", "own / (weights + KV)"], rows))
+    print(table(["MB", "resident", "own", "peak", "resident / (weights + KV)"], rows))
     print(table(["a step", ""], [[k, v] for k, v in figures["step"].items()]))
-    record("memory", {"model": name, "batch": options.batch, **figures, "ratio": round(figures["ran"]["own"] / due, 3)})
+    record("memory", {"model": name, "batch": options.batch, **figures, "ratio": round(figures["ran"]["resident"] / due, 3)})
 
 
 if __name__ == "__main__":

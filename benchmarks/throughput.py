@@ -12,7 +12,7 @@ import random
 
 from benchmarks.compare.child import prompt
 from benchmarks.harness import record, spread, table, take_turns
-from benchmarks.latency import load_model, model_arguments
+from benchmarks.latency import load_model, model_arguments, model_name
 from benchmarks.roof import read_once, read_size
 
 
@@ -54,7 +54,7 @@ def main() -> None:
     ratio = timed.rate(answered) * weights / bandwidth
     counts = {"prompts": given, "answers": answered, "both": given + answered}
     rows = [[what, timed.rate(n), n / timed.high, n / timed.low] for what, n in counts.items()]
-    name = options.model or options.shape
+    name = model_name(options)
     print(f"{name}: {options.requests} requests in {timed.median:.2f} s")
     print(f"answers: {ratio:.2f} x the roof of one sequence alone, {bandwidth / weights:.1f} tok/s at {bandwidth / 1e9:.1f} GB/s")
     print(table(["tok/s", "median", "low", "high"], rows))
