@@ -17,6 +17,9 @@ class Kernel:
     ins      how many arguments follow that it only reads
     flops    floating-point operations of one launch
     bytes    bytes of memory that one launch must move at least
+    grid     GPUs: blocks of threads, in three directions
+    block    GPUs: threads of a block
+    shared   GPUs: bytes of shared memory that the launch gives a block, beside what the source declares
     """
 
     stem: str
@@ -27,11 +30,22 @@ class Kernel:
     ins: int
     flops: int = 0
     bytes: int = 0
+    grid: tuple[int, int, int] = (1, 1, 1)
+    block: int = 1
+    shared: int = 0
 
     @classmethod
     def cpu(cls, stem: str, row: str, outs: int, ins: int, flops: int = 0, bytes: int = 0, **defines: int | float | str) -> Kernel:
         """A kernel of the CPU, its constants by name."""
         return cls(stem, "cpu", row, tuple(defines.items()), outs, ins, flops, bytes)
+
+    @classmethod
+    def cuda(
+        cls, stem: str, row: str, outs: int, ins: int, grid: tuple[int, int, int], block: int, shared: int = 0,
+        flops: int = 0, bytes: int = 0, **defines: int | float | str,
+    ) -> Kernel:  # fmt: skip
+        """A kernel of an NVIDIA GPU, its constants by name."""
+        return cls(stem, "cuda", row, tuple(defines.items()), outs, ins, flops, bytes, grid, block, shared)
 
     @property
     def name(self) -> str:

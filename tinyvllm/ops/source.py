@@ -28,35 +28,41 @@ def kernels_folder() -> Path:
 
 
 @functools.cache
-def kernel_source(backend: str, stem: str) -> str:
-    """The text of one kernel's file with its own headers in place of `#include "..."`, each once, at its first mention."""
+def kernel_source(backend: str, stem: str, instead: Path | None = None) -> str:
+    """The text of one kernel's file with its own headers in place of `#include "..."`, each once, at its first mention.
+
+    A header of the same name in the folder `instead` is taken in its place: an emulator's words for the machine's.
+    """
     folder = kernels_folder() / backend
     path = folder / f"{stem}{ENDINGS[backend]}"
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in folder.glob(f"*{ENDINGS[backend]}")))
         raise KernelError(f"kernels: there is no {path.name} for {backend}; there are {known}")
-    return _inlined(path, folder, set())
+    return _inlined(path, folder, instead, set())
 
 
-def _inlined(path: Path, folder: Path, seen: set[Path]) -> str:
+def _inlined(path: Path, folder: Path, instead: Path | None, seen: set[Path]) -> str:
+    places = [instead] if instead else []
+    places += [path.parent, folder / "include"]
+
     def replace(match: re.Match[str]) -> str:
-        header = next((p for p in (path.parent / match[1], folder / "include" / match[1]) if p.is_file()), None)
+        header = next((place / match[1] for place in places if (place / match[1]).is_file()), None)
         if header is None:
             raise KernelError(f"kernels: {path.name} includes {match[1]}, which is neither beside it nor in {folder / 'include'}")
         if header in seen:
             return ""
         seen.add(header)
-        return f"// --- {header.name}\n{_inlined(header, folder, seen)}"
+        return f"// --- {header.name}\n{_inlined(header, folder, instead, seen)}"
 
     return _INCLUDE.sub(replace, _ONCE.sub("", path.read_text()))
 
 
-def kernel_text(kernel: Kernel) -> str:
-    """Everything that the compiler reads for one kernel."""
+def kernel_text(kernel: Kernel, instead: Path | None = None) -> str:
+    """Everything that the compiler reads for one kernel; `instead` as for `kernel_source`."""
     defines = "".join(f"#define {name} {value}\n" for name, value in kernel.defines)
     if kernel.backend == "cpu":
         return f"#define LANES_{kernel.target.upper()}\n{defines}{_cpu_entry(kernel)}{kernel_source('cpu', kernel.stem)}{_CPU_END}"
-    return defines + kernel_source(kernel.backend, kernel.stem)
+    return defines + kernel_source(kernel.backend, kernel.stem, instead)
 
 
 # A crew meets behind every kernel; whoever is alone must do it himself, or the next kernel would find the last one's tickets drawn.
