@@ -8,7 +8,8 @@ from tinygrad import Tensor, dtypes
 
 from tests.ops.inputs import FORMATS_AND_ROWS, ROWS, by_kernel, int32, numbers, packed, realized
 from tinyvllm.ops import registry
-from tinyvllm.ops.linear import TensorWeight, constant, gate_up_silu, linear, rounded
+from tinyvllm.ops.calls.buffers import constant
+from tinyvllm.ops.linear import TensorWeight, gate_up_silu, linear, rounded
 from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.weight import PACKED
 

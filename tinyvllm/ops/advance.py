@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from tinygrad import Tensor
 
 from tinyvllm.batch import Batch
-from tinyvllm.ops.kernel import Kernel
-from tinyvllm.ops.launch import launch
+from tinyvllm.ops.calls import calls_of
 from tinyvllm.ops.registry import pick
 
 
@@ -26,12 +25,9 @@ def advance(batch: Batch, sampled: Tensor, history: History, block_size: int, sc
     A sequence whose blocks are full writes to the scratch slot. Rows from batch.decodes on stay as they are.
     """
     B, M = (int(d) for d in batch.block_tables.shape)
-    outs = [batch.tokens, batch.positions, batch.slots, batch.context_lens, history.tokens, history.round]
     row = pick("advance", str(sampled.device), f"S={block_size}")
     if row is not None:
-        N = int(history.tokens.shape[0])
-        kernel = Kernel.cpu("advance", row, 6, 3, B=B, M=M, S=block_size, N=N, SCRATCH_SLOT=scratch_slot)
-        Tensor.realize(*launch(kernel, outs, [sampled, batch.block_tables, batch.decodes]))
+        calls_of(str(sampled.device)).advance(row, batch, sampled, history, block_size, scratch_slot)
         return
     counts = Tensor.arange(B, device=sampled.device) < batch.decodes
     positions = counts.where(batch.positions + 1, batch.positions).contiguous()
@@ -45,4 +41,5 @@ def advance(batch: Batch, sampled: Tensor, history: History, block_size: int, sc
     ]  # fmt: skip
     fresh = [value.cast("int32").contiguous() for value in values]  # all computed before any is overwritten
     Tensor.realize(*fresh)
+    outs = [batch.tokens, batch.positions, batch.slots, batch.context_lens, history.tokens, history.round]
     Tensor.realize(*(out.assign(value) for out, value in zip(outs, fresh, strict=True)))

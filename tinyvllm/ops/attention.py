@@ -9,14 +9,9 @@ from __future__ import annotations
 from tinygrad import Tensor, UOp
 
 from tinyvllm.batch import Batch, LayerCache
-from tinyvllm.ops.kernel import Kernel
-from tinyvllm.ops.launch import launch
-from tinyvllm.ops.linear import constant, empty
-from tinyvllm.ops.qkv import CACHE_FORMATS
+from tinyvllm.ops.calls import calls_of
+from tinyvllm.ops.calls.buffers import cache_format
 from tinyvllm.ops.registry import pick
-
-CHUNK = 256  # keys that one unit of work of attention_decode sees
-LANES = 64  # areas in attention_prefill's scratch
 
 
 class _Padded:
@@ -83,11 +78,11 @@ class PagedAttention:
         (grouped queries).
         """
         decode, prefill = self._rows_of("attention_decode", cache, q), self._rows_of("attention_prefill", cache, q)
-        Bd, T = self._batch.num_decodes, int(q.shape[0])
+        Bd, T, calls = self._batch.num_decodes, int(q.shape[0]), calls_of(str(q.device))
         singles = chunks = None
         if self._singles is not None:
             if decode is not None:
-                singles = self._decode(decode, q, cache, scale, window)
+                singles = calls.attention_decode(decode, q, cache, scale, window, self._batch)
             else:
                 singles = self._singles.attend(q[:Bd].unsqueeze(1), cache, scale, window).reshape(Bd, -1).contiguous()
         if self._chunks is None:
@@ -95,7 +90,7 @@ class PagedAttention:
             return singles
         if prefill is not None:
             both = singles is not None and decode is not None
-            chunks = self._prefill(prefill, singles if both else None, q, cache, scale, window)
+            chunks = calls.attention_prefill(prefill, singles if both else None, q, cache, scale, window, self._batch)
             if both or singles is None:
                 return chunks
             chunks = chunks[Bd:]
@@ -111,33 +106,5 @@ class PagedAttention:
         if (self._singles if stem == "attention_decode" else self._chunks) is None:
             return None
         H, D, K = int(q.shape[1]), int(q.shape[2]), int(cache.keys.shape[2])
-        refused = f"its head dimension {D} is not a multiple of 16 from 32 to 256" if D % 16 or not 32 <= D <= 256 else None
-        return pick(stem, str(q.device), f"H={H}, K={K}, D={D} {CACHE_FORMATS[cache.keys.dtype]}", refused)
-
-    def _kernel(self, stem: str, row: str, q: Tensor, cache: LayerCache, scale: float, window: int, ins: int) -> Kernel:
-        _, _, K, S, D = (int(d) for d in cache.keys.shape)
-        M = int(self._batch.block_tables.shape[1])
-        return Kernel.cpu(
-            stem, row, 2, ins,
-            H=int(q.shape[1]), K=K, D=D, S=S, M=M, CACHE_TYPE=CACHE_FORMATS[cache.keys.dtype],
-            SCALE=constant(scale), WINDOW=window,
-        )  # fmt: skip
-
-    def _decode(self, row: str, q: Tensor, cache: LayerCache, scale: float, window: int) -> Tensor:
-        """[T, H * D], of which the first rows are attended."""
-        b, (T, H, D) = self._batch, (int(d) for d in q.shape)
-        most_chunks = -(-int(b.block_tables.shape[1]) * int(cache.keys.shape[3]) // CHUNK)
-        partial = empty(q, b.num_decodes * H * most_chunks * (D + 2))
-        kernel = self._kernel("attention_decode", row, q, cache, scale, window, 5)
-        return launch(kernel, [empty(q, T, H * D), partial], [q, cache.keys, b.block_tables, b.context_lens, b.decodes])[0]
-
-    def _prefill(self, row: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int) -> Tensor:
-        """`out` [T, H * D] with the rows of the chunks attended."""
-        b, (T, H, D), K = self._batch, (int(d) for d in q.shape), int(cache.keys.shape[2])
-        G = H // K
-        rows = G * max(1, 128 // G)
-        areas = empty(q, LANES * (128 * D + rows * (3 * D + 32)))
-        kernel = self._kernel("attention_prefill", row, q, cache, scale, window, 6)
-        # the values' alias: a tensor that two kernels read after a store is copied, the whole pool
-        ins = [q, cache.values, b.block_tables, b.context_lens, b.query_starts, b.chunks]
-        return launch(kernel, [empty(q, T, H * D) if out is None else out, areas], ins)[0]
+        refused = calls_of(str(q.device)).refuses_attention(cache, H)
+        return pick(stem, str(q.device), f"H={H}, K={K}, D={D} {cache_format(cache)}", refused)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tinygrad import Tensor
 
-from tinyvllm.ops.kernel import Kernel
-from tinyvllm.ops.launch import launch
+from tinyvllm.ops.calls import calls_of
 from tinyvllm.ops.registry import pick
 
 
@@ -19,7 +18,7 @@ def copy_blocks(pool: Tensor, pairs: Tensor, count: Tensor) -> Tensor:
     refused = f"its blocks of {block} bytes are no multiple of 8" if block % 8 else None
     row = pick("kv_copy", str(pool.device), f"blocks of {block} bytes", refused)
     if row is not None:
-        return launch(Kernel.cpu("kv_copy", row, 1, 2, bytes=2 * N * block, BLOCK_BYTES=block), [pool], [pairs, count])[0]
+        return calls_of(str(pool.device)).copy_blocks(row, pool, pairs, count)
     numbers = Tensor.arange(N, device=pool.device).reshape(1, N)
     hit = (pairs[:, 1].reshape(1, N) == Tensor.arange(P, device=pool.device).reshape(P, 1)) & (numbers < count)  # [P, N]
     source = hit.any(1).where(hit.where(pairs[:, 0].reshape(1, N), 0).sum(1), Tensor.arange(P, device=pool.device))

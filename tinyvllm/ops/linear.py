@@ -11,13 +11,10 @@ from dataclasses import dataclass
 
 from tinygrad import Tensor, dtypes
 
-from tinyvllm.ops.kernel import Kernel
-from tinyvllm.ops.launch import launch
+from tinyvllm.ops.calls import calls_of
 from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.registry import pick
-from tinyvllm.ops.weight import BLOCK, PackedWeight, panel_bytes
-
-KERNEL_WIDTH = 32  # the kernels read x and weights in steps of so many
+from tinyvllm.ops.weight import BLOCK, PackedWeight
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,9 +43,10 @@ def linear(
     rows [1] int32 says how many rows of x count; what the others become is not defined.
     """
     if isinstance(weight, PackedWeight):
-        row = pick("matmul", str(x.device), f"{weight.O}x{weight.I} {weight.format}", refused_width(weight.I))
+        calls = calls_of(str(x.device))
+        row = pick("matmul", str(x.device), f"{weight.O}x{weight.I} {weight.format}", calls.refuses_product(weight))
         if row is not None:
-            return _matmul(row, x, weight, rows, bias, residual, gelu)
+            return calls.matmul(row, x, weight, rows, bias, residual, gelu)
     y = product(x, weight)
     y = y if bias is None else y + bias.float()
     y = y.gelu() if gelu else y
@@ -76,28 +74,6 @@ def rounded(x: Tensor, format: str) -> Tensor:
     return (quants * (largest / 127.0)).reshape(*x.shape)
 
 
-def refused_width(I: int) -> str | None:
-    """Why the kernels cannot take rows of I numbers, or None."""
-    return f"its {I} inputs are not a multiple of {KERNEL_WIDTH}" if I % KERNEL_WIDTH else None
-
-
-def prepared_bytes(format: str, T: int, I: int) -> int:
-    """Scratch for T rows as kernels/cpu/include/weights.h lays them out: an odd number of cache lines each."""
-    width = {"F32": 4 * I, "F16": 4 * I, "BF16": 2 * I}.get(format, I // BLOCK * 40)
-    return -(-T // 16) * 16 * 64 * (-(-width // 64) | 1)
-
-
-def _matmul(row: str, x: Tensor, weight: PackedWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool) -> Tensor:
-    T, O, I = int(x.shape[0]), weight.O, weight.I
-    ins = [x, weight.tensor, *(t for t in (bias, residual) if t is not None), rows]
-    kernel = Kernel.cpu(
-        "matmul", row, 2, len(ins), 2 * T * O * I, panel_bytes(weight.format, O, I) + 4 * T * (O + I),
-        O=O, I=I, WEIGHT=weight.format, BIAS=int(bias is not None), RESIDUAL=int(residual is not None), ACTIVATION=int(gelu),
-    )  # fmt: skip
-    outs = [empty(x, T, O), scratch(x, prepared_bytes(weight.format, T, I))]
-    return launch(kernel, outs, ins)[0]
-
-
 def gate_up_silu(x: Tensor, norm: Norm, weight: Weight, rows: Tensor, bias: Tensor | None = None) -> Tensor:
     """silu(g) * u of the normalised x, the SwiGLU of Shazeer (2020, arXiv:2002.05202).
 
@@ -105,41 +81,10 @@ def gate_up_silu(x: Tensor, norm: Norm, weight: Weight, rows: Tensor, bias: Tens
     """
     F = weight.O // 2
     if isinstance(weight, PackedWeight):
-        refused = refused_width(weight.I) or (f"its {F} outputs are not a multiple of 16" if F % 16 else None) or _only_rms(norm)
-        row = pick("norm_gate_up_silu", str(x.device), f"{weight.I}->{F} {weight.format}", refused)
+        calls = calls_of(str(x.device))
+        row = pick("norm_gate_up_silu", str(x.device), f"{weight.I}->{F} {weight.format}", calls.refuses_gate_up(weight, norm))
         if row is not None:
-            return _norm_gate_up_silu(row, x, norm, weight, rows, bias)
+            return calls.gate_up_silu(row, x, norm, weight, rows, bias)
     y = product(norm(x).contiguous(), weight)
     y = (y if bias is None else y + bias.float()).contiguous()
     return y[:, :F].silu() * y[:, F:]
-
-
-def _only_rms(norm: Norm) -> str | None:
-    return "it is made for RMSNorm, and this is LayerNorm" if norm.kind != "RMS" else None
-
-
-def _norm_gate_up_silu(row: str, x: Tensor, norm: Norm, weight: PackedWeight, rows: Tensor, bias: Tensor | None) -> Tensor:
-    T, E, F = int(x.shape[0]), weight.I, weight.O // 2
-    ins = [x, norm.weight, weight.tensor, *([bias] if bias is not None else []), rows]
-    kernel = Kernel.cpu(
-        "norm_gate_up_silu", row, 2, len(ins), 4 * T * F * E, panel_bytes(weight.format, 2 * F, E) + 4 * T * (E + F),
-        E=E, F=F, WEIGHT=weight.format, BIAS=int(bias is not None), EPS=constant(norm.eps),
-    )  # fmt: skip
-    return launch(kernel, [empty(x, T, F), scratch(x, prepared_bytes(weight.format, T, E))], ins)[0]
-
-
-def constant(value: float) -> str:
-    """A float as C reads it."""
-    return f"{value!r}f" if "." in repr(value) or "e" in repr(value) else f"{value!r}.0f"
-
-
-def empty(like: Tensor, *shape: int) -> Tensor:
-    """A float32 buffer for a kernel to write, on the device of `like`."""
-    return Tensor.empty(*shape, dtype=dtypes.float32, device=like.device)
-
-
-def scratch(like: Tensor, nbytes: int) -> Tensor:
-    """Bytes for a kernel's own use."""
-    return Tensor.empty(nbytes, dtype=dtypes.uint8, device=like.device)
-
-

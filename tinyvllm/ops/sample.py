@@ -15,8 +15,7 @@ from collections.abc import Callable
 
 from tinygrad import Tensor, dtypes
 
-from tinyvllm.ops.kernel import Kernel
-from tinyvllm.ops.launch import launch
+from tinyvllm.ops.calls import calls_of
 from tinyvllm.ops.registry import pick
 
 THREEFRY_ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
@@ -209,9 +208,6 @@ def top_p_threshold(
     return (top_p >= TOP_P_ONE).where(floor, _search(reached, B, steps))
 
 
-_REPORT_BYTES, _LANES, _CHUNK = 192, 64, 128  # of kernels/cpu/sample.c: what a lane tells the others, how many there may be, tokens a chunk
-
-
 def draw(
     logits: Tensor, lines: Tensor, count: Tensor, neutral_row: int, *, sampled: bool, top_k: bool, top_p: bool, min_p: bool,
     seen: tuple[Tensor, Tensor] | None, bias: Tensor | None,
@@ -222,17 +218,11 @@ def draw(
     int32 [1], B. `seen` is counts int32 [R, V], where the tokens drawn are added, and prompted uint8 [R, V]; bias float32 [R, V]. Their
     row neutral_row stands for none. What a row asks for must be among what is said here; nothing else in the graph may read `lines`.
     """
-    B, V = (int(d) for d in logits.shape)
+    V = int(logits.shape[1])
     features = {"SAMPLED": sampled, "TOP_K": top_k, "TOP_P": top_p, "MIN_P": min_p}
     features |= {"PENALIZED": seen is not None, "BIASED": bias is not None}
     named = "+".join(name.lower() for name, on in features.items() if on) or "greedy"
     row = pick("sample", str(logits.device), f"V={V} {named}")
     if row is None:
         return None
-    tables = int(features["PENALIZED"] or features["BIASED"]) * V, int(top_k or top_p or min_p) * (V + -(-V // _CHUNK))
-    scratch = Tensor.empty(2 * _LANES * _REPORT_BYTES + 4 * B * sum(tables), dtype=dtypes.uint8, device=logits.device)
-    outs = [Tensor.empty(B, dtype=dtypes.int32, device=logits.device), lines, scratch, *(seen[:1] if seen else ())]
-    ins = [logits, *(seen[1:] if seen else ()), *([bias] if bias is not None else ()), count]
-    defines = {name: int(on) for name, on in features.items()}
-    work = 4 * B * V * (1 + 2 * sum(defines.values()))
-    return launch(Kernel.cpu("sample", row, len(outs), len(ins), bytes=work, V=V, NEUTRAL_ROW=neutral_row, **defines), outs, ins)[0]
+    return calls_of(str(logits.device)).sample(row, logits, lines, count, neutral_row, features, seen, bias)
