@@ -125,6 +125,23 @@ class Scheduler:
             rounds = min(rounds - 1, min(len(table) * size - start for start, table in tables) + self.pool.num_free // len(tables) * size)
         return 1
 
+    def follow(self, schedule: Schedule) -> Schedule | None:
+        """The step behind one of decodes that has been advanced and whose tokens are not known yet: everybody one position on.
+
+        None where somebody has ended, waits, or would need blocks or room that are not free: then the tokens must be looked at first.
+        """
+        entries = [Scheduled(entry.sequence, entry.sequence.num_computed, 1, True) for entry in schedule.entries]
+        if self.waiting or any(entry.sequence.status is not Status.RUNNING for entry in entries) or len(entries) != len(self.running):
+            return None
+        if any(entry.start + 1 >= self.limits.max_model_len for entry in entries):
+            return None
+        missing = [max(0, self.pool.blocks_for(entry.start + 1) - len(entry.sequence.block_table)) for entry in entries]
+        if sum(missing) > self.pool.num_free:
+            return None
+        for entry, count in zip(entries, missing, strict=True):
+            entry.sequence.block_table += self.pool.allocate(count)
+        return Schedule(entries)
+
     def advance(self, schedule: Schedule, rounds: int = 1) -> None:
         """The step has run, `rounds` times over: its keys and values lie in the cache. Finished sequences are passed over."""
         for entry in schedule.entries:

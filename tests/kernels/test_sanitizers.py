@@ -37,6 +37,8 @@ NAMES = [
     "sample",
     "sample greedy",
     "pack Q8_0",
+    "pack_tiles Q8_0",
+    "pack_tiles BF16",
 ]
 # again for the widest row of this machine, where a kernel has lines of its own for it
 WIDEST = next((row for row, feature in (("avx512", "avx512f"), ("avx2", "avx2")) if feature in cpu_features()), "plain")

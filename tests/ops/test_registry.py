@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from tinyvllm.errors import ArgumentError, KernelError
 from tinyvllm.ops import registry
-from tinyvllm.ops.registry import REFERENCE, STEMS, Choice, choices, forget, pick
-from tinyvllm.ops.source import kernels_folder
+from tinyvllm.ops.registry import ONLY_ON, REFERENCE, STEMS, Choice, choices, forget, pick
+from tinyvllm.ops.source import ENDINGS, kernels_folder
 
 X86 = ("x86_64", {"avx2", "fma", "f16c"})
 
@@ -88,7 +90,7 @@ def test_a_row_that_cannot_be_had_is_an_error(monkeypatch, processor):
     ("text", "words"),
     [
         ("matmull=ref", "there is no op 'matmull'; there are embed, .*, and all"),
-        ("matmul=avx3", "there is no row 'avx3' for matmul; there are avx512, avx2, neon, plain, and ref"),
+        ("matmul=avx3", "there is no row 'avx3' for matmul; there are avx512, avx2, neon, plain, sm_80, and ref"),
         ("matmul", "TINYVLLM_KERNELS must be like .*, got 'matmul'"),
         ("matmul=", "must be like"),
         (",", "must be like"),
@@ -100,7 +102,7 @@ def test_words_that_mean_nothing(monkeypatch, text, words):
         pick("embed", "CPU", "a")
 
 
-@pytest.mark.parametrize("device", ["CUDA", "METAL", "CUDA:1"])
+@pytest.mark.parametrize("device", ["METAL", "AMD:1"])
 def test_a_device_without_kernels(device):
     kind = device.split(":")[0]
     assert pick("matmul", device, "a") is None and registry.rows(device) == {}
@@ -124,5 +126,22 @@ def test_the_rows_of_this_machine_name_what_it_lacks(processor):
     assert rows["avx2"] is None and rows["plain"] is None and rows["avx512"].startswith("the processor has no avx512f")
 
 
-def test_every_op_has_a_source():
-    assert set(STEMS) <= {path.stem for path in (kernels_folder() / "cpu").glob("*.c")}
+@pytest.mark.parametrize(("backend", "device"), [("cpu", "CPU"), ("cuda", "CUDA")])
+def test_every_op_has_a_source(backend, device):
+    wanted = {stem for stem in STEMS if device in ONLY_ON.get(stem, (device,))}
+    assert wanted <= {path.stem for path in (kernels_folder() / backend).glob(f"*{ENDINGS[backend]}")}
+
+
+@pytest.mark.parametrize(("architecture", "row", "why"), [("sm_80", "sm_80", "best row"), ("sm_120", "sm_80", "best row"), ("sm_75", None, "older than sm_80")])
+def test_the_rows_of_a_gpu_go_by_its_architecture(monkeypatch, architecture, row, why):
+    monkeypatch.setattr(registry, "Device", {"CUDA:1": SimpleNamespace(arch=architecture)})
+    assert pick("matmul", "CUDA:1", "a") == row and why in choices()[0].why
+
+
+def test_an_op_that_this_backend_has_no_kernel_for(monkeypatch, processor):
+    processor(*X86)
+    monkeypatch.setenv("TINYVLLM_KERNELS", "all=avx2")
+    assert pick("verify_prefix", "CPU", "a") is None and choices()[0].why == "CPU has no kernel for it"
+    monkeypatch.setenv("TINYVLLM_KERNELS", "verify_prefix=avx2")
+    with pytest.raises(KernelError, match="wants verify_prefix=avx2, which cannot run a: CPU has no kernel"):
+        pick("verify_prefix", "CPU", "a")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,18 @@ from tinyvllm.scheduler import Schedule, Scheduled, Scheduler, SchedulerLimits
 from tinyvllm.text.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 if TYPE_CHECKING:
-    from tinyvllm.runner.runner import Choice
+    from tinyvllm.runner.runner import Choice, PreparedStep, Reading
+    from tinyvllm.sampling.sampler import SamplingFlags
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step of decodes that is running on the device and whose tokens nobody has looked at."""
+
+    schedule: Schedule
+    sequences: list[Sequence]  # by rows
+    flags: SamplingFlags
+    tokens: Reading
 
 
 class Engine:
@@ -44,6 +55,7 @@ class Engine:
         self._rows: dict[int, int] = {}  # sequence id -> the row under which the sampler knows it
         self._changed: dict[str, RequestState] = {}
         self._next_id = 0
+        self._ahead: Launched | None = None
         self.num_steps = 0  # since the start; each has streamed the weights once
         self._bandwidth: float | None = None
 
@@ -97,15 +109,46 @@ class Engine:
                 self._finish(state, sequence, "abort")
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work() or bool(self._changed)
+        return self.scheduler.has_work() or bool(self._changed) or self._ahead is not None
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; the outputs, so far or final, of every request that changed."""
-        schedule = self.scheduler.schedule()
-        self._settle(schedule)
-        if not schedule.empty:
-            self._run(schedule)
+        """Run one step; the outputs, so far or final, of every request that changed.
+
+        Where a launch does not wait for the device, decodes run one step ahead of the host: the next step is launched before the tokens of
+        the last one are looked at. What it computes for a sequence that turns out to have ended is surplus; it may write into blocks
+        that are given away meanwhile, but whoever gets them writes behind it.
+        """
+        if self._ahead is None or not self._follow(self._ahead):
+            schedule = self.scheduler.schedule()
+            self._settle(schedule)
+            if not schedule.empty:
+                self._run(schedule)
         return self._outputs()
+
+    def _follow(self, before: Launched) -> bool:
+        """Look at the tokens of the step that is ahead; whether the next one could be launched before that."""
+        following = self.scheduler.follow(before.schedule) if self._goes_on(before) else None
+        self._ahead = None
+        if following is not None:
+            self._launch_ahead(following, self.runner.prepare(following), before.flags)
+        self._collect(before)
+        return following is not None
+
+    def _goes_on(self, before: Launched) -> bool:
+        """Whether somebody will want another token, as far as can be known without looking at the last."""
+        return any(s.params.max_tokens is None or len(s.output_token_ids) + 1 < s.params.max_tokens for s in before.sequences)
+
+    def _launch_ahead(self, schedule: Schedule, step: PreparedStep, flags: SamplingFlags) -> None:
+        tokens = self.runner.decode(step, self.sampler.step(step.B, flags), flags, plain=not flags)
+        self.sampler.drawn(step.B, flags, 1)
+        self.num_steps += 1
+        self.scheduler.advance(schedule)
+        self._ahead = Launched(schedule, [entry.sequence for entry in step.sampling], flags, tokens)
+
+    def _collect(self, launched: Launched) -> None:
+        for sequence, token in zip(launched.sequences, launched.tokens.get()[: len(launched.sequences)].tolist(), strict=True):
+            if not sequence.finished:
+                self._append(sequence, token, None)
 
     def _run(self, schedule: Schedule) -> None:
         sequences = [entry.sequence for entry in schedule.entries if entry.samples]
@@ -114,13 +157,16 @@ class Engine:
         step = self.runner.prepare(schedule)
         sequences = [entry.sequence for entry in step.sampling]
         flags = self.sampler.prepare(sequences, step.B)
+        if self.runner.overlaps and step.decodes and rounds == 1 and not self._looks_at_each(sequences):
+            self._launch_ahead(schedule, step, flags)
+            return
         result = self.runner.launch(step)
         self.num_steps += rounds
         self.scheduler.advance(schedule, rounds)
         if not sequences:
             return
         plain = result.best is not None and not flags
-        sampled = result.best if plain and result.best is not None else self.sampler.draw(result.logits, flags)
+        sampled = self.sampler.draw(result.logits, flags) if result.best is None or flags else result.best
         if step.decodes:
             draw = None if plain else self.sampler.call(result.logits, flags)
             self.sampler.drawn(step.B, flags, rounds - 1)
@@ -149,11 +195,15 @@ class Engine:
         wanted, sequences = self.config.num_scheduler_steps, [entry.sequence for entry in schedule.entries]
         if wanted == 1 or any(entry.num_tokens > 1 or not entry.samples for entry in schedule.entries):
             return 1
-        if self.scheduler.waiting or self.sampler.withholds(sequences) or any(s.params.logprobs is not None for s in sequences):
+        if self.scheduler.waiting or self._looks_at_each(sequences):
             return 1
         longest = max(wanted if s.params.max_tokens is None else s.params.max_tokens - len(s.output_token_ids) for s in sequences)
         room = min(self.runner.max_model_len - len(s) for s in sequences)
         return self.scheduler.reserve(schedule, max(1, min(wanted, longest, room)))
+
+    def _looks_at_each(self, sequences: list[Sequence]) -> bool:
+        """Whether the host has something to do between a token and the next."""
+        return self.sampler.withholds(sequences) or any(s.params.logprobs is not None for s in sequences)
 
     def _join(self, sequences: list[Sequence]) -> None:
         """Tell the sampler about those that were admitted, or admitted again, since their last token."""

@@ -32,8 +32,10 @@ from tinygrad.runtime.support.elf import jit_loader
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo, buffers
 
 from tinyvllm.batch import LayerCache
+from tinyvllm.ops import nvrtc
 from tinyvllm.ops.compile import object_code
 from tinyvllm.ops.crew import ALONE, CORES, MOST_ARGUMENTS, TEAM, crew
+from tinyvllm.ops.cuda_device import Arrival, Copies
 from tinyvllm.ops.kernel import Kernel
 
 
@@ -106,6 +108,9 @@ def open_device(device: str) -> None:
     if device.split(":")[0] == "CPU" and opened.graph is not CrewGraph:
         opened.graph = CrewGraph
         opened.allocator._free = _never_waiting_for_itself(opened.allocator._free)  # type: ignore[method-assign]
+    if device.split(":")[0] == "CUDA" and opened.graph is not LineGraph:
+        opened.graph = LineGraph
+        opened.allocator._copyin = functools.partial(_copy_in, device)  # type: ignore[method-assign]
 
 
 _held: list[Any] = []  # buffers to be let go once the CPU device is idle
@@ -132,7 +137,8 @@ def upload(tensor: Tensor, array: np.ndarray, start: int = 0) -> None:
     """Overwrite elements start.. of a realized, contiguous tensor with `array` (same item size), keeping its buffer.
 
     A captured step replays on buffers, so its inputs are changed in place. On a device with host-visible memory this waits for the
-    work in flight (about 2 us when idle) and then is a memcpy.
+    work in flight (about 2 us when idle) and then is a memcpy. On a CUDA device the copy stands behind what has been launched, and
+    nothing waits.
     """
     buffer = _buffer(tensor)
     array = np.ascontiguousarray(array)
@@ -140,6 +146,9 @@ def upload(tensor: Tensor, array: np.ndarray, start: int = 0) -> None:
         raise ValueError(f"upload: {array.size} items of {array.itemsize} bytes at {start} do not fit {buffer}")
     if (memory := _host_memory(buffer)) is not None:
         memory[start * array.itemsize : (start + array.size) * array.itemsize] = array.data.cast("B")
+        return
+    if buffer.device.split(":")[0] == "CUDA":
+        _copies(buffer.device).upload(buffer._buf.value + start * array.itemsize, array)
         return
     if start == 0 and array.size == buffer.size:
         buffer.copyin(array.data.cast("B"))
@@ -164,9 +173,55 @@ def download(tensor: Tensor) -> np.ndarray:
     shape, dtype, buffer = tuple(int(d) for d in tensor.shape), _to_np_dtype(tensor.dtype), _buffer(tensor)
     if (memory := _host_memory(buffer)) is not None:
         return np.frombuffer(memory, dtype).reshape(shape).copy()
+    if buffer.device.split(":")[0] == "CUDA" and buffer.nbytes <= _MOST_PINNED:
+        return read_behind(tensor).get()
     array = np.empty(shape, dtype)
     buffer.copyout(array.data.cast("B"))
     return array
+
+
+_MOST_PINNED = 1 << 20  # bytes; larger downloads are no part of serving, and would keep as much host memory from everybody else
+
+
+class Reading:
+    """The contents of a tensor, on their way to the host or there already."""
+
+    def __init__(self, arrival: Arrival | None, array: np.ndarray):
+        self._arrival, self._array = arrival, array
+
+    def ready(self) -> bool:
+        """Whether `get` would not have to wait."""
+        return self._arrival is None or self._arrival.ready()
+
+    def get(self) -> np.ndarray:
+        """The contents, once they are there."""
+        return self._array if self._arrival is None else self._arrival.get().view(self._array.dtype).reshape(self._array.shape)
+
+
+def read_behind(tensor: Tensor) -> Reading:
+    """Start reading a realized, small tensor as it is when all that has been launched until now has run.
+
+    On a CUDA device this only puts a copy behind the work in flight; what is launched or uploaded later does not change what comes. Other
+    devices are waited for here.
+    """
+    buffer = _buffer(tensor)
+    if buffer.device.split(":")[0] != "CUDA":
+        return Reading(None, download(tensor))
+    like = np.broadcast_to(np.empty((), _to_np_dtype(tensor.dtype)), tuple(int(d) for d in tensor.shape))
+    return Reading(_copies(buffer.device).read(buffer._buf.value, buffer.nbytes), like)
+
+
+@functools.cache
+def _copies(device: str) -> Copies:
+    """The one that copies to and from a CUDA device."""
+    from tinygrad.runtime.autogen import cuda
+
+    return Copies(cuda, Device[device].context)  # type: ignore[attr-defined]
+
+
+def _copy_in(device: str, opaque: Any, source: memoryview) -> None:
+    """tinygrad's copy to a CUDA device keeps pinned memory as large as all it has ever copied between two synchronisations, and after."""
+    _copies(device).upload(opaque.value, np.frombuffer(source, np.uint8))
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -187,7 +242,9 @@ def spans(tensor: Tensor, places: list[tuple[int, int]]) -> list[Tensor]:
 
 
 @functools.cache
-def _machine_code(kernel: Kernel) -> bytes:
+def _machine_code(kernel: Kernel, device: str = "CPU") -> bytes:
+    if kernel.backend == "cuda":
+        return nvrtc.cubin(kernel, Device[device].arch)
     return jit_loader(object_code(kernel))
 
 
@@ -215,8 +272,8 @@ def launch(kernel: Kernel, outs: list[Tensor] | tuple[Tensor, ...], ins: list[Te
     """
     if (len(outs), len(ins)) != (kernel.outs, kernel.ins):
         raise ValueError(f"launch: {kernel.stem} writes {kernel.outs} and reads {kernel.ins} tensors, got {len(outs)} and {len(ins)}")
-    arguments = [*outs, *ins, _solo()]
-    device = str(outs[0].device)
+    on_cpu, device = kernel.backend == "cpu", str(outs[0].device)
+    arguments = [*outs, *ins, _solo()] if on_cpu else [*outs, *ins]
 
     def program(*placeholders: UOp) -> UOp:
         work = Estimates(ops=kernel.flops, lds=kernel.bytes, mem=kernel.bytes)
@@ -224,7 +281,10 @@ def launch(kernel: Kernel, outs: list[Tensor] | tuple[Tensor, ...], ins: list[Te
         every, written = tuple(range(len(arguments))), tuple(range(kernel.outs))
         # outs and ins must be given: derived from the sink they are empty, and then a graph knows no order
         info = ProgramInfo(kernel.name, (1, 1, 1), None, (), every, written, every)
-        binary = UOp(Ops.BINARY, arg=_machine_code(kernel))
+        if not on_cpu:  # by its name the function is found in the binary; aux is what a CUDA program takes beside it
+            threads, shared = (kernel.block, 1, 1), (kernel.shared,)
+            info = dataclasses.replace(info, name=kernel.stem, global_size=kernel.grid, local_size=threads, aux=shared)
+        binary = UOp(Ops.BINARY, arg=_machine_code(kernel, device))
         source, where = UOp(Ops.SOURCE, arg=kernel.name), UOp(Ops.DEVICE, arg=device)
         return UOp(Ops.PROGRAM, src=(sink, where, UOp(Ops.LINEAR, src=tuple(sink.toposort())), source, binary), arg=info)
 
@@ -375,7 +435,7 @@ def peek(tensor: Tensor) -> np.ndarray:
     """The contents of a realized tensor as they are at this moment, on the CPU without waiting for the work in flight."""
     buffer = _buffer(tensor)
     if buffer.device.split(":")[0] != "CPU":
-        return download(tensor)
+        return download(tensor)  # behind the work in flight: there is one stream
     shape, dtype = tuple(int(d) for d in tensor.shape), _to_np_dtype(tensor.dtype)
     assert dtype is not None
     memory = (ctypes.c_uint8 * (prod(shape) * tensor.dtype.itemsize)).from_address(buffer._buf.va_addr)
@@ -431,6 +491,81 @@ class CrewGraph(GraphRunner):
         Device[graphs[0].calls[0][2][0].device].synchronize()
         _held.clear()
         graphs[0]._crew.run(words, sum(len(graph.calls) for graph in graphs), times)
+
+    @staticmethod
+    def supports_uop(batch_devs: list[Any], new_call: UOp) -> bool:
+        return GraphRunner.supports_uop(batch_devs, new_call)
+
+
+class LineGraph(GraphRunner):
+    """A captured step on a CUDA device: one graph whose kernels stand in line, each behind the one before it.
+
+    tinygrad's own gives no kernel dynamic shared memory, sets every node with an argument again at each replay, and lets edges follow
+    from buffers, of which a step that the memory planner has packed into one arena has nearly all. Since CUDA 12.6 the driver launches a
+    straight line in constant time ("Constant Time Launch for Straight-Line CUDA Graphs", NVIDIA 2024).
+    """
+
+    def __init__(self, linear: UOp, input_uops: tuple[UOp, ...] = ()):
+        super().__init__(linear, input_uops)
+        from tinygrad.runtime import ops_cuda
+
+        self._cuda, self._check, self._timed = ops_cuda.cuda, ops_cuda.check, ops_cuda.cu_time_execution
+        self._context = Device[self.calls[0][2][0].device].context  # type: ignore[attr-defined]
+        self._check(self._cuda.cuCtxSetCurrent(self._context))
+        self._graph, self._instance = self._cuda.CUgraph(), self._cuda.CUgraphExec()
+        self._check(self._cuda.cuGraphCreate(ctypes.byref(self._graph), 0))
+        self._nodes: list[tuple[Any, Any, Any]] = []  # of each kernel: its node, how it is launched, its arguments
+        self._places: list[list[int]] = []  # of each kernel: which argument a position among the call's buffers is
+        for (_, program, bufs, _), runtime in zip(self.calls, self.runtimes, strict=True):
+            arguments, packed = ops_cuda.encode_args([bufs[i]._buf for i in program.arg.globals], [0] * len(program.arg.vars))
+            self._places.append([program.arg.globals.index(i) if i in program.arg.globals else -1 for i in range(len(bufs))])
+            self._append(runtime, program.arg.launch_dims(dict.fromkeys(self.vars, 1)), arguments, packed)
+        made = self._cuda.cuGraphInstantiate_v2(ctypes.byref(self._instance), self._graph, None, None, 0)
+        self._check(made)
+        self._addresses = [_base_buffer(u)._buf.value for u in input_uops]
+        self._values: dict[str, int] | None = {} if not self.vars else None
+
+    def _append(self, runtime: Any, dims: tuple[Any, Any], arguments: Any, packed: Any) -> None:
+        no_list = ctypes.cast(0, ctypes.POINTER(ctypes.c_void_p))
+        launch = self._cuda.CUDA_KERNEL_NODE_PARAMS_v1(runtime.prg, *dims[0], *dims[1], runtime.smem, no_list, packed)
+        node, before = self._cuda.CUgraphNode(), [node for node, _, _ in self._nodes[-1:]]
+        edges = (self._cuda.CUgraphNode * 1)(*before) if before else None
+        self._check(self._cuda.cuGraphAddKernelNode(ctypes.byref(node), self._graph, edges, len(before), ctypes.byref(launch)))
+        self._nodes.append((node, launch, arguments))
+
+    def __call__(self, input_uops: tuple[UOp, ...], var_vals: dict[str, int], wait: bool = False) -> float | None:
+        self._check(self._cuda.cuCtxSetCurrent(self._context))
+        self._bind([_base_buffer(u)._buf.value for u in input_uops], {name: var_vals[name] for name in self.vars})
+        return self._timed(lambda: self._check(self._cuda.cuGraphLaunch(self._instance, None)), enable=wait)
+
+    def _bind(self, addresses: list[int], values: dict[str, int]) -> None:
+        """Set again the nodes whose arguments have moved or whose variables have changed; mostly none."""
+        changed = set()
+        if addresses != self._addresses:
+            for j, replace in enumerate(self.uop_replace):
+                for position, i in replace:
+                    if addresses[i] != self._addresses[i] and self._places[j][position] >= 0:
+                        setattr(self._nodes[j][2], f"f{self._places[j][position]}", addresses[i])
+                        changed.add(j)
+            self._addresses = addresses
+        if values != self._values:
+            for j, i, value in self.updated_vars(values):
+                setattr(self._nodes[j][2], f"v{i}", value)
+                changed.add(j)
+            for j, grid, block in self.updated_launch_dims(values):
+                launch = self._nodes[j][1]
+                launch.gridDimX, launch.gridDimY, launch.gridDimZ = (int(d) for d in grid)
+                launch.blockDimX, launch.blockDimY, launch.blockDimZ = (int(d) for d in block)
+                changed.add(j)
+            self._values = values
+        for j in sorted(changed):
+            node, launch, _ = self._nodes[j]
+            self._check(self._cuda.cuGraphExecKernelNodeSetParams(self._instance, node, ctypes.byref(launch)))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_instance"):
+            self._cuda.cuGraphExecDestroy(self._instance)
+            self._cuda.cuGraphDestroy(self._graph)
 
     @staticmethod
     def supports_uop(batch_devs: list[Any], new_call: UOp) -> bool:

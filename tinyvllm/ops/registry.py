@@ -9,7 +9,10 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import re
 from dataclasses import dataclass
+
+from tinygrad import Device
 
 from tinyvllm.config import environment
 from tinyvllm.errors import ArgumentError, KernelError
@@ -30,7 +33,9 @@ STEMS = (
     "advance",
     "kv_copy",
     "sample",
+    "verify_prefix",
 )
+ONLY_ON = {"verify_prefix": ("CUDA",)}  # stems that not every backend with kernels has
 
 # Rows of the CPU: what a processor must have, by Linux's names.
 _CPU_ROWS: dict[str, tuple[str, ...]] = {
@@ -39,6 +44,9 @@ _CPU_ROWS: dict[str, tuple[str, ...]] = {
     "neon": ("asimd",),
     "plain": (),
 }
+# Rows of CUDA: the oldest GPU that they run on. Each is compiled for the very GPU at hand.
+_CUDA_ROWS = {"sm_80": 80}
+_ROWS = (*_CPU_ROWS, *_CUDA_ROWS)
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ def pick(stem: str, device: str, shape: str, refused: str | None = None) -> str 
 
     `shape` is for the table; `refused` is the op's own reason against a kernel, such as a size that it cannot take.
     """
-    choice = _choose(stem, device.split(":")[0], shape, refused, _forced(os.environ.get("TINYVLLM_KERNELS", "")))
+    choice = _choose(stem, device, shape, refused, _forced(os.environ.get("TINYVLLM_KERNELS", "")))
     _made[stem, device, shape] = choice
     return None if choice.row == REFERENCE else choice.row
 
@@ -76,12 +84,21 @@ def forget() -> None:
 
 def rows(device: str) -> dict[str, str | None]:
     """The rows for a device, best first, each with what this machine lacks for it, or None."""
-    if device.split(":")[0] != "CPU":
+    kind = device.split(":")[0]
+    if kind == "CUDA":
+        return _cuda_rows(device)
+    if kind != "CPU":
         return {}
     arm = platform.machine().lower() in ("arm64", "aarch64")
     has = cpu_features()
     named = {name: needs for name, needs in _CPU_ROWS.items() if name == "plain" or (name == "neon") == arm}
     return {name: _lacking(needs, has) for name, needs in named.items()}
+
+
+def _cuda_rows(device: str) -> dict[str, str | None]:
+    name = str(Device[device].arch)
+    architecture = int(re.sub(r"\D", "", name))
+    return {row: None if architecture >= oldest else f"the GPU is {name}, older than {row}" for row, oldest in _CUDA_ROWS.items()}
 
 
 def _lacking(needs: tuple[str, ...], has: frozenset[str]) -> str | None:
@@ -91,13 +108,15 @@ def _lacking(needs: tuple[str, ...], has: frozenset[str]) -> str | None:
 
 def _choose(stem: str, device: str, shape: str, refused: str | None, forced: dict[str, str]) -> Choice:
     assert stem in STEMS, stem
-    available, wanted = rows(device), forced.get(stem, forced.get("all"))
+    available, wanted, kind = rows(device), forced.get(stem, forced.get("all")), device.split(":")[0]
     if wanted == REFERENCE:
         return Choice(stem, shape, REFERENCE, "TINYVLLM_KERNELS asks for it")
     if not available and wanted is not None:
-        raise KernelError(f"kernels: TINYVLLM_KERNELS wants {stem}={wanted}, but there are no kernels for {device} yet; only {REFERENCE}")
+        raise KernelError(f"kernels: TINYVLLM_KERNELS wants {stem}={wanted}, but there are no kernels for {kind} yet; only {REFERENCE}")
     if not available:
-        return Choice(stem, shape, REFERENCE, f"there are no kernels for {device} yet")
+        return Choice(stem, shape, REFERENCE, f"there are no kernels for {kind} yet")
+    if kind not in ONLY_ON.get(stem, (kind,)):
+        refused = f"{kind} has no kernel for it"
     if refused is not None:
         if stem in forced:
             raise KernelError(f"kernels: TINYVLLM_KERNELS wants {stem}={wanted}, which cannot run {shape}: {refused}")
@@ -113,7 +132,7 @@ def _choose(stem: str, device: str, shape: str, refused: str | None, forced: dic
         if lacking is None:
             return Choice(stem, shape, name, "; ".join(passed) or "the best row for this processor")
         passed.append(f"not {name}: {lacking}")
-    raise AssertionError("the plain row needs nothing")
+    return Choice(stem, shape, REFERENCE, "; ".join(passed))
 
 
 @functools.cache
@@ -122,6 +141,6 @@ def _forced(text: str) -> dict[str, str]:
     for stem, row in forced.items():
         if stem not in (*STEMS, "all"):
             raise ArgumentError(f"TINYVLLM_KERNELS: there is no op {stem!r}; there are {', '.join(STEMS)}, and all")
-        if row not in (*_CPU_ROWS, REFERENCE):
-            raise ArgumentError(f"TINYVLLM_KERNELS: there is no row {row!r} for {stem}; there are {', '.join(_CPU_ROWS)}, and {REFERENCE}")
+        if row not in (*_ROWS, REFERENCE):
+            raise ArgumentError(f"TINYVLLM_KERNELS: there is no row {row!r} for {stem}; there are {', '.join(_ROWS)}, and {REFERENCE}")
     return forced

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from tinyvllm.errors import ArgumentError
+from tinyvllm.ops.nvrtc import provide_nvrtc
 from tinyvllm.ops.toolchain import provide_compiler
 
 
@@ -33,12 +34,17 @@ def _cuda_devices() -> int:
 
 
 def start_device(choice: str, cache: Path) -> str:
-    """Choose the device, make tinygrad ready for it and open it; returns its name. ArgumentError where it cannot be opened."""
+    """Choose the device, make tinygrad ready for it and open it; returns its name. ArgumentError where it cannot be opened.
+
+    KernelError where there is a GPU, but nothing that compiles for it.
+    """
     device = choose_device(choice)
     # tinygrad probes every backend for a default device, which costs half a second and is never used here
     os.environ.setdefault("DEV", device.split(":")[0])
     if device.split(":")[0] == "CPU":
         provide_compiler(cache)
+    if device.split(":")[0] == "CUDA" and _cuda_devices():
+        provide_nvrtc(cache)
     from tinyvllm.ops.launch import keep_programs, open_device, prefer_device
 
     keep_programs()

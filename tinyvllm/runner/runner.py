@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from tinyvllm.models.config import ModelConfig
 from tinyvllm.models.families import check_layers, find_family, read_config, refuse_unused, weights_of
 from tinyvllm.ops.advance import History, advance
 from tinyvllm.ops.crew import crew
-from tinyvllm.ops.launch import Call, Captured, download, peek, repeat, upload
+from tinyvllm.ops.launch import Call, Captured, Reading, download, peek, read_behind, repeat, upload
 from tinyvllm.ops.registry import Choice, choices
 from tinyvllm.quant.formats import FORMATS, unpack
 from tinyvllm.runner.kv import KVPool, block_bytes, kv_dtype
@@ -87,6 +87,7 @@ class StepPlan:
     forward: Captured
     history: History
     advances: dict[int, Captured]  # by the tensor of sampled tokens that it takes
+    rounds: dict[Hashable, Captured]  # forward pass, draw and advance as one graph, by the kind of draw
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,31 @@ class Runner:
             while not behind.wait():  # also if the caller fails: what comes next must find the device idle
                 pass
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether a launch comes back before the step has run, so that the host can do something else meanwhile."""
+        return self.device.split(":")[0] == "CUDA"
+
+    def decode(self, step: PreparedStep, draw: Callable[[Tensor], Tensor], kind: Hashable, plain: bool) -> Reading:
+        """Start a prepared step of decodes, draw its tokens and move on to the next step, all in one graph; the tokens int32 [B].
+
+        `draw` makes tokens [B] of logits [B, V] and is known by `kind`; `plain` says that it only takes the largest, which the step may
+        have found on the way.
+        """
+        plan = step.plan
+        if kind not in plan.rounds:
+
+            def function(num_blocks: int | UOp = 1) -> Tensor:
+                logits, best = self._forward(plan.inputs, num_blocks)
+                tokens = best if plain and best is not None else draw(logits)
+                advance(plan.inputs.batch(1), tokens, plan.history, self.pool.block_size, self.pool.scratch_slot)
+                return tokens
+
+            plan.rounds[kind] = Captured(function, {"num_blocks": (1, self._table_width)})
+        tokens = plan.rounds[kind](**step.values)
+        plan.inputs.advanced(step.sampling, 1)
+        return read_behind(tokens)
+
     def _advance(self, plan: StepPlan, sampled: Tensor) -> Captured:
         if id(sampled) not in plan.advances:
 
@@ -207,18 +233,21 @@ class Runner:
         inputs = StepInputs(shape, self._table_width, self.pool.scratch_slot, self.device, all_rows)
 
         def forward(num_blocks: int | UOp = 1) -> tuple[Tensor, Tensor | None]:
-            logits, best = self.model.forward_batch(inputs.batch(num_blocks), self.pool.layers, **self._constants)
-            if best is None:
-                return logits.contiguous().realize(), None
-            Tensor.realize(logits, best)
-            return logits, best
+            return self._forward(inputs, num_blocks)
 
         tokens = Tensor.full((MOST_SCHEDULER_STEPS, shape.sequences), -1, dtype=dtypes.int32, device=self.device).contiguous().realize()
         history = History(tokens, Tensor.zeros(1, dtype=dtypes.int32, device=self.device).contiguous().realize())
         # blocks of the longest context are a variable of the captured step, so that contexts grow without a new capture
-        plan = StepPlan(inputs, Captured(forward, {"num_blocks": (1, self._table_width)}), history, {})
+        plan = StepPlan(inputs, Captured(forward, {"num_blocks": (1, self._table_width)}), history, {}, {})
         self._steps[shape, all_rows] = plan
         return plan
+
+    def _forward(self, inputs: StepInputs, num_blocks: int | UOp) -> tuple[Tensor, Tensor | None]:
+        logits, best = self.model.forward_batch(inputs.batch(num_blocks), self.pool.layers, **self._constants)
+        if best is None:
+            return logits.contiguous().realize(), None
+        Tensor.realize(logits, best)
+        return logits, best
 
     def tokens(self, sampled: Tensor) -> np.ndarray:
         """Token ids [1, B] that a sampler left on the device, once they are there."""

@@ -1,6 +1,7 @@
-"""Puts a checkpoint's weights into a model: panels for products that have kernels here, plain tensors for all else.
+"""Puts a checkpoint's weights into a model: packed for products that have kernels here, plain tensors for all else.
 
-Panels are written once, by all cores, straight from the mapped file, whose pages are dropped on the way; so the peak is what stays.
+For the CPU they are packed into panels, for CUDA into tiles: written once, by all cores, straight from the mapped file, whose pages are
+dropped on the way; so the peak is what stays, and on a GPU one matrix on the host.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from tinyvllm.models.config import Weight
 from tinyvllm.models.products import bias_of
 from tinyvllm.ops.kernel import Kernel
 from tinyvllm.ops.launch import run_now
-from tinyvllm.ops.registry import pick
+from tinyvllm.ops.registry import pick, rows
+from tinyvllm.ops.tiles import TILED, TileWeight
 from tinyvllm.ops.weight import FLOATS, PANEL, PackedWeight, RowWeight, convert_rows, packable, panel_bytes, quantize_rows, row_bytes
 from tinyvllm.quant.formats import FORMATS
 from tinyvllm.runner.panels import KeptPanels
 from tinyvllm.weights.checkpoint import Checkpoint
-from tinyvllm.weights.load import adopt, dummy_tensors, load_rows, load_tensors
+from tinyvllm.weights.load import dummy_tensors, load_rows, load_tensors, place_bytes
 from tinyvllm.weights.mapping import allocate, drop_pages
 
 DTYPE_FORMATS = {dtypes.float32: "F32", dtypes.float16: "F16", dtypes.bfloat16: "BF16"}
@@ -41,13 +43,18 @@ class WeightPlan:
     dtype: DType
     format: str | None
 
+    @property
+    def tiled(self) -> bool:
+        """Whether kernels here read tiles, as GPUs do."""
+        return self.device.split(":")[0] == "CUDA"
+
 
 class WeightLoader:
     """Loads a model's weights from `checkpoint`, or makes them up where that is None. Panels are kept below `kept`, if that is given."""
 
     def __init__(self, checkpoint: Checkpoint | None, plan: WeightPlan, progress: Progress | None = None, kept: Path | None = None):
         self._checkpoint, self._plan, self._progress = checkpoint, plan, progress
-        packing = f"{DTYPE_FORMATS[plan.dtype]} {plan.format}"
+        packing = f"{DTYPE_FORMATS[plan.dtype]} {plan.format}{' tiles' if plan.tiled else ''}"
         self._kept = None if kept is None or checkpoint is None else KeptPanels(kept, checkpoint, packing)
         self.bytes = 0  # that the model holds
         self.streamed = 0  # of which a decode step reads so many: all but an embedding table of its own
@@ -83,9 +90,11 @@ class WeightLoader:
                 bias_of(block, *names)  # joined now: what is first computed in a captured step is computed in all of them
 
     def _packs(self, parts: list[Weight]) -> bool:
-        """Whether to hold these as panels: kernels will read them here, or the plan wants a format that there is only as panels."""
+        """Whether to pack these: kernels will read them here, or the plan wants a format that there is only packed."""
         I = parts[0].shape[1]
         reason, must = packable("F32", I), self._plan.format in ("Q8_0", "Q4_0")
+        if self._plan.tiled and (self._plan.format or DTYPE_FORMATS[self._plan.dtype]) not in TILED:
+            return False
         if must and reason is not None:
             raise ModelError(f"weights: {parts[0].name} cannot be {self._plan.format}: {reason}; leave quantization out")
         return reason is None and (must or pick("matmul", self._plan.device, f"weights of {I} inputs") is not None)
@@ -111,8 +120,13 @@ class WeightLoader:
 
     # --- matrices for kernels
 
+    def _placed(self, packed: np.ndarray, format: str, O: int, I: int) -> PackedWeight:
+        """The packed bytes where kernels read them."""
+        made = TileWeight if self._plan.tiled else PackedWeight
+        return made(place_bytes(packed, self._plan.device), format, O, I)
+
     def _packed(self, parts: list[Weight]) -> PackedWeight:
-        """One matrix of panels with the parts' rows, one part behind the other: as kept, or packed now."""
+        """One packed matrix with the parts' rows, one part behind the other: as kept, or packed now."""
         found = None if self._kept is None else self._kept.get(parts[0].name)
         if found is None:
             return self._pack(parts)
@@ -120,7 +134,7 @@ class WeightLoader:
         I = parts[0].shape[1]
         for part in parts:
             self._count(part, part.shape[0] * row_bytes(format, I))
-        return PackedWeight(adopt(panels, self._plan.device, dtypes.uint8), format, O, I)
+        return self._placed(panels, format, O, I)
 
     def _pack(self, parts: list[Weight]) -> PackedWeight:
         loaded = [self._load_rows(part) for part in parts]
@@ -131,25 +145,30 @@ class WeightLoader:
         fresh = None if self._kept is None else self._kept.allocate(parts[0].name, format, O, size)
         panels = allocate(size) if fresh is None else fresh
         loaded = [(name, rows) if name == format or name in FLOATS else ("F32", _unpacked(name, rows)) for name, rows in loaded]
-        if any(len(rows) % PANEL for _, rows in loaded[:-1]):  # a panel holds rows of two parts: make them one
+        if self._plan.tiled:
+            loaded = [(format, rows if name == format else convert_rows(name, format, rows)) for name, rows in loaded]
+        if any(len(rows) % PANEL for _, rows in loaded[:-1]):  # sixteen rows belong to two parts: make them one
             joined = np.concatenate([rows if name == format else convert_rows(name, format, rows) for name, rows in loaded])
             loaded = [(format, joined)]
         first = 0
-        for name, rows in loaded:
-            last = first + -(-len(rows) // PANEL)
-            _pack_panels(name, format, I, panels, rows, (first, last, len(rows)))
-            drop_pages(rows)
+        for name, data in loaded:
+            last = first + -(-len(data) // PANEL)
+            if self._plan.tiled:
+                _pack_tiles(format, I, panels, data, (first, last, len(data), -(-O // PANEL)))
+            else:
+                _pack_panels(name, format, I, panels, data, (first, last, len(data)))
+            drop_pages(data)
             first = last
         for part in parts:
             self._count(part, part.shape[0] * row_bytes(format, I))
-        return PackedWeight(adopt(panels, self._plan.device, dtypes.uint8), format, O, I)
+        return self._placed(panels, format, O, I)
 
     def _rows(self, recipe: Weight) -> RowWeight:
         """An embedding table as it lies in the file, mapped."""
         format, rows = self._load_rows(recipe)
         O, I = recipe.shape
         self._count(recipe, rows.nbytes, streamed=False)
-        return RowWeight(adopt(rows.reshape(-1), self._plan.device, dtypes.uint8), format, O, I)
+        return RowWeight(place_bytes(rows.reshape(-1), self._plan.device), format, O, I)
 
     def _load_rows(self, recipe: Weight) -> tuple[str, np.ndarray]:
         """Format and rows, uint8 [O, bytes of a row]: as stored, or as the plan wants all to be."""
@@ -185,9 +204,18 @@ def _products(model: Any) -> Iterable[tuple[Any, str, tuple[str, ...]]]:
 
 
 def _pack_panels(source: str, format: str, I: int, panels: np.ndarray, rows: np.ndarray, span: tuple[int, int, int]) -> None:
-    row = pick("matmul", "CPU", f"weights of {I} inputs")
-    kernel = Kernel.cpu("pack", row or "plain", 1, 2, SOURCE=source, FORMAT=format, I=I)
+    kernel = Kernel.cpu("pack", _packer(), 1, 2, SOURCE=source, FORMAT=format, I=I)
     run_now(kernel, panels, np.ascontiguousarray(rows), np.array(span, np.int32))
+
+
+def _pack_tiles(format: str, I: int, tiles: np.ndarray, rows: np.ndarray, span: tuple[int, int, int, int]) -> None:
+    kernel = Kernel.cpu("pack_tiles", _packer(), 1, 2, FORMAT=format, I=I)
+    run_now(kernel, tiles, np.ascontiguousarray(rows), np.array(span, np.int32))
+
+
+def _packer() -> str:
+    """The best row of this processor, whatever runs the products."""
+    return next(name for name, lacking in rows("CPU").items() if lacking is None)
 
 
 def _unpacked(format: str, rows: np.ndarray) -> np.ndarray:

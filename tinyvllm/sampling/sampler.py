@@ -175,6 +175,10 @@ class Sampler:
             self._steps[B, flags] = Captured(self._new_step(B, flags))
         return self._steps[B, flags], (logits,), {}
 
+    def step(self, B: int, flags: SamplingFlags) -> Callable[[Tensor], Tensor]:
+        """What `draw` captures, to be part of a larger capture; say `drawn` for each time that it runs."""
+        return self._new_step(B, flags)
+
     def drawn(self, B: int, flags: SamplingFlags, times: int) -> None:
         """The device draws, or has drawn, for B rows so many times without a `prepare` between."""
         if flags.sampled:

@@ -334,6 +334,11 @@ def _to_device(array: np.ndarray, device: str, dtype: DType) -> Tensor:
     return tensor
 
 
+def place_bytes(array: np.ndarray, device: str) -> Tensor:
+    """uint8 [N] on any device: the array's own memory on the CPU, a copy elsewhere."""
+    return _to_device(array, device, dtypes.uint8)
+
+
 def adopt(array: np.ndarray, device: str, dtype: DType) -> Tensor:
     """A tensor on a CPU device whose memory is the array's, which lives until tinygrad has let go of the buffer and run what reads it."""
     tensor = Tensor.from_blob(array.ctypes.data, array.shape, device=device, dtype=dtype)

@@ -1,0 +1,132 @@
+"""Copies between the host and an NVIDIA GPU that keep their place behind the work in flight and wait for nothing else.
+
+All goes through pinned memory: from other memory the driver copies at once, after waiting for the device. Imports no tinygrad: `driver` is
+whatever has the driver's functions under their own names, with pointers as ctypes wants them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any
+
+import numpy as np
+
+from tinyvllm.errors import KernelError
+
+SEGMENTS, SEGMENT_BYTES = 4, 4 << 20  # of the ring for uploads
+_SMALLEST = 4096  # bytes of a block that results come back in
+_PORTABLE, _NO_TIMING, _NOT_READY = 1, 2, 600  # CU_MEMHOSTALLOC_PORTABLE, CU_EVENT_DISABLE_TIMING, CUDA_ERROR_NOT_READY
+_BORDER = 64
+
+
+class Copies:
+    """Uploads to and reads from one GPU, in its default stream. Any thread may call."""
+
+    def __init__(self, driver: Any, context: Any):
+        self._driver, self._context, self._lock = driver, context, threading.Lock()
+        self._ring: list[tuple[int, Any]] = []  # of each segment: where it lies, and the event behind its last copy
+        self._segment = self._filled = 0
+        self._blocks: dict[int, list[tuple[int, Any]]] = {}  # by size: pinned blocks for reading that nobody holds, each with its event
+
+    def upload(self, address: int, array: np.ndarray) -> None:
+        """Copy a contiguous array to the device's memory at `address`. On return `array` may change.
+
+        What is launched later finds it there, what was launched before does not. Waits only where 16 MiB of uploads are on their way.
+        """
+        source, size = array.ctypes.data, array.nbytes
+        with self._lock:
+            self._enter()
+            done = 0
+            while done < size:
+                place, room = self._room()
+                count = min(room, size - done)
+                ctypes.memmove(place, source + done, count)
+                self._do("an upload", self._driver.cuMemcpyHtoDAsync_v2(address + done, place, count, None))
+                self._filled += -(-count // _BORDER) * _BORDER
+                done += count
+
+    def _room(self) -> tuple[int, int]:
+        """Where the next bytes of an upload go, and how many fit there."""
+        if not self._ring:
+            memory = self._pinned(SEGMENTS * SEGMENT_BYTES)
+            self._ring = [(memory + i * SEGMENT_BYTES, self._event()) for i in range(SEGMENTS)]
+        if self._filled >= SEGMENT_BYTES:
+            self._do("an upload", self._driver.cuEventRecord(self._ring[self._segment][1], None))
+            self._segment, self._filled = (self._segment + 1) % SEGMENTS, 0
+            self._do("waiting for an upload", self._driver.cuEventSynchronize(self._ring[self._segment][1]))
+        return self._ring[self._segment][0] + self._filled, SEGMENT_BYTES - self._filled
+
+    def read(self, address: int, size: int) -> Arrival:
+        """Start copying `size` bytes at `address` on the device, as they are when all that was launched before has run."""
+        room = 1 << max(size - 1, _SMALLEST - 1).bit_length()
+        with self._lock:
+            self._enter()
+            free = self._blocks.setdefault(room, [])
+            place, event = free.pop() if free else (self._pinned(room), self._event())
+            self._do("reading", self._driver.cuMemcpyDtoHAsync_v2(place, address, size, None))
+            self._do("reading", self._driver.cuEventRecord(event, None))
+        return Arrival(self, place, event, size, room)
+
+    def arrived(self, event: Any) -> bool:
+        """Whether the device has come past an event."""
+        self._enter()
+        status = self._driver.cuEventQuery(event)
+        if status != _NOT_READY:
+            self._do("the work in flight", status)
+        return status != _NOT_READY
+
+    def await_event(self, event: Any) -> None:
+        """Wait until the device has come past an event."""
+        self._enter()
+        self._do("the work in flight", self._driver.cuEventSynchronize(event))
+
+    def give_back(self, place: int, event: Any, room: int) -> None:
+        """A block is free. A copy may still be on its way into it: the next one stands behind that in the stream."""
+        self._blocks[room].append((place, event))  # without the lock: Python may collect an Arrival while this very thread holds it
+
+    def _enter(self) -> None:
+        self._do("the device", self._driver.cuCtxSetCurrent(self._context))
+
+    def _pinned(self, size: int) -> int:
+        memory = ctypes.c_void_p()
+        self._do(f"pinning {size} bytes of host memory", self._driver.cuMemHostAlloc(ctypes.byref(memory), size, _PORTABLE))
+        assert memory.value is not None
+        return memory.value
+
+    def _event(self) -> Any:
+        event = self._driver.CUevent()
+        self._do("an event", self._driver.cuEventCreate(ctypes.byref(event), _NO_TIMING))
+        return event
+
+    def _do(self, what: str, status: int) -> None:
+        if status:
+            text = ctypes.POINTER(ctypes.c_char)()
+            self._driver.cuGetErrorString(status, ctypes.byref(text))
+            reason = ctypes.string_at(text).decode() if text else "no reason given"
+            hint = "if a kernel is the cause, TINYVLLM_KERNELS=all=ref avoids it"
+            raise KernelError(f"CUDA: {what} failed with error {status}: {reason}; {hint}")
+
+
+class Arrival:
+    """Bytes on their way from the device."""
+
+    def __init__(self, copies: Copies, place: int, event: Any, size: int, room: int):
+        self._copies, self._place, self._event, self._size, self._room = copies, place, event, size, room
+        self._data: np.ndarray | None = None
+
+    def ready(self) -> bool:
+        """Whether `get` would not have to wait."""
+        return self._data is not None or self._copies.arrived(self._event)
+
+    def get(self) -> np.ndarray:
+        """The bytes, uint8 [size], once they are there."""
+        if self._data is None:
+            self._copies.await_event(self._event)
+            self._data = np.frombuffer(bytearray(ctypes.string_at(self._place, self._size)), np.uint8)
+            self._copies.give_back(self._place, self._event, self._room)
+        return self._data
+
+    def __del__(self) -> None:
+        if self._data is None:
+            self._copies.give_back(self._place, self._event, self._room)
