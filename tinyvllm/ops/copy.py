@@ -15,10 +15,11 @@ def copy_blocks(pool: Tensor, pairs: Tensor, count: Tensor) -> Tensor:
     of the pool is not ordered by this.
     """
     P, N, block = int(pool.shape[0]), int(pairs.shape[0]), pool.nbytes() // int(pool.shape[0])
-    refused = f"its blocks of {block} bytes are no multiple of 8" if block % 8 else None
-    row = pick("kv_copy", str(pool.device), f"blocks of {block} bytes", refused)
+    calls = calls_of(str(pool.device))
+    row = pick("kv_copy", str(pool.device), f"blocks of {block} bytes", calls.refuses_block(block))
     if row is not None:
-        return calls_of(str(pool.device)).copy_blocks(row, pool, pairs, count)
+        out: Tensor = calls.copy_blocks(row, pool, pairs, count)
+        return out
     numbers = Tensor.arange(N, device=pool.device).reshape(1, N)
     hit = (pairs[:, 1].reshape(1, N) == Tensor.arange(P, device=pool.device).reshape(P, 1)) & (numbers < count)  # [P, N]
     source = hit.any(1).where(hit.where(pairs[:, 0].reshape(1, N), 0).sum(1), Tensor.arange(P, device=pool.device))

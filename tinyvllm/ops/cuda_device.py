@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from tinyvllm.errors import KernelError
 
 SEGMENTS, SEGMENT_BYTES = 4, 4 << 20  # of the ring for uploads
 _SMALLEST = 4096  # bytes of a block that results come back in
-_PORTABLE, _NO_TIMING, _NOT_READY = 1, 2, 600  # CU_MEMHOSTALLOC_PORTABLE, CU_EVENT_DISABLE_TIMING, CUDA_ERROR_NOT_READY
+_PORTABLE_MAPPED, _NO_TIMING, _NOT_READY = 1 | 2, 2, 600  # of cuMemHostAlloc; CU_EVENT_DISABLE_TIMING; CUDA_ERROR_NOT_READY
+_PAUSE = 2e-5  # seconds between two looks at a mark
 _BORDER = 64
 
 
@@ -28,6 +30,7 @@ class Copies:
         self._ring: list[tuple[int, Any]] = []  # of each segment: where it lies, and the event behind its last copy
         self._segment = self._filled = 0
         self._blocks: dict[int, list[tuple[int, Any]]] = {}  # by size: pinned blocks for reading that nobody holds, each with its event
+        self._marks: list[Any] = []  # events that nobody holds
 
     def upload(self, address: int, array: np.ndarray) -> None:
         """Copy a contiguous array to the device's memory at `address`. On return `array` may change.
@@ -68,6 +71,20 @@ class Copies:
             self._do("reading", self._driver.cuEventRecord(event, None))
         return Arrival(self, place, event, size, room)
 
+    def mark(self) -> Mark:
+        """A mark behind everything that has been launched."""
+        with self._lock:
+            self._enter()
+            event = self._marks.pop() if self._marks else self._event()
+            self._do("a mark", self._driver.cuEventRecord(event, None))
+        return Mark(self, event)
+
+    def shared(self, size: int) -> int:
+        """The address, for host and device alike, of `size` bytes of host memory that both read and write. It is there for good."""
+        with self._lock:
+            self._enter()
+            return self._pinned(size)
+
     def arrived(self, event: Any) -> bool:
         """Whether the device has come past an event."""
         self._enter()
@@ -85,12 +102,16 @@ class Copies:
         """A block is free. A copy may still be on its way into it: the next one stands behind that in the stream."""
         self._blocks[room].append((place, event))  # without the lock: Python may collect an Arrival while this very thread holds it
 
+    def drop_mark(self, event: Any) -> None:
+        """An event may be recorded again."""
+        self._marks.append(event)
+
     def _enter(self) -> None:
         self._do("the device", self._driver.cuCtxSetCurrent(self._context))
 
     def _pinned(self, size: int) -> int:
         memory = ctypes.c_void_p()
-        self._do(f"pinning {size} bytes of host memory", self._driver.cuMemHostAlloc(ctypes.byref(memory), size, _PORTABLE))
+        self._do(f"pinning {size} bytes of host memory", self._driver.cuMemHostAlloc(ctypes.byref(memory), size, _PORTABLE_MAPPED))
         assert memory.value is not None
         return memory.value
 
@@ -130,3 +151,21 @@ class Arrival:
     def __del__(self) -> None:
         if self._data is None:
             self._copies.give_back(self._place, self._event, self._room)
+
+
+class Mark:
+    """A place in the stream."""
+
+    def __init__(self, copies: Copies, event: Any):
+        self._copies, self._event = copies, event
+
+    def result(self, timeout: float) -> None:
+        """Wait until the device has come past; TimeoutError where that takes more than `timeout` seconds."""
+        end = time.perf_counter() + timeout
+        while not self._copies.arrived(self._event):
+            if time.perf_counter() > end:
+                raise TimeoutError
+            time.sleep(_PAUSE)
+
+    def __del__(self) -> None:
+        self._copies.drop_mark(self._event)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from tinygrad import Context, Device, Tensor, TinyJit, UOp, codegen, dtypes, helpers, schedule
 from tinygrad.device import Buffer
-from tinygrad.dtype import _to_np_dtype
+from tinygrad.dtype import _from_np_dtype, _to_np_dtype
 from tinygrad.engine.jit import GraphRunner
 from tinygrad.engine.realize import graph_cache
 from tinygrad.helpers import diskcache_get, diskcache_put
@@ -32,10 +32,11 @@ from tinygrad.runtime.support.elf import jit_loader
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo, buffers
 
 from tinyvllm.batch import LayerCache
+from tinyvllm.errors import KernelError
 from tinyvllm.ops import nvrtc
 from tinyvllm.ops.compile import object_code
 from tinyvllm.ops.crew import ALONE, CORES, MOST_ARGUMENTS, TEAM, crew
-from tinyvllm.ops.cuda_device import Arrival, Copies
+from tinyvllm.ops.cuda_device import Arrival, Copies, Mark
 from tinyvllm.ops.kernel import Kernel
 
 
@@ -242,6 +243,42 @@ def spans(tensor: Tensor, places: list[tuple[int, int]]) -> list[Tensor]:
 
 
 @functools.cache
+def standing_zeros(device: str, count: int) -> Tensor:
+    """int32 [count] of zeros, one for all who ask for as many: for kernels that count in it and leave it as they found it.
+
+    Made past the graph: what is first computed in a captured step would be computed in each of them.
+    """
+    tensor = Tensor.empty(count, dtype=dtypes.int32, device=device)
+    buffer = Buffer(device, count, dtypes.int32).allocate()
+    buffer.copyin(memoryview(bytearray(4 * count)))
+    buffers[tensor.uop.base] = buffer
+    return tensor
+
+
+@functools.cache
+def gpu_attribute(device: str, name: str) -> int:
+    """What the driver says of a CUDA device, by the driver's names: "MULTIPROCESSOR_COUNT", ..."""
+    from tinygrad.runtime.autogen import cuda
+
+    found = ctypes.c_int()
+    which = getattr(cuda, f"CU_DEVICE_ATTRIBUTE_{name}")
+    if status := cuda.cuDeviceGetAttribute(ctypes.byref(found), which, Device[device].cu_device):  # type: ignore[attr-defined]
+        raise KernelError(f"launch: the driver does not say {name} of {device} (status {status})")
+    return found.value
+
+
+def gpu_free_memory(device: str) -> int:
+    """Bytes that the driver has left on a CUDA device."""
+    from tinygrad.runtime.autogen import cuda
+
+    Device[device].synchronize()  # makes the device this thread's
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    if status := cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)):
+        raise KernelError(f"launch: the driver does not say how much memory {device} has free (status {status}); give --kv-memory")
+    return free.value
+
+
+@functools.cache
 def _machine_code(kernel: Kernel, device: str = "CPU") -> bytes:
     if kernel.backend == "cuda":
         return nvrtc.cubin(kernel, Device[device].arch)
@@ -392,7 +429,7 @@ class Behind:
 
     PATIENCE = 0.002  # seconds; looking more often costs the lanes more than it brings
 
-    def __init__(self, work: Future[None] | None = None):
+    def __init__(self, work: Future[None] | Mark | None = None):
         self._work = work
 
     def wait(self) -> bool:
@@ -410,7 +447,7 @@ def repeat(calls: list[Call], times: int) -> Behind:
     """Start these calls one after the other, all of them `times` times over. Each must have been made before.
 
     On the CPU that is one list of kernels for the crew, run from a thread of its own: the caller goes on meanwhile, may `peek` at buffers
-    and must wait for the end before it launches or uploads anything.
+    and must wait for the end before it launches or uploads anything. A CUDA device has them all in its stream on return.
     """
     graphs = [captured._graph for captured, _, _ in calls]
     if times > 0 and all(isinstance(graph, CrewGraph) for graph in graphs):
@@ -420,6 +457,8 @@ def repeat(calls: list[Call], times: int) -> Behind:
     for _ in range(times):
         for captured, tensors, values in calls:
             captured(*tensors, **values)
+    if times > 0 and graphs and isinstance(graphs[-1], LineGraph):
+        return Behind(_copies(graphs[-1].calls[0][2][0].device).mark())
     return Behind()
 
 
@@ -432,14 +471,35 @@ def _launcher() -> ThreadPoolExecutor:
 
 
 def peek(tensor: Tensor) -> np.ndarray:
-    """The contents of a realized tensor as they are at this moment, on the CPU without waiting for the work in flight."""
+    """The contents of a realized tensor as they are at this moment; without waiting for the work in flight on the CPU or if `visible`."""
     buffer = _buffer(tensor)
-    if buffer.device.split(":")[0] != "CPU":
+    if buffer.device.split(":")[0] == "CPU":
+        address = buffer._buf.va_addr
+    elif buffer.base.options is not None and buffer.base.options.external_ptr in _visible:
+        address = buffer._buf.value
+    else:
         return download(tensor)  # behind the work in flight: there is one stream
     shape, dtype = tuple(int(d) for d in tensor.shape), _to_np_dtype(tensor.dtype)
     assert dtype is not None
-    memory = (ctypes.c_uint8 * (prod(shape) * tensor.dtype.itemsize)).from_address(buffer._buf.va_addr)
+    memory = (ctypes.c_uint8 * (prod(shape) * tensor.dtype.itemsize)).from_address(address)
     return np.ctypeslib.as_array(memory).view(dtype).reshape(shape).copy()
+
+
+def visible(array: np.ndarray, device: str) -> Tensor:
+    """A realized tensor on `device` with the contents of `array`, for kernels to write and the host to `peek` at while they run.
+
+    On a CUDA device it lies in host memory, for good, and a kernel's writes cross the bus: for a few numbers a step.
+    """
+    tensor = Tensor.empty(*array.shape, dtype=_from_np_dtype(array.dtype), device=device)
+    if device.split(":")[0] == "CUDA":
+        address = _copies(Device.canonicalize(device)).shared(array.nbytes)
+        _visible.add(address)
+        tensor = Tensor.from_blob(address, array.shape, dtype=tensor.dtype, device=device)
+    upload(tensor, array)
+    return tensor
+
+
+_visible: set[int] = set()  # addresses of host memory that a CUDA device writes to
 
 
 class CrewGraph(GraphRunner):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import numpy as np
 
 from tinyvllm.errors import ArgumentError, OutOfMemoryError
 from tinyvllm.ops.kernel import Kernel
-from tinyvllm.ops.launch import run_now
+from tinyvllm.ops.launch import gpu_free_memory, run_now
 from tinyvllm.ops.registry import rows
 from tinyvllm.weights.mapping import allocate
 
@@ -29,7 +28,7 @@ def free_memory(device: str) -> int:
     """
     kind = device.split(":")[0]
     if kind == "CUDA":
-        return _cuda_free()
+        return gpu_free_memory(device)
     return _host_free()
 
 
@@ -40,14 +39,6 @@ def _host_free() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _cuda_free() -> int:
-    driver = ctypes.CDLL("libcuda.so.1")
-    free, total = ctypes.c_size_t(), ctypes.c_size_t()
-    if driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)):
-        raise OutOfMemoryError("memory: the CUDA driver did not say how much memory is free; give --kv-memory or --num-blocks")
-    return free.value
 
 
 def pool_blocks(device: str, block_bytes: int, block_size: int, wanted_tokens: int, kv_memory: int | None) -> int:

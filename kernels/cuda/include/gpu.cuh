@@ -73,6 +73,13 @@ DEVICE void mma_s8(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
       : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// d = c + a b: for a c that many products begin with, and that would have to be copied otherwise.
+DEVICE void mma_s8_from(int (&d)[4], const int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+}
+
 // Four matrices of 8 rows of 16 bytes out of shared memory: lane l gives the place of row l % 8 of matrix l / 8, and gets from each matrix
 // the word t of row g (its 16-bit numbers 2t and 2t + 1), or, transposed, the numbers (2t, g) and (2t + 1, g). Places are 16-byte aligned.
 DEVICE void load_matrices(u32 (&r)[4], const void *shared_row) {
@@ -111,6 +118,11 @@ DEVICE uint4 load_once(const uint4 *p) {
 DEVICE uint2 load_once(const uint2 *p) {
   uint2 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+DEVICE u32 load_once(const u32 *p) {
+  u32 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.u32 %0, [%1];" : "=r"(v) : "l"(p));
   return v;
 }
 

@@ -1,26 +1,28 @@
-"""Calls of the CPU's kernels, `kernels/cpu`: the crew's lanes share the work of each, so a call has no grid."""
+"""Calls of the CUDA kernels, `kernels/cuda`: which of them an op becomes, with what buffers. Records are made in cuda_records.py.
+
+Up to eight rows are one launch that streams the weights past all of them; more are laid out first, by a launch of their own, and multiplied
+by tensor cores tile by tile. Both give the same bits.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
 
 from tinyvllm.batch import Batch, LayerCache
+from tinyvllm.ops.calls import cuda_records as records
 from tinyvllm.ops.calls.buffers import cache_format, constant, empty, integers, scratch
-from tinyvllm.ops.kernel import Kernel
-from tinyvllm.ops.launch import launch
+from tinyvllm.ops.launch import gpu_attribute, launch, standing_zeros
 from tinyvllm.ops.norm import Norm
-from tinyvllm.ops.weight import BLOCK, PackedWeight, RowWeight, panel_bytes, row_bytes
+from tinyvllm.ops.tiles import TileWeight
+from tinyvllm.ops.weight import PackedWeight, RowWeight
 
 if TYPE_CHECKING:
     from tinyvllm.ops.advance import History
     from tinyvllm.ops.qkv import QKV
 
-KERNEL_WIDTH = 32  # the kernels read x and weights in steps of so many
-CHUNK = 256  # keys that one unit of work of attention_decode sees
-LANES = 64  # areas in attention_prefill's scratch
-_REPORT_BYTES, _MOST_LANES, _CHUNK = 192, 64, 128  # of sample.c: what a lane tells the others, how many there may be, tokens a chunk
+FEW = records.FEW
 
 
 # --- what the kernels cannot take: the reason, or None
@@ -31,97 +33,147 @@ def refuses_table(table: PackedWeight | RowWeight) -> str | None:
 
 
 def refuses_product(weight: PackedWeight) -> str | None:
-    return _refuses_width(weight.I)
+    return _refuses_width(weight.I) or _refuses_layout(weight)
 
 
 def refuses_qkv(weight: PackedWeight, norm: Norm, D: int) -> str | None:
-    return _refuses_width(weight.I) or refuses_heads(D)
+    return _refuses_width(weight.I) or _refuses_layout(weight) or _refuses_norm(norm) or refuses_heads(D)
 
 
 def refuses_gate_up(weight: PackedWeight, norm: Norm) -> str | None:
     if weight.O // 2 % 16:
         return f"its {weight.O // 2} outputs are not a multiple of 16"
-    return _refuses_width(weight.I) or ("it is made for RMSNorm, and this is LayerNorm" if norm.kind != "RMS" else None)
+    return _refuses_width(weight.I) or _refuses_layout(weight) or _refuses_norm(norm)
 
 
 def refuses_head(weight: PackedWeight, norm: Norm) -> str | None:
-    return _refuses_width(weight.I)
+    return _refuses_width(weight.I) or _refuses_layout(weight) or _refuses_norm(norm)
 
 
 def refuses_heads(D: int) -> str | None:
     return f"its head dimension {D} is not a multiple of 16" if D % 16 else None
 
 
+def refuses_block(nbytes: int) -> str | None:
+    return f"its blocks of {nbytes} bytes are no multiple of 16" if nbytes % 16 else None
+
+
 def refuses_attention(cache: LayerCache, H: int) -> str | None:
-    D = int(cache.keys.shape[4])
-    return f"its head dimension {D} is not a multiple of 16 from 32 to 256" if D % 16 or not 32 <= D <= 256 else None
+    _, _, K, S, D = (int(d) for d in cache.keys.shape)
+    if D % 16 or not 32 <= D <= 256:
+        return f"its head dimension {D} is not a multiple of 16 from 32 to 256"
+    if cache.keys.dtype not in (dtypes.float16, dtypes.bfloat16):
+        return f"its cache is {cache_format(cache)}, and tensor cores take F16 and BF16"
+    if S & (S - 1) or not 8 <= S <= 256:
+        return f"its blocks of {S} tokens are not a power of two from 8 to 256"
+    return f"{H // K} query heads share a key head, and at most 64 can" if H // K > 64 else None
 
 
 def _refuses_width(I: int) -> str | None:
-    return f"its {I} inputs are not a multiple of {KERNEL_WIDTH}" if I % KERNEL_WIDTH else None
+    return f"its {I} inputs are not a multiple of 32" if I % 32 else None
+
+
+def _refuses_layout(weight: PackedWeight) -> str | None:
+    return None if isinstance(weight, TileWeight) else f"its {weight.format} weights are not in tiles"
+
+
+def _refuses_norm(norm: Norm) -> str | None:
+    return "it is made for RMSNorm, and this is LayerNorm" if norm.kind != "RMS" else None
+
+
+def _gpu(like: Tensor) -> records.GPU:
+    device = str(like.device)
+    names = "MULTIPROCESSOR_COUNT", "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"
+    return records.GPU(*(gpu_attribute(device, name) for name in names))
+
+
+def _counters(like: Tensor, count: int) -> Tensor:
+    return standing_zeros(str(like.device), count)
+
+
+def _whole_eights(T: int) -> int:
+    return -(-T // 8) * 8
 
 
 # --- products
-
-
-def prepared_bytes(format: str, T: int, I: int) -> int:
-    """Scratch for T rows as kernels/cpu/include/weights.h lays them out: an odd number of cache lines each."""
-    width = {"F32": 4 * I, "F16": 4 * I, "BF16": 2 * I}.get(format, I // BLOCK * 40)
-    return -(-T // 16) * 16 * 64 * (-(-width // 64) | 1)
 
 
 def matmul(
     row: str, x: Tensor, weight: PackedWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool
 ) -> Tensor:
     T, O, I = int(x.shape[0]), weight.O, weight.I
-    ins = [x, weight.tensor, *(t for t in (bias, residual) if t is not None), rows]
-    kernel = Kernel.cpu(
-        "matmul", row, 2, len(ins), 2 * T * O * I, panel_bytes(weight.format, O, I) + 4 * T * (O + I),
-        O=O, I=I, WEIGHT=weight.format, BIAS=int(bias is not None), RESIDUAL=int(residual is not None), ACTIVATION=int(gelu),
-    )  # fmt: skip
-    outs = [empty(x, T, O), scratch(x, prepared_bytes(weight.format, T, I))]
-    return launch(kernel, outs, ins)[0]
+    if T > FEW:
+        return _product(row, _prepared(row, x, weight, rows), weight, rows, empty(x, T, O), bias, residual, gelu=gelu)
+    kernel = records.matvec(row, weight.format, T, O, I, _gpu(x), bias is not None, residual is not None, gelu)
+    return launch(kernel, [empty(x, T, O)], [x, weight.tensor, *_there(bias, residual), rows])[0]
 
 
 def gate_up_silu(row: str, x: Tensor, norm: Norm, weight: PackedWeight, rows: Tensor, bias: Tensor | None) -> Tensor:
     T, E, F = int(x.shape[0]), weight.I, weight.O // 2
-    ins = [x, norm.weight, weight.tensor, *([bias] if bias is not None else []), rows]
-    kernel = Kernel.cpu(
-        "norm_gate_up_silu", row, 2, len(ins), 4 * T * F * E, panel_bytes(weight.format, 2 * F, E) + 4 * T * (E + F),
-        E=E, F=F, WEIGHT=weight.format, BIAS=int(bias is not None), EPS=constant(norm.eps),
-    )  # fmt: skip
-    return launch(kernel, [empty(x, T, F), scratch(x, prepared_bytes(weight.format, T, E))], ins)[0]
+    if T > FEW:
+        return _product(row, _prepared(row, x, weight, rows, norm), weight, rows, empty(x, T, F), bias, silu=True)
+    kernel = records.norm_gate_up_silu(row, weight.format, T, E, F, _gpu(x), constant(norm.eps), bias is not None)
+    return launch(kernel, [empty(x, T, F)], [x, norm.weight, weight.tensor, *_there(bias), rows])[0]
 
 
 def norm_qkv_rope_store(
     row: str, x: Tensor, norm: Norm, qkv: QKV, weight: PackedWeight, angles: Tensor | None, cache: LayerCache, batch: Batch
 ) -> tuple[Tensor, LayerCache]:
     _, _, K, S, D = (int(d) for d in cache.keys.shape)
-    T, E = int(x.shape[0]), weight.I
-    H = weight.O // D - 2 * K
+    T, E, H = int(x.shape[0]), weight.I, weight.O // D - 2 * K
     R = 0 if angles is None else int(angles.shape[1])
-    optional = norm.bias, weight.tensor, qkv.bias, qkv.q_norm, qkv.k_norm, angles
-    ins = [x, norm.weight, *(t for t in optional if t is not None), batch.slots, batch.rows]
-    kernel = Kernel.cpu(
-        "norm_qkv_rope_store", row, 4, len(ins), 2 * T * E * weight.O, panel_bytes(weight.format, weight.O, E) + 4 * T * (E + H * D),
-        E=E, H=H, K=K, D=D, S=S, R=R, WEIGHT=weight.format, CACHE_TYPE=cache_format(cache), NORM=norm.kind, BIAS=int(qkv.bias is not None),
-        QK_NORM=int(qkv.q_norm is not None), EPS=constant(norm.eps), QK_EPS=constant(qkv.qk_eps),
+    heads = records.Heads(
+        H, K, D, S, R, cache_format(cache), qkv.bias is not None, qkv.q_norm is not None, constant(qkv.qk_eps),
     )  # fmt: skip
-    outs = [empty(x, T, H, D), cache.keys, cache.values, scratch(x, prepared_bytes(weight.format, T, E))]
-    q, keys, values, _ = launch(kernel, outs, ins)
+    outs, optional = [empty(x, T, H, D), *cache], _there(qkv.bias, qkv.q_norm, qkv.k_norm, angles)
+    if T > FEW:
+        y = _product(row, _prepared(row, x, weight, batch.rows, norm), weight, batch.rows, empty(x, T, weight.O))
+        q, keys, values = launch(records.rope_store(row, T, heads), outs, [y, *optional, batch.slots, batch.rows])
+    else:
+        kernel = records.norm_qkv_rope_store(row, weight.format, T, E, heads, _gpu(x), constant(norm.eps))
+        q, keys, values = launch(kernel, outs, [x, norm.weight, weight.tensor, *optional, batch.slots, batch.rows])
     return q, LayerCache(keys, values)
 
 
 def norm_head(row: str, x: Tensor, norm: Norm, weight: PackedWeight, rows: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    N, V, E = int(rows.shape[0]), weight.O, weight.I
-    ins = [x, norm.weight, *([norm.bias] if norm.bias is not None else []), weight.tensor, rows, count]
-    kernel = Kernel.cpu(
-        "norm_head", row, 3, len(ins), 2 * N * V * E, panel_bytes(weight.format, V, E) + 4 * N * (V + E),
-        E=E, V=V, WEIGHT=weight.format, NORM=norm.kind, EPS=constant(norm.eps),
-    )  # fmt: skip
-    outs = [empty(x, N, V), integers(x, N), scratch(x, prepared_bytes(weight.format, N, E))]
-    logits, best, _ = launch(kernel, outs, ins)
-    return logits, best
+    N, V = int(rows.shape[0]), weight.O
+    if N > FEW:
+        prepared = _prepared(row, x, weight, count, norm, rows)
+        logits = _product(row, prepared, weight, count, empty(x, N, V))
+        kernel = records.best(row, N, V, _gpu(x))
+        state = _counters(x, 2 * N), _counters(x, N)
+        return logits, launch(kernel, [integers(x, N), *state], [logits, count])[0]
+    kernel = records.norm_head(row, weight.format, N, V, weight.I, _gpu(x), constant(norm.eps))
+    outs = [empty(x, N, V), integers(x, N), _counters(x, 2 * N + 1)]
+    logits, found, _ = launch(kernel, outs, [x, norm.weight, weight.tensor, rows, count])
+    return logits, found
+
+
+def _there(*optional: Tensor | None) -> list[Tensor]:
+    return [tensor for tensor in optional if tensor is not None]
+
+
+def _prepared(
+    row: str, x: Tensor, weight: PackedWeight, rows: Tensor, norm: Norm | None = None, index: Tensor | None = None
+) -> Tensor:
+    """The rows of x, or those that `index` names, normed and rounded for a product with `weight`, laid out in whole eights of rows."""
+    T, I = _whole_eights(int((x if index is None else index).shape[0])), weight.I
+    kernel = records.prepare(row, weight.format, T, I, None if norm is None else constant(norm.eps), index is not None)
+    out = scratch(x, records.prepared_bytes(weight.format, T, I))
+    return launch(kernel, [out], [x, *_there(None if norm is None else norm.weight, index), rows])[0]
+
+
+def _product(
+    row: str, prepared: Tensor, weight: PackedWeight, rows: Tensor, out: Tensor, bias: Tensor | None = None,
+    residual: Tensor | None = None, gelu: bool = False, silu: bool = False,
+) -> Tensor:  # fmt: skip
+    """`out` [T, O] of rows that are laid out: what prepared times weight gives, and what comes after it."""
+    T, O = _whole_eights(int(out.shape[0])), int(out.shape[1])
+    kernel, partial, counters = records.matmul(
+        row, weight.format, T, O, weight.I, _gpu(out), bias is not None, residual is not None, gelu, silu
+    )
+    shares = [empty(out, partial), _counters(out, counters)] if partial else []
+    return launch(kernel, [out, *shares], [prepared, weight.tensor, *_there(bias, residual), rows])[0]
 
 
 # --- rows and the cache
@@ -129,21 +181,18 @@ def norm_head(row: str, x: Tensor, norm: Norm, weight: PackedWeight, rows: Tenso
 
 def embed(row: str, table: PackedWeight | RowWeight, tokens: Tensor, rows: Tensor) -> Tensor:
     T, E = int(tokens.shape[0]), table.I
-    panels, work = int(isinstance(table, PackedWeight)), T * (row_bytes(table.format, E) + 4 * E)
-    kernel = Kernel.cpu("embed", row, 1, 3, bytes=work, E=E, V=table.O, WEIGHT=table.format, PANELS=panels)
+    kernel = records.embed(row, table.format, T, table.O, E, isinstance(table, PackedWeight))
     return launch(kernel, [empty(tokens, T, E)], [table.tensor, tokens, rows])[0]
 
 
 def append_kv(row: str, k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:
     (T, K, D), S = (int(d) for d in k.shape), int(cache.keys.shape[3])
-    work = 2 * T * K * D * (4 + cache.keys.dtype.itemsize)
-    kernel = Kernel.cpu("kv_append", row, 2, 4, bytes=work, K=K, S=S, D=D, CACHE_TYPE=cache_format(cache))
+    kernel = records.kv_append(row, T, K, S, D, cache_format(cache))
     return LayerCache(*launch(kernel, cache, [k, v, batch.slots, batch.rows]))
 
 
 def copy_blocks(row: str, pool: Tensor, pairs: Tensor, count: Tensor) -> Tensor:
-    block = pool.nbytes() // int(pool.shape[0])
-    kernel = Kernel.cpu("kv_copy", row, 1, 2, bytes=2 * int(pairs.shape[0]) * block, BLOCK_BYTES=block)
+    kernel = records.kv_copy(row, int(pairs.shape[0]), pool.nbytes() // int(pool.shape[0]))
     return launch(kernel, [pool], [pairs, count])[0]
 
 
@@ -153,30 +202,25 @@ def copy_blocks(row: str, pool: Tensor, pairs: Tensor, count: Tensor) -> Tensor:
 def attention_decode(row: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Tensor:
     """[T, H * D], of which the rows of the decodes are attended."""
     T, H, D = (int(d) for d in q.shape)
-    most_chunks = -(-int(batch.block_tables.shape[1]) * int(cache.keys.shape[3]) // CHUNK)
-    partial = empty(q, batch.num_decodes * H * most_chunks * (D + 2))
-    kernel = _attention("attention_decode", row, q, cache, scale, window, batch, 5)
-    return launch(kernel, [empty(q, T, H * D), partial], [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes])[0]
+    kernel, partial, counters = records.attention_decode(
+        row, batch.num_decodes, _attention(q, cache, scale, window, batch), _gpu(q)
+    )
+    shares = [empty(q, partial), _counters(q, counters)]
+    return launch(kernel, [empty(q, T, H * D), *shares], [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes])[0]
 
 
 def attention_prefill(row: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Tensor:
     """`out` [T, H * D] with the rows of the chunks attended."""
-    (T, H, D), K = (int(d) for d in q.shape), int(cache.keys.shape[2])
-    rows = H // K * max(1, 128 // (H // K))
-    areas = empty(q, LANES * (128 * D + rows * (3 * D + 32)))
-    kernel = _attention("attention_prefill", row, q, cache, scale, window, batch, 6)
+    T, H, D = (int(d) for d in q.shape)
+    kernel = records.attention_prefill(row, T - batch.num_decodes, batch.num_chunks, _attention(q, cache, scale, window, batch), _gpu(q))
     # the values' alias: a tensor that two kernels read after a store is copied, the whole pool
     ins = [q, cache.values, batch.block_tables, batch.context_lens, batch.query_starts, batch.chunks]
-    return launch(kernel, [empty(q, T, H * D) if out is None else out, areas], ins)[0]
+    return launch(kernel, [empty(q, T, H * D) if out is None else out], ins)[0]
 
 
-def _attention(stem: str, row: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, ins: int) -> Kernel:
+def _attention(q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> records.Attention:
     _, _, K, S, D = (int(d) for d in cache.keys.shape)
-    return Kernel.cpu(
-        stem, row, 2, ins,
-        H=int(q.shape[1]), K=K, D=D, S=S, M=int(batch.block_tables.shape[1]), CACHE_TYPE=cache_format(cache), SCALE=constant(scale),
-        WINDOW=window,
-    )  # fmt: skip
+    return records.Attention(int(q.shape[1]), K, D, S, int(batch.block_tables.shape[1]), cache_format(cache), constant(scale), window)
 
 
 # --- tokens
@@ -185,8 +229,7 @@ def _attention(stem: str, row: str, q: Tensor, cache: LayerCache, scale: float, 
 def advance(row: str, batch: Batch, sampled: Tensor, history: History, block_size: int, scratch_slot: int) -> None:
     B, M = (int(d) for d in batch.block_tables.shape)
     outs = [batch.tokens, batch.positions, batch.slots, batch.context_lens, history.tokens, history.round]
-    N = int(history.tokens.shape[0])
-    kernel = Kernel.cpu("advance", row, 6, 3, B=B, M=M, S=block_size, N=N, SCRATCH_SLOT=scratch_slot)
+    kernel = records.advance(row, B, M, block_size, int(history.tokens.shape[0]), scratch_slot)
     Tensor.realize(*launch(kernel, outs, [sampled, batch.block_tables, batch.decodes]))
 
 
@@ -195,10 +238,14 @@ def sample(
     seen: tuple[Tensor, Tensor] | None, bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
     B, V = (int(d) for d in logits.shape)
-    adjusted, filtered = features["PENALIZED"] or features["BIASED"], features["TOP_K"] or features["TOP_P"] or features["MIN_P"]
-    numbers = int(adjusted) * V + int(filtered) * (V + -(-V // _CHUNK))
-    outs = [integers(logits, B), lines, scratch(logits, 2 * _MOST_LANES * _REPORT_BYTES + 4 * B * numbers), *(seen[:1] if seen else ())]
-    ins = [logits, *(seen[1:] if seen else ()), *([bias] if bias is not None else ()), count]
-    defines = {name: int(on) for name, on in features.items()}
-    work = 4 * B * V * (1 + 2 * sum(defines.values()))
-    return launch(Kernel.cpu("sample", row, len(outs), len(ins), bytes=work, V=V, NEUTRAL_ROW=neutral_row, **defines), outs, ins)[0]
+    kernels, nbytes = records.sample(row, B, V, neutral_row, features, _gpu(logits))
+    outs = [integers(logits, B), lines, _counters(logits, max(4, nbytes // 4)), *(seen[:1] if seen else ())]
+    ins = [logits, *(seen[1:] if seen else ()), *_there(bias), count]
+    for kernel in kernels:  # the second goes on where the first has been
+        outs = launch(kernel, outs, ins)
+    return outs[0]
+
+
+def verify_prefix(row: str, drafts: Tensor, chosen: Tensor, lengths: Tensor, count: Tensor) -> list[Tensor]:
+    B, N = (int(d) for d in drafts.shape)
+    return launch(records.verify_prefix(row, B, N), [integers(drafts, B), integers(drafts, B)], [drafts, chosen, lengths, count])

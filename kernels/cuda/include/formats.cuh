@@ -1,0 +1,36 @@
+// Numbers for the formats of weights and caches, as they stand in `#define WEIGHT BF16`, and single numbers of the 16-bit ones.
+#pragma once
+#include "gpu.cuh"
+
+#define F32 0
+#define F16 1
+#define BF16 2
+#define Q8_0 3
+#define Q4_0 4
+
+// Two numbers in a word, the first in its lower half; rounded to nearest, ties to even. F16 or BF16.
+template <int FORMAT> DEVICE u32 pack_pair(float low, float high) {
+  static_assert(FORMAT == F16 || FORMAT == BF16, "pairs are of F16 or BF16");
+  if constexpr (FORMAT == F16) return pack_f16(low, high);
+  return pack_bf16(low, high);
+}
+template <int FORMAT> DEVICE float2 unpack_pair(u32 both) {
+  static_assert(FORMAT == F16 || FORMAT == BF16, "pairs are of F16 or BF16");
+  if constexpr (FORMAT == F16) return unpack_f16(both);
+  return unpack_bf16(both);
+}
+
+// How a plain float format is stored, and a number on its way there and back.
+template <int FORMAT> struct Stored {
+  typedef u16 number;
+  DEVICE number of(float value) { return (u16)pack_pair<FORMAT>(value, 0.0f); }
+  DEVICE float value(number stored) {
+    if constexpr (FORMAT == F16) return f16_to_float(stored);
+    return bf16_to_float(stored);
+  }
+};
+template <> struct Stored<F32> {
+  typedef float number;
+  DEVICE number of(float value) { return value; }
+  DEVICE float value(number stored) { return stored; }
+};

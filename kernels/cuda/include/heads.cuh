@@ -1,0 +1,63 @@
+// Heads of q, k and v behind their product: bias, norm of a head, rotation, and where they go. One order of arithmetic for all kernels.
+//
+// Constants from outside, as in norm_qkv_rope_store.cu: H query heads, K key heads, D features, R rotated ones (even, 0 to D), S slots a
+// block, CACHE_TYPE, QK_NORM and QK_EPS. Heads are numbered 0 .. H-1 of q, H .. H+K-1 of k, H+K .. H+2K-1 of v.
+// Feature i < R / 2 is rotated with feature i + R / 2; those from R on stay. v is neither normed nor rotated.
+#pragma once
+#include "formats.cuh"
+
+typedef Stored<CACHE_TYPE>::number cache_number;
+
+// Where feature 0 of cache head `head - H` of a row with this slot begins; pool [P, 2, K, S, D], keys first, then values.
+DEVICE s64 cache_place(int slot, int head) {
+  const int which = head >= H + K, k = (head - H) % K;
+  return (((s64)(slot / S) * 2 + which) * K + k) * (s64)S * D + (s64)(slot % S) * D;
+}
+
+// Feature d of a head, final, to its place: q [T, H, D] float32, or the pool.
+DEVICE void put_feature(float *q, cache_number *keys, int row, int slot, int head, int d, float value) {
+  if (head < H) q[((s64)row * H + head) * D + d] = value;
+  else keys[cache_place(slot, head) + d] = Stored<CACHE_TYPE>::of(value);
+}
+
+DEVICE float2 rotated(float a, float b, float cosine, float sine) { return make_float2(a * cosine - b * sine, b * cosine + a * sine); }
+
+// 1 / sqrt(mean of the squares + eps) of y [D]: lane j sums features j, j + 32, ... ascending, then a butterfly (16, 8, 4, 2, 1).
+DEVICE float head_inverse(const float *y, int lane, float eps) {
+  float sum = 0.0f;
+  for (int d = lane; d < D; d += 32) sum = fmaf(y[d], y[d], sum);
+#pragma unroll
+  for (int apart = 16; apart; apart /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, apart);
+  return 1.0f / sqrtf(sum / (float)D + eps);
+}
+
+// A whole warp: y [D] in shared memory, one row's head with its bias added, is normed, rotated and put where it belongs. What the lanes
+// wrote to y must be visible to all of them (__syncwarp or __syncthreads). y stays as it is. `norm` [D] belongs to the head (q_norm or
+// k_norm) and is read if QK_NORM; `angles` [R] belong to the row and are read if R > 0.
+DEVICE void finish_head(const float *y, int lane, int row, int slot, int head, float *q, cache_number *keys, const float *norm,
+                        const float *angles) {
+  const bool turned = head < H + K;
+  float inverse = 1.0f;
+#if QK_NORM
+  if (turned) inverse = head_inverse(y, lane, QK_EPS);
+#endif
+  const int pairs = turned ? R / 2 : 0;
+  for (int d = lane; d < pairs; d += 32) {
+    const int e = d + R / 2;
+    float a = y[d], b = y[e];
+#if QK_NORM
+    a = a * inverse * norm[d];
+    b = b * inverse * norm[e];
+#endif
+    const float2 both = rotated(a, b, angles[d], angles[e]);
+    put_feature(q, keys, row, slot, head, d, both.x);
+    put_feature(q, keys, row, slot, head, e, both.y);
+  }
+  for (int d = 2 * pairs + lane; d < D; d += 32) {
+    float a = y[d];
+#if QK_NORM
+    if (turned) a = a * inverse * norm[d];
+#endif
+    put_feature(q, keys, row, slot, head, d, a);
+  }
+}

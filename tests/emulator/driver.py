@@ -1,0 +1,488 @@
+"""A CUDA driver over the emulator: tinygrad's CUDA device, our launch code and the kernels run here unchanged, on memory of the host.
+
+Within `cuda_device()` the functions of `tinygrad.runtime.autogen.cuda` are those of a `Driver`, and compilers give the source for machine
+code. What is put into the stream runs when somebody waits for it (even seeds) or at any moment until then (odd ones), so that whoever
+reuses pinned memory too early, or reads before he has waited, is found out. Nodes of a graph run in any order that its edges allow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import itertools
+import random
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tinygrad.device import Compiler
+
+from tests.emulator.emulate import Memory, emulate_source
+from tinyvllm.ops.kernel import Kernel
+from tinyvllm.ops.launch import _Kept
+from tinyvllm.ops.source import kernel_text
+
+INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, INVALID_HANDLE, NOT_FOUND, NOT_READY = 1, 2, 201, 400, 500, 600
+ERRORS = {1: "invalid argument", 2: "out of memory", 201: "invalid device context", 400: "invalid resource handle", 500: "not found"}
+SHARED_UNASKED, SHARED_MOST = 48 << 10, 227 << 10  # bytes a block: without and with the attribute of the function
+MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+MULTIPROCESSORS, ALL_SHARED, MOST_SHARED = 16, 81, 97  # CU_DEVICE_ATTRIBUTE_..: shared memory of a multiprocessor, and of one block of it
+_WITHOUT_CONTEXT = ("cuInit", "cuDevice", "cuDriver", "cuCtxCreate", "cuCtxSetCurrent", "cuGetError")
+INCLUDES = Path(__file__).parent / "include"
+
+
+class DriverError(AssertionError):
+    """What no driver would answer with a status: a call that this one does not have, or that nobody should make."""
+
+
+@dataclass
+class Function:
+    text: str
+    name: str
+    integers: int  # how many of its parameters are integers
+    shared_most: int = SHARED_UNASKED
+
+
+@dataclass(frozen=True)
+class Launch:
+    function: Function
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared: int
+    arguments: bytes
+
+
+@dataclass
+class Graph:
+    nodes: dict[int, Launch] = field(default_factory=dict)
+    before: dict[int, list[int]] = field(default_factory=dict)
+
+
+class Driver:
+    """One GPU of `capacity` bytes. `counts` holds how often each function was called, `launched` the name of each kernel that has run.
+
+    `races` are looked for in every kernel; without, they run twice as fast.
+    """
+
+    _numbers = itertools.count(0x1000, 16)  # handles; no two drivers give the same
+
+    def __init__(self, seed: int = 0, capacity: int = 1 << 30, capability: tuple[int, int] = (9, 0), multiprocessors: int = 4,
+                 races: bool = True):  # fmt: skip
+        self.counts: Counter[str] = Counter()
+        self.launched: list[str] = []
+        self.device: dict[int, np.ndarray] = {}  # by address: memory of the device
+        self.pinned: dict[int, np.ndarray] = {}
+        self._random, self._seed, self._capacity, self._capability = random.Random(seed), seed, capacity, capability
+        self._races = races
+        self._attributes = {MULTIPROCESSORS: multiprocessors, ALL_SHARED: SHARED_MOST + 1024, MOST_SHARED: SHARED_MOST}
+        self._handles: dict[int, Any] = {}
+        self._stream: list[tuple[int, Callable[[], None]]] = []
+        self._issued = self._done = 0
+        self._lock, self._thread = threading.RLock(), threading.local()
+        self._context: int | None = None
+        self._words = {code: ctypes.create_string_buffer(text.encode()) for code, text in ERRORS.items()}
+
+    def functions(self, names: list[str]) -> dict[str, Callable[..., int]]:
+        """For each name of the driver's interface the function to call: counted, and a DriverError where this driver has none."""
+        return {name: self._counted(name, getattr(self, f"_{name}", None)) for name in names}
+
+    def _counted(self, name: str, function: Callable[..., int | None] | None) -> Callable[..., int]:
+        def call(*arguments: Any) -> int:
+            with self._lock:
+                self.counts[name] += 1
+                if function is None:
+                    raise DriverError(f"the emulated driver has no {name}")
+                if not name.startswith(_WITHOUT_CONTEXT) and getattr(self._thread, "context", None) is None:
+                    return INVALID_CONTEXT
+                return function(*arguments) or 0
+
+        return call
+
+    # --- the stream
+
+    def _enqueue(self, work: Callable[[], None]) -> int:
+        self._issued += 1
+        self._stream.append((self._issued, work))
+        self._run(self._done + (self._random.choice((0, 1, 2, len(self._stream))) if self._seed % 2 else 0))
+        return 0
+
+    def _run(self, until: int) -> None:
+        """Run what was issued up to number `until`."""
+        while self._stream and self._stream[0][0] <= until:
+            self._done, work = self._stream.pop(0)
+            work()
+
+    def idle(self) -> None:
+        """Let everything run."""
+        self._run(self._issued)
+
+    def free(self) -> int:
+        """Bytes of the device's memory that are free."""
+        return self._capacity - sum(memory.nbytes for memory in self.device.values())
+
+    # --- handles
+
+    def _new(self, thing: Any) -> int:
+        number = next(self._numbers)
+        self._handles[number] = thing
+        return number
+
+    # --- the device and its context
+
+    def _cuInit(self, flags: int) -> None:
+        pass
+
+    def _cuDeviceGet(self, out: Any, index: int) -> int:
+        put(out, index)
+        return 0 if index == 0 else 101
+
+    def _cuDeviceGetCount(self, out: Any) -> None:
+        put(out, 1)
+
+    def _cuDriverGetVersion(self, out: Any) -> None:
+        put(out, 12090)
+
+    def _cuDeviceComputeCapability(self, major: Any, minor: Any, device: Any) -> None:
+        put(major, self._capability[0])
+        put(minor, self._capability[1])
+
+    def _cuDeviceGetAttribute(self, out: Any, attribute: int, device: Any) -> None:
+        put(out, self._attributes[attribute])
+
+    def _cuCtxCreate_v2(self, out: Any, flags: int, device: Any) -> None:
+        self._context = self._thread.context = self._new("context")
+        put(out, self._context)
+
+    def _cuCtxSetCurrent(self, context: Any) -> int:
+        if number(context) != self._context:
+            return INVALID_CONTEXT
+        self._thread.context = self._context
+        return 0
+
+    def _cuCtxSynchronize(self) -> None:
+        self.idle()
+
+    def _cuMemGetInfo_v2(self, free: Any, total: Any) -> None:
+        put(free, self.free())
+        put(total, self._capacity)
+
+    def _cuGetErrorString(self, status: int, out: Any) -> int:
+        words = self._words.setdefault(status, ctypes.create_string_buffer(f"error {status}".encode()))
+        put(out, ctypes.addressof(words))
+        return 0
+
+    def _cuGetErrorName(self, status: int, out: Any) -> int:
+        return self._cuGetErrorString(status, out)
+
+    # --- memory
+
+    def _cuMemAlloc_v2(self, out: Any, size: int) -> int:
+        if size <= 0:
+            return INVALID_VALUE
+        if size > self.free():
+            return OUT_OF_MEMORY
+        put(out, self._allocate(self.device, size, 256))
+        return 0
+
+    def _cuMemHostAlloc(self, out: Any, size: int, flags: int) -> None:
+        put(out, self._allocate(self.pinned, size, 4096))
+
+    def _allocate(self, where: dict[int, np.ndarray], size: int, border: int) -> int:
+        raw = np.full(size + border, 0xFF, np.uint8)
+        memory = raw[-raw.ctypes.data % border :][:size]
+        where[memory.ctypes.data] = memory
+        return memory.ctypes.data
+
+    def _cuMemFree_v2(self, address: Any) -> int:
+        self.idle()
+        return 0 if self.device.pop(number(address), None) is not None else INVALID_VALUE
+
+    def _cuMemFreeHost(self, address: Any) -> int:
+        self.idle()
+        return 0 if self.pinned.pop(number(address), None) is not None else INVALID_VALUE
+
+    def _within(self, where: dict[int, np.ndarray], address: int, size: int) -> bool:
+        return any(start <= address and address + size <= start + memory.nbytes for start, memory in where.items())
+
+    def _reachable(self, address: int, size: int) -> bool:
+        """By the device: pinned memory has one address for both."""
+        return self._within(self.device, address, size) or self._within(self.pinned, address, size)
+
+    def _cuMemcpyHtoDAsync_v2(self, to: Any, source: Any, size: int, stream: Any) -> int:
+        to, source = number(to), number(source)
+        if not self._reachable(to, size):
+            return INVALID_VALUE
+        if self._within(self.pinned, source, size):
+            return self._enqueue(lambda: copy(to, source, size))
+        data = ctypes.string_at(source, size)  # of other memory the driver makes a copy before it returns
+        return self._enqueue(lambda: copy(to, data, size))
+
+    def _cuMemcpyDtoHAsync_v2(self, to: Any, source: Any, size: int, stream: Any) -> int:
+        to, source = number(to), number(source)
+        if not self._reachable(source, size):
+            return INVALID_VALUE
+        self._enqueue(lambda: copy(to, source, size))
+        if not self._within(self.pinned, to, size):
+            self.idle()
+        return 0
+
+    def _cuMemcpyDtoH_v2(self, to: Any, source: Any, size: int) -> int:
+        status = self._cuMemcpyDtoHAsync_v2(to, source, size, None)
+        self.idle()
+        return status
+
+    def _cuMemcpyDtoDAsync_v2(self, to: Any, source: Any, size: int, stream: Any) -> int:
+        to, source = number(to), number(source)
+        if not self._reachable(to, size) or not self._reachable(source, size):
+            return INVALID_VALUE
+        return self._enqueue(lambda: copy(to, source, size))
+
+    # --- events: the number of what was issued last before them
+
+    def _cuEventCreate(self, out: Any, flags: int) -> None:
+        put(out, self._new(0))
+
+    def _cuEventDestroy_v2(self, event: Any) -> None:
+        del self._handles[number(event)]
+
+    def _cuEventRecord(self, event: Any, stream: Any) -> None:
+        self._handles[number(event)] = self._issued
+
+    def _cuEventQuery(self, event: Any) -> int:
+        self._run(self._done + self._random.choice((0, 1)))  # whoever asks again and again comes to the end
+        return 0 if self._handles[number(event)] <= self._done else NOT_READY
+
+    def _cuEventSynchronize(self, event: Any) -> None:
+        self._run(self._handles[number(event)])
+
+    def _cuEventElapsedTime(self, out: Any, first: Any, last: Any) -> None:
+        out._obj.value = 1.0
+
+    def _cuStreamWaitEvent(self, stream: Any, event: Any, flags: int) -> None:
+        pass
+
+    # --- programs
+
+    def _cuModuleLoadData(self, out: Any, image: bytes) -> None:
+        put(out, self._new(image.decode()))
+
+    def _cuModuleUnload(self, module: Any) -> None:
+        self.idle()
+        self._handles.pop(number(module), None)  # of an earlier driver, where a failed test has kept a program
+
+    def _cuModuleGetFunction(self, out: Any, module: Any, name: bytes) -> int:
+        text = self._handles[number(module)]
+        integers = integers_of(text, name.decode())
+        if integers is None:
+            return NOT_FOUND
+        put(out, self._new(Function(text, name.decode(), integers)))
+        return 0
+
+    def _cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> int:
+        if attribute != MAX_DYNAMIC_SHARED or value > SHARED_MOST:
+            return INVALID_VALUE
+        self._handles[number(function)].shared_most = max(SHARED_UNASKED, value)
+        return 0
+
+    def _launch(self, function: Any, dims: tuple[int, ...], shared: int, extra: Any) -> Launch | None:
+        """A launch with its arguments as they are now; None where the driver would refuse it."""
+        found: Function = self._handles[number(function)]
+        grid, block = dims[:3], dims[3:]
+        if min(dims) < 1 or np.prod(block) > 1024 or shared > found.shared_most:
+            return None
+        assert extra[0] == 1 and extra[2] == 2 and not extra[4], "arguments as one buffer: its address, then its size's"
+        size = ctypes.c_size_t.from_address(extra[3]).value
+        return Launch(found, (grid[0], grid[1], grid[2]), (block[0], block[1], block[2]), shared, ctypes.string_at(extra[1], size))
+
+    def _execute(self, launch: Launch) -> None:
+        """Run a kernel: its arguments are pointers and, behind them, the integers that only tinygrad's kernels take."""
+        function, size = launch.function, len(launch.arguments)
+        pointers, rest = divmod(size - 4 * function.integers, 8)
+        assert rest == 0, f"{function.name} takes {function.integers} integers, got {size} bytes of arguments"
+        addresses = np.frombuffer(launch.arguments, np.uint64, pointers).tolist()
+        integers = np.frombuffer(launch.arguments, np.int32, offset=8 * pointers).tolist()
+        self.launched.append(function.name)
+        emulate_source(
+            function.text, function.name, launch.grid, launch.block, launch.shared, [*addresses, *integers], self._memory_of(addresses),
+            seed=self._random.getrandbits(32), races=self._races,
+        )  # fmt: skip
+
+    def _memory_of(self, addresses: list[int]) -> list[Memory]:
+        """The allocations that pointers lie in: all that a kernel may touch."""
+        found = {}
+        for i, address in enumerate(addresses):
+            for start, memory in (*self.device.items(), *self.pinned.items()):
+                if start <= address < start + memory.nbytes:
+                    found[start] = Memory(start, memory.nbytes, f"{found[start].name if start in found else 'argument'} {i}")
+        return list(found.values())
+
+    def _cuLaunchKernel(self, function: Any, *rest: Any) -> int:
+        launch = self._launch(function, rest[:6], rest[6], rest[9])
+        return INVALID_VALUE if launch is None else self._enqueue(lambda: self._execute(launch))
+
+    # --- graphs
+
+    def _cuGraphCreate(self, out: Any, flags: int) -> None:
+        put(out, self._new(Graph()))
+
+    def _cuGraphDestroy(self, graph: Any) -> None:
+        del self._handles[number(graph)]
+
+    def _node(self, parameters: Any) -> Launch | None:
+        p = parameters._obj
+        dims = (p.gridDimX, p.gridDimY, p.gridDimZ, p.blockDimX, p.blockDimY, p.blockDimZ)
+        return self._launch(p.func, dims, p.sharedMemBytes, p.extra)
+
+    def _cuGraphAddKernelNode(self, out: Any, graph: Any, before: Any, count: int, parameters: Any) -> int:
+        launch = self._node(parameters)
+        if launch is None:
+            return INVALID_VALUE
+        node, within = next(self._numbers), self._handles[number(graph)]
+        within.before[node] = [number(before[i]) for i in range(count)]
+        assert all(other in within.nodes for other in within.before[node]), "an edge to a node of another graph"
+        within.nodes[node] = launch
+        put(out, node)
+        return 0
+
+    def _cuGraphInstantiate_v2(self, out: Any, graph: Any, node: Any, log: Any, size: int) -> None:
+        whole = self._handles[number(graph)]
+        put(out, self._new(Graph(dict(whole.nodes), {node: list(before) for node, before in whole.before.items()})))
+
+    def _cuGraphExecKernelNodeSetParams(self, instance: Any, node: Any, parameters: Any) -> int:
+        launch, graph = self._node(parameters), self._handles[number(instance)]
+        if launch is None or number(node) not in graph.nodes:
+            return INVALID_VALUE
+        graph.nodes[number(node)] = launch
+        return 0
+
+    def _cuGraphExecDestroy(self, instance: Any) -> None:
+        self.idle()
+        del self._handles[number(instance)]
+
+    def _cuGraphLaunch(self, instance: Any, stream: Any) -> int:
+        graph: Graph = self._handles[number(instance)]
+        nodes = dict(graph.nodes)  # a node that is set again changes later launches only
+        return self._enqueue(lambda: self._run_nodes(nodes, graph.before))
+
+    def _run_nodes(self, nodes: dict[int, Launch], before: dict[int, list[int]]) -> None:
+        left = dict(nodes)
+        while left:
+            node = self._random.choice([node for node in left if not any(other in left for other in before[node])])
+            self._execute(left.pop(node))
+
+
+# --- reading and writing what ctypes passes
+
+
+def number(handle: Any) -> int:
+    """A handle or an address as an integer, from whatever it was passed as."""
+    if isinstance(handle, int):
+        return handle
+    return int.from_bytes(ctypes.string_at(ctypes.addressof(handle), ctypes.sizeof(handle)), "little")
+
+
+def put(out: Any, value: int) -> None:
+    """Write an integer or a handle to where a `byref` points."""
+    ctypes.memmove(ctypes.addressof(out._obj), value.to_bytes(ctypes.sizeof(out._obj), "little"), ctypes.sizeof(out._obj))
+
+
+def copy(to: int, source: int | bytes, size: int) -> None:
+    ctypes.memmove(to, source, size)
+
+
+def integers_of(text: str, name: str) -> int | None:
+    """How many parameters of a function in the text are integers; None where there is no such function."""
+    plain = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
+    found = re.search(rf"__global__[^;{{}}]*?\b{re.escape(name)}\s*\(([^)]*)\)\s*\{{", plain)
+    if found is None:
+        return None
+    return sum(re.fullmatch(r"\s*(const )?int \w+\s*", parameter) is not None for parameter in found[1].split(","))
+
+
+class _SourceCompiler(Compiler):
+    """Stands for tinygrad's compiler: the binary is the source."""
+
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(None)
+
+
+class _InMemory(_Kept):
+    """A cache of tinygrad's that writes nothing to disk: there, a source would be taken for machine code by a process with a GPU."""
+
+    get = dict.get
+    __setitem__ = dict.__setitem__
+
+
+# --- in the place of what tinygrad and tinyvllm use
+
+
+def source_of(kernel: Kernel, arch: str | None = None) -> bytes:
+    """What stands for a hand-written kernel's machine code: its source, in the emulator's words."""
+    return kernel_text(kernel, INCLUDES).encode()
+
+
+@contextlib.contextmanager
+def cuda_device(**options: Any) -> Iterator[Driver]:
+    """Within it, tinygrad's device CUDA is an emulated one, opened by `open_device`; `options` are those of Driver.
+
+    Afterwards nothing of it is left in the process: no device, no program in a cache, and nothing was written to disk.
+    """
+    from tinygrad import Device, codegen, schedule
+    from tinygrad.engine import realize
+    from tinygrad.runtime import ops_cuda
+    from tinygrad.runtime.autogen import cuda
+    from tinygrad.runtime.support import compiler_cuda
+
+    from tinyvllm.ops import launch, nvrtc
+
+    driver = Driver(**options)
+    names = [name for name in vars(cuda) if re.match("cu[A-Z]", name) and callable(getattr(cuda, name))]
+    opened: dict[str, Any] = {}
+    original = type(Device).__dict__["_Device__get_canonicalized_item"]
+
+    def device(self: Any, name: str) -> Any:
+        if not name.startswith("CUDA"):
+            return original(self, name)
+        if name not in opened:
+            opened[name] = ops_cuda.CUDADevice(name)
+        return opened[name]
+
+    with contextlib.ExitStack() as undo:
+        for name, function in driver.functions(names).items():
+            undo.enter_context(_put_in_place(cuda, name, function))
+        undo.enter_context(_put_in_place(compiler_cuda, "NVRTCCompiler", _SourceCompiler))
+        undo.enter_context(_put_in_place(type(Device), "_Device__get_canonicalized_item", device))
+        undo.enter_context(_put_in_place(ops_cuda.CUDADevice, "devices", []))
+        undo.enter_context(_put_in_place(codegen, "to_program_cache", _InMemory("programs", lambda program: program)))
+        undo.enter_context(_put_in_place(schedule, "schedule_cache", _InMemory("schedules", lambda linear: linear)))
+        undo.enter_context(_put_in_place(nvrtc, "cubin", source_of))
+        undo.callback(_forget, realize.runtime_cache, launch)
+        _forget(realize.runtime_cache, launch)
+        launch.open_device("CUDA")
+        yield driver
+        driver.idle()
+
+
+@contextlib.contextmanager
+def _put_in_place(owner: Any, name: str, value: Any) -> Iterator[None]:
+    kept = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, kept)
+
+
+def _forget(programs: dict[tuple[bytes, str], Any], launch: Any) -> None:
+    """Let go of everything that would call the driver later, while it is there."""
+    for key in [key for key in programs if key[1].startswith("CUDA")]:
+        del programs[key]
+    for kept in (launch._copies, launch._machine_code, launch.standing_zeros, launch.gpu_attribute):
+        kept.cache_clear()
+    gc.collect()

@@ -1,0 +1,301 @@
+"""Runs GPU kernels, unchanged, on the CPU, and says what is wrong with them: races, bounds, unwritten reads, divergence.
+
+`emulate` takes a Kernel record and numpy arrays; `emulate_source` any CUDA C text and memory that lies where it lies. README.md says what is modelled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import functools
+import hashlib
+import mmap
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tinyvllm.ops.kernel import Kernel
+from tinyvllm.ops.source import kernel_text
+from tinyvllm.ops.toolchain import cpu_features, provide_compiler
+
+HERE = Path(__file__).parent
+FOLDER = Path(tempfile.gettempdir()) / f"tinyvllm-test-emulator-{os.getuid()}"
+STACK = 128 * 1024  # bytes of a thread, as core.cpp has it
+GAP = 1024  # bytes between arrays, which nobody may touch
+MOST_DYNAMIC, MOST_STATIC = 227 * 1024, 48 * 1024
+
+
+class EmulatorError(AssertionError):
+    """A kernel did what it may not do: which thread, what, where, and in which line."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a kernel may touch."""
+
+    address: int
+    size: int
+    name: str
+    writable: bool = True
+
+
+class _Given(ctypes.Structure):
+    _fields_ = [
+        ("low", ctypes.c_uint64), ("size", ctypes.c_uint64), ("name", ctypes.c_char_p), ("writable", ctypes.c_uint32), ("pad", ctypes.c_uint32)
+    ]  # fmt: skip
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("entry", "arguments", "ranges", "stacks", "error")),
+        *((name, ctypes.c_uint64) for name in ("stacks_size", "seed", "accesses", "site", "other_site", "image")),
+        *((name, ctypes.c_uint32) for name in ("argument_count", "range_count", "error_size", "shared", "races", "resident")),
+        ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3),
+    ]  # fmt: skip
+
+
+def emulate(kernel: Kernel, *arrays: np.ndarray, seed: int = 0, races: bool = True, resident: int = 1) -> int:
+    """Run a kernel's whole grid on `arrays` (outs, then ins, C-contiguous; outs are changed in place); returns the number of memory accesses.
+
+    Every array is a memory of its own, aligned to 256 bytes; arrays that overlap on the host overlap there, too. `seed` decides the order of
+    threads and blocks. Without `races` only bounds, unwritten shared memory and divergence are looked after, which takes half the time.
+    `resident` blocks of threads run at the same time. Raises EmulatorError.
+    """
+    if len(arrays) != kernel.outs + kernel.ins:
+        raise EmulatorError(f"{kernel.stem} takes {kernel.outs} + {kernel.ins} arrays, got {len(arrays)}")
+    for index, array in enumerate(arrays):
+        if not array.flags.c_contiguous:
+            raise EmulatorError(f"{kernel.stem}: argument {index} must be C-contiguous")
+    held = Arrays(arrays, kernel.outs)
+    grid = tuple(kernel.grid)
+    block = kernel.block if isinstance(kernel.block, tuple) else (kernel.block, 1, 1)
+    text = kernel_text(kernel, instead=HERE / "include")
+    count = emulate_source(text, kernel.stem, grid, block, kernel.shared, held.addresses, held.memory, seed=seed, races=races, resident=resident)
+    held.give_back()
+    return count
+
+
+def emulate_source(
+    text: str, entry: str, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int, arguments: Sequence[int],
+    memory: Sequence[Memory], seed: int = 0, races: bool = True, resident: int = 1,
+) -> int:  # fmt: skip
+    """Run the function `entry` of a CUDA C text. `arguments`: addresses or integers, in its order; `memory`: all that it may touch.
+
+    `shared`: bytes of dynamic shared memory. Returns the number of memory accesses. Raises EmulatorError.
+    """
+    image = build(text)
+    with image.lock:
+        return _launch(image, entry, grid, block, shared, arguments, memory, seed, races, resident)
+
+
+def _launch(
+    image: Image, entry: str, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int, arguments: Sequence[int],
+    memory: Sequence[Memory], seed: int, races: bool, resident: int,
+) -> int:  # fmt: skip
+    _check_launch(image, entry, grid, block, shared)
+    threads = block[0] * block[1] * block[2]
+    resident = max(1, min(resident, grid[0] * grid[1] * grid[2]))
+    stacks = _stacks(threads * resident * STACK)
+    values = (ctypes.c_uint64 * 24)(*(value & (1 << 64) - 1 for value in arguments))
+    ranges = (_Given * len(memory))(*(_Given(m.address, m.size, m.name.encode(), m.writable, 0) for m in memory))
+    error = ctypes.create_string_buffer(2048)
+    launch = _Launch(
+        entry=ctypes.cast(getattr(image.library, entry), ctypes.c_void_p).value, arguments=ctypes.addressof(values),
+        ranges=ctypes.addressof(ranges), stacks=stacks, error=ctypes.addressof(error), stacks_size=threads * resident * STACK, seed=seed,
+        argument_count=len(arguments), range_count=len(memory), error_size=len(error), shared=shared, races=races, resident=resident,
+        grid=(ctypes.c_uint32 * 3)(*grid), block=(ctypes.c_uint32 * 3)(*block),
+    )  # fmt: skip
+    if image.library.core_launch(ctypes.byref(launch)):
+        raise EmulatorError(f"{entry}: {error.value.decode(errors='replace')}{image.places(launch)}")
+    return launch.accesses
+
+
+def _check_launch(image: Image, entry: str, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int) -> None:
+    threads = block[0] * block[1] * block[2]
+    bound = image.bounds.get(entry, 1024)
+    if not 1 <= threads <= min(1024, bound) or block[2] > 64:
+        raise EmulatorError(f"{entry}: {block} threads of a block; expected at most {min(1024, bound)}, as __launch_bounds__ and the machine have it")
+    if not (1 <= grid[0] < 1 << 21 and 1 <= grid[1] <= 65535 and 1 <= grid[2] <= 65535):
+        raise EmulatorError(f"{entry}: a grid of {grid} blocks; expected 1 to 65535 in y and z and at least 1 in x")
+    if shared + image.static_shared > MOST_DYNAMIC or image.static_shared > MOST_STATIC:
+        raise EmulatorError(
+            f"{entry}: {image.static_shared} bytes of shared memory declared and {shared} given; expected at most {MOST_STATIC} and together {MOST_DYNAMIC}"
+        )
+
+
+class Arrays:
+    """Copies of arrays in a memory of their own, with gaps between those that do not overlap."""
+
+    def __init__(self, arrays: Sequence[np.ndarray], outs: int) -> None:
+        self.arrays, self.outs = arrays, outs
+        spans = sorted((a.ctypes.data, a.ctypes.data + a.nbytes, i) for i, a in enumerate(arrays))
+        groups: list[list[int]] = []  # start, end, arguments
+        for start, end, index in spans:
+            if groups and start < groups[-1][1]:
+                groups[-1][1] = max(groups[-1][1], end)
+                groups[-1][2:] += [index]
+            else:
+                groups.append([start, end, index])
+        room = sum((end - start + 2 * GAP) // 256 * 256 + 256 for start, end, *_ in groups) + 256
+        self.raw = np.empty(room, np.uint8)
+        at = -self.raw.ctypes.data % 256 + GAP // 256 * 256
+        self.addresses = [0] * len(arrays)
+        self.memory = []
+        self.moves: list[tuple[int, int]] = []
+        for start, end, *indices in groups:
+            base = self.raw.ctypes.data + at
+            for index in indices:
+                offset = arrays[index].ctypes.data - start
+                self.addresses[index] = base + offset
+                self._bytes_at(index)[...] = arrays[index].reshape(-1).view(np.uint8)
+            names = " and ".join(f"argument {i}" for i in sorted(indices))
+            self.memory.append(Memory(base, end - start, names, writable=min(indices) < outs))
+            at += (end - start + GAP + 255) // 256 * 256
+        assert at <= room
+
+    def _bytes_at(self, index: int) -> np.ndarray:
+        start = self.addresses[index] - self.raw.ctypes.data
+        return self.raw[start : start + self.arrays[index].nbytes]
+
+    def give_back(self) -> None:
+        for index in range(self.outs):
+            array = self.arrays[index]
+            array[...] = self._bytes_at(index).view(array.dtype).reshape(array.shape)
+
+
+_KEPT: list[mmap.mmap] = []
+
+
+def _stacks(size: int) -> int:
+    """Memory for the threads' stacks: one for the process, as pages that have been touched are costly to get again."""
+    if not _KEPT or len(_KEPT[-1]) < size:
+        _KEPT.append(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    return ctypes.addressof(ctypes.c_char.from_buffer(_KEPT[-1]))
+
+
+class Image:
+    """A kernel's text as machine code, with the core in it."""
+
+    def __init__(self, path: Path, text: str) -> None:
+        self.path, self.text = path, text
+        self.library = ctypes.CDLL(str(path))
+        self.bounds = {name: ctypes.c_int.in_dll(self.library, f"gpu_bounds_{name}").value for name in _bounds(text)}
+        self.static_shared = self.library.core_static_shared()
+        self.lock = _ONE_AT_A_TIME
+
+    def places(self, launch: _Launch) -> str:
+        """The lines of the source where it happened, as far as a symbolizer is on the PATH."""
+        said = []
+        for what, site in (("at", launch.site), ("against", launch.other_site)):
+            if site > launch.image:
+                said += [f"\n  {what if i == 0 else 'in'} {line}" for i, line in enumerate(self._lines(site - launch.image - 1))]
+        return "".join(said)
+
+    def _lines(self, offset: int) -> list[str]:
+        tool = shutil.which("llvm-symbolizer") or shutil.which("addr2line")
+        if tool is None:
+            return [f"byte {offset:#x} of {self.path}"]
+        inlines = ["--inlines", "--functions=none"] if "llvm" in tool else ["-i"]
+        out = subprocess.run([tool, *inlines, "-e", str(self.path), hex(offset)], capture_output=True, text=True).stdout
+        source = self.text.splitlines()
+        lines = []
+        for number in re.findall(rf"{re.escape(self.path.with_suffix('.cu').name)}:(\d+)", out):
+            if 0 < int(number) <= len(source):
+                lines.append(f"line {number}: {source[int(number) - 1].strip()}")
+        return lines
+
+
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def _bounds(text: str) -> dict[str, str]:
+    """What each kernel says in __launch_bounds__."""
+    code = re.sub(r"//[^\n]*", "", text)
+    return {name: bound for bound, name in re.findall(r"__launch_bounds__\(([^(),]+)(?:,[^()]*)?\)\s*(\w+)\s*\(", code)}
+
+
+@functools.cache
+def _flags() -> tuple[str, ...]:
+    features = cpu_features()
+    if {"avx2", "fma", "f16c", "bmi2"} <= features:
+        return ("-march=x86-64-v3",)
+    return ()
+
+
+@functools.cache
+def build(text: str) -> Image:
+    """Compile a kernel's text, with the CUDA words in front and the core behind; kept in a folder of the machine's by digest."""
+    compiler = provide_compiler(FOLDER)
+    bounds = "".join(f'\nextern "C" __attribute__((visibility("default"))) const int gpu_bounds_{n} = ({b});' for n, b in _bounds(text).items())
+    core = _core(compiler)
+    front = HERE / "cuda.h"
+    flags = (
+        "-x", "c++", "-std=c++17", "-nostdinc++", "-fno-exceptions", "-fno-rtti", "-fPIC", "-O1", "-gline-tables-only", "-ffp-contract=off",
+        "-fvisibility=hidden", "-fno-builtin-memcpy", "-fno-builtin-memset", "-fno-vectorize", "-fno-slp-vectorize", "-fno-threadsafe-statics",
+        "-fsanitize=thread,alignment,array-bounds", "-mllvm", "-tsan-compound-read-before-write=1",
+        "-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm", "-tsan-distinguish-volatile=1", "-Wno-unknown-pragmas", "-w", *_flags(),
+    )  # fmt: skip
+    digest = _digest(text, front.read_text(), *(p.read_text() for p in sorted((HERE / "include").glob("*.h"))), core.name, repr(flags), compiler)
+    path = FOLDER / f"{digest}.so"
+    if not path.is_file():
+        source = path.with_suffix(".cu")
+        fresh = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.so")
+        _replace(source, f"{text}{bounds}\n")
+        part = fresh.with_suffix(".o")
+        _run([compiler, *flags, "-I", str(HERE / "include"), "-include", str(front), "-c", str(source), "-o", str(part)])
+        _run([compiler, *_LINK, str(part), str(core), "-o", str(fresh)])
+        part.unlink()
+        fresh.replace(path)
+    return Image(path, text)
+
+
+_LINK = ("-shared", "-nostdlib") + (("-undefined", "dynamic_lookup") if os.uname().sysname == "Darwin" else ("-Wl,-Bsymbolic",))
+
+
+def _core(compiler: str) -> Path:
+    """The core and CUDA's meaning as one object file."""
+    _open_libm()
+    sources = [HERE / name for name in ("core.cpp", "cuda.cpp")]
+    flags = ("-x", "c++", "-std=c++17", "-nostdinc++", "-fno-exceptions", "-fno-rtti", "-fPIC", "-O2", "-ffp-contract=off", "-fno-builtin",
+             "-fvisibility=hidden", "-w", *_flags())  # fmt: skip
+    digest = _digest(*(p.read_text() for p in (*sources, HERE / "core.h", HERE / "memory.h")), repr(flags), compiler)
+    path = FOLDER / f"core-{digest}.o"
+    if not path.is_file():
+        FOLDER.mkdir(exist_ok=True)
+        fresh = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.o")
+        both = "".join(f'#include "{source}"\n' for source in sources)
+        _run([compiler, *flags, "-I", str(HERE), "-c", "-", "-o", str(fresh)], both)
+        fresh.replace(path)
+    return path
+
+
+@functools.cache
+def _open_libm() -> None:
+    name = ctypes.util.find_library("m")
+    if name:
+        ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:24]
+
+
+def _replace(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    fresh = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.txt")
+    fresh.write_text(text)
+    fresh.replace(path)
+
+
+def _run(command: list[str], text: str | None = None) -> None:
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise EmulatorError(f"the emulator's compiler says:\n{done.stderr[:4000]}")

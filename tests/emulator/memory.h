@@ -1,0 +1,617 @@
+// Memory of a launch: which bytes there are, which of the shared ones have been written, and who may touch them unordered. Part of core.cpp.
+//
+// Races are found by happens-before (Lamport clocks; the cells and the rule of the last write and the last reads are those of FastTrack,
+// Flanagan and Freund 2009). Each 4 bytes have a cell with the last write and the last reads since. A thread's clock moves on whenever it
+// hands over its past. Barriers set the clocks of all who meet to one number above all of theirs; what lies below it (`base`) is in order,
+// so that no clocks of others need be kept but where fences and atomics (or barriers of some lanes) hand over: Knowledge.
+
+
+enum Kind : u8 { NOWHERE, GLOBAL, SHARED };
+
+struct Range {
+  u64 low, size;
+  Kind kind;
+  bool writable;
+  const char *name;
+  u8 *state;    // shared: what each byte is
+  Cell *cells;  // of each 4 bytes, from low & ~3 on; 0: no races looked for
+  Pool *pool;
+};
+enum ByteState : u8 { NEVER_WRITTEN = 0, WRITTEN = 1, ON_ITS_WAY = 2 };
+
+struct Cell {
+  u32 write_who, write_clock, read_who, read_clock, write_site, read_site;
+};
+enum : u32 { MANY = 0xFFFFFFFEu, SPLIT = 0xFFFFFFFDu, EVERYONE = 1024 };
+
+// All reads of a cell since its last write, if more than one counts: by block (a list), by warp.
+struct Readers {
+  u32 block_who, next;  // (block + 1) << 11
+  struct {
+    u32 clock, lanes;
+  } warp[1];  // warp_count of them
+};
+
+static Range ranges[64];
+static u32 range_count;
+static Range *lately[256];  // by place in the code
+static Range nothing_there;
+static Pool launch_pool;
+
+// ---------------------------------------------------------------- knowledge
+
+static u64 key_of(u32 who_block, u32 thread) { return (u64)who_block << 32 | thread; }
+
+static void learn(Knowledge *k, u64 key, u32 clock) {
+  u32 low = 0, high = k->count;
+  while (low < high) {
+    u32 middle = (low + high) / 2;
+    if (k->key[middle] < key)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  if (low < k->count && k->key[low] == key) {
+    if (k->clock[low] < clock) k->clock[low] = clock;
+    return;
+  }
+  if (k->count == k->room) {
+    k->room = k->room ? k->room * 2 : 8;
+    k->key = (u64 *)realloc(k->key, k->room * sizeof(u64));
+    k->clock = (u32 *)realloc(k->clock, k->room * sizeof(u32));
+  }
+  memmove(k->key + low + 1, k->key + low, (k->count - low) * sizeof(u64));
+  memmove(k->clock + low + 1, k->clock + low, (k->count - low) * sizeof(u32));
+  k->key[low] = key, k->clock[low] = clock, k->count++;
+}
+
+static void learn_all(Knowledge *into, const Knowledge *from) {
+  for (u32 i = 0; i < from->count; i++) learn(into, from->key[i], from->clock[i]);
+}
+
+static u32 known_clock(const Knowledge *k, u64 key) {
+  u32 low = 0, high = k->count;
+  while (low < high) {
+    u32 middle = (low + high) / 2;
+    if (k->key[middle] < key)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low < k->count && k->key[low] == key ? k->clock[low] : 0;
+}
+
+static bool knows(const Thread *t, u32 who, u32 clock) {
+  u32 block = who & ~2047u, thread = who >> 1 & 1023;
+  const Knowledge *both[] = {&t->known, &t->block->known};
+  for (const Knowledge *k : both)
+    if (k->count && (known_clock(k, key_of(block, thread)) > clock || known_clock(k, key_of(block, EVERYONE)) > clock)) return true;
+  return false;
+}
+
+// Is that access in order before everything that `t` does now?
+static inline bool in_order(const Thread *t, u32 who, u32 clock) {
+  u32 differs = who ^ t->who;
+  if (differs < 2) return true;  // its own
+  if (differs < 2048) {          // its block's
+    if (clock < t->block->base) return true;
+    if (differs < 64 && clock < t->warp->base) return true;
+  }
+  return knows(t, who, clock);
+}
+
+// What `t` can hand over now: its own past, and everything that is in order before it.
+static void remember_past(const Thread *t, Knowledge *past) {
+  u32 block = t->who & ~2047u;
+  learn(past, key_of(block, EVERYONE), t->block->base);
+  if (t->warp->base > t->block->base)
+    for (u32 lane = 0; lane < LANES; lane++) learn(past, key_of(block, t->index - t->lane + lane), t->warp->base);
+  learn(past, key_of(block, t->index), t->now + 1);
+  learn_all(past, &t->block->known);
+  learn_all(past, &t->known);
+}
+
+static void order_in_warp(Warp *warp, Thread *first, u32 mask) {
+  if (mask == warp->alive) {
+    u32 clock = 0;
+    bool knowing = false;
+    for (u32 rest = mask; rest; rest &= rest - 1) {
+      Thread *t = first + __builtin_ctz(rest);
+      if (t->now > clock) clock = t->now;
+      knowing |= t->known.count != 0;
+    }
+    warp->base = ++clock;
+    for (u32 rest = mask; rest; rest &= rest - 1) first[__builtin_ctz(rest)].now = clock;
+    if (!knowing) return;
+  }
+  Knowledge all = {0, 0, 0, 0};
+  for (u32 rest = mask; rest; rest &= rest - 1) {
+    Thread *t = first + __builtin_ctz(rest);
+    learn_all(&all, &t->known);
+    if (mask != warp->alive) learn(&all, key_of(t->who & ~2047u, t->index), ++t->now);
+  }
+  for (u32 rest = mask; rest; rest &= rest - 1) learn_all(&first[__builtin_ctz(rest)].known, &all);
+  free(all.key), free(all.clock);
+}
+
+// ---------------------------------------------------------------- fences and atomics
+
+struct Meeting {  // an address where atomics hand over
+  u64 address;
+  Knowledge device, block;
+  u32 block_who;
+};
+static Meeting *meetings;
+static u32 meeting_count, meeting_room;
+
+static Meeting *meeting_at(u64 address) {
+  for (;;) {
+    if (meeting_count * 2 >= meeting_room) {
+      u32 room = meeting_room ? meeting_room * 2 : 64;
+      Meeting *fresh = (Meeting *)calloc(room, sizeof(Meeting));
+      for (u32 i = 0; i < meeting_room; i++) {
+        if (!meetings[i].address) continue;
+        u32 at = (u32)((meetings[i].address * 0x9E3779B97F4A7C15ull) >> 32) & (room - 1);
+        while (fresh[at].address) at = (at + 1) & (room - 1);
+        fresh[at] = meetings[i];
+      }
+      free(meetings);
+      meetings = fresh, meeting_room = room;
+    }
+    u32 at = (u32)((address * 0x9E3779B97F4A7C15ull) >> 32) & (meeting_room - 1);
+    while (meetings[at].address && meetings[at].address != address) at = (at + 1) & (meeting_room - 1);
+    if (!meetings[at].address) meetings[at].address = address, meeting_count++;
+    return &meetings[at];
+  }
+}
+
+void core_fence(bool device) {
+  Thread *t = current;
+  if (!launch->races) return;
+  learn_all(&t->known, &t->pending_block), t->pending_block.count = 0;
+  if (device) learn_all(&t->known, &t->pending), t->pending.count = 0;
+  Knowledge *past = device ? &t->fenced : &t->fenced_block;
+  past->count = 0;
+  remember_past(t, past);
+  t->now++;
+}
+
+static void hand_over(Thread *t, u64 address, u32 how, bool shared) {
+  Meeting *m = meeting_at(address);
+  if (shared && m->block_who != (t->who & ~2047u)) m->device.count = m->block.count = 0;  // another block's memory stood here
+  if (m->block_who != (t->who & ~2047u)) m->block.count = 0, m->block_who = t->who & ~2047u;
+  learn_all(&t->pending, &m->device), learn_all(&t->pending_block, &m->block);
+  if (how & WRITE) learn_all(&m->device, &t->fenced), learn_all(&m->block, &t->fenced_block);
+}
+
+// ---------------------------------------------------------------- cells
+
+static u32 take(Pool *pool, u32 words) {
+  if (pool->used + words > pool->room) {
+    u32 room = pool->room ? pool->room * 2 : 1 << 14;
+    while (room < pool->used + words) room *= 2;
+    pool->at = (u64 *)realloc(pool->at, (u64)room * 8);
+    if (!pool->at) core_fault(0, "the emulator has no memory left for its records");
+    pool->room = room;
+  }
+  if (!pool->used) pool->used = 1;
+  u32 at = pool->used;
+  pool->used += words;
+  memset(pool->at + at, 0, words * 8ull);
+  return at;
+}
+
+static void describe(char *text, u32 room, u64 address);
+
+static void race(Thread *t, u64 address, u32 how, u64 site, u32 who, u32 site_there, bool wrote) {
+  char other[96];
+  u32 used = name_thread(other, sizeof other, who >> 1 & 1023);
+  if ((who ^ t->who) >= 2048) snprintf(other + used, sizeof other - used, " of block %u", (who >> 11) - 1);
+  char where[160];
+  describe(where, sizeof where, address);
+  launch->other_site = launch->image + site_there;
+  core_fault(site, "race: it %s %s while %s %s it, with no barrier or fence between", how & WRITE ? how & ATOMIC ? "updates" : "writes" : "reads",
+             where, other, wrote ? "writes" : "reads");
+}
+
+static void note_many(Range *r, Cell *c, Thread *t) {
+  u32 block = t->who & ~2047u, words = 1 + warp_count;
+  if (c->read_who != MANY) {
+    u32 at = take(r->pool, words);
+    Readers *first = (Readers *)(r->pool->at + at);
+    u32 w = (c->read_who >> 1 & 1023) / LANES;
+    first->block_who = c->read_who & ~2047u;
+    first->warp[w].clock = c->read_clock, first->warp[w].lanes = 1u << (c->read_who >> 1 & 31);
+    c->read_who = MANY, c->read_clock = at;
+  }
+  Readers *head = (Readers *)(r->pool->at + c->read_clock);
+  if (head->block_who != block) {
+    u32 at = take(r->pool, words);
+    head = (Readers *)(r->pool->at + at);
+    head->block_who = block, head->next = c->read_clock;
+    c->read_clock = at;
+  }
+  auto &mine = head->warp[t->index / LANES];
+  if (mine.clock < t->block->base || mine.clock < t->warp->base) mine.lanes = 0;
+  mine.clock = mine.clock > t->now ? mine.clock : t->now;
+  mine.lanes |= 1u << t->lane;
+}
+
+static void check_many(Range *r, Cell *c, Thread *t, u64 address, u32 how, u64 site) {
+  for (u32 at = c->read_clock; at;) {
+    Readers *one = (Readers *)(r->pool->at + at);
+    for (u32 w = 0; w < warp_count; w++)
+      for (u32 lanes = one->warp[w].lanes; lanes; lanes &= lanes - 1) {
+        u32 who = one->block_who | (w * LANES + __builtin_ctz(lanes)) << 1;
+        if (!in_order(t, who, one->warp[w].clock)) race(t, address, how, site, who, c->read_site, false);
+      }
+    at = one->next;
+  }
+}
+
+static void note(Range *r, Cell *c, Thread *t, u64 address, u32 how, u64 site) {
+  u32 who = t->who | (how & ATOMIC ? 1 : 0);
+  if (how & WRITE) {
+    if (c->write_who == who && c->write_clock == t->now && !c->read_who) return;
+    if (c->write_who && !(how & ATOMIC && c->write_who & 1) && !in_order(t, c->write_who, c->write_clock))
+      race(t, address, how, site, c->write_who, c->write_site, true);
+    if (c->read_who == MANY)
+      check_many(r, c, t, address, how, site);
+    else if (c->read_who && !in_order(t, c->read_who, c->read_clock))
+      race(t, address, how, site, c->read_who, c->read_site, false);
+    c->write_who = who, c->write_clock = t->now, c->write_site = (u32)(site - launch->image);
+    c->read_who = 0;
+    return;
+  }
+  if (c->read_who == who && c->read_clock == t->now) return;
+  if (c->write_who && !(how & ATOMIC && c->write_who & 1) && !in_order(t, c->write_who, c->write_clock))
+    race(t, address, how, site, c->write_who, c->write_site, true);
+  if (how & ATOMIC) return;  // atomic reads are not remembered
+  if (!c->read_who || (c->read_who != MANY && in_order(t, c->read_who, c->read_clock)))
+    c->read_who = who, c->read_clock = t->now;
+  else
+    note_many(r, c, t);
+  c->read_site = (u32)(site - launch->image);
+}
+
+static u32 copy_of_readers(Pool *pool, u32 from) {
+  if (!from) return 0;
+  u32 words = 1 + warp_count, at = take(pool, words);
+  memcpy(pool->at + at, pool->at + from, words * 8);
+  u32 next = copy_of_readers(pool, ((Readers *)(pool->at + from))->next);
+  ((Readers *)(pool->at + at))->next = next;
+  return at;
+}
+
+// Parts of a word get cells of their own, by byte, until a whole word is written again.
+static void note_bytes(Range *r, Cell *c, Thread *t, u64 address, u32 from, u32 to, u32 how, u64 site) {
+  if (c->write_who != SPLIT) {
+    Cell whole = *c;
+    u32 at = take(r->pool, 12);
+    for (u32 i = 0; i < 4; i++) {
+      if (whole.read_who == MANY && i) whole.read_clock = copy_of_readers(r->pool, whole.read_clock);
+      ((Cell *)(r->pool->at + at))[i] = whole;
+    }
+    c->write_who = SPLIT, c->write_clock = at;
+  }
+  for (u32 i = from; i < to; i++) {
+    Cell part = ((Cell *)(r->pool->at + c->write_clock))[i];  // the pool may move
+    note(r, &part, t, address - address % 4 + i, how, site);
+    ((Cell *)(r->pool->at + c->write_clock))[i] = part;
+  }
+  if (how & WRITE && to - from == 4) {
+    Cell part = ((Cell *)(r->pool->at + c->write_clock))[0];
+    *c = part;
+  }
+}
+
+static void note_all(Range *r, Thread *t, u64 address, u32 size, u32 how, u64 site) {
+  Cell *c = r->cells + (address / 4 - r->low / 4);
+  while (size) {
+    u32 from = address % 4, to = from + size < 4 ? from + size : 4;
+    if (to - from == 4 && c->write_who != SPLIT)
+      note(r, c, t, address, how, site);
+    else
+      note_bytes(r, c, t, address, from, to, how, site);
+    address += to - from, size -= to - from, c++;
+  }
+}
+
+// ---------------------------------------------------------------- places
+
+static void describe(char *text, u32 room, u64 address) {
+  const Range *best = 0;
+  u64 nearest = 1 << 20;
+  bool behind = false;
+  for (u32 i = 0; i < range_count; i++) {
+    const Range *r = &ranges[i];
+    if (address - r->low < r->size) {
+      snprintf(text, room, "byte %llu of %s", address - r->low, r->name);
+      return;
+    }
+    if (!r->low) continue;  // nothing is declared
+    u64 far = address < r->low ? r->low - address : address - (r->low + r->size);
+    if (far < nearest) nearest = far, best = r, behind = address >= r->low;
+  }
+  if (best && behind)
+    snprintf(text, room, "byte %llu of %s, which has %llu bytes", address - best->low, best->name, best->size);
+  else if (best)
+    snprintf(text, room, "%llu bytes before the start of %s", nearest, best->name);
+  else
+    snprintf(text, room, "the address %#llx, which is nowhere", address);
+}
+
+static Range *find_range(Thread *t, u64 address, u32 size, u32 how, u64 site) {
+  for (u32 i = 0; i < range_count; i++) {
+    Range *r = &ranges[i];
+    u64 offset = address - r->low;
+    if (offset < r->size && size <= r->size - offset) return r;
+  }
+  // the kernel's own constants; its variables in shared memory are a range
+  if (!(how & WRITE) && address >= (u64)image_start() && address + size <= (u64)image_stop()) return 0;
+  char where[200];
+  for (u32 i = 0; i < range_count; i++)
+    if (address < ranges[i].low && address + size > ranges[i].low) address = ranges[i].low - 1;
+  for (u32 i = 0; i < range_count; i++)
+    if (address - ranges[i].low < ranges[i].size) address = ranges[i].low + ranges[i].size;  // the first byte that is not there
+  describe(where, sizeof where, address);
+  core_fault(site, "out of bounds: %s %u bytes of which one is %s", how & WRITE ? "writes" : "reads", size, where);
+}
+
+static void refuse_state(Thread *t, Range *r, u64 address, u32 size, u32 how, u64 site) {
+  char where[200];
+  u64 at = address;
+  while (at < address + size && (how & WRITE ? r->state[at - r->low] != ON_ITS_WAY : r->state[at - r->low] == WRITTEN)) at++;
+  describe(where, sizeof where, at);
+  if (r->state[at - r->low] == NEVER_WRITTEN) core_fault(site, "never written: reads %s, which nobody of its block has written", where);
+  const Thread *whose = 0;
+  for (u32 i = 0; i < thread_count; i++) {
+    const Thread *s = &here->threads[i];
+    for (u32 k = s->first_copy; k < s->copy_count; k++)
+      if (at - (u64)s->copies[k].to < s->copies[k].size) whose = s, launch->other_site = s->copies[k].site;
+  }
+  char name[96] = "another thread";
+  if (whose == t)
+    snprintf(name, sizeof name, "this thread");
+  else if (whose)
+    name_thread(name, sizeof name, whose->index);
+  core_fault(site, "on its way: %s %s, to which a copy of %s has not been waited for", how & WRITE ? "writes" : "reads", where, name);
+}
+
+static inline void note_state(Thread *t, Range *r, u64 address, u32 size, u32 how, u64 site) {
+  u8 *state = r->state + (address - r->low);
+  if (how & READ) {
+    u8 bad = 0;
+    for (u32 i = 0; i < size; i++) bad |= state[i] ^ WRITTEN;
+    if (RARE(bad)) refuse_state(t, r, address, size, READ, site);
+  }
+  if (how & WRITE) {
+    u8 bad = 0;
+    for (u32 i = 0; i < size; i++) bad |= state[i] & ON_ITS_WAY, state[i] = WRITTEN;
+    if (RARE(bad)) {
+      for (u32 i = 0; i < size; i++) state[i] = ON_ITS_WAY;
+      refuse_state(t, r, address, size, WRITE, site);
+    }
+  }
+}
+
+// `kernel`: `size` is a constant, and everything is worth inlining.
+static inline Range *check_access(Thread *t, u64 address, u32 size, u32 how, u64 site) {
+  Range **last = &lately[(site ^ site >> 8) & 255];
+  Range *r = *last;
+  u64 offset = address - r->low;
+  if (RARE(offset >= r->size || size > r->size - offset)) {
+    r = find_range(t, address, size, how, site);
+    if (!r) return 0;
+    *last = r;
+  }
+  if (how & WRITE && RARE(!r->writable)) core_fault(site, "writes to %s, which it may only read", r->name);
+  if (r->state) note_state(t, r, address, size, how, site);
+  if (r->cells) note_all(r, t, address, size, how & WRITE ? how & ~READ : how, site);
+  return r;
+}
+
+static u64 accesses;
+
+static inline void hook(const void *p, u32 size, u32 how, u64 site) {
+  u64 address = (u64)p;
+  if (address - stack_low < STACK) return;
+  accesses++;
+  check_access(current, address, size, how, site);
+}
+
+void core_access(Thread *thread, const void *address, u32 size, u32 how, u64 site) {
+  if (thread == current && (u64)address - stack_low < STACK) return;
+  accesses++;
+  if (size) check_access(thread, (u64)address, size, how, site);
+}
+
+void core_expect(const void *address, u32 size, u32 alignment, bool shared, const char *what, u64 site) {
+  u64 a = (u64)address;
+  bool is_shared = false;
+  for (u32 i = 0; i < range_count; i++)
+    if (ranges[i].kind == SHARED && a - ranges[i].low < ranges[i].size) is_shared = true;
+  char where[200];
+  describe(where, sizeof where, a);
+  if (shared != is_shared) core_fault(site, "%s wants an address in %s memory, and gets %s", what, shared ? "shared" : "global", where);
+  if (a % alignment) core_fault(site, "misaligned: %s wants an address that is a multiple of %u, and gets %s", what, alignment, where);
+  (void)size;
+}
+
+void core_atomic(void *address, u32 size, u32 how, u64 site) {
+  if ((u64)address % size) core_fault(site, "misaligned: an atomic of %u bytes at %p", size, address);
+  accesses++;
+  Range *r = check_access(current, (u64)address, size, how | ATOMIC, site);
+  if (launch->races && r) hand_over(current, (u64)address, how, r->kind == SHARED);
+  if ((chance() & 3) == 0) core_yield();
+}
+
+// ---------------------------------------------------------------- what the compiler calls
+
+#define HOOKS(size)                                                                                \
+  SHIM void __tsan_read##size(void *p) { hook(p, size, READ, CALLER); }                            \
+  SHIM void __tsan_write##size(void *p) { hook(p, size, WRITE, CALLER); }                          \
+  SHIM void __tsan_read_write##size(void *p) { hook(p, size, READ | WRITE, CALLER); }              \
+  SHIM void __tsan_unaligned_read##size(void *p) { hook(p, size, READ, CALLER); }                  \
+  SHIM void __tsan_unaligned_write##size(void *p) { hook(p, size, WRITE, CALLER); }                \
+  SHIM void __tsan_unaligned_read_write##size(void *p) { hook(p, size, READ | WRITE, CALLER); }    \
+  SHIM void __tsan_volatile_read##size(void *p) { watch(p, size, READ, CALLER); }                  \
+  SHIM void __tsan_volatile_write##size(void *p) { watch(p, size, WRITE, CALLER); }                \
+  SHIM void __tsan_unaligned_volatile_read##size(void *p) { watch(p, size, READ, CALLER); }        \
+  SHIM void __tsan_unaligned_volatile_write##size(void *p) { watch(p, size, WRITE, CALLER); }
+
+static void watch(void *p, u32 size, u32 how, u64 site) {
+  if ((u64)p - stack_low >= STACK) core_atomic(p, size, how, site);
+}
+HOOKS(1)
+HOOKS(2)
+HOOKS(4)
+HOOKS(8)
+HOOKS(16)
+SHIM void __tsan_init() {}
+SHIM void __tsan_func_entry(void *) {}
+SHIM void __tsan_func_exit() {}
+SHIM void *__tsan_memcpy(void *to, const void *from, u64 size) {
+  if (size) hook(from, (u32)size, READ, CALLER), hook(to, (u32)size, WRITE, CALLER);
+  return memcpy(to, from, size);
+}
+SHIM void *__tsan_memmove(void *to, const void *from, u64 size) {
+  if (size) hook(from, (u32)size, READ, CALLER), hook(to, (u32)size, WRITE, CALLER);
+  return memmove(to, from, size);
+}
+SHIM void *__tsan_memset(void *to, int value, u64 size) {
+  if (size) hook(to, (u32)size, WRITE, CALLER);
+  return memset(to, value, size);
+}
+
+// -fsanitize=alignment,array-bounds
+struct SourcePlace {
+  const char *file;
+  u32 line, column;
+};
+struct TypeName {
+  u16 kind, info;
+  char name[1];
+};
+struct Misuse {
+  SourcePlace place;
+  const TypeName *type;
+  u8 log_alignment, kind;
+};
+struct BadIndex {
+  SourcePlace place;
+  const TypeName *array, *index;
+};
+SHIM void __ubsan_handle_type_mismatch_v1(const Misuse *misuse, u64 address) {
+  char where[200];
+  describe(where, sizeof where, address);
+  core_fault(CALLER, "misaligned: an access to %s as %s, which wants a multiple of %u", where, misuse->type->name, 1u << misuse->log_alignment);
+}
+SHIM void __ubsan_handle_out_of_bounds(const BadIndex *bad, u64 index) {
+  core_fault(CALLER, "out of bounds: index %lld of an array %s", (s64)index, bad->array->name);
+}
+
+// ---------------------------------------------------------------- copies behind the thread's back
+
+void core_copy(void *to, const void *from, u32 size, u64 site) {
+  Thread *t = current;
+  core_expect(to, size, size, true, "a copy's destination", site);
+  if (from) {
+    if ((u64)from % size) core_expect(from, size, size, false, "a copy's source", site);
+    core_access(t, from, size, READ, site);
+  }
+  Range *r = check_access(t, (u64)to, size, WRITE, site);
+  memset(r->state + ((u64)to - r->low), ON_ITS_WAY, size);
+  if (t->copy_count == t->copy_room) {
+    t->copy_room = t->copy_room ? t->copy_room * 2 : 16;
+    t->copies = (Copy *)realloc(t->copies, t->copy_room * sizeof(Copy));
+  }
+  t->copies[t->copy_count++] = Copy{(u8 *)to, (const u8 *)from, site, size, t->group};
+  memset(to, 0xFF, size);
+  if (chance() & 1) from ? memcpy(to, from, size) : memset(to, 0, size);  // it may be quick, but nobody may count on it
+}
+
+void core_copy_commit() { current->group++; }
+
+void core_copy_wait(u32 groups_left, u64 site) {
+  Thread *t = current;
+  (void)site;
+  u32 i = t->first_copy;
+  for (; i < t->copy_count && t->copies[i].group + groups_left < t->group; i++) {
+    Copy c = t->copies[i];
+    Range *r = find_range(t, (u64)c.to, c.size, WRITE, c.site);
+    memset(r->state + ((u64)c.to - r->low), WRITTEN, c.size);
+    if (r->cells) note_all(r, t, (u64)c.to, c.size, WRITE, c.site);
+    if (c.from)
+      check_access(t, (u64)c.from, c.size, READ, c.site), memcpy(c.to, c.from, c.size);
+    else
+      memset(c.to, 0, c.size);
+  }
+  t->first_copy = i;
+  if (i == t->copy_count) t->first_copy = t->copy_count = 0;
+}
+
+// ---------------------------------------------------------------- setting up
+
+// Static and dynamic shared memory are the first two ranges; what is known of them belongs to the block that runs.
+static void make_here(Block *block) {
+  if (here == block) return;
+  if (here && here->saved) memcpy(here->saved, static_start, static_size), memcpy(here->saved + static_size, gpu_dynamic, launch->shared);
+  if (block->saved) memcpy(static_start, block->saved, static_size), memcpy(gpu_dynamic, block->saved + static_size, launch->shared);
+  here = block;
+  ranges[0].state = block->state, ranges[1].state = block->state + static_size;
+  ranges[0].cells = block->cells, ranges[1].cells = block->cells ? block->cells + static_size / 4 + 2 : 0;
+  ranges[0].pool = ranges[1].pool = &block->pool;
+}
+
+static void set_up_shared(Block *block) {
+  block->state = (u8 *)calloc(shared_size + 64, 1);
+  if (resident > 1) block->saved = (u8 *)calloc(shared_size + 64, 1);
+  if (launch->races) block->cells = (Cell *)calloc(shared_size / 4 + 8, sizeof(Cell));
+}
+
+static void clean_shared(Block *block) {
+  memset(static_start, 0xFF, static_size);
+  memset(gpu_dynamic, 0xFF, launch->shared);
+  memset(block->state, NEVER_WRITTEN, shared_size);
+  if (block->cells) memset(block->cells, 0, (shared_size / 4 + 8) * sizeof(Cell));
+  block->pool.used = 0;
+}
+
+static void tear_down_shared(Block *block) { free(block->state), free(block->saved), free(block->cells), free(block->pool.at); }
+
+static void add_range(u64 low, u64 size, Kind kind, bool writable, const char *name) {
+  Range *r = &ranges[range_count++];
+  *r = Range{low, size, kind, writable, name, 0, 0, &launch_pool};
+  if (kind == GLOBAL && writable && launch->races) r->cells = (Cell *)calloc(size / 4 + 2, sizeof(Cell));
+}
+
+static bool set_up_memory() {
+  if (launch->range_count > 62 || launch->argument_count > 24 || launch->shared > MOST_DYNAMIC || thread_count > MOST_THREADS ||
+      (u64)resident * thread_count * STACK > launch->stacks_size) {
+    snprintf(launch->error, launch->error_size, "the emulator runs at most 62 ranges of memory, 24 arguments, %d bytes of shared memory, 1024 threads",
+             MOST_DYNAMIC);
+    return false;
+  }
+  range_count = 0, accesses = 0, launch_pool.used = 0;
+  add_range((u64)static_start, static_size, SHARED, true, "the shared memory that it declares");
+  add_range((u64)gpu_dynamic, launch->shared, SHARED, true, "the shared memory of the launch");
+  for (u32 i = 0; i < launch->range_count; i++) {
+    const Given *one = &launch->ranges[i];
+    add_range(one->low, one->size, GLOBAL, one->writable, one->name);
+  }
+  for (Range *&one : lately) one = &nothing_there;
+  return true;
+}
+
+static void tear_down_memory() {
+  launch->accesses = accesses;
+  for (u32 i = 0; i < range_count; i++)
+    if (ranges[i].kind == GLOBAL) free(ranges[i].cells);
+  for (u32 i = 0; i < meeting_room; i++) {
+    free(meetings[i].device.key), free(meetings[i].device.clock);
+    free(meetings[i].block.key), free(meetings[i].block.clock);
+  }
+  free(meetings), meetings = 0, meeting_count = meeting_room = 0;
+  free(launch_pool.at), launch_pool = Pool{0, 0, 0};
+}

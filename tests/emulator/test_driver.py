@@ -1,0 +1,315 @@
+"""tinygrad's CUDA device, our graph, launches and copies on the emulated driver; and that the driver finds what it is there to find."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import numpy as np
+import pytest
+
+from tests.emulator.driver import Driver, cuda_device
+from tinyvllm.config import cache_folder
+from tinyvllm.errors import KernelError
+from tinyvllm.ops.kernel import Kernel
+from tinyvllm.runner.device import start_device
+
+SHARED = 60 << 10  # bytes: more than a launch may have that does not ask for it
+
+# out[i] = x[n - 1 - i] by way of dynamic shared memory at its far end, n = count[0]; then total[0] += n
+REVERSE = """
+#include "gpu.cuh"
+extern "C" __global__ void __launch_bounds__(32) planted_reverse(int *out, int *total, const int *x, const int *count) {
+  DYNAMIC_SHARED(bytes);
+  int *kept = (int *)(bytes + SHARED) - 32, n = count[0], i = threadIdx.x;
+  if (i < n) kept[i] = x[i];
+  __syncthreads();
+  if (i < n) out[i] = kept[n - 1 - i];
+  if (i == 0) total[0] += n;
+}
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cpu() -> None:
+    start_device("CPU", cache_folder())
+
+
+@pytest.fixture(params=[0, 1])
+def driver(request, monkeypatch, tmp_path):
+    (tmp_path / "cuda").mkdir()
+    (tmp_path / "cuda/planted_reverse.cu").write_text(REVERSE)
+    monkeypatch.setattr("tinyvllm.ops.source.kernels_folder", lambda: tmp_path)
+    with cuda_device(seed=request.param, capacity=16 << 20) as driver:
+        yield driver
+
+
+def on_device(array):
+    from tinygrad import Tensor
+
+    return Tensor(array, device="CUDA").contiguous().realize()
+
+
+def reverse(out, total, x, count, shared=SHARED):
+    from tinyvllm.ops.launch import launch
+
+    return launch(Kernel.cuda("planted_reverse", "sm_80", 2, 2, (1, 1, 1), 32, shared, SHARED=shared), [out, total], [x, count])
+
+
+def integers(*values):
+    return on_device(np.array(values, np.int32))
+
+
+# --- tinygrad
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_tinygrad_computes(driver, dtype):
+    from tinygrad import Tensor, dtypes
+
+    random = np.random.default_rng(0)
+    a, b = random.standard_normal((5, 48)).astype(np.float32), random.standard_normal((48, 7)).astype(np.float32)
+    x, y = (on_device(m).cast(getattr(dtypes, dtype)).realize() for m in (a, b))
+    product = (x.float() @ y.float() + 1).softmax().cast(getattr(dtypes, dtype))
+    expected = x.float().numpy() @ y.float().numpy() + 1
+    expected = np.exp(expected - expected.max(1, keepdims=True))
+    expected /= expected.sum(1, keepdims=True)
+    np.testing.assert_allclose(product.float().numpy(), expected, rtol=1e-5, atol=1e-5 if dtype == "float32" else 5e-3)
+    assert isinstance(product, Tensor) and driver.counts["cuLaunchKernel"] > 2
+
+
+def test_memory_runs_out_as_on_a_gpu(driver):
+    from tinygrad import Tensor
+
+    with pytest.raises(MemoryError, match="failed on CUDA"):
+        Tensor.empty(32 << 20, dtype="uint8", device="CUDA").uop.buffer.ensure_allocated()
+
+
+# --- copies
+
+
+def test_upload_download_and_spans(driver):
+    from tinyvllm.ops.launch import download, peek, spans, upload
+
+    whole = on_device(np.arange(48, dtype=np.int32))
+    first, second = spans(whole, [(0, 16), (32, 3)])
+    upload(whole, np.array([7, 8, 9], np.int32), start=32)
+    upload(first, np.full(16, 5, np.int32))
+    assert (second + 1).numpy().tolist() == [8, 9, 10] and peek(second).tolist() == [7, 8, 9]
+    assert download(whole).tolist() == [5] * 16 + list(range(16, 32)) + [7, 8, 9] + list(range(35, 48))
+    big = np.random.default_rng(0).integers(0, 99, 5 << 18, np.int32)  # larger than a segment of the ring
+    assert (download(on_device(big)) == big).all()
+
+
+def test_uploads_keep_their_place_and_wait_for_nothing(driver):
+    """The host's array changes right after, and the ring goes round several times; kernels between uploads see what was there then."""
+    from tinyvllm.ops.launch import download, upload
+
+    x, sums = on_device(np.zeros(1 << 18, np.int32)), []
+    pinned, before = len(driver.pinned), driver.counts.copy()  # the ring is there, blocks for reading are not
+    array = np.empty(1 << 18, np.int32)  # 1 MiB
+    for i in range(20):
+        array[:] = i
+        upload(x, array)
+        sums.append(x[i :: 1 << 17].sum().contiguous().realize())
+    spent = driver.counts - before
+    assert spent["cuCtxSynchronize"] == 0 and spent["cuMemcpyHtoDAsync_v2"] == 20
+    assert [download(s).item() for s in sums] == [2 * i for i in range(20)]
+    assert len(driver.pinned) <= pinned + 1, "pinned memory does not grow with the number of uploads"
+
+
+def test_tinygrads_own_copies_keep_no_pinned_memory(driver):
+    tensors = [on_device(np.full(size, size, np.int32)) for size in range(1000, 1020)]
+    assert len(driver.pinned) == 1 and sum(map(len, driver.pinned.values())) <= 16 << 20
+    assert [tensor[-1].item() for tensor in tensors] == list(range(1000, 1020))
+
+
+def test_reading_behind_the_launch(driver):
+    """What is read is what was there when the reading was asked for, whatever comes after."""
+    from tinyvllm.ops.launch import read_behind, upload
+
+    x = integers(1, 2, 3)
+    before = driver.counts.copy()
+    readings = []
+    for i in range(6):
+        upload(x, np.array([i, 10 * i, 100 * i], np.int32))
+        readings.append(read_behind(x))
+    assert not all(reading.ready() for reading in readings) or driver._done == driver._issued
+    assert [reading.get().tolist() for reading in readings] == [[i, 10 * i, 100 * i] for i in range(6)]
+    assert all(reading.ready() for reading in readings)
+    pinned, cells = len(driver.pinned), read_behind(x.reshape(3, 1).contiguous().realize()).get()
+    assert cells.shape == (3, 1) and cells.dtype == np.int32 and len(driver.pinned) == pinned, "blocks are used again"
+    for _ in range(9):
+        read_behind(x)  # nobody wants it
+    assert len(driver.pinned) == pinned
+    assert (driver.counts - before)["cuCtxSynchronize"] == 0
+
+
+def test_a_failure_in_flight_is_told(driver, monkeypatch):
+    from tinygrad.runtime.autogen import cuda
+
+    from tinyvllm.ops.launch import read_behind
+
+    reading = read_behind(integers(1))
+    monkeypatch.setattr(cuda, "cuEventSynchronize", lambda event: 2)
+    with pytest.raises(KernelError, match="CUDA: the work in flight failed with error 2: out of memory; .*TINYVLLM_KERNELS=all=ref"):
+        reading.get()
+
+
+# --- launches
+
+
+def test_a_kernel_between_generated_ones(driver):
+    total, count = integers(0), integers(5)
+    out, after = reverse(integers(*range(8)) * 0, total, integers(1, 2, 3, 4, 5, 6, 7, 8) * 2, (count * 1).contiguous())
+    assert (out + after).numpy().tolist() == [15, 13, 11, 9, 7, 5, 5, 5] and total.numpy().item() == 5
+
+
+def test_kernels_keep_the_order_of_what_they_write_in_place(driver):
+    """Each takes what the one before has written, and counts on: the third's `count` is what the first two have made of `total`."""
+    total, x = integers(0), integers(1, 2, 3, 4, 5, 6)
+    first, after = reverse(integers(0, 0, 0, 0, 0, 0), total, x, integers(2))
+    second, after = reverse(integers(0, 0, 0, 0, 0, 0), after, first, integers(2))
+    third, after = reverse(integers(0, 0, 0, 0, 0, 0), after, (x + second).contiguous(), (after + 1).contiguous())
+    assert (third + after * 100).numpy().tolist() == [905, 904, 903, 904, 902, 900] and total.numpy().item() == 9
+
+
+def captured_step(total, count):
+    from tinyvllm.ops.launch import Captured
+
+    def function(x, n=1):
+        out, after = reverse(x * 0, total, (x + n).contiguous(), count)
+        again, after = reverse(out * 1, after, (out * 2).contiguous(), count)
+        return (again + after).contiguous().realize()
+
+    return Captured(function, {"n": (1, 9)})
+
+
+def test_a_replay_is_one_launch_of_one_graph(driver):
+    from tinyvllm.ops.launch import download, upload
+
+    total, count, x = integers(0), integers(4), integers(1, 2, 3, 4)
+    step = captured_step(total, count)
+    assert download(step(x, n=1)).tolist() == [4 + 8, 6 + 8, 8 + 8, 10 + 8]
+    assert step._graph is not None and driver.counts["cuGraphLaunch"] == 1
+    before = driver.counts.copy()
+    for _ in range(3):
+        result = step(x, n=1)
+    upload(x, np.array([10, 20, 30, 40], np.int32))
+    assert download(result).tolist() == [4 + 32, 6 + 32, 8 + 32, 10 + 32], "read before the upload or after, x was used then"
+    assert download(step(x, n=1)).tolist() == [22 + 40, 42 + 40, 62 + 40, 82 + 40]
+    spent = driver.counts - before
+    assert spent["cuGraphLaunch"] == 4
+    assert not {"cuLaunchKernel", "cuGraphExecKernelNodeSetParams", "cuCtxSynchronize", "cuGraphInstantiate_v2"} & set(spent)
+
+
+def test_a_replay_sets_again_what_has_changed(driver):
+    from tinyvllm.ops.launch import download
+
+    total, count, x, y = integers(0), integers(2), integers(1, 2), integers(5, 6)
+    step = captured_step(total, count)
+    expected, sets = 0, []
+    for tensor, n in ((x, 1), (x, 2), (y, 2), (y, 2), (x, 7)):
+        before = driver.counts["cuGraphExecKernelNodeSetParams"]
+        expected += 4
+        assert download(step(tensor, n=n)).tolist() == (2 * (tensor.numpy() + n) + expected).tolist()
+        sets.append(driver.counts["cuGraphExecKernelNodeSetParams"] - before)
+    assert sets[1] == 1 and sets[2] >= 1 and sets[3] == 0 and sets[4] >= 1
+
+
+def test_another_thread_may_replay(driver):
+    from tinyvllm.ops.launch import download, upload
+
+    total, count, x, seen = integers(0), integers(2), integers(1, 2), []
+    step = captured_step(total, count)
+    step(x, n=1)
+
+    def replay() -> None:
+        step(x, n=1)
+        upload(x, np.array([3, 4], np.int32))
+        seen.append(download(step(x, n=1)).tolist())
+
+    thread = threading.Thread(target=replay)
+    thread.start()
+    thread.join(60)
+    assert seen == [[8 + 12, 10 + 12]]
+
+
+def test_repeat_is_as_many_launches(driver):
+    from tinyvllm.ops.launch import download, repeat
+
+    total, count, x = integers(0), integers(2), integers(1, 2)
+    step = captured_step(total, count)
+    step(x, n=1)
+    before = driver.counts.copy()
+    behind = repeat([(step, (x,), {"n": 1})], 5)
+    while not behind.wait():
+        pass
+    assert driver.launched.count("planted_reverse") == 12 and not driver._stream
+    assert (driver.counts - before)["cuGraphLaunch"] == 5 and (driver.counts - before)["cuCtxSynchronize"] == 0
+    assert download(total).item() == 6 * 4
+
+
+def test_the_host_sees_what_kernels_write_while_they_run(driver):
+    from tinyvllm.ops.launch import peek, repeat, visible
+
+    total, count, x = visible(np.array([100], np.int32), "CUDA"), integers(2), integers(1, 2)
+    step, seen = captured_step(total, count), []
+    step(x, n=1)
+    before = driver.counts.copy()
+    behind, done = repeat([(step, (x,), {"n": 1})], 8), False
+    while not done:
+        done = behind._work._copies.arrived(behind._work._event)
+        seen.append(peek(total).item())
+    assert seen[-1] == 100 + 9 * 4 and (driver.counts - before)["cuMemcpyDtoHAsync_v2"] == 0
+    assert len(set(seen)) > 2 or driver._seed % 2, "the numbers on the way"
+
+
+# --- the driver itself
+
+
+def test_more_shared_memory_than_a_block_can_have_is_refused(driver):
+    out = reverse(integers(0, 0), integers(0), integers(1, 2), integers(2), shared=228 << 10)[0]
+    with pytest.raises(RuntimeError, match="CUDA Error 1, invalid argument"):
+        out.realize()
+
+
+def test_an_edge_that_is_missing_shows(driver):
+    """Two kernels in a graph without an edge run in either order, by the seed."""
+    from tinygrad.runtime import ops_cuda
+    from tinygrad.runtime.autogen import cuda
+
+    out, total, x, count = integers(0, 0), integers(0), integers(1, 2), integers(2)
+    reverse(out, total, x, count)[0].realize()
+    (function,) = [f for f in driver._handles.values() if getattr(f, "name", "") == "planted_reverse"]
+    handle = next(number for number, thing in driver._handles.items() if thing is function)
+    results = set()
+    for _ in range(12):
+        graph, instance = cuda.CUgraph(), cuda.CUgraphExec()
+        cuda.cuGraphCreate(ctypes.byref(graph), 0)
+        for to, source in ((out, x), (x, out)):
+            arguments, packed = ops_cuda.encode_args([t.uop.buffer._buf for t in (to, total, source, count)], [])
+            p = cuda.CUDA_KERNEL_NODE_PARAMS_v1(ctypes.cast(handle, cuda.CUfunction), 1, 1, 1, 32, 1, 1, SHARED, None, packed)
+            assert cuda.cuGraphAddKernelNode(ctypes.byref(cuda.CUgraphNode()), graph, None, 0, ctypes.byref(p)) == 0
+        cuda.cuGraphInstantiate_v2(ctypes.byref(instance), graph, None, None, 0)
+        x.assign(integers(1, 2)).realize()
+        out.assign(integers(5, 6)).realize()
+        cuda.cuGraphLaunch(instance, None)
+        results.add(str((out.numpy().tolist(), x.numpy().tolist())))
+        driver.idle()
+    assert len(results) == 2
+
+
+def test_nothing_is_left_of_it():
+    from tinygrad import codegen
+    from tinygrad.engine.realize import runtime_cache
+    from tinygrad.runtime import ops_cuda
+    from tinygrad.runtime.autogen import cuda
+
+    kept = (cuda.cuInit, codegen.to_program_cache, list(ops_cuda.CUDADevice.devices))
+    with cuda_device() as driver:
+        assert on_device(np.arange(3, dtype=np.int32)).numpy().tolist() == [0, 1, 2]
+        assert cuda.cuInit is not kept[0]
+    assert (cuda.cuInit, codegen.to_program_cache, ops_cuda.CUDADevice.devices) == kept
+    assert not any(device.startswith("CUDA") for _, device in runtime_cache)
+    assert isinstance(driver, Driver)

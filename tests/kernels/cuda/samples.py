@@ -1,0 +1,97 @@
+"""CUDA kernels as layers of Llama 3.2 1B, Llama 3.1 8B and Qwen3 0.6B launch them, for tests that ask whether and how well they compile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinyvllm.ops.calls import cuda_records as records
+from tinyvllm.ops.calls.cuda_records import GPU
+from tinyvllm.ops.kernel import Kernel
+
+GPUS = {"sm_80": GPU(108, 163 << 10, 164 << 10), "sm_90": GPU(132, 227 << 10, 228 << 10)}  # A100; H100 and H200
+ROW, EPS = "sm_80", "1e-05f"
+TILED = ("BF16", "F16", "Q8_0", "Q4_0")
+FEATURES = ("SAMPLED", "TOP_K", "TOP_P", "MIN_P", "PENALIZED", "BIASED")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    E: int
+    F: int
+    H: int
+    K: int
+    D: int
+    V: int
+    qk_norm: bool = False
+
+    def heads(self, cache: str) -> records.Heads:
+        return records.Heads(self.H, self.K, self.D, 16, self.D, cache, False, self.qk_norm, EPS)
+
+    def attention(self, cache: str, window: int = 0) -> records.Attention:
+        return records.Attention(self.H, self.K, self.D, 16, 512, cache, f"{self.D**-0.5}f", window)
+
+
+SMALL, LARGE = Sizes(2048, 8192, 32, 8, 64, 128256), Sizes(4096, 14336, 32, 8, 128, 128256)
+QWEN = Sizes(1024, 3072, 16, 8, 128, 151936, True)
+WIDE = Sizes(2560, 10240, 8, 4, 256, 262144, True)  # Gemma 3 4B: the widest heads
+
+
+def samples(gpu: GPU) -> dict[str, Kernel]:
+    """Kernels by name, of which the first word is the stem, cut for a GPU."""
+    return _few(gpu) | _many(gpu) | _attention(gpu) | _tokens(gpu)
+
+
+def _few(gpu: GPU) -> dict[str, Kernel]:
+    found = {}
+    for format in TILED:
+        found[f"matvec {format} of 1"] = records.matvec(ROW, format, 1, LARGE.E, LARGE.F, gpu, residual=True)
+        found[f"matvec {format} of 8"] = records.matvec(ROW, format, 8, LARGE.E, LARGE.F, gpu)
+        found[f"norm_gate_up_silu {format}"] = records.norm_gate_up_silu(ROW, format, 8, LARGE.E, LARGE.F, gpu, EPS)
+    for format in ("BF16", "Q4_0"):
+        for name, sizes, T, cache in (("8b", LARGE, 8, "BF16"), ("qwen", QWEN, 1, "F16")):
+            heads = sizes.heads(cache)
+            found[f"norm_qkv_rope_store {format} {name}"] = records.norm_qkv_rope_store(ROW, format, T, sizes.E, heads, gpu, EPS)
+            found[f"norm_head {format} {name}"] = records.norm_head(ROW, format, T, sizes.V, sizes.E, gpu, EPS)
+    found["matvec with all"] = records.matvec(ROW, "BF16", 4, SMALL.E, SMALL.E, gpu, bias=True, residual=True, gelu=True)
+    found["norm_gate_up_silu qwen"] = records.norm_gate_up_silu(ROW, "BF16", 3, QWEN.E, QWEN.F, gpu, EPS, bias=True)
+    return found
+
+
+def _many(gpu: GPU) -> dict[str, Kernel]:
+    found = {f"prepare {format}": records.prepare(ROW, format, 128, SMALL.E, EPS) for format in TILED}
+    found["prepare gathered"] = records.prepare(ROW, "BF16", 64, LARGE.E, EPS, gather=True)
+    found["prepare alone"] = records.prepare(ROW, "Q4_0", 64, LARGE.F)
+    for format in TILED:
+        for T in (16, 64, 512, 4096) if format in ("BF16", "Q4_0") else (64, 4096):
+            found[f"matmul {format} of {T}"] = records.matmul(ROW, format, T, LARGE.E, LARGE.F, gpu, residual=True)[0]
+        found[f"matmul {format} with silu"] = records.matmul(ROW, format, 256, SMALL.F, SMALL.E, gpu, silu=True)[0]
+    for cache in ("F32", "F16", "BF16"):
+        found[f"rope_store {cache}"] = records.rope_store(ROW, 128, (QWEN if cache == "F16" else SMALL).heads(cache))
+    found["best of 1"], found["best of 64"] = records.best(ROW, 1, SMALL.V, gpu), records.best(ROW, 64, QWEN.V, gpu)
+    return found
+
+
+def _attention(gpu: GPU) -> dict[str, Kernel]:
+    found = {}
+    for name, sizes, cache in (("1b", SMALL, "F16"), ("8b", LARGE, "BF16"), ("wide", WIDE, "BF16")):
+        told = sizes.attention(cache, window=1024 if sizes is WIDE else 0)
+        found[f"attention_prefill {name}"] = records.attention_prefill(ROW, 512, 2, told, gpu)
+        found[f"attention_decode {name}"] = records.attention_decode(ROW, 32, told, gpu)[0]
+    return found
+
+
+def _tokens(gpu: GPU) -> dict[str, Kernel]:
+    found = {}
+    for format in ("F32", *TILED):
+        found[f"embed {format} from rows"] = records.embed(ROW, format, 64, SMALL.V, SMALL.E, False)
+        if format != "F32":
+            found[f"embed {format}"] = records.embed(ROW, format, 64, SMALL.V, SMALL.E, True)
+    for cache in ("F32", "F16", "BF16"):
+        found[f"kv_append {cache}"] = records.kv_append(ROW, 64, 8, 16, 128, cache)
+    found["kv_copy"] = records.kv_copy(ROW, 4, 2 * 8 * 16 * 128 * 2)
+    found["advance"], found["verify_prefix"] = records.advance(ROW, 256, 512, 16, 64, 16), records.verify_prefix(ROW, 64, 8)
+    found["read"], found["copy"] = records.read(ROW, 1 << 26, 264), records.copy(ROW, 1 << 26, 264)
+    for name, B, on in (("greedy", 1, ()), ("drawn", 8, FEATURES[:1]), ("with all", 1, FEATURES), ("of many with all", 200, FEATURES)):
+        kernels, _ = records.sample(ROW, B, QWEN.V, 256, {feature: feature in on for feature in FEATURES}, gpu)
+        found |= {f"sample {name}, launch {i}": kernel for i, kernel in enumerate(kernels)}
+    return found

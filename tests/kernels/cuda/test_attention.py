@@ -1,0 +1,185 @@
+"""Paged attention of the CUDA backend in the emulator: against a softmax in float64, and decode against prefill bit for bit.
+
+Sequences and caches are those of the CPU kernels' tests: NaN in every slot that no row sees, table entries far beyond the pool.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+from tests.emulator.emulate import emulate
+from tests.kernels.calling import aligned
+from tests.kernels.test_attention import CONTEXT, NEW, Case, Shape, _ints, make, oracle, same
+from tinyvllm.ops.calls import cuda_records as records
+from tinyvllm.ops.kernel import Kernel
+from tinyvllm.quant.formats import bf16_to_f32, f32_to_bf16
+
+GPU = records.GPU(multiprocessors=3, shared=227 << 10, shared_of_one=228 << 10)
+# Weights, at most 1, are rounded to the cache's format before they meet the values; the rest is float32.
+TOLERANCE = {"BF16": {"rtol": 0, "atol": 8e-3}, "F16": {"rtol": 0, "atol": 1e-3}}
+
+
+def rounded(case: Case) -> Case:
+    """The case with queries as the kernels round them, for the oracle."""
+    if case.shape.dtype == "BF16":
+        return dataclasses.replace(case, q=bf16_to_f32(f32_to_bf16(case.q)).reshape(case.q.shape))
+    return dataclasses.replace(case, q=case.q.astype(np.float16).astype(np.float32))
+
+
+def told(case: Case) -> records.Attention:
+    s = case.shape
+    return records.Attention(s.H, s.K, s.D, s.S, case.tables.shape[1], s.dtype, f"{s.D**-0.5}f", s.window)
+
+
+def with_stretch(kernel: Kernel, stretch: int) -> Kernel:
+    return dataclasses.replace(kernel, defines=(*kernel.defines, ("STRETCH", stretch)))
+
+
+def decode(case: Case, grid: int | None = None, count: int | None = None, stretch: int = 4096, seed: int = 0) -> np.ndarray:
+    """The last row of each sequence; afterwards the counters are zero again."""
+    s, (B, M) = case.shape, case.tables.shape
+    kernel, floats, counts = records.attention_decode("sm_90", B, told(case), GPU)
+    if grid or stretch != 4096:
+        wide = grid or kernel.grid[0]
+        G = s.H // s.K
+        rows = -(-G // -(-G // 16))
+        kernel = with_stretch(dataclasses.replace(kernel, grid=(wide, 1, 1)), stretch)
+        floats, counts = wide * 2 * (stretch // 256 + -(-M * s.S // stretch)) * rows * (s.D + 2), 2 * wide
+    last = aligned((B, s.H, s.D), np.float32)
+    last[...] = case.q[case.starts[1:] - 1]
+    out, partial, counters = aligned(last.shape, np.float32), aligned((floats,), np.float32), aligned((counts,), np.uint32, 0)
+    counted = _ints([B if count is None else count])
+    for again in range(2 if seed == 0 else 1):  # a captured launch finds what the last one left
+        emulate(kernel, out, partial, counters, last, case.cache, case.tables, _ints(case.context), counted, seed=seed + again)
+        assert not counters.any()
+    return out
+
+
+def prefill(case: Case, first: int = 0, count: int | None = None, stretch: int = 4096, stages: int = 2, seed: int = 0) -> np.ndarray:
+    chunks = len(case.new) - first if count is None else count
+    kernel = records.attention_prefill("sm_90", sum(case.new), len(case.new), told(case), GPU)
+    kernel = with_stretch(kernel, stretch)
+    if stages == 1:
+        kernel = dataclasses.replace(kernel, defines=tuple((name, 1 if name == "STAGES" else value) for name, value in kernel.defines))
+    out = aligned(case.q.shape, np.float32)
+    ins = (case.q, case.cache, case.tables, _ints(case.context), case.starts, _ints([first, chunks]))
+    emulate(kernel, out, *ins, seed=seed)
+    return out
+
+
+def close(got: np.ndarray, want: np.ndarray, case: Case) -> None:
+    np.testing.assert_allclose(got, want, **TOLERANCE[case.shape.dtype])
+
+
+RAGGED = [
+    Shape(H=8, K=1, D=32, S=8, dtype="BF16"),
+    Shape(H=3, K=1, D=64, S=16, dtype="F16"),
+    Shape(H=4, K=4, D=32, S=128, dtype="F16"),
+    Shape(H=4, K=2, D=96, S=32, dtype="BF16"),
+    Shape(H=4, K=1, D=128, S=16, dtype="F16"),
+    Shape(H=2, K=1, D=256, S=16, dtype="BF16"),
+    Shape(H=2, K=2, D=48, S=256, dtype="BF16"),
+    Shape(H=20, K=1, D=32, S=16, dtype="BF16"),
+    Shape(H=2, K=1, D=64, S=8, dtype="F16", window=5),
+    Shape(H=3, K=3, D=32, S=16, dtype="BF16", window=70),
+    Shape(H=4, K=1, D=64, S=64, dtype="F16", window=300),
+]
+
+
+@functools.cache
+def ragged(shape: Shape) -> Case:
+    return make(shape, NEW, CONTEXT)
+
+
+@pytest.mark.parametrize("shape", RAGGED, ids=str)
+def test_ragged_sequences(shape: Shape) -> None:
+    case = ragged(shape)
+    want, last = oracle(rounded(case)), case.starts[1:] - 1
+    rows, ends = prefill(case), decode(case)
+    close(rows, want, case)
+    close(ends, want[last], case)
+    assert same(ends, rows[last]), "decode and prefill of the same row differ in bits"
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_decode_at_every_border(dtype: str) -> None:
+    contexts = [1, 15, 16, 17, 63, 64, 65, 255, 256, 257, 600]
+    case = make(Shape(H=2, K=1, D=32, dtype=dtype), [1] * len(contexts), contexts, seed=3)
+    want = decode(case)
+    close(want, oracle(rounded(case)), case)
+    for grid, seed in ((1, 1), (2, 2), (5, 3), (40, 4)):
+        assert same(decode(case, grid=grid, seed=seed), want), f"{grid} blocks of threads"
+    for b in (0, 4, 9, 10):
+        alone = Case(case.shape, [1], contexts[b : b + 1], case.q[b : b + 1], case.cache, case.tables[b : b + 1], [], [])
+        assert same(decode(alone, seed=b), want[b : b + 1]), contexts[b]
+
+
+@pytest.mark.parametrize("shape", [Shape(H=3, K=1, D=32, dtype="BF16"), Shape(H=2, K=2, D=32, S=8, dtype="F16", window=1000)], ids=str)
+def test_stretches(shape: Shape) -> None:
+    case = make(shape, [3, 1, 1], [1700, 1280, 513], M=216)
+    want, last = oracle(rounded(case)), case.starts[1:] - 1
+    rows = prefill(case, stretch=512)
+    close(rows, want, case)
+    for grid, seed in ((1, 1), (3, 2), (4, 3), (17, 4)):
+        ends = decode(case, grid=grid, stretch=512, seed=seed)
+        assert same(ends, rows[last]), f"{grid} blocks of threads"
+
+
+def test_a_long_context() -> None:
+    case = make(Shape(H=1, K=1, D=32, dtype="BF16"), [2], [4400])
+    rows = prefill(case)
+    close(rows, oracle(rounded(case)), case)
+    assert same(decode(case, grid=4), rows[1:])
+
+
+@pytest.mark.parametrize("shape", [Shape(H=4, K=1, D=32, dtype="BF16"), Shape(H=3, K=3, D=32, S=8, dtype="F16", window=90)], ids=str)
+def test_every_row_has_the_bits_of_decode_however_prompts_are_cut(shape: Shape) -> None:
+    whole = make(shape, [150], [290])
+    rows = prefill(whole)
+    for new, context in ((1, 290), (2, 257), (5, 230), (64, 204), (67, 290)):
+        first = context - new - 140  # row of `whole` that comes first in this cut
+        q = aligned((new, shape.H, shape.D), np.float32)
+        q[...] = whole.q[first : first + new]
+        cut = Case(shape, [new], [context], q, whole.cache, whole.tables, whole.keys, whole.values)
+        assert same(prefill(cut, seed=new), rows[first : first + new]), (new, context)
+        assert same(decode(cut, seed=new), rows[first + new - 1 : first + new]), (new, context)
+
+
+def test_one_stage_has_the_bits_of_two() -> None:
+    case = ragged(RAGGED[1])
+    assert same(prefill(case, stages=1, seed=5), prefill(case, seed=6))
+
+
+def test_rows_that_do_not_count_stay_as_they_are() -> None:
+    case = make(Shape(D=32, dtype="BF16"), [1, 1, 40, 5, 1], [300, 20, 40, 12, 9])
+    want = oracle(rounded(case))
+    out = decode(case, count=2)
+    close(out[:2], want[:2], case)
+    assert (out[2:].view(np.uint32) == 0xFFFFFFFF).all()
+    assert (decode(case, count=0).view(np.uint32) == 0xFFFFFFFF).all()
+    out = prefill(case, first=2, count=2)
+    close(out[2:47], want[2:47], case)
+    assert (out[[0, 1, 47]].view(np.uint32) == 0xFFFFFFFF).all()
+    assert (prefill(case, first=2, count=0).view(np.uint32) == 0xFFFFFFFF).all()
+
+
+def test_large_scores_do_not_overflow() -> None:
+    case = make(Shape(D=32, dtype="BF16"), [20], [300])
+    case.q *= 200
+    want = oracle(rounded(case))
+    rows = prefill(case)
+    assert np.isfinite(rows).all()
+    close(rows, want, case)
+
+
+def test_a_broken_sequence_does_not_reach_others() -> None:
+    case = make(Shape(H=2, K=1, D=32, dtype="BF16"), [30, 1, 20], [100, 90, 80])
+    clean, ends = prefill(case), decode(case)
+    case.cache[case.tables[1, 1], :, :, 3] = 0xFFFF
+    dirty, broken = prefill(case, seed=1), decode(case, seed=1)
+    assert same(dirty[:30], clean[:30]) and same(dirty[31:], clean[31:]) and np.isnan(dirty[30]).all()
+    assert same(broken[::2], ends[::2]) and np.isnan(broken[1]).all()

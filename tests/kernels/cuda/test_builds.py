@@ -1,0 +1,53 @@
+"""Every CUDA kernel compiles for the GPUs that it is made for, keeps what it has in registers, and fits into a block's shared memory."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.cuda.samples import GPUS, samples
+from tinyvllm.ops import nvrtc
+from tinyvllm.ops.source import kernel_text, kernels_folder
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVRTC's wheel is for Linux")
+
+SAMPLES = {arch: samples(gpu) for arch, gpu in GPUS.items()}
+
+
+def test_every_kernel_has_a_sample() -> None:
+    stems = {path.stem for path in (kernels_folder() / "cuda").glob("*.cu")}
+    assert {name.split()[0] for name in SAMPLES["sm_90"]} == stems
+
+
+def _cases() -> list[tuple[str, str]]:
+    """A kernel with instructions of one architecture for that alone."""
+    return [(name, arch) for arch in GPUS for name, k in SAMPLES[arch].items() if k.target in (f"{arch}a", "sm_80")]
+
+
+@pytest.mark.parametrize("name, arch", _cases())
+def test_a_kernel_keeps_to_its_registers_and_its_shared_memory(name: str, arch: str) -> None:
+    kernel = SAMPLES[arch][name]
+    said = nvrtc.report(kernel, arch)
+    assert said.spilled == 0 and said.stack == 0, said.said
+    assert 0 < said.registers <= 255
+    assert said.shared + kernel.shared <= GPUS[arch].shared, f"{said.shared} bytes declared, {kernel.shared} at launch"
+    assert 32 <= kernel.block <= 1024 and kernel.block % 32 == 0 and min(kernel.grid) > 0 and max(kernel.grid[1:]) < 1 << 16
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on the PATH")
+@pytest.mark.parametrize("stem", sorted({name.split()[0] for name in SAMPLES["sm_90"]}))
+def test_nvcc_compiles_it_too(stem: str, tmp_path: Path) -> None:
+    """Another front end, mostly of another version; its assembler counts spills, too."""
+    kernel = next(kernel for name, kernel in SAMPLES["sm_90"].items() if name.split()[0] == stem)
+    source = tmp_path / f"{stem}.cu"
+    source.write_text(kernel_text(kernel))
+    target = kernel.target if kernel.target.endswith("a") else "sm_90"
+    command = ["nvcc", f"-arch={target}", "-cubin", "--fmad=false", "-std=c++17", "-Xptxas", "-v", "-diag-suppress", "177"]
+    done = subprocess.run([*command, "-o", str(tmp_path / "out.cubin"), str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = nvrtc.read_report(done.stderr)
+    assert said.registers > 0 and said.spilled == 0, done.stderr

@@ -1,0 +1,267 @@
+"""The CUDA kernels for products of many rows, in the emulator: prepare, matmul, rope_store, best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from tests.emulator.emulate import emulate
+from tests.kernels.calling import aligned
+from tests.kernels.cuda import small_products, tiles
+from tinyvllm.ops.kernel import Kernel
+from tinyvllm.quant.formats import bf16_to_f32, f32_to_bf16
+
+ROW = "sm_90"
+
+
+def up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+# --- prepare
+
+
+@pytest.mark.parametrize("format", tiles.TILED)
+@pytest.mark.parametrize("I, count, norm, gather", [(32, 1, True, False), (1056, 11, True, True), (1248, 9, False, False)])
+def test_prepared_rows_are_rounded_and_laid_out(format: str, I: int, count: int, norm: bool, gather: bool) -> None:
+    T, live = 24, up(count, 8)
+    x, weight = tiles.numbers(T, I), tiles.numbers(I, seed=1)
+    index = tiles.laid(np.random.default_rng(2).integers(0, T, T).astype(np.int32))
+    index[count:] = 1 << 30
+    x[3] = 0
+    out = aligned((tiles.prepared_bytes(format, T, I),), np.uint8)
+    ins = [x, *([weight] if norm else []), *([index] if gather else []), tiles.one(count)]
+    defines = dict(I=I, T=T, WEIGHT=format, NORM=int(norm), GATHER=int(gather), EPS="1e-5f")
+    emulate(Kernel.cuda("prepare", ROW, 1, len(ins), (T, 1, 1), 256, **defines), out, *ins)
+    rows = x[index[:count]] if gather else x[:count]
+    want = tiles.prepared(tiles.rms_normed(rows, weight, 1e-5) if norm else rows, format)
+    for got, wanted in zip(parts(out, format, T, I), parts(want, format, live, I), strict=True):
+        assert (got[: live // 8] == wanted).all()
+        assert tiles.untouched(got[live // 8 :])
+
+
+def parts(prepared: np.ndarray, format: str, T: int, I: int) -> list[np.ndarray]:
+    """Prepared rows as [T / 8, bytes] of numbers, and of scales."""
+    if format in tiles.FLOATS:
+        return [prepared.reshape(T // 8, I * 16)]
+    return [prepared[: T * I].reshape(T // 8, I * 8), prepared[T * I :].reshape(T // 8, I * 2)]
+
+
+# --- matmul
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a product is cut into tiles, stages and shares."""
+
+    tile_o: int
+    tile_t: int
+    warps: tuple[int, int, int] = (1, 1, 1)  # WARPS_O, WARPS_T, WARPS_K
+    k_blocks: int = 2
+    stages: int = 3
+    split: int = 1
+    band: int = 2
+
+
+SMALL = Cut(16, 16, (1, 1, 2))
+WIDE = Cut(64, 32, (2, 2, 1))
+MANY = Cut(32, 16, (1, 1, 4), k_blocks=1, stages=4, split=2)
+
+
+@dataclass(frozen=True)
+class Product:
+    """One call of matmul; whatever is not asked for is left out."""
+
+    format: str
+    T: int
+    O: int  # noqa: E741  the dimension's letter
+    I: int  # noqa: E741
+    bias: bool = False
+    residual: bool = False
+    gelu: bool = False
+    silu: bool = False
+
+    def kernel(self, cut: Cut) -> Kernel:
+        o_blocks, t_blocks = -(-self.O * (1 + self.silu) // cut.tile_o), -(-self.T // cut.tile_t)
+        wo, wt, wk = cut.warps
+        w, x = {"Q8_0": (544, 320), "Q4_0": (288, 320)}.get(self.format, (1024, 512))
+        stage = cut.k_blocks * (cut.tile_o // 16 * w + cut.tile_t // 8 * x)
+        shared = cut.stages * wk * stage + (wk - 1) * cut.tile_o * cut.tile_t * 4
+        return Kernel.cuda(
+            "matmul", ROW, 1 + 2 * (cut.split > 1), 3 + self.bias + self.residual,
+            (o_blocks * t_blocks, cut.split, 1), 32 * wo * wt * wk, shared,
+            O=self.O, I=self.I, T=self.T, WEIGHT=self.format, BIAS=int(self.bias), RESIDUAL=int(self.residual), ACTIVATION=int(self.gelu),
+            SILU=int(self.silu), SPLIT=cut.split, TILE_O=cut.tile_o, TILE_T=cut.tile_t, WARPS_O=wo, WARPS_T=wt, WARPS_K=wk,
+            K_BLOCKS=cut.k_blocks, STAGES=cut.stages, BAND=cut.band, RESIDENT=1,
+        )  # fmt: skip
+
+    def shares(self, cut: Cut) -> list[np.ndarray]:
+        """What blocks of threads hand over to each other: sums, poisoned, and counters."""
+        if cut.split == 1:
+            return []
+        pieces, blocks = -(-self.I // 512), self.kernel(cut).grid[0]
+        slots = pieces - -(-pieces // cut.split) + 1
+        return [aligned((slots * blocks * cut.tile_o * cut.tile_t,), np.float32), aligned((blocks,), np.uint32, 0)]
+
+
+class Data:
+    """Operands of a product, and what should come out."""
+
+    def __init__(self, product: Product, seed: int = 0) -> None:
+        self.product, rows = product, product.O * (1 + product.silu)
+        self.x = tiles.numbers(product.T, product.I, seed=seed)
+        self.weight = tiles.tiled(tiles.numbers(rows, product.I, seed=seed + 1), product.format)
+        self.bias, self.residual = tiles.numbers(rows, seed=seed + 2), tiles.numbers(product.T, product.O, seed=seed + 3)
+
+    def run(self, cut: Cut, count: int, first: int = 0, seed: int = 0) -> np.ndarray:
+        """The product of `count` rows of x from `first` on; behind them poison."""
+        p = self.product
+        x = tiles.prepared(self.x[first : first + count], p.format)
+        prepared = aligned((tiles.prepared_bytes(p.format, p.T, p.I),), np.uint8)
+        for to, part in zip(parts(prepared, p.format, p.T, p.I), parts(x, p.format, up(count, 8), p.I), strict=True):
+            to[: len(part)] = part
+        out, shares = aligned((p.T, p.O), np.float32), p.shares(cut)
+        added = [self.bias] if p.bias else []
+        added += [tiles.laid(np.roll(self.residual, -first, 0))] if p.residual else []
+        ins = [prepared, self.weight.tiles, *added, tiles.one(count)]
+        emulate(p.kernel(cut), out, *shares, *ins, seed=seed)
+        assert tiles.untouched(out[count:])
+        assert not shares or not shares[1].any(), "counters must be zero for the next launch"
+        return out[:count]
+
+    def wanted(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """What should come out, and the size its errors are measured by, float64."""
+        p = self.product
+        y, size = tiles.product(self.x[:count], self.weight)
+        y, size = (y + self.bias, size + np.abs(self.bias)) if p.bias else (y, size)
+        if p.silu:
+            gate, up = y[:, : p.O], y[:, p.O :]
+            return gate / (1 + np.exp(-gate)) * up, size[:, : p.O] * (np.abs(up) + 1) + size[:, p.O :] * (np.abs(gate) + 1)
+        y = y * 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3))) if p.gelu else y
+        return (y + self.residual[:count], size + np.abs(self.residual[:count])) if p.residual else (y, size)
+
+
+@pytest.mark.parametrize("format", tiles.TILED)
+@pytest.mark.parametrize(
+    "cut, T, count, O, I",
+    [
+        (SMALL, 16, 9, 35, 1568),  # three pieces and one block of 32 columns, for two teams
+        (WIDE, 72, 65, 104, 544),  # tiles that stand out on both sides
+        (MANY, 24, 23, 40, 2080),  # shared out, the second share has fewer pieces than teams
+    ],
+)
+def test_many_rows_times_weights(format: str, cut: Cut, T: int, count: int, O: int, I: int) -> None:  # noqa: E741
+    data = Data(Product(format, T, O, I))
+    tiles.close(data.run(cut, count), *data.wanted(count))
+
+
+@pytest.mark.parametrize("cut", [WIDE, MANY])
+@pytest.mark.parametrize("switches", [{"bias": True, "residual": True}, {"residual": True, "gelu": True}, {"bias": True, "gelu": True}])
+def test_what_follows_the_sums(cut: Cut, switches: dict[str, bool]) -> None:
+    data = Data(Product("BF16", 24, 35, 1056, **switches))
+    tiles.close(data.run(cut, 17), *data.wanted(17))
+
+
+@pytest.mark.parametrize("format", tiles.TILED)
+@pytest.mark.parametrize("cut", [Cut(64, 16, (2, 1, 1)), Cut(32, 16, (1, 1, 2), split=2), Cut(128, 32, (2, 2, 1))])
+def test_gate_and_up_meet_in_one_tile(format: str, cut: Cut) -> None:
+    data = Data(Product(format, 24, 48, 1056, bias=True, silu=True))
+    tiles.close(data.run(cut, 19), *data.wanted(19))
+
+
+@pytest.mark.parametrize("format", tiles.TILED)
+def test_a_row_has_the_same_bits_in_any_company_and_any_cut(format: str) -> None:
+    """All rows at once, a few of them elsewhere in the batch, other tiles, stages, teams, shares, orders of blocks, and matvec."""
+    data = Data(Product(format, 136, 40, 1632, bias=True, residual=True))
+    whole = data.run(Cut(64, 64, (2, 2, 1)), 130)
+    tiles.close(whole, *data.wanted(130))
+    for cut in (SMALL, WIDE, MANY, Cut(16, 8, k_blocks=4, stages=2, split=4), Cut(32, 24, (1, 1, 4), stages=2)):
+        tiles.same_bits(data.run(cut, 11, first=61, seed=cut.stages), whole[61:72])
+    tiles.same_bits(matvec(data, 5, first=61), whole[61:66])
+
+
+def matvec(data: Data, count: int, first: int) -> np.ndarray:
+    """The same rows by the kernel for few rows."""
+    p, out = data.product, aligned((count, data.product.O), np.float32)
+    kernel = small_products.matvec(count, p.O, p.I, p.format, bias=1, residual=1)
+    x, residual = (tiles.laid(rows[first : first + count]) for rows in (data.x, data.residual))
+    emulate(kernel, out, x, data.weight.tiles, data.bias, residual, tiles.one(count))
+    return out
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_shares_come_in_any_order(seed: int) -> None:
+    data = Data(Product("Q8_0", 16, 32, 2560))
+    cut = Cut(16, 8, split=5)
+    tiles.same_bits(data.run(cut, 16, seed=seed + 1), data.run(SMALL, 16))
+
+
+def test_no_rows_write_nothing() -> None:
+    assert not len(Data(Product("BF16", 16, 16, 1024)).run(MANY, 0))
+
+
+# --- rope_store
+
+
+@pytest.mark.parametrize(
+    "H, K, D, R, cache, bias, norm",
+    [(4, 2, 64, 64, "BF16", False, False), (3, 1, 80, 32, "F16", True, True), (5, 5, 48, 0, "F32", True, False)],
+)
+def test_heads_are_turned_and_stored(H: int, K: int, D: int, R: int, cache: str, bias: bool, norm: bool) -> None:
+    T, count, P, S, heads = 9, 7, 5, 4, H + 2 * K
+    y, added = tiles.numbers(T, heads * D), tiles.numbers(heads * D, seed=1)
+    norms = [tiles.numbers(D, seed=2), tiles.numbers(D, seed=3)]
+    turn = np.random.default_rng(4).uniform(0, 6, (T, R // 2))
+    angles = tiles.laid(np.concatenate([np.cos(turn), np.sin(turn)], 1).astype(np.float32))
+    slots = tiles.laid(np.random.default_rng(5).permutation(P * S)[:T].astype(np.int32))
+    q, pool = aligned((T, H, D), np.float32), aligned((P, 2, K, S, D), np.float32 if cache == "F32" else np.uint16)
+    ins = [y, *([added] if bias else []), *(norms if norm else []), *([angles] if R else []), slots, tiles.one(count)]
+    defines = dict(H=H, K=K, D=D, R=R, S=S, CACHE_TYPE=cache, BIAS=int(bias), QK_NORM=int(norm), QK_EPS="1e-6f")
+    emulate(Kernel.cuda("rope_store", ROW, 3, len(ins), (T, -(-heads // 8), 1), 256, **defines), q, pool, pool, *ins)
+
+    made = (y + added * bias).reshape(T, heads, D)[:count].astype(np.float64)
+    turned, values = made[:, : H + K], made[:, H + K :]
+    if norm:
+        weight = np.concatenate([np.tile(norms[0], (H, 1)), np.tile(norms[1], (K, 1))])
+        turned = turned / np.sqrt((turned**2).mean(-1, keepdims=True) + 1e-6) * weight
+    a, b, cosine, sine = turned[..., : R // 2], turned[..., R // 2 : R], np.cos(turn[:count, None]), np.sin(turn[:count, None])
+    turned = np.concatenate([a * cosine - b * sine, b * cosine + a * sine, turned[..., R:]], -1)
+    np.testing.assert_allclose(q[:count], turned[:, :H], rtol=0, atol=3e-6)
+    assert tiles.untouched(q[count:])
+
+    number = {"F32": lambda n: n, "BF16": bf16_to_f32, "F16": lambda n: n.view(np.float16).astype(np.float32)}[cache]
+    blocks, offsets = slots[:count] // S, slots[:count] % S
+    precision = {"F32": 0.0, "F16": 2**-11, "BF16": 2**-8}[cache]
+    np.testing.assert_allclose(number(pool[blocks, 0, :, offsets]), turned[:, H:], rtol=precision, atol=3e-6)
+    np.testing.assert_allclose(number(pool[blocks, 1, :, offsets]), values, rtol=precision, atol=1e-6)
+    if cache == "BF16":
+        assert (pool[blocks, 1, :, offsets] == f32_to_bf16(values.astype(np.float32))).all()
+    others = np.delete(pool.transpose(0, 3, 1, 2, 4).reshape(P * S, -1), slots[:count], 0)
+    assert tiles.untouched(others)
+
+
+# --- best
+
+
+@pytest.mark.parametrize("V, share", [(1, 1), (1003, 1), (4100, 3), (2053, 4)])
+def test_the_largest_logit_the_first_of_equals(V: int, share: int) -> None:
+    N, count = 9, 8
+    logits = tiles.numbers(N, V)
+    logits[1] = -np.inf
+    logits[2, V // 2] = np.nan
+    logits[3] = 0
+    logits[3, : V // 3] = -0.0  # equal to 0
+    logits[4, [V // 3, V // 2, V - 1]] = 50
+    logits[5] = -3e38
+    logits[6, V - 1] = np.inf
+    logits[7, : V - 1] = -np.inf
+    best, most, counters = aligned((N,), np.int32), aligned((N,), np.uint64, 0), aligned((N,), np.uint32, 0)
+    kernel = Kernel.cuda("best", ROW, 3, 2, (share, N, 1), 256, V=V, PARTS=share)
+    for seed in range(2):
+        best[:] = 77
+        emulate(kernel, best, most, counters, logits, tiles.one(count), seed=seed)
+        want = [-1 if np.isnan(row).any() or row.max() == -np.inf else int(row.argmax()) for row in logits]
+        assert best.tolist() == [*want[:count], 77]
+        assert not most.any() and not counters.any()

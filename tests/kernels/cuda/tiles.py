@@ -1,0 +1,141 @@
+"""Weights in tiles, prepared x, and what a product of the two should be, in numpy: the layouts of kernels/cuda/include/product.cuh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tests.kernels.calling import aligned
+from tinyvllm.ops.tiles import pack_tiles
+from tinyvllm.quant.formats import FORMATS, bf16_to_f32, f32_to_bf16, unpack
+
+FLOATS = ("BF16", "F16")
+QUANTS = ("Q8_0", "Q4_0")
+TILED = (*FLOATS, *QUANTS)
+TOLERANCE = 2e-6  # of the sum of the absolute products: float32 sums of at most a few thousand
+
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    """Normal float32 numbers, the same for the same shape and seed."""
+    return laid(np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32))
+
+
+def laid(array: np.ndarray) -> np.ndarray:
+    """A copy on a cache line's border."""
+    return aligned(array.shape, array.dtype, array)
+
+
+# --- weights
+
+
+@dataclass(frozen=True, eq=False)
+class Tiled:
+    """A weight matrix: `rows` uint8 [O, bytes] as in a file, `tiles` uint8 as kernels read them, `values` float64 [O, I]."""
+
+    format: str
+    rows: np.ndarray
+    tiles: np.ndarray
+    values: np.ndarray
+
+
+def tiled(weight: np.ndarray, format: str) -> Tiled:
+    """float32 [O, I] in one of the formats."""
+    O, I = weight.shape
+    known = FORMATS[format]
+    blocks = known.pack(np.ascontiguousarray(weight.reshape(-1, known.elements)))
+    values = unpack(format, blocks.reshape(-1, known.nbytes)).reshape(O, I)
+    rows = blocks.reshape(O, -1)
+    return Tiled(format, rows, laid(pack_tiles(format, rows)), values.astype(np.float64))
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+# --- x
+
+
+def quantised(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """float32 [T, I] -> (int8 [T, I / 32, 32], their float32 scales [T, I / 32])."""
+    blocks = x.reshape(len(x), -1, 32)
+    most = np.abs(blocks).max(-1)
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.where(most > 1e-36, np.float32(127) / most, np.float32(0)).astype(np.float32)
+    return np.rint(blocks * inverse[..., None]).astype(np.int8), most / np.float32(127)
+
+
+def seen(x: np.ndarray, format: str) -> np.ndarray:
+    """float32 [T, I] -> float64 [T, I]: x as a product with weights of this format sees it."""
+    if format == "BF16":
+        return bf16_to_f32(f32_to_bf16(x)).astype(np.float64)
+    if format == "F16":
+        return x.astype(np.float16).astype(np.float64)
+    quants, scales = quantised(x)
+    return (quants * scales[..., None].astype(np.float64)).reshape(x.shape)
+
+
+def prepared_bytes(format: str, T: int, I: int) -> int:
+    """Bytes of T rows of x prepared, T counted up to a multiple of 8."""
+    return -(-T // 8) * (I // 32) * (512 if format in FLOATS else 256 + 64)
+
+
+def prepared(x: np.ndarray, format: str) -> np.ndarray:
+    """float32 [T, I], T counted up to a multiple of 8 with zeros -> uint8 [prepared_bytes]."""
+    padded = np.zeros((-(-len(x) // 8) * 8, x.shape[1]), np.float32)
+    padded[: len(x)] = x
+    if format in FLOATS:
+        halves = f32_to_bf16(padded) if format == "BF16" else padded.astype(np.float16)
+        return _bytes(halves.reshape(-1, 8, x.shape[1] // 32, 2, 2, 4, 2).transpose(0, 2, 1, 5, 3, 4, 6))
+    quants, scales = quantised(padded)
+    ordered = quants.reshape(-1, 8, x.shape[1] // 32, 2, 4, 4).transpose(0, 2, 1, 4, 3, 5)
+    sums = quants.sum(-1, dtype=np.int32)
+    behind = np.stack([words.reshape(-1, 8, words.shape[1]).transpose(0, 2, 1) for words in (scales.view(np.int32), sums)], axis=2)
+    return np.concatenate([_bytes(ordered), _bytes(behind)])
+
+
+# --- what should come out
+
+
+def product(x: np.ndarray, weight: Tiled) -> tuple[np.ndarray, np.ndarray]:
+    """x float32 [T, I] times weight transposed, and the sums of the absolute products, both float64 [T, O]."""
+    rounded = seen(x, weight.format)
+    return rounded @ weight.values.T, np.abs(rounded) @ np.abs(weight.values).T
+
+
+def rms_normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    """float32 [T, E] in the order of include/norm.cuh, so that what is rounded afterwards is rounded alike."""
+    T, E = x.shape
+    wide = np.zeros((T, -(-E // 1024) * 1024), np.float64)
+    wide[:, :E] = x
+    sums = np.zeros((T, 256), np.float32)
+    for four in wide.reshape(T, -1, 256, 4).transpose(1, 3, 0, 2).reshape(-1, T, 256):
+        sums = (four * four + sums).astype(np.float32)
+    for apart in (16, 8, 4, 2, 1):
+        sums = sums + sums[:, np.arange(256) ^ apart]
+    total = sums[:, 0]
+    for part in range(1, 8):
+        total = total + sums[:, 32 * part]
+    inverse = np.float32(1) / np.sqrt(total / np.float32(E) + np.float32(eps))
+    return x * inverse[:, None] * weight
+
+
+def close(got: np.ndarray, want: np.ndarray, size: np.ndarray, tolerance: float = TOLERANCE) -> None:
+    """Off by at most `tolerance` of `size`, the sums of absolute products."""
+    off = np.abs(got - want) / (size + 1e-30)
+    assert off.max(initial=0) < tolerance, f"off by {off.max():.2e} at {np.unravel_index(off.argmax(), off.shape)}"
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> None:
+    """float32 arrays of one shape with the same bits everywhere."""
+    differ = np.argwhere(a.view(np.uint32) != b.view(np.uint32))
+    assert not len(differ), f"{len(differ)} of {a.size} differ, the first at {tuple(differ[0])}"
+
+
+def untouched(array: np.ndarray) -> bool:
+    """Whether every byte is still the poison of `aligned`."""
+    return bool((np.ascontiguousarray(array).view(np.uint8) == 0xFF).all())
+
+
+def one(value: int) -> np.ndarray:
+    return np.array([value], np.int32)
