@@ -6,7 +6,6 @@ typedef int S4 __attribute__((ext_vector_type(4)));
 typedef float F4 __attribute__((ext_vector_type(4)));
 typedef float F8 __attribute__((ext_vector_type(8)));
 extern "C" float exp2f(float);
-extern "C" void *memcpy(void *, const void *, unsigned long);
 
 SHIM u32 cuda_place(u32 which, u32 direction) { return core_place(which, direction); }
 SHIM void cuda_fence(bool device) { core_fence(device); }
@@ -185,6 +184,7 @@ static void multiply_16(void **theirs, u32, u64) {
     const Mma *m = (Mma *)theirs[lane];
     int g = lane / 4, t = lane % 4 * 2;
     for (int half = 0; half < 2; half++) {
+#pragma unroll
       for (int i = 0; i < 4; i++) a[g + (i & 1) * 8][t + (i & 2) * 4 + half] = number(m->a[i] >> 16 * half & 0xFFFF);
       b[t + half][g] = number(m->b0 >> 16 * half & 0xFFFF);
       b[t + 8 + half][g] = number(m->b1 >> 16 * half & 0xFFFF);
@@ -193,13 +193,13 @@ static void multiply_16(void **theirs, u32, u64) {
   }
   for (int row = 0; row < 16; row++) {
     F8 sum;
-    memcpy(&sum, c[row], 32);
+    __builtin_memcpy(&sum, c[row], 32);
     for (int k = 0; k < 16; k++) {
       F8 line;
-      memcpy(&line, b[k], 32);
+      __builtin_memcpy(&line, b[k], 32);
       sum = sum + a[row][k] * line;
     }
-    memcpy(c[row], &sum, 32);
+    __builtin_memcpy(c[row], &sum, 32);
   }
   for (int lane = 0; lane < 32; lane++) {
     Mma *m = (Mma *)theirs[lane];
@@ -266,7 +266,7 @@ static void load_rows(void **theirs, u32, u64 site) {
         Rows *to = (Rows *)theirs[4 * row + word];
         core_access(to->thread, place + 4 * word, 4, READ, site);
         u32 value;
-        memcpy(&value, place + 4 * word, 4);
+        __builtin_memcpy(&value, place + 4 * word, 4);
         if (!to->transposed) {
           to->r[m] = value;
           continue;

@@ -270,7 +270,7 @@ class Driver:
     # --- programs
 
     def _cuModuleLoadData(self, out: Any, image: bytes) -> None:
-        put(out, self._new(image.decode()))
+        put(out, self._new(image.removeprefix(MACHINE_CODE).decode()))
 
     def _cuModuleUnload(self, module: Any) -> None:
         self.idle()
@@ -408,8 +408,12 @@ def integers_of(text: str, name: str) -> int | None:
 class _SourceCompiler(Compiler):
     """Stands for tinygrad's compiler: the binary is the source."""
 
-    def __init__(self, *arguments: Any, **named: Any):
-        super().__init__(None)
+    def __init__(self, arch: str, ptx: bool = True, cache_key: str = "cuda"):
+        super().__init__(None)  # kept nowhere
+        self.ptx = ptx
+
+    def compile(self, src: str) -> bytes:
+        return src.encode() if self.ptx else MACHINE_CODE + src.encode()
 
 
 class _InMemory(_Kept):
@@ -422,9 +426,12 @@ class _InMemory(_Kept):
 # --- in the place of what tinygrad and tinyvllm use
 
 
+MACHINE_CODE = b"\x7fELF\xff"  # what binaries begin with; no text
+
+
 def source_of(kernel: Kernel, arch: str | None = None) -> bytes:
     """What stands for a hand-written kernel's machine code: its source, in the emulator's words."""
-    return kernel_text(kernel, INCLUDES).encode()
+    return MACHINE_CODE + kernel_text(kernel, INCLUDES).encode()
 
 
 @contextlib.contextmanager

@@ -429,12 +429,12 @@ void core_access(Thread *thread, const void *address, u32 size, u32 how, u64 sit
 void core_expect(const void *address, u32 size, u32 alignment, bool shared, const char *what, u64 site) {
   u64 a = (u64)address;
   bool is_shared = false;
-  for (u32 i = 0; i < range_count; i++)
-    if (ranges[i].kind == SHARED && a - ranges[i].low < ranges[i].size) is_shared = true;
+  for (u32 i = 0; i < 2; i++) is_shared |= a - ranges[i].low < ranges[i].size;
+  if (shared == is_shared && a % alignment == 0) return;
   char where[200];
   describe(where, sizeof where, a);
   if (shared != is_shared) core_fault(site, "%s wants an address in %s memory, and gets %s", what, shared ? "shared" : "global", where);
-  if (a % alignment) core_fault(site, "misaligned: %s wants an address that is a multiple of %u, and gets %s", what, alignment, where);
+  core_fault(site, "misaligned: %s wants an address that is a multiple of %u, and gets %s", what, alignment, where);
   (void)size;
 }
 

@@ -78,6 +78,15 @@ def test_tinygrad_computes(driver, dtype):
     assert isinstance(product, Tensor) and driver.counts["cuLaunchKernel"] > 2
 
 
+def test_kernels_are_machine_code_which_debugging_does_not_print(driver):
+    from tinygrad import Context, Device
+
+    assert not Device["CUDA"].renderer.compiler.ptx, "an older driver would take no PTX"
+    with Context(DEBUG=5):
+        assert (integers(1, 2) * 3).numpy().tolist() == [3, 6]
+        assert reverse(integers(0, 0), integers(0), integers(1, 2), integers(2))[0].numpy().tolist() == [2, 1]
+
+
 def test_memory_runs_out_as_on_a_gpu(driver):
     from tinygrad import Tensor
 

@@ -112,6 +112,26 @@ def open_device(device: str) -> None:
     if device.split(":")[0] == "CUDA" and opened.graph is not LineGraph:
         opened.graph = LineGraph
         opened.allocator._copyin = functools.partial(_copy_in, device)  # type: ignore[method-assign]
+        opened.runtime = _never_shown(opened.runtime)
+        _compile_to_machine_code(opened)
+
+
+def _compile_to_machine_code(opened: Any) -> None:
+    """tinygrad's kernels, too, as machine code: a driver older than NVRTC, which a wheel often is newer than, takes no PTX of it."""
+    from tinygrad.runtime.support import compiler_cuda
+
+    if isinstance(opened.renderer.compiler, compiler_cuda.NVRTCCompiler):
+        opened.renderer.compiler = compiler_cuda.NVRTCCompiler(opened.arch, ptx=False, cache_key="cuda_cubin")
+
+
+def _never_shown(runtime: Callable[..., Any]) -> Callable[..., Any]:
+    """`runtime`, which from DEBUG=5 on prints the program as the text that it takes it for; machine code is none."""
+
+    def made(*arguments: Any, **named: Any) -> Any:
+        with Context(DEBUG=min(helpers.DEBUG.value, 4)):
+            return runtime(*arguments, **named)
+
+    return made
 
 
 _held: list[Any] = []  # buffers to be let go once the CPU device is idle

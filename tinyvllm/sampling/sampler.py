@@ -97,6 +97,7 @@ class Sampler:
         self._inputs: dict[int, tuple[np.ndarray, Tensor]] = {}  # B -> lines on the host and on the device, [B, columns]
         self._on_device: dict[int, np.ndarray] = {}  # B -> the lines as they are there: each draw moves the positions on
         self._steps: dict[tuple[int, SamplingFlags], Captured] = {}
+        self._functions: dict[tuple[int, SamplingFlags], Callable[[Tensor], Tensor]] = {}
         self._search_steps = ops.search_steps(device)
         self._seen: SeenTokens | None = None
         self._bias: Bias | None = None
@@ -172,12 +173,14 @@ class Sampler:
         """What `draw` does, to be repeated on the device; say `drawn` then."""
         B = int(logits.shape[0])
         if (B, flags) not in self._steps:
-            self._steps[B, flags] = Captured(self._new_step(B, flags))
+            self._steps[B, flags] = Captured(self.step(B, flags))
         return self._steps[B, flags], (logits,), {}
 
     def step(self, B: int, flags: SamplingFlags) -> Callable[[Tensor], Tensor]:
         """What `draw` captures, to be part of a larger capture; say `drawn` for each time that it runs."""
-        return self._new_step(B, flags)
+        if (B, flags) not in self._functions:
+            self._functions[B, flags] = self._new_step(B, flags)
+        return self._functions[B, flags]
 
     def drawn(self, B: int, flags: SamplingFlags, times: int) -> None:
         """The device draws, or has drawn, for B rows so many times without a `prepare` between."""

@@ -1,0 +1,103 @@
+"""The whole engine on the emulated GPU: the shipped CUDA kernels as nodes of tinygrad's graphs, on tinygrad's own CUDA device.
+
+The model is the bundled one. The CPU's kernels are the reference; both round x to bfloat16, the GPU's also the queries and weights of
+attention, so logits agree to some hundredths, and greedy tokens where no two logits are that close.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.emulator.driver import cuda_device
+from tinyvllm import LLM, SamplingParams
+from tinyvllm.config import DEFAULT_MODEL as MODEL
+from tinyvllm.ops import registry
+
+OPTIONS: dict[str, Any] = dict(max_model_len=128, max_num_seqs=16, seed=0)
+TEXTS = ["Once upon a time", "Hello! Who are you?", "7 + 5 =", '{"name": "', "The old gardener", "In Willowmere"]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def cpu():
+    with LLM(MODEL, device="CPU", **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def driver():
+    with cuda_device(seed=1) as driver:
+        yield driver
+
+
+@pytest.fixture(scope="module")
+def gpu(driver):
+    registry.forget()
+    with LLM(MODEL, device="CUDA", **OPTIONS) as llm:
+        yield llm
+
+
+def tokens(llm: LLM, texts: list[str], params: Any = GREEDY) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(texts, params)]
+
+
+def test_greedy_tokens_are_the_cpus(cpu, gpu):
+    assert tokens(gpu, TEXTS[:3]) == tokens(cpu, TEXTS[:3])
+
+
+def test_every_op_runs_a_kernel(gpu):
+    tokens(gpu, TEXTS[:1])
+    chosen = {stem: choice.row for (stem, device, _), choice in registry._made.items() if device == "CUDA"}
+    wanted = {"embed", "norm_qkv_rope_store", "attention_decode", "attention_prefill", "matmul", "norm_gate_up_silu", "norm_head", "advance"}
+    assert wanted <= set(chosen) and set(chosen.values()) == {"sm_80"}
+
+
+def test_logits(cpu, gpu):
+    ids = [0, *range(40, 60)]
+    a, b = cpu.engine.prompt_logits(ids), gpu.engine.prompt_logits(ids)
+    assert np.abs(a - b).max() < 0.15 and np.abs(a - b).mean() < 0.015, (np.abs(a - b).max(), np.abs(a - b).mean())
+
+
+def test_a_request_gives_the_same_tokens_in_any_company(gpu):
+    """Ten together are rows of the large products, alone they are rows of the small ones; greedy and drawn."""
+    texts = [TEXTS[i % 6] + " " * (i // 6) for i in range(10)]
+    params = [GREEDY if i % 2 else SamplingParams(temperature=0.9, seed=i, top_p=0.9, max_tokens=4, ignore_eos=True) for i in range(10)]
+    together = tokens(gpu, texts, params)
+    assert together == [tokens(gpu, [text], [param])[0] for text, param in zip(texts, params, strict=True)]
+
+
+def test_a_long_prompt_in_chunks(cpu, driver):
+    text = "Once upon a time there was a girl. " * 8
+    with LLM(MODEL, device="CUDA", **OPTIONS | {"max_num_batched_tokens": 24}) as chunked:
+        assert tokens(chunked, [text]) == tokens(cpu, [text])
+
+
+def test_steady_decoding_is_one_launch_a_step(gpu, driver):
+    """Nothing is set anew, nothing is waited for but the tokens of the step before, and those come through pinned memory."""
+    tokens(gpu, TEXTS[:1], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+    before = driver.counts.copy()
+    tokens(gpu, TEXTS[:1], SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True))
+    spent = driver.counts - before
+    assert spent["cuGraphLaunch"] == 9, "the prompt, and eight decodes"
+    assert spent["cuMemcpyDtoHAsync_v2"] == 9 and spent["cuGraphExecKernelNodeSetParams"] == 0 and spent["cuLaunchKernel"] == 0
+    assert spent["cuMemcpyHtoDAsync_v2"] <= 5, "prompt, first decode, the sampler's lines and a new block; no step needs one"
+    assert spent["cuCtxSynchronize"] == 0 and spent["cuMemAlloc_v2"] == 0
+
+
+@pytest.mark.parametrize("rounds", [4])
+def test_several_steps_at_once(gpu, driver, rounds):
+    expected = tokens(gpu, TEXTS[:2])
+    with LLM(MODEL, device="CUDA", **OPTIONS, num_scheduler_steps=rounds) as several:
+        assert tokens(several, TEXTS[:2]) == expected
+
+
+@pytest.mark.parametrize("format", ["q8_0", "q4_0"])
+def test_packed_weights(driver, format):
+    with LLM(MODEL, device="CPU", **OPTIONS, quantization=format) as cpu:
+        expected, logits = tokens(cpu, TEXTS[:1]), cpu.engine.prompt_logits([0, 5, 9, 44])
+    with LLM(MODEL, device="CUDA", **OPTIONS, quantization=format) as gpu:
+        assert np.abs(gpu.engine.prompt_logits([0, 5, 9, 44]) - logits).max() < 0.15
+        assert tokens(gpu, TEXTS[:1]) == expected
