@@ -15,13 +15,6 @@
 #include "team.h"
 #include "weights.h"
 
-#if NORM == LAYER
-#define NORM_BIAS_ARGUMENT const float *norm_bias,
-#else
-#define NORM_BIAS_ARGUMENT
-#define norm_bias 0
-#endif
-
 // A pair of panels' results for one row, to its logits from v on.
 static inline void put(float *row, const float *tile, int v) {
   for (int c = 0; c < 32; c += 16) {

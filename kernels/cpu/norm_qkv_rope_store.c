@@ -34,12 +34,6 @@ typedef uint16_t cache_number;
 #define store_number v16_store_bf16
 #endif
 
-#if NORM == LAYER
-#define NORM_BIAS_ARGUMENT const float *norm_bias,
-#else
-#define NORM_BIAS_ARGUMENT
-#define norm_bias 0
-#endif
 #if BIAS
 #define BIAS_ARGUMENT const float *bias,
 #else

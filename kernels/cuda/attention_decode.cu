@@ -5,23 +5,24 @@
 //   counters      [grid * 2] uint32          zero between launches
 //   q             [T, H, D] float32          row b is sequence b's
 //   cache         [P, 2, K, S, D] CACHE_TYPE keys at [:, 0], values at [:, 1]; this step's are in it
-//   block_tables  [B, M] int32
+//   block_tables  [B, M] int32               entries behind a context are not read
 //   context_lens  [B] int32                  tokens in the cache, at least 1, at most M * S, of those that count
 //   count         [1] int32                  sequences that count
 //
 // Beside attention.cuh's constants: B, the length of context_lens. PARTS = ceil(H / K / 16), ROWS = ceil(H / K / PARTS).
-// Launch: block 32; shared memory SHARED = RING * 32 * (2 * D + 16) + (D <= 128 ? 0 : 32 * D - 2048) bytes, RING = min(8, max(2, 512 / D)); grid as many
-// as the GPU holds at once: multiprocessors * floor(their shared memory / (SHARED + 1024)), less where B * K * PARTS * ceil(M * S / 256) is
-// less. D = 128: 34 KiB, six on a multiprocessor of 228 KiB.
+// Launch: block 32; shared memory SHARED = RING * 32 * (2 * D + 16) + (D <= 128 ? 0 : 32 * D - 2048) bytes, RING = min(8, max(2, 512 / D));
+// grid as many as the GPU holds at once, multiprocessors * floor(their shared memory / (SHARED + 1024)), and no more than units there can
+// be, B * K * PARTS * ceil(M * S / 256). D = 128: 34 KiB, six on a multiprocessor of 228 KiB.
 //
-// A block of threads is one warp. Units are (sequence, KV head's rows, chunk of 256 keys), in this order, and each warp takes an equal run of
-// them, whatever the lengths of the sequences are: one long sequence fills the GPU, and so do many short ones. A warp's keys and values come
-// through a ring of RING stages of 32 rows of its own, over the borders of units: while it works on one stage, the others are on their way.
-// More than sixteen query heads to a KV head are as many parts, which read the same keys.
+// A block of threads is one warp. Units are (sequence, KV head's rows, chunk of 256 keys), in this order, and each warp takes an equal run
+// of them, whatever the lengths of the sequences are: one long sequence fills the GPU, and so do many short ones. A warp's keys and values
+// come through a ring of RING stages of 32 rows of its own, over the borders of units: while it works on one stage, the others are on
+// their way, 8 KiB each at D = 128. More than sixteen query heads to a KV head are as many parts, which read the same keys.
 //
-// A sequence of one chunk is finished at once. Of others each chunk leaves a record (top, sum, ROWS rows of weighted values); who is the last
-// to finish a piece of a stretch merges its chunks into a record of the stretch, and who is the last to finish a stretch merges those. The
-// records of a stretch or of a sequence that runs of several warps share lie where the owner of its first unit has kept room for them.
+// A sequence of one chunk is finished at once. Of others each chunk leaves a record (top, sum, ROWS rows of weighted values); who is last
+// to finish its part of a stretch merges the chunks into a record of the stretch, and who is last to finish a stretch merges those. The
+// records of what runs of several warps share lie where the owner of its first unit has kept room for them: scratch grows with the grid,
+// and not with the number of sequences.
 // Scores and sums in float32; the order of the arithmetic is attention.cuh's.
 #include "attention.cuh"
 
@@ -34,6 +35,7 @@ constexpr int STAGE_BYTES = STAGE_KEYS * PITCH;
 constexpr int CHUNKS = STRETCH / CHUNK;                      // of a stretch
 constexpr int STRETCHES = (M * S + STRETCH - 1) / STRETCH;   // of a sequence
 constexpr int RECORDS = CHUNKS + STRETCHES;
+constexpr int COPIES_AT_ONCE = D <= 192 ? 32 : 4; // of a run; wide heads leave few registers
 constexpr int AT_ONCE = 16; // records that a merge has on their way
 
 DEVICE int first_chunk(int context) { return first_seen(context - 1) / CHUNK; }
@@ -99,35 +101,57 @@ DEVICE bool find_run(Run &run, Place &at, const int *context_lens, const int *co
 // Stages are sent for in the order of the tiles, and of a tile first keys 0 to 31, then keys 32 to 63, then their values. Lane l looks up
 // where keys l and l + 32 of a tile lie, and in time: their blocks are read from the table when the tile before is sent for.
 struct Stream {
-  Place next;   // the tile after the one that is being sent for
-  int block[2]; // of its keys
-  u32 row[2];   // of the present tile's keys, in the cache
-  bool there;   // is there a present tile?
-  int stage;    // of the present tile
-  int slot;     // of the ring
+  Place next;      // the tile after the one that is being sent for
+  int block[2];    // of its keys; -1 where the whole run of them is not seen
+  u32 row[2];      // of the present tile's keys, in the cache
+  int first, past; // keys of the present tile that are seen
+  bool there;      // is there a present tile?
+  int stage;       // of the present tile
+  int slot;        // of the ring
 };
 
-DEVICE bool is_seen(const Place &at, int key) { return key < at.context && key >= first_seen(at.context - 1); }
+// Keys that lie side by side in a block, and in a stage.
+constexpr int SIDE_BY_SIDE = S < STAGE_KEYS ? S : STAGE_KEYS;
 
 DEVICE void look_up(Stream &stream, const Run &run, const int *block_tables) {
   const Place &at = stream.next;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const int key = at.start + half * 32 + threadIdx.x;
-    stream.block[half] = at.unit < run.past && is_seen(at, key) ? block_tables[(s64)at.b * M + key / S] : -1;
+    const int key = at.start + half * STAGE_KEYS + threadIdx.x, low = key & -SIDE_BY_SIDE;
+    const bool seen = low < at.context && low + SIDE_BY_SIDE > first_seen(at.context - 1);
+    stream.block[half] = at.unit < run.past && seen ? block_tables[(s64)at.b * M + key / S] : -1;
   }
 }
 
 DEVICE void begin_tile(Stream &stream, const Run &run, const int *block_tables, const int *context_lens) {
+  const Place &at = stream.next;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const int key = stream.next.start + half * 32 + threadIdx.x;
-    stream.row[half] = stream.block[half] < 0 ? NOWHERE : row_at(stream.block[half], stream.next.head / PARTS, key);
+    const int key = at.start + half * STAGE_KEYS + threadIdx.x;
+    stream.row[half] = row_at(larger(stream.block[half], 0), at.head / PARTS, key);
   }
-  stream.there = stream.next.unit < run.past;
+  stream.first = first_seen(at.context - 1) - at.start, stream.past = at.context - at.start;
+  stream.there = at.unit < run.past;
   if (!stream.there) return;
   advance(stream.next, run, context_lens);
   look_up(stream, run, block_tables);
+}
+
+// The runs of a stage that lie side by side, piece for piece; zeros for keys of the stage outside of first to past - 1.
+template <bool WHOLE> DEVICE void send_stage(u8 *slot, const uint4 *side, u32 row, int first, int past) {
+  constexpr int RUN_PIECES = SIDE_BY_SIDE * PIECES;
+#pragma unroll(WHOLE ? 4 : 1)
+  for (int base = 0; base < STAGE_KEYS; base += SIDE_BY_SIDE) {
+    const uint4 *from = side + __shfl_sync(ALL_LANES, row, base) + threadIdx.x;
+#pragma unroll(WHOLE ? COPIES_AT_ONCE : 1)
+    for (int i = 0; i < RUN_PIECES; i += 32) {
+      const int piece = i + threadIdx.x, key = base + piece / PIECES;
+      if (RUN_PIECES % 32 && piece >= RUN_PIECES) continue;
+      u8 *to = slot + key * PITCH + piece % PIECES * 16;
+      if (WHOLE) copy_16(to, from + i);
+      else copy_16_or_zero(to, from + i, key >= first && key < past);
+    }
+  }
 }
 
 // The next stage into the slot that all lanes are done with; behind the last one nothing, but a group all the same: copy_wait counts them.
@@ -135,15 +159,12 @@ DEVICE void send_for(Stream &stream, u8 *ring, const Run &run, const uint4 *cach
   __syncwarp();
   if (stream.stage == 0) begin_tile(stream, run, block_tables, context_lens);
   if (stream.there) {
-    const u32 own = stream.stage % 2 ? stream.row[1] : stream.row[0];
+    const int half = stream.stage % 2, first = stream.first - half * STAGE_KEYS, past = stream.past - half * STAGE_KEYS;
     const uint4 *side = stream.stage >= 2 ? cache + SIDE : cache;
+    const u32 row = half ? stream.row[1] : stream.row[0];
     u8 *slot = ring + stream.slot * STAGE_BYTES;
-#pragma unroll 2
-    for (int i = 0; i < PIECES; i++) {
-      const int piece = i * 32 + threadIdx.x, key = piece / PIECES, column = piece % PIECES;
-      const u32 row = __shfl_sync(ALL_LANES, own, key);
-      copy_16_or_zero(slot + key * PITCH + column * 16, side + (row == NOWHERE ? 0 : row) + column, row != NOWHERE);
-    }
+    if (first <= 0 && past >= STAGE_KEYS) send_stage<true>(slot, side, row, first, past);
+    else send_stage<false>(slot, side, row, first, past);
   }
   copy_commit();
   stream.stage = (stream.stage + 1) % 4;
@@ -328,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(32, 1)
       send_for(stream, ring, run, cache, block_tables, context_lens);
       score<32, 32>(s, queries, stage_at(ring, stream.slot) + key_place());
       send_for(stream, ring, run, cache, block_tables, context_lens);
-      if (!is_seen(at, at.start) || !is_seen(at, at.start + TILE - 1)) hide(s, at.start, {at.context - 1, at.context - 1});
+      if (at.start < first_seen(at.context - 1) || at.start + TILE > at.context) hide(s, at.start, {at.context - 1, at.context - 1});
       soften(s, rows);
       weigh<0, 32>(rows, s, stage_at(ring, stream.slot) + value_place());
       send_for(stream, ring, run, cache, block_tables, context_lens);

@@ -15,10 +15,10 @@
 // bytes. D = 128: 136 KiB; D = 256: 220 KiB, with one stage 154.
 //
 // A block of threads takes (sequence, SPAN query positions, KV head), a warp sixteen of its SPAN * H / K rows. The last positions of a
-// sequence, which see most, come first; head by head, so that the keys of one or two heads fill the second-level cache. While the warps work
-// on a stage of keys and values, the next one is on its way. There is one barrier a stage, so that one warp's softmax has the time of
-// another's products. A warp passes over tiles that its rows do not see, and masks only at the edge of what they see. What the chunks of a
-// stretch come to is kept in registers (D > 128: in shared memory), what the stretches come to in `out`.
+// sequence, which see most, come first; head by head, so that the keys of one or two heads fill the second-level cache. While the warps
+// work on a stage of keys and values, the next one is on its way. There is one barrier a stage of several tiles, so that one warp's softmax
+// has the time of another's products. A warp passes over tiles that its rows do not see, and masks only at the edge of what they see. What
+// the chunks of a stretch come to is kept in registers (D > 128: in shared memory), what the stretches come to in `out`.
 // Scores and sums in float32; the order of the arithmetic is attention.cuh's.
 #include "attention.cuh"
 

@@ -2,7 +2,7 @@
 //
 //   tokens    [B] int32           the lowest id among equals; -1 if a logit is NaN or none is above -inf
 //   lines     [B, 12] int32       what each row asks for (struct line); if SAMPLED, its position moves one on
-//   scratch   SCRATCH_BYTES; all zeros before the first launch of all. Launches leave its first B * 32 bytes zero
+//   scratch   SCRATCH_BYTES, 8-byte aligned, all zeros, and left so
 //   seen      [R, V] int32        if PENALIZED: how often each token is in a row's output; the drawn one counts once more (0 for -1)
 //   logits    [B, V] float32
 //   prompted  [R, V] uint8        if PENALIZED: whether a token is in a row's prompt
@@ -68,7 +68,7 @@ struct span {  // the fours of a row that are this thread's
   int first, stride;
 };
 
-struct meeting {  // where the parts of a row leave what the last of them needs; zero between launches
+struct meeting {  // where the parts of a row leave what the last of them needs
   u64 best, total;
   u32 listed, arrived;
   u32 unused[2];
@@ -316,7 +316,7 @@ DEVICE bool hand_over(workspace &work, meeting *meeting, u64 *list, u64 &total) 
   if (!work.last) return false;
   total = work.above;
   for (u32 i = threadIdx.x; i < min(work.listed, (u32)CAPACITY); i += THREADS)
-    work.orders[i] = (u32)(list[i] >> 32), work.tokens[i] = (int)(u32)list[i];
+    work.orders[i] = (u32)(list[i] >> 32), work.tokens[i] = (int)(u32)list[i], list[i] = 0;
   __syncthreads();
   return true;
 }
@@ -390,15 +390,19 @@ DEVICE void finish(u64 key, const row &row, int *token, line *asked) {  // in on
   if (PENALIZED && row.seen) row.seen[drawn > 0 ? drawn : 0] += 1;
 }
 
-// The best of all parts, in thread 0 of the last of them; false in all other threads.
-DEVICE bool best_of_parts(u64 &key, meeting *meeting) {
-  if (threadIdx.x > 0) return false;
+// Whether this is the last part; its thread 0 then has the best of all.
+DEVICE bool best_of_parts(workspace &work, u64 &key, meeting *meeting) {
   if (PARTS == 1) return true;
-  atomicMax(&meeting->best, key);
-  if (arrive(&meeting->arrived) != PARTS - 1) return false;
-  key = meeting->best;
-  meeting->best = 0, meeting->arrived = 0;
-  return true;
+  if (threadIdx.x == 0) {
+    atomicMax(&meeting->best, key);
+    work.last = arrive(&meeting->arrived) == PARTS - 1;
+    if (work.last) {
+      key = meeting->best;
+      meeting->best = 0, meeting->arrived = 0;
+    }
+  }
+  __syncthreads();
+  return work.last;
 }
 
 #if PENALIZED
@@ -455,7 +459,11 @@ sample(int *tokens, line *lines, u8 *scratch, SEEN_ARGUMENT const float *logits,
       const u32 border = border_of(work, most, lowest, peak, order_of(floor), asks);
       u64 total = gather(work, row, mine, border, weighed, least, weigher);
       if (weighed) total = sum_of_block(total, work, true);
-      if (PARTS > 1 && !hand_over(work, meeting, (u64 *)(scratch + (32 + 4 * THREADS) * (s64)B) + (s64)b * (CAPACITY + 1), total)) return;
+      if (PARTS > 1) {
+        u64 *list = (u64 *)(scratch + (32 + 4 * THREADS) * (s64)B) + (s64)b * (CAPACITY + 1);
+        if (!hand_over(work, meeting, list, total)) return;
+        maxima[threadIdx.x] = 0;
+      }
       key = largest_of_block(choose(work, row, {peak, border, floor, total}), work);
       if (threadIdx.x == 0) finish(key, row, tokens + b, lines + b);
       return;
@@ -467,5 +475,9 @@ sample(int *tokens, line *lines, u8 *scratch, SEEN_ARGUMENT const float *logits,
 #endif
   if (!known) key = best_of(row, mine, floor);
   key = largest_of_block(key, work);
-  if (best_of_parts(key, meeting)) finish(key, row, tokens + b, lines + b);
+  if (!best_of_parts(work, key, meeting)) return;
+#if FILTERED
+  if (PARTS > 1) maxima[threadIdx.x] = 0;
+#endif
+  if (threadIdx.x == 0) finish(key, row, tokens + b, lines + b);
 }

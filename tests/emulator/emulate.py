@@ -78,7 +78,9 @@ def emulate(kernel: Kernel, *arrays: np.ndarray, seed: int = 0, races: bool = Tr
     grid = tuple(kernel.grid)
     block = kernel.block if isinstance(kernel.block, tuple) else (kernel.block, 1, 1)
     text = kernel_text(kernel, instead=HERE / "include")
-    count = emulate_source(text, kernel.stem, grid, block, kernel.shared, held.addresses, held.memory, seed=seed, races=races, resident=resident)
+    count = emulate_source(
+        text, kernel.stem, grid, block, kernel.shared, held.addresses, held.memory, seed=seed, races=races, resident=resident
+    )
     held.give_back()
     return count
 
@@ -122,7 +124,9 @@ def _check_launch(image: Image, entry: str, grid: tuple[int, int, int], block: t
     threads = block[0] * block[1] * block[2]
     bound = image.bounds.get(entry, 1024)
     if not 1 <= threads <= min(1024, bound) or block[2] > 64:
-        raise EmulatorError(f"{entry}: {block} threads of a block; expected at most {min(1024, bound)}, as __launch_bounds__ and the machine have it")
+        raise EmulatorError(
+            f"{entry}: {block} threads of a block; expected at most {min(1024, bound)}, as __launch_bounds__ and the machine have it"
+        )
     if not (1 <= grid[0] < 1 << 21 and 1 <= grid[1] <= 65535 and 1 <= grid[2] <= 65535):
         raise EmulatorError(f"{entry}: a grid of {grid} blocks; expected 1 to 65535 in y and z and at least 1 in x")
     if shared + image.static_shared > MOST_DYNAMIC or image.static_shared > MOST_STATIC:
@@ -234,7 +238,9 @@ def _flags() -> tuple[str, ...]:
 def build(text: str) -> Image:
     """Compile a kernel's text, with the CUDA words in front and the core behind; kept in a folder of the machine's by digest."""
     compiler = provide_compiler(FOLDER)
-    bounds = "".join(f'\nextern "C" __attribute__((visibility("default"))) const int gpu_bounds_{n} = ({b});' for n, b in _bounds(text).items())
+    bounds = "".join(
+        f'\nextern "C" __attribute__((visibility("default"))) const int gpu_bounds_{n} = ({b});' for n, b in _bounds(text).items()
+    )
     core = _core(compiler)
     front = HERE / "cuda.h"
     flags = (
@@ -243,7 +249,9 @@ def build(text: str) -> Image:
         "-fsanitize=thread,alignment,array-bounds", "-mllvm", "-tsan-compound-read-before-write=1",
         "-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm", "-tsan-distinguish-volatile=1", "-Wno-unknown-pragmas", "-w", *_flags(),
     )  # fmt: skip
-    digest = _digest(text, front.read_text(), *(p.read_text() for p in sorted((HERE / "include").glob("*.h"))), core.name, repr(flags), compiler)
+    digest = _digest(
+        text, front.read_text(), *(p.read_text() for p in sorted((HERE / "include").glob("*.h"))), core.name, repr(flags), compiler
+    )
     path = FOLDER / f"{digest}.so"
     if not path.is_file():
         source = path.with_suffix(".cu")

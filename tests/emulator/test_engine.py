@@ -15,6 +15,7 @@ from tests.emulator.driver import cuda_device
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import DEFAULT_MODEL as MODEL
 from tinyvllm.ops import registry
+from tinyvllm.runner.memory import read_bandwidth
 
 OPTIONS: dict[str, Any] = dict(max_model_len=128, max_num_seqs=16, seed=0)
 TEXTS = ["Once upon a time", "Hello! Who are you?", "7 + 5 =", '{"name": "', "The old gardener", "In Willowmere"]
@@ -101,3 +102,9 @@ def test_packed_weights(driver, format):
     with LLM(MODEL, device="CUDA", **OPTIONS, quantization=format) as gpu:
         assert np.abs(gpu.engine.prompt_logits([0, 5, 9, 44]) - logits).max() < 0.15
         assert tokens(gpu, TEXTS[:1]) == expected
+
+
+def test_the_roof_is_read_by_a_kernel(driver):
+    before = len(driver.launched)
+    assert read_bandwidth("CUDA", 0.0, nbytes=1 << 12) > 0
+    assert driver.launched[before:].count("read") >= 2

@@ -46,7 +46,9 @@ def test_a_missing_syncwarp_is_a_race() -> None:
 
 
 def test_a_syncwarp_is_not_enough_between_warps() -> None:
-    text = "float *out) {{ static __shared__ float s[64]; int t = threadIdx.x; s[t] = 0; __syncthreads(); s[t] = t; {} out[t] = s[t ^ 32]; }}"
+    text = (
+        "float *out) {{ static __shared__ float s[64]; int t = threadIdx.x; s[t] = 0; __syncthreads(); s[t] = t; {} out[t] = s[t ^ 32]; }}"
+    )
     faults("race", text.format("__syncwarp();"), floats(64), block=64)
     runs(text.format("__syncthreads();"), floats(64), block=64)
 
@@ -134,8 +136,15 @@ def test_the_last_block_sees_what_the_others_have_handed_over(good: bool, before
 
 
 def test_reading_past_the_end_of_an_argument() -> None:
-    faults(r"thread 31 of block 0: out of bounds: reads 4 bytes.* byte 128 of argument 1, which has 128", "float *out, const float *in) { int t = threadIdx.x; out[t] = in[t + 1]; }", floats(32), floats(32))
-    faults("before the start of argument", "float *out, const float *in) { int t = threadIdx.x; out[t] = in[t - 1]; }", floats(32), floats(32))
+    faults(
+        r"thread 31 of block 0: out of bounds: reads 4 bytes.* byte 128 of argument 1, which has 128",
+        "float *out, const float *in) { int t = threadIdx.x; out[t] = in[t + 1]; }",
+        floats(32),
+        floats(32),
+    )
+    faults(
+        "before the start of argument", "float *out, const float *in) { int t = threadIdx.x; out[t] = in[t - 1]; }", floats(32), floats(32)
+    )
 
 
 def test_wide_loads_are_checked_to_their_last_byte() -> None:
@@ -145,9 +154,22 @@ def test_wide_loads_are_checked_to_their_last_byte() -> None:
 
 
 def test_writing_past_shared_memory() -> None:
-    faults("out of bounds: writes 4 bytes .* byte 256 of the shared memory of the launch", "float *out) { DYNAMIC_SHARED(s); ((float *)s)[threadIdx.x + 33] = 1; }", floats(1), shared=256)
-    faults("out of bounds: index 33 of an array 'float\\[33\\]'|out of bounds: index 33", "float *out) { static __shared__ float s[32][33]; s[threadIdx.x][threadIdx.x + 2] = 1; }", floats(1))
-    faults("out of bounds: writes .* the shared memory that it declares", "float *out) { static __shared__ float s[32]; float *p = s + threadIdx.x; p[1] = 1; }", floats(1))
+    faults(
+        "out of bounds: writes 4 bytes .* byte 256 of the shared memory of the launch",
+        "float *out) { DYNAMIC_SHARED(s); ((float *)s)[threadIdx.x + 33] = 1; }",
+        floats(1),
+        shared=256,
+    )
+    faults(
+        "out of bounds: index 33 of an array 'float\\[33\\]'|out of bounds: index 33",
+        "float *out) { static __shared__ float s[32][33]; s[threadIdx.x][threadIdx.x + 2] = 1; }",
+        floats(1),
+    )
+    faults(
+        "out of bounds: writes .* the shared memory that it declares",
+        "float *out) { static __shared__ float s[32]; float *p = s + threadIdx.x; p[1] = 1; }",
+        floats(1),
+    )
 
 
 def test_writing_to_what_may_only_be_read() -> None:
@@ -161,8 +183,20 @@ def test_a_pointer_to_nowhere() -> None:
 def test_misaligned_vectors() -> None:
     text = "float *out, const float *in) {{ {} v = *(const {} *)(in + 1); out[0] = v.x; }}"
     for kind in ("float4", "uint4", "int2"):
-        faults("misaligned: an access to byte 4 of argument 1 as '(const )?\\w+', which wants", text.format(kind, kind), floats(1), floats(16), block=1)
-    faults("misaligned: load_once", "uint4 *out, const u32 *in) { out[0] = load_once((const uint4 *)(in + 1)); }", np.zeros(4, np.uint32), np.zeros(8, np.uint32), block=1)
+        faults(
+            "misaligned: an access to byte 4 of argument 1 as '(const )?\\w+', which wants",
+            text.format(kind, kind),
+            floats(1),
+            floats(16),
+            block=1,
+        )
+    faults(
+        "misaligned: load_once",
+        "uint4 *out, const u32 *in) { out[0] = load_once((const uint4 *)(in + 1)); }",
+        np.zeros(4, np.uint32),
+        np.zeros(8, np.uint32),
+        block=1,
+    )
 
 
 # ---------------------------------------------------------------- writing before reading
@@ -176,7 +210,13 @@ def test_shared_memory_that_nobody_wrote() -> None:
 
 
 def test_shared_memory_of_the_block_before_is_gone() -> None:
-    faults("never written", "float *out) { static __shared__ float s; if (blockIdx.x == 0) s = 1; out[blockIdx.x] = s; }", floats(8), grid=8, block=1)
+    faults(
+        "never written",
+        "float *out) { static __shared__ float s; if (blockIdx.x == 0) s = 1; out[blockIdx.x] = s; }",
+        floats(8),
+        grid=8,
+        block=1,
+    )
 
 
 def test_an_output_that_is_not_written_keeps_its_poison() -> None:
@@ -255,11 +295,21 @@ def test_threads_that_have_returned_do_not_count() -> None:
 
 def test_a_lane_missing_from_a_shuffle() -> None:
     text = "float *out) {{ int t = threadIdx.x; float x = t; {} out[t] = x; }}"
-    faults("no thread can go on: .* wait at __shfl_xor_sync of lanes ffffffff", text.format("if (t != 5) x = __shfl_xor_sync(ALL_LANES, x, 1); __syncthreads();"), floats(32))
-    faults("lane 4 reads lane 5, which does not take part", text.format("if (t == 5) return; x = __shfl_xor_sync(ALL_LANES, x, 1);"), floats(32))
+    faults(
+        "no thread can go on: .* wait at __shfl_xor_sync of lanes ffffffff",
+        text.format("if (t != 5) x = __shfl_xor_sync(ALL_LANES, x, 1); __syncthreads();"),
+        floats(32),
+    )
+    faults(
+        "lane 4 reads lane 5, which does not take part",
+        text.format("if (t == 5) return; x = __shfl_xor_sync(ALL_LANES, x, 1);"),
+        floats(32),
+    )
     faults("is lane \\d+ and calls __shfl_sync with the mask 000000ff", text.format("x = __shfl_sync(0xFFu, x, 1);"), floats(32))
     faults("lane \\d+ reads lane 9, which does not take part", text.format("if (t < 8) x = __shfl_sync(0xFFu, x, 9);"), floats(32))
-    faults("no thread can go on", text.format("x = t < 16 ? __shfl_sync(ALL_LANES, x, 1) : (float)__ballot_sync(ALL_LANES, 1);"), floats(32))
+    faults(
+        "no thread can go on", text.format("x = t < 16 ? __shfl_sync(ALL_LANES, x, 1) : (float)__ballot_sync(ALL_LANES, 1);"), floats(32)
+    )
 
 
 def test_a_matrix_needs_all_lanes_at_one_place() -> None:
@@ -299,7 +349,9 @@ def test_the_same_seed_gives_the_same_order_and_another_seed_another() -> None:
 
 def test_the_message_shows_the_line() -> None:
     text = "float *out) { int t = threadIdx.x;\n  out[0] = t; // here\n}"
-    with pytest.raises(EmulatorError, match=re.compile(r"at line \d+: out\[0\] = t; // here.*against line \d+: out\[0\] = t; // here|byte 0x", re.DOTALL)):
+    with pytest.raises(
+        EmulatorError, match=re.compile(r"at line \d+: out\[0\] = t; // here.*against line \d+: out\[0\] = t; // here|byte 0x", re.DOTALL)
+    ):
         run(text, floats(1))
 
 

@@ -9,7 +9,9 @@ from tests.emulator.emulate import emulate_source
 from tests.emulator.running import run
 
 LANES = np.arange(32)
-WORDS = np.array([0, 1, 2, 3, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0x12345678] * 4, np.uint32) + LANES.astype(np.uint32) * np.uint32(0x01010101)
+WORDS = np.array([0, 1, 2, 3, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0x12345678] * 4, np.uint32) + LANES.astype(np.uint32) * np.uint32(
+    0x01010101
+)
 
 
 def lanes(expression: str, x: np.ndarray, out: type = np.uint32, block: int = 32, **options: int) -> np.ndarray:
@@ -116,7 +118,14 @@ def test_only_fmaf_fuses() -> None:
 
 def test_mathematics() -> None:
     x = np.linspace(0.1, 5, 32, dtype=np.float32)
-    for word, function in (("expf", np.exp), ("exp2f", np.exp2), ("logf", np.log), ("log2f", np.log2), ("sinf", np.sin), ("tanhf", np.tanh)):
+    for word, function in (
+        ("expf", np.exp),
+        ("exp2f", np.exp2),
+        ("logf", np.log),
+        ("log2f", np.log2),
+        ("sinf", np.sin),
+        ("tanhf", np.tanh),
+    ):
         assert np.allclose(lanes(f"{word}(x)", x, np.float32), function(x.astype(np.float64)), rtol=1e-6, atol=1e-6)
     assert np.array_equal(lanes("1.0f / sqrtf(x)", x, np.float32), np.float32(1) / np.sqrt(x))
     assert np.allclose(lanes("rsqrtf(x) * __fdividef(x, 2.0f)", x, np.float32), np.sqrt(x) / 2)
@@ -172,7 +181,11 @@ LANE_TEXT = "int l = threadIdx.x, g = l / 4, t = l % 4;"
 def test_matrices_of_16_bit_floats(name: str) -> None:
     rng = np.random.default_rng(7)
     a, b, c = rng.normal(size=(16, 16)), rng.normal(size=(16, 8)), rng.normal(size=(16, 8)).astype(np.float32)
-    bits = (lambda x: x.astype(np.float16).view(np.uint16)) if name == "f16" else (lambda x: (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16))
+    bits = (
+        (lambda x: x.astype(np.float16).view(np.uint16))
+        if name == "f16"
+        else (lambda x: (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16))
+    )
     wide = (lambda x: x.view(np.float16).astype(np.float32)) if name == "f16" else (lambda x: (x.astype(np.uint32) << 16).view(np.float32))
     a, b = np.ascontiguousarray(bits(a)), np.ascontiguousarray(bits(b))
     out = c.copy()

@@ -104,12 +104,12 @@ def test_tinygrads_compiler_finds_library_and_headers(tmp_path):
         "assert nvrtc.dll._name == os.environ['NVRTC_PATH'], nvrtc.dll._name\n"
         "text = '#include <cuda_bf16.h>\\n#include <cuda_fp16.h>\\nextern \"C\" __global__ void f(half *x, nv_bfloat16 *y) "
         "{ *x += (half)1; *y = (float)*y; }'\n"
-        "print(NVRTCCompiler('sm_90').compile(text).count(b'.entry f('))"
+        "print(NVRTCCompiler('sm_90').compile(text).count(b'.entry f('), NVRTCCompiler('sm_90', ptx=False).compile(text)[1:4].decode())"
     )
     environ = {name: value for name, value in os.environ.items() if name not in ("NVRTC_PATH", "CUDA_PATH", "CUDA_HOME")}
     for _ in range(2):  # the second finds the folder of links
         done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "cache")], env=environ, capture_output=True, text=True)
-        assert done.stdout == "1\n", done.stderr
+        assert done.stdout == "1 ELF\n", done.stderr
     (folder,) = (tmp_path / "cache").iterdir()
     assert (folder / "include/cuda_fp16.h").is_file() and (folder / "include/nv/target").is_file()
 

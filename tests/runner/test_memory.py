@@ -25,7 +25,7 @@ def test_free_memory_is_a_plausible_number():
 
 
 def test_read_bandwidth_is_a_plausible_number():
-    assert 1e8 < memory.read_bandwidth(0.02) < 1e12
+    assert 1e8 < memory.read_bandwidth("CPU", 0.02) < 1e12
 
 
 def test_a_cache_larger_than_memory_is_refused_in_its_own_words(monkeypatch):

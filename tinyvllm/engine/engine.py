@@ -281,7 +281,7 @@ class Engine:
         if self._bandwidth is None:
             from tinyvllm.runner.memory import read_bandwidth
 
-            self._bandwidth = read_bandwidth()
+            self._bandwidth = read_bandwidth(self.config.device)
         return self._bandwidth
 
     def close(self) -> None:

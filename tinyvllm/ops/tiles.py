@@ -37,6 +37,16 @@ def pack_tiles(format: str, rows: np.ndarray) -> np.ndarray:
     return np.concatenate([quants.reshape(-1), scales.reshape(-1)])
 
 
+def put_tiles(format: str, I: int, tiles: np.ndarray, rows: np.ndarray, first: int, sixteens: int) -> None:
+    """Write `rows` into the tiles of a matrix of so many `sixteens` of rows, from number `first` on."""
+    packed, per_row = pack_tiles(format, rows), FORMATS[format].nbytes - (2 if format in ("Q8_0", "Q4_0") else 0)
+    count, quants = -(-len(rows) // PANEL), PANEL * I // FORMATS[format].elements * per_row  # of sixteen rows
+    scales = PANEL * I // BLOCK * 2
+    tiles[first * quants : (first + count) * quants] = packed[: count * quants]
+    end = sixteens * quants
+    tiles[end + first * scales : end + (first + count) * scales] = packed[count * quants :]
+
+
 def unpack_tiles(format: str, tiles: np.ndarray, O: int, I: int) -> np.ndarray:
     """Tiles, uint8 -> float32 [O, I], the weights' exact values."""
     n = -(-O // PANEL)

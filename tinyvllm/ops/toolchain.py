@@ -27,6 +27,11 @@ def provide_compiler(cache: Path) -> str:
     return os.environ["CC"]
 
 
+def has_compiler(cache: Path) -> bool:
+    """Whether `provide_compiler` would find one."""
+    return "CC" in os.environ or (_recent_clang() or _zig_clang(cache)) is not None
+
+
 def _recent_clang() -> str | None:
     path = shutil.which("clang")
     if path is None:

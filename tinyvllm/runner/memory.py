@@ -9,14 +9,17 @@ import time
 from pathlib import Path
 
 import numpy as np
+from tinygrad import Tensor, dtypes
 
 from tinyvllm.errors import ArgumentError, OutOfMemoryError
+from tinyvllm.ops.calls import cuda_records as records
 from tinyvllm.ops.kernel import Kernel
-from tinyvllm.ops.launch import gpu_free_memory, run_now
+from tinyvllm.ops.launch import Captured, gpu_attribute, gpu_free_memory, launch, run_now, synchronize
 from tinyvllm.ops.registry import rows
 from tinyvllm.weights.mapping import allocate
 
 READ_BYTES = 256 << 20  # beyond every cache, the ones that a virtual machine does not tell of included
+_PASSES = 8  # between two looks at the clock: a launch and a wait cost as much as some megabytes
 KV_SHARE = 0.5  # of what is free once the weights are resident, where nobody said how much
 
 
@@ -68,8 +71,33 @@ def check_room(device: str, pool_bytes: int) -> None:
         )
 
 
-def read_bandwidth(seconds: float = 0.15) -> float:
-    """Bytes a second that the crew's lanes together read from host memory: the roof of decoding on the CPU. The best pass counts."""
+def read_bandwidth(device: str = "CPU", seconds: float = 0.15, nbytes: int = READ_BYTES) -> float:
+    """Bytes a second that `device` reads from its memory: the roof of decoding. The best pass counts.
+
+    On the CPU the crew's lanes read together; devices without kernels of ours are taken for the CPU, whose memory they share or not.
+    """
+    return _gpu_read_bandwidth(device, seconds, 4 * nbytes) if device.split(":")[0] == "CUDA" else _host_read_bandwidth(seconds)
+
+
+def _gpu_read_bandwidth(device: str, seconds: float, nbytes: int) -> float:
+    blocks = 2 * gpu_attribute(device, "MULTIPROCESSOR_COUNT")
+    words = Tensor.empty(nbytes, dtype=dtypes.uint8, device=device).contiguous().realize()
+    kernel = records.read("sm_80", nbytes // 16, blocks)
+    sums = Tensor.empty(blocks, dtype=dtypes.int32, device=device).contiguous().realize()
+    reads = Captured(lambda words: launch(kernel, [sums], [words])[0].realize())
+    reads(words)
+    best, end = 0.0, time.perf_counter() + seconds
+    while not best or time.perf_counter() < end:
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(_PASSES):
+            reads(words)
+        synchronize(device)
+        best = max(best, _PASSES * nbytes / (time.perf_counter() - start))
+    return best
+
+
+def _host_read_bandwidth(seconds: float) -> float:
     words = allocate(READ_BYTES).view(np.uint64)
     words[:] = 1  # pages of its own: fresh ones are all the same page of zeros
     row = next(name for name, lacking in rows("CPU").items() if lacking is None)

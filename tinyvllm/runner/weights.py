@@ -17,13 +17,15 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
+from tinyvllm.config import cache_folder
 from tinyvllm.errors import ModelError
 from tinyvllm.models.config import Weight
 from tinyvllm.models.products import bias_of
 from tinyvllm.ops.kernel import Kernel
 from tinyvllm.ops.launch import run_now
 from tinyvllm.ops.registry import pick, rows
-from tinyvllm.ops.tiles import TILED, TileWeight
+from tinyvllm.ops.tiles import TILED, TileWeight, put_tiles
+from tinyvllm.ops.toolchain import has_compiler
 from tinyvllm.ops.weight import FLOATS, PANEL, PackedWeight, RowWeight, convert_rows, packable, panel_bytes, quantize_rows, row_bytes
 from tinyvllm.quant.formats import FORMATS
 from tinyvllm.runner.panels import KeptPanels
@@ -209,6 +211,9 @@ def _pack_panels(source: str, format: str, I: int, panels: np.ndarray, rows: np.
 
 
 def _pack_tiles(format: str, I: int, tiles: np.ndarray, rows: np.ndarray, span: tuple[int, int, int, int]) -> None:
+    if not has_compiler(cache_folder()):  # a GPU box need not have a C compiler; this takes several times as long
+        put_tiles(format, I, tiles, rows, span[0], span[3])
+        return
     kernel = Kernel.cpu("pack_tiles", _packer(), 1, 2, FORMAT=format, I=I)
     run_now(kernel, tiles, np.ascontiguousarray(rows), np.array(span, np.int32))
 

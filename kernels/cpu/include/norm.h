@@ -9,6 +9,14 @@
 #define NORM RMS
 #endif
 
+// An argument that only LAYER has.
+#if NORM == LAYER
+#define NORM_BIAS_ARGUMENT const float *norm_bias,
+#else
+#define NORM_BIAS_ARGUMENT
+#define norm_bias 0
+#endif
+
 // 1 / sqrt(mean(((x - middle)^2) + eps)
 static inline float inverse_spread(const float *x, int width, float middle, float eps) {
   v16 sum = v16_set(0.0f);

@@ -2,9 +2,10 @@
 // any company and for any grid, because the order of its arithmetic is fixed here:
 //
 //   - q is rounded to CACHE_TYPE. A score is one accumulator of mma over d in steps of 16, ascending.
-//   - Tiles of TILE keys begin at multiples of TILE, counted from the sequence's first token, and so do chunks of CHUNK keys and stretches of
-//     STRETCH keys. A tile is softened at once: weights 2^(score * SCALE log2(e) - top), float32. They are summed as float32, each of a row's
-//     four lanes its own keys ascending, and rounded to CACHE_TYPE for their product with the values, one accumulator over ascending keys.
+//   - Tiles of TILE keys begin at multiples of TILE, counted from the sequence's first token, and so do chunks of CHUNK keys and
+//     stretches of STRETCH keys. A tile is softened at once: weights 2^(score * SCALE log2(e) - top), float32. They are summed as float32,
+//     by each of a row's four lanes its own keys ascending, and rounded to CACHE_TYPE for their product with the values: one accumulator
+//     over ascending keys.
 //   - What a chunk has so far is rescaled when a tile raises its top. A chunk's sum is that of lanes (0 + 1) + (2 + 3).
 //   - The chunks of a stretch are merged in ascending order, then the stretches, by `fades_of` and o = fmaf(o', b, o * a).
 //
@@ -34,7 +35,6 @@ constexpr int STEPS = D / 16;      // of a score's mma
 constexpr int COLUMNS = D / 8;     // of an output's mma
 constexpr int PIECES = D / 8;      // of 16 bytes in a row of the cache
 constexpr int PITCH = D * 2 + 16;  // bytes from row to row in shared memory
-constexpr u32 NOWHERE = 0xFFFFFFFFu;
 constexpr float SCALE_2 = (float)(SCALE * 1.4426950408889634);
 
 static_assert(CACHE_TYPE == F16 || CACHE_TYPE == BF16, "attention: CACHE_TYPE is F16 or BF16");

@@ -111,7 +111,8 @@ DEVICE void load_step(Ring<Q4_0> &ring, int s, const Run &run) {
 template <int FORMAT> DEVICE void load_scales(Ring<FORMAT> &ring, int s, const Run &run) {
   if constexpr (quantised(FORMAT)) {
     const int first = s / 4 * 4;
-    if (s == first + 3 && first + lane_of() % 4 < run.steps) ring.scales[s / 4] = load_once((const u32 *)(run.scales + first * SCALE_BYTES));
+    const u32 *scales = (const u32 *)(run.scales + first * SCALE_BYTES);
+    if (s == first + 3 && first + lane_of() % 4 < run.steps) ring.scales[s / 4] = load_once(scales);
   }
 }
 

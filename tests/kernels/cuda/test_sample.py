@@ -60,13 +60,13 @@ class Rows:
         """The same on the GPU. Rows that are padded, parts and sizes of the search change nothing."""
         on, B, filtered = {name: int(name in features) for name in FEATURES}, len(which), bool(FILTERS & {*features})
         rows = B + padding
-        scratch = aligned((rows * (32 + filtered * (4 * threads + 8 * (capacity + 1))) if parts > 1 else 32,), np.uint8, 0)
+        scratch = aligned((rows * (32 + filtered * (4 * threads + 8 * (capacity + 1))) * (parts > 1),), np.uint8, 0)
         outs, ins = self._arrays(which, on, scratch)
         defines = {"V": self.V, "NEUTRAL_ROW": self.neutral, "PARTS": parts, "THREADS": threads, "CAPACITY": capacity, **on}
         for stage in ("LOOK", "DRAW") if filtered and parts > 1 else ("WHOLE",):
             kernel = Kernel.cuda("sample", "sm_80", len(outs), len(ins), (parts, rows, 1), threads, STAGE=stage, **defines)
             emulate(kernel, *outs, *ins, seed=seed)
-        assert not scratch[: rows * 32].any(), "the meeting places are not as they were found"
+        assert not scratch.any(), "the scratch is not as it was found"
         return outs[0], outs[1], outs[3] if on["PENALIZED"] else self.seen
 
     def _arrays(self, which: list[int], on: dict[str, int], scratch: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:

@@ -1,0 +1,34 @@
+"""Weights in tiles, and one op run by a kernel and by its reference, on the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tests.ops.inputs import by_kernel, file_rows
+from tinyvllm.ops import registry
+from tinyvllm.ops.tiles import TileWeight, pack_tiles
+from tinyvllm.weights.load import place_bytes
+
+FORMATS = ("BF16", "F16", "Q8_0", "Q4_0")
+
+
+def tiled(format: str, O: int, I: int, seed: int = 0) -> TileWeight:
+    """A random matrix [O, I] whose products with normal numbers are about 1."""
+    return TileWeight(place_bytes(pack_tiles(format, file_rows(format, O, I, seed)), "CUDA"), format, O, I)
+
+
+def best_row() -> str:
+    """The row that the engine takes here."""
+    return next(name for name, lacking in registry.rows("CUDA").items() if lacking is None)
+
+
+def both(monkeypatch: pytest.MonkeyPatch, stem: str, op: Callable[[], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """What the kernel gives, and what tinygrad's code gives."""
+    return by_kernel(monkeypatch, stem, best_row(), op), by_kernel(monkeypatch, stem, "ref", op)
+
+
+def same_bits(got: np.ndarray, want: np.ndarray, what: str) -> None:
+    np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32), err_msg=what)

@@ -1,0 +1,129 @@
+"""Products on the GPU: every format against the reference at a model's shapes, few rows and many, and the same bits in any company."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tinygrad import Tensor, dtypes
+
+from tests.gpu.operands import FORMATS, best_row, both, same_bits, tiled
+from tests.ops.inputs import by_kernel, int32, numbers, realized
+from tests.ops.test_qkv import batch_of
+from tinyvllm.batch import LayerCache
+from tinyvllm.ops import registry
+from tinyvllm.ops.head import embed, norm_head
+from tinyvllm.ops.launch import alias
+from tinyvllm.ops.linear import gate_up_silu, linear
+from tinyvllm.ops.norm import Norm
+from tinyvllm.ops.qkv import QKV, norm_qkv_rope_store
+
+# Results are about 1: the order of float32 sums over 2048 columns.
+TOLERANCE = 1e-4
+# Behind a norm a last bit may tip a rounded number to its neighbour, at worst some of 2048: 2**-9 or 3/127 of a number times 0.02.
+TIPPED = {"BF16": 4e-3, "F16": 1e-3, "Q8_0": 2e-2, "Q4_0": 2e-2}
+COUNTS = (1, 3, 8, 40, 300)
+
+
+def counts(most: int) -> list[int]:
+    return sorted({min(T, most) for T in COUNTS})
+
+
+@pytest.mark.parametrize("T", COUNTS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_matmul_equals_its_reference(monkeypatch, sizes, format, T):
+    """With bias and residual, 8 rows beyond those that count, and outputs that fill no tile."""
+    T, O, I = min(T, sizes.most), sizes.E + 8, sizes.E
+    x, residual, bias, weight = realized(numbers(T + 8, I)), realized(numbers(T + 8, O)), realized(numbers(O)), tiled(format, O, I)
+    got, want = both(monkeypatch, "matmul", lambda: linear(x, weight, int32(T), bias, residual).numpy()[:T])
+    np.testing.assert_allclose(got, want, atol=TIPPED["F16"] if format == "F16" else TOLERANCE)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_matmul_has_the_same_bits_in_any_company(monkeypatch, sizes, format):
+    """Also the long product behind the gate, whose columns are many pieces."""
+    O, I, most = sizes.E, sizes.F, sizes.most
+    x, weight = numbers(most, I), tiled(format, O, I)
+    monkeypatch.setenv("TINYVLLM_KERNELS", f"matmul={best_row()}")
+
+    def bits(start: int, T: int) -> np.ndarray:
+        return linear(realized(x[start : start + T]), weight, int32(T)).numpy()
+
+    whole = bits(0, most)
+    for T in (*counts(most)[:-1], 2, 9, 17):
+        start = 7 * T % (most - T)
+        same_bits(bits(start, T), whole[start : start + T], f"{T} rows")
+
+
+@pytest.mark.parametrize("format", ["BF16", "Q8_0"])
+def test_every_row_that_can_run_gives_the_same_bits(sizes, format, monkeypatch):
+    """What Hopper computes by its own instructions is what all compute."""
+    rows = [name for name, lacking in registry.rows("CUDA").items() if lacking is None]
+    if len(rows) == 1:
+        pytest.skip(f"{rows[0]} is the only row for this GPU")
+    x, weight = realized(numbers(sizes.most, sizes.E)), tiled(format, sizes.F, sizes.E)
+    found = [by_kernel(monkeypatch, "matmul", row, lambda: linear(x, weight, int32(sizes.most)).numpy()) for row in rows]
+    for row, other in zip(rows[1:], found[1:], strict=True):
+        same_bits(other, found[0], f"{row} beside {rows[0]}")
+
+
+@pytest.mark.parametrize("T", [1, 8, 300])
+@pytest.mark.parametrize("format", FORMATS)
+def test_gate_up_silu(monkeypatch, sizes, format, T):
+    T, F, E = min(T, sizes.most), sizes.F // 4, sizes.E
+    x, weight, norm = realized(numbers(T, E)), tiled(format, 2 * F, E), Norm("RMS", realized(numbers(E)), 1e-5)
+    got, want = both(monkeypatch, "norm_gate_up_silu", lambda: gate_up_silu(x, norm, weight, int32(T)).numpy())
+    np.testing.assert_allclose(got, want, atol=5 * TIPPED[format])
+    assert np.abs(got - want).mean() < TIPPED[format] / 2
+    monkeypatch.setenv("TINYVLLM_KERNELS", f"norm_gate_up_silu={best_row()}")
+    same_bits(gate_up_silu(realized(numbers(T, E)[-1:]), norm, weight, int32(1)).numpy(), got[-1:], "the last row alone")
+
+
+@pytest.mark.parametrize("T", [1, 8, 300])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_norm_qkv_rope_store(monkeypatch, sizes, T, qk_norm):
+    T, S = min(T, sizes.most), 16
+    H, K, D, E, P = sizes.H, sizes.K, sizes.D, sizes.E, -(-sizes.most // 16) + 1
+    norm, weight = Norm("RMS", realized(numbers(E)), 1e-5), tiled("BF16", (H + 2 * K) * D, E)
+    qkv = QKV(weight, realized(numbers((H + 2 * K) * D)), *([realized(numbers(D, seed=seed)) for seed in (2, 3)] if qk_norm else ()))
+    x, angles = numbers(T, E), numbers(T, D, seed=4)
+
+    def run(rows: slice) -> np.ndarray:
+        """q, and keys and values of the rows' slots."""
+        pool = Tensor.zeros(P, 2, K, S, D, dtype=dtypes.bfloat16).contiguous().realize()
+        slots = list(range(T))[rows]
+        batch = batch_of(slots, len(slots))
+        q, cache = norm_qkv_rope_store(realized(x[rows]), norm, qkv, realized(angles[rows]), LayerCache(pool, alias(pool)), batch)
+        Tensor.realize(q, *cache)
+        stored = cache.keys.float().numpy().transpose(0, 3, 1, 2, 4).reshape(P * S, -1)
+        return np.concatenate([q.numpy().reshape(len(slots), -1), stored[slots]], axis=1)
+
+    got, want = both(monkeypatch, "norm_qkv_rope_store", lambda: run(slice(0, T)))
+    np.testing.assert_allclose(got, want, atol=5e-2)  # the cache rounds to 8 bits
+    assert np.abs(got - want).mean() < 2e-3
+    monkeypatch.setenv("TINYVLLM_KERNELS", f"norm_qkv_rope_store={best_row()}")
+    same_bits(run(slice(T - 1, T)), got[-1:], "the last row alone")
+
+
+@pytest.mark.parametrize("N", [1, 5, 40])
+def test_norm_head(monkeypatch, sizes, N):
+    E, V, rows = sizes.E, sizes.V, min(N, sizes.most)
+    x, weight, norm = realized(numbers(rows + 2, E)), tiled("BF16", V, E), Norm("RMS", realized(numbers(E)), 1e-5)
+    picked = list(range(rows, 0, -1))
+
+    def op() -> np.ndarray:
+        logits, best = norm_head(x, norm, weight, int32(*picked), int32(rows))
+        if best is not None:
+            Tensor.realize(logits, best)
+            np.testing.assert_array_equal(best.numpy(), logits.numpy().argmax(1))
+        return logits.numpy()
+
+    got, want = both(monkeypatch, "norm_head", op)
+    np.testing.assert_allclose(got, want, atol=5 * TIPPED["BF16"])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_embed_is_exact(monkeypatch, sizes, format):
+    table = tiled(format, min(sizes.V, 4099), sizes.E)
+    tokens = int32(*np.random.default_rng(0).integers(0, table.O, 40).tolist())
+    got, want = both(monkeypatch, "embed", lambda: embed(table, tokens, int32(40)).numpy())
+    same_bits(got, want, format)
