@@ -1,7 +1,7 @@
 """Calls of the CUDA kernels, `kernels/cuda`: which of them an op becomes, with what buffers. Records are made in cuda_records.py.
 
-Up to eight rows are one launch that streams the weights past all of them; more are laid out first, by a launch of their own, and multiplied
-by tensor cores tile by tile. Both give the same bits.
+Up to eight rows, if a multiprocessor's shared memory holds them, are one launch that streams the weights past all of them. More are laid
+out first, by a launch of their own, and multiplied by tensor cores tile by tile. Both give the same bits.
 """
 
 from __future__ import annotations
@@ -101,52 +101,54 @@ def _whole_eights(T: int) -> int:
 def matmul(
     row: str, x: Tensor, weight: PackedWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool
 ) -> Tensor:
-    T, O, I = int(x.shape[0]), weight.O, weight.I
-    if T > FEW:
-        return _product(row, _prepared(row, x, weight, rows), weight, rows, empty(x, T, O), bias, residual, gelu=gelu)
-    kernel = records.matvec(row, weight.format, T, O, I, _gpu(x), bias is not None, residual is not None, gelu)
-    return launch(kernel, [empty(x, T, O)], [x, weight.tensor, *_there(bias, residual), rows])[0]
+    T, O, gpu = int(x.shape[0]), weight.O, _gpu(x)
+    if T <= FEW:
+        kernel = records.matvec(row, weight.format, T, O, weight.I, gpu, bias is not None, residual is not None, gelu)
+        if kernel.shared <= gpu.shared:
+            return launch(kernel, [empty(x, T, O)], [x, weight.tensor, *_there(bias, residual), rows])[0]
+    return _product(row, _prepared(row, x, weight, rows), weight, rows, empty(x, T, O), bias, residual, gelu=gelu)
 
 
 def gate_up_silu(row: str, x: Tensor, norm: Norm, weight: PackedWeight, rows: Tensor, bias: Tensor | None) -> Tensor:
-    T, E, F = int(x.shape[0]), weight.I, weight.O // 2
-    if T > FEW:
-        return _product(row, _prepared(row, x, weight, rows, norm), weight, rows, empty(x, T, F), bias, silu=True)
-    kernel = records.norm_gate_up_silu(row, weight.format, T, E, F, _gpu(x), constant(norm.eps), bias is not None)
-    return launch(kernel, [empty(x, T, F)], [x, norm.weight, weight.tensor, *_there(bias), rows])[0]
+    T, F, gpu = int(x.shape[0]), weight.O // 2, _gpu(x)
+    if T <= FEW:
+        kernel = records.norm_gate_up_silu(row, weight.format, T, weight.I, F, gpu, constant(norm.eps), bias is not None)
+        if kernel.shared <= gpu.shared:
+            return launch(kernel, [empty(x, T, F)], [x, norm.weight, weight.tensor, *_there(bias), rows])[0]
+    return _product(row, _prepared(row, x, weight, rows, norm), weight, rows, empty(x, T, F), bias, silu=True)
 
 
 def norm_qkv_rope_store(
     row: str, x: Tensor, norm: Norm, qkv: QKV, weight: PackedWeight, angles: Tensor | None, cache: LayerCache, batch: Batch
 ) -> tuple[Tensor, LayerCache]:
     _, _, K, S, D = (int(d) for d in cache.keys.shape)
-    T, E, H = int(x.shape[0]), weight.I, weight.O // D - 2 * K
+    T, H, gpu = int(x.shape[0]), weight.O // D - 2 * K, _gpu(x)
     R = 0 if angles is None else int(angles.shape[1])
     heads = records.Heads(
         H, K, D, S, R, cache_format(cache), qkv.bias is not None, qkv.q_norm is not None, constant(qkv.qk_eps),
     )  # fmt: skip
     outs, optional = [empty(x, T, H, D), *cache], _there(qkv.bias, qkv.q_norm, qkv.k_norm, angles)
-    if T > FEW:
-        y = _product(row, _prepared(row, x, weight, batch.rows, norm), weight, batch.rows, empty(x, T, weight.O))
-        q, keys, values = launch(records.rope_store(row, T, heads), outs, [y, *optional, batch.slots, batch.rows])
-    else:
-        kernel = records.norm_qkv_rope_store(row, weight.format, T, E, heads, _gpu(x), constant(norm.eps))
-        q, keys, values = launch(kernel, outs, [x, norm.weight, weight.tensor, *optional, batch.slots, batch.rows])
+    ins, kernel = [x, norm.weight, weight.tensor], None
+    if T <= FEW:
+        kernel = records.norm_qkv_rope_store(row, weight.format, T, weight.I, heads, gpu, constant(norm.eps))
+    if kernel is None or kernel.shared > gpu.shared:
+        kernel = records.rope_store(row, T, heads)
+        ins = [_product(row, _prepared(row, x, weight, batch.rows, norm), weight, batch.rows, empty(x, T, weight.O))]
+    q, keys, values = launch(kernel, outs, [*ins, *optional, batch.slots, batch.rows])
     return q, LayerCache(keys, values)
 
 
 def norm_head(row: str, x: Tensor, norm: Norm, weight: PackedWeight, rows: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    N, V = int(rows.shape[0]), weight.O
-    if N > FEW:
-        prepared = _prepared(row, x, weight, count, norm, rows)
-        logits = _product(row, prepared, weight, count, empty(x, N, V))
-        kernel = records.best(row, N, V, _gpu(x))
-        state = _counters(x, 2 * N), _counters(x, N)
-        return logits, launch(kernel, [integers(x, N), *state], [logits, count])[0]
-    kernel = records.norm_head(row, weight.format, N, V, weight.I, _gpu(x), constant(norm.eps))
-    outs = [empty(x, N, V), integers(x, N), _counters(x, 2 * N + 1)]
-    logits, found, _ = launch(kernel, outs, [x, norm.weight, weight.tensor, rows, count])
-    return logits, found
+    N, V, gpu = int(rows.shape[0]), weight.O, _gpu(x)
+    if N <= FEW:
+        kernel = records.norm_head(row, weight.format, N, V, weight.I, gpu, constant(norm.eps))
+        if kernel.shared <= gpu.shared:
+            outs = [empty(x, N, V), integers(x, N), _counters(x, 2 * N + 1)]
+            logits, found, _ = launch(kernel, outs, [x, norm.weight, weight.tensor, rows, count])
+            return logits, found
+    logits = _product(row, _prepared(row, x, weight, count, norm, rows), weight, count, empty(x, N, V))
+    state = _counters(x, 2 * N), _counters(x, N)
+    return logits, launch(records.best(row, N, V, gpu), [integers(x, N), *state], [logits, count])[0]
 
 
 def _there(*optional: Tensor | None) -> list[Tensor]:
