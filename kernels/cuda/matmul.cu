@@ -1,7 +1,7 @@
 // out = activation(x . weight^T + bias) + residual, or silu(gate) * up of the two halves of the outputs; for more than a few rows
 //
 //   out        [T, O] float32      does not alias residual
-//   partial    float4, if SPLIT > 1: SLOTS tiles of sums for every tile of out; see below
+//   partial    float4, if SPLIT > 1: sums that are handed over; nothing to begin with
 //   counters   [tiles of out] uint32, if SPLIT > 1; zero between launches: the last block of threads to come puts its counter back
 //   prepared   x as prepare.cu lays it out for WEIGHT: [T, I] rounded, in fragments
 //   weight     tiles of WEIGHT = BF16, F16, Q8_0 or Q4_0 of [O, I]; if SILU of [2 O, I], the rows of gate and then those of up
@@ -9,8 +9,8 @@
 //   residual   [T, O] float32, if RESIDUAL; not with SILU
 //   rows       [1] int32           how many rows of x there are, 0 to T; the rows of out behind them stay as they are
 //
-// T % 8 == 0, I % 32 == 0, any O (SILU: O % 16 == 0, and TILE_O / WARPS_O % 32 == 0). ACTIVATION: NO_ACTIVATION or GELU. The order of every sum is that of product.cuh, so a row
-// has the bits that matvec gives it.
+// T % 8 == 0, I % 32 == 0, any O (SILU: O % 16 == 0, and TILE_O / WARPS_O % 32 == 0). ACTIVATION: NO_ACTIVATION or GELU. The order of
+// every sum is that of product.cuh, so a row has the bits that matvec gives it.
 //
 // A block of threads makes a tile of TILE_O rows of weight by TILE_T tokens (multiples of 16 and 8). Its warps are WARPS_K teams of
 // WARPS_O x WARPS_T warps; a team takes every WARPS_K-th piece of 512 columns, and the teams' sums are put together after each such round.

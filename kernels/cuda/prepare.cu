@@ -4,6 +4,8 @@
 //              BF16, F16   [T/8][I/32][32 lanes][16 bytes]: numbers 2t, 2t+1, 2t+8, 2t+9, 2t+16, 2t+17, 2t+24, 2t+25 of the block
 //              Q8_0, Q4_0  [T/8][I/32][32 lanes][8 bytes]: int8 4t..4t+3, 4t+16..4t+19 of the block; behind all of these
 //                          [T/8][I/32] of { float scale[8]; int sum[8] }, by token of the group
+//              with CORES (BF16, F16 only)
+//                          [T/8][I/32][4][8 tokens][16 bytes]: numbers 8i..8i+7 of the block are the token's in core matrix i (hopper.cuh)
 //   x          [T, I] float32; [any, I] if GATHER
 //   norm       [I] float32, if NORM: RMS norm with EPS
 //   row_index  [T] int32, if GATHER: token t is row row_index[t] of x
@@ -18,21 +20,38 @@
 #include "norm.cuh"
 #include "product.cuh"
 
+#ifndef CORES
+#define CORES 0
+#endif
+
 constexpr int THREADS = 256, BLOCKS = I / STEP, CELLS = BLOCKS * 4;
 constexpr int ROUNDS = (CELLS + THREADS - 1) / THREADS;
 static_assert(T % 8 == 0 && I % STEP == 0, "sizes");
+static_assert(!CORES || !quantised(WEIGHT), "core matrices are of 16-bit numbers");
 
 struct Row {
   const float *x, *norm;
   float inverse;
 };
 
+// The eight numbers of a cell: eight in a row for core matrices, otherwise those of a lane.
+DEVICE void read_eight(float (&v)[8], const float *row, int cell) {
+#if CORES
+#pragma unroll
+  for (int i = 0; i < 8; i += 4) {
+    const float4 four = *(const float4 *)(row + cell * 8 + i);
+    v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
+  }
+#else
+  read_cell<WEIGHT>(v, row + cell / 4 * STEP, cell % 4);
+#endif
+}
+
 DEVICE void normed_cell(float (&v)[8], const Row &row, int cell) {
-  const int block = cell / 4 * STEP, t = cell % 4;
-  read_cell<WEIGHT>(v, row.x + block, t);
+  read_eight(v, row.x, cell);
 #if NORM
   float weight[8];
-  read_cell<WEIGHT>(weight, row.norm + block, t);
+  read_eight(weight, row.norm, cell);
 #pragma unroll
   for (int i = 0; i < 8; i++) v[i] = normed(v[i], row.inverse, weight[i]);
 #endif
@@ -40,7 +59,8 @@ DEVICE void normed_cell(float (&v)[8], const Row &row, int cell) {
 
 // Cell `cell` of `token` to its place in the prepared rows.
 template <int FORMAT> DEVICE void write_16_bits(u8 *prepared, const float (&v)[8], int token, int cell) {
-  ((uint4 *)prepared)[((u64)(token / 8) * BLOCKS + cell / 4) * 32 + token % 8 * 4 + cell % 4] = round_cell<FORMAT>(v);
+  const int place = CORES ? cell % 4 * 8 + token % 8 : token % 8 * 4 + cell % 4;
+  ((uint4 *)prepared)[((u64)(token / 8) * BLOCKS + cell / 4) * 32 + place] = round_cell<FORMAT>(v);
 }
 // Every lane of the warp must come along; `mine` says whether the cell is one of the row's.
 DEVICE void write_quants(u8 *prepared, const float (&v)[8], int token, int cell, bool mine) {

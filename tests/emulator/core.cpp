@@ -1,5 +1,5 @@
-// Runs the blocks of one launch: a fiber for every thread, scheduled by a seeded generator, one block after another in seeded order (or
-// `resident` blocks at a time). Memory is checked in memory.h, which is part of this file.
+// Runs the blocks of one launch: a fiber for every thread, scheduled by a seeded generator, `resident` blocks at a time, in seeded
+// order. Memory is checked in memory.h, which is part of this file.
 #include "core.h"
 
 extern "C" {
@@ -72,7 +72,8 @@ enum State : u8 { CAN_RUN, AT_BARRIER, AT_COLLECTIVE, RETURNED };
 
 struct Block;
 struct Warp {
-  u32 ready, waiting, alive, base;  // lanes; `base`: clocks below it are in order for all lanes
+  u32 ready, waiting, alive;  // lanes
+  u32 base, base_device;      // clocks below them are in order for all lanes: in shared memory, in other memory
 };
 
 struct Thread {
@@ -82,7 +83,7 @@ struct Thread {
   Warp *warp;
   u32 index, lane, place[3];
   State state;
-  bool aligned;
+  u32 aligned;
   // what it waits for
   const char *what;
   u32 line, mask, vote;
@@ -102,7 +103,9 @@ struct Pool {  // memory for what cells point to, by index of 8 bytes; 0 is noth
 struct Cell;
 
 struct Block {
-  u32 number, place[3], threads_alive, arrived, warps, ready_warps, base, votes, last_warp;
+  u32 number, place[3], threads_alive, arrived, warps, ready_warps, base, base_device, votes, last_warp;
+  u32 memory;  // the barrier at which they wait orders this,
+  bool whole;  // and is one for all threads
   Thread *threads;
   Warp warp[LANES];
   Knowledge known;
@@ -213,9 +216,11 @@ static void set_ready(Block *block, u32 warp, u32 lanes) {
   block->ready_warps |= 1u << warp;
 }
 
-// Whose turn it is: mostly a lane of the same warp, for the caches' sake; seldom another block.
+static bool at_atomic;  // where the order of blocks matters most
+
+// Whose turn it is: mostly a lane of the same warp, for the caches' sake; seldom another block, as shared memory must be exchanged.
 static Thread *next_thread() {
-  if (RARE(resident > 1) && (!here->ready_warps || (chance() & 63) == 0)) {
+  if (RARE(resident > 1) && (!here->ready_warps || (chance() & (at_atomic ? 3 : 1023)) == 0)) {
     u32 from = chance() % resident;
     for (u32 i = 0; i < resident; i++)
       if (blocks[(from + i) % resident].ready_warps) {
@@ -223,6 +228,7 @@ static Thread *next_thread() {
         break;
       }
   }
+  at_atomic = false;
   if (!here->ready_warps) return 0;
   u32 w = here->last_warp;
   if (!here->warp[w].ready || (chance() & 15) == 0) w = here->last_warp = some_bit(here->ready_warps);
@@ -254,9 +260,11 @@ static void let_others_run() {
 }
 
 void core_yield() {
-  if (++idle_turns > 1u << 22) core_fault(0, "waits for something that does not come: 4 million turns without a barrier, a collective or a return");
+  if (++idle_turns > 1u << 22)
+    core_fault(0, "waits for something that does not come: 4 million turns without a barrier, a collective or a return");
   Thread *self = current;
   set_ready(here, self->index / LANES, 1u << self->lane);
+  at_atomic = true;
   let_others_run();
 }
 
@@ -286,7 +294,7 @@ static void describe_waits() {
         continue;
       }
       while (to + 1 < thread_count && same(to + 1)) to++;
-      if (used < room - 64) used += to > from ? snprintf(text + used, room - used, " %u-%u", from, to) : snprintf(text + used, room - used, " %u", from);
+      if (used < room - 64) used += snprintf(text + used, room - used, to > from ? " %u-%u" : " %u", from, to);
       from = to + 1;
     }
     if (used < room - 128) {
@@ -306,7 +314,7 @@ static void describe_waits() {
 static bool complete(const Thread *t, u32 *need) {
   Warp *warp = t->warp;
   *need = t->mask & warp->alive;
-  if (t->aligned && *need != ALL) return false;
+  if (t->aligned == ALL_ALIGNED && *need != ALL) return false;
   if (*need & ~warp->waiting) return false;
   const Thread *first = t - t->lane;
   for (u32 rest = *need; rest; rest &= rest - 1) {
@@ -327,7 +335,7 @@ static void act_together(Thread *t, u32 need, Act act, u64 site) {
   idle_turns = 0;
 }
 
-static void meet_in_warp(const char *what, u32 mask, u32 line, bool aligned, void *mine, Act act, u64 site) {
+static void meet_in_warp(const char *what, u32 mask, u32 line, u32 aligned, void *mine, Act act, u64 site) {
   Thread *t = current;
   if (RARE(!(mask >> t->lane & 1))) core_fault(site, "is lane %u and calls %s with the mask %08x, in which it is not", t->lane, what, mask);
   t->what = what, t->mask = mask, t->line = line, t->aligned = aligned, t->mine = mine, t->act = act;
@@ -339,25 +347,30 @@ static void meet_in_warp(const char *what, u32 mask, u32 line, bool aligned, voi
   if (need & ~(1u << t->lane)) set_ready(here, t->index / LANES, need & ~(1u << t->lane));
 }
 
-void core_together(const char *what, u32 mask, u32 line, bool aligned, void *mine, Act act, u64 site) {
+void core_together(const char *what, u32 mask, u32 line, u32 aligned, void *mine, Act act, u64 site) {
   meet_in_warp(what, mask, line, aligned, mine, act, site);
 }
 
-static void order_lanes(void **theirs, u32 mask, u64) {
+template <u32 memory> static void order_lanes(void **theirs, u32 mask, u64) {
   Thread *first = 0;
   for (u32 rest = mask; rest && !first; rest = 0) first = (Thread *)theirs[__builtin_ctz(rest)] - __builtin_ctz(rest);
   Warp *warp = first->warp;
-  if (launch->races) order_in_warp(warp, first, mask);
+  if (launch->races) order_in_warp(warp, first, mask, memory);
 }
 
 void core_lane_barrier(const char *what, u32 mask, u32 line, u64 site) {
-  meet_in_warp(what, mask, line, false, current, order_lanes, site);
+  meet_in_warp(what, mask, line, ANYWHERE, current, order_lanes<SHARED_MEMORY | DEVICE_MEMORY>, site);
+}
+void core_lane_barrier_of(const char *what, u32 line, u32 memory, u64 site) {
+  static const Act acts[] = {0, order_lanes<SHARED_MEMORY>, order_lanes<DEVICE_MEMORY>, order_lanes<SHARED_MEMORY | DEVICE_MEMORY>};
+  meet_in_warp(what, ALL, line, ALIVE_ALIGNED, current, acts[memory], site);
 }
 
 // The last one has come (or returned): everybody goes on, except `self`, who is running.
 static void open_barrier(Block *block, Thread *self) {
   const Thread *one = 0;
   u32 clock = 0, votes = 0;
+  if (block->whole && block->threads_alive != thread_count) tell_who_waits();
   for (u32 i = 0; i < thread_count; i++) {
     Thread *t = &block->threads[i];
     if (t->now > clock) clock = t->now;
@@ -366,7 +379,9 @@ static void open_barrier(Block *block, Thread *self) {
     one = t;
     votes += t->vote != 0;
   }
-  block->base = ++clock;
+  clock++;
+  if (block->memory & SHARED_MEMORY) block->base = clock;
+  if (block->memory & DEVICE_MEMORY) block->base_device = clock;
   block->votes = votes;
   block->arrived = 0;
   for (u32 i = 0; i < thread_count; i++) {
@@ -380,8 +395,9 @@ static void open_barrier(Block *block, Thread *self) {
   idle_turns = 0;
 }
 
-u32 core_barrier(const char *what, u32 line, u32 vote, u64) {
+static u32 meet_in_block(const char *what, u32 line, u32 vote, u32 memory, bool whole) {
   Thread *t = current;
+  here->memory = memory, here->whole = whole;
   t->what = what, t->line = line, t->vote = vote, t->mask = 0, t->state = AT_BARRIER;
   if (++here->arrived == here->threads_alive)
     open_barrier(here, t);
@@ -389,6 +405,8 @@ u32 core_barrier(const char *what, u32 line, u32 vote, u64) {
     let_others_run();
   return t->block->votes;
 }
+u32 core_barrier(const char *what, u32 line, u32 vote, u64) { return meet_in_block(what, line, vote, SHARED_MEMORY | DEVICE_MEMORY, false); }
+void core_barrier_of(const char *what, u32 line, u32 memory, u64) { meet_in_block(what, line, 0, memory, true); }
 
 // ---------------------------------------------------------------- threads and blocks
 
@@ -436,9 +454,10 @@ static void thread_returns() {
 
 static void thread_starts() {
   const u64 *a = launch->arguments;
-  typedef void Entry(u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64);
-  ((Entry *)launch->entry)(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15], a[16], a[17],
-                           a[18], a[19], a[20], a[21], a[22], a[23]);
+  typedef void Entry(u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64,  // as many as a kernel may take: more do no harm
+                     u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64);
+  ((Entry *)launch->entry)(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15], a[16],
+                           a[17], a[18], a[19], a[20], a[21], a[22], a[23]);
   thread_returns();
 }
 
@@ -446,12 +465,14 @@ static void start_block(Block *block, u32 number) {
   const u32 *g = launch->grid, *b = launch->block;
   block->number = number;
   block->place[0] = number % g[0], block->place[1] = number / g[0] % g[1], block->place[2] = number / g[0] / g[1];
-  block->threads_alive = thread_count, block->arrived = 0, block->ready_warps = 0, block->base = 1, block->last_warp = 0;
+  block->threads_alive = thread_count, block->arrived = 0, block->ready_warps = 0, block->last_warp = 0;
+  block->base = block->base_device = 1;
   block->known.count = 0;
-  for (u32 w = 0; w < warp_count; w++) block->warp[w] = Warp{0, 0, 0, 0};
+  for (u32 w = 0; w < warp_count; w++) block->warp[w] = Warp{0, 0, 0, 0, 0};
   for (u32 i = 0; i < thread_count; i++) {
     Thread *t = &block->threads[i];
-    t->block = block, t->warp = &block->warp[i / LANES], t->index = i, t->lane = i % LANES, t->state = CAN_RUN, t->what = "", t->line = t->mask = 0;
+    t->block = block, t->warp = &block->warp[i / LANES], t->index = i, t->lane = i % LANES;
+    t->state = CAN_RUN, t->what = "", t->line = t->mask = 0;
     t->place[0] = i % b[0], t->place[1] = i / b[0] % b[1], t->place[2] = i / b[0] / b[1];
     t->who = (number + 1) << 11 | i << 1, t->now = 1;
     t->known.count = t->fenced.count = t->fenced_block.count = t->pending.count = t->pending_block.count = 0;

@@ -80,7 +80,8 @@ static void shuffle(void **theirs, u32 mask, u64 site) {
 }
 SHIM u64 cuda_shuffle(int how, u32 mask, u64 value, int by, int width, u32 line) {
   static const char *const names[] = {"__shfl_sync", "__shfl_up_sync", "__shfl_down_sync", "__shfl_xor_sync"};
-  if (width < 1 || width > 32 || width & (width - 1)) core_fault(CALLER, "%s wants a width of 1, 2, 4, 8, 16 or 32, and gets %d", names[how], width);
+  if (width < 1 || width > 32 || width & (width - 1))
+    core_fault(CALLER, "%s wants a width of 1, 2, 4, 8, 16 or 32, and gets %d", names[how], width);
   Shuffle mine = {value, 0, how, by, width};
   core_together(names[how], mask, line, false, &mine, shuffle, CALLER);
   return mine.result;

@@ -1,7 +1,7 @@
 // CUDA C for the emulator: what nvcc knows without any header, in terms of core.h. Kernels are compiled with this file in front.
 //
-// Intrinsics that several lanes do together are functions of cuda.cpp that take the line of the source; nothing here is worth a test of its
-// own beyond test_words.py. Not modelled: __activemask, texture and surface memory, printf, clocks, cooperative groups.
+// Intrinsics that several lanes do together are functions of cuda.cpp that take the line of the source; test_words.py
+// compares all with numpy. Not modelled: __activemask, texture and surface memory, printf, clocks, cooperative groups.
 #pragma once
 #pragma clang diagnostic ignored "-Wduplicate-decl-specifier"
 
@@ -26,7 +26,7 @@
 
 // --- vectors
 
-// Their copying is spelled out: the compiler checks the alignment of what a written-out constructor reads, but not of what it copies itself.
+// Copying is spelled out: the compiler checks the alignment of what a written-out constructor reads, but not of what it copies itself.
 #define EMULATED_VECTORS(type, name, size)                                                                      \
   struct name##1 {                                                                                              \
     type x;                                                                                                     \
@@ -115,8 +115,12 @@ EMULATED_PLAIN unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by
 EMULATED_PLAIN unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
   return (unsigned)(((unsigned long long)high << 32 | low) >> (by & 31));
 }
-EMULATED_PLAIN unsigned __funnelshift_lc(unsigned low, unsigned high, unsigned by) { return by >= 32 ? low : __funnelshift_l(low, high, by); }
-EMULATED_PLAIN unsigned __funnelshift_rc(unsigned low, unsigned high, unsigned by) { return by >= 32 ? high : __funnelshift_r(low, high, by); }
+EMULATED_PLAIN unsigned __funnelshift_lc(unsigned low, unsigned high, unsigned by) {
+  return by >= 32 ? low : __funnelshift_l(low, high, by);
+}
+EMULATED_PLAIN unsigned __funnelshift_rc(unsigned low, unsigned high, unsigned by) {
+  return by >= 32 ? high : __funnelshift_r(low, high, by);
+}
 EMULATED_PLAIN int __mulhi(int x, int y) { return (int)(((long long)x * y) >> 32); }
 EMULATED_PLAIN unsigned __umulhi(unsigned x, unsigned y) { return (unsigned)(((unsigned long long)x * y) >> 32); }
 EMULATED_PLAIN unsigned long long __umul64hi(unsigned long long x, unsigned long long y) {
@@ -132,7 +136,10 @@ EMULATED_PLAIN unsigned __dp4a(unsigned a, unsigned b, unsigned c) {
 }
 EMULATED_PLAIN unsigned __vabs4(unsigned a) {
   unsigned out = 0;
-  for (int i = 0; i < 32; i += 8) out |= (unsigned)(unsigned char)((signed char)(a >> i) < 0 ? -(signed char)(a >> i) : (signed char)(a >> i)) << i;
+  for (int i = 0; i < 32; i += 8) {
+    int x = (signed char)(a >> i);
+    out |= (unsigned)(unsigned char)(x < 0 ? -x : x) << i;
+  }
   return out;
 }
 EMULATED_PLAIN unsigned __vadd4(unsigned a, unsigned b) { return ((a & 0x7F7F7F7Fu) + (b & 0x7F7F7F7Fu)) ^ ((a ^ b) & 0x80808080u); }
@@ -344,7 +351,9 @@ template <class T> EMULATED_PLAIN T __shfl_xor_sync(unsigned mask, T value, int 
   return emulated_shuffle(3, mask, value, by, width, line);
 }
 EMULATED unsigned cuda_ballot(const char *what, unsigned mask, unsigned vote, unsigned line);
-EMULATED_PLAIN unsigned __ballot_sync(unsigned mask, int vote, EMULATED_LINE) { return cuda_ballot("__ballot_sync", mask, vote != 0, line); }
+EMULATED_PLAIN unsigned __ballot_sync(unsigned mask, int vote, EMULATED_LINE) {
+  return cuda_ballot("__ballot_sync", mask, vote != 0, line);
+}
 EMULATED_PLAIN int __any_sync(unsigned mask, int vote, EMULATED_LINE) { return cuda_ballot("__any_sync", mask, vote != 0, line) != 0; }
 EMULATED_PLAIN int __all_sync(unsigned mask, int vote, EMULATED_LINE) { return cuda_ballot("__all_sync", mask, vote == 0, line) == 0; }
 EMULATED unsigned cuda_match(unsigned mask, unsigned long long value, unsigned line);

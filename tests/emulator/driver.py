@@ -25,7 +25,7 @@ from tinygrad.device import Compiler
 
 from tests.emulator.emulate import Memory, emulate_source
 from tinyvllm.ops.kernel import Kernel
-from tinyvllm.ops.launch import _Kept
+from tinyvllm.ops.launch.programs import KeptTable
 from tinyvllm.ops.source import kernel_text
 
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, INVALID_HANDLE, NOT_FOUND, NOT_READY = 1, 2, 201, 400, 500, 600
@@ -416,7 +416,7 @@ class _SourceCompiler(Compiler):
         return src.encode() if self.ptx else MACHINE_CODE + src.encode()
 
 
-class _InMemory(_Kept):
+class _InMemory(KeptTable):
     """A cache of tinygrad's that writes nothing to disk: there, a source would be taken for machine code by a process with a GPU."""
 
     get = dict.get
@@ -446,7 +446,8 @@ def cuda_device(**options: Any) -> Iterator[Driver]:
     from tinygrad.runtime.autogen import cuda
     from tinygrad.runtime.support import compiler_cuda
 
-    from tinyvllm.ops import launch, nvrtc
+    from tinyvllm.ops import nvrtc
+    from tinyvllm.ops.launch import open_device
 
     driver = Driver(**options)
     names = [name for name in vars(cuda) if re.match("cu[A-Z]", name) and callable(getattr(cuda, name))]
@@ -469,9 +470,9 @@ def cuda_device(**options: Any) -> Iterator[Driver]:
         undo.enter_context(_put_in_place(codegen, "to_program_cache", _InMemory("programs", lambda program: program)))
         undo.enter_context(_put_in_place(schedule, "schedule_cache", _InMemory("schedules", lambda linear: linear)))
         undo.enter_context(_put_in_place(nvrtc, "cubin", source_of))
-        undo.callback(_forget, realize.runtime_cache, launch)
-        _forget(realize.runtime_cache, launch)
-        launch.open_device("CUDA")
+        undo.callback(_forget, realize.runtime_cache)
+        _forget(realize.runtime_cache)
+        open_device("CUDA")
         yield driver
         driver.idle()
 
@@ -486,10 +487,12 @@ def _put_in_place(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, kept)
 
 
-def _forget(programs: dict[tuple[bytes, str], Any], launch: Any) -> None:
+def _forget(programs: dict[tuple[bytes, str], Any]) -> None:
     """Let go of everything that would call the driver later, while it is there."""
+    from tinyvllm.ops.launch import gpu, node, tensors
+
     for key in [key for key in programs if key[1].startswith("CUDA")]:
         del programs[key]
-    for kept in (launch._copies, launch._machine_code, launch.standing_zeros, launch.gpu_attribute):
+    for kept in (gpu.copies_of, gpu.gpu_attribute, node.machine_code, tensors.standing_zeros):
         kept.cache_clear()
     gc.collect()

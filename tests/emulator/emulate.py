@@ -1,6 +1,7 @@
 """Runs GPU kernels, unchanged, on the CPU, and says what is wrong with them: races, bounds, unwritten reads, divergence.
 
-`emulate` takes a Kernel record and numpy arrays; `emulate_source` any CUDA C text and memory that lies where it lies. README.md says what is modelled.
+`emulate` takes a Kernel record and numpy arrays; `emulate_source` any CUDA C text and memory that lies where it lies. README.md says what
+is modelled.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Memory:
 
 class _Given(ctypes.Structure):
     _fields_ = [
-        ("low", ctypes.c_uint64), ("size", ctypes.c_uint64), ("name", ctypes.c_char_p), ("writable", ctypes.c_uint32), ("pad", ctypes.c_uint32)
+        ("low", ctypes.c_uint64), ("size", ctypes.c_uint64), ("name", ctypes.c_char_p),
+        ("writable", ctypes.c_uint32), ("pad", ctypes.c_uint32),
     ]  # fmt: skip
 
 
@@ -62,12 +64,12 @@ class _Launch(ctypes.Structure):
     ]  # fmt: skip
 
 
-def emulate(kernel: Kernel, *arrays: np.ndarray, seed: int = 0, races: bool = True, resident: int = 1) -> int:
-    """Run a kernel's whole grid on `arrays` (outs, then ins, C-contiguous; outs are changed in place); returns the number of memory accesses.
+def emulate(kernel: Kernel, *arrays: np.ndarray, seed: int = 0, races: bool = True, resident: int = 3) -> int:
+    """Run a kernel's whole grid on `arrays` (outs, then ins, C-contiguous; outs are changed in place).
 
-    Every array is a memory of its own, aligned to 256 bytes; arrays that overlap on the host overlap there, too. `seed` decides the order of
-    threads and blocks. Without `races` only bounds, unwritten shared memory and divergence are looked after, which takes half the time.
-    `resident` blocks of threads run at the same time. Raises EmulatorError.
+    Every array is a memory of its own, aligned to 256 bytes; arrays that overlap on the host overlap there, too. `seed` decides the order
+    of threads and blocks. Without `races` all but races is looked for, in half to a third of the time. `resident` blocks of threads run
+    at the same time. Returns the number of memory accesses. Raises EmulatorError.
     """
     if len(arrays) != kernel.outs + kernel.ins:
         raise EmulatorError(f"{kernel.stem} takes {kernel.outs} + {kernel.ins} arrays, got {len(arrays)}")
@@ -87,7 +89,7 @@ def emulate(kernel: Kernel, *arrays: np.ndarray, seed: int = 0, races: bool = Tr
 
 def emulate_source(
     text: str, entry: str, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int, arguments: Sequence[int],
-    memory: Sequence[Memory], seed: int = 0, races: bool = True, resident: int = 1,
+    memory: Sequence[Memory], seed: int = 0, races: bool = True, resident: int = 3,
 ) -> int:  # fmt: skip
     """Run the function `entry` of a CUDA C text. `arguments`: addresses or integers, in its order; `memory`: all that it may touch.
 
@@ -131,7 +133,8 @@ def _check_launch(image: Image, entry: str, grid: tuple[int, int, int], block: t
         raise EmulatorError(f"{entry}: a grid of {grid} blocks; expected 1 to 65535 in y and z and at least 1 in x")
     if shared + image.static_shared > MOST_DYNAMIC or image.static_shared > MOST_STATIC:
         raise EmulatorError(
-            f"{entry}: {image.static_shared} bytes of shared memory declared and {shared} given; expected at most {MOST_STATIC} and together {MOST_DYNAMIC}"
+            f"{entry}: {image.static_shared} bytes of shared memory declared and {shared} given; "
+            f"expected at most {MOST_STATIC} and together {MOST_DYNAMIC}"
         )
 
 
@@ -245,9 +248,9 @@ def build(text: str) -> Image:
     front = HERE / "cuda.h"
     flags = (
         "-x", "c++", "-std=c++17", "-nostdinc++", "-fno-exceptions", "-fno-rtti", "-fPIC", "-O1", "-gline-tables-only", "-ffp-contract=off",
-        "-fvisibility=hidden", "-fno-builtin-memcpy", "-fno-builtin-memset", "-fno-vectorize", "-fno-slp-vectorize", "-fno-threadsafe-statics",
-        "-fsanitize=thread,alignment,array-bounds", "-mllvm", "-tsan-compound-read-before-write=1",
-        "-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm", "-tsan-distinguish-volatile=1", "-Wno-unknown-pragmas", "-w", *_flags(),
+        "-fvisibility=hidden", "-fno-builtin-memcpy", "-fno-builtin-memset", "-fno-vectorize", "-fno-slp-vectorize",
+        "-fno-threadsafe-statics", "-fsanitize=thread,alignment,array-bounds", "-mllvm", "-tsan-compound-read-before-write=1",
+        "-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm", "-tsan-distinguish-volatile=1", "-w", *_flags(),
     )  # fmt: skip
     digest = _digest(
         text, front.read_text(), *(p.read_text() for p in sorted((HERE / "include").glob("*.h"))), core.name, repr(flags), compiler

@@ -1,4 +1,4 @@
-// Memory of a launch: which bytes there are, which of the shared ones have been written, and who may touch them unordered. Part of core.cpp.
+// Memory of a launch: which bytes there are, which of the shared ones are written, and who may touch them unordered. Part of core.cpp.
 //
 // Races are found by happens-before (Lamport clocks; the cells and the rule of the last write and the last reads are those of FastTrack,
 // Flanagan and Freund 2009). Each 4 bytes have a cell with the last write and the last reads since. A thread's clock moves on whenever it
@@ -89,13 +89,17 @@ static bool knows(const Thread *t, u32 who, u32 clock) {
   return false;
 }
 
-// Is that access in order before everything that `t` does now?
-static inline bool in_order(const Thread *t, u32 who, u32 clock) {
+// Barriers have set the clocks before which all is in order, for shared and for other memory each its own.
+static inline u32 block_base(const Thread *t, Kind kind) { return kind == SHARED ? t->block->base : t->block->base_device; }
+static inline u32 warp_base(const Thread *t, Kind kind) { return kind == SHARED ? t->warp->base : t->warp->base_device; }
+
+// Is that access to memory of a kind in order before everything that `t` does now?
+static inline bool in_order(const Thread *t, u32 who, u32 clock, Kind kind) {
   u32 differs = who ^ t->who;
   if (differs < 2) return true;  // its own
   if (differs < 2048) {          // its block's
-    if (clock < t->block->base) return true;
-    if (differs < 64 && clock < t->warp->base) return true;
+    if (clock < block_base(t, kind)) return true;
+    if (differs < 64 && clock < warp_base(t, kind)) return true;
   }
   return knows(t, who, clock);
 }
@@ -111,7 +115,7 @@ static void remember_past(const Thread *t, Knowledge *past) {
   learn_all(past, &t->known);
 }
 
-static void order_in_warp(Warp *warp, Thread *first, u32 mask) {
+static void order_in_warp(Warp *warp, Thread *first, u32 mask, u32 memory) {
   if (mask == warp->alive) {
     u32 clock = 0;
     bool knowing = false;
@@ -120,7 +124,9 @@ static void order_in_warp(Warp *warp, Thread *first, u32 mask) {
       if (t->now > clock) clock = t->now;
       knowing |= t->known.count != 0;
     }
-    warp->base = ++clock;
+    clock++;
+    if (memory & SHARED_MEMORY) warp->base = clock;
+    if (memory & DEVICE_MEMORY) warp->base_device = clock;
     for (u32 rest = mask; rest; rest &= rest - 1) first[__builtin_ctz(rest)].now = clock;
     if (!knowing) return;
   }
@@ -136,33 +142,32 @@ static void order_in_warp(Warp *warp, Thread *first, u32 mask) {
 
 // ---------------------------------------------------------------- fences and atomics
 
-struct Meeting {  // an address where atomics hand over
+struct Meeting {  // an address where atomics hand over; of one block, or (owner 0) of all
   u64 address;
-  Knowledge device, block;
-  u32 block_who;
+  u32 owner;
+  Knowledge handed;
 };
 static Meeting *meetings;
 static u32 meeting_count, meeting_room;
 
-static Meeting *meeting_at(u64 address) {
-  for (;;) {
-    if (meeting_count * 2 >= meeting_room) {
-      u32 room = meeting_room ? meeting_room * 2 : 64;
-      Meeting *fresh = (Meeting *)calloc(room, sizeof(Meeting));
-      for (u32 i = 0; i < meeting_room; i++) {
-        if (!meetings[i].address) continue;
-        u32 at = (u32)((meetings[i].address * 0x9E3779B97F4A7C15ull) >> 32) & (room - 1);
-        while (fresh[at].address) at = (at + 1) & (room - 1);
-        fresh[at] = meetings[i];
-      }
-      free(meetings);
-      meetings = fresh, meeting_room = room;
-    }
-    u32 at = (u32)((address * 0x9E3779B97F4A7C15ull) >> 32) & (meeting_room - 1);
-    while (meetings[at].address && meetings[at].address != address) at = (at + 1) & (meeting_room - 1);
-    if (!meetings[at].address) meetings[at].address = address, meeting_count++;
-    return &meetings[at];
+static u32 meeting_place(const Meeting *all, u32 room, u64 address, u32 owner) {
+  u32 at = (u32)(((address ^ (u64)owner << 32) * 0x9E3779B97F4A7C15ull) >> 32) & (room - 1);
+  while (all[at].address && (all[at].address != address || all[at].owner != owner)) at = (at + 1) & (room - 1);
+  return at;
+}
+
+static Knowledge *handed_at(u64 address, u32 owner) {
+  if (meeting_count * 2 >= meeting_room) {
+    u32 room = meeting_room ? meeting_room * 2 : 64;
+    Meeting *fresh = (Meeting *)calloc(room, sizeof(Meeting));
+    for (u32 i = 0; i < meeting_room; i++)
+      if (meetings[i].address) fresh[meeting_place(fresh, room, meetings[i].address, meetings[i].owner)] = meetings[i];
+    free(meetings);
+    meetings = fresh, meeting_room = room;
   }
+  Meeting *m = &meetings[meeting_place(meetings, meeting_room, address, owner)];
+  if (!m->address) m->address = address, m->owner = owner, meeting_count++;
+  return &m->handed;
 }
 
 void core_fence(bool device) {
@@ -177,11 +182,15 @@ void core_fence(bool device) {
 }
 
 static void hand_over(Thread *t, u64 address, u32 how, bool shared) {
-  Meeting *m = meeting_at(address);
-  if (shared && m->block_who != (t->who & ~2047u)) m->device.count = m->block.count = 0;  // another block's memory stood here
-  if (m->block_who != (t->who & ~2047u)) m->block.count = 0, m->block_who = t->who & ~2047u;
-  learn_all(&t->pending, &m->device), learn_all(&t->pending_block, &m->block);
-  if (how & WRITE) learn_all(&m->device, &t->fenced), learn_all(&m->block, &t->fenced_block);
+  u32 block = t->who & ~2047u;
+  if (!shared) {
+    Knowledge *device = handed_at(address, 0);
+    learn_all(&t->pending, device);
+    if (how & WRITE) learn_all(device, &t->fenced);
+  }
+  Knowledge *own = handed_at(address, block);
+  learn_all(&t->pending_block, own);
+  if (how & WRITE) learn_all(own, &t->fenced), learn_all(own, &t->fenced_block);
 }
 
 // ---------------------------------------------------------------- cells
@@ -210,8 +219,8 @@ static void race(Thread *t, u64 address, u32 how, u64 site, u32 who, u32 site_th
   char where[160];
   describe(where, sizeof where, address);
   launch->other_site = launch->image + site_there;
-  core_fault(site, "race: it %s %s while %s %s it, with no barrier or fence between", how & WRITE ? how & ATOMIC ? "updates" : "writes" : "reads",
-             where, other, wrote ? "writes" : "reads");
+  const char *does = how & WRITE ? how & ATOMIC ? "updates" : "writes" : "reads";
+  core_fault(site, "race: it %s %s while %s %s it, with no barrier or fence between", does, where, other, wrote ? "writes" : "reads");
 }
 
 static void note_many(Range *r, Cell *c, Thread *t) {
@@ -232,7 +241,7 @@ static void note_many(Range *r, Cell *c, Thread *t) {
     c->read_clock = at;
   }
   auto &mine = head->warp[t->index / LANES];
-  if (mine.clock < t->block->base || mine.clock < t->warp->base) mine.lanes = 0;
+  if (mine.clock < block_base(t, r->kind) || mine.clock < warp_base(t, r->kind)) mine.lanes = 0;
   mine.clock = mine.clock > t->now ? mine.clock : t->now;
   mine.lanes |= 1u << t->lane;
 }
@@ -243,7 +252,7 @@ static void check_many(Range *r, Cell *c, Thread *t, u64 address, u32 how, u64 s
     for (u32 w = 0; w < warp_count; w++)
       for (u32 lanes = one->warp[w].lanes; lanes; lanes &= lanes - 1) {
         u32 who = one->block_who | (w * LANES + __builtin_ctz(lanes)) << 1;
-        if (!in_order(t, who, one->warp[w].clock)) race(t, address, how, site, who, c->read_site, false);
+        if (!in_order(t, who, one->warp[w].clock, r->kind)) race(t, address, how, site, who, c->read_site, false);
       }
     at = one->next;
   }
@@ -253,21 +262,21 @@ static void note(Range *r, Cell *c, Thread *t, u64 address, u32 how, u64 site) {
   u32 who = t->who | (how & ATOMIC ? 1 : 0);
   if (how & WRITE) {
     if (c->write_who == who && c->write_clock == t->now && !c->read_who) return;
-    if (c->write_who && !(how & ATOMIC && c->write_who & 1) && !in_order(t, c->write_who, c->write_clock))
+    if (c->write_who && !(how & ATOMIC && c->write_who & 1) && !in_order(t, c->write_who, c->write_clock, r->kind))
       race(t, address, how, site, c->write_who, c->write_site, true);
     if (c->read_who == MANY)
       check_many(r, c, t, address, how, site);
-    else if (c->read_who && !in_order(t, c->read_who, c->read_clock))
+    else if (c->read_who && !in_order(t, c->read_who, c->read_clock, r->kind))
       race(t, address, how, site, c->read_who, c->read_site, false);
     c->write_who = who, c->write_clock = t->now, c->write_site = (u32)(site - launch->image);
     c->read_who = 0;
     return;
   }
   if (c->read_who == who && c->read_clock == t->now) return;
-  if (c->write_who && !(how & ATOMIC && c->write_who & 1) && !in_order(t, c->write_who, c->write_clock))
+  if (c->write_who && !(how & ATOMIC && c->write_who & 1) && !in_order(t, c->write_who, c->write_clock, r->kind))
     race(t, address, how, site, c->write_who, c->write_site, true);
   if (how & ATOMIC) return;  // atomic reads are not remembered
-  if (!c->read_who || (c->read_who != MANY && in_order(t, c->read_who, c->read_clock)))
+  if (!c->read_who || (c->read_who != MANY && in_order(t, c->read_who, c->read_clock, r->kind)))
     c->read_who = who, c->read_clock = t->now;
   else
     note_many(r, c, t);
@@ -395,7 +404,6 @@ static inline void note_state(Thread *t, Range *r, u64 address, u32 size, u32 ho
   }
 }
 
-// `kernel`: `size` is a constant, and everything is worth inlining.
 static inline Range *check_access(Thread *t, u64 address, u32 size, u32 how, u64 site) {
   Range **last = &lately[(site ^ site >> 8) & 255];
   Range *r = *last;
@@ -439,11 +447,11 @@ void core_expect(const void *address, u32 size, u32 alignment, bool shared, cons
 }
 
 void core_atomic(void *address, u32 size, u32 how, u64 site) {
+  if ((chance() & 3) == 0) core_yield();  // first: nobody may come between what follows and the caller's doing it
   if ((u64)address % size) core_fault(site, "misaligned: an atomic of %u bytes at %p", size, address);
   accesses++;
   Range *r = check_access(current, (u64)address, size, how | ATOMIC, site);
   if (launch->races && r) hand_over(current, (u64)address, how, r->kind == SHARED);
-  if ((chance() & 3) == 0) core_yield();
 }
 
 // ---------------------------------------------------------------- what the compiler calls
@@ -505,7 +513,8 @@ struct BadIndex {
 SHIM void __ubsan_handle_type_mismatch_v1(const Misuse *misuse, u64 address) {
   char where[200];
   describe(where, sizeof where, address);
-  core_fault(CALLER, "misaligned: an access to %s as %s, which wants a multiple of %u", where, misuse->type->name, 1u << misuse->log_alignment);
+  core_fault(CALLER, "misaligned: an access to %s as %s, which wants a multiple of %u", where, misuse->type->name,
+             1u << misuse->log_alignment);
 }
 SHIM void __ubsan_handle_out_of_bounds(const BadIndex *bad, u64 index) {
   core_fault(CALLER, "out of bounds: index %lld of an array %s", (s64)index, bad->array->name);
@@ -589,8 +598,8 @@ static void add_range(u64 low, u64 size, Kind kind, bool writable, const char *n
 static bool set_up_memory() {
   if (launch->range_count > 62 || launch->argument_count > 24 || launch->shared > MOST_DYNAMIC || thread_count > MOST_THREADS ||
       (u64)resident * thread_count * STACK > launch->stacks_size) {
-    snprintf(launch->error, launch->error_size, "the emulator runs at most 62 ranges of memory, 24 arguments, %d bytes of shared memory, 1024 threads",
-             MOST_DYNAMIC);
+    snprintf(launch->error, launch->error_size,
+             "the emulator runs at most 62 ranges of memory, 24 arguments, %d bytes of shared memory, 1024 threads", MOST_DYNAMIC);
     return false;
   }
   range_count = 0, accesses = 0, launch_pool.used = 0;
@@ -608,10 +617,7 @@ static void tear_down_memory() {
   launch->accesses = accesses;
   for (u32 i = 0; i < range_count; i++)
     if (ranges[i].kind == GLOBAL) free(ranges[i].cells);
-  for (u32 i = 0; i < meeting_room; i++) {
-    free(meetings[i].device.key), free(meetings[i].device.clock);
-    free(meetings[i].block.key), free(meetings[i].block.clock);
-  }
+  for (u32 i = 0; i < meeting_room; i++) free(meetings[i].handed.key), free(meetings[i].handed.clock);
   free(meetings), meetings = 0, meeting_count = meeting_room = 0;
   free(launch_pool.at), launch_pool = Pool{0, 0, 0};
 }

@@ -10,7 +10,7 @@ from tests.emulator.emulate import HERE, Arrays, emulate_source
 def run(
     text: str, *arrays: np.ndarray, outs: int = 1, grid: int = 1, block: int | tuple[int, int, int] = 32, shared: int = 0, **options: int
 ) -> int:
-    """Run kernel `k` of `text` on the arrays; the first `outs` of them may be written and are changed in place. Returns the number of accesses."""
+    """Run kernel `k` of `text` on the arrays, the first `outs` of which it may write. Returns the number of accesses."""
     words = (HERE / "include" / "gpu.cuh").read_text().replace("#pragma once\n", "")
     held = Arrays(arrays, outs)
     block = block if isinstance(block, tuple) else (block, 1, 1)

@@ -33,13 +33,15 @@ def floats(count: int) -> np.ndarray:
 
 
 def test_a_missing_syncthreads_is_a_race() -> None:
-    text = "float *out, const float *in) {{ static __shared__ float s[64]; int t = threadIdx.x; s[t] = 0; __syncthreads(); s[t] = in[t]; {} out[t] = s[63 - t]; }}"
+    text = """float *out, const float *in) {{ static __shared__ float s[64]; int t = threadIdx.x;
+        s[t] = 0; __syncthreads(); s[t] = in[t]; {} out[t] = s[63 - t]; }}"""
     faults("race: it (reads|writes) byte", text.format(""), floats(64), floats(64), block=64)
     runs(text.format("__syncthreads();"), floats(64), floats(64), block=64)
 
 
 def test_a_missing_syncwarp_is_a_race() -> None:
-    text = "float *out, const float *in) {{ static __shared__ float s[32]; int t = threadIdx.x; s[t] = 0; __syncwarp(); s[t] = in[t]; {} out[t] = s[31 - t]; }}"
+    text = """float *out, const float *in) {{ static __shared__ float s[32]; int t = threadIdx.x;
+        s[t] = 0; __syncwarp(); s[t] = in[t]; {} out[t] = s[31 - t]; }}"""
     faults("race", text.format(""), floats(32), floats(32))
     faults("race", text.format("__shfl_sync(ALL_LANES, t, 0);"), floats(32), floats(32))  # as PTX has it: a shuffle orders no memory
     runs(text.format("__syncwarp();"), floats(32), floats(32))
@@ -364,3 +366,30 @@ def test_what_a_launch_may_ask_for() -> None:
     ):
         with pytest.raises(EmulatorError, match=message):
             emulate_source(text, "k", grid, block, shared, [0], [])
+
+
+def test_atomics_that_may_come_after_their_block_has_counted_show_in_the_result() -> None:
+    """No race, as all accesses are atomic, but the last block may look before all is there: some orders of several blocks show it."""
+    text = """u32 *best, u32 *state, u32 *counter) {{ static __shared__ bool last; u32 t = threadIdx.x;
+        atomicMax(state + t, t * 100 + blockIdx.x + 1); {}
+        if (t == 0) last = arrive(counter) == gridDim.x - 1;
+        __syncthreads(); if (last) best[t] = atomicExch(state + t, 0u); }}"""
+    for sync, right in ((SYNC, True), ("", False)):
+        results = []
+        for seed in range(30):
+            best, state, counter = np.zeros(8, np.uint32), np.zeros(8, np.uint32), np.zeros(1, np.uint32)
+            run(text.format(sync), best, state, counter, outs=3, grid=5, block=8, seed=seed)
+            results.append(best.tolist() == [t * 100 + 5 for t in range(8)])
+        assert all(results) == right
+
+
+def test_threads_hand_over_by_atomics_in_shared_memory() -> None:
+    """Whatever other blocks do at the same place in theirs."""
+    text = """u32 *out) {{ static __shared__ u32 ready, value; u32 t = threadIdx.x; if (t == 0) ready = 0; __syncthreads();
+        if (t == 7) {{ value = blockIdx.x; {} atomicExch(&ready, 1u); }}
+        if (t == 40) {{ while (atomicAdd(&ready, 0u) == 0) ; __threadfence_block(); out[blockIdx.x] = value; }} }}"""
+    out = np.full(6, 99, np.uint32)
+    for seed in SEEDS:
+        run(text.format("__threadfence_block();"), out, grid=6, block=64, seed=seed)
+    assert out.tolist() == list(range(6))
+    faults("race", text.format(""), out, grid=6, block=64)

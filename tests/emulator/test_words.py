@@ -134,8 +134,11 @@ def test_mathematics() -> None:
 
 FLOATS = np.concatenate([
     np.array([0, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 1, 0x00800000, 0x7F7FFFFF, 0x477FEFFF, 0x477FF000, 0x33000000,
-              0x33000001, 0x33800000, 0x387FC000, 0x387FE000, 0x387FFFFF, 0x38800000, 0x3F808000, 0x3F818000, 0x3F801000, 0x3F803000], np.uint32),
-    np.random.default_rng(1).integers(0, 2**32, 4000, np.uint32), np.random.default_rng(2).integers(0x32000000, 0x48000000, 1978, np.uint32)])  # fmt: skip
+              0x33000001, 0x33800000, 0x387FC000, 0x387FE000, 0x387FFFFF, 0x38800000, 0x3F808000, 0x3F818000, 0x3F801000, 0x3F803000],
+             np.uint32),
+    np.random.default_rng(1).integers(0, 2**32, 4000, np.uint32),
+    np.random.default_rng(2).integers(0x32000000, 0x48000000, 1978, np.uint32),
+])  # fmt: skip
 
 
 def test_16_bit_floats_round_to_nearest_even() -> None:
@@ -259,14 +262,16 @@ def test_atomics() -> None:
     olds = np.zeros(96, np.uint32)
     run(
         """u32 *c, u32 *olds) { u32 t = threadIdx.x; olds[t] = atomicAdd(c, 1u); atomicMin(c + 1, t + 3); atomicMax(c + 2, t);
-        atomicOr(c + 3, 1u << t % 20); atomicAnd(c + 4, ~(t % 4)); atomicXor(c + 5, 1u << t % 32); atomicInc(c + 6, 9u); if (t == 3) atomicCAS(c + 7, 3u, 99u); }""",
+        atomicOr(c + 3, 1u << t % 20); atomicAnd(c + 4, ~(t % 4)); atomicXor(c + 5, 1u << t % 32); atomicInc(c + 6, 9u);
+        if (t == 3) atomicCAS(c + 7, 3u, 99u); }""",
         out, olds, outs=2, block=96, seed=5,
     )  # fmt: skip
     assert out.tolist() == [101, 3, 95, 7 | (1 << 20) - 1, 0xFC, 0xF0F0F0F0 ^ 0xFFFFFFFF, 6, 99]
     assert sorted(olds) == list(range(5, 101)) and olds.tolist() != sorted(olds)
     signed, wide, real = np.array([-5, -5], np.int32), np.array([1 << 40], np.uint64), np.zeros(1, np.float32)
     run(
-        "int *s, u64 *w, float *r) { int t = threadIdx.x; atomicMin(s, 3 - t); atomicMax(s + 1, 3 - t); atomicMax(w, (u64)t << 50); atomicAdd(r, 0.5f); }",
+        """int *s, u64 *w, float *r) { int t = threadIdx.x; atomicMin(s, 3 - t); atomicMax(s + 1, 3 - t);
+        atomicMax(w, (u64)t << 50); atomicAdd(r, 0.5f); }""",
         signed, wide, real, outs=3,
     )  # fmt: skip
     assert signed.tolist() == [-28, 3] and wide[0] == 31 << 50 and real[0] == 16
@@ -276,7 +281,8 @@ def test_places_and_extents() -> None:
     out = np.zeros((3, 2, 4, 2, 3, 2), np.uint32)  # grid z y x, block z y x
     text = """u32 *out) { u32 b = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
         u32 t = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x; dim3 d = blockDim;
-        out[b * d.x * d.y * d.z + t] = blockIdx.z << 20 | blockIdx.y << 16 | blockIdx.x << 12 | threadIdx.z << 8 | threadIdx.y << 4 | threadIdx.x; }"""
+        out[b * d.x * d.y * d.z + t] = blockIdx.z << 20 | blockIdx.y << 16 | blockIdx.x << 12
+          | threadIdx.z << 8 | threadIdx.y << 4 | threadIdx.x; }"""
     from tests.emulator.emulate import Memory
 
     emulate_source(
@@ -294,12 +300,14 @@ def test_16_bit_classes_of_generated_code() -> None:
 template <class T, class F> __device__ __forceinline__ T tg_bitcast(F v) { union U { F f; T t; }; U u; u.f = v; return u.t; }
 #include <cuda_fp16.h>
 #include <cuda_bf16.h>
-struct __align__(8) half4 { half x, y, z, w; }; __device__ half4 make_half4(half x, half y, half z, half w) { half4 r={x, y, z, w}; return r; }
+struct __align__(8) half4 { half x, y, z, w; };
+__device__ half4 make_half4(half x, half y, half z, half w) { half4 r={x, y, z, w}; return r; }
 extern "C" __global__ void __launch_bounds__(16) r_4(half* data0, nv_bfloat16* data1, const half* data2, const int n) {
   __shared__ __align__(16) half buf0[64];
   int lidx0 = threadIdx.x; /* 16 */
   half4 val0 = (*((half4*)((data2+(lidx0<<2)))));
-  *((half4*)((buf0+(lidx0<<2)))) = make_half4((val0.x*val0.x),hsqrt(val0.y),((half)(((float)(val0.z))+2.0f)),((val0.w<((half)(0.0f)))?((half)(n)):val0.w));
+  *((half4*)((buf0+(lidx0<<2)))) = make_half4((val0.x*val0.x),hsqrt(val0.y),
+    ((half)(((float)(val0.z))+2.0f)),((val0.w<((half)(0.0f)))?((half)(n)):val0.w));
   __syncthreads();
   half val1 = (*(buf0+((lidx0<<2)^4)));
   *(data0+lidx0) = (val1+(*(buf0+((lidx0<<2)+1))));

@@ -1,4 +1,4 @@
-"""The file below tinygrad's surface: host access to buffers, stores through an index, aliases, kernels as nodes, capture, what is kept."""
+"""The room below tinygrad's surface: host access to buffers, stores through an index, aliases, kernels as nodes, capture, what is kept."""
 
 from __future__ import annotations
 
@@ -161,26 +161,26 @@ def test_a_kernel_alone_leaves_nothing_behind_for_the_next():
 @pytest.mark.parametrize("lanes", [1, 2, 3])
 def test_a_captured_step_mixes_kernels_of_both_kinds(monkeypatch, lanes):
     """Generated, hand-written, generated, and again; with arguments and buffers that change between the replays."""
-    from tinyvllm.ops import launch as module
     from tinyvllm.ops.crew import Crew
+    from tinyvllm.ops.launch import Captured, crew_graph, download, launch, upload
 
     crew = Crew(lanes)
-    monkeypatch.setattr(module, "crew", lambda: crew)
+    monkeypatch.setattr(crew_graph, "crew", lambda: crew)
     pool, pairs, count = realized(pool_of(8)), realized(np.array([[0, 7], [1, 6], [2, 5]], np.int32)), realized(np.array([3], np.int32))
 
     def function(x):
         fresh = pool.assign(x.reshape(8, 1) + pool * 0).realize()
-        (copied,) = module.launch(COPY, [fresh], [pairs, count])
+        (copied,) = launch(COPY, [fresh], [pairs, count])
         return (copied.sum(1) + x).contiguous().realize()
 
-    step = module.Captured(function)
+    step = Captured(function)
     for start in (0, 100, 200):
         x = realized(np.arange(start, start + 8, dtype=np.int32))
         blocks = np.arange(start, start + 8)
         blocks[[7, 6, 5]] = blocks[[0, 1, 2]]
-        assert module.download(step(x)).tolist() == (16 * blocks + np.arange(start, start + 8)).tolist()
-    module.upload(count, np.array([1], np.int32))
-    assert module.download(step(x)).tolist()[5:] == [17 * 205, 17 * 206, 16 * 200 + 207]
+        assert download(step(x)).tolist() == (16 * blocks + np.arange(start, start + 8)).tolist()
+    upload(count, np.array([1], np.int32))
+    assert download(step(x)).tolist()[5:] == [17 * 205, 17 * 206, 16 * 200 + 207]
     assert len(crew._threads) == lanes - 1, "it is this crew that ran it"
     crew.dismiss()
 
@@ -240,6 +240,18 @@ def test_repeat_goes_on_from_what_the_call_before_has_written():
         a = a + b + 1
         b = 2 * a
     assert [download(cell).item() for cell in cells] == [a, b]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_has_a_launcher_of_its_own():
+    """The parent's thread stayed behind: a child that gave work to it would wait for ever."""
+    code = (
+        "import os\nfrom tinyvllm.ops.launch.capture import _launcher\n_launcher().submit(int).result(20)\n"
+        "if os.fork() == 0:\n    os._exit(_launcher().submit(int, 7).result(20))\n"
+        "print(os.waitstatus_to_exitcode(os.wait()[1]), _launcher().submit(int, 5).result(20))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "7 5\n", done.stderr
 
 
 def test_debug_shows_a_kernels_work():

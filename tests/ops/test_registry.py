@@ -90,7 +90,7 @@ def test_a_row_that_cannot_be_had_is_an_error(monkeypatch, processor):
     ("text", "words"),
     [
         ("matmull=ref", "there is no op 'matmull'; there are embed, .*, and all"),
-        ("matmul=avx3", "there is no row 'avx3' for matmul; there are avx512, avx2, neon, plain, sm_80, and ref"),
+        ("matmul=avx3", "there is no row 'avx3' for matmul; there are avx512, avx2, neon, plain, sm_80, sm_90a, and ref"),
         ("matmul", "TINYVLLM_KERNELS must be like .*, got 'matmul'"),
         ("matmul=", "must be like"),
         (",", "must be like"),
@@ -132,10 +132,25 @@ def test_every_op_has_a_source(backend, device):
     assert wanted <= {path.stem for path in (kernels_folder() / backend).glob(f"*{ENDINGS[backend]}")}
 
 
-@pytest.mark.parametrize(("architecture", "row", "why"), [("sm_80", "sm_80", "best row"), ("sm_120", "sm_80", "best row"), ("sm_75", None, "older than sm_80")])
+GPUS = [("sm_80", "sm_80", "best row"), ("sm_90", "sm_80", "best row"), ("sm_120", "sm_80", "best row")]
+GPUS += [("sm_75", None, "older than sm_80")]
+
+
+@pytest.mark.parametrize(("architecture", "row", "why"), GPUS)
 def test_the_rows_of_a_gpu_go_by_its_architecture(monkeypatch, architecture, row, why):
     monkeypatch.setattr(registry, "Device", {"CUDA:1": SimpleNamespace(arch=architecture)})
     assert pick("matmul", "CUDA:1", "a") == row and why in choices()[0].why
+
+
+def test_hoppers_own_row_is_for_who_asks(monkeypatch):
+    monkeypatch.setattr(registry, "Device", {"CUDA": SimpleNamespace(arch="sm_90"), "CUDA:1": SimpleNamespace(arch="sm_100")})
+    monkeypatch.setenv("TINYVLLM_KERNELS", "matmul=sm_90a")
+    assert pick("matmul", "CUDA", "a") == "sm_90a" and pick("norm_head", "CUDA", "a") == "sm_80"
+    with pytest.raises(KernelError, match="wants matmul=sm_90a, but the GPU is sm_100"):
+        pick("matmul", "CUDA:1", "a")
+    monkeypatch.setenv("TINYVLLM_KERNELS", "embed=sm_90a")
+    with pytest.raises(KernelError, match="wants embed=sm_90a; CUDA here has sm_80"):
+        pick("embed", "CUDA", "a")
 
 
 def test_an_op_that_this_backend_has_no_kernel_for(monkeypatch, processor):

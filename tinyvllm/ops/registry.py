@@ -46,7 +46,10 @@ _CPU_ROWS: dict[str, tuple[str, ...]] = {
 }
 # Rows of CUDA: the oldest GPU that they run on. Each is compiled for the very GPU at hand.
 _CUDA_ROWS = {"sm_80": 80}
-_ROWS = (*_CPU_ROWS, *_CUDA_ROWS)
+# A row for products on Hopper alone. Only for who asks: whether its instructions round as the others' do has not been seen, and if they do
+# not, a request's tokens would depend on how many rows are computed with it.
+_HOPPER, _HOPPER_STEMS = "sm_90a", ("matmul", "norm_gate_up_silu", "norm_qkv_rope_store", "norm_head")
+_ROWS = (*_CPU_ROWS, *_CUDA_ROWS, _HOPPER)
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,11 @@ def forget() -> None:
     _made.clear()
 
 
-def rows(device: str) -> dict[str, str | None]:
-    """The rows for a device, best first, each with what this machine lacks for it, or None."""
+def rows(device: str, stem: str | None = None) -> dict[str, str | None]:
+    """The rows for a device, best first, each with what this machine lacks for it, or None; with those that only an op has."""
     kind = device.split(":")[0]
     if kind == "CUDA":
-        return _cuda_rows(device)
+        return _cuda_rows(device, stem)
     if kind != "CPU":
         return {}
     arm = platform.machine().lower() in ("arm64", "aarch64")
@@ -95,10 +98,13 @@ def rows(device: str) -> dict[str, str | None]:
     return {name: _lacking(needs, has) for name, needs in named.items()}
 
 
-def _cuda_rows(device: str) -> dict[str, str | None]:
+def _cuda_rows(device: str, stem: str | None) -> dict[str, str | None]:
     name = str(Device[device].arch)
     architecture = int(re.sub(r"\D", "", name))
-    return {row: None if architecture >= oldest else f"the GPU is {name}, older than {row}" for row, oldest in _CUDA_ROWS.items()}
+    found = {row: None if architecture >= oldest else f"the GPU is {name}, older than {row}" for row, oldest in _CUDA_ROWS.items()}
+    if stem in _HOPPER_STEMS:
+        found[_HOPPER] = None if architecture == 90 else f"the GPU is {name}, and it is for sm_90 alone"
+    return found
 
 
 def _lacking(needs: tuple[str, ...], has: frozenset[str]) -> str | None:
@@ -108,7 +114,7 @@ def _lacking(needs: tuple[str, ...], has: frozenset[str]) -> str | None:
 
 def _choose(stem: str, device: str, shape: str, refused: str | None, forced: dict[str, str]) -> Choice:
     assert stem in STEMS, stem
-    available, wanted, kind = rows(device), forced.get(stem, forced.get("all")), device.split(":")[0]
+    available, wanted, kind = rows(device, stem), forced.get(stem, forced.get("all")), device.split(":")[0]
     if wanted == REFERENCE:
         return Choice(stem, shape, REFERENCE, "TINYVLLM_KERNELS asks for it")
     if not available and wanted is not None:

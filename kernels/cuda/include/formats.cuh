@@ -20,17 +20,12 @@ template <int FORMAT> DEVICE float2 unpack_pair(u32 both) {
   return unpack_bf16(both);
 }
 
-// How a plain float format is stored, and a number on its way there and back.
+// How a plain float format is stored, and a number on its way there.
 template <int FORMAT> struct Stored {
   typedef u16 number;
   DEVICE number of(float value) { return (u16)pack_pair<FORMAT>(value, 0.0f); }
-  DEVICE float value(number stored) {
-    if constexpr (FORMAT == F16) return f16_to_float(stored);
-    return bf16_to_float(stored);
-  }
 };
 template <> struct Stored<F32> {
   typedef float number;
   DEVICE number of(float value) { return value; }
-  DEVICE float value(number stored) { return stored; }
 };

@@ -38,7 +38,7 @@ WIDE = Sizes(2560, 10240, 8, 4, 256, 262144, True)  # Gemma 3 4B: the widest hea
 
 def samples(gpu: GPU) -> dict[str, Kernel]:
     """Kernels by name, of which the first word is the stem, cut for a GPU."""
-    return _few(gpu) | _many(gpu) | _attention(gpu) | _tokens(gpu)
+    return _few(gpu) | _many(gpu) | (_hopper(gpu) if gpu is GPUS["sm_90"] else {}) | _attention(gpu) | _tokens(gpu)
 
 
 def _few(gpu: GPU) -> dict[str, Kernel]:
@@ -68,6 +68,14 @@ def _many(gpu: GPU) -> dict[str, Kernel]:
     for cache in ("F32", "F16", "BF16"):
         found[f"rope_store {cache}"] = records.rope_store(ROW, 128, (QWEN if cache == "F16" else SMALL).heads(cache))
     found["best of 1"], found["best of 64"] = records.best(ROW, 1, SMALL.V, gpu), records.best(ROW, 64, QWEN.V, gpu)
+    return found
+
+
+def _hopper(gpu: GPU) -> dict[str, Kernel]:
+    row = records.HOPPER
+    found = {"matmul_hopper BF16": records.matmul_hopper(row, "BF16", 4096, LARGE.E, LARGE.F, gpu, residual=True)}
+    found["matmul_hopper F16 with silu"] = records.matmul_hopper(row, "F16", 2048, LARGE.F, LARGE.E, gpu, silu=True)
+    found["prepare for hopper"] = records.prepare(ROW, "BF16", 256, LARGE.E, EPS, cores=True)
     return found
 
 

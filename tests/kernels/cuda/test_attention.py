@@ -105,10 +105,10 @@ def test_ragged_sequences(shape: Shape) -> None:
     assert same(ends, rows[last]), "decode and prefill of the same row differ in bits"
 
 
-@pytest.mark.parametrize("dtype", ["BF16", "F16"])
-def test_decode_at_every_border(dtype: str) -> None:
+@pytest.mark.parametrize("dtype, window", [("BF16", 0), ("F16", 0), ("BF16", 64)])
+def test_decode_at_every_border(dtype: str, window: int) -> None:
     contexts = [1, 15, 16, 17, 63, 64, 65, 255, 256, 257, 600]
-    case = make(Shape(H=2, K=1, D=32, dtype=dtype), [1] * len(contexts), contexts, seed=3)
+    case = make(Shape(H=2, K=1, D=32, dtype=dtype, window=window), [1] * len(contexts), contexts, seed=3)
     want = decode(case)
     close(want, oracle(rounded(case)), case)
     for grid, seed in ((1, 1), (2, 2), (5, 3), (40, 4)):

@@ -52,6 +52,20 @@ def parts(prepared: np.ndarray, format: str, T: int, I: int) -> list[np.ndarray]
 # --- matmul
 
 
+@pytest.mark.parametrize("format", tiles.FLOATS)
+def test_core_matrices_hold_the_same_numbers(format: str) -> None:
+    T, I, count = 16, 96, 11
+    x, weight, out = tiles.numbers(T, I), tiles.numbers(I, seed=1), aligned((T * I * 2,), np.uint8)
+    defines = dict(I=I, T=T, WEIGHT=format, NORM=1, GATHER=0, EPS="1e-5f", CORES=1)
+    emulate(Kernel.cuda("prepare", ROW, 1, 3, (T, 1, 1), 256, **defines), out, x, weight, tiles.one(count))
+    assert (out == in_cores(tiles.prepared(tiles.rms_normed(x[:count], weight, 1e-5), format))).all()
+
+
+def in_cores(prepared: np.ndarray) -> np.ndarray:
+    """[T / 8, I / 32, 8 tokens, 4 t, 4 octets, 4 bytes] -> [..., octets, tokens, t, bytes]"""
+    return np.ascontiguousarray(prepared.reshape(-1, 8, 4, 4, 4).transpose(0, 3, 1, 2, 4)).reshape(-1)
+
+
 @dataclass(frozen=True)
 class Cut:
     """How a product is cut into tiles, stages and shares."""
@@ -131,6 +145,21 @@ class Data:
         assert not shares or not shares[1].any(), "counters must be zero for the next launch"
         return out[:count]
 
+    def hopper(self, tile_t: int, count: int, k_blocks: int = 2, stages: int = 2, seed: int = 0) -> np.ndarray:
+        """The product of the first `count` rows by matmul_hopper."""
+        p, out = self.product, aligned((self.product.T, self.product.O), np.float32)
+        prepared = tiles.laid(in_cores(tiles.prepared(self.x[:count], p.format)))
+        ins = [prepared, self.weight.tiles, *([self.bias] if p.bias else []), *([self.residual] if p.residual else []), tiles.one(count)]
+        shared = stages * k_blocks * (8192 + 64 * tile_t) + (256 * tile_t if p.silu else 0)
+        kernel = Kernel.cuda(
+            "matmul_hopper", "sm_90a", 1, len(ins), (-(-p.O * (1 + p.silu) // 128) * -(-p.T // tile_t), 1, 1), 384, shared,
+            O=p.O, I=p.I, T=p.T, WEIGHT=p.format, BIAS=int(p.bias), RESIDUAL=int(p.residual), ACTIVATION=int(p.gelu), SILU=int(p.silu),
+            TILE_T=tile_t, K_BLOCKS=k_blocks, STAGES=stages, BAND=2,
+        )  # fmt: skip
+        emulate(kernel, out, *ins, seed=seed)
+        assert tiles.untouched(out[count:])
+        return out[:count]
+
     def wanted(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """What should come out, and the size its errors are measured by, float64."""
         p = self.product
@@ -196,6 +225,22 @@ def test_shares_come_in_any_order(seed: int) -> None:
     data = Data(Product("Q8_0", 16, 32, 2560))
     cut = Cut(16, 8, split=5)
     tiles.same_bits(data.run(cut, 16, seed=seed + 1), data.run(SMALL, 16))
+
+
+@pytest.mark.parametrize("format, tile_t, k_blocks, stages", [("BF16", 128, 2, 3), ("F16", 192, 4, 2)])
+def test_hopper_gives_the_same_sums(format: str, tile_t: int, k_blocks: int, stages: int) -> None:
+    """In the emulator, whose products of 16 columns round as its mma does, the bits are those of matmul."""
+    data = Data(Product(format, 200, 139, 544, bias=True, residual=True))
+    got = data.hopper(tile_t, 195, k_blocks, stages)
+    tiles.close(got, *data.wanted(195))
+    tiles.same_bits(got[:20], data.run(WIDE, 20))
+
+
+def test_hopper_brings_gate_and_up_together() -> None:
+    data = Data(Product("BF16", 136, 80, 288, bias=True, silu=True))
+    got = data.hopper(128, 130, seed=1)
+    tiles.close(got, *data.wanted(130))
+    tiles.same_bits(got[:17], data.run(Cut(64, 16, (2, 1, 1)), 17))
 
 
 def test_no_rows_write_nothing() -> None:

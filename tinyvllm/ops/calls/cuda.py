@@ -103,7 +103,7 @@ def matmul(
 ) -> Tensor:
     T, O, gpu = int(x.shape[0]), weight.O, _gpu(x)
     if T <= FEW:
-        kernel = records.matvec(row, weight.format, T, O, weight.I, gpu, bias is not None, residual is not None, gelu)
+        kernel = records.matvec(records.BASE, weight.format, T, O, weight.I, gpu, bias is not None, residual is not None, gelu)
         if kernel.shared <= gpu.shared:
             return launch(kernel, [empty(x, T, O)], [x, weight.tensor, *_there(bias, residual), rows])[0]
     return _product(row, _prepared(row, x, weight, rows), weight, rows, empty(x, T, O), bias, residual, gelu=gelu)
@@ -112,7 +112,7 @@ def matmul(
 def gate_up_silu(row: str, x: Tensor, norm: Norm, weight: PackedWeight, rows: Tensor, bias: Tensor | None) -> Tensor:
     T, F, gpu = int(x.shape[0]), weight.O // 2, _gpu(x)
     if T <= FEW:
-        kernel = records.norm_gate_up_silu(row, weight.format, T, weight.I, F, gpu, constant(norm.eps), bias is not None)
+        kernel = records.norm_gate_up_silu(records.BASE, weight.format, T, weight.I, F, gpu, constant(norm.eps), bias is not None)
         if kernel.shared <= gpu.shared:
             return launch(kernel, [empty(x, T, F)], [x, norm.weight, weight.tensor, *_there(bias), rows])[0]
     return _product(row, _prepared(row, x, weight, rows, norm), weight, rows, empty(x, T, F), bias, silu=True)
@@ -130,9 +130,9 @@ def norm_qkv_rope_store(
     outs, optional = [empty(x, T, H, D), *cache], _there(qkv.bias, qkv.q_norm, qkv.k_norm, angles)
     ins, kernel = [x, norm.weight, weight.tensor], None
     if T <= FEW:
-        kernel = records.norm_qkv_rope_store(row, weight.format, T, weight.I, heads, gpu, constant(norm.eps))
+        kernel = records.norm_qkv_rope_store(records.BASE, weight.format, T, weight.I, heads, gpu, constant(norm.eps))
     if kernel is None or kernel.shared > gpu.shared:
-        kernel = records.rope_store(row, T, heads)
+        kernel = records.rope_store(records.BASE, T, heads)
         ins = [_product(row, _prepared(row, x, weight, batch.rows, norm), weight, batch.rows, empty(x, T, weight.O))]
     q, keys, values = launch(kernel, outs, [*ins, *optional, batch.slots, batch.rows])
     return q, LayerCache(keys, values)
@@ -141,14 +141,14 @@ def norm_qkv_rope_store(
 def norm_head(row: str, x: Tensor, norm: Norm, weight: PackedWeight, rows: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     N, V, gpu = int(rows.shape[0]), weight.O, _gpu(x)
     if N <= FEW:
-        kernel = records.norm_head(row, weight.format, N, V, weight.I, gpu, constant(norm.eps))
+        kernel = records.norm_head(records.BASE, weight.format, N, V, weight.I, gpu, constant(norm.eps))
         if kernel.shared <= gpu.shared:
             outs = [empty(x, N, V), integers(x, N), _counters(x, 2 * N + 1)]
             logits, found, _ = launch(kernel, outs, [x, norm.weight, weight.tensor, rows, count])
             return logits, found
     logits = _product(row, _prepared(row, x, weight, count, norm, rows), weight, count, empty(x, N, V))
     state = _counters(x, 2 * N), _counters(x, N)
-    return logits, launch(records.best(row, N, V, gpu), [integers(x, N), *state], [logits, count])[0]
+    return logits, launch(records.best(records.BASE, N, V, gpu), [integers(x, N), *state], [logits, count])[0]
 
 
 def _there(*optional: Tensor | None) -> list[Tensor]:
@@ -160,7 +160,8 @@ def _prepared(
 ) -> Tensor:
     """The rows of x, or those that `index` names, normed and rounded for a product with `weight`, laid out in whole eights of rows."""
     T, I = _whole_eights(int((x if index is None else index).shape[0])), weight.I
-    kernel = records.prepare(row, weight.format, T, I, None if norm is None else constant(norm.eps), index is not None)
+    eps, cores = None if norm is None else constant(norm.eps), _on_hopper(row, weight, T)
+    kernel = records.prepare(records.BASE, weight.format, T, I, eps, index is not None, cores)
     out = scratch(x, records.prepared_bytes(weight.format, T, I))
     return launch(kernel, [out], [x, *_there(None if norm is None else norm.weight, index), rows])[0]
 
@@ -171,11 +172,18 @@ def _product(
 ) -> Tensor:  # fmt: skip
     """`out` [T, O] of rows that are laid out: what prepared times weight gives, and what comes after it."""
     T, O = _whole_eights(int(out.shape[0])), int(out.shape[1])
-    kernel, partial, counters = records.matmul(
-        row, weight.format, T, O, weight.I, _gpu(out), bias is not None, residual is not None, gelu, silu
-    )
+    shape = weight.format, T, O, weight.I, _gpu(out), bias is not None, residual is not None, gelu, silu
+    ins = [prepared, weight.tensor, *_there(bias, residual), rows]
+    if _on_hopper(row, weight, T):
+        return launch(records.matmul_hopper(row, *shape), [out], ins)[0]
+    kernel, partial, counters = records.matmul(records.BASE, *shape)
     shares = [empty(out, partial), _counters(out, counters)] if partial else []
-    return launch(kernel, [out, *shares], [prepared, weight.tensor, *_there(bias, residual), rows])[0]
+    return launch(kernel, [out, *shares], ins)[0]
+
+
+def _on_hopper(row: str, weight: PackedWeight, T: int) -> bool:
+    """Whether a product of T rows takes the kernel that only Hopper has; all else of that row is the base row's."""
+    return row == records.HOPPER and weight.format in ("F16", "BF16") and T >= records.HOPPER_ROWS
 
 
 # --- rows and the cache

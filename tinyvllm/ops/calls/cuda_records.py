@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tinyvllm.ops.kernel import Kernel
 from tinyvllm.ops.weight import panel_bytes
 
+BASE = "sm_80"  # the row that all kernels have
 PIECE = 512  # columns of a product that are summed before they meet others
 FEW = 8  # rows up to which a product streams its weights past all of them at once: columns of one mma
 _QUANTISED = ("Q8_0", "Q4_0")
@@ -144,11 +145,11 @@ def prepared_bytes(format: str, T: int, I: int) -> int:
     return T * (I + I // 32 * 8 if format in _QUANTISED else 2 * I)
 
 
-def prepare(row: str, format: str, T: int, I: int, eps: str | None = None, gather: bool = False) -> Kernel:
-    """`eps` of the norm, None for none."""
+def prepare(row: str, format: str, T: int, I: int, eps: str | None = None, gather: bool = False, cores: bool = False) -> Kernel:
+    """`eps` of the norm, None for none; `cores` for the layout that matmul_hopper reads."""
     return Kernel.cuda(
         "prepare", row, 1, 2 + (eps is not None) + gather, (T, 1, 1), 256, 0, 3 * T * I, 4 * T * I + prepared_bytes(format, T, I),
-        T=T, I=I, WEIGHT=format, NORM=int(eps is not None), EPS=eps or "0.0f", GATHER=int(gather),
+        T=T, I=I, WEIGHT=format, NORM=int(eps is not None), EPS=eps or "0.0f", GATHER=int(gather), CORES=int(cores),
     )  # fmt: skip
 
 
@@ -229,7 +230,7 @@ def _cycles(cut: Cut, split: int, rows: int, T: int, I: int, format: str, gpu: G
     read = (cut.tile_o // 16 * w + cut.tile_t // 8 * x) * share
     fragments = (cut.tile_o // 16 * w * cut.warps_t + cut.tile_t // 8 * x * cut.warps_o) * share
     tiles = cut.tile_o // 16 * (cut.tile_t // 8)
-    issued = (16 * tiles + 10 * cut.tile_o // 16 * cut.warps_t) * share / _ISSUED if format in _QUANTISED else 0  # scales, nibbles
+    issued = (12 * tiles + 10 * cut.tile_o // 16 * cut.warps_t) * share / _ISSUED if format in _QUANTISED else 0  # scales, nibbles
     one = max(tiles * 4096 * share / _MULTIPLY, issued, (read + fragments) / _SHARED, read / _CACHE) + _BARRIER * share / K_BLOCKS
     handed = 2 * (pieces - up(pieces, split)) * blocks * cut.tile_o * cut.tile_t * 4 / gpu.multiprocessors / _CACHE
     memory = rows * I / 512 * w / gpu.multiprocessors / _MEMORY
@@ -237,11 +238,11 @@ def _cycles(cut: Cut, split: int, rows: int, T: int, I: int, format: str, gpu: G
 
 
 @functools.cache
-def _choice(rows: int, T: int, I: int, format: str, gpu: GPU) -> tuple[Cut, int]:
+def _choice(rows: int, T: int, I: int, format: str, silu: bool, gpu: GPU) -> tuple[Cut, int]:
     """The cut of a product, and among how many blocks of threads its columns are shared out."""
     pieces = up(I, PIECE)
     splits = [n for n in range(1, min(pieces, 16) + 1) if (n - 1) * up(pieces, n) < pieces]
-    fit = [c for c in CUTS if _stages(c, format, gpu) >= 2]
+    fit = [c for c in CUTS if _stages(c, format, gpu) >= 2 and not (silu and c.tile_o // c.warps_o % 32)]  # a warp has gate and up
     known = [(c, n) for c in fit for n in splits if c.tile_t < 192 or (n == 1 and format not in _QUANTISED)]
     return min(known, key=lambda known: _cycles(known[0], known[1], rows, T, I, format, gpu))
 
@@ -255,7 +256,7 @@ def matmul(
     T % 8 == 0. O counts the outputs; with `silu` the weight has twice as many rows.
     """
     rows = O * (1 + silu)
-    cut, split = _choice(rows, T, I, format, gpu)
+    cut, split = _choice(rows, T, I, format, silu, gpu)
     blocks, pieces = up(rows, cut.tile_o) * up(T, cut.tile_t), up(I, PIECE)
     stages = _stages(cut, format, gpu)
     kernel = Kernel.cuda(
@@ -269,6 +270,32 @@ def matmul(
     if split == 1:
         return kernel, 0, 0
     return kernel, (pieces - up(pieces, split) + 1) * blocks * cut.tile_o * cut.tile_t, blocks
+
+
+HOPPER = "sm_90a"
+HOPPER_ROWS = 256  # of x, from which on its tiles are filled
+
+
+def matmul_hopper(
+    row: str, format: str, T: int, O: int, I: int, gpu: GPU, bias: bool = False, residual: bool = False, gelu: bool = False,
+    silu: bool = False,
+) -> Kernel:  # fmt: skip
+    """16-bit weights and many rows: a tile is 128 rows of weight by 128 or 192 tokens. x is prepared with `cores`."""
+    rows = O * (1 + silu)
+
+    def waves(tile: int) -> int:
+        return up(up(rows, 128) * up(T, tile), gpu.multiprocessors) * (tile + 16)  # 16: what a tile costs beside its tokens
+
+    tile = min((192, 128), key=waves)
+    ups = 256 * tile if silu else 0
+    stage = K_BLOCKS * (8192 + 64 * tile)
+    stages = min(MOST_STAGES, (gpu.shared - 1024 - ups) // stage)
+    return Kernel.cuda(
+        "matmul_hopper", row, 1, 3 + bias + residual, (up(rows, 128) * up(T, tile), 1, 1), 384, stages * stage + ups,
+        2 * T * rows * I, panel_bytes(format, rows, I) + prepared_bytes(format, T, I) + 4 * T * O * (1 + residual),
+        O=O, I=I, T=T, WEIGHT=format, BIAS=int(bias), RESIDUAL=int(residual), ACTIVATION=int(gelu), SILU=int(silu), TILE_T=tile,
+        K_BLOCKS=K_BLOCKS, STAGES=stages, BAND=BAND,
+    )  # fmt: skip
 
 
 # --- attention

@@ -1,0 +1,97 @@
+// Heads of q, k and v behind their product: bias, norm of a head, rotation, and where they go. One order of arithmetic for all kernels.
+//
+// Constants from outside, as in norm_qkv_rope_store.metal: H query heads, K key heads, D features, R rotated ones (even, 0 to D), S slots a
+// block, CACHE_TYPE (F32, F16, BF16), BIAS, QK_NORM and QK_EPS. Heads are numbered 0 .. H-1 of q, H .. H+K-1 of k, H+K .. H+2K-1 of v.
+// Feature i < R / 2 is rotated with feature i + R / 2; those from R on stay. v is neither normed nor rotated.
+#pragma once
+#include "gpu.h"
+
+static_assert(R % 2 == 0 && R <= D, "heads: R must be even and at most D");
+#define HEADS (H + 2 * K)
+
+#if CACHE_TYPE == F32
+typedef float cache_number;
+static inline cache_number cached(float value) { return value; }
+#elif CACHE_TYPE == F16
+typedef half cache_number;
+static inline cache_number cached(float value) { return (half)value; }
+#else
+typedef ushort cache_number;
+static inline cache_number cached(float value) { return float_to_bf16(value); }
+#endif
+
+#if BIAS
+#define BIAS_ARGUMENTS(a, b, c) device const float *bias_q [[buffer(a)]], device const float *bias_k [[buffer(b)]], device const float *bias_v [[buffer(c)]],
+#else
+#define BIAS_ARGUMENTS(a, b, c)
+#endif
+#if QK_NORM
+#define QK_NORM_ARGUMENTS(a, b) device const float *q_norm [[buffer(a)]], device const float *k_norm [[buffer(b)]],
+#else
+#define QK_NORM_ARGUMENTS(a, b)
+#endif
+#if R > 0
+#define ANGLES_ARGUMENT(a) device const float *angles [[buffer(a)]],
+#else
+#define ANGLES_ARGUMENT(a)
+#endif
+
+// Where heads go, and what is done to them on the way.
+struct Heads {
+  device float *q;
+  device cache_number *keys;
+  device const float *bias_q, *bias_k, *bias_v, *q_norm, *k_norm, *angles;
+  device const int *slots;
+};
+
+// Where feature 0 of cache head `head - H` of a row with this slot begins; pool [P, 2, K, S, D], keys first, then values.
+static inline ulong cache_place(int slot, int head) {
+  const int which = head >= H + K ? 1 : 0, k = (head - H) % K;
+  return (((ulong)(slot / S) * 2 + which) * K + k) * (ulong)(S * D) + (ulong)(slot % S * D);
+}
+
+// Feature d of a head, final, to its place: q [T, H, D] float32, or the pool. The slot is read only for k and v.
+static inline void put_feature(Heads to, int row, int head, int d, float value) {
+  if (head < H) to.q[((ulong)row * H + head) * D + d] = value;
+  else to.keys[cache_place(to.slots[row], head) + d] = cached(value);
+}
+
+static inline float bias_at(Heads to, int head, int d) {
+#if BIAS
+  return head < H ? to.bias_q[head * D + d] : head < H + K ? to.bias_k[(head - H) * D + d] : to.bias_v[(head - H - K) * D + d];
+#else
+  return 0.0f;
+#endif
+}
+
+static inline float2 rotated(float a, float b, float cosine, float sine) { return float2(fma(a, cosine, -(b * sine)), fma(b, cosine, a * sine)); }
+
+// 1 / sqrt(mean of the squares + eps) of y [D]: lane j sums features j, j + 32, ... ascending, then pairs 16, 8, 4, 2 and 1 apart.
+static inline float head_inverse(threadgroup const float *y, int lane, float eps) {
+  float sum = 0.0f;
+  for (int d = lane; d < D; d += 32) sum = fma(y[d], y[d], sum);
+#pragma unroll
+  for (int apart = 16; apart; apart /= 2) sum += simd_shuffle_xor(sum, (ushort)apart);
+  return 1.0f / precise::sqrt(sum / (float)D + eps);
+}
+
+// A whole SIMD group: y [D] in threadgroup memory, one row's head with its bias added, is normed, rotated and put where it belongs. What
+// the lanes wrote to y must be visible to all of them. y stays as it is.
+static inline void finish_head(threadgroup const float *y, int lane, int row, int head, Heads to) {
+  const bool turned = head < H + K;
+  float inverse = 1.0f;
+  device const float *norm = head < H ? to.q_norm : to.k_norm;
+#if QK_NORM
+  if (turned) inverse = head_inverse(y, lane, QK_EPS);
+#endif
+#define FEATURE(d) (QK_NORM && turned ? y[d] * inverse * norm[d] : y[d])
+  const int pairs = turned ? R / 2 : 0;
+  for (int d = lane; d < pairs; d += 32) {
+    device const float *angles = to.angles + (ulong)row * R;
+    const float2 both = rotated(FEATURE(d), FEATURE(d + R / 2), angles[d], angles[d + R / 2]);
+    put_feature(to, row, head, d, both.x);
+    put_feature(to, row, head, d + R / 2, both.y);
+  }
+  for (int d = 2 * pairs + lane; d < D; d += 32) put_feature(to, row, head, d, FEATURE(d));
+#undef FEATURE
+}

@@ -1,0 +1,9 @@
+// RMS norm within a product: the product is of x * weight, and its sums are multiplied by 1 / sqrt(mean(x^2) + eps) at the end, so that
+// nobody has to read x twice. The squares are summed by whoever reads x for the product.
+#pragma once
+#include "product.h"
+
+// A cell's squares, in its order.
+static inline float add_squares(float sum, Eight x) { return add_four(add_four(sum, x.a, x.a), x.b, x.b); }
+
+static inline float inverse_root(float squares, int width, float eps) { return 1.0f / precise::sqrt(squares / (float)width + eps); }
