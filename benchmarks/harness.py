@@ -31,7 +31,10 @@ def machine() -> dict[str, object]:
     if info.exists():
         model = next((line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")), model)
     here = Path(__file__).parent
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=here).stdout.strip()
+    try:
+        commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=here).stdout.strip()
+    except OSError:  # a machine that has a copy of the files, and no git
+        commit = ""
     return {"cpu": model, "cores": os.cpu_count(), "system": platform.system(), "python": platform.python_version(), "commit": commit}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from tinygrad import Context
 from benchmarks import gpu
 from tests.emulator.driver import Driver, cuda_device
 from tinyvllm.config import cache_folder
+from tinyvllm.ops.kernel import Kernel
 from tinyvllm.runner.device import start_device
 
 
@@ -42,8 +44,8 @@ def test_roofs_and_what_they_are_for(driver: Driver, tmp_path: Path) -> None:
 
 def test_each_kernel_against_tinygrads_code(driver: Driver, tmp_path: Path) -> None:
     found = figures(tmp_path / "run", "ablation")
-    assert len(found) == 6 + 4 + 1 and all(line["tinygrad_us"] > 0 and line["us"] > 0 for line in found.values())
-    assert {"norm_qkv_rope_store", "norm_gate_up_silu", "norm_head", "prepare"} <= set(driver.launched)
+    assert len(found) == 7 + 4 + 1 + 1 and all(line["tinygrad_us"] > 0 and line["us"] > 0 for line in found.values())
+    assert {"norm_qkv_rope_store", "norm_gate_up_silu", "norm_head", "prepare", "embed", "sample"} <= set(driver.launched)
 
 
 def test_decoding_is_timed_with_its_graph(driver: Driver, tmp_path: Path) -> None:
@@ -69,12 +71,42 @@ def test_roof_of_serving() -> None:
     assert gpu.serving_roof(o, [[1, 2], [1]], [3, 1], engine) == pytest.approx(4 * 1000 / (3 * 1000 + seen * kv))
 
 
-def test_table_and_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_and_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     line = {"what": "transformers", "value": 10.0, "unit": "tok/s", "share": 0.5, "of": "copy", "faster": 3.0}
     run.write_text(json.dumps(line) + "\n")
     gpu.main(["table", "--run", str(run)])
     assert "50.0% of copy" in capsys.readouterr().out
     o = gpu.parse_arguments(["decode"])
+    monkeypatch.setattr(gpu, "device_broken", lambda: False)
     gpu.attempt(o, lambda: 1 / 0)  # type: ignore[arg-type,return-value]
-    assert o.failures == ["ZeroDivisionError: division by zero"]
+    assert (o.failed, o.tried) == (1, 1) and "FAILED: ZeroDivisionError: division by zero" in capsys.readouterr().out
+
+
+def test_a_broken_device_is_left_to_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which goes on behind the measurement that broke it."""
+    begun: list[list[str]] = []
+    monkeypatch.setattr(gpu, "device_broken", lambda: True)
+    monkeypatch.setattr("os.execv", lambda path, words: begun.append(words))
+    o = gpu.parse_arguments(["kernels", "--tiny"])
+    gpu.attempt(o, lambda: None)
+    gpu.attempt(o, lambda: 1 / 0)  # type: ignore[arg-type,return-value]
+    assert begun[0][3:] == ["kernels", "--tiny", "--skip", "2", "--failed", "1"]
+    o = gpu.parse_arguments(["roofs", "--limit", "0.01"])
+    gpu.attempt(o, lambda: time.sleep(1))
+    assert begun[1][3:] == ["roofs", "--limit", "0.01", "--skip", "1", "--failed", "1"], "one that never ends"
+    o, done = gpu.parse_arguments(begun[0][3:]), []
+    for number in range(4):
+        gpu.attempt(o, lambda number=number: done.append(number))
+    assert done == [2, 3] and o.failed == 1
+
+
+def test_environment_counts_and_complains(driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.kernels.cuda import samples
+
+    good = Kernel.cuda("copy", "sm_80", 1, 1, (1, 1, 1), 512, WORDS=64, BLOCKS=1)
+    bad = Kernel.cuda("copy", "sm_80", 1, 1, (1, 1, 1), 512)
+    monkeypatch.setattr(samples, "samples", lambda gpu: {"good": good, "bad": bad})
+    with pytest.raises(SystemExit, match="1 kernels do not compile"):
+        gpu.main(["environment", "--tiny", "--run", str(tmp_path / "run")])
+    assert gpu.lines_of(tmp_path / "run")[0]["value"] == 1

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -237,9 +240,9 @@ def test_steady_decode_lays_nothing_out_anew(tiny_model, monkeypatch, rounds, pa
 
 def test_the_host_reads_a_round_behind_the_launch_of_the_next(tiny_model, monkeypatch):
     """The rounds behind the first do not begin to run here before the first one's tokens have been taken in."""
-    from tinyvllm.ops import launch
+    from tinyvllm.ops.launch.crew_graph import CrewGraph
 
-    taken, run, waits = threading.Event(), launch.CrewGraph.run, []
+    taken, run, waits = threading.Event(), CrewGraph.run, []
 
     def held(graphs: list[Any], times: int) -> None:
         if threading.current_thread().name.startswith("tinyvllm-launcher"):
@@ -254,7 +257,21 @@ def test_the_host_reads_a_round_behind_the_launch_of_the_next(tiny_model, monkey
             append(sequences, tokens)
             taken.set()
 
-        monkeypatch.setattr(launch.CrewGraph, "run", staticmethod(held))
+        monkeypatch.setattr(CrewGraph, "run", staticmethod(held))
         monkeypatch.setattr(llm.engine, "_append_rounds", append_and_tell)
         assert told(llm.generate([prompt(1)], [GREEDY])) == expected
     assert waits and all(waits), "the host waited for all rounds before it looked at one"
+
+
+@pytest.mark.parametrize("switch", ["JIT=0", "GRAPH_ONE_KERNEL=0"])
+def test_tokens_are_awaited_where_steps_are_no_graphs(tiny_model, one_by_one, switch):
+    """tinygrad's CPU device returns before its worker has begun."""
+    code = (
+        "import sys; from tinyvllm import LLM, SamplingParams\n"
+        f"llm = LLM({str(tiny_model)!r}, device='CPU', max_model_len=128, max_num_seqs=8)\n"
+        f"params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)\n"
+        f"print(llm.generate([{prompt(0)!r}], [params])[0].outputs[0].token_ids)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], env=os.environ | dict([switch.split("=")]), capture_output=True, text=True)
+    expected = one_by_one.generate([prompt(0)], [SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)])
+    assert said.stdout.strip() == str(expected[0].outputs[0].token_ids), said.stderr

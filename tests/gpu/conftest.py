@@ -5,15 +5,19 @@ Without either all are skipped. tinygrad's default device is the GPU within a te
 
 from __future__ import annotations
 
+import faulthandler
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
+from tests.gpu.operands import tiled
 from tinyvllm.config import cache_folder
 from tinyvllm.runner.device import _cuda_devices, start_device
 
+DONE = Path(os.environ["TESTS_DONE"]) if "TESTS_DONE" in os.environ else None
 EMULATED = os.environ.get("EMULATED_CUDA") == "1"
 
 
@@ -32,7 +36,19 @@ class Sizes:
 
 
 LLAMA_1B = Sizes(2048, 8192, 32, 8, 64, 128256, 300, (1, 17, 64, 255, 256, 1025, 4000))
-TOY = Sizes(96, 64, 4, 2, 32, 200, 20, (1, 17, 70))
+TOY = Sizes(96, 256, 4, 2, 32, 200, 20, (1, 17, 70))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out what an earlier process has tried, where TESTS_DONE names the file that says so."""
+    done = set(DONE.read_text().splitlines()) if DONE is not None and DONE.exists() else set()
+    items[:] = [item for item in items if item.nodeid not in done]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if DONE is not None:
+        with open(DONE, "a") as file:
+            file.write(item.nodeid + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +62,14 @@ def device() -> Iterator[str]:
         start_device("CPU", cache_folder())
         with cuda_device(races=False), Context(DEV="CUDA"):
             yield "CUDA"
+            tiled.cache_clear()
     elif not _cuda_devices():
         pytest.skip("there is no CUDA device here")
     else:
         start_device("CUDA", cache_folder())
         with Context(DEV="CUDA"):
             yield "CUDA"
+        tiled.cache_clear()
 
 
 @pytest.fixture(scope="session")
@@ -60,8 +78,21 @@ def sizes() -> Sizes:
 
 
 @pytest.fixture(autouse=True)
-def alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test chooses its kernels itself."""
+def alone(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test chooses its kernels itself. One that leaves the device broken, or never ends, ends this process."""
     monkeypatch.delenv("TINYVLLM_KERNELS", raising=False)
     if EMULATED:
         monkeypatch.setattr("tinyvllm.runner.memory.free_memory", lambda device: 1 << 30)
+    faulthandler.dump_traceback_later(60, exit=True)
+    yield
+    broken = _broken()
+    faulthandler.cancel_dump_traceback_later()
+    if broken:
+        pytest.exit("a kernel broke the device: no other test can run in this process", returncode=pytest.ExitCode.INTERRUPTED)
+
+
+def _broken() -> bool:
+    from tinygrad import Device
+    from tinygrad.runtime.autogen import cuda
+
+    return bool(cuda.cuCtxSetCurrent(Device["CUDA"].context) or cuda.cuCtxSynchronize())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -15,6 +16,7 @@ from tinyvllm.weights.load import place_bytes
 FORMATS = ("BF16", "F16", "Q8_0", "Q4_0")
 
 
+@functools.lru_cache(maxsize=3)  # numbers for a head of 128256 rows take seconds
 def tiled(format: str, O: int, I: int, seed: int = 0) -> TileWeight:
     """A random matrix [O, I] whose products with normal numbers are about 1."""
     return TileWeight(place_bytes(pack_tiles(format, file_rows(format, O, I, seed)), "CUDA"), format, O, I)

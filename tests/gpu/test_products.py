@@ -17,8 +17,9 @@ from tinyvllm.ops.linear import gate_up_silu, linear
 from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.qkv import QKV, norm_qkv_rope_store
 
-# Results are about 1: the order of float32 sums over 2048 columns.
-TOLERANCE = 1e-4
+# Results are about 1. Sums of float32 over 2048 columns, which tensor cores round in their own way; where x is rounded to blocks, the
+# reference's division may tip a number to its neighbour: 3/127 times a weight of 0.02 to 0.1.
+TOLERANCE = {"BF16": 3e-4, "F16": 1e-3, "Q8_0": 3e-3, "Q4_0": 3e-3}
 # Behind a norm a last bit may tip a rounded number to its neighbour, at worst some of 2048: 2**-9 or 3/127 of a number times 0.02.
 TIPPED = {"BF16": 4e-3, "F16": 1e-3, "Q8_0": 2e-2, "Q4_0": 2e-2}
 COUNTS = (1, 3, 8, 40, 300)
@@ -35,7 +36,8 @@ def test_matmul_equals_its_reference(monkeypatch, sizes, format, T):
     T, O, I = min(T, sizes.most), sizes.E + 8, sizes.E
     x, residual, bias, weight = realized(numbers(T + 8, I)), realized(numbers(T + 8, O)), realized(numbers(O)), tiled(format, O, I)
     got, want = both(monkeypatch, "matmul", lambda: linear(x, weight, int32(T), bias, residual).numpy()[:T])
-    np.testing.assert_allclose(got, want, atol=TIPPED["F16"] if format == "F16" else TOLERANCE)
+    np.testing.assert_allclose(got, want, atol=TOLERANCE[format])
+    assert np.abs(got - want).mean() < TOLERANCE[format] / 4
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -98,7 +100,7 @@ def test_norm_qkv_rope_store(monkeypatch, sizes, T, qk_norm):
         return np.concatenate([q.numpy().reshape(len(slots), -1), stored[slots]], axis=1)
 
     got, want = both(monkeypatch, "norm_qkv_rope_store", lambda: run(slice(0, T)))
-    np.testing.assert_allclose(got, want, atol=5e-2)  # the cache rounds to 8 bits
+    np.testing.assert_allclose(got, want, atol=7e-2)  # the cache rounds to 8 bits
     assert np.abs(got - want).mean() < 2e-3
     monkeypatch.setenv("TINYVLLM_KERNELS", f"norm_qkv_rope_store={best_row()}")
     same_bits(run(slice(T - 1, T)), got[-1:], "the last row alone")

@@ -17,7 +17,7 @@ from tinyvllm.models.config import ModelConfig
 from tinyvllm.models.families import check_layers, find_family, read_config, refuse_unused, weights_of
 from tinyvllm.ops.advance import History, advance
 from tinyvllm.ops.crew import crew
-from tinyvllm.ops.launch import Call, Captured, Reading, download, peek, read_behind, repeat, upload
+from tinyvllm.ops.launch import Call, Captured, Reading, download, peek, read_behind, repeat, upload, visible
 from tinyvllm.ops.registry import Choice, choices
 from tinyvllm.quant.formats import FORMATS, unpack
 from tinyvllm.runner.kv import KVPool, block_bytes, kv_dtype
@@ -235,8 +235,8 @@ class Runner:
         def forward(num_blocks: int | UOp = 1) -> tuple[Tensor, Tensor | None]:
             return self._forward(inputs, num_blocks)
 
-        tokens = Tensor.full((MOST_SCHEDULER_STEPS, shape.sequences), -1, dtype=dtypes.int32, device=self.device).contiguous().realize()
-        history = History(tokens, Tensor.zeros(1, dtype=dtypes.int32, device=self.device).contiguous().realize())
+        tokens = visible(np.full((MOST_SCHEDULER_STEPS, shape.sequences), -1, np.int32), self.device)
+        history = History(tokens, visible(np.zeros(1, np.int32), self.device))
         # blocks of the longest context are a variable of the captured step, so that contexts grow without a new capture
         plan = StepPlan(inputs, Captured(forward, {"num_blocks": (1, self._table_width)}), history, {}, {})
         self._steps[shape, all_rows] = plan

@@ -1,0 +1,517 @@
+"""What an NVIDIA GPU gets out of this engine: one part a command, each prints its figures and adds them to a run. gpu.sh runs them all.
+
+    python -m benchmarks.gpu roofs --run FILE
+    python -m benchmarks.gpu decode --shape llama-3.2-1b --weights q8_0 --run FILE
+    python -m benchmarks.gpu table --run FILE
+
+Each figure is a line of the run's file and, with what the GPU and its driver are, of results/gpu.jsonl. Shares are of the bandwidth or of
+the operations a second that the part `roofs` measured in the same run; without it they are left out. --tiny takes toy shapes, for trying
+the parts themselves; its figures mean nothing and are not recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.compare.child import prompt
+from benchmarks.harness import record, table
+from benchmarks.shapes import SHAPES, tensors, write_config
+from benchmarks.stepping import Stepping, load
+
+DEVICE = "CUDA"
+ROOT = Path(__file__).parents[1]
+WARM_STEPS = 16
+WIDTH = {"bf16": None, "q8_0": "q8_0", "q4_0": "q4_0"}  # what --weights names, as the engine's option quantization
+TOY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+       "vocab_size": 1024, "head_dim": 32}  # fmt: skip
+
+
+# --- figures
+
+
+def emit(o: argparse.Namespace, what: str, value: float, unit: str, of: str = "", roof: float | None = None, **more: Any) -> None:
+    """One figure: shown, added to the run, recorded. `roof` is what `value` would be at best, by the run's own measure named `of`."""
+    share = round(value / roof, 4) if roof else None
+    line = {"part": o.part, "what": what, "value": round(value, 4), "unit": unit, "share": share, "of": of if roof else "", **more}
+    print(f"{what}: {value:.5g} {unit}" + (f", {share:.1%} of {of}" if share is not None else ""), flush=True)
+    if o.run is not None:
+        with open(o.run, "a") as file:
+            file.write(json.dumps(line) + "\n")
+    if not o.tiny:
+        with contextlib.redirect_stdout(io.StringIO()):  # it says where, figure by figure
+            record("gpu", {**gpu(), **line})
+
+
+@functools.cache
+def gpu() -> dict[str, str]:
+    """Name and driver of the GPU that is used, as far as nvidia-smi is there to say."""
+    if shutil.which("nvidia-smi") is None:
+        return {"gpu": "unknown", "driver": "unknown"}
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+    command = ["nvidia-smi", "-i", first, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    said = subprocess.run(command, capture_output=True, text=True).stdout.strip().split("\n")[0]
+    name, _, driver = said.partition(", ")
+    return {"gpu": name or "unknown", "driver": driver or "unknown"}
+
+
+def lines_of(run: Path | None) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.read_text().splitlines()] if run is not None and run.exists() else []
+
+
+def measured(o: argparse.Namespace, what: str) -> float | None:
+    """The newest figure of this name in the run."""
+    return next((float(line["value"]) for line in reversed(lines_of(o.run)) if line["what"] == what), None)
+
+
+def copy_bandwidth(o: argparse.Namespace) -> float | None:
+    """Bytes a second, the better of our copy's and the driver's."""
+    found = [value for value in (measured(o, "copy, our kernel"), measured(o, "copy, the driver")) if value is not None]
+    return 1e9 * max(found) if found else None
+
+
+def effort(o: argparse.Namespace) -> Any:
+    from benchmarks.gpu_ops import Effort
+
+    return Effort(1, 0.0) if o.tiny else Effort()
+
+
+def start() -> None:
+    from tinyvllm.config import cache_folder
+    from tinyvllm.errors import ArgumentError, KernelError
+    from tinyvllm.runner.device import start_device
+
+    try:
+        start_device(DEVICE, cache_folder())
+    except (ArgumentError, KernelError) as error:
+        raise SystemExit(f"gpu: {error}") from None
+
+
+# --- environment
+
+
+def environment(o: argparse.Namespace) -> None:
+    """Versions; every kernel compiled for this GPU: how many, how long, and that nothing spills."""
+    from tinyvllm.config import cache_folder
+    from tinyvllm.ops import nvrtc
+    from tinyvllm.ops.launch import gpu_attribute
+    from tinyvllm.ops.toolchain import provide_compiler
+
+    start()
+    from tinygrad import Device, Tensor
+
+    arch = str(Device[DEVICE].arch)
+    print(f"GPU: {gpu()['gpu']}, {arch}, {gpu_attribute(DEVICE, 'MULTIPROCESSOR_COUNT')} multiprocessors; driver {gpu()['driver']}")
+    print(f"python {sys.version.split()[0]}, tinygrad {_version('tinygrad')}, {nvrtc._nvrtc().version}")
+    print(f"C compiler {provide_compiler(cache_folder())}")
+    print(f"torch {_version('torch')}, transformers {_version('transformers')} in this interpreter", flush=True)
+    begin = time.perf_counter()
+    from tests.kernels.cuda.samples import samples
+    from tinyvllm.ops.calls.cuda import _gpu
+
+    kernels = samples(_gpu(Tensor.empty(1, device=DEVICE)))
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        compiled = dict(zip(kernels, pool.map(lambda kernel: _compile(kernel, arch), kernels.values()), strict=True))
+    failed = {name: report for name, report in compiled.items() if isinstance(report, str)}
+    spilled = {name: report.spilled for name, report in compiled.items() if not isinstance(report, str) and report.spilled}
+    for name, why in failed.items():
+        print(f"does not compile: {name}: {why}")
+    for name, count in spilled.items():
+        print(f"spills: {name}: {count} bytes")
+    seconds = round(time.perf_counter() - begin, 1)
+    emit(o, "kernels compiled", len(compiled) - len(failed), "kernels", seconds=seconds, spilling=len(spilled))
+    if failed:
+        raise SystemExit(f"gpu: {len(failed)} kernels do not compile")
+
+
+def _compile(kernel: Any, arch: str) -> Any:
+    """The assembler's report, or why there is none."""
+    from tinyvllm.errors import KernelError
+    from tinyvllm.ops import nvrtc
+
+    try:
+        return nvrtc.report(kernel, arch)
+    except KernelError as error:
+        return str(error)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+# --- roofs
+
+
+def roofs(o: argparse.Namespace) -> None:
+    """Bandwidth of copying and reading, by our kernels and by the driver; cuBLAS's bfloat16 products, if torch is there."""
+    start()
+    from benchmarks.gpu_ops import driver_copy_seconds, memory_seconds
+
+    size = 1 << 16 if o.tiny else 2 << 30
+    ways: dict[str, tuple[int, Callable[[int, Any], float]]] = {
+        "copy, our kernel": (2 * size, partial(memory_seconds, "copy")),
+        "read, our kernel": (size, partial(memory_seconds, "read")),
+        "copy, the driver": (2 * size, driver_copy_seconds),
+    }
+    for name, (moved, seconds) in ways.items():
+        attempt(o, lambda name=name, moved=moved, seconds=seconds: emit(o, name, moved / seconds(size, effort(o)) / 1e9, "GB/s"))
+    if o.tiny:
+        return
+    found = peer(o, "cublas", "--sizes", "4096,8192")
+    for edge in (4096, 8192):
+        if f"tflops_{edge}" in found:
+            emit(o, f"cuBLAS bf16, {edge}", found[f"tflops_{edge}"], "TFLOP/s", torch=found["torch"])
+
+
+def attempt(o: argparse.Namespace, work: Callable[[], None]) -> None:
+    """One measurement of several: its failure is told and counted at the end of the part, and the others go on.
+
+    Where the failure took the device with it, or the measurement never ends, they go on in a new process.
+    """
+    o.tried += 1
+    if o.tried <= o.skip:
+        return
+    watch = threading.Timer(o.limit, go_on, (o, f"it took more than {o.limit:.0f} s"))
+    watch.daemon = True
+    if o.part != "peers":
+        watch.start()
+    try:
+        work()
+    except Exception as error:  # whatever it is, the next measurement may work
+        if o.strict:
+            raise
+        watch.cancel()
+        if o.part != "peers" and device_broken():
+            go_on(o, f"{type(error).__name__}: {error}")
+        else:
+            o.failed += 1
+            print(f"FAILED: {type(error).__name__}: {error}", flush=True)
+    finally:
+        watch.cancel()
+
+
+def go_on(o: argparse.Namespace, why: str) -> None:
+    """Become a new process, which has a device of its own and begins behind the measurement that just failed."""
+    print(f"FAILED: {why}; a new process goes on", flush=True)
+    again = [*o.words, "--skip", str(o.tried), "--failed", str(o.failed + 1)]
+    os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu", *again])
+
+
+def device_broken() -> bool:
+    from benchmarks.gpu_ops import broken
+
+    return broken()
+
+
+def peer(o: argparse.Namespace, *words: str) -> dict[str, Any]:
+    """What gpu_peers answers in the interpreter that has torch; nothing, with the reason printed, where it cannot."""
+    command = [o.torch_python, "-m", "benchmarks.gpu_peers", *words]
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=o.patience)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        print(f"no torch: {error}", flush=True)
+        return {}
+    said = done.stdout.strip() if done.returncode == 0 else ""
+    answer: dict[str, Any] = json.loads(said) if said else {"missing": f"its process ended with status {done.returncode}"}
+    if "missing" in answer:
+        print(f"no torch: {answer['missing']}; left out", flush=True)
+        return {}
+    return answer
+
+
+# --- kernels by themselves
+
+
+def kernels(o: argparse.Namespace) -> None:
+    """Paged attention of decodes and of a prompt, and large products, each beside its roof."""
+    start()
+    from benchmarks.gpu_ops import attention_decode_op, attention_prefill_op, product_op, seconds_of
+
+    shapes = [(2, 40, 4, 2, 32)] if o.tiny else [(32, 4096, 32, 8, 128), (1, 32768, 32, 8, 128), (256, 600, 16, 8, 128)]
+
+    def decoding(shape: tuple[int, ...]) -> None:
+        op = attention_decode_op(*shape)
+        rate, bandwidth = op.bytes / seconds_of(op, effort(o)), copy_bandwidth(o)
+        emit(o, f"{op.name}, H={shape[2]} K={shape[3]} D={shape[4]}", rate / 1e9, "GB/s", "copy", bandwidth and bandwidth / 1e9)
+
+    def prompting(T: int, H: int, K: int, D: int) -> None:
+        op = attention_prefill_op(T, H, K, D)
+        rate = op.flops / seconds_of(op, effort(o)) / 1e12
+        emit(o, f"{op.name} causal, H={H} K={K} D={D}", rate, "TFLOP/s", "cuBLAS 8192", measured(o, "cuBLAS bf16, 8192"))
+
+    def product(edge: int, format: str) -> None:
+        op = product_op("", edge, edge, edge, format)
+        rate = op.flops / seconds_of(op, effort(o)) / 1e12
+        emit(o, f"matmul {format}, {edge}", rate, "TFLOP/s", f"cuBLAS {edge}", measured(o, f"cuBLAS bf16, {edge}"))
+
+    for shape in shapes:
+        attempt(o, lambda shape=shape: decoding(shape))
+    attempt(o, lambda: prompting(*((40, 4, 2, 32) if o.tiny else (16384, 32, 8, 128))))
+    for edge, format in [(64, "BF16")] if o.tiny else [(4096, "BF16"), (8192, "BF16"), (4096, "Q8_0"), (4096, "Q4_0")]:
+        attempt(o, lambda edge=edge, format=format: product(edge, format))
+
+
+def ablation(o: argparse.Namespace) -> None:
+    """Each kernel of a layer against tinygrad's own code for the op, at the shapes of Llama-3.2-1B, one sequence and 512 rows."""
+    start()
+    from benchmarks.gpu_ops import Op, attention_prefill_op, draw_seconds, layer_ops, seconds_of
+
+    c = SHAPES[o.shape] | (TOY if o.tiny else {})
+    H, K, D = (c[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+
+    def compare(op: Op, rows: int) -> None:
+        both(f"{op.name}, {rows} rows", op.bytes, op.flops, partial(seconds_of, op), rows == 1)
+
+    def both(name: str, nbytes: int, flops: int, seconds: Callable[..., float], streams: bool) -> None:
+        fast = seconds(effort(o))
+        bandwidth = copy_bandwidth(o) if streams else None
+        more = {"us": round(1e6 * fast, 2), "TFLOPs": round(flops / fast / 1e12, 2)}
+        try:
+            slow = seconds(effort(o), kernel=False)
+            more |= {"tinygrad_us": round(1e6 * slow, 2), "faster": round(slow / fast, 2)}
+            print(f"  tinygrad {1e6 * slow:.1f} us, kernel {1e6 * fast:.1f} us: {slow / fast:.1f} times faster")
+        finally:
+            emit(o, name, nbytes / fast / 1e9, "GB/s", "copy", bandwidth and bandwidth / 1e9, **more)
+
+    many = 10 if o.tiny else 512
+    for op in layer_ops(c, 1, 40 if o.tiny else 1024):
+        attempt(o, lambda op=op: compare(op, 1))
+    for op in layer_ops(c, many, 17):
+        if not op.stem.startswith("attention") and op.stem not in ("embed", "norm_head"):
+            attempt(o, lambda op=op: compare(op, many))
+    attempt(o, lambda: compare(attention_prefill_op(many, H, K, D), many))
+    V = c["vocab_size"]
+    for B in (1,) if o.tiny else (1, 64):
+        attempt(o, lambda B=B: both(f"sample, {B} rows", 4 * B * V, 0, partial(draw_seconds, V, B), False))
+
+
+# --- the engine
+
+
+def engine(o: argparse.Namespace, shape: str, weights: str = "bf16", **limits: Any) -> Any:
+    """An LLM of a named shape with random weights."""
+    config = SHAPES[shape] | (TOY if o.tiny else {})
+    with TemporaryDirectory() as folder:
+        return load(write_config(config, Path(folder)), dummy=True, device=DEVICE, dtype="bfloat16", quantization=WIDTH[weights], **limits)
+
+
+def kv_bytes_per_token(shape: str, tiny: bool) -> int:
+    """Bytes of one token's keys and values in all layers, in bfloat16."""
+    c = SHAPES[shape] | (TOY if tiny else {})
+    return 2 * 2 * int(c["num_hidden_layers"] * c["num_key_value_heads"] * c["head_dim"])
+
+
+def flops_per_token(shape: str, tiny: bool) -> int:
+    """Operations of the layers' products for one token of a prompt; attention's and the head's are left out."""
+    config = SHAPES[shape] | (TOY if tiny else {})
+    return sum(2 * math.prod(size) for name, _, size in tensors(config) if len(size) == 2 and ".layers." in name)
+
+
+class LastGraph:
+    """The graph of the decode step that ran last, to be replayed by itself."""
+
+    def __init__(self, runner: Any):
+        self._decode, self._last = runner.decode, None
+        runner.decode = self._remember
+
+    def _remember(self, step: Any, draw: Any, kind: Any, plain: bool) -> Any:
+        reading = self._decode(step, draw, kind, plain)
+        self._last = step.plan.rounds[kind], step.values
+        return reading
+
+    def seconds(self, effort: Any) -> float:
+        """Seconds of the device for one replay. The requests must be ended afterwards: the device is further than the host knows."""
+        from benchmarks.gpu_ops import device_seconds
+
+        assert self._last is not None, "gpu: no decode step was launched ahead"
+        graph, values = self._last
+        return device_seconds(lambda: graph(**values), effort)
+
+
+def decoding(o: argparse.Namespace, llm: Any, name: str, shape: str, batch: int, context: int) -> None:
+    """Steady decode of `batch` sequences: tokens a second, share of the copy bandwidth, idle share of the device."""
+    from benchmarks.gpu_ops import Effort
+
+    stepping, graph = Stepping(llm), LastGraph(llm.engine.runner)
+    rounds, count, warm = (1, 2, 2) if o.tiny else (5, 60, WARM_STEPS)
+    stepping.begin([prompt(context, b) for b in range(batch)])
+    stepping.steps(warm)
+    step = median(_seconds(lambda: stepping.steps(count)) / count for _ in range(rounds))
+    device = graph.seconds(Effort(1, 0.0) if o.tiny else Effort(3, 0.02))
+    stepping.stop()
+    held = context + warm + rounds * count // 2
+    moved = llm.engine.model_bytes_per_token + batch * held * kv_bytes_per_token(shape, o.tiny)
+    bandwidth = copy_bandwidth(o)
+    emit(
+        o, f"decode {name}, {batch} x {context}", batch / step, "tok/s", "copy", bandwidth and bandwidth / moved * batch,
+        step_us=round(1e6 * step, 1), device_us=round(1e6 * device, 1), step_bytes=moved,
+        device_share=bandwidth and round(moved / device / bandwidth, 4),
+    )  # fmt: skip
+    emit(o, f"idle, {name}, {batch} x {context}", 100 * max(0.0, 1 - device / step), "% of a step")
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def decode(o: argparse.Namespace) -> None:
+    """Batch-1 decode of a shape and, where asked for, prompts of 512 and 4096 tokens."""
+    start()
+    context, prompts = (20, [40]) if o.tiny else (128, o.prompts)
+    longest = max([context + 640, *(tokens + 1 for tokens in prompts)])
+    blocks = max(o.batches) * (-(-longest // 16) + 1)
+    limits = {"max_model_len": longest, "max_num_seqs": max(o.batches), "num_blocks": blocks}
+    name = f"{o.shape} {o.weights}"
+    with engine(o, o.shape, o.weights, max_num_batched_tokens=max([512, *prompts]), **limits) as llm:
+        for batch in o.batches:
+            attempt(o, lambda batch=batch: decoding(o, llm, name, o.shape, batch, context))
+        for tokens in prompts:
+            attempt(o, lambda tokens=tokens: prefilling(o, llm, name, tokens))
+
+
+def prefilling(o: argparse.Namespace, llm: Any, name: str, tokens: int) -> None:
+    """One prompt, from `add` to its first token."""
+    stepping, ids = Stepping(llm), prompt(tokens)
+    stepping.prefill(ids)
+    timed = median(_seconds(lambda: stepping.prefill(ids)) for _ in range(1 if o.tiny else 7))
+    compute = measured(o, "cuBLAS bf16, 8192") if o.weights == "bf16" else None
+    roof = compute and 1e12 * compute / flops_per_token(o.shape, o.tiny)
+    emit(o, f"prefill {name}, {tokens}", tokens / timed, "tok/s", "cuBLAS 8192", roof, ms=round(1e3 * timed, 2))
+
+
+def serve(o: argparse.Namespace) -> None:
+    """256 requests at once, as nano-vllm's benchmark has them: prompts and answers of 100 to 1024 random tokens, temperature 0.6."""
+    start()
+    from tinyvllm import SamplingParams
+
+    count, low, high = (3, 4, 12) if o.tiny else (256, 100, 1024)
+    chance = random.Random(0)
+    prompts = [[chance.randint(0, 10000) % (250 if o.tiny else 10001) for _ in range(chance.randint(low, high))] for _ in range(count)]
+    answers = [chance.randint(low, high) for _ in range(count)]
+    blocks = sum(-(-(len(ids) + n) // 16) + 1 for ids, n in zip(prompts, answers, strict=True))
+    limits = {"max_model_len": 2 * high, "max_num_seqs": count, "num_blocks": blocks}
+    given = [{"prompt_token_ids": ids} for ids in prompts]
+    params = [SamplingParams(temperature=0.6, max_tokens=n, ignore_eos=True, seed=i) for i, n in enumerate(answers)]
+    with engine(o, o.shape, max_num_batched_tokens=64 if o.tiny else 8192, **limits) as llm:
+        roof = serving_roof(o, prompts, answers, llm.engine)
+        if not o.tiny:
+            attempt(o, lambda: decoding(o, llm, o.shape, o.shape, count, 512))
+        for name in ("captures included", "warm"):
+            seconds = _seconds(lambda: llm.generate(given, params))
+            emit(o, f"{count} requests, {o.shape}, {name}", sum(answers) / seconds, "tok/s", "its roof", roof, seconds=round(seconds, 2))
+
+
+def serving_roof(o: argparse.Namespace, prompts: list[list[int]], answers: list[int], engine: Any) -> float | None:
+    """Tokens a second if nothing took time but reading: the weights once a step, of as many as the longest answer has, and what each
+    decoded token sees of keys and values; beside it the prompts' operations at cuBLAS's rate."""
+    bandwidth, compute = copy_bandwidth(o), measured(o, "cuBLAS bf16, 8192")
+    if bandwidth is None:
+        return None
+    seen = sum(n * len(ids) + n * (n + 1) // 2 for ids, n in zip(prompts, answers, strict=True))
+    moved = max(answers) * engine.model_bytes_per_token + seen * kv_bytes_per_token(o.shape, o.tiny)
+    work = sum(map(len, prompts)) * flops_per_token(o.shape, o.tiny)
+    return sum(answers) / (moved / bandwidth + (work / compute / 1e12 if compute else 0.0))
+
+
+# --- peers
+
+
+def peers(o: argparse.Namespace) -> None:
+    """Llama-3.2-1B's shape decoded here and by transformers (static cache, compiled as a CUDA graph), one after the other."""
+    for batch in (1, 64):
+        attempt(o, lambda batch=batch: beside_transformers(o, batch))
+
+
+def beside_transformers(o: argparse.Namespace, batch: int) -> None:
+    ours = measured(o, f"decode llama-3.2-1b bf16, {batch} x 128")
+    with TemporaryDirectory() as folder:
+        model = write_config(SHAPES["llama-3.2-1b"], Path(folder))
+        words = "decode", str(model), "--batch", str(batch), "--context", "128", "--steps", "300"
+        theirs = peer(o, *words) or peer(o, *words, "--compile", "0")  # what compiles for torch may be missing
+    if not theirs:
+        return
+    way = "compiled" if theirs["compiled"] else "eager"
+    rate = batch / theirs["step_seconds"]
+    more = {name: theirs[name] for name in ("torch", "transformers")} | ({"faster": round(ours / rate, 3)} if ours else {})
+    emit(o, f"transformers {way} llama-3.2-1b bf16, {batch} x 128", rate, "tok/s", **more)
+    if ours:
+        print(f"  tinyvllm {ours:.0f} tok/s: {ours / rate:.2f} times as fast")
+
+
+# --- the end
+
+
+def summary(o: argparse.Namespace) -> None:
+    """All figures of the run."""
+    rows = []
+    for line in lines_of(o.run):
+        share = None if line["share"] is None else f"{line['share']:.1%} of {line['of']}"
+        beside = f"{line['faster']:.2f} x" if "faster" in line else None
+        rows.append([line["what"], float(line["value"]), line["unit"], share, beside])
+    print(table(["figure", "value", "unit", "share", "ours is faster by"], rows))
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "environment": environment, "roofs": roofs, "kernels": kernels, "ablation": ablation, "decode": decode, "serve": serve, "peers": peers,
+    "table": summary,
+}  # fmt: skip
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",") if word]
+
+
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="measures what runs on an NVIDIA GPU, part by part")
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--run", type=Path, help="a file that collects the figures of one run; shares are taken of the roofs in it")
+    parser.add_argument("--shape", choices=SHAPES, help="of ablation, decode (llama-3.2-1b) and serve (qwen3-0.6b)")
+    parser.add_argument("--weights", choices=WIDTH, default="bf16")
+    parser.add_argument("--batches", type=numbers, default=[1], help="sequences that decode together, with commas")
+    parser.add_argument("--prompts", type=numbers, default=[], help="lengths of the prompts that decode also times, with commas")
+    parser.add_argument("--torch-python", default=sys.executable, help="the interpreter that has torch and transformers")
+    parser.add_argument("--patience", type=float, default=100.0, help="seconds for one measurement of torch")
+    parser.add_argument("--tiny", action="store_true", help="toy shapes, nothing recorded")
+    parser.add_argument("--strict", action="store_true", help="stop at the first failure, with its trace")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds for one measurement here")
+    parser.add_argument("--skip", type=int, default=0, help="measurements of the part that were tried already")
+    parser.add_argument("--failed", type=int, default=0, help="how many of them failed")
+    o = parser.parse_args(words)
+    o.shape = o.shape or ("qwen3-0.6b" if o.part == "serve" else "llama-3.2-1b")
+    o.words, o.tried = sys.argv[1:] if words is None else words, 0
+    return o
+
+
+def main(words: list[str] | None = None) -> None:
+    o = parse_arguments(words)
+    PARTS[o.part](o)
+    if o.failed:
+        raise SystemExit(f"gpu: {o.failed} measurements of {o.part} failed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""Ops on a CUDA device by themselves: random operands of a shape, the op captured as a graph, seconds of the device by its events.
+
+A graph holds the op several times over, each time with weights (or a cache) of its own, so that together they exceed the device's cache,
+as those of a model's layers do. An op can be made for the hand-written kernel, with weights in tiles, or for tinygrad's own code, with
+plain bfloat16 tensors: what a device without kernels runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+from tinygrad import Device, Tensor, dtypes
+
+from tinyvllm.batch import Batch, LayerCache
+from tinyvllm.ops import registry
+from tinyvllm.ops.attention import PagedAttention
+from tinyvllm.ops.calls import cuda_records
+from tinyvllm.ops.head import embed, norm_head
+from tinyvllm.ops.launch import Captured, alias, gpu_attribute, launch
+from tinyvllm.ops.linear import TensorWeight, Weight, gate_up_silu, linear
+from tinyvllm.ops.norm import Norm
+from tinyvllm.ops.qkv import QKV, norm_qkv_rope_store
+from tinyvllm.ops.tiles import TileWeight
+from tinyvllm.ops.weight import FLOATS, panel_bytes
+from tinyvllm.quant.formats import f32_to_bf16
+from tinyvllm.request import SamplingParams, Sequence
+from tinyvllm.sampling.sampler import Sampler
+from tinyvllm.weights.load import place_bytes
+
+DEVICE = "CUDA"
+DISTINCT, MOST_SETS = 160 << 20, 12  # bytes of weights in all sets together, where that many sets have them; an H100 caches 50 MB
+S = 16  # slots of a block
+_POOL = 1_048_573  # prime, so that no two rows of a matrix begin at the same place
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure: `rounds` of about `seconds` each. Zero seconds are one replay."""
+
+    rounds: int = 5
+    seconds: float = 0.03
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op of one shape. `make(True)` is the op for the kernel `stem` with operands of its own, `make(False)` for tinygrad's code.
+
+    bytes and flops are what one call must move from or to memory (weights, or keys and values) and compute.
+    """
+
+    name: str
+    stem: str
+    make: Callable[[bool], Callable[[], Tensor]]
+    bytes: int
+    flops: int
+
+
+# --- the device's clock
+
+
+def device_seconds(work: Callable[[], Any], effort: Effort) -> float:
+    """Seconds of the device for one `work()`, launched many times in a row between two events: the median of the rounds."""
+    work()
+    once = _between_events(work, 1)
+    times = max(1, min(1000, round(effort.seconds / once)))
+    return median(_between_events(work, times) / times for _ in range(effort.rounds))
+
+
+def _between_events(work: Callable[[], Any], times: int) -> float:
+    from tinygrad.runtime.autogen import cuda
+
+    _check(cuda.cuCtxSetCurrent(Device[DEVICE].context))  # type: ignore[attr-defined]
+    events = [cuda.CUevent() for _ in range(2)]
+    for event in events:
+        _check(cuda.cuEventCreate(ctypes.byref(event), 0))
+    _check(cuda.cuEventRecord(events[0], None))
+    for _ in range(times):
+        work()
+    _check(cuda.cuEventRecord(events[1], None))
+    _check(cuda.cuEventSynchronize(events[1]))
+    milliseconds = ctypes.c_float()
+    _check(cuda.cuEventElapsedTime(ctypes.byref(milliseconds), *events))
+    for event in events:
+        _check(cuda.cuEventDestroy_v2(event))
+    return milliseconds.value / 1e3
+
+
+def broken() -> bool:
+    """Whether the device answers nothing but errors any more, as after a kernel that wrote where it may not: only a new process helps."""
+    from tinygrad.runtime.autogen import cuda
+
+    return bool(cuda.cuCtxSetCurrent(Device[DEVICE].context) or cuda.cuCtxSynchronize())  # type: ignore[attr-defined]
+
+
+def _check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"gpu: the driver answers with error {status}; a kernel before this may be the cause")
+
+
+# --- operands
+
+
+def on_device(array: np.ndarray) -> Tensor:
+    return Tensor(np.ascontiguousarray(array), device=DEVICE).contiguous().realize()
+
+
+def floats(*shape: int) -> Tensor:
+    return on_device(np.random.default_rng(len(shape)).standard_normal(shape, np.float32))
+
+
+def int32(values: Any) -> Tensor:
+    return on_device(np.asarray(values, np.int32))
+
+
+def normal_bits(count: int, deviation: float, format: str = "BF16") -> np.ndarray:
+    """uint16 [count]: normal numbers as bfloat16 or as float16, the same million again and again."""
+    values = np.random.default_rng(0).standard_normal(_POOL, np.float32) * np.float32(deviation)
+    return np.resize(f32_to_bf16(values) if format == "BF16" else values.astype(np.float16).view(np.uint16), count)
+
+
+def tile_weight(format: str, O: int, I: int) -> TileWeight:
+    """Random weights [O, I] in tiles, of deviation about 0.02."""
+    size = panel_bytes(format, O, I)
+    if format in FLOATS:
+        return TileWeight(place_bytes(normal_bits(size // 2, 0.02, format).view(np.uint8), DEVICE), format, O, I)
+    scales = size // (34 if format == "Q8_0" else 18)  # one a block: two bytes beside 32 or 16
+    data = np.resize(np.random.default_rng(0).integers(0, 256, _POOL, np.uint8), size)
+    data[-2 * scales :] = np.full(scales, 0.02 / (74 if format == "Q8_0" else 4.6), np.float16).view(np.uint8)
+    return TileWeight(place_bytes(data, DEVICE), format, O, I)
+
+
+def tensor_weight(O: int, I: int) -> TensorWeight:
+    """Random weights [O, I] as a bfloat16 tensor."""
+    bits = Tensor(normal_bits(O * I, 0.02).reshape(O, I), device=DEVICE)
+    return TensorWeight((bits.bitcast(dtypes.bfloat16).contiguous().realize(),))
+
+
+def random_cache(blocks: int, K: int, D: int) -> LayerCache:
+    """A bfloat16 pool [blocks, 2, K, S, D] of normal numbers."""
+    bits = Tensor(normal_bits(blocks * 2 * K * S * D, 1.0).reshape(blocks, 2, K, S, D), device=DEVICE)
+    pool = bits.bitcast(dtypes.bfloat16).contiguous().realize()
+    return LayerCache(pool, alias(pool))
+
+
+def decodes(B: int, context: int) -> Batch:
+    """B decodes that hold `context` tokens each, their blocks in no order."""
+    M = -(-context // S)
+    tables = np.random.default_rng(0).permutation(B * M).reshape(B, M)
+    last = context - 1
+    ids = range(B)
+    return Batch(
+        int32([0] * B), int32([last] * B), int32([tables[b, last // S] * S + last % S for b in ids]), int32(tables), int32(range(B + 1)),
+        int32([context] * B), int32([B]), int32([B]), int32([B, 0]), int32(ids), int32([B]), M, B, 1,
+    )  # fmt: skip
+
+
+def chunk(T: int) -> Batch:
+    """A prompt of T tokens in one step."""
+    M = -(-T // S)
+    table = np.random.default_rng(0).permutation(M)
+    places = np.arange(T)
+    return Batch(
+        int32([0] * T), int32(places), int32(table[places // S] * S + places % S), int32(table.reshape(1, M)), int32([0, T]), int32([T]),
+        int32([T]), int32([0]), int32([0, 1]), int32([T - 1]), int32([1]), M, 0, T,
+    )  # fmt: skip
+
+
+# --- ops
+
+
+def product_op(name: str, T: int, O: int, I: int, format: str = "BF16", residual: bool = False) -> Op:
+    x, beside, rows = floats(T, I), floats(T, O) if residual else None, int32([T])
+
+    def make(kernel: bool) -> Callable[[], Tensor]:
+        weight: Weight = tile_weight(format, O, I) if kernel else tensor_weight(O, I)
+        return lambda: linear(x, weight, rows, residual=beside)
+
+    return Op(name, "matmul", make, panel_bytes(format, O, I), 2 * T * O * I)
+
+
+def attention_decode_op(B: int, context: int, H: int, K: int, D: int) -> Op:
+    q, batch = floats(B, H, D), decodes(B, context)
+
+    def make(kernel: bool) -> Callable[[], Tensor]:
+        cache = random_cache(B * -(-context // S), K, D)
+        return lambda: PagedAttention(batch, S)(q, cache, D**-0.5)
+
+    name = f"attention_decode, {B} x {context}"
+    return Op(name, "attention_decode", make, B * context * 2 * K * D * 2, 4 * B * context * H * D)
+
+
+def attention_prefill_op(T: int, H: int, K: int, D: int) -> Op:
+    """Operations that the causal mask leaves out do not count."""
+    q, batch = floats(T, H, D), chunk(T)
+
+    def make(kernel: bool) -> Callable[[], Tensor]:
+        cache = random_cache(-(-T // S), K, D)
+        return lambda: PagedAttention(batch, S)(q, cache, D**-0.5)
+
+    return Op(f"attention_prefill, {T}", "attention_prefill", make, 2 * T * K * D * 2, 2 * T * (T + 1) * H * D)
+
+
+def layer_ops(c: dict[str, Any], T: int, context: int) -> list[Op]:
+    """The ops of one layer of the model `c`, and its head, for T sequences that decode at `context`."""
+    E, F, H, K, V = (c[n] for n in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size"))
+    D = c["head_dim"]
+    O, batch, norm = (H + 2 * K) * D, decodes(T, context), Norm("RMS", floats(E), 1e-5)
+    x, angles = floats(T, E), floats(T, D)
+
+    def qkv(kernel: bool) -> Callable[[], Tensor]:
+        weight: Weight = tile_weight("BF16", O, E) if kernel else tensor_weight(O, E)
+        cache = random_cache(T * -(-context // S), K, D)
+        return lambda: norm_qkv_rope_store(x, norm, QKV(weight), angles, cache, batch)[0]
+
+    def gate_up(kernel: bool) -> Callable[[], Tensor]:
+        weight: Weight = tile_weight("BF16", 2 * F, E) if kernel else tensor_weight(2 * F, E)
+        return lambda: gate_up_silu(x, norm, weight, batch.rows)
+
+    def head(kernel: bool) -> Callable[[], Tensor]:
+        weight: Weight = tile_weight("BF16", V, E) if kernel else tensor_weight(V, E)
+        return lambda: norm_head(x, norm, weight, batch.samples, batch.sample_count)[0]
+
+    def table(kernel: bool) -> Callable[[], Tensor]:
+        rows: Any = tile_weight("BF16", V, E) if kernel else tensor_weight(V, E).parts[0]
+        return lambda: embed(rows, batch.tokens, batch.rows)
+
+    return [
+        Op("embed", "embed", table, 16 * 2 * T * E, 0),
+        Op("norm_qkv_rope_store", "norm_qkv_rope_store", qkv, panel_bytes("BF16", O, E), 2 * T * O * E),
+        attention_decode_op(T, context, H, K, D),
+        product_op("matmul, attention's output", T, E, H * D, residual=True),
+        Op("norm_gate_up_silu", "norm_gate_up_silu", gate_up, panel_bytes("BF16", 2 * F, E), 4 * T * F * E),
+        product_op("matmul, down", T, E, F, residual=True),
+        Op("norm_head", "norm_head", head, panel_bytes("BF16", V, E), 2 * T * V * E),
+    ]
+
+
+# --- running
+
+
+@contextlib.contextmanager
+def kernels(choice: str | None) -> Iterator[None]:
+    """TINYVLLM_KERNELS as given, None unset, while ops are captured."""
+    before = os.environ.pop("TINYVLLM_KERNELS", None)
+    if choice is not None:
+        os.environ["TINYVLLM_KERNELS"] = choice
+    registry.forget()
+    try:
+        yield
+    finally:
+        os.environ.pop("TINYVLLM_KERNELS", None)
+        if before is not None:
+            os.environ["TINYVLLM_KERNELS"] = before
+
+
+def sets_of(op: Op) -> int:
+    return 1 if op.stem == "embed" else max(1, min(MOST_SETS, -(-DISTINCT // op.bytes)))
+
+
+def captured(op: Op, kernel: bool, sets: int) -> Captured:
+    """A graph of the op on `sets` sets of operands. RuntimeError where it should be the kernel and another choice was made."""
+    with kernels(None if kernel else f"{op.stem}=ref"):
+        calls = [op.make(kernel) for _ in range(sets)]
+
+        def run() -> Tensor:
+            results = [call() if kernel else call().contiguous() for call in calls]
+            Tensor.realize(*results)
+            return results[-1]
+
+        step = Captured(run)
+        step()
+        refused = [c for c in registry.choices() if c.stem == op.stem and c.row == registry.REFERENCE]
+    if kernel and refused:
+        raise RuntimeError(f"gpu: {op.name} should run its kernel, but {refused[0].shape} does not: {refused[0].why}")
+    return step
+
+
+def seconds_of(op: Op, effort: Effort, kernel: bool = True) -> float:
+    """Seconds of the device for the op once."""
+    sets = sets_of(op)
+    return device_seconds(captured(op, kernel, sets), effort) / sets
+
+
+def draw_seconds(V: int, B: int, effort: Effort, kernel: bool = True) -> float:
+    """Seconds of the device in which B tokens are drawn at a temperature from logits [B, V], launches of the host's included."""
+    sampler = Sampler(V, B, DEVICE)
+    sequences = [Sequence(b, str(b), [1], SamplingParams(temperature=0.6, seed=b), row=b) for b in range(B)]
+    for sequence in sequences:
+        sampler.join(sequence, ())
+    logits, flags = floats(B, V), sampler.prepare(sequences, B)
+    with kernels(None if kernel else "sample=ref"):
+        sampler.draw(logits, flags)
+    return device_seconds(lambda: sampler.draw(logits, flags), effort)
+
+
+# --- roofs
+
+
+def memory_seconds(stem: str, nbytes: int, effort: Effort) -> float:
+    """Seconds in which the kernel "read" or "copy" reads, or reads and writes, `nbytes` (a multiple of 16)."""
+    blocks, words = 2 * gpu_attribute(DEVICE, "MULTIPROCESSOR_COUNT"), on_device(np.ones(nbytes // 4, np.uint32))
+    kernel = {"read": cuda_records.read, "copy": cuda_records.copy}[stem]("sm_80", nbytes // 16, blocks)
+    size = blocks if stem == "read" else nbytes // 4
+    out = Tensor.empty(size, dtype=dtypes.uint32, device=DEVICE)
+
+    def run() -> Tensor:
+        return launch(kernel, [out], [words])[0].realize()
+
+    return device_seconds(Captured(run), effort)
+
+
+def driver_copy_seconds(nbytes: int, effort: Effort) -> float:
+    """Seconds in which the driver itself copies `nbytes` from one buffer to another."""
+    from tinygrad.runtime.autogen import cuda
+
+    tensors = [on_device(np.full(nbytes // 4, value, np.uint32)) for value in range(2)]  # kept: their memory would be given away
+    source, target = (tensor.uop.buffer._buf for tensor in tensors)
+    return device_seconds(lambda: _check(cuda.cuMemcpyDtoDAsync_v2(target, source, nbytes, None)), effort)

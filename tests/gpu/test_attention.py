@@ -1,0 +1,107 @@
+"""Paged attention on the GPU against numpy, at contexts of thousands; chunk and decode of one row give the same bits, alone or not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tinygrad import Tensor, dtypes
+
+from tests.gpu.conftest import EMULATED
+from tests.gpu.operands import best_row, same_bits
+from tests.ops.inputs import int32, numbers, realized
+from tests.ops.test_attention import reference
+from tinyvllm.batch import Batch, LayerCache
+from tinyvllm.ops import registry
+from tinyvllm.ops.attention import PagedAttention
+from tinyvllm.ops.launch import alias
+
+S = 16
+# Of results of about 1: q and the probabilities are rounded to bfloat16.
+TOLERANCE = 2e-2
+SHAPES = {"1b": (32, 8, 64), "8b": (32, 8, 128), "qwen": (16, 8, 128), "multi-head": (8, 8, 64)}
+TOYS = {"1b": (4, 2, 32), "8b": (8, 2, 64), "qwen": (2, 1, 128), "multi-head": (2, 2, 32)}
+
+
+class Cached:
+    """A bfloat16 pool of sequences of so many tokens each, their blocks in no order; NaN where there is no token."""
+
+    def __init__(self, contexts: tuple[int, ...], H: int, K: int, D: int):
+        random, self.contexts, self.M = np.random.default_rng(1), contexts, -(-max(contexts) // S)
+        order = random.permutation(sum(-(-context // S) for context in contexts) + 3).tolist()
+        pool = np.full((len(order), 2, K, S, D), np.nan, np.float32)
+        self.tables = np.zeros((len(contexts), self.M), np.int32)
+        for b, context in enumerate(contexts):
+            for m in range(-(-context // S)):
+                block, count = order.pop(), min(S, context - m * S)
+                self.tables[b, m] = block
+                pool[block, :, :, :count] = random.standard_normal((2, K, count, D))
+        self.pool = Tensor(pool).cast(dtypes.bfloat16).contiguous().realize()
+        self.values = self.pool.float().numpy()
+        self.H, self.D = H, D
+
+    def attend(self, q: np.ndarray, batch: Batch, window: int = 0) -> np.ndarray:
+        out = PagedAttention(batch, S)(realized(q), LayerCache(self.pool, alias(self.pool)), self.D**-0.5, window)
+        return out.numpy()[: len(q)].reshape(q.shape)
+
+    def decode(self, q: np.ndarray, ids: list[int], lengths: list[int], window: int = 0) -> np.ndarray:
+        """Row i is the token at lengths[i] - 1 of sequence ids[i]."""
+        B, last = len(ids), [n - 1 for n in lengths]
+        batch = Batch(
+            int32(*[0] * B), int32(*last), int32(*[0] * B), realized(self.tables[ids]), int32(*range(B + 1)), int32(*lengths), int32(B),
+            int32(B), int32(B, 0), int32(*range(B)), int32(B), self.M, B, 1,
+        )  # fmt: skip
+        return self.attend(q, batch, window)
+
+    def chunk(self, q: np.ndarray, sequence: int, start: int, window: int = 0) -> np.ndarray:
+        """The rows are the tokens of one sequence from `start` on."""
+        T = len(q)
+        batch = Batch(
+            int32(*[0] * T), int32(*range(start, start + T)), int32(*[0] * T), realized(self.tables[[sequence]]), int32(0, T),
+            int32(start + T), int32(T), int32(0), int32(0, 1), int32(T - 1), int32(1), self.M, 0, T,
+        )  # fmt: skip
+        return self.attend(q, batch, window)
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def shape(request) -> tuple[int, int, int]:
+    return (TOYS if EMULATED else SHAPES)[request.param]
+
+
+@pytest.fixture
+def cached(shape, sizes, monkeypatch) -> Cached:
+    row = best_row()
+    monkeypatch.setenv("TINYVLLM_KERNELS", f"attention_decode={row},attention_prefill={row}")
+    registry.forget()
+    return Cached(sizes.contexts, *shape)
+
+
+@pytest.mark.parametrize("window", [0, 100])
+def test_decodes(cached, sizes, window):
+    lengths = list(sizes.contexts)
+    ids = list(range(len(lengths)))
+    q = numbers(len(ids), cached.H, cached.D)
+    got = cached.decode(q, ids, lengths, window)
+    want = reference(q, [n - 1 for n in lengths], ids, cached.tables, cached.values, window)
+    np.testing.assert_allclose(got, want, atol=TOLERANCE)
+    assert np.abs(got - want).mean() < TOLERANCE / 8
+    for b in ids:
+        same_bits(cached.decode(q[b : b + 1], [b], lengths[b : b + 1], window), got[b : b + 1], f"sequence {b} alone")
+
+
+@pytest.mark.parametrize("window", [0, 100])
+def test_a_chunk_is_its_decodes(cached, sizes, window):
+    """A prompt's last rows, those of a chunk in the middle, and the same tokens decoded one by one."""
+    sequence = len(sizes.contexts) - 1
+    context = sizes.contexts[sequence]
+    rows = min(context, 300)
+    start = context - rows
+    q = numbers(rows, cached.H, cached.D)
+    got = cached.chunk(q, sequence, start, window)
+    some = [0, 1, rows // 2, rows - 1]
+    want = reference(q[some], [start + t for t in some], [0] * 4, cached.tables[[sequence]], cached.values, window)
+    np.testing.assert_allclose(got[some], want, atol=TOLERANCE)
+    assert np.abs(got[some] - want).mean() < TOLERANCE / 8
+    for t in some:
+        same_bits(cached.decode(q[t : t + 1], [sequence], [start + t + 1], window), got[t : t + 1], f"row {t} as a decode")
+    middle = rows // 3
+    same_bits(cached.chunk(q[middle : 2 * middle], sequence, start + middle, window), got[middle : 2 * middle], "a chunk in the middle")

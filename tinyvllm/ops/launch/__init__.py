@@ -1,0 +1,31 @@
+"""The one room that touches what lies below tinygrad's public surface (0.13.0). Everything else in this project sees Tensors only.
+
+    device       opening a device: what tinygrad's own is given in place of its graph, its copies and its compiler
+    programs     schedules and compiled programs, kept on disk
+    node         a hand-written kernel as a node of the lazy graph
+    stores       programs in UOps that store through an index
+    capture      a captured step, replayed and repeated; crew_graph and line_graph run it, on the CPU and on a CUDA device
+    memory       host access to device buffers; gpu has the CUDA driver for it, freeing lets go of the CPU's
+    tensors      tensors over memory that is there already
+    layers       tinygrad's layers without initial values
+
+Others import the names below from here, and nothing from the modules: tests/test_house.py.
+"""
+
+from __future__ import annotations
+
+from tinyvllm.ops.launch.capture import Behind, Call, Captured, repeat
+from tinyvllm.ops.launch.device import open_device, prefer_device, synchronize
+from tinyvllm.ops.launch.gpu import gpu_attribute, gpu_free_memory
+from tinyvllm.ops.launch.layers import uninitialized
+from tinyvllm.ops.launch.memory import Reading, download, peek, read_behind, upload, visible
+from tinyvllm.ops.launch.node import launch, run_now
+from tinyvllm.ops.launch.programs import keep_programs
+from tinyvllm.ops.launch.stores import scatter_add, store_kv
+from tinyvllm.ops.launch.tensors import alias, spans, standing_zeros
+
+__all__ = [
+    "Behind", "Call", "Captured", "Reading", "alias", "download", "gpu_attribute", "gpu_free_memory", "keep_programs", "launch",
+    "open_device", "peek", "prefer_device", "read_behind", "repeat", "run_now", "scatter_add", "spans", "standing_zeros", "store_kv",
+    "synchronize", "uninitialized", "upload", "visible",
+]  # fmt: skip

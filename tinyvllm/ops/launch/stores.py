@@ -1,0 +1,38 @@
+"""Programs in UOps for what tinygrad's own ops cannot express: stores through an index."""
+
+from __future__ import annotations
+
+from tinygrad import Tensor, UOp, dtypes
+from tinygrad.uop.ops import KernelInfo
+
+from tinyvllm.batch import LayerCache
+
+
+def store_kv(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> LayerCache:
+    """cache, of [P, 2, K, S, D], with k, v [T, K, D] written at slots [T] (block * S + offset), in place; returns the cache after it.
+
+    tinygrad's scatter rewrites the whole destination; this stores T rows. Whatever reads the returned tensors runs after the store,
+    also inside a captured step.
+    """
+    _, _, K, S, D = cache.keys.shape
+
+    def program(keys: UOp, values: UOp, k: UOp, v: UOp, slots: UOp) -> UOp:
+        t, h, d = UOp.range(k.shape[0], 0), UOp.range(K, 1), UOp.range(D, 2)
+        slot = slots[t].cast(dtypes.weakint)
+        block, offset, dtype = slot // S, slot % S, keys.dtype.base
+        key = keys[block, 0, h, offset, d].store(k[t, h, d].cast(dtype))
+        value = values[block, 1, h, offset, d].store(v[t, h, d].cast(dtype))
+        return UOp.group(key, value).end(t, h, d).sink(arg=KernelInfo(name="store_kv"))
+
+    return LayerCache(*cache.keys.custom_kernel(cache.values, k, v, slots, fxn=program)[:2])
+
+
+def scatter_add(table: Tensor, rows: Tensor, columns: Tensor, amount: int = 1) -> Tensor:
+    """table [R, V] int32 with `amount` added at (rows [B], columns [B]), in place, one after the other; returns the table after it."""
+
+    def program(table: UOp, rows: UOp, columns: UOp) -> UOp:
+        b = UOp.range(rows.shape[0], 0)
+        cell = table[rows[b].cast(dtypes.weakint), columns[b].cast(dtypes.weakint)]
+        return cell.store(cell + amount).end(b).sink(arg=KernelInfo(name="scatter_add", opts_to_apply=()))
+
+    return table.custom_kernel(rows, columns, fxn=program)[0]
