@@ -62,7 +62,12 @@ def kernel_text(kernel: Kernel, instead: Path | None = None) -> str:
     defines = "".join(f"#define {name} {value}\n" for name, value in kernel.defines)
     if kernel.backend == "cpu":
         return f"#define LANES_{kernel.target.upper()}\n{defines}{_cpu_entry(kernel)}{kernel_source('cpu', kernel.stem)}{_CPU_END}"
-    return defines + kernel_source(kernel.backend, kernel.stem, instead)
+    before = _METAL_LIBRARY if kernel.backend == "metal" else ""
+    return before + defines + kernel_source(kernel.backend, kernel.stem, instead)
+
+
+# Ahead of the constants: Apple's headers have template parameters called T and the like.
+_METAL_LIBRARY = "#include <metal_stdlib>\n#include <metal_simdgroup_matrix>\n"
 
 
 # A crew meets behind every kernel; whoever is alone must do it himself, or the next kernel would find the last one's tickets drawn.
