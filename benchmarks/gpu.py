@@ -1,4 +1,5 @@
 """What an NVIDIA GPU gets out of this engine: one part a command, each prints its figures and adds them to a run. gpu.sh runs them all.
+What is not of NVIDIA alone serves mac.py as well, which says so by a Machine.
 
     python -m benchmarks.gpu roofs --run FILE
     python -m benchmarks.gpu decode --shape llama-3.2-1b --weights q8_0 --run FILE
@@ -24,8 +25,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -38,12 +40,31 @@ from benchmarks.harness import record, table
 from benchmarks.shapes import SHAPES, tensors, write_config
 from benchmarks.stepping import Stepping, load
 
-DEVICE = "CUDA"
 ROOT = Path(__file__).parents[1]
 WARM_STEPS = 16
 WIDTH = {"bf16": None, "q8_0": "q8_0", "q4_0": "q4_0"}  # what --weights names, as the engine's option quantization
 TOY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
        "vocab_size": 1024, "head_dim": 32}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the parts must know of a kind of GPU.
+
+    device     tinygrad's name
+    module     what runs its parts, and gives the figures their file in results/
+    describe   what it is, for records
+    roof       the figures of bandwidth, of which the largest is the roof
+    roof_name  what shares of it are called
+    compute    the figure of 10^12 operations a second that prompts are held against
+    """
+
+    device: str
+    module: str
+    describe: Callable[[], dict[str, Any]]
+    roof: tuple[str, ...]
+    roof_name: str
+    compute: str
 
 
 # --- figures
@@ -59,7 +80,7 @@ def emit(o: argparse.Namespace, what: str, value: float, unit: str, of: str = ""
             file.write(json.dumps(line) + "\n")
     if not o.tiny:
         with contextlib.redirect_stdout(io.StringIO()):  # it says where, figure by figure
-            record("gpu", {**gpu(), **line})
+            record(o.machine.module, {**o.machine.describe(), **line})
 
 
 @functools.cache
@@ -83,10 +104,15 @@ def measured(o: argparse.Namespace, what: str) -> float | None:
     return next((float(line["value"]) for line in reversed(lines_of(o.run)) if line["what"] == what), None)
 
 
-def copy_bandwidth(o: argparse.Namespace) -> float | None:
-    """Bytes a second, the better of our copy's and the driver's."""
-    found = [value for value in (measured(o, "copy, our kernel"), measured(o, "copy, the driver")) if value is not None]
+def bandwidth_of(o: argparse.Namespace) -> float | None:
+    """Bytes a second: the best that was measured of the machine's roof."""
+    found = [value for value in (measured(o, what) for what in o.machine.roof) if value is not None]
     return 1e9 * max(found) if found else None
+
+
+def computing(o: argparse.Namespace) -> float | None:
+    """10^12 operations a second."""
+    return measured(o, o.machine.compute)
 
 
 def effort(o: argparse.Namespace) -> Any:
@@ -95,15 +121,15 @@ def effort(o: argparse.Namespace) -> Any:
     return Effort(1, 0.0) if o.tiny else Effort()
 
 
-def start() -> None:
+def start(o: argparse.Namespace) -> None:
     from tinyvllm.config import cache_folder
     from tinyvllm.errors import ArgumentError, KernelError
     from tinyvllm.runner.device import start_device
 
     try:
-        start_device(DEVICE, cache_folder())
+        start_device(o.machine.device, cache_folder())
     except (ArgumentError, KernelError) as error:
-        raise SystemExit(f"gpu: {error}") from None
+        raise SystemExit(f"{o.machine.module}: {error}") from None
 
 
 # --- environment
@@ -116,19 +142,20 @@ def environment(o: argparse.Namespace) -> None:
     from tinyvllm.ops.launch import gpu_attribute
     from tinyvllm.ops.toolchain import provide_compiler
 
-    start()
+    start(o)
     from tinygrad import Device, Tensor
 
-    arch = str(Device[DEVICE].arch)
-    print(f"GPU: {gpu()['gpu']}, {arch}, {gpu_attribute(DEVICE, 'MULTIPROCESSOR_COUNT')} multiprocessors; driver {gpu()['driver']}")
-    print(f"python {sys.version.split()[0]}, tinygrad {_version('tinygrad')}, {nvrtc._nvrtc().version}")
+    device = o.machine.device
+    arch = str(Device[device].arch)
+    print(f"GPU: {gpu()['gpu']}, {arch}, {gpu_attribute(device, 'MULTIPROCESSOR_COUNT')} multiprocessors; driver {gpu()['driver']}")
+    print(f"python {sys.version.split()[0]}, tinygrad {version_of('tinygrad')}, {nvrtc._nvrtc().version}")
     print(f"C compiler {provide_compiler(cache_folder())}")
-    print(f"torch {_version('torch')}, transformers {_version('transformers')} in this interpreter", flush=True)
+    print(f"torch {version_of('torch')}, transformers {version_of('transformers')} in this interpreter", flush=True)
     begin = time.perf_counter()
     from tests.kernels.cuda.samples import samples
     from tinyvllm.ops.calls.cuda import _gpu
 
-    kernels = samples(_gpu(Tensor.empty(1, device=DEVICE)))
+    kernels = samples(_gpu(Tensor.empty(1, device=device)))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         compiled = dict(zip(kernels, pool.map(lambda kernel: _compile(kernel, arch), kernels.values()), strict=True))
     failed = {name: report for name, report in compiled.items() if isinstance(report, str)}
@@ -154,7 +181,7 @@ def _compile(kernel: Any, arch: str) -> Any:
         return str(error)
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
@@ -166,7 +193,7 @@ def _version(package: str) -> str:
 
 def roofs(o: argparse.Namespace) -> None:
     """Bandwidth of copying and reading, by our kernels and by the driver; cuBLAS's bfloat16 products, if torch is there."""
-    start()
+    start(o)
     from benchmarks.gpu_ops import driver_copy_seconds, memory_seconds
 
     size = 1 << 16 if o.tiny else 2 << 30
@@ -216,7 +243,7 @@ def go_on(o: argparse.Namespace, why: str) -> None:
     """Become a new process, which has a device of its own and begins behind the measurement that just failed."""
     print(f"FAILED: {why}; a new process goes on", flush=True)
     again = [*o.words, "--skip", str(o.tried), "--failed", str(o.failed + 1)]
-    os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu", *again])
+    os.execv(sys.executable, [sys.executable, "-m", f"benchmarks.{o.machine.module}", *again])
 
 
 def device_broken() -> bool:
@@ -227,16 +254,20 @@ def device_broken() -> bool:
 
 def peer(o: argparse.Namespace, *words: str) -> dict[str, Any]:
     """What gpu_peers answers in the interpreter that has torch; nothing, with the reason printed, where it cannot."""
-    command = [o.torch_python, "-m", "benchmarks.gpu_peers", *words]
+    return ask(o, "torch", o.torch_python, "benchmarks.gpu_peers", *words)
+
+
+def ask(o: argparse.Namespace, whom: str, interpreter: str, module: str, *words: str) -> dict[str, Any]:
+    """The JSON object that a module prints in another interpreter; an empty one, with the reason printed, where it has none."""
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=o.patience)
+        done = subprocess.run([interpreter, "-m", module, *words], stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=o.patience)
     except (OSError, subprocess.TimeoutExpired) as error:
-        print(f"no torch: {error}", flush=True)
+        print(f"no {whom}: {error}", flush=True)
         return {}
     said = done.stdout.strip() if done.returncode == 0 else ""
     answer: dict[str, Any] = json.loads(said) if said else {"missing": f"its process ended with status {done.returncode}"}
     if "missing" in answer:
-        print(f"no torch: {answer['missing']}; left out", flush=True)
+        print(f"no {whom}: {answer['missing']}; left out", flush=True)
         return {}
     return answer
 
@@ -246,7 +277,7 @@ def peer(o: argparse.Namespace, *words: str) -> dict[str, Any]:
 
 def kernels(o: argparse.Namespace) -> None:
     """Paged attention of decodes and of a prompt, and large products, each beside its roof."""
-    start()
+    start(o)
     from benchmarks.gpu_ops import attention_decode_op, attention_prefill_op, product_op, seconds_of
     from tinyvllm.ops.registry import rows
 
@@ -254,7 +285,7 @@ def kernels(o: argparse.Namespace) -> None:
 
     def decoding(shape: tuple[int, ...]) -> None:
         op = attention_decode_op(*shape)
-        rate, bandwidth = op.bytes / seconds_of(op, effort(o)), copy_bandwidth(o)
+        rate, bandwidth = op.bytes / seconds_of(op, effort(o)), bandwidth_of(o)
         emit(o, f"{op.name}, H={shape[2]} K={shape[3]} D={shape[4]}", rate / 1e9, "GB/s", "copy", bandwidth and bandwidth / 1e9)
 
     def prompting(T: int, H: int, K: int, D: int) -> None:
@@ -280,7 +311,7 @@ def kernels(o: argparse.Namespace) -> None:
 
 def ablation(o: argparse.Namespace) -> None:
     """Each kernel of a layer against tinygrad's own code for the op, at the shapes of Llama-3.2-1B, one sequence and 512 rows."""
-    start()
+    start(o)
     from benchmarks.gpu_ops import Op, attention_prefill_op, draw_seconds, layer_ops, seconds_of
 
     c = SHAPES[o.shape] | (TOY if o.tiny else {})
@@ -291,14 +322,14 @@ def ablation(o: argparse.Namespace) -> None:
 
     def both(name: str, nbytes: int, flops: int, seconds: Callable[..., float], streams: bool) -> None:
         fast = seconds(effort(o))
-        bandwidth = copy_bandwidth(o) if streams else None
+        bandwidth = bandwidth_of(o) if streams else None
         more = {"us": round(1e6 * fast, 2), "TFLOPs": round(flops / fast / 1e12, 2)}
         try:
             slow = seconds(effort(o), kernel=False)
             more |= {"tinygrad_us": round(1e6 * slow, 2), "faster": round(slow / fast, 2)}
             print(f"  tinygrad {1e6 * slow:.1f} us, kernel {1e6 * fast:.1f} us: {slow / fast:.1f} times faster")
         finally:
-            emit(o, name, nbytes / fast / 1e9, "GB/s", "copy", bandwidth and bandwidth / 1e9, **more)
+            emit(o, name, nbytes / fast / 1e9, "GB/s", o.machine.roof_name, bandwidth and bandwidth / 1e9, **more)
 
     many = 10 if o.tiny else 512
     for op in layer_ops(c, 1, 40 if o.tiny else 1024):
@@ -319,7 +350,8 @@ def engine(o: argparse.Namespace, shape: str, weights: str = "bf16", **limits: A
     """An LLM of a named shape with random weights."""
     config = SHAPES[shape] | (TOY if o.tiny else {})
     with TemporaryDirectory() as folder:
-        return load(write_config(config, Path(folder)), dummy=True, device=DEVICE, dtype="bfloat16", quantization=WIDTH[weights], **limits)
+        options = {"device": o.machine.device, "dtype": "bfloat16", "quantization": WIDTH[weights]}
+        return load(write_config(config, Path(folder)), dummy=True, **options, **limits)
 
 
 def kv_bytes_per_token(shape: str, tiny: bool) -> int:
@@ -346,11 +378,15 @@ class LastGraph:
         self._last = step.plan.rounds[kind], step.values
         return reading
 
-    def seconds(self, effort: Any) -> float:
-        """Seconds of the device for one replay. The requests must be ended afterwards: the device is further than the host knows."""
+    def seconds(self, effort: Any) -> float | None:
+        """Seconds of the device for one replay. The requests must be ended afterwards: the device is further than the host knows.
+
+        None where no step was launched ahead of the host: then its graph is not all of it.
+        """
         from benchmarks.gpu_ops import device_seconds
 
-        assert self._last is not None, "gpu: no decode step was launched ahead"
+        if self._last is None:
+            return None
         graph, values = self._last
         return device_seconds(lambda: graph(**values), effort)
 
@@ -368,13 +404,14 @@ def decoding(o: argparse.Namespace, llm: Any, name: str, shape: str, batch: int,
     stepping.stop()
     held = context + warm + rounds * count // 2
     moved = llm.engine.model_bytes_per_token + batch * held * kv_bytes_per_token(shape, o.tiny)
-    bandwidth = copy_bandwidth(o)
-    emit(
-        o, f"decode {name}, {batch} x {context}", batch / step, "tok/s", "copy", bandwidth and bandwidth / moved * batch,
-        step_us=round(1e6 * step, 1), device_us=round(1e6 * device, 1), step_bytes=moved,
-        device_share=bandwidth and round(moved / device / bandwidth, 4),
-    )  # fmt: skip
-    emit(o, f"idle, {name}, {batch} x {context}", 100 * max(0.0, 1 - device / step), "% of a step")
+    bandwidth = bandwidth_of(o)
+    more = {"step_us": round(1e6 * step, 1), "step_bytes": moved}
+    if device is not None:
+        more |= {"device_us": round(1e6 * device, 1), "device_share": bandwidth and round(moved / device / bandwidth, 4)}
+    roof = bandwidth and bandwidth / moved * batch
+    emit(o, f"decode {name}, {batch} x {context}", batch / step, "tok/s", o.machine.roof_name, roof, **more)
+    if device is not None:
+        emit(o, f"idle, {name}, {batch} x {context}", 100 * max(0.0, 1 - device / step), "% of a step")
 
 
 def _seconds(work: Callable[[], Any]) -> float:
@@ -385,7 +422,7 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 def decode(o: argparse.Namespace) -> None:
     """Batch-1 decode of a shape and, where asked for, prompts of 512 and 4096 tokens."""
-    start()
+    start(o)
     context, prompts = (20, [40]) if o.tiny else (128, o.prompts)
     longest = max([context + 640, *(tokens + 1 for tokens in prompts)])
     blocks = max(o.batches) * (-(-longest // 16) + 1)
@@ -403,14 +440,14 @@ def prefilling(o: argparse.Namespace, llm: Any, name: str, tokens: int) -> None:
     stepping, ids = Stepping(llm), prompt(tokens)
     stepping.prefill(ids)
     timed = median(_seconds(lambda: stepping.prefill(ids)) for _ in range(1 if o.tiny else 7))
-    compute = measured(o, "cuBLAS bf16, 8192") if o.weights == "bf16" else None
+    compute = computing(o) if o.weights == "bf16" else None
     roof = compute and 1e12 * compute / flops_per_token(o.shape, o.tiny)
-    emit(o, f"prefill {name}, {tokens}", tokens / timed, "tok/s", "cuBLAS 8192", roof, ms=round(1e3 * timed, 2))
+    emit(o, f"prefill {name}, {tokens}", tokens / timed, "tok/s", o.machine.compute, roof, ms=round(1e3 * timed, 2))
 
 
 def serve(o: argparse.Namespace) -> None:
     """256 requests at once, as nano-vllm's benchmark has them: prompts and answers of 100 to 1024 random tokens, temperature 0.6."""
-    start()
+    start(o)
     from tinyvllm import SamplingParams
 
     count, low, high = (3, 4, 12) if o.tiny else (256, 100, 1024)
@@ -432,8 +469,8 @@ def serve(o: argparse.Namespace) -> None:
 
 def serving_roof(o: argparse.Namespace, prompts: list[list[int]], answers: list[int], engine: Any) -> float | None:
     """Tokens a second if nothing took time but reading: the weights once a step, of as many as the longest answer has, and what each
-    decoded token sees of keys and values; beside it the prompts' operations at cuBLAS's rate."""
-    bandwidth, compute = copy_bandwidth(o), measured(o, "cuBLAS bf16, 8192")
+    decoded token sees of keys and values; beside it the prompts' operations."""
+    bandwidth, compute = bandwidth_of(o), computing(o)
     if bandwidth is None:
         return None
     seen = sum(n * len(ids) + n * (n + 1) // 2 for ids, n in zip(prompts, answers, strict=True))
@@ -490,16 +527,19 @@ def numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",") if word]
 
 
-def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="measures what runs on an NVIDIA GPU, part by part")
-    parser.add_argument("part", choices=PARTS)
+NVIDIA = Machine("CUDA", "gpu", gpu, ("copy, our kernel", "copy, the driver"), "copy", "cuBLAS bf16, 8192")
+
+
+def parse_arguments(words: list[str] | None = None, machine: Machine = NVIDIA, parts: Iterable[str] = PARTS) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="measures what runs on a GPU, part by part")
+    parser.add_argument("part", choices=parts)
     parser.add_argument("--run", type=Path, help="a file that collects the figures of one run; shares are taken of the roofs in it")
     parser.add_argument("--shape", choices=SHAPES, help="of ablation, decode (llama-3.2-1b) and serve (qwen3-0.6b)")
     parser.add_argument("--weights", choices=WIDTH, default="bf16")
     parser.add_argument("--batches", type=numbers, default=[1], help="sequences that decode together, with commas")
     parser.add_argument("--prompts", type=numbers, default=[], help="lengths of the prompts that decode also times, with commas")
-    parser.add_argument("--torch-python", default=sys.executable, help="the interpreter that has torch and transformers")
-    parser.add_argument("--patience", type=float, default=100.0, help="seconds for one measurement of torch")
+    parser.add_argument("--torch-python", default=sys.executable, help="the interpreter that has torch and transformers, or mlx-lm")
+    parser.add_argument("--patience", type=float, default=100.0, help="seconds for one measurement of a peer")
     parser.add_argument("--tiny", action="store_true", help="toy shapes, nothing recorded")
     parser.add_argument("--strict", action="store_true", help="stop at the first failure, with its trace")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for one measurement here")
@@ -507,15 +547,17 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--failed", type=int, default=0, help="how many of them failed")
     o = parser.parse_args(words)
     o.shape = o.shape or ("qwen3-0.6b" if o.part == "serve" else "llama-3.2-1b")
-    o.words, o.tried = sys.argv[1:] if words is None else words, 0
+    o.machine, o.words, o.tried = machine, sys.argv[1:] if words is None else words, 0
     return o
 
 
-def main(words: list[str] | None = None) -> None:
-    o = parse_arguments(words)
-    PARTS[o.part](o)
+def main(
+    words: list[str] | None = None, machine: Machine = NVIDIA, parts: Mapping[str, Callable[[argparse.Namespace], None]] = PARTS
+) -> None:
+    o = parse_arguments(words, machine, parts)
+    parts[o.part](o)
     if o.failed:
-        raise SystemExit(f"gpu: {o.failed} measurements of {o.part} failed")
+        raise SystemExit(f"{o.machine.module}: {o.failed} measurements of {o.part} failed")
 
 
 if __name__ == "__main__":

@@ -10,38 +10,10 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
-folder=${1:-}
 minutes=${MINUTES:-9}
 interpreter=${INTERPRETER:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 torch=${TORCH_INTERPRETER:-$interpreter}
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-if [ -n "$folder" ]; then mkdir -p "$folder" && folder=$(cd "$folder" && pwd) && exec > >(tee "$folder/log") 2>&1; fi
-export PYTHONUNBUFFERED=1 PYTHONPATH=".${PYTHONPATH:+:$PYTHONPATH}"
-run=$work/run.jsonl
-: >"$run"
-failed=()
-
-# part NAME SECONDS COMMAND...: run a command within its time, and within what is left of all the time
-part() {
-  local name=$1 limit=$2 left=$((minutes * 60 - SECONDS)) begin=$SECONDS status
-  shift 2
-  if [ "$left" -lt 10 ]; then
-    echo "== $name: no time left"
-    failed+=("$name")
-    return
-  fi
-  echo
-  echo "== $name (at $begin s, at most $((limit < left ? limit : left)) s)"
-  timeout --kill-after=5 "$((limit < left ? limit : left))" "$@"
-  status=$?
-  if [ "$status" -ne 0 ]; then
-    failed+=("$name")
-    [ "$status" -eq 124 ] || [ "$status" -eq 137 ] && echo "== $name: cut off after $((SECONDS - begin)) s" || echo "== $name: exit status $status"
-  else
-    echo "== $name: $((SECONDS - begin)) s"
-  fi
-}
+. benchmarks/parts.sh
 
 gpu() { # gpu PART SECONDS OPTIONS...: a part of benchmarks/gpu.py
   local name=$1 limit=$2
@@ -50,18 +22,7 @@ gpu() { # gpu PART SECONDS OPTIONS...: a part of benchmarks/gpu.py
 }
 
 gpu environment 75
-# A kernel that goes wrong, or never ends, takes its process with it: the tests that are left run in another one, until there are none (5).
-part correctness 160 env TESTS_DONE="$work/tests" bash -c '
-  worst=0
-  for attempt in 1 2 3 4 5 6 7 8; do
-    "$0" -m pytest --maxfail=30 -p no:cacheprovider tests/gpu
-    status=$?
-    [ "$status" -eq 5 ] && break
-    [ "$status" -gt "$worst" ] && worst=$status
-    [ "$status" -eq 4 ] && break
-    [ "$status" -eq 0 ] || echo "the last test of this process: $(tail -n 1 "$TESTS_DONE")"
-  done
-  exit "$worst"' "$interpreter"
+part correctness 160 env TESTS_DONE="$work/tests" bash -c "$tests" "$interpreter" tests/gpu
 gpu roofs 60
 gpu kernels 60
 gpu decode 75 --shape llama-3.2-1b --batches 1,64 --prompts 512,4096
@@ -74,7 +35,4 @@ gpu ablation 75
 
 echo
 "$interpreter" -m benchmarks.gpu table --run "$run"
-[ -z "$folder" ] || cp "$run" "$folder/gpu.jsonl"
-echo
-echo "$SECONDS s; ${#failed[@]} parts failed${failed[*]:+: $(printf '%s; ' "${failed[@]}")}"
-exit "${#failed[@]}"
+the_end gpu.jsonl

@@ -1,4 +1,5 @@
-"""Ops on a CUDA device by themselves: random operands of a shape, the op captured as a graph, seconds of the device by its events.
+"""Ops on a GPU by themselves: random operands of a shape on tinygrad's default device, CUDA or METAL, the op captured as a graph, seconds
+by the device's own clock.
 
 A graph holds the op several times over, each time with weights (or a cache) of its own, so that together they exceed the device's cache,
 as those of a model's layers do. An op can be made for the hand-written kernel, with weights in tiles, or for tinygrad's own code, with
@@ -21,20 +22,19 @@ from tinygrad import Device, Tensor, dtypes
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.ops import registry
 from tinyvllm.ops.attention import PagedAttention
-from tinyvllm.ops.calls import cuda_records
+from tinyvllm.ops.calls import cuda_records, metal_records
 from tinyvllm.ops.head import embed, norm_head
 from tinyvllm.ops.launch import Captured, alias, gpu_attribute, launch
 from tinyvllm.ops.linear import TensorWeight, Weight, gate_up_silu, linear
 from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.qkv import QKV, norm_qkv_rope_store
 from tinyvllm.ops.tiles import TileWeight
-from tinyvllm.ops.weight import FLOATS, panel_bytes
-from tinyvllm.quant.formats import f32_to_bf16
+from tinyvllm.ops.weight import FLOATS, RowWeight, StoredWeight, panel_bytes
+from tinyvllm.quant.formats import FORMATS, f32_to_bf16
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.sampling.sampler import Sampler
 from tinyvllm.weights.load import place_bytes
 
-DEVICE = "CUDA"
 DISTINCT, MOST_SETS = 160 << 20, 12  # bytes of weights in all sets together, where that many sets have them; an H100 caches 50 MB
 S = 16  # slots of a block
 _POOL = 1_048_573  # prime, so that no two rows of a matrix begin at the same place
@@ -66,17 +66,37 @@ class Op:
 
 
 def device_seconds(work: Callable[[], Any], effort: Effort) -> float:
-    """Seconds of the device for one `work()`, launched many times in a row between two events: the median of the rounds."""
+    """Seconds of the device for one `work()`, launched many times in a row: the median of the rounds."""
+    clock, most = (_busy, 200) if Device.DEFAULT == "METAL" else (_between_events, 1000)
     work()
-    once = _between_events(work, 1)
-    times = max(1, min(1000, round(effort.seconds / once)))
-    return median(_between_events(work, times) / times for _ in range(effort.rounds))
+    times = max(1, min(most, round(effort.seconds / max(1e-7, clock(work, 1)))))
+    return median(clock(work, times) / times for _ in range(effort.rounds))
+
+
+def _busy(work: Callable[[], Any], times: int) -> float:
+    """Seconds in which Metal's device runs any command buffer; a graph is one. The gaps between them are the host's."""
+    device: Any = Device["METAL"]
+    device.synchronize()
+    before, device.mtl_buffers_in_flight = device.mtl_buffers_in_flight, InFlight()
+    try:
+        for _ in range(times):
+            work()
+        buffers = device.mtl_buffers_in_flight.every
+        device.synchronize()
+    finally:
+        device.mtl_buffers_in_flight = before
+    if not buffers:
+        raise RuntimeError("mac: tinygrad knows of no command buffer of this work")
+    busy, until = 0.0, 0.0
+    for start, end in sorted((buffer.GPUStartTime(), buffer.GPUEndTime()) for buffer in buffers):
+        busy, until = busy + max(0.0, end - max(start, until)), max(until, end)
+    return busy
 
 
 def _between_events(work: Callable[[], Any], times: int) -> float:
     from tinygrad.runtime.autogen import cuda
 
-    _check(cuda.cuCtxSetCurrent(Device[DEVICE].context))  # type: ignore[attr-defined]
+    _check(cuda.cuCtxSetCurrent(Device["CUDA"].context))  # type: ignore[attr-defined]
     events = [cuda.CUevent() for _ in range(2)]
     for event in events:
         _check(cuda.cuEventCreate(ctypes.byref(event), 0))
@@ -92,11 +112,29 @@ def _between_events(work: Callable[[], Any], times: int) -> float:
     return milliseconds.value / 1e3
 
 
+class InFlight(list[Any]):
+    """Command buffers in flight, which are taken off when they are done, and all that ever were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.every: list[Any] = []
+
+    def append(self, buffer: Any) -> None:
+        self.every.append(buffer)
+        super().append(buffer)
+
+
 def broken() -> bool:
     """Whether the device answers nothing but errors any more, as after a kernel that wrote where it may not: only a new process helps."""
+    if Device.DEFAULT == "METAL":
+        try:
+            Device["METAL"].synchronize()
+        except RuntimeError:
+            return True
+        return False
     from tinygrad.runtime.autogen import cuda
 
-    return bool(cuda.cuCtxSetCurrent(Device[DEVICE].context) or cuda.cuCtxSynchronize())  # type: ignore[attr-defined]
+    return bool(cuda.cuCtxSetCurrent(Device["CUDA"].context) or cuda.cuCtxSynchronize())  # type: ignore[attr-defined]
 
 
 def _check(status: int) -> None:
@@ -108,7 +146,7 @@ def _check(status: int) -> None:
 
 
 def on_device(array: np.ndarray) -> Tensor:
-    return Tensor(np.ascontiguousarray(array), device=DEVICE).contiguous().realize()
+    return Tensor(np.ascontiguousarray(array), device=Device.DEFAULT).contiguous().realize()
 
 
 def floats(*shape: int) -> Tensor:
@@ -129,22 +167,48 @@ def tile_weight(format: str, O: int, I: int) -> TileWeight:
     """Random weights [O, I] in tiles, of deviation about 0.02."""
     size = panel_bytes(format, O, I)
     if format in FLOATS:
-        return TileWeight(place_bytes(normal_bits(size // 2, 0.02, format).view(np.uint8), DEVICE), format, O, I)
+        return TileWeight(place_bytes(normal_bits(size // 2, 0.02, format).view(np.uint8), Device.DEFAULT), format, O, I)
     scales = size // (34 if format == "Q8_0" else 18)  # one a block: two bytes beside 32 or 16
     data = np.resize(np.random.default_rng(0).integers(0, 256, _POOL, np.uint8), size)
     data[-2 * scales :] = np.full(scales, 0.02 / (74 if format == "Q8_0" else 4.6), np.float16).view(np.uint8)
-    return TileWeight(place_bytes(data, DEVICE), format, O, I)
+    return TileWeight(place_bytes(data, Device.DEFAULT), format, O, I)
+
+
+def stored_weight(format: str, rows: tuple[int, ...], I: int) -> StoredWeight:
+    """Random matrices [O, I], one for each of `rows`, as they lie in files, of deviation about 0.02."""
+    return StoredWeight(tuple(RowWeight(place_bytes(file_bytes(format, O, I), Device.DEFAULT), format, O, I) for O in rows))
+
+
+def file_bytes(format: str, O: int, I: int) -> np.ndarray:
+    """uint8 [bytes] of random rows [O, I] of a file."""
+    count = O * I // FORMATS[format].elements
+    if format in FLOATS:
+        return normal_bits(count, 0.02, format).view(np.uint8)
+    blocks = np.resize(np.random.default_rng(0).integers(0, 256, _POOL, np.uint8), (count, FORMATS[format].nbytes))
+    scales = {"Q8_0": (0.02 / 74,), "Q4_0": (0.02 / 4.6,), "Q4_K": (0.02 / 160, 0.0012)}[format]  # Q4_K's meet another one of 6 bits
+    blocks[:, : 2 * len(scales)] = np.array(scales, np.float16).view(np.uint8)
+    return blocks.reshape(-1)
+
+
+def kernel_weight(format: str, rows: tuple[int, ...], I: int) -> Weight:
+    """A random matrix [sum of rows, I] as the device's kernels take it."""
+    return stored_weight(format, rows, I) if Device.DEFAULT == "METAL" else tile_weight(format, sum(rows), I)
+
+
+def bytes_of(format: str, O: int, I: int) -> int:
+    """Of a matrix that is read once."""
+    return O * I // FORMATS[format].elements * FORMATS[format].nbytes
 
 
 def tensor_weight(O: int, I: int) -> TensorWeight:
     """Random weights [O, I] as a bfloat16 tensor."""
-    bits = Tensor(normal_bits(O * I, 0.02).reshape(O, I), device=DEVICE)
+    bits = Tensor(normal_bits(O * I, 0.02).reshape(O, I), device=Device.DEFAULT)
     return TensorWeight((bits.bitcast(dtypes.bfloat16).contiguous().realize(),))
 
 
 def random_cache(blocks: int, K: int, D: int) -> LayerCache:
     """A bfloat16 pool [blocks, 2, K, S, D] of normal numbers."""
-    bits = Tensor(normal_bits(blocks * 2 * K * S * D, 1.0).reshape(blocks, 2, K, S, D), device=DEVICE)
+    bits = Tensor(normal_bits(blocks * 2 * K * S * D, 1.0).reshape(blocks, 2, K, S, D), device=Device.DEFAULT)
     pool = bits.bitcast(dtypes.bfloat16).contiguous().realize()
     return LayerCache(pool, alias(pool))
 
@@ -179,10 +243,10 @@ def product_op(name: str, T: int, O: int, I: int, format: str = "BF16", residual
     x, beside, rows = floats(T, I), floats(T, O) if residual else None, int32([T])
 
     def make(kernel: bool) -> Callable[[], Tensor]:
-        weight: Weight = tile_weight(format, O, I) if kernel else tensor_weight(O, I)
+        weight: Weight = kernel_weight(format, (O,), I) if kernel else tensor_weight(O, I)
         return lambda: linear(x, weight, rows, residual=beside)
 
-    return Op(name, "matmul", make, panel_bytes(format, O, I), 2 * T * O * I)
+    return Op(name, "matmul", make, bytes_of(format, O, I), 2 * T * O * I)
 
 
 def attention_decode_op(B: int, context: int, H: int, K: int, D: int) -> Op:
@@ -215,30 +279,31 @@ def layer_ops(c: dict[str, Any], T: int, context: int) -> list[Op]:
     x, angles = floats(T, E), floats(T, D)
 
     def qkv(kernel: bool) -> Callable[[], Tensor]:
-        weight: Weight = tile_weight("BF16", O, E) if kernel else tensor_weight(O, E)
+        weight: Weight = kernel_weight("BF16", (H * D, K * D, K * D), E) if kernel else tensor_weight(O, E)
         cache = random_cache(T * -(-context // S), K, D)
         return lambda: norm_qkv_rope_store(x, norm, QKV(weight), angles, cache, batch)[0]
 
     def gate_up(kernel: bool) -> Callable[[], Tensor]:
-        weight: Weight = tile_weight("BF16", 2 * F, E) if kernel else tensor_weight(2 * F, E)
+        weight: Weight = kernel_weight("BF16", (F, F), E) if kernel else tensor_weight(2 * F, E)
         return lambda: gate_up_silu(x, norm, weight, batch.rows)
 
     def head(kernel: bool) -> Callable[[], Tensor]:
-        weight: Weight = tile_weight("BF16", V, E) if kernel else tensor_weight(V, E)
+        weight: Weight = kernel_weight("BF16", (V,), E) if kernel else tensor_weight(V, E)
         return lambda: norm_head(x, norm, weight, batch.samples, batch.sample_count)[0]
 
     def table(kernel: bool) -> Callable[[], Tensor]:
-        rows: Any = tile_weight("BF16", V, E) if kernel else tensor_weight(V, E).parts[0]
+        weight: Any = kernel_weight("BF16", (V,), E) if kernel else tensor_weight(V, E)
+        rows = weight if isinstance(weight, TileWeight) else weight.parts[0]
         return lambda: embed(rows, batch.tokens, batch.rows)
 
     return [
         Op("embed", "embed", table, 16 * 2 * T * E, 0),
-        Op("norm_qkv_rope_store", "norm_qkv_rope_store", qkv, panel_bytes("BF16", O, E), 2 * T * O * E),
+        Op("norm_qkv_rope_store", "norm_qkv_rope_store", qkv, bytes_of("BF16", O, E), 2 * T * O * E),
         attention_decode_op(T, context, H, K, D),
         product_op("matmul, attention's output", T, E, H * D, residual=True),
-        Op("norm_gate_up_silu", "norm_gate_up_silu", gate_up, panel_bytes("BF16", 2 * F, E), 4 * T * F * E),
+        Op("norm_gate_up_silu", "norm_gate_up_silu", gate_up, bytes_of("BF16", 2 * F, E), 4 * T * F * E),
         product_op("matmul, down", T, E, F, residual=True),
-        Op("norm_head", "norm_head", head, panel_bytes("BF16", V, E), 2 * T * V * E),
+        Op("norm_head", "norm_head", head, bytes_of("BF16", V, E), 2 * T * V * E),
     ]
 
 
@@ -290,7 +355,7 @@ def seconds_of(op: Op, effort: Effort, kernel: bool = True) -> float:
 
 def draw_seconds(V: int, B: int, effort: Effort, kernel: bool = True) -> float:
     """Seconds of the device in which B tokens are drawn at a temperature from logits [B, V], launches of the host's included."""
-    sampler = Sampler(V, B, DEVICE)
+    sampler = Sampler(V, B, Device.DEFAULT)
     sequences = [Sequence(b, str(b), [1], SamplingParams(temperature=0.6, seed=b), row=b) for b in range(B)]
     for sequence in sequences:
         sampler.join(sequence, ())
@@ -304,11 +369,15 @@ def draw_seconds(V: int, B: int, effort: Effort, kernel: bool = True) -> float:
 
 
 def memory_seconds(stem: str, nbytes: int, effort: Effort) -> float:
-    """Seconds in which the kernel "read" or "copy" reads, or reads and writes, `nbytes` (a multiple of 16)."""
-    blocks, words = 2 * gpu_attribute(DEVICE, "MULTIPROCESSOR_COUNT"), on_device(np.ones(nbytes // 4, np.uint32))
-    kernel = {"read": cuda_records.read, "copy": cuda_records.copy}[stem]("sm_80", nbytes // 16, blocks)
+    """Seconds in which the kernel "read" or "copy" (CUDA's alone) reads, or reads and writes, `nbytes` (a multiple of 16)."""
+    words = on_device(np.ones(nbytes // 4, np.uint32))
+    if Device.DEFAULT == "METAL":
+        kernel, blocks = metal_records.read("apple7", nbytes // 16, 1024), 1024
+    else:
+        blocks = 2 * gpu_attribute("CUDA", "MULTIPROCESSOR_COUNT")
+        kernel = {"read": cuda_records.read, "copy": cuda_records.copy}[stem]("sm_80", nbytes // 16, blocks)
     size = blocks if stem == "read" else nbytes // 4
-    out = Tensor.empty(size, dtype=dtypes.uint32, device=DEVICE)
+    out = Tensor.empty(size, dtype=dtypes.uint32, device=Device.DEFAULT)
 
     def run() -> Tensor:
         return launch(kernel, [out], [words])[0].realize()

@@ -3,6 +3,7 @@
     python -m benchmarks.kernels matmul --weight BF16 --I 2048 --O 5632 --T 1
     python -m benchmarks.kernels attention_decode --T 1 --context 8192 --cache BF16
     python -m benchmarks.kernels all --T 1
+    python -m benchmarks.kernels --plan METAL --shape llama-3.2-1b --weights q4_0 --T 1 --context 4096    (plan.py: nothing is timed)
 
 Letters are those of docs/shapes.md; left out, they are TinyLlama's. The kernel is compiled with a loop around it, which all lanes run in
 threads of their own: call, meet, call with the next set of arguments. The sets have weights (or caches) of their own, 256 MB together, so
@@ -24,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks import plan
 from benchmarks.harness import record, spread, table, take_turns
 from benchmarks.roof import operations, read_once, read_size, threads_of_machine
 from tinyvllm.ops.kernel import Kernel
@@ -273,7 +275,7 @@ def measure(stem: str, options: argparse.Namespace) -> list[object]:
 def main() -> None:
     best = next(name for name, lacking in kernel_rows("CPU").items() if lacking is None)
     parser = argparse.ArgumentParser(description="one CPU kernel, timed")
-    parser.add_argument("stem", choices=[*STEMS, "all"])
+    parser.add_argument("stem", choices=[*STEMS, "all"], nargs="?")
     letters = {"I": 2048, "O": 5632, "T": 1, "E": 2048, "F": 5632, "H": 32, "K": 4, "D": 64, "S": 16, "V": 32000}
     for letter, value in letters.items():
         parser.add_argument(f"--{letter}", type=int, default=value)
@@ -283,7 +285,12 @@ def main() -> None:
     parser.add_argument("--target", default=best)
     parser.add_argument("--lanes", type=int, default=threads_of_machine())
     parser.add_argument("--rounds", type=int, default=9)
+    plan.add_arguments(parser)
     options = parser.parse_args()
+    if options.plan:
+        return plan.show(options)
+    if options.stem is None:
+        parser.error("the kernel's stem is missing")
     rows = []
     for stem in STEMS if options.stem == "all" else [options.stem]:
         given = argparse.Namespace(**vars(options))

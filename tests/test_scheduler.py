@@ -84,6 +84,56 @@ def test_refuses_limits_that_contradict(limits: tuple[int, int, int], name: str)
         SchedulerLimits(*limits)
 
 
+# ---- one step ahead ----
+
+
+def ahead(scheduler: Scheduler) -> Schedule:
+    """A step of decodes that has been advanced and whose tokens nobody has looked at."""
+    plan = scheduler.schedule()
+    assert all(entry.num_tokens == 1 for entry in plan.entries)
+    scheduler.advance(plan)
+    return plan
+
+
+def test_a_step_of_decodes_is_followed_without_its_tokens():
+    scheduler = make(size=4)
+    sequences = add(scheduler, 3, 2)
+    run(scheduler)
+    plan = ahead(scheduler)
+    following = scheduler.follow(plan)
+    assert following is not None and rows_of(following) == [(0, 4, 1, True), (1, 3, 1, True)]
+    assert [len(sequence.block_table) for sequence in sequences] == [2, 1], "a block for the token behind the border"
+    scheduler.advance(following)
+    for sequence in sequences:
+        sequence.output_token_ids += [7, 7]
+    assert rows_of(scheduler.schedule()) == [(0, 5, 1, True), (1, 4, 1, True)]
+
+
+def test_who_could_come_in_is_not_kept_waiting_by_steps_ahead():
+    scheduler = make(rows=2)
+    add(scheduler, 3)
+    run(scheduler)
+    plan = ahead(scheduler)
+    scheduler.add(make_sequence(1, 3))
+    assert scheduler.follow(plan) is None, "a row is free"
+    full = make(rows=1)
+    add(full, 3, 3)
+    run(full)
+    assert full.follow(ahead(full)) is not None, "nobody could come in"
+
+
+@pytest.mark.parametrize("reason", ["ended", "blocks", "longest"])
+def test_what_must_be_looked_at_is_not_followed(reason: str):
+    scheduler = make(rows=2, longest=6 if reason == "longest" else 64, blocks=2 if reason == "blocks" else 32, size=4)
+    sequences = add(scheduler, 3, 3) if reason != "longest" else add(scheduler, 4)
+    run(scheduler)
+    plan = ahead(scheduler)
+    if reason == "ended":
+        scheduler.finish(sequences[0], "abort")
+    assert scheduler.follow(plan) is None
+    assert sum(len(sequence.block_table) for sequence in sequences) + scheduler.pool.num_free == scheduler.pool.num_blocks
+
+
 # ---- who runs ----
 
 

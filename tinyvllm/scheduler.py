@@ -128,10 +128,11 @@ class Scheduler:
     def follow(self, schedule: Schedule) -> Schedule | None:
         """The step behind one of decodes that has been advanced and whose tokens are not known yet: everybody one position on.
 
-        None where somebody has ended, waits, or would need blocks or room that are not free: then the tokens must be looked at first.
+        None where somebody has ended, could be admitted, or would need blocks or room that are not free: then the tokens must be looked at
+        first.
         """
         entries = [Scheduled(entry.sequence, entry.sequence.num_computed, 1, True) for entry in schedule.entries]
-        if self.waiting or any(entry.sequence.status is not Status.RUNNING for entry in entries) or len(entries) != len(self.running):
+        if (self.waiting and self._free_rows) or any(entry.sequence.status is not Status.RUNNING for entry in entries) or len(entries) != len(self.running):
             return None
         if any(entry.start + 1 >= self.limits.max_model_len for entry in entries):
             return None

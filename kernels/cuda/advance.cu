@@ -25,7 +25,6 @@ advance(int *tokens, int *positions, int *slots, int *context_lens, int *history
     context_lens[b] += 1;
     slots[b] = block < M ? block_tables[b * M + block] * S + position % S : SCRATCH_SLOT;
   }
-  __threadfence_system();  // the host may be watching `round`: what it counts has been written
-  __syncthreads();
-  if (threadIdx.x == 0) *(volatile int *)round = turn + 1;
+  __syncthreads();  // all have read `round`
+  if (threadIdx.x == 0) round[0] = turn + 1;
 }

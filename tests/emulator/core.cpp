@@ -300,7 +300,7 @@ static void describe_waits() {
     if (used < room - 128) {
       used += snprintf(text + used, room - used, " wait at %s", t->what);
       if (t->state == AT_COLLECTIVE) used += snprintf(text + used, room - used, " of lanes %08x", t->mask);
-      used += snprintf(text + used, room - used, ", line %u", t->line);
+      used += snprintf(text + used, room - used, ", line %u", t->line & 0xFFFFF);
     }
   }
   u32 gone = 0;
@@ -405,7 +405,9 @@ static u32 meet_in_block(const char *what, u32 line, u32 vote, u32 memory, bool 
     let_others_run();
   return t->block->votes;
 }
-u32 core_barrier(const char *what, u32 line, u32 vote, u64) { return meet_in_block(what, line, vote, SHARED_MEMORY | DEVICE_MEMORY, false); }
+u32 core_barrier(const char *what, u32 line, u32 vote, u64) {
+  return meet_in_block(what, line, vote, SHARED_MEMORY | DEVICE_MEMORY, false);
+}
 void core_barrier_of(const char *what, u32 line, u32 memory, u64) { meet_in_block(what, line, 0, memory, true); }
 
 // ---------------------------------------------------------------- threads and blocks

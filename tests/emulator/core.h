@@ -32,6 +32,7 @@ SHIM void core_fault(u64 site, const char *format, ...) __attribute__((noreturn,
 // `mask` (and, if `aligned`, on the same line of the source: all 32 of them, or those that have not returned); the last to come runs
 // `act` once with everybody's `mine` (0 for lanes that are not there). No memory is ordered by it.
 typedef void (*Act)(void **theirs, u32 mask, u64 site);
+// `line`: of the source, in its lower 20 bits; what stands above tells places of one line apart.
 enum { ANYWHERE = 0, ALL_ALIGNED = 1, ALIVE_ALIGNED = 2 };
 SHIM void core_together(const char *what, u32 mask, u32 line, u32 aligned, void *mine, Act act, u64 site);
 

@@ -1,7 +1,7 @@
 """Runs GPU kernels, unchanged, on the CPU, and says what is wrong with them: races, bounds, unwritten reads, divergence.
 
-`emulate` takes a Kernel record and numpy arrays; `emulate_source` any CUDA C text and memory that lies where it lies. README.md says what
-is modelled.
+`emulate` takes a Kernel record and numpy arrays; `emulate_source` any text of CUDA C or Metal and memory that lies where it lies. README.md
+says what is modelled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,15 +22,41 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.emulator import metal
+from tests.emulator.places import FOLDER, HERE
 from tinyvllm.ops.kernel import Kernel
 from tinyvllm.ops.source import kernel_text
 from tinyvllm.ops.toolchain import cpu_features, provide_compiler
 
-HERE = Path(__file__).parent
-FOLDER = Path(tempfile.gettempdir()) / f"tinyvllm-test-emulator-{os.getuid()}"
 STACK = 128 * 1024  # bytes of a thread, as core.cpp has it
 GAP = 1024  # bytes between arrays, which nobody may touch
-MOST_DYNAMIC, MOST_STATIC = 227 * 1024, 48 * 1024
+
+
+@dataclass(frozen=True)
+class Language:
+    """Files of this folder that say what a language means, and what its machines allow.
+
+    most_shared    bytes of shared memory of a block, declared and given together
+    most_declared  of these, declared
+    most_blocks    of a grid in y and z
+    """
+
+    name: str
+    ending: str
+    headers: str
+    flags: tuple[str, ...]
+    most_shared: int
+    most_declared: int
+    most_blocks: int
+
+    def files(self) -> list[Path]:
+        return [HERE / f"{self.name}.h", *sorted(p for p in (HERE / self.headers).iterdir() if p.is_file())]
+
+
+LANGUAGES = {
+    "cuda": Language("cuda", ".cu", "include", ("-mllvm", "-tsan-distinguish-volatile=1"), 227 * 1024, 48 * 1024, 65535),
+    "metal": Language("metal", ".metal", "include/metal", ("-fsigned-char", "-fexcess-precision=16"), 32 * 1024, 32 * 1024, 1 << 21),
+}
 
 
 class EmulatorError(AssertionError):
@@ -79,9 +104,11 @@ def emulate(kernel: Kernel, *arrays: np.ndarray, seed: int = 0, races: bool = Tr
     held = Arrays(arrays, kernel.outs)
     grid = tuple(kernel.grid)
     block = kernel.block if isinstance(kernel.block, tuple) else (kernel.block, 1, 1)
-    text = kernel_text(kernel, instead=HERE / "include")
+    text = kernel_text(kernel, instead=HERE / "include" if kernel.backend == "cuda" else None)
+    if kernel.backend == "metal":
+        metal.check_record(kernel, text)
     count = emulate_source(
-        text, kernel.stem, grid, block, kernel.shared, held.addresses, held.memory, seed=seed, races=races, resident=resident
+        text, kernel.stem, grid, block, kernel.shared, held.addresses, held.memory, seed, races, resident, language=kernel.backend
     )
     held.give_back()
     return count
@@ -89,13 +116,14 @@ def emulate(kernel: Kernel, *arrays: np.ndarray, seed: int = 0, races: bool = Tr
 
 def emulate_source(
     text: str, entry: str, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int, arguments: Sequence[int],
-    memory: Sequence[Memory], seed: int = 0, races: bool = True, resident: int = 3,
+    memory: Sequence[Memory], seed: int = 0, races: bool = True, resident: int = 3, language: str = "cuda",
 ) -> int:  # fmt: skip
-    """Run the function `entry` of a CUDA C text. `arguments`: addresses or integers, in its order; `memory`: all that it may touch.
+    """Run the function `entry` of a text. `memory`: all that it may touch. `arguments`: addresses or integers, in its order; in Metal
+    addresses, in the order of buffers.
 
     `shared`: bytes of dynamic shared memory. Returns the number of memory accesses. Raises EmulatorError.
     """
-    image = build(text)
+    image = build(text, language)
     with image.lock:
         return _launch(image, entry, grid, block, shared, arguments, memory, seed, races, resident)
 
@@ -108,11 +136,15 @@ def _launch(
     threads = block[0] * block[1] * block[2]
     resident = max(1, min(resident, grid[0] * grid[1] * grid[2]))
     stacks = _stacks(threads * resident * STACK)
-    values = (ctypes.c_uint64 * 24)(*(value & (1 << 64) - 1 for value in arguments))
+    values = (ctypes.c_uint64 * 32)(*(value & (1 << 64) - 1 for value in arguments))
+    first = values
+    if image.language.name == "metal":  # one argument: where the others are
+        first = (ctypes.c_uint64 * 24)(ctypes.addressof(values))
+        arguments = [ctypes.addressof(values)]
     ranges = (_Given * len(memory))(*(_Given(m.address, m.size, m.name.encode(), m.writable, 0) for m in memory))
     error = ctypes.create_string_buffer(2048)
     launch = _Launch(
-        entry=ctypes.cast(getattr(image.library, entry), ctypes.c_void_p).value, arguments=ctypes.addressof(values),
+        entry=ctypes.cast(image.entry(entry), ctypes.c_void_p).value, arguments=ctypes.addressof(first),
         ranges=ctypes.addressof(ranges), stacks=stacks, error=ctypes.addressof(error), stacks_size=threads * resident * STACK, seed=seed,
         argument_count=len(arguments), range_count=len(memory), error_size=len(error), shared=shared, races=races, resident=resident,
         grid=(ctypes.c_uint32 * 3)(*grid), block=(ctypes.c_uint32 * 3)(*block),
@@ -127,15 +159,18 @@ def _check_launch(image: Image, entry: str, grid: tuple[int, int, int], block: t
     bound = image.bounds.get(entry, 1024)
     if not 1 <= threads <= min(1024, bound) or block[2] > 64:
         raise EmulatorError(
-            f"{entry}: {block} threads of a block; expected at most {min(1024, bound)}, as __launch_bounds__ and the machine have it"
+            f"{entry}: {block} threads of a block; expected at most {min(1024, bound)}, as the source and the machine have it"
         )
-    if not (1 <= grid[0] < 1 << 21 and 1 <= grid[1] <= 65535 and 1 <= grid[2] <= 65535):
-        raise EmulatorError(f"{entry}: a grid of {grid} blocks; expected 1 to 65535 in y and z and at least 1 in x")
-    if shared + image.static_shared > MOST_DYNAMIC or image.static_shared > MOST_STATIC:
+    most = image.language
+    if not (1 <= grid[0] < 1 << 21 and 1 <= grid[1] <= most.most_blocks and 1 <= grid[2] <= most.most_blocks):
+        raise EmulatorError(f"{entry}: a grid of {grid} blocks; expected 1 to {most.most_blocks} in y and z and at least 1 in x")
+    if shared + image.static_shared > most.most_shared or image.static_shared > most.most_declared:
         raise EmulatorError(
             f"{entry}: {image.static_shared} bytes of shared memory declared and {shared} given; "
-            f"expected at most {MOST_STATIC} and together {MOST_DYNAMIC}"
+            f"expected at most {most.most_declared} and together {most.most_shared}"
         )
+    if shared and most.name == "metal":
+        raise EmulatorError(f"{entry}: {shared} bytes of threadgroup memory given at launch, of which tinygrad knows nothing; declare them")
 
 
 class Arrays:
@@ -191,12 +226,16 @@ def _stacks(size: int) -> int:
 class Image:
     """A kernel's text as machine code, with the core in it."""
 
-    def __init__(self, path: Path, text: str) -> None:
-        self.path, self.text = path, text
+    def __init__(self, path: Path, text: str, language: Language) -> None:
+        self.path, self.text, self.language = path, text, language
         self.library = ctypes.CDLL(str(path))
-        self.bounds = {name: ctypes.c_int.in_dll(self.library, f"gpu_bounds_{name}").value for name in _bounds(text)}
+        names = _bounds(text) if language.name == "cuda" else [signature.name for signature in metal.signatures(text)]
+        self.bounds = {name: ctypes.c_int.in_dll(self.library, f"gpu_bounds_{name}").value for name in names}
         self.static_shared = self.library.core_static_shared()
         self.lock = _ONE_AT_A_TIME
+
+    def entry(self, name: str) -> ctypes._CFuncPtr:
+        return getattr(self.library, name if self.language.name == "cuda" else f"metal_entry_{name}")
 
     def places(self, launch: _Launch) -> str:
         """The lines of the source where it happened, as far as a symbolizer is on the PATH."""
@@ -214,7 +253,7 @@ class Image:
         out = subprocess.run([tool, *inlines, "-e", str(self.path), hex(offset)], capture_output=True, text=True).stdout
         source = self.text.splitlines()
         lines = []
-        for number in re.findall(rf"{re.escape(self.path.with_suffix('.cu').name)}:(\d+)", out):
+        for number in re.findall(rf"{re.escape(self.path.with_suffix(self.language.ending).name)}:(\d+)", out):
             if 0 < int(number) <= len(source):
                 lines.append(f"line {number}: {source[int(number) - 1].strip()}")
         return lines
@@ -238,43 +277,48 @@ def _flags() -> tuple[str, ...]:
 
 
 @functools.cache
-def build(text: str) -> Image:
-    """Compile a kernel's text, with the CUDA words in front and the core behind; kept in a folder of the machine's by digest."""
+def build(text: str, name: str = "cuda") -> Image:
+    """Compile a kernel's text, with a language's words in front and the core behind; kept in a folder of the machine's by digest."""
+    language = LANGUAGES[name]
     compiler = provide_compiler(FOLDER)
-    bounds = "".join(
-        f'\nextern "C" __attribute__((visibility("default"))) const int gpu_bounds_{n} = ({b});' for n, b in _bounds(text).items()
-    )
-    core = _core(compiler)
-    front = HERE / "cuda.h"
+    core = _core(compiler, name)
+    full = _with_entries(text, language)
+    front, *_ = files = language.files()
     flags = (
         "-x", "c++", "-std=c++17", "-nostdinc++", "-fno-exceptions", "-fno-rtti", "-fPIC", "-O1", "-gline-tables-only", "-ffp-contract=off",
         "-fvisibility=hidden", "-fno-builtin-memcpy", "-fno-builtin-memset", "-fno-vectorize", "-fno-slp-vectorize",
         "-fno-threadsafe-statics", "-fsanitize=thread,alignment,array-bounds", "-mllvm", "-tsan-compound-read-before-write=1",
-        "-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm", "-tsan-distinguish-volatile=1", "-w", *_flags(),
+        "-mllvm", "-tsan-instrument-func-entry-exit=0", "-w", *language.flags, *_flags(),
     )  # fmt: skip
-    digest = _digest(
-        text, front.read_text(), *(p.read_text() for p in sorted((HERE / "include").glob("*.h"))), core.name, repr(flags), compiler
-    )
+    digest = _digest(full, *(p.read_text() for p in files), core.name, repr(flags), compiler)
     path = FOLDER / f"{digest}.so"
     if not path.is_file():
-        source = path.with_suffix(".cu")
+        source = path.with_suffix(language.ending)
         fresh = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.so")
-        _replace(source, f"{text}{bounds}\n")
+        _replace(source, full)
         part = fresh.with_suffix(".o")
-        _run([compiler, *flags, "-I", str(HERE / "include"), "-include", str(front), "-c", str(source), "-o", str(part)])
+        _run([compiler, *flags, "-I", str(HERE / language.headers), "-include", str(front), "-c", str(source), "-o", str(part)])
         _run([compiler, *_LINK, str(part), str(core), "-o", str(fresh)])
         part.unlink()
         fresh.replace(path)
-    return Image(path, text)
+    return Image(path, text, language)
+
+
+def _with_entries(text: str, language: Language) -> str:
+    if language.name == "cuda":
+        return text + "".join(
+            f'\nextern "C" __attribute__((visibility("default"))) const int gpu_bounds_{n} = ({b});' for n, b in _bounds(text).items()
+        )
+    return metal.mark_shared(text, "EMULATED_SHARED") + "".join(metal.entry(signature) for signature in metal.signatures(text))
 
 
 _LINK = ("-shared", "-nostdlib") + (("-undefined", "dynamic_lookup") if os.uname().sysname == "Darwin" else ("-Wl,-Bsymbolic",))
 
 
-def _core(compiler: str) -> Path:
-    """The core and CUDA's meaning as one object file."""
+def _core(compiler: str, language: str) -> Path:
+    """The core and a language's meaning as one object file."""
     _open_libm()
-    sources = [HERE / name for name in ("core.cpp", "cuda.cpp")]
+    sources = [HERE / name for name in ("core.cpp", f"{language}.cpp")]
     flags = ("-x", "c++", "-std=c++17", "-nostdinc++", "-fno-exceptions", "-fno-rtti", "-fPIC", "-O2", "-ffp-contract=off", "-fno-builtin",
              "-fvisibility=hidden", "-w", *_flags())  # fmt: skip
     digest = _digest(*(p.read_text() for p in (*sources, HERE / "core.h", HERE / "memory.h")), repr(flags), compiler)

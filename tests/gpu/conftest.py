@@ -1,25 +1,26 @@
-"""Where these tests run: on a GPU at the shapes of real models, and where there is none on the emulated one at toy shapes.
+"""Where these tests run: on a GPU at the shapes of real models, NVIDIA's or a Mac's, and where there is none on the emulated one of NVIDIA
+at toy shapes.
 
-tinygrad's default device is the GPU within a test, so the inputs of tests/ops serve here as well.
+tinygrad's default device is the GPU within a test, so the inputs of tests/ops serve here as well. On a Mac only the tokens are looked at:
+its kernels promise less of bits than the other files ask, and tests/kernels/metal holds them to that, on the GPU itself (tests/metal).
 """
 
 from __future__ import annotations
 
 import faulthandler
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-from tests.gpu.operands import tiled
+from tests.gpu.attempts import pytest_collection_modifyitems, pytest_runtest_logreport, pytest_runtest_setup  # noqa: F401  hooks
+from tests.gpu.operands import DEVICE, tiled
 from tinyvllm.config import cache_folder
 from tinyvllm.runner.device import _cuda_devices, start_device
 
-DONE = Path(os.environ["TESTS_DONE"]) if "TESTS_DONE" in os.environ else None
-EMULATED = not _cuda_devices()
+EMULATED = DEVICE == "CUDA" and not _cuda_devices()
 PATIENCE = 600 if EMULATED else 60  # seconds until a test is taken for one that never ends
+collect_ignore = ["test_products.py", "test_attention.py"] if DEVICE == "METAL" else []
 
 
 @dataclass(frozen=True)
@@ -40,21 +41,9 @@ LLAMA_1B = Sizes(2048, 8192, 32, 8, 64, 128256, 300, (1, 17, 64, 255, 256, 1025,
 TOY = Sizes(96, 256, 4, 2, 32, 200, 20, (1, 17, 70))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out what an earlier process has tried, where TESTS_DONE names the file that says so."""
-    done = set(DONE.read_text().splitlines()) if DONE is not None and DONE.exists() else set()
-    items[:] = [item for item in items if item.nodeid not in done]
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if DONE is not None:
-        with open(DONE, "a") as file:
-            file.write(item.nodeid + "\n")
-
-
 @pytest.fixture(scope="module")
 def device() -> Iterator[str]:
-    """CUDA, opened."""
+    """The GPU's name, opened."""
     from tinygrad import Context
 
     if EMULATED:
@@ -65,9 +54,9 @@ def device() -> Iterator[str]:
             yield "CUDA"
             tiled.cache_clear()
     else:
-        start_device("CUDA", cache_folder())
-        with Context(DEV="CUDA"):
-            yield "CUDA"
+        start_device(DEVICE, cache_folder())
+        with Context(DEV=DEVICE):
+            yield DEVICE
         tiled.cache_clear()
 
 
@@ -92,6 +81,13 @@ def alone(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def _broken() -> bool:
     from tinygrad import Device
+
+    if DEVICE == "METAL":
+        try:
+            Device[DEVICE].synchronize()
+        except RuntimeError:
+            return True
+        return False
     from tinygrad.runtime.autogen import cuda
 
     return bool(cuda.cuCtxSetCurrent(Device["CUDA"].context) or cuda.cuCtxSynchronize())

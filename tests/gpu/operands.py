@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import platform
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -13,6 +15,7 @@ from tinyvllm.ops import registry
 from tinyvllm.ops.tiles import TileWeight, pack_tiles
 from tinyvllm.weights.load import place_bytes
 
+DEVICE = "METAL" if sys.platform == "darwin" and platform.machine() == "arm64" else "CUDA"
 FORMATS = ("BF16", "F16", "Q8_0", "Q4_0")
 
 
@@ -24,7 +27,7 @@ def tiled(format: str, O: int, I: int, seed: int = 0) -> TileWeight:
 
 def best_row() -> str:
     """The row that the engine takes here."""
-    return next(name for name, lacking in registry.rows("CUDA").items() if lacking is None)
+    return next(name for name, lacking in registry.rows(DEVICE).items() if lacking is None)
 
 
 def both(monkeypatch: pytest.MonkeyPatch, stem: str, op: Callable[[], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

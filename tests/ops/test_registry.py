@@ -90,7 +90,7 @@ def test_a_row_that_cannot_be_had_is_an_error(monkeypatch, processor):
     ("text", "words"),
     [
         ("matmull=ref", "there is no op 'matmull'; there are embed, .*, and all"),
-        ("matmul=avx3", "there is no row 'avx3' for matmul; there are avx512, avx2, neon, plain, sm_80, sm_90a, and ref"),
+        ("matmul=avx3", "there is no row 'avx3' for matmul; there are avx512, avx2, neon, plain, sm_80, sm_90a, apple7, and ref"),
         ("matmul", "TINYVLLM_KERNELS must be like .*, got 'matmul'"),
         ("matmul=", "must be like"),
         (",", "must be like"),
@@ -102,7 +102,7 @@ def test_words_that_mean_nothing(monkeypatch, text, words):
         pick("embed", "CPU", "a")
 
 
-@pytest.mark.parametrize("device", ["METAL", "AMD:1"])
+@pytest.mark.parametrize("device", ["WEBGPU", "AMD:1"])
 def test_a_device_without_kernels(device):
     kind = device.split(":")[0]
     assert pick("matmul", device, "a") is None and registry.rows(device) == {}
@@ -126,7 +126,7 @@ def test_the_rows_of_this_machine_name_what_it_lacks(processor):
     assert rows["avx2"] is None and rows["plain"] is None and rows["avx512"].startswith("the processor has no avx512f")
 
 
-@pytest.mark.parametrize(("backend", "device"), [("cpu", "CPU"), ("cuda", "CUDA")])
+@pytest.mark.parametrize(("backend", "device"), [("cpu", "CPU"), ("cuda", "CUDA"), ("metal", "METAL")])
 def test_every_op_has_a_source(backend, device):
     wanted = {stem for stem in STEMS if device in ONLY_ON.get(stem, (device,))}
     assert wanted <= {path.stem for path in (kernels_folder() / backend).glob(f"*{ENDINGS[backend]}")}
@@ -140,6 +140,13 @@ GPUS += [("sm_75", None, "older than sm_80")]
 def test_the_rows_of_a_gpu_go_by_its_architecture(monkeypatch, architecture, row, why):
     monkeypatch.setattr(registry, "Device", {"CUDA:1": SimpleNamespace(arch=architecture)})
     assert pick("matmul", "CUDA:1", "a") == row and why in choices()[0].why
+
+
+@pytest.mark.parametrize(("family", "row"), [("Apple7", "apple7"), ("Apple9", "apple7"), ("Apple6", None), ("Mac2", None)])
+def test_the_row_of_a_mac(monkeypatch, family, row):
+    monkeypatch.setattr(registry, "Device", {"METAL": SimpleNamespace(arch=family)})
+    assert pick("matmul", "METAL", "a") == row
+    assert row or f"the GPU is of the family {family}" in choices()[0].why
 
 
 def test_hoppers_own_row_is_for_who_asks(monkeypatch):

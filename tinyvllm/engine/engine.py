@@ -14,7 +14,7 @@ import numpy as np
 from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.config import EngineConfig, cache_folder
 from tinyvllm.engine.output import RequestState
-from tinyvllm.errors import ModelError, RequestError
+from tinyvllm.errors import ModelError, OutOfMemoryError, RequestError
 from tinyvllm.request import Logprob, RequestOutput, SamplingParams, Sequence
 from tinyvllm.runner.device import start_device
 from tinyvllm.scheduler import Schedule, Scheduled, Scheduler, SchedulerLimits
@@ -23,6 +23,9 @@ from tinyvllm.text.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gg
 if TYPE_CHECKING:
     from tinyvllm.runner.runner import Choice, PreparedStep, Reading
     from tinyvllm.sampling.sampler import SamplingFlags
+
+
+_SMALLER = "lower --num-blocks or --kv-memory, or take --quantization q8_0 or q4_0"
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,10 @@ class Engine:
         from tinyvllm.runner.runner import Runner  # behind start_device, which sets what tinygrad reads at import
         from tinyvllm.sampling.sampler import Sampler
 
-        self.runner = Runner(config, device, progress)
+        try:
+            self.runner = Runner(config, device, progress)
+        except MemoryError as error:
+            raise OutOfMemoryError(f"engine: the model and its cache do not fit {device}: {error}; {_SMALLER}") from error
         self.config = replace(config, device=device, max_model_len=self.runner.max_model_len)
         self.tokenizer = self._load_tokenizer()
         self.eos_ids = self.tokenizer.eos_ids if self.tokenizer else _eos_ids(self.runner.checkpoint.config)
@@ -129,9 +135,11 @@ class Engine:
         """Look at the tokens of the step that is ahead; whether the next one could be launched before that."""
         following = self.scheduler.follow(before.schedule) if self._goes_on(before) else None
         self._ahead = None
-        if following is not None:
-            self._launch_ahead(following, self.runner.prepare(following), before.flags)
-        self._collect(before)
+        try:
+            if following is not None:
+                self._launch_ahead(following, self.runner.prepare(following), before.flags)
+        finally:  # a launch that fails must not take the last step's tokens with it
+            self._collect(before)
         return following is not None
 
     def _goes_on(self, before: Launched) -> bool:
@@ -286,6 +294,7 @@ class Engine:
 
     def close(self) -> None:
         """Drop the model and the cache; the engine cannot be used afterwards. A second call does nothing."""
+        self._ahead = None
         self.__dict__.pop("runner", None)
         self.__dict__.pop("sampler", None)
 

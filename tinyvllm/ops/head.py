@@ -5,7 +5,7 @@ from __future__ import annotations
 from tinygrad import Tensor
 
 from tinyvllm.ops.calls import calls_of
-from tinyvllm.ops.linear import Weight, product
+from tinyvllm.ops.linear import TensorWeight, Weight, product
 from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.registry import pick
 from tinyvllm.ops.weight import PackedWeight, RowWeight
@@ -28,7 +28,7 @@ def norm_head(x: Tensor, norm: Norm, weight: Weight, rows: Tensor, count: Tensor
     With them, where a kernel computes it on the way, the token of the largest logit, int32 [N]: the lowest of equals, -1 for a row that
     has none (a NaN, or nothing above minus infinity).
     """
-    if isinstance(weight, PackedWeight):
+    if not isinstance(weight, TensorWeight):
         calls = calls_of(str(x.device))
         row = pick("norm_head", str(x.device), f"{weight.O}x{weight.I} {weight.format}", calls.refuses_head(weight, norm))
         if row is not None:

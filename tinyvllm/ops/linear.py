@@ -14,7 +14,7 @@ from tinygrad import Tensor, dtypes
 from tinyvllm.ops.calls import calls_of
 from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.registry import pick
-from tinyvllm.ops.weight import BLOCK, PackedWeight
+from tinyvllm.ops.weight import BLOCK, PackedWeight, StoredWeight
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,7 @@ class TensorWeight:
         return int(self.parts[0].shape[1])
 
 
-Weight = TensorWeight | PackedWeight
+Weight = TensorWeight | PackedWeight | StoredWeight
 
 
 def linear(
@@ -42,7 +42,7 @@ def linear(
 
     rows [1] int32 says how many rows of x count; what the others become is not defined.
     """
-    if isinstance(weight, PackedWeight):
+    if not isinstance(weight, TensorWeight):
         calls = calls_of(str(x.device))
         row = pick("matmul", str(x.device), f"{weight.O}x{weight.I} {weight.format}", calls.refuses_product(weight))
         if row is not None:
@@ -57,6 +57,8 @@ def product(x: Tensor, weight: Weight) -> Tensor:
     """The reference: x [T, I] float32 times weight transposed, float32 [T, O]."""
     if isinstance(weight, PackedWeight):
         return rounded(x.float(), weight.format) @ weight.dense().contiguous().transpose()
+    if isinstance(weight, StoredWeight):  # what reads these multiplies float32
+        return x.float() @ weight.dense().contiguous().transpose()
     formats = {dtypes.bfloat16: "BF16"}
     products = [rounded(x.float(), formats.get(part.dtype, "F32")) @ part.float().transpose() for part in weight.parts]
     return products[0] if len(products) == 1 else products[0].cat(*products[1:], dim=1)
@@ -80,7 +82,7 @@ def gate_up_silu(x: Tensor, norm: Norm, weight: Weight, rows: Tensor, bias: Tens
     x [T, E] float32; weight [2F, E], the rows of gate and then those of up; bias [2F]; result [T, F] float32. `rows` as for `linear`.
     """
     F = weight.O // 2
-    if isinstance(weight, PackedWeight):
+    if not isinstance(weight, TensorWeight):
         calls = calls_of(str(x.device))
         row = pick("norm_gate_up_silu", str(x.device), f"{weight.I}->{F} {weight.format}", calls.refuses_gate_up(weight, norm))
         if row is not None:

@@ -97,7 +97,7 @@ def _target(row: str, arch: str | None) -> str:
     """What to compile for: the GPU's own architecture, or the row's where it is one that others do not have."""
     wanted = row if arch is None or row.endswith("a") else arch
     number, known = int(re.sub(r"\D", "", wanted)), _nvrtc().architectures
-    return wanted if number <= max(known) else f"compute_{max(known)}"
+    return wanted if number in known else f"compute_{max((k for k in known if k < number), default=min(known))}"
 
 
 class _Nvrtc:

@@ -10,11 +10,10 @@ from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.ops.calls import calls_of
 from tinyvllm.ops.calls.buffers import cache_format
 from tinyvllm.ops.launch import store_kv
-from tinyvllm.ops.linear import Weight, product
+from tinyvllm.ops.linear import TensorWeight, Weight, product
 from tinyvllm.ops.norm import Norm, rms_norm
 from tinyvllm.ops.registry import pick
 from tinyvllm.ops.rope import apply_rope
-from tinyvllm.ops.weight import PackedWeight
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +36,7 @@ def norm_qkv_rope_store(
     Returns q [T, H, D] float32, rotated, and the cache after the write, from which attention must read.
     """
     K, D, calls = int(cache.keys.shape[2]), int(cache.keys.shape[4]), calls_of(str(x.device))
-    if isinstance(qkv.weight, PackedWeight):
+    if not isinstance(qkv.weight, TensorWeight):
         shape = f"{qkv.weight.I}->{qkv.weight.O} {qkv.weight.format}, D={D}"
         row = pick("norm_qkv_rope_store", str(x.device), shape, calls.refuses_qkv(qkv.weight, norm, D))
         if row is not None:

@@ -35,7 +35,7 @@ STEMS = (
     "sample",
     "verify_prefix",
 )
-ONLY_ON = {"verify_prefix": ("CUDA",)}  # stems that not every backend with kernels has
+ONLY_ON = {"verify_prefix": ("CUDA", "METAL")}  # stems that not every backend with kernels has
 
 # Rows of the CPU: what a processor must have, by Linux's names.
 _CPU_ROWS: dict[str, tuple[str, ...]] = {
@@ -49,7 +49,9 @@ _CUDA_ROWS = {"sm_80": 80}
 # A row for products on Hopper alone. Only for who asks: whether its instructions round as the others' do has not been seen, and if they do
 # not, a request's tokens would depend on how many rows are computed with it.
 _HOPPER, _HOPPER_STEMS = "sm_90a", ("matmul", "norm_gate_up_silu", "norm_qkv_rope_store", "norm_head")
-_ROWS = (*_CPU_ROWS, *_CUDA_ROWS, _HOPPER)
+# The row of Metal: the oldest family of Apple's GPUs that it runs on, M1's.
+_APPLE = "apple7"
+_ROWS = (*_CPU_ROWS, *_CUDA_ROWS, _HOPPER, _APPLE)
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,10 @@ def rows(device: str, stem: str | None = None) -> dict[str, str | None]:
     kind = device.split(":")[0]
     if kind == "CUDA":
         return _cuda_rows(device, stem)
+    if kind == "METAL":
+        family = str(Device[device].arch)
+        number = re.fullmatch(r"Apple(\d+)", family)
+        return {_APPLE: None if number and int(number[1]) >= 7 else f"the GPU is of the family {family}, and it is for Apple7 and later"}
     if kind != "CPU":
         return {}
     arm = platform.machine().lower() in ("arm64", "aarch64")

@@ -222,7 +222,7 @@ def draw(
     features = {"SAMPLED": sampled, "TOP_K": top_k, "TOP_P": top_p, "MIN_P": min_p}
     features |= {"PENALIZED": seen is not None, "BIASED": bias is not None}
     named = "+".join(name.lower() for name, on in features.items() if on) or "greedy"
-    row = pick("sample", str(logits.device), f"V={V} {named}")
+    row = pick("sample", str(logits.device), f"V={V} {named}", calls_of(str(logits.device)).refuses_sample(V))
     if row is None:
         return None
     return calls_of(str(logits.device)).sample(row, logits, lines, count, neutral_row, features, seen, bias)

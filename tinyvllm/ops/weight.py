@@ -189,6 +189,30 @@ class RowWeight:
         return scales.reshape(self.O, -1), (quants ^ 128 if self.format == "Q8_0" else quants).reshape(self.O, -1)
 
 
+@dataclass(frozen=True, eq=False)
+class StoredWeight:
+    """Matrices [O_i, I] of one format, in rows as files have them, whose outputs stand side by side; kernels take each by itself."""
+
+    parts: tuple[RowWeight, ...]
+
+    @property
+    def format(self) -> str:
+        return self.parts[0].format
+
+    @property
+    def O(self) -> int:  # noqa: E743  the dimension's letter
+        return sum(part.O for part in self.parts)
+
+    @property
+    def I(self) -> int:  # noqa: E743
+        return self.parts[0].I
+
+    def dense(self) -> Tensor:
+        """float32 [O, I], lazy."""
+        parts = [part.dense() for part in self.parts]
+        return parts[0] if len(parts) == 1 else parts[0].cat(*parts[1:])
+
+
 def _apart(beside: Tensor) -> Tensor:
     """uint8 [panels, words, 16, bytes of a word] -> uint8 [O with its padding, bytes of a row]"""
     return beside.permute(0, 2, 1, 3).reshape(int(beside.shape[0]) * PANEL, -1)

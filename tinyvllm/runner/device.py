@@ -17,8 +17,10 @@ def choose_device(choice: str) -> str:
     """`auto` is tinygrad's DEV variable if set, else Metal on Apple Silicon, CUDA where a driver finds a GPU, and the CPU."""
     if choice != "auto":
         return choice
-    if os.environ.get("DEV"):
-        return os.environ["DEV"].split(":")[0].upper()
+    if named := os.environ.get("DEV"):
+        if not named.isalnum():  # to tinygrad, what stands behind a colon is a renderer
+            raise ArgumentError(f"DEV={named}: expected the name of a device, such as CUDA; say --device {named} for one of several")
+        return named.upper()
     if sys.platform == "darwin" and platform.machine() == "arm64":
         return "METAL"
     return "CUDA" if _cuda_devices() else "CPU"

@@ -17,7 +17,7 @@ from tinyvllm.models.config import ModelConfig
 from tinyvllm.models.families import check_layers, find_family, read_config, refuse_unused, weights_of
 from tinyvllm.ops.advance import History, advance
 from tinyvllm.ops.crew import crew
-from tinyvllm.ops.launch import Call, Captured, Reading, download, peek, read_behind, repeat, upload, visible
+from tinyvllm.ops.launch import Call, Captured, Reading, download, peek, read_behind, repeat, upload
 from tinyvllm.ops.registry import Choice, choices
 from tinyvllm.quant.formats import FORMATS, unpack
 from tinyvllm.runner.kv import KVPool, block_bytes, kv_dtype
@@ -142,7 +142,7 @@ class Runner:
         return KVPool(self.config, blocks, size, dtype, self.device), longest
 
     def prepare(self, schedule: Schedule) -> PreparedStep:
-        """Lay a schedule out on the device. The copy waits for the step in flight, so it comes before anything is launched."""
+        """Lay a schedule out on the device. The copy may wait for the step in flight, so it comes before anything is launched."""
         singles, chunks = split(schedule)
         return self._prepare(singles, chunks, all_rows=False)
 
@@ -156,12 +156,30 @@ class Runner:
         `draw` is the sampler's call that gave `sampled`, None where the forward pass did. The device goes through all rounds alone, and
         what a round has drawn is given behind the launch of the next. The iterator must be used up.
         """
-        upload(step.plan.history.round, np.zeros(1, np.int32))
         forward: Call = (step.plan.forward, (), step.values)
         onward: Call = (self._advance(step.plan, sampled), (sampled,), {})
-        onward[0](sampled)
+        calls = [call for call in (forward, draw, onward) if call is not None]
+        if self.overlaps:
+            return self._queued(step, sampled, calls, rounds)
+        return self._repeated(step, sampled, calls, rounds)
+
+    def _queued(self, step: PreparedStep, sampled: Tensor, calls: list[Call], rounds: int) -> Iterator[np.ndarray]:
+        """All rounds put into the device's queue, and behind each a copy of its tokens."""
+        readings = []
+        for turn in range(rounds):
+            for captured, tensors, values in calls if turn else calls[-1:]:
+                captured(*tensors, **values)
+            readings.append(read_behind(sampled))
         step.plan.inputs.advanced(step.sampling, rounds)
-        behind = repeat([call for call in (forward, draw, onward) if call is not None], rounds - 1)
+        for reading in readings:
+            yield reading.get().reshape(1, -1)
+
+    def _repeated(self, step: PreparedStep, sampled: Tensor, calls: list[Call], rounds: int) -> Iterator[np.ndarray]:
+        """All rounds as one job, whose history is looked at while it is under way."""
+        upload(step.plan.history.round, np.zeros(1, np.int32))
+        calls[-1][0](sampled)
+        step.plan.inputs.advanced(step.sampling, rounds)
+        behind = repeat(calls, rounds - 1)
         seen, tokens = 0, step.plan.history.tokens
         try:
             while seen < rounds:
@@ -235,8 +253,8 @@ class Runner:
         def forward(num_blocks: int | UOp = 1) -> tuple[Tensor, Tensor | None]:
             return self._forward(inputs, num_blocks)
 
-        tokens = visible(np.full((MOST_SCHEDULER_STEPS, shape.sequences), -1, np.int32), self.device)
-        history = History(tokens, visible(np.zeros(1, np.int32), self.device))
+        tokens = Tensor.full((MOST_SCHEDULER_STEPS, shape.sequences), -1, dtype=dtypes.int32, device=self.device).contiguous().realize()
+        history = History(tokens, Tensor.zeros(1, dtype=dtypes.int32, device=self.device).contiguous().realize())
         # blocks of the longest context are a variable of the captured step, so that contexts grow without a new capture
         plan = StepPlan(inputs, Captured(forward, {"num_blocks": (1, self._table_width)}), history, {}, {})
         self._steps[shape, all_rows] = plan

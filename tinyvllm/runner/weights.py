@@ -26,7 +26,18 @@ from tinyvllm.ops.launch import run_now
 from tinyvllm.ops.registry import pick, rows
 from tinyvllm.ops.tiles import TILED, TileWeight, put_tiles
 from tinyvllm.ops.toolchain import has_compiler
-from tinyvllm.ops.weight import FLOATS, PANEL, PackedWeight, RowWeight, convert_rows, packable, panel_bytes, quantize_rows, row_bytes
+from tinyvllm.ops.weight import (
+    FLOATS,
+    PANEL,
+    PackedWeight,
+    RowWeight,
+    StoredWeight,
+    convert_rows,
+    packable,
+    panel_bytes,
+    quantize_rows,
+    row_bytes,
+)
 from tinyvllm.quant.formats import FORMATS
 from tinyvllm.runner.panels import KeptPanels
 from tinyvllm.weights.checkpoint import Checkpoint
@@ -46,6 +57,11 @@ class WeightPlan:
     format: str | None
 
     @property
+    def stored(self) -> bool:
+        """Whether kernels here read rows as files have them, as Metal's do."""
+        return self.device.split(":")[0] == "METAL"
+
+    @property
     def tiled(self) -> bool:
         """Whether kernels here read tiles, as GPUs do."""
         return self.device.split(":")[0] == "CUDA"
@@ -57,7 +73,7 @@ class WeightLoader:
     def __init__(self, checkpoint: Checkpoint | None, plan: WeightPlan, progress: Progress | None = None, kept: Path | None = None):
         self._checkpoint, self._plan, self._progress = checkpoint, plan, progress
         packing = f"{DTYPE_FORMATS[plan.dtype]} {plan.format}{' tiles' if plan.tiled else ''}"
-        self._kept = None if kept is None or checkpoint is None else KeptPanels(kept, checkpoint, packing)
+        self._kept = None if kept is None or checkpoint is None or plan.stored else KeptPanels(kept, checkpoint, packing)
         self.bytes = 0  # that the model holds
         self.streamed = 0  # of which a decode step reads so many: all but an embedding table of its own
         self._done = self._total = 0
@@ -73,7 +89,7 @@ class WeightLoader:
             sources = {source for _, _, parts in products for part in parts for source in part.sources}
             self._kept.begin(sum(self._checkpoint.tensors[s].data.nbytes for s in sources if s in self._checkpoint.tensors))
         for owner, names, parts in products:
-            owner.__dict__.setdefault("packed", {})[names] = self._packed(parts)
+            owner.__dict__.setdefault("packed", {})[names] = self._stored(parts) if self._plan.stored else self._packed(parts)
             for part, name in zip(parts, names, strict=True):
                 del rest[part.name]
                 getattr(owner, name).weight = None  # nobody may take the shapeless stand-in for the weight
@@ -81,7 +97,8 @@ class WeightLoader:
             self._kept.finish()
         table = by_name["token_embd.weight"]
         if model.config.tied and "token_embd.weight" not in rest:
-            model.packed_table = model.packed["token_embd",]
+            head = model.packed["token_embd",]
+            model.packed_table = head.parts[0] if isinstance(head, StoredWeight) else head
         elif "token_embd.weight" in rest and self._packs([table]):
             model.packed_table = self._rows(table)
             model.token_embd.weight = None
@@ -126,6 +143,19 @@ class WeightLoader:
         """The packed bytes where kernels read them."""
         made = TileWeight if self._plan.tiled else PackedWeight
         return made(place_bytes(packed, self._plan.device), format, O, I)
+
+    def _stored(self, parts: list[Weight]) -> StoredWeight:
+        """Each part's rows as they lie in the file, if they are all of one format."""
+        loaded = [self._load_rows(part) for part in parts]
+        formats = {name for name, _ in loaded}
+        format = formats.pop() if len(formats) == 1 else DTYPE_FORMATS[self._plan.dtype]
+        held = []
+        for part, (name, data) in zip(parts, loaded, strict=True):
+            if name != format:
+                data = convert_rows(name, format, data) if name in FLOATS else convert_rows("F32", format, _unpacked(name, data))
+            held.append(RowWeight(place_bytes(data.reshape(-1), self._plan.device), format, *part.shape))
+            self._count(part, data.nbytes)
+        return StoredWeight(tuple(held))
 
     def _packed(self, parts: list[Weight]) -> PackedWeight:
         """One packed matrix with the parts' rows, one part behind the other: as kept, or packed now."""

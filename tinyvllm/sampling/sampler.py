@@ -16,7 +16,7 @@ from tinygrad import Tensor, dtypes
 
 from tinyvllm.errors import ArgumentError
 from tinyvllm.ops import sample as ops
-from tinyvllm.ops.launch import Call, Captured, alias, download, scatter_add, upload
+from tinyvllm.ops.launch import Call, Captured, alias, download, scatter_add, spans, upload
 from tinyvllm.request import Logprob, SamplingParams, Sequence
 from tinyvllm.sampling.logprobs import logprobs_of
 from tinyvllm.sampling.penalties import Bias, SeenTokens, penalizes
@@ -137,7 +137,7 @@ class Sampler:
     def prepare(self, sequences: list[Sequence], B: int) -> SamplingFlags:
         """Copy to the device what the next `draw` with B rows reads; row b is sequences[b], the rest is padding.
 
-        The copy waits for whatever is in flight on the device: call this before the forward pass is launched, and the pass and the draw
+        The copy may wait for whatever is in flight on the device: call this before the forward pass is launched, and the pass and the draw
         run back to back.
         """
         if self._withheld:
@@ -197,7 +197,9 @@ class Sampler:
         asking = [b for b, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
         if asking:
             top = [sequences[b].params.logprobs or 0 for b in asking]
-            for b, logprobs in zip(asking, logprobs_of(download(logits)[asking], [int(tokens[b]) for b in asking], top), strict=True):
+            V = int(logits.shape[1])  # only their rows: all of them are megabytes
+            asked = np.stack([download(part) for part in spans(logits, [(b * V, V) for b in asking])])
+            for b, logprobs in zip(asking, logprobs_of(asked, [int(tokens[b]) for b in asking], top), strict=True):
                 found[b] = logprobs
         return found
 

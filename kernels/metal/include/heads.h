@@ -11,29 +11,29 @@ static_assert(R % 2 == 0 && R <= D, "heads: R must be even and at most D");
 
 #if CACHE_TYPE == F32
 typedef float cache_number;
-static inline cache_number cached(float value) { return value; }
+INLINE cache_number cached(float value) { return value; }
 #elif CACHE_TYPE == F16
 typedef half cache_number;
-static inline cache_number cached(float value) { return (half)value; }
+INLINE cache_number cached(float value) { return (half)value; }
 #else
 typedef ushort cache_number;
-static inline cache_number cached(float value) { return float_to_bf16(value); }
+INLINE cache_number cached(float value) { return float_to_bf16(value); }
 #endif
 
 #if BIAS
-#define BIAS_ARGUMENTS(a, b, c) device const float *bias_q [[buffer(a)]], device const float *bias_k [[buffer(b)]], device const float *bias_v [[buffer(c)]],
+#define BIAS_ARGUMENTS device const float *bias_q, device const float *bias_k, device const float *bias_v,
 #else
-#define BIAS_ARGUMENTS(a, b, c)
+#define BIAS_ARGUMENTS
 #endif
 #if QK_NORM
-#define QK_NORM_ARGUMENTS(a, b) device const float *q_norm [[buffer(a)]], device const float *k_norm [[buffer(b)]],
+#define QK_NORM_ARGUMENTS device const float *q_norm, device const float *k_norm,
 #else
-#define QK_NORM_ARGUMENTS(a, b)
+#define QK_NORM_ARGUMENTS
 #endif
 #if R > 0
-#define ANGLES_ARGUMENT(a) device const float *angles [[buffer(a)]],
+#define ANGLES_ARGUMENT device const float *angles,
 #else
-#define ANGLES_ARGUMENT(a)
+#define ANGLES_ARGUMENT
 #endif
 
 // Where heads go, and what is done to them on the way.
@@ -43,20 +43,36 @@ struct Heads {
   device const float *bias_q, *bias_k, *bias_v, *q_norm, *k_norm, *angles;
   device const int *slots;
 };
+// Out of a kernel's arguments, whichever of them there are.
+#if BIAS
+#define GIVE_BIAS(to) to.bias_q = bias_q, to.bias_k = bias_k, to.bias_v = bias_v
+#else
+#define GIVE_BIAS(to) to.bias_q = nullptr, to.bias_k = nullptr, to.bias_v = nullptr
+#endif
+#if QK_NORM
+#define GIVE_NORMS(to) to.q_norm = q_norm, to.k_norm = k_norm
+#else
+#define GIVE_NORMS(to) to.q_norm = nullptr, to.k_norm = nullptr
+#endif
+#if R > 0
+#define GIVE_ANGLES(to) to.angles = angles
+#else
+#define GIVE_ANGLES(to) to.angles = nullptr
+#endif
 
 // Where feature 0 of cache head `head - H` of a row with this slot begins; pool [P, 2, K, S, D], keys first, then values.
-static inline ulong cache_place(int slot, int head) {
+INLINE ulong cache_place(int slot, int head) {
   const int which = head >= H + K ? 1 : 0, k = (head - H) % K;
   return (((ulong)(slot / S) * 2 + which) * K + k) * (ulong)(S * D) + (ulong)(slot % S * D);
 }
 
 // Feature d of a head, final, to its place: q [T, H, D] float32, or the pool. The slot is read only for k and v.
-static inline void put_feature(Heads to, int row, int head, int d, float value) {
+INLINE void put_feature(Heads to, int row, int head, int d, float value) {
   if (head < H) to.q[((ulong)row * H + head) * D + d] = value;
   else to.keys[cache_place(to.slots[row], head) + d] = cached(value);
 }
 
-static inline float bias_at(Heads to, int head, int d) {
+INLINE float bias_at(Heads to, int head, int d) {
 #if BIAS
   return head < H ? to.bias_q[head * D + d] : head < H + K ? to.bias_k[(head - H) * D + d] : to.bias_v[(head - H - K) * D + d];
 #else
@@ -64,10 +80,10 @@ static inline float bias_at(Heads to, int head, int d) {
 #endif
 }
 
-static inline float2 rotated(float a, float b, float cosine, float sine) { return float2(fma(a, cosine, -(b * sine)), fma(b, cosine, a * sine)); }
+INLINE float2 rotated(float a, float b, float cosine, float sine) { return float2(fma(a, cosine, -(b * sine)), fma(b, cosine, a * sine)); }
 
 // 1 / sqrt(mean of the squares + eps) of y [D]: lane j sums features j, j + 32, ... ascending, then pairs 16, 8, 4, 2 and 1 apart.
-static inline float head_inverse(threadgroup const float *y, int lane, float eps) {
+INLINE float head_inverse(threadgroup const float *y, int lane, float eps) {
   float sum = 0.0f;
   for (int d = lane; d < D; d += 32) sum = fma(y[d], y[d], sum);
 #pragma unroll
@@ -77,7 +93,7 @@ static inline float head_inverse(threadgroup const float *y, int lane, float eps
 
 // A whole SIMD group: y [D] in threadgroup memory, one row's head with its bias added, is normed, rotated and put where it belongs. What
 // the lanes wrote to y must be visible to all of them. y stays as it is.
-static inline void finish_head(threadgroup const float *y, int lane, int row, int head, Heads to) {
+INLINE void finish_head(threadgroup const float *y, int lane, int row, int head, Heads to) {
   const bool turned = head < H + K;
   float inverse = 1.0f;
   device const float *norm = head < H ? to.q_norm : to.k_norm;

@@ -3,7 +3,4 @@
 #pragma once
 #include "product.h"
 
-// A cell's squares, in its order.
-static inline float add_squares(float sum, Eight x) { return add_four(add_four(sum, x.a, x.a), x.b, x.b); }
-
-static inline float inverse_root(float squares, int width, float eps) { return 1.0f / precise::sqrt(squares / (float)width + eps); }
+INLINE float inverse_root(float squares, int width, float eps) { return 1.0f / precise::sqrt(squares / (float)width + eps); }

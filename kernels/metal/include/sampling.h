@@ -24,42 +24,47 @@ struct line {  // what a row asks for
 
 // --- numbers as integers
 
-inline uint order_of(float x) {  // compares as x does, both zeros alike; NO_NUMBER for a NaN
+INLINE uint order_of(float x) {  // compares as x does, both zeros alike; NO_NUMBER for a NaN
   const uint bits = as_type<uint>(x), order = bits >> 31 ? 0x80000000u - (bits & 0x7FFFFFFFu) : bits + 0x80000000u;
   return order - LOWEST <= HIGHEST - LOWEST ? order : NO_NUMBER;
 }
-inline float of_order(uint order) { return as_type<float>(order >> 31 ? order - 0x80000000u : 0x80000000u | (0x80000000u - order)); }
+INLINE float of_order(uint order) { return as_type<float>(order >> 31 ? order - 0x80000000u : 0x80000000u | (0x80000000u - order)); }
 
 // The best token so far, by the order bits of its score: none while that is LOWEST, none ever if it is NO_NUMBER.
 struct choice {
   uint order, token;
 };
-constant constexpr choice NOTHING = {LOWEST, NO_NUMBER};
+INLINE choice choice_of(uint order, uint token) {
+  choice made;
+  made.order = order, made.token = token;
+  return made;
+}
+INLINE choice nothing() { return choice_of(LOWEST, NO_NUMBER); }
 
-inline choice better(choice a, choice b) {  // of equals the lower token
+INLINE choice better(choice a, choice b) {  // of equals the lower token
   return b.order > a.order || (b.order == a.order && b.token < a.token) ? b : a;
 }
-inline int token_of(choice best) { return best.order == LOWEST || best.order == NO_NUMBER ? -1 : int(best.token); }
+INLINE int token_of(choice best) { return best.order == LOWEST || best.order == NO_NUMBER ? -1 : int(best.token); }
 
 // --- noise
 
-inline uint turned(uint word, uint left) { return word << left | word >> (32 - left); }
+INLINE uint turned(uint word, uint left) { return word << left | word >> (32 - left); }
 
-template <uint R0, uint R1, uint R2, uint R3> inline void mix(thread uint &a, thread uint &b) {
+template <uint R0, uint R1, uint R2, uint R3> INLINE void stir(thread uint &a, thread uint &b) {
   a += b, b = turned(b, R0) ^ a;
   a += b, b = turned(b, R1) ^ a;
   a += b, b = turned(b, R2) ^ a;
   a += b, b = turned(b, R3) ^ a;
 }
 
-inline uint threefry(uint key0, uint key1, uint a, uint b) {  // the first of the two words
+INLINE uint threefry(uint key0, uint key1, uint a, uint b) {  // the first of the two words
   const uint key2 = key0 ^ key1 ^ 0x1BD11BDAu;
   a += key0, b += key1;
-  mix<13, 15, 26, 6>(a, b), a += key1, b += key2 + 1;
-  mix<17, 29, 16, 24>(a, b), a += key2, b += key0 + 2;
-  mix<13, 15, 26, 6>(a, b), a += key0, b += key1 + 3;
-  mix<17, 29, 16, 24>(a, b), a += key1, b += key2 + 4;
-  mix<13, 15, 26, 6>(a, b), a += key2;
+  stir<13, 15, 26, 6>(a, b), a += key1, b += key2 + 1;
+  stir<17, 29, 16, 24>(a, b), a += key2, b += key0 + 2;
+  stir<13, 15, 26, 6>(a, b), a += key0, b += key1 + 3;
+  stir<17, 29, 16, 24>(a, b), a += key1, b += key2 + 4;
+  stir<13, 15, 26, 6>(a, b), a += key2;
   return a;
 }
 
@@ -68,7 +73,7 @@ struct logarithm {
   float exponent, rest, square, bend;
 };
 
-inline logarithm take_apart(float x) {
+INLINE logarithm take_apart(float x) {
   const int bits = as_type<int>(x) - 0x3F3504F3;
   const float rest = as_type<float>((bits & 0x7FFFFF) + 0x3F3504F3), m = rest + -1.0f;
   float y = fma(m, 7.0376836292e-2f, -1.1514610310e-1f);
@@ -85,7 +90,7 @@ inline logarithm take_apart(float x) {
 }
 
 // Minus the noise of a token: ln(-ln(1 - u)), u of 31 random bits.
-inline float negative_gumbel(uint word) {
+INLINE float negative_gumbel(uint word) {
   const float scale = 1.0f / 2147483648.0f, t = float(int(word >> 1)) + 0.5f, ln2 = 0.6931471805599453f;
   const logarithm one_less = take_apart(fma(t, -scale, 1.0f));
   const float large = fma(one_less.exponent, -ln2, fma(-one_less.square, one_less.bend, -one_less.rest)) + 1.0f;
@@ -95,14 +100,14 @@ inline float negative_gumbel(uint word) {
   return fma(exponential.exponent, ln2, fma(exponential.square, exponential.bend, exponential.rest)) + -1.0f;
 }
 
-inline float perturbed(float x, uint token, thread const line &asks) {
+INLINE float perturbed(float x, uint token, line asks) {
   return fma(x, asks.inverse_temperature, -negative_gumbel(threefry(asks.seed_low, asks.seed_high, token, asks.position)));
 }
 
 // --- penalties
 
-inline float penalized(float x, int seen, int prompted, thread const line &asks) {
-  const float repeated = x > 0.0f ? precise::divide(x, asks.repetition) : x * asks.repetition;
+INLINE float penalized(float x, int seen, int prompted, line asks) {
+  const float repeated = x > 0.0f ? x / asks.repetition : x * asks.repetition;
   const float least = seen > 0 || prompted > 0 ? repeated : x;
   return fma(-asks.frequency, float(seen), least - (seen > 0 ? asks.presence : 0.0f));
 }
@@ -110,7 +115,7 @@ inline float penalized(float x, int seen, int prompted, thread const line &asks)
 // --- weights for top_p
 
 // e^((x - peak) * inverse) in units of 2^-40, x no NaN. The last step is done in integers: no float of 41 bits becomes a long on the way.
-inline ulong probability(float x, float peak, float inverse) {
+INLINE ulong probability(float x, float peak, float inverse) {
   float t = (x - peak) * inverse * 1.4426950408889634f;
   t = x < peak ? (t > -100.0f ? t : -100.0f) : 0.0f;  // an infinite peak minus itself is NaN
   const int n = int(t - 0.5f);
@@ -127,7 +132,7 @@ inline ulong probability(float x, float peak, float inverse) {
   return left >= 0 ? digits << left : left > -24 ? digits >> -left : 0;
 }
 
-inline ulong share_of(ulong total, int top_p) {  // total * top_p / 2^30 in 63 bits
+INLINE ulong share_of(ulong total, int top_p) {  // total * top_p / 2^30 in 63 bits
   const ulong one = 1u << 30, share = (total >> 30) * ulong(top_p) + (((total & (one - 1)) * ulong(top_p)) >> 30);
   return share > 1 ? share : 1;
 }

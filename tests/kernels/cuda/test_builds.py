@@ -11,6 +11,7 @@ import pytest
 
 from tests.kernels.cuda.samples import GPUS, samples
 from tinyvllm.ops import nvrtc
+from tinyvllm.ops.calls import cuda_records as records
 from tinyvllm.ops.source import kernel_text, kernels_folder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVRTC's wheel is for Linux")
@@ -36,6 +37,21 @@ def test_a_kernel_keeps_to_its_registers_and_its_shared_memory(name: str, arch: 
     assert 0 < said.registers <= 255
     assert said.shared + kernel.shared <= GPUS[arch].shared, f"{said.shared} bytes declared, {kernel.shared} at launch"
     assert 32 <= kernel.block <= 1024 and kernel.block % 32 == 0 and min(kernel.grid) > 0 and max(kernel.grid[1:]) < 1 << 16
+
+
+def _cuts() -> list[tuple[records.Cut, str, str, int]]:
+    """All cuts; the widest is never chosen for quants, nor where a product is split."""
+    told = [("BF16", "sm_90", 1), ("Q4_0", "sm_80", 1), ("BF16", "sm_80", 4)]
+    return [(cut, *how) for cut in records.CUTS for how in told if cut.tile_t < 192 or how == told[0]]
+
+
+@pytest.mark.parametrize("cut, format, arch, split", _cuts())
+def test_every_cut_of_a_large_product(cut: records.Cut, format: str, arch: str, split: int) -> None:
+    """Also those that the samples' shapes do not choose."""
+    kernel = records.matmul("sm_80", format, 256, 2048, 2048, GPUS[arch], residual=True, chosen=(cut, split))[0]
+    said = nvrtc.report(kernel, arch)
+    assert said.spilled == 0 and said.stack == 0, said.said
+    assert said.shared + kernel.shared <= GPUS[arch].shared
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on the PATH")

@@ -10,6 +10,6 @@ from types import ModuleType
 
 def calls_of(device: str) -> ModuleType:
     """The module for a device of tinygrad's ("CPU", "CUDA:1", ...); the CPU's for one that has no kernels, whose refusals are as good."""
-    from tinyvllm.ops.calls import cpu, cuda
+    from tinyvllm.ops.calls import cpu, cuda, metal
 
-    return cuda if device.split(":")[0] == "CUDA" else cpu
+    return {"CUDA": cuda, "METAL": metal}.get(device.split(":")[0], cpu)

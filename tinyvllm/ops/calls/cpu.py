@@ -56,6 +56,10 @@ def refuses_block(nbytes: int) -> str | None:
     return f"its blocks of {nbytes} bytes are no multiple of 8" if nbytes % 8 else None
 
 
+def refuses_sample(V: int) -> str | None:
+    return None
+
+
 def refuses_attention(cache: LayerCache, H: int) -> str | None:
     D = int(cache.keys.shape[4])
     return f"its head dimension {D} is not a multiple of 16 from 32 to 256" if D % 16 or not 32 <= D <= 256 else None

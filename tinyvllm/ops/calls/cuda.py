@@ -13,6 +13,7 @@ from tinygrad import Tensor, dtypes
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.ops.calls import cuda_records as records
 from tinyvllm.ops.calls.buffers import cache_format, constant, empty, integers, scratch
+from tinyvllm.ops.kernel import Kernel
 from tinyvllm.ops.launch import gpu_attribute, launch, standing_zeros
 from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.tiles import TileWeight
@@ -58,12 +59,21 @@ def refuses_block(nbytes: int) -> str | None:
     return f"its blocks of {nbytes} bytes are no multiple of 16" if nbytes % 16 else None
 
 
+def refuses_sample(V: int) -> str | None:
+    return f"its vocabulary of {V} is beyond the {1 << 18} that bins can count" if V > 1 << 18 else None
+
+
 def refuses_attention(cache: LayerCache, H: int) -> str | None:
     _, _, K, S, D = (int(d) for d in cache.keys.shape)
     if D % 16 or not 32 <= D <= 256:
         return f"its head dimension {D} is not a multiple of 16 from 32 to 256"
     if cache.keys.dtype not in (dtypes.float16, dtypes.bfloat16):
         return f"its cache is {cache_format(cache)}, and tensor cores take F16 and BF16"
+    if int(cache.keys.nbytes()) >= 64 << 30:
+        return "its cache has 64 GiB a layer or more, beyond what the kernels' places reach"
+    needs, gpu = records.prefill_shared(D, 1), _gpu(cache.keys)
+    if needs > gpu.shared:
+        return f"its head dimension {D} needs {needs} bytes of shared memory, and a block of threads has {gpu.shared} here"
     if S & (S - 1) or not 8 <= S <= 256:
         return f"its blocks of {S} tokens are not a power of two from 8 to 256"
     return f"{H // K} query heads share a key head, and at most 64 can" if H // K > 64 else None
@@ -87,6 +97,11 @@ def _gpu(like: Tensor) -> records.GPU:
     return records.GPU(*(gpu_attribute(device, name) for name in names))
 
 
+def _fits(kernel: Kernel, gpu: records.GPU) -> bool:
+    """Whether a block of threads can have the shared memory, with what the source declares itself, which is less than 1 KiB."""
+    return kernel.shared + 1024 <= gpu.shared
+
+
 def _counters(like: Tensor, count: int) -> Tensor:
     return standing_zeros(str(like.device), count)
 
@@ -104,7 +119,7 @@ def matmul(
     T, O, gpu = int(x.shape[0]), weight.O, _gpu(x)
     if T <= FEW:
         kernel = records.matvec(records.BASE, weight.format, T, O, weight.I, gpu, bias is not None, residual is not None, gelu)
-        if kernel.shared <= gpu.shared:
+        if _fits(kernel, gpu):
             return launch(kernel, [empty(x, T, O)], [x, weight.tensor, *_there(bias, residual), rows])[0]
     return _product(row, _prepared(row, x, weight, rows), weight, rows, empty(x, T, O), bias, residual, gelu=gelu)
 
@@ -113,7 +128,7 @@ def gate_up_silu(row: str, x: Tensor, norm: Norm, weight: PackedWeight, rows: Te
     T, F, gpu = int(x.shape[0]), weight.O // 2, _gpu(x)
     if T <= FEW:
         kernel = records.norm_gate_up_silu(records.BASE, weight.format, T, weight.I, F, gpu, constant(norm.eps), bias is not None)
-        if kernel.shared <= gpu.shared:
+        if _fits(kernel, gpu):
             return launch(kernel, [empty(x, T, F)], [x, norm.weight, weight.tensor, *_there(bias), rows])[0]
     return _product(row, _prepared(row, x, weight, rows, norm), weight, rows, empty(x, T, F), bias, silu=True)
 
@@ -131,7 +146,7 @@ def norm_qkv_rope_store(
     ins, kernel = [x, norm.weight, weight.tensor], None
     if T <= FEW:
         kernel = records.norm_qkv_rope_store(records.BASE, weight.format, T, weight.I, heads, gpu, constant(norm.eps))
-    if kernel is None or kernel.shared > gpu.shared:
+    if kernel is None or not _fits(kernel, gpu):
         kernel = records.rope_store(records.BASE, T, heads)
         ins = [_product(row, _prepared(row, x, weight, batch.rows, norm), weight, batch.rows, empty(x, T, weight.O))]
     q, keys, values = launch(kernel, outs, [*ins, *optional, batch.slots, batch.rows])
@@ -142,7 +157,7 @@ def norm_head(row: str, x: Tensor, norm: Norm, weight: PackedWeight, rows: Tenso
     N, V, gpu = int(rows.shape[0]), weight.O, _gpu(x)
     if N <= FEW:
         kernel = records.norm_head(records.BASE, weight.format, N, V, weight.I, gpu, constant(norm.eps))
-        if kernel.shared <= gpu.shared:
+        if _fits(kernel, gpu):
             outs = [empty(x, N, V), integers(x, N), _counters(x, 2 * N + 1)]
             logits, found, _ = launch(kernel, outs, [x, norm.weight, weight.tensor, rows, count])
             return logits, found

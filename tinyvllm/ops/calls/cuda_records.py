@@ -249,14 +249,14 @@ def _choice(rows: int, T: int, I: int, format: str, silu: bool, gpu: GPU) -> tup
 
 def matmul(
     row: str, format: str, T: int, O: int, I: int, gpu: GPU, bias: bool = False, residual: bool = False, gelu: bool = False,
-    silu: bool = False,
+    silu: bool = False, chosen: tuple[Cut, int] | None = None,
 ) -> tuple[Kernel, int, int]:  # fmt: skip
     """The kernel, how many float32 its blocks of threads hand over, and how many counters (zeros) they do it with; both 0 for none.
 
-    T % 8 == 0. O counts the outputs; with `silu` the weight has twice as many rows.
+    T % 8 == 0. O counts the outputs; with `silu` the weight has twice as many rows. `chosen`: another cut and split than the best known.
     """
     rows = O * (1 + silu)
-    cut, split = _choice(rows, T, I, format, silu, gpu)
+    cut, split = chosen or _choice(rows, T, I, format, silu, gpu)
     blocks, pieces = up(rows, cut.tile_o) * up(T, cut.tile_t), up(I, PIECE)
     stages = _stages(cut, format, gpu)
     kernel = Kernel.cuda(
@@ -338,13 +338,15 @@ def attention_decode(row: str, B: int, a: Attention, gpu: GPU) -> tuple[Kernel, 
 
 def attention_prefill(row: str, T: int, chunks: int, a: Attention, gpu: GPU) -> Kernel:
     """T rows of `chunks` sequences."""
-    warps, stages = 8 if a.D <= 128 else 4, 2
-    span = warps * 16 * a.K // a.H
-    stage, total = 2 * (128 if a.D <= 128 else 64) * (2 * a.D + 16), 0 if a.D <= 128 else 384 * a.D - 8192
-    if stages * stage + total > gpu.shared:
-        stages = 1
-    grid = up(T, span) + chunks, a.K, 1
-    return Kernel.cuda("attention_prefill", row, 1, 6, grid, 32 * warps, stages * stage + total, STAGES=stages, **a.defines)  # type: ignore[arg-type]
+    warps = 8 if a.D <= 128 else 4
+    span, stages = warps * 16 * a.K // a.H, 2 if prefill_shared(a.D, 2) <= gpu.shared else 1
+    grid, shared = (up(T, span) + chunks, a.K, 1), prefill_shared(a.D, stages)
+    return Kernel.cuda("attention_prefill", row, 1, 6, grid, 32 * warps, shared, STAGES=stages, **a.defines)  # type: ignore[arg-type]
+
+
+def prefill_shared(D: int, stages: int) -> int:
+    """Bytes of shared memory: keys and values of the stages, and of wide heads what has no room in registers."""
+    return stages * 2 * (128 if D <= 128 else 64) * (2 * D + 16) + (0 if D <= 128 else 384 * D - 8192)
 
 
 # --- tokens

@@ -55,26 +55,30 @@ class Cut:
         """Rows of weights that a threadgroup takes at a time."""
         return self.rows * self.simds // self.teams
 
-    def depth(self, format: str, T: int, I: int) -> int:
+    def depth(self, T: int, I: int) -> int:
         """Rounds that are staged at a time: as many as go into half of a threadgroup's memory."""
         rounds, depth = up(I, 256), 1
         while 2 * depth * T <= 16 and depth < rounds:
             depth *= 2
         return depth
 
-    def memory(self, format: str, T: int, I: int) -> int:
+    def memory(self, T: int, I: int) -> int:
         """Bytes of threadgroup memory that the product takes."""
-        return self.depth(format, T, I) * T * 1024 + 4 * T if self.staged else 0
+        return self.depth(T, I) * T * 1024 + 4 * T if self.staged else 0
 
     def defines(self, format: str, T: int, I: int) -> dict[str, int | float | str]:
         return dict(
             TOKENS=T, WEIGHT=format, ROWS=self.rows, SIMDS=self.simds, TEAMS=self.teams, STAGED=int(self.staged),
-            DEPTH=self.depth(format, T, I),
+            DEPTH=self.depth(T, I),
         )  # fmt: skip
 
 
 def cut_for(T: int) -> Cut:
-    """What is taken where nothing has been tuned."""
+    """What is taken where nothing has been tuned.
+
+    Of x's bytes a threadgroup reads 4 * T a column, of the weights' those of `rows_of_group` rows: many rows keep the caches' traffic in
+    x below that of the weights, few sums a lane leave room for many SIMD groups.
+    """
     if T == 1:
         return Cut(4, 2)
     if T == 2:
@@ -87,7 +91,9 @@ def cuts(T: int) -> list[Cut]:
     if T == 1:
         found = [Cut(rows, simds) for rows in (2, 4, 8) for simds in (2, 4, 8)]
     else:
-        found = [Cut(rows, simds, teams, staged) for rows in (2, 4, 8) for simds in (4, 8, 16) for teams in (1, 2) for staged in (False, True)]
+        found = [
+            Cut(rows, simds, teams, staged) for rows in (2, 4, 8) for simds in (4, 8, 16) for teams in (1, 2) for staged in (False, True)
+        ]
     fit = [cut for cut in found if cut.rows * cut.part(T) <= 64 and (cut.teams == 1 or T > 4)]
     return [cut_for(T), *(cut for cut in fit if cut != cut_for(T))]
 
@@ -148,16 +154,25 @@ class Heads:
         return 3 * self.bias + 2 * self.qk_norm + (self.R > 0)
 
 
-def _cut_for_heads(format: str, T: int, E: int, heads: Heads) -> Cut:
+def _cut_for_heads(T: int, E: int, heads: Heads) -> Cut:
     if not heads.whole:
         return cut_for(T)
     cut = Cut(8, max(1, min(16, heads.D // 8))) if T == 1 else Cut(4, 16, 1 if T <= 8 else 2, T > 2)
-    fits = cut.memory(format, T, E) + 4 * T * heads.D <= THREADGROUP_BYTES
-    return cut if fits else Cut(cut.rows, cut.simds, cut.teams)
+    return cut if _fits_with_heads(cut, T, E, heads) else Cut(cut.rows, cut.simds, cut.teams)
+
+
+def _fits_with_heads(cut: Cut, T: int, E: int, heads: Heads) -> bool:
+    return cut.memory(T, E) + (4 * T * heads.D if heads.whole else 0) <= THREADGROUP_BYTES
+
+
+def cuts_for_heads(T: int, E: int, heads: Heads) -> list[Cut]:
+    """As `cuts`, of norm_qkv_rope_store."""
+    taken = _cut_for_heads(T, E, heads)
+    return [taken, *(cut for cut in cuts(T) if cut != taken and _fits_with_heads(cut, T, E, heads))]
 
 
 def norm_qkv_rope_store(row: str, format: str, T: int, E: int, heads: Heads, eps: str, cut: Cut | None = None) -> Kernel:
-    cut = cut or _cut_for_heads(format, T, E, heads)
+    cut = cut or _cut_for_heads(T, E, heads)
     grid = heads.H + 2 * heads.K if heads.whole else up(heads.outputs, cut.rows_of_group)
     return _kernel(
         "norm_qkv_rope_store", row, 3, 7 + heads.optional, (grid, 1, 1), 32 * cut.simds,
@@ -242,9 +257,7 @@ class Attention:
         return 4 * rows * self.H * self.D * seen, 2 * self.K * self.D * seen * (4 if self.cache == "F32" else 2)
 
 
-def attention_decode(
-    row: str, B: int, a: Attention, context: int = 0, partition: int | None = None, simds: int = 8
-) -> tuple[Kernel, int]:
+def attention_decode(row: str, B: int, a: Attention, context: int = 0, partition: int | None = None, simds: int = 8) -> tuple[Kernel, int]:
     """The kernel, and numbers of `partial`, its scratch: float32. `context` of each sequence is for the estimate of work alone.
 
     Where a sequence may have several partitions, attention_merge with the same arguments has to follow: several_partitions says so.
@@ -261,7 +274,7 @@ def attention_decode(
 
 
 def several_partitions(a: Attention, partition: int | None = None) -> bool:
-    return a.M * a.S > (partition or a.partition)
+    return up(a.M * a.S, partition or a.partition) > 1
 
 
 def attention_merge(row: str, B: int, a: Attention, context: int = 0, partition: int | None = None) -> Kernel:

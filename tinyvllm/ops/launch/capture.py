@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -15,7 +16,12 @@ from tinygrad.uop.ops import Ops
 from tinyvllm.ops.cuda_device import Mark
 from tinyvllm.ops.launch.crew_graph import CrewGraph
 from tinyvllm.ops.launch.gpu import copies_of
+from tinyvllm.ops.launch.indirect_graph import IndirectGraph
 from tinyvllm.ops.launch.line_graph import LineGraph
+from tinyvllm.ops.launch.metal_queue import Landing, queue_of
+
+
+_capturing = threading.RLock()  # what tinygrad has of a capture under way is the process's, and two engines may have a thread each
 
 
 class Captured:
@@ -48,6 +54,10 @@ class Captured:
         return self._jit.captured([tensor.uop.base for tensor in tensors], values)
 
     def _first(self, *tensors: Tensor, **values: int) -> Any:
+        with _capturing:
+            return self._capture(*tensors, **values)
+
+    def _capture(self, *tensors: Tensor, **values: int) -> Any:
         bound = {name: UOp.variable(name, *self._variables[name]).bind(value) for name, value in values.items()}
         with Context(JIT_BATCH_SIZE=0):
             self._result = self._jit(*tensors, **bound)
@@ -76,7 +86,7 @@ class Behind:
 
     PATIENCE = 0.002  # seconds; looking more often costs the lanes more than it brings
 
-    def __init__(self, work: Future[None] | Mark | None = None):
+    def __init__(self, work: Future[None] | Mark | Landing | None = None):
         self._work = work
 
     def wait(self) -> bool:
@@ -94,7 +104,7 @@ def repeat(calls: list[Call], times: int) -> Behind:
     """Start these calls one after the other, all of them `times` times over. Each must have been made before.
 
     On the CPU that is one list of kernels for the crew, run from a thread of its own: the caller goes on meanwhile, may `peek` at buffers
-    and must wait for the end before it launches or uploads anything. A CUDA device has them all in its stream on return.
+    and must wait for the end before it launches or uploads anything. A CUDA or Metal device has them all in its queue on return.
     """
     graphs = [captured._graph for captured, _, _ in calls]
     if times > 0 and all(isinstance(graph, CrewGraph) for graph in graphs):
@@ -106,6 +116,8 @@ def repeat(calls: list[Call], times: int) -> Behind:
             captured(*tensors, **values)
     if times > 0 and graphs and isinstance(graphs[-1], LineGraph):
         return Behind(copies_of(graphs[-1].calls[0][2][0].device).mark())
+    if times > 0 and graphs and isinstance(graphs[-1], IndirectGraph):
+        return Behind(queue_of(graphs[-1].calls[0][2][0].device).mark())
     return Behind()
 
 

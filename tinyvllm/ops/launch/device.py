@@ -12,6 +12,7 @@ from tinygrad import Context, Device, helpers
 from tinyvllm.ops.launch.crew_graph import CrewGraph
 from tinyvllm.ops.launch.freeing import never_waiting_for_itself
 from tinyvllm.ops.launch.gpu import copies_of
+from tinyvllm.ops.launch.indirect_graph import IndirectGraph
 from tinyvllm.ops.launch.line_graph import LineGraph
 
 
@@ -32,6 +33,8 @@ def open_device(device: str) -> None:
         opened.allocator._copyin = functools.partial(_copy_in, device)  # type: ignore[method-assign]
         opened.runtime = _never_shown(opened.runtime)
         _compile_to_machine_code(opened)
+    if device.split(":")[0] == "METAL" and opened.graph is not None:  # None: the GPU of a virtual machine has no indirect command buffers
+        opened.graph = IndirectGraph
 
 
 def _compile_to_machine_code(opened: Any) -> None:

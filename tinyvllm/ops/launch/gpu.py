@@ -1,4 +1,4 @@
-"""A CUDA device's driver, in tinygrad's words: what it says of the device, and who copies to and from it."""
+"""A GPU's driver, in tinygrad's words: what it says of the device, and who copies to and from a CUDA device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from tinygrad import Device
 
 from tinyvllm.errors import KernelError
 from tinyvllm.ops.cuda_device import Copies
+from tinyvllm.ops.launch.metal_queue import metal_free_memory
 
 
 @functools.cache
@@ -32,7 +33,9 @@ def gpu_attribute(device: str, name: str) -> int:
 
 
 def gpu_free_memory(device: str) -> int:
-    """Bytes that the driver has left on a CUDA device."""
+    """Bytes that the driver has left on a CUDA device, or that the system would have a Metal device take at most."""
+    if device.split(":")[0] == "METAL":
+        return metal_free_memory(device)
     from tinygrad.runtime.autogen import cuda
 
     Device[device].synchronize()  # makes the device this thread's

@@ -12,6 +12,7 @@ from tinygrad.dtype import _from_np_dtype, _to_np_dtype
 
 from tinyvllm.ops.cuda_device import Arrival
 from tinyvllm.ops.launch.gpu import copies_of
+from tinyvllm.ops.launch.metal_queue import Delivery, queue_of
 
 _MOST_PINNED = 1 << 20  # bytes; larger downloads are no part of serving, and would keep as much host memory from everybody else
 
@@ -29,8 +30,8 @@ def upload(tensor: Tensor, array: np.ndarray, start: int = 0) -> None:
     """Overwrite elements start.. of a realized, contiguous tensor with `array` (same item size), keeping its buffer.
 
     A captured step replays on buffers, so its inputs are changed in place. On a device with host-visible memory this waits for the
-    work in flight (about 2 us when idle) and then is a memcpy. On a CUDA device the copy stands behind what has been launched, and
-    nothing waits.
+    work in flight (about 2 us when idle) and then is a memcpy. On a CUDA or Metal device the copy stands behind what has been launched,
+    and nothing waits.
     """
     buffer = buffer_of(tensor.uop)
     array = np.ascontiguousarray(array)
@@ -41,6 +42,9 @@ def upload(tensor: Tensor, array: np.ndarray, start: int = 0) -> None:
         return
     if buffer.device.split(":")[0] == "CUDA":
         copies_of(buffer.device).upload(buffer._buf.value + start * array.itemsize, array)
+        return
+    if buffer.device.split(":")[0] == "METAL":
+        queue_of(buffer.device).upload(buffer._buf, start * array.itemsize, array)
         return
     if start == 0 and array.size == buffer.size:
         buffer.copyin(array.data.cast("B"))
@@ -69,7 +73,7 @@ def _host_memory(buffer: Buffer) -> memoryview | None:
 class Reading:
     """The contents of a tensor, on their way to the host or there already."""
 
-    def __init__(self, arrival: Arrival | None, array: np.ndarray):
+    def __init__(self, arrival: Arrival | Delivery | None, array: np.ndarray):
         self._arrival, self._array = arrival, array
 
     def ready(self) -> bool:
@@ -84,18 +88,23 @@ class Reading:
 def read_behind(tensor: Tensor) -> Reading:
     """Start reading a realized, small tensor as it is when all that has been launched until now has run.
 
-    On a CUDA device this only puts a copy behind the work in flight; what is launched or uploaded later does not change what comes. Other
-    devices are waited for here.
+    On a CUDA or Metal device this only puts a copy behind the work in flight; what is launched or uploaded later does not change what
+    comes. Other devices are waited for here.
     """
     buffer = buffer_of(tensor.uop)
-    if buffer.device.split(":")[0] != "CUDA":
+    if buffer.device.split(":")[0] not in ("CUDA", "METAL"):
         return Reading(None, download(tensor))
     like = np.broadcast_to(np.empty((), _to_np_dtype(tensor.dtype)), tuple(int(d) for d in tensor.shape))
+    if buffer.device.split(":")[0] == "METAL":
+        return Reading(queue_of(buffer.device).read(buffer._buf, buffer.nbytes), like)
     return Reading(copies_of(buffer.device).read(buffer._buf.value, buffer.nbytes), like)
 
 
 def peek(tensor: Tensor) -> np.ndarray:
-    """The contents of a realized tensor as they are at this moment; without waiting for the work in flight on the CPU or if `visible`."""
+    """The contents of a realized tensor as they are at this moment; without waiting for the work in flight on the CPU or if `visible`.
+
+    A Metal device is waited for: though it shares the host's memory, it promises nothing of what it writes before a command buffer is done.
+    """
     buffer = buffer_of(tensor.uop)
     if buffer.device.split(":")[0] == "CPU":
         address = buffer._buf.va_addr
@@ -112,7 +121,8 @@ def peek(tensor: Tensor) -> np.ndarray:
 def visible(array: np.ndarray, device: str) -> Tensor:
     """A realized tensor on `device` with the contents of `array`, for kernels to write and the host to `peek` at while they run.
 
-    On a CUDA device it lies in host memory, for good, and a kernel's writes cross the bus: for a few numbers a step.
+    On a CUDA device it lies in host memory, for good, and a kernel's writes cross the bus: for a few numbers a step. On a Metal device it
+    is a tensor like others.
     """
     tensor = Tensor.empty(*array.shape, dtype=_from_np_dtype(array.dtype), device=device)
     if device.split(":")[0] == "CUDA":

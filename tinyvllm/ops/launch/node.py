@@ -9,14 +9,18 @@ from typing import Any
 
 import numpy as np
 from tinygrad import Device, Tensor, UOp, dtypes
+from tinygrad.device import CompileError
 from tinygrad.renderer import Estimates
 from tinygrad.runtime.support.elf import jit_loader
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
 
+from tinyvllm.errors import KernelError
 from tinyvllm.ops import nvrtc
 from tinyvllm.ops.compile import object_code
 from tinyvllm.ops.crew import TEAM, crew
 from tinyvllm.ops.kernel import Kernel
+from tinyvllm.ops.launch.indirect_graph import MOST_BUFFERS
+from tinyvllm.ops.source import kernel_text
 
 _solo_words: list[np.ndarray] = []  # kept: the tensor does not own them
 
@@ -29,6 +33,9 @@ def launch(kernel: Kernel, outs: list[Tensor] | tuple[Tensor, ...], ins: list[Te
     """
     if (len(outs), len(ins)) != (kernel.outs, kernel.ins):
         raise ValueError(f"launch: {kernel.stem} writes {kernel.outs} and reads {kernel.ins} tensors, got {len(outs)} and {len(ins)}")
+    if kernel.backend == "metal" and (len(outs) + len(ins) > MOST_BUFFERS or kernel.shared):
+        given = f"{len(outs) + len(ins)} tensors and {kernel.shared} bytes of threadgroup memory"
+        raise ValueError(f"launch: {kernel.stem} is given {given}; Metal takes {MOST_BUFFERS} tensors and none")
     on_cpu, device = kernel.backend == "cpu", str(outs[0].device)
     arguments = [*outs, *ins, solo_team()] if on_cpu else [*outs, *ins]
 
@@ -39,7 +46,7 @@ def launch(kernel: Kernel, outs: list[Tensor] | tuple[Tensor, ...], ins: list[Te
         # outs and ins must be given: derived from the sink they are empty, and then a graph knows no order
         info = ProgramInfo(kernel.name, (1, 1, 1), None, (), every, written, every)
         if not on_cpu:  # by its name the function is found in the binary; aux is what a CUDA program takes beside it
-            threads, shared = (kernel.block, 1, 1), (kernel.shared,)
+            threads, shared = (kernel.block, 1, 1), (kernel.shared,) if kernel.backend == "cuda" else ()
             info = dataclasses.replace(info, name=kernel.stem, global_size=kernel.grid, local_size=threads, aux=shared)
         binary = UOp(Ops.BINARY, arg=machine_code(kernel, device))
         source, where = UOp(Ops.SOURCE, arg=kernel.name), UOp(Ops.DEVICE, arg=device)
@@ -53,7 +60,21 @@ def machine_code(kernel: Kernel, device: str = "CPU") -> bytes:
     """The kernel compiled, as tinygrad's runtime of the device takes it."""
     if kernel.backend == "cuda":
         return nvrtc.cubin(kernel, Device[device].arch)
+    if kernel.backend == "metal":
+        return _metal_library(kernel, device)
     return jit_loader(object_code(kernel))
+
+
+def _metal_library(kernel: Kernel, device: str) -> bytes:
+    """What tinygrad's compiler makes of the kernel; it keeps it on disk. KernelError with the compiler's words."""
+    text = kernel_text(kernel)
+    if not text.isascii():  # tinygrad counts letters where the compiler's service counts bytes
+        raise KernelError(f"kernels: {kernel.stem}.metal or a header of it is not plain ASCII")
+    try:
+        return Device[device].compiler.compile_cached(text)
+    except CompileError as error:
+        said = [line for line in str(error).splitlines() if "error" in line] or str(error).splitlines()
+        raise KernelError(f"kernels: {kernel.name} does not compile for {device}: {'; '.join(said[:3])}") from error
 
 
 @functools.cache

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import mmap
+import weakref
 from math import prod
+from typing import Any
 
-from tinygrad import Tensor, dtypes
-from tinygrad.device import Buffer
+import numpy as np
+from tinygrad import Device, Tensor, dtypes
+from tinygrad.device import Buffer, BufferSpec
+from tinygrad.dtype import DType, _from_np_dtype
 from tinygrad.uop.ops import buffers
 
 from tinyvllm.ops.launch.memory import buffer_of
@@ -23,8 +29,14 @@ def spans(tensor: Tensor, places: list[tuple[int, int]]) -> list[Tensor]:
 
 
 def _share(tensor: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
-    buffer, part = buffer_of(tensor.uop), Tensor.empty(*shape, dtype=tensor.dtype, device=tensor.device)
-    buffers[part.uop.base] = buffer.view(prod(shape), buffer.dtype, start * buffer.dtype.itemsize).ensure_allocated()
+    buffer = buffer_of(tensor.uop)
+    return _over(buffer, start * buffer.dtype.itemsize, shape, tensor.dtype)
+
+
+def _over(buffer: Buffer, start: int, shape: tuple[int, ...], dtype: DType) -> Tensor:
+    """A tensor over a buffer's memory from byte `start` on."""
+    part = Tensor.empty(*shape, dtype=dtype, device=buffer.device)
+    buffers[part.uop.base] = buffer.view(prod(shape), dtype, start).ensure_allocated()
     return part
 
 
@@ -39,3 +51,58 @@ def standing_zeros(device: str, count: int) -> Tensor:
     buffer.copyin(memoryview(bytearray(4 * count)))
     buffers[tensor.uop.base] = buffer
     return tensor
+
+
+def mapped(array: np.ndarray, device: str, dtype: DType | None = None, alignment: int = 16) -> Tensor:
+    """A realized tensor of `array`'s shape on `device` with its contents, which nobody may change any more.
+
+    On a Metal device it is the array's own memory, and the array lives as long: if it is contiguous, looks into mapped pages (a file, or
+    memory of its own) and begins at a multiple of `alignment` bytes, which vector loads want. Otherwise, and on other devices, it is a
+    copy. `dtype` where numpy has none of the name, of the same size.
+    """
+    dtype = dtype or _from_np_dtype(array.dtype)
+    if dtype.itemsize != array.itemsize:
+        raise ValueError(f"mapped: {dtype} is of another size than {array.dtype}")
+    pages = _pages_under(array, device, alignment)
+    if pages is not None:
+        return _over(pages, array.ctypes.data % mmap.PAGESIZE, array.shape, dtype)
+    tensor = Tensor.empty(*array.shape, dtype=dtype, device=device)
+    buffer_of(tensor.uop).copyin(np.ascontiguousarray(array).data.cast("B"))
+    return tensor
+
+
+def _pages_under(array: np.ndarray, device: str, alignment: int) -> Buffer | None:
+    """The whole pages that an array lies in, as a Metal buffer; None where they are not mapped, or Metal refuses."""
+    name = Device.canonicalize(device)
+    fits = array.flags.c_contiguous and array.nbytes > 0 and array.ctypes.data % alignment == 0
+    if name.split(":")[0] != "METAL" or not fits or not _is_mapped(array):
+        return None
+    from tinygrad.runtime import ops_metal
+    from tinygrad.runtime.autogen import metal
+    from tinygrad.runtime.support import objc
+
+    start = array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+    size = -(-(array.ctypes.data + array.nbytes - start) // mmap.PAGESIZE) * mmap.PAGESIZE
+    types = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p]
+    make = objc.msg("newBufferWithBytesNoCopy:length:options:deallocator:", metal.MTLBuffer, types, retain=True)
+    opened: Any = Device[name]
+    made = make(opened.sysdevice, start, size, metal.MTLResourceStorageModeShared, None)
+    if made.value is None:  # longer than a buffer may be
+        return None
+    # external_ptr: tinygrad neither counts this memory nor lends it to others
+    pages = Buffer(name, size, dtypes.uint8, ops_metal.MetalBuffer(made, size), BufferSpec(external_ptr=made.value))
+    weakref.finalize(pages, _let_go, opened.synchronize, array).atexit = False
+    return pages
+
+
+def _is_mapped(array: np.ndarray) -> bool:
+    """Whether an array looks into pages that are mapped for it and its neighbours."""
+    base: object = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return isinstance(base.obj if isinstance(base, memoryview) else base, mmap.mmap)
+
+
+def _let_go(synchronize: Any, array: np.ndarray) -> None:
+    """Wait for what may still read the array, which goes with the last reference to it: this one."""
+    synchronize()

@@ -1,0 +1,59 @@
+// out = silu(gate) * up, where gate = rmsnorm(x) . weight_gate^T + bias_gate, and up likewise: the first half of a gated feed-forward
+// layer, for up to sixteen rows
+//
+//   out          [T, F] float32   does not alias x
+//   x            [T, E] float32
+//   norm         [E] float32      RMS norm's weights; EPS inside the root
+//   weight_gate, weight_up  [F, E] each, as in a file, WEIGHT = F32, F16, BF16, Q8_0, Q4_0 or Q4_K (product.h)
+//   bias_gate, bias_up      [F] float32 each, if BIAS
+//   rows         [1] int32        how many rows of x there are, 0 to T = TOKENS; the rows of out behind them stay as they are
+//
+// E % 32 == 0 (Q4_K: 256), any F. A row's bits are the same whatever TOKENS is, and wherever it stands: products of x * norm in the order
+// of product.h, a lane's sums times the inverse root (norm.h) before lanes are added, + bias. silu(a) = a / (1 + e^-a).
+//
+// A SIMD group makes ROWS / 2 outputs of PART tokens (stream.h), and with them the norm, out of the x that it reads anyway.
+//     grid (ceil(F / (ROWS / 2 * SIMDS / TEAMS)), 1, 1), 32 * SIMDS threads
+#define I E
+#define NORM 1
+#define GATHER 0
+#define PAIRED 1
+#include "stream.h"
+
+#if BIAS
+#define BIAS_ARGUMENTS device const float *bias_gate, device const float *bias_up,
+#else
+#define BIAS_ARGUMENTS
+#endif
+
+[[max_total_threads_per_threadgroup(32 * SIMDS)]] kernel void norm_gate_up_silu(
+    device float *out, device const float *x, device const float *norm, device const uchar *weight_gate, device const uchar *weight_up,
+    BIAS_ARGUMENTS device const int *rows, uint3 group [[threadgroup_position_in_grid]], uint simd [[simdgroup_index_in_threadgroup]],
+    uint thread_in_simd [[thread_index_in_simdgroup]]) {
+  threadgroup float4 tile[TILE];
+  threadgroup float inverses[SQUARES];
+  const int count = rows[0], lane = thread_in_simd, team = simd % TEAMS, f0 = (group.x * GROUPS + simd / TEAMS) * SET_ROWS;
+  if (count <= 0) return;
+  Rows all;
+  all.x = x, all.norm = norm, all.index = nullptr, all.count = count;
+  Weights weights;
+#pragma unroll
+  for (int r = 0; r < SET_ROWS; r++) {
+    const ulong row = (ulong)min(f0 + r, F - 1) * ROW_BYTES;
+    weights.row[r] = weight_gate + row, weights.row[SET_ROWS + r] = weight_up + row;
+  }
+  Sums sums;
+  multiply(sums, tile, inverses, all, weights, team * PART, simd, lane, EPS);
+  const int first = spread<COUNT>(sums.of, lane);
+  spread<COUNT>(sums.of + COUNT, lane);
+  if (!speaks<COUNT>(lane)) return;
+#pragma unroll
+  for (int i = 0; i < RESULTS; i++) {
+    const int t = (first + i) / SET_ROWS, token = team * PART + t, f = f0 + (first + i) % SET_ROWS;
+    if (t >= PART || token >= count || f >= F) continue;
+    float gate = sums.of[i], up = sums.of[COUNT + i];
+#if BIAS
+    gate += bias_gate[f], up += bias_up[f];
+#endif
+    out[(ulong)token * F + f] = silu(gate) * up;
+  }
+}

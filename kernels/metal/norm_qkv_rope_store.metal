@@ -1,0 +1,125 @@
+// q, k, v = rmsnorm(x) . weight^T + bias, heads of q and k normed and rotated; q goes on, k and v go into their slots of the cache;
+// for up to sixteen rows
+//
+//   q            [T, H, D] float32
+//   keys         [P, 2, K, S, D] CACHE_TYPE (F32, F16 or BF16)   the pool of blocks: keys at [:, 0], values at [:, 1]
+//   keys_again                                                   the same memory once more; not used
+//   x            [T, E] float32
+//   norm         [E] float32     RMS norm's weights; EPS inside the root
+//   weight_q     [H D, E], weight_k, weight_v [K D, E] as in a file, WEIGHT = F32, F16, BF16, Q8_0, Q4_0 or Q4_K (product.h)
+//   bias_q       [H D] float32, bias_k, bias_v [K D], if BIAS
+//   q_norm, k_norm  [D] float32, if QK_NORM                      RMS norm of every head of q and k, with QK_EPS, before the rotation
+//   angles       [T, R] float32, if R > 0                        R / 2 cosines, then R / 2 sines
+//   slots        [T] int32                                       block * S + offset: where a row's k and v go; no two rows have the same
+//   rows         [1] int32                                       how many rows of x there are, 0 to T = TOKENS; q's rows behind stay
+//
+// E % 32 == 0 (Q4_K: 256), D % 16 == 0, R even, R <= D. Order and bits as those of norm_gate_up_silu.metal, heads in that of heads.h.
+//
+// Where a feature is rotated with the one D / 2 behind it, or none is, and heads have no norm, a SIMD group makes ROWS / 2 such pairs:
+//     grid (ceil((H + 2 K) * D / 2 / (ROWS / 2 * SIMDS / TEAMS)), 1, 1)
+// Otherwise (WHOLE_HEADS) a threadgroup makes a head, ROWS * SIMDS / TEAMS rows of weights at a time, and puts it together in threadgroup
+// memory (4 * TOKENS * D bytes):
+//     grid (H + 2 K, 1, 1)
+// 32 * SIMDS threads.
+#define I E
+#define NORM 1
+#define GATHER 0
+#define WHOLE_HEADS (QK_NORM || (R != 0 && R != D))
+#if WHOLE_HEADS
+#define PAIRED 0
+#define Y (TOKENS * D)
+#else
+#define PAIRED 1
+#define Y 1
+#endif
+#include "heads.h"
+#include "stream.h"
+
+static_assert(D % 16 == 0, "norm_qkv_rope_store: D must be a multiple of 16");
+
+struct Matrices {
+  device const uchar *q, *k, *v;
+};
+
+// Row `d` of a head's weights.
+INLINE device const uchar *weight_row(Matrices all, int head, int d) {
+  device const uchar *matrix = head < H ? all.q : head < H + K ? all.k : all.v;
+  const int index = head < H ? head : (head - H) % K;
+  return matrix + (ulong)(index * D + d) * ROW_BYTES;
+}
+
+#if WHOLE_HEADS
+INLINE void make_heads(Heads to, Rows rows, Matrices all, threadgroup float4 *tile, threadgroup float *inverses, threadgroup float *y,
+                              int head, int simd, int lane) {
+  const int team = simd % TEAMS;
+  for (int d0 = 0; d0 < D; d0 += GROUPS * ROWS) {
+    const int mine = d0 + simd / TEAMS * ROWS;
+    Weights weights;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) weights.row[r] = weight_row(all, head, min(mine + r, D - 1));
+    Sums sums;
+    multiply(sums, tile, inverses, rows, weights, team * PART, simd, lane, EPS);
+    const int first = spread<COUNT>(sums.of, lane);
+    const bool mine_to_say = speaks<COUNT>(lane);
+#pragma unroll
+    for (int i = 0; i < RESULTS; i++) {
+      const int t = (first + i) / ROWS, token = team * PART + t, d = mine + (first + i) % ROWS;
+      if (mine_to_say && t < PART && token < rows.count && d < D) y[token * D + d] = sums.of[i] + bias_at(to, head, d);
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (int token = simd; token < rows.count; token += SIMDS) finish_head(y + token * D, lane, token, head, to);
+}
+#else
+INLINE void make_pairs(Heads to, Rows rows, Matrices all, threadgroup float4 *tile, threadgroup float *inverses, int first_pair, int simd,
+                              int lane) {
+  const int team = simd % TEAMS;
+  Weights weights;
+#pragma unroll
+  for (int r = 0; r < SET_ROWS; r++) {
+    const int pair = min(first_pair + r, HEADS * (D / 2) - 1), head = pair / (D / 2), d = pair % (D / 2);
+    weights.row[r] = weight_row(all, head, d), weights.row[SET_ROWS + r] = weight_row(all, head, d + D / 2);
+  }
+  Sums sums;
+  multiply(sums, tile, inverses, rows, weights, team * PART, simd, lane, EPS);
+  const int first = spread<COUNT>(sums.of, lane);
+  spread<COUNT>(sums.of + COUNT, lane);
+  if (!speaks<COUNT>(lane)) return;
+#pragma unroll
+  for (int i = 0; i < RESULTS; i++) {
+    const int t = (first + i) / SET_ROWS, token = team * PART + t, pair = first_pair + (first + i) % SET_ROWS;
+    if (t >= PART || token >= rows.count || pair >= HEADS * (D / 2)) continue;
+    const int head = pair / (D / 2), d = pair % (D / 2);
+    float2 both = float2(sums.of[i] + bias_at(to, head, d), sums.of[COUNT + i] + bias_at(to, head, d + D / 2));
+    if (R > 0 && head < H + K) both = rotated(both.x, both.y, to.angles[token * R + d], to.angles[token * R + d + R / 2]);
+    put_feature(to, token, head, d, both.x);
+    put_feature(to, token, head, d + D / 2, both.y);
+  }
+}
+#endif
+
+[[max_total_threads_per_threadgroup(32 * SIMDS)]] kernel void norm_qkv_rope_store(
+    device float *q, device cache_number *keys, device cache_number *keys_again, device const float *x, device const float *norm,
+    device const uchar *weight_q, device const uchar *weight_k, device const uchar *weight_v,
+    BIAS_ARGUMENTS QK_NORM_ARGUMENTS ANGLES_ARGUMENT device const int *slots, device const int *rows,
+    uint3 group [[threadgroup_position_in_grid]], uint simd [[simdgroup_index_in_threadgroup]],
+    uint thread_in_simd [[thread_index_in_simdgroup]]) {
+  threadgroup float4 tile[TILE];
+  threadgroup float inverses[SQUARES];
+  threadgroup float y[Y];
+  Rows all;
+  all.x = x, all.norm = norm, all.index = nullptr, all.count = rows[0];
+  if (all.count <= 0) return;
+  Heads to;
+  to.q = q, to.keys = keys, to.slots = slots;
+  GIVE_BIAS(to);
+  GIVE_NORMS(to);
+  GIVE_ANGLES(to);
+  Matrices matrices;
+  matrices.q = weight_q, matrices.k = weight_k, matrices.v = weight_v;
+#if WHOLE_HEADS
+  make_heads(to, all, matrices, tile, inverses, y, group.x, simd, thread_in_simd);
+#else
+  make_pairs(to, all, matrices, tile, inverses, (group.x * GROUPS + simd / TEAMS) * SET_ROWS, simd, thread_in_simd);
+#endif
+}

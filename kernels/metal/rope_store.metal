@@ -1,0 +1,35 @@
+// q, k, v = y + bias, heads of q and k normed and rotated; q goes on, k and v go into their slots of the cache
+//
+//   q            [T, H, D] float32
+//   keys         [P, 2, K, S, D] CACHE_TYPE (F32, F16 or BF16)   the pool of blocks: keys at [:, 0], values at [:, 1]
+//   keys_again                                                   the same memory once more; not used
+//   y            [T, (H + 2 K) D] float32                        a product's outputs: the heads of q, those of k, those of v
+//   bias_q       [H D] float32, bias_k, bias_v [K D], if BIAS
+//   q_norm, k_norm  [D] float32, if QK_NORM                      RMS norm of every head of q and k, with QK_EPS, before the rotation
+//   angles       [T, R] float32, if R > 0                        R / 2 cosines, then R / 2 sines
+//   slots        [T] int32                                       block * S + offset: where a row's k and v go; no two rows have the same
+//   rows         [1] int32                                       how many rows of y there are, 0 to T; q's rows behind stay as they are
+//
+// R even, R <= D; any D up to 1024. Heads in the order of heads.h. A SIMD group makes one head of a row.
+//     grid (T, ceil((H + 2 K) / 8), 1), 256 threads
+#include "heads.h"
+
+#define SIMD_GROUPS 8
+
+kernel void rope_store(device float *q, device cache_number *keys, device cache_number *keys_again, device const float *y,
+                       BIAS_ARGUMENTS QK_NORM_ARGUMENTS ANGLES_ARGUMENT device const int *slots, device const int *rows,
+                       uint3 group [[threadgroup_position_in_grid]], uint simd [[simdgroup_index_in_threadgroup]],
+                       uint thread_in_simd [[thread_index_in_simdgroup]]) {
+  threadgroup float heads[SIMD_GROUPS * D];
+  const int row = group.x, lane = thread_in_simd, head = group.y * SIMD_GROUPS + simd;
+  if (row >= rows[0] || head >= HEADS) return;
+  Heads to;
+  to.q = q, to.keys = keys, to.slots = slots;
+  GIVE_BIAS(to);
+  GIVE_NORMS(to);
+  GIVE_ANGLES(to);
+  threadgroup float *mine = heads + simd * D;
+  for (int d = lane; d < D; d += 32) mine[d] = y[((ulong)row * HEADS + head) * D + d] + bias_at(to, head, d);
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  finish_head(mine, lane, row, head, to);
+}

@@ -1,0 +1,174 @@
+"""Reads Metal's text for the emulator: the signature of a kernel, what of it lies in threadgroup memory, and the entry that calls it."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+from dataclasses import dataclass
+
+from tests.emulator.places import FOLDER
+from tinyvllm.ops.kernel import Kernel
+from tinyvllm.ops.toolchain import provide_compiler
+
+PLACES = {  # in three directions; the number is metal.cpp's
+    "threadgroup_position_in_grid": 0, "threadgroups_per_grid": 1, "thread_position_in_threadgroup": 2, "threads_per_threadgroup": 3,
+    "thread_position_in_grid": 4, "threads_per_grid": 5,
+}  # fmt: skip
+NUMBERS = {
+    "thread_index_in_threadgroup": 0, "thread_index_in_simdgroup": 1, "simdgroup_index_in_threadgroup": 2, "threads_per_simdgroup": 3,
+    "simdgroups_per_threadgroup": 4,
+}  # fmt: skip
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_KERNEL = re.compile(r"(?P<attributes>(?:\[\[[^\]]*\]\]\s*)*)\bkernel\s+(?P<more>(?:\[\[[^\]]*\]\]\s*)*)void\s+(?P<name>\w+)\s*\(")
+_ATTRIBUTE = r"\s*__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)"  # as tinygrad writes; Metal's own is alignas
+_SHARED = re.compile(rf"(?P<before>[;{{}}])(?P<space>\s*)threadgroup\b(?P<what>(?:{_ATTRIBUTE})?[^;{{}}()\[*&]*[\[;])")
+
+
+class SignatureError(AssertionError):
+    """A kernel's parameters are not what Metal or tinygrad can give it."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """`words`: the declaration without its attribute. `attribute`: "buffer" or one of PLACES and NUMBERS. `index`: of a buffer."""
+
+    words: str
+    attribute: str
+    index: int = 0
+
+    @property
+    def read_only(self) -> bool:
+        return bool(re.search(r"\b(const|constant)\b", self.words.split("*")[0].split("&")[0]))
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A kernel's name, its parameters in order, and how many threads a threadgroup may have at most."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    most_threads: str
+
+    @property
+    def buffers(self) -> dict[int, Parameter]:
+        return {p.index: p for p in self.parameters if p.attribute == "buffer"}
+
+
+def without_comments(text: str) -> str:
+    """The text with spaces in place of comments; lines stay lines."""
+    return _COMMENT.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
+
+
+@functools.cache
+def preprocessed(text: str) -> list[tuple[int, str]]:
+    """The text behind the preprocessor, without Apple's headers, as lines with their numbers in the text."""
+    code = re.sub(r"#\s*include\s*<[^>]*>", "", without_comments(text))
+    command = [provide_compiler(FOLDER), "-x", "c++", "-std=c++14", "-E", "-nostdinc++", "-w", "-"]
+    done = subprocess.run(command, input=code, capture_output=True, text=True)
+    if done.returncode:
+        raise SignatureError(f"the preprocessor says:\n{done.stderr[:2000]}")
+    lines, number = [], 0
+    for row in done.stdout.splitlines():
+        marker = re.match(r'#\s*(?:line)?\s*(\d+) "', row)
+        if marker:
+            number = int(marker[1])
+            continue
+        if not row.lstrip().startswith("#"):
+            lines.append((number, row))
+        number += 1
+    return lines
+
+
+@functools.cache
+def signatures(text: str) -> list[Signature]:
+    """All kernels of a text."""
+    code = "\n".join(line for _, line in preprocessed(text))
+    found = []
+    for match in _KERNEL.finditer(code):
+        end = _closing(code, match.end() - 1)
+        most = re.search(r"max_total_threads_per_threadgroup\s*\(([^\]]*)\)\s*\]\]", match["attributes"] + match["more"])
+        given: list[Parameter] = []
+        for words in _split(code[match.end() : end]):
+            given.append(_parameter(match["name"], words, sum(p.attribute == "buffer" for p in given)))
+        found.append(Signature(match["name"], tuple(given), most[1] if most else "1024"))
+    return found
+
+
+def check_record(kernel: Kernel, text: str) -> None:
+    """SignatureError where a kernel's buffers are not the record's arguments: outs first, then ins, which are const."""
+    signature = next((s for s in signatures(text) if s.name == kernel.stem), None)
+    if signature is None:
+        raise SignatureError(f"{kernel.stem}: no 'kernel void {kernel.stem}(' in the source")
+    count = kernel.outs + kernel.ins
+    if sorted(signature.buffers) != list(range(count)):
+        raise SignatureError(f"{kernel.stem}: its buffers are {sorted(signature.buffers)}; the record has 0 to {count - 1}")
+    for index, parameter in signature.buffers.items():
+        if parameter.read_only != (index >= kernel.outs):
+            expected = "const" if index >= kernel.outs else "not const"
+            said = f"{kernel.stem}: buffer {index} is '{parameter.words}'; expected {expected}"
+            raise SignatureError(f"{said}, as the record has {kernel.outs} outs")
+
+
+def _parameter(name: str, words: str, next_buffer: int) -> Parameter:
+    attribute = re.search(r"\[\[\s*(\w+)\s*(?:\(\s*(\d+)\s*\))?\s*\]\]", words)
+    plain = " ".join(re.sub(r"\[\[.*?\]\]", "", words).split())
+    if attribute is None or attribute[1] == "buffer":
+        if not re.search(r"\b(device|constant)\b[^*&]*[*&]", plain):
+            expected = "a device or constant pointer, or an attribute such as [[buffer(0)]]"
+            raise SignatureError(f"{name}: parameter '{plain}'; expected {expected}")
+        return Parameter(plain, "buffer", next_buffer if attribute is None else int(attribute[2]))
+    if attribute[1] not in PLACES | NUMBERS:
+        raise SignatureError(f"{name}: attribute {attribute[1]}; expected buffer, {', '.join([*PLACES, *NUMBERS])}")
+    return Parameter(plain, attribute[1])
+
+
+def _closing(code: str, start: int) -> int:
+    depth = 0
+    for at in range(start, len(code)):
+        depth += (code[at] == "(") - (code[at] == ")")
+        if depth == 0:
+            return at
+    raise SignatureError("a parenthesis is never closed")
+
+
+def _split(parameters: str) -> list[str]:
+    depth, parts = 0, [""]
+    for letter in parameters:
+        depth += (letter in "([{<") - (letter in ")]}>")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part for part in parts if part.strip()]
+
+
+def mark_shared(text: str, mark: str) -> str:
+    """`threadgroup float s[8];` with `mark` in front: variables are told from pointers by the text, as no macro could."""
+    code = without_comments(text)
+    out, at = [], 0
+    for found in _SHARED.finditer(code):
+        start = found.start("what") - len("threadgroup")
+        out += [text[at:start], mark]
+        at = found.start("what")
+    return "".join([*out, text[at:]])
+
+
+def entry(signature: Signature) -> str:
+    """C++ that reads a kernel's arguments from an array of addresses and calls it, as the core calls a thread."""
+    values = []
+    for p in signature.parameters:
+        if p.attribute == "buffer":
+            kind = "EmulatedPointer" if "*" in p.words else "EmulatedReference"
+            values.append(f"{kind}{{((const unsigned long *)arguments)[{p.index}]}}")
+        elif p.attribute in PLACES:
+            places = ", ".join(f"metal_place({PLACES[p.attribute]}, {i})" for i in range(3))
+            values.append(f"EmulatedPlace{{{{{places}}}}}")
+        else:
+            values.append(f"EmulatedNumber{{metal_number({NUMBERS[p.attribute]})}}")
+    seen = 'extern "C" __attribute__((visibility("default")'
+    return (
+        f"\n{seen})) const int gpu_bounds_{signature.name} = ({signature.most_threads});"
+        f"\n{seen}, disable_sanitizer_instrumentation)) void metal_entry_{signature.name}(unsigned long arguments) "
+        f"{{ {signature.name}({', '.join(values)}); }}\n"
+    )

@@ -1,0 +1,228 @@
+"""What Metal forbids, or means otherwise than C++, found in a kernel's text without a Mac.
+
+`lint` looks at clang's tree of the text (metal_spaces.py) where meaning counts, at words after the preprocessor where Metal's own grammar
+counts, and at the kernel's signature. The rules are those of the Metal Shading Language Specification, version 3.0, and of tinygrad's Metal
+device, which binds buffers only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tests.emulator.emulate import EmulatorError, build
+from tests.emulator.metal import NUMBERS, PLACES, Signature, SignatureError, preprocessed, signatures
+from tests.emulator.metal_spaces import read
+
+MOST_BUFFERS, MOST_THREADS, MOST_SHARED = 31, 1024, 32 * 1024
+
+
+def lint(text: str, threads: int = 32) -> list[str]:
+    """Everything that is wrong with a kernel's full text (its constants in front), launched with so many threads a threadgroup."""
+    try:
+        found = _signatures(signatures(text), threads)
+    except SignatureError as error:
+        return [str(error)]
+    found += _words(text)
+    said, tree = read(text)
+    if said:
+        return [*found, f"the compiler says: {said}"]
+    nodes = list(_nodes(tree))
+    found += _forbidden(nodes) + _variables(nodes) + _recursion(nodes)
+    found += _shared_size(text)
+    return list(dict.fromkeys(found))
+
+
+# --- signatures
+
+
+def _signatures(kernels: list[Signature], threads: int) -> list[str]:
+    if not kernels:
+        return ["no kernel: expected 'kernel void NAME('"]
+    found = []
+    if not 1 <= threads <= MOST_THREADS:
+        found.append(f"{threads} threads a threadgroup; expected 1 to {MOST_THREADS}")
+    for kernel in kernels:
+        if len(kernel.buffers) > MOST_BUFFERS or max(kernel.buffers, default=0) >= MOST_BUFFERS:
+            found.append(f"{kernel.name}: {len(kernel.buffers)} buffers; expected at most {MOST_BUFFERS}, numbered from 0")
+        types = {p.words.split()[0] for p in kernel.parameters if p.attribute in PLACES}
+        if len(types) > 1 or not types <= {"uint", "uint2", "uint3", "ushort", "ushort2", "ushort3"}:
+            said = f"positions of types {', '.join(sorted(types))}"
+            found.append(f"{kernel.name}: {said}; expected one of uint, uint2, uint3 or ushort's for all")
+        for p in kernel.parameters:
+            if p.attribute in NUMBERS and p.words.split()[0] not in ("uint", "ushort"):
+                found.append(f"{kernel.name}: '{p.words}' for {p.attribute}; expected uint or ushort")
+    return found
+
+
+def _shared_size(text: str) -> list[str]:
+    try:
+        size = build(text, "metal").static_shared
+    except EmulatorError as error:
+        return [str(error)]
+    return [f"{size} bytes of threadgroup memory; expected at most {MOST_SHARED}"] if size > MOST_SHARED else []
+
+
+# --- words
+
+_SPACES = {"device", "constant", "thread", "threadgroup", "threadgroup_imageblock", "ray_data", "object_data"}
+_NUMBER = ["bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "half", "bfloat", "float"]
+_FIXED = [f"{u}int{n}_t" for u in ("", "u") for n in (8, 16, 32, 64)]
+_NAMES = {f"{packed}{name}{n}" for packed in ("", "packed_") for name in _NUMBER for n in (2, 3, 4)} | {*_NUMBER, *_FIXED, "void", "auto"}
+_GIVEN = {"atomic_int", "atomic_uint", "atomic_float", "simdgroup_float8x8", "simdgroup_half8x8", "simdgroup_bfloat8x8"}
+_TOKEN = re.compile(r"[A-Za-z_]\w*|\.?\d(?:[eE][+-]|[\w.])*|::|->|&&|\|\||<<|>>|[^\s\w]")
+
+
+@dataclass(frozen=True)
+class Word:
+    text: str
+    line: int
+
+
+def _words(text: str) -> list[str]:
+    words = [Word(token, line) for line, row in preprocessed(text) for token in _TOKEN.findall(re.sub(r'"(\\.|[^"])*"', '""', row))]
+    types = _NAMES | _GIVEN
+    for before, word in zip(words, words[1:]):
+        if before.text in ("struct", "class", "union", "enum", "typename", "using"):
+            types.add(word.text)
+    for i, word in enumerate(words):
+        if word.text == "typedef":
+            end = next((k for k in range(i, len(words)) if words[k].text == ";"), i)
+            types.add(words[end - 1].text)
+    found = []
+    for i, word in enumerate(words):
+        found += _size_rule(words, i) + _space_rule(words, i, types)
+        if word.text in ("asm", "__asm__", "register", "thread_local", "try", "throw", "catch", "typeid", "dynamic_cast", "mutable"):
+            found.append(f"line {word.line}: {word.text} is none of Metal's")
+        if re.fullmatch(r"(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?[lL]?", word.text):
+            found.append(f"line {word.line}: {word.text} is a double; expected {word.text}f")
+    return found
+
+
+def _size_rule(words: list[Word], i: int) -> list[str]:
+    word, following = words[i], words[i + 1].text if i + 1 < len(words) else ""
+    if word.text == "long" and following in ("long", "int", "unsigned", "double"):
+        return [f"line {word.line}: {word.text} {following} is of unclear size; expected long or ulong, which have 64 bits"]
+    if word.text in ("unsigned", "signed", "wchar_t", "size_t", "ptrdiff_t"):
+        return [f"line {word.line}: {word.text} is of unclear size; expected uint, ushort, uchar, ulong or int8_t to int64_t"]
+    if word.text == "char":
+        return [f"line {word.line}: plain char; expected int8_t or uchar, which say their sign"]
+    return []
+
+
+def _space_rule(words: list[Word], i: int, types: set[str]) -> list[str]:
+    """A pointer or reference whose declaration names no memory."""
+    if words[i].text not in ("*", "&", "&&"):
+        return []
+    at = i - 1
+    if at >= 0 and words[at].text == "(" and i + 2 < len(words) and words[i + 2].text == ")":
+        at -= 1  # T (&name)[4]
+    while at >= 0 and words[at].text in ("const", "volatile", "*"):
+        at -= 1
+    if at >= 0 and words[at].text == ">":
+        depth = 0
+        while at >= 0:
+            depth += (words[at].text == ">") - (words[at].text == "<")
+            at -= 1
+            if depth == 0:
+                break
+        if at < 0 or words[at].text not in ("vec", "atomic", "simdgroup_matrix", "packed_vec"):
+            return []
+    elif at < 0 or words[at].text not in types:
+        return []
+    start = at
+    while start >= 0 and words[start].text not in ("(", ",", ";", "{", "}", "<", ">", "=", "return"):
+        start -= 1
+    if _SPACES & {word.text for word in words[start + 1 : i]}:
+        return []
+    what = " ".join(word.text for word in words[start + 1 : i + 2])
+    return [f"line {words[i].line}: '{what}' names no memory; expected device, constant, threadgroup or thread"]
+
+
+# --- the tree
+
+
+@dataclass(frozen=True)
+class Node:
+    """`depth`: column of its kind. `line`: of the text, 0 where unknown."""
+
+    depth: int
+    kind: str
+    address: str
+    rest: str
+    line: int
+
+
+def _nodes(tree: list[str]) -> Iterator[Node]:
+    own, line = True, 0
+    for row in tree:
+        match = re.match(r"([ |`-]*)(\w+)(?: (0x[0-9a-f]+))?(.*)", row)
+        if match is None:
+            continue
+        span = re.match(r"[^<]*<(.*?)>(?: |$)", match[4].replace("<stdin>", "stdin"))
+        for file, number in re.findall(r"([\w./-]+):(\d+):\d+", span[1] if span else ""):
+            own = own if file == "line" else file == "stdin"
+            if own:
+                line = int(number)
+        yield Node(len(match[1]), match[2], match[3] or "", match[4], line)
+
+
+_FORBIDDEN = {
+    "GotoStmt": "goto", "LabelStmt": "a label", "CXXNewExpr": "new", "CXXDeleteExpr": "delete", "LambdaExpr": "a lambda",
+    "CXXThrowExpr": "throw", "CXXTryStmt": "try", "CXXDynamicCastExpr": "dynamic_cast", "CXXTypeidExpr": "typeid", "GCCAsmStmt": "asm",
+}  # fmt: skip
+
+
+def _forbidden(nodes: list[Node]) -> list[str]:
+    found = [f"line {node.line}: {_FORBIDDEN[node.kind]} is forbidden" for node in nodes if node.kind in _FORBIDDEN]
+    # the bases of a class stand below its definition
+    return found + [f"line {n.line}: a derived class is forbidden" for n in nodes if n.kind in ("public", "private", "protected")]
+
+
+def _variables(nodes: list[Node]) -> list[str]:
+    """Variables that outlive a call must lie in constant memory."""
+    found = []
+    above: list[Node] = []
+    for node in nodes:
+        while above and above[-1].depth >= node.depth:
+            above.pop()
+        name, kind = re.search(r"(\w+) '", node.rest), re.search(r"'([^']*)'", node.rest)
+        if node.kind == "VarDecl" and name and kind and "__constant" not in kind[1]:
+            inside = any(n.kind in ("FunctionDecl", "CXXMethodDecl") for n in above)
+            if not inside:
+                found.append(f"line {node.line}: {name[1]} is a global variable; expected one in constant")
+            elif re.search(r"' static\b", node.rest):
+                found.append(f"line {node.line}: {name[1]} is a static variable of a function")
+        above.append(node)
+    return found
+
+
+def _recursion(nodes: list[Node]) -> list[str]:
+    first: dict[str, str] = {}  # a declaration's address to that of the function's first
+    names: dict[str, str] = {}
+    calls: dict[str, set[str]] = {}
+    functions: list[Node] = []
+    for node in nodes:
+        while functions and functions[-1].depth >= node.depth:
+            functions.pop()
+        if node.kind in ("FunctionDecl", "CXXMethodDecl", "CXXConstructorDecl"):
+            before = re.search(r"\bprev (0x[0-9a-f]+)", node.rest)
+            first[node.address] = first.get(before[1], before[1]) if before else node.address
+            name = re.search(r"(\w+) '", node.rest)
+            names[first[node.address]] = name[1] if name else "?"
+            functions.append(node)
+        for called in re.findall(r"\b(?:Function|CXXMethod|method\w*|[.>]\w+) (0x[0-9a-f]+)", node.rest) if functions else []:
+            calls.setdefault(first[functions[0].address], set()).add(called)
+    edges = {f: {first.get(c, c) for c in called} for f, called in calls.items()}
+    found = []
+    for start in edges:
+        seen, todo = set(), list(edges[start])
+        while todo:
+            at = todo.pop()
+            if at not in seen:
+                seen.add(at)
+                todo += edges.get(at, ())
+        if start in seen:
+            found.append(f"{names[start]} calls itself, perhaps by others: recursion is forbidden")
+    return found

@@ -1,0 +1,514 @@
+"""tinygrad's Metal device, our graph, launches, copies and mapped weights on the emulated runtime; and that it finds what is wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from tests.emulator.metal_runtime import Copy, Dispatch, Execute, MetalError, Runtime, metal_device
+from tinyvllm.config import cache_folder
+from tinyvllm.errors import KernelError
+from tinyvllm.ops.kernel import Kernel
+from tinyvllm.runner.device import start_device
+
+# out[i] = x[n - 1 - i] by way of threadgroup memory, n = count[0]; then total[0] += n
+REVERSE = """
+kernel void planted_reverse(device int *out [[buffer(0)]], device int *total [[buffer(1)]], device const int *x [[buffer(2)]],
+                            device const int *count [[buffer(3)]], uint i [[thread_index_in_threadgroup]]) {
+  threadgroup int kept[THREADS];
+  const int n = count[0];
+  if (int(i) < n) kept[i] = x[i];
+  threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+  if (int(i) < n) out[i] = kept[n - 1 - i];
+  if (i == 0) total[0] += n;
+}
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cpu() -> None:
+    start_device("CPU", cache_folder())
+
+
+@pytest.fixture
+def planted(monkeypatch, tmp_path):
+    (tmp_path / "metal").mkdir()
+    (tmp_path / "metal/planted_reverse.metal").write_text(REVERSE)
+    monkeypatch.setattr("tinyvllm.ops.source.kernels_folder", lambda: tmp_path)
+
+
+@pytest.fixture(params=[0, 1])
+def runtime(request, planted):
+    with metal_device(seed=request.param, capacity=64 << 20) as runtime:
+        yield runtime
+
+
+def on_device(array):
+    from tinygrad import Tensor
+
+    return Tensor(array, device="METAL").contiguous().realize()
+
+
+def integers(*values):
+    return on_device(np.array(values, np.int32))
+
+
+def reverse(out, total, x, count, block=32):
+    from tinyvllm.ops.launch import launch
+
+    kernel = Kernel("planted_reverse", "metal", "apple7", (("THREADS", block),), 2, 2, grid=(1, 1, 1), block=block)
+    return launch(kernel, [out, total], [x, count])
+
+
+def captured_step(total, count):
+    from tinyvllm.ops.launch import Captured
+
+    def function(x, n=1):
+        out, after = reverse(x * 0, total, (x + n).contiguous(), count)
+        again, after = reverse(out * 1, after, (out * 2).contiguous(), count)
+        return (again + after).contiguous().realize()
+
+    return Captured(function, {"n": (1, 9)})
+
+
+def handle(tensor) -> int:
+    return tensor.uop.buffer._buf.buf.value
+
+
+# --- tinygrad
+
+
+def test_tinygrad_computes(runtime):
+    random = np.random.default_rng(0)
+    a, b = random.standard_normal((5, 48)).astype(np.float32), random.standard_normal((48, 7)).astype(np.float32)
+    from tinygrad import dtypes
+
+    for dtype in (dtypes.float16, dtypes.bfloat16):
+        x, y = (on_device(m).cast(dtype).realize() for m in (a, b))
+        expected = x.float().numpy() @ y.float().numpy() + 1
+        expected = np.exp(expected - expected.max(1, keepdims=True))
+        product = (x.float() @ y.float() + 1).softmax().cast(dtype)
+        np.testing.assert_allclose(product.float().numpy(), expected / expected.sum(1, keepdims=True), rtol=1e-5, atol=5e-3)
+
+
+def test_memory_runs_out_as_on_a_gpu(runtime):
+    from tinygrad import Tensor
+
+    from tinyvllm.ops.launch import gpu_free_memory
+
+    free = gpu_free_memory("METAL")
+    held = integers(*range(1024))
+    assert gpu_free_memory("METAL") == free - 4096
+    with pytest.raises(MemoryError, match="failed on METAL"):
+        Tensor.empty(65 << 20, dtype="uint8", device="METAL").uop.buffer.ensure_allocated()
+    assert held.numpy()[5] == 5
+
+
+# --- copies
+
+
+def test_upload_download_and_spans(runtime):
+    from tinyvllm.ops.launch import download, peek, spans, upload
+
+    whole = on_device(np.arange(48, dtype=np.int32))
+    first, second = spans(whole, [(0, 16), (32, 3)])
+    after = (whole + 0).contiguous().realize()
+    upload(whole, np.array([7, 8, 9], np.int32), start=32)
+    upload(first, np.full(16, 5, np.int32))
+    assert (second + 1).numpy().tolist() == [8, 9, 10] and peek(second).tolist() == [7, 8, 9]
+    assert download(whole).tolist() == [5] * 16 + list(range(16, 32)) + [7, 8, 9] + list(range(35, 48))
+    assert download(after).tolist() == list(range(48))
+    bits = on_device(np.arange(7, dtype=np.uint8))
+    big = np.random.default_rng(0).integers(0, 99, 5 << 18, np.int32)  # larger than a block
+    target, doubled = on_device(big * 0), (bits * 2).contiguous().realize()
+    upload(bits, np.array([9, 9, 9], np.uint8), start=1)  # no multiple of 4
+    upload(target, big)
+    assert download(bits).tolist() == [0, 9, 9, 9, 4, 5, 6] and download(doubled).tolist() == [0, 2, 4, 6, 8, 10, 12]
+    assert (download(target) == big).all()
+
+
+def test_uploads_keep_their_place_and_wait_for_nothing(runtime):
+    """The host's array changes right after; kernels between uploads see what was there then."""
+    from tinyvllm.ops.launch import download, upload
+
+    x, sums = on_device(np.zeros(64, np.int32)), []
+    before, array = runtime.counts.copy(), np.empty(64, np.int32)
+    for i in range(20):
+        array[:] = i
+        upload(x, array)
+        sums.append(x[i::32].sum().contiguous().realize())
+    assert runtime._seed % 2 or (runtime.counts - before)["waitUntilCompleted"] <= 4, "no wait while there are 16 blocks"
+    assert [download(s).item() for s in sums] == [2 * i for i in range(20)]
+
+
+def test_reading_behind_the_launch(runtime):
+    """What is read is what was there when the reading was asked for, whatever comes after, and is waited for alone."""
+    from tinyvllm.ops.launch import read_behind, upload
+
+    x, readings = integers(1, 2, 3), []
+    for i in range(6):
+        (x + 1).contiguous().realize()
+        upload(x, np.array([i, 10 * i, 100 * i], np.int32))
+        readings.append(read_behind(x))
+    assert runtime._seed or not readings[-1].ready() and len(runtime._queue) > 6
+    assert readings[0].get().tolist() == [0, 0, 0]
+    assert runtime._seed or runtime._queue, "the later ones have not been waited for"
+    assert [reading.get().tolist() for reading in readings] == [[i, 10 * i, 100 * i] for i in range(6)]
+    assert all(reading.ready() for reading in readings)
+    (x + 1).contiguous().realize()
+    buffers = len(runtime.buffers)
+    cells = read_behind(x.reshape(3, 1).contiguous().realize()).get()
+    assert cells.shape == (3, 1) and cells.dtype == np.int32 and len(runtime.buffers) <= buffers + 1, "blocks are used again"
+    for _ in range(9):
+        read_behind(x)  # nobody wants it
+    assert len(runtime.buffers) <= buffers + 1
+
+
+def test_a_failure_in_flight_is_told(runtime):
+    from tinyvllm.ops.launch import read_behind
+
+    x = integers(1)
+    runtime.idle()
+    runtime.next_failure = "Caused GPU Timeout Error"
+    with pytest.raises(KernelError, match="METAL: the work in flight failed: Caused GPU Timeout Error; .*TINYVLLM_KERNELS=all=ref"):
+        (x + 1).contiguous().realize()
+        read_behind(x).get()
+
+
+def test_command_buffers_that_have_run_are_let_go(runtime):
+    from tinygrad import Device
+
+    from tinyvllm.ops.launch import read_behind
+
+    total, count, x = integers(0), integers(4), integers(1, 2, 3, 4)
+    step = captured_step(total, count)
+    for _ in range(20):
+        step(x, n=1)
+        read_behind(total).get()
+    assert len(Device["METAL"].mtl_buffers_in_flight) <= 3
+
+
+# --- launches
+
+
+def test_what_a_launch_encodes(runtime):
+    out, total, x, count = integers(0, 0, 0), integers(1), integers(1, 2, 3), integers(3)
+    runtime.idle()
+    before = len(runtime.submissions)
+    reverse(out, total, x, count)[0].realize()
+    (submission,) = runtime.submissions[before:]
+    (entry,) = submission.entries
+    assert isinstance(entry, Dispatch) and (entry.name, entry.grid, entry.threads) == ("planted_reverse", (1, 1, 1), (32, 1, 1))
+    assert [entry.bindings[i].buffer for i in range(4)] == [handle(t) for t in (out, total, x, count)] and len(entry.bindings) == 4
+    assert out.numpy().tolist() == [3, 2, 1] and total.numpy().item() == 4
+
+
+def test_kernels_keep_the_order_of_what_they_write_in_place(runtime):
+    """Each takes what the one before has written, and counts on: the third's `count` is what the first two have made of `total`."""
+    total, x = integers(0), integers(1, 2, 3, 4, 5, 6)
+    first, after = reverse(integers(0, 0, 0, 0, 0, 0), total, x, integers(2))
+    second, after = reverse(integers(0, 0, 0, 0, 0, 0), after, first, integers(2))
+    third, after = reverse(integers(0, 0, 0, 0, 0, 0), after, (x + second).contiguous(), (after + 1).contiguous())
+    assert (third + after * 100).numpy().tolist() == [905, 904, 903, 904, 902, 900] and total.numpy().item() == 9
+
+
+def test_a_step_is_one_indirect_command_buffer_with_a_barrier_before_each_command(runtime):
+    from tinyvllm.ops.launch import spans
+
+    total, count, memory = integers(0), integers(4), integers(9, 9, 9, 9, 1, 2, 3, 4)
+    (x,) = spans(memory, [(4, 4)])
+    step = captured_step(total, count)
+    before = len(runtime.submissions)
+    assert step(x, n=1).numpy().tolist() == [4 + 8, 6 + 8, 8 + 8, 10 + 8]
+    (commands,) = runtime.indirect
+    named = [command.name for command in commands.commands]
+    assert named.count("planted_reverse") == 2 and len(named) == 2 + 5 and all(command.barrier for command in commands.commands)
+    (replay,) = [s for s in runtime.submissions[before:] if s.label == f"batched {len(named)}"]
+    *held, execute = replay.entries
+    assert {entry.name for entry in held} == set(named), "Apple7 would lose these pipelines"
+    assert all(entry.grid == (0, 0, 0) for entry in held)
+    assert (execute.first, execute.count) == (0, len(named))
+    used = [binding.buffer for command in commands.commands for binding in command.bindings.values()]
+    assert set(execute.resources) == set(used) and len(set(execute.resources)) == len(execute.resources)
+    adding = next(command for command in commands.commands if handle(x) in [b.buffer for b in command.bindings.values()])
+    assert 16 in [binding.offset for binding in adding.bindings.values()], "x begins at byte 16"
+
+
+def test_a_replay_encodes_nothing_anew_and_waits_for_nothing(runtime):
+    from tinyvllm.ops.launch import download, upload
+
+    total, count, x = integers(0), integers(4), integers(1, 2, 3, 4)
+    step = captured_step(total, count)
+    assert download(step(x, n=1)).tolist() == [4 + 8, 6 + 8, 8 + 8, 10 + 8]
+    before, encoded, submitted = runtime.counts.copy(), runtime.encoded, len(runtime.submissions)
+    for _ in range(3):
+        result = step(x, n=1)
+    upload(x, np.array([10, 20, 30, 40], np.int32))
+    spent = runtime.counts - before
+    assert runtime.encoded == encoded and spent["executeCommandsInBuffer:withRange:"] == 3 and spent["newBufferWithLength:options:"] <= 1
+    assert runtime._seed or (spent["waitUntilCompleted"] == 0 and isinstance(runtime.submissions[-1].entries[0], Copy))
+    executions = [entry for s in runtime.submissions[submitted:] for entry in s.entries if isinstance(entry, Execute)]
+    assert len(executions) == 3 and all(entry == executions[0] for entry in executions)
+    assert download(result).tolist() == [4 + 32, 6 + 32, 8 + 32, 10 + 32], "read before the upload or after, x was used then"
+    assert download(step(x, n=1)).tolist() == [22 + 40, 42 + 40, 62 + 40, 82 + 40]
+
+
+def test_a_replay_changes_what_has_changed(runtime):
+    """Without waiting, a command would be changed while it is executed, which the runtime does not allow."""
+    from tinyvllm.ops.launch import read_behind
+
+    total, count, x, y = integers(0), integers(2), integers(1, 2), integers(5, 6)
+    step = captured_step(total, count)
+    expected, changed, readings = 0, [], []
+    for tensor, array, n in ((x, [1, 2], 1), (x, [1, 2], 2), (y, [5, 6], 2), (y, [5, 6], 2), (x, [1, 2], 7)):
+        before = runtime.encoded
+        expected += 4
+        readings.append((read_behind(step(tensor, n=n)), (2 * (np.array(array) + n) + expected).tolist()))
+        changed.append(runtime.encoded - before)
+    assert [reading.get().tolist() for reading, _ in readings] == [wanted for _, wanted in readings]
+    assert changed[1] == changed[3] == 0 and changed[2] == changed[4] > 0, "numbers lie in a buffer, inputs in commands"
+
+
+def test_another_thread_may_replay(runtime):
+    from tinyvllm.ops.launch import download, upload
+
+    total, count, x, seen = integers(0), integers(2), integers(1, 2), []
+    step = captured_step(total, count)
+    step(x, n=1)
+
+    def replay() -> None:
+        step(x, n=1)
+        upload(x, np.array([3, 4], np.int32))
+        seen.append(download(step(x, n=1)).tolist())
+
+    thread = threading.Thread(target=replay)
+    thread.start()
+    thread.join(60)
+    assert seen == [[8 + 12, 10 + 12]]
+
+
+def test_repeat_is_as_many_executions(runtime):
+    from tinyvllm.ops.launch import download, peek, repeat
+
+    total, count, x = integers(0), integers(2), integers(1, 2)
+    step = captured_step(total, count)
+    step(x, n=1)
+    before = runtime.counts.copy()
+    behind = repeat([(step, (x,), {"n": 1})], 5)
+    while not behind.wait():
+        pass
+    spent = runtime.counts - before
+    assert spent["executeCommandsInBuffer:withRange:"] == 5 and spent["waitUntilCompleted"] == 0
+    assert runtime.launched.count("planted_reverse") == 12 and not runtime._queue
+    assert peek(total).item() == download(total).item() == 6 * 4
+
+
+def test_a_step_that_is_let_go_while_it_runs(runtime):
+    total, count, x = integers(0), integers(2), integers(1, 2)
+    step = captured_step(total, count)
+    step(x, n=1)
+    result = step(x, n=1)
+    del step
+    gc.collect()
+    assert result.numpy().tolist() == [4 + 8, 6 + 8]
+
+
+def test_too_many_threads_for_a_kernels_registers(planted):
+    with metal_device(most_threads=64) as runtime:
+        total, count, x = integers(0), integers(2), integers(1, 2)
+        from tinyvllm.ops.launch import Captured
+
+        def function(x):
+            out, after = reverse(x * 0, total, x, count, block=96)
+            return (out + after).contiguous().realize()
+
+        with pytest.raises(KernelError, match="planted_reverse has 96 threads a group, and this GPU runs at most 64 of it"):
+            Captured(function)(x)
+        assert "planted_reverse" not in runtime.launched
+
+
+def test_what_metal_takes_of_a_launch(runtime):
+    from tinyvllm.ops.launch import launch
+
+    many = [integers(0) for _ in range(31)]
+    with pytest.raises(ValueError, match="planted_reverse is given 32 tensors and 0 bytes"):
+        launch(Kernel("planted_reverse", "metal", "apple7", (), 1, 31), [integers(0)], many)
+
+
+def test_a_kernel_that_does_not_compile(runtime, tmp_path):
+    (tmp_path / "metal/planted_wrong.metal").write_text("kernel void planted_wrong(device int *out [[buffer(0)]]) { out[0] = missing; }")
+    (tmp_path / "metal/planted_odd.metal").write_text("kernel void planted_odd(device int *out [[buffer(0)]]) { } // \N{EM DASH}")
+    from tinyvllm.ops.launch import launch
+
+    for stem, words in (("planted_wrong", "_wrong_apple7 does not compile for METAL: .*missing"), ("planted_odd", "not plain ASCII")):
+        with pytest.raises(KernelError, match=words):
+            launch(Kernel(stem, "metal", "apple7", (), 1, 0), [integers(0)], [])[0].realize()
+
+
+def test_older_and_newer_systems(planted):
+    from tinygrad.device import CompileError
+
+    from tinyvllm.ops.launch import gpu_family
+
+    with metal_device(macos="13.6", family=9) as runtime:
+        assert gpu_family("METAL") == "Apple9"
+        from tinygrad import dtypes
+
+        with pytest.raises(CompileError, match="bfloat"):  # Metal 3.0 has none
+            (integers(1, 2).cast(dtypes.bfloat16).contiguous() * 3).realize()
+        total, count, x = integers(0), integers(2), integers(1, 2)
+        assert captured_step(total, count)(x, n=1).numpy().tolist() == [4 + 4, 6 + 4]
+        assert not any(isinstance(entry, Dispatch) and entry.grid == (0, 0, 0) for s in runtime.submissions for entry in s.entries)
+
+
+# --- weights that are mapped
+
+
+def file_of(tmp_path, array, offset) -> np.ndarray:
+    """The array as it lies in a mapped file from byte `offset` on."""
+    (tmp_path / "weights").write_bytes(b"\0" * offset + array.tobytes() + b"\1" * 100)
+    with open(tmp_path / "weights", "rb") as file:
+        whole = np.frombuffer(mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ), np.uint8)
+    return whole[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)
+
+
+def test_a_mapped_file_is_not_copied(runtime, tmp_path):
+    from tinyvllm.ops.launch import mapped, spans
+
+    wanted = np.arange(3 * mmap.PAGESIZE, dtype=np.int32).reshape(3, -1)
+    array, allocated = file_of(tmp_path, wanted, 5 * mmap.PAGESIZE + 208), runtime.allocated()
+    tensor = mapped(array, "METAL")
+    assert runtime.allocated() == allocated and tensor.uop.buffer._buf.offset == 208 and tensor.shape == wanted.shape
+    (made,) = [buffer for buffer in runtime.buffers.values() if not buffer.own]
+    assert made.contents() + 208 == array.ctypes.data and made.memory.nbytes % mmap.PAGESIZE == 0
+    assert (tensor.numpy() == wanted).all() and (tensor + 1).numpy()[2, 7] == wanted[2, 7] + 1
+    assert spans(tensor, [(5, 2)])[0].numpy().tolist() == [5, 6], "an offset upon an offset"
+    out, _ = reverse(integers(0, 0, 0), integers(0), tensor, integers(3))
+    assert out.numpy().tolist() == [2, 1, 0]
+
+
+def test_a_mapped_file_stays_while_it_is_read(runtime, tmp_path):
+    import weakref
+
+    from tinyvllm.ops.launch import mapped
+
+    array = file_of(tmp_path, np.arange(64, dtype=np.int32), 16)
+    gone = weakref.ref(array)
+    tensor = mapped(array, "METAL")
+    del array
+    result = (tensor * 2).contiguous().realize()
+    assert gone() is not None
+    del tensor
+    gc.collect()
+    assert gone() is None and not any(not buffer.own for buffer in runtime.buffers.values())
+    assert result.numpy().tolist() == list(range(0, 128, 2))
+
+
+def test_what_cannot_be_mapped_is_copied(runtime, tmp_path):
+    from tinygrad import dtypes
+
+    from tinyvllm.ops.launch import mapped
+
+    wanted = np.arange(600, dtype=np.int16)
+    runtime.longest_buffer = 1 << 14
+    for array in (wanted, file_of(tmp_path, wanted, 8), file_of(tmp_path, np.zeros(1 << 14, np.int16), 16), wanted[::2]):
+        tensor = mapped(array, "METAL", dtypes.int16)
+        assert all(buffer.own for buffer in runtime.buffers.values()) and (tensor.numpy() == array).all()
+    assert mapped(wanted, "CPU").numpy()[599] == 599
+    with pytest.raises(ValueError, match="of another size"):
+        mapped(wanted, "METAL", dtypes.int32)
+
+
+def test_a_kernel_may_not_write_to_a_mapped_file(runtime, tmp_path):
+    from tinyvllm.ops.launch import mapped
+
+    tensor = mapped(file_of(tmp_path, np.zeros(4, np.int32), 0), "METAL")
+    with pytest.raises(AssertionError, match="buffer 0"):
+        reverse(tensor, integers(0), integers(1, 2), integers(2))[0].numpy()
+
+
+# --- the runtime itself
+
+
+def command_buffer():
+    from tinygrad import Device
+
+    return Device["METAL"].mtl_queue.commandBuffer().retained()
+
+
+def test_objects_that_are_gone(runtime):
+    buffer = command_buffer()
+    value = buffer.value
+    buffer.commit()
+    buffer.waitUntilCompleted()
+    del buffer
+    from tinygrad.runtime.autogen import metal
+
+    with pytest.raises(MetalError, match="not there or no more"):
+        metal.MTLCommandBuffer(value).status()
+    with pytest.raises(MetalError, match="the emulated Device has no newHeapWithDescriptor:"):
+        metal.MTLDevice(runtime.sysdevice.handle).newHeapWithDescriptor(metal.MTLHeapDescriptor(0))
+    assert metal.MTLCommandBuffer(0).error().value is None
+
+
+def test_states_that_cannot_be(runtime):
+    buffer = command_buffer()
+    encoder = buffer.computeCommandEncoder().retained()
+    with pytest.raises(MetalError, match="before its encoder has ended"):
+        buffer.commit()
+    with pytest.raises(MetalError, match="encoded twice"):
+        buffer.blitCommandEncoder()
+    encoder.endEncoding()
+    buffer.commit()
+    with pytest.raises(MetalError, match="committed twice"):
+        buffer.commit()
+    with pytest.raises(MetalError, match="never committed"):
+        command_buffer().waitUntilCompleted()
+    with pytest.raises(TypeError):
+        buffer.setLabel(1.5)
+
+
+def test_commands_without_barrier_or_resources_and_changes_in_flight_are_found(planted):
+    """What our graph must not forget: taken away here, one by one."""
+    from tinyvllm.ops.launch.indirect_graph import IndirectGraph
+
+    with metal_device(seed=0) as runtime:
+        total, count, x, y = integers(0), integers(2), integers(1, 2), integers(3, 4)
+        step = captured_step(total, count)
+        step(x, n=1).numpy()
+        graph = step._graph
+        assert isinstance(graph, IndirectGraph)
+        kept, graph._used = graph._used, (graph._metal.MTLBuffer * 1)(graph._fixed[0])
+        step(x, n=1)
+        with pytest.raises(MetalError, match="no resource that was named"):
+            runtime.idle()
+        graph._used = kept
+        step(x, n=1)
+        graph._last = None  # as if nothing were in flight
+        with pytest.raises(MetalError, match="changed while it is executed"):
+            step(y, n=1)
+        runtime.idle()
+        runtime.indirect[0].commands[3].barrier = False
+        step(x, n=1)
+        with pytest.raises(MetalError, match="command 3, .* does not wait for the one before it"):
+            runtime.idle()
+
+
+def test_nothing_is_left_of_it():
+    from tinygrad import codegen
+    from tinygrad.engine.realize import runtime_cache
+
+    kept = (ctypes.CDLL, codegen.to_program_cache, {name for name in sys.modules if "metal" in name and "tinygrad" in name})
+    with metal_device() as runtime:
+        assert on_device(np.arange(3, dtype=np.int32)).numpy().tolist() == [0, 1, 2]
+        assert "tinygrad.runtime.ops_metal" in sys.modules
+    left = {name for name in sys.modules if "metal" in name and "tinygrad" in name}
+    assert (ctypes.CDLL, codegen.to_program_cache, left) == kept
+    assert not any(device.startswith("METAL") for _, device in runtime_cache)
+    assert isinstance(runtime, Runtime)

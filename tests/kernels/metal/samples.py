@@ -1,0 +1,93 @@
+"""Metal kernels as layers of Llama 3.2 1B, Llama 3.1 8B and Qwen3 0.6B launch them, for tests that look at their text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinyvllm.ops.calls import metal_records as records
+from tinyvllm.ops.kernel import Kernel
+
+ROW, EPS = "apple7", "1e-05f"
+FORMATS = ("BF16", "F16", "F32", "Q8_0", "Q4_0", "Q4_K")
+FEATURES = ("SAMPLED", "TOP_K", "TOP_P", "MIN_P", "PENALIZED", "BIASED")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    E: int
+    F: int
+    H: int
+    K: int
+    D: int
+    V: int
+    qk_norm: bool = False
+
+    def heads(self, cache: str, bias: bool = False) -> records.Heads:
+        return records.Heads(self.H, self.K, self.D, 16, self.D, cache, bias, self.qk_norm, EPS)
+
+    def attention(self, cache: str, window: int = 0, blocks: int = 512) -> records.Attention:
+        return records.Attention(self.H, self.K, self.D, 16, blocks, cache, f"{self.D**-0.5}f", window)
+
+
+SMALL, LARGE = Sizes(2048, 8192, 32, 8, 64, 128256), Sizes(4096, 14336, 32, 8, 128, 128256)
+QWEN = Sizes(1024, 3072, 16, 8, 128, 151936, True)
+WIDE = Sizes(2560, 10240, 8, 4, 256, 262144, True)  # Gemma 3 4B: the widest heads
+
+
+def samples() -> dict[str, Kernel]:
+    """Kernels by name, of which the first word is the stem."""
+    return _few() | _many() | _attention() | _tokens()
+
+
+def _few() -> dict[str, Kernel]:
+    found = {}
+    for format in FORMATS:
+        for T in (1, 8, 16):
+            found[f"matvec {format} of {T}"] = records.matvec(ROW, format, T, LARGE.E, LARGE.F, residual=T == 1)
+        found[f"norm_gate_up_silu {format}"] = records.norm_gate_up_silu(ROW, format, 1, LARGE.E, LARGE.F, EPS)
+    for format in ("BF16", "Q4_0", "Q4_K"):
+        for name, sizes, T, cache in (("8b", LARGE, 1, "BF16"), ("qwen", QWEN, 4, "F16")):
+            heads = sizes.heads(cache)
+            found[f"norm_qkv_rope_store {format} {name}"] = records.norm_qkv_rope_store(ROW, format, T, sizes.E, heads, EPS)
+            found[f"norm_head {format} {name}"] = records.norm_head(ROW, format, T, sizes.V, sizes.E, EPS)
+    found["matvec with all"] = records.matvec(ROW, "BF16", 4, SMALL.E, SMALL.E, bias=True, residual=True, gelu=True)
+    found["norm_gate_up_silu with bias"] = records.norm_gate_up_silu(ROW, "BF16", 3, QWEN.E, QWEN.F, EPS, bias=True)
+    found["norm_qkv_rope_store with bias"] = records.norm_qkv_rope_store(ROW, "Q8_0", 16, SMALL.E, SMALL.heads("F32", True), EPS)
+    return found
+
+
+def _many() -> dict[str, Kernel]:
+    found = {}
+    for format in FORMATS:
+        found[f"matmul {format} of 64"] = records.matmul(ROW, format, 64, LARGE.E, LARGE.F, residual=True)
+        found[f"matmul {format} with silu"] = records.matmul(ROW, format, 256, SMALL.F, SMALL.E, silu=True, eps=EPS)
+    found["matmul of three"] = records.matmul(ROW, "Q4_K", 32, 3072, SMALL.E, eps=EPS, borders=(2048, 2560))
+    found["matmul gathered"] = records.matmul(ROW, "Q4_0", 17, SMALL.V, SMALL.E, eps=EPS, gather=True)
+    for cache in ("F32", "F16", "BF16"):
+        found[f"rope_store {cache}"] = records.rope_store(ROW, 128, (QWEN if cache == "F16" else SMALL).heads(cache))
+    found["best"], found["best_merge"], _ = records.best(ROW, 16, SMALL.V)
+    return found
+
+
+def _attention() -> dict[str, Kernel]:
+    found = {}
+    for name, sizes, cache in (("1b", SMALL, "F16"), ("8b", LARGE, "BF16"), ("wide", WIDE, "F32")):
+        told = sizes.attention(cache, window=1024 if sizes is WIDE else 0)
+        found[f"attention_prefill {name}"] = records.attention_prefill(ROW, 512, 2, told)
+        found[f"attention_decode {name}"] = records.attention_decode(ROW, 16, told)[0]
+        found[f"attention_merge {name}"] = records.attention_merge(ROW, 16, told)
+    found["attention_decode short"] = records.attention_decode(ROW, 16, SMALL.attention("BF16", blocks=32))[0]
+    return found
+
+
+def _tokens() -> dict[str, Kernel]:
+    found = {f"embed {format}": records.embed(ROW, format, 64, SMALL.V, SMALL.E) for format in FORMATS}
+    for cache in ("F32", "F16", "BF16"):
+        found[f"kv_append {cache}"] = records.kv_append(ROW, 64, 8, 16, 128, cache)
+    found["kv_copy"] = records.kv_copy(ROW, 4, 2 * 8 * 16 * 128 * 2)
+    found["advance"], found["verify_prefix"] = records.advance(ROW, 256, 512, 16, 64, 16), records.verify_prefix(ROW, 64, 8)
+    found["read"] = records.read(ROW, 1 << 26)
+    for name, B, on in (("greedy", 1, ()), ("drawn", 8, FEATURES[:1]), ("with all", 1, FEATURES), ("of many with all", 200, FEATURES)):
+        kernels, _ = records.sample(ROW, B, QWEN.V, 256, {feature: feature in on for feature in FEATURES})
+        found |= {f"sample {name}, launch {i}": kernel for i, kernel in enumerate(kernels)}
+    return found

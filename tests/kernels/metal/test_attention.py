@@ -1,0 +1,174 @@
+"""Paged attention of the Metal backend in the emulator: against a softmax in float64; a row's bits in other company.
+
+Sequences and caches are those of the CPU kernels' tests: NaN in every slot that no row sees, table entries far beyond the pool.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from tests.emulator.emulate import emulate
+from tests.kernels.calling import aligned
+from tests.kernels.test_attention import Case, Shape, _ints, make, oracle, same
+from tinyvllm.ops.calls import metal_records as records
+
+# Nothing but sums is rounded, as in the CPU's kernels.
+TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
+ROW = "apple7"
+
+
+def told(case: Case) -> records.Attention:
+    s = case.shape
+    return records.Attention(s.H, s.K, s.D, s.S, case.tables.shape[1], s.dtype, f"{s.D**-0.5}f", s.window)
+
+
+def decode(case: Case, count: int | None = None, partition: int = 512, simds: int = 2, seed: int = 0) -> np.ndarray:
+    """The last row of each sequence."""
+    s, B = case.shape, len(case.new)
+    kernel, floats = records.attention_decode(ROW, B, told(case), partition=partition, simds=simds)
+    last = aligned((B, s.H, s.D), np.float32)
+    last[...] = case.q[case.starts[1:] - 1]
+    out, partial = aligned(last.shape, np.float32), aligned((floats,), np.float32)
+    context, counted = _ints(case.context), _ints([B if count is None else count])
+    emulate(kernel, out, partial, last, case.cache, case.tables, context, counted, seed=seed)
+    if records.several_partitions(told(case), partition):
+        emulate(records.attention_merge(ROW, B, told(case), partition=partition), out, partial, context, counted, seed=seed)
+    return out
+
+
+def prefill(case: Case, first: int = 0, count: int | None = None, simds: int = 4, seed: int = 0) -> np.ndarray:
+    chunks = len(case.new) - first if count is None else count
+    kernel = records.attention_prefill(ROW, sum(case.new), len(case.new), told(case), simds=simds)
+    out = aligned(case.q.shape, np.float32)
+    emulate(kernel, out, case.q, case.cache, case.tables, _ints(case.context), case.starts, _ints([first, chunks]), seed=seed)
+    return out
+
+
+def alone(case: Case, b: int) -> Case:
+    """Sequence b, one row, in a batch of its own."""
+    last = case.starts[b + 1] - 1
+    q = aligned((1, *case.q.shape[1:]), np.float32)
+    q[...] = case.q[last]
+    return Case(case.shape, [1], case.context[b : b + 1], q, case.cache, case.tables[b : b + 1], [], [])
+
+
+NEW = [1, 9, 3, 1]
+CONTEXT = [1, 41, 67, 150]
+SHAPES = [  # each head dimension has its own cut of lanes, each group its own of scores
+    Shape(H=4, K=1, D=32, S=8, dtype="BF16"),
+    Shape(H=8, K=1, D=32, S=16, dtype="F16"),
+    Shape(H=2, K=2, D=48, S=256, dtype="BF16"),
+    Shape(H=3, K=1, D=64, S=16, dtype="F16"),
+    Shape(H=4, K=2, D=64, S=32),
+    Shape(H=7, K=1, D=80, S=16, dtype="F16"),
+    Shape(H=4, K=2, D=96, S=8, dtype="BF16"),
+    Shape(H=1, K=1, D=128, S=16, dtype="F16"),
+    Shape(H=8, K=2, D=128, S=64, dtype="BF16"),
+    Shape(H=10, K=1, D=128, S=16, dtype="F16"),
+    Shape(H=5, K=1, D=144, S=16, dtype="F16"),
+    Shape(H=2, K=1, D=256, S=16, dtype="BF16"),
+    Shape(H=2, K=2, D=256, S=8),
+    Shape(H=20, K=1, D=32, S=16, dtype="BF16"),
+    Shape(H=2, K=1, D=64, S=8, dtype="F16", window=5),
+    Shape(H=3, K=3, D=32, S=16, dtype="BF16", window=70),
+    Shape(H=4, K=1, D=128, S=16, window=64),
+]
+
+
+@functools.cache
+def ragged(shape: Shape) -> Case:
+    return make(shape, NEW, CONTEXT)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_ragged_sequences(shape: Shape) -> None:
+    case = ragged(shape)
+    want = oracle(case)
+    np.testing.assert_allclose(prefill(case), want, **TOLERANCE)
+    np.testing.assert_allclose(decode(case), want[case.starts[1:] - 1], **TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype, window", [("BF16", 0), ("F16", 64)])
+def test_decode_at_every_border(dtype: str, window: int) -> None:
+    contexts = [1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 128, 129, 300]
+    case = make(Shape(H=2, K=1, D=32, dtype=dtype, window=window), [1] * len(contexts), contexts, seed=3)
+    want = decode(case, partition=64)
+    np.testing.assert_allclose(want, oracle(case), **TOLERANCE)
+    for b in (0, 5, 9, 12):
+        assert same(decode(alone(case, b), partition=64, seed=b + 1), want[b : b + 1]), contexts[b]
+
+
+@pytest.mark.parametrize("simds", [1, 3, 8])
+def test_decode_with_other_numbers_of_simd_groups(simds: int) -> None:
+    case = make(Shape(H=6, K=2, D=64, dtype="F16"), [1, 1, 1], [5, 40, 130])
+    np.testing.assert_allclose(decode(case, simds=simds, partition=96, seed=simds), oracle(case), **TOLERANCE)
+
+
+def test_the_most_partitions() -> None:
+    case = make(Shape(H=2, K=1, D=48, dtype="BF16"), [1, 1], [1024, 993], M=64)
+    np.testing.assert_allclose(decode(case, partition=32), oracle(case), **TOLERANCE)
+
+
+def test_a_sequence_of_one_partition_is_left_alone_by_the_merge() -> None:
+    case = make(Shape(H=2, K=1, D=32, dtype="F16", window=20), [1, 1, 1], [30, 100, 64], M=8)
+    kernel = records.attention_merge(ROW, 3, told(case), partition=64)
+    out, partial = aligned((3, 2, 32), np.float32), aligned((3 * 2 * 2 * 34,), np.float32, 0)
+    for context, count in (([30, 100, 64], 3), ([30, 70, 64], 1)):  # windows of 20 keys in one partition; row 1 does not count
+        emulate(kernel, out, partial, _ints(context), _ints([count]))
+        assert (out.view(np.uint32) == 0xFFFFFFFF).all()
+    emulate(kernel, out, partial, _ints([30, 70, 64]), _ints([3]))
+    assert (out[::2].view(np.uint32) == 0xFFFFFFFF).all() and np.isnan(out[1]).all()  # 0 / 0: it has merged
+
+
+@pytest.mark.parametrize(
+    "shape", [Shape(H=4, K=1, D=32, dtype="BF16"), Shape(H=3, K=3, D=64, S=8, window=50), Shape(H=3, K=1, D=256, dtype="F16")], ids=str
+)
+def test_bits_of_prefill_do_not_depend_on_how_prompts_are_cut(shape: Shape) -> None:
+    whole = make(shape, [60], [130])
+    rows = prefill(whole)
+    np.testing.assert_allclose(rows, oracle(whole), **TOLERANCE)
+    for new, context in ((1, 130), (3, 97), (20, 96), (33, 120)):
+        first = context - new - 70  # row of `whole` that comes first in this cut
+        q = aligned((new, shape.H, shape.D), np.float32)
+        q[...] = whole.q[first : first + new]
+        cut = Case(shape, [new], [context], q, whole.cache, whole.tables, whole.keys, whole.values)
+        assert same(prefill(cut, seed=new), rows[first : first + new]), (new, context)
+
+
+def test_bits_of_prefill_do_not_depend_on_the_threadgroup() -> None:
+    case = ragged(SHAPES[6])
+    assert same(prefill(case, simds=2, seed=1), prefill(case, simds=8, seed=2))
+
+
+def test_rows_that_do_not_count_stay_as_they_are() -> None:
+    case = make(Shape(D=32, dtype="BF16"), [1, 1, 20, 5, 1], [80, 20, 20, 12, 70])
+    want = oracle(case)
+    out = decode(case, count=2, partition=64)
+    np.testing.assert_allclose(out[:2], want[:2], **TOLERANCE)
+    assert (out[2:].view(np.uint32) == 0xFFFFFFFF).all()
+    assert (decode(case, count=0).view(np.uint32) == 0xFFFFFFFF).all()
+    out = prefill(case, first=2, count=2)
+    np.testing.assert_allclose(out[2:27], want[2:27], **TOLERANCE)
+    assert (out[[0, 1, 27]].view(np.uint32) == 0xFFFFFFFF).all()
+    assert (prefill(case, first=2, count=0).view(np.uint32) == 0xFFFFFFFF).all()
+
+
+def test_large_scores_do_not_overflow() -> None:
+    case = make(Shape(D=32, dtype="F16"), [9, 1], [80, 70])
+    case.q *= 200
+    want = oracle(case)
+    for got, expected in ((prefill(case), want), (decode(case), want[case.starts[1:] - 1])):
+        assert np.isfinite(got).all()
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-2)  # a score of 2000 is rounded by 1e-4
+
+
+def test_a_broken_sequence_does_not_reach_others() -> None:
+    case = make(Shape(H=2, K=1, D=32, dtype="BF16"), [12, 1, 20], [70, 90, 80])
+    clean, ends = prefill(case), decode(case)
+    case.cache[case.tables[1, 1], :, :, 3] = 0xFFFF
+    dirty, broken = prefill(case, seed=1), decode(case, seed=1)
+    assert same(dirty[:12], clean[:12]) and same(dirty[13:], clean[13:]) and np.isnan(dirty[12]).all()
+    assert same(broken[::2], ends[::2]) and np.isnan(broken[1]).all()

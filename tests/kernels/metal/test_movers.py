@@ -1,0 +1,118 @@
+"""The Metal kernels that only move things: embed, kv_append, kv_copy, advance, verify_prefix, read. Everything here is exact."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.emulator.emulate import emulate
+from tests.kernels.calling import aligned, call
+from tinyvllm.ops.calls import metal_records as records
+from tinyvllm.ops.kernel import Kernel
+from tinyvllm.quant.formats import FORMATS, unpack
+
+ROW = "apple7"
+
+
+def int32(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
+def file_rows(weight: str, V: int, E: int) -> np.ndarray:
+    """uint8 [V, bytes] with all the bits a file could have, but no NaN and no infinity; the first row's halves are subnormal."""
+    if weight == "F32":
+        return numbers(V, E).view(np.uint8)
+    blocks = np.random.default_rng(1).integers(0, 256, (V, E // FORMATS[weight].elements, FORMATS[weight].nbytes), np.uint8)
+    for high in (1, 3) if weight == "Q4_K" else (1,):
+        blocks[..., high] &= 0xBF
+        blocks[0, :, high] &= 0x83
+    return blocks.reshape(V, -1)
+
+
+@pytest.mark.parametrize("weight", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K"])
+def test_embed_takes_rows_apart(weight: str) -> None:
+    V, E = 37, 512 if weight == "Q4_K" else 96
+    rows, tokens = file_rows(weight, V, E), int32(0, 36, 16, 9, 7)
+    values = rows.view(np.float32) if weight == "F32" else unpack(weight, rows.reshape(-1, FORMATS[weight].nbytes)).reshape(V, E)
+    x = aligned((5, E), np.float32)
+    emulate(records.embed(ROW, weight, 5, V, E), x, rows, tokens, int32(4))
+    np.testing.assert_array_equal(x[:4], values[tokens[:4]].astype(np.float32))
+    assert np.isnan(x[4]).all(), "rows that are not meant stay as they are"
+
+
+def test_embed_of_a_token_outside_the_vocabulary_is_nan() -> None:
+    x = aligned((4, 96), np.float32, 0)
+    emulate(records.embed(ROW, "BF16", 4, 37, 96), x, file_rows("BF16", 37, 96), int32(-1, 37, 2**31 - 1, 5), int32(4))
+    assert np.isnan(x[:3]).all() and np.isfinite(x[3]).all()
+
+
+@pytest.mark.parametrize("cache", ["F32", "F16", "BF16"])
+def test_kv_append_writes_what_the_cpus_does(cache: str) -> None:
+    P, K, S, D, T = 3, 2, 8, 48, 5
+    k, v = numbers(T, K, D, seed=1), numbers(T, K, D, seed=2)
+    k[0, 0, :4] = 1 + 2.0**-11, 1 + 2.0**-8, 1 + 3 * 2.0**-11, 1 + 3 * 2.0**-8  # halfway between neighbours
+    k[0, 1, :4] = 2.0**-16, 70000, np.inf, -np.inf
+    pools = [aligned((P, 2, K, S, D), np.float32 if cache == "F32" else np.uint16) for _ in range(2)]
+    sizes, ins = {"K": K, "S": S, "D": D, "CACHE_TYPE": cache}, (k, v, int32(9, 0, 23, 7, 16), int32(4))
+    emulate(records.kv_append(ROW, T, K, S, D, cache), pools[0], aligned((4,), np.float32), *ins)
+    call(Kernel.cpu("kv_append", "plain", 2, 4, **sizes), pools[1], pools[1], *ins)
+    np.testing.assert_array_equal(pools[0].view(np.uint8), pools[1].view(np.uint8))
+
+
+@pytest.mark.parametrize("block", [20000, 16384, 48])
+def test_kv_copy_copies_the_pairs_that_count(block: int) -> None:
+    pool = np.random.default_rng(3).integers(0, 2**16, (6, block // 2), np.uint16)
+    expected = pool.copy()
+    expected[[4, 0]] = expected[[1, 3]]
+    emulate(records.kv_copy(ROW, 3, block), pool, int32(1, 4, 3, 0, 2, 5), int32(2))
+    np.testing.assert_array_equal(pool, expected)
+
+
+def test_advance_prepares_the_next_step() -> None:
+    B, M, S, rounds, scratch = 37, 2, 4, 2, 999
+    random = np.random.default_rng(4)
+    state = [random.integers(0, 9, B).astype(np.int32) for _ in range(4)] + [np.full((rounds, B), -9, np.int32), int32(0)]
+    state[0][36] = state[1][36] = -7
+    theirs, tables = [array.copy() for array in state], random.integers(0, 50, (B, M)).astype(np.int32)
+    sizes = {"B": B, "M": M, "S": S, "SCRATCH_SLOT": scratch, "N": rounds}
+    for turn in range(rounds + 1):  # in the last one the history is full
+        ins = (random.integers(-1, 99, B).astype(np.int32), tables, int32(36))
+        emulate(records.advance(ROW, B, M, S, rounds, scratch), *state, *ins, seed=turn)
+        call(Kernel.cpu("advance", "plain", 6, 3, **sizes), *theirs, *ins)
+        for ours, other in zip(state, theirs, strict=True):
+            np.testing.assert_array_equal(ours, other)
+    assert state[5][0] == rounds + 1 and state[1][36] == -7 and scratch in state[2]
+
+
+@pytest.mark.parametrize("drafts", [1, 5, 70])
+def test_verify_prefix_accepts_what_the_target_drew(drafts: int) -> None:
+    B, count = 9, 8
+    random = np.random.default_rng(drafts)
+    chosen = random.integers(0, 50, (B, drafts + 1)).astype(np.int32)
+    drafted, lengths = np.ascontiguousarray(chosen[:, :drafts]), random.integers(0, drafts + 1, B).astype(np.int32)
+    lengths[0], lengths[1:4] = 0, drafts
+    drafted[1, 0] += 1
+    drafted[2, drafts - 1] += 1
+    for b in range(4, count):
+        drafted[b, random.integers(0, drafts)] += b % 3
+    chosen[4, 0] = drafted[4, 0] = -1
+    accepted, following = aligned((B,), np.int32), aligned((B,), np.int32)
+    emulate(records.verify_prefix(ROW, B, drafts), accepted, following, drafted, chosen, lengths, int32(count), seed=drafts)
+    for b in range(count):
+        same = 0
+        while same < lengths[b] and drafted[b, same] == chosen[b, same] >= 0:
+            same += 1
+        assert (accepted[b], following[b]) == (same, chosen[b, same])
+    assert accepted[0] == accepted[1] == 0 and accepted[2] == drafts - 1 and accepted[3] == drafts
+    assert accepted[8] == -1, "a sequence that is not meant"
+
+
+@pytest.mark.parametrize("words", [1024 * 5 + 700, 5])
+def test_read_reaches_every_word(words: int) -> None:
+    data, sums = np.random.default_rng(5).integers(0, 2**32, (words, 4), np.uint32), aligned((3,), np.uint32)
+    emulate(records.read(ROW, words, 3), sums, data)
+    assert sums.sum(dtype=np.uint32) == data.sum(dtype=np.uint32)

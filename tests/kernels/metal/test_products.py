@@ -1,0 +1,414 @@
+"""The Metal kernels for products, in the emulator, against float64 sums over the very weights that a file's reader unpacks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from tests.emulator.emulate import emulate
+from tests.kernels.calling import aligned
+from tests.kernels.cuda.tiles import close, laid, numbers, one, same_bits, untouched
+from tinyvllm.ops.calls import metal_records as records
+from tinyvllm.ops.calls.metal_records import Cut
+from tinyvllm.ops.kernel import Kernel
+from tinyvllm.quant.formats import FORMATS, bf16_to_f32, unpack
+
+ROW, EPS, QK_EPS = "apple7", 1e-5, 1e-6
+NAMES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K")
+SHAPES = [(1, 288), (2, 1056), (5, 544), (8, 96), (16, 288)]  # rows of x, columns: short last steps, less than a step
+CUTS = {1: Cut(2, 3), 2: Cut(8, 2), 5: Cut(1, 4, staged=True), 8: Cut(4, 4, 2, True), 16: Cut(2, 4, 2)}
+
+
+def poison(*shape: int, dtype: object = np.float32) -> np.ndarray:
+    return aligned(shape, dtype)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """`rows` uint8 [O, bytes] as in a file, `values` float64 [O, I]."""
+
+    format: str
+    rows: np.ndarray
+    values: np.ndarray
+
+
+def weight_of(O: int, I: int, format: str, seed: int = 0) -> Weight:
+    known = FORMATS[format]
+    if format == "Q4_K":  # nobody packs it here: any bits but those of the scales are a block
+        rng = np.random.default_rng([seed, O, I])
+        blocks = rng.integers(0, 256, (O * I // 256, 144), dtype=np.uint8)
+        blocks[:, :4] = rng.uniform(0.001, 0.01, (len(blocks), 2)).astype(np.float16).view(np.uint8)
+    else:
+        assert known.pack is not None
+        blocks = known.pack(np.ascontiguousarray(numbers(O, I, seed=seed).reshape(-1, known.elements)))
+    blocks = blocks.reshape(-1, known.nbytes)
+    return Weight(format, laid(blocks.reshape(O, -1)), unpack(format, blocks).reshape(O, I).astype(np.float64))
+
+
+def columns(I: int, format: str) -> int:
+    """I, counted up to what the format allows."""
+    return -(-I // 256) * 256 if format == "Q4_K" else I
+
+
+def product(x: np.ndarray, weight: Weight) -> tuple[np.ndarray, np.ndarray]:
+    """x times weight transposed, and the sums of the absolute products."""
+    return x @ weight.values.T, np.abs(x) @ np.abs(weight.values).T + 1e-20
+
+
+def normed(x: np.ndarray, norm: np.ndarray) -> np.ndarray:
+    return x * norm / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + EPS)
+
+
+def joined(*weights: Weight) -> Weight:
+    return replace(weights[0], rows=np.concatenate([w.rows for w in weights]), values=np.concatenate([w.values for w in weights]))
+
+
+def gelu(y: np.ndarray) -> np.ndarray:
+    return 0.5 * y * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3)))
+
+
+# --- matvec
+
+
+def matvec(kernel: Kernel, x: np.ndarray, weight: Weight, *more: np.ndarray, rows: int | None = None, seed: int = 0) -> np.ndarray:
+    out = poison(len(x), len(weight.rows))
+    emulate(kernel, out, x, weight.rows, *more, one(len(x) if rows is None else rows), seed=seed)
+    return out
+
+
+@pytest.mark.parametrize("format", NAMES)
+@pytest.mark.parametrize("T, I", SHAPES)
+def test_matvec(T: int, I: int, format: str) -> None:
+    O, I = 21, columns(I, format)
+    weight, x = weight_of(O, I, format), numbers(T, I)
+    close(matvec(records.matvec(ROW, format, T, O, I, cut=CUTS[T]), x, weight, seed=T), *product(x, weight))
+
+
+@pytest.mark.parametrize("bias, residual, gelu_too", [(1, 0, 0), (0, 1, 0), (1, 1, 1)])
+def test_matvec_ends_with_bias_gelu_and_residual(bias: int, residual: int, gelu_too: int) -> None:
+    T, O, I = 3, 21, 96
+    weight, x, b, r = weight_of(O, I, "BF16"), numbers(T, I), numbers(O, seed=1), numbers(T, O, seed=2)
+    kernel = records.matvec(ROW, "BF16", T, O, I, bool(bias), bool(residual), bool(gelu_too))
+    got = matvec(kernel, x, weight, *[b][:bias], *[r][:residual])
+    y, size = product(x, weight)
+    y = y + b * bias
+    close(got, (gelu(y) if gelu_too else y) + r * residual, size + 2)
+
+
+@pytest.mark.parametrize("format", NAMES)
+def test_a_row_has_the_same_bits_in_any_company(format: str) -> None:
+    """Alone and among sixteen, at another place, with x read by each or staged, with work cut in other ways."""
+    O, I = 19, columns(1312, format)
+    weight, x = weight_of(O, I, format), numbers(16, I)
+    want = matvec(records.matvec(ROW, format, 16, O, I), x, weight)
+    for first, T, cut in (
+        (5, 1, Cut(4, 2)), (15, 1, Cut(1, 1)), (2, 2, Cut(8, 2)), (3, 4, Cut(2, 2, staged=True)), (7, 9, Cut(2, 4, 2)),
+    ):  # fmt: skip
+        same_bits(
+            matvec(records.matvec(ROW, format, T, O, I, cut=cut), laid(x[first : first + T]), weight, seed=T), want[first : first + T]
+        )
+
+
+@pytest.mark.parametrize("T", [1, 4, 16])
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_rows_behind_the_last_are_left_alone(rows: int, T: int) -> None:
+    weight, x, rows = weight_of(10, 64, "Q8_0"), numbers(T, 64), min(rows, T)
+    x[rows:] = np.nan
+    out = matvec(records.matvec(ROW, "Q8_0", T, 10, 64), x, weight, rows=rows)
+    assert np.isfinite(out[:rows]).all() and untouched(out[rows:])
+
+
+@pytest.mark.parametrize("format", ("BF16", "Q4_0"))
+def test_what_is_not_finite_makes_its_row_so_and_no_other(format: str) -> None:
+    weight, x = weight_of(8, 64, format), numbers(4, 64)
+    x[1, 33], x[2, 5] = np.nan, np.inf
+    out = matvec(records.matvec(ROW, format, 4, 8, 64), x, weight)
+    assert np.isnan(out[1]).all() and not np.isfinite(out[2]).any() and np.isfinite(out[[0, 3]]).all()
+
+
+@pytest.mark.parametrize("format", ("Q8_0", "Q4_0", "Q4_K"))
+def test_every_weight_is_exact(format: str) -> None:
+    """Rows of x with a single 1 bring out the weights themselves: every column of every format finds its x."""
+    I = columns(544, format)
+    weight = weight_of(3, I, format)
+    for first in range(0, I, 48):  # first and second halves of blocks by turns
+        x = laid(np.eye(16, I, first, dtype=np.float32))
+        out = matvec(records.matvec(ROW, format, 16, 3, I, cut=Cut(2, 2, staged=True)), x, weight)
+        picked = np.zeros((16, 3))
+        picked[: min(16, I - first)] = weight.values[:, first : first + 16].T
+        assert (out == picked).all()
+
+
+# --- norm_gate_up_silu
+
+
+def gate_up(
+    kernel: Kernel, x: np.ndarray, norm: np.ndarray, weights: list[Weight], *bias: np.ndarray, rows: int | None = None
+) -> np.ndarray:
+    out = poison(len(x), len(weights[0].rows))
+    emulate(kernel, out, x, norm, *(w.rows for w in weights), *bias, one(len(x) if rows is None else rows), seed=len(x))
+    return out
+
+
+def gated(y: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    (gate, up), (of_gate, of_up) = np.split(y, 2, axis=1), np.split(size, 2, axis=1)
+    return gate / (1 + np.exp(-gate)) * up, of_gate * np.abs(up) + np.abs(gate) * of_up + np.abs(gate * up)
+
+
+@pytest.mark.parametrize("T, E, format", [(*shape, format) for shape, format in zip(SHAPES * 2, NAMES * 2, strict=False)])
+def test_norm_gate_up_silu(T: int, E: int, format: str) -> None:
+    F, E, bias, rows = 13, columns(E, format), T % 2, T - (T > 2)
+    weights, x, norm, b = [weight_of(F, E, format, seed) for seed in (0, 1)], numbers(T, E), numbers(E, seed=1), numbers(2, F, seed=2)
+    cut = replace(CUTS[T], rows=max(2, CUTS[T].rows))
+    kernel = records.norm_gate_up_silu(ROW, format, T, E, F, f"{EPS}f", bool(bias), cut)
+    got = gate_up(kernel, x, norm, weights, *[laid(b[0]), laid(b[1])][: 2 * bias], rows=rows)
+    y, size = product(normed(x, norm), joined(*weights))
+    want, size = gated(y + b.reshape(-1) * bias, size)
+    close(got[:rows], want[:rows], size[:rows])
+    assert untouched(got[rows:])
+
+
+@pytest.mark.parametrize("format", ["BF16", "Q4_0"])
+def test_a_gated_row_has_the_same_bits_in_any_company(format: str) -> None:
+    F, E = 9, 1056
+    weights, x, norm = [weight_of(F, E, format, seed) for seed in (0, 1)], numbers(16, E), numbers(E, seed=1)
+
+    def run(T: int, first: int, cut: Cut | None = None) -> np.ndarray:
+        kernel = records.norm_gate_up_silu(ROW, format, T, E, F, f"{EPS}f", cut=cut)
+        return gate_up(kernel, laid(x[first : first + T]), norm, weights)
+
+    want = run(16, 0)
+    for T, first, cut in ((1, 6, None), (2, 9, None), (3, 3, None), (8, 8, Cut(8, 2)), (5, 1, Cut(2, 4, 2, True))):
+        same_bits(run(T, first, cut), want[first : first + T])
+
+
+# --- norm_qkv_rope_store, rope_store
+
+H, K, S, P = 3, 2, 8, 4  # heads of q and of k, slots a block, blocks
+NUMBER = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+
+
+class Case:
+    """Arguments of one call, and what should come of it."""
+
+    def __init__(self, T: int, E: int, D: int, R: int, format: str, bias: int, qk_norm: int) -> None:
+        self.T, self.D, self.R, self.bias, self.qk_norm, self.format = T, D, R, bias, qk_norm, format
+        self.x, self.norm = numbers(T, E), numbers(E, seed=1)
+        self.weights = [weight_of(heads * D, E, format, seed) for seed, heads in enumerate((H, K, K))]
+        self.biases, self.norms, self.angles = numbers((H + 2 * K) * D, seed=2), numbers(2, D, seed=3), numbers(T, R, seed=4)
+        self.slots = laid(np.random.default_rng(5).permutation(P * S)[:T].astype(np.int32))
+
+    def heads(self, cache: str) -> records.Heads:
+        return records.Heads(H, K, self.D, S, self.R, cache, bool(self.bias), bool(self.qk_norm), f"{QK_EPS}f")
+
+    def _behind(self, some: slice, rows: int) -> list[np.ndarray]:
+        parts = np.split(self.biases, [H * self.D, (H + K) * self.D])
+        ins = [laid(part) for part in parts][: 3 * self.bias] + [laid(self.norms[0]), laid(self.norms[1])][: 2 * self.qk_norm]
+        return ins + [laid(self.angles[some])][: self.R] + [laid(self.slots[some]), one(rows)]
+
+    def run(self, T: int, cache: str, first: int = 0, rows: int | None = None, cut: Cut | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Rows `first` to first + T - 1 -> q [T, H, D], pool [P, 2, K, S, D] as stored."""
+        some = slice(first, first + T)
+        q, pool = poison(T, H, self.D), poison(P, 2, K, S, self.D, dtype=NUMBER[cache])
+        kernel = records.norm_qkv_rope_store(ROW, self.format, T, self.x.shape[1], self.heads(cache), f"{EPS}f", cut)
+        ins = [laid(self.x[some]), self.norm, *(w.rows for w in self.weights), *self._behind(some, T if rows is None else rows)]
+        emulate(kernel, q, pool, pool, *ins, seed=T)
+        return q, pool
+
+    def rope_store(self, y: np.ndarray, cache: str, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        q, pool = poison(self.T, H, self.D), poison(P, 2, K, S, self.D, dtype=NUMBER[cache])
+        emulate(records.rope_store(ROW, self.T, self.heads(cache)), q, pool, pool, y, *self._behind(slice(None), rows), seed=rows)
+        return q, pool
+
+    def product(self) -> tuple[np.ndarray, np.ndarray]:
+        return product(normed(self.x, self.norm), joined(*self.weights))
+
+    def wanted(self, y: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """float64 [T, H + 2 K, D] out of the products, and how large the sums behind it are."""
+        heads, size = ((v.reshape(self.T, H + 2 * K, self.D)) for v in (y + self.biases * self.bias, size + 1))
+        for index in range(H + K):
+            head, s = heads[:, index], size[:, index]
+            if self.qk_norm:
+                inverse = 1 / np.sqrt((head**2).mean(-1, keepdims=True) + QK_EPS)
+                weight = self.norms[int(index >= H)]
+                head[:], s[:] = head * inverse * weight, s * inverse * np.abs(weight)
+            half = self.R // 2
+            cosine, sine, a, b = self.angles[:, :half], self.angles[:, half:], head[:, :half].copy(), head[:, half : self.R].copy()
+            head[:, :half], head[:, half : self.R] = a * cosine - b * sine, b * cosine + a * sine
+            s[:, : self.R] = np.tile(np.abs(cosine) + np.abs(sine), 2) * s.max(-1, keepdims=True)
+        return heads, size
+
+    def check(self, q: np.ndarray, pool: np.ndarray, cache: str, rows: int, y: np.ndarray, size: np.ndarray) -> None:
+        want, size = self.wanted(y, size)
+        close(q[:rows], want[:rows, :H], size[:rows, :H])
+        assert untouched(q[rows:])
+        at = self.slots[:rows]
+        stored = by_slot(pool)
+        values = bf16_to_f32(stored[at]) if cache == "BF16" else stored[at].astype(np.float32)
+        rounding = {"F32": 0, "F16": 2**-11, "BF16": 2**-8}[cache] * np.abs(want[:rows, H:])
+        close(values, want[:rows, H:], size[:rows, H:] + rounding / 2e-6)
+        assert untouched(np.delete(stored, at, axis=0))
+
+
+def by_slot(pool: np.ndarray) -> np.ndarray:
+    return pool.transpose(0, 3, 1, 2, 4).reshape(P * S, 2 * K, -1)
+
+
+HEADS = [  # D, R, bias, qk_norm, cache
+    (32, 32, 1, 0, "BF16"), (16, 16, 0, 0, "F16"), (16, 0, 1, 0, "F32"),
+    (32, 32, 0, 1, "F32"), (48, 16, 1, 1, "BF16"),
+]  # fmt: skip
+
+
+FEW = [(1, 96, "BF16"), (4, 544, "Q8_0"), (16, 64, "Q4_0"), (2, 256, "Q4_K")]  # T, E, format
+
+
+@pytest.mark.parametrize("heads, few", [(0, 0), (0, 2), (1, 1), (1, 3), (2, 0), (3, 0), (3, 1), (3, 2), (4, 1), (4, 2), (4, 3)])
+def test_norm_qkv_rope_store(heads: int, few: int) -> None:
+    (D, R, bias, qk_norm, cache), (T, E, format) = HEADS[heads], FEW[few]
+    case, rows = Case(T, E, D, R, format, bias, qk_norm), T - (T > 2)
+    q, pool = case.run(T, cache, rows=rows)
+    case.check(q, pool, cache, rows, *case.product())
+
+
+@pytest.mark.parametrize("qk_norm", [0, 1])
+def test_a_row_of_heads_has_the_same_bits_in_any_company(qk_norm: int) -> None:
+    case = Case(16, 544, 16, 16, "BF16", 1, qk_norm)
+    want_q, want_pool = case.run(16, "F32")
+    for T, first, cut in ((1, 3, None), (2, 6, Cut(2, 2)), (5, 11, Cut(2, 4, staged=True))):
+        q, pool = case.run(T, "F32", first, cut=cut)
+        at = case.slots[first : first + T]
+        same_bits(q, want_q[first : first + T])
+        same_bits(by_slot(pool)[at], by_slot(want_pool)[at])
+
+
+@pytest.mark.parametrize("D, R, bias, qk_norm, cache", HEADS)
+def test_rope_store(D: int, R: int, bias: int, qk_norm: int, cache: str) -> None:
+    case = Case(5, 32, D, R, "F32", bias, qk_norm)
+    y = numbers(5, (H + 2 * K) * D)
+    q, pool = case.rope_store(y, cache, 4)
+    case.check(q, pool, cache, 4, y.astype(np.float64), np.abs(y))
+
+
+# --- norm_head, best
+
+
+@pytest.mark.parametrize("format", ("BF16", "Q4_0", "Q4_K"))
+@pytest.mark.parametrize("N, E, V", [(1, 64, 37), (3, 544, 50), (16, 96, 19)])
+def test_norm_head(N: int, E: int, V: int, format: str) -> None:
+    E = columns(E, format)
+    weight, x, norm = weight_of(V, E, format), numbers(N + 4, E), numbers(E, seed=1)
+    index, count = np.random.default_rng(0).permutation(N + 4)[:N].astype(np.int32), N - (N > 2)
+    index[count:] = 1 << 30  # belongs to nobody
+    logits = poison(N, V)
+    emulate(records.norm_head(ROW, format, N, V, E, f"{EPS}f"), logits, x, norm, weight.rows, laid(index), one(count), seed=N)
+    close(logits[:count], *product(normed(x[index[:count]], norm), weight))
+    assert untouched(logits[count:])
+
+
+def best(logits: np.ndarray, count: int, parts: int) -> np.ndarray:
+    N, V = logits.shape
+    first, last, _ = records.best(ROW, N, V)
+    first, last = (
+        replace(k, grid=grid, defines=tuple({**dict(k.defines), "PARTS": parts}.items()))
+        for k, grid in ((first, (parts, N, 1)), (last, (N, 1, 1)))
+    )
+    ranks, indices, out = poison(N, parts, dtype=np.uint32), poison(N, parts, dtype=np.int32), poison(N, dtype=np.int32)
+    emulate(first, ranks, indices, logits, one(count), seed=parts)
+    emulate(last, out, ranks, indices, one(count), seed=parts)
+    return out
+
+
+@pytest.mark.parametrize("parts, V", [(1, 70), (3, 1001), (5, 1300), (32, 257)])
+def test_best(parts: int, V: int) -> None:
+    logits = numbers(7, V)
+    logits[1, [V // 2, V - 1]] = 9.0  # the lowest of equals
+    logits[2] = -np.inf  # there is none
+    logits[3, V // 3] = -np.nan
+    logits[4], logits[4, 5:8] = -1.0, (-0.0, 0.0, -0.0)
+    logits[5], logits[5, V - 2] = -np.inf, -3e38
+    got = best(logits, 6, parts)
+    assert got[:6].tolist() == [logits[0].argmax(), V // 2, -1, -1, 5, V - 2] and untouched(got[6:])
+
+
+def test_parts_of_a_vocabulary_cover_it() -> None:
+    assert [records.best(ROW, 1, V)[2] for V in (10, 4096, 4097, 128256, 1 << 18)] == [1, 1, 2, 32, 32]
+
+
+# --- matmul
+
+
+def matmul(kernel: Kernel, O: int, x: np.ndarray, *ins: np.ndarray, rows: int, T: int | None = None, seed: int = 0) -> np.ndarray:
+    out = poison(T or len(x), O)
+    emulate(kernel, out, x, *ins, one(rows), seed=seed)
+    return out
+
+
+@pytest.mark.parametrize("format", NAMES)
+@pytest.mark.parametrize("T, O, I, tile", [(35, 70, 96, 32), (17, 37, 288, 64)])
+def test_matmul(T: int, O: int, I: int, tile: int, format: str) -> None:
+    I = columns(I, format)
+    weight, x, rows = weight_of(O, I, format), numbers(T, I), T - 2
+    x[rows:] = np.nan
+    got = matmul(records.matmul(ROW, format, T, O, I, tile=tile), O, x, weight.rows, rows=rows, seed=T)
+    want, size = product(x[:rows], weight)
+    close(got[:rows], want, size)
+    assert untouched(got[rows:])
+
+
+@pytest.mark.parametrize("tile", [32, 64])
+def test_matmul_ends_with_norm_bias_gelu_and_residual(tile: int) -> None:
+    T, O, I = 40, 66, 64
+    weight, x, norm, b, r = weight_of(O, I, "F16"), numbers(T, I), numbers(I, seed=3), numbers(O, seed=1), numbers(T, O, seed=2)
+    kernel = records.matmul(ROW, "F16", T, O, I, True, True, True, eps=f"{EPS}f", tile=tile)
+    y, size = product(normed(x, norm), weight)
+    close(matmul(kernel, O, x, norm, weight.rows, b, r, rows=T), gelu(y + b) + r, size + 2)
+
+
+@pytest.mark.parametrize("bias", [0, 1])
+def test_matmul_of_gate_and_up(bias: int) -> None:
+    T, F, E = 33, 45, 96
+    weights, x, norm, b = [weight_of(F, E, "Q8_0", seed) for seed in (0, 1)], numbers(T, E), numbers(E, seed=1), numbers(2, F, seed=2)
+    kernel = records.matmul(ROW, "Q8_0", T, F, E, bool(bias), silu=True, eps=f"{EPS}f")
+    got = matmul(kernel, F, x, norm, *(w.rows for w in weights), *[laid(b[0]), laid(b[1])][: 2 * bias], rows=T)
+    y, size = product(normed(x, norm), joined(*weights))
+    close(got, *gated(y + b.reshape(-1) * bias, size))
+
+
+def test_matmul_of_three_matrices_and_of_gathered_rows() -> None:
+    """As ahead of rope_store, and as the head's."""
+    case, T = Case(19, 96, 16, 16, "BF16", 0, 0), 19
+    O, I = (H + 2 * K) * 16, 96
+    kernel = records.matmul(ROW, "BF16", T, O, I, eps=f"{EPS}f", borders=(H * 16, (H + K) * 16))
+    close(matmul(kernel, O, case.x, case.norm, *(w.rows for w in case.weights), rows=T), *case.product())
+    index = np.random.default_rng(0).integers(0, T, 21).astype(np.int32)
+    index[20] = 1 << 30  # behind the last
+    weight = weight_of(30, I, "Q4_0")
+    kernel = records.matmul(ROW, "Q4_0", 21, 30, I, eps=f"{EPS}f", gather=True)
+    got = matmul(kernel, 30, case.x, case.norm, laid(index), weight.rows, rows=20, T=21)
+    close(got[:20], *product(normed(case.x[index[:20]], case.norm), weight))
+    assert untouched(got[20:])
+
+
+def test_a_row_of_matmul_does_not_depend_on_the_others() -> None:
+    T, O, I = 70, 20, 160
+    weight, x = weight_of(O, I, "BF16"), numbers(T, I)
+    want = matmul(records.matmul(ROW, "BF16", T, O, I), O, x, weight.rows, rows=T)
+    same_bits(matmul(records.matmul(ROW, "BF16", 20, O, I), O, laid(x[50:]), weight.rows, rows=20), want[50:])
+
+
+# --- what a launch may have
+
+
+def test_variants_fit_a_threadgroup() -> None:
+    """Threads, registers and threadgroup memory of what is taken and of what may be tried."""
+    for T in range(1, 17):
+        for D, qk_norm in ((64, False), (96, True), (128, True), (256, True)):
+            heads = records.Heads(32, 8, D, 16, D, "BF16", False, qk_norm, "1e-6f")
+            for cut in [*records.cuts(T), *(found := records.cuts_for_heads(T, 4096, heads))]:
+                assert cut.simds % cut.teams == 0 and cut.simds <= 16 and cut.rows >= 2 and cut.rows * cut.part(T) <= 64
+            assert all(cut.memory(T, 4096) + 4 * T * D * qk_norm <= records.THREADGROUP_BYTES for cut in found)
+            taken = dict(records.norm_qkv_rope_store(ROW, "Q4_0", T, 4096, heads, "1e-5f").defines)
+            assert (taken["ROWS"], taken["SIMDS"], taken["TEAMS"]) == (found[0].rows, found[0].simds, found[0].teams)
