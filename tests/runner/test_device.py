@@ -2,6 +2,7 @@
 
 import pytest
 
+from tinyvllm.errors import ArgumentError
 from tinyvllm.runner import device
 
 
@@ -22,3 +23,10 @@ def test_auto(monkeypatch, dev, platform, machine, gpus, expected):
     monkeypatch.setattr(device, "_cuda_devices", lambda: gpus)
     assert device.choose_device("auto") == expected
     assert device.choose_device("CUDA:1") == "CUDA:1"
+
+
+@pytest.mark.parametrize("dev", ["CUDA:1", "CUDA;CPU", "CPU:LLVM"])
+def test_what_means_something_else_to_tinygrad_is_refused(monkeypatch, dev):
+    monkeypatch.setenv("DEV", dev)
+    with pytest.raises(ArgumentError, match=f"DEV={dev}: expected the name of a device"):
+        device.choose_device("auto")

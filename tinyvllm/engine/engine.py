@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from tinyvllm.sampling.sampler import SamplingFlags
 
 
+# tinygrad's state of a capture under way is the process's, so engines in several threads take turns. They would in any case: a device does
+# one step at a time.
+_TURN = threading.RLock()
 _SMALLER = "lower --num-blocks or --kv-memory, or take --quantization q8_0 or q4_0"
 
 
@@ -47,7 +51,8 @@ class Engine:
         from tinyvllm.sampling.sampler import Sampler
 
         try:
-            self.runner = Runner(config, device, progress)
+            with _TURN:
+                self.runner = Runner(config, device, progress)
         except MemoryError as error:
             raise OutOfMemoryError(f"engine: the model and its cache do not fit {device}: {error}; {_SMALLER}") from error
         self.config = replace(config, device=device, max_model_len=self.runner.max_model_len)
@@ -124,11 +129,12 @@ class Engine:
         the last one are looked at. What it computes for a sequence that turns out to have ended is surplus; it may write into blocks
         that are given away meanwhile, but whoever gets them writes behind it.
         """
-        if self._ahead is None or not self._follow(self._ahead):
-            schedule = self.scheduler.schedule()
-            self._settle(schedule)
-            if not schedule.empty:
-                self._run(schedule)
+        with _TURN:
+            if self._ahead is None or not self._follow(self._ahead):
+                schedule = self.scheduler.schedule()
+                self._settle(schedule)
+                if not schedule.empty:
+                    self._run(schedule)
         return self._outputs()
 
     def _follow(self, before: Launched) -> bool:
@@ -270,7 +276,8 @@ class Engine:
             size = self.config.max_num_batched_tokens
             starts = range(0, len(token_ids), size)
             entries = [Scheduled(sequence, start, min(size, len(token_ids) - start), False) for start in starts]
-            return np.concatenate([self.runner.prompt_logits(entry) for entry in entries])
+            with _TURN:
+                return np.concatenate([self.runner.prompt_logits(entry) for entry in entries])
         finally:
             pool.release(sequence.block_table)
 

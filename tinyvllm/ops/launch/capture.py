@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -19,9 +18,6 @@ from tinyvllm.ops.launch.gpu import copies_of
 from tinyvllm.ops.launch.indirect_graph import IndirectGraph
 from tinyvllm.ops.launch.line_graph import LineGraph
 from tinyvllm.ops.launch.metal_queue import Landing, queue_of
-
-
-_capturing = threading.RLock()  # what tinygrad has of a capture under way is the process's, and two engines may have a thread each
 
 
 class Captured:
@@ -54,10 +50,6 @@ class Captured:
         return self._jit.captured([tensor.uop.base for tensor in tensors], values)
 
     def _first(self, *tensors: Tensor, **values: int) -> Any:
-        with _capturing:
-            return self._capture(*tensors, **values)
-
-    def _capture(self, *tensors: Tensor, **values: int) -> Any:
         bound = {name: UOp.variable(name, *self._variables[name]).bind(value) for name, value in values.items()}
         with Context(JIT_BATCH_SIZE=0):
             self._result = self._jit(*tensors, **bound)
