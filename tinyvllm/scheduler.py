@@ -132,7 +132,9 @@ class Scheduler:
         first.
         """
         entries = [Scheduled(entry.sequence, entry.sequence.num_computed, 1, True) for entry in schedule.entries]
-        if (self.waiting and self._free_rows) or any(entry.sequence.status is not Status.RUNNING for entry in entries) or len(entries) != len(self.running):
+        if (self.waiting and self._free_rows) or len(entries) != len(self.running):
+            return None
+        if any(entry.sequence.status is not Status.RUNNING for entry in entries):
             return None
         if any(entry.start + 1 >= self.limits.max_model_len for entry in entries):
             return None

@@ -9,6 +9,7 @@ import pytest
 from tinygrad import GlobalCounters, Tensor, dtypes
 
 from tests.kernels.calling import aligned, call
+from tests.ops.inputs import device_bytes
 from tinyvllm.errors import ModelError
 from tinyvllm.ops.kernel import Kernel
 from tinyvllm.ops.toolchain import cpu_features
@@ -17,6 +18,7 @@ from tinyvllm.ops.weight import (
     PACKED,
     PackedWeight,
     RowWeight,
+    StoredWeight,
     convert_rows,
     pack_panels,
     packable,
@@ -184,3 +186,15 @@ def test_what_cannot_be_packed_says_why():
         panel_bytes("F16", 16, 33)
     with pytest.raises(ModelError, match="quantized to Q8_0 or Q4_0, not to Q6_K"):
         quantize_rows("Q6_K", np.zeros((1, 256), np.float32))
+
+
+def test_q4_k_rows_are_read_as_they_lie():
+    """Of any bytes whose two halves are finite."""
+    blocks = np.random.default_rng(0).integers(0, 256, (6, 144), np.uint8)
+    blocks[:, [1, 3]] &= 0xBF
+    weight = RowWeight(device_bytes(blocks), "Q4_K", 3, 512)
+    want = unpack("Q4_K", blocks).reshape(3, 512)
+    np.testing.assert_allclose(weight.dense().numpy(), want, atol=1e-6 * np.abs(want).max())
+    both = StoredWeight((weight, RowWeight(device_bytes(blocks[:2]), "Q4_K", 1, 512)))
+    assert (both.O, both.I, both.format) == (4, 512, "Q4_K")
+    np.testing.assert_array_equal(both.dense().numpy()[3], weight.dense().numpy()[0])

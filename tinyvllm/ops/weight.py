@@ -28,6 +28,7 @@ PANEL = 16  # rows of a panel
 BLOCK = 32  # numbers that the kernels take at a time; Q8_0 and Q4_0 have one scale for as many
 FLOATS = ("F32", "F16", "BF16")
 PACKED = (*FLOATS, "Q8_0", "Q4_0")
+STORED = ("Q8_0", "Q4_0", "Q4_K")  # packed formats that are also computed on in the rows of a file
 
 
 # --- sizes
@@ -175,6 +176,8 @@ class RowWeight:
 
     def dense(self) -> Tensor:
         """float32 [O, I], lazy, made by moves, bitcasts and arithmetic alone."""
+        if self.format == "Q4_K":
+            return _q4_k_values(self.tensor.reshape(-1, FORMATS["Q4_K"].nbytes)).reshape(self.O, self.I)
         return _values(self.format, *self._row_parts())
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -224,7 +227,7 @@ def _values(format: str, numbers: Tensor, quants: Tensor | None = None) -> Tenso
         return _little_endian(numbers, 4).bitcast(dtypes.float32)
     if format == "BF16":
         return (_little_endian(numbers, 2) << 16).bitcast(dtypes.float32)  # no bfloat16: not every device has it
-    half = _little_endian(numbers, 2).cast(dtypes.uint16).bitcast(dtypes.float16).cast(dtypes.float32)
+    half = _half(_little_endian(numbers, 2))
     if quants is None:
         return half
     if format == "Q8_0":
@@ -233,6 +236,22 @@ def _values(format: str, numbers: Tensor, quants: Tensor | None = None) -> Tenso
         pairs = quants.reshape(*half.shape, BLOCK // 2)
         whole = Tensor.cat(pairs & 15, pairs // 16, dim=2).cast(dtypes.int32) - 8
     return (half.unsqueeze(2) * whole.cast(dtypes.float32)).reshape(int(half.shape[0]), -1)
+
+
+def _q4_k_values(blocks: Tensor) -> Tensor:
+    """uint8 [N, 144] -> float32 [N, 256]: eight parts of 32 numbers, each scale * q - minimum (quant/formats.py)."""
+    d, least = (_half(_little_endian(blocks[:, at : at + 2], 2)) for at in (0, 2))  # [N, 1]
+    six, quants = blocks[:, 4:16].cast(dtypes.int32), blocks[:, 16:].reshape(-1, 4, 32).cast(dtypes.int32)
+    low, high = six[:, :8], six[:, 8:]
+    scales = (low[:, :4] & 63).cat((high & 15) | ((low[:, :4] // 64) * 16), dim=1)
+    minimums = (low[:, 4:] & 63).cat((high // 16) | ((low[:, 4:] // 64) * 16), dim=1)
+    q = Tensor.stack(quants & 15, quants // 16, dim=2).reshape(-1, 8, 32)
+    scaled = (d * scales.cast(dtypes.float32)).unsqueeze(2) * q.cast(dtypes.float32)
+    return (scaled - (least * minimums.cast(dtypes.float32)).unsqueeze(2)).reshape(-1, 256)
+
+
+def _half(bits: Tensor) -> Tensor:
+    return bits.cast(dtypes.uint16).bitcast(dtypes.float16).cast(dtypes.float32)
 
 
 def _little_endian(data: Tensor, size: int) -> Tensor:

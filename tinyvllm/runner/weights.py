@@ -29,6 +29,7 @@ from tinyvllm.ops.toolchain import has_compiler
 from tinyvllm.ops.weight import (
     FLOATS,
     PANEL,
+    STORED,
     PackedWeight,
     RowWeight,
     StoredWeight,
@@ -41,7 +42,7 @@ from tinyvllm.ops.weight import (
 from tinyvllm.quant.formats import FORMATS
 from tinyvllm.runner.panels import KeptPanels
 from tinyvllm.weights.checkpoint import Checkpoint
-from tinyvllm.weights.load import dummy_tensors, load_rows, load_tensors, place_bytes
+from tinyvllm.weights.load import BLOCKS, dummy_tensors, load_rows, load_tensors, place_bytes
 from tinyvllm.weights.mapping import allocate, drop_pages
 
 DTYPE_FORMATS = {dtypes.float32: "F32", dtypes.float16: "F16", dtypes.bfloat16: "BF16"}
@@ -207,7 +208,7 @@ class WeightLoader:
         wanted, floats = self._plan.format, DTYPE_FORMATS[self._plan.dtype]
         if self._checkpoint is None:
             return _dummy_rows(recipe, wanted or floats)
-        format, rows = load_rows(self._checkpoint, recipe, self._plan.dtype)
+        format, rows = load_rows(self._checkpoint, recipe, self._plan.dtype, STORED if self._plan.stored else BLOCKS)
         target = wanted or (floats if format in FLOATS else format)
         if target == format:
             return format, rows

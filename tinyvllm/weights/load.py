@@ -41,7 +41,7 @@ _NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype(np.float32), "F16": np.dtype
 # tinygrad's CPU kernels load float32 in fours and float16 in fours with instructions that fault on less; bfloat16 one by one.
 _ALIGNMENT = {"F32": 16, "F16": 8, "BF16": 8}
 _CHUNK = 1 << 18  # elements converted at a time: 1 MiB of float32 stays in the second-level cache with its temporaries
-_BLOCKS = ("Q8_0", "Q4_0")  # packed formats that the kernels read; rows of the others are unpacked
+BLOCKS = ("Q8_0", "Q4_0")  # packed formats that all kernels read; rows of the others are unpacked
 _DROP_EVERY = 16  # chunks: faulting pages in again around every single drop costs more than the conversion
 _POOL = 1_048_573  # prime, so that no two rows of a dummy tensor begin at the same place
 
@@ -94,12 +94,12 @@ def load_tensors(
     return out
 
 
-def load_rows(checkpoint: Checkpoint, recipe: Recipe, dtype: DType) -> tuple[str, np.ndarray]:
+def load_rows(checkpoint: Checkpoint, recipe: Recipe, dtype: DType, packed: tuple[str, ...] = BLOCKS) -> tuple[str, np.ndarray]:
     """The matrix of one recipe [O, I] as rows of bytes: the name of its format and uint8 [O, bytes of a row], C-contiguous.
 
-    As stored (F32, F16, BF16, Q8_0, Q4_0) where the sources agree on one of these and the transform can be done in it; a view of the
-    mapped file where the transform is none or a slice of rows, and then the caller drops its pages when done. Otherwise in the format
-    of `dtype`, in memory of its own. Stored floats are not converted to `dtype`, only checked to fit it. Errors as `load_tensors`.
+    As stored (F32, F16, BF16 or one of the formats `packed`) where the sources agree on one of these and the transform can be done in it; a
+    view of the mapped file where the transform is none or a slice of rows, and then the caller drops its pages when done. Otherwise in the
+    format of `dtype`, in memory of its own. Stored floats are not converted to `dtype`, only checked to fit it. Errors as `load_tensors`.
     """
     wanted = _format_of_dtype(dtype)
     if len(recipe.shape) != 2:
@@ -107,7 +107,7 @@ def load_rows(checkpoint: Checkpoint, recipe: Recipe, dtype: DType) -> tuple[str
     _check_sources(checkpoint, [recipe])
     records = [checkpoint.tensors[source] for source in recipe.sources]
     try:
-        name, rows = _rows(recipe, records, wanted)
+        name, rows = _rows(recipe, records, wanted, packed)
     except FloatingPointError as error:
         raise ModelError(_beyond_float16(recipe)) from error
     if not is_mapped(rows):
@@ -199,12 +199,12 @@ def _beyond_float16(recipe: Recipe) -> str:
     return f"{_SPEAKER}: {recipe.name!r} holds numbers beyond float16's range; use bfloat16 or float32"
 
 
-def _rows(recipe: Recipe, records: list[TensorRecord], wanted: BlockFormat) -> tuple[str, np.ndarray]:
+def _rows(recipe: Recipe, records: list[TensorRecord], wanted: BlockFormat, packed: tuple[str, ...]) -> tuple[str, np.ndarray]:
     formats = {record.format for record in records}
     stored = FORMATS[records[0].format] if len(formats) == 1 else wanted
-    if stored.name in _BLOCKS and _moves_whole_rows(recipe, records):
-        packed = [record.data.reshape(record.shape[0], -1) for record in records]
-        return stored.name, np.ascontiguousarray(packed[0] if recipe.transform is None else recipe.transform(packed))
+    if stored.name in packed and _moves_whole_rows(recipe, records):
+        blocks = [record.data.reshape(record.shape[0], -1) for record in records]
+        return stored.name, np.ascontiguousarray(blocks[0] if recipe.transform is None else recipe.transform(blocks))
     if stored.name not in _NUMPY:
         stored = wanted
     array = _transformed(recipe, records, wanted)

@@ -28,25 +28,25 @@ FEW = records.FEW
 
 
 def refuses_table(table: RowWeight) -> str | None:
-    return _refuses_width(table.I)
+    return _refuses_width(table)
 
 
 def refuses_product(weight: StoredWeight) -> str | None:
-    return _refuses_width(weight.I) or (None if len(weight.parts) == 1 else "its projections are multiplied only together with their norm")
+    return _refuses_width(weight) or (None if len(weight.parts) == 1 else "its projections are multiplied only together with their norm")
 
 
 def refuses_qkv(weight: StoredWeight, norm: Norm, D: int) -> str | None:
     three = None if len(weight.parts) == 3 else f"its {len(weight.parts)} matrices are not q, k and v"
-    return _refuses_width(weight.I) or three or _refuses_norm(norm) or refuses_heads(D)
+    return _refuses_width(weight) or three or _refuses_norm(norm) or refuses_heads(D)
 
 
 def refuses_gate_up(weight: StoredWeight, norm: Norm) -> str | None:
     two = None if len(weight.parts) == 2 else f"its {len(weight.parts)} matrices are not gate and up"
-    return _refuses_width(weight.I) or two or _refuses_norm(norm)
+    return _refuses_width(weight) or two or _refuses_norm(norm)
 
 
 def refuses_head(weight: StoredWeight, norm: Norm) -> str | None:
-    return _refuses_width(weight.I) or _refuses_norm(norm)
+    return _refuses_width(weight) or _refuses_norm(norm)
 
 
 def refuses_heads(D: int) -> str | None:
@@ -72,8 +72,9 @@ def refuses_attention(cache: LayerCache, H: int) -> str | None:
     return f"{H // K} query heads share a key head, and at most 32 can" if H // K > 32 else None
 
 
-def _refuses_width(I: int) -> str | None:
-    return f"its {I} inputs are not a multiple of 32" if I % 32 else None
+def _refuses_width(weight: StoredWeight | RowWeight) -> str | None:
+    step = 256 if weight.format == "Q4_K" else 32
+    return f"its {weight.I} inputs are not a multiple of {step}" if weight.I % step else None
 
 
 def _refuses_norm(norm: Norm) -> str | None:

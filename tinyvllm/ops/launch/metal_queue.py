@@ -51,8 +51,8 @@ class Queue:
     def commit(self, work: Any) -> None:
         """Put a command buffer behind everything in flight."""
         work.commit()
-        self._prune()
         self._device.mtl_buffers_in_flight.append(work)
+        self._prune()
 
     def _prune(self) -> None:
         """Let go of command buffers that are done: tinygrad does so only where it waits for all. Where it profiles it wants to see them."""
@@ -68,12 +68,13 @@ class Queue:
         return status >= _DONE
 
     def wait(self, work: Any) -> None:
-        """Wait until this one command buffer has run. KernelError where it has failed."""
+        """Wait until this one command buffer has run. KernelError where it has failed, which is told once to who waits for the device."""
         from tinygrad.runtime.ops_metal import wait_check
 
         try:
             wait_check(work)
         except RuntimeError as error:
+            self._device.mtl_buffers_in_flight[:] = [other for other in self._device.mtl_buffers_in_flight if other != work]
             hint = "if a kernel is the cause, TINYVLLM_KERNELS=all=ref avoids it"
             raise KernelError(f"METAL: the work in flight failed: {error}; {hint}") from error
 
@@ -81,6 +82,17 @@ class Queue:
         """Whether nothing is in flight."""
         self._prune()
         return all(self.done(work) for work in self._device.mtl_buffers_in_flight)
+
+    def wait_for_all(self) -> None:
+        """Wait until nothing is in flight. KernelError where something has failed."""
+        for work in list(self._device.mtl_buffers_in_flight):
+            self.wait(work)
+        self._device.synchronize()
+
+    def settle(self) -> None:
+        """Wait until nothing is in flight, whatever becomes of it: for finalizers."""
+        for work in list(self._device.mtl_buffers_in_flight):
+            work.waitUntilCompleted()
 
     def mark(self) -> Landing:
         """A mark behind everything in flight."""
@@ -96,7 +108,7 @@ class Queue:
         start += to.offset
         with self._lock:
             if self.idle() or not _blits(start, array.nbytes):
-                self._device.synchronize()
+                self.wait_for_all()
                 ctypes.memmove(to.buf.contents() + start, array.ctypes.data, array.nbytes)
                 return
             block = self._block_for_upload(_room(array.nbytes))
@@ -120,7 +132,7 @@ class Queue:
         """
         with self._lock:
             if self.idle() or not _blits(source.offset, size):
-                self._device.synchronize()
+                self.wait_for_all()
                 return Delivery(self, None, size, ctypes.string_at(source.buf.contents() + source.offset, size))
             free = self._free.setdefault(_room(size), [])
             block = free.pop() if free else self._new_block(_room(size))

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import mmap
 import weakref
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -16,6 +17,7 @@ from tinygrad.dtype import DType, _from_np_dtype
 from tinygrad.uop.ops import buffers
 
 from tinyvllm.ops.launch.memory import buffer_of
+from tinyvllm.ops.launch.metal_queue import queue_of
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -91,7 +93,7 @@ def _pages_under(array: np.ndarray, device: str, alignment: int) -> Buffer | Non
         return None
     # external_ptr: tinygrad neither counts this memory nor lends it to others
     pages = Buffer(name, size, dtypes.uint8, ops_metal.MetalBuffer(made, size), BufferSpec(external_ptr=made.value))
-    weakref.finalize(pages, _let_go, opened.synchronize, array).atexit = False
+    weakref.finalize(pages, _let_go, queue_of(name).settle, array).atexit = False
     return pages
 
 
@@ -103,6 +105,6 @@ def _is_mapped(array: np.ndarray) -> bool:
     return isinstance(base.obj if isinstance(base, memoryview) else base, mmap.mmap)
 
 
-def _let_go(synchronize: Any, array: np.ndarray) -> None:
+def _let_go(settle: Callable[[], None], array: np.ndarray) -> None:
     """Wait for what may still read the array, which goes with the last reference to it: this one."""
-    synchronize()
+    settle()
