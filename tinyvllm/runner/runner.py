@@ -194,7 +194,7 @@ class Runner:
     @property
     def overlaps(self) -> bool:
         """Whether a launch comes back before the step has run, so that the host can do something else meanwhile."""
-        return self.device.split(":")[0] == "CUDA"
+        return self.device.split(":")[0] in ("CUDA", "METAL")
 
     def decode(self, step: PreparedStep, draw: Callable[[Tensor], Tensor], kind: Hashable, plain: bool) -> Reading:
         """Start a prepared step of decodes, draw its tokens and move on to the next step, all in one graph; the tokens int32 [B].

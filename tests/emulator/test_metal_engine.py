@@ -1,0 +1,81 @@
+"""The whole engine on the emulated Mac: the shipped Metal kernels as nodes of tinygrad's graphs, on tinygrad's own Metal device.
+
+The model is the bundled one, the CPU's kernels are the reference. Products do not round x here, so logits agree to some hundredths.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.emulator.metal_runtime import metal_device
+from tinyvllm import LLM, SamplingParams
+from tinyvllm.config import DEFAULT_MODEL as MODEL
+from tinyvllm.ops import registry
+
+OPTIONS: dict[str, Any] = dict(max_model_len=128, max_num_seqs=32, seed=0)
+TEXTS = ["Once upon a time", "Hello! Who are you?", "7 + 5 =", '{"name": "', "The old gardener", "In Willowmere"]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def cpu():
+    with LLM(MODEL, device="CPU", **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def mac():
+    with metal_device():
+        yield
+
+
+@pytest.fixture(scope="module")
+def gpu(mac):
+    with LLM(MODEL, device="METAL", **OPTIONS) as llm:
+        yield llm
+
+
+def tokens(llm: LLM, texts: list[str], params: Any = GREEDY) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(texts, params)]
+
+
+def test_greedy_tokens_are_the_cpus_and_every_op_ran_a_kernel(cpu, gpu):
+    assert tokens(gpu, TEXTS[:3]) == tokens(cpu, TEXTS[:3])
+    chosen = {stem: choice.row for (stem, device, _), choice in registry._made.items() if device == "METAL"}
+    wanted = {"embed", "norm_qkv_rope_store", "attention_decode", "attention_prefill", "matmul", "norm_gate_up_silu", "norm_head"}
+    assert wanted | {"advance"} <= set(chosen) and set(chosen.values()) == {"apple7"}
+
+
+def test_logits(cpu, gpu):
+    ids = [0, *range(40, 60)]
+    a, b = cpu.engine.prompt_logits(ids), gpu.engine.prompt_logits(ids)
+    assert np.abs(a - b).max() < 0.15 and np.abs(a - b).mean() < 0.015
+
+
+def test_up_to_sixteen_together_give_what_they_give_alone(gpu):
+    """Greedy and drawn; small products have one order for one row and for sixteen."""
+    drawn = [SamplingParams(temperature=0.9, seed=i, top_p=0.9, max_tokens=4, ignore_eos=True) for i in range(6)]
+    params = [GREEDY if i % 2 else drawn[i] for i in range(6)]
+    together = tokens(gpu, TEXTS, params)
+    assert together == [tokens(gpu, [text], [param])[0] for text, param in zip(TEXTS, params, strict=True)]
+
+
+def test_the_host_looks_at_each_token_where_it_must(cpu, gpu):
+    late = SamplingParams(temperature=0.0, max_tokens=8, min_tokens=6, ignore_eos=True, stop_token_ids=[264])
+    asking = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=2)
+    for _ in range(2):
+        assert tokens(gpu, TEXTS[:1], late) == tokens(cpu, TEXTS[:1], late)
+        assert tokens(gpu, TEXTS[:1], asking) == tokens(cpu, TEXTS[:1])
+
+
+@pytest.mark.parametrize("format", ["q8_0", "q4_0"])
+def test_packed_weights(mac, format):
+    """The CPU rounds x to int8 beside them, the GPU does not."""
+    with LLM(MODEL, device="CPU", **OPTIONS, quantization=format) as cpu:
+        logits = cpu.engine.prompt_logits([0, 5, 9, 44])
+    with LLM(MODEL, device="METAL", **OPTIONS, quantization=format) as gpu:
+        assert np.abs(gpu.engine.prompt_logits([0, 5, 9, 44]) - logits).max() < 0.3
+        assert {len(found) for found in tokens(gpu, TEXTS[:2])} == {6}
