@@ -194,6 +194,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("TINYVLLM_CACHE", "folder for what can be made again; default $XDG_CACHE_HOME/tinyvllm or ~/.cache/tinyvllm", _parse_folder),
     Switch("TINYVLLM_KERNELS", "which kernel runs an op: OP=ROW,..., OP may be all, ROW may be ref; see `kernels`", _parse_kernels),
     Switch("TINYVLLM_KEEP_PANELS", "0 to pack weights at every start instead of keeping them packed in the cache folder", _parse_switch),
+    Switch("TINYVLLM_AUTOTUNE", "0 to cut every kernel's work as by default, instead of timing variants at first use", _parse_switch),
     Switch("TINYVLLM_THREADS", "threads of the CPU kernels; default the physical cores", _parse_count),
     Switch("TINYVLLM_DEVICE", "the device when none is asked for: auto, CPU, METAL, CUDA, CUDA:1, ...", parse_device),
 )

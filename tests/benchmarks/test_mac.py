@@ -7,20 +7,24 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from tinygrad import Context
 
 from benchmarks import gpu, gpu_ops, mac
 from benchmarks.shapes import SHAPES, write_config
-from tests.emulator.emulate import Memory, emulate_source
+from tests.emulator.metal_runtime import Runtime, metal_device
 from tests.metal import on_gpu
+from tinyvllm.config import cache_folder
 from tinyvllm.ops.calls import metal_records
 from tinyvllm.ops.kernel import Kernel
 from tinyvllm.quant.formats import FORMATS, unpack
+from tinyvllm.runner.device import start_device
 
 ROOT = Path(__file__).parents[2]
 
@@ -131,53 +135,15 @@ def test_random_rows_are_small_numbers(format: str) -> None:
 # --- the tests on a GPU
 
 
-class Emulated:
-    """Of tinygrad's METAL device as much as tests/metal takes; programs run in the emulator, where all memory may be written."""
-
-    def __init__(self) -> None:
-        self.allocator = self.renderer = self.compiler = self
-        self.ends = False
-
-    def compile_cached(self, text: str) -> bytes:
-        return text.encode()
-
-    def runtime(self, name: str, binary: bytes) -> Any:
-        def run(*places: int, global_size: tuple[int, int, int], local_size: tuple[int, int, int], wait: bool) -> None:
-            if self.ends:
-                raise RuntimeError("the GPU hangs")
-            memory = [Memory(self.held.ctypes.data, self.held.nbytes, "everything")]
-            emulate_source(binary.decode(), name, global_size, local_size, 0, places, memory, language="metal")
-
-        return run
-
-    def alloc(self, size: int, options: Any) -> np.ndarray:
-        raw = np.zeros(size + 256, np.uint8)
-        self.held = raw[-raw.ctypes.data % 256 :][:size]
-        return self.held
-
-    def free(self, buffer: np.ndarray, size: int, options: Any) -> None:
-        pass
-
-    def _copyin(self, buffer: np.ndarray, source: memoryview) -> None:
-        buffer[:] = np.frombuffer(source, np.uint8)
-
-    def _copyout(self, target: memoryview, buffer: np.ndarray) -> None:
-        np.frombuffer(target, np.uint8)[:] = buffer
-
-    def _offset(self, buffer: np.ndarray, size: int, offset: int) -> int:
-        return buffer.ctypes.data + offset
-
-    def synchronize(self) -> None:
-        if self.ends:
-            raise RuntimeError("it hung")
-
-
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
-    device = Emulated()
-    monkeypatch.setattr(on_gpu, "Device", {"METAL": device})
-    yield device
-    on_gpu.broken.clear()
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
+    """Metal over the emulator."""
+    start_device("CPU", cache_folder())
+    monkeypatch.setattr("tinyvllm.runner.memory.free_memory", lambda device: 1 << 30)
+    monkeypatch.delenv("TINYVLLM_KERNELS", raising=False)
+    with metal_device(races=False) as runtime, Context(DEV="METAL"):
+        yield runtime
+        on_gpu.broken.clear()
 
 
 def copied(block: int = 48) -> tuple[Kernel, np.ndarray, np.ndarray, np.ndarray]:
@@ -185,7 +151,7 @@ def copied(block: int = 48) -> tuple[Kernel, np.ndarray, np.ndarray, np.ndarray]
     return metal_records.kv_copy("apple7", 1, block), pool, np.array([0, 2], np.int32), np.array([1], np.int32)
 
 
-def test_a_kernel_runs_on_the_gpu(emulated: Emulated) -> None:
+def test_a_kernel_runs_on_the_gpu(runtime: Runtime) -> None:
     kernel, pool, pairs, count = copied()
     want = pool.copy()
     want[2] = want[0]
@@ -194,7 +160,7 @@ def test_a_kernel_runs_on_the_gpu(emulated: Emulated) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["pool[72] = 7", "pairs[0] = 9"])  # behind the pool; into what may only be read
-def test_a_wrong_write_is_told(emulated: Emulated, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+def test_a_wrong_write_is_told(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     text = f"""#include <metal_stdlib>
 using namespace metal;
 kernel void kv_copy(device ushort *pool, device int *pairs, device int *count) {{ pool[0] = 1; {wrong}; }}
@@ -205,12 +171,45 @@ kernel void kv_copy(device ushort *pool, device int *pairs, device int *count) {
         on_gpu.run_on_gpu(Kernel("kv_copy", "metal", "apple7", (), 1, 2, grid=(1, 1, 1), block=1), pool, pairs, count)
 
 
-def test_a_broken_gpu_ends_the_process_behind_the_test(emulated: Emulated) -> None:
-    emulated.ends = True
-    with pytest.raises(RuntimeError, match="hangs"):
+def test_a_broken_gpu_ends_the_process_behind_the_test(runtime: Runtime) -> None:
+    on_gpu.pytest_runtest_logfinish("here.py::good")
+    runtime.next_failure = "it hangs"
+    with pytest.raises(RuntimeError, match="it hangs"):
         on_gpu.run_on_gpu(*copied())
-    with pytest.raises(pytest.exit.Exception, match="here.py::test broke the device: it hung"):
-        on_gpu.pytest_runtest_logfinish("here.py::test")
+    with pytest.raises(pytest.exit.Exception, match="here.py::bad broke the device: it hangs"):
+        on_gpu.pytest_runtest_logfinish("here.py::bad")
+
+
+# --- the parts
+
+
+def figures(run: Path, *words: str) -> dict[str, dict[str, Any]]:
+    mac.main([*words, "--run", str(run), "--tiny", "--strict"])
+    return {line["what"]: line for line in gpu.lines_of(run)}
+
+
+def test_the_roof_and_kernels_under_it(runtime: Runtime, tmp_path: Path) -> None:
+    assert figures(tmp_path / "run", "roofs")[mac.READ]["value"] > 0 and "read" in runtime.launched
+    found = figures(tmp_path / "run", "kernels")
+    assert len(found) == 1 + 4 * 3 + 2 and {"matvec", "matmul", "attention_decode", "attention_prefill"} <= set(runtime.launched)
+    assert found["product Q4_K of 16"]["of"] == "read" and found["matmul Q4_K, 20 rows"]["share"] is None
+
+
+def test_decoding_is_timed(runtime: Runtime, tmp_path: Path) -> None:
+    found = figures(tmp_path / "run", "decode", "--weights", "q8_0")
+    one = found["decode llama-3.2-1b q8_0, 1 x 20"]
+    assert one["step_us"] > 0 and one["step_bytes"] > 20 * gpu.kv_bytes_per_token("llama-3.2-1b", True)
+    assert "prefill llama-3.2-1b q8_0, 40" in found and {"norm_qkv_rope_store", "norm_gate_up_silu"} <= set(runtime.launched)
+
+
+def test_kernels_that_cannot_be_launched_are_told(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    good = metal_records.kv_copy("apple7", 1, 48)
+    told = {"good": good, "bad": replace(good, defines=()), "large": replace(good, block=2048)}
+    monkeypatch.setattr("tests.kernels.metal.samples.samples", lambda: told)
+    with pytest.raises(SystemExit, match="2 kernels cannot be launched here"):
+        mac.main(["environment", "--tiny"])
+    said = capsys.readouterr().out
+    assert "kernels compiled: 1 of 3" in said and "bad: does not compile" in said and "large: may have 1024 threads" in said
 
 
 # --- the shell

@@ -14,6 +14,7 @@ import gc
 import importlib
 import itertools
 import mmap
+import os
 import random
 import re
 import struct
@@ -30,6 +31,7 @@ import numpy as np
 
 from tests.emulator.emulate import Memory, build, emulate_source
 from tests.emulator.metal import Signature, signatures, without_comments
+from tinyvllm.ops.calls import autotune
 
 MOST_BINDINGS, MOST_THREADS = 31, 1024
 COMMITTED, COMPLETED, FAILED = 2, 4, 5  # MTLCommandBufferStatus
@@ -405,7 +407,7 @@ class CommandBuffer(Thing):
         return 1.0
 
     def GPUEndTime(self) -> float:
-        return 1.001
+        return 1.0 + self.runtime.seconds_of(self.record)
 
     def run(self) -> None:
         self.failure = self.runtime.next_failure
@@ -503,7 +505,8 @@ class Runtime:
 
     `submissions` is what was committed, in order; `indirect` the indirect command buffers that were made; `counts` how often each message
     was sent; `launched` the name of each kernel that has run; `encoded` how often a command of an indirect command buffer was changed.
-    `next_failure` is what the next command buffer to run fails with. `races` are looked for in every kernel; without, they run faster.
+    `next_failure` is what the next command buffer to run fails with. `seconds_of` says how long one took, by the GPU's clock.
+    `races` are looked for in every kernel; without, they run faster.
     """
 
     _numbers = itertools.count(0x1000, 16)  # handles; no two runtimes give the same
@@ -519,6 +522,7 @@ class Runtime:
         self.launched: list[str] = []
         self.buffers: dict[int, Buffer] = {}
         self.encoded, self.next_failure = 0, None
+        self.seconds_of: Callable[[Submission], float] = lambda record: 0.001
         self.lock = threading.RLock()
         self._queue: list[CommandBuffer] = []
         self._random, self._seed, self._races = random.Random(seed), seed, races
@@ -760,6 +764,7 @@ def metal_device(**options: Any) -> Iterator[Runtime]:
     with contextlib.ExitStack() as undo:
         _current.append(runtime)
         undo.callback(_current.pop)
+        undo.enter_context(_untuned())
         modules = undo.enter_context(_fresh_modules())
         metal, ops_metal = (modules[f"tinygrad.runtime.{name}"] for name in ("autogen.metal", "ops_metal"))
         metal.MTLCreateSystemDefaultDevice = lambda: metal.MTLDevice(runtime.sysdevice.handle)
@@ -768,11 +773,27 @@ def metal_device(**options: Any) -> Iterator[Runtime]:
         undo.enter_context(_put_in_place(type(tinygrad_device), "_Device__get_canonicalized_item", device))
         undo.enter_context(_put_in_place(codegen, "to_program_cache", _InMemory("programs", lambda program: program)))
         undo.enter_context(_put_in_place(schedule, "schedule_cache", _InMemory("schedules", lambda linear: linear)))
+        undo.callback(gc.collect)
         undo.callback(_forget, realize.runtime_cache)
         _forget(realize.runtime_cache)
         open_device("METAL")
         yield runtime
         runtime.idle()
+
+
+@contextlib.contextmanager
+def _untuned() -> Iterator[None]:
+    """Times mean nothing here, and looking for the best would take as long as on a GPU."""
+    kept = os.environ.get("TINYVLLM_AUTOTUNE")
+    os.environ["TINYVLLM_AUTOTUNE"] = "0"
+    autotune.tuner.cache_clear()
+    try:
+        yield
+    finally:
+        del os.environ["TINYVLLM_AUTOTUNE"]
+        if kept is not None:
+            os.environ["TINYVLLM_AUTOTUNE"] = kept
+        autotune.tuner.cache_clear()
 
 
 @contextlib.contextmanager
@@ -819,4 +840,3 @@ def _forget(programs: dict[tuple[bytes, str], Any]) -> None:
         del programs[key]
     for kept in (metal_queue.queue_of, node.machine_code, tensors.standing_zeros):
         kept.cache_clear()
-    gc.collect()

@@ -259,21 +259,6 @@ def test_repeat_is_as_many_launches(driver):
     assert download(total).item() == 6 * 4
 
 
-def test_the_host_sees_what_kernels_write_while_they_run(driver):
-    from tinyvllm.ops.launch import peek, repeat, visible
-
-    total, count, x = visible(np.array([100], np.int32), "CUDA"), integers(2), integers(1, 2)
-    step, seen = captured_step(total, count), []
-    step(x, n=1)
-    before = driver.counts.copy()
-    behind, done = repeat([(step, (x,), {"n": 1})], 8), False
-    while not done:
-        done = behind._work._copies.arrived(behind._work._event)
-        seen.append(peek(total).item())
-    assert seen[-1] == 100 + 9 * 4 and (driver.counts - before)["cuMemcpyDtoHAsync_v2"] == 0
-    assert len(set(seen)) > 2 or driver._seed % 2, "the numbers on the way"
-
-
 # --- the driver itself
 
 

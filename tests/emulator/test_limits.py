@@ -33,6 +33,5 @@ def test_two_engines_capture_in_two_threads():
         for thread in threads:
             thread.join()
         assert found[0] == found[1] and len(found[0]) == 4
-        for engine in engines:
-            engine.close()
-        del engines, engine  # graphs go before their driver does
+        while engines:  # graphs go before their driver does
+            engines.pop().close()

@@ -5,6 +5,7 @@ The model is the bundled one, the CPU's kernels are the reference. Products do n
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests.emulator.metal_runtime import metal_device
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import DEFAULT_MODEL as MODEL
 from tinyvllm.ops import registry
+from tinyvllm.ops.calls import autotune
 
 OPTIONS: dict[str, Any] = dict(max_model_len=128, max_num_seqs=32, seed=0)
 TEXTS = ["Once upon a time", "Hello! Who are you?", "7 + 5 =", '{"name": "', "The old gardener", "In Willowmere"]
@@ -69,6 +71,20 @@ def test_the_host_looks_at_each_token_where_it_must(cpu, gpu):
     for _ in range(2):
         assert tokens(gpu, TEXTS[:1], late) == tokens(cpu, TEXTS[:1], late)
         assert tokens(gpu, TEXTS[:1], asking) == tokens(cpu, TEXTS[:1])
+
+
+def test_tuning_changes_no_token_and_is_remembered(gpu, monkeypatch, tmp_path):
+    expected = tokens(gpu, TEXTS[:1])
+    monkeypatch.setenv("TINYVLLM_AUTOTUNE", "1")
+    monkeypatch.setenv("TINYVLLM_CACHE", str(tmp_path))
+    autotune.tuner.cache_clear()
+    try:
+        with LLM(MODEL, device="METAL", **OPTIONS) as tuned:
+            assert tokens(tuned, TEXTS[:1]) == expected
+    finally:
+        autotune.tuner.cache_clear()
+    kept = json.loads((tmp_path / autotune.FILE).read_text())
+    assert {key.split()[0] for figures in kept.values() for key in figures} & {"matvec", "norm_gate_up_silu", "norm_qkv_rope_store"}
 
 
 @pytest.mark.parametrize("format", ["q8_0", "q4_0"])

@@ -304,11 +304,12 @@ def test_repeat_is_as_many_executions(runtime):
     while not behind.wait():
         pass
     spent = runtime.counts - before
-    assert spent["executeCommandsInBuffer:withRange:"] == 5 and spent["waitUntilCompleted"] == 0
+    assert spent["executeCommandsInBuffer:withRange:"] == 5 and spent["waitUntilCompleted"] <= 1, "at the end, for errors"
     assert runtime.launched.count("planted_reverse") == 12 and not runtime._queue
     assert peek(total).item() == download(total).item() == 6 * 4
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_a_step_that_is_let_go_while_it_runs(runtime):
     total, count, x = integers(0), integers(2), integers(1, 2)
     step = captured_step(total, count)
@@ -331,6 +332,40 @@ def test_too_many_threads_for_a_kernels_registers(planted):
         with pytest.raises(KernelError, match="planted_reverse has 96 threads a group, and this GPU runs at most 64 of it"):
             Captured(function)(x)
         assert "planted_reverse" not in runtime.launched
+
+
+def test_variants_are_timed_by_the_gpus_clock_while_a_step_is_captured(runtime, monkeypatch, tmp_path):
+    from dataclasses import dataclass
+
+    from tinyvllm.ops.calls import autotune
+    from tinyvllm.ops.launch import Captured, Timed, download
+
+    @dataclass(frozen=True)
+    class Threads:
+        threads: int
+
+    monkeypatch.setenv("TINYVLLM_AUTOTUNE", "1")
+    monkeypatch.setenv("TINYVLLM_CACHE", str(tmp_path))
+    autotune.tuner.cache_clear()
+    runtime.seconds_of = lambda record: 1e-4 * abs(record.entries[0].threads[0] - 64) + 1e-5  # 64 is best
+    runtime.most_threads, x, count = 128, integers(1, 2, 3), integers(3)
+
+    def timed(variant):
+        kernel = Kernel("planted_reverse", "metal", "apple7", (("THREADS", variant.threads),), 2, 2, grid=(1, 1, 1), block=variant.threads)
+        return Timed(kernel, "METAL", [12, np.array([7], np.int32), x, np.array([3], np.int32)])
+
+    def function(x):
+        best = autotune.tuned("METAL", "planted_reverse", "n=3", [Threads(32), Threads(96), Threads(64), Threads(256)], timed)
+        return reverse(x * 0, integers(0), x, count, block=best.threads)[0].contiguous().realize()
+
+    step = Captured(function)
+    assert download(step(x)).tolist() == [3, 2, 1]
+    command = next(command for command in runtime.indirect[0].commands if command.name == "planted_reverse")
+    assert command.threads == (64, 1, 1), "256 do not run on this GPU"
+    assert "Emulated M" in (tmp_path / "autotune.json").read_text()
+    before = runtime.launched.count("planted_reverse")
+    Captured(function)(x)
+    assert runtime.launched.count("planted_reverse") == before + 1, "chosen once"
 
 
 def test_what_metal_takes_of_a_launch(runtime):
@@ -476,6 +511,8 @@ def test_states_that_cannot_be(runtime):
 
 def test_commands_without_barrier_or_resources_and_changes_in_flight_are_found(planted):
     """What our graph must not forget: taken away here, one by one."""
+    from tinygrad import Device
+
     from tinyvllm.ops.launch.indirect_graph import IndirectGraph
 
     with metal_device(seed=0) as runtime:
@@ -488,6 +525,7 @@ def test_commands_without_barrier_or_resources_and_changes_in_flight_are_found(p
         step(x, n=1)
         with pytest.raises(MetalError, match="no resource that was named"):
             runtime.idle()
+        Device["METAL"].mtl_buffers_in_flight.clear()
         graph._used = kept
         step(x, n=1)
         graph._last = None  # as if nothing were in flight

@@ -1,5 +1,5 @@
-"""Where these tests run: on a GPU at the shapes of real models, NVIDIA's or a Mac's, and where there is none on the emulated one of NVIDIA
-at toy shapes.
+"""Where these tests run: on a GPU at the shapes of real models, NVIDIA's or a Mac's, and where there is none on an emulated one at toy
+shapes, NVIDIA's unless TESTS_GPU=METAL says otherwise.
 
 tinygrad's default device is the GPU within a test, so the inputs of tests/ops serve here as well. On a Mac only the tokens are looked at:
 its kernels promise less of bits than the other files ask, and tests/kernels/metal holds them to that, on the GPU itself (tests/metal).
@@ -10,15 +10,15 @@ from __future__ import annotations
 import faulthandler
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from tests.gpu.attempts import pytest_collection_modifyitems, pytest_runtest_logreport, pytest_runtest_setup  # noqa: F401  hooks
-from tests.gpu.operands import DEVICE, tiled
+from tests.gpu.operands import DEVICE, EMULATED, tiled
 from tinyvllm.config import cache_folder
-from tinyvllm.runner.device import _cuda_devices, start_device
+from tinyvllm.runner.device import start_device
 
-EMULATED = DEVICE == "CUDA" and not _cuda_devices()
 PATIENCE = 600 if EMULATED else 60  # seconds until a test is taken for one that never ends
 collect_ignore = ["test_products.py", "test_attention.py"] if DEVICE == "METAL" else []
 
@@ -48,10 +48,12 @@ def device() -> Iterator[str]:
 
     if EMULATED:
         from tests.emulator.driver import cuda_device
+        from tests.emulator.metal_runtime import metal_device
 
         start_device("CPU", cache_folder())
-        with cuda_device(races=False), Context(DEV="CUDA"):
-            yield "CUDA"
+        emulated: Any = metal_device if DEVICE == "METAL" else cuda_device
+        with emulated(races=False), Context(DEV=DEVICE, TC=0):  # the emulator knows no matrix products of tinygrad's
+            yield DEVICE
             tiled.cache_clear()
     else:
         start_device(DEVICE, cache_folder())

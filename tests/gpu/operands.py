@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import platform
 import sys
 from collections.abc import Callable
@@ -13,9 +14,12 @@ import pytest
 from tests.ops.inputs import by_kernel, file_rows
 from tinyvllm.ops import registry
 from tinyvllm.ops.tiles import TileWeight, pack_tiles
+from tinyvllm.runner.device import _cuda_devices
 from tinyvllm.weights.load import place_bytes
 
-DEVICE = "METAL" if sys.platform == "darwin" and platform.machine() == "arm64" else "CUDA"
+MAC = sys.platform == "darwin" and platform.machine() == "arm64"
+DEVICE = os.environ.get("TESTS_GPU") or ("METAL" if MAC else "CUDA")
+EMULATED = not (MAC if DEVICE == "METAL" else _cuda_devices())
 FORMATS = ("BF16", "F16", "Q8_0", "Q4_0")
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from tinygrad import Tensor, dtypes
 
-from tests.gpu.conftest import EMULATED
-from tests.gpu.operands import best_row, same_bits
+from tests.gpu.operands import EMULATED, best_row, same_bits
 from tests.ops.inputs import int32, numbers, realized
 from tests.ops.test_attention import reference
 from tinyvllm.batch import Batch, LayerCache

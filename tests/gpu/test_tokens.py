@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from tinygrad import Tensor, dtypes
 
-from tests.gpu.conftest import EMULATED
-from tests.gpu.operands import DEVICE, both
+from tests.gpu.operands import DEVICE, EMULATED, both
 from tests.kernels.test_sample import logits_of, params
 from tests.ops.inputs import int32, numbers, realized
 from tinyvllm.config import DEFAULT_MODEL, cache_folder

@@ -79,12 +79,6 @@ class Copies:
             self._do("a mark", self._driver.cuEventRecord(event, None))
         return Mark(self, event)
 
-    def shared(self, size: int) -> int:
-        """The address, for host and device alike, of `size` bytes of host memory that both read and write. It is there for good."""
-        with self._lock:
-            self._enter()
-            return self._pinned(size)
-
     def arrived(self, event: Any) -> bool:
         """Whether the device has come past an event."""
         self._enter()

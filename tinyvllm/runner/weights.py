@@ -22,7 +22,7 @@ from tinyvllm.errors import ModelError
 from tinyvllm.models.config import Weight
 from tinyvllm.models.products import bias_of
 from tinyvllm.ops.kernel import Kernel
-from tinyvllm.ops.launch import run_now
+from tinyvllm.ops.launch import mapped, run_now
 from tinyvllm.ops.registry import pick, rows
 from tinyvllm.ops.tiles import TILED, TileWeight, put_tiles
 from tinyvllm.ops.toolchain import has_compiler
@@ -154,7 +154,7 @@ class WeightLoader:
         for part, (name, data) in zip(parts, loaded, strict=True):
             if name != format:
                 data = convert_rows(name, format, data) if name in FLOATS else convert_rows("F32", format, _unpacked(name, data))
-            held.append(RowWeight(place_bytes(data.reshape(-1), self._plan.device), format, *part.shape))
+            held.append(RowWeight(mapped(data.reshape(-1), self._plan.device), format, *part.shape))
             self._count(part, data.nbytes)
         return StoredWeight(tuple(held))
 
@@ -201,7 +201,8 @@ class WeightLoader:
         format, rows = self._load_rows(recipe)
         O, I = recipe.shape
         self._count(recipe, rows.nbytes, streamed=False)
-        return RowWeight(place_bytes(rows.reshape(-1), self._plan.device), format, O, I)
+        placed = mapped if self._plan.stored else place_bytes  # a Mac's GPU reads the file's own pages
+        return RowWeight(placed(rows.reshape(-1), self._plan.device), format, O, I)
 
     def _load_rows(self, recipe: Weight) -> tuple[str, np.ndarray]:
         """Format and rows, uint8 [O, bytes of a row]: as stored, or as the plan wants all to be."""

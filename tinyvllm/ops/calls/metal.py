@@ -6,14 +6,18 @@ rows are one launch that reads the weights once for all of them; more are multip
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
 from tinygrad import Tensor
 
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.ops.calls import metal_records as records
+from tinyvllm.ops.calls.autotune import tuned
 from tinyvllm.ops.calls.buffers import cache_format, constant, empty, integers, scratch
-from tinyvllm.ops.launch import launch, spans
+from tinyvllm.ops.kernel import Kernel
+from tinyvllm.ops.launch import Timed, launch, spans
 from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.weight import RowWeight, StoredWeight
 
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
     from tinyvllm.ops.qkv import QKV
 
 FEW = records.FEW
+Argument = Tensor | np.ndarray | int  # of a kernel that is timed
 
 
 # --- what the kernels cannot take: the reason, or None
@@ -97,6 +102,19 @@ def _matrices(weight: StoredWeight) -> list[Tensor]:
     return [part.tensor for part in weight.parts]
 
 
+def _tuned(
+    x: Tensor, variants: list[records.Cut], made: Callable[[records.Cut], Kernel], arguments: list[Argument]
+) -> Kernel:
+    """The kernel, its work cut as is fastest on this GPU; `arguments` as for Timed, of the sizes that it will get."""
+    device, default = str(x.device), made(variants[0])
+    shape = " ".join(f"{name}={value}" for name, value in default.defines if name not in records.CUT_DEFINES)
+    return made(tuned(device, default.stem, shape, variants, lambda cut: Timed(made(cut), device, arguments)))
+
+
+def _count(T: int) -> np.ndarray:
+    return np.array([T], np.int32)
+
+
 # --- products
 
 
@@ -104,15 +122,22 @@ def matmul(
     row: str, x: Tensor, weight: StoredWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool
 ) -> Tensor:
     T, O, I = int(x.shape[0]), weight.O, weight.I
-    made = records.matvec if T <= FEW else records.matmul
-    kernel = made(row, weight.format, T, O, I, bias is not None, residual is not None, gelu)
+    shape = row, weight.format, T, O, I, bias is not None, residual is not None, gelu
+    if T > FEW:
+        kernel = records.matmul(*shape)
+    else:
+        sizes: list[Argument] = [4 * T * O, 4 * T * I, *_matrices(weight), *_there(bias)]
+        sizes += [*([4 * T * O] if residual is not None else []), _count(T)]
+        kernel = _tuned(x, records.cuts(T), lambda cut: records.matvec(*shape, cut=cut), sizes)
     return launch(kernel, [empty(x, T, O)], [x, *_matrices(weight), *_there(bias, residual), rows])[0]
 
 
 def gate_up_silu(row: str, x: Tensor, norm: Norm, weight: StoredWeight, rows: Tensor, bias: Tensor | None) -> Tensor:
     T, E, F, eps = int(x.shape[0]), weight.I, weight.O // 2, constant(norm.eps)
     if T <= FEW:
-        kernel = records.norm_gate_up_silu(row, weight.format, T, E, F, eps, bias is not None)
+        shape = row, weight.format, T, E, F, eps, bias is not None
+        sizes: list[Argument] = [4 * T * F, 4 * T * E, norm.weight, *_matrices(weight), *_each(bias, weight), _count(T)]
+        kernel = _tuned(x, records.cuts(T), lambda cut: records.norm_gate_up_silu(*shape, cut=cut), sizes)
     else:
         kernel = records.matmul(row, weight.format, T, F, E, bias is not None, silu=True, eps=eps)
     return launch(kernel, [empty(x, T, F)], [x, norm.weight, *_matrices(weight), *_each(bias, weight), rows])[0]
@@ -128,7 +153,12 @@ def norm_qkv_rope_store(
     optional = [*_each(qkv.bias, weight), *_there(qkv.q_norm, qkv.k_norm, angles)]
     ins = [x, norm.weight, *_matrices(weight)]
     if T <= FEW:
-        kernel = records.norm_qkv_rope_store(row, weight.format, T, weight.I, heads, eps)
+        shape = row, weight.format, T, weight.I, heads, eps
+        pool = 8 * K * D * -(-T // S) * S  # a cache of as many blocks as these rows fill
+        sizes: list[Argument] = [4 * T * H * D, pool, 4, 4 * T * weight.I, *ins[1:], *optional[: len(optional) - (R > 0)]]
+        sizes += [*([4 * T * R] if R else []), np.arange(T, dtype=np.int32), _count(T)]
+        variants = records.cuts_for_heads(T, weight.I, heads)
+        kernel = _tuned(x, variants, lambda cut: records.norm_qkv_rope_store(*shape, cut=cut), sizes)
     else:
         borders = weight.parts[0].O, weight.parts[0].O + weight.parts[1].O
         product = records.matmul(row, weight.format, T, weight.O, weight.I, eps=eps, borders=borders)
@@ -141,7 +171,9 @@ def norm_qkv_rope_store(
 def norm_head(row: str, x: Tensor, norm: Norm, weight: StoredWeight, rows: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     N, V, eps = int(rows.shape[0]), weight.O, constant(norm.eps)
     if N <= FEW:
-        kernel, ins = records.norm_head(row, weight.format, N, V, weight.I, eps), [x, norm.weight, *_matrices(weight), rows, count]
+        shape, ins = (row, weight.format, N, V, weight.I, eps), [x, norm.weight, *_matrices(weight), rows, count]
+        sizes: list[Argument] = [4 * N * V, 4 * weight.I, norm.weight, *_matrices(weight), np.zeros(N, np.int32), _count(N)]
+        kernel = _tuned(x, records.cuts(N), lambda cut: records.norm_head(*shape, cut=cut), sizes)
     else:
         kernel = records.matmul(row, weight.format, N, V, weight.I, eps=eps, gather=True)
         ins = [x, norm.weight, rows, *_matrices(weight), count]

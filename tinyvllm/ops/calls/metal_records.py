@@ -73,6 +73,9 @@ class Cut:
         )  # fmt: skip
 
 
+CUT_DEFINES = ("ROWS", "SIMDS", "TEAMS", "STAGED", "DEPTH")
+
+
 def cut_for(T: int) -> Cut:
     """What is taken where nothing has been tuned.
 

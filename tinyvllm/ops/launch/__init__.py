@@ -7,6 +7,7 @@
     capture      a captured step, replayed and repeated; crew_graph, line_graph and indirect_graph run it, on CPU, CUDA and Metal devices
     memory       host access to device buffers; gpu has the CUDA driver for it, metal_queue Metal's, freeing lets go of the CPU's
     tensors      tensors over memory that is there already
+    timing       how long a kernel takes, past any graph
     layers       tinygrad's layers without initial values
 
 Others import the names below from here, and nothing from the modules: tests/test_house.py.
@@ -18,15 +19,16 @@ from tinyvllm.ops.launch.capture import Behind, Call, Captured, repeat
 from tinyvllm.ops.launch.device import open_device, prefer_device, synchronize
 from tinyvllm.ops.launch.gpu import gpu_attribute, gpu_free_memory
 from tinyvllm.ops.launch.layers import uninitialized
-from tinyvllm.ops.launch.memory import Reading, download, peek, read_behind, upload, visible
-from tinyvllm.ops.launch.metal_queue import gpu_family
+from tinyvllm.ops.launch.memory import Reading, download, peek, read_behind, upload
+from tinyvllm.ops.launch.metal_queue import gpu_family, gpu_name
 from tinyvllm.ops.launch.node import launch, run_now
 from tinyvllm.ops.launch.programs import keep_programs
 from tinyvllm.ops.launch.stores import scatter_add, store_kv
 from tinyvllm.ops.launch.tensors import alias, mapped, spans, standing_zeros
+from tinyvllm.ops.launch.timing import Timed
 
 __all__ = [
-    "Behind", "Call", "Captured", "Reading", "alias", "download", "gpu_attribute", "gpu_family", "gpu_free_memory", "keep_programs",
-    "launch", "mapped", "open_device", "peek", "prefer_device", "read_behind", "repeat", "run_now", "scatter_add", "spans",
-    "standing_zeros", "store_kv", "synchronize", "uninitialized", "upload", "visible",
+    "Behind", "Call", "Captured", "Reading", "Timed", "alias", "download", "gpu_attribute", "gpu_family", "gpu_free_memory", "gpu_name",
+    "keep_programs", "launch", "mapped", "open_device", "peek", "prefer_device", "read_behind", "repeat", "run_now", "scatter_add", "spans",
+    "standing_zeros", "store_kv", "synchronize", "uninitialized", "upload",
 ]  # fmt: skip

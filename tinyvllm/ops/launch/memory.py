@@ -6,9 +6,9 @@ import ctypes
 from math import prod
 
 import numpy as np
-from tinygrad import Device, Tensor, UOp
+from tinygrad import Tensor, UOp
 from tinygrad.device import Buffer
-from tinygrad.dtype import _from_np_dtype, _to_np_dtype
+from tinygrad.dtype import _to_np_dtype
 
 from tinyvllm.ops.cuda_device import Arrival
 from tinyvllm.ops.launch.gpu import copies_of
@@ -16,7 +16,6 @@ from tinyvllm.ops.launch.metal_queue import Delivery, queue_of
 
 _MOST_PINNED = 1 << 20  # bytes; larger downloads are no part of serving, and would keep as much host memory from everybody else
 
-_visible: set[int] = set()  # addresses of host memory that a CUDA device writes to
 
 
 def buffer_of(u: UOp) -> Buffer:
@@ -101,33 +100,14 @@ def read_behind(tensor: Tensor) -> Reading:
 
 
 def peek(tensor: Tensor) -> np.ndarray:
-    """The contents of a realized tensor as they are at this moment; without waiting for the work in flight on the CPU or if `visible`.
+    """The contents of a realized tensor as they are at this moment; on the CPU without waiting for the work in flight.
 
     A Metal device is waited for: though it shares the host's memory, it promises nothing of what it writes before a command buffer is done.
     """
     buffer = buffer_of(tensor.uop)
-    if buffer.device.split(":")[0] == "CPU":
-        address = buffer._buf.va_addr
-    elif buffer.base.options is not None and buffer.base.options.external_ptr in _visible:
-        address = buffer._buf.value
-    else:
+    if buffer.device.split(":")[0] != "CPU":
         return download(tensor)  # behind the work in flight: there is one stream
     shape, dtype = tuple(int(d) for d in tensor.shape), _to_np_dtype(tensor.dtype)
     assert dtype is not None
-    memory = (ctypes.c_uint8 * (prod(shape) * tensor.dtype.itemsize)).from_address(address)
+    memory = (ctypes.c_uint8 * (prod(shape) * tensor.dtype.itemsize)).from_address(buffer._buf.va_addr)
     return np.ctypeslib.as_array(memory).view(dtype).reshape(shape).copy()
-
-
-def visible(array: np.ndarray, device: str) -> Tensor:
-    """A realized tensor on `device` with the contents of `array`, for kernels to write and the host to `peek` at while they run.
-
-    On a CUDA device it lies in host memory, for good, and a kernel's writes cross the bus: for a few numbers a step. On a Metal device it
-    is a tensor like others.
-    """
-    tensor = Tensor.empty(*array.shape, dtype=_from_np_dtype(array.dtype), device=device)
-    if device.split(":")[0] == "CUDA":
-        address = copies_of(Device.canonicalize(device)).shared(array.nbytes)
-        _visible.add(address)
-        tensor = Tensor.from_blob(address, array.shape, dtype=tensor.dtype, device=device)
-    upload(tensor, array)
-    return tensor

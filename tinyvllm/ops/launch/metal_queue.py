@@ -36,7 +36,7 @@ class Queue:
     """Copies to and from one Metal device, and what is in flight there. Any thread may call."""
 
     def __init__(self, device: Any):
-        self._device, self._lock = device, threading.Lock()
+        self._device, self._lock = device, threading.RLock()
         self._uploads: dict[int, list[Block]] = {}  # by size, the one that was used longest ago first
         self._free: dict[int, list[Block]] = {}  # by size: blocks for reading that nobody holds
 
@@ -50,38 +50,47 @@ class Queue:
 
     def commit(self, work: Any) -> None:
         """Put a command buffer behind everything in flight."""
-        work.commit()
-        self._device.mtl_buffers_in_flight.append(work)
-        self._prune()
+        with self._lock:
+            work.commit()
+            self._device.mtl_buffers_in_flight.append(work)
+            self._prune()
 
     def _prune(self) -> None:
         """Let go of command buffers that are done: tinygrad does so only where it waits for all. Where it profiles it wants to see them."""
-        flying = self._device.mtl_buffers_in_flight
-        while flying and not helpers.PROFILE and self.done(flying[0]):
-            flying.pop(0)
+        if helpers.PROFILE:
+            return
+        with self._lock:
+            flying = self._device.mtl_buffers_in_flight
+            while flying and flying[0].status() >= _DONE:
+                self._check(flying.pop(0))
 
     def done(self, work: Any) -> bool:
-        """Whether a command buffer has run. KernelError where it has failed."""
-        status = work.status()
-        if status > _DONE:
-            self.wait(work)
-        return status >= _DONE
+        """Whether a command buffer has run. KernelError where it has failed, or one before it has."""
+        if work.status() < _DONE:
+            return False
+        self.wait(work)
+        return True
 
     def wait(self, work: Any) -> None:
-        """Wait until this one command buffer has run. KernelError where it has failed, which is told once to who waits for the device."""
-        from tinygrad.runtime.ops_metal import wait_check
+        """Wait until this one command buffer has run. KernelError where it has failed, or one before it has: Metal goes on all the same."""
+        work.waitUntilCompleted()
+        self._prune()
+        self._check(work)
+
+    @staticmethod
+    def _check(work: Any) -> None:
+        from tinygrad.runtime.ops_metal import error_check
 
         try:
-            wait_check(work)
+            error_check(work.error().retained())
         except RuntimeError as error:
-            self._device.mtl_buffers_in_flight[:] = [other for other in self._device.mtl_buffers_in_flight if other != work]
             hint = "if a kernel is the cause, TINYVLLM_KERNELS=all=ref avoids it"
             raise KernelError(f"METAL: the work in flight failed: {error}; {hint}") from error
 
     def idle(self) -> bool:
         """Whether nothing is in flight."""
         self._prune()
-        return all(self.done(work) for work in self._device.mtl_buffers_in_flight)
+        return all(work.status() >= _DONE for work in self._device.mtl_buffers_in_flight)
 
     def wait_for_all(self) -> None:
         """Wait until nothing is in flight. KernelError where something has failed."""
@@ -220,6 +229,14 @@ def metal_free_memory(device: str) -> int:
     """Bytes that a Metal device can take before it slows down, by the system's word."""
     opened: Any = Device[device]
     return max(0, opened.sysdevice.recommendedMaxWorkingSetSize() - opened.sysdevice.currentAllocatedSize())
+
+
+def gpu_name(device: str) -> str:
+    """A Metal device's GPU by the name of its chip: "Apple M2 Max"."""
+    from tinygrad.runtime.ops_metal import from_ns_str
+
+    opened: Any = Device[device]
+    return from_ns_str(opened.sysdevice.name())
 
 
 def gpu_family(device: str) -> str:
