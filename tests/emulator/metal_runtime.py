@@ -160,7 +160,7 @@ class Class(Thing):
 
 class Device(Thing):
     def name(self) -> Text:
-        return Text(self.runtime, b"Emulated M")
+        return Text(self.runtime, self.runtime.name.encode())
 
     def supportsFamily_(self, family: int) -> int:
         mine = self.runtime.family
@@ -501,7 +501,7 @@ class BlitEncoder(Encoder):
 
 
 class Runtime:
-    """One GPU with `capacity` bytes of the family Apple`family`, of a Mac with this macOS.
+    """One GPU with `capacity` bytes and this name, of the family Apple`family`, of a Mac with this macOS.
 
     `submissions` is what was committed, in order; `indirect` the indirect command buffers that were made; `counts` how often each message
     was sent; `launched` the name of each kernel that has run; `encoded` how often a command of an indirect command buffer was changed.
@@ -513,7 +513,8 @@ class Runtime:
     things: dict[int, Thing] = {}  # of all runtimes
 
     def __init__(self, seed: int = 0, capacity: int = 1 << 30, family: int = 7, macos: str = "14.5", most_threads: int = MOST_THREADS,
-                 longest_buffer: int = 1 << 30, races: bool = True):  # fmt: skip
+                 longest_buffer: int = 1 << 30, races: bool = True, name: str = "Emulated M"):  # fmt: skip
+        self.name = name
         self.capacity, self.family, self.macos = capacity, family, macos
         self.most_threads, self.longest_buffer = most_threads, longest_buffer
         self.counts: Counter[str] = Counter()

@@ -402,6 +402,18 @@ def test_older_and_newer_systems(planted):
         assert not any(isinstance(entry, Dispatch) and entry.grid == (0, 0, 0) for s in runtime.submissions for entry in s.entries)
 
 
+def test_a_virtual_machine_has_no_indirect_command_buffers(planted):
+    from tinyvllm.ops.launch import download, gpu_name, read_behind, repeat
+
+    with metal_device(name="Apple Paravirtual device") as runtime:
+        assert gpu_name("METAL") == "Apple Paravirtual device"
+        total, count, x = integers(0), integers(2), integers(1, 2)
+        step = captured_step(total, count)
+        first = read_behind(step(x, n=1))
+        assert read_behind(step(x, n=1)).get().tolist() == [4 + 8, 6 + 8] and first.get().tolist() == [4 + 4, 6 + 4]
+        assert repeat([(step, (x,), {"n": 1})], 3).wait() and download(total).item() == 20 and not runtime.indirect
+
+
 # --- weights that are mapped
 
 

@@ -26,11 +26,12 @@ KV_SHARE = 0.5  # of what is free once the weights are resident, where nobody sa
 def free_memory(device: str) -> int:
     """Bytes that may be taken on `device` ("CPU", "CUDA", "METAL", ..., with or without an index).
 
-    CUDA's driver and Linux say what is free. For macOS, whose free memory means little, it is three quarters of all; for devices of other
-    kinds it is the host's, for want of a better figure: give --kv-memory or --num-blocks there.
+    CUDA's driver and Linux say what is free, Metal what it would have a process take at most. For macOS, whose free memory means little, it
+    is three quarters of all; for devices of other kinds it is the host's, for want of a better figure: give --kv-memory or --num-blocks
+    there.
     """
     kind = device.split(":")[0]
-    if kind == "CUDA":
+    if kind in ("CUDA", "METAL"):
         return gpu_free_memory(device)
     return _host_free()
 
