@@ -51,8 +51,12 @@ def test_greedy_tokens_are_the_cpus(cpu, gpu):
     assert tokens(gpu, TEXTS[:3]) == tokens(cpu, TEXTS[:3])
 
 
-def test_every_op_runs_a_kernel(gpu):
+def test_every_op_runs_a_kernel(gpu, driver):
     tokens(gpu, TEXTS[:1])
+    before = len(driver.launched)
+    gpu.engine.prompt_logits([0])  # one row streams the weights, and nothing is laid out for it
+    ran = set(driver.launched[before:])
+    assert {"norm_qkv_rope_store", "attention_decode", "matvec", "norm_gate_up_silu", "norm_head"} <= ran and "prepare" not in ran
     chosen = {stem: choice.row for (stem, device, _), choice in registry._made.items() if device == "CUDA"}
     wanted = {"embed", "norm_qkv_rope_store", "attention_decode", "attention_prefill", "matmul", "norm_gate_up_silu", "norm_head"}
     assert wanted | {"advance"} <= set(chosen) and set(chosen.values()) == {"sm_80"}

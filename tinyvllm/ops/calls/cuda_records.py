@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from tinyvllm.ops.calls.shapes import Attention, Heads, up
 from tinyvllm.ops.kernel import Kernel
 from tinyvllm.ops.weight import panel_bytes
 
@@ -25,11 +26,6 @@ class GPU:
     multiprocessors: int
     shared: int
     shared_of_one: int
-
-
-def up(amount: int, to: int) -> int:
-    """How many times `to` goes into `amount`, counted up."""
-    return -(amount // -to)
 
 
 # --- products of up to FEW rows: kernels/cuda/include/stream.cuh
@@ -83,43 +79,16 @@ def norm_gate_up_silu(row: str, format: str, T: int, E: int, F: int, gpu: GPU, e
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Heads:
-    """What becomes of the outputs of q, k and v: constants of norm_qkv_rope_store and rope_store."""
-
-    H: int
-    K: int
-    D: int
-    S: int
-    R: int
-    cache: str
-    bias: bool
-    qk_norm: bool
-    qk_eps: str
-
-    @property
-    def defines(self) -> dict[str, int | float | str]:
-        return dict(
-            H=self.H, K=self.K, D=self.D, S=self.S, R=self.R, CACHE_TYPE=self.cache, BIAS=int(self.bias), QK_NORM=int(self.qk_norm),
-            QK_EPS=self.qk_eps,
-        )  # fmt: skip
-
-    @property
-    def optional(self) -> int:
-        """Arguments that are there or not."""
-        return self.bias + 2 * self.qk_norm + (self.R > 0)
-
-
 def norm_qkv_rope_store(row: str, format: str, T: int, E: int, heads: Heads, gpu: GPU, eps: str) -> Kernel:
-    D, outputs, pieces = heads.D, (heads.H + 2 * heads.K) * heads.D, up(E, PIECE)
-    paired = not heads.qk_norm and D % 32 == 0 and heads.R in (0, D)
+    D, outputs, pieces = heads.D, heads.outputs, up(E, PIECE)
+    paired = not heads.whole and D % 32 == 0
     tiles = 2 if paired else D // 16
     grid = outputs // 16 // tiles
     tile_warps = min(tiles, max(1, 16 // min(pieces, 16)))
     warps = _evenly(pieces, max(1, min(pieces, 16 // min(up(grid, gpu.multiprocessors), 4) // tile_warps)))
     shared = _normed_bytes(format, T, E, tiles) + (0 if paired else 4 * T * D)
     return Kernel.cuda(
-        "norm_qkv_rope_store", row, 3, 5 + heads.optional, (grid, 1, 1), 32 * warps * tile_warps, shared,
+        "norm_qkv_rope_store", row, 3, 5 + heads.optional(1), (grid, 1, 1), 32 * warps * tile_warps, shared,
         2 * T * E * outputs, panel_bytes(format, outputs, E) + 4 * T * (E + heads.H * D),
         E=E, TOKENS=T, WEIGHT=format, EPS=eps, TILES=tiles, TILE_WARPS=tile_warps, PIECE_WARPS=warps, **heads.defines,
     )  # fmt: skip
@@ -154,9 +123,9 @@ def prepare(row: str, format: str, T: int, I: int, eps: str | None = None, gathe
 
 
 def rope_store(row: str, T: int, heads: Heads) -> Kernel:
-    outputs = (heads.H + 2 * heads.K) * heads.D
+    outputs = heads.outputs
     return Kernel.cuda(
-        "rope_store", row, 3, 3 + heads.optional, (T, up(heads.H + 2 * heads.K, 8), 1), 256, 0, 8 * T * outputs, 8 * T * outputs,
+        "rope_store", row, 3, 3 + heads.optional(1), (T, up(heads.H + 2 * heads.K, 8), 1), 256, 0, 8 * T * outputs, 8 * T * outputs,
         T=T, **heads.defines,
     )  # fmt: skip
 
@@ -299,24 +268,6 @@ def matmul_hopper(
 
 
 # --- attention
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Constants of both attention kernels."""
-
-    H: int
-    K: int
-    D: int
-    S: int
-    M: int
-    cache: str
-    scale: str
-    window: int
-
-    @property
-    def defines(self) -> dict[str, int | float | str]:
-        return dict(H=self.H, K=self.K, D=self.D, S=self.S, M=self.M, CACHE_TYPE=self.cache, SCALE=self.scale, WINDOW=self.window)
 
 
 STRETCH = 4096  # keys whose chunks are merged before they meet others

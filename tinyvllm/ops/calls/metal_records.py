@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tinyvllm.ops.calls.shapes import Attention, Heads, up
 from tinyvllm.ops.kernel import Kernel
 from tinyvllm.quant.formats import FORMATS
 
 THREADGROUP_BYTES = 32 << 10  # of memory that a threadgroup may have
-
-
-def up(amount: int, to: int) -> int:
-    """How many times `to` goes into `amount`, counted up."""
-    return -(amount // -to)
 
 
 def _kernel(
@@ -121,42 +117,6 @@ def norm_gate_up_silu(row: str, format: str, T: int, E: int, F: int, eps: str, b
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Heads:
-    """What becomes of the outputs of q, k and v: constants of norm_qkv_rope_store and rope_store."""
-
-    H: int
-    K: int
-    D: int
-    S: int
-    R: int
-    cache: str
-    bias: bool
-    qk_norm: bool
-    qk_eps: str
-
-    @property
-    def defines(self) -> dict[str, int | float | str]:
-        return dict(
-            H=self.H, K=self.K, D=self.D, S=self.S, R=self.R, CACHE_TYPE=self.cache, BIAS=int(self.bias), QK_NORM=int(self.qk_norm),
-            QK_EPS=self.qk_eps,
-        )  # fmt: skip
-
-    @property
-    def whole(self) -> bool:
-        """Whether a head must be put together before it can be stored."""
-        return self.qk_norm or self.R not in (0, self.D)
-
-    @property
-    def outputs(self) -> int:
-        return (self.H + 2 * self.K) * self.D
-
-    @property
-    def optional(self) -> int:
-        """Arguments that are there or not."""
-        return 3 * self.bias + 2 * self.qk_norm + (self.R > 0)
-
-
 def _cut_for_heads(T: int, E: int, heads: Heads) -> Cut:
     if not heads.whole:
         return cut_for(T)
@@ -178,7 +138,7 @@ def norm_qkv_rope_store(row: str, format: str, T: int, E: int, heads: Heads, eps
     cut = cut or _cut_for_heads(T, E, heads)
     grid = heads.H + 2 * heads.K if heads.whole else up(heads.outputs, cut.rows_of_group)
     return _kernel(
-        "norm_qkv_rope_store", row, 3, 7 + heads.optional, (grid, 1, 1), 32 * cut.simds,
+        "norm_qkv_rope_store", row, 3, 7 + heads.optional(3), (grid, 1, 1), 32 * cut.simds,
         2 * T * E * heads.outputs, heads.outputs * row_bytes(format, E) + 4 * T * (E + heads.outputs),
         E=E, EPS=eps, **cut.defines(format, T, E), **heads.defines,
     )  # fmt: skip
@@ -223,41 +183,24 @@ def matmul(
 
 def rope_store(row: str, T: int, heads: Heads) -> Kernel:
     grid = T, up(heads.H + 2 * heads.K, 8), 1
-    return _kernel("rope_store", row, 3, 3 + heads.optional, grid, 256, 8 * T * heads.outputs, 8 * T * heads.outputs, **heads.defines)
+    return _kernel("rope_store", row, 3, 3 + heads.optional(3), grid, 256, 8 * T * heads.outputs, 8 * T * heads.outputs, **heads.defines)
 
 
 # --- attention. Here the bits do depend on the cut: PARTITION and SIMDS must stay the same for as long as an engine runs.
 
 
-@dataclass(frozen=True)
-class Attention:
-    """Constants of the attention kernels, as kernels/metal/include/attention.h has them."""
+def partition_of(a: Attention) -> int:
+    """Keys of a partition: so many that there are at most 32, and no fewer than 512."""
+    keys = 512
+    while up(a.M * a.S, keys) > 32:
+        keys *= 2
+    return keys
 
-    H: int
-    K: int
-    D: int
-    S: int
-    M: int
-    cache: str
-    scale: str
-    window: int
 
-    @property
-    def defines(self) -> dict[str, int | float | str]:
-        return dict(H=self.H, K=self.K, D=self.D, S=self.S, M=self.M, CACHE_TYPE=self.cache, SCALE=self.scale, WINDOW=self.window)
-
-    @property
-    def partition(self) -> int:
-        """Keys of a partition: so many that there are at most 32, and no fewer than 512."""
-        keys = 512
-        while up(self.M * self.S, keys) > 32:
-            keys *= 2
-        return keys
-
-    def work(self, rows: int, context: int) -> tuple[int, int]:
-        """Operations of rows that see `context` keys each, and bytes of that many keys and values."""
-        seen = min(context, self.window) if self.window else context
-        return 4 * rows * self.H * self.D * seen, 2 * self.K * self.D * seen * (4 if self.cache == "F32" else 2)
+def _attention_work(a: Attention, rows: int, context: int) -> tuple[int, int]:
+    """Operations of rows that see `context` keys each, and bytes of that many keys and values."""
+    seen = min(context, a.window) if a.window else context
+    return 4 * rows * a.H * a.D * seen, 2 * a.K * a.D * seen * (4 if a.cache == "F32" else 2)
 
 
 def attention_decode(row: str, B: int, a: Attention, context: int = 0, partition: int | None = None, simds: int = 8) -> tuple[Kernel, int]:
@@ -265,10 +208,10 @@ def attention_decode(row: str, B: int, a: Attention, context: int = 0, partition
 
     Where a sequence may have several partitions, attention_merge with the same arguments has to follow: several_partitions says so.
     """
-    keys = partition or a.partition
+    keys = partition or partition_of(a)
     partitions, group = up(a.M * a.S, keys), a.H // a.K
     parts = up(group, 8 if a.D <= 128 else 4)
-    flops, moved = a.work(B, context)
+    flops, moved = _attention_work(a, B, context)
     kernel = _kernel(
         "attention_decode", row, 2, 5, (a.K * parts, partitions, B), 32 * simds, flops, B * moved + 8 * B * a.H * a.D,
         PARTITION=keys, SIMDS=simds, **a.defines,
@@ -277,11 +220,11 @@ def attention_decode(row: str, B: int, a: Attention, context: int = 0, partition
 
 
 def several_partitions(a: Attention, partition: int | None = None) -> bool:
-    return up(a.M * a.S, partition or a.partition) > 1
+    return up(a.M * a.S, partition or partition_of(a)) > 1
 
 
 def attention_merge(row: str, B: int, a: Attention, context: int = 0, partition: int | None = None) -> Kernel:
-    keys = partition or a.partition
+    keys = partition or partition_of(a)
     records = up(context, keys) if context > keys else 0
     return _kernel(
         "attention_merge", row, 1, 3, (a.H, B, 1), 32, 2 * B * a.H * records * a.D, 4 * B * a.H * records * (a.D + 2),
@@ -292,7 +235,7 @@ def attention_merge(row: str, B: int, a: Attention, context: int = 0, partition:
 def attention_prefill(row: str, T: int, chunks: int, a: Attention, context: int = 0, simds: int = 4) -> Kernel:
     """T rows of `chunks` sequences; H / K is at most 8 * simds. `context` that a row sees on average is for the estimate of work alone."""
     span = simds * 8 * a.K // a.H
-    flops, moved = a.work(T, context)
+    flops, moved = _attention_work(a, T, context)
     grid = up(T, span) + chunks, a.K, 1
     return _kernel("attention_prefill", row, 1, 6, grid, 32 * simds, flops, chunks * moved + 8 * T * a.H * a.D, SIMDS=simds, **a.defines)
 
