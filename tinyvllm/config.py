@@ -45,6 +45,13 @@ class EngineConfig:
     num_blocks, kv_memory   size of the KV cache, in blocks or in bytes; neither takes what the device has left
     quantization            "q8_0" or "q4_0" packs the matrices so at load; None keeps them as the checkpoint has them
     load_format             "dummy" fills the model with random weights, to measure without a checkpoint
+    enable_prefix_caching   keep the blocks of finished requests, and share those of equal beginnings
+    prefix_cache_dir        folder that keeps cached blocks over a restart; None keeps nothing
+    swap_space              bytes of host memory for the blocks of preempted sequences; 0 computes them again
+    max_num_queued_reqs, max_num_queued_tokens  requests, and tokens of prompts, that may wait; more are refused. None sets no limit
+    async_scheduling        launch the next decode step before the last one's tokens are looked at
+    enable_cascade          read the cached prefix that running sequences share once for all of them
+    record                  file to which arrivals and parameters are written, for `replay`
     seed                    of the seeds given to requests without their own; None draws from the system
     """
 
@@ -63,15 +70,26 @@ class EngineConfig:
     kv_memory: int | None = None
     quantization: str | None = None
     load_format: str = "auto"
+    enable_prefix_caching: bool = True
+    prefix_cache_dir: str | None = None
+    swap_space: int = 0
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    async_scheduling: bool = True
+    enable_cascade: bool = True
+    record: str | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
         for name, low, high in _INTEGERS:
             _check_integer(name, getattr(self, name), low, high)
-        for name in ("model", "tokenizer", "revision"):
+        for name in ("model", "tokenizer", "revision", "prefix_cache_dir", "record"):
             _check_text(name, getattr(self, name), optional=name != "model")
-        if type(self.skip_tokenizer_init) is not bool:
-            raise ArgumentError(f"skip_tokenizer_init must be True or False, got {self.skip_tokenizer_init!r}")
+        for name in ("skip_tokenizer_init", "enable_prefix_caching", "async_scheduling", "enable_cascade"):
+            if type(getattr(self, name)) is not bool:
+                raise ArgumentError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.prefix_cache_dir is not None and not self.enable_prefix_caching:
+            raise ArgumentError(f"prefix_cache_dir={self.prefix_cache_dir!r} keeps nothing with enable_prefix_caching=False: give one of them")
         _check_choice("dtype", self.dtype, DTYPES)
         if self.quantization is not None:
             _check_choice("quantization", self.quantization, QUANTIZATIONS)
@@ -98,9 +116,12 @@ _INTEGERS: tuple[tuple[str, int, int | None], ...] = (
     ("block_size", 8, 256),
     ("num_blocks", 1, None),
     ("kv_memory", 1, None),
+    ("swap_space", 0, None),
+    ("max_num_queued_reqs", 0, None),
+    ("max_num_queued_tokens", 0, None),
     ("seed", -(2**63), 2**64 - 1),
 )
-_OPTIONAL = ("max_model_len", "num_blocks", "kv_memory", "seed")
+_OPTIONAL = ("max_model_len", "num_blocks", "kv_memory", "max_num_queued_reqs", "max_num_queued_tokens", "seed")
 
 
 def resolve(model: str | os.PathLike[str] | None = None, *, environ: Mapping[str, str] | None = None, **given: Any) -> EngineConfig:
@@ -115,10 +136,12 @@ def resolve(model: str | os.PathLike[str] | None = None, *, environ: Mapping[str
         if name not in known:
             raise ArgumentError(f"unknown engine option {name!r}{nearest(name, known)}")
     values = {name: value for name, value in given.items() if value is not None}
-    if "tokenizer" in values:
-        values["tokenizer"] = os.fspath(values["tokenizer"])
-    if isinstance(values.get("kv_memory"), str):
-        values["kv_memory"] = parse_size("kv_memory", values["kv_memory"])
+    for name in ("tokenizer", "prefix_cache_dir", "record"):
+        if name in values:
+            values[name] = os.fspath(values[name])
+    for name in ("kv_memory", "swap_space"):
+        if isinstance(values.get(name), str):
+            values[name] = parse_size(name, values[name])
     device = values.get("device", switches.get("TINYVLLM_DEVICE", "auto"))
     values["device"] = parse_device("device", device)
     if isinstance(values.get("max_num_seqs"), int):

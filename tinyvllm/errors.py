@@ -35,6 +35,14 @@ class RequestError(TinyvllmError, ValueError):
     exit_code = 2
 
 
+class BusyError(TinyvllmError):
+    """A request that the engine will not queue now: too many wait, or its deadline cannot be met. `retry_after`: seconds, as predicted."""
+
+    def __init__(self, message: str, retry_after: float):
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class OutOfMemoryError(TinyvllmError):
     """The device or the host has not enough memory for what was asked."""
 

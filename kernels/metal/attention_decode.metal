@@ -1,8 +1,9 @@
 // out[b] = softmax(q[b] k^T * SCALE) v over the keys of sequence b that its newest token sees: one row a sequence.
 //
 //   out           [T, H, D] float32          rows from `count` on are not touched, nor those of sequences of several partitions
-//   partial       [B, H, PARTITIONS, D + 2] float32, scratch: of a sequence of several partitions each one's weighted values, their top and
-//                                            their sum; PARTITIONS = ceil(M * S / PARTITION). Not touched if that is 1
+//   partial       [B, K * PARTS, 32 + PARTITIONS * ROWS * (D + 2)] uint32: zero between launches. For sequences of several partitions: how
+//                                            many have come, 31 of padding, and a record of each: ROWS * D weighted values, ROWS tops and
+//                                            sums in turn
 //   q             [T, H, D] float32          row b is sequence b's
 //   cache         [P, 2, K, S, D] CACHE_TYPE keys at [:, 0], values at [:, 1]; this step's are in it
 //   block_tables  [B, M] int32               entries behind a context are not read
@@ -10,8 +11,8 @@
 //   count         [1] int32                  sequences that count
 //
 // Beside attention.h's constants: PARTITION, the keys of one, a multiple of 32, and SIMDS, SIMD groups of a threadgroup, 1 to 16.
-// Launch: grid (K * PARTS, PARTITIONS, B) with PARTS = ceil(H / K / (D <= 128 ? 8 : 4)); threads 32 * SIMDS. Where PARTITIONS > 1,
-// attention_merge comes behind it.
+// PARTITIONS = ceil(M * S / PARTITION), at most 32; PARTS = ceil(H / K / (D <= 128 ? 8 : 4)), ROWS = ceil(H / K / PARTS).
+// Launch: grid (K * PARTS, PARTITIONS, B); threads 32 * SIMDS.
 //
 // A threadgroup takes a sequence, a partition of its keys, and the ROWS query heads of a KV head: one reading serves them all. (More than
 // eight heads, or four wide ones, are several parts that read the same keys, side by side, so that all but the first find them in a cache.)
@@ -23,11 +24,25 @@
 // of them, all of one row, whose exponentials nobody else computes (where rows are few, several lanes do the same). A score's weight goes
 // back to the lanes of D by one more shuffle.
 //
+// Of a sequence whose keys lie in several partitions, each threadgroup leaves a record; who is the last to come to its sequence's and part's
+// count puts them together. Metal 3 has no order between threadgroups, so the count says only that all records are on their way, not that
+// they are there. That each word says itself: 0 is "not there yet", which no number is, as +0.0 is written as -0.0. Who reads 0 asks again.
+//   - Metal promises: an atomic operation is whole, and those on one address have one order, the same for all threadgroups; one that reads
+//     and changes takes the newest. threadgroup_barrier(mem_device) keeps the stores ahead of it ahead of the count. Between two launches
+//     there is a barrier for everything: zeros are seen there by the next one.
+//   - Metal promises no time: that a store which has been made reaches others by itself, as C++ has it "in reasonable time", is relied upon.
+//     It needs nobody's help: its threadgroup has counted, so nothing is waited for that has not begun, and nothing waits for the last.
+//   - A word is asked for again by an operation that reads and changes, which no cache can answer.
+// The last one puts zeros back. Only what has keys counts; where there is one such partition, its threadgroup writes `out` at once.
+//
 // Order of the arithmetic: float32, fma. A score is four (or eight) products of a lane in order, then lanes KEY_LANES / 2, ..., 2, 1 apart.
 // A lane adds its weights, and the weighted values of its side, keys ascending; sides, 16, 8, ... apart, are added behind the last tile.
-// SIMD groups are merged ascending, then partitions (attention_merge). Partitions and tiles are counted from the sequence's first token,
-// and parts without keys add zeros: bits depend neither on the other sequences nor on where a sequence stands. attention_prefill multiplies
-// by simdgroup_matrix, in another order: its bits differ from these.
+// SIMD groups are merged ascending, then partitions, whoever is last; sums of partitions by fixed pairs of lanes. Partitions and tiles are
+// counted from the sequence's first token, and parts without keys add zeros: bits depend neither on the other sequences nor on where a
+// sequence stands. attention_prefill multiplies by simdgroup_matrix, in another order: its bits differ from these.
+//
+// A word that is data and readiness in one is that of single-pass scans (Merrill and Garland, "Single-pass Parallel Prefix Scan with
+// Decoupled Look-back", 2016), without their waiting for who may not have begun.
 #include "attention.h"
 
 #define POWER_ABOVE(n) ((n) <= 1 ? 1 : (n) <= 2 ? 2 : (n) <= 4 ? 4 : (n) <= 8 ? 8 : (n) <= 16 ? 16 : 32)
@@ -49,8 +64,13 @@ constant constexpr int ALIKE = SHARE <= STEPS ? 1 : SHARE / STEPS; // lanes that
 constant constexpr int PARTITIONS = (M * S + PARTITION - 1) / PARTITION;
 constant constexpr int MERGED_ROWS = D >= 256 ? 1 : 256 / D; // at once: 8 KiB of threadgroup memory
 constant constexpr int THREADS = 32 * SIMDS;
+constant constexpr int RECORD = ROWS * (D + 2); // words
+constant constexpr int AREA = 32 + PARTITIONS * RECORD; // words of a sequence's part; 32, that the count has a line of a cache to itself
+constant constexpr int MINE = (ROWS * D + THREADS - 1) / THREADS; // numbers that a thread merges over the partitions
+constant constexpr int AT_ONCE = MINE >= 32 ? 1 : 32 / MINE; // partitions of which a thread has words on their way
 
 static_assert(PARTITION % 32 == 0, "attention_decode: PARTITION must be a multiple of 32");
+static_assert(PARTITIONS <= 32, "attention_decode: more than 32 partitions, PARTITION must be larger");
 static_assert(SIMDS >= 1 && SIMDS <= 16, "attention_decode: SIMDS must be 1 to 16");
 
 // What a SIMD group has so far: weighted values of all rows, a lane its pieces and its side; top and sum of the lane's own row, the sum
@@ -268,20 +288,104 @@ INLINE Merged merge(Board board, int row, int base, int piece) {
   return all;
 }
 
-// `record`: of D + 2 numbers; not on a border of 16 bytes.
-INLINE void put_record(device float *record, Merged all, int piece) {
-#pragma unroll
-  for (int i = 0; i < 4; i++) record[piece * 4 + i] = all.o[i];
-  if (piece == 0) record[D] = all.top, record[D + 1] = all.sum;
+// --- records of partitions
+
+INLINE void put(device atomic_uint *word, float value) {
+  const uint bits = as_type<uint>(value);
+  atomic_store_explicit(word, bits == 0 ? 0x80000000u : bits, memory_order_relaxed);
+}
+INLINE uint look(device atomic_uint *word) { return atomic_load_explicit(word, memory_order_relaxed); }
+// A word's number as soon as it is there; `bits` is what has been seen of it. Behind it the word is 0.
+INLINE float take(device atomic_uint *word, uint bits) {
+  while (bits == 0) bits = atomic_fetch_or_explicit(word, 0u, memory_order_relaxed);
+  atomic_store_explicit(word, 0u, memory_order_relaxed);
+  return as_type<float>(bits);
 }
 
-kernel void attention_decode(device float *out [[buffer(0)]], device float *partial [[buffer(1)]], device const float *q [[buffer(2)]],
+INLINE void put_record(device atomic_uint *record, Merged all, int row, int piece) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) put(record + row * D + piece * 4 + i, all.o[i]);
+  if (piece == 0) put(record + ROWS * D + 2 * row, all.top), put(record + ROWS * D + 2 * row + 1, all.sum);
+}
+
+// Is this threadgroup the last of `expected` to count? All of it must come along.
+INLINE bool is_last(device atomic_uint *counter, threadgroup uint *before, int expected, uint thread_index) {
+  threadgroup_barrier(mem_flags::mem_device); // its records are on their way
+  if (thread_index == 0) {
+    *before = atomic_fetch_add_explicit(counter, 1u, memory_order_relaxed);
+    if ((int)*before == expected - 1) atomic_store_explicit(counter, 0u, memory_order_relaxed);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  return (int)*before == expected - 1;
+}
+
+// What partitions `first` to `last` are worth in each row, a lane a partition, a SIMD group a row; and one over the row's sum.
+struct Shares {
+  threadgroup float *fades; // [ROWS][PARTITIONS]
+  threadgroup float *inverses; // [ROWS]
+};
+INLINE float largest(float x) {
+#pragma unroll
+  for (int apart = 16; apart >= 1; apart /= 2) x = max(x, simd_shuffle_xor(x, (ushort)apart));
+  return x;
+}
+INLINE float added(float x) {
+#pragma unroll
+  for (int apart = 16; apart >= 1; apart /= 2) x += simd_shuffle_xor(x, (ushort)apart);
+  return x;
+}
+INLINE void take_ends(Shares shares, device atomic_uint *records, int heads, int first, int last, int simd, int lane) {
+  const bool there = lane >= first && lane <= last;
+  for (int r = simd; r < heads; r += SIMDS) {
+    float top = NEVER, sum = 0.0f;
+    if (there) {
+      device atomic_uint *ends = records + lane * RECORD + ROWS * D + 2 * r;
+      const uint top_bits = look(ends), sum_bits = look(ends + 1);
+      top = take(ends, top_bits), sum = take(ends + 1, sum_bits);
+    }
+    const float most = largest(top), fade = there ? fade_of(top, most) : 0.0f;
+    const float inverse = 1.0f / added(there ? sum * fade : 0.0f);
+    if (there) shares.fades[r * PARTITIONS + lane] = fade;
+    if (lane == 0) shares.inverses[r] = inverse;
+  }
+}
+
+// Partitions `first` to `last` become `numbers` of `out`, rows of D behind each other.
+INLINE void take_values(device float *out, Shares shares, device atomic_uint *records, int numbers, int first, int last, int thread_index) {
+  float o[MINE];
+#pragma unroll
+  for (int m = 0; m < MINE; m++) o[m] = 0.0f;
+  for (int p = first; p <= last; p += AT_ONCE) {
+    uint bits[MINE][AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < MINE * AT_ONCE; k++) {
+      const int m = k / AT_ONCE, j = k % AT_ONCE, i = thread_index + m * THREADS;
+      bits[m][j] = i < numbers && p + j <= last ? look(records + (p + j) * RECORD + i) : 0;
+    }
+#pragma unroll
+    for (int k = 0; k < MINE * AT_ONCE; k++) {
+      const int m = k / AT_ONCE, j = k % AT_ONCE, i = thread_index + m * THREADS;
+      if (i >= numbers || p + j > last) continue;
+      o[m] = fma(take(records + (p + j) * RECORD + i, bits[m][j]), shares.fades[i / D * PARTITIONS + p + j], o[m]);
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < MINE; m++) {
+    const int i = thread_index + m * THREADS;
+    if (i < numbers) out[i] = o[m] * shares.inverses[i / D];
+  }
+}
+
+kernel void attention_decode(device float *out [[buffer(0)]], device atomic_uint *partial [[buffer(1)]], device const float *q [[buffer(2)]],
                              device const cached4 *cache [[buffer(3)]], device const int *block_tables [[buffer(4)]],
                              device const int *context_lens [[buffer(5)]], device const int *count [[buffer(6)]],
                              uint3 group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
                              uint lane_index [[thread_index_in_simdgroup]], uint simd_index [[simdgroup_index_in_threadgroup]]) {
   threadgroup float4 rows[SIMDS * MERGED_ROWS * PIECES];
   threadgroup float2 ends[SIMDS * WIDE_ROWS];
+  threadgroup float fades[ROWS * PARTITIONS];
+  threadgroup float inverses[ROWS];
+  threadgroup uint before;
   Board board;
   board.o = rows, board.ends = ends;
   const int b = (int)group.z, partition = (int)group.y, head = (int)group.x / PARTS, part = (int)group.x % PARTS;
@@ -303,7 +407,10 @@ kernel void attention_decode(device float *out [[buffer(0)]], device float *part
   attend(sums, queries, cache, block_tables + (ulong)b * M, head, first, past, simd, lane);
   gather_sides(sums);
 
-  const bool alone = seen / PARTITION == (context - 1) / PARTITION;
+  const int first_partition = seen / PARTITION, last_partition = (context - 1) / PARTITION;
+  const bool alone = PARTITIONS == 1 || first_partition == last_partition;
+  device atomic_uint *counter = partial + ((ulong)b * (K * PARTS) + group.x) * AREA, *records = counter + 32;
+  out += ((ulong)b * H + row) * D;
   put_ends(board, sums, simd, lane);
   for (int base = 0; base < heads; base += MERGED_ROWS) {
     if (base > 0) threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -312,9 +419,14 @@ kernel void attention_decode(device float *out [[buffer(0)]], device float *part
     for (int i = (int)thread_index; i < min(MERGED_ROWS, heads - base) * PIECES; i += THREADS) {
       const int r = base + i / PIECES, piece = i % PIECES;
       const Merged all = merge(board, r, base, piece);
-      const ulong at = (ulong)b * H + row + r;
-      if (alone) ((device float4 *)(out + at * D))[piece] = all.o * (1.0f / all.sum);
-      else put_record(partial + (at * PARTITIONS + partition) * (D + 2), all, piece);
+      if (alone) ((device float4 *)(out + r * D))[piece] = all.o * (1.0f / all.sum);
+      else put_record(records + partition * RECORD, all, r, piece);
     }
   }
+  if (alone || !is_last(counter, &before, last_partition - first_partition + 1, thread_index)) return;
+  Shares shares;
+  shares.fades = fades, shares.inverses = inverses;
+  take_ends(shares, records, heads, first_partition, last_partition, simd, lane.number);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  take_values(out, shares, records, heads * D, first_partition, last_partition, (int)thread_index);
 }

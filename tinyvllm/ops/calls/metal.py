@@ -17,7 +17,7 @@ from tinyvllm.ops.calls import metal_records as records
 from tinyvllm.ops.calls.autotune import tuned
 from tinyvllm.ops.calls.buffers import cache_format, constant, empty, integers, scratch
 from tinyvllm.ops.kernel import Kernel
-from tinyvllm.ops.launch import Timed, launch, spans
+from tinyvllm.ops.launch import Timed, launch, spans, standing_zeros
 from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.weight import RowWeight, StoredWeight
 
@@ -209,10 +209,7 @@ def attention_decode(row: str, q: Tensor, cache: LayerCache, scale: float, windo
     (T, H, D), a = (int(d) for d in q.shape), _attention(q, cache, scale, window, batch)
     kernel, partial = records.attention_decode(row, batch.num_decodes, a)
     ins = [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes]
-    out, parts = launch(kernel, [empty(q, T, H * D), empty(q, partial)], ins)
-    if not records.several_partitions(a):
-        return out
-    return launch(records.attention_merge(row, batch.num_decodes, a), [out], [parts, batch.context_lens, batch.decodes])[0]
+    return launch(kernel, [empty(q, T, H * D), standing_zeros(str(q.device), partial)], ins)[0]
 
 
 def attention_prefill(row: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Tensor:

@@ -204,32 +204,30 @@ def _attention_work(a: Attention, rows: int, context: int) -> tuple[int, int]:
 
 
 def attention_decode(row: str, B: int, a: Attention, context: int = 0, partition: int | None = None, simds: int = 8) -> tuple[Kernel, int]:
-    """The kernel, and numbers of `partial`, its scratch: float32. `context` of each sequence is for the estimate of work alone.
+    """The kernel, and numbers of `partial`, its scratch: 32 bits each, zero between launches.
 
-    Where a sequence may have several partitions, attention_merge with the same arguments has to follow: several_partitions says so.
+    `context` of each sequence is for the estimate of work alone.
     """
     keys = partition or partition_of(a)
     partitions, group = up(a.M * a.S, keys), a.H // a.K
     parts = up(group, 8 if a.D <= 128 else 4)
     flops, moved = _attention_work(a, B, context)
+    met = B * a.H * _met(a, context, keys) * (a.D + 2)
     kernel = _kernel(
-        "attention_decode", row, 2, 5, (a.K * parts, partitions, B), 32 * simds, flops, B * moved + 8 * B * a.H * a.D,
-        PARTITION=keys, SIMDS=simds, **a.defines,
+        "attention_decode", row, 2, 5, (a.K * parts, partitions, B), 32 * simds, flops + 2 * met,
+        B * moved + 8 * B * a.H * a.D + 12 * met, PARTITION=keys, SIMDS=simds, **a.defines,
     )  # fmt: skip
-    return kernel, B * a.H * partitions * (a.D + 2) if partitions > 1 else 1
+    area = 32 + partitions * up(group, parts) * (a.D + 2)
+    return kernel, B * a.K * parts * area if partitions > 1 else 1
 
 
-def several_partitions(a: Attention, partition: int | None = None) -> bool:
-    return up(a.M * a.S, partition or partition_of(a)) > 1
-
-
-def attention_merge(row: str, B: int, a: Attention, context: int = 0, partition: int | None = None) -> Kernel:
-    keys = partition or partition_of(a)
-    records = up(context, keys) if context > keys else 0
-    return _kernel(
-        "attention_merge", row, 1, 3, (a.H, B, 1), 32, 2 * B * a.H * records * a.D, 4 * B * a.H * records * (a.D + 2),
-        PARTITION=keys, **a.defines,
-    )  # fmt: skip
+def _met(a: Attention, context: int, keys: int) -> int:
+    """Partitions that are put together, of `keys` each: their records are written, read and made zero again."""
+    if context == 0:
+        return 0
+    first = max(0, context - a.window) // keys if a.window else 0
+    partitions = up(context, keys) - first
+    return partitions if partitions > 1 else 0
 
 
 def attention_prefill(row: str, T: int, chunks: int, a: Attention, context: int = 0, simds: int = 4) -> Kernel:

@@ -1,0 +1,83 @@
+"""What comes back: continuations, log-probabilities, times and what they cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Natural logarithm of a token's probability under the unmodified logits, and its rank (1 is the most probable)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """One continuation. `text` and `token_ids` grow until `finish_reason` is "stop", "length", "abort", "deadline" (its time was over), or
+    "error" (broken logits, or what a grammar or a logits processor raised; `error` says it).
+
+    `stop_reason` is the stop string or stop token id that ended it, None for the end-of-sequence token or a full length.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None  # of the tokens in `logprobs`; None without
+    error: str | None = None  # why finish_reason is "error"
+
+
+@dataclass
+class RequestMetrics:
+    """Seconds on the engine's monotonic clock; None until it happened."""
+
+    arrival: float
+    first_token: float | None = None
+    finished: float | None = None
+    preemptions: int = 0
+    scheduled: float | None = None  # first time in a step
+
+
+@dataclass
+class Receipt:
+    """What one request cost. A step's host and device seconds count whole for each request in it; its bytes are shared by rows.
+
+    steps            steps that it took part in
+    batch_sizes      how many of them had so many sequences, {sequences: steps}
+    bytes_moved      its share of weights streamed and KV read and written
+    roof             bytes_moved by device seconds, over the machine's measured bandwidth; None where that was not measured
+    """
+
+    steps: int = 0
+    batch_sizes: dict[int, int] = field(default_factory=dict)
+    bytes_moved: float = 0.0
+    roof: float | None = None
+    host_seconds: float = 0.0
+    device_seconds: float = 0.0
+    queue_seconds: float = 0.0
+    preemptions: int = 0
+    swaps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+@dataclass
+class RequestOutput:
+    """All continuations of one prompt, so far (`finished` False) or for good."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when it was first admitted
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # a dict a prompt token, None for the first
+    receipt: Receipt | None = None  # on the last output, where Terms.receipt asks for it
+    explanation: str | None = None  # why the prefix cache hit or missed, where Terms.explain asks for it

@@ -1,0 +1,223 @@
+"""How a prompt is to be continued: sampling, structure, beams. Knows no text and no tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tinyvllm.errors import ArgumentError
+
+MAX_LOGPROBS = 20
+
+# (prompt token ids, output token ids so far, logits float32 [V]) -> logits float32 [V], the same array changed or another. Called once a
+# token on the host, before everything else that shapes the draw; what it raises ends its request alone, with finish_reason "error".
+LogitsProcessor = Callable[[list[int], list[int], np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """What the output must be: exactly one of the five. Names and meanings are those of vLLM's class of the same name.
+
+    json         a JSON schema, as a dict or as its text
+    regex        a regular expression that the whole output matches
+    choice       a list of texts, of which the output is one
+    grammar      a Lark grammar (llguidance's dialect), or EBNF of the kind that llama.cpp calls GBNF
+    json_object  True: any JSON object
+
+    Beside it: `disable_any_whitespace` writes JSON without optional blanks; `whitespace_pattern` is the regular expression of what may
+    stand between JSON's tokens.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("json", "regex", "choice", "grammar", "json_object") if getattr(self, name)]
+        if len(given) != 1:
+            got = " and ".join(given) or "none"
+            raise ArgumentError(f"StructuredOutputsParams: give exactly one of json, regex, choice, grammar, json_object; got {got}")
+        value = getattr(self, given[0])
+        kinds = {"json": (str, dict), "regex": (str,), "choice": (list, tuple), "grammar": (str,), "json_object": (bool,)}[given[0]]
+        if not isinstance(value, kinds):
+            raise ArgumentError(f"StructuredOutputsParams: {given[0]} cannot be {_brief(value)}")
+        if self.choice is not None:
+            object.__setattr__(self, "choice", tuple(self.choice))
+            if any(not isinstance(c, str) or not c for c in self.choice or ()):
+                raise ArgumentError(f"StructuredOutputsParams: choice must hold non-empty strings, got {_brief(self.choice)}")
+
+    @property
+    def kind(self) -> str:
+        """Which of the five is given."""
+        return next(name for name in ("json", "regex", "choice", "grammar", "json_object") if getattr(self, name))
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to continue one prompt. Names, meanings and defaults are those of vLLM's class of the same name.
+
+    temperature 0 is greedy. top_k 0 or -1, top_p 1 and min_p 0 switch the filter off. A `seed` makes the tokens a function of
+    (model, prompt, parameters) alone; without one the engine draws a seed for the request.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] | list[str] | str | None = None
+    stop_token_ids: tuple[int, ...] | list[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    best_of: int | None = None  # continuations that run, of which the n of the best mean log-probability are given
+    prompt_logprobs: int | None = None
+    bad_words: tuple[str, ...] | list[str] | None = None
+    allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    logits_processors: tuple[LogitsProcessor, ...] | list[LogitsProcessor] | None = None
+    thinking_token_budget: int | None = None  # tokens between the model's marks of thinking, after which the closing mark is written
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop, "a string or a list of strings")
+        stop_token_ids = _as_tuple("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", stop_token_ids)
+        for name, low, high, kind in _RANGES:
+            _check_range(name, getattr(self, name), low, high, kind)
+        if self.max_tokens is not None:
+            _check_range("max_tokens", self.max_tokens, 1, math.inf, int)
+            if self.min_tokens > self.max_tokens:
+                raise ArgumentError(f"SamplingParams: min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
+        if self.seed is not None:
+            _check_range("seed", self.seed, -(2**63), 2**64 - 1, int)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_range(name, getattr(self, name), 0, MAX_LOGPROBS, int)
+        if self.best_of is not None:
+            _check_range("best_of", self.best_of, self.n, 1024, int)
+        if self.thinking_token_budget is not None:
+            _check_range("thinking_token_budget", self.thinking_token_budget, 0, math.inf, int)
+        self._check_limits()
+        if any(not isinstance(s, str) or not s for s in stop):
+            raise ArgumentError(f"SamplingParams: stop must hold non-empty strings, got {_brief(stop)}")
+        if any(type(t) is not int or t < 0 for t in stop_token_ids):
+            raise ArgumentError(f"SamplingParams: stop_token_ids must hold token ids, got {_brief(stop_token_ids)}")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(f"SamplingParams: {name} must be True or False, got {_brief(getattr(self, name))}")
+        _check_bias(self.logit_bias)
+
+    def _check_limits(self) -> None:
+        """What narrows the vocabulary: words, ids, a structure, processors."""
+        bad_words = _as_tuple("bad_words", self.bad_words, "a list of strings")
+        object.__setattr__(self, "bad_words", bad_words or None)
+        if any(not isinstance(word, str) or not word for word in bad_words):
+            raise ArgumentError(f"SamplingParams: bad_words must hold non-empty strings, got {_brief(bad_words)}")
+        if self.allowed_token_ids is not None:
+            allowed = _as_tuple("allowed_token_ids", self.allowed_token_ids, "a list of token ids")
+            object.__setattr__(self, "allowed_token_ids", allowed)
+            if not allowed or any(type(t) is not int or t < 0 for t in allowed):
+                raise ArgumentError(f"SamplingParams: allowed_token_ids must hold at least one token id, got {_brief(allowed)}")
+        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):
+            got = _brief(self.structured_outputs)
+            raise ArgumentError(f"SamplingParams: structured_outputs must be a StructuredOutputsParams, got {got}")
+        processors = _as_tuple("logits_processors", self.logits_processors, "a list of functions")
+        object.__setattr__(self, "logits_processors", processors or None)
+        if any(not callable(processor) for processor in processors):
+            raise ArgumentError(f"SamplingParams: logits_processors must hold functions, got {_brief(processors)}")
+
+    @property
+    def width(self) -> int:
+        """Continuations that run: n, or best_of where that is more."""
+        return max(self.n, self.best_of or 1)
+
+    def with_seed(self, seed: int) -> SamplingParams:
+        return replace(self, seed=seed)
+
+
+_RANGES: tuple[tuple[str, float, float, type], ...] = (
+    ("n", 1, 1024, int),
+    ("temperature", 0, 100, float),
+    ("top_k", -1, math.inf, int),
+    ("top_p", 0, 1, float),
+    ("min_p", 0, 1, float),
+    ("repetition_penalty", 1e-6, 100, float),
+    ("presence_penalty", -2, 2, float),
+    ("frequency_penalty", -2, 2, float),
+    ("min_tokens", 0, math.inf, int),
+)
+
+
+def _check_range(name: str, value: object, low: float, high: float, kind: type, speaker: str = "SamplingParams") -> None:
+    number = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
+    if not number or not low <= value <= high or (name == "top_p" and value == 0):  # type: ignore[operator]
+        article = "an integer" if kind is int else "a number"
+        bounds = f"of {low} or more" if high == math.inf else f"from {low} to {high}"
+        above = " (above 0)" if name == "top_p" else ""
+        raise ArgumentError(f"{speaker}: {name} must be {article} {bounds}{above}, got {_brief(value)}")
+
+
+def _as_tuple(name: str, value: object, expected: str) -> tuple[Any, ...]:
+    if value is not None and not isinstance(value, (list, tuple)):
+        raise ArgumentError(f"SamplingParams: {name} must be {expected}, got {_brief(value)}")
+    return tuple(value or ())
+
+
+def _check_bias(biases: object) -> None:
+    if biases is not None and not isinstance(biases, dict):
+        raise ArgumentError(f"SamplingParams: logit_bias must be a dict of token ids and values, got {_brief(biases)}")
+    for token, bias in (biases or {}).items():
+        number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
+        if type(token) is not int or token < 0 or not number or not -100 <= bias <= 100:
+            got = f"{_brief(token)}: {_brief(bias)}"
+            raise ArgumentError(f"SamplingParams: logit_bias maps token ids to values in [-100, 100], got {got}")
+
+
+def _brief(value: object) -> str:
+    """A value as a message shows it: in one line, not all of it if it is long."""
+    return " ".join(f"{value!r:.80}".split())
+
+
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """Beam search as in transformers: `beam_width` beams, of which the best `n` (all, where None) are given.
+
+    A hypothesis scores the sum of its tokens' log-probabilities divided by its length (in tokens, end token included) to the power of
+    `length_penalty`. `early_stopping` True ends once there are beam_width hypotheses; False (transformers' default) once no running beam
+    at its present length could beat the worst of them; "never" once none could at any length.
+    """
+
+    beam_width: int
+    max_tokens: int = 16
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    n: int | None = None
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        for name, low, high, kind in (("beam_width", 1, 64, int), ("max_tokens", 1, math.inf, int), ("temperature", 0, 100, float)):
+            _check_range(name, getattr(self, name), low, high, kind, "BeamSearchParams")
+        _check_range("length_penalty", self.length_penalty, -100, 100, float, "BeamSearchParams")
+        if self.early_stopping not in (True, False, "never"):
+            raise ArgumentError(f'BeamSearchParams: early_stopping must be True, False or "never", got {_brief(self.early_stopping)}')
+        if self.n is not None:
+            _check_range("n", self.n, 1, self.beam_width, int, "BeamSearchParams")

@@ -1,0 +1,59 @@
+"""One line of tokens on its way through the engine. Knows no text and no tensors."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from tinyvllm.request.params import SamplingParams
+from tinyvllm.request.terms import Terms
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One line of tokens being continued. The scheduler owns `status`, `block_table` and `num_computed`; the engine appends tokens.
+
+    `num_computed` counts the tokens whose keys and values lie in the cache: the scheduler sets it back to 0 on preemption and
+    everything, prompt and output alike, is then computed again.
+    """
+
+    sequence_id: int
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    index: int = 0  # which of the request's n
+    output_token_ids: list[int] = field(default_factory=list)
+    status: Status = Status.WAITING
+    finish_reason: str | None = None
+    block_table: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_preemptions: int = 0
+    row: int = -1  # the row of sampling state held while running
+    terms: Terms = field(default_factory=Terms)
+    arrival: float = 0.0  # seconds of time.monotonic
+    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks of known tokens, as far as anybody has asked
+    num_published: int = 0  # leading blocks that are in the prefix cache's index
+    num_cached: int = 0  # tokens found in the prefix cache at first admission
+
+    def __len__(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Tokens start..stop of prompt and output joined, without building the whole list."""
+        prompt = len(self.prompt_token_ids)
+        return self.prompt_token_ids[start:stop] + self.output_token_ids[max(0, start - prompt) : max(0, stop - prompt)]
+
+    def token_at(self, position: int) -> int:
+        """One token of prompt and output joined."""
+        prompt = len(self.prompt_token_ids)
+        return self.prompt_token_ids[position] if position < prompt else self.output_token_ids[position - prompt]
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
