@@ -89,7 +89,7 @@ class EngineConfig:
             if type(getattr(self, name)) is not bool:
                 raise ArgumentError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.prefix_cache_dir is not None and not self.enable_prefix_caching:
-            raise ArgumentError(f"prefix_cache_dir={self.prefix_cache_dir!r} keeps nothing with enable_prefix_caching=False: give one of them")
+            raise ArgumentError(f"prefix_cache_dir={self.prefix_cache_dir!r} contradicts enable_prefix_caching=False: give one of them")
         _check_choice("dtype", self.dtype, DTYPES)
         if self.quantization is not None:
             _check_choice("quantization", self.quantization, QUANTIZATIONS)

@@ -29,6 +29,13 @@ _ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--block-size", {"type": int, "metavar": "N", "help": "tokens of a KV block, a power of two from 8 to 256"}),
     ("--quantization", {"metavar": "Q", "help": f"pack the matrices at load: {', '.join(QUANTIZATIONS)}"}),
     ("--num-scheduler-steps", {"type": int, "metavar": "N", "help": "decode steps between two looks at the tokens"}),
+    ("--enable-prefix-caching", {"action": argparse.BooleanOptionalAction, "help": "keep and share the blocks of equal beginnings"}),
+    ("--prefix-cache-dir", {"metavar": "DIR", "help": "keep cached blocks there over a restart"}),
+    ("--swap-space", {"metavar": "SIZE", "help": "host memory for the blocks of preempted sequences, such as 4GiB"}),
+    ("--max-num-queued-reqs", {"type": int, "metavar": "N", "help": "refuse requests beyond so many that wait"}),
+    ("--max-num-queued-tokens", {"type": int, "metavar": "N", "help": "refuse prompts beyond so many tokens that wait"}),
+    ("--async-scheduling", {"action": argparse.BooleanOptionalAction, "help": "launch a step before the last one's tokens are read"}),
+    ("--record", {"metavar": "F", "help": "write arrivals and parameters to this .jsonl file, for replay"}),
     ("--load-format", {"metavar": "F", "help": f"{', '.join(LOAD_FORMATS)}; dummy fills the model with random weights"}),
 )
 
@@ -72,8 +79,9 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace]:
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of EngineConfig that were given, by name."""
     given = {name: value for flag, _ in _ENGINE_OPTIONS if (value := getattr(options, name := _field(flag), None)) is not None}
-    if "kv_memory" in given:
-        given["kv_memory"] = parse_size("--kv-memory", given["kv_memory"])
+    for flag in ("--kv-memory", "--swap-space"):
+        if _field(flag) in given:
+            given[_field(flag)] = parse_size(flag, given[_field(flag)])
     return given
 
 

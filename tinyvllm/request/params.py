@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from tinyvllm.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MAX_LOGPROBS = 20
 
 # (prompt token ids, output token ids so far, logits float32 [V]) -> logits float32 [V], the same array changed or another. Called once a
 # token on the host, before everything else that shapes the draw; what it raises ends its request alone, with finish_reason "error".
-LogitsProcessor = Callable[[list[int], list[int], np.ndarray], np.ndarray]
+LogitsProcessor = Callable[[list[int], list[int], "np.ndarray"], "np.ndarray"]
 
 
 @dataclass(frozen=True)
