@@ -6,7 +6,7 @@ T sequences of `context` tokens decode one token each (T up to 16), or one seque
 grids, bytes and operations are those of the records that launches are made of; threadgroup memory is what a compiler lays out. Everything
 about time is a model, none of it has been measured on a Mac:
 
-    time of a launch = gap + max(bytes / (bandwidth * stream * fed), operations / rate)
+    time of a launch = gap + max(bytes / (bandwidth * stream * fed), operations / rate, bytes of x / near) + latency * trips
 
   gap         from the end of a launch to the start of the next, across the barrier of a captured graph: assumed, --gap
   stream      what a kernel that does nothing else can read of the named bandwidth: assumed, --stream. Public figures are 0.83 for an M4
@@ -14,18 +14,25 @@ about time is a model, none of it has been measured on a Mac:
               llama.cpp pull request 1642)
   fed         bytes in flight / (bandwidth * latency), at most 1: threads that are resident times what each has asked for. Latency and
               registers a thread are assumed
-  operations  multiply-adds, and what taking weights apart costs, counted in the source
+  trips       to memory, one behind the other, when all else is done: of attention_decode where it puts partitions together
+  operations  multiply-adds, what taking weights apart costs, and what it costs each threadgroup to lay out x, counted in the source
+  matrices    a product of two matrices of eight by eight costs a SIMD group 18 cycles, of which 16 are its multiply-adds (17 for half
+              precision, 18 for float32: github.com/philipturner/metal-benchmarks, M1): no more than float32 goes through there
+  near        what a core reads of its cache or of threadgroup memory: 64 bytes a cycle. The same source has that of the cache; of
+              threadgroup memory it is assumed
   rate        a lane does one a cycle. Apple publishes operations a second for M1 and M2; later ones are taken for M2's, which is too little
 
 The share is bytes / (time * bandwidth) over a whole step. From that follows what a chip must be able to stream for a goal to be met.
-For several sequences the last column is how many times the tokens of one they get, by the same model. A last round of threadgroups that
-does not fill all cores costs nothing here, nor does the unpacking of scales.
+For several sequences the last columns are how many times the tokens of one they get, by the same model; with each product's work cut as a
+trial would cut it, if the model were right. From thirteen on there are two rows to choose between, and what no kernel could exceed that
+multiplies in float32: nothing but the multiply-adds. A last round of threadgroups that does not fill all cores costs nothing here, nor
+does the unpacking of scales.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.harness import table
 from benchmarks.shapes import SHAPES
@@ -73,6 +80,12 @@ LATENCY = 500e-9  # seconds until memory answers under load: assumed
 # Counted in kernels/metal/include/product.h: bytes that a lane asks for of a row of weights, and instructions that take a weight apart.
 _RAW = {"F32": 32, "F16": 16, "BF16": 16, "Q8_0": 10, "Q4_0": 10, "Q4_K": 24}
 _UNPACKING = {"F32": 0.0, "F16": 0.0, "BF16": 1.0, "Q8_0": 2.5, "Q4_0": 2.1, "Q4_K": 3.1}
+# In kernels/metal/include/operands.h: bytes of a lane's part of a slice; instructions a weight, scales brought in; and a number of x.
+_SLICE = {"F32": 32, "F16": 16, "BF16": 16, "Q8_0": 10, "Q4_0": 6, "Q4_K": 24}
+_OPERANDS = {"F32": 0.0, "F16": 0.0, "BF16": 1.0, "Q8_0": 2.0, "Q4_0": 1.6, "Q4_K": 2.1}
+_LAYING = {"F32": 1.3, "F16": 1.3, "BF16": 1.3, "Q8_0": 2.3, "Q4_0": 3.3, "Q4_K": 2.3}
+MATRIX_CYCLES = 18 / 16  # of a multiply-add of simdgroup_matrix
+NEAR_BYTES = 64  # a cycle of a core
 
 
 # --- a step
@@ -80,12 +93,16 @@ _UNPACKING = {"F32": 0.0, "F16": 0.0, "BF16": 1.0, "Q8_0": 2.5, "Q4_0": 2.1, "Q4
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel of a step, `times` times in it. `layer`: whether each layer has it. `weights`: how many weights it multiplies with."""
+    """A kernel of a step, `times` times in it. `layer`: whether each layer has it. `weights`: how many weights it multiplies with.
+
+    `bare`: of a product only the multiply-adds cost anything.
+    """
 
     kernel: Kernel
     times: int = 1
     layer: bool = False
     weights: int = 0
+    bare: bool = False
 
     @property
     def groups(self) -> int:
@@ -107,16 +124,47 @@ class Launch:
 
     @property
     def operations(self) -> float:
-        """Multiply-adds, and instructions that take weights apart: in each team of SIMD groups, and for each tile of tokens, once more."""
+        """Multiply-adds; taking weights apart, in each team of SIMD groups and for each tile of tokens once more; laying out x."""
+        if not self.weights or self.bare:
+            return self.kernel.flops / 2
+        format, norm = str(self.constants["WEIGHT"]), 2 * int(self.constants.get("NORM", self.kernel.stem.startswith("norm_")))
+        columns = self.groups * int(self.constants.get("E", self.constants.get("I", 0)))
+        if self.kernel.stem == "matmul_sixteen":
+            return self.weights * (records.FEW * MATRIX_CYCLES + _OPERANDS[format]) + columns * records.FEW * (norm + _LAYING[format])
         again = int(self.constants.get("TEAMS", 1)) * max(1, self.streams)
-        return self.kernel.flops / 2 + (_UNPACKING[str(self.constants["WEIGHT"])] * self.weights * again if self.weights else 0)
+        laying = columns * int(self.constants["TOKENS"]) * (norm + 0.5) if self.constants.get("STAGED") else 0
+        multiplying = self.kernel.flops / 2 * (MATRIX_CYCLES if self.kernel.stem == "matmul" else 1)
+        return multiplying + _UNPACKING[format] * self.weights * again + laying
+
+    @property
+    def near_bytes(self) -> float:
+        """Of x, that a product of few rows reads in its cores, however many cores they are."""
+        if self.bare or not self.weights or self.kernel.stem == "matmul":
+            return 0.0
+        fragments = int(self.constants.get("FRAGMENTS", 0))
+        tokens, rows = (records.FEW, 8 * fragments) if fragments else (int(self.constants["TOKENS"]), int(self.constants["ROWS"]))
+        return 4.0 * self.weights * tokens / rows
+
+    @property
+    def registers(self) -> int:
+        """32-bit ones of a thread: more where a lane keeps 64 sums."""
+        sums = int(self.constants.get("ROWS", 0)) * up(int(self.constants.get("TOKENS", 0)), int(self.constants.get("TEAMS", 1)))
+        return REGISTERS * (2 if sums > 32 else 1)
+
+    @property
+    def trips(self) -> int:
+        """To memory, one behind the other, of who is last in attention_decode: the count, the partitions' ends, their values, zeros."""
+        return 4 if self.kernel.stem == "attention_decode" and self.kernel.grid[1] > 1 else 0
 
     @property
     def asked(self) -> int:
         """Bytes that a thread has asked memory for while it waits."""
         known = {"sample": 32, "read": 64, "attention_decode": 32, "kv_copy": 64}
-        rows = int(self.constants.get("ROWS", 0))
-        return rows * _RAW[str(self.constants["WEIGHT"])] if rows else known.get(self.kernel.stem, 16)
+        rows, fragments = int(self.constants.get("ROWS", 0)), int(self.constants.get("FRAGMENTS", 0))
+        if not rows and not fragments:
+            return known.get(self.kernel.stem, 16)
+        format = str(self.constants["WEIGHT"])
+        return fragments * _SLICE[format] if fragments else rows * _RAW[format]
 
 
 up = records.up
@@ -152,24 +200,54 @@ class Model:
         return records.Attention(self.H, self.K, self.D, S, up(context, S), cache, f"{self.D**-0.5}f", 0)
 
 
-def decode(m: Model, format: str, T: int, context: int, cache: str) -> list[Launch]:
-    """T sequences, a token each, greedy."""
-    heads, attention = m.heads(cache), m.attention(cache, context)
-    qkv = records.norm_qkv_rope_store(ROW, format, T, m.E, heads, EPS)
-    layer = [
-        (qkv, heads.outputs * m.E),
-        (records.attention_decode(ROW, T, attention, context)[0], 0),
-        (records.matvec(ROW, format, T, m.E, m.H * m.D, residual=True), m.E * m.H * m.D),
-        (records.norm_gate_up_silu(ROW, format, T, m.E, m.F, EPS), 2 * m.F * m.E),
-        (records.matvec(ROW, format, T, m.E, m.F, residual=True), m.E * m.F),
+def _cut(cuts: list[records.Cut], format: str, T: int) -> records.Cut:
+    """What a trial would take by this model: the least cycles of a core for a weight."""
+
+    def cycles(cut: records.Cut) -> float:
+        laying = 2.5 * T / cut.rows_of_group if cut.staged else 2.0 * T / cut.rows
+        return max((T + cut.teams * _UNPACKING[format] + laying) / 128, 4 * T / cut.rows / NEAR_BYTES)
+
+    return cuts[0] if T == 1 else min(cuts, key=cycles)
+
+
+def _few(m: Model, format: str, T: int, heads: records.Heads) -> list[tuple[Kernel, int]]:
+    """Products of a layer, and weights of each: q, k and v, that behind attention, gate and up, down."""
+    cut = _cut(records.cuts(T), format, T)
+    of_heads = _cut(records.cuts_for_heads(T, m.E, heads), format, T)
+    return [
+        (records.norm_qkv_rope_store(ROW, format, T, m.E, heads, EPS, of_heads), heads.outputs * m.E),
+        (records.matvec(ROW, format, T, m.E, m.H * m.D, residual=True, cut=cut), m.E * m.H * m.D),
+        (records.norm_gate_up_silu(ROW, format, T, m.E, m.F, EPS, cut=cut), 2 * m.F * m.E),
+        (records.matvec(ROW, format, T, m.E, m.F, residual=True, cut=cut), m.E * m.F),
     ]
-    if records.several_partitions(attention):
-        layer.insert(2, (records.attention_merge(ROW, T, attention, context), 0))
-    head = [Launch(records.norm_head(ROW, format, T, m.V, m.E, EPS), weights=m.V * m.E), *map(Launch, records.best(ROW, T, m.V)[:2])]
+
+
+def _sixteen(m: Model, format: str, T: int, heads: records.Heads) -> list[tuple[Kernel, int]]:
+    """As _few, by matrices; behind the first rope_store is wanted."""
+    row, borders = records.MATRIX_ROW, (m.H * m.D, (m.H + m.K) * m.D)
+    return [
+        (records.matmul_sixteen(row, format, T, heads.outputs, m.E, eps=EPS, borders=borders), heads.outputs * m.E),
+        (records.matmul_sixteen(row, format, T, m.E, m.H * m.D, residual=True), m.E * m.H * m.D),
+        (records.matmul_sixteen(row, format, T, m.F, m.E, silu=True, eps=EPS), 2 * m.F * m.E),
+        (records.matmul_sixteen(row, format, T, m.E, m.F, residual=True), m.E * m.F),
+    ]
+
+
+def decode(m: Model, format: str, T: int, context: int, cache: str, row: str = ROW) -> list[Launch]:
+    """T sequences, a token each, greedy; products of `row`."""
+    heads, attention, by_matrix = m.heads(cache), m.attention(cache, context), records.by_matrix(row, T)
+    first, *others = (_sixteen if by_matrix else _few)(m, format, T, heads)
+    storing = [(records.rope_store(ROW, T, heads), 0)] if by_matrix else []
+    layer = [first, *storing, (records.attention_decode(ROW, T, attention, context)[0], 0), *others]
+    if by_matrix:
+        logits = records.matmul_sixteen(row, format, T, m.V, m.E, eps=EPS, gather=True)
+    else:
+        logits = records.norm_head(ROW, format, T, m.V, m.E, EPS, _cut(records.cuts(T), format, T))
     return [
         Launch(records.embed(ROW, format, T, m.V, m.E)),
         *(Launch(kernel, m.L, True, weights) for kernel, weights in layer),
-        *head,
+        Launch(logits, weights=m.V * m.E),
+        *map(Launch, records.best(ROW, T, m.V)[:2]),
         Launch(records.advance(ROW, T, up(context, S), S, 64, 0)),
     ]
 
@@ -190,8 +268,8 @@ def prefill(m: Model, format: str, T: int, context: int, cache: str) -> list[Lau
     return [Launch(records.embed(ROW, format, T, m.V, m.E)), *(Launch(k, m.L, True, weights) for k, weights in layer), *head]
 
 
-def step(m: Model, format: str, T: int, context: int, cache: str) -> list[Launch]:
-    return decode(m, format, T, context, cache) if T <= records.FEW else prefill(m, format, T, context, cache)
+def step(m: Model, format: str, T: int, context: int, cache: str, row: str = ROW) -> list[Launch]:
+    return decode(m, format, T, context, cache, row) if T <= records.FEW else prefill(m, format, T, context, cache)
 
 
 def threadgroup_bytes(kernel: Kernel) -> int:
@@ -208,7 +286,7 @@ def threadgroup_bytes(kernel: Kernel) -> int:
 def resident(launch: Launch, memory: int, chip: Chip) -> int:
     """Threads of a core at a time: as registers, threadgroup memory and the grid allow, in whole threadgroups."""
     block = launch.kernel.block
-    most = min(MOST_THREADS, REGISTER_BYTES // (4 * REGISTERS)) // block
+    most = min(MOST_THREADS, REGISTER_BYTES // (4 * launch.registers)) // block
     most = min(most, THREADGROUP_BYTES // memory) if memory else most
     return block * max(1, min(most, up(launch.groups, chip.cores)))
 
@@ -226,9 +304,11 @@ def time_of(launch: Launch, memory: int, chip: Chip, gap: float, stream: float) 
     bandwidth = 1e9 * chip.bandwidth * stream
     fed = min(1.0, threads * launch.asked / (bandwidth * LATENCY))
     reading = launch.kernel.bytes / (bandwidth * fed)
-    computing = launch.operations / (1e9 * chip.rate / 2 * min(chip.cores, launch.groups))
-    bound = "gap" if max(reading, computing) < gap else "operations" if computing > reading else "memory" if fed == 1 else "latency"
-    return Time(gap + max(reading, computing), bound)
+    cores, cycles = min(chip.cores, launch.groups), 1e9 * chip.rate / 256  # a core multiplies and adds 128 times a cycle
+    computing, near = launch.operations / (128 * cycles * cores), launch.near_bytes / (NEAR_BYTES * cycles * cores)
+    longest = max(reading, computing, near)
+    bound = "reads of x" if near == longest else "operations" if computing == longest else "memory" if fed == 1 else "latency"
+    return Time(gap + longest + LATENCY * launch.trips, "gap" if longest < gap else bound)
 
 
 @dataclass(frozen=True)
@@ -241,6 +321,10 @@ class Step:
     @classmethod
     def of(cls, launches: list[Launch]) -> Step:
         return cls(launches, [threadgroup_bytes(launch.kernel) for launch in launches])
+
+    def bare(self) -> Step:
+        """The same, if its products cost nothing but their multiply-adds."""
+        return Step([replace(launch, bare=True) for launch in self.launches], self.memory)
 
     @property
     def bytes(self) -> int:
@@ -280,17 +364,15 @@ def sentences(plan: Step, T: int) -> list[str]:
     """Launches of a step and of a layer; how often the weights are asked for."""
     weights = sum(one.weight_bytes * one.times for one in plan.launches)
     asked = sum(one.weight_bytes * one.times * one.streams for one in plan.launches) / weights
-    merging = any(one.kernel.stem == "attention_merge" for one in plan.launches)
     again, rows = "" if asked == 1 else "s", "" if T == 1 else "s"
     return [
-        f"launches: {sum(one.times for one in plan.launches)} a step, {sum(one.layer for one in plan.launches)} a layer"
-        + (", one of them attention_merge, which contexts beyond one partition need" if merging else ""),
+        f"launches: {sum(one.times for one in plan.launches)} a step, {sum(one.layer for one in plan.launches)} a layer",
         f"weights: {weights / 1e6:.1f} MB, each asked of memory {asked:.3g} time{again} for {T} row{rows}",
     ]
 
 
-def chips_table(plan: Step, gap: float, stream: float, goal: float | None, one: Step | None, T: int) -> str:
-    """`one`: the same step for one sequence, for the gain of T."""
+def chips_table(plan: Step, gap: float, stream: float, goal: float | None, one: Step | None, T: int, other: Step | None = None) -> str:
+    """`one`: the same step for one sequence, for the gain of T. `other`: the same step with the other row's products."""
     pairs = zip(plan.launches, plan.memory, strict=True)
     big = [(launch, memory) for launch, memory in pairs if launch.kernel.bytes * launch.times > 0.005 * plan.bytes]
     rows: list[list[object]] = []
@@ -302,9 +384,11 @@ def chips_table(plan: Step, gap: float, stream: float, goal: float | None, one: 
             needed = plan.needs(chip, gap, goal)
             row.append("not even 100%" if needed is None else f"{needed:.0%}")
         if one is not None:
-            row.append(f"{T * one.time(chip, gap, stream).seconds / time.seconds:.1f}")
+            ways = (plan, other, plan.bare()) if other is not None else (plan,)
+            row += [f"{T * one.time(chip, gap, stream).seconds / way.time(chip, gap, stream).seconds:.1f}" for way in ways]
         rows.append(row)
     last = [f"{goal:.0%} if it streams"] if goal is not None else [f"tokens of {T} to 1"] if one is not None else []
+    last += [records.MATRIX_ROW, "at most"] if other is not None else []
     return table(["chip", "cores", "GB/s", *(launch.kernel.stem for launch, _ in big), "share", "bound by", *last], rows)
 
 
@@ -322,10 +406,14 @@ def show(o: argparse.Namespace) -> None:
     model, context, gap = Model.named(o.shape), o.context or 4096, 1e-6 * o.gap
     plan = Step.of(step(model, o.weights, o.T, context, o.cache))
     one = Step.of(step(model, o.weights, 1, context, o.cache)) if 1 < o.T <= records.FEW else None
+    by_matrix = records.by_matrix(records.MATRIX_ROW, o.T)
+    other = Step.of(step(model, o.weights, o.T, context, o.cache, records.MATRIX_ROW)) if by_matrix else None
     print(f"{o.shape}, {o.weights}, {o.T} rows, {context} tokens of context, cache {o.cache}: by arithmetic, not measured on a Mac\n")
     print(kernels_table(plan))
     print("\n" + "\n".join(sentences(plan, o.T)) + "\n")
+    if other is not None:
+        print(f"With the row {records.MATRIX_ROW}, for who asks\n\n{kernels_table(other)}\n\n{sentences(other, o.T)[0]}\n")
     assumed = f"gap {o.gap} us, stream {o.stream}, {REGISTERS} registers a thread"
     print(f"SIMD groups that a core has at a time, and share of bandwidth. Assumed: {assumed}\n")
     goal = SMALL_GOALS.get((o.shape, o.weights), GOALS.get(o.weights)) if o.T == 1 else None
-    print(chips_table(plan, gap, o.stream, goal, one, o.T))
+    print(chips_table(plan, gap, o.stream, goal, one, o.T, other))

@@ -49,7 +49,8 @@ class EngineConfig:
     prefix_cache_dir        folder that keeps cached blocks over a restart; None keeps nothing
     swap_space              bytes of host memory for the blocks of preempted sequences; 0 computes them again
     max_num_queued_reqs, max_num_queued_tokens  requests, and tokens of prompts, that may wait; more are refused. None sets no limit
-    async_scheduling        launch the next decode step before the last one's tokens are looked at
+    preemption_mode         "recompute" or "swap" always does so; None takes what costs less by the rates measured
+    async_scheduling        launch the next decode step before the last one's tokens are looked at; None does where launches do not wait
     enable_cascade          read the cached prefix that running sequences share once for all of them
     record                  file to which arrivals and parameters are written, for `replay`
     seed                    of the seeds given to requests without their own; None draws from the system
@@ -75,7 +76,8 @@ class EngineConfig:
     swap_space: int = 0
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
-    async_scheduling: bool = True
+    preemption_mode: str | None = None
+    async_scheduling: bool | None = None
     enable_cascade: bool = True
     record: str | None = None
     seed: int | None = None
@@ -86,7 +88,7 @@ class EngineConfig:
         for name in ("model", "tokenizer", "revision", "prefix_cache_dir", "record"):
             _check_text(name, getattr(self, name), optional=name != "model")
         for name in ("skip_tokenizer_init", "enable_prefix_caching", "async_scheduling", "enable_cascade"):
-            if type(getattr(self, name)) is not bool:
+            if type(getattr(self, name)) is not bool and not (name == "async_scheduling" and self.async_scheduling is None):
                 raise ArgumentError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.prefix_cache_dir is not None and not self.enable_prefix_caching:
             raise ArgumentError(f"prefix_cache_dir={self.prefix_cache_dir!r} contradicts enable_prefix_caching=False: give one of them")
@@ -94,6 +96,8 @@ class EngineConfig:
         if self.quantization is not None:
             _check_choice("quantization", self.quantization, QUANTIZATIONS)
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
+        if self.preemption_mode is not None:
+            _check_choice("preemption_mode", self.preemption_mode, ("recompute", "swap"))
         _check_device(self.device)
         if self.block_size & (self.block_size - 1):
             raise ArgumentError(f"block_size must be a power of two from 8 to 256, got {self.block_size}")

@@ -36,11 +36,15 @@ class RequestError(TinyvllmError, ValueError):
 
 
 class BusyError(TinyvllmError):
-    """A request that the engine will not queue now: too many wait, or its deadline cannot be met. `retry_after`: seconds, as predicted."""
+    """A request that the engine will not queue now: too many wait, or its deadline cannot be met.
 
-    def __init__(self, message: str, retry_after: float):
+    `retry_after` is in seconds, as predicted; `reason` is the limit: max_num_queued_reqs, max_num_queued_tokens or deadline.
+    """
+
+    def __init__(self, message: str, retry_after: float, reason: str):
         super().__init__(message)
         self.retry_after = retry_after
+        self.reason = reason
 
 
 class OutOfMemoryError(TinyvllmError):

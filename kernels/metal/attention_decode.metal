@@ -1,6 +1,6 @@
 // out[b] = softmax(q[b] k^T * SCALE) v over the keys of sequence b that its newest token sees: one row a sequence.
 //
-//   out           [T, H, D] float32          rows from `count` on are not touched, nor those of sequences of several partitions
+//   out           [T, H, D] float32          rows from `count` on are not touched
 //   partial       [B, K * PARTS, 32 + PARTITIONS * ROWS * (D + 2)] uint32: zero between launches. For sequences of several partitions: how
 //                                            many have come, 31 of padding, and a record of each: ROWS * D weighted values, ROWS tops and
 //                                            sums in turn
@@ -24,16 +24,15 @@
 // of them, all of one row, whose exponentials nobody else computes (where rows are few, several lanes do the same). A score's weight goes
 // back to the lanes of D by one more shuffle.
 //
-// Of a sequence whose keys lie in several partitions, each threadgroup leaves a record; who is the last to come to its sequence's and part's
-// count puts them together. Metal 3 has no order between threadgroups, so the count says only that all records are on their way, not that
-// they are there. That each word says itself: 0 is "not there yet", which no number is, as +0.0 is written as -0.0. Who reads 0 asks again.
-//   - Metal promises: an atomic operation is whole, and those on one address have one order, the same for all threadgroups; one that reads
-//     and changes takes the newest. threadgroup_barrier(mem_device) keeps the stores ahead of it ahead of the count. Between two launches
-//     there is a barrier for everything: zeros are seen there by the next one.
-//   - Metal promises no time: that a store which has been made reaches others by itself, as C++ has it "in reasonable time", is relied upon.
-//     It needs nobody's help: its threadgroup has counted, so nothing is waited for that has not begun, and nothing waits for the last.
-//   - A word is asked for again by an operation that reads and changes, which no cache can answer.
-// The last one puts zeros back. Only what has keys counts; where there is one such partition, its threadgroup writes `out` at once.
+// Where a sequence's keys lie in several partitions, each threadgroup leaves a record and counts; the last of a sequence's part to count
+// puts the records together. Metal 3 has no order between threadgroups, so the count says only that all records are on their way. That they
+// are there each word says itself: 0 is "not yet", which no number is, as +0.0 is written as -0.0. Who reads 0 asks again.
+//   - Promised: Metal's atomics are C++'s, relaxed. Those on one address have one order, the same for all threadgroups, and what reads and
+//     changes takes the newest: so it is by such an operation that a word is asked for again. threadgroup_barrier(mem_device) keeps the
+//     stores ahead of it ahead of the count. Between two launches is a barrier for everything, so the next one finds zeros.
+//   - Relied upon: a store that has been made reaches others in reasonable time, as C++ would have it, without help. Whoever is waited for
+//     has counted, so it has begun, and it waits for nobody.
+// The last one puts zeros back. Only partitions with keys count; where there is one of them, its threadgroup writes `out` at once.
 //
 // Order of the arithmetic: float32, fma. A score is four (or eight) products of a lane in order, then lanes KEY_LANES / 2, ..., 2, 1 apart.
 // A lane adds its weights, and the weighted values of its side, keys ascending; sides, 16, 8, ... apart, are added behind the last tile.
@@ -376,9 +375,10 @@ INLINE void take_values(device float *out, Shares shares, device atomic_uint *re
   }
 }
 
-kernel void attention_decode(device float *out [[buffer(0)]], device atomic_uint *partial [[buffer(1)]], device const float *q [[buffer(2)]],
-                             device const cached4 *cache [[buffer(3)]], device const int *block_tables [[buffer(4)]],
-                             device const int *context_lens [[buffer(5)]], device const int *count [[buffer(6)]],
+kernel void attention_decode(device float *out [[buffer(0)]], device atomic_uint *partial [[buffer(1)]],
+                             device const float *q [[buffer(2)]], device const cached4 *cache [[buffer(3)]],
+                             device const int *block_tables [[buffer(4)]], device const int *context_lens [[buffer(5)]],
+                             device const int *count [[buffer(6)]],
                              uint3 group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
                              uint lane_index [[thread_index_in_simdgroup]], uint simd_index [[simdgroup_index_in_threadgroup]]) {
   threadgroup float4 rows[SIMDS * MERGED_ROWS * PIECES];

@@ -21,7 +21,7 @@
 // LINE floats apart, so that eight of them lie in different banks. Rows of x behind the last are taken to be the last one.
 //     grid (ceil(T / TILE_T), ceil(O / (SILU ? 32 : 64)), 1), 128 threads; tokens run fastest, so that weights are read once
 // Threadgroup memory: (TILE_T + 64) * 144 + 4 * TILE_T bytes. The shape of the pipeline is that of MLX's and llama.cpp's Metal products.
-#include "norm.h"
+#include "matrices.h"
 #include "sixteen.h"
 
 #define TILE_O 64
@@ -33,55 +33,6 @@
 #define X_FOURS (TILE_T * COLUMNS / 4 / 128) // float4s of x that a thread brings
 #define OUTPUTS (SILU ? TILE_O / 2 : TILE_O)
 static_assert(TILE_T == 32 || TILE_T == 64, "matmul: TILE_T must be 32 or 64");
-static_assert(!(SILU && RESIDUAL) && !(BIAS && MATRICES == 3) && SILU == (MATRICES == 2), "matmul: what does not go together");
-
-#if NORM
-#define NORM_ARGUMENT device const float *norm,
-#define NORM_POINTER norm
-#else
-#define NORM_ARGUMENT
-#define NORM_POINTER nullptr
-#endif
-#if GATHER
-#define INDEX_ARGUMENT device const int *row_index,
-#define ROW_OF(token) row_index[token]
-#else
-#define INDEX_ARGUMENT
-#define ROW_OF(token) (token)
-#endif
-#define ROW_IN(matrix, row) ((matrix) + (ulong)(row) * ROW_BYTES)
-#if MATRICES == 1
-#define WEIGHT_ARGUMENTS device const uchar *weight,
-#define WEIGHT_ROW(o) ROW_IN(weight, o)
-#elif MATRICES == 2 // threads of the tile's second half bring rows of up
-#define WEIGHT_ARGUMENTS device const uchar *weight, device const uchar *weight_1,
-#define WEIGHT_ROW(o) ROW_IN(thread_number / 2 < OUTPUTS ? weight : weight_1, o)
-#else
-#define WEIGHT_ARGUMENTS device const uchar *weight, device const uchar *weight_1, device const uchar *weight_2,
-#define WEIGHT_ROW(o) ((o) < O1 ? ROW_IN(weight, o) : (o) < O2 ? ROW_IN(weight_1, (o) - O1) : ROW_IN(weight_2, (o) - O2))
-#endif
-#if BIAS && SILU
-#define BIAS_ARGUMENTS device const float *bias, device const float *bias_1,
-#define BIAS_1_POINTER bias_1
-#elif BIAS
-#define BIAS_ARGUMENTS device const float *bias,
-#define BIAS_1_POINTER nullptr
-#else
-#define BIAS_ARGUMENTS
-#define BIAS_1_POINTER nullptr
-#endif
-#if BIAS
-#define BIAS_POINTER bias
-#else
-#define BIAS_POINTER nullptr
-#endif
-#if RESIDUAL
-#define RESIDUAL_ARGUMENT device const float *residual,
-#define RESIDUAL_POINTER residual
-#else
-#define RESIDUAL_ARGUMENT
-#define RESIDUAL_POINTER nullptr
-#endif
 
 struct Source { // what a thread brings to each tile: its part of a row of x and of a row of weights
   device const float *x, *norm;
@@ -177,23 +128,6 @@ INLINE void put_inverse(threadgroup float *inverses, float squares, int thread_n
 #endif
 }
 
-struct Added { // what may be added to results
-  device const float *bias, *bias_1, *residual;
-};
-
-// Output o of token first_token + t, out of the tile's results; `at` is its place in out.
-INLINE float finished(threadgroup const float *result, float inverse, Added added, int o, ulong at) {
-  float y = NORM ? result[0] * inverse : result[0];
-  if (BIAS) y += added.bias[o];
-  if (ACTIVATION == GELU) y = gelu(y);
-  if (SILU) {
-    float up = NORM ? result[OUTPUTS] * inverse : result[OUTPUTS];
-    if (BIAS) up += added.bias_1[o];
-    y = silu(y) * up;
-  }
-  return RESIDUAL ? y + added.residual[at] : y;
-}
-
 [[max_total_threads_per_threadgroup(128)]] kernel void matmul(
     device float *out, device const float *x, NORM_ARGUMENT INDEX_ARGUMENT WEIGHT_ARGUMENTS BIAS_ARGUMENTS RESIDUAL_ARGUMENT
     device const int *rows, uint3 group [[threadgroup_position_in_grid]], uint thread_in_group [[thread_index_in_threadgroup]],
@@ -209,17 +143,20 @@ INLINE float finished(threadgroup const float *result, float inverse, Added adde
   const int token = min(first_token + thread_number * X_FOURS / 8, count - 1);
   const int output = min(first_output + thread_number / 2 % OUTPUTS, O - 1);
   from.x = x + (ulong)ROW_OF(token) * I, from.norm = NORM_POINTER;
-  from.weight = WEIGHT_ROW(output);
+  Matrices matrices;
+  GIVE_WEIGHTS(matrices);
+  from.weight = weight_row(matrices, output, thread_number / 2 >= OUTPUTS); // threads of the tile's second half bring rows of up
   from.x_column = thread_number * X_FOURS % 8 * 4, from.weight_column = thread_number % 2 * 16;
   put_inverse(inverses, sum_columns(tile, from, thread_number, simd), thread_number);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   Added added;
-  added.bias = BIAS_POINTER, added.bias_1 = BIAS_1_POINTER, added.residual = RESIDUAL_POINTER;
+  GIVE_ADDED(added);
   for (int e = thread_number; e < TILE_T * OUTPUTS; e += 128) {
     const int t = e / OUTPUTS, o = first_output + e % OUTPUTS;
     if (first_token + t >= count || o >= O) continue;
     const ulong at = (ulong)(first_token + t) * O + o;
-    out[at] = finished(tile + t * OUT_LINE + e % OUTPUTS, NORM ? inverses[t] : 1.0f, added, o, at);
+    threadgroup const float *result = tile + t * OUT_LINE + e % OUTPUTS;
+    out[at] = finished(result[0], SILU ? result[OUTPUTS] : 0.0f, NORM ? inverses[t] : 1.0f, added, o, at);
   }
 }

@@ -128,3 +128,74 @@ def test_reference_counts_after_a_million_operations() -> None:
     for table in held:
         pool.release(table)
     assert sorted(pool.allocate(pool.num_blocks)) == list(range(pool.num_blocks))
+
+
+def test_cached_blocks_are_free_and_the_last_to_be_given_away():
+    pool = BlockPool(4, 16)
+    evicted: list[int] = []
+    pool.on_evict = evicted.append
+    for block in pool.allocate(2):
+        pool.keep(block)
+    pool.release([0, 1])
+    assert (pool.num_free, pool.num_cached) == (4, 2)
+    assert pool.allocate(2) == [2, 3] and not evicted
+    assert pool.allocate(1) == [1] and evicted == [1]  # of a table the last goes first
+    assert (pool.num_free, pool.num_cached) == (1, 1)
+    with pytest.raises(OutOfMemoryError, match="2 blocks wanted, 1 of 4 free"):
+        pool.allocate(2)
+    assert evicted == [1]
+
+
+def test_who_was_used_longest_ago_is_evicted_first():
+    pool = BlockPool(4, 16)
+    evicted: list[int] = []
+    pool.on_evict = evicted.append
+    for block in pool.allocate(4):
+        pool.keep(block)
+    pool.release([0, 1])
+    pool.release([2])
+    pool.release([3])
+    pool.pin([1])  # found again
+    assert pool.reference_count(1) == 1 and pool.num_free == 3
+    pool.release([1])
+    assert list(pool.cached_blocks()) == [1, 3, 2, 0]
+    pool.allocate(4)
+    assert evicted == [0, 2, 3, 1]
+
+
+def test_a_forgotten_block_is_one_like_others():
+    pool = BlockPool(2, 16)
+    pool.on_evict = lambda block: pytest.fail(f"{block} evicted")
+    for block in pool.allocate(2):
+        pool.keep(block)
+    pool.release([1])
+    pool.forget(0)
+    pool.forget(1)
+    assert (pool.num_cached, pool.num_free) == (0, 1)
+    assert pool.allocate(1) == [1]
+    pool.release([0, 1])
+    assert sorted(pool.allocate(2)) == [0, 1]
+
+
+def test_an_adopted_block_is_the_next_to_go():
+    pool = BlockPool(3, 16)
+    pool.keep(pool.allocate(1)[0])
+    pool.release([0])
+    assert [pool.adopt(), pool.adopt(), pool.adopt()] == [1, 2, None]
+    assert list(pool.cached_blocks()) == [0, 1, 2]
+    assert pool.num_free == 3 and pool.allocate(1) == [2]
+
+
+def test_what_cannot_be_pinned_kept_or_forgotten():
+    pool = BlockPool(2, 16)
+    for call, message in ((lambda: pool.pin([0]), "pinned while it is free"), (lambda: pool.keep(0), "kept while it is free"),
+                          (lambda: pool.forget(0), "forgotten while it is not cached")):  # fmt: skip
+        with pytest.raises(AssertionError, match=message):
+            call()
+    pool.allocate(1)
+    pool.keep(0)
+    with pytest.raises(AssertionError, match="kept before"):
+        pool.keep(0)
+    pool.release([0])
+    with pytest.raises(AssertionError, match="shared while it is free"):
+        pool.share([0])

@@ -131,6 +131,11 @@ static u32 chance() {
   return (u32)((order * 0x2545F4914F6CDD1Dull) >> 32);
 }
 
+u32 core_chance() { return chance(); }
+
+static void (*at_end)(bool failed);
+void core_at_end(void (*act)(bool failed)) { at_end = act; }
+
 // ---------------------------------------------------------------- faults
 
 SHIM void core_switch(void **saved, void *to);
@@ -550,6 +555,8 @@ EXPORT int core_launch(Launch *given) {
     if (begun < count) start_block(here, block_order(begun++, count, start, step)), running++;
   }
   current = 0;
+  if (at_end) at_end(failed);
+  at_end = 0;
   for (u32 i = 0; i < resident; i++) tear_down_block(&blocks[i]);
   free(blocks);
   tear_down_memory();

@@ -60,6 +60,12 @@ SHIM void core_fence(bool device);
 // Let others run.
 SHIM void core_yield();
 
+// A number that the seed decides.
+SHIM u32 core_chance();
+SHIM bool core_is_shared(const void *address);
+// Have it called once when the launch ends, `failed` or not.
+SHIM void core_at_end(void (*act)(bool failed));
+
 // A copy of `size` bytes to shared memory that goes on behind the thread's back; zeros without `from`. Groups and waiting are cp.async's.
 SHIM void core_copy(void *to, const void *from, u32 size, u64 site);
 SHIM void core_copy_commit();

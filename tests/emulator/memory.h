@@ -446,6 +446,10 @@ void core_expect(const void *address, u32 size, u32 alignment, bool shared, cons
   (void)size;
 }
 
+bool core_is_shared(const void *address) {
+  return (u64)address - ranges[0].low < ranges[0].size || (u64)address - ranges[1].low < ranges[1].size;
+}
+
 void core_atomic(void *address, u32 size, u32 how, u64 site) {
   if ((chance() & 3) == 0) core_yield();  // first: nobody may come between what follows and the caller's doing it
   if ((u64)address % size) core_fault(site, "misaligned: an atomic of %u bytes at %p", size, address);

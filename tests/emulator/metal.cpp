@@ -57,20 +57,49 @@ template <class T> static T combined(int what, T old, T value) {
     default: return value;
   }
 }
+// A store to device memory may reach other threadgroups late, and behind later ones to other words: by the seed it waits here until some
+// atomic operation's chance, at the latest until the launch ends. Its own threadgroup sees it at once. What reads and changes takes the
+// newest that has arrived.
+struct Late {
+  u32 *word, value, group;
+};
+static Late late[256];
+static u32 late_count;
+static u32 group_number() { return core_place(1, 0) + core_place(3, 0) * (core_place(1, 1) + core_place(3, 1) * core_place(1, 2)); }
+static void arrive(u32 i) {
+  *late[i].word = late[i].value;
+  late[i] = late[--late_count];
+}
+static void end_late(bool failed) {
+  while (late_count && !failed) arrive(late_count - 1);
+  late_count = 0;
+}
+static int late_at(const void *p) {
+  for (u32 i = 0; i < late_count; i++)
+    if (late[i].word == p) return (int)i;
+  return -1;
+}
+static void atomic_begins(void *p, u32 how, u64 site) {
+  core_atomic(p, 4, how, site);
+  if (late_count && (core_chance() & 7) == 0) arrive(core_chance() % late_count);
+  int i = how & WRITE ? late_at(p) : -1;
+  if (i >= 0 && (!(how & READ) || late[i].group == group_number())) arrive((u32)i);
+}
+
 SHIM u32 metal_atomic(int what, bool is_signed, void *p, u32 value) {
-  core_atomic(p, 4, READ | WRITE, CALLER);
+  atomic_begins(p, READ | WRITE, CALLER);
   u32 old = *(u32 *)p;
   *(u32 *)p = is_signed ? (u32)combined<int>(what, (int)old, (int)value) : combined<u32>(what, old, value);
   return old;
 }
 SHIM float metal_atomic_add(void *p, float value, bool minus) {
-  core_atomic(p, 4, READ | WRITE, CALLER);
+  atomic_begins(p, READ | WRITE, CALLER);
   float old = *(float *)p;
   *(float *)p = minus ? old - value : old + value;
   return old;
 }
 SHIM bool metal_atomic_compare(void *p, void *expected, u32 value) {
-  core_atomic(p, 4, READ | WRITE, CALLER);
+  atomic_begins(p, READ | WRITE, CALLER);
   u32 old = *(u32 *)p, wanted = *(u32 *)expected;
   *(u32 *)expected = old;
   // "weak": it may fail without a reason
@@ -80,12 +109,19 @@ SHIM bool metal_atomic_compare(void *p, void *expected, u32 value) {
   return true;
 }
 SHIM u32 metal_atomic_load(const void *p) {
-  core_atomic((void *)p, 4, READ, CALLER);
-  return *(u32 *)p;
+  atomic_begins((void *)p, READ, CALLER);
+  int i = late_at(p);
+  return i >= 0 && late[i].group == group_number() ? late[i].value : *(u32 *)p;
 }
 SHIM void metal_atomic_store(void *p, u32 value) {
-  core_atomic(p, 4, WRITE, CALLER);
-  *(u32 *)p = value;
+  atomic_begins(p, WRITE, CALLER);
+  if (core_is_shared(p) || core_chance() & 1) {
+    *(u32 *)p = value;
+    return;
+  }
+  if (late_count == sizeof late / sizeof *late) arrive(core_chance() % late_count);
+  late[late_count++] = {(u32 *)p, value, group_number()};
+  core_at_end(end_late);
 }
 
 // ---------------------------------------------------------------- lanes

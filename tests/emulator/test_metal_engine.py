@@ -6,6 +6,7 @@ The model is the bundled one, the CPU's kernels are the reference. Products do n
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from tests.emulator.metal_runtime import metal_device
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import DEFAULT_MODEL as MODEL
 from tinyvllm.ops import registry
-from tinyvllm.ops.calls import autotune
+from tinyvllm.ops.calls import autotune, metal_records
 
 OPTIONS: dict[str, Any] = dict(max_model_len=128, max_num_seqs=32, seed=0)
 TEXTS = ["Once upon a time", "Hello! Who are you?", "7 + 5 =", '{"name": "', "The old gardener", "In Willowmere"]
@@ -30,8 +31,8 @@ def cpu():
 
 @pytest.fixture(scope="module")
 def mac():
-    with metal_device():
-        yield
+    with metal_device() as runtime:
+        yield runtime
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def gpu(mac):
         yield llm
 
 
-def tokens(llm: LLM, texts: list[str], params: Any = GREEDY) -> list[list[int]]:
+def tokens(llm: LLM, texts: list[Any], params: Any = GREEDY) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(texts, params)]
 
 
@@ -85,6 +86,27 @@ def test_tuning_changes_no_token_and_is_remembered(gpu, monkeypatch, tmp_path):
         autotune.tuner.cache_clear()
     kept = json.loads((tmp_path / autotune.FILE).read_text())
     assert {key.split()[0] for figures in kept.values() for key in figures} & {"matvec", "norm_gate_up_silu", "norm_qkv_rope_store"}
+
+
+def test_a_step_over_several_partitions_is_five_launches_a_layer(mac, monkeypatch, tmp_path):
+    """Of up to 32 partitions, of which the tokens come to have two; each is smaller here, as long prompts take long."""
+    monkeypatch.setattr(metal_records, "partition_of", lambda attention: 64)
+    for file in MODEL.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    config = json.loads((MODEL / "config.json").read_text()) | {"max_position_embeddings": 2048}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prompt, options = {"prompt_token_ids": [0, *range(40, 100)]}, OPTIONS | dict(max_model_len=2048, max_num_seqs=2)
+    with LLM(tmp_path, device="CPU", **options) as cpu:
+        expected = tokens(cpu, [prompt])
+    before = len(mac.indirect)
+    with LLM(tmp_path, device="METAL", **options) as gpu:
+        assert tokens(gpu, [prompt]) == expected
+    steps = [Counter(command.name for command in commands.commands) for commands in mac.indirect[before:]]
+    (decodes,) = [step for step in steps if "attention_decode" in step]
+    layer = {"norm_qkv_rope_store": 1, "attention_decode": 1, "matvec": 2, "norm_gate_up_silu": 1}
+    L = config["num_hidden_layers"]
+    assert decodes.total() <= 5 * L + 6 and {name: decodes[name] for name in layer} == {name: L * n for name, n in layer.items()}
 
 
 @pytest.mark.parametrize("format", ["q8_0", "q4_0"])

@@ -1,4 +1,6 @@
-"""Paged attention of the CPU backend against a softmax in float64, and decode against prefill bit for bit."""
+"""Paged attention of the CPU backend against a softmax in float64, and bit for bit: decode against prefill, shared blocks read once against
+the same blocks read by each.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ class Shape:
 
 @dataclass
 class Case:
-    """`new[b]` rows of sequence b, the last of its `context[b]` tokens; the cache holds NaN wherever no sequence has a token."""
+    """`new[b]` rows of sequence b, the last of its `context[b]` tokens; the cache holds NaN wherever no sequence has a token.
+
+    `shared[b]` of its tokens, the first, lie in the blocks of sequence b - 1.
+    """
 
     shape: Shape
     new: list[int]
@@ -40,16 +45,17 @@ class Case:
     tables: np.ndarray
     keys: list[np.ndarray]  # float64 [context, K, D] as the cache holds them
     values: list[np.ndarray]
+    shared: list[int]
 
     @property
     def starts(self) -> np.ndarray:
         return _ints([0, *np.cumsum(self.new)])
 
-    def kernel(self, stem: str, target: str) -> Kernel:
+    def kernel(self, stem: str, target: str, cascade: bool = False) -> Kernel:
         s, (B, M) = self.shape, self.tables.shape
-        sizes = {"H": s.H, "K": s.K, "D": s.D, "S": s.S, "B": B, "M": M, "WINDOW": s.window}
+        sizes = {"H": s.H, "K": s.K, "D": s.D, "S": s.S, "B": B, "M": M, "WINDOW": s.window, "CASCADE": int(cascade)}
         defines = (*sizes.items(), ("CACHE_TYPE", s.dtype), ("SCALE", f"{s.D**-0.5}f"))
-        return Kernel(stem, "cpu", target, defines, outs=2, ins={"attention_decode": 5, "attention_prefill": 6}[stem])
+        return Kernel(stem, "cpu", target, defines, outs=2, ins={"attention_decode": 5 + cascade, "attention_prefill": 6}[stem])
 
 
 def _ints(numbers: object) -> np.ndarray:
@@ -68,30 +74,29 @@ def _rounded(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     return x, x.astype(np.float64)
 
 
-def make(shape: Shape, new: list[int], context: list[int], M: int | None = None, seed: int = 0) -> Case:
+def make(shape: Shape, new: list[int], context: list[int], M: int | None = None, seed: int = 0, shared: list[int] | None = None) -> Case:
     rng, s, B = np.random.default_rng(seed), shape, len(new)
+    shared = shared or [0] * B
     needed = [-(-n // s.S) for n in context]
     M, P = M or max(needed) + 1, sum(needed) + 3
     cache = aligned((P, 2, s.K, s.S, s.D), {"F32": np.float32, "F16": np.uint16, "BF16": np.uint16}[s.dtype])  # NaN bytes
     blocks, tables = iter(rng.permutation(P)), _ints(np.full((B, M), 2**30))  # a block that is read by mistake is far away
     keys, values = [], []
     for b, n in enumerate(context):
-        tables[b, : needed[b]] = [next(blocks) for _ in range(needed[b])]
+        lead = shared[b]
+        tables[b, : needed[b]] = [*tables[b - 1, : lead // s.S], *(next(blocks) for _ in range(needed[b] - lead // s.S))]
         at, slot = tables[b, np.arange(n) // s.S], np.arange(n) % s.S
-        exact = []
-        for side in range(2):
-            stored, wide = _rounded(rng.standard_normal((n, s.K, s.D), np.float32), s.dtype)
-            cache[at, side, :, slot] = stored.view(cache.dtype)
-            exact.append(wide)
-        keys.append(exact[0])
-        values.append(exact[1])
-        if s.window:  # what lies before every row's window may be gone, whole blocks of it and single slots
+        for side, exact in enumerate((keys, values)):
+            stored, wide = _rounded(rng.standard_normal((n - lead, s.K, s.D), np.float32), s.dtype)
+            cache[at[lead:], side, :, slot[lead:]] = stored.view(cache.dtype)
+            exact.append(np.concatenate([exact[b - 1][:lead], wide]) if lead else wide)
+        if s.window and not any(shared):  # what lies before every row's window may be gone, whole blocks of it and single slots
             gone = max(0, n - new[b] - s.window + 1)
             cache[at[:gone], :, :, slot[:gone]] = np.full((), 0xFF, np.uint8).repeat(cache.itemsize).view(cache.dtype)
             tables[b, : gone // s.S] = 2**30
     q = aligned((sum(new), s.H, s.D), np.float32)
     q[...] = 2 * rng.standard_normal(q.shape, np.float32)
-    return Case(shape, new, context, q, cache, tables, keys, values)
+    return Case(shape, new, context, q, cache, tables, keys, values, shared)
 
 
 def oracle(case: Case) -> np.ndarray:
@@ -107,15 +112,18 @@ def oracle(case: Case) -> np.ndarray:
     return out
 
 
-def decode(case: Case, target: str = TARGETS[0], lanes: int = 2, count: int | None = None) -> np.ndarray:
-    """The last row of each sequence."""
+def decode(
+    case: Case, target: str = TARGETS[0], lanes: int = 2, count: int | None = None, alike: list[int] | None = None
+) -> np.ndarray:  # fmt: skip
+    """The last row of each sequence; with `alike`, by the kernel that reads once what is shared."""
     s, (B, M) = case.shape, case.tables.shape
     last = aligned((B, s.H, s.D), np.float32)
     last[...] = case.q[case.starts[1:] - 1]
     partial = aligned((B * s.H * -(-M * s.S // 256) * (s.D + 2),), np.float32)
     out = aligned(last.shape, np.float32)
-    counted = _ints([B if count is None else count])
-    call(case.kernel("attention_decode", target), out, partial, last, case.cache, case.tables, _ints(case.context), counted, lanes=lanes)
+    ins = [last, case.cache, case.tables, _ints(case.context), _ints([B if count is None else count])]
+    ins += [] if alike is None else [_ints(alike)]
+    call(case.kernel("attention_decode", target, alike is not None), out, partial, *ins, lanes=lanes)
     return out
 
 
@@ -180,7 +188,7 @@ def test_every_row_has_the_bits_of_decode_however_prompts_are_cut(shape: Shape, 
             first = context - new[0] - 140  # row of `whole` that comes first in this cut
             q = aligned((new[0], shape.H, shape.D), np.float32)
             q[...] = whole.q[first : first + new[0]]
-            cut = Case(shape, new, [context], q, whole.cache, whole.tables, whole.keys, whole.values)
+            cut = Case(shape, new, [context], q, whole.cache, whole.tables, whole.keys, whole.values, [0])
             assert same(prefill(cut, target), rows[first : first + new[0]]), (new, context)
             assert same(decode(cut, target), rows[first + new[0] - 1 : first + new[0]]), (new, context)
 
@@ -232,3 +240,61 @@ def test_large_scores_do_not_overflow(target: str) -> None:
     case = make(Shape(dtype="BF16"), [20], [600])
     case.q *= 200
     np.testing.assert_allclose(prefill(case, target), oracle(case), rtol=1e-3, atol=1e-3)  # scores of 2000 have errors of 1e-4
+
+
+# --- blocks that sequences share
+
+
+# (tokens of one's own, tokens in the blocks of the one before), in units of a token and of a block: groups of 1, 2, 3 and 17, contexts that end
+# in the shared chunk and chunks later, one group that parts in three steps, and one after another without anybody between.
+GROUPS = [
+    [(5, 0)],
+    [(40, 320), (9, 320)],
+    [(1, 256), (300, 256), (17, 64)],
+    [(1 + 13 * i % 70, 592) for i in range(17)],
+    [(30, 768), (31, 768), (32, 512), (530, 512), (3, 128), (70, 64), (1, 64)],
+]
+
+
+def grouped(shape: Shape, seed: int = 0) -> Case:
+    context, shared = [], []
+    for group in GROUPS:
+        for i, (own, tokens) in enumerate(group):
+            blocks = tokens // shape.S * shape.S
+            context.append(own + max(blocks, group[i + 1][1] if i + 1 < len(group) else 0))
+            shared.append(blocks if i else 0)
+    return make(shape, [1] * len(context), context, seed=seed, shared=shared)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("shape", RAGGED, ids=str)
+def test_shared_blocks_read_once_give_the_same_bits(shape: Shape, target: str) -> None:
+    case = grouped(shape)
+    want = decode(case, target)
+    np.testing.assert_allclose(want, oracle(case), **TOLERANCE)
+    for lanes in (1, 3):
+        assert same(decode(case, target, lanes, alike=case.shared), want), lanes
+    # what is said to be shared may be less than what is
+    for less in ([0] * len(case.shared), [n // 2 // shape.S * shape.S for n in case.shared], [max(0, n - shape.S) for n in case.shared]):
+        assert same(decode(case, target, alike=less), want)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("shape", [RAGGED[1], RAGGED[10]], ids=str)
+def test_what_is_said_to_be_shared_is_read_from_the_one_before(shape: Shape, target: str) -> None:
+    """Sequence 1 is wrongly said to begin as sequence 0 does: it gets what it would get if its table said so, too."""
+    case = make(shape, [1, 1, 1], [400, 330, 350])
+    wrong = decode(case, target, alike=[0, 320, 0])
+    right = decode(case, target)
+    assert same(wrong[[0, 2]], right[[0, 2]]) and not same(wrong[1:2], right[1:2])
+    case.tables[1, : 320 // shape.S] = case.tables[0, : 320 // shape.S]
+    assert same(wrong, decode(case, target))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_sequences_that_do_not_count_are_in_no_group(target: str) -> None:
+    case = make(Shape(dtype="BF16"), [1] * 5, [300, 290, 310, 295, 280], shared=[0, 256, 256, 256, 256])
+    out = decode(case, target, count=2, alike=case.shared)
+    assert same(out[:2], decode(case, target)[:2])
+    assert (out[2:].view(np.uint32) == 0xFFFFFFFF).all()
+    assert (decode(case, target, count=0, alike=case.shared).view(np.uint32) == 0xFFFFFFFF).all()

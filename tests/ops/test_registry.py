@@ -90,7 +90,7 @@ def test_a_row_that_cannot_be_had_is_an_error(monkeypatch, processor):
     ("text", "words"),
     [
         ("matmull=ref", "there is no op 'matmull'; there are embed, .*, and all"),
-        ("matmul=avx3", "there is no row 'avx3' for matmul; there are avx512, avx2, neon, plain, sm_80, sm_90a, apple7, and ref"),
+        ("matmul=avx3", "there is no row 'avx3' for matmul; there are avx512, .*plain, sm_80, sm_90a, apple7, apple7_matrix, and ref"),
         ("matmul", "TINYVLLM_KERNELS must be like .*, got 'matmul'"),
         ("matmul=", "must be like"),
         (",", "must be like"),
@@ -147,6 +147,21 @@ def test_the_row_of_a_mac(monkeypatch, family, row):
     monkeypatch.setattr(registry, "Device", {"METAL": SimpleNamespace(arch=family)})
     assert pick("matmul", "METAL", "a") == row
     assert row or f"the GPU is of the family {family}" in choices()[0].why
+
+
+def test_apples_matrix_row_is_for_who_asks(monkeypatch):
+    monkeypatch.setattr(registry, "Device", {"METAL": SimpleNamespace(arch="Apple9")})
+    assert list(registry.rows("METAL", "matmul")) == ["apple7", "apple7_matrix"] and list(registry.rows("METAL")) == ["apple7"]
+    assert pick("matmul", "METAL", "a") == "apple7"
+    monkeypatch.setenv("TINYVLLM_KERNELS", "matmul=apple7_matrix,norm_head=apple7_matrix")
+    assert [pick(stem, "METAL", "a") for stem in ("matmul", "norm_head", "norm_gate_up_silu")] == ["apple7_matrix"] * 2 + ["apple7"]
+    monkeypatch.setenv("TINYVLLM_KERNELS", "attention_decode=apple7_matrix")
+    with pytest.raises(KernelError, match="wants attention_decode=apple7_matrix; METAL here has apple7, and ref"):
+        pick("attention_decode", "METAL", "a")
+    monkeypatch.setattr(registry, "Device", {"METAL": SimpleNamespace(arch="Apple6")})
+    monkeypatch.setenv("TINYVLLM_KERNELS", "matmul=apple7_matrix")
+    with pytest.raises(KernelError, match="wants matmul=apple7_matrix, but the GPU is of the family Apple6"):
+        pick("matmul", "METAL", "a")
 
 
 def test_hoppers_own_row_is_for_who_asks(monkeypatch):

@@ -5,7 +5,7 @@ from tinygrad import Device
 
 from tinyvllm.ops.launch import download
 from tinyvllm.request import SamplingParams, Sequence
-from tinyvllm.sampling.penalties import Bias, SeenTokens, penalizes
+from tinyvllm.sampling.penalties import Bias, Masks, SeenTokens, penalizes
 
 
 def test_seen_tokens_counts_outputs_and_marks_the_prompt():
@@ -25,6 +25,23 @@ def test_bias_is_written_whole():
     np.testing.assert_array_equal(download(bias.table), [[0, 0, 0, 0], [2.5, 0, -np.inf, -np.inf]])
     bias.write(1, None, ())
     np.testing.assert_array_equal(download(bias.table), np.zeros((2, 4)))
+
+
+def allowed(words: np.ndarray, V: int) -> list[list[int]]:
+    return [np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")[:V]).tolist() for row in words]
+
+
+def test_masks_are_sent_by_rows():
+    masks = Masks(5, 40, Device.DEFAULT)
+    masks.start(3, [0, 31, 32, 99])
+    assert allowed(download(masks.table), 40) == [list(range(40))] * 3 + [[0, 31, 32], list(range(40))]
+    masks.host[[0, 1, 3]] = np.array([0x80000001, 0x81], np.uint32).view(np.int32)  # tokens 0, 31, 32, 39
+    masks.send([3, 0, 1], {1: [31, 39, 99], 0: []})
+    sent = [[0, 31, 32, 39], [0, 32], list(range(40)), [0, 31, 32], list(range(40))]
+    assert allowed(download(masks.table), 40) == sent
+    masks.host[4] = 0  # is not sent
+    masks.start(3, None)
+    assert allowed(download(masks.table), 40)[3:] == [list(range(40))] * 2
 
 
 def test_penalizes_is_true_when_any_penalty_is_set():

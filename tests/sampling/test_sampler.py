@@ -9,7 +9,7 @@ from tinygrad import Device, Tensor
 from tinyvllm.errors import ArgumentError
 from tinyvllm.ops import sample as ops
 from tinyvllm.ops.launch import download
-from tinyvllm.request import SamplingParams, Sequence
+from tinyvllm.request import SamplingParams, Sequence, StructuredOutputsParams
 from tinyvllm.sampling.sampler import Sampler, SamplingFlags
 
 V, EOS = 67, 2
@@ -240,6 +240,63 @@ def test_min_tokens_keeps_the_end_away_until_they_are_there(shared):
     resumed.sequences[0].output_token_ids = [4]
     with resumed:
         assert [resumed.draw(logits)[0] for _ in range(2)] == [7, EOS]
+
+
+def bits_of(*tokens: int) -> np.ndarray:
+    """The words of a mask that allows these tokens."""
+    return np.packbits(np.isin(np.arange(96), tokens), bitorder="little").view(np.int32)
+
+
+def test_masks_leave_only_what_they_allow(shared):
+    """Greedy and sampled rows beside rows without a mask, with penalties and bias, over steps whose masks differ; padded."""
+    logits = logits_of(10)
+    logits[0, :3] = 20.0
+    structured = StructuredOutputsParams(regex="x")
+    asks = [
+        SamplingParams(temperature=0.0, structured_outputs=structured),
+        GREEDY,
+        SamplingParams(seed=4, temperature=2.0, structured_outputs=structured, repetition_penalty=1.5, logit_bias={66: 5.0}),
+        SamplingParams(temperature=0.0, allowed_token_ids=[31, 32, 66]),
+    ]
+    best = int(logits[0, [31, 32, 66]].argmax())
+    with Batch(shared, *asks, rows=[3, 2, 9, 4]) as batch:
+        assert [shared.flags([sequence]).masked for sequence in batch.sequences] == [True, False, True, True]
+        for tokens in ((5, 63), (66,), (0, 64, 65)):
+            shared.mask(3)[:] = bits_of(*tokens)
+            shared.mask(9)[:] = bits_of(*tokens)
+            shared.send_masks([3, 9])
+            drawn = batch.draw(np.repeat(logits, 4, 0), padding=2)
+            assert drawn[0] == max(tokens, key=lambda t: logits[0, t])
+            assert drawn[1] == int(logits.argmax())
+            assert drawn[2] in tokens
+            assert drawn[3] == [31, 32, 66][best]
+
+
+def test_a_mask_that_allows_nothing_gives_no_token(shared):
+    with Batch(shared, SamplingParams(seed=1, allowed_token_ids=[1]), GREEDY) as batch:
+        shared.write_mask(0, bits_of())
+        assert batch.draw(np.repeat(logits_of(11), 2, 0)) == [-1, int(logits_of(11).argmax())]
+
+
+def test_masks_are_captured_once_and_forgotten_with_their_sequence(shared, monkeypatch):
+    logits = logits_of(12)
+    order = np.argsort(-logits[0])
+    limited = SamplingParams(temperature=0.0, allowed_token_ids=order[1:].tolist(), bad_words=["x"])
+    with Batch(shared, limited) as batch:
+        assert batch.draw(logits) == [order[1]]
+        monkeypatch.setattr("tinyvllm.sampling.sampler.Captured", lambda _: pytest.fail("captured again"))
+        shared.send_masks([0], {0: [int(order[1])]})
+        assert batch.draw(logits) == [order[2]]
+        shared.mask(0)[:] = -1  # what a request allows all along stays the most
+        shared.send_masks([0])
+        assert batch.draw(logits) == [order[1]]
+    with Batch(shared, SamplingParams(temperature=0.0, bad_words=["x"])) as batch:
+        assert batch.draw(logits) == [order[0]]
+
+
+def test_masks_that_nobody_asked_for_are_refused():
+    with pytest.raises(ArgumentError, match="no masks"):
+        Sampler(V, 2, Device.DEFAULT).mask(0)
 
 
 def test_flags_name_what_a_batch_needs(shared):

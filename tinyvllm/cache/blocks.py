@@ -1,4 +1,4 @@
-"""Which blocks of the KV cache are taken, and how often. Integers only: knows no tensors, no sequences and no tokens' contents.
+"""Which blocks of the KV cache are taken, how often, and which are worth keeping. Integers only: no tensors, no sequences, no tokens.
 
 The device's pool holds one block more than this one counts, the scratch block that padded rows write to; it is never given away.
 The paging is that of PagedAttention (Kwon et al., 2023): a sequence owns a table of blocks and asks for the next when the last is full.
@@ -6,13 +6,19 @@ The paging is that of PagedAttention (Kwon et al., 2023): a sequence owns a tabl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tinyvllm.errors import ArgumentError, OutOfMemoryError
 
 
 class BlockPool:
-    """`num_blocks` blocks of `block_size` tokens, numbered from 0, each free or held by one or more references."""
+    """`num_blocks` blocks of `block_size` tokens, numbered from 0, each held by one or more references or free.
+
+    A *cached* block is one whose contents somebody else can find again (PrefixCache), held or not. Without references it is free all the
+    same, but allocation takes the other free blocks first, and then the cached one whose last reference went longest ago: it is no longer
+    cached then, and `on_evict(block)` has been called before the block is given away. Every operation is O(1) a block.
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
@@ -20,21 +26,30 @@ class BlockPool:
                 raise ArgumentError(f"BlockPool: {name} must be 1 or more, got {value}")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.num_cached = 0  # held or not
+        self.on_evict: Callable[[int], None] | None = None
         self._references = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: what was used last is used next
+        self._cached = bytearray(num_blocks)
+        self._free = list(range(num_blocks - 1, -1, -1))  # not cached; a stack: what was used last is used next
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # cached without references, the first to go first
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """How many blocks `allocate` can give: cached ones without references are among them."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_evictable(self) -> int:
+        """Cached blocks that nobody holds."""
+        return len(self._evictable)
 
     def allocate(self, count: int) -> list[int]:
         """`count` free blocks with one reference each, or none at all and OutOfMemoryError."""
         assert count >= 0, f"BlockPool: asked for {count} blocks"
         left = len(self._free) - count
         if left < 0:
-            raise OutOfMemoryError(
-                f"BlockPool: {count} blocks wanted, {len(self._free)} of {self.num_blocks} free; finish or preempt a sequence first"
-            )
+            self._evict(count)
+            left = 0
         blocks = self._free[left:]
         del self._free[left:]
         blocks.reverse()
@@ -49,14 +64,26 @@ class BlockPool:
             assert block >= 0 and references[block] > 0, f"BlockPool: block {block} shared while it is free"
             references[block] += 1
 
-    def release(self, blocks: Iterable[int]) -> None:
-        """One reference less to each; a block without any goes back to the free ones."""
-        references, free = self._references, self._free
+    def pin(self, blocks: Iterable[int]) -> None:
+        """One more reference to each; every one of them must be held already or be cached."""
+        references = self._references
         for block in blocks:
+            assert block >= 0 and (references[block] or self._cached[block]), f"BlockPool: block {block} pinned while it is free"
+            if not references[block]:
+                del self._evictable[block]
+            references[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One reference less to each; a block without any is free, and of a table's cached blocks the last is the first to be evicted."""
+        references, cached, free = self._references, self._cached, self._free
+        for block in reversed(blocks):
             assert block >= 0 and references[block] > 0, f"BlockPool: block {block} released while it is free"
             references[block] -= 1
             if not references[block]:
-                free.append(block)
+                if cached[block]:
+                    self._evictable[block] = None
+                else:
+                    free.append(block)
 
     def reference_count(self, block: int) -> int:
         assert block >= 0, f"BlockPool: there is no block {block}"
@@ -65,3 +92,49 @@ class BlockPool:
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
+
+    def keep(self, block: int) -> None:
+        """A held block is cached from now on: its contents are whole and do not change any more."""
+        assert block >= 0 and self._references[block] > 0, f"BlockPool: block {block} kept while it is free"
+        assert not self._cached[block], f"BlockPool: block {block} was kept before"
+        self._cached[block] = True
+        self.num_cached += 1
+
+    def forget(self, block: int) -> None:
+        """A cached block is not cached any more, whoever holds it; `on_evict` is not called."""
+        assert block >= 0 and self._cached[block], f"BlockPool: block {block} forgotten while it is not cached"
+        self._cached[block] = False
+        self.num_cached -= 1
+        if not self._references[block]:
+            del self._evictable[block]
+            self._free.append(block)
+
+    def adopt(self) -> int | None:
+        """A free block becomes cached without a reference, the next to be evicted; None where every block is held or cached."""
+        if not self._free:
+            return None
+        block = self._free.pop()
+        self._cached[block] = True
+        self.num_cached += 1
+        self._evictable[block] = None
+        self._evictable.move_to_end(block, last=False)
+        return block
+
+    def cached_blocks(self) -> Iterator[int]:
+        """Every cached block: those that are held, in order of their numbers, then the others, the last to be evicted first."""
+        yield from [block for block in range(self.num_blocks) if self._cached[block] and self._references[block]]
+        yield from list(reversed(self._evictable))
+
+    def _evict(self, count: int) -> None:
+        """Make `count` free blocks that are not cached, or change nothing and raise."""
+        if count > self.num_free:
+            raise OutOfMemoryError(
+                f"BlockPool: {count} blocks wanted, {self.num_free} of {self.num_blocks} free; finish or preempt a sequence first"
+            )
+        while len(self._free) < count:
+            block, _ = self._evictable.popitem(last=False)
+            self._cached[block] = False
+            self.num_cached -= 1
+            if self.on_evict is not None:
+                self.on_evict(block)
+            self._free.append(block)

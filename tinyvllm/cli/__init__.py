@@ -42,10 +42,22 @@ def _run(arguments: list[str]) -> int:
         from tinyvllm.cli import chat
 
         return chat.run(options)
+    if command == "serve":
+        from tinyvllm.cli import serve
+
+        return serve.run(options)
     if command == "kernels":
         from tinyvllm.cli import kernels
 
         return kernels.run(options)
+    if command == "verify":
+        from tinyvllm.cli import verify
+
+        return verify.run(options)
+    if command == "replay":
+        from tinyvllm.cli import replay
+
+        return replay.run(options)
     assert command == "generate", f"no branch for one of {COMMANDS}"
     from tinyvllm.cli import generate
 

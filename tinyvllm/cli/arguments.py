@@ -12,7 +12,7 @@ from tinyvllm.config import DTYPES, LOAD_FORMATS, QUANTIZATIONS, nearest, parse_
 from tinyvllm.errors import ArgumentError
 from tinyvllm.request import SamplingParams
 
-COMMANDS = ("generate", "chat", "kernels")
+COMMANDS = ("generate", "chat", "serve", "kernels", "verify", "replay")
 MAX_TOKENS = {"generate": 256, "chat": 1024}
 
 _ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -32,11 +32,34 @@ _ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--enable-prefix-caching", {"action": argparse.BooleanOptionalAction, "help": "keep and share the blocks of equal beginnings"}),
     ("--prefix-cache-dir", {"metavar": "DIR", "help": "keep cached blocks there over a restart"}),
     ("--swap-space", {"metavar": "SIZE", "help": "host memory for the blocks of preempted sequences, such as 4GiB"}),
+    ("--preemption-mode", {"metavar": "M", "help": "recompute or swap; without it what costs less"}),
     ("--max-num-queued-reqs", {"type": int, "metavar": "N", "help": "refuse requests beyond so many that wait"}),
     ("--max-num-queued-tokens", {"type": int, "metavar": "N", "help": "refuse prompts beyond so many tokens that wait"}),
     ("--async-scheduling", {"action": argparse.BooleanOptionalAction, "help": "launch a step before the last one's tokens are read"}),
     ("--record", {"metavar": "F", "help": "write arrivals and parameters to this .jsonl file, for replay"}),
     ("--load-format", {"metavar": "F", "help": f"{', '.join(LOAD_FORMATS)}; dummy fills the model with random weights"}),
+)
+
+_SERVER_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--host", {"metavar": "H", "help": "address to listen on; 0.0.0.0 or :: for all (then set --api-key)"}),
+    ("--port", {"type": int, "metavar": "N", "help": "8000 where not given; 0 takes a free one, which the ready line names"}),
+    ("--served-model-name", {"action": "append", "metavar": "NAME", "default": None, "help": "name of the only model; may be repeated"}),
+    ("--unload-idle", {"type": float, "metavar": "S", "default": None, "help": "unload a model that was not used for so many seconds"}),
+    ("--chat-template", {"metavar": "F", "default": None, "help": "file with a Jinja template in place of the models' own"}),
+    ("--trust-request-chat-template", {"action": "store_true", "help": "let requests bring chat templates"}),
+    ("--lenient", {"action": "store_true", "help": "leave unknown fields out and name them in X-Ignored-Fields, instead of refusing them"}),
+    ("--api-key", {"action": "append", "metavar": "KEY", "default": None, "help": "let in who shows this key; may be repeated"}),
+    ("--api-key-file", {"metavar": "F", "default": None, "help": "file of keys, one a line, with name=... and limits behind it"}),
+    ("--cors-origin", {"action": "append", "metavar": "URL", "help": "let pages of this origin use the server; * for all; may be repeated"}),
+    ("--ssl-certfile", {"metavar": "F", "help": "certificate chain in PEM: serve https"}),
+    ("--ssl-keyfile", {"metavar": "F", "help": "its key, where the certificate's file does not hold it"}),
+    ("--max-body", {"metavar": "SIZE", "help": "longest body of a request; 32MiB where not given"}),
+    ("--head-seconds", {"type": float, "metavar": "S", "help": "how long a client may take to send the head of a request; 10"}),
+    ("--body-seconds", {"type": float, "metavar": "S", "help": "and its body; 30"}),
+    ("--write-seconds", {"type": float, "metavar": "S", "help": "how long a client may leave a stream unread; 60"}),
+    ("--beat-seconds", {"type": float, "metavar": "S", "help": "silence in a stream after which a keep-alive comment is sent; 5"}),
+    ("--grace-seconds", {"type": float, "metavar": "S", "help": "how long accepted requests may go on after SIGTERM; 30"}),
+    ("--access-log", {"action": argparse.BooleanOptionalAction, "help": "a line of JSON on stdout for every request"}),
 )
 
 _SAMPLING_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -93,6 +116,17 @@ def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
+def server_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of ServerConfig that were given, by name."""
+    names = [_field(flag) for flag, settings in _SERVER_OPTIONS if settings.get("default", argparse.SUPPRESS) is argparse.SUPPRESS]
+    given = {name: getattr(options, name) for name in names if hasattr(options, name)}
+    if "max_body" in given:
+        given["max_body"] = parse_size("--max-body", given["max_body"])
+    if "cors_origin" in given:
+        given["cors_origins"] = tuple(given.pop("cors_origin"))
+    return given
+
+
 def _field(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
@@ -116,7 +150,7 @@ def _generate_parser() -> Parser:
     parser = _common(
         "generate",
         "Continue prompts with a language model. One prompt is answered on stdout as it comes.",
-        "Other commands: tinyvllm chat, tinyvllm kernels (see their --help).",
+        "Other commands: tinyvllm chat, serve, kernels, verify, replay (see their --help).",
     )
     prompts: tuple[tuple[str, dict[str, Any]], ...] = (
         ("--prompt", {"action": "append", "metavar": "TEXT", "help": "what to continue; may be repeated; - reads stdin"}),
@@ -144,10 +178,55 @@ def _chat_parser() -> Parser:
     return parser
 
 
+def _serve_parser() -> Parser:
+    parser = _common("serve", "Serve models over HTTP as OpenAI and Anthropic do. SIGTERM lets accepted requests finish.")
+    _add(parser, "server", _SERVER_OPTIONS)
+    model = {"action": "append", "metavar": "[NAME=]PATH", "help": "as elsewhere; may be repeated, each then loaded on first use"}
+    _add(parser, "engine (of every model)", (("--model", model), *_others("--model")))
+    return parser
+
+
 def _kernels_parser() -> Parser:
     parser = _common("kernels", "Show which kernel runs each op of a model on this machine, and why. Loads the model and runs two steps.")
     _add(parser, "engine", _ENGINE_OPTIONS)
     return parser
 
 
-PARSERS = {"generate": _generate_parser, "chat": _chat_parser, "kernels": _kernels_parser}
+def _verify_parser() -> Parser:
+    parser = _common("verify", "Compare a model's hand-written kernels with the reference, layer by layer. Exit code 1 if they diverge.")
+    parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="as --model elsewhere")
+    own: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("--prompt", {"action": "append", "metavar": "TEXT", "default": None, "help": "what to run; may be repeated"}),
+        ("--steps", {"type": int, "metavar": "N", "default": 8, "help": "decode steps behind the prompts"}),
+        ("--tolerance", {"type": float, "metavar": "X", "default": None, "help": "of a layer's own relative error"}),
+        ("--json", {"action": "store_true", "default": False, "help": "all figures as one JSON object"}),
+    )
+    _add(parser, "comparison", own)
+    _add(parser, "engine", _others("--model", "--record"))
+    return parser
+
+
+def _replay_parser() -> Parser:
+    parser = _common("replay", "Run a recorded file again, arrivals and all. Exit code 1 if tokens or schedule differ.")
+    parser.add_argument("file", metavar="RUN.jsonl", help="what --record has written")
+    own: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("--tokens-only", {"action": "store_true", "default": False, "help": "let the schedule differ, as with another engine option"}),
+    )
+    _add(parser, "comparison", own)
+    _add(parser, "engine (in place of what was recorded)", _others("--record"))
+    return parser
+
+
+def _others(*flags: str) -> tuple[tuple[str, dict[str, Any]], ...]:
+    """The engine's options without these."""
+    return tuple(option for option in _ENGINE_OPTIONS if option[0] not in flags)
+
+
+PARSERS = {
+    "generate": _generate_parser,
+    "chat": _chat_parser,
+    "serve": _serve_parser,
+    "kernels": _kernels_parser,
+    "verify": _verify_parser,
+    "replay": _replay_parser,
+}

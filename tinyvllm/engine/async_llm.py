@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
+import functools
 import itertools
 import os
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -18,11 +21,17 @@ from typing import TYPE_CHECKING, Any
 from tinyvllm.config import EngineConfig, resolve
 from tinyvllm.engine.prompt import Encoded, Message, Prompt, default_sampling_params, encode_prompt, is_conversation, spread
 from tinyvllm.errors import ArgumentError, TinyvllmError
-from tinyvllm.request import RequestOutput, SamplingParams
+from tinyvllm.request import BeamSearchParams, RequestOutput, SamplingParams, Terms
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from tinyvllm.engine.engine import Engine
+    from tinyvllm.metrics import EngineMetrics, NoMetrics
     from tinyvllm.text.tokenizer import Tokenizer
+
+
+_STATUS_EVERY = 0.1  # seconds between two pictures of the engine's state
 
 
 class AsyncLLM:
@@ -47,6 +56,8 @@ class AsyncLLM:
         self._thread = threading.Thread(target=self._serve, args=(config, progress, loaded), name="tinyvllm-engine", daemon=True)
         self._thread.start()
         engine = loaded.result()
+        self.metrics: EngineMetrics | NoMetrics = engine.metrics
+        self._status = engine.status()
         self.config: EngineConfig = engine.config
         self.tokenizer: Tokenizer | None = engine.tokenizer
         self.default_params = default_sampling_params(engine.model_folder)
@@ -57,19 +68,80 @@ class AsyncLLM:
         prompt: Prompt | Sequence[Message],
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        terms: Terms | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The growing output of one prompt or conversation, each complete up to now; the last one is finished.
+        """The growing output of one prompt or conversation; the last one is finished. `output_kind` says what each holds.
 
-        A caller slower than the engine misses intermediate outputs, never the last. Leaving the iteration, or being cancelled, aborts
-        the request. Raises RequestError for what cannot be served, and whatever ended the engine if it ended.
+        A caller slower than the engine misses intermediate outputs, never the last; of deltas it gets several as one. Leaving the
+        iteration, or being cancelled, aborts the request. Raises RequestError for what cannot be served, BusyError for what the queue refuses, and whatever ended the engine
+        if it ended.
         """
+        params = spread(sampling_params, self.default_params, 1)[0]
+        async for output in self._outputs(await self.encode(prompt), params, request_id, terms):
+            yield output
+
+    async def beam_search(
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        *,
+        terms: Terms | None = None,
+    ) -> RequestOutput:
+        """The best continuations of one prompt by beam search, the best first."""
+        return [output async for output in self._outputs(await self.encode(prompt), params, request_id, terms)][-1]
+
+    async def encode(self, prompt: Prompt | Sequence[Message]) -> Encoded:
+        """The token ids of a prompt or conversation, and its text, in a thread: a long one must not hold up the other callers."""
+        item: Prompt = {"messages": prompt} if is_conversation(prompt) else prompt  # type: ignore[assignment]
+        return await asyncio.to_thread(encode_prompt, self.tokenizer, item)
+
+    async def embed(self, prompts: list[list[int]], pooling: str = "mean", normalize: bool = True) -> np.ndarray:
+        """Embeddings float32 [N, E] of N prompts of token ids: the hidden states' mean, or the last one ("last"), of length 1 if `normalize`."""
+        import numpy as np
+
+        return np.stack([await self._ask(functools.partial(_embed, ids, pooling, normalize)) for ids in prompts])
+
+    def status(self) -> dict[str, Any]:
+        """A picture of the engine not much older than a tenth of a second while it works; see Engine.status."""
+        return self._status
+
+    def predicted_wait(self) -> float:
+        """Seconds until a short prompt would get its first token, by the rates of the last steps."""
+        wait: float = self._status["predicted_wait"]
+        return wait
+
+    async def _ask(self, question: Callable[[Engine], Any]) -> Any:
+        """What the engine's thread answers between two steps."""
+        loop, answer = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+        def settle(result: Any, error: BaseException | None) -> None:
+            if not answer.done():
+                answer.set_result(result) if error is None else answer.set_exception(error)
+
+        def ask(engine: Engine) -> None:
+            try:
+                result, error = question(engine), None
+            except Exception as failed:
+                result, error = None, failed
+            with contextlib.suppress(RuntimeError):  # the loop was closed, and with it went who asked
+                loop.call_soon_threadsafe(settle, result, error)
+
+        with self._wake:
+            self._refuse_closed()
+            self._commands.append(ask)
+            self._wake.notify()
+        return await answer
+
+    async def _outputs(
+        self, encoded: Encoded, params: SamplingParams | BeamSearchParams, request_id: str | None, terms: Terms | None
+    ) -> AsyncGenerator[RequestOutput, None]:
         number = next(self._ids)
         name = f"async-{number}" if request_id is None else request_id
-        params = spread(sampling_params, self.default_params, 1)[0]
-        item: Prompt = {"messages": prompt} if is_conversation(prompt) else prompt  # type: ignore[assignment]
-        encoded = await asyncio.to_thread(encode_prompt, self.tokenizer, item)  # a long prompt must not hold up the other callers
-        mailbox = _Mailbox(name, f"{name}#{number}")
-        self._submit(mailbox, encoded, params)
+        joins = isinstance(params, SamplingParams) and params.output_kind == "delta"
+        mailbox = _Mailbox(name, f"{name}#{number}", joins)
+        self._submit(mailbox, encoded, params, terms)
         finished = False
         try:
             while not finished:
@@ -94,18 +166,23 @@ class AsyncLLM:
         self._thread.join()
         atexit.unregister(self.close)
 
-    def _submit(self, mailbox: _Mailbox, encoded: Encoded, params: SamplingParams) -> None:
+    def _refuse_closed(self) -> None:
+        if self._closing:
+            raise TinyvllmError(f"AsyncLLM: the engine has ended{f' ({self._failure})' if self._failure else ''}") from self._failure
+
+    def _submit(
+        self, mailbox: _Mailbox, encoded: Encoded, params: SamplingParams | BeamSearchParams, terms: Terms | None
+    ) -> None:
         def add(engine: Engine) -> None:
             try:
-                engine.add(mailbox.key, encoded.token_ids, params, encoded.text)
+                engine.add(mailbox.key, encoded.token_ids, params, encoded.text, terms)
             except TinyvllmError as error:
                 # the caller knows no keys
                 error.args = (str(error).replace(mailbox.key, mailbox.name),)
                 self._deliver([(mailbox, error)])
 
         with self._wake:
-            if self._closing:
-                raise TinyvllmError(f"AsyncLLM: the engine has ended{f' ({self._failure})' if self._failure else ''}") from self._failure
+            self._refuse_closed()
             if mailbox.name in self._keys:
                 raise ArgumentError(f"AsyncLLM: request_id {mailbox.name!r} is in use")
             self._waiting[mailbox.key] = mailbox
@@ -132,10 +209,13 @@ class AsyncLLM:
             loaded.set_exception(error)
             return
         loaded.set_result(engine)
+        pictured = 0.0
         failure: BaseException = TinyvllmError("AsyncLLM: the engine was closed while the request ran")
         try:
             while self._obey(engine):
                 self._publish(engine.step())
+                if (now := time.monotonic()) > pictured + _STATUS_EVERY or not engine.has_work():
+                    self._status, pictured = engine.status(), now
         except BaseException as error:
             failure = self._failure = error
         finally:
@@ -180,13 +260,14 @@ class AsyncLLM:
 class _Mailbox:
     """The newest output of one request, on its way from the engine's thread to the coroutine that waits. Lives in the event loop.
 
-    A slot rather than a queue: outputs are cumulative, and a caller that reads slowly must not make them pile up. The engine knows the
-    request by `key`, which is never used again: `name` is the caller's, who may give it anew while the engine still ends the old request.
+    A slot rather than a queue: outputs are cumulative or can be joined, and a caller that reads slowly must not make them pile up. The
+    engine knows the request by `key`, which is never used again: `name` is the caller's, who may give it anew while the engine still ends the old request.
     """
 
-    def __init__(self, name: str, key: str) -> None:
+    def __init__(self, name: str, key: str, joins: bool) -> None:
         self.name = name
         self.key = key
+        self._joins = joins  # outputs are deltas, of which none may be lost
         self.loop = asyncio.get_running_loop()
         self.over = False
         self._arrived = asyncio.Event()
@@ -194,6 +275,9 @@ class _Mailbox:
 
     def put(self, letter: RequestOutput | BaseException) -> None:
         if not self.over:
+            before = self._newest
+            if self._joins and isinstance(letter, RequestOutput) and isinstance(before, RequestOutput):
+                letter = before.joined(letter)
             self._newest = letter
             self.over = isinstance(letter, BaseException) or letter.finished
             self._arrived.set()
@@ -211,3 +295,7 @@ class _Mailbox:
 def _put_all(letters: Sequence[tuple[_Mailbox, RequestOutput | BaseException]]) -> None:
     for mailbox, letter in letters:
         mailbox.put(letter)
+
+
+def _embed(token_ids: list[int], pooling: str, normalize: bool, engine: Engine) -> np.ndarray:
+    return engine.embed(token_ids, pooling, normalize)

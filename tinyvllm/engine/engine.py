@@ -13,10 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tinyvllm.cache.blocks import BlockPool
+from tinyvllm.cache.prefix import PrefixCache
 from tinyvllm.config import EngineConfig, cache_folder
-from tinyvllm.engine.output import RequestState
-from tinyvllm.errors import ModelError, OutOfMemoryError, RequestError
-from tinyvllm.request import Logprob, RequestOutput, SamplingParams, Sequence
+from tinyvllm.engine.accounts import Accounts, Costs
+from tinyvllm.engine.beam import BeamState
+from tinyvllm.engine.output import Owner, RequestState
+from tinyvllm.engine.scoring import PromptScore
+from tinyvllm.errors import BusyError, ModelError, OutOfMemoryError, RequestError
+from tinyvllm.metrics import engine_metrics
+from tinyvllm.request import BeamSearchParams, Logprob, RequestOutput, SamplingParams, Sequence, Terms
 from tinyvllm.runner.device import start_device
 from tinyvllm.scheduler import Schedule, Scheduled, Scheduler, SchedulerLimits
 from tinyvllm.text.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
@@ -58,17 +63,40 @@ class Engine:
         self.config = replace(config, device=device, max_model_len=self.runner.max_model_len)
         self.tokenizer = self._load_tokenizer()
         self.eos_ids = self.tokenizer.eos_ids if self.tokenizer else _eos_ids(self.runner.checkpoint.config)
-        limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens, self.runner.max_model_len)
-        self.scheduler = Scheduler(limits, BlockPool(self.runner.pool.num_blocks, config.block_size))
+        self.scheduler = self._new_scheduler()
         self.sampler = Sampler(self.runner.config.vocab_size, config.max_num_seqs, device)
-        self._requests: dict[str, RequestState] = {}
-        self._owners: dict[int, RequestState] = {}  # by sequence id
+        self.metrics = engine_metrics(config.model, "0", self.runner.max_model_len, self._cache_facts())
+        costs = Costs(self.runner.bytes_per_token, self.runner.pool.block_bytes // config.block_size, self.read_bandwidth)
+        self.accounts = Accounts(self.metrics, costs, self.scheduler)
+        self._requests: dict[str, Owner] = {}
+        self._owners: dict[int, Owner] = {}  # by sequence id
         self._rows: dict[int, int] = {}  # sequence id -> the row under which the sampler knows it
-        self._changed: dict[str, RequestState] = {}
+        self._changed: dict[str, Owner] = {}
+        self._scoring: dict[str, PromptScore] = {}  # by request
         self._next_id = 0
         self._ahead: Launched | None = None
         self.num_steps = 0  # since the start; each has streamed the weights once
         self._bandwidth: float | None = None
+
+    def _new_scheduler(self) -> Scheduler:
+        config, blocks = self.config, self.runner.pool
+        limits = SchedulerLimits(
+            config.max_num_seqs, config.max_num_batched_tokens, self.runner.max_model_len, config.max_num_queued_reqs,
+            config.max_num_queued_tokens, blocks.block_bytes, config.preemption_mode,
+        )  # fmt: skip
+        pool = BlockPool(blocks.num_blocks, config.block_size)
+        prefix = PrefixCache(pool, secrets.token_bytes(32)) if config.enable_prefix_caching else None
+        hosted = self.runner.swap_blocks
+        return Scheduler(limits, pool, prefix, BlockPool(hosted, config.block_size) if hosted else None)
+
+    def _cache_facts(self) -> dict[str, object]:
+        config = self.config
+        return {
+            "block_size": config.block_size,
+            "num_gpu_blocks": self.scheduler.pool.num_blocks,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "swap_space": config.swap_space,
+        }
 
     def _load_tokenizer(self) -> Tokenizer | None:
         if self.config.skip_tokenizer_init:
@@ -89,58 +117,104 @@ class Engine:
         """Bytes of weights that a decode step streams."""
         return self.runner.bytes_per_token
 
-    def add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, prompt: str | None = None) -> None:
-        """Queue a request; RequestError if it can never run. Nothing is queued then."""
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams | BeamSearchParams,
+        prompt: str | None = None,
+        terms: Terms | None = None,
+    ) -> None:
+        """Queue a request; RequestError if it can never run, BusyError if it must not wait now. Nothing is queued then."""
         if request_id in self._requests:
             raise RequestError(f"request {request_id}: a request of this name is running already; choose another")
         V = self.runner.config.vocab_size
         if bad := next((t for t in prompt_token_ids if not 0 <= t < V), None):
             raise RequestError(f"request {request_id}: token id {bad} is outside the vocabulary of {V}")
-        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            if bad := next((t for t in ids or () if t >= V), None):
+        terms = terms or Terms()
+        if isinstance(params, BeamSearchParams):
+            state: Owner = self._new_search(request_id, prompt_token_ids, params, prompt, terms)
+        else:
+            state = self._new_request(request_id, prompt_token_ids, params, prompt, terms)
+        if terms.explain:
+            state.explanation = self.explain(prompt_token_ids, terms.cache_salt)
+        try:
+            self.scheduler.add(state.sequences[0], state.sequences[1:])
+        except BusyError as error:
+            self.metrics.rejected(error.reason)
+            raise
+        self._requests[request_id] = state
+        self._owners |= {sequence.sequence_id: state for sequence in state.sequences}
+        if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
+            self._scoring[request_id] = PromptScore(request_id, prompt_token_ids, params.prompt_logprobs)
+
+    def _new_request(
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, prompt: str | None, terms: Terms
+    ) -> RequestState:
+        V = self.runner.config.vocab_size
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            if bad := next((t for t in getattr(params, name) or () if t >= V), None):
                 raise RequestError(f"request {request_id}: {name} names token id {bad}, the vocabulary ends at {V - 1}")
         if params.seed is None:
             seed = secrets.randbits(63) if self.config.seed is None else (self.config.seed + self._next_id) % 2**64
             params = params.with_seed(seed)
-        state = RequestState(
+        first = self._next_id
+        self._next_id += params.width
+        return RequestState(
             request_id, prompt, prompt_token_ids, params, self.tokenizer, self.eos_ids, self.runner.max_model_len, time.monotonic(),
-            first_sequence_id=self._next_id,
+            first_sequence_id=first, terms=terms,
         )  # fmt: skip
-        for sequence in state.sequences:
-            self.scheduler.add(sequence)  # the first raises if any would: they are alike
-        self._next_id += len(state.sequences)
-        self._requests[request_id] = state
-        self._owners |= {sequence.sequence_id: state for sequence in state.sequences}
+
+    def _new_search(
+        self, request_id: str, prompt_token_ids: list[int], params: BeamSearchParams, prompt: str | None, terms: Terms
+    ) -> BeamState:
+        return BeamState(
+            request_id, prompt, prompt_token_ids, params, self.tokenizer, self.eos_ids, self.runner.max_model_len, time.monotonic(),
+            self._new_sequence_id, terms,
+        )  # fmt: skip
+
+    def _new_sequence_id(self) -> int:
+        self._next_id += 1
+        return self._next_id - 1
 
     def abort(self, request_id: str) -> None:
         """End a request now; its last output, with finish_reason "abort", comes with the next step. Unknown names are over already."""
         state = self._requests.get(request_id)
         if state is not None:
+            self._end_score(request_id)
             for sequence in [s for s in state.sequences if not s.finished]:
                 self._finish(state, sequence, "abort")
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work() or bool(self._changed) or self._ahead is not None
+        return self.scheduler.has_work() or bool(self._changed) or bool(self._scoring) or self._ahead is not None
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; the outputs, so far or final, of every request that changed.
+        """Run one step; the outputs, so far or final, of every request that changed and wants to be told.
 
         Where a launch does not wait for the device, decodes run one step ahead of the host: the next step is launched before the tokens of
         the last one are looked at. What it computes for a sequence that turns out to have ended is surplus; it may write into blocks
         that are given away meanwhile, but whoever gets them writes behind it.
         """
+        self.accounts.begin()
         with _TURN:
             if self._ahead is None or not self._follow(self._ahead):
+                if self._scoring:
+                    self._score()
                 schedule = self.scheduler.schedule()
                 self._settle(schedule)
+                self.accounts.spent("schedule")
                 if not schedule.empty:
                     self._run(schedule)
-        return self._outputs()
+        outputs = self._outputs()
+        self.accounts.spent("output")
+        self.accounts.end(self._requests.values())
+        return outputs
 
     def _follow(self, before: Launched) -> bool:
         """Look at the tokens of the step that is ahead; whether the next one could be launched before that."""
         following = self.scheduler.follow(before.schedule) if self._goes_on(before) else None
         self._ahead = None
+        self.accounts.spent("schedule")
         try:
             if following is not None:
                 self._launch_ahead(following, self.runner.prepare(following), before.flags)
@@ -150,17 +224,23 @@ class Engine:
 
     def _goes_on(self, before: Launched) -> bool:
         """Whether somebody will want another token, as far as can be known without looking at the last."""
+        if self._scoring:
+            return False
         return any(s.params.max_tokens is None or len(s.output_token_ids) + 1 < s.params.max_tokens for s in before.sequences)
 
     def _launch_ahead(self, schedule: Schedule, step: PreparedStep, flags: SamplingFlags) -> None:
         tokens = self.runner.decode(step, self.sampler.step(step.B, flags), flags, plain=not flags)
         self.sampler.drawn(step.B, flags, 1)
         self.num_steps += 1
+        self.accounts.launched(schedule, self._owners_of(schedule), 1)
         self.scheduler.advance(schedule)
         self._ahead = Launched(schedule, [entry.sequence for entry in step.sampling], flags, tokens)
+        self.accounts.spent("prepare")
 
     def _collect(self, launched: Launched) -> None:
-        for sequence, token in zip(launched.sequences, launched.tokens.get()[: len(launched.sequences)].tolist(), strict=True):
+        tokens = launched.tokens.get()[: len(launched.sequences)].tolist()
+        self.accounts.spent("run")
+        for sequence, token in zip(launched.sequences, tokens, strict=True):
             if not sequence.finished:
                 self._append(sequence, token, None)
 
@@ -171,13 +251,16 @@ class Engine:
         step = self.runner.prepare(schedule)
         sequences = [entry.sequence for entry in step.sampling]
         flags = self.sampler.prepare(sequences, step.B)
-        if self.runner.overlaps and step.decodes and rounds == 1 and not self._looks_at_each(sequences):
+        if self._overlaps and step.decodes and rounds == 1 and not self._looks_at_each(sequences):
             self._launch_ahead(schedule, step, flags)
             return
+        self.accounts.spent("prepare")
+        self.accounts.launched(schedule, self._owners_of(schedule), rounds)
         result = self.runner.launch(step)
         self.num_steps += rounds
         self.scheduler.advance(schedule, rounds)
         if not sequences:
+            self.accounts.spent("run")
             return
         plain = result.best is not None and not flags
         sampled = self.sampler.draw(result.logits, flags) if result.best is None or flags else result.best
@@ -190,12 +273,18 @@ class Engine:
         if rounds > 1:
             for tokens in drawn:  # while the device is at the next
                 self._append_rounds(sequences, tokens)
+            self.accounts.spent("run")
             return
         (tokens,) = drawn
+        self.accounts.spent("run")
         chosen = tokens[0, : len(sequences)].tolist()
         logprobs = self.sampler.logprobs(result.logits, sequences, chosen)
+        self.accounts.spent("sample")
         for sequence, token, logprob in zip(sequences, chosen, logprobs, strict=True):
             self._append(sequence, token, logprob)
+
+    def _owners_of(self, schedule: Schedule) -> list[Owner]:
+        return [self._owners[entry.sequence.sequence_id] for entry in schedule.entries]
 
     def _append_rounds(self, sequences: list[Sequence], tokens: np.ndarray) -> None:
         """Tokens [rounds, B]; what came after a sequence's end is surplus, which the device could not know."""
@@ -204,12 +293,18 @@ class Engine:
                 if not sequence.finished:
                     self._append(sequence, token, None)
 
+    @property
+    def _overlaps(self) -> bool:
+        """Whether a step of decodes is launched before the last one's tokens are looked at."""
+        wanted = self.config.async_scheduling
+        return self.runner.overlaps if wanted is None else wanted
+
     def _rounds(self, schedule: Schedule) -> int:
         """How many tokens each sequence of a schedule may get before the host must look; blocks for them are reserved."""
         wanted, sequences = self.config.num_scheduler_steps, [entry.sequence for entry in schedule.entries]
         if wanted == 1 or any(entry.num_tokens > 1 or not entry.samples for entry in schedule.entries):
             return 1
-        if self.scheduler.waiting or self._looks_at_each(sequences):
+        if self.scheduler.waiting or self._scoring or self._looks_at_each(sequences):
             return 1
         longest = max(wanted if s.params.max_tokens is None else s.params.max_tokens - len(s.output_token_ids) for s in sequences)
         room = min(self.runner.max_model_len - len(s) for s in sequences)
@@ -217,7 +312,7 @@ class Engine:
 
     def _looks_at_each(self, sequences: list[Sequence]) -> bool:
         """Whether the host has something to do between a token and the next."""
-        return self.sampler.withholds(sequences) or any(s.params.logprobs is not None for s in sequences)
+        return self.sampler.withholds(sequences) or any(s.logprobs is not None for s in sequences)
 
     def _join(self, sequences: list[Sequence]) -> None:
         """Tell the sampler about those that were admitted, or admitted again, since their last token."""
@@ -229,41 +324,131 @@ class Engine:
     def _append(self, sequence: Sequence, token: int, logprobs: dict[int, Logprob] | None) -> None:
         state = self._owners[sequence.sequence_id]
         if token < 0:  # no row of finite logits has no token: the weights or the activations of this request are broken
-            self._finish(state, sequence, "error")
+            self._finish(state, sequence, "error", "the model gave no finite logits; its weights or its cache are broken")
             return
         reason = state.append(sequence, token, logprobs)
+        self.accounts.waited(state, 1)
         self._changed[state.request_id] = state
         if reason is not None:
             self._release(sequence, reason)
+        elif isinstance(state, BeamState) and state.ready:
+            self._turn(state)
 
-    def _finish(self, state: RequestState, sequence: Sequence, reason: str) -> None:
-        state.finish(sequence, reason)
+    def _turn(self, search: BeamState) -> None:
+        """The next round of a beam search: forks first, while what they come from is as it was."""
+        turn = search.turn()
+        for parent, child in turn.forks:
+            self._owners[child.sequence_id] = search
+            self.scheduler.fork(parent, child)
+        for sequence, token in turn.tokens:
+            sequence.output_token_ids.append(token)
+        for sequence in turn.over:
+            self._release(sequence, "stop")
+
+    def _finish(self, state: Owner, sequence: Sequence, reason: str, error: str | None = None) -> None:
+        state.finish(sequence, reason, error)
         self._changed[state.request_id] = state
         self._release(sequence, reason)
+        if isinstance(state, BeamState):  # its beams stand and fall together
+            for other in [s for s in state.sequences if not s.finished]:
+                self._release(other, reason)
 
     def _release(self, sequence: Sequence, reason: str) -> None:
+        self._leave(sequence)
+        self.scheduler.finish(sequence, reason)
+        self._owners.pop(sequence.sequence_id, None)
+
+    def _leave(self, sequence: Sequence) -> None:
         row = self._rows.pop(sequence.sequence_id, None)
         if row is not None:
             self.sampler.leave(row)
-        self.scheduler.finish(sequence, reason)
-        del self._owners[sequence.sequence_id]
 
     def _settle(self, schedule: Schedule) -> None:
-        """Preempted sequences leave the sampler; those that outgrew the whole cache are reported."""
+        """Preempted sequences leave the sampler; those that outgrew the whole cache or their time are reported; blocks move."""
         for sequence in schedule.preempted:
-            row = self._rows.pop(sequence.sequence_id, None)
-            if row is not None:
-                self.sampler.leave(row)
+            self._leave(sequence)
         for sequence in schedule.exhausted:
             self._finish(self._owners[sequence.sequence_id], sequence, "length")
+        for sequence in schedule.expired:
+            if sequence.sequence_id in self._owners:  # else a beam of it was late before
+                self._finish(self._owners[sequence.sequence_id], sequence, "deadline")
+        if schedule.preempted:
+            self.accounts.preempted(schedule)
+        if schedule.swap_out or schedule.swap_in or schedule.copies:
+            start = time.perf_counter()
+            self.runner.move(schedule)
+            if schedule.swap_out or schedule.swap_in:
+                self.accounts.moved(schedule, time.perf_counter() - start, self.runner.pool.block_bytes)
+
+    def _score(self) -> None:
+        """One piece of one prompt whose log-probabilities are wanted."""
+        request_id, score = next(iter(self._scoring.items()))
+        pool = self.scheduler.pool
+        if not score.begin(pool):
+            if not self.scheduler.running:
+                state = self._requests[request_id]
+                self._end_score(request_id)
+                for sequence in [s for s in state.sequences if not s.finished]:
+                    self._finish(state, sequence, "error", f"prompt_logprobs: the KV cache has no room for {len(score)} tokens once more")
+            return
+        piece = score.next_piece(self.config.max_num_batched_tokens)
+        score.take(piece, self.runner.prompt_logits(piece))
+        if score.done:
+            state = self._requests[request_id]
+            assert isinstance(state, RequestState)
+            state.prompt_logprobs = score.logprobs
+            self._changed[request_id] = state
+            self._end_score(request_id)
+
+    def _end_score(self, request_id: str) -> None:
+        score = self._scoring.pop(request_id, None)
+        if score is not None:
+            score.end(self.scheduler.pool)
 
     def _outputs(self) -> list[RequestOutput]:
+        """Of those that changed; who waits for its prompt's log-probabilities is told nothing before."""
         changed, self._changed = self._changed, {}
-        outputs = [state.output() for state in changed.values()]
-        for output in outputs:
+        outputs: list[RequestOutput] = []
+        for request_id, state in changed.items():
+            if request_id in self._scoring:
+                continue
+            output = state.output()
+            if output is None:
+                continue
             if output.finished:
-                del self._requests[output.request_id]
+                del self._requests[request_id]
+                self.accounts.finished(output, state)
+            outputs.append(output)
         return outputs
+
+    def explain(self, prompt_token_ids: list[int], cache_salt: str | None = None) -> str:
+        """Why the prefix cache has of a prompt what it has: blocks found and evicted, and where the nearest cached prompt differs."""
+        prefix = self.scheduler.prefix
+        if prefix is None:
+            return "prefix caching is off"
+        found = prefix.explain(prompt_token_ids, cache_salt)
+        blocks = len(prompt_token_ids) // self.config.block_size
+        text = f"{found.hit_blocks} of {blocks} blocks hit, {found.evicted_blocks} were evicted"
+        if found.first_difference is None:
+            return text
+        return f"{text}; diverged at token {found.first_difference}: {self._shown(found.ours)} vs {self._shown(found.theirs)}"
+
+    def _shown(self, token_ids: list[int]) -> str:
+        return repr(self.tokenizer.decode(token_ids, skip_special_tokens=False) if self.tokenizer else token_ids)
+
+    def status(self) -> dict[str, Any]:
+        """Numbers for a live view; may be called from any thread."""
+        scheduler, pool, prefix, stats = self.scheduler, self.scheduler.pool, self.scheduler.prefix, self.accounts.stats
+        return {
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "blocks": {"used": pool.num_blocks - pool.num_free, "cached": pool.num_evictable, "total": pool.num_blocks},
+            "prefix": {"queries": prefix.queries, "hits": prefix.hits, "evictions": prefix.evictions} if prefix else None,
+            "steps": self.num_steps,
+            "tokens": self.accounts.num_tokens,
+            "step_seconds": {name: getattr(stats, name) for name in ("schedule", "prepare", "run", "sample", "output")},
+            "predicted_wait": scheduler.predicted_wait(),
+        }
 
     def prompt_logits(self, token_ids: list[int]) -> np.ndarray:
         """Float32 logits [T, V] of every position of one prompt, computed beside whatever is running."""

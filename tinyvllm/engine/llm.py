@@ -9,15 +9,15 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 
 from tinyvllm.config import EngineConfig, resolve
 from tinyvllm.engine.prompt import Encoded, Message, Prompt, PromptError, default_sampling_params, encode_all, is_conversation, spread
-from tinyvllm.errors import ArgumentError, RequestError
-from tinyvllm.request import RequestOutput, SamplingParams
+from tinyvllm.errors import ArgumentError, BusyError, RequestError
+from tinyvllm.request import BeamSearchParams, RequestOutput, SamplingParams, Terms
 
 Outputs = Generator[RequestOutput, None, None]
 
@@ -70,15 +70,22 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
+        *,
+        terms: Terms | None = None,
     ) -> list[RequestOutput]:
-        """The finished outputs of all prompts, in their order, run together.
+        """The finished outputs of all prompts, in their order, run together, on `terms` (priority, deadlines, ...) if they are given.
 
         A prompt is a text, {"prompt_token_ids": ids} or {"messages": conversation}. If one of them cannot be served nothing runs:
         RequestError (or ArgumentError, TokenizerError) for a single prompt, PromptError, which says which, for several.
         """
         items: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else _listed("prompts", prompts)  # type: ignore[list-item]
         each = spread(sampling_params, self.default_params, len(items))
-        return self._complete(encode_all(self.engine.tokenizer, items), each, use_tqdm)
+        return self._complete(encode_all(self.engine.tokenizer, items), each, use_tqdm, terms)
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False) -> list[RequestOutput]:
+        """The best continuations of each prompt by beam search, the best first; `cumulative_logprob` sums their log-probabilities."""
+        items: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else _listed("prompts", prompts)  # type: ignore[list-item]
+        return self._complete(encode_all(self.engine.tokenizer, items), [params] * len(items), use_tqdm, None)
 
     def chat(
         self,
@@ -108,7 +115,7 @@ class LLM:
         The request starts with the first `next`. Closing the iterator early aborts it.
         """
         item: Prompt = {"messages": prompt} if is_conversation(prompt) else prompt  # type: ignore[assignment]
-        params = spread(sampling_params, self.default_params, 1)
+        params = [replace(one, output_kind="cumulative") for one in spread(sampling_params, self.default_params, 1)]
         return self._follow(encode_all(self.engine.tokenizer, [item]), params)
 
     def stream(self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None) -> Iterator[StreamDelta]:
@@ -133,8 +140,12 @@ class LLM:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _complete(self, encoded: list[Encoded], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
-        ids = self._add(encoded, params)
+    def _complete(
+        self, encoded: list[Encoded], params: Sequence[SamplingParams | BeamSearchParams], use_tqdm: bool, terms: Terms | None
+    ) -> list[RequestOutput]:
+        # nobody looks at what is not finished, so the engine need not make it
+        whole = [replace(one, output_kind="final_only") if isinstance(one, SamplingParams) else one for one in params]
+        ids = self._add(encoded, whole, terms)
         try:
             with _bar(len(ids), use_tqdm) as advance:
                 running = set(ids)
@@ -160,14 +171,16 @@ class LLM:
         finally:
             self._forget(ids)
 
-    def _add(self, encoded: list[Encoded], params: list[SamplingParams]) -> list[str]:
+    def _add(
+        self, encoded: list[Encoded], params: Sequence[SamplingParams | BeamSearchParams], terms: Terms | None = None
+    ) -> list[str]:
         """Hand all requests to the engine, or none of them."""
         ids: list[str] = []
         for index, (prompt, one) in enumerate(zip(encoded, params, strict=True)):
             request_id = f"llm-{next(self._ids)}"
             try:
-                self.engine.add(request_id, prompt.token_ids, one, prompt.text)
-            except (RequestError, ArgumentError) as error:
+                self.engine.add(request_id, prompt.token_ids, one, prompt.text, terms)
+            except (RequestError, ArgumentError, BusyError) as error:
                 self._forget(ids)
                 if len(encoded) == 1:
                     raise

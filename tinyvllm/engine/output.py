@@ -6,11 +6,13 @@ never shows half a character, nor what may still turn out to be the beginning of
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from tinyvllm.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams, Sequence
+from tinyvllm.request import CompletionOutput, Logprob, Receipt, RequestMetrics, RequestOutput, SamplingParams, Sequence, Terms
 from tinyvllm.text.detokenize import IncrementalDetokenizer, StopStrings
 from tinyvllm.text.tokenizer import Tokenizer
 
@@ -28,6 +30,35 @@ class _Part:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
+    score: float = 0.0  # sum of the tokens' log-probabilities, where they are asked for
+    told: tuple[int, int] = (0, 0)  # characters and tokens that a delta has given
+
+
+class Owner(Protocol):
+    """What the engine drives: a RequestState, or a BeamState in its place."""
+
+    request_id: str
+    terms: Terms
+    metrics: RequestMetrics
+    receipt: Receipt
+    explanation: str | None
+    last_token: float | None  # when the last one came, seconds of time.monotonic
+
+    @property
+    def sequences(self) -> list[Sequence]: ...
+
+    @property
+    def max_tokens(self) -> int | None: ...
+
+    @property
+    def finished(self) -> bool: ...
+
+    def append(self, sequence: Sequence, token_id: int, logprobs: dict[int, Logprob] | None) -> str | None: ...
+
+    def finish(self, sequence: Sequence, reason: str, error: str | None = None) -> None: ...
+
+    def output(self) -> RequestOutput | None: ...
 
 
 class RequestState:
@@ -48,22 +79,32 @@ class RequestState:
         max_model_len: int,
         arrival: float,
         first_sequence_id: int = 0,
+        terms: Terms | None = None,
     ):
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.params = params
+        self.terms = terms or Terms()
         self.metrics = RequestMetrics(arrival)
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self.explanation: str | None = None
+        self.receipt = Receipt(prompt_tokens=len(prompt_token_ids))
+        self.last_token: float | None = None
         self._tokenizer = tokenizer
         self._end_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
         self._named_ends = frozenset(params.stop_token_ids or ())
         room = max_model_len - len(prompt_token_ids)
         self._longest = room if params.max_tokens is None else min(params.max_tokens, room)
-        self.sequences = [
-            Sequence(first_sequence_id + i, request_id, prompt_token_ids, _seeded(params, i), index=i) for i in range(params.n)
+        due = arrival + min(d for d in (self.terms.deadline_ms, self.terms.ttft_deadline_ms, math.inf) if d is not None) / 1000
+        self._sequences = [
+            Sequence(first_sequence_id + i, request_id, prompt_token_ids, _seeded(params, i), i, terms=self.terms, arrival=arrival, due=due)
+            for i in range(params.width)
         ]
-        self._parts = [self._part(sequence) for sequence in self.sequences]
-        self._unfinished = params.n
+        for sequence in self._sequences:
+            sequence.logprobs = (params.logprobs or 0) if params.wants_logprobs else None
+        self._parts = [self._part(sequence) for sequence in self._sequences]
+        self._unfinished = params.width
 
     def _part(self, sequence: Sequence) -> _Part:
         detokenizer = stops = None
@@ -72,6 +113,14 @@ class RequestState:
             if self.params.stop:
                 stops = StopStrings(self.params.stop, self.params.include_stop_str_in_output)
         return _Part(sequence, detokenizer, stops)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return self._sequences
+
+    @property
+    def max_tokens(self) -> int | None:
+        return self.params.max_tokens
 
     @property
     def finished(self) -> bool:
@@ -85,7 +134,9 @@ class RequestState:
         if self.metrics.first_token is None:
             self.metrics.first_token = time.monotonic()
         if logprobs is not None:
-            part.logprobs.append(self._named(logprobs))
+            part.score += logprobs[token_id].logprob
+            if self.params.logprobs is not None:
+                part.logprobs.append(self._named(logprobs))
         count, params = len(tokens), self.params
         ended = token_id in self._end_ids and count >= params.min_tokens
         new = part.detokenizer.add(token_id) if part.detokenizer and (not ended or params.include_stop_str_in_output) else ""
@@ -98,32 +149,67 @@ class RequestState:
             self.finish(sequence, "length")
         return part.finish_reason
 
-    def finish(self, sequence: Sequence, reason: str) -> None:
+    def finish(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
         """End a continuation with `reason`, after the text that was held back. The first end counts."""
         part = self._parts[sequence.index]
         if part.finish_reason is not None:
             return
-        if self._spell(part, part.detokenizer.finish() if part.detokenizer else ""):
+        part.error = error
+        if self._spell(part, part.detokenizer.finish() if part.detokenizer else "") and error is None:
             reason = "stop"
         elif part.stops is not None:
             part.text += part.stops.finish()
         self._end(part, reason)
 
-    def output(self) -> RequestOutput:
-        """Everything so far, as values of its own: later tokens do not change it."""
+    def output(self) -> RequestOutput | None:
+        """What there is to tell, as values of its own: all so far, or what is new; None where the caller wants only the end."""
+        kind, params = self.params.output_kind, self.params
+        if not self.finished and (kind == "final_only" or params.chooses):
+            return None
         self.metrics.preemptions = sum(sequence.num_preemptions for sequence in self.sequences)
-        outputs = [
-            CompletionOutput(
-                index=part.sequence.index,
-                text=part.text,
-                token_ids=part.sequence.output_token_ids.copy(),
-                logprobs=None if self.params.logprobs is None else part.logprobs.copy(),
-                finish_reason=part.finish_reason,
-                stop_reason=part.stop_reason,
-            )
-            for part in self._parts
-        ]
-        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, replace(self.metrics))
+        parts = self._best() if params.chooses else list(enumerate(self._parts))
+        outputs = [self._told(index, part) for index, part in parts] if kind == "delta" else [self._whole(i, part) for i, part in parts]
+        return RequestOutput(
+            self.request_id, self.prompt, self.prompt_token_ids, [o for o in outputs if o is not None], self.finished,
+            replace(self.metrics),
+            self.sequences[0].num_cached, self.prompt_logprobs, self.receipt if self.finished and self.terms.receipt else None,
+            self.explanation,
+        )  # fmt: skip
+
+    def _best(self) -> list[tuple[int, _Part]]:
+        """The n parts of the best mean log-probability, numbered anew."""
+        ranked = sorted(self._parts, key=lambda part: -part.score / max(1, len(part.sequence.output_token_ids)))
+        return list(enumerate(ranked[: self.params.n]))
+
+    def _whole(self, index: int, part: _Part) -> CompletionOutput:
+        return CompletionOutput(
+            index=index,
+            text=part.text,
+            token_ids=part.sequence.output_token_ids.copy(),
+            logprobs=None if self.params.logprobs is None else part.logprobs.copy(),
+            finish_reason=part.finish_reason,
+            stop_reason=part.stop_reason,
+            cumulative_logprob=part.score if self.params.wants_logprobs else None,
+            error=part.error,
+        )
+
+    def _told(self, index: int, part: _Part) -> CompletionOutput | None:
+        """What is new of a part since it was last told; None where nothing is."""
+        characters, tokens = part.told
+        new = part.sequence.output_token_ids[tokens:]
+        if characters < 0 or (not new and part.finish_reason is None):
+            return None
+        part.told = (len(part.text), tokens + len(new)) if part.finish_reason is None else (-1, 0)
+        return CompletionOutput(
+            index=index,
+            text=part.text[characters:],
+            token_ids=new,
+            logprobs=None if self.params.logprobs is None else part.logprobs[tokens:],
+            finish_reason=part.finish_reason,
+            stop_reason=part.stop_reason,
+            cumulative_logprob=part.score if self.params.wants_logprobs else None,
+            error=part.error,
+        )
 
     def _spell(self, part: _Part, text: str) -> bool:
         """Add new text as far as it is certain; True if it completed a stop string, which then is in `stop_reason`.

@@ -48,10 +48,14 @@ _CPU_ROWS: dict[str, tuple[str, ...]] = {
 _CUDA_ROWS = {"sm_80": 80}
 # A row for products on Hopper alone. Only for who asks: whether its instructions round as the others' do has not been seen, and if they do
 # not, a request's tokens would depend on how many rows are computed with it.
-_HOPPER, _HOPPER_STEMS = "sm_90a", ("matmul", "norm_gate_up_silu", "norm_qkv_rope_store", "norm_head")
+_PRODUCTS = ("matmul", "norm_gate_up_silu", "norm_qkv_rope_store", "norm_head")
+_HOPPER = "sm_90a"
 # The row of Metal: the oldest family of Apple's GPUs that it runs on, M1's.
 _APPLE = "apple7"
-_ROWS = (*_CPU_ROWS, *_CUDA_ROWS, _HOPPER, _APPLE)
+# A row for products on the same GPUs that multiplies thirteen to sixteen rows by simdgroup_matrix. Only for who asks: a request's bits
+# then depend on how many rows are computed with it.
+_APPLE_MATRIX = "apple7_matrix"
+_ROWS = (*_CPU_ROWS, *_CUDA_ROWS, _HOPPER, _APPLE, _APPLE_MATRIX)
 
 
 @dataclass(frozen=True)
@@ -93,9 +97,7 @@ def rows(device: str, stem: str | None = None) -> dict[str, str | None]:
     if kind == "CUDA":
         return _cuda_rows(device, stem)
     if kind == "METAL":
-        family = str(Device[device].arch)
-        number = re.fullmatch(r"Apple(\d+)", family)
-        return {_APPLE: None if number and int(number[1]) >= 7 else f"the GPU is of the family {family}, and it is for Apple7 and later"}
+        return _metal_rows(device, stem)
     if kind != "CPU":
         return {}
     arm = platform.machine().lower() in ("arm64", "aarch64")
@@ -108,9 +110,16 @@ def _cuda_rows(device: str, stem: str | None) -> dict[str, str | None]:
     name = str(Device[device].arch)
     architecture = int(re.sub(r"\D", "", name))
     found = {row: None if architecture >= oldest else f"the GPU is {name}, older than {row}" for row, oldest in _CUDA_ROWS.items()}
-    if stem in _HOPPER_STEMS:
+    if stem in _PRODUCTS:
         found[_HOPPER] = None if architecture == 90 else f"the GPU is {name}, and it is for sm_90 alone"
     return found
+
+
+def _metal_rows(device: str, stem: str | None) -> dict[str, str | None]:
+    family = str(Device[device].arch)
+    number = re.fullmatch(r"Apple(\d+)", family)
+    lacks = None if number and int(number[1]) >= 7 else f"the GPU is of the family {family}, and it is for Apple7 and later"
+    return {row: lacks for row in (_APPLE, *([_APPLE_MATRIX] if stem in _PRODUCTS else []))}
 
 
 def _lacking(needs: tuple[str, ...], has: frozenset[str]) -> str | None:

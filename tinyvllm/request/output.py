@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,11 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None  # of the tokens in `logprobs`; None without
     error: str | None = None  # why finish_reason is "error"
+
+    def joined(self, later: CompletionOutput) -> CompletionOutput:
+        """Two deltas of one continuation as one."""
+        logprobs = None if later.logprobs is None else (self.logprobs or []) + later.logprobs
+        return replace(later, text=self.text + later.text, token_ids=self.token_ids + later.token_ids, logprobs=logprobs)
 
 
 @dataclass
@@ -81,3 +86,10 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # a dict a prompt token, None for the first
     receipt: Receipt | None = None  # on the last output, where Terms.receipt asks for it
     explanation: str | None = None  # why the prefix cache hit or missed, where Terms.explain asks for it
+
+    def joined(self, later: RequestOutput) -> RequestOutput:
+        """Two deltas that follow each other as one, for a reader that was slower than the engine."""
+        parts = {part.index: part for part in self.outputs}
+        for part in later.outputs:
+            parts[part.index] = parts[part.index].joined(part) if part.index in parts else part
+        return replace(later, outputs=list(parts.values()))

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_LOGPROBS = 20
+OUTPUT_KINDS = ("cumulative", "delta", "final_only")
 
 # (prompt token ids, output token ids so far, logits float32 [V]) -> logits float32 [V], the same array changed or another. Called once a
 # token on the host, before everything else that shapes the draw; what it raises ends its request alone, with finish_reason "error".
@@ -93,6 +94,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
     structured_outputs: StructuredOutputsParams | None = None
     logits_processors: tuple[LogitsProcessor, ...] | list[LogitsProcessor] | None = None
+    output_kind: str = "cumulative"  # what each output holds: all so far, what is new ("delta"), or nothing before the end ("final_only")
     thinking_token_budget: int | None = None  # tokens between the model's marks of thinking, after which the closing mark is written
 
     def __post_init__(self) -> None:
@@ -115,6 +117,8 @@ class SamplingParams:
             _check_range("best_of", self.best_of, self.n, 1024, int)
         if self.thinking_token_budget is not None:
             _check_range("thinking_token_budget", self.thinking_token_budget, 0, math.inf, int)
+        if self.output_kind not in OUTPUT_KINDS:
+            raise ArgumentError(f"SamplingParams: output_kind must be one of {', '.join(OUTPUT_KINDS)}, got {_brief(self.output_kind)}")
         self._check_limits()
         if any(not isinstance(s, str) or not s for s in stop):
             raise ArgumentError(f"SamplingParams: stop must hold non-empty strings, got {_brief(stop)}")
@@ -143,6 +147,16 @@ class SamplingParams:
         object.__setattr__(self, "logits_processors", processors or None)
         if any(not callable(processor) for processor in processors):
             raise ArgumentError(f"SamplingParams: logits_processors must hold functions, got {_brief(processors)}")
+
+    @property
+    def chooses(self) -> bool:
+        """Whether more continuations run than are given, so that none is certain before the end."""
+        return (self.best_of or self.n) > self.n
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether somebody needs the log-probabilities of drawn tokens: the caller, or the choice among best_of."""
+        return self.logprobs is not None or self.chooses
 
     @property
     def width(self) -> int:
@@ -208,15 +222,14 @@ class BeamSearchParams:
     beam_width: int
     max_tokens: int = 16
     ignore_eos: bool = False
-    temperature: float = 0.0
     length_penalty: float = 1.0
     early_stopping: bool | str = False
     n: int | None = None
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        for name, low, high, kind in (("beam_width", 1, 64, int), ("max_tokens", 1, math.inf, int), ("temperature", 0, 100, float)):
-            _check_range(name, getattr(self, name), low, high, kind, "BeamSearchParams")
+        _check_range("beam_width", self.beam_width, 1, 64, int, "BeamSearchParams")
+        _check_range("max_tokens", self.max_tokens, 1, math.inf, int, "BeamSearchParams")
         _check_range("length_penalty", self.length_penalty, -100, 100, float, "BeamSearchParams")
         if self.early_stopping not in (True, False, "never"):
             raise ArgumentError(f'BeamSearchParams: early_stopping must be True, False or "never", got {_brief(self.early_stopping)}')

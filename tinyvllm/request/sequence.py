@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 
 from tinyvllm.request.params import SamplingParams
@@ -40,6 +41,10 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks of known tokens, as far as anybody has asked
     num_published: int = 0  # leading blocks that are in the prefix cache's index
     num_cached: int = 0  # tokens found in the prefix cache at first admission
+    host_table: list[int] = field(default_factory=list)  # host blocks that hold what was swapped out
+    num_swapped: int = 0  # tokens in them
+    logprobs: int | None = None  # of each token drawn, and of so many most probable ones; None asks for none
+    due: float = math.inf  # seconds of time.monotonic: the earlier of its deadlines
 
     def __len__(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)

@@ -10,7 +10,8 @@ from tinygrad.dtype import DType
 
 from tinyvllm.batch import LayerCache
 from tinyvllm.models.config import ModelConfig
-from tinyvllm.ops.launch import alias
+from tinyvllm.ops.copy import copy_blocks
+from tinyvllm.ops.launch import Captured, alias, byte_spans, download, synchronize, upload
 from tinyvllm.weights.load import adopt
 from tinyvllm.weights.mapping import allocate
 
@@ -24,7 +25,9 @@ class KVPool:
     """`num_blocks` usable blocks and the scratch block behind them; everything zero at first, so that masked values are finite."""
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: DType, device: str):
-        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_blocks, self.block_size, self.device = num_blocks, block_size, device
+        self._memory: list[np.ndarray] = []  # [P, bytes] a layer, where the host has it
+        self._copying: dict[int, tuple[Tensor, Tensor, Captured]] = {}  # pairs, their count and the captured copy, by the most pairs
         shape = (num_blocks + 1, 2, config.n_kv_heads, block_size, config.head_dim)
         pools = [self._zeros(shape, dtype, device) for _ in range(config.num_blocks)]  # [P, 2, K, S, D] each
         self.layers = [LayerCache(pool, alias(pool)) for pool in pools]
@@ -38,7 +41,69 @@ class KVPool:
             return Tensor.zeros(*shape, dtype=dtype, device=device).contiguous().realize()
         # zero pages that take memory only once a block is written; tinygrad's zeros would touch the whole pool now
         storage = np.dtype(f"V{dtype.itemsize}")  # numpy has no bfloat16
-        return adopt(allocate(prod(shape) * dtype.itemsize).view(storage).reshape(shape), device, dtype)
+        memory = allocate(prod(shape) * dtype.itemsize)
+        self._memory.append(memory.view(np.uint8).reshape(shape[0], -1))
+        return adopt(memory.view(storage).reshape(shape), device, dtype)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers."""
+        return len(self.layers) * self._layer_bytes
+
+    @property
+    def _layer_bytes(self) -> int:
+        return self.layers[0].keys.nbytes() // (self.num_blocks + 1)
+
+    def read(self, blocks: list[int]) -> np.ndarray:
+        """The contents of blocks as uint8 [n, block_bytes], layer behind layer, once what is in flight has run."""
+        data = np.empty((len(blocks), len(self.layers), self._layer_bytes), np.uint8)
+        if self._memory:
+            synchronize(self.device)
+            for layer, memory in enumerate(self._memory):
+                data[:, layer] = memory[blocks]
+        else:
+            for layer, cache in enumerate(self.layers):
+                for n, part in enumerate(byte_spans(cache.keys, self._places(blocks))):
+                    data[n, layer] = download(part)
+        return data.reshape(len(blocks), -1)
+
+    def write(self, blocks: list[int], data: np.ndarray) -> None:
+        """Put what `read` gave into other blocks, behind what is in flight."""
+        data = data.reshape(len(blocks), len(self.layers), self._layer_bytes)
+        if self._memory:
+            synchronize(self.device)
+            for layer, memory in enumerate(self._memory):
+                memory[blocks] = data[:, layer]
+            return
+        for layer, cache in enumerate(self.layers):
+            for n, part in enumerate(byte_spans(cache.keys, self._places(blocks))):
+                upload(part, data[n, layer])
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Make block b equal to block a for each pair (a, b), behind what is in flight; no block may be in two pairs as b."""
+        most = max(8, 1 << (len(pairs) - 1).bit_length())
+        if most not in self._copying:
+            self._copying[most] = self._capture_copy(most)
+        table, count, copies = self._copying[most]
+        padded = np.zeros((most, 2), np.int32)
+        padded[: len(pairs)] = pairs
+        upload(table, padded)
+        upload(count, np.array([len(pairs)], np.int32))
+        copies()
+
+    def _capture_copy(self, most: int) -> tuple[Tensor, Tensor, Captured]:
+        table = Tensor.zeros(most, 2, dtype=dtypes.int32, device=self.device).contiguous().realize()
+        count = Tensor.zeros(1, dtype=dtypes.int32, device=self.device).contiguous().realize()
+
+        def function() -> Tensor:
+            pools = [copy_blocks(cache.keys, table, count) for cache in self.layers]
+            Tensor.realize(*pools)
+            return count
+
+        return table, count, Captured(function)
+
+    def _places(self, blocks: list[int]) -> list[tuple[int, int]]:
+        return [(block * self._layer_bytes, self._layer_bytes) for block in blocks]
 
 
 def kv_dtype(weights: DType) -> DType:

@@ -1,6 +1,7 @@
 """From a schedule to the batch's arrays: picks the padded shape, fills one int32 array on the host, which one copy takes to the device.
 
-No tensors are computed here. The order of the rows: sequences with one token first, padded to their bucket, then the chunks.
+No tensors are computed here. The order of the rows: sequences with one token first, padded to their bucket, then the chunks. Those with
+one token that share blocks stand side by side, so that attention can read the blocks once.
 """
 
 from __future__ import annotations
@@ -65,19 +66,36 @@ def shape_of(singles: list[Scheduled], chunks: list[Scheduled]) -> Shape:
     return Shape(decodes, power_bucket(len(chunks)), tokens, min(longest, tokens))
 
 
+def side_by_side(tables: list[list[int]]) -> list[int]:
+    """An order of block tables, as indices, in which those that begin alike stand together, the longer alike the closer.
+
+    Otherwise they stay in their order. A block that two sequences share is full and stays where it is, and every table ends with a block of
+    its own, so the order is the same however far the sequences have come.
+    """
+    place: dict[int, int] = {}
+    for i, table in enumerate(tables):
+        place.setdefault(table[0], i)
+    if len(place) == len(tables):
+        return list(range(len(tables)))
+    return sorted(range(len(tables)), key=lambda i: (place[tables[i][0]], tables[i]))
+
+
 class StepInputs:
     """The arrays of one shape: host array, device buffer, and the `Batch` of views into it.
 
-    M is the width of the block table, `scratch_slot` where padded rows write; `all_rows` wants the logits of every row.
+    M is the width of the block table, `scratch_slot` where padded rows write; `all_rows` wants the logits of every row. Without `cascade`
+    decodes keep the schedule's order, and `alike` says that nobody shares anything.
     """
 
-    def __init__(self, shape: Shape, M: int, scratch_slot: int, device: str, all_rows: bool = False):
+    def __init__(self, shape: Shape, M: int, scratch_slot: int, device: str, all_rows: bool = False, cascade: bool = True):
         T, B = shape.tokens, shape.sequences
-        self.shape, self.scratch_slot, self._all_rows = shape, scratch_slot, all_rows
+        self.shape, self.scratch_slot, self._all_rows, self._cascade = shape, scratch_slot, all_rows, cascade
+        self._scheduled: list[int] = []  # ids of the last decodes in the schedule's order
+        self._order: list[int] = []  # of the rows: places in the schedule
         self._tables: list[list[int]] = [[] for _ in range(B)]  # as laid out last
         self._expected: list[tuple[int, int]] = []  # sequence and position of each decode that the device has ready for the next step
-        sizes = {"tokens": T, "positions": T, "slots": T, "query_starts": B + 1, "context_lens": B, "samples": T if all_rows else B}
-        sizes |= {"rows": 1, "decodes": 1, "chunks": 2, "sample_count": 1, "block_tables": B * M}
+        sizes = {"tokens": T, "positions": T, "slots": T, "query_starts": B + 1, "context_lens": B, "alike": B}
+        sizes |= {"samples": T if all_rows else B, "rows": 1, "decodes": 1, "chunks": 2, "sample_count": 1, "block_tables": B * M}
         starts, end = {}, 0
         for name, size in sizes.items():
             starts[name], end = end, end + -(-size // ALIGNED) * ALIGNED
@@ -95,6 +113,7 @@ class StepInputs:
     slots: np.ndarray
     query_starts: np.ndarray
     context_lens: np.ndarray
+    alike: np.ndarray
     samples: np.ndarray
     rows: np.ndarray
     decodes: np.ndarray
@@ -106,14 +125,16 @@ class StepInputs:
         t = self._tensors
         return Batch(
             t["tokens"], t["positions"], t["slots"], t["block_tables"], t["query_starts"], t["context_lens"], t["rows"], t["decodes"],
-            t["chunks"], t["samples"], t["sample_count"], num_blocks, self.shape.decodes, self.shape.max_query,
+            t["chunks"], t["samples"], t["sample_count"], num_blocks, self.shape.decodes, self.shape.max_query, t["alike"],
         )  # fmt: skip
 
     def fill(self, singles: list[Scheduled], chunks: list[Scheduled], block_size: int) -> int:
-        """Lay the entries out and copy them to the device; returns the blocks of the longest context.
+        """Lay the entries out and copy them to the device; returns the blocks of the longest context. `singles` is brought into the rows' order.
 
         Decodes that only go on need no copy: the device has advanced itself. New blocks are all that it cannot know.
         """
+        if self._cascade:
+            self._arrange(singles)
         if not chunks and self._expected and self._expected == [(e.sequence.sequence_id, e.start) for e in singles]:
             return self._refresh(singles, block_size)
         self.tokens[:], self.positions[:], self.slots[:] = 0, 0, self.scratch_slot
@@ -154,12 +175,32 @@ class StepInputs:
         if self._all_rows:
             self.samples[:], sampled = np.arange(self.shape.tokens), row if chunks else len(singles)
         self.sample_count[0] = sampled
+        self.alike[:] = self._measure(len(singles), block_size)
         upload(self._device, self._host)
         return longest
 
     def advanced(self, singles: list[Scheduled], rounds: int) -> None:
         """The device has moved these decodes on by so many tokens; they are what it expects next, if they all are still there."""
         self._expected = [(entry.sequence.sequence_id, entry.start + rounds) for entry in singles]
+
+    def _arrange(self, singles: list[Scheduled]) -> None:
+        """Rows keep their places while the schedule does: a step may be launched before the last one's tokens are known, and takes its rows."""
+        scheduled = [entry.sequence.sequence_id for entry in singles]
+        if scheduled != self._scheduled:
+            self._scheduled, self._order = scheduled, side_by_side([entry.sequence.block_table for entry in singles])
+        singles[:] = [singles[i] for i in self._order]
+
+    def _measure(self, count: int, block_size: int) -> np.ndarray:
+        """`alike` int32 [B] of the first `count` rows as they lie in the block table; 0 for the others."""
+        alike, tables = np.zeros(len(self.alike), np.int32), self.block_tables[:count]
+        if self._cascade and (tables[1:, 0] == tables[:-1, 0]).any():
+            full = self.context_lens[:count] // block_size
+            both = np.minimum(full[1:], full[:-1])  # what stands behind them may be of somebody who had the row before
+            width = int(both.max())
+            differ = np.ones((count - 1, width + 1), np.bool_)
+            differ[:, :width] = tables[1:, :width] != tables[:-1, :width]
+            alike[1:count] = np.minimum(differ.argmax(1), both) * block_size
+        return alike
 
     def _refresh(self, singles: list[Scheduled], block_size: int) -> int:
         """New blocks, and with them the slots: a sequence whose blocks were full when it was advanced has been sent to scratch."""
@@ -170,6 +211,10 @@ class StepInputs:
                 self.slots[b] = table[position // block_size] * block_size + position % block_size
             upload(self._device, self.block_tables.reshape(-1), self._starts["block_tables"])
             upload(self._device, self.slots, self._starts["slots"])
+            alike = self._measure(len(singles), block_size)
+            if not np.array_equal(alike, self.alike):
+                self.alike[:] = alike
+                upload(self._device, self.alike, self._starts["alike"])
         return max(len(entry.sequence.block_table) for entry in singles)
 
     def _describe(self, b: int, context: int, table: list[int]) -> None:

@@ -126,6 +126,8 @@ class Runner:
         self._constants = {name: Tensor(a, device=device).realize() for name, a in constants.items()}
         self._table_width = -(-self.max_model_len // config.block_size)
         self._steps: dict[tuple[Shape, bool], StepPlan] = {}
+        hosted = config.swap_space // self.pool.block_bytes
+        self._hosted = np.zeros((hosted, self.pool.block_bytes), np.uint8)  # its pages come as they are written
 
     def _size_pool(self, config: EngineConfig) -> tuple[KVPool, int]:
         """The KV pool and the longest sequence: the model's own context where none was asked for, as far as the pool and reason reach."""
@@ -145,6 +147,20 @@ class Runner:
         """Lay a schedule out on the device. The copy may wait for the step in flight, so it comes before anything is launched."""
         singles, chunks = split(schedule)
         return self._prepare(singles, chunks, all_rows=False)
+
+    @property
+    def swap_blocks(self) -> int:
+        """Blocks that the host has room for."""
+        return len(self._hosted)
+
+    def move(self, schedule: Schedule) -> None:
+        """What a schedule wants moved before its step: blocks to the host, blocks from there, copies of blocks."""
+        if schedule.swap_out:
+            self._hosted[[host for _, host in schedule.swap_out]] = self.pool.read([block for block, _ in schedule.swap_out])
+        if schedule.swap_in:
+            self.pool.write([block for _, block in schedule.swap_in], self._hosted[[host for host, _ in schedule.swap_in]])
+        if schedule.copies:
+            self.pool.copy(schedule.copies)
 
     def launch(self, step: PreparedStep) -> Logits:
         """Start a prepared step. Its results lie in buffers that the next step of this shape overwrites."""

@@ -7,7 +7,7 @@ to a line of twelve 32-bit numbers; a step gathers the lines, fills in the posit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -19,7 +19,7 @@ from tinyvllm.ops import sample as ops
 from tinyvllm.ops.launch import Call, Captured, alias, download, scatter_add, spans, upload
 from tinyvllm.request import Logprob, SamplingParams, Sequence
 from tinyvllm.sampling.logprobs import logprobs_of
-from tinyvllm.sampling.penalties import Bias, SeenTokens, penalizes
+from tinyvllm.sampling.penalties import Bias, Masks, SeenTokens, penalizes, restricts
 
 COLDEST = 1e-5  # temperatures below it are greedy: logits divided by less leave float32
 
@@ -51,6 +51,7 @@ class SamplingFlags:
     min_p: bool = False
     penalized: bool = False
     biased: bool = False
+    masked: bool = False
 
     def __or__(self, other: SamplingFlags) -> SamplingFlags:
         return SamplingFlags(*(a or b for a, b in zip(_fields(self), _fields(other), strict=True)))
@@ -64,7 +65,7 @@ class SamplingFlags:
 
 
 def _fields(flags: SamplingFlags) -> tuple[bool, ...]:
-    return (flags.sampled, flags.top_k, flags.top_p, flags.min_p, flags.penalized, flags.biased)
+    return (flags.sampled, flags.top_k, flags.top_p, flags.min_p, flags.penalized, flags.biased, flags.masked)
 
 
 def flags_of(params: SamplingParams) -> SamplingFlags:
@@ -77,6 +78,7 @@ def flags_of(params: SamplingParams) -> SamplingFlags:
         min_p=sampled and params.min_p > 0.0,
         penalized=penalizes(params),
         biased=bool(params.logit_bias),
+        masked=restricts(params),
     )
 
 
@@ -101,6 +103,8 @@ class Sampler:
         self._search_steps = ops.search_steps(device)
         self._seen: SeenTokens | None = None
         self._bias: Bias | None = None
+        self._masks: Masks | None = None
+        self._mask_rows: dict[int, tuple[np.ndarray, Tensor]] = {}  # B -> rows of the table of masks on the host and on the device, [B]
 
     def join(self, sequence: Sequence, eos_ids: Collection[int]) -> None:
         """Take in a sequence whose `row` has been given, at admission and again after preemption, with the output it has."""
@@ -117,6 +121,9 @@ class Sampler:
         if flags.biased:
             self._bias = self._bias or Bias(self._scratch + 1, self.vocab_size, self.device)
             self._bias.write(row, params.logit_bias, self._withheld.get(row, ()))
+        if flags.masked:
+            self._masks = self._masks or Masks(self._scratch + 1, self.vocab_size, self.device)
+            self._masks.start(row, params.allowed_token_ids)
         self._flags[row] = flags
         self._lines[row] = self._line(params, row, flags)
 
@@ -156,7 +163,41 @@ class Sampler:
         if known is None or not np.array_equal(lines, known):
             upload(inputs, lines)
             self._on_device[B] = lines.copy()
+        if flags.masked:
+            self._place_masks(sequences, B)
         return flags
+
+    def _place_masks(self, sequences: list[Sequence], B: int) -> None:
+        """Say which row of the table of masks each of B rows reads: its own, or the one that allows everything."""
+        if B not in self._mask_rows:
+            device = Tensor.full((B,), self._scratch, dtype=dtypes.int32, device=self.device).contiguous().realize()
+            self._mask_rows[B] = np.full(B, self._scratch, dtype=np.int32), device
+        host, on_device = self._mask_rows[B]
+        rows = [sequence.row if self._flags[sequence.row].masked else self._scratch for sequence in sequences]
+        rows += [self._scratch] * (B - len(rows))
+        if rows != host.tolist():
+            host[:] = rows
+            upload(on_device, host)
+
+    def mask(self, row: int) -> np.ndarray:
+        """The words int32 [ceil(V/32)] of a masked row on the host, to be filled for the next draw and sent by `send_masks`."""
+        return self.masks.host[row]
+
+    @property
+    def masks(self) -> Masks:
+        """The table of masks. ArgumentError unless a sequence that is masked has joined before."""
+        if self._masks is None:
+            raise ArgumentError("sampler: there are no masks: nobody with structured_outputs, allowed_token_ids or bad_words has joined")
+        return self._masks
+
+    def send_masks(self, rows: Iterable[int], banned: Mapping[int, Collection[int]] | None = None) -> None:
+        """Copy these rows of masks to the device for the next draw, less the tokens `banned` by row; any time before that draw."""
+        self.masks.send(rows, banned)
+
+    def write_mask(self, row: int, bits: np.ndarray) -> None:
+        """`mask`, filled with `bits` (words of 32 bits, [ceil(V/32)]), and `send_masks` for one row."""
+        self.mask(row)[:] = bits.view(np.int32)
+        self.send_masks([row])
 
     def draw(self, logits: Tensor, flags: SamplingFlags) -> Tensor:
         """Tokens int32 [B] from logits [B, V] float32, a realized buffer, as last prepared for B rows.
@@ -194,9 +235,9 @@ class Sampler:
     def logprobs(self, logits: Tensor, sequences: list[Sequence], tokens: list[int]) -> list[dict[int, Logprob] | None]:
         """Of each sequence's drawn token and the most probable ones, None for those that did not ask; `logits` [B, V] as drawn from."""
         found: list[dict[int, Logprob] | None] = [None] * len(sequences)
-        asking = [b for b, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
+        asking = [b for b, sequence in enumerate(sequences) if sequence.logprobs is not None]
         if asking:
-            top = [sequences[b].params.logprobs or 0 for b in asking]
+            top = [sequences[b].logprobs or 0 for b in asking]
             V = int(logits.shape[1])  # only their rows: all of them are megabytes
             asked = np.stack([download(part) for part in spans(logits, [(b * V, V) for b in asking])])
             for b, logprobs in zip(asking, logprobs_of(asked, [int(tokens[b]) for b in asking], top), strict=True):
@@ -266,6 +307,8 @@ class Sampler:
             return ops.draw(logits, inputs, count, self._scratch, sampled=flags.sampled, **filters, seen=seen, bias=bias)
 
         def step(logits: Tensor) -> Tensor:
+            if flags.masked and self._masks is not None:  # first of all: -inf stays -inf whatever penalties and bias do
+                logits = self._masks.apply(logits, self._mask_rows[B][1])
             tokens = kernel(logits)
             if tokens is not None:
                 return tokens.realize()

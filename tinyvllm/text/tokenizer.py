@@ -71,6 +71,16 @@ class Tokenizer(ABC):
     def _encode(self, text: str) -> list[int]:
         """Ids of a text that is valid Unicode, with nothing put around it."""
 
+    def encode_within(self, text: str) -> list[int] | None:
+        """Ids that add exactly this text to one that has begun, none of them special; None where the tokenizer finds no such ids."""
+        for before in ("", "\x02"):  # the second keeps a space away that the tokenizer would put in front
+            lead = self.encode(before, add_special_tokens=False)
+            ids = self.encode(before + text, add_special_tokens=False)
+            rest = ids[len(lead) :]
+            if ids[: len(lead)] == lead and self.special_ids.isdisjoint(rest) and b"".join(map(self.token_bytes, rest)) == text.encode():
+                return rest
+        return None
+
     @abstractmethod
     def token_bytes(self, token_id: int) -> bytes:
         """What the token adds to a text that has begun; b"" for an id without a token."""

@@ -55,7 +55,8 @@ typedef uint16_t cached;
 static inline int smaller(int a, int b) { return a < b ? a : b; }
 static inline int larger(int a, int b) { return a > b ? a : b; }
 
-// Rows that share a KV head. Row r stands at `position` + r / G of its sequence.
+// Rows that share a KV head, and the keys of a tile. Row r stands at `position` + r / G of its sequence; where rows are of several sequences,
+// at positions[r / G].
 struct rows {
   const float *q;  // row r at q + r * D
   float *sums;     // weighted sums of values, row r at sums + r * apart
@@ -63,7 +64,10 @@ struct rows {
   float *top;      // [rows] largest score so far, unscaled; NEVER before the first key of a chunk
   float *weight;   // [rows, 16] partial sums of the weights
   int position;
+  const int *positions;  // 0: one sequence
 };
+
+FLAT int position_of(const struct rows *rows, int r) { return rows->positions ? rows->positions[r / G] : rows->position + r / G; }
 
 static inline int first_seen(int position) { return WINDOW > 0 ? larger(0, position - WINDOW + 1) : 0; }
 
@@ -280,7 +284,7 @@ FLAT void attend_block(int N, struct ahead *ahead, int stored, int length, const
   int first[ROWS], past[ROWS], low = TILE, high = 0, both_low = 0, both_high = TILE;
 #pragma clang loop unroll(full)
   for (int i = 0; i < N; i++) {
-    const int position = rows->position + (r + i) / G;
+    const int position = position_of(rows, r + i);
     first[i] = larger(0, first_seen(position) - start);
     past[i] = smaller(TILE, position + 1 - start);
     low = smaller(low, first[i]), high = larger(high, past[i]);

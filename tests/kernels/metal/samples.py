@@ -61,6 +61,13 @@ def _many() -> dict[str, Kernel]:
     for format in FORMATS:
         found[f"matmul {format} of 64"] = records.matmul(ROW, format, 64, LARGE.E, LARGE.F, residual=True)
         found[f"matmul {format} with silu"] = records.matmul(ROW, format, 256, SMALL.F, SMALL.E, silu=True, eps=EPS)
+    for format in FORMATS:
+        found[f"matmul_sixteen {format}"] = records.matmul_sixteen(records.MATRIX_ROW, format, 16, LARGE.E, LARGE.F, residual=True)
+        found[f"matmul_sixteen {format} with silu"] = records.matmul_sixteen(
+            records.MATRIX_ROW, format, 9, QWEN.F, QWEN.E, silu=True, eps=EPS, fragments=records.FRAGMENTS[-1]
+        )
+    found["matmul_sixteen of three"] = records.matmul_sixteen(records.MATRIX_ROW, "Q4_0", 16, 3072, SMALL.E, eps=EPS, borders=(2048, 2560))
+    found["matmul_sixteen gathered"] = records.matmul_sixteen(records.MATRIX_ROW, "Q4_K", 16, SMALL.V, SMALL.E, eps=EPS, gather=True)
     found["matmul of three"] = records.matmul(ROW, "Q4_K", 32, 3072, SMALL.E, eps=EPS, borders=(2048, 2560))
     found["matmul gathered"] = records.matmul(ROW, "Q4_0", 17, SMALL.V, SMALL.E, eps=EPS, gather=True)
     for cache in ("F32", "F16", "BF16"):

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from tests.emulator import emulate as emulator
 from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned
 from tests.kernels.cuda.tiles import close, laid, numbers, one, same_bits, untouched
 from tinyvllm.ops.calls import metal_records as records
 from tinyvllm.ops.calls.metal_records import Cut
 from tinyvllm.ops.kernel import Kernel
+from tinyvllm.ops.source import kernel_text
 from tinyvllm.quant.formats import FORMATS, bf16_to_f32, unpack
 
 ROW, EPS, QK_EPS = "apple7", 1e-5, 1e-6
@@ -397,6 +399,133 @@ def test_a_row_of_matmul_does_not_depend_on_the_others() -> None:
     weight, x = weight_of(O, I, "BF16"), numbers(T, I)
     want = matmul(records.matmul(ROW, "BF16", T, O, I), O, x, weight.rows, rows=T)
     same_bits(matmul(records.matmul(ROW, "BF16", 20, O, I), O, laid(x[50:]), weight.rows, rows=20), want[50:])
+
+
+# --- matmul_sixteen
+
+MATRIX_ROW = records.MATRIX_ROW
+
+
+def loosely(size: np.ndarray, format: str) -> np.ndarray:
+    """What `close` may allow: operands of the formats in blocks are raised by 1024, which the sums take off again (operands.h)."""
+    return size * (1 if format in ("F32", "F16", "BF16") else 32)
+
+
+def sixteen(kernel: Kernel, O: int, x: np.ndarray, *ins: np.ndarray, rows: int, seed: int = 0) -> np.ndarray:
+    out = poison(len(x), O)
+    emulate(kernel, out, x, *ins, one(rows), seed=seed)
+    return out
+
+
+@pytest.mark.parametrize("format", NAMES)
+@pytest.mark.parametrize("T, O, I, count, shares", [(16, 70, 288, 2, 4), (9, 33, 544, 4, 2), (12, 150, 96, 1, 1)])
+def test_matmul_sixteen(T: int, O: int, I: int, count: int, shares: int, format: str) -> None:
+    I, rows = columns(I, format), T - (T > 12)
+    weight, x = weight_of(O, I, format), numbers(T, I)
+    x[rows:] = np.nan
+    kernel = records.matmul_sixteen(MATRIX_ROW, format, T, O, I, fragments=records.Fragments(count), shares=shares)
+    got = sixteen(kernel, O, x, weight.rows, rows=rows, seed=T)
+    want, size = product(x[:rows], weight)
+    close(got[:rows], want, loosely(size, format))
+    assert untouched(got[rows:])
+
+
+@pytest.mark.parametrize("format", NAMES)
+def test_every_weight_of_an_operand_is_exact(format: str) -> None:
+    """Rows of x with a single 1 bring out the weights themselves: columns of operands and of x are arranged alike."""
+    I = columns(288, format)
+    weight = weight_of(11, I, format)
+    kernel = records.matmul_sixteen(MATRIX_ROW, format, 16, 11, I)
+    for first in range(0, I, 16):
+        out = sixteen(kernel, 11, laid(np.eye(16, I, first, dtype=np.float32)), weight.rows, rows=16)
+        assert (out == weight.values[:, first : first + 16].T).all()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_matmul_sixteen_ends_with_norm_bias_gelu_and_residual(count: int) -> None:
+    T, O, I, format = 13, 66, 576, "Q4_0"
+    weight, x, norm, b, r = weight_of(O, I, format), numbers(T, I), numbers(I, seed=3), numbers(O, seed=1), numbers(T, O, seed=2)
+    kernel = records.matmul_sixteen(
+        MATRIX_ROW, format, T, O, I, bias=True, residual=True, gelu=True, eps=f"{EPS}f", fragments=records.Fragments(count)
+    )
+    y, size = product(normed(x, norm), weight)
+    close(sixteen(kernel, O, x, norm, weight.rows, b, r, rows=T), gelu(y + b) + r, loosely(size + 2, format))
+
+
+@pytest.mark.parametrize("format, bias", [("Q8_0", 1), ("Q4_K", 0), ("BF16", 1)])
+def test_matmul_sixteen_of_gate_and_up(format: str, bias: int) -> None:
+    T, F, E = 10, 45, columns(352, format)
+    weights, x, norm, b = [weight_of(F, E, format, seed) for seed in (0, 1)], numbers(T, E), numbers(E, seed=1), numbers(2, F, seed=2)
+    kernel = records.matmul_sixteen(MATRIX_ROW, format, T, F, E, bool(bias), silu=True, eps=f"{EPS}f")
+    got = sixteen(kernel, F, x, norm, *(w.rows for w in weights), *[laid(b[0]), laid(b[1])][: 2 * bias], rows=T)
+    y, size = product(normed(x, norm), joined(*weights))
+    want, size = gated(y + b.reshape(-1) * bias, size)
+    close(got, want, loosely(size, format))
+
+
+def test_matmul_sixteen_of_three_matrices_and_of_gathered_rows() -> None:
+    case = Case(11, 96, 16, 16, "Q4_0", 0, 0)
+    O, I = (H + 2 * K) * 16, 96
+    kernel = records.matmul_sixteen(MATRIX_ROW, "Q4_0", 11, O, I, eps=f"{EPS}f", borders=(H * 16, (H + K) * 16))
+    want, size = case.product()
+    close(sixteen(kernel, O, case.x, case.norm, *(w.rows for w in case.weights), rows=11), want, loosely(size, "Q4_0"))
+    index = np.random.default_rng(0).integers(0, 11, 16).astype(np.int32)
+    index[15] = 1 << 30  # behind the last
+    weight, got = weight_of(30, I, "Q8_0"), poison(16, 30)
+    kernel = records.matmul_sixteen(MATRIX_ROW, "Q8_0", 16, 30, I, eps=f"{EPS}f", gather=True)
+    emulate(kernel, got, case.x, case.norm, laid(index), weight.rows, one(15))
+    want, size = product(normed(case.x[index[:15]], case.norm), weight)
+    close(got[:15], want, loosely(size, "Q8_0"))
+    assert untouched(got[15:])
+
+
+@pytest.mark.parametrize("format", ["BF16", "Q4_0", "Q4_K"])
+def test_a_row_of_matmul_sixteen_does_not_depend_on_the_others(format: str) -> None:
+    O, I = 40, columns(544, format)
+    weight, x, norm = weight_of(O, I, format), numbers(16, I), numbers(I, seed=1)
+
+    def run(x: np.ndarray, count: int) -> np.ndarray:
+        kernel = records.matmul_sixteen(MATRIX_ROW, format, len(x), O, I, eps=f"{EPS}f", fragments=records.Fragments(count))
+        return sixteen(kernel, O, laid(x), norm, weight.rows, rows=len(x), seed=count)
+
+    want = run(x, 4)
+    same_bits(run(x[6:], 4), want[6:])
+    same_bits(run(x, 2), want)
+    x[3], x[5, 40] = np.nan, np.inf
+    same_bits(np.delete(run(x, 4), (3, 5), axis=0), np.delete(want, (3, 5), axis=0))
+
+
+PLANTED = [  # in the text of matmul_sixteen, and what is said of it
+    ("threadgroup_barrier(mem_flags::mem_threadgroup); // all have done", "// all have done", "race"),
+    ("    threadgroup_barrier(mem_flags::mem_threadgroup);\n    if (first + COLUMNS", "    if (first + COLUMNS", "race|nobody"),
+    ("(second_half) ? -72.0f", "(second_half) ? -71.0f", "off by"),
+    ("slice.word >> 8", "slice.word >> 4", "off by"),
+    ("token >= count || o >= O", "o >= O", "not untouched"),
+]
+
+
+@pytest.mark.parametrize("found, planted, said", PLANTED)
+def test_a_planted_fault_is_found(found: str, planted: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    T, O, I = 16, 40, 544
+
+    def text(kernel: Kernel, instead: object = None) -> str:
+        whole = kernel_text(kernel)
+        assert whole.count(found) == 1
+        return whole.replace(found, planted)
+
+    monkeypatch.setattr(emulator, "kernel_text", text)
+    weight, x = weight_of(O, I, "Q4_0"), numbers(T, I)
+    with pytest.raises(AssertionError, match=said):
+        got = sixteen(records.matmul_sixteen(MATRIX_ROW, "Q4_0", T, O, I), O, x, weight.rows, rows=T - 1)
+        want, size = product(x[: T - 1], weight)
+        close(got[: T - 1], want, loosely(size, "Q4_0"))
+        assert untouched(got[T - 1 :]), "not untouched"
+
+
+def test_only_the_row_that_is_asked_for_multiplies_up_to_sixteen_rows_by_matrices() -> None:
+    assert [T for T in range(1, 40) if records.by_matrix(MATRIX_ROW, T)] == list(range(13, 17))
+    assert not any(records.by_matrix(ROW, T) for T in range(1, 40))
+    assert [T for T in range(1, 40) if not records.by_lanes(ROW, T)] == list(range(17, 40))
 
 
 # --- what a launch may have

@@ -159,12 +159,13 @@ def copy_blocks(row: str, pool: Tensor, pairs: Tensor, count: Tensor) -> Tensor:
 
 
 def attention_decode(row: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Tensor:
-    """[T, H * D], of which the rows of the decodes are attended."""
+    """[T, H * D], of which the rows of the decodes are attended. Keys and values that `batch.alike` says are shared are read once."""
     T, H, D = (int(d) for d in q.shape)
     most_chunks = -(-int(batch.block_tables.shape[1]) * int(cache.keys.shape[3]) // CHUNK)
     partial = empty(q, batch.num_decodes * H * most_chunks * (D + 2))
-    kernel = _attention("attention_decode", row, q, cache, scale, window, batch, 5)
-    return launch(kernel, [empty(q, T, H * D), partial], [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes])[0]
+    ins = [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes, *([batch.alike] if batch.alike is not None else [])]
+    kernel = _attention("attention_decode", row, q, cache, scale, window, batch, len(ins), CASCADE=int(batch.alike is not None))
+    return launch(kernel, [empty(q, T, H * D), partial], ins)[0]
 
 
 def attention_prefill(row: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Tensor:
@@ -172,18 +173,20 @@ def attention_prefill(row: str, out: Tensor | None, q: Tensor, cache: LayerCache
     (T, H, D), K = (int(d) for d in q.shape), int(cache.keys.shape[2])
     rows = H // K * max(1, 128 // (H // K))
     areas = empty(q, LANES * (128 * D + rows * (3 * D + 32)))
-    kernel = _attention("attention_prefill", row, q, cache, scale, window, batch, 6)
     # the values' alias: a tensor that two kernels read after a store is copied, the whole pool
     ins = [q, cache.values, batch.block_tables, batch.context_lens, batch.query_starts, batch.chunks]
+    kernel = _attention("attention_prefill", row, q, cache, scale, window, batch, len(ins))
     return launch(kernel, [empty(q, T, H * D) if out is None else out, areas], ins)[0]
 
 
-def _attention(stem: str, row: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, ins: int) -> Kernel:
+def _attention(
+    stem: str, row: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, ins: int, **more: int
+) -> Kernel:  # fmt: skip
     _, _, K, S, D = (int(d) for d in cache.keys.shape)
     return Kernel.cpu(
         stem, row, 2, ins,
         H=int(q.shape[1]), K=K, D=D, S=S, M=int(batch.block_tables.shape[1]), CACHE_TYPE=cache_format(cache), SCALE=constant(scale),
-        WINDOW=window,
+        WINDOW=window, **more,
     )  # fmt: skip
 
 

@@ -1,13 +1,15 @@
 """Calls of the Metal kernels, `kernels/metal`: which of them an op becomes, with what buffers. Records are made in metal_records.py.
 
 Weights lie as in files, each projection its own, so that they can be mapped without a copy; kernels take them side by side. Up to sixteen
-rows are one launch that reads the weights once for all of them; more are multiplied tile by tile. Products do not round x.
+rows are one launch that reads the weights once for all of them; more are multiplied tile by tile. Products do not round x. The row
+apple7_matrix, for who asks, multiplies thirteen to sixteen rows by matrices, too.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from tinygrad import Tensor
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
     from tinyvllm.ops.advance import History
     from tinyvllm.ops.qkv import QKV
 
-FEW = records.FEW
 Argument = Tensor | np.ndarray | int  # of a kernel that is timed
+Variant = TypeVar("Variant", records.Cut, records.Fragments)
 
 
 # --- what the kernels cannot take: the reason, or None
@@ -102,9 +104,7 @@ def _matrices(weight: StoredWeight) -> list[Tensor]:
     return [part.tensor for part in weight.parts]
 
 
-def _tuned(
-    x: Tensor, variants: list[records.Cut], made: Callable[[records.Cut], Kernel], arguments: list[Argument]
-) -> Kernel:
+def _tuned(x: Tensor, variants: list[Variant], made: Callable[[Variant], Kernel], arguments: list[Argument]) -> Kernel:
     """The kernel, its work cut as is fastest on this GPU; `arguments` as for Timed, of the sizes that it will get."""
     device, default = str(x.device), made(variants[0])
     shape = " ".join(f"{name}={value}" for name, value in default.defines if name not in records.CUT_DEFINES)
@@ -118,28 +118,34 @@ def _count(T: int) -> np.ndarray:
 # --- products
 
 
-def matmul(
-    row: str, x: Tensor, weight: StoredWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool
-) -> Tensor:
+def _by_matrices(row: str, x: Tensor, weight: StoredWeight, T: int, O: int, arguments: list[Argument], **what: Any) -> Kernel:
+    """matmul, or where the row is for it matmul_sixteen, cut as is fastest; `what` as for the record."""
+    if not records.by_matrix(row, T):
+        return records.matmul(row, weight.format, T, O, weight.I, **what)
+    made = functools.partial(records.matmul_sixteen, row, weight.format, T, O, weight.I, **what)
+    return _tuned(x, [*records.FRAGMENTS], lambda fragments: made(fragments=fragments), arguments)
+
+
+def matmul(row: str, x: Tensor, weight: StoredWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool) -> Tensor:
     T, O, I = int(x.shape[0]), weight.O, weight.I
-    shape = row, weight.format, T, O, I, bias is not None, residual is not None, gelu
-    if T > FEW:
-        kernel = records.matmul(*shape)
+    added = dict(bias=bias is not None, residual=residual is not None, gelu=gelu)
+    sizes: list[Argument] = [4 * T * O, 4 * T * I, *_matrices(weight), *_there(bias)]
+    sizes += [*([4 * T * O] if residual is not None else []), _count(T)]
+    if records.by_lanes(row, T):
+        kernel = _tuned(x, records.cuts(T), lambda cut: records.matvec(row, weight.format, T, O, I, **added, cut=cut), sizes)
     else:
-        sizes: list[Argument] = [4 * T * O, 4 * T * I, *_matrices(weight), *_there(bias)]
-        sizes += [*([4 * T * O] if residual is not None else []), _count(T)]
-        kernel = _tuned(x, records.cuts(T), lambda cut: records.matvec(*shape, cut=cut), sizes)
+        kernel = _by_matrices(row, x, weight, T, O, sizes, **added)
     return launch(kernel, [empty(x, T, O)], [x, *_matrices(weight), *_there(bias, residual), rows])[0]
 
 
 def gate_up_silu(row: str, x: Tensor, norm: Norm, weight: StoredWeight, rows: Tensor, bias: Tensor | None) -> Tensor:
     T, E, F, eps = int(x.shape[0]), weight.I, weight.O // 2, constant(norm.eps)
-    if T <= FEW:
+    sizes: list[Argument] = [4 * T * F, 4 * T * E, norm.weight, *_matrices(weight), *_each(bias, weight), _count(T)]
+    if records.by_lanes(row, T):
         shape = row, weight.format, T, E, F, eps, bias is not None
-        sizes: list[Argument] = [4 * T * F, 4 * T * E, norm.weight, *_matrices(weight), *_each(bias, weight), _count(T)]
         kernel = _tuned(x, records.cuts(T), lambda cut: records.norm_gate_up_silu(*shape, cut=cut), sizes)
     else:
-        kernel = records.matmul(row, weight.format, T, F, E, bias is not None, silu=True, eps=eps)
+        kernel = _by_matrices(row, x, weight, T, F, sizes, bias=bias is not None, silu=True, eps=eps)
     return launch(kernel, [empty(x, T, F)], [x, norm.weight, *_matrices(weight), *_each(bias, weight), rows])[0]
 
 
@@ -152,7 +158,7 @@ def norm_qkv_rope_store(
     heads = records.Heads(H, K, D, S, R, cache_format(cache), qkv.bias is not None, qkv.q_norm is not None, constant(qkv.qk_eps))
     optional = [*_each(qkv.bias, weight), *_there(qkv.q_norm, qkv.k_norm, angles)]
     ins = [x, norm.weight, *_matrices(weight)]
-    if T <= FEW:
+    if records.by_lanes(row, T):
         shape = row, weight.format, T, weight.I, heads, eps
         pool = 8 * K * D * -(-T // S) * S  # a cache of as many blocks as these rows fill
         sizes: list[Argument] = [4 * T * H * D, pool, 4, 4 * T * weight.I, *ins[1:], *optional[: len(optional) - (R > 0)]]
@@ -161,7 +167,8 @@ def norm_qkv_rope_store(
         kernel = _tuned(x, variants, lambda cut: records.norm_qkv_rope_store(*shape, cut=cut), sizes)
     else:
         borders = weight.parts[0].O, weight.parts[0].O + weight.parts[1].O
-        product = records.matmul(row, weight.format, T, weight.O, weight.I, eps=eps, borders=borders)
+        sizes = [4 * T * weight.O, 4 * T * weight.I, *ins[1:], _count(T)]
+        product = _by_matrices(row, x, weight, T, weight.O, sizes, eps=eps, borders=borders)
         ins = launch(product, [empty(x, T, weight.O)], [*ins, batch.rows])
         kernel = records.rope_store(row, T, heads)
     q, keys, values = launch(kernel, [empty(x, T, H, D), *cache], [*ins, *optional, batch.slots, batch.rows])
@@ -170,13 +177,15 @@ def norm_qkv_rope_store(
 
 def norm_head(row: str, x: Tensor, norm: Norm, weight: StoredWeight, rows: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     N, V, eps = int(rows.shape[0]), weight.O, constant(norm.eps)
-    if N <= FEW:
+    index = np.zeros(N, np.int32)
+    if records.by_lanes(row, N):
         shape, ins = (row, weight.format, N, V, weight.I, eps), [x, norm.weight, *_matrices(weight), rows, count]
-        sizes: list[Argument] = [4 * N * V, 4 * weight.I, norm.weight, *_matrices(weight), np.zeros(N, np.int32), _count(N)]
+        sizes: list[Argument] = [4 * N * V, 4 * weight.I, norm.weight, *_matrices(weight), index, _count(N)]
         kernel = _tuned(x, records.cuts(N), lambda cut: records.norm_head(*shape, cut=cut), sizes)
     else:
-        kernel = records.matmul(row, weight.format, N, V, weight.I, eps=eps, gather=True)
+        sizes = [4 * N * V, 4 * weight.I, norm.weight, index, *_matrices(weight), _count(N)]
         ins = [x, norm.weight, rows, *_matrices(weight), count]
+        kernel = _by_matrices(row, x, weight, N, V, sizes, eps=eps, gather=True)
     logits = launch(kernel, [empty(x, N, V)], ins)[0]
     first, second, parts = records.best(row, N, V)
     ranks, indices = launch(first, [integers(x, N, parts), integers(x, N, parts)], [logits, count])

@@ -69,7 +69,7 @@ class Cut:
         )  # fmt: skip
 
 
-CUT_DEFINES = ("ROWS", "SIMDS", "TEAMS", "STAGED", "DEPTH")
+CUT_DEFINES = ("ROWS", "SIMDS", "TEAMS", "STAGED", "DEPTH", "FRAGMENTS")
 
 
 def cut_for(T: int) -> Cut:
@@ -170,14 +170,65 @@ def matmul(
     O counts the outputs; with `silu` there are two matrices of O rows. `tile`: tokens of a threadgroup, 32 or 64.
     """
     tile = tile or (32 if T <= 32 else 64)
-    matrices = 3 if borders else 1 + silu
-    first, second = borders or (O, O)
-    rows = O * (1 + silu)
-    return _kernel(
-        "matmul", row, 1, 2 + matrices + (eps is not None) + gather + bias * (1 + silu) + residual,
-        (up(T, tile), up(O, 32 if silu else 64), 1), 128, 2 * T * rows * I, rows * row_bytes(format, I) + 4 * T * (I + O * (1 + residual)),
+    ins, flops, nbytes, defines = _by_matrices(format, T, O, I, bias, residual, gelu, silu, eps, gather, borders)
+    return _kernel("matmul", row, 1, ins, (up(T, tile), up(O, 32 if silu else 64), 1), 128, flops, nbytes, **defines, TILE_T=tile)
+
+
+def _by_matrices(
+    format: str, T: int, O: int, I: int, bias: bool, residual: bool, gelu: bool, silu: bool, eps: str | None, gather: bool,
+    borders: tuple[int, int] | None,
+) -> tuple[int, int, int, dict[str, int | float | str]]:  # fmt: skip
+    """Ins, operations and bytes, and constants of kernels/metal/include/matrices.h."""
+    matrices, (first, second), rows = 3 if borders else 1 + silu, borders or (O, O), O * (1 + silu)
+    ins = 2 + matrices + (eps is not None) + gather + bias * (1 + silu) + residual
+    nbytes = rows * row_bytes(format, I) + 4 * T * (I + O * (1 + residual))
+    return ins, 2 * T * rows * I, nbytes, dict(
         O=O, I=I, WEIGHT=format, NORM=int(eps is not None), EPS=eps or "0.0f", GATHER=int(gather), MATRICES=matrices, O1=first, O2=second,
-        BIAS=int(bias), RESIDUAL=int(residual), ACTIVATION=int(gelu), SILU=int(silu), TILE_T=tile,
+        BIAS=int(bias), RESIDUAL=int(residual), ACTIVATION=int(gelu), SILU=int(silu),
+    )  # fmt: skip
+
+
+MATRIX_ROW = "apple7_matrix"
+
+
+def by_matrix(row: str, T: int) -> bool:
+    """Whether T rows of x are matmul_sixteen's, which always costs what sixteen cost. Decodes are padded to eight or sixteen."""
+    return row == MATRIX_ROW and 12 < T <= FEW
+
+
+def by_lanes(row: str, T: int) -> bool:
+    """Whether T rows of x are for matvec and its like."""
+    return T <= FEW and not by_matrix(row, T)
+
+
+@dataclass(frozen=True)
+class Fragments:
+    """Matrices of eight rows of weights that a SIMD group has in matmul_sixteen."""
+
+    count: int
+
+
+FRAGMENTS = (Fragments(4), Fragments(2))  # worth timing; the default first
+MATRIX_SIMDS = 8
+
+
+def shares_of(rows: int) -> int:
+    """SIMD groups that share the columns of the same rows of weights. Bits depend on it: it goes by the matrices alone."""
+    return 1 if rows >= 1 << 16 else 2 if rows >= 1 << 14 else 4
+
+
+def matmul_sixteen(
+    row: str, format: str, T: int, O: int, I: int, bias: bool = False, residual: bool = False, gelu: bool = False, silu: bool = False,
+    eps: str | None = None, gather: bool = False, borders: tuple[int, int] | None = None, fragments: Fragments = FRAGMENTS[0],
+    shares: int | None = None,
+) -> Kernel:  # fmt: skip
+    """As `matmul`, of up to FEW rows."""
+    shares = shares or shares_of(O * (1 + silu))
+    ins, flops, nbytes, defines = _by_matrices(format, T, O, I, bias, residual, gelu, silu, eps, gather, borders)
+    outputs = 8 * fragments.count // (1 + silu) * MATRIX_SIMDS // shares
+    return _kernel(
+        "matmul_sixteen", row, 1, ins, (up(O, outputs), 1, 1), 32 * MATRIX_SIMDS, flops, nbytes, **defines,
+        FRAGMENTS=fragments.count, SIMDS=MATRIX_SIMDS, SHARES=shares,
     )  # fmt: skip
 
 

@@ -24,11 +24,11 @@ from tinyvllm.ops.launch.metal_queue import gpu_family, gpu_name
 from tinyvllm.ops.launch.node import launch, run_now
 from tinyvllm.ops.launch.programs import keep_programs
 from tinyvllm.ops.launch.stores import scatter_add, store_kv
-from tinyvllm.ops.launch.tensors import alias, mapped, spans, standing_zeros
+from tinyvllm.ops.launch.tensors import alias, byte_spans, mapped, spans, standing_zeros
 from tinyvllm.ops.launch.timing import Timed
 
 __all__ = [
-    "Behind", "Call", "Captured", "Reading", "Timed", "alias", "download", "gpu_attribute", "gpu_family", "gpu_free_memory", "gpu_name",
+    "Behind", "Call", "Captured", "Reading", "Timed", "alias", "byte_spans", "download", "gpu_attribute", "gpu_family", "gpu_free_memory", "gpu_name",
     "keep_programs", "launch", "mapped", "open_device", "peek", "prefer_device", "read_behind", "repeat", "run_now", "scatter_add", "spans",
     "standing_zeros", "store_kv", "synchronize", "uninitialized", "upload",
 ]  # fmt: skip

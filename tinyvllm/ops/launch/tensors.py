@@ -30,6 +30,12 @@ def spans(tensor: Tensor, places: list[tuple[int, int]]) -> list[Tensor]:
     return [_share(tensor, start, (size,)) for start, size in places]
 
 
+def byte_spans(tensor: Tensor, places: list[tuple[int, int]]) -> list[Tensor]:
+    """uint8 tensors over bytes (start, size) of a realized tensor's memory: to move contents whose type does not matter."""
+    buffer = buffer_of(tensor.uop)
+    return [_over(buffer, start, (size,), dtypes.uint8) for start, size in places]
+
+
 def _share(tensor: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
     buffer = buffer_of(tensor.uop)
     return _over(buffer, start * buffer.dtype.itemsize, shape, tensor.dtype)

@@ -377,12 +377,13 @@ def test_alone_with_blocks_held_elsewhere_it_is_finished_not_hung():
 # ---- what the caller may get wrong ----
 
 
-def test_scheduling_without_having_appended_is_an_assertion():
+def test_who_has_no_token_to_compute_is_passed_over():
     scheduler = make()
-    add(scheduler, 3)
+    (sequence,) = add(scheduler, 3)
     scheduler.advance(scheduler.schedule())
-    with pytest.raises(AssertionError, match="no token left to compute"):
-        scheduler.schedule()
+    assert scheduler.schedule().empty and scheduler.running == [sequence]
+    sequence.output_token_ids.append(7)
+    assert rows_of(scheduler.schedule()) == [(0, 3, 1, True)]
 
 
 def test_advancing_twice_is_an_assertion():
@@ -577,7 +578,7 @@ class House:
         if not spent:  # nobody idles without a reason
             assert set(map(id, chosen)) == set(map(id, scheduler.running))
             if scheduler.waiting and len(scheduler.running) < limits.max_num_seqs and not plan.preempted:
-                assert pool.blocks_for(len(scheduler.waiting[0])) + 1 > pool.num_free
+                assert pool.blocks_for(len(scheduler.waiting.first())) + 1 > pool.num_free
 
     def check(self) -> None:
         scheduler, pool = self.scheduler, self.scheduler.pool

@@ -1,0 +1,188 @@
+"""PrefixCache: what is found, what is not, what it counts, and how it explains the rest."""
+
+import struct
+from hashlib import blake2b
+
+import pytest
+
+from tinyvllm.cache.blocks import BlockPool
+from tinyvllm.cache.prefix import Entry, Explanation, PrefixCache
+from tinyvllm.errors import ArgumentError, FormatError
+
+KEY = b"a key"
+
+
+def cache_of(blocks: int, size: int = 2, **more) -> PrefixCache:
+    return PrefixCache(BlockPool(blocks, size), KEY, **more)
+
+
+def publish(cache: PrefixCache, tokens: list[int], salt: str | None = None) -> list[int]:
+    """The held table of a sequence that has computed `tokens` without looking for them."""
+    hashes = cache.hash_blocks(tokens, salt)
+    table = cache.pool.allocate(cache.pool.blocks_for(len(tokens)))
+    cache.publish(hashes, table, 0, len(hashes), lambda start, stop: tokens[start:stop], salt)
+    return table
+
+
+def test_a_hash_is_that_of_parent_and_tokens_under_a_key():
+    root = blake2b(b"mine", key=KEY, digest_size=16, person=b"salt").digest()
+    first = blake2b(root + struct.pack("<2i", 1, 70000), key=KEY, digest_size=16).digest()
+    second = blake2b(first + struct.pack("<2i", 3, 4), key=KEY, digest_size=16).digest()
+    assert cache_of(1).hash_blocks([1, 70000, 3, 4, 5], "mine") == [first, second]
+
+
+def test_other_parents_salts_and_keys_give_other_hashes():
+    cache = cache_of(1)
+    hashes = [cache.hash_blocks([1, 2, 1, 2]), cache.hash_blocks([1, 2], "a"), cache.hash_blocks([1, 2], "b")]
+    hashes.append(PrefixCache(BlockPool(1, 2), b"another").hash_blocks([1, 2]))
+    flat = [digest for each in hashes for digest in each]
+    assert len(flat) == len(set(flat)) == 5
+
+
+def test_hashes_are_appended_as_tokens_come():
+    cache, tokens, asked = cache_of(1), list(range(7)), []
+
+    def tokens_of(start: int, stop: int) -> list[int]:
+        asked.append(start)
+        return tokens[start:stop]
+
+    hashes: list[bytes] = []
+    for full in (1, 1, 3, 2):
+        cache.extend(hashes, tokens_of, full)
+    assert hashes == cache.hash_blocks(tokens) and asked == [0, 2, 4]
+
+
+def test_a_key_that_is_too_long_is_refused():
+    with pytest.raises(ArgumentError, match="at most 64 bytes, got 65"):
+        PrefixCache(BlockPool(1, 2), bytes(65))
+
+
+def test_a_prefix_is_found_live_and_after_its_owner_has_gone():
+    cache = cache_of(6)
+    table = publish(cache, [1, 2, 3, 4, 5])
+    hashes = cache.hash_blocks([1, 2, 3, 4, 9, 9])
+    assert cache.known(hashes) == 2 and cache.match(hashes) == table[:2]
+    assert [cache.pool.reference_count(block) for block in table] == [2, 2, 1]
+    cache.pool.release(table)
+    cache.pool.release(table[:2])
+    assert cache.pool.num_free == 6
+    assert cache.match(hashes) == table[:2] and cache.pool.num_free == 4
+    assert cache.match(cache.hash_blocks([9, 2, 3, 4])) == []
+    assert cache.match(cache.hash_blocks([1, 2, 3, 4], "salt")) == []
+
+
+def test_a_chain_is_found_up_to_its_first_gap():
+    cache = cache_of(3)
+    tokens = [1, 2, 3, 4, 5, 6]
+    table = publish(cache, tokens)
+    cache.drop(table[1])
+    assert cache.match(cache.hash_blocks(tokens)) == table[:1]
+
+
+def test_the_older_of_two_equal_blocks_is_the_one_that_is_found():
+    cache = cache_of(4)
+    first, second = publish(cache, [1, 2, 3, 4]), publish(cache, [1, 2, 3, 4])
+    cache.pool.release(first)
+    cache.pool.release(second)
+    assert cache.pool.num_cached == 2
+    assert cache.match(cache.hash_blocks([1, 2, 3, 4])) == first
+    assert sorted(cache.pool.allocate(2)) == second  # was never cached, so nothing went for it
+    assert cache.evictions == 0
+
+
+def test_tails_are_evicted_before_their_prefix_and_the_oldest_first():
+    cache = cache_of(4)
+    old, new = [1, 2, 3, 4], [5, 6, 7, 8]
+    cache.pool.release(publish(cache, old))
+    cache.pool.release(publish(cache, new))
+    found = []
+    for _ in range(4):
+        found.append((cache.known(cache.hash_blocks(old)), cache.known(cache.hash_blocks(new))))
+        cache.pool.allocate(1)
+    assert found == [(2, 2), (1, 2), (0, 2), (0, 1)]
+    assert cache.evictions == 4 and cache.pool.num_cached == 0
+
+
+def test_counts_are_what_was_counted():
+    cache = cache_of(2)
+    cache.count(10, 4)
+    cache.count(5, 0)
+    assert (cache.queries, cache.hits, cache.evictions) == (15, 4, 0)
+
+
+def test_reset_forgets_what_is_held_and_what_is_not():
+    cache = cache_of(4)
+    held, gone = publish(cache, [1, 2]), publish(cache, [3, 4])
+    cache.pool.release(gone)
+    cache.reset()
+    assert cache.pool.num_cached == 0 and cache.pool.num_free == 3
+    assert not cache.match(cache.hash_blocks([1, 2])) and not list(cache.entries())
+    cache.publish(cache.hash_blocks([1, 2]), held, 0, 1, lambda start, stop: [1, 2])
+    assert cache.match(cache.hash_blocks([1, 2])) == held
+
+
+def test_explain_finds_the_sequence_that_agrees_longest():
+    cache = cache_of(8, size=4)
+    publish(cache, [1, 2, 3, 4, 5, 9, 9, 9])
+    publish(cache, [1, 2, 3, 4, 5, 6, 7, 9])
+    publish(cache, [1, 2, 3, 4, 9, 9, 9, 9])
+    assert cache.explain([1, 2, 3, 4, 5, 6, 8, 8, 1]) == Explanation(1, 0, 6, [8, 8], [7, 9])
+    assert cache.explain([1, 2, 0]) == Explanation(0, 0, 2, [0], [3, 4])
+    assert cache.explain([1, 2, 3]) == Explanation(0, 0)
+    assert cache.explain([1, 2, 3, 4, 5, 6, 7, 9, 1]) == Explanation(2, 0)
+    assert cache.explain([1, 2, 3, 4], "salt") == Explanation(0, 0)
+    assert cache.explain([]) == Explanation(0, 0)
+
+
+def test_explain_tells_evicted_from_never_seen():
+    cache = cache_of(3)
+    cache.pool.release(publish(cache, [1, 2, 3, 4, 5, 6]))
+    taken = cache.pool.allocate(2)
+    assert cache.explain([1, 2, 3, 4, 5, 6, 7, 8]) == Explanation(1, 2)
+    cache.pool.release(taken)
+    publish(cache, [1, 2, 3, 4])  # leaves one block free, so that [1, 2] goes as well and both come back
+    assert cache.explain([1, 2, 3, 4, 5, 6]) == Explanation(2, 1)
+
+
+def test_the_memory_of_what_was_evicted_is_bounded():
+    cache = cache_of(3, remembered=2)
+    cache.pool.release(publish(cache, [1, 2, 3, 4, 5, 6]))
+    cache.pool.allocate(3)
+    assert cache.explain([1, 2, 3, 4, 5, 6]).evicted_blocks == 2  # the tail went first and is forgotten
+
+
+def test_entries_come_behind_their_parents_the_latest_used_first():
+    cache = cache_of(6)
+    old, new, held = publish(cache, [1, 2, 3, 4]), publish(cache, [5, 6, 7, 8]), publish(cache, [1, 2, 9, 9])
+    for table in (old, new):
+        cache.pool.release(table)
+    hashes = cache.hash_blocks([1, 2, 9, 9])
+    assert [entry.block for entry in cache.entries()] == [old[0], held[1], *new, old[1]]
+    assert list(cache.entries())[1] == Entry(hashes[1], hashes[0], struct.pack("<2i", 9, 9), held[1])
+
+
+def test_adopted_entries_are_found_and_the_first_to_go():
+    source = cache_of(4)
+    publish(source, [1, 2, 3, 4])
+    entries = list(source.entries())
+    cache = cache_of(3)
+    cache.pool.release(publish(cache, [7, 8]))
+    blocks = [cache.adopt(entry.hash, entry.parent, entry.tokens) for entry in entries]
+    assert None not in blocks and cache.pool.num_free == 3
+    assert cache.adopt(entries[0].hash, entries[0].parent, entries[0].tokens) is None  # known
+    cache.pool.allocate(1)
+    assert cache.known(cache.hash_blocks([1, 2, 3, 4])) == 1 and cache.known(cache.hash_blocks([7, 8])) == 1
+
+
+def test_adopt_takes_no_block_that_is_used_and_no_wrong_hash():
+    source = cache_of(1)
+    publish(source, [1, 2])
+    (entry,) = source.entries()
+    cache = cache_of(1)
+    with pytest.raises(FormatError, match="under this key"):
+        cache.adopt(entry.hash, entry.parent, struct.pack("<2i", 1, 3))
+    with pytest.raises(FormatError, match="under this key"):
+        PrefixCache(BlockPool(1, 2), b"another").adopt(entry.hash, entry.parent, entry.tokens)
+    cache.pool.release(publish(cache, [3, 4]))
+    assert cache.adopt(entry.hash, entry.parent, entry.tokens) is None
+    assert cache.known(cache.hash_blocks([3, 4])) == 1

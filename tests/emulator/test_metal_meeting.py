@@ -1,0 +1,150 @@
+"""Partitions that meet in attention_decode.metal: the emulator finds what would break on a GPU whose stores arrive when they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tests.emulator import emulate as emulator
+from tests.emulator.emulate import EmulatorError, emulate
+from tests.emulator.metal_running import run
+from tests.kernels.calling import aligned
+from tests.kernels.metal.test_attention import TOLERANCE, told
+from tests.kernels.test_attention import Case, Shape, _ints, make, oracle
+from tinyvllm.ops.calls import metal_records as records
+
+Plant = Callable[..., None]
+SEEDS = range(6)
+
+STORE = "atomic_store_explicit(word, bits == 0 ? 0x80000000u : bits, memory_order_relaxed);"
+WAIT = "while (bits == 0) bits = atomic_fetch_or_explicit(word, 0u, memory_order_relaxed);"
+ZERO = "atomic_store_explicit(word, 0u, memory_order_relaxed);"
+NOBODY = "if ((int)*before == expected - 1) atomic_store_explicit(counter, 0u, memory_order_relaxed);"
+MEETING = "is_last(counter, &before, last_partition - first_partition + 1, thread_index)"
+BEFORE = "  put_ends(board, sums, simd, lane);\n"
+READY = "threadgroup_barrier(mem_flags::mem_device); // its records are on their way"
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
+    """Have kernels' texts changed: pairs of what stands there once and what is to stand there."""
+    shipped = emulator.kernel_text
+
+    def plant(*pairs: tuple[str, str]) -> None:
+        def changed(*arguments: object, **options: object) -> str:
+            text = shipped(*arguments, **options)  # type: ignore[arg-type]
+            for old, new in pairs:
+                assert text.count(old) == 1, old
+                text = text.replace(old, new)
+            return text
+
+        monkeypatch.setattr(emulator, "kernel_text", changed)
+
+    return plant
+
+
+CASE = make(Shape(H=3, K=1, D=32, S=8, dtype="BF16"), [1, 1, 1], [20, 61, 96])
+WANT = oracle(CASE)
+
+
+def launches(case: Case, seed: int, times: int = 2) -> list[np.ndarray]:
+    """What so many launches on one scratch give."""
+    B = len(case.new)
+    kernel, words = records.attention_decode("apple7", B, told(case), partition=32, simds=2)
+    partial, outs = aligned((words,), np.uint32, 0), []
+    for again in range(times):
+        outs.append(aligned(case.q.shape, np.float32))
+        ins = case.q, case.cache, case.tables, _ints(case.context), _ints([B])
+        emulate(kernel, outs[-1], partial, *ins, seed=seed + again, resident=1 + seed % 4)
+    return outs
+
+
+def test_what_is_shipped_is_right_in_any_order() -> None:
+    for seed in SEEDS:
+        first, second = launches(CASE, seed)
+        np.testing.assert_allclose(first, WANT, **TOLERANCE)
+        assert np.array_equal(first, second)
+
+
+@pytest.mark.parametrize("how", ["counted before anything is stored", "stored without a barrier"])
+def test_when_it_is_counted_does_not_matter(plant: Plant, how: str) -> None:
+    if how == "stored without a barrier":
+        plant((READY, ""))
+    else:
+        plant((BEFORE, f"  const bool mine = !alone && {MEETING};\n{BEFORE}"), (f"!{MEETING}", "!mine"))
+    for seed in SEEDS:
+        for out in launches(CASE, seed):
+            np.testing.assert_allclose(out, WANT, **TOLERANCE)
+
+
+def test_a_plain_store_is_a_race(plant: Plant) -> None:
+    plant((STORE, "*(device uint *)word = bits == 0 ? 0x80000000u : bits;"))
+    for seed in SEEDS:
+        with pytest.raises(EmulatorError, match="race.*block"):
+            launches(CASE, seed)
+
+
+def test_a_plain_look_is_a_race(plant: Plant) -> None:
+    plant(("return atomic_load_explicit(word, memory_order_relaxed);", "return *(device uint *)word;"))
+    for seed in SEEDS:
+        with pytest.raises(EmulatorError, match="race.*block"):
+            launches(CASE, seed)
+
+
+def test_whoever_does_not_ask_again_is_wrong(plant: Plant) -> None:
+    """The count says that stores have been made, not that they have arrived."""
+    plant((WAIT, ""))
+    assert not all(np.allclose(out, WANT, **TOLERANCE) for seed in SEEDS for out in launches(CASE, seed))
+
+
+def test_what_is_left_behind_is_taken_for_new(plant: Plant) -> None:
+    plant((ZERO, ""))
+    other = make(CASE.shape, CASE.new, CASE.context, seed=1)
+    found = []
+    for seed in SEEDS:
+        kernel, words = records.attention_decode("apple7", 3, told(CASE), partition=32, simds=2)
+        out, partial = aligned(CASE.q.shape, np.float32), aligned((words,), np.uint32, 0)
+        for case in (CASE, other):
+            emulate(kernel, out, partial, case.q, case.cache, case.tables, _ints(case.context), _ints([3]), seed=seed)
+        found.append(np.allclose(out, oracle(other), **TOLERANCE))
+    assert not all(found)
+
+
+def test_a_count_that_is_not_set_back_has_no_last(plant: Plant) -> None:
+    plant((NOBODY, ""))
+    first, second = launches(CASE, seed=1)
+    np.testing.assert_allclose(first, WANT, **TOLERANCE)
+    assert np.isnan(second[1:]).all() and np.array_equal(first[:1], second[:1])
+
+
+def test_a_zero_that_is_not_told_from_nothing_is_waited_for_without_end(plant: Plant) -> None:
+    zeros = make(CASE.shape, [1], [61])
+    zeros.cache[:, 1] = 0
+    (out,) = launches(zeros, seed=1, times=1)
+    assert not out.any()
+    plant((STORE, ZERO.replace("0u", "bits")))
+    with pytest.raises(EmulatorError, match="waits for something that does not come"):
+        launches(zeros, seed=1, times=1)
+
+
+def test_a_relaxed_store_is_seen_at_once_by_its_own_threadgroup_and_late_by_others() -> None:
+    text = """device atomic_uint *out) {
+      device atomic_uint *words = out + group.x * 64, *count = out + 192;
+      atomic_store_explicit(words + index, 7, memory_order_relaxed);
+      threadgroup_barrier(mem_flags::mem_device);
+      if (atomic_load_explicit(words + 63 - index, memory_order_relaxed) != 7) atomic_store_explicit(out + 193, 1, memory_order_relaxed);
+      if (index == 0) atomic_fetch_add_explicit(count, 1, memory_order_relaxed);
+      if (index > 0 || group.x > 0) return;
+      while (atomic_load_explicit(count, memory_order_relaxed) < 3) {}
+      for (uint i = 0; i < 192; i++)
+        if (atomic_load_explicit(out + i, memory_order_relaxed) != 7) atomic_fetch_add_explicit(out + 194, 1, memory_order_relaxed);
+    }"""
+    missed = 0
+    for seed in SEEDS:
+        words = np.zeros(195, np.uint32)
+        run(text, words, grid=3, block=64, seed=seed)
+        assert (words[:192] == 7).all() and words[193] == 0
+        missed += int(words[194])
+    assert missed > 0

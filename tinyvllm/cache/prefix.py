@@ -1,0 +1,229 @@
+"""Which cached block holds the keys and values of which prefix. Integers and digests only: knows no tensors and no text.
+
+A full block is known by a keyed hash of the hash before it and of its tokens, so that one look-up stands for the whole prefix; the chain
+begins with the hash of a salt. The chaining is that of vLLM's automatic prefix caching; BLAKE2b (RFC 7693) is keyed, so that nobody who
+lacks the key can make two prefixes that collide. Nothing here is for more than one thread.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from tinyvllm.cache.blocks import BlockPool
+from tinyvllm.errors import ArgumentError, FormatError
+
+HASH_BYTES = 16
+KEY_BYTES = 64  # the longest key of BLAKE2b
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A cached block: its hash and that of the block before it (or of the salt), and its `block_size` tokens, int32 little-endian."""
+
+    hash: bytes
+    parent: bytes
+    tokens: bytes
+    block: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How far a prompt is cached, and where it leaves the cached sequence that agrees with it longest.
+
+    hit_blocks        leading blocks that are found
+    evicted_blocks    blocks behind them that were found once and have been evicted since
+    first_difference  index of the first token that differs; None where nothing cached goes on differently after the hit
+    ours, theirs      token ids from there to the end of that block, of the prompt and of the cached sequence
+    """
+
+    hit_blocks: int
+    evicted_blocks: int
+    first_difference: int | None = None
+    ours: list[int] = field(default_factory=list)
+    theirs: list[int] = field(default_factory=list)
+
+
+class PrefixCache:
+    """The index over a pool's cached blocks; what the pool evicts is forgotten here through its callback.
+
+    A block of 16 tokens takes about 350 bytes of host memory here, and each of the `remembered` hashes of evicted blocks about 170.
+    `queries` and `hits` count tokens, `evictions` blocks; none of them ever falls.
+    """
+
+    def __init__(self, pool: BlockPool, key: bytes, remembered: int = 65536) -> None:
+        if len(key) > KEY_BYTES:
+            raise ArgumentError(f"PrefixCache: the key must be at most {KEY_BYTES} bytes, got {len(key)}")
+        assert pool.on_evict is None, "PrefixCache: the pool has one already"
+        pool.on_evict = self._evicted
+        self.pool = pool
+        self.queries = self.hits = self.evictions = 0
+        self._key = key
+        self._keyed = blake2b(key=key, digest_size=HASH_BYTES)  # copied for each block: half the time of a new one
+        self._packing = struct.Struct(f"<{pool.block_size}i")
+        self._blocks: dict[bytes, int] = {}
+        # of each block of the pool, where it is cached
+        self._hashes: list[bytes] = [b""] * pool.num_blocks
+        self._parents: list[bytes] = [b""] * pool.num_blocks
+        self._tokens: list[bytes] = [b""] * pool.num_blocks
+        self._remembered = remembered
+        self._gone: OrderedDict[bytes, None] = OrderedDict()  # hashes that were evicted, the oldest first
+
+    def hash_blocks(self, token_ids: Sequence[int], salt: str | None = None) -> list[bytes]:
+        """The hashes of all full blocks of `token_ids`; a part of a block at the end has none."""
+        hashes: list[bytes] = []
+        self.extend(hashes, lambda start, stop: token_ids[start:stop], len(token_ids) // self.pool.block_size, salt)
+        return hashes
+
+    def extend(
+        self, hashes: list[bytes], tokens_of: Callable[[int, int], Sequence[int]], num_full_blocks: int, salt: str | None = None
+    ) -> None:
+        """Append to the hashes of a sequence those of its next blocks, up to `num_full_blocks`; `tokens_of(start, stop)` are its tokens."""
+        if len(hashes) >= num_full_blocks:
+            return
+        size, pack, keyed = self.pool.block_size, self._packing.pack, self._keyed.copy
+        parent = hashes[-1] if hashes else self._root(salt)
+        for start in range(len(hashes) * size, num_full_blocks * size, size):
+            hash = keyed()
+            hash.update(parent + pack(*tokens_of(start, start + size)))
+            parent = hash.digest()
+            hashes.append(parent)
+
+    def match(self, hashes: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest prefix that is cached, each with one reference more."""
+        blocks = self._found(hashes)
+        self.pool.pin(blocks)
+        return blocks
+
+    def known(self, hashes: Sequence[bytes]) -> int:
+        """How many leading blocks `match` would find; takes no reference and leaves the order of eviction as it is."""
+        return len(self._found(hashes))
+
+    def count(self, queried: int, hit: int) -> None:
+        """`hit` of `queried` tokens of a request were found. Apart from `match`, since one that comes back counts once."""
+        self.queries += queried
+        self.hits += hit
+
+    def publish(
+        self,
+        hashes: Sequence[bytes],
+        table: Sequence[int],
+        start: int,
+        stop: int,
+        tokens_of: Callable[[int, int], Sequence[int]],
+        salt: str | None = None,
+    ) -> None:
+        """Blocks start..stop of a held table, computed whole, can be found from now on; where a hash is known its older block stays.
+
+        `tokens_of(start, stop)` are the sequence's tokens and `salt` its salt, as they were for `extend`.
+        """
+        if start >= stop:
+            return
+        size, pack, blocks = self.pool.block_size, self._packing.pack, self._blocks
+        parent = hashes[start - 1] if start else self._root(salt)
+        for i in range(start, stop):
+            digest = hashes[i]
+            if digest not in blocks:
+                self.pool.keep(table[i])
+                self._insert(digest, parent, pack(*tokens_of(i * size, (i + 1) * size)), table[i])
+            parent = digest
+
+    def adopt(self, hash: bytes, parent: bytes, tokens: bytes) -> int | None:
+        """A free block for an entry of an earlier cache, cached without a reference and older than all others; the caller fills it.
+
+        None where every block is held or cached, or the hash is known already. FormatError where hash, parent and tokens do not belong
+        together under this cache's key.
+        """
+        if len(tokens) != self._packing.size or self._digest(parent, tokens) != hash:
+            raise FormatError("PrefixCache: an entry's hash is not that of its tokens under this key; start with an empty cache folder")
+        if hash in self._blocks or (block := self.pool.adopt()) is None:
+            return None
+        self._insert(hash, parent, tokens, block)
+        return block
+
+    def entries(self) -> Iterator[Entry]:
+        """All that is cached, each behind its parent, otherwise the most recently used first. Nothing may change meanwhile.
+
+        An entry whose parent has been evicted comes too: it is found again as soon as somebody has computed that parent again.
+        """
+        seen: set[int] = set()
+        for newest in self.pool.cached_blocks():
+            chain: list[int] = []
+            block: int | None = newest
+            while block is not None and block not in seen:
+                seen.add(block)
+                chain.append(block)
+                block = self._blocks.get(self._parents[block])
+            for block in reversed(chain):
+                yield Entry(self._hashes[block], self._parents[block], self._tokens[block], block)
+
+    def drop(self, block: int) -> None:
+        """A cached block is not found any more, whoever holds it: its contents are not what they were taken for."""
+        self.pool.forget(block)
+        del self._blocks[self._hashes[block]]
+        self._clear(block)
+
+    def reset(self) -> None:
+        """Forget every block, also those that are held, and what was evicted; the counters stay."""
+        for block in list(self._blocks.values()):
+            self.drop(block)
+        self._gone.clear()
+
+    def explain(self, token_ids: Sequence[int], salt: str | None = None) -> Explanation:
+        """Why `token_ids` are cached as far as they are. Looks at every cached block once: for questions, not for each step."""
+        hashes = self.hash_blocks(token_ids, salt)
+        hit = self.known(hashes)
+        evicted = sum(digest in self._gone for digest in hashes[hit:])
+        parent = hashes[hit - 1] if hit else self._root(salt)
+        start = hit * self.pool.block_size
+        ours = list(token_ids[start : start + self.pool.block_size])
+        theirs: list[int] = []
+        longest = -1
+        for block in self._blocks.values():
+            if self._parents[block] == parent:
+                tokens = list(self._packing.unpack(self._tokens[block]))
+                same = next((i for i, (a, b) in enumerate(zip(ours, tokens)) if a != b), len(ours))
+                if same > longest:
+                    theirs, longest = tokens, same
+        if not theirs or longest == len(ours):
+            return Explanation(hit, evicted)
+        return Explanation(hit, evicted, start + longest, ours[longest:], theirs[longest:])
+
+    def _found(self, hashes: Sequence[bytes]) -> list[int]:
+        found: list[int] = []
+        get = self._blocks.get
+        for digest in hashes:
+            if (block := get(digest)) is None:
+                break
+            found.append(block)
+        return found
+
+    def _insert(self, digest: bytes, parent: bytes, tokens: bytes, block: int) -> None:
+        self._blocks[digest] = block
+        self._hashes[block], self._parents[block], self._tokens[block] = digest, parent, tokens
+        self._gone.pop(digest, None)
+
+    def _evicted(self, block: int) -> None:
+        digest = self._hashes[block]
+        del self._blocks[digest]
+        self._clear(block)
+        self.evictions += 1
+        self._gone[digest] = None
+        if len(self._gone) > self._remembered:
+            self._gone.popitem(last=False)
+
+    def _clear(self, block: int) -> None:
+        self._hashes[block] = self._parents[block] = self._tokens[block] = b""
+
+    def _root(self, salt: str | None) -> bytes:
+        # marked as a salt: or one of a block's length could be made equal to a block's parent and tokens
+        text = (salt or "").encode("utf-8", "surrogatepass")
+        return blake2b(text, key=self._key, digest_size=HASH_BYTES, person=b"salt").digest()
+
+    def _digest(self, parent: bytes, tokens: bytes) -> bytes:
+        hash = self._keyed.copy()
+        hash.update(parent + tokens)
+        return hash.digest()

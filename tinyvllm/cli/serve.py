@@ -1,0 +1,78 @@
+"""`tinyvllm serve`: an OpenAI server until SIGTERM. The ready line goes to stderr, the access log to stdout."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tinyvllm.cli.arguments import engine_options, server_options
+from tinyvllm.errors import ArgumentError
+
+_BUNDLED = "tinyvllm"
+
+
+def run(options: argparse.Namespace) -> int:
+    began = time.perf_counter()
+    specs = model_specs(getattr(options, "model", None), options.served_model_name, engine_options(options))
+    for spec in specs.values():
+        _check(spec)
+    try:
+        from tinyvllm.server.app import create_app
+        from tinyvllm.server.calls import ServerConfig
+        from tinyvllm.server.keys import read_keys
+        from tinyvllm.server.listen import bind, serve, url_of
+        from tinyvllm.server.models import Models
+    except ImportError as error:
+        raise ArgumentError(f"serve needs the packages of the extra 'server': pip install 'tinyvllm[server]' ({error})") from error
+    config = ServerConfig(**server_options(options), chat_template=_template(options.chat_template))
+    keys = read_keys(options.api_key or [], options.api_key_file)
+    sock = bind(config)
+
+    def ready() -> None:
+        if not options.quiet:
+            names = ", ".join(specs)
+            print(f"ready: {url_of(config, sock)} serves {names} ({time.perf_counter() - began:.1f} s)", file=sys.stderr, flush=True)
+
+    serve(lambda: create_app(config, Models(specs, options.unload_idle), keys), sock, ready)
+    return 0
+
+
+def model_specs(given: list[str] | None, names: list[str] | None, engine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Options of AsyncLLM by the name under which each model is served: NAME=PATH, PATH under its own name, or the bundled one."""
+    rest = {name: value for name, value in engine.items() if name != "model"}
+    specs: dict[str, dict[str, Any]] = {}
+    for text in given or [""]:
+        name, equals, path = text.partition("=")
+        if not equals:
+            name, path = text, text
+        if equals and not (name and path):
+            raise ArgumentError(f"--model must be PATH or NAME=PATH, got {text!r}")
+        if name in specs or (not name and _BUNDLED in specs):
+            raise ArgumentError(f"--model: two models are named {name!r}: give them names as NAME=PATH")
+        specs[name or _BUNDLED] = {**rest, **({"model": path} if path else {})}
+    if names:
+        if len(specs) != 1:
+            raise ArgumentError("--served-model-name names the only model; of several each is named as NAME=PATH")
+        (spec,) = specs.values()
+        specs = dict.fromkeys(names, spec)
+    return specs
+
+
+def _check(spec: Mapping[str, Any]) -> None:
+    """A wrong path or option is said now and not at the first request."""
+    from tinyvllm.config import resolve
+
+    resolve(**spec)
+
+
+def _template(given: str | None) -> str | None:
+    if given is None:
+        return None
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"--chat-template {given}: {error}") from error

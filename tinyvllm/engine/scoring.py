@@ -1,0 +1,54 @@
+"""Log-probabilities of a prompt's own tokens, a piece a step, beside whatever is running."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tinyvllm.cache.blocks import BlockPool
+from tinyvllm.request import Logprob, SamplingParams, Sequence
+from tinyvllm.sampling.logprobs import logprobs_of
+from tinyvllm.scheduler import Scheduled
+
+PIECE = 128  # tokens; their logits over a vocabulary of 128 k are 64 MiB on the host
+
+
+class PromptScore:
+    """One prompt on its way, in blocks of its own: what the prefix cache has is keys and values, and this wants logits.
+
+    `logprobs` gets a dict for each token, None for the first, which nothing comes before.
+    """
+
+    def __init__(self, request_id: str, prompt_token_ids: list[int], top: int):
+        self.request_id = request_id
+        self.logprobs: list[dict[int, Logprob] | None] = [None]
+        self._top = top
+        self._sequence = Sequence(-1, request_id, prompt_token_ids, SamplingParams())
+
+    def __len__(self) -> int:
+        return len(self._sequence.prompt_token_ids)
+
+    @property
+    def done(self) -> bool:
+        return self._sequence.num_computed >= len(self)
+
+    def begin(self, pool: BlockPool) -> bool:
+        """Take the blocks that the prompt needs, if that has not been done; whether they are there."""
+        needed = pool.blocks_for(len(self))
+        if not self._sequence.block_table and needed <= pool.num_free:
+            self._sequence.block_table = pool.allocate(needed)
+        return bool(self._sequence.block_table)
+
+    def next_piece(self, most: int) -> Scheduled:
+        start = self._sequence.num_computed
+        return Scheduled(self._sequence, start, min(PIECE, most, len(self) - start), False)
+
+    def take(self, piece: Scheduled, logits: np.ndarray) -> None:
+        """Logits float32 [T, V] of a piece, each row those of the token behind it."""
+        tokens = self._sequence.token_ids(piece.start + 1, piece.start + piece.num_tokens + 1)
+        self.logprobs += logprobs_of(logits[: len(tokens)], tokens, [self._top] * len(tokens))
+        self._sequence.num_computed += piece.num_tokens
+
+    def end(self, pool: BlockPool) -> None:
+        """Give the blocks back."""
+        pool.release(self._sequence.block_table)
+        self._sequence.block_table = []

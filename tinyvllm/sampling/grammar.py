@@ -1,0 +1,346 @@
+"""From structured_outputs to masks of allowed tokens: llguidance's parser over our tokenizer's vocabulary. Knows no tensors and no text.
+
+A grammar comes from whoever sends requests, so its cost is bounded: its length here, the states, items and expressions of its parser by
+llguidance's limits. Beyond them it is an error of that request alone. No two sequences share a parser: copies that llguidance makes share
+their lexer's states, and one that runs into the limit takes all others with it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tinyvllm.errors import RequestError
+from tinyvllm.request import StructuredOutputsParams
+from tinyvllm.sampling import json_schema
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+LONGEST = 64 * 1024  # characters of a regular expression, a grammar, or all choices
+_KEPT = 256  # compiled grammars
+# A chain of rules is followed by recursion, without a look at the stack: 3000 rules overflow 8 MiB, 10^4 fit 512. Only touched pages count.
+_STACK = 512 << 20
+# of llguidance; its own defaults let a nested repetition take 1.7 s and 200 MB, and 8000 optional properties 5 s
+_LIMITS = {
+    "max_items_in_row": 2000,
+    "initial_lexer_fuel": 100_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 100_000,
+    "max_grammar_size": 20_000,
+    "verbose_errors": False,
+}
+_JSON_IN_LARK = re.compile(r"%json\s*(?=\{)")
+_TEMPERATURE_IN_LARK = re.compile(r"\[[^\]\"/]*\btemperature\s*=")
+_INSTALL = "structured_outputs: needs llguidance, which is not installed: pip install 'tinyvllm[structured]'"
+
+
+class GrammarBackend:
+    """A tokenizer's vocabulary as grammars see it. Build it once a model: 128k tokens take a second.
+
+    tokens: the bytes that each id adds to a text, b"" where it adds none; those beyond `vocab_size`, the width of the logits, never come.
+    special_ids: tokens that are no text. eos_ids: those that end the output, allowed exactly where the grammar may end. encode: ids of
+    a part of a text, None where it has none; only forced tokens need it. RequestError if llguidance is missing.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[bytes],
+        special_ids: Collection[int],
+        eos_ids: Collection[int],
+        vocab_size: int,
+        encode: Callable[[str], list[int] | None] | None = None,
+    ):
+        try:
+            from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
+        except ImportError:
+            raise RequestError(_INSTALL) from None
+        self.vocab_size = vocab_size
+        self.eos_ids = tuple(i for i in dict.fromkeys(eos_ids) if i < vocab_size)
+        if not self.eos_ids:
+            raise RequestError("structured_outputs: this model has no end of sequence token, so no structure could ever end")
+        vocabulary = _Vocabulary(tokens, {*special_ids, *self.eos_ids}, self.eos_ids[0], vocab_size, encode)
+        self.tokenizer: LLTokenizer = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=vocab_size, eos_token=list(self.eos_ids))
+        self.token_bytes: Sequence[bytes] = vocabulary.tokens
+        self.limits = LLParserLimits(**_LIMITS)
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._builder = ThreadPoolExecutor(1, "tinyvllm-grammar")
+
+    def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
+        """The grammar of one request, from the 256 last used or new; from any thread. RequestError names the field and the reason."""
+        key = _key(params)
+        with self._lock:
+            if key in self._compiled:
+                self._compiled.move_to_end(key)
+                return self._compiled[key]
+        compiled = CompiledGrammar(self, params.kind, source_of(params))
+        with self._lock:
+            self._compiled[key] = compiled
+            if len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def matcher(self, source: str) -> LLMatcher:
+        """A parser at the start of a grammar."""
+        from llguidance import LLMatcher
+
+        def build() -> LLMatcher:
+            return LLMatcher(self.tokenizer, source, log_level=0, limits=self.limits)
+
+        with self._lock:  # the size of stacks is one for the process; the builder's thread starts with its first job
+            before = threading.stack_size(_STACK)
+            try:
+                future = self._builder.submit(build)
+            finally:
+                threading.stack_size(before)
+        return future.result()
+
+
+class CompiledGrammar:
+    """A grammar that is known to be sound and to have a first token. Sequences that follow it are `Grammar`s."""
+
+    def __init__(self, backend: GrammarBackend, kind: str, source: str):
+        self.backend, self.kind, self.source = backend, kind, source
+        self._first: LLMatcher | None = backend.matcher(source)
+        assert self._first is not None
+        if not self._first.is_error():  # some bombs go off at the first mask
+            scratch = np.empty(-(-backend.vocab_size // 32), dtype=np.int32)
+            self._first.unsafe_compute_mask_ptr(scratch.ctypes.data, scratch.nbytes)
+        if self._first.is_error() or (self._first.is_stopped() and not self._first.is_accepting()):
+            reason = _reason(self._first) or "nothing matches it"
+            raise RequestError(f"structured_outputs: {kind}: {reason}")
+
+    def matcher(self) -> LLMatcher:
+        """A parser of one's own."""
+        first, self._first = self._first, None
+        return first or self.backend.matcher(self.source)
+
+
+class Grammar:
+    """Where one sequence stands in its grammar. Not thread-safe; its methods take microseconds."""
+
+    def __init__(self, compiled: CompiledGrammar):
+        self.kind = compiled.kind
+        self._matcher = compiled.matcher()
+        self._token_bytes = compiled.backend.token_bytes
+        self._eos_ids = compiled.backend.eos_ids
+        self._surplus = 0  # ends of sequence behind the end
+        self._bytes = -(-compiled.backend.vocab_size // 32) * 4
+
+    def fill(self, mask_row: np.ndarray) -> None:
+        """Write the tokens that may come next: bit t % 32 of word t // 32; a contiguous int32 or uint32 [ceil(V/32)].
+
+        Where the grammar has ended, or `error` says why it cannot go on, only the end of sequence is allowed.
+        """
+        if mask_row.nbytes != self._bytes or not mask_row.flags.c_contiguous:
+            raise ValueError(f"grammar: a mask must be contiguous and have {self._bytes // 4} words of 32 bits, got {mask_row.shape}")
+        self._matcher.unsafe_compute_mask_ptr(mask_row.ctypes.data, self._bytes)
+
+    def accept(self, token: int) -> bool:
+        """Go on by one token; False, and no change, if it is not allowed."""
+        if self._matcher.is_stopped():  # the parser takes no end of sequence where nothing else could come
+            ends = token in self._eos_ids and not self._matcher.is_error()
+            self._surplus += ends
+            return ends
+        return self._matcher.try_consume_tokens([token]) == 1
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next whatever the model thinks, in the tokenizer's own spelling; often none.
+
+        Only those whose last byte cannot belong to a longer token. `accept` each that is used.
+        """
+        if self._matcher.is_stopped():
+            return []
+        tokens = self._matcher.compute_ff_tokens()
+        if not tokens:
+            return []
+        joined = b"".join(self._token_bytes[token] for token in tokens)
+        if not self._matcher.compute_ff_bytes().startswith(joined):
+            return []
+        return tokens[: self._matcher.validate_tokens(tokens)]
+
+    def rollback(self, n: int) -> None:
+        """Take the last n accepted tokens back."""
+        surplus = min(n, self._surplus)
+        self._surplus -= surplus
+        n -= surplus
+        if n and not self._matcher.rollback(n):
+            raise ValueError(f"grammar: {n} tokens cannot be taken back: {self.error}")
+
+    @property
+    def finished(self) -> bool:
+        """Nothing but the end of sequence can come, or has come already."""
+        return bool(self._matcher.is_stopped())
+
+    @property
+    def accepting(self) -> bool:
+        """The output may end here."""
+        return bool(self._matcher.is_accepting())
+
+    @property
+    def error(self) -> str | None:
+        """Why this grammar cannot go on: it outgrew the limits on states and steps. Its request ends, nobody else's."""
+        return _reason(self._matcher) if self._matcher.is_error() else None
+
+    @property
+    def matcher(self) -> LLMatcher:
+        """For `Pool`."""
+        return self._matcher
+
+
+class Pool:
+    """Threads that fill masks of several grammars side by side, outside Python's lock."""
+
+    def __init__(self, threads: int):
+        from llguidance import LLExecutor
+
+        self._executor = LLExecutor(threads)
+        self._matchers: list[tuple[LLMatcher, int]] = []
+
+    def fill(self, jobs: Iterable[tuple[Grammar, int]], mask: np.ndarray) -> None:
+        """`Grammar.fill` of row r for each (grammar, r); `mask` int32 [R, ceil(V/32)], contiguous."""
+        self._matchers.clear()
+        self._matchers.extend((grammar.matcher, row) for grammar, row in jobs)
+        if self._matchers:
+            R, words = mask.shape
+            self._executor.unsafe_compute_mask_ptr(self._matchers, mask.ctypes.data, words * 4, R)
+
+
+def fill_all(grammars: Sequence[Grammar], mask: np.ndarray, pool: Pool) -> None:
+    """Row b of `mask`, int32 [B, ceil(V/32)], for grammars[b]."""
+    pool.fill(zip(grammars, range(len(grammars)), strict=True), mask)
+
+
+class _Vocabulary:
+    """What llguidance asks of a tokenizer."""
+
+    bos_token_id = None
+
+    def __init__(
+        self, tokens: Sequence[bytes], special: set[int], eos: int, vocab_size: int, encode: Callable[[str], list[int] | None] | None
+    ):
+        self.tokens = [*tokens[:vocab_size], *[b""] * (vocab_size - len(tokens))]
+        self.special_token_ids = sorted(i for i in special if i < vocab_size)
+        self.eos_token_id = eos
+        self._encode = encode
+        self._special = special
+        self._by_bytes = {token: i for i, token in enumerate(self.tokens) if token and i not in special}
+        self._longest = max(map(len, self._by_bytes), default=0)
+
+    def __call__(self, data: bytes | str) -> list[int]:
+        """Ids whose bytes, joined, are `data`."""
+        text = data.decode("utf-8", "replace") if isinstance(data, bytes) else data
+        data = data if isinstance(data, bytes) else data.encode("utf-8", "replace")
+        ids = self._encode(text) if self._encode is not None else None
+        if ids is not None and not self._special.intersection(ids) and b"".join(self.tokens[i] for i in ids) == data:
+            return ids
+        return self._longest_first(data)
+
+    def _longest_first(self, data: bytes) -> list[int]:
+        ids, at = [], 0
+        while at < len(data):
+            ends = range(min(len(data), at + self._longest), at, -1)
+            end = next((end for end in ends if data[at:end] in self._by_bytes), None)
+            if end is None:
+                break  # no token has this byte: llguidance checks what it gets
+            ids.append(self._by_bytes[data[at:end]])
+            at = end
+        return ids
+
+
+def source_of(params: StructuredOutputsParams) -> str:
+    """llguidance's own form of what a request asks, checked for everything that can be seen without parsing it."""
+    from llguidance import LLMatcher
+
+    if params.kind in ("json", "json_object"):
+        schema, named = json_schema.read_schema(params.json) if params.json else ('{"type":"object"}', False)
+        try:
+            return LLMatcher.grammar_from_json_schema(schema, overrides=_json_options(params, named))
+        except ValueError as error:  # its reader of JSON counts levels
+            raise RequestError(f"structured_outputs: json: {_line(str(error))}: flatten the schema with $defs") from None
+    for name in ("disable_any_whitespace", "whitespace_pattern"):
+        if getattr(params, name):
+            raise RequestError(f"structured_outputs: {name} belongs to json and json_object, but {params.kind} is given: leave it out")
+    if params.regex:
+        return LLMatcher.grammar_from_regex(_checked("regex", params.regex))
+    if params.choice:
+        texts = [json.dumps(text, ensure_ascii=False) for text in params.choice]
+        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + _checked("choice", " | ".join(texts)) + "\n")
+    return LLMatcher.grammar_from_lark(_lark(_checked("grammar", params.grammar or "")))
+
+
+def _json_options(params: StructuredOutputsParams, named: bool) -> Any:
+    if params.disable_any_whitespace and params.whitespace_pattern is not None:
+        raise RequestError("structured_outputs: give disable_any_whitespace or whitespace_pattern, not both")
+    options: dict[str, Any] = {"whitespace_flexible": not params.disable_any_whitespace}
+    if params.whitespace_pattern is not None:
+        options["whitespace_pattern"] = _checked("whitespace_pattern", params.whitespace_pattern)
+    if named:
+        options["json_allowed_escapes"] = 'nrbtf\\"'
+    return options
+
+
+def _checked(field: str, text: str) -> str:
+    if len(text) > LONGEST:
+        raise RequestError(f"structured_outputs: {field}: {len(text)} characters, at most {LONGEST} are read: cut it down")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        what = f"a lone surrogate {text[error.start]!r} at {error.start}"
+        raise RequestError(f"structured_outputs: {field}: {what}: send whole characters") from None
+    return text
+
+
+def _lark(text: str) -> str:
+    """A grammar in Lark's form; what has `::=` in it is taken for GBNF."""
+    if "::=" in text:
+        from llguidance.gbnf_to_lark import gbnf_to_lark
+
+        try:
+            text = _checked("grammar", gbnf_to_lark(text))
+        except RecursionError:
+            raise RequestError("structured_outputs: grammar: nested too deeply: split it into rules") from None
+        except RequestError:
+            raise
+        except Exception as error:  # the converter raises whatever its parser stumbles over
+            raise RequestError(f"structured_outputs: grammar: not GBNF: {_line(str(error)) or type(error).__name__}") from None
+    if _TEMPERATURE_IN_LARK.search(text):
+        raise RequestError("structured_outputs: grammar: a rule's temperature is not supported: give SamplingParams one")
+    for start in _JSON_IN_LARK.finditer(text):
+        try:
+            json_schema.check(json.JSONDecoder().raw_decode(text, start.end())[0])
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, RequestError):
+                raise
+            # not JSON: part of a literal or a comment, or llguidance says what is wrong
+    return text
+
+
+def _key(params: StructuredOutputsParams) -> str:
+    """What two requests for the same grammar have in common."""
+    value = getattr(params, params.kind)
+    try:
+        text = value if isinstance(value, str) else json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        text = repr(id(params))  # compiling says what is wrong
+    return json.dumps([params.kind, text, params.disable_any_whitespace, params.whitespace_pattern])
+
+
+def _reason(matcher: LLMatcher) -> str:
+    reason = _line(matcher.get_error().replace("<non-verbose/>", ""))
+    return "nothing matches it" if reason.startswith("NoExtension") else reason
+
+
+def _line(text: str) -> str:
+    """A library's message in one line, not all of it if it is long."""
+    line = " ".join(text.split())
+    return line if len(line) <= 300 else line[:300] + "..."

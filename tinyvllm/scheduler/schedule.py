@@ -1,0 +1,77 @@
+"""What a scheduler is told and what it says: its limits, and one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tinyvllm.errors import ArgumentError
+from tinyvllm.request import Sequence
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """`max_num_seqs` sequences at a time, `max_batched_tokens` tokens a step, `max_model_len` tokens of prompt and output together.
+
+    `max_queued_reqs` requests and `max_queued_tokens` tokens of prompts may wait beyond what rows are free for; None sets no limit.
+    `block_bytes` is what a block takes in all layers, for the cost of a swap. `preemption` "recompute" or "swap" forces the way.
+    """
+
+    max_num_seqs: int
+    max_batched_tokens: int
+    max_model_len: int
+    max_queued_reqs: int | None = None
+    max_queued_tokens: int | None = None
+    block_bytes: int = 0
+    preemption: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1:
+            raise ArgumentError(f"SchedulerLimits: max_num_seqs must be 1 or more, got {self.max_num_seqs}")
+        if self.max_model_len < 2:
+            raise ArgumentError(f"SchedulerLimits: max_model_len must leave room for a prompt and a token, got {self.max_model_len}")
+        if self.max_batched_tokens < self.max_num_seqs:
+            raise ArgumentError(
+                f"SchedulerLimits: max_batched_tokens={self.max_batched_tokens} must give each of max_num_seqs={self.max_num_seqs} "
+                "sequences a token a step; raise the one or lower the other"
+            )
+
+
+@dataclass(slots=True)
+class Scheduled:
+    """Tokens start..start+num_tokens of `sequence` are computed in this step; its block table covers them.
+
+    `samples` is True when the last of them is the last known one: only then the logits of its row give a new token.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+@dataclass
+class Schedule:
+    """One step. `entries` holds first those that compute one token and sample, then the chunks of prompts, each in order of rank.
+
+    Before the step runs, blocks move in this order: `swap_out` (block, host block), `swap_in` (host block, block), `copies` (from, to).
+
+    `preempted` lost their rows and wait again. `exhausted` are finished, with reason "length": they have outgrown the whole cache.
+    `expired` are finished, with reason "deadline". It is for the caller to report both. Any may come without entries: then there is nothing
+    to run in this step.
+    """
+
+    entries: list[Scheduled] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    exhausted: list[Sequence] = field(default_factory=list)
+    expired: list[Sequence] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(entry.num_tokens for entry in self.entries)
+
+    @property
+    def empty(self) -> bool:
+        return not self.entries

@@ -1,0 +1,428 @@
+"""Chooses steps. Integers and times only: knows no token's meaning, no text and no tensors.
+
+Continuous batching (Orca; Yu et al., 2022) with chunked prefill under one token budget (Sarathi; Agrawal et al., 2023), a prefix cache of
+blocks, and preemption by recompute or by swap. `running` is in order of rank (queue.rank_of): whoever is preempted for a sequence ranks
+behind it, so nothing starves: the first in rank gets tokens in every step.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import math
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+
+from tinyvllm.cache.blocks import BlockPool
+from tinyvllm.cache.prefix import PrefixCache
+from tinyvllm.errors import BusyError, RequestError
+from tinyvllm.request import Sequence, Status
+from tinyvllm.scheduler.queue import WaitingQueue, rank_of
+from tinyvllm.scheduler.rates import Rates
+from tinyvllm.scheduler.schedule import Schedule, Scheduled, SchedulerLimits
+
+
+class Scheduler:
+    """The caller's loop: `schedule()`, move blocks, run, `advance()`, append a token to each entry that samples, `finish()` who is done.
+
+    `prefix` keeps blocks for equal beginnings, `host` counts blocks of host memory for swaps; None goes without. A running sequence
+    without a token to compute (a beam that waits for others) is passed over.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        pool: BlockPool,
+        prefix: PrefixCache | None = None,
+        host: BlockPool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.limits, self.pool, self.prefix, self.host = limits, pool, prefix, host
+        self.rates = Rates()
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []  # by rank
+        self.num_swaps = 0
+        self._free_rows = list(range(limits.max_num_seqs))  # a heap
+        self._siblings: dict[int, list[Sequence]] = {}  # by the id of the sequence whose prompt they wait for
+        self._copies: list[tuple[int, int]] = []  # blocks of forks, to be copied before the next step
+        self._copied: list[int] = []  # blocks held until they have been copied
+        self._timed: set[Sequence] = set()  # those with deadlines
+        self._clock = clock
+
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def add(self, sequence: Sequence, siblings: Many[Sequence] = ()) -> None:
+        """To the queue. RequestError for what could never run, BusyError for what must not wait or would be late; nothing is changed then.
+
+        `siblings` have the same prompt: they are forked from `sequence` once that is computed.
+        """
+        assert sequence.status is Status.WAITING and not sequence.block_table, f"Scheduler: {sequence.sequence_id} was added before"
+        self._refuse_impossible(sequence)
+        self._refuse_busy(sequence)
+        self._refuse_late(sequence)
+        if siblings:
+            self._siblings[sequence.sequence_id] = list(siblings)
+        if sequence.due < math.inf:
+            self._timed.update((sequence, *siblings))
+        self.waiting.push(sequence)
+
+    def _refuse_impossible(self, sequence: Sequence) -> None:
+        tokens, longest = len(sequence), self.limits.max_model_len - 1
+        if not tokens:
+            raise RequestError(f"request {sequence.request_id}: the prompt is empty; give it at least one token")
+        if tokens > longest:
+            raise RequestError(
+                f"request {sequence.request_id}: a prompt of {tokens} tokens is beyond the {longest} that max_model_len="
+                f"{self.limits.max_model_len} leaves it; shorten the prompt or raise max_model_len"
+            )
+        if self.pool.blocks_for(tokens + 1) > self.pool.num_blocks:
+            raise RequestError(
+                f"request {sequence.request_id}: a prompt of {tokens} tokens and one more need {self.pool.blocks_for(tokens + 1)} KV "
+                f"blocks, the cache has {self.pool.num_blocks} of {self.pool.block_size} tokens; shorten the prompt or enlarge the cache"
+            )
+
+    def _refuse_busy(self, sequence: Sequence) -> None:
+        requests, tokens = self.limits.max_queued_reqs, self.limits.max_queued_tokens
+        if requests is not None and len(self.waiting) >= requests + len(self._free_rows):
+            raise BusyError(
+                f"request {sequence.request_id}: {len(self.waiting)} requests wait already, the limit is {requests}; try again later",
+                self.predicted_wait(sequence),
+                "max_num_queued_reqs",
+            )
+        if tokens is not None and self.waiting and self.waiting.num_tokens + len(sequence) > tokens:
+            raise BusyError(
+                f"request {sequence.request_id}: {self.waiting.num_tokens} tokens wait already, {len(sequence)} more are beyond the "
+                f"limit of {tokens}; try again later",
+                self.predicted_wait(sequence),
+                "max_num_queued_tokens",
+            )
+
+    def _refuse_late(self, sequence: Sequence) -> None:
+        terms = sequence.terms
+        if terms.ttft_deadline_ms is None and terms.deadline_ms is None:
+            return
+        first = self.predicted_wait(sequence)
+        last = first + (sequence.params.max_tokens or 0) * (self.rates.decode_step or 0.0)
+        for name, allowed, predicted in (("ttft_deadline_ms", terms.ttft_deadline_ms, first), ("deadline_ms", terms.deadline_ms, last)):
+            if allowed is not None and predicted * 1000 > allowed:
+                raise BusyError(
+                    f"request {sequence.request_id}: {name}={allowed:g} cannot be met, {predicted * 1000:.0f} ms are predicted; allow more "
+                    "or try again later",
+                    predicted - allowed / 1000,
+                    "deadline",
+                )
+
+    def predicted_wait(self, sequence: Sequence | None = None) -> float:
+        """Seconds until the first token of `sequence` (or of a short prompt), if it were added now, by the rates of the last steps."""
+        rank = rank_of(sequence) if sequence else (0, math.inf, 1 << 62)
+        tokens = len(sequence) if sequence else 1
+        if sequence and self.prefix:
+            tokens -= self.prefix.known(self._hashes(sequence, (tokens - 1) // self.pool.block_size)) * self.pool.block_size
+        ahead = [other for other in self.waiting if rank_of(other) < rank]
+        tokens += sum(len(other) - other.num_computed for other in (*ahead, *self.running))
+        wait = tokens * (self.rates.prefill_token or 0.0)
+        late = len(ahead) + 1 - len(self._free_rows)  # how many of those that run must end first
+        if late > 0 and self.running:
+            left = sorted(self._tokens_left(other) for other in self.running)
+            turns, nth = divmod(late - 1, len(left))
+            wait += (left[nth] + turns * left[-1]) * (self.rates.decode_step or 0.0)
+        return wait
+
+    def _tokens_left(self, sequence: Sequence) -> int:
+        room, wanted = self.limits.max_model_len - len(sequence), sequence.params.max_tokens
+        return room if wanted is None else min(room, wanted - len(sequence.output_token_ids))
+
+    def schedule(self) -> Schedule:
+        """Choose the next step, give it its blocks, and preempt where there are too few."""
+        self.pool.release(self._copied)
+        self._copied = []
+        plan = Schedule()
+        self._expire(plan)
+        self._make_way(plan)
+        making_way = len(plan.preempted)
+        chunks: list[Scheduled] = []
+        budget = self._continue_running(plan, chunks)
+        if len(plan.preempted) == making_way:  # else blocks just proved scarce: whoever came in now would be the next to go
+            self._admit(plan, chunks, budget)
+        plan.entries += chunks
+        plan.copies, self._copies = self._copies, []
+        if plan.empty and self.waiting and self.running and not (plan.preempted or plan.exhausted or plan.expired):
+            self._preempt(self.running[-1], plan)  # everybody waits for one that has no room
+        return plan
+
+    def reserve(self, schedule: Schedule, rounds: int) -> int:
+        """Blocks for up to `rounds` tokens of each decode of a schedule, without preempting anybody; for how many there are enough."""
+        size, tables = self.pool.block_size, [(entry.start, entry.sequence.block_table) for entry in schedule.entries]
+        while rounds > 1:
+            missing = [max(0, self.pool.blocks_for(start + rounds) - len(table)) for start, table in tables]
+            if sum(missing) <= self.pool.num_free:
+                for (_, table), count in zip(tables, missing, strict=True):
+                    table += self.pool.allocate(count)
+                return rounds
+            # what is free, shared by all, and what their last blocks still hold
+            rounds = min(rounds - 1, min(len(table) * size - start for start, table in tables) + self.pool.num_free // len(tables) * size)
+        return 1
+
+    def follow(self, schedule: Schedule) -> Schedule | None:
+        """The step behind one of decodes that has been advanced and whose tokens are not known yet: everybody one position on.
+
+        None where somebody has ended, could be admitted, or would need blocks or room that are not free: then the tokens must be looked at
+        first.
+        """
+        entries = [Scheduled(entry.sequence, entry.sequence.num_computed, 1, True) for entry in schedule.entries]
+        if (self.waiting and self._free_rows) or len(entries) != len(self.running):
+            return None
+        if any(entry.sequence.status is not Status.RUNNING for entry in entries):
+            return None
+        if any(entry.start + 1 >= self.limits.max_model_len for entry in entries) or self._late():
+            return None
+        missing = [max(0, self.pool.blocks_for(entry.start + 1) - len(entry.sequence.block_table)) for entry in entries]
+        if sum(missing) > self.pool.num_free:
+            return None
+        for entry, count in zip(entries, missing, strict=True):
+            entry.sequence.block_table += self.pool.allocate(count)
+        return Schedule(entries)
+
+    def advance(self, schedule: Schedule, rounds: int = 1) -> None:
+        """The step has run, `rounds` times over: its keys and values lie in the cache. Finished sequences are passed over."""
+        for entry in schedule.entries:
+            sequence = entry.sequence
+            if sequence.status is Status.RUNNING:
+                assert sequence.num_computed == entry.start, f"Scheduler: a step of {sequence.sequence_id} was advanced twice"
+                sequence.num_computed += entry.num_tokens * rounds
+                if self._siblings and entry.samples:
+                    for sibling in self._siblings.pop(sequence.sequence_id, ()):
+                        self.fork(sequence, sibling)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """`child` starts from what `parent` has computed of the tokens that they share, all but the child's last.
+
+        It shares the parent's full blocks and gets a copy of the one behind them before the next step. Where there is no room for it, it
+        waits, and computes again what the prefix cache does not have.
+        """
+        S = self.pool.block_size
+        full, part = divmod(min(parent.num_computed, len(child) - 1), S)
+        if parent.status is not Status.RUNNING or not self._free_rows or self.pool.num_free < (part > 0):
+            self.waiting.push(child)
+            return
+        child.block_table = parent.block_table[:full]
+        self.pool.share(child.block_table)
+        if part:
+            source = parent.block_table[full]
+            self.pool.share([source])
+            self._copied.append(source)
+            child.block_table += self.pool.allocate(1)
+            self._copies.append((source, child.block_table[full]))
+        child.num_computed = full * S + part
+        child.block_hashes, child.num_published = parent.block_hashes[:full], min(parent.num_published, full)
+        self._seat(child)
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """Whatever state it is in, `sequence` is over and its blocks and row are free. Later calls keep the first reason."""
+        if sequence.status is Status.FINISHED:
+            return
+        if sequence.status is Status.RUNNING:
+            if reason != "error":  # what is broken must not be found again
+                self._publish(sequence)
+            self._vacate(sequence)
+        elif not self._is_sibling(sequence):
+            self.waiting.remove(sequence)
+        for sibling in self._siblings.pop(sequence.sequence_id, ()):
+            self.waiting.push(sibling)  # its prompt will not be computed for it
+        self._drop_swapped(sequence)
+        self._timed.discard(sequence)
+        sequence.status = Status.FINISHED
+        sequence.finish_reason = reason
+
+    def _is_sibling(self, sequence: Sequence) -> bool:
+        """Whether it waited for another's prompt; it does not any more."""
+        for siblings in self._siblings.values():
+            if sequence in siblings:
+                siblings.remove(sequence)
+                return True
+        return False
+
+    def _late(self) -> bool:
+        return bool(self._timed) and any(self._is_late(sequence, self._clock()) for sequence in self._timed)
+
+    def _is_late(self, sequence: Sequence, now: float) -> bool:
+        terms = sequence.terms
+        if terms.deadline_ms is not None and now > sequence.arrival + terms.deadline_ms / 1000:
+            return True
+        first = terms.ttft_deadline_ms
+        return first is not None and not sequence.output_token_ids and now > sequence.arrival + first / 1000
+
+    def _expire(self, plan: Schedule) -> None:
+        if self._timed:
+            now = self._clock()
+            for sequence in [s for s in self._timed if self._is_late(s, now)]:
+                self.finish(sequence, "deadline")
+                plan.expired.append(sequence)
+
+    def _make_way(self, plan: Schedule) -> None:
+        """Take rows and blocks from those of lower priority for the first in the queue."""
+        if not self.waiting or not self.running:
+            return
+        first = self.waiting.first()
+        lower = [s for s in self.running if s.terms.priority > first.terms.priority]
+        needed = self.pool.blocks_for(len(first)) + 1
+        if needed > self.pool.num_free + sum(len(s.block_table) for s in lower):
+            return
+        while lower and (not self._free_rows or needed > self.pool.num_free):
+            self._preempt(lower.pop(), plan)
+
+    def _continue_running(self, plan: Schedule, chunks: list[Scheduled]) -> int:
+        """Decodes and unfinished prefills, by rank; returns the tokens that the budget has left."""
+        remaining = [len(sequence) - sequence.num_computed for sequence in self.running]
+        budget = self.limits.max_batched_tokens - remaining.count(1)  # decodes come first: their tokens are set aside
+        block_size = self.pool.block_size
+        # Going by rank, whoever is preempted is the sequence at hand or one not yet reached, so that no entry is ever taken back.
+        for sequence, left in zip(tuple(self.running), remaining, strict=True):
+            if sequence.status is not Status.RUNNING:
+                break  # preempted for one before it, as was everyone behind it
+            if not left:
+                continue
+            if sequence.num_computed >= (sequence.num_published + 1) * block_size:
+                self._publish(sequence)
+            count = min(left, budget) if left > 1 else 1
+            if not count:
+                continue
+            start = sequence.num_computed
+            if start + count > len(sequence.block_table) * block_size and not self._grow(sequence, start + count, plan):
+                continue
+            if left == 1:
+                plan.entries.append(Scheduled(sequence, start, 1, True))
+            else:
+                chunks.append(Scheduled(sequence, start, count, count == left))
+                budget -= count
+            self.waiting.serve(sequence, count)
+        return budget
+
+    def _admit(self, plan: Schedule, chunks: list[Scheduled], budget: int) -> None:
+        """From the head of the queue and never around it, while rows, budget and blocks last."""
+        while self.waiting and self._free_rows and budget:
+            sequence = self.waiting.first()
+            found = self._match(sequence)
+            needed = self.pool.blocks_for(len(sequence))
+            missing = needed - len(found)
+            if needed > self.pool.num_blocks or (not self.running and missing > self.pool.num_free):
+                self.pool.release(found)
+                self._exhaust(sequence, plan)
+                continue
+            # All of the known tokens must fit, not this chunk alone, and a block more, or others would soon be preempted for the
+            # rest. Alone there are no others, and insisting on the block would keep out for ever what just fits the pool.
+            if self.running and missing + 1 > self.pool.num_free:
+                self.pool.release(found)
+                return
+            self.waiting.remove(sequence)
+            self._start_from(sequence, found, plan)
+            self._seat(sequence)
+            start, left = sequence.num_computed, len(sequence) - sequence.num_computed
+            count = min(left, budget)
+            self._grow(sequence, start + count, plan)
+            (plan.entries if left == 1 else chunks).append(Scheduled(sequence, start, count, count == left))
+            self.waiting.serve(sequence, count)
+            budget -= count
+
+    def _match(self, sequence: Sequence) -> list[int]:
+        """Cached blocks of a waiting sequence's beginning, held for it. Its last token is always left to compute."""
+        if self.prefix is None:
+            return []
+        return self.prefix.match(self._hashes(sequence, (len(sequence) - 1) // self.pool.block_size))
+
+    def _hashes(self, sequence: Sequence, blocks: int) -> list[bytes]:
+        assert self.prefix is not None
+        if len(sequence.block_hashes) < blocks:
+            self.prefix.extend(sequence.block_hashes, sequence.token_ids, blocks, sequence.terms.cache_salt)
+        return sequence.block_hashes[:blocks]
+
+    def _start_from(self, sequence: Sequence, found: list[int], plan: Schedule) -> None:
+        """An admitted sequence begins behind its cached blocks, or behind what was swapped out, if that is more."""
+        S = self.pool.block_size
+        sequence.block_table, sequence.num_computed, sequence.num_published = found, len(found) * S, len(found)
+        if self.prefix is not None and not sequence.num_preemptions:
+            sequence.num_cached = sequence.num_computed
+            self.prefix.count(len(sequence), sequence.num_computed)
+        if sequence.num_swapped > sequence.num_computed:
+            hosted = sequence.host_table[len(found) :]
+            sequence.block_table = found + self.pool.allocate(len(hosted))
+            plan.swap_in += zip(hosted, sequence.block_table[len(found) :], strict=True)
+            sequence.num_computed = sequence.num_swapped
+        self._drop_swapped(sequence)
+
+    def _drop_swapped(self, sequence: Sequence) -> None:
+        if sequence.host_table and self.host is not None:
+            self.host.release(sequence.host_table)
+            sequence.host_table, sequence.num_swapped = [], 0
+
+    def _seat(self, sequence: Sequence) -> None:
+        """It runs: a row, and its place by rank."""
+        bisect.insort(self.running, sequence, key=rank_of)
+        sequence.status = Status.RUNNING
+        sequence.row = heapq.heappop(self._free_rows)
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Make its full blocks of known tokens findable."""
+        full = min(sequence.num_computed, len(sequence)) // self.pool.block_size
+        if self.prefix is not None and full > sequence.num_published:
+            hashes, tokens_of, salt = self._hashes(sequence, full), sequence.token_ids, sequence.terms.cache_salt
+            self.prefix.publish(hashes, sequence.block_table, sequence.num_published, full, tokens_of, salt)
+        sequence.num_published = max(full, sequence.num_published)
+
+    def _grow(self, sequence: Sequence, num_tokens: int, plan: Schedule) -> bool:
+        """Make the table of a running sequence cover `num_tokens`, preempting the last in rank for it; False if it had to go itself."""
+        needed = self.pool.blocks_for(num_tokens)
+        missing = needed - len(sequence.block_table)
+        while missing > self.pool.num_free:
+            last = self.running[-1]
+            if needed > self.pool.num_blocks or last is self.running[0]:  # preempting others, or itself, would not help
+                self._exhaust(sequence, plan)
+                return False
+            self._preempt(last, plan)
+            if last is sequence:
+                return False
+        sequence.block_table += self.pool.allocate(missing)
+        return True
+
+    def _exhaust(self, sequence: Sequence, plan: Schedule) -> None:
+        self.finish(sequence, "length")
+        plan.exhausted.append(sequence)
+
+    def _preempt(self, sequence: Sequence, plan: Schedule) -> None:
+        self._publish(sequence)
+        if self._worth_swapping(sequence):
+            self._swap_out(sequence, plan)
+        self._vacate(sequence)
+        sequence.status = Status.WAITING
+        sequence.num_preemptions += 1
+        self.waiting.push(sequence)
+        plan.preempted.append(sequence)
+
+    def _worth_swapping(self, sequence: Sequence) -> bool:
+        """Whether two copies of its blocks are cheaper than its tokens once more, and fit."""
+        blocks = self.pool.blocks_for(sequence.num_computed)
+        if self.host is None or not blocks or blocks > self.host.num_free or self.limits.preemption == "recompute":
+            return False
+        if self.limits.preemption == "swap":
+            return True
+        again = sequence.num_computed * (self.rates.prefill_token or 0.0)
+        return 2 * blocks * self.limits.block_bytes / self.rates.copy_bandwidth < again
+
+    def _swap_out(self, sequence: Sequence, plan: Schedule) -> None:
+        assert self.host is not None
+        known = min(sequence.num_computed, len(sequence) - 1)
+        blocks = self.pool.blocks_for(known)
+        sequence.host_table, sequence.num_swapped = self.host.allocate(blocks), known
+        plan.swap_out += zip(sequence.block_table[:blocks], sequence.host_table, strict=True)
+        self.num_swaps += 1
+
+    def _vacate(self, sequence: Sequence) -> None:
+        """Take a running sequence's blocks and row back; what the prefix cache does not keep of it is gone."""
+        self.running.remove(sequence)
+        self.pool.release(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_computed = sequence.num_published = 0
+        heapq.heappush(self._free_rows, sequence.row)
+        sequence.row = -1

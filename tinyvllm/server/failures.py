@@ -1,0 +1,94 @@
+"""Every refusal and every fault as the API's own error: what is raised here or below becomes a status, a body and headers.
+
+OpenAI's shape is {"error": {message, type, param, code}}; Anthropic's, for /v1/messages, {"type": "error", "error": {type, message}}.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+from tinyvllm.errors import ArgumentError, BusyError, ModelError, OutOfMemoryError, RequestError, TinyvllmError, TokenizerError
+
+# by status: OpenAI's type, Anthropic's type
+_TYPES: dict[int, tuple[str, str]] = {
+    400: ("invalid_request_error", "invalid_request_error"),
+    401: ("authentication_error", "authentication_error"),
+    403: ("permission_error", "permission_error"),
+    404: ("not_found_error", "not_found_error"),
+    408: ("invalid_request_error", "invalid_request_error"),
+    413: ("invalid_request_error", "request_too_large"),
+    429: ("rate_limit_error", "rate_limit_error"),
+    500: ("server_error", "api_error"),
+    503: ("server_error", "overloaded_error"),
+    504: ("server_error", "timeout_error"),
+}
+
+
+class Failure(Exception):
+    """An answer that is an error. `param` is the field at fault (`tools[0].type`), `code` a word for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    def body(self, anthropic: bool = False, request_id: str | None = None) -> dict[str, Any]:
+        """The error as JSON's objects, in OpenAI's or Anthropic's shape."""
+        openai, other = _TYPES.get(self.status, _TYPES[400 if self.status < 500 else 500])
+        if anthropic:
+            return {"type": "error", "error": {"type": other, "message": self.message}, "request_id": request_id}
+        return {"error": {"message": self.message, "type": openai, "param": self.param, "code": self.code}}
+
+
+def encode(body: Any) -> bytes:
+    """JSON of one line; whatever is in it, also lone surrogates that a client sent and hears again, is ASCII."""
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def bad_field(param: str, message: str, code: str = "invalid_value") -> Failure:
+    """400 for a field, by its name."""
+    return Failure(400, message, param=param, code=code)
+
+
+def busy(message: str, seconds: float, code: str = "rate_limit_exceeded") -> Failure:
+    """429 that says when to try again; OpenAI's clients read the milliseconds, others the whole seconds."""
+    seconds = max(0.0, min(seconds, 24 * 3600.0)) if math.isfinite(seconds) else 24 * 3600.0
+    headers = {"Retry-After": str(max(1, math.ceil(seconds))), "Retry-After-Ms": str(max(1, math.ceil(seconds * 1000)))}
+    return Failure(429, message, code=code, headers=headers)
+
+
+def failure_of(error: BaseException) -> Failure:
+    """The answer for whatever was raised. What nobody foresaw is a 500 that names only its kind: its text may hold other people's data."""
+    if isinstance(error, Failure):
+        return error
+    if isinstance(error, BusyError):
+        return busy(str(error), error.retry_after, "server_busy")
+    if isinstance(error, (RequestError, ArgumentError, TokenizerError)):
+        return Failure(400, str(error), param=_field_of(str(error)), code="invalid_value")
+    if isinstance(error, (OutOfMemoryError, MemoryError)):
+        return Failure(503, str(error) or "out of memory", code="out_of_memory")
+    if isinstance(error, ModelError):
+        return Failure(503, str(error), param="model", code="model_not_loaded")
+    if isinstance(error, TinyvllmError):
+        return Failure(500, str(error), code="engine_error")
+    return Failure(500, f"the server failed at this request ({type(error).__name__}); its log says where", code="internal_error")
+
+
+def _field_of(message: str) -> str | None:
+    """The field that a message of SamplingParams and its like speaks of."""
+    match = re.match(r"(?:SamplingParams|StructuredOutputsParams|BeamSearchParams): (\w+)(?: must|=)", message)
+    return match[1] if match else None

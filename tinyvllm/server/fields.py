@@ -1,0 +1,172 @@
+"""What every request body has in common: strict models whose fields say how far they are honoured, and errors that name the field.
+
+A field is honoured, limited (only some values mean something here) or refused (declared so that it is refused by name and reason). A null
+is always "not given". `capabilities` reads the marks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+
+from tinyvllm.config import nearest
+from tinyvllm.server.failures import Failure
+
+_LONGEST_SHOWN = 120
+
+
+class Body(BaseModel):
+    """A JSON object of a request: no conversions, no unknown names."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=(), hide_input_in_errors=True)
+
+
+B = TypeVar("B", bound=Body)
+
+
+def honoured(default: Any = None, *, example: Any = None, says: str = "", **bounds: Any) -> Any:
+    """A field that does what its name says. `example`: a value that is taken, for the documents and the test of capabilities."""
+    return Field(default, description=says or None, json_schema_extra={"x-support": "honoured", "x-example": example}, **bounds)
+
+
+def limited(default: Any = None, *, says: str, example: Any = None, beyond: Any = None, **bounds: Any) -> Any:
+    """A field of which some values are refused, or mean less than elsewhere. `beyond`: one that is refused, None where none is."""
+    marks = {"x-support": "limited", "x-example": example, "x-beyond": beyond}
+    return Field(default, description=says, json_schema_extra=marks, **bounds)
+
+
+def refused(why: str, *, example: Any = True, harmless: Sequence[Any] = ()) -> Any:
+    """A field that is not served. `harmless` values, which ask for nothing, are let through as null is."""
+    marks = {"x-support": "refused", "x-example": example, "x-harmless": list(harmless)}
+    return Field(None, description=f"Refused: {why}", json_schema_extra=marks)
+
+
+def parse(model: type[B], raw: bytes, lenient: bool = False) -> tuple[B, dict[str, Any], list[str]]:
+    """(the checked body, the same as plain objects, names of the fields that were left out because `lenient` lets unknown ones pass).
+
+    Failure 400, naming the field, for everything that is not what `model` says.
+    """
+    try:
+        data = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise Failure(400, f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(data, dict):
+        raise Failure(400, f"the body must be a JSON object, got {_kind(data)}", code="invalid_type")
+    ignored: list[str] = []
+    if lenient:
+        ignored += _drop_refused(model, data)
+    try:
+        body = model.model_validate(data)
+    except ValidationError as error:
+        unknown = [e["loc"] for e in error.errors(include_url=False, include_input=False) if e["type"] == "extra_forbidden"]
+        if not (lenient and unknown):
+            raise _failure(model, error, data) from None
+        for loc in unknown:
+            ignored.append(_path(loc, data))
+            _remove(loc, data)
+        try:
+            body = model.model_validate(data)
+        except ValidationError as second:
+            raise _failure(model, second, data) from None
+    _refuse(model, data)
+    return body, data, ignored
+
+
+@cache
+def _refusals(model: type[Body]) -> dict[str, tuple[str, list[Any]]]:
+    found = {}
+    for name, field in model.model_fields.items():
+        marks = field.json_schema_extra
+        if isinstance(marks, dict) and marks.get("x-support") == "refused":
+            found[name] = (str(field.description).removeprefix("Refused: "), list(harmless) if isinstance(harmless := marks["x-harmless"], list) else [])
+    return found
+
+
+def _refuse(model: type[Body], data: dict[str, Any]) -> None:
+    for name, (why, harmless) in _refusals(model).items():
+        value = data.get(name)
+        if value is not None and value not in harmless:
+            raise Failure(400, f"{name} is not supported here: {why}", param=name, code="unsupported_parameter")
+
+
+def _drop_refused(model: type[Body], data: dict[str, Any]) -> list[str]:
+    names = [n for n, (_, harmless) in _refusals(model).items() if data.get(n) is not None and data[n] not in harmless]
+    for name in names:
+        del data[name]
+    return names
+
+
+def _failure(model: type[Body], error: ValidationError, data: dict[str, Any]) -> Failure:
+    """The error that says most: an unknown field first, then the one that lies deepest (of a union's branches the one that nearly fit)."""
+    errors = error.errors(include_url=False, include_input=False)
+    worst = min(errors, key=lambda e: (e["type"] != "extra_forbidden", -len(e["loc"])))
+    param = _path(worst["loc"], data)
+    kind = worst["type"]
+    if kind == "extra_forbidden":
+        hint = nearest(param, model.model_fields) if len(worst["loc"]) == 1 else ""
+        text = f"unknown field {_shown(param)}{hint}; this server refuses what it does not know (--lenient lets it pass)"
+        return Failure(400, text, param=_shown(param), code="unknown_parameter")
+    if kind == "missing":
+        return Failure(400, f"missing field {param}", param=param, code="missing_required_parameter")
+    same = [e for e in errors if _path(e["loc"], data) == param]
+    says = " or ".join(dict.fromkeys(_decapitalized(e["msg"].removeprefix("Input ").removeprefix("Value error, ")) for e in same))
+    code = "invalid_type" if kind.endswith("_type") else "invalid_value"
+    return Failure(400, f"{param}: {says}, got {_kind(_at(worst['loc'], data))}", param=param, code=code)
+
+
+def _walk(loc: Sequence[int | str], data: Any) -> tuple[list[int | str], Any]:
+    """(the steps of a pydantic location that exist in the data, what lies there). Between them are names of union branches and types."""
+    steps: list[int | str] = []
+    last = len(loc) - 1
+    for i, step in enumerate(loc):
+        if isinstance(data, dict) and isinstance(step, str) and step in data or isinstance(data, list) and isinstance(step, int) and step < len(data):
+            steps.append(step)
+            data = data[step]
+        elif isinstance(data, dict) and isinstance(step, str) and i == last and re.fullmatch(r"[a-z_]+", step):
+            steps.append(step)  # a field that is missing
+            data = None
+    return steps, data
+
+
+def _path(loc: Sequence[int | str], data: Any) -> str:
+    steps, _ = _walk(loc, data)
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
+    return text.removeprefix(".")
+
+
+def _at(loc: Sequence[int | str], data: Any) -> Any:
+    return _walk(loc, data)[1]
+
+
+def _remove(loc: Sequence[int | str], data: Any) -> None:
+    steps, _ = _walk(loc, data)
+    for step in steps[:-1]:
+        data = data[step]
+    data.pop(steps[-1], None)
+
+
+def _decapitalized(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def _shown(text: str) -> str:
+    """A name that a client chose, as far as a message and a log line should hold it."""
+    plain = text.encode("ascii", "backslashreplace").decode()
+    return "".join(c if c.isprintable() else "?" for c in plain)[:_LONGEST_SHOWN]
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return str(value)[:40]
+    if isinstance(value, str):
+        return f"the text {_shown(value)[:60]!r}"
+    return "an array" if isinstance(value, list) else "an object"

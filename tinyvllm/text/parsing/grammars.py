@@ -1,0 +1,196 @@
+"""What a required call must look like in each dialect, as a Lark grammar in llguidance's dialect."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tinyvllm.errors import RequestError
+from tinyvllm.text.parsing.formats import Format
+from tinyvllm.text.parsing.tools import Tool, read_tools
+
+_STRING = r'/"([^"\\\x00-\x1F]|\\["\\nt])*"/'  # spelled alike in JSON and Python
+
+
+def grammar_for(
+    format: Format,
+    tools: Sequence[Mapping[str, Any]],
+    named: str | None = None,
+    parallel: bool = True,
+    *,
+    reasoning: bool = True,
+    opened: bool = False,
+) -> str:
+    """A grammar whose every text is one call or, with `parallel` and no `named`, some, and holds nothing else.
+
+    format: of a dialect with calls (Format.forced). named: the one tool that is to be called, once. reasoning: the model may think
+    first, if its format has marks for that; opened: the prompt ended with the opening mark. RequestError for no or unknown tools.
+    """
+    known = read_tools(tools)
+    if named is not None:
+        if named not in known:
+            raise RequestError(f"tool_choice names {named!r}, which is not among the tools: {', '.join(known) or 'there are none'}")
+        known = {named: known[named]}
+    if format.name not in _DIALECTS:
+        raise RequestError(f"no calls can be required of a model whose format is {format.name!r}")
+    if not known:
+        raise RequestError("tool_choice asks for a call, and there are no tools: give some, or ask for none")
+    rules = _Rules(format, list(known.values()), parallel and named is None)
+    calls = _DIALECTS[format.name](rules)
+    before = rules.thinking(opened) if format.think and (reasoning or opened) else ""
+    return "\n".join([f"start: {before}calls", f"calls: {calls}", *rules.lines]) + "\n"
+
+
+class _Rules:
+    """The rules that the start of a grammar refers to; each dialect's method returns what its calls are."""
+
+    def __init__(self, format: Format, tools: list[Tool], many: bool):
+        self.format = format
+        self.tools = tools
+        self.many = many
+        self.lines: list[str] = []
+
+    def thinking(self, opened: bool) -> str:
+        assert self.format.think is not None
+        start, end = self.format.think
+        if end in self.format.special:  # a token and no text; but the parser would take a text for it
+            spelled = re.escape(end).replace("/", r"\/")
+            self.lines += [f"thought: THOUGHT {self._mark(end)}", rf"THOUGHT: /(.|\n)*/ & ~/(.|\n)*{spelled}(.|\n)*/"]
+        else:
+            self.lines.append(f"thought[suffix={_quoted(end)}]: " + r"/(.|\n)*/")
+        self.lines.append(r"SPACES: /[ \t\n]*/")
+        return "thought SPACES " if opened else f"({self._mark(start)} thought SPACES)? "
+
+    def hermes(self) -> str:
+        self._objects("arguments")
+        return self._some(f'({self._mark("<tool_call>")} "\\n" call "\\n" {self._mark("</tool_call>")})', "\n")
+
+    def llama3(self) -> str:
+        self._objects("parameters")
+        return self._some("call", "; ")
+
+    def mistral(self) -> str:
+        mark = self._mark("[TOOL_CALLS]")
+        if not self.format.named_arguments:
+            self._objects("arguments")
+            return f'{mark} "[" {self._some("call", ", ")} "]"'
+        for number, tool in enumerate(self.tools):
+            self.lines.append(f'call{number}: {mark} {_quoted(tool.name)} {self._mark("[ARGS]")} arguments{number}')
+            self.lines.append(f"arguments{number}: %json {_json(_object(tool))}")
+        self._any_call()
+        return self._some("call", "")
+
+    def pythonic(self) -> str:
+        for number, tool in enumerate(self.tools):
+            items = {key: f"{_quoted(key + '=')} {self._python(number, index, tool, key)}" for index, key in enumerate(_keys(tool))}
+            self.lines.append(f"call{number}: {_quoted(tool.name + '(')} first{number}_0 {_quoted(')')}")
+            self._separated(number, items, tool, ", ")
+        self._any_call()
+        calls = f'"[" {self._some("call", ", ")} "]"'
+        if self.format.marks and self.format.closing:
+            return f"{self._mark(self.format.marks[0])} {calls} {self._mark(self.format.closing)}"
+        return calls
+
+    def qwen_xml(self) -> str:
+        for number, tool in enumerate(self.tools):
+            parts = []
+            for index, key in enumerate(_keys(tool)):
+                self._xml(f"value{number}_{index}", tool, key)
+                part = f"{_quoted(f'<parameter={key}>' + chr(10))} value{number}_{index}"
+                parts.append(part if key in _required(tool) else f"({part})?")
+            head, tail = _quoted(f"<function={tool.name}>\n"), _quoted("</function>\n")
+            self.lines.append(f"call{number}: {' '.join([head, *parts, tail])}")
+        self._any_call()
+        return self._some(f'({self._mark("<tool_call>")} "\\n" call {self._mark("</tool_call>")})', "\n")
+
+    def _xml(self, name: str, tool: Tool, key: str) -> None:
+        """A rule for a value and the mark behind it."""
+        end, types = "\n</parameter>\n", tool.types(key)
+        values = tool.schema_of(key).get("enum")
+        if types <= {"string"} and isinstance(values, list) and all(isinstance(value, str) for value in values):
+            self.lines.append(f"{name}: ({' | '.join(map(_quoted, values))}) {_quoted(end)}")
+        elif types <= {"string"}:
+            mark, rest = _quoted(end.strip()), _quoted(end[-1])
+            self.lines += [f"{name}: {name}_text {rest}", f"{name}_text[suffix={mark}]: " + r"/(.|\n)*/"]
+        else:
+            self.lines += [f"{name}: {name}_json {_quoted(end)}", f"{name}_json: %json {_json(_part(tool, key))}"]
+
+    def _python(self, number: int, index: int, tool: Tool, key: str) -> str:
+        """The name of a rule for one argument's literal."""
+        name, schema, types = f"value{number}_{index}", tool.schema_of(key), tool.types(key)
+        values = schema.get("enum")
+        if isinstance(values, list) and values:
+            self.lines.append(f"{name}: {' | '.join(_quoted(repr(value)) for value in values)}")
+        elif types == {"boolean"}:
+            self.lines.append(f'{name}: "True" | "False"')
+        elif types == {"string"}:
+            self.lines.append(f"{name}: {_STRING}")
+        else:
+            self.lines.append(f"{name}: %json {_json(_part(tool, key))}")
+        return name
+
+    def _separated(self, number: int, items: dict[str, str], tool: Tool, between: str) -> None:
+        """Rules for all required and any of the other items, in order: first_i has nothing before it, later_i has something."""
+        for index, (key, item) in enumerate(items.items()):
+            for name, before in (("first", ""), ("later", _quoted(between) + " ")):
+                skip = "" if key in _required(tool) else f" | {name}{number}_{index + 1}"
+                self.lines.append(f"{name}{number}_{index}: {before}{item} later{number}_{index + 1}{skip}")
+        self.lines += [f'{name}{number}_{len(items)}: ""' for name in ("first", "later")]
+
+    def _objects(self, arguments: str) -> None:
+        for number, tool in enumerate(self.tools):
+            head = _quoted(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{arguments}": ')
+            self.lines += [f'call{number}: {head} arguments{number} "}}"', f"arguments{number}: %json {_json(_object(tool))}"]
+        self._any_call()
+
+    def _any_call(self) -> None:
+        self.lines.append("call: " + " | ".join(f"call{number}" for number in range(len(self.tools))))
+
+    def _some(self, call: str, between: str) -> str:
+        return f"{call} ({_quoted(between) + ' ' if between else ''}{call})*" if self.many else call
+
+    def _mark(self, mark: str) -> str:
+        return f"<[{self.format.special[mark]}]>" if mark in self.format.special else _quoted(mark)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    """A schema for %json, with the spaces that models are trained on and no others: a model may go on with spaces for ever."""
+    spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return json.dumps({**schema, "x-guidance": spaces}, ensure_ascii=False)
+
+
+def _keys(tool: Tool) -> list[str]:
+    properties = tool.parameters.get("properties")
+    return list(properties) if isinstance(properties, Mapping) else []
+
+
+def _required(tool: Tool) -> Sequence[str]:
+    required = tool.parameters.get("required")
+    return required if isinstance(required, list) else ()
+
+
+def _object(tool: Tool) -> Mapping[str, Any]:
+    """The schema of the arguments; of a tool that says nothing of arguments, that there are none."""
+    if not tool.parameters.get("properties") and set(tool.parameters) <= {"type", "properties", "required"}:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return {"type": "object", **tool.parameters}
+
+
+def _part(tool: Tool, key: str) -> Mapping[str, Any]:
+    """The schema of one argument by itself, with the definitions that it may refer to."""
+    return {**tool.schema_of(key), **{name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}}
+
+
+_DIALECTS: Mapping[str, Callable[[_Rules], str]] = {
+    "hermes": _Rules.hermes,
+    "llama3": _Rules.llama3,
+    "mistral": _Rules.mistral,
+    "pythonic": _Rules.pythonic,
+    "qwen_xml": _Rules.qwen_xml,
+}
