@@ -186,3 +186,10 @@ def test_adopt_takes_no_block_that_is_used_and_no_wrong_hash():
     cache.pool.release(publish(cache, [3, 4]))
     assert cache.adopt(entry.hash, entry.parent, entry.tokens) is None
     assert cache.known(cache.hash_blocks([3, 4])) == 1
+
+
+def test_what_came_back_and_was_evicted_again_is_remembered_as_the_latest():
+    cache = cache_of(1, remembered=2)
+    for tokens in ([1, 2], [3, 4], [1, 2], [5, 6], [7, 8]):
+        cache.pool.release(publish(cache, tokens))
+    assert [cache.explain(tokens).evicted_blocks for tokens in ([1, 2], [3, 4], [5, 6])] == [1, 0, 1]

@@ -119,6 +119,22 @@ def attention(stem: str, cache: str, target: str, H: int = 4, K: int = 2, D: int
     return kernel(stem, target, 2, [blank(T, H, D), scratch, *ins], **sizes, SCALE=f"{D**-0.5}f", WINDOW=0)
 
 
+def cascade(cache: str, target: str, H: int = 4, K: int = 2, D: int = 48, S: int = 16) -> Call:
+    """Three decodes whose first 272 tokens lie in the same blocks, and a fourth that has nothing in common with them."""
+    context, shared, M = [300, 320, 290, 33], 17, 20
+    own = [-(-n // S) - shared for n in context[:3]] + [3]
+    P = shared + sum(own)
+    numbers = random.standard_normal((P, 2, K, S, D)).astype(np.float32)
+    pool = {"F32": numbers, "BF16": (numbers.view(np.uint32) >> 16).astype(np.uint16)}[cache]
+    tables, ids = np.full((4, M), 2**30, np.int32), iter(range(shared, P))
+    for b in range(4):
+        blocks = [*range(shared if b < 3 else 0), *(next(ids) for _ in range(own[b]))]
+        tables[b, : len(blocks)] = blocks
+    ins = [floats(4, H, D), filled(pool), filled(tables), int32(*context), int32(4), int32(0, 16 * shared, 16 * shared, 0)]
+    sizes = {"H": H, "K": K, "D": D, "S": S, "B": 4, "M": M, "CACHE_TYPE": cache, "CASCADE": 1}
+    return kernel("attention_decode", target, 2, [blank(4, H, D), blank(4 * H * 2 * (D + 2)), *ins], **sizes, SCALE=f"{D**-0.5}f", WINDOW=0)
+
+
 def pack(source: str, format: str, target: str, I: int = 96, rows: int = 37) -> Call:
     arrays = [panels(format, rows, I), weight_bytes(source, rows, I), int32(0, 3, rows)]
     return kernel("pack", target, 1, arrays, I=I, SOURCE=source, FORMAT=format)
@@ -162,6 +178,8 @@ def _samples() -> dict[str, Callable[[str], Call]]:
         samples[f"kv_append {cache}"] = functools.partial(kv_append, cache)
         for stem in ("attention_decode", "attention_prefill"):
             samples[f"{stem} {cache}"] = functools.partial(attention, stem, cache)
+    for cache in ("F32", "BF16"):
+        samples[f"attention_decode {cache} shared"] = functools.partial(cascade, cache)
     return samples
 
 

@@ -28,6 +28,7 @@ NAMES = [
     "norm_head BF16",
     "attention_decode BF16",
     "attention_decode F32",
+    "attention_decode BF16 shared",
     "attention_prefill BF16",
     "embed Q4_0",
     "embed BF16 from rows",

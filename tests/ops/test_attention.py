@@ -1,4 +1,5 @@
-"""Paged attention, by kernels and by the reference, against a few lines of numpy: decodes, chunks, both, windows, groups of query heads.
+"""Paged attention, by kernels and by the reference, against a few lines of numpy: decodes, chunks, both, windows, groups of query heads,
+blocks that sequences share.
 
 Blocks come in any order, decodes are padded to their bucket, and every slot of the pool that no row may see holds a NaN.
 """
@@ -39,17 +40,19 @@ class Step:
     """Decodes of so many tokens of context each and chunks of (start, length), as the runner lays them out.
 
     `rows` [N] are those that count, with `positions` and `owners` of their own; `pool` [P, 2, K, S, D] has numbers where they may look.
+    The first `shared` tokens of all decodes lie in the same blocks; `alike` is what the batch says of that, None nothing.
     """
 
-    def __init__(self, decodes, chunks, K, D=D, S=S, M=M, P=P):
+    def __init__(self, decodes, chunks, K, D=D, S=S, M=M, P=P, shared=0, alike=None):
         bucket = BUCKET if decodes else 0
         sequences, random = bucket + len(chunks), np.random.default_rng(3)
         tables = np.zeros((sequences, M), np.int32)
         contexts = np.zeros(sequences, np.int32)
         blocks = random.permutation(P).tolist()
         for b, context in [*enumerate(decodes), *((bucket + i, start + length) for i, (start, length) in enumerate(chunks))]:
-            needed = -(-context // S)
-            tables[b, :needed], blocks, contexts[b] = blocks[:needed], blocks[needed:], context
+            needed, lead = -(-context // S), shared // S if 0 < b < len(decodes) else 0
+            tables[b, :lead] = tables[0, :lead]
+            tables[b, lead:needed], blocks, contexts[b] = blocks[: needed - lead], blocks[needed - lead :], context
         positions, owners, starts = [c - 1 for c in decodes] + [0] * (bucket - len(decodes)), list(range(bucket)), [*range(bucket + 1)]
         for i, (start, length) in enumerate(chunks):
             positions += range(start, start + length)
@@ -66,7 +69,8 @@ class Step:
         arrays += [[bucket, len(chunks)], [0], [0]]
         tensors = [realized(np.asarray(a, dtype=np.int32)) for a in arrays]
         longest = max((n for _, n in chunks), default=1)
-        self.batch = Batch(*tensors, -(-int(contexts.max()) // S), bucket, longest)
+        common = None if alike is None else realized(np.array([*alike, *[0] * (sequences - len(alike))], np.int32))
+        self.batch = Batch(*tensors, -(-int(contexts.max()) // S), bucket, longest, common)
         self.S = S
 
     def attend(self, window=0, dtype=dtypes.float32):
@@ -149,3 +153,26 @@ def test_a_decode_has_the_same_bits_in_any_company(monkeypatch):
         alone.pool[alone.tables[0, :blocks]] = step.pool[step.tables[b, :blocks]]
         alone.q[0] = step.q[b]
         np.testing.assert_array_equal(alone.attend()[0].view(np.uint32), whole[b].view(np.uint32))
+
+
+SHARING, ALIKE = [600, 513, 560, 520], [0, 512, 512, 512]  # contexts, and what they have in common
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("window", [0, 300], ids=["full", "window"])
+def test_blocks_that_decodes_share_change_no_bits(monkeypatch, window, row):
+    force(monkeypatch, row, row)
+    sizes = {"S": 16, "M": 40, "P": 60}
+    alone, together = (Step(SHARING, [(0, 20)], 2, shared=512, alike=alike, **sizes) for alike in (None, ALIKE))
+    np.testing.assert_allclose(together.attend(window), together.expected(window), atol=2e-6)
+    np.testing.assert_array_equal(together.attend(window).view(np.uint32), alone.attend(window).view(np.uint32))
+
+
+def test_the_kernel_takes_the_batchs_word_for_what_is_shared_and_the_reference_does_not(monkeypatch):
+    sizes = {"S": 16, "M": 40, "P": 140}
+    for row, believes in ((ROWS[0], True), ("ref", False)):
+        force(monkeypatch, row, "ref")
+        step = Step(SHARING, [], 2, alike=ALIKE, **sizes)  # nothing is shared
+        wrong, right = step.attend(), step.expected()
+        np.testing.assert_allclose(wrong[0], right[0], atol=2e-6)
+        assert np.allclose(wrong[1:], right[1:], atol=2e-6) is not believes

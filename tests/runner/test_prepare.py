@@ -85,7 +85,7 @@ def test_the_device_holds_what_the_host_laid_out():
     inputs, blocks = fill([entry(1, 5, 4, 1), entry(2, 30, 10, 20)])
     batch = inputs.batch(blocks)
     for name in ("tokens", "positions", "slots", "query_starts", "context_lens", "block_tables", "rows", "decodes", "chunks",
-                 "samples", "sample_count"):  # fmt: skip
+                 "samples", "sample_count", "alike"):  # fmt: skip
         np.testing.assert_array_equal(download(getattr(batch, name).contiguous().realize()), getattr(inputs, name))
 
 
@@ -189,3 +189,87 @@ def test_a_sequence_in_the_memory_of_an_ended_one_is_another(uploads, monkeypatc
     uploads.clear()
     inputs.fill(decodes(6, batch=[entry(2, 100, 0, 1)]), [], S)
     assert len(uploads) == 1 and uploads[0] > M
+
+
+# --- decodes that share blocks
+
+
+def sharing(number, shared, *, own=1, num_tokens=1):
+    """A decode behind the blocks `shared`, at the last slot but one of its own."""
+    start = (len(shared) + own) * S - 2
+    scheduled = entry(number, start + num_tokens, start, num_tokens)
+    scheduled.sequence.block_table = [*shared, *(100 * number + i for i in range(own))]
+    return scheduled
+
+
+def test_decodes_that_share_blocks_stand_side_by_side():
+    a, b = [1, 2, 3], [5, 6]
+    entries = [sharing(1, a), sharing(2, b), sharing(3, []), sharing(4, a[:2]), sharing(5, b), sharing(6, a), sharing(7, a[:2])]
+    inputs, _ = fill(entries)
+    ids = (inputs.tokens[:7] // 100).tolist()
+    assert ids == [1, 6, 4, 7, 2, 5, 3], "groups in order of their first, and within one the more they share the closer"
+    assert inputs.alike.tolist() == [0, 3 * S, 2 * S, 2 * S, 0, 2 * S, 0, 0]
+    assert inputs.samples[:7].tolist() == list(range(7))
+
+
+def test_the_order_of_the_rows_is_told_and_kept_while_the_schedule_is_the_same():
+    """A step is launched before the last one's tokens are known: its rows must be the last one's, whatever tables have become."""
+    from tinyvllm.runner.prepare import StepInputs, shape_of
+
+    inputs = StepInputs(shape_of(decodes(1, 1, 1, 1), []), M, SCRATCH, "CPU")
+
+    def rows(ids, shared=(1, 2)):
+        singles = [sharing(n, shared if n % 2 else []) for n in ids]
+        inputs.fill(singles, [], S)
+        return [scheduled.sequence.sequence_id for scheduled in singles], inputs.alike.tolist()
+
+    assert rows([1, 2, 3, 4]) == ([1, 3, 2, 4], [0, 2 * S, 0, 0])
+    assert rows([1, 2, 3, 4], shared=()) == ([1, 3, 2, 4], [0] * 4)
+    assert rows([2, 3, 4, 5], shared=()) == ([2, 3, 4, 5], [0] * 4)
+    assert rows([2, 3, 4, 5]) == ([2, 3, 4, 5], [0] * 4)
+    assert rows([4, 3, 2, 1]) == ([4, 1, 3, 2], [0, 0, 2 * S, 0])
+
+
+def test_only_blocks_that_both_have_filled_are_shared():
+    """The last row's tables hold what somebody else left behind the blocks that it has."""
+    inputs, _ = fill([sharing(1, [1, 2, 3, 4], own=2), sharing(2, [1, 2, 3, 4], own=2)])
+    assert inputs.alike.tolist() == [0, 4 * S]
+    second = sharing(3, [1, 2], own=0)
+    second.sequence.block_table = [1, 2]
+    inputs.fill([sharing(1, [1, 2, 3, 4], own=2), second], [], S)
+    assert second.start == 2 * S - 2 and inputs.alike.tolist() == [0, S], "its second block lacks a token"
+
+
+def test_a_decode_beside_chunks_shares_and_a_chunk_does_not():
+    chunk = sharing(3, [1, 2], own=2, num_tokens=2)
+    inputs, _ = fill([sharing(1, [1, 2]), chunk, sharing(2, [1, 2])])
+    assert inputs.alike.tolist() == [0, 2 * S] + [0] * 7
+
+
+def test_without_cascade_the_schedules_order_stays():
+    from tinyvllm.runner.prepare import StepInputs, shape_of
+
+    singles = [sharing(1, [1, 2]), sharing(2, []), sharing(3, [1, 2])]
+    inputs = StepInputs(shape_of(singles, []), M, SCRATCH, "CPU", cascade=False)
+    inputs.fill(singles, [], S)
+    assert [e.sequence.sequence_id for e in singles] == [1, 2, 3] and not inputs.alike.any()
+
+
+def test_what_is_shared_follows_tables_that_change_on_the_way(uploads):
+    from tinyvllm.ops.launch import download
+
+    batch = [sharing(1, [1, 2, 3], own=2), sharing(2, [1, 2, 3], own=2)]
+    inputs = made(batch)
+    assert inputs.alike.tolist() == [0, 3 * S]
+    inputs.advanced(batch, 1)
+    for scheduled in batch:
+        scheduled.start += 1
+    batch[0].sequence.block_table.append(77)
+    uploads.clear()
+    inputs.fill(batch, [], S)
+    assert uploads == [2 * M, 2], "a new block of one's own changes nothing in common"
+    inputs.advanced(batch, 0)
+    batch[1].sequence.block_table[1] = 40
+    uploads.clear()
+    inputs.fill(batch, [], S)
+    assert uploads == [2 * M, 2, 2] and download(inputs.batch(1).alike).tolist() == [0, S]

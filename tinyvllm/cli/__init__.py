@@ -46,6 +46,10 @@ def _run(arguments: list[str]) -> int:
         from tinyvllm.cli import serve
 
         return serve.run(options)
+    if command == "batch":
+        from tinyvllm.cli import batch
+
+        return batch.run(options)
     if command == "kernels":
         from tinyvllm.cli import kernels
 

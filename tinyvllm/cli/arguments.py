@@ -12,7 +12,7 @@ from tinyvllm.config import DTYPES, LOAD_FORMATS, QUANTIZATIONS, nearest, parse_
 from tinyvllm.errors import ArgumentError
 from tinyvllm.request import SamplingParams
 
-COMMANDS = ("generate", "chat", "serve", "kernels", "verify", "replay")
+COMMANDS = ("generate", "chat", "serve", "batch", "kernels", "verify", "replay")
 MAX_TOKENS = {"generate": 256, "chat": 1024}
 
 _ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -40,14 +40,28 @@ _ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--load-format", {"metavar": "F", "help": f"{', '.join(LOAD_FORMATS)}; dummy fills the model with random weights"}),
 )
 
+_Option = tuple[str, dict[str, Any]]
+_MODELS: _Option = (
+    "--model",
+    {"action": "append", "metavar": "[NAME=]PATH", "help": "as elsewhere; may be repeated, each then loaded on first use"},
+)
+_SERVED_MODEL_NAME: _Option = (
+    "--served-model-name",
+    {"action": "append", "metavar": "NAME", "default": None, "help": "name of the only model; may be repeated"},
+)
+_LENIENT: _Option = (
+    "--lenient",
+    {"action": "store_true", "help": "leave unknown fields out and name them in X-Ignored-Fields, instead of refusing them"},
+)
+
 _SERVER_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--host", {"metavar": "H", "help": "address to listen on; 0.0.0.0 or :: for all (then set --api-key)"}),
     ("--port", {"type": int, "metavar": "N", "help": "8000 where not given; 0 takes a free one, which the ready line names"}),
-    ("--served-model-name", {"action": "append", "metavar": "NAME", "default": None, "help": "name of the only model; may be repeated"}),
+    _SERVED_MODEL_NAME,
     ("--unload-idle", {"type": float, "metavar": "S", "default": None, "help": "unload a model that was not used for so many seconds"}),
     ("--chat-template", {"metavar": "F", "default": None, "help": "file with a Jinja template in place of the models' own"}),
     ("--trust-request-chat-template", {"action": "store_true", "help": "let requests bring chat templates"}),
-    ("--lenient", {"action": "store_true", "help": "leave unknown fields out and name them in X-Ignored-Fields, instead of refusing them"}),
+    _LENIENT,
     ("--api-key", {"action": "append", "metavar": "KEY", "default": None, "help": "let in who shows this key; may be repeated"}),
     ("--api-key-file", {"metavar": "F", "default": None, "help": "file of keys, one a line, with name=... and limits behind it"}),
     ("--cors-origin", {"action": "append", "metavar": "URL", "help": "let pages of this origin use the server; * for all; may be repeated"}),
@@ -150,7 +164,7 @@ def _generate_parser() -> Parser:
     parser = _common(
         "generate",
         "Continue prompts with a language model. One prompt is answered on stdout as it comes.",
-        "Other commands: tinyvllm chat, serve, kernels, verify, replay (see their --help).",
+        "Other commands: tinyvllm chat, serve, batch, kernels, verify, replay (see their --help).",
     )
     prompts: tuple[tuple[str, dict[str, Any]], ...] = (
         ("--prompt", {"action": "append", "metavar": "TEXT", "help": "what to continue; may be repeated; - reads stdin"}),
@@ -181,8 +195,21 @@ def _chat_parser() -> Parser:
 def _serve_parser() -> Parser:
     parser = _common("serve", "Serve models over HTTP as OpenAI and Anthropic do. SIGTERM lets accepted requests finish.")
     _add(parser, "server", _SERVER_OPTIONS)
-    model = {"action": "append", "metavar": "[NAME=]PATH", "help": "as elsewhere; may be repeated, each then loaded on first use"}
-    _add(parser, "engine (of every model)", (("--model", model), *_others("--model")))
+    _add(parser, "engine (of every model)", (_MODELS, *_others("--model")))
+    return parser
+
+
+def _batch_parser() -> Parser:
+    parser = _common("batch", "Answer a file of requests in OpenAI's batch format. Goes on where an earlier run of the same command ended.")
+    parser.add_argument("input", metavar="IN.jsonl", help="a request a line: custom_id, method, url and body")
+    parser.add_argument("-o", "--output", metavar="OUT.jsonl", required=True, help="an answer a line, in the order of their coming")
+    own: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("--concurrency", {"type": int, "metavar": "N", "default": None, "help": "requests at the same time; twice --max-num-seqs"}),
+        _SERVED_MODEL_NAME,
+        _LENIENT,
+    )
+    _add(parser, "batch", own)
+    _add(parser, "engine (of every model)", (_MODELS, *_others("--model")))
     return parser
 
 
@@ -226,6 +253,7 @@ PARSERS = {
     "generate": _generate_parser,
     "chat": _chat_parser,
     "serve": _serve_parser,
+    "batch": _batch_parser,
     "kernels": _kernels_parser,
     "verify": _verify_parser,
     "replay": _replay_parser,

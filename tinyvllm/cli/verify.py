@@ -40,13 +40,14 @@ def _engine_options(options: argparse.Namespace) -> dict[str, Any]:
 
 def _verify(options: argparse.Namespace, given: dict[str, Any]) -> Report:
     from tinyvllm.engine.llm import LLM
-    from tinyvllm.engine.verify import PROMPTS, verify
 
     if not options.quiet:
         say("verify: the reference takes its time, above all the first time on a machine")
     bar = LoadBar() if sys.stderr.isatty() and not options.quiet else None
     try:
         with LLM(**given, progress=bar) as llm:
+            from tinyvllm.engine.verify import PROMPTS, verify  # tinygrad comes with it, and must not before its device is known
+
             return verify(llm.engine, options.prompt or PROMPTS, options.steps, options.tolerance)
     finally:
         if bar is not None:

@@ -74,12 +74,13 @@ class AsyncLLM:
         """The growing output of one prompt or conversation; the last one is finished. `output_kind` says what each holds.
 
         A caller slower than the engine misses intermediate outputs, never the last; of deltas it gets several as one. Leaving the
-        iteration, or being cancelled, aborts the request. Raises RequestError for what cannot be served, BusyError for what the queue refuses, and whatever ended the engine
-        if it ended.
+        iteration, or being cancelled, aborts the request. Raises RequestError for what cannot be served, BusyError for what the queue
+        refuses, and whatever ended the engine if it ended.
         """
         params = spread(sampling_params, self.default_params, 1)[0]
-        async for output in self._outputs(await self.encode(prompt), params, request_id, terms):
-            yield output
+        async with contextlib.aclosing(self._outputs(await self.encode(prompt), params, request_id, terms)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def beam_search(
         self,
@@ -90,7 +91,8 @@ class AsyncLLM:
         terms: Terms | None = None,
     ) -> RequestOutput:
         """The best continuations of one prompt by beam search, the best first."""
-        return [output async for output in self._outputs(await self.encode(prompt), params, request_id, terms)][-1]
+        async with contextlib.aclosing(self._outputs(await self.encode(prompt), params, request_id, terms)) as outputs:
+            return [output async for output in outputs][-1]
 
     async def encode(self, prompt: Prompt | Sequence[Message]) -> Encoded:
         """The token ids of a prompt or conversation, and its text, in a thread: a long one must not hold up the other callers."""
@@ -98,7 +100,7 @@ class AsyncLLM:
         return await asyncio.to_thread(encode_prompt, self.tokenizer, item)
 
     async def embed(self, prompts: list[list[int]], pooling: str = "mean", normalize: bool = True) -> np.ndarray:
-        """Embeddings float32 [N, E] of N prompts of token ids: the hidden states' mean, or the last one ("last"), of length 1 if `normalize`."""
+        """Embeddings float32 [N, E] of N prompts of token ids: of the hidden states the mean, or the last, made of length 1 or not."""
         import numpy as np
 
         return np.stack([await self._ask(functools.partial(_embed, ids, pooling, normalize)) for ids in prompts])
@@ -261,7 +263,8 @@ class _Mailbox:
     """The newest output of one request, on its way from the engine's thread to the coroutine that waits. Lives in the event loop.
 
     A slot rather than a queue: outputs are cumulative or can be joined, and a caller that reads slowly must not make them pile up. The
-    engine knows the request by `key`, which is never used again: `name` is the caller's, who may give it anew while the engine still ends the old request.
+    engine knows the request by `key`, which is never used again: `name` is the caller's, who may give it anew while the engine still ends
+    the old request.
     """
 
     def __init__(self, name: str, key: str, joins: bool) -> None:

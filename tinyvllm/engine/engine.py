@@ -19,7 +19,8 @@ from tinyvllm.engine.accounts import Accounts, Costs
 from tinyvllm.engine.beam import BeamState
 from tinyvllm.engine.output import Owner, RequestState
 from tinyvllm.engine.scoring import PromptScore
-from tinyvllm.errors import BusyError, ModelError, OutOfMemoryError, RequestError
+from tinyvllm.engine.shaping import Shaping
+from tinyvllm.errors import BusyError, ModelError, OutOfMemoryError, RequestError, TinyvllmError
 from tinyvllm.metrics import engine_metrics
 from tinyvllm.request import BeamSearchParams, Logprob, RequestOutput, SamplingParams, Sequence, Terms
 from tinyvllm.runner.device import start_device
@@ -66,6 +67,7 @@ class Engine:
         self.scheduler = self._new_scheduler()
         self.sampler = Sampler(self.runner.config.vocab_size, config.max_num_seqs, device)
         self.metrics = engine_metrics(config.model, "0", self.runner.max_model_len, self._cache_facts())
+        self.shaping = Shaping(self.sampler, self.tokenizer, self.eos_ids, self.metrics)
         costs = Costs(self.runner.bytes_per_token, self.runner.pool.block_bytes // config.block_size, self.read_bandwidth)
         self.accounts = Accounts(self.metrics, costs, self.scheduler)
         self._requests: dict[str, Owner] = {}
@@ -138,10 +140,15 @@ class Engine:
             state = self._new_request(request_id, prompt_token_ids, params, prompt, terms)
         if terms.explain:
             state.explanation = self.explain(prompt_token_ids, terms.cache_salt)
+        if isinstance(params, SamplingParams):
+            self.shaping.admit(state.sequences, prompt)
         try:
             self.scheduler.add(state.sequences[0], state.sequences[1:])
-        except BusyError as error:
-            self.metrics.rejected(error.reason)
+        except TinyvllmError as error:
+            for sequence in state.sequences:
+                self.shaping.leave(sequence)
+            if isinstance(error, BusyError):
+                self.metrics.rejected(error.reason)
             raise
         self._requests[request_id] = state
         self._owners |= {sequence.sequence_id: state for sequence in state.sequences}
@@ -254,6 +261,7 @@ class Engine:
         if self._overlaps and step.decodes and rounds == 1 and not self._looks_at_each(sequences):
             self._launch_ahead(schedule, step, flags)
             return
+        self.shaping.begin(sequences)
         self.accounts.spent("prepare")
         self.accounts.launched(schedule, self._owners_of(schedule), rounds)
         result = self.runner.launch(step)
@@ -262,8 +270,9 @@ class Engine:
         if not sequences:
             self.accounts.spent("run")
             return
-        plain = result.best is not None and not flags
-        sampled = self.sampler.draw(result.logits, flags) if result.best is None or flags else result.best
+        failures = self.shaping.finish(result.logits, sequences)
+        plain = result.best is not None and not flags and not self.shaping.processes(sequences)
+        sampled = result.best if plain and result.best is not None else self.sampler.draw(result.logits, flags)
         if step.decodes:
             draw = None if plain else self.sampler.call(result.logits, flags)
             self.sampler.drawn(step.B, flags, rounds - 1)
@@ -281,7 +290,10 @@ class Engine:
         logprobs = self.sampler.logprobs(result.logits, sequences, chosen)
         self.accounts.spent("sample")
         for sequence, token, logprob in zip(sequences, chosen, logprobs, strict=True):
-            self._append(sequence, token, logprob)
+            if sequence.sequence_id in failures:
+                self._finish(self._owners[sequence.sequence_id], sequence, "error", failures[sequence.sequence_id])
+            else:
+                self._append(sequence, token, logprob)
 
     def _owners_of(self, schedule: Schedule) -> list[Owner]:
         return [self._owners[entry.sequence.sequence_id] for entry in schedule.entries]
@@ -312,13 +324,14 @@ class Engine:
 
     def _looks_at_each(self, sequences: list[Sequence]) -> bool:
         """Whether the host has something to do between a token and the next."""
-        return self.sampler.withholds(sequences) or any(s.logprobs is not None for s in sequences)
+        return self.sampler.withholds(sequences) or self.shaping.looks_at_each(sequences) or any(s.logprobs is not None for s in sequences)
 
     def _join(self, sequences: list[Sequence]) -> None:
         """Tell the sampler about those that were admitted, or admitted again, since their last token."""
         for sequence in sequences:
             if self._rows.get(sequence.sequence_id) != sequence.row:
                 self.sampler.join(sequence, self.eos_ids)
+                self.shaping.joined(sequence)
                 self._rows[sequence.sequence_id] = sequence.row
 
     def _append(self, sequence: Sequence, token: int, logprobs: dict[int, Logprob] | None) -> None:
@@ -329,10 +342,29 @@ class Engine:
         reason = state.append(sequence, token, logprobs)
         self.accounts.waited(state, 1)
         self._changed[state.request_id] = state
-        if reason is not None:
+        if isinstance(state, BeamState):
+            if state.ready:
+                self._turn(state)
+        elif reason is not None:
             self._release(sequence, reason)
-        elif isinstance(state, BeamState) and state.ready:
-            self._turn(state)
+        else:
+            self._shape(state, sequence)
+
+    def _shape(self, state: Owner, sequence: Sequence) -> None:
+        """What follows from a token that was drawn: others that are forced, or the end."""
+        forced, reason, error = self.shaping.took(sequence)
+        while forced and reason is None:
+            token = forced.pop(0)
+            self.accounts.stats.forced_tokens += 1
+            self.accounts.waited(state, 1)
+            ended = state.append(sequence, token, None)
+            if ended is not None:
+                self._release(sequence, ended)
+                return
+            more, reason, error = self.shaping.took(sequence)
+            forced = forced or more
+        if reason is not None:
+            self._finish(state, sequence, reason, error)
 
     def _turn(self, search: BeamState) -> None:
         """The next round of a beam search: forks first, while what they come from is as it was."""
@@ -355,6 +387,7 @@ class Engine:
 
     def _release(self, sequence: Sequence, reason: str) -> None:
         self._leave(sequence)
+        self.shaping.leave(sequence)
         self.scheduler.finish(sequence, reason)
         self._owners.pop(sequence.sequence_id, None)
 
@@ -396,7 +429,7 @@ class Engine:
         if score.done:
             state = self._requests[request_id]
             assert isinstance(state, RequestState)
-            state.prompt_logprobs = score.logprobs
+            state.prompt_logprobs = state.named(score.logprobs)
             self._changed[request_id] = state
             self._end_score(request_id)
 
@@ -452,17 +485,31 @@ class Engine:
 
     def prompt_logits(self, token_ids: list[int]) -> np.ndarray:
         """Float32 logits [T, V] of every position of one prompt, computed beside whatever is running."""
-        pool = self.scheduler.pool
+        return self._beside("prompt_logits", token_ids, self.runner.prompt_logits)
+
+    def embed(self, token_ids: list[int], pooling: str = "mean", normalize: bool = True) -> np.ndarray:
+        """One prompt as a vector float32 [E]: its hidden states' mean, or the last of them, made of length 1 where `normalize` says so."""
+        if pooling not in ("mean", "last"):
+            raise RequestError(f"embed: pooling must be mean or last, got {pooling!r}")
+        states = self._beside("embed", token_ids, self.runner.states)
+        pooled: np.ndarray = states.mean(0) if pooling == "mean" else states[-1]
+        return pooled / max(float(np.linalg.norm(pooled)), 1e-12) if normalize else pooled
+
+    def _beside(self, speaker: str, token_ids: list[int], compute: Callable[[Scheduled], np.ndarray]) -> np.ndarray:
+        """What `compute` gives for each chunk of a prompt, joined, in blocks that are free for the moment."""
+        pool, V = self.scheduler.pool, self.runner.config.vocab_size
         if not token_ids or len(token_ids) > self.runner.max_model_len:
-            raise RequestError(f"prompt_logits: expected 1 to {self.runner.max_model_len} tokens, got {len(token_ids)}")
-        sequence = Sequence(-1, "prompt_logits", list(token_ids), SamplingParams())
+            raise RequestError(f"{speaker}: expected 1 to {self.runner.max_model_len} tokens, got {len(token_ids)}")
+        if bad := next((t for t in token_ids if not 0 <= t < V), None):
+            raise RequestError(f"{speaker}: token id {bad} is outside the vocabulary of {V}")
+        sequence = Sequence(-1, speaker, list(token_ids), SamplingParams())
         sequence.block_table = pool.allocate(pool.blocks_for(len(token_ids)))
         try:
             size = self.config.max_num_batched_tokens
             starts = range(0, len(token_ids), size)
             entries = [Scheduled(sequence, start, min(size, len(token_ids) - start), False) for start in starts]
             with _TURN:
-                return np.concatenate([self.runner.prompt_logits(entry) for entry in entries])
+                return np.concatenate([compute(entry) for entry in entries])
         finally:
             pool.release(sequence.block_table)
 
@@ -487,6 +534,7 @@ class Engine:
     def close(self) -> None:
         """Drop the model and the cache; the engine cannot be used afterwards. A second call does nothing."""
         self._ahead = None
+        self.shaping.close()
         self.__dict__.pop("runner", None)
         self.__dict__.pop("sampler", None)
 

@@ -126,6 +126,12 @@ class LLM:
         outputs = self.follow(prompt, sampling_params)  # prompt and parameters are refused here, not at the first `next`
         return _deltas(outputs)
 
+    def embed(self, prompts: Prompt | Sequence[Prompt], pooling: str = "mean", normalize: bool = True) -> np.ndarray:
+        """Embeddings float32 [N, E] of prompts: the mean of their hidden states, or the last one, of length 1 where `normalize` says so."""
+        items: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else _listed("prompts", prompts)  # type: ignore[list-item]
+        encoded = encode_all(self.engine.tokenizer, items)
+        return np.stack([self.engine.embed(one.token_ids, pooling, normalize) for one in encoded])
+
     def prompt_logits(self, token_ids: list[int]) -> np.ndarray:
         """Float32 logits [T, V] of every position of one prompt."""
         return self.engine.prompt_logits(token_ids)

@@ -231,6 +231,10 @@ class RequestState:
         if self.finished:
             self.metrics.finished = time.monotonic()
 
+    def named(self, prompt: list[dict[int, Logprob] | None]) -> list[dict[int, Logprob] | None]:
+        """Log-probabilities of a prompt's tokens, with the tokens' texts."""
+        return [None if found is None else self._named(found) for found in prompt]
+
     def _named(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
         tokenizer = self._tokenizer
         if tokenizer is None:

@@ -67,13 +67,21 @@ class GPT2:
 
     def forward_batch(self, batch: Batch, caches: list[LayerCache]) -> tuple[Tensor, Tensor | None]:
         """Logits float32 [N, V] of the rows that the batch samples from, and their largest's tokens where a kernel finds them."""
+        head = weight_of(self, "token_embd" if self.config.tied else "output")
+        return norm_head(self.states(batch, caches), self.final_norm, head, batch.samples, batch.sample_count)
+
+    def states(self, batch: Batch, caches: list[LayerCache]) -> Tensor:
+        """What the last layer gives, float32 [T, E]; `final_norm` comes behind it."""
         positions = self.position_embd.weight[batch.positions].float()
         x = (embed(self.table, batch.tokens, batch.rows) + positions).contiguous()
         attention = PagedAttention(batch, int(caches[0].keys.shape[3]))
         for block, cache in zip(self.blk, caches, strict=True):
             x = block.forward_batch(x, batch, attention, cache)
-        norm = layer(self.output_norm)
-        return norm_head(x, norm, weight_of(self, "token_embd" if self.config.tied else "output"), batch.samples, batch.sample_count)
+        return x
+
+    @property
+    def final_norm(self) -> Norm:
+        return layer(self.output_norm)
 
     @property
     def table(self) -> Table:

@@ -87,13 +87,21 @@ class Llama(Transformer):
 
     def forward_batch(self, batch: Batch, caches: list[LayerCache], rope: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits float32 [N, V] of the rows that the batch samples from, and their largest's tokens where a kernel finds them."""
+        head = weight_of(self, "token_embd" if self.config.tied else "output")
+        return norm_head(self.states(batch, caches, rope), self.final_norm, head, batch.samples, batch.sample_count)
+
+    def states(self, batch: Batch, caches: list[LayerCache], rope: Tensor) -> Tensor:
+        """What the last layer gives, float32 [T, E]; `final_norm` comes behind it."""
         x = embed(self.table, batch.tokens, batch.rows)
         angles = rope[batch.positions].contiguous()
         attention = PagedAttention(batch, int(caches[0].keys.shape[3]))
         for block, cache in zip(self.blk, caches, strict=True):
             x = block.forward_batch(x, batch, attention, cache, angles)
-        head = weight_of(self, "token_embd" if self.config.tied else "output")
-        return norm_head(x, rms(self.output_norm), head, batch.samples, batch.sample_count)
+        return x
+
+    @property
+    def final_norm(self) -> Norm:
+        return rms(self.output_norm)
 
     @property
     def table(self) -> Table:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_LOGPROBS = 20
+STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
 OUTPUT_KINDS = ("cumulative", "delta", "final_only")
 
 # (prompt token ids, output token ids so far, logits float32 [V]) -> logits float32 [V], the same array changed or another. Called once a
@@ -43,7 +44,7 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in ("json", "regex", "choice", "grammar", "json_object") if getattr(self, name)]
+        given = [name for name in STRUCTURES if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             got = " and ".join(given) or "none"
             raise ArgumentError(f"StructuredOutputsParams: give exactly one of json, regex, choice, grammar, json_object; got {got}")
@@ -59,7 +60,7 @@ class StructuredOutputsParams:
     @property
     def kind(self) -> str:
         """Which of the five is given."""
-        return next(name for name in ("json", "regex", "choice", "grammar", "json_object") if getattr(self, name))
+        return next(name for name in STRUCTURES if getattr(self, name) not in (None, False))
 
 
 @dataclass(frozen=True)

@@ -129,9 +129,10 @@ class StepInputs:
         )  # fmt: skip
 
     def fill(self, singles: list[Scheduled], chunks: list[Scheduled], block_size: int) -> int:
-        """Lay the entries out and copy them to the device; returns the blocks of the longest context. `singles` is brought into the rows' order.
+        """Lay the entries out and copy them to the device; returns the blocks of the longest context.
 
-        Decodes that only go on need no copy: the device has advanced itself. New blocks are all that it cannot know.
+        `singles` is sorted in place, into the order of the rows. Decodes that only go on need no copy: the device has advanced itself. New
+        blocks are all that it cannot know.
         """
         if self._cascade:
             self._arrange(singles)
@@ -184,7 +185,7 @@ class StepInputs:
         self._expected = [(entry.sequence.sequence_id, entry.start + rounds) for entry in singles]
 
     def _arrange(self, singles: list[Scheduled]) -> None:
-        """Rows keep their places while the schedule does: a step may be launched before the last one's tokens are known, and takes its rows."""
+        """Sort decodes into rows. They stay while the schedule's do: a step may be launched before the last one's tokens are known."""
         scheduled = [entry.sequence.sequence_id for entry in singles]
         if scheduled != self._scheduled:
             self._scheduled, self._order = scheduled, side_by_side([entry.sequence.block_table for entry in singles])

@@ -126,6 +126,7 @@ class Runner:
         self._constants = {name: Tensor(a, device=device).realize() for name, a in constants.items()}
         self._table_width = -(-self.max_model_len // config.block_size)
         self._steps: dict[tuple[Shape, bool], StepPlan] = {}
+        self._embeddings: dict[Shape, tuple[StepInputs, Captured]] = {}
         hosted = config.swap_space // self.pool.block_bytes
         self._hosted = np.zeros((hosted, self.pool.block_bytes), np.uint8)  # its pages come as they are written
 
@@ -246,6 +247,22 @@ class Runner:
         """Logits float32 [T, V] of every token of one chunk."""
         singles, chunks = ([entry], []) if entry.num_tokens == 1 else ([], [entry])
         return download(self.launch(self._prepare(singles, chunks, all_rows=True)).logits)[: entry.num_tokens]
+
+    def states(self, entry: Scheduled) -> np.ndarray:
+        """Hidden states float32 [T, E] of every token of one chunk, behind the final norm."""
+        shape = shape_of([], [entry])
+        if shape not in self._embeddings:
+            inputs = StepInputs(shape, self._table_width, self.pool.scratch_slot, self.device, all_rows=True)
+
+            def function(num_blocks: int | UOp = 1) -> Tensor:
+                states = self.model.states(inputs.batch(num_blocks), self.pool.layers, **self._constants)
+                return self.model.final_norm(states).contiguous().realize()
+
+            self._embeddings[shape] = inputs, Captured(function, {"num_blocks": (1, self._table_width)})
+        inputs, captured = self._embeddings[shape]
+        blocks = inputs.fill([], [entry], self.pool.block_size)
+        states: np.ndarray = download(captured(**({"num_blocks": blocks} if self._table_width > 1 else {})))
+        return states[: entry.num_tokens]
 
     def choices(self) -> list[Choice]:
         """Every choice of a kernel that was made in this process so far."""

@@ -29,7 +29,7 @@ _KEPT = 256  # compiled grammars
 # A chain of rules is followed by recursion, without a look at the stack: 3000 rules overflow 8 MiB, 10^4 fit 512. Only touched pages count.
 _STACK = 512 << 20
 # of llguidance; its own defaults let a nested repetition take 1.7 s and 200 MB, and 8000 optional properties 5 s
-_LIMITS = {
+_LIMITS: dict[str, Any] = {
     "max_items_in_row": 2000,
     "initial_lexer_fuel": 100_000,
     "step_lexer_fuel": 50_000,
@@ -38,8 +38,12 @@ _LIMITS = {
     "max_grammar_size": 20_000,
     "verbose_errors": False,
 }
-_JSON_IN_LARK = re.compile(r"%json\s*(?=\{)")
-_TEMPERATURE_IN_LARK = re.compile(r"\[[^\]\"/]*\btemperature\s*=")
+# of Lark's dialect: literals and comments, in which the others mean nothing
+_SKIPPED_IN_LARK = re.compile(r"""("(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|\#[^\n]*)|(%json\s*)""")
+_REFUSED_IN_LARK = (
+    (re.compile(r"&|~(?!\s*\d)"), "the operators & and ~ of terminals are not supported: their cost cannot be bounded"),
+    (re.compile(r"\btemperature\s*="), "a rule's temperature is not supported: give SamplingParams one"),
+)
 _INSTALL = "structured_outputs: needs llguidance, which is not installed: pip install 'tinyvllm[structured]'"
 
 
@@ -313,16 +317,32 @@ def _lark(text: str) -> str:
             raise
         except Exception as error:  # the converter raises whatever its parser stumbles over
             raise RequestError(f"structured_outputs: grammar: not GBNF: {_line(str(error)) or type(error).__name__}") from None
-    if _TEMPERATURE_IN_LARK.search(text):
-        raise RequestError("structured_outputs: grammar: a rule's temperature is not supported: give SamplingParams one")
-    for start in _JSON_IN_LARK.finditer(text):
-        try:
-            json_schema.check(json.JSONDecoder().raw_decode(text, start.end())[0])
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, RequestError):
-                raise
-            # not JSON: part of a literal or a comment, or llguidance says what is wrong
+    _check_lark(text)
     return text
+
+
+def _check_lark(text: str) -> None:
+    """RequestError for what the parser of grammars would take, but could not bound or would ignore."""
+    bare, at = [], 0
+    while (found := _SKIPPED_IN_LARK.search(text, at)) is not None:
+        bare.append(text[at : found.start()])
+        at = found.end()
+        if found[2]:
+            at = _check_json(text, at)
+    bare.append(text[at:])
+    for refused, reason in _REFUSED_IN_LARK:
+        if refused.search(" ".join(bare)):
+            raise RequestError(f"structured_outputs: grammar: {reason}")
+
+
+def _check_json(text: str, at: int) -> int:
+    """Check the JSON schema that stands in a grammar; where it ends."""
+    try:
+        schema, end = json.JSONDecoder().raw_decode(text, at)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"structured_outputs: grammar: no JSON behind %json ({_line(str(error))})") from None
+    json_schema.check(schema)
+    return end
 
 
 def _key(params: StructuredOutputsParams) -> str:

@@ -17,13 +17,13 @@ from typing import Any
 from tinyvllm.errors import RequestError
 
 LONGEST = 256 * 1024  # characters of a schema as compact JSON
-MOST_OPTIONAL = 480  # properties of an object that may be missing: the parser follows four items for each, up to 2000, and takes square time
+MOST_OPTIONAL = 480  # properties that may be missing in one object: the parser follows four items for each, 2000 at most
 _LARGEST_MULTIPLE = 20_000  # an automaton with a state for each remainder: 10^5 take 0.2 s, 10^8 hang
 
 ENFORCED: dict[str, str] = {
-    "type": "a name or a list of names",
-    "enum": "",
-    "const": "",
+    "type": "a name or a list of names; an integer has no point and no exponent",
+    "enum": "numbers as the schema writes them",
+    "const": "numbers as the schema writes them",
     "$ref": "`#` and JSON pointers into the same schema (`#/$defs/...`), recursive ones too",
     "$defs": "what `$ref` finds",
     "definitions": "what `$ref` finds",
@@ -49,16 +49,16 @@ ENFORCED: dict[str, str] = {
     "maximum": "",
     "exclusiveMinimum": "",
     "exclusiveMaximum": "",
-    "multipleOf": f"up to {_LARGEST_MULTIPLE} steps; several in one schema count as their common multiple",
+    "multipleOf": f"of {_LARGEST_MULTIPLE} steps at most, several in one schema together; decimals as the step has them (0.50 for 0.25)",
 }
 FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
 ENFORCED["format"] = f"{', '.join(FORMATS)}: their spelling; any other is refused"
 ANNOTATIONS = (
-    "$anchor", "$comment", "$dynamicAnchor", "$id", "$recursiveAnchor", "$schema", "$vocabulary", "contentEncoding", "contentMediaType",
+    "$anchor", "$comment", "$id", "$schema", "$vocabulary", "contentEncoding", "contentMediaType",
     "contentSchema", "default", "deprecated", "description", "examples", "id", "readOnly", "title", "writeOnly",
 )  # fmt: skip
 REFUSED = (
-    "$dynamicRef", "$recursiveRef", "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if", "maxContains",
+    "$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef", "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if", "maxContains",
     "minContains", "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems",
 )  # fmt: skip
 DIALECTS = ("draft-04", "draft-06", "draft-07", "draft/2019-09", "draft/2020-12")
@@ -106,7 +106,7 @@ def check(schema: object) -> bool:
                 what = f"multipleOf, with the others of this schema, makes numbers of {_automaton_states(steps)} remainders"
                 raise _wrong(f"{path}/multipleOf", f"{what}, at most {_LARGEST_MULTIPLE} are counted", part["multipleOf"])
     if named and unwritable:
-        raise RequestError(f"structured_outputs: json: {unwritable}: control characters cannot be written in a schema that names properties")
+        raise RequestError(f"structured_outputs: json: {unwritable}: control characters cannot be written where properties are named")
     return named
 
 
@@ -131,7 +131,7 @@ def _parsed(schema: str | dict[str, Any]) -> tuple[str, Any]:
         text.encode("utf-8")
         return text, json.loads(text)  # keys of a dict that are no strings are strings by now
     except RecursionError:
-        raise RequestError(f"structured_outputs: json: the schema is nested too deeply: flatten it with $defs") from None
+        raise RequestError("structured_outputs: json: the schema is nested too deeply: flatten it with $defs") from None
     except (TypeError, ValueError) as error:  # JSONDecodeError and UnicodeError are ValueErrors
         raise RequestError(f"structured_outputs: json: not JSON: {error}") from None
 

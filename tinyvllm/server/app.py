@@ -16,19 +16,20 @@ from starlette.types import ASGIApp
 import tinyvllm
 from tinyvllm.server import anthropic, chat, completions, embeddings, probes, responses, tokens
 from tinyvllm.server.calls import CALL, ServerConfig, Service
+from tinyvllm.server.capabilities import capabilities, openapi
 from tinyvllm.server.door import Door
-from tinyvllm.server.failures import Failure, encode
+from tinyvllm.server.failures import Failure, encode, failure_of
 from tinyvllm.server.keys import Keys
 from tinyvllm.server.models import Models
 from tinyvllm.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest, GenerateRequest, TokenizeRequest
-from tinyvllm.server.stream import Answer, Endpoint
+from tinyvllm.server.stream import Answer, Endpoint, log
 
 PAGE = Path(__file__).parent / "page"
 
 ENDPOINTS = (
     Endpoint("/v1/completions", CompletionRequest, completions.answer, "Continue texts"),
     Endpoint("/v1/chat/completions", ChatRequest, chat.answer, "Answer a conversation"),
-    Endpoint("/v1/responses", responses.ResponsesRequest, responses.answer, "Answer a conversation, in OpenAI's newer form, without a memory"),
+    Endpoint("/v1/responses", responses.ResponsesRequest, responses.answer, "Answer a conversation, in OpenAI's newer form"),
     Endpoint("/v1/messages", anthropic.MessagesRequest, anthropic.answer, "Answer a conversation, in Anthropic's form"),
     Endpoint("/v1/messages/count_tokens", anthropic.CountRequest, anthropic.count_tokens, "Count a conversation's tokens"),
     Endpoint("/v1/embeddings", EmbeddingRequest, embeddings.answer, "Texts to vectors"),
@@ -37,11 +38,17 @@ ENDPOINTS = (
     Endpoint("/detokenize", DetokenizeRequest, tokens.detokenize, "Token ids to a text"),
 )
 
+
+
+async def _capabilities(request: Request) -> Response:
+    return probes.reply(capabilities(ENDPOINTS, request.scope[CALL].service.config.lenient))
+
+
 _Get = Callable[[Request], Awaitable[Response]]
 _GETS: tuple[tuple[str, _Get, str], ...] = (
     ("/v1/models", probes.models, "The models that are served"),
     ("/v1/models/{name:path}", probes.model, "One model"),
-    ("/v1/capabilities", capabilities.answer, "Which fields are honoured, limited or refused"),
+    ("/v1/capabilities", _capabilities, "Which fields are honoured, limited or refused"),
     ("/tokenizer_info", tokens.tokenizer_info, "The tokenizer of the first model"),
     ("/health", probes.health, "Whether the engines are alive"),
     ("/ready", probes.ready, "Whether new work is taken"),
@@ -71,7 +78,7 @@ def create_app(config: ServerConfig, models: Models, keys: Keys | None = None) -
         app.add_api_route("/page/{name}", _file(None), methods=["GET"], include_in_schema=False)
     app.add_exception_handler(HTTPException, _not_here)
     app.add_exception_handler(Failure, _failed)
-    app.openapi = lambda: capabilities.openapi(app, ENDPOINTS)  # type: ignore[method-assign]
+    app.openapi = lambda: openapi(app, ENDPOINTS)  # type: ignore[method-assign]
     guarded: ASGIApp = Door(app, service)
     if config.cors_origins:
         exposed = ["X-Request-Id", "X-Ignored-Fields", "Retry-After"]
@@ -98,7 +105,13 @@ def _post(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
 
 def _get(answer: _Get) -> _Get:
     async def get(request: Request) -> Response:
-        return await answer(request)
+        try:
+            return await answer(request)
+        except Exception as error:  # noqa: BLE001  the last door, as for every POST
+            failure = failure_of(error)
+            if failure.status == 500:
+                log.error("%s: %s", request.url.path, failure.message, exc_info=error)
+            return await _failed(request, failure)
 
     get.__name__ = answer.__name__
     return get
@@ -120,7 +133,8 @@ async def _not_here(request: Request, error: Exception) -> Response:
     """404 and 405 of the router, in the API's shape."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        failure = Failure(405, f"{request.url.path} does not take {request.method}", code="method_not_allowed", headers=dict(error.headers or {}))
+        text = f"{request.url.path} does not take {request.method}"
+        failure = Failure(405, text, code="method_not_allowed", headers=dict(error.headers or {}))
     else:
         failure = Failure(error.status_code, f"there is nothing at {request.url.path[:200]!r}", code="not_found")
     return await _failed(request, failure)

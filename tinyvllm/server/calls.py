@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.types import Send
+
 from tinyvllm.errors import ArgumentError
 from tinyvllm.server.failures import Failure
 from tinyvllm.server.keys import Key, Keys
@@ -87,7 +89,7 @@ class Service:
             self._quiet.set()
 
     async def drain(self) -> None:
-        """From now on new work is refused; return when all that was accepted is answered. After the time of grace it is ended, and told so."""
+        """Refuse new work, and return when all that was accepted is answered. After the time of grace it is ended, and told so."""
         self.draining = True
         for seconds, last in ((self.config.grace_seconds, False), (5.0, True)):
             if not self.running:
@@ -115,6 +117,7 @@ class Call:
     data: dict[str, Any] = field(default_factory=dict)  # the body as plain objects
     tokens: int = 0  # of prompt and answer, for the key's allowance
     task: asyncio.Task[Any] | None = None
+    send: Send | None = None  # the way out past everything between the door and the endpoint; it is told of every chunk
     gone: bool = False  # the client is
     ended: str | None = None  # why the server ended it
 

@@ -8,13 +8,9 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
-from starlette.requests import Request
-from starlette.responses import Response
 
 import tinyvllm
-from tinyvllm.server.calls import CALL
 from tinyvllm.server.fields import Body
-from tinyvllm.server.probes import reply
 from tinyvllm.server.stream import Endpoint
 
 
@@ -37,12 +33,6 @@ def capabilities(endpoints: Sequence[Endpoint], lenient: bool) -> dict[str, Any]
     }
     unknown = "left out and named in X-Ignored-Fields" if lenient else "refused by name with status 400"
     return {"version": tinyvllm.__version__, "unknown_fields": unknown, "endpoints": listed}
-
-
-async def answer(request: Request) -> Response:
-    from tinyvllm.server.app import ENDPOINTS
-
-    return reply(capabilities(ENDPOINTS, request.scope[CALL].service.config.lenient))
 
 
 def openapi(app: FastAPI, endpoints: Sequence[Endpoint]) -> dict[str, Any]:

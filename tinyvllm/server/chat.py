@@ -11,7 +11,7 @@ from typing import Any
 from tinyvllm.engine.async_llm import AsyncLLM
 from tinyvllm.request import CompletionOutput, RequestOutput
 from tinyvllm.server.calls import Call
-from tinyvllm.server.failures import Failure, bad_field
+from tinyvllm.server.failures import Failure, bad_field, encode
 from tinyvllm.server.logprobs import Position, chat_logprobs, positions_of, prompt_positions
 from tinyvllm.server.outputs import ended, extras
 from tinyvllm.server.params import beam_params, sampling_params
@@ -140,7 +140,7 @@ class _Stream:
         self.include = bool(options and options.include_usage)
         self.continuous = bool(options and options.continuous_usage_stats)
         self.details = bool(body.logprobs or body.return_token_ids)
-        self.front = f'data: {json.dumps(_head(turn, "chat.completion.chunk"))[:-1]}, "choices": [{{"index": '
+        self.front = f'data: {encode(_head(turn, "chat.completion.chunk")).decode()[:-1]},"choices":[{{"index":'
         self.choices = [_Choice(i, turn.parser(whole=False)) for i in range(turn.params.n)]
 
     async def run(self) -> None:
@@ -167,26 +167,24 @@ class _Stream:
     def _back(self) -> str:
         """What closes a chunk, behind its choices."""
         if self.continuous:
-            return f', "usage": {json.dumps(self.turn.count.usage())}}}\n\n'
-        return ', "usage": null}\n\n' if self.include else "}\n\n"
+            return f',"usage":{json.dumps(self.turn.count.usage())}}}\n\n'
+        return ',"usage":null}\n\n' if self.include else "}\n\n"
 
     def _read(self, choice: _Choice, part: CompletionOutput, chunks: list[str]) -> None:
         """Chunks for what a step brought to one answer."""
         self.turn.count.completion += len(part.token_ids)
         if not choice.begun:
             choice.begun = True
-            chunks.append(f'{choice.index}, "delta": {{"role": "assistant", "content": ""}}, "logprobs": null, "finish_reason": null}}]')
+            chunks.append(f'{choice.index},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}]')
         if self.details:
             choice.pending += positions_of(part)
             choice.token_ids += part.token_ids
         if choice.parser is None:
             if part.text:
-                chunks.append(self._chunk(choice, f'{{"content": {quote(part.text)}}}'))
+                chunks.append(self._chunk(choice, f'{{"content":{quote(part.text)}}}'))
         else:
-            events = choice.parser.add(part.text) if part.text else []
-            if part.finish_reason is not None:
-                events += choice.parser.finish()
-            events = self.turn.kept(events)
+            read = choice.parser.add(part.text) if part.text else []
+            events = self.turn.kept(read + choice.parser.finish() if part.finish_reason is not None else read)
             if events and all(e.kind == "reasoning" for e in events):
                 self.turn.count.reasoning += len(part.token_ids)
             for e in events:
@@ -198,7 +196,7 @@ class _Stream:
 
     def _delta(self, choice: _Choice, e: Event) -> str | None:
         if e.kind == "content":
-            return f'{{"content": {quote(e.text)}}}'
+            return f'{{"content":{quote(e.text)}}}'
         if e.kind == "reasoning":
             return None if self.body.include_reasoning is False else f'{{"reasoning_content": {quote(e.text)}}}'
         if e.kind == "tool_start":
@@ -218,7 +216,7 @@ class _Stream:
             if self.body.return_token_ids:
                 more += f', "token_ids": {choice.token_ids}'
             choice.pending, choice.token_ids = [], []
-        return f'{choice.index}, "delta": {delta}, "logprobs": {logprobs}, "finish_reason": {reason}{more}}}]'
+        return f'{choice.index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{reason}{more}}}]'
 
     def _finish(self, choice: _Choice, part: CompletionOutput, chunks: list[str]) -> None:
         choice.over = True

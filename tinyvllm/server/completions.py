@@ -12,7 +12,7 @@ from typing import Any
 from tinyvllm.engine.async_llm import AsyncLLM
 from tinyvllm.request import CompletionOutput, RequestOutput, SamplingParams
 from tinyvllm.server.calls import Call
-from tinyvllm.server.failures import bad_field
+from tinyvllm.server.failures import bad_field, encode
 from tinyvllm.server.logprobs import Position, completion_logprobs, prompt_positions
 from tinyvllm.server.outputs import Count, ended, extras, outputs_of
 from tinyvllm.server.params import beam_params, sampling_params, terms
@@ -123,8 +123,8 @@ class _Job:
 async def _stream(call: Call, body: CompletionRequest, wire: Wire, job: _Job, llm: AsyncLLM, prompts: Sequence[Encoded]) -> None:
     options = body.stream_options
     include, continuous = bool(options and options.include_usage), bool(options and options.continuous_usage_stats)
-    head = json.dumps(job.head())[:-1]
-    front, back = f'data: {head}, "choices": [{{"index": ', ', "usage": null}\n\n' if include else "}\n\n"
+    head = encode(job.head()).decode()[:-1]
+    front, back = f'data: {head},"choices":[{{"index":', ',"usage":null}\n\n' if include else "}\n\n"
     begun: set[int] = set()
     over: set[int] = set()
     offsets: dict[int, int] = {}
@@ -148,10 +148,12 @@ async def _stream(call: Call, body: CompletionRequest, wire: Wire, job: _Job, ll
                 if part.finish_reason is not None:
                     over.add(choice)
             if chunks:
-                closing = f', "usage": {json.dumps(job.count.usage())}}}\n\n' if continuous else back
+                closing = f',"usage":{json.dumps(job.count.usage())}}}\n\n' if continuous else back
                 await wire.write("".join(chunk + closing for chunk in chunks).encode())
     job.count.note(call)
-    tail = event({**job.head(), "choices": [], "usage": job.count.usage(), **extras(last)}) if include or body.receipt or body.explain else b""
+    tail = b""
+    if include or body.receipt or body.explain:
+        tail = event({**job.head(), "choices": [], "usage": job.count.usage(), **extras(last)})
     await wire.close(tail + DONE)
 
 
@@ -165,7 +167,7 @@ def _echo(job: _Job, index: int, output: RequestOutput, i: int, offsets: dict[in
         lists = completion_logprobs(positions, job.body.logprobs or 0)
         offsets[choice] = sum(map(len, lists["tokens"]))
         logprobs = json.dumps(lists)
-    return f'{choice}, "text": {quote(text)}, "logprobs": {logprobs}, "finish_reason": null}}]'
+    return f'{choice},"text":{quote(text)},"logprobs":{logprobs},"finish_reason":null}}]'
 
 
 def _chunk(job: _Job, choice: int, part: CompletionOutput, offsets: dict[int, int]) -> str:
@@ -181,4 +183,4 @@ def _chunk(job: _Job, choice: int, part: CompletionOutput, offsets: dict[int, in
         logprobs = json.dumps(lists)
     ids = f', "token_ids": {part.token_ids}' if job.body.return_token_ids else ""
     text = quote("" if job.drop else part.text)
-    return f'{choice}, "text": {text}, "logprobs": {logprobs}, "finish_reason": {reason}{stop}{ids}}}]'
+    return f'{choice},"text":{text},"logprobs":{logprobs},"finish_reason":{reason}{stop}{ids}}}]'

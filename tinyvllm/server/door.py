@@ -36,6 +36,7 @@ class Door:
         call = Call(self._service, scope, "")
         call.request_id = request_id(call.header(b"x-request-id"))
         scope[CALL] = call
+        call.send = send
         status = 0
 
         async def answer(message: Message) -> None:

@@ -89,6 +89,6 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _field_of(message: str) -> str | None:
-    """The field that a message of SamplingParams and its like speaks of."""
-    match = re.match(r"(?:SamplingParams|StructuredOutputsParams|BeamSearchParams): (\w+)(?: must|=)", message)
+    """The field that a message of SamplingParams or of the engine seems to speak of."""
+    match = re.match(r"(?:\w+Params: |request \S+: )?([a-z_]+)(?: must|=|: | names)", message)
     return match[1] if match else None

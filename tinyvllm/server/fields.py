@@ -83,7 +83,9 @@ def _refusals(model: type[Body]) -> dict[str, tuple[str, list[Any]]]:
     for name, field in model.model_fields.items():
         marks = field.json_schema_extra
         if isinstance(marks, dict) and marks.get("x-support") == "refused":
-            found[name] = (str(field.description).removeprefix("Refused: "), list(harmless) if isinstance(harmless := marks["x-harmless"], list) else [])
+            harmless = marks["x-harmless"]
+            assert isinstance(harmless, list)
+            found[name] = (str(field.description).removeprefix("Refused: "), list(harmless))
     return found
 
 
@@ -119,15 +121,15 @@ def _failure(model: type[Body], error: ValidationError, data: dict[str, Any]) ->
     return Failure(400, f"{param}: {says}, got {_kind(_at(worst['loc'], data))}", param=param, code=code)
 
 
-def _walk(loc: Sequence[int | str], data: Any) -> tuple[list[int | str], Any]:
+def _walk(loc: Sequence[Any], data: Any) -> tuple[list[int | str], Any]:
     """(the steps of a pydantic location that exist in the data, what lies there). Between them are names of union branches and types."""
     steps: list[int | str] = []
-    last = len(loc) - 1
     for i, step in enumerate(loc):
-        if isinstance(data, dict) and isinstance(step, str) and step in data or isinstance(data, list) and isinstance(step, int) and step < len(data):
+        there = isinstance(data, dict) and step in data
+        if there or (isinstance(data, list) and isinstance(step, int) and step < len(data)):
             steps.append(step)
             data = data[step]
-        elif isinstance(data, dict) and isinstance(step, str) and i == last and re.fullmatch(r"[a-z_]+", step):
+        elif isinstance(data, dict) and isinstance(step, str) and i == len(loc) - 1 and re.fullmatch(r"[a-z_]+", step):
             steps.append(step)  # a field that is missing
             data = None
     return steps, data

@@ -317,7 +317,9 @@ def _response(turn: Turn, status: dict[str, Any], items: list[dict[str, Any]], u
     }
 
 
-def _item(kind: str, id_: str, call: dict[str, str] | None = None, *, text: str = "", done: bool = True, logprobs: Any = ()) -> dict[str, Any]:
+def _item(
+    kind: str, id_: str, call: dict[str, str] | None = None, *, text: str = "", done: bool = True, logprobs: Any = ()
+) -> dict[str, Any]:
     """An item of the output, begun or whole."""
     status = "completed" if done else "in_progress"
     if kind == "reasoning":

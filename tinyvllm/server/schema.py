@@ -159,7 +159,9 @@ class Sampling(Body):
     bad_words: list[str] | None = honoured(example=["dragon"])
     structured_outputs: StructuredOutputs | None = honoured(example={"choice": ["yes", "no"]})
     response_format: ResponseFormat | None = honoured(example={"type": "json_object"})
-    thinking_token_budget: int | None = honoured(example=16, ge=0)
+    thinking_token_budget: int | None = limited(
+        says="of models whose template or vocabulary has marks of thinking; refused for others", beyond=16, ge=0
+    )
     return_token_ids: bool | None = honoured(example=True)
     priority: int | None = honoured(example=1, ge=-(2**31), le=2**31)
     cache_salt: Name | None = honoured(example="mine")

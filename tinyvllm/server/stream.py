@@ -52,6 +52,7 @@ class Wire:
     def __init__(self, call: Call, send: Send):
         self._call = call
         self._send = send
+        self._send_body = call.send or send
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
         self._writing = False
@@ -68,7 +69,7 @@ class Wire:
         head += [(name.lower().encode(), value.encode("latin-1")) for name, value in (headers or {}).items()]
         self.started = self.over = True
         await self._send({"type": "http.response.start", "status": status, "headers": head})
-        await self._send({"type": "http.response.body", "body": raw})
+        await self._send_body({"type": "http.response.body", "body": raw})
 
     def open(self) -> None:
         """This answer is a stream. Its head goes out with the first write, so that a refusal before it is still a status of its own."""
@@ -82,7 +83,7 @@ class Wire:
             self._call.record["ttft_ms"] = round((time.perf_counter() - self._call.began) * 1000, 2)
             await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
         self._last = self._loop.time()
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        await self._send_body({"type": "http.response.body", "body": data, "more_body": True})
         self._writing = False
 
     async def close(self, data: bytes = b"") -> None:
@@ -91,7 +92,7 @@ class Wire:
         if not self.started:
             await self.write(b"")
         self.over = True
-        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+        await self._send_body({"type": "http.response.body", "body": data, "more_body": False})
 
     async def fail(self, failure: Failure) -> None:
         """The error in the API's shape: as a status while nothing was sent, else as an event."""
@@ -163,6 +164,8 @@ class Answer(Response):
         except Exception as error:  # noqa: BLE001  the last door: every client gets an answer in its API's shape
             call.task = None
             failure = failure_of(error)
+            if not isinstance(error, Failure):
+                failure.param = _field_given(failure.param, call.data)
             if failure.status >= 500:
                 log.error("request %s: %s", call.request_id, failure.message, exc_info=error if failure.status == 500 else None)
             await wire.fail(failure)
@@ -199,6 +202,14 @@ async def read_body(call: Call, receive: Receive) -> bytes:
     except TimeoutError:
         raise Failure(408, f"the body was not complete after {config.body_seconds:g} s", code="timeout", headers=_CLOSE) from None
     return b"".join(parts)
+
+
+def _field_given(name: str | None, data: dict[str, Any]) -> str | None:
+    """The field of this API that the engine means by its own name for it; None for one that was not given."""
+    return next((n for n in (name, *_OTHER_NAMES.get(name or "", ())) if n in data), None)
+
+
+_OTHER_NAMES = {"structured_outputs": ("response_format", "text", "output_config", "tools"), "stop": ("stop_sequences",)}
 
 
 _CLOSE = {"Connection": "close"}  # what is left of the body is not read

@@ -1,0 +1,302 @@
+"""Running a server: keys and their limits, CORS, TLS, the access log, several models, SIGTERM, the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.conftest import ENGINE, Running, running
+from tinyvllm.errors import ArgumentError, OutOfMemoryError
+from tinyvllm.server.calls import ServerConfig
+from tinyvllm.server.failures import Failure
+from tinyvllm.server.keys import Key, Keys, Limits, read_keys
+from tinyvllm.server.models import Models
+
+ASK = {"prompt": "Once", "max_tokens": 1}
+ROOT = Path(__file__).parents[2]
+
+
+def get(server: Running, path: str, **headers: str) -> httpx.Response:
+    return httpx.get(server.url + path, headers=headers, trust_env=False)
+
+
+def test_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# whose\nsk-alice name=alice requests_per_minute=2\nsk-bob name=bob concurrent=1 tokens_per_minute=60\n")
+    with running(ServerConfig(port=0), keys=read_keys(["sk-plain"], str(file))) as server:
+        refused = server.post("/v1/completions", ASK)
+        assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
+        assert server.post("/v1/messages", ASK, **{"x-api-key": "sk-wrong"}).json()["error"]["type"] == "authentication_error"
+        assert get(server, "/v1/models").status_code == get(server, "/metrics").status_code == 401
+        assert get(server, "/health").status_code == get(server, "/ready").status_code == get(server, "/version").status_code == 200
+        assert server.post("/v1/completions", ASK, Authorization="Bearer sk-plain").status_code == 200
+        assert server.post("/v1/completions", ASK, **{"x-api-key": "sk-plain"}).status_code == 200
+        alice = [server.post("/v1/completions", ASK, Authorization="Bearer sk-alice") for _ in range(3)]
+        assert [a.status_code for a in alice] == [200, 200, 429] and 1 <= int(alice[2].headers["retry-after"]) <= 30
+        spent = server.post("/v1/completions", {**ASK, "max_tokens": 70, "ignore_eos": True}, Authorization="Bearer sk-bob")
+        assert spent.status_code == 200 and server.post("/v1/completions", ASK, Authorization="Bearer sk-bob").status_code == 429
+    log = capsys.readouterr().out
+    assert "sk-" not in log
+    lines = [json.loads(line) for line in log.splitlines()]
+    assert {line["key"] for line in lines} >= {"alice", "bob", "key-1"}
+    done = next(line for line in lines if line["key"] == "bob" and line["status"] == 200)
+    assert done["completion_tokens"] == 70 and done["path"] == "/v1/completions" and done["request_id"] and done["ms"] > 0
+
+
+def test_every_key_is_compared() -> None:
+    """In constant time: the place of the right key makes no difference to what is looked at."""
+    seen = []
+
+    class Watched(Key):
+        @property
+        def digest(self) -> bytes:
+            seen.append(self.name)
+            return self.__dict__["digest"]
+
+        @digest.setter
+        def digest(self, value: bytes) -> None:
+            self.__dict__["digest"] = value
+
+    keys = read_keys(["sk-1", "sk-2", "sk-3"])._keys
+    watched = Keys([Watched(k.name, k.digest) for k in keys])
+    for secret in ("sk-1", "sk-2", "sk-3"):
+        seen.clear()
+        watched.find(secret)
+        assert seen == ["key-1", "key-2", "key-3"]
+    with pytest.raises(Failure):
+        watched.find("sk-4")
+
+
+def test_limits_of_a_key() -> None:
+    now = [time.monotonic()]
+    key = Key("a", b"", Limits(requests_per_minute=2, concurrent=2))
+    key.enter(lambda: now[0])
+    key.enter(lambda: now[0])
+    with pytest.raises(Failure, match="same time"):
+        key.enter(lambda: now[0])
+    key.leave(0)
+    with pytest.raises(Failure, match="2 requests a minute") as refused:
+        key.enter(lambda: now[0])
+    assert refused.value.headers["Retry-After"] == "30"
+    now[0] += 31
+    key.enter(lambda: now[0])
+
+
+@pytest.mark.parametrize("line", ["sk-1 nam=a", "sk-1 concurrent=0", "sk", "sk-1 concurrent", "sk-\x07abc"])
+def test_key_files_that_cannot_be(tmp_path: Path, line: str) -> None:
+    (tmp_path / "keys").write_text(line)
+    with pytest.raises(ArgumentError):
+        read_keys([], str(tmp_path / "keys"))
+    with pytest.raises(ArgumentError):
+        read_keys([], str(tmp_path / "nothing"))
+
+
+def test_cors() -> None:
+    with running(ServerConfig(port=0, cors_origins=("https://page.example",), access_log=False), keys=read_keys(["sk-1234"])) as server:
+        asked = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        before = httpx.options(server.url + "/v1/completions", headers=asked, trust_env=False)
+        assert before.status_code == 200 and before.headers["access-control-allow-origin"] == "https://page.example"
+        refused = server.post("/v1/completions", ASK, Origin="https://page.example")
+        assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "https://page.example"
+        other = httpx.options(server.url + "/v1/completions", headers={**asked, "Origin": "https://other.example"}, trust_env=False)
+        assert "access-control-allow-origin" not in other.headers
+
+
+def test_tls(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificate")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    subprocess.run([*made, "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert], check=True, capture_output=True)
+    with running(ServerConfig(port=0, ssl_certfile=str(cert), ssl_keyfile=str(key), access_log=False)) as server:
+        trusted = ssl.create_default_context(cafile=str(cert))
+        assert server.url.startswith("https://")
+        assert httpx.post(server.url + "/v1/completions", json=ASK, verify=trusted, trust_env=False).status_code == 200
+    with pytest.raises(ArgumentError, match="ssl-certfile"), running(ServerConfig(port=0, ssl_certfile=str(tmp_path / "no"))):
+        pass
+
+
+def test_probes(server: Running) -> None:
+    assert get(server, "/health").json() == {"status": "ok"} and get(server, "/ready").json() == {"status": "ready"}
+    server.post("/v1/completions", ASK)
+    assert "running" in get(server, "/status").json()["models"]["demo"]
+    metrics = get(server, "/metrics")
+    assert metrics.headers["content-type"].startswith("text/plain") and "vllm:generation_tokens_total" in metrics.text
+    info = get(server, "/tokenizer_info").json()
+    assert info["vocab_size"] > 0 and info["chat_template"]
+    ids = server.post("/tokenize", {"prompt": "Once upon", "return_token_strs": True}).json()
+    assert ids["count"] == len(ids["tokens"]) == len(ids["token_strs"])
+    assert server.post("/detokenize", {"tokens": ids["tokens"]}).json()["prompt"].endswith("Once upon")
+    chat = server.post("/tokenize", {"messages": [{"role": "user", "content": "Once"}]}).json()
+    assert chat["count"] > ids["count"]
+
+
+class FakeLLM:
+    """What Models knows of an engine."""
+
+    made: list[str] = []
+    room = 2
+
+    def __init__(self, model: str):
+        if len(FakeLLM.made) >= FakeLLM.room:
+            raise OutOfMemoryError("no room")
+        FakeLLM.made.append(model)
+        self.model = model
+
+    def close(self) -> None:
+        FakeLLM.made.remove(self.model)
+
+
+def test_models_come_and_go() -> None:
+    import asyncio
+
+    async def run() -> None:
+        FakeLLM.made = []
+        models = Models({name: {"model": name} for name in "abc"}, idle_seconds=0.3, load=FakeLLM)  # type: ignore[arg-type]
+        await models.start()
+        assert FakeLLM.made == []
+
+        async def use(name: str | None, seconds: float) -> None:
+            async with models.use(name) as (_, llm):
+                assert llm.model == (name or "a")  # type: ignore[attr-defined]
+                await asyncio.sleep(seconds)
+
+        await asyncio.gather(use(None, 0.1), use("a", 0.1), use("b", 0.05))
+        assert sorted(FakeLLM.made) == ["a", "b"]
+        await use("c", 0.0)  # no room: b has been idle for longest
+        assert sorted(FakeLLM.made) == ["a", "c"]
+        await asyncio.sleep(0.6)
+        assert FakeLLM.made == []
+        async with models.use("a"), models.use("b"):
+            with pytest.raises(OutOfMemoryError):
+                await use("c", 0.0)
+        with pytest.raises(Failure) as missing:
+            await use("d", 0.0)
+        assert missing.value.status == 404
+        await models.close()
+        assert FakeLLM.made == []
+
+    asyncio.run(run())
+
+
+def test_two_models() -> None:
+    with running(ServerConfig(port=0, access_log=False), {"one": ENGINE, "two": {**ENGINE, "max_model_len": 64}}) as server:
+        assert [m["loaded"] for m in get(server, "/v1/models").json()["data"]] == [False, False]
+        assert server.post("/v1/completions", {**ASK, "model": "two"}).json()["model"] == "two"
+        listed = {m["id"]: m for m in get(server, "/v1/models").json()["data"]}
+        assert not listed["one"]["loaded"] and listed["two"]["max_model_len"] == 64
+        assert server.post("/v1/completions", {**ASK, "model": "two", "prompt": [5] * 70}).status_code == 400
+
+
+def test_shutting_down_loses_nothing() -> None:
+    """Accepted requests are finished while new ones are refused; then all ends."""
+    said: list[str] = []
+    with running(ServerConfig(port=0, access_log=False)) as server:
+        body = {"prompt": "Once", "max_tokens": 150, "ignore_eos": True, "stream": True}
+        started = threading.Event()
+
+        def stream() -> None:
+            with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60, trust_env=False) as answer:
+                for line in answer.iter_lines():
+                    started.set()
+                    said.append(line)
+
+        reader = threading.Thread(target=stream)
+        reader.start()
+        assert started.wait(20)
+        server.server.stop()
+        time.sleep(0.05)
+        refused = server.post("/v1/completions", ASK)
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
+        assert get(server, "/ready").status_code == 503 and get(server, "/health").status_code == 200
+        reader.join(60)
+    data = [json.loads(line[6:]) for line in said if line.startswith("data: {")]
+    assert said[-2:] == ["data: [DONE]", ""] or said[-1] == "data: [DONE]"
+    assert data[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_the_time_of_grace_ends_in_an_error_not_in_silence() -> None:
+    with running(ServerConfig(port=0, access_log=False, grace_seconds=0.2)) as server:
+        body = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60, trust_env=False) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.server.stop()
+            rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]" and json.loads(rest[-2][6:])["error"]["code"] == "shutting_down"
+
+
+@pytest.fixture(scope="module")
+def process():
+    """`main.py serve` as people start it."""
+    command = [sys.executable, "main.py", "serve", "--port", "0", "--num-blocks", "256", "--max-num-seqs", "4"]
+    made = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "NO_PROXY": "*"})
+    ready = made.stderr.readline()
+    assert ready.startswith("ready: http://127.0.0.1:"), ready + made.stderr.read()
+    yield made, ready.split()[1]
+    made.kill()
+
+
+def test_curl_and_sigterm(process) -> None:
+    made, url = process
+    if shutil.which("curl") is None:
+        pytest.skip("no curl")
+    ask = ["curl", "-sS", "-i", "--noproxy", "*", f"{url}/v1/completions", "-H", "Content-Type: application/json"]
+    whole = subprocess.run([*ask, "-d", json.dumps(ASK)], capture_output=True, text=True, check=True).stdout
+    assert whole.startswith("HTTP/1.1 200 OK") and "x-request-id: req-" in whole and "date: " in whole and '"finish_reason":"length"' in whole
+    stream = subprocess.run([*ask, "-N", "-d", json.dumps({**ASK, "stream": True})], capture_output=True, text=True, check=True).stdout
+    assert stream.rstrip().endswith("data: [DONE]")
+    wrong = subprocess.run([*ask, "-d", "{"], capture_output=True, text=True, check=True).stdout
+    assert wrong.startswith("HTTP/1.1 400") and '"invalid_json"' in wrong
+
+    def cpu() -> float:
+        fields = Path(f"/proc/{made.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    if Path("/proc").is_dir():
+        time.sleep(0.5)
+        before = cpu()
+        time.sleep(1.5)
+        assert cpu() - before <= 0.02, "an idle server works"
+    made.send_signal(signal.SIGTERM)
+    out, err = made.communicate(timeout=20)
+    assert made.returncode == 0, err
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["status"] for line in lines] == [200, 200, 400]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--port", "99999"], "--port"),
+        (["--model", "/no/such/folder"], "/no/such/folder"),
+        (["--model", "a=", "--model", "b"], "NAME=PATH"),
+        (["--max-body", "much"], "--max-body"),
+        (["--ssl-keyfile", "k"], "--ssl-certfile"),
+        (["--chat-template", "/no/such/file"], "--chat-template"),
+        (["--lenien"], "--lenient"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from tinyvllm.cli import main
+
+    assert main(["serve", *arguments]) == 2
+    assert word in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    from tinyvllm.cli import main
+
+    assert main(["serve", "--port", str(server.port)]) == 2
+    assert f"--port {server.port}" in capsys.readouterr().err

@@ -1,0 +1,281 @@
+"""The chat page in a real browser, against a real server; what a server cannot be made to say is put into the page's fetch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server import browser
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "tinyvllm" / "server" / "page"
+
+needs_browser = pytest.mark.skipif(browser.find() is None, reason=f"no browser: none of {', '.join(browser.NAMES)}")
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A server of the bundled model on a free port."""
+    command = [sys.executable, str(ROOT / "main.py"), "serve", "--port", "0", "--no-access-log", "--max-model-len", "1024"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "TINYVLLM_THREADS": "1"})
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    found = re.search(r"http://\S+", line)
+    assert found, line + process.stderr.read()
+    yield found[0]
+    process.terminate()
+    process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def window() -> Iterator[browser.Browser]:
+    path = browser.find()
+    assert path is not None
+    with browser.browser(path) as page:
+        yield page
+
+
+@pytest.fixture
+def page(window: browser.Browser, url: str) -> browser.Browser:
+    """The page as somebody sees it who was never there."""
+    window.go(url + "/version")
+    window.run("localStorage.clear(); sessionStorage.clear()")
+    window.messages.clear()
+    window.requests.clear()
+    window.go(url + "/")
+    window.wait("document.querySelector('#model').value")
+    return window
+
+
+def say(page: browser.Browser, text: str) -> None:
+    page.run("document.querySelector('#input').focus()")
+    page.type(text)
+    page.press("Enter", number=13)
+
+
+def fill(page: browser.Browser, selector: str, value: str) -> None:
+    page.run(f"""{{ const e = document.querySelector({json.dumps(selector)}); e.value = {json.dumps(value)};
+        e.dispatchEvent(new Event("input", {{bubbles: true}})); e.dispatchEvent(new Event("change", {{bubbles: true}})); }}""")
+
+
+def answers(page: browser.Browser, *contents: str, status: int = 200, field: str = "content") -> None:
+    """From now on /v1/chat/completions answers with these pieces, and the bodies that were sent are in window.sent."""
+    chunks = [{"choices": [{"index": 0, "delta": {field: text}, "finish_reason": None}]} for text in contents]
+    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    if status != 200:
+        body = json.dumps({"error": {"message": "refused, as the test wants", "type": "t", "param": None, "code": None}})
+    page.run(f"""window.sent = []; window.real ??= window.fetch;
+        window.fetch = async (to, options) => {{
+            if (!String(to).includes("chat/completions")) return window.real(to, options);
+            window.sent.push({{ body: JSON.parse(options.body), headers: options.headers }});
+            return new Response({json.dumps(body)}, {{ status: {status} }});
+        }}; 0""")
+
+
+def settled(page: browser.Browser) -> None:
+    page.wait("document.querySelector('#stop').hidden && !document.querySelector('.busy')")
+
+
+@needs_browser
+def test_a_conversation(page: browser.Browser) -> None:
+    say(page, "Tell me a story")
+    page.wait("document.querySelector('.message.assistant .body')?.textContent.length > 40")
+    settled(page)
+    figures = page.run("document.querySelector('#figures').textContent")
+    assert re.search(r"first token after \d+ ms · [\d.]+ tok/s · \d+ tokens · prompt \d+", figures), figures
+    first = page.run("document.querySelector('.message.assistant .body').innerText")
+    say(page, "And then?")
+    page.wait("document.querySelectorAll('.message.assistant').length === 2")
+    settled(page)
+    before = page.run("document.querySelector('#log').innerText")
+    page.reload()
+    page.wait("document.querySelectorAll('.message').length === 4")
+    after = page.run("document.querySelector('#log').innerText")
+    assert first in after and before == after  # kept in the browser
+    page.press("n", "KeyN", 78, modifiers=1)
+    assert page.run("document.querySelectorAll('.message').length") == 0 and page.run("localStorage['tinyvllm.messages']") == "[]"
+    assert not page.messages
+
+
+@needs_browser
+def test_stopping_ends_the_work(page: browser.Browser, url: str) -> None:
+    fill(page, "[data-field=temperature]", "0")
+    say(page, "Tell me a very long story")
+    page.wait("document.querySelector('.message.assistant .body')?.textContent.length > 20")
+    page.press("Escape", number=27)
+    settled(page)
+    assert "stopped" in page.run("document.querySelector('.message.assistant').innerText")
+    assert "stopped" in page.run("document.querySelector('#figures').innerText")
+    end = time.monotonic() + 10
+    while page.run("fetch('/status').then(r => r.json()).then(s => Object.values(s.models)[0].running)"):
+        assert time.monotonic() < end, "the server still works on it"
+    page.press("ArrowUp", number=38)
+    assert page.run("document.querySelector('#input').value") == "Tell me a very long story"
+    assert page.run("document.querySelectorAll('.message').length") == 0
+
+
+@needs_browser
+def test_what_is_set_is_sent(page: browser.Browser) -> None:
+    answers(page, "ok")
+    for field, value in {"temperature": "0.5", "top_k": "7", "seed": "3", "stop": "END"}.items():
+        fill(page, f"[data-field={field}]", value)
+    fill(page, "#system", "Be brief.")
+    fill(page, "#key", "secret")
+    say(page, "one\ntwo")
+    page.wait("window.sent.length === 1")
+    settled(page)
+    sent = page.run("window.sent[0]")
+    assert sent["headers"]["Authorization"] == "Bearer secret"
+    model = page.run("document.querySelector('#model').value")
+    assert sent["body"] == {
+        "model": model, "stream": True, "stream_options": {"include_usage": True}, "temperature": 0.5, "top_k": 7, "seed": 3, "stop": "END",
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one\ntwo"}],
+    }  # fmt: skip
+    assert "secret" not in page.run("JSON.stringify(localStorage)")
+    page.reload()
+    page.wait("document.querySelector('#model').value")
+    assert page.run("document.querySelector('[data-field=seed]').value") == "3"
+    assert page.run("document.querySelector('#key').value") == "secret"
+
+
+@needs_browser
+def test_reasoning_is_shown_apart(page: browser.Browser) -> None:
+    answers(page, "because ", "of it", field="reasoning_content")
+    say(page, "why?")
+    page.wait("document.querySelector('details.reasoning')?.textContent.includes('because of it')")
+    settled(page)
+    assert page.run("document.querySelector('.message.assistant .body').textContent") == ""
+    answers(page, "so")
+    say(page, "and?")
+    page.wait("window.sent.length === 1")
+    assert page.run("window.sent[0].body.messages.map(m => Object.keys(m).join())") == ["role,content"] * 3
+
+
+@needs_browser
+def test_failures_are_said_and_can_be_tried_again(page: browser.Browser) -> None:
+    answers(page, status=400)
+    say(page, "hello")
+    page.wait("document.querySelector('.message.error')?.textContent === 'refused, as the test wants'")
+    answers(page, status=401)
+    page.press("r", "KeyR", 82, modifiers=1)
+    page.wait("document.activeElement.id === 'key' || document.querySelector('#settings').hidden === false")
+    settled(page)
+    answers(page, "now ", "it works")
+    page.press("r", "KeyR", 82, modifiers=1)
+    page.wait("document.querySelector('.message.assistant .body')?.textContent === 'now it works'")
+    assert not page.run("document.querySelector('.message.error')")
+    assert [m["role"] for m in page.run("window.sent[0].body.messages")] == ["user"]
+
+
+@needs_browser
+def test_the_live_view_rests_while_nobody_sees_it(page: browser.Browser) -> None:
+    page.wait("document.querySelector('#live-blocks').textContent.includes('used')")
+    assert page.run("document.querySelector('#live-running').textContent") == "0"
+    page.run("""Object.defineProperty(document, "visibilityState", { get: () => window.shownAs, configurable: true });
+        window.shownAs = "hidden"; document.dispatchEvent(new Event("visibilitychange")); 0""")
+    page.requests.clear()
+    say(page, "hi")
+    settled(page)
+    time.sleep(1.5)
+    assert not [r for r in page.requests if r.endswith("/status")]
+    page.run('window.shownAs = "visible"; document.dispatchEvent(new Event("visibilitychange")); 0')
+    page.wait("performance.getEntriesByType('resource').length")
+    page.run("new Promise(done => setTimeout(done, 300))")
+    assert [r for r in page.requests if r.endswith("/status")]
+    page.press("l", "KeyL", 76, modifiers=1)
+    assert page.run("document.querySelector('#live').hidden")
+
+
+HOSTILE = [
+    "<script>window.hit = 1</script><img src=x onerror='window.hit = 1'>",
+    "<iframe srcdoc='<script>parent.hit=1</script>'></iframe><svg onload=window.hit=1>",
+    "[click](javascript:window.hit=1) [data](data:text/html,<script>window.hit=1</script>) ![x](javascript:window.hit=1)",
+    "[a](https://example.org/\"onmouseover=\"window.hit=1) <https://example.org/'onclick='window.hit=1>",
+    "![pixel](https://example.org/pixel.png)",
+    "```html\n<script>window.hit = 1</script>\n```\n```\"><img/src=x/onerror=window.hit=1>\nx\n```",
+    "| <b onclick=window.hit=1>a</b> |\n|---|\n| <img src=x onerror=window.hit=1> |",
+    "# <img src=x onerror=window.hit=1>\n> <script>window.hit=1</script>\n- <details open ontoggle=window.hit=1>",
+    "[x](vbscript:msgbox) [y]( java\tscript:window.hit=1) [z](JaVaScRiPt:window.hit=1)",
+]
+TABLES = {"TABLE", "THEAD", "TBODY", "TR", "TH", "TD"}
+HARMLESS = {"P", "A", "EM", "STRONG", "CODE", "PRE", "DIV", "SPAN", "BUTTON", "H2", "BLOCKQUOTE", "UL", "LI", *TABLES}
+
+
+@needs_browser
+def test_nothing_that_a_model_says_is_run_or_fetched(page: browser.Browser) -> None:
+    answers(page, *(text + "\n\n" for text in HOSTILE))
+    say(page, HOSTILE[0])
+    page.wait("document.querySelector('.message.assistant .body')?.textContent.includes('JaVaScRiPt')")
+    settled(page)
+    page.run("document.querySelectorAll('.body a').forEach(a => a.dispatchEvent(new MouseEvent('mouseover')))")
+    page.run("new Promise(done => setTimeout(done, 200))")
+    assert page.run("window.hit ?? null") is None
+    names = set(page.run("[...document.querySelectorAll('.body *')].map(e => e.tagName)"))
+    assert names <= HARMLESS, names
+    attributes = set(page.run("[...document.querySelectorAll('.body *')].flatMap(e => e.getAttributeNames())"))
+    assert attributes <= {"class", "type", "href", "target", "rel", "style"}, attributes
+    assert all(link.startswith("https://example.org/") for link in page.run("[...document.querySelectorAll('.body a')].map(a => a.href)"))
+    assert "<script>window.hit = 1</script>" in page.run("document.querySelector('.message.assistant .body').textContent")
+    assert not [r for r in page.requests if "example.org" in r or r.endswith("/x")]
+
+
+def markdown(page: browser.Browser, *texts: str) -> Any:
+    """The HTML of the last text, rendered into a node that has shown the others before."""
+    return page.run(f"""import("/page/markdown.js").then(m => {{ const node = document.createElement("div");
+        for (const text of {json.dumps(texts)}) m.render(node, text);
+        return node.innerHTML.replace(/ target="_blank" rel="[^"]*"/g, ""); }})""")
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    ("text", "html"),
+    [
+        ("a *b* **c** _d_ ~~e~~ `f*g*`", "<p>a <em>b</em> <strong>c</strong> <em>d</em> <s>e</s> <code>f*g*</code></p>"),
+        ("snake_case_name 2 * 3 * 4 \\*x\\*", "<p>snake_case_name 2 * 3 * 4 *x*</p>"),
+        ("# One\ntwo\n\nthree", "<h2>One</h2><p>two</p><p>three</p>"),
+        ("- a\n- b\n  - c\n- d", "<ul><li>a</li><li>b<ul><li>c</li></ul></li><li>d</li></ul>"),
+        ("3. a\n\n4. b", '<ol start="3"><li>a</li><li>b</li></ol>'),
+        ("> q\n> r\n\ns", "<blockquote><p>q\nr</p></blockquote><p>s</p>"),
+        ("---", "<hr>"),
+        ("[n](https://a.b/c) https://d.e/f.", '<p><a href="https://a.b/c">n</a> <a href="https://d.e/f">https://d.e/f</a>.</p>'),
+        ("| a | b |\n|---|--:|\n| 1 | `x` |",
+         '<table><thead><tr><th style="text-align: left;">a</th><th style="text-align: right;">b</th></tr></thead>'
+         '<tbody><tr><td style="text-align: left;">1</td><td style="text-align: right;"><code>x</code></td></tr></tbody></table>'),
+        ("```py\nif x: # y\n```",
+         '<div class="block"><div><span>py</span><button type="button">copy</button></div>'
+         '<pre><code><span class="w">if</span> x: <span class="c"># y</span></code></pre></div>'),
+        ("open **bold and `code", "<p>open **bold and `code</p>"),
+    ],
+)  # fmt: skip
+def test_markdown(page: browser.Browser, text: str, html: str) -> None:
+    assert markdown(page, text) == html
+    pieces = [text[:i] for i in range(1, len(text) + 1)]
+    assert markdown(page, *pieces) == html  # as it streams
+
+
+@needs_browser
+@pytest.mark.parametrize("text", ["*" * 20000, "`" * 5000 + "a", "_a" * 10000, "[" * 20000, "> " * 5000, "- " * 5000, "|" * 20000,
+                                  "**a " * 5000, "~" * 20000, "```" + "\"'`" * 10000, "[a](" * 5000, "\n" * 20000,
+                                  "http://" * 5000])  # fmt: skip
+def test_markdown_of_hostile_size_ends(page: browser.Browser, text: str) -> None:
+    markdown(page, text)  # the browser's answer has a limit of thirty seconds
+
+
+def test_the_page_is_small_and_needs_nobody_else() -> None:
+    files = {path.name: path.read_text() for path in PAGE.iterdir()}
+    assert set(files) == {"index.html", "style.css", "page.js", "markdown.js"}
+    assert sum(len(text.encode()) for text in files.values()) < 60_000
+    for name, text in files.items():
+        assert not re.search(r"(src|href|url|import|from)\s*[=(]?\s*[\"'(]\s*(https?:)?//", text), name
+        assert "innerHTML" not in text and "insertAdjacentHTML" not in text and "eval(" not in text and "document.write" not in text, name
+    assert "default-src 'none'" in files["index.html"]

@@ -1,0 +1,51 @@
+"""`tinyvllm replay`: a recorded run once more, bit for bit, or where it diverges. Exit code 1 if it does."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from tinyvllm.cli.arguments import engine_options
+from tinyvllm.cli.figures import say
+
+if TYPE_CHECKING:
+    from tinyvllm.engine.replay import Outcome
+
+MOST_SHOWN = 4  # entries of a step
+
+
+def run(options: argparse.Namespace) -> int:
+    from tinyvllm.engine.replay import config_of, read_run, replay
+
+    recorded = read_run(options.file)
+    config = config_of(recorded, engine_options(options))
+    remark = (lambda text: None) if options.quiet else (lambda text: say(f"replay: {text}"))
+    outcome = replay(recorded, config, options.tokens_only, remark)
+    print("\n".join(_lines(outcome)))
+    return 0 if outcome.identical else 1
+
+
+def _lines(outcome: Outcome) -> list[str]:
+    apart = []
+    if outcome.left_out:
+        apart.append(f"left out, as their functions are not in the record: {', '.join(outcome.left_out)}")
+    if outcome.refused:
+        apart.append(f"{outcome.refused} were refused when it was recorded, and not asked for again")
+    if outcome.identical:
+        return [f"identical: {outcome.requests} requests, {outcome.tokens} tokens", *apart]
+    lines = []
+    if outcome.step is not None:
+        lines.append(f"DIVERGES: the schedule of step {outcome.step}: expected {_shown(outcome.expected)}, got {_shown(outcome.got)}")
+    if (d := outcome.difference) is not None:
+        step = "" if d.step is None else f", of step {d.step}"
+        where = f"request {d.request_id}, continuation {d.continuation}, token {d.index}{step}"
+        lines.append(f"DIVERGES: {where}: expected {d.expected}, got {d.got}")
+    elif outcome.step is not None:
+        lines.append(f"the tokens are identical: {outcome.requests} requests, {outcome.tokens} tokens")
+    return [*lines, *apart]
+
+
+def _shown(entries: list[tuple[str, int, int, int]]) -> str:
+    parts = [f"{name}[{index}] {start}..{start + count}" for name, index, start, count in entries[:MOST_SHOWN]]
+    more = [f"{len(entries) - MOST_SHOWN} more"] if len(entries) > MOST_SHOWN else []
+    return ", ".join([*parts, *more]) or "nothing"
