@@ -89,7 +89,7 @@ static inline void look_on(struct ahead *ahead, const struct step *step, int b, 
 }
 
 // A tile for the rows of the sequences b to b + size - 1, which have it in common.
-static inline void decode_tile(struct ahead *ahead, const struct step *step, const struct rows *rows, float *kt, int b, int size, int head,
+FLAT void decode_tile(struct ahead *ahead, const struct step *step, const struct rows *rows, float *kt, int b, int size, int head,
                                int start) {
   const int32_t *table = table_of(step, b);
   struct values values;
@@ -123,7 +123,8 @@ static inline void decode_chunk(const struct step *step, const struct unit *unit
       if (past < unit->size) look_on(&ahead, step, unit->b + past, unit->head, start, start + TILE);
       else if (start + TILE < end) look_on(&ahead, step, unit->b, unit->head, start + TILE, smaller(end, start + 2 * TILE));
       else look_on(&ahead, step, unit->b, next_head, next_chunk * CHUNK, next_chunk * CHUNK + TILE);
-      decode_tile(&ahead, step, &together, kt, unit->b + i, past - i, unit->head, start);
+      if (MOST == 1 || past - i == 1) decode_tile(&ahead, step, &together, kt, unit->b + i, 1, unit->head, start);
+      else decode_tile(&ahead, step, &together, kt, unit->b + i, past - i, unit->head, start);
     }
 }
 

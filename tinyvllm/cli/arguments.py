@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import tinyvllm
 from tinyvllm.config import DTYPES, LOAD_FORMATS, QUANTIZATIONS, nearest, parse_size
 from tinyvllm.errors import ArgumentError
-from tinyvllm.request import SamplingParams
+from tinyvllm.request import STRUCTURES, SamplingParams, StructuredOutputsParams
 
 COMMANDS = ("generate", "chat", "serve", "batch", "kernels", "verify", "replay")
 MAX_TOKENS = {"generate": 256, "chat": 1024}
@@ -92,6 +94,14 @@ _SAMPLING_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--ignore-eos", {"action": "store_true", "help": "go on after the end-of-sequence token"}),
 )
 
+_STRUCTURE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--json-schema", {"metavar": "S", "dest": "json", "help": "the answer is JSON of this schema: a file, or the schema itself"}),
+    ("--json-object", {"action": "store_true", "help": "the answer is any JSON object"}),
+    ("--regex", {"metavar": "R", "help": "the whole answer matches this regular expression"}),
+    ("--choice", {"action": "append", "metavar": "TEXT", "help": "the answer is one of these; repeated"}),
+    ("--grammar", {"metavar": "G", "help": "the answer follows this Lark or GBNF grammar: a file, or the grammar itself"}),
+)
+
 
 class Parser(argparse.ArgumentParser):
     """Refuses with an ArgumentError, and suggests the option that was meant."""
@@ -126,6 +136,9 @@ def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of SamplingParams that were given, by name, after checking them."""
     names = [settings.get("dest", _field(flag)) for flag, settings in (*_SAMPLING_OPTIONS, ("--n", {}), ("--logprobs", {}))]
     given = {name: getattr(options, name) for name in names if hasattr(options, name)}
+    structure = {name: getattr(options, name) for name in STRUCTURES if hasattr(options, name)}
+    if structure:
+        given["structured_outputs"] = StructuredOutputsParams(**{name: _contents(name, value) for name, value in structure.items()})
     SamplingParams(**{"max_tokens": None, **given})
     return given
 
@@ -139,6 +152,16 @@ def server_options(options: argparse.Namespace) -> dict[str, Any]:
     if "cors_origin" in given:
         given["cors_origins"] = tuple(given.pop("cors_origin"))
     return given
+
+
+def _contents(name: str, value: Any) -> Any:
+    """What a file holds, where a schema or a grammar names one."""
+    if name not in ("json", "grammar") or len(value) > 4096 or not os.path.isfile(value):
+        return value
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"{value}: {error}") from error
 
 
 def _field(flag: str) -> str:
@@ -175,6 +198,7 @@ def _generate_parser() -> Parser:
     for flag, settings in prompts:
         group.add_argument(flag, **settings)
     _add(parser, "sampling (the model's own recommendation where not given)", _SAMPLING_OPTIONS)
+    _add(parser, "structure of the answer (one of them)", _STRUCTURE_OPTIONS)
     more: tuple[tuple[str, dict[str, Any]], ...] = (
         ("--n", {"type": int, "metavar": "N", "help": "answers to every prompt"}),
         ("--logprobs", {"type": int, "metavar": "N", "help": "log probabilities of the N best tokens of every step, in --output"}),
@@ -187,7 +211,10 @@ def _generate_parser() -> Parser:
 def _chat_parser() -> Parser:
     parser = _common("chat", "Talk to a language model. /help lists the commands of the conversation.")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument("--url", metavar="URL", help="talk to an OpenAI server, such as http://localhost:8000; --model is then its model's name")
+    parser.add_argument("--api-key", metavar="KEY", help="what to show to that server")
     _add(parser, "sampling (the model's own recommendation where not given)", _SAMPLING_OPTIONS)
+    _add(parser, "structure of the answer (one of them)", _STRUCTURE_OPTIONS)
     _add(parser, "engine", _ENGINE_OPTIONS)
     return parser
 

@@ -7,12 +7,12 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from tinyvllm.cli.arguments import MAX_TOKENS, sampling_options
+from tinyvllm.cli.arguments import MAX_TOKENS, engine_options, sampling_options
 from tinyvllm.cli.figures import closing_line, say
 from tinyvllm.cli.generate import check_engine_options, is_broken, load, no_logits
 from tinyvllm.cli.jsonl import new_file, sampling_value
@@ -31,18 +31,36 @@ _SETTINGS = tuple(f.name for f in fields(SamplingParams) if f.name not in ("n", 
 def run(options: argparse.Namespace) -> int:
     """Talk until the end of input. 1 if a line from a pipe failed, for the script that wrote it."""
     given = {"max_tokens": MAX_TOKENS["chat"], **sampling_options(options)}
+    if options.url is not None:
+        return _talk_to_server(options, given)
+    if options.api_key is not None:
+        raise ArgumentError("--api-key is for the server of --url, which is not given")
     check_engine_options(options)
-    interactive = sys.stdin.isatty()
     with load(options) as llm:
         if llm.engine.tokenizer is None or not llm.engine.tokenizer.chat_templates:
             raise TokenizerError(f"chat: {llm.config.model} has no chat template, it may be made to continue texts: try --prompt TEXT")
-        chat = Chat(llm, replace(llm.default_params, **given), options.system)
-        if interactive:
-            with contextlib.suppress(ImportError):
-                import readline  # noqa: F401  gives input() editing and history
-            if not options.quiet:
-                say("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
-        return converse(chat, interactive)
+        return _talk(Chat(Local(llm), given, options.system), options.quiet)
+
+
+def _talk_to_server(options: argparse.Namespace, given: dict[str, Any]) -> int:
+    engine = [name for name in engine_options(options) if name != "model"]
+    if engine:
+        raise ArgumentError(f"--{engine[0].replace('_', '-')} is the server's business: with --url only --model NAME says which to talk to")
+    from tinyvllm.cli.remote import Remote
+
+    tell = (lambda text: None) if options.quiet else say
+    remote = Remote(options.url, options.api_key, getattr(options, "model", None), tell)
+    return _talk(Chat(remote, given, options.system), options.quiet)
+
+
+def _talk(chat: Chat, quiet: bool) -> int:
+    interactive = sys.stdin.isatty()
+    if interactive:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  gives input() editing and history
+        if not quiet:
+            say("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
+    return converse(chat, interactive)
 
 
 def converse(chat: Chat, interactive: bool) -> int:
@@ -66,15 +84,55 @@ def converse(chat: Chat, interactive: bool) -> int:
     return 1 if failed and not interactive else 0
 
 
+class Partner(Protocol):
+    """Who answers: a model here, or one behind a server."""
+
+    default_params: SamplingParams
+    breakable: bool  # whether a KeyboardInterrupt may be raised in the middle of an answer, and ends it
+
+    def answer(self, messages: list[Message], params: SamplingParams, given: Mapping[str, Any]) -> Iterator[str]:
+        """Pieces of the answer. `given` are those of the params that somebody chose."""
+
+    def figures(self) -> str | None:
+        """Tokens and speed of the last answer, if there was one."""
+
+
+class Local:
+    """A model in this process."""
+
+    breakable = False
+
+    def __init__(self, llm: LLM):
+        self.llm = llm
+        self.default_params = llm.default_params
+        self._last: RequestOutput | None = None
+
+    def answer(self, messages: list[Message], params: SamplingParams, given: Mapping[str, Any]) -> Iterator[str]:
+        shown = 0
+        with _interrupts() as interrupted, contextlib.closing(self.llm.follow(messages, params)) as outputs:
+            for output in outputs:
+                self._last = output
+                text = output.outputs[0].text
+                yield text[shown:]
+                shown = len(text)
+                if interrupted():
+                    break
+        if is_broken(output):
+            raise no_logits("chat")
+
+    def figures(self) -> str | None:
+        return None if self._last is None else closing_line(self.llm, [self._last])
+
+
 class Chat:
     """One conversation: what was said, how to answer, and the commands that change either."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None):
-        self.llm = llm
-        self.params = params
+    def __init__(self, partner: Partner, given: Mapping[str, Any], system: str | None = None):
+        self.partner = partner
+        self.given = dict(given)
+        self.params = replace(partner.default_params, **given)
         self.system = system
         self.history: list[Message] = []
-        self.last: RequestOutput | None = None
         self.over = False
 
     @property
@@ -104,20 +162,21 @@ class Chat:
         self.history.append({"role": "assistant", "content": answer})
 
     def _stream(self) -> str:
-        text = ""
-        with _interrupts() as interrupted, contextlib.closing(self.llm.follow(self.messages, self.params)) as outputs:
-            for output in outputs:
-                self.last = output
-                sys.stdout.write(output.outputs[0].text[len(text) :])
+        pieces: list[str] = []
+        try:
+            with contextlib.closing(self.partner.answer(self.messages, self.params, self.given)) as answer:  # type: ignore[type-var]
+                for piece in answer:
+                    pieces.append(piece)
+                    sys.stdout.write(piece)
+                    sys.stdout.flush()
+        except KeyboardInterrupt:
+            if not self.partner.breakable:
+                raise
+        finally:
+            if pieces:
+                sys.stdout.write("\n")
                 sys.stdout.flush()
-                text = output.outputs[0].text
-                if interrupted():
-                    break
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-        if is_broken(output):
-            raise no_logits("chat")
-        return text
+        return "".join(pieces)
 
     def help(self, rest: str) -> None:
         """this list"""
@@ -150,6 +209,7 @@ class Chat:
         except (ValueError, RecursionError):
             parsed = value  # a stop string need not be quoted
         self.params = replace(self.params, **{name: sampling_value(name, parsed)})
+        self.given[name] = parsed
 
     def show(self, rest: str) -> None:
         """show the settings, the system message and the number of messages"""
@@ -172,9 +232,10 @@ class Chat:
 
     def stats(self, rest: str) -> None:
         """tokens and speed of the last answer"""
-        if self.last is None:
+        figures = self.partner.figures()
+        if figures is None:
             raise ArgumentError("/stats: nothing has been answered yet")
-        say(closing_line(self.llm, [self.last]))
+        say(figures)
 
     def exit(self, rest: str) -> None:
         """leave"""

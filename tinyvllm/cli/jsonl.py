@@ -89,6 +89,8 @@ def result(job: Job, output: RequestOutput) -> str:
 def _completion(part: CompletionOutput) -> dict[str, Any]:
     record: dict[str, Any] = {"text": part.text, "token_ids": part.token_ids}
     record |= {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
+    if part.error is not None:
+        record["error"] = part.error
     if part.logprobs is not None:
         record["logprobs"] = [
             [{"token_id": i, "token": p.decoded_token, "logprob": p.logprob, "rank": p.rank} for i, p in position.items()]

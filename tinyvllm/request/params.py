@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.errors import ArgumentError
@@ -141,6 +141,8 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", allowed)
             if not allowed or any(type(t) is not int or t < 0 for t in allowed):
                 raise ArgumentError(f"SamplingParams: allowed_token_ids must hold at least one token id, got {_brief(allowed)}")
+        if isinstance(self.structured_outputs, dict):  # as it comes in JSON
+            object.__setattr__(self, "structured_outputs", _structure(self.structured_outputs))
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):
             got = _brief(self.structured_outputs)
             raise ArgumentError(f"SamplingParams: structured_outputs must be a StructuredOutputsParams, got {got}")
@@ -194,6 +196,13 @@ def _as_tuple(name: str, value: object, expected: str) -> tuple[Any, ...]:
     if value is not None and not isinstance(value, (list, tuple)):
         raise ArgumentError(f"SamplingParams: {name} must be {expected}, got {_brief(value)}")
     return tuple(value or ())
+
+
+def _structure(given: dict[str, Any]) -> StructuredOutputsParams:
+    known = [field.name for field in fields(StructuredOutputsParams)]
+    if unknown := next((name for name in given if name not in known), None):
+        raise ArgumentError(f"StructuredOutputsParams: unknown field {unknown!r}; known are {', '.join(known)}")
+    return StructuredOutputsParams(**given)
 
 
 def _check_bias(biases: object) -> None:

@@ -1,0 +1,298 @@
+"""Grammars over a small vocabulary: every kind, masks, ends, forced tokens, ways back; and grammars made to hurt, which are errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.sampling.forcing import BOS, END, EOS, TOKENS, WORDS, V, allowed, force, new_backend
+from tests.text.vocabularies import byte_level, llama2_json, metaspace_json, sentencepiece_model, write_folder
+from tinyvllm.errors import RequestError
+from tinyvllm.request import StructuredOutputsParams
+from tinyvllm.sampling.grammar import Grammar, GrammarBackend, Pool, fill_all
+from tinyvllm.sampling.mask_worker import MaskWorker
+from tinyvllm.text.tokenizer import load_tokenizer
+
+ONE = TOKENS.index(b"1", 256)
+
+
+@pytest.fixture(scope="module")
+def backend() -> GrammarBackend:
+    return new_backend()
+
+
+def token(text: bytes) -> int:
+    return TOKENS.index(text)
+
+
+KINDS = {
+    "regex": ({"regex": r"[ab]+\d?"}, ["a", "abba1"], ["", "1", "a12", "c"]),
+    "regex with marks": ({"regex": "^(tr|12)+$"}, ["tr12"], ["t", "tr1"]),
+    "choice": ({"choice": ['say "é"\n\\', "yes", "ye"]}, ['say "é"\n\\', "yes", "ye"], ["y", "yess", ""]),
+    "json": ({"json": '{"type": "array", "items": {"type": "null"}}'}, ["[null, null]", "[]"], ["[1]", "null", " []"]),
+    "json_object": ({"json_object": True}, ['{"a": [1, {"b": null}]}', "{}"], ["[]", "1", '{"a"}']),
+    "lark": ({"grammar": 'start: "a" DIGITS? | start "," start\nDIGITS: /[0-9]+/\n'}, ["a", "a12", "a,a1"], ["1", "a,"]),
+    "lark with json": ({"grammar": 'start: "x" %json {"const": {"&": 1}} // &\n'}, ['x{"&":1}'], ['{"&":1}', "x"]),
+    "gbnf": ({"grammar": 'root ::= "a" ("b" | [0-9]+)*\n'}, ["a", "ab12b"], ["b", "a-"]),
+    "no whitespace": ({"json_object": True, "disable_any_whitespace": True}, ['{"a":[1,2]}'], ['{"a": 1}', '{"a":[1, 2]}']),
+    "one blank": ({"json": {"type": "array"}, "whitespace_pattern": " "}, ["[1, 2]", "[1,2]"], ["[1,  2]", "[1,\n2]"]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds(backend: GrammarBackend, kind: str) -> None:
+    asked, good, bad = KINDS[kind]
+    params = StructuredOutputsParams(**asked)
+    assert [text for text in good if not force(backend, params, text)] == []
+    assert [text for text in bad if force(backend, params, text)] == []
+
+
+def test_a_mask_holds_every_spelling_and_ends_only_where_the_grammar_may(backend: GrammarBackend) -> None:
+    grammar = Grammar(backend.compile(StructuredOutputsParams(regex="(1|tr)2*")))
+    assert allowed(grammar) == {ord("1"), ONE, token(b"12"), ord("t"), token(b"tr")}
+    assert not grammar.accept(ord("2")) and not grammar.accept(EOS) and not grammar.accept(BOS)
+    assert grammar.accept(ONE)
+    assert (grammar.accepting, grammar.finished) == (True, False)
+    assert allowed(grammar) == {ord("2"), EOS, END}
+    assert grammar.accept(END)
+    assert (grammar.accepting, grammar.finished, grammar.error) == (True, True, None)
+    assert allowed(grammar) == {EOS, END}
+
+
+def test_the_way_back(backend: GrammarBackend) -> None:
+    grammar = Grammar(backend.compile(StructuredOutputsParams(regex="abc|axd")))
+    before = allowed(grammar)
+    assert [grammar.accept(t) for t in (token(b"ab"), ord("c"), EOS, END)] == [True] * 4
+    assert grammar.finished and not grammar.accept(ord("c"))
+    grammar.rollback(1)
+    assert grammar.finished and allowed(grammar) == {EOS, END}
+    grammar.rollback(2)
+    assert not grammar.finished and allowed(grammar) == {ord("c")}
+    grammar.rollback(1)
+    grammar.rollback(0)
+    assert allowed(grammar) == before
+    with pytest.raises(ValueError, match="cannot be taken back"):
+        grammar.rollback(1)
+
+
+def test_sequences_of_one_grammar_are_independent(backend: GrammarBackend) -> None:
+    compiled = backend.compile(StructuredOutputsParams(regex="ab*c"))
+    first, second = Grammar(compiled), Grammar(compiled)
+    assert first.accept(ord("a")) and first.accept(ord("c"))
+    assert first.finished and not second.finished and ord("a") in allowed(second)
+
+
+def test_compiled_once_for_the_same_content(backend: GrammarBackend) -> None:
+    first = backend.compile(StructuredOutputsParams(json={"type": "object", "properties": {"a": {}, "b": {}}}))
+    assert backend.compile(StructuredOutputsParams(json={"type": "object", "properties": {"a": {}, "b": {}}})) is first
+    assert backend.compile(StructuredOutputsParams(json={"type": "object", "properties": {"b": {}, "a": {}}})) is not first
+    assert backend.compile(StructuredOutputsParams(regex="x")) is not backend.compile(StructuredOutputsParams(choice=["x"]))
+    for i in range(256):
+        backend.compile(StructuredOutputsParams(regex=f"y{i}"))
+    assert backend.compile(StructuredOutputsParams(json={"type": "object", "properties": {"a": {}, "b": {}}})) is not first
+
+
+def test_masks_of_a_batch_in_a_pool_and_behind_a_worker(backend: GrammarBackend) -> None:
+    grammars = [Grammar(backend.compile(StructuredOutputsParams(regex=f"{letter}+12"))) for letter in "abc"]
+    assert grammars[1].accept(ord("b"))
+    expected = np.zeros((3, WORDS), np.int32)
+    for row, grammar in zip(expected, grammars):
+        grammar.fill(row)
+    mask = np.full((5, WORDS), 7, np.int32)
+    fill_all(grammars, mask, Pool(2))
+    np.testing.assert_array_equal(mask, [*expected, *np.full((2, WORDS), 7)])
+    worker = MaskWorker(2)
+    worker.wait()  # nothing was started
+    for _ in range(3):
+        mask[:] = 7
+        worker.start(zip(grammars, (4, 0, 2)), mask)
+        with pytest.raises(RuntimeError, match="not waited for"):
+            worker.start([], mask)
+        worker.wait()
+        np.testing.assert_array_equal(mask, [expected[1], [7] * WORDS, expected[2], [7] * WORDS, expected[0]])
+    worker.start([(grammars[0], 9)], mask)  # no such row
+    with pytest.raises(Exception, match="(?i)index|row|batch"):
+        worker.wait()
+    worker.start([(grammars[0], 1)], mask)  # and goes on after it
+    worker.wait()
+    np.testing.assert_array_equal(mask[1], expected[0])
+    worker.close()
+    assert "tinyvllm-masks" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("row", [np.zeros(WORDS + 1, np.int32), np.zeros((WORDS, 2), np.int32)[:, 0], np.zeros(WORDS * 4, np.uint8)[::-1]])
+def test_a_mask_of_another_shape_is_refused(backend: GrammarBackend, row: np.ndarray) -> None:
+    with pytest.raises(ValueError, match=f"{WORDS} words"):
+        Grammar(backend.compile(StructuredOutputsParams(regex="x"))).fill(row)
+
+
+ERRORS = [
+    ({"regex": "("}, "regex: .*unclosed group"),
+    ({"regex": r"\bword"}, "regex: .*not supported"),
+    ({"regex": "a", "disable_any_whitespace": True}, "disable_any_whitespace belongs to json and json_object, but regex is given"),
+    ({"choice": ["a"], "whitespace_pattern": " "}, "whitespace_pattern belongs to json"),
+    ({"json_object": True, "disable_any_whitespace": True, "whitespace_pattern": " "}, "not both"),
+    ({"json_object": True, "whitespace_pattern": "("}, "json_object: .*unclosed group"),
+    ({"choice": ["\ud800"]}, r"choice: a lone surrogate '\\ud800'"),
+    ({"grammar": "start: missing\n"}, 'grammar: .*unknown name: "missing"'),
+    ({"grammar": "root ::= missing\n"}, "grammar: not GBNF: .*missing"),
+    ({"grammar": 'root ::= "a" )\n'}, "grammar: "),
+    ({"grammar": "start: A\nA: /a/ & /b/\n"}, "grammar: the operators & and ~"),
+    ({"grammar": 'start: a\na[temperature=0.5]: "x"\n'}, "grammar: a rule's temperature"),
+    ({"grammar": 'start: %json {"contains": {}}\n'}, "#/contains: the keyword contains is not supported"),
+    ({"grammar": "start: %json {\n"}, "grammar: no JSON behind %json"),
+]
+
+
+@pytest.mark.parametrize(("asked", "message"), ERRORS, ids=range(len(ERRORS)))
+def test_errors_name_the_field_and_the_reason(backend: GrammarBackend, asked: dict, message: str) -> None:
+    with pytest.raises(RequestError, match=f"^structured_outputs: {message}") as raised:
+        backend.compile(StructuredOutputsParams(**asked))
+    assert len(str(raised.value)) < 600 and "\n" not in str(raised.value)
+
+
+def references(n: int, step: str) -> str:
+    """A JSON schema whose root reaches a text by n references, each in a schema made of `step`."""
+    definitions = [f'"d{i}": {step}'.replace("NEXT", f'{{"$ref": "#/$defs/d{i + 1}"}}') for i in range(n)]
+    return '{"$ref": "#/$defs/d0", "$defs": {%s, "d%d": {"type": "string"}}}' % (", ".join(definitions), n)
+
+
+BOMBS = {
+    "a nested repetition": {"regex": "((((a{100}){100}){100}){100}){100}"},
+    "a long regex": {"regex": "a" * 70_000},
+    "brackets": {"regex": "(" * 30_000 + "a" + ")" * 30_000},
+    "stars": {"regex": "a" + "*" * 60_000},
+    "doubling rules": {"grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(40)) + 'r40: "a"\n'},
+    "doubling terminals": {"grammar": "start: R0\n" + "".join(f"R{i}: R{i + 1} R{i + 1}\n" for i in range(40)) + 'R40: "a"\n'},
+    "many alternatives": {"grammar": "start: " + " | ".join(f'"k{i}"' for i in range(5_000)) + "\n"},
+    "brackets of a grammar": {"grammar": "start: " + "(" * 30_000 + '"a"' + ")" * 30_000},
+    "brackets of GBNF": {"grammar": "root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000},
+    "a regex in a grammar": {"grammar": "start: A\nA: (/(.*a.{20})/ & /(.*b.{19})/) & ~/.*c.{30}/\n"},
+    "many properties": {"json": {"properties": {f"k{i}": {} for i in range(8_000)}}},
+    "many values": {"json": {"enum": list(range(40_000))}},
+    "products of alternatives": {
+        "json": {"allOf": [{"anyOf": [{"type": "object", "properties": {f"a{i}{j}": {}}} for j in range(6)]} for i in range(10)]}
+    },
+    "a large multiple": {"json": {"type": "integer", "multipleOf": 99_999_999}},
+    "a large multiple in a grammar": {"grammar": 'start: %json {"type": "integer", "multipleOf": 99999999}\n'},
+    "references that fork": {"json": references(3_000, '{"anyOf": [NEXT, {"type": "null"}]}')},
+    "a loop without an end": {"json": '{"type": "array", "items": {"$ref": "#"}, "minItems": 1}'},
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_bombs_are_errors(backend: GrammarBackend, bomb: str) -> None:
+    """At compilation or some tokens later; those that would hang or take the process along fail here as no exception would."""
+    try:
+        grammar = Grammar(backend.compile(StructuredOutputsParams(**BOMBS[bomb])))
+    except RequestError:
+        return
+    mask = np.zeros(WORDS, np.uint32)
+    for _ in range(50):
+        grammar.fill(mask)
+        if grammar.error is not None:
+            assert len(grammar.error) < 400
+            return
+        grammar.accept(int(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[0]))
+    assert bomb == "a loop without an end"  # its output grows as long as anybody lets it
+
+
+@pytest.mark.parametrize("asked", [
+    {"json": references(3_000, '{"type": "array", "items": NEXT, "minItems": 1}')},
+    {"json": references(5_000, "NEXT")},
+    {"grammar": "start: r0\n" + "".join(f'r{i}: r{i + 1} "b"\n' for i in range(3_200)) + 'r3200: "a"\n'},
+    {"grammar": "start: R0\n" + "".join(f'R{i}: "b" R{i + 1}\n' for i in range(3_200)) + 'R3200: "a"\n'},
+], ids=["arrays", "references", "rules", "terminals"])  # fmt: skip
+def test_depth_does_not_overflow_the_stack(asked: dict) -> None:
+    """In a process of its own, since it would be its end."""
+    code = (
+        "import sys; from tests.sampling.forcing import *\n"
+        "b = new_backend(); g = Grammar(b.compile(StructuredOutputsParams(**eval(sys.stdin.read()))))\n"
+        "m = np.zeros(WORDS, np.int32)\n"
+        "for _ in range(5):\n"
+        "    g.fill(m); g.accept(int(np.flatnonzero(np.unpackbits(m.view(np.uint8), bitorder='little'))[0]))\n"
+    )
+    root = Path(__file__).parents[2]
+    ran = subprocess.run([sys.executable, "-c", code], input=repr(asked), text=True, cwd=root, capture_output=True)
+    assert ran.returncode == 0, ran.stderr[-500:]
+
+
+def test_a_grammar_that_outgrows_its_limits_harms_nobody_else(backend: GrammarBackend) -> None:
+    compiled = backend.compile(StructuredOutputsParams(regex="((((a{100}){100}){100}){100}){100}"))
+    first, second = Grammar(compiled), Grammar(compiled)
+    mask = np.zeros(WORDS, np.int32)
+    first.accept(ord("a"))
+    first.fill(mask)
+    assert "too many" in str(first.error) and not first.accept(ord("a")) and not first.accept(EOS) and first.forced() == []
+    assert second.error is None and allowed(second) == {ord("a"), token(b"ab"), token(b"abc")} - {token(b"ab"), token(b"abc")}
+
+
+TOKENIZERS = {
+    "byte_level": byte_level,
+    "llama2": lambda: llama2_json(sentencepiece_model()),
+    "llama2_first": lambda: llama2_json(sentencepiece_model(), legacy=False),
+    "metaspace": metaspace_json,
+    "sentencepiece": None,
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_forced_tokens_are_the_tokenizers_own(name: str, tmp_path: Path) -> None:
+    """Over real tokenizers: what is forced spells the text, is what the tokenizer would have chosen, and every mask allows it."""
+    make = TOKENIZERS[name]
+    files = {"tokenizer.model": sentencepiece_model()} if make is None else {}
+    tokenizer = load_tokenizer(write_folder(tmp_path, make() if make else None, **files))
+    size, eos = tokenizer.vocab_size, next(iter(sorted(tokenizer.special_ids)))
+    tokens = [tokenizer.token_bytes(i) for i in range(size)]
+    backend = GrammarBackend(tokens, tokenizer.special_ids, (eos,), size + 7, tokenizer.encode_within)
+    text = "the quick brown fox jumps over the lazy dog"
+    grammar = Grammar(backend.compile(StructuredOutputsParams(regex=f"{text}(s| again)")))
+    forced = grammar.forced()
+    spelled = b"".join(tokens[i] for i in forced)
+    assert len(spelled) > 20 and text.encode().startswith(spelled)
+    assert forced == (tokenizer.encode_within(text) or [])[: len(forced)]
+    mask = np.zeros(-(-(size + 7) // 32), np.int32)
+    for i in forced:
+        grammar.fill(mask)
+        assert mask[i // 32] >> (i % 32) & 1
+        assert grammar.accept(i)
+    grammar.rollback(len(forced))
+    assert grammar.forced() == forced
+
+
+def test_forced_tokens_stop_where_the_model_has_a_choice(backend: GrammarBackend) -> None:
+    grammar = Grammar(backend.compile(StructuredOutputsParams(regex="x(tr|a)y")))
+    assert grammar.forced() == [ord("x")]
+    assert grammar.accept(ord("x")) and grammar.forced() == []
+    assert grammar.accept(token(b"tr")) and grammar.forced() == [ord("y")]
+    assert grammar.accept(ord("y")) and grammar.forced() == [] and grammar.finished
+
+
+def test_text_within_a_text(tmp_path: Path) -> None:
+    for name, make in TOKENIZERS.items():
+        files = {"tokenizer.model": sentencepiece_model()} if make is None else {}
+        tokenizer = load_tokenizer(write_folder(tmp_path / name, make() if make else None, **files))
+        for text in ("", "fox", " fox", "  two", "fox jumps", "x\n"):
+            ids = tokenizer.encode_within(text)
+            if ids is None:
+                assert name == "metaspace"  # a Unigram vocabulary that lacks the letters
+                continue
+            assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+        special = tokenizer.token_bytes(next(iter(tokenizer.special_ids))).decode()
+        assert tokenizer.encode_within(f"a{special}b") is None
+
+
+def test_a_model_without_an_end_is_refused() -> None:
+    with pytest.raises(RequestError, match="no end of sequence"):
+        GrammarBackend(TOKENS, {BOS}, (V + 3,), V)
+
+
+def test_without_llguidance_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(RequestError, match=r"pip install 'tinyvllm\[structured\]'"):
+        new_backend()

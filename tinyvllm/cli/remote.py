@@ -1,0 +1,221 @@
+"""A model behind an OpenAI server, for `tinyvllm chat --url`. Tries again, with growing pauses, as long as nothing has been received."""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import http.client
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from tinyvllm.errors import ArgumentError, RequestError, TinyvllmError
+from tinyvllm.request import SamplingParams
+
+ATTEMPTS = 8
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds; what a server asks for in Retry-After may be longer
+_LONGEST_ASKED = 600.0  # beyond that a person should decide
+_LATER = (408, 409, 425, 429, 500, 502, 503, 504)
+_CONNECT_SECONDS, _READ_SECONDS = 10.0, 600.0
+
+
+class _Again(Exception):
+    """Nothing was received, and it may be otherwise in a while. `after`: seconds that the server asks for."""
+
+    def __init__(self, reason: str, after: float | None = None):
+        super().__init__(reason)
+        self.after = after
+
+
+@dataclass
+class _Figures:
+    began: float
+    first: float | None = None
+    last: float = 0.0
+    pieces: int = 0
+    usage: Mapping[str, Any] | None = None
+
+    def line(self) -> str:
+        usage = self.usage or {}
+        generated = usage.get("completion_tokens", self.pieces)
+        counts = f"{usage['prompt_tokens']} prompt + {generated} generated tokens" if "prompt_tokens" in usage else f"{generated} pieces"
+        if self.first is None:
+            return counts
+        line, seconds = f"{counts}, first token after {self.first - self.began:.2f} s", self.last - self.first
+        return f"{line}, {(generated - 1) / seconds:.1f} tok/s" if generated > 1 and seconds > 0 else line
+
+
+class Remote:
+    """url: of the server, with or without /v1. model: its name there, where None the first that the server lists.
+
+    tell: gets a line for the person before each pause. ArgumentError for an url that is none.
+    """
+
+    breakable = True
+    default_params = SamplingParams(max_tokens=None)
+
+    def __init__(self, url: str, api_key: str | None = None, model: str | None = None, tell: Callable[[str], None] = lambda text: None):
+        try:
+            parts = urlsplit(url)
+            self._address = (parts.hostname, parts.port)
+        except ValueError as error:
+            raise ArgumentError(f"--url {url}: {error}") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ArgumentError(f"--url must be like http://localhost:8000, got {url!r}")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise ArgumentError("--api-key holds characters that no header may hold")
+        self.url = url
+        self._secure = parts.scheme == "https"
+        self._root = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json", "Accept": "text/event-stream, application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._model = model
+        self._tell = tell
+        self._figures: _Figures | None = None
+
+    def answer(self, messages: list[dict[str, str]], params: SamplingParams, given: Mapping[str, Any]) -> Iterator[str]:
+        """Pieces of the answer. Only what is `given` is sent: for the rest the server knows what its model recommends."""
+        if self._model is None:
+            self._model = self._with_patience(self._first_model)
+        settings = {name: value for name, value in given.items() if value is not None}
+        body = {"model": self._model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}, **settings}
+        self._figures = _Figures(time.monotonic())
+        events = self._with_patience(lambda: self._begin(json.dumps(body).encode()))
+        with contextlib.closing(events):  # type: ignore[type-var]
+            for event in events:
+                if piece := self._read(event, self._figures):
+                    yield piece
+
+    def figures(self) -> str | None:
+        return None if self._figures is None else self._figures.line()
+
+    def _read(self, event: Mapping[str, Any], figures: _Figures) -> str:
+        """The text of an event, if it has some."""
+        figures.usage = event.get("usage") or figures.usage
+        choices = event.get("choices") or [{}]
+        piece = (choices[0].get("delta") or {}).get("content") or ""
+        if piece:
+            figures.last = time.monotonic()
+            figures.first = figures.first or figures.last
+            figures.pieces += 1
+        return piece
+
+    def _with_patience(self, attempt: Callable[[], Any]) -> Any:
+        """What `attempt` returns, once it does not raise _Again any more."""
+        for number in range(1, ATTEMPTS + 1):
+            try:
+                return attempt()
+            except _Again as again:
+                if number == ATTEMPTS or (again.after or 0) > _LONGEST_ASKED:
+                    raise TinyvllmError(f"{self.url}: {again}; tried {number} times") from again
+                pause = max(again.after or 0.0, random.uniform(0.5, 1.0) * min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (number - 1)))
+                self._tell(f"{again}: trying again in {pause:.1f} s")
+                time.sleep(pause)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _begin(self, body: bytes) -> Iterator[Mapping[str, Any]]:
+        """The events of an answer, of which the first has come. _Again where it has not."""
+        connection, response = self._request("POST", "/v1/chat/completions", body)
+        events = _events(connection, response)
+        try:
+            first = next(events, None)
+        except (OSError, http.client.HTTPException) as error:
+            raise _Again(f"the connection broke before the answer ({_said(error)})") from error
+        if first is None:
+            raise _Again("the server sent an empty answer")
+
+        def all_events() -> Iterator[Mapping[str, Any]]:
+            with contextlib.closing(events):
+                yield first
+                try:
+                    yield from events
+                except (OSError, http.client.HTTPException) as error:
+                    raise TinyvllmError(f"{self.url}: the connection broke in the middle of the answer ({_said(error)})") from error
+
+        return all_events()
+
+    def _first_model(self) -> str:
+        connection, response = self._request("GET", "/v1/models", None)
+        with contextlib.closing(connection):
+            try:
+                name = json.loads(response.read())["data"][0]["id"]
+            except (ValueError, LookupError, TypeError) as error:
+                raise TinyvllmError(f"{self.url}: /v1/models is no list of models: is this an OpenAI server? Give --model NAME") from error
+            except (OSError, http.client.HTTPException) as error:
+                raise _Again(_said(error)) from error
+        return str(name)
+
+    def _request(self, method: str, path: str, body: bytes | None) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """The head of the response, whose status is 200. _Again for what may pass, RequestError for what the server refuses."""
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        host, port = self._address
+        connection = kind(host or "", port, timeout=_CONNECT_SECONDS)
+        try:
+            try:
+                connection.connect()
+                connection.sock.settimeout(_READ_SECONDS)
+                connection.request(method, self._root + path, body, self._headers)
+                response = connection.getresponse()
+            except (OSError, http.client.HTTPException) as error:
+                raise _Again(f"no answer from {self.url} ({_said(error)})") from error
+            if response.status != 200:
+                self._refuse(response)
+        except BaseException:
+            connection.close()
+            raise
+        return connection, response
+
+    def _refuse(self, response: http.client.HTTPResponse) -> None:
+        try:
+            text = response.read(1 << 16).decode("utf-8", "replace")
+        except (OSError, http.client.HTTPException):
+            text = ""
+        message = f"{response.status} {response.reason}"
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            message = f"{message}: {json.loads(text)['error']['message']}"
+        if response.status in _LATER:
+            raise _Again(message, retry_after(response.getheader("Retry-After")))
+        raise RequestError(f"{self.url}: {message}")
+
+
+def retry_after(value: str | None, now: float | None = None) -> float | None:
+    """Seconds that a Retry-After header asks for: a number, or a date; None where it says nothing that can be understood."""
+    if value is None:
+        return None
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - (time.time() if now is None else now))
+    except (TypeError, ValueError):
+        return None
+
+
+def _events(connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> Iterator[Mapping[str, Any]]:
+    """The JSON objects of server-sent events up to [DONE]. TinyvllmError for an error among them; ConnectionError where [DONE] is missing."""
+    with contextlib.closing(connection):
+        while line := response.readline():
+            if not line.startswith(b"data:"):
+                continue  # a comment, the name of an event, an empty line
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                return
+            try:
+                event = json.loads(data)
+            except ValueError as error:
+                raise TinyvllmError(f"the server sent an event that is not JSON: {data[:80]!r}") from error
+            if isinstance(event, dict) and event.get("error"):
+                error = event["error"]
+                raise TinyvllmError(f"the server says: {error.get('message', error) if isinstance(error, dict) else error}")
+            yield event
+        raise ConnectionError("the stream ended without [DONE]")
+
+
+def _said(error: BaseException) -> str:
+    return str(getattr(error, "strerror", None) or error) or type(error).__name__
