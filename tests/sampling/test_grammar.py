@@ -144,7 +144,7 @@ ERRORS = [
     ({"grammar": 'root ::= "a" )\n'}, "grammar: "),
     ({"grammar": "start: A\nA: /a/ & /b/\n"}, "grammar: the operators & and ~"),
     ({"grammar": 'start: a\na[temperature=0.5]: "x"\n'}, "grammar: a rule's temperature"),
-    ({"grammar": 'start: %json {"contains": {}}\n'}, "#/contains: the keyword contains is not supported"),
+    ({"grammar": 'start: %json {"contains": {}}\n'}, "grammar: %json: #/contains: the keyword contains is not supported"),
     ({"grammar": "start: %json {\n"}, "grammar: no JSON behind %json"),
 ]
 
@@ -159,7 +159,8 @@ def test_errors_name_the_field_and_the_reason(backend: GrammarBackend, asked: di
 def references(n: int, step: str) -> str:
     """A JSON schema whose root reaches a text by n references, each in a schema made of `step`."""
     definitions = [f'"d{i}": {step}'.replace("NEXT", f'{{"$ref": "#/$defs/d{i + 1}"}}') for i in range(n)]
-    return '{"$ref": "#/$defs/d0", "$defs": {%s, "d%d": {"type": "string"}}}' % (", ".join(definitions), n)
+    definitions.append(f'"d{n}": {{"type": "string"}}')
+    return f'{{"$ref": "#/$defs/d0", "$defs": {{{", ".join(definitions)}}}}}'
 
 
 BOMBS = {
@@ -226,10 +227,10 @@ def test_a_grammar_that_outgrows_its_limits_harms_nobody_else(backend: GrammarBa
     compiled = backend.compile(StructuredOutputsParams(regex="((((a{100}){100}){100}){100}){100}"))
     first, second = Grammar(compiled), Grammar(compiled)
     mask = np.zeros(WORDS, np.int32)
-    first.accept(ord("a"))
-    first.fill(mask)
+    while first.accept(ord("a")):
+        first.fill(mask)
     assert "too many" in str(first.error) and not first.accept(ord("a")) and not first.accept(EOS) and first.forced() == []
-    assert second.error is None and allowed(second) == {ord("a"), token(b"ab"), token(b"abc")} - {token(b"ab"), token(b"abc")}
+    assert second.error is None and allowed(second) == {ord("a")}
 
 
 TOKENIZERS = {

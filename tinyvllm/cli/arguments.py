@@ -66,7 +66,7 @@ _SERVER_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     _LENIENT,
     ("--api-key", {"action": "append", "metavar": "KEY", "default": None, "help": "let in who shows this key; may be repeated"}),
     ("--api-key-file", {"metavar": "F", "default": None, "help": "file of keys, one a line, with name=... and limits behind it"}),
-    ("--cors-origin", {"action": "append", "metavar": "URL", "help": "let pages of this origin use the server; * for all; may be repeated"}),
+    ("--cors-origin", {"action": "append", "metavar": "URL", "help": "let pages of this origin use the server; * for all; repeatable"}),
     ("--ssl-certfile", {"metavar": "F", "help": "certificate chain in PEM: serve https"}),
     ("--ssl-keyfile", {"metavar": "F", "help": "its key, where the certificate's file does not hold it"}),
     ("--max-body", {"metavar": "SIZE", "help": "longest body of a request; 32MiB where not given"}),
@@ -211,7 +211,7 @@ def _generate_parser() -> Parser:
 def _chat_parser() -> Parser:
     parser = _common("chat", "Talk to a language model. /help lists the commands of the conversation.")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    parser.add_argument("--url", metavar="URL", help="talk to an OpenAI server, such as http://localhost:8000; --model is then its model's name")
+    parser.add_argument("--url", metavar="URL", help="talk to an OpenAI server, as http://localhost:8000; --model then names its model")
     parser.add_argument("--api-key", metavar="KEY", help="what to show to that server")
     _add(parser, "sampling (the model's own recommendation where not given)", _SAMPLING_OPTIONS)
     _add(parser, "structure of the answer (one of them)", _STRUCTURE_OPTIONS)

@@ -7,7 +7,7 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -90,7 +90,7 @@ class Partner(Protocol):
     default_params: SamplingParams
     breakable: bool  # whether a KeyboardInterrupt may be raised in the middle of an answer, and ends it
 
-    def answer(self, messages: list[Message], params: SamplingParams, given: Mapping[str, Any]) -> Iterator[str]:
+    def answer(self, messages: list[Message], params: SamplingParams, given: Mapping[str, Any]) -> Generator[str, None, None]:
         """Pieces of the answer. `given` are those of the params that somebody chose."""
 
     def figures(self) -> str | None:
@@ -107,7 +107,7 @@ class Local:
         self.default_params = llm.default_params
         self._last: RequestOutput | None = None
 
-    def answer(self, messages: list[Message], params: SamplingParams, given: Mapping[str, Any]) -> Iterator[str]:
+    def answer(self, messages: list[Message], params: SamplingParams, given: Mapping[str, Any]) -> Generator[str, None, None]:
         shown = 0
         with _interrupts() as interrupted, contextlib.closing(self.llm.follow(messages, params)) as outputs:
             for output in outputs:
@@ -164,7 +164,7 @@ class Chat:
     def _stream(self) -> str:
         pieces: list[str] = []
         try:
-            with contextlib.closing(self.partner.answer(self.messages, self.params, self.given)) as answer:  # type: ignore[type-var]
+            with contextlib.closing(self.partner.answer(self.messages, self.params, self.given)) as answer:
                 for piece in answer:
                     pieces.append(piece)
                     sys.stdout.write(piece)

@@ -7,8 +7,9 @@ import email.utils
 import http.client
 import json
 import random
+import ssl
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -78,7 +79,7 @@ class Remote:
         self._tell = tell
         self._figures: _Figures | None = None
 
-    def answer(self, messages: list[dict[str, str]], params: SamplingParams, given: Mapping[str, Any]) -> Iterator[str]:
+    def answer(self, messages: list[dict[str, str]], params: SamplingParams, given: Mapping[str, Any]) -> Generator[str, None, None]:
         """Pieces of the answer. Only what is `given` is sent: for the rest the server knows what its model recommends."""
         if self._model is None:
             self._model = self._with_patience(self._first_model)
@@ -86,7 +87,7 @@ class Remote:
         body = {"model": self._model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}, **settings}
         self._figures = _Figures(time.monotonic())
         events = self._with_patience(lambda: self._begin(json.dumps(body).encode()))
-        with contextlib.closing(events):  # type: ignore[type-var]
+        with contextlib.closing(events):
             for event in events:
                 if piece := self._read(event, self._figures):
                     yield piece
@@ -118,7 +119,7 @@ class Remote:
                 time.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
 
-    def _begin(self, body: bytes) -> Iterator[Mapping[str, Any]]:
+    def _begin(self, body: bytes) -> Generator[Mapping[str, Any], None, None]:
         """The events of an answer, of which the first has come. _Again where it has not."""
         connection, response = self._request("POST", "/v1/chat/completions", body)
         events = _events(connection, response)
@@ -129,7 +130,7 @@ class Remote:
         if first is None:
             raise _Again("the server sent an empty answer")
 
-        def all_events() -> Iterator[Mapping[str, Any]]:
+        def all_events() -> Generator[Mapping[str, Any], None, None]:
             with contextlib.closing(events):
                 yield first
                 try:
@@ -161,6 +162,8 @@ class Remote:
                 connection.sock.settimeout(_READ_SECONDS)
                 connection.request(method, self._root + path, body, self._headers)
                 response = connection.getresponse()
+            except ssl.SSLCertVerificationError as error:
+                raise TinyvllmError(f"{self.url}: its certificate is not to be trusted: {error.verify_message}") from error
             except (OSError, http.client.HTTPException) as error:
                 raise _Again(f"no answer from {self.url} ({_said(error)})") from error
             if response.status != 200:
@@ -197,8 +200,8 @@ def retry_after(value: str | None, now: float | None = None) -> float | None:
         return None
 
 
-def _events(connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> Iterator[Mapping[str, Any]]:
-    """The JSON objects of server-sent events up to [DONE]. TinyvllmError for an error among them; ConnectionError where [DONE] is missing."""
+def _events(connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> Generator[Mapping[str, Any], None, None]:
+    """The JSON objects of server-sent events up to [DONE]. TinyvllmError for an error among them, ConnectionError without [DONE]."""
     with contextlib.closing(connection):
         while line := response.readline():
             if not line.startswith(b"data:"):
@@ -211,8 +214,8 @@ def _events(connection: http.client.HTTPConnection, response: http.client.HTTPRe
             except ValueError as error:
                 raise TinyvllmError(f"the server sent an event that is not JSON: {data[:80]!r}") from error
             if isinstance(event, dict) and event.get("error"):
-                error = event["error"]
-                raise TinyvllmError(f"the server says: {error.get('message', error) if isinstance(error, dict) else error}")
+                said = event["error"]
+                raise TinyvllmError(f"the server says: {said.get('message', said) if isinstance(said, dict) else said}")
             yield event
         raise ConnectionError("the stream ended without [DONE]")
 

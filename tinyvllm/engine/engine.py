@@ -18,6 +18,7 @@ from tinyvllm.config import EngineConfig, cache_folder
 from tinyvllm.engine.accounts import Accounts, Costs
 from tinyvllm.engine.beam import BeamState
 from tinyvllm.engine.output import Owner, RequestState
+from tinyvllm.engine.record import Recorder, header_of, record_to
 from tinyvllm.engine.scoring import PromptScore
 from tinyvllm.engine.shaping import Shaping
 from tinyvllm.errors import BusyError, ModelError, OutOfMemoryError, RequestError, TinyvllmError
@@ -51,7 +52,15 @@ class Launched:
 class Engine:
     """Serves requests step by step. Not thread-safe: one thread adds, aborts and steps."""
 
-    def __init__(self, config: EngineConfig, progress: Callable[[int, int, str], None] | None = None):
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Callable[[int, int, str], None] | None = None,
+        *,
+        recorder: Recorder | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """`recorder` is told everything that a replay needs; `clock` is what deadlines are held against, in seconds."""
         device = start_device(config.device, cache_folder())
         from tinyvllm.runner.runner import Runner  # behind start_device, which sets what tinygrad reads at import
         from tinyvllm.sampling.sampler import Sampler
@@ -64,7 +73,13 @@ class Engine:
         self.config = replace(config, device=device, max_model_len=self.runner.max_model_len)
         self.tokenizer = self._load_tokenizer()
         self.eos_ids = self.tokenizer.eos_ids if self.tokenizer else _eos_ids(self.runner.checkpoint.config)
-        self.scheduler = self._new_scheduler()
+        self._clock = clock
+        self._recorder = recorder
+        if config.record is not None and recorder is None:
+            checkpoint, blocks = self.runner.checkpoint, self.runner.pool.num_blocks
+            header = header_of(config, blocks, str(self.runner.dtype), checkpoint.config, checkpoint.tensors)
+            self._recorder = record_to(config.record, header)
+        self.scheduler = self._new_scheduler(self._recorder.watched(clock) if self._recorder else clock)
         self.sampler = Sampler(self.runner.config.vocab_size, config.max_num_seqs, device)
         self.metrics = engine_metrics(config.model, "0", self.runner.max_model_len, self._cache_facts())
         self.shaping = Shaping(self.sampler, self.tokenizer, self.eos_ids, self.metrics)
@@ -80,7 +95,7 @@ class Engine:
         self.num_steps = 0  # since the start; each has streamed the weights once
         self._bandwidth: float | None = None
 
-    def _new_scheduler(self) -> Scheduler:
+    def _new_scheduler(self, clock: Callable[[], float]) -> Scheduler:
         config, blocks = self.config, self.runner.pool
         limits = SchedulerLimits(
             config.max_num_seqs, config.max_num_batched_tokens, self.runner.max_model_len, config.max_num_queued_reqs,
@@ -89,7 +104,7 @@ class Engine:
         pool = BlockPool(blocks.num_blocks, config.block_size)
         prefix = PrefixCache(pool, secrets.token_bytes(32)) if config.enable_prefix_caching else None
         hosted = self.runner.swap_blocks
-        return Scheduler(limits, pool, prefix, BlockPool(hosted, config.block_size) if hosted else None)
+        return Scheduler(limits, pool, prefix, BlockPool(hosted, config.block_size) if hosted else None, clock)
 
     def _cache_facts(self) -> dict[str, object]:
         config = self.config
@@ -149,7 +164,12 @@ class Engine:
                 self.shaping.leave(sequence)
             if isinstance(error, BusyError):
                 self.metrics.rejected(error.reason)
+            if self._recorder is not None:
+                self._recorder.refused(request_id, str(error), state.metrics.arrival)
             raise
+        if self._recorder is not None:
+            asked = state.params if isinstance(state, (RequestState, BeamState)) else params
+            self._recorder.added(request_id, prompt_token_ids, asked, terms, state.metrics.arrival)
         self._requests[request_id] = state
         self._owners |= {sequence.sequence_id: state for sequence in state.sequences}
         if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
@@ -168,7 +188,7 @@ class Engine:
         first = self._next_id
         self._next_id += params.width
         return RequestState(
-            request_id, prompt, prompt_token_ids, params, self.tokenizer, self.eos_ids, self.runner.max_model_len, time.monotonic(),
+            request_id, prompt, prompt_token_ids, params, self.tokenizer, self.eos_ids, self.runner.max_model_len, self._clock(),
             first_sequence_id=first, terms=terms,
         )  # fmt: skip
 
@@ -176,7 +196,7 @@ class Engine:
         self, request_id: str, prompt_token_ids: list[int], params: BeamSearchParams, prompt: str | None, terms: Terms
     ) -> BeamState:
         return BeamState(
-            request_id, prompt, prompt_token_ids, params, self.tokenizer, self.eos_ids, self.runner.max_model_len, time.monotonic(),
+            request_id, prompt, prompt_token_ids, params, self.tokenizer, self.eos_ids, self.runner.max_model_len, self._clock(),
             self._new_sequence_id, terms,
         )  # fmt: skip
 
@@ -188,6 +208,8 @@ class Engine:
         """End a request now; its last output, with finish_reason "abort", comes with the next step. Unknown names are over already."""
         state = self._requests.get(request_id)
         if state is not None:
+            if self._recorder is not None:
+                self._recorder.aborted(request_id)
             self._end_score(request_id)
             for sequence in [s for s in state.sequences if not s.finished]:
                 self._finish(state, sequence, "abort")
@@ -203,6 +225,8 @@ class Engine:
         that are given away meanwhile, but whoever gets them writes behind it.
         """
         self.accounts.begin()
+        if self._recorder is not None:
+            self._recorder.begin_step()
         with _TURN:
             if self._ahead is None or not self._follow(self._ahead):
                 if self._scoring:
@@ -239,7 +263,7 @@ class Engine:
         tokens = self.runner.decode(step, self.sampler.step(step.B, flags), flags, plain=not flags)
         self.sampler.drawn(step.B, flags, 1)
         self.num_steps += 1
-        self.accounts.launched(schedule, self._owners_of(schedule), 1)
+        self._launched(schedule, 1)
         self.scheduler.advance(schedule)
         self._ahead = Launched(schedule, [entry.sequence for entry in step.sampling], flags, tokens)
         self.accounts.spent("prepare")
@@ -263,7 +287,7 @@ class Engine:
             return
         self.shaping.begin(sequences)
         self.accounts.spent("prepare")
-        self.accounts.launched(schedule, self._owners_of(schedule), rounds)
+        self._launched(schedule, rounds)
         result = self.runner.launch(step)
         self.num_steps += rounds
         self.scheduler.advance(schedule, rounds)
@@ -295,8 +319,10 @@ class Engine:
             else:
                 self._append(sequence, token, logprob)
 
-    def _owners_of(self, schedule: Schedule) -> list[Owner]:
-        return [self._owners[entry.sequence.sequence_id] for entry in schedule.entries]
+    def _launched(self, schedule: Schedule, rounds: int) -> None:
+        if self._recorder is not None:
+            self._recorder.launched(schedule, rounds)
+        self.accounts.launched(schedule, [self._owners[entry.sequence.sequence_id] for entry in schedule.entries], rounds)
 
     def _append_rounds(self, sequences: list[Sequence], tokens: np.ndarray) -> None:
         """Tokens [rounds, B]; what came after a sequence's end is surplus, which the device could not know."""
@@ -398,6 +424,8 @@ class Engine:
 
     def _settle(self, schedule: Schedule) -> None:
         """Preempted sequences leave the sampler; those that outgrew the whole cache or their time are reported; blocks move."""
+        if self._recorder is not None:
+            self._recorder.settled(schedule)
         for sequence in schedule.preempted:
             self._leave(sequence)
         for sequence in schedule.exhausted:
@@ -451,6 +479,8 @@ class Engine:
             if output.finished:
                 del self._requests[request_id]
                 self.accounts.finished(output, state)
+                if self._recorder is not None:
+                    self._recorder.finished(request_id, _ends(state, output))
             outputs.append(output)
         return outputs
 
@@ -537,6 +567,13 @@ class Engine:
         self.shaping.close()
         self.__dict__.pop("runner", None)
         self.__dict__.pop("sampler", None)
+
+
+def _ends(state: Owner, output: RequestOutput) -> list[tuple[list[int], str | None]]:
+    """Token ids and reason of everything that ran: of best_of more than is given out, of beams what is."""
+    if isinstance(state, BeamState):
+        return [(part.token_ids, part.finish_reason) for part in output.outputs]
+    return [(sequence.output_token_ids, sequence.finish_reason) for sequence in state.sequences]
 
 
 def _eos_ids(config: dict[str, object]) -> tuple[int, ...]:

@@ -267,8 +267,9 @@ def source_of(params: StructuredOutputsParams) -> str:
 
     if params.kind in ("json", "json_object"):
         schema, named = json_schema.read_schema(params.json) if params.json else ('{"type":"object"}', False)
+        options = _json_options(params, named)
         try:
-            return LLMatcher.grammar_from_json_schema(schema, overrides=_json_options(params, named))
+            return LLMatcher.grammar_from_json_schema(schema, overrides=options)
         except ValueError as error:  # its reader of JSON counts levels
             raise RequestError(f"structured_outputs: json: {_line(str(error))}: flatten the schema with $defs") from None
     for name in ("disable_any_whitespace", "whitespace_pattern"):
@@ -339,9 +340,11 @@ def _check_json(text: str, at: int) -> int:
     """Check the JSON schema that stands in a grammar; where it ends."""
     try:
         schema, end = json.JSONDecoder().raw_decode(text, at)
+        json_schema.check(schema)
+    except RequestError as error:
+        raise RequestError(str(error).replace(": json:", ": grammar: %json:", 1)) from None
     except (ValueError, RecursionError) as error:
         raise RequestError(f"structured_outputs: grammar: no JSON behind %json ({_line(str(error))})") from None
-    json_schema.check(schema)
     return end
 
 
