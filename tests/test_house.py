@@ -28,7 +28,8 @@ DOORS = {
     "sampling": {"ops", "request", "errors"},
     "runner": {"models", "weights", "sampling", "scheduler", "ops", "quant", "batch", "config", "errors"},
     "engine": {"text", "cache", "scheduler", "runner", "sampling", "metrics", "request", "config", "errors"},
-    "cli": {"engine", "request", "config", "errors"},
+    "server": {"engine", "text", "request", "metrics", "config", "errors"},
+    "cli": {"server", "engine", "text", "request", "config", "errors"},
     "demo": set(),
     "kernels": set(),
 }

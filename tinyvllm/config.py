@@ -33,6 +33,7 @@ class EngineConfig:
     """Everything that one engine is built from. Always valid: a value that cannot be meant is an ArgumentError that names the field.
 
     model                   folder of Hugging Face files, a GGUF file, or a name on the hub
+    served_model_name       what the model is called in metrics; None calls it by `model`
     tokenizer               folder of tokenizer files, or a GGUF file; None takes the model's own
     skip_tokenizer_init     serve token ids only; texts come back empty
     revision                branch, tag or commit of a hub name
@@ -57,6 +58,7 @@ class EngineConfig:
     """
 
     model: str
+    served_model_name: str | None = None
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     revision: str | None = None
@@ -85,7 +87,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, low, high in _INTEGERS:
             _check_integer(name, getattr(self, name), low, high)
-        for name in ("model", "tokenizer", "revision", "prefix_cache_dir", "record"):
+        for name in ("model", "served_model_name", "tokenizer", "revision", "prefix_cache_dir", "record"):
             _check_text(name, getattr(self, name), optional=name != "model")
         for name in ("skip_tokenizer_init", "enable_prefix_caching", "async_scheduling", "enable_cascade"):
             if type(getattr(self, name)) is not bool and not (name == "async_scheduling" and self.async_scheduling is None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -38,6 +39,7 @@ KINDS = {
     "json_object": ({"json_object": True}, ['{"a": [1, {"b": null}]}', "{}"], ["[]", "1", '{"a"}']),
     "lark": ({"grammar": 'start: "a" DIGITS? | start "," start\nDIGITS: /[0-9]+/\n'}, ["a", "a12", "a,a1"], ["1", "a,"]),
     "lark with json": ({"grammar": 'start: "x" %json {"const": {"&": 1}} // &\n'}, ['x{"&":1}'], ['{"&":1}', "x"]),
+    "lark with names": ({"grammar": 'start: %json {"properties": {"a": {"type": "null"}}, "type": "object"}\n'}, ['{"a":null}'], ['{"\\u0061":1}']),
     "gbnf": ({"grammar": 'root ::= "a" ("b" | [0-9]+)*\n'}, ["a", "ab12b"], ["b", "a-"]),
     "no whitespace": ({"json_object": True, "disable_any_whitespace": True}, ['{"a":[1,2]}'], ['{"a": 1}', '{"a":[1, 2]}']),
     "one blank": ({"json": {"type": "array"}, "whitespace_pattern": " "}, ["[1, 2]", "[1,2]"], ["[1,  2]", "[1,\n2]"]),
@@ -136,7 +138,7 @@ ERRORS = [
     ({"regex": r"\bword"}, "regex: .*not supported"),
     ({"regex": "a", "disable_any_whitespace": True}, "disable_any_whitespace belongs to json and json_object, but regex is given"),
     ({"choice": ["a"], "whitespace_pattern": " "}, "whitespace_pattern belongs to json"),
-    ({"json_object": True, "disable_any_whitespace": True, "whitespace_pattern": " "}, "not both"),
+    ({"json_object": True, "disable_any_whitespace": True, "whitespace_pattern": " "}, "give disable_any_whitespace or"),
     ({"json_object": True, "whitespace_pattern": "("}, "json_object: .*unclosed group"),
     ({"choice": ["\ud800"]}, r"choice: a lone surrogate '\\ud800'"),
     ({"grammar": "start: missing\n"}, 'grammar: .*unknown name: "missing"'),
@@ -146,6 +148,7 @@ ERRORS = [
     ({"grammar": 'start: a\na[temperature=0.5]: "x"\n'}, "grammar: a rule's temperature"),
     ({"grammar": 'start: %json {"contains": {}}\n'}, "grammar: %json: #/contains: the keyword contains is not supported"),
     ({"grammar": "start: %json {\n"}, "grammar: no JSON behind %json"),
+    ({"grammar": "start: %json " + json.dumps({"const": "x" * 70_000}) + "y" * 70_000}, "grammar: 70.* characters, at most 65536"),
 ]
 
 

@@ -237,7 +237,7 @@ WRONG: list[tuple[Any, str]] = [
     ('{"const": NaN}', "not JSON: NaN is no number"),
     ("false", "#: a schema must be an object"),
     ("[]", "#: a schema must be an object"),
-    ('{"items":' * 5000 + "{}" + "}" * 5000, "nested too deeply"),
+    ('{"items":' * 5000 + "{}" + "}" * 5000, "(the schema is nested too deeply|.*flatten the schema)"),
     ('{"items":' * 200 + "{}" + "}" * 200, "flatten the schema"),
     ({"const": "x" * 300_000}, "300.* characters, at most 262144 are read"),
 ]

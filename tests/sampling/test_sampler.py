@@ -345,8 +345,9 @@ def test_a_sampled_sequence_without_a_seed_is_refused(shared):
 
 def test_logprobs_go_to_those_who_ask(shared):
     logits = logits_of(9, 3)
-    asks = [SamplingParams(temperature=0.0, logprobs=n) for n in (None, 0, 3)]
-    with Batch(shared, *asks) as batch:
+    with Batch(shared, *[GREEDY] * 3) as batch:
+        for sequence, asked in zip(batch.sequences, (None, 0, 3)):
+            sequence.logprobs = asked
         tokens = batch.draw(logits)
         found = shared.logprobs(Tensor(logits).realize(), batch.sequences, tokens)
     assert found[0] is None

@@ -100,7 +100,6 @@ def test_grammar_bombs(server: Running, structure: dict) -> None:
     [
         "{{ ''.__class__.__mro__ }}",
         "{% for i in range(10**9) %}a{% endfor %}",
-        "{{ 'a' * 10**10 }}",
         "{{ messages.__init__.__globals__ }}",
         "{{",
         "{% include '/etc/passwd' %}",

@@ -79,8 +79,8 @@ def test_every_key_is_compared() -> None:
 
 
 def test_limits_of_a_key() -> None:
-    now = [time.monotonic()]
     key = Key("a", b"", Limits(requests_per_minute=2, concurrent=2))
+    now = [time.monotonic()]
     key.enter(lambda: now[0])
     key.enter(lambda: now[0])
     with pytest.raises(Failure, match="same time"):

@@ -17,7 +17,8 @@ _BUNDLED = "tinyvllm"
 
 def run(options: argparse.Namespace) -> int:
     began = time.perf_counter()
-    specs = model_specs(getattr(options, "model", None), options.served_model_name, engine_options(options))
+    names = options.served_model_name or []
+    specs = model_specs(getattr(options, "model", None), names[:1], engine_options(options))
     for spec in specs.values():
         _check(spec)
     try:
@@ -34,14 +35,14 @@ def run(options: argparse.Namespace) -> int:
 
     def ready() -> None:
         if not options.quiet:
-            names = ", ".join(specs)
-            print(f"ready: {url_of(config, sock)} serves {names} ({time.perf_counter() - began:.1f} s)", file=sys.stderr, flush=True)
+            served = ", ".join([*specs, *names[1:]])
+            print(f"ready: {url_of(config, sock)} serves {served} ({time.perf_counter() - began:.1f} s)", file=sys.stderr, flush=True)
 
-    serve(lambda: create_app(config, Models(specs, options.unload_idle), keys), sock, ready)
+    serve(lambda: create_app(config, Models(specs, options.unload_idle, dict.fromkeys(names[1:], names[0]) if names else None), keys), sock, ready)
     return 0
 
 
-def model_specs(given: list[str] | None, names: list[str] | None, engine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def model_specs(given: list[str] | None, names: list[str], engine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Options of AsyncLLM by the name under which each model is served: NAME=PATH, PATH under its own name, or the bundled one."""
     rest = {name: value for name, value in engine.items() if name != "model"}
     specs: dict[str, dict[str, Any]] = {}
@@ -57,8 +58,7 @@ def model_specs(given: list[str] | None, names: list[str] | None, engine: Mappin
     if names:
         if len(specs) != 1:
             raise ArgumentError("--served-model-name names the only model; of several each is named as NAME=PATH")
-        (spec,) = specs.values()
-        specs = dict.fromkeys(names, spec)
+        specs = {names[0]: next(iter(specs.values()))}
     return specs
 
 

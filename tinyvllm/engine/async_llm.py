@@ -105,6 +105,11 @@ class AsyncLLM:
 
         return np.stack([await self._ask(functools.partial(_embed, ids, pooling, normalize)) for ids in prompts])
 
+    @property
+    def alive(self) -> bool:
+        """Whether the engine still serves; what ended it is raised to whoever asks it for something."""
+        return not self._closing
+
     def status(self) -> dict[str, Any]:
         """A picture of the engine not much older than a tenth of a second while it works; see Engine.status."""
         return self._status

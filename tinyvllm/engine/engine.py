@@ -73,15 +73,15 @@ class Engine:
         self.config = replace(config, device=device, max_model_len=self.runner.max_model_len)
         self.tokenizer = self._load_tokenizer()
         self.eos_ids = self.tokenizer.eos_ids if self.tokenizer else _eos_ids(self.runner.checkpoint.config)
-        self._clock = clock
-        self._recorder = recorder
+        self.clock = clock
+        self.recorder = recorder
         if config.record is not None and recorder is None:
             checkpoint, blocks = self.runner.checkpoint, self.runner.pool.num_blocks
-            header = header_of(config, blocks, str(self.runner.dtype), checkpoint.config, checkpoint.tensors)
-            self._recorder = record_to(config.record, header)
-        self.scheduler = self._new_scheduler(self._recorder.watched(clock) if self._recorder else clock)
+            header = header_of(replace(config, device=device), blocks, str(self.runner.dtype), checkpoint.config, checkpoint.tensors)
+            self.recorder = record_to(config.record, header)
+        self.scheduler = self._new_scheduler(self.recorder.watched(clock) if self.recorder else clock)
         self.sampler = Sampler(self.runner.config.vocab_size, config.max_num_seqs, device)
-        self.metrics = engine_metrics(config.model, "0", self.runner.max_model_len, self._cache_facts())
+        self.metrics = engine_metrics(config.served_model_name or config.model, "0", self.runner.max_model_len, self._cache_facts())
         self.shaping = Shaping(self.sampler, self.tokenizer, self.eos_ids, self.metrics)
         costs = Costs(self.runner.bytes_per_token, self.runner.pool.block_bytes // config.block_size, self.read_bandwidth)
         self.accounts = Accounts(self.metrics, costs, self.scheduler)
@@ -164,12 +164,12 @@ class Engine:
                 self.shaping.leave(sequence)
             if isinstance(error, BusyError):
                 self.metrics.rejected(error.reason)
-            if self._recorder is not None:
-                self._recorder.refused(request_id, str(error), state.metrics.arrival)
+            if self.recorder is not None:
+                self.recorder.refused(request_id, str(error), state.metrics.arrival)
             raise
-        if self._recorder is not None:
+        if self.recorder is not None:
             asked = state.params if isinstance(state, (RequestState, BeamState)) else params
-            self._recorder.added(request_id, prompt_token_ids, asked, terms, state.metrics.arrival)
+            self.recorder.added(request_id, prompt_token_ids, asked, terms, state.metrics.arrival)
         self._requests[request_id] = state
         self._owners |= {sequence.sequence_id: state for sequence in state.sequences}
         if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
@@ -188,7 +188,7 @@ class Engine:
         first = self._next_id
         self._next_id += params.width
         return RequestState(
-            request_id, prompt, prompt_token_ids, params, self.tokenizer, self.eos_ids, self.runner.max_model_len, self._clock(),
+            request_id, prompt, prompt_token_ids, params, self.tokenizer, self.eos_ids, self.runner.max_model_len, self.clock(),
             first_sequence_id=first, terms=terms,
         )  # fmt: skip
 
@@ -196,7 +196,7 @@ class Engine:
         self, request_id: str, prompt_token_ids: list[int], params: BeamSearchParams, prompt: str | None, terms: Terms
     ) -> BeamState:
         return BeamState(
-            request_id, prompt, prompt_token_ids, params, self.tokenizer, self.eos_ids, self.runner.max_model_len, self._clock(),
+            request_id, prompt, prompt_token_ids, params, self.tokenizer, self.eos_ids, self.runner.max_model_len, self.clock(),
             self._new_sequence_id, terms,
         )  # fmt: skip
 
@@ -208,8 +208,8 @@ class Engine:
         """End a request now; its last output, with finish_reason "abort", comes with the next step. Unknown names are over already."""
         state = self._requests.get(request_id)
         if state is not None:
-            if self._recorder is not None:
-                self._recorder.aborted(request_id)
+            if self.recorder is not None:
+                self.recorder.aborted(request_id)
             self._end_score(request_id)
             for sequence in [s for s in state.sequences if not s.finished]:
                 self._finish(state, sequence, "abort")
@@ -225,8 +225,8 @@ class Engine:
         that are given away meanwhile, but whoever gets them writes behind it.
         """
         self.accounts.begin()
-        if self._recorder is not None:
-            self._recorder.begin_step()
+        if self.recorder is not None:
+            self.recorder.begin_step()
         with _TURN:
             if self._ahead is None or not self._follow(self._ahead):
                 if self._scoring:
@@ -320,8 +320,8 @@ class Engine:
                 self._append(sequence, token, logprob)
 
     def _launched(self, schedule: Schedule, rounds: int) -> None:
-        if self._recorder is not None:
-            self._recorder.launched(schedule, rounds)
+        if self.recorder is not None:
+            self.recorder.launched(schedule, rounds)
         self.accounts.launched(schedule, [self._owners[entry.sequence.sequence_id] for entry in schedule.entries], rounds)
 
     def _append_rounds(self, sequences: list[Sequence], tokens: np.ndarray) -> None:
@@ -424,8 +424,8 @@ class Engine:
 
     def _settle(self, schedule: Schedule) -> None:
         """Preempted sequences leave the sampler; those that outgrew the whole cache or their time are reported; blocks move."""
-        if self._recorder is not None:
-            self._recorder.settled(schedule)
+        if self.recorder is not None:
+            self.recorder.settled(schedule)
         for sequence in schedule.preempted:
             self._leave(sequence)
         for sequence in schedule.exhausted:
@@ -479,8 +479,8 @@ class Engine:
             if output.finished:
                 del self._requests[request_id]
                 self.accounts.finished(output, state)
-                if self._recorder is not None:
-                    self._recorder.finished(request_id, _ends(state, output))
+                if self.recorder is not None:
+                    self.recorder.finished(request_id, _ends(state, output))
             outputs.append(output)
         return outputs
 

@@ -10,8 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from tinyvllm.engine.thinking import ThinkingBudget
 from tinyvllm.errors import RequestError
 from tinyvllm.metrics import EngineMetrics, NoMetrics
@@ -21,6 +19,7 @@ from tinyvllm.sampling.penalties import penalizes
 from tinyvllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    import numpy as np
     from tinygrad import Tensor
 
     from tinyvllm.sampling.grammar import CompiledGrammar, Grammar, GrammarBackend
@@ -177,20 +176,15 @@ class Shaping:
         self._masked = []
 
     def _process(self, logits: Tensor, b: int, sequence: Sequence, processors: tuple[LogitsProcessor, ...], failures: Failures) -> None:
-        from tinyvllm.ops.launch import download, spans, upload
-
-        V = int(logits.shape[1])
-        (part,) = spans(logits, [(b * V, V)])
-        row = download(part)
-        try:
+        def change(row: np.ndarray) -> np.ndarray:
             for processor in processors:
-                row = np.asarray(processor(sequence.prompt_token_ids, sequence.output_token_ids, row), np.float32)
-                if row.shape != (V,):
-                    raise ValueError(f"expected logits of shape ({V},), got {row.shape}")
+                row = processor(sequence.prompt_token_ids, sequence.output_token_ids, row)
+            return row
+
+        try:
+            self._sampler.change_row(logits, b, change)
         except Exception as error:  # somebody else's code
             failures[sequence.sequence_id] = f"logits processor: {type(error).__name__}: {error}"
-            return
-        upload(part, row)
 
     def took(self, sequence: Sequence) -> tuple[list[int], str | None, str | None]:
         """Its output has one token more: the tokens that must follow, and the reason and the error if it was the last."""

@@ -24,7 +24,7 @@ from tinyvllm.sampling import json_schema
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-LONGEST = 64 * 1024  # characters of a regular expression, a grammar, or all choices
+LONGEST = 64 * 1024  # characters of a regular expression, of a grammar without the JSON schemas in it, or of all choices
 _KEPT = 256  # compiled grammars
 # A chain of rules is followed by recursion, without a look at the stack: 3000 rules overflow 8 MiB, 10^4 fit 512. Only touched pages count.
 _STACK = 512 << 20
@@ -44,6 +44,7 @@ _REFUSED_IN_LARK = (
     (re.compile(r"&|~(?!\s*\d)"), "the operators & and ~ of terminals are not supported: their cost cannot be bounded"),
     (re.compile(r"\btemperature\s*="), "a rule's temperature is not supported: give SamplingParams one"),
 )
+_NO_NUMBERS = 'nrbtf\\"'  # the letters that may stand behind JSON's backslash, without u
 _INSTALL = "structured_outputs: needs llguidance, which is not installed: pip install 'tinyvllm[structured]'"
 
 
@@ -280,7 +281,7 @@ def source_of(params: StructuredOutputsParams) -> str:
     if params.choice:
         texts = [json.dumps(text, ensure_ascii=False) for text in params.choice]
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + _checked("choice", " | ".join(texts)) + "\n")
-    return LLMatcher.grammar_from_lark(_lark(_checked("grammar", params.grammar or "")))
+    return LLMatcher.grammar_from_lark(_lark(params.grammar or ""))
 
 
 def _json_options(params: StructuredOutputsParams, named: bool) -> Any:
@@ -290,13 +291,13 @@ def _json_options(params: StructuredOutputsParams, named: bool) -> Any:
     if params.whitespace_pattern is not None:
         options["whitespace_pattern"] = _checked("whitespace_pattern", params.whitespace_pattern)
     if named:
-        options["json_allowed_escapes"] = 'nrbtf\\"'
+        options["json_allowed_escapes"] = _NO_NUMBERS
     return options
 
 
-def _checked(field: str, text: str) -> str:
-    if len(text) > LONGEST:
-        raise RequestError(f"structured_outputs: {field}: {len(text)} characters, at most {LONGEST} are read: cut it down")
+def _checked(field: str, text: str, longest: int = LONGEST) -> str:
+    if len(text) > longest:
+        raise RequestError(f"structured_outputs: {field}: {len(text)} characters, at most {longest} are read: cut it down")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -306,46 +307,47 @@ def _checked(field: str, text: str) -> str:
 
 
 def _lark(text: str) -> str:
-    """A grammar in Lark's form; what has `::=` in it is taken for GBNF."""
+    """A grammar in Lark's form, checked; what has `::=` in it is taken for GBNF."""
     if "::=" in text:
         from llguidance.gbnf_to_lark import gbnf_to_lark
 
         try:
-            text = _checked("grammar", gbnf_to_lark(text))
-        except RecursionError:
-            raise RequestError("structured_outputs: grammar: nested too deeply: split it into rules") from None
+            text = gbnf_to_lark(_checked("grammar", text))
         except RequestError:
             raise
+        except RecursionError:
+            raise RequestError("structured_outputs: grammar: nested too deeply: split it into rules") from None
         except Exception as error:  # the converter raises whatever its parser stumbles over
             raise RequestError(f"structured_outputs: grammar: not GBNF: {_line(str(error)) or type(error).__name__}") from None
-    _check_lark(text)
-    return text
-
-
-def _check_lark(text: str) -> None:
-    """RequestError for what the parser of grammars would take, but could not bound or would ignore."""
-    bare, at = [], 0
+    _checked("grammar", text, json_schema.LONGEST)
+    bare, whole, at = [], [], 0
     while (found := _SKIPPED_IN_LARK.search(text, at)) is not None:
         bare.append(text[at : found.start()])
+        whole.append(text[at : found.end()])
         at = found.end()
         if found[2]:
-            at = _check_json(text, at)
+            schema, at = _json_in_lark(text, at)
+            whole.append(schema)
+        else:
+            bare.append(" " * len(found[0]))
     bare.append(text[at:])
+    _checked("grammar", "".join(bare))
     for refused, reason in _REFUSED_IN_LARK:
-        if refused.search(" ".join(bare)):
+        if refused.search("".join(bare)):
             raise RequestError(f"structured_outputs: grammar: {reason}")
+    return "".join(whole) + text[at:]
 
 
-def _check_json(text: str, at: int) -> int:
-    """Check the JSON schema that stands in a grammar; where it ends."""
+def _json_in_lark(text: str, at: int) -> tuple[str, int]:
+    """The JSON schema that stands in a grammar, checked, and where it ends."""
     try:
-        schema, end = json.JSONDecoder().raw_decode(text, at)
-        json_schema.check(schema)
+        parsed, end = json.JSONDecoder(parse_constant=json_schema.refuse_constant).raw_decode(text, at)
+        schema, named = json_schema.read_schema(parsed)
     except RequestError as error:
         raise RequestError(str(error).replace(": json:", ": grammar: %json:", 1)) from None
     except (ValueError, RecursionError) as error:
         raise RequestError(f"structured_outputs: grammar: no JSON behind %json ({_line(str(error))})") from None
-    return end
+    return (json.dumps({"x-guidance": {"json_allowed_escapes": _NO_NUMBERS}} | json.loads(schema)) if named else schema), end
 
 
 def _key(params: StructuredOutputsParams) -> str:

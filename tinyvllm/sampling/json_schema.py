@@ -58,8 +58,8 @@ ANNOTATIONS = (
     "contentSchema", "default", "deprecated", "description", "examples", "id", "readOnly", "title", "writeOnly",
 )  # fmt: skip
 REFUSED = (
-    "$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef", "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if", "maxContains",
-    "minContains", "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems",
+    "$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef", "contains", "dependencies", "dependentRequired", "dependentSchemas",
+    "else", "if", "maxContains", "minContains", "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems",
 )  # fmt: skip
 DIALECTS = ("draft-04", "draft-06", "draft-07", "draft/2019-09", "draft/2020-12")
 
@@ -126,7 +126,7 @@ def _has_control(value: object) -> bool:
 
 def _parsed(schema: str | dict[str, Any]) -> tuple[str, Any]:
     try:
-        parsed = json.loads(schema, parse_constant=_refuse_constant) if isinstance(schema, str) else schema
+        parsed = json.loads(schema, parse_constant=refuse_constant) if isinstance(schema, str) else schema
         text = json.dumps(parsed, allow_nan=False, separators=(",", ":"))
         text.encode("utf-8")
         return text, json.loads(text)  # keys of a dict that are no strings are strings by now
@@ -136,7 +136,8 @@ def _parsed(schema: str | dict[str, Any]) -> tuple[str, Any]:
         raise RequestError(f"structured_outputs: json: not JSON: {error}") from None
 
 
-def _refuse_constant(name: str) -> None:
+def refuse_constant(name: str) -> None:
+    """For json's `parse_constant`: Python would read NaN and Infinity."""
     raise ValueError(f"{name} is no number of JSON")
 
 

@@ -244,6 +244,16 @@ class Sampler:
                 found[b] = logprobs
         return found
 
+    @staticmethod
+    def change_row(logits: Tensor, b: int, change: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Replace row b of logits [B, V] float32 by what `change` makes of it, on the host; what it raises leaves the row as it was."""
+        V = int(logits.shape[1])
+        (part,) = spans(logits, [(b * V, V)])
+        row = np.asarray(change(download(part)), np.float32)
+        if row.shape != (V,):
+            raise ValueError(f"expected logits of shape ({V},), got {row.shape}")
+        upload(part, row)
+
     def _line(self, params: SamplingParams, row: int, flags: SamplingFlags) -> np.ndarray:
         line = np.zeros(len(Column), dtype=np.uint32)
         floats, seed, temperature = line.view(np.float32), params.seed or 0, params.temperature

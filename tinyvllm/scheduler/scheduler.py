@@ -245,7 +245,10 @@ class Scheduler:
         return False
 
     def _late(self) -> bool:
-        return bool(self._timed) and any(self._is_late(sequence, self._clock()) for sequence in self._timed)
+        if not self._timed:
+            return False
+        now = self._clock()
+        return any(self._is_late(sequence, now) for sequence in self._timed)
 
     def _is_late(self, sequence: Sequence, now: float) -> bool:
         terms = sequence.terms

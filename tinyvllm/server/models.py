@@ -31,16 +31,19 @@ class Model:
 class Models:
     """`specs`: options of AsyncLLM by the name under which each is served; the first is the default. Belongs to one event loop.
 
-    idle_seconds: unload a model that nobody has used for so long; None keeps it. `load` makes an engine of the options, in a thread.
+    aliases: further names. idle_seconds: unload a model that nobody has used for so long; None keeps it. `load` makes an engine of the
+    options, in a thread.
     """
 
     def __init__(
         self,
         specs: Mapping[str, Mapping[str, Any]],
         idle_seconds: float | None = None,
+        aliases: Mapping[str, str] | None = None,
         load: Callable[..., AsyncLLM] = AsyncLLM,
     ):
         self._models = {name: Model(name, options) for name, options in specs.items()}
+        self._named = {**self._models, **{alias: self._models[name] for alias, name in (aliases or {}).items()}}
         self._idle_seconds = idle_seconds
         self._load_engine = load
         self._memory = asyncio.Lock()  # held by whoever loads or unloads
@@ -48,11 +51,12 @@ class Models:
 
     @property
     def names(self) -> list[str]:
-        return list(self._models)
+        """Every name that is served, the default first."""
+        return list(self._named)
 
     def path(self, name: str) -> str:
         """Where a model comes from, for the list of models; only the last part, since the rest is the server's own business."""
-        return os.path.basename(str(self._models[name].options.get("model") or name).rstrip("/"))
+        return os.path.basename(str(self._named[name].options.get("model") or name).rstrip("/"))
 
     def loaded(self) -> dict[str, AsyncLLM]:
         """The engines that are in memory, by name."""
@@ -76,9 +80,9 @@ class Models:
     @contextlib.asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[tuple[str, AsyncLLM]]:
         """(name, engine) of a model that stays in memory meanwhile. Failure 404 for a name that is not served."""
-        model = next(iter(self._models.values())) if name is None else self._models.get(name)
+        model = next(iter(self._models.values())) if name is None else self._named.get(name)
         if model is None:
-            raise Failure(404, f"there is no model {name!r:.200}; served: {', '.join(self._models)}", param="model", code="model_not_found")
+            raise Failure(404, f"there is no model {name!r:.200}; served: {', '.join(self._named)}", param="model", code="model_not_found")
         model.users += 1
         if model.timer is not None:
             model.timer.cancel()

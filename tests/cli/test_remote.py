@@ -1,0 +1,176 @@
+"""`chat --url`: a talk with a server that answers as the test wants, and the pauses between attempts."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from tinyvllm import cli
+from tinyvllm.cli import remote
+from tinyvllm.cli.remote import Remote, retry_after
+from tinyvllm.errors import ArgumentError, RequestError, TinyvllmError
+
+
+def stream(*pieces: str, done: bool = True) -> bytes:
+    chunks = [{"choices": [{"index": 0, "delta": {"content": piece}}]} for piece in pieces]
+    chunks.append({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 5}})
+    text = ": keep-alive\n\n" + "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
+    return (text + ("data: [DONE]\n\n" if done else "")).encode()
+
+
+class Server:
+    """Answers POSTs with `replies` in turn, each (status, headers, body) or "close"; the last one for ever. `seen` are the bodies."""
+
+    def __init__(self) -> None:
+        self.replies: list[Any] = []
+        self.seen: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.reply(200, {}, json.dumps({"data": [{"id": "first-model"}]}).encode())
+
+            def do_POST(self) -> None:
+                outer.seen.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                outer.headers.append(dict(self.headers))
+                answer = outer.replies.pop(0) if len(outer.replies) > 1 else outer.replies[0]
+                if answer == "close":
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                else:
+                    self.reply(*answer)
+
+            def reply(self, status: int, headers: dict[str, str], body: bytes) -> None:
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.http.shutdown()
+    server.http.server_close()
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Instead of being slept, pauses are noted."""
+    taken: list[float] = []
+    monkeypatch.setattr(remote.time, "sleep", taken.append)
+    return taken
+
+
+@pytest.fixture
+def talk(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def talk(*lines: str, options: tuple[str, ...] = ()) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
+        code = cli.main(["chat", "--url", server.url, *options])
+        return code, *capsys.readouterr()
+
+    return talk
+
+
+def test_a_conversation(server: Server, talk: Callable[..., tuple[int, str, str]]) -> None:
+    server.replies = [(200, {}, stream("one ", "é")), (200, {}, stream("two"))]
+    options = ("--api-key", "k", "--system", "S", "--temperature", "0.5", "--stop", "X")
+    code, out, err = talk("hi", "/set seed 3", "/set max_tokens null", "more", "/stats", options=options)
+    assert (code, out) == (0, "one é\ntwo\n") and "7 prompt + 5 generated tokens, first token after" in err
+    first, second = server.seen
+    system = {"role": "system", "content": "S"}
+    assert first == {
+        "model": "first-model", "messages": [system, {"role": "user", "content": "hi"}], "stream": True,
+        "stream_options": {"include_usage": True}, "max_tokens": 1024, "temperature": 0.5, "stop": ["X"],
+    }  # fmt: skip
+    assert second["messages"][2:] == [{"role": "assistant", "content": "one é"}, {"role": "user", "content": "more"}]
+    assert second["seed"] == 3 and "max_tokens" not in second
+    assert server.headers[0]["Authorization"] == "Bearer k"
+
+
+def test_what_may_pass_is_tried_again(server: Server, talk: Callable[..., tuple[int, str, str]], pauses: list[float]) -> None:
+    busy = {"error": {"message": "too many wait"}}
+    server.replies = [(429, {"Retry-After": "7"}, json.dumps(busy).encode()), "close", (503, {}, b"<html>"), (200, {}, b""),
+                      (200, {}, stream("at last"))]  # fmt: skip
+    code, out, err = talk("hi", options=("--model", "m"))
+    assert (code, out) == (0, "at last\n") and len(server.seen) == 5 and all(body == server.seen[0] for body in server.seen)
+    assert pauses[0] == 7 and 0.5 <= pauses[1] <= 1 and 1 <= pauses[2] <= 2 and 2 <= pauses[3] <= 4
+    lines = err.splitlines()
+    assert len(lines) == 4 and lines[0] == "429 Too Many Requests: too many wait: trying again in 7.0 s"
+
+
+def test_patience_ends(server: Server, pauses: list[float]) -> None:
+    server.replies = [(503, {}, b"")]
+    with pytest.raises(TinyvllmError, match="503 Service Unavailable; tried 8 times"):
+        list(Remote(server.url, model="m").answer([], Remote.default_params, {}))
+    assert len(server.seen) == 8 and len(pauses) == 7 and max(pauses) <= 30
+    server.replies = [(429, {"Retry-After": "86400"}, b"")]
+    with pytest.raises(TinyvllmError, match="429"):
+        list(Remote(server.url, model="m").answer([], Remote.default_params, {}))
+    assert len(server.seen) == 9  # nobody waits for a day
+
+
+def test_nothing_is_said_twice(server: Server, talk: Callable[..., tuple[int, str, str]], pauses: list[float]) -> None:
+    server.replies = [(200, {}, stream("half an ans", done=False)), (200, {}, stream("whole"))]
+    code, out, err = talk("hi", "again", options=("--model", "m"))
+    assert (code, out) == (1, "half an ans\nwhole\n") and "broke in the middle" in err and not pauses
+    assert [body["messages"] for body in server.seen][1] == [{"role": "user", "content": "again"}]
+    server.replies = [(200, {}, b'data: {"error": {"message": "out of memory"}}\n\ndata: [DONE]\n\n')]
+    code, out, err = talk("hi", options=("--model", "m"))
+    assert (code, out) == (1, "") and "out of memory" in err
+
+
+def test_what_a_server_refuses_is_not_tried_again(server: Server, pauses: list[float]) -> None:
+    server.replies = [(400, {}, json.dumps({"error": {"message": "top_k: unknown"}}).encode())]
+    with pytest.raises(RequestError, match="400 Bad Request: top_k: unknown"):
+        list(Remote(server.url, model="m").answer([], Remote.default_params, {"top_k": 3}))
+    assert len(server.seen) == 1 and not pauses and server.seen[0]["top_k"] == 3
+
+
+def test_nobody_there(pauses: list[float]) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    with pytest.raises(TinyvllmError, match="no answer from http.*refused.*tried 8 times"):
+        list(Remote(url, model="m").answer([], Remote.default_params, {}))
+    assert len(pauses) == 7
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://h:port", "http://h/?q=1", ""])
+def test_urls_that_are_refused(url: str) -> None:
+    with pytest.raises(ArgumentError, match="--url"):
+        Remote(url)
+
+
+def test_options_that_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in [
+        (["--url", "http://localhost:1", "--device", "CPU"], ["--device", "--url"]),
+        (["--api-key", "k"], ["--api-key", "--url"]),
+        (["--url", "http://localhost:1", "--api-key", "k\nX: y"], ["--api-key"]),
+    ]:
+        assert cli.main(["chat", *arguments]) == 2
+        message = capsys.readouterr().err
+        assert all(word in message for word in words), message
+
+
+def test_retry_after() -> None:
+    assert retry_after("3") == 3 and retry_after("0.5") == 0.5 and retry_after("-1") == 0 and retry_after(None) is None
+    assert retry_after("Wed, 21 Oct 2015 07:28:00 GMT", now=1445412470.0) == 10 and retry_after("soon") is None
+    assert retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
