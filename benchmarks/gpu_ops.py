@@ -60,6 +60,7 @@ class Op:
     make: Callable[[bool], Callable[[], Tensor]]
     bytes: int
     flops: int
+    choice: str | None = None  # what TINYVLLM_KERNELS must say for the kernel to be taken
 
 
 # --- the device's clock
@@ -331,7 +332,7 @@ def sets_of(op: Op) -> int:
 
 def captured(op: Op, kernel: bool, sets: int) -> Captured:
     """A graph of the op on `sets` sets of operands. RuntimeError where it should be the kernel and another choice was made."""
-    with kernels(None if kernel else f"{op.stem}=ref"):
+    with kernels(op.choice if kernel else f"{op.stem}=ref"):
         calls = [op.make(kernel) for _ in range(sets)]
 
         def run() -> Tensor:

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -142,6 +143,9 @@ def kernels(o: argparse.Namespace) -> None:
     for format in ("BF16", "Q8_0", "Q4_0", "Q4_K"):
         for T in (1, 16):
             attempt(o, lambda T=T, format=format: streaming(product_op(f"product {format} of {T}", T, O, I, format)))
+        # the row for sixteen that must be asked for: whether it is worth asking
+        asked = replace(product_op(f"product {format} of 16, apple7_matrix", 16, O, I, format), choice="matmul=apple7_matrix")
+        attempt(o, lambda asked=asked: streaming(asked))
         attempt(o, lambda format=format: computing(product_op(f"matmul {format}, {many} rows", many, O, I, format)))
     for B, context in ((2, 40),) if o.tiny else ((1, 8192), (16, 1024)):
         attempt(o, lambda B=B, context=context: streaming(attention_decode_op(B, context, H, K, D)))

@@ -76,9 +76,10 @@ static inline int find_group(struct group *group, const struct step *step, int u
 }
 
 static inline void unit_of(struct unit *unit, const struct group *group, int index) {
+  unit->b = group->b, unit->size = group->size, unit->chunk = group->chunk, unit->head = index;
+  if (group->parts == 1) return;  // a lone sequence should not wait for divisions
   const int part = index % group->parts, first = part * group->size / group->parts;
-  unit->b = group->b + first, unit->size = (part + 1) * group->size / group->parts - first;
-  unit->chunk = group->chunk, unit->head = index / group->parts;
+  unit->b += first, unit->size = (part + 1) * group->size / group->parts - first, unit->head = index / group->parts;
 }
 
 // The keys of a sequence from `from` to `to` - 1 that it sees will probably be read next.
@@ -89,7 +90,7 @@ static inline void look_on(struct ahead *ahead, const struct step *step, int b, 
 }
 
 // A tile for the rows of the sequences b to b + size - 1, which have it in common.
-FLAT void decode_tile(struct ahead *ahead, const struct step *step, const struct rows *rows, float *kt, int b, int size, int head,
+static inline void decode_tile(struct ahead *ahead, const struct step *step, const struct rows *rows, float *kt, int b, int size, int head,
                                int start) {
   const int32_t *table = table_of(step, b);
   struct values values;
@@ -123,8 +124,7 @@ static inline void decode_chunk(const struct step *step, const struct unit *unit
       if (past < unit->size) look_on(&ahead, step, unit->b + past, unit->head, start, start + TILE);
       else if (start + TILE < end) look_on(&ahead, step, unit->b, unit->head, start + TILE, smaller(end, start + 2 * TILE));
       else look_on(&ahead, step, unit->b, next_head, next_chunk * CHUNK, next_chunk * CHUNK + TILE);
-      if (MOST == 1 || past - i == 1) decode_tile(&ahead, step, &together, kt, unit->b + i, 1, unit->head, start);
-      else decode_tile(&ahead, step, &together, kt, unit->b + i, past - i, unit->head, start);
+      decode_tile(&ahead, step, &together, kt, unit->b + i, past - i, unit->head, start);
     }
 }
 
@@ -183,9 +183,10 @@ static inline void decode(float *out, float *partial, const struct step *step, c
   if (longest == 0) return;
   group.chunk = first_chunk(step->contexts[0]) - 1;
   for (int ticket = next(team); find_group(&group, step, ticket); ticket = next(team)) {
-    const int index = ticket - group.before, later = (index + team->lanes) / group.parts;  // of this lane, if the lanes take turns
+    const int index = ticket - group.before, after = index + team->lanes;  // what this lane gets next if the lanes take turns
+    const int head = group.parts == 1 ? after : after / group.parts;
     unit_of(&unit, &group, index);
-    decode_unit(out, partial, ends, step, &unit, group.chunk + later / K, later % K);
+    decode_unit(out, partial, ends, step, &unit, group.chunk + head / K, head % K);
   }
   if (longest == 1) return;
   meet(team);

@@ -191,7 +191,8 @@ def figures(run: Path, *words: str) -> dict[str, dict[str, Any]]:
 def test_the_roof_and_kernels_under_it(runtime: Runtime, tmp_path: Path) -> None:
     assert figures(tmp_path / "run", "roofs")[mac.READ]["value"] > 0 and "read" in runtime.launched
     found = figures(tmp_path / "run", "kernels")
-    assert len(found) == 1 + 4 * 3 + 2 and {"matvec", "matmul", "attention_decode", "attention_prefill"} <= set(runtime.launched)
+    assert len(found) == 1 + 4 * 4 + 2 and {"matvec", "matmul", "matmul_sixteen"} <= set(runtime.launched)
+    assert {"attention_decode", "attention_prefill"} <= set(runtime.launched)
     assert found["product Q4_K of 16"]["of"] == "read" and found["matmul Q4_K, 20 rows"]["share"] is None
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -54,19 +57,29 @@ class Server:
                     self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(body)
+                if b"DONE" not in body and b"hang" in body:
+                    outer.interrupt()
 
             def log_message(self, *args: Any) -> None:
                 pass
 
+        self.over = threading.Event()
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def interrupt(self) -> None:
+        """Let the person press Ctrl-C, and the answer never end."""
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+        self.over.wait(30)
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
     server = Server()
     yield server
+    server.over.set()
     server.http.shutdown()
     server.http.server_close()
 
@@ -135,6 +148,13 @@ def test_nothing_is_said_twice(server: Server, talk: Callable[..., tuple[int, st
     server.replies = [(200, {}, b'data: {"error": {"message": "out of memory"}}\n\ndata: [DONE]\n\n')]
     code, out, err = talk("hi", options=("--model", "m"))
     assert (code, out) == (1, "") and "out of memory" in err
+
+
+def test_an_answer_can_be_interrupted(server: Server, talk: Callable[..., tuple[int, str, str]]) -> None:
+    server.replies = [(200, {}, stream("hang on", done=False)), (200, {}, b": hang\n\n"), (200, {}, stream("well"))]
+    code, out, err = talk("hi", "what?", "go on", options=("--model", "m"))
+    assert (code, out, err) == (0, "hang on\nwell\n", "")
+    assert [m["content"] for m in server.seen[2]["messages"]] == ["hi", "hang on", "go on"]
 
 
 def test_what_a_server_refuses_is_not_tried_again(server: Server, pauses: list[float]) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.sampling.forcing import force, new_backend
+from tests.sampling.forcing import EOS, PIECES, TOKENS, allowed, force, new_backend
 from tinyvllm.errors import RequestError
 from tinyvllm.request import StructuredOutputsParams
-from tinyvllm.sampling.grammar import GrammarBackend
+from tinyvllm.sampling.grammar import Grammar, GrammarBackend
 from tinyvllm.sampling.json_schema import ANNOTATIONS, ENFORCED, FORMATS, REFUSED, check, read_schema
 
 PAGE = Path(__file__).parents[2] / "docs" / "structured.md"
@@ -179,6 +180,34 @@ def test_the_cases_are_right() -> None:
             validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)(schema)
             assert all(validator.is_valid(instance) for instance in valid), schema
             assert not any(validator.is_valid(instance) for instance in invalid), schema
+
+
+@pytest.mark.parametrize("keyword", CASES)
+def test_whatever_comes_out_is_an_instance(backend: GrammarBackend, keyword: str) -> None:
+    """Walks at random through the masks, told to end soon; an independent validator takes each that ends."""
+    jsonschema = pytest.importorskip("jsonschema")
+    for number, (schema, _, _) in enumerate(CASES[keyword]):
+        validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)(schema)
+        compiled = backend.compile(StructuredOutputsParams(json=schema))
+        ended = [text for seed in range(12) if (text := walk(Grammar(compiled), random.Random(100 * number + seed))) is not None]
+        assert len(ended) > 3, schema
+        for text in ended:
+            validator.validate(json.loads(text))
+
+
+def walk(grammar: Grammar, chance: random.Random) -> bytes | None:
+    """A text that the grammar allows, None if it did not end within 200 tokens."""
+    text = b""
+    for _ in range(200):
+        tokens = sorted(allowed(grammar))
+        if EOS in tokens and (grammar.finished or chance.random() < 0.5):
+            return text
+        tokens = [t for t in tokens if t < 256 + len(PIECES) and TOKENS[t].isascii()]
+        closing = [t for t in tokens if TOKENS[t] in (b'"', b"}", b"]", b"1", b'":', b":")]
+        token = chance.choice(closing if closing and chance.random() < 0.6 else tokens)
+        assert grammar.accept(token)
+        text += TOKENS[token]
+    return None
 
 
 @pytest.mark.parametrize("keyword", REFUSED)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 anthropic = pytest.importorskip("anthropic")
@@ -46,19 +48,20 @@ def test_stream(client) -> None:
 
 def test_tools() -> None:
     """Required calls through a template that knows tools, which the server was started with."""
-    with running(ServerConfig(port=0, chat_template=HERMES, access_log=False)) as server:
-        with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60) as client:
-            ask = {"model": "demo", "max_tokens": 150, "messages": ASK, "tools": [TOOL], "extra_body": GREEDY}
-            choice = {"type": "tool", "name": "look", "disable_parallel_tool_use": True}
-            done = client.messages.create(**ask, tool_choice=choice)
-            call = next(block for block in done.content if block.type == "tool_use")
-            assert done.stop_reason == "tool_use" and call.name == "look" and call.input["place"] in ("tree", "river")
-            with client.messages.stream(**ask, tool_choice=choice) as stream:
-                final = stream.get_final_message()
-            assert final.content[-1].type == "tool_use" and final.content[-1].input == call.input
-            result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "a bird"}]}
-            said = [*ASK, {"role": "assistant", "content": done.content}, {"role": "user", "content": [result]}]
-            assert client.messages.create(model="demo", max_tokens=3, messages=said, tools=[TOOL]).stop_reason == "max_tokens"
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(running(ServerConfig(port=0, chat_template=HERMES, access_log=False)))
+        client = stack.enter_context(anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60))
+        ask = {"model": "demo", "max_tokens": 150, "messages": ASK, "tools": [TOOL], "extra_body": GREEDY}
+        choice = {"type": "tool", "name": "look", "disable_parallel_tool_use": True}
+        done = client.messages.create(**ask, tool_choice=choice)
+        call = next(block for block in done.content if block.type == "tool_use")
+        assert done.stop_reason == "tool_use" and call.name == "look" and call.input["place"] in ("tree", "river")
+        with client.messages.stream(**ask, tool_choice=choice) as stream:
+            final = stream.get_final_message()
+        assert final.content[-1].type == "tool_use" and final.content[-1].input == call.input
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "a bird"}]}
+        said = [*ASK, {"role": "assistant", "content": done.content}, {"role": "user", "content": [result]}]
+        assert client.messages.create(model="demo", max_tokens=3, messages=said, tools=[TOOL]).stop_reason == "max_tokens"
 
 
 def test_errors_have_anthropics_shape(client, server: Running) -> None:

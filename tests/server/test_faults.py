@@ -220,13 +220,23 @@ def test_deadlines(server: Running) -> None:
     assert server.post("/v1/completions", {"prompt": "a"}, **{"X-Deadline-Ms": "soon"}).status_code == 400
 
 
+async def overfill(server: Running) -> httpx.Response:
+    """A third request where one runs and one waits."""
+    async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=30) as client:
+        runs = client.stream("POST", "/v1/completions", json=LONG)
+        await anext((await runs.__aenter__()).aiter_raw())
+        waits = client.stream("POST", "/v1/completions", json=LONG)
+        await waits.__aenter__()  # its head comes with a keep-alive comment
+        refused = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+        await waits.__aexit__(None, None, None)
+        await runs.__aexit__(None, None, None)
+        return refused
+
+
 def test_the_queue_has_an_end() -> None:
     specs = {"demo": {"max_num_seqs": 1, "num_blocks": 256, "max_num_queued_reqs": 1}}
-    with running(ServerConfig(port=0, access_log=False), specs) as server, httpx.Client(base_url=server.url, trust_env=False) as client:
-        with client.stream("POST", "/v1/completions", json=LONG) as one:
-            next(one.iter_raw())
-            with client.stream("POST", "/v1/completions", json=LONG, timeout=30):
-                refused = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
+    with running(ServerConfig(port=0, access_log=False, beat_seconds=0.1), specs) as server:
+        refused = asyncio.run(overfill(server))
     assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
     assert refused.json()["error"]["code"] == "server_busy"
 

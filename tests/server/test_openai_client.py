@@ -127,11 +127,12 @@ def test_chat_logprobs(client, server: Running) -> None:
 
 
 def test_stop_seed_and_penalties(client) -> None:
-    one = client.completions.create(model="demo", prompt=PROMPT, max_tokens=30, temperature=0, top_p=1, stop=[","])
+    ask = {"model": "demo", "prompt": PROMPT}
+    one = client.completions.create(**ask, max_tokens=30, temperature=0, top_p=1, stop=[","])
     assert one.choices[0].finish_reason == "stop" and "," not in one.choices[0].text
-    seeded = [client.completions.create(model="demo", prompt=PROMPT, max_tokens=8, temperature=1, seed=11).choices[0].text for _ in range(2)]
+    seeded = [client.completions.create(**ask, max_tokens=8, temperature=1, seed=11).choices[0].text for _ in range(2)]
     assert seeded[0] == seeded[1]
-    banned = client.completions.create(model="demo", prompt=PROMPT, max_tokens=8, temperature=0, logit_bias={"5": -100}, frequency_penalty=1)
+    banned = client.completions.create(**ask, max_tokens=8, temperature=0, logit_bias={"5": -100}, frequency_penalty=1)
     assert banned.choices[0].finish_reason
 
 

@@ -21,7 +21,8 @@ def client(server: Running):
 
 
 def test_whole(client) -> None:
-    done = client.responses.create(model="demo", input=ASK, max_output_tokens=6, temperature=0, instructions="Be brief.", metadata={"a": "b"})
+    ask = {"model": "demo", "input": ASK, "max_output_tokens": 6, "temperature": 0}
+    done = client.responses.create(**ask, instructions="Be brief.", metadata={"a": "b"})
     assert done.status == "incomplete" and done.incomplete_details.reason == "max_output_tokens" and done.metadata == {"a": "b"}
     assert done.output_text and done.usage.output_tokens == 6 and done.store is False
     items = [{"role": "user", "content": ASK}, *done.output, {"role": "user", "content": [{"type": "input_text", "text": "More."}]}]

@@ -159,9 +159,13 @@ class Chat:
         except BaseException:
             self.history.pop()
             raise
-        self.history.append({"role": "assistant", "content": answer})
+        if answer is None:
+            self.history.pop()
+        else:
+            self.history.append({"role": "assistant", "content": answer})
 
-    def _stream(self) -> str:
+    def _stream(self) -> str | None:
+        """The answer as far as it came; None where it was interrupted before anything did."""
         pieces: list[str] = []
         try:
             with contextlib.closing(self.partner.answer(self.messages, self.params, self.given)) as answer:
@@ -172,6 +176,8 @@ class Chat:
         except KeyboardInterrupt:
             if not self.partner.breakable:
                 raise
+            if not pieces:
+                return None
         finally:
             if pieces:
                 sys.stdout.write("\n")

@@ -36,13 +36,14 @@ def run(options: argparse.Namespace) -> int:
     def ready() -> None:
         if not options.quiet:
             served = ", ".join([*specs, *names[1:]])
-            print(f"ready: {url_of(config, sock)} serves {served} ({time.perf_counter() - began:.1f} s)", file=sys.stderr, flush=True)
+            seconds = time.perf_counter() - began
+            print(f"ready: {url_of(config, sock)} serves {served} ({seconds:.1f} s)", file=sys.stderr, flush=True)
 
     serve(lambda: create_app(config, Models(specs, options.unload_idle, dict.fromkeys(names[1:], names[0]) if names else None), keys), sock, ready)
     return 0
 
 
-def model_specs(given: list[str] | None, names: list[str], engine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def model_specs(given: list[str] | None, names: list[str] | None, engine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Options of AsyncLLM by the name under which each model is served: NAME=PATH, PATH under its own name, or the bundled one."""
     rest = {name: value for name, value in engine.items() if name != "model"}
     specs: dict[str, dict[str, Any]] = {}

@@ -34,6 +34,7 @@ class Accounts:
         self._last = self._begun = 0.0
         self._seen = (0, 0, 0)  # prefix queries, hits and evictions when the last step ended
         self._swaps = 0
+        self._billed: list[Owner] = []  # whose receipts this step goes on
 
     def begin(self) -> None:
         self.stats = StepStats()
@@ -72,6 +73,7 @@ class Accounts:
                 receipt.steps += rounds
                 receipt.batch_sizes[B] = receipt.batch_sizes.get(B, 0) + rounds
                 receipt.bytes_moved += rounds * (self.costs.weights / B + (entry.start + 2 * entry.num_tokens) * self.costs.token)
+                self._billed.append(owner)
 
     def waited(self, owner: Owner, count: int) -> None:
         """A sequence of this request got `count` tokens now."""
@@ -86,8 +88,8 @@ class Accounts:
         else:
             self.stats.waits_next += [(now - before) / count] * count
 
-    def end(self, owners: Iterable[Owner]) -> None:
-        """The step is over; `owners` took part in it."""
+    def end(self) -> None:
+        """The step is over."""
         stats, scheduler = self.stats, self.scheduler
         pool, prefix = scheduler.pool, scheduler.prefix
         stats.running, stats.waiting = len(scheduler.running), len(scheduler.waiting)
@@ -101,10 +103,10 @@ class Accounts:
             self._seen = seen
         if stats.run:
             scheduler.rates.saw_step(stats.prompt_tokens, time.perf_counter() - self._begun)
-        for owner in owners:
-            if owner.terms.receipt:
-                owner.receipt.device_seconds += stats.run
-                owner.receipt.host_seconds += time.perf_counter() - self._begun - stats.run
+        for owner in self._billed:
+            owner.receipt.device_seconds += stats.run
+            owner.receipt.host_seconds += time.perf_counter() - self._begun - stats.run
+        self._billed.clear()
         self.metrics.step(stats)
 
     def finished(self, output: RequestOutput, owner: Owner) -> None:

@@ -17,6 +17,7 @@ from tinyvllm.cache.prefix import PrefixCache
 from tinyvllm.config import EngineConfig, cache_folder
 from tinyvllm.engine.accounts import Accounts, Costs
 from tinyvllm.engine.beam import BeamState
+from tinyvllm.engine.chunks import Chunks
 from tinyvllm.engine.output import Owner, RequestState
 from tinyvllm.engine.record import Recorder, header_of, record_to
 from tinyvllm.engine.scoring import PromptScore
@@ -80,6 +81,7 @@ class Engine:
             header = header_of(replace(config, device=device), blocks, str(self.runner.dtype), checkpoint.config, checkpoint.tensors)
             self.recorder = record_to(config.record, header)
         self.scheduler = self._new_scheduler(self.recorder.watched(clock) if self.recorder else clock)
+        self.chunks = Chunks(self.scheduler, self.runner.pool.block_bytes)
         self.sampler = Sampler(self.runner.config.vocab_size, config.max_num_seqs, device)
         self.metrics = engine_metrics(config.served_model_name or config.model, "0", self.runner.max_model_len, self._cache_facts())
         self.shaping = Shaping(self.sampler, self.tokenizer, self.eos_ids, self.metrics)
@@ -238,7 +240,7 @@ class Engine:
                     self._run(schedule)
         outputs = self._outputs()
         self.accounts.spent("output")
-        self.accounts.end(self._requests.values())
+        self.accounts.end()
         return outputs
 
     def _follow(self, before: Launched) -> bool:
@@ -507,6 +509,7 @@ class Engine:
             "waiting": len(scheduler.waiting),
             "blocks": {"used": pool.num_blocks - pool.num_free, "cached": pool.num_evictable, "total": pool.num_blocks},
             "prefix": {"queries": prefix.queries, "hits": prefix.hits, "evictions": prefix.evictions} if prefix else None,
+            "chunks": {"count": len(self.chunks), "blocks": self.chunks.num_blocks, "bytes": self.chunks.num_blocks * self.chunks.block_bytes},
             "steps": self.num_steps,
             "tokens": self.accounts.num_tokens,
             "step_seconds": {name: getattr(stats, name) for name in ("schedule", "prepare", "run", "sample", "output")},

@@ -15,11 +15,24 @@ from typing import Any, Self
 import numpy as np
 
 from tinyvllm.config import EngineConfig, resolve
-from tinyvllm.engine.prompt import Encoded, Message, Prompt, PromptError, default_sampling_params, encode_all, is_conversation, spread
-from tinyvllm.errors import ArgumentError, BusyError, RequestError
+from tinyvllm.engine.chunks import Chunk
+from tinyvllm.engine.prompt import (
+    Encoded,
+    Message,
+    Prompt,
+    PromptError,
+    default_sampling_params,
+    encode_all,
+    encode_piece,
+    is_conversation,
+    spread,
+)
+from tinyvllm.errors import ArgumentError, BusyError, OutOfMemoryError, RequestError
 from tinyvllm.request import BeamSearchParams, RequestOutput, SamplingParams, Terms
 
 Outputs = Generator[RequestOutput, None, None]
+
+_TRIES = 3  # to have a chunk computed and still cached when it is to be held
 
 
 @dataclass(frozen=True)
@@ -75,8 +88,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """The finished outputs of all prompts, in their order, run together, on `terms` (priority, deadlines, ...) if they are given.
 
-        A prompt is a text, {"prompt_token_ids": ids} or {"messages": conversation}. If one of them cannot be served nothing runs:
-        RequestError (or ArgumentError, TokenizerError) for a single prompt, PromptError, which says which, for several.
+        A prompt is a text, {"prompt_token_ids": ids}, {"messages": conversation} or {"chunks": chunks, "prompt": text}. If one of them
+        cannot be served nothing runs: RequestError (or ArgumentError, TokenizerError) for a single prompt, PromptError, which says which,
+        for several.
         """
         items: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else _listed("prompts", prompts)  # type: ignore[list-item]
         each = spread(sampling_params, self.default_params, len(items))
@@ -125,6 +139,41 @@ class LLM:
         """
         outputs = self.follow(prompt, sampling_params)  # prompt and parameters are refused here, not at the first `next`
         return _deltas(outputs)
+
+    def chunk(self, piece: str | Sequence[int], after: Chunk | None = None, *, cache_salt: str | None = None) -> Chunk:
+        """Compute a text (or token ids) once, at the beginning or behind another chunk, and keep it in the cache until it is released.
+
+        Pieces are tokenised one by one: no token reaches across a border, and special tokens come only before a text at the beginning.
+        RequestError where so many blocks may not be held, OutOfMemoryError where what runs beside it leaves no room.
+        """
+        head, token_ids = encode_piece(self.engine.tokenizer, piece, begins=after is None)
+        return self._hold(self.engine.chunks.new(token_ids, head, after, cache_salt))
+
+    def chunk_of(self, output: RequestOutput, index: int = 0, after: Chunk | None = None, *, cache_salt: str | None = None) -> Chunk:
+        """A finished prompt and its answer `index` as a chunk, or what of them stands behind `after`, which the prompt must begin with."""
+        if not output.finished:
+            raise ArgumentError(f"chunk_of: request {output.request_id} is still running; take its last output")
+        if not 0 <= index < len(output.outputs):
+            raise ArgumentError(f"chunk_of: index {index}, request {output.request_id} has {len(output.outputs)} answers")
+        token_ids, before = output.prompt_token_ids + output.outputs[index].token_ids, after.context if after else []
+        if token_ids[: len(before)] != before:
+            raise ArgumentError(f"chunk_of: request {output.request_id} does not begin with {after!r}; leave after out")
+        return self._hold(self.engine.chunks.new(token_ids[len(before) :], [], after, cache_salt))
+
+    def chunks(self) -> list[Chunk]:
+        """Those that are held, the oldest first; each knows its num_tokens, blocks and bytes."""
+        return list(self.engine.chunks)
+
+    def _hold(self, chunk: Chunk) -> Chunk:
+        for _ in range(_TRIES):
+            if self.engine.chunks.hold(chunk):
+                return chunk
+            full = len(chunk.context) // self.config.block_size * self.config.block_size
+            one = SamplingParams(temperature=0.0, max_tokens=1)
+            output = self._complete([Encoded(None, chunk.context[:full])], [one], False, Terms(cache_salt=chunk.cache_salt))[0]
+            if (error := output.outputs[0].error) is not None:
+                raise RequestError(f"chunk: {error}")
+        raise OutOfMemoryError(f"chunk: what runs beside it leaves the KV cache no room for {full} tokens; enlarge it or try again later")
 
     def embed(self, prompts: Prompt | Sequence[Prompt], pooling: str = "mean", normalize: bool = True) -> np.ndarray:
         """Embeddings float32 [N, E] of prompts: the mean of their hidden states, or the last one, of length 1 where `normalize` says so."""
@@ -185,6 +234,7 @@ class LLM:
         for index, (prompt, one) in enumerate(zip(encoded, params, strict=True)):
             request_id = f"llm-{next(self._ids)}"
             try:
+                self.engine.chunks.refuse_foreign(prompt.chunks, terms)
                 self.engine.add(request_id, prompt.token_ids, one, prompt.text, terms)
             except (RequestError, ArgumentError, BusyError) as error:
                 self._forget(ids)

@@ -58,8 +58,9 @@ ANNOTATIONS = (
     "contentSchema", "default", "deprecated", "description", "examples", "id", "readOnly", "title", "writeOnly",
 )  # fmt: skip
 REFUSED = (
-    "$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef", "contains", "dependencies", "dependentRequired", "dependentSchemas",
-    "else", "if", "maxContains", "minContains", "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems",
+    "$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef", "contains", "dependencies", "dependentRequired",
+    "dependentSchemas", "else", "if", "maxContains", "minContains", "not", "propertyNames", "then", "unevaluatedItems",
+    "unevaluatedProperties", "uniqueItems",
 )  # fmt: skip
 DIALECTS = ("draft-04", "draft-06", "draft-07", "draft/2019-09", "draft/2020-12")
 

@@ -11,6 +11,7 @@ import bisect
 import heapq
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 
@@ -43,15 +44,18 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # by rank
         self.num_swaps = 0
+        self.pinned: Counter[int] = Counter()  # blocks that are held for good, and how many chunks hold each
         self._free_rows = list(range(limits.max_num_seqs))  # a heap
         self._siblings: dict[int, list[Sequence]] = {}  # by the id of the sequence whose prompt they wait for
-        self._copies: list[tuple[int, int]] = []  # blocks of forks, to be copied before the next step
-        self._copied: list[int] = []  # blocks held until they have been copied
+        self._paused: dict[Sequence, int] = {}  # preempted with nothing to compute; how long each was then
+        self._copies: dict[int, int] = {}  # blocks of forks and what is copied there before the next step; that is held
+        self._copied: list[int] = []  # blocks of the last schedule's copies, held until they have run
+        self._lent = self._wanted = 0  # blocks that somebody outside holds, and waits for
         self._timed: set[Sequence] = set()  # those with deadlines
         self._clock = clock
 
     def has_work(self) -> bool:
-        return bool(self.running or self.waiting)
+        return bool(self.running or self.waiting or self._paused)
 
     def add(self, sequence: Sequence, siblings: Many[Sequence] = ()) -> None:
         """To the queue. RequestError for what could never run, BusyError for what must not wait or would be late; nothing is changed then.
@@ -82,6 +86,18 @@ class Scheduler:
                 f"request {sequence.request_id}: a prompt of {tokens} tokens and one more need {self.pool.blocks_for(tokens + 1)} KV "
                 f"blocks, the cache has {self.pool.num_blocks} of {self.pool.block_size} tokens; shorten the prompt or enlarge the cache"
             )
+        needed, left = self.pool.blocks_for(tokens + 1), self.pool.num_blocks - len(self.pinned)
+        if needed > left and needed - self._num_pinned(sequence) > left:
+            raise RequestError(
+                f"request {sequence.request_id}: a prompt of {tokens} tokens and one more need {needed} KV blocks, chunks leave {left} of "
+                f"{self.pool.num_blocks}; release a chunk or enlarge the cache"
+            )
+
+    def _num_pinned(self, sequence: Sequence) -> int:
+        """How many of the blocks that chunks hold a sequence begins with."""
+        found = self._match(sequence)
+        self.pool.release(found)
+        return sum(block in self.pinned for block in found)
 
     def _refuse_busy(self, sequence: Sequence) -> None:
         requests, tokens = self.limits.max_queued_reqs, self.limits.max_queued_tokens
@@ -138,6 +154,7 @@ class Scheduler:
         """Choose the next step, give it its blocks, and preempt where there are too few."""
         self.pool.release(self._copied)
         self._copied = []
+        self._resume()
         plan = Schedule()
         self._expire(plan)
         self._make_way(plan)
@@ -147,7 +164,9 @@ class Scheduler:
         if len(plan.preempted) == making_way:  # else blocks just proved scarce: whoever came in now would be the next to go
             self._admit(plan, chunks, budget)
         plan.entries += chunks
-        plan.copies, self._copies = self._copies, []
+        plan.copies = [(source, block) for block, source in self._copies.items()]
+        self._copied = list(self._copies.values())
+        self._copies.clear()
         if plan.empty and self.waiting and self.running and not (plan.preempted or plan.exhausted or plan.expired):
             self._preempt(self.running[-1], plan)  # everybody waits for one that has no room
         return plan
@@ -172,7 +191,7 @@ class Scheduler:
         first.
         """
         entries = [Scheduled(entry.sequence, entry.sequence.num_computed, 1, True) for entry in schedule.entries]
-        if (self.waiting and self._free_rows) or len(entries) != len(self.running):
+        if len(entries) != len(self.running) or (self.waiting and self._could_come_in()):
             return None
         if any(entry.sequence.status is not Status.RUNNING for entry in entries):
             return None
@@ -184,6 +203,10 @@ class Scheduler:
         for entry, count in zip(entries, missing, strict=True):
             entry.sequence.block_table += self.pool.allocate(count)
         return Schedule(entries)
+
+    def _could_come_in(self) -> bool:
+        """Whether the queue needs a look: a row is free, or could be taken from somebody of lower priority."""
+        return bool(self._free_rows) or self.waiting.first().terms.priority < self.running[-1].terms.priority
 
     def advance(self, schedule: Schedule, rounds: int = 1) -> None:
         """The step has run, `rounds` times over: its keys and values lie in the cache. Finished sequences are passed over."""
@@ -211,13 +234,32 @@ class Scheduler:
         self.pool.share(child.block_table)
         if part:
             source = parent.block_table[full]
+            source = self._copies.get(source, source)  # the parent's own may be one that is still to be copied
             self.pool.share([source])
-            self._copied.append(source)
             child.block_table += self.pool.allocate(1)
-            self._copies.append((source, child.block_table[full]))
+            self._copies[child.block_table[full]] = source
         child.num_computed = full * S + part
         child.block_hashes, child.num_published = parent.block_hashes[:full], min(parent.num_published, full)
+        if child.due < math.inf:
+            self._timed.add(child)
         self._seat(child)
+
+    def lend(self, count: int) -> list[int] | None:
+        """`count` blocks for somebody outside, who gives them back soon and to nobody's cost: nobody is ended for want of them.
+
+        None where they are not free; then nobody is admitted before they have been, so that they come free. One borrower at a time.
+        """
+        assert not self._lent, "Scheduler: blocks are lent already"
+        if count > self.pool.num_free:
+            self._wanted = count
+            return None
+        self._wanted, self._lent = 0, count
+        return self.pool.allocate(count)
+
+    def give_back(self, blocks: list[int]) -> None:
+        """What was lent is free again; an empty list says that what was wanted is not wanted any more."""
+        self.pool.release(blocks)
+        self._wanted = self._lent = 0
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """Whatever state it is in, `sequence` is over and its blocks and row are free. Later calls keep the first reason."""
@@ -227,7 +269,7 @@ class Scheduler:
             if reason != "error":  # what is broken must not be found again
                 self._publish(sequence)
             self._vacate(sequence)
-        elif not self._is_sibling(sequence):
+        elif self._paused.pop(sequence, None) is None and not self._is_sibling(sequence):
             self.waiting.remove(sequence)
         for sibling in self._siblings.pop(sequence.sequence_id, ()):
             self.waiting.push(sibling)  # its prompt will not be computed for it

@@ -121,7 +121,7 @@ class Models:
             async with self._memory:
                 while True:
                     try:
-                        model.llm = await asyncio.to_thread(self._load_engine, **model.options)
+                        model.llm = await asyncio.to_thread(self._load_engine, **{"served_model_name": model.name, **model.options})
                         return model.llm
                     except OutOfMemoryError:
                         idle = [m for m in self._models.values() if m.llm is not None and not m.users]
