@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tinyvllm.engine.llm import LLM, StreamDelta
     from tinyvllm.errors import (
         ArgumentError,
+        BusyError,
         FormatError,
         ModelError,
         OutOfMemoryError,
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
         TinyvllmError,
         TokenizerError,
     )
-    from tinyvllm.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+    from tinyvllm.request import BeamSearchParams, CompletionOutput, Logprob, RequestOutput, SamplingParams, StructuredOutputsParams, Terms
 
 __version__ = "0.1.0"
 
@@ -30,11 +31,15 @@ _HOMES = {
     "StreamDelta": "tinyvllm.engine.llm",
     "AsyncLLM": "tinyvllm.engine.async_llm",
     "SamplingParams": "tinyvllm.request",
+    "StructuredOutputsParams": "tinyvllm.request",
+    "BeamSearchParams": "tinyvllm.request",
+    "Terms": "tinyvllm.request",
     "RequestOutput": "tinyvllm.request",
     "CompletionOutput": "tinyvllm.request",
     "Logprob": "tinyvllm.request",
     "TinyvllmError": "tinyvllm.errors",
     "ArgumentError": "tinyvllm.errors",
+    "BusyError": "tinyvllm.errors",
     "ModelError": "tinyvllm.errors",
     "FormatError": "tinyvllm.errors",
     "TokenizerError": "tinyvllm.errors",
@@ -47,6 +52,8 @@ __all__ = [
     "LLM",
     "ArgumentError",
     "AsyncLLM",
+    "BeamSearchParams",
+    "BusyError",
     "CompletionOutput",
     "FormatError",
     "Logprob",
@@ -57,6 +64,8 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StreamDelta",
+    "StructuredOutputsParams",
+    "Terms",
     "TinyvllmError",
     "TokenizerError",
 ]

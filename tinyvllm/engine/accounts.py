@@ -34,10 +34,12 @@ class Accounts:
         self._last = self._begun = 0.0
         self._seen = (0, 0, 0)  # prefix queries, hits and evictions when the last step ended
         self._swaps = 0
-        self._billed: list[Owner] = []  # whose receipts this step goes on
+        self._rounds = 1  # of this step
+        self._billed: dict[Owner, None] = {}  # whose receipts this step goes on, each once
 
     def begin(self) -> None:
         self.stats = StepStats()
+        self._rounds = 1
         self._last = self._begun = time.perf_counter()
 
     def spent(self, phase: str) -> None:
@@ -63,6 +65,7 @@ class Accounts:
         """A step of `schedule` runs, `rounds` times over, for `owners`, one an entry."""
         decodes = sum(entry.samples and entry.num_tokens == 1 for entry in schedule.entries)
         self.stats.prompt_tokens += schedule.num_tokens - decodes
+        self._rounds = rounds
         now: float | None = None
         for entry, owner in zip(schedule.entries, owners, strict=True):
             if owner.metrics.scheduled is None:
@@ -73,7 +76,7 @@ class Accounts:
                 receipt.steps += rounds
                 receipt.batch_sizes[B] = receipt.batch_sizes.get(B, 0) + rounds
                 receipt.bytes_moved += rounds * (self.costs.weights / B + (entry.start + 2 * entry.num_tokens) * self.costs.token)
-                self._billed.append(owner)
+                self._billed[owner] = None
 
     def waited(self, owner: Owner, count: int) -> None:
         """A sequence of this request got `count` tokens now."""
@@ -102,7 +105,7 @@ class Accounts:
             stats.queried_tokens, stats.cached_tokens, stats.evictions = (now - then for now, then in zip(seen, self._seen, strict=True))
             self._seen = seen
         if stats.run:
-            scheduler.rates.saw_step(stats.prompt_tokens, time.perf_counter() - self._begun)
+            scheduler.rates.saw_step(stats.prompt_tokens, (time.perf_counter() - self._begun) / self._rounds)
         for owner in self._billed:
             owner.receipt.device_seconds += stats.run
             owner.receipt.host_seconds += time.perf_counter() - self._begun - stats.run

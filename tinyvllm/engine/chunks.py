@@ -31,7 +31,7 @@ class Chunk:
         self.cache_salt = cache_salt
         self.held = False
         self.table: list[int] = []  # blocks of the whole context, with a reference each while it is held
-        self.end = after.end + len(self.token_ids) if after else len(self.head) + len(self.token_ids)  # tokens up to here
+        self.end: int = after.end + len(self.token_ids) if after else len(self.head) + len(self.token_ids)  # tokens up to here
         self.chunks = chunks
 
     @property
@@ -104,6 +104,9 @@ class Chunks:
         """Blocks that are held, those of several chunks once."""
         return len(self._scheduler.pinned)
 
+    def status(self) -> dict[str, int]:
+        return {"count": len(self), "blocks": self.num_blocks, "bytes": self.num_blocks * self.block_bytes}
+
     def new(self, token_ids: Sequence[int], head: Sequence[int], after: Chunk | None, cache_salt: str | None) -> Chunk:
         """A chunk that holds nothing yet. ArgumentError where it cannot stand behind `after`, RequestError without a prefix cache."""
         if self._scheduler.prefix is None:
@@ -114,7 +117,7 @@ class Chunks:
             if not isinstance(after, Chunk) or after.chunks is not self:
                 raise ArgumentError(f"chunk: after must be a chunk of this engine, got {after!r:.80}")
             if cache_salt not in (None, after.cache_salt):
-                raise ArgumentError(f"chunk: cache_salt {cache_salt!r} behind a chunk of {after.cache_salt!r}: nothing is shared across salts")
+                raise ArgumentError(f"chunk: cache_salt {cache_salt!r} cannot stand behind a chunk of {after.cache_salt!r}: leave it out")
             cache_salt = after.cache_salt
         return Chunk(self, token_ids, head, after, cache_salt)
 
@@ -137,8 +140,8 @@ class Chunks:
     def _refuse_beyond(self, held: int, more: int) -> None:
         if held + more > self.most:
             raise RequestError(
-                f"chunk: {more} more KV blocks would be held beside {held}, and at most {self.most} of {self._scheduler.pool.num_blocks} may "
-                "be, so that requests have room; release a chunk, or enlarge the cache (num_blocks, kv_memory)"
+                f"chunk: {more} more KV blocks would be held beside {held}, and at most {self.most} of {self._scheduler.pool.num_blocks} "
+                "may be, so that requests have room; release a chunk, or enlarge the cache (num_blocks, kv_memory)"
             )
 
     def release(self, chunk: Chunk) -> None:

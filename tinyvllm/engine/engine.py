@@ -509,7 +509,7 @@ class Engine:
             "waiting": len(scheduler.waiting),
             "blocks": {"used": pool.num_blocks - pool.num_free, "cached": pool.num_evictable, "total": pool.num_blocks},
             "prefix": {"queries": prefix.queries, "hits": prefix.hits, "evictions": prefix.evictions} if prefix else None,
-            "chunks": {"count": len(self.chunks), "blocks": self.chunks.num_blocks, "bytes": self.chunks.num_blocks * self.chunks.block_bytes},
+            "chunks": self.chunks.status(),
             "steps": self.num_steps,
             "tokens": self.accounts.num_tokens,
             "step_seconds": {name: getattr(stats, name) for name in ("schedule", "prepare", "run", "sample", "output")},

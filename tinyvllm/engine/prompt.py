@@ -105,7 +105,7 @@ def _encode_chunks(tokenizer: Tokenizer | None, prompt: Mapping[str, Any]) -> En
 
 
 def encode_piece(tokenizer: Tokenizer | None, piece: str | Sequence[int], begins: bool) -> tuple[list[int], list[int]]:
-    """(what the tokenizer puts before it at the beginning of a context, its own token ids) of a text, or of token ids, which stay as they are.
+    """(what the tokenizer puts before it where it begins a context, its own token ids) of a text, or of token ids, which stay as they are.
 
     A piece that does not begin a context is tokenised as what follows other text, though nobody looks at what that is.
     """

@@ -1,8 +1,8 @@
 """Who waits, and who is next: by priority, then by deadline, then whose key has had least, then by arrival.
 
 Equal shares of keys are those of a virtual token counter (Sheng et al., "Fairness in Serving Large Language Models", 2024): each key counts
-the tokens computed for it, the smallest count goes first, and a key that comes back starts from the smallest count of those that are there,
-so that nobody saves up.
+the tokens computed for it, the smallest count goes first, and a key that comes back starts from the smallest count of those that wait, or
+from that of the one that left last where nobody does, so that nobody saves up.
 """
 
 from __future__ import annotations

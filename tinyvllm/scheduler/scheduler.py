@@ -164,11 +164,11 @@ class Scheduler:
         if len(plan.preempted) == making_way:  # else blocks just proved scarce: whoever came in now would be the next to go
             self._admit(plan, chunks, budget)
         plan.entries += chunks
+        if plan.empty and self.waiting and self.running and not (plan.preempted or plan.exhausted or plan.expired):
+            self._preempt(self.running[-1], plan)  # everybody waits for one that has no room
         plan.copies = [(source, block) for block, source in self._copies.items()]
         self._copied = list(self._copies.values())
         self._copies.clear()
-        if plan.empty and self.waiting and self.running and not (plan.preempted or plan.exhausted or plan.expired):
-            self._preempt(self.running[-1], plan)  # everybody waits for one that has no room
         return plan
 
     def reserve(self, schedule: Schedule, rounds: int) -> int:
@@ -225,6 +225,8 @@ class Scheduler:
         It shares the parent's full blocks and gets a copy of the one behind them before the next step. Where there is no room for it, it
         waits, and computes again what the prefix cache does not have.
         """
+        if child.due < math.inf:
+            self._timed.add(child)
         S = self.pool.block_size
         full, part = divmod(min(parent.num_computed, len(child) - 1), S)
         if parent.status is not Status.RUNNING or not self._free_rows or self.pool.num_free < (part > 0):
@@ -240,8 +242,6 @@ class Scheduler:
             self._copies[child.block_table[full]] = source
         child.num_computed = full * S + part
         child.block_hashes, child.num_published = parent.block_hashes[:full], min(parent.num_published, full)
-        if child.due < math.inf:
-            self._timed.add(child)
         self._seat(child)
 
     def lend(self, count: int) -> list[int] | None:
@@ -352,13 +352,13 @@ class Scheduler:
             found = self._match(sequence)
             needed = self.pool.blocks_for(len(sequence))
             missing = needed - len(found)
-            if needed > self.pool.num_blocks or (not self.running and missing > self.pool.num_free):
+            if needed > self.pool.num_blocks or (not self.running and not self._lent and missing > self.pool.num_free):
                 self.pool.release(found)
                 self._exhaust(sequence, plan)
                 continue
             # All of the known tokens must fit, not this chunk alone, and a block more, or others would soon be preempted for the
             # rest. Alone there are no others, and insisting on the block would keep out for ever what just fits the pool.
-            if self.running and missing + 1 > self.pool.num_free:
+            if missing + (1 + self._wanted if self.running else 0) > self.pool.num_free:
                 self.pool.release(found)
                 return
             self.waiting.remove(sequence)
@@ -422,7 +422,8 @@ class Scheduler:
         missing = needed - len(sequence.block_table)
         while missing > self.pool.num_free:
             last = self.running[-1]
-            if needed > self.pool.num_blocks or last is self.running[0]:  # preempting others, or itself, would not help
+            alone = last is self.running[0] and not self._lent
+            if needed > self.pool.num_blocks or alone:  # preempting others, or itself, would not help
                 self._exhaust(sequence, plan)
                 return False
             self._preempt(last, plan)
@@ -439,11 +440,21 @@ class Scheduler:
         self._publish(sequence)
         if self._worth_swapping(sequence):
             self._swap_out(sequence, plan)
+        idle = sequence.num_computed == len(sequence)
         self._vacate(sequence)
         sequence.status = Status.WAITING
         sequence.num_preemptions += 1
-        self.waiting.push(sequence)
+        if idle:  # in the queue it would come in again before the one that it waits for
+            self._paused[sequence] = len(sequence)
+        else:
+            self.waiting.push(sequence)
         plan.preempted.append(sequence)
+
+    def _resume(self) -> None:
+        """Those that were preempted with nothing to compute and have a token now."""
+        for sequence in [s for s, length in self._paused.items() if len(s) > length]:
+            del self._paused[sequence]
+            self.waiting.push(sequence)
 
     def _worth_swapping(self, sequence: Sequence) -> bool:
         """Whether two copies of its blocks are cheaper than its tokens once more, and fit."""
@@ -460,12 +471,15 @@ class Scheduler:
         known = min(sequence.num_computed, len(sequence) - 1)
         blocks = self.pool.blocks_for(known)
         sequence.host_table, sequence.num_swapped = self.host.allocate(blocks), known
-        plan.swap_out += zip(sequence.block_table[:blocks], sequence.host_table, strict=True)
+        filled = [self._copies.get(block, block) for block in sequence.block_table[:blocks]]  # a fork's last may be still to be copied
+        plan.swap_out += zip(filled, sequence.host_table, strict=True)
         self.num_swaps += 1
 
     def _vacate(self, sequence: Sequence) -> None:
         """Take a running sequence's blocks and row back; what the prefix cache does not keep of it is gone."""
         self.running.remove(sequence)
+        if self._copies:  # none may come behind, into a block that is somebody else's by then
+            self.pool.release([source for block in sequence.block_table if (source := self._copies.pop(block, None)) is not None])
         self.pool.release(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed = sequence.num_published = 0
