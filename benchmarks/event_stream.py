@@ -185,21 +185,21 @@ class Client:
 
     def __init__(self, url: str, api_key: str | None = None):
         parts = urlsplit(url)
-        self._host, self._secure = parts.hostname or "localhost", parts.scheme == "https"
-        self._port = parts.port or (443 if self._secure else 80)
+        self._secure = parts.scheme == "https"
+        self.address = (parts.hostname or "localhost", parts.port or (443 if self._secure else 80))
         self.root = parts.path.rstrip("/").removesuffix("/v1")
-        self._headers = f"Host: {parts.netloc}\r\nContent-Type: application/json\r\nAccept: text/event-stream\r\n"
-        self._headers += f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+        self.headers = f"Host: {parts.netloc}\r\nContent-Type: application/json\r\nAccept: text/event-stream\r\n"
+        self.headers += f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         self._idle: list[_Exchange] = []
 
     async def post(self, path: str, body: bytes) -> Stream:
         """Send a request and read its answer to the end. Never raises for what the network or the server does: see Stream.error."""
-        request = f"POST {self.root}{path} HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}\r\n\r\n".encode() + body
+        request = f"POST {self.root}{path} HTTP/1.1\r\n{self.headers}Content-Length: {len(body)}\r\n\r\n".encode() + body
         exchange = next((e for e in iter(lambda: self._idle.pop() if self._idle else None, None) if e.alive), None)
         if exchange is None:
             loop, context = asyncio.get_running_loop(), ssl.create_default_context() if self._secure else None
             try:
-                _, exchange = await loop.create_connection(_Exchange, self._host, self._port, ssl=context)
+                _, exchange = await loop.create_connection(_Exchange, *self.address, ssl=context)
             except OSError as error:
                 return Stream(error=f"no connection ({error.strerror or error})", ended=time.perf_counter())
         try:

@@ -23,17 +23,19 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.event_stream import Client, Stream
-from benchmarks.harness import Round, one_round, quantile, record, spread, table
+from benchmarks.harness import Round, one_round, record, spread, table
 
 ROOT = Path(__file__).parents[1]
 PERCENTS = (50, 90, 95, 99)
-WORDS = ("the a red old small kite river house went saw said was very day and then who found under over long garden story light of in").split()
+WORDS = "the a red old small kite river house went saw said was very day and then who found under over long garden of in".split(" ")
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ def _judged(d: Done, slo: dict[str, float]) -> Iterator[tuple[str, float | None]
     """The times of a request that have limits; its inter-token latency is that of its 95th percentile."""
     for name in slo:
         if name == "itl":
-            yield name, quantile(sorted(d.gaps), 0.95) if d.gaps else None
+            yield name, float(np.percentile(d.gaps, 95)) if d.gaps else None
         else:
             yield name, getattr(d, name)
 
@@ -211,15 +213,14 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     """Mean and percentiles of seconds, in milliseconds; {} of none."""
     if not values:
         return {}
-    ordered = sorted(values)
-    found = {f"p{p}": quantile(ordered, p / 100) for p in PERCENTS} | {"mean": sum(ordered) / len(ordered)}
-    return {name: round(value * 1000, 2) for name, value in found.items()}
+    found = {f"p{p}": value for p, value in zip(PERCENTS, np.percentile(values, PERCENTS), strict=True)} | {"mean": np.mean(values)}
+    return {name: round(float(value) * 1000, 2) for name, value in found.items()}
 
 
 def parse_slo(text: str) -> dict[str, float]:
     limits = dict(part.split("=", 1) for part in text.split(",") if "=" in part)
     if not limits or set(limits) - {"ttft", "itl", "tpot", "e2e"} or not all(re.fullmatch(r"[\d.]+", limit) for limit in limits.values()):
-        raise argparse.ArgumentTypeError(f"limits are in milliseconds, such as ttft=500,itl=50; there are ttft, itl, tpot and e2e; got {text!r}")
+        raise argparse.ArgumentTypeError(f"limits are milliseconds of ttft, itl, tpot and e2e, such as ttft=500,itl=50; got {text!r}")
     return {name: float(limit) for name, limit in limits.items()}
 
 
@@ -280,9 +281,9 @@ def measure(options: argparse.Namespace, url: str, pids: Sequence[int]) -> list[
                 done += runner.run(run_load(client, path, work, clients))
 
             round_ = one_round(once, pids)
-            found = {kind: load, **figures(done, round_.seconds, options.slo), "client_cpu": round((time.process_time() - spent) / round_.seconds, 3)}
-            lines.append(found | {"others": round(round_.others, 2)})
-            print(_row(found), flush=True)
+            cost = {"client_cpu": round((time.process_time() - spent) / round_.seconds, 3), "others": round(round_.others, 2)}
+            lines.append({kind: load, **figures(done, round_.seconds, options.slo), **cost})
+            print(_row(lines[-1]), flush=True)
         client.close()
     return lines
 
@@ -297,11 +298,13 @@ def _row(line: dict[str, Any]) -> str:
 def summary(lines: Sequence[dict[str, Any]]) -> str:
     """One row a load."""
     kind = "clients" if "clients" in lines[0] else "rate"
-    header = [kind, "req/s", "goodput", "tok/s", *(f"{what} {p}" for what in ("ttft", "itl", "e2e") for p in ("p50", "p95", "p99")), "failed", "client"]
+    columns = [(what, p) for what in ("ttft", "itl", "e2e") for p in ("p50", "p95", "p99")]
+    header = [kind, "req/s", "goodput", "tok/s", *(f"{what} {p}" for what, p in columns), "failed", "client"]
     rows: list[list[object]] = []
     for line in lines:
-        times = [line[f"{what}_ms"].get(p) for what in ("ttft", "itl", "e2e") for p in ("p50", "p95", "p99")]
-        rows.append([line[kind], line["requests_s"], line["goodput_s"], line["tokens_s"], *times, sum(line["errors"].values()), line["client_cpu"]])
+        times = [line[f"{what}_ms"].get(p) for what, p in columns]
+        rates = [line[name] for name in (kind, "requests_s", "goodput_s", "tokens_s")]
+        rows.append([*rates, *times, sum(line["errors"].values()), line["client_cpu"]])
     return table(header, rows)
 
 
@@ -344,7 +347,9 @@ def _numbers(text: str) -> list[float]:
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """(own options, those of the server to start)."""
-    own, _, server = _split(arguments)
+    words = list(arguments)
+    at = words.index("--") if "--" in words else len(words)
+    own, server = words[:at], words[at + 1 :]
     parser = argparse.ArgumentParser(description="latency against load of an OpenAI server", epilog="behind --: options of `main.py serve`")
     parser.add_argument("--url", help="a server that runs; without it one is started")
     parser.add_argument("--api-key")
@@ -356,7 +361,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--warmup", type=int, default=8, help="requests before")
     parser.add_argument("--prompt", type=Lengths.parse, default=Lengths.parse("16-128"), metavar="LENGTHS", help="behind the shared prefix")
     parser.add_argument("--answer", type=Lengths.parse, default=Lengths.parse("64"), metavar="LENGTHS")
-    parser.add_argument("--prefix", type=parse_prefix, default=(0, 0), metavar="TOKENSxGROUPS", help="prompts begin with one of GROUPS prefixes")
+    parser.add_argument("--prefix", type=parse_prefix, default=(0, 0), metavar="TOKENSxGROUPS", help="begin with one of GROUPS prefixes")
     parser.add_argument("--chat", action="store_true", help="/v1/chat/completions; with --words")
     parser.add_argument("--words", action="store_true", help="prompts of words, for servers that take no token ids")
     parser.add_argument("--vocabulary", type=int, default=1000, metavar="V", help="prompts are of token ids from 10 to V")
@@ -374,12 +379,6 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, server
 
 
-def _split(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
-    words = list(arguments)
-    at = words.index("--") if "--" in words else len(words)
-    return words[:at], "--", words[at + 1 :]
-
-
 def main() -> None:
     options, server = parse(sys.argv[1:])
     with own_server(server) if options.url is None else contextlib.nullcontext((options.url, 0)) as (url, pid):
@@ -392,13 +391,12 @@ def main() -> None:
     }  # fmt: skip
     if options.json:
         options.json.write_text(json.dumps(what, indent=1) + "\n")
-    if options.picture and not draw(lines, f"{options.model}: prompts of {options.prompt.numbers}, answers of {options.answer.numbers}", options.picture):
+    title = f"{options.model}: prompts of {options.prompt.numbers}, answers of {options.answer.numbers} tokens"
+    if options.picture and not draw(lines, title, options.picture):
         print("no picture: matplotlib is not installed", file=sys.stderr)
     if options.record:
         record("serving", what, [spread([Round(line["seconds"], line["others"]) for line in lines])])
 
-
-Work = Callable[[], Awaitable[None]]
 
 if __name__ == "__main__":
     main()

@@ -10,10 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.engine.told import WIRED, Told
 from tinyvllm import cli
 from tinyvllm.config import resolve
-from tinyvllm.engine import engine as module
 from tinyvllm.engine.engine import Engine
 from tinyvllm.engine.record import Recorder, onward
 from tinyvllm.engine.replay import config_of, read_run, replay
@@ -24,14 +22,8 @@ SMALL = {"device": "CPU", "max_model_len": 128, "max_num_seqs": 6, "max_num_batc
 LAST = 400  # steps, before a run counts as hung
 
 
-@pytest.fixture(autouse=True)
-def clock_put_back(monkeypatch):
-    monkeypatch.setattr(module, "time", time)
-    monkeypatch.setattr("tinyvllm.engine.replay.Engine", Engine if WIRED else Told)
-
-
 def engine_of(model: Path, record: Path, **options) -> Engine:
-    return (Engine if WIRED else Told)(resolve(model, record=str(record), **SMALL | options))
+    return Engine(resolve(model, record=str(record), **SMALL | options))
 
 
 def traffic(engine: Engine, seed: int = 3) -> None:
@@ -72,9 +64,7 @@ def recorded(model: Path, file: Path, **options):
 @pytest.fixture(scope="module")
 def run(tiny_model, tmp_path_factory):
     """A run with preemptions, forks, beams, aborts and priorities."""
-    found = recorded(tiny_model, tmp_path_factory.mktemp("record") / "run.jsonl")
-    module.time = time
-    return found
+    return recorded(tiny_model, tmp_path_factory.mktemp("record") / "run.jsonl")
 
 
 def again(run, tokens_only=False, **overrides):

@@ -159,6 +159,7 @@ class Engine:
             state.explanation = self.explain(prompt_token_ids, terms.cache_salt)
         if isinstance(params, SamplingParams):
             self.shaping.admit(state.sequences, prompt)
+            self._begin(state)
         try:
             self.scheduler.add(state.sequences[0], state.sequences[1:])
         except TinyvllmError as error:
@@ -176,6 +177,15 @@ class Engine:
         self._owners |= {sequence.sequence_id: state for sequence in state.sequences}
         if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
             self._scoring[request_id] = PromptScore(request_id, prompt_token_ids, params.prompt_logprobs)
+
+    def _begin(self, state: Owner) -> None:
+        """Give the outputs of a new request the tokens that they must begin with, if that does not end them at once."""
+        for sequence in state.sequences:
+            forced = self.shaping.begun(sequence)
+            if state.max_tokens is None or len(forced) < state.max_tokens:
+                for token in forced:
+                    state.append(sequence, token, None)
+                    self.shaping.took(sequence)
 
     def _new_request(
         self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, prompt: str | None, terms: Terms
@@ -284,10 +294,10 @@ class Engine:
         step = self.runner.prepare(schedule)
         sequences = [entry.sequence for entry in step.sampling]
         flags = self.sampler.prepare(sequences, step.B)
+        self.shaping.begin(sequences)
         if self._overlaps and step.decodes and rounds == 1 and not self._looks_at_each(sequences):
             self._launch_ahead(schedule, step, flags)
             return
-        self.shaping.begin(sequences)
         self.accounts.spent("prepare")
         self._launched(schedule, rounds)
         result = self.runner.launch(step)

@@ -21,7 +21,6 @@ from tinyvllm.errors import ArgumentError, FormatError
 from tinyvllm.request import BeamSearchParams, SamplingParams, StructuredOutputsParams, Terms
 from tinyvllm.scheduler import Rates
 
-NewEngine = Callable[[EngineConfig, Recorder, Callable[[], float]], Engine]
 _CUT = ("abort", "deadline")  # reasons whose moment depends on the step, so that another schedule leaves more or fewer tokens
 
 
@@ -150,13 +149,7 @@ def config_of(run: Run, overrides: dict[str, Any]) -> EngineConfig:
     return resolve(settings.pop("model"), **settings)
 
 
-def replay(
-    run: Run,
-    config: EngineConfig,
-    tokens_only: bool = False,
-    say: Callable[[str], None] = lambda text: None,
-    new_engine: NewEngine | None = None,
-) -> Outcome:
+def replay(run: Run, config: EngineConfig, tokens_only: bool = False, say: Callable[[str], None] = lambda text: None) -> Outcome:
     """Run it again and compare. With `tokens_only` the schedule may differ: then times do not count, and a request that was cut off need
     only agree as far as both go.
 
@@ -171,7 +164,7 @@ def replay(
         )
     events: list[Event] = []
     clock = _RecordedClock(run) if not tokens_only else time.monotonic
-    engine = (new_engine or _new_engine)(config, Recorder(events.append), clock)
+    engine = Engine(config, recorder=Recorder(events.append), clock=clock)
     try:
         _check(run, engine, config, say)
         if not tokens_only:
@@ -180,10 +173,6 @@ def replay(
     finally:
         engine.close()
     return compare(run, events, tokens_only, left_out)
-
-
-def _new_engine(config: EngineConfig, recorder: Recorder, clock: Callable[[], float]) -> Engine:
-    return Engine(config, recorder=recorder, clock=clock)
 
 
 def _check(run: Run, engine: Engine, config: EngineConfig, say: Callable[[str], None]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from tinyvllm.request import Sequence
 
 Rank = tuple[int, float, int]
+_KEYS = 1024
 
 
 def rank_of(sequence: Sequence) -> Rank:
@@ -24,8 +25,10 @@ class WaitingQueue:
     """A heap a key. Adding and taking cost a logarithm and a look at each key's first."""
 
     def __init__(self) -> None:
-        self._heaps: dict[str, list[tuple[Rank, Sequence]]] = {}
+        self._heaps: dict[str, list[tuple[Rank, Sequence]]] = {}  # of the keys for whom somebody waits; the first of each is alive
         self._served: dict[str, int] = {}  # tokens, by key
+        self._left = ""  # the key that went last of those that wait
+        self._most = _KEYS  # counts kept before those are dropped that say nothing
         self._removed: set[int] = set()  # ids that are still in a heap
         self._count = 0
         self.num_tokens = 0  # of all that wait
@@ -41,23 +44,29 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         key = sequence.terms.key
         if key not in self._heaps:
+            least = self._least()
+            if len(self._served) >= self._most:
+                self._drop_counts(least)
+            self._served[key] = max(self._served.get(key, 0), least)
             self._heaps[key] = []
-            others = [self._served[other] for other in self._heaps if other != key]
-            self._served[key] = max(self._served.get(key, 0), min(others, default=0))
         heapq.heappush(self._heaps[key], (rank_of(sequence), sequence))
         self._count += 1
         self.num_tokens += len(sequence)
 
+    def _least(self) -> int:
+        """What a key that comes back is lifted to."""
+        return min((self._served[key] for key in self._heaps), default=self._served.get(self._left, 0))
+
+    def _drop_counts(self, least: int) -> None:
+        """Those that would be lifted to as much or more; with a key a user there would be no end to them."""
+        kept = {*self._heaps, self._left}
+        self._served = {key: count for key, count in self._served.items() if count > least or key in kept}
+        self._most = max(_KEYS, 2 * len(self._served))
+
     def first(self) -> Sequence:
         """Whose turn it is; the queue must not be empty."""
         best: tuple[tuple[int, float, int, int], Sequence] | None = None
-        for key in tuple(self._heaps):
-            heap = self._heaps[key]
-            while heap and heap[0][1].sequence_id in self._removed:
-                self._removed.discard(heapq.heappop(heap)[1].sequence_id)
-            if not heap:
-                del self._heaps[key]  # its count stays
-                continue
+        for key, heap in self._heaps.items():
             (priority, due, number), sequence = heap[0]
             order = priority, due, self._served[key], number
             if best is None or order < best[0]:
@@ -67,11 +76,14 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Take out one that waits."""
-        heap = self._heaps[sequence.terms.key]
-        if heap and heap[0][1] is sequence:
-            heapq.heappop(heap)
-        else:
-            self._removed.add(sequence.sequence_id)
+        key = sequence.terms.key
+        heap = self._heaps[key]
+        self._removed.add(sequence.sequence_id)
+        while heap and heap[0][1].sequence_id in self._removed:
+            self._removed.discard(heapq.heappop(heap)[1].sequence_id)
+        if not heap:
+            del self._heaps[key]
+            self._left = key
         self._count -= 1
         self.num_tokens -= len(sequence)
 
