@@ -4,9 +4,10 @@
     python -m benchmarks.cascade --engine --shapes tiny160m
 
 Three ways in turn, of one decode step behind a prompt of `prefix` tokens with `own` tokens of each sequence: *apart*, every sequence has
-a copy of the prompt's keys and values; *shared*, they lie in the same blocks, and each sequence reads them (the processor's caches may
-help); *cascade*, they are read once for all. All have the same bits. Every layer has a cache of its own, so that a call finds nothing of its
-own in the processor's caches, as in a step. The roof is the slower of two: the bytes that must come from memory, and the operations.
+a copy of the prompt's keys and values; *shared*, they lie in the same blocks, and each sequence reads them, from the processor's caches as
+far as those reach; *cascade*, they are read once for all. The results have the same bits. Every layer has a cache of its own, so that a
+call finds nothing in the processor's caches, as in a step. The roof is the slower of two: the bytes that must come from memory, once each,
+and the operations.
 
 `--engine` compares steps of two engines with prefix cache, one with `enable_cascade=False`.
 """
@@ -21,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import kernels
 from benchmarks.compare.child import prompt
 from benchmarks.harness import Spread, record, spread, table, take_turns
 from benchmarks.kernels import ROUND_SECONDS, Runner, Work, empty, floats, ints, plain
@@ -48,12 +48,13 @@ def tables_of(way: str, B: int, prefix: int, own: int) -> tuple[np.ndarray, int]
 
 
 def work_of(way: str, config: dict[str, Any], B: int, prefix: int, own: int, target: str) -> Work:
-    """One layer's `attention_decode` in bfloat16; its bytes are those that must come from memory."""
+    """One layer's `attention_decode` in bfloat16; its bytes are those that the sequences or groups read."""
     H, K, D = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     tables, blocks = tables_of(way, B, prefix, own)
     M, context = tables.shape[1], prefix + own
     sizes = (("H", H), ("K", K), ("D", D), ("S", S), ("M", M), ("WINDOW", 0), ("CASCADE", int(way == "cascade")))
-    kernel = Kernel("attention_decode", "cpu", target, (*sizes, ("CACHE_TYPE", "BF16"), ("SCALE", f"{D**-0.5}f")), 2, 5 + (way == "cascade"))
+    defines = (*sizes, ("CACHE_TYPE", "BF16"), ("SCALE", f"{D**-0.5}f"))
+    kernel = Kernel("attention_decode", "cpu", target, defines, 2, 5 + (way == "cascade"))
     partial = empty(B * H * -(-M * S // 256) * (D + 2))
     arguments = [empty(B, H, D), partial, floats(B, H, D), ints(), ints(*tables.reshape(-1).tolist()), ints(*[context] * B), ints(B)]
     arguments += [ints(0, *[prefix] * (B - 1))] if way == "cascade" else []
@@ -79,7 +80,7 @@ def attention(shape: str, options: argparse.Namespace) -> list[list[object]]:
     rows: list[list[object]] = []
     figures: dict[str, dict[str, object]] = {}
     for way, work in works.items():
-        took, of_bytes = timed[way].median, work.bytes / bandwidth
+        took, of_bytes = timed[way].median, works["apart" if way == "apart" else "cascade"].bytes / bandwidth
         of_operations = work.flops / most if most else 0.0
         of_roof = max(of_bytes, of_operations) / took
         faster = timed["apart"].median / took
@@ -103,8 +104,8 @@ def engine(shape: str, options: argparse.Namespace) -> list[list[object]]:
     with TemporaryDirectory() as folder:
         path = write_config(SHAPES[shape], Path(folder))
         for way in WAYS[1:]:
-            llm = load(path, dummy=True, dtype="bfloat16", max_model_len=longest, max_num_seqs=B, num_blocks=blocks, enable_prefix_caching=True,
-                       enable_cascade=way == "cascade")  # fmt: skip
+            llm = load(path, dummy=True, dtype="bfloat16", max_model_len=longest, max_num_seqs=B, num_blocks=blocks,
+                       enable_prefix_caching=True, enable_cascade=way == "cascade")  # fmt: skip
             steppings[way] = Stepping(llm)
     common = prompt(options.prefix)
     for stepping in steppings.values():
@@ -141,11 +142,12 @@ def main() -> None:
     if options.prefix % S or options.sequences < 2:
         parser.error(f"a prefix of a multiple of {S} tokens and two sequences or more, got {options.prefix} and {options.sequences}")
     read_once(options.lanes)  # touches its memory
-    header = ["attention", "MB a step", "ms a layer", "low", "high", "ms a step", "bytes' roof", "operations' roof", "of the roof", "x apart", "quiet"]
+    header = ["attention", "MB a step", "ms a layer", "low", "high", "ms a step", "for bytes", "for operations", "of the roof", "x apart",
+              "quiet"]  # fmt: skip
     if options.engine:
         header = ["engine", "tok/s", "low", "high", "ms a step", "x shared", "quiet"]
     rows = [row for shape in options.shapes for row in (engine if options.engine else attention)(shape, options)]
-    print(f"{options.sequences} sequences, {options.own} tokens each behind {options.prefix} in common; {options.target}, {options.lanes} lanes")
+    print(f"{options.sequences} sequences, {options.own} tokens each behind {options.prefix}; {options.target}, {options.lanes} lanes")
     print(table(header, rows))
 
 

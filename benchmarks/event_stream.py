@@ -142,8 +142,9 @@ class _Exchange(asyncio.Protocol):
         try:
             _conclude(stream, self._tail[-_TAIL:] if stream.status == 200 else [self._body])
         except (ValueError, AttributeError, LookupError, TypeError) as failed:
-            error = error or f"an event that cannot be read ({failed})"
-        stream.error = stream.error or error
+            stream.error = f"an event that cannot be read ({failed})"
+        if error is not None and stream.status in (0, 200):
+            stream.error = error
         self.done.set_result(None)
 
 

@@ -34,8 +34,9 @@ from benchmarks.event_stream import Client, Stream
 from benchmarks.harness import Round, one_round, record, spread, table
 
 ROOT = Path(__file__).parents[1]
+_WARM = 32  # clients of the warm-up before arrivals
 PERCENTS = (50, 90, 95, 99)
-WORDS = "the a red old small kite river house went saw said was very day and then who found under over long garden of in".split(" ")
+WORDS = ["the", "a", "red", "old", "small", "kite", "river", "house", "went", "saw", "said", "was", "very", "day", "and", "then", "who"]
 
 
 @dataclass(frozen=True)
@@ -270,7 +271,8 @@ def measure(options: argparse.Namespace, url: str, pids: Sequence[int]) -> list[
         if options.model is None:
             options.model = runner.run(first_model(client))
         path = "/v1/chat/completions" if options.chat else "/v1/completions"
-        runner.run(run_load(client, path, requests(options, [0.0] * options.warmup, -1), max(1, options.warmup // 2)))
+        together = int(max(options.clients, default=_WARM))  # what is made at first use, as a batch of each size, is no part of the times
+        runner.run(run_load(client, path, requests(options, [0.0] * options.warmup, -1), together))
         for number, (kind, load) in enumerate(loads):
             closed = kind == "clients"
             chance = random.Random(f"{options.seed} {number} arrivals")
@@ -358,7 +360,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--arrivals", choices=("poisson", "fixed"), default="poisson")
     parser.add_argument("--clients", type=_numbers, default=[], metavar="N,...", help="instead: clients that wait for their answers")
     parser.add_argument("--requests", type=int, default=64, help="of each load")
-    parser.add_argument("--warmup", type=int, default=8, help="requests before")
+    parser.add_argument("--warmup", type=int, default=2 * _WARM, metavar="N", help="requests before the first load")
     parser.add_argument("--prompt", type=Lengths.parse, default=Lengths.parse("16-128"), metavar="LENGTHS", help="behind the shared prefix")
     parser.add_argument("--answer", type=Lengths.parse, default=Lengths.parse("64"), metavar="LENGTHS")
     parser.add_argument("--prefix", type=parse_prefix, default=(0, 0), metavar="TOKENSxGROUPS", help="begin with one of GROUPS prefixes")
@@ -367,7 +369,8 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--vocabulary", type=int, default=1000, metavar="V", help="prompts are of token ids from 10 to V")
     parser.add_argument("--no-ignore-eos", dest="ignore_eos", action="store_false", help="for servers that do not know the field")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--slo", type=parse_slo, default=parse_slo("ttft=1000,itl=100"), metavar="ttft=MS,...", help="limits of a good answer")
+    limits = parse_slo("ttft=1000,itl=100")
+    parser.add_argument("--slo", type=parse_slo, default=limits, metavar="ttft=MS,...", help="limits of a good answer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--picture", type=Path, metavar="FILE.png")

@@ -130,7 +130,7 @@ def test_what_is_not_a_chunk_is_refused(llm: LLM, tiny_model: Path) -> None:
     with pytest.raises(ArgumentError, match="chunks must be a list of what llm.chunk gave"):
         llm.generate({"chunks": [SYSTEM]}, GREEDY)  # type: ignore[list-item]
     with pytest.raises(ArgumentError, match='chunk \\+ "text"'):
-        llm.generate(llm.chunk(SYSTEM), GREEDY)  # type: ignore[arg-type]
+        llm.generate([llm.chunk(SYSTEM)], GREEDY)  # type: ignore[list-item]
     with pytest.raises(ArgumentError, match="give one of them"):
         llm.generate({"chunks": [llm.chunk(SYSTEM)], "prompt": "a", "prompt_token_ids": [1]}, GREEDY)
     with LLM(tiny_model, num_blocks=24, max_model_len=176) as other:

@@ -16,7 +16,7 @@ from tinyvllm.engine.engine import Engine
 from tinyvllm.engine.record import Recorder, onward
 from tinyvllm.engine.replay import config_of, read_run, replay
 from tinyvllm.errors import ArgumentError, BusyError, FormatError, OutputError
-from tinyvllm.request import BeamSearchParams, SamplingParams, Terms
+from tinyvllm.request import BeamSearchParams, SamplingParams, StructuredOutputsParams, Terms
 
 SMALL = {"device": "CPU", "max_model_len": 128, "max_num_seqs": 6, "max_num_batched_tokens": 32, "num_blocks": 14}
 LAST = 400  # steps, before a run counts as hung
@@ -184,6 +184,20 @@ def test_refusals_are_taken_as_given(tiny_model, tmp_path):
     run = read_run(str(tmp_path / "run.jsonl"))
     outcome = again(run)
     assert outcome.identical and outcome.requests == 2 and outcome.refused == 1
+
+
+def test_structures_and_words_are_recorded(tiny_model, tmp_path):
+    pytest.importorskip("llguidance")
+    engine = engine_of(tiny_model, tmp_path / "run.jsonl")
+    structure = StructuredOutputsParams(regex="(ab|ba){2,4}")
+    engine.add("s", [256, 70], SamplingParams(temperature=1.0, max_tokens=8, structured_outputs=structure))
+    engine.add("w", [256, 71], SamplingParams(temperature=1.0, max_tokens=8, bad_words=["a", "e"], allowed_token_ids=[*range(97, 123)]))
+    while engine.has_work():
+        engine.step()
+    engine.close()
+    run = read_run(str(tmp_path / "run.jsonl"))
+    assert run.added[0]["params"]["structured_outputs"] == {"regex": "(ab|ba){2,4}"}
+    assert again(run).identical and set(run.ends[0]["tokens"][0]) <= {97, 98, 257}
 
 
 def test_functions_are_named_and_not_run_without(tiny_model, tmp_path, capsys):

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,18 +19,10 @@ PAGE = ROOT / "tinyvllm" / "server" / "page"
 needs_browser = pytest.mark.skipif(browser.find() is None, reason=f"no browser: none of {', '.join(browser.NAMES)}")
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    """A server of the bundled model on a free port."""
-    command = [sys.executable, str(ROOT / "main.py"), "serve", "--port", "0", "--no-access-log", "--max-model-len", "1024"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "TINYVLLM_THREADS": "1"})
-    assert process.stderr is not None
-    line = process.stderr.readline()
-    found = re.search(r"http://\S+", line)
-    assert found, line + process.stderr.read()
-    yield found[0]
-    process.terminate()
-    process.wait(30)
+@pytest.fixture
+def url(server: Any) -> str:
+    """Where the server of this folder's tests is."""
+    return str(server.url)
 
 
 @pytest.fixture(scope="module")

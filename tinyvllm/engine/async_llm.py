@@ -58,6 +58,7 @@ class AsyncLLM:
         engine = loaded.result()
         self.metrics: EngineMetrics | NoMetrics = engine.metrics
         self._status = engine.status()
+        self._compile = engine.shaping.compile
         self.config: EngineConfig = engine.config
         self.tokenizer: Tokenizer | None = engine.tokenizer
         self.default_params = default_sampling_params(engine.model_folder)
@@ -146,6 +147,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         number = next(self._ids)
         name = f"async-{number}" if request_id is None else request_id
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            await asyncio.to_thread(self._compile, params)  # some take half a second, in which the engine's thread would stand still
         joins = isinstance(params, SamplingParams) and params.output_kind == "delta"
         mailbox = _Mailbox(name, f"{name}#{number}", joins)
         self._submit(mailbox, encoded, params, terms)

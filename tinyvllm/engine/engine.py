@@ -19,6 +19,7 @@ from tinyvllm.engine.accounts import Accounts, Costs
 from tinyvllm.engine.beam import BeamState
 from tinyvllm.engine.chunks import Chunks
 from tinyvllm.engine.output import Owner, RequestState
+from tinyvllm.engine.prefix_folder import PrefixFolder
 from tinyvllm.engine.record import Recorder, header_of, record_to
 from tinyvllm.engine.scoring import PromptScore
 from tinyvllm.engine.shaping import Shaping
@@ -80,6 +81,7 @@ class Engine:
             checkpoint, blocks = self.runner.checkpoint, self.runner.pool.num_blocks
             header = header_of(replace(config, device=device), blocks, str(self.runner.dtype), checkpoint.config, checkpoint.tensors)
             self.recorder = record_to(config.record, header)
+        self._folder = PrefixFolder.open(self.runner, config)
         self.scheduler = self._new_scheduler(self.recorder.watched(clock) if self.recorder else clock)
         self.chunks = Chunks(self.scheduler, self.runner.pool.block_bytes)
         self.sampler = Sampler(self.runner.config.vocab_size, config.max_num_seqs, device)
@@ -104,7 +106,9 @@ class Engine:
             config.max_num_queued_tokens, blocks.block_bytes, config.preemption_mode,
         )  # fmt: skip
         pool = BlockPool(blocks.num_blocks, config.block_size)
-        prefix = PrefixCache(pool, secrets.token_bytes(32)) if config.enable_prefix_caching else None
+        prefix = PrefixCache(pool, self._folder.key if self._folder else secrets.token_bytes(32)) if config.enable_prefix_caching else None
+        if self._folder and prefix:
+            self._folder.restore(prefix)
         hosted = self.runner.swap_blocks
         return Scheduler(limits, pool, prefix, BlockPool(hosted, config.block_size) if hosted else None, clock)
 
@@ -575,8 +579,10 @@ class Engine:
         return self._bandwidth
 
     def close(self) -> None:
-        """Drop the model and the cache; the engine cannot be used afterwards. A second call does nothing."""
-        self._ahead = None
+        """Write what is cached to its folder, if there is one, and drop the model. No use afterwards; a second call does nothing."""
+        if self._folder and self.scheduler.prefix:
+            self._folder.keep(self.scheduler.prefix)
+        self._ahead = self._folder = None
         self.shaping.close()
         self.__dict__.pop("runner", None)
         self.__dict__.pop("sampler", None)

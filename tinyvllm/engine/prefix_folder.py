@@ -1,6 +1,6 @@
 """A prefix cache over a restart: what `prefix_cache_dir` names, read when the engine starts and written when it is closed.
 
-What cannot be read or written is said once through the log `tinyvllm`, and the engine goes on without: a cache is no reason to stop.
+What cannot be read or written is said through the log `tinyvllm`, and the engine goes on without: a cache is no reason to stop.
 """
 
 from __future__ import annotations
@@ -8,72 +8,85 @@ from __future__ import annotations
 import json
 import logging
 import os
-import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 import tinyvllm
-from tinyvllm.cache.files import KEY_BYTES, Buffer, load, load_key, save
+from tinyvllm.cache.files import Buffer, load, load_key, save
 from tinyvllm.cache.prefix import PrefixCache
+from tinyvllm.config import EngineConfig
 from tinyvllm.engine.record import fingerprint
 from tinyvllm.errors import FormatError, OutputError
-from tinyvllm.runner.kv import KVPool
-from tinyvllm.runner.runner import Runner
 
-_BATCH = 64  # blocks that are read or written at a time: each time waits for the device and looks up every layer
-_LARGEST = 1 << 62  # bytes of the file: all of the pool
+if TYPE_CHECKING:
+    from tinyvllm.runner.kv import KVPool
+    from tinyvllm.runner.runner import Runner
+
+_TOGETHER = 32 << 20  # bytes of blocks that are read or written at a time: each time waits for the device and looks up every layer
+_LARGEST = 1 << 62  # bytes of the file: there is no limit but the pool
 
 log = logging.getLogger("tinyvllm")
 
 
-def key_of(folder: str | None) -> bytes:
-    """The key of the prefix cache's hashes: the folder's, or a new one where there is no folder or it cannot be used."""
-    if folder is not None:
+class PrefixFolder:
+    """One folder for one engine: its `key` for the PrefixCache, then `restore` before the first step and `keep` behind the last."""
+
+    def __init__(self, folder: str, key: bytes, runner: Runner, config: EngineConfig):
+        self.key = key
+        self._folder, self._pool = folder, runner.pool
+        self._identity = identity(runner, config)
+
+    @classmethod
+    def open(cls, runner: Runner, config: EngineConfig) -> PrefixFolder | None:
+        """The folder of a configuration; None where it names none, or one that cannot be used."""
+        if config.prefix_cache_dir is None:
+            return None
         try:
-            return load_key(folder)
+            return cls(config.prefix_cache_dir, load_key(config.prefix_cache_dir), runner, config)
         except (FormatError, OutputError) as error:
-            log.warning("prefix cache starts cold: %s", error)
-    return secrets.token_bytes(KEY_BYTES)
+            log.warning("the prefix cache will not outlive this process: %s", error)
+            return None
+
+    def restore(self, prefix: PrefixCache) -> int:
+        """Take what was written there, as far as there are blocks; how many were filled."""
+        writer = _Writer(self._pool)
+        try:
+            load(self._folder, prefix, self._identity, self._pool.block_bytes, writer.add)
+        except FormatError as error:
+            log.warning("the prefix cache starts with %d blocks: %s", len(writer), error)
+        writer.flush()  # also those before the damage: they are good
+        return len(writer)
+
+    def keep(self, prefix: PrefixCache) -> int:
+        """Write all that is cached; how many blocks, 0 where that failed and the earlier file stays."""
+        read = _reader(self._pool, [entry.block for entry in prefix.entries()])
+        try:
+            return save(self._folder, prefix, self._identity, self._pool.block_bytes, read, _LARGEST)
+        except (OutputError, RuntimeError) as error:  # a device that has failed has nothing to give
+            log.warning("the prefix cache was not kept: %s", error)
+            return 0
 
 
-def identity(runner: Runner, max_model_len: int | None, load_format: str) -> bytes:
+def identity(runner: Runner, config: EngineConfig) -> bytes:
     """All that the bits of keys and values depend on: weights, dtypes, kernels, and what positions mean."""
     checkpoint = runner.checkpoint
-    words = [
-        fingerprint(checkpoint.config, checkpoint.tensors), load_format, str(runner.dtype), runner.matrix_format, runner.device.split(":")[0],
-        runner.rows(), os.environ.get("TINYVLLM_KERNELS", ""), max_model_len, tinyvllm.__version__,
-    ]  # fmt: skip
-    return json.dumps(words, sort_keys=True).encode()
+    given = [config.load_format, config.dtype, config.quantization, config.max_model_len]
+    machine = [runner.device.split(":")[0], runner.rows(), os.environ.get("TINYVLLM_KERNELS"), tinyvllm.__version__]
+    return json.dumps([fingerprint(checkpoint.config, checkpoint.tensors), str(runner.dtype), *given, *machine]).encode()
 
 
-def restore(folder: str, prefix: PrefixCache, pool: KVPool, made_for: bytes) -> int:
-    """Take what was written there, as far as there are blocks; their number, 0 where nothing can be used."""
-    writer = _Writer(pool)
-    try:
-        count = load(folder, prefix, made_for, pool.block_bytes, writer.add)
-    except FormatError as error:
-        log.warning("prefix cache of %d blocks: %s", len(writer), error)
-        count = len(writer)  # what came before it is good
-    writer.flush()
-    return count
-
-
-def keep(folder: str, prefix: PrefixCache, pool: KVPool, made_for: bytes) -> int:
-    """Write all that is cached; the number of its blocks, 0 where that failed."""
-    try:
-        return save(folder, prefix, made_for, pool.block_bytes, _reader(pool, [entry.block for entry in prefix.entries()]), _LARGEST)
-    except OutputError as error:
-        log.warning("the prefix cache was not kept: %s", error)
-        return 0
+def _together(pool: KVPool) -> int:
+    return max(1, _TOGETHER // pool.block_bytes)
 
 
 class _Writer:
-    """Collects blocks for the pool. What is collected is cached already, so it must be flushed before anything runs."""
+    """Collects blocks for the pool. They are cached already, so the last ones must be flushed before anything runs."""
 
     def __init__(self, pool: KVPool):
         self._pool = pool
-        self._data = np.empty((_BATCH, pool.block_bytes), np.uint8)
+        self._data = np.empty((_together(pool), pool.block_bytes), np.uint8)
         self._blocks: list[int] = []
         self._written = 0
 
@@ -83,7 +96,7 @@ class _Writer:
     def add(self, block: int, data: Buffer) -> None:
         self._data[len(self._blocks)] = np.frombuffer(data, np.uint8)
         self._blocks.append(block)
-        if len(self._blocks) == _BATCH:
+        if len(self._blocks) == len(self._data):
             self.flush()
 
     def flush(self) -> None:
@@ -94,18 +107,18 @@ class _Writer:
 
 
 def _reader(pool: KVPool, blocks: list[int]) -> Callable[[int], Buffer]:
-    """A function that gives the contents of these blocks, asked for in this order."""
-
-    def contents() -> object:
-        for start in range(0, len(blocks), _BATCH):
-            some = blocks[start : start + _BATCH]
-            yield from zip(some, pool.read(some), strict=True)
-
-    following = iter(contents())  # type: ignore[call-overload]
+    """A function that gives the contents of these blocks, which must be asked for in this order."""
+    contents = _contents(pool, blocks)
 
     def read(block: int) -> Buffer:
-        known, data = next(following)
-        assert known == block, f"prefix cache: block {block} asked for, {known} was next"
-        return memoryview(data)
+        known, data = next(contents)
+        assert known == block, f"prefix cache: block {block} was asked for, {known} is next"
+        return data.data
 
     return read
+
+
+def _contents(pool: KVPool, blocks: list[int]) -> Iterator[tuple[int, np.ndarray]]:
+    count = _together(pool)
+    for start in range(0, len(blocks), count):
+        yield from zip(blocks[start : start + count], pool.read(blocks[start : start + count]), strict=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
@@ -16,7 +17,7 @@ from typing import Any
 
 from tinyvllm.config import EngineConfig, nearest, resolve
 from tinyvllm.engine.engine import Engine
-from tinyvllm.engine.record import FORMAT, Event, Recorder, fingerprint, onward
+from tinyvllm.engine.record import FORMAT, SWITCHES, Event, Recorder, fingerprint, onward
 from tinyvllm.errors import ArgumentError, FormatError
 from tinyvllm.request import BeamSearchParams, SamplingParams, StructuredOutputsParams, Terms
 from tinyvllm.scheduler import Rates
@@ -186,6 +187,9 @@ def _check(run: Run, engine: Engine, config: EngineConfig, say: Callable[[str], 
         then = str(run.header["config"]["device"] if name == "device" else run.header.get("dtype"))
         if now != then:
             say(f"{name} {now}, recorded with {then}")
+    switches = {name: os.environ[name] for name in SWITCHES if name in os.environ}
+    if switches != run.header.get("switches"):
+        say(f"environment {switches or 'without switches'}, recorded with {run.header.get('switches') or 'none'}")
     if run.header["config"].get("prefix_cache_dir"):
         say("recorded with a prefix cache from disk, which is empty here: the schedule may differ")
     if not run.whole:

@@ -5,6 +5,7 @@ Whatever is raised on behalf of one sequence ends that sequence only. A grammar'
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ class Shaping:
         self._sampler, self._tokenizer, self._eos_ids, self._metrics = sampler, tokenizer, tuple(eos_ids), metrics
         self._shapes: dict[int, _Shape] = {}  # by sequence id
         self._backend: GrammarBackend | None = None
+        self._building = threading.Lock()
         self._worker: MaskWorker | None = None
         self._masked: list[Sequence] = []  # those whose masks are being made
 
@@ -69,15 +71,16 @@ class Shaping:
         return compiled
 
     def _grammars(self) -> GrammarBackend:
-        if self._backend is None:
-            from tinyvllm.sampling.grammar import GrammarBackend  # llguidance comes with it
+        with self._building:
+            if self._backend is None:
+                from tinyvllm.sampling.grammar import GrammarBackend  # llguidance comes with it
 
-            tokenizer = self._tokenizer
-            assert tokenizer is not None
-            tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
-            V = self._sampler.vocab_size
-            self._backend = GrammarBackend(tokens, tokenizer.special_ids, self._eos_ids, V, tokenizer.encode_within)
-        return self._backend
+                tokenizer = self._tokenizer
+                assert tokenizer is not None
+                tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
+                V = self._sampler.vocab_size
+                self._backend = GrammarBackend(tokens, tokenizer.special_ids, self._eos_ids, V, tokenizer.encode_within)
+            return self._backend
 
     def admit(self, sequences: list[Sequence], prompt: str | None) -> None:
         """Take in the sequences of a request before it is queued. RequestError if what it asks for cannot be."""

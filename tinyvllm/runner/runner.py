@@ -18,7 +18,7 @@ from tinyvllm.models.families import check_layers, find_family, read_config, ref
 from tinyvllm.ops.advance import History, advance
 from tinyvllm.ops.crew import crew
 from tinyvllm.ops.launch import Call, Captured, Reading, download, peek, read_behind, repeat, upload
-from tinyvllm.ops.registry import Choice, choices
+from tinyvllm.ops.registry import Choice, choices, rows
 from tinyvllm.quant.formats import FORMATS, unpack
 from tinyvllm.runner.kv import KVPool, block_bytes, kv_dtype
 from tinyvllm.runner.memory import check_room, pool_blocks
@@ -267,6 +267,10 @@ class Runner:
     def choices(self) -> list[Choice]:
         """Every choice of a kernel that was made in this process so far."""
         return choices()
+
+    def rows(self) -> list[str]:
+        """The kernels that this machine has, by rows of the registry; which of them run decides the last bits of every result."""
+        return [row for row, lacking in rows(self.device).items() if lacking is None]
 
     def lanes(self) -> int:
         """Threads of the CPU's crew; 0 where another device computes."""

@@ -5,6 +5,7 @@ import { element, render, toClipboard } from "./markdown.js";
 const $ = id => document.getElementById(id);
 const STORE = "tinyvllm.";
 const BUSY_POLL = 1000, IDLE_POLL = 4000; // milliseconds between two looks at /status
+const SHORTEST_RATE = 0.8; // seconds: the server's figures are up to a tenth of a second old
 const stored = (name, otherwise) => {
   try { return JSON.parse(localStorage.getItem(STORE + name)) ?? otherwise; } catch { return otherwise; }
 };
@@ -252,14 +253,15 @@ function shown(status) {
   const queries = sum(m => m.prefix?.queries), hits = sum(m => m.prefix?.hits);
   $("live-running").textContent = count;
   $("live-waiting").textContent = sum(m => m.waiting);
-  $("live-rate").textContent = before ? Math.max(0, (tokens - before.tokens) / ((now - before.now) / 1000)).toFixed(1) : "–";
+  const passed = before ? (now - before.now) / 1000 : 0;
+  if (passed > SHORTEST_RATE) $("live-rate").textContent = Math.max(0, (tokens - before.tokens) / passed).toFixed(1);
   $("live-hits").textContent = queries ? `${Math.round((100 * hits) / queries)} % of ${queries} tokens` : "none yet";
   $("live-blocks").textContent = `${used} used, ${cached} cached, of ${total}`;
-  $("live-used").max = total || 1;
-  $("live-used").value = used;
-  before = { now, tokens };
+  $("live-used").style.width = `${(100 * used) / (total || 1)}%`;
+  $("live-cached").style.width = `${(100 * cached) / (total || 1)}%`;
+  if (!before || passed > SHORTEST_RATE) before = { now, tokens };
   past.push({ running: count, waiting: sum(m => m.waiting) });
-  if (past.length > 100) past.shift();
+  if (past.length > 60) past.shift();
   chart();
   return count > 0;
 }

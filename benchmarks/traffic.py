@@ -1,0 +1,359 @@
+"""What serving costs beside bare computing: six figures, each beside its roof and the goal that was set for it.
+
+    batching   answers a second of the engine against a static batch of the same work: the runner driven by a loop that does nothing else,
+               as many sequences at a time, the next batch when all of the last are over. Equal lengths, where static is at its best, and
+               random ones, where it waits for the longest
+    host       scheduling and laying out a step of 64 decodes, microseconds
+    prefix     time to the first token behind 2048 tokens: computed, and found in the prefix cache
+    cache      what the prefix cache costs who never hits, seen two ways: rounds with and without it in turn, and the processor time of its
+               calls by all of the time. Its pool is full, so each block is evicted from
+    idle       share of a step of decodes in which the device has nothing to run
+    gap        the longest wait of eight decoding sequences for their next token, while a prompt of 4096 tokens comes in, by budget
+
+    python -m benchmarks.traffic [--what batching,cache] [--shape tinyllama-1.1b] [--small tiny160m]
+
+batching and cache run on the small shape, where whatever is not computing weighs most; the others on the large one. Weights are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.harness import Spread, record, spread, table, take_turns
+from benchmarks.shapes import SHAPES, write_config
+from benchmarks.stepping import Stepping, load
+
+Work = list[tuple[list[int], int]]  # (token ids, tokens to answer) of each request
+
+
+@dataclass(frozen=True)
+class Result:
+    """A line of the table, what is recorded of it, and the spreads it comes from."""
+
+    name: str
+    measured: str
+    beside: str
+    goal: str
+    figures: dict[str, Any]
+    spreads: tuple[Spread, ...] = ()
+
+
+def serve(engine: Any, work: Work) -> None:
+    """All requests at once, greedy, until the last is over."""
+    from tinyvllm import SamplingParams
+
+    for n, (ids, answer) in enumerate(work):
+        engine.add(f"traffic-{n}", ids, SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True, output_kind="final_only"))
+    while engine.has_work():
+        engine.step()
+
+
+def serve_static(engine: Any, work: Work, batch: int) -> None:
+    """The same by the runner alone: `batch` requests at a time, each of which decodes until the longest is over."""
+    for start in range(0, len(work), batch):
+        _static_batch(engine, work[start : start + batch])
+
+
+def _static_batch(engine: Any, work: Work) -> None:
+    from tinyvllm import SamplingParams
+    from tinyvllm.request import Sequence
+    from tinyvllm.scheduler import Schedule, Scheduled
+
+    runner, pool, budget = engine.runner, engine.scheduler.pool, engine.config.max_num_batched_tokens
+    longest = max(answer for _, answer in work)
+    sequences = [Sequence(1 << 40 | n, "static", ids, SamplingParams()) for n, (ids, _) in enumerate(work)]
+    for sequence in sequences:
+        sequence.block_table = pool.allocate(pool.blocks_for(len(sequence) + longest))
+    waiting = [Scheduled(sequence, 0, len(sequence), True) for sequence in sequences]
+    while waiting:
+        count = max(1, sum(sum(e.num_tokens for e in waiting[: n + 1]) <= budget for n in range(len(waiting))))
+        step = runner.prepare(Schedule(waiting[:count]))
+        _take(step.sampling, runner.tokens(runner.launch(step).best)[0])
+        del waiting[:count]
+    for _ in range(longest - 1):
+        step = runner.prepare(Schedule([Scheduled(s, len(s) - 1, 1, True) for s in sequences]))
+        result = runner.launch(step)
+        (tokens,) = runner.advance(step, result.best, None, 1)
+        _take(step.sampling, tokens[0])
+    for sequence in sequences:
+        pool.release(sequence.block_table)
+
+
+def _take(sampling: Any, tokens: Any) -> None:
+    for entry, token in zip(sampling, tokens.tolist()):  # rows of padding come behind
+        entry.sequence.output_token_ids.append(token)
+
+
+def equal_work(count: int, chance: random.Random) -> Work:
+    return [(prompt(64, chance), 64) for _ in range(count)]
+
+
+def random_work(count: int, chance: random.Random) -> Work:
+    return [(prompt(chance.randint(16, 112), chance), chance.randint(16, 112)) for _ in range(count)]
+
+
+def prompt(tokens: int, chance: random.Random) -> list[int]:
+    """Token ids that every vocabulary has, and that nobody has asked with before."""
+    return chance.choices(range(3, 1000), k=tokens)
+
+
+def batching(llm: Any, rounds: int) -> Iterator[Result]:
+    engine, batch = llm.engine, llm.config.max_num_seqs
+    for name, make, goal in (("equal lengths", equal_work, ">= 97%"), ("random lengths", random_work, "")):
+        work = make(4 * batch, random.Random(0))
+        contestants: dict[str, Callable[[], None]] = {
+            "engine": partial(serve, engine, work),
+            "static": partial(serve_static, engine, work, batch),
+        }
+        with no_prefix(engine):  # its rounds are alike, and would hit
+            for run in contestants.values():
+                run()  # captures what it needs
+            turns = take_turns(contestants, rounds)
+        answers, pairs = sum(answer for _, answer in work), paired(turns["static"], turns["engine"])
+        ours, static = spread(turns["engine"]), spread(turns["static"])
+        yield Result(
+            f"batching, {name}", f"{ours.rate(answers):.0f} tok/s", f"{pairs:.1%} of static, {static.rate(answers):.0f} tok/s", goal,
+            {"what": "batching", "work": name, "batch": batch, "requests": len(work), "engine_tok_s": ours.figures(answers),
+             "static_tok_s": static.figures(answers), "of_static": round(pairs, 4)}, (ours, static),
+        )  # fmt: skip
+
+
+def paired(numerators: Any, denominators: Any) -> float:
+    """The median of what two contestants' rounds took, pair by pair: what else the machine did fell on both of a pair."""
+    return median(a.seconds / b.seconds for a, b in zip(numerators, denominators, strict=True))
+
+
+@contextmanager
+def no_prefix(engine: Any) -> Iterator[None]:
+    """The engine without its prefix cache for a while; nothing may run at either end."""
+    prefix, engine.scheduler.prefix = engine.scheduler.prefix, None
+    prefix.reset()
+    try:
+        yield
+    finally:
+        engine.scheduler.prefix = prefix
+
+
+def cache(llm: Any, rounds: int) -> Iterator[Result]:
+    engine, count, chance = llm.engine, 2 * llm.config.max_num_seqs, random.Random(1)
+    prefix = engine.scheduler.prefix
+
+    def on() -> float:
+        fill(engine, chance)
+        return seconds_of(serve, engine, equal_work(count, chance))
+
+    def off() -> float:
+        with no_prefix(engine):
+            return seconds_of(serve, engine, equal_work(count, chance))
+
+    on()
+    hits, shares = prefix.hits, []
+    for _ in range(rounds):
+        with spent_in(prefix) as seconds:
+            whole = on()
+        shares.append(seconds[0] / whole)
+    turns = take_turns({"on": on, "off": off}, 2 * rounds)
+    assert prefix.hits == hits, "traffic: prompts that should miss have hit"
+    with_it, without, slower = spread(turns["on"]), spread(turns["off"]), paired(turns["on"], turns["off"]) - 1
+    yield Result(
+        "cache without hits", f"{median(shares):.2%} of the time", f"{slower:+.2%} in rounds by turns", "<= 0.5%",
+        {"what": "cache", "share": round(median(shares), 5), "slower": round(slower, 4), "on_s": round(with_it.median, 3),
+         "off_s": round(without.median, 3)}, (with_it, without),
+    )  # fmt: skip
+
+
+def seconds_of(function: Callable[..., object], *arguments: Any) -> float:
+    start = time.perf_counter()
+    function(*arguments)
+    return time.perf_counter() - start
+
+
+def fill(engine: Any, chance: random.Random) -> None:
+    """Every free block cached, as where traffic has never hit for long: from now on each block that is wanted is evicted first."""
+    pool, prefix = engine.scheduler.pool, engine.scheduler.prefix
+    prefix.reset()
+    table = pool.allocate(pool.num_free)
+    ids = chance.choices(range(1 << 20), k=len(table) * pool.block_size)
+    prefix.publish(prefix.hash_blocks(ids), table, 0, len(table), lambda start, stop: ids[start:stop])
+    pool.release(table)
+
+
+@contextmanager
+def spent_in(prefix: Any) -> Iterator[list[float]]:
+    """The seconds, in a list of one, that go into what the scheduler and the pool call of a prefix cache meanwhile."""
+    spent, names = [0.0], ("extend", "match", "publish", "count")
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*arguments)
+            spent[0] += time.perf_counter() - start
+            return result
+
+        return call
+
+    evicted = prefix.pool.on_evict
+    prefix.pool.on_evict = timed(evicted)
+    for name in names:
+        setattr(prefix, name, timed(getattr(prefix, name)))
+    try:
+        yield spent
+    finally:
+        prefix.pool.on_evict = evicted
+        for name in names:
+            delattr(prefix, name)
+
+
+def host(llm: Any, rounds: int) -> Iterator[Result]:
+    stepping, chance = Stepping(llm), random.Random(2)
+    stepping.begin([prompt(16, chance) for _ in range(64)])
+    stepping.steps(2)
+    stats = phases(stepping, 16 * rounds)
+    stepping.stop()
+    schedule, prepare = (1e6 * median(getattr(s, name) for s in stats) for name in ("schedule", "prepare"))
+    both = sorted(1e6 * (s.schedule + s.prepare) for s in stats)
+    whole = 1e3 * median(seconds_in(s) for s in stats)
+    yield Result(
+        "host, 64 decodes", f"{median(both):.0f} us", f"schedule {schedule:.0f}, prepare {prepare:.0f}; a step is {whole:.1f} ms", "<= 150 us",
+        {"what": "host", "sequences": 64, "schedule_us": round(schedule, 1), "prepare_us": round(prepare, 1), "us": round(median(both), 1),
+         "us_90th": round(both[len(both) * 9 // 10], 1), "step_ms": round(whole, 2)},
+    )  # fmt: skip
+
+
+def phases(stepping: Stepping, count: int) -> list[Any]:
+    """What the engine's accounts say of each of `count` steps."""
+    stats = []
+    for _ in range(count):
+        stepping.steps(1)
+        stats.append(stepping.engine.accounts.stats)
+    return stats
+
+
+def seconds_in(stats: Any) -> float:
+    return float(stats.schedule + stats.prepare + stats.run + stats.sample + stats.output)
+
+
+def idle(llm: Any, rounds: int) -> Iterator[Result]:
+    stepping, chance = Stepping(llm), random.Random(3)
+    for batch in (1, 16):
+        stepping.begin([prompt(16, chance) for _ in range(batch)])
+        stepping.steps(2)
+        stats = phases(stepping, 8 * rounds)
+        stepping.stop()
+        share = median(1 - s.run / seconds_in(s) for s in stats)
+        step, run = (1e3 * median(values) for values in ([seconds_in(s) for s in stats], [s.run for s in stats]))
+        yield Result(
+            f"idle, {batch} decoding", f"{share:.2%}", f"{run:.2f} of {step:.2f} ms run", "<= 5%",
+            {"what": "idle", "batch": batch, "share": round(share, 5), "step_ms": round(step, 3), "run_ms": round(run, 3)},
+        )  # fmt: skip
+
+
+def prefix(llm: Any, rounds: int) -> Iterator[Result]:
+    engine, chance = llm.engine, random.Random(4)
+    stepping = Stepping(llm)
+    known, more = prompt(2048, chance), partial(prompt, 16, chance)
+    stepping.prefill(known + more())
+    stepping.prefill(known + more())  # captures what a hit needs
+    contestants = {
+        "hit": lambda: seconds_of(stepping.prefill, known + more()),
+        "miss": lambda: seconds_of(stepping.prefill, prompt(2048, chance) + more()),
+    }
+    before = engine.scheduler.prefix.hits
+    turns = take_turns(contestants, max(3, rounds // 2), patience=1.0)
+    hits, count = engine.scheduler.prefix.hits - before, len(turns["hit"])
+    assert hits == 2048 * count, f"traffic: {hits} tokens were hit in {count} prompts"
+    hit, miss, times = spread(turns["hit"]), spread(turns["miss"]), paired(turns["miss"], turns["hit"])
+    yield Result(
+        "prefix of 2048 tokens", f"{times:.0f} x sooner", f"{1e3 * hit.median:.0f} ms after {1e3 * miss.median:.0f} ms", ">= 10 x",
+        {"what": "prefix", "tokens": 2048, "behind": 16, "hit_ms": round(1e3 * hit.median, 2), "miss_ms": round(1e3 * miss.median, 1),
+         "times": round(times, 1)}, (hit, miss),
+    )  # fmt: skip
+
+
+def gap(llm: Any, rounds: int) -> Iterator[Result]:
+    engine, decoding, length = llm.engine, 8, 4096
+    limits, stepping, chance = engine.scheduler.limits, Stepping(llm), random.Random(5)
+    for budget in (64, 256, 512):
+        engine.scheduler.limits = replace(limits, max_batched_tokens=budget)
+        stepping.begin([prompt(16, chance) for _ in range(decoding)])
+        alone = median(seconds_of(stepping.steps, 1) for _ in range(2 * rounds))
+        piece = budget - decoding
+        gaps_of(engine, prompt(piece + length % piece, chance))  # captures both shapes
+        gaps = gaps_of(engine, prompt(length, chance))
+        stepping.stop()
+        worst, usual = 1e3 * max(gaps), 1e3 * median(gaps)
+        yield Result(
+            f"gap, budget {budget}", f"{worst:.0f} ms", f"median {usual:.0f} ms, {1e3 * alone:.0f} ms alone; first token {sum(gaps):.1f} s", "",
+            {"what": "gap", "budget": budget, "decoding": decoding, "prompt": length, "worst_ms": round(worst, 1), "median_ms": round(usual, 1),
+             "alone_ms": round(1e3 * alone, 2), "first_token_s": round(sum(gaps), 2)},
+        )  # fmt: skip
+    engine.scheduler.limits = limits
+
+
+def gaps_of(engine: Any, ids: list[int]) -> list[float]:
+    """Seconds of every step until a prompt has its first token; each is a wait of those that decode beside it."""
+    from tinyvllm import SamplingParams
+
+    engine.add("traffic-gap", ids, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+    gaps, finished = [], False
+    while not finished:
+        start = time.perf_counter()
+        outputs = engine.step()
+        gaps.append(time.perf_counter() - start)
+        finished = any(output.request_id == "traffic-gap" for output in outputs)
+    return gaps
+
+
+SMALL = {"batching": batching, "cache": cache}
+LARGE = {"host": host, "idle": idle, "prefix": prefix, "gap": gap}
+
+
+def model(shape: str, **limits: Any) -> Any:
+    with TemporaryDirectory() as folder:
+        return load(write_config(SHAPES[shape], Path(folder)), dummy=True, dtype="bfloat16", **limits)
+
+
+def figures(what: list[str], shape: str, rounds: int, measures: dict[str, Any], **limits: Any) -> Iterator[Result]:
+    """The results of those of `measures` that are wanted, on a model that is loaded for them and goes behind them."""
+    wanted = [name for name in measures if name in what]
+    if not wanted:
+        return
+    llm = model(shape, **limits)
+    for name in wanted:
+        print(f"{name} on {shape} ...", flush=True)
+        for result in measures[name](llm, rounds):
+            record("traffic", {"model": shape, "dtype": "bfloat16", **result.figures}, result.spreads)
+            yield result
+    llm.close()
+
+
+def main() -> None:
+    every = [*SMALL, *LARGE]
+    parser = argparse.ArgumentParser(description="what serving costs beside bare computing")
+    parser.add_argument("--what", default=",".join(every), metavar="NAMES", help=f"some of {', '.join(every)}")
+    parser.add_argument("--shape", choices=SHAPES, default="tinyllama-1.1b")
+    parser.add_argument("--small", choices=SHAPES, default="tiny160m")
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    what = options.what.split(",")
+    if unknown := [name for name in what if name not in every]:
+        parser.error(f"--what: there is no {', '.join(unknown)}; there are {', '.join(every)}")
+    results = [
+        *figures(what, options.small, options.rounds, SMALL, max_model_len=256, max_num_seqs=16, num_blocks=512),
+        *figures(what, options.shape, options.rounds, LARGE, max_model_len=4352, max_num_seqs=64, num_blocks=2048),
+    ]
+    print(table(["", "measured", "beside", "goal"], [[r.name, r.measured, r.beside, r.goal] for r in results]))
+
+
+if __name__ == "__main__":
+    main()

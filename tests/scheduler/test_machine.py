@@ -1,0 +1,143 @@
+"""All of the scheduler's rules at once: random arrivals, ends and pressure, in a model of the cache that knows whose token lies where."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from tests.scheduler.house import House, Loan
+from tinyvllm.request import Terms
+
+
+def terms_of(rng: random.Random) -> Terms:
+    return Terms(
+        priority=rng.choice((0, 0, 0, 1, -1)),
+        deadline_ms=rng.choice((None, None, None, 40000.0)),
+        ttft_deadline_ms=rng.choice((None, None, None, 9000.0)),
+        key=rng.choice(("", "", "a", "b")),
+        cache_salt=rng.choice((None, None, "salt")),
+    )
+
+
+@settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, database=None)
+class Machine(RuleBasedStateMachine):
+    house: House | None = None
+
+    @initialize(
+        rows=st.integers(1, 6), budget=st.integers(1, 24), longest=st.integers(2, 40), blocks=st.integers(1, 12), size=st.integers(1, 5),
+        hosted=st.sampled_from((0, 4, 30)), caching=st.booleans(), preemption=st.sampled_from((None, "swap", "recompute")),
+        rounds=st.sampled_from((1, 3)), ahead=st.booleans(), seed=st.integers(0, 99),
+    )  # fmt: skip
+    def build(self, seed: int, **options) -> None:
+        self.house = House(**options, seed=seed)
+        self.house.scheduler.rates.saw_step(100, 1.0)
+        self.random = random.Random(seed)
+
+    @rule(tokens=st.integers(0, 30), wanted=st.integers(1, 40), width=st.integers(1, 4), beams=st.booleans(), plain=st.booleans())
+    def add(self, tokens: int, wanted: int, width: int, beams: bool, plain: bool) -> None:
+        self.house.add(tokens, wanted, Terms() if plain else terms_of(self.random), width, beams)
+        self.house.check()
+
+    @rule(times=st.integers(1, 8))
+    def steps(self, times: int) -> None:
+        for _ in range(times):
+            self.house.step()
+            self.house.now += 0.1
+
+    @rule(which=st.integers(0, 99))
+    def step_with_an_abort_inside(self, which: int) -> None:
+        self.house.step(abort_inside=which)
+
+    @rule(which=st.integers(0, 99))
+    def abort(self, which: int) -> None:
+        self.house.abort(which)
+        self.house.check()
+
+    @rule(seconds=st.sampled_from((0.5, 10.0)))
+    def time_passes(self, seconds: float) -> None:
+        self.house.now += seconds
+
+    @rule(blocks=st.integers(1, 4), steps=st.integers(1, 5))
+    def somebody_borrows(self, blocks: int, steps: int) -> None:
+        if self.house.loan is None:
+            self.house.loan = Loan(min(blocks, self.house.scheduler.pool.num_blocks), steps)
+
+    def teardown(self) -> None:
+        if self.house is not None:
+            self.house.drain()
+
+
+TestMachine = Machine.TestCase
+
+KINDS = {
+    "plain": {},
+    "cached": dict(caching=True),
+    "swap": dict(hosted=40, preemption="swap"),
+    "swap, few host blocks, cached": dict(hosted=5, preemption="swap", caching=True),
+    "auto, cached": dict(hosted=40, caching=True),
+    "recompute, rounds, cached": dict(hosted=40, preemption="recompute", caching=True, rounds=4),
+    "ahead, swap, cached": dict(hosted=40, preemption="swap", caching=True, ahead=True),
+    "ahead, rounds": dict(ahead=True, rounds=3),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_long_runs_under_pressure(kind: str, seed: int) -> None:
+    """Long answers in few blocks, so that preemption is the rule; forks, beams, terms, loans, queue limits."""
+    rng = random.Random(repr((seed, kind)))
+    size, blocks = rng.randint(1, 6), rng.randint(8, 16)
+    room = size * blocks
+    house = House(rng.randint(3, 8), rng.randint(2, 40), room * rng.randint(3, 5) // 4, blocks, size, seed=seed, **KINDS[kind])
+    house.scheduler.limits = replace(house.scheduler.limits, max_queued_reqs=12, max_queued_tokens=room * 4)
+    house.scheduler.rates.saw_step(1, 0.02)
+    for _ in range(1200):
+        dice = rng.random()
+        if dice < 0.3 and len(house.living) < 20:
+            terms = Terms() if rng.random() < 0.5 else terms_of(rng)
+            tokens = rng.randint(0, room if dice < 0.02 else room // 4)
+            house.add(tokens, rng.randint(1, room), terms, rng.choice((1, 1, 1, 2, 4)), rng.random() < 0.5)
+        elif dice < 0.315:
+            house.abort(rng.randrange(99))
+        elif dice < 0.34 and house.loan is None:
+            house.loan = Loan(rng.randint(1, blocks // 2), rng.randint(1, 6))
+        elif dice < 0.36:
+            house.now += rng.choice((0.1, 5.0))
+        else:
+            house.step(abort_inside=rng.randrange(99) if dice > 0.99 else None)
+            house.now += 0.05
+        house.check()
+    house.drain()
+    assert_seen(house.seen, kind)
+
+
+def assert_seen(seen: Counter[str], kind: str) -> None:
+    """What the run was meant to meet."""
+    assert seen["preempted"] > 20 and seen["stop"] + seen["length"] > 20 and seen["abort"] > 5 and seen["lent"] > 0, seen
+    if kind.startswith("swap"):
+        assert seen["swapped"] > 10, seen
+    if kind.startswith("ahead"):
+        assert seen["ahead"] > 3, seen
+
+
+def test_counts_hold_over_many_steps() -> None:
+    """Nothing is compared on the way but whose tokens are read, by a model that is asked for everything at the end."""
+    rng = random.Random(11)
+    house = House(4, 24, 100, 20, 4, hosted=12, caching=True)
+    for turn in range(15_000):
+        while len(house.living) < 6:
+            house.add(1 + int(rng.random() * 20), 1 + int(rng.random() * rng.random() * 90), width=rng.choice((1, 1, 2)))
+        if turn % 50 == 0:
+            house.abort(turn)
+        house.step(checked=False)
+        if turn % 1000 == 0:
+            house.check()
+            house.check_contents()
+    house.drain(checked=False)
+    assert house.seen["preempted"] > 500 and house.seen["length"] > 10, house.seen
