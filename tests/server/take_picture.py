@@ -47,6 +47,7 @@ def take(url: str, dark: bool) -> bytes:
         page.picture(1000, 640, dark)  # lays the page out anew
         page.run("document.querySelector('#log').scrollTop = 0")
         page.run("new Promise(done => setTimeout(done, 4500))")
+        page.wait("Number(document.querySelector('#live-running').textContent) > 2")
         return page.picture(1000, 640, dark)
 
 
