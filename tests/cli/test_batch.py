@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -14,8 +15,9 @@ from typing import Any
 import pytest
 
 from tinyvllm import cli
+from tinyvllm.cli import batch_file
 from tinyvllm.cli.batch_file import Output, answer_line, check, read_lines
-from tinyvllm.errors import ArgumentError, FormatError, TinyvllmError
+from tinyvllm.errors import ArgumentError, FormatError, OutputError, TinyvllmError
 
 ROOT = Path(__file__).parents[2]
 
@@ -155,3 +157,28 @@ def test_a_killed_run_goes_on_where_it_stood(tiny_model: Path, tmp_path: Path) -
     assert cli.main([*command[2:4], "-o", str(alone), *command[6:], "--quiet"]) == 0
     texts = {name: answer["body"]["choices"][0]["text"] for name, answer in answers(alone).items()}
     assert texts == {name: answer["body"]["choices"][0]["text"] for name, answer in found.items()}
+
+
+def test_a_disk_that_fails_is_said_with_the_next_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_file, "SYNC_SECONDS", 0.01)
+    synced: list[int] = []
+    monkeypatch.setattr(batch_file.os, "fsync", synced.append)
+
+    async def write_some() -> None:
+        for name in "abc":
+            await output.add(answer_line(name, 200, "req", {}))
+        await asyncio.sleep(0.2)
+        assert len(synced) == 1  # once for all three, and not only when the next one comes
+        monkeypatch.setattr(batch_file.os, "fsync", fail)
+        await output.add(answer_line("d", 200, "req", {}))
+        await asyncio.sleep(0.2)
+        await output.add(answer_line("e", 200, "req", {}))
+
+    def fail(file: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    output = Output(str(tmp_path / "out.jsonl"), set("abcde"))
+    with pytest.raises(OutputError, match="No space left"):
+        asyncio.run(write_some())
+    with pytest.raises(OutputError, match="No space left"):
+        output.close()

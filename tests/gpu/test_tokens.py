@@ -148,3 +148,16 @@ def test_a_token_has_the_same_logits_in_every_chunk(model):
     for length in (3, 9) if EMULATED else (1, 3, 8, 9, 70, 130):
         some = gpu.prompt_logits(ids[:length])
         np.testing.assert_array_equal(some.view(np.uint32), whole[:length].view(np.uint32), err_msg=f"{length} tokens")
+
+
+def test_only_allowed_tokens_come(model):
+    """Masks are applied in the step's own graph, as tinygrad compiles it for the device."""
+    gpu, _ = model
+    allowed = list(range(5, 90, 7))
+    params = [
+        SamplingParams(temperature=t, seed=1, max_tokens=4, ignore_eos=True, allowed_token_ids=ids)
+        for t, ids in ((0.0, allowed), (1.0, allowed), (0.0, None))
+    ]
+    outputs = gpu.generate([{"prompt_token_ids": list(PROMPTS[0])}] * 3, params)
+    assert all(set(output.outputs[0].token_ids) <= set(allowed) for output in outputs[:2])
+    assert list(outputs[2].outputs[0].token_ids) == greedy(gpu, [PROMPTS[0]], 4)[0], "a neighbour's mask is nobody else's"

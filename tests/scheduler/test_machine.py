@@ -120,7 +120,7 @@ def test_long_runs_under_pressure(kind: str, seed: int) -> None:
 
 def assert_seen(seen: Counter[str], kind: str) -> None:
     """What the run was meant to meet."""
-    assert seen["preempted"] > 20 and seen["stop"] + seen["length"] > 20 and seen["abort"] > 5 and seen["lent"] > 0, seen
+    assert seen["preempted"] > 5 and seen["stop"] + seen["length"] > 20 and seen["abort"] > 5 and seen["lent"] > 0, seen
     if kind.startswith("swap"):
         assert seen["swapped"] > 10, seen
     if kind.startswith("ahead"):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import secrets
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +92,8 @@ class Output:
 
     def __init__(self, name: str, wanted: set[str]):
         self.name = name
-        self._synced = time.monotonic()
+        self._syncing: asyncio.Task[None] | None = None
+        self._failure: OSError | None = None  # of the disk, told with the next line
         try:
             self._file = os.open(Path(name).expanduser(), os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             try:
@@ -108,21 +107,34 @@ class Output:
             raise OutputError(f"cannot write {name}: {error.strerror or error}") from error
 
     async def add(self, line: bytes) -> None:
-        """Append one line. Nothing between two awaits, so that lines never mix."""
+        """Append one line, in one go: lines of several tasks never mix."""
         try:
+            if self._failure is not None:
+                raise self._failure
             rest = memoryview(line)
             while rest:
                 rest = rest[os.write(self._file, rest) :]
-            if time.monotonic() - self._synced > SYNC_SECONDS:
-                self._synced = time.monotonic()
-                await asyncio.to_thread(os.fsync, self._file)
         except OSError as error:
             raise OutputError(f"cannot write {self.name}: {error.strerror or error}") from error
+        if self._syncing is None:
+            self._syncing = asyncio.create_task(self._sync())
+
+    async def _sync(self) -> None:
+        """Everything that was written in a while is brought to the disk at once."""
+        await asyncio.sleep(SYNC_SECONDS)
+        self._syncing = None
+        try:
+            await asyncio.to_thread(os.fsync, self._file)
+        except OSError as error:
+            self._failure = error
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # a pipe has no disk
+        try:
             os.fsync(self._file)
-        os.close(self._file)
+        except OSError as error:
+            raise OutputError(f"cannot write {self.name}: {error.strerror or error}") from error
+        finally:
+            os.close(self._file)
 
 
 def _lock(file: int, name: str) -> None:

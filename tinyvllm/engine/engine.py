@@ -439,16 +439,20 @@ class Engine:
             self.sampler.leave(row)
 
     def _settle(self, schedule: Schedule) -> None:
-        """Preempted sequences leave the sampler; those that outgrew the whole cache or their time are reported; blocks move."""
+        """Preempted sequences leave the sampler; those that outgrew the whole cache or their time are reported; blocks move.
+
+        Beams fall together: whom a finished one takes along may be reported himself, or be among the entries.
+        """
         if self.recorder is not None:
             self.recorder.settled(schedule)
         for sequence in schedule.preempted:
             self._leave(sequence)
-        for sequence in schedule.exhausted:
-            self._finish(self._owners[sequence.sequence_id], sequence, "length")
-        for sequence in schedule.expired:
-            if sequence.sequence_id in self._owners:  # else a beam of it was late before
-                self._finish(self._owners[sequence.sequence_id], sequence, "deadline")
+        for ended, reason in ((schedule.exhausted, "length"), (schedule.expired, "deadline")):
+            for sequence in ended:
+                if (state := self._owners.get(sequence.sequence_id)) is not None:
+                    self._finish(state, sequence, reason)
+        if schedule.exhausted or schedule.expired:
+            schedule.entries = [entry for entry in schedule.entries if not entry.sequence.finished]
         if schedule.preempted:
             self.accounts.preempted(schedule)
         if schedule.swap_out or schedule.swap_in or schedule.copies:
@@ -460,8 +464,7 @@ class Engine:
     def _score(self) -> None:
         """One piece of one prompt whose log-probabilities are wanted."""
         request_id, score = next(iter(self._scoring.items()))
-        pool = self.scheduler.pool
-        if not score.begin(pool):
+        if not score.begin(self.scheduler):
             if not self.scheduler.running:
                 state = self._requests[request_id]
                 self._end_score(request_id)
@@ -480,7 +483,7 @@ class Engine:
     def _end_score(self, request_id: str) -> None:
         score = self._scoring.pop(request_id, None)
         if score is not None:
-            score.end(self.scheduler.pool)
+            score.end(self.scheduler)
 
     def _outputs(self) -> list[RequestOutput]:
         """Of those that changed; who waits for its prompt's log-probabilities is told nothing before."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.request import Logprob, SamplingParams, Sequence
 from tinyvllm.sampling.logprobs import logprobs_of
-from tinyvllm.scheduler import Scheduled
+from tinyvllm.scheduler import Scheduled, Scheduler
 
 PIECE = 128  # tokens; their logits over a vocabulary of 128 k are 64 MiB on the host
 
@@ -22,6 +21,7 @@ class PromptScore:
         self.request_id = request_id
         self.logprobs: list[dict[int, Logprob] | None] = [None]
         self._top = top
+        self._asked = False  # for blocks
         self._sequence = Sequence(-1, request_id, prompt_token_ids, SamplingParams())
 
     def __len__(self) -> int:
@@ -31,11 +31,11 @@ class PromptScore:
     def done(self) -> bool:
         return self._sequence.num_computed >= len(self)
 
-    def begin(self, pool: BlockPool) -> bool:
-        """Take the blocks that the prompt needs, if that has not been done; whether they are there."""
-        needed = pool.blocks_for(len(self))
-        if not self._sequence.block_table and needed <= pool.num_free:
-            self._sequence.block_table = pool.allocate(needed)
+    def begin(self, scheduler: Scheduler) -> bool:
+        """Borrow the blocks that the prompt needs, if that has not been done; whether they are there."""
+        if not self._sequence.block_table:
+            self._asked = True
+            self._sequence.block_table = scheduler.lend(scheduler.pool.blocks_for(len(self))) or []
         return bool(self._sequence.block_table)
 
     def next_piece(self, most: int) -> Scheduled:
@@ -48,7 +48,8 @@ class PromptScore:
         self.logprobs += logprobs_of(logits[: len(tokens)], tokens, [self._top] * len(tokens))
         self._sequence.num_computed += piece.num_tokens
 
-    def end(self, pool: BlockPool) -> None:
-        """Give the blocks back."""
-        pool.release(self._sequence.block_table)
-        self._sequence.block_table = []
+    def end(self, scheduler: Scheduler) -> None:
+        """Give the blocks back, or ask for them no more."""
+        if self._asked:
+            scheduler.give_back(self._sequence.block_table)
+            self._sequence.block_table, self._asked = [], False

@@ -20,6 +20,7 @@ from tinyvllm.server.prompts import encode_conversation, encode_texts, tokenizer
 from tinyvllm.server.schema import DetokenizeRequest, GenerateRequest, TokenizeRequest
 from tinyvllm.server.stream import DONE, Wire, event
 from tinyvllm.server.turns import plain
+from tinyvllm.text.tokenizer import Tokenizer
 
 
 async def generate(call: Call, body: GenerateRequest, wire: Wire) -> None:
@@ -108,8 +109,16 @@ async def tokenizer_info(request: Request) -> Response:
                 "max_model_len": llm.config.max_model_len,
                 "bos_token_id": tokenizer.bos_id,
                 "eos_token_ids": list(tokenizer.eos_ids),
+                **_marks(tokenizer),
                 "special_tokens": tokenizer.special_tokens,
                 "chat_template": call.service.config.chat_template or tokenizer.chat_templates.get("default"),
                 "chat_templates": sorted(tokenizer.chat_templates),
             }
         )
+
+
+def _marks(tokenizer: Tokenizer) -> dict[str, str | None]:
+    """The texts of the tokens at the ends, under the names by which lm-evaluation-harness knows a tokenizer that it can ask over HTTP."""
+    ends = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
+    named = {name: tokenizer.special_tokens.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    return {name: text or (None if (i := ends.get(name)) is None else tokenizer.token_text(i)) for name, text in named.items()}

@@ -118,11 +118,33 @@ def test_what_a_grammar_lets_through(tokenizer: Any, name: str, named: str | Non
     assert counts == {1} if named or not parallel else min(counts) >= 1
 
 
+def matches(tokenizer: Any, grammar: str, text: str) -> bool:
+    matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0)
+    return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("unit", ["C", None])
+@pytest.mark.parametrize("hourly", [True, None])
+@pytest.mark.parametrize("city", ["Paris", None])
+def test_only_optional_arguments_may_be_left_out(tokenizer: Any, unit: str | None, hourly: bool | None, city: str | None) -> None:
+    given = {name: value for name, value in (("city", city), ("unit", unit), ("hourly", hourly), ("at", [3])) if value is not None}
+    xml = "".join(f"<parameter={k}>\n{v if isinstance(v, str) else json.dumps(v)}\n</parameter>\n" for k, v in given.items())
+    literals = ", ".join(f'{k}={json.dumps(v) if isinstance(v, str) else v}' for k, v in given.items()).replace('"C"', "'C'")
+    call = json.dumps({"name": "weather", "arguments": given})
+    texts = {
+        "qwen_xml": f"<tool_call>\n<function=weather>\n{xml}</function>\n</tool_call>",
+        "pythonic": f"[weather({literals})]",
+        "hermes": f"<tool_call>\n{call}\n</tool_call>",
+        "llama3": call.replace("arguments", "parameters"),
+        "mistral-text": f"[TOOL_CALLS]weather[ARGS]{json.dumps(given)}",
+    }
+    for name, text in texts.items():
+        assert matches(tokenizer, grammar_for(FORMATS[name], TOOLS, "weather"), text) == (city is not None), text
+
+
 def test_reasoning_comes_first_or_not_at_all(tokenizer: Any) -> None:
     def accepts(text: str, **options: Any) -> bool:
-        grammar = llguidance.LLMatcher.grammar_from_lark(grammar_for(FORMATS["hermes"], TOOLS, "now", **options))
-        matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
-        return matcher.try_consume_tokens(list(text.encode())) == len(text) and matcher.is_accepting()
+        return matches(tokenizer, grammar_for(FORMATS["hermes"], TOOLS, "now", **options), text)
 
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     assert accepts(call) and accepts("<think>\nso</think>\n\n" + call) and not accepts("so " + call)

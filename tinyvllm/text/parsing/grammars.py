@@ -160,9 +160,7 @@ def _quoted(text: str) -> str:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    """A schema for %json, with the spaces that models are trained on and no others: a model may go on with spaces for ever."""
-    spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return json.dumps({**schema, "x-guidance": spaces}, ensure_ascii=False)
+    return json.dumps(schema, ensure_ascii=False)
 
 
 def _keys(tool: Tool) -> list[str]:
