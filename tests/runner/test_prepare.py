@@ -231,13 +231,16 @@ def test_the_order_of_the_rows_is_told_and_kept_while_the_schedule_is_the_same()
 
 
 def test_only_blocks_that_both_have_filled_are_shared():
-    """The last row's tables hold what somebody else left behind the blocks that it has."""
-    inputs, _ = fill([sharing(1, [1, 2, 3, 4], own=2), sharing(2, [1, 2, 3, 4], own=2)])
-    assert inputs.alike.tolist() == [0, 4 * S]
-    second = sharing(3, [1, 2], own=0)
-    second.sequence.block_table = [1, 2]
-    inputs.fill([sharing(1, [1, 2, 3, 4], own=2), second], [], S)
-    assert second.start == 2 * S - 2 and inputs.alike.tolist() == [0, S], "its second block lacks a token"
+    """Behind a short table lie the blocks of the one that had its row before."""
+    long = [1, 2, 3, 4]
+    inputs, _ = fill([sharing(1, long), sharing(2, long), sharing(3, long)])
+    assert inputs.alike.tolist() == [0, 4 * S, 4 * S, 0]
+    short = sharing(4, [], own=2)
+    short.sequence.block_table = long[:2]
+    singles = [short, sharing(2, long), sharing(3, long)]
+    inputs.fill(singles, [], S)
+    assert singles[0] is short and inputs.block_tables[0, :4].tolist() == long
+    assert inputs.alike.tolist() == [0, S, 4 * S, 0], "its second block lacks a token"
 
 
 def test_a_decode_beside_chunks_shares_and_a_chunk_does_not():

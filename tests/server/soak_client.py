@@ -47,13 +47,15 @@ class Server:
     url: str
     seconds: float  # from the start of the process to the line that says it is ready
     log: Path
+    key: str | None = None  # that it wants to be shown
 
     @property
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
 
     def get(self, path: str) -> Any:
-        with _DIRECT.open(self.url + path, timeout=30) as answer:
+        headers = {} if self.key is None else {"x-api-key": self.key}
+        with _DIRECT.open(urllib.request.Request(self.url + path, headers=headers), timeout=30) as answer:
             text = answer.read().decode()
         return json.loads(text) if text.startswith("{") else text
 

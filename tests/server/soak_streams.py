@@ -1,6 +1,6 @@
 """Many clients stream for minutes, and every token must be the offline one's.
 
-    python -m tests.server.soak_streams --minutes 5 --clients 64 -- --num-blocks 768
+    python -m tests.server.soak_streams --minutes 5 --clients 64 -- --num-blocks 320
 
 The server has one row for every client and a cache that is too small for all of them, so that sequences are preempted and prefixes are
 evicted while answers stream. Exit code 1 where anything is wrong.
@@ -49,7 +49,7 @@ def main() -> int:
     began = time.perf_counter()
     work = known(options.different)
     print(f"{len(work)} requests answered offline in {time.perf_counter() - began:.1f} s", flush=True)
-    with serving("--max-num-seqs", str(options.clients), "--num-blocks", "768", *words[at + 1 :]) as server:
+    with serving("--max-num-seqs", str(options.clients), "--num-blocks", "320", *words[at + 1 :]) as server:
         print(f"ready after {server.seconds:.2f} s", flush=True)
         asyncio.run(soak(server, work, options.clients, min(60.0, options.minutes * 12)))  # what is made at first use
         server.calm()
@@ -59,7 +59,8 @@ def main() -> int:
         server.calm()
         after, complaints, metrics = server.held(), server.complaints(), server.get("/metrics")
     firsts = [percentile(tally.firsts, share) * 1000 for share in (0.5, 0.95, 0.99)]
-    print(f"{options.clients} clients, {seconds:.0f} s: {tally.requests} answers, {tally.tokens} tokens, {tally.tokens / seconds:.0f} tok/s")
+    rate = f"{tally.tokens} tokens, {tally.tokens / seconds:.0f} tok/s"
+    print(f"{options.clients} clients, {seconds:.0f} s: {tally.requests} answers, {rate}")
     print(f"{tally.events} events; first token after {firsts[0]:.0f} / {firsts[1]:.0f} / {firsts[2]:.0f} ms (50, 95, 99 of 100)")
     print(f"preempted {counted(metrics, 'vllm:num_preemptions')} times")
     print(f"before: {before}\nafter:  {after}")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import httpx
 import pytest
 
-from tests.server.conftest import Running
+from tests.server.conftest import Running, running
 from tinyvllm.server.app import ENDPOINTS
+from tinyvllm.server.calls import ServerConfig
 from tinyvllm.server.fields import Body
 
 NEEDED = {  # what a field needs beside itself to mean anything
@@ -47,58 +51,77 @@ def with_field(body: type[Body], name: str, value: object) -> dict:
     return {**given, name: value}
 
 
-def cases(support: str) -> list:
+def fields(support: str) -> list[tuple[str, str]]:
+    """(path, field) of all that are marked so."""
     return [
-        pytest.param(e.path, name, id=f"{e.path}:{name}")
+        (e.path, name)
         for e in ENDPOINTS
         for name, field in e.body.model_fields.items()
         if field.json_schema_extra["x-support"] == support
     ]
 
 
-def test_the_list_is_the_schemas(server: Running) -> None:
-    listed = server.post  # GET has no helper: the list is read below
-    assert listed
-    import httpx
+def ask_all(server: Running, asked: list[tuple[str, dict]]) -> list[httpx.Response]:
+    """The answers to many bodies, some at a time: the engine runs them together."""
 
+    async def run() -> list[httpx.Response]:
+        some = asyncio.Semaphore(8)
+        async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=60) as client:
+
+            async def ask(path: str, body: dict) -> httpx.Response:
+                async with some:
+                    return await client.post(path, json=body)
+
+            return await asyncio.gather(*(ask(path, body) for path, body in asked))
+
+    return asyncio.run(run())
+
+
+def test_the_list_is_the_schemas(server: Running) -> None:
     said = httpx.get(f"{server.url}/v1/capabilities", trust_env=False).json()["endpoints"]
     for endpoint in ENDPOINTS:
         assert set(said[endpoint.path]) == set(endpoint.body.model_fields)
         assert {about["support"] for about in said[endpoint.path].values()} <= {"honoured", "limited", "refused"}
 
 
-@pytest.mark.parametrize("kind", ["honoured", "limited"])
-def test_what_is_served_is_taken(server: Running, kind: str) -> None:
+def test_what_is_served_is_taken(server: Running) -> None:
     """Every example value of every field, one request each."""
-    wrong = []
-    for case in cases(kind):
-        path, name = case.values
-        value = ENDPOINT_OF[path].body.model_fields[name].json_schema_extra["x-example"]
-        if value is None:
-            continue
-        answer = server.post(path, with_field(ENDPOINT_OF[path].body, name, value))
-        if answer.status_code != 200 or "x-ignored-fields" in answer.headers:
-            wrong.append((path, name, answer.status_code, answer.text[:300]))
+    tried, asked = [], []
+    for path, name in [*fields("honoured"), *fields("limited")]:
+        body = ENDPOINT_OF[path].body
+        value = body.model_fields[name].json_schema_extra["x-example"]
+        if value is not None:
+            tried.append((path, name))
+            asked.append((path, with_field(body, name, value)))
+    answers = ask_all(server, asked)
+    wrong = [(*t, a.text[:300]) for t, a in zip(tried, answers, strict=True) if a.status_code != 200 or "x-ignored-fields" in a.headers]
     assert not wrong, "\n".join(map(str, wrong))
 
 
 def test_what_is_not_served_is_refused_by_name(server: Running) -> None:
-    wrong = []
-    for case in [*cases("refused"), *cases("limited")]:
-        path, name = case.values
-        marks = ENDPOINT_OF[path].body.model_fields[name].json_schema_extra
+    tried, asked = [], []
+    for path, name in [*fields("refused"), *fields("limited")]:
+        body = ENDPOINT_OF[path].body
+        marks = body.model_fields[name].json_schema_extra
         value = marks["x-example"] if marks["x-support"] == "refused" else marks["x-beyond"]
-        if value is None:
-            continue
-        answer = server.post(path, with_field(ENDPOINT_OF[path].body, name, value))
+        if value is not None:
+            tried.append((path, name))
+            asked.append((path, with_field(body, name, value)))
+    wrong = []
+    for (path, name), answer in zip(tried, ask_all(server, asked), strict=True):
         said = answer.json().get("error", {})
-        named = said.get("param") or said.get("message", "")
-        if answer.status_code != 400 or name not in named:
+        if answer.status_code != 400 or name not in (said.get("param") or said.get("message", "")):
             wrong.append((path, name, answer.status_code, answer.text[:300]))
-        null = server.post(path, {**least(ENDPOINT_OF[path].body), name: None})
-        if null.status_code != 200:
-            wrong.append((path, name, "null", null.text[:300]))
     assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_null_is_not_given(server: Running) -> None:
+    """Some clients send every field that they know; one request an endpoint with all of them null."""
+    asked = []
+    for endpoint in ENDPOINTS:
+        nulls = {name: None for name, field in endpoint.body.model_fields.items() if not field.is_required()}
+        asked.append((endpoint.path, {**nulls, **least(endpoint.body)}))
+    assert [a.status_code for a in ask_all(server, asked)] == [200] * len(asked)
 
 
 def test_no_field_of_the_official_clients_is_missing() -> None:
@@ -123,9 +146,6 @@ def test_no_field_of_the_official_clients_is_missing() -> None:
 
 
 def test_lenient_names_what_it_left_out() -> None:
-    from tests.server.conftest import running
-    from tinyvllm.server.calls import ServerConfig
-
     with running(ServerConfig(port=0, lenient=True, access_log=False)) as server:
         messages = [{"role": "user", "content": "a", "mood\r\nX-Evil: 1": 1}]
         body = {"messages": messages, "max_tokens": 1, "wish": 1, "web_search_options": {}}

@@ -224,7 +224,9 @@ async def overfill(server: Running) -> httpx.Response:
     """A third request where one runs and one waits."""
     async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=30) as client:
         runs = client.stream("POST", "/v1/completions", json=LONG)
-        await anext((await runs.__aenter__()).aiter_raw())
+        chunks = (await runs.__aenter__()).aiter_raw()  # kept: a generator that is dropped closes its connection
+        while b"data:" not in await anext(chunks):
+            pass
         waits = client.stream("POST", "/v1/completions", json=LONG)
         await waits.__aenter__()  # its head comes with a keep-alive comment
         refused = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})

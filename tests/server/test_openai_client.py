@@ -232,6 +232,27 @@ def test_beam_search(server: Running) -> None:
     answer = server.post("/v1/completions", body)
     assert answer.status_code == 200, answer.text
     assert len(answer.json()["choices"]) == 2
+    chat = server.post("/v1/chat/completions", {"messages": ASK, "use_beam_search": True, "n": 2, "max_tokens": 5})
+    assert chat.status_code == 200 and len({c["message"]["content"] for c in chat.json()["choices"]}) == 2
+    for field, value in (("seed", 1), ("temperature", 0.5), ("stop", ["a"]), ("logprobs", 1), ("stream", True)):
+        refused = server.post("/v1/completions", {**body, field: value}).json()["error"]
+        assert field in refused["message"] and refused["code"] == "unsupported_parameter"
+
+
+def test_token_ids_of_streams(server: Running) -> None:
+    for path, body in (("/v1/completions", {"prompt": PROMPT}), ("/v1/chat/completions", {"messages": ASK})):
+        more = {"max_tokens": 5, "return_token_ids": True, "temperature": 0}
+        whole = server.post(path, {**body, **more}).json()
+        chunks = events(server.post(path, {**body, **more, "stream": True}))[:-1]
+        told = [i for chunk in chunks for i in chunk["choices"][0].get("token_ids", [])]
+        assert told == whole["choices"][0]["token_ids"] and len(told) == 5
+        prompts = [c.get("prompt_token_ids") or c["choices"][0].get("prompt_token_ids") for c in chunks]
+        assert [p for p in prompts if p] == [whole.get("prompt_token_ids") or whole["choices"][0]["prompt_token_ids"]]
+
+
+def test_developers_are_the_system_of_templates_that_know_none(server: Running) -> None:
+    said = [server.post("/tokenize", {"messages": [{"role": role, "content": "Be brief."}, *ASK]}).json() for role in ("developer", "system")]
+    assert said[0] == said[1] and "tokens" in said[0]
 
 
 def test_embeddings(client) -> None:

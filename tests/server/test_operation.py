@@ -303,3 +303,14 @@ def test_a_port_that_is_taken(server: Running, capsys: pytest.CaptureFixture[str
 
     assert main(["serve", "--port", str(server.port)]) == 2
     assert f"--port {server.port}" in capsys.readouterr().err
+
+
+def test_the_page_on_serving_names_every_path_and_option() -> None:
+    from tinyvllm.cli.arguments import PARSERS
+    from tinyvllm.server.app import _GETS, ENDPOINTS
+
+    page = (ROOT / "docs" / "serving.md").read_text()
+    paths = [*(e.path for e in ENDPOINTS), *(path.replace("{name:path}", "NAME") for path, _, _ in _GETS)]
+    group = next(g for g in PARSERS["serve"]()._action_groups if g.title == "server")
+    options = [max(action.option_strings, key=len) for action in group._group_actions]
+    assert not [word for word in [*paths, *options] if word not in page]

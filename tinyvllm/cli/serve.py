@@ -39,7 +39,8 @@ def run(options: argparse.Namespace) -> int:
             seconds = time.perf_counter() - began
             print(f"ready: {url_of(config, sock)} serves {served} ({seconds:.1f} s)", file=sys.stderr, flush=True)
 
-    serve(lambda: create_app(config, Models(specs, options.unload_idle, dict.fromkeys(names[1:], names[0]) if names else None), keys), sock, ready)
+    aliases = {name: names[0] for name in names[1:]}
+    serve(lambda: create_app(config, Models(specs, options.unload_idle, aliases), keys), sock, ready)
     return 0
 
 

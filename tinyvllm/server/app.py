@@ -67,6 +67,7 @@ def create_app(config: ServerConfig, models: Models, keys: Keys | None = None) -
         await models.start()
         yield
         await models.close()
+        service.lines.close()
 
     app = FastAPI(title="tinyvllm", version=tinyvllm.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     for endpoint in ENDPOINTS:

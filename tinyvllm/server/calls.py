@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import re
 import secrets
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from starlette.types import Send
 from tinyvllm.errors import ArgumentError
 from tinyvllm.server.failures import Failure
 from tinyvllm.server.keys import Key, Keys
+from tinyvllm.server.lines import Lines
 from tinyvllm.server.models import Models
 
 CALL = "tinyvllm.call"  # where a scope holds its Call
@@ -70,6 +72,7 @@ class Service:
         self.models = models
         self.keys = keys
         self.started = int(time.time())
+        self.lines = Lines(sys.stdout)  # the access log
         self.draining = False
         self.running: set[Call] = set()
         self._quiet = asyncio.Event()

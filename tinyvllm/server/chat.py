@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinyvllm.engine.async_llm import AsyncLLM
-from tinyvllm.request import CompletionOutput, RequestOutput
+from tinyvllm.request import CompletionOutput, RequestOutput, SamplingParams
 from tinyvllm.server.calls import Call
 from tinyvllm.server.failures import Failure, bad_field, encode
 from tinyvllm.server.logprobs import Position, chat_logprobs, positions_of, prompt_positions
 from tinyvllm.server.outputs import ended, extras
-from tinyvllm.server.params import beam_params, sampling_params
+from tinyvllm.server.params import beam_params, sampling_params, terms
 from tinyvllm.server.prompts import Conversation
 from tinyvllm.server.schema import ChatRequest
 from tinyvllm.server.stream import DONE, Wire, event, quote
@@ -29,7 +29,7 @@ async def answer(call: Call, body: ChatRequest, wire: Wire) -> None:
         turn = await _turn(call, body, llm, model)
         if body.use_beam_search:
             beams = beam_params(body, turn.params.max_tokens or 16)
-            final = await llm.beam_search(turn.prompt.prompt(), beams)
+            final = await llm.beam_search(turn.prompt.prompt(), beams, terms=terms(call, body))
             turn.count.add_prompt(final)
             turn.count.completion = sum(len(part.token_ids) for part in final.outputs)
             turn.count.note(call)
@@ -43,7 +43,10 @@ async def answer(call: Call, body: ChatRequest, wire: Wire) -> None:
 async def _turn(call: Call, body: ChatRequest, llm: AsyncLLM, model: str) -> Turn:
     longest = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = sampling_params(llm, body, max_tokens=longest, logprobs=logprobs)
+    if body.use_beam_search:
+        params = SamplingParams(max_tokens=longest)
+    else:
+        params = sampling_params(llm, body, max_tokens=longest, logprobs=logprobs)
     effort = body.reasoning_effort
     variables = {} if effort is None else {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
     conversation = conversation_of(call, call.data, {**variables, **(body.chat_template_kwargs or {})})
@@ -153,7 +156,7 @@ class _Stream:
                 for part in output.outputs:
                     choice = self.choices[part.index]
                     if not choice.over and (part.token_ids or part.text or part.finish_reason is not None):
-                        self._read(choice, part, chunks)
+                        self._read(choice, part, output, chunks)
                 if chunks:
                     back = self._back()
                     await self.wire.write("".join([self.front + chunk + back for chunk in chunks]).encode())
@@ -170,12 +173,13 @@ class _Stream:
             return f',"usage":{json.dumps(self.turn.count.usage())}}}\n\n'
         return ',"usage":null}\n\n' if self.include else "}\n\n"
 
-    def _read(self, choice: _Choice, part: CompletionOutput, chunks: list[str]) -> None:
+    def _read(self, choice: _Choice, part: CompletionOutput, output: RequestOutput, chunks: list[str]) -> None:
         """Chunks for what a step brought to one answer."""
         self.turn.count.completion += len(part.token_ids)
         if not choice.begun:
             choice.begun = True
-            chunks.append(f'{choice.index},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}]')
+            prompt = f',"prompt_token_ids":{output.prompt_token_ids}' if self.body.return_token_ids else ""
+            chunks.append(f'{choice.index},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}]{prompt}')
         if self.details:
             choice.pending += positions_of(part)
             choice.token_ids += part.token_ids
@@ -214,7 +218,7 @@ class _Stream:
                 content = chat_logprobs(self.turn.llm.tokenizer, choice.pending, self.body.top_logprobs or 0)
                 logprobs = json.dumps({"content": content, "refusal": None})
             if self.body.return_token_ids:
-                more += f', "token_ids": {choice.token_ids}'
+                more += f',"token_ids":{choice.token_ids}'
             choice.pending, choice.token_ids = [], []
         return f'{choice.index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{reason}{more}}}]'
 
@@ -227,4 +231,4 @@ class _Stream:
             raise
         reason = "tool_calls" if choice.called and reason == "stop" else reason
         self.turn.call.record["finish_reason"] = reason
-        chunks.append(self._chunk(choice, "{}", quote(reason or ""), f', "stop_reason": {json.dumps(stop)}'))
+        chunks.append(self._chunk(choice, "{}", quote(reason or ""), f',"stop_reason":{json.dumps(stop)}'))

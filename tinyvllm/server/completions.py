@@ -26,12 +26,13 @@ async def answer(call: Call, body: CompletionRequest, wire: Wire) -> None:
     async with call.service.models.use(body.model) as (model, llm):
         special = body.add_special_tokens is not False
         prompts = await encode_texts(llm, body.prompt, "prompt", special=special, keep=body.truncate_prompt_tokens)
-        job = _job(call, body, llm, model, prompts)
         if body.use_beam_search:
-            beams = beam_params(body, job.params.max_tokens or 1)
-            outputs = [await llm.beam_search(prompt.prompt(), beams) for prompt in prompts]
-            await wire.json(job.whole(outputs))
-        elif body.stream:
+            beams = beam_params(body, 16 if body.max_tokens is None else body.max_tokens)
+            job = _Job(call, body, llm, model, SamplingParams(n=beams.n or 1), prompts)
+            await wire.json(job.whole([await llm.beam_search(p.prompt(), beams, terms=terms(call, body)) for p in prompts]))
+            return
+        job = _job(call, body, llm, model, prompts)
+        if body.stream:
             await _stream(call, body, wire, job, llm, prompts)
         else:
             results: list[RequestOutput | None] = [None] * len(prompts)
@@ -126,6 +127,7 @@ async def _stream(call: Call, body: CompletionRequest, wire: Wire, job: _Job, ll
     head = encode(job.head()).decode()[:-1]
     front, back = f'data: {head},"choices":[{{"index":', ',"usage":null}\n\n' if include else "}\n\n"
     begun: set[int] = set()
+    known: set[int] = set()
     over: set[int] = set()
     offsets: dict[int, int] = {}
     last: RequestOutput | None = None
@@ -144,7 +146,9 @@ async def _stream(call: Call, body: CompletionRequest, wire: Wire, job: _Job, ll
                 if choice in over or not (part.token_ids or part.text or part.finish_reason):
                     continue
                 job.count.completion += 0 if job.drop else len(part.token_ids)
-                chunks.append(front + _chunk(job, choice, part, offsets))
+                first = "" if choice in known or not body.return_token_ids else f',"prompt_token_ids":{output.prompt_token_ids}'
+                known.add(choice)
+                chunks.append(front + _chunk(job, choice, part, offsets, first))
                 if part.finish_reason is not None:
                     over.add(choice)
             if chunks:
@@ -170,17 +174,17 @@ def _echo(job: _Job, index: int, output: RequestOutput, i: int, offsets: dict[in
     return f'{choice},"text":{quote(text)},"logprobs":{logprobs},"finish_reason":null}}]'
 
 
-def _chunk(job: _Job, choice: int, part: CompletionOutput, offsets: dict[int, int]) -> str:
+def _chunk(job: _Job, choice: int, part: CompletionOutput, offsets: dict[int, int], more: str) -> str:
     if part.finish_reason is None:
         reason, stop = "null", ""
     else:
         why, at = ("length", None) if job.drop else ended(part)
-        reason, stop = quote(why or ""), f', "stop_reason": {json.dumps(at)}'
+        reason, stop = quote(why or ""), f',"stop_reason":{json.dumps(at)}'
     logprobs = "null"
     if job.body.logprobs is not None and not job.drop:
         lists = completion_logprobs(list(zip(part.token_ids, part.logprobs or [], strict=False)), job.body.logprobs, offsets.get(choice, 0))
         offsets[choice] = offsets.get(choice, 0) + sum(map(len, lists["tokens"]))
         logprobs = json.dumps(lists)
-    ids = f', "token_ids": {part.token_ids}' if job.body.return_token_ids else ""
+    ids = f',"token_ids":{part.token_ids}' if job.body.return_token_ids else ""
     text = quote("" if job.drop else part.text)
-    return f'{choice},"text":{text},"logprobs":{logprobs},"finish_reason":{reason}{stop}{ids}}}]'
+    return f'{choice},"text":{text},"logprobs":{logprobs},"finish_reason":{reason}{stop}{ids}{more}}}]'

@@ -23,6 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from tinyvllm.errors import ArgumentError
 from tinyvllm.server.calls import ServerConfig, Service
 from tinyvllm.server.failures import Failure, encode
+from tinyvllm.server.lines import log_to
 
 _LONGEST_HEAD = 64 * 1024
 
@@ -152,10 +153,13 @@ class GuardedProtocol(HttpToolsProtocol):
             self._head_timer = None
 
     def _too_slow(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:  # an answer is under way: the next head has time until it is out
+            self._expect_head()
+            return
         self._refuse(Failure(408, f"no whole request after {self.head_seconds:g} s", code="timeout"))
 
     def _refuse(self, failure: Failure) -> None:
-        """An answer of our own and the end of the connection, unless another answer is under way on it."""
+        """An answer of our own, unless it would get into another one, and the end of the connection."""
         self._head_over()
         if not self.transport.is_closing():
             if self.cycle is None or self.cycle.response_complete:
@@ -190,4 +194,8 @@ def serve(make: Callable[[], tuple[ASGIApp, Service]], sock: socket.socket, read
         await service.models.start()  # here, since uvicorn would turn what it raises into a log line
         await Server(app, service, sock, ready).run_until_stopped()
 
-    asyncio.run(run())
+    lines = log_to()
+    try:
+        asyncio.run(run())
+    finally:
+        lines.close()

@@ -27,6 +27,10 @@ def sampling_params(llm: AsyncLLM, body: Sampling, *, max_tokens: int | None, lo
         given["structured_outputs"] = structure
     if body.stream and given.get("best_of", 1) > given.get("n", 1):
         raise bad_field("best_of", "best_of: the best are known at the end only, so not with stream", "unsupported_parameter")
+    if body.stream and body.prompt_logprobs is not None:
+        raise bad_field("prompt_logprobs", "prompt_logprobs: not with stream", "unsupported_parameter")
+    if body.length_penalty is not None:
+        raise bad_field("length_penalty", "length_penalty: means something with use_beam_search only")
     kind = "delta" if body.stream else "final_only"
     return replace(llm.default_params, **{**given, "max_tokens": max_tokens, "logprobs": logprobs, "output_kind": kind, **more})
 
@@ -59,10 +63,22 @@ def formatted(kind: str, schema: dict[str, Any] | bool | None) -> StructuredOutp
     return None if kind == "text" else StructuredOutputsParams(json_object=True)
 
 
+_OF_BEAMS = {
+    "model", "prompt", "prompt_token_ids", "messages", "use_beam_search", "n", "best_of", "max_tokens", "max_completion_tokens",
+    "length_penalty", "ignore_eos", "include_stop_str_in_output", "echo", "user", "metadata", "safety_identifier", "request_id", "priority",
+    "cache_salt", "deadline_ms", "ttft_deadline_ms", "receipt", "explain", "add_special_tokens", "truncate_prompt_tokens",
+    "add_generation_prompt", "continue_final_message", "documents", "chat_template", "chat_template_kwargs", "reasoning_effort", "tools",
+    "return_token_ids", "include_reasoning",
+}  # fmt: skip
+
+
 def beam_params(body: Sampling, max_tokens: int) -> BeamSearchParams:
-    """Beam search as vLLM's fields ask for it: best_of beams, or n, of which the best n are given."""
+    """Beam search as vLLM's fields ask for it: best_of beams, or n, of which the best n are given. What beams know nothing of is refused."""
     if body.stream:
         raise bad_field("use_beam_search", "use_beam_search: beams are known at the end only, so not with stream", "unsupported_parameter")
+    for name in sorted(body.model_fields_set):
+        if name not in _OF_BEAMS and getattr(body, name) not in (None, False) and (name, getattr(body, name)) != ("temperature", 0):
+            raise bad_field(name, f"{name}: not with use_beam_search", "unsupported_parameter")
     n = body.n or 1
     return BeamSearchParams(
         beam_width=max(n, getattr(body, "best_of", None) or n),

@@ -82,7 +82,7 @@ async def encode_conversation(llm: AsyncLLM, conversation: Conversation, keep: i
         return Encoded(_last(llm, tokenizer.encode(text, add_special_tokens=conversation.add_special_tokens), keep), text)
 
     size = sum(len(m["content"]) if isinstance(m.get("content"), str) else _SHORT for m in conversation.messages)
-    encoded = await _aside(size, encode)
+    encoded = await _aside(size if conversation.template is None else _SHORT + 1, encode)  # a template of somebody's may take its time
     check_length(llm, encoded.token_ids, "messages")
     return encoded
 

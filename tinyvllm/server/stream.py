@@ -151,7 +151,7 @@ class Answer(Response):
             if ignored:
                 call.headers["X-Ignored-Fields"] = ", ".join(percent(name[:200], safe=".[]") for name in ignored[:50])
             call.task = asyncio.current_task()
-            watcher = asyncio.create_task(_watch(call, receive))
+            watcher = asyncio.create_task(_watch(call, wire, receive))
             await self._endpoint.work(call, body, wire)
         except asyncio.CancelledError:
             if not (call.gone or call.ended):
@@ -209,7 +209,7 @@ def _field_given(name: str | None, data: dict[str, Any]) -> str | None:
     return next((n for n in (name, *_OTHER_NAMES.get(name or "", ())) if n in data), None)
 
 
-_OTHER_NAMES = {"structured_outputs": ("response_format", "text", "output_config", "tools"), "stop": ("stop_sequences",)}
+_OTHER_NAMES = {"structured_outputs": ("response_format", "text", "output_config", "tools"), "stop": ("stop_sequences",), "thinking_token_budget": ("thinking",)}
 
 
 _CLOSE = {"Connection": "close"}  # what is left of the body is not read
@@ -219,7 +219,8 @@ def _too_large(limit: int) -> Failure:
     return Failure(413, f"the body is longer than {limit} bytes", code="request_too_large", headers=_CLOSE)
 
 
-async def _watch(call: Call, receive: Receive) -> None:
+async def _watch(call: Call, wire: Wire, receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    call.leave_out()
+    if not wire.over:  # what comes behind a whole answer is only its end
+        call.leave_out()

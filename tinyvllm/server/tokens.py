@@ -31,12 +31,13 @@ async def generate(call: Call, body: GenerateRequest, wire: Wire) -> None:
         asked = body.prompt if body.prompt is not None else body.prompt_token_ids
         special = body.add_special_tokens is not False
         prompts = await encode_texts(llm, asked, "prompt", special=special, keep=body.truncate_prompt_tokens)
-        params = sampling_params(llm, body, max_tokens=16 if body.max_tokens is None else body.max_tokens, logprobs=body.logprobs)
+        longest = 16 if body.max_tokens is None else body.max_tokens
         count = Count()
         if body.use_beam_search:
-            final = await llm.beam_search(prompts[0].prompt(), beam_params(body, params.max_tokens or 16))
+            final = await llm.beam_search(prompts[0].prompt(), beam_params(body, longest), terms=terms(call, body))
             await wire.json(_generated(call, body, final, count, llm.tokenizer))
             return
+        params = sampling_params(llm, body, max_tokens=longest, logprobs=body.logprobs)
         if body.stream:
             wire.open()
         async with aclosing(outputs_of(llm, prompts, params, terms(call, body), call.name)) as outputs:

@@ -64,7 +64,7 @@ class StreamParser:
         self._events: list[Event] = []
         self._held: list[Event] = []  # of a call that is not whole yet
         self._committed = False  # a call has been started and not ended
-        self._spaces = ""  # at the end of the content: given out if content follows, dropped if a call does
+        self._solid = _Solid()  # of the content
         self._fresh = True  # no content since the beginning, or since a call
         self._reading = self._read()
         next(self._reading)
@@ -85,7 +85,7 @@ class StreamParser:
             raise NotThisError
         if not self._whole:
             self.source.pinned = False
-        self._committed, self._spaces = True, ""
+        self._committed, self._solid = True, _Solid()
         self._held.append(Event("tool_start", index=self.calls, id=self.format.new_id(), name=name))
         return self.tools[name]
 
@@ -104,7 +104,7 @@ class StreamParser:
     def attempt(self, reader: Callable[[], Reading[None]]) -> Reading[bool]:
         """Whether the text goes on as `reader` wants. If it does not, nothing has been read, unless a call broke off after its head."""
         start, self.source.pinned = self.source.at, True
-        spaces = self._spaces
+        solid = self._solid
         try:
             yield from reader()
             return True
@@ -114,7 +114,7 @@ class StreamParser:
                 if self.source.ended:  # it did not go wrong, it was cut off: what is left of it is no content
                     self.source.at = len(self.source.text)
             else:
-                self.source.at, self._held, self._committed, self._spaces = start, [], False, spaces
+                self.source.at, self._held, self._committed, self._solid = start, [], False, solid
             return False
         finally:
             self.source.pinned = False
@@ -151,15 +151,11 @@ class StreamParser:
         if not marked and not self._opened:
             return
         yield from self.source.spaces()
-        spaces = ""
+        solid = _Solid()
 
         def write(text: str) -> None:
-            nonlocal spaces
-            text = spaces + text
-            solid = text.rstrip()
-            spaces = text[len(solid) :]
-            if solid:
-                self._events.append(Event("reasoning", solid))
+            if shown := solid.add(text):
+                self._events.append(Event("reasoning", shown))
 
         try:
             yield from self.source.until(end, write)
@@ -181,8 +177,8 @@ class StreamParser:
             self._pass_content(self._certain())
             if self.source.ended:
                 after_call = self._fresh and self.calls
-                if self._spaces and not after_call:
-                    self._events.append(Event("content", self._spaces))
+                if not after_call:
+                    self._events.append(Event("content", self._solid.rest()))
                 return False
             yield
         self._pass_content(found.start())
@@ -201,13 +197,33 @@ class StreamParser:
         return len(text) - (0 if self.source.ended else max((begun(text, at, mark) for mark in self._marks), default=0))
 
     def _pass_content(self, end: int) -> None:
-        text = self._spaces + self.source.text[self.source.at : end]
+        text = self.source.text[self.source.at : end]
         self.source.at = end
-        solid = text.rstrip() if self._read_call is not None else text
-        self._spaces = text[len(solid) :]
-        if solid:
+        shown = self._solid.add(text) if self._read_call is not None else text
+        if shown:
             self._fresh = False
-            self._events.append(Event("content", solid))
+            self._events.append(Event("content", shown))
+
+
+class _Solid:
+    """A text whose spaces at the end are held back: given out if something follows, and dropped if a call or the end does."""
+
+    def __init__(self) -> None:
+        self._spaces: list[str] = []
+
+    def add(self, text: str) -> str:
+        """What is to be given out now."""
+        solid = text.rstrip()
+        spaces, self._spaces = self._spaces, [text[len(solid) :]]
+        if solid:
+            return "".join([*spaces, solid])
+        self._spaces = spaces
+        if text:
+            spaces.append(text)
+        return ""
+
+    def rest(self) -> str:
+        return "".join(self._spaces)
 
 
 def _joined(events: list[Event]) -> list[Event]:
