@@ -29,7 +29,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.harness import Spread, record, spread, table, take_turns
+from benchmarks.harness import Spread, one_round, record, spread, table, take_turns
 from benchmarks.shapes import SHAPES, write_config
 from benchmarks.stepping import Stepping, load
 
@@ -218,7 +218,7 @@ def host(llm: Any, rounds: int) -> Iterator[Result]:
     stepping, chance = Stepping(llm), random.Random(2)
     stepping.begin([prompt(16, chance) for _ in range(64)])
     stepping.steps(2)
-    stats = phases(stepping, 16 * rounds)
+    stats, timed = phases(stepping, 16, rounds)
     stepping.stop()
     schedule, prepare = (1e6 * median(getattr(s, name) for s in stats) for name in ("schedule", "prepare"))
     both = sorted(1e6 * (s.schedule + s.prepare) for s in stats)
@@ -226,17 +226,20 @@ def host(llm: Any, rounds: int) -> Iterator[Result]:
     yield Result(
         "host, 64 decodes", f"{median(both):.0f} us", f"schedule {schedule:.0f}, prepare {prepare:.0f}; a step {whole:.1f} ms", "<= 150 us",
         {"what": "host", "sequences": 64, "schedule_us": round(schedule, 1), "prepare_us": round(prepare, 1), "us": round(median(both), 1),
-         "us_90th": round(both[len(both) * 9 // 10], 1), "step_ms": round(whole, 2)},
+         "us_90th": round(both[len(both) * 9 // 10], 1), "step_ms": round(whole, 2)}, (timed,),
     )  # fmt: skip
 
 
-def phases(stepping: Stepping, count: int) -> list[Any]:
-    """What the engine's accounts say of each of `count` steps."""
-    stats = []
-    for _ in range(count):
-        stepping.steps(1)
-        stats.append(stepping.engine.accounts.stats)
-    return stats
+def phases(stepping: Stepping, count: int, rounds: int) -> tuple[list[Any], Spread]:
+    """What the engine's accounts say of each step in rounds of `count` steps, and what those rounds took."""
+    stats: list[Any] = []
+
+    def steps() -> None:
+        for _ in range(count):
+            stepping.steps(1)
+            stats.append(stepping.engine.accounts.stats)
+
+    return stats, spread([one_round(steps) for _ in range(rounds)])
 
 
 def seconds_in(stats: Any) -> float:
@@ -248,13 +251,14 @@ def idle(llm: Any, rounds: int) -> Iterator[Result]:
     for batch in (1, 16):
         stepping.begin([prompt(16, chance) for _ in range(batch)])
         stepping.steps(2)
-        stats = phases(stepping, 8 * rounds)
+        stats, timed = phases(stepping, 8, rounds)
         stepping.stop()
         share = median(1 - s.run / seconds_in(s) for s in stats)
         step, run = (1e3 * median(values) for values in ([seconds_in(s) for s in stats], [s.run for s in stats]))
         yield Result(
             f"idle, {batch} decoding", f"{share:.2%}", f"{run:.2f} of {step:.2f} ms run", "<= 5%",
             {"what": "idle", "batch": batch, "share": round(share, 5), "step_ms": round(step, 3), "run_ms": round(run, 3)},
+            (timed,),
         )  # fmt: skip
 
 
@@ -289,13 +293,15 @@ def gap(llm: Any, rounds: int) -> Iterator[Result]:
         alone = median(seconds_of(stepping.steps, 1) for _ in range(2 * rounds))
         piece = budget - decoding
         gaps_of(engine, prompt(piece + length % piece, chance))  # captures both shapes
-        gaps = gaps_of(engine, prompt(length, chance))
+        gaps: list[float] = []
+        timed = spread([one_round(lambda gaps=gaps: gaps.extend(gaps_of(engine, prompt(length, chance))))])
         stepping.stop()
         worst, usual = 1e3 * max(gaps), 1e3 * median(gaps)
         yield Result(
             f"gap, budget {budget}", f"{worst:.0f} ms", f"usual {usual:.0f} ms, {1e3 * alone:.0f} alone; first token {sum(gaps):.1f} s", "",
             {"what": "gap", "budget": budget, "decoding": decoding, "prompt": length, "worst_ms": round(worst, 1),
              "median_ms": round(usual, 1), "alone_ms": round(1e3 * alone, 2), "first_token_s": round(sum(gaps), 2)},
+            (timed,),
         )  # fmt: skip
     engine.scheduler.limits = limits
 

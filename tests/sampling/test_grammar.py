@@ -16,7 +16,7 @@ from tests.sampling.forcing import BOS, END, EOS, TOKENS, WORDS, V, allowed, for
 from tests.text.vocabularies import byte_level, llama2_json, metaspace_json, sentencepiece_model, write_folder
 from tinyvllm.errors import RequestError
 from tinyvllm.request import StructuredOutputsParams
-from tinyvllm.sampling.grammar import Grammar, GrammarBackend, Pool, fill_all
+from tinyvllm.sampling.grammar import AS_DUMPED, Grammar, GrammarBackend, Pool, fill_all
 from tinyvllm.sampling.mask_worker import MaskWorker
 from tinyvllm.text.tokenizer import load_tokenizer
 
@@ -41,6 +41,10 @@ KINDS = {
     "lark": ({"grammar": 'start: "a" DIGITS? | start "," start\nDIGITS: /[0-9]+/\n'}, ["a", "a12", "a,a1"], ["1", "a,"]),
     "lark with json": ({"grammar": 'start: "x" %json {"const": {"&": 1}} // &\n'}, ['x{"&":1}'], ['{"&":1}', "x"]),
     "lark with names": ({"grammar": 'start: %json {"properties": {"a": {"type": "null"}}}\n'}, ['{"a":null}'], ['{"\\u0061":1}']),
+    "lark with JSON as dumped": (
+        {"grammar": "start: %json " + json.dumps({"x-guidance": AS_DUMPED, "type": "array"}) + "\n"}, ["[1, 2]"], ["[1,2]", "[ 1]"]
+    ),
+    "lark with ::= in a literal": ({"grammar": 'start: "a ::= b"\n'}, ["a ::= b"], ["a"]),
     "gbnf": ({"grammar": 'root ::= "a" ("b" | [0-9]+)*\n'}, ["a", "ab12b"], ["b", "a-"]),
     "no whitespace": ({"json_object": True, "disable_any_whitespace": True}, ['{"a":[1,2]}'], ['{"a": 1}', '{"a":[1, 2]}']),
     "one blank": ({"json": {"type": "array"}, "whitespace_pattern": " "}, ["[1, 2]", "[1,2]"], ["[1,  2]", "[1,\n2]"]),

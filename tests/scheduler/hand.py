@@ -32,9 +32,9 @@ def make_sequence(number: int, tokens: int | list[int], output: int = 0, wanted:
     given = Terms(**terms)
     due = arrival + min((d for d in (given.deadline_ms, given.ttft_deadline_ms) if d is not None), default=math.inf) / 1000
     prompt = list(range(tokens)) if isinstance(tokens, int) else tokens
-    return Sequence(
-        number, f"r{number}", prompt, SamplingParams(max_tokens=wanted), output_token_ids=[7] * output, terms=given, arrival=arrival, due=due
-    )
+    sequence = Sequence(number, f"r{number}", prompt, SamplingParams(max_tokens=wanted), terms=given, arrival=arrival, due=due)
+    sequence.output_token_ids += [7] * output
+    return sequence
 
 
 def run(scheduler: Scheduler) -> Schedule:

@@ -1,7 +1,7 @@
 """An engine of integers around a scheduler, and a model of the cache that knows what must lie in every slot.
 
-What a slot holds stands for keys and values: a number for the salt and all tokens up to there, so that a block that is shared wrongly, copied
-too late, swapped into the wrong place or overwritten while others can find it shows in the step that reads it.
+What a slot holds stands for keys and values: a number for the salt and all tokens up to there, so that a block that is shared wrongly,
+copied too late, swapped into the wrong place or overwritten while others can find it shows in the step that reads it.
 """
 
 from __future__ import annotations
@@ -448,7 +448,8 @@ class House:
         for sequence in self.living.values():
             self.learn(sequence)
         for entry in prefix.entries():
-            assert self.cache[entry.block * size : (entry.block + 1) * size] == self.meaning[entry.hash], f"block {entry.block} is not what it says"
+            held = self.cache[entry.block * size : (entry.block + 1) * size]
+            assert held == self.meaning[entry.hash], f"block {entry.block} is not what its hash says"
 
     def drain(self, checked: bool = True) -> None:
         """Every request ends: the first in rank computes a token in each step, and is never more than max_model_len of them away."""

@@ -75,20 +75,18 @@ def test_a_continuation_may_end_before_there_is_anything_to_fork():
 
 
 def test_a_parent_that_is_preempted_still_forks_when_it_comes_back():
-    scheduler = make(rows=4, budget=16, blocks=8, size=4)
-    older = make_sequence(0, 8)
+    scheduler = make(budget=8, blocks=6, size=4)
+    older = make_sequence(0, 3)
     scheduler.add(older)
     run(scheduler)
     parent, child = family(scheduler, 14, 2, first=1)
-    older.output_token_ids += [7] * 12
-    run(scheduler)
-    while parent.num_preemptions == 0:
-        older.output_token_ids += [7] * 4
-        run(scheduler)
+    assert run(scheduler).num_tokens == 8
+    older.output_token_ids += [7] * 14
+    assert [run(scheduler).preempted for _ in range(2)] == [[], [parent]]
     scheduler.finish(older, "stop")
-    while child.status is Status.WAITING:
-        run(scheduler)
-    assert child.num_computed == 13
+    run(scheduler)
+    run(scheduler)
+    assert child.num_computed == 13 and child.status is Status.RUNNING
 
 
 def test_a_fork_that_ends_before_its_copy_takes_the_copy_with_it():
@@ -192,8 +190,13 @@ def test_beams_that_do_not_fit_together_make_way_for_the_one_that_all_wait_for()
     assert scheduler.waiting.num_tokens == 0
     first.output_token_ids.append(7)
     second.output_token_ids.append(7)
-    heard_until(scheduler, lambda: first.num_computed == 11)
-    heard_until(scheduler, lambda: second.num_computed == 11)
+    heard: set[int] = set()
+
+    def both() -> bool:
+        heard.update(s.sequence_id for s in (first, second) if s.num_computed == 11)
+        return len(heard) == 2
+
+    heard_until(scheduler, both)
     scheduler.finish(first, "stop")
     scheduler.finish(second, "stop")
     assert all_free(scheduler) and not scheduler.has_work() and scheduler.waiting.num_tokens == 0

@@ -61,7 +61,7 @@ def test_who_was_away_has_saved_nothing_up():
     queue.remove(b)
     queue.serve(a, 1000)
     fill(queue, *(make_sequence(i, 1, key="b") for i in range(2, 5)), *(make_sequence(i, 1, key="a") for i in range(5, 7)))
-    assert drained(queue) == [0, 2, 5, 3, 6, 4]
+    assert drained(queue) == [0, 2, 3, 5, 4, 6]
 
 
 def test_nor_who_comes_while_nobody_waits():

@@ -40,7 +40,7 @@ def test_the_wait_is_the_tokens_ahead_and_the_rows_that_must_come_free():
         scheduler.add(make_sequence(number, 5, wanted=8))
     run(scheduler)  # both have a token of 8
     wait = scheduler.predicted_wait(make_sequence(2, 20))
-    assert wait == pytest.approx(20 * 0.01 + 2 * 0.01 + 7 * 0.1), "its prompt, a token of each that runs, and seven steps until a row is free"
+    assert wait == pytest.approx(20 * 0.01 + 2 * 0.01 + 7 * 0.1), "its prompt, a token of each that runs, seven steps until a row is free"
     scheduler.add(make_sequence(3, 30))
     assert scheduler.predicted_wait(make_sequence(4, 20)) == pytest.approx(wait + 30 * 0.01)
     assert scheduler.predicted_wait(make_sequence(5, 20, priority=-1)) == pytest.approx(wait), "it does not wait for those behind it"

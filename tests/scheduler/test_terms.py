@@ -43,8 +43,8 @@ def test_nobody_goes_where_it_would_not_help():
     scheduler = make(rows=8, blocks=8, size=4)
     a, b = add(scheduler, make_sequence(0, 10), make_sequence(1, 6, priority=1))
     run(scheduler)
-    add(scheduler, make_sequence(2, 20, priority=-1))
-    assert run(scheduler).preempted == [b], "its 3 blocks and the 2 of b and the 3 of a"
+    add(scheduler, make_sequence(2, 14, priority=-1))
+    assert run(scheduler).preempted == [b], "3 blocks are free and b has 2"
     scheduler = make(rows=8, blocks=8, size=4)
     a, b = add(scheduler, make_sequence(0, 10), make_sequence(1, 6, priority=1))
     run(scheduler)

@@ -150,6 +150,11 @@ class Connection:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
+    @property
+    def fresh(self) -> bool:
+        """Whether the next request opens a connection."""
+        return self._reader is None or self._reader.at_eof()
+
     async def ask(self, path: str, body: Any, more: str = "") -> Reply:
         """Send a JSON body and read the whole answer."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -159,9 +164,10 @@ class Connection:
         """Send these bytes; what comes back, as far as it comes."""
         reply, began = Reply(), time.perf_counter()
         try:
-            if self._reader is None or self._reader.at_eof():
+            if self.fresh:
+                self.close()
                 self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port, limit=2**24)
-            assert self._writer is not None
+            assert self._reader is not None and self._writer is not None
             self._writer.write(request)
             await read_reply(self._reader, reply, began)
         except (OSError, EOFError, ValueError):

@@ -91,7 +91,8 @@ async def vanish(sent: Sent) -> None:
         elif number % 5 == 0:
             await asyncio.sleep(0.1)
         else:
-            sent.seen["heard"] += bool(await reader.read(300))
+            heard = await reader.read(300)
+            sent.seen["heard"] += bool(heard)
         writer.transport.abort()
         sent.seen["left"] += 1
 
@@ -213,7 +214,7 @@ async def bombs(sent: Sent) -> None:
     """Grammars, expressions and schemas that are small to send and large to build."""
     deep: Any = {"type": "string"}
     for _ in range(200):
-        deep = {"type": "object", "properties": {"a": deep, "b": deep}, "required": ["a"]}
+        deep = {"type": "object", "properties": {"a": deep}, "required": ["a"]}
     nested = {"$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 8} for i in range(30)}, "$ref": "#/$defs/d0"}
     nested["$defs"]["d30"] = {"type": "null"}
     structures: list[dict[str, Any]] = [
@@ -222,7 +223,7 @@ async def bombs(sent: Sent) -> None:
         {"grammar": "start: start start | start"}, {"grammar": "start: a\n" + "".join(f"a{i}: a{i + 1} a{i + 1}\n" for i in range(40))},
         {"grammar": 'start: ("a"?)~1..1000000'}, {"grammar": "x" * 100_000}, {"grammar": 'root ::= root "a" | root root'},
         {"json": {"$ref": "#"}}, {"json": nested}, {"json": {"type": "array", "minItems": 10**9}}, {"json": {"enum": list(range(50_000))}},
-        {"json": {"type": "string", "pattern": "(a*)*(b*)*(c|d)*$", "maxLength": 10**9}}, {"json": {"type": "integer", "minimum": -(10**99)}},
+        {"json": {"type": "string", "pattern": "(a*)*(b*)*(c|d)*$", "maxLength": 10**9}}, {"json": {"type": "integer", "minimum": -1e99}},
         {"json": {"type": "object", "properties": {f"k{i}": {"type": "string", "maxLength": 10000} for i in range(2000)}}},
         {"json": "[" * 50_000}, {"choice": ["a" * 30_000]}, {"choice": [f"choice {i}" for i in range(20_000)]}, {"choice": []},
     ]  # fmt: skip
@@ -232,8 +233,7 @@ async def bombs(sent: Sent) -> None:
         await sent.ask(what, {**ASK, "structured_outputs": structure}, 200, 400)
         if (took := time.perf_counter() - began) > 20:
             sent.wrong[f"{what}: took {took:.0f} s"] += 1
-    if len(json.dumps(deep)) < 2**20:
-        await sent.ask("deep schema", {**ASK, "structured_outputs": {"json": deep}}, 200, 400)
+    await sent.ask("deep schema", {**ASK, "structured_outputs": {"json": deep}}, 200, 400)
 
     async def one(number: int) -> None:
         structure = structures[number % len(structures)]
@@ -274,7 +274,8 @@ async def injections(sent: Sent) -> None:
 async def strangers(sent: Sent) -> None:
     """Wrong keys in all spellings."""
     lines = ["", "Authorization: Bearer sk-wrong\r\n", "Authorization: Bearer\r\n", f"Authorization: Basic {KEY}\r\n"]
-    lines += ["x-api-key: \xe9\xff\r\n", f"Authorization: Bearer {KEY[:-1]}\r\n", f"Authorization: Bearer {KEY}0\r\n", f"x-api-key: {'a' * 50_000}\r\n"]
+    lines += ["x-api-key: \xe9\xff\r\n", f"x-api-key: {'a' * 50_000}\r\n"]
+    lines += [f"Authorization: Bearer {KEY[:-1]}\r\n", f"Authorization: Bearer {KEY}0\r\n"]
 
     async def one(number: int) -> None:
         path = (CHAT, COMPLETIONS, "/v1/messages", "/v1/embeddings", "/metrics", "/status")[number % 6]

@@ -172,9 +172,9 @@ def test_a_client_that_vanishes_ends_its_request(server: Running) -> None:
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.sendall(request(json.dumps(body).encode(), "/v1/completions"))
             wait_for(lambda: not idle(server) and server.service.models.loaded()["demo"].status()["running"] == 1)
-        began = time.monotonic()
+            seen = server.service.models.loaded()["demo"].status()["tokens"]
         wait_for(lambda: idle(server))
-        assert time.monotonic() - began < 5
+        assert server.service.models.loaded()["demo"].status()["tokens"] - seen < 300  # of 900; the status is up to a tenth of a second old
 
 
 def test_many_clients_that_vanish_mid_stream(server: Running) -> None:

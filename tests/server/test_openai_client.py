@@ -207,7 +207,8 @@ def test_a_conversation_with_calls_comes_back(client) -> None:
     answer = {"role": "assistant", "content": None, "refusal": None, "audio": None, "function_call": None}
     call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"place": "tree", "times": 1}'}}
     messages = [*ASK, {**answer, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_1", "content": "a bird"}]
-    done = client.chat.completions.create(model="demo", messages=messages, tools=[LOOK], max_tokens=3, extra_body={"chat_template": HERMES})
+    more = {"chat_template": HERMES, "ignore_eos": True}
+    done = client.chat.completions.create(model="demo", messages=messages, tools=[LOOK], max_tokens=3, extra_body=more)
     assert done.choices[0].finish_reason == "length"
 
 
@@ -225,6 +226,15 @@ def test_reasoning_is_told_apart(client, stream: bool) -> None:
         reasoning, content = done.choices[0].message.reasoning_content, done.choices[0].message.content
         assert done.usage.completion_tokens_details.reasoning_tokens > 0
     assert (reasoning.strip(), content.strip()) == ("A thought.", "An answer.")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_enforced_format_is_content_also_where_thoughts_were_opened(client, stream: bool) -> None:
+    template = HERMES.replace("assistant: ", "assistant: <think>\n") + "{# </think> #}"
+    body = {"chat_template": template, "structured_outputs": {"choice": ["yes", "no"]}}
+    done = client.chat.completions.create(model="demo", messages=ASK, max_tokens=20, stream=stream, extra_body=body)
+    text = "".join(c.choices[0].delta.content or "" for c in done) if stream else done.choices[0].message.content
+    assert text in ("yes", "no")
 
 
 def test_beam_search(server: Running) -> None:
@@ -251,7 +261,8 @@ def test_token_ids_of_streams(server: Running) -> None:
 
 
 def test_developers_are_the_system_of_templates_that_know_none(server: Running) -> None:
-    said = [server.post("/tokenize", {"messages": [{"role": role, "content": "Be brief."}, *ASK]}).json() for role in ("developer", "system")]
+    told = [[{"role": role, "content": "Be brief."}, *ASK] for role in ("developer", "system")]
+    said = [server.post("/tokenize", {"messages": messages}).json() for messages in told]
     assert said[0] == said[1] and "tokens" in said[0]
 
 

@@ -130,6 +130,7 @@ def test_tls(tmp_path: Path) -> None:
 
 def test_probes(server: Running) -> None:
     assert get(server, "/health").json() == {"status": "ok"} and get(server, "/ready").json() == {"status": "ready"}
+    assert httpx.head(server.url + "/health", trust_env=False).status_code == 200
     server.post("/v1/completions", ASK)
     assert "running" in get(server, "/status").json()["models"]["demo"]
     metrics = get(server, "/metrics")
@@ -195,6 +196,7 @@ def test_models_come_and_go() -> None:
 def test_two_models() -> None:
     with running(ServerConfig(port=0, access_log=False), {"one": ENGINE, "two": {**ENGINE, "max_model_len": 64}}) as server:
         assert [m["loaded"] for m in get(server, "/v1/models").json()["data"]] == [False, False]
+        assert get(server, "/metrics").status_code == get(server, "/status").status_code == get(server, "/health").status_code == 200
         assert server.post("/v1/completions", {**ASK, "model": "two"}).json()["model"] == "two"
         listed = {m["id"]: m for m in get(server, "/v1/models").json()["data"]}
         assert not listed["one"]["loaded"] and listed["two"]["max_model_len"] == 64

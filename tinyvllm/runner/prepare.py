@@ -92,7 +92,8 @@ class StepInputs:
         self.shape, self.scratch_slot, self._all_rows, self._cascade = shape, scratch_slot, all_rows, cascade
         self._scheduled: list[int] = []  # ids of the last decodes in the schedule's order
         self._order: list[int] = []  # of the rows: places in the schedule
-        self._tables: list[list[int]] = [[] for _ in range(B)]  # as laid out last
+        self._tables: list[list[int]] = [[] for _ in range(B)]  # the sequences' own, which only grow, as laid out last
+        self._widths = [0] * B  # how much of each was laid out
         self._expected: list[tuple[int, int]] = []  # sequence and position of each decode that the device has ready for the next step
         sizes = {"tokens": T, "positions": T, "slots": T, "query_starts": B + 1, "context_lens": B, "alike": B}
         sizes |= {"samples": T if all_rows else B, "rows": 1, "decodes": 1, "chunks": 2, "sample_count": 1, "block_tables": B * M}
@@ -205,9 +206,12 @@ class StepInputs:
 
     def _refresh(self, singles: list[Scheduled], block_size: int) -> int:
         """New blocks, and with them the slots: a sequence whose blocks were full when it was advanced has been sent to scratch."""
-        if any(table != entry.sequence.block_table for table, entry in zip(self._tables, singles)):
-            for b, entry in enumerate(singles):
-                table, position = entry.sequence.block_table, entry.start
+        # lists that are the same object are equal at once: nobody reads what is in 64 tables, which would not be in the processor's cache
+        tables = [entry.sequence.block_table for entry in singles]
+        widths = [len(table) for table in tables]
+        if tables != self._tables[: len(singles)] or widths != self._widths[: len(singles)]:
+            for b, (entry, table) in enumerate(zip(singles, tables, strict=True)):
+                position = entry.start
                 self._describe(b, position + 1, table)
                 self.slots[b] = table[position // block_size] * block_size + position % block_size
             upload(self._device, self.block_tables.reshape(-1), self._starts["block_tables"])
@@ -216,10 +220,11 @@ class StepInputs:
             if not np.array_equal(alike, self.alike):
                 self.alike[:] = alike
                 upload(self._device, self.alike, self._starts["alike"])
-        return max(len(entry.sequence.block_table) for entry in singles)
+        return max(widths)
 
     def _describe(self, b: int, context: int, table: list[int]) -> None:
         self.context_lens[b] = context
-        if self._tables[b] != table:  # it grows once in a block's worth of steps
-            self.block_tables[b, : len(table)] = table
-            self._tables[b] = list(table)
+        known = self._widths[b] if self._tables[b] is table else 0
+        if known < len(table):  # it grows once in a block's worth of steps
+            self.block_tables[b, known : len(table)] = table[known:]
+        self._tables[b], self._widths[b] = table, len(table)

@@ -44,6 +44,9 @@ _REFUSED_IN_LARK = (
     (re.compile(r"&|~(?!\s*\d)"), "the operators & and ~ of terminals are not supported: their cost cannot be bounded"),
     (re.compile(r"\btemperature\s*="), "a rule's temperature is not supported: give SamplingParams one"),
 )
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+# the one use of llguidance's own keyword that a grammar may make: JSON as Python's json.dumps writes it, without other blanks
+AS_DUMPED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NO_NUMBERS = 'nrbtf\\"'  # the letters that may stand behind JSON's backslash, without u
 _INSTALL = "structured_outputs: needs llguidance, which is not installed: pip install 'tinyvllm[structured]'"
 
@@ -307,8 +310,8 @@ def _checked(field: str, text: str, longest: int = LONGEST) -> str:
 
 
 def _lark(text: str) -> str:
-    """A grammar in Lark's form, checked; what has `::=` in it is taken for GBNF."""
-    if "::=" in text:
+    """A grammar in Lark's form, checked; one with a rule written `name ::=` is taken for GBNF."""
+    if _GBNF_RULE.search(text):
         from llguidance.gbnf_to_lark import gbnf_to_lark
 
         try:
@@ -342,12 +345,20 @@ def _json_in_lark(text: str, at: int) -> tuple[str, int]:
     """The JSON schema that stands in a grammar, checked, and where it ends."""
     try:
         parsed, end = json.JSONDecoder(parse_constant=json_schema.refuse_constant).raw_decode(text, at)
+        options: dict[str, Any] = {}
+        if isinstance(parsed, dict) and parsed.get("x-guidance") == AS_DUMPED:
+            options |= parsed.pop("x-guidance")
         schema, named = json_schema.read_schema(parsed)
     except RequestError as error:
         raise RequestError(str(error).replace(": json:", ": grammar: %json:", 1)) from None
     except (ValueError, RecursionError) as error:
         raise RequestError(f"structured_outputs: grammar: no JSON behind %json ({_line(str(error))})") from None
-    return (json.dumps({"x-guidance": {"json_allowed_escapes": _NO_NUMBERS}} | json.loads(schema)) if named else schema), end
+    if named:
+        options["json_allowed_escapes"] = _NO_NUMBERS
+    if not options:
+        return schema, end
+    read = json.loads(schema)
+    return json.dumps({"x-guidance": options} | (read if isinstance(read, dict) else {})), end
 
 
 def _key(params: StructuredOutputsParams) -> str:

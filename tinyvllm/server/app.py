@@ -74,6 +74,7 @@ def create_app(config: ServerConfig, models: Models, keys: Keys | None = None) -
         app.add_api_route(endpoint.path, _post(endpoint), methods=["POST"], **_described(endpoint.summary, endpoint.body.__name__))
     for path, answer, summary in _GETS:
         app.add_api_route(path, _get(answer), methods=["GET"], **_described(summary))
+        app.router.add_route(path, _get(answer), methods=["HEAD"], include_in_schema=False)  # what load balancers ask
     if PAGE.is_dir():
         app.add_api_route("/", _file("index.html"), methods=["GET"], include_in_schema=False)
         app.add_api_route("/page/{name}", _file(None), methods=["GET"], include_in_schema=False)

@@ -23,7 +23,7 @@ _LONGEST_SHOWN = 120
 class Body(BaseModel):
     """A JSON object of a request: no conversions, no unknown names."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=(), hide_input_in_errors=True)
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=(), hide_input_in_errors=True, defer_build=True)
 
 
 B = TypeVar("B", bound=Body)
@@ -106,22 +106,35 @@ def _drop_refused(model: type[Body], data: dict[str, Any]) -> list[str]:
 def _failure(model: type[Body], error: ValidationError, data: dict[str, Any]) -> Failure:
     """The error that says most: an unknown field first, then the one that lies deepest (of a union's branches the one that nearly fit)."""
     errors = error.errors(include_url=False, include_input=False)
-    worst = min(errors, key=lambda e: (e["type"] != "extra_forbidden", -len(e["loc"])))
-    param = _path(worst["loc"], data)
+    worst = min(errors, key=lambda e: (not _tells_type(e), e["type"] != "extra_forbidden", -len(e["loc"])))
     kind = worst["type"]
+    param = _path(worst["loc"], data, missing=kind == "missing")
     if kind == "extra_forbidden":
         hint = nearest(param, model.model_fields) if len(worst["loc"]) == 1 else ""
         text = f"unknown field {_shown(param)}{hint}; this server refuses what it does not know (--lenient lets it pass)"
         return Failure(400, text, param=_shown(param), code="unknown_parameter")
     if kind == "missing":
         return Failure(400, f"missing field {param}", param=param, code="missing_required_parameter")
-    same = [e for e in errors if _path(e["loc"], data) == param]
-    says = " or ".join(dict.fromkeys(_decapitalized(e["msg"].removeprefix("Input ").removeprefix("Value error, ")) for e in same))
+    if not param:  # of the whole body: our own validators name the field by the kind of their error
+        return Failure(400, worst["msg"], param=kind if kind in model.model_fields else None, code="invalid_value")
+    same = [e["msg"] for e in errors if _path(e["loc"], data) == param]
+    says = " or ".join(dict.fromkeys(_decapitalized(_in_json(text).removeprefix("Input ")) for text in same))
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     return Failure(400, f"{param}: {says}, got {_kind(_at(worst['loc'], data))}", param=param, code=code)
 
 
-def _walk(loc: Sequence[Any], data: Any) -> tuple[list[int | str], Any]:
+def _tells_type(error: Any) -> bool:
+    """Whether a part is of a kind that is not known: then what else it holds does not matter."""
+    return error["type"] == "literal_error" and error["loc"][-1] == "type"
+
+
+def _in_json(text: str) -> str:
+    """pydantic's words in JSON's."""
+    text = re.sub(r"Input tag ('[^']*') found using \S+ does not match any of the expected tags:", r"type \1 is none of", text)
+    return re.sub(r"a valid dictionary( or instance of \w+)?", "an object", text).replace("a valid list", "an array")
+
+
+def _walk(loc: Sequence[Any], data: Any, missing: bool = False) -> tuple[list[int | str], Any]:
     """(the steps of a pydantic location that exist in the data, what lies there). Between them are names of union branches and types."""
     steps: list[int | str] = []
     for i, step in enumerate(loc):
@@ -129,14 +142,13 @@ def _walk(loc: Sequence[Any], data: Any) -> tuple[list[int | str], Any]:
         if there or (isinstance(data, list) and isinstance(step, int) and step < len(data)):
             steps.append(step)
             data = data[step]
-        elif isinstance(data, dict) and isinstance(step, str) and i == len(loc) - 1 and re.fullmatch(r"[a-z_]+", step):
-            steps.append(step)  # a field that is missing
-            data = None
+        elif missing and i == len(loc) - 1:
+            steps.append(step)
     return steps, data
 
 
-def _path(loc: Sequence[int | str], data: Any) -> str:
-    steps, _ = _walk(loc, data)
+def _path(loc: Sequence[int | str], data: Any, missing: bool = False) -> str:
+    steps, _ = _walk(loc, data, missing)
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
     return text.removeprefix(".")
 

@@ -73,7 +73,7 @@ _OF_BEAMS = {
 
 
 def beam_params(body: Sampling, max_tokens: int) -> BeamSearchParams:
-    """Beam search as vLLM's fields ask for it: best_of beams, or n, of which the best n are given. What beams know nothing of is refused."""
+    """Beam search as vLLM's fields ask for it: best_of beams, or n, of which the best n are given. Other fields are refused."""
     if body.stream:
         raise bad_field("use_beam_search", "use_beam_search: beams are known at the end only, so not with stream", "unsupported_parameter")
     for name in sorted(body.model_fields_set):

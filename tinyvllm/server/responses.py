@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from tinyvllm.engine.async_llm import AsyncLLM
 from tinyvllm.request import MAX_LOGPROBS, CompletionOutput, RequestOutput, SamplingParams
@@ -91,6 +91,20 @@ class ReasoningItem(Body):
     status: str | None = None
 
 
+def _kind_of(item: Any) -> Any:
+    """The type of an item; messages may leave it out."""
+    return item.get("type") or "message" if isinstance(item, dict) else getattr(item, "type", None) or "message"
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_kind_of),
+]
+
+
 class FunctionTool(Body):
     """A function, in this endpoint's flat spelling."""
 
@@ -135,7 +149,7 @@ class ResponsesRequest(Body):
     """POST /v1/responses."""
 
     model: Name | None = honoured(says="the first model where it is not given")
-    input: str | list[InputMessage | FunctionCall | FunctionCallOutput | ReasoningItem] = honoured(..., example="Hello", min_length=1)
+    input: str | list[Item] = honoured(..., example="Hello", min_length=1)
     instructions: str | None = honoured(example="Be brief.")
     max_output_tokens: int | None = honoured(example=4, ge=1)
     temperature: float | None = honoured(example=0.5, ge=0, le=2)

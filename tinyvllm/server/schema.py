@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from tinyvllm.request import MAX_LOGPROBS
@@ -180,7 +180,15 @@ class Sampling(Body):
         return self
 
 
-Prompt = str | list[str] | list[_TOKEN] | list[list[_TOKEN]]
+def _one_of_four(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """One error for the four, not one for each token."""
+    try:
+        return check(value)
+    except ValidationError:
+        raise PydanticCustomError("prompt", "should be a text, token ids, a list of texts or a list of lists of token ids") from None
+
+
+Prompt = Annotated[str | list[str] | list[_TOKEN] | list[list[_TOKEN]], WrapValidator(_one_of_four)]
 
 
 class CompletionRequest(Sampling):
@@ -273,7 +281,7 @@ class TokenizeRequest(Body):
     @model_validator(mode="after")
     def _one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError("prompt", "give either prompt or messages")
+            raise PydanticCustomError("prompt", "prompt: give either prompt or messages")
         return self
 
 

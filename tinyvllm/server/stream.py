@@ -209,7 +209,11 @@ def _field_given(name: str | None, data: dict[str, Any]) -> str | None:
     return next((n for n in (name, *_OTHER_NAMES.get(name or "", ())) if n in data), None)
 
 
-_OTHER_NAMES = {"structured_outputs": ("response_format", "text", "output_config", "tools"), "stop": ("stop_sequences",), "thinking_token_budget": ("thinking",)}
+_OTHER_NAMES = {
+    "structured_outputs": ("response_format", "text", "output_config", "tools"),
+    "stop": ("stop_sequences",),
+    "thinking_token_budget": ("thinking",),
+}
 
 
 _CLOSE = {"Connection": "close"}  # what is left of the body is not read

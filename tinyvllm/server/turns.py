@@ -94,6 +94,8 @@ async def begin(
     dialect = _format(llm, conversation.template, tools.readable)
     content = conversation.messages[-1].get("content") if conversation.continue_final_message else None
     opened = dialect.opened(content, continued=True) if isinstance(content, str) else dialect.opened(prompt.text or "")
+    if params.structured_outputs is not None and params.structured_outputs.kind in ("json", "json_object", "choice"):
+        reasoning = opened = False  # the grammar leaves no room for thoughts, whatever the template has opened
     if tools.choice == "required":
         dialect, params = _enforce(dialect, tools, params, opened)
     needed = tools.readable and (dialect.name != "none") or dialect.think is not None

@@ -13,6 +13,8 @@ from tinyvllm.text.parsing.tools import Tool, read_tools
 
 _STRING = r'/"([^"\\\x00-\x1F]|\\["\\nt])*"/'  # spelled alike in JSON and Python
 
+_AS_DUMPED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
 
 def grammar_for(
     format: Format,
@@ -160,7 +162,8 @@ def _quoted(text: str) -> str:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    return json.dumps(schema, ensure_ascii=False)
+    """A schema behind %json, for JSON as json.dumps writes it: where blanks are free, small models write them without end."""
+    return json.dumps({"x-guidance": _AS_DUMPED, **schema}, ensure_ascii=False)
 
 
 def _keys(tool: Tool) -> list[str]:
