@@ -58,13 +58,12 @@ def serve(engine: Any, work: Work) -> None:
         engine.step()
 
 
-def serve_static(engine: Any, work: Work, batch: int) -> None:
-    """The same by the runner alone: `batch` requests at a time, each of which decodes until the longest is over."""
-    for start in range(0, len(work), batch):
-        _static_batch(engine, work[start : start + batch])
+def serve_static(engine: Any, work: Work, batch: int) -> list[list[int]]:
+    """The same by the runner alone: `batch` requests at a time, each of which decodes until the longest is over. Their tokens."""
+    return [tokens for start in range(0, len(work), batch) for tokens in _static_batch(engine, work[start : start + batch])]
 
 
-def _static_batch(engine: Any, work: Work) -> None:
+def _static_batch(engine: Any, work: Work) -> list[list[int]]:
     from tinyvllm import SamplingParams
     from tinyvllm.request import Sequence
     from tinyvllm.scheduler import Schedule, Scheduled
@@ -87,6 +86,7 @@ def _static_batch(engine: Any, work: Work) -> None:
         _take(step.sampling, tokens[0])
     for sequence in sequences:
         pool.release(sequence.block_table)
+    return [sequence.output_token_ids for sequence in sequences]
 
 
 def _take(sampling: Any, tokens: Any) -> None:
@@ -111,9 +111,9 @@ def batching(llm: Any, rounds: int) -> Iterator[Result]:
     engine, batch = llm.engine, llm.config.max_num_seqs
     for name, make, goal in (("equal lengths", equal_work, ">= 97%"), ("random lengths", random_work, "")):
         work = make(3 * batch, random.Random(0))
-        contestants: dict[str, Callable[[], None]] = {
-            "engine": partial(serve, engine, work),
-            "static": partial(serve_static, engine, work, batch),
+        contestants: dict[str, Callable[[], float]] = {
+            "engine": partial(seconds_of, serve, engine, work),
+            "static": partial(seconds_of, serve_static, engine, work, batch),
         }
         with no_prefix(engine):  # its rounds are alike, and would hit
             for run in contestants.values():

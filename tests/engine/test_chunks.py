@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tinyvllm import LLM, ArgumentError, RequestError, SamplingParams
+from tinyvllm import LLM, ArgumentError, AsyncLLM, RequestError, RequestOutput, SamplingParams
 from tinyvllm.engine.chunks import Chunk
+from tinyvllm.engine.prompt import Prompt
 from tinyvllm.request import Terms
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -144,3 +146,32 @@ def test_what_is_not_a_chunk_is_refused(llm: LLM, tiny_model: Path) -> None:
         pytest.raises(RequestError, match="enable_prefix_caching"),
     ):
         plain.chunk(SYSTEM)
+
+
+def test_many_callers_have_chunks_too(tiny_model: Path) -> None:
+    async def serve(llm: AsyncLLM) -> None:
+        async def ask(prompt: Prompt, params: SamplingParams = GREEDY) -> RequestOutput:
+            return [output async for output in llm.generate(prompt, params)][-1]
+
+        system = await llm.chunk(SYSTEM)
+        first = await ask(system + " what?")
+        turn = await llm.chunk_of(first, after=system)
+        await asyncio.gather(*(ask({"prompt_token_ids": [30 + n] * 160}) for n in range(6)))
+        assert await llm.chunks() == [system, turn]
+        again = await ask(turn + " and then?")
+        assert (first.num_cached_tokens, again.num_cached_tokens) == (64, 80)
+        assert again.prompt_token_ids == first.prompt_token_ids + first.outputs[0].token_ids + list(b" and then?")
+        system.release()
+        assert await llm.chunks() == [turn]
+        with pytest.raises(RequestError, match="at most 13 of 24"):
+            await llm.chunk([5] * 160)
+        with LLM(tiny_model, num_blocks=24, max_model_len=176) as other:
+            foreign = other.chunk(SYSTEM)
+        with pytest.raises(ArgumentError, match="belongs to another engine"):
+            await ask(foreign + "?")
+
+    llm = AsyncLLM(tiny_model, num_blocks=24, max_model_len=176, max_num_seqs=4)
+    try:
+        asyncio.run(serve(llm))
+    finally:
+        llm.close()

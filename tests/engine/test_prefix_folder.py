@@ -66,7 +66,7 @@ def test_a_file_that_cannot_be_used_means_a_cold_start(
     tiny_model: Path, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, tokens = ask(tiny_model, tmp_path)
-    path = tmp_path / "prefix.kv"
+    (path,) = tmp_path.glob("*/prefix.kv")
     content = bytearray(path.read_bytes())
     if damage == "torn":
         path.write_bytes(content[: len(content) // 2])
@@ -76,7 +76,7 @@ def test_a_file_that_cannot_be_used_means_a_cold_start(
         content[-1] ^= 1  # of the last block's data; those before it are good
         path.write_bytes(content)
     else:
-        (tmp_path / "key").write_bytes(b"short")
+        path.with_name("key").write_bytes(b"short")
     with caplog.at_level(logging.WARNING, "tinyvllm"):
         assert ask(tiny_model, tmp_path) == (48 if damage == "damaged" else 0, tokens)
     (message,) = caplog.messages
@@ -85,7 +85,7 @@ def test_a_file_that_cannot_be_used_means_a_cold_start(
         assert ask(tiny_model, tmp_path) == (48, tokens)  # it was written anew
 
 
-@pytest.mark.parametrize("other", [{"dtype": "bfloat16"}, {"block_size": 8}, {"load_format": "dummy"}], ids=str)
+@pytest.mark.parametrize("other", [{"dtype": "bfloat16"}, {"block_size": 8}, {"max_model_len": 300}], ids=str)
 def test_keys_and_values_of_something_else_are_not_taken(
     tiny_model: Path, tmp_path: Path, other: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -98,3 +98,10 @@ def test_other_kernels_are_something_else(tiny_model: Path, tmp_path: Path, monk
     ask(tiny_model, tmp_path)
     monkeypatch.setenv("TINYVLLM_KERNELS", "attention_decode=ref")
     assert ask(tiny_model, tmp_path)[0] == 0
+
+
+def test_models_share_a_folder(tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, tokens = ask(tiny_model, tmp_path)
+    assert ask(tiny_model, tmp_path, load_format="dummy")[0] == 0
+    assert ask(tiny_model, tmp_path) == (48, tokens)
+    assert ask(tiny_model, tmp_path, load_format="dummy")[0] == 48 and not caplog.messages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import httpx
 import pytest
@@ -59,6 +60,15 @@ def fields(support: str) -> list[tuple[str, str]]:
         for name, field in e.body.model_fields.items()
         if field.json_schema_extra["x-support"] == support
     ]
+
+
+def test_the_openapi_document_is_whole(server: Running) -> None:
+    """Every path is in it, and everything that it refers to."""
+    document = httpx.get(f"{server.url}/openapi.json", trust_env=False)
+    paths, schemas = document.json()["paths"], document.json()["components"]["schemas"]
+    assert {e.path for e in ENDPOINTS} < set(paths)
+    assert set(re.findall(r'"#/components/schemas/(\w+)"', document.text)) <= set(schemas)
+    assert paths["/v1/models/{name}"]["get"]["parameters"][0]["name"] == "name"
 
 
 def ask_all(server: Running, asked: list[tuple[str, dict]]) -> list[httpx.Response]:

@@ -19,7 +19,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.config import EngineConfig, resolve
-from tinyvllm.engine.prompt import Encoded, Message, Prompt, default_sampling_params, encode_prompt, is_conversation, spread
+from tinyvllm.engine.chunks import COMPUTE, TRIES, Chunk, kept_of, no_room, refuse_broken
+from tinyvllm.engine.prompt import Encoded, Message, Prompt, default_sampling_params, encode_piece, encode_prompt, is_conversation, spread
 from tinyvllm.errors import ArgumentError, TinyvllmError
 from tinyvllm.request import BeamSearchParams, RequestOutput, SamplingParams, Terms
 
@@ -56,6 +57,7 @@ class AsyncLLM:
         self._thread = threading.Thread(target=self._serve, args=(config, progress, loaded), name="tinyvllm-engine", daemon=True)
         self._thread.start()
         engine = loaded.result()
+        engine.chunks.post = self._post
         self.metrics: EngineMetrics | NoMetrics = engine.metrics
         self._status = engine.status()
         self._compile = engine.shaping.compile
@@ -105,6 +107,34 @@ class AsyncLLM:
         import numpy as np
 
         return np.stack([await self._ask(functools.partial(_embed, ids, pooling, normalize)) for ids in prompts])
+
+    async def chunk(self, piece: str | Sequence[int], after: Chunk | None = None, *, cache_salt: str | None = None) -> Chunk:
+        """LLM.chunk, computed beside whatever runs."""
+        head, token_ids = await asyncio.to_thread(encode_piece, self.tokenizer, piece, after is None)
+        return await self._hold(token_ids, head, after, cache_salt)
+
+    async def chunk_of(self, output: RequestOutput, index: int = 0, after: Chunk | None = None, *, cache_salt: str | None = None) -> Chunk:
+        """LLM.chunk_of; the output must be a whole one, not a delta."""
+        return await self._hold(kept_of(output, index, after), [], after, cache_salt)
+
+    async def chunks(self) -> list[Chunk]:
+        """Those that are held, the oldest first."""
+        return list(await self._ask(lambda engine: list(engine.chunks)))
+
+    async def _hold(self, token_ids: list[int], head: list[int], after: Chunk | None, cache_salt: str | None) -> Chunk:
+        chunk: Chunk = await self._ask(lambda engine: engine.chunks.new(token_ids, head, after, cache_salt))
+        for _ in range(TRIES):
+            if await self._ask(lambda engine: engine.chunks.hold(chunk)):
+                return chunk
+            async for output in self._outputs(Encoded(None, chunk.full_blocks), COMPUTE, None, Terms(cache_salt=chunk.cache_salt)):
+                refuse_broken(output)
+        raise no_room(chunk)
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            if not self._closing:
+                self._commands.append(lambda engine: command())
+                self._wake.notify()
 
     @property
     def alive(self) -> bool:
@@ -185,6 +215,7 @@ class AsyncLLM:
     ) -> None:
         def add(engine: Engine) -> None:
             try:
+                engine.chunks.refuse_foreign(encoded.chunks, terms)
                 engine.add(mailbox.key, encoded.token_ids, params, encoded.text, terms)
             except TinyvllmError as error:
                 # the caller knows no keys

@@ -7,12 +7,15 @@ the prefix cache then, as whatever is computed does). Only full blocks are kept:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tinyvllm.errors import ArgumentError, RequestError
-from tinyvllm.request import Terms
+from tinyvllm.errors import ArgumentError, OutOfMemoryError, RequestError
+from tinyvllm.request import RequestOutput, SamplingParams, Terms
 from tinyvllm.scheduler import Scheduler
+
+TRIES = 3  # to have a chunk computed, and still cached when it is to be held
+COMPUTE = SamplingParams(temperature=0.0, max_tokens=1)  # the request that computes one
 
 
 class Chunk:
@@ -65,7 +68,15 @@ class Chunk:
 
     def release(self) -> None:
         """Give its blocks up. They stay as long as a chunk behind it holds them, and then until the cache needs room. Twice is once."""
-        self.chunks.release(self)
+        if self.chunks.post is None:
+            self.chunks.release(self)
+        else:
+            self.chunks.post(lambda: self.chunks.release(self))
+
+    @property
+    def full_blocks(self) -> list[int]:
+        """The token ids of its context as far as blocks of it can be held."""
+        return self.context[: self.end // self.chunks.block_size * self.chunks.block_size]
 
     def __add__(self, more: str | Sequence[int]) -> dict[str, Any]:
         if isinstance(more, str):
@@ -83,6 +94,28 @@ def joined(chunks: Sequence[Chunk]) -> list[int]:
     return [*chunks[0].head, *(token for chunk in chunks for token in chunk.token_ids)] if chunks else []
 
 
+def kept_of(output: RequestOutput, index: int, after: Chunk | None) -> list[int]:
+    """Token ids of a finished prompt and its answer `index`, or what of them stands behind `after`. ArgumentError if they do not."""
+    if not output.finished:
+        raise ArgumentError(f"chunk_of: request {output.request_id} is still running; take its last output")
+    if not 0 <= index < len(output.outputs):
+        raise ArgumentError(f"chunk_of: index {index}, request {output.request_id} has {len(output.outputs)} answers")
+    token_ids, before = output.prompt_token_ids + output.outputs[index].token_ids, after.context if after else []
+    if token_ids[: len(before)] != before:
+        raise ArgumentError(f"chunk_of: request {output.request_id} does not begin with {after!r}; leave after out")
+    return token_ids[len(before) :]
+
+
+def refuse_broken(output: RequestOutput) -> None:
+    """RequestError where the request that was to compute a chunk has failed."""
+    if (error := output.outputs[0].error) is not None:
+        raise RequestError(f"chunk: {error}")
+
+
+def no_room(chunk: Chunk) -> OutOfMemoryError:
+    return OutOfMemoryError(f"chunk: what runs beside it leaves the KV cache no room for {chunk.end} tokens; enlarge it or try again later")
+
+
 class Chunks:
     """Those of one engine. `most` blocks may be held: for what is not a chunk the blocks of one sequence of full length stay, or half."""
 
@@ -90,6 +123,7 @@ class Chunks:
         pool = scheduler.pool
         self.block_size, self.block_bytes = pool.block_size, block_bytes
         self.most = pool.num_blocks - min(pool.blocks_for(scheduler.limits.max_model_len), -(-pool.num_blocks // 2))
+        self.post: Callable[[Callable[[], None]], None] | None = None  # has something done in the engine's thread, if it has its own
         self._scheduler = scheduler
         self._held: list[Chunk] = []
 

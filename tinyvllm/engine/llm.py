@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from tinyvllm.config import EngineConfig, resolve
-from tinyvllm.engine.chunks import Chunk
+from tinyvllm.engine.chunks import COMPUTE, TRIES, Chunk, kept_of, no_room, refuse_broken
 from tinyvllm.engine.prompt import (
     Encoded,
     Message,
@@ -27,12 +27,10 @@ from tinyvllm.engine.prompt import (
     is_conversation,
     spread,
 )
-from tinyvllm.errors import ArgumentError, BusyError, OutOfMemoryError, RequestError
+from tinyvllm.errors import ArgumentError, BusyError, RequestError
 from tinyvllm.request import BeamSearchParams, RequestOutput, SamplingParams, Terms
 
 Outputs = Generator[RequestOutput, None, None]
-
-_TRIES = 3  # to have a chunk computed and still cached when it is to be held
 
 
 @dataclass(frozen=True)
@@ -151,29 +149,19 @@ class LLM:
 
     def chunk_of(self, output: RequestOutput, index: int = 0, after: Chunk | None = None, *, cache_salt: str | None = None) -> Chunk:
         """A finished prompt and its answer `index` as a chunk, or what of them stands behind `after`, which the prompt must begin with."""
-        if not output.finished:
-            raise ArgumentError(f"chunk_of: request {output.request_id} is still running; take its last output")
-        if not 0 <= index < len(output.outputs):
-            raise ArgumentError(f"chunk_of: index {index}, request {output.request_id} has {len(output.outputs)} answers")
-        token_ids, before = output.prompt_token_ids + output.outputs[index].token_ids, after.context if after else []
-        if token_ids[: len(before)] != before:
-            raise ArgumentError(f"chunk_of: request {output.request_id} does not begin with {after!r}; leave after out")
-        return self._hold(self.engine.chunks.new(token_ids[len(before) :], [], after, cache_salt))
+        return self._hold(self.engine.chunks.new(kept_of(output, index, after), [], after, cache_salt))
 
     def chunks(self) -> list[Chunk]:
         """Those that are held, the oldest first; each knows its num_tokens, blocks and bytes."""
         return list(self.engine.chunks)
 
     def _hold(self, chunk: Chunk) -> Chunk:
-        for _ in range(_TRIES):
+        for _ in range(TRIES):
             if self.engine.chunks.hold(chunk):
                 return chunk
-            full = len(chunk.context) // self.config.block_size * self.config.block_size
-            one = SamplingParams(temperature=0.0, max_tokens=1)
-            output = self._complete([Encoded(None, chunk.context[:full])], [one], False, Terms(cache_salt=chunk.cache_salt))[0]
-            if (error := output.outputs[0].error) is not None:
-                raise RequestError(f"chunk: {error}")
-        raise OutOfMemoryError(f"chunk: what runs beside it leaves the KV cache no room for {full} tokens; enlarge it or try again later")
+            (output,) = self._complete([Encoded(None, chunk.full_blocks)], [COMPUTE], False, Terms(cache_salt=chunk.cache_salt))
+            refuse_broken(output)
+        raise no_room(chunk)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], pooling: str = "mean", normalize: bool = True) -> np.ndarray:
         """Embeddings float32 [N, E] of prompts: the mean of their hidden states, or the last one, of length 1 where `normalize` says so."""

@@ -1,5 +1,6 @@
 """A prefix cache over a restart: what `prefix_cache_dir` names, read when the engine starts and written when it is closed.
 
+Each model has a folder in it, named after its weights, so that the models of one server do not overwrite each other's.
 What cannot be read or written is said through the log `tinyvllm`, and the engine goes on without: a cache is no reason to stop.
 """
 
@@ -9,6 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,9 +33,9 @@ log = logging.getLogger("tinyvllm")
 
 
 class PrefixFolder:
-    """One folder for one engine: its `key` for the PrefixCache, then `restore` before the first step and `keep` behind the last."""
+    """One model's folder for one engine: its `key` for the PrefixCache, then `restore` before the first step and `keep` behind the last."""
 
-    def __init__(self, folder: str, key: bytes, runner: Runner, config: EngineConfig):
+    def __init__(self, folder: Path, key: bytes, runner: Runner, config: EngineConfig):
         self.key = key
         self._folder, self._pool = folder, runner.pool
         self._identity = identity(runner, config)
@@ -43,8 +45,9 @@ class PrefixFolder:
         """The folder of a configuration; None where it names none, or one that cannot be used."""
         if config.prefix_cache_dir is None:
             return None
+        folder = Path(config.prefix_cache_dir).expanduser() / fingerprint(runner.checkpoint.config, runner.checkpoint.tensors)
         try:
-            return cls(config.prefix_cache_dir, load_key(config.prefix_cache_dir), runner, config)
+            return cls(folder, load_key(folder), runner, config)
         except (FormatError, OutputError) as error:
             log.warning("the prefix cache will not outlive this process: %s", error)
             return None
@@ -71,10 +74,10 @@ class PrefixFolder:
 
 def identity(runner: Runner, config: EngineConfig) -> bytes:
     """All that the bits of keys and values depend on: weights, dtypes, kernels, and what positions mean."""
-    checkpoint = runner.checkpoint
+    weights = fingerprint(runner.checkpoint.config, runner.checkpoint.tensors)
     given = [config.load_format, config.dtype, config.quantization, config.max_model_len]
     machine = [runner.device.split(":")[0], runner.rows(), os.environ.get("TINYVLLM_KERNELS"), tinyvllm.__version__]
-    return json.dumps([fingerprint(checkpoint.config, checkpoint.tensors), str(runner.dtype), *given, *machine]).encode()
+    return json.dumps([weights, str(runner.dtype), *given, *machine]).encode()
 
 
 def _together(pool: KVPool) -> int:

@@ -125,6 +125,7 @@ class Runner:
         constants = self.model.constants(self.max_model_len, config.max_model_len or self.config.max_context)
         self._constants = {name: Tensor(a, device=device).realize() for name, a in constants.items()}
         self._table_width = -(-self.max_model_len // config.block_size)
+        self._cascade = config.enable_cascade
         self._steps: dict[tuple[Shape, bool], StepPlan] = {}
         self._embeddings: dict[Shape, tuple[StepInputs, Captured]] = {}
         hosted = config.swap_space // self.pool.block_bytes
@@ -285,7 +286,7 @@ class Runner:
         return PreparedStep(sampling, shape.sequences, values, plan, not chunks and len(sampling) == len(singles))
 
     def _new_step(self, shape: Shape, all_rows: bool) -> StepPlan:
-        inputs = StepInputs(shape, self._table_width, self.pool.scratch_slot, self.device, all_rows)
+        inputs = StepInputs(shape, self._table_width, self.pool.scratch_slot, self.device, all_rows, self._cascade)
 
         def forward(num_blocks: int | UOp = 1) -> tuple[Tensor, Tensor | None]:
             return self._forward(inputs, num_blocks)

@@ -97,6 +97,8 @@ class Sampler:
         self._flags = [SamplingFlags()] * (max_num_seqs + 1)
         self._withheld: dict[int, frozenset[int]] = {}  # row -> tokens that min_tokens keeps away for now
         self._inputs: dict[int, tuple[np.ndarray, Tensor]] = {}  # B -> lines on the host and on the device, [B, columns]
+        self._changes = 0  # of lines and flags
+        self._laid: dict[int, tuple[int, list[int], SamplingFlags]] = {}  # B -> changes so far, rows and flags when lines were laid out
         self._on_device: dict[int, np.ndarray] = {}  # B -> the lines as they are there: each draw moves the positions on
         self._steps: dict[tuple[int, SamplingFlags], Captured] = {}
         self._functions: dict[tuple[int, SamplingFlags], Callable[[Tensor], Tensor]] = {}
@@ -126,12 +128,14 @@ class Sampler:
             self._masks.start(row, params.allowed_token_ids)
         self._flags[row] = flags
         self._lines[row] = self._line(params, row, flags)
+        self._changes += 1
 
     def leave(self, row: int) -> None:
         """The sequence of this row has finished or was preempted."""
         self._withheld.pop(row, None)
         self._flags[row] = SamplingFlags()
         self._lines[row] = self._lines[self._scratch]
+        self._changes += 1
 
     def flags(self, sequences: list[Sequence]) -> SamplingFlags:
         """What a step with these sequences has to compute."""
@@ -153,12 +157,16 @@ class Sampler:
             device = Tensor.zeros(B, len(Column), dtype=dtypes.int32, device=self.device).contiguous().realize()
             self._inputs[B] = np.empty((B, len(Column)), dtype=np.int32), device
         lines, inputs = self._inputs[B]
-        n = len(sequences)
-        lines[:n] = self._lines[[sequence.row for sequence in sequences]]
-        positions = [len(sequence.output_token_ids) if self._flags[sequence.row].sampled else 0 for sequence in sequences]
-        lines[:n, Column.POSITION] = positions
-        lines[n:] = self._lines[self._scratch]
-        flags = self.flags(sequences)
+        n, rows = len(sequences), [sequence.row for sequence in sequences]
+        changes, laid, flags = self._laid.get(B, (-1, rows, SamplingFlags()))
+        if changes == self._changes and laid == rows:
+            if not flags:  # greedy rows that only go on: nothing moves, and 64 rows' lines and flags need not be looked at
+                return flags
+        else:
+            lines[:n], lines[n:] = self._lines[rows], self._lines[self._scratch]
+            flags = self.flags(sequences)
+            self._laid[B] = self._changes, rows, flags
+        lines[:n, Column.POSITION] = [len(s.output_token_ids) if self._flags[s.row].sampled else 0 for s in sequences]
         known = self._on_device.get(B)
         if known is None or not np.array_equal(lines, known):
             upload(inputs, lines)
@@ -276,6 +284,7 @@ class Sampler:
                 del self._withheld[row]
                 self._flags[row] = flags = flags_of(params)
                 self._lines[row] = self._line(params, row, flags)
+                self._changes += 1
                 if flags.biased and self._bias is not None:
                     self._bias.write(row, params.logit_bias, ())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -73,13 +73,15 @@ def create_app(config: ServerConfig, models: Models, keys: Keys | None = None) -
     for endpoint in ENDPOINTS:
         app.add_api_route(endpoint.path, _post(endpoint), methods=["POST"], **_described(endpoint.summary, endpoint.body.__name__))
     for path, answer, summary in _GETS:
-        app.add_api_route(path, _get(answer), methods=["GET"], **_described(summary))
+        parameters = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}] if "{name" in path else []
+        app.add_api_route(path, _get(answer), methods=["GET"], **_described(summary, parameters=parameters))
         app.router.add_route(path, _get(answer), methods=["HEAD"], include_in_schema=False)  # what load balancers ask
     if PAGE.is_dir():
         app.add_api_route("/", _file("index.html"), methods=["GET"], include_in_schema=False)
         app.add_api_route("/page/{name}", _file(None), methods=["GET"], include_in_schema=False)
     app.add_exception_handler(HTTPException, _not_here)
     app.add_exception_handler(Failure, _failed)
+    app.add_exception_handler(Exception, _unforeseen)
     app.openapi = lambda: openapi(app, ENDPOINTS)  # type: ignore[method-assign]
     guarded: ASGIApp = Door(app, service)
     if config.cors_origins:
@@ -88,13 +90,14 @@ def create_app(config: ServerConfig, models: Models, keys: Keys | None = None) -
     return guarded, service
 
 
-def _described(summary: str, body: str | None = None) -> dict[str, Any]:
+def _described(summary: str, body: str | None = None, parameters: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     """What the OpenAPI document says. Bodies are read by Answer, not by FastAPI, so their schema is named here."""
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = {"parameters": list(parameters)} if parameters else {}
     if body is not None:
         schema = {"$ref": f"#/components/schemas/{body}"}
         extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-    return {"summary": summary, "response_model": None, "openapi_extra": extra}
+    errors: dict[str, Any] = {status: {"description": "An error in OpenAI's shape, or Anthropic's"} for status in ("4XX", "5XX")}
+    return {"summary": summary, "response_model": None, "openapi_extra": extra, "responses": errors}
 
 
 def _post(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
@@ -140,6 +143,11 @@ async def _not_here(request: Request, error: Exception) -> Response:
     else:
         failure = Failure(error.status_code, f"there is nothing at {request.url.path[:200]!r}", code="not_found")
     return await _failed(request, failure)
+
+
+async def _unforeseen(request: Request, error: Exception) -> Response:
+    """What broke outside of our own rooms, such as in making the OpenAPI document; it is raised again behind this, for the log."""
+    return await _failed(request, failure_of(error))
 
 
 async def _failed(request: Request, error: Exception) -> Response:

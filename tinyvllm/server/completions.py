@@ -25,6 +25,8 @@ async def answer(call: Call, body: CompletionRequest, wire: Wire) -> None:
     """The work of the endpoint."""
     async with call.service.models.use(body.model) as (model, llm):
         special = body.add_special_tokens is not False
+        if not isinstance(body.prompt, str) and len(body.prompt) * (body.n or 1) > 1024 and not isinstance(body.prompt[0], int):
+            raise bad_field("n", f"n: {body.n or 1} answers to {len(body.prompt)} prompts are more than 1024")
         prompts = await encode_texts(llm, body.prompt, "prompt", special=special, keep=body.truncate_prompt_tokens)
         if body.use_beam_search:
             beams = beam_params(body, 16 if body.max_tokens is None else body.max_tokens)
@@ -46,8 +48,6 @@ def _job(call: Call, body: CompletionRequest, llm: AsyncLLM, model: str, prompts
     wanted = 16 if body.max_tokens is None else body.max_tokens
     if not wanted and not body.echo:
         raise bad_field("max_tokens", "max_tokens: 0 asks for nothing, unless echo gives the prompt back")
-    if len(prompts) * (body.n or 1) > 1024:
-        raise bad_field("n", f"n: {body.n or 1} answers to {len(prompts)} prompts are more than 1024")
     more: dict[str, Any] = {}
     if body.echo and body.logprobs is not None:
         more["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)

@@ -60,6 +60,8 @@ def parse(model: type[B], raw: bytes, lenient: bool = False) -> tuple[B, dict[st
     ignored: list[str] = []
     if lenient:
         ignored += _drop_refused(model, data)
+    elif (name := next((name for name in data if name not in _names(model)), None)) is not None:
+        raise _unknown(name, nearest(name, _names(model)))  # here, since of fifty thousand pydantic would take a second to tell
     try:
         body = model.model_validate(data)
     except ValidationError as error:
@@ -111,8 +113,7 @@ def _failure(model: type[Body], error: ValidationError, data: dict[str, Any]) ->
     param = _path(worst["loc"], data, missing=kind == "missing")
     if kind == "extra_forbidden":
         hint = nearest(param, model.model_fields) if len(worst["loc"]) == 1 else ""
-        text = f"unknown field {_shown(param)}{hint}; this server refuses what it does not know (--lenient lets it pass)"
-        return Failure(400, text, param=_shown(param), code="unknown_parameter")
+        return _unknown(param, hint)
     if kind == "missing":
         return Failure(400, f"missing field {param}", param=param, code="missing_required_parameter")
     if not param:  # of the whole body: our own validators name the field by the kind of their error
@@ -121,6 +122,17 @@ def _failure(model: type[Body], error: ValidationError, data: dict[str, Any]) ->
     says = " or ".join(dict.fromkeys(_decapitalized(_in_json(text).removeprefix("Input ")) for text in same))
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     return Failure(400, f"{param}: {says}, got {_kind(_at(worst['loc'], data))}", param=param, code=code)
+
+
+@cache
+def _names(model: type[Body]) -> dict[str, None]:
+    """What a body calls its fields."""
+    return {field.alias or name: None for name, field in model.model_fields.items()}
+
+
+def _unknown(name: str, hint: str) -> Failure:
+    text = f"unknown field {_shown(name)}{hint}; this server refuses what it does not know (--lenient lets it pass)"
+    return Failure(400, text, param=_shown(name), code="unknown_parameter")
 
 
 def _tells_type(error: Any) -> bool:

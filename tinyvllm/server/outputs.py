@@ -46,6 +46,8 @@ class Count:
 
 def ended(part: CompletionOutput) -> tuple[str | None, int | str | None]:
     """(OpenAI's finish_reason, vLLM's stop_reason); Failure for an end that is none. A deadline is a length that the clock has set."""
+    if part.finish_reason == "error" and (part.error or "").startswith("structured_outputs:"):
+        raise Failure(400, part.error or "", param="structured_outputs", code="invalid_value")  # a grammar that grew beyond every limit
     if part.finish_reason == "error":
         raise Failure(500, part.error or "the model's numbers broke at this request", code="generation_failed")
     if part.finish_reason == "abort":

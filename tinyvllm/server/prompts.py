@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from tinyvllm.engine.async_llm import AsyncLLM
 from tinyvllm.server.failures import Failure, bad_field
@@ -64,6 +65,8 @@ async def encode_texts(
 
     def encode(item: Any) -> Encoded:
         if isinstance(item, str):
+            if limit and keep is None:
+                _check_size(llm, item, name)
             return Encoded(_last(llm, tokenizer_of(llm).encode(item, add_special_tokens=special), keep), item)
         return Encoded(_last(llm, item, keep))
 
@@ -79,6 +82,8 @@ async def encode_conversation(llm: AsyncLLM, conversation: Conversation, keep: i
 
     def encode() -> Encoded:
         text = _render(tokenizer, conversation)
+        if keep is None:
+            _check_size(llm, text, "messages")
         return Encoded(_last(llm, tokenizer.encode(text, add_special_tokens=conversation.add_special_tokens), keep), text)
 
     size = sum(len(m["content"]) if isinstance(m.get("content"), str) else _SHORT for m in conversation.messages)
@@ -95,6 +100,22 @@ def check_length(llm: AsyncLLM, token_ids: list[int], name: str) -> None:
         raise bad_field(name, text, "context_length_exceeded")
     if not token_ids:
         raise bad_field(name, f"{name}: holds no token")
+
+
+_longest: WeakKeyDictionary[Tokenizer, int] = WeakKeyDictionary()  # characters of the longest token
+
+
+def _check_size(llm: AsyncLLM, text: str, name: str) -> None:
+    """Failure 400 for a text that cannot fit, however it is tokenised: a megabyte would take a second and 50 MB to be refused."""
+    context = llm.config.max_model_len
+    if context is None or len(text) <= 32 * context:
+        return
+    tokenizer = tokenizer_of(llm)
+    if tokenizer not in _longest:
+        _longest[tokenizer] = max(len(tokenizer.token_text(i)) for i in range(tokenizer.vocab_size))
+    if (least := len(text) // max(1, _longest[tokenizer])) >= context:
+        text = f"{name}: at least {least} tokens, and the model's context of {context} must also hold an answer"
+        raise bad_field(name, text, "context_length_exceeded")
 
 
 async def _aside(size: int, work: Callable[[], T]) -> T:

@@ -135,13 +135,30 @@ def _with_parsed_arguments(where: str, call: object) -> object:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
+_LARGEST = 1 << 20  # characters or items
+
+
 @lru_cache(maxsize=32)
 def _compile(source: str) -> Template:
     """jinja2 and its environment are loaded here, when the first template is needed."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, LoopControlExtension
     from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.runtime import Context
+    from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+
+    class Bounded(ImmutableSandboxedEnvironment):
+        """The sandbox keeps templates from the process, not from its memory: what they repeat or raise has a bound here."""
+
+        intercepted_binops = frozenset(("*", "**"))
+
+        def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+            sized, times = (left, right) if hasattr(left, "__len__") else (right, left)
+            if operator == "*" and hasattr(sized, "__len__") and isinstance(times, int) and len(sized) * times > _LARGEST:
+                raise SecurityError(f"{len(sized)} times {times} is more than the {_LARGEST} that a template may repeat")
+            if operator == "**" and not (abs(left) <= 2**64 and abs(right) <= 64):
+                raise SecurityError(f"{left!r:.20} ** {right!r:.20} is too large for a template")
+            return super().call_binop(context, operator, left, right)
 
     class Generation(Extension):
         """{% generation %} ... {% endgeneration %} marks what an assistant wrote, for training; here it is only a scope."""
@@ -152,7 +169,7 @@ def _compile(source: str) -> Template:
             line = next(parser.stream).lineno
             return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, LoopControlExtension])
+    environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, LoopControlExtension])
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _refuse, "strftime_now": _strftime_now}
     try:

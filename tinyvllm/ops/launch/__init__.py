@@ -28,7 +28,7 @@ from tinyvllm.ops.launch.tensors import alias, byte_spans, mapped, spans, standi
 from tinyvllm.ops.launch.timing import Timed
 
 __all__ = [
-    "Behind", "Call", "Captured", "Reading", "Timed", "alias", "byte_spans", "download", "gpu_attribute", "gpu_family", "gpu_free_memory", "gpu_name",
-    "keep_programs", "launch", "mapped", "open_device", "peek", "prefer_device", "read_behind", "repeat", "run_now", "scatter_add", "spans",
-    "standing_zeros", "store_kv", "synchronize", "uninitialized", "upload",
+    "Behind", "Call", "Captured", "Reading", "Timed", "alias", "byte_spans", "download", "gpu_attribute", "gpu_family", "gpu_free_memory",
+    "gpu_name", "keep_programs", "launch", "mapped", "open_device", "peek", "prefer_device", "read_behind", "repeat", "run_now",
+    "scatter_add", "spans", "standing_zeros", "store_kv", "synchronize", "uninitialized", "upload",
 ]  # fmt: skip

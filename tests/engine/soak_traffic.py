@@ -1,0 +1,291 @@
+"""Random traffic for minutes: arrivals of every kind, cancellations, bad requests, processors that raise, more work than there are blocks.
+
+    nice -n 19 python -m tests.engine.soak_traffic --minutes 10 --seed 1
+
+Nobody is lost: each request ends, and for the reason that was asked for. Nobody is wrong: a sample of them is compared with what an engine
+gives that has nothing else to do. Nothing leaks: blocks, rows and tables are empty at the end and memory is what it was after warming up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+os.environ.setdefault("TINYVLLM_THREADS", "1")
+
+import numpy as np  # noqa: E402
+
+from tinyvllm import LLM, RequestOutput, SamplingParams  # noqa: E402
+from tinyvllm.engine.engine import Engine  # noqa: E402
+from tinyvllm.errors import BusyError, RequestError  # noqa: E402
+from tinyvllm.request import BeamSearchParams, StructuredOutputsParams, Terms  # noqa: E402
+
+LONGEST, ROWS, BLOCKS, VOCAB = 160, 12, 20, 3072
+WARM = 0.4  # of the time, before memory is looked at for the first time
+GROWTH = 16.0  # MiB that it may grow after that
+STRUCTURES: tuple[dict[str, Any], ...] = (
+    dict(regex="[a-z]{2,9} [0-9]{1,3}"),
+    dict(choice=["yes", "no", "perhaps not"]),
+    dict(json={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}),
+)
+
+
+def pushing(prompt: list[int], output: list[int], logits: np.ndarray) -> np.ndarray:
+    logits[40 + len(output) % 9] += 3.0
+    return logits
+
+
+class Raising:
+    """A processor that breaks after so many tokens."""
+
+    def __init__(self, after: int):
+        self.after = after
+
+    def __call__(self, prompt: list[int], output: list[int], logits: np.ndarray) -> np.ndarray:
+        if len(output) >= self.after:
+            raise ValueError("on purpose")
+        return logits
+
+
+@dataclass
+class Asked:
+    """A request and what has been heard of it."""
+
+    prompt: list[int]
+    params: SamplingParams | BeamSearchParams
+    terms: Terms
+    kind: str
+    aborted: bool = False
+    heard: dict[int, list[int]] = field(default_factory=dict)  # tokens that deltas gave, by index
+
+
+class Traffic:
+    def __init__(self, seed: int, check_every: int = 6):
+        self.random = random.Random(seed)
+        common: dict[str, Any] = dict(device="CPU", max_model_len=LONGEST)
+        self.llm = LLM(
+            max_num_seqs=ROWS, max_num_batched_tokens=48, num_blocks=BLOCKS, swap_space="1MB", max_num_queued_reqs=24, **common
+        )  # fmt: skip
+        self.calm = LLM(max_num_seqs=8, max_num_batched_tokens=256, num_blocks=100, enable_prefix_caching=False, **common)
+        self.engine = self.llm.engine
+        self.check_every = check_every
+        self.asked: dict[str, Asked] = {}
+        self.seen: Counter[str] = Counter()
+        self.count = self.steps = 0
+        self.preemptions = 0
+
+    # ---- what is asked ----
+
+    def prompt(self) -> list[int]:
+        """Of four families, so that beginnings are shared; mostly short."""
+        rng = self.random
+        length = rng.choice((1, 3, 12, 16, 17, 30, 33, 48, 60, rng.randint(1, 110)))
+        family = np.random.default_rng(rng.randrange(4)).integers(10, VOCAB, LONGEST)
+        own = np.random.default_rng(rng.randrange(40)).integers(10, VOCAB, LONGEST)
+        return [0, *family[: length * 3 // 4].tolist(), *own.tolist()][:length]
+
+    def terms(self) -> Terms:
+        rng = self.random
+        return Terms(
+            priority=rng.choice((0, 0, 0, 0, 1, -1)),
+            deadline_ms=rng.choice((None, None, None, None, None, 30.0, 400.0, 60_000.0)),
+            ttft_deadline_ms=rng.choice((None, None, None, None, None, 100.0, 60_000.0)),
+            key=rng.choice(("", "a", "b")),
+            cache_salt=rng.choice((None, None, None, "salt")),
+            receipt=rng.random() < 0.1,
+            explain=rng.random() < 0.05,
+        )
+
+    def ask(self) -> Asked:
+        rng, terms = self.random, self.terms()
+        kinds = ("plain",) * 8 + ("shaped", "shaped", "several", "best", "beams", "scored", "grammar", "grammar", "processor", "raises")
+        kind = rng.choice(kinds)
+        tokens = rng.choice((1, 2, 5, 9, 17, 30, 45))
+        if kind == "beams":
+            stopping = rng.choice((True, False, "never"))
+            return Asked(self.prompt(), BeamSearchParams(rng.choice((2, 3)), min(tokens, 9), early_stopping=stopping), terms, kind)
+        options: dict[str, Any] = dict(max_tokens=tokens, temperature=0.0, ignore_eos=rng.random() < 0.7)
+        if rng.random() < 0.5:
+            options |= dict(temperature=0.8, seed=rng.randrange(1000)) | rng.choice(({}, {"top_k": 30}, {"top_p": 0.9}, {"min_p": 0.03}))
+        options["output_kind"] = rng.choice(("cumulative", "delta", "final_only"))
+        options |= {
+            "shaped": lambda: rng.choice((
+                dict(repetition_penalty=1.3), dict(presence_penalty=0.5, frequency_penalty=0.3), dict(bad_words=[" the", "a", "once upon"]),
+                dict(min_tokens=tokens, stop_token_ids=[42]), dict(stop=["e", "on a"]), dict(allowed_token_ids=list(range(30, 300))),
+                dict(logit_bias={50: 5.0}), dict(logprobs=2),
+            )),
+            "several": lambda: dict(n=rng.choice((2, 3))),
+            "best": lambda: dict(n=1, best_of=2, temperature=0.9, seed=rng.randrange(1000)),
+            "scored": lambda: dict(prompt_logprobs=1, output_kind="cumulative"),
+            "grammar": lambda: dict(structured_outputs=StructuredOutputsParams(**rng.choice(STRUCTURES)), max_tokens=30),
+            "processor": lambda: dict(logits_processors=[pushing]),
+            "raises": lambda: dict(logits_processors=[Raising(rng.randrange(tokens))]),
+        }.get(kind, dict)()  # fmt: skip
+        return Asked(self.prompt(), SamplingParams(**options), terms, kind)
+
+    def arrive(self) -> None:
+        if self.random.random() < 0.06:
+            self.refused(self.random.choice(([], [VOCAB + 5], [5] * LONGEST, [-1])), SamplingParams())
+        asked, name = self.ask(), f"r{self.count}"
+        self.count += 1
+        try:
+            self.engine.add(name, list(asked.prompt), asked.params, terms=asked.terms)
+        except BusyError as error:
+            self.seen[f"refused: {error.reason}"] += 1
+            return
+        self.asked[name] = asked
+        self.seen[asked.kind] += 1
+        if self.random.random() < 0.03:
+            self.refused([5], SamplingParams(), name)
+
+    def refused(self, prompt: list[int], params: SamplingParams, name: str = "bad") -> None:
+        try:
+            self.engine.add(name, prompt, params)
+        except RequestError:
+            self.seen["bad requests"] += 1
+            return
+        raise AssertionError(f"a bad request was taken: {prompt[:3]}")
+
+    # ---- what comes ----
+
+    def step(self) -> None:
+        self.steps += 1
+        for output in self.engine.step():
+            asked = self.asked[output.request_id]
+            if isinstance(asked.params, SamplingParams) and asked.params.output_kind == "delta":
+                for part in output.outputs:
+                    asked.heard.setdefault(part.index, []).extend(part.token_ids)
+            if output.finished:
+                self.ended(output, self.asked.pop(output.request_id))
+
+    def ended(self, output: RequestOutput, asked: Asked) -> None:
+        reasons = [part.finish_reason for part in output.outputs]
+        self.preemptions += output.metrics.preemptions
+        params = asked.params
+        whole = isinstance(params, BeamSearchParams) or params.output_kind != "delta"
+        for reason in reasons:
+            self.seen[f"ended: {reason}"] += 1
+        if whole:
+            width = (params.n or params.beam_width) if isinstance(params, BeamSearchParams) else params.n
+            assert len(output.outputs) == width or asked.kind == "beams", f"{output.request_id}: {len(output.outputs)} of {width}"
+            assert None not in reasons
+        if asked.kind == "raises" and not asked.aborted:
+            assert set(reasons) <= {"error", "deadline", "stop"}, reasons
+        else:
+            assert "error" not in reasons or asked.kind == "grammar", (asked, [part.error for part in output.outputs])
+        if "abort" in reasons:
+            assert asked.aborted
+        if "deadline" in reasons:
+            assert asked.terms.deadline_ms is not None or asked.terms.ttft_deadline_ms is not None
+        cut = asked.aborted or bool({"abort", "deadline", "error"} & set(reasons)) or asked.terms.deadline_ms is not None
+        if asked.kind == "scored" and not cut:
+            assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(asked.prompt)
+        if self.random.randrange(self.check_every) == 0:
+            self.compare(output, asked, cut)
+
+    def compare(self, output: RequestOutput, asked: Asked, cut: bool) -> None:
+        """With an engine that has nothing else to do; who was cut short has the beginning of it."""
+        params = asked.params
+        if isinstance(params, SamplingParams):
+            params = replace(params, output_kind="cumulative")
+        if asked.kind == "raises" or (cut and asked.kind in ("beams", "best")):
+            return
+        got = {part.index: part.token_ids for part in output.outputs} | asked.heard
+        engine, last = self.calm.engine, []
+        engine.add("calm", list(asked.prompt), params)
+        while engine.has_work():
+            last = engine.step() or last
+        expected = {part.index: part.token_ids for part in last[0].outputs}
+        same = all(expected[i][: len(tokens)] == tokens for i, tokens in got.items()) if cut else expected == got
+        assert same, f"{output.request_id} ({asked.kind}, {asked.params}, {asked.terms}): expected {expected}, got {got}"
+        self.seen["compared"] += 1
+
+    # ---- the run ----
+
+    def turn(self) -> None:
+        rng = self.random
+        if len(self.asked) < 40 and rng.random() < 0.6:
+            self.arrive()
+        if self.asked and rng.random() < 0.02:
+            name = rng.choice(list(self.asked))
+            self.asked[name].aborted = True
+            self.engine.abort(name)
+        if rng.random() < 0.005:
+            rounds, overlap, mode = rng.choice((1, 4)), rng.random() < 0.5, rng.choice((None, "swap", "recompute"))
+            self.engine.config = replace(self.engine.config, num_scheduler_steps=rounds, async_scheduling=overlap)
+            self.engine.scheduler.limits = replace(self.engine.scheduler.limits, preemption=mode)
+        if self.engine.has_work():
+            self.step()
+
+    def run(self, seconds: float, tell: Callable[[str], None] = lambda line: None) -> None:
+        begun, told, memory = time.monotonic(), 0, 0.0
+        while (passed := time.monotonic() - begun) < seconds:
+            self.turn()
+            if not memory and passed > WARM * seconds:
+                memory = resident()
+            if int(passed) // 30 > told:
+                told = int(passed) // 30
+                tell(f"{passed:.0f} s: {self.steps} steps, {self.count} requests, {resident():.0f} MiB resident")
+        self.drain()
+        grown = resident() - memory
+        tell(f"{self.steps} steps, {self.count} requests, {self.preemptions} preemptions, {self.engine.scheduler.num_swaps} swaps")
+        tell(", ".join(f"{name} {count}" for name, count in sorted(self.seen.items())))
+        tell(f"memory after warming up {memory:.0f} MiB, at the end {grown:+.1f} MiB")
+        assert grown < GROWTH or seconds < 300, f"{grown:.1f} MiB more than after warming up"
+
+    def drain(self) -> None:
+        for _ in range(20_000):
+            if not self.engine.has_work():
+                break
+            self.step()
+        assert not self.asked, f"never ended: {list(self.asked)}"
+        check_empty(self.engine)
+
+    def close(self) -> None:
+        self.llm.close()
+        self.calm.close()
+
+
+def check_empty(engine: Engine) -> None:
+    """Nothing is kept of requests that are over."""
+    scheduler, pool = engine.scheduler, engine.scheduler.pool
+    scheduler.schedule()  # what held the sources of copies lets go of them
+    assert pool.num_free == pool.num_blocks and [pool.reference_count(b) for b in range(pool.num_blocks)] == [0] * pool.num_blocks
+    assert scheduler.host is None or scheduler.host.num_free == scheduler.host.num_blocks
+    assert not (scheduler.running or scheduler.waiting or scheduler.waiting.num_tokens or scheduler._paused or scheduler._siblings)
+    assert not (scheduler._timed or scheduler._copies or scheduler._copied or scheduler._lent or scheduler._wanted)
+    assert len(scheduler._free_rows) == scheduler.limits.max_num_seqs
+    assert not (engine._requests or engine._owners or engine._rows or engine._changed or engine._scoring or engine._ahead)
+    assert not engine.shaping._shapes
+
+
+def resident() -> float:
+    """MiB."""
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    traffic = Traffic(given.seed)
+    try:
+        traffic.run(60 * given.minutes, lambda line: print(line, flush=True))
+    finally:
+        traffic.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
