@@ -162,6 +162,15 @@ def overhead(options: argparse.Namespace, folder: Path, clients: int) -> dict[st
     }  # fmt: skip
 
 
+def _told(row: dict[str, Any]) -> dict[str, Any]:
+    """The row, which is also printed."""
+    header = ["clients", "offline tok/s", "server tok/s", "overhead", "loop us/token", "client us/token", "loop/step", "client/step"]
+    shares = [f"{value:.1%}" for value in row["of_a_step"].values()]
+    cells = [row["clients"], row["offline"]["rate"], row["server"]["rate"], f"{row['overhead']:.1%}", *row["us_a_token"].values(), *shares]
+    print(table(header, [cells]), flush=True)
+    return row
+
+
 def first_token(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Milliseconds to the first token of a short request: alone, and while four long prompts are read."""
     given = {"dtype": options.dtype, "max_model_len": 4224, "max_num_seqs": 8, "num_blocks": 1200, "load_format": "dummy"}
@@ -236,12 +245,8 @@ def main() -> None:
     with TemporaryDirectory() as root:
         folder = write_model(options.shape, Path(root) / options.shape)
         if "overhead" in what:
-            rows = [overhead(options, folder, clients) for clients in options.clients]
+            rows = [_told(overhead(options, folder, clients)) for clients in options.clients]
             spreads = [each for row in rows for each in row.pop("spreads")]
-            columns = ["clients", "offline", "server", "overhead", "loop us", "client us", "loop of a step", "client"]
-            cells = [[r["clients"], r["offline"]["rate"], r["server"]["rate"], f"{r['overhead']:.1%}", *r["us_a_token"].values(),
-                      *(f"{value:.1%}" for value in r["of_a_step"].values())] for r in rows]  # fmt: skip
-            print("tokens a second; processor microseconds a token\n" + table(columns, cells), flush=True)
             said["overhead"] = rows
         for name, measure in (("first", lambda: first_token(options, folder)), ("idle", idle), ("ready", lambda: ready(options.rounds))):
             if name in what:

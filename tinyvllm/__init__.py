@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tinyvllm.engine.async_llm import AsyncLLM
+    from tinyvllm.engine.chunks import Chunk
     from tinyvllm.engine.llm import LLM, StreamDelta
     from tinyvllm.errors import (
         ArgumentError,
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "tinyvllm.engine.llm",
+    "Chunk": "tinyvllm.engine.chunks",
     "StreamDelta": "tinyvllm.engine.llm",
     "AsyncLLM": "tinyvllm.engine.async_llm",
     "SamplingParams": "tinyvllm.request",
@@ -54,6 +56,7 @@ __all__ = [
     "AsyncLLM",
     "BeamSearchParams",
     "BusyError",
+    "Chunk",
     "CompletionOutput",
     "FormatError",
     "Logprob",

@@ -24,8 +24,10 @@ _MOST = 8  # tokens of an answer: it is the fields that are tried, not the model
 
 
 def small(body: Any) -> Any:
-    """The body with answers that do not take long."""
+    """The body with answers that do not take long, of the model that there is."""
     if isinstance(body, dict):
+        if isinstance(body.get("model"), str):
+            del body["model"]
         for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             if isinstance(value := body.get(name), int) and value > _MOST:
                 body[name] = _MOST
@@ -37,27 +39,27 @@ def small(body: Any) -> Any:
     return body
 
 
-def examine(url: str, seconds: float | None = None, examples: int = 10, random: bool = True) -> tuple[Counter[str], list[str]]:
+def examine(url: str, seconds: float | None = None, examples: int = 20, random: bool = True) -> tuple[Counter[str], list[str]]:
     """(answers by operation and status, what was wrong), with so many examples of each operation, or for about so many seconds.
 
     Without `random` the examples are the same every time.
     """
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     operations = [found.ok() for found in schema.get_all_operations()]
+    long = sum(operation.method.upper() == "POST" for operation in operations)
     seen: Counter[str] = Counter()
     wrong: list[str] = []
     for operation in operations:
-        ends = None if seconds is None else time.monotonic() + seconds / len(operations)
-        _try(operation, seen, wrong, ends, examples, random)
+        share = seconds / long if seconds is not None and operation.method.upper() == "POST" else None
+        _try(operation, seen, wrong, share, examples, random)
     return seen, wrong
 
 
-def _try(operation: Any, seen: Counter[str], wrong: list[str], ends: float | None, examples: int, random: bool) -> None:
+def _try(operation: Any, seen: Counter[str], wrong: list[str], seconds: float | None, examples: int, random: bool) -> None:
+    ends = None if seconds is None else time.monotonic() + seconds
     kinds = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
 
     def one(case: Any) -> None:
-        if ends is not None and time.monotonic() > ends:
-            return
         case.body = small(case.body)
         answer = case.call(timeout=60)
         seen[f"{operation.method.upper()} {operation.path} {answer.status_code}"] += 1
@@ -65,24 +67,21 @@ def _try(operation: Any, seen: Counter[str], wrong: list[str], ends: float | Non
             wrong.append(f"{operation.method.upper()} {operation.path}: {fault}: sent {case.body!r:.600}")
 
     for kind in kinds:
+        label, quiet = f"{operation.label}: {kind.value}", {"deadline": None, "database": None, "phases": [Phase.generate], "print_blob": False}
         try:
             strategy = operation.as_strategy(generation_mode=kind)
         except Exception as error:  # noqa: BLE001  an operation without parameters has nothing that could be wrong in it
-            seen[f"{operation.label}: {kind.value} not tried ({type(error).__name__})"] += 1
+            seen[f"{label} not tried ({type(error).__name__})"] += 1
             continue
-        most = 100_000 if ends is not None else examples
-        quiet = settings(
-            max_examples=most, deadline=None, database=None, derandomize=not random, phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )  # fmt: skip
-        _run(quiet(given(case=strategy)(one)), seen, f"{operation.label}: {kind.value}")
-
-
-def _run(test: Any, seen: Counter[str], label: str) -> None:
-    try:
-        test()
-    except Unsatisfiable:
-        seen[f"{label} not tried (nothing of that kind)"] += 1
+        while True:  # in portions, since hypothesis knows no time
+            portion = settings(max_examples=examples, derandomize=not random, suppress_health_check=list(HealthCheck), **quiet)
+            try:
+                portion(given(case=strategy)(one))()
+            except Unsatisfiable:
+                seen[f"{label} not tried (nothing of that kind)"] += 1
+                break
+            if ends is None or seconds is None or time.monotonic() > ends - (kind is kinds[0]) * seconds / 2:
+                break
 
 
 def fault_of(status: int, body: bytes) -> str | None:

@@ -313,7 +313,7 @@ class Engine:
         failures = self.shaping.finish(result.logits, sequences)
         plain = result.best is not None and not flags and not self.shaping.processes(sequences)
         sampled = result.best if plain and result.best is not None else self.sampler.draw(result.logits, flags)
-        if step.decodes:
+        if step.decodes and not self._searches(sequences):
             draw = None if plain else self.sampler.call(result.logits, flags)
             self.sampler.drawn(step.B, flags, rounds - 1)
             drawn = self.runner.advance(step, sampled, draw, rounds)
@@ -334,6 +334,10 @@ class Engine:
                 self._finish(self._owners[sequence.sequence_id], sequence, "error", failures[sequence.sequence_id])
             else:
                 self._append(sequence, token, logprob)
+
+    def _searches(self, sequences: list[Sequence]) -> bool:
+        """Whether one of them is a beam: what follows it need not be the token drawn, which the device would go on with."""
+        return any(s.logprobs is not None and isinstance(self._owners[s.sequence_id], BeamState) for s in sequences)
 
     def _launched(self, schedule: Schedule, rounds: int) -> None:
         if self.recorder is not None:

@@ -171,7 +171,7 @@ class RequestState:
         outputs = [self._told(index, part) for index, part in parts] if kind == "delta" else [self._whole(i, part) for i, part in parts]
         return RequestOutput(
             self.request_id, self.prompt, self.prompt_token_ids, [o for o in outputs if o is not None], self.finished,
-            replace(self.metrics),
+            self.metrics.copy(),
             self.sequences[0].num_cached, self.prompt_logprobs, self.receipt if self.finished and self.terms.receipt else None,
             self.explanation,
         )  # fmt: skip

@@ -47,6 +47,10 @@ class RequestMetrics:
     preemptions: int = 0
     scheduled: float | None = None  # first time in a step
 
+    def copy(self) -> RequestMetrics:
+        """Dataclasses' own `replace` takes four times as long, and this is done for every output."""
+        return RequestMetrics(self.arrival, self.first_token, self.finished, self.preemptions, self.scheduled)
+
 
 @dataclass
 class Receipt:
