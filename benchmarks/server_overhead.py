@@ -174,13 +174,13 @@ def _told(row: dict[str, Any]) -> dict[str, Any]:
 def first_token(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Milliseconds to the first token of a short request: alone, and while four long prompts are read."""
     given = {"dtype": options.dtype, "max_model_len": 4224, "max_num_seqs": 8, "num_blocks": 1200, "load_format": "dummy"}
-    alone, beside, whole = [], [], []
+    alone, beside, urgent, whole, still = [], [], [], [], []  # still: long prompts that were being read when a short one had been answered
     with own_server(["--model", str(folder), *flags(given)]) as (url, _), asyncio.Runner() as runner:
         client = Client(url)
 
-        async def short(seed: int) -> float:
+        async def short(seed: int, **more: Any) -> float:
             began = time.perf_counter()
-            stream = await client.post("/v1/completions", body(prompts(1, 16, seed)[0], 1))
+            stream = await client.post("/v1/completions", body(prompts(1, 16, seed)[0], 1, **more))
             assert stream.error is None and stream.first is not None, stream.error
             return stream.first - began
 
@@ -188,10 +188,14 @@ def first_token(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             began = time.perf_counter()
             long = [asyncio.create_task(client.post("/v1/completions", body(ids, 1))) for ids in prompts(4, 4096, seed)]
             await asyncio.sleep(0.5)
-            for number in range(3):
-                beside.append(await short(seed * 10 + number))
-            assert not all(task.done() for task in long), "the prompts were read too soon to measure beside them"
-            await asyncio.gather(*long)
+            for number in range(4):
+                if number % 2:
+                    beside.append(await short(seed * 10 + number))
+                else:
+                    urgent.append(await short(seed * 10 + number, priority=-1))
+                still.append(sum(not task.done() for task in long))
+            streams = await asyncio.gather(*long)
+            assert all(stream.error is None for stream in streams), streams[0].error
             whole.append(time.perf_counter() - began)
 
         for seed in range(4):
@@ -204,7 +208,8 @@ def first_token(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     step = median(whole) * budget / (4 * 4096)
     return {
         "alone_ms": round(median(alone) * 1000, 1), "beside_ms": round(median(beside) * 1000, 1), "worst_ms": round(max(beside) * 1000, 1),
-        "step_of_512_ms": round(step * 1000, 1), "four_prompts_s": round(median(whole), 2),
+        "urgent_ms": [round(value * 1000, 1) for value in urgent],
+        "still": still, "step_of_512_ms": round(step * 1000, 1), "four_prompts_s": round(median(whole), 2),
     }  # fmt: skip
 
 
@@ -252,7 +257,8 @@ def main() -> None:
             if name in what:
                 said[name] = measure()
                 print(name, said[name], flush=True)
-    record("server_overhead", said, spreads)
+    if spreads:
+        record("server_overhead", said, spreads)
 
 
 if __name__ == "__main__":

@@ -124,4 +124,6 @@ def test_a_search_that_was_never_heard_ends_empty():
     state = start(2)
     state.finish(state.sequences[0], "error", "it broke")
     output = state.output()
-    assert output is not None and [(part.token_ids, part.finish_reason, part.error) for part in output.outputs] == [([], "error", "it broke")]
+    assert output is not None
+    (part,) = output.outputs
+    assert (part.token_ids, part.finish_reason, part.error) == ([], "error", "it broke")

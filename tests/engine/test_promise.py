@@ -1,7 +1,7 @@
 """The promise as a matrix: whatever the company, the cache, the chunks, preemption, rounds and overlap, a request's tokens are the same.
 
-One engine on the bundled model serves all of it; each cell gets a scheduler of its own, with a pool and a cache of its own. Where tokens are
-drawn in rounds or ahead nobody may ask for log-probabilities, so each cell runs twice: for the tokens, and with some that ask.
+One engine on the bundled model serves all of it; each cell gets a scheduler of its own, with a pool and a cache of its own. Where tokens
+are drawn in rounds or ahead nobody may ask for log-probabilities, so each cell runs twice: for the tokens, and with some that ask.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class Promise:
         assert not engine.has_work()
         engine.config = replace(engine.config, num_scheduler_steps=rounds, async_scheduling=overlap)
         pool = BlockPool(blocks, S)
-        limits = SchedulerLimits(rows, budget, engine.runner.max_model_len, block_bytes=engine.runner.pool.block_bytes, preemption=preemption)
+        block_bytes = engine.runner.pool.block_bytes
+        limits = SchedulerLimits(rows, budget, engine.runner.max_model_len, block_bytes=block_bytes, preemption=preemption)
         host = BlockPool(engine.runner.swap_blocks, S) if preemption == "swap" else None
         engine.scheduler = engine.accounts.scheduler = Scheduler(limits, pool, PrefixCache(pool, b"key"), host)
         engine.accounts._seen, engine.accounts._swaps = (0, 0, 0), 0
@@ -146,7 +147,7 @@ def promise() -> Iterator[Promise]:
 
 @pytest.mark.parametrize("preemption", [None, "recompute", "swap"], ids=["no preemption", "recompute", "swap"])
 @pytest.mark.parametrize("chunk", CHUNKS)
-@pytest.mark.parametrize("rounds, overlap", list(product((1, 4), (False, True))), ids=["steps 1", "steps 1, overlap", "steps 4", "steps 4, overlap"])
+@pytest.mark.parametrize("rounds, overlap", list(product((1, 4), (False, True))), ids=["1", "1, overlap", "4", "4, overlap"])
 @pytest.mark.parametrize("cached", [False, True], ids=["cold", "cached"])
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "64 together"])
 def test_same_tokens(

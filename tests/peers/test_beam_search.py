@@ -1,4 +1,4 @@
-"""Beam search against transformers' own, on the bundled model: the same hypotheses with the same scores. Needs PyTorch (`make test-peers`)."""
+"""Beam search against transformers' own, on the bundled model: the same hypotheses, the same scores. Needs PyTorch (`make test-peers`)."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ def theirs(
     peer: Any, prompt: list[int], width: int, penalty: float, stopping: bool | str, ends: tuple[int, ...]
 ) -> list[tuple[list[int], float]]:
     with torch.no_grad():
+        ids = torch.tensor([prompt])
         found = peer.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), num_beams=width, num_return_sequences=width,
+            ids, attention_mask=torch.ones_like(ids), num_beams=width, num_return_sequences=width,
             do_sample=False, length_penalty=penalty, early_stopping=stopping, max_new_tokens=LONGEST, output_scores=True,
             return_dict_in_generate=True, pad_token_id=2, eos_token_id=list(ends),
         )  # fmt: skip

@@ -171,11 +171,27 @@ def test_decodes_then_the_running_prefill_then_the_queue():
     scheduler = make(budget=8)
     add(scheduler, 3, 14, 2, 1)
     assert rows_of(run(scheduler)) == [(0, 0, 3, True), (1, 0, 5, False)]
-    assert rows_of(run(scheduler)) == [(0, 3, 1, True), (1, 5, 7, False)]
+    assert rows_of(run(scheduler)) == [(0, 3, 1, True), (1, 5, 5, False), (2, 0, 2, True)], "a quarter is left to who waits"
     # The single token of sequence 3 counts among the decodes: a step that holds nothing else fits a captured decode.
-    assert rows_of(run(scheduler)) == [(0, 4, 1, True), (3, 0, 1, True), (1, 12, 2, True), (2, 0, 2, True)]
-    assert rows_of(run(scheduler)) == [(0, 5, 1, True), (1, 14, 1, True), (2, 2, 1, True), (3, 1, 1, True)]
+    assert rows_of(run(scheduler)) == [(0, 4, 1, True), (2, 2, 1, True), (3, 0, 1, True), (1, 10, 4, True)]
+    assert rows_of(run(scheduler)) == [(0, 5, 1, True), (1, 14, 1, True), (2, 3, 1, True), (3, 1, 1, True)]
 
+
+def test_a_short_prompt_does_not_wait_for_all_long_ones_before_it():
+    scheduler = make(budget=16, longest=256, blocks=200)
+    add(scheduler, 200, 200, 200, 3)
+    steps = 0
+    while not any(s.output_token_ids for s in scheduler.running):
+        plan, steps = run(scheduler), steps + 1
+        assert sum(tokens for _, _, tokens, _ in rows_of(plan)) == 16, "the whole budget is used"
+    assert steps == 4 and scheduler.running[3].output_token_ids
+
+
+def test_what_nobody_waits_for_goes_to_the_long_prompt():
+    scheduler = make(rows=2, budget=16, longest=256, blocks=20, size=8)
+    add(scheduler, 150, 150)
+    assert rows_of(run(scheduler)) == [(0, 0, 16, False)]
+    assert rows_of(run(scheduler)) == [(0, 16, 16, False)], "the second has no room for its blocks"
 
 def test_a_younger_decode_comes_before_an_older_chunk():
     scheduler = make(budget=8)

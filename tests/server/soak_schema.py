@@ -67,14 +67,17 @@ def _try(operation: Any, seen: Counter[str], wrong: list[str], seconds: float | 
             wrong.append(f"{operation.method.upper()} {operation.path}: {fault}: sent {case.body!r:.600}")
 
     for kind in kinds:
-        label, quiet = f"{operation.label}: {kind.value}", {"deadline": None, "database": None, "phases": [Phase.generate], "print_blob": False}
+        label = f"{operation.label}: {kind.value}"
         try:
             strategy = operation.as_strategy(generation_mode=kind)
         except Exception as error:  # noqa: BLE001  an operation without parameters has nothing that could be wrong in it
             seen[f"{label} not tried ({type(error).__name__})"] += 1
             continue
         while True:  # in portions, since hypothesis knows no time
-            portion = settings(max_examples=examples, derandomize=not random, suppress_health_check=list(HealthCheck), **quiet)
+            portion = settings(
+                max_examples=examples, derandomize=not random, deadline=None, database=None, phases=[Phase.generate], print_blob=False,
+                suppress_health_check=list(HealthCheck),
+            )  # fmt: skip
             try:
                 portion(given(case=strategy)(one))()
             except Unsatisfiable:

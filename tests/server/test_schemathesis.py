@@ -14,7 +14,7 @@ from tests.server.soak_schema import examine
 
 
 def test_no_operation_fails(server: Running) -> None:
-    seen, wrong = examine(server.url, examples=5, random=False)
+    seen, wrong = examine(server.url, examples=8, random=False)
     assert not wrong, "\n".join(wrong[:5])
     tried = {what.rpartition(" ")[0] for what in seen if what[-3:].isdecimal()}
     assert {"POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses", "POST /v1/messages", "GET /v1/models"} <= tried

@@ -73,8 +73,9 @@ class Accounts:
                 owner.metrics.scheduled = now
             if owner.terms.receipt:
                 receipt, B = owner.receipt, len(schedule.entries)
-                receipt.steps += rounds
-                receipt.batch_sizes[B] = receipt.batch_sizes.get(B, 0) + rounds
+                if owner not in self._billed:
+                    receipt.steps += rounds
+                    receipt.batch_sizes[B] = receipt.batch_sizes.get(B, 0) + rounds
                 receipt.bytes_moved += rounds * (self.costs.weights / B + (entry.start + 2 * entry.num_tokens) * self.costs.token)
                 self._billed[owner] = None
 

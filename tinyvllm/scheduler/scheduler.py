@@ -23,6 +23,8 @@ from tinyvllm.scheduler.queue import WaitingQueue, rank_of
 from tinyvllm.scheduler.rates import Rates
 from tinyvllm.scheduler.schedule import Schedule, Scheduled, SchedulerLimits
 
+_SHARE = 4  # part of a step's tokens that long prefills leave to others that want it
+
 
 class Scheduler:
     """The caller's loop: `schedule()`, move blocks, run, `advance()`, append a token to each entry that samples, `finish()` who is done.
@@ -162,7 +164,7 @@ class Scheduler:
         chunks: list[Scheduled] = []
         budget = self._continue_running(plan, chunks)
         if len(plan.preempted) == making_way:  # else blocks just proved scarce: whoever came in now would be the next to go
-            self._admit(plan, chunks, budget)
+            self._stretch(chunks, self._admit(plan, chunks, budget))
         plan.entries += chunks
         if plan.empty and self.waiting and self.running and not (plan.preempted or plan.exhausted or plan.expired):
             self._preempt(self.running[-1], plan)  # everybody waits for one that has no room
@@ -319,9 +321,15 @@ class Scheduler:
             self._preempt(lower.pop(), plan)
 
     def _continue_running(self, plan: Schedule, chunks: list[Scheduled]) -> int:
-        """Decodes and unfinished prefills, by rank; returns the tokens that the budget has left."""
+        """Decodes and unfinished prefills, by rank; returns the tokens that the budget has left.
+
+        Long prefills leave a share to those that are nearly done and to those that wait, or a short prompt would wait for all long ones.
+        """
         remaining = [len(sequence) - sequence.num_computed for sequence in self.running]
         budget = self.limits.max_batched_tokens - remaining.count(1)  # decodes come first: their tokens are set aside
+        share = self.limits.max_batched_tokens // _SHARE
+        wanted = (self.waiting and self._free_rows) or any(1 < left <= share for left in remaining)
+        kept = min(share, budget // 2) if wanted else 0
         block_size = self.pool.block_size
         # Going by rank, whoever is preempted is the sequence at hand or one not yet reached, so that no entry is ever taken back.
         for sequence, left in zip(tuple(self.running), remaining, strict=True):
@@ -331,8 +339,8 @@ class Scheduler:
                 continue
             if sequence.num_computed >= (sequence.num_published + 1) * block_size:
                 self._publish(sequence)
-            count = min(left, budget) if left > 1 else 1
-            if not count:
+            count = 1 if left == 1 else min(left, budget - kept if left > share else budget)
+            if count < 1:
                 continue
             start = sequence.num_computed
             if start + count > len(sequence.block_table) * block_size and not self._grow(sequence, start + count, plan):
@@ -345,8 +353,8 @@ class Scheduler:
             self.waiting.serve(sequence, count)
         return budget
 
-    def _admit(self, plan: Schedule, chunks: list[Scheduled], budget: int) -> None:
-        """From the head of the queue and never around it, while rows, budget and blocks last."""
+    def _admit(self, plan: Schedule, chunks: list[Scheduled], budget: int) -> int:
+        """From the head of the queue and never around it, while rows, budget and blocks last; the tokens that are left then."""
         while self.waiting and self._free_rows and budget:
             sequence = self.waiting.first()
             found = self._match(sequence)
@@ -360,7 +368,7 @@ class Scheduler:
             # rest. Alone there are no others, and insisting on the block would keep out for ever what just fits the pool.
             if missing + (1 + self._wanted if self.running else 0) > self.pool.num_free:
                 self.pool.release(found)
-                return
+                break
             self.waiting.remove(sequence)
             self._start_from(sequence, found, plan)
             self._seat(sequence)
@@ -370,6 +378,22 @@ class Scheduler:
             (plan.entries if left == 1 else chunks).append(Scheduled(sequence, start, count, count == left))
             self.waiting.serve(sequence, count)
             budget -= count
+        return budget
+
+    def _stretch(self, chunks: list[Scheduled], budget: int) -> None:
+        """What nobody else wants goes to the chunks that do not end their prompts, as far as blocks are free."""
+        for chunk in chunks:
+            sequence = chunk.sequence
+            end = min(chunk.start + chunk.num_tokens + budget, len(sequence))
+            missing = max(0, self.pool.blocks_for(end) - len(sequence.block_table))
+            if chunk.samples or not budget or missing > self.pool.num_free:
+                continue
+            sequence.block_table += self.pool.allocate(missing)
+            more = end - chunk.start - chunk.num_tokens
+            chunk.num_tokens += more
+            chunk.samples = end == len(sequence)
+            self.waiting.serve(sequence, more)
+            budget -= more
 
     def _match(self, sequence: Sequence) -> list[int]:
         """Cached blocks of a waiting sequence's beginning, held for it. Its last token is always left to compute."""
