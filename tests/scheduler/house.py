@@ -388,7 +388,11 @@ class House:
                 assert all(rank_of(sequence) > rank_of(other) for other in ran)
         spent = plan.num_tokens + len(plan.preempted) + len(plan.exhausted) >= limits.max_batched_tokens
         if not spent:  # nobody idles without a reason
-            assert {id(s) for s in scheduler.running if len(s) > s.num_computed} <= set(map(id, chosen))
+            spare = limits.max_batched_tokens - plan.num_tokens
+            for sequence in scheduler.running:
+                if sequence not in chosen and len(sequence) > sequence.num_computed:
+                    room = (len(sequence.block_table) + pool.num_free) * pool.block_size - sequence.num_computed
+                    assert min(spare, room) < 2, "tokens and blocks, and a prompt gets nothing"
             if scheduler.waiting and scheduler._free_rows and not plan.preempted:
                 self.check_no_room()
 

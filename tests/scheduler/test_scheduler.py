@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from tests.scheduler.hand import run
 from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.errors import ArgumentError, RequestError
 from tinyvllm.request import SamplingParams, Sequence, Status
@@ -27,16 +28,6 @@ def add(scheduler: Scheduler, *lengths: int) -> list[Sequence]:
     for sequence in sequences:
         scheduler.add(sequence)
     return sequences
-
-
-def run(scheduler: Scheduler) -> Schedule:
-    """A step, after which each sequence that samples has one more token."""
-    plan = scheduler.schedule()
-    scheduler.advance(plan)
-    for entry in plan.entries:
-        if entry.samples:
-            entry.sequence.output_token_ids.append(7)
-    return plan
 
 
 def rows_of(plan: Schedule) -> list[tuple[int, int, int, bool]]:

@@ -118,6 +118,7 @@ class Accounts:
         times, receipt = output.metrics, owner.receipt
         generated = [len(sequence.output_token_ids) for sequence in owner.sequences]
         if owner.terms.receipt:
+            receipt.swaps = sum(sequence.num_swaps for sequence in owner.sequences)
             receipt.preemptions, receipt.cached_tokens, receipt.output_tokens = times.preemptions, output.num_cached_tokens, sum(generated)
             receipt.queue_seconds = (times.scheduled or times.finished or times.arrival) - times.arrival
             if receipt.device_seconds:

@@ -35,6 +35,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_preemptions: int = 0
+    num_swaps: int = 0  # preemptions that kept its blocks on the host
     row: int = -1  # the row of sampling state held while running
     terms: Terms = field(default_factory=Terms)
     arrival: float = 0.0  # seconds of time.monotonic

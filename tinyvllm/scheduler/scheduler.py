@@ -164,7 +164,8 @@ class Scheduler:
         chunks: list[Scheduled] = []
         budget = self._continue_running(plan, chunks)
         if len(plan.preempted) == making_way:  # else blocks just proved scarce: whoever came in now would be the next to go
-            self._stretch(chunks, self._admit(plan, chunks, budget))
+            running = len(chunks)
+            self._stretch(chunks, running, self._admit(plan, chunks, budget))
         plan.entries += chunks
         if plan.empty and self.waiting and self.running and not (plan.preempted or plan.exhausted or plan.expired):
             self._preempt(self.running[-1], plan)  # everybody waits for one that has no room
@@ -380,20 +381,30 @@ class Scheduler:
             budget -= count
         return budget
 
-    def _stretch(self, chunks: list[Scheduled], budget: int) -> None:
-        """What nobody else wants goes to the chunks that do not end their prompts, as far as blocks are free."""
-        for chunk in chunks:
-            sequence = chunk.sequence
-            end = min(chunk.start + chunk.num_tokens + budget, len(sequence))
-            missing = max(0, self.pool.blocks_for(end) - len(sequence.block_table))
-            if chunk.samples or not budget or missing > self.pool.num_free:
-                continue
-            sequence.block_table += self.pool.allocate(missing)
-            more = end - chunk.start - chunk.num_tokens
-            chunk.num_tokens += more
+    def _stretch(self, chunks: list[Scheduled], running: int, budget: int) -> None:
+        """What nobody else wants goes to prompts that are not at their end, by rank, as far as blocks are free.
+
+        The first `running` chunks are of sequences that ran before, by rank; so they stay.
+        """
+        known = {chunk.sequence.sequence_id: chunk for chunk in chunks} if budget else {}
+        for sequence in self.running if budget else ():
+            chunk = known.get(sequence.sequence_id)
+            start = sequence.num_computed if chunk is None else chunk.start + chunk.num_tokens
+            room = (len(sequence.block_table) + self.pool.num_free) * self.pool.block_size
+            end = min(start + budget, len(sequence), room)
+            if end - start < (2 if chunk is None else 1):
+                continue  # a decode has its token
+            sequence.block_table += self.pool.allocate(max(0, self.pool.blocks_for(end) - len(sequence.block_table)))
+            if chunk is None:
+                chunk = Scheduled(sequence, start, 0, False)
+                bisect.insort(chunks, chunk, hi=running, key=lambda other: rank_of(other.sequence))
+                running += 1
+            chunk.num_tokens += end - start
             chunk.samples = end == len(sequence)
-            self.waiting.serve(sequence, more)
-            budget -= more
+            self.waiting.serve(sequence, end - start)
+            budget -= end - start
+            if not budget:
+                return
 
     def _match(self, sequence: Sequence) -> list[int]:
         """Cached blocks of a waiting sequence's beginning, held for it. Its last token is always left to compute."""
@@ -498,6 +509,7 @@ class Scheduler:
         filled = [self._copies.get(block, block) for block in sequence.block_table[:blocks]]  # a fork's last may be still to be copied
         plan.swap_out += zip(filled, sequence.host_table, strict=True)
         self.num_swaps += 1
+        sequence.num_swaps += 1
 
     def _vacate(self, sequence: Sequence) -> None:
         """Take a running sequence's blocks and row back; what the prefix cache does not keep of it is gone."""

@@ -26,6 +26,9 @@ _OTHERS = sorted(set(range(256)) - set(_PRINTABLE))  # and these as U+0100 and o
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
 
 
+_LONG = 2048  # characters, below which the other call is as fast
+
+
 class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer` that has no truncation and no padding, and whose post-processor is replaced by `settings`."""
 
@@ -42,7 +45,9 @@ class HuggingFaceTokenizer(Tokenizer):
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def _encode(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
+        if len(text) < _LONG:
+            return self._backend.encode(text, add_special_tokens=False).ids
+        return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids  # the same ids, and other threads may run meanwhile
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         try:
