@@ -43,7 +43,7 @@ $(VENV)/.test: $(VENV)/.core
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.core
-	$(INSTALL) --editable ".[lint]"
+	$(INSTALL) --editable ".[lint,server,structured]"  # mypy reads their types
 	@touch $@
 
 $(VENV)/.peers: $(VENV)/.test
