@@ -5,7 +5,7 @@ the same blocks read by each.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ class Case:
     tables: np.ndarray
     keys: list[np.ndarray]  # float64 [context, K, D] as the cache holds them
     values: list[np.ndarray]
-    shared: list[int]
+    shared: list[int] = field(default_factory=list)
 
     @property
     def starts(self) -> np.ndarray:
