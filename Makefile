@@ -10,13 +10,16 @@ TORCH ?= torch==2.13.0
 CLANG := $(shell clang --version 2>/dev/null | sed -n 's/.*version \([0-9]*\).*/\1/p' | head -n 1)
 EXTRA := $(shell [ "$(CLANG)" -ge 16 ] 2>/dev/null || echo clang)
 
-.PHONY: demo test test-peers lint bench clean
+.PHONY: demo test test-long test-peers lint bench clean
 
 demo: $(VENV)/.core
 	$(BIN)/python main.py --prompt "Once upon a time" --max-tokens 256 --temperature 0.7 --seed 10
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-long: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m long
 
 test-peers: $(VENV)/.peers
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/peers

@@ -91,6 +91,7 @@ def test_it_runs_again_bit_for_bit(run):
     assert outcome.tokens == sum(len(ids) for end in run.ends for ids in end["tokens"]) > 100
 
 
+@pytest.mark.long
 def test_other_engines_give_the_same_tokens_in_another_schedule(run):
     other = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "num_blocks": 40}
     assert again(run, tokens_only=True, **other).identical
@@ -126,6 +127,7 @@ OTHER_WAYS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", OTHER_WAYS.values(), ids=OTHER_WAYS)
 def test_other_ways_to_run(tiny_model, tmp_path, options):
     run = recorded(tiny_model, tmp_path / "run.jsonl", **options)

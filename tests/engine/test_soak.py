@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.engine.soak_traffic import Traffic
 
 
+@pytest.mark.long
 def test_random_traffic_for_some_seconds() -> None:
     traffic = Traffic(seed=2, check_every=3)
     told: list[str] = []

@@ -84,6 +84,7 @@ def test_a_wrong_constant_in_a_kernel_is_found_and_named(tiny_model, tmp_path):
     assert "DIVERGES: layer 0 is the first" in done.stdout and "it is well with norm_gate_up_silu" in done.stdout, done.stdout
 
 
+@pytest.mark.long
 def test_a_nan_of_a_kernel_is_the_worst_of_all(tiny_model, monkeypatch):
     from tinyvllm.engine.verify import verify
     from tinyvllm.ops.calls import calls_of

@@ -13,6 +13,7 @@ from tests.server.conftest import Running
 from tests.server.soak_schema import examine
 
 
+@pytest.mark.long
 def test_no_operation_fails(server: Running) -> None:
     seen, wrong = examine(server.url, examples=8, random=False)
     assert not wrong, "\n".join(wrong[:5])
