@@ -182,3 +182,42 @@ def test_preemptions_are_counted(tokenizer: Tokenizer) -> None:
     state = state_of(tokenizer, n=2)
     state.sequences[0].num_preemptions, state.sequences[1].num_preemptions = 2, 1
     assert state.output().metrics.preemptions == 3
+
+
+def test_deltas_hold_what_is_new_and_join_to_the_whole(tokenizer: Tokenizer) -> None:
+    """A reader that was slower than the engine gets two as one; nothing is told twice."""
+    asked: dict[str, Any] = {"n": 2, "max_tokens": 4, "logprobs": 0}
+    whole, parts = state_of(tokenizer, **asked), state_of(tokenizer, **asked, output_kind="delta")
+    told = []
+    for position, token in enumerate("aé!".encode()):
+        for state in (whole, parts):
+            for sequence in state.sequences[: 2 if position != 1 else 1]:
+                state.append(sequence, token, {token: Logprob(-1.0, 1)})
+        told.append(parts.output())
+    assert all(output is not None for output in told)
+    first, second, third, fourth = told
+    assert [part.token_ids for part in first.outputs] == [[97], [97]] and [part.index for part in second.outputs] == [0]
+    joined, expected = first.joined(second).joined(third.joined(fourth)), whole.output()
+    assert expected is not None
+    for ours, theirs in zip(joined.outputs, expected.outputs, strict=True):
+        assert (ours.text, ours.token_ids, ours.logprobs, ours.finish_reason) == (
+            theirs.text, theirs.token_ids, theirs.logprobs, theirs.finish_reason,
+        )  # fmt: skip
+
+
+def test_final_only_tells_nothing_before_the_end(tokenizer: Tokenizer) -> None:
+    state = state_of(tokenizer, max_tokens=2, output_kind="final_only")
+    state.append(state.sequences[0], 97, None)
+    assert state.output() is None
+    state.append(state.sequences[0], 98, None)
+    output = state.output()
+    assert output is not None and output.finished and output.outputs[0].text == "ab"
+
+
+def test_the_best_of_several_are_told_at_the_end(tokenizer: Tokenizer) -> None:
+    state = state_of(tokenizer, n=1, best_of=3, max_tokens=1)
+    for sequence, logprob in zip(state.sequences, (-2.0, -0.5, -3.0), strict=True):
+        assert state.output() is None
+        state.append(sequence, 97 + sequence.index, {97 + sequence.index: Logprob(logprob, 1)})
+    output = state.output()
+    assert output is not None and [(part.index, part.text, part.logprobs) for part in output.outputs] == [(0, "b", None)]
