@@ -33,7 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def step(accounts: Accounts, clock: Clock, schedule: Schedule, owners: list, rounds: int, seconds: float) -> None:
     accounts.begin()
-    accounts.launched(schedule, owners, rounds)
+    accounts.launched(schedule, {entry.sequence.sequence_id: owner for entry, owner in zip(schedule.entries, owners, strict=True)}, rounds)
     clock.now += seconds
     accounts.spent("run")
     accounts.end()
@@ -50,6 +50,7 @@ def test_rounds_are_so_many_steps(clock: Clock) -> None:
     schedule = Schedule([Scheduled(one.sequences[0], 3, 1, True)])
     step(accounts, clock, schedule, [one], 4, 0.4)
     assert accounts.scheduler.rates.decode_step == pytest.approx(0.1)
+    schedule.goes_on = True
     step(accounts, clock, schedule, [one], 1, 0.1)
     assert accounts.scheduler.rates.decode_step == pytest.approx(0.1) and one.receipt.steps == 5
 

@@ -106,13 +106,18 @@ def uploads(monkeypatch):
     """What is copied to the device, as the number of int32s."""
     from tinyvllm.runner import prepare
 
-    seen, upload = [], prepare.upload
+    seen, upload, upload_parts = [], prepare.upload, prepare.upload_parts
 
     def spy(tensor, array, start=0):
         seen.append(array.size)
         upload(tensor, array, start)
 
+    def spy_parts(tensor, mirror, parts):
+        seen.extend(stop - start for start, stop in parts if stop > start)
+        upload_parts(tensor, mirror, parts)
+
     monkeypatch.setattr(prepare, "upload", spy)
+    monkeypatch.setattr(prepare, "upload_parts", spy_parts)
     return seen
 
 
@@ -121,7 +126,7 @@ def decodes(*positions, batch=None):
     batch = batch or [entry(b, 100, 0, 1) for b in range(1, len(positions) + 1)]
     for b, (scheduled, position) in enumerate(zip(batch, positions), start=1):
         scheduled.start = position
-        scheduled.sequence.block_table = [10 * b + i for i in range(position // S + 1)]
+        scheduled.sequence.block_table[:] = [10 * b + i for i in range(position // S + 1)]
     return batch
 
 
@@ -136,33 +141,54 @@ def made(batch):
 def test_what_the_device_has_advanced_is_not_laid_out_again(uploads):
     batch = decodes(5, 17)
     inputs = made(batch)
-    inputs.advanced(batch, 1)
+    inputs.advanced(1)
     uploads.clear()
     assert inputs.fill(decodes(6, 18, batch=batch), [], S) == 2 and uploads == []
-    inputs.advanced(batch, 4)
+    inputs.advanced(4)
     assert inputs.fill(decodes(10, 22, batch=batch), [], S) == 2 and uploads == []
 
 
-def test_a_new_block_takes_tables_and_slots_alone(uploads):
+def test_a_new_block_takes_itself_and_slots_alone(uploads):
     from tinyvllm.ops.launch import download
 
     batch = decodes(5, 15)
     inputs = made(batch)
-    inputs.advanced(batch, 1)
+    inputs.advanced(1)
     uploads.clear()
     assert inputs.fill(decodes(6, 16, batch=batch), [], S) == 2
-    assert uploads == [2 * M, 2], "no tokens: the device knows them"
+    assert uploads == [1, 1], "no tokens: the device knows them"
     device = inputs.batch(2)
     np.testing.assert_array_equal(download(device.block_tables)[1, :2], [20, 21])
-    assert download(device.slots).tolist() == [10 * S + 6, 21 * S], "it was sent to scratch when its blocks were full"
+    assert download(device.slots).tolist() == [10 * S + 5, 21 * S], "it was sent to scratch when its blocks were full; the other was not"
     assert download(device.tokens).tolist() == [105, 215], "untouched here"
+
+
+def test_a_step_that_goes_on_looks_at_those_alone_that_have_grown(uploads):
+    from tinyvllm.ops.launch import download
+
+    batch = decodes(5, 15, 30)
+    inputs = made(batch)
+    inputs.advanced(1)
+    assert inputs.ready
+    uploads.clear()
+    assert inputs.go_on([], S) == 2 and uploads == [] and not inputs.ready
+    inputs.advanced(3)
+    for scheduled in batch:
+        scheduled.start += 4
+    batch[1].sequence.block_table.append(77)
+    batch[2].sequence.block_table.append(88)
+    assert inputs.go_on(batch[1:], S) == 3 and uploads == [1] * 4
+    device = inputs.batch(3)
+    np.testing.assert_array_equal(download(device.block_tables)[1:3, :3], [[20, 77, 0], [30, 31, 88]])
+    assert inputs.slots.tolist()[:3] == [10 * S + 9, 77 * S + 3, 88 * S + 2]
+    assert inputs.context_lens.tolist()[:3] == [10, 20, 35]
 
 
 @pytest.mark.parametrize("why", ["another position", "one has left", "other sequences", "not advanced"])
 def test_anything_else_is_laid_out_whole(uploads, why):
     batch = decodes(5, 7)
     inputs = made(batch)
-    inputs.advanced(batch, 1)
+    inputs.advanced(1)
     if why == "not advanced":  # a full one, after which nobody has said what the device did
         inputs.fill(decodes(1, 1, batch=batch), [], S)
     uploads.clear()
@@ -185,7 +211,7 @@ def test_a_sequence_in_the_memory_of_an_ended_one_is_another(uploads, monkeypatc
     monkeypatch.setattr(prepare, "id", lambda thing: 1, raising=False)
     batch = decodes(5)
     inputs = made(batch)
-    inputs.advanced(batch, 1)
+    inputs.advanced(1)
     uploads.clear()
     inputs.fill(decodes(6, batch=[entry(2, 100, 0, 1)]), [], S)
     assert len(uploads) == 1 and uploads[0] > M
@@ -264,15 +290,17 @@ def test_what_is_shared_follows_tables_that_change_on_the_way(uploads):
     batch = [sharing(1, [1, 2, 3], own=2), sharing(2, [1, 2, 3], own=2)]
     inputs = made(batch)
     assert inputs.alike.tolist() == [0, 3 * S]
-    inputs.advanced(batch, 1)
+    inputs.advanced(1)
     for scheduled in batch:
         scheduled.start += 1
     batch[0].sequence.block_table.append(77)
     uploads.clear()
     inputs.fill(batch, [], S)
-    assert uploads == [2 * M, 2], "a new block of one's own changes nothing in common"
-    inputs.advanced(batch, 0)
-    batch[1].sequence.block_table = [1, 40, *batch[1].sequence.block_table[2:]]  # another list, as behind a swap
+    assert uploads == [1, 1] and inputs.alike.tolist() == [0, 3 * S], "a new block of one's own changes nothing in common"
+    inputs.advanced(1)
+    for scheduled in batch:
+        scheduled.start += 1
+    batch[1].sequence.block_table = [1, 40, *batch[1].sequence.block_table[2:], 99]  # another list, as behind a swap
     uploads.clear()
     inputs.fill(batch, [], S)
-    assert uploads == [2 * M, 2, 2] and download(inputs.batch(1).alike).tolist() == [0, S]
+    assert uploads == [6, 1, 2] and download(inputs.batch(1).alike).tolist() == [0, S]

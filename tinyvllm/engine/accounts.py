@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tinyvllm.metrics import EngineMetrics, FinishedRequest, NoMetrics, StepStats
 from tinyvllm.request import RequestOutput
-from tinyvllm.scheduler import Schedule, Scheduler
+from tinyvllm.scheduler import Schedule, Scheduled, Scheduler
 
 if TYPE_CHECKING:
     from tinyvllm.engine.output import Owner
@@ -35,6 +35,7 @@ class Accounts:
         self._seen = (0, 0, 0)  # prefix queries, hits and evictions when the last step ended
         self._swaps = 0
         self._rounds = 1  # of this step
+        self._asking: list[tuple[Scheduled, Owner]] = []  # who has asked for a receipt, of the last schedule's
         self._billed: dict[Owner, None] = {}  # whose receipts this step goes on, each once
 
     def begin(self) -> None:
@@ -61,23 +62,30 @@ class Accounts:
         self.stats.swapped += swapped
         self.stats.recomputed += len(schedule.preempted) - swapped
 
-    def launched(self, schedule: Schedule, owners: Iterable[Owner], rounds: int) -> None:
-        """A step of `schedule` runs, `rounds` times over, for `owners`, one an entry."""
+    def launched(self, schedule: Schedule, owners: Mapping[int, Owner], rounds: int) -> None:
+        """A step of `schedule` runs, `rounds` times over, for `owners`, by the ids of sequences."""
+        self._rounds = rounds
+        if not schedule.goes_on:  # else everybody is who he was in the last step
+            self._admitted(schedule, owners)
+        B = len(schedule.entries)
+        for entry, owner in self._asking:
+            receipt = owner.receipt
+            if owner not in self._billed:
+                receipt.steps += rounds
+                receipt.batch_sizes[B] = receipt.batch_sizes.get(B, 0) + rounds
+            receipt.bytes_moved += rounds * (self.costs.weights / B + (entry.start + 2 * entry.num_tokens) * self.costs.token)
+            self._billed[owner] = None
+
+    def _admitted(self, schedule: Schedule, owners: Mapping[int, Owner]) -> None:
         decodes = sum(entry.samples and entry.num_tokens == 1 for entry in schedule.entries)
         self.stats.prompt_tokens += schedule.num_tokens - decodes
-        self._rounds = rounds
-        now: float | None = None
-        for entry, owner in zip(schedule.entries, owners, strict=True):
+        now, self._asking = time.monotonic(), []
+        for entry in schedule.entries:
+            owner = owners[entry.sequence.sequence_id]
             if owner.metrics.scheduled is None:
-                now = time.monotonic() if now is None else now
                 owner.metrics.scheduled = now
             if owner.terms.receipt:
-                receipt, B = owner.receipt, len(schedule.entries)
-                if owner not in self._billed:
-                    receipt.steps += rounds
-                    receipt.batch_sizes[B] = receipt.batch_sizes.get(B, 0) + rounds
-                receipt.bytes_moved += rounds * (self.costs.weights / B + (entry.start + 2 * entry.num_tokens) * self.costs.token)
-                self._billed[owner] = None
+                self._asking.append((entry, owner))
 
     def waited(self, owner: Owner, count: int) -> None:
         """A sequence of this request got `count` tokens now."""

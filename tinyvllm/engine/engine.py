@@ -248,7 +248,8 @@ class Engine:
                 if self._scoring:
                     self._score()
                 schedule = self.scheduler.schedule()
-                self._settle(schedule)
+                if not schedule.goes_on:
+                    self._settle(schedule)
                 self.accounts.spent("schedule")
                 if not schedule.empty:
                     self._run(schedule)
@@ -281,7 +282,7 @@ class Engine:
         self.num_steps += 1
         self._launched(schedule, 1)
         self.scheduler.advance(schedule)
-        self._ahead = Launched(schedule, [entry.sequence for entry in step.sampling], flags, tokens)
+        self._ahead = Launched(schedule, step.sequences, flags, tokens)
         self.accounts.spent("prepare")
 
     def _collect(self, launched: Launched) -> None:
@@ -292,12 +293,12 @@ class Engine:
                 self._append(sequence, token, None)
 
     def _run(self, schedule: Schedule) -> None:
-        sequences = [entry.sequence for entry in schedule.entries if entry.samples]
-        self._join(sequences)
+        if not schedule.goes_on:
+            self._join(schedule)
         rounds = self._rounds(schedule)
         step = self.runner.prepare(schedule)
-        sequences = [entry.sequence for entry in step.sampling]
-        flags = self.sampler.prepare(sequences, step.B)
+        sequences = step.sequences
+        flags = self.sampler.prepare(sequences, step.B, schedule.goes_on)
         self.shaping.begin(sequences)
         if self._overlaps and step.decodes and rounds == 1 and not self._looks_at_each(sequences):
             self._launch_ahead(schedule, step, flags)
@@ -342,7 +343,7 @@ class Engine:
     def _launched(self, schedule: Schedule, rounds: int) -> None:
         if self.recorder is not None:
             self.recorder.launched(schedule, rounds)
-        self.accounts.launched(schedule, [self._owners[entry.sequence.sequence_id] for entry in schedule.entries], rounds)
+        self.accounts.launched(schedule, self._owners, rounds)
 
     def _append_rounds(self, sequences: list[Sequence], tokens: np.ndarray) -> None:
         """Tokens [rounds, B]; what came after a sequence's end is surplus, which the device could not know."""
@@ -359,9 +360,10 @@ class Engine:
 
     def _rounds(self, schedule: Schedule) -> int:
         """How many tokens each sequence of a schedule may get before the host must look; blocks for them are reserved."""
-        wanted, sequences = self.config.num_scheduler_steps, [entry.sequence for entry in schedule.entries]
+        wanted = self.config.num_scheduler_steps
         if wanted == 1 or any(entry.num_tokens > 1 or not entry.samples for entry in schedule.entries):
             return 1
+        sequences = [entry.sequence for entry in schedule.entries]
         if self.scheduler.waiting or self._scoring or self._looks_at_each(sequences):
             return 1
         longest = max(wanted if s.params.max_tokens is None else s.params.max_tokens - len(s.output_token_ids) for s in sequences)
@@ -372,9 +374,9 @@ class Engine:
         """Whether the host has something to do between a token and the next."""
         return self.sampler.withholds(sequences) or self.shaping.looks_at_each(sequences) or any(s.logprobs is not None for s in sequences)
 
-    def _join(self, sequences: list[Sequence]) -> None:
+    def _join(self, schedule: Schedule) -> None:
         """Tell the sampler about those that were admitted, or admitted again, since their last token."""
-        for sequence in sequences:
+        for sequence in [entry.sequence for entry in schedule.entries if entry.samples]:
             if self._rows.get(sequence.sequence_id) != sequence.row:
                 self.sampler.join(sequence, self.eos_ids)
                 self.shaping.joined(sequence)

@@ -16,7 +16,7 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """One line of tokens being continued. The scheduler owns `status`, `block_table` and `num_computed`; the engine appends tokens.
 

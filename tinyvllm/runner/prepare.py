@@ -6,13 +6,14 @@ one token that share blocks stand side by side, so that attention can read the b
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 
 from tinyvllm.batch import Batch
-from tinyvllm.ops.launch import spans, upload
+from tinyvllm.ops.launch import spans, upload, upload_parts
 from tinyvllm.scheduler import Schedule, Scheduled
 
 ALIGNED = 16  # int32s: kernels generated for vectors load from such borders
@@ -89,13 +90,16 @@ class StepInputs:
 
     def __init__(self, shape: Shape, M: int, scratch_slot: int, device: str, all_rows: bool = False, cascade: bool = True):
         T, B = shape.tokens, shape.sequences
-        self.shape, self.scratch_slot, self._all_rows, self._cascade = shape, scratch_slot, all_rows, cascade
+        self.shape, self.width, self.scratch_slot, self._all_rows, self._cascade = shape, M, scratch_slot, all_rows, cascade
         self._scheduled: list[int] = []  # ids of the last decodes in the schedule's order
         self._order: list[int] = []  # of the rows: places in the schedule
         self._tables: list[list[int]] = [[] for _ in range(B)]  # the sequences' own, which only grow, as laid out last
         self._widths = [0] * B  # how much of each was laid out
-        self._expected: list[tuple[int, int]] = []  # sequence and position of each decode that the device has ready for the next step
-        sizes = {"tokens": T, "positions": T, "slots": T, "query_starts": B + 1, "context_lens": B, "alike": B}
+        self._row_of: dict[int, int] = {}  # by the ids of the decodes that were laid out last
+        self._ahead = 0  # tokens that the device has moved these decodes on by since; 0 where it has not, or there were chunks
+        self._sharing = False  # whether two of them begin with the same block
+        # what changes on the way of decodes stands together
+        sizes = {"tokens": T, "positions": T, "slots": T, "context_lens": B, "alike": B, "query_starts": B + 1}
         sizes |= {"samples": T if all_rows else B, "rows": 1, "decodes": 1, "chunks": 2, "sample_count": 1, "block_tables": B * M}
         starts, end = {}, 0
         for name, size in sizes.items():
@@ -137,8 +141,8 @@ class StepInputs:
         """
         if self._cascade:
             self._arrange(singles)
-        if not chunks and self._expected and self._expected == [(e.sequence.sequence_id, e.start) for e in singles]:
-            return self._refresh(singles, block_size)
+        if not chunks and self._has_ready(singles):
+            return self.go_on(singles, block_size)
         self.tokens[:], self.positions[:], self.slots[:] = 0, 0, self.scratch_slot
         self.context_lens[:], self.samples[:] = 0, 0
         sampled, longest = 0, 1
@@ -171,19 +175,32 @@ class StepInputs:
                 self.samples[sampled] = row - 1
                 sampled += 1
         self.query_starts[decodes + len(chunks) + 1 :] = row
-        self._expected = []
+        self._row_of = {} if chunks else {entry.sequence.sequence_id: b for b, entry in enumerate(singles)}
+        self._ahead = 0
         self.rows[0], self.decodes[0] = row if chunks else len(singles), len(singles)
         self.chunks[:] = decodes, len(chunks)
         if self._all_rows:
             self.samples[:], sampled = np.arange(self.shape.tokens), row if chunks else len(singles)
         self.sample_count[0] = sampled
-        self.alike[:] = self._measure(len(singles), block_size)
+        self._measure(len(singles), block_size)
         upload(self._device, self._host)
         return longest
 
-    def advanced(self, singles: list[Scheduled], rounds: int) -> None:
-        """The device has moved these decodes on by so many tokens; they are what it expects next, if they all are still there."""
-        self._expected = [(entry.sequence.sequence_id, entry.start + rounds) for entry in singles]
+    def advanced(self, rounds: int) -> None:
+        """The device has moved the decodes on by so many tokens; they are what it has ready, if they all are still there."""
+        self._ahead += rounds
+
+    @property
+    def ready(self) -> bool:
+        """Whether the device has the last decodes' next step ready."""
+        return self._ahead > 0
+
+    def _has_ready(self, singles: list[Scheduled]) -> bool:
+        """Whether these decodes are what the device has ready, row by row."""
+        if not self._ahead or len(singles) != len(self._row_of):
+            return False
+        starts = (self.positions[: len(singles)] + self._ahead).tolist()
+        return all(self._row_of.get(e.sequence.sequence_id) == b and starts[b] == e.start for b, e in enumerate(singles))
 
     def _arrange(self, singles: list[Scheduled]) -> None:
         """Sort decodes into rows. They stay while the schedule's do: a step may be launched before the last one's tokens are known."""
@@ -192,39 +209,52 @@ class StepInputs:
             self._scheduled, self._order = scheduled, side_by_side([entry.sequence.block_table for entry in singles])
         singles[:] = [singles[i] for i in self._order]
 
-    def _measure(self, count: int, block_size: int) -> np.ndarray:
-        """`alike` int32 [B] of the first `count` rows as they lie in the block table; 0 for the others."""
-        alike, tables = np.zeros(len(self.alike), np.int32), self.block_tables[:count]
-        if self._cascade and (tables[1:, 0] == tables[:-1, 0]).any():
+    def _measure(self, count: int, block_size: int) -> bool:
+        """Fill `alike` for the first `count` rows as they lie in the block table, 0 for the others; whether that changed anything."""
+        before, tables = self.alike.copy(), self.block_tables[:count]
+        self.alike[:] = 0
+        self._sharing = self._cascade and bool((tables[1:, 0] == tables[:-1, 0]).any())
+        if self._sharing:
             full = self.context_lens[:count] // block_size
             both = np.minimum(full[1:], full[:-1])  # what stands behind them may be of somebody who had the row before
             width = int(both.max())
             differ = np.ones((count - 1, width + 1), np.bool_)
             differ[:, :width] = tables[1:, :width] != tables[:-1, :width]
-            alike[1:count] = np.minimum(differ.argmax(1), both) * block_size
-        return alike
+            self.alike[1:count] = np.minimum(differ.argmax(1), both) * block_size
+        return not np.array_equal(before, self.alike)
 
-    def _refresh(self, singles: list[Scheduled], block_size: int) -> int:
-        """New blocks, and with them the slots: a sequence whose blocks were full when it was advanced has been sent to scratch."""
-        # lists that are the same object are equal at once: nobody reads what is in 64 tables, which would not be in the processor's cache
-        tables = [entry.sequence.block_table for entry in singles]
-        widths = [len(table) for table in tables]
-        if tables != self._tables[: len(singles)] or widths != self._widths[: len(singles)]:
-            for b, (entry, table) in enumerate(zip(singles, tables, strict=True)):
-                position = entry.start
-                self._describe(b, position + 1, table)
-                self.slots[b] = table[position // block_size] * block_size + position % block_size
-            upload(self._device, self.block_tables.reshape(-1), self._starts["block_tables"])
-            upload(self._device, self.slots, self._starts["slots"])
-            alike = self._measure(len(singles), block_size)
-            if not np.array_equal(alike, self.alike):
-                self.alike[:] = alike
-                upload(self._device, self.alike, self._starts["alike"])
-        return max(widths)
+    def go_on(self, entries: Iterable[Scheduled], block_size: int) -> int:
+        """Of decodes that the device has moved on, copy what it cannot know: the blocks of `entries`, all that have come into another.
+
+        Returns the blocks of the longest context.
+        """
+        count, first, starts = len(self._row_of), self._starts["block_tables"], self._starts["slots"]
+        for moved in (self.positions, self.slots, self.context_lens):  # as the device has done it; the slots as far as blocks went
+            moved[:count] += self._ahead
+        self._ahead = 0
+        parts: list[tuple[int, int]] = []
+        for entry in entries:
+            b, position, table = self._row_of[entry.sequence.sequence_id], entry.start, entry.sequence.block_table
+            self._sharing = self._sharing or (self._cascade and self._tables[b] is not table)
+            # a sequence whose blocks were full when it was advanced has been sent to scratch
+            self.slots[b] = table[position // block_size] * block_size + position % block_size
+            if new := self._lay_table(b, table):
+                end = first + b * self.width + len(table)
+                parts += ((end - new, end), (starts + b, starts + b + 1))
+        if parts:
+            if self._sharing and self._measure(count, block_size):
+                parts.append((self._starts["alike"], self._starts["alike"] + count))
+            upload_parts(self._device, self._host, parts)
+        return max(self._widths[:count])
 
     def _describe(self, b: int, context: int, table: list[int]) -> None:
         self.context_lens[b] = context
+        self._lay_table(b, table)
+
+    def _lay_table(self, b: int, table: list[int]) -> int:
+        """Write what is new of a row's block table; how many blocks that is."""
         known = self._widths[b] if self._tables[b] is table else 0
         if known < len(table):  # it grows once in a block's worth of steps
             self.block_tables[b, known : len(table)] = table[known:]
         self._tables[b], self._widths[b] = table, len(table)
+        return len(table) - known

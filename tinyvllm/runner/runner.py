@@ -20,6 +20,7 @@ from tinyvllm.ops.crew import crew
 from tinyvllm.ops.launch import Call, Captured, Reading, download, peek, read_behind, repeat, upload
 from tinyvllm.ops.registry import Choice, choices, rows
 from tinyvllm.quant.formats import FORMATS, unpack
+from tinyvllm.request import Sequence
 from tinyvllm.runner.kv import KVPool, block_bytes, kv_dtype
 from tinyvllm.runner.memory import check_room, pool_blocks
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
@@ -67,12 +68,12 @@ def weight_dtype(choice: str, checkpoint: Checkpoint) -> DType:
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """A step whose inputs lie on the device. The first logits of its B rows are those of `sampling`, in this order.
+    """A step whose inputs lie on the device. The first logits of its B rows are those of `sequences`, in this order.
 
     `decodes`: it is nothing but these, a token each, so that the device can go on to the next step by itself.
     """
 
-    sampling: list[Scheduled]
+    sequences: list[Sequence]
     B: int
     values: dict[str, int]
     plan: StepPlan
@@ -127,6 +128,7 @@ class Runner:
         self._table_width = -(-self.max_model_len // config.block_size)
         self._cascade = config.enable_cascade
         self._steps: dict[tuple[Shape, bool], StepPlan] = {}
+        self._last: tuple[Schedule, PreparedStep] | None = None
         self._embeddings: dict[Shape, tuple[StepInputs, Captured]] = {}
         hosted = config.swap_space // self.pool.block_bytes
         self._hosted = np.zeros((hosted, self.pool.block_bytes), np.uint8)  # its pages come as they are written
@@ -146,9 +148,20 @@ class Runner:
         return KVPool(self.config, blocks, size, dtype, self.device), longest
 
     def prepare(self, schedule: Schedule) -> PreparedStep:
-        """Lay a schedule out on the device. The copy may wait for the step in flight, so it comes before anything is launched."""
+        """Lay a schedule out on the device. The copy may wait for the step in flight, so it comes before anything is launched.
+
+        The result holds until the next call, which gives the same object for a schedule that goes on.
+        """
+        if schedule.goes_on and self._last is not None and self._last[0] is schedule and self._last[1].plan.inputs.ready:
+            step = self._last[1]
+            blocks = step.plan.inputs.go_on(schedule.changed, self.pool.block_size)
+            if step.values:
+                step.values["num_blocks"] = blocks
+            return step
         singles, chunks = split(schedule)
-        return self._prepare(singles, chunks, all_rows=False)
+        step = self._prepare(singles, chunks, all_rows=False)
+        self._last = schedule, step
+        return step
 
     @property
     def swap_blocks(self) -> int:
@@ -188,7 +201,7 @@ class Runner:
             for captured, tensors, values in calls if turn else calls[-1:]:
                 captured(*tensors, **values)
             readings.append(read_behind(sampled))
-        step.plan.inputs.advanced(step.sampling, rounds)
+        step.plan.inputs.advanced(rounds)
         for reading in readings:
             yield reading.get().reshape(1, -1)
 
@@ -196,7 +209,7 @@ class Runner:
         """All rounds as one job, whose history is looked at while it is under way."""
         upload(step.plan.history.round, np.zeros(1, np.int32))
         calls[-1][0](sampled)
-        step.plan.inputs.advanced(step.sampling, rounds)
+        step.plan.inputs.advanced(rounds)
         behind = repeat(calls, rounds - 1)
         seen, tokens = 0, step.plan.history.tokens
         try:
@@ -231,7 +244,7 @@ class Runner:
 
             plan.rounds[kind] = Captured(function, {"num_blocks": (1, self._table_width)})
         tokens = plan.rounds[kind](**step.values)
-        plan.inputs.advanced(step.sampling, 1)
+        plan.inputs.advanced(1)
         return read_behind(tokens)
 
     def _advance(self, plan: StepPlan, sampled: Tensor) -> Captured:
@@ -281,9 +294,9 @@ class Runner:
         shape = shape_of(singles, chunks)
         plan = self._steps.get((shape, all_rows)) or self._new_step(shape, all_rows)
         blocks = plan.inputs.fill(singles, chunks, self.pool.block_size)
-        sampling = [entry for entry in singles + chunks if entry.samples]
+        sequences = [entry.sequence for entry in singles + chunks if entry.samples]
         values = {"num_blocks": blocks} if self._table_width > 1 else {}
-        return PreparedStep(sampling, shape.sequences, values, plan, not chunks and len(sampling) == len(singles))
+        return PreparedStep(sequences, shape.sequences, values, plan, not chunks and len(sequences) == len(singles))
 
     def _new_step(self, shape: Shape, all_rows: bool) -> StepPlan:
         inputs = StepInputs(shape, self._table_width, self.pool.scratch_slot, self.device, all_rows, self._cascade)

@@ -98,7 +98,7 @@ class Sampler:
         self._withheld: dict[int, frozenset[int]] = {}  # row -> tokens that min_tokens keeps away for now
         self._inputs: dict[int, tuple[np.ndarray, Tensor]] = {}  # B -> lines on the host and on the device, [B, columns]
         self._changes = 0  # of lines and flags
-        self._laid: dict[int, tuple[int, list[int], SamplingFlags]] = {}  # B -> changes so far, rows and flags when lines were laid out
+        self._laid: dict[int, tuple[int, SamplingFlags]] = {}  # B -> changes so far, and flags, when lines were laid out
         self._on_device: dict[int, np.ndarray] = {}  # B -> the lines as they are there: each draw moves the positions on
         self._steps: dict[tuple[int, SamplingFlags], Captured] = {}
         self._functions: dict[tuple[int, SamplingFlags], Callable[[Tensor], Tensor]] = {}
@@ -145,8 +145,10 @@ class Sampler:
             flags |= other
         return flags
 
-    def prepare(self, sequences: list[Sequence], B: int) -> SamplingFlags:
+    def prepare(self, sequences: list[Sequence], B: int, goes_on: bool = False) -> SamplingFlags:
         """Copy to the device what the next `draw` with B rows reads; row b is sequences[b], the rest is padding.
+
+        `goes_on` says that they are those of the last call, each with the tokens that were drawn since: the device has moved on by itself.
 
         The copy may wait for whatever is in flight on the device: call this before the forward pass is launched, and the pass and the draw
         run back to back.
@@ -156,16 +158,14 @@ class Sampler:
         if B not in self._inputs:
             device = Tensor.zeros(B, len(Column), dtype=dtypes.int32, device=self.device).contiguous().realize()
             self._inputs[B] = np.empty((B, len(Column)), dtype=np.int32), device
+        changes, flags = self._laid.get(B, (-1, SamplingFlags()))
+        if goes_on and changes == self._changes:
+            return flags
         lines, inputs = self._inputs[B]
         n, rows = len(sequences), [sequence.row for sequence in sequences]
-        changes, laid, flags = self._laid.get(B, (-1, rows, SamplingFlags()))
-        if changes == self._changes and laid == rows:
-            if not flags:  # greedy rows that only go on: nothing moves, and 64 rows' lines and flags need not be looked at
-                return flags
-        else:
-            lines[:n], lines[n:] = self._lines[rows], self._lines[self._scratch]
-            flags = self.flags(sequences)
-            self._laid[B] = self._changes, rows, flags
+        lines[:n], lines[n:] = self._lines[rows], self._lines[self._scratch]
+        flags = self.flags(sequences)
+        self._laid[B] = self._changes, flags
         lines[:n, Column.POSITION] = [len(s.output_token_ids) if self._flags[s.row].sampled else 0 for s in sequences]
         known = self._on_device.get(B)
         if known is None or not np.array_equal(lines, known):

@@ -87,7 +87,6 @@ class WaitingQueue:
         self._count -= 1
         self.num_tokens -= len(sequence)
 
-    def serve(self, sequence: Sequence, tokens: int) -> None:
-        """So many tokens are computed for the sequence's key."""
-        key = sequence.terms.key
+    def serve(self, key: str, tokens: int) -> None:
+        """So many tokens are computed for sequences of this key."""
         self._served[key] = self._served.get(key, 0) + tokens

@@ -58,6 +58,9 @@ class Schedule:
     `preempted` lost their rows and wait again. `exhausted` are finished, with reason "length": they have outgrown the whole cache.
     `expired` are finished, with reason "deadline". It is for the caller to report both. Any may come without entries: then there is nothing
     to run in this step.
+
+    A step of decodes alone that only goes on, each sequence a token or more further, is the last step's object once more: `goes_on` says
+    so, and `changed` names the entries that have come into another block since, or whose tables have grown.
     """
 
     entries: list[Scheduled] = field(default_factory=list)
@@ -67,6 +70,8 @@ class Schedule:
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    goes_on: bool = False
+    changed: list[Scheduled] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -75,3 +80,8 @@ class Schedule:
     @property
     def empty(self) -> bool:
         return not self.entries
+
+    @property
+    def moves(self) -> bool:
+        """Whether somebody has lost his place, or blocks move before the step."""
+        return bool(self.preempted or self.exhausted or self.expired or self.swap_out or self.swap_in or self.copies)

@@ -22,6 +22,7 @@ from tinyvllm.request import Sequence, Status
 from tinyvllm.scheduler.queue import WaitingQueue, rank_of
 from tinyvllm.scheduler.rates import Rates
 from tinyvllm.scheduler.schedule import Schedule, Scheduled, SchedulerLimits
+from tinyvllm.scheduler.steady import Steady
 
 _SHARE = 4  # part of a step's tokens that long prefills leave to others that want it
 
@@ -54,6 +55,7 @@ class Scheduler:
         self._copied: list[int] = []  # blocks of the last schedule's copies, held until they have run
         self._lent = self._wanted = 0  # blocks that somebody outside holds, and waits for
         self._timed: set[Sequence] = set()  # those with deadlines
+        self._steady: Steady | None = None  # the last step, as long as it can go on as it is
         self._clock = clock
 
     def has_work(self) -> bool:
@@ -97,8 +99,9 @@ class Scheduler:
 
     def _num_pinned(self, sequence: Sequence) -> int:
         """How many of the blocks that chunks hold a sequence begins with."""
-        found = self._match(sequence)
-        self.pool.release(found)
+        if self.prefix is None:
+            return 0
+        found = self.prefix.find(self._hashes(sequence, (len(sequence) - 1) // self.pool.block_size))
         return sum(block in self.pinned for block in found)
 
     def _refuse_busy(self, sequence: Sequence) -> None:
@@ -154,6 +157,9 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """Choose the next step, give it its blocks, and preempt where there are too few."""
+        onward = self._onward(unseen=0)
+        if onward is not None:
+            return onward
         self.pool.release(self._copied)
         self._copied = []
         self._resume()
@@ -172,7 +178,32 @@ class Scheduler:
         plan.copies = [(source, block) for block, source in self._copies.items()]
         self._copied = list(self._copies.values())
         self._copies.clear()
+        if not plan.moves and Steady.fits(plan, self.running):
+            self._steady = Steady(plan, self.pool.block_size)
         return plan
+
+    def _onward(self, unseen: int) -> Schedule | None:
+        """The last step once more, where all that it was made of is as it was; `unseen` tokens of each sequence are not known yet.
+
+        None where the queue, a deadline, or want of blocks asks for more than that.
+        """
+        steady = self._steady
+        if steady is None or self._paused or (self.waiting and self._could_come_in()) or self._late():
+            return None
+        filled = steady.go_on(unseen)
+        size = self.pool.block_size
+        growing = [entry for entry in filled or () if entry.start >= len(entry.sequence.block_table) * size]
+        if filled is None or len(growing) > self.pool.num_free:
+            self._steady = None
+            return None
+        for entry in filled:
+            self._publish(entry.sequence)
+        for entry, block in zip(growing, self.pool.allocate(len(growing)), strict=True):
+            entry.sequence.block_table.append(block)
+        for key, count in steady.keys.items():
+            self.waiting.serve(key, count)
+        steady.schedule.goes_on, steady.schedule.changed = True, filled
+        return steady.schedule
 
     def reserve(self, schedule: Schedule, rounds: int) -> int:
         """Blocks for up to `rounds` tokens of each decode of a schedule, without preempting anybody; for how many there are enough."""
@@ -180,8 +211,10 @@ class Scheduler:
         while rounds > 1:
             missing = [max(0, self.pool.blocks_for(start + rounds) - len(table)) for start, table in tables]
             if sum(missing) <= self.pool.num_free:
-                for (_, table), count in zip(tables, missing, strict=True):
-                    table += self.pool.allocate(count)
+                for entry, count in zip(schedule.entries, missing, strict=True):
+                    if count:
+                        entry.sequence.block_table += self.pool.allocate(count)
+                        schedule.changed.append(entry)
                 return rounds
             # what is free, shared by all, and what their last blocks still hold
             rounds = min(rounds - 1, min(len(table) * size - start for start, table in tables) + self.pool.num_free // len(tables) * size)
@@ -193,19 +226,10 @@ class Scheduler:
         None where somebody has ended, could be admitted, or would need blocks or room that are not free: then the tokens must be looked at
         first.
         """
-        entries = [Scheduled(entry.sequence, entry.sequence.num_computed, 1, True) for entry in schedule.entries]
-        if len(entries) != len(self.running) or (self.waiting and self._could_come_in()):
+        steady = self._steady
+        if steady is None or steady.schedule is not schedule or steady.longest + 2 >= self.limits.max_model_len:
             return None
-        if any(entry.sequence.status is not Status.RUNNING for entry in entries):
-            return None
-        if any(entry.start + 1 >= self.limits.max_model_len for entry in entries) or self._late():
-            return None
-        missing = [max(0, self.pool.blocks_for(entry.start + 1) - len(entry.sequence.block_table)) for entry in entries]
-        if sum(missing) > self.pool.num_free:
-            return None
-        for entry, count in zip(entries, missing, strict=True):
-            entry.sequence.block_table += self.pool.allocate(count)
-        return Schedule(entries)
+        return self._onward(unseen=1)
 
     def _could_come_in(self) -> bool:
         """Whether the queue needs a look: a row is free, or could be taken from somebody of lower priority."""
@@ -351,7 +375,7 @@ class Scheduler:
             else:
                 chunks.append(Scheduled(sequence, start, count, count == left))
                 budget -= count
-            self.waiting.serve(sequence, count)
+            self.waiting.serve(sequence.terms.key, count)
         return budget
 
     def _admit(self, plan: Schedule, chunks: list[Scheduled], budget: int) -> int:
@@ -377,7 +401,7 @@ class Scheduler:
             count = min(left, budget)
             self._grow(sequence, start + count, plan)
             (plan.entries if left == 1 else chunks).append(Scheduled(sequence, start, count, count == left))
-            self.waiting.serve(sequence, count)
+            self.waiting.serve(sequence.terms.key, count)
             budget -= count
         return budget
 
@@ -401,7 +425,7 @@ class Scheduler:
                 running += 1
             chunk.num_tokens += end - start
             chunk.samples = end == len(sequence)
-            self.waiting.serve(sequence, end - start)
+            self.waiting.serve(sequence.terms.key, end - start)
             budget -= end - start
             if not budget:
                 return
@@ -439,6 +463,7 @@ class Scheduler:
 
     def _seat(self, sequence: Sequence) -> None:
         """It runs: a row, and its place by rank."""
+        self._steady = None
         bisect.insort(self.running, sequence, key=rank_of)
         sequence.status = Status.RUNNING
         sequence.row = heapq.heappop(self._free_rows)
@@ -513,6 +538,7 @@ class Scheduler:
 
     def _vacate(self, sequence: Sequence) -> None:
         """Take a running sequence's blocks and row back; what the prefix cache does not keep of it is gone."""
+        self._steady = None
         self.running.remove(sequence)
         if self._copies:  # none may come behind, into a block that is somebody else's by then
             self.pool.release([source for block in sequence.block_table if (source := self._copies.pop(block, None)) is not None])

@@ -19,7 +19,7 @@ from tinyvllm.ops.launch.capture import Behind, Call, Captured, repeat
 from tinyvllm.ops.launch.device import open_device, prefer_device, synchronize
 from tinyvllm.ops.launch.gpu import gpu_attribute, gpu_free_memory
 from tinyvllm.ops.launch.layers import uninitialized
-from tinyvllm.ops.launch.memory import Reading, download, peek, read_behind, upload
+from tinyvllm.ops.launch.memory import Reading, download, peek, read_behind, upload, upload_parts
 from tinyvllm.ops.launch.metal_queue import gpu_family, gpu_name
 from tinyvllm.ops.launch.node import launch, run_now
 from tinyvllm.ops.launch.programs import keep_programs
@@ -31,4 +31,5 @@ __all__ = [
     "Behind", "Call", "Captured", "Reading", "Timed", "alias", "byte_spans", "download", "gpu_attribute", "gpu_family", "gpu_free_memory",
     "gpu_name", "keep_programs", "launch", "mapped", "open_device", "peek", "prefer_device", "read_behind", "repeat", "run_now",
     "scatter_add", "spans", "standing_zeros", "store_kv", "synchronize", "uninitialized", "upload",
+    "upload_parts",
 ]  # fmt: skip

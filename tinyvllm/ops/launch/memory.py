@@ -52,6 +52,23 @@ def upload(tensor: Tensor, array: np.ndarray, start: int = 0) -> None:
     view.copyin(array.data.cast("B"))
 
 
+def upload_parts(tensor: Tensor, mirror: np.ndarray, parts: list[tuple[int, int]]) -> None:
+    """`upload` of elements start..stop of `mirror`, an array [n] of the tensor's size and layout, to their places, for each of `parts`.
+
+    A device with memory of its own gets all from the first to the last of them in one copy: what is between must be as it is there.
+    """
+    buffer, size = buffer_of(tensor.uop), mirror.itemsize
+    if (mirror.size, size) != (buffer.size, buffer.dtype.itemsize):
+        raise ValueError(f"upload_parts: {mirror.size} items of {size} bytes are no mirror of {buffer}")
+    if (memory := _host_memory(buffer)) is None:
+        first = min(start for start, _ in parts)
+        upload(tensor, mirror[first : max(stop for _, stop in parts)], first)
+        return
+    data = mirror.data.cast("B")
+    for start, stop in parts:
+        memory[start * size : stop * size] = data[start * size : stop * size]
+
+
 def download(tensor: Tensor) -> np.ndarray:
     """The contents of a realized tensor as a new array, after waiting for the work that produces it."""
     shape, dtype, buffer = tuple(int(d) for d in tensor.shape), _to_np_dtype(tensor.dtype), buffer_of(tensor.uop)
