@@ -42,6 +42,7 @@ def test_roofs_and_what_they_are_for(driver: Driver, tmp_path: Path) -> None:
     assert found["attention_decode, 2 x 40, H=4 K=2 D=32"]["of"] == "copy" and found["matmul BF16, 64, sm_80"]["share"] is None
 
 
+@pytest.mark.long
 def test_each_kernel_against_tinygrads_code(driver: Driver, tmp_path: Path) -> None:
     found = figures(tmp_path / "run", "ablation")
     assert len(found) == 7 + 4 + 1 + 1 and all(line["tinygrad_us"] > 0 and line["us"] > 0 for line in found.values())

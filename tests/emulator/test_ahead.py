@@ -21,7 +21,9 @@ def cpu():
         yield llm
 
 
-@pytest.fixture(scope="module", params=[0, 1], ids=["as late as can be", "at any moment"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(0, id="as late as can be", marks=pytest.mark.long), pytest.param(1, id="at any moment")]
+)
 def driver(request):
     with cuda_device(seed=request.param) as driver:
         yield driver

@@ -68,6 +68,7 @@ def test_logits(cpu, gpu):
     assert np.abs(a - b).max() < 0.15 and np.abs(a - b).mean() < 0.015, (np.abs(a - b).max(), np.abs(a - b).mean())
 
 
+@pytest.mark.long
 def test_a_request_gives_the_same_tokens_in_any_company(gpu):
     """Ten together are rows of the large products, alone they are rows of the small ones; greedy and drawn."""
     texts = [TEXTS[i % 6] + " " * (i // 6) for i in range(10)]
@@ -97,7 +98,7 @@ def test_a_small_gpu_takes_the_large_products(gpu, driver, monkeypatch):
     assert not ran & {"matvec", "norm_gate_up_silu", "norm_qkv_rope_store", "norm_head"}
 
 
-@pytest.mark.parametrize("format", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("format", [pytest.param("q8_0", marks=pytest.mark.long), "q4_0"])
 def test_packed_weights(driver, format):
     with LLM(MODEL, device="CPU", **OPTIONS, quantization=format) as cpu:
         expected, logits = tokens(cpu, TEXTS[:1]), cpu.engine.prompt_logits([0, 5, 9, 44])

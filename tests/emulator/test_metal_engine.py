@@ -58,6 +58,7 @@ def test_logits(cpu, gpu):
     assert np.abs(a - b).max() < 0.15 and np.abs(a - b).mean() < 0.015
 
 
+@pytest.mark.long
 def test_up_to_sixteen_together_give_what_they_give_alone(gpu):
     """Greedy and drawn; small products have one order for one row and for sixteen."""
     drawn = [SamplingParams(temperature=0.9, seed=i, top_p=0.9, max_tokens=4, ignore_eos=True) for i in range(6)]
@@ -66,6 +67,7 @@ def test_up_to_sixteen_together_give_what_they_give_alone(gpu):
     assert together == [tokens(gpu, [text], [param])[0] for text, param in zip(TEXTS, params, strict=True)]
 
 
+@pytest.mark.long
 def test_the_host_looks_at_each_token_where_it_must(cpu, gpu):
     late = SamplingParams(temperature=0.0, max_tokens=8, min_tokens=6, ignore_eos=True, stop_token_ids=[264])
     asking = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=2)
@@ -74,6 +76,7 @@ def test_the_host_looks_at_each_token_where_it_must(cpu, gpu):
         assert tokens(gpu, TEXTS[:1], asking) == tokens(cpu, TEXTS[:1])
 
 
+@pytest.mark.long
 def test_tuning_changes_no_token_and_is_remembered(gpu, monkeypatch, tmp_path):
     expected = tokens(gpu, TEXTS[:1])
     monkeypatch.setenv("TINYVLLM_AUTOTUNE", "1")
@@ -109,7 +112,7 @@ def test_a_step_over_several_partitions_is_five_launches_a_layer(mac, monkeypatc
     assert decodes.total() <= 5 * L + 6 and {name: decodes[name] for name in layer} == {name: L * n for name, n in layer.items()}
 
 
-@pytest.mark.parametrize("format", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("format", [pytest.param("q8_0", marks=pytest.mark.long), "q4_0"])
 def test_packed_weights(mac, format):
     """The CPU rounds x to int8 beside them, the GPU does not."""
     with LLM(MODEL, device="CPU", **OPTIONS, quantization=format) as cpu:

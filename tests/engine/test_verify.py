@@ -34,6 +34,7 @@ def test_every_place_is_compared_and_found_equal(tiny_model):
         assert 0 <= report.kl_mean < 1e-8
 
 
+@pytest.mark.long
 def test_the_bundled_models_attention_in_all_kinds_of_steps():
     from tinyvllm.engine.verify import verify
 
