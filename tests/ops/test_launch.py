@@ -86,6 +86,32 @@ def test_captured_replays_on_changed_buffers_arguments_and_variables():
     assert len(calls) == 1, "captured at the first call and never run again"
 
 
+def test_captured_steps_share_the_memory_of_what_they_compute_on_the_way():
+    """The largest first: those behind it need nothing of their own; results are theirs, however replays take turns."""
+    import gc
+
+    from tinyvllm.ops.launch import Captured, arena, download, upload_parts
+
+    gc.collect()
+    before = {id(ref()) for ref in arena._arenas if ref() is not None}
+    steps, inputs = [], []
+    for count in (50_000, 300, 40_000):
+        x = realized(np.arange(count, dtype=np.float32))
+        steps.append(Captured(lambda x: ((x + 1).contiguous().realize() * (x + 2).contiguous().realize()).sum().contiguous().realize()))
+        inputs.append(x)
+    for _ in range(2):
+        results = [step(x) for step, x in zip(steps, inputs, strict=True)]
+        for x, result in zip(inputs, results, strict=True):
+            numbers = np.arange(x.numel(), dtype=np.float64)
+            assert download(result).item() == pytest.approx(((numbers + 1) * (numbers + 2)).sum(), rel=1e-4)
+        upload_parts(inputs[1], np.arange(300, dtype=np.float32), [(0, 300)])
+    new = [ref() for ref in arena._arenas if ref() is not None and id(ref()) not in before]
+    assert len(new) == 1 and new[0].arg >= 2 * 50_000 * 4, "one for all three"
+    del steps, new
+    gc.collect()
+    assert {id(ref()) for ref in arena._arenas if ref() is not None} <= before, "it goes with the last that uses it"
+
+
 def test_spans_are_the_same_memory():
     from tinyvllm.ops.launch import download, spans, upload
 

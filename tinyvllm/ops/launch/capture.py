@@ -13,6 +13,7 @@ from tinygrad.engine.realize import graph_cache
 from tinygrad.uop.ops import Ops
 
 from tinyvllm.ops.cuda_device import Mark
+from tinyvllm.ops.launch.arena import shared_arenas
 from tinyvllm.ops.launch.crew_graph import CrewGraph
 from tinyvllm.ops.launch.gpu import copies_of
 from tinyvllm.ops.launch.indirect_graph import IndirectGraph
@@ -51,7 +52,7 @@ class Captured:
 
     def _first(self, *tensors: Tensor, **values: int) -> Any:
         bound = {name: UOp.variable(name, *self._variables[name]).bind(value) for name, value in values.items()}
-        with Context(JIT_BATCH_SIZE=0):
+        with Context(JIT_BATCH_SIZE=0), shared_arenas():
             self._result = self._jit(*tensors, **bound)
         if self._jit.captured is not None:  # JIT=0 in the environment captures nothing
             self._graph = self._only_graph()
