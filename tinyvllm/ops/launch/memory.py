@@ -17,7 +17,6 @@ from tinyvllm.ops.launch.metal_queue import Delivery, queue_of
 _MOST_PINNED = 1 << 20  # bytes; larger downloads are no part of serving, and would keep as much host memory from everybody else
 
 
-
 def buffer_of(u: UOp) -> Buffer:
     """The allocated buffer of a tensor's `uop`, which must lie on one device."""
     buffer = u.buffer
