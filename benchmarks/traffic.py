@@ -1,10 +1,12 @@
-"""What serving costs beside bare computing: six figures, each beside its roof and the goal that was set for it.
+"""What serving costs beside bare computing: seven figures, each beside its roof and the goal that was set for it.
 
     batching   answers a second of the engine against a static batch of the same work: the runner driven by a loop that does nothing else,
                as many sequences at a time, the next batch when all of the last are over. Equal lengths, where static is at its best, and
                random ones, where it waits for the longest
     host       scheduling and laying out a step of 64 decodes, microseconds
     prefix     time to the first token behind 2048 tokens: computed, and found in the prefix cache
+    together   sixteen requests that come at once behind the same tokens: until each has its first token, and the same where nobody waits
+               for another to compute what he begins with
     cache      what the prefix cache costs who never hits, seen two ways: rounds with and without it in turn, and the processor time of its
                calls by all of the time. Its pool is full, so each block is evicted from
     idle       share of a step of decodes in which the device has nothing to run
@@ -172,6 +174,37 @@ def cache(llm: Any, rounds: int) -> Iterator[Result]:
     )  # fmt: skip
 
 
+def together(llm: Any, rounds: int) -> Iterator[Result]:
+    from tinyvllm import SamplingParams
+
+    engine, count, chance = llm.engine, 16, random.Random(6)
+    leading = engine.scheduler._leading
+    worth = leading._worth
+
+    def arrive(worth: int, tokens: int) -> float:
+        leading._worth = worth
+        common = prompt(tokens, chance)
+        for n in range(count):
+            engine.add(f"traffic-{n}", common + prompt(16, chance), SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+        start = time.perf_counter()
+        while engine.has_work():
+            engine.step()
+        return time.perf_counter() - start
+
+    for tokens in (128, 2048):
+        contestants = {"one": partial(arrive, worth, tokens), "each": partial(arrive, 1 << 30, tokens)}
+        for run in contestants.values():
+            run()
+        turns = take_turns(contestants, max(3, rounds // 2), patience=1.0)
+        one, each, times = spread(turns["one"]), spread(turns["each"]), paired(turns["each"], turns["one"])
+        yield Result(
+            f"{count} at once behind {tokens} tokens", f"{times:.1f} x sooner", f"{one.median:.2f} s after {each.median:.2f} s", "",
+            {"what": "together", "requests": count, "tokens": tokens, "behind": 16, "one_s": round(one.median, 3),
+             "each_s": round(each.median, 3), "times": round(times, 2)}, (one, each),
+        )  # fmt: skip
+    leading._worth = worth
+
+
 def seconds_of(function: Callable[..., object], *arguments: Any) -> float:
     start = time.perf_counter()
     function(*arguments)
@@ -321,7 +354,7 @@ def gaps_of(engine: Any, ids: list[int]) -> list[float]:
 
 
 SMALL = {"batching": batching, "cache": cache}
-LARGE = {"host": host, "idle": idle, "prefix": prefix, "gap": gap}
+LARGE = {"host": host, "idle": idle, "prefix": prefix, "together": together, "gap": gap}
 
 
 def model(shape: str, **limits: Any) -> Any:

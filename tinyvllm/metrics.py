@@ -26,7 +26,7 @@ class StepStats:
     """What one step was, filled in by the engine.
 
     schedule, prepare, run, sample, output  seconds of each phase; `run` is the wait for the device
-    running, waiting, deferred  sequences behind the step; `deferred` of the waiting wait for something else than room, such as a grammar
+    running, waiting, deferred  sequences behind the step; `deferred` of the waiting wait for another that computes what they begin with
     prompt_tokens       tokens of prompts computed, also those computed again after a preemption
     generated_tokens    tokens drawn or forced; forced_tokens of them are those that a grammar left no choice about
     queried_tokens, cached_tokens  tokens of prompts looked up in the prefix cache, and found there

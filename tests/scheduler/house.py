@@ -65,6 +65,7 @@ class House:
         prefix = PrefixCache(pool, b"key") if caching else None
         host = BlockPool(hosted, size) if hosted else None
         self.scheduler = Scheduler(limits, pool, prefix, host, clock=lambda: self.now)
+        self.scheduler._leading._worth = 1  # texts are short here
         self.rounds, self.ahead = rounds, ahead
         self.cache: list[int] = [-1] * (blocks * size)
         self.host: list[int] = [-1] * (hosted * size)
@@ -393,7 +394,7 @@ class House:
                 if sequence not in chosen and len(sequence) > sequence.num_computed:
                     room = (len(sequence.block_table) + pool.num_free) * pool.block_size - sequence.num_computed
                     assert min(spare, room) < 2, "tokens and blocks, and a prompt gets nothing"
-            if scheduler.waiting and scheduler._free_rows and not plan.preempted:
+            if scheduler.waiting.has_next and scheduler._free_rows and not plan.preempted:
                 self.check_no_room()
 
     def check_order(self, plan: Schedule, before: dict[int, int]) -> None:
@@ -412,6 +413,17 @@ class House:
         assert pool.blocks_for(len(first)) - len(found) + 1 + scheduler._wanted > pool.num_free, "a row and room, and nobody comes in"
         pool.release(found)
 
+    def check_followers(self) -> None:
+        """Whoever is set aside waits for somebody before it, who runs and is not there yet."""
+        scheduler, leading = self.scheduler, self.scheduler._leading
+        assert set(scheduler.waiting._aside) == set(leading._followers)
+        for block, leader in leading._leaders.items():
+            assert leader in scheduler.running and block in leader.block_hashes[leader.num_published :]
+        for follower, block in leading._followers.items():
+            self.seen["followers"] += 1
+            if block in leading._leaders:  # else it is brought back in the next step
+                assert rank_of(leading._leaders[block]) < rank_of(follower)
+
     def check(self) -> None:
         scheduler, pool = self.scheduler, self.scheduler.pool
         waiting = list(scheduler.waiting)
@@ -420,6 +432,7 @@ class House:
         assert Counter(s.sequence_id for s in everybody) == Counter(self.living.keys()), "lost, or in two places"
         assert scheduler.has_work() == bool(self.living) and len(waiting) == len(scheduler.waiting)
         assert scheduler.waiting.num_tokens == sum(map(len, waiting))
+        self.check_followers()
         assert scheduler.running == sorted(scheduler.running, key=rank_of)
         held = Counter(block for s in scheduler.running for block in s.block_table)
         held += Counter(scheduler._copied) + Counter(scheduler._copies.values()) + Counter((self.loan and self.loan.held) or ())

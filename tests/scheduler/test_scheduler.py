@@ -184,6 +184,7 @@ def test_what_nobody_waits_for_goes_to_the_long_prompt():
     assert rows_of(run(scheduler)) == [(0, 0, 16, False)]
     assert rows_of(run(scheduler)) == [(0, 16, 16, False)], "the second has no room for its blocks"
 
+
 def test_a_younger_decode_comes_before_an_older_chunk():
     scheduler = make(budget=8)
     first, _ = add(scheduler, 3, 2)

@@ -104,7 +104,7 @@ class Accounts:
         """The step is over."""
         stats, scheduler = self.stats, self.scheduler
         pool, prefix = scheduler.pool, scheduler.prefix
-        stats.running, stats.waiting = len(scheduler.running), len(scheduler.waiting)
+        stats.running, stats.waiting, stats.deferred = len(scheduler.running), len(scheduler.waiting), scheduler.waiting.num_aside
         stats.blocks_used = pool.num_blocks - pool.num_free
         stats.blocks_cached = pool.num_evictable
         stats.blocks_free = pool.num_free - pool.num_evictable

@@ -22,7 +22,10 @@ def rank_of(sequence: Sequence) -> Rank:
 
 
 class WaitingQueue:
-    """A heap a key. Adding and taking cost a logarithm and a look at each key's first."""
+    """A heap a key. Adding and taking cost a logarithm and a look at each key's first.
+
+    Who is set aside waits like everybody, is counted and seen, but it is not his turn before he is brought back.
+    """
 
     def __init__(self) -> None:
         self._heaps: dict[str, list[tuple[Rank, Sequence]]] = {}  # of the keys for whom somebody waits; the first of each is alive
@@ -30,15 +33,26 @@ class WaitingQueue:
         self._left = ""  # the key that went last of those that wait
         self._most = _KEYS  # counts kept before those are dropped that say nothing
         self._removed: set[int] = set()  # ids that are still in a heap
+        self._aside: dict[Sequence, None] = {}
         self._count = 0
         self.num_tokens = 0  # of all that wait
 
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def has_next(self) -> bool:
+        """Whether there is a first."""
+        return bool(self._heaps)
+
+    @property
+    def num_aside(self) -> int:
+        return len(self._aside)
+
     def __iter__(self) -> Iterator[Sequence]:
         """All that wait, by rank; whose turn it is among keys shows only as it comes."""
         entries = [entry for heap in self._heaps.values() for entry in heap if entry[1].sequence_id not in self._removed]
+        entries += [(rank_of(sequence), sequence) for sequence in self._aside]
         return (sequence for _, sequence in sorted(entries, key=lambda entry: entry[0]))
 
     def push(self, sequence: Sequence) -> None:
@@ -64,7 +78,7 @@ class WaitingQueue:
         self._most = max(_KEYS, 2 * len(self._served))
 
     def first(self) -> Sequence:
-        """Whose turn it is; the queue must not be empty."""
+        """Whose turn it is; there must be one."""
         best: tuple[tuple[int, float, int, int], Sequence] | None = None
         for key, heap in self._heaps.items():
             (priority, due, number), sequence = heap[0]
@@ -76,6 +90,11 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Take out one that waits."""
+        self._count -= 1
+        self.num_tokens -= len(sequence)
+        if sequence in self._aside:
+            del self._aside[sequence]
+            return
         key = sequence.terms.key
         heap = self._heaps[key]
         self._removed.add(sequence.sequence_id)
@@ -84,8 +103,18 @@ class WaitingQueue:
         if not heap:
             del self._heaps[key]
             self._left = key
-        self._count -= 1
-        self.num_tokens -= len(sequence)
+
+    def set_aside(self, sequence: Sequence) -> None:
+        """One that waits is passed over from now on."""
+        self.remove(sequence)
+        self._aside[sequence] = None
+        self._count += 1
+        self.num_tokens += len(sequence)
+
+    def bring_back(self, sequence: Sequence) -> None:
+        """One that was set aside has its place again."""
+        self.remove(sequence)
+        self.push(sequence)
 
     def serve(self, key: str, tokens: int) -> None:
         """So many tokens are computed for sequences of this key."""

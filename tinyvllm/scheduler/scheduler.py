@@ -19,6 +19,7 @@ from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.cache.prefix import PrefixCache
 from tinyvllm.errors import BusyError, RequestError
 from tinyvllm.request import Sequence, Status
+from tinyvllm.scheduler.leading import Leading
 from tinyvllm.scheduler.queue import WaitingQueue, rank_of
 from tinyvllm.scheduler.rates import Rates
 from tinyvllm.scheduler.schedule import Schedule, Scheduled, SchedulerLimits
@@ -55,6 +56,7 @@ class Scheduler:
         self._copied: list[int] = []  # blocks of the last schedule's copies, held until they have run
         self._lent = self._wanted = 0  # blocks that somebody outside holds, and waits for
         self._timed: set[Sequence] = set()  # those with deadlines
+        self._leading = Leading(pool.block_size)
         self._steady: Steady | None = None  # the last step, as long as it can go on as it is
         self._clock = clock
 
@@ -173,7 +175,7 @@ class Scheduler:
             running = len(chunks)
             self._stretch(chunks, running, self._admit(plan, chunks, budget))
         plan.entries += chunks
-        if plan.empty and self.waiting and self.running and not (plan.preempted or plan.exhausted or plan.expired):
+        if plan.empty and self.waiting.has_next and self.running and not (plan.preempted or plan.exhausted or plan.expired):
             self._preempt(self.running[-1], plan)  # everybody waits for one that has no room
         plan.copies = [(source, block) for block, source in self._copies.items()]
         self._copied = list(self._copies.values())
@@ -188,7 +190,7 @@ class Scheduler:
         None where the queue, a deadline, or want of blocks asks for more than that.
         """
         steady = self._steady
-        if steady is None or self._paused or (self.waiting and self._could_come_in()) or self._late():
+        if steady is None or self._paused or self._could_come_in() or self._late():
             return None
         filled = steady.go_on(unseen)
         size = self.pool.block_size
@@ -233,6 +235,8 @@ class Scheduler:
 
     def _could_come_in(self) -> bool:
         """Whether the queue needs a look: a row is free, or could be taken from somebody of lower priority."""
+        if not self.waiting.has_next:
+            return False
         return bool(self._free_rows) or self.waiting.first().terms.priority < self.running[-1].terms.priority
 
     def advance(self, schedule: Schedule, rounds: int = 1) -> None:
@@ -297,6 +301,7 @@ class Scheduler:
                 self._publish(sequence)
             self._vacate(sequence)
         elif self._paused.pop(sequence, None) is None and not self._is_sibling(sequence):
+            self._leading.leave(sequence)
             self.waiting.remove(sequence)
         for sibling in self._siblings.pop(sequence.sequence_id, ()):
             self.waiting.push(sibling)  # its prompt will not be computed for it
@@ -335,7 +340,7 @@ class Scheduler:
 
     def _make_way(self, plan: Schedule) -> None:
         """Take rows and blocks from those of lower priority for the first in the queue."""
-        if not self.waiting or not self.running:
+        if not self.waiting.has_next or not self.running:
             return
         first = self.waiting.first()
         lower = [s for s in self.running if s.terms.priority > first.terms.priority]
@@ -353,17 +358,17 @@ class Scheduler:
         remaining = [len(sequence) - sequence.num_computed for sequence in self.running]
         budget = self.limits.max_batched_tokens - remaining.count(1)  # decodes come first: their tokens are set aside
         share = self.limits.max_batched_tokens // _SHARE
-        wanted = (self.waiting and self._free_rows) or any(1 < left <= share for left in remaining)
+        wanted = (self.waiting.has_next and self._free_rows) or any(1 < left <= share for left in remaining)
         kept = min(share, budget // 2) if wanted else 0
         block_size = self.pool.block_size
         # Going by rank, whoever is preempted is the sequence at hand or one not yet reached, so that no entry is ever taken back.
         for sequence, left in zip(tuple(self.running), remaining, strict=True):
             if sequence.status is not Status.RUNNING:
                 break  # preempted for one before it, as was everyone behind it
-            if not left:
-                continue
             if sequence.num_computed >= (sequence.num_published + 1) * block_size:
                 self._publish(sequence)
+            if not left:
+                continue
             count = 1 if left == 1 else min(left, budget - kept if left > share else budget)
             if count < 1:
                 continue
@@ -380,9 +385,15 @@ class Scheduler:
 
     def _admit(self, plan: Schedule, chunks: list[Scheduled], budget: int) -> int:
         """From the head of the queue and never around it, while rows, budget and blocks last; the tokens that are left then."""
-        while self.waiting and self._free_rows and budget:
+        for sequence in self._leading.ready():
+            self.waiting.bring_back(sequence)
+        while self.waiting.has_next and self._free_rows and budget:
             sequence = self.waiting.first()
             found = self._match(sequence)
+            if not sequence.num_swapped and self._leading.follow(sequence, len(found)):
+                self.pool.release(found)
+                self.waiting.set_aside(sequence)
+                continue
             needed = self.pool.blocks_for(len(sequence))
             missing = needed - len(found)
             if needed > self.pool.num_blocks or (not self.running and not self._lent and missing > self.pool.num_free):
@@ -397,6 +408,7 @@ class Scheduler:
             self.waiting.remove(sequence)
             self._start_from(sequence, found, plan)
             self._seat(sequence)
+            self._leading.lead(sequence)
             start, left = sequence.num_computed, len(sequence) - sequence.num_computed
             count = min(left, budget)
             self._grow(sequence, start + count, plan)
@@ -474,6 +486,7 @@ class Scheduler:
         if self.prefix is not None and full > sequence.num_published:
             hashes, tokens_of, salt = self._hashes(sequence, full), sequence.token_ids, sequence.terms.cache_salt
             self.prefix.publish(hashes, sequence.block_table, sequence.num_published, full, tokens_of, salt)
+            self._leading.passed(sequence, sequence.num_published, full)
         sequence.num_published = max(full, sequence.num_published)
 
     def _grow(self, sequence: Sequence, num_tokens: int, plan: Schedule) -> bool:
@@ -539,6 +552,7 @@ class Scheduler:
     def _vacate(self, sequence: Sequence) -> None:
         """Take a running sequence's blocks and row back; what the prefix cache does not keep of it is gone."""
         self._steady = None
+        self._leading.passed(sequence, sequence.num_published, len(sequence.block_hashes))
         self.running.remove(sequence)
         if self._copies:  # none may come behind, into a block that is somebody else's by then
             self.pool.release([source for block in sequence.block_table if (source := self._copies.pop(block, None)) is not None])

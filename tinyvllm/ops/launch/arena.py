@@ -22,7 +22,11 @@ def shared_arenas() -> Iterator[None]:
     replays of a device follow each other. What a capture returns lies in buffers of its own.
     """
     plan = jit.memory_plan_rewrite
-    jit.memory_plan_rewrite = lambda linear, held: _in_shared(linear, plan(linear, held))
+
+    def planned(linear: UOp, held_bufs: set[UOp] | None = None) -> UOp:
+        return _in_shared(linear, plan(linear, held_bufs))
+
+    jit.memory_plan_rewrite = planned
     try:
         yield
     finally:
