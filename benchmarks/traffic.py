@@ -79,21 +79,21 @@ def _static_batch(engine: Any, work: Work) -> list[list[int]]:
     while waiting:
         count = max(1, sum(sum(e.num_tokens for e in waiting[: n + 1]) <= budget for n in range(len(waiting))))
         step = runner.prepare(Schedule(waiting[:count]))
-        _take(step.sequences, runner.tokens(runner.launch(step).best)[0])
+        _take(step.sampling, runner.tokens(runner.launch(step).best)[0])
         del waiting[:count]
     for _ in range(longest - 1):
         step = runner.prepare(Schedule([Scheduled(s, len(s) - 1, 1, True) for s in sequences]))
         result = runner.launch(step)
         (tokens,) = runner.advance(step, result.best, None, 1)
-        _take(step.sequences, tokens[0])
+        _take(step.sampling, tokens[0])
     for sequence in sequences:
         pool.release(sequence.block_table)
     return [sequence.output_token_ids for sequence in sequences]
 
 
-def _take(sequences: Any, tokens: Any) -> None:
-    for sequence, token in zip(sequences, tokens.tolist()):  # rows of padding come behind
-        sequence.output_token_ids.append(token)
+def _take(sampling: Any, tokens: Any) -> None:
+    for entry, token in zip(sampling, tokens.tolist()):  # rows of padding come behind
+        entry.sequence.output_token_ids.append(token)
 
 
 def equal_work(count: int, chance: random.Random) -> Work:

@@ -60,6 +60,7 @@ class PrefixCache:
         assert pool.on_evict is None, "PrefixCache: the pool has one already"
         pool.on_evict = self._evicted
         self.pool = pool
+        self.on_insert: Callable[[bytes], None] | None = None  # told the hash of every block that becomes findable
         self.queries = self.hits = self.evictions = 0
         self._key = key
         self._keyed = blake2b(key=key, digest_size=HASH_BYTES)  # copied for each block: half the time of a new one
@@ -94,13 +95,23 @@ class PrefixCache:
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """The blocks of the longest prefix that is cached, each with one reference more."""
-        blocks = self._found(hashes)
+        blocks = self.find(hashes)
         self.pool.pin(blocks)
         return blocks
 
     def known(self, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks `match` would find; takes no reference and leaves the order of eviction as it is."""
-        return len(self._found(hashes))
+        """How many leading blocks `match` would find."""
+        return len(self.find(hashes))
+
+    def find(self, hashes: Sequence[bytes]) -> list[int]:
+        """The blocks that `match` would give; takes no reference and leaves the order of eviction as it is."""
+        found: list[int] = []
+        get = self._blocks.get
+        for digest in hashes:
+            if (block := get(digest)) is None:
+                break
+            found.append(block)
+        return found
 
     def count(self, queried: int, hit: int) -> None:
         """`hit` of `queried` tokens of a request were found. Apart from `match`, since one that comes back counts once."""
@@ -143,6 +154,11 @@ class PrefixCache:
             return None
         self._insert(hash, parent, tokens, block)
         return block
+
+    def entry(self, hash: bytes) -> Entry | None:
+        """The block that is cached under a hash, if there is one."""
+        block = self._blocks.get(hash)
+        return None if block is None else Entry(hash, self._parents[block], self._tokens[block], block)
 
     def entries(self) -> Iterator[Entry]:
         """All that is cached, each behind its parent, otherwise the most recently used first. Nothing may change meanwhile.
@@ -192,19 +208,12 @@ class PrefixCache:
             return Explanation(hit, evicted)
         return Explanation(hit, evicted, start + longest, ours[longest:], theirs[longest:])
 
-    def _found(self, hashes: Sequence[bytes]) -> list[int]:
-        found: list[int] = []
-        get = self._blocks.get
-        for digest in hashes:
-            if (block := get(digest)) is None:
-                break
-            found.append(block)
-        return found
-
     def _insert(self, digest: bytes, parent: bytes, tokens: bytes, block: int) -> None:
         self._blocks[digest] = block
         self._hashes[block], self._parents[block], self._tokens[block] = digest, parent, tokens
         self._gone.pop(digest, None)
+        if self.on_insert is not None:
+            self.on_insert(digest)
 
     def _evicted(self, block: int) -> None:
         digest = self._hashes[block]

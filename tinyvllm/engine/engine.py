@@ -282,7 +282,7 @@ class Engine:
         self.num_steps += 1
         self._launched(schedule, 1)
         self.scheduler.advance(schedule)
-        self._ahead = Launched(schedule, step.sequences, flags, tokens)
+        self._ahead = Launched(schedule, [entry.sequence for entry in step.sampling], flags, tokens)
         self.accounts.spent("prepare")
 
     def _collect(self, launched: Launched) -> None:
@@ -297,7 +297,7 @@ class Engine:
             self._join(schedule)
         rounds = self._rounds(schedule)
         step = self.runner.prepare(schedule)
-        sequences = step.sequences
+        sequences = [entry.sequence for entry in step.sampling]
         flags = self.sampler.prepare(sequences, step.B, schedule.goes_on)
         self.shaping.begin(sequences)
         if self._overlaps and step.decodes and rounds == 1 and not self._looks_at_each(sequences):

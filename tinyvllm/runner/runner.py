@@ -20,7 +20,6 @@ from tinyvllm.ops.crew import crew
 from tinyvllm.ops.launch import Call, Captured, Reading, download, peek, read_behind, repeat, upload
 from tinyvllm.ops.registry import Choice, choices, rows
 from tinyvllm.quant.formats import FORMATS, unpack
-from tinyvllm.request import Sequence
 from tinyvllm.runner.kv import KVPool, block_bytes, kv_dtype
 from tinyvllm.runner.memory import check_room, pool_blocks
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
@@ -68,12 +67,12 @@ def weight_dtype(choice: str, checkpoint: Checkpoint) -> DType:
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """A step whose inputs lie on the device. The first logits of its B rows are those of `sequences`, in this order.
+    """A step whose inputs lie on the device. The first logits of its B rows are those of `sampling`, in this order.
 
     `decodes`: it is nothing but these, a token each, so that the device can go on to the next step by itself.
     """
 
-    sequences: list[Sequence]
+    sampling: list[Scheduled]
     B: int
     values: dict[str, int]
     plan: StepPlan
@@ -294,9 +293,9 @@ class Runner:
         shape = shape_of(singles, chunks)
         plan = self._steps.get((shape, all_rows)) or self._new_step(shape, all_rows)
         blocks = plan.inputs.fill(singles, chunks, self.pool.block_size)
-        sequences = [entry.sequence for entry in singles + chunks if entry.samples]
+        sampling = [entry for entry in singles + chunks if entry.samples]
         values = {"num_blocks": blocks} if self._table_width > 1 else {}
-        return PreparedStep(sequences, shape.sequences, values, plan, not chunks and len(sequences) == len(singles))
+        return PreparedStep(sampling, shape.sequences, values, plan, not chunks and len(sampling) == len(singles))
 
     def _new_step(self, shape: Shape, all_rows: bool) -> StepPlan:
         inputs = StepInputs(shape, self._table_width, self.pool.scratch_slot, self.device, all_rows, self._cascade)

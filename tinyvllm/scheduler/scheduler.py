@@ -17,8 +17,8 @@ from collections.abc import Sequence as Many
 
 from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.cache.prefix import PrefixCache
-from tinyvllm.errors import BusyError, RequestError
 from tinyvllm.request import Sequence, Status
+from tinyvllm.scheduler.door import Door
 from tinyvllm.scheduler.leading import Leading
 from tinyvllm.scheduler.queue import WaitingQueue, rank_of
 from tinyvllm.scheduler.rates import Rates
@@ -56,6 +56,7 @@ class Scheduler:
         self._copied: list[int] = []  # blocks of the last schedule's copies, held until they have run
         self._lent = self._wanted = 0  # blocks that somebody outside holds, and waits for
         self._timed: set[Sequence] = set()  # those with deadlines
+        self._door = Door(self)
         self._leading = Leading(pool.block_size)
         self._steady: Steady | None = None  # the last step, as long as it can go on as it is
         self._clock = clock
@@ -69,93 +70,24 @@ class Scheduler:
         `siblings` have the same prompt: they are forked from `sequence` once that is computed.
         """
         assert sequence.status is Status.WAITING and not sequence.block_table, f"Scheduler: {sequence.sequence_id} was added before"
-        self._refuse_impossible(sequence)
-        self._refuse_busy(sequence)
-        self._refuse_late(sequence)
+        self._door.check(sequence)
         if siblings:
             self._siblings[sequence.sequence_id] = list(siblings)
         if sequence.due < math.inf:
             self._timed.update((sequence, *siblings))
         self.waiting.push(sequence)
 
-    def _refuse_impossible(self, sequence: Sequence) -> None:
-        tokens, longest = len(sequence), self.limits.max_model_len - 1
-        if not tokens:
-            raise RequestError(f"request {sequence.request_id}: the prompt is empty; give it at least one token")
-        if tokens > longest:
-            raise RequestError(
-                f"request {sequence.request_id}: a prompt of {tokens} tokens is beyond the {longest} that max_model_len="
-                f"{self.limits.max_model_len} leaves it; shorten the prompt or raise max_model_len"
-            )
-        if self.pool.blocks_for(tokens + 1) > self.pool.num_blocks:
-            raise RequestError(
-                f"request {sequence.request_id}: a prompt of {tokens} tokens and one more need {self.pool.blocks_for(tokens + 1)} KV "
-                f"blocks, the cache has {self.pool.num_blocks} of {self.pool.block_size} tokens; shorten the prompt or enlarge the cache"
-            )
-        needed, left = self.pool.blocks_for(tokens + 1), self.pool.num_blocks - len(self.pinned)
-        if needed > left and needed - self._num_pinned(sequence) > left:
-            raise RequestError(
-                f"request {sequence.request_id}: a prompt of {tokens} tokens and one more need {needed} KV blocks, chunks leave {left} of "
-                f"{self.pool.num_blocks}; release a chunk or enlarge the cache"
-            )
-
-    def _num_pinned(self, sequence: Sequence) -> int:
-        """How many of the blocks that chunks hold a sequence begins with."""
-        if self.prefix is None:
-            return 0
-        found = self.prefix.find(self._hashes(sequence, (len(sequence) - 1) // self.pool.block_size))
-        return sum(block in self.pinned for block in found)
-
-    def _refuse_busy(self, sequence: Sequence) -> None:
-        requests, tokens = self.limits.max_queued_reqs, self.limits.max_queued_tokens
-        if requests is not None and len(self.waiting) >= requests + len(self._free_rows):
-            raise BusyError(
-                f"request {sequence.request_id}: {len(self.waiting)} requests wait already, the limit is {requests}; try again later",
-                self.predicted_wait(sequence),
-                "max_num_queued_reqs",
-            )
-        if tokens is not None and self.waiting and self.waiting.num_tokens + len(sequence) > tokens:
-            raise BusyError(
-                f"request {sequence.request_id}: {self.waiting.num_tokens} tokens wait already, {len(sequence)} more are beyond the "
-                f"limit of {tokens}; try again later",
-                self.predicted_wait(sequence),
-                "max_num_queued_tokens",
-            )
-
-    def _refuse_late(self, sequence: Sequence) -> None:
-        terms = sequence.terms
-        if terms.ttft_deadline_ms is None and terms.deadline_ms is None:
-            return
-        first = self.predicted_wait(sequence)
-        last = first + (sequence.params.max_tokens or 0) * (self.rates.decode_step or 0.0)
-        for name, allowed, predicted in (("ttft_deadline_ms", terms.ttft_deadline_ms, first), ("deadline_ms", terms.deadline_ms, last)):
-            if allowed is not None and predicted * 1000 > allowed:
-                raise BusyError(
-                    f"request {sequence.request_id}: {name}={allowed:g} cannot be met, {predicted * 1000:.0f} ms are predicted; allow more "
-                    "or try again later",
-                    predicted - allowed / 1000,
-                    "deadline",
-                )
-
     def predicted_wait(self, sequence: Sequence | None = None) -> float:
         """Seconds until the first token of `sequence` (or of a short prompt), if it were added now, by the rates of the last steps."""
-        rank = rank_of(sequence) if sequence else (0, math.inf, 1 << 62)
-        tokens = len(sequence) if sequence else 1
-        if sequence and self.prefix:
-            tokens -= self.prefix.known(self._hashes(sequence, (tokens - 1) // self.pool.block_size)) * self.pool.block_size
-        ahead = [other for other in self.waiting if rank_of(other) < rank]
-        tokens += sum(len(other) - other.num_computed for other in (*ahead, *self.running))
-        wait = tokens * (self.rates.prefill_token or 0.0)
-        late = len(ahead) + 1 - len(self._free_rows)  # how many of those that run must end first
-        if late > 0 and self.running:
-            left = sorted(self._tokens_left(other) for other in self.running)
-            turns, nth = divmod(late - 1, len(left))
-            wait += (left[nth] + turns * left[-1]) * (self.rates.decode_step or 0.0)
-        return wait
+        return self._door.predicted_wait(sequence)
 
-    def _tokens_left(self, sequence: Sequence) -> int:
-        room, wanted = self.limits.max_model_len - len(sequence), sequence.params.max_tokens
-        return room if wanted is None else min(room, wanted - len(sequence.output_token_ids))
+    def known_hashes(self, sequence: Sequence) -> list[bytes]:
+        """The hashes of all blocks of a waiting sequence that could be found. Its last token is always left to compute."""
+        return self._hashes(sequence, (len(sequence) - 1) // self.pool.block_size) if self.prefix is not None else []
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
 
     def schedule(self) -> Schedule:
         """Choose the next step, give it its blocks, and preempt where there are too few."""
@@ -443,10 +375,8 @@ class Scheduler:
                 return
 
     def _match(self, sequence: Sequence) -> list[int]:
-        """Cached blocks of a waiting sequence's beginning, held for it. Its last token is always left to compute."""
-        if self.prefix is None:
-            return []
-        return self.prefix.match(self._hashes(sequence, (len(sequence) - 1) // self.pool.block_size))
+        """Cached blocks of a waiting sequence's beginning, held for it."""
+        return self.prefix.match(self.known_hashes(sequence)) if self.prefix is not None else []
 
     def _hashes(self, sequence: Sequence, blocks: int) -> list[bytes]:
         assert self.prefix is not None
