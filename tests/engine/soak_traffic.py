@@ -268,7 +268,7 @@ def check_empty(engine: Engine) -> None:
     assert not (scheduler.running or scheduler.waiting or scheduler.waiting.num_tokens or scheduler._paused or scheduler._siblings)
     assert not (scheduler._timed or scheduler._copies or scheduler._copied or scheduler._lent or scheduler._wanted)
     assert len(scheduler._free_rows) == scheduler.limits.max_num_seqs
-    assert not (engine._requests or engine._owners or engine._rows or engine._changed or engine._scoring or engine._ahead)
+    assert not (engine._requests or engine._owners or engine._rows or engine._changed or engine._scores or engine._ahead)
     assert not engine.shaping._shapes
 
 

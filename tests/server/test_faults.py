@@ -66,6 +66,7 @@ def idle(server: Running) -> bool:
         (b'{"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}', 400, "tool"),
         (b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "deadline_ms": 0}', 400, "deadline_ms"),
         (b'{"messages": [{"role": "user", "content": "a"}], "model": "nobody"}', 404, "nobody"),
+        (b'{"messages": [' + b'{"role": "user", "contents": "a"},' * 50000 + b"1]}", 400, "50000 entries of messages"),
     ],
 )
 def test_bodies_that_cannot_be(server: Running, raw: bytes, status: int, word: str) -> None:

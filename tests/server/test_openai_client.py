@@ -216,7 +216,8 @@ def test_a_conversation_with_calls_comes_back(client) -> None:
 def test_reasoning_is_told_apart(client, stream: bool) -> None:
     """A template that opens the model's thoughts itself: all is reasoning until they are closed."""
     template = HERMES.replace("assistant: ", "assistant: <think>\n") + "{# </think> #}"
-    body = {"chat_template": template, "structured_outputs": {"regex": "A thought\\.</think>An answer\\."}}
+    regex = {"regex": "A thought\\.</think>An answer\\.", "enable_in_reasoning": True}
+    body = {"chat_template": template, "structured_outputs": regex}
     done = client.chat.completions.create(model="demo", messages=ASK, max_tokens=40, temperature=0, stream=stream, extra_body=body)
     if stream:
         deltas = [c.choices[0].delta for c in done]
@@ -231,7 +232,7 @@ def test_reasoning_is_told_apart(client, stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_enforced_format_is_content_also_where_thoughts_were_opened(client, stream: bool) -> None:
     template = HERMES.replace("assistant: ", "assistant: <think>\n") + "{# </think> #}"
-    body = {"chat_template": template, "structured_outputs": {"choice": ["yes", "no"]}}
+    body = {"chat_template": template, "structured_outputs": {"choice": ["yes", "no"], "enable_in_reasoning": True}}
     done = client.chat.completions.create(model="demo", messages=ASK, max_tokens=20, stream=stream, extra_body=body)
     text = "".join(c.choices[0].delta.content or "" for c in done) if stream else done.choices[0].message.content
     assert text in ("yes", "no")

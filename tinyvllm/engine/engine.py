@@ -15,19 +15,21 @@ import numpy as np
 from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.cache.prefix import PrefixCache
 from tinyvllm.config import EngineConfig, cache_folder
+from tinyvllm.engine import beside
 from tinyvllm.engine.accounts import Accounts, Costs
+from tinyvllm.engine.admission import Admission
 from tinyvllm.engine.beam import BeamState
 from tinyvllm.engine.chunks import Chunks
 from tinyvllm.engine.output import Owner, RequestState
 from tinyvllm.engine.prefix_folder import PrefixFolder
 from tinyvllm.engine.record import Recorder, header_of, record_to
-from tinyvllm.engine.scoring import PromptScore
+from tinyvllm.engine.scoring import Scores
 from tinyvllm.engine.shaping import Shaping
 from tinyvllm.errors import BusyError, ModelError, OutOfMemoryError, RequestError, TinyvllmError
 from tinyvllm.metrics import engine_metrics
 from tinyvllm.request import BeamSearchParams, Logprob, RequestOutput, SamplingParams, Sequence, Terms
 from tinyvllm.runner.device import start_device
-from tinyvllm.scheduler import Schedule, Scheduled, Scheduler, SchedulerLimits
+from tinyvllm.scheduler import Schedule, Scheduler, SchedulerLimits
 from tinyvllm.text.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 if TYPE_CHECKING:
@@ -93,8 +95,9 @@ class Engine:
         self._owners: dict[int, Owner] = {}  # by sequence id
         self._rows: dict[int, int] = {}  # sequence id -> the row under which the sampler knows it
         self._changed: dict[str, Owner] = {}
-        self._scoring: dict[str, PromptScore] = {}  # by request
-        self._next_id = 0
+        self._scores = Scores(self.scheduler, config.max_num_batched_tokens)
+        V, longest = self.runner.config.vocab_size, self.runner.max_model_len
+        self._admission = Admission(V, longest, self.tokenizer, self.eos_ids, config.seed, clock)
         self._ahead: Launched | None = None
         self.num_steps = 0  # since the start; each has streamed the weights once
         self._bandwidth: float | None = None
@@ -151,18 +154,12 @@ class Engine:
         """Queue a request; RequestError if it can never run, BusyError if it must not wait now. Nothing is queued then."""
         if request_id in self._requests:
             raise RequestError(f"request {request_id}: a request of this name is running already; choose another")
-        V = self.runner.config.vocab_size
-        if bad := next((t for t in prompt_token_ids if not 0 <= t < V), None):
-            raise RequestError(f"request {request_id}: token id {bad} is outside the vocabulary of {V}")
         terms = terms or Terms()
-        if isinstance(params, BeamSearchParams):
-            state: Owner = self._new_search(request_id, prompt_token_ids, params, prompt, terms)
-        else:
-            state = self._new_request(request_id, prompt_token_ids, params, prompt, terms)
+        state = self._admission.state_of(request_id, prompt_token_ids, params, prompt, terms)
         if terms.explain:
             state.explanation = self.explain(prompt_token_ids, terms.cache_salt)
         if isinstance(params, SamplingParams):
-            self.shaping.admit(state.sequences, prompt)
+            self.shaping.admit(state.sequences)
             self._begin(state)
         try:
             self.scheduler.add(state.sequences[0], state.sequences[1:])
@@ -180,7 +177,7 @@ class Engine:
         self._requests[request_id] = state
         self._owners |= {sequence.sequence_id: state for sequence in state.sequences}
         if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
-            self._scoring[request_id] = PromptScore(request_id, prompt_token_ids, params.prompt_logprobs)
+            self._scores.add(request_id, prompt_token_ids, params.prompt_logprobs)
 
     def _begin(self, state: Owner) -> None:
         """Give the outputs of a new request the tokens that they must begin with, if that does not end them at once."""
@@ -191,47 +188,18 @@ class Engine:
                     state.append(sequence, token, None)
                     self.shaping.took(sequence)
 
-    def _new_request(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, prompt: str | None, terms: Terms
-    ) -> RequestState:
-        V = self.runner.config.vocab_size
-        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
-            if bad := next((t for t in getattr(params, name) or () if t >= V), None):
-                raise RequestError(f"request {request_id}: {name} names token id {bad}, the vocabulary ends at {V - 1}")
-        if params.seed is None:
-            seed = secrets.randbits(63) if self.config.seed is None else (self.config.seed + self._next_id) % 2**64
-            params = params.with_seed(seed)
-        first = self._next_id
-        self._next_id += params.width
-        return RequestState(
-            request_id, prompt, prompt_token_ids, params, self.tokenizer, self.eos_ids, self.runner.max_model_len, self.clock(),
-            first_sequence_id=first, terms=terms,
-        )  # fmt: skip
-
-    def _new_search(
-        self, request_id: str, prompt_token_ids: list[int], params: BeamSearchParams, prompt: str | None, terms: Terms
-    ) -> BeamState:
-        return BeamState(
-            request_id, prompt, prompt_token_ids, params, self.tokenizer, self.eos_ids, self.runner.max_model_len, self.clock(),
-            self._new_sequence_id, terms,
-        )  # fmt: skip
-
-    def _new_sequence_id(self) -> int:
-        self._next_id += 1
-        return self._next_id - 1
-
     def abort(self, request_id: str) -> None:
         """End a request now; its last output, with finish_reason "abort", comes with the next step. Unknown names are over already."""
         state = self._requests.get(request_id)
         if state is not None:
             if self.recorder is not None:
                 self.recorder.aborted(request_id)
-            self._end_score(request_id)
+            self._scores.end(request_id)
             for sequence in [s for s in state.sequences if not s.finished]:
                 self._finish(state, sequence, "abort")
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work() or bool(self._changed) or bool(self._scoring) or self._ahead is not None
+        return self.scheduler.has_work() or bool(self._changed) or bool(self._scores) or self._ahead is not None
 
     def step(self) -> list[RequestOutput]:
         """Run one step; the outputs, so far or final, of every request that changed and wants to be told.
@@ -245,7 +213,7 @@ class Engine:
             self.recorder.begin_step()
         with _TURN:
             if self._ahead is None or not self._follow(self._ahead):
-                if self._scoring:
+                if self._scores:
                     self._score()
                 schedule = self.scheduler.schedule()
                 if not schedule.goes_on:
@@ -272,7 +240,7 @@ class Engine:
 
     def _goes_on(self, before: Launched) -> bool:
         """Whether somebody will want another token, as far as can be known without looking at the last."""
-        if self._scoring:
+        if self._scores:
             return False
         return any(s.params.max_tokens is None or len(s.output_token_ids) + 1 < s.params.max_tokens for s in before.sequences)
 
@@ -364,7 +332,7 @@ class Engine:
         if wanted == 1 or any(entry.num_tokens > 1 or not entry.samples for entry in schedule.entries):
             return 1
         sequences = [entry.sequence for entry in schedule.entries]
-        if self.scheduler.waiting or self._scoring or self._looks_at_each(sequences):
+        if self.scheduler.waiting or self._scores or self._looks_at_each(sequences):
             return 1
         longest = max(wanted if s.params.max_tokens is None else s.params.max_tokens - len(s.output_token_ids) for s in sequences)
         room = min(self.runner.max_model_len - len(s) for s in sequences)
@@ -469,27 +437,17 @@ class Engine:
 
     def _score(self) -> None:
         """One piece of one prompt whose log-probabilities are wanted."""
-        request_id, score = next(iter(self._scoring.items()))
-        if not score.begin(self.scheduler):
-            if not self.scheduler.running:
-                state = self._requests[request_id]
-                self._end_score(request_id)
-                for sequence in [s for s in state.sequences if not s.finished]:
-                    self._finish(state, sequence, "error", f"prompt_logprobs: the KV cache has no room for {len(score)} tokens once more")
+        score = self._scores.step(self.runner.prompt_logits)
+        if score is None:
             return
-        piece = score.next_piece(self.config.max_num_batched_tokens)
-        score.take(piece, self.runner.prompt_logits(piece))
+        state = self._requests[score.request_id]
+        assert isinstance(state, RequestState)
         if score.done:
-            state = self._requests[request_id]
-            assert isinstance(state, RequestState)
             state.prompt_logprobs = state.named(score.logprobs)
-            self._changed[request_id] = state
-            self._end_score(request_id)
-
-    def _end_score(self, request_id: str) -> None:
-        score = self._scoring.pop(request_id, None)
-        if score is not None:
-            score.end(self.scheduler)
+            self._changed[score.request_id] = state
+            return
+        for sequence in [s for s in state.sequences if not s.finished]:
+            self._finish(state, sequence, "error", f"prompt_logprobs: the KV cache has no room for {len(score)} tokens once more")
 
     def _outputs(self) -> list[RequestOutput]:
         """Of those that changed; who waits for its prompt's log-probabilities is told nothing before."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from tinyvllm.request import Logprob, SamplingParams, Sequence
@@ -53,3 +55,42 @@ class PromptScore:
         if self._asked:
             scheduler.give_back(self._sequence.block_table)
             self._sequence.block_table, self._asked = [], False
+
+
+class Scores:
+    """The prompts that wait for their scores, the first to ask first. One of them has blocks at a time."""
+
+    def __init__(self, scheduler: Scheduler, most: int):
+        """`most` tokens are computed a step."""
+        self._scheduler, self._most = scheduler, most
+        self._waiting: dict[str, PromptScore] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._waiting
+
+    def add(self, request_id: str, prompt_token_ids: list[int], top: int) -> None:
+        self._waiting[request_id] = PromptScore(request_id, prompt_token_ids, top)
+
+    def step(self, compute: Callable[[Scheduled], np.ndarray]) -> PromptScore | None:
+        """A piece of the first one's, by what `compute` gives of it: logits float32 [T, V]. It is returned when it is over.
+
+        It is `done` then, or was given up: it needs more blocks than are free though nobody runs.
+        """
+        score = next(iter(self._waiting.values()))
+        if score.begin(self._scheduler):
+            piece = score.next_piece(self._most)
+            score.take(piece, compute(piece))
+            if not score.done:
+                return None
+        elif self._scheduler.running:
+            return None
+        self.end(score.request_id)
+        return score
+
+    def end(self, request_id: str) -> None:
+        """Nobody wants this one's any more, if anybody did."""
+        if (score := self._waiting.pop(request_id, None)) is not None:
+            score.end(self._scheduler)

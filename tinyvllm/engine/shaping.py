@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tinyvllm.engine.thinking import ThinkingBudget
+from tinyvllm.engine.thinking import Marks, Thoughts, begins_of, own_marks
 from tinyvllm.errors import RequestError
 from tinyvllm.metrics import EngineMetrics, NoMetrics
 from tinyvllm.request import LogitsProcessor, SamplingParams, Sequence
 from tinyvllm.sampling.bad_words import BadWords
-from tinyvllm.sampling.penalties import penalizes
+from tinyvllm.sampling.penalties import penalizes, restricts
 from tinyvllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -28,24 +28,39 @@ if TYPE_CHECKING:
     from tinyvllm.sampling.sampler import Sampler
 
 Failures = dict[int, str]  # by sequence id
+_KEPT_MARKS = 16  # pairs of marks
 
 
 @dataclass
 class _Shape:
-    """What one sequence has to keep to. `told` is what the device knows of its banned words."""
+    """What one sequence has to keep to. `told` is what the device knows: the tokens that are banned, or the one that must come."""
 
     grammar: Grammar | None
     processors: tuple[LogitsProcessor, ...]
     bad_words: BadWords | None
-    thinking: ThinkingBudget | None
-    jumps: bool  # forced tokens may be appended undrawn
-    told: frozenset[int] | None = None
+    thoughts: Thoughts | None
+    masked: bool  # the sampler has a mask for it
+    jumps: bool  # tokens that the grammar forces may be appended undrawn
+    closes: bool  # the same of marks
+    told: frozenset[int] | int | None = None
 
     @property
     def each_token(self) -> bool:
         """Whether the host must see every token before the next is drawn."""
         back = self.bad_words is not None and self.bad_words.looks_back
-        return back or bool(self.processors) or self.grammar is not None or self.thinking is not None
+        return back or bool(self.processors) or self.grammar is not None or self.thoughts is not None
+
+    @property
+    def bound(self) -> bool:
+        """Whether the grammar narrows the next token."""
+        return self.grammar is not None and (self.thoughts is None or self.thoughts.bound)
+
+    @property
+    def forced(self) -> list[int]:
+        """The tokens that come next without being drawn."""
+        if self.thoughts is not None and not self.thoughts.over:
+            return self.thoughts.must.copy() if self.closes else []
+        return self.grammar.forced() if self.grammar is not None and self.jumps else []
 
 
 class Shaping:
@@ -55,6 +70,7 @@ class Shaping:
         self._sampler, self._tokenizer, self._eos_ids, self._metrics = sampler, tokenizer, tuple(eos_ids), metrics
         self._shapes: dict[int, _Shape] = {}  # by sequence id
         self._backend: GrammarBackend | None = None
+        self._marks: dict[tuple[str, str] | None, Marks | None] = {}  # None: the model's own
         self._building = threading.Lock()
         self._worker: MaskWorker | None = None
         self._masked: list[Sequence] = []  # those whose masks are being made
@@ -67,6 +83,8 @@ class Shaping:
             raise RequestError("structured_outputs: this engine has no tokenizer (skip_tokenizer_init), so no text can be enforced")
         start = time.perf_counter()
         compiled = self._grammars().compile(params.structured_outputs)
+        if not params.structured_outputs.enable_in_reasoning and (marks := self._marks_of(params)) is not None:
+            marks.survey()
         self._metrics.grammar_compiled(time.perf_counter() - start)
         return compiled
 
@@ -82,24 +100,56 @@ class Shaping:
                 self._backend = GrammarBackend(tokens, tokenizer.special_ids, self._eos_ids, V, tokenizer.encode_within)
             return self._backend
 
-    def admit(self, sequences: list[Sequence], prompt: str | None) -> None:
+    def _marks_of(self, params: SamplingParams) -> Marks | None:
+        """The marks of thoughts that count for a request; None where the model has none."""
+        tokenizer, own = self._tokenizer, params.thinking
+        given = None if own is None else (own.opening, own.closing)
+        with self._building:
+            if given not in self._marks:
+                if len(self._marks) >= _KEPT_MARKS:
+                    self._marks.clear()
+                pair = given or (own_marks(tokenizer) if tokenizer is not None else None)
+                self._marks[given] = Marks(tokenizer, *pair, self._eos_ids) if tokenizer is not None and pair is not None else None
+            return self._marks[given]
+
+    def admit(self, sequences: list[Sequence]) -> None:
         """Take in the sequences of a request before it is queued. RequestError if what it asks for cannot be."""
         params = sequences[0].params
         wanted = (params.structured_outputs, params.logits_processors, params.bad_words, params.thinking_token_budget)
         if all(one is None for one in wanted):
             return
         compiled, words, processors = self.compile(params), self._bad_words(params), tuple(params.logits_processors or ())
+        marks, prompt = self._marks_to_keep(params), sequences[0].prompt_token_ids
+        begins = "" if marks is None or self._tokenizer is None else begins_of(self._tokenizer, params, marks, prompt)
         jumps = not params.wants_logprobs and not penalizes(params)  # both know only tokens that were drawn
+        closes = jumps or params.allowed_token_ids is not None  # among which the mark may not be
         for sequence in sequences:
-            thinking = None
-            if params.thinking_token_budget is not None:
-                thinking = ThinkingBudget(params.thinking_token_budget, self._tokenizer, prompt, sequence.prompt_token_ids)
-            shape = _Shape(None, processors, words, thinking, jumps)
+            shape = _Shape(None, processors, words, None, restricts(params), jumps, closes)
             if compiled is not None:
                 from tinyvllm.sampling.grammar import Grammar
 
                 shape.grammar = Grammar(compiled)
+            if marks is not None:
+                shape.thoughts = Thoughts(marks, begins, params.thinking_token_budget, shape.grammar)
             self._shapes[sequence.sequence_id] = shape
+
+    def _marks_to_keep(self, params: SamplingParams) -> Marks | None:
+        """The marks of a request that has a budget for its thoughts, or a structure that waits for their end."""
+        structure, budget = params.structured_outputs, params.thinking_token_budget
+        if budget is None and (structure is None or structure.enable_in_reasoning):
+            return None
+        marks = self._marks_of(params)
+        if budget is None:
+            return marks
+        if self._tokenizer is None:
+            raise RequestError("thinking_token_budget: this engine has no tokenizer (skip_tokenizer_init), so no marks are known")
+        if structure is not None and structure.enable_in_reasoning:
+            raise RequestError("thinking_token_budget: enable_in_reasoning leaves no thoughts to bound: send one of them")
+        if marks is None:
+            raise RequestError("thinking_token_budget: this model's chat template and vocabulary have no marks of thinking")
+        if not marks.closing_ids:
+            raise RequestError(f"thinking_token_budget: the vocabulary cannot write {marks.closing.decode()!r}")
+        return marks
 
     def _bad_words(self, params: SamplingParams) -> BadWords | None:
         if params.bad_words is None:
@@ -130,12 +180,14 @@ class Shaping:
         """Start the masks of the next draw, and send those that are known; before the forward pass is launched."""
         if not self._shapes:
             return
+        jobs: list[tuple[Grammar, Sequence]] = []
         for sequence in sequences:
             shape = self._shapes.get(sequence.sequence_id)
-            if shape is not None and shape.bad_words is not None and shape.grammar is None:
-                self._ban(sequence, shape, shape.bad_words)
-        found = [(self._shapes[s.sequence_id].grammar, s) for s in sequences if s.sequence_id in self._shapes]
-        jobs = [(grammar, sequence) for grammar, sequence in found if grammar is not None]
+            if shape is not None and shape.grammar is not None and shape.bound:
+                jobs.append((shape.grammar, sequence))
+                shape.told = None
+            elif shape is not None and shape.masked:
+                self._narrow(sequence, shape)
         self._masked = [sequence for _, sequence in jobs]
         if jobs:
             if self._worker is None:
@@ -144,11 +196,22 @@ class Shaping:
                 self._worker = MaskWorker()
             self._worker.start([(grammar, sequence.row) for grammar, sequence in jobs], self._sampler.masks.host)
 
-    def _ban(self, sequence: Sequence, shape: _Shape, words: BadWords) -> None:
-        banned = words.banned(sequence.output_token_ids)
+    def _narrow(self, sequence: Sequence, shape: _Shape) -> None:
+        """Tell the device, if it does not know, what must not come next, or the one token that must."""
+        thoughts, row, masks = shape.thoughts, sequence.row, self._sampler.masks
+        if thoughts is not None and thoughts.must and not shape.closes:
+            if shape.told != thoughts.must[0]:
+                masks.host[row] = 0
+                masks.allow(row, thoughts.must[:1])
+                self._sampler.send_masks([row])
+                shape.told = thoughts.must[0]
+            return
+        banned = frozenset() if shape.bad_words is None else shape.bad_words.banned(sequence.output_token_ids)
+        if thoughts is not None:
+            banned |= thoughts.banned
         if banned != shape.told:
-            self._sampler.masks.reset(sequence.row)
-            self._sampler.send_masks([sequence.row], {sequence.row: banned})
+            masks.reset(row)
+            self._sampler.send_masks([row], {row: banned})
             shape.told = banned
 
     def finish(self, logits: Tensor, sequences: list[Sequence]) -> Failures:
@@ -173,6 +236,8 @@ class Shaping:
             assert shape.grammar is not None
             if shape.grammar.error is not None:
                 failures[sequence.sequence_id] = f"structured_outputs: {shape.grammar.error}"
+            if shape.thoughts is not None and (beside := shape.thoughts.beside):
+                self._sampler.masks.allow(sequence.row, beside)
             if shape.bad_words is not None:
                 banned[sequence.row] = shape.bad_words.banned(sequence.output_token_ids)
         self._sampler.send_masks([sequence.row for sequence in self._masked], banned or None)
@@ -194,24 +259,35 @@ class Shaping:
         shape = self._shapes.get(sequence.sequence_id)
         if shape is None:
             return [], None, None
-        token = sequence.output_token_ids[-1]
-        if shape.grammar is not None:
-            if not shape.grammar.accept(token):
-                reason = shape.grammar.error or f"token {token} is not what the grammar allows"
-                return [], "error", f"structured_outputs: {reason}"
-            if shape.grammar.finished:
-                return [], "stop", None
-            return (shape.grammar.forced() if shape.jumps else []), None, None
-        return (shape.thinking.took(sequence.output_token_ids) if shape.thinking is not None else []), None, None
+        token, grammar, thoughts = sequence.output_token_ids[-1], shape.grammar, shape.thoughts
+        if thoughts is not None and not thoughts.over:
+            allowed = thoughts.took(token)
+        else:
+            allowed = grammar is None or grammar.accept(token)
+        if grammar is not None and not allowed:
+            return [], "error", f"structured_outputs: {grammar.error or f'token {token} is not what the grammar allows'}"
+        if grammar is not None and shape.bound and grammar.finished:
+            return [], "stop", None
+        return shape.forced, None, None
 
     def begun(self, sequence: Sequence) -> list[int]:
-        """Tokens that its output must begin with."""
+        """Tokens that its output begins with, undrawn: so many that they do not end it before it has been scheduled."""
         shape = self._shapes.get(sequence.sequence_id)
-        if shape is None:
+        forced = [] if shape is None else shape.forced
+        if shape is None or not forced:
             return []
-        if shape.grammar is not None:
-            return shape.grammar.forced() if shape.jumps else []
-        return shape.thinking.begun() if shape.thinking is not None else []
+        if self._ends(sequence.params, forced):
+            shape.closes = shape.closes and not shape.masked
+            return []
+        return forced[:-1] if shape.bound and shape.grammar is not None and shape.grammar.ends_behind(forced) else forced
+
+    def _ends(self, params: SamplingParams, tokens: list[int]) -> bool:
+        if params.stop_token_ids and not set(params.stop_token_ids).isdisjoint(tokens):
+            return True
+        if not params.stop or self._tokenizer is None:
+            return False
+        text = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return any(stop in text for stop in params.stop)
 
     def close(self) -> None:
         """End the thread that makes masks."""

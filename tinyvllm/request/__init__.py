@@ -1,11 +1,19 @@
 """What a user asks and what comes back. Knows no text and no tensors."""
 
 from tinyvllm.request.output import CompletionOutput, Logprob, Receipt, RequestMetrics, RequestOutput
-from tinyvllm.request.params import MAX_LOGPROBS, STRUCTURES, BeamSearchParams, LogitsProcessor, SamplingParams, StructuredOutputsParams
+from tinyvllm.request.params import (
+    MAX_LOGPROBS,
+    STRUCTURES,
+    BeamSearchParams,
+    LogitsProcessor,
+    SamplingParams,
+    StructuredOutputsParams,
+    Thinking,
+)  # fmt: skip
 from tinyvllm.request.sequence import Sequence, Status
 from tinyvllm.request.terms import Terms
 
 __all__ = [
     "MAX_LOGPROBS", "STRUCTURES", "BeamSearchParams", "CompletionOutput", "LogitsProcessor", "Logprob", "Receipt", "RequestMetrics",
-    "RequestOutput", "SamplingParams", "Sequence", "Status", "StructuredOutputsParams", "Terms",
+    "RequestOutput", "SamplingParams", "Sequence", "Status", "StructuredOutputsParams", "Terms", "Thinking",
 ]  # fmt: skip

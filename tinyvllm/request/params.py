@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinyvllm.errors import ArgumentError
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 MAX_LOGPROBS = 20
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
 OUTPUT_KINDS = ("cumulative", "delta", "final_only")
+THINKING_BEGINS = ("before", "inside", "behind")
+
+T = TypeVar("T", "StructuredOutputsParams", "Thinking")
 
 # (prompt token ids, output token ids so far, logits float32 [V]) -> logits float32 [V], the same array changed or another. Called once a
 # token on the host, before everything else that shapes the draw; what it raises ends its request alone, with finish_reason "error".
@@ -32,7 +35,8 @@ class StructuredOutputsParams:
     json_object  True: any JSON object
 
     Beside it: `disable_any_whitespace` writes JSON without optional blanks; `whitespace_pattern` is the regular expression of what may
-    stand between JSON's tokens.
+    stand between JSON's tokens. `enable_in_reasoning`: the structure holds from the first token on, also where the model could think
+    first; without it a model that has marks of thinking may think before it (the name is that of vLLM's setting of the server).
     """
 
     json: str | dict[str, Any] | None = None
@@ -42,6 +46,7 @@ class StructuredOutputsParams:
     json_object: bool | None = None
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
+    enable_in_reasoning: bool = False
 
     def __post_init__(self) -> None:
         given = [name for name in STRUCTURES if getattr(self, name) not in (None, False)]
@@ -56,11 +61,34 @@ class StructuredOutputsParams:
             object.__setattr__(self, "choice", tuple(self.choice))
             if any(not isinstance(c, str) or not c for c in self.choice or ()):
                 raise ArgumentError(f"StructuredOutputsParams: choice must hold non-empty strings, got {_brief(self.choice)}")
+        if not isinstance(self.enable_in_reasoning, bool):
+            got = _brief(self.enable_in_reasoning)
+            raise ArgumentError(f"StructuredOutputsParams: enable_in_reasoning must be True or False, got {got}")
 
     @property
     def kind(self) -> str:
         """Which of the five is given."""
         return next(name for name in STRUCTURES if getattr(self, name) not in (None, False))
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """How thoughts are marked and where the output begins, for callers that know better than the engine.
+
+    Without it the engine takes the marks of the model's chat template or vocabulary, and looks at the prompt's end: the opening mark there
+    means "inside", the closing one "behind", anything else "before": the model may open its thoughts with its first token.
+    """
+
+    opening: str
+    closing: str
+    begins: str = "before"
+
+    def __post_init__(self) -> None:
+        for name in ("opening", "closing"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                raise ArgumentError(f"Thinking: {name} must be a mark like <think>, got {_brief(getattr(self, name))}")
+        if self.begins not in THINKING_BEGINS:
+            raise ArgumentError(f"Thinking: begins must be one of {', '.join(THINKING_BEGINS)}, got {_brief(self.begins)}")
 
 
 @dataclass(frozen=True)
@@ -97,6 +125,7 @@ class SamplingParams:
     logits_processors: tuple[LogitsProcessor, ...] | list[LogitsProcessor] | None = None
     output_kind: str = "cumulative"  # what each output holds: all so far, what is new ("delta"), or nothing before the end ("final_only")
     thinking_token_budget: int | None = None  # tokens between the model's marks of thinking, after which the closing mark is written
+    thinking: Thinking | None = None  # for structures behind thoughts and for the budget: where the model's own marks do not count
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop, "a string or a list of strings")
@@ -142,10 +171,14 @@ class SamplingParams:
             if not allowed or any(type(t) is not int or t < 0 for t in allowed):
                 raise ArgumentError(f"SamplingParams: allowed_token_ids must hold at least one token id, got {_brief(allowed)}")
         if isinstance(self.structured_outputs, dict):  # as it comes in JSON
-            object.__setattr__(self, "structured_outputs", _structure(self.structured_outputs))
+            object.__setattr__(self, "structured_outputs", _from_fields(StructuredOutputsParams, self.structured_outputs))
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):
             got = _brief(self.structured_outputs)
             raise ArgumentError(f"SamplingParams: structured_outputs must be a StructuredOutputsParams, got {got}")
+        if isinstance(self.thinking, dict):
+            object.__setattr__(self, "thinking", _from_fields(Thinking, self.thinking))
+        if self.thinking is not None and not isinstance(self.thinking, Thinking):
+            raise ArgumentError(f"SamplingParams: thinking must be a Thinking, got {_brief(self.thinking)}")
         processors = _as_tuple("logits_processors", self.logits_processors, "a list of functions")
         object.__setattr__(self, "logits_processors", processors or None)
         if any(not callable(processor) for processor in processors):
@@ -198,11 +231,13 @@ def _as_tuple(name: str, value: object, expected: str) -> tuple[Any, ...]:
     return tuple(value or ())
 
 
-def _structure(given: dict[str, Any]) -> StructuredOutputsParams:
-    known = [field.name for field in fields(StructuredOutputsParams)]
+def _from_fields(kind: type[T], given: dict[str, Any]) -> T:
+    known = {field.name: field for field in fields(kind)}
     if unknown := next((name for name in given if name not in known), None):
-        raise ArgumentError(f"StructuredOutputsParams: unknown field {unknown!r}; known are {', '.join(known)}")
-    return StructuredOutputsParams(**given)
+        raise ArgumentError(f"{kind.__name__}: unknown field {unknown!r}; known are {', '.join(known)}")
+    if missing := next((name for name, field in known.items() if field.default is MISSING and name not in given), None):
+        raise ArgumentError(f"{kind.__name__}: missing field {missing!r}")
+    return kind(**given)
 
 
 def _check_bias(biases: object) -> None:

@@ -184,6 +184,13 @@ class Grammar:
         if n and not self._matcher.rollback(n):
             raise ValueError(f"grammar: {n} tokens cannot be taken back: {self.error}")
 
+    def ends_behind(self, tokens: Sequence[int]) -> bool:
+        """Whether it would be `finished` with these tokens, which it must allow."""
+        taken = sum(self.accept(token) for token in tokens)
+        ended = self.finished
+        self.rollback(taken)
+        return ended
+
     @property
     def finished(self) -> bool:
         """Nothing but the end of sequence can come, or has come already."""

@@ -59,8 +59,9 @@ def words_of(V: int) -> int:
 
 
 def restricts(params: SamplingParams) -> bool:
-    """Whether some tokens are forbidden outright: by a structure, a list of ids, or words."""
-    return params.structured_outputs is not None or params.allowed_token_ids is not None or params.bad_words is not None
+    """Whether some tokens are forbidden outright: by a structure, a list of ids, or words; or by a mark that must come and be drawn."""
+    drawn = params.thinking_token_budget is not None and (params.wants_logprobs or penalizes(params))
+    return drawn or params.structured_outputs is not None or params.allowed_token_ids is not None or params.bad_words is not None
 
 
 class Masks:
@@ -87,6 +88,10 @@ class Masks:
     def reset(self, row: int) -> None:
         """The row on the host as it was at its start."""
         self.host[row] = self._lasting.get(row, -1)
+
+    def allow(self, row: int, tokens: Collection[int]) -> None:
+        """Let these come too, as far as the row on the host goes."""
+        self.host[row] |= self._bits_of(tokens)
 
     def send(self, rows: Iterable[int], banned: Mapping[int, Collection[int]] | None = None) -> None:
         """Copy rows to the device as they stand on the host, less the tokens `banned` by row; neighbouring rows in one copy.

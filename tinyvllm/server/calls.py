@@ -15,6 +15,7 @@ from typing import Any
 from starlette.types import Send
 
 from tinyvllm.errors import ArgumentError
+from tinyvllm.server.chunk_store import ChunkStore
 from tinyvllm.server.failures import Failure
 from tinyvllm.server.keys import Key, Keys
 from tinyvllm.server.lines import Lines
@@ -71,6 +72,7 @@ class Service:
         self.config = config
         self.models = models
         self.keys = keys
+        self.chunks = ChunkStore()
         self.started = int(time.time())
         self.lines = Lines(sys.stdout)  # the access log
         self.draining = False

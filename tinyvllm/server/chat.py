@@ -11,6 +11,7 @@ from typing import Any
 from tinyvllm.engine.async_llm import AsyncLLM
 from tinyvllm.request import CompletionOutput, RequestOutput, SamplingParams
 from tinyvllm.server.calls import Call
+from tinyvllm.server.chunk_store import begun
 from tinyvllm.server.failures import Failure, bad_field, encode
 from tinyvllm.server.logprobs import Position, chat_logprobs, positions_of, prompt_positions
 from tinyvllm.server.outputs import ended, extras
@@ -49,7 +50,7 @@ async def _turn(call: Call, body: ChatRequest, llm: AsyncLLM, model: str) -> Tur
         params = sampling_params(llm, body, max_tokens=longest, logprobs=logprobs)
     effort = body.reasoning_effort
     variables = {} if effort is None else {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
-    conversation = conversation_of(call, call.data, {**variables, **(body.chat_template_kwargs or {})})
+    conversation = begun(call, llm, body, conversation_of(call, call.data, {**variables, **(body.chat_template_kwargs or {})}))
     return await begin(call, llm, model, conversation, _tools(call, body), params, body, reasoning=True)
 
 

@@ -9,19 +9,29 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import cache
+from itertools import islice
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, ValidatorFunctionWrapHandler
+from pydantic_core import CoreSchema, from_json
 
 from tinyvllm.config import nearest
 from tinyvllm.server.failures import Failure
 
 _LONGEST_SHOWN = 120
+_MOST_ERRORS = 100  # that pydantic is asked to tell: it takes microseconds for each
+_MOST_IGNORED = 1000  # names of fields that were left out
+_MOST_ALSO = 3  # further fields that a message names
 
 
 class Body(BaseModel):
-    """A JSON object of a request: no conversions, no unknown names."""
+    """A JSON object of a request: no conversions, no unknown names. Lists are checked up to their first entry that is wrong."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _stop_at_first(schema)
+        return schema
 
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=(), hide_input_in_errors=True, defer_build=True)
 
@@ -63,20 +73,52 @@ def parse(model: type[B], raw: bytes, lenient: bool = False) -> tuple[B, dict[st
     elif (name := next((name for name in data if name not in _names(model)), None)) is not None:
         raise _unknown(name, nearest(name, _names(model)))  # here, since of fifty thousand pydantic would take a second to tell
     try:
-        body = model.model_validate(data)
+        body = model.model_validate(data, extra="ignore" if lenient else "forbid")
     except ValidationError as error:
-        unknown = [e["loc"] for e in error.errors(include_url=False, include_input=False) if e["type"] == "extra_forbidden"]
-        if not (lenient and unknown):
-            raise _failure(model, error, data) from None
-        for loc in unknown:
-            ignored.append(_path(loc, data))
-            _remove(loc, data)
-        try:
-            body = model.model_validate(data)
-        except ValidationError as second:
-            raise _failure(model, second, data) from None
+        raise _failure(model, error, data) from None
+    if lenient:
+        _strip(body, data, "", ignored)
     _refuse(model, data)
     return body, data, ignored
+
+
+def _stop_at_first(schema: Any) -> None:
+    """Make the lists of a core schema end their check at the first entry that is wrong."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        for part in schema.values():
+            _stop_at_first(part)
+    elif isinstance(schema, (list, tuple)):
+        for part in schema:
+            _stop_at_first(part)
+
+
+def stop_at_first_value(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """The same of an object whose names are free, as a WrapValidator."""
+    try:
+        return check(value)
+    except ValidationError as error:
+        if isinstance(value, dict) and error.error_count() > 1:
+            for name, one in value.items():
+                check({name: one})
+        raise
+
+
+def _strip(value: Any, data: Any, path: str, ignored: list[str]) -> None:
+    """Take out of plain objects what their model does not know, and name it."""
+    if isinstance(value, Body):
+        names = _names(type(value))
+        for name in [name for name in data if name not in names]:
+            del data[name]
+            if len(ignored) < _MOST_IGNORED:
+                ignored.append(f"{path}.{name}".removeprefix("."))
+        for name, field in type(value).model_fields.items():
+            if (given := field.alias or name) in data:
+                _strip(getattr(value, name), data[given], f"{path}.{given}", ignored)
+    elif isinstance(value, list) and value and isinstance(value[0], (Body, list)):
+        for i, one in enumerate(value):
+            _strip(one, data[i], f"{path}[{i}]", ignored)
 
 
 @cache
@@ -107,21 +149,56 @@ def _drop_refused(model: type[Body], data: dict[str, Any]) -> list[str]:
 
 def _failure(model: type[Body], error: ValidationError, data: dict[str, Any]) -> Failure:
     """The error that says most: an unknown field first, then the one that lies deepest (of a union's branches the one that nearly fit)."""
-    errors = error.errors(include_url=False, include_input=False)
+    errors = _errors(model, error, data)
     worst = min(errors, key=lambda e: (not _tells_type(e), e["type"] != "extra_forbidden", -len(e["loc"])))
     kind = worst["type"]
     param = _path(worst["loc"], data, missing=kind == "missing")
     if kind == "extra_forbidden":
         hint = nearest(param, model.model_fields) if len(worst["loc"]) == 1 else ""
-        return _unknown(param, hint)
+        return _unknown(param, hint, _also(worst, errors, data))
     if kind == "missing":
-        return Failure(400, f"missing field {param}", param=param, code="missing_required_parameter")
+        return Failure(400, f"missing field {param}{_also(worst, errors, data)}", param=param, code="missing_required_parameter")
     if not param:  # of the whole body: our own validators name the field by the kind of their error
         return Failure(400, worst["msg"], param=kind if kind in model.model_fields else None, code="invalid_value")
     same = [e["msg"] for e in errors if _path(e["loc"], data) == param]
     says = " or ".join(dict.fromkeys(_decapitalized(_in_json(text).removeprefix("Input ")) for text in same))
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
-    return Failure(400, f"{param}: {says}, got {_kind(_at(worst['loc'], data))}", param=param, code=code)
+    got = _kind(_at(worst["loc"], data))
+    return Failure(400, f"{param}: {says}, got {got}{_also(worst, errors, data)}", param=param, code=code)
+
+
+def _errors(model: type[Body], error: ValidationError, data: dict[str, Any]) -> list[Any]:
+    """What is wrong. Of thousands of unknown names in one object, those among the first."""
+    if error.error_count() > _MOST_ERRORS:
+        try:
+            model.model_validate(_shortened(data))
+        except ValidationError as shorter:
+            error = shorter
+    return list(error.errors(include_url=False, include_input=False))
+
+
+def _shortened(data: Any) -> Any:
+    """The same without what objects hold beyond their first names, which are more than any model has."""
+    if isinstance(data, dict):
+        return {name: _shortened(value) for name, value in islice(data.items(), _MOST_ERRORS)}
+    return [_shortened(value) for value in data] if isinstance(data, list) else data
+
+
+def _also(worst: Any, errors: list[Any], data: dict[str, Any]) -> str:
+    """What else is wrong, and how much nobody has looked at, for the end of a message."""
+    here = _path(worst["loc"], data, missing=True)
+    inside = here.rpartition(".")[0] if _tells_type(worst) else here
+    paths = dict.fromkeys(_path(e["loc"], data, missing=e["type"] == "missing") for e in errors)
+    others = [path for path in paths if path and not path.startswith(inside) and not here.startswith(path)]
+    text = ""
+    if others:
+        text = "; also wrong: " + ", ".join(map(_shown, others[:_MOST_ALSO])) + (" and more" if len(others) > _MOST_ALSO else "")
+    steps, _ = _walk(worst["loc"], data)
+    for n, step in enumerate(steps):
+        if isinstance(step, int) and (left := len(_at(steps[:n], data)) - step - 1):
+            whole = _path(steps[:n], data)
+            return f"{text}; {left} {'entry' if left == 1 else 'entries'} of {whole} behind it were not looked at, more may follow"
+    return text
 
 
 @cache
@@ -130,8 +207,8 @@ def _names(model: type[Body]) -> dict[str, None]:
     return {field.alias or name: None for name, field in model.model_fields.items()}
 
 
-def _unknown(name: str, hint: str) -> Failure:
-    text = f"unknown field {_shown(name)}{hint}; this server refuses what it does not know (--lenient lets it pass)"
+def _unknown(name: str, hint: str, also: str = "") -> Failure:
+    text = f"unknown field {_shown(name)}{hint}; this server refuses what it does not know (--lenient lets it pass){also}"
     return Failure(400, text, param=_shown(name), code="unknown_parameter")
 
 
@@ -167,13 +244,6 @@ def _path(loc: Sequence[int | str], data: Any, missing: bool = False) -> str:
 
 def _at(loc: Sequence[int | str], data: Any) -> Any:
     return _walk(loc, data)[1]
-
-
-def _remove(loc: Sequence[int | str], data: Any) -> None:
-    steps, _ = _walk(loc, data)
-    for step in steps[:-1]:
-        data = data[step]
-    data.pop(steps[-1], None)
 
 
 def _decapitalized(text: str) -> str:

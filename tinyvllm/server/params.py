@@ -64,7 +64,7 @@ def formatted(kind: str, schema: dict[str, Any] | bool | None) -> StructuredOutp
 
 
 _OF_BEAMS = {
-    "model", "prompt", "prompt_token_ids", "messages", "use_beam_search", "n", "best_of", "max_tokens", "max_completion_tokens",
+    "model", "prompt", "prompt_token_ids", "messages", "chunks", "use_beam_search", "n", "best_of", "max_tokens", "max_completion_tokens",
     "length_penalty", "ignore_eos", "include_stop_str_in_output", "echo", "user", "metadata", "safety_identifier", "request_id", "priority",
     "cache_salt", "deadline_ms", "ttft_deadline_ms", "receipt", "explain", "add_special_tokens", "truncate_prompt_tokens",
     "add_generation_prompt", "continue_final_message", "documents", "chat_template", "chat_template_kwargs", "reasoning_effort", "tools",

@@ -19,7 +19,7 @@ from tinyvllm.server.logprobs import Position, chat_logprobs, positions_of
 from tinyvllm.server.outputs import ended, extras
 from tinyvllm.server.params import formatted
 from tinyvllm.server.prompts import Conversation
-from tinyvllm.server.schema import Name
+from tinyvllm.server.schema import Name, Texts
 from tinyvllm.server.stream import Wire, event, quote
 from tinyvllm.server.turns import Blocks, Tools, Turn, begin, read_whole
 from tinyvllm.text.parsing import Event
@@ -165,7 +165,7 @@ class ResponsesRequest(Body):
     stream: bool | None = honoured(example=False)
     stream_options: ResponseStreamOptions | None = limited(says="no padding", example={}, beyond={"include_obfuscation": True})
     store: Literal[False] | None = limited(says=f"false only: {_STATELESS}", example=False, beyond=True)
-    metadata: dict[str, str] | None = honoured(example={"a": "b"}, says="given back")
+    metadata: Texts | None = honoured(example={"a": "b"}, says="given back")
     truncation: Literal["disabled"] | None = limited(says="disabled only", example="disabled", beyond="auto")
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = limited(
         says="logprobs; encrypted reasoning is let through and left out", example=["message.output_text.logprobs"], beyond=["web"]

@@ -8,13 +8,15 @@ from pydantic import Field, StringConstraints, ValidationError, ValidatorFunctio
 from pydantic_core import PydanticCustomError
 
 from tinyvllm.request import MAX_LOGPROBS
-from tinyvllm.server.fields import Body, honoured, limited, refused
+from tinyvllm.server.fields import Body, honoured, limited, refused, stop_at_first_value
 
-_ONE_MODEL = "the model's name as /v1/models lists it; the first one where it is not given"
+ONE_MODEL = "the model's name as /v1/models lists it; the first one where it is not given"
 _NOT_STORED = "nothing is stored here"
 _TOKEN = Annotated[int, Field(ge=0, lt=2**31)]
 _SECONDS = Annotated[float, Field(gt=0, le=1e9)]
 _WORDS = Annotated[list[str], Field(max_length=512)]  # the engine stands still while it looks for their tokens: 30000 took 7 s
+_NUMBERS = Annotated[dict[str, float], WrapValidator(stop_at_first_value)]
+Texts = Annotated[dict[str, str], WrapValidator(stop_at_first_value)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 
 
@@ -58,6 +60,7 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
     disable_any_whitespace: bool | None = None
     whitespace_pattern: str | None = None
+    enable_in_reasoning: bool | None = None
 
 
 class Function(Body):
@@ -131,9 +134,9 @@ class Message(Body):
 class Sampling(Body):
     """How to continue: OpenAI's and vLLM's names. Ranges that SamplingParams checks are not said twice."""
 
-    model: Name | None = honoured(says=_ONE_MODEL)
+    model: Name | None = honoured(says=ONE_MODEL)
     frequency_penalty: float | None = honoured(example=0.5, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = honoured(example={"5": -10.0})
+    logit_bias: _NUMBERS | None = honoured(example={"5": -10.0})
     n: int | None = honoured(example=2, ge=1, le=128)
     presence_penalty: float | None = honoured(example=0.5, ge=-2, le=2)
     seed: int | None = honoured(example=7, ge=-(2**63), le=2**64 - 1)
@@ -189,12 +192,15 @@ def _one_of_four(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
         raise PydanticCustomError("prompt", "should be a text, token ids, a list of texts or a list of lists of token ids") from None
 
 
+_Chunks = Annotated[list[Name], Field(max_length=64)]
+_BEGINS = "ids of chunks that the prompt begins with, as POST /v1/chunks gave them, in their order"
 Prompt = Annotated[str | list[str] | list[_TOKEN] | list[list[_TOKEN]], WrapValidator(_one_of_four)]
 
 
 class CompletionRequest(Sampling):
     """POST /v1/completions."""
 
+    chunks: _Chunks | None = honoured(says=_BEGINS)
     prompt: Prompt = honoured(..., example="Once upon a time")
     max_tokens: int | None = honoured(example=4, ge=0, says="16 where not given; 0 with echo only")
     logprobs: int | None = honoured(example=2, ge=0, le=MAX_LOGPROBS)
@@ -207,6 +213,7 @@ class CompletionRequest(Sampling):
 class ChatRequest(Sampling):
     """POST /v1/chat/completions."""
 
+    chunks: _Chunks | None = honoured(says="ids of chunks of messages that the conversation begins with, in their order")
     messages: list[Message] = honoured(..., example=[{"role": "user", "content": "Hello"}], min_length=1)
     max_tokens: int | None = honoured(example=4, ge=1, says="what the context holds where not given")
     max_completion_tokens: int | None = honoured(example=4, ge=1)
@@ -230,7 +237,7 @@ class ChatRequest(Sampling):
     echo: Literal[False] | None = limited(says="false only", example=False, beyond=True)
     best_of: int | None = honoured(example=3, ge=1, le=128, says="not with stream")
     store: Literal[False] | None = limited(says=f"false only: {_NOT_STORED}", example=False, beyond=True)
-    metadata: dict[str, str] | None = limited(says=f"written to the access log: {_NOT_STORED}", example={"a": "b"})
+    metadata: Texts | None = limited(says=f"written to the access log: {_NOT_STORED}", example={"a": "b"})
     service_tier: Literal["auto", "default"] | None = limited(says="auto and default only", example="auto", beyond="flex")
     modalities: list[Literal["text"]] | None = limited(says="text only", example=["text"], beyond=["audio"])
     safety_identifier: str | None = limited(says="written to the access log, nothing else", example="somebody")
@@ -257,6 +264,7 @@ class ChatRequest(Sampling):
 class GenerateRequest(Sampling):
     """POST /generate: one prompt, the fields of SamplingParams."""
 
+    chunks: _Chunks | None = honoured(says=_BEGINS)
     prompt: str | list[_TOKEN] | None = honoured(example="Once upon a time")
     prompt_token_ids: list[_TOKEN] | None = honoured(example=[5, 6, 7])
     max_tokens: int | None = honoured(example=4, ge=1)
@@ -268,7 +276,7 @@ class GenerateRequest(Sampling):
 class TokenizeRequest(Body):
     """POST /tokenize: a prompt, or messages through the chat template."""
 
-    model: Name | None = honoured(says=_ONE_MODEL)
+    model: Name | None = honoured(says=ONE_MODEL)
     prompt: str | None = honoured(example="Once")
     messages: list[Message] | None = honoured(example=[{"role": "user", "content": "Hello"}], min_length=1)
     add_special_tokens: bool | None = honoured(example=False)
@@ -289,14 +297,14 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """POST /detokenize."""
 
-    model: Name | None = honoured(says=_ONE_MODEL)
+    model: Name | None = honoured(says=ONE_MODEL)
     tokens: list[_TOKEN] = honoured(..., example=[5, 6, 7])
 
 
 class EmbeddingRequest(Body):
     """POST /v1/embeddings."""
 
-    model: Name | None = honoured(says=_ONE_MODEL)
+    model: Name | None = honoured(says=ONE_MODEL)
     input: Prompt = honoured(..., example="a text", min_length=1)
     encoding_format: Literal["float", "base64"] | None = honoured(example="base64")
     dimensions: int | None = refused("embeddings have the model's own width", example=16)

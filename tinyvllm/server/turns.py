@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from tinyvllm.engine.async_llm import AsyncLLM
-from tinyvllm.request import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
+from tinyvllm.request import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams, Thinking
 from tinyvllm.server.calls import Call
 from tinyvllm.server.failures import bad_field
 from tinyvllm.server.outputs import Count, outputs_of
@@ -92,23 +92,53 @@ async def begin(
     conversation = plain(conversation, list(tools.given) if tools.readable else None)
     prompt = await encode_conversation(llm, conversation, getattr(body, "truncate_prompt_tokens", None))
     dialect = _format(llm, conversation.template, tools.readable)
-    content = conversation.messages[-1].get("content") if conversation.continue_final_message else None
-    opened = dialect.opened(content, continued=True) if isinstance(content, str) else dialect.opened(prompt.text or "")
-    if params.structured_outputs is not None and params.structured_outputs.kind in ("json", "json_object", "choice"):
-        reasoning = opened = False  # the grammar leaves no room for thoughts, whatever the template has opened
+    begins = _begins(dialect, conversation, prompt.text or "")
+    opened = begins == "inside"
     if tools.choice == "required":
-        dialect, params = _enforce(dialect, tools, params, opened)
+        dialect, params = _enforce(dialect, tools, params)
+    if params.structured_outputs is not None or params.thinking_token_budget is not None:
+        params = _thinking(dialect, begins, params)
+        if not _may_think(params, begins):
+            reasoning = opened = False  # all of it is content, whatever the template has opened
     needed = tools.readable and (dialect.name != "none") or dialect.think is not None
     if needed and dialect.keep_special_tokens:
         params = replace(params, skip_special_tokens=False)
     return Turn(call, llm, model, prompt, params, dialect if needed else None, tools, reasoning, opened, body)
 
 
-def _enforce(dialect: Format, tools: Tools, params: SamplingParams, opened: bool) -> tuple[Format, SamplingParams]:
+def _begins(dialect: Format, conversation: Conversation, prompt: str) -> str:
+    """Where the answer begins, as Thinking says it. Nobody begins to think who was told not to, or who is in the midst of an answer."""
+    content = conversation.messages[-1].get("content") if conversation.continue_final_message else None
+    if isinstance(content, str):
+        return "inside" if dialect.opened(content, continued=True) else "behind"
+    if dialect.opened(prompt):
+        return "inside"
+    closed = dialect.think is not None and prompt.rstrip().endswith(dialect.think[1])
+    return "behind" if closed or conversation.variables.get("enable_thinking") is False else "before"
+
+
+def _thinking(dialect: Format, begins: str, params: SamplingParams) -> SamplingParams:
+    """What the engine has to know of thoughts: the template need not be the one that it knows. Without marks nothing waits for them."""
+    if dialect.think is not None:
+        return replace(params, thinking=Thinking(*dialect.think, begins))
+    if params.structured_outputs is None:
+        return params
+    return replace(params, structured_outputs=replace(params.structured_outputs, enable_in_reasoning=True))
+
+
+def _may_think(params: SamplingParams, begins: str) -> bool:
+    """Whether thoughts may stand in the answer: before a structure, where there is room, or in a structure that describes them."""
+    structure = params.structured_outputs
+    if structure is None:
+        return True
+    return structure.kind in ("regex", "grammar") if structure.enable_in_reasoning else begins != "behind"
+
+
+def _enforce(dialect: Format, tools: Tools, params: SamplingParams) -> tuple[Format, SamplingParams]:
     if params.structured_outputs is not None:
         raise bad_field("response_format", "response_format: an answer that must be a call of a tool has no other format")
     forced = dialect.forced()
-    lark = grammar_for(forced, list(tools.given), tools.named, tools.parallel, opened=opened)
+    lark = grammar_for(forced, list(tools.given), tools.named, tools.parallel)
     return forced, replace(params, structured_outputs=StructuredOutputsParams(grammar=lark))
 
 

@@ -14,7 +14,7 @@ from tinyvllm.text.parsing import Format, StreamParser, grammar_for, parser_for
 llguidance = pytest.importorskip("llguidance")
 
 END = 256
-SPECIAL = {"[TOOL_CALLS]": 257, "[ARGS]": 258, "<think>": 259, "</think>": 260}
+SPECIAL = {"[TOOL_CALLS]": 257, "[ARGS]": 258, "<tool_call>": 259, "</tool_call>": 260}
 TEXTS = [bytes([i]) for i in range(256)] + [b"<end>", *(s.encode() for s in SPECIAL), b'{"name": "', b"</function>"]
 WEATHER = {
     "type": "object",
@@ -29,12 +29,12 @@ WEATHER = {
     "additionalProperties": False,
     "$defs": {"place": {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2}},
 }
-ENDS = (b"</parameter>", b"</think>", b'"', b"}", b"]", b")")  # of a part that could go on for ever
-LEADS = [*map(list, ENDS), [SPECIAL["</think>"]]]
+ENDS = (b"</parameter>", b'"', b"}", b"]", b")")  # of a part that could go on for ever
+LEADS = [*map(list, ENDS)]
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}, {"type": "function", "function": {"name": "now"}}]
 FORMATS = {
-    "hermes": parser_for("<tool_call> <think></think>"),
-    "hermes-special": parser_for("<tool_call> <think></think>", SPECIAL),
+    "hermes": parser_for("<tool_call>"),
+    "hermes-special": parser_for("<tool_call>", {name: SPECIAL[name] for name in ("<tool_call>", "</tool_call>")}),
     "llama3": parser_for("tools <|python_tag|>"),
     "mistral": parser_for("[TOOL_CALLS]", {"[TOOL_CALLS]": 257}),
     "mistral-text": parser_for("[TOOL_CALLS][ARGS]"),
@@ -86,9 +86,9 @@ def walk(tokenizer: Any, grammar: str, seed: int) -> str:
     raise AssertionError(f"the walk found no end: {text[-200:]!r}")
 
 
-def calls_of(format: Format, text: str, opened: bool) -> list[tuple[str, dict[str, Any]]]:
+def calls_of(format: Format, text: str) -> list[tuple[str, dict[str, Any]]]:
     calls: dict[int, list[str]] = {}
-    parser = StreamParser(format, TOOLS, opened=opened, whole=True)
+    parser = StreamParser(format, TOOLS, whole=True)
     for event in parser.add(text) + parser.finish():
         assert event.kind != "content" and not event.broken, (text, event)
         if event.kind == "tool_start":
@@ -98,14 +98,14 @@ def calls_of(format: Format, text: str, opened: bool) -> list[tuple[str, dict[st
     return [(name, json.loads(arguments)) for name, arguments in calls.values()]
 
 
-@pytest.mark.parametrize(("name", "opened"), [(n, o) for n, f in FORMATS.items() for o in ((False, True) if f.think else (False,))])
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("named", "parallel"), [(None, True), (None, False), ("weather", True), ("now", True)])
-def test_what_a_grammar_lets_through(tokenizer: Any, name: str, named: str | None, parallel: bool, opened: bool) -> None:
+def test_what_a_grammar_lets_through(tokenizer: Any, name: str, named: str | None, parallel: bool) -> None:
     format = FORMATS[name]
-    grammar = grammar_for(format, TOOLS, named, parallel, opened=opened)
+    grammar = grammar_for(format, TOOLS, named, parallel)
     counts = set()
     for seed in range(6):
-        calls = calls_of(format, walk(tokenizer, grammar, seed), opened)
+        calls = calls_of(format, walk(tokenizer, grammar, seed))
         counts.add(len(calls))
         for tool, arguments in calls:
             assert tool == named or (named is None and tool in ("weather", "now"))
@@ -142,14 +142,11 @@ def test_only_optional_arguments_may_be_left_out(tokenizer: Any, unit: str | Non
         assert matches(tokenizer, grammar_for(FORMATS[name], TOOLS, "weather"), text) == (city is not None), text
 
 
-def test_reasoning_comes_first_or_not_at_all(tokenizer: Any) -> None:
-    def accepts(text: str, **options: Any) -> bool:
-        return matches(tokenizer, grammar_for(FORMATS["hermes"], TOOLS, "now", **options), text)
-
-    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-    assert accepts(call) and accepts("<think>\nso</think>\n\n" + call) and not accepts("so " + call)
-    assert accepts("so</think>\n" + call, opened=True) and not accepts(call, opened=True)
-    assert accepts(call, reasoning=False) and not accepts("<think>so</think>" + call, reasoning=False)
+def test_nothing_stands_around_a_call(tokenizer: Any) -> None:
+    grammar, call = grammar_for(FORMATS["hermes"], TOOLS, "now"), '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    assert matches(tokenizer, grammar, call)
+    for text in ("so " + call, "<think>so</think>" + call, call + " so"):
+        assert not matches(tokenizer, grammar, text)
 
 
 def test_refusals() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,14 +20,11 @@ def grammar_for(
     tools: Sequence[Mapping[str, Any]],
     named: str | None = None,
     parallel: bool = True,
-    *,
-    reasoning: bool = True,
-    opened: bool = False,
 ) -> str:
     """A grammar whose every text is one call or, with `parallel` and no `named`, some, and holds nothing else.
 
-    format: of a dialect with calls (Format.forced). named: the one tool that is to be called, once. reasoning: the model may think
-    first, if its format has marks for that; opened: the prompt ended with the opening mark. RequestError for no or unknown tools.
+    format: of a dialect with calls (Format.forced). named: the one tool that is to be called, once. RequestError for no or unknown tools.
+    Thoughts come before it: the engine holds a grammar back until they are closed.
     """
     known = read_tools(tools)
     if named is not None:
@@ -41,8 +37,7 @@ def grammar_for(
         raise RequestError("tool_choice asks for a call, and there are no tools: give some, or ask for none")
     rules = _Rules(format, list(known.values()), parallel and named is None)
     calls = _DIALECTS[format.name](rules)
-    before = rules.thinking(opened) if format.think and (reasoning or opened) else ""
-    return "\n".join([f"start: {before}calls", f"calls: {calls}", *rules.lines]) + "\n"
+    return "\n".join([f"start: {calls}", *rules.lines]) + "\n"
 
 
 class _Rules:
@@ -53,17 +48,6 @@ class _Rules:
         self.tools = tools
         self.many = many
         self.lines: list[str] = []
-
-    def thinking(self, opened: bool) -> str:
-        assert self.format.think is not None
-        start, end = self.format.think
-        if end in self.format.special:  # a token and no text; but the parser would take a text for it
-            spelled = re.escape(end).replace("/", r"\/")
-            self.lines += [f"thought: THOUGHT {self._mark(end)}", rf"THOUGHT: /(.|\n)*/ & ~/(.|\n)*{spelled}(.|\n)*/"]
-        else:
-            self.lines.append(f"thought[suffix={_quoted(end)}]: " + r"/(.|\n)*/")
-        self.lines.append(r"SPACES: /[ \t\n]*/")
-        return "thought SPACES " if opened else f"({self._mark(start)} thought SPACES)? "
 
     def hermes(self) -> str:
         self._objects("arguments")
