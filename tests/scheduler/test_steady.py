@@ -40,7 +40,7 @@ def test_what_is_generated_on_the_way_is_found():
     assert other.num_cached == 12
 
 
-@pytest.mark.parametrize("what", ["arrives", "ends", "two tokens", "no token", "fork"])
+@pytest.mark.parametrize("what", ["arrives", "ends", "two tokens", "no token", "fork", "did not run"])
 def test_anything_else_is_scheduled_anew(what):
     scheduler, first = decoding()
     sequence = scheduler.running[1]
@@ -55,9 +55,18 @@ def test_anything_else_is_scheduled_anew(what):
             sequence.output_token_ids.pop()
         case "fork":
             scheduler.fork(sequence, make_sequence(9, sequence.token_ids(0, len(sequence))))
+        case "did not run":  # somebody in between has failed, and nobody knows what the device has
+            assert scheduler.schedule() is first
     plan = run(scheduler)
     assert plan is not first and not plan.goes_on
-    expected = {"arrives": [0, 1, 2, 9], "ends": [0, 2], "two tokens": [0, 2, 1], "no token": [0, 2], "fork": [0, 1, 2, 9]}
+    expected = {
+        "arrives": [0, 1, 2, 9],
+        "ends": [0, 2],
+        "two tokens": [0, 2, 1],
+        "no token": [0, 2],
+        "fork": [0, 1, 2, 9],
+        "did not run": [0, 1, 2],
+    }
     assert ran(plan) == expected[what]
 
 

@@ -34,10 +34,13 @@ class Steady:
     def go_on(self, unseen: int) -> list[Scheduled] | None:
         """Move every entry to where its sequence stands; those that have come to, or over, the border of a block since.
 
-        None where somebody has not one token to compute, `unseen` of those already drawn not counted; the schedule is of no use then.
+        None where somebody has not one token to compute, `unseen` of those already drawn not counted, or where the last step has not run:
+        the schedule is of no use then.
         """
         entries = self.schedule.entries
         moved = entries[0].sequence.num_computed - entries[0].start
+        if moved < 1:
+            return None
         for entry in entries:
             sequence = entry.sequence
             start = sequence.num_computed
