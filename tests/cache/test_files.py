@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from tinyvllm.cache import files
 from tinyvllm.cache.blocks import BlockPool
-from tinyvllm.cache.files import load, load_key, save
+from tinyvllm.cache.files import Layout, append, load, load_key, save
 from tinyvllm.cache.prefix import PrefixCache
 from tinyvllm.errors import FormatError, OutputError
 
 BYTES = 8
 MODEL = b"weights and dtype"
 ENDLESS = 1 << 40
+LAYOUT = Layout(2, BYTES, MODEL)
 HEADER, RECORD = 68, 16 + 16 + 2 * 4 + 4
 
 
@@ -41,10 +43,19 @@ class Device:
         return len(blocks)
 
     def save(self, folder: Path, limit: int = ENDLESS, fingerprint: bytes = MODEL) -> int:
-        return save(folder, self.cache, fingerprint, BYTES, lambda block: memoryview(self.contents[block]), limit)
+        return save(folder, self.cache, Layout(2, BYTES, fingerprint), lambda block: memoryview(self.contents[block]), limit)
+
+    def append(self, path: Path, tokens: list[int], first: int = 0) -> None:
+        """The blocks of `tokens` from number `first` on as one more group of a file."""
+        entries = [self.cache.entry(digest) for digest in self.cache.hash_blocks(tokens)[first:]]
+        append(path, LAYOUT, entries, [self.contents[entry.block] for entry in entries])
 
     def load(self, folder: Path, fingerprint: bytes = MODEL, size: int = BYTES) -> int:
-        return load(folder, self.cache, fingerprint, size, self.write)
+        """The number of blocks that were filled; the first fault is raised."""
+        loaded = load(folder, self.cache, Layout(self.cache.pool.block_size, size, fingerprint), self.write)
+        for fault in loaded.faults.values():
+            raise fault
+        return loaded.filled
 
     def write(self, block: int, data: bytes) -> None:
         self.contents[block][:] = data
@@ -119,7 +130,7 @@ def test_other_models_sizes_and_keys_are_refused(written: Path):
             device.load(written, fingerprint, size)
         assert device.cache.pool.num_cached == 0
     with pytest.raises(FormatError, match="expected a block_size of 3, found 2"):
-        load(written, PrefixCache(BlockPool(8, 3), b"key"), MODEL, BYTES, lambda block, data: None)
+        raise load(written, PrefixCache(BlockPool(8, 3), b"key"), Layout(3, BYTES, MODEL), lambda block, data: None).faults.popitem()[1]
 
 
 def test_every_truncation_is_refused(written: Path):
@@ -162,7 +173,7 @@ def test_a_block_that_could_not_be_filled_is_not_found(written: Path):
         device.write(block, data)
 
     with pytest.raises(OSError, match="the device"):
-        load(written, device.cache, MODEL, BYTES, write)
+        load(written, device.cache, LAYOUT, write)
     assert device.cache.pool.num_cached == 2 and device.holds(NEW) == 2
 
 
@@ -175,7 +186,7 @@ def test_a_failed_save_leaves_the_earlier_file(written: Path):
     device = Device(4)
     device.compute([1, 2])
     with pytest.raises(OutputError, match="No space left"):
-        save(written, device.cache, MODEL, BYTES, fails, ENDLESS)
+        save(written, device.cache, LAYOUT, fails, ENDLESS)
     assert [path.name for path in written.iterdir()] == ["prefix.kv"]
     assert (written / "prefix.kv").read_bytes() == before
 
@@ -202,3 +213,65 @@ def test_a_key_that_is_none_is_refused(tmp_path: Path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(OutputError, match="cannot be written"):
         load_key(tmp_path / "file")
+
+
+def test_what_was_appended_comes_back_and_a_torn_end_costs_no_more_than_itself(written: Path):
+    device = Device(16)
+    later, last = [1, 2, 3, 4, 5, 6, 10, 11, 12, 13], [20, 21, 22, 23]
+    for tokens in (later, last):
+        device.compute(tokens)
+    path = written / "recent-3.kv"
+    device.append(path, later, first=3)
+    one = path.stat().st_size
+    device.append(path, last)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    whole = path.read_bytes()
+    for length in range(one, len(whole) + 1):
+        path.write_bytes(whole[:length])
+        again = Device(16)
+        if one < length < len(whole):
+            with pytest.raises(FormatError, match=str(path)):
+                again.load(written)
+        else:
+            again.load(written)
+        assert (again.holds(later), again.holds(last), again.holds(NEW)) == (5, 2 if length == len(whole) else 0, 3)
+
+
+def test_the_newest_comes_first_and_never_without_its_beginning(written: Path):
+    device = Device(16)
+    device.compute([*OLD, 10, 11])
+    device.append(written / "recent-10.kv", [*OLD, 10, 11], first=3)
+    device.compute([30, 31, 32, 33])
+    device.append(written / "recent-9.kv", [30, 31, 32, 33])  # by number, not by name
+    for room, found in ((4, (4, 0)), (5, (4, 1)), (6, (4, 2))):
+        again = Device(room)
+        again.load(written)
+        assert (again.holds([*OLD, 10, 11]), again.holds([30, 31, 32, 33])) == found and again.holds(NEW) == 1
+
+
+def test_an_orderly_end_takes_the_place_of_all(written: Path):
+    device = Device(16)
+    device.compute(NEW)
+    device.append(written / "recent-1.kv", NEW)
+    assert device.save(written) == 3 and [path.name for path in written.iterdir()] == ["prefix.kv"]
+
+
+def test_what_has_no_room_on_the_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    device = Device(8)
+    device.compute(OLD)
+    path = tmp_path / "recent-1.kv"
+    device.append(path, OLD[:4])
+    before = path.read_bytes()
+    real, calls = files._write_all, []
+
+    def full(file: object, data: bytes) -> None:
+        calls.append(data)
+        if len(calls) == 2:
+            real(file, data[:3])
+            raise OSError(28, "No space left on device")
+        real(file, data)
+
+    monkeypatch.setattr(files, "_write_all", full)
+    with pytest.raises(OutputError, match="No space left"):
+        device.append(path, OLD, first=2)
+    assert path.read_bytes() == before

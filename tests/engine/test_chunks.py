@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,6 +150,20 @@ def test_what_is_not_a_chunk_is_refused(llm: LLM, tiny_model: Path) -> None:
 
 
 def test_many_callers_have_chunks_too(tiny_model: Path) -> None:
+    async def leave(llm: AsyncLLM) -> None:
+        """Whoever is cancelled, at whatever moment, leaves nothing that is held."""
+        before, cut = await llm.chunks(), 0
+        for turn in range(20):
+            task = asyncio.create_task(llm.chunk([20 + turn] * 40))
+            await asyncio.sleep(0.0004 * turn)
+            if task.cancel():
+                cut += 1
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+            else:
+                (await task).release()
+        assert cut and await llm.chunks() == before
+
     async def serve(llm: AsyncLLM) -> None:
         async def ask(prompt: Prompt, params: SamplingParams = GREEDY) -> RequestOutput:
             return [output async for output in llm.generate(prompt, params)][-1]
@@ -173,5 +188,6 @@ def test_many_callers_have_chunks_too(tiny_model: Path) -> None:
     llm = AsyncLLM(tiny_model, num_blocks=24, max_model_len=176, max_num_seqs=4)
     try:
         asyncio.run(serve(llm))
+        asyncio.run(leave(llm))
     finally:
         llm.close()

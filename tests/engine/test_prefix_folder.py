@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tinyvllm import LLM, SamplingParams
+from tinyvllm import LLM, AsyncLLM, SamplingParams
+from tinyvllm.errors import OutputError
 
 PROMPT = "the rules of the house are these, and they are many: "  # 53 characters, 54 tokens, 3 blocks
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -105,3 +109,51 @@ def test_models_share_a_folder(tiny_model: Path, tmp_path: Path, caplog: pytest.
     assert ask(tiny_model, tmp_path, load_format="dummy")[0] == 0
     assert ask(tiny_model, tmp_path) == (48, tokens)
     assert ask(tiny_model, tmp_path, load_format="dummy")[0] == 48 and not caplog.messages
+
+
+def test_what_was_cached_is_there_while_the_engine_runs(tiny_model: Path, tmp_path: Path) -> None:
+    """As after a kill: the folder is copied before anything is closed."""
+    with LLM(tiny_model, num_blocks=24, prefix_cache_dir=tmp_path / "a") as llm:
+        tokens = llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
+        while (pause := llm.engine.tend(busy=False)) is not None:
+            time.sleep(pause)
+        llm.engine._folder._journal.close()
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
+        assert [path.name for path in tmp_path.glob("b/*/*.kv")] == ["recent-1.kv"]
+    assert [path.name for path in tmp_path.glob("a/*/*.kv")] == ["prefix.kv"]
+    assert ask(tiny_model, tmp_path / "b") == (48, tokens)
+
+
+def test_an_idle_engine_writes_by_itself(tiny_model: Path, tmp_path: Path) -> None:
+    async def generate(llm: AsyncLLM) -> None:
+        async for _ in llm.generate(PROMPT, GREEDY):
+            pass
+        for _ in range(400):
+            if sum(path.stat().st_size for path in tmp_path.glob("*/recent-1.kv")) > 4 * 8192:  # all four blocks
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError("nothing was written")
+
+    llm = AsyncLLM(tiny_model, num_blocks=24, prefix_cache_dir=tmp_path)
+    try:
+        asyncio.run(generate(llm))
+    finally:
+        llm.close()
+
+
+def test_a_disk_that_fails_while_the_engine_runs_is_said_once(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*given: Any) -> None:
+        raise OutputError("prefix cache: no space left")
+
+    monkeypatch.setattr("tinyvllm.cache.journal.append", full)
+    with caplog.at_level(logging.WARNING, "tinyvllm"), LLM(tiny_model, num_blocks=24, prefix_cache_dir=tmp_path) as llm:
+        tokens = llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
+        for n in range(3):
+            llm.generate({"prompt_token_ids": [n] * 40}, GREEDY)
+            while (pause := llm.engine.tend(busy=False)) is not None:
+                time.sleep(pause)
+    (message,) = caplog.messages
+    assert "not written any more while the engine runs: prefix cache: no space left" in message
+    assert ask(tiny_model, tmp_path) == (48, tokens)

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tinyvllm import cli
+from tinyvllm import LLM, cli
 from tinyvllm.config import resolve
 from tinyvllm.engine.engine import Engine
 from tinyvllm.engine.record import Recorder, onward
 from tinyvllm.engine.replay import config_of, read_run, replay
-from tinyvllm.errors import ArgumentError, BusyError, FormatError, OutputError
+from tinyvllm.errors import ArgumentError, BusyError, FormatError, OutputError, RequestError
 from tinyvllm.request import BeamSearchParams, SamplingParams, StructuredOutputsParams, Terms
 
 SMALL = {"device": "CPU", "max_model_len": 128, "max_num_seqs": 6, "max_num_batched_tokens": 32, "num_blocks": 14}
@@ -295,3 +295,45 @@ def test_the_chain_depends_on_every_end_before():
     second.finished("a", [([1, 9], "stop")])
     second.finished("b", [([3], "length")])
     assert events[1]["chain"] != other[1]["chain"] and events[1]["tokens"] == other[1]["tokens"]
+
+
+def with_chunks(model: Path, file: Path) -> None:
+    """Chunks that stay while all else is evicted, one too many, one released and one behind another; prompts that begin with them."""
+    answer = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    with LLM(model, record=str(file), **SMALL | {"num_blocks": 10}) as llm:
+        rules = llm.chunk([256, *range(40, 75)], cache_salt="a")
+        llm.generate([{"prompt_token_ids": [n] * 90} for n in (5, 6)], answer)
+        letter = llm.chunk([*range(80, 100)], after=rules)
+        with pytest.raises(RequestError, match="would be held"):
+            llm.chunk([9] * 80)
+        with pytest.raises(RequestError, match="chunks leave"):
+            llm.generate({"prompt_token_ids": [7] * 126}, answer)
+        llm.generate([{"prompt_token_ids": [n] * 60} for n in (7, 8)], answer)
+        llm.generate([letter + [7, 8], rules + [9]], answer, terms=Terms(cache_salt="a"))
+        letter.release()
+        llm.generate([{"prompt_token_ids": [n] * 100} for n in (11, 12)], answer)
+        (output,) = llm.generate(letter + [10], answer, terms=Terms(cache_salt="a"))
+        assert output.num_cached_tokens == 32, "what was released is gone, what was held is not"
+
+
+def test_chunks_are_held_and_released_again(tiny_model, tmp_path):
+    file = tmp_path / "run.jsonl"
+    with_chunks(tiny_model, file)
+    run = read_run(str(file))
+    tried = [(e["hold"], e["held"], "tokens" in e) for e in run.arrivals if "hold" in e]
+    assert tried == [(0, False, True), (0, True, False), (1, False, True), (1, True, False), (2, False, True)]
+    assert [e["release"] for e in run.arrivals if "release" in e] == [1]
+    said: list[str] = []
+    outcome = replay(run, config_of(run, {}), say=said.append)
+    assert outcome.identical and outcome.requests == 11 and not said
+    lines = [line for line in file.read_text().splitlines(keepends=True) if '"hold"' not in line]
+    (tmp_path / "without.jsonl").write_text("".join(lines))
+    assert not again(read_run(str(tmp_path / "without.jsonl"))).identical, "that they are held makes a difference"
+
+
+def test_a_chunk_that_another_engine_cannot_hold_is_named(tiny_model, tmp_path):
+    with_chunks(tiny_model, tmp_path / "run.jsonl")
+    run = read_run(str(tmp_path / "run.jsonl"))
+    said: list[str] = []
+    outcome = replay(run, config_of(run, {"max_num_batched_tokens": 8}), tokens_only=True, say=said.append)
+    assert outcome.identical and said[0].startswith("chunk 0 is not held before step"), "it is computed in more steps than it was"

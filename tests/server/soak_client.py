@@ -184,8 +184,9 @@ class Connection:
 
 async def read_reply(reader: asyncio.StreamReader, reply: Reply, began: float) -> None:
     """Fill `reply`. EOFError where the connection ends before the answer does."""
-    lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-    reply.status = int(lines[0].split()[1])
+    while reply.status < 200:  # interim answers
+        lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        reply.status = int(lines[0].split()[1])
     reply.headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:]) if value}
     if "transfer-encoding" in reply.headers:
         while size := int(await reader.readuntil(b"\r\n"), 16):

@@ -207,7 +207,7 @@ def test_shutting_down_loses_nothing() -> None:
     """Accepted requests are finished while new ones are refused; then all ends."""
     said: list[str] = []
     with running(ServerConfig(port=0, access_log=False)) as server:
-        body = {"prompt": "Once", "max_tokens": 150, "ignore_eos": True, "stream": True}
+        body = {"prompt": "Once", "max_tokens": 800, "ignore_eos": True, "stream": True}
         started = threading.Event()
 
         def stream() -> None:
@@ -312,7 +312,7 @@ def test_the_page_on_serving_names_every_path_and_option() -> None:
     from tinyvllm.server.app import _GETS, ENDPOINTS
 
     page = (ROOT / "docs" / "serving.md").read_text()
-    paths = [*(e.path for e in ENDPOINTS), *(path.replace("{name:path}", "NAME") for path, _, _ in _GETS)]
+    paths = [*(e.path for e in ENDPOINTS), *(path.replace("{name:path}", "NAME").replace("{name}", "ID") for path, _, _ in _GETS)]
     group = next(g for g in PARSERS["serve"]()._action_groups if g.title == "server")
     options = [max(action.option_strings, key=len) for action in group._group_actions]
     assert not [word for word in [*paths, *options] if word not in page]

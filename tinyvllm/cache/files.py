@@ -1,26 +1,30 @@
 """A prefix cache on disk, so that it survives a restart. Knows no tensors: what a block holds comes and goes as bytes.
 
-A folder holds `key`, the 32 random bytes under which its hashes were made, and `prefix.kv`, everything little-endian:
+A folder holds `key`, the 32 random bytes under which its hashes were made; `prefix.kv`, all that was cached at an orderly end; and
+`recent-N.kv`, what was cached since (journal.py writes them, the highest N last). A .kv file is a row of groups, everything little-endian:
 
     header   magic 8s, version u32, block_size u32, bytes_per_block u64, entries u64, fingerprint 32s, checksum u32
-    entries  hash 16s, parent 16s, tokens i32 x block_size, checksum u32 of its data; each behind its parent, the latest used first
+    entries  hash 16s, parent 16s, tokens i32 x block_size, checksum u32 of its data
     data     bytes_per_block of each entry, in the same order
 
-The header's checksum is the CRC-32 of what stands before it and of the entries. Both files may be read by their owner only: tokens can be
-read from them. The folder is one process's at a time; what two wrote at once is noticed when it is read.
+prefix.kv is one group, each entry behind its parent, otherwise the latest used first; a recent file grows by groups, the latest last. The
+header's checksum is the CRC-32 of what stands before it and of the entries. The files may be read by their owner only: tokens can be read
+from them. The folder is one process's at a time; what two wrote at once is noticed when it is read.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple, Self
 
 from tinyvllm.cache.prefix import HASH_BYTES, Entry, PrefixCache
 from tinyvllm.errors import FormatError, OutputError
@@ -30,9 +34,44 @@ Buffer = bytes | bytearray | memoryview
 MAGIC = b"tinykv\r\n"
 VERSION = 1
 KEY_BYTES = 32
+_WHOLE = "prefix.kv"
 _HEAD = struct.Struct("<8sIIQQ32s")
 _CHECKSUM = struct.Struct("<I")
 _HEADER_BYTES = _HEAD.size + _CHECKSUM.size
+
+
+@dataclass
+class Loaded:
+    """What a folder had: blocks that were filled, the hashes that lie in each file, the oldest file first, and what is wrong with some."""
+
+    filled: int = 0
+    stored: dict[Path, list[bytes]] = field(default_factory=dict)
+    faults: dict[Path, FormatError] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the blocks of a folder's files are like."""
+
+    block_size: int
+    bytes_per_block: int
+    fingerprint: bytes  # stands for all that keys and values depend on: weights, dtype, layout
+
+    @property
+    def record(self) -> struct.Struct:
+        return struct.Struct(f"<{HASH_BYTES}s{HASH_BYTES}s{4 * self.block_size}sI")
+
+    def group_bytes(self, count: int) -> int:
+        """Of a group of so many blocks."""
+        return _HEADER_BYTES + count * (self.record.size + self.bytes_per_block)
+
+    def head(self, count: int) -> bytes:
+        """A header without its checksum."""
+        return _HEAD.pack(MAGIC, VERSION, self.block_size, self.bytes_per_block, count, self.short)
+
+    @property
+    def short(self) -> bytes:
+        return blake2b(self.fingerprint, digest_size=32).digest()
 
 
 def load_key(folder: str | Path) -> bytes:
@@ -52,32 +91,24 @@ def load_key(folder: str | Path) -> bytes:
     return key
 
 
-def save(
-    folder: str | Path,
-    cache: PrefixCache,
-    fingerprint: bytes,
-    bytes_per_block: int,
-    read_block: Callable[[int], Buffer],
-    limit_bytes: int,
-) -> int:
+def save(folder: str | Path, cache: PrefixCache, layout: Layout, read_block: Callable[[int], Buffer], limit_bytes: int) -> int:
     """Write what is cached, the latest used first, into a file of at most `limit_bytes`; returns the number of its blocks.
 
-    `fingerprint` stands for all that keys and values depend on (weights, dtype, layout). `read_block(block)` gives `bytes_per_block` bytes,
-    used up before the next call. An earlier file stays until this one is whole. OutputError where it cannot be written.
+    `read_block(block)` gives `bytes_per_block` bytes, used up before the next call. Earlier files stay until this one is whole, and are
+    removed then. OutputError where it cannot be written.
     """
-    assert bytes_per_block > 0, "prefix cache: blocks without bytes"
-    record = _record(cache.pool.block_size)
-    room = max(0, (limit_bytes - _HEADER_BYTES) // (record.size + bytes_per_block))
+    room = max(0, (limit_bytes - layout.group_bytes(0)) // (layout.group_bytes(1) - layout.group_bytes(0)))
     entries = list(islice(cache.entries(), room))
-    path = Path(folder) / "prefix.kv"
+    path = Path(folder) / _WHOLE
     part = path.with_suffix(".part")
     try:
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            head = _HEAD.pack(MAGIC, VERSION, cache.pool.block_size, bytes_per_block, len(entries), _short(fingerprint))
-            _write(file, head, record, entries, bytes_per_block, read_block)
+            _write(file, layout, entries, read_block)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
+        for recent in files_of(folder)[1:]:
+            recent.unlink()
     except OSError as error:
         raise OutputError(f"prefix cache: {path} cannot be written: {error.strerror}; free some space or give another folder") from error
     finally:
@@ -86,93 +117,189 @@ def save(
     return len(entries)
 
 
-def load(
-    folder: str | Path,
-    cache: PrefixCache,
-    fingerprint: bytes,
-    bytes_per_block: int,
-    write_block: Callable[[int, Buffer], None],
-) -> int:
-    """Adopt what `save` wrote, as far as there are free blocks; returns how many were filled, 0 where there is no file.
+def append(path: Path, layout: Layout, entries: Sequence[Entry], data: Sequence[Buffer]) -> None:
+    """One more group behind those of a file. OutputError where it cannot be written; the file ends as before then.
 
-    `write_block(block, data)` gets `bytes_per_block` bytes that it must not keep. FormatError for a file that is damaged, of another
-    version, model or key: blocks filled before it was noticed are good and stay.
+    It is not forced to the disk: a process that is killed has handed it over, and after a loss of power the checksums tell.
     """
-    filled = 0
-    for digest, parent, tokens, data in _stored(Path(folder) / "prefix.kv", cache.pool.block_size, bytes_per_block, _short(fingerprint)):
-        if cache.known([digest]):
-            continue
-        if (block := cache.adopt(digest, parent, tokens)) is None:
-            break
-        try:
-            write_block(block, data)
-        except BaseException:
-            cache.drop(block)  # or others would take what it holds for what its hash says
-            raise
-        filled += 1
-    return filled
+    record = layout.record
+    records = b"".join(record.pack(e.hash, e.parent, e.tokens, zlib.crc32(d)) for e, d in zip(entries, data, strict=True))
+    head = layout.head(len(entries))
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab", buffering=0) as file:
+            end = os.fstat(file.fileno()).st_size
+            try:
+                for piece in (head + _CHECKSUM.pack(zlib.crc32(records, zlib.crc32(head))) + records, *data):
+                    _write_all(file, piece)
+            except OSError:
+                with suppress(OSError):
+                    os.truncate(path, end)
+                raise
+    except OSError as error:
+        raise OutputError(f"prefix cache: {path} cannot be written: {error.strerror}; free some space or give another folder") from error
 
 
-def _write(
-    file: BinaryIO, head: bytes, record: struct.Struct, entries: list[Entry], bytes_per_block: int, read_block: Callable[[int], Buffer]
-) -> None:
+def files_of(folder: str | Path) -> list[Path]:
+    """The files with blocks, the oldest first: the one of an orderly end, then those that were written since."""
+    recent = [(int(found[1]), path) for path in Path(folder).glob("recent-*.kv") if (found := re.fullmatch(r"recent-(\d+)\.kv", path.name))]
+    whole = Path(folder) / _WHOLE
+    return [whole] * whole.exists() + [path for _, path in sorted(recent)]
+
+
+def load(folder: str | Path, cache: PrefixCache, layout: Layout, write_block: Callable[[int, Buffer], None]) -> Loaded:
+    """Adopt what was written, as far as there are free blocks: the newest first, each behind what it stands behind.
+
+    `write_block(block, data)` gets `bytes_per_block` bytes that it must not keep. Of a file that is damaged, or of another version, model
+    or key, what was read before that was noticed is good and stays; it is among the faults then.
+    """
+    loaded, newest, broken = Loaded(), list[_Stored](), set[Path]()
+    files = files_of(folder)
+    for path in reversed(files):
+        entries = _scanned(path, layout, loaded.faults)
+        newest += entries if path.name == _WHOLE else reversed(entries)
+        loaded.stored[path] = [entry.hash for entry in entries]
+    loaded.stored = dict(reversed(loaded.stored.items()))
+    with _Reader(layout.bytes_per_block) as reader:
+        for entry in _chained(newest):
+            if entry.path in broken or cache.known([entry.hash]):
+                continue
+            try:
+                data = reader.read(entry)
+                block = cache.adopt(entry.hash, entry.parent, entry.tokens)
+            except FormatError as error:
+                loaded.faults.setdefault(entry.path, error)
+                broken.add(entry.path)
+                continue
+            if block is None:
+                break
+            try:
+                write_block(block, data)
+            except BaseException:
+                cache.drop(block)  # or others would take what it holds for what its hash says
+                raise
+            loaded.filled += 1
+    return loaded
+
+
+def _write(file: BinaryIO, layout: Layout, entries: list[Entry], read_block: Callable[[int], Buffer]) -> None:
     """The data first and then what stands before them, since their checksums are known only then."""
+    record, expected = layout.record, layout.bytes_per_block
     file.seek(_HEADER_BYTES + len(entries) * record.size)
     records = bytearray()
     for entry in entries:
         data = memoryview(read_block(entry.block))
-        assert data.nbytes == bytes_per_block, f"prefix cache: block {entry.block} has {data.nbytes} bytes, expected {bytes_per_block}"
+        assert data.nbytes == expected, f"prefix cache: block {entry.block} has {data.nbytes} bytes, expected {expected}"
         file.write(data)
         records += record.pack(entry.hash, entry.parent, entry.tokens, zlib.crc32(data))
+    head = layout.head(len(entries))
     file.seek(0)
     file.write(head + _CHECKSUM.pack(zlib.crc32(records, zlib.crc32(head))) + records)
 
 
-def _stored(path: Path, block_size: int, bytes_per_block: int, fingerprint: bytes) -> Iterator[tuple[bytes, bytes, bytes, memoryview]]:
-    """(hash, parent, tokens, data) of each entry of a file; the data are good until the next one is asked for."""
-    record, data = _record(block_size), memoryview(bytearray(bytes_per_block))
-    with _reading(path):
-        if not path.exists():
-            return
-        with open(path, "rb") as file:
-            entries = _read_entries(path, file, record, fingerprint, block_size, bytes_per_block)
-            for i, (digest, parent, tokens, checksum) in enumerate(record.iter_unpack(entries)):
-                if file.readinto(data) != bytes_per_block or zlib.crc32(data) != checksum:
-                    raise FormatError(f"{path}: the data of block {i} are damaged; remove the file")
-                yield digest, parent, tokens, data
+def _write_all(file: BinaryIO, data: Buffer) -> None:
+    """Files without a buffer may take a part only."""
+    rest = memoryview(data).cast("B")
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
-def _read_entries(path: Path, file: BinaryIO, record: struct.Struct, fingerprint: bytes, block_size: int, bytes_per_block: int) -> bytes:
-    """The entries' bytes, the file standing behind them; every reason not to take the file is looked for first."""
+class _Stored(NamedTuple):
+    """A block in a file."""
+
+    hash: bytes
+    parent: bytes
+    tokens: bytes
+    checksum: int
+    path: Path
+    place: int  # of its data, in bytes
+
+
+def _scanned(path: Path, layout: Layout, faults: dict[Path, FormatError]) -> list[_Stored]:
+    """The entries of a file, up to the first fault."""
+    found: list[_Stored] = []
+    record, size = layout.record, layout.bytes_per_block
+    try:
+        with _reading(path), open(path, "rb") as file:
+            at, end = 0, os.fstat(file.fileno()).st_size
+            while at < end or not at:
+                file.seek(at)
+                entries = _read_entries(path, file, layout, at, end)
+                place = at + _HEADER_BYTES + len(entries)
+                for i, (digest, parent, tokens, checksum) in enumerate(record.iter_unpack(entries)):
+                    found.append(_Stored(digest, parent, tokens, checksum, path, place + i * size))
+                at = place + len(entries) // record.size * size
+    except FormatError as error:
+        faults[path] = error
+    return found
+
+
+def _read_entries(path: Path, file: BinaryIO, layout: Layout, at: int, end: int) -> bytes:
+    """A group's entries as bytes; every reason not to take it is looked for first."""
     header = file.read(_HEADER_BYTES)
     if header[: len(MAGIC)] != MAGIC:
         raise FormatError(f"{path}: not a prefix cache of tinyvllm; remove the file")
     if len(header) < _HEADER_BYTES:
-        raise FormatError(f"{path}: truncated in its header, {len(header)} bytes; remove the file")
+        raise FormatError(f"{path}: truncated in a header, {len(header)} bytes; remove the file")
     head, (checksum,) = header[: _HEAD.size], _CHECKSUM.unpack(header[_HEAD.size :])
-    _, version, size, per_block, count, made_for = _HEAD.unpack(head)
+    _, version, block_size, per_block, count, made_for = _HEAD.unpack(head)
     if version != VERSION:
         raise FormatError(f"{path}: expected version {VERSION}, found {version}; remove the file")
-    if made_for != fingerprint:
+    if made_for != layout.short:
         raise FormatError(f"{path}: written for another model, or for the same in another dtype or layout; give each a folder of its own")
-    for name, expected, found in (("block_size", block_size, size), ("bytes per block", bytes_per_block, per_block)):
+    for name, expected, found in (
+        ("block_size", layout.block_size, block_size),
+        ("bytes per block", layout.bytes_per_block, per_block),
+    ):
         if found != expected:
             raise FormatError(f"{path}: expected a {name} of {expected}, found {found}; start as before or remove the file")
-    expected, found = _HEADER_BYTES + count * (record.size + per_block), os.fstat(file.fileno()).st_size
-    if found != expected:
-        raise FormatError(f"{path}: truncated or damaged, expected {expected} bytes for {count} blocks, found {found}; remove the file")
-    entries = file.read(count * record.size)
+    if at + (expected := layout.group_bytes(count)) > end:
+        raise FormatError(f"{path}: truncated or damaged, expected {expected} bytes for {count} blocks, found {end - at}; remove the file")
+    entries = file.read(count * layout.record.size)
     if zlib.crc32(entries, zlib.crc32(head)) != checksum:
         raise FormatError(f"{path}: the entries are damaged; remove the file")
     return entries
 
 
-def _record(block_size: int) -> struct.Struct:
-    return struct.Struct(f"<{HASH_BYTES}s{HASH_BYTES}s{4 * block_size}sI")
+def _chained(newest: list[_Stored]) -> Iterator[_Stored]:
+    """Each hash once, behind what it stands behind: where there is room for a part only, an end without its beginning is of no use."""
+    stored: dict[bytes, _Stored] = {}
+    for entry in newest:
+        stored.setdefault(entry.hash, entry)
+    for entry in newest:
+        chain: list[_Stored] = []
+        digest = entry.hash
+        while (found := stored.pop(digest, None)) is not None:
+            chain.append(found)
+            digest = found.parent
+        yield from reversed(chain)
 
 
-def _short(fingerprint: bytes) -> bytes:
-    return blake2b(fingerprint, digest_size=32).digest()
+class _Reader:
+    """Reads the data of blocks from several files, in any order."""
+
+    def __init__(self, bytes_per_block: int):
+        self._data = memoryview(bytearray(bytes_per_block))
+        self._files: dict[Path, BinaryIO] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def read(self, entry: _Stored) -> memoryview:
+        """Good until the next one is read. FormatError where they are not what was written."""
+        path = entry.path
+        with _reading(path):
+            if path not in self._files:
+                self._files[path] = open(path, "rb")  # noqa: SIM115  closed with the reader
+            file = self._files[path]
+            file.seek(entry.place)
+            read = file.readinto(self._data)  # type: ignore[attr-defined]
+        if read != len(self._data) or zlib.crc32(self._data) != entry.checksum:
+            raise FormatError(f"{path}: the data of a block at byte {entry.place} are damaged; remove the file")
+        return self._data
 
 
 @contextmanager

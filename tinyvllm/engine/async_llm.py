@@ -108,10 +108,12 @@ class AsyncLLM:
 
         return np.stack([await self._ask(functools.partial(_embed, ids, pooling, normalize)) for ids in prompts])
 
-    async def chunk(self, piece: str | Sequence[int], after: Chunk | None = None, *, cache_salt: str | None = None) -> Chunk:
-        """LLM.chunk, computed beside whatever runs."""
+    async def chunk(
+        self, piece: str | Sequence[int], after: Chunk | None = None, *, cache_salt: str | None = None, terms: Terms | None = None
+    ) -> Chunk:
+        """LLM.chunk, computed beside whatever runs, on the priority and key of `terms`."""
         head, token_ids = await asyncio.to_thread(encode_piece, self.tokenizer, piece, after is None)
-        return await self._hold(token_ids, head, after, cache_salt)
+        return await self._hold(token_ids, head, after, cache_salt, terms)
 
     async def chunk_of(self, output: RequestOutput, index: int = 0, after: Chunk | None = None, *, cache_salt: str | None = None) -> Chunk:
         """LLM.chunk_of; the output must be a whole one, not a delta."""
@@ -121,13 +123,21 @@ class AsyncLLM:
         """Those that are held, the oldest first."""
         return list(await self._ask(lambda engine: list(engine.chunks)))
 
-    async def _hold(self, token_ids: list[int], head: list[int], after: Chunk | None, cache_salt: str | None) -> Chunk:
+    async def _hold(
+        self, token_ids: list[int], head: list[int], after: Chunk | None, cache_salt: str | None, terms: Terms | None = None
+    ) -> Chunk:
         chunk: Chunk = await self._ask(lambda engine: engine.chunks.new(token_ids, head, after, cache_salt))
-        for _ in range(TRIES):
-            if await self._ask(lambda engine: engine.chunks.hold(chunk)):
-                return chunk
-            async for output in self._outputs(Encoded(None, chunk.full_blocks), COMPUTE, None, Terms(cache_salt=chunk.cache_salt)):
-                refuse_broken(output)
+        on = Terms(cache_salt=chunk.cache_salt) if terms is None else Terms(terms.priority, key=terms.key, cache_salt=chunk.cache_salt)
+        try:
+            for _ in range(TRIES):
+                if await self._ask(lambda engine: engine.chunks.hold(chunk)):
+                    return chunk
+                async with contextlib.aclosing(self._outputs(Encoded(None, chunk.full_blocks), COMPUTE, None, on)) as outputs:
+                    async for output in outputs:
+                        refuse_broken(output)
+        except asyncio.CancelledError:
+            chunk.release()  # it may be held by now, and nobody would know it
+            raise
         raise no_room(chunk)
 
     def _post(self, command: Callable[[], None]) -> None:
@@ -210,9 +220,7 @@ class AsyncLLM:
         if self._closing:
             raise TinyvllmError(f"AsyncLLM: the engine has ended{f' ({self._failure})' if self._failure else ''}") from self._failure
 
-    def _submit(
-        self, mailbox: _Mailbox, encoded: Encoded, params: SamplingParams | BeamSearchParams, terms: Terms | None
-    ) -> None:
+    def _submit(self, mailbox: _Mailbox, encoded: Encoded, params: SamplingParams | BeamSearchParams, terms: Terms | None) -> None:
         def add(engine: Engine) -> None:
             try:
                 engine.chunks.refuse_foreign(encoded.chunks, terms)
@@ -255,6 +263,7 @@ class AsyncLLM:
         try:
             while self._obey(engine):
                 self._publish(engine.step())
+                engine.tend(busy=True)
                 if (now := time.monotonic()) > pictured + _STATUS_EVERY or not engine.has_work():
                     self._status, pictured = engine.status(), now
         except BaseException as error:
@@ -267,11 +276,12 @@ class AsyncLLM:
             engine.close()
 
     def _obey(self, engine: Engine) -> bool:
-        """Sleep until there is something to do, carry out the commands; False when it is time to end."""
+        """Sleep until there is something to do, carry out the commands; False when it is time to end. What has time is done meanwhile."""
+        pause: float | None = 0.0
         while True:
             with self._wake:
-                while not (self._commands or self._closing or engine.has_work()):
-                    self._wake.wait()
+                if not (self._commands or self._closing or engine.has_work()):
+                    self._wake.wait(pause)
                 if self._closing:
                     return False
                 commands, self._commands = self._commands, []
@@ -279,6 +289,7 @@ class AsyncLLM:
                 command(engine)
             if engine.has_work():
                 return True
+            pause = engine.tend(busy=False)
 
     def _publish(self, outputs: list[RequestOutput]) -> None:
         with self._wake:

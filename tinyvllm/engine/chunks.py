@@ -7,15 +7,21 @@ the prefix cache then, as whatever is computed does). Only full blocks are kept:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from tinyvllm.engine.record import Recorder
 from tinyvllm.errors import ArgumentError, OutOfMemoryError, RequestError
 from tinyvllm.request import RequestOutput, SamplingParams, Terms
 from tinyvllm.scheduler import Scheduler
 
 TRIES = 3  # to have a chunk computed, and still cached when it is to be held
 COMPUTE = SamplingParams(temperature=0.0, max_tokens=1)  # the request that computes one
+
+
+class ChunkRoomError(RequestError):
+    """More blocks would be held than may be, so that requests have room."""
 
 
 class Chunk:
@@ -27,7 +33,10 @@ class Chunk:
     held        False once it was released: it may still be used in prompts, but the cache may have forgotten it
     """
 
-    def __init__(self, chunks: Chunks, token_ids: Sequence[int], head: Sequence[int], after: Chunk | None, cache_salt: str | None):
+    def __init__(
+        self, chunks: Chunks, number: int, token_ids: Sequence[int], head: Sequence[int], after: Chunk | None, cache_salt: str | None
+    ):
+        self.number = number  # among those of its engine, in the order in which they were made
         self.token_ids = list(token_ids)
         self.head = list(head)  # what its text begins with where it stands first: BOS
         self.after = after
@@ -119,12 +128,13 @@ def no_room(chunk: Chunk) -> OutOfMemoryError:
 class Chunks:
     """Those of one engine. `most` blocks may be held: for what is not a chunk the blocks of one sequence of full length stay, or half."""
 
-    def __init__(self, scheduler: Scheduler, block_bytes: int):
+    def __init__(self, scheduler: Scheduler, block_bytes: int, recorder: Recorder | None = None):
         pool = scheduler.pool
         self.block_size, self.block_bytes = pool.block_size, block_bytes
         self.most = pool.num_blocks - min(pool.blocks_for(scheduler.limits.max_model_len), -(-pool.num_blocks // 2))
         self.post: Callable[[Callable[[], None]], None] | None = None  # has something done in the engine's thread, if it has its own
-        self._scheduler = scheduler
+        self._scheduler, self._recorder = scheduler, recorder
+        self._numbers = itertools.count()
         self._held: list[Chunk] = []
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -153,16 +163,22 @@ class Chunks:
             if cache_salt not in (None, after.cache_salt):
                 raise ArgumentError(f"chunk: cache_salt {cache_salt!r} cannot stand behind a chunk of {after.cache_salt!r}: leave it out")
             cache_salt = after.cache_salt
-        return Chunk(self, token_ids, head, after, cache_salt)
+        tokens, longest = (after.end if after else len(head)) + len(token_ids), self._scheduler.limits.max_model_len
+        if tokens >= longest:
+            raise RequestError(f"chunk: a context of {tokens} tokens leaves no room for an answer in max_model_len={longest}; shorten it")
+        return Chunk(self, next(self._numbers), token_ids, head, after, cache_salt)
 
     def hold(self, chunk: Chunk) -> bool:
-        """Take references to all full blocks of its context; False, and none, where the cache lacks one. RequestError for too many."""
+        """Take references to all full blocks of its context; False, and none, where the cache lacks one. ChunkRoomError for too many."""
         prefix, pinned = self._scheduler.prefix, self._scheduler.pinned
         assert prefix is not None and not chunk.held
         hashes = prefix.hash_blocks(chunk.context, chunk.cache_salt)
         table = prefix.match(hashes)
         more = len(hashes) - sum(block in pinned for block in table)
-        if len(table) < len(hashes) or len(pinned) + more > self.most:
+        whole = len(table) == len(hashes) and len(pinned) + more <= self.most
+        if self._recorder is not None:
+            self._recorder.tried(chunk.number, chunk.context, chunk.cache_salt, whole)
+        if not whole:
             prefix.pool.release(table)
             self._refuse_beyond(len(pinned), more)
             return False
@@ -173,7 +189,7 @@ class Chunks:
 
     def _refuse_beyond(self, held: int, more: int) -> None:
         if held + more > self.most:
-            raise RequestError(
+            raise ChunkRoomError(
                 f"chunk: {more} more KV blocks would be held beside {held}, and at most {self.most} of {self._scheduler.pool.num_blocks} "
                 "may be, so that requests have room; release a chunk, or enlarge the cache (num_blocks, kv_memory)"
             )
@@ -181,6 +197,8 @@ class Chunks:
     def release(self, chunk: Chunk) -> None:
         if not chunk.held:
             return
+        if self._recorder is not None:
+            self._recorder.released(chunk.number)
         pinned = self._scheduler.pinned
         pinned.subtract(chunk.table)
         for block in chunk.table:

@@ -85,7 +85,7 @@ class Engine:
             self.recorder = record_to(config.record, header)
         self._folder = PrefixFolder.open(self.runner, config)
         self.scheduler = self._new_scheduler(self.recorder.watched(clock) if self.recorder else clock)
-        self.chunks = Chunks(self.scheduler, self.runner.pool.block_bytes)
+        self.chunks = Chunks(self.scheduler, self.runner.pool.block_bytes, self.recorder)
         self.sampler = Sampler(self.runner.config.vocab_size, config.max_num_seqs, device)
         self.metrics = engine_metrics(config.served_model_name or config.model, "0", self.runner.max_model_len, self._cache_facts())
         self.shaping = Shaping(self.sampler, self.tokenizer, self.eos_ids, self.metrics)
@@ -454,7 +454,7 @@ class Engine:
         changed, self._changed = self._changed, {}
         outputs: list[RequestOutput] = []
         for request_id, state in changed.items():
-            if request_id in self._scoring:
+            if request_id in self._scores:
                 continue
             output = state.output()
             if output is None:
@@ -499,33 +499,13 @@ class Engine:
 
     def prompt_logits(self, token_ids: list[int]) -> np.ndarray:
         """Float32 logits [T, V] of every position of one prompt, computed beside whatever is running."""
-        return self._beside("prompt_logits", token_ids, self.runner.prompt_logits)
+        with _TURN:
+            return beside.prompt_logits(self.runner, self.scheduler, token_ids)
 
     def embed(self, token_ids: list[int], pooling: str = "mean", normalize: bool = True) -> np.ndarray:
         """One prompt as a vector float32 [E]: its hidden states' mean, or the last of them, made of length 1 where `normalize` says so."""
-        if pooling not in ("mean", "last"):
-            raise RequestError(f"embed: pooling must be mean or last, got {pooling!r}")
-        states = self._beside("embed", token_ids, self.runner.states)
-        pooled: np.ndarray = states.mean(0) if pooling == "mean" else states[-1]
-        return pooled / max(float(np.linalg.norm(pooled)), 1e-12) if normalize else pooled
-
-    def _beside(self, speaker: str, token_ids: list[int], compute: Callable[[Scheduled], np.ndarray]) -> np.ndarray:
-        """What `compute` gives for each chunk of a prompt, joined, in blocks that are free for the moment."""
-        pool, V = self.scheduler.pool, self.runner.config.vocab_size
-        if not token_ids or len(token_ids) > self.runner.max_model_len:
-            raise RequestError(f"{speaker}: expected 1 to {self.runner.max_model_len} tokens, got {len(token_ids)}")
-        if bad := next((t for t in token_ids if not 0 <= t < V), None):
-            raise RequestError(f"{speaker}: token id {bad} is outside the vocabulary of {V}")
-        sequence = Sequence(-1, speaker, list(token_ids), SamplingParams())
-        sequence.block_table = pool.allocate(pool.blocks_for(len(token_ids)))
-        try:
-            size = self.config.max_num_batched_tokens
-            starts = range(0, len(token_ids), size)
-            entries = [Scheduled(sequence, start, min(size, len(token_ids) - start), False) for start in starts]
-            with _TURN:
-                return np.concatenate([compute(entry) for entry in entries])
-        finally:
-            pool.release(sequence.block_table)
+        with _TURN:
+            return beside.embed(self.runner, self.scheduler, token_ids, pooling, normalize)
 
     def kernels(self) -> list[Choice]:
         """What runs each op of this model here. A prompt of two tokens and a decode are run for it, beside whatever is running."""
@@ -544,6 +524,10 @@ class Engine:
 
             self._bandwidth = read_bandwidth(self.config.device)
         return self._bandwidth
+
+    def tend(self, busy: bool) -> float | None:
+        """What has time, between two steps: some of what is newly cached goes to its folder. Seconds until more may, None for nothing."""
+        return self._folder.tend(busy) if self._folder else None
 
     def close(self) -> None:
         """Write what is cached to its folder, if there is one, and drop the model. No use afterwards; a second call does nothing."""

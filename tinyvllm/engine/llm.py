@@ -214,9 +214,7 @@ class LLM:
         finally:
             self._forget(ids)
 
-    def _add(
-        self, encoded: list[Encoded], params: Sequence[SamplingParams | BeamSearchParams], terms: Terms | None = None
-    ) -> list[str]:
+    def _add(self, encoded: list[Encoded], params: Sequence[SamplingParams | BeamSearchParams], terms: Terms | None = None) -> list[str]:
         """Hand all requests to the engine, or none of them."""
         ids: list[str] = []
         for index, (prompt, one) in enumerate(zip(encoded, params, strict=True)):
@@ -237,6 +235,7 @@ class LLM:
         """One step of the engine; its outputs also go to streams that are open beside the caller's request."""
         assert self.engine.has_work(), "the engine lost a request"
         outputs = self.engine.step()
+        self.engine.tend(busy=True)
         for output in outputs:
             if output.request_id in self._open:
                 self._open[output.request_id] = output

@@ -6,6 +6,7 @@ in the steps in which they were. Everything else the engine decides anew.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -16,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from tinyvllm.config import EngineConfig, nearest, resolve
+from tinyvllm.engine.chunks import Chunk
 from tinyvllm.engine.engine import Engine
 from tinyvllm.engine.record import FORMAT, SWITCHES, Event, Recorder, fingerprint, onward
-from tinyvllm.errors import ArgumentError, FormatError
+from tinyvllm.errors import ArgumentError, FormatError, RequestError
 from tinyvllm.request import BeamSearchParams, SamplingParams, StructuredOutputsParams, Terms
 from tinyvllm.scheduler import Rates
 
+_FROM_OUTSIDE = {"add", "abort", "refused", "hold", "release"}
 _CUT = ("abort", "deadline")  # reasons whose moment depends on the step, so that another schedule leaves more or fewer tokens
 
 
@@ -31,7 +34,7 @@ class Run:
 
     path: str
     header: Event
-    arrivals: list[Event]  # what came in: add, abort and refused events in their order
+    arrivals: list[Event]  # what came in: add, abort, refused, hold and release events in their order
     schedule: dict[int, tuple[list[int], int]]
     ends: list[Event]
     times: list[tuple[int, float]]  # what the clock showed in a step
@@ -109,7 +112,7 @@ def _sorted_out(path: str, events: list[Event], whole: bool) -> Run:
     header, *rest = events
     try:
         return Run(
-            path, header, [e for e in rest if {"add", "abort", "refused"} & e.keys()], schedule_of(rest), [e for e in rest if "end" in e],
+            path, header, [e for e in rest if _FROM_OUTSIDE & e.keys()], schedule_of(rest), [e for e in rest if "end" in e],
             [(e["step"], e["t"]) for e in rest if "add" not in e and e.get("t") is not None],
             frozenset(e["step"] for e in rest if "swap" in e), max((e["step"] for e in rest), default=0), whole,
         )  # fmt: skip
@@ -170,7 +173,7 @@ def replay(run: Run, config: EngineConfig, tokens_only: bool = False, say: Calla
         _check(run, engine, config, say)
         if not tokens_only:
             engine.scheduler.rates = _RecordedRates()
-        _drive(run, engine, clock, tokens_only)
+        _drive(run, _Arrivals(engine, clock, tokens_only, say), tokens_only)
     finally:
         engine.close()
     return compare(run, events, tokens_only, left_out)
@@ -224,7 +227,8 @@ class _RecordedRates(Rates):
         return 0.0
 
 
-def _drive(run: Run, engine: Engine, clock: Callable[[], float], tokens_only: bool) -> None:
+def _drive(run: Run, arrivals: _Arrivals, tokens_only: bool) -> None:
+    engine, clock = arrivals.engine, arrivals.clock
     late: dict[int, list[str]] = {}
     for event in run.ends if tokens_only else ():
         if "deadline" in event["reasons"]:
@@ -234,7 +238,7 @@ def _drive(run: Run, engine: Engine, clock: Callable[[], float], tokens_only: bo
     arrival = next(waiting, None)
     while arrival is not None or step < run.last_step or (tokens_only and engine.has_work()):
         while arrival is not None and arrival["step"] <= step:
-            _arrive(arrival, engine, clock, tokens_only)
+            arrivals.take(arrival)
             arrival = next(waiting, None)
         step += 1
         for request_id in late.get(step, ()):
@@ -249,16 +253,46 @@ def _drive(run: Run, engine: Engine, clock: Callable[[], float], tokens_only: bo
             rates.swaps = False  # between steps they tell who would be late
 
 
-def _arrive(event: Event, engine: Engine, clock: Callable[[], float], tokens_only: bool) -> None:
-    if "abort" in event:
-        engine.abort(event["abort"])
-    elif "add" in event and "functions" not in event:
-        if isinstance(clock, _RecordedClock):
-            clock.now = event["t"]
+class _Arrivals:
+    """What came in between the steps, done to another engine."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float], tokens_only: bool, say: Callable[[str], None]):
+        self.engine, self.clock = engine, clock
+        self._tokens_only, self._say = tokens_only, say
+        self._tried: dict[int, Event] = {}  # the first event of each chunk that is not held: it has the tokens
+        self._chunks: dict[int, Chunk] = {}
+
+    def take(self, event: Event) -> None:
+        if "abort" in event:
+            self.engine.abort(event["abort"])
+        elif "add" in event and "functions" not in event:
+            self._add(event)
+        elif "hold" in event:
+            self._hold(event)
+        elif "release" in event and (chunk := self._chunks.pop(event["release"], None)) is not None:
+            chunk.release()
+
+    def _add(self, event: Event) -> None:
+        if isinstance(self.clock, _RecordedClock):
+            self.clock.now = event["t"]
         terms = dict(event["terms"])
-        if tokens_only:
+        if self._tokens_only:
             terms = {name: value for name, value in terms.items() if "deadline" not in name}
-        engine.add(event["add"], list(event["prompt"]), _params(event), None, Terms(**terms))
+        self.engine.add(event["add"], list(event["prompt"]), _params(event), None, Terms(**terms))
+
+    def _hold(self, event: Event) -> None:
+        """One try, as then. With other limits it may end otherwise; that is said, and the run goes on."""
+        number, chunks, held = event["hold"], self.engine.chunks, False
+        first = self._tried.setdefault(number, event)
+        with contextlib.suppress(RequestError):  # too many blocks, or no prefix cache
+            chunk = chunks.new(first["tokens"], [], None, first.get("salt"))
+            if held := chunks.hold(chunk):
+                self._chunks[number] = chunk
+        if held != event["held"]:
+            words = ("is not held", "was") if event["held"] else ("is held", "was not")
+            self._say(f"chunk {number} {words[0]} before step {event['step'] + 1}, and {words[1]} in the record")
+        if event["held"]:
+            del self._tried[number]
 
 
 def _params(event: Event) -> SamplingParams | BeamSearchParams:

@@ -14,7 +14,7 @@ from starlette.responses import FileResponse, Response
 from starlette.types import ASGIApp
 
 import tinyvllm
-from tinyvllm.server import anthropic, chat, completions, embeddings, probes, responses, tokens
+from tinyvllm.server import anthropic, chat, chunks, completions, embeddings, probes, responses, tokens
 from tinyvllm.server.calls import CALL, ServerConfig, Service
 from tinyvllm.server.capabilities import capabilities, openapi
 from tinyvllm.server.door import Door
@@ -32,6 +32,7 @@ ENDPOINTS = (
     Endpoint("/v1/responses", responses.ResponsesRequest, responses.answer, "Answer a conversation, in OpenAI's newer form"),
     Endpoint("/v1/messages", anthropic.MessagesRequest, anthropic.answer, "Answer a conversation, in Anthropic's form"),
     Endpoint("/v1/messages/count_tokens", anthropic.CountRequest, anthropic.count_tokens, "Count a conversation's tokens"),
+    Endpoint("/v1/chunks", chunks.ChunkRequest, chunks.register, "Compute a piece of context once and hold it"),
     Endpoint("/v1/embeddings", EmbeddingRequest, embeddings.answer, "Texts to vectors"),
     Endpoint("/generate", GenerateRequest, tokens.generate, "Continue one prompt, with the fields of SamplingParams"),
     Endpoint("/tokenize", TokenizeRequest, tokens.tokenize, "A text or a conversation to token ids"),
@@ -44,10 +45,13 @@ async def _capabilities(request: Request) -> Response:
     return probes.reply(capabilities(ENDPOINTS, request.scope[CALL].service.config.lenient))
 
 
+_NAME = ({"name": "name", "in": "path", "required": True, "schema": {"type": "string"}},)
 _Get = Callable[[Request], Awaitable[Response]]
 _GETS: tuple[tuple[str, _Get, str], ...] = (
     ("/v1/models", probes.models, "The models that are served"),
     ("/v1/models/{name:path}", probes.model, "One model"),
+    ("/v1/chunks", chunks.listed, "The chunks of this key, and what they hold"),
+    ("/v1/chunks/{name}", chunks.one, "One chunk"),
     ("/v1/capabilities", _capabilities, "Which fields are honoured, limited or refused"),
     ("/tokenizer_info", tokens.tokenizer_info, "The tokenizer of the first model"),
     ("/health", probes.health, "Whether the engines are alive"),
@@ -73,9 +77,9 @@ def create_app(config: ServerConfig, models: Models, keys: Keys | None = None) -
     for endpoint in ENDPOINTS:
         app.add_api_route(endpoint.path, _post(endpoint), methods=["POST"], **_described(endpoint.summary, endpoint.body.__name__))
     for path, answer, summary in _GETS:
-        parameters = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}] if "{name" in path else []
-        app.add_api_route(path, _get(answer), methods=["GET"], **_described(summary, parameters=parameters))
+        app.add_api_route(path, _get(answer), methods=["GET"], **_described(summary, parameters=_NAME if "{name" in path else ()))
         app.router.add_route(path, _get(answer), methods=["HEAD"], include_in_schema=False)  # what load balancers ask
+    app.add_api_route("/v1/chunks/{name}", _get(chunks.release), methods=["DELETE"], **_described("Release a chunk", parameters=_NAME))
     if PAGE.is_dir():
         app.add_api_route("/", _file("index.html"), methods=["GET"], include_in_schema=False)
         app.add_api_route("/page/{name}", _file(None), methods=["GET"], include_in_schema=False)

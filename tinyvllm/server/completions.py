@@ -12,6 +12,7 @@ from typing import Any
 from tinyvllm.engine.async_llm import AsyncLLM
 from tinyvllm.request import CompletionOutput, RequestOutput, SamplingParams
 from tinyvllm.server.calls import Call
+from tinyvllm.server.chunk_store import head_of
 from tinyvllm.server.failures import bad_field, encode
 from tinyvllm.server.logprobs import Position, completion_logprobs, prompt_positions
 from tinyvllm.server.outputs import Count, ended, extras, outputs_of
@@ -27,7 +28,8 @@ async def answer(call: Call, body: CompletionRequest, wire: Wire) -> None:
         special = body.add_special_tokens is not False
         if not isinstance(body.prompt, str) and len(body.prompt) * (body.n or 1) > 1024 and not isinstance(body.prompt[0], int):
             raise bad_field("n", f"n: {body.n or 1} answers to {len(body.prompt)} prompts are more than 1024")
-        prompts = await encode_texts(llm, body.prompt, "prompt", special=special, keep=body.truncate_prompt_tokens)
+        head = head_of(call, llm, body)
+        prompts = await encode_texts(llm, body.prompt, "prompt", special=special, keep=body.truncate_prompt_tokens, head=head)
         if body.use_beam_search:
             beams = beam_params(body, 16 if body.max_tokens is None else body.max_tokens)
             job = _Job(call, body, llm, model, SamplingParams(n=beams.n or 1), prompts)

@@ -26,6 +26,7 @@ from tinyvllm.server.failures import Failure, encode
 from tinyvllm.server.lines import log_to
 
 _LONGEST_HEAD = 64 * 1024
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0  # seconds between two questions to a client that has closed its sending side
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -110,19 +111,43 @@ class _Dated(list[tuple[bytes, bytes]]):
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """uvicorn's parser, with an end to heads that never come or never end, and errors in the API's shape."""
+    """uvicorn's parser, with an end to heads that never come or never end, errors in the API's shape, and answers to the half-closed."""
 
     head_seconds = 10.0  # a subclass of each server says its own
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._head_timer: asyncio.TimerHandle | None = None
+        self._asking: asyncio.TimerHandle | None = None
         self._head_bytes = 0
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_over()
+        if self._asking is not None:
+            self._asking.cancel()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """The client sends no more. It may have left, or wait for the answer to what it has sent (`nc -N`): TCP says the same of both.
+
+        uvicorn takes every such client for gone. Here it is asked, by interim answers, which HTTP/1.1 allows at any time: the system of who
+        has left refuses them, and the next write fails. asyncio's TLS knows no half of a connection.
+        """
+        cycle = self.cycle
+        waits = cycle is not None and not (cycle.more_body or cycle.response_complete or self.pipeline)
+        if not waits or self.scheme == "https" or self.scope["http_version"] != "1.1":
+            return None
+        cycle.keep_alive = False
+        self._ask(_FIRST_PAUSE)
+        return True
+
+    def _ask(self, pause: float) -> None:
+        """Once more, and ever less often; what a stream writes asks as well."""
+        if not self.transport.is_closing() and not self.cycle.response_complete:
+            if not self.cycle.response_started:
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._asking = self.loop.call_later(pause, self._ask, min(2 * pause, _LONGEST_PAUSE))
 
     def data_received(self, data: bytes) -> None:
         if self._head_timer is not None:

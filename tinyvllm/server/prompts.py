@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from tinyvllm.engine.async_llm import AsyncLLM
+from tinyvllm.engine.prompt import encode_piece
+from tinyvllm.errors import TokenizerError
 from tinyvllm.server.failures import Failure, bad_field
 from tinyvllm.text.chat import render_chat
 from tinyvllm.text.tokenizer import Tokenizer
@@ -41,6 +44,7 @@ class Conversation:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    begins: str = ""  # what the text must begin with: that of the chunks which hold the first messages
 
 
 def tokenizer_of(llm: AsyncLLM) -> Tokenizer:
@@ -50,25 +54,37 @@ def tokenizer_of(llm: AsyncLLM) -> Tokenizer:
 
 
 async def encode_texts(
-    llm: AsyncLLM, prompt: Any, name: str, *, special: bool = True, keep: int | None = None, limit: bool = True
+    llm: AsyncLLM,
+    prompt: Any,
+    name: str,
+    *,
+    special: bool = True,
+    keep: int | None = None,
+    limit: bool = True,
+    head: list[int] | None = None,
 ) -> list[Encoded]:
     """Every prompt of a field that holds a text, a list of them, token ids or a list of those.
 
-    keep: so many last tokens, -1 what fits. limit: refuse what is beyond the context.
+    keep: so many last tokens, -1 what fits. limit: refuse what is beyond the context. head: token ids that each of them goes on from; then
+    it may be empty.
     """
     if isinstance(prompt, str):
         prompts: list[Any] = [prompt]
-    elif not prompt:
+    elif not prompt and head is None:
         raise bad_field(name, f"{name}: is empty")
+    elif not prompt:
+        prompts = [""]
     else:
         prompts = [prompt] if isinstance(prompt[0], int) else list(prompt)
 
     def encode(item: Any) -> Encoded:
         if isinstance(item, str):
             if limit and keep is None:
-                _check_size(llm, item, name)
+                check_size(llm, item, name)
+            if head is not None:
+                return Encoded(head + encode_piece(llm.tokenizer, item, begins=False)[1] if item else head)
             return Encoded(_last(llm, tokenizer_of(llm).encode(item, add_special_tokens=special), keep), item)
-        return Encoded(_last(llm, item, keep))
+        return Encoded(_last(llm, item, keep) if head is None else head + item)
 
     encoded = await _aside(sum(map(len, prompts)), lambda: [encode(item) for item in prompts])
     for index, one in enumerate(encoded if limit else ()):
@@ -82,14 +98,44 @@ async def encode_conversation(llm: AsyncLLM, conversation: Conversation, keep: i
 
     def encode() -> Encoded:
         text = _render(tokenizer, conversation)
+        if not text.startswith(conversation.begins):
+            raise bad_field("chunks", f"chunks: {_OTHERWISE}")
         if keep is None:
-            _check_size(llm, text, "messages")
+            check_size(llm, text, "messages")
         return Encoded(_last(llm, tokenizer.encode(text, add_special_tokens=conversation.add_special_tokens), keep), text)
 
     size = sum(len(m["content"]) if isinstance(m.get("content"), str) else _SHORT for m in conversation.messages)
     encoded = await _aside(size if conversation.template is None else _SHORT + 1, encode)  # a template of somebody's may take its time
     check_length(llm, encoded.token_ids, "messages")
     return encoded
+
+
+async def encode_beginning(llm: AsyncLLM, conversation: Conversation) -> Encoded:
+    """The beginning of a conversation whose further messages are not known. Failure where the template would write it otherwise then."""
+    tokenizer = tokenizer_of(llm)
+    role = "assistant" if conversation.messages[-1].get("role") == "user" else "user"
+    longer = replace(conversation, messages=[*conversation.messages, {"role": role, "content": "Yes."}])
+
+    def encode() -> Encoded:
+        text = _render(tokenizer, conversation)
+        with suppress(TokenizerError):  # a template may want another role here; that nobody goes on so is no fault of the beginning
+            if not _render(tokenizer, longer).startswith(text):
+                raise bad_field("messages", f"messages: {_CHANGES}")
+        if not text.startswith(conversation.begins):
+            raise bad_field("after", f"after: {_OTHERWISE}")
+        check_size(llm, text, "messages")
+        return Encoded(tokenizer.encode(text, add_special_tokens=False), text)
+
+    encoded = await asyncio.to_thread(encode)
+    check_length(llm, encoded.token_ids, "messages")
+    return encoded
+
+
+_OTHERWISE = (
+    "the chat template writes the beginning of this conversation otherwise than when it was registered: send the same tools, documents and "
+    "chat_template_kwargs, or register it once more"
+)
+_CHANGES = "the chat template changes what it has written of them when more follow, so they cannot be held: register a text for completions"
 
 
 def check_length(llm: AsyncLLM, token_ids: list[int], name: str) -> None:
@@ -105,7 +151,7 @@ def check_length(llm: AsyncLLM, token_ids: list[int], name: str) -> None:
 _longest: WeakKeyDictionary[Tokenizer, int] = WeakKeyDictionary()  # characters of the longest token
 
 
-def _check_size(llm: AsyncLLM, text: str, name: str) -> None:
+def check_size(llm: AsyncLLM, text: str, name: str) -> None:
     """Failure 400 for a text that cannot fit, however it is tokenised: a megabyte would take a second and 50 MB to be refused."""
     context = llm.config.max_model_len
     if context is None or len(text) <= 32 * context:

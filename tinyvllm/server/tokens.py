@@ -11,6 +11,7 @@ from starlette.responses import Response
 from tinyvllm.request import CompletionOutput, RequestOutput
 from tinyvllm.server.calls import CALL, Call
 from tinyvllm.server.chat import conversation_of
+from tinyvllm.server.chunk_store import head_of
 from tinyvllm.server.failures import bad_field
 from tinyvllm.server.logprobs import chat_logprobs, positions_of, prompt_positions
 from tinyvllm.server.outputs import Count, ended, extras, outputs_of
@@ -30,7 +31,8 @@ async def generate(call: Call, body: GenerateRequest, wire: Wire) -> None:
     async with call.service.models.use(body.model) as (_, llm):
         asked = body.prompt if body.prompt is not None else body.prompt_token_ids
         special = body.add_special_tokens is not False
-        prompts = await encode_texts(llm, asked, "prompt", special=special, keep=body.truncate_prompt_tokens)
+        head = head_of(call, llm, body)
+        prompts = await encode_texts(llm, asked, "prompt", special=special, keep=body.truncate_prompt_tokens, head=head)
         longest = 16 if body.max_tokens is None else body.max_tokens
         count = Count()
         if body.use_beam_search:
