@@ -41,11 +41,12 @@ struct Given {  // emulate.py: Given
   u64 low, size;
   const char *name;
   u32 writable, pad;
+  u64 read;  // bytes, of all threads; what is read twice counts twice
 };
 struct Launch {  // emulate.py: Launch
   void *entry;
   const u64 *arguments;
-  const Given *ranges;
+  Given *ranges;
   u8 *stacks;
   char *error;
   u64 stacks_size, seed, accesses, site, other_site, image;

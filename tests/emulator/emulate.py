@@ -76,7 +76,7 @@ class Memory:
 class _Given(ctypes.Structure):
     _fields_ = [
         ("low", ctypes.c_uint64), ("size", ctypes.c_uint64), ("name", ctypes.c_char_p),
-        ("writable", ctypes.c_uint32), ("pad", ctypes.c_uint32),
+        ("writable", ctypes.c_uint32), ("pad", ctypes.c_uint32), ("read", ctypes.c_uint64),
     ]  # fmt: skip
 
 
@@ -89,12 +89,15 @@ class _Launch(ctypes.Structure):
     ]  # fmt: skip
 
 
-def emulate(kernel: Kernel, *arrays: np.ndarray, seed: int = 0, races: bool = True, resident: int = 3) -> int:
+def emulate(
+    kernel: Kernel, *arrays: np.ndarray, seed: int = 0, races: bool = True, resident: int = 3, read: list[int] | None = None
+) -> int:
     """Run a kernel's whole grid on `arrays` (outs, then ins, C-contiguous; outs are changed in place).
 
     Every array is a memory of its own, aligned to 256 bytes; arrays that overlap on the host overlap there, too. `seed` decides the order
     of threads and blocks. Without `races` all but races is looked for, in half to a third of the time. `resident` blocks of threads run
-    at the same time. Returns the number of memory accesses. Raises EmulatorError.
+    at the same time. `read` becomes the bytes that threads have read of each array, those read twice twice. Returns the number of memory
+    accesses. Raises EmulatorError.
     """
     if len(arrays) != kernel.outs + kernel.ins:
         raise EmulatorError(f"{kernel.stem} takes {kernel.outs} + {kernel.ins} arrays, got {len(arrays)}")
@@ -108,29 +111,32 @@ def emulate(kernel: Kernel, *arrays: np.ndarray, seed: int = 0, races: bool = Tr
     if kernel.backend == "metal":
         metal.check_record(kernel, text)
     count = emulate_source(
-        text, kernel.stem, grid, block, kernel.shared, held.addresses, held.memory, seed, races, resident, language=kernel.backend
+        text, kernel.stem, grid, block, kernel.shared, held.addresses, held.memory, seed, races, resident, kernel.backend, read
     )
+    if read is not None:
+        read[:] = [read[place] for place in held.places]
     held.give_back()
     return count
 
 
 def emulate_source(
     text: str, entry: str, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int, arguments: Sequence[int],
-    memory: Sequence[Memory], seed: int = 0, races: bool = True, resident: int = 3, language: str = "cuda",
+    memory: Sequence[Memory], seed: int = 0, races: bool = True, resident: int = 3, language: str = "cuda", read: list[int] | None = None,
 ) -> int:  # fmt: skip
     """Run the function `entry` of a text. `memory`: all that it may touch. `arguments`: addresses or integers, in its order; in Metal
     addresses, in the order of buffers.
 
-    `shared`: bytes of dynamic shared memory. Returns the number of memory accesses. Raises EmulatorError.
+    `shared`: bytes of dynamic shared memory. `read`: becomes the bytes that threads have read, of each memory. Returns the number of memory
+    accesses. Raises EmulatorError.
     """
     image = build(text, language)
     with image.lock:
-        return _launch(image, entry, grid, block, shared, arguments, memory, seed, races, resident)
+        return _launch(image, entry, grid, block, shared, arguments, memory, seed, races, resident, read)
 
 
 def _launch(
     image: Image, entry: str, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int, arguments: Sequence[int],
-    memory: Sequence[Memory], seed: int, races: bool, resident: int,
+    memory: Sequence[Memory], seed: int, races: bool, resident: int, read: list[int] | None,
 ) -> int:  # fmt: skip
     _check_launch(image, entry, grid, block, shared)
     threads = block[0] * block[1] * block[2]
@@ -141,7 +147,7 @@ def _launch(
     if image.language.name == "metal":  # one argument: where the others are
         first = (ctypes.c_uint64 * 24)(ctypes.addressof(values))
         arguments = [ctypes.addressof(values)]
-    ranges = (_Given * len(memory))(*(_Given(m.address, m.size, m.name.encode(), m.writable, 0) for m in memory))
+    ranges = (_Given * len(memory))(*(_Given(m.address, m.size, m.name.encode(), m.writable, 0, 0) for m in memory))
     error = ctypes.create_string_buffer(2048)
     launch = _Launch(
         entry=ctypes.cast(image.entry(entry), ctypes.c_void_p).value, arguments=ctypes.addressof(first),
@@ -151,6 +157,8 @@ def _launch(
     )  # fmt: skip
     if image.library.core_launch(ctypes.byref(launch)):
         raise EmulatorError(f"{entry}: {error.value.decode(errors='replace')}{image.places(launch)}")
+    if read is not None:
+        read[:] = [given.read for given in ranges]
     return launch.accesses
 
 
@@ -189,14 +197,14 @@ class Arrays:
         room = sum((end - start + 2 * GAP) // 256 * 256 + 256 for start, end, *_ in groups) + 256
         self.raw = np.empty(room, np.uint8)
         at = -self.raw.ctypes.data % 256 + GAP // 256 * 256
-        self.addresses = [0] * len(arrays)
+        self.addresses, self.places = [0] * len(arrays), [0] * len(arrays)  # `places`: in `memory`
         self.memory = []
         self.moves: list[tuple[int, int]] = []
         for start, end, *indices in groups:
             base = self.raw.ctypes.data + at
             for index in indices:
                 offset = arrays[index].ctypes.data - start
-                self.addresses[index] = base + offset
+                self.addresses[index], self.places[index] = base + offset, len(self.memory)
                 self._bytes_at(index)[...] = arrays[index].reshape(-1).view(np.uint8)
             names = " and ".join(f"argument {i}" for i in sorted(indices))
             self.memory.append(Memory(base, end - start, names, writable=min(indices) < outs))

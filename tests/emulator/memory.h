@@ -16,6 +16,7 @@ struct Range {
   u8 *state;    // shared: what each byte is
   Cell *cells;  // of each 4 bytes, from low & ~3 on; 0: no races looked for
   Pool *pool;
+  u64 read;  // bytes
 };
 enum ByteState : u8 { NEVER_WRITTEN = 0, WRITTEN = 1, ON_ITS_WAY = 2 };
 
@@ -425,13 +426,15 @@ static inline void hook(const void *p, u32 size, u32 how, u64 site) {
   u64 address = (u64)p;
   if (address - stack_low < STACK) return;
   accesses++;
-  check_access(current, address, size, how, site);
+  Range *r = check_access(current, address, size, how, site);
+  if (r && how & READ) r->read += size;
 }
 
 void core_access(Thread *thread, const void *address, u32 size, u32 how, u64 site) {
   if (thread == current && (u64)address - stack_low < STACK) return;
   accesses++;
-  if (size) check_access(thread, (u64)address, size, how, site);
+  Range *r = size ? check_access(thread, (u64)address, size, how, site) : 0;
+  if (r && how & READ) r->read += size;
 }
 
 void core_expect(const void *address, u32 size, u32 alignment, bool shared, const char *what, u64 site) {
@@ -455,6 +458,7 @@ void core_atomic(void *address, u32 size, u32 how, u64 site) {
   if ((u64)address % size) core_fault(site, "misaligned: an atomic of %u bytes at %p", size, address);
   accesses++;
   Range *r = check_access(current, (u64)address, size, how | ATOMIC, site);
+  if (r && how & READ) r->read += size;
   if (launch->races && r) hand_over(current, (u64)address, how, r->kind == SHARED);
 }
 
@@ -595,7 +599,7 @@ static void tear_down_shared(Block *block) { free(block->state), free(block->sav
 
 static void add_range(u64 low, u64 size, Kind kind, bool writable, const char *name) {
   Range *r = &ranges[range_count++];
-  *r = Range{low, size, kind, writable, name, 0, 0, &launch_pool};
+  *r = Range{low, size, kind, writable, name, 0, 0, &launch_pool, 0};
   if (kind == GLOBAL && writable && launch->races) r->cells = (Cell *)calloc(size / 4 + 2, sizeof(Cell));
 }
 
@@ -619,6 +623,7 @@ static bool set_up_memory() {
 
 static void tear_down_memory() {
   launch->accesses = accesses;
+  for (u32 i = 0; i < launch->range_count; i++) launch->ranges[i].read = ranges[range_count - launch->range_count + i].read;
   for (u32 i = 0; i < range_count; i++)
     if (ranges[i].kind == GLOBAL) free(ranges[i].cells);
   for (u32 i = 0; i < meeting_room; i++) free(meetings[i].handed.key), free(meetings[i].handed.clock);

@@ -17,6 +17,7 @@ from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import DEFAULT_MODEL as MODEL
 from tinyvllm.ops import registry
 from tinyvllm.ops.calls import autotune, metal_records
+from tinyvllm.runner.prepare import StepInputs
 
 OPTIONS: dict[str, Any] = dict(max_model_len=128, max_num_seqs=32, seed=0)
 TEXTS = ["Once upon a time", "Hello! Who are you?", "7 + 5 =", '{"name": "', "The old gardener", "In Willowmere"]
@@ -110,6 +111,29 @@ def test_a_step_over_several_partitions_is_five_launches_a_layer(mac, monkeypatc
     layer = {"norm_qkv_rope_store": 1, "attention_decode": 1, "matvec": 2, "norm_gate_up_silu": 1}
     L = config["num_hidden_layers"]
     assert decodes.total() <= 5 * L + 6 and {name: decodes[name] for name in layer} == {name: L * n for name, n in layer.items()}
+
+
+@pytest.mark.long
+def test_a_prompt_that_sequences_share_is_read_once_and_changes_no_token(mac, monkeypatch):
+    """One captured step for sequences that share and for others: who shares, the device is told from step to step."""
+    monkeypatch.setattr(metal_records, "partition_of", lambda attention: 128)
+    monkeypatch.setattr(metal_records, "SPREAD", 1)
+    told, measure = [], StepInputs._measure
+
+    def spied(inputs: StepInputs, *arguments: Any) -> Any:
+        changed = measure(inputs, *arguments)
+        told.append(sorted(inputs.alike.tolist()))
+        return changed
+
+    monkeypatch.setattr(StepInputs, "_measure", spied)
+    shared, params = [0, *range(40, 183)], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)  # nine blocks
+    prompts = [{"prompt_token_ids": [*(shared if i < 2 else shared[::-1]), 50 + i]} for i in range(4)]
+    with LLM(MODEL, device="METAL", **OPTIONS | dict(max_model_len=256, max_num_seqs=4, enable_prefix_caching=True)) as gpu:
+        expected = [tokens(gpu, [prompt], params)[0] for prompt in prompts]
+        assert not np.any(told)
+        for who in ([0, 2, 1], [0, 1, 2, 3], [0, 2]):
+            assert tokens(gpu, [prompts[i] for i in who], params) == [expected[i] for i in who]
+        assert [0, 0, 0, 144] in told and [0, 0, 144, 144] in told
 
 
 @pytest.mark.parametrize("format", [pytest.param("q8_0", marks=pytest.mark.long), "q4_0"])

@@ -21,9 +21,9 @@ SEEDS = range(6)
 STORE = "atomic_store_explicit(word, bits == 0 ? 0x80000000u : bits, memory_order_relaxed);"
 WAIT = "while (bits == 0) bits = atomic_fetch_or_explicit(word, 0u, memory_order_relaxed);"
 ZERO = "atomic_store_explicit(word, 0u, memory_order_relaxed);"
-NOBODY = "if ((int)*before == expected - 1) atomic_store_explicit(counter, 0u, memory_order_relaxed);"
-MEETING = "is_last(counter, &before, last_partition - first_partition + 1, thread_index)"
-BEFORE = "  put_ends(board, sums, simd, lane);\n"
+NOBODY = "if (before == expected - 1) atomic_store_explicit(counter, 0u, memory_order_relaxed);"
+COUNT = "  count_results(lasts, to, company, unit, thread_index);\n"
+BEFORE = "  put_results(to, all, board, company, unit, partition, thread_index);\n"
 READY = "threadgroup_barrier(mem_flags::mem_device); // its records are on their way"
 
 
@@ -73,7 +73,7 @@ def test_when_it_is_counted_does_not_matter(plant: Plant, how: str) -> None:
     if how == "stored without a barrier":
         plant((READY, ""))
     else:
-        plant((BEFORE, f"  const bool mine = !alone && {MEETING};\n{BEFORE}"), (f"!{MEETING}", "!mine"))
+        plant((COUNT, ""), (BEFORE, f"{COUNT}{BEFORE}"))
     for seed in SEEDS:
         for out in launches(CASE, seed):
             np.testing.assert_allclose(out, WANT, **TOLERANCE)

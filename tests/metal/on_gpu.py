@@ -26,8 +26,13 @@ PATIENCE = 60  # seconds until a test is taken for one that never ends
 broken: list[str] = []  # what the device said when it broke
 
 
-def run_on_gpu(kernel: Kernel, *arrays: np.ndarray, seed: int = 0, races: bool = True, resident: int = 3) -> int:
-    """`emulate` on the METAL device. What a seed decides is the GPU's affair here; returns 0 accesses. AssertionError for a wrong write."""
+def run_on_gpu(
+    kernel: Kernel, *arrays: np.ndarray, seed: int = 0, races: bool = True, resident: int = 3, read: list[int] | None = None
+) -> int:
+    """`emulate` on the METAL device. What a seed decides is the GPU's affair here; returns 0 accesses and leaves `read` as it is.
+
+    AssertionError for a wrong write.
+    """
     assert len(arrays) == kernel.outs + kernel.ins, f"{kernel.stem} takes {kernel.outs} + {kernel.ins} arrays, got {len(arrays)}"
     held = Arrays(arrays, kernel.outs)
     aligned = held.raw[-held.raw.ctypes.data % BORDER :]

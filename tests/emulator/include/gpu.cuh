@@ -77,9 +77,9 @@ DEVICE u32 load_once(const u32 *p) {
 
 // --- blocks of threads that hand over to each other
 
-DEVICE u32 arrive(u32 *counter) {
+DEVICE u32 arrive(u32 *counter, u32 more = 1) {
   __threadfence();
-  u32 before = atomicAdd(counter, 1u);
+  u32 before = atomicAdd(counter, more);
   __threadfence();
   return before;
 }

@@ -214,10 +214,10 @@ def copy_blocks(row: str, pool: Tensor, pairs: Tensor, count: Tensor) -> Tensor:
 
 
 def attention_decode(row: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Tensor:
-    """[T, H * D], of which the rows of the decodes are attended."""
+    """[T, H * D], of which the rows of the decodes are attended. What `batch.alike` says is shared is read once for several of them."""
     (T, H, D), a = (int(d) for d in q.shape), _attention(q, cache, scale, window, batch)
-    kernel, partial = records.attention_decode(row, batch.num_decodes, a)
-    ins = [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes]
+    kernel, partial = records.attention_decode(row, batch.num_decodes, a, cascade=batch.alike is not None)
+    ins = [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes, *_there(batch.alike)]
     return launch(kernel, [empty(q, T, H * D), standing_zeros(str(q.device), partial)], ins)[0]
 
 

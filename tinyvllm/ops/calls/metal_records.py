@@ -240,6 +240,9 @@ def rope_store(row: str, T: int, heads: Heads) -> Kernel:
 # --- attention. Here the bits do depend on the cut: PARTITION and SIMDS must stay the same for as long as an engine runs.
 
 
+SPREAD = 64  # threadgroups that attention_decode should not have less of for the sake of sharing: two a core of a large chip
+
+
 def partition_of(a: Attention) -> int:
     """Keys of a partition: so many that there are at most 32, and no fewer than 512."""
     keys = 512
@@ -254,8 +257,13 @@ def _attention_work(a: Attention, rows: int, context: int) -> tuple[int, int]:
     return 4 * rows * a.H * a.D * seen, 2 * a.K * a.D * seen * (4 if a.cache == "F32" else 2)
 
 
-def attention_decode(row: str, B: int, a: Attention, context: int = 0, partition: int | None = None, simds: int = 8) -> tuple[Kernel, int]:
+def attention_decode(
+    row: str, B: int, a: Attention, context: int = 0, partition: int | None = None, simds: int = 8, cascade: bool = False,
+    spread: int | None = None,
+) -> tuple[Kernel, int]:  # fmt: skip
     """The kernel, and numbers of `partial`, its scratch: 32 bits each, zero between launches.
+
+    With `cascade` it takes `alike` as well, and reads what sequences share once for several of them.
 
     `context` of each sequence is for the estimate of work alone.
     """
@@ -265,8 +273,9 @@ def attention_decode(row: str, B: int, a: Attention, context: int = 0, partition
     flops, moved = _attention_work(a, B, context)
     met = B * a.H * _met(a, context, keys) * (a.D + 2)
     kernel = _kernel(
-        "attention_decode", row, 2, 5, (a.K * parts, partitions, B), 32 * simds, flops + 2 * met,
-        B * moved + 8 * B * a.H * a.D + 12 * met, PARTITION=keys, SIMDS=simds, **a.defines,
+        "attention_decode", row, 2, 5 + cascade, (a.K * parts, B, partitions), 32 * simds, flops + 2 * met,
+        B * moved + 8 * B * a.H * a.D + 12 * met, PARTITION=keys, SIMDS=simds, CASCADE=int(cascade),
+        SPREAD=spread or SPREAD, **a.defines,
     )  # fmt: skip
     area = 32 + partitions * up(group, parts) * (a.D + 2)
     return kernel, B * a.K * parts * area if partitions > 1 else 1

@@ -1,0 +1,99 @@
+"""attention_decode of the Metal backend where sequences share blocks: what is read of the cache, and planted faults.
+
+A module without `emulate`, as a GPU neither counts the one nor finds the other (tests/metal/on_gpu.py).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.emulator import emulate as emulator
+from tests.kernels.metal.test_attention import TOLERANCE
+from tests.kernels.metal.test_attention_shared import grouped, together
+from tests.kernels.test_attention import Case, Shape, make, oracle
+
+WIDE = Shape(H=2, K=1, D=128, dtype="F16")  # eight sequences a unit, eight keys a tile: a unit shares 64 keys of a partition or more
+
+
+def read_of(case: Case, alike: list[int], spread: int = 1) -> int:
+    """Tokens whose keys and values are read."""
+    read: list[int] = []
+    together(case, alike, spread=spread, read=read)
+    tokens, rest = divmod(read[3], 2 * case.shape.K * case.shape.D * 2)
+    assert rest == 0
+    return tokens
+
+
+# Sequences, tokens in common, own tokens of each, and how many are read.
+READ = [
+    (2, 256, 16, 256 + 2 * 16),
+    (3, 256, 16, 256 + 3 * 16),
+    (8, 128, 16, 128 + 8 * 16),
+    (9, 128, 16, 128 + 128 + 9 * 16),  # the ninth has a threadgroup of its own
+    (16, 128, 5, 2 * 128 + 16 * 8),
+    (8, 192, 16, 192 + 8 * 16),  # half of the second partition
+    (8, 208, 47, 208 + 8 * 48),
+    (4, 192, 100, 192 + 4 * 104),  # half of it as well, and own tokens in two partitions
+    (4, 176, 80, 128 + 4 * (48 + 80)),  # less than half: each by itself
+    (4, 48, 16, 4 * 64),  # not a tile for each SIMD group
+]
+
+
+@pytest.mark.parametrize("sequences, common, own, tokens", READ, ids=[f"{n} behind {c}, {o} own" for n, c, o, _ in READ])
+def test_what_is_read_of_the_cache(sequences: int, common: int, own: int, tokens: int) -> None:
+    case = make(WIDE, [1] * sequences, [common + own] * sequences, shared=[0] + [common] * (sequences - 1))
+    assert read_of(case, [0] * sequences) == sequences * -(-(common + own) // 8) * 8
+    assert read_of(case, case.shared) == tokens
+
+
+def test_one_that_is_longer_goes_on_by_itself() -> None:
+    """It shares a part with the others, and has the rest for itself."""
+    case = make(WIDE, [1] * 4, [144, 144, 700, 144], shared=[0, 128, 128, 128])
+    assert read_of(case, [0] * 4) - read_of(case, case.shared) == 3 * 128
+
+
+def test_the_less_is_said_to_be_shared_the_more_is_read() -> None:
+    case = grouped(WIDE)
+    told = case.shared, [n // 32 * 16 for n in case.shared], [0] * len(case.new)
+    once, some, apart = (read_of(case, alike) for alike in told)
+    assert once < some < apart == sum(-(-n // 8) * 8 for n in case.context)
+
+
+def test_many_threadgroups_are_left() -> None:
+    """Units are smaller where few threadgroups would be left: here 16 have work, as long as nothing is shared."""
+    case = make(WIDE, [1] * 8, [130] * 8, shared=[0] + [128] * 7)
+    apart = read_of(case, [0] * 8)
+    assert [(apart - read_of(case, case.shared, spread)) // 128 for spread in (2, 3, 5, 9)] == [7, 6, 4, 0]
+
+
+# What keeps the bits, and threads apart: each taken away is found.
+FAULTS = [
+    ("near.values = near.keys + ABREAST * TILE", "near.values = near.keys", "race"),
+    ("threadgroup_barrier(mem_flags::mem_threadgroup);\n    if (mine) {\n#pragma unroll\n      for (int step = 0; step < STEPS; step++) {\n"
+     "        load_near(pieces, near.keys", "if (mine) {\n#pragma unroll\n      for (int step = 0; step < STEPS; step++) {\n"
+     "        load_near(pieces, near.keys", "race|never written"),
+    ("merge(all, board, sums, unit, to.heads, there, thread_index, simd, lane);\n      threadgroup_barrier(mem_flags::mem_threadgroup);",
+     "merge(all, board, sums, unit, to.heads, there, thread_index, simd, lane);", "race"),
+    ("all.o[m] * fades.x", "all.o[m]", "same"),
+    ("min(simd_min(min(shared, there)), end)", "end", "same"),  # beyond what all have in common
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("old, new, found", FAULTS, ids=["one place", "keys' barrier", "board's barrier", "fade", "common"])
+def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch, old: str, new: str, found: str) -> None:
+    case = make(WIDE, [1] * 3, [225, 210, 220], shared=[0, 192, 208])
+    shipped = emulator.kernel_text
+
+    def changed(*arguments: object, **options: object) -> str:
+        text = shipped(*arguments, **options)  # type: ignore[arg-type]
+        assert text.count(old) == 1, old
+        return text.replace(old, new)
+
+    monkeypatch.setattr(emulator, "kernel_text", changed)
+    if found == "same":
+        assert not np.allclose(together(case, case.shared), oracle(case), **TOLERANCE)
+    else:
+        with pytest.raises(emulator.EmulatorError, match=found):
+            for seed in range(4):
+                together(case, case.shared, seed=seed)

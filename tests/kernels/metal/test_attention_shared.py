@@ -1,0 +1,124 @@
+"""attention_decode of the Metal backend where sequences share blocks: the bits that each has alone.
+
+Partitions of 128 keys, and no care for how many threadgroups are left, so that small caches have units.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.emulator.emulate import emulate
+from tests.kernels.calling import aligned
+from tests.kernels.metal.test_attention import ROW, TOLERANCE, decode, told
+from tests.kernels.test_attention import Case, Shape, _ints, make, oracle, same
+from tinyvllm.ops.calls import metal_records as records
+
+PARTITION = 128
+# Of each sequence of a group: tokens of its own, and those that lie in the blocks of the one before it. Alone, two, three of which one is
+# much longer, nine that part in the middle of a partition, and a group that parts step by step.
+GROUPS = [
+    [(30, 0)],
+    [(40, 160), (9, 160)],
+    [(1, 128), (200, 128), (17, 64)],
+    [(1 + 13 * i % 50, 208) for i in range(9)],
+    [(30, 256), (31, 256), (32, 192), (150, 192), (3, 64), (17, 32), (1, 32)],
+]
+
+
+def grouped(shape: Shape) -> Case:
+    context, shared = [], []
+    for group in GROUPS:
+        for i, (own, tokens) in enumerate(group):
+            blocks = tokens // shape.S * shape.S
+            context.append(own + max(blocks, group[i + 1][1] if i + 1 < len(group) else 0))
+            shared.append(blocks if i else 0)
+    return make(shape, [1] * len(context), context, shared=shared)
+
+
+def together(
+    case: Case, alike: list[int], simds: int = 8, seed: int = 0, spread: int = 1, count: int | None = None, read: list[int] | None = None
+) -> np.ndarray:
+    """The one row of each sequence, with `alike` as given."""
+    B = len(case.new)
+    kernel, words = records.attention_decode(ROW, B, told(case), partition=PARTITION, simds=simds, cascade=True, spread=spread)
+    out, partial = aligned(case.q.shape, np.float32), aligned((words,), np.uint32, 0)
+    ins = case.q, case.cache, case.tables, _ints(case.context), _ints([B if count is None else count]), _ints(alike)
+    emulate(kernel, out, partial, *ins, seed=seed, read=read)
+    assert not partial.any(), "zeros for the next launch"
+    return out
+
+
+# Each has its own cut of a tile, its own number of sequences that go into a unit, and of strands that are done at the same time.
+SHAPES = [
+    (Shape(H=4, K=1, D=64, dtype="F16"), 8),
+    (Shape(H=8, K=1, D=64, S=32, dtype="BF16"), 8),
+    (Shape(H=7, K=1, D=64, dtype="BF16"), 5),
+    (Shape(H=2, K=2, D=128, S=8, dtype="F16"), 16),
+    (Shape(H=2, K=1, D=128, dtype="BF16"), 4),
+    (Shape(H=10, K=1, D=128, dtype="F16"), 8),
+    (Shape(H=4, K=1, D=128), 8),
+    (Shape(H=3, K=1, D=80, dtype="F16"), 8),
+    (Shape(H=2, K=1, D=48), 8),
+    (Shape(H=2, K=1, D=256, dtype="BF16"), 6),
+    (Shape(H=3, K=3, D=64, dtype="F16", window=150), 4),
+]
+
+
+@pytest.mark.parametrize("shape, simds", SHAPES, ids=[f"{shape} {simds}" for shape, simds in SHAPES])
+def test_shared_blocks_read_once_give_the_same_bits(shape: Shape, simds: int) -> None:
+    case = grouped(shape)
+    apart: list[int] = []
+    once: list[int] = []
+    want = together(case, [0] * len(case.new), simds, read=apart)
+    np.testing.assert_allclose(want, oracle(case), **TOLERANCE)
+    assert same(together(case, case.shared, simds, seed=1, read=once), want)
+    assert not once or once[3] < 0.85 * apart[3], "of the cache, where it is counted"
+
+
+@pytest.mark.parametrize("spread", [1, 30, 1000])
+def test_less_may_be_said_to_be_shared_than_is(spread: int) -> None:
+    case = grouped(Shape(H=2, K=1, D=128, dtype="F16"))
+    want = decode(case, partition=PARTITION, simds=8)  # by the kernel that knows nothing of sharing
+    for alike in (case.shared, [max(0, n - 16) for n in case.shared], [n // 32 * 16 for n in case.shared]):
+        assert same(together(case, alike, seed=2, spread=spread), want)
+
+
+def test_one_that_is_longer_goes_on_by_itself() -> None:
+    case = make(Shape(H=2, K=1, D=64, dtype="F16"), [1] * 4, [144, 144, 700, 144], shared=[0, 128, 128, 128])
+    assert same(together(case, case.shared), decode(case, partition=PARTITION, simds=8))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_rows_that_do_not_count_are_in_no_unit(count: int) -> None:
+    """Rows behind the count are padding: their tables and contexts say nothing, and neither does `alike`."""
+    case = make(Shape(H=4, K=1, D=64, dtype="BF16"), [1] * 5, [300, 290, 310, 295, 280], shared=[0, 256, 256, 256, 256])
+    want = decode(case, partition=PARTITION, simds=8)
+    case.tables[count:], case.context[count:] = 2**30, [2**30] * (5 - count)
+    out = together(case, case.shared, count=count)
+    assert same(out[:count], want[:count]) and (out[count:].view(np.uint32) == 0xFFFFFFFF).all()
+
+
+def test_what_is_said_to_be_shared_is_read_from_the_one_before() -> None:
+    """Sequence 1 is wrongly said to begin as sequence 0 does: it gets what it would get if its table said so, too."""
+    case = make(Shape(H=4, K=2, D=64, dtype="F16"), [1, 1, 1], [330, 300, 350])
+    wrong, right = together(case, [0, 256, 0]), together(case, [0, 0, 0])
+    assert same(wrong[[0, 2]], right[[0, 2]]) and not same(wrong[1:2], right[1:2])
+    case.tables[1, : 256 // 16] = case.tables[0, : 256 // 16]
+    assert same(wrong, together(case, [0, 0, 0]))
+
+
+def test_a_broken_sequence_does_not_reach_those_that_share_with_it() -> None:
+    case = make(Shape(H=2, K=1, D=64, dtype="BF16"), [1] * 4, [210, 200, 214, 220], shared=[0, 192, 192, 192])
+    clean = together(case, case.shared)
+    case.cache[case.tables[2, 12], :, :, 3] = 0xFFFF
+    broken = together(case, case.shared, seed=1)
+    assert same(broken[[0, 1, 3]], clean[[0, 1, 3]]) and np.isnan(broken[2]).all()
+
+
+def test_who_shares_changes_under_one_record() -> None:
+    """A captured launch is one record: the same text, grid and arguments, whatever `alike` says."""
+    apart = make(Shape(H=4, K=1, D=64, dtype="F16"), [1] * 6, [200] * 6)
+    shared = make(apart.shape, [1] * 6, [200] * 6, shared=[0, 192, 192, 0, 128, 128])
+    for case in (apart, shared, apart):
+        np.testing.assert_allclose(together(case, case.shared), oracle(case), **TOLERANCE)
