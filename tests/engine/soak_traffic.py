@@ -31,7 +31,7 @@ from tinyvllm.request import BeamSearchParams, StructuredOutputsParams, Terms  #
 LONGEST, ROWS, BLOCKS, VOCAB = 160, 12, 20, 3072
 WARM = 0.4  # of the time, before memory is looked at for the first time
 GROWTH = 16.0  # MiB that it may grow after that; hashes of evicted blocks alone are remembered up to 14
-CAPTURE = 0.6  # MiB of one captured step: each new shape, and each new set of sampling filters for a batch size, makes one and keeps it
+CAPTURE = 0.15  # MiB of one captured step: each new shape, and each new set of sampling filters for a batch size, makes one and keeps it
 STRUCTURES: tuple[dict[str, Any], ...] = (
     dict(regex="[a-z]{2,9} [0-9]{1,3}"),
     dict(choice=["yes", "no", "perhaps not"]),
@@ -77,6 +77,7 @@ class Traffic:
         )  # fmt: skip
         self.calm = LLM(max_num_seqs=8, max_num_batched_tokens=256, num_blocks=100, enable_prefix_caching=False, **common)
         self.engine = self.llm.engine
+        self.engine.scheduler._leading._worth = 1  # prompts are short here
         self.check_every = check_every
         self.asked: dict[str, Asked] = {}
         self.seen: Counter[str] = Counter()
@@ -244,7 +245,8 @@ class Traffic:
 
     def captures(self) -> int:
         engines = self.engine, self.calm.engine
-        return sum(len(engine.runner._steps) + len(engine.sampler._steps) for engine in engines)
+        plans = [plan for engine in engines for plan in engine.runner._steps.values()]
+        return sum(1 + len(plan.rounds) + len(plan.advances) for plan in plans) + sum(len(engine.sampler._steps) for engine in engines)
 
     def drain(self) -> None:
         for _ in range(20_000):
@@ -267,6 +269,7 @@ def check_empty(engine: Engine) -> None:
     assert scheduler.host is None or scheduler.host.num_free == scheduler.host.num_blocks
     assert not (scheduler.running or scheduler.waiting or scheduler.waiting.num_tokens or scheduler._paused or scheduler._siblings)
     assert not (scheduler._timed or scheduler._copies or scheduler._copied or scheduler._lent or scheduler._wanted)
+    assert not (scheduler._leading._leaders or scheduler._leading._followers)
     assert len(scheduler._free_rows) == scheduler.limits.max_num_seqs
     assert not (engine._requests or engine._owners or engine._rows or engine._changed or engine._scores or engine._ahead)
     assert not engine.shaping._shapes

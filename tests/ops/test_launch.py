@@ -87,7 +87,7 @@ def test_captured_replays_on_changed_buffers_arguments_and_variables():
 
 
 def test_captured_steps_share_the_memory_of_what_they_compute_on_the_way():
-    """The largest first: those behind it need nothing of their own; results are theirs, however replays take turns."""
+    """One that is too small is not taken; results are their own, however replays take turns."""
     import gc
 
     from tinyvllm.ops.launch import Captured, arena, download, upload_parts
@@ -95,7 +95,7 @@ def test_captured_steps_share_the_memory_of_what_they_compute_on_the_way():
     gc.collect()
     before = {id(ref()) for ref in arena._arenas if ref() is not None}
     steps, inputs = [], []
-    for count in (50_000, 300, 40_000):
+    for count in (300, 50_000, 40_000):
         x = realized(np.arange(count, dtype=np.float32))
         steps.append(Captured(lambda x: ((x + 1).contiguous().realize() * (x + 2).contiguous().realize()).sum().contiguous().realize()))
         inputs.append(x)
@@ -104,9 +104,9 @@ def test_captured_steps_share_the_memory_of_what_they_compute_on_the_way():
         for x, result in zip(inputs, results, strict=True):
             numbers = np.arange(x.numel(), dtype=np.float64)
             assert download(result).item() == pytest.approx(((numbers + 1) * (numbers + 2)).sum(), rel=1e-4)
-        upload_parts(inputs[1], np.arange(300, dtype=np.float32), [(0, 300)])
+        upload_parts(inputs[0], np.arange(300, dtype=np.float32), [(0, 300)])
     new = [ref() for ref in arena._arenas if ref() is not None and id(ref()) not in before]
-    assert len(new) == 1 and new[0].arg >= 2 * 50_000 * 4, "one for all three"
+    assert 1 <= len(new) <= 2 and max(arena.arg for arena in new) >= 2 * 50_000 * 4, "one for the last two"
     del steps, new
     gc.collect()
     assert {id(ref()) for ref in arena._arenas if ref() is not None} <= before, "it goes with the last that uses it"
