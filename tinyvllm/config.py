@@ -53,6 +53,7 @@ class EngineConfig:
     preemption_mode         "recompute" or "swap" always does so; None takes what costs less by the rates measured
     async_scheduling        launch the next decode step before the last one's tokens are looked at; None does where launches do not wait
     enable_cascade          read the cached prefix that running sequences share once for all of them
+    warm_up                 capture the usual steps beforehand: LLM when it is made, AsyncLLM one at a time while nothing runs
     record                  file to which arrivals and parameters are written, for `replay`
     seed                    of the seeds given to requests without their own; None draws from the system
     """
@@ -81,6 +82,7 @@ class EngineConfig:
     preemption_mode: str | None = None
     async_scheduling: bool | None = None
     enable_cascade: bool = True
+    warm_up: bool = False
     record: str | None = None
     seed: int | None = None
 
@@ -89,7 +91,7 @@ class EngineConfig:
             _check_integer(name, getattr(self, name), low, high)
         for name in ("model", "served_model_name", "tokenizer", "revision", "prefix_cache_dir", "record"):
             _check_text(name, getattr(self, name), optional=name != "model")
-        for name in ("skip_tokenizer_init", "enable_prefix_caching", "async_scheduling", "enable_cascade"):
+        for name in ("skip_tokenizer_init", "enable_prefix_caching", "async_scheduling", "enable_cascade", "warm_up"):
             if type(getattr(self, name)) is not bool and not (name == "async_scheduling" and self.async_scheduling is None):
                 raise ArgumentError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.prefix_cache_dir is not None and not self.enable_prefix_caching:

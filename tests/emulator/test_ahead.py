@@ -72,3 +72,9 @@ def test_the_host_looks_at_each_token_where_it_must(cpu, gpu):
         for token, found in zip(output.token_ids, output.logprobs, strict=True):
             assert max(found, key=lambda t: found[t].logprob) == token
         assert tokens(gpu, TEXTS[:1], late) == expected
+
+
+def test_steps_captured_on_padding_alone_give_the_same(cpu, driver):
+    with LLM(MODEL, device="CUDA", **OPTIONS | dict(max_num_seqs=2, max_num_batched_tokens=32), warm_up=True) as warmed:
+        assert len(warmed.engine.runner._steps) == 6, "two sizes of prompts, alone and beside decodes, and one and two decodes"
+        assert tokens(warmed, TEXTS) == tokens(cpu, TEXTS)

@@ -39,6 +39,7 @@ _ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--max-num-queued-tokens", {"type": int, "metavar": "N", "help": "refuse prompts beyond so many tokens that wait"}),
     ("--async-scheduling", {"action": argparse.BooleanOptionalAction, "help": "launch a step before the last one's tokens are read"}),
     ("--enable-cascade", {"action": argparse.BooleanOptionalAction, "help": "read a prefix that running sequences share once for all"}),
+    ("--warm-up", {"action": argparse.BooleanOptionalAction, "help": "capture the usual steps beforehand; serve does, while it is idle"}),
     ("--record", {"metavar": "F", "help": "write arrivals and parameters to this .jsonl file, for replay"}),
     ("--load-format", {"metavar": "F", "help": f"{', '.join(LOAD_FORMATS)}; dummy fills the model with random weights"}),
 )

@@ -18,7 +18,7 @@ _BUNDLED = "tinyvllm"
 def run(options: argparse.Namespace) -> int:
     began = time.perf_counter()
     names = options.served_model_name or []
-    specs = model_specs(getattr(options, "model", None), names[:1], engine_options(options))
+    specs = model_specs(getattr(options, "model", None), names[:1], {"warm_up": True, **engine_options(options)})
     for spec in specs.values():
         _check(spec)
     try:

@@ -25,6 +25,7 @@ from tinyvllm.engine.prefix_folder import PrefixFolder
 from tinyvllm.engine.record import Recorder, header_of, record_to
 from tinyvllm.engine.scoring import Scores
 from tinyvllm.engine.shaping import Shaping
+from tinyvllm.engine.warming import Warming
 from tinyvllm.errors import BusyError, ModelError, OutOfMemoryError, RequestError, TinyvllmError
 from tinyvllm.metrics import engine_metrics
 from tinyvllm.request import BeamSearchParams, Logprob, RequestOutput, SamplingParams, Sequence, Terms
@@ -98,6 +99,7 @@ class Engine:
         self._scores = Scores(self.scheduler, config.max_num_batched_tokens)
         V, longest = self.runner.config.vocab_size, self.runner.max_model_len
         self._admission = Admission(V, longest, self.tokenizer, self.eos_ids, config.seed, clock)
+        self._warming = Warming(self.runner, self.sampler, self.config, self._overlaps) if config.warm_up else None
         self._ahead: Launched | None = None
         self.num_steps = 0  # since the start; each has streamed the weights once
         self._bandwidth: float | None = None
@@ -526,14 +528,27 @@ class Engine:
         return self._bandwidth
 
     def tend(self, busy: bool) -> float | None:
-        """What has time, between two steps: some of what is newly cached goes to its folder. Seconds until more may, None for nothing."""
-        return self._folder.tend(busy) if self._folder else None
+        """What has time, between two steps: some of what is newly cached goes to its folder, and where nothing runs a step is captured.
+
+        Seconds until there may be more to do, None for nothing.
+        """
+        pause = self._folder.tend(busy) if self._folder else None
+        return 0.0 if not busy and self.warm() else pause
+
+    def warm(self) -> bool:
+        """Capture one of the usual steps, if `warm_up` asks for it; False where none is left. Nobody must be running."""
+        if self._warming is None:
+            return False
+        with _TURN:
+            if not self._warming.next():
+                self._warming = None
+        return self._warming is not None
 
     def close(self) -> None:
         """Write what is cached to its folder, if there is one, and drop the model. No use afterwards; a second call does nothing."""
         if self._folder and self.scheduler.prefix:
             self._folder.keep(self.scheduler.prefix)
-        self._ahead = self._folder = None
+        self._ahead = self._folder = self._warming = None
         self.shaping.close()
         self.__dict__.pop("runner", None)
         self.__dict__.pop("sampler", None)

@@ -64,6 +64,8 @@ class LLM:
         from tinyvllm.engine.engine import Engine  # tinygrad comes with it, and a wrong option need not wait for that
 
         self.engine = Engine(config, progress)
+        while self.engine.warm():
+            pass
         self.default_params = default_sampling_params(self.engine.model_folder)
         self._ids = itertools.count()
         self._open: dict[str, RequestOutput | None] = {}  # the newest output of every request that somebody waits for

@@ -67,6 +67,15 @@ def shape_of(singles: list[Scheduled], chunks: list[Scheduled]) -> Shape:
     return Shape(decodes, power_bucket(len(chunks)), tokens, min(longest, tokens))
 
 
+def usual_shapes(max_num_seqs: int, max_batched_tokens: int) -> list[Shape]:
+    """The shapes of most steps: decodes alone, a piece of a prompt alone, and both together, in the order in which traffic grows."""
+    decodes = sorted({decode_bucket(n) for n in range(1, max_num_seqs + 1)})
+    beside = sorted({power_bucket(n, 8) for n in range(1, max_num_seqs)})
+    pieces = [SMALLEST_CHUNK << n for n in range((power_bucket(max_batched_tokens, SMALLEST_CHUNK) // SMALLEST_CHUNK).bit_length())]
+    shapes = [Shape(0, 1, tokens, tokens) for tokens in pieces] + [Shape(count, 0, 0, 1) for count in decodes]
+    return shapes + [Shape(count, 1, tokens, tokens) for count in beside for tokens in pieces]
+
+
 def side_by_side(tables: list[list[int]]) -> list[int]:
     """An order of block tables, as indices, in which those that begin alike stand together, the longer alike the closer.
 

@@ -162,6 +162,14 @@ class Runner:
         self._last = schedule, step
         return step
 
+    def padded(self, shape: Shape) -> PreparedStep | None:
+        """A step of this shape with nobody in it, so that it is captured before somebody needs it; None where that has been."""
+        if (shape, False) in self._steps:
+            return None
+        plan = self._new_step(shape, all_rows=False)
+        blocks = plan.inputs.fill([], [], self.pool.block_size)
+        return PreparedStep([], shape.sequences, {"num_blocks": blocks} if self._table_width > 1 else {}, plan, not shape.chunks)
+
     @property
     def swap_blocks(self) -> int:
         """Blocks that the host has room for."""
