@@ -74,6 +74,21 @@ def test_the_host_looks_at_each_token_where_it_must(cpu, gpu):
         assert tokens(gpu, TEXTS[:1], late) == expected
 
 
+def test_new_blocks_come_in_the_middle_of_steps_that_go_on(cpu, gpu, monkeypatch):
+    """One copy takes them there, behind the step in flight, and with them a part of what the device has moved on itself."""
+    long, scheduler, crossed = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True), gpu.engine.scheduler, []
+    onward = scheduler._onward
+
+    def told(unseen: int) -> Any:
+        plan = onward(unseen)
+        crossed.extend(plan.changed if plan is not None else ())
+        return plan
+
+    monkeypatch.setattr(scheduler, "_onward", told)
+    texts = [*TEXTS, "The old mill by the river"]
+    assert tokens(gpu, texts, long) == tokens(cpu, texts, long) and len(crossed) > 2
+
+
 def test_steps_captured_on_padding_alone_give_the_same(cpu, driver):
     with LLM(MODEL, device="CUDA", **OPTIONS | dict(max_num_seqs=2, max_num_batched_tokens=32), warm_up=True) as warmed:
         assert len(warmed.engine.runner._steps) == 6, "two sizes of prompts, alone and beside decodes, and one and two decodes"
