@@ -1,4 +1,4 @@
-"""What serving costs beside bare computing: seven figures, each beside its roof and the goal that was set for it.
+"""What serving costs beside bare computing: eight figures, each beside its roof and the goal that was set for it.
 
     batching   answers a second of the engine against a static batch of the same work: the runner driven by a loop that does nothing else,
                as many sequences at a time, the next batch when all of the last are over. Equal lengths, where static is at its best, and
@@ -7,6 +7,8 @@
     prefix     time to the first token behind 2048 tokens: computed, and found in the prefix cache
     together   sixteen requests that come at once behind the same tokens: until each has its first token, and the same where nobody waits
                for another to compute what he begins with
+    ramp       thirty requests that come one after the other to an engine that was just loaded (tiny160m): waits for the first token and for
+               the next ones, where its steps are captured on the way, and where the usual ones were captured before
     cache      what the prefix cache costs who never hits, seen two ways: rounds with and without it in turn, and the processor time of its
                calls by all of the time. Its pool is full, so each block is evicted from
     idle       share of a step of decodes in which the device has nothing to run
@@ -172,6 +174,48 @@ def cache(llm: Any, rounds: int) -> Iterator[Result]:
         {"what": "cache", "share": round(median(shares), 5), "slower": round(slower, 4), "on_s": round(with_it.median, 3),
          "off_s": round(without.median, 3)}, (with_it, without),
     )  # fmt: skip
+
+
+def ramp(_: Any, rounds: int) -> Iterator[Result]:
+    waits: dict[bool, tuple[list[float], list[float]]] = {False: ([], []), True: ([], [])}
+    timed = []
+    for number in range(max(2, rounds // 2)):
+        for warm, (firsts, gaps) in waits.items():
+            llm = model("tiny160m", max_model_len=512, max_num_seqs=32, num_blocks=1024, warm_up=warm)
+            timed.append(one_round(partial(_arrive_one_by_one, llm.engine, random.Random(number), firsts, gaps)))
+            llm.close()
+    figures = {name: {"first_median_ms": round(1e3 * median(firsts)), "first_worst_ms": round(1e3 * max(firsts)),
+                      "gap_99th_ms": round(1e3 * sorted(gaps)[len(gaps) * 99 // 100])}
+               for name, (firsts, gaps) in zip(("on the way", "before"), waits.values(), strict=True)}  # fmt: skip
+    late, early = figures.values()
+    yield Result(
+        "ramp, captured before", f"{early['first_median_ms']} ms to a first token",
+        f"{late['first_median_ms']} on the way; 99th gap {early['gap_99th_ms']} and {late['gap_99th_ms']} ms", "",
+        {"what": "ramp", "requests": 30, "seconds_between": 0.15, **figures}, (spread(timed),),
+    )  # fmt: skip
+
+
+def _arrive_one_by_one(engine: Any, chance: random.Random, firsts: list[float], gaps: list[float]) -> None:
+    from tinyvllm import SamplingParams
+
+    start = time.perf_counter()
+    due = [(0.15 * n, prompt(chance.randint(5, 200), chance)) for n in range(30)]
+    last: dict[str, float] = {}
+    fresh: set[str] = set()
+    while due or engine.has_work():
+        now = time.perf_counter() - start
+        while due and due[0][0] <= now:
+            at, ids = due.pop(0)
+            name = f"traffic-{at}"
+            engine.add(name, ids, SamplingParams(temperature=0.7, seed=7, max_tokens=60, ignore_eos=True))
+            last[name] = at
+            fresh.add(name)
+        outputs = engine.step() if engine.has_work() else time.sleep(0.005) or ()
+        now = time.perf_counter() - start
+        for output in outputs:
+            (firsts if output.request_id in fresh else gaps).append(now - last[output.request_id])
+            fresh.discard(output.request_id)
+            last[output.request_id] = now
 
 
 def together(llm: Any, rounds: int) -> Iterator[Result]:
@@ -353,7 +397,7 @@ def gaps_of(engine: Any, ids: list[int]) -> list[float]:
     return gaps
 
 
-SMALL = {"batching": batching, "cache": cache}
+SMALL = {"batching": batching, "cache": cache, "ramp": ramp}
 LARGE = {"host": host, "idle": idle, "prefix": prefix, "together": together, "gap": gap}
 
 
