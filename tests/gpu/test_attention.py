@@ -1,4 +1,6 @@
-"""Paged attention on the GPU against numpy, at contexts of thousands; chunk and decode of one row give the same bits, alone or not."""
+"""Paged attention on the GPU against numpy, at contexts of thousands; chunk and decode of one row give the same bits, alone or not, and
+with blocks that others have, too.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,20 @@ TOYS = {"1b": (4, 2, 32), "8b": (8, 2, 64), "qwen": (2, 1, 128), "multi-head": (
 
 
 class Cached:
-    """A bfloat16 pool of sequences of so many tokens each, their blocks in no order; NaN where there is no token."""
+    """A bfloat16 pool of sequences of so many tokens each, their blocks in no order; NaN where there is no token.
 
-    def __init__(self, contexts: tuple[int, ...], H: int, K: int, D: int):
+    The first `shared[b]` tokens of sequence b lie in the blocks of the one before it.
+    """
+
+    def __init__(self, contexts: tuple[int, ...], H: int, K: int, D: int, shared: tuple[int, ...] = ()):
         random, self.contexts, self.M = np.random.default_rng(1), contexts, -(-max(contexts) // S)
         order = random.permutation(sum(-(-context // S) for context in contexts) + 3).tolist()
         pool = np.full((len(order), 2, K, S, D), np.nan, np.float32)
         self.tables = np.zeros((len(contexts), self.M), np.int32)
         for b, context in enumerate(contexts):
-            for m in range(-(-context // S)):
+            common = shared[b] // S if shared else 0
+            self.tables[b, :common] = self.tables[b - 1, :common]
+            for m in range(common, -(-context // S)):
                 block, count = order.pop(), min(S, context - m * S)
                 self.tables[b, m] = block
                 pool[block, :, :, :count] = random.standard_normal((2, K, count, D))
@@ -42,12 +49,14 @@ class Cached:
         out = PagedAttention(batch, S)(realized(q), LayerCache(self.pool, alias(self.pool)), self.D**-0.5, window)
         return out.numpy()[: len(q)].reshape(q.shape)
 
-    def decode(self, q: np.ndarray, ids: list[int], lengths: list[int], window: int = 0) -> np.ndarray:
-        """Row i is the token at lengths[i] - 1 of sequence ids[i]."""
+    def decode(
+        self, q: np.ndarray, ids: list[int], lengths: list[int], window: int = 0, alike: tuple[int, ...] | None = None
+    ) -> np.ndarray:
+        """Row i is the token at lengths[i] - 1 of sequence ids[i]; `alike` is what the batch says of shared blocks."""
         B, last = len(ids), [n - 1 for n in lengths]
         batch = Batch(
             int32(*[0] * B), int32(*last), int32(*[0] * B), realized(self.tables[ids]), int32(*range(B + 1)), int32(*lengths), int32(B),
-            int32(B), int32(B, 0), int32(*range(B)), int32(B), self.M, B, 1,
+            int32(B), int32(B, 0), int32(*range(B)), int32(B), self.M, B, 1, None if alike is None else int32(*alike),
         )  # fmt: skip
         return self.attend(q, batch, window)
 
@@ -83,6 +92,29 @@ def test_decodes(cached, sizes, window):
     want = reference(q, [n - 1 for n in lengths], ids, cached.tables, cached.values, window)
     np.testing.assert_allclose(got, want, atol=TOLERANCE)
     assert np.abs(got - want).mean() < TOLERANCE / 8
+    for b in ids:
+        same_bits(cached.decode(q[b : b + 1], [b], lengths[b : b + 1], window), got[b : b + 1], f"sequence {b} alone")
+
+
+# Behind one prefix, all of it or as far as they go along; the last three have another. One is much longer than the rest.
+SHARED = (0, 2048, 2048, 1040, 1024, 512, 2048, 2048, 2048, 0, 768, 768) if not EMULATED else (0, 512, 512, 272, 256, 0, 256)
+OWN = (1, 17, 300, 64, 900, 5, 31, 200, 2000, 100, 256, 3) if not EMULATED else (5, 17, 1, 300, 20, 9, 16)
+
+
+@pytest.mark.parametrize("window", [0, 2200])
+def test_blocks_that_are_shared_give_the_bits_of_each_alone(shape, sizes, monkeypatch, window):
+    """And what the batch says of it may be less, or nothing, in the same launch."""
+    row = best_row()
+    monkeypatch.setenv("TINYVLLM_KERNELS", f"attention_decode={row}")
+    registry.forget()
+    lengths = [own + max((*SHARED, 0)[b : b + 2]) for b, own in enumerate(OWN)]
+    cached, ids = Cached(tuple(lengths), *shape, SHARED), list(range(len(OWN)))
+    q = numbers(len(ids), cached.H, cached.D)
+    got = cached.decode(q, ids, lengths, window, SHARED)
+    want = reference(q, [n - 1 for n in lengths], ids, cached.tables, cached.values, window)
+    np.testing.assert_allclose(got, want, atol=TOLERANCE)
+    for alike in (None, (0,) * len(ids), tuple(n // 2 // S * S for n in SHARED), SHARED):
+        same_bits(cached.decode(q, ids, lengths, window, alike), got, f"shared, as is said: {alike}")
     for b in ids:
         same_bits(cached.decode(q[b : b + 1], [b], lengths[b : b + 1], window), got[b : b + 1], f"sequence {b} alone")
 

@@ -93,20 +93,26 @@ DEVICE u32 query_pair(const float *from) {
   return pack_pair<CACHE_TYPE>(pair.x, pair.y);
 }
 
-// From float32; zeros for a row that is null. `shared` [QUERY_BYTES / 16][threads], this one being number `thread` of them.
+// A step of them, from float32; zeros for a row that is null.
+DEVICE void load_step(u32 (&a)[4], const float *row, const float *other, int step) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float *from = i % 2 ? other : row;
+    a[i] = query_pair(from ? from + step * 16 + i / 2 * 8 + threadIdx.x % 4 * 2 : nullptr);
+  }
+}
+
+// All of them. `shared` [QUERY_BYTES / 16][threads], this one being number `thread` of them.
 DEVICE void load_queries(Queries &q, const float *row, const float *other, void *shared, int thread, int threads) {
-  const int t = threadIdx.x % 4 * 2;
   q.rest = (uint4 *)shared + thread;
   q.threads = threads;
 #pragma unroll
   for (int step = 0; step < STEPS; step++) {
     u32 a[4];
+    load_step(a, row, other, step);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float *from = i % 2 ? other : row;
-      a[i] = query_pair(from ? from + step * 16 + i / 2 * 8 + t : nullptr);
+    for (int i = 0; i < 4; i++)
       if (step < OWN_STEPS) q.own[step % OWN_STEPS][i] = a[i];
-    }
     if (step >= OWN_STEPS) q.rest[(step - OWN_STEPS) * threads] = make_uint4(a[0], a[1], a[2], a[3]);
   }
 }
@@ -115,8 +121,9 @@ DEVICE void load_queries(Queries &q, const float *row, const float *other, void 
 DEVICE int key_place() { return ((threadIdx.x / 16 % 2 * 8) + threadIdx.x % 8) * PITCH + threadIdx.x / 8 % 2 * 16; }
 DEVICE int value_place() { return ((threadIdx.x / 8 % 2 * 8) + threadIdx.x % 8) * PITCH + threadIdx.x / 16 % 2 * 16; }
 
-// Scores of KEYS keys of a tile, the first of which is key FIRST of it. `keys`: their first row, and the lane's place.
-template <int FIRST, int KEYS> DEVICE void score(float (&s)[TILE / 8][4], const Queries &queries, const u8 *keys) {
+// Scores of KEYS keys of a tile, the first of which is key FIRST of it. `keys`: their first row, and the lane's place. `queries`: Queries,
+// or something else with a query_step.
+template <int FIRST, int KEYS, typename Rows16> DEVICE void score(float (&s)[TILE / 8][4], const Rows16 &queries, const u8 *keys) {
 #pragma unroll
   for (int n = FIRST / 8; n < (FIRST + KEYS) / 8; n++)
 #pragma unroll
@@ -224,27 +231,30 @@ DEVICE Fades fades_of(float top, float next) {
 constexpr u32 SIDE = (u32)K * S * PIECES;
 DEVICE u32 row_at(int block, int head, int key) { return (u32)block * (2 * SIDE) + (u32)head * (S * PIECES) + (u32)(key % S) * PIECES; }
 
+// The lanes have n units each, in their order, behind `before` others: whose is unit `unit`? `before` becomes the number of units before
+// that lane's, or, if the unit is nobody's here (-1), before those behind the lanes'.
+DEVICE int find_lane(int unit, int n, int &before) {
+  const int lane = threadIdx.x % 32, own = n;
+#pragma unroll
+  for (int apart = 1; apart < 32; apart *= 2) {
+    const int left = __shfl_up_sync(ALL_LANES, n, apart);
+    if (lane >= apart) n += left;
+  }
+  const u32 beyond = __ballot_sync(ALL_LANES, before + n > unit);
+  const int owner = __ffs((int)beyond) - 1;
+  before += __shfl_sync(ALL_LANES, beyond ? n - own : n, beyond ? owner : 31);
+  return owner;
+}
+
 // Sequences have units(b) units each, in their order; which one has unit `unit`, and how many units lie before it? The whole warp asks for
 // one of them. False if there are not so many.
 template <typename Units> DEVICE bool find(int unit, int first, int past, Units units, int &b, int &before) {
   const int lane = threadIdx.x % 32;
   before = 0;
   for (int base = first; base < past; base += 32) {
-    int n = base + lane < past ? units(base + lane) : 0;
-    const int own = n;
-#pragma unroll
-    for (int apart = 1; apart < 32; apart *= 2) {
-      const int left = __shfl_up_sync(ALL_LANES, n, apart);
-      if (lane >= apart) n += left;
-    }
-    const u32 beyond = __ballot_sync(ALL_LANES, before + n > unit);
-    if (beyond) {
-      const int owner = __ffs((int)beyond) - 1;
-      b = base + owner;
-      before += __shfl_sync(ALL_LANES, n - own, owner);
-      return true;
-    }
-    before += __shfl_sync(ALL_LANES, n, 31);
+    const int owner = find_lane(unit, base + lane < past ? units(base + lane) : 0, before);
+    b = base + owner;
+    if (owner >= 0) return true;
   }
   return false;
 }

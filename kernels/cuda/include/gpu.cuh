@@ -128,10 +128,10 @@ DEVICE u32 load_once(const u32 *p) {
 
 // --- blocks of threads that hand over to each other
 
-// One more at `*counter`, and how many were there before. Whatever this block of threads wrote before is seen by whoever counts after it:
-// call it in one thread, behind a __syncthreads. The last to come puts the counter back to 0 for the next launch.
-DEVICE u32 arrive(u32 *counter) {
+// So many more at `*counter`, and how many were there before. Whatever this block of threads wrote before is seen by whoever counts after
+// it: call it in one thread, behind a __syncthreads. The last to come puts the counter back to 0 for the next launch.
+DEVICE u32 arrive(u32 *counter, u32 more = 1) {
   u32 before;
-  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(more) : "memory");
   return before;
 }

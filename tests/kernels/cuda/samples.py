@@ -85,6 +85,8 @@ def _attention(gpu: GPU) -> dict[str, Kernel]:
         told = sizes.attention(cache, window=1024 if sizes is WIDE else 0)
         found[f"attention_prefill {name}"] = records.attention_prefill(ROW, 512, 2, told, gpu)
         found[f"attention_decode {name}"] = records.attention_decode(ROW, 32, told, gpu)[0]
+        if sizes is not WIDE:
+            found[f"attention_decode {name}, shared"] = records.attention_decode(ROW, 64, told, gpu, cascade=True)[0]
     return found
 
 

@@ -39,22 +39,28 @@ def with_stretch(kernel: Kernel, stretch: int) -> Kernel:
     return dataclasses.replace(kernel, defines=(*kernel.defines, ("STRETCH", stretch)))
 
 
-def decode(case: Case, grid: int | None = None, count: int | None = None, stretch: int = 4096, seed: int = 0) -> np.ndarray:
-    """The last row of each sequence; afterwards the counters are zero again."""
+def decode(
+    case: Case, grid: int | None = None, count: int | None = None, stretch: int = 4096, seed: int = 0, alike: list[int] | None = None,
+    read: list[int] | None = None,
+) -> np.ndarray:  # fmt: skip
+    """The last row of each sequence; afterwards the counters are zero again. `read`: bytes read of each array, [4] is the cache."""
     s, (B, M) = case.shape, case.tables.shape
-    kernel, floats, counts = records.attention_decode("sm_90", B, told(case), GPU)
+    kernel, floats, counts = records.attention_decode("sm_90", B, told(case), GPU, cascade=alike is not None)
     if grid or stretch != 4096:
         wide = grid or kernel.grid[0]
-        G = s.H // s.K
-        rows = -(-G // -(-G // 16))
+        parts = -(-s.H // s.K // 16)
         kernel = with_stretch(dataclasses.replace(kernel, grid=(wide, 1, 1)), stretch)
-        floats, counts = wide * 2 * (stretch // 256 + -(-M * s.S // stretch)) * rows * (s.D + 2), 2 * wide
+        stretches, cascade, heads = -(-M * s.S // stretch), int(dict(kernel.defines).get("CASCADE", 0)), s.K * parts
+        kept = B * heads * (stretches + min(cascade, -(-M * s.S // 256))) if cascade else 0
+        floats = (wide * 2 * (stretch // 256 + stretches) + kept) * -(-s.H // s.K // parts) * (s.D + 2)
+        counts = 2 * wide + (B * heads if cascade else 0)
     last = aligned((B, s.H, s.D), np.float32)
     last[...] = case.q[case.starts[1:] - 1]
     out, partial, counters = aligned(last.shape, np.float32), aligned((floats,), np.float32), aligned((counts,), np.uint32, 0)
-    counted = _ints([B if count is None else count])
+    ins = [last, case.cache, case.tables, _ints(case.context), _ints([B if count is None else count])]
+    ins += [_ints(alike)] if alike is not None and len(ins) < kernel.ins else []
     for again in range(2 if seed == 0 else 1):  # a captured launch finds what the last one left
-        emulate(kernel, out, partial, counters, last, case.cache, case.tables, _ints(case.context), counted, seed=seed + again)
+        emulate(kernel, out, partial, counters, *ins, seed=seed + again, read=read)
         assert not counters.any()
     return out
 

@@ -225,13 +225,14 @@ def copy_blocks(row: str, pool: Tensor, pairs: Tensor, count: Tensor) -> Tensor:
 
 
 def attention_decode(row: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Tensor:
-    """[T, H * D], of which the rows of the decodes are attended."""
+    """[T, H * D], of which the rows of the decodes are attended. Keys and values that `batch.alike` says are shared are read once."""
     T, H, D = (int(d) for d in q.shape)
     kernel, partial, counters = records.attention_decode(
-        row, batch.num_decodes, _attention(q, cache, scale, window, batch), _gpu(q)
+        row, batch.num_decodes, _attention(q, cache, scale, window, batch), _gpu(q), batch.alike is not None
     )
-    shares = [empty(q, partial), _counters(q, counters)]
-    return launch(kernel, [empty(q, T, H * D), *shares], [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes])[0]
+    shares, ins = [empty(q, partial), _counters(q, counters)], [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes]
+    ins += [batch.alike] if batch.alike is not None and dict(kernel.defines).get("CASCADE") else []
+    return launch(kernel, [empty(q, T, H * D), *shares], ins)[0]
 
 
 def attention_prefill(row: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Tensor:

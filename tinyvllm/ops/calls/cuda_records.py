@@ -272,19 +272,34 @@ def matmul_hopper(
 
 STRETCH = 4096  # keys whose chunks are merged before they meet others
 CHUNK = 256
+FOLLOWING = 256 << 20  # bytes at most of what sequences that others read for leave behind, a layer at a time
 
 
-def attention_decode(row: str, B: int, a: Attention, gpu: GPU) -> tuple[Kernel, int, int]:
-    """The kernel, and numbers of its scratch: float32, and counters."""
-    group = a.H // a.K
+def attention_decode(row: str, B: int, a: Attention, gpu: GPU, cascade: bool = False) -> tuple[Kernel, int, int]:
+    """The kernel, and numbers of its scratch: float32, and counters. With `cascade` it takes `alike`, unless nothing could come of it."""
+    group, tokens = a.H // a.K, a.M * a.S
     parts = up(group, 16)
+    heads, rows = a.K * parts, up(group, parts)
+    chunks, stretches = up(tokens, CHUNK), up(tokens, STRETCH)
+    shared_chunks = _shared_chunks(B, a, heads, rows) if cascade else 0
     ring = min(8, max(2, 512 // a.D))
     shared = ring * 32 * (2 * a.D + 16) + (0 if a.D <= 128 else 32 * a.D - 2048)
     resident = min(32, gpu.shared_of_one // (shared + 1024))
-    grid = min(gpu.multiprocessors * max(1, resident), B * a.K * parts * up(a.M * a.S, CHUNK))
-    partial = grid * 2 * (STRETCH // CHUNK + up(a.M * a.S, STRETCH)) * up(group, parts) * (a.D + 2)
-    kernel = Kernel.cuda("attention_decode", row, 3, 5, (grid, 1, 1), 32, shared, B=B, **a.defines)  # type: ignore[arg-type]
-    return kernel, partial, grid * 2
+    grid = min(gpu.multiprocessors * max(1, resident), B * heads * chunks)
+    kept = B * heads * (stretches + min(shared_chunks, chunks)) if shared_chunks else 0
+    partial = (grid * 2 * (STRETCH // CHUNK + stretches) + kept) * rows * (a.D + 2)
+    more = {"CASCADE": shared_chunks} if shared_chunks else {}
+    kernel = Kernel.cuda("attention_decode", row, 3, 5 + len(more), (grid, 1, 1), 32, shared, B=B, **more, **a.defines)  # type: ignore[arg-type]
+    return kernel, partial, grid * 2 + (B * heads if shared_chunks else 0)
+
+
+def _shared_chunks(B: int, a: Attention, heads: int, rows: int) -> int:
+    """Of a sequence, chunks that others may read for it: whole stretches, as many as FOLLOWING has room for."""
+    if B == 1 or a.D > 192 or (a.D > 64 and rows > 8):  # nobody to share with, or no registers for a second sequence's rows
+        return 0
+    whole, stretches = STRETCH // CHUNK, up(a.M * a.S, STRETCH)
+    room = FOLLOWING // (4 * B * heads * rows * (a.D + 2)) - stretches
+    return max(0, min(room // whole, stretches)) * whole
 
 
 def attention_prefill(row: str, T: int, chunks: int, a: Attention, gpu: GPU) -> Kernel:
