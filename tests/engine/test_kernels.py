@@ -96,9 +96,10 @@ def greedy(llm: LLM, prompts: list[list[int]], count: int) -> list[list[int]]:
 # One of each way through the kernels: plain, window, biases of q, k and v, norms of heads, part of a head rotated, LayerNorm with biases
 # and GELU, biases everywhere, experts (whose products stay with the reference).
 NAMES = ("llama3.1", "mistral", "qwen2", "qwen3", "phi3-partial", "gpt2", "ernie4.5-bias", "qwen3moe")
+FAMILIES = [pytest.param(name, marks=() if name in ("llama3.1", "qwen3") else pytest.mark.long) for name in NAMES]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_reference_has_the_recorded_tokens_of_every_family(name: str) -> None:
     with np.load(GOLDEN / name / "golden.npz") as data:
         golden = dict(data)
@@ -151,7 +152,12 @@ def reference(folder: Path, format: str) -> tuple[np.ndarray, list[list[int]]]:
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize(
     ("name", "format"),
-    [*((name, "F32") for name in NAMES), *(("qwen3", format) for format in FORMATS if format != "F32"), ("gpt2", "BF16"), ("gpt2", "Q8_0")],
+    [
+        *(pytest.param(*family.values, "F32", marks=family.marks) for family in FAMILIES),
+        *(("qwen3", format) for format in FORMATS if format != "F32"),
+        ("gpt2", "BF16"),
+        ("gpt2", "Q8_0"),
+    ],
 )
 def test_every_row_follows_the_reference(wide: Callable[[str], Path], name: str, format: str, row: str) -> None:
     expected, tokens = reference(wide(name), format)

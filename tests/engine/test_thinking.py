@@ -226,8 +226,9 @@ def add(engine: Engine, name: str, prompt: str, params: SamplingParams) -> None:
 
 
 @pytest.mark.parametrize("options", [
-    {"num_blocks": 12, "swap_space": "1MB", "preemption_mode": "swap"}, {"num_blocks": 12}, {"num_scheduler_steps": 4},
-    {"async_scheduling": True}, {"max_num_batched_tokens": 8},
+    {"num_blocks": 12, "swap_space": "1MB", "preemption_mode": "swap"}, {"async_scheduling": True},
+    *(pytest.param(more, marks=pytest.mark.long)
+      for more in ({"num_blocks": 12}, {"num_scheduler_steps": 4}, {"max_num_batched_tokens": 8})),
 ])  # fmt: skip
 def test_company_changes_nothing(llm, options: dict[str, Any]) -> None:
     asked = requests(llm)
