@@ -27,6 +27,7 @@ def numbers(raw: bytes, like: np.ndarray) -> np.ndarray:
     return np.nan_to_num(values.astype(np.float64))
 
 
+@pytest.mark.long  # the C library is built for it first
 @pytest.mark.parametrize("processor", PROCESSORS)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_kernel_does_on_arm_what_the_plain_one_does(name: str, processor: str, tmp_path: Path) -> None:
