@@ -16,7 +16,8 @@ def llm() -> Iterator[LLM]:
     """With a full stop for an end beside the model's own."""
     with LLM(device="CPU", dtype="float32", max_model_len=96, max_num_seqs=8) as llm:
         assert llm.engine.tokenizer is not None
-        llm.engine.eos_ids = llm.engine._admission.eos_ids = (*llm.engine.eos_ids, llm.engine.tokenizer.encode(".", add_special_tokens=False)[-1])
+        ends = (*llm.engine.eos_ids, llm.engine.tokenizer.encode(".", add_special_tokens=False)[-1])
+        llm.engine.eos_ids = llm.engine._admission.eos_ids = ends
         yield llm
 
 
