@@ -60,6 +60,23 @@ def test_steps_that_have_run_are_not_captured_once_more(tiny_model, captures):
         assert len(known) == count and sum(step is None for step in known) == 2, "its prompt and its decodes"
 
 
+def test_a_step_that_cannot_be_captured_is_said_and_ends_nothing(tiny_model, monkeypatch, caplog):
+    from tinyvllm.runner.runner import Runner
+
+    padded, count = Runner.padded, []
+
+    def short_of_memory(self: Any, shape: Any) -> Any:
+        count.append(shape)
+        if len(count) > 2:
+            raise MemoryError("no room for 64 rows")
+        return padded(self, shape)
+
+    monkeypatch.setattr(Runner, "padded", short_of_memory)
+    with LLM(tiny_model, **OPTIONS, warm_up=True) as llm:
+        assert len(count) == 3 and "no room for 64 rows" in caplog.text
+        assert told(llm.generate([prompt(1)], [PARAMS[0]]))[0][2] == "length"
+
+
 def test_a_server_captures_while_it_is_idle_and_at_once_serves_who_comes(tiny_model):
     async def talk() -> None:
         llm = AsyncLLM(tiny_model, **OPTIONS, warm_up=True)

@@ -256,9 +256,9 @@ GROUPS = [
 ]
 
 
-def grouped(shape: Shape, seed: int = 0) -> Case:
+def grouped(shape: Shape, seed: int = 0, groups: list[list[tuple[int, int]]] = GROUPS) -> Case:
     context, shared = [], []
-    for group in GROUPS:
+    for group in groups:
         for i, (own, tokens) in enumerate(group):
             blocks = tokens // shape.S * shape.S
             context.append(own + max(blocks, group[i + 1][1] if i + 1 < len(group) else 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 # tinygrad's state of a capture under way is the process's, so engines in several threads take turns. They would in any case: a device does
 # one step at a time.
 _TURN = threading.RLock()
+log = logging.getLogger("tinyvllm")
 _SMALLER = "lower --num-blocks or --kv-memory, or take --quantization q8_0 or q4_0"
 
 
@@ -536,13 +538,21 @@ class Engine:
         return 0.0 if not busy and self.warm() else pause
 
     def warm(self) -> bool:
-        """Capture one of the usual steps, if `warm_up` asks for it; False where none is left. Nobody must be running."""
+        """Capture one of the usual steps, if `warm_up` asks for it; False where none is left. Nobody must be running.
+
+        Where that fails, as for want of memory, it is said through the log and ends: perhaps nobody ever needs that step.
+        """
         if self._warming is None:
             return False
-        with _TURN:
-            if not self._warming.next():
-                self._warming = None
-        return self._warming is not None
+        try:
+            with _TURN:
+                more = self._warming.next()
+        except (MemoryError, RuntimeError) as error:
+            log.warning("no more steps are captured beforehand: %s: %s", type(error).__name__, error)
+            more = False
+        if not more:
+            self._warming = None
+        return more
 
     def close(self) -> None:
         """Write what is cached to its folder, if there is one, and drop the model. No use afterwards; a second call does nothing."""

@@ -10,8 +10,8 @@ import pytest
 
 from tests.emulator import emulate as emulator
 from tests.kernels.metal.test_attention import TOLERANCE
-from tests.kernels.metal.test_attention_shared import grouped, together
-from tests.kernels.test_attention import Case, Shape, make, oracle
+from tests.kernels.metal.test_attention_shared import GROUPS, together
+from tests.kernels.test_attention import Case, Shape, grouped, make, oracle
 
 WIDE = Shape(H=2, K=1, D=128, dtype="F16")  # eight sequences a unit, eight keys a tile: a unit shares 64 keys of a partition or more
 
@@ -54,7 +54,7 @@ def test_one_that_is_longer_goes_on_by_itself() -> None:
 
 
 def test_the_less_is_said_to_be_shared_the_more_is_read() -> None:
-    case = grouped(WIDE)
+    case = grouped(WIDE, groups=GROUPS)
     told = case.shared, [n // 32 * 16 for n in case.shared], [0] * len(case.new)
     once, some, apart = (read_of(case, alike) for alike in told)
     assert once < some < apart == sum(-(-n // 8) * 8 for n in case.context)

@@ -11,7 +11,7 @@ import pytest
 from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned
 from tests.kernels.metal.test_attention import ROW, TOLERANCE, decode, told
-from tests.kernels.test_attention import Case, Shape, _ints, make, oracle, same
+from tests.kernels.test_attention import Case, Shape, _ints, grouped, make, oracle, same
 from tinyvllm.ops.calls import metal_records as records
 
 PARTITION = 128
@@ -24,16 +24,6 @@ GROUPS = [
     [(1 + 13 * i % 50, 208) for i in range(9)],
     [(30, 256), (31, 256), (32, 192), (150, 192), (3, 64), (17, 32), (1, 32)],
 ]
-
-
-def grouped(shape: Shape) -> Case:
-    context, shared = [], []
-    for group in GROUPS:
-        for i, (own, tokens) in enumerate(group):
-            blocks = tokens // shape.S * shape.S
-            context.append(own + max(blocks, group[i + 1][1] if i + 1 < len(group) else 0))
-            shared.append(blocks if i else 0)
-    return make(shape, [1] * len(context), context, shared=shared)
 
 
 def together(
@@ -67,7 +57,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("shape, simds", SHAPES, ids=[f"{shape} {simds}" for shape, simds in SHAPES])
 def test_shared_blocks_read_once_give_the_same_bits(shape: Shape, simds: int) -> None:
-    case = grouped(shape)
+    case = grouped(shape, groups=GROUPS)
     apart: list[int] = []
     once: list[int] = []
     want = together(case, [0] * len(case.new), simds, read=apart)
@@ -78,7 +68,7 @@ def test_shared_blocks_read_once_give_the_same_bits(shape: Shape, simds: int) ->
 
 @pytest.mark.parametrize("spread", [1, 30, 1000])
 def test_less_may_be_said_to_be_shared_than_is(spread: int) -> None:
-    case = grouped(Shape(H=2, K=1, D=128, dtype="F16"))
+    case = grouped(Shape(H=2, K=1, D=128, dtype="F16"), groups=GROUPS)
     want = decode(case, partition=PARTITION, simds=8)  # by the kernel that knows nothing of sharing
     for alike in (case.shared, [max(0, n - 16) for n in case.shared], [n // 32 * 16 for n in case.shared]):
         assert same(together(case, alike, seed=2, spread=spread), want)
