@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.scheduler.hand import make, make_sequence
+from tests.scheduler.hand import make, make_sequence, run
 from tinyvllm import SamplingParams
 from tinyvllm.engine import accounts as module
 from tinyvllm.engine.accounts import Accounts, Costs
@@ -65,3 +65,15 @@ def test_a_step_is_on_a_receipt_once(clock: Clock) -> None:
     assert three.receipt.steps == 1 and three.receipt.batch_sizes == {4: 1} and three.receipt.device_seconds == pytest.approx(0.2)
     assert three.receipt.bytes_moved == pytest.approx(3 * (1200 / 4 + 5 * 10))
     assert plain.receipt.steps == 0
+
+
+def test_who_waits_for_the_beginning_that_another_computes_is_told_apart(clock: Clock) -> None:
+    scheduler = make(rows=3, budget=100, longest=512, blocks=300, caching=True)
+    for n in range(2):
+        scheduler.add(make_sequence(n, [*range(1000, 1400), n]))
+    for _ in range(2):
+        run(scheduler)
+    accounts = Accounts(NoMetrics(), Costs(1000, 10, lambda: 1.0), scheduler)
+    accounts.begin()
+    accounts.end()
+    assert (accounts.stats.running, accounts.stats.waiting, accounts.stats.deferred) == (1, 1, 1)
