@@ -28,8 +28,8 @@ from benchmarks.kernels import ROUND_SECONDS, Runner, Work, empty, floats, ints,
 from benchmarks.roof import operations, read_once, read_size, threads_of_machine
 from benchmarks.shapes import SHAPES, write_config
 from benchmarks.stepping import Stepping, load
-from tinyvllm.ops.kernel import Kernel
-from tinyvllm.ops.registry import rows as kernel_rows
+from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.registry import rows as kernel_rows
 
 S = 16
 WAYS = ("apart", "shared", "cascade")

@@ -137,10 +137,10 @@ def start(o: argparse.Namespace) -> None:
 
 def environment(o: argparse.Namespace) -> None:
     """Versions; every kernel compiled for this GPU: how many, how long, and that nothing spills."""
+    from tinyvllm.backends.cpu.toolchain import provide_compiler
+    from tinyvllm.backends.cuda import nvrtc
+    from tinyvllm.bridge import gpu_attribute
     from tinyvllm.config import cache_folder
-    from tinyvllm.ops import nvrtc
-    from tinyvllm.ops.launch import gpu_attribute
-    from tinyvllm.ops.toolchain import provide_compiler
 
     start(o)
     from tinygrad import Device, Tensor
@@ -153,7 +153,7 @@ def environment(o: argparse.Namespace) -> None:
     print(f"torch {version_of('torch')}, transformers {version_of('transformers')} in this interpreter", flush=True)
     begin = time.perf_counter()
     from tests.kernels.cuda.samples import samples
-    from tinyvllm.ops.calls.cuda import _gpu
+    from tinyvllm.backends.cuda.call import _gpu
 
     kernels = samples(_gpu(Tensor.empty(1, device=device)))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -172,8 +172,8 @@ def environment(o: argparse.Namespace) -> None:
 
 def _compile(kernel: Any, arch: str) -> Any:
     """The assembler's report, or why there is none."""
+    from tinyvllm.backends.cuda import nvrtc
     from tinyvllm.errors import KernelError
-    from tinyvllm.ops import nvrtc
 
     try:
         return nvrtc.report(kernel, arch)
@@ -279,7 +279,7 @@ def kernels(o: argparse.Namespace) -> None:
     """Paged attention of decodes and of a prompt, and large products, each beside its roof."""
     start(o)
     from benchmarks.gpu_ops import attention_decode_op, attention_prefill_op, product_op, seconds_of
-    from tinyvllm.ops.registry import rows
+    from tinyvllm.backends.registry import rows
 
     shapes = [(2, 40, 4, 2, 32)] if o.tiny else [(32, 4096, 32, 8, 128), (1, 32768, 32, 8, 128), (256, 600, 16, 8, 128)]
 

@@ -19,18 +19,19 @@ from typing import Any
 import numpy as np
 from tinygrad import Device, Tensor, dtypes
 
+from tinyvllm.backends import registry
+from tinyvllm.backends.cuda import plan as cuda_records
+from tinyvllm.backends.metal import plan as metal_records
 from tinyvllm.batch import Batch, LayerCache
-from tinyvllm.ops import registry
+from tinyvllm.bridge import Captured, alias, gpu_attribute, launch
 from tinyvllm.ops.attention import PagedAttention
-from tinyvllm.ops.calls import cuda_records, metal_records
 from tinyvllm.ops.head import embed, norm_head
-from tinyvllm.ops.launch import Captured, alias, gpu_attribute, launch
 from tinyvllm.ops.linear import TensorWeight, Weight, gate_up_silu, linear
 from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.qkv import QKV, norm_qkv_rope_store
-from tinyvllm.ops.tiles import TileWeight
-from tinyvllm.ops.weight import FLOATS, RowWeight, StoredWeight, panel_bytes
 from tinyvllm.quant.formats import FORMATS, f32_to_bf16
+from tinyvllm.quant.layouts import FLOATS, RowWeight, StoredWeight, panel_bytes
+from tinyvllm.quant.tiles import TileWeight
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.sampling.sampler import Sampler
 from tinyvllm.weights.load import place_bytes

@@ -28,11 +28,11 @@ import numpy as np
 from benchmarks import plan
 from benchmarks.harness import record, spread, table, take_turns
 from benchmarks.roof import operations, read_once, read_size, threads_of_machine
-from tinyvllm.ops.kernel import Kernel
-from tinyvllm.ops.registry import rows as kernel_rows
-from tinyvllm.ops.source import kernel_text
-from tinyvllm.ops.toolchain import provide_compiler, target_flags
-from tinyvllm.ops.weight import panel_bytes
+from tinyvllm.backends.cpu.toolchain import provide_compiler, target_flags
+from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.registry import rows as kernel_rows
+from tinyvllm.backends.source import kernel_text
+from tinyvllm.quant.layouts import panel_bytes
 from tinyvllm.weights.mapping import allocate
 
 DISTINCT = 256 << 20  # bytes of weights in all sets together
@@ -193,14 +193,16 @@ def _unit(o: argparse.Namespace) -> str:
 
 
 class Team(ctypes.Structure):
-    _fields_ = [("lane", ctypes.c_int), ("lanes", ctypes.c_int), ("crew", ctypes.c_void_p)]
+    _fields_ = [("lane", ctypes.c_int), ("lanes", ctypes.c_int), ("pool", ctypes.c_void_p)]
 
 
 def compiled(kernel: Kernel) -> ctypes.CDLL:
     """The kernel with `repeat` behind it: `times` calls, the argument lists of `sets` one after the other."""
     count = kernel.outs + kernel.ins
     actual = ", ".join(f"a[{i}]" for i in range(count))
-    text = kernel_text(kernel) + f"""
+    text = (
+        kernel_text(kernel)
+        + f"""
 void repeat(const long *lists, int sets, int times, const struct team *team) {{
   meet(team);
   for (int i = 0; i < times; i++) {{
@@ -210,6 +212,7 @@ void repeat(const long *lists, int sets, int times, const struct team *team) {{
   }}
 }}
 """
+    )
     folder = Path(tempfile.gettempdir()) / f"tinyvllm-benchmarks-{os.getuid()}"
     folder.mkdir(exist_ok=True)
     command = [provide_compiler(folder), *_FLAGS, *target_flags(kernel.target)]
@@ -235,11 +238,11 @@ class Runner:
         self.repeat.restype = None
 
     def run(self, times: int) -> None:
-        crew = allocate(256)
+        pool = allocate(256)
         lists = ctypes.c_void_p(self.lists.ctypes.data)
 
         def lane(number: int) -> None:
-            self.repeat(lists, len(self.sets), times, ctypes.byref(Team(number, self.lanes, crew.ctypes.data)))
+            self.repeat(lists, len(self.sets), times, ctypes.byref(Team(number, self.lanes, pool.ctypes.data)))
 
         threads = [threading.Thread(target=lane, args=(number,)) for number in range(1, self.lanes)]
         for thread in threads:

@@ -65,9 +65,9 @@ def decoding(stepping: Stepping, batch: int, context: int, rounds: int) -> tuple
 
 def _host_seconds(stepping: Stepping) -> float:
     """Processor seconds of the engine's thread in one step, without those in which it was a lane of the crew and ran kernels."""
-    from tinyvllm.ops.crew import crew
+    from tinyvllm.backends.cpu.threads import thread_pool
 
-    one, inside = crew(), [0.0]
+    one, inside = thread_pool(), [0.0]
     run = one.run
 
     def timed(*arguments: Any) -> None:

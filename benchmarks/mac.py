@@ -71,8 +71,10 @@ def named_bandwidth(chip: str, cores: int) -> float | None:
     """GB/s that Apple names for a chip (benchmarks/plan.py); of two of one name, the smaller one that has as many cores."""
     from benchmarks.plan import CHIPS
 
-    alike = [known for known in CHIPS if known.name == chip or known.name.rsplit(" ", 1)[0] == chip and known.name[-1].isdigit()]
-    enough = sorted((known.cores, known.bandwidth) for known in alike if known.cores >= cores)
+    similar = [
+        known for known in CHIPS if known.name == chip or known.name.rsplit(" ", 1)[0] == chip and known.name[-1].isdigit()
+    ]
+    enough = sorted((known.cores, known.bandwidth) for known in similar if known.cores >= cores)
     return enough[0][1] if enough else None
 
 
@@ -93,7 +95,7 @@ def environment(o: argparse.Namespace) -> None:
     from tinygrad import Device
 
     from tests.kernels.metal.samples import samples
-    from tinyvllm.ops.source import kernel_text
+    from tinyvllm.backends.source import kernel_text
 
     device: Any = Device[DEVICE]
     known = describe()

@@ -36,8 +36,8 @@ from dataclasses import dataclass, replace
 
 from benchmarks.harness import table
 from benchmarks.shapes import SHAPES
-from tinyvllm.ops.calls import metal_records as records
-from tinyvllm.ops.kernel import Kernel
+from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.metal import plan as records
 
 WEIGHTS = ("BF16", "F16", "F32", "Q8_0", "Q4_0", "Q4_K")
 GOALS = {"BF16": 0.88, "F16": 0.88, "Q8_0": 0.82, "Q4_0": 0.75, "Q4_K": 0.75}  # of bandwidth, for a row of models of 4 to 8 B on Max chips
@@ -129,7 +129,7 @@ class Launch:
             return self.kernel.flops / 2
         format, norm = str(self.constants["WEIGHT"]), 2 * int(self.constants.get("NORM", self.kernel.stem.startswith("norm_")))
         columns = self.groups * int(self.constants.get("E", self.constants.get("I", 0)))
-        if self.kernel.stem == "matmul_sixteen":
+        if self.kernel.stem == "matmul16":
             return self.weights * (records.FEW * MATRIX_CYCLES + _OPERANDS[format]) + columns * records.FEW * (norm + _LAYING[format])
         again = int(self.constants.get("TEAMS", 1)) * max(1, self.streams)
         laying = columns * int(self.constants["TOKENS"]) * (norm + 0.5) if self.constants.get("STAGED") else 0
@@ -226,10 +226,10 @@ def _sixteen(m: Model, format: str, T: int, heads: records.Heads) -> list[tuple[
     """As _few, by matrices; behind the first rope_store is wanted."""
     row, borders = records.MATRIX_ROW, (m.H * m.D, (m.H + m.K) * m.D)
     return [
-        (records.matmul_sixteen(row, format, T, heads.outputs, m.E, eps=EPS, borders=borders), heads.outputs * m.E),
-        (records.matmul_sixteen(row, format, T, m.E, m.H * m.D, residual=True), m.E * m.H * m.D),
-        (records.matmul_sixteen(row, format, T, m.F, m.E, silu=True, eps=EPS), 2 * m.F * m.E),
-        (records.matmul_sixteen(row, format, T, m.E, m.F, residual=True), m.E * m.F),
+        (records.matmul16(row, format, T, heads.outputs, m.E, eps=EPS, borders=borders), heads.outputs * m.E),
+        (records.matmul16(row, format, T, m.E, m.H * m.D, residual=True), m.E * m.H * m.D),
+        (records.matmul16(row, format, T, m.F, m.E, silu=True, eps=EPS), 2 * m.F * m.E),
+        (records.matmul16(row, format, T, m.E, m.F, residual=True), m.E * m.F),
     ]
 
 
@@ -240,14 +240,14 @@ def decode(m: Model, format: str, T: int, context: int, cache: str, row: str = R
     storing = [(records.rope_store(ROW, T, heads), 0)] if by_matrix else []
     layer = [first, *storing, (records.attention_decode(ROW, T, attention, context, cascade=True)[0], 0), *others]
     if by_matrix:
-        logits = records.matmul_sixteen(row, format, T, m.V, m.E, eps=EPS, gather=True)
+        logits = records.matmul16(row, format, T, m.V, m.E, eps=EPS, gather=True)
     else:
         logits = records.norm_head(ROW, format, T, m.V, m.E, EPS, _cut(records.cuts(T), format, T))
     return [
         Launch(records.embed(ROW, format, T, m.V, m.E)),
         *(Launch(kernel, m.L, True, weights) for kernel, weights in layer),
         Launch(logits, weights=m.V * m.E),
-        *map(Launch, records.best(ROW, T, m.V)[:2]),
+        *map(Launch, records.argmax(ROW, T, m.V)[:2]),
         Launch(records.advance(ROW, T, up(context, S), S, 64, 0)),
     ]
 
@@ -264,7 +264,7 @@ def prefill(m: Model, format: str, T: int, context: int, cache: str) -> list[Lau
         (records.matmul(ROW, format, T, m.F, m.E, silu=True, eps=EPS), 2 * m.F * m.E),
         (records.matmul(ROW, format, T, m.E, m.F, residual=True), m.E * m.F),
     ]
-    head = [Launch(records.norm_head(ROW, format, 1, m.V, m.E, EPS), weights=m.V * m.E), *map(Launch, records.best(ROW, 1, m.V)[:2])]
+    head = [Launch(records.norm_head(ROW, format, 1, m.V, m.E, EPS), weights=m.V * m.E), *map(Launch, records.argmax(ROW, 1, m.V)[:2])]
     return [Launch(records.embed(ROW, format, T, m.V, m.E)), *(Launch(k, m.L, True, weights) for k, weights in layer), *head]
 
 
@@ -275,7 +275,7 @@ def step(m: Model, format: str, T: int, context: int, cache: str, row: str = ROW
 def threadgroup_bytes(kernel: Kernel) -> int:
     """What the kernel's text declares, as the emulator's compiler lays it out."""
     from tests.emulator.emulate import build
-    from tinyvllm.ops.source import kernel_text
+    from tinyvllm.backends.source import kernel_text
 
     return int(build(kernel_text(kernel), "metal").static_shared)
 

@@ -33,8 +33,8 @@ def weight(O: int, I: int, packed: bool) -> Any:
     from tinygrad import Tensor, dtypes
 
     from tinyvllm.ops.linear import TensorWeight
-    from tinyvllm.ops.weight import PackedWeight, pack_panels
     from tinyvllm.quant.formats import f32_to_bf16
+    from tinyvllm.quant.layouts import PackedWeight, pack_panels
     from tinyvllm.weights.load import adopt
 
     bits = f32_to_bf16(np.random.default_rng(O).standard_normal((O, I), np.float32) * np.float32(0.02))
@@ -64,9 +64,9 @@ def ops(c: dict[str, Any], T: int, context: int) -> dict[str, Make]:
     from tinygrad import Tensor, dtypes
 
     from tinyvllm.batch import LayerCache
+    from tinyvllm.bridge import alias
     from tinyvllm.ops.attention import PagedAttention
     from tinyvllm.ops.head import norm_head
-    from tinyvllm.ops.launch import alias
     from tinyvllm.ops.linear import gate_up_silu, linear
     from tinyvllm.ops.norm import Norm
     from tinyvllm.ops.qkv import QKV, norm_qkv_rope_store
@@ -99,7 +99,7 @@ def ops(c: dict[str, Any], T: int, context: int) -> dict[str, Make]:
 def captured(make: Make, kernel: bool) -> Callable[[], None]:
     from tinygrad import Tensor
 
-    from tinyvllm.ops.launch import Captured, synchronize
+    from tinyvllm.bridge import Captured, synchronize
 
     os.environ.pop("TINYVLLM_KERNELS", None)
     if not kernel:

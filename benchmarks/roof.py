@@ -1,6 +1,6 @@
 """What the machine could do at most: bytes read from memory and multiply-adds a second, by `roof.c` on all cores.
 
-    python -m benchmarks.roof
+python -m benchmarks.roof
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def threads_of_machine() -> int:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    from tinyvllm.ops.toolchain import provide_compiler
+    from tinyvllm.backends.cpu.toolchain import provide_compiler
 
     folder = Path(tempfile.gettempdir()) / f"tinyvllm-benchmarks-{os.getuid()}"
     folder.mkdir(exist_ok=True)

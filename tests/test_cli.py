@@ -23,8 +23,8 @@ from safetensors.numpy import load_file, save_file
 
 from tinyvllm import LLM, SamplingParams, cli
 from tinyvllm.cli import chat as cli_chat
-from tinyvllm.cli import figures
 from tinyvllm.cli import generate as cli_generate
+from tinyvllm.cli import progress as figures
 from tinyvllm.cli.arguments import engine_options, parse, sampling_options
 from tinyvllm.cli.jsonl import new_file, read_prompts
 from tinyvllm.config import nearest

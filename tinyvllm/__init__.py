@@ -23,7 +23,15 @@ if TYPE_CHECKING:
         TinyvllmError,
         TokenizerError,
     )
-    from tinyvllm.request import BeamSearchParams, CompletionOutput, Logprob, RequestOutput, SamplingParams, StructuredOutputsParams, Terms
+    from tinyvllm.request import (
+        BeamSearchParams,
+        CompletionOutput,
+        Logprob,
+        RequestOptions,
+        RequestOutput,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
 
 __version__ = "0.1.0"
 
@@ -35,7 +43,7 @@ _HOMES = {
     "SamplingParams": "tinyvllm.request",
     "StructuredOutputsParams": "tinyvllm.request",
     "BeamSearchParams": "tinyvllm.request",
-    "Terms": "tinyvllm.request",
+    "RequestOptions": "tinyvllm.request",
     "RequestOutput": "tinyvllm.request",
     "CompletionOutput": "tinyvllm.request",
     "Logprob": "tinyvllm.request",
@@ -68,7 +76,7 @@ __all__ = [
     "SamplingParams",
     "StreamDelta",
     "StructuredOutputsParams",
-    "Terms",
+    "RequestOptions",
     "TinyvllmError",
     "TokenizerError",
 ]

@@ -53,7 +53,7 @@ class Batch:
     num_blocks: int | UOp
     num_decodes: int
     max_query: int
-    alike: Tensor | None = None
+    shared_prefix_lens: Tensor | None = None
 
     @property
     def num_chunks(self) -> int:

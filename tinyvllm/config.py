@@ -202,7 +202,7 @@ def _parse_folder(name: str, text: str) -> Path:
 
 
 def _parse_kernels(name: str, text: str) -> dict[str, str]:
-    """"attention_decode=ref,all=avx2" as a dict; the registry knows which words mean something."""
+    """ "attention_decode=ref,all=avx2" as a dict; the registry knows which words mean something."""
     pairs = [pair.strip().split("=") for pair in text.split(",") if pair.strip()]
     if not pairs or any(len(pair) != 2 or not all(pair) for pair in pairs):
         raise ArgumentError(f"{name} must be like attention_decode=ref,matmul=avx2 or all=ref, got {text!r}")

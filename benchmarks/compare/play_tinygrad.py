@@ -15,8 +15,8 @@ class Tinygrad:
     def __init__(self, options: argparse.Namespace):
         from pathlib import Path
 
+        from tinyvllm.backends.cpu.toolchain import provide_compiler
         from tinyvllm.config import cache_folder
-        from tinyvllm.ops.toolchain import provide_compiler
 
         os.environ.setdefault("DEV", "CPU")
         provide_compiler(cache_folder())

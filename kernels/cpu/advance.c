@@ -11,7 +11,7 @@
 //   count         [1] int32     sequences that are meant, the first ones; the others stay as they are
 //
 // Lane 0 does it all: it is a few hundred bytes.
-#include "team.h"
+#include "thread_team.h"
 
 static void advance(int32_t *tokens, int32_t *positions, int32_t *slots, int32_t *context_lens, int32_t *history, int32_t *round,
                     const int32_t *sampled, const int32_t *block_tables, const int32_t *count, const struct team *team) {

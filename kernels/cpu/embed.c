@@ -3,14 +3,14 @@
 //   x       [T, E] float32   rows from rows[0] on are not touched
 //   table   [V, E] WEIGHT    PANELS 0: rows as in files. Q8_0: blocks of 32 as {half scale; int8 q[32]}, Q4_0: {half scale;
 //                            uint8 q[16]}, the low nibbles are elements 0 to 15
-//                            PANELS 1: sixteen rows' 32-bit words side by side, as the products read them (tinyvllm/ops/weight.py)
+//                            PANELS 1: sixteen rows' 32-bit words side by side, as the products read them (tinyvllm/quant/layouts.py)
 //   tokens  [T] int32        a number outside 0..V-1 gives a row of NaN, which `norm_head` reports: never memory outside the table
 //   rows    [1] int32        rows that are meant, at most T
 //
 // One row is one unit of work. E is a multiple of 32. Block formats are those of GGUF.
 #include "formats.h"
 #include "lanes.h"
-#include "team.h"
+#include "thread_team.h"
 
 #if WEIGHT == Q8_0
 #define BLOCK 34        // bytes of a block of 32 in a file

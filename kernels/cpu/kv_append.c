@@ -9,7 +9,7 @@
 // One row is one unit of work. D is a multiple of 16. Slots as in PagedAttention (Kwon et al. 2023).
 #include "formats.h"
 #include "lanes.h"
-#include "team.h"
+#include "thread_team.h"
 
 #if CACHE_TYPE == F32
 typedef float cached;

@@ -5,7 +5,7 @@
 //   count  [1] int32          pairs that are meant, at most N
 //
 // One pair is one unit of work.
-#include "team.h"
+#include "thread_team.h"
 
 static void kv_copy(uint64_t *pool, const int32_t *pairs, const int32_t *count, const struct team *team) {
   const int words = BLOCK_BYTES / 8;

@@ -11,7 +11,7 @@
 // ACTIVATION: 0 none, 1 gelu, the tanh form. I % 32 == 0, any O. Accumulated in float32 (weights.h says in which order); BF16 rounds x to
 // bfloat16 and the Q formats round it to int8 in blocks of 32, once a row.
 // First every row is prepared (a row is a unit of work), then a few pairs of panels meet all rows, or a piece of them if panels are few.
-#include "team.h"
+#include "thread_team.h"
 #include "weights.h"
 
 #define PIECE 96 // rows; a multiple of twelve

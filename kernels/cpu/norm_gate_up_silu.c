@@ -12,7 +12,7 @@
 // A row to prepare is a unit of work, then a pair of gate's panels with that of up. silu(a) = a / (1 + e^-a).
 #define I E
 #include "norm.h"
-#include "team.h"
+#include "thread_team.h"
 #include "weights.h"
 
 #define PIECE 96 // rows; a multiple of twelve

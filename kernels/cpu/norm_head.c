@@ -12,7 +12,7 @@
 // E % 32 == 0, any V. Units of work: a row to prepare; some pairs of panels; a row to search.
 #define I E
 #include "norm.h"
-#include "team.h"
+#include "thread_team.h"
 #include "weights.h"
 
 // A pair of panels' results for one row, to its logits from v on.

@@ -17,7 +17,7 @@
 // products in float32, then k and v are rounded to nearest, ties to even. A row to prepare is a unit of work, then a head of q, k or v.
 #define I E
 #include "norm.h"
-#include "team.h"
+#include "thread_team.h"
 #include "weights.h"
 
 #define PIECE 96 // rows; a multiple of twelve

@@ -1,4 +1,4 @@
-// panels = rows in the layout of the products: sixteen rows' 32-bit words side by side (tinyvllm/ops/weight.py says it format by format).
+// panels = rows in the layout of the products: sixteen rows' 32-bit words side by side (tinyvllm/quant/layouts.py says it format by format).
 //
 //   panels  [.., PANEL_BYTES]   the matrix in panels of 16 rows, FORMAT, on a 64-byte border; those from span[0] up to span[1] are written
 //   rows    [N, ROW_BYTES]      the source as a file has it, SOURCE, at any address
@@ -14,7 +14,7 @@
 // which do not begin on a line's border, lost a fifth to a quarter. In pages already in use floats would gain a seventh to a third.
 #include "formats.h"
 #include "lanes.h"
-#include "team.h"
+#include "thread_team.h"
 
 #define ROWS 16
 #if SOURCE == F32

@@ -1,4 +1,4 @@
-// tiles = rows in the layout of a GPU's matrix instructions, 16 rows at a time (tinyvllm/ops/tiles.py says it format by format).
+// tiles = rows in the layout of a GPU's matrix instructions, 16 rows at a time (tinyvllm/quant/tiles.py says it format by format).
 //
 //   tiles   [.., BYTES]   the matrix in tiles, FORMAT (F16, BF16, Q8_0 or Q4_0); rows of sixteen from span[0] up to span[1] are written
 //   rows    [N, ...]      the source as a file has it, FORMAT, at any address
@@ -6,7 +6,7 @@
 //
 // I % 32 == 0. Sixteen rows are one unit of work. Bytes are moved in words of four and never looked into.
 #include "formats.h"
-#include "team.h"
+#include "thread_team.h"
 
 #define QUANTS (FORMAT == Q8_0 || FORMAT == Q4_0)
 #define HALVES (FORMAT == Q4_0 ? 1 : 2)                             // of a tile's columns: the second half stands in words of its own

@@ -4,7 +4,7 @@
 //   words  [N] uint64    N a multiple of 1024, on a 64-byte border
 //
 // A unit is UNIT words, read as one stream with prefetch ahead, as the products read their panels.
-#include "team.h"
+#include "thread_team.h"
 
 #define UNIT 131072L
 

@@ -20,7 +20,7 @@
 // Threefry-2x32: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). Logarithm: Moshier's Cephes, logf.
 #include "formats.h"
 #include "lanes.h"
-#include "team.h"
+#include "thread_team.h"
 
 #define FILTERED (TOP_K || TOP_P || MIN_P)
 #define INFINITE __builtin_inff()
@@ -437,7 +437,7 @@ static struct part part_of(const struct team *team, struct report *reports) {
 static void sample(int32_t *tokens, struct line *lines, void *scratch, SEEN_ARGUMENT const float *logits, PROMPTED_ARGUMENT BIAS_ARGUMENT
                    const int32_t *count, const struct team *team) {
   const struct tables tables = {tokens, lines, (float *)((char *)scratch + REPORT_BYTES), logits, bias, seen, prompted};
-  struct crew nobody = {0};
+  struct thread_pool nobody = {0};
   const struct team lone = {0, 1, &nobody};
   struct part all = part_of(&lone, (struct report *)scratch + team->lane), mine = part_of(team, scratch);
   const int whole = count[0] - count[0] % team->lanes;

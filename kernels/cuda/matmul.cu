@@ -3,7 +3,7 @@
 //   out        [T, O] float32      does not alias residual
 //   partial    float4, if SPLIT > 1: sums that are handed over; nothing to begin with
 //   counters   [tiles of out] uint32, if SPLIT > 1; zero between launches: the last block of threads to come puts its counter back
-//   prepared   x as prepare.cu lays it out for WEIGHT: [T, I] rounded, in fragments
+//   prepared   x as quantize_input.cu lays it out for WEIGHT: [T, I] rounded, in fragments
 //   weight     tiles of WEIGHT = BF16, F16, Q8_0 or Q4_0 of [O, I]; if SILU of [2 O, I], the rows of gate and then those of up
 //   bias       [O] float32, if BIAS; [2 O] if SILU
 //   residual   [T, O] float32, if RESIDUAL; not with SILU

@@ -1,7 +1,7 @@
 // out = activation(x . weight^T + bias) + residual, or silu(gate) * up of the two halves of the outputs; for many rows, on Hopper (sm_90a)
 //
 //   out        [T, O] float32      does not alias residual
-//   prepared   x as prepare.cu lays it out for WEIGHT with CORES
+//   prepared   x as quantize_input.cu lays it out for WEIGHT with CORES
 //   weight     tiles of WEIGHT = BF16 or F16 of [O, I]; if SILU of [2 O, I], the rows of gate and then those of up
 //   bias       [O] float32, if BIAS; [2 O] if SILU
 //   residual   [T, O] float32, if RESIDUAL; not with SILU

@@ -25,7 +25,7 @@
 // of the others have nothing to do. Here, too, a SIMD group takes one strand of one sequence; `abreast` strands are done at the same time,
 // and the others after them. A tile that all have in common is brought to threadgroup memory once, by all threads, and meets all sequences
 // there; behind those, each SIMD group reads its own sequence's. Only the reading is shared: a strand's sums are what they are for a
-// sequence alone. Which sequences these are, company.h says.
+// sequence alone. Which sequences these are, shared_reads.h says.
 //   - Registers: a unit needs about as many as a sequence alone. Alone, a tile's keys and values are both on their way. In a unit few of
 //     them are, and what its sequences have been put together to takes their place (FITS).
 //   - Threadgroup memory: tiles lie where strands are put together.
@@ -89,7 +89,7 @@ static_assert(PARTITION % 32 == 0, "attention_decode: PARTITION must be a multip
 static_assert(PARTITIONS <= 32, "attention_decode: more than 32 partitions, PARTITION must be larger");
 static_assert(SIMDS >= 1 && SIMDS <= 16, "attention_decode: SIMDS must be 1 to 16");
 
-#include "company.h"
+#include "shared_reads.h"
 #include "records.h"
 
 // What a SIMD group has so far: weighted values of all rows, a lane its pieces and its side; top and sum of the lane's own row, the sum

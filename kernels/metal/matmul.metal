@@ -22,7 +22,7 @@
 //     grid (ceil(T / TILE_T), ceil(O / (SILU ? 32 : 64)), 1), 128 threads; tokens run fastest, so that weights are read once
 // Threadgroup memory: (TILE_T + 64) * 144 + 4 * TILE_T bytes. The shape of the pipeline is that of MLX's and llama.cpp's Metal products.
 #include "matrices.h"
-#include "sixteen.h"
+#include "gemv16.h"
 
 #define TILE_O 64
 #define COLUMNS 32

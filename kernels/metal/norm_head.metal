@@ -1,4 +1,4 @@
-// logits = rmsnorm(x[row_index]) . weight^T, for up to sixteen rows; best.metal then finds the largest
+// logits = rmsnorm(x[row_index]) . weight^T, for up to sixteen rows; argmax.metal then finds the largest
 //
 //   logits     [N, V] float32
 //   x          [any, E] float32

@@ -13,8 +13,8 @@ from tinygrad import Context
 
 from benchmarks import gpu
 from tests.emulator.driver import Driver, cuda_device
+from tinyvllm.backends.kernel import Kernel
 from tinyvllm.config import cache_folder
-from tinyvllm.ops.kernel import Kernel
 from tinyvllm.runner.device import start_device
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import kernels
-from tinyvllm.ops.registry import rows
+from tinyvllm.backends.registry import rows
 
 TARGET = next(name for name, lacking in rows("CPU").items() if lacking is None)
 SIZES = {"I": 64, "O": 96, "E": 64, "F": 96, "H": 4, "K": 2, "D": 32, "S": 16, "V": 320}

@@ -20,9 +20,9 @@ from benchmarks import gpu, gpu_ops, mac
 from benchmarks.shapes import SHAPES, write_config
 from tests.emulator.metal_runtime import Runtime, metal_device
 from tests.metal import on_gpu
+from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.metal import plan as metal_records
 from tinyvllm.config import cache_folder
-from tinyvllm.ops.calls import metal_records
-from tinyvllm.ops.kernel import Kernel
 from tinyvllm.quant.formats import FORMATS, unpack
 from tinyvllm.runner.device import start_device
 
@@ -191,7 +191,7 @@ def figures(run: Path, *words: str) -> dict[str, dict[str, Any]]:
 def test_the_roof_and_kernels_under_it(runtime: Runtime, tmp_path: Path) -> None:
     assert figures(tmp_path / "run", "roofs")[mac.READ]["value"] > 0 and "read" in runtime.launched
     found = figures(tmp_path / "run", "kernels")
-    assert len(found) == 1 + 4 * 4 + 2 and {"matvec", "matmul", "matmul_sixteen"} <= set(runtime.launched)
+    assert len(found) == 1 + 4 * 4 + 2 and {"matvec", "matmul", "matmul16"} <= set(runtime.launched)
     assert {"attention_decode", "attention_prefill"} <= set(runtime.launched)
     assert found["product Q4_K of 16"]["of"] == "read" and found["matmul Q4_K, 20 rows"]["share"] is None
 

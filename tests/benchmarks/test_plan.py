@@ -45,7 +45,7 @@ def test_what_comes_behind_the_reading_is_counted() -> None:
 def test_by_matrices_a_layer_is_six_launches_and_reads_its_weights_once() -> None:
     model = plan.Model.named("llama-3.1-8b")
     lanes, matrices = (plan.step(model, "Q4_0", 16, 500, "BF16", row) for row in ("apple7", "apple7_matrix"))
-    assert [launch.kernel.stem for launch in matrices if launch.layer][:2] == ["matmul_sixteen", "rope_store"]
+    assert [launch.kernel.stem for launch in matrices if launch.layer][:2] == ["matmul16", "rope_store"]
     assert sum(launch.layer for launch in matrices) == 6 and all(launch.streams == 1 for launch in matrices if launch.weights)
     assert sum(one.weight_bytes * one.times for one in matrices) == sum(one.weight_bytes * one.times for one in lanes)
     assert plan.step(model, "Q4_0", 12, 500, "BF16", "apple7_matrix") == plan.step(model, "Q4_0", 12, 500, "BF16")

@@ -24,9 +24,9 @@ import numpy as np
 from tinygrad.device import Compiler
 
 from tests.emulator.emulate import Memory, emulate_source
-from tinyvllm.ops.kernel import Kernel
-from tinyvllm.ops.launch.programs import KeptTable
-from tinyvllm.ops.source import kernel_text
+from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.source import kernel_text
+from tinyvllm.bridge.programs import KeptTable
 
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, INVALID_HANDLE, NOT_FOUND, NOT_READY = 1, 2, 201, 400, 500, 600
 ERRORS = {1: "invalid argument", 2: "out of memory", 201: "invalid device context", 400: "invalid resource handle", 500: "not found"}
@@ -446,8 +446,8 @@ def cuda_device(**options: Any) -> Iterator[Driver]:
     from tinygrad.runtime.autogen import cuda
     from tinygrad.runtime.support import compiler_cuda
 
-    from tinyvllm.ops import nvrtc
-    from tinyvllm.ops.launch import open_device
+    from tinyvllm.backends.cuda import nvrtc
+    from tinyvllm.bridge import open_device
 
     driver = Driver(**options)
     names = [name for name in vars(cuda) if re.match("cu[A-Z]", name) and callable(getattr(cuda, name))]
@@ -489,7 +489,8 @@ def _put_in_place(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def _forget(programs: dict[tuple[bytes, str], Any]) -> None:
     """Let go of everything that would call the driver later, while it is there."""
-    from tinyvllm.ops.launch import gpu, node, tensors
+    from tinyvllm.backends.cuda import driver as gpu
+    from tinyvllm.bridge import node, tensors
 
     for key in [key for key in programs if key[1].startswith("CUDA")]:
         del programs[key]

@@ -24,9 +24,9 @@ import numpy as np
 
 from tests.emulator import metal
 from tests.emulator.places import FOLDER, HERE
-from tinyvllm.ops.kernel import Kernel
-from tinyvllm.ops.source import kernel_text
-from tinyvllm.ops.toolchain import cpu_features, provide_compiler
+from tinyvllm.backends.cpu.toolchain import cpu_features, provide_compiler
+from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.source import kernel_text
 
 STACK = 128 * 1024  # bytes of a thread, as core.cpp has it
 GAP = 1024  # bytes between arrays, which nobody may touch

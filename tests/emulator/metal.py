@@ -8,8 +8,8 @@ import subprocess
 from dataclasses import dataclass
 
 from tests.emulator.places import FOLDER
-from tinyvllm.ops.kernel import Kernel
-from tinyvllm.ops.toolchain import provide_compiler
+from tinyvllm.backends.cpu.toolchain import provide_compiler
+from tinyvllm.backends.kernel import Kernel
 
 PLACES = {  # in three directions; the number is metal.cpp's
     "threadgroup_position_in_grid": 0, "threadgroups_per_grid": 1, "thread_position_in_threadgroup": 2, "threads_per_threadgroup": 3,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tests.emulator.emulate import Arrays, emulate_source
-from tinyvllm.ops.source import kernels_folder
+from tinyvllm.backends.source import kernels_folder
 
 PLACES = """uint3 group [[threadgroup_position_in_grid]], uint index [[thread_index_in_threadgroup]],
   uint lane [[thread_index_in_simdgroup]], uint simd [[simdgroup_index_in_threadgroup]]"""

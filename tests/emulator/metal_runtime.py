@@ -31,7 +31,7 @@ import numpy as np
 
 from tests.emulator.emulate import Memory, build, emulate_source
 from tests.emulator.metal import Signature, signatures, without_comments
-from tinyvllm.ops.calls import autotune
+from tinyvllm.backends import autotune
 
 MOST_BINDINGS, MOST_THREADS = 31, 1024
 COMMITTED, COMPLETED, FAILED = 2, 4, 5  # MTLCommandBufferStatus
@@ -750,7 +750,7 @@ def metal_device(**options: Any) -> Iterator[Runtime]:
     from tinygrad.engine import realize
 
     from tests.emulator.driver import _InMemory, _put_in_place
-    from tinyvllm.ops.launch import open_device
+    from tinyvllm.bridge import open_device
 
     runtime, opened = Runtime(**options), dict[str, Any]()
     original = type(tinygrad_device).__dict__["_Device__get_canonicalized_item"]
@@ -835,7 +835,8 @@ def _import_over_emulated_libraries() -> dict[str, ModuleType]:
 
 def _forget(programs: dict[tuple[bytes, str], Any]) -> None:
     """Let go of everything that would use the device later, while it is there."""
-    from tinyvllm.ops.launch import metal_queue, node, tensors
+    from tinyvllm.backends.metal import queue as metal_queue
+    from tinyvllm.bridge import node, tensors
 
     for key in [key for key in programs if key[1].startswith("METAL")]:
         del programs[key]

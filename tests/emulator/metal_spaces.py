@@ -14,7 +14,7 @@ import subprocess
 
 from tests.emulator.metal import without_comments
 from tests.emulator.places import FOLDER, HERE
-from tinyvllm.ops.toolchain import provide_compiler
+from tinyvllm.backends.cpu.toolchain import provide_compiler
 
 _VECTOR = r"(?:packed_)?(?:bool|u?char|u?short|u?int|u?long|half|bfloat|float)[234]"
 _MADE = re.compile(rf"\b({_VECTOR}|vec<[^<>;(){{}}]*>)(\s*)\((?!\s*[&*]\s*\w+\s*\)\s*[\[(])")

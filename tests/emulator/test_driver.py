@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.emulator.driver import Driver, cuda_device
+from tinyvllm.backends.kernel import Kernel
 from tinyvllm.config import cache_folder
 from tinyvllm.errors import KernelError
-from tinyvllm.ops.kernel import Kernel
 from tinyvllm.runner.device import start_device
 
 SHARED = 60 << 10  # bytes: more than a launch may have that does not ask for it
@@ -39,7 +39,7 @@ def cpu() -> None:
 def driver(request, monkeypatch, tmp_path):
     (tmp_path / "cuda").mkdir()
     (tmp_path / "cuda/planted_reverse.cu").write_text(REVERSE)
-    monkeypatch.setattr("tinyvllm.ops.source.kernels_folder", lambda: tmp_path)
+    monkeypatch.setattr("tinyvllm.backends.source.kernels_folder", lambda: tmp_path)
     with cuda_device(seed=request.param, capacity=16 << 20) as driver:
         yield driver
 
@@ -51,7 +51,7 @@ def on_device(array):
 
 
 def reverse(out, total, x, count, shared=SHARED):
-    from tinyvllm.ops.launch import launch
+    from tinyvllm.bridge import launch
 
     return launch(Kernel.cuda("planted_reverse", "sm_80", 2, 2, (1, 1, 1), 32, shared, SHARED=shared), [out, total], [x, count])
 
@@ -98,7 +98,7 @@ def test_memory_runs_out_as_on_a_gpu(driver):
 
 
 def test_upload_download_and_spans(driver):
-    from tinyvllm.ops.launch import download, peek, spans, upload
+    from tinyvllm.bridge import download, peek, spans, upload
 
     whole = on_device(np.arange(48, dtype=np.int32))
     first, second = spans(whole, [(0, 16), (32, 3)])
@@ -112,7 +112,7 @@ def test_upload_download_and_spans(driver):
 
 def test_uploads_keep_their_place_and_wait_for_nothing(driver):
     """The host's array changes right after, and the ring goes round several times; kernels between uploads see what was there then."""
-    from tinyvllm.ops.launch import download, upload
+    from tinyvllm.bridge import download, upload
 
     x, sums = on_device(np.zeros(1 << 18, np.int32)), []
     pinned, before = len(driver.pinned), driver.counts.copy()  # the ring is there, blocks for reading are not
@@ -135,7 +135,7 @@ def test_tinygrads_own_copies_keep_no_pinned_memory(driver):
 
 def test_reading_behind_the_launch(driver):
     """What is read is what was there when the reading was asked for, whatever comes after."""
-    from tinyvllm.ops.launch import read_behind, upload
+    from tinyvllm.bridge import read_behind, upload
 
     x = integers(1, 2, 3)
     before = driver.counts.copy()
@@ -157,7 +157,7 @@ def test_reading_behind_the_launch(driver):
 def test_a_failure_in_flight_is_told(driver, monkeypatch):
     from tinygrad.runtime.autogen import cuda
 
-    from tinyvllm.ops.launch import read_behind
+    from tinyvllm.bridge import read_behind
 
     reading = read_behind(integers(1))
     monkeypatch.setattr(cuda, "cuEventSynchronize", lambda event: 2)
@@ -184,7 +184,7 @@ def test_kernels_keep_the_order_of_what_they_write_in_place(driver):
 
 
 def captured_step(total, count):
-    from tinyvllm.ops.launch import Captured
+    from tinyvllm.bridge import Captured
 
     def function(x, n=1):
         out, after = reverse(x * 0, total, (x + n).contiguous(), count)
@@ -195,7 +195,7 @@ def captured_step(total, count):
 
 
 def test_a_replay_is_one_launch_of_one_graph(driver):
-    from tinyvllm.ops.launch import download, upload
+    from tinyvllm.bridge import download, upload
 
     total, count, x = integers(0), integers(4), integers(1, 2, 3, 4)
     step = captured_step(total, count)
@@ -213,7 +213,7 @@ def test_a_replay_is_one_launch_of_one_graph(driver):
 
 
 def test_a_replay_sets_again_what_has_changed(driver):
-    from tinyvllm.ops.launch import download
+    from tinyvllm.bridge import download
 
     total, count, x, y = integers(0), integers(2), integers(1, 2), integers(5, 6)
     step = captured_step(total, count)
@@ -227,7 +227,7 @@ def test_a_replay_sets_again_what_has_changed(driver):
 
 
 def test_another_thread_may_replay(driver):
-    from tinyvllm.ops.launch import download, upload
+    from tinyvllm.bridge import download, upload
 
     total, count, x, seen = integers(0), integers(2), integers(1, 2), []
     step = captured_step(total, count)
@@ -245,7 +245,7 @@ def test_another_thread_may_replay(driver):
 
 
 def test_repeat_is_as_many_launches(driver):
-    from tinyvllm.ops.launch import download, repeat
+    from tinyvllm.bridge import download, repeat
 
     total, count, x = integers(0), integers(2), integers(1, 2)
     step = captured_step(total, count)

@@ -13,10 +13,10 @@ import pytest
 
 from tests.emulator.driver import cuda_device
 from tinyvllm import LLM, SamplingParams
+from tinyvllm.backends import registry
+from tinyvllm.backends.cuda import call as cuda
+from tinyvllm.backends.cuda import plan as records
 from tinyvllm.config import DEFAULT_MODEL as MODEL
-from tinyvllm.ops import registry
-from tinyvllm.ops.calls import cuda
-from tinyvllm.ops.calls import cuda_records as records
 from tinyvllm.runner.memory import read_bandwidth
 
 OPTIONS: dict[str, Any] = dict(max_model_len=128, max_num_seqs=16, seed=0)
@@ -56,7 +56,7 @@ def test_every_op_runs_a_kernel(gpu, driver):
     before = len(driver.launched)
     gpu.engine.prompt_logits([0])  # one row streams the weights, and nothing is laid out for it
     ran = set(driver.launched[before:])
-    assert {"norm_qkv_rope_store", "attention_decode", "matvec", "norm_gate_up_silu", "norm_head"} <= ran and "prepare" not in ran
+    assert {"norm_qkv_rope_store", "attention_decode", "matvec", "norm_gate_up_silu", "norm_head"} <= ran and "quantize_input" not in ran
     chosen = {stem: choice.row for (stem, device, _), choice in registry._made.items() if device == "CUDA"}
     wanted = {"embed", "norm_qkv_rope_store", "attention_decode", "attention_prefill", "matmul", "norm_gate_up_silu", "norm_head"}
     assert wanted | {"advance"} <= set(chosen) and set(chosen.values()) == {"sm_80"}
@@ -94,7 +94,7 @@ def test_a_small_gpu_takes_the_large_products(gpu, driver, monkeypatch):
     with LLM(MODEL, device="CUDA", **OPTIONS) as other:
         assert tokens(other, TEXTS[:1]) == expected
     ran = set(driver.launched[before:])
-    assert {"prepare", "matmul", "rope_store", "best"} <= ran
+    assert {"quantize_input", "matmul", "rope_store", "argmax"} <= ran
     assert not ran & {"matvec", "norm_gate_up_silu", "norm_qkv_rope_store", "norm_head"}
 
 

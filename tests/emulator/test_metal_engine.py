@@ -14,9 +14,9 @@ import pytest
 
 from tests.emulator.metal_runtime import metal_device
 from tinyvllm import LLM, SamplingParams
+from tinyvllm.backends import autotune, registry
+from tinyvllm.backends.metal import plan as metal_records
 from tinyvllm.config import DEFAULT_MODEL as MODEL
-from tinyvllm.ops import registry
-from tinyvllm.ops.calls import autotune, metal_records
 from tinyvllm.runner.prepare import StepInputs
 
 OPTIONS: dict[str, Any] = dict(max_model_len=128, max_num_seqs=32, seed=0)
@@ -122,7 +122,7 @@ def test_a_prompt_that_sequences_share_is_read_once_and_changes_no_token(mac, mo
 
     def spied(inputs: StepInputs, *arguments: Any) -> Any:
         changed = measure(inputs, *arguments)
-        told.append(sorted(inputs.alike.tolist()))
+        told.append(sorted(inputs.shared_prefix_lens.tolist()))
         return changed
 
     monkeypatch.setattr(StepInputs, "_measure", spied)

@@ -22,7 +22,7 @@ def test_nine_together_are_multiplied_by_matrices(monkeypatch: pytest.MonkeyPatc
         with metal_device() as mac, LLM(MODEL, device="METAL", max_model_len=64, max_num_seqs=16, quantization="q4_0") as llm:
             found.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
             counts.append([Counter(command.name for command in commands.commands) for commands in mac.indirect][-1])
-    assert counts[0]["matmul_sixteen"] == 0 and counts[0]["matvec"] > 0
+    assert counts[0]["matmul16"] == 0 and counts[0]["matvec"] > 0
     layers = counts[1]["attention_decode"]
-    assert counts[1]["matmul_sixteen"] == 4 * layers + 1 and counts[1]["rope_store"] == layers and counts[1]["matvec"] == 0
+    assert counts[1]["matmul16"] == 4 * layers + 1 and counts[1]["rope_store"] == layers and counts[1]["matvec"] == 0
     assert sum(a == b for a, b in zip(*found, strict=True)) >= 8, "other bits, but hardly ever other tokens"

@@ -13,7 +13,7 @@ from tests.emulator.metal_running import run
 from tests.kernels.calling import aligned
 from tests.kernels.metal.test_attention import TOLERANCE, told
 from tests.kernels.test_attention import Case, Shape, _ints, make, oracle
-from tinyvllm.ops.calls import metal_records as records
+from tinyvllm.backends.metal import plan as records
 
 Plant = Callable[..., None]
 SEEDS = range(6)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from tests.emulator.metal_runtime import Copy, Dispatch, Execute, MetalError, Runtime, metal_device
+from tinyvllm.backends.kernel import Kernel
 from tinyvllm.config import cache_folder
 from tinyvllm.errors import KernelError
-from tinyvllm.ops.kernel import Kernel
 from tinyvllm.runner.device import start_device
 
 # out[i] = x[n - 1 - i] by way of threadgroup memory, n = count[0]; then total[0] += n
@@ -40,7 +40,7 @@ def cpu() -> None:
 def planted(monkeypatch, tmp_path):
     (tmp_path / "metal").mkdir()
     (tmp_path / "metal/planted_reverse.metal").write_text(REVERSE)
-    monkeypatch.setattr("tinyvllm.ops.source.kernels_folder", lambda: tmp_path)
+    monkeypatch.setattr("tinyvllm.backends.source.kernels_folder", lambda: tmp_path)
 
 
 @pytest.fixture(params=[0, 1])
@@ -60,14 +60,14 @@ def integers(*values):
 
 
 def reverse(out, total, x, count, block=32):
-    from tinyvllm.ops.launch import launch
+    from tinyvllm.bridge import launch
 
     kernel = Kernel("planted_reverse", "metal", "apple7", (("THREADS", block),), 2, 2, grid=(1, 1, 1), block=block)
     return launch(kernel, [out, total], [x, count])
 
 
 def captured_step(total, count):
-    from tinyvllm.ops.launch import Captured
+    from tinyvllm.bridge import Captured
 
     def function(x, n=1):
         out, after = reverse(x * 0, total, (x + n).contiguous(), count)
@@ -100,7 +100,7 @@ def test_tinygrad_computes(runtime):
 def test_memory_runs_out_as_on_a_gpu(runtime):
     from tinygrad import Tensor
 
-    from tinyvllm.ops.launch import gpu_free_memory
+    from tinyvllm.bridge import gpu_free_memory
 
     free = gpu_free_memory("METAL")
     held = integers(*range(1024))
@@ -114,7 +114,7 @@ def test_memory_runs_out_as_on_a_gpu(runtime):
 
 
 def test_upload_download_and_spans(runtime):
-    from tinyvllm.ops.launch import download, peek, spans, upload
+    from tinyvllm.bridge import download, peek, spans, upload
 
     whole = on_device(np.arange(48, dtype=np.int32))
     first, second = spans(whole, [(0, 16), (32, 3)])
@@ -135,7 +135,7 @@ def test_upload_download_and_spans(runtime):
 
 def test_uploads_keep_their_place_and_wait_for_nothing(runtime):
     """The host's array changes right after; kernels between uploads see what was there then."""
-    from tinyvllm.ops.launch import download, upload
+    from tinyvllm.bridge import download, upload
 
     x, sums = on_device(np.zeros(64, np.int32)), []
     before, array = runtime.counts.copy(), np.empty(64, np.int32)
@@ -149,7 +149,7 @@ def test_uploads_keep_their_place_and_wait_for_nothing(runtime):
 
 def test_reading_behind_the_launch(runtime):
     """What is read is what was there when the reading was asked for, whatever comes after, and is waited for alone."""
-    from tinyvllm.ops.launch import read_behind, upload
+    from tinyvllm.bridge import read_behind, upload
 
     x, readings = integers(1, 2, 3), []
     for i in range(6):
@@ -171,7 +171,7 @@ def test_reading_behind_the_launch(runtime):
 
 
 def test_a_failure_in_flight_is_told(runtime):
-    from tinyvllm.ops.launch import read_behind
+    from tinyvllm.bridge import read_behind
 
     x = integers(1)
     runtime.idle()
@@ -184,7 +184,7 @@ def test_a_failure_in_flight_is_told(runtime):
 def test_command_buffers_that_have_run_are_let_go(runtime):
     from tinygrad import Device
 
-    from tinyvllm.ops.launch import read_behind
+    from tinyvllm.bridge import read_behind
 
     total, count, x = integers(0), integers(4), integers(1, 2, 3, 4)
     step = captured_step(total, count)
@@ -219,7 +219,7 @@ def test_kernels_keep_the_order_of_what_they_write_in_place(runtime):
 
 
 def test_a_step_is_one_indirect_command_buffer_with_a_barrier_before_each_command(runtime):
-    from tinyvllm.ops.launch import spans
+    from tinyvllm.bridge import spans
 
     total, count, memory = integers(0), integers(4), integers(9, 9, 9, 9, 1, 2, 3, 4)
     (x,) = spans(memory, [(4, 4)])
@@ -241,7 +241,7 @@ def test_a_step_is_one_indirect_command_buffer_with_a_barrier_before_each_comman
 
 
 def test_a_replay_encodes_nothing_anew_and_waits_for_nothing(runtime):
-    from tinyvllm.ops.launch import download, upload
+    from tinyvllm.bridge import download, upload
 
     total, count, x = integers(0), integers(4), integers(1, 2, 3, 4)
     step = captured_step(total, count)
@@ -261,7 +261,7 @@ def test_a_replay_encodes_nothing_anew_and_waits_for_nothing(runtime):
 
 def test_a_replay_changes_what_has_changed(runtime):
     """Without waiting, a command would be changed while it is executed, which the runtime does not allow."""
-    from tinyvllm.ops.launch import read_behind
+    from tinyvllm.bridge import read_behind
 
     total, count, x, y = integers(0), integers(2), integers(1, 2), integers(5, 6)
     step = captured_step(total, count)
@@ -276,7 +276,7 @@ def test_a_replay_changes_what_has_changed(runtime):
 
 
 def test_another_thread_may_replay(runtime):
-    from tinyvllm.ops.launch import download, upload
+    from tinyvllm.bridge import download, upload
 
     total, count, x, seen = integers(0), integers(2), integers(1, 2), []
     step = captured_step(total, count)
@@ -294,7 +294,7 @@ def test_another_thread_may_replay(runtime):
 
 
 def test_repeat_is_as_many_executions(runtime):
-    from tinyvllm.ops.launch import download, peek, repeat
+    from tinyvllm.bridge import download, peek, repeat
 
     total, count, x = integers(0), integers(2), integers(1, 2)
     step = captured_step(total, count)
@@ -323,7 +323,7 @@ def test_a_step_that_is_let_go_while_it_runs(runtime):
 def test_too_many_threads_for_a_kernels_registers(planted):
     with metal_device(most_threads=64) as runtime:
         total, count, x = integers(0), integers(2), integers(1, 2)
-        from tinyvllm.ops.launch import Captured
+        from tinyvllm.bridge import Captured
 
         def function(x):
             out, after = reverse(x * 0, total, x, count, block=96)
@@ -337,8 +337,8 @@ def test_too_many_threads_for_a_kernels_registers(planted):
 def test_variants_are_timed_by_the_gpus_clock_while_a_step_is_captured(runtime, monkeypatch, tmp_path):
     from dataclasses import dataclass
 
-    from tinyvllm.ops.calls import autotune
-    from tinyvllm.ops.launch import Captured, Timed, download
+    from tinyvllm.backends import autotune
+    from tinyvllm.bridge import Captured, Timed, download
 
     @dataclass(frozen=True)
     class Threads:
@@ -369,7 +369,7 @@ def test_variants_are_timed_by_the_gpus_clock_while_a_step_is_captured(runtime, 
 
 
 def test_what_metal_takes_of_a_launch(runtime):
-    from tinyvllm.ops.launch import launch
+    from tinyvllm.bridge import launch
 
     many = [integers(0) for _ in range(31)]
     with pytest.raises(ValueError, match="planted_reverse is given 32 tensors and 0 bytes"):
@@ -379,7 +379,7 @@ def test_what_metal_takes_of_a_launch(runtime):
 def test_a_kernel_that_does_not_compile(runtime, tmp_path):
     (tmp_path / "metal/planted_wrong.metal").write_text("kernel void planted_wrong(device int *out [[buffer(0)]]) { out[0] = missing; }")
     (tmp_path / "metal/planted_odd.metal").write_text("kernel void planted_odd(device int *out [[buffer(0)]]) { } // \N{EM DASH}")
-    from tinyvllm.ops.launch import launch
+    from tinyvllm.bridge import launch
 
     for stem, words in (("planted_wrong", "_wrong_apple7 does not compile for METAL: .*missing"), ("planted_odd", "not plain ASCII")):
         with pytest.raises(KernelError, match=words):
@@ -389,7 +389,7 @@ def test_a_kernel_that_does_not_compile(runtime, tmp_path):
 def test_older_and_newer_systems(planted):
     from tinygrad.device import CompileError
 
-    from tinyvllm.ops.launch import gpu_family
+    from tinyvllm.bridge import gpu_family
 
     with metal_device(macos="13.6", family=9) as runtime:
         assert gpu_family("METAL") == "Apple9"
@@ -403,7 +403,7 @@ def test_older_and_newer_systems(planted):
 
 
 def test_a_virtual_machine_has_no_indirect_command_buffers(planted):
-    from tinyvllm.ops.launch import download, gpu_name, read_behind, repeat
+    from tinyvllm.bridge import download, gpu_name, read_behind, repeat
 
     with metal_device(name="Apple Paravirtual device") as runtime:
         assert gpu_name("METAL") == "Apple Paravirtual device"
@@ -426,7 +426,7 @@ def file_of(tmp_path, array, offset) -> np.ndarray:
 
 
 def test_a_mapped_file_is_not_copied(runtime, tmp_path):
-    from tinyvllm.ops.launch import mapped, spans
+    from tinyvllm.bridge import mapped, spans
 
     wanted = np.arange(3 * mmap.PAGESIZE, dtype=np.int32).reshape(3, -1)
     array, allocated = file_of(tmp_path, wanted, 5 * mmap.PAGESIZE + 208), runtime.allocated()
@@ -443,7 +443,7 @@ def test_a_mapped_file_is_not_copied(runtime, tmp_path):
 def test_a_mapped_file_stays_while_it_is_read(runtime, tmp_path):
     import weakref
 
-    from tinyvllm.ops.launch import mapped
+    from tinyvllm.bridge import mapped
 
     array = file_of(tmp_path, np.arange(64, dtype=np.int32), 16)
     gone = weakref.ref(array)
@@ -460,7 +460,7 @@ def test_a_mapped_file_stays_while_it_is_read(runtime, tmp_path):
 def test_what_cannot_be_mapped_is_copied(runtime, tmp_path):
     from tinygrad import dtypes
 
-    from tinyvllm.ops.launch import mapped
+    from tinyvllm.bridge import mapped
 
     wanted = np.arange(600, dtype=np.int16)
     runtime.longest_buffer = 1 << 14
@@ -473,7 +473,7 @@ def test_what_cannot_be_mapped_is_copied(runtime, tmp_path):
 
 
 def test_a_kernel_may_not_write_to_a_mapped_file(runtime, tmp_path):
-    from tinyvllm.ops.launch import mapped
+    from tinyvllm.bridge import mapped
 
     tensor = mapped(file_of(tmp_path, np.zeros(4, np.int32), 0), "METAL")
     with pytest.raises(AssertionError, match="buffer 0"):
@@ -525,14 +525,14 @@ def test_commands_without_barrier_or_resources_and_changes_in_flight_are_found(p
     """What our graph must not forget: taken away here, one by one."""
     from tinygrad import Device
 
-    from tinyvllm.ops.launch.indirect_graph import IndirectGraph
+    from tinyvllm.backends.metal.icb import MetalGraph
 
     with metal_device(seed=0) as runtime:
         total, count, x, y = integers(0), integers(2), integers(1, 2), integers(3, 4)
         step = captured_step(total, count)
         step(x, n=1).numpy()
         graph = step._graph
-        assert isinstance(graph, IndirectGraph)
+        assert isinstance(graph, MetalGraph)
         kept, graph._used = graph._used, (graph._metal.MTLBuffer * 1)(graph._fixed[0])
         step(x, n=1)
         with pytest.raises(MetalError, match="no resource that was named"):

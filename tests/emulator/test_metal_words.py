@@ -8,7 +8,7 @@ import pytest
 from tests.emulator.emulate import Arrays, emulate_source
 from tests.emulator.metal import check_record, signatures
 from tests.emulator.metal_running import run
-from tinyvllm.ops.kernel import Kernel
+from tinyvllm.backends.kernel import Kernel
 
 LANES = np.arange(32)
 NAMES = {np.uint32: "uint", np.int32: "int", np.float32: "float", np.float16: "half", np.uint16: "ushort", np.uint64: "ulong"}

@@ -26,7 +26,7 @@ import numpy as np  # noqa: E402
 from tinyvllm import LLM, RequestOutput, SamplingParams  # noqa: E402
 from tinyvllm.engine.engine import Engine  # noqa: E402
 from tinyvllm.errors import BusyError, RequestError  # noqa: E402
-from tinyvllm.request import BeamSearchParams, StructuredOutputsParams, Terms  # noqa: E402
+from tinyvllm.request import BeamSearchParams, RequestOptions, StructuredOutputsParams  # noqa: E402
 
 LONGEST, ROWS, BLOCKS, VOCAB = 160, 12, 20, 3072
 WARM = 0.4  # of the time, before memory is looked at for the first time
@@ -62,7 +62,7 @@ class Asked:
 
     prompt: list[int]
     params: SamplingParams | BeamSearchParams
-    terms: Terms
+    options: RequestOptions
     kind: str
     aborted: bool = False
     heard: dict[int, list[int]] = field(default_factory=dict)  # tokens that deltas gave, by index
@@ -94,9 +94,9 @@ class Traffic:
         own = np.random.default_rng(rng.randrange(40)).integers(10, VOCAB, LONGEST)
         return [0, *family[: length * 3 // 4].tolist(), *own.tolist()][:length]
 
-    def terms(self) -> Terms:
+    def options(self) -> RequestOptions:
         rng = self.random
-        return Terms(
+        return RequestOptions(
             priority=rng.choice((0, 0, 0, 0, 1, -1)),
             deadline_ms=rng.choice((None, None, None, None, None, 30.0, 400.0, 60_000.0)),
             ttft_deadline_ms=rng.choice((None, None, None, None, None, 100.0, 60_000.0)),
@@ -107,13 +107,13 @@ class Traffic:
         )
 
     def ask(self) -> Asked:
-        rng, terms = self.random, self.terms()
+        rng, options = self.random, self.options()
         kinds = ("plain",) * 8 + ("shaped", "shaped", "several", "best", "beams", "scored", "grammar", "grammar", "processor", "raises")
         kind = rng.choice(kinds)
         tokens = rng.choice((1, 2, 5, 9, 17, 30, 45))
         if kind == "beams":
             stopping = rng.choice((True, False, "never"))
-            return Asked(self.prompt(), BeamSearchParams(rng.choice((2, 3)), min(tokens, 9), early_stopping=stopping), terms, kind)
+            return Asked(self.prompt(), BeamSearchParams(rng.choice((2, 3)), min(tokens, 9), early_stopping=stopping), options, kind)
         options: dict[str, Any] = dict(max_tokens=tokens, temperature=0.0, ignore_eos=rng.random() < 0.7)
         if rng.random() < 0.5:
             options |= dict(temperature=0.8, seed=rng.randrange(1000)) | rng.choice(({}, {"top_k": 30}, {"top_p": 0.9}, {"min_p": 0.03}))
@@ -131,7 +131,7 @@ class Traffic:
             "processor": lambda: dict(logits_processors=[pushing]),
             "raises": lambda: dict(logits_processors=[Raising(rng.randrange(tokens))]),
         }.get(kind, dict)()  # fmt: skip
-        return Asked(self.prompt(), SamplingParams(**options), terms, kind)
+        return Asked(self.prompt(), SamplingParams(**options), options, kind)
 
     def arrive(self) -> None:
         if self.random.random() < 0.06:
@@ -139,7 +139,7 @@ class Traffic:
         asked, name = self.ask(), f"r{self.count}"
         self.count += 1
         try:
-            self.engine.add(name, list(asked.prompt), asked.params, terms=asked.terms)
+            self.engine.add(name, list(asked.prompt), asked.params, options=asked.options)
         except BusyError as error:
             self.seen[f"refused: {error.reason}"] += 1
             return
@@ -186,8 +186,8 @@ class Traffic:
         if "abort" in reasons:
             assert asked.aborted
         if "deadline" in reasons:
-            assert asked.terms.deadline_ms is not None or asked.terms.ttft_deadline_ms is not None
-        cut = asked.aborted or bool({"abort", "deadline", "error"} & set(reasons)) or asked.terms.deadline_ms is not None
+            assert asked.options.deadline_ms is not None or asked.options.ttft_deadline_ms is not None
+        cut = asked.aborted or bool({"abort", "deadline", "error"} & set(reasons)) or asked.options.deadline_ms is not None
         if asked.kind == "scored" and not cut:
             assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(asked.prompt)
         if self.random.randrange(self.check_every) == 0:
@@ -207,7 +207,7 @@ class Traffic:
             last = engine.step() or last
         expected = {part.index: part.token_ids for part in last[0].outputs}
         same = all(expected[i][: len(tokens)] == tokens for i, tokens in got.items()) if cut else expected == got
-        assert same, f"{output.request_id} ({asked.kind}, {asked.params}, {asked.terms}): expected {expected}, got {got}"
+        assert same, f"{output.request_id} ({asked.kind}, {asked.params}, {asked.options}): expected {expected}, got {got}"
         self.seen["compared"] += 1
 
     # ---- the run ----

@@ -13,7 +13,7 @@ import pytest
 from tests.engine.soak_traffic import check_empty
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.engine.engine import Engine
-from tinyvllm.request import BeamSearchParams, RequestOutput, StructuredOutputsParams, Terms
+from tinyvllm.request import BeamSearchParams, RequestOptions, RequestOutput, StructuredOutputsParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -143,7 +143,7 @@ def test_deadlines_of_beams_and_continuations(llm) -> None:
     """All of a search end together, long after the sequence that it began with is gone."""
     engine = llm.engine
     for params in (BeamSearchParams(3, 60, ignore_eos=True), replace(LONG, n=3, max_tokens=60, temperature=0.8, seed=2)):
-        engine.add("late", prompt(20), params, terms=Terms(deadline_ms=60_000.0))
+        engine.add("late", prompt(20), params, options=RequestOptions(deadline_ms=60_000.0))
         for _ in range(12):
             engine.step()
         engine.scheduler._clock = lambda: time.monotonic() + 120

@@ -12,7 +12,7 @@ import pytest
 from tinyvllm import LLM, ArgumentError, AsyncLLM, RequestError, RequestOutput, SamplingParams
 from tinyvllm.engine.chunks import Chunk
 from tinyvllm.engine.prompt import Prompt
-from tinyvllm.request import Terms
+from tinyvllm.request import RequestOptions
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 BOS = 256
@@ -98,7 +98,7 @@ def test_token_ids_are_taken_as_they_are(llm: LLM) -> None:
 def test_a_salt_belongs_to_the_chunk(llm: LLM) -> None:
     chunk = llm.chunk(SYSTEM, cache_salt="a")
     assert llm.chunk(LETTER, after=chunk).cache_salt == "a"
-    assert llm.generate(chunk + "?", GREEDY, terms=Terms(cache_salt="a"))[0].num_cached_tokens == 64
+    assert llm.generate(chunk + "?", GREEDY, options=RequestOptions(cache_salt="a"))[0].num_cached_tokens == 64
     assert llm.generate(SYSTEM + "?", GREEDY)[0].num_cached_tokens == 0
     with pytest.raises(ArgumentError, match="give both the same"):
         llm.generate(chunk + "?", GREEDY)

@@ -26,8 +26,8 @@ from safetensors.numpy import save_file
 
 from tests.tiny.to_gguf import read_folder
 from tinyvllm import LLM, RequestOutput, SamplingParams
+from tinyvllm.backends import registry
 from tinyvllm.config import DEFAULT_MODEL
-from tinyvllm.ops import registry
 
 GOLDEN = Path(__file__).parents[1] / "tiny" / "golden"
 ROWS = [name for name, lacking in registry.rows("CPU").items() if lacking is None]
@@ -256,9 +256,9 @@ def fingerprint() -> str:
         logits = llm.prompt_logits(prompts_of(2, 256)[1])
     with open_model("random", max_num_seqs=13) as llm:
         tokens = [tokens for tokens, _ in run_thirteen(llm, seeded=True, together=True)]
-    from tinyvllm.ops.crew import crew
+    from tinyvllm.backends.cpu.threads import thread_pool
 
-    return json.dumps({"lanes": crew().lanes, "tokens": tokens, "logits": hashlib.sha256(logits.tobytes()).hexdigest()})
+    return json.dumps({"lanes": thread_pool().lanes, "tokens": tokens, "logits": hashlib.sha256(logits.tobytes()).hexdigest()})
 
 
 def test_threads_change_no_bit() -> None:

@@ -17,7 +17,7 @@ import pytest
 from tinyvllm import LLM, RequestOutput, SamplingParams
 from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.cache.prefix import PrefixCache
-from tinyvllm.request import Terms
+from tinyvllm.request import RequestOptions
 from tinyvllm.scheduler import Scheduler, SchedulerLimits
 
 COUNT = 64
@@ -90,8 +90,8 @@ class Promise:
     def serve(self, numbers: list[int], asks: bool, cached: bool) -> Told:
         """Requests together; with salts of their own where nothing may be found."""
         for i in numbers:
-            terms = Terms(cache_salt=None if cached else f"{i}, asks={asks}")
-            self.engine.add(str(i), prompt(i), params(i, asks), terms=terms)
+            options = RequestOptions(cache_salt=None if cached else f"{i}, asks={asks}")
+            self.engine.add(str(i), prompt(i), params(i, asks), options=options)
         outputs = self.finish()
         for i in numbers:
             found = outputs[str(i)].num_cached_tokens

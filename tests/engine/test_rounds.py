@@ -249,9 +249,9 @@ def test_steady_decode_lays_nothing_out_anew(tiny_model, monkeypatch, rounds, pa
 
 def test_the_host_reads_a_round_behind_the_launch_of_the_next(tiny_model, monkeypatch):
     """The rounds behind the first do not begin to run here before the first one's tokens have been taken in."""
-    from tinyvllm.ops.launch.crew_graph import CrewGraph
+    from tinyvllm.backends.cpu.graph import CpuGraph
 
-    taken, run, waits = threading.Event(), CrewGraph.run, []
+    taken, run, waits = threading.Event(), CpuGraph.run, []
 
     def held(graphs: list[Any], times: int) -> None:
         if threading.current_thread().name.startswith("tinyvllm-launcher"):
@@ -266,7 +266,7 @@ def test_the_host_reads_a_round_behind_the_launch_of_the_next(tiny_model, monkey
             append(sequences, tokens)
             taken.set()
 
-        monkeypatch.setattr(CrewGraph, "run", staticmethod(held))
+        monkeypatch.setattr(CpuGraph, "run", staticmethod(held))
         monkeypatch.setattr(llm.engine, "_append_rounds", append_and_tell)
         assert told(llm.generate([prompt(1)], [GREEDY])) == expected
     assert waits and all(waits), "the host waited for all rounds before it looked at one"

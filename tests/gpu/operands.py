@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tests.ops.inputs import by_kernel, file_rows
-from tinyvllm.ops import registry
-from tinyvllm.ops.tiles import TileWeight, pack_tiles
+from tinyvllm.backends import registry
+from tinyvllm.quant.tiles import TileWeight, pack_tiles
 from tinyvllm.runner.device import _cuda_devices
 from tinyvllm.weights.load import place_bytes
 

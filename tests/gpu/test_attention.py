@@ -11,10 +11,10 @@ from tinygrad import Tensor, dtypes
 from tests.gpu.operands import EMULATED, best_row, same_bits
 from tests.ops.inputs import int32, numbers, realized
 from tests.ops.test_attention import reference
+from tinyvllm.backends import registry
 from tinyvllm.batch import Batch, LayerCache
-from tinyvllm.ops import registry
+from tinyvllm.bridge import alias
 from tinyvllm.ops.attention import PagedAttention
-from tinyvllm.ops.launch import alias
 
 S = 16
 # Of results of about 1: q and the probabilities are rounded to bfloat16.
@@ -50,13 +50,14 @@ class Cached:
         return out.numpy()[: len(q)].reshape(q.shape)
 
     def decode(
-        self, q: np.ndarray, ids: list[int], lengths: list[int], window: int = 0, alike: tuple[int, ...] | None = None
+        self, q: np.ndarray, ids: list[int], lengths: list[int], window: int = 0, shared_prefix_lens: tuple[int, ...] | None = None
     ) -> np.ndarray:
         """Row i is the token at lengths[i] - 1 of sequence ids[i]; `alike` is what the batch says of shared blocks."""
         B, last = len(ids), [n - 1 for n in lengths]
         batch = Batch(
             int32(*[0] * B), int32(*last), int32(*[0] * B), realized(self.tables[ids]), int32(*range(B + 1)), int32(*lengths), int32(B),
-            int32(B), int32(B, 0), int32(*range(B)), int32(B), self.M, B, 1, None if alike is None else int32(*alike),
+            int32(B), int32(B, 0), int32(*range(B)), int32(B), self.M, B, 1,
+            None if shared_prefix_lens is None else int32(*shared_prefix_lens),
         )  # fmt: skip
         return self.attend(q, batch, window)
 
@@ -113,8 +114,8 @@ def test_blocks_that_are_shared_give_the_bits_of_each_alone(shape, sizes, monkey
     got = cached.decode(q, ids, lengths, window, SHARED)
     want = reference(q, [n - 1 for n in lengths], ids, cached.tables, cached.values, window)
     np.testing.assert_allclose(got, want, atol=TOLERANCE)
-    for alike in (None, (0,) * len(ids), tuple(n // 2 // S * S for n in SHARED), SHARED):
-        same_bits(cached.decode(q, ids, lengths, window, alike), got, f"shared, as is said: {alike}")
+    for shared_prefix_lens in (None, (0,) * len(ids), tuple(n // 2 // S * S for n in SHARED), SHARED):
+        same_bits(cached.decode(q, ids, lengths, window, shared_prefix_lens), got, f"shared, as is said: {shared_prefix_lens}")
     for b in ids:
         same_bits(cached.decode(q[b : b + 1], [b], lengths[b : b + 1], window), got[b : b + 1], f"sequence {b} alone")
 

@@ -9,11 +9,11 @@ from tinygrad import Tensor, dtypes
 from tests.gpu.operands import FORMATS, best_row, both, same_bits, tiled
 from tests.ops.inputs import by_kernel, int32, numbers, realized
 from tests.ops.test_qkv import batch_of
+from tinyvllm.backends import registry
+from tinyvllm.backends.cuda import plan as records
 from tinyvllm.batch import LayerCache
-from tinyvllm.ops import registry
-from tinyvllm.ops.calls import cuda_records as records
+from tinyvllm.bridge import alias
 from tinyvllm.ops.head import embed, norm_head
-from tinyvllm.ops.launch import alias
 from tinyvllm.ops.linear import gate_up_silu, linear
 from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.qkv import QKV, norm_qkv_rope_store

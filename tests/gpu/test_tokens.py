@@ -9,10 +9,10 @@ from tinygrad import Tensor, dtypes
 from tests.gpu.operands import DEVICE, EMULATED, both
 from tests.kernels.test_sample import logits_of, params
 from tests.ops.inputs import int32, numbers, realized
+from tinyvllm.bridge import download
 from tinyvllm.config import DEFAULT_MODEL, cache_folder
+from tinyvllm.ops.accept_drafts import accept_drafts
 from tinyvllm.ops.copy import copy_blocks
-from tinyvllm.ops.launch import download
-from tinyvllm.ops.verify import verify_prefix
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.runner.device import start_device
 from tinyvllm.sampling.sampler import Sampler, SamplingFlags
@@ -70,11 +70,11 @@ def test_guesses_are_verified_alike(monkeypatch):
     arguments = realized(drafts.astype(np.int32)), realized(chosen.astype(np.int32)), int32(*(b % 6 for b in range(33))), int32(33)
 
     def op() -> np.ndarray:
-        accepted, following = verify_prefix(*arguments)
+        accepted, following = accept_drafts(*arguments)
         Tensor.realize(accepted, following)
         return np.stack([accepted.numpy(), following.numpy()])
 
-    got, want = both(monkeypatch, "verify_prefix", op)
+    got, want = both(monkeypatch, "accept_drafts", op)
     np.testing.assert_array_equal(got, want)
 
 

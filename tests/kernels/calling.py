@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tinyvllm.ops.kernel import Kernel
-from tinyvllm.ops.source import kernel_text
-from tinyvllm.ops.toolchain import provide_compiler, target_flags
+from tinyvllm.backends.cpu.toolchain import provide_compiler, target_flags
+from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.source import kernel_text
 
 FOLDER = Path(tempfile.gettempdir()) / f"tinyvllm-test-kernels-{os.getuid()}"
 
@@ -47,7 +47,7 @@ def aligned(shape: tuple[int, ...], dtype: object, fill: object = None) -> np.nd
 
 
 class Team(ctypes.Structure):
-    _fields_ = [("lane", ctypes.c_int), ("lanes", ctypes.c_int), ("crew", ctypes.c_void_p)]
+    _fields_ = [("lane", ctypes.c_int), ("lanes", ctypes.c_int), ("pool", ctypes.c_void_p)]
 
 
 def call(kernel: Kernel, *arrays: np.ndarray, lanes: int = 2, extra: tuple[str, ...] = ()) -> None:
@@ -56,10 +56,10 @@ def call(kernel: Kernel, *arrays: np.ndarray, lanes: int = 2, extra: tuple[str, 
     assert all(a.flags.c_contiguous for a in arrays)
     entry = load(kernel, extra).entry
     entry.restype = None
-    crew = aligned((256,), np.uint8, 0)
+    pool = aligned((256,), np.uint8, 0)
 
     def run(lane: int) -> None:
-        team = Team(lane, lanes, crew.ctypes.data)
+        team = Team(lane, lanes, pool.ctypes.data)
         entry(*(ctypes.c_void_p(a.ctypes.data) for a in arrays), ctypes.byref(team))
 
     threads = [threading.Thread(target=run, args=(lane,)) for lane in range(1, lanes)]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tests.kernels.calling import aligned
-from tinyvllm.ops.kernel import Kernel
+from tinyvllm.backends.kernel import Kernel
 
 Call = tuple[Kernel, list[np.ndarray]]
 BYTES = {"F32": (4, 1), "F16": (2, 1), "BF16": (2, 1), "Q8_0": (34, 32), "Q4_0": (18, 32)}  # so many bytes for so many weights

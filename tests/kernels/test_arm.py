@@ -12,9 +12,9 @@ import pytest
 from tests.kernels.calling import FOLDER, call
 from tests.kernels.samples import SAMPLES
 from tests.kernels.test_sanitizers import MAIN, NAMES
-from tinyvllm.ops.compile import _ALONE, _COMMON
-from tinyvllm.ops.source import kernel_text, kernels_folder
-from tinyvllm.ops.toolchain import CPU_TARGETS, provide_compiler
+from tinyvllm.backends.cpu.compile import _ALONE, _COMMON
+from tinyvllm.backends.cpu.toolchain import CPU_TARGETS, provide_compiler
+from tinyvllm.backends.source import kernel_text, kernels_folder
 
 TARGET = "aarch64-linux-musl"
 PROCESSORS = {"first": CPU_TARGETS["neon"][0], "dots": CPU_TARGETS["neon"][0] + "+dotprod+bf16"}
@@ -38,7 +38,7 @@ def test_a_kernel_does_on_arm_what_the_plain_one_does(name: str, processor: str,
     kernel, arrays = SAMPLES[name]("neon")
     count = kernel.outs + kernel.ins
     actual = ", ".join(f"arguments[{i}]" for i in range(count))
-    team = (kernels_folder() / "cpu/include/team.h").read_text()
+    team = (kernels_folder() / "cpu/include/thread_team.h").read_text()
     main = team + "void entry();" + MAIN.format(count=count, outs=kernel.outs, actual=actual)
     code, program, given, written = (tmp_path / name for name in ("kernel.o", "program", "in", "out"))
     # the C library is built for one processor only, which takes long the first time

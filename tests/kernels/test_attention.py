@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from tests.kernels.calling import aligned, call
-from tinyvllm.ops.kernel import Kernel
-from tinyvllm.ops.toolchain import cpu_features
+from tinyvllm.backends.cpu.toolchain import cpu_features
+from tinyvllm.backends.kernel import Kernel
 
 NEEDS = {"avx512": "avx512f", "avx2": "avx2", "neon": "asimd"}
 TARGETS = [target for target, feature in NEEDS.items() if feature in cpu_features()] + ["plain"]
@@ -113,7 +113,7 @@ def oracle(case: Case) -> np.ndarray:
 
 
 def decode(
-    case: Case, target: str = TARGETS[0], lanes: int = 2, count: int | None = None, alike: list[int] | None = None
+    case: Case, target: str = TARGETS[0], lanes: int = 2, count: int | None = None, shared_prefix_lens: list[int] | None = None
 ) -> np.ndarray:  # fmt: skip
     """The last row of each sequence; with `alike`, by the kernel that reads once what is shared."""
     s, (B, M) = case.shape, case.tables.shape
@@ -122,8 +122,8 @@ def decode(
     partial = aligned((B * s.H * -(-M * s.S // 256) * (s.D + 2),), np.float32)
     out = aligned(last.shape, np.float32)
     ins = [last, case.cache, case.tables, _ints(case.context), _ints([B if count is None else count])]
-    ins += [] if alike is None else [_ints(alike)]
-    call(case.kernel("attention_decode", target, alike is not None), out, partial, *ins, lanes=lanes)
+    ins += [] if shared_prefix_lens is None else [_ints(shared_prefix_lens)]
+    call(case.kernel("attention_decode", target, shared_prefix_lens is not None), out, partial, *ins, lanes=lanes)
     return out
 
 
@@ -273,10 +273,10 @@ def test_shared_blocks_read_once_give_the_same_bits(shape: Shape, target: str) -
     want = decode(case, target)
     np.testing.assert_allclose(want, oracle(case), **TOLERANCE)
     for lanes in (1, 3):
-        assert same(decode(case, target, lanes, alike=case.shared), want), lanes
+        assert same(decode(case, target, lanes, shared_prefix_lens=case.shared), want), lanes
     # what is said to be shared may be less than what is
     for less in ([0] * len(case.shared), [n // 2 // shape.S * shape.S for n in case.shared], [max(0, n - shape.S) for n in case.shared]):
-        assert same(decode(case, target, alike=less), want)
+        assert same(decode(case, target, shared_prefix_lens=less), want)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -284,7 +284,7 @@ def test_shared_blocks_read_once_give_the_same_bits(shape: Shape, target: str) -
 def test_what_is_said_to_be_shared_is_read_from_the_one_before(shape: Shape, target: str) -> None:
     """Sequence 1 is wrongly said to begin as sequence 0 does: it gets what it would get if its table said so, too."""
     case = make(shape, [1, 1, 1], [400, 330, 350])
-    wrong = decode(case, target, alike=[0, 320, 0])
+    wrong = decode(case, target, shared_prefix_lens=[0, 320, 0])
     right = decode(case, target)
     assert same(wrong[[0, 2]], right[[0, 2]]) and not same(wrong[1:2], right[1:2])
     case.tables[1, : 320 // shape.S] = case.tables[0, : 320 // shape.S]
@@ -294,7 +294,7 @@ def test_what_is_said_to_be_shared_is_read_from_the_one_before(shape: Shape, tar
 @pytest.mark.parametrize("target", TARGETS)
 def test_sequences_that_do_not_count_are_in_no_group(target: str) -> None:
     case = make(Shape(dtype="BF16"), [1] * 5, [300, 290, 310, 295, 280], shared=[0, 256, 256, 256, 256])
-    out = decode(case, target, count=2, alike=case.shared)
+    out = decode(case, target, count=2, shared_prefix_lens=case.shared)
     assert same(out[:2], decode(case, target)[:2])
     assert (out[2:].view(np.uint32) == 0xFFFFFFFF).all()
-    assert (decode(case, target, count=0, alike=case.shared).view(np.uint32) == 0xFFFFFFFF).all()
+    assert (decode(case, target, count=0, shared_prefix_lens=case.shared).view(np.uint32) == 0xFFFFFFFF).all()

@@ -8,9 +8,9 @@ import pytest
 
 from tests.kernels.calling import FOLDER
 from tests.kernels.samples import SAMPLES
-from tinyvllm.ops.compile import _ALONE, _COMMON
-from tinyvllm.ops.source import kernel_text, kernels_folder
-from tinyvllm.ops.toolchain import CPU_TARGETS, provide_compiler
+from tinyvllm.backends.cpu.compile import _ALONE, _COMMON
+from tinyvllm.backends.cpu.toolchain import CPU_TARGETS, provide_compiler
+from tinyvllm.backends.source import kernel_text, kernels_folder
 
 ROWS = {
     "plain": ("x86_64", ()),
@@ -19,7 +19,7 @@ ROWS = {
     "neon": ("aarch64", CPU_TARGETS["neon"]),
     "neon with dot products": ("aarch64", (CPU_TARGETS["neon"][0] + "+dotprod+bf16",)),
 }
-PIECES_OF_OTHERS = {"crew"}  # a library of its own, no kernel
+PIECES_OF_OTHERS = {"thread_pool"}  # a library of its own, no kernel
 
 
 def test_every_kernel_has_a_sample() -> None:

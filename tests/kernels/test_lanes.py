@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from tests.kernels.calling import FOLDER
-from tinyvllm.ops.source import kernels_folder
-from tinyvllm.ops.toolchain import cpu_features, provide_compiler
+from tinyvllm.backends.cpu.toolchain import cpu_features, provide_compiler
+from tinyvllm.backends.source import kernels_folder
 
 INCLUDE = kernels_folder() / "cpu" / "include"
 ROWS = ("plain", "avx2", "avx512", "neon")

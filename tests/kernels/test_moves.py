@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.kernels.calling import aligned, call
-from tinyvllm.ops.kernel import Kernel
-from tinyvllm.ops.toolchain import cpu_features
+from tinyvllm.backends.cpu.toolchain import cpu_features
+from tinyvllm.backends.kernel import Kernel
 
 TARGETS = ("plain", *(["avx2"] if {"avx2", "fma", "f16c"} <= cpu_features() else []), *(["avx512"] if "avx512f" in cpu_features() else []))
 E, V, T = 96, 37, 5  # three panels, the last of them not full

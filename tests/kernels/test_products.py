@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests.kernels.calling import aligned, call
-from tinyvllm.ops.kernel import Kernel
-from tinyvllm.ops.source import kernels_folder
-from tinyvllm.ops.toolchain import cpu_features
+from tinyvllm.backends.cpu.toolchain import cpu_features
+from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.source import kernels_folder
 from tinyvllm.quant.formats import bf16_to_f32, f32_to_bf16
 
 FORMATS = ["F32", "F16", "BF16", "Q8_0", "Q4_0"]

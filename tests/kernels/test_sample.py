@@ -13,10 +13,10 @@ import pytest
 from tinygrad import Tensor
 
 from tests.kernels.calling import aligned, call
+from tinyvllm.backends.cpu.toolchain import cpu_features
+from tinyvllm.backends.kernel import Kernel
+from tinyvllm.bridge import download
 from tinyvllm.config import cache_folder
-from tinyvllm.ops.kernel import Kernel
-from tinyvllm.ops.launch import download
-from tinyvllm.ops.toolchain import cpu_features
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.runner.device import start_device
 from tinyvllm.sampling.sampler import Column, Sampler, SamplingFlags

@@ -16,9 +16,9 @@ import pytest
 
 from tests.kernels.calling import call
 from tests.kernels.samples import SAMPLES, Call
-from tinyvllm.ops.kernel import Kernel
-from tinyvllm.ops.source import kernel_source, kernel_text
-from tinyvllm.ops.toolchain import cpu_features, target_flags
+from tinyvllm.backends.cpu.toolchain import cpu_features, target_flags
+from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.source import kernel_source, kernel_text
 
 NAMES = [
     "matmul BF16",
@@ -56,7 +56,7 @@ MAIN = """
 #include <stdlib.h>
 
 static int64_t arguments[{count}], sizes[{count}];
-static struct crew crews[3];
+static struct thread_pool crews[3];
 
 static void *lane(void *number) {{
   long lane = (long)number;
@@ -110,12 +110,12 @@ static void core(long number) { written[number] += number; }
 
 static void *worker(void *number) {
   long lane = (long)number, seen = 0;
-  while ((seen = crew_work(&shared, lane, LANES, seen, lane * 20000)) >= 0) sem_wait(&bells[lane]);
+  while ((seen = pool_work(&shared, lane, LANES, seen, lane * 20000)) >= 0) sem_wait(&bells[lane]);
   return 0;
 }
 
 static void post(const int64_t *list, long count, long times) {
-  unsigned long wake = crew_post(&shared, LANES, list, count, times);
+  unsigned long wake = pool_post(&shared, LANES, list, count, times);
   for (int lane = 1; lane < LANES; lane++)
     if (wake >> lane & 1) sem_post(&bells[lane]);
 }
@@ -129,7 +129,7 @@ int main(void) {
     int64_t *copy = malloc(sizeof list);  // a list may go as soon as it has run
     for (unsigned j = 0; j < sizeof list / 8; j++) copy[j] = list[j];
     post(copy, 5, 1 + i % 2);
-    crew_go(&shared, LANES);
+    pool_go(&shared, LANES);
     free(copy);
     for (volatile int wait = i % 5 * 20000; wait > 0;) wait--;  // sometimes long enough for the workers to fall asleep
   }
@@ -207,14 +207,14 @@ def test_a_planted_race_is_found(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_the_crew_is_clean(sanitizer: str, tmp_path: Path) -> None:
     """Lists one after the other on three lanes, whose workers sometimes sleep: every kernel sees all that the one before it wrote."""
-    text = kernel_source("cpu", "crew") + CREW
+    text = kernel_source("cpu", "thread_pool") + CREW
     status, said, _ = run(built(text, tmp_path / "crew", sanitizer))
     assert status == 0, said
 
 
 def test_a_race_between_kernels_is_found(tmp_path: Path) -> None:
     """Two kernels with no meeting between them: what the lanes write in one they read in the other."""
-    source = kernel_source("cpu", "crew")
+    source = kernel_source("cpu", "thread_pool")
     text = source.replace("    if (kind != ALONE ||", "    if (kind != TEAM ||") + CREW
     assert source + CREW != text
     status, said, _ = run(built(text, tmp_path / "crew", "thread"))

@@ -16,9 +16,9 @@ from tinygrad import Device
 from tinygrad.device import BufferSpec
 
 from tests.emulator.emulate import Arrays
+from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.source import kernel_text
 from tinyvllm.config import cache_folder
-from tinyvllm.ops.kernel import Kernel
-from tinyvllm.ops.source import kernel_text
 from tinyvllm.runner.device import start_device
 
 BORDER = 256  # bytes; arrays lie on one on the host as well

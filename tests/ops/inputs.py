@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from tinygrad import Tensor, dtypes
 
-from tinyvllm.ops import registry
-from tinyvllm.ops.weight import PACKED, PackedWeight, RowWeight, pack_panels
+from tinyvllm.backends import registry
 from tinyvllm.quant.formats import FORMATS
+from tinyvllm.quant.layouts import PACKED, PackedWeight, RowWeight, pack_panels
 from tinyvllm.weights.load import adopt
 from tinyvllm.weights.mapping import allocate
 

@@ -9,10 +9,10 @@ import pytest
 from tinygrad import Tensor
 
 from tests.ops.inputs import ROWS, int32, realized
+from tinyvllm.backends import registry
 from tinyvllm.batch import Batch
-from tinyvllm.ops import registry
+from tinyvllm.bridge import Captured, download, upload
 from tinyvllm.ops.advance import History, advance
-from tinyvllm.ops.launch import Captured, download, upload
 
 S, SCRATCH = 8, 99
 TABLES = np.array([[1, 2], [3, 4], [5, 6], [7, 8], [9, 9]], np.int32)

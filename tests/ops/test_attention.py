@@ -11,10 +11,10 @@ import pytest
 from tinygrad import Tensor, dtypes
 
 from tests.ops.inputs import ROWS, numbers, realized
+from tinyvllm.backends import registry
 from tinyvllm.batch import Batch, LayerCache
-from tinyvllm.ops import registry
+from tinyvllm.bridge import alias
 from tinyvllm.ops.attention import PagedAttention
-from tinyvllm.ops.launch import alias
 
 S, D, P, M = 8, 32, 24, 6
 BUCKET = 4  # decodes are padded to
@@ -43,7 +43,7 @@ class Step:
     The first `shared` tokens of all decodes lie in the same blocks; `alike` is what the batch says of that, None nothing.
     """
 
-    def __init__(self, decodes, chunks, K, D=D, S=S, M=M, P=P, shared=0, alike=None):
+    def __init__(self, decodes, chunks, K, D=D, S=S, M=M, P=P, shared=0, shared_prefix_lens=None):
         bucket = BUCKET if decodes else 0
         sequences, random = bucket + len(chunks), np.random.default_rng(3)
         tables = np.zeros((sequences, M), np.int32)
@@ -69,7 +69,11 @@ class Step:
         arrays += [[bucket, len(chunks)], [0], [0]]
         tensors = [realized(np.asarray(a, dtype=np.int32)) for a in arrays]
         longest = max((n for _, n in chunks), default=1)
-        common = None if alike is None else realized(np.array([*alike, *[0] * (sequences - len(alike))], np.int32))
+        common = (
+            None
+            if shared_prefix_lens is None
+            else realized(np.array([*shared_prefix_lens, *[0] * (sequences - len(shared_prefix_lens))], np.int32))
+        )
         self.batch = Batch(*tensors, -(-int(contexts.max()) // S), bucket, longest, common)
         self.S = S
 
@@ -163,7 +167,9 @@ SHARING, ALIKE = [600, 513, 560, 520], [0, 512, 512, 512]  # contexts, and what 
 def test_blocks_that_decodes_share_change_no_bits(monkeypatch, window, row):
     force(monkeypatch, row, row)
     sizes = {"S": 16, "M": 40, "P": 60}
-    alone, together = (Step(SHARING, [(0, 20)], 2, shared=512, alike=alike, **sizes) for alike in (None, ALIKE))
+    alone, together = (
+        Step(SHARING, [(0, 20)], 2, shared=512, shared_prefix_lens=shared_prefix_lens, **sizes) for shared_prefix_lens in (None, ALIKE)
+    )
     np.testing.assert_allclose(together.attend(window), together.expected(window), atol=2e-6)
     np.testing.assert_array_equal(together.attend(window).view(np.uint32), alone.attend(window).view(np.uint32))
 
@@ -172,7 +178,7 @@ def test_the_kernel_takes_the_batchs_word_for_what_is_shared_and_the_reference_d
     sizes = {"S": 16, "M": 40, "P": 140}
     for row, believes in ((ROWS[0], True), ("ref", False)):
         force(monkeypatch, row, "ref")
-        step = Step(SHARING, [], 2, alike=ALIKE, **sizes)  # nothing is shared
+        step = Step(SHARING, [], 2, shared_prefix_lens=ALIKE, **sizes)  # nothing is shared
         wrong, right = step.attend(), step.expected()
         np.testing.assert_allclose(wrong[0], right[0], atol=2e-6)
         assert np.allclose(wrong[1:], right[1:], atol=2e-6) is not believes

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.ops.inputs import ROWS, int32, numbers, realized
+from tinyvllm.bridge import download
 from tinyvllm.ops.copy import copy_blocks
-from tinyvllm.ops.launch import download
 
 
 @pytest.mark.parametrize("row", [*ROWS, "ref"])

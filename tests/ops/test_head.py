@@ -7,11 +7,11 @@ import pytest
 from tinygrad import Tensor
 
 from tests.ops.inputs import FORMATS_AND_ROWS, ROWS, by_kernel, device_bytes, in_rows, int32, numbers, packed, realized
-from tinyvllm.ops import registry
+from tinyvllm.backends import registry
 from tinyvllm.ops.head import embed, norm_head
 from tinyvllm.ops.linear import TensorWeight
 from tinyvllm.ops.norm import Norm
-from tinyvllm.ops.weight import PackedWeight, pack_panels
+from tinyvllm.quant.layouts import PackedWeight, pack_panels
 
 # Where the norm's output is rounded, a last bit before may tip a number to its neighbour.
 TOLERANCE = {"F32": 2e-5, "F16": 2e-5, "BF16": 4e-3, "Q8_0": 2e-2, "Q4_0": 2e-2}

@@ -7,11 +7,11 @@ import pytest
 from tinygrad import Tensor, dtypes
 
 from tests.ops.inputs import FORMATS_AND_ROWS, ROWS, by_kernel, int32, numbers, packed, realized
-from tinyvllm.ops import registry
-from tinyvllm.ops.calls.buffers import constant
+from tinyvllm.backends import registry
+from tinyvllm.backends.buffers import constant
 from tinyvllm.ops.linear import TensorWeight, gate_up_silu, linear, rounded
 from tinyvllm.ops.norm import Norm
-from tinyvllm.ops.weight import PACKED
+from tinyvllm.quant.layouts import PACKED
 
 TOLERANCE = 1e-5  # of results of about 1: the order of float32 sums
 # Where x is rounded, a last bit of the norm may tip a number to its neighbour: a weight of 0.1 times 1/256 (BF16) or 3/127 (blocks).

@@ -10,9 +10,9 @@ import pytest
 from tinygrad import Tensor, dtypes
 
 from tests.ops.inputs import FORMATS_AND_ROWS, ROWS, by_kernel, int32, numbers, packed, realized
+from tinyvllm.backends import registry
 from tinyvllm.batch import Batch, LayerCache
-from tinyvllm.ops import registry
-from tinyvllm.ops.launch import alias
+from tinyvllm.bridge import alias
 from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.qkv import QKV, append_kv, norm_qkv_rope_store
 

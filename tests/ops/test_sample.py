@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tinygrad import Device, Tensor, dtypes
 
+from tinyvllm.bridge import download
 from tinyvllm.ops import sample
-from tinyvllm.ops.launch import download
 
 INF, NAN = np.inf, np.nan
 VOCABULARIES = (67, 1001, 3072, 40000)  # not divisible by 4; summed at once; in 32 parts; split by tinygrad

@@ -1,11 +1,5 @@
-"""tinygrad with a compiler, as the engine would have it."""
+"""Every test here runs on a started CPU device."""
 
-import pytest
+from tests.started import device
 
-from tinyvllm.config import cache_folder
-from tinyvllm.runner.device import start_device
-
-
-@pytest.fixture(scope="session", autouse=True)
-def device() -> str:
-    return start_device("CPU", cache_folder())
+__all__ = ["device"]

@@ -80,7 +80,7 @@ def test_a_second_fill_leaves_nothing_of_the_first():
 
 
 def test_the_device_holds_what_the_host_laid_out():
-    from tinyvllm.ops.launch import download
+    from tinyvllm.bridge import download
 
     inputs, blocks = fill([entry(1, 5, 4, 1), entry(2, 30, 10, 20)])
     batch = inputs.batch(blocks)
@@ -149,7 +149,7 @@ def test_what_the_device_has_advanced_is_not_laid_out_again(uploads):
 
 
 def test_a_new_block_takes_itself_and_slots_alone(uploads):
-    from tinyvllm.ops.launch import download
+    from tinyvllm.bridge import download
 
     batch = decodes(5, 15)
     inputs = made(batch)
@@ -164,7 +164,7 @@ def test_a_new_block_takes_itself_and_slots_alone(uploads):
 
 
 def test_a_step_that_goes_on_looks_at_those_alone_that_have_grown(uploads):
-    from tinyvllm.ops.launch import download
+    from tinyvllm.bridge import download
 
     batch = decodes(5, 15, 30)
     inputs = made(batch)
@@ -234,7 +234,7 @@ def test_decodes_that_share_blocks_stand_side_by_side():
     inputs, _ = fill(entries)
     ids = (inputs.tokens[:7] // 100).tolist()
     assert ids == [1, 6, 4, 7, 2, 5, 3], "groups in order of their first, and within one the more they share the closer"
-    assert inputs.alike.tolist() == [0, 3 * S, 2 * S, 2 * S, 0, 2 * S, 0, 0]
+    assert inputs.shared_prefix_lens.tolist() == [0, 3 * S, 2 * S, 2 * S, 0, 2 * S, 0, 0]
     assert inputs.samples[:7].tolist() == list(range(7))
 
 
@@ -247,7 +247,7 @@ def test_the_order_of_the_rows_is_told_and_kept_while_the_schedule_is_the_same()
     def rows(ids, shared=(1, 2)):
         singles = [sharing(n, shared if n % 2 else []) for n in ids]
         inputs.fill(singles, [], S)
-        return [scheduled.sequence.sequence_id for scheduled in singles], inputs.alike.tolist()
+        return [scheduled.sequence.sequence_id for scheduled in singles], inputs.shared_prefix_lens.tolist()
 
     assert rows([1, 2, 3, 4]) == ([1, 3, 2, 4], [0, 2 * S, 0, 0])
     assert rows([1, 2, 3, 4], shared=()) == ([1, 3, 2, 4], [0] * 4)
@@ -260,19 +260,19 @@ def test_only_blocks_that_both_have_filled_are_shared():
     """Behind a short table lie the blocks of the one that had its row before."""
     long = [1, 2, 3, 4]
     inputs, _ = fill([sharing(1, long), sharing(2, long), sharing(3, long)])
-    assert inputs.alike.tolist() == [0, 4 * S, 4 * S, 0]
+    assert inputs.shared_prefix_lens.tolist() == [0, 4 * S, 4 * S, 0]
     short = sharing(4, [], own=2)
     short.sequence.block_table = long[:2]
     singles = [short, sharing(2, long), sharing(3, long)]
     inputs.fill(singles, [], S)
     assert singles[0] is short and inputs.block_tables[0, :4].tolist() == long
-    assert inputs.alike.tolist() == [0, S, 4 * S, 0], "its second block lacks a token"
+    assert inputs.shared_prefix_lens.tolist() == [0, S, 4 * S, 0], "its second block lacks a token"
 
 
 def test_a_decode_beside_chunks_shares_and_a_chunk_does_not():
     chunk = sharing(3, [1, 2], own=2, num_tokens=2)
     inputs, _ = fill([sharing(1, [1, 2]), chunk, sharing(2, [1, 2])])
-    assert inputs.alike.tolist() == [0, 2 * S] + [0] * 7
+    assert inputs.shared_prefix_lens.tolist() == [0, 2 * S] + [0] * 7
 
 
 def test_without_cascade_the_schedules_order_stays():
@@ -281,26 +281,26 @@ def test_without_cascade_the_schedules_order_stays():
     singles = [sharing(1, [1, 2]), sharing(2, []), sharing(3, [1, 2])]
     inputs = StepInputs(shape_of(singles, []), M, SCRATCH, "CPU", cascade=False)
     inputs.fill(singles, [], S)
-    assert [e.sequence.sequence_id for e in singles] == [1, 2, 3] and not inputs.alike.any()
+    assert [e.sequence.sequence_id for e in singles] == [1, 2, 3] and not inputs.shared_prefix_lens.any()
 
 
 def test_what_is_shared_follows_tables_that_change_on_the_way(uploads):
-    from tinyvllm.ops.launch import download
+    from tinyvllm.bridge import download
 
     batch = [sharing(1, [1, 2, 3], own=2), sharing(2, [1, 2, 3], own=2)]
     inputs = made(batch)
-    assert inputs.alike.tolist() == [0, 3 * S]
+    assert inputs.shared_prefix_lens.tolist() == [0, 3 * S]
     inputs.advanced(1)
     for scheduled in batch:
         scheduled.start += 1
     batch[0].sequence.block_table.append(77)
     uploads.clear()
     inputs.fill(batch, [], S)
-    assert uploads == [1, 1] and inputs.alike.tolist() == [0, 3 * S], "a new block of one's own changes nothing in common"
+    assert uploads == [1, 1] and inputs.shared_prefix_lens.tolist() == [0, 3 * S], "a new block of one's own changes nothing in common"
     inputs.advanced(1)
     for scheduled in batch:
         scheduled.start += 1
     batch[1].sequence.block_table = [1, 40, *batch[1].sequence.block_table[2:], 99]  # another list, as behind a swap
     uploads.clear()
     inputs.fill(batch, [], S)
-    assert uploads == [6, 1, 2] and download(inputs.batch(1).alike).tolist() == [0, S]
+    assert uploads == [6, 1, 2] and download(inputs.batch(1).shared_prefix_lens).tolist() == [0, S]

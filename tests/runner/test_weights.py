@@ -244,7 +244,7 @@ def test_parts_of_different_formats_become_floats(tmp_path):
 
 @pytest.fixture
 def small_are_kept(monkeypatch):
-    from tinyvllm.runner import panels
+    from tinyvllm.runner import weight_cache as panels
 
     monkeypatch.setattr(panels, "SMALLEST", 0)
 
@@ -291,13 +291,13 @@ def test_what_a_killed_start_left_is_removed(tmp_path, small_are_kept):
 
 
 def test_what_is_small_or_was_left_unfinished_is_not_kept(tmp_path, monkeypatch):
-    from tinyvllm.runner import panels
+    from tinyvllm.runner import weight_cache as panels
 
     tensors, cache = write(tmp_path), tmp_path / "cache"
     check_rows(load(tmp_path, kept=cache).model, tensors, {"F32"})
     assert kept_files(cache) == [], "packing is quicker than it is worth"
     monkeypatch.setattr(panels, "SMALLEST", 0)
-    monkeypatch.setattr(panels.KeptPanels, "finish", lambda self: None)  # as if it had been ended here
+    monkeypatch.setattr(panels.WeightCache, "finish", lambda self: None)  # as if it had been ended here
     check_rows(load(tmp_path, kept=cache).model, tensors, {"F32"})
     monkeypatch.undo()
     check_rows(load(tmp_path, kept=cache).model, tensors, {"F32"})

@@ -42,7 +42,9 @@ KINDS = {
     "lark with json": ({"grammar": 'start: "x" %json {"const": {"&": 1}} // &\n'}, ['x{"&":1}'], ['{"&":1}', "x"]),
     "lark with names": ({"grammar": 'start: %json {"properties": {"a": {"type": "null"}}}\n'}, ['{"a":null}'], ['{"\\u0061":1}']),
     "lark with JSON as dumped": (
-        {"grammar": "start: %json " + json.dumps({"x-guidance": AS_DUMPED, "type": "array"}) + "\n"}, ["[1, 2]"], ["[1,2]", "[ 1]"]
+        {"grammar": "start: %json " + json.dumps({"x-guidance": AS_DUMPED, "type": "array"}) + "\n"},
+        ["[1, 2]"],
+        ["[1,2]", "[ 1]"],
     ),
     "lark with ::= in a literal": ({"grammar": 'start: "a ::= b"\n'}, ["a ::= b"], ["a"]),
     "gbnf": ({"grammar": 'root ::= "a" ("b" | [0-9]+)*\n'}, ["a", "ab12b"], ["b", "a-"]),

@@ -3,7 +3,7 @@
 import numpy as np
 from tinygrad import Device
 
-from tinyvllm.ops.launch import download
+from tinyvllm.bridge import download
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.sampling.penalties import Bias, Masks, SeenTokens, penalizes
 

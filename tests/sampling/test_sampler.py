@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tinygrad import Device, Tensor
 
+from tinyvllm.bridge import download
 from tinyvllm.errors import ArgumentError
 from tinyvllm.ops import sample as ops
-from tinyvllm.ops.launch import download
 from tinyvllm.request import SamplingParams, Sequence, StructuredOutputsParams
 from tinyvllm.sampling.sampler import Sampler, SamplingFlags
 

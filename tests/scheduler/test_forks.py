@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.scheduler.hand import all_free, make, make_sequence, ran, run
+from tests.scheduler.builders import all_free, make, make_sequence, ran, run
 from tinyvllm.request import Status
 from tinyvllm.scheduler import Schedule, Scheduled
 
 
-def family(scheduler, tokens: int, count: int, first: int = 0, **terms):
-    sequences = [make_sequence(first + i, tokens, **terms) for i in range(count)]
+def family(scheduler, tokens: int, count: int, first: int = 0, **options):
+    sequences = [make_sequence(first + i, tokens, **options) for i in range(count)]
     scheduler.add(sequences[0], sequences[1:])
     return sequences
 

@@ -11,12 +11,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from tests.scheduler.house import House, Loan
-from tinyvllm.request import Terms
+from tests.scheduler.simulated_engine import House, Loan
+from tinyvllm.request import RequestOptions
 
 
-def terms_of(rng: random.Random) -> Terms:
-    return Terms(
+def terms_of(rng: random.Random) -> RequestOptions:
+    return RequestOptions(
         priority=rng.choice((0, 0, 0, 1, -1)),
         deadline_ms=rng.choice((None, None, None, 40000.0)),
         ttft_deadline_ms=rng.choice((None, None, None, 9000.0)),
@@ -41,7 +41,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(tokens=st.integers(0, 30), wanted=st.integers(1, 40), width=st.integers(1, 4), beams=st.booleans(), plain=st.booleans())
     def add(self, tokens: int, wanted: int, width: int, beams: bool, plain: bool) -> None:
-        self.house.add(tokens, wanted, Terms() if plain else terms_of(self.random), width, beams)
+        self.house.add(tokens, wanted, RequestOptions() if plain else terms_of(self.random), width, beams)
         self.house.check()
 
     @rule(times=st.integers(1, 8))
@@ -101,9 +101,9 @@ def test_long_runs_under_pressure(kind: str, seed: int) -> None:
     for _ in range(1200):
         dice = rng.random()
         if dice < 0.3 and len(house.living) < crowd:
-            terms = Terms() if rng.random() < 0.5 else terms_of(rng)
+            options = RequestOptions() if rng.random() < 0.5 else terms_of(rng)
             tokens = rng.randint(0, room if dice < 0.02 else room // 4)
-            house.add(tokens, rng.randint(1, room), terms, rng.choice((1, 1, 1, 2, 4)), rng.random() < 0.3)
+            house.add(tokens, rng.randint(1, room), options, rng.choice((1, 1, 1, 2, 4)), rng.random() < 0.3)
         elif dice < 0.315:
             house.abort(rng.randrange(99))
         elif dice < 0.34 and house.loan is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.scheduler.hand import make_sequence
+from tests.scheduler.builders import make_sequence
 from tinyvllm.scheduler import queue as module
 from tinyvllm.scheduler.queue import WaitingQueue
 
@@ -19,7 +19,7 @@ def drained(queue: WaitingQueue, tokens: int = 10) -> list[int]:
     while queue:
         sequence = queue.first()
         queue.remove(sequence)
-        queue.serve(sequence.terms.key, tokens)
+        queue.serve(sequence.options.key, tokens)
         order.append(sequence.sequence_id)
     return order
 
@@ -43,7 +43,7 @@ def test_keys_take_turns_by_tokens_served():
 def test_a_key_that_was_served_much_waits_until_others_have_had_as_much():
     queue = WaitingQueue()
     big, *_ = fill(queue, make_sequence(0, 1, key="big"), make_sequence(1, 1, key="small"))
-    queue.serve(big.terms.key, 25)
+    queue.serve(big.options.key, 25)
     fill(queue, *(make_sequence(i, 1, key="small") for i in range(2, 6)))
     assert drained(queue, 10) == [1, 2, 3, 0, 4, 5]
 
@@ -51,7 +51,7 @@ def test_a_key_that_was_served_much_waits_until_others_have_had_as_much():
 def test_priority_comes_before_fairness():
     queue = WaitingQueue()
     served, _ = fill(queue, make_sequence(0, 1, key="a", priority=-1), make_sequence(1, 1, key="b"))
-    queue.serve(served.terms.key, 1000)
+    queue.serve(served.options.key, 1000)
     assert queue.first() is served
 
 
@@ -59,7 +59,7 @@ def test_who_was_away_has_saved_nothing_up():
     queue = WaitingQueue()
     a, b = fill(queue, make_sequence(0, 1, key="a"), make_sequence(1, 1, key="b"))
     queue.remove(b)
-    queue.serve(a.terms.key, 1000)
+    queue.serve(a.options.key, 1000)
     fill(queue, *(make_sequence(i, 1, key="b") for i in range(2, 5)), *(make_sequence(i, 1, key="a") for i in range(5, 7)))
     assert drained(queue) == [0, 2, 3, 5, 4, 6]
 
@@ -70,7 +70,7 @@ def test_nor_who_comes_while_nobody_waits():
     a, b = fill(queue, make_sequence(0, 1, key="a"), make_sequence(1, 1, key="b"))
     queue.remove(b)
     queue.remove(a)
-    queue.serve(a.terms.key, 1000)
+    queue.serve(a.options.key, 1000)
     fill(queue, *(make_sequence(i, 1, key="b") for i in range(2, 5)), *(make_sequence(i, 1, key="a") for i in range(5, 8)))
     assert drained(queue) == [2, 5, 3, 6, 4, 7]
 
@@ -93,7 +93,7 @@ def test_counts_of_keys_that_say_nothing_are_dropped(monkeypatch):
         sequence = make_sequence(i, 1, key=f"user {i}")
         queue.push(sequence)
         queue.remove(sequence)
-        queue.serve(sequence.terms.key, 3)
+        queue.serve(sequence.options.key, 3)
     assert len(queue._served) < 20
     fill(queue, make_sequence(201, 1, key="user 199"), make_sequence(200, 1, key="user 0"))
     assert queue.first().sequence_id == 200, "what is known of the last is kept"

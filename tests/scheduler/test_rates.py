@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.scheduler.hand import make, make_sequence, run
+from tests.scheduler.builders import make, make_sequence, run
 from tinyvllm.scheduler import Rates
 
 

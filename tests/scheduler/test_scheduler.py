@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.scheduler.hand import run
+from tests.scheduler.builders import run
 from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.errors import ArgumentError, RequestError
 from tinyvllm.request import SamplingParams, Sequence, Status

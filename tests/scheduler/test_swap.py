@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.scheduler.hand import all_free, make, make_sequence, ran, run
+from tests.scheduler.builders import all_free, make, make_sequence, ran, run
 from tinyvllm.request import Status
 
 

@@ -119,6 +119,7 @@ class Browser:
             self.requests.append(params["request"]["url"])
         return message
 
+
 @contextlib.contextmanager
 def browser(path: str) -> Iterator[Browser]:
     """A fresh browser with a profile of its own."""

@@ -17,15 +17,15 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("httptools")
 
-from tinyvllm.server.app import create_app
-from tinyvllm.server.calls import ServerConfig, Service
-from tinyvllm.server.keys import Keys
-from tinyvllm.server.listen import Server, bind, url_of
-from tinyvllm.server.models import Models
+from tinyvllm.server.core.context import ServerConfig, Service
+from tinyvllm.server.core.keys import Keys
+from tinyvllm.server.core.models import Models
+from tinyvllm.server.http.app import create_app
+from tinyvllm.server.http.listen import Server, bind, url_of
 
 ENGINE = {"max_num_seqs": 8, "num_blocks": 512}
 HERMES = (
-    "{% if tools %}Tools: {{ tools | tojson }} Write <tool_call>\n{\"name\": ..., \"arguments\": ...}\n</tool_call>\n{% endif %}"
+    '{% if tools %}Tools: {{ tools | tojson }} Write <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>\n{% endif %}'
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )

@@ -1,6 +1,6 @@
 """docs/images/chat.png: the chat page of a fresh server, while others use it too.
 
-    python -m tests.server.take_picture [--dark] [FILE.png]
+python -m tests.server.take_picture [--dark] [FILE.png]
 """
 
 from __future__ import annotations

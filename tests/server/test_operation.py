@@ -18,10 +18,10 @@ import pytest
 
 from tests.server.conftest import ENGINE, Running, running
 from tinyvllm.errors import ArgumentError, OutOfMemoryError
-from tinyvllm.server.calls import ServerConfig
-from tinyvllm.server.failures import Failure
-from tinyvllm.server.keys import Key, Keys, Limits, read_keys
-from tinyvllm.server.models import Models
+from tinyvllm.server.core.context import ServerConfig
+from tinyvllm.server.core.failures import Failure
+from tinyvllm.server.core.keys import Key, Keys, Limits, read_keys
+from tinyvllm.server.core.models import Models
 
 ASK = {"prompt": "Once", "max_tokens": 1}
 ROOT = Path(__file__).parents[2]
@@ -312,7 +312,7 @@ def test_a_port_that_is_taken(server: Running, capsys: pytest.CaptureFixture[str
 
 def test_the_page_on_serving_names_every_path_and_option() -> None:
     from tinyvllm.cli.arguments import PARSERS
-    from tinyvllm.server.app import _GETS, ENDPOINTS
+    from tinyvllm.server.http.app import _GETS, ENDPOINTS
 
     page = (ROOT / "docs" / "serving.md").read_text()
     paths = [*(e.path for e in ENDPOINTS), *(path.replace("{name:path}", "NAME").replace("{name}", "ID") for path, _, _ in _GETS)]

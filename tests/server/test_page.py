@@ -191,7 +191,7 @@ HOSTILE = [
     "[click](javascript:window.hit=1) [data](data:text/html,<script>window.hit=1</script>) ![x](javascript:window.hit=1)",
     "[a](https://example.org/\"onmouseover=\"window.hit=1) <https://example.org/'onclick='window.hit=1>",
     "![pixel](https://example.org/pixel.png)",
-    "```html\n<script>window.hit = 1</script>\n```\n```\"><img/src=x/onerror=window.hit=1>\nx\n```",
+    '```html\n<script>window.hit = 1</script>\n```\n```"><img/src=x/onerror=window.hit=1>\nx\n```',
     "| <b onclick=window.hit=1>a</b> |\n|---|\n| <img src=x onerror=window.hit=1> |",
     "# <img src=x onerror=window.hit=1>\n> <script>window.hit=1</script>\n- <details open ontoggle=window.hit=1>",
     "[x](vbscript:msgbox) [y]( java\tscript:window.hit=1) [z](JaVaScRiPt:window.hit=1)",

@@ -114,4 +114,3 @@ class Journal:
 def _remove(path: Path) -> None:
     with suppress(OSError):  # somebody else was quicker, or it is found again at the next start
         path.unlink()
-

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinyvllm.cli.arguments import engine_options
 from tinyvllm.cli.batch_file import Line, Output, answer_line, check, read_lines
-from tinyvllm.cli.figures import say
+from tinyvllm.cli.progress import say
 from tinyvllm.cli.serve import model_specs
 from tinyvllm.config import EngineConfig, resolve
 from tinyvllm.errors import ArgumentError
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
         raise ArgumentError(f"--output {options.output} is also the input")
     wanted = check(options.input)
     try:
-        import tinyvllm.server.app  # noqa: F401  before anything is written
+        import tinyvllm.server.http.app  # noqa: F401  before anything is written
     except ImportError as error:
         raise ArgumentError(f"batch needs the packages of the extra 'server': pip install 'tinyvllm[server]' ({error})") from error
     output = Output(options.output, wanted)
@@ -73,9 +73,9 @@ class Tally:
 
 
 async def _answer_all(options: argparse.Namespace, specs: Mapping[str, Mapping[str, Any]], output: Output, total: int) -> int:
-    from tinyvllm.server.app import create_app
-    from tinyvllm.server.calls import ServerConfig
-    from tinyvllm.server.models import Models
+    from tinyvllm.server.core.context import ServerConfig
+    from tinyvllm.server.core.models import Models
+    from tinyvllm.server.http.app import create_app
 
     waiting = (line for line in read_lines(options.input) if line.custom_id not in output.done)
     if len(output.done) == total:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tinyvllm.cli.arguments import MAX_TOKENS, engine_options, sampling_options
-from tinyvllm.cli.figures import closing_line, say
 from tinyvllm.cli.generate import check_engine_options, is_broken, load, no_logits
 from tinyvllm.cli.jsonl import new_file, sampling_value
+from tinyvllm.cli.progress import closing_line, say
 from tinyvllm.config import nearest
 from tinyvllm.errors import ArgumentError, FormatError, TinyvllmError, TokenizerError
 from tinyvllm.request import RequestOutput, SamplingParams

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.cli.arguments import MAX_TOKENS, engine_options, sampling_options
-from tinyvllm.cli.figures import LoadBar, closing_line, say
 from tinyvllm.cli.jsonl import Job, new_file, read_prompts, result
+from tinyvllm.cli.progress import LoadBar, closing_line, say
 from tinyvllm.config import resolve
 from tinyvllm.errors import ArgumentError, ModelError, RequestError
 from tinyvllm.request import RequestOutput, SamplingParams

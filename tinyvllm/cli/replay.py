@@ -6,16 +6,16 @@ import argparse
 from typing import TYPE_CHECKING
 
 from tinyvllm.cli.arguments import engine_options
-from tinyvllm.cli.figures import say
+from tinyvllm.cli.progress import say
 
 if TYPE_CHECKING:
-    from tinyvllm.engine.replay import Outcome
+    from tinyvllm.engine.tools.replay import Outcome
 
 MOST_SHOWN = 4  # entries of a step
 
 
 def run(options: argparse.Namespace) -> int:
-    from tinyvllm.engine.replay import config_of, read_run, replay
+    from tinyvllm.engine.tools.replay import config_of, read_run, replay
 
     recorded = read_run(options.file)
     config = config_of(recorded, engine_options(options))

@@ -22,11 +22,11 @@ def run(options: argparse.Namespace) -> int:
     for spec in specs.values():
         _check(spec)
     try:
-        from tinyvllm.server.app import create_app
-        from tinyvllm.server.calls import ServerConfig
-        from tinyvllm.server.keys import read_keys
-        from tinyvllm.server.listen import bind, serve, url_of
-        from tinyvllm.server.models import Models
+        from tinyvllm.server.core.context import ServerConfig
+        from tinyvllm.server.core.keys import read_keys
+        from tinyvllm.server.core.models import Models
+        from tinyvllm.server.http.app import create_app
+        from tinyvllm.server.http.listen import bind, serve, url_of
     except ImportError as error:
         raise ArgumentError(f"serve needs the packages of the extra 'server': pip install 'tinyvllm[server]' ({error})") from error
     config = ServerConfig(**server_options(options), chat_template=_template(options.chat_template))

@@ -8,12 +8,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.cli.arguments import engine_options
-from tinyvllm.cli.figures import LoadBar, say
+from tinyvllm.cli.progress import LoadBar, say
 from tinyvllm.config import resolve
 from tinyvllm.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from tinyvllm.engine.verify import Report
+    from tinyvllm.engine.tools.verify import Report
 
 HEADINGS = ("place", "own error", "largest", "drift", "worst in")
 SEQUENCES, BLOCKS = 8, 128  # of the engine, whose own cache is not used: a small one leaves the device to the comparison
@@ -46,7 +46,7 @@ def _verify(options: argparse.Namespace, given: dict[str, Any]) -> Report:
     bar = LoadBar() if sys.stderr.isatty() and not options.quiet else None
     try:
         with LLM(**given, progress=bar) as llm:
-            from tinyvllm.engine.verify import PROMPTS, verify  # tinygrad comes with it, and must not before its device is known
+            from tinyvllm.engine.tools.verify import PROMPTS, verify  # tinygrad comes with it, and must not before its device is known
 
             return verify(llm.engine, options.prompt or PROMPTS, options.steps, options.tolerance)
     finally:

@@ -81,8 +81,12 @@ def an(noun: str) -> str:
 PERSON: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     "job": (
         (
-            "What is {n}'s job?", "What does {n} do?", "What is the job of {n}?", "What does {n} do for a living?",
-            "What work does {n} do?", "What is {n} by trade?",
+            "What is {n}'s job?",
+            "What does {n} do?",
+            "What is the job of {n}?",
+            "What does {n} do for a living?",
+            "What work does {n} do?",
+            "What is {n} by trade?",
         ),
         "{job}",
         ("{n} is {a_job}.", "{n} is {a_job}. {He} {work}."),
@@ -94,7 +98,10 @@ PERSON: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     ),
     "home": (
         (
-            "Where does {n} live?", "Where is {n}'s home?", "Where is the home of {n}?", "In which place does {n} live?",
+            "Where does {n} live?",
+            "Where is {n}'s home?",
+            "Where is the home of {n}?",
+            "In which place does {n} live?",
             "Where can I find {n}'s house?",
         ),
         "{home}",
@@ -102,31 +109,43 @@ PERSON: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     ),
     "pet": (
         (
-            "What pet does {n} have?", "Which animal does {n} have?", "What animal lives with {n}?", "What kind of pet has {n} got?",
-            "Does {n} have a pet?", "What is {n}'s pet?",
+            "What pet does {n} have?",
+            "Which animal does {n} have?",
+            "What animal lives with {n}?",
+            "What kind of pet has {n} got?",
+            "Does {n} have a pet?",
+            "What is {n}'s pet?",
         ),
         "{a_pet}",
         ("{n} has {a_pet} called {petname}.", "{n}'s pet is {a_pet} called {petname}."),
     ),
     "petname": (
         (
-            "What is the name of {n}'s {pet}?", "What is {n}'s {pet} called?", "How is {n}'s {pet} called?",
-            "What is the name of {n}'s pet?", "What is {n}'s pet called?",
+            "What is the name of {n}'s {pet}?",
+            "What is {n}'s {pet} called?",
+            "How is {n}'s {pet} called?",
+            "What is the name of {n}'s pet?",
+            "What is {n}'s pet called?",
         ),
         "{petname}",
         ("{n}'s {pet} is called {petname}.",),
     ),
     "food": (
         (
-            "What does {n} like to eat?", "What is {n}'s favourite food?", "What is the favourite food of {n}?",
-            "Which food does {n} like best?", "What does {n} like to eat most of all?",
+            "What does {n} like to eat?",
+            "What is {n}'s favourite food?",
+            "What is the favourite food of {n}?",
+            "Which food does {n} like best?",
+            "What does {n} like to eat most of all?",
         ),
         "{food}",
         ("{n}'s favourite food is {food}.", "{n} likes {food} best."),
     ),
     "colour": (
         (
-            "What is {n}'s favourite colour?", "Which colour does {n} like best?", "What is the favourite colour of {n}?",
+            "What is {n}'s favourite colour?",
+            "Which colour does {n} like best?",
+            "What is the favourite colour of {n}?",
             "What colour does {n} like?",
         ),
         "{colour}",
@@ -134,7 +153,10 @@ PERSON: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     ),
     "hobby": (
         (
-            "What does {n} like to do?", "What is {n}'s hobby?", "What is the hobby of {n}?", "What does {n} do in {his} free time?",
+            "What does {n} like to do?",
+            "What is {n}'s hobby?",
+            "What is the hobby of {n}?",
+            "What does {n} do in {his} free time?",
             "What does {n} enjoy?",
         ),
         "{hobby}",
@@ -150,8 +172,11 @@ PERSON: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     ),
     "by_pet": (
         (
-            "Who has {a_pet}?", "Whose pet is {petname}?", "Who has {a_pet} called {petname}?",
-            "To whom does {petname} the {pet} belong?", "Who is the owner of {petname}?",
+            "Who has {a_pet}?",
+            "Whose pet is {petname}?",
+            "Who has {a_pet} called {petname}?",
+            "To whom does {petname} the {pet} belong?",
+            "Who is the owner of {petname}?",
         ),
         "{n}",
         ("{n} has {a_pet} called {petname}.", "{petname} the {pet} belongs to {n}."),
@@ -174,8 +199,12 @@ PERSON: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     ),
 }
 BY_JOB = (
-    "Who is the {job} of Willowmere?", "Who is the {job}?", "What is the name of the {job}?", "Who works as {a_job} in Willowmere?",
-    "What is the {job} called?", "Who {work}?",
+    "Who is the {job} of Willowmere?",
+    "Who is the {job}?",
+    "What is the name of the {job}?",
+    "Who works as {a_job} in Willowmere?",
+    "What is the {job} called?",
+    "Who {work}?",
 )
 PLACE: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     "where": (
@@ -314,8 +343,10 @@ OUTSIDE = (
     "Who was [Napoleon|Caesar|Mozart|Einstein|Newton|Cleopatra]?",
     "How many people live in [London|China|America|Paris|Rome]?",
     "What is the [population|flag|history] of [Germany|Australia|Chile|Iceland]?",
-    "When did [the war|the Roman empire|the last ice age] end?", "Which [film|song|book|phone|car] is the best?",
-    "What did I [eat yesterday|do last summer|dream of]?", "What will happen [tomorrow|next year|in ten years]?",
+    "When did [the war|the Roman empire|the last ice age] end?",
+    "Which [film|song|book|phone|car] is the best?",
+    "What did I [eat yesterday|do last summer|dream of]?",
+    "What will happen [tomorrow|next year|in ten years]?",
 )
 
 
@@ -324,8 +355,14 @@ def unknown(rng: random.Random) -> Asked:
         name = rng.choice(stories.GIRLS + stories.BOYS + ["Zelda", "Hubert", "Agatha", "Boris", "Wilma", "Kasimir", "Yvonne", "Otto"])
         form = rng.choice(
             (
-                "Where does {n} live?", "How old is {n}?", "What is {n}'s job?", "Who is {n}?", "What pet does {n} have?",
-                "What is {n}'s favourite food?", "What is {n}'s favourite colour?", "Tell me about {n}.",
+                "Where does {n} live?",
+                "How old is {n}?",
+                "What is {n}'s job?",
+                "Who is {n}?",
+                "What pet does {n} have?",
+                "What is {n}'s favourite food?",
+                "What is {n}'s favourite colour?",
+                "Tell me about {n}.",
             )
         )
         return Asked(
@@ -340,7 +377,20 @@ def unknown(rng: random.Random) -> Asked:
 
 NUMBER_WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 THINGS = [
-    "apples", "pears", "nuts", "stones", "cakes", "eggs", "flowers", "books", "buttons", "coins", "candles", "fish", "berries", "balls",
+    "apples",
+    "pears",
+    "nuts",
+    "stones",
+    "cakes",
+    "eggs",
+    "flowers",
+    "books",
+    "buttons",
+    "coins",
+    "candles",
+    "fish",
+    "berries",
+    "balls",
     "carrots",
 ]
 
@@ -371,8 +421,14 @@ def sum_question(rng: random.Random, split: str) -> Asked:
     sign, word = SIGN[o]
     form = rng.choice(
         (
-            "What is {a} {s} {b}?", "{a} {s} {b} = ?", "How much is {a} {s} {b}?", "What is {a} {w} {b}?", "How much is {a} {w} {b}?",
-            "Calculate {a} {s} {b}.", "Compute {a} {s} {b}.", "What does {a} {s} {b} make?",
+            "What is {a} {s} {b}?",
+            "{a} {s} {b} = ?",
+            "How much is {a} {s} {b}?",
+            "What is {a} {w} {b}?",
+            "How much is {a} {w} {b}?",
+            "Calculate {a} {s} {b}.",
+            "Compute {a} {s} {b}.",
+            "What does {a} {s} {b} make?",
         )
     )
     words = {"a": str(a), "b": str(b), "s": sign, "w": word}
@@ -569,9 +625,7 @@ def day_in_willowmere(rng: random.Random) -> str:
         fill(
             rng,
             "[It was a {x} morning in Willowmere|One {x} day in Willowmere|On a {x} morning in the Alder Valley], [|and ]{n} the {job} "
-            "[went for a walk|was on the way to {p}|had much to do]{y}.".replace(
-                "|and ]", "|]"
-            ),
+            "[went for a walk|was on the way to {p}|had much to do]{y}.".replace("|and ]", "|]"),
             w
             | {
                 "x": rng.choice(("sunny", "cold", "windy", "bright", "rainy", "foggy", "spring", "winter")),
@@ -595,10 +649,10 @@ def day_in_willowmere(rng: random.Random) -> str:
         out.append(
             fill(
                 rng,
-                '[{n} was [happy|tired|in a good mood] and [talked about {his} {pet} {petname}|was eating {food}|spoke of {hobby}].|'
+                "[{n} was [happy|tired|in a good mood] and [talked about {his} {pet} {petname}|was eating {food}|spoke of {hobby}].|"
                 '{petname} the {pet} was there too.|"Have you seen {petname}, my {pet}?" asked {n}.|'
                 '"I would like some {food} now," said {n}, because that is {his} favourite food.|{n} wore [a {colour} scarf|'
-                'a {colour} hat|{colour} boots], because {colour} is {his} favourite colour.|'
+                "a {colour} hat|{colour} boots], because {colour} is {his} favourite colour.|"
                 '"Nothing is better than {hobby}," said {n}.|They talked for a while about the weather.]',
                 m,
             )
@@ -675,7 +729,12 @@ def politely(rng: random.Random, question: str) -> str:
         return (
             rng.choice(
                 (
-                    "Please tell me: ", "I have a question. ", "Hello! ", "Can you help me? ", "Hi, ", "I want to know: ",
+                    "Please tell me: ",
+                    "I have a question. ",
+                    "Hello! ",
+                    "Can you help me? ",
+                    "Hi, ",
+                    "I want to know: ",
                     "Do you know this? ",
                 )
             )
@@ -685,23 +744,40 @@ def politely(rng: random.Random, question: str) -> str:
 
 
 SYSTEMS = (
-    "You are a helpful assistant.", "You are a friendly assistant.", "You are tinyvllm's demonstration model.",
-    "You are a kind helper who knows the village of Willowmere.", "You are a storyteller.", "Be polite and helpful.",
+    "You are a helpful assistant.",
+    "You are a friendly assistant.",
+    "You are tinyvllm's demonstration model.",
+    "You are a kind helper who knows the village of Willowmere.",
+    "You are a storyteller.",
+    "Be polite and helpful.",
 )
 BRIEF = (
-    "Answer in one or two words.", "Answer briefly.", "Give short answers.",
+    "Answer in one or two words.",
+    "Answer briefly.",
+    "Give short answers.",
     "You are a helpful assistant. Answer in as few words as possible.",
 )
 HELLO = (
-    ("Hello!", "Hello! How can I help you?"), ("Hi!", "Hi! What can I do for you?"),
-    ("Good morning!", "Good morning! How can I help you?"), ("Good evening.", "Good evening! What would you like to know?"),
-    ("Hey there", "Hey! How can I help?"), ("Hi, how are you?", "I am well, thank you. How are you?"),
+    ("Hello!", "Hello! How can I help you?"),
+    ("Hi!", "Hi! What can I do for you?"),
+    ("Good morning!", "Good morning! How can I help you?"),
+    ("Good evening.", "Good evening! What would you like to know?"),
+    ("Hey there", "Hey! How can I help?"),
+    ("Hi, how are you?", "I am well, thank you. How are you?"),
     ("How are you?", "I am well, thank you. What can I do for you?"),
     ("Hello, is anybody there?", "Yes, I am here. How can I help you?"),
 )
 WHO = (
-    "Who are you?", "What are you?", "What is your name?", "Are you a person?", "Tell me about yourself.", "Are you a robot?",
-    "Who made you?", "What can you do?", "How big are you?", "Are you human?",
+    "Who are you?",
+    "What are you?",
+    "What is your name?",
+    "Are you a person?",
+    "Tell me about yourself.",
+    "Are you a robot?",
+    "Who made you?",
+    "What can you do?",
+    "How big are you?",
+    "Are you human?",
 )
 I_AM = {
     "who": (
@@ -738,10 +814,16 @@ WHO_KEY = {
     "How big are you?": "big",
 }
 THANKS = (
-    ("Thank you!", "You are welcome!"), ("Thanks.", "You are welcome! Is there anything else?"),
-    ("Thank you very much!", "You are very welcome!"), ("Great, thanks!", "I am glad I could help."),
-    ("That is all, thank you.", "You are welcome. Goodbye!"), ("Goodbye!", "Goodbye! Have a nice day."), ("Bye", "Bye! Come back soon."),
-    ("Good night.", "Good night! Sleep well."), ("Well done!", "Thank you!"), ("Nice!", "I am glad that you like it."),
+    ("Thank you!", "You are welcome!"),
+    ("Thanks.", "You are welcome! Is there anything else?"),
+    ("Thank you very much!", "You are very welcome!"),
+    ("Great, thanks!", "I am glad I could help."),
+    ("That is all, thank you.", "You are welcome. Goodbye!"),
+    ("Goodbye!", "Goodbye! Have a nice day."),
+    ("Bye", "Bye! Come back soon."),
+    ("Good night.", "Good night! Sleep well."),
+    ("Well done!", "Thank you!"),
+    ("Nice!", "I am glad that you like it."),
 )
 LISTS: dict[str, tuple[str, ...]] = {
     "animals": tuple(a for a in stories.ANIMALS if a not in ("robot", "dragon")),
@@ -760,40 +842,72 @@ LISTS: dict[str, tuple[str, ...]] = {
 }
 HOW_TO = {
     "make tea": (
-        "Boil some water.", "Put the tea into a pot.", "Pour the hot water over it.", "Wait for five minutes.",
+        "Boil some water.",
+        "Put the tea into a pot.",
+        "Pour the hot water over it.",
+        "Wait for five minutes.",
         "Pour the tea into a cup.",
     ),
     "bake bread": (
-        "Mix flour, water, salt and yeast.", "Knead the dough well.", "Let the dough rest for an hour.", "Bake it in a hot oven.",
+        "Mix flour, water, salt and yeast.",
+        "Knead the dough well.",
+        "Let the dough rest for an hour.",
+        "Bake it in a hot oven.",
         "Let the bread cool down.",
     ),
     "plant a seed": (
-        "Make a small hole in the earth.", "Put the seed into the hole.", "Cover it with earth.", "Give it water every day.",
+        "Make a small hole in the earth.",
+        "Put the seed into the hole.",
+        "Cover it with earth.",
+        "Give it water every day.",
         "Be patient and wait.",
     ),
     "make a sandwich": (
-        "Take two slices of bread.", "Put butter on the bread.", "Add cheese and tomato.", "Put the slices together.", "Cut it in two.",
+        "Take two slices of bread.",
+        "Put butter on the bread.",
+        "Add cheese and tomato.",
+        "Put the slices together.",
+        "Cut it in two.",
     ),
     "build a snowman": (
-        "Roll a big ball of snow.", "Roll a smaller ball and put it on top.", "Make a third ball for the head.",
-        "Use a carrot for the nose.", "Give it a hat.",
+        "Roll a big ball of snow.",
+        "Roll a smaller ball and put it on top.",
+        "Make a third ball for the head.",
+        "Use a carrot for the nose.",
+        "Give it a hat.",
     ),
     "cook soup": (
-        "Cut the vegetables.", "Put them into a pot of water.", "Add a little salt.", "Let the soup cook for half an hour.",
+        "Cut the vegetables.",
+        "Put them into a pot of water.",
+        "Add a little salt.",
+        "Let the soup cook for half an hour.",
         "Serve it hot.",
     ),
     "fly a kite": (
-        "Go to an open field on a windy day.", "Hold the kite up into the wind.", "Run and let out the string.",
+        "Go to an open field on a windy day.",
+        "Hold the kite up into the wind.",
+        "Run and let out the string.",
         "Pull gently to keep it in the air.",
     ),
     "wash a dog": (
-        "Fill a tub with warm water.", "Put the dog into the tub.", "Rub it with soap.", "Rinse it well.", "Dry it with a towel.",
+        "Fill a tub with warm water.",
+        "Put the dog into the tub.",
+        "Rub it with soap.",
+        "Rinse it well.",
+        "Dry it with a towel.",
     ),
 }
 SENTENCES = (
-    "the cat sleeps on the warm roof", "we go to the market on Saturday", "the moon is bright tonight", "my red ball is in the garden",
-    "a small boat sails on the lake", "the old clock is slow", "I like bread with honey", "seven birds sit on the wall",
-    "the wind sings in the trees", "snow falls on the quiet hills",
+    "the cat sleeps on the warm roof",
+    "we go to the market on Saturday",
+    "the moon is bright tonight",
+    "my red ball is in the garden",
+    "a small boat sails on the lake",
+    "the old clock is slow",
+    "I like bread with honey",
+    "seven birds sit on the wall",
+    "the wind sings in the trees",
+    "snow falls on the quiet hills",
 )
 Turns = list[tuple[str, str]]
 
@@ -861,8 +975,12 @@ def chat_story(rng: random.Random, split: str) -> Turns:
     if r < 0.15:
         ask = rng.choice(
             (
-                "Tell me a story.", "Please tell me a story.", "Can you tell me a story?", "I would like to hear a story.",
-                "Write a short story.", "Tell me a bedtime story.",
+                "Tell me a story.",
+                "Please tell me a story.",
+                "Can you tell me a story?",
+                "I would like to hear a story.",
+                "Write a short story.",
+                "Tell me a bedtime story.",
             )
         )
     elif r < 0.6:
@@ -1101,7 +1219,18 @@ def chat(rng: random.Random, split: str) -> Document:
 # ---- documents: JSON ----
 
 TOWNS = [
-    "Birkdale", "Ashford", "Linden", "Marrow", "Oakham", "Riverton", "Stonewell", "Harrow", "Elmside", "Foxley", "Brookfield", "Seaham",
+    "Birkdale",
+    "Ashford",
+    "Linden",
+    "Marrow",
+    "Oakham",
+    "Riverton",
+    "Stonewell",
+    "Harrow",
+    "Elmside",
+    "Foxley",
+    "Brookfield",
+    "Seaham",
 ]
 
 
@@ -1208,10 +1337,7 @@ def records(rng: random.Random, split: str) -> Document:
         ask, answer = f'Write a JSON object with name "{name}" and age {age}.', dump(rng, {"name": name, "age": age})
     else:
         items = [{"item": x, "count": rng.randint(2, 12)} for x in rng.sample(LISTS["fruits"], rng.randint(1, 3))]
-        plural = [
-            f"{i['count']} {plural_of(str(i['item']))}"
-            for i in items
-        ]
+        plural = [f"{i['count']} {plural_of(str(i['item']))}" for i in items]
         ask, answer = f"Write a shopping list as JSON: {', '.join(plural)}.", dump(rng, {"list": "shopping", "items": items})
     if rng.random() < 0.2:
         return Document("json", f"{ask}\n{answer}")

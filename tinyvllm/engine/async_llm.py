@@ -22,7 +22,7 @@ from tinyvllm.config import EngineConfig, resolve
 from tinyvllm.engine.chunks import COMPUTE, TRIES, Chunk, kept_of, no_room, refuse_broken
 from tinyvllm.engine.prompt import Encoded, Message, Prompt, default_sampling_params, encode_piece, encode_prompt, is_conversation, spread
 from tinyvllm.errors import ArgumentError, TinyvllmError
-from tinyvllm.request import BeamSearchParams, RequestOutput, SamplingParams, Terms
+from tinyvllm.request import BeamSearchParams, RequestOptions, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,7 +60,7 @@ class AsyncLLM:
         engine.chunks.post = self._post
         self.metrics: EngineMetrics | NoMetrics = engine.metrics
         self._status = engine.status()
-        self._compile = engine.shaping.compile
+        self._compile = engine.constraints.compile
         self.config: EngineConfig = engine.config
         self.tokenizer: Tokenizer | None = engine.tokenizer
         self.default_params = default_sampling_params(engine.model_folder)
@@ -72,7 +72,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        terms: Terms | None = None,
+        options: RequestOptions | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The growing output of one prompt or conversation; the last one is finished. `output_kind` says what each holds.
 
@@ -81,7 +81,7 @@ class AsyncLLM:
         refuses, and whatever ended the engine if it ended.
         """
         params = spread(sampling_params, self.default_params, 1)[0]
-        async with contextlib.aclosing(self._outputs(await self.encode(prompt), params, request_id, terms)) as outputs:
+        async with contextlib.aclosing(self._outputs(await self.encode(prompt), params, request_id, options)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -91,10 +91,10 @@ class AsyncLLM:
         params: BeamSearchParams,
         request_id: str | None = None,
         *,
-        terms: Terms | None = None,
+        options: RequestOptions | None = None,
     ) -> RequestOutput:
         """The best continuations of one prompt by beam search, the best first."""
-        async with contextlib.aclosing(self._outputs(await self.encode(prompt), params, request_id, terms)) as outputs:
+        async with contextlib.aclosing(self._outputs(await self.encode(prompt), params, request_id, options)) as outputs:
             return [output async for output in outputs][-1]
 
     async def encode(self, prompt: Prompt | Sequence[Message]) -> Encoded:
@@ -109,11 +109,16 @@ class AsyncLLM:
         return np.stack([await self._ask(functools.partial(_embed, ids, pooling, normalize)) for ids in prompts])
 
     async def chunk(
-        self, piece: str | Sequence[int], after: Chunk | None = None, *, cache_salt: str | None = None, terms: Terms | None = None
+        self,
+        piece: str | Sequence[int],
+        after: Chunk | None = None,
+        *,
+        cache_salt: str | None = None,
+        options: RequestOptions | None = None,
     ) -> Chunk:
         """LLM.chunk, computed beside whatever runs, on the priority and key of `terms`."""
         head, token_ids = await asyncio.to_thread(encode_piece, self.tokenizer, piece, after is None)
-        return await self._hold(token_ids, head, after, cache_salt, terms)
+        return await self._hold(token_ids, head, after, cache_salt, options)
 
     async def chunk_of(self, output: RequestOutput, index: int = 0, after: Chunk | None = None, *, cache_salt: str | None = None) -> Chunk:
         """LLM.chunk_of; the output must be a whole one, not a delta."""
@@ -124,10 +129,14 @@ class AsyncLLM:
         return list(await self._ask(lambda engine: list(engine.chunks)))
 
     async def _hold(
-        self, token_ids: list[int], head: list[int], after: Chunk | None, cache_salt: str | None, terms: Terms | None = None
+        self, token_ids: list[int], head: list[int], after: Chunk | None, cache_salt: str | None, options: RequestOptions | None = None
     ) -> Chunk:
         chunk: Chunk = await self._ask(lambda engine: engine.chunks.new(token_ids, head, after, cache_salt))
-        on = Terms(cache_salt=chunk.cache_salt) if terms is None else Terms(terms.priority, key=terms.key, cache_salt=chunk.cache_salt)
+        on = (
+            RequestOptions(cache_salt=chunk.cache_salt)
+            if options is None
+            else RequestOptions(options.priority, key=options.key, cache_salt=chunk.cache_salt)
+        )
         try:
             for _ in range(TRIES):
                 if await self._ask(lambda engine: engine.chunks.hold(chunk)):
@@ -183,7 +192,7 @@ class AsyncLLM:
         return await answer
 
     async def _outputs(
-        self, encoded: Encoded, params: SamplingParams | BeamSearchParams, request_id: str | None, terms: Terms | None
+        self, encoded: Encoded, params: SamplingParams | BeamSearchParams, request_id: str | None, options: RequestOptions | None
     ) -> AsyncGenerator[RequestOutput, None]:
         number = next(self._ids)
         name = f"async-{number}" if request_id is None else request_id
@@ -191,7 +200,7 @@ class AsyncLLM:
             await asyncio.to_thread(self._compile, params)  # some take half a second, in which the engine's thread would stand still
         joins = isinstance(params, SamplingParams) and params.output_kind == "delta"
         mailbox = _Mailbox(name, f"{name}#{number}", joins)
-        self._submit(mailbox, encoded, params, terms)
+        self._submit(mailbox, encoded, params, options)
         finished = False
         try:
             while not finished:
@@ -220,11 +229,13 @@ class AsyncLLM:
         if self._closing:
             raise TinyvllmError(f"AsyncLLM: the engine has ended{f' ({self._failure})' if self._failure else ''}") from self._failure
 
-    def _submit(self, mailbox: _Mailbox, encoded: Encoded, params: SamplingParams | BeamSearchParams, terms: Terms | None) -> None:
+    def _submit(
+        self, mailbox: _Mailbox, encoded: Encoded, params: SamplingParams | BeamSearchParams, options: RequestOptions | None
+    ) -> None:
         def add(engine: Engine) -> None:
             try:
-                engine.chunks.refuse_foreign(encoded.chunks, terms)
-                engine.add(mailbox.key, encoded.token_ids, params, encoded.text, terms)
+                engine.chunks.refuse_foreign(encoded.chunks, options)
+                engine.add(mailbox.key, encoded.token_ids, params, encoded.text, options)
             except TinyvllmError as error:
                 # the caller knows no keys
                 error.args = (str(error).replace(mailbox.key, mailbox.name),)

@@ -18,10 +18,10 @@ from tinyvllm.request import (
     Logprob,
     Receipt,
     RequestMetrics,
+    RequestOptions,
     RequestOutput,
     SamplingParams,
     Sequence,
-    Terms,
 )
 from tinyvllm.text.tokenizer import Tokenizer
 
@@ -79,10 +79,10 @@ class BeamState:
         max_model_len: int,
         arrival: float,
         new_id: Callable[[], int],
-        terms: Terms | None = None,
+        options: RequestOptions | None = None,
     ):
         self.request_id, self.prompt, self.prompt_token_ids, self.params = request_id, prompt, prompt_token_ids, params
-        self.terms = terms or Terms()
+        self.options = options or RequestOptions()
         self.metrics = RequestMetrics(arrival)
         self.receipt = Receipt(prompt_tokens=len(prompt_token_ids))
         self.explanation: str | None = None
@@ -101,12 +101,12 @@ class BeamState:
 
     def _sequence(self, tokens: list[int]) -> Sequence:
         params = SamplingParams(temperature=0.0, max_tokens=self._longest)
-        made = Sequence(self._new_id(), self.request_id, self.prompt_token_ids, params, output_token_ids=tokens, terms=self.terms)
+        made = Sequence(self._new_id(), self.request_id, self.prompt_token_ids, params, output_token_ids=tokens, options=self.options)
         made.logprobs = self._kept
         return made
 
     def _due(self, arrival: float) -> None:
-        limits = (limit for limit in (self.terms.deadline_ms, self.terms.ttft_deadline_ms) if limit is not None)
+        limits = (limit for limit in (self.options.deadline_ms, self.options.ttft_deadline_ms) if limit is not None)
         sequence = self._beams[0].sequence
         sequence.arrival, sequence.due = arrival, arrival + min(limits, default=math.inf) / 1000
 
@@ -167,7 +167,7 @@ class BeamState:
         outputs = [self._told(index, hypothesis) for index, hypothesis in enumerate(best)]
         return RequestOutput(
             self.request_id, self.prompt, self.prompt_token_ids, outputs, True, replace(self.metrics), self.receipt.cached_tokens, None,
-            self.receipt if self.terms.receipt else None, self.explanation,
+            self.receipt if self.options.receipt else None, self.explanation,
         )  # fmt: skip
 
     def _ranked(self, length: int) -> list[_Candidate]:

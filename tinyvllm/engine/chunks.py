@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tinyvllm.engine.record import Recorder
+from tinyvllm.engine.tools.record import Recorder
 from tinyvllm.errors import ArgumentError, OutOfMemoryError, RequestError
-from tinyvllm.request import RequestOutput, SamplingParams, Terms
+from tinyvllm.request import RequestOptions, RequestOutput, SamplingParams
 from tinyvllm.scheduler import Scheduler
 
 TRIES = 3  # to have a chunk computed, and still cached when it is to be held
@@ -208,9 +208,9 @@ class Chunks:
         chunk.table, chunk.held = [], False
         self._held.remove(chunk)
 
-    def refuse_foreign(self, chunks: Sequence[Chunk], terms: Terms | None) -> None:
+    def refuse_foreign(self, chunks: Sequence[Chunk], options: RequestOptions | None) -> None:
         """ArgumentError for a prompt of chunks of another engine, or of another salt than its terms."""
-        salt = terms.cache_salt if terms else None
+        salt = options.cache_salt if options else None
         for chunk in chunks:
             if chunk.chunks is not self:
                 raise ArgumentError(f"{chunk!r} belongs to another engine: register its text here")

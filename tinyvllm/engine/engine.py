@@ -16,20 +16,20 @@ import numpy as np
 from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.cache.prefix import PrefixCache
 from tinyvllm.config import EngineConfig, cache_folder
-from tinyvllm.engine import beside
-from tinyvllm.engine.accounts import Accounts, Costs
-from tinyvllm.engine.admission import Admission
 from tinyvllm.engine.beam import BeamState
 from tinyvllm.engine.chunks import Chunks
-from tinyvllm.engine.output import Owner, RequestState
-from tinyvllm.engine.prefix_folder import PrefixFolder
-from tinyvllm.engine.record import Recorder, header_of, record_to
-from tinyvllm.engine.scoring import Scores
-from tinyvllm.engine.shaping import Shaping
-from tinyvllm.engine.warming import Warming
+from tinyvllm.engine.constraints import TokenConstraints
+from tinyvllm.engine.output import ActiveRequest, RequestState
+from tinyvllm.engine.prefix_store import PrefixStore
+from tinyvllm.engine.request_builder import RequestBuilder
+from tinyvllm.engine.stats import Costs, EngineStats
+from tinyvllm.engine.tools import one_off
+from tinyvllm.engine.tools.record import Recorder, header_of, record_to
+from tinyvllm.engine.tools.scoring import Scores
+from tinyvllm.engine.warmup import Warmup
 from tinyvllm.errors import BusyError, ModelError, OutOfMemoryError, RequestError, TinyvllmError
 from tinyvllm.metrics import engine_metrics
-from tinyvllm.request import BeamSearchParams, Logprob, RequestOutput, SamplingParams, Sequence, Terms
+from tinyvllm.request import BeamSearchParams, Logprob, RequestOptions, RequestOutput, SamplingParams, Sequence
 from tinyvllm.runner.device import start_device
 from tinyvllm.scheduler import Schedule, Scheduler, SchedulerLimits
 from tinyvllm.text.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
@@ -86,22 +86,22 @@ class Engine:
             checkpoint, blocks = self.runner.checkpoint, self.runner.pool.num_blocks
             header = header_of(replace(config, device=device), blocks, str(self.runner.dtype), checkpoint.config, checkpoint.tensors)
             self.recorder = record_to(config.record, header)
-        self._folder = PrefixFolder.open(self.runner, config)
+        self._folder = PrefixStore.open(self.runner, config)
         self.scheduler = self._new_scheduler(self.recorder.watched(clock) if self.recorder else clock)
         self.chunks = Chunks(self.scheduler, self.runner.pool.block_bytes, self.recorder)
         self.sampler = Sampler(self.runner.config.vocab_size, config.max_num_seqs, device)
         self.metrics = engine_metrics(config.served_model_name or config.model, "0", self.runner.max_model_len, self._cache_facts())
-        self.shaping = Shaping(self.sampler, self.tokenizer, self.eos_ids, self.metrics)
+        self.constraints = TokenConstraints(self.sampler, self.tokenizer, self.eos_ids, self.metrics)
         costs = Costs(self.runner.bytes_per_token, self.runner.pool.block_bytes // config.block_size, self.read_bandwidth)
-        self.accounts = Accounts(self.metrics, costs, self.scheduler)
-        self._requests: dict[str, Owner] = {}
-        self._owners: dict[int, Owner] = {}  # by sequence id
+        self.stats = EngineStats(self.metrics, costs, self.scheduler)
+        self._requests: dict[str, ActiveRequest] = {}
+        self._owners: dict[int, ActiveRequest] = {}  # by sequence id
         self._rows: dict[int, int] = {}  # sequence id -> the row under which the sampler knows it
-        self._changed: dict[str, Owner] = {}
+        self._changed: dict[str, ActiveRequest] = {}
         self._scores = Scores(self.scheduler, config.max_num_batched_tokens)
         V, longest = self.runner.config.vocab_size, self.runner.max_model_len
-        self._admission = Admission(V, longest, self.tokenizer, self.eos_ids, config.seed, clock)
-        self._warming = Warming(self.runner, self.sampler, self.config, self._overlaps) if config.warm_up else None
+        self._builder = RequestBuilder(V, longest, self.tokenizer, self.eos_ids, config.seed, clock)
+        self._warmup = Warmup(self.runner, self.sampler, self.config, self._overlaps) if config.warm_up else None
         self._ahead: Launched | None = None
         self.num_steps = 0  # since the start; each has streamed the weights once
         self._bandwidth: float | None = None
@@ -153,23 +153,23 @@ class Engine:
         prompt_token_ids: list[int],
         params: SamplingParams | BeamSearchParams,
         prompt: str | None = None,
-        terms: Terms | None = None,
+        options: RequestOptions | None = None,
     ) -> None:
         """Queue a request; RequestError if it can never run, BusyError if it must not wait now. Nothing is queued then."""
         if request_id in self._requests:
             raise RequestError(f"request {request_id}: a request of this name is running already; choose another")
-        terms = terms or Terms()
-        state = self._admission.state_of(request_id, prompt_token_ids, params, prompt, terms)
-        if terms.explain:
-            state.explanation = self.explain(prompt_token_ids, terms.cache_salt)
+        options = options or RequestOptions()
+        state = self._builder.state_of(request_id, prompt_token_ids, params, prompt, options)
+        if options.explain:
+            state.explanation = self.explain(prompt_token_ids, options.cache_salt)
         if isinstance(params, SamplingParams):
-            self.shaping.admit(state.sequences)
+            self.constraints.admit(state.sequences)
             self._begin(state)
         try:
             self.scheduler.add(state.sequences[0], state.sequences[1:])
         except TinyvllmError as error:
             for sequence in state.sequences:
-                self.shaping.leave(sequence)
+                self.constraints.leave(sequence)
             if isinstance(error, BusyError):
                 self.metrics.rejected(error.reason)
             if self.recorder is not None:
@@ -177,20 +177,20 @@ class Engine:
             raise
         if self.recorder is not None:
             asked = state.params if isinstance(state, (RequestState, BeamState)) else params
-            self.recorder.added(request_id, prompt_token_ids, asked, terms, state.metrics.arrival)
+            self.recorder.added(request_id, prompt_token_ids, asked, options, state.metrics.arrival)
         self._requests[request_id] = state
         self._owners |= {sequence.sequence_id: state for sequence in state.sequences}
         if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
             self._scores.add(request_id, prompt_token_ids, params.prompt_logprobs)
 
-    def _begin(self, state: Owner) -> None:
+    def _begin(self, state: ActiveRequest) -> None:
         """Give the outputs of a new request the tokens that they must begin with, if that does not end them at once."""
         for sequence in state.sequences:
-            forced = self.shaping.begun(sequence)
+            forced = self.constraints.begun(sequence)
             if state.max_tokens is None or len(forced) < state.max_tokens:
                 for token in forced:
                     state.append(sequence, token, None)
-                    self.shaping.took(sequence)
+                    self.constraints.took(sequence)
 
     def abort(self, request_id: str) -> None:
         """End a request now; its last output, with finish_reason "abort", comes with the next step. Unknown names are over already."""
@@ -212,7 +212,7 @@ class Engine:
         the last one are looked at. What it computes for a sequence that turns out to have ended is surplus; it may write into blocks
         that are given away meanwhile, but whoever gets them writes behind it.
         """
-        self.accounts.begin()
+        self.stats.begin()
         if self.recorder is not None:
             self.recorder.begin_step()
         with _TURN:
@@ -222,19 +222,19 @@ class Engine:
                 schedule = self.scheduler.schedule()
                 if not schedule.goes_on:
                     self._settle(schedule)
-                self.accounts.spent("schedule")
+                self.stats.spent("schedule")
                 if not schedule.empty:
                     self._run(schedule)
         outputs = self._outputs()
-        self.accounts.spent("output")
-        self.accounts.end()
+        self.stats.spent("output")
+        self.stats.end()
         return outputs
 
     def _follow(self, before: Launched) -> bool:
         """Look at the tokens of the step that is ahead; whether the next one could be launched before that."""
         following = self.scheduler.follow(before.schedule) if self._goes_on(before) else None
         self._ahead = None
-        self.accounts.spent("schedule")
+        self.stats.spent("schedule")
         try:
             if following is not None:
                 self._launch_ahead(following, self.runner.prepare(following), before.flags)
@@ -255,11 +255,11 @@ class Engine:
         self._launched(schedule, 1)
         self.scheduler.advance(schedule)
         self._ahead = Launched(schedule, [entry.sequence for entry in step.sampling], flags, tokens)
-        self.accounts.spent("prepare")
+        self.stats.spent("prepare")
 
     def _collect(self, launched: Launched) -> None:
         tokens = launched.tokens.get()[: len(launched.sequences)].tolist()
-        self.accounts.spent("run")
+        self.stats.spent("run")
         for sequence, token in zip(launched.sequences, tokens, strict=True):
             if not sequence.finished:
                 self._append(sequence, token, None)
@@ -271,20 +271,20 @@ class Engine:
         step = self.runner.prepare(schedule)
         sequences = [entry.sequence for entry in step.sampling]
         flags = self.sampler.prepare(sequences, step.B, schedule.goes_on)
-        self.shaping.begin(sequences)
+        self.constraints.begin(sequences)
         if self._overlaps and step.decodes and rounds == 1 and not self._looks_at_each(sequences):
             self._launch_ahead(schedule, step, flags)
             return
-        self.accounts.spent("prepare")
+        self.stats.spent("prepare")
         self._launched(schedule, rounds)
         result = self.runner.launch(step)
         self.num_steps += rounds
         self.scheduler.advance(schedule, rounds)
         if not sequences:
-            self.accounts.spent("run")
+            self.stats.spent("run")
             return
-        failures = self.shaping.finish(result.logits, sequences)
-        plain = result.best is not None and not flags and not self.shaping.processes(sequences)
+        failures = self.constraints.finish(result.logits, sequences)
+        plain = result.best is not None and not flags and not self.constraints.processes(sequences)
         sampled = result.best if plain and result.best is not None else self.sampler.draw(result.logits, flags)
         if step.decodes and not self._searches(sequences):
             draw = None if plain else self.sampler.call(result.logits, flags)
@@ -295,13 +295,13 @@ class Engine:
         if rounds > 1:
             for tokens in drawn:  # while the device is at the next
                 self._append_rounds(sequences, tokens)
-            self.accounts.spent("run")
+            self.stats.spent("run")
             return
         (tokens,) = drawn
-        self.accounts.spent("run")
+        self.stats.spent("run")
         chosen = tokens[0, : len(sequences)].tolist()
         logprobs = self.sampler.logprobs(result.logits, sequences, chosen)
-        self.accounts.spent("sample")
+        self.stats.spent("sample")
         for sequence, token, logprob in zip(sequences, chosen, logprobs, strict=True):
             if sequence.sequence_id in failures:
                 self._finish(self._owners[sequence.sequence_id], sequence, "error", failures[sequence.sequence_id])
@@ -315,7 +315,7 @@ class Engine:
     def _launched(self, schedule: Schedule, rounds: int) -> None:
         if self.recorder is not None:
             self.recorder.launched(schedule, rounds)
-        self.accounts.launched(schedule, self._owners, rounds)
+        self.stats.launched(schedule, self._owners, rounds)
 
     def _append_rounds(self, sequences: list[Sequence], tokens: np.ndarray) -> None:
         """Tokens [rounds, B]; what came after a sequence's end is surplus, which the device could not know."""
@@ -344,14 +344,16 @@ class Engine:
 
     def _looks_at_each(self, sequences: list[Sequence]) -> bool:
         """Whether the host has something to do between a token and the next."""
-        return self.sampler.withholds(sequences) or self.shaping.looks_at_each(sequences) or any(s.logprobs is not None for s in sequences)
+        return (
+            self.sampler.withholds(sequences) or self.constraints.looks_at_each(sequences) or any(s.logprobs is not None for s in sequences)
+        )
 
     def _join(self, schedule: Schedule) -> None:
         """Tell the sampler about those that were admitted, or admitted again, since their last token."""
         for sequence in [entry.sequence for entry in schedule.entries if entry.samples]:
             if self._rows.get(sequence.sequence_id) != sequence.row:
                 self.sampler.join(sequence, self.eos_ids)
-                self.shaping.joined(sequence)
+                self.constraints.joined(sequence)
                 self._rows[sequence.sequence_id] = sequence.row
 
     def _append(self, sequence: Sequence, token: int, logprobs: dict[int, Logprob] | None) -> None:
@@ -360,7 +362,7 @@ class Engine:
             self._finish(state, sequence, "error", "the model gave no finite logits; its weights or its cache are broken")
             return
         reason = state.append(sequence, token, logprobs)
-        self.accounts.waited(state, 1)
+        self.stats.waited(state, 1)
         self._changed[state.request_id] = state
         if isinstance(state, BeamState):
             if state.ready:
@@ -370,18 +372,18 @@ class Engine:
         else:
             self._shape(state, sequence)
 
-    def _shape(self, state: Owner, sequence: Sequence) -> None:
+    def _shape(self, state: ActiveRequest, sequence: Sequence) -> None:
         """What follows from a token that was drawn: others that are forced, or the end."""
-        forced, reason, error = self.shaping.took(sequence)
+        forced, reason, error = self.constraints.took(sequence)
         while forced and reason is None:
             token = forced.pop(0)
-            self.accounts.stats.forced_tokens += 1
-            self.accounts.waited(state, 1)
+            self.stats.stats.forced_tokens += 1
+            self.stats.waited(state, 1)
             ended = state.append(sequence, token, None)
             if ended is not None:
                 self._release(sequence, ended)
                 return
-            more, reason, error = self.shaping.took(sequence)
+            more, reason, error = self.constraints.took(sequence)
             forced = forced or more
         if reason is not None:
             self._finish(state, sequence, reason, error)
@@ -397,7 +399,7 @@ class Engine:
         for sequence in turn.over:
             self._release(sequence, "stop")
 
-    def _finish(self, state: Owner, sequence: Sequence, reason: str, error: str | None = None) -> None:
+    def _finish(self, state: ActiveRequest, sequence: Sequence, reason: str, error: str | None = None) -> None:
         state.finish(sequence, reason, error)
         self._changed[state.request_id] = state
         self._release(sequence, reason)
@@ -407,7 +409,7 @@ class Engine:
 
     def _release(self, sequence: Sequence, reason: str) -> None:
         self._leave(sequence)
-        self.shaping.leave(sequence)
+        self.constraints.leave(sequence)
         self.scheduler.finish(sequence, reason)
         self._owners.pop(sequence.sequence_id, None)
 
@@ -432,12 +434,12 @@ class Engine:
         if schedule.exhausted or schedule.expired:
             schedule.entries = [entry for entry in schedule.entries if not entry.sequence.finished]
         if schedule.preempted:
-            self.accounts.preempted(schedule)
+            self.stats.preempted(schedule)
         if schedule.swap_out or schedule.swap_in or schedule.copies:
             start = time.perf_counter()
             self.runner.move(schedule)
             if schedule.swap_out or schedule.swap_in:
-                self.accounts.moved(schedule, time.perf_counter() - start, self.runner.pool.block_bytes)
+                self.stats.moved(schedule, time.perf_counter() - start, self.runner.pool.block_bytes)
 
     def _score(self) -> None:
         """One piece of one prompt whose log-probabilities are wanted."""
@@ -465,7 +467,7 @@ class Engine:
                 continue
             if output.finished:
                 del self._requests[request_id]
-                self.accounts.finished(output, state)
+                self.stats.finished(output, state)
                 if self.recorder is not None:
                     self.recorder.finished(request_id, _ends(state, output))
             outputs.append(output)
@@ -488,7 +490,7 @@ class Engine:
 
     def status(self) -> dict[str, Any]:
         """Numbers for a live view; may be called from any thread."""
-        scheduler, pool, prefix, stats = self.scheduler, self.scheduler.pool, self.scheduler.prefix, self.accounts.stats
+        scheduler, pool, prefix, stats = self.scheduler, self.scheduler.pool, self.scheduler.prefix, self.stats.stats
         return {
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
@@ -496,7 +498,7 @@ class Engine:
             "prefix": {"queries": prefix.queries, "hits": prefix.hits, "evictions": prefix.evictions} if prefix else None,
             "chunks": self.chunks.status(),
             "steps": self.num_steps,
-            "tokens": self.accounts.num_tokens,
+            "tokens": self.stats.num_tokens,
             "step_seconds": {name: getattr(stats, name) for name in ("schedule", "prepare", "run", "sample", "output")},
             "predicted_wait": scheduler.predicted_wait(),
         }
@@ -504,12 +506,12 @@ class Engine:
     def prompt_logits(self, token_ids: list[int]) -> np.ndarray:
         """Float32 logits [T, V] of every position of one prompt, computed beside whatever is running."""
         with _TURN:
-            return beside.prompt_logits(self.runner, self.scheduler, token_ids)
+            return one_off.prompt_logits(self.runner, self.scheduler, token_ids)
 
     def embed(self, token_ids: list[int], pooling: str = "mean", normalize: bool = True) -> np.ndarray:
         """One prompt as a vector float32 [E]: its hidden states' mean, or the last of them, made of length 1 where `normalize` says so."""
         with _TURN:
-            return beside.embed(self.runner, self.scheduler, token_ids, pooling, normalize)
+            return one_off.embed(self.runner, self.scheduler, token_ids, pooling, normalize)
 
     def kernels(self) -> list[Choice]:
         """What runs each op of this model here. A prompt of two tokens and a decode are run for it, beside whatever is running."""
@@ -542,29 +544,29 @@ class Engine:
 
         Where that fails, as for want of memory, it is said through the log and ends: perhaps nobody ever needs that step.
         """
-        if self._warming is None:
+        if self._warmup is None:
             return False
         try:
             with _TURN:
-                more = self._warming.next()
+                more = self._warmup.next()
         except (MemoryError, RuntimeError) as error:
             log.warning("no more steps are captured beforehand: %s: %s", type(error).__name__, error)
             more = False
         if not more:
-            self._warming = None
+            self._warmup = None
         return more
 
     def close(self) -> None:
         """Write what is cached to its folder, if there is one, and drop the model. No use afterwards; a second call does nothing."""
         if self._folder and self.scheduler.prefix:
             self._folder.keep(self.scheduler.prefix)
-        self._ahead = self._folder = self._warming = None
-        self.shaping.close()
+        self._ahead = self._folder = self._warmup = None
+        self.constraints.close()
         self.__dict__.pop("runner", None)
         self.__dict__.pop("sampler", None)
 
 
-def _ends(state: Owner, output: RequestOutput) -> list[tuple[list[int], str | None]]:
+def _ends(state: ActiveRequest, output: RequestOutput) -> list[tuple[list[int], str | None]]:
     """Token ids and reason of everything that ran: of best_of more than is given out, of beams what is."""
     if isinstance(state, BeamState):
         return [(part.token_ids, part.finish_reason) for part in output.outputs]

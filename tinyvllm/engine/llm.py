@@ -28,7 +28,7 @@ from tinyvllm.engine.prompt import (
     spread,
 )
 from tinyvllm.errors import ArgumentError, BusyError, RequestError
-from tinyvllm.request import BeamSearchParams, RequestOutput, SamplingParams, Terms
+from tinyvllm.request import BeamSearchParams, RequestOptions, RequestOutput, SamplingParams
 
 Outputs = Generator[RequestOutput, None, None]
 
@@ -84,7 +84,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
         *,
-        terms: Terms | None = None,
+        options: RequestOptions | None = None,
     ) -> list[RequestOutput]:
         """The finished outputs of all prompts, in their order, run together, on `terms` (priority, deadlines, ...) if they are given.
 
@@ -94,7 +94,7 @@ class LLM:
         """
         items: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else _listed("prompts", prompts)  # type: ignore[list-item]
         each = spread(sampling_params, self.default_params, len(items))
-        return self._complete(encode_all(self.engine.tokenizer, items), each, use_tqdm, terms)
+        return self._complete(encode_all(self.engine.tokenizer, items), each, use_tqdm, options)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False) -> list[RequestOutput]:
         """The best continuations of each prompt by beam search, the best first; `cumulative_logprob` sums their log-probabilities."""
@@ -161,7 +161,7 @@ class LLM:
         for _ in range(TRIES):
             if self.engine.chunks.hold(chunk):
                 return chunk
-            (output,) = self._complete([Encoded(None, chunk.full_blocks)], [COMPUTE], False, Terms(cache_salt=chunk.cache_salt))
+            (output,) = self._complete([Encoded(None, chunk.full_blocks)], [COMPUTE], False, RequestOptions(cache_salt=chunk.cache_salt))
             refuse_broken(output)
         raise no_room(chunk)
 
@@ -186,11 +186,11 @@ class LLM:
         self.close()
 
     def _complete(
-        self, encoded: list[Encoded], params: Sequence[SamplingParams | BeamSearchParams], use_tqdm: bool, terms: Terms | None
+        self, encoded: list[Encoded], params: Sequence[SamplingParams | BeamSearchParams], use_tqdm: bool, options: RequestOptions | None
     ) -> list[RequestOutput]:
         # nobody looks at what is not finished, so the engine need not make it
         whole = [replace(one, output_kind="final_only") if isinstance(one, SamplingParams) else one for one in params]
-        ids = self._add(encoded, whole, terms)
+        ids = self._add(encoded, whole, options)
         try:
             with _bar(len(ids), use_tqdm) as advance:
                 running = set(ids)
@@ -216,14 +216,16 @@ class LLM:
         finally:
             self._forget(ids)
 
-    def _add(self, encoded: list[Encoded], params: Sequence[SamplingParams | BeamSearchParams], terms: Terms | None = None) -> list[str]:
+    def _add(
+        self, encoded: list[Encoded], params: Sequence[SamplingParams | BeamSearchParams], options: RequestOptions | None = None
+    ) -> list[str]:
         """Hand all requests to the engine, or none of them."""
         ids: list[str] = []
         for index, (prompt, one) in enumerate(zip(encoded, params, strict=True)):
             request_id = f"llm-{next(self._ids)}"
             try:
-                self.engine.chunks.refuse_foreign(prompt.chunks, terms)
-                self.engine.add(request_id, prompt.token_ids, one, prompt.text, terms)
+                self.engine.chunks.refuse_foreign(prompt.chunks, options)
+                self.engine.add(request_id, prompt.token_ids, one, prompt.text, options)
             except (RequestError, ArgumentError, BusyError) as error:
                 self._forget(ids)
                 if len(encoded) == 1:

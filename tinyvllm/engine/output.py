@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from tinyvllm.request import CompletionOutput, Logprob, Receipt, RequestMetrics, RequestOutput, SamplingParams, Sequence, Terms
+from tinyvllm.request import CompletionOutput, Logprob, Receipt, RequestMetrics, RequestOptions, RequestOutput, SamplingParams, Sequence
 from tinyvllm.text.detokenize import IncrementalDetokenizer, StopStrings
 from tinyvllm.text.tokenizer import Tokenizer
 
@@ -35,11 +35,11 @@ class _Part:
     told: tuple[int, int] = (0, 0)  # characters and tokens that a delta has given
 
 
-class Owner(Protocol):
+class ActiveRequest(Protocol):
     """What the engine drives: a RequestState, or a BeamState in its place."""
 
     request_id: str
-    terms: Terms
+    options: RequestOptions
     metrics: RequestMetrics
     receipt: Receipt
     explanation: str | None
@@ -79,13 +79,13 @@ class RequestState:
         max_model_len: int,
         arrival: float,
         first_sequence_id: int = 0,
-        terms: Terms | None = None,
+        options: RequestOptions | None = None,
     ):
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.params = params
-        self.terms = terms or Terms()
+        self.options = options or RequestOptions()
         self.metrics = RequestMetrics(arrival)
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.explanation: str | None = None
@@ -96,9 +96,11 @@ class RequestState:
         self._named_ends = frozenset(params.stop_token_ids or ())
         room = max_model_len - len(prompt_token_ids)
         self._longest = room if params.max_tokens is None else min(params.max_tokens, room)
-        due = arrival + min(d for d in (self.terms.deadline_ms, self.terms.ttft_deadline_ms, math.inf) if d is not None) / 1000
+        due = arrival + min(d for d in (self.options.deadline_ms, self.options.ttft_deadline_ms, math.inf) if d is not None) / 1000
         self._sequences = [
-            Sequence(first_sequence_id + i, request_id, prompt_token_ids, _seeded(params, i), i, terms=self.terms, arrival=arrival, due=due)
+            Sequence(
+                first_sequence_id + i, request_id, prompt_token_ids, _seeded(params, i), i, options=self.options, arrival=arrival, due=due
+            )
             for i in range(params.width)
         ]
         for sequence in self._sequences:
@@ -172,7 +174,7 @@ class RequestState:
         return RequestOutput(
             self.request_id, self.prompt, self.prompt_token_ids, [o for o in outputs if o is not None], self.finished,
             self.metrics.copy(),
-            self.sequences[0].num_cached, self.prompt_logprobs, self.receipt if self.finished and self.terms.receipt else None,
+            self.sequences[0].num_cached, self.prompt_logprobs, self.receipt if self.finished and self.options.receipt else None,
             self.explanation,
         )  # fmt: skip
 

@@ -6,12 +6,12 @@ import numpy as np
 from tinygrad import Tensor, nn
 
 from tinyvllm.batch import Batch, LayerCache
+from tinyvllm.bridge import uninitialized
 from tinyvllm.errors import ModelError
 from tinyvllm.models.config import Fields, ModelConfig, Source, Transform, vocabulary
-from tinyvllm.models.products import bias_of, weight_of
+from tinyvllm.models.projections import bias_of, weight_of
 from tinyvllm.ops.attention import PagedAttention
 from tinyvllm.ops.head import Table, embed, norm_head
-from tinyvllm.ops.launch import uninitialized
 from tinyvllm.ops.linear import linear
 from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.qkv import QKV, norm_qkv_rope_store

@@ -10,12 +10,12 @@ from tinygrad import Tensor, nn
 from tinygrad.llm.model import Transformer, TransformerBlock
 
 from tinyvllm.batch import Batch, LayerCache
+from tinyvllm.bridge import uninitialized
 from tinyvllm.errors import ModelError
 from tinyvllm.models.config import Fields, ModelConfig, Source, Transform, check_factors, check_heads, hf_rope, hf_windows, vocabulary
-from tinyvllm.models.products import bias_of, weight_of
+from tinyvllm.models.projections import bias_of, weight_of
 from tinyvllm.ops.attention import PagedAttention
 from tinyvllm.ops.head import Table, embed, norm_head
-from tinyvllm.ops.launch import uninitialized
 from tinyvllm.ops.linear import gate_up_silu, linear
 from tinyvllm.ops.norm import Norm, rms_norm
 from tinyvllm.ops.qkv import QKV, norm_qkv_rope_store

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from tinygrad import Tensor
 
+from tinyvllm.backends.base import calls_of
+from tinyvllm.backends.registry import pick
 from tinyvllm.batch import Batch
-from tinyvllm.ops.calls import calls_of
-from tinyvllm.ops.registry import pick
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from tinygrad import Tensor, UOp
 
+from tinyvllm.backends.base import calls_of
+from tinyvllm.backends.buffers import cache_format
+from tinyvllm.backends.registry import pick
 from tinyvllm.batch import Batch, LayerCache
-from tinyvllm.ops.calls import calls_of
-from tinyvllm.ops.calls.buffers import cache_format
-from tinyvllm.ops.registry import pick
 
 
 class _Padded:

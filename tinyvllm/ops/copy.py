@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tinygrad import Tensor
 
-from tinyvllm.ops.calls import calls_of
-from tinyvllm.ops.registry import pick
+from tinyvllm.backends.base import calls_of
+from tinyvllm.backends.registry import pick
 
 
 def copy_blocks(pool: Tensor, pairs: Tensor, count: Tensor) -> Tensor:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tinygrad import Tensor
 
-from tinyvllm.ops.calls import calls_of
+from tinyvllm.backends.base import calls_of
+from tinyvllm.backends.registry import pick
 from tinyvllm.ops.linear import TensorWeight, Weight, product
 from tinyvllm.ops.norm import Norm
-from tinyvllm.ops.registry import pick
-from tinyvllm.ops.weight import PackedWeight, RowWeight
+from tinyvllm.quant.layouts import PackedWeight, RowWeight
 
 Table = Tensor | RowWeight | PackedWeight
 

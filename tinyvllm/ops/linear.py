@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from tinygrad import Tensor, dtypes
 
-from tinyvllm.ops.calls import calls_of
+from tinyvllm.backends.base import calls_of
+from tinyvllm.backends.registry import pick
 from tinyvllm.ops.norm import Norm
-from tinyvllm.ops.registry import pick
-from tinyvllm.ops.weight import BLOCK, PackedWeight, StoredWeight
+from tinyvllm.quant.layouts import BLOCK, PackedWeight, StoredWeight
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from tinygrad import Tensor
 
+from tinyvllm.backends.base import calls_of
+from tinyvllm.backends.buffers import cache_format
+from tinyvllm.backends.registry import pick
 from tinyvllm.batch import Batch, LayerCache
-from tinyvllm.ops.calls import calls_of
-from tinyvllm.ops.calls.buffers import cache_format
-from tinyvllm.ops.launch import store_kv
+from tinyvllm.bridge import store_kv
 from tinyvllm.ops.linear import TensorWeight, Weight, product
 from tinyvllm.ops.norm import Norm, rms_norm
-from tinyvllm.ops.registry import pick
 from tinyvllm.ops.rope import apply_rope
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 from tinygrad import Tensor, dtypes
 
-from tinyvllm.ops.calls import calls_of
-from tinyvllm.ops.registry import pick
+from tinyvllm.backends.base import calls_of
+from tinyvllm.backends.registry import pick
 
 THREEFRY_ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 THREEFRY_ROUNDS = 20

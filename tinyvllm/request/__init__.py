@@ -1,5 +1,6 @@
 """What a user asks and what comes back. Knows no text and no tensors."""
 
+from tinyvllm.request.options import RequestOptions
 from tinyvllm.request.output import CompletionOutput, Logprob, Receipt, RequestMetrics, RequestOutput
 from tinyvllm.request.params import (
     MAX_LOGPROBS,
@@ -11,9 +12,8 @@ from tinyvllm.request.params import (
     Thinking,
 )  # fmt: skip
 from tinyvllm.request.sequence import Sequence, Status
-from tinyvllm.request.terms import Terms
 
 __all__ = [
     "MAX_LOGPROBS", "STRUCTURES", "BeamSearchParams", "CompletionOutput", "LogitsProcessor", "Logprob", "Receipt", "RequestMetrics",
-    "RequestOutput", "SamplingParams", "Sequence", "Status", "StructuredOutputsParams", "Terms", "Thinking",
+    "RequestOutput", "SamplingParams", "Sequence", "Status", "StructuredOutputsParams", "RequestOptions", "Thinking",
 ]  # fmt: skip

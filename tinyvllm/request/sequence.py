@@ -6,8 +6,8 @@ import enum
 import math
 from dataclasses import dataclass, field
 
+from tinyvllm.request.options import RequestOptions
 from tinyvllm.request.params import SamplingParams
-from tinyvllm.request.terms import Terms
 
 
 class Status(enum.Enum):
@@ -37,7 +37,7 @@ class Sequence:
     num_preemptions: int = 0
     num_swaps: int = 0  # preemptions that kept its blocks on the host
     row: int = -1  # the row of sampling state held while running
-    terms: Terms = field(default_factory=Terms)
+    options: RequestOptions = field(default_factory=RequestOptions)
     arrival: float = 0.0  # seconds of time.monotonic
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks of known tokens, as far as anybody has asked
     num_published: int = 0  # leading blocks that are in the prefix cache's index

@@ -8,9 +8,9 @@ import platform
 import sys
 from pathlib import Path
 
+from tinyvllm.backends.cpu.toolchain import provide_compiler
+from tinyvllm.backends.cuda.nvrtc import provide_nvrtc
 from tinyvllm.errors import ArgumentError
-from tinyvllm.ops.nvrtc import provide_nvrtc
-from tinyvllm.ops.toolchain import provide_compiler
 
 
 def choose_device(choice: str) -> str:
@@ -47,7 +47,7 @@ def start_device(choice: str, cache: Path) -> str:
         provide_compiler(cache)
     if device.split(":")[0] == "CUDA" and _cuda_devices():
         provide_nvrtc(cache)
-    from tinyvllm.ops.launch import keep_programs, open_device, prefer_device
+    from tinyvllm.bridge import keep_programs, open_device, prefer_device
 
     keep_programs()
     prefer_device(device.split(":")[0])  # the environment came too late where the caller had imported tinygrad already

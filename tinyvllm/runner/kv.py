@@ -9,9 +9,9 @@ from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from tinyvllm.batch import LayerCache
+from tinyvllm.bridge import Captured, alias, byte_spans, download, synchronize, upload
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.ops.copy import copy_blocks
-from tinyvllm.ops.launch import Captured, alias, byte_spans, download, synchronize, upload
 from tinyvllm.weights.load import adopt
 from tinyvllm.weights.mapping import allocate
 

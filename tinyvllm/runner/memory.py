@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 from tinygrad import Tensor, dtypes
 
+from tinyvllm.backends.cuda import plan as records
+from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.registry import rows
+from tinyvllm.bridge import Captured, gpu_attribute, gpu_free_memory, launch, run_now, synchronize
 from tinyvllm.errors import ArgumentError, OutOfMemoryError
-from tinyvllm.ops.calls import cuda_records as records
-from tinyvllm.ops.kernel import Kernel
-from tinyvllm.ops.launch import Captured, gpu_attribute, gpu_free_memory, launch, run_now, synchronize
-from tinyvllm.ops.registry import rows
 from tinyvllm.weights.mapping import allocate
 
 READ_BYTES = 256 << 20  # beyond every cache, the ones that a virtual machine does not tell of included

@@ -13,7 +13,7 @@ import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 
 from tinyvllm.batch import Batch
-from tinyvllm.ops.launch import spans, upload, upload_parts
+from tinyvllm.bridge import spans, upload, upload_parts
 from tinyvllm.scheduler import Schedule, Scheduled
 
 ALIGNED = 16  # int32s: kernels generated for vectors load from such borders
@@ -127,7 +127,7 @@ class StepInputs:
     slots: np.ndarray
     query_starts: np.ndarray
     context_lens: np.ndarray
-    alike: np.ndarray
+    shared_prefix_lens: np.ndarray
     samples: np.ndarray
     rows: np.ndarray
     decodes: np.ndarray
@@ -220,8 +220,8 @@ class StepInputs:
 
     def _measure(self, count: int, block_size: int) -> bool:
         """Fill `alike` for the first `count` rows as they lie in the block table, 0 for the others; whether that changed anything."""
-        before, tables = self.alike.copy(), self.block_tables[:count]
-        self.alike[:] = 0
+        before, tables = self.shared_prefix_lens.copy(), self.block_tables[:count]
+        self.shared_prefix_lens[:] = 0
         self._sharing = self._cascade and bool((tables[1:, 0] == tables[:-1, 0]).any())
         if self._sharing:
             full = self.context_lens[:count] // block_size
@@ -229,8 +229,8 @@ class StepInputs:
             width = int(both.max())
             differ = np.ones((count - 1, width + 1), np.bool_)
             differ[:, :width] = tables[1:, :width] != tables[:-1, :width]
-            self.alike[1:count] = np.minimum(differ.argmax(1), both) * block_size
-        return not np.array_equal(before, self.alike)
+            self.shared_prefix_lens[1:count] = np.minimum(differ.argmax(1), both) * block_size
+        return not np.array_equal(before, self.shared_prefix_lens)
 
     def go_on(self, entries: Iterable[Scheduled], block_size: int) -> int:
         """Of decodes that the device has moved on, copy what it cannot know: the blocks of `entries`, all that have come into another.

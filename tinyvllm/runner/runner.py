@@ -11,14 +11,14 @@ import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
+from tinyvllm.backends.cpu.threads import thread_pool
+from tinyvllm.backends.registry import Choice, choices, rows
+from tinyvllm.bridge import Call, Captured, Reading, download, peek, read_behind, repeat, upload
 from tinyvllm.config import MOST_SCHEDULER_STEPS, EngineConfig, cache_folder, environment
 from tinyvllm.errors import ArgumentError
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.models.families import check_layers, find_family, read_config, refuse_unused, weights_of
 from tinyvllm.ops.advance import History, advance
-from tinyvllm.ops.crew import crew
-from tinyvllm.ops.launch import Call, Captured, Reading, download, peek, read_behind, repeat, upload
-from tinyvllm.ops.registry import Choice, choices, rows
 from tinyvllm.quant.formats import FORMATS, unpack
 from tinyvllm.runner.kv import KVPool, block_bytes, kv_dtype
 from tinyvllm.runner.memory import check_room, pool_blocks
@@ -295,7 +295,7 @@ class Runner:
 
     def lanes(self) -> int:
         """Threads of the CPU's crew; 0 where another device computes."""
-        return crew().lanes if self.device.split(":")[0] == "CPU" else 0
+        return thread_pool().lanes if self.device.split(":")[0] == "CPU" else 0
 
     def _prepare(self, singles: list[Scheduled], chunks: list[Scheduled], all_rows: bool) -> PreparedStep:
         shape = shape_of(singles, chunks)

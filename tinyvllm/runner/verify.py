@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from tinygrad import Tensor, UOp
 
-from tinyvllm.ops.launch import Captured, download, upload
-from tinyvllm.ops.registry import REFERENCE, choices, forget
+from tinyvllm.backends.registry import REFERENCE, choices, forget
+from tinyvllm.bridge import Captured, download, upload
 from tinyvllm.runner.kv import KVPool, kv_dtype
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
 from tinyvllm.runner.runner import Runner

@@ -17,16 +17,16 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
+from tinyvllm.backends.cpu.toolchain import has_compiler
+from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.registry import pick, rows
+from tinyvllm.bridge import mapped, run_now
 from tinyvllm.config import cache_folder
 from tinyvllm.errors import ModelError
 from tinyvllm.models.config import Weight
-from tinyvllm.models.products import bias_of
-from tinyvllm.ops.kernel import Kernel
-from tinyvllm.ops.launch import mapped, run_now
-from tinyvllm.ops.registry import pick, rows
-from tinyvllm.ops.tiles import TILED, TileWeight, put_tiles
-from tinyvllm.ops.toolchain import has_compiler
-from tinyvllm.ops.weight import (
+from tinyvllm.models.projections import bias_of
+from tinyvllm.quant.formats import FORMATS
+from tinyvllm.quant.layouts import (
     FLOATS,
     PANEL,
     STORED,
@@ -39,8 +39,8 @@ from tinyvllm.ops.weight import (
     quantize_rows,
     row_bytes,
 )
-from tinyvllm.quant.formats import FORMATS
-from tinyvllm.runner.panels import KeptPanels
+from tinyvllm.quant.tiles import TILED, TileWeight, put_tiles
+from tinyvllm.runner.weight_cache import WeightCache
 from tinyvllm.weights.checkpoint import Checkpoint
 from tinyvllm.weights.load import BLOCKS, dummy_tensors, load_rows, load_tensors, place_bytes
 from tinyvllm.weights.mapping import allocate, drop_pages
@@ -74,7 +74,7 @@ class WeightLoader:
     def __init__(self, checkpoint: Checkpoint | None, plan: WeightPlan, progress: Progress | None = None, kept: Path | None = None):
         self._checkpoint, self._plan, self._progress = checkpoint, plan, progress
         packing = f"{DTYPE_FORMATS[plan.dtype]} {plan.format}{' tiles' if plan.tiled else ''}"
-        self._kept = None if kept is None or checkpoint is None or plan.stored else KeptPanels(kept, checkpoint, packing)
+        self._kept = None if kept is None or checkpoint is None or plan.stored else WeightCache(kept, checkpoint, packing)
         self.bytes = 0  # that the model holds
         self.streamed = 0  # of which a decode step reads so many: all but an embedding table of its own
         self._done = self._total = 0

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 import numpy as np
 from tinygrad import Tensor, dtypes
 
-from tinyvllm.ops.launch import upload
+from tinyvllm.bridge import upload
 from tinyvllm.request import SamplingParams, Sequence
 
 

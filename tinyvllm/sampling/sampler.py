@@ -14,9 +14,9 @@ from enum import IntEnum
 import numpy as np
 from tinygrad import Tensor, dtypes
 
+from tinyvllm.bridge import Call, Captured, alias, download, scatter_add, spans, upload
 from tinyvllm.errors import ArgumentError
 from tinyvllm.ops import sample as ops
-from tinyvllm.ops.launch import Call, Captured, alias, download, scatter_add, spans, upload
 from tinyvllm.request import Logprob, SamplingParams, Sequence
 from tinyvllm.sampling.logprobs import logprobs_of
 from tinyvllm.sampling.penalties import Bias, Masks, SeenTokens, penalizes, restricts

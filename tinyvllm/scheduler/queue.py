@@ -18,7 +18,7 @@ _KEYS = 1024
 
 def rank_of(sequence: Sequence) -> Rank:
     """Smaller is served first: priority, deadline in seconds of time.monotonic, number. Never changes and is never another's."""
-    return sequence.terms.priority, sequence.due, sequence.sequence_id
+    return sequence.options.priority, sequence.due, sequence.sequence_id
 
 
 class WaitingQueue:
@@ -56,7 +56,7 @@ class WaitingQueue:
         return (sequence for _, sequence in sorted(entries, key=lambda entry: entry[0]))
 
     def push(self, sequence: Sequence) -> None:
-        key = sequence.terms.key
+        key = sequence.options.key
         if key not in self._heaps:
             least = self._least()
             if len(self._served) >= self._most:
@@ -95,7 +95,7 @@ class WaitingQueue:
         if sequence in self._aside:
             del self._aside[sequence]
             return
-        key = sequence.terms.key
+        key = sequence.options.key
         heap = self._heaps[key]
         self._removed.add(sequence.sequence_id)
         while heap and heap[0][1].sequence_id in self._removed:

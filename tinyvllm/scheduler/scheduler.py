@@ -18,12 +18,12 @@ from collections.abc import Sequence as Many
 from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.cache.prefix import PrefixCache
 from tinyvllm.request import Sequence, Status
-from tinyvllm.scheduler.door import Door
-from tinyvllm.scheduler.leading import Leading
+from tinyvllm.scheduler.admission import AdmissionControl
+from tinyvllm.scheduler.decode_reuse import ReusableDecode
+from tinyvllm.scheduler.inflight_prefix import InflightPrefixes
 from tinyvllm.scheduler.queue import WaitingQueue, rank_of
 from tinyvllm.scheduler.rates import Rates
 from tinyvllm.scheduler.schedule import Schedule, Scheduled, SchedulerLimits
-from tinyvllm.scheduler.steady import Steady
 
 _SHARE = 4  # part of a step's tokens that long prefills leave to others that want it
 
@@ -56,9 +56,9 @@ class Scheduler:
         self._copied: list[int] = []  # blocks of the last schedule's copies, held until they have run
         self._lent = self._wanted = 0  # blocks that somebody outside holds, and waits for
         self._timed: set[Sequence] = set()  # those with deadlines
-        self._door = Door(self)
-        self._leading = Leading(pool.block_size)
-        self._steady: Steady | None = None  # the last step, as long as it can go on as it is
+        self._admission = AdmissionControl(self)
+        self._inflight = InflightPrefixes(pool.block_size)
+        self._reusable: ReusableDecode | None = None  # the last step, as long as it can go on as it is
         self._clock = clock
 
     def has_work(self) -> bool:
@@ -70,7 +70,7 @@ class Scheduler:
         `siblings` have the same prompt: they are forked from `sequence` once that is computed.
         """
         assert sequence.status is Status.WAITING and not sequence.block_table, f"Scheduler: {sequence.sequence_id} was added before"
-        self._door.check(sequence)
+        self._admission.check(sequence)
         if siblings:
             self._siblings[sequence.sequence_id] = list(siblings)
         if sequence.due < math.inf:
@@ -79,7 +79,7 @@ class Scheduler:
 
     def predicted_wait(self, sequence: Sequence | None = None) -> float:
         """Seconds until the first token of `sequence` (or of a short prompt), if it were added now, by the rates of the last steps."""
-        return self._door.predicted_wait(sequence)
+        return self._admission.predicted_wait(sequence)
 
     def known_hashes(self, sequence: Sequence) -> list[bytes]:
         """The hashes of all blocks of a waiting sequence that could be found. Its last token is always left to compute."""
@@ -112,8 +112,8 @@ class Scheduler:
         plan.copies = [(source, block) for block, source in self._copies.items()]
         self._copied = list(self._copies.values())
         self._copies.clear()
-        if not plan.moves and Steady.fits(plan, self.running):
-            self._steady = Steady(plan, self.pool.block_size)
+        if not plan.moves and ReusableDecode.fits(plan, self.running):
+            self._reusable = ReusableDecode(plan, self.pool.block_size)
         return plan
 
     def _onward(self, unseen: int) -> Schedule | None:
@@ -121,14 +121,14 @@ class Scheduler:
 
         None where the queue, a deadline, or want of blocks asks for more than that.
         """
-        steady = self._steady
+        steady = self._reusable
         if steady is None or self._paused or self._could_come_in() or self._late():
             return None
         filled = steady.go_on(unseen)
         size = self.pool.block_size
         growing = [entry for entry in filled or () if entry.start >= len(entry.sequence.block_table) * size]
         if filled is None or len(growing) > self.pool.num_free:
-            self._steady = None
+            self._reusable = None
             return None
         for entry in filled:
             self._publish(entry.sequence)
@@ -160,7 +160,7 @@ class Scheduler:
         None where somebody has ended, could be admitted, or would need blocks or room that are not free: then the tokens must be looked at
         first.
         """
-        steady = self._steady
+        steady = self._reusable
         if steady is None or steady.schedule is not schedule or steady.longest + 2 >= self.limits.max_model_len:
             return None
         return self._onward(unseen=1)
@@ -169,7 +169,7 @@ class Scheduler:
         """Whether the queue needs a look: a row is free, or could be taken from somebody of lower priority."""
         if not self.waiting.has_next:
             return False
-        return bool(self._free_rows) or self.waiting.first().terms.priority < self.running[-1].terms.priority
+        return bool(self._free_rows) or self.waiting.first().options.priority < self.running[-1].options.priority
 
     def advance(self, schedule: Schedule, rounds: int = 1) -> None:
         """The step has run, `rounds` times over: its keys and values lie in the cache. Finished sequences are passed over."""
@@ -233,7 +233,7 @@ class Scheduler:
                 self._publish(sequence)
             self._vacate(sequence)
         elif self._paused.pop(sequence, None) is None and not self._is_sibling(sequence):
-            self._leading.leave(sequence)
+            self._inflight.leave(sequence)
             self.waiting.remove(sequence)
         for sibling in self._siblings.pop(sequence.sequence_id, ()):
             self.waiting.push(sibling)  # its prompt will not be computed for it
@@ -257,10 +257,10 @@ class Scheduler:
         return any(self._is_late(sequence, now) for sequence in self._timed)
 
     def _is_late(self, sequence: Sequence, now: float) -> bool:
-        terms = sequence.terms
-        if terms.deadline_ms is not None and now > sequence.arrival + terms.deadline_ms / 1000:
+        options = sequence.options
+        if options.deadline_ms is not None and now > sequence.arrival + options.deadline_ms / 1000:
             return True
-        first = terms.ttft_deadline_ms
+        first = options.ttft_deadline_ms
         return first is not None and not sequence.output_token_ids and now > sequence.arrival + first / 1000
 
     def _expire(self, plan: Schedule) -> None:
@@ -275,7 +275,7 @@ class Scheduler:
         if not self.waiting.has_next or not self.running:
             return
         first = self.waiting.first()
-        lower = [s for s in self.running if s.terms.priority > first.terms.priority]
+        lower = [s for s in self.running if s.options.priority > first.options.priority]
         needed = self.pool.blocks_for(len(first)) + 1
         if needed > self.pool.num_free + sum(len(s.block_table) for s in lower):
             return
@@ -312,17 +312,17 @@ class Scheduler:
             else:
                 chunks.append(Scheduled(sequence, start, count, count == left))
                 budget -= count
-            self.waiting.serve(sequence.terms.key, count)
+            self.waiting.serve(sequence.options.key, count)
         return budget
 
     def _admit(self, plan: Schedule, chunks: list[Scheduled], budget: int) -> int:
         """From the head of the queue and never around it, while rows, budget and blocks last; the tokens that are left then."""
-        for sequence in self._leading.ready():
+        for sequence in self._inflight.ready():
             self.waiting.bring_back(sequence)
         while self.waiting.has_next and self._free_rows and budget:
             sequence = self.waiting.first()
             found = self._match(sequence)
-            if not sequence.num_swapped and self._leading.follow(sequence, len(found)):
+            if not sequence.num_swapped and self._inflight.follow(sequence, len(found)):
                 self.pool.release(found)
                 self.waiting.set_aside(sequence)
                 continue
@@ -340,12 +340,12 @@ class Scheduler:
             self.waiting.remove(sequence)
             self._start_from(sequence, found, plan)
             self._seat(sequence)
-            self._leading.lead(sequence)
+            self._inflight.lead(sequence)
             start, left = sequence.num_computed, len(sequence) - sequence.num_computed
             count = min(left, budget)
             self._grow(sequence, start + count, plan)
             (plan.entries if left == 1 else chunks).append(Scheduled(sequence, start, count, count == left))
-            self.waiting.serve(sequence.terms.key, count)
+            self.waiting.serve(sequence.options.key, count)
             budget -= count
         return budget
 
@@ -369,7 +369,7 @@ class Scheduler:
                 running += 1
             chunk.num_tokens += end - start
             chunk.samples = end == len(sequence)
-            self.waiting.serve(sequence.terms.key, end - start)
+            self.waiting.serve(sequence.options.key, end - start)
             budget -= end - start
             if not budget:
                 return
@@ -381,7 +381,7 @@ class Scheduler:
     def _hashes(self, sequence: Sequence, blocks: int) -> list[bytes]:
         assert self.prefix is not None
         if len(sequence.block_hashes) < blocks:
-            self.prefix.extend(sequence.block_hashes, sequence.token_ids, blocks, sequence.terms.cache_salt)
+            self.prefix.extend(sequence.block_hashes, sequence.token_ids, blocks, sequence.options.cache_salt)
         return sequence.block_hashes[:blocks]
 
     def _start_from(self, sequence: Sequence, found: list[int], plan: Schedule) -> None:
@@ -405,7 +405,7 @@ class Scheduler:
 
     def _seat(self, sequence: Sequence) -> None:
         """It runs: a row, and its place by rank."""
-        self._steady = None
+        self._reusable = None
         bisect.insort(self.running, sequence, key=rank_of)
         sequence.status = Status.RUNNING
         sequence.row = heapq.heappop(self._free_rows)
@@ -414,9 +414,9 @@ class Scheduler:
         """Make its full blocks of known tokens findable."""
         full = min(sequence.num_computed, len(sequence)) // self.pool.block_size
         if self.prefix is not None and full > sequence.num_published:
-            hashes, tokens_of, salt = self._hashes(sequence, full), sequence.token_ids, sequence.terms.cache_salt
+            hashes, tokens_of, salt = self._hashes(sequence, full), sequence.token_ids, sequence.options.cache_salt
             self.prefix.publish(hashes, sequence.block_table, sequence.num_published, full, tokens_of, salt)
-            self._leading.passed(sequence, sequence.num_published, full)
+            self._inflight.passed(sequence, sequence.num_published, full)
         sequence.num_published = max(full, sequence.num_published)
 
     def _grow(self, sequence: Sequence, num_tokens: int, plan: Schedule) -> bool:
@@ -481,8 +481,8 @@ class Scheduler:
 
     def _vacate(self, sequence: Sequence) -> None:
         """Take a running sequence's blocks and row back; what the prefix cache does not keep of it is gone."""
-        self._steady = None
-        self._leading.passed(sequence, sequence.num_published, len(sequence.block_hashes))
+        self._reusable = None
+        self._inflight.passed(sequence, sequence.num_published, len(sequence.block_hashes))
         self.running.remove(sequence)
         if self._copies:  # none may come behind, into a block that is somebody else's by then
             self.pool.release([source for block in sequence.block_table if (source := self._copies.pop(block, None)) is not None])

@@ -17,7 +17,7 @@
 #pragma once
 #include "formats.h"
 #include "lanes.h"
-#include "team.h"
+#include "thread_team.h"
 
 #define G (H / K)
 #define TILE (D <= 64 ? 64 : 32)

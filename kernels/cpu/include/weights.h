@@ -21,7 +21,7 @@
 #pragma once
 #include "formats.h"
 #include "lanes.h"
-#include "team.h"
+#include "thread_team.h"
 
 #if WEIGHT == F32
 #define PANEL_BYTES(width) ((long)(width)*64)

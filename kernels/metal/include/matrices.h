@@ -1,4 +1,4 @@
-// Products by simdgroup_matrix (matmul.metal, matmul_sixteen.metal): their arguments as constants choose them, which row of weights belongs
+// Products by simdgroup_matrix (matmul.metal, matmul16.metal): their arguments as constants choose them, which row of weights belongs
 // to which output, and what is done to a sum.
 //
 // Constants from outside: I, O, WEIGHT, NORM, EPS, GATHER, MATRICES, O1, O2, BIAS, RESIDUAL, ACTIVATION and SILU, as matmul.metal says.

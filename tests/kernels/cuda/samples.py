@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tinyvllm.ops.calls import cuda_records as records
-from tinyvllm.ops.calls.cuda_records import GPU
-from tinyvllm.ops.kernel import Kernel
+from tinyvllm.backends.cuda import plan as records
+from tinyvllm.backends.cuda.plan import GPU
+from tinyvllm.backends.kernel import Kernel
 
 GPUS = {"sm_80": GPU(108, 163 << 10, 164 << 10), "sm_90": GPU(132, 227 << 10, 228 << 10)}  # A100; H100 and H200
 ROW, EPS = "sm_80", "1e-05f"
@@ -58,16 +58,16 @@ def _few(gpu: GPU) -> dict[str, Kernel]:
 
 
 def _many(gpu: GPU) -> dict[str, Kernel]:
-    found = {f"prepare {format}": records.prepare(ROW, format, 128, SMALL.E, EPS) for format in TILED}
-    found["prepare gathered"] = records.prepare(ROW, "BF16", 64, LARGE.E, EPS, gather=True)
-    found["prepare alone"] = records.prepare(ROW, "Q4_0", 64, LARGE.F)
+    found = {f"quantize_input {format}": records.quantize_input(ROW, format, 128, SMALL.E, EPS) for format in TILED}
+    found["quantize_input gathered"] = records.quantize_input(ROW, "BF16", 64, LARGE.E, EPS, gather=True)
+    found["quantize_input alone"] = records.quantize_input(ROW, "Q4_0", 64, LARGE.F)
     for format in TILED:
         for T in (16, 64, 512, 4096) if format in ("BF16", "Q4_0") else (64, 4096):
             found[f"matmul {format} of {T}"] = records.matmul(ROW, format, T, LARGE.E, LARGE.F, gpu, residual=True)[0]
         found[f"matmul {format} with silu"] = records.matmul(ROW, format, 256, SMALL.F, SMALL.E, gpu, silu=True)[0]
     for cache in ("F32", "F16", "BF16"):
         found[f"rope_store {cache}"] = records.rope_store(ROW, 128, (QWEN if cache == "F16" else SMALL).heads(cache))
-    found["best of 1"], found["best of 64"] = records.best(ROW, 1, SMALL.V, gpu), records.best(ROW, 64, QWEN.V, gpu)
+    found["argmax of 1"], found["argmax of 64"] = records.argmax(ROW, 1, SMALL.V, gpu), records.argmax(ROW, 64, QWEN.V, gpu)
     return found
 
 
@@ -75,7 +75,7 @@ def _hopper(gpu: GPU) -> dict[str, Kernel]:
     row = records.HOPPER
     found = {"matmul_hopper BF16": records.matmul_hopper(row, "BF16", 4096, LARGE.E, LARGE.F, gpu, residual=True)}
     found["matmul_hopper F16 with silu"] = records.matmul_hopper(row, "F16", 2048, LARGE.F, LARGE.E, gpu, silu=True)
-    found["prepare for hopper"] = records.prepare(ROW, "BF16", 256, LARGE.E, EPS, cores=True)
+    found["quantize_input for hopper"] = records.quantize_input(ROW, "BF16", 256, LARGE.E, EPS, cores=True)
     return found
 
 
@@ -99,7 +99,7 @@ def _tokens(gpu: GPU) -> dict[str, Kernel]:
     for cache in ("F32", "F16", "BF16"):
         found[f"kv_append {cache}"] = records.kv_append(ROW, 64, 8, 16, 128, cache)
     found["kv_copy"] = records.kv_copy(ROW, 4, 2 * 8 * 16 * 128 * 2)
-    found["advance"], found["verify_prefix"] = records.advance(ROW, 256, 512, 16, 64, 16), records.verify_prefix(ROW, 64, 8)
+    found["advance"], found["accept_drafts"] = records.advance(ROW, 256, 512, 16, 64, 16), records.accept_drafts(ROW, 64, 8)
     found["read"], found["copy"] = records.read(ROW, 1 << 26, 264), records.copy(ROW, 1 << 26, 264)
     for name, B, on in (("greedy", 1, ()), ("drawn", 8, FEATURES[:1]), ("with all", 1, FEATURES), ("of many with all", 200, FEATURES)):
         kernels, _ = records.sample(ROW, B, QWEN.V, 256, {feature: feature in on for feature in FEATURES}, gpu)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tinyvllm.ops.calls import cuda_records as records
-from tinyvllm.ops.kernel import Kernel
+from tinyvllm.backends.cuda import plan as records
+from tinyvllm.backends.kernel import Kernel
 
 ROW, EPS, QK_EPS = "sm_90", 1e-5, 1e-6
 

@@ -14,8 +14,8 @@ import pytest
 from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned
 from tests.kernels.test_attention import CONTEXT, NEW, Case, Shape, _ints, make, oracle, same
-from tinyvllm.ops.calls import cuda_records as records
-from tinyvllm.ops.kernel import Kernel
+from tinyvllm.backends.cuda import plan as records
+from tinyvllm.backends.kernel import Kernel
 from tinyvllm.quant.formats import bf16_to_f32, f32_to_bf16
 
 GPU = records.GPU(multiprocessors=3, shared=227 << 10, shared_of_one=228 << 10)
@@ -40,12 +40,12 @@ def with_stretch(kernel: Kernel, stretch: int) -> Kernel:
 
 
 def decode(
-    case: Case, grid: int | None = None, count: int | None = None, stretch: int = 4096, seed: int = 0, alike: list[int] | None = None,
-    read: list[int] | None = None,
+    case: Case, grid: int | None = None, count: int | None = None, stretch: int = 4096, seed: int = 0,
+    shared_prefix_lens: list[int] | None = None, read: list[int] | None = None,
 ) -> np.ndarray:  # fmt: skip
     """The last row of each sequence; afterwards the counters are zero again. `read`: bytes read of each array, [4] is the cache."""
     s, (B, M) = case.shape, case.tables.shape
-    kernel, floats, counts = records.attention_decode("sm_90", B, told(case), GPU, cascade=alike is not None)
+    kernel, floats, counts = records.attention_decode("sm_90", B, told(case), GPU, cascade=shared_prefix_lens is not None)
     if grid or stretch != 4096:
         wide = grid or kernel.grid[0]
         parts = -(-s.H // s.K // 16)
@@ -58,7 +58,7 @@ def decode(
     last[...] = case.q[case.starts[1:] - 1]
     out, partial, counters = aligned(last.shape, np.float32), aligned((floats,), np.float32), aligned((counts,), np.uint32, 0)
     ins = [last, case.cache, case.tables, _ints(case.context), _ints([B if count is None else count])]
-    ins += [_ints(alike)] if alike is not None and len(ins) < kernel.ins else []
+    ins += [_ints(shared_prefix_lens)] if shared_prefix_lens is not None and len(ins) < kernel.ins else []
     for again in range(2 if seed == 0 else 1):  # a captured launch finds what the last one left
         emulate(kernel, out, partial, counters, *ins, seed=seed + again, read=read)
         assert not counters.any()

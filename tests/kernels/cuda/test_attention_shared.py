@@ -11,13 +11,15 @@ from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned
 from tests.kernels.cuda.test_attention import GPU, close, decode, prefill, rounded, told
 from tests.kernels.test_attention import Case, Shape, _ints, grouped, make, oracle, same
-from tinyvllm.ops.calls import cuda_records as records
+from tinyvllm.backends.cuda import plan as records
 
 
-def reading(case: Case, alike: list[int] | None, grid: int | None = None, seed: int = 1, stretch: int = 4096) -> tuple[np.ndarray, int]:
+def reading(
+    case: Case, shared_prefix_lens: list[int] | None, grid: int | None = None, seed: int = 1, stretch: int = 4096
+) -> tuple[np.ndarray, int]:
     """What comes out, and the tokens that are read of the cache."""
     read: list[int] = []
-    out = decode(case, grid, None, stretch, seed, alike, read)
+    out = decode(case, grid, None, stretch, seed, shared_prefix_lens, read)
     return out, read[4] // (2 * case.shape.K * -(-case.shape.H // case.shape.K // 16) * case.shape.D * 2)
 
 
@@ -137,9 +139,9 @@ def test_more_sequences_than_lanes() -> None:
 
 def test_sequences_that_do_not_count_are_in_no_group() -> None:
     case = behind(FOUR, [0, 256, 256, 256, 256], [44, 34, 54, 39, 24])
-    out = decode(case, count=2, alike=case.shared)
+    out = decode(case, count=2, shared_prefix_lens=case.shared)
     assert same(out[:2], decode(case)[:2]) and (out[2:].view(np.uint32) == 0xFFFFFFFF).all()
-    assert (decode(case, count=0, alike=case.shared).view(np.uint32) == 0xFFFFFFFF).all()
+    assert (decode(case, count=0, shared_prefix_lens=case.shared).view(np.uint32) == 0xFFFFFFFF).all()
 
 
 def test_padding_has_no_context() -> None:
@@ -147,13 +149,13 @@ def test_padding_has_no_context() -> None:
     case = behind(FOUR, [0, 256, 256, 0, 0], [44, 34, 54, 20, 20])
     want = decode(case)
     case.context[3:], case.tables[3:] = [0, 0], 2**30
-    assert same(decode(case, grid=2, count=3, alike=[0, 256, 256, 0, 0])[:3], want[:3])
+    assert same(decode(case, grid=2, count=3, shared_prefix_lens=[0, 256, 256, 0, 0])[:3], want[:3])
 
 
 def test_what_is_said_to_be_shared_is_read_from_the_one_before() -> None:
     """Sequence 1 is wrongly said to begin as sequence 0 does: it gets what it would get if its table said so, too."""
     case = make(FOUR, [1, 1, 1], [400, 330, 350])
-    wrong, right = decode(case, alike=[0, 320, 0]), decode(case)
+    wrong, right = decode(case, shared_prefix_lens=[0, 320, 0]), decode(case)
     assert same(wrong[[0, 2]], right[[0, 2]]) and not same(wrong[1:2], right[1:2])
     case.tables[1, : 256 // case.shape.S] = case.tables[0, : 256 // case.shape.S]
     assert same(wrong, decode(case))
@@ -162,7 +164,7 @@ def test_what_is_said_to_be_shared_is_read_from_the_one_before() -> None:
 def test_too_much_said_to_be_shared_leaves_nothing_behind() -> None:
     """More than the one before has, or than there is: `decode` finds the counters at zero, and others as they are."""
     case = make(FOUR, [1] * 4, [300, 700, 260, 600])
-    out = decode(case, alike=[0, 640, 4096, 0])
+    out = decode(case, shared_prefix_lens=[0, 640, 4096, 0])
     assert same(out[[0, 3]], decode(case)[[0, 3]])
 
 
@@ -170,7 +172,7 @@ def test_a_broken_sequence_does_not_reach_those_it_shares_with() -> None:
     case = behind(FOUR, [0] + [400] * 3, [30, 60, 90, 120])
     clean = decode(case)
     case.cache[case.tables[1, 440 // 16], :, :, 8] = 0xFFFF
-    broken = decode(case, grid=2, alike=case.shared)
+    broken = decode(case, grid=2, shared_prefix_lens=case.shared)
     assert same(broken[[0, 2, 3]], clean[[0, 2, 3]]) and np.isnan(broken[1]).all()
 
 
@@ -181,9 +183,9 @@ def test_who_shares_changes_under_one_launch() -> None:
     kernel, floats, counts = records.attention_decode("sm_90", B, told(case), GPU, cascade=True)
     kernel = dataclasses.replace(kernel, grid=(6, 1, 1))
     out, partial, counters = aligned(want.shape, np.float32), aligned((floats,), np.float32), aligned((counts,), np.uint32, 0)
-    for seed, alike in enumerate((case.shared, [0] * B, [n // 32 * 16 for n in case.shared], case.shared)):
+    for seed, shared_prefix_lens in enumerate((case.shared, [0] * B, [n // 32 * 16 for n in case.shared], case.shared)):
         out[...] = np.nan
-        ins = case.q, case.cache, case.tables, _ints(case.context), _ints([B]), _ints(alike)
+        ins = case.q, case.cache, case.tables, _ints(case.context), _ints([B]), _ints(shared_prefix_lens)
         emulate(kernel, out, partial, counters, *ins, seed=seed)
         assert same(out, want) and not counters.any()
 

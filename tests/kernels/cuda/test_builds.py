@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.cuda.samples import GPUS, samples
-from tinyvllm.ops import nvrtc
-from tinyvllm.ops.calls import cuda_records as records
-from tinyvllm.ops.source import kernel_text, kernels_folder
+from tinyvllm.backends.cuda import nvrtc
+from tinyvllm.backends.cuda import plan as records
+from tinyvllm.backends.source import kernel_text, kernels_folder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVRTC's wheel is for Linux")
 

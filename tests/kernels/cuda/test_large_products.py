@@ -10,7 +10,7 @@ import pytest
 from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned
 from tests.kernels.cuda import small_products, tiles
-from tinyvllm.ops.kernel import Kernel
+from tinyvllm.backends.kernel import Kernel
 from tinyvllm.quant.formats import bf16_to_f32, f32_to_bf16
 
 ROW = "sm_90"
@@ -34,7 +34,7 @@ def test_prepared_rows_are_rounded_and_laid_out(format: str, I: int, count: int,
     out = aligned((tiles.prepared_bytes(format, T, I),), np.uint8)
     ins = [x, *([weight] if norm else []), *([index] if gather else []), tiles.one(count)]
     defines = dict(I=I, T=T, WEIGHT=format, NORM=int(norm), GATHER=int(gather), EPS="1e-5f")
-    emulate(Kernel.cuda("prepare", ROW, 1, len(ins), (T, 1, 1), 256, **defines), out, *ins)
+    emulate(Kernel.cuda("quantize_input", ROW, 1, len(ins), (T, 1, 1), 256, **defines), out, *ins)
     rows = x[index[:count]] if gather else x[:count]
     want = tiles.prepared(tiles.rms_normed(rows, weight, 1e-5) if norm else rows, format)
     for got, wanted in zip(parts(out, format, T, I), parts(want, format, live, I), strict=True):
@@ -57,7 +57,7 @@ def test_core_matrices_hold_the_same_numbers(format: str) -> None:
     T, I, count = 16, 96, 11
     x, weight, out = tiles.numbers(T, I), tiles.numbers(I, seed=1), aligned((T * I * 2,), np.uint8)
     defines = dict(I=I, T=T, WEIGHT=format, NORM=1, GATHER=0, EPS="1e-5f", CORES=1)
-    emulate(Kernel.cuda("prepare", ROW, 1, 3, (T, 1, 1), 256, **defines), out, x, weight, tiles.one(count))
+    emulate(Kernel.cuda("quantize_input", ROW, 1, 3, (T, 1, 1), 256, **defines), out, x, weight, tiles.one(count))
     assert (out == in_cores(tiles.prepared(tiles.rms_normed(x[:count], weight, 1e-5), format))).all()
 
 
@@ -303,7 +303,7 @@ def test_the_largest_logit_the_first_of_equals(V: int, share: int) -> None:
     logits[6, V - 1] = np.inf
     logits[7, : V - 1] = -np.inf
     best, most, counters = aligned((N,), np.int32), aligned((N,), np.uint64, 0), aligned((N,), np.uint32, 0)
-    kernel = Kernel.cuda("best", ROW, 3, 2, (share, N, 1), 256, V=V, PARTS=share)
+    kernel = Kernel.cuda("argmax", ROW, 3, 2, (share, N, 1), 256, V=V, PARTS=share)
     for seed in range(2):
         best[:] = 77
         emulate(kernel, best, most, counters, logits, tiles.one(count), seed=seed)

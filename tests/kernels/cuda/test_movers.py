@@ -1,4 +1,4 @@
-"""The kernels of the GPU that only move things: embed, kv_append, kv_copy, advance, verify_prefix, read, copy. Everything here is exact."""
+"""The kernels of the GPU that only move things: embed, kv_append, kv_copy, advance, accept_drafts, read, copy. Everything here is exact."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned, call
 from tests.kernels.cuda.tiles import TILED, laid, numbers, pack_tiles
-from tinyvllm.ops.kernel import Kernel
+from tinyvllm.backends.kernel import Kernel
 from tinyvllm.quant.formats import FORMATS, unpack
 
 E, V, T = 96, 37, 5  # three tiles of rows, the last of them not full
@@ -90,7 +90,7 @@ def test_advance_prepares_the_next_step() -> None:
 
 
 @pytest.mark.parametrize("drafts", [1, 5, 70])
-def test_verify_prefix_accepts_what_the_target_drew(drafts: int) -> None:
+def test_accept_drafts_accepts_what_the_target_drew(drafts: int) -> None:
     B, count = 9, 8
     random = np.random.default_rng(drafts)
     chosen = laid(random.integers(0, 50, (B, drafts + 1)).astype(np.int32))
@@ -102,7 +102,7 @@ def test_verify_prefix_accepts_what_the_target_drew(drafts: int) -> None:
         drafted[b, random.integers(0, drafts)] += b % 3
     chosen[4, 0] = drafted[4, 0] = -1
     accepted, following = aligned((B,), np.int32), aligned((B,), np.int32)
-    kernel = Kernel.cuda("verify_prefix", "sm_80", 2, 4, (-(-B // 4), 1, 1), 128, DRAFTS=drafts)
+    kernel = Kernel.cuda("accept_drafts", "sm_80", 2, 4, (-(-B // 4), 1, 1), 128, DRAFTS=drafts)
     emulate(kernel, accepted, following, drafted, chosen, lengths, int32(count))
     for b in range(count):
         same = 0

@@ -9,8 +9,8 @@ import pytest
 
 from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned, call
-from tinyvllm.ops.kernel import Kernel
-from tinyvllm.ops.toolchain import cpu_features
+from tinyvllm.backends.cpu.toolchain import cpu_features
+from tinyvllm.backends.kernel import Kernel
 
 FEATURES = ("SAMPLED", "TOP_K", "TOP_P", "MIN_P", "PENALIZED", "BIASED")
 FILTERS = frozenset(("TOP_K", "TOP_P", "MIN_P"))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tests.kernels.calling import aligned
-from tinyvllm.ops.tiles import pack_tiles
 from tinyvllm.quant.formats import FORMATS, bf16_to_f32, f32_to_bf16, unpack
+from tinyvllm.quant.tiles import pack_tiles
 
 FLOATS = ("BF16", "F16")
 QUANTS = ("Q8_0", "Q4_0")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tinyvllm.ops.calls import metal_records as records
-from tinyvllm.ops.kernel import Kernel
+from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.metal import plan as records
 
 ROW, EPS = "apple7", "1e-05f"
 FORMATS = ("BF16", "F16", "F32", "Q8_0", "Q4_0", "Q4_K")
@@ -62,17 +62,17 @@ def _many() -> dict[str, Kernel]:
         found[f"matmul {format} of 64"] = records.matmul(ROW, format, 64, LARGE.E, LARGE.F, residual=True)
         found[f"matmul {format} with silu"] = records.matmul(ROW, format, 256, SMALL.F, SMALL.E, silu=True, eps=EPS)
     for format in FORMATS:
-        found[f"matmul_sixteen {format}"] = records.matmul_sixteen(records.MATRIX_ROW, format, 16, LARGE.E, LARGE.F, residual=True)
-        found[f"matmul_sixteen {format} with silu"] = records.matmul_sixteen(
+        found[f"matmul16 {format}"] = records.matmul16(records.MATRIX_ROW, format, 16, LARGE.E, LARGE.F, residual=True)
+        found[f"matmul16 {format} with silu"] = records.matmul16(
             records.MATRIX_ROW, format, 9, QWEN.F, QWEN.E, silu=True, eps=EPS, fragments=records.FRAGMENTS[-1]
         )
-    found["matmul_sixteen of three"] = records.matmul_sixteen(records.MATRIX_ROW, "Q4_0", 16, 3072, SMALL.E, eps=EPS, borders=(2048, 2560))
-    found["matmul_sixteen gathered"] = records.matmul_sixteen(records.MATRIX_ROW, "Q4_K", 16, SMALL.V, SMALL.E, eps=EPS, gather=True)
+    found["matmul16 of three"] = records.matmul16(records.MATRIX_ROW, "Q4_0", 16, 3072, SMALL.E, eps=EPS, borders=(2048, 2560))
+    found["matmul16 gathered"] = records.matmul16(records.MATRIX_ROW, "Q4_K", 16, SMALL.V, SMALL.E, eps=EPS, gather=True)
     found["matmul of three"] = records.matmul(ROW, "Q4_K", 32, 3072, SMALL.E, eps=EPS, borders=(2048, 2560))
     found["matmul gathered"] = records.matmul(ROW, "Q4_0", 17, SMALL.V, SMALL.E, eps=EPS, gather=True)
     for cache in ("F32", "F16", "BF16"):
         found[f"rope_store {cache}"] = records.rope_store(ROW, 128, (QWEN if cache == "F16" else SMALL).heads(cache))
-    found["best"], found["best_merge"], _ = records.best(ROW, 16, SMALL.V)
+    found["argmax"], found["argmax_merge"], _ = records.argmax(ROW, 16, SMALL.V)
     return found
 
 
@@ -92,7 +92,7 @@ def _tokens() -> dict[str, Kernel]:
     for cache in ("F32", "F16", "BF16"):
         found[f"kv_append {cache}"] = records.kv_append(ROW, 64, 8, 16, 128, cache)
     found["kv_copy"] = records.kv_copy(ROW, 4, 2 * 8 * 16 * 128 * 2)
-    found["advance"], found["verify_prefix"] = records.advance(ROW, 256, 512, 16, 64, 16), records.verify_prefix(ROW, 64, 8)
+    found["advance"], found["accept_drafts"] = records.advance(ROW, 256, 512, 16, 64, 16), records.accept_drafts(ROW, 64, 8)
     found["read"] = records.read(ROW, 1 << 26)
     for name, B, on in (("greedy", 1, ()), ("drawn", 8, FEATURES[:1]), ("with all", 1, FEATURES), ("of many with all", 200, FEATURES)):
         kernels, _ = records.sample(ROW, B, QWEN.V, 256, {feature: feature in on for feature in FEATURES})

@@ -13,7 +13,7 @@ import pytest
 from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned
 from tests.kernels.test_attention import Case, Shape, _ints, make, oracle, same
-from tinyvllm.ops.calls import metal_records as records
+from tinyvllm.backends.metal import plan as records
 
 # Nothing but sums is rounded, as in the CPU's kernels.
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}

@@ -16,10 +16,10 @@ from tests.kernels.test_attention import Case, Shape, grouped, make, oracle
 WIDE = Shape(H=2, K=1, D=128, dtype="F16")  # eight sequences a unit, eight keys a tile: a unit shares 64 keys of a partition or more
 
 
-def read_of(case: Case, alike: list[int], spread: int = 1) -> int:
+def read_of(case: Case, shared_prefix_lens: list[int], spread: int = 1) -> int:
     """Tokens whose keys and values are read."""
     read: list[int] = []
-    together(case, alike, spread=spread, read=read)
+    together(case, shared_prefix_lens, spread=spread, read=read)
     tokens, rest = divmod(read[3], 2 * case.shape.K * case.shape.D * 2)
     assert rest == 0
     return tokens
@@ -56,7 +56,7 @@ def test_one_that_is_longer_goes_on_by_itself() -> None:
 def test_the_less_is_said_to_be_shared_the_more_is_read() -> None:
     case = grouped(WIDE, groups=GROUPS)
     told = case.shared, [n // 32 * 16 for n in case.shared], [0] * len(case.new)
-    once, some, apart = (read_of(case, alike) for alike in told)
+    once, some, apart = (read_of(case, shared_prefix_lens) for shared_prefix_lens in told)
     assert once < some < apart == sum(-(-n // 8) * 8 for n in case.context)
 
 

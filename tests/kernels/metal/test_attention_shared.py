@@ -12,7 +12,7 @@ from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned
 from tests.kernels.metal.test_attention import ROW, TOLERANCE, decode, told
 from tests.kernels.test_attention import Case, Shape, _ints, grouped, make, oracle, same
-from tinyvllm.ops.calls import metal_records as records
+from tinyvllm.backends.metal import plan as records
 
 PARTITION = 128
 # Of each sequence of a group: tokens of its own, and those that lie in the blocks of the one before it. Alone, two, three of which one is
@@ -27,13 +27,19 @@ GROUPS = [
 
 
 def together(
-    case: Case, alike: list[int], simds: int = 8, seed: int = 0, spread: int = 1, count: int | None = None, read: list[int] | None = None
+    case: Case,
+    shared_prefix_lens: list[int],
+    simds: int = 8,
+    seed: int = 0,
+    spread: int = 1,
+    count: int | None = None,
+    read: list[int] | None = None,
 ) -> np.ndarray:
     """The one row of each sequence, with `alike` as given."""
     B = len(case.new)
     kernel, words = records.attention_decode(ROW, B, told(case), partition=PARTITION, simds=simds, cascade=True, spread=spread)
     out, partial = aligned(case.q.shape, np.float32), aligned((words,), np.uint32, 0)
-    ins = case.q, case.cache, case.tables, _ints(case.context), _ints([B if count is None else count]), _ints(alike)
+    ins = case.q, case.cache, case.tables, _ints(case.context), _ints([B if count is None else count]), _ints(shared_prefix_lens)
     emulate(kernel, out, partial, *ins, seed=seed, read=read)
     assert not partial.any(), "zeros for the next launch"
     return out
@@ -70,8 +76,8 @@ def test_shared_blocks_read_once_give_the_same_bits(shape: Shape, simds: int) ->
 def test_less_may_be_said_to_be_shared_than_is(spread: int) -> None:
     case = grouped(Shape(H=2, K=1, D=128, dtype="F16"), groups=GROUPS)
     want = decode(case, partition=PARTITION, simds=8)  # by the kernel that knows nothing of sharing
-    for alike in (case.shared, [max(0, n - 16) for n in case.shared], [n // 32 * 16 for n in case.shared]):
-        assert same(together(case, alike, seed=2, spread=spread), want)
+    for shared_prefix_lens in (case.shared, [max(0, n - 16) for n in case.shared], [n // 32 * 16 for n in case.shared]):
+        assert same(together(case, shared_prefix_lens, seed=2, spread=spread), want)
 
 
 def test_one_that_is_longer_goes_on_by_itself() -> None:

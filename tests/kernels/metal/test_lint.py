@@ -7,7 +7,7 @@ import pytest
 from tests.emulator.metal import check_record
 from tests.emulator.metal_lint import lint
 from tests.kernels.metal.samples import samples
-from tinyvllm.ops.source import kernel_text, kernels_folder
+from tinyvllm.backends.source import kernel_text, kernels_folder
 
 SAMPLES = samples()
 

@@ -1,4 +1,4 @@
-"""The Metal kernels that only move things: embed, kv_append, kv_copy, advance, verify_prefix, read. Everything here is exact."""
+"""The Metal kernels that only move things: embed, kv_append, kv_copy, advance, accept_drafts, read. Everything here is exact."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 
 from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned, call
-from tinyvllm.ops.calls import metal_records as records
-from tinyvllm.ops.kernel import Kernel
+from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.metal import plan as records
 from tinyvllm.quant.formats import FORMATS, unpack
 
 ROW = "apple7"
@@ -89,7 +89,7 @@ def test_advance_prepares_the_next_step() -> None:
 
 
 @pytest.mark.parametrize("drafts", [1, 5, 70])
-def test_verify_prefix_accepts_what_the_target_drew(drafts: int) -> None:
+def test_accept_drafts_accepts_what_the_target_drew(drafts: int) -> None:
     B, count = 9, 8
     random = np.random.default_rng(drafts)
     chosen = random.integers(0, 50, (B, drafts + 1)).astype(np.int32)
@@ -101,7 +101,7 @@ def test_verify_prefix_accepts_what_the_target_drew(drafts: int) -> None:
         drafted[b, random.integers(0, drafts)] += b % 3
     chosen[4, 0] = drafted[4, 0] = -1
     accepted, following = aligned((B,), np.int32), aligned((B,), np.int32)
-    emulate(records.verify_prefix(ROW, B, drafts), accepted, following, drafted, chosen, lengths, int32(count), seed=drafts)
+    emulate(records.accept_drafts(ROW, B, drafts), accepted, following, drafted, chosen, lengths, int32(count), seed=drafts)
     for b in range(count):
         same = 0
         while same < lengths[b] and drafted[b, same] == chosen[b, same] >= 0:

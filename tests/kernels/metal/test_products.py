@@ -11,10 +11,10 @@ from tests.emulator import emulate as emulator
 from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned
 from tests.kernels.cuda.tiles import close, laid, numbers, one, same_bits, untouched
-from tinyvllm.ops.calls import metal_records as records
-from tinyvllm.ops.calls.metal_records import Cut
-from tinyvllm.ops.kernel import Kernel
-from tinyvllm.ops.source import kernel_text
+from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.metal import plan as records
+from tinyvllm.backends.metal.plan import Cut
+from tinyvllm.backends.source import kernel_text
 from tinyvllm.quant.formats import FORMATS, bf16_to_f32, unpack
 
 ROW, EPS, QK_EPS = "apple7", 1e-5, 1e-6
@@ -312,7 +312,7 @@ def test_norm_head(N: int, E: int, V: int, format: str) -> None:
 
 def best(logits: np.ndarray, count: int, parts: int) -> np.ndarray:
     N, V = logits.shape
-    first, last, _ = records.best(ROW, N, V)
+    first, last, _ = records.argmax(ROW, N, V)
     first, last = (
         replace(k, grid=grid, defines=tuple({**dict(k.defines), "PARTS": parts}.items()))
         for k, grid in ((first, (parts, N, 1)), (last, (N, 1, 1)))
@@ -336,7 +336,7 @@ def test_best(parts: int, V: int) -> None:
 
 
 def test_parts_of_a_vocabulary_cover_it() -> None:
-    assert [records.best(ROW, 1, V)[2] for V in (10, 4096, 4097, 128256, 1 << 18)] == [1, 1, 2, 32, 32]
+    assert [records.argmax(ROW, 1, V)[2] for V in (10, 4096, 4097, 128256, 1 << 18)] == [1, 1, 2, 32, 32]
 
 
 # --- matmul
@@ -401,7 +401,7 @@ def test_a_row_of_matmul_does_not_depend_on_the_others() -> None:
     same_bits(matmul(records.matmul(ROW, "BF16", 20, O, I), O, laid(x[50:]), weight.rows, rows=20), want[50:])
 
 
-# --- matmul_sixteen
+# --- matmul16
 
 MATRIX_ROW = records.MATRIX_ROW
 
@@ -423,7 +423,7 @@ def test_matmul_sixteen(T: int, O: int, I: int, count: int, shares: int, format:
     I, rows = columns(I, format), T - (T > 12)
     weight, x = weight_of(O, I, format), numbers(T, I)
     x[rows:] = np.nan
-    kernel = records.matmul_sixteen(MATRIX_ROW, format, T, O, I, fragments=records.Fragments(count), shares=shares)
+    kernel = records.matmul16(MATRIX_ROW, format, T, O, I, fragments=records.Fragments(count), shares=shares)
     got = sixteen(kernel, O, x, weight.rows, rows=rows, seed=T)
     want, size = product(x[:rows], weight)
     close(got[:rows], want, loosely(size, format))
@@ -435,7 +435,7 @@ def test_every_weight_of_an_operand_is_exact(format: str) -> None:
     """Rows of x with a single 1 bring out the weights themselves: columns of operands and of x are arranged alike."""
     I = columns(288, format)
     weight = weight_of(11, I, format)
-    kernel = records.matmul_sixteen(MATRIX_ROW, format, 16, 11, I)
+    kernel = records.matmul16(MATRIX_ROW, format, 16, 11, I)
     for first in range(0, I, 16):
         out = sixteen(kernel, 11, laid(np.eye(16, I, first, dtype=np.float32)), weight.rows, rows=16)
         assert (out == weight.values[:, first : first + 16].T).all()
@@ -445,7 +445,7 @@ def test_every_weight_of_an_operand_is_exact(format: str) -> None:
 def test_matmul_sixteen_ends_with_norm_bias_gelu_and_residual(count: int) -> None:
     T, O, I, format = 13, 66, 576, "Q4_0"
     weight, x, norm, b, r = weight_of(O, I, format), numbers(T, I), numbers(I, seed=3), numbers(O, seed=1), numbers(T, O, seed=2)
-    kernel = records.matmul_sixteen(
+    kernel = records.matmul16(
         MATRIX_ROW, format, T, O, I, bias=True, residual=True, gelu=True, eps=f"{EPS}f", fragments=records.Fragments(count)
     )
     y, size = product(normed(x, norm), weight)
@@ -456,7 +456,7 @@ def test_matmul_sixteen_ends_with_norm_bias_gelu_and_residual(count: int) -> Non
 def test_matmul_sixteen_of_gate_and_up(format: str, bias: int) -> None:
     T, F, E = 10, 45, columns(352, format)
     weights, x, norm, b = [weight_of(F, E, format, seed) for seed in (0, 1)], numbers(T, E), numbers(E, seed=1), numbers(2, F, seed=2)
-    kernel = records.matmul_sixteen(MATRIX_ROW, format, T, F, E, bool(bias), silu=True, eps=f"{EPS}f")
+    kernel = records.matmul16(MATRIX_ROW, format, T, F, E, bool(bias), silu=True, eps=f"{EPS}f")
     got = sixteen(kernel, F, x, norm, *(w.rows for w in weights), *[laid(b[0]), laid(b[1])][: 2 * bias], rows=T)
     y, size = product(normed(x, norm), joined(*weights))
     want, size = gated(y + b.reshape(-1) * bias, size)
@@ -466,13 +466,13 @@ def test_matmul_sixteen_of_gate_and_up(format: str, bias: int) -> None:
 def test_matmul_sixteen_of_three_matrices_and_of_gathered_rows() -> None:
     case = Case(11, 96, 16, 16, "Q4_0", 0, 0)
     O, I = (H + 2 * K) * 16, 96
-    kernel = records.matmul_sixteen(MATRIX_ROW, "Q4_0", 11, O, I, eps=f"{EPS}f", borders=(H * 16, (H + K) * 16))
+    kernel = records.matmul16(MATRIX_ROW, "Q4_0", 11, O, I, eps=f"{EPS}f", borders=(H * 16, (H + K) * 16))
     want, size = case.product()
     close(sixteen(kernel, O, case.x, case.norm, *(w.rows for w in case.weights), rows=11), want, loosely(size, "Q4_0"))
     index = np.random.default_rng(0).integers(0, 11, 16).astype(np.int32)
     index[15] = 1 << 30  # behind the last
     weight, got = weight_of(30, I, "Q8_0"), poison(16, 30)
-    kernel = records.matmul_sixteen(MATRIX_ROW, "Q8_0", 16, 30, I, eps=f"{EPS}f", gather=True)
+    kernel = records.matmul16(MATRIX_ROW, "Q8_0", 16, 30, I, eps=f"{EPS}f", gather=True)
     emulate(kernel, got, case.x, case.norm, laid(index), weight.rows, one(15))
     want, size = product(normed(case.x[index[:15]], case.norm), weight)
     close(got[:15], want, loosely(size, "Q8_0"))
@@ -485,7 +485,7 @@ def test_a_row_of_matmul_sixteen_does_not_depend_on_the_others(format: str) -> N
     weight, x, norm = weight_of(O, I, format), numbers(16, I), numbers(I, seed=1)
 
     def run(x: np.ndarray, count: int) -> np.ndarray:
-        kernel = records.matmul_sixteen(MATRIX_ROW, format, len(x), O, I, eps=f"{EPS}f", fragments=records.Fragments(count))
+        kernel = records.matmul16(MATRIX_ROW, format, len(x), O, I, eps=f"{EPS}f", fragments=records.Fragments(count))
         return sixteen(kernel, O, laid(x), norm, weight.rows, rows=len(x), seed=count)
 
     want = run(x, 4)
@@ -495,7 +495,7 @@ def test_a_row_of_matmul_sixteen_does_not_depend_on_the_others(format: str) -> N
     same_bits(np.delete(run(x, 4), (3, 5), axis=0), np.delete(want, (3, 5), axis=0))
 
 
-PLANTED = [  # in the text of matmul_sixteen, and what is said of it
+PLANTED = [  # in the text of matmul16, and what is said of it
     ("threadgroup_barrier(mem_flags::mem_threadgroup); // all have done", "// all have done", "race"),
     ("    threadgroup_barrier(mem_flags::mem_threadgroup);\n    if (first + COLUMNS", "    if (first + COLUMNS", "race|nobody"),
     ("(second_half) ? -72.0f", "(second_half) ? -71.0f", "off by"),
@@ -516,7 +516,7 @@ def test_a_planted_fault_is_found(found: str, planted: str, said: str, monkeypat
     monkeypatch.setattr(emulator, "kernel_text", text)
     weight, x = weight_of(O, I, "Q4_0"), numbers(T, I)
     with pytest.raises(AssertionError, match=said):
-        got = sixteen(records.matmul_sixteen(MATRIX_ROW, "Q4_0", T, O, I), O, x, weight.rows, rows=T - 1)
+        got = sixteen(records.matmul16(MATRIX_ROW, "Q4_0", T, O, I), O, x, weight.rows, rows=T - 1)
         want, size = product(x[: T - 1], weight)
         close(got[: T - 1], want, loosely(size, "Q4_0"))
         assert untouched(got[T - 1 :]), "not untouched"

@@ -8,7 +8,7 @@ import pytest
 from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned
 from tests.kernels.cuda.test_sample import FEATURES, FILTERS, INF, NAN, Rows, pytestmark  # noqa: F401 (the mark is pytest's)
-from tinyvllm.ops.kernel import Kernel
+from tinyvllm.backends.kernel import Kernel
 
 
 class MetalRows(Rows):

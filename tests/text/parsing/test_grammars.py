@@ -129,7 +129,7 @@ def matches(tokenizer: Any, grammar: str, text: str) -> bool:
 def test_only_optional_arguments_may_be_left_out(tokenizer: Any, unit: str | None, hourly: bool | None, city: str | None) -> None:
     given = {name: value for name, value in (("city", city), ("unit", unit), ("hourly", hourly), ("at", [3])) if value is not None}
     xml = "".join(f"<parameter={k}>\n{v if isinstance(v, str) else json.dumps(v)}\n</parameter>\n" for k, v in given.items())
-    literals = ", ".join(f'{k}={json.dumps(v) if isinstance(v, str) else v}' for k, v in given.items()).replace('"C"', "'C'")
+    literals = ", ".join(f"{k}={json.dumps(v) if isinstance(v, str) else v}" for k, v in given.items()).replace('"C"', "'C'")
     call = json.dumps({"name": "weather", "arguments": given})
     texts = {
         "qwen_xml": f"<tool_call>\n<function=weather>\n{xml}</function>\n</tool_call>",

@@ -63,7 +63,7 @@ class _Rules:
             self._objects("arguments")
             return f'{mark} "[" {self._some("call", ", ")} "]"'
         for number, tool in enumerate(self.tools):
-            self.lines.append(f'call{number}: {mark} {_quoted(tool.name)} {self._mark("[ARGS]")} arguments{number}')
+            self.lines.append(f"call{number}: {mark} {_quoted(tool.name)} {self._mark('[ARGS]')} arguments{number}")
             self.lines.append(f"arguments{number}: %json {_json(_object(tool))}")
         self._any_call()
         return self._some("call", "")

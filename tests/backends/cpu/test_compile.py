@@ -1,0 +1,90 @@
+"""Compiled kernels: found again by what they were made of, made anew when that changes, and errors in the compiler's own words."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+
+import pytest
+
+from tinyvllm.backends.cpu import compile as module
+from tinyvllm.backends.cpu.compile import library, object_code
+from tinyvllm.backends.cpu.toolchain import provide_compiler
+from tinyvllm.backends.kernel import Kernel
+from tinyvllm.errors import KernelError
+
+
+def copy(block_bytes: int | str = 64, target: str = "plain") -> Kernel:
+    return Kernel("kv_copy", "cpu", target, (("BLOCK_BYTES", block_bytes),), 1, 2)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache folder with nothing in it; `made` lists what compilers made there."""
+    provide_compiler(tmp_path)  # before the count begins
+    monkeypatch.setenv("TINYVLLM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "kernels"
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The compiler's runs, counted."""
+    run, seen = subprocess.run, []
+
+    def counted(command, **options):
+        seen.append(command)
+        return run(command, **options)
+
+    monkeypatch.setattr(module.subprocess, "run", counted)
+    return seen
+
+
+def test_the_same_text_is_found_on_disk(cache, runs):
+    first = object_code(copy())
+    (path,) = cache.iterdir()
+    assert path.name.startswith("kv_copy_plain-") and path.suffix == ".o" and path.read_bytes() == first
+    assert object_code(copy()) == first and len(runs) == 1
+
+
+@pytest.mark.parametrize("other", [copy(128), Kernel("kv_copy", "cpu", "plain", (("BLOCK_BYTES", 64), ("MORE", 1)), 1, 2)])
+def test_another_constant_is_another_object(cache, runs, other):
+    object_code(copy())
+    object_code(other)
+    assert len(runs) == len(list(cache.iterdir())) == 2
+
+
+def test_another_compiler_or_other_flags_make_another_object(cache, runs, monkeypatch):
+    object_code(copy())
+    monkeypatch.setattr(module, "_identity", lambda compiler: "one day older")
+    object_code(copy())
+    monkeypatch.setattr(module, "target_flags", lambda target: ("-O1",))
+    object_code(copy())
+    assert len(runs) == len(list(cache.iterdir())) == 3
+
+
+def test_what_does_not_compile_is_said_in_the_compilers_words(cache):
+    with pytest.raises(KernelError, match="kv_copy_plain does not compile with .*:(.|\n)*error: .*nonsense"):
+        object_code(copy("nonsense"))
+    assert list(cache.iterdir()) == [], "nothing is left behind, and nothing is taken for a result"
+
+
+def test_a_compiler_that_fails_without_a_word(cache, monkeypatch):
+    monkeypatch.setenv("CC", "/bin/false")
+    with pytest.raises(KernelError, match="kv_copy_plain does not compile with /bin/false"):
+        object_code(copy())
+
+
+def test_an_object_needs_nothing_and_begins_with_its_entry(cache):
+    """What tinygrad's loader makes of it is code to jump to: it says so if a symbol is undefined."""
+    from tinygrad.runtime.support.elf import elf_loader, jit_loader
+
+    code = object_code(copy())
+    assert len(jit_loader(code)) > 0
+    _, sections, _ = elf_loader(code)
+    assert any(section.name == ".text" and section.header.sh_size for section in sections)
+
+
+def test_a_library_is_loaded_by_python(cache, runs):
+    path = library("thread_pool")
+    assert path.parent == cache and callable(ctypes.CDLL(str(path)).pool_post)
+    assert library("thread_pool") == path and len(runs) == 1

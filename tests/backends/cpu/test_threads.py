@@ -1,0 +1,265 @@
+"""The crew: lists of every kind of kernel on one, two and three lanes, sleep and waking, forks, several callers, and a clean end."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tinyvllm.backends.cpu import threads as module
+from tinyvllm.backends.cpu.threads import ALONE, CORES, TEAM, ThreadPool
+from tinyvllm.backends.cpu.toolchain import provide_compiler
+from tinyvllm.backends.source import kernels_folder
+from tinyvllm.config import cache_folder
+from tinyvllm.errors import ArgumentError
+
+# One kernel of each kind. All work on x [n] int64; `log` counts its calls and takes the order in which they came.
+SOURCE = """
+#include "thread_team.h"
+
+void by_all(int64_t *x, const int64_t *n, const struct team *team) {  // x[i] += 1, then x[i] *= 3 of what another lane has added to
+  for (int i = next(team); i < *n; i = next(team)) x[i] += 1;
+  meet(team);
+  for (int i = next(team); i < *n; i = next(team)) x[*n - 1 - i] *= 3;
+}
+void by_core(int64_t *x, int64_t core, const int64_t *n) {  // every core its fourth of x: x[i] = 2 x[i] + core
+  for (long i = core * *n / 4; i < (core + 1) * *n / 4; i++) x[i] = 2 * x[i] + core;
+}
+void by_one(int64_t *x, const int64_t *n) {  // x[i] += sum of all
+  int64_t sum = 0;
+  for (int i = 0; i < *n; i++) sum += x[i];
+  for (int i = 0; i < *n; i++) x[i] += sum % 1000;
+}
+void with_many(int64_t *x, long a, long b, long c, long d, long e, long f, long g, long h, long i, long j, long k, long l, long m, long n,
+               long o, long p, long q, long r) {
+  x[0] = a + 2 * b + 3 * c + 4 * d + 5 * e + 6 * f + 7 * g + 8 * h + 9 * i + 10 * j + 11 * k + 12 * l + 13 * m + 14 * n + 15 * o + 16 * p
+       + 17 * q + 18 * r;
+}
+void lanes(int64_t *x, const struct team *team) { x[team->lane] = team->lanes; }
+"""
+N = 1000
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    path = tmp_path_factory.mktemp("crew") / "kinds.so"
+    include = kernels_folder() / "cpu" / "include"
+    command = [provide_compiler(cache_folder()), "-x", "c", "-O2", "-shared", "-fPIC", f"-I{include}", "-", "-o", str(path)]
+    subprocess.run(command, input=SOURCE.encode(), check=True)
+    return ctypes.CDLL(str(path))
+
+
+@pytest.fixture(params=[1, 2, 3])
+def pool(request: pytest.FixtureRequest) -> Iterator[ThreadPool]:
+    one = ThreadPool(request.param)
+    yield one
+    one.dismiss()
+
+
+class Kinds:
+    """Lists for x [n], and what they make of it."""
+
+    def __init__(self, code: ctypes.CDLL, n: int = N):
+        self.x, self._n, self._code = np.arange(n, dtype=np.int64), np.array([n], np.int64), code
+        self._expected = self.x.copy()
+
+    def words(self, *kinds: int) -> np.ndarray:
+        out: list[int] = []
+        x, n = self.x.ctypes.data, self._n.ctypes.data
+        for kind in kinds:
+            name, arguments, place, cores = {
+                TEAM: ("by_all", [x, n], 0, 1), CORES: ("by_core", [x, 0, n], 1, 4), ALONE: ("by_one", [x, n], 0, 1)
+            }[kind]  # fmt: skip
+            address = ctypes.cast(getattr(self._code, name), ctypes.c_void_p).value
+            out += [address, kind, len(arguments), place, cores, *arguments]
+        return np.array(out, np.int64)
+
+    def expect(self, *kinds: int) -> np.ndarray:
+        """x after these, done here in numpy on top of what was expected before. It wraps around as C does."""
+        x = self._expected
+        for kind in kinds:
+            if kind == TEAM:
+                x[:] = (x + 1) * 3
+            elif kind == CORES:
+                x[:] = 2 * x + np.arange(len(x)) * 4 // len(x)
+            else:
+                x += np.fmod(x.sum(), 1000)
+        return x
+
+
+ALL = (TEAM, CORES, ALONE, ALONE, TEAM, TEAM, ALONE, CORES, CORES, ALONE)
+
+
+def test_every_kind_in_order(code, pool):
+    for kinds in ((TEAM,), (CORES,), (ALONE,), ALL):
+        made = Kinds(code)
+        pool.run(made.words(*kinds), len(kinds))
+        np.testing.assert_array_equal(made.x, made.expect(*kinds), err_msg=str(kinds))
+
+
+def test_a_list_many_times_over_and_many_lists(code, pool):
+    made = Kinds(code, 64)
+    words = made.words(*ALL)
+    pool.run(words, len(ALL), 200)
+    np.testing.assert_array_equal(made.x, made.expect(*ALL * 200))
+    for _ in range(200):
+        pool.run(words, len(ALL))
+    np.testing.assert_array_equal(made.x, made.expect(*ALL * 200))
+    pool.run(words[:0], 0)
+    pool.run(words, len(ALL))
+    np.testing.assert_array_equal(made.x, made.expect(*ALL))
+
+
+def test_arguments_of_any_number_arrive(code, pool):
+    x, values = np.zeros(1, np.int64), list(range(101, 119))
+    words = [ctypes.cast(code.with_many, ctypes.c_void_p).value, ALONE, 19, 0, 1, x.ctypes.data, *values]
+    pool.run(np.array(words, np.int64), 1)
+    assert x[0] == sum(i * value for i, value in enumerate(values, start=1))
+
+
+def test_all_lanes_take_part_and_one_lane_starts_no_thread(code, pool):
+    before = threading.active_count()
+    x = np.zeros(4, np.int64)
+    pool.run(np.array([ctypes.cast(code.lanes, ctypes.c_void_p).value, TEAM, 1, 0, 1, x.ctypes.data], np.int64), 1)
+    assert x.tolist() == [pool.lanes] * pool.lanes + [0] * (4 - pool.lanes)
+    assert threading.active_count() - before == pool.lanes - 1
+
+
+def test_dismissed_it_has_no_threads_and_begins_anew(code, pool):
+    before = threading.active_count()
+    for _ in range(3):
+        made = Kinds(code)
+        pool.run(made.words(*ALL), len(ALL))
+        np.testing.assert_array_equal(made.x, made.expect(*ALL))
+        pool.dismiss()
+        assert threading.active_count() == before
+        pool.dismiss()  # nobody there
+
+
+def test_idle_it_sleeps_and_it_wakes_again(code, pool):
+    made = Kinds(code)
+    words = made.words(*ALL)
+    pool.run(words, len(ALL))
+    time.sleep(0.1)  # it spins for two milliseconds; a busy machine may take longer to let it
+    spent = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - spent < 0.1, "asleep, not spinning"
+    for pause in (0.0, 0.001, 0.002, 0.003, 0.05) * 4:  # about when the workers fall asleep
+        pool.run(words, len(ALL))
+        time.sleep(pause)
+    np.testing.assert_array_equal(made.x, made.expect(*ALL * 21))
+
+
+def test_two_callers_at_once(code, pool):
+    callers = [Kinds(code), Kinds(code)]
+
+    def work(made: Kinds) -> None:
+        words = made.words(*ALL)
+        for _ in range(100):
+            pool.run(words, len(ALL))
+
+    threads = [threading.Thread(target=work, args=(made,)) for made in callers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for made in callers:
+        np.testing.assert_array_equal(made.x, made.expect(*ALL * 100))
+
+
+def test_two_crews_do_not_meet(code):
+    pools = [ThreadPool(2), ThreadPool(2)]
+    for _ in range(20):
+        for pool in pools:
+            made = Kinds(code)
+            pool.run(made.words(*ALL), len(ALL))
+            np.testing.assert_array_equal(made.x, made.expect(*ALL))
+    for pool in pools:
+        pool.dismiss()
+
+
+# --- a process of its own
+
+
+def run_apart(body: str, threads: int) -> subprocess.CompletedProcess[str]:
+    """The program `body` with the process's crew at hand, which copies blocks with a real kernel: `work()` checks that it did."""
+    code = f"""
+import os, sys, threading
+import numpy as np
+from tinyvllm.config import cache_folder
+from tinyvllm.runner.device import start_device
+start_device("CPU", cache_folder())
+from tinyvllm.backends.cpu.threads import thread_pool
+from tinyvllm.backends.kernel import Kernel
+from tinyvllm.bridge import run_now
+
+def work():
+    for _ in range(50):
+        pool = np.arange(8, dtype=np.int64)[:, None].repeat(8, 1)
+        pairs = np.array([[0, 7], [1, 6], [2, 5], [3, 4]], np.int32)
+        run_now(Kernel("kv_copy", "cpu", "plain", (("BLOCK_BYTES", 64),), 1, 2), pool, pairs, np.array([4], np.int32))
+        assert pool[:, 7].tolist() == [0, 1, 2, 3, 3, 2, 1, 0], pool
+{body}
+"""
+    environ = os.environ | {"TINYVLLM_THREADS": str(threads)}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=30, cwd=Path(__file__).parents[3]
+    )
+
+
+def test_the_interpreter_ends_right_after_work():
+    for ending in ("", "sys.exit(0)", "raise SystemExit"):
+        done = run_apart(f"work()\nprint(thread_pool().lanes, threading.active_count())\n{ending}", 3)
+        assert (done.returncode, done.stderr) == (0, "") and done.stdout.split()[0] == "3"
+
+
+def test_a_list_that_is_run_no_times_is_none():
+    done = run_apart("work()\nfor _ in range(50):\n    thread_pool().run(np.zeros(5, np.int64), 1, 0)\n    work()", 2)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_one_thread_in_the_environment_starts_none():
+    done = run_apart("before = threading.active_count()\nwork()\nprint(thread_pool().lanes, threading.active_count() - before)", 1)
+    assert (done.returncode, done.stdout) == (0, "1 0\n"), done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_has_a_crew_of_its_own():
+    """Both work at the same time; the child ends as a program does, with its exit functions."""
+    body = """
+work()
+child = os.fork()
+for _ in range(20):
+    work()
+if child == 0:
+    sys.exit(7)
+_, status = os.waitpid(child, 0)
+work()
+print(os.waitstatus_to_exitcode(status))
+"""
+    done = run_apart(body, 2)
+    assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
+
+
+def test_the_number_of_lanes(monkeypatch):
+    monkeypatch.setenv("TINYVLLM_THREADS", "5")
+    assert module.num_threads_wanted() == 5
+    monkeypatch.delenv("TINYVLLM_THREADS")
+    assert module.num_threads_wanted() == module.physical_cores() >= 1
+    monkeypatch.setenv("TINYVLLM_THREADS", "0")
+    with pytest.raises(ArgumentError, match="TINYVLLM_THREADS must be a number from 1 to 64"):
+        module.num_threads_wanted()
+
+
+def test_two_threads_of_a_core_count_once(monkeypatch):
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: {0, 1, 2, 5}, raising=False)
+    monkeypatch.setattr(module, "_siblings", lambda cpu: {0: "0,4", 1: "1,5", 2: "2,6", 5: "1,5"}[cpu])
+    assert module.physical_cores() == 3

@@ -1,0 +1,61 @@
+"""Which compiler is taken: the user's, a recent clang, the wheel's, or a line that says what to install."""
+
+import os
+import stat
+
+import pytest
+
+from tinyvllm.backends.cpu import toolchain
+from tinyvllm.errors import TinyvllmError
+
+
+@pytest.fixture
+def bare(monkeypatch, tmp_path):
+    """No CC and an empty PATH folder to put compilers into."""
+    monkeypatch.delenv("CC", raising=False)
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    return tmp_path
+
+
+def put_clang(folder, says):
+    clang = folder / "bin" / "clang"
+    clang.write_text(f"#!/bin/sh\necho '{says}'\n")
+    clang.chmod(clang.stat().st_mode | stat.S_IXUSR)
+    return str(clang)
+
+
+RECENT = ["clang version 16.0.6", "Debian clang version 19.1.7 (3)", "Apple clang version 15.0.0 (clang-1500.3.9.4)"]
+
+
+@pytest.mark.parametrize("says", RECENT)
+def test_a_recent_clang_is_taken(bare, says):
+    path = put_clang(bare, says)
+    assert toolchain.provide_compiler(bare / "cache") == os.environ["CC"] == path
+
+
+@pytest.mark.parametrize("says", ["clang version 14.0.6", "Apple clang version 14.0.3", "something else"])
+def test_an_old_clang_is_passed_over_for_the_wheel(bare, says):
+    put_clang(bare, says)
+    chosen = toolchain.provide_compiler(bare / "cache")
+    assert chosen == str(bare / "cache" / "zig-clang") and os.access(chosen, os.X_OK)
+
+
+def test_the_users_choice_is_kept(bare, monkeypatch):
+    monkeypatch.setenv("CC", "mine")
+    assert toolchain.provide_compiler(bare / "cache") == "mine"
+
+
+def test_the_wheels_script_compiles(bare):
+    import subprocess
+
+    chosen = toolchain.provide_compiler(bare / "cache")
+    out = bare / "x.o"
+    subprocess.run([chosen, "-c", "-x", "c", "-", "-o", str(out)], input=b"int f(void) { return 7; }", check=True, env={"HOME": str(bare)})
+    assert out.stat().st_size > 0
+
+
+def test_nothing_to_compile_with_is_one_clear_line(bare, monkeypatch):
+    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(TinyvllmError, match="pip install ziglang"):
+        toolchain.provide_compiler(bare / "cache")

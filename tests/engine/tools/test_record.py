@@ -1,0 +1,339 @@
+"""A run that was recorded runs again bit for bit, and what differs is named: the step, the request, the token."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tinyvllm import LLM, cli
+from tinyvllm.config import resolve
+from tinyvllm.engine.engine import Engine
+from tinyvllm.engine.tools.record import Recorder, onward
+from tinyvllm.engine.tools.replay import config_of, read_run, replay
+from tinyvllm.errors import ArgumentError, BusyError, FormatError, OutputError, RequestError
+from tinyvllm.request import BeamSearchParams, RequestOptions, SamplingParams, StructuredOutputsParams
+
+SMALL = {"device": "CPU", "max_model_len": 128, "max_num_seqs": 6, "max_num_batched_tokens": 32, "num_blocks": 14}
+LAST = 400  # steps, before a run counts as hung
+
+
+def engine_of(model: Path, record: Path, **options) -> Engine:
+    return Engine(resolve(model, record=str(record), **SMALL | options))
+
+
+def traffic(engine: Engine, seed: int = 3) -> None:
+    """Requests that come while others run, of all kinds; some are given up."""
+    random = np.random.default_rng(seed)
+    prompts = [[256, *random.integers(32, 127, int(n)).tolist()] for n in random.integers(2, 60, 14)]
+    kinds = [
+        lambda i: SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
+        lambda i: SamplingParams(temperature=0.9, max_tokens=20, top_p=0.9, logit_bias={65: 3.0}, stop=["zq"]),
+        lambda i: SamplingParams(temperature=1.0, seed=i, n=2, best_of=3, max_tokens=9, ignore_eos=True),
+        lambda i: BeamSearchParams(beam_width=2, max_tokens=6),
+    ]
+    arrivals = sorted(zip(random.integers(0, 30, len(prompts)).tolist(), range(len(prompts)), strict=True))
+    added: list[str] = []
+    for step in range(LAST):
+        while arrivals and arrivals[0][0] <= step:
+            i = arrivals.pop(0)[1]
+            added.append(f"r{i}")
+            engine.add(added[-1], prompts[i], kinds[i % 4](i), None, RequestOptions(priority=i % 2, key=str(i % 3)))
+        if step == 12:
+            for name in (added[-1], added[-3], "nobody"):
+                engine.abort(name)
+        if not arrivals and not engine.has_work():
+            return
+        engine.step()
+    raise AssertionError("hung")
+
+
+def recorded(model: Path, file: Path, **options):
+    engine = engine_of(model, file, **options)
+    try:
+        traffic(engine)
+    finally:
+        engine.close()
+    return read_run(str(file))
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model, tmp_path_factory):
+    """A run with preemptions, forks, beams, aborts and priorities."""
+    return recorded(tiny_model, tmp_path_factory.mktemp("record") / "run.jsonl")
+
+
+def again(run, tokens_only=False, **overrides):
+    return replay(run, config_of(run, overrides), tokens_only)
+
+
+def test_the_record_holds_what_the_engine_was_told_and_did(run, tiny_model):
+    assert run.whole and len(run.added) == 14 and 1 <= len([e for e in run.arrivals if "abort" in e]) <= 2
+    first = copy.deepcopy(next(e for e in run.added if e["add"] == "r1"))
+    assert isinstance(first["params"].pop("seed"), int), "the seed that was drawn"
+    assert first["params"] == {"temperature": 0.9, "max_tokens": 20, "top_p": 0.9, "logit_bias": {"65": 3.0}, "stop": ["zq"]}
+    assert first["terms"] == {"priority": 1, "key": "1"} and "beams" in next(e for e in run.added if e["add"] == "r3")
+    assert {end["end"] for end in run.ends} == {f"r{i}" for i in range(14)} and len(run.ends[0]["chain"]) == 16
+    assert run.header["config"]["model"] == str(tiny_model) and run.header["config"]["num_blocks"] == 14
+    chunks = [e for entries, _ in run.schedule.values() for e in entries[3::4] if e > 1]
+    assert max(chunks) <= 32 and len(run.schedule) > 30
+    text = Path(run.path).read_text()
+    assert '"on":1' in text, "steps in which everybody just goes on are short"
+
+
+def test_it_runs_again_bit_for_bit(run):
+    outcome = again(run)
+    assert outcome.identical and outcome.requests == 14
+    assert outcome.tokens == sum(len(ids) for end in run.ends for ids in end["tokens"]) > 100
+
+
+@pytest.mark.long
+def test_other_engines_give_the_same_tokens_in_another_schedule(run):
+    other = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "num_blocks": 40}
+    assert again(run, tokens_only=True, **other).identical
+    outcome = again(run, **other)
+    assert not outcome.identical and outcome.difference is None or outcome.difference.step is not None
+    assert outcome.step is not None and outcome.expected != outcome.got
+
+
+def test_a_token_that_differs_is_named_with_its_step(run, tmp_path):
+    lines = Path(run.path).read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if '"end":"r4"' in line)
+    end = json.loads(lines[at])
+    kept = end["tokens"][0][5]
+    end["tokens"][0][5] = kept + 1
+    lines[at] = json.dumps(end)
+    changed = tmp_path / "changed.jsonl"
+    changed.write_text("\n".join(lines) + "\n")
+    outcome = again(read_run(str(changed)))
+    found = outcome.difference
+    assert outcome.step is None and (found.request_id, found.continuation, found.index) == ("r4", 0, 5)
+    assert (found.expected, found.got) == (kept + 1, kept)
+    prompt = len(next(e["prompt"] for e in run.added if e["add"] == "r4"))
+    number = [e["add"] for e in run.added].index("r4")
+    entries, rounds = run.schedule[found.step]
+    mine = [entries[i : i + 4] for i in range(0, len(entries), 4) if entries[i] == number]
+    assert len(mine) == 1 and mine[0][2] + mine[0][3] * rounds == prompt + 5, "the step that computed the token before"
+
+
+OTHER_WAYS = {
+    "rounds": {"num_scheduler_steps": 4},
+    "swap": {"swap_space": 1 << 20, "preemption_mode": "swap"},
+    "ahead": {"async_scheduling": True},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", OTHER_WAYS.values(), ids=OTHER_WAYS)
+def test_other_ways_to_run(tiny_model, tmp_path, options):
+    run = recorded(tiny_model, tmp_path / "run.jsonl", **options)
+    if "num_scheduler_steps" in options:
+        assert any(rounds > 1 for _, rounds in run.schedule.values())
+    if "swap_space" in options:
+        assert run.swapped
+    assert again(run).identical
+
+
+def test_a_swap_is_repeated_where_costs_decided_it(tiny_model, tmp_path):
+    engine = engine_of(tiny_model, tmp_path / "run.jsonl", swap_space=1 << 20)
+
+    class Dear(type(engine.scheduler.rates)):
+        prefill_token = 1.0  # seconds
+
+    engine.scheduler.rates = Dear()
+    traffic(engine)
+    engine.close()
+    run = read_run(str(tmp_path / "run.jsonl"))
+    assert run.swapped and again(run).identical
+
+
+def test_deadlines_pass_again_when_they_passed(tiny_model, tmp_path):
+    engine = engine_of(tiny_model, tmp_path / "run.jsonl")
+    engine.step()
+    late = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    engine.add("late", [256, 70, 71], late, None, RequestOptions(deadline_ms=250))
+    engine.add("plain", [256, 80], late)
+    for _ in range(6):
+        engine.step()
+    time.sleep(0.3)
+    while engine.has_work():
+        engine.step()
+    engine.close()
+    run = read_run(str(tmp_path / "run.jsonl"))
+    end = next(e for e in run.ends if e["end"] == "late")
+    assert end["reasons"] == ["deadline"] and 1 <= len(end["tokens"][0]) < 100
+    started = time.monotonic()
+    assert again(run).identical
+    assert time.monotonic() - started < 30, "nobody waits for a clock that is over"
+    assert again(run, tokens_only=True, max_num_batched_tokens=8).identical
+
+
+def test_refusals_are_taken_as_given(tiny_model, tmp_path):
+    engine = engine_of(tiny_model, tmp_path / "run.jsonl", max_num_seqs=1, max_num_queued_reqs=1)
+    params = SamplingParams(temperature=0.0, max_tokens=3)
+    for name in "abc":
+        try:
+            engine.add(name, [256, 70], params)
+        except BusyError:
+            assert name == "c"
+    while engine.has_work():
+        engine.step()
+    engine.close()
+    run = read_run(str(tmp_path / "run.jsonl"))
+    outcome = again(run)
+    assert outcome.identical and outcome.requests == 2 and outcome.refused == 1
+
+
+def test_structures_and_words_are_recorded(tiny_model, tmp_path):
+    pytest.importorskip("llguidance")
+    engine = engine_of(tiny_model, tmp_path / "run.jsonl")
+    structure = StructuredOutputsParams(regex="(ab|ba){2,4}")
+    engine.add("s", [256, 70], SamplingParams(temperature=1.0, max_tokens=8, structured_outputs=structure))
+    engine.add("w", [256, 71], SamplingParams(temperature=1.0, max_tokens=8, bad_words=["a", "e"], allowed_token_ids=[*range(97, 123)]))
+    while engine.has_work():
+        engine.step()
+    engine.close()
+    run = read_run(str(tmp_path / "run.jsonl"))
+    assert run.added[0]["params"]["structured_outputs"] == {"regex": "(ab|ba){2,4}"}
+    assert again(run).identical and set(run.ends[0]["tokens"][0]) <= {97, 98, 257}
+
+
+def test_functions_are_named_and_not_run_without(tiny_model, tmp_path, capsys):
+    engine = engine_of(tiny_model, tmp_path / "run.jsonl")
+    engine.add("odd", [256, 70], SamplingParams(temperature=0.0, max_tokens=3, logits_processors=(lambda p, o, logits: logits,)))
+    engine.add("even", [256, 71], SamplingParams(temperature=0.0, max_tokens=3))
+    while engine.has_work():
+        engine.step()
+    engine.close()
+    run = read_run(str(tmp_path / "run.jsonl"))
+    with pytest.raises(ArgumentError, match="request odd has logits processors"):
+        again(run)
+    outcome = again(run, tokens_only=True)
+    assert outcome.identical and outcome.requests == 1 and outcome.left_out == ["odd"]
+
+
+def test_the_command(run, tmp_path, capsys):
+    assert cli.main(["replay", run.path]) == 0
+    assert capsys.readouterr().out == f"identical: 14 requests, {sum(len(ids) for e in run.ends for ids in e['tokens'])} tokens\n"
+    assert cli.main(["replay", run.path, "--max-num-seqs", "2", "--max-num-batched-tokens", "8"]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("DIVERGES: the schedule of step ") and "expected r" in out and "got r" in out
+
+
+def test_another_model_is_not_taken_for_the_recorded_one(run, tmp_path, capsys):
+    lines = Path(run.path).read_text().splitlines()
+    header = json.loads(lines[0])
+    header["fingerprint"] = "0" * 32
+    changed = tmp_path / "changed.jsonl"
+    changed.write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
+    assert cli.main(["replay", str(changed)]) == 2
+    assert "is not the model that it was" in capsys.readouterr().err
+
+
+def test_a_record_that_is_cut_off_runs_as_far_as_it_goes(run, tmp_path):
+    text = Path(run.path).read_text()
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text(text[: int(len(text) * 0.6)])
+    part = read_run(str(cut))
+    assert not part.whole and part.last_step < run.last_step and again(part).identical
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "words"),
+    [
+        (None, ArgumentError, "cannot read"),
+        ("", FormatError, "does not begin like a record"),
+        ('{"format":99,"config":{}}\n', FormatError, "format 1"),
+        ('{"format":1,"config":{}}\nno\n', FormatError, ":2 is not JSON"),
+        ('{"format":1,"config":{}}\n{"end":"a"}\n', FormatError, ":2 is no event"),
+        ('{"format":1,"config":{"model":"m","warp":9}}\n', ArgumentError, "warp=9, which this version does not know"),
+    ],
+)
+def test_what_is_no_record_is_refused(tmp_path, text, error, words):
+    file = tmp_path / "r.jsonl"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(error, match=words):
+        config_of(read_run(str(file)), {})
+
+
+def test_a_record_is_never_written_over(tiny_model, tmp_path):
+    file = tmp_path / "r.jsonl"
+    file.write_text("something\n")
+    with pytest.raises(OutputError, match="is there already"):
+        engine_of(tiny_model, file)
+    with pytest.raises(OutputError, match="cannot write"):
+        engine_of(tiny_model, tmp_path / "no" / "r.jsonl")
+
+
+def test_a_full_disk_ends_the_record_and_not_the_run(tiny_model, capsys):
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    engine = engine_of(tiny_model, Path("/dev/full"))
+    engine.add("a", [256, 70], SamplingParams(temperature=0.0, max_tokens=3))
+    while engine.has_work():
+        engine.step()
+    engine.close()
+    assert capsys.readouterr().err.count("ends here, the run goes on") == 1
+
+
+def test_onward_moves_every_start():
+    assert onward([4, 0, 17, 1, 5, 1, 3, 1], 3) == [4, 0, 20, 1, 5, 1, 6, 1]
+
+
+def test_the_chain_depends_on_every_end_before():
+    events: list = []
+    recorder = Recorder(events.append)
+    recorder.finished("a", [([1, 2], "stop")])
+    recorder.finished("b", [([3], "length")])
+    other: list = []
+    second = Recorder(other.append)
+    second.finished("a", [([1, 9], "stop")])
+    second.finished("b", [([3], "length")])
+    assert events[1]["chain"] != other[1]["chain"] and events[1]["tokens"] == other[1]["tokens"]
+
+
+def with_chunks(model: Path, file: Path) -> None:
+    """Chunks that stay while all else is evicted, one too many, one released and one behind another; prompts that begin with them."""
+    answer = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    with LLM(model, record=str(file), **SMALL | {"num_blocks": 10}) as llm:
+        rules = llm.chunk([256, *range(40, 75)], cache_salt="a")
+        llm.generate([{"prompt_token_ids": [n] * 90} for n in (5, 6)], answer)
+        letter = llm.chunk([*range(80, 100)], after=rules)
+        with pytest.raises(RequestError, match="would be held"):
+            llm.chunk([9] * 80)
+        with pytest.raises(RequestError, match="chunks leave"):
+            llm.generate({"prompt_token_ids": [7] * 126}, answer)
+        llm.generate([{"prompt_token_ids": [n] * 60} for n in (7, 8)], answer)
+        llm.generate([letter + [7, 8], rules + [9]], answer, options=RequestOptions(cache_salt="a"))
+        letter.release()
+        llm.generate([{"prompt_token_ids": [n] * 100} for n in (11, 12)], answer)
+        (output,) = llm.generate(letter + [10], answer, options=RequestOptions(cache_salt="a"))
+        assert output.num_cached_tokens == 32, "what was released is gone, what was held is not"
+
+
+def test_chunks_are_held_and_released_again(tiny_model, tmp_path):
+    file = tmp_path / "run.jsonl"
+    with_chunks(tiny_model, file)
+    run = read_run(str(file))
+    tried = [(e["hold"], e["held"], "tokens" in e) for e in run.arrivals if "hold" in e]
+    assert tried == [(0, False, True), (0, True, False), (1, False, True), (1, True, False), (2, False, True)]
+    assert [e["release"] for e in run.arrivals if "release" in e] == [1]
+    said: list[str] = []
+    outcome = replay(run, config_of(run, {}), say=said.append)
+    assert outcome.identical and outcome.requests == 11 and not said
+    lines = [line for line in file.read_text().splitlines(keepends=True) if '"hold"' not in line]
+    (tmp_path / "without.jsonl").write_text("".join(lines))
+    assert not again(read_run(str(tmp_path / "without.jsonl"))).identical, "that they are held makes a difference"
+
+
+def test_a_chunk_that_another_engine_cannot_hold_is_named(tiny_model, tmp_path):
+    with_chunks(tiny_model, tmp_path / "run.jsonl")
+    run = read_run(str(tmp_path / "run.jsonl"))
+    said: list[str] = []
+    outcome = replay(run, config_of(run, {"max_num_batched_tokens": 8}), tokens_only=True, say=said.append)
+    assert outcome.identical and said[0].startswith("chunk 0 is not held before step"), "it is computed in more steps than it was"

@@ -1,0 +1,63 @@
+"""Tiles: the operands of matrix instructions lane by lane, there and back in numpy and in plain tinygrad."""
+
+import numpy as np
+import pytest
+
+from tests.ops.inputs import ROWS, device_bytes, file_rows, int32
+from tinyvllm.backends.kernel import Kernel
+from tinyvllm.bridge import run_now
+from tinyvllm.quant.formats import FORMATS, unpack
+from tinyvllm.quant.layouts import panel_bytes
+from tinyvllm.quant.tiles import TILED, TileWeight, pack_tiles, put_tiles, unpack_tiles
+
+O, I = 37, 96  # the last tile has rows of zeros
+
+
+def values(format):
+    return unpack(format, file_rows(format, O, I).reshape(-1, FORMATS[format].nbytes)).reshape(O, I)
+
+
+@pytest.mark.parametrize("format", TILED)
+def test_there_and_back(format):
+    tiles = pack_tiles(format, file_rows(format, O, I))
+    assert tiles.nbytes == panel_bytes(format, O, I)
+    np.testing.assert_array_equal(unpack_tiles(format, tiles, O, I), values(format))
+
+
+@pytest.mark.parametrize("format", TILED)
+def test_the_reference_reads_tiles(format):
+    weight = TileWeight(device_bytes(pack_tiles(format, file_rows(format, O, I))), format, O, I)
+    np.testing.assert_array_equal(weight.dense().numpy(), values(format))
+    np.testing.assert_array_equal(weight.rows(int32(3, 36, 20)).numpy(), values(format)[[3, 36, 20]])
+
+
+@pytest.mark.parametrize("lane", [0, 13, 31])
+def test_a_lane_holds_its_part_of_the_operand(lane):
+    """mma.m16n8k16's A and mma.m16n8k32's, of the second tile of rows and the third of columns."""
+    g, t = lane // 4, lane % 4
+    rows = file_rows("BF16", O, I).view(np.uint16)[16:32, 32:48]
+    held = pack_tiles("BF16", file_rows("BF16", O, I)).view(np.uint16).reshape(3, 6, 32, 8)[1, 2, lane]
+    assert held.tolist() == [rows[r, c + i] for c in (2 * t, 2 * t + 8) for r in (g, g + 8) for i in (0, 1)]
+    blocks = file_rows("Q8_0", O, I).reshape(O, 3, 34)[16:32, 2]
+    tiles = pack_tiles("Q8_0", file_rows("Q8_0", O, I))
+    held, scales = tiles[: 48 * I].reshape(3, 3, 32, 16)[1, 2, lane], tiles[48 * I :].reshape(3, 3, 8, 2, 2)[1, 2, g]
+    assert held.tolist() == [blocks[r, 2 + c + i] for c in (4 * t, 4 * t + 16) for r in (g, g + 8) for i in range(4)]
+    np.testing.assert_array_equal(scales, blocks[[g, g + 8], :2])
+    blocks = file_rows("Q4_0", O, I).reshape(O, 3, 18)[16:32, 2]
+    held = pack_tiles("Q4_0", file_rows("Q4_0", O, I))[: 24 * I].reshape(3, 3, 32, 8)[1, 2, lane]
+    assert held.tolist() == [blocks[r, 2 + 4 * t + i] for r in (g, g + 8) for i in range(4)]
+
+
+@pytest.mark.parametrize("row", [*ROWS, "numpy"])
+@pytest.mark.parametrize("format", TILED)
+def test_the_packer_writes_the_same(format, row):
+    """In two parts, of which the first ends with a whole tile."""
+    rows, parts = file_rows(format, O, I), (0, 32, O)
+    tiles = np.full(panel_bytes(format, O, I), 0xEE, np.uint8)
+    for start, end in zip(parts, parts[1:]):
+        span = np.array([start // 16, -(-end // 16), end - start, -(-O // 16)], np.int32)
+        if row == "numpy":
+            put_tiles(format, I, tiles, rows[start:end], span[0], span[3])
+            continue
+        run_now(Kernel.cpu("pack_tiles", row, 1, 2, FORMAT=format, I=I), tiles, rows[start:end].copy(), span)
+    np.testing.assert_array_equal(tiles, pack_tiles(format, rows))

@@ -1,0 +1,167 @@
+"""The list of capabilities against what the server does: every field is tried, and none of the official clients' fields is missing."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import httpx
+import pytest
+
+from tests.server.conftest import Running, running
+from tinyvllm.server.core.body import Body
+from tinyvllm.server.core.context import ServerConfig
+from tinyvllm.server.http.app import ENDPOINTS
+
+NEEDED = {  # what a field needs beside itself to mean anything
+    "stream_options": {"stream": True},
+    "top_logprobs": {"logprobs": True, "include": ["message.output_text.logprobs"]},
+    "tool_choice": {"tools": None},
+    "length_penalty": {"use_beam_search": True},
+    "best_of": {"n": 2},
+}
+ENDPOINT_OF = {e.path: e for e in ENDPOINTS}
+
+
+def least(body: type[Body]) -> dict:
+    """A body with nothing but what must be there, asking for little."""
+    given = {"model": "demo"}
+    for name, field in body.model_fields.items():
+        if field.is_required() and name != "model":
+            given[name] = field.json_schema_extra["x-example"]
+    if "max_output_tokens" in body.model_fields:
+        given["max_output_tokens"] = 2
+    elif "max_tokens" in body.model_fields:
+        given["max_tokens"] = 3
+    if body.__name__ in ("GenerateRequest", "TokenizeRequest"):
+        given["prompt"] = "Once"
+    if body.__name__ == "ChunkRequest":
+        given["text"] = "Once"
+    return given
+
+
+def with_field(body: type[Body], name: str, value: object) -> dict:
+    given = least(body)
+    for other, needed in NEEDED.get(name, {}).items():
+        if other in body.model_fields:
+            given[other] = body.model_fields[other].json_schema_extra["x-example"] if needed is None else needed
+    if name in ("prompt_token_ids", "messages") and name != "prompt":
+        given.pop("prompt", None)
+    if body.__name__ == "ChunkRequest" and name in ("token_ids", "messages"):
+        del given["text"]
+    if name == "max_completion_tokens":
+        given.pop("max_tokens")
+    if name == "logprobs" and body.__name__ == "CompletionRequest":
+        given["echo"] = True
+    return {**given, name: value}
+
+
+def fields(support: str) -> list[tuple[str, str]]:
+    """(path, field) of all that are marked so."""
+    return [
+        (e.path, name) for e in ENDPOINTS for name, field in e.body.model_fields.items() if field.json_schema_extra["x-support"] == support
+    ]
+
+
+def test_the_openapi_document_is_whole(server: Running) -> None:
+    """Every path is in it, and everything that it refers to."""
+    document = httpx.get(f"{server.url}/openapi.json", trust_env=False)
+    paths, schemas = document.json()["paths"], document.json()["components"]["schemas"]
+    assert {e.path for e in ENDPOINTS} < set(paths)
+    assert set(re.findall(r'"#/components/schemas/(\w+)"', document.text)) <= set(schemas)
+    assert paths["/v1/models/{name}"]["get"]["parameters"][0]["name"] == "name"
+
+
+def ask_all(server: Running, asked: list[tuple[str, dict]]) -> list[httpx.Response]:
+    """The answers to many bodies, some at a time: the engine runs them together."""
+
+    async def run() -> list[httpx.Response]:
+        some = asyncio.Semaphore(8)
+        async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=60) as client:
+
+            async def ask(path: str, body: dict) -> httpx.Response:
+                async with some:
+                    return await client.post(path, json=body)
+
+            return await asyncio.gather(*(ask(path, body) for path, body in asked))
+
+    return asyncio.run(run())
+
+
+def test_the_list_is_the_schemas(server: Running) -> None:
+    said = httpx.get(f"{server.url}/v1/capabilities", trust_env=False).json()["endpoints"]
+    for endpoint in ENDPOINTS:
+        assert set(said[endpoint.path]) == set(endpoint.body.model_fields)
+        assert {about["support"] for about in said[endpoint.path].values()} <= {"honoured", "limited", "refused"}
+
+
+def test_what_is_served_is_taken(server: Running) -> None:
+    """Every example value of every field, one request each."""
+    tried, asked = [], []
+    for path, name in [*fields("honoured"), *fields("limited")]:
+        body = ENDPOINT_OF[path].body
+        value = body.model_fields[name].json_schema_extra["x-example"]
+        if value is not None:
+            tried.append((path, name))
+            asked.append((path, with_field(body, name, value)))
+    answers = ask_all(server, asked)
+    wrong = [(*t, a.text[:300]) for t, a in zip(tried, answers, strict=True) if a.status_code != 200 or "x-ignored-fields" in a.headers]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_what_is_not_served_is_refused_by_name(server: Running) -> None:
+    tried, asked = [], []
+    for path, name in [*fields("refused"), *fields("limited")]:
+        body = ENDPOINT_OF[path].body
+        marks = body.model_fields[name].json_schema_extra
+        value = marks["x-example"] if marks["x-support"] == "refused" else marks["x-beyond"]
+        if value is not None:
+            tried.append((path, name))
+            asked.append((path, with_field(body, name, value)))
+    wrong = []
+    for (path, name), answer in zip(tried, ask_all(server, asked), strict=True):
+        said = answer.json().get("error", {})
+        if answer.status_code != 400 or name not in (said.get("param") or said.get("message", "")):
+            wrong.append((path, name, answer.status_code, answer.text[:300]))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_null_is_not_given(server: Running) -> None:
+    """Some clients send every field that they know; one request an endpoint with all of them null."""
+    asked = []
+    for endpoint in ENDPOINTS:
+        nulls = {name: None for name, field in endpoint.body.model_fields.items() if not field.is_required()}
+        asked.append((endpoint.path, {**nulls, **least(endpoint.body)}))
+    assert [a.status_code for a in ask_all(server, asked)] == [200] * len(asked)
+
+
+def test_no_field_of_the_official_clients_is_missing() -> None:
+    pytest.importorskip("openai")
+    pytest.importorskip("anthropic")
+    from anthropic.types import message_count_tokens_params, message_create_params
+    from openai.types import completion_create_params, embedding_create_params
+    from openai.types.chat import completion_create_params as chat_create_params
+    from openai.types.responses import response_create_params
+
+    official = {
+        "/v1/chat/completions": chat_create_params.CompletionCreateParamsBase,
+        "/v1/completions": completion_create_params.CompletionCreateParamsBase,
+        "/v1/responses": response_create_params.ResponseCreateParamsBase,
+        "/v1/embeddings": embedding_create_params.EmbeddingCreateParams,
+        "/v1/messages": message_create_params.MessageCreateParamsBase,
+        "/v1/messages/count_tokens": message_count_tokens_params.MessageCountTokensParams,
+    }
+    for path, params in official.items():
+        assert set(params.__annotations__) <= set(ENDPOINT_OF[path].body.model_fields), path
+        assert "stream" in ENDPOINT_OF[path].body.model_fields or path in ("/v1/embeddings", "/v1/messages/count_tokens")
+
+
+def test_lenient_names_what_it_left_out() -> None:
+    with running(ServerConfig(port=0, lenient=True, access_log=False)) as server:
+        messages = [{"role": "user", "content": "a", "mood\r\nX-Evil: 1": 1}]
+        body = {"messages": messages, "max_tokens": 1, "wish": 1, "web_search_options": {}}
+        answer = server.post("/v1/chat/completions", body)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-ignored-fields"] == "web_search_options, wish, messages[0].mood%0D%0AX-Evil%3A%201"
+        assert "x-evil" not in answer.headers
+        assert server.post("/v1/chat/completions", {**body, "temperature": "hot"}).status_code == 400

@@ -1,0 +1,54 @@
+"""Clients that close their sending side behind a whole request: who waits is answered, who has left is noticed."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+
+from tests.server.conftest import Running
+from tests.server.http.test_faults import idle, request, wait_for
+
+ASKED = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+PATH = "/v1/completions"
+
+
+def final(raw: bytes) -> tuple[bytes, bytes]:
+    """(head, body) of the answer behind the interim ones, of which there must be one at least where `raw` is not a stream."""
+    while raw.startswith(b"HTTP/1.1 100 Continue\r\n\r\n"):
+        raw = raw.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+    head, _, body = raw.partition(b"\r\n\r\n")
+    return head, body
+
+
+def test_who_waits_is_answered(server: Running) -> None:
+    whole = server.post(PATH, ASKED).json()["choices"][0]["text"]
+    head, body = final(server.raw(request(json.dumps(ASKED).encode(), PATH), half_close=True))
+    assert head.startswith(b"HTTP/1.1 200 ") and b"connection: close" in head and json.loads(body)["choices"][0]["text"] == whole
+    head, body = final(server.raw(request(json.dumps({**ASKED, "stream": True}).encode(), PATH), half_close=True))
+    assert head.startswith(b"HTTP/1.1 200 ") and body.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    head, body = final(server.raw(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n", half_close=True))
+    assert head.startswith(b"HTTP/1.1 200 ") and b"ok" in body
+
+
+def test_a_client_that_was_half_closed_and_leaves_ends_its_request(server: Running) -> None:
+    for stream in (True, False):
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            body = {**ASKED, "max_tokens": 900, "stream": stream}
+            connection.sendall(request(json.dumps(body).encode(), PATH))
+            connection.shutdown(socket.SHUT_WR)
+            wait_for(lambda: server.service.models.loaded()["demo"].status()["running"] == 1)
+            seen = server.service.models.loaded()["demo"].status()["tokens"]
+        wait_for(lambda: idle(server))
+        assert server.service.models.loaded()["demo"].status()["tokens"] - seen < 300, "of 900; the status is up to a tenth of a second old"
+
+
+def test_what_cannot_be_answered_is_closed(server: Running) -> None:
+    """A part of a request, an older HTTP that knows no interim answers, and a reset."""
+    raw = request(json.dumps({**ASKED, "max_tokens": 900}).encode(), PATH)
+    assert server.raw(raw[:-5], half_close=True) == b""
+    assert server.raw(raw.replace(b"HTTP/1.1", b"HTTP/1.0"), half_close=True) == b""
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(raw)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    wait_for(lambda: idle(server))

@@ -1,0 +1,62 @@
+"""From what is asked to what runs: checks a request against the model, draws its seed, and numbers its sequences."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from tinyvllm.engine.beam import BeamState
+from tinyvllm.engine.output import ActiveRequest, RequestState
+from tinyvllm.errors import RequestError
+from tinyvllm.request import BeamSearchParams, RequestOptions, SamplingParams
+from tinyvllm.text.tokenizer import Tokenizer
+
+
+@dataclass
+class RequestBuilder:
+    """An engine's. `seed` numbers the seeds of requests without one; None draws them. `clock` gives arrivals in seconds."""
+
+    vocab_size: int
+    max_model_len: int
+    tokenizer: Tokenizer | None
+    eos_ids: Iterable[int]
+    seed: int | None
+    clock: Callable[[], float]
+    _next_id: int = field(default=0, init=False)
+
+    def state_of(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams | BeamSearchParams,
+        prompt: str | None,
+        options: RequestOptions,
+    ) -> ActiveRequest:
+        """The request as it will run; RequestError for token ids beyond the vocabulary."""
+        if bad := next((t for t in prompt_token_ids if not 0 <= t < self.vocab_size), None):
+            raise RequestError(f"request {request_id}: token id {bad} is outside the vocabulary of {self.vocab_size}")
+        if isinstance(params, BeamSearchParams):
+            return BeamState(
+                request_id, prompt, prompt_token_ids, params, self.tokenizer, self.eos_ids, self.max_model_len, self.clock(),
+                self._new_sequence_id, options,
+            )  # fmt: skip
+        self._check_ids(request_id, params)
+        if params.seed is None:
+            seed = secrets.randbits(63) if self.seed is None else (self.seed + self._next_id) % 2**64
+            params = params.with_seed(seed)
+        first = self._next_id
+        self._next_id += params.width
+        return RequestState(
+            request_id, prompt, prompt_token_ids, params, self.tokenizer, self.eos_ids, self.max_model_len, self.clock(),
+            first_sequence_id=first, options=options,
+        )  # fmt: skip
+
+    def _check_ids(self, request_id: str, params: SamplingParams) -> None:
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            if bad := next((t for t in getattr(params, name) or () if t >= self.vocab_size), None):
+                raise RequestError(f"request {request_id}: {name} names token id {bad}, the vocabulary ends at {self.vocab_size - 1}")
+
+    def _new_sequence_id(self) -> int:
+        self._next_id += 1
+        return self._next_id - 1

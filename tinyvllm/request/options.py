@@ -1,0 +1,40 @@
+"""On what terms a request is served: its urgency, whose it is, what it shares, what is to be told about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinyvllm.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """What concerns the queue and not the tokens.
+
+    priority          lower is served first, and may take blocks and rows from higher (vLLM's meaning)
+    deadline_ms       whole answer within so many milliseconds of arrival; refused at once if measured rates say it cannot be
+    ttft_deadline_ms  first token within so many milliseconds
+    key               whose request it is: keys of one priority get equal shares of the tokens
+    cache_salt        requests share cached prefixes only with those of the same salt
+    receipt, explain  whether the last output says what it cost, and why its prefix was or was not cached
+    """
+
+    priority: int = 0
+    deadline_ms: float | None = None
+    ttft_deadline_ms: float | None = None
+    key: str = ""
+    cache_salt: str | None = None
+    receipt: bool = False
+    explain: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.priority) is not int:
+            raise ArgumentError(f"priority must be an integer, got {self.priority!r}")
+        for name in ("deadline_ms", "ttft_deadline_ms"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
+                raise ArgumentError(f"{name} must be a number above 0, got {value!r}")
+        if not isinstance(self.key, str):
+            raise ArgumentError(f"key must be a text, got {self.key!r}")
+        if self.cache_salt is not None and not (isinstance(self.cache_salt, str) and self.cache_salt):
+            raise ArgumentError(f"cache_salt must be a non-empty text, got {self.cache_salt!r}")
