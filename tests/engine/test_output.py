@@ -10,7 +10,8 @@ import pytest
 
 from tinyvllm.engine.output import RequestState
 from tinyvllm.request import CompletionOutput, Logprob, SamplingParams
-from tinyvllm.text.tokenizer import Tokenizer, load_tokenizer
+from tinyvllm.text.load import load_tokenizer
+from tinyvllm.text.tokenizer import Tokenizer
 
 EOS, USER = 257, 259
 

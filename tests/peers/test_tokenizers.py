@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from tests.text.vocabularies import NASTY, SPECIALS, byte_level, llama2_json, sentencepiece_model, tiktoken_lines, write_folder
 from tinyvllm.errors import TokenizerError
 from tinyvllm.text.chat import render_chat
-from tinyvllm.text.tokenizer import load_tokenizer
+from tinyvllm.text.load import load_tokenizer
 
 PLAIN = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": True}
 BYTE_LEVEL = PLAIN | {"bos_token": SPECIALS[0], "eos_token": SPECIALS[2]}

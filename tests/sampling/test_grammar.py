@@ -18,7 +18,7 @@ from tinyvllm.errors import RequestError
 from tinyvllm.request import StructuredOutputsParams
 from tinyvllm.sampling.grammar import AS_DUMPED, Grammar, GrammarBackend, Pool, fill_all
 from tinyvllm.sampling.mask_worker import MaskWorker
-from tinyvllm.text.tokenizer import load_tokenizer
+from tinyvllm.text.load import load_tokenizer
 
 ONE = TOKENS.index(b"1", 256)
 

@@ -11,7 +11,8 @@ import pytest
 from tests.text.vocabularies import SPECIALS, byte_level, write_folder
 from tinyvllm.errors import RequestError, TokenizerError
 from tinyvllm.text.chat import render_chat
-from tinyvllm.text.tokenizer import Tokenizer, load_tokenizer
+from tinyvllm.text.load import load_tokenizer
+from tinyvllm.text.tokenizer import Tokenizer
 
 LLAMA3 = """{{- bos_token }}
 {%- for message in messages %}

@@ -25,7 +25,8 @@ from tests.text.vocabularies import (
     write_folder,
 )
 from tinyvllm.text.detokenize import IncrementalDetokenizer, StopStrings
-from tinyvllm.text.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
+from tinyvllm.text.load import load_tokenizer, tokenizer_from_gguf
+from tinyvllm.text.tokenizer import Tokenizer
 
 
 def strip_two() -> Backend:

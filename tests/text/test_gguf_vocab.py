@@ -23,7 +23,7 @@ from tests.text.vocabularies import (
 )
 from tinyvllm.errors import TokenizerError
 from tinyvllm.text.gguf_vocab import _PRE
-from tinyvllm.text.tokenizer import tokenizer_from_gguf
+from tinyvllm.text.load import tokenizer_from_gguf
 
 
 def test_bpe_equals_its_source() -> None:

@@ -10,8 +10,9 @@ from tokenizers import normalizers
 
 from tests.text.vocabularies import NASTY, llama2_json, processor, sentencepiece_model, without, write_folder
 from tinyvllm.errors import TokenizerError
+from tinyvllm.text.load import load_tokenizer
 from tinyvllm.text.sentencepiece_model import message, number
-from tinyvllm.text.tokenizer import Tokenizer, load_tokenizer
+from tinyvllm.text.tokenizer import Tokenizer
 
 MODELS = {
     "bpe": {},

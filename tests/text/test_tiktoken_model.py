@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from tests.text.vocabularies import LLAMA3_PATTERN, NASTY, byte_level, tiktoken_lines, write_folder
 from tinyvllm.errors import TokenizerError
-from tinyvllm.text.tokenizer import load_tokenizer
+from tinyvllm.text.load import load_tokenizer
 
 
 def ranked() -> Tokenizer:

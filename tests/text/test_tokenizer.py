@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, processors
 
 from tests.text.vocabularies import NASTY, SPECIALS, byte_level, llama2_json, metaspace_json, sentencepiece_model, write_folder
 from tinyvllm.errors import TokenizerError
-from tinyvllm.text.tokenizer import load_tokenizer
+from tinyvllm.text.load import load_tokenizer
 
 
 def library(name: str) -> Tokenizer:

@@ -32,7 +32,8 @@ from tinyvllm.metrics import engine_metrics
 from tinyvllm.request import BeamSearchParams, Logprob, RequestOptions, RequestOutput, SamplingParams, Sequence
 from tinyvllm.runner.device import start_device
 from tinyvllm.scheduler import Schedule, Scheduler, SchedulerLimits
-from tinyvllm.text.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
+from tinyvllm.text.load import load_tokenizer, tokenizer_from_gguf
+from tinyvllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tinyvllm.runner.runner import Choice, PreparedStep, Reading

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tinyvllm.errors import TokenizerError
 from tinyvllm.text.folder import AddedToken
-from tinyvllm.text.tokenizer import Settings, Tokenizer, unique
+from tinyvllm.text.tokenizer import Tokenizer, TokenizerSettings, unique
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type, the same numbers as sentencepiece's
 _BPE = 2  # sentencepiece's TrainerSpec.ModelType
@@ -133,11 +133,11 @@ class _Vocabulary:
             raise TokenizerError(f"{_SOURCE}: {_KEY}{name}_token_id is {value!r}, but there are {len(self.tokens)} tokens")
         return value
 
-    def settings(self, add_bos: bool, default_bos: int | None, default_eos: int | None) -> Settings:
+    def settings(self, add_bos: bool, default_bos: int | None, default_eos: int | None) -> TokenizerSettings:
         bos, eos = self.special_id("bos", default_bos), self.special_id("eos", default_eos)
         ends = [i for i, (token, kind) in enumerate(zip(self.tokens, self.types)) if kind == CONTROL and token in _ENDS]
         named = {"bos_token": bos, "eos_token": eos, "unk_token": self.special_id("unknown"), "pad_token": self.special_id("padding")}
-        return Settings(
+        return TokenizerSettings(
             bos_id=bos,
             eos_ids=unique([eos, self.special_id("eot"), self.special_id("eom"), *ends]),
             prefix_ids=(bos,) if bos is not None and self.flag("add_bos_token", add_bos) else (),

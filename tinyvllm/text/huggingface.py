@@ -18,7 +18,7 @@ import tokenizers
 from tinyvllm.errors import TokenizerError
 from tinyvllm.text.assembly import Assembly
 from tinyvllm.text.folder import FolderSettings
-from tinyvllm.text.tokenizer import Settings, Tokenizer, resolve
+from tinyvllm.text.tokenizer import Tokenizer, TokenizerSettings, resolve_bos_eos
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2 writes these bytes as the characters of the same number
@@ -32,7 +32,7 @@ _LONG = 2048  # characters, below which the other call is as fast
 class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer` that has no truncation and no padding, and whose post-processor is replaced by `settings`."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, settings: Settings, source: str):
+    def __init__(self, backend: tokenizers.Tokenizer, settings: TokenizerSettings, source: str):
         super().__init__(settings)
         self._backend = backend
         self._decoder = _Decoder(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None, source)
@@ -141,13 +141,13 @@ def load_tokenizer_json(path: Path, folder: FolderSettings) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     _add_tokens(backend, folder, path)
-    bos_id, eos_ids = resolve(folder.special_tokens, backend.token_to_id, folder.bos_id, folder.eos_ids)
+    bos_id, eos_ids = resolve_bos_eos(folder.special_tokens, backend.token_to_id, folder.bos_id, folder.eos_ids)
     prefix, suffix = _surroundings(backend)
     if not prefix and not suffix:  # else tokenizer.json knows better than the flags, which transformers then ignores
         eos_id = backend.token_to_id(folder.special_tokens.get("eos_token", ""))
         prefix = (bos_id,) if folder.add_bos and bos_id is not None else ()
         suffix = (eos_id,) if folder.add_eos and eos_id is not None else ()
-    settings = Settings(bos_id, eos_ids, prefix, suffix, folder.special_tokens, folder.chat_templates)
+    settings = TokenizerSettings(bos_id, eos_ids, prefix, suffix, folder.special_tokens, folder.chat_templates)
     return HuggingFaceTokenizer(backend, settings, f"tokenizer: {path}")
 
 

@@ -17,7 +17,7 @@ import sentencepiece
 from tinyvllm.errors import TokenizerError
 from tinyvllm.text.assembly import Assembly
 from tinyvllm.text.folder import AddedToken, FolderSettings
-from tinyvllm.text.tokenizer import Settings, Tokenizer, resolve
+from tinyvllm.text.tokenizer import Tokenizer, TokenizerSettings, resolve_bos_eos
 
 SPACE = "\u2581"  # how pieces write a space
 NORMALIZER = 3  # field of ModelProto
@@ -30,7 +30,9 @@ _ERNIE = "Ernie4_5_Tokenizer"
 class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model and the tokens added to it. The unknown token counts as special, as in transformers: it decodes to nothing."""
 
-    def __init__(self, model: bytes, added: Iterable[AddedToken], settings: Settings, source: str, prefix_first_only: bool = False):
+    def __init__(
+        self, model: bytes, added: Iterable[AddedToken], settings: TokenizerSettings, source: str, prefix_first_only: bool = False
+    ):
         super().__init__(settings)
         self._model = model
         self._processor = load_processor(model, source)
@@ -148,11 +150,11 @@ def load_sentencepiece(path: Path, folder: FolderSettings) -> Tokenizer:
     names = _names_in_model(processor) | folder.special_tokens
     ids = {processor.id_to_piece(i): i for i in range(processor.vocab_size())}
     ids |= {token.content: token.token_id for token in folder.added_tokens}
-    bos_id, eos_ids = resolve(names, ids.get, folder.bos_id, folder.eos_ids)
+    bos_id, eos_ids = resolve_bos_eos(names, ids.get, folder.bos_id, folder.eos_ids)
     add_bos = folder.tokenizer_class != _ERNIE if folder.add_bos is None else folder.add_bos
     prefix = (bos_id,) if add_bos and bos_id is not None else ()
     suffix = (ids[names["eos_token"]],) if folder.add_eos and names.get("eos_token") in ids else ()
-    settings = Settings(bos_id, eos_ids, prefix, suffix, names, folder.chat_templates)
+    settings = TokenizerSettings(bos_id, eos_ids, prefix, suffix, names, folder.chat_templates)
     return SentencePieceTokenizer(model, _added_tokens(folder, ids), settings, source, prefix_first_only=folder.legacy is False)
 
 

@@ -15,7 +15,7 @@ import tiktoken
 from tinyvllm.errors import TokenizerError
 from tinyvllm.text.assembly import Assembly
 from tinyvllm.text.folder import FolderSettings
-from tinyvllm.text.tokenizer import Settings, Tokenizer, resolve
+from tinyvllm.text.tokenizer import Tokenizer, TokenizerSettings, resolve_bos_eos
 
 # Meta's pattern for Llama 3
 PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -60,7 +60,7 @@ class TiktokenTokenizer(Tokenizer):
 
     assembly = Assembly("stream")
 
-    def __init__(self, encoding: tiktoken.Encoding, specials: dict[str, int], settings: Settings):
+    def __init__(self, encoding: tiktoken.Encoding, specials: dict[str, int], settings: TokenizerSettings):
         super().__init__(settings)
         self._encoding = encoding
         self.special_ids = frozenset(specials.values())
@@ -106,10 +106,10 @@ def load_tiktoken(path: Path, folder: FolderSettings) -> Tokenizer:
     encoding = tiktoken.Encoding(path.name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=specials)
     names = {"bos_token": _NAMED[0], "eos_token": _NAMED[1]} | folder.special_tokens
     ends = [specials.get(_NAMED[position]) for position in _ENDS] if not folder.eos_ids else folder.eos_ids
-    bos_id, eos_ids = resolve(names, specials.get, folder.bos_id, [i for i in ends if i is not None])
+    bos_id, eos_ids = resolve_bos_eos(names, specials.get, folder.bos_id, [i for i in ends if i is not None])
     prefix = (bos_id,) if bos_id is not None and folder.add_bos is not False else ()
     suffix = (specials[names["eos_token"]],) if folder.add_eos and names["eos_token"] in specials else ()
-    return TiktokenTokenizer(encoding, specials, Settings(bos_id, eos_ids, prefix, suffix, names, folder.chat_templates))
+    return TiktokenTokenizer(encoding, specials, TokenizerSettings(bos_id, eos_ids, prefix, suffix, names, folder.chat_templates))
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
