@@ -36,7 +36,7 @@ class Batch:
     chunks [2]            the first sequence of several tokens, which is `num_decodes`, and how many of them count
     samples [N]           the rows whose logits are wanted, of which the first sample_count [1] count
     num_blocks            blocks of the longest context of the step; an int, or a bound variable so that one capture serves all lengths
-    alike [B]             for each decode, leading tokens in the same blocks as those of the decode before it; None: nobody has looked
+    shared_prefix_lens [B] for each decode, leading tokens in the same blocks as those of the decode before it; None where not computed
     """
 
     tokens: Tensor

@@ -85,7 +85,7 @@ def test_the_device_holds_what_the_host_laid_out():
     inputs, blocks = fill([entry(1, 5, 4, 1), entry(2, 30, 10, 20)])
     batch = inputs.batch(blocks)
     for name in ("tokens", "positions", "slots", "query_starts", "context_lens", "block_tables", "rows", "decodes", "chunks",
-                 "samples", "sample_count", "alike"):  # fmt: skip
+                 "samples", "sample_count", "shared_prefix_lens"):  # fmt: skip
         np.testing.assert_array_equal(download(getattr(batch, name).contiguous().realize()), getattr(inputs, name))
 
 

@@ -94,7 +94,7 @@ class StepInputs:
     """The arrays of one shape: host array, device buffer, and the `Batch` of views into it.
 
     M is the width of the block table, `scratch_slot` where padded rows write; `all_rows` wants the logits of every row. Without `cascade`
-    decodes keep the schedule's order, and `alike` says that nobody shares anything.
+    decodes keep the schedule's order, and `shared_prefix_lens` is 0 everywhere.
     """
 
     def __init__(self, shape: Shape, M: int, scratch_slot: int, device: str, all_rows: bool = False, cascade: bool = True):
@@ -108,7 +108,7 @@ class StepInputs:
         self._ahead = 0  # tokens that the device has moved these decodes on by since; 0 where it has not, or there were chunks
         self._sharing = False  # whether two of them begin with the same block
         # what changes on the way of decodes stands together
-        sizes = {"tokens": T, "positions": T, "slots": T, "context_lens": B, "alike": B, "query_starts": B + 1}
+        sizes = {"tokens": T, "positions": T, "slots": T, "context_lens": B, "shared_prefix_lens": B, "query_starts": B + 1}
         sizes |= {"samples": T if all_rows else B, "rows": 1, "decodes": 1, "chunks": 2, "sample_count": 1, "block_tables": B * M}
         starts, end = {}, 0
         for name, size in sizes.items():
@@ -139,7 +139,7 @@ class StepInputs:
         t = self._tensors
         return Batch(
             t["tokens"], t["positions"], t["slots"], t["block_tables"], t["query_starts"], t["context_lens"], t["rows"], t["decodes"],
-            t["chunks"], t["samples"], t["sample_count"], num_blocks, self.shape.decodes, self.shape.max_query, t["alike"],
+            t["chunks"], t["samples"], t["sample_count"], num_blocks, self.shape.decodes, self.shape.max_query, t["shared_prefix_lens"],
         )  # fmt: skip
 
     def fill(self, singles: list[Scheduled], chunks: list[Scheduled], block_size: int) -> int:
@@ -219,7 +219,7 @@ class StepInputs:
         singles[:] = [singles[i] for i in self._order]
 
     def _measure(self, count: int, block_size: int) -> bool:
-        """Fill `alike` for the first `count` rows as they lie in the block table, 0 for the others; whether that changed anything."""
+        """Fill `shared_prefix_lens`: the first `count` rows from the block table, the others 0. Returns whether anything changed."""
         before, tables = self.shared_prefix_lens.copy(), self.block_tables[:count]
         self.shared_prefix_lens[:] = 0
         self._sharing = self._cascade and bool((tables[1:, 0] == tables[:-1, 0]).any())
@@ -252,7 +252,7 @@ class StepInputs:
                 parts += ((end - new, end), (starts + b, starts + b + 1))
         if parts:
             if self._sharing and self._measure(count, block_size):
-                parts.append((self._starts["alike"], self._starts["alike"] + count))
+                parts.append((self._starts["shared_prefix_lens"], self._starts["shared_prefix_lens"] + count))
             upload_parts(self._device, self._host, parts)
         return max(self._widths[:count])
 
