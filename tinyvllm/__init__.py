@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tinyvllm.engine.async_llm import AsyncLLM
-    from tinyvllm.engine.chunks import Chunk
     from tinyvllm.engine.llm import LLM, StreamDelta
+    from tinyvllm.engine.segments import Segment
     from tinyvllm.errors import (
         ArgumentError,
         BusyError,
@@ -37,7 +37,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "tinyvllm.engine.llm",
-    "Chunk": "tinyvllm.engine.chunks",
+    "Segment": "tinyvllm.engine.segments",
     "StreamDelta": "tinyvllm.engine.llm",
     "AsyncLLM": "tinyvllm.engine.async_llm",
     "SamplingParams": "tinyvllm.request",
@@ -64,7 +64,7 @@ __all__ = [
     "AsyncLLM",
     "BeamSearchParams",
     "BusyError",
-    "Chunk",
+    "Segment",
     "CompletionOutput",
     "FormatError",
     "Logprob",

@@ -19,8 +19,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.config import EngineConfig, resolve
-from tinyvllm.engine.chunks import COMPUTE, TRIES, Chunk, kept_of, no_room, refuse_broken
 from tinyvllm.engine.prompt import Encoded, Message, Prompt, default_sampling_params, encode_piece, encode_prompt, is_conversation, spread
+from tinyvllm.engine.segments import MAX_TRIES, PREFILL_PARAMS, Segment, eviction_error, output_token_ids, raise_if_failed
 from tinyvllm.errors import ArgumentError, TinyvllmError
 from tinyvllm.request import BeamSearchParams, RequestOptions, RequestOutput, SamplingParams
 
@@ -57,7 +57,7 @@ class AsyncLLM:
         self._thread = threading.Thread(target=self._serve, args=(config, progress, loaded), name="tinyvllm-engine", daemon=True)
         self._thread.start()
         engine = loaded.result()
-        engine.chunks.post = self._post
+        engine.segments.submit = self._post
         self.metrics: EngineMetrics | NoMetrics = engine.metrics
         self._status = engine.status()
         self._compile = engine.constraints.compile
@@ -108,46 +108,50 @@ class AsyncLLM:
 
         return np.stack([await self._ask(functools.partial(_embed, ids, pooling, normalize)) for ids in prompts])
 
-    async def chunk(
+    async def segment(
         self,
         piece: str | Sequence[int],
-        after: Chunk | None = None,
+        after: Segment | None = None,
         *,
         cache_salt: str | None = None,
         options: RequestOptions | None = None,
-    ) -> Chunk:
-        """LLM.chunk, computed beside whatever runs, on the priority and key of `terms`."""
+    ) -> Segment:
+        """LLM.segment, computed beside whatever runs, on the priority and key of `terms`."""
         head, token_ids = await asyncio.to_thread(encode_piece, self.tokenizer, piece, after is None)
         return await self._hold(token_ids, head, after, cache_salt, options)
 
-    async def chunk_of(self, output: RequestOutput, index: int = 0, after: Chunk | None = None, *, cache_salt: str | None = None) -> Chunk:
-        """LLM.chunk_of; the output must be a whole one, not a delta."""
-        return await self._hold(kept_of(output, index, after), [], after, cache_salt)
+    async def segment_of(
+        self, output: RequestOutput, index: int = 0, after: Segment | None = None, *, cache_salt: str | None = None
+    ) -> Segment:
+        """LLM.segment_of; the output must be a whole one, not a delta."""
+        return await self._hold(output_token_ids(output, index, after), [], after, cache_salt)
 
-    async def chunks(self) -> list[Chunk]:
+    async def segments(self) -> list[Segment]:
         """Those that are held, the oldest first."""
-        return list(await self._ask(lambda engine: list(engine.chunks)))
+        return list(await self._ask(lambda engine: list(engine.segments)))
 
     async def _hold(
-        self, token_ids: list[int], head: list[int], after: Chunk | None, cache_salt: str | None, options: RequestOptions | None = None
-    ) -> Chunk:
-        chunk: Chunk = await self._ask(lambda engine: engine.chunks.new(token_ids, head, after, cache_salt))
+        self, token_ids: list[int], head: list[int], after: Segment | None, cache_salt: str | None, options: RequestOptions | None = None
+    ) -> Segment:
+        segment: Segment = await self._ask(lambda engine: engine.segments.new(token_ids, head, after, cache_salt))
         on = (
-            RequestOptions(cache_salt=chunk.cache_salt)
+            RequestOptions(cache_salt=segment.cache_salt)
             if options is None
-            else RequestOptions(options.priority, key=options.key, cache_salt=chunk.cache_salt)
+            else RequestOptions(options.priority, key=options.key, cache_salt=segment.cache_salt)
         )
         try:
-            for _ in range(TRIES):
-                if await self._ask(lambda engine: engine.chunks.hold(chunk)):
-                    return chunk
-                async with contextlib.aclosing(self._outputs(Encoded(None, chunk.full_blocks), COMPUTE, None, on)) as outputs:
+            for _ in range(MAX_TRIES):
+                if await self._ask(lambda engine: engine.segments.hold(segment)):
+                    return segment
+                async with contextlib.aclosing(
+                    self._outputs(Encoded(None, segment.block_aligned_ids), PREFILL_PARAMS, None, on)
+                ) as outputs:
                     async for output in outputs:
-                        refuse_broken(output)
+                        raise_if_failed(output)
         except asyncio.CancelledError:
-            chunk.release()  # it may be held by now, and nobody would know it
+            segment.release()  # it may be held by now, and nobody would know it
             raise
-        raise no_room(chunk)
+        raise eviction_error(segment)
 
     def _post(self, command: Callable[[], None]) -> None:
         with self._wake:
@@ -234,7 +238,7 @@ class AsyncLLM:
     ) -> None:
         def add(engine: Engine) -> None:
             try:
-                engine.chunks.refuse_foreign(encoded.chunks, options)
+                engine.segments.check_use(encoded.segments, options)
                 engine.add(mailbox.key, encoded.token_ids, params, encoded.text, options)
             except TinyvllmError as error:
                 # the caller knows no keys

@@ -17,11 +17,11 @@ from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.cache.prefix import PrefixCache
 from tinyvllm.config import EngineConfig, cache_folder
 from tinyvllm.engine.beam import BeamState
-from tinyvllm.engine.chunks import Chunks
 from tinyvllm.engine.constraints import TokenConstraints
 from tinyvllm.engine.output import ActiveRequest, RequestState
 from tinyvllm.engine.prefix_store import PrefixStore
 from tinyvllm.engine.request_builder import RequestBuilder
+from tinyvllm.engine.segments import Segments
 from tinyvllm.engine.stats import Costs, EngineStats
 from tinyvllm.engine.tools import one_off
 from tinyvllm.engine.tools.record import Recorder, header_of, record_to
@@ -89,7 +89,7 @@ class Engine:
             self.recorder = record_to(config.record, header)
         self._folder = PrefixStore.open(self.runner, config)
         self.scheduler = self._new_scheduler(self.recorder.watched(clock) if self.recorder else clock)
-        self.chunks = Chunks(self.scheduler, self.runner.pool.block_bytes, self.recorder)
+        self.segments = Segments(self.scheduler, self.runner.pool.block_bytes, self.recorder)
         self.sampler = Sampler(self.runner.config.vocab_size, config.max_num_seqs, device)
         self.metrics = engine_metrics(config.served_model_name or config.model, "0", self.runner.max_model_len, self._cache_facts())
         self.constraints = TokenConstraints(self.sampler, self.tokenizer, self.eos_ids, self.metrics)
@@ -497,7 +497,7 @@ class Engine:
             "waiting": len(scheduler.waiting),
             "blocks": {"used": pool.num_blocks - pool.num_free, "cached": pool.num_evictable, "total": pool.num_blocks},
             "prefix": {"queries": prefix.queries, "hits": prefix.hits, "evictions": prefix.evictions} if prefix else None,
-            "chunks": self.chunks.status(),
+            "segments": self.segments.status(),
             "steps": self.num_steps,
             "tokens": self.stats.num_tokens,
             "step_seconds": {name: getattr(stats, name) for name in ("schedule", "prepare", "run", "sample", "output")},

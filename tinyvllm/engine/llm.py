@@ -15,7 +15,6 @@ from typing import Any, Self
 import numpy as np
 
 from tinyvllm.config import EngineConfig, resolve
-from tinyvllm.engine.chunks import COMPUTE, TRIES, Chunk, kept_of, no_room, refuse_broken
 from tinyvllm.engine.prompt import (
     Encoded,
     Message,
@@ -27,6 +26,7 @@ from tinyvllm.engine.prompt import (
     is_conversation,
     spread,
 )
+from tinyvllm.engine.segments import MAX_TRIES, PREFILL_PARAMS, Segment, eviction_error, output_token_ids, raise_if_failed
 from tinyvllm.errors import ArgumentError, BusyError, RequestError
 from tinyvllm.request import BeamSearchParams, RequestOptions, RequestOutput, SamplingParams
 
@@ -88,7 +88,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """The finished outputs of all prompts, in their order, run together, on `terms` (priority, deadlines, ...) if they are given.
 
-        A prompt is a text, {"prompt_token_ids": ids}, {"messages": conversation} or {"chunks": chunks, "prompt": text}. If one of them
+        A prompt is a text, {"prompt_token_ids": ids}, {"messages": conversation} or {"segments": segments, "prompt": text}. If one of them
         cannot be served nothing runs: RequestError (or ArgumentError, TokenizerError) for a single prompt, PromptError, which says which,
         for several.
         """
@@ -140,30 +140,32 @@ class LLM:
         outputs = self.follow(prompt, sampling_params)  # prompt and parameters are refused here, not at the first `next`
         return _deltas(outputs)
 
-    def chunk(self, piece: str | Sequence[int], after: Chunk | None = None, *, cache_salt: str | None = None) -> Chunk:
-        """Compute a text (or token ids) once, at the beginning or behind another chunk, and keep it in the cache until it is released.
+    def segment(self, piece: str | Sequence[int], after: Segment | None = None, *, cache_salt: str | None = None) -> Segment:
+        """Compute a text (or token ids) once, at the beginning or after another segment, and keep it in the cache until it is released.
 
         Pieces are tokenised one by one: no token reaches across a border, and special tokens come only before a text at the beginning.
         RequestError where so many blocks may not be held, OutOfMemoryError where what runs beside it leaves no room.
         """
         head, token_ids = encode_piece(self.engine.tokenizer, piece, begins=after is None)
-        return self._hold(self.engine.chunks.new(token_ids, head, after, cache_salt))
+        return self._hold(self.engine.segments.new(token_ids, head, after, cache_salt))
 
-    def chunk_of(self, output: RequestOutput, index: int = 0, after: Chunk | None = None, *, cache_salt: str | None = None) -> Chunk:
-        """A finished prompt and its answer `index` as a chunk, or what of them stands behind `after`, which the prompt must begin with."""
-        return self._hold(self.engine.chunks.new(kept_of(output, index, after), [], after, cache_salt))
+    def segment_of(self, output: RequestOutput, index: int = 0, after: Segment | None = None, *, cache_salt: str | None = None) -> Segment:
+        """A finished prompt and its answer `index` as a segment, without the context of `after`, which they must begin with."""
+        return self._hold(self.engine.segments.new(output_token_ids(output, index, after), [], after, cache_salt))
 
-    def chunks(self) -> list[Chunk]:
+    def segments(self) -> list[Segment]:
         """Those that are held, the oldest first; each knows its num_tokens, blocks and bytes."""
-        return list(self.engine.chunks)
+        return list(self.engine.segments)
 
-    def _hold(self, chunk: Chunk) -> Chunk:
-        for _ in range(TRIES):
-            if self.engine.chunks.hold(chunk):
-                return chunk
-            (output,) = self._complete([Encoded(None, chunk.full_blocks)], [COMPUTE], False, RequestOptions(cache_salt=chunk.cache_salt))
-            refuse_broken(output)
-        raise no_room(chunk)
+    def _hold(self, segment: Segment) -> Segment:
+        for _ in range(MAX_TRIES):
+            if self.engine.segments.hold(segment):
+                return segment
+            (output,) = self._complete(
+                [Encoded(None, segment.block_aligned_ids)], [PREFILL_PARAMS], False, RequestOptions(cache_salt=segment.cache_salt)
+            )
+            raise_if_failed(output)
+        raise eviction_error(segment)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], pooling: str = "mean", normalize: bool = True) -> np.ndarray:
         """Embeddings float32 [N, E] of prompts: the mean of their hidden states, or the last one, of length 1 where `normalize` says so."""
@@ -224,7 +226,7 @@ class LLM:
         for index, (prompt, one) in enumerate(zip(encoded, params, strict=True)):
             request_id = f"llm-{next(self._ids)}"
             try:
-                self.engine.chunks.refuse_foreign(prompt.chunks, options)
+                self.engine.segments.check_use(prompt.segments, options)
                 self.engine.add(request_id, prompt.token_ids, one, prompt.text, options)
             except (RequestError, ArgumentError, BusyError) as error:
                 self._forget(ids)

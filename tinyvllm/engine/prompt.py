@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from tinyvllm.config import nearest
-from tinyvllm.engine.chunks import Chunk, joined
+from tinyvllm.engine.segments import Segment, concat_token_ids
 from tinyvllm.errors import ArgumentError, ModelError, RequestError, TinyvllmError
 from tinyvllm.request import SamplingParams
 from tinyvllm.text.chat import render_chat
 from tinyvllm.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-# a text, {"prompt": text}, {"prompt_token_ids": ids}, {"messages": conversation, ...}, {"chunks": [Chunk, ...], "prompt": text}
+# a text, {"prompt": text}, {"prompt_token_ids": ids}, {"messages": conversation, ...}, {"segments": [Segment, ...], "prompt": text}
 Prompt = str | Mapping[str, Any]
 
 _CHAT_OPTIONS = ("messages", "tools", "chat_template", "add_generation_prompt", "chat_template_kwargs")
@@ -37,11 +37,11 @@ class PromptError(RequestError):
 
 @dataclass(frozen=True)
 class Encoded:
-    """A prompt as the engine takes it; `text` is None where the caller gave token ids, or chunks, which it begins with."""
+    """A prompt as the engine takes it; `text` is None where the caller gave token ids, or segments, which it begins with."""
 
     text: str | None
     token_ids: list[int]
-    chunks: tuple[Chunk, ...] = ()
+    segments: tuple[Segment, ...] = ()
 
 
 def encode_prompt(tokenizer: Tokenizer | None, prompt: Prompt) -> Encoded:
@@ -49,11 +49,11 @@ def encode_prompt(tokenizer: Tokenizer | None, prompt: Prompt) -> Encoded:
     if isinstance(prompt, str):
         return _encode_text(tokenizer, prompt)
     if not isinstance(prompt, Mapping):
-        hint = '; chunk + "text" goes on from a chunk' if isinstance(prompt, Chunk) else ""
+        hint = '; segment + "text" continues a segment' if isinstance(prompt, Segment) else ""
         raise ArgumentError(f"a prompt is a text or a dict with prompt_token_ids, prompt or messages, got {type(prompt).__name__}{hint}")
-    kinds = [kind for kind in ("chunks", "prompt_token_ids", "messages", "prompt") if kind in prompt]
+    kinds = [kind for kind in ("segments", "prompt_token_ids", "messages", "prompt") if kind in prompt]
     allowed = {"messages": _CHAT_OPTIONS, "prompt_token_ids": ("prompt_token_ids", "prompt"), "prompt": ("prompt",)}
-    allowed["chunks"] = ("chunks", "prompt", "prompt_token_ids")
+    allowed["segments"] = ("segments", "prompt", "prompt_token_ids")
     if not kinds:
         raise ArgumentError(f"a prompt dict needs prompt_token_ids, prompt or messages, got {', '.join(map(repr, prompt)) or 'nothing'}")
     for key in prompt:
@@ -63,8 +63,8 @@ def encode_prompt(tokenizer: Tokenizer | None, prompt: Prompt) -> Encoded:
         return Encoded(prompt.get("prompt"), _check_ids(prompt["prompt_token_ids"]))
     if kinds[0] == "prompt":
         return _encode_text(tokenizer, prompt["prompt"])
-    if kinds[0] == "chunks":
-        return _encode_chunks(tokenizer, prompt)
+    if kinds[0] == "segments":
+        return _encode_segments(tokenizer, prompt)
     return _encode_messages(tokenizer, prompt)
 
 
@@ -93,15 +93,15 @@ def _encode_messages(tokenizer: Tokenizer | None, prompt: Mapping[str, Any]) -> 
     return Encoded(text, tokenizer.encode(text, add_special_tokens=False))  # the template writes bos itself
 
 
-def _encode_chunks(tokenizer: Tokenizer | None, prompt: Mapping[str, Any]) -> Encoded:
-    chunks = prompt["chunks"]
-    if not isinstance(chunks, (list, tuple)) or not chunks or any(not isinstance(chunk, Chunk) for chunk in chunks):
-        raise ArgumentError(f"chunks must be a list of what llm.chunk gave, got {chunks!r:.80}")
+def _encode_segments(tokenizer: Tokenizer | None, prompt: Mapping[str, Any]) -> Encoded:
+    segments = prompt["segments"]
+    if not isinstance(segments, (list, tuple)) or not segments or any(not isinstance(one, Segment) for one in segments):
+        raise ArgumentError(f"segments must be a list of results of llm.segment, got {segments!r:.80}")
     if "prompt" in prompt and "prompt_token_ids" in prompt:
-        raise ArgumentError("a prompt with chunks goes on with prompt or with prompt_token_ids: give one of them")
+        raise ArgumentError("a prompt with segments continues with prompt or with prompt_token_ids: give one of them")
     more = prompt.get("prompt", prompt.get("prompt_token_ids", []))
     rest = encode_piece(tokenizer, more, begins=False)[1] if more else []
-    return Encoded(None, joined(chunks) + rest, tuple(chunks))
+    return Encoded(None, concat_token_ids(segments) + rest, tuple(segments))
 
 
 def encode_piece(tokenizer: Tokenizer | None, piece: str | Sequence[int], begins: bool) -> tuple[list[int], list[int]]:

@@ -297,16 +297,16 @@ def test_the_chain_depends_on_every_end_before():
     assert events[1]["chain"] != other[1]["chain"] and events[1]["tokens"] == other[1]["tokens"]
 
 
-def with_chunks(model: Path, file: Path) -> None:
+def with_segments(model: Path, file: Path) -> None:
     """Chunks that stay while all else is evicted, one too many, one released and one behind another; prompts that begin with them."""
     answer = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     with LLM(model, record=str(file), **SMALL | {"num_blocks": 10}) as llm:
-        rules = llm.chunk([256, *range(40, 75)], cache_salt="a")
+        rules = llm.segment([256, *range(40, 75)], cache_salt="a")
         llm.generate([{"prompt_token_ids": [n] * 90} for n in (5, 6)], answer)
-        letter = llm.chunk([*range(80, 100)], after=rules)
+        letter = llm.segment([*range(80, 100)], after=rules)
         with pytest.raises(RequestError, match="would be held"):
-            llm.chunk([9] * 80)
-        with pytest.raises(RequestError, match="chunks leave"):
+            llm.segment([9] * 80)
+        with pytest.raises(RequestError, match="[a-z]+ leave [0-9]+ of"):
             llm.generate({"prompt_token_ids": [7] * 126}, answer)
         llm.generate([{"prompt_token_ids": [n] * 60} for n in (7, 8)], answer)
         llm.generate([letter + [7, 8], rules + [9]], answer, options=RequestOptions(cache_salt="a"))
@@ -316,9 +316,9 @@ def with_chunks(model: Path, file: Path) -> None:
         assert output.num_cached_tokens == 32, "what was released is gone, what was held is not"
 
 
-def test_chunks_are_held_and_released_again(tiny_model, tmp_path):
+def test_segments_are_held_and_released_again(tiny_model, tmp_path):
     file = tmp_path / "run.jsonl"
-    with_chunks(tiny_model, file)
+    with_segments(tiny_model, file)
     run = read_run(str(file))
     tried = [(e["hold"], e["held"], "tokens" in e) for e in run.arrivals if "hold" in e]
     assert tried == [(0, False, True), (0, True, False), (1, False, True), (1, True, False), (2, False, True)]
@@ -331,9 +331,9 @@ def test_chunks_are_held_and_released_again(tiny_model, tmp_path):
     assert not again(read_run(str(tmp_path / "without.jsonl"))).identical, "that they are held makes a difference"
 
 
-def test_a_chunk_that_another_engine_cannot_hold_is_named(tiny_model, tmp_path):
-    with_chunks(tiny_model, tmp_path / "run.jsonl")
+def test_a_segment_that_another_engine_cannot_hold_is_named(tiny_model, tmp_path):
+    with_segments(tiny_model, tmp_path / "run.jsonl")
     run = read_run(str(tmp_path / "run.jsonl"))
     said: list[str] = []
     outcome = replay(run, config_of(run, {"max_num_batched_tokens": 8}), tokens_only=True, say=said.append)
-    assert outcome.identical and said[0].startswith("chunk 0 is not held before step"), "it is computed in more steps than it was"
+    assert outcome.identical and said[0].startswith("segment 0 is not held before step"), "it is computed in more steps than it was"

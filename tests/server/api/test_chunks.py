@@ -246,7 +246,7 @@ def test_a_client_that_leaves_while_its_chunk_is_computed_holds_nothing(small: R
         with contextlib.suppress(httpx.TimeoutException):
             httpx.post(small.url + "/v1/chunks", json=body, headers=alice._headers, timeout=0.005, trust_env=False)
     alice.complete(prompt=[1, 2, 3])
-    status = alice.ask("GET", "/status").json()["models"]["demo"]["chunks"]
+    status = alice.ask("GET", "/status").json()["models"]["demo"]["segments"]
     assert status["count"] == len(alice.ask("GET", "/v1/chunks").json()["data"])
 
 

@@ -4,8 +4,8 @@
     {"add": id, "step", "t", "prompt", "params", "terms"}   a request as the engine took it, its drawn seed among the parameters
     {"refused": id, "step", "t", "why"}               one that it did not take
     {"abort": id, "step"}
-    {"hold": c, "step", "held", "tokens", "salt"}   a chunk's blocks were to be held; its tokens where it is tried for the first time
-    {"release": c, "step"}   a chunk that was held gave them up
+    {"hold": c, "step", "held", "tokens", "salt"}   a segment's blocks were to be held; its tokens where it is tried for the first time
+    {"release": c, "step"}   a segment that was held gave them up
     {"step", "run": [n, index, start, tokens, ...], "rounds", "t"}   who computed what; n is the number of the request's `add` line
     {"step", "on": rounds}                            the same again: all of the last step's decodes, each as many tokens on
     {"step", "swap": true}, {"step", "expired": [n, ...], "t"}   what times have decided
@@ -46,7 +46,7 @@ class Recorder:
         self._step = 0
         self._numbers: dict[str, int] = {}  # of the requests that run: their add lines, counted
         self._added = 0
-        self._tried: set[int] = set()  # chunks whose tokens are written down
+        self._tried: set[int] = set()  # segments whose tokens are written down
         self._decodes: list[int] | None = None  # what the next step is, if everybody just goes on
         self._read: float | None = None  # the clock, as the scheduler read it last in this step
         self._chain = hashlib.blake2b(digest_size=8)
@@ -91,17 +91,17 @@ class Recorder:
         """Only of a request that runs."""
         self._write({"abort": request_id, "step": self._step})
 
-    def tried(self, chunk: int, token_ids: list[int], salt: str | None, held: bool) -> None:
-        """The blocks of a chunk of this number were to be held. Also a failure belongs to the record: the look-up counts as a use."""
-        event: Event = {"hold": chunk, "step": self._step, "held": held}
-        if chunk not in self._tried:
-            self._tried.add(chunk)
+    def tried(self, segment: int, token_ids: list[int], salt: str | None, held: bool) -> None:
+        """The blocks of a segment of this number were to be held. Also a failure belongs to the record: the look-up counts as a use."""
+        event: Event = {"hold": segment, "step": self._step, "held": held}
+        if segment not in self._tried:
+            self._tried.add(segment)
             event |= {"tokens": token_ids} | ({} if salt is None else {"salt": salt})
         self._write(event)
 
-    def released(self, chunk: int) -> None:
-        self._tried.discard(chunk)
-        self._write({"release": chunk, "step": self._step})
+    def released(self, segment: int) -> None:
+        self._tried.discard(segment)
+        self._write({"release": segment, "step": self._step})
 
     def settled(self, schedule: Schedule) -> None:
         """What a new schedule has taken from whom, before anything runs."""

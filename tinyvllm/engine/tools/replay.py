@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from tinyvllm.config import EngineConfig, nearest, resolve
-from tinyvllm.engine.chunks import Chunk
 from tinyvllm.engine.engine import Engine
+from tinyvllm.engine.segments import Segment
 from tinyvllm.engine.tools.record import FORMAT, SWITCHES, Event, Recorder, fingerprint, onward
 from tinyvllm.errors import ArgumentError, FormatError, RequestError
 from tinyvllm.request import BeamSearchParams, RequestOptions, SamplingParams, StructuredOutputsParams
@@ -259,8 +259,8 @@ class _Arrivals:
     def __init__(self, engine: Engine, clock: Callable[[], float], tokens_only: bool, say: Callable[[str], None]):
         self.engine, self.clock = engine, clock
         self._tokens_only, self._say = tokens_only, say
-        self._tried: dict[int, Event] = {}  # the first event of each chunk that is not held: it has the tokens
-        self._chunks: dict[int, Chunk] = {}
+        self._tried: dict[int, Event] = {}  # the first event of each segment that is not held: it has the tokens
+        self._segments: dict[int, Segment] = {}
 
     def take(self, event: Event) -> None:
         if "abort" in event:
@@ -269,8 +269,8 @@ class _Arrivals:
             self._add(event)
         elif "hold" in event:
             self._hold(event)
-        elif "release" in event and (chunk := self._chunks.pop(event["release"], None)) is not None:
-            chunk.release()
+        elif "release" in event and (segment := self._segments.pop(event["release"], None)) is not None:
+            segment.release()
 
     def _add(self, event: Event) -> None:
         if isinstance(self.clock, _RecordedClock):
@@ -282,15 +282,15 @@ class _Arrivals:
 
     def _hold(self, event: Event) -> None:
         """One try, as then. With other limits it may end otherwise; that is said, and the run goes on."""
-        number, chunks, held = event["hold"], self.engine.chunks, False
+        number, segments, held = event["hold"], self.engine.segments, False
         first = self._tried.setdefault(number, event)
         with contextlib.suppress(RequestError):  # too many blocks, or no prefix cache
-            chunk = chunks.new(first["tokens"], [], None, first.get("salt"))
-            if held := chunks.hold(chunk):
-                self._chunks[number] = chunk
+            segment = segments.new(first["tokens"], [], None, first.get("salt"))
+            if held := segments.hold(segment):
+                self._segments[number] = segment
         if held != event["held"]:
             words = ("is not held", "was") if event["held"] else ("is held", "was not")
-            self._say(f"chunk {number} {words[0]} before step {event['step'] + 1}, and {words[1]} in the record")
+            self._say(f"segment {number} {words[0]} before step {event['step'] + 1}, and {words[1]} in the record")
         if event["held"]:
             del self._tried[number]
 

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinyvllm.engine.async_llm import AsyncLLM
-from tinyvllm.engine.chunks import Chunk, ChunkRoomError
+from tinyvllm.engine.segments import Segment, SegmentRoomError
 from tinyvllm.request import RequestOptions
 from tinyvllm.server.api.chat import conversation_of
 from tinyvllm.server.api.probes import reply
@@ -88,11 +88,11 @@ async def _conversation(call: Call, body: ChunkRequest, llm: AsyncLLM, model: st
     return Held(chunk, llm, model, _owner(call), after, conversation.messages, encoded.text)
 
 
-async def _held(call: Call, body: ChunkRequest, llm: AsyncLLM, piece: str | list[int], after: Chunk | None) -> Chunk:
+async def _held(call: Call, body: ChunkRequest, llm: AsyncLLM, piece: str | list[int], after: Segment | None) -> Segment:
     on = RequestOptions(body.priority or 0, key=_owner(call).name)
     try:
-        return await llm.chunk(piece, after, cache_salt=body.cache_salt, options=on)
-    except ChunkRoomError as error:
+        return await llm.segment(piece, after, cache_salt=body.cache_salt, options=on)
+    except SegmentRoomError as error:
         raise Failure(409, str(error), code="no_room") from error
 
 
@@ -105,7 +105,7 @@ async def listed(request: Request) -> Response:
     """The chunks of this key, the oldest first, and what they hold together, blocks of several once."""
     call: Call = request.scope[CALL]
     held = call.service.chunks.of(call)
-    blocks = {(id(h.llm), block): h.chunk.chunks.block_bytes for h in held for block in h.chunk.table}
+    blocks = {(id(h.llm), block): h.chunk.segments.block_bytes for h in held for block in h.chunk.table}
     return reply({"object": "list", "data": [h.told() for h in held], "blocks": len(blocks), "bytes": sum(blocks.values())})
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from tinyvllm.engine.async_llm import AsyncLLM
-from tinyvllm.engine.chunks import Chunk
+from tinyvllm.engine.segments import Segment
 from tinyvllm.server.core.failures import Failure, bad_field
 from tinyvllm.server.core.keys import Key
 from tinyvllm.server.core.prompts import Conversation
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Held:
     """A chunk under the id by which its owner knows it. `messages` are those of its whole context, None of a text or token ids."""
 
-    chunk: Chunk
+    chunk: Segment
     llm: AsyncLLM
     model: str
     owner: Key
