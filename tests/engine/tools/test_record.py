@@ -304,7 +304,7 @@ def with_segments(model: Path, file: Path) -> None:
         rules = llm.segment([256, *range(40, 75)], cache_salt="a")
         llm.generate([{"prompt_token_ids": [n] * 90} for n in (5, 6)], answer)
         letter = llm.segment([*range(80, 100)], after=rules)
-        with pytest.raises(RequestError, match="would be held"):
+        with pytest.raises(RequestError, match="this one needs 5 more"):
             llm.segment([9] * 80)
         with pytest.raises(RequestError, match="[a-z]+ leave [0-9]+ of"):
             llm.generate({"prompt_token_ids": [7] * 126}, answer)

@@ -216,7 +216,7 @@ def test_no_room_is_told_with_figures(alice: Client) -> None:
     for n in range(2):
         alice.register(token_ids=[20 + n] * 200)
     status, code, _, message = alice.refused("POST", "/v1/chunks", {"token_ids": [30] * 200})
-    assert (status, code) == (409, "no_room") and "beside 24" in message and "release a chunk" in message
+    assert (status, code) == (409, "no_room") and "hold 24 KV blocks" in message and "release a segment" in message
     assert len(alice.ask("GET", "/v1/chunks").json()["data"]) == 2
 
 
