@@ -29,7 +29,8 @@ from benchmarks.roof import operations, read_once, read_size, threads_of_machine
 from benchmarks.shapes import SHAPES, write_config
 from benchmarks.stepping import Stepping, load
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.backends.registry import rows as kernel_rows
+from tinyvllm.backends.registry import usable_variants
+from tinyvllm.placement import Placement
 
 S = 16
 WAYS = ("apart", "shared", "cascade")
@@ -126,7 +127,7 @@ def engine(shape: str, options: argparse.Namespace) -> list[list[object]]:
 
 
 def main() -> None:
-    best = next(name for name, lacking in kernel_rows("CPU").items() if lacking is None)
+    best = usable_variants(Placement("CPU"))[0]
     parser = argparse.ArgumentParser(description="decodes behind a prompt that they share")
     parser.add_argument("--shapes", type=lambda text: text.split(","), default=["tinyllama-1.1b", "tiny160m"])
     parser.add_argument("--sequences", type=int, default=64)

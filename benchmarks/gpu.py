@@ -139,7 +139,7 @@ def environment(o: argparse.Namespace) -> None:
     """Versions; every kernel compiled for this GPU: how many, how long, and that nothing spills."""
     from tinyvllm.backends.cpu.toolchain import provide_compiler
     from tinyvllm.backends.cuda import nvrtc
-    from tinyvllm.bridge import gpu_attribute
+    from tinyvllm.backends.cuda.driver import gpu_attribute
     from tinyvllm.config import cache_folder
 
     start(o)
@@ -279,7 +279,8 @@ def kernels(o: argparse.Namespace) -> None:
     """Paged attention of decodes and of a prompt, and large products, each beside its roof."""
     start(o)
     from benchmarks.gpu_ops import attention_decode_op, attention_prefill_op, product_op, seconds_of
-    from tinyvllm.backends.registry import rows
+    from tinyvllm.backends.registry import usable_variants
+    from tinyvllm.placement import Placement
 
     shapes = [(2, 40, 4, 2, 32)] if o.tiny else [(32, 4096, 32, 8, 128), (1, 32768, 32, 8, 128), (256, 600, 16, 8, 128)]
 
@@ -302,7 +303,7 @@ def kernels(o: argparse.Namespace) -> None:
     for shape in shapes:
         attempt(o, lambda shape=shape: decoding(shape))
     attempt(o, lambda: prompting(*((40, 4, 2, 32) if o.tiny else (16384, 32, 8, 128))))
-    rows_here = [name for name, lacking in rows("CUDA", "matmul").items() if lacking is None]
+    rows_here = usable_variants(Placement("CUDA"), "matmul")
     for edge, format in [(64, "BF16")] if o.tiny else [(4096, "BF16"), (8192, "BF16"), (4096, "Q8_0"), (4096, "Q4_0")]:
         for row in rows_here if format == "BF16" else rows_here[:1]:
             attempt(o, lambda edge=edge, format=format, row=row: product(edge, format, row))

@@ -21,9 +21,11 @@ from tinygrad import Device, Tensor, dtypes
 
 from tinyvllm.backends import registry
 from tinyvllm.backends.cuda import plan as cuda_records
+from tinyvllm.backends.cuda.driver import gpu_attribute
+from tinyvllm.backends.launch import launch
 from tinyvllm.backends.metal import plan as metal_records
 from tinyvllm.batch import Batch, LayerCache
-from tinyvllm.bridge import Captured, alias, gpu_attribute, launch
+from tinyvllm.bridge import Captured, alias
 from tinyvllm.ops.attention import PagedAttention
 from tinyvllm.ops.head import embed, norm_head
 from tinyvllm.ops.linear import TensorWeight, Weight, gate_up_silu, linear
@@ -318,7 +320,7 @@ def kernels(choice: str | None) -> Iterator[None]:
     before = os.environ.pop("TINYVLLM_KERNELS", None)
     if choice is not None:
         os.environ["TINYVLLM_KERNELS"] = choice
-    registry.forget()
+    registry.forget_choices()
     try:
         yield
     finally:
@@ -343,7 +345,7 @@ def captured(op: Op, kernel: bool, sets: int) -> Captured:
 
         step = Captured(run)
         step()
-        refused = [c for c in registry.choices() if c.stem == op.stem and c.row == registry.REFERENCE]
+        refused = [c for c in registry.choices() if c.stem == op.stem and c.variant == registry.REFERENCE]
     if kernel and refused:
         raise RuntimeError(f"gpu: {op.name} should run its kernel, but {refused[0].shape} does not: {refused[0].why}")
     return step

@@ -30,8 +30,9 @@ from benchmarks.harness import record, spread, table, take_turns
 from benchmarks.roof import operations, read_once, read_size, threads_of_machine
 from tinyvllm.backends.cpu.toolchain import provide_compiler, target_flags
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.backends.registry import rows as kernel_rows
+from tinyvllm.backends.registry import usable_variants
 from tinyvllm.backends.source import kernel_text
+from tinyvllm.placement import Placement
 from tinyvllm.quant.layouts import panel_bytes
 from tinyvllm.weights.mapping import allocate
 
@@ -276,7 +277,7 @@ def measure(stem: str, options: argparse.Namespace) -> list[object]:
 
 
 def main() -> None:
-    best = next(name for name, lacking in kernel_rows("CPU").items() if lacking is None)
+    best = usable_variants(Placement("CPU"))[0]
     parser = argparse.ArgumentParser(description="one CPU kernel, timed")
     parser.add_argument("stem", choices=[*STEMS, "all"], nargs="?")
     letters = {"I": 2048, "O": 5632, "T": 1, "E": 2048, "F": 5632, "H": 32, "K": 4, "D": 64, "S": 16, "V": 32000}

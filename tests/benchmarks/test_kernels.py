@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from benchmarks import kernels
-from tinyvllm.backends.registry import rows
+from tinyvllm.backends.registry import usable_variants
+from tinyvllm.placement import Placement
 
-TARGET = next(name for name, lacking in rows("CPU").items() if lacking is None)
+TARGET = usable_variants(Placement("CPU"))[0]
 SIZES = {"I": 64, "O": 96, "E": 64, "F": 96, "H": 4, "K": 2, "D": 32, "S": 16, "V": 320}
 
 

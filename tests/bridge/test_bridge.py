@@ -131,7 +131,7 @@ def pool_of(blocks):
 
 
 def copy_block(pool, source, to):
-    from tinyvllm.bridge import launch
+    from tinyvllm.backends.launch import launch
 
     return launch(COPY, [pool], [realized(np.array([[source, to]], np.int32)), realized(np.array([1], np.int32))])[0]
 
@@ -145,7 +145,7 @@ def test_launches_keep_the_order_of_what_they_write_in_place():
 
 
 def test_a_kernel_reads_what_tinygrad_has_yet_to_compute():
-    from tinyvllm.bridge import launch
+    from tinyvllm.backends.launch import launch
 
     numbers = realized(np.arange(4, dtype=np.int32))
     pairs, count = (numbers[:2].reshape(1, 2) + 1).contiguous(), (numbers[1:2] * 1).contiguous()
@@ -154,7 +154,7 @@ def test_a_kernel_reads_what_tinygrad_has_yet_to_compute():
 
 
 def test_the_number_of_tensors_is_checked():
-    from tinyvllm.bridge import launch, run_now
+    from tinyvllm.backends.launch import launch, run_now
 
     pool, pairs, count = realized(pool_of(2)), realized(np.zeros((1, 2), np.int32)), realized(np.zeros(1, np.int32))
     with pytest.raises(ValueError, match="kv_copy writes 1 and reads 2 tensors, got 1 and 1"):
@@ -168,7 +168,7 @@ def test_the_number_of_tensors_is_checked():
 
 
 def test_run_now_has_run_on_return():
-    from tinyvllm.bridge import run_now
+    from tinyvllm.backends.launch import run_now
 
     for _ in range(3):  # the second finds no leftovers of the first
         pool = pool_of(6)
@@ -188,7 +188,8 @@ def test_a_captured_step_mixes_kernels_of_both_kinds(monkeypatch, lanes):
     """Generated, hand-written, generated, and again; with arguments and buffers that change between the replays."""
     from tinyvllm.backends.cpu import graph
     from tinyvllm.backends.cpu.threads import ThreadPool
-    from tinyvllm.bridge import Captured, download, launch, upload
+    from tinyvllm.backends.launch import launch
+    from tinyvllm.bridge import Captured, download, upload
 
     threads = ThreadPool(lanes)
     monkeypatch.setattr(graph, "thread_pool", lambda: threads)
@@ -308,7 +309,7 @@ def test_uninitialized_gives_the_shapes_and_restores_tensor():
 def test_programs_of_another_process_are_found_on_disk(tmp_path):
     """The second process compiles nothing: its kernel comes from the table, also with a compiler that cannot work."""
     code = (
-        "import os\nfrom tinyvllm.bridge import keep_programs\nkeep_programs()\nfrom tinygrad import Tensor\n"
+        "import os\nfrom tinyvllm.bridge import enable_program_cache\nenable_program_cache()\nfrom tinygrad import Tensor\n"
         "print((Tensor([1.0, 2.0, 3.0]).contiguous().realize() * 7).sum().item())"
     )
     environ = os.environ | {"CACHEDB": str(tmp_path / "cache.db"), "DEV": "CPU"}

@@ -447,7 +447,8 @@ def cuda_device(**options: Any) -> Iterator[Driver]:
     from tinygrad.runtime.support import compiler_cuda
 
     from tinyvllm.backends.cuda import nvrtc
-    from tinyvllm.bridge import open_device
+    from tinyvllm.backends.registry import open_device
+    from tinyvllm.placement import Placement
 
     driver = Driver(**options)
     names = [name for name in vars(cuda) if re.match("cu[A-Z]", name) and callable(getattr(cuda, name))]
@@ -472,7 +473,7 @@ def cuda_device(**options: Any) -> Iterator[Driver]:
         undo.enter_context(_put_in_place(nvrtc, "cubin", source_of))
         undo.callback(_forget, realize.runtime_cache)
         _forget(realize.runtime_cache)
-        open_device("CUDA")
+        open_device(Placement("CUDA"))
         yield driver
         driver.idle()
 
@@ -494,6 +495,6 @@ def _forget(programs: dict[tuple[bytes, str], Any]) -> None:
 
     for key in [key for key in programs if key[1].startswith("CUDA")]:
         del programs[key]
-    for kept in (gpu.copies_of, gpu.gpu_attribute, node.machine_code, tensors.standing_zeros):
+    for kept in (gpu.copies_of, gpu.gpu_attribute, node.machine_code, tensors.shared_zeros):
         kept.cache_clear()
     gc.collect()

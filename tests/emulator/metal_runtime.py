@@ -750,7 +750,8 @@ def metal_device(**options: Any) -> Iterator[Runtime]:
     from tinygrad.engine import realize
 
     from tests.emulator.driver import _InMemory, _put_in_place
-    from tinyvllm.bridge import open_device
+    from tinyvllm.backends.registry import open_device
+    from tinyvllm.placement import Placement
 
     runtime, opened = Runtime(**options), dict[str, Any]()
     original = type(tinygrad_device).__dict__["_Device__get_canonicalized_item"]
@@ -777,7 +778,7 @@ def metal_device(**options: Any) -> Iterator[Runtime]:
         undo.callback(gc.collect)
         undo.callback(_forget, realize.runtime_cache)
         _forget(realize.runtime_cache)
-        open_device("METAL")
+        open_device(Placement("METAL"))
         yield runtime
         runtime.idle()
 
@@ -840,5 +841,5 @@ def _forget(programs: dict[tuple[bytes, str], Any]) -> None:
 
     for key in [key for key in programs if key[1].startswith("METAL")]:
         del programs[key]
-    for kept in (metal_queue.queue_of, node.machine_code, tensors.standing_zeros):
+    for kept in (metal_queue.queue_of, node.machine_code, tensors.shared_zeros):
         kept.cache_clear()

@@ -51,7 +51,7 @@ def on_device(array):
 
 
 def reverse(out, total, x, count, shared=SHARED):
-    from tinyvllm.bridge import launch
+    from tinyvllm.backends.launch import launch
 
     return launch(Kernel.cuda("planted_reverse", "sm_80", 2, 2, (1, 1, 1), 32, shared, SHARED=shared), [out, total], [x, count])
 
@@ -135,21 +135,21 @@ def test_tinygrads_own_copies_keep_no_pinned_memory(driver):
 
 def test_reading_behind_the_launch(driver):
     """What is read is what was there when the reading was asked for, whatever comes after."""
-    from tinyvllm.bridge import read_behind, upload
+    from tinyvllm.bridge import read_async, upload
 
     x = integers(1, 2, 3)
     before = driver.counts.copy()
     readings = []
     for i in range(6):
         upload(x, np.array([i, 10 * i, 100 * i], np.int32))
-        readings.append(read_behind(x))
+        readings.append(read_async(x))
     assert not all(reading.ready() for reading in readings) or driver._done == driver._issued
     assert [reading.get().tolist() for reading in readings] == [[i, 10 * i, 100 * i] for i in range(6)]
     assert all(reading.ready() for reading in readings)
-    pinned, cells = len(driver.pinned), read_behind(x.reshape(3, 1).contiguous().realize()).get()
+    pinned, cells = len(driver.pinned), read_async(x.reshape(3, 1).contiguous().realize()).get()
     assert cells.shape == (3, 1) and cells.dtype == np.int32 and len(driver.pinned) == pinned, "blocks are used again"
     for _ in range(9):
-        read_behind(x)  # nobody wants it
+        read_async(x)  # nobody wants it
     assert len(driver.pinned) == pinned
     assert (driver.counts - before)["cuCtxSynchronize"] == 0
 
@@ -157,9 +157,9 @@ def test_reading_behind_the_launch(driver):
 def test_a_failure_in_flight_is_told(driver, monkeypatch):
     from tinygrad.runtime.autogen import cuda
 
-    from tinyvllm.bridge import read_behind
+    from tinyvllm.bridge import read_async
 
-    reading = read_behind(integers(1))
+    reading = read_async(integers(1))
     monkeypatch.setattr(cuda, "cuEventSynchronize", lambda event: 2)
     with pytest.raises(KernelError, match="CUDA: the work in flight failed with error 2: out of memory; .*TINYVLLM_KERNELS=all=ref"):
         reading.get()

@@ -38,7 +38,7 @@ def driver():
 
 @pytest.fixture(scope="module")
 def gpu(driver):
-    registry.forget()
+    registry.forget_choices()
     with LLM(MODEL, device="CUDA", **OPTIONS) as llm:
         yield llm
 
@@ -57,7 +57,7 @@ def test_every_op_runs_a_kernel(gpu, driver):
     gpu.engine.prompt_logits([0])  # one row streams the weights, and nothing is laid out for it
     ran = set(driver.launched[before:])
     assert {"norm_qkv_rope_store", "attention_decode", "matvec", "norm_gate_up_silu", "norm_head"} <= ran and "quantize_input" not in ran
-    chosen = {stem: choice.row for (stem, device, _), choice in registry._made.items() if device == "CUDA"}
+    chosen = {choice.stem: choice.variant for choice in registry.choices("CUDA")}
     wanted = {"embed", "norm_qkv_rope_store", "attention_decode", "attention_prefill", "matmul", "norm_gate_up_silu", "norm_head"}
     assert wanted | {"advance"} <= set(chosen) and set(chosen.values()) == {"sm_80"}
 

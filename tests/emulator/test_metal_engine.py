@@ -48,7 +48,7 @@ def tokens(llm: LLM, texts: list[Any], params: Any = GREEDY) -> list[list[int]]:
 
 def test_greedy_tokens_are_the_cpus_and_every_op_ran_a_kernel(cpu, gpu):
     assert tokens(gpu, TEXTS[:3]) == tokens(cpu, TEXTS[:3])
-    chosen = {stem: choice.row for (stem, device, _), choice in registry._made.items() if device == "METAL"}
+    chosen = {choice.stem: choice.variant for choice in registry.choices("METAL")}
     wanted = {"embed", "norm_qkv_rope_store", "attention_decode", "attention_prefill", "matmul", "norm_gate_up_silu", "norm_head"}
     assert wanted | {"advance"} <= set(chosen) and set(chosen.values()) == {"apple7"}
 

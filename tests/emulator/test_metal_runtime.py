@@ -60,7 +60,7 @@ def integers(*values):
 
 
 def reverse(out, total, x, count, block=32):
-    from tinyvllm.bridge import launch
+    from tinyvllm.backends.launch import launch
 
     kernel = Kernel("planted_reverse", "metal", "apple7", (("THREADS", block),), 2, 2, grid=(1, 1, 1), block=block)
     return launch(kernel, [out, total], [x, count])
@@ -100,7 +100,7 @@ def test_tinygrad_computes(runtime):
 def test_memory_runs_out_as_on_a_gpu(runtime):
     from tinygrad import Tensor
 
-    from tinyvllm.bridge import gpu_free_memory
+    from tinyvllm.backends.cuda.driver import gpu_free_memory
 
     free = gpu_free_memory("METAL")
     held = integers(*range(1024))
@@ -149,13 +149,13 @@ def test_uploads_keep_their_place_and_wait_for_nothing(runtime):
 
 def test_reading_behind_the_launch(runtime):
     """What is read is what was there when the reading was asked for, whatever comes after, and is waited for alone."""
-    from tinyvllm.bridge import read_behind, upload
+    from tinyvllm.bridge import read_async, upload
 
     x, readings = integers(1, 2, 3), []
     for i in range(6):
         (x + 1).contiguous().realize()
         upload(x, np.array([i, 10 * i, 100 * i], np.int32))
-        readings.append(read_behind(x))
+        readings.append(read_async(x))
     assert runtime._seed or not readings[-1].ready() and len(runtime._queue) > 6
     assert readings[0].get().tolist() == [0, 0, 0]
     assert runtime._seed or runtime._queue, "the later ones have not been waited for"
@@ -163,34 +163,34 @@ def test_reading_behind_the_launch(runtime):
     assert all(reading.ready() for reading in readings)
     (x + 1).contiguous().realize()
     buffers = len(runtime.buffers)
-    cells = read_behind(x.reshape(3, 1).contiguous().realize()).get()
+    cells = read_async(x.reshape(3, 1).contiguous().realize()).get()
     assert cells.shape == (3, 1) and cells.dtype == np.int32 and len(runtime.buffers) <= buffers + 1, "blocks are used again"
     for _ in range(9):
-        read_behind(x)  # nobody wants it
+        read_async(x)  # nobody wants it
     assert len(runtime.buffers) <= buffers + 1
 
 
 def test_a_failure_in_flight_is_told(runtime):
-    from tinyvllm.bridge import read_behind
+    from tinyvllm.bridge import read_async
 
     x = integers(1)
     runtime.idle()
     runtime.next_failure = "Caused GPU Timeout Error"
     with pytest.raises(KernelError, match="METAL: the work in flight failed: Caused GPU Timeout Error; .*TINYVLLM_KERNELS=all=ref"):
         (x + 1).contiguous().realize()
-        read_behind(x).get()
+        read_async(x).get()
 
 
 def test_command_buffers_that_have_run_are_let_go(runtime):
     from tinygrad import Device
 
-    from tinyvllm.bridge import read_behind
+    from tinyvllm.bridge import read_async
 
     total, count, x = integers(0), integers(4), integers(1, 2, 3, 4)
     step = captured_step(total, count)
     for _ in range(20):
         step(x, n=1)
-        read_behind(total).get()
+        read_async(total).get()
     assert len(Device["METAL"].mtl_buffers_in_flight) <= 3
 
 
@@ -261,7 +261,7 @@ def test_a_replay_encodes_nothing_anew_and_waits_for_nothing(runtime):
 
 def test_a_replay_changes_what_has_changed(runtime):
     """Without waiting, a command would be changed while it is executed, which the runtime does not allow."""
-    from tinyvllm.bridge import read_behind
+    from tinyvllm.bridge import read_async
 
     total, count, x, y = integers(0), integers(2), integers(1, 2), integers(5, 6)
     step = captured_step(total, count)
@@ -269,7 +269,7 @@ def test_a_replay_changes_what_has_changed(runtime):
     for tensor, array, n in ((x, [1, 2], 1), (x, [1, 2], 2), (y, [5, 6], 2), (y, [5, 6], 2), (x, [1, 2], 7)):
         before = runtime.encoded
         expected += 4
-        readings.append((read_behind(step(tensor, n=n)), (2 * (np.array(array) + n) + expected).tolist()))
+        readings.append((read_async(step(tensor, n=n)), (2 * (np.array(array) + n) + expected).tolist()))
         changed.append(runtime.encoded - before)
     assert [reading.get().tolist() for reading, _ in readings] == [wanted for _, wanted in readings]
     assert changed[1] == changed[3] == 0 and changed[2] == changed[4] > 0, "numbers lie in a buffer, inputs in commands"
@@ -338,7 +338,8 @@ def test_variants_are_timed_by_the_gpus_clock_while_a_step_is_captured(runtime, 
     from dataclasses import dataclass
 
     from tinyvllm.backends import autotune
-    from tinyvllm.bridge import Captured, Timed, download
+    from tinyvllm.backends.metal.timing import TimedKernel
+    from tinyvllm.bridge import Captured, download
 
     @dataclass(frozen=True)
     class Threads:
@@ -352,7 +353,7 @@ def test_variants_are_timed_by_the_gpus_clock_while_a_step_is_captured(runtime, 
 
     def timed(variant):
         kernel = Kernel("planted_reverse", "metal", "apple7", (("THREADS", variant.threads),), 2, 2, grid=(1, 1, 1), block=variant.threads)
-        return Timed(kernel, "METAL", [12, np.array([7], np.int32), x, np.array([3], np.int32)])
+        return TimedKernel(kernel, "METAL", [12, np.array([7], np.int32), x, np.array([3], np.int32)])
 
     def function(x):
         best = autotune.tuned("METAL", "planted_reverse", "n=3", [Threads(32), Threads(96), Threads(64), Threads(256)], timed)
@@ -369,7 +370,7 @@ def test_variants_are_timed_by_the_gpus_clock_while_a_step_is_captured(runtime, 
 
 
 def test_what_metal_takes_of_a_launch(runtime):
-    from tinyvllm.bridge import launch
+    from tinyvllm.backends.launch import launch
 
     many = [integers(0) for _ in range(31)]
     with pytest.raises(ValueError, match="planted_reverse is given 32 tensors and 0 bytes"):
@@ -379,7 +380,7 @@ def test_what_metal_takes_of_a_launch(runtime):
 def test_a_kernel_that_does_not_compile(runtime, tmp_path):
     (tmp_path / "metal/planted_wrong.metal").write_text("kernel void planted_wrong(device int *out [[buffer(0)]]) { out[0] = missing; }")
     (tmp_path / "metal/planted_odd.metal").write_text("kernel void planted_odd(device int *out [[buffer(0)]]) { } // \N{EM DASH}")
-    from tinyvllm.bridge import launch
+    from tinyvllm.backends.launch import launch
 
     for stem, words in (("planted_wrong", "_wrong_apple7 does not compile for METAL: .*missing"), ("planted_odd", "not plain ASCII")):
         with pytest.raises(KernelError, match=words):
@@ -389,7 +390,7 @@ def test_a_kernel_that_does_not_compile(runtime, tmp_path):
 def test_older_and_newer_systems(planted):
     from tinygrad.device import CompileError
 
-    from tinyvllm.bridge import gpu_family
+    from tinyvllm.backends.metal.queue import gpu_family
 
     with metal_device(macos="13.6", family=9) as runtime:
         assert gpu_family("METAL") == "Apple9"
@@ -403,14 +404,15 @@ def test_older_and_newer_systems(planted):
 
 
 def test_a_virtual_machine_has_no_indirect_command_buffers(planted):
-    from tinyvllm.bridge import download, gpu_name, read_behind, repeat
+    from tinyvllm.backends.metal.queue import gpu_name
+    from tinyvllm.bridge import download, read_async, repeat
 
     with metal_device(name="Apple Paravirtual device") as runtime:
         assert gpu_name("METAL") == "Apple Paravirtual device"
         total, count, x = integers(0), integers(2), integers(1, 2)
         step = captured_step(total, count)
-        first = read_behind(step(x, n=1))
-        assert read_behind(step(x, n=1)).get().tolist() == [4 + 8, 6 + 8] and first.get().tolist() == [4 + 4, 6 + 4]
+        first = read_async(step(x, n=1))
+        assert read_async(step(x, n=1)).get().tolist() == [4 + 8, 6 + 8] and first.get().tolist() == [4 + 4, 6 + 4]
         assert repeat([(step, (x,), {"n": 1})], 3).wait() and download(total).item() == 20 and not runtime.indirect
 
 

@@ -28,9 +28,10 @@ from tests.tiny.to_gguf import read_folder
 from tinyvllm import LLM, RequestOutput, SamplingParams
 from tinyvllm.backends import registry
 from tinyvllm.config import DEFAULT_MODEL
+from tinyvllm.placement import Placement
 
 GOLDEN = Path(__file__).parents[1] / "tiny" / "golden"
-ROWS = [name for name, lacking in registry.rows("CPU").items() if lacking is None]
+ROWS = registry.usable_variants(Placement("CPU"))
 EVERYWHERE = {"embed", "norm_qkv_rope_store", "attention_prefill", "attention_decode", "matmul", "norm_head", "advance"}
 
 
@@ -39,7 +40,7 @@ def kernels(row: str) -> Iterator[None]:
     """Within it every op takes this row, "ref" being the reference; `registry.choices()` afterwards are those made within."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINYVLLM_KERNELS", f"all={row}")
-        registry.forget()
+        registry.forget_choices()
         yield
 
 
@@ -47,13 +48,13 @@ def check_rows(name: str, row: str) -> None:
     """Since `kernels`, every op that a model of this family has was given to this row."""
     rows: dict[str, set[str]] = {}
     for choice in registry.choices():
-        rows.setdefault(choice.stem, set()).add(choice.row)
+        rows.setdefault(choice.stem, set()).add(choice.variant)
     expected = EVERYWHERE | (set() if name in ("gpt2", "qwen3moe") else {"norm_gate_up_silu"})
     assert {stem: rows.get(stem) for stem in expected} == {stem: {row} for stem in expected}
 
 
 def check_reference() -> None:
-    assert {choice.row for choice in registry.choices()} == {"ref"}
+    assert {choice.variant for choice in registry.choices()} == {"ref"}
 
 
 @pytest.fixture(scope="session")

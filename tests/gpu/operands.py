@@ -13,6 +13,7 @@ import pytest
 
 from tests.ops.inputs import by_kernel, file_rows
 from tinyvllm.backends import registry
+from tinyvllm.placement import Placement
 from tinyvllm.quant.tiles import TileWeight, pack_tiles
 from tinyvllm.runner.device import _cuda_devices
 from tinyvllm.weights.load import place_bytes
@@ -31,7 +32,7 @@ def tiled(format: str, O: int, I: int, seed: int = 0) -> TileWeight:
 
 def best_row() -> str:
     """The row that the engine takes here."""
-    return next(name for name, lacking in registry.rows(DEVICE).items() if lacking is None)
+    return registry.usable_variants(Placement(DEVICE))[0]
 
 
 def both(monkeypatch: pytest.MonkeyPatch, stem: str, op: Callable[[], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

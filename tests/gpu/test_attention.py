@@ -80,7 +80,7 @@ def shape(request) -> tuple[int, int, int]:
 def cached(shape, sizes, monkeypatch) -> Cached:
     row = best_row()
     monkeypatch.setenv("TINYVLLM_KERNELS", f"attention_decode={row},attention_prefill={row}")
-    registry.forget()
+    registry.forget_choices()
     return Cached(sizes.contexts, *shape)
 
 
@@ -107,7 +107,7 @@ def test_blocks_that_are_shared_give_the_bits_of_each_alone(shape, sizes, monkey
     """And what the batch says of it may be less, or nothing, in the same launch."""
     row = best_row()
     monkeypatch.setenv("TINYVLLM_KERNELS", f"attention_decode={row}")
-    registry.forget()
+    registry.forget_choices()
     lengths = [own + max((*SHARED, 0)[b : b + 2]) for b, own in enumerate(OWN)]
     cached, ids = Cached(tuple(lengths), *shape, SHARED), list(range(len(OWN)))
     q = numbers(len(ids), cached.H, cached.D)

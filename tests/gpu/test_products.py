@@ -17,6 +17,7 @@ from tinyvllm.ops.head import embed, norm_head
 from tinyvllm.ops.linear import gate_up_silu, linear
 from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.qkv import QKV, norm_qkv_rope_store
+from tinyvllm.placement import Placement
 
 # Results are about 1. Sums of float32 over 2048 columns, which tensor cores round in their own way; where x is rounded to blocks, the
 # reference's division may tip a number to its neighbour: 3/127 times a weight of 0.02 to 0.1.
@@ -60,7 +61,7 @@ def test_matmul_has_the_same_bits_in_any_company(monkeypatch, sizes, format):
 @pytest.mark.parametrize("format", ["BF16", "F16"])
 def test_every_row_that_can_run_gives_the_same_bits(sizes, format, monkeypatch):
     """What Hopper computes by its own instructions is close to what all compute; that it is the same nobody has promised."""
-    rows = [name for name, lacking in registry.rows("CUDA", "matmul").items() if lacking is None]
+    rows = registry.usable_variants(Placement("CUDA"), "matmul")
     if len(rows) == 1:
         pytest.skip(f"{rows[0]} is the only row for this GPU")
     monkeypatch.setattr(records, "HOPPER_ROWS", 16)

@@ -9,12 +9,13 @@ import pytest
 from tinygrad import Tensor, dtypes
 
 from tinyvllm.backends import registry
+from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import FORMATS
 from tinyvllm.quant.layouts import PACKED, PackedWeight, RowWeight, pack_panels
 from tinyvllm.weights.load import adopt
 from tinyvllm.weights.mapping import allocate
 
-ROWS = [name for name, lacking in registry.rows("CPU").items() if lacking is None]  # best first
+ROWS = registry.usable_variants(Placement("CPU"))  # best first
 # Every format on the best row, floats or blocks on each other one: tests/kernels has them all, and compiling them again takes seconds.
 FORMATS_AND_ROWS = [(format, ROWS[0]) for format in PACKED] + [(("BF16", "Q4_0")[i % 2], row) for i, row in enumerate(ROWS[1:])]
 
@@ -55,7 +56,7 @@ def device_bytes(data: np.ndarray) -> Tensor:
 def by_kernel(monkeypatch: pytest.MonkeyPatch, stem: str, row: str, op: Callable[[], np.ndarray]) -> np.ndarray:
     """What the op gives where `row` must run it; "ref" is the reference."""
     monkeypatch.setenv("TINYVLLM_KERNELS", f"{stem}={row}")
-    registry.forget()
+    registry.forget_choices()
     out = op()
-    assert (stem, row) in [(choice.stem, choice.row) for choice in registry.choices()]
+    assert (stem, row) in [(choice.stem, choice.variant) for choice in registry.choices()]
     return out

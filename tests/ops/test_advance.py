@@ -38,9 +38,9 @@ def state(b: Batch, h: History) -> dict[str, list]:
 @pytest.fixture(params=[*ROWS, "ref"])
 def forced(request, monkeypatch):
     monkeypatch.setenv("TINYVLLM_KERNELS", f"advance={request.param}")
-    registry.forget()
+    registry.forget_choices()
     yield
-    assert {choice.row for choice in registry.choices()} == {request.param}
+    assert {choice.variant for choice in registry.choices()} == {request.param}
 
 
 def test_two_rounds(forced):

@@ -89,7 +89,7 @@ class Step:
 
 def force(monkeypatch, decode, prefill):
     monkeypatch.setenv("TINYVLLM_KERNELS", f"attention_decode={decode},attention_prefill={prefill}")
-    registry.forget()
+    registry.forget_choices()
 
 
 CASES = {
@@ -109,7 +109,7 @@ def test_against_numpy(monkeypatch, case, row, window, K):
     force(monkeypatch, row, row)
     step = Step(*CASES[case], K)
     np.testing.assert_allclose(step.attend(window), step.expected(window), atol=2e-6)
-    assert {choice.row for choice in registry.choices()} == {row}
+    assert {choice.variant for choice in registry.choices()} == {row}
 
 
 @pytest.mark.parametrize(("decode", "prefill"), [(r, r) for r in ROWS[1:]] + [("ref", ROWS[0]), (ROWS[0], "ref")])
@@ -117,7 +117,7 @@ def test_other_rows_and_one_half_by_the_reference(monkeypatch, decode, prefill):
     force(monkeypatch, decode, prefill)
     step = Step(*CASES["decodes and chunks"], 2)
     np.testing.assert_allclose(step.attend(), step.expected(), atol=2e-6)
-    assert {choice.stem: choice.row for choice in registry.choices()} == {"attention_decode": decode, "attention_prefill": prefill}
+    assert {choice.stem: choice.variant for choice in registry.choices()} == {"attention_decode": decode, "attention_prefill": prefill}
 
 
 @pytest.mark.parametrize("row", ["ref", ROWS[0]])
@@ -141,10 +141,10 @@ def test_contexts_of_several_pieces(monkeypatch, window, row):
 @pytest.mark.parametrize("D", [16, 40, 272])
 def test_what_the_kernels_cannot_do_goes_to_the_reference(monkeypatch, D):
     monkeypatch.delenv("TINYVLLM_KERNELS", raising=False)
-    registry.forget()
+    registry.forget_choices()
     step = Step([9], [(0, 3)], 2, D=D)
     np.testing.assert_allclose(step.attend(), step.expected(), atol=2e-6)
-    assert all(c.row == "ref" and f"head dimension {D} is not a multiple of 16" in c.why for c in registry.choices())
+    assert all(c.variant == "ref" and f"head dimension {D} is not a multiple of 16" in c.why for c in registry.choices())
 
 
 def test_a_decode_has_the_same_bits_in_any_company(monkeypatch):

@@ -80,7 +80,7 @@ def test_the_lowest_of_equals_and_none_of_nan(monkeypatch, row):
 
 def test_logits_have_the_same_bits_in_any_company(monkeypatch):
     monkeypatch.setenv("TINYVLLM_KERNELS", f"norm_head={ROWS[0]}")
-    registry.forget()
+    registry.forget_choices()
     x, norm, weight = realized(numbers(20, E)), Norm("RMS", realized(numbers(E)), 1e-5), packed("BF16", V, E)
     whole = norm_head(x, norm, weight, int32(*range(20)), int32(20))[0].numpy().view(np.uint32)
     for rows in ([0], [19, 3], list(range(15, 2, -1))):

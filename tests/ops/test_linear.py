@@ -143,11 +143,11 @@ def test_gate_up_silu_has_the_same_bits_in_any_company(monkeypatch):
 @pytest.mark.parametrize(("F", "kind", "why"), [(20, "RMS", "its 20 outputs are not a multiple of 16"), (16, "LAYER", "made for RMSNorm")])
 def test_what_the_gated_kernel_cannot_do_goes_to_the_reference(monkeypatch, F, kind, why):
     monkeypatch.delenv("TINYVLLM_KERNELS", raising=False)
-    registry.forget()
+    registry.forget_choices()
     x, scale, weight = numbers(3, 32), numbers(32), packed("F32", 2 * F, 32)
     out = gate_up_silu(realized(x), Norm(kind, Tensor(scale), 1e-5), weight, int32(3)).numpy()
     (choice,) = registry.choices()
-    assert choice.row == "ref" and why in choice.why
+    assert choice.variant == "ref" and why in choice.why
     centred = x - x.mean(1, keepdims=True) if kind == "LAYER" else x
     y = centred / np.sqrt((centred * centred).mean(1, keepdims=True) + 1e-5) * scale @ weight.dense().numpy().T
     np.testing.assert_allclose(out, y[:, :F] / (1 + np.exp(-y[:, :F])) * y[:, F:], atol=1e-5)

@@ -80,9 +80,9 @@ def compare(monkeypatch, v: Variant, format: str, row: str) -> None:
     results = []
     for which in (row, "ref"):
         monkeypatch.setenv("TINYVLLM_KERNELS", f"norm_qkv_rope_store={which}")
-        registry.forget()
+        registry.forget_choices()
         results.append(run(v, format, x, slots, used))
-        assert registry.choices()[0].row == which
+        assert registry.choices()[0].variant == which
     (q, pool), (want_q, want_pool) = results
     np.testing.assert_allclose(q, want_q, atol=TOLERANCE[format])
     np.testing.assert_allclose(pool, want_pool, atol=TOLERANCE[format] + CACHE_TOLERANCE[v.cache])
@@ -131,10 +131,10 @@ def test_append_kv_rounds_as_its_reference(monkeypatch, cache, row):
 
 def test_odd_head_dimensions_go_to_the_reference(monkeypatch):
     monkeypatch.delenv("TINYVLLM_KERNELS", raising=False)
-    registry.forget()
+    registry.forget_choices()
     v, slots = Variant(D=8, R=8), [3, 1]
     q, pool = run(v, "F32", numbers(2, E), slots, 2)
-    assert {(c.stem, c.row) for c in registry.choices()} == {("norm_qkv_rope_store", "ref"), ("kv_append", "ref")}
+    assert {(c.stem, c.variant) for c in registry.choices()} == {("norm_qkv_rope_store", "ref"), ("kv_append", "ref")}
     assert all("head dimension 8 is not a multiple of 16" in c.why for c in registry.choices())
     norm, qkv = layer(v, "F32")
     x = norm(Tensor(numbers(2, E))).numpy() @ qkv.weight.dense().numpy().T

@@ -5,7 +5,7 @@ import pytest
 
 from tests.ops.inputs import ROWS, device_bytes, file_rows, int32
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.bridge import run_now
+from tinyvllm.backends.launch import run_now
 from tinyvllm.quant.formats import FORMATS, unpack
 from tinyvllm.quant.layouts import panel_bytes
 from tinyvllm.quant.tiles import TILED, TileWeight, pack_tiles, put_tiles, unpack_tiles

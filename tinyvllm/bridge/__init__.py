@@ -17,19 +17,18 @@ from __future__ import annotations
 
 from tinyvllm.backends.cuda.driver import gpu_attribute, gpu_free_memory
 from tinyvllm.backends.metal.queue import gpu_family, gpu_name
-from tinyvllm.bridge.capture import Behind, Call, Captured, repeat
+from tinyvllm.bridge.capture import Captured, CapturedCall, PendingWork, repeat
 from tinyvllm.bridge.device import open_device, prefer_device, synchronize
 from tinyvllm.bridge.lazy_init import uninitialized
-from tinyvllm.bridge.memory import Reading, download, peek, read_behind, upload, upload_parts
+from tinyvllm.bridge.memory import Reading, download, peek, read_async, upload, upload_parts
 from tinyvllm.bridge.node import launch, run_now
-from tinyvllm.bridge.programs import keep_programs
+from tinyvllm.bridge.programs import enable_program_cache
 from tinyvllm.bridge.scatter import scatter_add, store_kv
-from tinyvllm.bridge.tensors import alias, byte_spans, mapped, spans, standing_zeros
+from tinyvllm.bridge.tensors import alias, byte_spans, mapped, shared_zeros, spans
 from tinyvllm.bridge.timing import Timed
 
 __all__ = [
-    "Behind", "Call", "Captured", "Reading", "Timed", "alias", "byte_spans", "download", "gpu_attribute", "gpu_family", "gpu_free_memory",
-    "gpu_name", "keep_programs", "launch", "mapped", "open_device", "peek", "prefer_device", "read_behind", "repeat", "run_now",
-    "scatter_add", "spans", "standing_zeros", "store_kv", "synchronize", "uninitialized", "upload",
-    "upload_parts",
+    "Captured", "CapturedCall", "PendingWork", "Reading", "Timed", "alias", "byte_spans", "download", "enable_program_cache",
+    "gpu_attribute", "gpu_family", "gpu_free_memory", "gpu_name", "launch", "mapped", "open_device", "peek", "prefer_device", "read_async",
+    "repeat", "run_now", "scatter_add", "shared_zeros", "spans", "store_kv", "synchronize", "uninitialized", "upload", "upload_parts",
 ]  # fmt: skip

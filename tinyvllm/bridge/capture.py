@@ -71,10 +71,10 @@ class Captured:
         return graph
 
 
-Call = tuple[Captured, tuple[Tensor, ...], dict[str, int]]  # what is captured, its tensors and its variables' values
+CapturedCall = tuple[Captured, tuple[Tensor, ...], dict[str, int]]  # what is captured, its tensors and its variables' values
 
 
-class Behind:
+class PendingWork:
     """Work that goes on behind the caller's back, if there is any."""
 
     PATIENCE = 0.002  # seconds; looking more often costs the lanes more than it brings
@@ -93,7 +93,7 @@ class Behind:
         return True
 
 
-def repeat(calls: list[Call], times: int) -> Behind:
+def repeat(calls: list[CapturedCall], times: int) -> PendingWork:
     """Start these calls one after the other, all of them `times` times over. Each must have been made before.
 
     On the CPU that is one list of kernels for the crew, run from a thread of its own: the caller goes on meanwhile, may `peek` at buffers
@@ -103,15 +103,15 @@ def repeat(calls: list[Call], times: int) -> Behind:
     if times > 0 and all(isinstance(graph, CpuGraph) for graph in graphs):
         for graph, (_, tensors, values) in zip(graphs, calls, strict=True):
             graph.bind(tuple(tensor.uop.base for tensor in tensors), values)  # type: ignore[union-attr]
-        return Behind(_launcher().submit(CpuGraph.run, graphs, times))  # type: ignore[arg-type]
+        return PendingWork(_launcher().submit(CpuGraph.run, graphs, times))  # type: ignore[arg-type]
     for _ in range(times):
         for captured, tensors, values in calls:
             captured(*tensors, **values)
     if times > 0 and graphs and isinstance(graphs[-1], CudaGraph):
-        return Behind(copies_of(graphs[-1].calls[0][2][0].device).mark())
+        return PendingWork(copies_of(graphs[-1].calls[0][2][0].device).mark())
     if times > 0 and graphs and isinstance(graphs[-1], MetalGraph):
-        return Behind(queue_of(graphs[-1].calls[0][2][0].device).mark())
-    return Behind()
+        return PendingWork(queue_of(graphs[-1].calls[0][2][0].device).mark())
+    return PendingWork()
 
 
 @functools.cache

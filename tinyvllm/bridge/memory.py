@@ -74,7 +74,7 @@ def download(tensor: Tensor) -> np.ndarray:
     if (memory := _host_memory(buffer)) is not None:
         return np.frombuffer(memory, dtype).reshape(shape).copy()
     if buffer.device.split(":")[0] == "CUDA" and buffer.nbytes <= _MOST_PINNED:
-        return read_behind(tensor).get()
+        return read_async(tensor).get()
     array = np.empty(shape, dtype)
     buffer.copyout(array.data.cast("B"))
     return array
@@ -100,7 +100,7 @@ class Reading:
         return self._array if self._arrival is None else self._arrival.get().view(self._array.dtype).reshape(self._array.shape)
 
 
-def read_behind(tensor: Tensor) -> Reading:
+def read_async(tensor: Tensor) -> Reading:
     """Start reading a realized, small tensor as it is when all that has been launched until now has run.
 
     On a CUDA or Metal device this only puts a copy behind the work in flight; what is launched or uploaded later does not change what

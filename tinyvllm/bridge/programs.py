@@ -62,7 +62,7 @@ def _connection_of_thread() -> Any:
     return _connections.own
 
 
-def keep_programs() -> None:
+def enable_program_cache() -> None:
     """From now on, find schedules and compiled programs of earlier processes on disk. Start-up falls from seconds to tenths."""
     os.environ.setdefault("GRAPH_ONE_KERNEL", "1")  # a lone kernel replays as a graph too, in half the host's time
     if not isinstance(codegen.to_program_cache, KeptTable):

@@ -49,7 +49,7 @@ def _over(buffer: Buffer, start: int, shape: tuple[int, ...], dtype: DType) -> T
 
 
 @functools.cache
-def standing_zeros(device: str, count: int) -> Tensor:
+def shared_zeros(device: str, count: int) -> Tensor:
     """int32 [count] of zeros, one for all who ask for as many: for kernels that count in it and leave it as they found it.
 
     Made past the graph: what is first computed in a captured step would be computed in each of them.

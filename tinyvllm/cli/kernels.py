@@ -14,7 +14,7 @@ def run(options: argparse.Namespace) -> int:
 
     with LLM(**engine_options(options), skip_tokenizer_init=True) as llm:
         engine = llm.engine
-        for line in table([(c.stem, c.shape, c.row, c.why) for c in engine.kernels()]):
+        for line in table([(c.stem, c.shape, c.variant, c.why) for c in engine.kernels()]):
             print(line)
         if not options.quiet:
             print(f"device {engine.config.device}, {engine.lanes()} lanes; TINYVLLM_KERNELS=OP=ROW,... chooses otherwise")

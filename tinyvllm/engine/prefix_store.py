@@ -127,7 +127,7 @@ def identity(runner: Runner, config: EngineConfig) -> bytes:
     """All that the bits of keys and values depend on: weights, dtypes, kernels, and what positions mean."""
     weights = fingerprint(runner.checkpoint.config, runner.checkpoint.tensors)
     given = [config.load_format, config.dtype, config.quantization, config.max_model_len]
-    machine = [runner.device.split(":")[0], runner.rows(), os.environ.get("TINYVLLM_KERNELS"), tinyvllm.__version__]
+    machine = [runner.device.split(":")[0], runner.variants(), os.environ.get("TINYVLLM_KERNELS"), tinyvllm.__version__]
     return json.dumps([weights, str(runner.dtype), *given, *machine]).encode()
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from tinygrad import Tensor
 
 from tinyvllm.backends.base import calls_of
-from tinyvllm.backends.registry import pick
+from tinyvllm.backends.registry import select
+from tinyvllm.placement import Placement
 
 
 def accept_drafts(drafts: Tensor, chosen: Tensor, lengths: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
@@ -19,7 +20,7 @@ def accept_drafts(drafts: Tensor, chosen: Tensor, lengths: Tensor, count: Tensor
     drafts [B, N] int32, of which lengths [B] int32 count; chosen [B, N + 1] int32, the model's own token behind each of them.
     """
     B, N = (int(d) for d in drafts.shape)
-    row = pick("accept_drafts", str(drafts.device), f"N={N}")
+    row = select("accept_drafts", Placement.of(drafts.device), f"N={N}")
     if row is not None:
         accepted, following = calls_of(str(drafts.device)).accept_drafts(row, drafts, chosen, lengths, count)
         return accepted, following

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from tinygrad import Tensor
 
 from tinyvllm.backends.base import calls_of
-from tinyvllm.backends.registry import pick
+from tinyvllm.backends.registry import select
 from tinyvllm.batch import Batch
+from tinyvllm.placement import Placement
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +26,7 @@ def advance(batch: Batch, sampled: Tensor, history: History, block_size: int, sc
     A sequence whose blocks are full writes to the scratch slot. Rows from batch.decodes on stay as they are.
     """
     B, M = (int(d) for d in batch.block_tables.shape)
-    row = pick("advance", str(sampled.device), f"S={block_size}")
+    row = select("advance", Placement.of(sampled.device), f"S={block_size}")
     if row is not None:
         calls_of(str(sampled.device)).advance(row, batch, sampled, history, block_size, scratch_slot)
         return

@@ -10,8 +10,9 @@ from tinygrad import Tensor, UOp
 
 from tinyvllm.backends.base import calls_of
 from tinyvllm.backends.buffers import cache_format
-from tinyvllm.backends.registry import pick
+from tinyvllm.backends.registry import select
 from tinyvllm.batch import Batch, LayerCache
+from tinyvllm.placement import Placement
 
 
 class _Padded:
@@ -107,4 +108,4 @@ class PagedAttention:
             return None
         H, D, K = int(q.shape[1]), int(q.shape[2]), int(cache.keys.shape[2])
         refused = calls_of(str(q.device)).refuses_attention(cache, H)
-        return pick(stem, str(q.device), f"H={H}, K={K}, D={D} {cache_format(cache)}", refused)
+        return select(stem, Placement.of(q.device), f"H={H}, K={K}, D={D} {cache_format(cache)}", refused)

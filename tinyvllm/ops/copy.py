@@ -5,7 +5,8 @@ from __future__ import annotations
 from tinygrad import Tensor
 
 from tinyvllm.backends.base import calls_of
-from tinyvllm.backends.registry import pick
+from tinyvllm.backends.registry import select
+from tinyvllm.placement import Placement
 
 
 def copy_blocks(pool: Tensor, pairs: Tensor, count: Tensor) -> Tensor:
@@ -16,7 +17,7 @@ def copy_blocks(pool: Tensor, pairs: Tensor, count: Tensor) -> Tensor:
     """
     P, N, block = int(pool.shape[0]), int(pairs.shape[0]), pool.nbytes() // int(pool.shape[0])
     calls = calls_of(str(pool.device))
-    row = pick("kv_copy", str(pool.device), f"blocks of {block} bytes", calls.refuses_block(block))
+    row = select("kv_copy", Placement.of(pool.device), f"blocks of {block} bytes", calls.refuses_block(block))
     if row is not None:
         out: Tensor = calls.copy_blocks(row, pool, pairs, count)
         return out

@@ -5,9 +5,10 @@ from __future__ import annotations
 from tinygrad import Tensor
 
 from tinyvllm.backends.base import calls_of
-from tinyvllm.backends.registry import pick
+from tinyvllm.backends.registry import select
 from tinyvllm.ops.linear import TensorWeight, Weight, product
 from tinyvllm.ops.norm import Norm
+from tinyvllm.placement import Placement
 from tinyvllm.quant.layouts import PackedWeight, RowWeight
 
 Table = Tensor | RowWeight | PackedWeight
@@ -18,7 +19,7 @@ def embed(table: Table, tokens: Tensor, rows: Tensor) -> Tensor:
     if isinstance(table, Tensor):
         return table[tokens].float().contiguous()
     calls = calls_of(str(tokens.device))
-    row = pick("embed", str(tokens.device), f"{table.O}x{table.I} {table.format}", calls.refuses_table(table))
+    row = select("embed", Placement.of(tokens.device), f"{table.O}x{table.I} {table.format}", calls.refuses_table(table))
     return table.rows(tokens).contiguous() if row is None else calls.embed(row, table, tokens, rows)
 
 
@@ -30,7 +31,7 @@ def norm_head(x: Tensor, norm: Norm, weight: Weight, rows: Tensor, count: Tensor
     """
     if not isinstance(weight, TensorWeight):
         calls = calls_of(str(x.device))
-        row = pick("norm_head", str(x.device), f"{weight.O}x{weight.I} {weight.format}", calls.refuses_head(weight, norm))
+        row = select("norm_head", Placement.of(x.device), f"{weight.O}x{weight.I} {weight.format}", calls.refuses_head(weight, norm))
         if row is not None:
             return calls.norm_head(row, x, norm, weight, rows, count)
     return product(norm(x[rows]).contiguous(), weight), None

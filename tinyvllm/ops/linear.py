@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from tinygrad import Tensor, dtypes
 
 from tinyvllm.backends.base import calls_of
-from tinyvllm.backends.registry import pick
+from tinyvllm.backends.registry import select
 from tinyvllm.ops.norm import Norm
+from tinyvllm.placement import Placement
 from tinyvllm.quant.layouts import BLOCK, PackedWeight, StoredWeight
 
 
@@ -44,7 +45,7 @@ def linear(
     """
     if not isinstance(weight, TensorWeight):
         calls = calls_of(str(x.device))
-        row = pick("matmul", str(x.device), f"{weight.O}x{weight.I} {weight.format}", calls.refuses_product(weight))
+        row = select("matmul", Placement.of(x.device), f"{weight.O}x{weight.I} {weight.format}", calls.refuses_product(weight))
         if row is not None:
             return calls.matmul(row, x, weight, rows, bias, residual, gelu)
     y = product(x, weight)
@@ -84,7 +85,7 @@ def gate_up_silu(x: Tensor, norm: Norm, weight: Weight, rows: Tensor, bias: Tens
     F = weight.O // 2
     if not isinstance(weight, TensorWeight):
         calls = calls_of(str(x.device))
-        row = pick("norm_gate_up_silu", str(x.device), f"{weight.I}->{F} {weight.format}", calls.refuses_gate_up(weight, norm))
+        row = select("norm_gate_up_silu", Placement.of(x.device), f"{weight.I}->{F} {weight.format}", calls.refuses_gate_up(weight, norm))
         if row is not None:
             return calls.gate_up_silu(row, x, norm, weight, rows, bias)
     y = product(norm(x).contiguous(), weight)

@@ -8,12 +8,13 @@ from tinygrad import Tensor
 
 from tinyvllm.backends.base import calls_of
 from tinyvllm.backends.buffers import cache_format
-from tinyvllm.backends.registry import pick
+from tinyvllm.backends.registry import select
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import store_kv
 from tinyvllm.ops.linear import TensorWeight, Weight, product
 from tinyvllm.ops.norm import Norm, rms_norm
 from tinyvllm.ops.rope import apply_rope
+from tinyvllm.placement import Placement
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +39,7 @@ def norm_qkv_rope_store(
     K, D, calls = int(cache.keys.shape[2]), int(cache.keys.shape[4]), calls_of(str(x.device))
     if not isinstance(qkv.weight, TensorWeight):
         shape = f"{qkv.weight.I}->{qkv.weight.O} {qkv.weight.format}, D={D}"
-        row = pick("norm_qkv_rope_store", str(x.device), shape, calls.refuses_qkv(qkv.weight, norm, D))
+        row = select("norm_qkv_rope_store", Placement.of(x.device), shape, calls.refuses_qkv(qkv.weight, norm, D))
         if row is not None:
             return calls.norm_qkv_rope_store(row, x, norm, qkv, qkv.weight, angles, cache, batch)
     T = int(x.shape[0])
@@ -57,5 +58,5 @@ def norm_qkv_rope_store(
 def append_kv(k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:
     """The cache after k, v [T, K, D] float32 were written at the batch's slots, rounded to the cache's dtype."""
     K, D, calls = int(cache.keys.shape[2]), int(cache.keys.shape[4]), calls_of(str(k.device))
-    row = pick("kv_append", str(k.device), f"K={K}, D={D} {cache_format(cache)}", calls.refuses_heads(D))
+    row = select("kv_append", Placement.of(k.device), f"K={K}, D={D} {cache_format(cache)}", calls.refuses_heads(D))
     return store_kv(cache, k, v, batch.slots) if row is None else calls.append_kv(row, k, v, cache, batch)

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from tinygrad import Tensor, dtypes
 
 from tinyvllm.backends.base import calls_of
-from tinyvllm.backends.registry import pick
+from tinyvllm.backends.registry import select
+from tinyvllm.placement import Placement
 
 THREEFRY_ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 THREEFRY_ROUNDS = 20
@@ -222,7 +223,7 @@ def draw(
     features = {"SAMPLED": sampled, "TOP_K": top_k, "TOP_P": top_p, "MIN_P": min_p}
     features |= {"PENALIZED": seen is not None, "BIASED": bias is not None}
     named = "+".join(name.lower() for name, on in features.items() if on) or "greedy"
-    row = pick("sample", str(logits.device), f"V={V} {named}", calls_of(str(logits.device)).refuses_sample(V))
+    row = select("sample", Placement.of(logits.device), f"V={V} {named}", calls_of(str(logits.device)).refuses_sample(V))
     if row is None:
         return None
     return calls_of(str(logits.device)).sample(row, logits, lines, count, neutral_row, features, seen, bias)

@@ -11,6 +11,7 @@ from pathlib import Path
 from tinyvllm.backends.cpu.toolchain import provide_compiler
 from tinyvllm.backends.cuda.nvrtc import provide_nvrtc
 from tinyvllm.errors import ArgumentError
+from tinyvllm.placement import Placement
 
 
 def choose_device(choice: str) -> str:
@@ -41,18 +42,20 @@ def start_device(choice: str, cache: Path) -> str:
     KernelError where there is a GPU, but nothing that compiles for it.
     """
     device = choose_device(choice)
+    placement = Placement(device)
     # tinygrad probes every backend for a default device, which costs half a second and is never used here
-    os.environ.setdefault("DEV", device.split(":")[0])
-    if device.split(":")[0] == "CPU":
+    os.environ.setdefault("DEV", placement.kind)
+    if placement.is_cpu:
         provide_compiler(cache)
-    if device.split(":")[0] == "CUDA" and _cuda_devices():
+    if placement.is_cuda and _cuda_devices():
         provide_nvrtc(cache)
-    from tinyvllm.bridge import keep_programs, open_device, prefer_device
+    from tinyvllm.backends.registry import open_device
+    from tinyvllm.bridge import enable_program_cache, prefer_device
 
-    keep_programs()
-    prefer_device(device.split(":")[0])  # the environment came too late where the caller had imported tinygrad already
+    enable_program_cache()
+    prefer_device(placement.kind)  # the environment came too late where the caller had imported tinygrad already
     try:
-        open_device(device)
+        open_device(placement)
     except Exception as error:  # every backend has its own: a library that is not there, a driver's refusal, a group of both
         cause = next(iter(str(error).splitlines()), type(error).__name__)
         raise ArgumentError(f"device {device} cannot be opened here: {cause}; try --device CPU") from error

@@ -12,10 +12,13 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 
 from tinyvllm.backends.cuda import plan as records
+from tinyvllm.backends.cuda.driver import gpu_attribute, gpu_free_memory
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.backends.registry import rows
-from tinyvllm.bridge import Captured, gpu_attribute, gpu_free_memory, launch, run_now, synchronize
+from tinyvllm.backends.launch import launch, run_now
+from tinyvllm.backends.registry import usable_variants
+from tinyvllm.bridge import Captured, synchronize
 from tinyvllm.errors import ArgumentError, OutOfMemoryError
+from tinyvllm.placement import Placement
 from tinyvllm.weights.mapping import allocate
 
 READ_BYTES = 256 << 20  # beyond every cache, the ones that a virtual machine does not tell of included
@@ -101,8 +104,8 @@ def _gpu_read_bandwidth(device: str, seconds: float, nbytes: int) -> float:
 def _host_read_bandwidth(seconds: float) -> float:
     words = allocate(READ_BYTES).view(np.uint64)
     words[:] = 1  # pages of its own: fresh ones are all the same page of zeros
-    row = next(name for name, lacking in rows("CPU").items() if lacking is None)
-    kernel, sink, best = Kernel.cpu("read", row, 1, 1, N=len(words)), np.zeros(64, np.uint64), 0.0
+    variant = usable_variants(Placement("CPU"))[0]
+    kernel, sink, best = Kernel.cpu("read", variant, 1, 1, N=len(words)), np.zeros(64, np.uint64), 0.0
     run_now(kernel, sink, words)  # compiles
     end = time.perf_counter() + seconds
     while not best or time.perf_counter() < end:

@@ -12,13 +12,14 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
 from tinyvllm.backends.cpu.threads import thread_pool
-from tinyvllm.backends.registry import Choice, choices, rows
-from tinyvllm.bridge import Call, Captured, Reading, download, peek, read_behind, repeat, upload
+from tinyvllm.backends.registry import Choice, choices, usable_variants
+from tinyvllm.bridge import Captured, CapturedCall, Reading, download, peek, read_async, repeat, upload
 from tinyvllm.config import MOST_SCHEDULER_STEPS, EngineConfig, cache_folder, environment
 from tinyvllm.errors import ArgumentError
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.models.families import check_layers, find_family, read_config, refuse_unused, weights_of
 from tinyvllm.ops.advance import History, advance
+from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import FORMATS, unpack
 from tinyvllm.runner.kv import KVPool, block_bytes, kv_dtype
 from tinyvllm.runner.memory import check_room, pool_blocks
@@ -188,31 +189,31 @@ class Runner:
         """Start a prepared step. Its results lie in buffers that the next step of this shape overwrites."""
         return Logits(*step.plan.forward(**step.values))
 
-    def advance(self, step: PreparedStep, sampled: Tensor, draw: Call | None, rounds: int) -> Iterator[np.ndarray]:
+    def advance(self, step: PreparedStep, sampled: Tensor, draw: CapturedCall | None, rounds: int) -> Iterator[np.ndarray]:
         """Move a step of decodes on by the tokens just `sampled` [B], and `rounds` - 1 times more by its own; tokens [n, B] as they come.
 
         `draw` is the sampler's call that gave `sampled`, None where the forward pass did. The device goes through all rounds alone, and
         what a round has drawn is given behind the launch of the next. The iterator must be used up.
         """
-        forward: Call = (step.plan.forward, (), step.values)
-        onward: Call = (self._advance(step.plan, sampled), (sampled,), {})
+        forward: CapturedCall = (step.plan.forward, (), step.values)
+        onward: CapturedCall = (self._advance(step.plan, sampled), (sampled,), {})
         calls = [call for call in (forward, draw, onward) if call is not None]
         if self.overlaps:
             return self._queued(step, sampled, calls, rounds)
         return self._repeated(step, sampled, calls, rounds)
 
-    def _queued(self, step: PreparedStep, sampled: Tensor, calls: list[Call], rounds: int) -> Iterator[np.ndarray]:
+    def _queued(self, step: PreparedStep, sampled: Tensor, calls: list[CapturedCall], rounds: int) -> Iterator[np.ndarray]:
         """All rounds put into the device's queue, and behind each a copy of its tokens."""
         readings = []
         for turn in range(rounds):
             for captured, tensors, values in calls if turn else calls[-1:]:
                 captured(*tensors, **values)
-            readings.append(read_behind(sampled))
+            readings.append(read_async(sampled))
         step.plan.inputs.advanced(rounds)
         for reading in readings:
             yield reading.get().reshape(1, -1)
 
-    def _repeated(self, step: PreparedStep, sampled: Tensor, calls: list[Call], rounds: int) -> Iterator[np.ndarray]:
+    def _repeated(self, step: PreparedStep, sampled: Tensor, calls: list[CapturedCall], rounds: int) -> Iterator[np.ndarray]:
         """All rounds as one job, whose history is looked at while it is under way."""
         upload(step.plan.history.round, np.zeros(1, np.int32))
         calls[-1][0](sampled)
@@ -252,7 +253,7 @@ class Runner:
             plan.rounds[kind] = Captured(function, {"num_blocks": (1, self._table_width)})
         tokens = plan.rounds[kind](**step.values)
         plan.inputs.advanced(1)
-        return read_behind(tokens)
+        return read_async(tokens)
 
     def _advance(self, plan: StepPlan, sampled: Tensor) -> Captured:
         if id(sampled) not in plan.advances:
@@ -289,9 +290,9 @@ class Runner:
         """Every choice of a kernel that was made in this process so far."""
         return choices()
 
-    def rows(self) -> list[str]:
-        """The kernels that this machine has, by rows of the registry; which of them run decides the last bits of every result."""
-        return [row for row, lacking in rows(self.device).items() if lacking is None]
+    def variants(self) -> list[str]:
+        """The kernel variants that this machine can run; which of them run decides the last bits of every result."""
+        return usable_variants(Placement(self.device))
 
     def lanes(self) -> int:
         """Threads of the CPU's crew; 0 where another device computes."""

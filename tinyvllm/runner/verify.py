@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from tinygrad import Tensor, UOp
 
-from tinyvllm.backends.registry import REFERENCE, choices, forget
+from tinyvllm.backends.registry import REFERENCE, choices, forget_choices
 from tinyvllm.bridge import Captured, download, upload
 from tinyvllm.runner.kv import KVPool, kv_dtype
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
@@ -79,18 +79,18 @@ class Comparison:
 
     def __init__(self, runner: Runner, num_blocks: int):
         self._runner, self._num_blocks = runner, num_blocks
-        forget()
+        forget_choices()
         self._passes = {"kernels": _Pass(runner, num_blocks, None), "reference": _Pass(runner, num_blocks, "all=ref")}
         self._passes["layers"] = _Pass(runner, num_blocks, None)
         self.steps: list[Seen] = []
-        self.kernels: dict[str, str] = {}  # stem: row, of what did not run by the reference
+        self.kernels: dict[str, str] = {}  # stem: variant, of what did not run by the reference
 
     def step(self, entries: list[Scheduled]) -> np.ndarray:
         """Run one step all three ways; the reference's logits [N, V] of its rows, in the order of singles and chunks."""
         kernels = self._passes["kernels"].run(entries, None)
-        self.kernels |= {choice.stem: choice.row for choice in choices() if choice.row != REFERENCE}
+        self.kernels |= {choice.stem: choice.variant for choice in choices() if choice.variant != REFERENCE}
         reference = self._passes["reference"].run(entries, None)
-        forget()
+        forget_choices()
         layers = self._passes["layers"].run(entries, reference.states)
         self.steps.append(Seen(entries, reference, kernels, layers))
         return reference.logits

@@ -19,12 +19,14 @@ from tinygrad.dtype import DType
 
 from tinyvllm.backends.cpu.toolchain import has_compiler
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.backends.registry import pick, rows
-from tinyvllm.bridge import mapped, run_now
+from tinyvllm.backends.launch import run_now
+from tinyvllm.backends.registry import select, usable_variants
+from tinyvllm.bridge import mapped
 from tinyvllm.config import cache_folder
 from tinyvllm.errors import ModelError
 from tinyvllm.models.config import Weight
 from tinyvllm.models.projections import bias_of
+from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import FORMATS
 from tinyvllm.quant.layouts import (
     FLOATS,
@@ -117,7 +119,7 @@ class WeightLoader:
             return False
         if must and reason is not None:
             raise ModelError(f"weights: {parts[0].name} cannot be {self._plan.format}: {reason}; leave quantization out")
-        return reason is None and (must or pick("matmul", self._plan.device, f"weights of {I} inputs") is not None)
+        return reason is None and (must or select("matmul", Placement(self._plan.device), f"weights of {I} inputs") is not None)
 
     def _plain(self, model: Any, recipes: list[Weight]) -> None:
         """Vectors in float32, which is what every op computes with; the rest in the model's dtype."""
@@ -251,8 +253,8 @@ def _pack_tiles(format: str, I: int, tiles: np.ndarray, rows: np.ndarray, span: 
 
 
 def _packer() -> str:
-    """The best row of this processor, whatever runs the products."""
-    return next(name for name, lacking in rows("CPU").items() if lacking is None)
+    """The best variant for this processor, whatever runs the products."""
+    return usable_variants(Placement("CPU"))[0]
 
 
 def _unpacked(format: str, rows: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from enum import IntEnum
 import numpy as np
 from tinygrad import Tensor, dtypes
 
-from tinyvllm.bridge import Call, Captured, alias, download, scatter_add, spans, upload
+from tinyvllm.bridge import Captured, CapturedCall, alias, download, scatter_add, spans, upload
 from tinyvllm.errors import ArgumentError
 from tinyvllm.ops import sample as ops
 from tinyvllm.request import Logprob, SamplingParams, Sequence
@@ -218,7 +218,7 @@ class Sampler:
         tokens: Tensor = captured(*tensors)
         return tokens
 
-    def call(self, logits: Tensor, flags: SamplingFlags) -> Call:
+    def call(self, logits: Tensor, flags: SamplingFlags) -> CapturedCall:
         """What `draw` does, to be repeated on the device; say `drawn` then."""
         B = int(logits.shape[0])
         if (B, flags) not in self._steps:

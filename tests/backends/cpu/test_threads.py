@@ -199,7 +199,7 @@ from tinyvllm.runner.device import start_device
 start_device("CPU", cache_folder())
 from tinyvllm.backends.cpu.threads import thread_pool
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.bridge import run_now
+from tinyvllm.backends.launch import run_now
 
 def work():
     for _ in range(50):

@@ -14,7 +14,7 @@ from tinyvllm.backends.buffers import cache_format, constant, empty, integers, s
 from tinyvllm.backends.cuda import plan as records
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.batch import Batch, LayerCache
-from tinyvllm.bridge import gpu_attribute, launch, standing_zeros
+from tinyvllm.bridge import gpu_attribute, launch, shared_zeros
 from tinyvllm.ops.norm import Norm
 from tinyvllm.quant.layouts import PackedWeight, RowWeight
 from tinyvllm.quant.tiles import TileWeight
@@ -103,7 +103,7 @@ def _fits(kernel: Kernel, gpu: records.GPU) -> bool:
 
 
 def _counters(like: Tensor, count: int) -> Tensor:
-    return standing_zeros(str(like.device), count)
+    return shared_zeros(str(like.device), count)
 
 
 def _whole_eights(T: int) -> int:

@@ -19,7 +19,7 @@ from tinyvllm.backends.buffers import cache_format, constant, empty, integers, s
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.metal import plan as records
 from tinyvllm.batch import Batch, LayerCache
-from tinyvllm.bridge import Timed, launch, spans, standing_zeros
+from tinyvllm.bridge import Timed, launch, shared_zeros, spans
 from tinyvllm.ops.norm import Norm
 from tinyvllm.quant.layouts import RowWeight, StoredWeight
 
@@ -218,7 +218,7 @@ def attention_decode(row: str, q: Tensor, cache: LayerCache, scale: float, windo
     (T, H, D), a = (int(d) for d in q.shape), _attention(q, cache, scale, window, batch)
     kernel, partial = records.attention_decode(row, batch.num_decodes, a, cascade=batch.shared_prefix_lens is not None)
     ins = [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes, *_there(batch.shared_prefix_lens)]
-    return launch(kernel, [empty(q, T, H * D), standing_zeros(str(q.device), partial)], ins)[0]
+    return launch(kernel, [empty(q, T, H * D), shared_zeros(str(q.device), partial)], ins)[0]
 
 
 def attention_prefill(row: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Tensor:
