@@ -8,7 +8,7 @@
 //   rows    [1] int32        rows that are meant, at most T
 //
 // One row is one unit of work. E is a multiple of 32. Block formats are those of GGUF.
-#include "formats.h"
+#include "numbers.h"
 #include "lanes.h"
 #include "thread_team.h"
 

@@ -7,7 +7,7 @@
 //   rows        [1] int32                   rows that are meant, at most T
 //
 // One row is one unit of work. D is a multiple of 16. Slots as in PagedAttention (Kwon et al. 2023).
-#include "formats.h"
+#include "numbers.h"
 #include "lanes.h"
 #include "thread_team.h"
 

@@ -12,7 +12,7 @@
 //
 // Stores that go past the cache are left out because a model is packed into fresh pages: there floats gained nothing by them and blocks,
 // which do not begin on a line's border, lost a fifth to a quarter. In pages already in use floats would gain a seventh to a third.
-#include "formats.h"
+#include "numbers.h"
 #include "lanes.h"
 #include "thread_team.h"
 

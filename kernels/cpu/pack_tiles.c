@@ -5,7 +5,7 @@
 //   span    [4] int32     first sixteen rows, one past the last, N (zeros complete the last sixteen), and how many the matrix has
 //
 // I % 32 == 0. Sixteen rows are one unit of work. Bytes are moved in words of four and never looked into.
-#include "formats.h"
+#include "numbers.h"
 #include "thread_team.h"
 
 #define QUANTS (FORMAT == Q8_0 || FORMAT == Q4_0)

@@ -18,7 +18,7 @@
 // puts it; all that is summed over tokens is int64. So no bit depends on how a row is divided.
 //
 // Threefry-2x32: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). Logarithm: Moshier's Cephes, logf.
-#include "formats.h"
+#include "numbers.h"
 #include "lanes.h"
 #include "thread_team.h"
 

@@ -40,15 +40,34 @@ def test_headers_are_put_in_once_where_they_are_first_mentioned(folder):
     assert all(f"// --- {name}.h" in text for name in "abc")
 
 
-def test_a_header_beside_the_kernel_comes_before_one_of_the_same_name(folder):
+def test_headers_are_searched_next_to_the_file_then_in_the_backend_then_in_the_shared_folder(folder):
+    (folder / "include").mkdir()
+    (folder / "cpu" / "one.c").write_text('#include "shared.h"\n')
+    (folder / "include" / "shared.h").write_text('#include "own.h"\n#include "c.h"\nint shared;\n')
+    (folder / "cpu" / "include" / "own.h").write_text("int own;\n")  # a shared header includes one of the backend's
+    (folder / "include" / "c.h").write_text("int common;\n")
+    assert re.findall(r"^int (\w+);$", kernel_source("cpu", "one"), re.MULTILINE) == ["own", "common", "shared"]
+    kernel_source.cache_clear()
+    (folder / "cpu" / "include" / "shared.h").write_text("int mine;\n")
+    assert re.findall(r"^int (\w+);$", kernel_source("cpu", "one"), re.MULTILINE) == ["mine"]
+
+
+def test_a_replaced_header_comes_before_all_others(folder, tmp_path):
+    (tmp_path / "replaced").mkdir()
+    (tmp_path / "replaced" / "a.h").write_text("int replaced;\n")
+    text = kernel_source("cpu", "one", tmp_path / "replaced")
+    assert re.findall(r"^int (\w+);$", text, re.MULTILINE) == ["replaced", "c", "b"]
+
+
+def test_a_header_next_to_the_kernel_comes_before_one_of_the_same_name(folder):
     (folder / "cpu" / "c.h").write_text("int near;\n")
     (folder / "cpu" / "one.c").write_text('#include "c.h"\n')
     assert "int near;" in kernel_source("cpu", "one")
 
 
-def test_a_missing_header_is_named_with_who_wants_it(folder):
+def test_a_missing_header_is_named_with_the_file_that_includes_it(folder):
     (folder / "cpu" / "include" / "c.h").unlink()
-    with pytest.raises(KernelError, match=r"b\.h includes c\.h, which is neither beside it nor in .*cpu/include"):
+    with pytest.raises(KernelError, match=r"b\.h includes c\.h, which is in none of .*/cpu/include, .*/include"):
         kernel_source("cpu", "one")
 
 

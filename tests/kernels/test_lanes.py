@@ -21,6 +21,7 @@ from tinyvllm.backends.cpu.toolchain import cpu_features, provide_compiler
 from tinyvllm.backends.source import kernels_folder
 
 INCLUDE = kernels_folder() / "cpu" / "include"
+FOLDERS = (INCLUDE, kernels_folder() / "include")
 ROWS = ("plain", "avx2", "avx512", "neon")
 
 
@@ -177,19 +178,27 @@ def build(this: Build) -> Path:
     calls = "\n    ".join(f"{text}, out += 17;" for text in EXPRESSIONS.values())
     text = PROBE.format(calls=calls)
     flags = ["-x", "c", "-O2", "-ffreestanding", f"-DLANES_{this.row.upper()}", *this.flags]
-    sources = [text, *(p.read_text() for p in sorted(INCLUDE.glob("*.h"))), repr(flags)]
+    sources = [text, *(p.read_text() for folder in FOLDERS for p in sorted(folder.glob("*.h"))), repr(flags)]
     path = FOLDER / f"lanes-{hashlib.sha256(''.join(sources).encode()).hexdigest()[:24]}"
     if path.exists():
         return path
     clang = provide_compiler(FOLDER)
     FOLDER.mkdir(exist_ok=True)
     if this.needs is not None:
-        subprocess.run([clang, *flags, f"-I{INCLUDE}", "-shared", "-fPIC", "-", "-o", str(path)], input=text.encode(), check=True)
+        subprocess.run(
+            [clang, *flags, *(f"-I{folder}" for folder in FOLDERS), "-shared", "-fPIC", "-", "-o", str(path)],
+            input=text.encode(),
+            check=True,
+        )
         return path
     ziglang = pytest.importorskip("ziglang", reason="the wheel ziglang links programs for other architectures")
     zig, target = str(Path(ziglang.__file__).parent / "zig"), "aarch64-linux-musl"
     probe, main = path.with_suffix(".o"), path.with_suffix(".c")
-    subprocess.run([clang, f"--target={target}", *flags, f"-I{INCLUDE}", "-c", "-", "-o", str(probe)], input=text.encode(), check=True)
+    subprocess.run(
+        [clang, f"--target={target}", *flags, *(f"-I{folder}" for folder in FOLDERS), "-c", "-", "-o", str(probe)],
+        input=text.encode(),
+        check=True,
+    )
     main.write_text(MAIN.format(size=inputs().nbytes, words=len(inputs()) * len(EXPRESSIONS), rows=len(inputs())))
     subprocess.run([zig, "cc", "-target", target, "-static", str(main), str(probe), "-o", str(path)], check=True)
     return path

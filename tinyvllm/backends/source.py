@@ -1,6 +1,6 @@
-"""From a Kernel record to the text that a compiler reads: finds the source, puts constants and entry before it, inlines what it includes.
+"""From a Kernel record to the text that a compiler reads: finds the source, prepends constants and entry, inlines the headers it includes.
 
-The folder `kernels/` stands at the top of a checkout and lies in the wheel as `tinyvllm/kernels`.
+The folder `kernels/` is at the top of a checkout, and in the wheel it is `tinyvllm/kernels`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*\n", re.MULTILINE)
 
 @functools.cache
 def kernels_folder() -> Path:
-    """Where the sources lie: in the wheel beside this package, in a checkout or an editable install one level up."""
+    """The folder of the kernel sources: inside this package in the wheel, one level up in a checkout or an editable install."""
     package = Path(__file__).parents[1]
     for folder in (package / "kernels", package.parent / "kernels"):
         if (folder / "cpu").is_dir():
@@ -29,30 +29,37 @@ def kernels_folder() -> Path:
 
 @functools.cache
 def kernel_source(backend: str, stem: str, instead: Path | None = None) -> str:
-    """The text of one kernel's file with its own headers in place of `#include "..."`, each once, at its first mention.
+    """The text of one kernel's file with the project's own headers in place of `#include "..."`, each once, at its first mention.
 
-    A header of the same name in the folder `instead` is taken in its place: an emulator's words for the machine's.
+    Headers are searched in `instead` (an emulator's replacements of headers with machine instructions), next to the including file, in the
+    backend's `include/`, and in the `include/` that all backends share.
     """
     folder = kernels_folder() / backend
     path = folder / f"{stem}{ENDINGS[backend]}"
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in folder.glob(f"*{ENDINGS[backend]}")))
         raise KernelError(f"kernels: there is no {path.name} for {backend}; there are {known}")
-    return _inlined(path, folder, instead, set())
+    return inline_headers(path, backend, instead)
 
 
-def _inlined(path: Path, folder: Path, instead: Path | None, seen: set[Path]) -> str:
-    places = [instead] if instead else []
-    places += [path.parent, folder / "include"]
+def inline_headers(path: Path, backend: str, instead: Path | None = None) -> str:
+    """The text of any file for a backend, with headers as in `kernel_source`."""
+    places = [*([instead] if instead else []), None, kernels_folder() / backend / "include", kernels_folder() / "include"]
+    return _inlined(path, places, set())
+
+
+def _inlined(path: Path, places: list[Path | None], included: set[Path]) -> str:
+    """`places`: the folders to search; None is the folder of the including file."""
 
     def replace(match: re.Match[str]) -> str:
-        header = next((place / match[1] for place in places if (place / match[1]).is_file()), None)
+        folders = [place or path.parent for place in places]
+        header = next((folder / match[1] for folder in folders if (folder / match[1]).is_file()), None)
         if header is None:
-            raise KernelError(f"kernels: {path.name} includes {match[1]}, which is neither beside it nor in {folder / 'include'}")
-        if header in seen:
+            raise KernelError(f"kernels: {path.name} includes {match[1]}, which is in none of {', '.join(map(str, folders))}")
+        if header in included:
             return ""
-        seen.add(header)
-        return f"// --- {header.name}\n{_inlined(header, folder, instead, seen)}"
+        included.add(header)
+        return f"// --- {header.name}\n{_inlined(header, places, included)}"
 
     return _INCLUDE.sub(replace, _ONCE.sub("", path.read_text()))
 
@@ -66,7 +73,7 @@ def kernel_text(kernel: Kernel, instead: Path | None = None) -> str:
     return before + defines + kernel_source(kernel.backend, kernel.stem, instead)
 
 
-# Ahead of the constants: Apple's headers have template parameters called T and the like.
+# Before the constants: Apple's headers have template parameters called T and the like.
 _METAL_LIBRARY = "#include <metal_stdlib>\n#include <metal_simdgroup_matrix>\n"
 
 

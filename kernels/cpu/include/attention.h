@@ -15,7 +15,7 @@
 // The online softmax is Milakov and Gimelshein's (arXiv:1805.02867), tiles of rows and keys are FlashAttention's (arXiv:2205.14135), the
 // split over keys and its merge are flash decoding's.
 #pragma once
-#include "formats.h"
+#include "numbers.h"
 #include "lanes.h"
 #include "thread_team.h"
 

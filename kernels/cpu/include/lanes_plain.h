@@ -1,6 +1,6 @@
 // lanes.h in plain C: what every word means. Any processor and any compiler; slow.
 #pragma once
-#include "formats.h"
+#include "numbers.h"
 
 typedef struct { float at[16]; } v16;
 typedef struct { uint32_t at[16]; } w16;

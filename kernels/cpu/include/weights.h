@@ -19,7 +19,7 @@
 //     Q8_0  [O/16][I/32]{ half scale[16]; uint8 q[8][16][4] }   q + 128, element k of a block at q[k / 4][row][k % 4]
 //     Q4_0  [O/16][I/32]{ half scale[16]; uint8 q[4][16][4] }   low nibble of q[j][row][i]: element 4 j + i; high: 16 + 4 j + i
 #pragma once
-#include "formats.h"
+#include "numbers.h"
 #include "lanes.h"
 #include "thread_team.h"
 

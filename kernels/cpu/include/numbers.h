@@ -1,0 +1,16 @@
+// Readers of single 16-bit numbers. All exact.
+#pragma once
+#include "formats.h"
+#include "portable.h"
+
+static inline float float_from_bf16(uint16_t h) { return float_from_bits((uint32_t)h << 16); }
+
+// The exponent moves from bias 15 to bias 127 by a product with 2^112, which normalises subnormals, too. A signalling NaN becomes quiet.
+static inline float float_from_f16(uint16_t h) {
+  uint32_t magnitude = (uint32_t)(h & 0x7FFF) << 13, sign = (uint32_t)(h & 0x8000) << 16;
+  if (magnitude >= 0x7C00u << 13) return float_from_bits(sign | magnitude | 0x70000000u | (magnitude > 0x7C00u << 13 ? 0x400000u : 0));
+  return float_from_bits(sign | bits_of_float(float_from_bits(magnitude) * 0x1p112f));
+}
+
+// Blocks of 34 and 18 bytes in files put halves at odd addresses, so they are read bytewise.
+static inline uint16_t half_at(const uint8_t *p) { return (uint16_t)(p[0] | p[1] << 8); }
