@@ -31,7 +31,7 @@ class Stepping:
         from tinyvllm import SamplingParams
 
         self.stop()
-        longest = self.engine.config.max_model_len
+        longest = self.engine.max_model_len
         for ids in prompts:
             params = SamplingParams(temperature=0.0, max_tokens=room or longest - len(ids), ignore_eos=True)
             self._running.append(f"bench-{next(self._ids)}")

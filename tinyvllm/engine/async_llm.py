@@ -62,6 +62,7 @@ class AsyncLLM:
         self._status = engine.status()
         self._compile = engine.constraints.compile
         self.config: EngineConfig = engine.config
+        self.max_model_len: int = engine.max_model_len
         self.tokenizer: Tokenizer | None = engine.tokenizer
         self.default_params = default_sampling_params(engine.model_folder)
         atexit.register(self.close)  # a daemon thread that is still in native code when the interpreter goes would crash it

@@ -70,6 +70,7 @@ class Engine:
     ):
         """`recorder` is told everything that a replay needs; `clock` is what deadlines are held against, in seconds."""
         device = start_device(config.device, cache_folder())
+        config = replace(config, device=device)
         from tinyvllm.runner.runner import Runner  # behind start_device, which sets what tinygrad reads at import
         from tinyvllm.sampling.sampler import Sampler
 
@@ -78,14 +79,14 @@ class Engine:
                 self.runner = Runner(config, device, progress)
         except MemoryError as error:
             raise OutOfMemoryError(f"engine: the model and its cache do not fit {device}: {error}; {_SMALLER}") from error
-        self.config = replace(config, device=device, max_model_len=self.runner.max_model_len)
+        self.config, self.max_model_len = config, self.runner.max_model_len
         self.tokenizer = self._load_tokenizer()
         self.eos_ids = self.tokenizer.eos_ids if self.tokenizer else _eos_ids(self.runner.checkpoint.config)
         self.clock = clock
         self.recorder = recorder
         if config.record is not None and recorder is None:
             checkpoint, blocks = self.runner.checkpoint, self.runner.pool.num_blocks
-            header = header_of(replace(config, device=device), blocks, str(self.runner.dtype), checkpoint.config, checkpoint.tensors)
+            header = header_of(config, blocks, str(self.runner.dtype), checkpoint.config, checkpoint.tensors)
             self.recorder = record_to(config.record, header)
         self._folder = PrefixStore.open(self.runner, config)
         self.scheduler = self._new_scheduler(self.recorder.watched(clock) if self.recorder else clock)

@@ -72,7 +72,13 @@ class LLM:
 
     @property
     def config(self) -> EngineConfig:
+        """What the engine was started with, its device resolved."""
         return self.engine.config
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest prompt plus answer in tokens: what was asked for, or what the model and the memory allow."""
+        return self.engine.max_model_len
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses when it is given none: the model's own recommendation, else SamplingParams()."""

@@ -66,7 +66,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "owned_by": "tinyvllm",
         "root": service.models.path(name),
         "parent": None,
-        "max_model_len": None if llm is None else llm.config.max_model_len,
+        "max_model_len": None if llm is None else llm.max_model_len,
         "loaded": llm is not None,
         "type": "model",
         "display_name": name,

@@ -85,7 +85,7 @@ async def tokenize(call: Call, body: TokenizeRequest, wire: Wire) -> None:
             ids = (await encode_texts(llm, body.prompt, "prompt", special=body.add_special_tokens is not False, limit=False))[0].token_ids
         else:
             ids = tokenizer.encode("", body.add_special_tokens is not False)
-        said: dict[str, Any] = {"count": len(ids), "max_model_len": llm.config.max_model_len, "tokens": ids}
+        said: dict[str, Any] = {"count": len(ids), "max_model_len": llm.max_model_len, "tokens": ids}
         said["token_strs"] = [tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
         await wire.json(said)
 
@@ -109,7 +109,7 @@ async def tokenizer_info(request: Request) -> Response:
                 "model": model,
                 "tokenizer_class": type(tokenizer).__name__,
                 "vocab_size": tokenizer.vocab_size,
-                "max_model_len": llm.config.max_model_len,
+                "max_model_len": llm.max_model_len,
                 "bos_token_id": tokenizer.bos_id,
                 "eos_token_ids": list(tokenizer.eos_ids),
                 **_marks(tokenizer),

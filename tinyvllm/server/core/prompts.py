@@ -140,8 +140,8 @@ _CHANGES = "the chat template changes what it has written of them when more foll
 
 def check_length(llm: AsyncLLM, token_ids: list[int], name: str) -> None:
     """Failure 400 for a prompt that leaves no room for an answer."""
-    longest = llm.config.max_model_len
-    if longest is not None and len(token_ids) >= longest:
+    longest = llm.max_model_len
+    if len(token_ids) >= longest:
         text = f"{name}: {len(token_ids)} tokens, and the model's context of {longest} must also hold an answer"
         raise bad_field(name, text, "context_length_exceeded")
     if not token_ids:
@@ -153,8 +153,8 @@ _longest: WeakKeyDictionary[Tokenizer, int] = WeakKeyDictionary()  # characters 
 
 def check_size(llm: AsyncLLM, text: str, name: str) -> None:
     """Failure 400 for a text that cannot fit, however it is tokenised: a megabyte would take a second and 50 MB to be refused."""
-    context = llm.config.max_model_len
-    if context is None or len(text) <= 32 * context:
+    context = llm.max_model_len
+    if len(text) <= 32 * context:
         return
     tokenizer = tokenizer_of(llm)
     if tokenizer not in _longest:
@@ -172,7 +172,7 @@ def _last(llm: AsyncLLM, token_ids: list[int], keep: int | None) -> list[int]:
     if keep is None:
         return token_ids
     if keep == -1:
-        keep = (llm.config.max_model_len or len(token_ids) + 1) - 1
+        keep = llm.max_model_len - 1
     return token_ids[-keep:] if keep else []
 
 
