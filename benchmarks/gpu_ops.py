@@ -31,9 +31,9 @@ from tinyvllm.ops.head import embed, norm_head
 from tinyvllm.ops.linear import TensorWeight, Weight, gate_up_silu, linear
 from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.qkv import QKV, norm_qkv_rope_store
-from tinyvllm.quant.formats import FORMATS, f32_to_bf16
-from tinyvllm.quant.layouts import FLOATS, RowWeight, StoredWeight, panel_bytes
-from tinyvllm.quant.tiles import TileWeight
+from tinyvllm.quant.codecs import f32_to_bf16
+from tinyvllm.quant.formats import FLOATS, FORMATS
+from tinyvllm.quant.layouts import RowWeight, StoredWeight, TileWeight, panel_bytes
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.sampling.sampler import Sampler
 from tinyvllm.weights.load import place_bytes

@@ -33,7 +33,7 @@ def weight(O: int, I: int, packed: bool) -> Any:
     from tinygrad import Tensor, dtypes
 
     from tinyvllm.ops.linear import TensorWeight
-    from tinyvllm.quant.formats import f32_to_bf16
+    from tinyvllm.quant.codecs import f32_to_bf16
     from tinyvllm.quant.layouts import PackedWeight, pack_panels
     from tinyvllm.weights.load import adopt
 

@@ -95,13 +95,12 @@ class Pool:
     """Random numbers, packed once in one format. `rows` cuts a matrix out of them: which numbers depends on its name alone."""
 
     def __init__(self, format: str, seed: int = 0):
+        from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16, pack
         from tinyvllm.quant.formats import FORMATS as LAYOUTS
-        from tinyvllm.quant.formats import bf16_to_f32, f32_to_bf16
 
         values = np.random.default_rng(seed).standard_normal(_POOL_BLOCKS * BLOCK, np.float32) * np.float32(0.02)
         layout = LAYOUTS[format]
-        assert layout.pack is not None, f"{format} cannot be written"
-        packed = layout.pack(bf16_to_f32(f32_to_bf16(values)).reshape(-1, layout.elements))  # every format rounds what bfloat16 holds
+        packed = pack(format, bf16_to_f32(f32_to_bf16(values)).reshape(-1, layout.elements))  # every format rounds what bfloat16 holds
         self.blocks = packed.reshape(_POOL_BLOCKS, -1)
 
     def rows(self, name: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -17,7 +17,7 @@ DOORS = {
     "metrics": set(),
     "batch": set(),
     "placement": set(),
-    "config": {"errors"},
+    "config": {"quant", "errors"},
     "request": {"errors"},
     "quant": {"errors"},
     "cache": {"errors"},

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyvllm.errors import ArgumentError
+from tinyvllm.quant import formats
 
 DEFAULT_MODEL = Path(__file__).parent / "demo" / "model"
 
@@ -21,7 +22,7 @@ DEVICES = ("auto", "CPU", "METAL", "CUDA", "NV", "AMD", "HIP", "QCOM", "CL", "WE
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
 MOST_SCHEDULER_STEPS = 64
-QUANTIZATIONS = ("q8_0", "q4_0")
+QUANTIZATIONS = tuple(name.lower() for name in formats.QUANTIZATIONS)
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(?P<choice>:[\w./+-]+)?")
@@ -44,7 +45,7 @@ class EngineConfig:
     num_scheduler_steps     decode steps that run back to back on the device before the host looks at their tokens
     block_size              tokens of one block of the KV cache
     num_blocks, kv_memory   size of the KV cache, in blocks or in bytes; neither takes what the device has left
-    quantization            "q8_0" or "q4_0" packs the matrices so at load; None keeps them as the checkpoint has them
+    quantization            packs the matrices at load, to one of QUANTIZATIONS; None keeps them as the checkpoint has them
     load_format             "dummy" fills the model with random weights, to measure without a checkpoint
     enable_prefix_caching   keep the blocks of finished requests, and share those of equal beginnings
     prefix_cache_dir        folder that keeps cached blocks over a restart; None keeps nothing

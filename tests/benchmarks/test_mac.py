@@ -23,7 +23,8 @@ from tests.metal import on_gpu
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.metal import plan as metal_records
 from tinyvllm.config import cache_folder
-from tinyvllm.quant.formats import FORMATS, unpack
+from tinyvllm.quant.codecs import unpack
+from tinyvllm.quant.formats import FORMATS
 from tinyvllm.runner.device import start_device
 
 ROOT = Path(__file__).parents[2]

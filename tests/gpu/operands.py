@@ -14,7 +14,7 @@ import pytest
 from tests.ops.inputs import by_kernel, file_rows
 from tinyvllm.backends import registry
 from tinyvllm.placement import Placement
-from tinyvllm.quant.tiles import TileWeight, pack_tiles
+from tinyvllm.quant.layouts import TileWeight, pack_tiles
 from tinyvllm.runner.device import _cuda_devices
 from tinyvllm.weights.load import place_bytes
 

@@ -9,7 +9,7 @@ from tests.kernels.calling import aligned, call
 from tinyvllm.backends.cpu.toolchain import cpu_features
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.source import kernels_folder
-from tinyvllm.quant.formats import bf16_to_f32, f32_to_bf16
+from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16
 
 FORMATS = ["F32", "F16", "BF16", "Q8_0", "Q4_0"]
 _NEEDS = {"avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"}, "avx2": {"avx2", "fma", "f16c"}, "neon": {"asimd"}, "plain": set()}

@@ -10,14 +10,17 @@ from tinygrad import Tensor, dtypes
 
 from tinyvllm.backends import registry
 from tinyvllm.placement import Placement
-from tinyvllm.quant.formats import FORMATS
-from tinyvllm.quant.layouts import PACKED, PackedWeight, RowWeight, pack_panels
+from tinyvllm.quant.codecs import pack
+from tinyvllm.quant.formats import FORMATS, Layout, formats_in
+from tinyvllm.quant.layouts import PackedWeight, RowWeight, pack_panels
 from tinyvllm.weights.load import adopt
 from tinyvllm.weights.mapping import allocate
 
 ROWS = registry.usable_variants(Placement("CPU"))  # best first
 # Every format on the best row, floats or blocks on each other one: tests/kernels has them all, and compiling them again takes seconds.
-FORMATS_AND_ROWS = [(format, ROWS[0]) for format in PACKED] + [(("BF16", "Q4_0")[i % 2], row) for i, row in enumerate(ROWS[1:])]
+FORMATS_AND_ROWS = [(format, ROWS[0]) for format in formats_in(Layout.PANELS)] + [
+    (("BF16", "Q4_0")[i % 2], row) for i, row in enumerate(ROWS[1:])
+]
 
 
 def numbers(*shape: int, seed: int = 0) -> np.ndarray:
@@ -36,7 +39,7 @@ def int32(*values: int) -> Tensor:
 def file_rows(format: str, O: int, I: int, seed: int = 0) -> np.ndarray:
     """uint8 [O, bytes of a row] of a random matrix whose products with normal numbers are about 1."""
     values = numbers(O, I, seed=seed) * np.float32(I**-0.5)
-    return FORMATS[format].pack(values.reshape(-1, FORMATS[format].elements)).reshape(O, -1)
+    return pack(format, values.reshape(-1, FORMATS[format].elements)).reshape(O, -1)
 
 
 def packed(format: str, O: int, I: int, seed: int = 0) -> PackedWeight:

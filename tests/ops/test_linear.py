@@ -11,7 +11,7 @@ from tinyvllm.backends import registry
 from tinyvllm.backends.buffers import constant
 from tinyvllm.ops.linear import TensorWeight, gate_up_silu, linear, rounded
 from tinyvllm.ops.norm import Norm
-from tinyvllm.quant.layouts import PACKED
+from tinyvllm.quant.formats import Layout, formats_in
 
 TOLERANCE = 1e-5  # of results of about 1: the order of float32 sums
 # Where x is rounded, a last bit of the norm may tip a number to its neighbour: a weight of 0.1 times 1/256 (BF16) or 3/127 (blocks).
@@ -153,7 +153,7 @@ def test_what_the_gated_kernel_cannot_do_goes_to_the_reference(monkeypatch, F, k
     np.testing.assert_allclose(out, y[:, :F] / (1 + np.exp(-y[:, :F])) * y[:, F:], atol=1e-5)
 
 
-@pytest.mark.parametrize("format", PACKED)
+@pytest.mark.parametrize("format", formats_in(Layout.PANELS))
 def test_a_row_of_zeros_and_one_of_huge_numbers(monkeypatch, format):
     """Blocks without a scale, and numbers whose squares no float32 holds."""
     x = np.stack([np.zeros(96, np.float32), numbers(96) * np.float32(1e30)])

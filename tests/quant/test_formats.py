@@ -8,7 +8,18 @@ import pytest
 from gguf.quants import dequantize, quantize
 
 from tinyvllm.errors import FormatError
-from tinyvllm.quant.formats import FORMATS, FORMATS_BY_TYPE_ID, bf16_to_f32, f32_to_bf16, readable_formats, unpack
+from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16, pack, readable_formats, unpack
+from tinyvllm.quant.formats import (
+    FLOATS,
+    FORMATS,
+    FORMATS_BY_TYPE_ID,
+    QUANTIZATIONS,
+    Activations,
+    Layout,
+    activations_of,
+    formats_in,
+    packed_in,
+)
 
 HALF = struct.Struct("<e")
 # Where each format keeps its float16 fields, so that random blocks get finite ones.
@@ -31,12 +42,34 @@ def block(*parts: bytes | float) -> np.ndarray:
 
 
 def test_table_agrees_with_ggml():
-    known = [f for f in FORMATS.values() if f.unpack or f.name in gguf.GGMLQuantizationType.__members__]  # the newest are not in old gguf
+    members = gguf.GGMLQuantizationType.__members__  # an old gguf lacks the newest
+    known = [f for f in FORMATS.values() if f.name in readable_formats() or f.name in members]
     for f in known:
         kind = gguf.GGMLQuantizationType[f.name]
         assert (f.type_id, f.elements, f.nbytes) == (kind.value, *gguf.GGML_QUANT_SIZES[kind])
     assert len(FORMATS_BY_TYPE_ID) == len(FORMATS)
     assert set(readable_formats()) == {"F32", "F16", "BF16", *HALVES}
+
+
+def test_lists_are_derived_from_the_table():
+    assert FLOATS == ("F32", "F16", "BF16") and QUANTIZATIONS == ("Q8_0", "Q4_0")
+    assert formats_in(Layout.PANELS) == ("F32", "F16", "BF16", "Q8_0", "Q4_0")
+    assert formats_in(Layout.TILES) == ("F16", "BF16", "Q8_0", "Q4_0")
+    assert packed_in(Layout.ROWS) == ("Q8_0", "Q4_0", "Q4_K")
+    assert activations_of("BF16", Layout.TILES) is Activations.BFLOAT16 and activations_of("Q4_0", Layout.PANELS) is Activations.INT8
+    assert activations_of("Q4_0", Layout.ROWS) is activations_of("F16", Layout.PANELS) is Activations.FLOAT32
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_rows_of_the_table_are_consistent(format):
+    """Fields fill a block, and what has kernels has fields and a reader, what is offered for packing a writer."""
+    if format.fields:
+        assert sum(field.nbytes for field in format.fields) in (format.nbytes, 2 * format.nbytes)
+    if format.layouts:
+        assert format.fields and format.name in readable_formats()
+    if format.is_float or format.quantization:
+        zeros = np.zeros((2, format.elements), np.float32)
+        np.testing.assert_array_equal(unpack(format.name, pack(format.name, zeros)), zeros)
 
 
 @pytest.mark.parametrize("name", sorted(HALVES))
@@ -91,7 +124,7 @@ def test_pack_agrees_with_gguf(name):
     rng = np.random.default_rng(3)
     values = rng.normal(0, 1, (500, max(FORMATS[name].elements, 4))).astype(np.float32)
     values[0], values[1, :3] = 0, (-4.0, 4.0, 2.0)
-    got = FORMATS[name].pack(values)
+    got = pack(name, values)
     np.testing.assert_array_equal(got, quantize(values, gguf.GGMLQuantizationType[name]).view(np.uint8).reshape(got.shape))
 
 
@@ -99,7 +132,7 @@ def test_pack_agrees_with_gguf(name):
 def test_pack_then_unpack_stays_within_a_step(name, tolerance):
     values = np.random.default_rng(4).uniform(-1, 1, (300, 32)).astype(np.float32)
     step = np.abs(values).max(axis=1, keepdims=True)
-    assert (np.abs(unpack(name, FORMATS[name].pack(values)) - values) <= tolerance * 1.01 * step + 1e-3).all()
+    assert (np.abs(unpack(name, pack(name, values)) - values) <= tolerance * 1.01 * step + 1e-3).all()
 
 
 def test_bf16_rounds_to_nearest_even():
@@ -124,5 +157,7 @@ def test_infinite_scales_are_kept_without_a_warning():
 def test_a_format_without_a_reader_is_named():
     with pytest.raises(FormatError, match="IQ2_XS cannot be unpacked; readable are F32"):
         unpack("IQ2_XS", np.zeros((1, 74), np.uint8))
+    with pytest.raises(FormatError, match="Q6_K cannot be packed; writable are F32, F16, BF16, Q8_0, Q4_0"):
+        pack("Q6_K", np.zeros((1, 256), np.float32))
     with pytest.raises(FormatError, match="Q9_9"):
         unpack("Q9_9", np.zeros((1, 74), np.uint8))

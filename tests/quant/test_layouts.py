@@ -13,25 +13,28 @@ from tests.ops.inputs import device_bytes
 from tinyvllm.backends.cpu.toolchain import cpu_features
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.errors import ModelError
-from tinyvllm.quant.formats import FORMATS, unpack
+from tinyvllm.quant.codecs import pack, unpack
+from tinyvllm.quant.formats import FLOATS, FORMATS, Layout, formats_in
 from tinyvllm.quant.layouts import (
-    FLOATS,
-    PACKED,
     PackedWeight,
     RowWeight,
     StoredWeight,
+    TileWeight,
     convert_rows,
     pack_panels,
+    pack_tiles,
     packable,
     panel_bytes,
     quantize_rows,
     row_bytes,
     unpack_panels,
+    unpack_tiles,
 )
 from tinyvllm.weights.load import adopt
 from tinyvllm.weights.mapping import allocate
 
 TARGETS = ("plain", *(["avx2"] if {"avx2", "fma", "f16c"} <= cpu_features() else []), *(["avx512"] if "avx512f" in cpu_features() else []))
+PACKED = formats_in(Layout.PANELS)
 SHAPES = [(1, 32), (17, 64), (48, 96), (17, 2048)]
 CONVERSIONS = [(s, f) for s in FLOATS for f in FLOATS if s != f]
 
@@ -43,7 +46,7 @@ def file_rows(format: str, O: int, I: int) -> np.ndarray:
     values[0, :4] = 1 + 2**-9, 1 + 3 * 2**-9, 3e-6, -0.0
     if format in FLOATS:
         values[-1, -3:] = np.inf, -np.inf, np.nan
-    return FORMATS[format].pack(values.reshape(-1, FORMATS[format].elements)).reshape(O, -1)
+    return pack(format, values.reshape(-1, FORMATS[format].elements)).reshape(O, -1)
 
 
 def exact(format: str, rows: np.ndarray) -> np.ndarray:
@@ -172,7 +175,7 @@ def test_convert_rows_rounds_to_nearest_and_passes_infinity_on():
 def test_quantize_rows_is_the_formats_quantizer(format):
     values = np.random.default_rng(0).normal(0, 1, (70, 1024)).astype(np.float32)  # two pieces
     rows = quantize_rows(format, values)
-    np.testing.assert_array_equal(rows, FORMATS[format].pack(values.reshape(-1, 32)).reshape(70, -1))
+    np.testing.assert_array_equal(rows, pack(format, values.reshape(-1, 32)).reshape(70, -1))
     step = np.abs(values).max() / (127 if format == "Q8_0" else 8)
     assert np.abs(exact(format, rows) - values).max() < step * 1.01
 
@@ -186,6 +189,28 @@ def test_what_cannot_be_packed_says_why():
         panel_bytes("F16", 16, 33)
     with pytest.raises(ModelError, match="quantized to Q8_0 or Q4_0, not to Q6_K"):
         quantize_rows("Q6_K", np.zeros((1, 256), np.float32))
+
+
+DESCRIBED = [format for format in FORMATS.values() if format.fields and not format.is_float]
+
+
+@pytest.mark.parametrize("format", [format.name for format in DESCRIBED])
+def test_the_fields_of_a_format_give_its_values(format):
+    """Of random bytes with finite scales, in each layout; formats without kernels too, so that a new one begins with a tested reference."""
+    known, O, blocks = FORMATS[format], 19, 2
+    I = blocks * known.elements
+    rows = np.random.default_rng(0).integers(0, 256, (O, blocks, known.nbytes), np.uint8)
+    rows[:, :, [field * 2 + 1 for field in range(2 if {"offset", "minimum"} & {f.name for f in known.fields} else 1)]] &= 0xBF
+    rows = rows.reshape(O, -1)
+    want = exact(format, rows)
+    for weight in (
+        RowWeight(device_bytes(rows), format, O, I),
+        PackedWeight(device_bytes(pack_panels(format, rows)), format, O, I),
+        TileWeight(device_bytes(pack_tiles(format, rows)), format, O, I),
+    ):
+        np.testing.assert_allclose(weight.dense().numpy(), want, atol=1e-6 * np.abs(want).max())
+    np.testing.assert_array_equal(unpack_panels(format, pack_panels(format, rows), O, I), want)
+    np.testing.assert_array_equal(unpack_tiles(format, pack_tiles(format, rows), O, I), want)
 
 
 def test_q4_k_rows_are_read_as_they_lie():

@@ -6,10 +6,11 @@ import pytest
 from tests.ops.inputs import ROWS, device_bytes, file_rows, int32
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.launch import run_now
-from tinyvllm.quant.formats import FORMATS, unpack
-from tinyvllm.quant.layouts import panel_bytes
-from tinyvllm.quant.tiles import TILED, TileWeight, pack_tiles, put_tiles, unpack_tiles
+from tinyvllm.quant.codecs import unpack
+from tinyvllm.quant.formats import FORMATS, Layout, formats_in
+from tinyvllm.quant.layouts import TileWeight, pack_tiles, panel_bytes, put_tiles, unpack_tiles
 
+TILED = formats_in(Layout.TILES)
 O, I = 37, 96  # the last tile has rows of zeros
 
 

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.tiny.to_gguf import dequantized, read_folder, write_gguf
 from tinyvllm.errors import ModelError
-from tinyvllm.quant.formats import bf16_to_f32, f32_to_bf16
+from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16
 
 GOLDEN = Path(__file__).parents[1] / "tiny" / "golden"
 GROUPS = {

@@ -14,7 +14,8 @@ from tinygrad import Device, Tensor, dtypes
 
 from tinyvllm.errors import FormatError, ModelError
 from tinyvllm.models.llama import halves_from_pairs
-from tinyvllm.quant.formats import FORMATS, bf16_to_f32, f32_to_bf16, unpack
+from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16, pack, unpack
+from tinyvllm.quant.formats import FORMATS
 from tinyvllm.weights import load
 from tinyvllm.weights.checkpoint import Checkpoint, TensorRecord
 from tinyvllm.weights.load import dummy_tensors, load_rows, load_tensors
@@ -47,7 +48,7 @@ def checkpoint(tmp_path, tensors, shift=0):
 
 def stored(values, kind):
     """(format, shape, bytes) of float32 `values`."""
-    return kind, values.shape, FORMATS[kind].pack(values.reshape(-1, FORMATS[kind].elements)).tobytes()
+    return kind, values.shape, pack(kind, values.reshape(-1, FORMATS[kind].elements)).tobytes()
 
 
 def bits(tensor):

@@ -20,7 +20,8 @@ from tinyvllm.models.config import ModelConfig
 from tinyvllm.models.families import check_layers, find_family, read_config, refuse_unused, weights_of
 from tinyvllm.ops.advance import History, advance
 from tinyvllm.placement import Placement
-from tinyvllm.quant.formats import FORMATS, unpack
+from tinyvllm.quant.codecs import unpack
+from tinyvllm.quant.formats import FORMATS
 from tinyvllm.runner.kv import KVPool, block_bytes, kv_dtype
 from tinyvllm.runner.memory import check_room, pool_blocks
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split

@@ -27,27 +27,27 @@ from tinyvllm.errors import ModelError
 from tinyvllm.models.config import Weight
 from tinyvllm.models.projections import bias_of
 from tinyvllm.placement import Placement
-from tinyvllm.quant.formats import FORMATS
+from tinyvllm.quant.formats import FLOATS, FORMATS, Layout, formats_in, packed_in
 from tinyvllm.quant.layouts import (
-    FLOATS,
     PANEL,
-    STORED,
     PackedWeight,
     RowWeight,
     StoredWeight,
+    TileWeight,
     convert_rows,
     packable,
     panel_bytes,
+    put_tiles,
     quantize_rows,
     row_bytes,
+    unpack_rows,
 )
-from tinyvllm.quant.tiles import TILED, TileWeight, put_tiles
 from tinyvllm.runner.weight_cache import WeightCache
 from tinyvllm.weights.checkpoint import Checkpoint
-from tinyvllm.weights.load import BLOCKS, dummy_tensors, load_rows, load_tensors, place_bytes
+from tinyvllm.weights.load import dummy_tensors, load_rows, load_tensors, place_bytes
 from tinyvllm.weights.mapping import allocate, drop_pages
 
-DTYPE_FORMATS = {dtypes.float32: "F32", dtypes.float16: "F16", dtypes.bfloat16: "BF16"}
+DTYPE_FORMATS: dict[DType, str] = {getattr(dtypes, FORMATS[name].dtype or ""): name for name in FLOATS}
 Progress = Callable[[int, int, str], None]
 
 
@@ -60,14 +60,29 @@ class WeightPlan:
     format: str | None
 
     @property
+    def layout(self) -> Layout:
+        """The layout that the device's kernels read."""
+        return {"METAL": Layout.ROWS, "CUDA": Layout.TILES}.get(self.device.split(":")[0], Layout.PANELS)
+
+    @property
     def stored(self) -> bool:
-        """Whether kernels here read rows as files have them, as Metal's do."""
-        return self.device.split(":")[0] == "METAL"
+        """Whether the device's kernels read rows as files have them."""
+        return self.layout is Layout.ROWS
 
     @property
     def tiled(self) -> bool:
-        """Whether kernels here read tiles, as GPUs do."""
-        return self.device.split(":")[0] == "CUDA"
+        """Whether the device's kernels read tiles."""
+        return self.layout is Layout.TILES
+
+    @property
+    def target(self) -> str:
+        """The format of a matrix that the checkpoint stores in floats."""
+        return self.format or DTYPE_FORMATS[self.dtype]
+
+    @property
+    def quantized(self) -> bool:
+        """Whether every matrix must be packed."""
+        return self.format is not None and not FORMATS[self.format].is_float
 
 
 class WeightLoader:
@@ -114,8 +129,11 @@ class WeightLoader:
     def _packs(self, parts: list[Weight]) -> bool:
         """Whether to pack these: kernels will read them here, or the plan wants a format that there is only packed."""
         I = parts[0].shape[1]
-        reason, must = packable("F32", I), self._plan.format in ("Q8_0", "Q4_0")
-        if self._plan.tiled and (self._plan.format or DTYPE_FORMATS[self._plan.dtype]) not in TILED:
+        reason, must, known = packable("F32", I), self._plan.quantized, formats_in(self._plan.layout)
+        if self._plan.target not in known:
+            if must:
+                packed = ", ".join(packed_in(self._plan.layout))
+                raise ModelError(f"weights: no kernel on {self._plan.device} multiplies {self._plan.format}; it multiplies {packed}")
             return False
         if must and reason is not None:
             raise ModelError(f"weights: {parts[0].name} cannot be {self._plan.format}: {reason}; leave quantization out")
@@ -211,7 +229,7 @@ class WeightLoader:
         wanted, floats = self._plan.format, DTYPE_FORMATS[self._plan.dtype]
         if self._checkpoint is None:
             return _dummy_rows(recipe, wanted or floats)
-        format, rows = load_rows(self._checkpoint, recipe, self._plan.dtype, STORED if self._plan.stored else BLOCKS)
+        format, rows = load_rows(self._checkpoint, recipe, self._plan.dtype, packed_in(self._plan.layout))
         target = wanted or (floats if format in FLOATS else format)
         if target == format:
             return format, rows
@@ -259,9 +277,7 @@ def _packer() -> str:
 
 def _unpacked(format: str, rows: np.ndarray) -> np.ndarray:
     """Rows of any format as rows of float32, uint8 [O, 4 I]."""
-    known = FORMATS[format]
-    assert known.unpack is not None
-    return np.ascontiguousarray(known.unpack(rows.reshape(-1, known.nbytes)).reshape(len(rows), -1)).view(np.uint8)
+    return np.ascontiguousarray(unpack_rows(format, rows)).view(np.uint8)
 
 
 _POOL = 1 << 20  # numbers

@@ -28,7 +28,8 @@ import numpy as np
 from tinygrad import Device, Tensor, dtypes
 
 from tinyvllm.errors import FormatError, ModelError
-from tinyvllm.quant.formats import FORMATS, BlockFormat, bf16_to_f32, f32_to_bf16, readable_formats, unpack
+from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16, readable_formats, unpack
+from tinyvllm.quant.formats import FORMATS, BlockFormat, Layout, packed_in
 from tinyvllm.weights.checkpoint import Checkpoint, TensorRecord
 from tinyvllm.weights.mapping import allocate, drop_pages, is_mapped
 
@@ -41,7 +42,6 @@ _NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype(np.float32), "F16": np.dtype
 # tinygrad's CPU kernels load float32 in fours and float16 in fours with instructions that fault on less; bfloat16 one by one.
 _ALIGNMENT = {"F32": 16, "F16": 8, "BF16": 8}
 _CHUNK = 1 << 18  # elements converted at a time: 1 MiB of float32 stays in the second-level cache with its temporaries
-BLOCKS = ("Q8_0", "Q4_0")  # packed formats that all kernels read; rows of the others are unpacked
 _DROP_EVERY = 16  # chunks: faulting pages in again around every single drop costs more than the conversion
 _POOL = 1_048_573  # prime, so that no two rows of a dummy tensor begin at the same place
 
@@ -94,7 +94,9 @@ def load_tensors(
     return out
 
 
-def load_rows(checkpoint: Checkpoint, recipe: Recipe, dtype: DType, packed: tuple[str, ...] = BLOCKS) -> tuple[str, np.ndarray]:
+def load_rows(
+    checkpoint: Checkpoint, recipe: Recipe, dtype: DType, packed: tuple[str, ...] = packed_in(Layout.PANELS)
+) -> tuple[str, np.ndarray]:
     """The matrix of one recipe [O, I] as rows of bytes: the name of its format and uint8 [O, bytes of a row], C-contiguous.
 
     As stored (F32, F16, BF16 or one of the formats `packed`) where the sources agree on one of these and the transform can be done in it; a

@@ -16,7 +16,7 @@ from tests.kernels.calling import aligned
 from tests.kernels.test_attention import CONTEXT, NEW, Case, Shape, _ints, make, oracle, same
 from tinyvllm.backends.cuda import plan as records
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.quant.formats import bf16_to_f32, f32_to_bf16
+from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16
 
 GPU = records.GPU(multiprocessors=3, shared=227 << 10, shared_of_one=228 << 10)
 # Weights, at most 1, are rounded to the cache's format before they meet the values; the rest is float32.

@@ -11,7 +11,7 @@ from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned
 from tests.kernels.cuda import small_products, tiles
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.quant.formats import bf16_to_f32, f32_to_bf16
+from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16
 
 ROW = "sm_90"
 

@@ -9,7 +9,8 @@ from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned, call
 from tests.kernels.cuda.tiles import TILED, laid, numbers, pack_tiles
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.quant.formats import FORMATS, unpack
+from tinyvllm.quant.codecs import unpack
+from tinyvllm.quant.formats import FORMATS
 
 E, V, T = 96, 37, 5  # three tiles of rows, the last of them not full
 

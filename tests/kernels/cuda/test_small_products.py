@@ -11,7 +11,7 @@ from tests.kernels.cuda import small_products as kernels
 from tests.kernels.cuda.small_products import EPS, QK_EPS
 from tests.kernels.cuda.tiles import TILED, Tiled, close, laid, numbers, one, product, rms_normed, same_bits, tiled, untouched
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.quant.formats import bf16_to_f32
+from tinyvllm.quant.codecs import bf16_to_f32
 
 WIDTHS = [(1, 32), (3, 512), (8, 544), (8, 1056), (2, 2080)]  # tokens, columns: pieces of 512 and what is left of them
 

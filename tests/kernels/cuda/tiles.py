@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tests.kernels.calling import aligned
-from tinyvllm.quant.formats import FORMATS, bf16_to_f32, f32_to_bf16, unpack
-from tinyvllm.quant.tiles import pack_tiles
+from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16, pack, unpack
+from tinyvllm.quant.formats import FORMATS
+from tinyvllm.quant.layouts import pack_tiles
 
 FLOATS = ("BF16", "F16")
 QUANTS = ("Q8_0", "Q4_0")
@@ -43,7 +44,7 @@ def tiled(weight: np.ndarray, format: str) -> Tiled:
     """float32 [O, I] in one of the formats."""
     O, I = weight.shape
     known = FORMATS[format]
-    blocks = known.pack(np.ascontiguousarray(weight.reshape(-1, known.elements)))
+    blocks = pack(format, np.ascontiguousarray(weight.reshape(-1, known.elements)))
     values = unpack(format, blocks.reshape(-1, known.nbytes)).reshape(O, I)
     rows = blocks.reshape(O, -1)
     return Tiled(format, rows, laid(pack_tiles(format, rows)), values.astype(np.float64))

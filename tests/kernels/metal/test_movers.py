@@ -9,7 +9,8 @@ from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned, call
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.metal import plan as records
-from tinyvllm.quant.formats import FORMATS, unpack
+from tinyvllm.quant.codecs import unpack
+from tinyvllm.quant.formats import FORMATS
 
 ROW = "apple7"
 

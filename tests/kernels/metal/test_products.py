@@ -15,7 +15,8 @@ from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.metal import plan as records
 from tinyvllm.backends.metal.plan import Cut
 from tinyvllm.backends.source import kernel_text
-from tinyvllm.quant.formats import FORMATS, bf16_to_f32, unpack
+from tinyvllm.quant.codecs import bf16_to_f32, pack, unpack
+from tinyvllm.quant.formats import FORMATS
 
 ROW, EPS, QK_EPS = "apple7", 1e-5, 1e-6
 NAMES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K")
@@ -43,8 +44,7 @@ def weight_of(O: int, I: int, format: str, seed: int = 0) -> Weight:
         blocks = rng.integers(0, 256, (O * I // 256, 144), dtype=np.uint8)
         blocks[:, :4] = rng.uniform(0.001, 0.01, (len(blocks), 2)).astype(np.float16).view(np.uint8)
     else:
-        assert known.pack is not None
-        blocks = known.pack(np.ascontiguousarray(numbers(O, I, seed=seed).reshape(-1, known.elements)))
+        blocks = pack(format, np.ascontiguousarray(numbers(O, I, seed=seed).reshape(-1, known.elements)))
     blocks = blocks.reshape(-1, known.nbytes)
     return Weight(format, laid(blocks.reshape(O, -1)), unpack(format, blocks).reshape(O, I).astype(np.float64))
 

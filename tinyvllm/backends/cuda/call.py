@@ -16,8 +16,7 @@ from tinyvllm.backends.kernel import Kernel
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import gpu_attribute, launch, shared_zeros
 from tinyvllm.ops.norm import Norm
-from tinyvllm.quant.layouts import PackedWeight, RowWeight
-from tinyvllm.quant.tiles import TileWeight
+from tinyvllm.quant.layouts import PackedWeight, RowWeight, TileWeight
 
 if TYPE_CHECKING:
     from tinyvllm.ops.advance import History

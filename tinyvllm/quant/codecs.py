@@ -1,0 +1,254 @@
+"""Readers and writers of each format's blocks: one numpy function per format and direction, found by the format's name.
+
+A block is a run of bytes that encodes a fixed number of weights (ggml's layouts; the three float formats are blocks of one number). These
+functions are the oracle for the packed kernels, so they are written to be read. quant/formats.py is the table of the formats; it does
+without numpy, because configuration and the command line read it.
+
+numpy has no bfloat16: its bits are carried as uint16. Everything is little endian.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tinyvllm.errors import FormatError
+
+Codec = Callable[[np.ndarray], np.ndarray]
+_READERS: dict[str, Codec] = {}  # uint8 [N, bytes of a block] -> float32 [N, weights of a block]
+_WRITERS: dict[str, Codec] = {}  # the nearest inverse
+
+
+def unpack(name: str, data: np.ndarray) -> np.ndarray:
+    """uint8 [N, bytes of a block] -> float32 [N, weights of a block], exact. FormatError for a format that has no reader."""
+    if name not in _READERS:
+        raise FormatError(f"formats: {name} cannot be unpacked; readable are {', '.join(readable_formats())}")
+    with np.errstate(all="ignore"):  # infinite or NaN scales give infinite or NaN numbers, as stored
+        return _READERS[name](data)
+
+
+def pack(name: str, values: np.ndarray) -> np.ndarray:
+    """float32 [N, weights of a block] -> uint8 [N, bytes of a block], to nearest. FormatError for a format that has no writer."""
+    if name not in _WRITERS:
+        raise FormatError(f"formats: {name} cannot be packed; writable are {', '.join(_WRITERS)}")
+    return _WRITERS[name](values)
+
+
+def readable_formats() -> list[str]:
+    return list(_READERS)
+
+
+def _reads(name: str) -> Callable[[Codec], Codec]:
+    def register(codec: Codec) -> Codec:
+        _READERS[name] = codec
+        return codec
+
+    return register
+
+
+def _writes(name: str) -> Callable[[Codec], Codec]:
+    def register(codec: Codec) -> Codec:
+        _WRITERS[name] = codec
+        return codec
+
+    return register
+
+
+# --- plain floats
+
+
+def bf16_to_f32(bits: np.ndarray) -> np.ndarray:
+    """uint16 bfloat16 bits [...] -> float32 [...], exact."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def f32_to_bf16(values: np.ndarray) -> np.ndarray:
+    """float32 [...] -> uint16 bfloat16 bits [...], rounded to nearest, ties to even; a NaN stays a NaN (made quiet)."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
+    nan = np.isnan(values)
+    if nan.any():  # rounding may carry a NaN's payload into infinity or into the sign
+        rounded = np.where(nan, (bits >> 16) | 0x40, rounded)
+    return rounded.astype(np.uint16)
+
+
+@_reads("F32")
+def _unpack_f32(data: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(data).view(np.float32)
+
+
+@_reads("F16")
+def _unpack_f16(data: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(data).view(np.float16).astype(np.float32)
+
+
+@_reads("BF16")
+def _unpack_bf16(data: np.ndarray) -> np.ndarray:
+    return bf16_to_f32(np.ascontiguousarray(data).view(np.uint16))
+
+
+# --- blocks of 32, one scale (and one minimum) each
+
+
+def _half(data: np.ndarray, start: int) -> np.ndarray:
+    """The float16 at byte `start` of each block -> float32 [N, 1]."""
+    return np.ascontiguousarray(data[:, start : start + 2]).view(np.float16).astype(np.float32)
+
+
+def _nibbles(data: np.ndarray, start: int) -> np.ndarray:
+    """16 bytes from `start` -> uint8 [N, 32]: low nibbles are elements 0..15, high nibbles 16..31."""
+    packed = data[:, start : start + 16]
+    out = np.empty((len(data), 2, 16), np.uint8)
+    np.bitwise_and(packed, 15, out=out[:, 0])
+    np.right_shift(packed, 4, out=out[:, 1])
+    return out.reshape(-1, 32)
+
+
+def _fifth_bits(data: np.ndarray, start: int) -> np.ndarray:
+    """4 bytes from `start`, bit i for element i -> uint8 [N, 32] of 0 or 16."""
+    return np.unpackbits(data[:, start : start + 4], axis=1, bitorder="little") << 4
+
+
+@_reads("Q8_0")
+def _unpack_q8_0(data: np.ndarray) -> np.ndarray:
+    return _half(data, 0) * data[:, 2:].view(np.int8)
+
+
+@_reads("Q4_0")
+def _unpack_q4_0(data: np.ndarray) -> np.ndarray:
+    return _half(data, 0) * (_nibbles(data, 2).view(np.int8) - np.int8(8))
+
+
+@_reads("Q4_1")
+def _unpack_q4_1(data: np.ndarray) -> np.ndarray:
+    return _half(data, 0) * _nibbles(data, 4) + _half(data, 2)
+
+
+@_reads("Q5_0")
+def _unpack_q5_0(data: np.ndarray) -> np.ndarray:
+    return _half(data, 0) * ((_nibbles(data, 6) | _fifth_bits(data, 2)).view(np.int8) - np.int8(16))
+
+
+@_reads("Q5_1")
+def _unpack_q5_1(data: np.ndarray) -> np.ndarray:
+    return _half(data, 0) * (_nibbles(data, 8) | _fifth_bits(data, 4)) + _half(data, 2)
+
+
+# --- K-quants: blocks of 256 in sub-blocks of 16 or 32, whose scales are small integers times one float16 of the block
+
+
+def _bit_planes(data: np.ndarray, start: int, groups: int, width: int, bits: int) -> np.ndarray:
+    """`groups` runs of `width` bytes from `start`, each byte holding 8/bits numbers -> uint8 [N, groups, 8/bits, width].
+
+    The lowest bits of a whole run come first: number j of byte w is element j * width + w of its group.
+    """
+    packed = data[:, start : start + groups * width].reshape(-1, groups, 1, width)
+    shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(1, 1, -1, 1)
+    return (packed >> shifts) & np.uint8((1 << bits) - 1)
+
+
+@_reads("Q2_K")
+def _unpack_q2_k(data: np.ndarray) -> np.ndarray:
+    scales = data[:, :16]  # low nibble: scale, high nibble: minimum, of 16 elements each
+    scale = _half(data, 80) * (scales & 15)
+    minimum = _half(data, 82) * (scales >> 4)
+    quants = _bit_planes(data, 16, groups=2, width=32, bits=2).reshape(-1, 16, 16)
+    return (scale[:, :, None] * quants - minimum[:, :, None]).reshape(-1, 256)
+
+
+@_reads("Q3_K")
+def _unpack_q3_k(data: np.ndarray) -> np.ndarray:
+    low = _bit_planes(data, 32, groups=2, width=32, bits=2).reshape(-1, 256)
+    high = _bit_planes(data, 0, groups=1, width=32, bits=1).reshape(-1, 256)
+    quants = (low | (high << 2)).view(np.int8) - np.int8(4)
+    packed = data[:, 96:108]  # 16 scales of 6 bits: 8 bytes of low nibbles, then 4 bytes of two high bits each
+    low_bits = _bit_planes(packed, 0, groups=1, width=8, bits=4).reshape(-1, 16)
+    high_bits = _bit_planes(packed, 8, groups=1, width=4, bits=2).reshape(-1, 16)
+    scale = _half(data, 108) * ((low_bits | (high_bits << 4)).view(np.int8) - np.int8(32))
+    return (scale[:, :, None] * quants.reshape(-1, 16, 16)).reshape(-1, 256)
+
+
+def _scales_and_minimums(data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The first 16 bytes of Q4_K and Q5_K, d, dmin and eight 6-bit scales and minimums in 12 bytes -> two float32 [N, 8].
+
+    Scales and minimums 0..3 are the low 6 bits of bytes 0..3 and 4..7; those of 4..7 have their low nibbles in bytes 8..11 and their
+    two high bits in the top bits of bytes 0..3 and 4..7.
+    """
+    first, second, rest = data[:, 4:8], data[:, 8:12], data[:, 12:16]
+    scales = np.concatenate([first & 63, (rest & 15) | ((first >> 6) << 4)], axis=1)
+    minimums = np.concatenate([second & 63, (rest >> 4) | ((second >> 6) << 4)], axis=1)
+    return _half(data, 0) * scales, _half(data, 2) * minimums
+
+
+@_reads("Q4_K")
+def _unpack_q4_k(data: np.ndarray) -> np.ndarray:
+    scale, minimum = _scales_and_minimums(data)
+    quants = _bit_planes(data, 16, groups=4, width=32, bits=4).reshape(-1, 8, 32)
+    return (scale[:, :, None] * quants - minimum[:, :, None]).reshape(-1, 256)
+
+
+@_reads("Q5_K")
+def _unpack_q5_k(data: np.ndarray) -> np.ndarray:
+    scale, minimum = _scales_and_minimums(data)
+    low = _bit_planes(data, 48, groups=4, width=32, bits=4).reshape(-1, 8, 32)
+    high = _bit_planes(data, 16, groups=1, width=32, bits=1).reshape(-1, 8, 32)
+    return (scale[:, :, None] * (low | (high << 4)) - minimum[:, :, None]).reshape(-1, 256)
+
+
+@_reads("Q6_K")
+def _unpack_q6_k(data: np.ndarray) -> np.ndarray:
+    low = _bit_planes(data, 0, groups=2, width=64, bits=4).reshape(-1, 256)
+    high = _bit_planes(data, 128, groups=2, width=32, bits=2).reshape(-1, 256)
+    quants = (low | (high << 4)).view(np.int8) - np.int8(32)
+    scale = _half(data, 208) * data[:, 192:208].view(np.int8)
+    return (scale[:, :, None] * quants.reshape(-1, 16, 16)).reshape(-1, 256)
+
+
+# --- packing, with the rounding of llama.cpp's reference quantizer
+
+
+@_writes("F32")
+def _pack_f32(values: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(values, np.float32).view(np.uint8)
+
+
+@_writes("F16")
+def _pack_f16(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.float16).view(np.uint8)
+
+
+@_writes("BF16")
+def _pack_bf16(values: np.ndarray) -> np.ndarray:
+    return f32_to_bf16(values).view(np.uint8)
+
+
+def _inverse(scale: np.ndarray) -> np.ndarray:
+    """1 / scale, and 0 for a scale of 0 (a block of zeros)."""
+    return np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
+
+
+@_writes("Q8_0")
+def _pack_q8_0(values: np.ndarray) -> np.ndarray:
+    """Scale by the largest magnitude / 127, round half away from zero."""
+    scale = np.abs(values).max(axis=1, keepdims=True) / np.float32(127)
+    scaled = values * _inverse(scale)
+    magnitude = np.abs(scaled)
+    rounded = np.floor(magnitude)
+    rounded += magnitude - rounded >= 0.5  # not floor(x + 0.5): that addition itself rounds
+    quants = np.copysign(rounded, scaled).astype(np.int8)
+    return np.concatenate([scale.astype(np.float16).view(np.uint8), quants.view(np.uint8)], axis=1)
+
+
+@_writes("Q4_0")
+def _pack_q4_0(values: np.ndarray) -> np.ndarray:
+    """Scale so that the value of largest magnitude becomes -8 (the range is -8..7), round half up."""
+    largest = np.take_along_axis(values, np.abs(values).argmax(axis=1, keepdims=True), axis=1)
+    scale = largest / np.float32(-8)
+    quants = (values * _inverse(scale) + np.float32(8.5)).astype(np.uint8).clip(0, 15)
+    nibbles = quants[:, :16] | (quants[:, 16:] << 4)
+    return np.concatenate([scale.astype(np.float16).view(np.uint8), nibbles], axis=1)

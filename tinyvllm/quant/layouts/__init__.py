@@ -1,0 +1,29 @@
+"""Weight matrices in memory: rows as in files, panels for CPU vectors, tiles for GPU matrix instructions.
+
+Each layout is defined by numpy functions and read back by a class in plain tinygrad, which is the reference of the kernels. The bytes of a
+block are placed field by field as the format's row of quant/formats.py describes them; no layout knows a format by name.
+"""
+
+from tinyvllm.quant.layouts.panels import PackedWeight, pack_panels, packable, panel_bytes, unpack_panels
+from tinyvllm.quant.layouts.rows import BLOCK, PANEL, RowWeight, StoredWeight, convert_rows, quantize_rows, row_bytes, unpack_rows
+from tinyvllm.quant.layouts.tiles import TileWeight, pack_tiles, put_tiles, unpack_tiles
+
+__all__ = [
+    "BLOCK",
+    "PANEL",
+    "PackedWeight",
+    "RowWeight",
+    "StoredWeight",
+    "TileWeight",
+    "convert_rows",
+    "pack_panels",
+    "pack_tiles",
+    "packable",
+    "panel_bytes",
+    "put_tiles",
+    "quantize_rows",
+    "row_bytes",
+    "unpack_panels",
+    "unpack_rows",
+    "unpack_tiles",
+]

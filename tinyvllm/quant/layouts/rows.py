@@ -1,0 +1,106 @@
+"""Weight matrices [O, I] in rows, as files store them, and the ways from one format's rows to another's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from tinygrad import Tensor
+
+from tinyvllm.errors import ModelError
+from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16, pack, unpack
+from tinyvllm.quant.formats import FLOATS, FORMATS, QUANTIZATIONS
+from tinyvllm.quant.layouts.fields import spans, unit_bytes, weights
+
+PANEL = 16  # rows of a panel and of a tile
+BLOCK = 32  # columns that kernels read at a time
+
+
+def row_bytes(format: str, I: int) -> int:
+    """Bytes of one row of I weights, in a file and in every layout. ModelError where I is not a whole number of blocks."""
+    known = FORMATS[format]
+    if I % known.elements:
+        raise ModelError(f"weight: a row of {I} columns cannot be {format}: expected a multiple of {known.elements} columns")
+    return I // known.elements * known.nbytes
+
+
+def unpack_rows(format: str, rows: np.ndarray) -> np.ndarray:
+    """Rows of any readable format, uint8 [O, row_bytes] -> float32 [O, I], the exact values."""
+    return unpack(format, rows.reshape(-1, FORMATS[format].nbytes)).reshape(len(rows), -1)
+
+
+def convert_rows(source: str, format: str, rows: np.ndarray) -> np.ndarray:
+    """Rows from one of the three float formats to another: uint8 [O, bytes] -> uint8 [O, bytes], to nearest, ties to even.
+
+    float32 and bfloat16 numbers beyond float16's range become infinite.
+    """
+    if source not in FLOATS or format not in FLOATS:
+        raise ModelError(f"weight: rows are converted between {', '.join(FLOATS)}, not from {source} to {format}")
+    if source == format:
+        return rows
+    kinds = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+    stored = np.ascontiguousarray(rows).view(kinds[source])
+    values = bf16_to_f32(stored) if source == "BF16" else stored.astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return (f32_to_bf16(values) if format == "BF16" else values.astype(kinds[format])).view(np.uint8)
+
+
+def quantize_rows(format: str, rows: np.ndarray) -> np.ndarray:
+    """float32 [O, I] -> rows of a format that `--quantization` offers, uint8 [O, row_bytes], rounded as llama.cpp's reference does."""
+    known = FORMATS[format]
+    if not known.quantization:
+        raise ModelError(f"weight: rows are quantized to {' or '.join(QUANTIZATIONS)}, not to {format}")
+    out = np.empty((len(rows), row_bytes(format, rows.shape[1])), np.uint8)
+    step = max(1, (1 << 16) // rows.shape[1])  # the quantizer's temporaries stay in the second-level cache
+    for start in range(0, len(rows), step):
+        piece = rows[start : start + step]
+        blocks = np.ascontiguousarray(piece, np.float32).reshape(-1, known.elements)
+        out[start : start + step] = pack(format, blocks).reshape(len(piece), -1)
+    return out
+
+
+@dataclass(frozen=True, eq=False)
+class RowWeight:
+    """A matrix [O, I] in rows as a file stores them. `tensor` is realized, uint8 [O * row_bytes]."""
+
+    tensor: Tensor
+    format: str
+    O: int
+    I: int
+
+    def dense(self) -> Tensor:
+        """float32 [O, I], lazy."""
+        units = self.tensor.reshape(self.O, -1, unit_bytes(self.format))
+        return weights(self.format, [flipped(units[:, :, a:b], field.flip).reshape(self.O, -1) for field, a, b in spans(self.format)])
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """The rows `ids` (int [T], below O), float32 [T, I]. The index is folded into the loads: only these rows are unpacked."""
+        return self.dense()[ids]
+
+
+@dataclass(frozen=True, eq=False)
+class StoredWeight:
+    """Matrices [O_i, I] of one format in rows as files store them, their outputs concatenated; kernels read each from its own place."""
+
+    parts: tuple[RowWeight, ...]
+
+    @property
+    def format(self) -> str:
+        return self.parts[0].format
+
+    @property
+    def O(self) -> int:  # noqa: E743  the dimension's letter
+        return sum(part.O for part in self.parts)
+
+    @property
+    def I(self) -> int:  # noqa: E743
+        return self.parts[0].I
+
+    def dense(self) -> Tensor:
+        """float32 [O, I], lazy."""
+        parts = [part.dense() for part in self.parts]
+        return parts[0] if len(parts) == 1 else parts[0].cat(*parts[1:])
+
+
+def flipped(data: Tensor, flip: int) -> Tensor:
+    return data ^ flip if flip else data
