@@ -77,24 +77,24 @@ def _static_batch(engine: Any, work: Work) -> list[list[int]]:
     sequences = [Sequence(1 << 40 | n, "static", ids, SamplingParams()) for n, (ids, _) in enumerate(work)]
     for sequence in sequences:
         sequence.block_table = pool.allocate(pool.blocks_for(len(sequence) + longest))
-    waiting = [Scheduled(sequence, 0, len(sequence), True) for sequence in sequences]
+    waiting = [Scheduled(sequence, 0, len(sequence), 1) for sequence in sequences]
     while waiting:
         count = max(1, sum(sum(e.num_tokens for e in waiting[: n + 1]) <= budget for n in range(len(waiting))))
         step = runner.prepare(Schedule(waiting[:count]))
-        _take(step.sampling, runner.tokens(runner.launch(step).best)[0])
+        _take(step.logit_rows, runner.tokens(runner.launch(step).best)[0])
         del waiting[:count]
     for _ in range(longest - 1):
-        step = runner.prepare(Schedule([Scheduled(s, len(s) - 1, 1, True) for s in sequences]))
+        step = runner.prepare(Schedule([Scheduled(s, len(s) - 1, 1, 1) for s in sequences]))
         result = runner.launch(step)
         (tokens,) = runner.advance(step, result.best, None, 1)
-        _take(step.sampling, tokens[0])
+        _take(step.logit_rows, tokens[0])
     for sequence in sequences:
         pool.release(sequence.block_table)
     return [sequence.output_token_ids for sequence in sequences]
 
 
-def _take(sampling: Any, tokens: Any) -> None:
-    for entry, token in zip(sampling, tokens.tolist()):  # rows of padding come behind
+def _take(entries: Any, tokens: Any) -> None:
+    for entry, token in zip(entries, tokens.tolist()):  # rows of padding come last
         entry.sequence.output_token_ids.append(token)
 
 

@@ -22,16 +22,16 @@ def llm(tiny_model):
 def twice(llm: LLM, monkeypatch: pytest.MonkeyPatch, params: list[SamplingParams]) -> tuple[list[Any], list[Any], int]:
     """What all together get when steps go on, and when each is scheduled anew; and how many went on."""
     scheduler, prompts, went = llm.engine.scheduler, [prompt(i) for i in range(len(params))], []
-    onward = scheduler._onward
+    onward = scheduler._reuse
 
     def counted(unseen: int) -> Any:
         plan = onward(unseen)
         went.append(plan is not None)
         return plan
 
-    monkeypatch.setattr(scheduler, "_onward", counted)
+    monkeypatch.setattr(scheduler, "_reuse", counted)
     going = told(llm.generate(prompts, params))
-    monkeypatch.setattr(scheduler, "_onward", lambda unseen: None)
+    monkeypatch.setattr(scheduler, "_reuse", lambda unseen: None)
     return going, told(llm.generate(prompts, params)), sum(went)
 
 

@@ -34,7 +34,7 @@ def record(llm: LLM) -> list[tuple[int, int]]:
     advance = llm.engine.runner.advance
 
     def spy(step: Any, sampled: Any, draw: Any, rounds: int) -> Any:
-        steps.append((len(step.sampling), rounds))
+        steps.append((len(step.logit_rows), rounds))
         return advance(step, sampled, draw, rounds)
 
     llm.engine.runner.advance = spy  # type: ignore[method-assign]

@@ -47,10 +47,10 @@ def state(n: int) -> RequestState:
 def test_rounds_are_so_many_steps(clock: Clock) -> None:
     """Or what is predicted for an answer would be as many times too long, and its deadline refused."""
     accounts, one = EngineStats(NoMetrics(), Costs(1000, 10, lambda: 1.0), make()), state(1)
-    schedule = Schedule([Scheduled(one.sequences[0], 3, 1, True)])
+    schedule = Schedule([Scheduled(one.sequences[0], 3, 1, 1)])
     step(accounts, clock, schedule, [one], 4, 0.4)
     assert accounts.scheduler.rates.decode_step == pytest.approx(0.1)
-    schedule.goes_on = True
+    schedule.reused = True
     step(accounts, clock, schedule, [one], 1, 0.1)
     assert accounts.scheduler.rates.decode_step == pytest.approx(0.1) and one.receipt.steps == 5
 
@@ -59,7 +59,7 @@ def test_a_step_is_on_a_receipt_once(clock: Clock) -> None:
     """However many continuations it had in it."""
     accounts, three = EngineStats(NoMetrics(), Costs(1200, 10, lambda: 1.0), make()), state(3)
     other = make_sequence(9, 3)
-    schedule = Schedule([Scheduled(s, 3, 1, True) for s in (*three.sequences, other)])
+    schedule = Schedule([Scheduled(s, 3, 1, 1) for s in (*three.sequences, other)])
     plain = RequestState("plain", None, [1], SamplingParams(seed=1), None, (), 64, 0.0)
     step(accounts, clock, schedule, [three] * 3 + [plain], 1, 0.2)
     assert three.receipt.steps == 1 and three.receipt.batch_sizes == {4: 1} and three.receipt.device_seconds == pytest.approx(0.2)

@@ -9,10 +9,10 @@ from tinyvllm.scheduler import Schedule, Scheduled
 S, M, SCRATCH = 16, 8, 960
 
 
-def entry(number, length, start, count, samples=True):
+def entry(number, length, start, count, num_logits=1):
     sequence = Sequence(number, str(number), [100 * number + i for i in range(length)], SamplingParams())
     sequence.block_table = [10 * number + i for i in range(-(-(start + count) // S))]
-    return Scheduled(sequence, start, count, samples)
+    return Scheduled(sequence, start, count, num_logits)
 
 
 def test_buckets():
@@ -48,7 +48,7 @@ def fill(entries):
 
 
 def test_decodes():
-    inputs, blocks = fill([entry(1, 20, 19, 1), entry(2, 4, 3, 1), entry(3, 40, 39, 1, samples=False)])
+    inputs, blocks = fill([entry(1, 20, 19, 1), entry(2, 4, 3, 1), entry(3, 40, 39, 1, num_logits=0)])
     assert blocks == 3
     assert inputs.tokens.tolist() == [119, 203, 339, 0] and inputs.positions.tolist() == [19, 3, 39, 0]
     assert inputs.slots.tolist() == [11 * S + 3, 20 * S + 3, 32 * S + 7, SCRATCH]
@@ -59,7 +59,7 @@ def test_decodes():
 
 
 def test_a_step_with_both():
-    inputs, blocks = fill([entry(1, 5, 4, 1), entry(2, 30, 10, 20), entry(3, 40, 0, 12, samples=False)])
+    inputs, blocks = fill([entry(1, 5, 4, 1), entry(2, 30, 10, 20), entry(3, 40, 0, 12, num_logits=0)])
     assert blocks == 2 and inputs.shape.decodes == 8 and inputs.shape.chunk_tokens == 32
     assert inputs.query_starts.tolist() == [*range(9), 28, 40], "eight padded decodes, then chunks of 20 and 12"
     assert inputs.tokens[8:28].tolist() == list(range(210, 230)) and inputs.positions[8:28].tolist() == list(range(10, 30))
@@ -92,7 +92,7 @@ def test_the_device_holds_what_the_host_laid_out():
 def test_all_rows_are_sampled_where_all_are_wanted():
     from tinyvllm.runner.prepare import StepInputs, shape_of
 
-    prompt = [entry(1, 20, 0, 20, samples=False)]
+    prompt = [entry(1, 20, 0, 20, num_logits=0)]
     inputs = StepInputs(shape_of([], prompt), M, SCRATCH, "CPU", all_rows=True)
     inputs.fill([], prompt, S)
     assert inputs.samples.tolist() == list(range(32)) and inputs.sample_count.tolist() == [20]
@@ -141,10 +141,10 @@ def made(batch):
 def test_what_the_device_has_advanced_is_not_laid_out_again(uploads):
     batch = decodes(5, 17)
     inputs = made(batch)
-    inputs.advanced(1)
+    inputs.mark_advanced(1)
     uploads.clear()
     assert inputs.fill(decodes(6, 18, batch=batch), [], S) == 2 and uploads == []
-    inputs.advanced(4)
+    inputs.mark_advanced(4)
     assert inputs.fill(decodes(10, 22, batch=batch), [], S) == 2 and uploads == []
 
 
@@ -153,7 +153,7 @@ def test_a_new_block_takes_itself_and_slots_alone(uploads):
 
     batch = decodes(5, 15)
     inputs = made(batch)
-    inputs.advanced(1)
+    inputs.mark_advanced(1)
     uploads.clear()
     assert inputs.fill(decodes(6, 16, batch=batch), [], S) == 2
     assert uploads == [1, 1], "no tokens: the device knows them"
@@ -168,16 +168,16 @@ def test_a_step_that_goes_on_looks_at_those_alone_that_have_grown(uploads):
 
     batch = decodes(5, 15, 30)
     inputs = made(batch)
-    inputs.advanced(1)
+    inputs.mark_advanced(1)
     assert inputs.ready
     uploads.clear()
-    assert inputs.go_on([], S) == 2 and uploads == [] and not inputs.ready
-    inputs.advanced(3)
+    assert inputs.reuse([], S) == 2 and uploads == [] and not inputs.ready
+    inputs.mark_advanced(3)
     for scheduled in batch:
         scheduled.start += 4
     batch[1].sequence.block_table.append(77)
     batch[2].sequence.block_table.append(88)
-    assert inputs.go_on(batch[1:], S) == 3 and uploads == [1] * 4
+    assert inputs.reuse(batch[1:], S) == 3 and uploads == [1] * 4
     device = inputs.batch(3)
     np.testing.assert_array_equal(download(device.block_tables)[1:3, :3], [[20, 77, 0], [30, 31, 88]])
     assert inputs.slots.tolist()[:3] == [10 * S + 9, 77 * S + 3, 88 * S + 2]
@@ -188,7 +188,7 @@ def test_a_step_that_goes_on_looks_at_those_alone_that_have_grown(uploads):
 def test_anything_else_is_laid_out_whole(uploads, why):
     batch = decodes(5, 7)
     inputs = made(batch)
-    inputs.advanced(1)
+    inputs.mark_advanced(1)
     if why == "not advanced":  # a full one, after which nobody has said what the device did
         inputs.fill(decodes(1, 1, batch=batch), [], S)
     uploads.clear()
@@ -211,7 +211,7 @@ def test_a_sequence_in_the_memory_of_an_ended_one_is_another(uploads, monkeypatc
     monkeypatch.setattr(prepare, "id", lambda thing: 1, raising=False)
     batch = decodes(5)
     inputs = made(batch)
-    inputs.advanced(1)
+    inputs.mark_advanced(1)
     uploads.clear()
     inputs.fill(decodes(6, batch=[entry(2, 100, 0, 1)]), [], S)
     assert len(uploads) == 1 and uploads[0] > M
@@ -290,17 +290,38 @@ def test_what_is_shared_follows_tables_that_change_on_the_way(uploads):
     batch = [sharing(1, [1, 2, 3], own=2), sharing(2, [1, 2, 3], own=2)]
     inputs = made(batch)
     assert inputs.shared_prefix_lens.tolist() == [0, 3 * S]
-    inputs.advanced(1)
+    inputs.mark_advanced(1)
     for scheduled in batch:
         scheduled.start += 1
     batch[0].sequence.block_table.append(77)
     uploads.clear()
     inputs.fill(batch, [], S)
     assert uploads == [1, 1] and inputs.shared_prefix_lens.tolist() == [0, 3 * S], "a new block of one's own changes nothing in common"
-    inputs.advanced(1)
+    inputs.mark_advanced(1)
     for scheduled in batch:
         scheduled.start += 1
     batch[1].sequence.block_table = [1, 40, *batch[1].sequence.block_table[2:], 99]  # another list, as behind a swap
     uploads.clear()
     inputs.fill(batch, [], S)
     assert uploads == [6, 1, 2] and download(inputs.batch(1).shared_prefix_lens).tolist() == [0, S]
+
+
+# --- several rows of logits of one sequence, as the verification of drafts wants them
+
+
+def test_the_last_tokens_of_each_entry_want_logits():
+    entries = [entry(1, 5, 4, 1), entry(2, 30, 25, 5, num_logits=5), entry(3, 40, 0, 12, num_logits=0), entry(4, 20, 10, 10, num_logits=2)]
+    inputs, _ = fill([*entries, entry(5, 9, 8, 1, num_logits=0)])
+    assert inputs.shape.decodes == 8 and inputs.shape.chunks == 4
+    assert inputs.shape.extra_logits == 8 and len(inputs.samples) == inputs.shape.num_logits == 8 + 4 + 8, "5 beyond one a sequence, padded"
+    assert inputs.sample_count.tolist() == [1 + 5 + 2]
+    assert inputs.samples[:8].tolist() == [0, *range(8, 13), 33, 34]
+    assert inputs.tokens[inputs.samples[1:6]].tolist() == [225, 226, 227, 228, 229] and not inputs.samples[8:].any()
+
+
+@pytest.mark.parametrize(("counts", "extra"), [((0, 1), 0), ((1, 2), 1), ((4, 4), 8), ((8, 1), 8), ((0, 10), 16)])
+def test_rows_of_logits_are_bucketed(counts, extra):
+    from tinyvllm.runner.prepare import Shape, shape_of
+
+    chunks = [entry(number, 20, 0, 10, num_logits=count) for number, count in enumerate(counts, start=1)]
+    assert shape_of([], chunks) == Shape(0, 2, 32, 16, extra)

@@ -1,5 +1,6 @@
 """The runner on a real tiny checkpoint: dtypes, the pool's size and the longest sequence, the bytes of a step."""
 
+import numpy as np
 import pytest
 
 from tinyvllm.config import EngineConfig
@@ -42,3 +43,39 @@ def test_dummy_weights_need_only_the_description(tiny_model, tmp_path):
     (tmp_path / "config.json").write_text((tiny_model / "config.json").read_text())
     made = runner(tmp_path, load_format="dummy", num_blocks=4)
     assert made.model.blk[0].packed["attn_q", "attn_k", "attn_v"].dense().numpy().std() > 0
+
+
+def steps(made, entries):
+    """Logits float32 [rows, V] of one step, and the ids of the sequences that its rows belong to."""
+    from tinyvllm.bridge import download
+    from tinyvllm.scheduler import Schedule
+
+    step = made.prepare(Schedule(entries))
+    logits = download(made.launch(step).logits)
+    assert len(logits) == step.num_logits >= len(step.logit_rows)
+    return logits[: len(step.logit_rows)], [entry.sequence.sequence_id for entry in step.logit_rows]
+
+
+@pytest.mark.parametrize("drafts", [1, 3, 7])
+def test_rows_of_several_tokens_are_those_of_one_at_a_time(tiny_model, drafts):
+    """The last known token and k drafts in one step, next to a decode and a prompt: the bits of k + 1 steps of one token."""
+    from tinyvllm.request import SamplingParams, Sequence
+    from tinyvllm.scheduler import Scheduled
+
+    made = runner(tiny_model, num_blocks=16)
+    tokens = np.random.default_rng(0).integers(1, 200, (3, 40)).tolist()
+    sequences = [Sequence(i, str(i), ids, SamplingParams(), block_table=list(range(4 * i, 4 * i + 4))) for i, ids in enumerate(tokens)]
+    start = 19
+    for sequence in sequences[:2]:
+        steps(made, [Scheduled(sequence, 0, start, 0)])
+    alone = np.concatenate([steps(made, [Scheduled(sequences[0], start + i, 1, 1)])[0] for i in range(drafts + 1)])
+    together = [
+        Scheduled(sequences[1], start, 1, 1),
+        Scheduled(sequences[0], start, drafts + 1, drafts + 1),
+        Scheduled(sequences[2], 0, 21, 1),
+    ]
+    logits, ids = steps(made, together)
+    assert ids == [1, *[0] * (drafts + 1), 2], "row by row: the decode, the drafts in order of position, the end of the prompt"
+    np.testing.assert_array_equal(logits[1:-1], alone)
+    np.testing.assert_array_equal(logits[:1], steps(made, [Scheduled(sequences[1], start, 1, 1)])[0])
+    np.testing.assert_array_equal(logits[-1:], steps(made, [Scheduled(sequences[2], 0, 21, 1)])[0])

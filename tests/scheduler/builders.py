@@ -42,7 +42,7 @@ def run(scheduler: Scheduler) -> Schedule:
     plan = scheduler.schedule()
     scheduler.advance(plan)
     for entry in plan.entries:
-        if entry.samples:
+        if entry.num_logits:
             entry.sequence.output_token_ids.append(7)
     return plan
 

@@ -230,7 +230,7 @@ class House:
 
     def run(self, plan: Schedule, abort_inside: int | None) -> None:
         scheduler = self.scheduler
-        decodes = all(entry.num_tokens == 1 and entry.samples for entry in plan.entries)
+        decodes = all(entry.num_tokens == entry.num_logits == 1 for entry in plan.entries)
         looks = any(entry.sequence.sequence_id in self.searches for entry in plan.entries)
         if decodes and not looks and self.ahead:
             self.launch(plan)
@@ -245,7 +245,7 @@ class House:
         if abort_inside is not None:
             self.abort(abort_inside)
         scheduler.advance(plan, rounds)
-        self.take([entry.sequence for entry in plan.entries if entry.samples], rounds)
+        self.take([entry.sequence for entry in plan.entries if entry.num_logits], rounds)
 
     def launch(self, plan: Schedule) -> None:
         self.compute(plan, 0)
@@ -284,7 +284,7 @@ class House:
 
     def draw(self, plan: Schedule) -> None:
         for entry in plan.entries:
-            if entry.samples:
+            if entry.num_logits:
                 sequence, token = entry.sequence, self.random.randrange(VOCAB)
                 truth = self.truth[sequence.sequence_id]
                 if sequence.sequence_id not in self.searches:
@@ -377,7 +377,7 @@ class House:
                 assert sequence in plan.expired or sequence.finish_reason == "length"  # a beam of which another had no room
                 continue
             assert sequence.status is Status.RUNNING and entry.start == sequence.num_computed and entry.num_tokens >= 1
-            assert end <= len(sequence) and entry.samples == (end == len(sequence))
+            assert end <= len(sequence) and entry.num_logits == (end == len(sequence))
             assert end <= len(sequence.block_table) * pool.block_size
         self.check_order(plan, before)
         assert not any(self.late(sequence) for sequence in self.living.values())
@@ -402,7 +402,7 @@ class House:
 
         def place(entry: Scheduled) -> tuple[object, ...]:
             old = entry.sequence.sequence_id in before and entry.sequence not in plan.preempted
-            return entry.num_tokens > 1 or not entry.samples, not old, rank_of(entry.sequence) if old else ()
+            return entry.num_tokens > 1 or not entry.num_logits, not old, rank_of(entry.sequence) if old else ()
 
         assert [place(entry) for entry in plan.entries] == sorted(map(place, plan.entries))
 

@@ -19,10 +19,10 @@ def decoding(lengths=(5, 7, 8), **limits):
 def test_a_step_that_goes_on_is_the_last_ones_object():
     scheduler, first = decoding()
     starts = [entry.start for entry in first.entries]
-    assert not first.goes_on and starts == [5, 7, 8]
+    assert not first.reused and starts == [5, 7, 8]
     for turn in range(1, 10):
         plan = run(scheduler)
-        assert plan is first and plan.goes_on and [entry.start for entry in plan.entries] == [start + turn for start in starts]
+        assert plan is first and plan.reused and [entry.start for entry in plan.entries] == [start + turn for start in starts]
         assert ran(type(plan)(plan.changed)) == [n for n, start in enumerate(starts) if (start + turn) % 4 == 0]
         for entry in plan.entries:
             assert len(entry.sequence.block_table) == scheduler.pool.blocks_for(entry.start + 1)
@@ -58,7 +58,7 @@ def test_anything_else_is_scheduled_anew(what):
         case "did not run":  # somebody in between has failed, and nobody knows what the device has
             assert scheduler.schedule() is first
     plan = run(scheduler)
-    assert plan is not first and not plan.goes_on
+    assert plan is not first and not plan.reused
     expected = {
         "arrives": [0, 1, 2, 9],
         "ends": [0, 2],
@@ -104,5 +104,5 @@ def test_several_rounds_cross_more_borders():
             entry.sequence.output_token_ids += [7] * 6
         again = scheduler.schedule()
         crossed = [n for n, start in enumerate(before) if (start + 6) // 4 != start // 4]
-        assert again is plan and again.goes_on and sorted(set(ran(type(plan)(again.changed)))) == crossed
+        assert again is plan and again.reused and sorted(set(ran(type(plan)(again.changed)))) == crossed
         assert [entry.sequence.num_published for entry in plan.entries] == [entry.start // 4 for entry in plan.entries]

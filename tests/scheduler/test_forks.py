@@ -239,4 +239,4 @@ def test_forks_in_a_step_of_several_rounds_share_the_prompt_alone():
     scheduler.advance(plan, 4)
     assert child.num_computed == 0 and parent.num_computed == 4
     parent.output_token_ids += [7] * 4
-    assert scheduler.follow(Schedule([Scheduled(parent, 0, 1, True)])) is None, "one that was forked runs beside it now"
+    assert scheduler.follow(Schedule([Scheduled(parent, 0, 1, 1)])) is None, "one that was forked runs beside it now"

@@ -30,8 +30,8 @@ def add(scheduler: Scheduler, *lengths: int) -> list[Sequence]:
     return sequences
 
 
-def rows_of(plan: Schedule) -> list[tuple[int, int, int, bool]]:
-    return [(entry.sequence.sequence_id, entry.start, entry.num_tokens, entry.samples) for entry in plan.entries]
+def rows_of(plan: Schedule) -> list[tuple[int, int, int, int]]:
+    return [(entry.sequence.sequence_id, entry.start, entry.num_tokens, entry.num_logits) for entry in plan.entries]
 
 
 # ---- add ----
@@ -85,12 +85,12 @@ def test_a_step_of_decodes_is_followed_without_its_tokens():
     run(scheduler)
     plan = ahead(scheduler)
     following = scheduler.follow(plan)
-    assert following is not None and rows_of(following) == [(0, 4, 1, True), (1, 3, 1, True)]
+    assert following is not None and rows_of(following) == [(0, 4, 1, 1), (1, 3, 1, 1)]
     assert [len(sequence.block_table) for sequence in sequences] == [2, 1], "a block for the token behind the border"
     scheduler.advance(following)
     for sequence in sequences:
         sequence.output_token_ids += [7, 7]
-    assert rows_of(scheduler.schedule()) == [(0, 5, 1, True), (1, 4, 1, True)]
+    assert rows_of(scheduler.schedule()) == [(0, 5, 1, 1), (1, 4, 1, 1)]
 
 
 def test_who_could_come_in_is_not_kept_waiting_by_steps_ahead():
@@ -131,10 +131,10 @@ def test_a_prompt_then_one_token_a_step():
     (sequence,) = add(scheduler, 6)
     assert sequence.row == -1 and scheduler.has_work()
     plan = run(scheduler)
-    assert rows_of(plan) == [(0, 0, 6, True)] and plan.num_tokens == 6
+    assert rows_of(plan) == [(0, 0, 6, 1)] and plan.num_tokens == 6
     assert sequence.status is Status.RUNNING and sequence.row == 0 and sequence.num_computed == 6 and len(sequence.block_table) == 2
     plan = run(scheduler)
-    assert rows_of(plan) == [(0, 6, 1, True)] and not plan.empty
+    assert rows_of(plan) == [(0, 6, 1, 1)] and not plan.empty
     run(scheduler)
     assert len(sequence.block_table) == 2  # token 7 fills the second block
     run(scheduler)
@@ -145,27 +145,27 @@ def test_long_prompts_come_in_chunks_and_only_the_last_samples():
     scheduler = make(budget=10)
     (sequence,) = add(scheduler, 25)
     plan = run(scheduler)
-    assert rows_of(plan) == [(0, 0, 10, False)] and len(sequence.block_table) == 3  # blocks for this chunk, not for the prompt
-    assert rows_of(run(scheduler)) == [(0, 10, 10, False)]
-    assert rows_of(run(scheduler)) == [(0, 20, 5, True)]
-    assert rows_of(run(scheduler)) == [(0, 25, 1, True)]
+    assert rows_of(plan) == [(0, 0, 10, 0)] and len(sequence.block_table) == 3  # blocks for this chunk, not for the prompt
+    assert rows_of(run(scheduler)) == [(0, 10, 10, 0)]
+    assert rows_of(run(scheduler)) == [(0, 20, 5, 1)]
+    assert rows_of(run(scheduler)) == [(0, 25, 1, 1)]
 
 
 def test_a_chunk_of_one_token_is_no_decode():
     scheduler = make(rows=1, budget=1)
     add(scheduler, 2)
-    assert rows_of(run(scheduler)) == [(0, 0, 1, False)]
-    assert rows_of(run(scheduler)) == [(0, 1, 1, True)]
+    assert rows_of(run(scheduler)) == [(0, 0, 1, 0)]
+    assert rows_of(run(scheduler)) == [(0, 1, 1, 1)]
 
 
 def test_decodes_then_the_running_prefill_then_the_queue():
     scheduler = make(budget=8)
     add(scheduler, 3, 14, 2, 1)
-    assert rows_of(run(scheduler)) == [(0, 0, 3, True), (1, 0, 5, False)]
-    assert rows_of(run(scheduler)) == [(0, 3, 1, True), (1, 5, 5, False), (2, 0, 2, True)], "a quarter is left to who waits"
+    assert rows_of(run(scheduler)) == [(0, 0, 3, 1), (1, 0, 5, 0)]
+    assert rows_of(run(scheduler)) == [(0, 3, 1, 1), (1, 5, 5, 0), (2, 0, 2, 1)], "a quarter is left to who waits"
     # The single token of sequence 3 counts among the decodes: a step that holds nothing else fits a captured decode.
-    assert rows_of(run(scheduler)) == [(0, 4, 1, True), (2, 2, 1, True), (3, 0, 1, True), (1, 10, 4, True)]
-    assert rows_of(run(scheduler)) == [(0, 5, 1, True), (1, 14, 1, True), (2, 3, 1, True), (3, 1, 1, True)]
+    assert rows_of(run(scheduler)) == [(0, 4, 1, 1), (2, 2, 1, 1), (3, 0, 1, 1), (1, 10, 4, 1)]
+    assert rows_of(run(scheduler)) == [(0, 5, 1, 1), (1, 14, 1, 1), (2, 3, 1, 1), (3, 1, 1, 1)]
 
 
 def test_a_short_prompt_does_not_wait_for_all_long_ones_before_it():
@@ -181,8 +181,8 @@ def test_a_short_prompt_does_not_wait_for_all_long_ones_before_it():
 def test_what_nobody_waits_for_goes_to_the_long_prompt():
     scheduler = make(rows=2, budget=16, longest=256, blocks=20, size=8)
     add(scheduler, 150, 150)
-    assert rows_of(run(scheduler)) == [(0, 0, 16, False)]
-    assert rows_of(run(scheduler)) == [(0, 16, 16, False)], "the second has no room for its blocks"
+    assert rows_of(run(scheduler)) == [(0, 0, 16, 0)]
+    assert rows_of(run(scheduler)) == [(0, 16, 16, 0)], "the second has no room for its blocks"
 
 
 def test_a_younger_decode_comes_before_an_older_chunk():
@@ -190,7 +190,7 @@ def test_a_younger_decode_comes_before_an_older_chunk():
     first, _ = add(scheduler, 3, 2)
     run(scheduler)
     first.output_token_ids += [7] * 5  # as a speculator would: six tokens to compute
-    assert rows_of(run(scheduler)) == [(1, 2, 1, True), (0, 3, 6, True)]
+    assert rows_of(run(scheduler)) == [(1, 2, 1, 1), (0, 3, 6, 1)]
 
 
 def test_chunks_share_what_decodes_leave_and_the_younger_may_get_nothing():
@@ -199,7 +199,7 @@ def test_chunks_share_what_decodes_leave_and_the_younger_may_get_nothing():
     run(scheduler)
     for sequence in sequences[:3]:
         sequence.output_token_ids += [7] * 3
-    assert rows_of(run(scheduler)) == [(3, 1, 1, True), (0, 1, 4, True), (1, 1, 1, False)]
+    assert rows_of(run(scheduler)) == [(3, 1, 1, 1), (0, 1, 4, 1), (1, 1, 1, 0)]
 
 
 def test_admission_is_first_come_first_served():
@@ -207,7 +207,7 @@ def test_admission_is_first_come_first_served():
     add(scheduler, 15, 20, 2)
     run(scheduler)
     # Sequence 1 wants 5 blocks and one to spare, 4 are free. Sequence 2 would fit, and waits behind it.
-    assert rows_of(run(scheduler)) == [(0, 15, 1, True)]
+    assert rows_of(run(scheduler)) == [(0, 15, 1, 1)]
     assert [sequence.sequence_id for sequence in scheduler.waiting] == [1, 2]
 
 
@@ -248,7 +248,7 @@ def test_finish_frees_at_once_and_keeps_the_first_reason():
     scheduler.finish(a, "abort")
     assert a.finish_reason == "stop" and a.finished and a.block_table == [] and a.row == -1
     assert scheduler.pool.num_free == 4 and scheduler.running == []
-    assert rows_of(run(scheduler)) == [(1, 0, 15, True)]
+    assert rows_of(run(scheduler)) == [(1, 0, 15, 1)]
 
 
 def test_abort_while_waiting():
@@ -286,18 +286,18 @@ def test_a_block_somebody_else_holds_outlives_its_sequence():
 def test_the_youngest_is_preempted_keeps_its_output_and_comes_back_first():
     scheduler = make(rows=4, budget=16, blocks=5, size=4)
     a, b, c = add(scheduler, 7, 3, 8)
-    assert rows_of(run(scheduler)) == [(0, 0, 7, True), (1, 0, 3, True)]  # 3 blocks; c needs the other 2, and one to spare
+    assert rows_of(run(scheduler)) == [(0, 0, 7, 1), (1, 0, 3, 1)]  # 3 blocks; c needs the other 2, and one to spare
     for _ in range(2):
         run(scheduler)
     assert (len(a.block_table), len(b.block_table), scheduler.pool.num_free) == (3, 2, 0)
     while len(a) <= 12:
         assert run(scheduler).preempted == []
     plan = run(scheduler)  # a's 13th token
-    assert plan.preempted == [b] and rows_of(plan) == [(0, 12, 1, True)]
+    assert plan.preempted == [b] and rows_of(plan) == [(0, 12, 1, 1)]
     assert b.status is Status.WAITING and b.block_table == [] and b.num_computed == 0 and b.num_preemptions == 1 and b.row == -1
     assert list(scheduler.waiting) == [b, c] and len(b.output_token_ids) == 6
     scheduler.finish(a, "stop")
-    assert rows_of(run(scheduler)) == [(1, 0, 9, True)]  # prompt and output in one go
+    assert rows_of(run(scheduler)) == [(1, 0, 9, 1)]  # prompt and output in one go
     assert len(b.output_token_ids) == 7
 
 
@@ -307,7 +307,7 @@ def test_several_preempted_keep_their_order():
     run(scheduler)
     a.output_token_ids += [7] * 15  # a needs 4 blocks more and 3 are free: c goes; then b needs one, and goes itself
     plan = scheduler.schedule()
-    assert plan.preempted == [c, b] and rows_of(plan) == [(0, 4, 16, True)]
+    assert plan.preempted == [c, b] and rows_of(plan) == [(0, 4, 16, 1)]
     assert list(scheduler.waiting) == [b, c] and scheduler.running == [a]
 
 
@@ -328,12 +328,12 @@ def test_nobody_is_admitted_in_a_step_that_preempts():
     a.output_token_ids += [7] * 19  # 6 blocks: c goes
     b.output_token_ids += [7] * 30  # outgrows the cache and leaves 4 blocks behind, where c would fit again
     plan = scheduler.schedule()
-    assert plan.preempted == [c] and plan.exhausted == [b] and rows_of(plan) == [(0, 4, 20, True)]
+    assert plan.preempted == [c] and plan.exhausted == [b] and rows_of(plan) == [(0, 4, 20, 1)]
     assert list(scheduler.waiting) == [c] and scheduler.pool.num_free == 4
     scheduler.advance(plan)
     a.output_token_ids.append(7)
     scheduler.finish(a, "stop")
-    assert rows_of(run(scheduler)) == [(2, 0, 5, True)]
+    assert rows_of(run(scheduler)) == [(2, 0, 5, 1)]
 
 
 def test_alone_and_out_of_blocks_it_is_finished_and_reported():
@@ -343,7 +343,7 @@ def test_alone_and_out_of_blocks_it_is_finished_and_reported():
     run(scheduler)
     plan = scheduler.schedule()
     assert plan.exhausted == [a] and a.finish_reason == "length" and a.finished and a.block_table == []
-    assert rows_of(plan) == [(1, 0, 3, True)]  # its blocks serve the next in the same step
+    assert rows_of(plan) == [(1, 0, 3, 1)]  # its blocks serve the next in the same step
 
 
 def test_what_outgrew_the_cache_preempts_nobody():
@@ -352,7 +352,7 @@ def test_what_outgrew_the_cache_preempts_nobody():
     run(scheduler)
     a.output_token_ids += [7] * 15
     plan = scheduler.schedule()
-    assert plan.exhausted == [a] and plan.preempted == [] and rows_of(plan) == [(1, 3, 1, True)]
+    assert plan.exhausted == [a] and plan.preempted == [] and rows_of(plan) == [(1, 3, 1, 1)]
 
 
 def test_what_outgrew_the_cache_while_waiting_does_not_block_the_queue():
@@ -360,7 +360,7 @@ def test_what_outgrew_the_cache_while_waiting_does_not_block_the_queue():
     a, _ = add(scheduler, 4, 3)
     a.output_token_ids += [7] * 13
     plan = scheduler.schedule()
-    assert plan.exhausted == [a] and rows_of(plan) == [(1, 0, 3, True)]
+    assert plan.exhausted == [a] and rows_of(plan) == [(1, 0, 3, 1)]
 
 
 def test_alone_with_blocks_held_elsewhere_it_is_finished_not_hung():
@@ -384,7 +384,7 @@ def test_who_has_no_token_to_compute_is_passed_over():
     scheduler.advance(scheduler.schedule())
     assert scheduler.schedule().empty and scheduler.running == [sequence]
     sequence.output_token_ids.append(7)
-    assert rows_of(scheduler.schedule()) == [(0, 3, 1, True)]
+    assert rows_of(scheduler.schedule()) == [(0, 3, 1, 1)]
 
 
 def test_advancing_twice_is_an_assertion():
@@ -399,7 +399,7 @@ def test_advancing_twice_is_an_assertion():
 def test_a_step_that_failed_is_scheduled_again():
     scheduler = make(budget=8)
     add(scheduler, 3, 14)
-    assert rows_of(scheduler.schedule()) == rows_of(scheduler.schedule()) == [(0, 0, 3, True), (1, 0, 5, False)]
+    assert rows_of(scheduler.schedule()) == rows_of(scheduler.schedule()) == [(0, 0, 3, 1), (1, 0, 5, 0)]
 
 
 # ---- several rounds ----
@@ -408,10 +408,10 @@ def test_a_step_that_failed_is_scheduled_again():
 def decoding(scheduler: Scheduler, *lengths: int) -> Schedule:
     """A schedule of these sequences with a token each: their prompts have run."""
     add(scheduler, *lengths)
-    while (plan := scheduler.schedule()).entries and not all(entry.num_tokens == 1 and entry.samples for entry in plan.entries):
+    while (plan := scheduler.schedule()).entries and not all(entry.num_tokens == entry.num_logits == 1 for entry in plan.entries):
         scheduler.advance(plan)
         for entry in plan.entries:
-            if entry.samples:
+            if entry.num_logits:
                 entry.sequence.output_token_ids.append(7)
     return plan
 
@@ -448,7 +448,7 @@ def test_rounds_advance_by_as_many_tokens():
     first = plan.entries[0].sequence
     assert first.num_computed == 8 and plan.entries[1].sequence.num_computed == 0
     first.output_token_ids += [7] * 6
-    assert rows_of(scheduler.schedule()) == [(0, 8, 1, True)] and len(first.block_table) == 3
+    assert rows_of(scheduler.schedule()) == [(0, 8, 1, 1)] and len(first.block_table) == 3
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -222,7 +222,7 @@ class Engine:
                 if self._scores:
                     self._score()
                 schedule = self.scheduler.schedule()
-                if not schedule.goes_on:
+                if not schedule.reused:
                     self._settle(schedule)
                 self.stats.spent("schedule")
                 if not schedule.empty:
@@ -234,7 +234,7 @@ class Engine:
 
     def _follow(self, before: Launched) -> bool:
         """Look at the tokens of the step that is ahead; whether the next one could be launched before that."""
-        following = self.scheduler.follow(before.schedule) if self._goes_on(before) else None
+        following = self.scheduler.follow(before.schedule) if self._continues(before) else None
         self._ahead = None
         self.stats.spent("schedule")
         try:
@@ -244,19 +244,19 @@ class Engine:
             self._collect(before)
         return following is not None
 
-    def _goes_on(self, before: Launched) -> bool:
+    def _continues(self, before: Launched) -> bool:
         """Whether somebody will want another token, as far as can be known without looking at the last."""
         if self._scores:
             return False
         return any(s.params.max_tokens is None or len(s.output_token_ids) + 1 < s.params.max_tokens for s in before.sequences)
 
     def _launch_ahead(self, schedule: Schedule, step: PreparedStep, flags: SamplingFlags) -> None:
-        tokens = self.runner.decode(step, self.sampler.step(step.B, flags), flags, plain=not flags)
-        self.sampler.drawn(step.B, flags, 1)
+        tokens = self.runner.decode(step, self.sampler.step(step.num_logits, flags), flags, plain=not flags)
+        self.sampler.drawn(step.num_logits, flags, 1)
         self.num_steps += 1
         self._launched(schedule, 1)
         self.scheduler.advance(schedule)
-        self._ahead = Launched(schedule, [entry.sequence for entry in step.sampling], flags, tokens)
+        self._ahead = Launched(schedule, [entry.sequence for entry in step.logit_rows], flags, tokens)
         self.stats.spent("prepare")
 
     def _collect(self, launched: Launched) -> None:
@@ -267,12 +267,12 @@ class Engine:
                 self._append(sequence, token, None)
 
     def _run(self, schedule: Schedule) -> None:
-        if not schedule.goes_on:
+        if not schedule.reused:
             self._join(schedule)
         rounds = self._rounds(schedule)
         step = self.runner.prepare(schedule)
-        sequences = [entry.sequence for entry in step.sampling]
-        flags = self.sampler.prepare(sequences, step.B, schedule.goes_on)
+        sequences = [entry.sequence for entry in step.logit_rows]
+        flags = self.sampler.prepare(sequences, step.num_logits, schedule.reused)
         self.constraints.begin(sequences)
         if self._overlaps and step.decodes and rounds == 1 and not self._looks_at_each(sequences):
             self._launch_ahead(schedule, step, flags)
@@ -290,7 +290,7 @@ class Engine:
         sampled = result.best if plain and result.best is not None else self.sampler.draw(result.logits, flags)
         if step.decodes and not self._searches(sequences):
             draw = None if plain else self.sampler.call(result.logits, flags)
-            self.sampler.drawn(step.B, flags, rounds - 1)
+            self.sampler.drawn(step.num_logits, flags, rounds - 1)
             drawn = self.runner.advance(step, sampled, draw, rounds)
         else:
             drawn = iter([self.runner.tokens(sampled)])
@@ -335,7 +335,7 @@ class Engine:
     def _rounds(self, schedule: Schedule) -> int:
         """How many tokens each sequence of a schedule may get before the host must look; blocks for them are reserved."""
         wanted = self.config.num_scheduler_steps
-        if wanted == 1 or any(entry.num_tokens > 1 or not entry.samples for entry in schedule.entries):
+        if wanted == 1 or any(entry.num_tokens != 1 or entry.num_logits != 1 for entry in schedule.entries):
             return 1
         sequences = [entry.sequence for entry in schedule.entries]
         if self.scheduler.waiting or self._scores or self._looks_at_each(sequences):
@@ -352,7 +352,7 @@ class Engine:
 
     def _join(self, schedule: Schedule) -> None:
         """Tell the sampler about those that were admitted, or admitted again, since their last token."""
-        for sequence in [entry.sequence for entry in schedule.entries if entry.samples]:
+        for sequence in [entry.sequence for entry in schedule.entries if entry.num_logits]:
             if self._rows.get(sequence.sequence_id) != sequence.row:
                 self.sampler.join(sequence, self.eos_ids)
                 self.constraints.joined(sequence)

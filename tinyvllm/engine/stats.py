@@ -65,7 +65,7 @@ class EngineStats:
     def launched(self, schedule: Schedule, owners: Mapping[int, ActiveRequest], rounds: int) -> None:
         """A step of `schedule` runs, `rounds` times over, for `owners`, by the ids of sequences."""
         self._rounds = rounds
-        if not schedule.goes_on:  # else everybody is who he was in the last step
+        if not schedule.reused:  # else everybody is who he was in the last step
             self._admitted(schedule, owners)
         B = len(schedule.entries)
         for entry, owner in self._asking:
@@ -77,7 +77,7 @@ class EngineStats:
             self._billed[owner] = None
 
     def _admitted(self, schedule: Schedule, owners: Mapping[int, ActiveRequest]) -> None:
-        decodes = sum(entry.samples and entry.num_tokens == 1 for entry in schedule.entries)
+        decodes = sum(entry.num_logits == entry.num_tokens == 1 for entry in schedule.entries)
         self.stats.prompt_tokens += schedule.num_tokens - decodes
         now, self._asking = time.monotonic(), []
         for entry in schedule.entries:

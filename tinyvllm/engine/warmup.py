@@ -30,7 +30,7 @@ class Warmup:
         while self._left:
             step = self._runner.padded(self._left.popleft())
             if step is not None:
-                self._sampler.prepare([], step.B)
+                self._sampler.prepare([], step.num_logits)
                 for flags in self._kinds:
                     self._run(step, flags)
                 return True
@@ -39,8 +39,8 @@ class Warmup:
     def _run(self, step: PreparedStep, flags: SamplingFlags) -> None:
         runner, sampler = self._runner, self._sampler
         if step.decodes and self._ahead:
-            runner.decode(step, sampler.step(step.B, flags), flags, plain=not flags).get()
-            sampler.drawn(step.B, flags, 1)
+            runner.decode(step, sampler.step(step.num_logits, flags), flags, plain=not flags).get()
+            sampler.drawn(step.num_logits, flags, 1)
             return
         result = runner.launch(step)
         plain = result.best is not None and not flags

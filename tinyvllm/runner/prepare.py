@@ -1,7 +1,7 @@
-"""From a schedule to the batch's arrays: picks the padded shape, fills one int32 array on the host, which one copy takes to the device.
+"""From a schedule to the batch's arrays: picks the padded shape and fills one int32 array on the host, which one copy moves to the device.
 
-No tensors are computed here. The order of the rows: sequences with one token first, padded to their bucket, then the chunks. Those with
-one token that share blocks stand side by side, so that attention can read the blocks once.
+No tensors are computed here. Order of the rows: sequences with one token first, padded to their bucket, then those with several. Sequences
+with one token that share blocks are adjacent, so that attention can read the blocks once.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tinyvllm.batch import Batch
 from tinyvllm.bridge import spans, upload, upload_parts
 from tinyvllm.scheduler import Schedule, Scheduled
 
-ALIGNED = 16  # int32s: kernels generated for vectors load from such borders
-SMALLEST_CHUNK = 16  # tokens; every bucket is a capture of some hundred milliseconds, so there are few
+ALIGNMENT = 16  # int32s: generated kernels load vectors from such boundaries
+MIN_CHUNK = 16  # tokens; every bucket is a capture of some hundred milliseconds, so there are few
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,14 @@ class Shape:
     """The padded shape of a step, which is also the key of its capture.
 
     `decodes` sequences of one token, `chunks` sequences of up to `max_query` tokens that make up `chunk_tokens` rows together.
+    `extra_logits` counts the rows of logits beyond one a sequence: 0 unless drafts are verified.
     """
 
     decodes: int
     chunks: int
     chunk_tokens: int
     max_query: int
+    extra_logits: int = 0
 
     @property
     def tokens(self) -> int:
@@ -40,19 +42,24 @@ class Shape:
     def sequences(self) -> int:
         return self.decodes + self.chunks
 
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits, padding included."""
+        return self.sequences + self.extra_logits
+
 
 def decode_bucket(count: int) -> int:
     """1, 2, 4, 8, then multiples of 8."""
     return next((bucket for bucket in (0, 1, 2, 4) if count <= bucket), -(-count // 8) * 8)
 
 
-def power_bucket(count: int, smallest: int = 1) -> int:
-    """The next power of two, at least `smallest`."""
-    return max(smallest, 1 << (count - 1).bit_length())
+def power_bucket(count: int, minimum: int = 1) -> int:
+    """The next power of two, at least `minimum`."""
+    return max(minimum, 1 << (count - 1).bit_length())
 
 
 def split(schedule: Schedule) -> tuple[list[Scheduled], list[Scheduled]]:
-    """Entries of one token, and chunks."""
+    """Entries of one token, and chunks: entries of several."""
     singles = [entry for entry in schedule.entries if entry.num_tokens == 1]
     return singles, [entry for entry in schedule.entries if entry.num_tokens > 1]
 
@@ -60,67 +67,43 @@ def split(schedule: Schedule) -> tuple[list[Scheduled], list[Scheduled]]:
 def shape_of(singles: list[Scheduled], chunks: list[Scheduled]) -> Shape:
     if not chunks:
         return Shape(decode_bucket(len(singles)), 0, 0, 1)
-    tokens = power_bucket(sum(entry.num_tokens for entry in chunks), SMALLEST_CHUNK)
-    longest = tokens if len(chunks) == 1 else power_bucket(max(entry.num_tokens for entry in chunks), SMALLEST_CHUNK)
-    # a step with both is rare beside pure decodes: coarse buckets, so that it is seldom captured anew
+    tokens = power_bucket(sum(entry.num_tokens for entry in chunks), MIN_CHUNK)
+    max_query = tokens if len(chunks) == 1 else power_bucket(max(entry.num_tokens for entry in chunks), MIN_CHUNK)
+    # steps with both are rare compared with pure decodes: coarse buckets, so that few of them are captured
     decodes = power_bucket(len(singles), 8) if singles else 0
-    return Shape(decodes, power_bucket(len(chunks)), tokens, min(longest, tokens))
+    extra = sum(entry.num_logits - 1 for entry in chunks if entry.num_logits > 1)
+    return Shape(decodes, power_bucket(len(chunks)), tokens, min(max_query, tokens), power_bucket(extra) if extra else 0)
 
 
 def usual_shapes(max_num_seqs: int, max_batched_tokens: int) -> list[Shape]:
-    """The shapes of most steps: decodes alone, a piece of a prompt alone, and both together, in the order in which traffic grows."""
+    """The shapes of most steps: decodes alone, a chunk of a prompt alone, and both together, in the order in which traffic grows."""
     decodes = sorted({decode_bucket(n) for n in range(1, max_num_seqs + 1)})
-    beside = sorted({power_bucket(n, 8) for n in range(1, max_num_seqs)})
-    pieces = [SMALLEST_CHUNK << n for n in range((power_bucket(max_batched_tokens, SMALLEST_CHUNK) // SMALLEST_CHUNK).bit_length())]
-    shapes = [Shape(0, 1, tokens, tokens) for tokens in pieces] + [Shape(count, 0, 0, 1) for count in decodes]
-    return shapes + [Shape(count, 1, tokens, tokens) for count in beside for tokens in pieces]
+    mixed = sorted({power_bucket(n, 8) for n in range(1, max_num_seqs)})
+    chunks = [MIN_CHUNK << n for n in range((power_bucket(max_batched_tokens, MIN_CHUNK) // MIN_CHUNK).bit_length())]
+    shapes = [Shape(0, 1, tokens, tokens) for tokens in chunks] + [Shape(count, 0, 0, 1) for count in decodes]
+    return shapes + [Shape(count, 1, tokens, tokens) for count in mixed for tokens in chunks]
 
 
-def side_by_side(tables: list[list[int]]) -> list[int]:
-    """An order of block tables, as indices, in which those that begin alike stand together, the longer alike the closer.
+def group_shared_prefixes(tables: list[list[int]]) -> list[int]:
+    """An order of block tables, as indices, in which tables with a common beginning are adjacent: the longer it is, the closer they are.
 
-    Otherwise they stay in their order. A block that two sequences share is full and stays where it is, and every table ends with a block of
-    its own, so the order is the same however far the sequences have come.
+    Otherwise they keep their order. A block that two sequences share is full and does not move, and every table ends with a block of its
+    own, so the order does not depend on how far the sequences have come.
     """
-    place: dict[int, int] = {}
+    first: dict[int, int] = {}
     for i, table in enumerate(tables):
-        place.setdefault(table[0], i)
-    if len(place) == len(tables):
+        first.setdefault(table[0], i)
+    if len(first) == len(tables):
         return list(range(len(tables)))
-    return sorted(range(len(tables)), key=lambda i: (place[tables[i][0]], tables[i]))
+    return sorted(range(len(tables)), key=lambda i: (first[tables[i][0]], tables[i]))
 
 
 class StepInputs:
     """The arrays of one shape: host array, device buffer, and the `Batch` of views into it.
 
-    M is the width of the block table, `scratch_slot` where padded rows write; `all_rows` wants the logits of every row. Without `cascade`
-    decodes keep the schedule's order, and `shared_prefix_lens` is 0 everywhere.
+    M is the width of the block table, `scratch_slot` the slot that padded rows write to; `all_rows` wants the logits of every row. Without
+    `cascade` decodes keep the schedule's order, and `shared_prefix_lens` is 0 everywhere.
     """
-
-    def __init__(self, shape: Shape, M: int, scratch_slot: int, device: str, all_rows: bool = False, cascade: bool = True):
-        T, B = shape.tokens, shape.sequences
-        self.shape, self.width, self.scratch_slot, self._all_rows, self._cascade = shape, M, scratch_slot, all_rows, cascade
-        self._scheduled: list[int] = []  # ids of the last decodes in the schedule's order
-        self._order: list[int] = []  # of the rows: places in the schedule
-        self._tables: list[list[int]] = [[] for _ in range(B)]  # the sequences' own, which only grow, as laid out last
-        self._widths = [0] * B  # how much of each was laid out
-        self._row_of: dict[int, int] = {}  # by the ids of the decodes that were laid out last
-        self._ahead = 0  # tokens that the device has moved these decodes on by since; 0 where it has not, or there were chunks
-        self._sharing = False  # whether two of them begin with the same block
-        # what changes on the way of decodes stands together
-        sizes = {"tokens": T, "positions": T, "slots": T, "context_lens": B, "shared_prefix_lens": B, "query_starts": B + 1}
-        sizes |= {"samples": T if all_rows else B, "rows": 1, "decodes": 1, "chunks": 2, "sample_count": 1, "block_tables": B * M}
-        starts, end = {}, 0
-        for name, size in sizes.items():
-            starts[name], end = end, end + -(-size // ALIGNED) * ALIGNED
-        self._host, self._starts = np.zeros(end, dtype=np.int32), starts
-        self._device = Tensor.zeros(end, dtype=dtypes.int32, device=device).contiguous().realize()
-        parts = spans(self._device, [(starts[name], size) for name, size in sizes.items()])
-        self._tensors = dict(zip(sizes, parts, strict=True))
-        for name, size in sizes.items():
-            setattr(self, name, self._host[starts[name] : starts[name] + size])
-        self.block_tables = self.block_tables.reshape(B, M)
-        self._tensors["block_tables"] = self._tensors["block_tables"].reshape(B, M)
 
     tokens: np.ndarray
     positions: np.ndarray
@@ -135,135 +118,182 @@ class StepInputs:
     sample_count: np.ndarray
     block_tables: np.ndarray
 
+    def __init__(self, shape: Shape, M: int, scratch_slot: int, device: str, all_rows: bool = False, cascade: bool = True):
+        self.shape, self.width, self.scratch_slot, self._all_rows, self._cascade = shape, M, scratch_slot, all_rows, cascade
+        B = shape.sequences
+        self._scheduled: list[int] = []  # ids of the last decodes in the schedule's order
+        self._order: list[int] = []  # row b holds entry _order[b] of the schedule
+        self._tables: list[list[int]] = [[] for _ in range(B)]  # the sequences' own lists, which only grow, as laid out last
+        self._widths = [0] * B  # how much of each was laid out
+        self._row_of: dict[int, int] = {}  # by the ids of the decodes that were laid out last
+        self._advanced = 0  # tokens by which the device has advanced these decodes since; 0 if it has not, or there were chunks
+        self._sharing = False  # whether two of them begin with the same block
+        self._allocate(_array_sizes(shape, M, all_rows), device)
+
+    def _allocate(self, sizes: dict[str, int], device: str) -> None:
+        """One host array and one device buffer with all arrays in them, and a view of each array as an attribute and as a tensor."""
+        starts, end = {}, 0
+        for name, size in sizes.items():
+            starts[name], end = end, end + -(-size // ALIGNMENT) * ALIGNMENT
+        self._host, self._starts = np.zeros(end, dtype=np.int32), starts
+        self._device = Tensor.zeros(end, dtype=dtypes.int32, device=device).contiguous().realize()
+        parts = spans(self._device, [(starts[name], size) for name, size in sizes.items()])
+        self._tensors = dict(zip(sizes, parts, strict=True))
+        for name, size in sizes.items():
+            setattr(self, name, self._host[starts[name] : starts[name] + size])
+        table = self.shape.sequences, self.width
+        self.block_tables = self.block_tables.reshape(table)
+        self._tensors["block_tables"] = self._tensors["block_tables"].reshape(table)
+
     def batch(self, num_blocks: int | UOp) -> Batch:
-        t = self._tensors
-        return Batch(
-            t["tokens"], t["positions"], t["slots"], t["block_tables"], t["query_starts"], t["context_lens"], t["rows"], t["decodes"],
-            t["chunks"], t["samples"], t["sample_count"], num_blocks, self.shape.decodes, self.shape.max_query, t["shared_prefix_lens"],
-        )  # fmt: skip
+        return Batch(**self._tensors, num_blocks=num_blocks, num_decodes=self.shape.decodes, max_query=self.shape.max_query)
 
     def fill(self, singles: list[Scheduled], chunks: list[Scheduled], block_size: int) -> int:
         """Lay the entries out and copy them to the device; returns the blocks of the longest context.
 
-        `singles` is sorted in place, into the order of the rows. Decodes that only go on need no copy: the device has advanced itself. New
-        blocks are all that it cannot know.
+        `singles` is sorted in place, into the order of the rows. If the device has advanced these very decodes itself, only their new
+        blocks are copied, which it cannot know.
         """
         if self._cascade:
             self._arrange(singles)
-        if not chunks and self._has_ready(singles):
-            return self.go_on(singles, block_size)
+        if not chunks and self._device_holds(singles):
+            return self.reuse(singles, block_size)
         self.tokens[:], self.positions[:], self.slots[:] = 0, 0, self.scratch_slot
-        self.context_lens[:], self.samples[:] = 0, 0
-        sampled, longest = 0, 1
-        for b, entry in enumerate(singles):
-            sequence, position = entry.sequence, entry.start
-            table = sequence.block_table
-            self.tokens[b] = sequence.token_at(position)
-            self.positions[b] = position
-            self.slots[b] = table[position // block_size] * block_size + position % block_size
-            self._describe(b, position + 1, table)
-            longest = max(longest, len(table))
-            if entry.samples:
-                self.samples[sampled] = b
-                sampled += 1
-        decodes, row = self.shape.decodes, self.shape.decodes
-        self.query_starts[: decodes + 1] = np.arange(decodes + 1)
-        for b, entry in enumerate(chunks, start=decodes):
-            start, stop = entry.start, entry.start + entry.num_tokens
-            table = entry.sequence.block_table
-            end = row + entry.num_tokens
-            positions = np.arange(start, stop, dtype=np.int32)
-            self.tokens[row:end] = entry.sequence.token_ids(start, stop)
-            self.positions[row:end] = positions
-            self.slots[row:end] = np.asarray(table, dtype=np.int32)[positions // block_size] * block_size + positions % block_size
-            self._describe(b, stop, table)
-            longest = max(longest, len(table))
-            row = end
-            self.query_starts[b + 1] = row
-            if entry.samples:
-                self.samples[sampled] = row - 1
-                sampled += 1
-        self.query_starts[decodes + len(chunks) + 1 :] = row
+        self.context_lens[:] = 0
+        self._lay_singles(singles, block_size)
+        end = self._lay_chunks(chunks, block_size)
+        self.rows[0] = end if chunks else len(singles)
+        self.decodes[0] = len(singles)
+        self.chunks[:] = self.shape.decodes, len(chunks)
+        self._lay_samples(singles, chunks)
+        self._measure_shared(len(singles), block_size)
         self._row_of = {} if chunks else {entry.sequence.sequence_id: b for b, entry in enumerate(singles)}
-        self._ahead = 0
-        self.rows[0], self.decodes[0] = row if chunks else len(singles), len(singles)
-        self.chunks[:] = decodes, len(chunks)
-        if self._all_rows:
-            self.samples[:], sampled = np.arange(self.shape.tokens), row if chunks else len(singles)
-        self.sample_count[0] = sampled
-        self._measure(len(singles), block_size)
+        self._advanced = 0
         upload(self._device, self._host)
-        return longest
+        return max((len(entry.sequence.block_table) for entry in (*singles, *chunks)), default=1)
 
-    def advanced(self, rounds: int) -> None:
-        """The device has moved the decodes on by so many tokens; they are what it has ready, if they all are still there."""
-        self._ahead += rounds
+    def mark_advanced(self, rounds: int) -> None:
+        """The device has advanced the decodes by `rounds` tokens; their next step is ready there if all of them are still running."""
+        self._advanced += rounds
 
     @property
     def ready(self) -> bool:
-        """Whether the device has the last decodes' next step ready."""
-        return self._ahead > 0
+        """Whether the device has the next step of the last decodes ready."""
+        return self._advanced > 0
 
-    def _has_ready(self, singles: list[Scheduled]) -> bool:
-        """Whether these decodes are what the device has ready, row by row."""
-        if not self._ahead or len(singles) != len(self._row_of):
+    def reuse(self, entries: Iterable[Scheduled], block_size: int) -> int:
+        """After the device has advanced the decodes, copy what it cannot know: blocks of `entries`, all that have reached another one.
+
+        Returns the blocks of the longest context.
+        """
+        count, tables, slots = len(self._row_of), self._starts["block_tables"], self._starts["slots"]
+        for array in (self.positions, self.slots, self.context_lens):  # as the device did it; slots as far as the blocks reached
+            array[:count] += self._advanced
+        self._advanced = 0
+        parts: list[tuple[int, int]] = []
+        for entry in entries:
+            b, table = self._row_of[entry.sequence.sequence_id], entry.sequence.block_table
+            self._sharing = self._sharing or (self._cascade and self._tables[b] is not table)
+            # a sequence whose blocks were full when it was advanced points to the scratch slot
+            self.slots[b] = _slot(table, entry.start, block_size)
+            if new := self._lay_table(b, table):
+                end = tables + b * self.width + len(table)
+                parts += ((end - new, end), (slots + b, slots + b + 1))
+        if parts:
+            if self._sharing and self._measure_shared(count, block_size):
+                parts.append((self._starts["shared_prefix_lens"], self._starts["shared_prefix_lens"] + count))
+            upload_parts(self._device, self._host, parts)
+        return max(self._widths[:count])
+
+    def _device_holds(self, singles: list[Scheduled]) -> bool:
+        """Whether the step that the device has ready is of these decodes, row by row."""
+        if not self._advanced or len(singles) != len(self._row_of):
             return False
-        starts = (self.positions[: len(singles)] + self._ahead).tolist()
+        starts = (self.positions[: len(singles)] + self._advanced).tolist()
         return all(self._row_of.get(e.sequence.sequence_id) == b and starts[b] == e.start for b, e in enumerate(singles))
 
     def _arrange(self, singles: list[Scheduled]) -> None:
-        """Sort decodes into rows. They stay while the schedule's do: a step may be launched before the last one's tokens are known."""
+        """Sort decodes into rows. The order lasts while the schedule's does: a step may be launched before the last tokens are known."""
         scheduled = [entry.sequence.sequence_id for entry in singles]
         if scheduled != self._scheduled:
-            self._scheduled, self._order = scheduled, side_by_side([entry.sequence.block_table for entry in singles])
+            self._scheduled, self._order = scheduled, group_shared_prefixes([entry.sequence.block_table for entry in singles])
         singles[:] = [singles[i] for i in self._order]
 
-    def _measure(self, count: int, block_size: int) -> bool:
+    def _lay_singles(self, singles: list[Scheduled], block_size: int) -> None:
+        """Row b is the one token of singles[b]."""
+        for b, entry in enumerate(singles):
+            sequence, position = entry.sequence, entry.start
+            self.tokens[b] = sequence.token_at(position)
+            self.positions[b] = position
+            self.slots[b] = _slot(sequence.block_table, position, block_size)
+            self.context_lens[b] = position + 1
+            self._lay_table(b, sequence.block_table)
+        self.query_starts[: self.shape.decodes + 1] = np.arange(self.shape.decodes + 1)
+
+    def _lay_chunks(self, chunks: list[Scheduled], block_size: int) -> int:
+        """The tokens of all chunks, one after another from row `decodes` on; returns the end of the last."""
+        row = self.shape.decodes
+        for b, entry in enumerate(chunks, start=self.shape.decodes):
+            start, stop, end = entry.start, entry.start + entry.num_tokens, row + entry.num_tokens
+            table, positions = entry.sequence.block_table, np.arange(start, stop, dtype=np.int32)
+            self.tokens[row:end] = entry.sequence.token_ids(start, stop)
+            self.positions[row:end] = positions
+            self.slots[row:end] = np.asarray(table, dtype=np.int32)[positions // block_size] * block_size + positions % block_size
+            self.context_lens[b] = stop
+            self._lay_table(b, table)
+            self.query_starts[b + 1] = row = end
+        self.query_starts[self.shape.decodes + len(chunks) + 1 :] = row
+        return row
+
+    def _lay_samples(self, singles: list[Scheduled], chunks: list[Scheduled]) -> None:
+        """The rows whose logits are wanted: of each entry the last `num_logits`, entry by entry."""
+        if self._all_rows:
+            self.samples[:], self.sample_count[0] = np.arange(self.shape.tokens), self.rows[0]
+            return
+        rows = [b for b, entry in enumerate(singles) if entry.num_logits]
+        for b, entry in enumerate(chunks, start=self.shape.decodes):
+            end = int(self.query_starts[b + 1])
+            rows += range(end - entry.num_logits, end)
+        self.samples[: len(rows)], self.samples[len(rows) :] = rows, 0
+        self.sample_count[0] = len(rows)
+
+    def _measure_shared(self, count: int, block_size: int) -> bool:
         """Fill `shared_prefix_lens`: the first `count` rows from the block table, the others 0. Returns whether anything changed."""
         before, tables = self.shared_prefix_lens.copy(), self.block_tables[:count]
         self.shared_prefix_lens[:] = 0
         self._sharing = self._cascade and bool((tables[1:, 0] == tables[:-1, 0]).any())
         if self._sharing:
             full = self.context_lens[:count] // block_size
-            both = np.minimum(full[1:], full[:-1])  # what stands behind them may be of somebody who had the row before
+            both = np.minimum(full[1:], full[:-1])  # what follows may belong to a sequence that had the row before
             width = int(both.max())
             differ = np.ones((count - 1, width + 1), np.bool_)
             differ[:, :width] = tables[1:, :width] != tables[:-1, :width]
             self.shared_prefix_lens[1:count] = np.minimum(differ.argmax(1), both) * block_size
         return not np.array_equal(before, self.shared_prefix_lens)
 
-    def go_on(self, entries: Iterable[Scheduled], block_size: int) -> int:
-        """Of decodes that the device has moved on, copy what it cannot know: the blocks of `entries`, all that have come into another.
-
-        Returns the blocks of the longest context.
-        """
-        count, first, starts = len(self._row_of), self._starts["block_tables"], self._starts["slots"]
-        for moved in (self.positions, self.slots, self.context_lens):  # as the device has done it; the slots as far as blocks went
-            moved[:count] += self._ahead
-        self._ahead = 0
-        parts: list[tuple[int, int]] = []
-        for entry in entries:
-            b, position, table = self._row_of[entry.sequence.sequence_id], entry.start, entry.sequence.block_table
-            self._sharing = self._sharing or (self._cascade and self._tables[b] is not table)
-            # a sequence whose blocks were full when it was advanced has been sent to scratch
-            self.slots[b] = table[position // block_size] * block_size + position % block_size
-            if new := self._lay_table(b, table):
-                end = first + b * self.width + len(table)
-                parts += ((end - new, end), (starts + b, starts + b + 1))
-        if parts:
-            if self._sharing and self._measure(count, block_size):
-                parts.append((self._starts["shared_prefix_lens"], self._starts["shared_prefix_lens"] + count))
-            upload_parts(self._device, self._host, parts)
-        return max(self._widths[:count])
-
-    def _describe(self, b: int, context: int, table: list[int]) -> None:
-        self.context_lens[b] = context
-        self._lay_table(b, table)
-
     def _lay_table(self, b: int, table: list[int]) -> int:
-        """Write what is new of a row's block table; how many blocks that is."""
+        """Write the new blocks of a row's table; returns how many there are."""
         known = self._widths[b] if self._tables[b] is table else 0
-        if known < len(table):  # it grows once in a block's worth of steps
+        if known < len(table):  # it grows once in block_size steps
             self.block_tables[b, known : len(table)] = table[known:]
         self._tables[b], self._widths[b] = table, len(table)
         return len(table) - known
+
+
+def _array_sizes(shape: Shape, M: int, all_rows: bool) -> dict[str, int]:
+    """int32s of each array. Those that change from decode to decode are adjacent."""
+    T, B = shape.tokens, shape.sequences
+    sizes = {"tokens": T, "positions": T, "slots": T, "context_lens": B, "shared_prefix_lens": B, "query_starts": B + 1}
+    return sizes | {
+        "samples": T if all_rows else shape.num_logits,
+        "rows": 1,
+        "decodes": 1,
+        "chunks": 2,
+        "sample_count": 1,
+        "block_tables": B * M,
+    }
+
+
+def _slot(table: list[int], position: int, block_size: int) -> int:
+    """The slot of the token at a position."""
+    return table[position // block_size] * block_size + position % block_size

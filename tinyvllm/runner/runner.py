@@ -69,13 +69,14 @@ def weight_dtype(choice: str, checkpoint: Checkpoint) -> DType:
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """A step whose inputs lie on the device. The first logits of its B rows are those of `sampling`, in this order.
+    """A step whose inputs are on the device. Row r of its logits belongs to the entry logit_rows[r]; the rest of `num_logits` is padding.
 
-    `decodes`: it is nothing but these, a token each, so that the device can go on to the next step by itself.
+    An entry whose drafts are verified has several rows, one after another by position; others have one. `decodes`: the step consists of
+    sequences with one token and one row each, so that the device can advance to the next step by itself.
     """
 
-    sampling: list[Scheduled]
-    B: int
+    logit_rows: list[Scheduled]
+    num_logits: int
     values: dict[str, int]
     plan: StepPlan
     decodes: bool
@@ -94,7 +95,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Logits:
-    """Logits [B, V] float32 on the device, and the token of each row's largest, int32 [B], where the step found it on the way."""
+    """Logits [N, V] float32 on the device, and the token of each row's maximum, int32 [N], if the step computed it on the way."""
 
     logits: Tensor
     best: Tensor | None
@@ -151,11 +152,11 @@ class Runner:
     def prepare(self, schedule: Schedule) -> PreparedStep:
         """Lay a schedule out on the device. The copy may wait for the step in flight, so it comes before anything is launched.
 
-        The result holds until the next call, which gives the same object for a schedule that goes on.
+        The result is valid until the next call, which returns the same object for a schedule that is reused.
         """
-        if schedule.goes_on and self._last is not None and self._last[0] is schedule and self._last[1].plan.inputs.ready:
+        if schedule.reused and self._last is not None and self._last[0] is schedule and self._last[1].plan.inputs.ready:
             step = self._last[1]
-            blocks = step.plan.inputs.go_on(schedule.changed, self.pool.block_size)
+            blocks = step.plan.inputs.reuse(schedule.changed, self.pool.block_size)
             if step.values:
                 step.values["num_blocks"] = blocks
             return step
@@ -170,7 +171,7 @@ class Runner:
             return None
         plan = self._new_step(shape, all_rows=False)
         blocks = plan.inputs.fill([], [], self.pool.block_size)
-        return PreparedStep([], shape.sequences, {"num_blocks": blocks} if self._table_width > 1 else {}, plan, not shape.chunks)
+        return PreparedStep([], shape.num_logits, {"num_blocks": blocks} if self._table_width > 1 else {}, plan, not shape.chunks)
 
     @property
     def swap_blocks(self) -> int:
@@ -210,7 +211,7 @@ class Runner:
             for captured, tensors, values in calls if turn else calls[-1:]:
                 captured(*tensors, **values)
             readings.append(read_async(sampled))
-        step.plan.inputs.advanced(rounds)
+        step.plan.inputs.mark_advanced(rounds)
         for reading in readings:
             yield reading.get().reshape(1, -1)
 
@@ -218,7 +219,7 @@ class Runner:
         """All rounds as one job, whose history is looked at while it is under way."""
         upload(step.plan.history.round, np.zeros(1, np.int32))
         calls[-1][0](sampled)
-        step.plan.inputs.advanced(rounds)
+        step.plan.inputs.mark_advanced(rounds)
         behind = repeat(calls, rounds - 1)
         seen, tokens = 0, step.plan.history.tokens
         try:
@@ -253,7 +254,7 @@ class Runner:
 
             plan.rounds[kind] = Captured(function, {"num_blocks": (1, self._table_width)})
         tokens = plan.rounds[kind](**step.values)
-        plan.inputs.advanced(1)
+        plan.inputs.mark_advanced(1)
         return read_async(tokens)
 
     def _advance(self, plan: StepPlan, sampled: Tensor) -> Captured:
@@ -303,9 +304,9 @@ class Runner:
         shape = shape_of(singles, chunks)
         plan = self._steps.get((shape, all_rows)) or self._new_step(shape, all_rows)
         blocks = plan.inputs.fill(singles, chunks, self.pool.block_size)
-        sampling = [entry for entry in singles + chunks if entry.samples]
+        rows = [entry for entry in singles + chunks for _ in range(entry.num_logits)]
         values = {"num_blocks": blocks} if self._table_width > 1 else {}
-        return PreparedStep(sampling, shape.sequences, values, plan, not chunks and len(sampling) == len(singles))
+        return PreparedStep(rows, shape.num_logits, values, plan, not chunks and len(rows) == len(singles))
 
     def _new_step(self, shape: Shape, all_rows: bool) -> StepPlan:
         inputs = StepInputs(shape, self._table_width, self.pool.scratch_slot, self.device, all_rows, self._cascade)

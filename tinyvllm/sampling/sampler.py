@@ -145,10 +145,10 @@ class Sampler:
             flags |= other
         return flags
 
-    def prepare(self, sequences: list[Sequence], B: int, goes_on: bool = False) -> SamplingFlags:
+    def prepare(self, sequences: list[Sequence], B: int, reused: bool = False) -> SamplingFlags:
         """Copy to the device what the next `draw` with B rows reads; row b is sequences[b], the rest is padding.
 
-        `goes_on` says that they are those of the last call, each with the tokens that were drawn since: the device has moved on by itself.
+        `reused` says that they are those of the last call, each with the tokens drawn since: the device has advanced by itself.
 
         The copy may wait for whatever is in flight on the device: call this before the forward pass is launched, and the pass and the draw
         run back to back.
@@ -159,7 +159,7 @@ class Sampler:
             device = Tensor.zeros(B, len(Column), dtype=dtypes.int32, device=self.device).contiguous().realize()
             self._inputs[B] = np.empty((B, len(Column)), dtype=np.int32), device
         changes, flags = self._laid.get(B, (-1, SamplingFlags()))
-        if goes_on and changes == self._changes:
+        if reused and changes == self._changes:
             return flags
         lines, inputs = self._inputs[B]
         n, rows = len(sequences), [sequence.row for sequence in sequences]

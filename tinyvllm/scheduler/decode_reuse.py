@@ -29,9 +29,9 @@ class ReusableDecode:
         entries = schedule.entries
         if not entries or len(entries) != len(running):
             return False
-        return all(e.num_tokens == 1 and e.samples and e.sequence is s for e, s in zip(entries, running, strict=True))
+        return all(e.num_tokens == e.num_logits == 1 and e.sequence is s for e, s in zip(entries, running, strict=True))
 
-    def go_on(self, unseen: int) -> list[Scheduled] | None:
+    def advance(self, unseen: int) -> list[Scheduled] | None:
         """Move every entry to where its sequence stands; those that have come to, or over, the border of a block since.
 
         None where somebody has not one token to compute, `unseen` of those already drawn not counted, or where the last step has not run:

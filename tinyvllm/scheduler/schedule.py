@@ -40,18 +40,19 @@ class SchedulerLimits:
 class Scheduled:
     """Tokens start..start+num_tokens of `sequence` are computed in this step; its block table covers them.
 
-    `samples` is True when the last of them is the last known one: only then the logits of its row give a new token.
+    The last `num_logits` of them want logits. 0: a chunk before the end of its prompt. 1: the last known token, whose logits give the next
+    one. k + 1: the last known token and k drafts after it, which are verified in this step.
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
-    samples: bool
+    num_logits: int
 
 
 @dataclass
 class Schedule:
-    """One step. `entries` holds first those that compute one token and sample, then the chunks of prompts, each in order of rank.
+    """One step. `entries` holds first the decodes (one token, one row of logits), then the chunks of prompts, each in order of rank.
 
     Before the step runs, blocks move in this order: `swap_out` (block, host block), `swap_in` (host block, block), `copies` (from, to).
 
@@ -59,8 +60,8 @@ class Schedule:
     `expired` are finished, with reason "deadline". It is for the caller to report both. Any may come without entries: then there is nothing
     to run in this step.
 
-    A step of decodes alone that only goes on, each sequence a token or more further, is the last step's object once more: `goes_on` says
-    so, and `changed` names the entries that have come into another block since, or whose tables have grown.
+    A step of the same decodes, each sequence a token or more further, is the last step's object again: `reused` says so, and `changed`
+    names the entries that have reached another block since, or whose tables have grown.
     """
 
     entries: list[Scheduled] = field(default_factory=list)
@@ -70,7 +71,7 @@ class Schedule:
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
-    goes_on: bool = False
+    reused: bool = False
     changed: list[Scheduled] = field(default_factory=list)
 
     @property

@@ -91,9 +91,9 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """Choose the next step, give it its blocks, and preempt where there are too few."""
-        onward = self._onward(unseen=0)
-        if onward is not None:
-            return onward
+        reused = self._reuse(unseen=0)
+        if reused is not None:
+            return reused
         self.pool.release(self._copied)
         self._copied = []
         self._resume()
@@ -116,15 +116,15 @@ class Scheduler:
             self._reusable = ReusableDecode(plan, self.pool.block_size)
         return plan
 
-    def _onward(self, unseen: int) -> Schedule | None:
+    def _reuse(self, unseen: int) -> Schedule | None:
         """The last step once more, where all that it was made of is as it was; `unseen` tokens of each sequence are not known yet.
 
         None where the queue, a deadline, or want of blocks asks for more than that.
         """
-        steady = self._reusable
-        if steady is None or self._paused or self._could_come_in() or self._late():
+        reusable = self._reusable
+        if reusable is None or self._paused or self._could_come_in() or self._late():
             return None
-        filled = steady.go_on(unseen)
+        filled = reusable.advance(unseen)
         size = self.pool.block_size
         growing = [entry for entry in filled or () if entry.start >= len(entry.sequence.block_table) * size]
         if filled is None or len(growing) > self.pool.num_free:
@@ -134,10 +134,10 @@ class Scheduler:
             self._publish(entry.sequence)
         for entry, block in zip(growing, self.pool.allocate(len(growing)), strict=True):
             entry.sequence.block_table.append(block)
-        for key, count in steady.keys.items():
+        for key, count in reusable.keys.items():
             self.waiting.serve(key, count)
-        steady.schedule.goes_on, steady.schedule.changed = True, filled
-        return steady.schedule
+        reusable.schedule.reused, reusable.schedule.changed = True, filled
+        return reusable.schedule
 
     def reserve(self, schedule: Schedule, rounds: int) -> int:
         """Blocks for up to `rounds` tokens of each decode of a schedule, without preempting anybody; for how many there are enough."""
@@ -160,10 +160,10 @@ class Scheduler:
         None where somebody has ended, could be admitted, or would need blocks or room that are not free: then the tokens must be looked at
         first.
         """
-        steady = self._reusable
-        if steady is None or steady.schedule is not schedule or steady.longest + 2 >= self.limits.max_model_len:
+        reusable = self._reusable
+        if reusable is None or reusable.schedule is not schedule or reusable.longest + 2 >= self.limits.max_model_len:
             return None
-        return self._onward(unseen=1)
+        return self._reuse(unseen=1)
 
     def _could_come_in(self) -> bool:
         """Whether the queue needs a look: a row is free, or could be taken from somebody of lower priority."""
@@ -178,7 +178,7 @@ class Scheduler:
             if sequence.status is Status.RUNNING:
                 assert sequence.num_computed == entry.start, f"Scheduler: a step of {sequence.sequence_id} was advanced twice"
                 sequence.num_computed += entry.num_tokens * rounds
-                if self._siblings and entry.samples:
+                if self._siblings and entry.num_logits:
                     for sibling in self._siblings.pop(sequence.sequence_id, ()):
                         self.fork(sequence, sibling)
 
@@ -308,9 +308,9 @@ class Scheduler:
             if start + count > len(sequence.block_table) * block_size and not self._grow(sequence, start + count, plan):
                 continue
             if left == 1:
-                plan.entries.append(Scheduled(sequence, start, 1, True))
+                plan.entries.append(Scheduled(sequence, start, 1, num_logits=1))
             else:
-                chunks.append(Scheduled(sequence, start, count, count == left))
+                chunks.append(Scheduled(sequence, start, count, int(count == left)))
                 budget -= count
             self.waiting.serve(sequence.options.key, count)
         return budget
@@ -344,7 +344,7 @@ class Scheduler:
             start, left = sequence.num_computed, len(sequence) - sequence.num_computed
             count = min(left, budget)
             self._grow(sequence, start + count, plan)
-            (plan.entries if left == 1 else chunks).append(Scheduled(sequence, start, count, count == left))
+            (plan.entries if left == 1 else chunks).append(Scheduled(sequence, start, count, int(count == left)))
             self.waiting.serve(sequence.options.key, count)
             budget -= count
         return budget
@@ -364,11 +364,11 @@ class Scheduler:
                 continue  # a decode has its token
             sequence.block_table += self.pool.allocate(max(0, self.pool.blocks_for(end) - len(sequence.block_table)))
             if chunk is None:
-                chunk = Scheduled(sequence, start, 0, False)
+                chunk = Scheduled(sequence, start, 0, num_logits=0)
                 bisect.insort(chunks, chunk, hi=running, key=lambda other: rank_of(other.sequence))
                 running += 1
             chunk.num_tokens += end - start
-            chunk.samples = end == len(sequence)
+            chunk.num_logits = int(end == len(sequence))
             self.waiting.serve(sequence.options.key, end - start)
             budget -= end - start
             if not budget:

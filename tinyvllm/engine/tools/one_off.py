@@ -42,6 +42,6 @@ def _in_free_blocks(
     sequence.block_table = pool.allocate(pool.blocks_for(len(token_ids)))
     try:
         starts = range(0, len(token_ids), size)
-        return np.concatenate([compute(Scheduled(sequence, start, min(size, len(token_ids) - start), False)) for start in starts])
+        return np.concatenate([compute(Scheduled(sequence, start, min(size, len(token_ids) - start), 0)) for start in starts])
     finally:
         pool.release(sequence.block_table)

@@ -118,7 +118,7 @@ class Recorder:
         for entry in schedule.entries:
             sequence = entry.sequence
             run += (self._numbers.get(sequence.request_id, -1), sequence.index, entry.start, entry.num_tokens)
-            decodes = decodes and entry.num_tokens == 1 and entry.samples
+            decodes = decodes and entry.num_tokens == entry.num_logits == 1
         same = run == self._decodes
         event: Event = {"step": self._step, "on": rounds} if same else {"step": self._step, "run": run}
         if rounds != 1 and not same:

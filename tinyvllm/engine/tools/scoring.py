@@ -42,7 +42,7 @@ class PromptScore:
 
     def next_piece(self, most: int) -> Scheduled:
         start = self._sequence.num_computed
-        return Scheduled(self._sequence, start, min(PIECE, most, len(self) - start), False)
+        return Scheduled(self._sequence, start, min(PIECE, most, len(self) - start), 0)
 
     def take(self, piece: Scheduled, logits: np.ndarray) -> None:
         """Logits float32 [T, V] of a piece, each row those of the token behind it."""

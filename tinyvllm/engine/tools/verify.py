@@ -143,13 +143,13 @@ def _chunks(sequences: list[Sequence], budget: int) -> list[list[Scheduled]]:
                 steps.append([])
                 left = budget
             count = min(left, len(sequence) - start)
-            steps[-1].append(Scheduled(sequence, start, count, start + count == len(sequence)))
+            steps[-1].append(Scheduled(sequence, start, count, int(start + count == len(sequence))))
             start, left = start + count, left - count
     return steps
 
 
 def _decode(sequence: Sequence) -> Scheduled:
-    return Scheduled(sequence, len(sequence) - 1, 1, True)
+    return Scheduled(sequence, len(sequence) - 1, 1, 1)
 
 
 def _step(comparison: Comparison, entries: list[Scheduled]) -> None:
@@ -160,7 +160,7 @@ def _step(comparison: Comparison, entries: list[Scheduled]) -> None:
     row = 0
     for entry in [*(e for e in entries if e.num_tokens == 1), *(e for e in entries if e.num_tokens > 1)]:
         row += entry.num_tokens
-        if entry.samples:
+        if entry.num_logits:
             entry.sequence.output_token_ids.append(int(logits[row - 1].argmax()))
 
 
