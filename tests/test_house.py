@@ -1,6 +1,14 @@
-"""The house of docs/tour.md: which room may import which, what stays out of where, and that the wheel's list of rooms is whole."""
+"""The layout as tests: which room may import which, no cycle between files, what stays out of where, and that lists are whole.
+
+A room is a folder or a file right below `tinyvllm/`. `docs/architecture.md` shows the table below as a drawing and as a table; `python
+docs/draw_rooms.py` writes both.
+"""
+
+from __future__ import annotations
 
 import ast
+import importlib.util
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,46 +19,43 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tinyvllm"
 
-# A room may always import itself.
-DOORS = {
+# Room -> the rooms that it may import. Itself it always may.
+IMPORTS: dict[str, set[str]] = {
     "errors": set(),
     "metrics": set(),
-    "batch": set(),
-    "placement": set(),
-    "config": {"quant", "errors"},
+    "config": {"errors", "quant"},
     "request": {"errors"},
     "quant": {"errors"},
     "cache": {"errors"},
     "text": {"request", "errors"},
-    "bridge": {"placement", "backends", "batch", "config", "errors"},
-    "backends": {"placement", "bridge", "ops", "batch", "quant", "config", "errors"},
-    "ops": {"placement", "backends", "bridge", "batch", "quant", "config", "errors"},
-    "scheduler": {"request", "cache", "config", "errors"},
+    "batch": set(),
+    "bridge": {"batch", "config", "errors"},
+    "backends": {"bridge", "batch", "quant", "config", "errors"},
+    "ops": {"backends", "bridge", "batch", "quant", "errors"},
     "weights": {"quant", "errors"},
     "models": {"ops", "bridge", "batch", "quant", "errors"},
+    "scheduler": {"request", "cache", "errors"},
     "sampling": {"ops", "bridge", "request", "errors"},
-    "runner": {
-        "placement",
-        "models",
-        "weights",
-        "sampling",
-        "scheduler",
-        "ops",
-        "backends",
-        "bridge",
-        "quant",
-        "batch",
-        "config",
-        "errors",
-    },
+    "runner": {"models", "weights", "sampling", "scheduler", "ops", "backends", "bridge", "quant", "batch", "request", "config", "errors"},
     "engine": {"text", "cache", "scheduler", "runner", "sampling", "metrics", "request", "config", "errors"},
     "server": {"engine", "text", "request", "metrics", "config", "errors"},
     "cli": {"server", "engine", "text", "request", "config", "errors"},
     "demo": set(),
     "kernels": set(),
 }
-# Device files of a backend that still see below tinygrad's surface; they move behind the bridge next.
-BELOW = {PACKAGE / "backends" / p for p in ("cpu/graph.py", "cuda/graph.py", "cuda/driver.py", "metal/icb.py", "metal/queue.py")}
+# Rooms of the next steps; each gets its folder with its first resident.
+RESERVED: dict[str, set[str]] = {
+    "speculate": {"models", "ops", "batch", "cache", "request", "config", "errors"},
+    "distributed": {"bridge", "config", "errors"},
+}
+# One file of a room that another room may import, where it may not import the room.
+ONLY: dict[tuple[str, str], set[str]] = {
+    ("server", "engine"): {"tinyvllm.engine.api"},
+    ("runner", "scheduler"): {"tinyvllm.scheduler"},
+}
+WITHOUT_TINYGRAD = (
+    "tinyvllm", "tinyvllm.text.tokenizer", "tinyvllm.cache.blocks", "tinyvllm.scheduler", "tinyvllm.request", "tinyvllm.config", "tinyvllm.cli",
+)  # fmt: skip
 PUBLIC_TINYGRAD = {"tinygrad", "tinygrad.llm.model"}
 PUBLIC_NAMES = {"Tensor", "dtypes", "Device", "TinyJit", "nn", "Variable", "Context", "UOp"}
 
@@ -59,14 +64,17 @@ def modules() -> list[Path]:
     return sorted(p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.stem != "__init__")
 
 
-def room(path: Path) -> str:
-    parts = path.relative_to(PACKAGE).parts
-    return parts[0].removesuffix(".py")
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imports(path: Path) -> list[tuple[int, str, set[str]]]:
-    """(line, module, names) of every import in a file, also those inside functions."""
-    found = []
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports_of(path: Path) -> list[tuple[int, str, set[str]]]:
+    """(line, module, names) of every import in a file: also those inside functions and for types alone."""
+    found: list[tuple[int, str, set[str]]] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name, set()) for alias in node.names]
@@ -76,67 +84,174 @@ def imports(path: Path) -> list[tuple[int, str, set[str]]]:
     return found
 
 
-def ours(path: Path) -> list[tuple[int, str]]:
-    """(line, room) of every import of our own."""
+def own_imports_of(path: Path) -> list[tuple[int, str]]:
+    """(line, module) of every import of this package; `from package import module` counts as that module."""
     found = []
-    for line, module, names in imports(path):
-        if module == "tinyvllm":
-            found += [(line, name) for name in names if (PACKAGE / name).exists() or (PACKAGE / f"{name}.py").exists()]
-        elif module.startswith("tinyvllm."):
-            found.append((line, module.split(".")[1]))
+    for line, module, names in imports_of(path):
+        if module.split(".")[0] == "tinyvllm":
+            folder = ROOT.joinpath(*module.split("."))
+            files = {name for name in names if (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()}
+            found += [(line, f"{module}.{name}") for name in sorted(files)]
+            if names - files or not names:
+                found.append((line, module))
     return found
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_doors(path):
-    me = room(path)
-    assert me in DOORS, f"{path}: a new room; give it a row in the table of doors"
-    wrong = [f"{path}:{line}: {me} imports {other}" for line, other in ours(path) if other != me and other not in DOORS[me]]
-    assert not wrong, "\n".join(wrong)
+def test_imports_of_rooms(path: Path) -> None:
+    room = room_of(path)
+    table = IMPORTS | RESERVED
+    assert room in table, f"{path}: a new room; give it a row in IMPORTS"
+    for line, module in own_imports_of(path):
+        other = module.split(".")[1] if "." in module else "the package itself"
+        assert other == room or other in table[room], f"{path}:{line}: {room} imports {other}"
+        only = ONLY.get((room, other), {module})
+        assert module in only, f"{path}:{line}: of {other}, {room} may import {', '.join(sorted(only))}"
 
 
-def test_runner_takes_only_the_schedule_from_the_scheduler():
+def test_rooms_are_in_order() -> None:
+    """The table itself has no cycle: each room imports rooms that need nothing of it."""
+    table, done = dict(IMPORTS | RESERVED), set[str]()
+    while table:
+        ready = {room for room, needs in table.items() if needs <= done}
+        assert ready, f"a cycle among {', '.join(sorted(table))}"
+        done |= ready
+        table = {room: needs for room, needs in table.items() if room not in ready}
+
+
+def test_no_cycle_between_files() -> None:
+    """Imports inside functions and under TYPE_CHECKING count: they hide a cycle from Python, not from a reader."""
+    files = {module_of(path): {module for _, module in own_imports_of(path)} for path in [*modules(), PACKAGE / "__init__.py"]}
+    needs = {name: {n for n in wanted if n in files and n != name and n != "tinyvllm"} for name, wanted in files.items()}
+    while ready := {name for name, wanted in needs.items() if not wanted & needs.keys()}:
+        needs = {name: wanted for name, wanted in needs.items() if name not in ready}
+    tied = {name: sorted(wanted & needs.keys()) for name, wanted in needs.items()}
+    assert not tied, "\n".join(f"{name} imports {', '.join(wanted)}" for name, wanted in tied.items())
+
+
+def test_reserved_rooms_are_empty() -> None:
+    for room in RESERVED:
+        assert not (PACKAGE / room).exists(), f"{room} has a resident: move its row from RESERVED to IMPORTS"
+
+
+def test_runner_takes_only_the_schedule_from_the_scheduler() -> None:
     for path in (PACKAGE / "runner").glob("*.py"):
-        for line, module, names in imports(path):
+        for line, module, names in imports_of(path):
             if module == "tinyvllm.scheduler":
                 assert names <= {"Schedule", "Scheduled"}, f"{path}:{line}: {names}"
 
 
-def test_only_launch_sees_below_tinygrads_surface():
+def test_only_the_bridge_imports_tinygrads_internals() -> None:
     for path in modules():
-        if room(path) == "bridge" or path in BELOW:
+        if room_of(path) == "bridge":
             continue
-        for line, module, names in imports(path):
-            assert not module.startswith("tinyvllm.bridge."), f"{path}:{line}: what others may use is named in tinyvllm/bridge"
+        for line, module, names in imports_of(path):
+            assert not module.startswith("tinyvllm.bridge."), f"{path}:{line}: what others may use is named in tinyvllm/bridge/__init__.py"
             if module.split(".")[0] == "tinygrad":
                 types_only = module == "tinygrad.dtype" and names == {"DType"}  # the type of the public dtypes has no public name
                 public = module in PUBLIC_TINYGRAD and (module != "tinygrad" or names <= PUBLIC_NAMES)
                 assert public or types_only, f"{path}:{line}: {module} {sorted(names)}"
 
 
-@pytest.mark.parametrize("name", ["tinyvllm", "tinyvllm.text.tokenizer", "tinyvllm.cache.blocks", "tinyvllm.scheduler", "tinyvllm.request",
-                                  "tinyvllm.config", "tinyvllm.cli"])  # fmt: skip
-def test_imports_without_tinygrad(name):
+@pytest.mark.parametrize("name", WITHOUT_TINYGRAD)
+def test_imports_without_tinygrad(name: str) -> None:
     code = f"import sys, {name}; sys.exit('tinygrad' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 @pytest.mark.parametrize("name", ["models", "ops"])
-def test_models_and_ops_know_no_requests_and_no_text(name):
+def test_models_and_ops_know_no_requests_and_no_text(name: str) -> None:
     for path in (PACKAGE / name).rglob("*.py"):
         used = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
         assert not used & {"Request", "Sequence", "SamplingParams", "Tokenizer"}, path
 
 
-def test_every_room_is_in_the_wheel():
+def test_ops_name_no_backend() -> None:
+    for path in (PACKAGE / "ops").glob("*.py"):
+        for line, module in own_imports_of(path):
+            assert not re.match(r"tinyvllm\.backends\.(cpu|cuda|metal)\b", module), f"{path}:{line}: {module}"
+        strings = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+        assert not strings & {"CPU", "CUDA", "METAL"}, f"{path} names a backend"
+
+
+def test_names_of_formats_are_in_one_table() -> None:
+    """A list of names of formats outside quant/ is a second table. Converters that read foreign files name what those files say."""
+    packed = re.compile(r"[IT]?Q\d+_(\d|K|XS|NL)$|MXFP4$")
+    for path in modules():
+        if room_of(path) in ("quant", "demo"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+                names = [e.value for e in node.elts if isinstance(e, ast.Constant) and isinstance(e.value, str) and packed.match(e.value)]
+                assert len(names) < 2, f"{path}:{node.lineno}: {', '.join(names)}: take them from tinyvllm/quant/formats.py"
+
+
+def test_methods_of_the_two_largest_classes() -> None:
+    """Engine and Scheduler were 43 and 37 methods each, and nothing could be added without touching them."""
+    for file, name in (("engine/engine.py", "Engine"), ("scheduler/scheduler.py", "Scheduler")):
+        classes = [n for n in ast.parse((PACKAGE / file).read_text()).body if isinstance(n, ast.ClassDef) and n.name == name]
+        methods = [node.name for node in classes[0].body if isinstance(node, ast.FunctionDef)]
+        assert len(methods) <= 22, f"{name} has {len(methods)} methods: {', '.join(methods)}"
+
+
+def test_every_room_is_in_the_wheel() -> None:
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     rooms = {"tinyvllm"} | {f"tinyvllm.{p.parent.relative_to(PACKAGE).as_posix().replace('/', '.')}" for p in PACKAGE.glob("*/**/*.py")}
     assert listed == rooms | {"tinyvllm.kernels"}
 
 
-def test_no_names_that_say_nothing():
+def test_no_names_that_say_nothing() -> None:
     for path in modules():
         assert path.stem not in ("utils", "helpers", "misc", "common"), path
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 assert not node.name.endswith(("Manager", "Helper", "Utils")), f"{path}:{node.lineno}: {node.name}"
+
+
+# --- kernels
+
+ENDINGS = {"cpu": ".c", "cuda": ".cu", "metal": ".metal"}
+SOURCES = sorted(path for backend, ending in ENDINGS.items() for path in (ROOT / "kernels" / backend).glob(f"*{ending}"))
+NOT_A_KERNEL = {"thread_pool"}  # the loop of the CPU's threads, a library of its own
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT / "kernels")))
+def test_a_kernel_begins_with_its_contract_and_its_entry(path: Path) -> None:
+    """First the comment with the formula and a line for each argument; then constants and the entry, helpers after it."""
+    lines = path.read_text().splitlines()
+    head = next((i for i, line in enumerate(lines) if not line.startswith("//")), len(lines))
+    assert head >= 3, f"{path.name}: it begins with its contract: formula, arguments with shape and dtype, unit of work"
+    if path.stem in NOT_A_KERNEL:
+        return
+    assert any("=" in line for line in lines[:3]), f"{path.name}: the contract begins with the formula"
+    kinds = r"\[[^\]]*\]\s+(?:float|int|uint|bf|half|bytes|bool|CACHE|WEIGHT|u?int)"
+    assert any(re.search(kinds, line) for line in lines[:head]), f"{path.name}: the contract gives shape and dtype of each argument"
+    entry = re.compile(rf"\b{path.stem}\s*\(")
+    code = [(i, line) for i, line in enumerate(lines[head:], head) if not line.lstrip().startswith("//")]
+    first = next((i for i, line in code if entry.search(line)), None)
+    assert first is not None, f"{path.name}: its entry is called {path.stem}"
+    bodies = [i for i, line in code if i < first and re.match(r"(?:static|template|__device__|inline)[^;]*\)\s*(?:const\s*)?\{", line)]
+    assert not bodies, f"{path.name}:{bodies[0] + 1}: a function before the entry (line {first + 1}); put it after, or into include/"
+
+
+def test_every_stem_has_sources_tests_and_a_benchmark() -> None:
+    """A stem of the registry names a source in each backend that has it, the tests of that backend, and a row of a benchmark."""
+    registry = importlib.import_module("tinyvllm.backends.registry")
+    benchmarks = "\n".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
+    for stem in registry.STEMS:
+        assert re.search(rf"\b{stem}\b", benchmarks), f"{stem}: no benchmark names it"
+        assert f"`{stem}`" in (ROOT / "docs" / "kernels.md").read_text(), f"docs/kernels.md has no row for {stem}"
+    for path in SOURCES:
+        folder = ROOT / "tests" / "kernels" / ("" if path.suffix == ".c" else path.parent.name)
+        tests = "\n".join(test.read_text() for test in folder.glob("*.py"))
+        assert re.search(rf"\b{path.stem}\b", tests), f"{path.relative_to(ROOT)}: no test in {folder.relative_to(ROOT)} names it"
+
+
+def test_drawing_is_fresh() -> None:
+    """docs/architecture.md shows the table above as it is."""
+    spec = importlib.util.spec_from_file_location("draw_rooms", ROOT / "docs" / "draw_rooms.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert script.with_drawing(page, IMPORTS, RESERVED) == page, "stale: run `python docs/draw_rooms.py`"
