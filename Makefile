@@ -10,7 +10,12 @@ TORCH ?= torch==2.13.0
 CLANG := $(shell clang --version 2>/dev/null | sed -n 's/.*version \([0-9]*\).*/\1/p' | head -n 1)
 EXTRA := $(shell [ "$(CLANG)" -ge 16 ] 2>/dev/null || echo clang)
 
-.PHONY: demo test test-long test-peers lint bench clean
+CHECKS := tests/test_house.py tests/test_words.py tests/test_docs.py tests/test_config.py tests/test_request.py tests/cache tests/scheduler \
+  tests/backends/test_registry.py tests/ops/test_linear.py tests/ops/test_attention.py tests/quant tests/weights/test_gguf.py tests/runner/test_prepare.py \
+  tests/sampling/test_sampler.py tests/engine/test_engine.py tests/engine/test_decode_reuse.py tests/text/test_chat.py tests/server/core tests/cli
+SOURCES = $(shell find kernels -name '*.c' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' -o -name '*.metal')
+
+.PHONY: demo check test test-long test-peers lint bench clean
 
 demo: $(VENV)/.core
 	$(BIN)/python main.py --prompt "Once upon a time" --max-tokens 256 --temperature 0.7 --seed 10
@@ -24,8 +29,14 @@ test-long: $(VENV)/.test
 test-peers: $(VENV)/.peers
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/peers
 
+# what to run before a commit: lint, the layout, and one fast test of each room; under two minutes
+check: lint $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(CHECKS)
+
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(SOURCES)
 	$(BIN)/mypy
 
 bench: $(VENV)/.core
