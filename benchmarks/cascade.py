@@ -3,7 +3,7 @@
     python -m benchmarks.cascade --shapes tinyllama-1.1b,tiny160m --sequences 64 --prefix 2048
     python -m benchmarks.cascade --engine --shapes tiny160m
 
-Three ways in turn, of one decode step behind a prompt of `prefix` tokens with `own` tokens of each sequence: *apart*, every sequence has
+Three ways in turn, of one decode step after a prompt of `prefix` tokens with `own` tokens of each sequence: *apart*, every sequence has
 a copy of the prompt's keys and values; *shared*, they lie in the same blocks, and each sequence reads them, from the processor's caches as
 far as those reach; *cascade*, they are read once for all. The results have the same bits. Every layer has a cache of its own, so that a
 call finds nothing in the processor's caches, as in a step. The roof is the slower of two: the bytes that must come from memory, once each,
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -72,9 +73,9 @@ def attention(shape: str, options: argparse.Namespace) -> list[list[object]]:
     ways: dict[str, Callable[[], float | None]] = {}
     times = {}
     for way, runner in runners.items():
-        once = take_turns({"": lambda runner=runner: runner.run(len(runner.sets))}, 2, patience=1)[""][1].seconds / len(runner.sets)
+        once = take_turns({"": partial(runner.run, len(runner.sets))}, 2, patience=1)[""][1].seconds / len(runner.sets)
         times[way] = max(len(runner.sets), round(ROUND_SECONDS / once))
-        ways[way] = lambda runner=runner, n=times[way]: runner.run(n)
+        ways[way] = partial(runner.run, times[way])
     turns = take_turns(ways | {"read": lambda: read_once(lanes)}, options.rounds)
     bandwidth, most = read_size(lanes) / spread(turns["read"]).median, operations("f32_flops", lanes)
     timed = {way: spread(turns[way]).divided(times[way]) for way in WAYS}
@@ -98,7 +99,7 @@ def attention(shape: str, options: argparse.Namespace) -> list[list[object]]:
 
 
 def engine(shape: str, options: argparse.Namespace) -> list[list[object]]:
-    """Steps of all sequences, with and without cascade, each behind the same prompt and a tail of its own."""
+    """Steps of all sequences, with and without cascade, each after the same prompt and a tail of its own."""
     B, longest = options.sequences, options.prefix + options.own + 3 * options.rounds * _STEPS + 16
     blocks = options.prefix // S + (B + 1) * (-(-(longest - options.prefix) // S) + 1)
     steppings: dict[str, Stepping] = {}
@@ -128,11 +129,11 @@ def engine(shape: str, options: argparse.Namespace) -> list[list[object]]:
 
 def main() -> None:
     best = usable_variants(Placement("CPU"))[0]
-    parser = argparse.ArgumentParser(description="decodes behind a prompt that they share")
+    parser = argparse.ArgumentParser(description="decodes that share a prompt")
     parser.add_argument("--shapes", type=lambda text: text.split(","), default=["tinyllama-1.1b", "tiny160m"])
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--prefix", type=int, default=2048, help="tokens in common, a multiple of 16")
-    parser.add_argument("--own", type=int, default=64, help="tokens of each sequence behind them")
+    parser.add_argument("--own", type=int, default=64, help="tokens of each sequence after them")
     parser.add_argument("--engine", action="store_true", help="whole engines instead of attention alone")
     parser.add_argument("--target", default=best)
     parser.add_argument("--lanes", type=int, default=threads_of_machine())
@@ -148,7 +149,7 @@ def main() -> None:
     if options.engine:
         header = ["engine", "tok/s", "low", "high", "ms a step", "x shared", "quiet"]
     rows = [row for shape in options.shapes for row in (engine if options.engine else attention)(shape, options)]
-    print(f"{options.sequences} sequences, {options.own} tokens each behind {options.prefix}; {options.target}, {options.lanes} lanes")
+    print(f"{options.sequences} sequences, {options.own} tokens each after {options.prefix}; {options.target}, {options.lanes} lanes")
     print(table(header, rows))
 
 

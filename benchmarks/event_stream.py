@@ -51,7 +51,8 @@ class _Exchange(asyncio.Protocol):
         self._raw = b""  # bytes of the response that are not understood yet
         self._body = b""  # events that are not whole yet
         self._left: int | None = None  # bytes that the chunk still has; None: its head comes next
-        self._chunked = self._length = None
+        self._chunked: bool | None = None
+        self._length: int | None = None
         self._spoken = False  # whether an event with text has come
         self._tail: list[bytes] = []
         assert self.transport is not None
@@ -97,13 +98,14 @@ class _Exchange(asyncio.Protocol):
         return True
 
     def _chunks(self, now: float) -> None:
-        raw, at, pieces = self._raw, 0, []
+        raw, at = self._raw, 0
+        pieces: list[bytes] = []
         while at < len(raw):
             if self._left is None:
                 end = raw.find(b"\r\n", at)
                 if end < 0:
                     break
-                self._left = int(raw[at:end].split(b";")[0], 16) + 2  # with the line end behind it
+                self._left = int(raw[at:end].split(b";")[0], 16) + 2  # with the line end after it
                 at = end + 2
                 if self._left == 2:
                     self._take(b"".join(pieces), now)

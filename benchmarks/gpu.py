@@ -202,8 +202,12 @@ def roofs(o: argparse.Namespace) -> None:
         "read, our kernel": (size, partial(memory_seconds, "read")),
         "copy, the driver": (2 * size, driver_copy_seconds),
     }
+
+    def bandwidth(name: str, moved: int, seconds: Callable[[int, Any], float]) -> None:
+        emit(o, name, moved / seconds(size, effort(o)) / 1e9, "GB/s")
+
     for name, (moved, seconds) in ways.items():
-        attempt(o, lambda name=name, moved=moved, seconds=seconds: emit(o, name, moved / seconds(size, effort(o)) / 1e9, "GB/s"))
+        attempt(o, bandwidth, name, moved, seconds)
     if o.tiny:
         return
     found = peer(o, "cublas", "--sizes", "4096,8192")
@@ -212,26 +216,26 @@ def roofs(o: argparse.Namespace) -> None:
             emit(o, f"cuBLAS bf16, {edge}", found[f"tflops_{edge}"], "TFLOP/s", torch=found["torch"])
 
 
-def attempt(o: argparse.Namespace, work: Callable[[], None]) -> None:
-    """One measurement of several: its failure is told and counted at the end of the part, and the others go on.
+def attempt(o: argparse.Namespace, work: Callable[..., object], *arguments: Any) -> None:
+    """One measurement of several, `work(*arguments)`: a failure is reported and counted at the end of the part, and the others continue.
 
-    Where the failure took the device with it, or the measurement never ends, they go on in a new process.
+    If the failure broke the device, or the measurement never ends, they continue in a new process.
     """
     o.tried += 1
     if o.tried <= o.skip:
         return
-    watch = threading.Timer(o.limit, go_on, (o, f"it took more than {o.limit:.0f} s"))
+    watch = threading.Timer(o.limit, restart, (o, f"it took more than {o.limit:.0f} s"))
     watch.daemon = True
     if o.part != "peers":
         watch.start()
     try:
-        work()
+        work(*arguments)
     except Exception as error:  # whatever it is, the next measurement may work
         if o.strict:
             raise
         watch.cancel()
         if o.part != "peers" and device_broken():
-            go_on(o, f"{type(error).__name__}: {error}")
+            restart(o, f"{type(error).__name__}: {error}")
         else:
             o.failed += 1
             print(f"FAILED: {type(error).__name__}: {error}", flush=True)
@@ -239,9 +243,9 @@ def attempt(o: argparse.Namespace, work: Callable[[], None]) -> None:
         watch.cancel()
 
 
-def go_on(o: argparse.Namespace, why: str) -> None:
-    """Become a new process, which has a device of its own and begins behind the measurement that just failed."""
-    print(f"FAILED: {why}; a new process goes on", flush=True)
+def restart(o: argparse.Namespace, why: str) -> None:
+    """Become a new process, which opens the device again and begins after the measurement that just failed."""
+    print(f"FAILED: {why}; a new process continues", flush=True)
     again = [*o.words, "--skip", str(o.tried), "--failed", str(o.failed + 1)]
     os.execv(sys.executable, [sys.executable, "-m", f"benchmarks.{o.machine.module}", *again])
 
@@ -257,17 +261,17 @@ def peer(o: argparse.Namespace, *words: str) -> dict[str, Any]:
     return ask(o, "torch", o.torch_python, "benchmarks.gpu_peers", *words)
 
 
-def ask(o: argparse.Namespace, whom: str, interpreter: str, module: str, *words: str) -> dict[str, Any]:
+def ask(o: argparse.Namespace, peer_name: str, interpreter: str, module: str, *words: str) -> dict[str, Any]:
     """The JSON object that a module prints in another interpreter; an empty one, with the reason printed, where it has none."""
     try:
         done = subprocess.run([interpreter, "-m", module, *words], stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=o.patience)
     except (OSError, subprocess.TimeoutExpired) as error:
-        print(f"no {whom}: {error}", flush=True)
+        print(f"no {peer_name}: {error}", flush=True)
         return {}
     said = done.stdout.strip() if done.returncode == 0 else ""
     answer: dict[str, Any] = json.loads(said) if said else {"missing": f"its process ended with status {done.returncode}"}
     if "missing" in answer:
-        print(f"no {whom}: {answer['missing']}; left out", flush=True)
+        print(f"no {peer_name}: {answer['missing']}; left out", flush=True)
         return {}
     return answer
 
@@ -276,7 +280,7 @@ def ask(o: argparse.Namespace, whom: str, interpreter: str, module: str, *words:
 
 
 def kernels(o: argparse.Namespace) -> None:
-    """Paged attention of decodes and of a prompt, and large products, each beside its roof."""
+    """Paged attention of decodes and of a prompt, and large products, each with its roof."""
     start(o)
     from benchmarks.gpu_ops import attention_decode_op, attention_prefill_op, product_op, seconds_of
     from tinyvllm.backends.registry import usable_variants
@@ -301,12 +305,12 @@ def kernels(o: argparse.Namespace) -> None:
         emit(o, f"matmul {format}, {edge}, {row}", rate, "TFLOP/s", f"cuBLAS {edge}", measured(o, f"cuBLAS bf16, {edge}"))
 
     for shape in shapes:
-        attempt(o, lambda shape=shape: decoding(shape))
+        attempt(o, decoding, shape)
     attempt(o, lambda: prompting(*((40, 4, 2, 32) if o.tiny else (16384, 32, 8, 128))))
     rows_here = usable_variants(Placement("CUDA"), "matmul")
     for edge, format in [(64, "BF16")] if o.tiny else [(4096, "BF16"), (8192, "BF16"), (4096, "Q8_0"), (4096, "Q4_0")]:
         for row in rows_here if format == "BF16" else rows_here[:1]:
-            attempt(o, lambda edge=edge, format=format, row=row: product(edge, format, row))
+            attempt(o, product, edge, format, row)
     os.environ.pop("TINYVLLM_KERNELS", None)
 
 
@@ -334,14 +338,14 @@ def ablation(o: argparse.Namespace) -> None:
 
     many = 10 if o.tiny else 512
     for op in layer_ops(c, 1, 40 if o.tiny else 1024):
-        attempt(o, lambda op=op: compare(op, 1))
+        attempt(o, compare, op, 1)
     for op in layer_ops(c, many, 17):
         if not op.stem.startswith("attention") and op.stem not in ("embed", "norm_head"):
-            attempt(o, lambda op=op: compare(op, many))
+            attempt(o, compare, op, many)
     attempt(o, lambda: compare(attention_prefill_op(many, H, K, D), many))
     V = c["vocab_size"]
     for B in (1,) if o.tiny else (1, 64):
-        attempt(o, lambda B=B: both(f"sample, {B} rows", 4 * B * V, 0, partial(draw_seconds, V, B), False))
+        attempt(o, both, f"sample, {B} rows", 4 * B * V, 0, partial(draw_seconds, V, B), False)
 
 
 # --- the engine
@@ -371,7 +375,8 @@ class LastGraph:
     """The graph of the decode step that ran last, to be replayed by itself."""
 
     def __init__(self, runner: Any):
-        self._decode, self._last = runner.decode, None
+        self._decode = runner.decode
+        self._last: tuple[Any, Any] | None = None
         runner.decode = self._remember
 
     def _remember(self, step: Any, draw: Any, kind: Any, plain: bool) -> Any:
@@ -393,7 +398,7 @@ class LastGraph:
 
 
 def decoding(o: argparse.Namespace, llm: Any, name: str, shape: str, batch: int, context: int) -> None:
-    """Steady decode of `batch` sequences: tokens a second, share of the copy bandwidth, idle share of the device."""
+    """Continuous decode of `batch` sequences: tokens a second, share of the copy bandwidth, idle share of the device."""
     from benchmarks.gpu_ops import Effort
 
     stepping, graph = Stepping(llm), LastGraph(llm.engine.runner)
@@ -431,9 +436,9 @@ def decode(o: argparse.Namespace) -> None:
     name = f"{o.shape} {o.weights}"
     with engine(o, o.shape, o.weights, max_num_batched_tokens=max([512, *prompts]), **limits) as llm:
         for batch in o.batches:
-            attempt(o, lambda batch=batch: decoding(o, llm, name, o.shape, batch, context))
+            attempt(o, decoding, o, llm, name, o.shape, batch, context)
         for tokens in prompts:
-            attempt(o, lambda tokens=tokens: prefilling(o, llm, name, tokens))
+            attempt(o, prefilling, o, llm, name, tokens)
 
 
 def prefilling(o: argparse.Namespace, llm: Any, name: str, tokens: int) -> None:
@@ -456,7 +461,7 @@ def serve(o: argparse.Namespace) -> None:
     prompts = [[chance.randint(0, 10000) % (250 if o.tiny else 10001) for _ in range(chance.randint(low, high))] for _ in range(count)]
     answers = [chance.randint(low, high) for _ in range(count)]
     blocks = sum(-(-(len(ids) + n) // 16) + 1 for ids, n in zip(prompts, answers, strict=True))
-    limits = {"max_model_len": 2 * high, "max_num_seqs": count, "num_blocks": blocks}
+    limits: dict[str, Any] = {"max_model_len": 2 * high, "max_num_seqs": count, "num_blocks": blocks}
     given = [{"prompt_token_ids": ids} for ids in prompts]
     params = [SamplingParams(temperature=0.6, max_tokens=n, ignore_eos=True, seed=i) for i, n in enumerate(answers)]
     with engine(o, o.shape, max_num_batched_tokens=64 if o.tiny else 8192, **limits) as llm:
@@ -470,14 +475,14 @@ def serve(o: argparse.Namespace) -> None:
 
 def serving_roof(o: argparse.Namespace, prompts: list[list[int]], answers: list[int], engine: Any) -> float | None:
     """Tokens a second if nothing took time but reading: the weights once a step, of as many as the longest answer has, and what each
-    decoded token sees of keys and values; beside it the prompts' operations."""
+    decoded token reads of keys and values; and the prompts' operations."""
     bandwidth, compute = bandwidth_of(o), computing(o)
     if bandwidth is None:
         return None
     seen = sum(n * len(ids) + n * (n + 1) // 2 for ids, n in zip(prompts, answers, strict=True))
     moved = max(answers) * engine.model_bytes_per_token + seen * kv_bytes_per_token(o.shape, o.tiny)
     work = sum(map(len, prompts)) * flops_per_token(o.shape, o.tiny)
-    return sum(answers) / (moved / bandwidth + (work / compute / 1e12 if compute else 0.0))
+    return float(sum(answers) / (moved / bandwidth + (work / compute / 1e12 if compute else 0.0)))
 
 
 # --- peers
@@ -486,10 +491,10 @@ def serving_roof(o: argparse.Namespace, prompts: list[list[int]], answers: list[
 def peers(o: argparse.Namespace) -> None:
     """Llama-3.2-1B's shape decoded here and by transformers (static cache, compiled as a CUDA graph), one after the other."""
     for batch in (1, 64):
-        attempt(o, lambda batch=batch: beside_transformers(o, batch))
+        attempt(o, compare_transformers, o, batch)
 
 
-def beside_transformers(o: argparse.Namespace, batch: int) -> None:
+def compare_transformers(o: argparse.Namespace, batch: int) -> None:
     ours = measured(o, f"decode llama-3.2-1b bf16, {batch} x 128")
     with TemporaryDirectory() as folder:
         model = write_config(SHAPES["llama-3.2-1b"], Path(folder))
@@ -513,8 +518,8 @@ def summary(o: argparse.Namespace) -> None:
     rows = []
     for line in lines_of(o.run):
         share = None if line["share"] is None else f"{line['share']:.1%} of {line['of']}"
-        beside = f"{line['faster']:.2f} x" if "faster" in line else None
-        rows.append([line["what"], float(line["value"]), line["unit"], share, beside])
+        ratio = f"{line['faster']:.2f} x" if "faster" in line else None
+        rows.append([line["what"], float(line["value"]), line["unit"], share, ratio])
     print(table(["figure", "value", "unit", "share", "ours is faster by"], rows))
 
 

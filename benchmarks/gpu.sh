@@ -5,7 +5,7 @@
 #
 # Needs what `pip install -e .[test,cuda]` installs, and no network. The interpreter is .venv's, else python3; INTERPRETER names another one,
 # TORCH_INTERPRETER the one that has torch and transformers, which are optional. MINUTES is the time for all (9). Each part has a limit of its
-# own; a part that fails or is cut off is told and counted, and the others go on. The figures are added to benchmarks/results/gpu.jsonl; with
+# own; a part that fails or is cut off is reported and counted, and the others continue. The figures are added to benchmarks/results/gpu.jsonl; with
 # a FOLDER, those of this run and all that was printed lie there as well. The exit status is the number of parts that failed.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1

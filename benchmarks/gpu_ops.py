@@ -172,7 +172,7 @@ def tile_weight(format: str, O: int, I: int) -> TileWeight:
     size = panel_bytes(format, O, I)
     if format in FLOATS:
         return TileWeight(place_bytes(normal_bits(size // 2, 0.02, format).view(np.uint8), Device.DEFAULT), format, O, I)
-    scales = size // (34 if format == "Q8_0" else 18)  # one a block: two bytes beside 32 or 16
+    scales = size // (34 if format == "Q8_0" else 18)  # one a block: two bytes for 32 or 16
     data = np.resize(np.random.default_rng(0).integers(0, 256, _POOL, np.uint8), size)
     data[-2 * scales :] = np.full(scales, 0.02 / (74 if format == "Q8_0" else 4.6), np.float16).view(np.uint8)
     return TileWeight(place_bytes(data, Device.DEFAULT), format, O, I)
@@ -244,11 +244,11 @@ def chunk(T: int) -> Batch:
 
 
 def product_op(name: str, T: int, O: int, I: int, format: str = "BF16", residual: bool = False) -> Op:
-    x, beside, rows = floats(T, I), floats(T, O) if residual else None, int32([T])
+    x, added, rows = floats(T, I), floats(T, O) if residual else None, int32([T])
 
     def make(kernel: bool) -> Callable[[], Tensor]:
         weight: Weight = kernel_weight(format, (O,), I) if kernel else tensor_weight(O, I)
-        return lambda: linear(x, weight, rows, residual=beside)
+        return lambda: linear(x, weight, rows, residual=added)
 
     return Op(name, "matmul", make, bytes_of(format, O, I), 2 * T * O * I)
 
@@ -394,5 +394,5 @@ def driver_copy_seconds(nbytes: int, effort: Effort) -> float:
     from tinygrad.runtime.autogen import cuda
 
     tensors = [on_device(np.full(nbytes // 4, value, np.uint32)) for value in range(2)]  # kept: their memory would be given away
-    source, target = (tensor.uop.buffer._buf for tensor in tensors)
+    source, target = (tensor.uop.buffer._buf for tensor in tensors)  # type: ignore[union-attr]
     return device_seconds(lambda: _check(cuda.cuMemcpyDtoDAsync_v2(target, source, nbytes, None)), effort)

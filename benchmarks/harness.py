@@ -1,7 +1,7 @@
 """What every benchmark shares: a machine's description, rounds taken in turn, medians with quartiles, one JSON line a result.
 
 Machines that measure are seldom alone. Two things keep figures honest all the same: contestants take turns, so that what else the
-machine does falls on all of them alike, and every round notes how many processors other processes kept busy meanwhile. If enough rounds
+machine does affects all of them equally, and every round notes how many processors other processes kept busy meanwhile. If enough rounds
 were quiet, only they count; the share is recorded either way.
 """
 
@@ -12,7 +12,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -97,7 +97,7 @@ def take_turns(
 ) -> dict[str, list[Round]]:
     """Run the functions in turn, `rounds` times each. One that returns seconds has timed itself.
 
-    `own` are the processes that do the work beside this one. While quiet rounds are too few for every function, up to `patience` times
+    `own` are the other processes that do the work. While quiet rounds are too few for every function, up to `patience` times
     as many rounds are run.
     """
     done: dict[str, list[Round]] = {name: [] for name in functions}
@@ -149,7 +149,7 @@ def record(name: str, figures: Mapping[str, Any], spreads: Iterable[Spread] = ()
     print(f"recorded in results/{name}.jsonl\n", flush=True)
 
 
-def table(header: list[str], rows: list[list[object]]) -> str:
+def table(header: list[str], rows: Sequence[Sequence[object]]) -> str:
     """A markdown table with columns of one width; numbers to the right."""
     cells = [[_cell(value) for value in row] for row in rows]
     widths = [max(len(row[c]) for row in [header, *cells]) for c in range(len(header))]

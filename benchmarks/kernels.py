@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -40,12 +41,12 @@ DISTINCT = 256 << 20  # bytes of weights in all sets together
 ROUND_SECONDS = 0.15
 _FLAGS = ("-x", "c", "-O2", "-fPIC", "-shared", "-ffreestanding", "-nostdlib", "-fno-builtin", "-fno-jump-tables", "-ffp-contract=off",
           "-fno-math-errno", "-fno-stack-protector", "-Wno-deprecated-non-prototype")  # fmt: skip
-_NUMBER = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(np.uint16)}
+_NUMBER: dict[str, np.dtype[Any]] = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(np.uint16)}
 
 
 @dataclass
 class Work:
-    """A kernel's arguments. `big(n)` makes the one that every set has of its own; it stands at `place` in each of `sets`' lists."""
+    """A kernel's arguments. `big(n)` makes the one that every set has of its own; it is at `place` in each of `sets`' lists."""
 
     kernel: Kernel
     arguments: list[np.ndarray]
@@ -138,7 +139,7 @@ def attention_decode(o: argparse.Namespace) -> Work:
 
 
 def attention_prefill(o: argparse.Namespace) -> Work:
-    """One sequence of T new rows behind `context` tokens; operations that the causal mask leaves out do not count."""
+    """One sequence of T new rows after `context` tokens; operations that the causal mask leaves out do not count."""
     M = -(-(o.context + o.T) // o.S)
     group = o.H // o.K
     lane = 128 * o.D + max(1, 128 // group) * group * (3 * o.D + 32)
@@ -161,7 +162,7 @@ def embed(o: argparse.Namespace) -> Work:
     tokens = np.random.default_rng(0).integers(0, o.V, o.T).tolist()
     defines = (("E", o.E), ("V", o.V), ("WEIGHT", o.weight), ("PANELS", 1))
     arguments = [empty(o.T, o.E), ints(), ints(*tokens), ints(o.T)]
-    touched = o.T * 16 * size // o.V  # a row lies in a panel of sixteen: every cache line of the panel has a word of it
+    touched = o.T * 16 * size // o.V  # a row is part of a panel of sixteen: every cache line of the panel has a word of it
     return Work(Kernel("embed", "cpu", o.target, defines, 1, 3), arguments, 1, lambda: plain(size), touched, 0, "f32_flops")
 
 
@@ -198,7 +199,7 @@ class Team(ctypes.Structure):
 
 
 def compiled(kernel: Kernel) -> ctypes.CDLL:
-    """The kernel with `repeat` behind it: `times` calls, the argument lists of `sets` one after the other."""
+    """The kernel with `repeat` after it: `times` calls, the argument lists of `sets` one after the other."""
     count = kernel.outs + kernel.ins
     actual = ", ".join(f"a[{i}]" for i in range(count))
     text = (

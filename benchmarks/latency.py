@@ -48,7 +48,7 @@ def load_model(options: argparse.Namespace, **limits: Any) -> Any:
 
 
 def model_name(options: argparse.Namespace) -> str:
-    """What was measured, for a record that others read: a checkpoint by its own name, not by where it lies."""
+    """What was measured, for a record that others read: a checkpoint by its own name, not by its path."""
     return Path(options.model).resolve().name if options.model else options.shape
 
 
@@ -64,7 +64,7 @@ def decoding(stepping: Stepping, batch: int, context: int, rounds: int) -> tuple
 
 
 def _host_seconds(stepping: Stepping) -> float:
-    """Processor seconds of the engine's thread in one step, without those in which it was a lane of the crew and ran kernels."""
+    """Processor seconds of the engine's thread in one step, without those in which it ran kernels as a thread of the pool."""
     from tinyvllm.backends.cpu.threads import thread_pool
 
     one, inside = thread_pool(), [0.0]
@@ -75,7 +75,7 @@ def _host_seconds(stepping: Stepping) -> float:
         run(*arguments)
         inside[0] += time.thread_time() - start
 
-    one.run = timed  # type: ignore[method-assign]
+    one.run = timed  # type: ignore[method-assign, assignment]
     try:
         start = time.thread_time()
         stepping.steps(1)

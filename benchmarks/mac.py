@@ -5,7 +5,7 @@
     python -m benchmarks.mac report --run FILE --checks FILE
 
 What is not of Apple alone is gpu.py's, and so are the options. Shares are of the bandwidth that the part `roofs` measured in the same run;
-beside them the report has the share of what Apple says of the chip. A model that does not fit the machine's memory is left out, and said.
+the report adds the share of Apple's figure for the chip. A model that does not fit the machine's memory is left out and named.
 """
 
 from __future__ import annotations
@@ -71,9 +71,7 @@ def named_bandwidth(chip: str, cores: int) -> float | None:
     """GB/s that Apple names for a chip (benchmarks/plan.py); of two of one name, the smaller one that has as many cores."""
     from benchmarks.plan import CHIPS
 
-    similar = [
-        known for known in CHIPS if known.name == chip or known.name.rsplit(" ", 1)[0] == chip and known.name[-1].isdigit()
-    ]
+    similar = [known for known in CHIPS if known.name == chip or known.name.rsplit(" ", 1)[0] == chip and known.name[-1].isdigit()]
     enough = sorted((known.cores, known.bandwidth) for known in similar if known.cores >= cores)
     return enough[0][1] if enough else None
 
@@ -142,15 +140,24 @@ def kernels(o: argparse.Namespace) -> None:
     def computing(op: Op) -> None:
         emit(o, op.name, op.flops / seconds_of(op, gpu.effort(o)) / 1e12, "TFLOP/s")
 
+    def streaming_product(T: int, format: str) -> None:
+        streaming(product_op(f"product {format} of {T}", T, O, I, format))
+
+    def computing_product(format: str) -> None:
+        computing(product_op(f"matmul {format}, {many} rows", many, O, I, format))
+
+    def streaming_attention(B: int, context: int) -> None:
+        streaming(attention_decode_op(B, context, H, K, D))
+
     for format in ("BF16", "Q8_0", "Q4_0", "Q4_K"):
         for T in (1, 16):
-            attempt(o, lambda T=T, format=format: streaming(product_op(f"product {format} of {T}", T, O, I, format)))
-        # the row for sixteen that must be asked for: whether it is worth asking
-        asked = replace(product_op(f"product {format} of 16, apple7_matrix", 16, O, I, format), choice="matmul=apple7_matrix")
-        attempt(o, lambda asked=asked: streaming(asked))
-        attempt(o, lambda format=format: computing(product_op(f"matmul {format}, {many} rows", many, O, I, format)))
+            attempt(o, streaming_product, T, format)
+        # the variant for sixteen rows that is used on request only: does it pay?
+        by_matrices = replace(product_op(f"product {format} of 16, apple7_matrix", 16, O, I, format), choice="matmul=apple7_matrix")
+        attempt(o, streaming, by_matrices)
+        attempt(o, computing_product, format)
     for B, context in ((2, 40),) if o.tiny else ((1, 8192), (16, 1024)):
-        attempt(o, lambda B=B, context=context: streaming(attention_decode_op(B, context, H, K, D)))
+        attempt(o, streaming_attention, B, context)
     attempt(o, lambda: computing(attention_prefill_op(40 if o.tiny else 2048, H, K, D)))
 
 
@@ -170,24 +177,25 @@ def peers(o: argparse.Namespace) -> None:
     config = SHAPES[PEERS_SHAPE] | (gpu.TOY if o.tiny else {})
     for weights in ("bf16", "q8_0", "q4_0"):
         with TemporaryDirectory() as folder:
-            attempt(o, lambda weights=weights, folder=folder: beside_mlx(o, weights, write_config(config, Path(folder))))
+            attempt(o, compare_mlx, o, weights, config, Path(folder))
         if shutil.which("llama-batched-bench") is None:
             print("no llama.cpp: llama-batched-bench is not on the PATH; left out", flush=True)
             continue
         with TemporaryDirectory() as folder:
-            attempt(o, lambda weights=weights, folder=folder: beside_llama_cpp(o, weights, config, Path(folder)))
+            attempt(o, compare_llama_cpp, o, weights, config, Path(folder))
 
 
-def beside_mlx(o: argparse.Namespace, weights: str, model: Path) -> None:
+def compare_mlx(o: argparse.Namespace, weights: str, config: dict[str, Any], folder: Path) -> None:
+    model = write_config(config, folder)
     bits = {"bf16": 0, "q8_0": 8, "q4_0": 4}[weights]
     batches = ",".join(map(str, PEERS_BATCHES))
     words = str(model), "--bits", str(bits), "--batches", batches, "--context", str(PEERS_CONTEXT), "--prompt", str(PEERS_PROMPT)
     found = gpu.ask(o, "mlx-lm", o.torch_python, "benchmarks.mac_peers", *words)
     if found:
-        beside(o, f"mlx-lm {found['version']}", weights, found)
+        emit_peer(o, f"mlx-lm {found['version']}", weights, found)
 
 
-def beside_llama_cpp(o: argparse.Namespace, weights: str, config: dict[str, Any], folder: Path) -> None:
+def compare_llama_cpp(o: argparse.Namespace, weights: str, config: dict[str, Any], folder: Path) -> None:
     """Its own benchmark, all layers on the GPU."""
     model = write_gguf(config, folder / "model.gguf", weights.upper())
     room = max(PEERS_BATCHES) * (PEERS_PROMPT + 64)
@@ -198,7 +206,7 @@ def beside_llama_cpp(o: argparse.Namespace, weights: str, config: dict[str, Any]
     found = batched_bench(done.stdout)
     if not found:
         raise RuntimeError(f"llama-batched-bench ends with status {done.returncode} and no figure: {done.stderr.strip()[-300:]}")
-    beside(o, "llama.cpp", weights, found)
+    emit_peer(o, "llama.cpp", weights, found)
 
 
 def batched_bench(said: str) -> dict[str, float]:
@@ -214,14 +222,14 @@ def batched_bench(said: str) -> dict[str, float]:
     return found
 
 
-def beside(o: argparse.Namespace, who: str, weights: str, found: dict[str, Any]) -> None:
-    """A peer's figures, with how many times ours are as much."""
+def emit_peer(o: argparse.Namespace, peer: str, weights: str, found: dict[str, Any]) -> None:
+    """A peer's figures, with the ratio of ours to them."""
     names = {f"decode_{batch}": f"decode {PEERS_SHAPE} {weights}, {batch} x {PEERS_CONTEXT}" for batch in PEERS_BATCHES}
     names["prefill"] = f"prefill {PEERS_SHAPE} {weights}, {PEERS_PROMPT}"
     for key, name in names.items():
         if key in found:
             ours = measured(o, name)
-            emit(o, f"{who}: {name}", found[key], "tok/s", **({"faster": round(ours / found[key], 3)} if ours else {}))
+            emit(o, f"{peer}: {name}", found[key], "tok/s", **({"faster": round(ours / found[key], 3)} if ours else {}))
 
 
 # --- the report

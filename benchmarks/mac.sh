@@ -5,8 +5,8 @@
 #
 # Needs macOS 13 or later on an M1 or later and what `pip install -e '.[test]'` installs, and no network. The interpreter is .venv's, else
 # python3; INTERPRETER names another one, PEERS_INTERPRETER the one that has mlx-lm. That and llama.cpp (llama-batched-bench on the PATH)
-# are optional. MINUTES is the time for all (20). Each part has a limit of its own; a part that fails or is cut off is told and counted, and
-# the others go on. What does not fit the Mac's memory is left out. The figures are added to benchmarks/results/mac.jsonl; with a FOLDER,
+# are optional. MINUTES is the time for all (20). Each part has a limit of its own; a part that fails or is cut off is reported and counted, and
+# the others continue. What does not fit the Mac's memory is left out. The figures are added to benchmarks/results/mac.jsonl; with a FOLDER,
 # those of this run, the block and all that was printed lie there as well. The exit status is the number of parts that failed.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
@@ -27,7 +27,7 @@ mac() { # mac PART SECONDS OPTIONS...: a part of benchmarks/mac.py
 }
 
 mac environment 120
-# the tests of the kernels, on the GPU instead of the emulator; and the engine's, beside the CPU
+# the tests of the kernels, on the GPU instead of the emulator; and of the engine, compared with the CPU
 part "kernels' tests" 300 env TESTS_DONE="$work/tests" bash -c "$tests" "$interpreter" -p tests.gpu.attempts -p tests.metal.on_gpu tests/kernels/metal
 part "the engine's tests" 150 env TESTS_DONE="$work/tests" bash -c "$tests" "$interpreter" tests/gpu
 part "kernels in use" 60 "$interpreter" main.py kernels --device METAL

@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory --shape tinyllama-1.1b [--model FILE] [--batch 8]
 
-The measure is weights + KV pool: what stays above that is the interpreter, the libraries, and scratch. Resident size counts what lies in
+The measure is weights + KV pool: what stays above that is the interpreter, the libraries, and scratch. Resident size counts what is in
 mapped files too, as far as it has been touched; `own` is without them. Measured in a process of its own.
 """
 
@@ -34,7 +34,7 @@ def resident() -> dict[str, int]:
 
 
 def allocations(stepping: Stepping) -> dict[str, float]:
-    """What a step allocates. In Python: blocks and bytes it leaves behind, and the most it held at a time beyond what was there.
+    """What a step allocates. In Python: blocks and bytes that remain after it, and the peak during it.
 
     On the device: bytes that all the steps left, by tinygrad's own counter.
     """
@@ -74,14 +74,14 @@ def weight_bytes(options: argparse.Namespace, engine: Any) -> int:
     """What decoding streams, and the embedding table (of two bytes a number) where that is not among it."""
     config = SHAPES[options.shape]
     apart = not config["tie_word_embeddings"]
-    return engine.model_bytes_per_token + apart * 2 * config["vocab_size"] * config["hidden_size"]
+    return int(engine.model_bytes_per_token + apart * 2 * config["vocab_size"] * config["hidden_size"])
 
 
 def pool_bytes(options: argparse.Namespace, blocks: int, block_size: int = 16) -> int:
     """Bytes of the KV pool in bfloat16: 2 K S D numbers a block and layer, and the engine's own scratch block."""
     config = SHAPES[options.shape]
     heads = config["num_key_value_heads"] * config["head_dim"]
-    return (blocks + 1) * 2 * config["num_hidden_layers"] * heads * block_size * 2
+    return int((blocks + 1) * 2 * config["num_hidden_layers"] * heads * block_size * 2)
 
 
 def main() -> None:

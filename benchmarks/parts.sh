@@ -1,4 +1,4 @@
-# What gpu.sh and mac.sh share: parts with a time of their own each, of which one that fails is counted and the others go on.
+# What gpu.sh and mac.sh share: parts with a time of their own each, of which one that fails is counted and the others continue.
 # To be sourced at the top of the repository, with `minutes` for all parts, `interpreter`, and $1, the folder for what is printed, or nothing.
 # Bash 3.2, macOS's, reads it; there is no timeout(1) there.
 
@@ -47,7 +47,7 @@ part() {
   [ "$status" -eq 124 ] && echo "== $name: cut off after $((SECONDS - begin)) s" || echo "== $name: exit status $status"
 }
 
-# $tests, for bash -c with an interpreter and words for pytest: another process goes on where one breaks the device, until no test is left (5)
+# $tests, for bash -c with an interpreter and words for pytest: another process continues where one breaks the device, until no test is left (5)
 tests='
   worst=0
   for attempt in 1 2 3 4 5 6 7 8; do

@@ -2,7 +2,7 @@
 
     python -m benchmarks.kernels --plan METAL --shape llama-3.2-1b --weights q4_0 --T 1 --context 4096
 
-T sequences of `context` tokens decode one token each (T up to 16), or one sequence of T tokens is prefilled behind `context`. Kernels,
+T sequences of `context` tokens decode one token each (T up to 16), or one sequence of T tokens is prefilled after `context`. Kernels,
 grids, bytes and operations are those of the records that launches are made of; threadgroup memory is what a compiler lays out. Everything
 about time is a model, none of it has been measured on a Mac:
 
@@ -14,7 +14,7 @@ about time is a model, none of it has been measured on a Mac:
               llama.cpp pull request 1642)
   fed         bytes in flight / (bandwidth * latency), at most 1: threads that are resident times what each has asked for. Latency and
               registers a thread are assumed
-  trips       to memory, one behind the other, when all else is done: of attention_decode where it puts partitions together
+  trips       to memory, one after the other, when all else is done: of attention_decode where it puts partitions together
   operations  multiply-adds, what taking weights apart costs, and what it costs each threadgroup to lay out x, counted in the source
   matrices    a product of two matrices of eight by eight costs a SIMD group 18 cycles, of which 16 are its multiply-adds (17 for half
               precision, 18 for float32: github.com/philipturner/metal-benchmarks, M1): no more than float32 goes through there
@@ -153,7 +153,7 @@ class Launch:
 
     @property
     def trips(self) -> int:
-        """To memory, one behind the other, of who is last in attention_decode: the count, the partitions' ends, their values, zeros."""
+        """To memory, in sequence, by attention_decode's last threadgroup: the count, the partitions' ends, their values, zeros."""
         return 4 if self.kernel.stem == "attention_decode" and self.kernel.grid[2] > 1 else 0
 
     @property
@@ -211,7 +211,7 @@ def _cut(cuts: list[records.Cut], format: str, T: int) -> records.Cut:
 
 
 def _few(m: Model, format: str, T: int, heads: records.Heads) -> list[tuple[Kernel, int]]:
-    """Products of a layer, and weights of each: q, k and v, that behind attention, gate and up, down."""
+    """Products of a layer, and weights of each: q, k and v, attention's output, gate and up, down."""
     cut = _cut(records.cuts(T), format, T)
     of_heads = _cut(records.cuts_for_heads(T, m.E, heads), format, T)
     return [
@@ -223,7 +223,7 @@ def _few(m: Model, format: str, T: int, heads: records.Heads) -> list[tuple[Kern
 
 
 def _sixteen(m: Model, format: str, T: int, heads: records.Heads) -> list[tuple[Kernel, int]]:
-    """As _few, by matrices; behind the first rope_store is wanted."""
+    """As _few, by matrices; rope_store follows the first."""
     row, borders = records.MATRIX_ROW, (m.H * m.D, (m.H + m.K) * m.D)
     return [
         (records.matmul16(row, format, T, heads.outputs, m.E, eps=EPS, borders=borders), heads.outputs * m.E),
@@ -253,7 +253,7 @@ def decode(m: Model, format: str, T: int, context: int, cache: str, row: str = R
 
 
 def prefill(m: Model, format: str, T: int, context: int, cache: str) -> list[Launch]:
-    """T tokens of one sequence behind `context`; the last one's logits."""
+    """T tokens of one sequence after `context`; the last one's logits."""
     heads, attention = m.heads(cache), m.attention(cache, context + T)
     borders = m.H * m.D, (m.H + m.K) * m.D
     layer = [
@@ -412,7 +412,7 @@ def show(o: argparse.Namespace) -> None:
     print(kernels_table(plan))
     print("\n" + "\n".join(sentences(plan, o.T)) + "\n")
     if other is not None:
-        print(f"With the row {records.MATRIX_ROW}, for who asks\n\n{kernels_table(other)}\n\n{sentences(other, o.T)[0]}\n")
+        print(f"With the variant {records.MATRIX_ROW}, used on request\n\n{kernels_table(other)}\n\n{sentences(other, o.T)[0]}\n")
     assumed = f"gap {o.gap} us, stream {o.stream}, {REGISTERS} registers a thread"
     print(f"SIMD groups that a core has at a time, and share of bandwidth. Assumed: {assumed}\n")
     goal = SMALL_GOALS.get((o.shape, o.weights), GOALS.get(o.weights)) if o.T == 1 else None

@@ -38,7 +38,7 @@ def title(line: Line) -> str:
 
 
 def ratios(lines: list[Line]) -> str:
-    """Tokens a second of everybody, the roof where there is one, and how much faster tinyvllm is than the best of the others."""
+    """Tokens a second of every engine, the roof where there is one, and how much faster tinyvllm is than the best of the others."""
     names = contestants(lines)
     rows: list[list[object]] = []
     for line in lines:
@@ -50,7 +50,7 @@ def ratios(lines: list[Line]) -> str:
 
 
 def bars(line: Line) -> str:
-    """One test as bars of text; `|` marks the quartiles' upper end where it lies beyond the bar."""
+    """One test as bars of text; `|` marks the quartiles' upper end where it is beyond the bar."""
     most = max(figures["high"] for figures in line["tok_s"].values())
     out = [title(line)]
     for name, figures in line["tok_s"].items():

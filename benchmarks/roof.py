@@ -62,7 +62,7 @@ def _together(threads: int, run: Callable[[int, ctypes.c_int, _Span], None]) -> 
         worker.start()
     for worker in workers:
         worker.join()
-    return max(span.end for span in spans) - min(span.start for span in spans)
+    return float(max(span.end for span in spans) - min(span.start for span in spans))
 
 
 @functools.cache
@@ -103,7 +103,7 @@ def read_bandwidth(threads: int | None = None) -> float:
 def operations(kind: str, threads: int | None = None, passes: int = 24) -> float | None:
     """Multiplications and additions a second of `kind`: "f32_flops", "bf16_flops" or "int8_ops"; None where there is no instruction.
 
-    The best of `passes` short ones: these registers are shared with nobody.
+    The best of `passes` short ones: no other process shares these registers.
     """
     threads = threads or threads_of_machine()
     done, sink = ctypes.c_double(), ctypes.c_float()

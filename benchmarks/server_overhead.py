@@ -5,7 +5,7 @@
 overhead: all clients send one request at once and stream its answer; offline the same prompts go to LLM.generate together. The model has
 the shape of --shape with random weights, and the bundled model's tokenizer made as long as its vocabulary, so that every token has a text.
 The client runs on the same machine: its processor time is told, and so is that of the server's event loop, which is no estimate.
-first: the time to the first token of a short request while prompts of 4096 tokens are being read, beside that of a step.
+first: the time to the first token of a short request while prompts of 4096 tokens are prefilled, versus that of a step.
 idle: processor seconds in ten seconds without requests. ready: from the start of the process to the line that says it is ready.
 """
 
@@ -19,7 +19,8 @@ import multiprocessing
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -35,7 +36,7 @@ _TICK = os.sysconf("SC_CLK_TCK")
 
 
 def write_model(shape: str, folder: Path) -> Path:
-    """A folder with config.json of a shape and a tokenizer of exactly its vocabulary: the bundled one with made-up words behind."""
+    """A folder with config.json of a shape and a tokenizer of exactly its vocabulary: the bundled one with made-up words added."""
     config = SHAPES[shape]
     write_config(config, folder)
     tokenizer = json.loads((_BUNDLED / "tokenizer.json").read_text())
@@ -124,13 +125,13 @@ def overhead(options: argparse.Namespace, folder: Path, clients: int) -> dict[st
     ):
         client = Client(url)
 
-        async def everybody(work: list[list[int]]) -> list[Stream]:
+        async def stream_all(work: list[list[int]]) -> list[Stream]:
             return await asyncio.gather(*(client.post("/v1/completions", body(ids, options.answer)) for ids in work))
 
         def served() -> float:
             work = prompts(clients, options.prompt, next(seeds))
             mine, theirs, began = time.process_time(), loop_seconds(pid), time.perf_counter()
-            streams = runner.run(everybody(work))
+            streams = runner.run(stream_all(work))
             seconds = time.perf_counter() - began
             cost["client"] += time.process_time() - mine
             cost["loop"] += loop_seconds(pid) - theirs
@@ -174,7 +175,7 @@ def _told(row: dict[str, Any]) -> dict[str, Any]:
 def first_token(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Milliseconds to the first token of a short request: alone, and while four long prompts are read."""
     given = {"dtype": options.dtype, "max_model_len": 4224, "max_num_seqs": 8, "num_blocks": 1200, "load_format": "dummy"}
-    alone, beside, urgent, whole, still = [], [], [], [], []  # still: long prompts that were being read when a short one had been answered
+    alone, loaded, urgent, whole, still = [], [], [], [], []  # still: long prompts that were being read when a short one had been answered
     with own_server(["--model", str(folder), *flags(given)]) as (url, _), asyncio.Runner() as runner:
         client = Client(url)
 
@@ -190,7 +191,7 @@ def first_token(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             await asyncio.sleep(0.5)
             for number in range(4):
                 if number % 2:
-                    beside.append(await short(seed * 10 + number))
+                    loaded.append(await short(seed * 10 + number))
                 else:
                     urgent.append(await short(seed * 10 + number, priority=-1))
                 still.append(sum(not task.done() for task in long))
@@ -207,7 +208,7 @@ def first_token(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     budget = 512
     step = median(whole) * budget / (4 * 4096)
     return {
-        "alone_ms": round(median(alone) * 1000, 1), "beside_ms": round(median(beside) * 1000, 1), "worst_ms": round(max(beside) * 1000, 1),
+        "alone_ms": round(median(alone) * 1000, 1), "loaded_ms": round(median(loaded) * 1000, 1), "worst_ms": round(max(loaded) * 1000, 1),
         "urgent_ms": [round(value * 1000, 1) for value in urgent],
         "still": still, "step_of_512_ms": round(step * 1000, 1), "four_prompts_s": round(median(whole), 2),
     }  # fmt: skip
@@ -248,7 +249,7 @@ def ready(rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="a server beside LLM offline")
+    parser = argparse.ArgumentParser(description="a server versus LLM offline")
     parser.add_argument("--what", default="overhead,first,idle,ready")
     parser.add_argument("--shape", choices=SHAPES, default="tiny160m")
     parser.add_argument("--dtype", default="bfloat16")
@@ -264,7 +265,12 @@ def main() -> None:
             rows = [_told(overhead(options, folder, clients)) for clients in options.clients]
             spreads = [each for row in rows for each in row.pop("spreads")]
             said["overhead"] = rows
-        for name, measure in (("first", lambda: first_token(options, folder)), ("idle", idle), ("ready", lambda: ready(options.rounds))):
+        measures: dict[str, Callable[[], dict[str, Any]]] = {
+            "first": partial(first_token, options, folder),
+            "idle": idle,
+            "ready": partial(ready, options.rounds),
+        }
+        for name, measure in measures.items():
             if name in what:
                 said[name] = measure()
                 print(name, said[name], flush=True)

@@ -3,7 +3,7 @@
     python -m benchmarks.serving --rates 1,2,4,8 --prompt 16-256 --answer 64 --prefix 128x4 -- --model PATH --max-num-seqs 32
     python -m benchmarks.serving --url http://localhost:8000 --clients 1,8,64
 
-Without --url a server of ours is started, with the options behind `--`. Each load runs `--requests` requests, the same for the same seed.
+Without --url a server of ours is started, with the options after `--`. Each load runs `--requests` requests, the same for the same seed.
 Times are what a client sees: the time to first token counts from the arrival that was drawn, also where the request could only be sent
 later, so that a slow server does not slow the load down that it is judged by. Percentiles are of requests (time to first token, end to
 end, time per output token) and of gaps between tokens (inter-token latency; tokens that come in one event have no gap between them).
@@ -36,7 +36,7 @@ from benchmarks.harness import Round, one_round, record, spread, table
 ROOT = Path(__file__).parents[1]
 _WARM = 32  # clients of the warm-up before arrivals
 PERCENTS = (50, 90, 95, 99)
-WORDS = ["the", "a", "red", "old", "small", "kite", "river", "house", "went", "saw", "said", "was", "very", "day", "and", "then", "who"]
+WORDS = ["the", "a", "red", "old", "small", "kite", "river", "house", "went", "saw", "said", "was", "very", "day", "and", "then", "we"]
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Done:
 
 
 def arrivals(kind: str, rate: float, count: int, chance: random.Random) -> list[float]:
-    """Seconds from the start. Poisson: independent gaps of mean 1 / rate; fixed: all gaps alike."""
+    """Seconds from the start. Poisson: independent gaps of mean 1 / rate; fixed: all gaps equal."""
     if kind == "fixed":
         return [number / rate for number in range(count)]
     at, found = 0.0, []
@@ -156,7 +156,7 @@ def _body(options: argparse.Namespace, prompt: list[Any], tokens: int, chance: r
 
 
 async def run_load(client: Client, path: str, work: Sequence[Request], clients: int | None) -> list[Done]:
-    """All requests: each at its arrival, or where `clients` is given, so many at a time, one after the other."""
+    """All requests: each at its arrival, or where `clients` is given, that many at a time."""
     start = time.perf_counter()
 
     async def one(request: Request, arrival: float) -> Done:
@@ -277,7 +277,8 @@ def measure(options: argparse.Namespace, url: str, pids: Sequence[int]) -> list[
             closed = kind == "clients"
             chance = random.Random(f"{options.seed} {number} arrivals")
             at = [0.0] * options.requests if closed else arrivals(options.arrivals, load, options.requests, chance)
-            work, done, spent = requests(options, at, number), [], time.process_time()
+            done: list[Done] = []
+            work, spent = requests(options, at, number), time.process_time()
 
             def once(work: Sequence[Request] = work, done: list[Done] = done, clients: int | None = int(load) if closed else None) -> None:
                 done += runner.run(run_load(client, path, work, clients))
@@ -352,7 +353,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     words = list(arguments)
     at = words.index("--") if "--" in words else len(words)
     own, server = words[:at], words[at + 1 :]
-    parser = argparse.ArgumentParser(description="latency against load of an OpenAI server", epilog="behind --: options of `main.py serve`")
+    parser = argparse.ArgumentParser(description="latency against load of an OpenAI server", epilog="after --: options of `main.py serve`")
     parser.add_argument("--url", help="a server that runs; without it one is started")
     parser.add_argument("--api-key")
     parser.add_argument("--model", help="its name at the server; the first that it lists")
@@ -361,7 +362,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--clients", type=_numbers, default=[], metavar="N,...", help="instead: clients that wait for their answers")
     parser.add_argument("--requests", type=int, default=64, help="of each load")
     parser.add_argument("--warmup", type=int, default=2 * _WARM, metavar="N", help="requests before the first load")
-    parser.add_argument("--prompt", type=Lengths.parse, default=Lengths.parse("16-128"), metavar="LENGTHS", help="behind the shared prefix")
+    parser.add_argument("--prompt", type=Lengths.parse, default=Lengths.parse("16-128"), metavar="LENGTHS", help="after the shared prefix")
     parser.add_argument("--answer", type=Lengths.parse, default=Lengths.parse("64"), metavar="LENGTHS")
     parser.add_argument("--prefix", type=parse_prefix, default=(0, 0), metavar="TOKENSxGROUPS", help="begin with one of GROUPS prefixes")
     parser.add_argument("--chat", action="store_true", help="/v1/chat/completions; with --words")
@@ -378,7 +379,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     options = parser.parse_args(own)
     options.words = options.words or options.chat
     if options.url and server:
-        parser.error("options behind -- are for a server that is started; --url names one that runs")
+        parser.error("options after -- are for a server that this command starts; --url names a running one")
     return options, server
 
 

@@ -194,7 +194,8 @@ def _rope_divisors(config: dict[str, Any]) -> np.ndarray | None:
     low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
     wavelength = 2 * math.pi * config["rope_theta"] ** (np.arange(0, config["head_dim"], 2) / config["head_dim"])
     share = np.clip((scaling["original_max_position_embeddings"] / wavelength - low) / (high - low), 0, 1)
-    return (1 / ((1 - share) / factor + share)).astype(np.float32)
+    inverse: np.ndarray = (1 / ((1 - share) / factor + share)).astype(np.float32)
+    return inverse
 
 
 def _write_metadata(writer: Any, config: dict[str, Any], format: str) -> None:

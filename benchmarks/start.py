@@ -42,7 +42,7 @@ def main() -> None:
         seconds_of(command)
     timed = take_turns({name: (lambda c=command: seconds_of(c)) for name, command in commands.items()}, options.rounds)  # type: ignore[misc]
     spreads = {name: spread(each) for name, each in timed.items()}
-    rows = [["first", first, None, None], *([name, s.median, s.low, s.high] for name, s in spreads.items())]
+    rows: list[list[object]] = [["first", first, None, None], *([name, s.median, s.low, s.high] for name, s in spreads.items())]
     print(table(["seconds", "median", "low", "high"], rows))
     figures = {name: {"median": round(s.median, 3), "low": round(s.low, 3), "high": round(s.high, 3)} for name, s in spreads.items()}
     record("start", {"model": options.model and os.path.basename(options.model), "first": round(first, 3), "seconds": figures,

@@ -26,7 +26,7 @@ class Stepping:
     def begin(self, prompts: Sequence[list[int]], room: int | None = None) -> None:
         """End what runs; then start one request a prompt, and step until each has its first token.
 
-        The requests go on for `room` tokens, or as long as the model's context allows.
+        The requests run for `room` tokens, or as long as the model's context allows.
         """
         from tinyvllm import SamplingParams
 
@@ -52,7 +52,7 @@ class Stepping:
         self._running.clear()
 
     def stop(self) -> None:
-        """End what runs; the step that reports it belongs to nobody's time."""
+        """End what runs; the step that reports it counts for no measurement."""
         for request_id in self._running:
             self.engine.abort(request_id)
         self._running.clear()

@@ -1,15 +1,15 @@
-"""What serving costs beside bare computing: eight figures, each beside its roof and the goal that was set for it.
+"""The cost of serving over bare computing: eight figures, each with its roof and its goal.
 
     batching   answers a second of the engine against a static batch of the same work: the runner driven by a loop that does nothing else,
                as many sequences at a time, the next batch when all of the last are over. Equal lengths, where static is at its best, and
                random ones, where it waits for the longest
     host       scheduling and laying out a step of 64 decodes, microseconds
-    prefix     time to the first token behind 2048 tokens: computed, and found in the prefix cache
-    together   sixteen requests that come at once behind the same tokens: until each has its first token, and the same where nobody waits
-               for another to compute what he begins with
+    prefix     time to the first token after 2048 tokens: computed, and found in the prefix cache
+    together   sixteen requests at once with the same first tokens: until each has its first token, and the same without waiting
+               for another request to compute the shared prefix
     ramp       thirty requests that come one after the other to an engine that was just loaded (tiny160m): waits for the first token and for
                the next ones, where its steps are captured on the way, and where the usual ones were captured before
-    cache      what the prefix cache costs who never hits, seen two ways: rounds with and without it in turn, and the processor time of its
+    cache      prefix-cache overhead at a 0% hit rate, measured two ways: rounds with and without it in turn, and the processor time of its
                calls by all of the time. Its pool is full, so each block is evicted from
     idle       share of a step of decodes in which the device has nothing to run
     gap        the longest wait of eight decoding sequences for their next token, while a prompt of 4096 tokens comes in, by budget
@@ -46,7 +46,7 @@ class Result:
 
     name: str
     measured: str
-    beside: str
+    context: str
     goal: str
     figures: dict[str, Any]
     spreads: tuple[Spread, ...] = ()
@@ -107,7 +107,7 @@ def random_work(count: int, chance: random.Random) -> Work:
 
 
 def prompt(tokens: int, chance: random.Random) -> list[int]:
-    """Token ids that every vocabulary has, and that nobody has asked with before."""
+    """Token ids that every vocabulary has, and that no earlier request had."""
     return chance.choices(range(3, 1000), k=tokens)
 
 
@@ -119,7 +119,7 @@ def batching(llm: Any, rounds: int) -> Iterator[Result]:
             "engine": partial(seconds_of, serve, engine, work),
             "static": partial(seconds_of, serve_static, engine, work, batch),
         }
-        with no_prefix(engine):  # its rounds are alike, and would hit
+        with no_prefix(engine):  # its rounds are equal, and would hit
             for run in contestants.values():
                 run()  # captures what it needs
             turns = take_turns(contestants, rounds, patience=1.0)
@@ -134,7 +134,7 @@ def batching(llm: Any, rounds: int) -> Iterator[Result]:
 
 def paired(numerators: Any, denominators: Any) -> float:
     """The median of what two contestants' rounds took, pair by pair: what else the machine did fell on both of a pair."""
-    return median(a.seconds / b.seconds for a, b in zip(numerators, denominators, strict=True))
+    return float(median(a.seconds / b.seconds for a, b in zip(numerators, denominators, strict=True)))
 
 
 @contextmanager
@@ -210,7 +210,9 @@ def _arrive_one_by_one(engine: Any, chance: random.Random, firsts: list[float], 
             engine.add(name, ids, SamplingParams(temperature=0.7, seed=7, max_tokens=60, ignore_eos=True))
             last[name] = at
             fresh.add(name)
-        outputs = engine.step() if engine.has_work() else time.sleep(0.005) or ()
+        outputs = engine.step() if engine.has_work() else ()
+        if not outputs and not engine.has_work():
+            time.sleep(0.005)
         now = time.perf_counter() - start
         for output in outputs:
             (firsts if output.request_id in fresh else gaps).append(now - last[output.request_id])
@@ -242,8 +244,8 @@ def together(llm: Any, rounds: int) -> Iterator[Result]:
         turns = take_turns(contestants, max(3, rounds // 2), patience=1.0)
         one, each, times = spread(turns["one"]), spread(turns["each"]), paired(turns["each"], turns["one"])
         yield Result(
-            f"{count} at once behind {tokens} tokens", f"{times:.1f} x sooner", f"{one.median:.2f} s after {each.median:.2f} s", "",
-            {"what": "together", "requests": count, "tokens": tokens, "behind": 16, "one_s": round(one.median, 3),
+            f"{count} at once after {tokens} shared tokens", f"{times:.1f} x sooner", f"{one.median:.2f} s after {each.median:.2f} s", "",
+            {"what": "together", "requests": count, "tokens": tokens, "own": 16, "one_s": round(one.median, 3),
              "each_s": round(each.median, 3), "times": round(times, 2)}, (one, each),
         )  # fmt: skip
     leading._worth = worth
@@ -356,7 +358,7 @@ def prefix(llm: Any, rounds: int) -> Iterator[Result]:
     hit, miss, times = spread(turns["hit"]), spread(turns["miss"]), paired(turns["miss"], turns["hit"])
     yield Result(
         "prefix of 2048 tokens", f"{times:.0f} x sooner", f"{1e3 * hit.median:.0f} ms after {1e3 * miss.median:.0f} ms", ">= 10 x",
-        {"what": "prefix", "tokens": 2048, "behind": 16, "hit_ms": round(1e3 * hit.median, 2), "miss_ms": round(1e3 * miss.median, 1),
+        {"what": "prefix", "tokens": 2048, "own": 16, "hit_ms": round(1e3 * hit.median, 2), "miss_ms": round(1e3 * miss.median, 1),
          "times": round(times, 1)}, (hit, miss),
     )  # fmt: skip
 
@@ -371,7 +373,7 @@ def gap(llm: Any, rounds: int) -> Iterator[Result]:
         piece = budget - decoding
         gaps_of(engine, prompt(piece + length % piece, chance))  # captures both shapes
         gaps: list[float] = []
-        timed = spread([one_round(lambda gaps=gaps: gaps.extend(gaps_of(engine, prompt(length, chance))))])
+        timed = spread([one_round(partial(_extend, gaps, engine, length, chance))])
         stepping.stop()
         worst, usual = 1e3 * max(gaps), 1e3 * median(gaps)
         yield Result(
@@ -383,8 +385,12 @@ def gap(llm: Any, rounds: int) -> Iterator[Result]:
     engine.scheduler.limits = limits
 
 
+def _extend(gaps: list[float], engine: Any, length: int, chance: random.Random) -> None:
+    gaps.extend(gaps_of(engine, prompt(length, chance)))
+
+
 def gaps_of(engine: Any, ids: list[int]) -> list[float]:
-    """Seconds of every step until a prompt has its first token; each is a wait of those that decode beside it."""
+    """Seconds of every step until a prompt has its first token; each delays the sequences that decode meanwhile."""
     from tinyvllm import SamplingParams
 
     engine.add("traffic-gap", ids, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
@@ -407,7 +413,7 @@ def model(shape: str, **limits: Any) -> Any:
 
 
 def figures(what: list[str], shape: str, rounds: int, measures: dict[str, Any], **limits: Any) -> Iterator[Result]:
-    """The results of those of `measures` that are wanted, on a model that is loaded for them and goes behind them."""
+    """The results of those of `measures` that are wanted, on a model that is loaded for them and released afterwards."""
     wanted = [name for name in measures if name in what]
     if not wanted:
         return
@@ -422,7 +428,7 @@ def figures(what: list[str], shape: str, rounds: int, measures: dict[str, Any], 
 
 def main() -> None:
     every = [*SMALL, *LARGE]
-    parser = argparse.ArgumentParser(description="what serving costs beside bare computing")
+    parser = argparse.ArgumentParser(description="the cost of serving over bare computing")
     parser.add_argument("--what", default=",".join(every), metavar="NAMES", help=f"some of {', '.join(every)}")
     parser.add_argument("--shape", choices=SHAPES, default="tinyllama-1.1b")
     parser.add_argument("--small", choices=SHAPES, default="tiny160m")
@@ -435,7 +441,7 @@ def main() -> None:
         *figures(what, options.small, options.rounds, SMALL, max_model_len=256, max_num_seqs=16, num_blocks=512),
         *figures(what, options.shape, options.rounds, LARGE, max_model_len=4352, max_num_seqs=64, num_blocks=2048),
     ]
-    print(table(["", "measured", "beside", "goal"], [[r.name, r.measured, r.beside, r.goal] for r in results]))
+    print(table(["", "measured", "context", "goal"], [[r.name, r.measured, r.context, r.goal] for r in results]))
 
 
 if __name__ == "__main__":

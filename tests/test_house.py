@@ -54,8 +54,14 @@ ONLY: dict[tuple[str, str], set[str]] = {
     ("runner", "scheduler"): {"tinyvllm.scheduler"},
 }
 WITHOUT_TINYGRAD = (
-    "tinyvllm", "tinyvllm.text.tokenizer", "tinyvllm.cache.blocks", "tinyvllm.scheduler", "tinyvllm.request", "tinyvllm.config", "tinyvllm.cli",
-)  # fmt: skip
+    "tinyvllm",
+    "tinyvllm.text.tokenizer",
+    "tinyvllm.cache.blocks",
+    "tinyvllm.scheduler",
+    "tinyvllm.request",
+    "tinyvllm.config",
+    "tinyvllm.cli",
+)
 PUBLIC_TINYGRAD = {"tinygrad", "tinygrad.llm.model"}
 PUBLIC_NAMES = {"Tensor", "dtypes", "Device", "TinyJit", "nn", "Variable", "Context", "UOp"}
 

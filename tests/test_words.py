@@ -1,6 +1,6 @@
 """One language: words that the project does not use, and names that are retired. docs/glossary.md has the words that it does use.
 
-The list is short on purpose. Each word was used for something that the field has a plain word for; a reader of vLLM or llama.cpp had to guess.
+The list is short on purpose. The field has a plain word for each of these; a reader of vLLM or llama.cpp had to guess what they meant.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ ROOT = Path(__file__).parent.parent
 ENDINGS = {".py", ".md", ".c", ".h", ".cpp", ".cu", ".cuh", ".metal", ".sh", ".js", ".html", ".css", ".toml", ".yaml", ".yml"}
 NOT_OURS = {"build", "dist", "venv", "node_modules"}
 
+NAME_IT = "name the request, sequence or caller"
 # Word -> what to write instead.
 BANNED = {
-    **dict.fromkeys(("who", "whom", "whoever", "somebody", "someone", "nobody", "anybody", "everybody"), "name the request, sequence or caller"),
-    **dict.fromkeys(("he", "him", "his", "himself"), "name the request, sequence or caller"),
+    **dict.fromkeys(("who", "whom", "whoever", "somebody", "someone", "nobody", "anybody", "everybody"), NAME_IT),
+    **dict.fromkeys(("he", "him", "his", "himself"), NAME_IT),
     "anew": "again",
     "beside": "next to, versus, in addition to, during",
     "besides": "in addition",
@@ -62,6 +63,11 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("tests/test_words.py", "*"): "this list",
     ("CHANGELOG.md", "*"): "says what was renamed",
     ("README.md", "he"): "the transcript is a story of the bundled model",
+    ("tinyvllm/demo/README.md", "*"): "answers and stories of the bundled model",
+    ("tinyvllm/demo/train.py", "who"): "questions of the bundled model's examination",
+    ("tinyvllm/demo/train.py", "his"): "questions of the bundled model's examination",
+    ("tests/demo/test_corpus.py", "who"): "questions of the bundled model's training data",
+    ("tests/demo/test_corpus.py", "he"): "text of the bundled model's training data",
     ("tinyvllm/demo/corpus.py", "*"): "text of the bundled model's training data",
     ("tinyvllm/demo/stories.py", "*"): "text of the bundled model's training data",
     ("tinyvllm/demo/world.py", "*"): "text of the bundled model's training data",

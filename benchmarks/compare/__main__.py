@@ -1,8 +1,8 @@
-"""tinyvllm beside llama.cpp, transformers on PyTorch and tinygrad's own LLM: the very same weights, in turn, the same number of threads.
+"""tinyvllm versus llama.cpp, transformers on PyTorch and tinygrad's own LLM: the same weights, interleaved, the same number of threads.
 
     python -m benchmarks.compare --shape tinyllama-1.1b --formats bf16,q8_0,q4_0 --tests decode,prefill,batch,context
 
-What is timed, for all alike: greedy decoding by hand, from the last token to the next one known to Python (argmax of the logits included,
+Timed, the same for all: greedy decoding by hand, from the last token to the next one known to Python (argmax of the logits included,
 texts and tokenizers not). `decode`: one sequence, short context. `prefill`: one prompt of 512 tokens, up to the first token of its answer.
 `batch`: 16 sequences together; the tokens of all count. `context`: one sequence that holds 7936 tokens.
 
@@ -38,7 +38,7 @@ def parse_tests(text: str) -> list[str]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="tinyvllm beside its peers on the same weights")
+    parser = argparse.ArgumentParser(description="tinyvllm versus its peers on the same weights")
     parser.add_argument("--shape", choices=SHAPES, default="tiny160m")
     parser.add_argument("--formats", type=parse_formats, default=["BF16"])
     parser.add_argument("--tests", type=parse_tests, default=["decode", "prefill"])

@@ -70,6 +70,6 @@ def _answer(player: Player, what: str, *numbers: int) -> dict[str, Any]:
         getattr(player, what)(*numbers)
     except Unable as error:
         return {"unable": str(error)}
-    except Exception as error:  # the parent reports it beside the others' figures
+    except Exception as error:  # the parent reports it with the others' figures
         return {"error": f"{type(error).__name__}: {error}"}
     return {"seconds": time.perf_counter() - start}

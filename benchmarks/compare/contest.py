@@ -57,7 +57,7 @@ class Contestant:
 
 
 def start(name: str, player: str, python: str, model: Path, limits: dict[str, int], log: Path) -> Contestant:
-    """A contestant with its model loaded, or one that says what is missing. What it prints lies in `log`."""
+    """A contestant with its model loaded, or one that says what is missing. Its output is in `log`."""
     command = [python, "-m", f"benchmarks.compare.{player}", str(model), *(w for k, v in limits.items() for w in (f"--{k}", str(v)))]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(limits["threads"]), "TOKENIZERS_PARALLELISM": "false"}
     with open(log, "w") as errors:
@@ -87,8 +87,8 @@ def contest(
 ) -> dict[str, Spread]:
     """The spread of the seconds that each contestant takes for its command. `before` is done once, untimed; the command `warm` times.
 
-    Reading memory (`READING`, see benchmarks.roof) takes turns with them. Who has no command, cannot do it, or fails, is left out; the
-    reason stands in its notes under the name of the test.
+    Reading memory (`READING`, see benchmarks.roof) takes turns with them. A contestant that has no command, cannot run the test,
+    or fails, is left out; the reason is in its notes under the name of the test.
     """
     able = []
     for one in contestants:

@@ -1,4 +1,4 @@
-"""The comparison's two sides: a contestant in its own process, who is missing, who cannot, who fails."""
+"""The comparison's two sides: a contestant in its own process, one is missing, one cannot run a test, one fails."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_a_peer_that_is_not_installed_is_missing(tmp_path: Path) -> None:
     script.chmod(0o755)
     one = start("llama.cpp", "play_llama_cpp", str(script), tmp_path / "a.gguf", LIMITS, tmp_path / "log")
     assert one.process is None and one.missing == "no such peer"
-    nobody = start("llama.cpp", "play_llama_cpp", str(tmp_path / "no-python"), tmp_path / "a.gguf", LIMITS, tmp_path / "log")
-    assert nobody.missing is not None and "No such file" in nobody.missing
+    missing = start("llama.cpp", "play_llama_cpp", str(tmp_path / "no-python"), tmp_path / "a.gguf", LIMITS, tmp_path / "log")
+    assert missing.missing is not None and "No such file" in missing.missing
 
 
 def test_a_model_that_does_not_load_says_why(tmp_path: Path) -> None:
@@ -52,5 +52,5 @@ def test_a_model_that_does_not_load_says_why(tmp_path: Path) -> None:
     assert one.process is None and one.missing is not None and "bad.gguf" in one.missing
 
 
-def test_who_is_missing_is_left_out() -> None:
+def test_a_missing_contestant_is_left_out() -> None:
     assert set(contest([Contestant("x", None, "not here")], "decode", ("begin", 1, 16), {"x": ("steps", 1)}, 1, 1)) == {READING}

@@ -85,7 +85,7 @@ def test_table_and_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
 
 
 def test_a_broken_device_is_left_to_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which goes on behind the measurement that broke it."""
+    """Which continues after the measurement that broke it."""
     begun: list[list[str]] = []
     monkeypatch.setattr(gpu, "device_broken", lambda: True)
     monkeypatch.setattr("os.execv", lambda path, words: begun.append(words))

@@ -38,7 +38,7 @@ def test_bandwidth_of_a_chip(chip: str, cores: int, bandwidth: float) -> None:
     assert mac.named_bandwidth(chip, cores) == bandwidth
 
 
-def test_a_chip_that_nobody_knows_has_no_bandwidth() -> None:
+def test_an_unknown_chip_has_no_bandwidth() -> None:
     assert mac.named_bandwidth("M99", 10) is None and mac.named_bandwidth("M1", 99) is None and mac.named_bandwidth("unknown", 0) is None
 
 
@@ -103,7 +103,7 @@ def test_the_block_without_a_check(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class CommandBuffers:
-    """Of tinygrad's METAL device as much as the clock asks: each work is a command buffer that lies where `spans` says."""
+    """Of tinygrad's METAL device as much as the clock needs: each work is a command buffer at the time that `spans` gives."""
 
     def __init__(self, *spans: tuple[float, float]) -> None:
         self.spans, self.mtl_buffers_in_flight = iter(spans), list[Any]()
@@ -160,7 +160,7 @@ def test_a_kernel_runs_on_the_gpu(runtime: Runtime) -> None:
     np.testing.assert_array_equal(pool, want)
 
 
-@pytest.mark.parametrize("wrong", ["pool[72] = 7", "pairs[0] = 9"])  # behind the pool; into what may only be read
+@pytest.mark.parametrize("wrong", ["pool[72] = 7", "pairs[0] = 9"])  # after the pool; into what is read-only
 def test_a_wrong_write_is_told(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     text = f"""#include <metal_stdlib>
 using namespace metal;
@@ -172,7 +172,7 @@ kernel void kv_copy(device ushort *pool, device int *pairs, device int *count) {
         on_gpu.run_on_gpu(Kernel("kv_copy", "metal", "apple7", (), 1, 2, grid=(1, 1, 1), block=1), pool, pairs, count)
 
 
-def test_a_broken_gpu_ends_the_process_behind_the_test(runtime: Runtime) -> None:
+def test_a_broken_gpu_ends_the_process_after_the_test(runtime: Runtime) -> None:
     on_gpu.pytest_runtest_logfinish("here.py::good")
     runtime.next_failure = "it hangs"
     with pytest.raises(RuntimeError, match="it hangs"):

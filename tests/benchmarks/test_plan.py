@@ -35,7 +35,7 @@ def test_long_contexts_take_no_sixth(context: int) -> None:
     assert ends.bytes == 4 * context * K * D + 8 * H * D + 3 * 4 * H * partitions * (D + 2)
 
 
-def test_what_comes_behind_the_reading_is_counted() -> None:
+def test_what_comes_after_the_reading_is_counted() -> None:
     chip = plan.Chip("a chip", 10, 100, 1e6)
     short, long = (next(one for one in launches("llama-3.2-1b", context=c) if one.kernel.stem == "attention_decode") for c in (512, 1024))
     times = [plan.time_of(one, 0, chip, 0, 1).seconds - one.kernel.bytes / 1e11 for one in (short, long)]

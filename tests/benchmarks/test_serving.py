@@ -60,7 +60,7 @@ def ask(answers: Sequence[Sequence[bytes]], close: bool = False) -> list[Stream]
     return asyncio.run(talk())
 
 
-def test_a_stream_is_read_alike_however_it_is_cut() -> None:
+def test_a_stream_is_read_the_same_however_it_is_cut() -> None:
     chance, whole = random.Random(1), chunked(BODY)
     cuts = [sorted(chance.sample(range(1, len(whole)), 5)) for _ in range(30)]
     pieces = [[whole[a:b] for a, b in zip([0, *cut], [*cut, None], strict=True)] for cut in cuts]
@@ -156,7 +156,7 @@ def test_late_sending_counts_from_the_arrival() -> None:
         async def post(self, path: str, body: bytes) -> Stream:
             import time
 
-            time.sleep(0.05)  # holds up everybody, as a busy client would
+            time.sleep(0.05)  # delays all requests, as a busy client would
             now = time.perf_counter()
             return Stream(200, [(now, 1)], {"completion_tokens": 1}, "stop", now)
 

@@ -31,7 +31,7 @@ def test_a_static_batch_has_the_engines_tokens(llm: LLM) -> None:
     assert llm.engine.scheduler.pool.num_free == free
 
 
-def test_the_cache_is_full_of_what_nobody_asks_for(llm: LLM) -> None:
+def test_the_cache_is_full_of_blocks_without_a_hit(llm: LLM) -> None:
     engine, prefix = llm.engine, llm.engine.scheduler.prefix
     assert prefix is not None
     traffic.fill(engine, random.Random(1))

@@ -2,7 +2,7 @@
 
     python -m tinyvllm.demo.train --out DIR [--steps N] [--draft-steps N] [--seed S]
 
-DIR gets `model/` and `draft/` (Hugging Face folders), `README.md`, and checkpoints: a run that was stopped goes on where it was.
+DIR gets `model/` and `draft/` (Hugging Face folders), `README.md`, and checkpoints: a stopped run continues where it was.
 PyTorch, tokenizers and safetensors are needed here and nowhere else in the package.
 """
 
@@ -328,7 +328,7 @@ def backward(model: Llama, tokens: Tensor, targets: Tensor) -> float:
 
 
 def train(name: str, shape: Shape, plan: Plan, tokenizer: Tokenizer, seed: int, out: Path, device: torch.device) -> None:
-    """Goes on from `out/name.pt` where there is one, and leaves the trained weights there."""
+    """Continues from `out/name.pt` where there is one, and leaves the trained weights there."""
     torch.manual_seed(seed)
     model = Llama(shape).to(device)
     optimizers: list[torch.optim.Optimizer] = [
@@ -583,7 +583,7 @@ def evaluate(out: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     wrong: list[tuple[str, str, str]] = []
     for group, asked in questions(random.Random(7)).items():
         check = number_right if group in ("Sums", "Differences", "Products", "Word problems") else right
-        for who, m in (("model", model), ("draft", draft)):
+        for role, m in (("model", model), ("draft", draft)):
             answers = [
                 a
                 for i in range(0, len(asked), 64)
@@ -593,7 +593,7 @@ def evaluate(out: Path, tokenizer: Tokenizer) -> dict[str, Any]:
                 ("do not know" in a or "not sure" in a) if group.startswith("Says") else check(x, a)
                 for x, a in zip(asked, answers, strict=True)
             ]
-            scores.setdefault(group, {"asked": len(asked)})[who] = sum(good)
+            scores.setdefault(group, {"asked": len(asked)})[role] = sum(good)
             if m is model:
                 wrong += [(x.question, a, x.short) for x, a, g in zip(asked, answers, good, strict=True) if not g]
     figures |= {"scores": scores, "json": json_scores(model, tokenizer), "wrong": wrong}
