@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-# The suite runs in several processes at once, and threads that outnumber the cores wait for each other; the tests of the thread pool set their own number.
+# The suite runs in several processes at once, and threads that outnumber the cores wait for each other; tests of the pool set a number.
 os.environ.setdefault("TINYVLLM_THREADS", "1")
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, INTERMEDIATE = 2, 64, 4, 2, 128
