@@ -35,24 +35,24 @@ def told(case: Case) -> records.Attention:
     return records.Attention(s.H, s.K, s.D, s.S, case.tables.shape[1], s.dtype, f"{s.D**-0.5}f", s.window)
 
 
-def with_stretch(kernel: Kernel, stretch: int) -> Kernel:
-    return dataclasses.replace(kernel, defines=(*kernel.defines, ("STRETCH", stretch)))
+def with_section(kernel: Kernel, section: int) -> Kernel:
+    return dataclasses.replace(kernel, defines=(*kernel.defines, ("SECTION", section)))
 
 
 def decode(
-    case: Case, grid: int | None = None, count: int | None = None, stretch: int = 4096, seed: int = 0,
+    case: Case, grid: int | None = None, count: int | None = None, section: int = 4096, seed: int = 0,
     shared_prefix_lens: list[int] | None = None, read: list[int] | None = None,
 ) -> np.ndarray:  # fmt: skip
     """The last row of each sequence; afterwards the counters are zero again. `read`: bytes read of each array, [4] is the cache."""
     s, (B, M) = case.shape, case.tables.shape
     kernel, floats, counts = records.attention_decode("sm_90", B, told(case), GPU, cascade=shared_prefix_lens is not None)
-    if grid or stretch != 4096:
+    if grid or section != 4096:
         wide = grid or kernel.grid[0]
         parts = -(-s.H // s.K // 16)
-        kernel = with_stretch(dataclasses.replace(kernel, grid=(wide, 1, 1)), stretch)
-        stretches, cascade, heads = -(-M * s.S // stretch), int(dict(kernel.defines).get("CASCADE", 0)), s.K * parts
-        kept = B * heads * (stretches + min(cascade, -(-M * s.S // 256))) if cascade else 0
-        floats = (wide * 2 * (stretch // 256 + stretches) + kept) * -(-s.H // s.K // parts) * (s.D + 2)
+        kernel = with_section(dataclasses.replace(kernel, grid=(wide, 1, 1)), section)
+        sections, cascade, heads = -(-M * s.S // section), int(dict(kernel.defines).get("CASCADE", 0)), s.K * parts
+        kept = B * heads * (sections + min(cascade, -(-M * s.S // 256))) if cascade else 0
+        floats = (wide * 2 * (section // 256 + sections) + kept) * -(-s.H // s.K // parts) * (s.D + 2)
         counts = 2 * wide + (B * heads if cascade else 0)
     last = aligned((B, s.H, s.D), np.float32)
     last[...] = case.q[case.starts[1:] - 1]
@@ -65,10 +65,10 @@ def decode(
     return out
 
 
-def prefill(case: Case, first: int = 0, count: int | None = None, stretch: int = 4096, stages: int = 2, seed: int = 0) -> np.ndarray:
+def prefill(case: Case, first: int = 0, count: int | None = None, section: int = 4096, stages: int = 2, seed: int = 0) -> np.ndarray:
     chunks = len(case.new) - first if count is None else count
     kernel = records.attention_prefill("sm_90", sum(case.new), len(case.new), told(case), GPU)
-    kernel = with_stretch(kernel, stretch)
+    kernel = with_section(kernel, section)
     if stages == 1:
         kernel = dataclasses.replace(kernel, defines=tuple((name, 1 if name == "STAGES" else value) for name, value in kernel.defines))
     out = aligned(case.q.shape, np.float32)
@@ -125,13 +125,13 @@ def test_decode_at_every_border(dtype: str, window: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [Shape(H=3, K=1, D=32, dtype="BF16"), Shape(H=2, K=2, D=32, S=8, dtype="F16", window=1000)], ids=str)
-def test_stretches(shape: Shape) -> None:
+def test_sections(shape: Shape) -> None:
     case = make(shape, [3, 1, 1], [1700, 1280, 513], M=216)
     want, last = oracle(rounded(case)), case.starts[1:] - 1
-    rows = prefill(case, stretch=512)
+    rows = prefill(case, section=512)
     close(rows, want, case)
     for grid, seed in ((1, 1), (3, 2), (4, 3), (17, 4)):
-        ends = decode(case, grid=grid, stretch=512, seed=seed)
+        ends = decode(case, grid=grid, section=512, seed=seed)
         assert same(ends, rows[last]), f"{grid} blocks of threads"
 
 

@@ -15,11 +15,11 @@ from tinyvllm.backends.cuda import plan as records
 
 
 def reading(
-    case: Case, shared_prefix_lens: list[int] | None, grid: int | None = None, seed: int = 1, stretch: int = 4096
+    case: Case, shared_prefix_lens: list[int] | None, grid: int | None = None, seed: int = 1, section: int = 4096
 ) -> tuple[np.ndarray, int]:
     """What comes out, and the tokens that are read of the cache."""
     read: list[int] = []
-    out = decode(case, grid, None, stretch, seed, shared_prefix_lens, read)
+    out = decode(case, grid, None, section, seed, shared_prefix_lens, read)
     return out, read[4] // (2 * case.shape.K * -(-case.shape.H // case.shape.K // 16) * case.shape.D * 2)
 
 
@@ -111,11 +111,11 @@ def test_one_that_is_much_longer(longest: int) -> None:
     """Stretches of 512: its own tokens fill some of them, with those in common and without."""
     own = [1500 if b == longest else 30 for b in range(5)]
     case = behind(FOUR, [0, 768, 768, 512, 512], own, M=144)
-    want, apart = reading(case, [0] * 5, stretch=512)
+    want, apart = reading(case, [0] * 5, section=512)
     close(want, oracle(rounded(case)), case)
-    assert same(want, prefill(case, stretch=512))
+    assert same(want, prefill(case, section=512))
     for grid, seed in ((1, 1), (3, 2), (17, 3)):
-        got, once = reading(case, case.shared, grid, seed, stretch=512)
+        got, once = reading(case, case.shared, grid, seed, section=512)
         assert same(got, want) and once < apart, f"{grid} blocks of threads"
 
 
