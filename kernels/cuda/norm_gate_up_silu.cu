@@ -2,34 +2,28 @@
 //
 //   out       [T, F] float32   does not alias x
 //   x         [T, E] float32
-//   norm      [E] float32      RMS norm's weights; EPS inside the root
-//   weight    tiles (product.cuh) of WEIGHT, [2 F, E]: the rows of gate, behind them those of up
+//   norm      [E] float32      RMS norm's weights; EPS is inside the root
+//   weight    tiles (product.cuh) of WEIGHT, [2 F, E]: the rows of gate, then those of up
 //   bias      [2 F] float32, gate's first, if BIAS
-//   rows      [1] int32        how many rows of x there are, 0 to T = TOKENS; the rows of out behind them stay as they are
+//   rows      [1] int32        number of rows of x, 0 to T = TOKENS; later rows of out are not touched
 //
 // E % 32 == 0, F % 16 == 0. The norm in the order of norm.cuh, products in that of product.cuh. silu(a) = a / (1 + e^-a).
 //
-// A unit (stream.cuh) is TILES / 2 tiles of gate and those of up that belong to them. Every block of threads norms and rounds all rows for
-// itself, while its first weights are on their way. Whoever launches it counts
+// Unit of work (stream.cuh): TILES / 2 tiles of gate and the corresponding tiles of up. Every thread block norms and rounds all rows for
+// itself, while its first weights are in flight. The launcher computes
 //
 //     pieces = ceil(E / 512); PIECE_WARPS = even(pieces, 8); TILES = TILE_WARPS = 4 if PIECE_WARPS <= 4 and TOKENS > 2, else 2
 //     block = 32 * PIECE_WARPS * TILE_WARPS; grid = min(ceil(F / 16 / (TILES / 2)), multiprocessors * max(1, 512 / block))
 //     shared = COLUMNS_BYTES(E / 32) + 4 * (E + (TOKENS * E if it is at most 8192) + pieces * TILES * TOKENS * 20 + 9 * TOKENS)
 //
-// with even(pieces, most) = ceil(pieces / ceil(pieces / most)).
+// with even(pieces, max) = ceil(pieces / ceil(pieces / max)).
 #define I E
 #define ALL_TILES (2 * F / 16)
 #define UNITS ((F / 16 + TILES / 2 - 1) / (TILES / 2))
-#include "gpu.cuh"
-// Gate's and up's tiles by turns; ALL_TILES is none.
-DEVICE int tile_of(int unit, int i) {
-  const int pair = unit * (TILES / 2) + i / 2;
-  return pair < F / 16 ? i % 2 * (F / 16) + pair : ALL_TILES;
-}
 #include "stream.cuh"
 
 static_assert(F % 16 == 0, "norm_gate_up_silu: F must be a multiple of 16");
-static_assert(TILES % 2 == 0, "norm_gate_up_silu: a tile of gate goes with one of up");
+static_assert(TILES % 2 == 0, "norm_gate_up_silu: TILES must be even, tiles of gate and of up");
 
 constexpr int OUTPUTS = TILES / 2 * 16; // of a unit, for a token
 
@@ -39,16 +33,7 @@ constexpr int OUTPUTS = TILES / 2 * 16; // of a unit, for a token
 #define BIAS_ARGUMENT
 #endif
 
-DEVICE void finish_unit(float *out, const float *sums, const float *bias, int unit, int count) {
-  for (int e = threadIdx.x; e < OUTPUTS * count; e += THREADS) {
-    const int token = e / OUTPUTS, f = unit * OUTPUTS + e % OUTPUTS;
-    if (f >= F) continue;
-    const int pair = e % OUTPUTS / 16;
-    float gate = merged(sums, 2 * pair, token, f % 16), up = merged(sums, 2 * pair + 1, token, f % 16);
-    if (BIAS) gate = gate + bias[f], up = up + bias[F + f];
-    out[(s64)token * F + f] = silu(gate) * up;
-  }
-}
+DEVICE void finish_unit(float *out, const float *sums, const float *bias, int unit, int count);
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     norm_gate_up_silu(float *out, const float *x, const float *norm, const u8 *weight, BIAS_ARGUMENT const int *rows) {
@@ -56,21 +41,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const float *bias = nullptr;
 #endif
   DYNAMIC_SHARED(memory);
-  const Workplace place = workplace_at(memory);
-  const Rows all = {x, nullptr, TOKENS, I};
-  Ring<WEIGHT> ring;
+  const SharedMemory shared = shared_memory_at(memory);
+  const InputRows all = {x, nullptr, TOKENS, I};
+  Ring ring;
   Walk walk = first_run();
-  stage_normed(place, all, norm);
+  stage_normed(shared, all, norm);
   load_first(ring, walk, weight);
   const int count = rows[0];
 
-  prepare_normed(place, all, EPS);
-  const Columns columns = columns_at(place.prepared, STEPS);
+  prepare_normed(shared, all, EPS);
+  const Columns columns = columns_at(shared.prepared, STEPS);
   if (count <= 0) return;
   for (int unit = blockIdx.x; unit < UNITS; unit += gridDim.x) {
-    multiply_unit(ring, walk, weight, columns, unit, place.sums);
+    multiply_unit(ring, walk, weight, columns, unit, shared.sums);
     __syncthreads();
-    finish_unit(out, place.sums, bias, unit, count);
+    finish_unit(out, shared.sums, bias, unit, count);
     if (unit + (int)gridDim.x < UNITS) __syncthreads(); // before the next unit's sums
+  }
+}
+
+// Tiles of gate and of up in turn.
+DEVICE int tile_of(int unit, int i) {
+  const int pair = unit * (TILES / 2) + i / 2;
+  return pair < F / 16 ? i % 2 * (F / 16) + pair : ALL_TILES;
+}
+
+DEVICE void finish_unit(float *out, const float *sums, const float *bias, int unit, int count) {
+  for (int e = threadIdx.x; e < OUTPUTS * count; e += THREADS) {
+    const int token = e / OUTPUTS, f = unit * OUTPUTS + e % OUTPUTS;
+    if (f >= F) continue;
+    const int pair = e % OUTPUTS / 16;
+    float gate = sum_of_pieces(sums, 2 * pair, token, f % 16), up = sum_of_pieces(sums, 2 * pair + 1, token, f % 16);
+    if (BIAS) gate = gate + bias[f], up = up + bias[F + f];
+    out[(s64)token * F + f] = silu(gate) * up;
   }
 }

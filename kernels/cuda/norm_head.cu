@@ -1,38 +1,67 @@
 // logits = rmsnorm(x[row_index]) . weight^T, and the index of the largest, for up to eight rows
 //
 //   logits     [N, V] float32
-//   best       [N] int32         the largest logit's index, the lowest of equals; -1 if a logit is NaN or none is above -inf
-//   state      [2 N + 1] uint32, 8-byte aligned: a key for every n, 64 bits, then a counter. All 0 between launches
+//   best       [N] int32         the index of the largest logit, the lowest of equals; -1 if a logit is NaN or none is above -inf
+//   state      [2 N + 1] uint32, 8-byte aligned: a 64-bit key for every n, then a counter. All 0 between launches
 //   x          [T, E] float32
-//   norm       [E] float32       RMS norm's weights; EPS inside the root
-//   weight     tiles (product.cuh) of WEIGHT, [V, E], V counted up to a multiple of 16
-//   row_index  [N] int32         the row of x that n is made of
-//   count      [1] int32         how many n there are, 0 to N = TOKENS; what belongs to those behind them stays as it is
+//   norm       [E] float32       RMS norm's weights; EPS is inside the root
+//   weight     tiles (product.cuh) of WEIGHT, [V, E], V rounded up to a multiple of 16
+//   row_index  [N] int32         the row of x from which n is computed
+//   count      [1] int32         number of n, 0 to N = TOKENS; outputs of later n are not touched
 //
 // E % 32 == 0, any V. The norm in the order of norm.cuh, products in that of product.cuh.
 //
-// A unit (stream.cuh) is TILES tiles. Few blocks of threads stay and take unit after unit, so that x is normed once in each. A logit and
-// its index make a key of 64 bits whose order is that of preference; every block's largest goes to `state` by an atomic maximum, which no
-// order of arrival can change, and the last block to come writes `best` and clears the state. Whoever launches it counts
+// Unit of work (stream.cuh): TILES tiles. A few thread blocks stay resident and take unit after unit, so that x is normed once in each. A logit
+// and its index form a key of 64 bits whose order is that of preference; every block's largest key goes to `state` by an atomic maximum,
+// whose result does not depend on the order of arrival, and the last block to arrive writes `best` and clears the state. The launcher
+// computes
 //
 //     pieces = ceil(E / 512); PIECE_WARPS = even(pieces, 8); TILES = TILE_WARPS = min(4, 16 / PIECE_WARPS)
 //     block = 32 * PIECE_WARPS * TILE_WARPS; grid = min(ceil(V / 16 / TILES), multiprocessors * max(1, 512 / block))
 //     shared as for norm_gate_up_silu.cu
 //
-// with even(pieces, most) = ceil(pieces / ceil(pieces / most)).
+// with even(pieces, max) = ceil(pieces / ceil(pieces / max)).
 #define I E
 #define ALL_TILES ((V + 15) / 16)
 #define UNITS ((ALL_TILES + TILES - 1) / TILES)
-#include "gpu.cuh"
-DEVICE int tile_of(int unit, int i) { return unit * TILES + i; }
 #include "stream.cuh"
 
-constexpr int OUTPUTS = TILES * 16;                              // of a unit, for a token
-constexpr int MINE = (OUTPUTS * TOKENS + THREADS - 1) / THREADS; // results of a unit that a thread finishes
-constexpr u32 NAN_RANK = 0xFFFFFFFFu;                            // above every number
-constexpr u32 LEAST_RANK = 0x007FFFFFu;                          // of -inf
+constexpr int OUTPUTS = TILES * 16;                                 // of a unit, for a token
+constexpr int RESULTS = (OUTPUTS * TOKENS + THREADS - 1) / THREADS; // of a unit that a thread finishes
+constexpr u32 NAN_RANK = 0xFFFFFFFFu;                               // above every number
+constexpr u32 MIN_RANK = 0x007FFFFFu;                               // of -inf
 
-// Larger for what is preferred: by the logit, then by the lower index. 0 is less than every logit's.
+DEVICE void finish_unit(float *logits, u64 (&largest)[RESULTS], const float *sums, int unit, int count);
+DEVICE void finish_best(int *best, u64 *state, const u64 (&largest)[RESULTS], u64 *keys, int count);
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    norm_head(float *logits, int *best, u64 *state, const float *x, const float *norm, const u8 *weight, const int *row_index,
+              const int *count) {
+  DYNAMIC_SHARED(memory);
+  static __shared__ u64 keys[TOKENS];
+  const SharedMemory shared = shared_memory_at(memory);
+  Ring ring;
+  Walk walk = first_run();
+  load_first(ring, walk, weight);
+  const InputRows rows = {x, row_index, count[0], I};
+  if (rows.count <= 0) return;
+
+  stage_normed(shared, rows, norm);
+  prepare_normed(shared, rows, EPS);
+  const Columns columns = columns_at(shared.prepared, STEPS);
+  u64 largest[RESULTS] = {};
+  for (int unit = blockIdx.x; unit < UNITS; unit += gridDim.x) {
+    multiply_unit(ring, walk, weight, columns, unit, shared.sums);
+    __syncthreads();
+    finish_unit(logits, largest, shared.sums, unit, rows.count);
+    if (unit + (int)gridDim.x < UNITS) __syncthreads(); // before the next unit's sums
+  }
+  finish_best(best, state, largest, keys, rows.count);
+}
+
+DEVICE int tile_of(int unit, int i) { return unit * TILES + i; }
+
+// Larger for the preferred one: the larger logit, then the lower index. 0 is less than the key of any logit.
 DEVICE u64 key_of(float logit, int v) {
   const u32 bits = logit == 0.0f ? 0u : __float_as_uint(logit); // both zeros are equal
   u32 rank = bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -41,29 +70,29 @@ DEVICE u64 key_of(float logit, int v) {
 }
 DEVICE int index_of(u64 key) {
   const u32 rank = (u32)(key >> 32);
-  return rank == NAN_RANK || rank <= LEAST_RANK ? -1 : (int)~(u32)key;
+  return rank == NAN_RANK || rank <= MIN_RANK ? -1 : (int)~(u32)key;
 }
 
-// A unit's logits go out; `largest` [MINE] are the keys of the thread's results so far. Its results' tokens are the same for every unit.
-DEVICE void finish_unit(float *logits, u64 (&largest)[MINE], const float *sums, int unit, int count) {
+// Writes a unit's logits; `largest` are the largest keys of each of the thread's results so far, whose token is the same for every unit.
+DEVICE void finish_unit(float *logits, u64 (&largest)[RESULTS], const float *sums, int unit, int count) {
 #pragma unroll
-  for (int i = 0; i < MINE; i++) {
+  for (int i = 0; i < RESULTS; i++) {
     const int e = i * THREADS + threadIdx.x, token = e / OUTPUTS, v = unit * OUTPUTS + e % OUTPUTS;
     if (token >= count || v >= V) continue;
-    const float y = merged(sums, e % OUTPUTS / 16, token, v % 16);
+    const float y = sum_of_pieces(sums, e % OUTPUTS / 16, token, v % 16);
     logits[(s64)token * V + v] = y;
     const u64 key = key_of(y, v);
     if (key > largest[i]) largest[i] = key;
   }
 }
 
-// The block's keys to the state; the last block of all reads them out. `keys` [TOKENS] in shared memory.
-DEVICE void finish_best(int *best, u64 *state, const u64 (&largest)[MINE], u64 *keys, int count) {
+// Merges the block's keys into the state; the last block of all writes the result. `keys` [TOKENS] in shared memory.
+DEVICE void finish_best(int *best, u64 *state, const u64 (&largest)[RESULTS], u64 *keys, int count) {
   static __shared__ bool last;
   if (threadIdx.x < TOKENS) keys[threadIdx.x] = 0;
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < MINE; i++) {
+  for (int i = 0; i < RESULTS; i++) {
     if (largest[i]) atomicMax(&keys[(i * THREADS + threadIdx.x) / OUTPUTS], largest[i]);
   }
   __syncthreads();
@@ -75,29 +104,4 @@ DEVICE void finish_best(int *best, u64 *state, const u64 (&largest)[MINE], u64 *
   if (!last) return;
   if ((int)threadIdx.x < count) best[threadIdx.x] = index_of(atomicExch(&state[threadIdx.x], 0ull));
   if (threadIdx.x == 0) *counter = 0;
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-    norm_head(float *logits, int *best, u64 *state, const float *x, const float *norm, const u8 *weight, const int *row_index,
-              const int *count) {
-  DYNAMIC_SHARED(memory);
-  static __shared__ u64 keys[TOKENS];
-  const Workplace place = workplace_at(memory);
-  Ring<WEIGHT> ring;
-  Walk walk = first_run();
-  load_first(ring, walk, weight);
-  const Rows some = {x, row_index, count[0], I};
-  if (some.count <= 0) return;
-
-  stage_normed(place, some, norm);
-  prepare_normed(place, some, EPS);
-  const Columns columns = columns_at(place.prepared, STEPS);
-  u64 largest[MINE] = {};
-  for (int unit = blockIdx.x; unit < UNITS; unit += gridDim.x) {
-    multiply_unit(ring, walk, weight, columns, unit, place.sums);
-    __syncthreads();
-    finish_unit(logits, largest, place.sums, unit, some.count);
-    if (unit + (int)gridDim.x < UNITS) __syncthreads(); // before the next unit's sums
-  }
-  finish_best(best, state, largest, keys, some.count);
 }

@@ -1,46 +1,38 @@
-// q, k, v = rmsnorm(x) . weight^T + bias, heads of q and k normed and rotated; q goes on, k and v go into their slots of the cache;
-// for up to eight rows
+// q, k, v = rmsnorm(x) . weight^T + bias, heads of q and k normed and rotated; q is written out, k and v are stored in their slots of the
+// cache; for up to eight rows
 //
 //   q            [T, H, D] float32
 //   keys         [P, 2, K, S, D] CACHE_TYPE (F32, F16 or BF16)   the pool of blocks: keys at [:, 0], values at [:, 1]
-//   keys_again                                                   the same memory once more; not used
+//   keys_again                                                   the same memory; not used
 //   x            [T, E] float32
-//   norm         [E] float32     RMS norm's weights; EPS inside the root
+//   norm         [E] float32     RMS norm's weights; EPS is inside the root
 //   weight       tiles (product.cuh) of WEIGHT, [(H + 2 K) D, E]: the heads of q, those of k, those of v
 //   bias         [(H + 2 K) D] float32, if BIAS
 //   q_norm, k_norm  [D] float32, if QK_NORM                      RMS norm of every head of q and k, with QK_EPS, before the rotation
 //   angles       [T, R] float32, if R > 0                        R / 2 cosines, then R / 2 sines
-//   slots        [T] int32                                       block * S + offset: where a row's k and v go; no two rows have the same
-//   rows         [1] int32                                       how many rows of x there are, 0 to T = TOKENS; q's rows behind stay
+//   slots        [T] int32                                       block * S + offset: where a row's k and v are stored; no two are equal
+//   rows         [1] int32                                       number of rows of x, 0 to T = TOKENS; later rows of q are not touched
 //
 // E % 32 == 0, D % 16 == 0, R even, R <= D. The norm in the order of norm.cuh, products in that of product.cuh, heads in that of heads.cuh.
 //
-// A unit (stream.cuh) is a pair of tiles of one head that are rotated with each other, where PAIRED; else, with norms of heads or with
-// odd rotations, a whole head, and then a warp finishes a row's head. A block of threads takes one unit. Whoever launches it counts
+// Unit of work (stream.cuh): where PAIRED, a pair of tiles of one head that are rotated with each other; otherwise, with norms of heads or
+// partial rotations, a whole head, of which a warp then finishes one row. A thread block takes one unit. The launcher computes
 //
 //     PAIRED = not QK_NORM and D % 32 == 0 and R in (0, D); TILES = 2 if PAIRED else D / 16; grid = (H + 2 K) * D / 16 / TILES
 //     pieces = ceil(E / 512); TILE_WARPS = min(TILES, max(1, 16 / min(pieces, 16))); residents = min(ceil(grid / multiprocessors), 4)
 //     PIECE_WARPS = even(pieces, max(1, min(pieces, 16 / residents / TILE_WARPS))); block = 32 * PIECE_WARPS * TILE_WARPS
 //     shared as for norm_gate_up_silu.cu, + (0 if PAIRED else 4 * TOKENS * D)
 //
-// with even(pieces, most) = ceil(pieces / ceil(pieces / most)).
+// with even(pieces, max) = ceil(pieces / ceil(pieces / max)).
 #define I E
 #define ALL_TILES ((H + 2 * K) * D / 16)
 #define UNITS (ALL_TILES / TILES)
 #define PAIRED (!QK_NORM && D % 32 == 0 && (R == 0 || R == D))
-#include "gpu.cuh"
-DEVICE int tile_of(int unit, int i) {
-#if PAIRED
-  return unit / (D / 32) * (D / 16) + unit % (D / 32) + i * (D / 32);
-#else
-  return unit * TILES + i;
-#endif
-}
 #include "heads.cuh"
 #include "stream.cuh"
 
 static_assert(D % 16 == 0 && R % 2 == 0 && R <= D, "norm_qkv_rope_store: D must be a multiple of 16, and R even and at most D");
-static_assert(TILES == (PAIRED ? 2 : D / 16), "norm_qkv_rope_store: a unit is a pair of tiles or a head");
+static_assert(TILES == (PAIRED ? 2 : D / 16), "norm_qkv_rope_store: a unit must be a pair of tiles or a head");
 
 #if BIAS
 #define BIAS_ARGUMENT const float *bias,
@@ -58,7 +50,7 @@ static_assert(TILES == (PAIRED ? 2 : D / 16), "norm_qkv_rope_store: a unit is a 
 #define ANGLES_ARGUMENT
 #endif
 
-// Where heads go, and what is done to them on the way.
+// Where heads are stored, and what is applied to them.
 struct Heads {
   float *q;
   cache_number *keys;
@@ -66,56 +58,18 @@ struct Heads {
   const int *slots;
 };
 
+// What a thread needs after the product: read before it, because the product takes longer.
 #if PAIRED
-constexpr int MINE = (16 * TOKENS + THREADS - 1) / THREADS; // rotated pairs of a unit that a thread finishes
-struct Given {
-  float2 bias[MINE], angle[MINE];
-  int slot[MINE];
+constexpr int RESULTS = (16 * TOKENS + THREADS - 1) / THREADS; // rotated pairs of a unit that a thread finishes
+struct Operands {
+  float2 bias[RESULTS], angle[RESULTS];
+  int slot[RESULTS];
 };
-
-// What the thread's pairs meet behind the product: read ahead of it, because it takes longer. There are rows for all TOKENS.
-DEVICE void read_given(Given &given, const Heads &to, int unit) {
-  const int head = unit / (D / 32), first = unit % (D / 32) * 16;
-#pragma unroll
-  for (int i = 0; i < MINE; i++) {
-    const int e = i * THREADS + threadIdx.x, token = e / 16, d = first + e % 16;
-    if (token >= TOKENS) continue;
-    if (BIAS) given.bias[i] = make_float2(to.bias[head * D + d], to.bias[head * D + d + D / 2]);
-    if (R > 0 && head < H + K) given.angle[i] = make_float2(to.angles[token * R + d], to.angles[token * R + d + R / 2]);
-    if (head >= H) given.slot[i] = to.slots[token];
-  }
-}
-
-DEVICE void finish_unit(const Heads &to, const Given &given, const float *sums, float *, int unit, int count) {
-  const int head = unit / (D / 32), first = unit % (D / 32) * 16;
-#pragma unroll
-  for (int i = 0; i < MINE; i++) {
-    const int e = i * THREADS + threadIdx.x, token = e / 16, d = first + e % 16;
-    if (token >= count) continue;
-    float2 both = make_float2(merged(sums, 0, token, d % 16), merged(sums, 1, token, d % 16));
-    if (BIAS) both = make_float2(both.x + given.bias[i].x, both.y + given.bias[i].y);
-    if (R > 0 && head < H + K) both = rotated(both.x, both.y, given.angle[i].x, given.angle[i].y);
-    put_feature(to.q, to.keys, token, given.slot[i], head, d, both.x);
-    put_feature(to.q, to.keys, token, given.slot[i], head, d + D / 2, both.y);
-  }
-}
 #else
-struct Given {};
-DEVICE void read_given(Given &, const Heads &, int) {}
-
-DEVICE void finish_unit(const Heads &to, const Given &, const float *sums, float *y, int head, int count) {
-  for (int e = threadIdx.x; e < D * count; e += THREADS) {
-    const int token = e / D, d = e % D;
-    const float sum = merged(sums, d / 16, token, d % 16);
-    y[e] = BIAS ? sum + to.bias[head * D + d] : sum;
-  }
-  __syncthreads();
-  for (int token = threadIdx.x / 32; token < count; token += WARPS) {
-    const int slot = head < H ? 0 : to.slots[token];
-    finish_head(y + token * D, lane_of(), token, slot, head, to.q, to.keys, head < H ? to.q_norm : to.k_norm, to.angles + token * R);
-  }
-}
+struct Operands {};
 #endif
+DEVICE void read_operands(Operands &operands, const Heads &heads, int unit);
+DEVICE void finish_unit(const Heads &heads, const Operands &operands, const float *sums, float *y, int unit, int count);
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     norm_qkv_rope_store(float *q, cache_number *keys, void *keys_again, const float *x, const float *norm, const u8 *weight,
@@ -130,22 +84,75 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const float *angles = nullptr;
 #endif
   DYNAMIC_SHARED(memory);
-  const Workplace place = workplace_at(memory);
-  const Rows all = {x, nullptr, TOKENS, I};
-  Ring<WEIGHT> ring;
+  const SharedMemory shared = shared_memory_at(memory);
+  const InputRows all = {x, nullptr, TOKENS, I};
+  Ring ring;
   Walk walk = first_run();
-  stage_normed(place, all, norm);
+  stage_normed(shared, all, norm);
   load_first(ring, walk, weight);
   const int count = rows[0];
 
-  prepare_normed(place, all, EPS);
-  const Columns columns = columns_at(place.prepared, STEPS);
-  const Heads to = {q, keys, bias, q_norm, k_norm, angles, slots};
+  prepare_normed(shared, all, EPS);
+  const Columns columns = columns_at(shared.prepared, STEPS);
+  const Heads heads = {q, keys, bias, q_norm, k_norm, angles, slots};
   if (count <= 0) return;
   const int unit = blockIdx.x;
-  Given given;
-  read_given(given, to, unit);
-  multiply_unit(ring, walk, weight, columns, unit, place.sums);
+  Operands operands;
+  read_operands(operands, heads, unit);
+  multiply_unit(ring, walk, weight, columns, unit, shared.sums);
   __syncthreads();
-  finish_unit(to, given, place.sums, place.behind, unit, count);
+  finish_unit(heads, operands, shared.sums, shared.extra, unit, count);
 }
+
+#if PAIRED
+
+DEVICE int tile_of(int unit, int i) { return unit / (D / 32) * (D / 16) + unit % (D / 32) + i * (D / 32); }
+
+// The memory has rows for all TOKENS, whatever their number.
+DEVICE void read_operands(Operands &operands, const Heads &heads, int unit) {
+  const int head = unit / (D / 32), first = unit % (D / 32) * 16;
+#pragma unroll
+  for (int i = 0; i < RESULTS; i++) {
+    const int e = i * THREADS + threadIdx.x, token = e / 16, d = first + e % 16;
+    if (token >= TOKENS) continue;
+    if (BIAS) operands.bias[i] = make_float2(heads.bias[head * D + d], heads.bias[head * D + d + D / 2]);
+    if (R > 0 && head < H + K) operands.angle[i] = make_float2(heads.angles[token * R + d], heads.angles[token * R + d + R / 2]);
+    if (head >= H) operands.slot[i] = heads.slots[token];
+  }
+}
+
+DEVICE void finish_unit(const Heads &heads, const Operands &operands, const float *sums, float *, int unit, int count) {
+  const int head = unit / (D / 32), first = unit % (D / 32) * 16;
+#pragma unroll
+  for (int i = 0; i < RESULTS; i++) {
+    const int e = i * THREADS + threadIdx.x, token = e / 16, d = first + e % 16;
+    if (token >= count) continue;
+    float2 pair = make_float2(sum_of_pieces(sums, 0, token, d % 16), sum_of_pieces(sums, 1, token, d % 16));
+    if (BIAS) pair = make_float2(pair.x + operands.bias[i].x, pair.y + operands.bias[i].y);
+    if (R > 0 && head < H + K) pair = rotated(pair.x, pair.y, operands.angle[i].x, operands.angle[i].y);
+    put_feature(heads.q, heads.keys, token, operands.slot[i], head, d, pair.x);
+    put_feature(heads.q, heads.keys, token, operands.slot[i], head, d + D / 2, pair.y);
+  }
+}
+
+#else
+
+DEVICE int tile_of(int unit, int i) { return unit * TILES + i; }
+DEVICE void read_operands(Operands &, const Heads &, int) {}
+
+// `y` [TOKENS * D] in shared memory; the unit is a head.
+DEVICE void finish_unit(const Heads &heads, const Operands &, const float *sums, float *y, int head, int count) {
+  for (int e = threadIdx.x; e < D * count; e += THREADS) {
+    const int token = e / D, d = e % D;
+    const float sum = sum_of_pieces(sums, d / 16, token, d % 16);
+    y[e] = BIAS ? sum + heads.bias[head * D + d] : sum;
+  }
+  __syncthreads();
+  const float *norm = head < H ? heads.q_norm : heads.k_norm;
+  for (int token = threadIdx.x / 32; token < count; token += WARPS) {
+    const int slot = head < H ? 0 : heads.slots[token];
+    finish_head(y + token * D, lane_of(), token, slot, head, heads.q, heads.keys, norm, heads.angles + token * R);
+  }
+}
+
+#endif

@@ -1,17 +1,17 @@
-// q, k, v = y + bias, heads of q and k normed and rotated; q goes on, k and v go into their slots of the cache
+// q, k, v = y + bias, heads of q and k normed and rotated; q is written out, k and v are stored in their slots of the cache
 //
 //   q            [T, H, D] float32
 //   keys         [P, 2, K, S, D] CACHE_TYPE (F32, F16 or BF16)   the pool of blocks: keys at [:, 0], values at [:, 1]
-//   keys_again                                                   the same memory once more; not used
+//   keys_again                                                   the same memory; not used
 //   y            [T, (H + 2 K) D] float32                        a product's outputs: the heads of q, those of k, those of v
 //   bias         [(H + 2 K) D] float32, if BIAS
 //   q_norm, k_norm  [D] float32, if QK_NORM                      RMS norm of every head of q and k, with QK_EPS, before the rotation
 //   angles       [T, R] float32, if R > 0                        R / 2 cosines, then R / 2 sines
-//   slots        [T] int32                                       block * S + offset: where a row's k and v go; no two rows have the same
-//   rows         [1] int32                                       how many rows of y there are, 0 to T; q's rows behind stay as they are
+//   slots        [T] int32                                       block * S + offset: where a row's k and v are stored; no two are equal
+//   rows         [1] int32                                       number of rows of y, 0 to T; later rows of q are not touched
 //
-// R even, R <= D; any D. What becomes of a head is said in heads.cuh, and has the bits of norm_qkv_rope_store.cu. Grid
-// (T, ceil((H + 2 K) / 8), 1), 256 threads, no dynamic shared memory: a warp makes one head of a row.
+// R even, R <= D; any D. The arithmetic of a head is heads.cuh's, with the bits of norm_qkv_rope_store.cu.
+// Launch: grid (T, ceil((H + 2 K) / 8), 1), 256 threads, no dynamic shared memory. Unit of work: a warp finishes one head of a row.
 #include "heads.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, HEADS = H + 2 * K;
@@ -28,24 +28,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) rope_store(
     const float *angles,
 #endif
     const int *slots, const int *rows) {
-  static __shared__ float all[WARPS][D];
+  static __shared__ float heads[WARPS][D];
   const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y * WARPS + warp;
   if (row >= rows[0] || head >= HEADS) return;
-  float *mine = all[warp];
+  float *features = heads[warp];
 #pragma unroll
   for (int d = lane; d < D; d += 32) {
-    mine[d] = y[((u64)row * HEADS + head) * D + d];
+    features[d] = y[((u64)row * HEADS + head) * D + d];
 #if BIAS
-    mine[d] += bias[head * D + d];
+    features[d] += bias[head * D + d];
 #endif
   }
   __syncwarp();
-  const float *norm = nullptr, *turn = nullptr;
+  const float *norm = nullptr, *row_angles = nullptr;
 #if QK_NORM
   norm = head < H ? q_norm : k_norm;
 #endif
 #if R > 0
-  turn = angles + (u64)row * R;
+  row_angles = angles + (u64)row * R;
 #endif
-  finish_head(mine, lane, row, slots[row], head, q, keys, norm, turn);
+  finish_head(features, lane, row, slots[row], head, q, keys, norm, row_angles);
 }

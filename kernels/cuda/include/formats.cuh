@@ -1,4 +1,5 @@
-// Numbers for the formats of weights and caches, as they stand in `#define WEIGHT BF16`, and single numbers of the 16-bit ones.
+// Numbers of the formats, for `#define WEIGHT BF16` and the like, and how one number of a plain float format is stored. What is specific to
+// a format of weights is in formats/FORMAT.cuh, which weights.cuh selects.
 #pragma once
 #include "gpu.cuh"
 
@@ -14,13 +15,13 @@ template <int FORMAT> DEVICE u32 pack_pair(float low, float high) {
   if constexpr (FORMAT == F16) return pack_f16(low, high);
   return pack_bf16(low, high);
 }
-template <int FORMAT> DEVICE float2 unpack_pair(u32 both) {
+template <int FORMAT> DEVICE float2 unpack_pair(u32 pair) {
   static_assert(FORMAT == F16 || FORMAT == BF16, "pairs are of F16 or BF16");
-  if constexpr (FORMAT == F16) return unpack_f16(both);
-  return unpack_bf16(both);
+  if constexpr (FORMAT == F16) return unpack_f16(pair);
+  return unpack_bf16(pair);
 }
 
-// How a plain float format is stored, and a number on its way there.
+// The type in which a plain float format is stored, and the conversion to it.
 template <int FORMAT> struct Stored {
   typedef u16 number;
   DEVICE number of(float value) { return (u16)pack_pair<FORMAT>(value, 0.0f); }

@@ -1,23 +1,24 @@
-// Heads of q, k and v behind their product: bias, norm of a head, rotation, and where they go. One order of arithmetic for all kernels.
+// What follows the product for the heads of q, k and v: bias, norm of a head, rotation, and the store. One order of arithmetic for all
+// kernels.
 //
 // Constants from outside, as in norm_qkv_rope_store.cu: H query heads, K key heads, D features, R rotated ones (even, 0 to D), S slots a
 // block, CACHE_TYPE, QK_NORM and QK_EPS. Heads are numbered 0 .. H-1 of q, H .. H+K-1 of k, H+K .. H+2K-1 of v.
-// Feature i < R / 2 is rotated with feature i + R / 2; those from R on stay. v is neither normed nor rotated.
+// Feature i < R / 2 is rotated with feature i + R / 2; features from R on are not rotated. v is neither normed nor rotated.
 #pragma once
 #include "formats.cuh"
 
 typedef Stored<CACHE_TYPE>::number cache_number;
 
-// Where feature 0 of cache head `head - H` of a row with this slot begins; pool [P, 2, K, S, D], keys first, then values.
-DEVICE s64 cache_place(int slot, int head) {
+// Offset of feature 0 of head `head` (of k or v) of a row with this slot; pool [P, 2, K, S, D], keys first, then values.
+DEVICE s64 cache_offset(int slot, int head) {
   const int which = head >= H + K, k = (head - H) % K;
   return (((s64)(slot / S) * 2 + which) * K + k) * (s64)S * D + (s64)(slot % S) * D;
 }
 
-// Feature d of a head, final, to its place: q [T, H, D] float32, or the pool.
+// Stores the final value of feature d of a head: in q [T, H, D] float32, or in the pool.
 DEVICE void put_feature(float *q, cache_number *keys, int row, int slot, int head, int d, float value) {
   if (head < H) q[((s64)row * H + head) * D + d] = value;
-  else keys[cache_place(slot, head) + d] = Stored<CACHE_TYPE>::of(value);
+  else keys[cache_offset(slot, head) + d] = Stored<CACHE_TYPE>::of(value);
 }
 
 DEVICE float2 rotated(float a, float b, float cosine, float sine) { return make_float2(a * cosine - b * sine, b * cosine + a * sine); }
@@ -27,21 +28,21 @@ DEVICE float head_inverse(const float *y, int lane, float eps) {
   float sum = 0.0f;
   for (int d = lane; d < D; d += 32) sum = fmaf(y[d], y[d], sum);
 #pragma unroll
-  for (int apart = 16; apart; apart /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, apart);
+  for (int distance = 16; distance; distance /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, distance);
   return 1.0f / sqrtf(sum / (float)D + eps);
 }
 
-// A whole warp: y [D] in shared memory, one row's head with its bias added, is normed, rotated and put where it belongs. What the lanes
-// wrote to y must be visible to all of them (__syncwarp or __syncthreads). y stays as it is. `norm` [D] belongs to the head (q_norm or
-// k_norm) and is read if QK_NORM; `angles` [R] belong to the row and are read if R > 0.
+// By a whole warp: norms, rotates and stores y [D] in shared memory, one head of a row with its bias already added. What the lanes wrote to y
+// must be visible to all of them (__syncwarp or __syncthreads); y is not changed. `norm` [D] is the head's (q_norm or k_norm) and is read if
+// QK_NORM; `angles` [R] are the row's and are read if R > 0.
 DEVICE void finish_head(const float *y, int lane, int row, int slot, int head, float *q, cache_number *keys, const float *norm,
                         const float *angles) {
-  const bool turned = head < H + K;
+  const bool q_or_k = head < H + K;
   float inverse = 1.0f;
 #if QK_NORM
-  if (turned) inverse = head_inverse(y, lane, QK_EPS);
+  if (q_or_k) inverse = head_inverse(y, lane, QK_EPS);
 #endif
-  const int pairs = turned ? R / 2 : 0;
+  const int pairs = q_or_k ? R / 2 : 0;
   for (int d = lane; d < pairs; d += 32) {
     const int e = d + R / 2;
     float a = y[d], b = y[e];
@@ -49,14 +50,14 @@ DEVICE void finish_head(const float *y, int lane, int row, int slot, int head, f
     a = a * inverse * norm[d];
     b = b * inverse * norm[e];
 #endif
-    const float2 both = rotated(a, b, angles[d], angles[e]);
-    put_feature(q, keys, row, slot, head, d, both.x);
-    put_feature(q, keys, row, slot, head, e, both.y);
+    const float2 pair = rotated(a, b, angles[d], angles[e]);
+    put_feature(q, keys, row, slot, head, d, pair.x);
+    put_feature(q, keys, row, slot, head, e, pair.y);
   }
   for (int d = 2 * pairs + lane; d < D; d += 32) {
     float a = y[d];
 #if QK_NORM
-    if (turned) a = a * inverse * norm[d];
+    if (q_or_k) a = a * inverse * norm[d];
 #endif
     put_feature(q, keys, row, slot, head, d, a);
   }

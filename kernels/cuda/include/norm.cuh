@@ -1,14 +1,14 @@
-// RMS norm of rows ahead of a product, y = x * (1 / sqrt(mean(x^2) + eps)) * w, in one order of arithmetic whoever computes it.
+// RMS norm of rows before a product, y = x * (1 / sqrt(mean(x^2) + eps)) * w, in one order of arithmetic for all kernels.
 //
 // 256 virtual lanes: lane j sums the squares of the float4s number j, j + 256, ... of the row, ascending, x y z w within one. Eight virtual
-// warps of 32 such lanes add theirs up by a butterfly (16, 8, 4, 2, 1); the eight sums are added ascending. Any number of warps may play
-// the virtual ones. Width % 4 == 0.
+// warps of 32 such lanes add theirs by a butterfly (16, 8, 4, 2, 1); the eight sums are added ascending. Any number of real warps may
+// compute the virtual ones. Width % 4 == 0.
 #pragma once
 #include "gpu.cuh"
 
 constexpr int NORM_WARPS = 8;
 
-// Virtual warp `part`'s sum of squares of row x, in every lane of the warp that plays it.
+// The sum of squares of row x over virtual warp `part`, in every lane of the warp that computes it.
 DEVICE float square_sum(const float *x, int width, int part, int lane) {
   float sum = 0.0f;
   for (int i = part * 32 + lane; i < width / 4; i += NORM_WARPS * 32) {
@@ -19,11 +19,11 @@ DEVICE float square_sum(const float *x, int width, int part, int lane) {
     sum = fmaf(four.w, four.w, sum);
   }
 #pragma unroll
-  for (int apart = 16; apart; apart /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, apart);
+  for (int distance = 16; distance; distance /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, distance);
   return sum;
 }
 
-// 1 / sqrt(mean + eps) out of the eight virtual warps' sums.
+// 1 / sqrt(mean + eps) from the sums of the eight virtual warps.
 DEVICE float inverse_root(const float *sums, int width, float eps) {
   float sum = sums[0];
 #pragma unroll

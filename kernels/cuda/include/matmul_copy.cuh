@@ -1,0 +1,78 @@
+// The copies of matmul.cu from global memory to the stages in shared memory.
+//
+// A stage is copied in vectors of 16 bytes; a thread copies vectors number `thread`, + TEAM_THREADS, ... of it. The address of a vector is
+// the sum of a part that depends on `thread`, computed once, and of constants, so that every copy of the main loop needs one instruction for
+// its address.
+#pragma once
+#include "matmul_tile.cuh"
+
+template <int TILES, int BYTES> struct Vectors { // of `TILES` tiles that are BLOCKS blocks of BYTES apart, K_BLOCKS of each
+  static constexpr int RUN = K_BLOCKS * BYTES / 16, COUNT = TILES * RUN;
+  static_assert(RUN % TEAM_THREADS == 0 || COUNT <= TEAM_THREADS || (TEAM_THREADS % RUN == 0 && TEAM_THREADS / RUN % HALF == 0),
+                "matmul: the vectors of a thread are not equally far apart");
+};
+
+// `from`: the thread's vector of block 0. Blocks of a short last stage after `blocks`, and tiles that do not exist (zeros), contribute only
+// to sums that are not used.
+template <int TILES, int BYTES> DEVICE void copy_weight(u8 *stage, const u8 *from, int tiles_left, int blocks, int thread) {
+  typedef Vectors<TILES, BYTES> V;
+#pragma unroll
+  for (int first = 0; first < V::COUNT; first += TEAM_THREADS) {
+    const int within = thread % V::RUN + (V::RUN > TEAM_THREADS ? first % V::RUN : 0);
+    if (V::COUNT % TEAM_THREADS && first + thread >= V::COUNT) continue;
+    if (BLOCKS % K_BLOCKS && within >= blocks * (BYTES / 16)) continue;
+    const u8 *vector = from + (s64)weight_tile(first / V::RUN) * (BLOCKS * BYTES) + first % V::RUN * 16;
+    if (OUT_TILES % OUT_TILES_OF_BLOCK == 0) copy_16(stage + (first + thread) * 16, vector);
+    else copy_16_or_zero(stage + (first + thread) * 16, vector, out_tile(first / V::RUN) < tiles_left);
+  }
+}
+template <int BYTES> DEVICE void copy_x(u8 *stage, const u8 *from, int groups_left, int blocks, int thread) {
+  typedef Vectors<GROUPS, BYTES> V;
+#pragma unroll
+  for (int first = 0; first < V::COUNT; first += TEAM_THREADS) {
+    const int within = thread % V::RUN + (V::RUN > TEAM_THREADS ? first % V::RUN : 0);
+    if (V::COUNT % TEAM_THREADS && first + thread >= V::COUNT) continue;
+    if (BLOCKS % K_BLOCKS && within >= blocks * (BYTES / 16)) continue;
+    const u8 *vector = from + (s64)(first / V::RUN) * (BLOCKS * BYTES) + first % V::RUN * 16;
+    copy_16_or_zero(stage + (first + thread) * 16, vector, first / V::RUN < groups_left);
+  }
+}
+
+// A thread's first vectors, and how many tiles and groups there are from them on; [1] are scales.
+struct Source {
+  const u8 *weight[2], *x[2];
+  int tiles_left[2], groups_left[2];
+};
+
+template <int BYTES> DEVICE void find_weight(const u8 *&from, int &left, const u8 *weight, const Tile &tile, int thread) {
+  constexpr int RUN = K_BLOCKS * BYTES / 16;
+  from = weight + (u64)(tile.row_block * OUT_TILES_OF_BLOCK + weight_tile(thread / RUN)) * (BLOCKS * BYTES) + thread % RUN * 16;
+  left = OUT_TILES - tile.row_block * OUT_TILES_OF_BLOCK - out_tile(thread / RUN);
+}
+template <int BYTES> DEVICE void find_x(const u8 *&from, int &left, const u8 *x, const Tile &tile, int thread) {
+  constexpr int RUN = K_BLOCKS * BYTES / 16;
+  from = x + (u64)(tile.token_block * GROUPS + thread / RUN) * (BLOCKS * BYTES) + thread % RUN * 16;
+  left = tile.groups - thread / RUN;
+}
+DEVICE Source source_of(const u8 *prepared, const u8 *weight, const Tile &tile, int thread) {
+  Source source;
+  find_weight<W_TILE>(source.weight[0], source.tiles_left[0], weight, tile, thread);
+  find_x<X_TILE>(source.x[0], source.groups_left[0], prepared, tile, thread);
+#if QUANTIZED
+  find_weight<W_SCALES>(source.weight[1], source.tiles_left[1], weight + (u64)ALL_ROW_TILES * BLOCKS * W_TILE, tile, thread);
+  find_x<X_SCALES>(source.x[1], source.groups_left[1], prepared + (u64)(T / 8) * BLOCKS * X_TILE, tile, thread);
+#endif
+  return source;
+}
+
+// Starts the copies of step `i` of a team.
+DEVICE void fetch(u8 *stage, const Source &source, const Tile &tile, int i, int team, int thread) {
+  const int k = block_at(tile, i, team), blocks = blocks_at(tile, i, team);
+  if (blocks == 0) return;
+  copy_weight<ROW_TILES, W_TILE>(stage, source.weight[0] + k * W_TILE, source.tiles_left[0], blocks, thread);
+  copy_x<X_TILE>(stage + X_AT, source.x[0] + k * X_TILE, source.groups_left[0], blocks, thread);
+#if QUANTIZED
+  copy_weight<ROW_TILES, W_SCALES>(stage + W_SCALES_AT, source.weight[1] + k * W_SCALES, source.tiles_left[1], blocks, thread);
+  copy_x<X_SCALES>(stage + X_SCALES_AT, source.x[1] + k * X_SCALES, source.groups_left[1], blocks, thread);
+#endif
+}
