@@ -16,13 +16,13 @@
 // Constants: those of attention.cuh; B, the length of context_lens; CASCADE: partitions at the start of a sequence that another sequence's
 // warp may read for it, a multiple of SECTION / 256, or 0. PARTS = ceil(H / K / 16), ROWS = ceil(H / K / PARTS).
 // Launch: block 32; shared memory RING * 32 * (2 * D + 16) + (D <= 128 ? 0 : 32 * D - 2048) bytes, RING = min(8, max(2, 512 / D));
-// grid: as many blocks as the GPU holds at once, multiprocessors * floor(shared memory of one / (that + 1024)), and at most as many as there
-// can be units, B * K * PARTS * ceil(M * S / 256). D = 128: 34 KiB, six on a multiprocessor of 228 KiB.
+// grid: as many blocks as the GPU holds at once, multiprocessors * floor(shared memory of one / (that + 1024)), and at most as many as
+// there can be units, B * K * PARTS * ceil(M * S / 256). D = 128: 34 KiB, six on a multiprocessor of 228 KiB.
 //
 // Unit of work: a thread block is one warp. Units are (sequence, KV head's rows, partition of 256 keys), in this order, and each warp takes
-// an equal run of them, whatever the lengths of the sequences: one long sequence fills the GPU, and so do many short ones. A warp's keys and
-// values pass through its own ring of RING stages of 32 rows, across the borders of units: while it works on one stage, the others are being
-// copied, 8 KiB each at D = 128. More than sixteen query heads per KV head form PARTS parts, which read the same keys.
+// an equal run of them, whatever the lengths of the sequences: one long sequence fills the GPU, and so do many short ones. A warp's keys
+// and values pass through its own ring of RING stages of 32 rows, across the borders of units: while it works on one stage, the others are
+// being copied, 8 KiB each at D = 128. More than sixteen query heads per KV head form PARTS parts, which read the same keys.
 //
 // A sequence of one partition is finished at once. Otherwise each partition leaves a record (max, sum, ROWS rows of weighted values); the
 // last warp to finish its part of a section (SECTION keys) merges the section's records into one, and the last to finish a section merges
@@ -40,7 +40,7 @@
 #ifndef CASCADE
 #define CASCADE 0
 #endif
-#include "decode_merge.cuh" // and, through it, decode_tile.cuh, decode_ring.cuh, decode_split.cuh, attention.cuh
+#include "decode_merge.cuh"  // and, through it, decode_tile.cuh, decode_ring.cuh, decode_split.cuh, attention.cuh
 
 extern "C" __global__ void __launch_bounds__(32, D <= 32 ? 10 : 1)
     attention_decode(float *out, float *partial, u32 *counters, const float *q, const uint4 *cache, const int *block_tables,
@@ -64,8 +64,8 @@ extern "C" __global__ void __launch_bounds__(32, D <= 32 ? 10 : 1)
   Queries queries;
   const SecondQueries second = {ring};
   RowState state;
-  int sequences = 1, loaded = 0; // of the present unit; sequences whose queries are loaded
-  int for_next = 0;              // partitions that are also read for the next sequence
+  int sequences = 1, loaded = 0;  // of the present unit; sequences whose queries are loaded
+  int for_next = 0;               // partitions that are also read for the next sequence
   while (at.unit < run.end) {
     if (CASCADE && loaded == 0) for_next = partitions_for_next(at, batch, run);
     if (CASCADE) sequences = at.start / PARTITION < for_next ? sequences_of_unit(at, batch, run) : 1;

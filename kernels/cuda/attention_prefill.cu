@@ -16,20 +16,20 @@
 //
 // Unit of work: a thread block takes (sequence, SPAN query positions, KV head); a warp takes sixteen of its SPAN * H / K rows. The last
 // positions of a sequence see most keys and come first; heads come one after another, so that the keys of one or two heads fill the L2
-// cache. While the warps work on one stage of keys and values, the next is being copied. There is one barrier per stage of several tiles, so
-// that the softmax of one warp overlaps with the products of another. A warp skips tiles that its rows do not see, and masks only at the
-// edge of the visible keys. The sums of a section are kept in registers (D > 128: in shared memory), those of the sections in `out`.
-// Scores and sums are float32; the order of arithmetic is attention.cuh's.
+// cache. While the warps work on one stage of keys and values, the next is being copied. There is one barrier per stage of several tiles,
+// so that the softmax of one warp overlaps with the products of another. A warp skips tiles that its rows do not see, and masks only at the
+// edge of the visible keys. The sums of a section are kept in registers (D > 128: in shared memory), those of the sections in `out`. Scores
+// and sums are float32; the order of arithmetic is attention.cuh's.
 #include "attention.cuh"
 
 constexpr int WARPS = D <= 128 ? 8 : 4;
 constexpr int THREADS = WARPS * 32;
 constexpr int SPAN = WARPS * 16 / G;
 constexpr int STAGE_KEYS = D <= 128 ? 128 : 64;
-constexpr int SIDE_BYTES = STAGE_KEYS * PITCH; // of the keys, and of the values, of a stage
+constexpr int SIDE_BYTES = STAGE_KEYS * PITCH;  // of the keys, and of the values, of a stage
 constexpr int STAGE_BYTES = 2 * SIDE_BYTES;
 constexpr int SECTION_BYTES = D <= 128 ? 0 : 16 * WARPS * D * 4;
-constexpr int COLUMN_UNROLL = D <= 128 ? COLUMNS : 2; // full where the sums must be registers; otherwise 2, which needs fewer registers
+constexpr int COLUMN_UNROLL = D <= 128 ? COLUMNS : 2;  // full where the sums must be registers; otherwise 2, which needs fewer registers
 constexpr int COPY_UNROLL = D <= 128 ? 4 : 2;
 
 static_assert(SPAN >= 1, "attention_prefill: H / K must be at most the rows of a thread block");
@@ -55,7 +55,7 @@ struct Work {
 // Positions of a lane's two rows, and of the first and last row of its warp.
 struct WarpRows {
   int position[2];
-  int low, high; // high is -1 where the warp has no rows
+  int low, high;  // high is -1 where the warp has no rows
 };
 
 DEVICE bool find_work(Work &work, const int *block_tables, const int *context_lens, const int *query_starts, const int *chunks);
@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
   reset(state);
   reset_section(section);
-  float max[2] = {MINUS_INFINITY, MINUS_INFINITY}, sum[2] = {0.0f, 0.0f}; // of the sections in `out`
+  float max[2] = {MINUS_INFINITY, MINUS_INFINITY}, sum[2] = {0.0f, 0.0f};  // of the sections in `out`
   bool any_section = false;
 
   int stage = 0;

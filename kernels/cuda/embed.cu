@@ -6,8 +6,8 @@
 //   tokens  [T] int32        a number outside of 0..V-1 gives a row of NaN, and no access outside of the table
 //   rows    [1] int32        number of tokens, at most T
 //
-// Launch: grid (T), block 32 to 1024 threads; the host takes E / 4, at most 256. Unit of work: a thread block has a token, a thread reads and
-// writes 4 numbers at a time. E is a multiple of 32; table and x are 16-byte aligned.
+// Launch: grid (T), block 32 to 1024 threads; the host takes E / 4, at most 256. Unit of work: a thread block has a token, a thread reads
+// and writes 4 numbers at a time. E is a multiple of 32; table and x are 16-byte aligned.
 #include "weights.cuh"
 
 extern "C" __global__ void __launch_bounds__(1024) embed(float *x, const u8 *table, const int *tokens, const int *rows) {

@@ -1,14 +1,14 @@
-// pool[to] = pool[from] for pairs of blocks: forks of a sequence that write into a block they share.
+// pool[to] = pool[from] for pairs of blocks: for forks of a sequence that write into a block they share.
 //
-//   pool   [P, BLOCK_BYTES]   one layer's blocks, keys and values, of any dtype; written in place, on a border of 16 bytes
+//   pool   [P, BLOCK_BYTES]   one layer's blocks, keys and values, of any dtype; written in place, 16-byte aligned
 //   pairs  [N, 2] int32       from, to; no block is in two pairs
-//   count  [1] int32          pairs that are meant, at most N
+//   count  [1] int32          number of pairs, at most N
 //
-// Grid (PIECES, N), 256 threads: PIECES = ceil(BLOCK_BYTES / 16384) blocks of threads share a pair, each thread with 4 loads of 16 bytes
-// in flight. BLOCK_BYTES is a multiple of 16.
+// Launch: grid (PIECES, N), 256 threads. Unit of work: PIECES = ceil(BLOCK_BYTES / 16384) thread blocks share a pair, each thread with 4
+// loads of 16 bytes in flight. BLOCK_BYTES is a multiple of 16.
 #include "gpu.cuh"
 
-constexpr int THREADS = 256, WORDS = BLOCK_BYTES / 16, AHEAD = 4;
+constexpr int THREADS = 256, WORDS = BLOCK_BYTES / 16, LOADS = 4;
 static_assert(BLOCK_BYTES % 16 == 0, "kv_copy: BLOCK_BYTES must be a multiple of 16");
 
 extern "C" __global__ void __launch_bounds__(THREADS) kv_copy(uint4 *pool, const int *pairs, const int *count) {
@@ -16,13 +16,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) kv_copy(uint4 *pool, const
   if (n >= count[0]) return;
   const uint4 *from = pool + (s64)pairs[2 * n] * WORDS;
   uint4 *to = pool + (s64)pairs[2 * n + 1] * WORDS;
-  for (int i = blockIdx.x * (AHEAD * THREADS) + threadIdx.x; i < WORDS; i += gridDim.x * (AHEAD * THREADS)) {
-    uint4 words[AHEAD];
+  for (int i = blockIdx.x * (LOADS * THREADS) + threadIdx.x; i < WORDS; i += gridDim.x * (LOADS * THREADS)) {
+    uint4 words[LOADS];
 #pragma unroll
-    for (int k = 0; k < AHEAD; k++)
+    for (int k = 0; k < LOADS; k++)
       if (i + k * THREADS < WORDS) words[k] = from[i + k * THREADS];
 #pragma unroll
-    for (int k = 0; k < AHEAD; k++)
+    for (int k = 0; k < LOADS; k++)
       if (i + k * THREADS < WORDS) to[i + k * THREADS] = words[k];
   }
 }

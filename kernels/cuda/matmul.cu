@@ -12,12 +12,12 @@
 // T % 8 == 0, I % 32 == 0, any O (SILU: O % 16 == 0, and TILE_O / WARPS_O % 32 == 0). ACTIVATION: NO_ACTIVATION or GELU. The order of
 // every sum is that of product.cuh, so a row has the bits that matvec gives it.
 //
-// Unit of work: a thread block computes a tile of TILE_O rows of weight by TILE_T tokens (multiples of 16 and 8). Its warps form WARPS_K teams
-// of WARPS_O x WARPS_T warps; a team takes every WARPS_K-th piece of 512 columns, and the teams' sums are merged after each such round. The
-// columns pass through a ring of STAGES stages of K_BLOCKS (1, 2 or 4) x 32 columns for each team, by copies that overlap with the
-// arithmetic. With SPLIT > 1 the pieces are divided among SPLIT thread blocks: the first adds up its own, the others store each of theirs in
-// `partial`, and the last of them to arrive adds all in ascending order. Both operands are stored in memory as fragments of mma, so a stage
-// needs no rearrangement and no swizzle: every load from shared memory is of 16 bytes a lane, contiguous over the lanes.
+// Unit of work: a thread block computes a tile of TILE_O rows of weight by TILE_T tokens (multiples of 16 and 8). Its warps form WARPS_K
+// teams of WARPS_O x WARPS_T warps; a team takes every WARPS_K-th piece of 512 columns, and the teams' sums are merged after each such
+// round. The columns pass through a ring of STAGES stages of K_BLOCKS (1, 2 or 4) x 32 columns for each team, by copies that overlap with
+// the arithmetic. With SPLIT > 1 the pieces are divided among SPLIT thread blocks: the first adds up its own, the others store each of
+// theirs in `partial`, and the last of them to arrive adds all in ascending order. Both operands are stored in memory as fragments of mma,
+// so a stage needs no rearrangement and no swizzle: every load from shared memory is of 16 bytes a lane, contiguous over the lanes.
 //
 //   block = 32 WARPS_O WARPS_T WARPS_K threads, numbers of warps powers of two; RESIDENT (at least 1): such blocks that shall fit on a
 //     multiprocessor by their registers
@@ -81,7 +81,7 @@ DEVICE void sum_pieces(Sums &total, float4 *partial, u8 *ring, const Source &sou
   u8 *own = ring + place.team * STAGE;
   const bool useful = place.warp_t * WARP_T < tile.groups;
   Sums sums;
-  fill(total, -0.0f); // the neutral element of addition: it preserves every bit of what is added
+  fill(total, -0.0f);  // the neutral element of addition: it preserves every bit of what is added
   fill(sums, 0.0f);
   const int steps = steps_of(tile);
 #pragma unroll
@@ -97,7 +97,7 @@ DEVICE void sum_pieces(Sums &total, float4 *partial, u8 *ring, const Source &sou
 #pragma unroll
     for (int k = 0; k < K_BLOCKS; k++) {
       if (useful && k < blocks) multiply_stage(sums, own + reading * (WARPS_K * STAGE), k, place.warp_o, place.warp_t, place.lane);
-      if (k > 0) continue; // the copies come after the first block, so that the tensor cores are busy meanwhile
+      if (k > 0) continue;  // the copies come after the first block, so that the tensor cores are busy meanwhile
       if (i + STAGES - 1 < steps) fetch(own + writing * (WARPS_K * STAGE), source, tile, i + STAGES - 1, place.team, place.thread);
       copy_commit();
     }
@@ -109,8 +109,9 @@ DEVICE void sum_pieces(Sums &total, float4 *partial, u8 *ring, const Source &sou
   copy_wait<0>();
 }
 
-DEVICE void write(float *out, const Sums &total, const float *bias, const float *residual, const Tile &tile, int count, const Place &place) {
-  constexpr int OUT_WARP_O = SILU ? WARP_O / 2 : WARP_O; // tiles of out of a warp
+DEVICE void write(float *out, const Sums &total, const float *bias, const float *residual, const Tile &tile, int count,
+                  const Place &place) {
+  constexpr int OUT_WARP_O = SILU ? WARP_O / 2 : WARP_O;  // tiles of out of a warp
 #pragma unroll
   for (int m = 0; m < OUT_WARP_O; m++) {
 #pragma unroll

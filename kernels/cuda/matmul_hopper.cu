@@ -11,10 +11,10 @@
 // provided that a warpgroup's product of 16 columns rounds as mma's does. That has not been shown yet: compare the bits with matmul.cu on a
 // GPU.
 //
-// Unit of work: a thread block computes 128 rows of weight by TILE_T (128 or 192) tokens; with SILU 64 rows of gate and the same 64 of up. Two
-// warpgroups multiply, 64 rows each: the fragments of the weights go from shared memory through registers, x is read in place. One warp of a
-// third warpgroup copies, in bulk, through a ring of STAGES stages of K_BLOCKS (1, 2 or 4) x 32 columns, and gives its registers to the others:
-// the sums and totals of 192 tokens take 192 of them. While one warpgroup waits or loads, the other has the tensor cores.
+// Unit of work: a thread block computes 128 rows of weight by TILE_T (128 or 192) tokens; with SILU 64 rows of gate and the same 64 of up.
+// Two warpgroups multiply, 64 rows each: the fragments of the weights go from shared memory through registers, x is read in place. One warp
+// of a third warpgroup copies, in bulk, through a ring of STAGES stages of K_BLOCKS (1, 2 or 4) x 32 columns, and gives its registers to
+// the others: the sums and totals of 192 tokens take 192 of them. While one warpgroup waits or loads, the other has the tensor cores.
 //
 //   grid (ceil(rows of weight / 128) ceil(T / TILE_T), 1, 1), in the order of matmul.cu's; block = 384
 //   shared = STAGES K_BLOCKS (8192 + 64 TILE_T) + (SILU ? 256 TILE_T : 0) bytes
@@ -23,13 +23,13 @@
 #include "hopper.cuh"
 #include "product.cuh"
 
-constexpr int ROW_TILES = 8, GROUPS = TILE_T / 8; // of a thread block; a warp has one row tile and all groups
+constexpr int ROW_TILES = 8, GROUPS = TILE_T / 8;  // of a thread block; a warp has one row tile and all groups
 constexpr int OUT_TILES = tiles_of(O), OUT_TILES_OF_BLOCK = SILU ? ROW_TILES / 2 : ROW_TILES;
 constexpr int ROW_BLOCKS = (OUT_TILES + OUT_TILES_OF_BLOCK - 1) / OUT_TILES_OF_BLOCK, TOKEN_BLOCKS = (T + TILE_T - 1) / TILE_T;
 constexpr int BLOCKS = I / STEP, STEPS = (BLOCKS + K_BLOCKS - 1) / K_BLOCKS, STEPS_OF_PIECE = PIECE_STEPS / K_BLOCKS;
-constexpr int W_TILE = 1024, X_TILE = 512, CORE = 128; // bytes of a block of columns, and of a core matrix
+constexpr int W_TILE = 1024, X_TILE = 512, CORE = 128;  // bytes of a block of columns, and of a core matrix
 constexpr int X_AT = ROW_TILES * K_BLOCKS * W_TILE, STAGE = X_AT + GROUPS * K_BLOCKS * X_TILE;
-constexpr int CONSUMERS = 8; // warps
+constexpr int CONSUMERS = 8;  // warps
 static_assert(WEIGHT == BF16 || WEIGHT == F16, "matmul_hopper: WEIGHT must be BF16 or F16");
 static_assert(T % 8 == 0 && I % 32 == 0 && PIECE_STEPS % K_BLOCKS == 0 && !(SILU && (O % 16 || RESIDUAL)), "matmul_hopper: sizes");
 
@@ -47,7 +47,7 @@ static_assert(T % 8 == 0 && I % 32 == 0 && PIECE_STEPS % K_BLOCKS == 0 && !(SILU
 typedef float Sums[GROUPS][4];
 
 struct Tile {
-  int row_block, token_block, groups; // groups of eight tokens that exist
+  int row_block, token_block, groups;  // groups of eight tokens that exist
 };
 
 struct Ring {
@@ -145,7 +145,7 @@ DEVICE void consume(Sums &total, Ring ring, int warp, int lane) {
   Sums sums;
 #pragma unroll
   for (int i = 0; i < GROUPS * 4; i++) {
-    total[i / 4][i % 4] = -0.0f; // the neutral element of addition: it preserves every bit of what is added
+    total[i / 4][i % 4] = -0.0f;  // the neutral element of addition: it preserves every bit of what is added
     sums[i / 4][i % 4] = 0.0f;
   }
 #pragma unroll 1
@@ -163,7 +163,7 @@ DEVICE void consume(Sums &total, Ring ring, int warp, int lane) {
 #pragma unroll
     for (int k = 0; k < 2 * K_BLOCKS; k++) {
       if (BLOCKS % K_BLOCKS && i * K_BLOCKS + k / 2 >= BLOCKS) break;
-      WARPGROUP_MMA(sums, a[k], matrix_place(stage + X_AT + k * 2 * CORE, CORE, K_BLOCKS * X_TILE));
+      WARPGROUP_MMA(sums, a[k], matrix_descriptor(stage + X_AT + k * 2 * CORE, CORE, K_BLOCKS * X_TILE));
     }
     warpgroup_end();
     __syncwarp();

@@ -9,8 +9,8 @@
 //
 // ACTIVATION: NO_ACTIVATION or GELU, the tanh form. I % 32 == 0, any O. Rounding and the order of arithmetic are product.cuh's.
 //
-// Unit of work: TILES tiles of sixteen outputs (stream.cuh), one unit a thread block. Each warp rounds the columns of its own pieces, into its
-// own part of shared memory: TILE_WARPS is 1. The launcher computes
+// Unit of work: TILES tiles of sixteen outputs (stream.cuh), one unit a thread block. Each warp rounds the columns of its own pieces, into
+// its own part of shared memory: TILE_WARPS is 1. The launcher computes
 //
 //     pieces = ceil(I / 512); tiles = ceil(O / 16)
 //     TILES = 2 if TOKENS > 2 and tiles >= 1.5 * multiprocessors and I <= 16384, else 1; grid = ceil(tiles / TILES)
@@ -27,10 +27,10 @@
 static_assert(TILE_WARPS == 1, "matvec: TILE_WARPS must be 1, as each warp has its own columns");
 
 constexpr int ROOM = STEPS < PIECE_STEPS ? STEPS : PIECE_STEPS;
-constexpr bool PREFETCH = TOKENS <= 2; // a piece of x is copied to shared memory while the one before is multiplied
+constexpr bool PREFETCH = TOKENS <= 2;  // a piece of x is copied to shared memory while the one before is multiplied
 constexpr int WARP_BYTES = COLUMNS_BYTES(ROOM) + (PREFETCH ? TOKENS * ROOM * STEP * 4 : 0);
-constexpr int OUTPUTS = TILES * 16;                                 // of a unit, for a token
-constexpr int RESULTS = (OUTPUTS * TOKENS + THREADS - 1) / THREADS; // of a unit that a thread finishes
+constexpr int OUTPUTS = TILES * 16;                                  // of a unit, for a token
+constexpr int RESULTS = (OUTPUTS * TOKENS + THREADS - 1) / THREADS;  // of a unit that a thread finishes
 
 #if BIAS
 #define BIAS_ARGUMENT const float *bias,
@@ -96,7 +96,7 @@ DEVICE void stage_piece(float *raw, const InputRows &all, int piece) {
 DEVICE void prepare_piece(u8 *prepared, float *raw, const InputRows &all, int piece) {
   const InputRows rows = PREFETCH ? InputRows{raw, nullptr, TOKENS, ROOM * STEP} : all;
   copy_wait<0>();
-  __syncwarp(); // all lanes have finished with the piece before, and all of this one has arrived
+  __syncwarp();  // all lanes have finished with the piece before, and all of this one has arrived
   prepare_columns<false>(prepared, ROOM, rows, PREFETCH ? 0 : piece * PIECE_STEPS, piece_steps(piece), 0, 1, nullptr, nullptr);
   __syncwarp();
   if (piece + PIECE_WARPS < PIECES) stage_piece(raw, all, piece + PIECE_WARPS);

@@ -25,7 +25,7 @@
 static_assert(F % 16 == 0, "norm_gate_up_silu: F must be a multiple of 16");
 static_assert(TILES % 2 == 0, "norm_gate_up_silu: TILES must be even, tiles of gate and of up");
 
-constexpr int OUTPUTS = TILES / 2 * 16; // of a unit, for a token
+constexpr int OUTPUTS = TILES / 2 * 16;  // of a unit, for a token
 
 #if BIAS
 #define BIAS_ARGUMENT const float *bias,
@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     multiply_unit(ring, walk, weight, columns, unit, shared.sums);
     __syncthreads();
     finish_unit(out, shared.sums, bias, unit, count);
-    if (unit + (int)gridDim.x < UNITS) __syncthreads(); // before the next unit's sums
+    if (unit + (int)gridDim.x < UNITS) __syncthreads();  // before the next unit's sums
   }
 }
 

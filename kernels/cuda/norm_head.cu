@@ -11,10 +11,9 @@
 //
 // E % 32 == 0, any V. The norm in the order of norm.cuh, products in that of product.cuh.
 //
-// Unit of work (stream.cuh): TILES tiles. A few thread blocks stay resident and take unit after unit, so that x is normed once in each. A logit
-// and its index form a key of 64 bits whose order is that of preference; every block's largest key goes to `state` by an atomic maximum,
-// whose result does not depend on the order of arrival, and the last block to arrive writes `best` and clears the state. The launcher
-// computes
+// Unit of work (stream.cuh): TILES tiles. A few thread blocks stay resident and take unit after unit, so that x is normed once in each. A
+// logit and its index form a key of 64 bits (order.h); every block's largest key goes to `state` by an atomic maximum, whose result does
+// not depend on the order of arrival, and the last block to arrive writes `best` and clears the state. The launcher computes
 //
 //     pieces = ceil(E / 512); PIECE_WARPS = even(pieces, 8); TILES = TILE_WARPS = min(4, 16 / PIECE_WARPS)
 //     block = 32 * PIECE_WARPS * TILE_WARPS; grid = min(ceil(V / 16 / TILES), multiprocessors * max(1, 512 / block))
@@ -24,12 +23,11 @@
 #define I E
 #define ALL_TILES ((V + 15) / 16)
 #define UNITS ((ALL_TILES + TILES - 1) / TILES)
+#include "order.h"
 #include "stream.cuh"
 
-constexpr int OUTPUTS = TILES * 16;                                 // of a unit, for a token
-constexpr int RESULTS = (OUTPUTS * TOKENS + THREADS - 1) / THREADS; // of a unit that a thread finishes
-constexpr u32 NAN_RANK = 0xFFFFFFFFu;                               // above every number
-constexpr u32 MIN_RANK = 0x007FFFFFu;                               // of -inf
+constexpr int OUTPUTS = TILES * 16;                                  // of a unit, for a token
+constexpr int RESULTS = (OUTPUTS * TOKENS + THREADS - 1) / THREADS;  // of a unit that a thread finishes
 
 DEVICE void finish_unit(float *logits, u64 (&largest)[RESULTS], const float *sums, int unit, int count);
 DEVICE void finish_best(int *best, u64 *state, const u64 (&largest)[RESULTS], u64 *keys, int count);
@@ -54,24 +52,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     multiply_unit(ring, walk, weight, columns, unit, shared.sums);
     __syncthreads();
     finish_unit(logits, largest, shared.sums, unit, rows.count);
-    if (unit + (int)gridDim.x < UNITS) __syncthreads(); // before the next unit's sums
+    if (unit + (int)gridDim.x < UNITS) __syncthreads();  // before the next unit's sums
   }
   finish_best(best, state, largest, keys, rows.count);
 }
 
 DEVICE int tile_of(int unit, int i) { return unit * TILES + i; }
-
-// Larger for the preferred one: the larger logit, then the lower index. 0 is less than the key of any logit.
-DEVICE u64 key_of(float logit, int v) {
-  const u32 bits = logit == 0.0f ? 0u : __float_as_uint(logit); // both zeros are equal
-  u32 rank = bits >> 31 ? ~bits : bits | 0x80000000u;
-  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) rank = NAN_RANK;
-  return (u64)rank << 32 | ~(u32)v;
-}
-DEVICE int index_of(u64 key) {
-  const u32 rank = (u32)(key >> 32);
-  return rank == NAN_RANK || rank <= MIN_RANK ? -1 : (int)~(u32)key;
-}
 
 // Writes a unit's logits; `largest` are the largest keys of each of the thread's results so far, whose token is the same for every unit.
 DEVICE void finish_unit(float *logits, u64 (&largest)[RESULTS], const float *sums, int unit, int count) {
@@ -81,7 +67,7 @@ DEVICE void finish_unit(float *logits, u64 (&largest)[RESULTS], const float *sum
     if (token >= count || v >= V) continue;
     const float y = sum_of_pieces(sums, e % OUTPUTS / 16, token, v % 16);
     logits[(s64)token * V + v] = y;
-    const u64 key = key_of(y, v);
+    const u64 key = y != y ? NAN_KEY : key_of(y, v);
     if (key > largest[i]) largest[i] = key;
   }
 }
@@ -102,6 +88,6 @@ DEVICE void finish_best(int *best, u64 *state, const u64 (&largest)[RESULTS], u6
   if (threadIdx.x == 0) last = arrive(counter) == gridDim.x - 1;
   __syncthreads();
   if (!last) return;
-  if ((int)threadIdx.x < count) best[threadIdx.x] = index_of(atomicExch(&state[threadIdx.x], 0ull));
+  if ((int)threadIdx.x < count) best[threadIdx.x] = token_of_key(atomicExch(&state[threadIdx.x], 0ull));
   if (threadIdx.x == 0) *counter = 0;
 }

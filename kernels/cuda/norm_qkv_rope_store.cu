@@ -60,7 +60,7 @@ struct Heads {
 
 // What a thread needs after the product: read before it, because the product takes longer.
 #if PAIRED
-constexpr int RESULTS = (16 * TOKENS + THREADS - 1) / THREADS; // rotated pairs of a unit that a thread finishes
+constexpr int RESULTS = (16 * TOKENS + THREADS - 1) / THREADS;  // rotated pairs of a unit that a thread finishes
 struct Operands {
   float2 bias[RESULTS], angle[RESULTS];
   int slot[RESULTS];

@@ -11,11 +11,11 @@
 //   row_index  [T] int32, if GATHER: token t is row row_index[t] of x
 //   rows       [1] int32     number of tokens, 0 to T
 //
-// Whole groups are written: tokens from rows[0] on are zeros. Groups that start at or after rows[0] are not touched. WEIGHT is the format of
-// the weights that the tokens will be multiplied with, and determines how they are rounded (weights.cuh). T % 8 == 0, I % 32 == 0.
+// Whole groups are written: tokens from rows[0] on are zeros. Groups that start at or after rows[0] are not touched. WEIGHT is the format
+// of the weights that the tokens will be multiplied with, and determines how they are rounded (weights.cuh). T % 8 == 0, I % 32 == 0.
 //
-// Launch: grid (T, 1, 1), 256 threads, no dynamic shared memory. Unit of work: a thread block has one token; thread j is virtual lane j of the
-// norm (norm.cuh). A token's share of a block of columns is whole sectors of memory (64 or 32 bytes), so more tokens a block would gain
+// Launch: grid (T, 1, 1), 256 threads, no dynamic shared memory. Unit of work: a thread block has one token; thread j is virtual lane j of
+// the norm (norm.cuh). A token's share of a block of columns is whole sectors of memory (64 or 32 bytes), so more tokens a block would gain
 // nothing, and each of the few tokens of a short prompt gets its own multiprocessor. What the norm has read, the rounding finds in the
 // first-level cache.
 #include "norm.cuh"
@@ -38,15 +38,14 @@ struct Row {
 DEVICE float row_inverse(const float *x, int thread);
 DEVICE void write_row(u8 *prepared, const Row &row, int token, int thread, bool valid);
 
-extern "C" __global__ void __launch_bounds__(THREADS) quantize_input(
-    u8 *prepared, const float *x,
+extern "C" __global__ void __launch_bounds__(THREADS) quantize_input(u8 *prepared, const float *x,
 #if NORM
-    const float *norm,
+                                                                     const float *norm,
 #endif
 #if GATHER
-    const int *row_index,
+                                                                     const int *row_index,
 #endif
-    const int *rows) {
+                                                                     const int *rows) {
   const int token = blockIdx.x, thread = threadIdx.x, count = rows[0];
   if (token / 8 * 8 >= count) return;
   const bool valid = token < count;

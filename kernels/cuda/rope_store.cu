@@ -16,18 +16,17 @@
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, HEADS = H + 2 * K;
 
-extern "C" __global__ void __launch_bounds__(THREADS) rope_store(
-    float *q, cache_number *keys, void *keys_again, const float *y,
+extern "C" __global__ void __launch_bounds__(THREADS) rope_store(float *q, cache_number *keys, void *keys_again, const float *y,
 #if BIAS
-    const float *bias,
+                                                                 const float *bias,
 #endif
 #if QK_NORM
-    const float *q_norm, const float *k_norm,
+                                                                 const float *q_norm, const float *k_norm,
 #endif
 #if R > 0
-    const float *angles,
+                                                                 const float *angles,
 #endif
-    const int *slots, const int *rows) {
+                                                                 const int *slots, const int *rows) {
   static __shared__ float heads[WARPS][D];
   const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y * WARPS + warp;
   if (row >= rows[0] || head >= HEADS) return;

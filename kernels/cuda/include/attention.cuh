@@ -9,8 +9,8 @@
 //   - When a tile raises the maximum of a partition, what the partition has so far is rescaled. Its sum is that of lanes (0 + 1) + (2 + 3).
 //   - The partitions of a section are merged in ascending order, then the sections, by `merge_scales_of` and o = fmaf(o', next, o * old).
 //
-// A key hidden from a row has weight exactly 0; hidden tiles, partitions and sections leave the row's state unchanged. Scores of hidden keys
-// may be NaN, but their values must be finite: the code that loads a tile writes zeros for keys that none of its rows sees.
+// A key hidden from a row has weight exactly 0; hidden tiles, partitions and sections leave the row's state unchanged. Scores of hidden
+// keys may be NaN, but their values must be finite: the code that loads a tile writes zeros for keys that none of its rows sees.
 //
 // Constants: H, K, D, S, M, CACHE_TYPE (F16, BF16), SCALE (above 0), WINDOW (0: none), SECTION (default 4096; a multiple of 256).
 // H % K == 0, D % 16 == 0, D from 32 to 256, S a power of two from 8 to 256. One layer's cache is smaller than 64 GiB.
@@ -22,19 +22,20 @@
 // the split over keys and its merge, flash decoding.
 #pragma once
 #include "formats.cuh"
+#include "portable.h"
 
 #ifndef SECTION
 #define SECTION 4096
 #endif
-#define MINUS_INFINITY __uint_as_float(0xFF800000u) // the maximum before the first key
+#define MINUS_INFINITY float_from_bits(0xFF800000u)  // the maximum before the first key
 
-constexpr int G = H / K; // query heads of a KV head
+constexpr int G = H / K;  // query heads of a KV head
 constexpr int TILE = 64;
 constexpr int PARTITION = 256;
-constexpr int STEPS = D / 16;     // mma steps of a score
-constexpr int COLUMNS = D / 8;    // mma column groups of an output row
-constexpr int PIECES = D / 8;     // of 16 bytes in a row of the cache
-constexpr int PITCH = D * 2 + 16; // bytes from row to row in shared memory
+constexpr int STEPS = D / 16;      // mma steps of a score
+constexpr int COLUMNS = D / 8;     // mma column groups of an output row
+constexpr int PIECES = D / 8;      // of 16 bytes in a row of the cache
+constexpr int PITCH = D * 2 + 16;  // bytes from row to row in shared memory
 constexpr float SCALE_2 = (float)(SCALE * 1.4426950408889634);
 
 static_assert(CACHE_TYPE == F16 || CACHE_TYPE == BF16, "attention: CACHE_TYPE must be F16 or BF16");
@@ -46,9 +47,9 @@ static_assert(SECTION % PARTITION == 0, "attention: SECTION must be a multiple o
 // The state of sixteen rows in one partition, spread over the lanes like the C of an mma: with g = lane / 4, index 0 and o[.][0..1] belong
 // to row g, index 1 and o[.][2..3] to row g + 8.
 struct RowState {
-  float o[COLUMNS][4]; // weighted sums of values
-  float max[2];        // largest score * SCALE_2 so far; -infinity before the first key
-  float sum[2];        // of the weights: this lane's part
+  float o[COLUMNS][4];  // weighted sums of values
+  float max[2];         // largest score * SCALE_2 so far; -infinity before the first key
+  float sum[2];         // of the weights: this lane's part
 };
 
 // First key that the row at `position` sees.
@@ -76,7 +77,7 @@ constexpr int REGISTER_STEPS = STEPS <= 8 ? STEPS : 4;
 constexpr int QUERY_BYTES = (STEPS - REGISTER_STEPS) * 16;
 struct Queries {
   u32 registers[REGISTER_STEPS][4];
-  uint4 *shared; // [STEPS - REGISTER_STEPS][threads]; this points to the thread's own column
+  uint4 *shared;  // [STEPS - REGISTER_STEPS][threads]; this points to the thread's own column
   int threads;
 };
 DEVICE void query_step(u32 (&a)[4], const Queries &q, int step) {
@@ -239,8 +240,8 @@ DEVICE u32 key_offset(int block, int head, int key) {
   return (u32)block * (2 * VALUES_OFFSET) + (u32)head * (S * PIECES) + (u32)(key % S) * PIECES;
 }
 
-// Each lane owns n consecutive units, in lane order, after `before` units of earlier lanes. Returns the lane that owns `unit`, or -1 if none
-// does; `before` becomes the number of units before that lane's, or before the unit that follows the last lane's.
+// Each lane owns n consecutive units, in lane order, after `before` units of earlier lanes. Returns the lane that owns `unit`, or -1 if
+// none does; `before` becomes the number of units before that lane's, or before the unit that follows the last lane's.
 DEVICE int find_lane(int unit, int n, int &before) {
   const int lane = threadIdx.x % 32, own = n;
 #pragma unroll

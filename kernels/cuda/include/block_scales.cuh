@@ -5,7 +5,7 @@
 #include "formats.cuh"
 
 struct BlockScales {
-  u32 pair; // half: of rows g and g + 8
+  u32 pair;  // half: of rows g and g + 8
 };
 DEVICE void load_scales(BlockScales &scales, const u8 *lane_bytes) { scales.pair = load_once((const u32 *)lane_bytes); }
 DEVICE BlockScales scales_of_lane(BlockScales scales, int lane) { return {__shfl_sync(ALL_LANES, scales.pair, lane)}; }

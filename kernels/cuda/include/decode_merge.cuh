@@ -1,5 +1,5 @@
-// What attention_decode does at the end of a unit: writes out a sequence of one partition, or stores a record of the partition and, with the
-// last one, merges the records.
+// What attention_decode does at the end of a unit: writes out a sequence of one partition, or stores a record of the partition and, with
+// the last one, merges the records.
 //
 // A record is (max, sum, ROWS rows of weighted values) of a partition or of a section. Partitions of a section are merged into a record of
 // the section, by the last warp to finish its part of the section; sections are merged into the output by the last warp to finish one.
@@ -9,10 +9,10 @@
 #pragma once
 #include "decode_tile.cuh"
 
-constexpr int RECORDS = SECTION_PARTITIONS + SECTIONS; // of one space of a warp
+constexpr int RECORDS = SECTION_PARTITIONS + SECTIONS;  // of one space of a warp
 constexpr int MAX_PARTITIONS = (M * S + PARTITION - 1) / PARTITION;
-constexpr int FOLLOWER_RECORDS = CASCADE ? SECTIONS + (MAX_PARTITIONS < CASCADE ? MAX_PARTITIONS : CASCADE) : 0; // of one (sequence, head)
-constexpr int LOADS = 16; // records that a merge loads at a time
+constexpr int FOLLOWER_RECORDS = CASCADE ? SECTIONS + (MAX_PARTITIONS < CASCADE ? MAX_PARTITIONS : CASCADE) : 0;  // of one (sequence, head)
+constexpr int LOADS = 16;  // records that a merge loads at a time
 
 // --- where records are
 
@@ -184,8 +184,8 @@ DEVICE int finished_since(const Cursor &at, const Run &run, int low) {
   return at.start / PARTITION + 1 - low - (skipped <= 0 ? 0 : skipped <= two ? (skipped + 1) / 2 : skipped - two / 2);
 }
 
-// The end of a partition whose record belongs in a warp's space: one that the sequence reads itself and, of a follower, that comes after its
-// own space. `at` is a tile of it. For a follower, returns whether a section is complete.
+// The end of a partition whose record belongs in a warp's space: one that the sequence reads itself and, of a follower, that comes after
+// its own space. `at` is a tile of it. For a follower, returns whether a section is complete.
 DEVICE bool end_partition(const RowState &state, const float (&sum)[2], float *out, float *partial, u32 *counters, const Run &run,
                           const Cursor &at) {
   const int partition = at.start / PARTITION, first = first_of(at), last = last_partition(at.context);
@@ -212,9 +212,7 @@ DEVICE bool end_partition(const RowState &state, const float (&sum)[2], float *o
     merge(partial, from, end - from, to, out, at.b, at.head);
     if (to < 0) return false;
     if (follower) return true;
-    if (all.exclusive ? section != last_section
-                      : !is_last(counters + 2 * all.owner + 1, 1, last_section - first_section + 1))
-      return false;
+    if (all.exclusive ? section != last_section : !is_last(counters + 2 * all.owner + 1, 1, last_section - first_section + 1)) return false;
     from = records + first_section, end = records + last_section + 1, to = -1;
   }
 }
@@ -225,8 +223,8 @@ DEVICE void sum_rows(float (&sum)[2], const RowState &state) {
 }
 
 // `at` is a tile of the unit, which was read for `sequences` sequences; `state` is that of the first pass.
-DEVICE void end_unit(const RowState &state, float *out, float *partial, u32 *counters, const Batch &batch, const Run &run,
-                     const Cursor &at, int sequences) {
+DEVICE void end_unit(const RowState &state, float *out, float *partial, u32 *counters, const Batch &batch, const Run &run, const Cursor &at,
+                     int sequences) {
   float sum[2];
   sum_rows(sum, state);
   const bool own_space = is_follower(at.share) && at.start / PARTITION < own_space_partitions(at.share.first, at.context);

@@ -1,26 +1,26 @@
 // The ring of stages through which a warp of attention_decode reads keys and values.
 //
-// A stage is 32 rows of keys or of values. Stages are requested in the order of the tiles; within a tile first keys 0 to 31, then keys 32 to
-// 63, then their values. Lane l looks up the blocks of keys l and l + 32 of a tile, one tile ahead: their blocks are read from the table when
-// the tile before is requested, so the copies need not wait for the table.
+// A stage is 32 rows of keys or of values. Stages are requested in the order of the tiles; within a tile first keys 0 to 31, then keys 32
+// to 63, then their values. Lane l looks up the blocks of keys l and l + 32 of a tile, one tile ahead: their blocks are read from the table
+// when the tile before is requested, so the copies need not wait for the table.
 #pragma once
 #include "decode_split.cuh"
 
-constexpr int RING = D >= 256 ? 2 : D <= 64 ? 8 : 512 / D; // stages
+constexpr int RING = D >= 256 ? 2 : D <= 64 ? 8 : 512 / D;  // stages
 constexpr int STAGE_KEYS = 32;
 constexpr int STAGE_BYTES = STAGE_KEYS * PITCH;
-constexpr int COPY_UNROLL = D <= 160 ? 32 : 4; // wide heads leave few registers
-constexpr int RUN_KEYS = S < STAGE_KEYS ? S : STAGE_KEYS; // keys that are contiguous in a block and in a stage
+constexpr int COPY_UNROLL = D <= 160 ? 32 : 4;             // wide heads leave few registers
+constexpr int RUN_KEYS = S < STAGE_KEYS ? S : STAGE_KEYS;  // keys that are contiguous in a block and in a stage
 
 static_assert(PASSES == 1 || (RING >= 4 && RING >= STEPS), "attention_decode: a tile of two passes must fit in the ring");
 
 struct Stream {
-  Cursor next;    // the tile after the one that is being requested
-  int block[2];   // of its keys; -1 where the whole contiguous run of them is hidden
-  u32 offset[2];  // key_offset of the present tile's keys
-  int first, end; // visible keys of the present tile
-  bool valid;     // whether there is a present tile
-  int slot;       // of the ring
+  Cursor next;     // the tile after the one that is being requested
+  int block[2];    // of its keys; -1 where the whole contiguous run of them is hidden
+  u32 offset[2];   // key_offset of the present tile's keys
+  int first, end;  // visible keys of the present tile
+  bool valid;      // whether there is a present tile
+  int slot;        // of the ring
 };
 
 DEVICE void look_up_blocks(Stream &stream, const Batch &batch, const Run &run) {

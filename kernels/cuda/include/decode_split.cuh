@@ -1,9 +1,10 @@
 // How attention_decode divides a step's work: units, the run of units of each warp, and which units are read for several sequences.
 //
-// A unit is (sequence, part of the query heads of a KV head, partition of 256 keys), numbered in this order. Each warp takes an equal run of
-// consecutive units. With CASCADE, a partition that consecutive sequences have in the same blocks is one unit, owned by the first of them
-// (the reader), which computes it for all of them (the followers). Such sequences are bundled, counted from the last one that shares nothing
-// with the one before it; a bundle has TOGETHER sequences, or twice as many where a tile may be multiplied with two groups of rows (PASSES).
+// A unit is (sequence, part of the query heads of a KV head, partition of 256 keys), numbered in this order. Each warp takes an equal run
+// of consecutive units. With CASCADE, a partition that consecutive sequences have in the same blocks is one unit, owned by the first of
+// them (the reader), which computes it for all of them (the followers). Such sequences are bundled, counted from the last one that shares
+// nothing with the one before it; a bundle has TOGETHER sequences, or twice as many where a tile may be multiplied with two groups of rows
+// (PASSES).
 #pragma once
 #include "attention.cuh"
 
@@ -11,9 +12,9 @@ constexpr int PARTS = (G + 15) / 16;           // the query heads of a KV head, 
 constexpr int ROWS = (G + PARTS - 1) / PARTS;  // query heads of a part
 constexpr int HEADS = K * PARTS;               // "head" below: a part of a KV head's query heads
 constexpr int SECTION_PARTITIONS = SECTION / PARTITION;
-constexpr int SECTIONS = (M * S + SECTION - 1) / SECTION;    // of a sequence, at most
-constexpr int TOGETHER = CASCADE ? 16 / ROWS : 1;            // sequences whose rows fill one mma
-constexpr int PASSES = CASCADE && D <= 64 ? 2 : 1;           // mmas that one tile is multiplied with, at most
+constexpr int SECTIONS = (M * S + SECTION - 1) / SECTION;  // of a sequence, at most
+constexpr int TOGETHER = CASCADE ? 16 / ROWS : 1;          // sequences whose rows fill one mma
+constexpr int PASSES = CASCADE && D <= 64 ? 2 : 1;         // mmas that one tile is multiplied with, at most
 
 static_assert(CASCADE % SECTION_PARTITIONS == 0, "attention_decode: CASCADE must be whole sections");
 
@@ -37,16 +38,17 @@ DEVICE int shared_partitions(const Batch &batch, int b) {
 // --- one sequence's part of the units
 
 struct Share {
-  int offset; // index in the bundle; 0: a reader
-  int first;  // the first partition that the sequence reads itself
-  int twice;  // end of the partitions from `first` on that are read for two passes
+  int offset;  // index in the bundle; 0: a reader
+  int first;   // the first partition that the sequence reads itself
+  int twice;   // end of the partitions from `first` on that are read for two passes
 };
 // These three keep a variant of the kernel from holding registers for fields that it does not need.
 DEVICE bool is_follower(const Share &share) { return CASCADE && share.offset; }
 DEVICE int first_of(const Share &share, int context) { return CASCADE ? share.first : first_partition(context); }
 DEVICE int twice_of(const Share &share, int context) { return PASSES == 2 ? share.twice : first_of(share, context); }
 
-// `shared`: shared_partitions(b). `distance`: from the last sequence that shares nothing with the one before it. `bundle`: sequences of one.
+// `shared`: shared_partitions(b). `distance`: from the last sequence that shares nothing with the one before it. `bundle`: sequences of
+// one.
 DEVICE Share share_of(const Batch &batch, int b, int context, int shared, int distance, int bundle) {
   Share share;
   share.offset = distance % bundle;
@@ -63,16 +65,14 @@ DEVICE Share share_of(const Batch &batch, int b, int context, int shared, int di
 DEVICE int units_between(const Share &share, int from, int to) {
   return to - from + (PASSES == 2 ? min(to, share.twice) - min(from, share.twice) : 0);
 }
-DEVICE int units_of(const Share &share, int context) {
-  return units_between(share, first_of(share, context), last_partition(context) + 1);
-}
+DEVICE int units_of(const Share &share, int context) { return units_between(share, first_of(share, context), last_partition(context) + 1); }
 
 // --- this warp's run of units. A unit belongs to the run that contains its first number.
 
 struct Run {
-  int first, end;   // unit numbers
-  int total, warps; // of the launch
-  int bundle;       // sequences of a bundle
+  int first, end;    // unit numbers
+  int total, warps;  // of the launch
+  int bundle;        // sequences of a bundle
 };
 // The warp whose run contains a unit.
 DEVICE int owner_of(const Run &run, int unit) { return (int)(((s64)(unit + 1) * run.warps - 1) / run.total); }
@@ -112,7 +112,7 @@ DEVICE void advance(Cursor &at, const Batch &batch, const Run &run) {
 
 struct LaneSequence {
   int context, shared;
-  int distance; // from the last sequence that shares nothing with the one before it
+  int distance;  // from the last sequence that shares nothing with the one before it
   bool valid;
 };
 

@@ -6,12 +6,12 @@
 #include "formats.cuh"
 
 constexpr int STEP_BYTES = 1024, LANE_BYTES = 16;
-constexpr int STEPS_AHEAD = 8; // 8 KiB a warp
+constexpr int STEPS_AHEAD = 8;  // 8 KiB a warp
 
-struct LaneWords { // A operands of both mma
+struct LaneWords {  // A operands of both mma
   uint4 half[2];
 };
-DEVICE LaneWords load_words(const u8 *lane_bytes) { // of a step
+DEVICE LaneWords load_words(const u8 *lane_bytes) {  // of a step
   return {{load_once((const uint4 *)lane_bytes), load_once((const uint4 *)(lane_bytes + STEP_BYTES / 2))}};
 }
 
@@ -30,7 +30,7 @@ DEVICE uint4 round_cell(const float (&v)[8]) {
   return make_uint4(b0, b1, pack_pair<WEIGHT>(v[4], v[5]), pack_pair<WEIGHT>(v[6], v[7]));
 }
 
-struct Tokens { // B operands of both mma, of token g
+struct Tokens {  // B operands of both mma, of token g
   u32 b[4];
 };
 

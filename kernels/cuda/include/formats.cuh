@@ -1,13 +1,8 @@
-// Numbers of the formats, for `#define WEIGHT BF16` and the like, and how one number of a plain float format is stored. What is specific to
-// a format of weights is in formats/FORMAT.cuh, which weights.cuh selects.
+// How numbers of the plain float formats are stored. What is specific to a format of weights is in formats/FORMAT.cuh, which weights.cuh
+// selects.
 #pragma once
 #include "gpu.cuh"
-
-#define F32 0
-#define F16 1
-#define BF16 2
-#define Q8_0 3
-#define Q4_0 4
+#include "formats.h"
 
 // Two numbers in a word, the first in its lower half; rounded to nearest, ties to even. F16 or BF16.
 template <int FORMAT> DEVICE u32 pack_pair(float low, float high) {

@@ -32,9 +32,9 @@ DEVICE float head_inverse(const float *y, int lane, float eps) {
   return 1.0f / sqrtf(sum / (float)D + eps);
 }
 
-// By a whole warp: norms, rotates and stores y [D] in shared memory, one head of a row with its bias already added. What the lanes wrote to y
-// must be visible to all of them (__syncwarp or __syncthreads); y is not changed. `norm` [D] is the head's (q_norm or k_norm) and is read if
-// QK_NORM; `angles` [R] are the row's and are read if R > 0.
+// By a whole warp: norms, rotates and stores y [D] in shared memory, one head of a row with its bias already added. What the lanes wrote to
+// y must be visible to all of them (__syncwarp or __syncthreads); y is not changed. `norm` [D] is the head's (q_norm or k_norm) and is read
+// if QK_NORM; `angles` [R] are the row's and are read if R > 0.
 DEVICE void finish_head(const float *y, int lane, int row, int slot, int head, float *q, cache_number *keys, const float *norm,
                         const float *angles) {
   const bool q_or_k = head < H + K;

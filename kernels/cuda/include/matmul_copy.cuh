@@ -1,12 +1,12 @@
 // The copies of matmul.cu from global memory to the stages in shared memory.
 //
 // A stage is copied in vectors of 16 bytes; a thread copies vectors number `thread`, + TEAM_THREADS, ... of it. The address of a vector is
-// the sum of a part that depends on `thread`, computed once, and of constants, so that every copy of the main loop needs one instruction for
-// its address.
+// the sum of a part that depends on `thread`, computed once, and of constants, so that every copy of the main loop needs one instruction
+// for its address.
 #pragma once
 #include "matmul_tile.cuh"
 
-template <int TILES, int BYTES> struct Vectors { // of `TILES` tiles that are BLOCKS blocks of BYTES apart, K_BLOCKS of each
+template <int TILES, int BYTES> struct Vectors {  // of `TILES` tiles that are BLOCKS blocks of BYTES apart, K_BLOCKS of each
   static constexpr int RUN = K_BLOCKS * BYTES / 16, COUNT = TILES * RUN;
   static_assert(RUN % TEAM_THREADS == 0 || COUNT <= TEAM_THREADS || (TEAM_THREADS % RUN == 0 && TEAM_THREADS / RUN % HALF == 0),
                 "matmul: the vectors of a thread are not equally far apart");

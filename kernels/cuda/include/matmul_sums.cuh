@@ -2,7 +2,7 @@
 #pragma once
 #include "matmul_tile.cuh"
 
-constexpr int SUM_TILES = WARP_O * WARP_T; // mma tiles of a warp
+constexpr int SUM_TILES = WARP_O * WARP_T;  // mma tiles of a warp
 typedef float Sums[WARP_O][WARP_T][4];
 
 DEVICE void load_4(u32 (&to)[4], const u8 *from) {
@@ -95,7 +95,7 @@ DEVICE void add(Sums &total, const Sums &sums) {
 DEVICE void store(float4 *place, const Sums &sums, int lane) {
 #pragma unroll
   for (int i = 0; i < SUM_TILES; i++) {
-    const float(&s)[4] = sums[i / WARP_T][i % WARP_T];
+    const float (&s)[4] = sums[i / WARP_T][i % WARP_T];
     place[i * 32 + lane] = make_float4(s[0], s[1], s[2], s[3]);
   }
 }
@@ -103,14 +103,15 @@ DEVICE void add_from(Sums &total, const float4 *place, int lane) {
 #pragma unroll
   for (int i = 0; i < SUM_TILES; i++) {
     const float4 v = place[i * 32 + lane];
-    float(&s)[4] = total[i / WARP_T][i % WARP_T];
+    float (&s)[4] = total[i / WARP_T][i % WARP_T];
     s[0] += v.x, s[1] += v.y, s[2] += v.z, s[3] += v.w;
   }
 }
 
 // The sums of a warp of a team in slot `slot` of `partial`.
 DEVICE float4 *partial_of(float4 *partial, const Tile &tile, int slot, int warp) {
-  return partial + (((u64)slot * ROW_BLOCKS * TOKEN_BLOCKS + tile.token_block * ROW_BLOCKS + tile.row_block) * TEAM + warp) * (SUM_TILES * 32);
+  return partial +
+         (((u64)slot * ROW_BLOCKS * TOKEN_BLOCKS + tile.token_block * ROW_BLOCKS + tile.row_block) * TEAM + warp) * (SUM_TILES * 32);
 }
 
 // The end of a round of pieces, one a team: team 0 of the first split adds them to `total`; the other splits store each piece in its slot.
@@ -144,7 +145,7 @@ DEVICE bool is_last_split(Sums &total, float4 *partial, u32 *counters, const Til
   __syncthreads();
   if (before != SPLIT - 1) return false;
   if (place.team > 0) return true;
-  fill(total, -0.0f); // the neutral element of addition: it preserves every bit of what is added
+  fill(total, -0.0f);  // the neutral element of addition: it preserves every bit of what is added
   for (int slot = 0; slot < PIECES - PER_SPLIT + 1; slot++) add_from(total, partial_of(partial, tile, slot, place.warp), place.lane);
   return true;
 }

@@ -3,11 +3,11 @@
 #include "product.cuh"
 
 constexpr int TEAM = WARPS_O * WARPS_T, TEAM_THREADS = 32 * TEAM, THREADS = TEAM_THREADS * WARPS_K;
-constexpr int ROW_TILES = TILE_O / 16, GROUPS = TILE_T / 8;            // of a thread block; a group is eight tokens
-constexpr int WARP_O = ROW_TILES / WARPS_O, WARP_T = GROUPS / WARPS_T; // of a warp
+constexpr int ROW_TILES = TILE_O / 16, GROUPS = TILE_T / 8;             // of a thread block; a group is eight tokens
+constexpr int WARP_O = ROW_TILES / WARPS_O, WARP_T = GROUPS / WARPS_T;  // of a warp
 constexpr int WEIGHT_ROWS = SILU ? 2 * O : O, ALL_ROW_TILES = tiles_of(WEIGHT_ROWS);
 constexpr int ROW_BLOCKS = (ALL_ROW_TILES + ROW_TILES - 1) / ROW_TILES, TOKEN_BLOCKS = (T + TILE_T - 1) / TILE_T;
-constexpr int BLOCKS = I / STEP, PIECES = pieces_of(I), STAGES_OF_PIECE = PIECE_STEPS / K_BLOCKS; // blocks are of 32 columns
+constexpr int BLOCKS = I / STEP, PIECES = pieces_of(I), STAGES_OF_PIECE = PIECE_STEPS / K_BLOCKS;  // blocks are of 32 columns
 constexpr int PER_SPLIT = (PIECES + SPLIT - 1) / SPLIT;
 
 // Bytes of a block: of a row tile of weight, of a group of x, and of the scales of both.
@@ -50,7 +50,7 @@ DEVICE Place place_of_thread() {
   return {(int)threadIdx.x % 32, (int)threadIdx.x / TEAM_THREADS, warp, warp % WARPS_O, warp / WARPS_O, (int)threadIdx.x % TEAM_THREADS};
 }
 
-constexpr int HALF = SILU ? WARP_O / 2 : 1; // with SILU, half of a warp's row tiles are gate's, half up's
+constexpr int HALF = SILU ? WARP_O / 2 : 1;  // with SILU, half of a warp's row tiles are gate's, half up's
 
 // Row tile `local` of a thread block among the tiles of out, counted from the block's first, and among those of weight.
 DEVICE constexpr int out_tile(int local) { return SILU ? local / WARP_O * HALF + local % HALF : local; }

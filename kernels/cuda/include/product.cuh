@@ -15,18 +15,16 @@
 //     pieces are added ascending, ((p0 + p1) + p2) + ..., then `finished`: + bias, activation, + residual
 #pragma once
 #include "weights.cuh"
+#include "params.h"
 
-constexpr int STEP = 32;   // columns of a step
-constexpr int PIECE = 512; // columns that are summed in one accumulator
+constexpr int STEP = 32;    // columns of a step
+constexpr int PIECE = 512;  // columns that are summed in one accumulator
 constexpr int PIECE_STEPS = PIECE / STEP;
 
 DEVICE constexpr int pieces_of(int columns) { return (columns + PIECE - 1) / PIECE; }
 DEVICE constexpr int tiles_of(int outputs) { return (outputs + 15) / 16; }
 
 // --- after the pieces: each of these is one float32 operation, in this order
-
-#define NO_ACTIVATION 0
-#define GELU 1
 
 // The tanh form: x / 2 * (1 + tanh u) = x / (1 + e^(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3).
 DEVICE float gelu(float x) {

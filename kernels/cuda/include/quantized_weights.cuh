@@ -1,9 +1,9 @@
-// Products with quantized weights: x is rounded to int8 in blocks of 32 with a float32 scale, dot products are exact in int32, a step is one
-// mma of k32. The format's header defines what weights.cuh lists.
+// Products with quantized weights: x is rounded to int8 in blocks of 32 with a float32 scale, dot products are exact in int32, a step is
+// one mma of k32. The format's header defines what weights.cuh lists.
 #pragma once
 #include "formats.cuh"
 
-constexpr int SCALE_BYTES = 8 * sizeof(Scales); // of a step
+constexpr int SCALE_BYTES = 8 * sizeof(Scales);  // of a step
 // The eight numbers of x that lane (g, t) contributes of token g: 4t..4t+3, 4t+16..4t+19 of a block of 32 columns. A warp reads whole
 // sectors of 32 bytes.
 DEVICE void read_cell(float (&v)[8], const float *block, int t) {
@@ -20,15 +20,15 @@ DEVICE u32 quantized_word(const float *v, float inverse) {
   for (int i = 0; i < 4; i++) word |= ((u32)__float2int_rn(v[i] * inverse) & 255u) << 8 * i;
   return word;
 }
-// The cell as the B operand, and the scale and sum of the whole block in all four of its lanes. Every lane of the warp must take part. A block
-// that contains an inf or a NaN gets a scale that makes the whole row NaN, as it would be with float weights.
+// The cell as the B operand, and the scale and sum of the whole block in all four of its lanes. Every lane of the warp must take part. A
+// block that contains an inf or a NaN gets a scale that makes the whole row NaN, as it would be with float weights.
 DEVICE uint2 quantize_cell(const float (&v)[8], float &scale, int &sum) {
-  u32 bits = 0; // of the largest |x|: bits of numbers without a sign rise with them, and those of NaN are the highest
+  u32 bits = 0;  // of the largest |x|: bits of numbers without a sign rise with them, and those of NaN are the highest
 #pragma unroll
   for (int i = 0; i < 8; i++) bits = max(bits, __float_as_uint(v[i]) & 0x7FFFFFFFu);
   bits = max(bits, __shfl_xor_sync(ALL_LANES, bits, 1));
   bits = max(bits, __shfl_xor_sync(ALL_LANES, bits, 2));
-  const float largest = __uint_as_float(bits), inverse = largest > 1e-36f ? 127.0f / largest : 0.0f; // below, 127 / largest is infinite
+  const float largest = __uint_as_float(bits), inverse = largest > 1e-36f ? 127.0f / largest : 0.0f;  // below, 127 / largest is infinite
   const uint2 q = make_uint2(quantized_word(v, inverse), quantized_word(v + 4, inverse));
   sum = __dp4a((int)q.x, 0x01010101, __dp4a((int)q.y, 0x01010101, 0));
   sum += __shfl_xor_sync(ALL_LANES, sum, 1);
@@ -38,9 +38,9 @@ DEVICE uint2 quantize_cell(const float (&v)[8], float &scale, int &sum) {
 }
 
 struct Tokens {
-  u32 b[2];     // B operand, of token g
-  float2 scale; // of tokens 2t and 2t + 1, whose results the lane gets
-  int2 sum;     // of their 32 quants; read only if SUMS
+  u32 b[2];      // B operand, of token g
+  float2 scale;  // of tokens 2t and 2t + 1, whose results the lane gets
+  int2 sum;      // of their 32 quants; read only if SUMS
 };
 
 // A step: c += W x. c[0], c[1] are row g of tokens 2t, 2t + 1; c[2], c[3] row g + 8 of the same.

@@ -1,13 +1,14 @@
-// Products of up to eight rows of x with weights in tiles: weights stream once from memory through a warp's registers; x is in shared memory.
+// Products of up to eight rows of x with weights in tiles: weights stream once from memory through a warp's registers; x is in shared
+// memory.
 //
-// With few rows, the time is that of reading the weights, and depends on how many bytes are in flight: every warp keeps STEPS_AHEAD steps of
-// loads in flight, across pieces, tiles and units, and issues the first of them before it looks at x. x and the norm's weights are few bytes
-// and are requested just before (copies into shared memory); requested later, they would queue after the weights and arrive last.
+// With few rows, the time is that of reading the weights, and depends on how many bytes are in flight: every warp keeps STEPS_AHEAD steps
+// of loads in flight, across pieces, tiles and units, and issues the first of them before it looks at x. x and the norm's weights are few
+// bytes and are requested just before (copies into shared memory); requested later, they would queue after the weights and arrive last.
 //
-// A UNIT is TILES tiles of sixteen outputs with all their pieces. Thread blocks take units blockIdx.x, + gridDim.x, ... The warps of a block
-// form a grid of PIECE_WARPS by TILE_WARPS: warp (p, i) computes pieces p, p + PIECE_WARPS, ... of tiles i, i + TILE_WARPS, ... and stores
-// the sum of each (tile, piece) in shared memory. After a barrier the threads of the block add the pieces of each tile in order and compute
-// what follows the product, while the next unit's weights are in flight.
+// A UNIT is TILES tiles of sixteen outputs with all their pieces. Thread blocks take units blockIdx.x, + gridDim.x, ... The warps of a
+// block form a grid of PIECE_WARPS by TILE_WARPS: warp (p, i) computes pieces p, p + PIECE_WARPS, ... of tiles i, i + TILE_WARPS, ... and
+// stores the sum of each (tile, piece) in shared memory. After a barrier the threads of the block add the pieces of each tile in order and
+// compute what follows the product, while the next unit's weights are in flight.
 //
 // Before it includes this file, a kernel defines I (columns), ALL_TILES (tiles of the weight) and UNITS; it also defines `tile_of`. TOKENS
 // (1 to 8), WEIGHT, TILES, TILE_WARPS (1 to TILES) and PIECE_WARPS (1 to the number of pieces) come from the host.
@@ -25,12 +26,13 @@
 
 constexpr int WARPS = TILE_WARPS * PIECE_WARPS;
 constexpr int THREADS = 32 * WARPS;
-constexpr int RESIDENT = THREADS >= 512 ? 1 : 512 / THREADS; // thread blocks on a multiprocessor: 16 warps, 128 registers a thread
+constexpr int RESIDENT = THREADS >= 512 ? 1 : 512 / THREADS;  // thread blocks on a multiprocessor: 16 warps, 128 registers a thread
 constexpr int STEPS = I / STEP;
 constexpr int PIECES = pieces_of(I);
-constexpr int PARTS = PIECE_STEPS / STEPS_AHEAD; // of a piece
+constexpr int PARTS = PIECE_STEPS / STEPS_AHEAD;  // of a piece
 constexpr int EVEN = (TOKENS + 1) / 2 * 2;
-constexpr int PITCH = 20; // floats from token to token of a tile's sums: a warp stores those of four pairs of tokens without bank conflicts
+// Floats from token to token of a tile's sums: a warp stores those of four pairs of tokens without bank conflicts.
+constexpr int PITCH = 20;
 constexpr int SUMS_SIZE = PIECES * TILES * TOKENS * PITCH;
 
 static_assert(TOKENS >= 1 && TOKENS <= 8, "stream: TOKENS must be 1 to 8");
@@ -52,12 +54,12 @@ DEVICE int piece_warp() { return threadIdx.x / 32 / TILE_WARPS; }
 struct Ring {
   LaneWords words[STEPS_AHEAD];
 #if QUANTIZED
-  Scales scales[STEPS_AHEAD / 4]; // a lane holds those of steps t, t + 4, ...: one load of 128 bytes instead of four of 32
+  Scales scales[STEPS_AHEAD / 4];  // a lane holds those of steps t, t + 4, ...: one load of 128 bytes instead of four of 32
 #endif
 };
 
-// Position of a run, the STEPS_AHEAD steps (or as many as exist) of a part of a piece. A warp walks over all of its runs in the order of its
-// work.
+// Position of a run, the STEPS_AHEAD steps (or as many as exist) of a part of a piece. A warp walks over all of its runs in the order of
+// its work.
 struct Walk {
   int unit, piece, tile, part;
 };
@@ -116,8 +118,8 @@ DEVICE void load_first(Ring &ring, const Walk &walk, const u8 *weight) {
 
 // --- x
 
-// A lane's view of prepared columns: token g, and tokens 2t and 2t + 1, whose results it gets. Lanes of tokens that do not exist read another
-// token, and their results are not used.
+// A lane's view of prepared columns: token g, and tokens 2t and 2t + 1, whose results it gets. Lanes of tokens that do not exist read
+// another token, and their results are not used.
 struct Columns {
   const u8 *numbers;
 #if QUANTIZED
@@ -159,7 +161,7 @@ DEVICE void put_cell(u8 *x, int steps, int cell, const float (&v)[8], bool valid
   ((uint2 *)x)[cell] = b;
   const int t = cell % 4, token = cell / 4 % TOKENS, step = cell / 4 / TOKENS;
   float *scales = (float *)(x + steps * TOKENS * 32);
-  const bool pad = EVEN > TOKENS && token == TOKENS - 1; // also write zeros for the token that makes the number even
+  const bool pad = EVEN > TOKENS && token == TOKENS - 1;  // also write zeros for the token that makes the number even
   if (t == 0) scales[step * EVEN + token] = scale;
   if (t == 1) ((int *)(scales + steps * EVEN))[step * EVEN + token] = sum;
   if (pad && t == 2) scales[step * EVEN + token + 1] = 0.0f;
@@ -172,7 +174,7 @@ DEVICE void put_cell(u8 *x, int steps, int cell, const float (&v)[8], bool valid
 // A kernel's rows of x, in global or shared memory: tokens 0 .. count - 1, `stride` numbers from row to row.
 struct InputRows {
   const float *x;
-  const int *index; // token's row is x[index[token]]; null: x[token]
+  const int *index;  // token's row is x[index[token]]; null: x[token]
   int count, stride;
 };
 DEVICE const float *row_of(const InputRows &rows, int token) {
@@ -214,12 +216,12 @@ DEVICE void prepare_columns(u8 *x, int room, const InputRows &rows, int first, i
 
 // --- shared memory of a kernel with a norm
 
-constexpr bool STAGED = TOKENS * I <= 8192; // rows of x are staged in shared memory up to 32 KiB; more are read twice from global memory
+constexpr bool STAGED = TOKENS * I <= 8192;  // rows of x are staged in shared memory up to 32 KiB; more are read twice from global memory
 struct SharedMemory {
-  u8 *prepared;          // COLUMNS_BYTES(STEPS)
-  float *norm, *raw;     // [I], [TOKENS * I] if STAGED
-  float *sums, *scratch; // [SUMS_SIZE], [TOKENS * (NORM_WARPS + 1)]
-  float *extra;          // of the kernel
+  u8 *prepared;           // COLUMNS_BYTES(STEPS)
+  float *norm, *raw;      // [I], [TOKENS * I] if STAGED
+  float *sums, *scratch;  // [SUMS_SIZE], [TOKENS * (NORM_WARPS + 1)]
+  float *extra;           // of the kernel
 };
 DEVICE SharedMemory shared_memory_at(u8 *memory) {
   SharedMemory shared;
@@ -287,7 +289,7 @@ DEVICE void multiply_run(float (&c)[4], Ring &ring, const Columns &x, int step, 
   }
 }
 
-DEVICE void put_sums(const float (&c)[4], float *sums) { // of one (tile, piece): [TOKENS][PITCH]
+DEVICE void put_sums(const float (&c)[4], float *sums) {  // of one (tile, piece): [TOKENS][PITCH]
   const int g = lane_of() / 4, token = lane_of() % 4 * 2;
   float *to = sums + token * PITCH + g;
   if (token < TOKENS) to[0] = c[0], to[8] = c[2];

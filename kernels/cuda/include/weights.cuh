@@ -1,5 +1,5 @@
 // The weights' format, chosen by WEIGHT: one header a format holds everything that kernels know of it. To add a format, add its number to
-// formats.cuh, its header to formats/, and a line below.
+// kernels/include/formats.h, its header to formats/, and a line below.
 //
 // A header defines, for embed.cu, four consecutive numbers of a matrix of `width` columns, `column` a multiple of 4:
 //
@@ -20,9 +20,10 @@
 //   ZERO_POINT     what quants_of adds to the quants; the product subtracts it again by the sums of x
 //   SUMS           whether the product reads the sums of x: for a zero point, or for minimums
 //   Scales         a lane's scales of a step, with load_scales, scales_of_lane, unpack_scales and add_dots: BlockScales (block_scales.cuh)
-//                  for one scale a row and block. A format with minimums has a type of its own that also holds those, and an add_dots that subtracts them
-//                  times the sums of x; scales of super-blocks are expanded to blocks of 32 when tiles are packed. The scales of all
-//                  steps are stored after the steps of the whole matrix.
+//                  for one scale a row and block. A format with minimums has a type of its own that also holds those, and an add_dots
+//                  that subtracts them times the sums of x; scales of super-blocks are expanded to blocks of 32 when tiles are packed.
+//                  The scales of all steps are stored after the steps of the whole matrix.
+//
 // A header of a format includes nothing: the sources are joined with each header at its first mention, be it in an #if that is off.
 #pragma once
 #include "formats.cuh"

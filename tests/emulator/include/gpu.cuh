@@ -1,4 +1,4 @@
-// What the functions of kernels/cuda/include/gpu.cuh mean, for the emulator; the file of that name says what they are for.
+// The functions of kernels/cuda/include/gpu.cuh in plain C++, for the emulator; that file documents them.
 #pragma once
 
 typedef signed char s8;
@@ -16,13 +16,13 @@ typedef unsigned long long u64;
 #define DYNAMIC_SHARED(name) extern unsigned char name[] __asm__("gpu_dynamic") __attribute__((aligned(128)))
 #endif
 
-// --- numbers
+// --- conversions
 
 DEVICE u32 pack_bf16(float low, float high) { return cuda_to_bf16(low) | (u32)cuda_to_bf16(high) << 16; }
 DEVICE u32 pack_f16(float low, float high) { return cuda_to_f16(low) | (u32)cuda_to_f16(high) << 16; }
-DEVICE float2 unpack_bf16(u32 both) { return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000u)); }
+DEVICE float2 unpack_bf16(u32 pair) { return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u)); }
 DEVICE float f16_to_float(u16 half) { return cuda_from_f16(half); }
-DEVICE float2 unpack_f16(u32 both) { return make_float2(f16_to_float((u16)both), f16_to_float((u16)(both >> 16))); }
+DEVICE float2 unpack_f16(u32 pair) { return make_float2(f16_to_float((u16)pair), f16_to_float((u16)(pair >> 16))); }
 DEVICE float bf16_to_float(u16 half) { return __uint_as_float((u32)half << 16); }
 DEVICE u16 float_to_bf16(float value) { return cuda_to_bf16(value); }
 DEVICE u16 float_to_f16(float value) { return cuda_to_f16(value); }
@@ -56,7 +56,7 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], const void *shared_row, EMULAT
 // --- copies
 
 DEVICE void copy_16(void *shared, const void *global) { cuda_copy(shared, global); }
-DEVICE void copy_16_or_zero(void *shared, const void *global, bool there) { cuda_copy(shared, there ? global : 0); }
+DEVICE void copy_16_or_zero(void *shared, const void *global, bool valid) { cuda_copy(shared, valid ? global : 0); }
 DEVICE void copy_commit() { cuda_copy_commit(); }
 template <int N> DEVICE void copy_wait() { cuda_copy_wait(N); }
 
@@ -75,7 +75,7 @@ DEVICE u32 load_once(const u32 *p) {
   return *p;
 }
 
-// --- blocks of threads that hand over to each other
+// --- synchronization between thread blocks
 
 DEVICE u32 arrive(u32 *counter, u32 more = 1) {
   __threadfence();

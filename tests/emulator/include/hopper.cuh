@@ -1,24 +1,24 @@
-// What the functions of kernels/cuda/include/hopper.cuh mean, for the emulator; the file of that name says what they are for.
+// The functions of kernels/cuda/include/hopper.cuh in plain C++, for the emulator; that file documents them.
 //
-// Not modelled: that copies and products go on behind the thread's back. A copy is done by the thread that asks for it, and a product where
-// it is asked for; who reads or writes their memory without having met the barrier is a race all the same.
+// Not modelled: asynchrony. A copy is done by the thread that requests it, and a product at once; an access to their memory without having
+// waited for the barrier is still reported as a race.
 #pragma once
 #include "gpu.cuh"
 
-// A barrier's word: parity of the phase in bit 63; arrivals a phase needs from bit 48, those it still needs from bit 32; below, bytes that
-// are expected and have not come, as a signed number.
-DEVICE u64 emulated_settled(u64 word) {
+// A barrier's word: the parity of the phase in bit 63; from bit 48 the arrivals that a phase needs, from bit 32 those it still needs; below,
+// the expected bytes that have not arrived, as a signed number.
+DEVICE u64 emulated_end_phase(u64 word) {
   if ((word >> 32 & 0xFFFF) || (u32)word) return word;
   return (word ^ 1ull << 63) | (word >> 48 & 0x7FFF) << 32;
 }
 DEVICE void emulated_change(u64 *barrier, u32 arrivals, s64 bytes) {
   __threadfence_block();
-  u64 seen = atomicAdd(barrier, 0ull), before;
+  u64 current = atomicAdd(barrier, 0ull), before;
   do {
-    before = seen;
+    before = current;
     const u64 changed = ((before >> 32) - arrivals) << 32 | (u32)((u32)before + (u32)bytes);
-    seen = atomicCAS(barrier, before, emulated_settled(changed));
-  } while (seen != before);
+    current = atomicCAS(barrier, before, emulated_end_phase(changed));
+  } while (current != before);
   __threadfence_block();
 }
 
@@ -44,8 +44,8 @@ template <int REGISTERS> DEVICE void fewer_registers() {}
 DEVICE void warpgroup_begin() {}
 DEVICE void warpgroup_end() {}
 
-DEVICE u64 matrix_place(const void *shared, u32 numbers_apart, u32 tokens_apart) {
-  return (u64)shared | (u64)(numbers_apart >> 4) << 48 | (u64)(tokens_apart >> 4) << 56;
+DEVICE u64 matrix_descriptor(const void *shared, u32 number_stride, u32 token_stride) {
+  return (u64)shared | (u64)(number_stride >> 4) << 48 | (u64)(token_stride >> 4) << 56;
 }
 
 #define EMULATED_WARPGROUP_MMA(name, mma)                                                                                  \

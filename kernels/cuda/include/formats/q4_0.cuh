@@ -6,14 +6,14 @@
 #define QUANTIZED 1
 
 constexpr int STEP_BYTES = 256, LANE_BYTES = 8, ZERO_POINT = 8;
-constexpr int STEPS_AHEAD = 16; // 4 KiB a warp
+constexpr int STEPS_AHEAD = 16;  // 4 KiB a warp
 typedef BlockScales Scales;
 constexpr bool SUMS = true;
 
 typedef uint2 LaneWords;
 DEVICE LaneWords load_words(const u8 *lane_bytes) { return load_once((const uint2 *)lane_bytes); }
 DEVICE LaneWords shared_words(const u8 *lane_bytes) { return *(const uint2 *)lane_bytes; }
-DEVICE void quants_of(u32 (&a)[4], const LaneWords &w) { // 0 to 15 are the same numbers with and without a sign
+DEVICE void quants_of(u32 (&a)[4], const LaneWords &w) {  // 0 to 15 are the same numbers with and without a sign
   const u32 low = 0x0F0F0F0Fu;
   a[0] = w.x & low, a[1] = w.y & low, a[2] = w.x >> 4 & low, a[3] = w.y >> 4 & low;
 }

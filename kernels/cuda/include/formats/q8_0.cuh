@@ -5,7 +5,7 @@
 #define QUANTIZED 1
 
 constexpr int STEP_BYTES = 512, LANE_BYTES = 16, ZERO_POINT = 0;
-constexpr int STEPS_AHEAD = 8; // 4 KiB a warp. Sixteen left the dots too few registers (spills).
+constexpr int STEPS_AHEAD = 8;  // 4 KiB a warp. Sixteen left the dots too few registers (spills).
 typedef BlockScales Scales;
 constexpr bool SUMS = false;
 
