@@ -3,15 +3,16 @@
 //
 //   out          [T, F] float32   does not alias x
 //   x            [T, E] float32
-//   norm         [E] float32      RMS norm's weights; EPS inside the root
-//   weight_gate, weight_up  [F, E] each, as in a file, WEIGHT = F32, F16, BF16, Q8_0, Q4_0 or Q4_K (product.h)
+//   norm         [E] float32      weights of the RMS norm; EPS inside the root
+//   weight_gate, weight_up  [F, E] each, as stored in a file, WEIGHT = F32, F16, BF16, Q8_0, Q4_0 or Q4_K (weights.h)
 //   bias_gate, bias_up      [F] float32 each, if BIAS
-//   rows         [1] int32        how many rows of x there are, 0 to T = TOKENS; the rows of out behind them stay as they are
+//   rows         [1] int32        number of valid rows of x, 0 to T = TOKENS; the rows of out from there on are not written
 //
-// E % 32 == 0 (Q4_K: 256), any F. A row's bits are the same whatever TOKENS is, and wherever it stands: products of x * norm in the order
-// of product.h, a lane's sums times the inverse root (norm.h) before lanes are added, + bias. silu(a) = a / (1 + e^-a).
+// E % 32 == 0 (Q4_K: 256), any F. Accumulates in float32. A row's bits do not depend on TOKENS or on the row's position: products of
+// x * norm in the order of product.h, a lane's sums times the inverse root (norm.h) before lanes are added, + bias.
+// silu(a) = a / (1 + e^-a).
 //
-// A SIMD group makes ROWS / 2 outputs of PART tokens (stream.h), and with them the norm, out of the x that it reads anyway.
+// A SIMD group computes ROWS / 2 outputs of PART tokens (stream.h), and the norm from the x that it reads for them.
 //     grid (ceil(F / (ROWS / 2 * SIMDS / TEAMS)), 1, 1), 32 * SIMDS threads
 #define I E
 #define NORM 1
@@ -33,8 +34,8 @@
   threadgroup float inverses[SQUARES];
   const int count = rows[0], lane = thread_in_simd, team = simd % TEAMS, f0 = (group.x * GROUPS + simd / TEAMS) * SET_ROWS;
   if (count <= 0) return;
-  Rows all;
-  all.x = x, all.norm = norm, all.index = nullptr, all.count = count;
+  Rows input;
+  input.x = x, input.norm = norm, input.index = nullptr, input.count = count;
   Weights weights;
 #pragma unroll
   for (int r = 0; r < SET_ROWS; r++) {
@@ -42,10 +43,10 @@
     weights.row[r] = weight_gate + row, weights.row[SET_ROWS + r] = weight_up + row;
   }
   Sums sums;
-  multiply(sums, tile, inverses, all, weights, team * PART, simd, lane, EPS);
-  const int first = spread<COUNT>(sums.of, lane);
-  spread<COUNT>(sums.of + COUNT, lane);
-  if (!speaks<COUNT>(lane)) return;
+  multiply(sums, tile, inverses, input, weights, team * PART, simd, lane, EPS);
+  const int first = scatter_sums<COUNT>(sums.of, lane);
+  scatter_sums<COUNT>(sums.of + COUNT, lane);
+  if (!is_writer<COUNT>(lane)) return;
 #pragma unroll
   for (int i = 0; i < RESULTS; i++) {
     const int t = (first + i) / SET_ROWS, token = team * PART + t, f = f0 + (first + i) % SET_ROWS;

@@ -2,14 +2,14 @@
 //
 //   logits     [N, V] float32
 //   x          [any, E] float32
-//   norm       [E] float32       RMS norm's weights; EPS inside the root
-//   weight     [V, E] as in a file, WEIGHT = F32, F16, BF16, Q8_0, Q4_0 or Q4_K (product.h)
-//   row_index  [N] int32         the row of x that n is made of
-//   count      [1] int32         how many n there are, 0 to N = TOKENS; the rows of logits behind them stay as they are
+//   norm       [E] float32       weights of the RMS norm; EPS inside the root
+//   weight     [V, E] as stored in a file, WEIGHT = F32, F16, BF16, Q8_0, Q4_0 or Q4_K (weights.h)
+//   row_index  [N] int32         the row of x that row n of logits is computed from
+//   count      [1] int32         number of valid rows, 0 to N = TOKENS; the rows of logits from there on are not written
 //
-// E % 32 == 0 (Q4_K: 256), any V. Order and bits as those of norm_gate_up_silu.metal.
+// E % 32 == 0 (Q4_K: 256), any V. Accumulates in float32; order and bits as those of norm_gate_up_silu.metal.
 //
-// A SIMD group makes ROWS logits of PART tokens (stream.h).
+// A SIMD group computes ROWS logits of PART tokens (stream.h).
 //     grid (ceil(V / (ROWS * SIMDS / TEAMS)), 1, 1), 32 * SIMDS threads
 #define I E
 #define NORM 1
@@ -24,19 +24,19 @@
   threadgroup float4 tile[TILE];
   threadgroup float inverses[SQUARES];
   const int lane = thread_in_simd, team = simd % TEAMS, v0 = (group.x * GROUPS + simd / TEAMS) * ROWS;
-  Rows some;
-  some.x = x, some.norm = norm, some.index = row_index, some.count = count[0];
-  if (some.count <= 0) return;
+  Rows input;
+  input.x = x, input.norm = norm, input.index = row_index, input.count = count[0];
+  if (input.count <= 0) return;
   Weights weights;
 #pragma unroll
   for (int r = 0; r < ROWS; r++) weights.row[r] = weight + (ulong)min(v0 + r, V - 1) * ROW_BYTES;
   Sums sums;
-  multiply(sums, tile, inverses, some, weights, team * PART, simd, lane, EPS);
-  const int first = spread<COUNT>(sums.of, lane);
-  if (!speaks<COUNT>(lane)) return;
+  multiply(sums, tile, inverses, input, weights, team * PART, simd, lane, EPS);
+  const int first = scatter_sums<COUNT>(sums.of, lane);
+  if (!is_writer<COUNT>(lane)) return;
 #pragma unroll
   for (int i = 0; i < RESULTS; i++) {
     const int t = (first + i) / ROWS, token = team * PART + t, v = v0 + (first + i) % ROWS;
-    if (t < PART && token < some.count && v < V) logits[(ulong)token * V + v] = sums.of[i];
+    if (t < PART && token < input.count && v < V) logits[(ulong)token * V + v] = sums.of[i];
   }
 }

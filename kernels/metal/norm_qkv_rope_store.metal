@@ -1,23 +1,25 @@
-// q, k, v = rmsnorm(x) . weight^T + bias, heads of q and k normed and rotated; q goes on, k and v go into their slots of the cache;
+// q, k, v = rmsnorm(x) . weight^T + bias; heads of q and k normed and rotated; q is returned, k and v go to their slots of the cache;
 // for up to sixteen rows
 //
 //   q            [T, H, D] float32
 //   keys         [P, 2, K, S, D] CACHE_TYPE (F32, F16 or BF16)   the pool of blocks: keys at [:, 0], values at [:, 1]
-//   keys_again                                                   the same memory once more; not used
+//   keys_again                                                   the same memory; not used
 //   x            [T, E] float32
-//   norm         [E] float32     RMS norm's weights; EPS inside the root
-//   weight_q     [H D, E], weight_k, weight_v [K D, E] as in a file, WEIGHT = F32, F16, BF16, Q8_0, Q4_0 or Q4_K (product.h)
+//   norm         [E] float32     weights of the RMS norm; EPS inside the root
+//   weight_q     [H D, E], weight_k, weight_v [K D, E] as stored in a file, WEIGHT = F32, F16, BF16, Q8_0, Q4_0 or Q4_K (weights.h)
 //   bias_q       [H D] float32, bias_k, bias_v [K D], if BIAS
 //   q_norm, k_norm  [D] float32, if QK_NORM                      RMS norm of every head of q and k, with QK_EPS, before the rotation
 //   angles       [T, R] float32, if R > 0                        R / 2 cosines, then R / 2 sines
 //   slots        [T] int32                                       block * S + offset: where a row's k and v go; no two rows have the same
-//   rows         [1] int32                                       how many rows of x there are, 0 to T = TOKENS; q's rows behind stay
+//   rows         [1] int32                                       number of valid rows of x, 0 to T = TOKENS; q's rows from there on are
+//                                                                not written
 //
-// E % 32 == 0 (Q4_K: 256), D % 16 == 0, R even, R <= D. Order and bits as those of norm_gate_up_silu.metal, heads in that of heads.h.
+// E % 32 == 0 (Q4_K: 256), D % 16 == 0, R even, R <= D. Accumulates in float32; order and bits as those of norm_gate_up_silu.metal, heads
+// in the order of heads.h.
 //
-// Where a feature is rotated with the one D / 2 behind it, or none is, and heads have no norm, a SIMD group makes ROWS / 2 such pairs:
+// Where a feature is rotated with the one D / 2 after it, or none is, and heads have no norm, a SIMD group computes ROWS / 2 such pairs:
 //     grid (ceil((H + 2 K) * D / 2 / (ROWS / 2 * SIMDS / TEAMS)), 1, 1)
-// Otherwise (WHOLE_HEADS) a threadgroup makes a head, ROWS * SIMDS / TEAMS rows of weights at a time, and puts it together in threadgroup
+// Otherwise (WHOLE_HEADS) a threadgroup computes a head, ROWS * SIMDS / TEAMS rows of weights at a time, and collects it in threadgroup
 // memory (4 * TOKENS * D bytes):
 //     grid (H + 2 K, 1, 1)
 // 32 * SIMDS threads.
@@ -41,62 +43,10 @@ struct Matrices {
   device const uchar *q, *k, *v;
 };
 
-// Row `d` of a head's weights.
-INLINE device const uchar *weight_row(Matrices all, int head, int d) {
-  device const uchar *matrix = head < H ? all.q : head < H + K ? all.k : all.v;
-  const int index = head < H ? head : (head - H) % K;
-  return matrix + (ulong)(index * D + d) * ROW_BYTES;
-}
-
-#if WHOLE_HEADS
-INLINE void make_heads(Heads to, Rows rows, Matrices all, threadgroup float4 *tile, threadgroup float *inverses, threadgroup float *y,
-                              int head, int simd, int lane) {
-  const int team = simd % TEAMS;
-  for (int d0 = 0; d0 < D; d0 += GROUPS * ROWS) {
-    const int mine = d0 + simd / TEAMS * ROWS;
-    Weights weights;
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) weights.row[r] = weight_row(all, head, min(mine + r, D - 1));
-    Sums sums;
-    multiply(sums, tile, inverses, rows, weights, team * PART, simd, lane, EPS);
-    const int first = spread<COUNT>(sums.of, lane);
-    const bool mine_to_say = speaks<COUNT>(lane);
-#pragma unroll
-    for (int i = 0; i < RESULTS; i++) {
-      const int t = (first + i) / ROWS, token = team * PART + t, d = mine + (first + i) % ROWS;
-      if (mine_to_say && t < PART && token < rows.count && d < D) y[token * D + d] = sums.of[i] + bias_at(to, head, d);
-    }
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int token = simd; token < rows.count; token += SIMDS) finish_head(y + token * D, lane, token, head, to);
-}
-#else
-INLINE void make_pairs(Heads to, Rows rows, Matrices all, threadgroup float4 *tile, threadgroup float *inverses, int first_pair, int simd,
-                              int lane) {
-  const int team = simd % TEAMS;
-  Weights weights;
-#pragma unroll
-  for (int r = 0; r < SET_ROWS; r++) {
-    const int pair = min(first_pair + r, HEADS * (D / 2) - 1), head = pair / (D / 2), d = pair % (D / 2);
-    weights.row[r] = weight_row(all, head, d), weights.row[SET_ROWS + r] = weight_row(all, head, d + D / 2);
-  }
-  Sums sums;
-  multiply(sums, tile, inverses, rows, weights, team * PART, simd, lane, EPS);
-  const int first = spread<COUNT>(sums.of, lane);
-  spread<COUNT>(sums.of + COUNT, lane);
-  if (!speaks<COUNT>(lane)) return;
-#pragma unroll
-  for (int i = 0; i < RESULTS; i++) {
-    const int t = (first + i) / SET_ROWS, token = team * PART + t, pair = first_pair + (first + i) % SET_ROWS;
-    if (t >= PART || token >= rows.count || pair >= HEADS * (D / 2)) continue;
-    const int head = pair / (D / 2), d = pair % (D / 2);
-    float2 both = float2(sums.of[i] + bias_at(to, head, d), sums.of[COUNT + i] + bias_at(to, head, d + D / 2));
-    if (R > 0 && head < H + K) both = rotated(both.x, both.y, to.angles[token * R + d], to.angles[token * R + d + R / 2]);
-    put_feature(to, token, head, d, both.x);
-    put_feature(to, token, head, d + D / 2, both.y);
-  }
-}
-#endif
+INLINE void compute_head(Heads to, Rows rows, Matrices matrices, threadgroup float4 *tile, threadgroup float *inverses, threadgroup float *y,
+                         int head, int simd, int lane);
+INLINE void compute_pairs(Heads to, Rows rows, Matrices matrices, threadgroup float4 *tile, threadgroup float *inverses, int first_pair,
+                          int simd, int lane);
 
 [[max_total_threads_per_threadgroup(32 * SIMDS)]] kernel void norm_qkv_rope_store(
     device float *q, device cache_number *keys, device cache_number *keys_again, device const float *x, device const float *norm,
@@ -107,19 +57,76 @@ INLINE void make_pairs(Heads to, Rows rows, Matrices all, threadgroup float4 *ti
   threadgroup float4 tile[TILE];
   threadgroup float inverses[SQUARES];
   threadgroup float y[Y];
-  Rows all;
-  all.x = x, all.norm = norm, all.index = nullptr, all.count = rows[0];
-  if (all.count <= 0) return;
+  Rows input;
+  input.x = x, input.norm = norm, input.index = nullptr, input.count = rows[0];
+  if (input.count <= 0) return;
   Heads to;
   to.q = q, to.keys = keys, to.slots = slots;
-  GIVE_BIAS(to);
-  GIVE_NORMS(to);
-  GIVE_ANGLES(to);
+  SET_BIAS(to);
+  SET_NORMS(to);
+  SET_ANGLES(to);
   Matrices matrices;
   matrices.q = weight_q, matrices.k = weight_k, matrices.v = weight_v;
 #if WHOLE_HEADS
-  make_heads(to, all, matrices, tile, inverses, y, group.x, simd, thread_in_simd);
+  compute_head(to, input, matrices, tile, inverses, y, group.x, simd, thread_in_simd);
 #else
-  make_pairs(to, all, matrices, tile, inverses, (group.x * GROUPS + simd / TEAMS) * SET_ROWS, simd, thread_in_simd);
+  compute_pairs(to, input, matrices, tile, inverses, (group.x * GROUPS + simd / TEAMS) * SET_ROWS, simd, thread_in_simd);
 #endif
 }
+
+// Row `d` of a head's weights.
+INLINE device const uchar *weight_row(Matrices matrices, int head, int d) {
+  device const uchar *matrix = head < H ? matrices.q : head < H + K ? matrices.k : matrices.v;
+  const int index = head < H ? head : (head - H) % K;
+  return matrix + (ulong)(index * D + d) * ROW_BYTES;
+}
+
+#if WHOLE_HEADS
+INLINE void compute_head(Heads to, Rows rows, Matrices matrices, threadgroup float4 *tile, threadgroup float *inverses, threadgroup float *y,
+                         int head, int simd, int lane) {
+  const int team = simd % TEAMS;
+  for (int d0 = 0; d0 < D; d0 += GROUPS * ROWS) {
+    const int first_row = d0 + simd / TEAMS * ROWS;
+    Weights weights;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) weights.row[r] = weight_row(matrices, head, min(first_row + r, D - 1));
+    Sums sums;
+    multiply(sums, tile, inverses, rows, weights, team * PART, simd, lane, EPS);
+    const int first = scatter_sums<COUNT>(sums.of, lane);
+    const bool writes = is_writer<COUNT>(lane);
+#pragma unroll
+    for (int i = 0; i < RESULTS; i++) {
+      const int t = (first + i) / ROWS, token = team * PART + t, d = first_row + (first + i) % ROWS;
+      if (writes && t < PART && token < rows.count && d < D) y[token * D + d] = sums.of[i] + bias_at(to, head, d);
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (int token = simd; token < rows.count; token += SIMDS) finish_head(y + token * D, lane, token, head, to);
+}
+#else
+INLINE void compute_pairs(Heads to, Rows rows, Matrices matrices, threadgroup float4 *tile, threadgroup float *inverses, int first_pair,
+                          int simd, int lane) {
+  const int team = simd % TEAMS;
+  Weights weights;
+#pragma unroll
+  for (int r = 0; r < SET_ROWS; r++) {
+    const int pair = min(first_pair + r, HEADS * (D / 2) - 1), head = pair / (D / 2), d = pair % (D / 2);
+    weights.row[r] = weight_row(matrices, head, d), weights.row[SET_ROWS + r] = weight_row(matrices, head, d + D / 2);
+  }
+  Sums sums;
+  multiply(sums, tile, inverses, rows, weights, team * PART, simd, lane, EPS);
+  const int first = scatter_sums<COUNT>(sums.of, lane);
+  scatter_sums<COUNT>(sums.of + COUNT, lane);
+  if (!is_writer<COUNT>(lane)) return;
+#pragma unroll
+  for (int i = 0; i < RESULTS; i++) {
+    const int t = (first + i) / SET_ROWS, token = team * PART + t, pair = first_pair + (first + i) % SET_ROWS;
+    if (t >= PART || token >= rows.count || pair >= HEADS * (D / 2)) continue;
+    const int head = pair / (D / 2), d = pair % (D / 2);
+    float2 both = float2(sums.of[i] + bias_at(to, head, d), sums.of[COUNT + i] + bias_at(to, head, d + D / 2));
+    if (R > 0 && head < H + K) both = rotated(both.x, both.y, to.angles[token * R + d], to.angles[token * R + d + R / 2]);
+    write_feature(to, token, head, d, both.x);
+    write_feature(to, token, head, d + D / 2, both.y);
+  }
+}
+#endif

@@ -1,16 +1,16 @@
-// q, k, v = y + bias, heads of q and k normed and rotated; q goes on, k and v go into their slots of the cache
+// q, k, v = y + bias; heads of q and k normed and rotated; q is returned, k and v go to their slots of the cache
 //
 //   q            [T, H, D] float32
 //   keys         [P, 2, K, S, D] CACHE_TYPE (F32, F16 or BF16)   the pool of blocks: keys at [:, 0], values at [:, 1]
-//   keys_again                                                   the same memory once more; not used
+//   keys_again                                                   the same memory; not used
 //   y            [T, (H + 2 K) D] float32                        a product's outputs: the heads of q, those of k, those of v
 //   bias_q       [H D] float32, bias_k, bias_v [K D], if BIAS
 //   q_norm, k_norm  [D] float32, if QK_NORM                      RMS norm of every head of q and k, with QK_EPS, before the rotation
 //   angles       [T, R] float32, if R > 0                        R / 2 cosines, then R / 2 sines
 //   slots        [T] int32                                       block * S + offset: where a row's k and v go; no two rows have the same
-//   rows         [1] int32                                       how many rows of y there are, 0 to T; q's rows behind stay as they are
+//   rows         [1] int32                                       number of valid rows of y, 0 to T; q's rows from there on are not written
 //
-// R even, R <= D; any D up to 1024. Heads in the order of heads.h. A SIMD group makes one head of a row.
+// R even, R <= D; any D up to 1024. float32, heads in the order of heads.h. A SIMD group computes one head of a row.
 //     grid (T, ceil((H + 2 K) / 8), 1), 256 threads
 #include "heads.h"
 
@@ -25,11 +25,11 @@ kernel void rope_store(device float *q, device cache_number *keys, device cache_
   if (row >= rows[0] || head >= HEADS) return;
   Heads to;
   to.q = q, to.keys = keys, to.slots = slots;
-  GIVE_BIAS(to);
-  GIVE_NORMS(to);
-  GIVE_ANGLES(to);
-  threadgroup float *mine = heads + simd * D;
-  for (int d = lane; d < D; d += 32) mine[d] = y[((ulong)row * HEADS + head) * D + d] + bias_at(to, head, d);
+  SET_BIAS(to);
+  SET_NORMS(to);
+  SET_ANGLES(to);
+  threadgroup float *own = heads + simd * D;
+  for (int d = lane; d < D; d += 32) own[d] = y[((ulong)row * HEADS + head) * D + d] + bias_at(to, head, d);
   simdgroup_barrier(mem_flags::mem_threadgroup);
-  finish_head(mine, lane, row, head, to);
+  finish_head(own, lane, row, head, to);
 }

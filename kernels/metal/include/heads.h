@@ -1,8 +1,8 @@
-// Heads of q, k and v behind their product: bias, norm of a head, rotation, and where they go. One order of arithmetic for all kernels.
+// Heads of q, k and v after their product: bias, norm of a head, rotation, destination. One order of arithmetic for all kernels.
 //
 // Constants from outside, as in norm_qkv_rope_store.metal: H query heads, K key heads, D features, R rotated ones (even, 0 to D), S slots a
 // block, CACHE_TYPE (F32, F16, BF16), BIAS, QK_NORM and QK_EPS. Heads are numbered 0 .. H-1 of q, H .. H+K-1 of k, H+K .. H+2K-1 of v.
-// Feature i < R / 2 is rotated with feature i + R / 2; those from R on stay. v is neither normed nor rotated.
+// Feature i < R / 2 is rotated with feature i + R / 2; those from R on are not rotated. v is neither normed nor rotated.
 #pragma once
 #include "gpu.h"
 
@@ -36,40 +36,40 @@ INLINE cache_number cached(float value) { return float_to_bf16(value); }
 #define ANGLES_ARGUMENT
 #endif
 
-// Where heads go, and what is done to them on the way.
+// Where heads go, and what is applied to them.
 struct Heads {
   device float *q;
   device cache_number *keys;
   device const float *bias_q, *bias_k, *bias_v, *q_norm, *k_norm, *angles;
   device const int *slots;
 };
-// Out of a kernel's arguments, whichever of them there are.
+// Sets its members from those arguments that the kernel has.
 #if BIAS
-#define GIVE_BIAS(to) to.bias_q = bias_q, to.bias_k = bias_k, to.bias_v = bias_v
+#define SET_BIAS(to) to.bias_q = bias_q, to.bias_k = bias_k, to.bias_v = bias_v
 #else
-#define GIVE_BIAS(to) to.bias_q = nullptr, to.bias_k = nullptr, to.bias_v = nullptr
+#define SET_BIAS(to) to.bias_q = nullptr, to.bias_k = nullptr, to.bias_v = nullptr
 #endif
 #if QK_NORM
-#define GIVE_NORMS(to) to.q_norm = q_norm, to.k_norm = k_norm
+#define SET_NORMS(to) to.q_norm = q_norm, to.k_norm = k_norm
 #else
-#define GIVE_NORMS(to) to.q_norm = nullptr, to.k_norm = nullptr
+#define SET_NORMS(to) to.q_norm = nullptr, to.k_norm = nullptr
 #endif
 #if R > 0
-#define GIVE_ANGLES(to) to.angles = angles
+#define SET_ANGLES(to) to.angles = angles
 #else
-#define GIVE_ANGLES(to) to.angles = nullptr
+#define SET_ANGLES(to) to.angles = nullptr
 #endif
 
-// Where feature 0 of cache head `head - H` of a row with this slot begins; pool [P, 2, K, S, D], keys first, then values.
-INLINE ulong cache_place(int slot, int head) {
+// Index of feature 0 of cache head `head - H` of a row with this slot; pool [P, 2, K, S, D], keys first, then values.
+INLINE ulong cache_index(int slot, int head) {
   const int which = head >= H + K ? 1 : 0, k = (head - H) % K;
   return (((ulong)(slot / S) * 2 + which) * K + k) * (ulong)(S * D) + (ulong)(slot % S * D);
 }
 
-// Feature d of a head, final, to its place: q [T, H, D] float32, or the pool. The slot is read only for k and v.
-INLINE void put_feature(Heads to, int row, int head, int d, float value) {
+// Writes the final feature d of a head to q [T, H, D] float32, or to the pool. The slot is read only for k and v.
+INLINE void write_feature(Heads to, int row, int head, int d, float value) {
   if (head < H) to.q[((ulong)row * H + head) * D + d] = value;
-  else to.keys[cache_place(to.slots[row], head) + d] = cached(value);
+  else to.keys[cache_index(to.slots[row], head) + d] = cached(value);
 }
 
 INLINE float bias_at(Heads to, int head, int d) {
@@ -91,23 +91,23 @@ INLINE float head_inverse(threadgroup const float *y, int lane, float eps) {
   return 1.0f / precise::sqrt(sum / (float)D + eps);
 }
 
-// A whole SIMD group: y [D] in threadgroup memory, one row's head with its bias added, is normed, rotated and put where it belongs. What
-// the lanes wrote to y must be visible to all of them. y stays as it is.
+// For a whole SIMD group: norms, rotates and writes y [D] in threadgroup memory, one row's head with its bias added. What the lanes wrote
+// to y must be visible to all of them. y is not changed.
 INLINE void finish_head(threadgroup const float *y, int lane, int row, int head, Heads to) {
-  const bool turned = head < H + K;
+  const bool rotates = head < H + K;
   float inverse = 1.0f;
   device const float *norm = head < H ? to.q_norm : to.k_norm;
 #if QK_NORM
-  if (turned) inverse = head_inverse(y, lane, QK_EPS);
+  if (rotates) inverse = head_inverse(y, lane, QK_EPS);
 #endif
-#define FEATURE(d) (QK_NORM && turned ? y[d] * inverse * norm[d] : y[d])
-  const int pairs = turned ? R / 2 : 0;
+#define FEATURE(d) (QK_NORM && rotates ? y[d] * inverse * norm[d] : y[d])
+  const int pairs = rotates ? R / 2 : 0;
   for (int d = lane; d < pairs; d += 32) {
     device const float *angles = to.angles + (ulong)row * R;
     const float2 both = rotated(FEATURE(d), FEATURE(d + R / 2), angles[d], angles[d + R / 2]);
-    put_feature(to, row, head, d, both.x);
-    put_feature(to, row, head, d + R / 2, both.y);
+    write_feature(to, row, head, d, both.x);
+    write_feature(to, row, head, d + R / 2, both.y);
   }
-  for (int d = 2 * pairs + lane; d < D; d += 32) put_feature(to, row, head, d, FEATURE(d));
+  for (int d = 2 * pairs + lane; d < D; d += 32) write_feature(to, row, head, d, FEATURE(d));
 #undef FEATURE
 }

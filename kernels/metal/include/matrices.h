@@ -1,11 +1,11 @@
-// Products by simdgroup_matrix (matmul.metal, matmul16.metal): their arguments as constants choose them, which row of weights belongs
-// to which output, and what is done to a sum.
+// Products by simdgroup_matrix (matmul.metal, matmul16.metal): their arguments as constants select them, which row of weights an output is
+// computed from, and the operations after the sum.
 //
 // Constants from outside: I, O, WEIGHT, NORM, EPS, GATHER, MATRICES, O1, O2, BIAS, RESIDUAL, ACTIVATION and SILU, as matmul.metal says.
 #pragma once
 #include "norm.h"
 
-static_assert(!(SILU && RESIDUAL) && !(BIAS && MATRICES == 3) && SILU == (MATRICES == 2), "matrices: what does not go together");
+static_assert(!(SILU && RESIDUAL) && !(BIAS && MATRICES == 3) && SILU == (MATRICES == 2), "matrices: switches that exclude each other");
 
 #if NORM
 #define NORM_ARGUMENT device const float *norm,
@@ -23,13 +23,13 @@ static_assert(!(SILU && RESIDUAL) && !(BIAS && MATRICES == 3) && SILU == (MATRIC
 #endif
 #if MATRICES == 1
 #define WEIGHT_ARGUMENTS device const uchar *weight,
-#define GIVE_WEIGHTS(all) all.of[0] = weight
+#define SET_WEIGHTS(matrices) matrices.of[0] = weight
 #elif MATRICES == 2
 #define WEIGHT_ARGUMENTS device const uchar *weight, device const uchar *weight_1,
-#define GIVE_WEIGHTS(all) all.of[0] = weight, all.of[1] = weight_1
+#define SET_WEIGHTS(matrices) matrices.of[0] = weight, matrices.of[1] = weight_1
 #else
 #define WEIGHT_ARGUMENTS device const uchar *weight, device const uchar *weight_1, device const uchar *weight_2,
-#define GIVE_WEIGHTS(all) all.of[0] = weight, all.of[1] = weight_1, all.of[2] = weight_2
+#define SET_WEIGHTS(matrices) matrices.of[0] = weight, matrices.of[1] = weight_1, matrices.of[2] = weight_2
 #endif
 #if BIAS && SILU
 #define BIAS_ARGUMENTS device const float *bias, device const float *bias_1,
@@ -57,31 +57,42 @@ static_assert(!(SILU && RESIDUAL) && !(BIAS && MATRICES == 3) && SILU == (MATRIC
 struct Matrices {
   device const uchar *of[MATRICES];
 };
-// The row of weights that output o is made of; with SILU there are two of them, and `second` asks for up's.
-INLINE device const uchar *weight_row(Matrices all, int o, bool second) {
+// The row of weights of output o; with SILU there are two of them, and `second` selects up's.
+INLINE device const uchar *weight_row(Matrices matrices, int o, bool second) {
 #if MATRICES == 1
-  return all.of[0] + (ulong)o * ROW_BYTES;
+  return matrices.of[0] + (ulong)o * ROW_BYTES;
 #elif MATRICES == 2
-  return (second ? all.of[1] : all.of[0]) + (ulong)o * ROW_BYTES;
+  return (second ? matrices.of[1] : matrices.of[0]) + (ulong)o * ROW_BYTES;
 #else
-  return (o < O1 ? all.of[0] : o < O2 ? all.of[1] : all.of[2]) + (ulong)(o < O1 ? o : o < O2 ? o - O1 : o - O2) * ROW_BYTES;
+  const int row = o < O1 ? o : o < O2 ? o - O1 : o - O2;
+  return (o < O1 ? matrices.of[0] : o < O2 ? matrices.of[1] : matrices.of[2]) + (ulong)row * ROW_BYTES;
 #endif
 }
 
-struct Added { // what may be added to results
+struct Epilogue {  // what may be added to results
   device const float *bias, *bias_1, *residual;
 };
-#define GIVE_ADDED(added) added.bias = BIAS_POINTER, added.bias_1 = BIAS_1_POINTER, added.residual = RESIDUAL_POINTER
+#define SET_EPILOGUE(epilogue) epilogue.bias = BIAS_POINTER, epilogue.bias_1 = BIAS_1_POINTER, epilogue.residual = RESIDUAL_POINTER
 
-// Output o out of its sum, with SILU out of gate's and up's; `at` is its place in out.
-INLINE float finished(float sum, float sum_1, float inverse, Added added, int o, ulong at) {
+// Output o from its sum, with SILU from gate's and up's; `at` is its index in out.
+INLINE float output_of(float sum, float sum_1, float inverse, Epilogue epilogue, int o, ulong at) {
   float y = NORM ? sum * inverse : sum;
-  if (BIAS) y += added.bias[o];
+  if (BIAS) y += epilogue.bias[o];
   if (ACTIVATION == GELU) y = gelu(y);
   if (SILU) {
     float up = NORM ? sum_1 * inverse : sum_1;
-    if (BIAS) up += added.bias_1[o];
+    if (BIAS) up += epilogue.bias_1[o];
     y = silu(y) * up;
   }
-  return RESIDUAL ? y + added.residual[at] : y;
+  return RESIDUAL ? y + epilogue.residual[at] : y;
 }
+
+// --- fragments as the two numbers of a lane
+
+INLINE simdgroup_float8x8 matrix_of(float2 pair) {
+  simdgroup_float8x8 matrix;
+  matrix.thread_elements()[0] = pair.x;
+  matrix.thread_elements()[1] = pair.y;
+  return matrix;
+}
+INLINE float2 pair_of(simdgroup_float8x8 matrix) { return float2(matrix.thread_elements()[0], matrix.thread_elements()[1]); }

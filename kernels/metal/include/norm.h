@@ -1,5 +1,5 @@
-// RMS norm within a product: the product is of x * weight, and its sums are multiplied by 1 / sqrt(mean(x^2) + eps) at the end, so that
-// nobody has to read x twice. The squares are summed by whoever reads x for the product.
+// RMS norm within a product: the product is of x * weight, and its sums are multiplied by 1 / sqrt(mean(x^2) + eps) at the end, so that x
+// is read once. The squares are summed by the lanes that read x for the product.
 #pragma once
 #include "product.h"
 

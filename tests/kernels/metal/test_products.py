@@ -496,7 +496,7 @@ def test_a_row_of_matmul_sixteen_does_not_depend_on_the_others(format: str) -> N
 
 
 PLANTED = [  # in the text of matmul16, and what is said of it
-    ("threadgroup_barrier(mem_flags::mem_threadgroup); // all have done", "// all have done", "race"),
+    ("threadgroup_barrier(mem_flags::mem_threadgroup);\n    if (first + own < I)", "if (first + own < I)", "race"),
     ("    threadgroup_barrier(mem_flags::mem_threadgroup);\n    if (first + COLUMNS", "    if (first + COLUMNS", "race|nobody"),
     ("(second_half) ? -72.0f", "(second_half) ? -71.0f", "off by"),
     ("slice.word >> 8", "slice.word >> 4", "off by"),
