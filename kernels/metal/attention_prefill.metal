@@ -1,74 +1,122 @@
-// out[t] = softmax(q[t] k^T * SCALE) v over the keys that row t sees, for the rows of sequences with several: prompts, pieces of prompts.
+// out[t] = softmax(q[t] k^T * SCALE) v over the keys that row t sees, for sequences with several rows: prompts and chunks of prompts.
 //
 //   out           [T, H, D] float32          only rows of the chunk sequences are written
 //   q             [T, H, D] float32
 //   cache         [P, 2, K, S, D] CACHE_TYPE keys at [:, 0], values at [:, 1]; this step's are in it
-//   block_tables  [B, M] int32               entries that no row's keys are in are not read
+//   block_tables  [B, M] int32               entries of blocks whose keys no row sees are not read
 //   context_lens  [B] int32                  tokens in the cache, with this step's
-//   query_starts  [B + 1] int32              sequence b's rows are query_starts[b] to query_starts[b + 1] - 1; its last stands at
-//                                            position context_lens[b] - 1
+//   query_starts  [B + 1] int32              sequence b's rows are query_starts[b] to query_starts[b + 1] - 1; its last is at position
+//                                            context_lens[b] - 1
 //   chunks        [2] int32                  first chunk sequence, number of chunk sequences
 //
-// Beside attention.h's constants: SIMDS, SIMD groups of a threadgroup, 1 to 16. H / K is at most SIMDS * 8.
-// Launch: threads 32 * SIMDS; grid (ceil(T / SPAN) + chunk sequences, K) or more, with SPAN = SIMDS * 8 * K / H in whole numbers.
+// Constants in addition to attention.h's: SIMDS, SIMD groups of a threadgroup, 1 to 16. H / K is at most SIMDS * 8.
+// Launch: threads 32 * SIMDS; grid (ceil(T / SPAN) + chunk sequences, K) or more, with SPAN = SIMDS * 8 * K / H rounded down.
 //
 // A threadgroup takes (sequence, SPAN query positions, KV head), a SIMD group eight of its SPAN * H / K rows. The last positions of a
-// sequence, which see most, come first. Tiles of KEYS keys and values go through threadgroup memory, 17 KiB, as they lie in the cache, with
-// rows padded so that the lanes of a fragment's load meet different banks. Scores, weights and sums stay in registers as fragments of
-// 8 x 8, and so does q, of D > 128 as far as OWN_STEPS; the rest is read again for each tile. A SIMD group passes over tiles that its rows
-// do not see, and masks only at the edge of what they see.
+// sequence, which see most, come first. Tiles of KEYS keys and values go through threadgroup memory, 17 KiB, as they are in the cache, with
+// rows padded so that the lanes of a fragment's load read different banks. Scores, weights and sums stay in registers as fragments of
+// 8 x 8, and so does q, for D > 128 up to OWN_STEPS; the rest is read again for each tile. A SIMD group skips tiles that its rows do not
+// see, and masks only at the edge of what they see.
 //
-// Where a lane's two numbers of a fragment stand is gpu.h's (matrix_row, matrix_column); the lanes of a row are 1 and 8 apart.
+// Which two numbers of a fragment a lane holds is in gpu.h (matrix_row, matrix_column); the lanes of a row are 1 and 8 apart.
 //
 // Order of the arithmetic: float32 by simdgroup_multiply_accumulate, of scores over d in steps of 8 ascending, of values over keys in steps
-// of 8 ascending; a lane adds its weights, keys ascending, and a row's four lanes are added behind the last tile, 1, then 8 apart. Tiles
-// begin at multiples of KEYS, counted from the sequence's first token; a tile that a row does not see leaves what it has as it is: its
-// bits depend neither on how a prompt is cut nor on the other rows. They differ from attention_decode's.
+// of 8 ascending; a lane adds its weights, keys ascending, and a row's four lanes are added after the last tile, 1, then 8 apart. Tiles
+// begin at multiples of KEYS, counted from the sequence's first token; a tile that a row does not see leaves the row's sums unchanged: its
+// bits depend neither on how a prompt is divided into chunks nor on the other rows. They differ from attention_decode's.
 #include "attention.h"
 
-constant constexpr int ROW_BYTES = D * (int)sizeof(cached);
-constant constexpr int KEYS = ROW_BYTES <= 256 ? 32 : ROW_BYTES <= 512 ? 16 : 8; // of a tile
-constant constexpr int PITCH_BYTES = ROW_BYTES + 16; // from row to row in threadgroup memory
-constant constexpr int PITCH = PITCH_BYTES / (int)sizeof(cached);
-constant constexpr int PIECES = ROW_BYTES / 16; // of 16 bytes in a row of the cache
-constant constexpr int SIDE = KEYS * (PITCH_BYTES / 16); // pieces from a tile's keys to its values
-constant constexpr int STEPS = D / 8; // fragments of a row
-constant constexpr int OWN_STEPS = D <= 128 ? STEPS : 8; // of q
+constant constexpr int ROW_BYTES = D * (int)sizeof(cache_number);
+constant constexpr int KEYS = ROW_BYTES <= 256 ? 32 : ROW_BYTES <= 512 ? 16 : 8;  // of a tile
+constant constexpr int PITCH_BYTES = ROW_BYTES + 16;                              // from row to row in threadgroup memory
+constant constexpr int PITCH = PITCH_BYTES / (int)sizeof(cache_number);
+constant constexpr int PIECES = ROW_BYTES / 16;            // of 16 bytes in a row of the cache
+constant constexpr int SIDE = KEYS * (PITCH_BYTES / 16);   // pieces from a tile's keys to its values
+constant constexpr int STEPS = D / 8;                      // fragments of a row
+constant constexpr int OWN_STEPS = D <= 128 ? STEPS : 8;   // of q, in registers
 constant constexpr int SPAN = SIMDS * 8 / G;
 constant constexpr int THREADS = 32 * SIMDS;
 
 static_assert(SIMDS >= 1 && SIMDS <= 16, "attention_prefill: SIMDS must be 1 to 16");
 static_assert(SPAN >= 1, "attention_prefill: more query heads to a KV head than rows in a threadgroup");
 
-// What this threadgroup has to do: `count` query positions from `position` on, of which the first is row `row` of the batch.
+// The work of this threadgroup: `count` query positions from `position` on, of which the first is row `row` of the batch.
 struct Work {
   device const int *table;
   int head, row, position, count;
 };
 
-// A lane's place in a fragment; its row of q, where that begins in q and out and its position; the SIMD group's first and last position.
+// A lane's position in a fragment; its row of q, where that begins in q and out, and its position in the sequence; the SIMD group's first
+// and last position.
 struct Lane {
   int row, column;
-  bool there; // is there such a row of q?
-  ulong place;
-  int position, low, high; // high is -1 where the SIMD group has no rows
+  bool exists;  // whether there is such a row of q
+  ulong offset;
+  int position, low, high;  // high is -1 where the SIMD group has no rows
 };
 
-// A SIMD group's state. `top` and `sum` are of the lane's row, of the sum this lane's part.
+// The state of a SIMD group. `max_score` and `sum` are of the lane's row, of the sum this lane's part.
 struct Sums {
   float2 o[STEPS];
-  float top, sum;
+  float max_score, sum;
 };
+
+INLINE bool find_work(thread Work &work, uint3 group, device const int *block_tables, device const int *context_lens,
+                      device const int *query_starts, device const int *chunks);
+INLINE Lane lane_of(thread const Work &work, uint number, int simd);
+INLINE float2 query_at(device const float *q, thread const Lane &lane, int step);
+INLINE void load_tile(threadgroup uint4 *tile, thread const Work &work, device const uint4 *cache, int start, int first, int end,
+                      int thread_index);
+INLINE void compute_scores(thread float2 (&s)[KEYS / 8], thread const float2 (&queries)[OWN_STEPS], device const float *q,
+                           threadgroup const cache_number *keys, thread const Lane &lane);
+INLINE void update_softmax(thread float2 (&s)[KEYS / 8], thread Sums &sums, thread const Lane &lane, int start, bool masked);
+INLINE void add_values(thread Sums &sums, thread const float2 (&weights)[KEYS / 8], threadgroup const cache_number *values,
+                       thread const Lane &lane);
+INLINE void write_rows(device float *out, thread const Sums &sums, thread const Lane &lane);
+
+kernel void attention_prefill(device float *out [[buffer(0)]], device const float *q [[buffer(1)]], device const uint4 *cache [[buffer(2)]],
+                              device const int *block_tables [[buffer(3)]], device const int *context_lens [[buffer(4)]],
+                              device const int *query_starts [[buffer(5)]], device const int *chunks [[buffer(6)]],
+                              uint3 group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
+                              uint lane_index [[thread_index_in_simdgroup]], uint simd_index [[simdgroup_index_in_threadgroup]]) {
+  threadgroup uint4 tile[2 * SIDE];
+  Work work;
+  if (!find_work(work, group, block_tables, context_lens, query_starts, chunks)) return;
+  const Lane lane = lane_of(work, lane_index, (int)simd_index);
+  const int first = first_visible(work.position), end = work.position + work.count;
+
+  float2 queries[OWN_STEPS];
+#pragma unroll
+  for (int step = 0; step < OWN_STEPS; step++) queries[step] = query_at(q, lane, step);
+  Sums sums;
+  sums.max_score = NO_SCORE, sums.sum = 0.0f;
+#pragma unroll
+  for (int step = 0; step < STEPS; step++) sums.o[step] = float2(0.0f);
+
+  for (int start = first / KEYS * KEYS; start < end; start += KEYS) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // the last tile has been read by all
+    load_tile(tile, work, cache, start, first, end, (int)thread_index);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (start + KEYS <= first_visible(lane.low) || start > lane.high) continue;
+    float2 scores[KEYS / 8];
+    compute_scores(scores, queries, q, (threadgroup const cache_number *)tile, lane);
+    update_softmax(scores, sums, lane, start, start < first_visible(lane.high) || start + KEYS > lane.low + 1);
+    add_values(sums, scores, (threadgroup const cache_number *)(tile + SIDE), lane);
+  }
+  write_rows(out, sums, lane);
+}
+
+// --- the work of threadgroups and lanes
 
 INLINE int spans_of(device const int *query_starts, int b) { return (query_starts[b + 1] - query_starts[b] + SPAN - 1) / SPAN; }
 
 INLINE bool find_work(thread Work &work, uint3 group, device const int *block_tables, device const int *context_lens,
                       device const int *query_starts, device const int *chunks) {
-  int b = chunks[0], behind = (int)group.x; // spans of sequences from b on that come before this one
-  const int past = b + chunks[1];
-  while (b < past && behind >= spans_of(query_starts, b)) behind -= spans_of(query_starts, b), b++;
-  if (b >= past) return false;
-  const int queries = query_starts[b + 1] - query_starts[b], skipped = (spans_of(query_starts, b) - 1 - behind) * SPAN;
+  int b = chunks[0], span = (int)group.x;  // spans of sequences from b on that come before this one
+  const int end = b + chunks[1];
+  while (b < end && span >= spans_of(query_starts, b)) span -= spans_of(query_starts, b), b++;
+  if (b >= end) return false;
+  const int queries = query_starts[b + 1] - query_starts[b], skipped = (spans_of(query_starts, b) - 1 - span) * SPAN;
   work.table = block_tables + (ulong)b * M;
   work.head = (int)group.y;
   work.row = query_starts[b] + skipped;
@@ -81,37 +129,26 @@ INLINE Lane lane_of(thread const Work &work, uint number, int simd) {
   Lane lane;
   lane.row = (int)matrix_row(number), lane.column = (int)matrix_column(number);
   const int from = simd * 8, row = from + lane.row, rows = work.count * G;
-  lane.there = row < rows;
-  lane.place = ((ulong)(work.row + row / G) * H + work.head * G + row % G) * D;
+  lane.exists = row < rows;
+  lane.offset = ((ulong)(work.row + row / G) * H + work.head * G + row % G) * D;
   lane.position = work.position + row / G;
   lane.low = work.position + from / G;
   lane.high = from < rows ? work.position + (min(from + 8, rows) - 1) / G : -1;
   return lane;
 }
 
-// Fragments are kept as the lane's two numbers, and are matrices only where they are multiplied: a b + c.
-INLINE simdgroup_float8x8 matrix_of(float2 own) {
-  simdgroup_float8x8 matrix;
-  matrix.thread_elements()[0] = own.x;
-  matrix.thread_elements()[1] = own.y;
-  return matrix;
-}
-INLINE float2 multiply_add(float2 a, float2 b, float2 c) {
-  simdgroup_float8x8 sum = matrix_of(c);
-  simdgroup_multiply_accumulate(sum, matrix_of(a), matrix_of(b), sum);
-  return float2(sum.thread_elements()[0], sum.thread_elements()[1]);
-}
+// --- loads
 
-// Columns step * 8 on of the lane's row of q; zeros for a row that is not there.
+// Columns step * 8 on of the lane's row of q; zeros for a row that does not exist.
 INLINE float2 query_at(device const float *q, thread const Lane &lane, int step) {
-  return lane.there ? *(device const float2 *)(q + lane.place + step * 8 + lane.column) * SCALE_2 : float2(0.0f);
+  return lane.exists ? *(device const float2 *)(q + lane.offset + step * 8 + lane.column) * SCALE_2 : float2(0.0f);
 }
 
-// Keys and values from `start` on; for those outside of first to past - 1 some that are inside.
-INLINE void load_tile(threadgroup uint4 *tile, thread const Work &work, device const uint4 *cache, int start, int first, int past,
+// Keys and values from `start` on; for those outside of first to end - 1 some that are inside.
+INLINE void load_tile(threadgroup uint4 *tile, thread const Work &work, device const uint4 *cache, int start, int first, int end,
                       int thread_index) {
   for (int i = thread_index; i < KEYS * PIECES; i += THREADS) {
-    const int row = i / PIECES, piece = i % PIECES, key = clamp(start + row, first, past - 1);
+    const int row = i / PIECES, piece = i % PIECES, key = clamp(start + row, first, end - 1);
     device const uint4 *from = cache + (row_at(work.table[key / S], work.head, key) * PIECES + piece);
     threadgroup uint4 *to = tile + row * (PITCH_BYTES / 16) + piece;
     to[0] = from[0];
@@ -120,12 +157,26 @@ INLINE void load_tile(threadgroup uint4 *tile, thread const Work &work, device c
 }
 
 // Two numbers of a tile, `apart` from each other.
-INLINE float2 pair_at(threadgroup const cached *at, int apart) { return float2(wide(at[0]), wide(at[apart])); }
+INLINE float2 pair_at(threadgroup const cache_number *at, int apart) { return float2(to_float(at[0]), to_float(at[apart])); }
+
+// --- scores, softmax, values. Fragments are kept as the lane's two numbers, and are matrices only where they are multiplied
+
+INLINE simdgroup_float8x8 matrix_of(float2 pair) {
+  simdgroup_float8x8 matrix;
+  matrix.thread_elements()[0] = pair.x;
+  matrix.thread_elements()[1] = pair.y;
+  return matrix;
+}
+INLINE float2 multiply_add(float2 a, float2 b, float2 c) {  // a b + c
+  simdgroup_float8x8 sum = matrix_of(c);
+  simdgroup_multiply_accumulate(sum, matrix_of(a), matrix_of(b), sum);
+  return float2(sum.thread_elements()[0], sum.thread_elements()[1]);
+}
 
 // Rows times keys; in a key's fragment d goes downwards.
-INLINE void score(thread float2 (&s)[KEYS / 8], thread const float2 (&queries)[OWN_STEPS], device const float *q,
-                  threadgroup const cached *keys, thread const Lane &lane) {
-  threadgroup const cached *from = keys + lane.column * PITCH + lane.row;
+INLINE void compute_scores(thread float2 (&s)[KEYS / 8], thread const float2 (&queries)[OWN_STEPS], device const float *q,
+                           threadgroup const cache_number *keys, thread const Lane &lane) {
+  threadgroup const cache_number *from = keys + lane.column * PITCH + lane.row;
 #pragma unroll
   for (int n = 0; n < KEYS / 8; n++) s[n] = float2(0.0f);
 #pragma unroll
@@ -136,40 +187,40 @@ INLINE void score(thread float2 (&s)[KEYS / 8], thread const float2 (&queries)[O
   }
 }
 
-INLINE bool is_hidden(int key, thread const Lane &lane) { return key > lane.position || key < first_seen(lane.position); }
+INLINE bool is_hidden(int key, thread const Lane &lane) { return key > lane.position || key < first_visible(lane.position); }
 
-// Scores become weights under the rows' new tops, hidden ones 0; what is there is rescaled. `edge`: are there hidden ones?
-INLINE void soften(thread float2 (&s)[KEYS / 8], thread Sums &sums, thread const Lane &lane, int start, bool edge) {
-  float most = NEVER;
+// Turns scores into weights under the rows' new maxima, hidden ones into 0, and rescales the sums. `masked`: whether some are hidden.
+INLINE void update_softmax(thread float2 (&s)[KEYS / 8], thread Sums &sums, thread const Lane &lane, int start, bool masked) {
+  float tile_max = NO_SCORE;
   bool hidden[KEYS / 8][2];
 #pragma unroll
   for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      hidden[n][i] = edge && is_hidden(start + n * 8 + lane.column + i, lane);
-      most = max(most, hidden[n][i] ? NEVER : s[n][i]);
+      hidden[n][i] = masked && is_hidden(start + n * 8 + lane.column + i, lane);
+      tile_max = max(tile_max, hidden[n][i] ? NO_SCORE : s[n][i]);
     }
-  most = max(most, simd_shuffle_xor(most, (ushort)1));
-  most = max(most, simd_shuffle_xor(most, (ushort)8));
-  const float top = max(sums.top, most), fade = fade_of(sums.top, top);
-  const bool rises = simd_any(top != sums.top);
-  sums.top = top;
-  sums.sum *= fade;
+  tile_max = max(tile_max, simd_shuffle_xor(tile_max, (ushort)1));
+  tile_max = max(tile_max, simd_shuffle_xor(tile_max, (ushort)8));
+  const float max_score = max(sums.max_score, tile_max), rescale = rescale_of(sums.max_score, max_score);
+  const bool rises = simd_any(max_score != sums.max_score);
+  sums.max_score = max_score;
+  sums.sum *= rescale;
 #pragma unroll
   for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      s[n][i] = hidden[n][i] ? 0.0f : power_of_2(s[n][i] - top);
+      s[n][i] = hidden[n][i] ? 0.0f : fast_exp2(s[n][i] - max_score);
       sums.sum += s[n][i];
     }
   if (!rises) return;
 #pragma unroll
-  for (int step = 0; step < STEPS; step++) sums.o[step] *= fade;
+  for (int step = 0; step < STEPS; step++) sums.o[step] *= rescale;
 }
 
-INLINE void weigh(thread Sums &sums, thread const float2 (&weights)[KEYS / 8], threadgroup const cached *values,
-                  thread const Lane &lane) {
-  threadgroup const cached *from = values + lane.row * PITCH + lane.column;
+INLINE void add_values(thread Sums &sums, thread const float2 (&weights)[KEYS / 8], threadgroup const cache_number *values,
+                       thread const Lane &lane) {
+  threadgroup const cache_number *from = values + lane.row * PITCH + lane.column;
 #pragma unroll
   for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
@@ -177,43 +228,11 @@ INLINE void weigh(thread Sums &sums, thread const float2 (&weights)[KEYS / 8], t
       sums.o[step] = multiply_add(weights[n], pair_at(from + n * 8 * PITCH + step * 8, 1), sums.o[step]);
 }
 
-INLINE void finish(device float *out, thread const Sums &sums, thread const Lane &lane) {
+INLINE void write_rows(device float *out, thread const Sums &sums, thread const Lane &lane) {
   float sum = sums.sum + simd_shuffle_xor(sums.sum, (ushort)1);
   sum += simd_shuffle_xor(sum, (ushort)8);
-  if (!lane.there) return;
+  if (!lane.exists) return;
   const float inverse = 1.0f / sum;
 #pragma unroll
-  for (int step = 0; step < STEPS; step++) *(device float2 *)(out + lane.place + step * 8 + lane.column) = sums.o[step] * inverse;
-}
-
-kernel void attention_prefill(device float *out [[buffer(0)]], device const float *q [[buffer(1)]], device const uint4 *cache [[buffer(2)]],
-                              device const int *block_tables [[buffer(3)]], device const int *context_lens [[buffer(4)]],
-                              device const int *query_starts [[buffer(5)]], device const int *chunks [[buffer(6)]],
-                              uint3 group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
-                              uint lane_index [[thread_index_in_simdgroup]], uint simd_index [[simdgroup_index_in_threadgroup]]) {
-  threadgroup uint4 tile[2 * SIDE];
-  Work work;
-  if (!find_work(work, group, block_tables, context_lens, query_starts, chunks)) return;
-  const Lane lane = lane_of(work, lane_index, (int)simd_index);
-  const int first = first_seen(work.position), past = work.position + work.count;
-
-  float2 queries[OWN_STEPS];
-#pragma unroll
-  for (int step = 0; step < OWN_STEPS; step++) queries[step] = query_at(q, lane, step);
-  Sums sums;
-  sums.top = NEVER, sums.sum = 0.0f;
-#pragma unroll
-  for (int step = 0; step < STEPS; step++) sums.o[step] = float2(0.0f);
-
-  for (int start = first / KEYS * KEYS; start < past; start += KEYS) {
-    threadgroup_barrier(mem_flags::mem_threadgroup); // all are done with the tile before
-    load_tile(tile, work, cache, start, first, past, (int)thread_index);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (start + KEYS <= first_seen(lane.low) || start > lane.high) continue;
-    float2 scores[KEYS / 8];
-    score(scores, queries, q, (threadgroup const cached *)tile, lane);
-    soften(scores, sums, lane, start, start < first_seen(lane.high) || start + KEYS > lane.low + 1);
-    weigh(sums, scores, (threadgroup const cached *)(tile + SIDE), lane);
-  }
-  finish(out, sums, lane);
+  for (int step = 0; step < STEPS; step++) *(device float2 *)(out + lane.offset + step * 8 + lane.column) = sums.o[step] * inverse;
 }

@@ -202,7 +202,8 @@ INLINE float sum_columns(thread Sums &sums, threadgroup float *tile, threadgroup
   Slices now, later;
   load_slices(now, lane, lane.share * SLICE);
   for (int first = 0; first < I; first += COLUMNS) {
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // the last tile has been read by all
+    // the last tile has been read by all
+    threadgroup_barrier(mem_flags::mem_threadgroup);
     if (first + own < I) store(tile + own * PITCH, starts + simd * TOKENS, next, from);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (first + COLUMNS + own < I) next = load(from, first + COLUMNS + own, squares);

@@ -22,9 +22,9 @@ STORE = "atomic_store_explicit(word, bits == 0 ? 0x80000000u : bits, memory_orde
 WAIT = "while (bits == 0) bits = atomic_fetch_or_explicit(word, 0u, memory_order_relaxed);"
 ZERO = "atomic_store_explicit(word, 0u, memory_order_relaxed);"
 NOBODY = "if (before == expected - 1) atomic_store_explicit(counter, 0u, memory_order_relaxed);"
-COUNT = "  count_results(lasts, to, company, unit, thread_index);\n"
-BEFORE = "  put_results(to, all, board, company, unit, partition, thread_index);\n"
-READY = "threadgroup_barrier(mem_flags::mem_device); // its records are on their way"
+COUNT = "  count_results(lasts, to, sequences, unit, thread_index);\n"
+WRITE = "  write_results(to, merged, exchange, sequences, unit, partition, thread_index);\n"
+READY = "threadgroup_barrier(mem_flags::mem_device);"
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_when_it_is_counted_does_not_matter(plant: Plant, how: str) -> None:
     if how == "stored without a barrier":
         plant((READY, ""))
     else:
-        plant((COUNT, ""), (BEFORE, f"{COUNT}{BEFORE}"))
+        plant((COUNT, ""), (WRITE, f"{COUNT}{WRITE}"))
     for seed in SEEDS:
         for out in launches(CASE, seed):
             np.testing.assert_allclose(out, WANT, **TOLERANCE)

@@ -1,76 +1,158 @@
-// Which sequences a threadgroup of attention_decode takes together, and how its SIMD groups are shared out among them.
+// Which sequences a threadgroup of attention_decode takes together, and how its SIMD groups are divided among them.
 //
-// A run is sequences each of which shares at least half of what it sees of the partition with the one before it; who shares less is better
-// off alone, with all SIMD groups. A unit is up to MOST of a run, fewer where the launch would have less than SPREAD threadgroups left.
-// Each threadgroup finds that out for itself, from what all can see; in a batch in which nobody shares it reads two words for it.
+// A run is sequences each of which shares at least half of the keys it sees in the partition with the one before it; a sequence that
+// shares less is faster alone, with all SIMD groups. A unit is up to MAX_MEMBERS of a run, fewer where the launch would have less than
+// SPREAD threadgroups left. Each threadgroup finds its unit by itself, from data that all can read; in a batch in which no sequence shares
+// it reads two words for that.
 //
-// Constants beside attention.h's: PARTITION, SIMDS, KEYS, PARTS, PARTITIONS, SPREAD, MOST and ABREAST, as attention_decode.metal says.
+// Constants in addition to attention.h's and decode_tile.h's: PARTITION, SIMDS, PARTITIONS, SPREAD, MAX_MEMBERS and CONCURRENT, as
+// attention_decode.metal says.
 #pragma once
-#include "attention.h"
+#include "decode_tile.h"
 
-// What a launch is told of its sequences.
-struct Company {
-  device const int *contexts, *alike;
+// The sequences of a launch.
+struct Sequences {
+  device const int *contexts, *shared_prefix_lens;
   int count;
 };
 
-// Sequences b to b + size - 1 at a partition. SIMD group `simd` has one strand of number simd % slots of them; `abreast` strands are done
-// at the same time. The keys before `common` lie in the same blocks.
+// Sequences b to b + size - 1 at a partition. SIMD group `simd` has one stripe of member simd % slots_of(unit); `concurrent` stripes are
+// computed at the same time. The keys before `common` are in the same blocks.
 struct Unit {
-  int b, size, shift, abreast, common;
+  int b, size, shift, concurrent, common;
 };
-INLINE int slots_of(thread const Unit &unit) { return 1 << unit.shift; } // size or more, a power of two
+INLINE int slots_of(thread const Unit &unit) { return 1 << unit.shift; }  // size or more, a power of two
 INLINE int member_of(thread const Unit &unit, int simd) { return simd & (slots_of(unit) - 1); }
 
-INLINE int first_partition(int context) { return first_seen(context - 1) / PARTITION; }
+INLINE int first_partition(int context) { return first_visible(context - 1) / PARTITION; }
 INLINE int last_partition(int context) { return (context - 1) / PARTITION; }
 INLINE bool in_one_partition(int context) { return PARTITIONS == 1 || first_partition(context) == last_partition(context); }
 
-// Whether sequence b, which is not the first, has a tile of every strand, and half of the partition from `start` on, in common with b - 1.
-// Where a window begins, everybody stays alone.
-INLINE bool joins(Company company, int b, int start) {
-  const int before = company.contexts[b - 1], context = company.contexts[b], longest = max(before, context);
-  const int shared = min(min(company.alike[b], start + PARTITION), min(before, context)) - start;
-  return first_seen(longest - 1) <= start && shared >= SIMDS * KEYS && 2 * shared >= min(longest - start, PARTITION);
+// Whether sequence b, which is not the first, has a tile of every stripe, and half of the partition from `start` on, in common with b - 1.
+// In the partition where a window begins no sequence joins.
+INLINE bool joins(Sequences sequences, int b, int start) {
+  const int before = sequences.contexts[b - 1], context = sequences.contexts[b], longest = max(before, context);
+  const int shared = min(min(sequences.shared_prefix_lens[b], start + PARTITION), min(before, context)) - start;
+  return first_visible(longest - 1) <= start && shared >= SIMDS * KEYS && 2 * shared >= min(longest - start, PARTITION);
 }
 
-INLINE Unit alone(int b) {
+INLINE Unit single(int b) {
   Unit unit;
-  unit.b = b, unit.size = 1, unit.shift = 0, unit.abreast = SIMDS, unit.common = 0;
+  unit.b = b, unit.size = 1, unit.shift = 0, unit.concurrent = SIMDS, unit.common = 0;
   return unit;
 }
 
-// How many sequences a unit may have, so that threadgroups still are many.
-INLINE int most_of(Company company, int lane) {
-  int threadgroups = 0, most = MOST;
-  for (int b = lane; b < company.count; b += 32)
-    threadgroups += last_partition(company.contexts[b]) - first_partition(company.contexts[b]) + 1;
+// How many sequences a unit may have, so that enough threadgroups remain.
+INLINE int max_members(Sequences sequences, int lane) {
+  int threadgroups = 0, members = MAX_MEMBERS;
+  for (int b = lane; b < sequences.count; b += 32)
+    threadgroups += last_partition(sequences.contexts[b]) - first_partition(sequences.contexts[b]) + 1;
   threadgroups = simd_sum(threadgroups) * (K * PARTS);
-  while (most > 1 && threadgroups / most < SPREAD) most /= 2;
-  return most;
+  while (members > 1 && threadgroups / members < SPREAD) members /= 2;
+  return members;
 }
 
-// The first of the run of sequences, each of which joins the one before it, that b is in.
-INLINE int run_of(Company company, int b, int start, int lane) {
+// The first sequence of the run that b is in.
+INLINE int run_start(Sequences sequences, int b, int start, int lane) {
   for (int from = b;; from -= 32) {
-    const int one = from - lane, back = simd_min(one >= 1 && joins(company, one, start) ? 32 : lane);
+    const int other = from - lane, back = simd_min(other >= 1 && joins(sequences, other, start) ? 32 : lane);
     if (back < 32) return from - back;
   }
 }
 
-// The unit of the partition from `start` on that b is in. Every SIMD group comes to the same.
-INLINE Unit find_unit(Company company, int b, int start, int lane) {
-  Unit unit = alone(b);
-  if ((b == 0 || company.alike[b] <= start) && (b + 1 >= company.count || company.alike[b + 1] <= start)) return unit;
-  const int most = most_of(company, lane);
-  unit.b = b - ((b - run_of(company, b, start, lane)) & (most - 1));
-  const int one = unit.b + lane;
-  const bool member = lane == 0 || (lane < most && one < company.count && joins(company, one, start));
+// The unit of the partition from `start` on that b is in. All SIMD groups find the same.
+INLINE Unit find_unit(Sequences sequences, int b, int start, int lane) {
+  Unit unit = single(b);
+  if ((b == 0 || sequences.shared_prefix_lens[b] <= start) &&
+      (b + 1 >= sequences.count || sequences.shared_prefix_lens[b + 1] <= start))
+    return unit;
+  const int members = max_members(sequences, lane);
+  unit.b = b - ((b - run_start(sequences, b, start, lane)) & (members - 1));
+  const int other = unit.b + lane;
+  const bool member = lane == 0 || (lane < members && other < sequences.count && joins(sequences, other, start));
   unit.size = simd_min(member ? 32 : lane);
   const bool counts = lane < unit.size;
-  const int end = start + PARTITION, shared = counts && lane > 0 ? company.alike[one] : end, there = counts ? company.contexts[one] : end;
-  unit.common = min(simd_min(min(shared, there)), end);
+  const int end = start + PARTITION, shared = counts && lane > 0 ? sequences.shared_prefix_lens[other] : end;
+  const int context = counts ? sequences.contexts[other] : end;
+  unit.common = min(simd_min(min(shared, context)), end);
   while (slots_of(unit) < unit.size) unit.shift++;
-  unit.abreast = unit.size > 1 ? min(SIMDS >> unit.shift, ABREAST) : SIMDS;
+  unit.concurrent = unit.size > 1 ? min(SIMDS >> unit.shift, CONCURRENT) : SIMDS;
   return unit;
+}
+
+// --- tiles that the sequences of a unit share
+
+// Tiles that are in threadgroup memory for a while, one of each concurrent stripe.
+struct SharedTiles {
+  threadgroup cache_number4 *keys, *values;  // [CONCURRENT][TILE]
+};
+// The pieces that a thread copies there: their indices in the cache, and the pieces themselves, in flight.
+struct Copied {
+  uint indices[COPIED];
+  cache_number4 pieces[COPIED];
+};
+#define NOT_COPIED 0xFFFFFFFFu
+
+// Tile `turn` of each of the stripes from `stripe` on, where that is a tile that all members share.
+INLINE void find(thread Copied &copied, device const int *table, thread const Unit &unit, int head, int stripe, int tile, int turn,
+                 int thread_index) {
+#pragma unroll
+  for (int i = 0; i < COPIED; i++) {
+    const int at = thread_index + i * THREADS, own = stripe + at / TILE, wanted = first_tile(own, tile) + turn * SIMDS;
+    const bool exists = at < unit.concurrent * TILE && own < SIMDS && wanted < unit.common / KEYS;
+    const int key = wanted * KEYS + at % TILE / PIECES;
+    copied.indices[i] = exists ? row_at(table[key / S], head, key) * PIECES + at % PIECES : NOT_COPIED;
+  }
+}
+INLINE void load(thread Copied &copied, device const cache_number4 *side) {
+#pragma unroll
+  for (int i = 0; i < COPIED; i++)
+    if (copied.indices[i] != NOT_COPIED) copied.pieces[i] = side[copied.indices[i]];
+}
+INLINE void store(thread const Copied &copied, threadgroup cache_number4 *to, int thread_index) {
+#pragma unroll
+  for (int i = 0; i < COPIED; i++)
+    if (thread_index + i * THREADS < CONCURRENT * TILE) to[thread_index + i * THREADS] = copied.pieces[i];
+}
+
+// The tiles that a unit's sequences have in common from `start` on, of the stripes from `stripe` on; `own` is this SIMD group's, or SIMDS.
+// All threads must call it. While a tile's keys are multiplied its values are in flight, and the next tile's keys while its values are.
+INLINE void attend_shared(thread Sums &sums, thread const float4 (&queries)[PADDED_ROWS][EACH], SharedTiles tiles,
+                          device const cache_number4 *cache, device const int *table, thread const Unit &unit, int head, int start,
+                          int stripe, int own, int thread_index, thread const Lane &lane) {
+  const int tile = start / KEYS, end = unit.common / KEYS, offset = (own - stripe) * TILE;
+  Copied copied;
+#pragma unroll
+  for (int i = 0; i < COPIED; i++) copied.pieces[i] = cache_number4(0);
+  find(copied, table, unit, head, stripe, tile, 0, thread_index);
+  load(copied, cache);
+  for (int turn = 0; turn * SIMDS < end - tile; turn++) {
+    const int at = first_tile(own, tile) + turn * SIMDS;
+    const bool takes_part = own < SIMDS && at < end;
+    float parts[HALF], scores[SCORES];
+    cache_number4 pieces[EACH];
+    store(copied, tiles.keys, thread_index);
+    load(copied, cache + VALUES * PIECES);
+    find(copied, table, unit, head, stripe, tile, turn + 1, thread_index);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (takes_part) {
+#pragma unroll
+      for (int step = 0; step < STEPS; step++) {
+        load_from_tile(pieces, tiles.keys + offset, step, lane);
+        add_partial_scores(parts, queries, pieces, step, lane);
+      }
+      reduce_scores(scores, parts, lane);
+    }
+    store(copied, tiles.values, thread_index);
+    load(copied, cache);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (takes_part) {
+      update_softmax(scores, sums, lane, at * KEYS, start, unit.common);
+#pragma unroll
+      for (int step = 0; step < STEPS; step++) {
+        load_from_tile(pieces, tiles.values + offset, step, lane);
+        add_values(sums, scores, pieces, step, lane);
+      }
+    }
+  }
 }

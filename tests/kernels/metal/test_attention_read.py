@@ -69,14 +69,13 @@ def test_many_threadgroups_are_left() -> None:
 
 # What keeps the bits, and threads apart: each taken away is found.
 FAULTS = [
-    ("near.values = near.keys + ABREAST * TILE", "near.values = near.keys", "race"),
-    ("threadgroup_barrier(mem_flags::mem_threadgroup);\n    if (mine) {\n#pragma unroll\n      for (int step = 0; step < STEPS; step++) {\n"
-     "        load_near(pieces, near.keys", "if (mine) {\n#pragma unroll\n      for (int step = 0; step < STEPS; step++) {\n"
-     "        load_near(pieces, near.keys", "race|never written"),
-    ("merge(all, board, sums, unit, to.heads, there, thread_index, simd, lane);\n      threadgroup_barrier(mem_flags::mem_threadgroup);",
-     "merge(all, board, sums, unit, to.heads, there, thread_index, simd, lane);", "race"),
-    ("all.o[m] * fades.x", "all.o[m]", "same"),
-    ("min(simd_min(min(shared, there)), end)", "end", "same"),  # beyond what all have in common
+    ("tiles.values = tiles.keys + CONCURRENT * TILE", "tiles.values = tiles.keys", "race"),
+    ("threadgroup_barrier(mem_flags::mem_threadgroup);\n    if (takes_part) {\n#pragma unroll\n", "if (takes_part) {\n#pragma unroll\n",
+     "race|never written"),
+    ("merge(merged, exchange, sums, unit, to.heads, stripes, thread_index, simd, lane);\n      threadgroup_barrier(mem_flags::mem_threadgroup);",
+     "merge(merged, exchange, sums, unit, to.heads, stripes, thread_index, simd, lane);", "race"),
+    ("merged.o[m] * factors.x", "merged.o[m]", "same"),
+    ("min(simd_min(min(shared, context)), end)", "end", "same"),  # beyond what all have in common
 ]  # fmt: skip
 
 
