@@ -48,16 +48,16 @@
 #include "decode_tile.h"
 
 constant constexpr int PARTITIONS = (M * S + PARTITION - 1) / PARTITION;
-constant constexpr int MERGED_ROWS = D >= 256 ? 1 : 256 / D;           // at a time: 8 KiB of threadgroup memory
-constant constexpr int EXCHANGE = SIMDS * MERGED_ROWS * PIECES;        // float4s in which SIMD groups exchange rows
+constant constexpr int MERGED_ROWS = D >= 256 ? 1 : 256 / D;                // at a time: 8 KiB of threadgroup memory
+constant constexpr int EXCHANGE = SIMDS * MERGED_ROWS * PIECES;             // float4s in which SIMD groups exchange rows
 constant constexpr int CONCURRENT = EXCHANGE * 4 / (TILE * REGISTERS) / 2;  // stripes whose shared keys and values fit there
 // Whether the merged values of n sequences fit into the registers of a tile's values.
 #define FITS(n) ((n) <= SIMDS && (n) * ROWS * D <= THREADS * STEPS * EACH * REGISTERS)
 constant constexpr int MAX_MEMBERS = !CASCADE || CONCURRENT < 1 ? 1 : FITS(16) ? 16 : FITS(8) ? 8 : FITS(4) ? 4 : FITS(2) ? 2 : 1;
-constant constexpr int MERGED = (MAX_MEMBERS * ROWS * PIECES + THREADS - 1) / THREADS;                    // pieces that a thread merges
+constant constexpr int MERGED = (MAX_MEMBERS * ROWS * PIECES + THREADS - 1) / THREADS;              // pieces that a thread merges
 constant constexpr int COPIED = MAX_MEMBERS > 1 ? (CONCURRENT * TILE + THREADS - 1) / THREADS : 1;  // pieces of shared tiles that it copies
-constant constexpr int RECORD = ROWS * (D + 2);                        // words
-constant constexpr int AREA = 32 + PARTITIONS * RECORD;                // words of a sequence's part; 32: the count has a cache line of its own
+constant constexpr int RECORD = ROWS * (D + 2);                                                     // words
+constant constexpr int AREA = 32 + PARTITIONS * RECORD;  // words of a sequence's part; the count has a cache line of its own
 constant constexpr int OWN_NUMBERS = (ROWS * D + THREADS - 1) / THREADS;      // numbers that a thread merges over the partitions
 constant constexpr int IN_FLIGHT = OWN_NUMBERS >= 32 ? 1 : 32 / OWN_NUMBERS;  // partitions whose words a thread loads at a time
 
@@ -92,9 +92,10 @@ INLINE void count_results(threadgroup uint *lasts, Results to, Sequences sequenc
 kernel void attention_decode(device float *out [[buffer(0)]], device atomic_uint *partial [[buffer(1)]],
                              device const float *q [[buffer(2)]], device const cache_number4 *cache [[buffer(3)]],
                              device const int *block_tables [[buffer(4)]], device const int *context_lens [[buffer(5)]],
-                             device const int *count [[buffer(6)]], SHARED_PREFIX_LENS_ARGUMENT
-                             uint3 group [[threadgroup_position_in_grid]], uint index [[thread_index_in_threadgroup]],
-                             uint lane_index [[thread_index_in_simdgroup]], uint simd_index [[simdgroup_index_in_threadgroup]]) {
+                             device const int *count [[buffer(6)]],
+                             SHARED_PREFIX_LENS_ARGUMENT uint3 group [[threadgroup_position_in_grid]],
+                             uint index [[thread_index_in_threadgroup]], uint lane_index [[thread_index_in_simdgroup]],
+                             uint simd_index [[simdgroup_index_in_threadgroup]]) {
   threadgroup float4 rows[EXCHANGE];
   threadgroup float2 stats[SIMDS * PADDED_ROWS];
   threadgroup float2 totals[MAX_MEMBERS * PADDED_ROWS];

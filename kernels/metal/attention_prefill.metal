@@ -30,10 +30,10 @@ constant constexpr int ROW_BYTES = D * (int)sizeof(cache_number);
 constant constexpr int KEYS = ROW_BYTES <= 256 ? 32 : ROW_BYTES <= 512 ? 16 : 8;  // of a tile
 constant constexpr int PITCH_BYTES = ROW_BYTES + 16;                              // from row to row in threadgroup memory
 constant constexpr int PITCH = PITCH_BYTES / (int)sizeof(cache_number);
-constant constexpr int PIECES = ROW_BYTES / 16;            // of 16 bytes in a row of the cache
-constant constexpr int SIDE = KEYS * (PITCH_BYTES / 16);   // pieces from a tile's keys to its values
-constant constexpr int STEPS = D / 8;                      // fragments of a row
-constant constexpr int OWN_STEPS = D <= 128 ? STEPS : 8;   // of q, in registers
+constant constexpr int PIECES = ROW_BYTES / 16;           // of 16 bytes in a row of the cache
+constant constexpr int SIDE = KEYS * (PITCH_BYTES / 16);  // pieces from a tile's keys to its values
+constant constexpr int STEPS = D / 8;                     // fragments of a row
+constant constexpr int OWN_STEPS = D <= 128 ? STEPS : 8;  // of q, in registers
 constant constexpr int SPAN = SIMDS * 8 / G;
 constant constexpr int THREADS = 32 * SIMDS;
 

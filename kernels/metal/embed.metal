@@ -11,12 +11,12 @@
 #include "weights.h"
 
 kernel void embed(device float *x, device const uchar *table, device const int *tokens, device const int *rows,
-                  uint3 group [[threadgroup_position_in_grid]], uint at [[thread_index_in_threadgroup]]) {
+                  uint3 group [[threadgroup_position_in_grid]], uint index [[thread_index_in_threadgroup]]) {
   const uint t = group.x;
   if (t >= uint(rows[0])) return;
   const int token = tokens[t];
   const bool known = token >= 0 && token < V;
-  for (uint c = at * 4; c < E; c += THREADS * 4)
+  for (uint c = index * 4; c < E; c += THREADS * 4)
     *(device float4 *)(x + ulong(t) * E + c) =
         known ? four_values(table + ulong(uint(token)) * ROW_BYTES, c) : as_type<float4>(uint4(0x7FC00000u));
 }

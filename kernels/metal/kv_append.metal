@@ -1,34 +1,35 @@
-// pool[slots[t]] = k[t], v[t]: what a step computed goes into the paged cache.
+// pool[slots[t]] = k[t], v[t]: the keys and values of a step go into the paged cache.
 //
 //   pool        [P, 2, K, S, D] CACHE_TYPE  one layer's blocks, keys at [:, 0], values at [:, 1]; slot n is place n % S of block n / S
 //   pool_again  the same memory, not used
 //   k, v        [T, K, D] float32           rounded to CACHE_TYPE (F32, F16 or BF16), to nearest, ties to even
-//   slots       [T] int32                   no two rows share a slot that anybody reads
-//   rows        [1] int32                   rows that are meant, at most T
+//   slots       [T] int32                   no two rows share a slot that is read
+//   rows        [1] int32                   number of valid rows, at most T
 //
 // Grid (T), THREADS threads, 32 to 1024: the host takes K * D / 4, at most 256. A thread moves 4 keys and 4 values at a time. D is a
-// multiple of 16; everything lies on a border of 16 bytes. Slots as in PagedAttention (Kwon et al. 2023).
+// multiple of 16; all addresses are multiples of 16. Slots as in PagedAttention (Kwon et al. 2023).
 #include "gpu.h"
 
 #if CACHE_TYPE == F32
-typedef float4 cached;
-INLINE cached rounded(float4 x) { return x; }
+typedef float4 cache_number4;
+INLINE cache_number4 rounded(float4 x) { return x; }
 #elif CACHE_TYPE == F16
-typedef half4 cached;
-INLINE cached rounded(float4 x) { return half4(x); }
+typedef half4 cache_number4;
+INLINE cache_number4 rounded(float4 x) { return half4(x); }
 #else
-typedef ushort4 cached;
-INLINE cached rounded(float4 x) { return ushort4(float_to_bf16(x.x), float_to_bf16(x.y), float_to_bf16(x.z), float_to_bf16(x.w)); }
+typedef ushort4 cache_number4;
+INLINE cache_number4 rounded(float4 x) { return ushort4(float_to_bf16(x.x), float_to_bf16(x.y), float_to_bf16(x.z), float_to_bf16(x.w)); }
 #endif
 
-kernel void kv_append(device cached *pool, device void *pool_again, device const float4 *k, device const float4 *v, device const int *slots,
-                      device const int *rows, uint3 group [[threadgroup_position_in_grid]], uint at [[thread_index_in_threadgroup]]) {
+kernel void kv_append(device cache_number4 *pool, device void *pool_again, device const float4 *k, device const float4 *v,
+                      device const int *slots, device const int *rows, uint3 group [[threadgroup_position_in_grid]],
+                      uint index [[thread_index_in_threadgroup]]) {
   constexpr uint FOURS = D / 4;
   const uint t = group.x;
   if (t >= uint(rows[0])) return;
   const uint slot = uint(slots[t]);
-  device cached *keys = pool + (ulong(slot / S) * 2 * K * S + slot % S) * FOURS, *values = keys + ulong(K) * S * FOURS;
-  for (uint i = at; i < K * FOURS; i += THREADS) {
+  device cache_number4 *keys = pool + (ulong(slot / S) * 2 * K * S + slot % S) * FOURS, *values = keys + ulong(K) * S * FOURS;
+  for (uint i = index; i < K * FOURS; i += THREADS) {
     const ulong from = ulong(t) * K * FOURS + i, to = ulong(i / FOURS) * S * FOURS + i % FOURS;
     keys[to] = rounded(k[from]);
     values[to] = rounded(v[from]);

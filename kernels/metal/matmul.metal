@@ -44,8 +44,9 @@ INLINE float sum_columns(threadgroup float *tile, Source from, int thread_index,
 INLINE void write_inverse(threadgroup float *inverses, float squares, int thread_index);
 
 [[max_total_threads_per_threadgroup(128)]] kernel void matmul(
-    device float *out, device const float *x, NORM_ARGUMENT INDEX_ARGUMENT WEIGHT_ARGUMENTS BIAS_ARGUMENTS RESIDUAL_ARGUMENT
-    device const int *rows, uint3 group [[threadgroup_position_in_grid]], uint index [[thread_index_in_threadgroup]],
+    device float *out, device const float *x,
+    NORM_ARGUMENT INDEX_ARGUMENT WEIGHT_ARGUMENTS BIAS_ARGUMENTS RESIDUAL_ARGUMENT device const int *rows,
+    uint3 group [[threadgroup_position_in_grid]], uint index [[thread_index_in_threadgroup]],
     uint simd [[simdgroup_index_in_threadgroup]]) {
   // x [TILE_T][PITCH], weights [TILE_O][PITCH]; then results [TILE_T][OUT_PITCH]
   threadgroup float4 memory[(TILE_T + TILE_O) * PITCH / 4];

@@ -27,7 +27,8 @@
 #define COLUMNS (32 * SIMDS)              // of a tile
 #define OUTPUTS (FRAGMENTS / (1 + SILU))  // fragments that become outputs
 #define FLOATS (FRAGMENTS * 2 * 64)       // of a SIMD group's sums
-constant constexpr int MEMORY = COLUMNS * PITCH > (SHARES - 1) * GROUPS * FLOATS ? COLUMNS * PITCH : (SHARES - 1) * GROUPS * FLOATS;
+#define SHARED_FLOATS ((SHARES - 1) * GROUPS * FLOATS)
+constant constexpr int MEMORY = COLUMNS * PITCH < SHARED_FLOATS ? SHARED_FLOATS : COLUMNS * PITCH;
 static_assert(SIMDS % SHARES == 0 && COLUMNS % (SLICE * SHARES) == 0, "matmul16: shares");
 static_assert(FRAGMENTS % (1 + SILU) == 0, "matmul16: FRAGMENTS must be even with SILU");
 
@@ -53,8 +54,9 @@ INLINE void write_outputs(device float *out, thread const Sums &sums, threadgrou
                           thread const Lane &lane, int first_output, int count);
 
 [[max_total_threads_per_threadgroup(32 * SIMDS)]] kernel void matmul16(
-    device float *out, device const float *x, NORM_ARGUMENT INDEX_ARGUMENT WEIGHT_ARGUMENTS BIAS_ARGUMENTS RESIDUAL_ARGUMENT
-    device const int *rows, uint3 group [[threadgroup_position_in_grid]], uint simd_index [[simdgroup_index_in_threadgroup]],
+    device float *out, device const float *x,
+    NORM_ARGUMENT INDEX_ARGUMENT WEIGHT_ARGUMENTS BIAS_ARGUMENTS RESIDUAL_ARGUMENT device const int *rows,
+    uint3 group [[threadgroup_position_in_grid]], uint simd_index [[simdgroup_index_in_threadgroup]],
     uint thread_in_simd [[thread_index_in_simdgroup]]) {
   threadgroup float4 memory[MEMORY / 4];
   threadgroup float starts[QUANTIZED ? SIMDS * TOKENS : 1];

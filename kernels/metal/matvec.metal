@@ -33,10 +33,11 @@
 #define WITH_RESIDUAL(y, at) (y)
 #endif
 
-[[max_total_threads_per_threadgroup(32 * SIMDS)]] kernel void matvec(
-    device float *out, device const float *x, device const uchar *weight, BIAS_ARGUMENT RESIDUAL_ARGUMENT device const int *rows,
-    uint3 group [[threadgroup_position_in_grid]], uint simd [[simdgroup_index_in_threadgroup]],
-    uint thread_in_simd [[thread_index_in_simdgroup]]) {
+[[max_total_threads_per_threadgroup(32 * SIMDS)]] kernel void matvec(device float *out, device const float *x, device const uchar *weight,
+                                                                     BIAS_ARGUMENT RESIDUAL_ARGUMENT device const int *rows,
+                                                                     uint3 group [[threadgroup_position_in_grid]],
+                                                                     uint simd [[simdgroup_index_in_threadgroup]],
+                                                                     uint thread_in_simd [[thread_index_in_simdgroup]]) {
   threadgroup float4 tile[TILE];
   threadgroup float inverses[SQUARES];
   const int count = rows[0], lane = thread_in_simd, team = simd % TEAMS, o0 = (group.x * GROUPS + simd / TEAMS) * ROWS;

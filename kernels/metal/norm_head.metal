@@ -17,10 +17,12 @@
 #define PAIRED 0
 #include "stream.h"
 
-[[max_total_threads_per_threadgroup(32 * SIMDS)]] kernel void norm_head(
-    device float *logits, device const float *x, device const float *norm, device const uchar *weight, device const int *row_index,
-    device const int *count, uint3 group [[threadgroup_position_in_grid]], uint simd [[simdgroup_index_in_threadgroup]],
-    uint thread_in_simd [[thread_index_in_simdgroup]]) {
+[[max_total_threads_per_threadgroup(32 * SIMDS)]] kernel void norm_head(device float *logits, device const float *x,
+                                                                        device const float *norm, device const uchar *weight,
+                                                                        device const int *row_index, device const int *count,
+                                                                        uint3 group [[threadgroup_position_in_grid]],
+                                                                        uint simd [[simdgroup_index_in_threadgroup]],
+                                                                        uint thread_in_simd [[thread_index_in_simdgroup]]) {
   threadgroup float4 tile[TILE];
   threadgroup float inverses[SQUARES];
   const int lane = thread_in_simd, team = simd % TEAMS, v0 = (group.x * GROUPS + simd / TEAMS) * ROWS;

@@ -43,8 +43,8 @@ struct Matrices {
   device const uchar *q, *k, *v;
 };
 
-INLINE void compute_head(Heads to, Rows rows, Matrices matrices, threadgroup float4 *tile, threadgroup float *inverses, threadgroup float *y,
-                         int head, int simd, int lane);
+INLINE void compute_head(Heads to, Rows rows, Matrices matrices, threadgroup float4 *tile, threadgroup float *inverses,
+                         threadgroup float *y, int head, int simd, int lane);
 INLINE void compute_pairs(Heads to, Rows rows, Matrices matrices, threadgroup float4 *tile, threadgroup float *inverses, int first_pair,
                           int simd, int lane);
 
@@ -82,8 +82,8 @@ INLINE device const uchar *weight_row(Matrices matrices, int head, int d) {
 }
 
 #if WHOLE_HEADS
-INLINE void compute_head(Heads to, Rows rows, Matrices matrices, threadgroup float4 *tile, threadgroup float *inverses, threadgroup float *y,
-                         int head, int simd, int lane) {
+INLINE void compute_head(Heads to, Rows rows, Matrices matrices, threadgroup float4 *tile, threadgroup float *inverses,
+                         threadgroup float *y, int head, int simd, int lane) {
   const int team = simd % TEAMS;
   for (int d0 = 0; d0 < D; d0 += GROUPS * ROWS) {
     const int first_row = d0 + simd / TEAMS * ROWS;

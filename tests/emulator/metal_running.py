@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tests.emulator.emulate import Arrays, emulate_source
-from tinyvllm.backends.source import kernels_folder
+from tinyvllm.backends.source import inline_headers, kernels_folder
 
 PLACES = """uint3 group [[threadgroup_position_in_grid]], uint index [[thread_index_in_threadgroup]],
   uint lane [[thread_index_in_simdgroup]], uint simd [[simdgroup_index_in_threadgroup]]"""
@@ -13,7 +13,7 @@ PLACES = """uint3 group [[threadgroup_position_in_grid]], uint index [[thread_in
 
 def full(text: str) -> str:
     """`text`: buffers and body, `device float *out) { ... }`; helpers may stand in front of a line `---`."""
-    words = (kernels_folder() / "metal" / "include" / "gpu.h").read_text().replace("#pragma once\n", "")
+    words = inline_headers(kernels_folder() / "metal" / "include" / "gpu.h", "metal")
     helpers, _, own = text.rpartition("---")
     buffers, _, body = own.partition(") {")
     return f"{words}{helpers}kernel void k({buffers}, {PLACES}) {{{body}"

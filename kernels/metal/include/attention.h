@@ -12,7 +12,7 @@
 #pragma once
 #include "gpu.h"
 
-constant constexpr int G = H / K;             // query heads to a KV head
+constant constexpr int G = H / K;            // query heads to a KV head
 constant constexpr float NO_SCORE = -1e38f;  // the maximum over no keys
 constant constexpr float SCALE_2 = (float)(SCALE * 1.44269504f);
 

@@ -15,20 +15,20 @@
 constant constexpr int PARTS = (G + (D <= 128 ? 8 : 4) - 1) / (D <= 128 ? 8 : 4);  // of a KV head's query heads
 constant constexpr int ROWS = (G + PARTS - 1) / PARTS;                             // query heads of a part
 constant constexpr int PADDED_ROWS = POWER_ABOVE(ROWS);
-constant constexpr int PIECES = D / 4;                                // of four numbers
-constant constexpr int KEY_LANES = POWER_ABOVE(PIECES);               // of a key
-constant constexpr int EACH = (PIECES + KEY_LANES - 1) / KEY_LANES;   // pieces of a lane
-constant constexpr int SIDES = 32 / KEY_LANES;                        // keys at the same time
-constant constexpr int MAX_STEPS = EACH > 1 ? 4 : 8;                  // wide heads leave few registers
+constant constexpr int PIECES = D / 4;                               // of four numbers
+constant constexpr int KEY_LANES = POWER_ABOVE(PIECES);              // of a key
+constant constexpr int EACH = (PIECES + KEY_LANES - 1) / KEY_LANES;  // pieces of a lane
+constant constexpr int SIDES = 32 / KEY_LANES;                       // keys at the same time
+constant constexpr int MAX_STEPS = EACH > 1 ? 4 : 8;                 // wide heads leave few registers
 constant constexpr int STEPS = 32 / PADDED_ROWS < MAX_STEPS ? 32 / PADDED_ROWS : MAX_STEPS;
-constant constexpr int KEYS = STEPS * SIDES;                          // of a tile, at most 32
-constant constexpr int PARTIALS = STEPS * PADDED_ROWS;                // a lane's parts of scores: at most 32
-constant constexpr int HALF = PARTIALS / 2;                           // at least 2
+constant constexpr int KEYS = STEPS * SIDES;                                       // of a tile, at most 32
+constant constexpr int PARTIALS = STEPS * PADDED_ROWS;                             // a lane's parts of scores: at most 32
+constant constexpr int HALF = PARTIALS / 2;                                        // at least 2
 constant constexpr int SCORES = PARTIALS <= KEY_LANES ? 1 : PARTIALS / KEY_LANES;  // a lane's scores
-constant constexpr int SHARE = KEY_LANES / PADDED_ROWS;               // lanes of a side that share a row's scores
-constant constexpr int DUPLICATES = SHARE <= STEPS ? 1 : SHARE / STEPS;  // lanes that hold the same score
-constant constexpr int TILE = KEYS * PIECES;                          // pieces
-constant constexpr int REGISTERS = sizeof(cache_number4) / 4;         // of a piece
+constant constexpr int SHARE = KEY_LANES / PADDED_ROWS;                            // lanes of a side that share a row's scores
+constant constexpr int DUPLICATES = SHARE <= STEPS ? 1 : SHARE / STEPS;            // lanes that hold the same score
+constant constexpr int TILE = KEYS * PIECES;                                       // pieces
+constant constexpr int REGISTERS = sizeof(cache_number4) / 4;                      // of a piece
 constant constexpr int THREADS = 32 * SIMDS;
 
 // The state of a SIMD group: weighted values of all rows, a lane has its pieces and its side; maximum and sum of the lane's own row, the

@@ -35,7 +35,5 @@ INLINE Slice load_slice(device const uchar *row, int column, int quarter) {
   return slice;
 }
 INLINE operand_pair operand_at(thread const Slice &slice, int, int i) { return plain_pair(slice.raw, i); }
-INLINE int column_place(int second_half, int four, int i) {
-  return four % 2 * 16 + 2 * (2 * second_half + four / 2) + i / 2 * 8 + i % 2;
-}
+INLINE int column_place(int second_half, int four, int i) { return four % 2 * 16 + 2 * (2 * second_half + four / 2) + i / 2 * 8 + i % 2; }
 #endif

@@ -9,6 +9,7 @@
 // lanes are added in pairs 16, 8, 4, 2 and 1 apart. w is the weight's exact value (Q4_K: that of tinyvllm/quant/formats.py, scale * q
 // exact and the minimum subtracted with one rounding), and x is not rounded.
 #pragma once
+#include "params.h"
 #include "weights.h"
 
 #define STEPS (((I) + STEP - 1) / STEP)
@@ -56,9 +57,6 @@ template <int COUNT> INLINE int scatter_sums(thread float *values, int lane) {
 template <int COUNT> INLINE bool is_writer(int lane) { return COUNT >= 32 || (lane & (32 / COUNT - 1)) == 0; }
 
 // --- activations
-
-#define NO_ACTIVATION 0
-#define GELU 1
 
 // The tanh form: x / 2 * (1 + tanh u) = x / (1 + e^(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3).
 INLINE float gelu(float x) { return x / (1.0f + precise::exp(fma(0.044715f, x * x * x, x) * -1.5957691216057308f)); }

@@ -63,8 +63,7 @@ INLINE int run_start(Sequences sequences, int b, int start, int lane) {
 // The unit of the partition from `start` on that b is in. All SIMD groups find the same.
 INLINE Unit find_unit(Sequences sequences, int b, int start, int lane) {
   Unit unit = single(b);
-  if ((b == 0 || sequences.shared_prefix_lens[b] <= start) &&
-      (b + 1 >= sequences.count || sequences.shared_prefix_lens[b + 1] <= start))
+  if ((b == 0 || sequences.shared_prefix_lens[b] <= start) && (b + 1 >= sequences.count || sequences.shared_prefix_lens[b + 1] <= start))
     return unit;
   const int members = max_members(sequences, lane);
   unit.b = b - ((b - run_start(sequences, b, start, lane)) & (members - 1));

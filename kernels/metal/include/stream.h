@@ -21,9 +21,9 @@ static_assert(TOKENS >= 1 && TOKENS <= 16 && SIMDS % TEAMS == 0 && SIMDS <= 32, 
 #define GROUPS (SIMDS / TEAMS)  // SIMD groups with rows of weights of their own
 #define SETS (1 + PAIRED)
 #define SET_ROWS (ROWS / SETS)
-constant constexpr int COUNT = power_above(PART * SET_ROWS);     // sums of a set
-constant constexpr int RESULTS = COUNT > 32 ? COUNT / 32 : 1;    // sums of a set that a lane holds in the end
-#define STAGED_ROWS ((TOKENS + SIMDS - 1) / SIMDS)               // rows of x that a SIMD group stages
+constant constexpr int COUNT = power_above(PART * SET_ROWS);   // sums of a set
+constant constexpr int RESULTS = COUNT > 32 ? COUNT / 32 : 1;  // sums of a set that a lane holds in the end
+#define STAGED_ROWS ((TOKENS + SIMDS - 1) / SIMDS)             // rows of x that a SIMD group stages
 #if STAGED
 #define TILE (DEPTH * TOKENS * 64)
 #define SQUARES TOKENS

@@ -5,9 +5,9 @@
 #include "shared_reads.h"
 
 struct Exchange {
-  threadgroup float4 *o;      // [SIMDS][MERGED_ROWS][PIECES]
-  threadgroup float2 *stats;  // [SIMDS][PADDED_ROWS]: maximum, sum; then the factors of the rows so far and of the SIMD group's rows
-  threadgroup float2 *totals; // [MAX_MEMBERS][PADDED_ROWS]: maximum, sum of all stripes so far
+  threadgroup float4 *o;       // [SIMDS][MERGED_ROWS][PIECES]
+  threadgroup float2 *stats;   // [SIMDS][PADDED_ROWS]: maximum, sum; then the factors of the rows so far and of the SIMD group's rows
+  threadgroup float2 *totals;  // [MAX_MEMBERS][PADDED_ROWS]: maximum, sum of all stripes so far
 };
 INLINE threadgroup float4 *row_of(Exchange exchange, int simd, int row) { return exchange.o + (simd * MERGED_ROWS + row) * PIECES; }
 INLINE threadgroup float2 *stats_of(Exchange exchange, int simd, int row) { return exchange.stats + simd * PADDED_ROWS + row; }

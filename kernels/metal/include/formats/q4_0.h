@@ -1,6 +1,6 @@
 // Q4_0: blocks of 32 columns, 18 bytes: half scale, 16 bytes of which low nibbles are columns 0 .. 15 and high nibbles columns 16 .. 31;
 // w = scale * (q - 8). weights.h says what a format header defines.
-#define ROW_BYTES ((I) / 32 * 18)
+#define ROW_BYTES ((I) / Q4_0_BLOCK * Q4_0_BLOCK_BYTES)
 #define COLUMNS_DIVISOR 32
 #define STEP 512
 #define SUBS 2
@@ -15,7 +15,7 @@ typedef half operand_number;
 typedef half2 operand_pair;
 
 INLINE float4 four_values(device const uchar *row, uint column) {
-  device const uchar *block = row + column / 32 * 18;
+  device const uchar *block = row + column / 32 * Q4_0_BLOCK_BYTES;
   const float scale = float(*(device const half *)block);
   device const ushort *pairs = (device const ushort *)(block + 2 + column % 16);
   const uint4 bytes = uint4(pairs[0], pairs[0] >> 8, pairs[1], pairs[1] >> 8) >> (column % 32 / 16 * 4);
@@ -33,7 +33,7 @@ struct Raw {  // half the bytes of a block; four of them in each round, low nibb
   half scale;
 };
 INLINE Raw load_raw(device const uchar *row, int step, int lane) {
-  device const uchar *block = row + (step * 16 + lane / 2) * 18;
+  device const uchar *block = row + (step * 16 + lane / 2) * Q4_0_BLOCK_BYTES;
   const ushort4 quants = ushort4(*(device const packed_ushort4 *)(block + 2 + lane % 2 * 8));
   Raw raw;
   raw.words[0] = word_of(quants.x, quants.y), raw.words[1] = word_of(quants.z, quants.w);
@@ -45,7 +45,7 @@ INLINE int column_of(int lane, int sub, int second) { return lane / 2 * 32 + lan
 
 // One half of each of a block's sixteen bytes.
 INLINE Sixteen sixteen_at(device const uchar *row, int column) {
-  device const uchar *block = row + column / 32 * 18;
+  device const uchar *block = row + column / 32 * Q4_0_BLOCK_BYTES;
   const float scale = (float)*(device const half *)block;
   Sixteen w;
 #pragma unroll
@@ -62,7 +62,7 @@ struct Slice {  // four bytes of a block's sixteen
   half scale;
 };
 INLINE Slice load_slice(device const uchar *row, int column, int quarter) {
-  device const uchar *block = row + column / 32 * 18;
+  device const uchar *block = row + column / 32 * Q4_0_BLOCK_BYTES;
   const ushort2 quants = ushort2(*(device const packed_ushort2 *)(block + 2 + 4 * quarter));
   Slice slice;
   slice.word = word_of(quants.x, quants.y), slice.scale = *(device const half *)block;

@@ -1,7 +1,7 @@
 // Q4_K: blocks of 256 columns, 144 bytes: half d, half dmin, 12 bytes of eight scales and eight minimums of 6 bits, 128 bytes of nibbles;
 // low nibbles are of even runs of 32 columns, high nibbles of odd ones. w = d * scale * q - dmin * minimum. weights.h says what a format
 // header defines.
-#define ROW_BYTES ((I) / 256 * 144)
+#define ROW_BYTES ((I) / Q4_K_BLOCK * Q4_K_BLOCK_BYTES)
 #define COLUMNS_DIVISOR 256
 #define STEP 512
 #define SUBS 2
@@ -15,7 +15,7 @@ typedef half operand_number;
 typedef half2 operand_pair;
 
 INLINE float4 four_values(device const uchar *row, uint column) {
-  device const uchar *block = row + column / 256 * 144, *packed = block + 4;
+  device const uchar *block = row + column / 256 * Q4_K_BLOCK_BYTES, *packed = block + 4;
   const float2 steps = float2(*(device const half2 *)block);
   const uint run = column % 256 / 32, at = run % 4, low = packed[at], middle = packed[at + 4], high = packed[at + 8];
   const uint scale = run < 4 ? low & 63 : (high & 15) | (low >> 6) << 4;
@@ -52,7 +52,7 @@ struct Raw {  // eight bytes of a block's 128: low nibbles are one round's, high
   RunPair runs;
 };
 INLINE Raw load_raw(device const uchar *row, int step, int lane) {
-  device const uchar *block = row + (step * 2 + lane / 16) * 144;
+  device const uchar *block = row + (step * 2 + lane / 16) * Q4_K_BLOCK_BYTES;
   const uint2 words = uint2(*(device const packed_uint2 *)(block + 16 + lane % 16 * 8));
   Raw raw;
   raw.words[0] = words.x, raw.words[1] = words.y;
@@ -66,7 +66,7 @@ INLINE int column_of(int lane, int sub, int second) { return lane / 4 * 64 + sub
 
 // Two runs of 32 columns share 32 bytes.
 INLINE Sixteen sixteen_at(device const uchar *row, int column) {
-  device const uchar *block = row + column / 256 * 144;
+  device const uchar *block = row + column / 256 * Q4_K_BLOCK_BYTES;
   const int run = column % 256 / 32;
   const bool high = run % 2 != 0;
   const RunPair runs = run_pair_of(uint4(*(device const packed_uint4 *)block), run / 2);
@@ -83,7 +83,7 @@ struct Slice {  // eight of the 32 bytes that two runs share
   RunPair runs;
 };
 INLINE Slice load_slice(device const uchar *row, int column, int quarter) {
-  device const uchar *block = row + column / 256 * 144;
+  device const uchar *block = row + column / 256 * Q4_K_BLOCK_BYTES;
   const int g = column % 256 / 64;
   const uint2 words = uint2(*(device const packed_uint2 *)(block + 16 + 32 * g + 8 * quarter));
   Slice slice;
@@ -96,6 +96,4 @@ INLINE operand_pair operand_at(thread const Slice &slice, int run, int i) {
 }
 INLINE float scale_of(thread const Slice &slice, int run) { return run ? slice.runs.scale[1] * 0.0625f : slice.runs.scale[0]; }
 INLINE float minimum_of(thread const Slice &slice, int run) { return slice.runs.minimum[run]; }
-INLINE int column_place(int second_half, int four, int i) {
-  return four % 2 * 16 + 2 * (2 * second_half + four / 2) + i / 2 + i % 2 * 8;
-}
+INLINE int column_place(int second_half, int four, int i) { return four % 2 * 16 + 2 * (2 * second_half + four / 2) + i / 2 + i % 2 * 8; }

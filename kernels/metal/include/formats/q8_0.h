@@ -1,5 +1,5 @@
 // Q8_0: blocks of 32 columns, 34 bytes: half scale, 32 int8 quants; w = scale * q. weights.h says what a format header defines.
-#define ROW_BYTES ((I) / 32 * 34)
+#define ROW_BYTES ((I) / Q8_0_BLOCK * Q8_0_BLOCK_BYTES)
 #define COLUMNS_DIVISOR 32
 #define STEP 256
 #define SUBS 1
@@ -13,7 +13,7 @@ typedef half operand_number;
 typedef half2 operand_pair;
 
 INLINE float4 four_values(device const uchar *row, uint column) {
-  device const uchar *block = row + column / 32 * 34;
+  device const uchar *block = row + column / 32 * Q8_0_BLOCK_BYTES;
   const float scale = float(*(device const half *)block);
   device const ushort *pairs = (device const ushort *)(block + 2 + column % 32);
   return scale * float4(char4(as_type<char2>(pairs[0]), as_type<char2>(pairs[1])));
@@ -24,7 +24,7 @@ struct Raw {  // a quarter of a block: eight columns
   half scale;
 };
 INLINE Raw load_raw(device const uchar *row, int step, int lane) {
-  device const uchar *block = row + (step * 8 + lane / 4) * 34;
+  device const uchar *block = row + (step * 8 + lane / 4) * Q8_0_BLOCK_BYTES;
   const ushort4 quants = ushort4(*(device const packed_ushort4 *)(block + 2 + lane % 4 * 8));
   Raw raw;
   raw.words[0] = word_of(quants.x, quants.y), raw.words[1] = word_of(quants.z, quants.w);
@@ -53,6 +53,4 @@ INLINE operand_pair operand_at(thread const Slice &slice, int, int i) {
 }
 INLINE float scale_of(thread const Slice &slice, int) { return (float)slice.scale; }
 INLINE float minimum_of(thread const Slice &, int) { return 0.0f; }
-INLINE int column_place(int second_half, int four, int i) {
-  return four % 2 * 16 + 2 * (2 * second_half + four / 2) + i / 2 + i % 2 * 8;
-}
+INLINE int column_place(int second_half, int four, int i) { return four % 2 * 16 + 2 * (2 * second_half + four / 2) + i / 2 + i % 2 * 8; }
