@@ -72,14 +72,15 @@ FAULTS = [
     ("tiles.values = tiles.keys + CONCURRENT * TILE", "tiles.values = tiles.keys", "race"),
     ("threadgroup_barrier(mem_flags::mem_threadgroup);\n    if (takes_part) {\n#pragma unroll\n", "if (takes_part) {\n#pragma unroll\n",
      "race|never written"),
-    ("merge(merged, exchange, sums, unit, to.heads, stripes, thread_index, simd, lane);\n      threadgroup_barrier(mem_flags::mem_threadgroup);",
+    ("merge(merged, exchange, sums, unit, to.heads, stripes, thread_index, simd, lane);\n      "
+     "threadgroup_barrier(mem_flags::mem_threadgroup);",
      "merge(merged, exchange, sums, unit, to.heads, stripes, thread_index, simd, lane);", "race"),
     ("merged.o[m] * factors.x", "merged.o[m]", "same"),
     ("min(simd_min(min(shared, context)), end)", "end", "same"),  # beyond what all have in common
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("old, new, found", FAULTS, ids=["one place", "keys' barrier", "board's barrier", "fade", "common"])
+@pytest.mark.parametrize("old, new, found", FAULTS, ids=["one buffer", "keys' barrier", "merge's barrier", "rescaling", "common"])
 def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch, old: str, new: str, found: str) -> None:
     case = make(WIDE, [1] * 3, [225, 210, 220], shared=[0, 192, 208])
     shipped = emulator.kernel_text
