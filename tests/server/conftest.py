@@ -17,7 +17,8 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("httptools")
 
-from tinyvllm.server.core.context import ServerConfig, Service
+from tinyvllm.server.core.config import ServerConfig
+from tinyvllm.server.core.context import Service
 from tinyvllm.server.core.keys import Keys
 from tinyvllm.server.core.models import Models
 from tinyvllm.server.http.app import create_app

@@ -22,7 +22,7 @@ pytest.importorskip("lm_eval")
 
 from tests.server.conftest import Running, running
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.server.core.context import ServerConfig
+from tinyvllm.server.core.config import ServerConfig
 
 ROOT = Path(__file__).parents[2]
 TASKS = ("endings", "perplexity", "stories")

@@ -18,7 +18,7 @@ import pytest
 
 from tests.server.conftest import ENGINE, Running, running
 from tinyvllm.errors import ArgumentError, OutOfMemoryError
-from tinyvllm.server.core.context import ServerConfig
+from tinyvllm.server.core.config import ServerConfig
 from tinyvllm.server.core.failures import Failure
 from tinyvllm.server.core.keys import Key, Keys, Limits, read_keys
 from tinyvllm.server.core.models import Models
@@ -83,7 +83,7 @@ def test_limits_of_a_key() -> None:
     now = [time.monotonic()]
     key.enter(lambda: now[0])
     key.enter(lambda: now[0])
-    with pytest.raises(Failure, match="same time"):
+    with pytest.raises(Failure, match="2 concurrent requests"):
         key.enter(lambda: now[0])
     key.leave(0)
     with pytest.raises(Failure, match="2 requests a minute") as refused:
@@ -312,10 +312,11 @@ def test_a_port_that_is_taken(server: Running, capsys: pytest.CaptureFixture[str
 
 def test_the_page_on_serving_names_every_path_and_option() -> None:
     from tinyvllm.cli.arguments import PARSERS
-    from tinyvllm.server.http.app import _GETS, ENDPOINTS
+    from tinyvllm.server.api.routes import ENDPOINTS, RESOURCES
 
     page = (ROOT / "docs" / "serving.md").read_text()
-    paths = [*(e.path for e in ENDPOINTS), *(path.replace("{name:path}", "NAME").replace("{name}", "ID") for path, _, _ in _GETS)]
+    resources = [r.path.replace("{name:path}", "NAME").replace("{name}", "ID") for r in RESOURCES]
+    paths = [*(e.path for e in ENDPOINTS), *resources]
     group = next(g for g in PARSERS["serve"]()._action_groups if g.title == "server")
     options = [max(action.option_strings, key=len) for action in group._group_actions]
     assert not [word for word in [*paths, *options] if word not in page]

@@ -73,7 +73,7 @@ class Tally:
 
 
 async def _answer_all(options: argparse.Namespace, specs: Mapping[str, Mapping[str, Any]], output: Output, total: int) -> int:
-    from tinyvllm.server.core.context import ServerConfig
+    from tinyvllm.server.core.config import ServerConfig
     from tinyvllm.server.core.models import Models
     from tinyvllm.server.http.app import create_app
 

@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
     for spec in specs.values():
         _check(spec)
     try:
-        from tinyvllm.server.core.context import ServerConfig
+        from tinyvllm.server.core.config import ServerConfig
         from tinyvllm.server.core.keys import read_keys
         from tinyvllm.server.core.models import Models
         from tinyvllm.server.http.app import create_app

@@ -142,10 +142,11 @@ _LARGEST = 1 << 20  # characters or items
 def _compile(source: str) -> Template:
     """jinja2 and its environment are loaded here, when the first template is needed."""
     from jinja2 import TemplateError, nodes
+    from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension, LoopControlExtension
     from jinja2.parser import Parser
     from jinja2.runtime import Context
-    from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Bounded(ImmutableSandboxedEnvironment):
         """The sandbox keeps templates from the process, not from its memory: what they repeat or raise has a bound here."""

@@ -11,6 +11,7 @@ import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tinyvllm.errors import TokenizerError
 from tinyvllm.text.folder import AddedToken
@@ -110,7 +111,7 @@ class _Vocabulary:
             twice = next(token for i, token in enumerate(self.tokens) if self.ids[token] != i)
             raise TokenizerError(f"{_SOURCE}: {_KEY}tokens has {twice!r} more than once: convert the model again")
 
-    def list_of(self, name: str, kind: type) -> list:
+    def list_of(self, name: str, kind: type) -> list[Any]:
         """A list (or array) of strings or numbers, [] if the key is absent."""
         values = self.metadata.get(_KEY + name, [])
         values = values.tolist() if hasattr(values, "tolist") else values

@@ -82,7 +82,8 @@ class SentencePieceTokenizer(Tokenizer):
     def _encode_part(self, text: str, begin: int, end: int) -> list[int]:
         if begin == end:
             return []
-        return (self._later if begin else self._processor).encode(text[begin:end])
+        ids: list[int] = (self._later if begin else self._processor).encode(text[begin:end])
+        return ids
 
     def token_bytes(self, token_id: int) -> bytes:
         if token_id in self._added:

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from tests.server.conftest import Running, running
+from tinyvllm.server.api.routes import ENDPOINTS
 from tinyvllm.server.core.body import Body
-from tinyvllm.server.core.context import ServerConfig
-from tinyvllm.server.http.app import ENDPOINTS
+from tinyvllm.server.core.config import ServerConfig
 
 NEEDED = {  # what a field needs beside itself to mean anything
     "stream_options": {"stream": True},
@@ -35,7 +35,7 @@ def least(body: type[Body]) -> dict:
         given["max_tokens"] = 3
     if body.__name__ in ("GenerateRequest", "TokenizeRequest"):
         given["prompt"] = "Once"
-    if body.__name__ == "ChunkRequest":
+    if body.__name__ == "SegmentRequest":
         given["text"] = "Once"
     return given
 
@@ -47,7 +47,7 @@ def with_field(body: type[Body], name: str, value: object) -> dict:
             given[other] = body.model_fields[other].json_schema_extra["x-example"] if needed is None else needed
     if name in ("prompt_token_ids", "messages") and name != "prompt":
         given.pop("prompt", None)
-    if body.__name__ == "ChunkRequest" and name in ("token_ids", "messages"):
+    if body.__name__ == "SegmentRequest" and name in ("token_ids", "messages"):
         del given["text"]
     if name == "max_completion_tokens":
         given.pop("max_tokens")

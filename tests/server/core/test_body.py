@@ -9,29 +9,32 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from tinyvllm.server.api.anthropic import MessagesRequest
-from tinyvllm.server.api.responses import ResponsesRequest
-from tinyvllm.server.core import body as fields
-from tinyvllm.server.core.body import Body, Failure, parse
+from tinyvllm.server.api.anthropic_body import MessagesRequest
+from tinyvllm.server.api.responses_body import ResponsesRequest
+from tinyvllm.server.core import body_errors
+from tinyvllm.server.core.body import Body, parse
+from tinyvllm.server.core.failures import Failure
 from tinyvllm.server.core.schema import ChatRequest, CompletionRequest
 
 MANY = 50_000
 ASK = {"role": "user", "content": "a"}
 BODIES: dict[str, tuple[type[Body], dict[str, Any], str, str]] = {  # model, body, the field that is named, what more is said
-    "unknown in entries": (ChatRequest, {"messages": [ASK] + [{**ASK, "x": 1}] * MANY}, "messages[1].x", f"{MANY - 1} entries of messages"),
-    "unknown in one": (
-        ChatRequest, {"messages": [{**ASK, **{f"x{i}": 1 for i in range(MANY)}}]}, "messages[0].x0", "also wrong: messages[0].x1, ",
+    "unknown in entries": (
+        ChatRequest, {"messages": [ASK] + [{**ASK, "x": 1}] * MANY}, "messages[1].x", f"{MANY - 1} further entries of messages",
     ),
-    "wrong types": (ChatRequest, {"messages": [{"role": 1, "content": 5}] * MANY}, "messages[0].content", "also wrong: messages[0].role"),
+    "unknown in one": (
+        ChatRequest, {"messages": [{**ASK, **{f"x{i}": 1 for i in range(MANY)}}]}, "messages[0].x0", "also invalid: messages[0].x1, ",
+    ),
+    "wrong types": (ChatRequest, {"messages": [{"role": 1, "content": 5}] * MANY}, "messages[0].content", "also invalid: messages[0].role"),
     "deep": (
         ChatRequest, {"messages": [{**ASK, "tool_calls": [{"function": {"name": 1}}] * MANY}]}, "messages[0].tool_calls[0].function.name",
-        f"{MANY - 1} entries of messages[0].tool_calls",
+        f"{MANY - 1} further entries of messages[0].tool_calls",
     ),
     "an object of numbers": (ChatRequest, {"messages": [ASK], "logit_bias": {"7": 1.0} | {f"a{i}": "a" for i in range(MANY)}},
                              "logit_bias.a0", ""),
     "token ids": (CompletionRequest, {"prompt": "a", "stop_token_ids": [1, 2] + [-1] * MANY}, "stop_token_ids[2]", "entries"),
     "a prompt": (CompletionRequest, {"prompt": ["a"] + [{}] * MANY}, "prompt", ""),
-    "items": (ResponsesRequest, {"input": [{"type": "reasoning", "x": 1}] * MANY}, "input[0].x", f"{MANY - 1} entries of input"),
+    "items": (ResponsesRequest, {"input": [{"type": "reasoning", "x": 1}] * MANY}, "input[0].x", f"{MANY - 1} further entries of input"),
     "blocks": (
         MessagesRequest, {"model": "a", "max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "no"}] * MANY}]},
         "messages[0].content[0]", "entries",
@@ -43,8 +46,8 @@ BODIES: dict[str, tuple[type[Body], dict[str, Any], str, str]] = {  # model, bod
 def test_the_first_that_are_wrong_are_named_and_no_others_are_told(name: str, monkeypatch) -> None:
     model, body, field, more = BODIES[name]
     told: list[Any] = []
-    path = fields._path
-    monkeypatch.setattr(fields, "_path", lambda *given, **named: told.append(1) or path(*given, **named))
+    path = body_errors._path
+    monkeypatch.setattr(body_errors, "_path", lambda *given, **named: told.append(1) or path(*given, **named))
     with pytest.raises(Failure) as failed:
         parse(model, json.dumps(body).encode())
     assert failed.value.status == 400 and failed.value.param == field
@@ -60,8 +63,8 @@ def test_small_mistakes_are_told_as_ever() -> None:
 
     assert message({"messages": [ASK, {"role": "user", "content": 5}]}).endswith("got 5")
     text = message({"messages": [ASK], "temperature": "hot", "n": 0, "seed": "x", "top_k": "y", "top_p": 7})
-    assert text.startswith("n: ") and "; also wrong: " in text and "temperature" in text
-    assert text.endswith(" and more") and "not looked at" not in text
+    assert text.startswith("n: ") and "; also invalid: " in text and "temperature" in text
+    assert text.endswith(" and more") and "not checked" not in text
 
 
 def test_lenient_strips_what_it_does_not_know_wherever_it_lies() -> None:

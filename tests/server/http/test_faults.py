@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.server.conftest import Running, running
-from tinyvllm.server.core.context import ServerConfig
+from tinyvllm.server.core.config import ServerConfig
 
 CHAT = "/v1/chat/completions"
 ASK = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
@@ -66,7 +66,7 @@ def idle(server: Running) -> bool:
         (b'{"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}', 400, "tool"),
         (b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "deadline_ms": 0}', 400, "deadline_ms"),
         (b'{"messages": [{"role": "user", "content": "a"}], "model": "nobody"}', 404, "nobody"),
-        (b'{"messages": [' + b'{"role": "user", "contents": "a"},' * 50000 + b"1]}", 400, "50000 entries of messages"),
+        (b'{"messages": [' + b'{"role": "user", "contents": "a"},' * 50000 + b"1]}", 400, "50000 further entries of messages"),
     ],
 )
 def test_bodies_that_cannot_be(server: Running, raw: bytes, status: int, word: str) -> None:

@@ -1,4 +1,4 @@
-"""GET /v1/capabilities and the OpenAPI document, both made from the bodies' fields, so that they cannot say what is not so."""
+"""GET /v1/capabilities and the OpenAPI document, both generated from the bodies' fields, so that they match the implementation."""
 
 from __future__ import annotations
 
@@ -11,32 +11,28 @@ from pydantic.json_schema import models_json_schema
 
 import tinyvllm
 from tinyvllm.server.core.body import Body
-from tinyvllm.server.http.stream import Endpoint
+from tinyvllm.server.core.endpoint import Endpoint
 
 
-def fields_of(body: type[Body]) -> dict[str, dict[str, Any]]:
-    """Each field of a body: its support, what is to be said of it, and the JSON schema of its values."""
-    properties = body.model_json_schema()["properties"]
-    found = {}
+def fields_of(body: type[Body]) -> dict[str, dict[str, str]]:
+    """The fields of a body: the support of each, and a note on it if there is one."""
+    fields = {}
     for name, field in body.model_fields.items():
         marks = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-        says = (field.description or "").removeprefix("Refused: ")
-        schema = {k: v for k, v in properties[name].items() if k not in ("title", "description") and not k.startswith("x-")}
-        found[name] = {"support": marks.get("x-support", "honoured"), **({"note": says} if says else {}), "schema": schema}
-    return found
+        note = (field.description or "").removeprefix("Refused: ")
+        fields[name] = {"support": str(marks.get("x-support", "honoured")), **({"note": note} if note else {})}
+    return fields
 
 
 def capabilities(endpoints: Sequence[Endpoint], lenient: bool) -> dict[str, Any]:
-    """The whole answer."""
-    listed = {
-        e.path: {name: {k: v for k, v in about.items() if k != "schema"} for name, about in fields_of(e.body).items()} for e in endpoints
-    }
-    unknown = "left out and named in X-Ignored-Fields" if lenient else "refused by name with status 400"
-    return {"version": tinyvllm.__version__, "unknown_fields": unknown, "endpoints": listed}
+    """The response of /v1/capabilities."""
+    unknown = "ignored, and named in the header X-Ignored-Fields" if lenient else "refused with status 400, which names the field"
+    by_path = {endpoint.path: fields_of(endpoint.body) for endpoint in endpoints}
+    return {"version": tinyvllm.__version__, "unknown_fields": unknown, "endpoints": by_path}
 
 
 def openapi(app: FastAPI, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
-    """The OpenAPI document; made once, it is asked for by machines that come back."""
+    """The OpenAPI document; generated once, on the first request for it."""
     if not app.openapi_schema:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         bodies = [(endpoint.body, "validation") for endpoint in endpoints]

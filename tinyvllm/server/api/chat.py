@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions. Chunks of a stream are put together by hand, since there is one a token."""
+"""POST /v1/chat/completions. The events of a stream are formatted by hand, since there is one for each token."""
 
 from __future__ import annotations
 
@@ -8,228 +8,232 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinyvllm.engine.async_llm import AsyncLLM
+from tinyvllm.engine.api import AsyncLLM
 from tinyvllm.request import CompletionOutput, RequestOutput, SamplingParams
-from tinyvllm.server.core.chunk_store import begun
-from tinyvllm.server.core.context import Call
-from tinyvllm.server.core.conversation import Tools, Turn, begin, read_whole
-from tinyvllm.server.core.failures import Failure, bad_field, encode
-from tinyvllm.server.core.logprobs import Position, chat_logprobs, positions_of, prompt_positions
+from tinyvllm.server.core.answer import parse_answer
+from tinyvllm.server.core.answer_format import Tools
+from tinyvllm.server.core.context import RequestContext
+from tinyvllm.server.core.conversation import after_segments, conversation_of, encode_conversation, reasoning_variables
+from tinyvllm.server.core.failures import Failure, encode
+from tinyvllm.server.core.generation import ChatRun, chat_run
+from tinyvllm.server.core.logprobs import Position, chat_logprobs, positions_of, prompt_logprobs
 from tinyvllm.server.core.params import beam_params, request_options, sampling_params
-from tinyvllm.server.core.prompts import Conversation
+from tinyvllm.server.core.response import DONE, ResponseWriter, quote, sse_event
 from tinyvllm.server.core.schema import ChatRequest
-from tinyvllm.server.core.usage import ended, extras
-from tinyvllm.server.http.stream import DONE, Wire, event, quote
+from tinyvllm.server.core.usage import extra_fields, finish_reason_of
 from tinyvllm.text.parsing import Event, StreamParser
 
+_DEFAULT_BEAM_TOKENS = 16
 
-async def answer(call: Call, body: ChatRequest, wire: Wire) -> None:
-    """The work of the endpoint."""
-    call.record |= {name: v for name in ("metadata", "safety_identifier") if (v := getattr(body, name)) is not None}
-    async with call.service.models.use(body.model) as (model, llm):
-        turn = await _turn(call, body, llm, model)
+
+async def answer(context: RequestContext, body: ChatRequest, writer: ResponseWriter) -> None:
+    """Continue a conversation."""
+    context.record |= {name: v for name in ("metadata", "safety_identifier") if (v := getattr(body, name)) is not None}
+    async with context.service.models.use(body.model) as (model, llm):
+        run = await _prepare(context, body, llm, model)
         if body.use_beam_search:
-            beams = beam_params(body, turn.params.max_tokens or 16)
-            final = await llm.beam_search(turn.prompt.prompt(), beams, options=request_options(call, body))
-            turn.count.add_prompt(final)
-            turn.count.completion = sum(len(part.token_ids) for part in final.outputs)
-            turn.count.note(call)
-            await wire.json(_whole(turn, final))
+            await writer.json(_completion(run, await _beam_search(run)))
         elif body.stream:
-            await _Stream(turn, wire).run()
+            await _ChatStream(run, writer).run_to_end()
         else:
-            await wire.json(_whole(turn, await turn.last()))
+            await writer.json(_completion(run, await run.final_output()))
 
 
-async def _turn(call: Call, body: ChatRequest, llm: AsyncLLM, model: str) -> Turn:
-    longest = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    if body.use_beam_search:
-        params = SamplingParams(max_tokens=longest)
-    else:
-        params = sampling_params(llm, body, max_tokens=longest, logprobs=logprobs)
-    effort = body.reasoning_effort
-    variables = {} if effort is None else {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
-    conversation = begun(call, llm, body, conversation_of(call, call.data, {**variables, **(body.chat_template_kwargs or {})}))
-    return await begin(call, llm, model, conversation, _tools(call, body), params, body, reasoning=True)
+async def _prepare(context: RequestContext, body: ChatRequest, llm: AsyncLLM, model: str) -> ChatRun:
+    tools = _tools(context, body)
+    variables = {**reasoning_variables(body.reasoning_effort), **(body.chat_template_kwargs or {})}
+    segments = context.service.segments.used_by_body(context.owner, context, body, llm)
+    conversation = after_segments(conversation_of(context.service.config, context.data, variables), segments)
+    prompt = await encode_conversation(llm, conversation, tools.shown, body.truncate_prompt_tokens)
+    return chat_run(context, body, llm, model, prompt, tools, _params(llm, body))
 
 
-def conversation_of(call: Call, data: dict[str, Any], variables: dict[str, Any]) -> Conversation:
-    """The conversation of a body's plain objects. A template of the client's own is refused, unless the server trusts them."""
-    config = call.service.config
-    template = data.get("chat_template")
-    if template is not None and not config.trust_request_chat_template:
-        text = "chat_template: this server uses the models' own templates (--trust-request-chat-template lets requests bring theirs)"
-        raise bad_field("chat_template", text, "unsupported_parameter")
-    if data.get("continue_final_message") and data.get("add_generation_prompt"):
-        raise bad_field("continue_final_message", "continue_final_message and add_generation_prompt exclude each other: send one of them")
-    if wrong := next((name for name in variables if name in _TEMPLATE_OWN), None):
-        raise bad_field("chat_template_kwargs", f"chat_template_kwargs: {wrong} is a field of its own")
-    return Conversation(
-        messages=data["messages"],
-        documents=data.get("documents"),
-        template=template if template is not None else config.chat_template,
-        variables=variables,
-        add_generation_prompt=data.get("add_generation_prompt") is not False,
-        continue_final_message=bool(data.get("continue_final_message")),
-        add_special_tokens=bool(data.get("add_special_tokens")),
-    )
-
-
-_TEMPLATE_OWN = ("messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenizer_or_template")
-
-
-def _tools(call: Call, body: ChatRequest) -> Tools:
-    given, choice = call.data.get("tools") or [], body.tool_choice
+def _tools(context: RequestContext, body: ChatRequest) -> Tools:
+    functions, choice = context.data.get("tools") or [], body.tool_choice
     parallel = body.parallel_tool_calls is not False
     if choice is None or isinstance(choice, str):
-        return Tools(given, choice or "auto", parallel=parallel)
-    return Tools(given, "required", choice.function.name, parallel)
+        return Tools(functions, choice or "auto", parallel=parallel)
+    return Tools(functions, "required", choice.function.name, parallel)
 
 
-def _head(turn: Turn, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{turn.call.name}", "object": kind, "created": int(time.time()), "model": turn.model}
+def _params(llm: AsyncLLM, body: ChatRequest) -> SamplingParams:
+    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    if body.use_beam_search:
+        return SamplingParams(max_tokens=max_tokens)
+    return sampling_params(llm, body, max_tokens=max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
 
 
-def _whole(turn: Turn, output: RequestOutput) -> dict[str, Any]:
-    body: ChatRequest = turn.body
-    choices = []
-    for part in output.outputs:
-        reason, stop = ended(part)
-        answered = read_whole(turn, part)
-        message: dict[str, Any] = {"role": "assistant", "content": answered.content, "refusal": None}
-        if answered.reasoning and body.include_reasoning is not False:
-            message["reasoning_content"] = answered.reasoning
-        if answered.calls:
-            message["content"] = answered.content or None
-            message["tool_calls"] = [
-                {"id": c["id"], "type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}} for c in answered.calls
-            ]
-            reason = "tool_calls" if reason == "stop" else reason
-        choice: dict[str, Any] = {"index": part.index, "message": message, "logprobs": None, "finish_reason": reason, "stop_reason": stop}
-        if body.logprobs:
-            choice["logprobs"] = {"content": chat_logprobs(turn.llm.tokenizer, positions_of(part), body.top_logprobs or 0), "refusal": None}
-        if body.return_token_ids:
-            choice["token_ids"] = part.token_ids
-        choices.append(choice)
-    turn.call.record["finish_reason"] = choices[0]["finish_reason"] if choices else None
-    whole = {**_head(turn, "chat.completion"), "choices": choices, "usage": turn.count.usage(), **extras(output)}
+async def _beam_search(run: ChatRun) -> RequestOutput:
+    beams = beam_params(run.body, run.params.max_tokens or _DEFAULT_BEAM_TOKENS)
+    output = await run.llm.beam_search(run.prompt.engine_prompt(), beams, options=request_options(run.context, run.body))
+    run.usage.add_prompt(output)
+    run.usage.add_completions(output)
+    run.usage.record(run.context)
+    return output
+
+
+def _head(run: ChatRun, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{run.context.unique_id}", "object": kind, "created": int(time.time()), "model": run.model}
+
+
+def _completion(run: ChatRun, output: RequestOutput) -> dict[str, Any]:
+    """The whole response."""
+    body: ChatRequest = run.body
+    choices = [_choice(run, part) for part in output.outputs]
+    run.context.record["finish_reason"] = choices[0]["finish_reason"] if choices else None
+    response = {**_head(run, "chat.completion"), "choices": choices, "usage": run.usage.openai(), **extra_fields(output)}
     if body.prompt_logprobs is not None:
-        whole["prompt_logprobs"] = prompt_positions(output)
+        response["prompt_logprobs"] = prompt_logprobs(output)
     if body.return_token_ids:
-        whole["prompt_token_ids"] = output.prompt_token_ids
-    return whole
+        response["prompt_token_ids"] = output.prompt_token_ids
+    return response
+
+
+def _choice(run: ChatRun, part: CompletionOutput) -> dict[str, Any]:
+    """One of the n answers."""
+    body: ChatRequest = run.body
+    reason, stop = finish_reason_of(part)
+    parsed = parse_answer(run, part)
+    message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
+    if parsed.reasoning and body.include_reasoning is not False:
+        message["reasoning_content"] = parsed.reasoning
+    if parsed.calls:
+        message["content"] = parsed.content or None
+        message["tool_calls"] = [
+            {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
+            for call in parsed.calls
+        ]
+        reason = "tool_calls" if reason == "stop" else reason
+    choice: dict[str, Any] = {"index": part.index, "message": message, "logprobs": None, "finish_reason": reason, "stop_reason": stop}
+    if body.logprobs:
+        content = chat_logprobs(run.llm.tokenizer, positions_of(part), body.top_logprobs or 0)
+        choice["logprobs"] = {"content": content, "refusal": None}
+    if body.return_token_ids:
+        choice["token_ids"] = part.token_ids
+    return choice
 
 
 @dataclass
-class _Choice:
-    """One of the n answers while it streams."""
+class _StreamedChoice:
+    """One of the n answers of a stream."""
 
     index: int
     parser: StreamParser | None
-    begun: bool = False
-    over: bool = False
-    called: bool = False
-    pending: list[Position] = field(default_factory=list)  # tokens whose log-probabilities no chunk has carried yet
+    started: bool = False
+    finished: bool = False
+    has_calls: bool = False
+    pending: list[Position] = field(default_factory=list)  # tokens whose log-probabilities no event has carried yet
     token_ids: list[int] = field(default_factory=list)  # the same for return_token_ids
 
 
-class _Stream:
-    """The chunks of one turn. Content without tools, reasoning and log-probabilities goes the short way: one string put together."""
+class _ChatStream:
+    """The events of one run. Content without tools, reasoning and log-probabilities takes a fast path: one f-string for each step."""
 
-    def __init__(self, turn: Turn, wire: Wire):
-        body: ChatRequest = turn.body
-        self.turn, self.wire, self.body = turn, wire, body
+    def __init__(self, run: ChatRun, writer: ResponseWriter):
+        body: ChatRequest = run.body
         options = body.stream_options
-        self.include = bool(options and options.include_usage)
-        self.continuous = bool(options and options.continuous_usage_stats)
-        self.details = bool(body.logprobs or body.return_token_ids)
-        self.front = f'data: {encode(_head(turn, "chat.completion.chunk")).decode()[:-1]},"choices":[{{"index":'
-        self.choices = [_Choice(i, turn.parser(whole=False)) for i in range(turn.params.n)]
+        self.run, self.writer, self.body = run, writer, body
+        self.include_usage = bool(options and options.include_usage)
+        self.continuous_usage = bool(options and options.continuous_usage_stats)
+        self.token_details = bool(body.logprobs or body.return_token_ids)
+        self.event_start = f'data: {encode(_head(run, "chat.completion.chunk")).decode()[:-1]},"choices":[{{"index":'
+        self.choices = [_StreamedChoice(i, run.format.parser(whole=False)) for i in range(run.params.n)]
 
-    async def run(self) -> None:
-        turn, last = self.turn, None
-        self.wire.open()
-        async with aclosing(turn.outputs()) as outputs:
-            async for output in outputs:
-                last = output
-                chunks: list[str] = []
-                for part in output.outputs:
-                    choice = self.choices[part.index]
-                    if not choice.over and (part.token_ids or part.text or part.finish_reason is not None):
-                        self._read(choice, part, output, chunks)
-                if chunks:
-                    back = self._back()
-                    await self.wire.write("".join([self.front + chunk + back for chunk in chunks]).encode())
-        turn.count.note(turn.call)
-        tail = b""
-        if self.include or self.body.receipt or self.body.explain:
-            usage = turn.count.usage()
-            tail = event({**_head(turn, "chat.completion.chunk"), "choices": [], "usage": usage, **extras(last)})
-        await self.wire.close(tail + DONE)
+    async def run_to_end(self) -> None:
+        """Run the request and write its events."""
+        final: RequestOutput | None = None
+        self.writer.start_stream()
+        async with aclosing(self.run.outputs()) as outputs:
+            async for final in outputs:
+                deltas = self._step_deltas(final)
+                if deltas:
+                    event_end = self._event_end()
+                    await self.writer.write("".join([self.event_start + delta + event_end for delta in deltas]).encode())
+        self.run.usage.record(self.run.context)
+        await self.writer.close(self._usage_event(final) + DONE)
 
-    def _back(self) -> str:
-        """What closes a chunk, behind its choices."""
-        if self.continuous:
-            return f',"usage":{json.dumps(self.turn.count.usage())}}}\n\n'
-        return ',"usage":null}\n\n' if self.include else "}\n\n"
+    def _step_deltas(self, output: RequestOutput) -> list[str]:
+        """The deltas of one engine step, each the rest of an event after event_start."""
+        deltas: list[str] = []
+        for part in output.outputs:
+            choice = self.choices[part.index]
+            if not choice.finished and (part.token_ids or part.text or part.finish_reason is not None):
+                self._add_part(choice, part, output, deltas)
+        return deltas
 
-    def _read(self, choice: _Choice, part: CompletionOutput, output: RequestOutput, chunks: list[str]) -> None:
-        """Chunks for what a step brought to one answer."""
-        self.turn.count.completion += len(part.token_ids)
-        if not choice.begun:
-            choice.begun = True
+    def _usage_event(self, final: RequestOutput | None) -> bytes:
+        if not (self.include_usage or self.body.receipt or self.body.explain):
+            return b""
+        head = _head(self.run, "chat.completion.chunk")
+        return sse_event({**head, "choices": [], "usage": self.run.usage.openai(), **extra_fields(final)})
+
+    def _event_end(self) -> str:
+        """The end of an event, after its choices."""
+        if self.continuous_usage:
+            return f',"usage":{json.dumps(self.run.usage.openai())}}}\n\n'
+        return ',"usage":null}\n\n' if self.include_usage else "}\n\n"
+
+    def _add_part(self, choice: _StreamedChoice, part: CompletionOutput, output: RequestOutput, deltas: list[str]) -> None:
+        """Append the deltas of one answer's new text."""
+        self.run.usage.completion += len(part.token_ids)
+        if not choice.started:
+            choice.started = True
             prompt = f',"prompt_token_ids":{output.prompt_token_ids}' if self.body.return_token_ids else ""
-            chunks.append(f'{choice.index},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}]{prompt}')
-        if self.details:
+            deltas.append(f'{choice.index},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}]{prompt}')
+        if self.token_details:
             choice.pending += positions_of(part)
             choice.token_ids += part.token_ids
-        if choice.parser is None:
-            if part.text:
-                chunks.append(self._chunk(choice, f'{{"content":{quote(part.text)}}}'))
-        else:
-            read = choice.parser.add(part.text) if part.text else []
-            events = self.turn.kept(read + choice.parser.finish() if part.finish_reason is not None else read)
-            if events and all(e.kind == "reasoning" for e in events):
-                self.turn.count.reasoning += len(part.token_ids)
-            for e in events:
-                delta = self._delta(choice, e)
-                if delta is not None:
-                    chunks.append(self._chunk(choice, delta))
+        if choice.parser is not None:
+            self._add_parsed(choice, choice.parser, part, deltas)
+        elif part.text:
+            deltas.append(self._delta(choice, f'{{"content":{quote(part.text)}}}'))
         if part.finish_reason is not None:
-            self._finish(choice, part, chunks)
+            deltas.append(self._last_delta(choice, part))
 
-    def _delta(self, choice: _Choice, e: Event) -> str | None:
-        if e.kind == "content":
-            return f'{{"content":{quote(e.text)}}}'
-        if e.kind == "reasoning":
-            return None if self.body.include_reasoning is False else f'{{"reasoning_content": {quote(e.text)}}}'
-        if e.kind == "tool_start":
-            choice.called = True
-            call = {"index": e.index, "id": e.id, "type": "function", "function": {"name": e.name, "arguments": ""}}
+    def _add_parsed(self, choice: _StreamedChoice, parser: StreamParser, part: CompletionOutput, deltas: list[str]) -> None:
+        events = parser.add(part.text) if part.text else []
+        if part.finish_reason is not None:
+            events = events + parser.finish()
+        kept = self.run.format.kept(events)
+        if kept and all(event.kind == "reasoning" for event in kept):
+            self.run.usage.reasoning += len(part.token_ids)
+        for event in kept:
+            message = self._message_delta(choice, event)
+            if message is not None:
+                deltas.append(self._delta(choice, message))
+
+    def _message_delta(self, choice: _StreamedChoice, event: Event) -> str | None:
+        if event.kind == "content":
+            return f'{{"content":{quote(event.text)}}}'
+        if event.kind == "reasoning":
+            return None if self.body.include_reasoning is False else f'{{"reasoning_content": {quote(event.text)}}}'
+        if event.kind == "tool_start":
+            choice.has_calls = True
+            call = {"index": event.index, "id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}}
             return json.dumps({"tool_calls": [call]})
-        if e.kind == "tool_arguments":
-            return f'{{"tool_calls": [{{"index": {e.index}, "function": {{"arguments": {quote(e.text)}}}}}]}}'
+        if event.kind == "tool_arguments":
+            return f'{{"tool_calls": [{{"index": {event.index}, "function": {{"arguments": {quote(event.text)}}}}}]}}'
         return None
 
-    def _chunk(self, choice: _Choice, delta: str, reason: str = "null", more: str = "") -> str:
+    def _delta(self, choice: _StreamedChoice, message: str, reason: str = "null", more: str = "") -> str:
         logprobs = "null"
-        if self.details:
+        if self.token_details:
             if self.body.logprobs and choice.pending:
-                content = chat_logprobs(self.turn.llm.tokenizer, choice.pending, self.body.top_logprobs or 0)
+                content = chat_logprobs(self.run.llm.tokenizer, choice.pending, self.body.top_logprobs or 0)
                 logprobs = json.dumps({"content": content, "refusal": None})
             if self.body.return_token_ids:
                 more += f',"token_ids":{choice.token_ids}'
             choice.pending, choice.token_ids = [], []
-        return f'{choice.index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{reason}{more}}}]'
+        return f'{choice.index},"delta":{message},"logprobs":{logprobs},"finish_reason":{reason}{more}}}]'
 
-    def _finish(self, choice: _Choice, part: CompletionOutput, chunks: list[str]) -> None:
-        choice.over = True
+    def _last_delta(self, choice: _StreamedChoice, part: CompletionOutput) -> str:
+        """The delta with the finish reason."""
+        choice.finished = True
         try:
-            reason, stop = ended(part)
+            reason, stop = finish_reason_of(part)
         except Failure:
-            self.turn.call.record["finish_reason"] = part.finish_reason
+            self.run.context.record["finish_reason"] = part.finish_reason
             raise
-        reason = "tool_calls" if choice.called and reason == "stop" else reason
-        self.turn.call.record["finish_reason"] = reason
-        chunks.append(self._chunk(choice, "{}", quote(reason or ""), f',"stop_reason":{json.dumps(stop)}'))
+        reason = "tool_calls" if choice.has_calls and reason == "stop" else reason
+        self.run.context.record["finish_reason"] = reason
+        return self._delta(choice, "{}", quote(reason or ""), f',"stop_reason":{json.dumps(stop)}')

@@ -1,4 +1,4 @@
-"""POST /v1/completions: texts continued. Chunks of a stream are put together by hand, since there is one a token."""
+"""POST /v1/completions: continues texts. The events of a stream are formatted by hand, since there is one for each token."""
 
 from __future__ import annotations
 
@@ -9,184 +9,239 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinyvllm.engine.async_llm import AsyncLLM
+from tinyvllm.engine.api import AsyncLLM
 from tinyvllm.request import CompletionOutput, RequestOutput, SamplingParams
-from tinyvllm.server.core.chunk_store import head_of
-from tinyvllm.server.core.context import Call
+from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.failures import bad_field, encode
-from tinyvllm.server.core.logprobs import Position, completion_logprobs, prompt_positions
+from tinyvllm.server.core.generation import generate
+from tinyvllm.server.core.logprobs import Position, completion_logprobs, positions_of, prompt_logprobs
 from tinyvllm.server.core.params import beam_params, request_options, sampling_params
-from tinyvllm.server.core.prompts import Encoded, encode_texts
+from tinyvllm.server.core.prompts import EncodedPrompt, encode_texts
+from tinyvllm.server.core.response import DONE, ResponseWriter, quote, sse_event
 from tinyvllm.server.core.schema import CompletionRequest
-from tinyvllm.server.core.usage import Count, ended, extras, outputs_of
-from tinyvllm.server.http.stream import DONE, Wire, event, quote
+from tinyvllm.server.core.segment_store import prefix_of
+from tinyvllm.server.core.usage import TokenUsage, extra_fields, finish_reason_of
+
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's
+_MAX_CHOICES = 1024  # of all prompts together
 
 
-async def answer(call: Call, body: CompletionRequest, wire: Wire) -> None:
-    """The work of the endpoint."""
-    async with call.service.models.use(body.model) as (model, llm):
-        special = body.add_special_tokens is not False
-        if not isinstance(body.prompt, str) and len(body.prompt) * (body.n or 1) > 1024 and not isinstance(body.prompt[0], int):
-            raise bad_field("n", f"n: {body.n or 1} answers to {len(body.prompt)} prompts are more than 1024")
-        head = head_of(call, llm, body)
-        prompts = await encode_texts(llm, body.prompt, "prompt", special=special, keep=body.truncate_prompt_tokens, head=head)
+async def answer(context: RequestContext, body: CompletionRequest, writer: ResponseWriter) -> None:
+    """Continue one or several prompts."""
+    async with context.service.models.use(body.model) as (model, llm):
+        prompts = await _encode(context, body, llm)
         if body.use_beam_search:
-            beams = beam_params(body, 16 if body.max_tokens is None else body.max_tokens)
-            job = _Job(call, body, llm, model, SamplingParams(n=beams.n or 1), prompts)
-            await wire.json(job.whole([await llm.beam_search(p.prompt(), beams, options=request_options(call, body)) for p in prompts]))
+            await writer.json(await _beam_search(context, body, llm, model, prompts))
             return
-        job = _job(call, body, llm, model, prompts)
+        job = _job(context, body, llm, model, prompts)
         if body.stream:
-            await _stream(call, body, wire, job, llm, prompts)
+            await _CompletionStream(job, writer).run_to_end()
         else:
-            results: list[RequestOutput | None] = [None] * len(prompts)
-            async with aclosing(outputs_of(llm, prompts, job.params, request_options(call, body), call.name)) as stream:
-                async for index, output in stream:
-                    results[index] = output
-            await wire.json(job.whole([output for output in results if output is not None]))
+            await writer.json(await _run_to_end(job))
 
 
-def _job(call: Call, body: CompletionRequest, llm: AsyncLLM, model: str, prompts: Sequence[Encoded]) -> _Job:
-    wanted = 16 if body.max_tokens is None else body.max_tokens
-    if not wanted and not body.echo:
-        raise bad_field("max_tokens", "max_tokens: 0 asks for nothing, unless echo gives the prompt back")
+async def _encode(context: RequestContext, body: CompletionRequest, llm: AsyncLLM) -> list[EncodedPrompt]:
+    if isinstance(body.prompt, list) and len(body.prompt) * (body.n or 1) > _MAX_CHOICES and not isinstance(body.prompt[0], int):
+        raise bad_field("n", f"n: {body.n or 1} answers to each of {len(body.prompt)} prompts exceed the limit of {_MAX_CHOICES}")
+    prefix = prefix_of(context.service.segments.used_by_body(context.owner, context, body, llm), body)
+    special = body.add_special_tokens is not False
+    return await encode_texts(llm, body.prompt, "prompt", special=special, keep=body.truncate_prompt_tokens, prefix=prefix)
+
+
+def _job(context: RequestContext, body: CompletionRequest, llm: AsyncLLM, model: str, prompts: Sequence[EncodedPrompt]) -> _Job:
+    max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if not max_tokens and not body.echo:
+        raise bad_field("max_tokens", "max_tokens: 0 requires echo=true, since nothing would be returned otherwise")
     more: dict[str, Any] = {}
     if body.echo and body.logprobs is not None:
         more["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
-    if not wanted:
+    if not max_tokens:
         more["min_tokens"] = 0
-    params = sampling_params(llm, body, max_tokens=max(1, wanted), logprobs=body.logprobs, **more)
-    return _Job(call, body, llm, model, params, prompts, drop=not wanted)
+    params = sampling_params(llm, body, max_tokens=max(1, max_tokens), logprobs=body.logprobs, **more)
+    return _Job(context, body, llm, model, params, prompts, prompt_only=not max_tokens)
 
 
 @dataclass
 class _Job:
-    """One request and what its answer is made of. `drop`: nothing was to be generated, the one token there is does not count."""
+    """One request and the parts of its response. prompt_only: max_tokens is 0, so the one token that the engine samples is dropped."""
 
-    call: Call
+    context: RequestContext
     body: CompletionRequest
     llm: AsyncLLM
     model: str
     params: SamplingParams
-    prompts: Sequence[Encoded]
-    drop: bool = False
-    count: Count = field(default_factory=Count)
+    prompts: Sequence[EncodedPrompt]
+    prompt_only: bool = False
+    usage: TokenUsage = field(default_factory=TokenUsage)
 
     def head(self) -> dict[str, Any]:
-        return {"id": f"cmpl-{self.call.name}", "object": "text_completion", "created": int(time.time()), "model": self.model}
+        return {"id": f"cmpl-{self.context.unique_id}", "object": "text_completion", "created": int(time.time()), "model": self.model}
 
-    def echoed(self, index: int, output: RequestOutput) -> str:
-        """The prompt's text, also of one that came as token ids."""
+    def prompt_text(self, index: int, output: RequestOutput) -> str:
+        """The text of a prompt, decoded if the client sent token ids."""
         text = self.prompts[index].text
-        skip = self.params.skip_special_tokens
         if text is None and self.llm.tokenizer is not None:
-            return self.llm.tokenizer.decode(output.prompt_token_ids, skip)
+            return self.llm.tokenizer.decode(output.prompt_token_ids, self.params.skip_special_tokens)
         return text or ""
 
-    def choice(self, index: int, output: RequestOutput, part: CompletionOutput) -> dict[str, Any]:
-        """One whole continuation, in the order of the prompts and then of their n."""
-        reason, stop = ("length", None) if self.drop else ended(part)
-        text = "" if self.drop else part.text
-        choice: dict[str, Any] = {"index": index * self.params.n + part.index, "text": text, "logprobs": None}
-        choice |= {"finish_reason": reason, "stop_reason": stop}
-        positions = self.positions(output, None if self.drop else part)
-        if positions is not None:
-            choice["logprobs"] = completion_logprobs(positions, self.body.logprobs or 0)
-        if self.body.echo:
-            choice["text"] = self.echoed(index, output) + text
-        if self.body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_positions(output)
-        if self.body.return_token_ids:
-            choice |= {"token_ids": [] if self.drop else part.token_ids, "prompt_token_ids": output.prompt_token_ids}
-        return choice
+    def count_completion(self, part: CompletionOutput) -> None:
+        self.usage.completion += 0 if self.prompt_only else len(part.token_ids)
+
+    def finish_reason(self, part: CompletionOutput) -> tuple[str | None, int | str | None]:
+        return ("length", None) if self.prompt_only else finish_reason_of(part)
+
+    def text_of(self, part: CompletionOutput) -> str:
+        return "" if self.prompt_only else part.text
 
     def positions(self, output: RequestOutput, part: CompletionOutput | None) -> list[Position] | None:
-        """The tokens whose log-probabilities are told: the prompt's where it is echoed, and those of a continuation."""
+        """The tokens with log-probabilities: those of an echoed prompt, then those of the output. None if they are not requested."""
         if self.body.logprobs is None:
             return None
-        found: list[Position] = []
+        positions: list[Position] = []
         if self.body.echo:
-            found += zip(output.prompt_token_ids, output.prompt_logprobs or [None] * len(output.prompt_token_ids), strict=True)
+            positions += zip(output.prompt_token_ids, output.prompt_logprobs or [None] * len(output.prompt_token_ids), strict=True)
         if part is not None:
-            found += zip(part.token_ids, part.logprobs or [], strict=False)
-        return found
-
-    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        choices = []
-        for index, output in enumerate(outputs):
-            self.count.add_prompt(output)
-            for part in output.outputs:
-                self.count.completion += 0 if self.drop else len(part.token_ids)
-                choices.append(self.choice(index, output, part))
-        self.count.note(self.call)
-        self.call.record["finish_reason"] = choices[0]["finish_reason"] if choices else None
-        return {**self.head(), "choices": choices, "usage": self.count.usage(), **extras(outputs[-1] if outputs else None)}
+            positions += positions_of(part)
+        return positions
 
 
-async def _stream(call: Call, body: CompletionRequest, wire: Wire, job: _Job, llm: AsyncLLM, prompts: Sequence[Encoded]) -> None:
-    options = body.stream_options
-    include, continuous = bool(options and options.include_usage), bool(options and options.continuous_usage_stats)
-    head = encode(job.head()).decode()[:-1]
-    front, back = f'data: {head},"choices":[{{"index":', ',"usage":null}\n\n' if include else "}\n\n"
-    begun: set[int] = set()
-    known: set[int] = set()
-    over: set[int] = set()
-    offsets: dict[int, int] = {}
-    last: RequestOutput | None = None
-    wire.open()
-    async with aclosing(outputs_of(llm, prompts, job.params, request_options(call, body), call.name)) as outputs:
+async def _run_to_end(job: _Job) -> dict[str, Any]:
+    results: list[RequestOutput | None] = [None] * len(job.prompts)
+    options = request_options(job.context, job.body)
+    async with aclosing(generate(job.llm, job.prompts, job.params, options, job.context.unique_id)) as outputs:
         async for index, output in outputs:
-            chunks: list[str] = []
-            last = output
-            if index not in begun:
-                begun.add(index)
-                job.count.add_prompt(output)
-                if body.echo:
-                    chunks += [front + _echo(job, index, output, i, offsets) for i in range(job.params.n)]
-            for part in output.outputs:
-                choice = index * job.params.n + part.index
-                if choice in over or not (part.token_ids or part.text or part.finish_reason):
-                    continue
-                job.count.completion += 0 if job.drop else len(part.token_ids)
-                first = "" if choice in known or not body.return_token_ids else f',"prompt_token_ids":{output.prompt_token_ids}'
-                known.add(choice)
-                chunks.append(front + _chunk(job, choice, part, offsets, first))
-                if part.finish_reason is not None:
-                    over.add(choice)
-            if chunks:
-                closing = f',"usage":{json.dumps(job.count.usage())}}}\n\n' if continuous else back
-                await wire.write("".join(chunk + closing for chunk in chunks).encode())
-    job.count.note(call)
-    tail = b""
-    if include or body.receipt or body.explain:
-        tail = event({**job.head(), "choices": [], "usage": job.count.usage(), **extras(last)})
-    await wire.close(tail + DONE)
+            results[index] = output
+    return _completion(job, [output for output in results if output is not None])
 
 
-def _echo(job: _Job, index: int, output: RequestOutput, i: int, offsets: dict[int, int]) -> str:
-    """The prompt as the first chunk of a choice."""
-    choice = index * job.params.n + i
-    text = job.echoed(index, output)
-    positions = job.positions(output, None)
-    logprobs = "null"
+async def _beam_search(
+    context: RequestContext, body: CompletionRequest, llm: AsyncLLM, model: str, prompts: Sequence[EncodedPrompt]
+) -> dict[str, Any]:
+    beams = beam_params(body, _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
+    job = _Job(context, body, llm, model, SamplingParams(n=beams.n or 1), prompts)
+    outputs = [await llm.beam_search(prompt.engine_prompt(), beams, options=request_options(context, body)) for prompt in prompts]
+    return _completion(job, outputs)
+
+
+def _completion(job: _Job, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """The whole response: the n choices of the first prompt, then those of the next one."""
+    choices = []
+    for index, output in enumerate(outputs):
+        job.usage.add_prompt(output)
+        for part in output.outputs:
+            job.count_completion(part)
+            choices.append(_choice(job, index, output, part))
+    job.usage.record(job.context)
+    job.context.record["finish_reason"] = choices[0]["finish_reason"] if choices else None
+    extra = extra_fields(outputs[-1] if outputs else None)
+    return {**job.head(), "choices": choices, "usage": job.usage.openai(), **extra}
+
+
+def _choice(job: _Job, index: int, output: RequestOutput, part: CompletionOutput) -> dict[str, Any]:
+    reason, stop = job.finish_reason(part)
+    choice: dict[str, Any] = {"index": index * job.params.n + part.index, "text": job.text_of(part), "logprobs": None}
+    choice |= {"finish_reason": reason, "stop_reason": stop}
+    positions = job.positions(output, None if job.prompt_only else part)
     if positions is not None:
-        lists = completion_logprobs(positions, job.body.logprobs or 0)
-        offsets[choice] = sum(map(len, lists["tokens"]))
-        logprobs = json.dumps(lists)
-    return f'{choice},"text":{quote(text)},"logprobs":{logprobs},"finish_reason":null}}]'
+        choice["logprobs"] = completion_logprobs(positions, job.body.logprobs or 0)
+    if job.body.echo:
+        choice["text"] = job.prompt_text(index, output) + choice["text"]
+    if job.body.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = prompt_logprobs(output)
+    if job.body.return_token_ids:
+        choice |= {"token_ids": [] if job.prompt_only else part.token_ids, "prompt_token_ids": output.prompt_token_ids}
+    return choice
 
 
-def _chunk(job: _Job, choice: int, part: CompletionOutput, offsets: dict[int, int], more: str) -> str:
-    if part.finish_reason is None:
-        reason, stop = "null", ""
-    else:
-        why, at = ("length", None) if job.drop else ended(part)
-        reason, stop = quote(why or ""), f',"stop_reason":{json.dumps(at)}'
-    logprobs = "null"
-    if job.body.logprobs is not None and not job.drop:
-        lists = completion_logprobs(list(zip(part.token_ids, part.logprobs or [], strict=False)), job.body.logprobs, offsets.get(choice, 0))
-        offsets[choice] = offsets.get(choice, 0) + sum(map(len, lists["tokens"]))
-        logprobs = json.dumps(lists)
-    ids = f',"token_ids":{part.token_ids}' if job.body.return_token_ids else ""
-    text = quote("" if job.drop else part.text)
-    return f'{choice},"text":{text},"logprobs":{logprobs},"finish_reason":{reason}{stop}{ids}{more}}}]'
+@dataclass
+class _StreamedChoice:
+    """One choice of a stream. offset: characters of its text before the next token, for text_offset."""
+
+    index: int
+    started: bool = False
+    finished: bool = False
+    offset: int = 0
+
+
+class _CompletionStream:
+    """The events of one job."""
+
+    def __init__(self, job: _Job, writer: ResponseWriter):
+        options = job.body.stream_options
+        self.job, self.writer, self.body = job, writer, job.body
+        self.include_usage = bool(options and options.include_usage)
+        self.continuous_usage = bool(options and options.continuous_usage_stats)
+        self.event_start = f'data: {encode(job.head()).decode()[:-1]},"choices":[{{"index":'
+        self.choices = [_StreamedChoice(i) for i in range(len(job.prompts) * job.params.n)]
+        self.counted: set[int] = set()  # indices of prompts whose tokens are counted
+
+    async def run_to_end(self) -> None:
+        """Run the request and write its events."""
+        job, final = self.job, None
+        options = request_options(job.context, job.body)
+        self.writer.start_stream()
+        async with aclosing(generate(job.llm, job.prompts, job.params, options, job.context.unique_id)) as outputs:
+            async for index, final in outputs:
+                deltas = [*self._first_deltas(index, final), *self._step_deltas(index, final)]
+                if deltas:
+                    event_end = self._event_end()
+                    await self.writer.write("".join(self.event_start + delta + event_end for delta in deltas).encode())
+        job.usage.record(job.context)
+        await self.writer.close(self._usage_event(final) + DONE)
+
+    def _first_deltas(self, index: int, output: RequestOutput) -> list[str]:
+        """Count a prompt with its first output, and echo it in each of its choices."""
+        if index in self.counted:
+            return []
+        self.counted.add(index)
+        self.job.usage.add_prompt(output)
+        n = self.job.params.n
+        return [self._echo_delta(choice, index, output) for choice in self.choices[index * n : (index + 1) * n]] if self.body.echo else []
+
+    def _step_deltas(self, index: int, output: RequestOutput) -> list[str]:
+        """The deltas of one engine step, each the rest of an event after event_start."""
+        deltas = []
+        for part in output.outputs:
+            choice = self.choices[index * self.job.params.n + part.index]
+            if not choice.finished and (part.token_ids or part.text or part.finish_reason):
+                self.job.count_completion(part)
+                deltas.append(self._delta(choice, part, output))
+        return deltas
+
+    def _usage_event(self, final: RequestOutput | None) -> bytes:
+        if not (self.include_usage or self.body.receipt or self.body.explain):
+            return b""
+        return sse_event({**self.job.head(), "choices": [], "usage": self.job.usage.openai(), **extra_fields(final)})
+
+    def _event_end(self) -> str:
+        """The end of an event, after its choices."""
+        if self.continuous_usage:
+            return f',"usage":{json.dumps(self.job.usage.openai())}}}\n\n'
+        return ',"usage":null}\n\n' if self.include_usage else "}\n\n"
+
+    def _echo_delta(self, choice: _StreamedChoice, index: int, output: RequestOutput) -> str:
+        """The prompt, as the first delta of a choice."""
+        text = quote(self.job.prompt_text(index, output))
+        logprobs = self._logprobs(choice, self.job.positions(output, None))
+        return f'{choice.index},"text":{text},"logprobs":{logprobs},"finish_reason":null}}]'
+
+    def _delta(self, choice: _StreamedChoice, part: CompletionOutput, output: RequestOutput) -> str:
+        reason, more = "null", ""
+        if part.finish_reason is not None:
+            choice.finished = True
+            finish_reason, stop = self.job.finish_reason(part)
+            reason, more = quote(finish_reason or ""), f',"stop_reason":{json.dumps(stop)}'
+        wants_logprobs = self.body.logprobs is not None and not self.job.prompt_only
+        logprobs = self._logprobs(choice, positions_of(part) if wants_logprobs else None)
+        if self.body.return_token_ids:
+            more += f',"token_ids":{part.token_ids}'
+            more += "" if choice.started else f',"prompt_token_ids":{output.prompt_token_ids}'
+        choice.started = True
+        return f'{choice.index},"text":{quote(self.job.text_of(part))},"logprobs":{logprobs},"finish_reason":{reason}{more}}}]'
+
+    def _logprobs(self, choice: _StreamedChoice, positions: Sequence[Position] | None) -> str:
+        if positions is None:
+            return "null"
+        lists = completion_logprobs(positions, self.body.logprobs or 0, choice.offset)
+        choice.offset += sum(map(len, lists["tokens"]))
+        return json.dumps(lists)

@@ -7,29 +7,29 @@ from typing import Any
 
 import numpy as np
 
-from tinyvllm.server.core.context import Call
+from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.prompts import encode_texts
+from tinyvllm.server.core.response import ResponseWriter
 from tinyvllm.server.core.schema import EmbeddingRequest
-from tinyvllm.server.core.usage import Count
-from tinyvllm.server.http.stream import Wire
+from tinyvllm.server.core.usage import TokenUsage
 
 
-async def answer(call: Call, body: EmbeddingRequest, wire: Wire) -> None:
-    """The work of the endpoint."""
-    async with call.service.models.use(body.model) as (model, llm):
+async def answer(context: RequestContext, body: EmbeddingRequest, writer: ResponseWriter) -> None:
+    """Embed one or several texts."""
+    async with context.service.models.use(body.model) as (model, llm):
         special = body.add_special_tokens is not False
         prompts = await encode_texts(llm, body.input, "input", special=special, keep=body.truncate_prompt_tokens)
         ids = [prompt.token_ids for prompt in prompts]
         vectors = await llm.embed(ids, pooling=body.pooling or "mean", normalize=body.normalize is not False)  # [N, E]
-        count = Count(prompt=sum(map(len, ids)))
-        count.note(call)
-        data = [{"object": "embedding", "index": i, "embedding": _spelled(v, body.encoding_format)} for i, v in enumerate(vectors)]
-        usage = {"prompt_tokens": count.prompt, "total_tokens": count.prompt}
-        await wire.json({"object": "list", "model": model, "data": data, "usage": usage})
+        usage = TokenUsage(prompt=sum(map(len, ids)))
+        usage.record(context)
+        data = [{"object": "embedding", "index": i, "embedding": _encode(v, body.encoding_format)} for i, v in enumerate(vectors)]
+        counts = {"prompt_tokens": usage.prompt, "total_tokens": usage.prompt}
+        await writer.json({"object": "list", "model": model, "data": data, "usage": counts})
 
 
-def _spelled(vector: np.ndarray, spelling: str | None) -> Any:
-    """float32 [E] as numbers, or as base64 of its little-endian bytes, which is what OpenAI's clients ask for by themselves."""
-    if spelling == "base64":
+def _encode(vector: np.ndarray, encoding: str | None) -> Any:
+    """float32 [E] as numbers, or as base64 of its little-endian bytes, which OpenAI's clients request by default."""
+    if encoding == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
     return vector.astype(np.float32).tolist()

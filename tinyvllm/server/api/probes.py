@@ -1,7 +1,8 @@
-"""What operators and dashboards ask: is it there, is it ready, which version, which models, how busy."""
+"""GET endpoints for operators and dashboards: health, readiness, version, models, status, metrics."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -9,55 +10,49 @@ from starlette.responses import Response
 
 import tinyvllm
 from tinyvllm.metrics import registry_of
-from tinyvllm.server.core.context import CALL, Service
-from tinyvllm.server.core.failures import Failure, encode
-
-
-def reply(body: Any, status: int = 200) -> Response:
-    return Response(encode(body), status, media_type="application/json")
+from tinyvllm.server.core.context import RequestContext, Service
+from tinyvllm.server.core.failures import Failure
+from tinyvllm.server.core.response import json_response
 
 
 def _service(request: Request) -> Service:
-    service: Service = request.scope[CALL].service
-    return service
+    return RequestContext.of(request).service
 
 
 async def health(request: Request) -> Response:
-    """200 while the process can answer and no engine has died."""
+    """200 while the process responds and no engine has died."""
     for name, llm in _service(request).models.loaded().items():
         if not llm.alive:
-            raise Failure(503, f"the engine of model {name} has ended", code="engine_dead")
-    return reply({"status": "ok"})
+            raise Failure(503, f"the engine of model {name} has stopped", code="engine_dead")
+    return json_response({"status": "ok"})
 
 
 async def ready(request: Request) -> Response:
-    """200 while new work is taken."""
+    """200 while the server accepts new requests."""
     if _service(request).draining:
-        raise Failure(503, "the server shuts down", code="shutting_down")
-    return reply({"status": "ready"})
+        raise Failure(503, "the server is shutting down", code="shutting_down")
+    return json_response({"status": "ready"})
 
 
 async def version(request: Request) -> Response:
-    return reply({"version": tinyvllm.__version__})
+    return json_response({"version": tinyvllm.__version__})
 
 
 async def models(request: Request) -> Response:
-    """The list as OpenAI's clients and as Anthropic's read it."""
+    """The model list, for OpenAI's and Anthropic's clients."""
     entries = [_model(_service(request), name) for name in _service(request).models.names]
-    ends = {"has_more": False, "first_id": entries[0]["id"], "last_id": entries[-1]["id"]}
-    return reply({"object": "list", "data": entries, **ends})
+    pages = {"has_more": False, "first_id": entries[0]["id"], "last_id": entries[-1]["id"]}
+    return json_response({"object": "list", "data": entries, **pages})
 
 
 async def model(request: Request) -> Response:
     name = request.path_params["name"]
     if name not in _service(request).models.names:
         raise Failure(404, f"there is no model {name!r:.200}", param="model", code="model_not_found")
-    return reply(_model(_service(request), name))
+    return json_response(_model(_service(request), name))
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
-    from datetime import UTC, datetime
-
     llm = service.models.loaded().get(name)
     return {
         "id": name,
@@ -75,15 +70,15 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 
 async def status(request: Request) -> Response:
-    """How busy each loaded model is; the chat page shows it."""
+    """The load of each loaded model; the chat page shows it."""
     service = _service(request)
-    found = {name: {**llm.status(), "predicted_wait": llm.predicted_wait()} for name, llm in service.models.loaded().items()}
-    return reply({"models": found, "requests": len(service.running) - 1, "draining": service.draining})
+    loaded = {name: {**llm.status(), "predicted_wait": llm.predicted_wait()} for name, llm in service.models.loaded().items()}
+    return json_response({"models": loaded, "requests": len(service.running) - 1, "draining": service.draining})
 
 
 async def metrics(request: Request) -> Response:
-    """Prometheus' text, under vLLM's names."""
-    registries = [llm.metrics for llm in _service(request).models.loaded().values() if llm.metrics.registry is not None]
+    """Prometheus text under vLLM's metric names."""
     from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+    registries = [llm.metrics for llm in _service(request).models.loaded().values() if llm.metrics.registry is not None]
     return Response(generate_latest(registry_of(registries)), media_type=CONTENT_TYPE_LATEST)

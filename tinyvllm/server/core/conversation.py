@@ -1,259 +1,176 @@
-"""One turn of a conversation, whatever API asks for it: its prompt, and its answer read as content, reasoning and calls of tools."""
+"""Conversations: the input of a chat template, and the prompt that the template renders from it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any
 
-from tinyvllm.engine.async_llm import AsyncLLM
-from tinyvllm.request import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams, Thinking
-from tinyvllm.server.core.context import Call
+from tinyvllm.engine.api import AsyncLLM
+from tinyvllm.errors import TokenizerError
+from tinyvllm.server.core.config import ServerConfig
 from tinyvllm.server.core.failures import bad_field
-from tinyvllm.server.core.params import request_options
-from tinyvllm.server.core.prompts import Conversation, Encoded, encode_conversation, tokenizer_of
-from tinyvllm.server.core.usage import Count, outputs_of
-from tinyvllm.text.parsing import Event, Format, StreamParser, grammar_for, parser_for
+from tinyvllm.server.core.prompts import SHORT_TEXT, EncodedPrompt, check_length, check_size, last_tokens, require_tokenizer, run_aside
+from tinyvllm.server.core.segment_store import RegisteredSegment, last_of_messages
+from tinyvllm.text.chat import render_chat
+from tinyvllm.text.tokenizer import Tokenizer
+
+_RESERVED = ("messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenizer_or_template")
+_RENDERED_DIFFERENTLY = (
+    "the chat template renders the start of this conversation differently than at registration; send the same tools, documents and "
+    "chat_template_kwargs, or register it again"
+)
+_REWRITTEN = "the chat template rewrites these messages when more follow, so they cannot be kept; register a text for /v1/completions"
 
 
 @dataclass(frozen=True)
-class Tools:
-    """The functions of a turn in OpenAI's spelling, and whether one must be called: choice is none, auto or required."""
+class Conversation:
+    """The input of a chat template. `template` None means the model's own."""
 
-    given: Sequence[Mapping[str, Any]] = ()
-    choice: str = "auto"
-    named: str | None = None  # the one that must be called
-    parallel: bool = True
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    template: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    prefix: str = ""  # the rendered text must start with this: the text of the segments that hold the first messages
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation as its chat template rendered it."""
+
+    conversation: Conversation
+    encoded: EncodedPrompt
 
     @property
-    def readable(self) -> bool:
-        return bool(self.given) and self.choice != "none"
+    def text(self) -> str:
+        return self.encoded.text or ""
 
 
-@dataclass
-class Turn:
-    """A turn that is ready to run."""
-
-    call: Call
-    llm: AsyncLLM
-    model: str
-    prompt: Encoded
-    params: SamplingParams
-    format: Format | None  # None: everything is content
-    tools: Tools
-    reasoning: bool
-    opened: bool
-    body: Any
-    count: Count = field(default_factory=Count)
-
-    def parser(self, whole: bool) -> StreamParser | None:
-        """A reader for one of the n answers; None where there is nothing to tell apart."""
-        if self.format is None:
-            return None
-        tools = list(self.tools.given) if self.tools.readable else None
-        return StreamParser(self.format, tools, self.reasoning, opened=self.opened, whole=whole)
-
-    def kept(self, events: Sequence[Event]) -> Sequence[Event]:
-        """What is told of an answer: one call at most where calls may not be parallel."""
-        return events if self.tools.parallel else [event for event in events if event.index < 1]
-
-    async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
-        """What the engine gives; the prompt is counted with the first."""
-        first = True
-        on = request_options(self.call, self.body)
-        async with aclosing(outputs_of(self.llm, [self.prompt], self.params, on, self.call.name)) as outputs:
-            async for _, output in outputs:
-                if first:
-                    self.count.add_prompt(output)
-                    first = False
-                yield output
-
-    async def last(self) -> RequestOutput:
-        """The whole answer, which has been counted."""
-        async with aclosing(self.outputs()) as outputs:
-            async for output in outputs:
-                final = output
-        self.count.completion = sum(len(part.token_ids) for part in final.outputs)
-        self.count.note(self.call)
-        return final
+def conversation_of(config: ServerConfig, data: Mapping[str, Any], variables: Mapping[str, Any]) -> Conversation:
+    """The conversation of a body's plain objects. Failure for a client's own template unless the server allows it."""
+    template = data.get("chat_template")
+    if template is not None and not config.trust_request_chat_template:
+        text = (
+            "chat_template: this server accepts only the models' own templates; start it with --trust-request-chat-template to change that"
+        )
+        raise bad_field("chat_template", text, "unsupported_parameter")
+    if data.get("continue_final_message") and data.get("add_generation_prompt"):
+        text = "continue_final_message and add_generation_prompt are mutually exclusive; send one of them"
+        raise bad_field("continue_final_message", text)
+    if reserved := next((name for name in variables if name in _RESERVED), None):
+        raise bad_field("chat_template_kwargs", f"chat_template_kwargs: {reserved} is a separate field of the request")
+    return Conversation(
+        messages=data["messages"],
+        documents=data.get("documents"),
+        template=template if template is not None else config.chat_template,
+        variables=variables,
+        add_generation_prompt=data.get("add_generation_prompt") is not False,
+        continue_final_message=bool(data.get("continue_final_message")),
+        add_special_tokens=bool(data.get("add_special_tokens")),
+    )
 
 
-_formats: WeakKeyDictionary[AsyncLLM, dict[tuple[str | None, bool], Format]] = WeakKeyDictionary()
+def reasoning_variables(effort: str | None) -> dict[str, Any]:
+    """The template variables for a reasoning effort."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
 
 
-async def begin(
-    call: Call, llm: AsyncLLM, model: str, conversation: Conversation, tools: Tools, params: SamplingParams, body: Any, *, reasoning: bool
-) -> Turn:
-    """A Turn of a conversation. Failure, RequestError or TokenizerError for what the template or the tools cannot be."""
-    if tools.choice == "required" and not tools.given:
-        raise bad_field("tool_choice", "tool_choice: a call is required, and there are no tools")
-    conversation = plain(conversation, list(tools.given) if tools.readable else None)
-    prompt = await encode_conversation(llm, conversation, getattr(body, "truncate_prompt_tokens", None))
-    dialect = _format(llm, conversation.template, tools.readable)
-    begins = _begins(dialect, conversation, prompt.text or "")
-    opened = begins == "inside"
-    if tools.choice == "required":
-        dialect, params = _enforce(dialect, tools, params)
-    if params.structured_outputs is not None or params.thinking_token_budget is not None:
-        params = _thinking(dialect, begins, params)
-        if not _may_think(params, begins):
-            reasoning = opened = False  # all of it is content, whatever the template has opened
-    needed = tools.readable and (dialect.name != "none") or dialect.think is not None
-    if needed and dialect.keep_special_tokens:
-        params = replace(params, skip_special_tokens=False)
-    return Turn(call, llm, model, prompt, params, dialect if needed else None, tools, reasoning, opened, body)
+def after_segments(conversation: Conversation, segments: Sequence[RegisteredSegment]) -> Conversation:
+    """The conversation preceded by the messages of segments."""
+    if not segments:
+        return conversation
+    if conversation.add_special_tokens:
+        text = "add_special_tokens: cannot be combined with segments, which start as the chat template renders them"
+        raise bad_field("add_special_tokens", text)
+    last = last_of_messages(segments)
+    return replace(conversation, messages=[*(last.messages or ()), *conversation.messages], prefix=last.text or "")
 
 
-def _begins(dialect: Format, conversation: Conversation, prompt: str) -> str:
-    """Where the answer begins, as Thinking says it. Nobody begins to think who was told not to, or who is in the midst of an answer."""
-    content = conversation.messages[-1].get("content") if conversation.continue_final_message else None
-    if isinstance(content, str):
-        return "inside" if dialect.opened(content, continued=True) else "behind"
-    if dialect.opened(prompt):
-        return "inside"
-    closed = dialect.think is not None and prompt.rstrip().endswith(dialect.think[1])
-    return "behind" if closed or conversation.variables.get("enable_thinking") is False else "before"
-
-
-def _thinking(dialect: Format, begins: str, params: SamplingParams) -> SamplingParams:
-    """What the engine has to know of thoughts: the template need not be the one that it knows. Without marks nothing waits for them."""
-    if dialect.think is not None:
-        return replace(params, thinking=Thinking(*dialect.think, begins))
-    if params.structured_outputs is None:
-        return params
-    return replace(params, structured_outputs=replace(params.structured_outputs, enable_in_reasoning=True))
-
-
-def _may_think(params: SamplingParams, begins: str) -> bool:
-    """Whether thoughts may stand in the answer: before a structure, where there is room, or in a structure that describes them."""
-    structure = params.structured_outputs
-    if structure is None:
-        return True
-    return structure.kind in ("regex", "grammar") if structure.enable_in_reasoning else begins != "behind"
-
-
-def _enforce(dialect: Format, tools: Tools, params: SamplingParams) -> tuple[Format, SamplingParams]:
-    if params.structured_outputs is not None:
-        raise bad_field("response_format", "response_format: an answer that must be a call of a tool has no other format")
-    forced = dialect.forced()
-    lark = grammar_for(forced, list(tools.given), tools.named, tools.parallel)
-    return forced, replace(params, structured_outputs=StructuredOutputsParams(grammar=lark))
-
-
-def _format(llm: AsyncLLM, template: str | None, with_tools: bool) -> Format:
-    """The dialect of a model's template, or of the one that stands for it; asked for at every request, so kept."""
-    kept = _formats.setdefault(llm, {})
-    if (template, with_tools) not in kept:
-        tokenizer = tokenizer_of(llm)
-        templates = tokenizer.chat_templates
-        own = templates.get("tool_use") if with_tools and "tool_use" in templates else templates.get("default")
-        special = {tokenizer.token_text(i): i for i in tokenizer.special_ids}
-        if len(kept) >= 32:
-            kept.clear()
-        kept[template, with_tools] = parser_for(templates.get(template, template) if template is not None else own, special)
-    return kept[template, with_tools]
-
-
-def plain(conversation: Conversation, tools: Sequence[Mapping[str, Any]] | None) -> Conversation:
-    """A conversation with its tools, without what clients send back as null; a developer is the system of templates that know none."""
+def _normalized(conversation: Conversation, tools: Sequence[Mapping[str, Any]] | None) -> Conversation:
+    """The conversation with its tools, without null fields. The role developer becomes system for templates that lack it."""
     rename = "developer" not in (conversation.template or "")
 
-    def told(message: Mapping[str, Any]) -> dict[str, Any]:
-        said = {name: value for name, value in message.items() if value is not None}
-        return {**said, "role": "system"} if rename and said["role"] == "developer" else said
+    def normalize(message: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {name: value for name, value in message.items() if value is not None}
+        return {**kept, "role": "system"} if rename and kept["role"] == "developer" else kept
 
-    return replace(conversation, messages=[told(message) for message in conversation.messages], tools=tools)
-
-
-@dataclass
-class Answered:
-    """One whole answer, told apart."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: list[dict[str, str]] = field(default_factory=list)  # id, name, arguments (JSON)
-
-    def take(self, events: Sequence[Event]) -> None:
-        for event in events:
-            if event.kind == "content":
-                self.content += event.text
-            elif event.kind == "reasoning":
-                self.reasoning += event.text
-            elif event.kind == "tool_start":
-                self.calls.append({"id": event.id, "name": event.name, "arguments": ""})
-            elif event.kind == "tool_arguments":
-                self.calls[event.index]["arguments"] += event.text
+    return replace(conversation, messages=[normalize(message) for message in conversation.messages], tools=tools)
 
 
-def read_whole(turn: Turn, part: CompletionOutput) -> Answered:
-    """One of the n answers, as what it consists of."""
-    parser = turn.parser(whole=True)
-    if parser is None:
-        return Answered(part.text)
-    answered = Answered()
-    answered.take(turn.kept([*parser.add(part.text), *parser.finish()]))
-    if answered.reasoning:
-        tokenizer = tokenizer_of(turn.llm)
-        turn.count.reasoning += len(tokenizer.encode(answered.reasoning, add_special_tokens=False))
-    return answered
+async def encode_conversation(
+    llm: AsyncLLM, conversation: Conversation, tools: Sequence[Mapping[str, Any]] | None, keep: int | None = None
+) -> ChatPrompt:
+    """The prompt that the chat template renders; `keep` as in encode_texts. RequestError or TokenizerError if the template fails."""
+    conversation, tokenizer = _normalized(conversation, tools), require_tokenizer(llm)
+
+    def encode() -> EncodedPrompt:
+        text = _render(tokenizer, conversation)
+        if not text.startswith(conversation.prefix):
+            raise bad_field("segments", f"segments: {_RENDERED_DIFFERENTLY}")
+        if keep is None:
+            check_size(llm, text, "messages")
+        ids = tokenizer.encode(text, add_special_tokens=conversation.add_special_tokens)
+        return EncodedPrompt(last_tokens(llm, ids, keep), text)
+
+    size = sum(len(m["content"]) if isinstance(m.get("content"), str) else SHORT_TEXT for m in conversation.messages)
+    if conversation.template is not None:
+        size = SHORT_TEXT + 1  # a client's template may be slow: always in a thread
+    encoded = await run_aside(size, encode)
+    check_length(llm, encoded.token_ids, "messages")
+    return ChatPrompt(conversation, encoded)
 
 
-class Blocks:
-    """Events of one streamed answer as blocks that begin, grow and end, which is how Anthropic's and OpenAI's newer streams tell it.
+async def encode_start(llm: AsyncLLM, conversation: Conversation, tools: Sequence[Mapping[str, Any]] | None) -> ChatPrompt:
+    """The start of a conversation whose later messages are unknown. Failure if the template would render it differently then."""
+    conversation, tokenizer = _normalized(conversation, tools), require_tokenizer(llm)
+    role = "assistant" if conversation.messages[-1].get("role") == "user" else "user"
+    longer = replace(conversation, messages=[*conversation.messages, {"role": role, "content": "Yes."}])
 
-    `writer` gets begin(kind, event), grow(text) and end(); kinds are content, reasoning and call.
-    """
+    def encode() -> EncodedPrompt:
+        text = _render(tokenizer, conversation)
+        with suppress(TokenizerError):  # the template may want another role next; that is no fault of the start
+            if not _render(tokenizer, longer).startswith(text):
+                raise bad_field("messages", f"messages: {_REWRITTEN}")
+        if not text.startswith(conversation.prefix):
+            raise bad_field("after", f"after: {_RENDERED_DIFFERENTLY}")
+        check_size(llm, text, "messages")
+        return EncodedPrompt(tokenizer.encode(text, add_special_tokens=False), text)
 
-    def __init__(self, turn: Turn, writer: BlockWriter):
-        self._turn = turn
-        self._parser = turn.parser(whole=False)
-        self._writer = writer
-        self._kind: str | None = None
-        self.calls = 0
-
-    def read(self, part: CompletionOutput) -> None:
-        """What a step brought."""
-        self._turn.count.completion += len(part.token_ids)
-        if self._parser is None:
-            events = [Event("content", part.text)] if part.text else []
-        else:
-            events = self._parser.add(part.text) if part.text else []
-            if part.finish_reason is not None:
-                events += self._parser.finish()
-        if events and all(event.kind == "reasoning" for event in events):
-            self._turn.count.reasoning += len(part.token_ids)
-        for event in self._turn.kept(events):
-            self._take(event)
-        if part.finish_reason is not None:
-            self._change(None)
-
-    def _take(self, event: Event) -> None:
-        if event.kind == "tool_start":
-            self._change(None)
-            self._change("call", event)
-            self.calls += 1
-        elif event.kind == "tool_arguments":
-            self._writer.grow(event.text)
-        elif event.kind == "tool_end":
-            self._change(None)
-        elif event.text:
-            if self._kind != event.kind:
-                self._change(event.kind, event)
-            self._writer.grow(event.text)
-
-    def _change(self, kind: str | None, event: Event | None = None) -> None:
-        if self._kind is not None:
-            self._writer.end()
-        self._kind = kind
-        if kind is not None and event is not None:
-            self._writer.begin(kind, event)
+    encoded = await asyncio.to_thread(encode)
+    check_length(llm, encoded.token_ids, "messages")
+    return ChatPrompt(conversation, encoded)
 
 
-class BlockWriter(Protocol):
-    """Who spells blocks as an API's events."""
+def _render(tokenizer: Tokenizer, conversation: Conversation) -> str:
+    text = render_chat(
+        tokenizer,
+        conversation.messages,
+        conversation.tools,
+        conversation.add_generation_prompt and not conversation.continue_final_message,
+        chat_template=conversation.template,
+        documents=conversation.documents,
+        **conversation.variables,
+    )
+    return _cut_after_final(text, conversation.messages[-1]) if conversation.continue_final_message else text
 
-    def begin(self, kind: str, event: Event) -> None: ...
-    def grow(self, text: str) -> None: ...
-    def end(self) -> None: ...
+
+def _cut_after_final(text: str, message: Mapping[str, Any]) -> str:
+    """The prompt up to the end of the last message's content, so that the model continues it."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(part["text"] for part in content)
+    if message.get("role") != "assistant" or not isinstance(content, str) or not content.strip():
+        raise bad_field("continue_final_message", "continue_final_message: the last message must be the assistant's and contain text")
+    start = text.rfind(content.strip())
+    if start < 0:
+        raise bad_field("continue_final_message", "continue_final_message: the chat template changes the text of the last message")
+    whole = text.rfind(content)
+    return text[: whole + len(content)] if whole >= 0 else text[: start + len(content.strip())]

@@ -1,4 +1,4 @@
-"""Every refusal and every fault as the API's own error: what is raised here or below becomes a status, a body and headers.
+"""Errors of the API: every exception becomes a status, a body and headers.
 
 OpenAI's shape is {"error": {message, type, param, code}}; Anthropic's, for /v1/messages, {"type": "error", "error": {type, message}}.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 from tinyvllm.errors import ArgumentError, BusyError, ModelError, OutOfMemoryError, RequestError, TinyvllmError, TokenizerError
 
+_MAX_RETRY_SECONDS = 24 * 3600.0
 # by status: OpenAI's type, Anthropic's type
 _TYPES: dict[int, tuple[str, str]] = {
     400: ("invalid_request_error", "invalid_request_error"),
@@ -28,7 +29,7 @@ _TYPES: dict[int, tuple[str, str]] = {
 
 
 class Failure(Exception):
-    """An answer that is an error. `param` is the field at fault (`tools[0].type`), `code` a word for programs."""
+    """An error response. `param` is the field at fault (`tools[0].type`), `code` a machine-readable word."""
 
     def __init__(
         self,
@@ -47,32 +48,32 @@ class Failure(Exception):
         self.headers = headers or {}
 
     def body(self, anthropic: bool = False, request_id: str | None = None) -> dict[str, Any]:
-        """The error as JSON's objects, in OpenAI's or Anthropic's shape."""
-        openai, other = _TYPES.get(self.status, _TYPES[400 if self.status < 500 else 500])
+        """The error object, in OpenAI's or Anthropic's shape."""
+        openai_type, anthropic_type = _TYPES.get(self.status, _TYPES[400 if self.status < 500 else 500])
         if anthropic:
-            return {"type": "error", "error": {"type": other, "message": self.message}, "request_id": request_id}
-        return {"error": {"message": self.message, "type": openai, "param": self.param, "code": self.code}}
+            return {"type": "error", "error": {"type": anthropic_type, "message": self.message}, "request_id": request_id}
+        return {"error": {"message": self.message, "type": openai_type, "param": self.param, "code": self.code}}
 
 
 def encode(body: Any) -> bytes:
-    """JSON of one line; whatever is in it, also lone surrogates that a client sent and hears again, is ASCII."""
+    """JSON on one line, in ASCII: also lone surrogates that a client sent and gets back."""
     return json.dumps(body, separators=(",", ":")).encode()
 
 
 def bad_field(param: str, message: str, code: str = "invalid_value") -> Failure:
-    """400 for a field, by its name."""
+    """400 for a field."""
     return Failure(400, message, param=param, code=code)
 
 
 def busy(message: str, seconds: float, code: str = "rate_limit_exceeded") -> Failure:
-    """429 that says when to try again; OpenAI's clients read the milliseconds, others the whole seconds."""
-    seconds = max(0.0, min(seconds, 24 * 3600.0)) if math.isfinite(seconds) else 24 * 3600.0
+    """429 with the time to wait before a retry; OpenAI's clients read the milliseconds, others the whole seconds."""
+    seconds = max(0.0, min(seconds, _MAX_RETRY_SECONDS)) if math.isfinite(seconds) else _MAX_RETRY_SECONDS
     headers = {"Retry-After": str(max(1, math.ceil(seconds))), "Retry-After-Ms": str(max(1, math.ceil(seconds * 1000)))}
     return Failure(429, message, code=code, headers=headers)
 
 
 def failure_of(error: BaseException) -> Failure:
-    """The answer for whatever was raised. What nobody foresaw is a 500 that names only its kind: its text may hold other people's data."""
+    """The error response for an exception. An unexpected one is a 500 that shows only its type: its text may hold other clients' data."""
     if isinstance(error, Failure):
         return error
     if isinstance(error, BusyError):
@@ -85,10 +86,10 @@ def failure_of(error: BaseException) -> Failure:
         return Failure(503, str(error), param="model", code="model_not_loaded")
     if isinstance(error, TinyvllmError):
         return Failure(500, str(error), code="engine_error")
-    return Failure(500, f"the server failed at this request ({type(error).__name__}); its log says where", code="internal_error")
+    return Failure(500, f"internal server error ({type(error).__name__}); see the server log", code="internal_error")
 
 
 def _field_of(message: str) -> str | None:
-    """The field that a message of SamplingParams or of the engine seems to speak of."""
+    """The field that an error message of SamplingParams or of the engine starts with."""
     match = re.match(r"(?:\w+Params: |request \S+: )?([a-z_]+)(?: must|=|: | names)", message)
     return match[1] if match else None

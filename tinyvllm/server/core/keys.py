@@ -1,6 +1,7 @@
-"""API keys: who may come in, and how much each may ask for. Keys are compared in constant time and never written to a log.
+"""API keys and their rate limits. Keys are compared in constant time and never written to a log.
 
-A file of keys has one a line, with what limits it: `sk-secret name=alice requests_per_minute=60 tokens_per_minute=90000 concurrent=4`.
+A key file has one key on each line, followed by its limits: `sk-secret name=alice requests_per_minute=60 tokens_per_minute=90000
+concurrent=4`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MINUTE = 60.0
 
 @dataclass(frozen=True)
 class Limits:
-    """What one key may ask for; None sets no limit. Tokens are those of prompts and answers together."""
+    """Limits of one key; None is unlimited. Tokens are those of prompts and outputs together."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -30,26 +31,26 @@ class Limits:
 
 
 @dataclass
-class Bucket:
-    """A minute's allowance that fills up evenly. What is taken beyond it is a debt that is waited for."""
+class TokenBucket:
+    """A per-minute limit that refills evenly. Overdrawing it leaves a debt that later requests wait for."""
 
     size: int
     level: float
-    at: float
+    refilled: float  # time of the last refill
 
     def refill(self, now: float) -> None:
-        self.level = min(float(self.size), self.level + (now - self.at) * self.size / _MINUTE)
-        self.at = now
+        self.level = min(float(self.size), self.level + (now - self.refilled) * self.size / _MINUTE)
+        self.refilled = now
 
     def seconds_until(self, amount: float, now: float) -> float:
-        """How long until `amount` is there; 0 if it is."""
+        """Seconds until `amount` is available; 0 if it is now."""
         self.refill(now)
         return max(0.0, (amount - self.level) * _MINUTE / self.size)
 
 
 @dataclass
 class Key:
-    """One key that is let in: its name for logs and for fair shares, and what it has used."""
+    """One accepted key: its name for logs and for fair scheduling, its limits, and its use."""
 
     name: str
     digest: bytes
@@ -58,18 +59,14 @@ class Key:
 
     def __post_init__(self) -> None:
         now = time.monotonic()
-        self._requests = self._bucket(self.limits.requests_per_minute, now)
-        self._tokens = self._bucket(self.limits.tokens_per_minute, now)
-
-    @staticmethod
-    def _bucket(size: int | None, now: float) -> Bucket | None:
-        return None if size is None else Bucket(size, float(size), now)
+        self._requests = _bucket(self.limits.requests_per_minute, now)
+        self._tokens = _bucket(self.limits.tokens_per_minute, now)
 
     def enter(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Count a request in; Failure 429 if it is one too many. `leave` must follow."""
+        """Count a new request; Failure 429 if it exceeds a limit. Each successful call needs a call of `leave`."""
         now = clock()
         if self.limits.concurrent is not None and self.running >= self.limits.concurrent:
-            raise busy(f"key {self.name}: {self.running} requests run at the same time, the limit is {self.limits.concurrent}", 1.0)
+            raise busy(f"key {self.name}: {self.running} concurrent requests, the limit is {self.limits.concurrent}", 1.0)
         if self._requests is not None and (wait := self._requests.seconds_until(1.0, now)) > 0:
             raise busy(f"key {self.name}: the limit is {self.limits.requests_per_minute} requests a minute", wait)
         if self._tokens is not None and (wait := self._tokens.seconds_until(1.0, now)) > 0:
@@ -79,45 +76,49 @@ class Key:
         self.running += 1
 
     def leave(self, tokens: int) -> None:
-        """A request is over and has cost so many tokens."""
+        """Count a finished request and its tokens."""
         self.running -= 1
         if self._tokens is not None:
             self._tokens.level -= tokens
 
 
+def _bucket(size: int | None, now: float) -> TokenBucket | None:
+    return None if size is None else TokenBucket(size, float(size), now)
+
+
 class Keys:
-    """The keys of a server. Without any, everybody comes in under the empty name."""
+    """The keys of a server. Without any, every request is anonymous."""
 
     def __init__(self, keys: Iterable[Key] = ()):
         self._keys = list(keys)
         names = [key.name for key in self._keys]
         for name in names:
             if names.count(name) > 1:
-                raise ArgumentError(f"api keys: two keys are named {name!r}")
-        self.nobody = Key("", b"")  # who needs no key
+                raise ArgumentError(f"api keys: two keys have the name {name!r}; give each its own name=...")
+        self.anonymous = Key("", b"")  # of servers without keys, and of paths that need none
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def find(self, secret: str | None) -> Key:
-        """The key that was shown; Failure 401 if none fits. Every key is compared, whichever fits."""
+        """The key with this secret; Failure 401 if there is none. All keys are compared, so that the time tells nothing."""
         if not self._keys:
-            return self.nobody
+            return self.anonymous
         if not secret:
-            text = "no API key: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'"
+            text = "missing API key; send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'"
             raise Failure(401, text, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        shown, found = _digest(secret), None
+        digest, found = _digest(secret), None
         for key in self._keys:
-            if hmac.compare_digest(shown, key.digest):
+            if hmac.compare_digest(digest, key.digest):
                 found = key
         if found is None:
-            raise Failure(401, "this API key is not known here", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            raise Failure(401, "unknown API key", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return found
 
 
 def read_keys(secrets: Iterable[str], path: str | None = None) -> Keys:
-    """Keys given one by one, named key-1, key-2, ..., and those of a file. ArgumentError for a line that cannot be meant."""
-    keys = [Key(f"key-{number}", _digest(_checked("--api-key", secret))) for number, secret in enumerate(secrets, 1)]
+    """The keys of --api-key, named key-1, key-2, ..., and those of a key file. ArgumentError for an invalid line."""
+    keys = [Key(f"key-{number}", _digest(_checked_secret("--api-key", secret))) for number, secret in enumerate(secrets, 1)]
     if path is not None:
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -127,33 +128,33 @@ def read_keys(secrets: Iterable[str], path: str | None = None) -> Keys:
             if line.strip() and not line.lstrip().startswith("#"):
                 keys.append(_parse(f"{path}:{number}", line.split()))
         if not keys:
-            raise ArgumentError(f"--api-key-file {path} holds no key: everybody would be let in")
+            raise ArgumentError(f"--api-key-file {path} contains no key, so the server would accept every request; add a key")
     return Keys(keys)
 
 
 def _parse(source: str, words: list[str]) -> Key:
     secret, *options = words
-    given: dict[str, str] = {}
+    values: dict[str, str] = {}
     for option in options:
         name, equals, value = option.partition("=")
         if name not in ("name", *_LIMITS) or not equals or not value:
             raise ArgumentError(f"{source}: expected name=... or a limit, got {option!r}{nearest(name, ('name', *_LIMITS))}")
-        given[name] = value
+        values[name] = value
     limits = {}
     for name in _LIMITS:
-        if name in given:
-            if not given[name].isdecimal() or int(given[name]) < 1:
-                raise ArgumentError(f"{source}: {name} must be a number of 1 or more, got {given[name]!r}")
-            limits[name] = int(given[name])
-    return Key(given.get("name", "line-" + source.rpartition(":")[2]), _digest(_checked(source, secret)), Limits(**limits))
+        if name in values:
+            if not values[name].isdecimal() or int(values[name]) < 1:
+                raise ArgumentError(f"{source}: {name} must be an integer of at least 1, got {values[name]!r}")
+            limits[name] = int(values[name])
+    return Key(values.get("name", "line-" + source.rpartition(":")[2]), _digest(_checked_secret(source, secret)), Limits(**limits))
 
 
-def _checked(source: str, secret: str) -> str:
+def _checked_secret(source: str, secret: str) -> str:
     if not secret.isascii() or not secret.isprintable() or " " in secret or len(secret) < 4:
-        raise ArgumentError(f"{source}: a key must be at least 4 printable ASCII characters without blanks")
+        raise ArgumentError(f"{source}: a key must have at least 4 printable ASCII characters and no spaces")
     return secret
 
 
 def _digest(secret: str) -> bytes:
-    """Equal lengths for the comparison, whatever was sent."""
+    """A hash, so that compared values have equal lengths."""
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()

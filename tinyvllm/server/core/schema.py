@@ -1,4 +1,7 @@
-"""What OpenAI's two old endpoints and our own small ones take: every field that OpenAI or vLLM names, honoured, limited or refused."""
+"""Request bodies of completions, chat completions and the small endpoints: every field of OpenAI and vLLM, with its support.
+
+The notes (`says`) appear in /v1/capabilities and in the OpenAPI document.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,25 @@ from pydantic_core import PydanticCustomError
 from tinyvllm.request import MAX_LOGPROBS
 from tinyvllm.server.core.body import Body, honoured, limited, refused, stop_at_first_value
 
-ONE_MODEL = "the model's name as /v1/models lists it; the first one where it is not given"
-_NOT_STORED = "nothing is stored here"
+DEFAULT_MODEL = "a name from /v1/models; the first model if unset"
+ACCESS_LOG_ONLY = "written to the access log, otherwise ignored"
+_NOT_STORED = "the server stores nothing"
+_STREAM_ONLY = "requires stream=true"
+_NOT_WITH_STREAM = "cannot be combined with stream"
 _TOKEN = Annotated[int, Field(ge=0, lt=2**31)]
-_SECONDS = Annotated[float, Field(gt=0, le=1e9)]
-_WORDS = Annotated[list[str], Field(max_length=512)]  # the engine stands still while it looks for their tokens: 30000 took 7 s
+_MILLISECONDS = Annotated[float, Field(gt=0, le=1e9)]
+_WORDS = Annotated[list[str], Field(max_length=512)]  # the engine is blocked while it searches for their tokens: 30000 words took 7 s
 _NUMBERS = Annotated[dict[str, float], WrapValidator(stop_at_first_value)]
 Texts = Annotated[dict[str, str], WrapValidator(stop_at_first_value)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 
 
 class StreamOptions(Body):
-    """What a stream holds beside the answer."""
+    """What a stream contains in addition to the answer."""
 
     include_usage: bool | None = honoured(example=True)
-    continuous_usage_stats: bool | None = honoured(example=True, says="vLLM: usage in every chunk")
-    include_obfuscation: Literal[False] | None = limited(says="false only: chunks carry no padding", example=False, beyond=True)
+    continuous_usage_stats: bool | None = honoured(example=True, says="vLLM: usage in every event")
+    include_obfuscation: Literal[False] | None = limited(says="false only: events carry no padding", example=False, beyond=True)
 
 
 class JsonSchema(Body):
@@ -34,7 +40,7 @@ class JsonSchema(Body):
     name: str = honoured(..., example="answer")
     description: str | None = honoured(example="an answer")
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
-    strict: bool | None = limited(says="a schema is always enforced, also with strict false", example=True)
+    strict: bool | None = limited(says="the schema is always enforced, even with strict=false", example=True)
 
 
 class ResponseFormat(Body):
@@ -44,14 +50,14 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
     @model_validator(mode="after")
-    def _whole(self) -> ResponseFormat:
+    def _check_schema(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise PydanticCustomError("response_format", 'needs json_schema with type "json_schema", and only then')
+            raise PydanticCustomError("response_format", 'requires json_schema with type "json_schema", and only then')
         return self
 
 
 class StructuredOutputs(Body):
-    """vLLM's words for what an answer must be: exactly one of the first five."""
+    """vLLM's constraints of an answer: exactly one of the first five fields."""
 
     json_: str | dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
@@ -73,34 +79,34 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A function as chat completions spell it."""
+    """A function in the form of chat completions."""
 
     type: Literal["function"]
     function: Function
 
 
 class FunctionName(Body):
-    """Which function."""
+    """The name of a function."""
 
     name: str
 
 
 class NamedTool(Body):
-    """The one tool that must be called."""
+    """The tool that must be called."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 class CalledFunction(Body):
-    """What an assistant called; arguments are JSON, as a text or as what it means."""
+    """A function that the assistant called; arguments are JSON text, or the value itself."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(Body):
-    """A call in the conversation so far."""
+    """A tool call of an earlier assistant message."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -109,14 +115,14 @@ class ToolCall(Body):
 
 
 class TextPart(Body):
-    """A piece of a message."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(Body):
-    """One message of a conversation, as clients send it and send back what they got."""
+    """One message of a conversation. Clients also send back messages that they received, with all their fields."""
 
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     content: str | list[TextPart] | None = None
@@ -132,9 +138,9 @@ class Message(Body):
 
 
 class Sampling(Body):
-    """How to continue: OpenAI's and vLLM's names. Ranges that SamplingParams checks are not said twice."""
+    """Sampling fields under OpenAI's and vLLM's names. Ranges that SamplingParams checks are not repeated here."""
 
-    model: Name | None = honoured(says=ONE_MODEL)
+    model: Name | None = honoured(says=DEFAULT_MODEL)
     frequency_penalty: float | None = honoured(example=0.5, ge=-2, le=2)
     logit_bias: _NUMBERS | None = honoured(example={"5": -10.0})
     n: int | None = honoured(example=2, ge=1, le=128)
@@ -142,14 +148,14 @@ class Sampling(Body):
     seed: int | None = honoured(example=7, ge=-(2**63), le=2**64 - 1)
     stop: str | _WORDS | None = honoured(example=["\n"])
     stream: bool | None = honoured(example=False)
-    stream_options: StreamOptions | None = honoured(example={"include_usage": True}, says="with stream only")
+    stream_options: StreamOptions | None = honoured(example={"include_usage": True}, says=_STREAM_ONLY)
     temperature: float | None = honoured(example=0.5, ge=0, le=100)
     top_p: float | None = honoured(example=0.9, gt=0, le=1)
-    user: str | None = limited(says="written to the access log, nothing else", example="somebody")
+    user: str | None = limited(says=ACCESS_LOG_ONLY, example="user-1")
     top_k: int | None = honoured(example=5, ge=-1)
     min_p: float | None = honoured(example=0.1, ge=0, le=1)
     repetition_penalty: float | None = honoured(example=1.1, gt=0, le=100)
-    length_penalty: float | None = honoured(example=1.0, says="of beams; with use_beam_search only")
+    length_penalty: float | None = honoured(example=1.0, says="requires use_beam_search")
     use_beam_search: bool | None = honoured(example=False)
     stop_token_ids: list[_TOKEN] | None = honoured(example=[1])
     include_stop_str_in_output: bool | None = honoured(example=True)
@@ -157,159 +163,161 @@ class Sampling(Body):
     min_tokens: int | None = honoured(example=2, ge=0)
     skip_special_tokens: bool | None = honoured(example=False)
     spaces_between_special_tokens: Literal[True] | None = limited(says="true only", example=True, beyond=False)
-    truncate_prompt_tokens: int | None = honoured(example=8, ge=-1, says="keep so many last tokens of the prompt; -1: as many as fit")
+    truncate_prompt_tokens: int | None = honoured(example=8, ge=-1, says="keep this number of last prompt tokens; -1 keeps as many as fit")
     prompt_logprobs: int | None = honoured(example=1, ge=0, le=MAX_LOGPROBS)
     allowed_token_ids: list[_TOKEN] | None = honoured(example=[300, 301, 302], min_length=1)
     bad_words: _WORDS | None = honoured(example=["dragon"])
     structured_outputs: StructuredOutputs | None = honoured(example={"choice": ["yes", "no"]})
     response_format: ResponseFormat | None = honoured(example={"type": "json_object"})
     thinking_token_budget: int | None = limited(
-        says="of models whose template or vocabulary has marks of thinking; refused for others", beyond=16, ge=0
+        says="for models whose chat template or vocabulary has marks of reasoning; refused for others", beyond=16, ge=0
     )
     return_token_ids: bool | None = honoured(example=True)
     priority: int | None = honoured(example=1, ge=-(2**31), le=2**31)
     cache_salt: Name | None = honoured(example="mine")
     request_id: Annotated[str, StringConstraints(pattern=r"^[\w.:-]{1,128}$")] | None = honoured(
-        example="req-1", says="as the header X-Request-Id, which goes first"
+        example="req-1", says="like the header X-Request-Id, which takes precedence"
     )
-    deadline_ms: _SECONDS | None = honoured(example=60000.0, says="whole answer within; also as header X-Deadline-Ms")
-    ttft_deadline_ms: _SECONDS | None = honoured(example=60000.0, says="first token within; also as header X-TTFT-Deadline-Ms")
-    receipt: bool | None = honoured(example=True, says="the answer tells what it cost")
-    explain: bool | None = honoured(example=True, says="the answer tells why the prefix cache hit or missed")
+    deadline_ms: _MILLISECONDS | None = honoured(example=60000.0, says="time limit of the whole answer; also as header X-Deadline-Ms")
+    ttft_deadline_ms: _MILLISECONDS | None = honoured(
+        example=60000.0, says="time limit of the first token; also as header X-TTFT-Deadline-Ms"
+    )
+    receipt: bool | None = honoured(example=True, says="adds the costs of the request to the answer")
+    explain: bool | None = honoured(example=True, says="adds to the answer why the prefix cache hit or missed")
 
     @model_validator(mode="after")
-    def _stream_options_need_a_stream(self) -> Any:
+    def _check_stream_options(self) -> Any:
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError("stream_options", "stream_options: means something with stream true only")
+            raise PydanticCustomError("stream_options", "stream_options: requires stream=true")
         return self
 
 
-def _one_of_four(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """One error for the four, not one for each token."""
+def _one_error(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """One error for the four types of a prompt, instead of one for each token."""
     try:
         return check(value)
     except ValidationError:
-        raise PydanticCustomError("prompt", "should be a text, token ids, a list of texts or a list of lists of token ids") from None
+        raise PydanticCustomError("prompt", "must be a text, token ids, a list of texts or a list of lists of token ids") from None
 
 
-_Chunks = Annotated[list[Name], Field(max_length=64)]
-_BEGINS = "ids of chunks that the prompt begins with, as POST /v1/chunks gave them, in their order"
-Prompt = Annotated[str | list[str] | list[_TOKEN] | list[list[_TOKEN]], WrapValidator(_one_of_four)]
+_Segments = Annotated[list[Name], Field(max_length=64)]
+_SEGMENTS_NOTE = "ids of segments that precede each prompt, in order, as returned by POST /v1/segments"
+Prompt = Annotated[str | list[str] | list[_TOKEN] | list[list[_TOKEN]], WrapValidator(_one_error)]
 
 
 class CompletionRequest(Sampling):
     """POST /v1/completions."""
 
-    chunks: _Chunks | None = honoured(says=_BEGINS)
+    segments: _Segments | None = honoured(says=_SEGMENTS_NOTE)
     prompt: Prompt = honoured(..., example="Once upon a time")
-    max_tokens: int | None = honoured(example=4, ge=0, says="16 where not given; 0 with echo only")
+    max_tokens: int | None = honoured(example=4, ge=0, says="16 if unset; 0 requires echo")
     logprobs: int | None = honoured(example=2, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = honoured(example=True)
-    best_of: int | None = honoured(example=3, ge=1, le=128, says="not with stream")
-    suffix: str | None = refused("there is no fill-in-the-middle", example="the end", harmless=("",))
+    best_of: int | None = honoured(example=3, ge=1, le=128, says=_NOT_WITH_STREAM)
+    suffix: str | None = refused("fill-in-the-middle is not implemented", example="the end", harmless=("",))
     add_special_tokens: bool | None = honoured(example=False)
 
 
 class ChatRequest(Sampling):
     """POST /v1/chat/completions."""
 
-    chunks: _Chunks | None = honoured(says="ids of chunks of messages that the conversation begins with, in their order")
+    segments: _Segments | None = honoured(says="ids of segments of messages that precede the conversation, in order")
     messages: list[Message] = honoured(..., example=[{"role": "user", "content": "Hello"}], min_length=1)
-    max_tokens: int | None = honoured(example=4, ge=1, says="what the context holds where not given")
+    max_tokens: int | None = honoured(example=4, ge=1, says="the rest of the context if unset")
     max_completion_tokens: int | None = honoured(example=4, ge=1)
     logprobs: bool | None = honoured(example=True)
-    top_logprobs: int | None = honoured(example=2, ge=0, le=MAX_LOGPROBS, says="with logprobs only")
+    top_logprobs: int | None = honoured(example=2, ge=0, le=MAX_LOGPROBS, says="requires logprobs=true")
     tools: list[Tool] | None = honoured(
         example=[{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
     )
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = honoured(example="none")
     parallel_tool_calls: bool | None = honoured(example=True)
     reasoning_effort: str | None = limited(
-        says='given to the chat template as reasoning_effort; "none" also as enable_thinking=false', example="low"
+        says='passed to the chat template as reasoning_effort; "none" also as enable_thinking=false', example="low"
     )
-    include_reasoning: bool | None = honoured(example=True, says="vLLM: false leaves reasoning_content out")
+    include_reasoning: bool | None = honoured(example=True, says="vLLM: false omits reasoning_content")
     add_generation_prompt: bool | None = honoured(example=True)
     continue_final_message: bool | None = honoured(example=False)
     add_special_tokens: bool | None = honoured(example=False)
     documents: list[dict[str, Any]] | None = honoured(example=[{"title": "a", "text": "b"}])
-    chat_template: str | None = limited(says="with --trust-request-chat-template only, else refused")
+    chat_template: str | None = limited(says="requires a server with --trust-request-chat-template")
     chat_template_kwargs: dict[str, Any] | None = honoured(example={"enable_thinking": False})
     echo: Literal[False] | None = limited(says="false only", example=False, beyond=True)
-    best_of: int | None = honoured(example=3, ge=1, le=128, says="not with stream")
+    best_of: int | None = honoured(example=3, ge=1, le=128, says=_NOT_WITH_STREAM)
     store: Literal[False] | None = limited(says=f"false only: {_NOT_STORED}", example=False, beyond=True)
     metadata: Texts | None = limited(says=f"written to the access log: {_NOT_STORED}", example={"a": "b"})
     service_tier: Literal["auto", "default"] | None = limited(says="auto and default only", example="auto", beyond="flex")
     modalities: list[Literal["text"]] | None = limited(says="text only", example=["text"], beyond=["audio"])
-    safety_identifier: str | None = limited(says="written to the access log, nothing else", example="somebody")
-    prompt_cache_key: str | None = limited(says="not needed: cached prefixes are found by their tokens", example="mine")
-    prompt_cache_retention: str | None = limited(says="not needed: blocks stay until their memory is wanted", example="in_memory")
-    prompt_cache_options: Any = refused("cached prefixes are kept by use alone", example={"mode": "explicit"})
-    audio: Any = refused("answers are texts", example={"voice": "alloy", "format": "mp3"})
-    function_call: Any = refused("functions were replaced by tools: send tool_choice", example="auto")
-    functions: Any = refused("functions were replaced by tools: send tools", example=[{"name": "look"}], harmless=([],))
-    prediction: Any = refused("predicted outputs are not used", example={"type": "content", "content": "a"})
+    safety_identifier: str | None = limited(says=ACCESS_LOG_ONLY, example="user-1")
+    prompt_cache_key: str | None = limited(says="not needed: the prefix cache matches tokens", example="mine")
+    prompt_cache_retention: str | None = limited(says="not needed: cached blocks stay until their memory is needed", example="in_memory")
+    prompt_cache_options: Any = refused("the prefix cache evicts by use only", example={"mode": "explicit"})
+    audio: Any = refused("answers are text only", example={"voice": "alloy", "format": "mp3"})
+    function_call: Any = refused("functions were replaced by tools; send tool_choice", example="auto")
+    functions: Any = refused("functions were replaced by tools; send tools", example=[{"name": "look"}], harmless=([],))
+    prediction: Any = refused("predicted outputs are not implemented", example={"type": "content", "content": "a"})
     verbosity: str | None = limited(says='"medium" only', example="medium", beyond="low", pattern="^medium$")
-    web_search_options: Any = refused("there is no web search", example={})
-    moderation: Any = refused("nothing is moderated here", example={"model": "m"})
+    web_search_options: Any = refused("web search is not implemented", example={})
+    moderation: Any = refused("moderation is not implemented", example={"model": "m"})
 
     @model_validator(mode="after")
-    def _together(self) -> ChatRequest:
+    def _check_pairs(self) -> ChatRequest:
         if self.max_tokens is not None and self.max_completion_tokens is not None and self.max_tokens != self.max_completion_tokens:
-            raise PydanticCustomError("max_tokens", "max_tokens and max_completion_tokens differ: give one of them")
+            raise PydanticCustomError("max_tokens", "max_tokens and max_completion_tokens differ; send one of them")
         if self.top_logprobs is not None and not self.logprobs:
-            raise PydanticCustomError("top_logprobs", "top_logprobs: means something with logprobs true only")
+            raise PydanticCustomError("top_logprobs", "top_logprobs: requires logprobs=true")
         return self
 
 
 class GenerateRequest(Sampling):
     """POST /generate: one prompt, the fields of SamplingParams."""
 
-    chunks: _Chunks | None = honoured(says=_BEGINS)
+    segments: _Segments | None = honoured(says=_SEGMENTS_NOTE)
     prompt: str | list[_TOKEN] | None = honoured(example="Once upon a time")
     prompt_token_ids: list[_TOKEN] | None = honoured(example=[5, 6, 7])
     max_tokens: int | None = honoured(example=4, ge=1)
     logprobs: int | None = honoured(example=2, ge=0, le=MAX_LOGPROBS)
-    best_of: int | None = honoured(example=3, ge=1, le=128, says="not with stream")
+    best_of: int | None = honoured(example=3, ge=1, le=128, says=_NOT_WITH_STREAM)
     add_special_tokens: bool | None = honoured(example=False)
 
 
 class TokenizeRequest(Body):
     """POST /tokenize: a prompt, or messages through the chat template."""
 
-    model: Name | None = honoured(says=ONE_MODEL)
+    model: Name | None = honoured(says=DEFAULT_MODEL)
     prompt: str | None = honoured(example="Once")
     messages: list[Message] | None = honoured(example=[{"role": "user", "content": "Hello"}], min_length=1)
     add_special_tokens: bool | None = honoured(example=False)
     return_token_strs: bool | None = honoured(example=True)
     add_generation_prompt: bool | None = honoured(example=True)
     continue_final_message: bool | None = honoured(example=False)
-    chat_template: str | None = limited(says="with --trust-request-chat-template only, else refused")
+    chat_template: str | None = limited(says="requires a server with --trust-request-chat-template")
     chat_template_kwargs: dict[str, Any] | None = honoured(example={})
     tools: list[Tool] | None = honoured(example=[])
 
     @model_validator(mode="after")
-    def _one(self) -> TokenizeRequest:
+    def _check_input(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError("prompt", "prompt: give either prompt or messages")
+            raise PydanticCustomError("prompt", "prompt: send either prompt or messages")
         return self
 
 
 class DetokenizeRequest(Body):
     """POST /detokenize."""
 
-    model: Name | None = honoured(says=ONE_MODEL)
+    model: Name | None = honoured(says=DEFAULT_MODEL)
     tokens: list[_TOKEN] = honoured(..., example=[5, 6, 7])
 
 
 class EmbeddingRequest(Body):
     """POST /v1/embeddings."""
 
-    model: Name | None = honoured(says=ONE_MODEL)
+    model: Name | None = honoured(says=DEFAULT_MODEL)
     input: Prompt = honoured(..., example="a text", min_length=1)
     encoding_format: Literal["float", "base64"] | None = honoured(example="base64")
-    dimensions: int | None = refused("embeddings have the model's own width", example=16)
-    user: str | None = limited(says="written to the access log, nothing else", example="somebody")
-    pooling: Literal["mean", "last"] | None = honoured(example="last", says="mean where not given")
-    normalize: bool | None = honoured(example=False, says="to length one; true where not given")
+    dimensions: int | None = refused("embeddings have the hidden size of the model", example=16)
+    user: str | None = limited(says=ACCESS_LOG_ONLY, example="user-1")
+    pooling: Literal["mean", "last"] | None = honoured(example="last", says="mean if unset")
+    normalize: bool | None = honoured(example=False, says="to length 1; true if unset")
     add_special_tokens: bool | None = honoured(example=False)
     truncate_prompt_tokens: int | None = honoured(example=8, ge=-1)

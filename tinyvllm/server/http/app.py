@@ -1,7 +1,8 @@
-"""The application: every path and who answers it. Knows no sockets; `listen` runs it, tests and batch files call it in process."""
+"""The ASGI application: mounts the routes of all APIs. Opens no sockets; `listen.py` serves it, tests and batch files call it directly."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,127 +15,98 @@ from starlette.responses import FileResponse, Response
 from starlette.types import ASGIApp
 
 import tinyvllm
-from tinyvllm.server.api import anthropic, chat, chunks, completions, embeddings, probes, responses
-from tinyvllm.server.api import utility as tokens
-from tinyvllm.server.api.capabilities import capabilities, openapi
-from tinyvllm.server.core.context import CALL, ServerConfig, Service
+from tinyvllm.server.api.capabilities import openapi
+from tinyvllm.server.api.routes import ENDPOINTS, RESOURCES
+from tinyvllm.server.core.config import ServerConfig
+from tinyvllm.server.core.context import RequestContext, Service
+from tinyvllm.server.core.endpoint import Endpoint, Handler
 from tinyvllm.server.core.failures import Failure, encode, failure_of
 from tinyvllm.server.core.keys import Keys
 from tinyvllm.server.core.models import Models
-from tinyvllm.server.core.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    GenerateRequest,
-    TokenizeRequest,
-)
+from tinyvllm.server.http.handler import PostHandler, log
+from tinyvllm.server.http.log_writer import LogWriter
 from tinyvllm.server.http.middleware import Middleware
-from tinyvllm.server.http.stream import Answer, Endpoint, log
 
 PAGE = Path(__file__).parents[1] / "page"
-
-ENDPOINTS = (
-    Endpoint("/v1/completions", CompletionRequest, completions.answer, "Continue texts"),
-    Endpoint("/v1/chat/completions", ChatRequest, chat.answer, "Answer a conversation"),
-    Endpoint("/v1/responses", responses.ResponsesRequest, responses.answer, "Answer a conversation, in OpenAI's newer form"),
-    Endpoint("/v1/messages", anthropic.MessagesRequest, anthropic.answer, "Answer a conversation, in Anthropic's form"),
-    Endpoint("/v1/messages/count_tokens", anthropic.CountRequest, anthropic.count_tokens, "Count a conversation's tokens"),
-    Endpoint("/v1/chunks", chunks.ChunkRequest, chunks.register, "Compute a piece of context once and hold it"),
-    Endpoint("/v1/embeddings", EmbeddingRequest, embeddings.answer, "Texts to vectors"),
-    Endpoint("/generate", GenerateRequest, tokens.generate, "Continue one prompt, with the fields of SamplingParams"),
-    Endpoint("/tokenize", TokenizeRequest, tokens.tokenize, "A text or a conversation to token ids"),
-    Endpoint("/detokenize", DetokenizeRequest, tokens.detokenize, "Token ids to a text"),
-)
-
-
-async def _capabilities(request: Request) -> Response:
-    return probes.reply(capabilities(ENDPOINTS, request.scope[CALL].service.config.lenient))
-
-
-_NAME = ({"name": "name", "in": "path", "required": True, "schema": {"type": "string"}},)
-_Get = Callable[[Request], Awaitable[Response]]
-_GETS: tuple[tuple[str, _Get, str], ...] = (
-    ("/v1/models", probes.models, "The models that are served"),
-    ("/v1/models/{name:path}", probes.model, "One model"),
-    ("/v1/chunks", chunks.listed, "The chunks of this key, and what they hold"),
-    ("/v1/chunks/{name}", chunks.one, "One chunk"),
-    ("/v1/capabilities", _capabilities, "Which fields are honoured, limited or refused"),
-    ("/tokenizer_info", tokens.tokenizer_info, "The tokenizer of the first model"),
-    ("/health", probes.health, "Whether the engines are alive"),
-    ("/ready", probes.ready, "Whether new work is taken"),
-    ("/version", probes.version, "The version"),
-    ("/status", probes.status, "How busy the engines are"),
-    ("/metrics", probes.metrics, "Prometheus metrics"),
-)
+_NAME_PARAMETER = ({"name": "name", "in": "path", "required": True, "schema": {"type": "string"}},)
+_EXPOSED_HEADERS = ["X-Request-Id", "X-Ignored-Fields", "Retry-After"]
 
 
 def create_app(config: ServerConfig, models: Models, keys: Keys | None = None) -> tuple[ASGIApp, Service]:
-    """(the ASGI application with its lifespan, which loads and closes the models; what its requests share)."""
+    """(the ASGI application, whose lifespan loads and closes the models; the state that its requests share)."""
     service = Service(config, models, keys or Keys())
+    access_log = LogWriter(sys.stdout)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await models.start()
         yield
         await models.close()
-        service.lines.close()
+        access_log.close()
 
     app = FastAPI(title="tinyvllm", version=tinyvllm.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    for endpoint in ENDPOINTS:
-        app.add_api_route(endpoint.path, _post(endpoint), methods=["POST"], **_described(endpoint.summary, endpoint.body.__name__))
-    for path, answer, summary in _GETS:
-        app.add_api_route(path, _get(answer), methods=["GET"], **_described(summary, parameters=_NAME if "{name" in path else ()))
-        app.router.add_route(path, _get(answer), methods=["HEAD"], include_in_schema=False)  # what load balancers ask
-    app.add_api_route("/v1/chunks/{name}", _get(chunks.release), methods=["DELETE"], **_described("Release a chunk", parameters=_NAME))
-    if PAGE.is_dir():
-        app.add_api_route("/", _file("index.html"), methods=["GET"], include_in_schema=False)
-        app.add_api_route("/page/{name}", _file(None), methods=["GET"], include_in_schema=False)
-    app.add_exception_handler(HTTPException, _not_here)
-    app.add_exception_handler(Failure, _failed)
-    app.add_exception_handler(Exception, _unforeseen)
+    _mount_routes(app)
+    app.add_exception_handler(HTTPException, _on_routing_error)
+    app.add_exception_handler(Failure, _on_failure)
+    app.add_exception_handler(Exception, _on_unexpected)
     app.openapi = lambda: openapi(app, ENDPOINTS)  # type: ignore[method-assign]
-    guarded: ASGIApp = Middleware(app, service)
+    guarded: ASGIApp = Middleware(app, service, access_log)
     if config.cors_origins:
-        exposed = ["X-Request-Id", "X-Ignored-Fields", "Retry-After"]
-        guarded = CORSMiddleware(guarded, config.cors_origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
+        guarded = CORSMiddleware(
+            guarded, config.cors_origins, allow_methods=["*"], allow_headers=["*"], expose_headers=_EXPOSED_HEADERS
+        )  # fmt: skip
     return guarded, service
 
 
-def _described(summary: str, body: str | None = None, parameters: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """What the OpenAPI document says. Bodies are read by Answer, not by FastAPI, so their schema is named here."""
+def _mount_routes(app: FastAPI) -> None:
+    for endpoint in ENDPOINTS:
+        described = _description(endpoint.summary, endpoint.body.__name__)
+        app.add_api_route(endpoint.path, _post_route(endpoint), methods=["POST"], **described)
+    for resource in RESOURCES:
+        route = _resource_route(resource.handler)
+        described = _description(resource.summary, parameters=_NAME_PARAMETER if "{name" in resource.path else ())
+        app.add_api_route(resource.path, route, methods=[resource.method], **described)
+        if resource.method == "GET":  # load balancers send HEAD
+            app.router.add_route(resource.path, route, methods=["HEAD"], include_in_schema=False)
+    if PAGE.is_dir():
+        app.add_api_route("/", _page_route("index.html"), methods=["GET"], include_in_schema=False)
+        app.add_api_route("/page/{name}", _page_route(None), methods=["GET"], include_in_schema=False)
+
+
+def _description(summary: str, body: str | None = None, parameters: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """The OpenAPI entry of a route. PostHandler reads bodies, not FastAPI, so the schema is referenced here."""
     extra: dict[str, Any] = {"parameters": list(parameters)} if parameters else {}
     if body is not None:
         schema = {"$ref": f"#/components/schemas/{body}"}
         extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-    errors: dict[str, Any] = {status: {"description": "An error in OpenAI's shape, or Anthropic's"} for status in ("4XX", "5XX")}
+    errors: dict[str, Any] = {status: {"description": "An error in OpenAI's or Anthropic's shape"} for status in ("4XX", "5XX")}
     return {"summary": summary, "response_model": None, "openapi_extra": extra, "responses": errors}
 
 
-def _post(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-    async def answer(request: Request) -> Response:
-        return Answer(endpoint)
+def _post_route(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+    async def route(request: Request) -> Response:
+        return PostHandler(endpoint)
 
-    answer.__name__ = endpoint.path.strip("/").replace("/", "_")
-    return answer
+    route.__name__ = endpoint.path.strip("/").replace("/", "_")
+    return route
 
 
-def _get(answer: _Get) -> _Get:
-    async def get(request: Request) -> Response:
+def _resource_route(handler: Handler) -> Handler:
+    async def route(request: Request) -> Response:
         try:
-            return await answer(request)
-        except Exception as error:  # noqa: BLE001  the last door, as for every POST
+            return await handler(request)
+        except Exception as error:  # noqa: BLE001  every client gets an error in the shape of its API
             failure = failure_of(error)
             if failure.status == 500:
                 log.error("%s: %s", request.url.path, failure.message, exc_info=error)
-            return await _failed(request, failure)
+            return await _on_failure(request, failure)
 
-    get.__name__ = answer.__name__
-    return get
+    route.__name__ = handler.__name__
+    return route
 
 
-def _file(name: str | None) -> _Get:
-    """A file of the chat page: the named one, or the one that the path names, if the folder holds exactly that."""
+def _page_route(name: str | None) -> Handler:
+    """A route to a file of the chat page: the file `name`, or the one that the path names if the folder contains it."""
 
     async def page(request: Request) -> Response:
         wanted = name or request.path_params["name"]
@@ -145,25 +117,25 @@ def _file(name: str | None) -> _Get:
     return page
 
 
-async def _not_here(request: Request, error: Exception) -> Response:
-    """404 and 405 of the router, in the API's shape."""
+async def _on_routing_error(request: Request, error: Exception) -> Response:
+    """404 and 405 of the router, in the shape of the API."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        text = f"{request.url.path} does not take {request.method}"
+        text = f"{request.url.path} does not accept {request.method}"
         failure = Failure(405, text, code="method_not_allowed", headers=dict(error.headers or {}))
     else:
-        failure = Failure(error.status_code, f"there is nothing at {request.url.path[:200]!r}", code="not_found")
-    return await _failed(request, failure)
+        failure = Failure(error.status_code, f"there is no path {request.url.path[:200]!r}", code="not_found")
+    return await _on_failure(request, failure)
 
 
-async def _unforeseen(request: Request, error: Exception) -> Response:
-    """What broke outside of our own rooms, such as in making the OpenAPI document; it is raised again behind this, for the log."""
-    return await _failed(request, failure_of(error))
+async def _on_unexpected(request: Request, error: Exception) -> Response:
+    """Errors outside our handlers, such as while the OpenAPI document is generated; starlette raises them again for the log."""
+    return await _on_failure(request, failure_of(error))
 
 
-async def _failed(request: Request, error: Exception) -> Response:
+async def _on_failure(request: Request, error: Exception) -> Response:
     assert isinstance(error, Failure)
-    call = request.scope[CALL]
-    call.record["error"] = error.code
-    body = error.body(call.anthropic, call.request_id)
+    context = RequestContext.of(request)
+    context.record["error"] = error.code
+    body = error.body(context.anthropic, context.request_id)
     return Response(encode(body), error.status, error.headers, media_type="application/json")

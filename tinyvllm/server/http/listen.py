@@ -1,7 +1,7 @@
-"""Sockets, signals and slow clients: uvicorn, with what a server needs that nobody watches.
+"""Sockets, signals and slow clients: uvicorn, hardened for unattended operation.
 
-uvicorn wakes ten times a second to look at the clock; this one sleeps until there is something to do. Its HTTP parser waits for ever for
-the head of a request; this one does not. On SIGTERM it drains before it closes.
+uvicorn wakes ten times a second to update its clock; this server sleeps until there is work. uvicorn's HTTP parser waits for the head of a
+request without a time limit; this one has a limit. On SIGTERM the server drains before it closes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tinyvllm.errors import ArgumentError
-from tinyvllm.server.core.context import ServerConfig, Service
+from tinyvllm.server.core.config import ServerConfig
+from tinyvllm.server.core.context import Service
 from tinyvllm.server.core.failures import Failure, encode
-from tinyvllm.server.http.log_writer import log_to
+from tinyvllm.server.http.log_writer import redirect_logs
 
-_LONGEST_HEAD = 64 * 1024
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0  # seconds between two questions to a client that has closed its sending side
+_MAX_HEAD = 64 * 1024  # bytes
+_MIN_PAUSE, _MAX_PAUSE = 0.01, 1.0  # seconds between two probes of a client that has closed its sending side
+_PHRASES = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """The socket to listen on, before anything is loaded: a port that is taken shall cost nobody a minute."""
+    """The socket to listen on. Call it before models are loaded, so that a port in use is reported at once."""
     try:
         info = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         sock = socket.socket(info[0], socket.SOCK_STREAM)
@@ -47,7 +49,7 @@ def url_of(config: ServerConfig, sock: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """One application on one socket until SIGTERM or SIGINT, or `stop`. A second signal does not wait for requests any more."""
+    """Serves one application on one socket until SIGTERM, SIGINT or `stop`. A second signal ends it without waiting for requests."""
 
     def __init__(self, app: ASGIApp, service: Service, sock: socket.socket, ready: Callable[[], None] = lambda: None):
         self._service = service
@@ -55,7 +57,7 @@ class Server(uvicorn.Server):
         self._ready = ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = asyncio.Event()
-        self._draining: asyncio.Task[None] | None = None
+        self._drain_task: asyncio.Task[None] | None = None
         super().__init__(_uvicorn_config(app, service.config))
 
     async def run_until_stopped(self) -> None:
@@ -63,23 +65,23 @@ class Server(uvicorn.Server):
         await self.serve(sockets=[self._socket])
 
     def stop(self) -> None:
-        """As SIGTERM; from any thread."""
+        """The same as SIGTERM; callable from any thread."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._begin_to_drain)
+            self._loop.call_soon_threadsafe(self._start_drain)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal. uvicorn would raise it again at the end; whoever asked politely gets exit code 0."""
-        self.force_exit = self.force_exit or self._draining is not None
+        """Handle a signal. uvicorn would raise it again at the end; a server that was stopped this way exits with code 0."""
+        self.force_exit = self.force_exit or self._drain_task is not None
         self.stop()
 
     async def main_loop(self) -> None:
-        self.server_state.default_headers = _Dated()
+        self.server_state.default_headers = _DateHeader()
         self._ready()
         await self._stopping.wait()
 
-    def _begin_to_drain(self) -> None:
-        if self._draining is None:
-            self._draining = asyncio.ensure_future(self._drain())
+    def _start_drain(self) -> None:
+        if self._drain_task is None:
+            self._drain_task = asyncio.ensure_future(self._drain())
         else:
             self._stop_now()
 
@@ -92,100 +94,102 @@ class Server(uvicorn.Server):
         self._stopping.set()
 
 
-class _Dated(list[tuple[bytes, bytes]]):
-    """uvicorn's default headers: the date, made when an answer is sent and at most once a second."""
+class _DateHeader(list[tuple[bytes, bytes]]):
+    """uvicorn's default headers: the date, formatted when a response is sent and at most once a second."""
 
     def __init__(self) -> None:
         super().__init__()
         self._second = 0
 
-    def _now(self) -> list[tuple[bytes, bytes]]:
+    def _current(self) -> list[tuple[bytes, bytes]]:
         second = int(time.time())
         if second != self._second:
             self._second = second
             self[:] = [(b"date", formatdate(second, usegmt=True).encode())]
         return self
 
-    def __add__(self, other: Any) -> Any:  # what uvicorn does with them at every answer
-        return [*self._now(), *other]
+    def __add__(self, other: Any) -> Any:  # uvicorn concatenates them for every response
+        return [*self._current(), *other]
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """uvicorn's parser, with an end to heads that never come or never end, errors in the API's shape, and answers to the half-closed."""
+    """uvicorn's parser with limits for slow and endless heads, errors in the API's shape, and responses to half-closed clients."""
 
-    head_seconds = 10.0  # a subclass of each server says its own
+    head_seconds = 10.0  # _uvicorn_config makes a subclass with the server's own value
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._head_timer: asyncio.TimerHandle | None = None
-        self._asking: asyncio.TimerHandle | None = None
+        self._probe_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
-        self._expect_head()
+        self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_over()
-        if self._asking is not None:
-            self._asking.cancel()
+        self._stop_head_timer()
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
         super().connection_lost(exc)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """The client sends no more. It may have left, or wait for the answer to what it has sent (`nc -N`): TCP says the same of both.
+        """The client has closed its sending side. It may have left, or wait for its response (`nc -N`): TCP does not tell the difference.
 
-        uvicorn takes every such client for gone. Here it is asked, by interim answers, which HTTP/1.1 allows at any time: the system of who
-        has left refuses them, and the next write fails. asyncio's TLS knows no half of a connection.
+        uvicorn treats every such client as gone. This server probes it with interim responses, which HTTP/1.1 allows at any time: if the
+        client has left, its system rejects them and the next write fails. asyncio's TLS does not support half-closed connections.
         """
         cycle = self.cycle
-        waits = cycle is not None and not (cycle.more_body or cycle.response_complete or self.pipeline)
-        if not waits or self.scheme == "https" or self.scope["http_version"] != "1.1":
+        may_wait = cycle is not None and not (cycle.more_body or cycle.response_complete or self.pipeline)
+        if not may_wait or self.scheme == "https" or self.scope["http_version"] != "1.1":
             return None
         cycle.keep_alive = False
-        self._ask(_FIRST_PAUSE)
+        self._probe(_MIN_PAUSE)
         return True
 
-    def _ask(self, pause: float) -> None:
-        """Once more, and ever less often; what a stream writes asks as well."""
+    def _probe(self, pause: float) -> None:
+        """Probe the client, at increasing intervals; the events of a stream are probes themselves."""
         if not self.transport.is_closing() and not self.cycle.response_complete:
             if not self.cycle.response_started:
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            self._asking = self.loop.call_later(pause, self._ask, min(2 * pause, _LONGEST_PAUSE))
+            self._probe_timer = self.loop.call_later(pause, self._probe, min(2 * pause, _MAX_PAUSE))
 
     def data_received(self, data: bytes) -> None:
         if self._head_timer is not None:
             self._head_bytes += len(data)
         super().data_received(data)
-        if self._head_timer is not None and self._head_bytes > _LONGEST_HEAD:
-            self._refuse(Failure(431, f"the head of the request is longer than {_LONGEST_HEAD} bytes", code="head_too_large"))
+        if self._head_timer is not None and self._head_bytes > _MAX_HEAD:
+            self._reject(Failure(431, f"the request head is longer than the limit of {_MAX_HEAD} bytes", code="head_too_large"))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         if self._head_timer is None:
-            self._expect_head()
+            self._start_head_timer()
 
     def on_headers_complete(self) -> None:
-        self._head_over()
+        self._stop_head_timer()
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(Failure(400, msg, code="invalid_http"))
+        self._reject(Failure(400, msg, code="invalid_http"))
 
-    def _expect_head(self) -> None:
+    def _start_head_timer(self) -> None:
         self._head_bytes = 0
-        self._head_timer = self.loop.call_later(self.head_seconds, self._too_slow)
+        self._head_timer = self.loop.call_later(self.head_seconds, self._on_head_timeout)
 
-    def _head_over(self) -> None:
+    def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _too_slow(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:  # an answer is under way: the next head has time until it is out
-            self._expect_head()
+    def _on_head_timeout(self) -> None:
+        if (
+            self.cycle is not None and not self.cycle.response_complete
+        ):  # a response is in progress: the time for the next head has not started
+            self._start_head_timer()
             return
-        self._refuse(Failure(408, f"no whole request after {self.head_seconds:g} s", code="timeout"))
+        self._reject(Failure(408, f"no complete request head after {self.head_seconds:g} s", code="timeout"))
 
-    def _refuse(self, failure: Failure) -> None:
-        """An answer of our own, unless it would get into another one, and the end of the connection."""
-        self._head_over()
+    def _reject(self, failure: Failure) -> None:
+        """Send an error, unless a response is in progress, and close the connection."""
+        self._stop_head_timer()
         if not self.transport.is_closing():
             if self.cycle is None or self.cycle.response_complete:
                 body = encode(failure.body())
@@ -194,33 +198,30 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.close()
 
 
-_PHRASES = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
-
-
 def _uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
     protocol = type("Protocol", (GuardedProtocol,), {"head_seconds": config.head_seconds})
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     try:
-        made = uvicorn.Config(
+        uvicorn_config = uvicorn.Config(
             app, http=protocol, ws="none", log_config=None, access_log=False, server_header=False, proxy_headers=False, lifespan="on",
             timeout_keep_alive=75, timeout_graceful_shutdown=5, ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
         )  # fmt: skip
-        made.load()
+        uvicorn_config.load()
     except (OSError, ssl.SSLError) as error:
         raise ArgumentError(f"--ssl-certfile {config.ssl_certfile}: {error}") from error
-    return made
+    return uvicorn_config
 
 
 def serve(make: Callable[[], tuple[ASGIApp, Service]], sock: socket.socket, ready: Callable[[], None]) -> None:
-    """Run the application that `make` makes inside the event loop, until a signal. Raises what its start raised."""
+    """Run the application that `make` returns, called inside the event loop, until a signal. Raises the errors of its start."""
 
     async def run() -> None:
         app, service = make()
-        await service.models.start()  # here, since uvicorn would turn what it raises into a log line
+        await service.models.start()  # here: uvicorn would turn its errors into log lines
         await Server(app, service, sock, ready).run_until_stopped()
 
-    lines = log_to()
+    logs = redirect_logs()
     try:
         asyncio.run(run())
     finally:
-        lines.close()
+        logs.close()

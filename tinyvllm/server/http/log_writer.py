@@ -1,4 +1,4 @@
-"""Lines for people and machines to read, written by a thread of their own: whoever does not read our stdout must not hold up the server."""
+"""Writes log lines in a separate thread: a reader of stdout that stalls must not block the server."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import sys
 import threading
 from typing import TextIO
 
-_MOST = 20_000  # lines that may wait; more are dropped, and counted
+_MAX_WAITING = 20_000  # lines; further lines are dropped and counted
 
 
-class Lines:
-    """One stream. `write` never waits."""
+class LogWriter:
+    """One output stream. `write` never blocks."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
-        self._waiting: queue.Queue[str | None] = queue.Queue(_MOST)
+        self._waiting: queue.Queue[str | None] = queue.Queue(_MAX_WAITING)
         self._dropped = 0
         self._thread: threading.Thread | None = None
 
     def write(self, line: str) -> None:
-        """A line without its end. The thread is started by the first."""
+        """Queue a line, without its newline. The first line starts the thread."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="tinyvllm-lines", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="tinyvllm-log", daemon=True)
             self._thread.start()
         try:
             self._waiting.put_nowait(line)
@@ -32,7 +32,7 @@ class Lines:
             self._dropped += 1
 
     def close(self, seconds: float = 2.0) -> None:
-        """Write what waits, as far as it is read within some seconds."""
+        """Write the queued lines, as far as the stream accepts them within this time."""
         if self._thread is not None:
             with contextlib.suppress(queue.Full):
                 self._waiting.put(None, timeout=seconds)
@@ -45,30 +45,30 @@ class Lines:
             if self._dropped:
                 lines.append(f'{{"dropped_lines": {self._dropped}}}')
                 self._dropped = 0
-            with contextlib.suppress(OSError, ValueError):  # nobody reads, or the stream is closed: requests go on
+            with contextlib.suppress(OSError, ValueError):  # the stream is broken or closed: requests continue without a log
                 self._stream.write("\n".join(lines) + "\n")
                 if self._waiting.empty():
                     self._stream.flush()
 
 
-class LinesHandler(logging.Handler):
-    """Log records as lines."""
+class LogWriterHandler(logging.Handler):
+    """Passes log records to a LogWriter."""
 
-    def __init__(self, lines: Lines):
+    def __init__(self, writer: LogWriter):
         super().__init__()
-        self._lines = lines
+        self._writer = writer
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._lines.write(self.format(record))
+        self._writer.write(self.format(record))
 
 
-def log_to(stream: TextIO | None = None) -> Lines:
-    """Let what the server and uvicorn report go to a stream (stderr) without ever waiting for it. Close what is returned."""
-    lines = Lines(sys.stderr if stream is None else stream)
-    handler = LinesHandler(lines)
+def redirect_logs(stream: TextIO | None = None) -> LogWriter:
+    """Send the logs of the server and of uvicorn to a stream (stderr by default) through a LogWriter. The caller closes it."""
+    writer = LogWriter(sys.stderr if stream is None else stream)
+    handler = LogWriterHandler(writer)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     for name in ("tinyvllm.server", "uvicorn.error", "asyncio"):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False
-    return lines
+    return writer

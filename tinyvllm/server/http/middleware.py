@@ -1,6 +1,6 @@
-"""The outermost room: gives every request its id, lets it in or not, and writes its line in the access log.
+"""The outermost ASGI layer: gives every request an id and a context, checks its key, and writes the access log.
 
-Plain ASGI around the application, so that whatever answers, also a 404, has an id and a line.
+Plain ASGI around the application, so that every response, including a 404, has an id and a log line.
 """
 
 from __future__ import annotations
@@ -12,89 +12,97 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tinyvllm.server.core.context import CALL, Call, Service, request_id
+from tinyvllm.server.core.context import SCOPE_KEY, RequestContext, Service, request_id
 from tinyvllm.server.core.failures import Failure
-from tinyvllm.server.http.stream import Wire
+from tinyvllm.server.core.keys import Key
+from tinyvllm.server.core.response import ResponseWriter
+from tinyvllm.server.http.log_writer import LogWriter
 
-_OPEN = ("/", "/health", "/ready", "/version", "/favicon.ico")  # without a key
-_READING = ("GET", "HEAD", "OPTIONS")
-_GONE = 499  # what access logs call an answer that nobody waited for
+_PUBLIC_PATHS = ("/", "/health", "/ready", "/version", "/favicon.ico")  # need no key
+_READ_METHODS = ("GET", "HEAD", "OPTIONS")
+_CLIENT_CLOSED = 499  # in access logs, the status of a request whose client disconnected
 
 
 class Middleware:
     """Wraps an ASGI application."""
 
-    def __init__(self, app: ASGIApp, service: Service):
+    def __init__(self, app: ASGIApp, service: Service, access_log: LogWriter):
         self._app = app
         self._service = service
-        self._lines = service.lines
+        self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        call = Call(self._service, scope, "")
-        call.request_id = request_id(call.header(b"x-request-id"))
-        scope[CALL] = call
-        call.send = send
+        context = RequestContext(self._service, scope, "")
+        context.request_id = request_id(context.header(b"x-request-id"))
+        scope[SCOPE_KEY] = context
+        context.send = send
         status = 0
 
-        async def answer(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = {"X-Request-Id": call.request_id, **call.headers}
+                headers = {"X-Request-Id": context.request_id, **context.headers}
                 added = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
                 message = {**message, "headers": [*message.get("headers", ()), *added]}
             await send(message)
 
-        self._service.enter(call)
+        self._service.add_running(context)
+        try:
+            await self._run(context, scope, receive, send_with_headers)
+        finally:
+            self._service.remove_running(context)
+            if self._service.config.access_log:
+                self._log(context, _CLIENT_CLOSED if context.disconnected else status)
+
+    async def _run(self, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
         counted = False
         try:
-            call.key = self._key(call)
-            if scope["method"] not in _READING:
-                self._check_open()
-                call.key.enter()
+            context.key = self._find_key(context)
+            if scope["method"] not in _READ_METHODS:
+                self._check_draining()
+                context.key.enter()
                 counted = True
-            await self._app(scope, receive, answer)
+            await self._app(scope, receive, send)
         except Failure as failure:
-            await Wire(call, answer).fail(failure)
+            await ResponseWriter(context, send).fail(failure)
         finally:
-            self._service.leave(call)
-            if counted and call.key is not None:
-                call.key.leave(call.tokens)
-            if self._service.config.access_log:
-                self._log(call, _GONE if call.gone else status)
+            if counted:
+                context.owner.leave(context.tokens)
 
-    def _key(self, call: Call) -> Any:
-        path = call.scope["path"]
-        if path in _OPEN or path.startswith("/page/"):
-            return self._service.keys.nobody
-        bearer = call.header(b"authorization") or ""
-        secret = bearer[7:].strip() if bearer[:7].lower() == "bearer " else call.header(b"x-api-key")
+    def _find_key(self, context: RequestContext) -> Key:
+        path = context.scope["path"]
+        if path in _PUBLIC_PATHS or path.startswith("/page/"):
+            return self._service.keys.anonymous
+        bearer = context.header(b"authorization") or ""
+        secret = bearer[7:].strip() if bearer[:7].lower() == "bearer " else context.header(b"x-api-key")
         return self._service.keys.find(secret)
 
-    def _check_open(self) -> None:
+    def _check_draining(self) -> None:
         if self._service.draining:
-            raise Failure(503, "the server shuts down and takes no new work", code="shutting_down", headers={"Retry-After": "1"})
+            text = "the server is shutting down and accepts no new requests"
+            raise Failure(503, text, code="shutting_down", headers={"Retry-After": "1"})
 
-    def _log(self, call: Call, status: int) -> None:
-        scope, client = call.scope, call.scope.get("client")
+    def _log(self, context: RequestContext, status: int) -> None:
+        scope, client = context.scope, context.scope.get("client")
         line = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "request_id": call.request_id,
+            "request_id": context.request_id,
             "client": client[0] if client else None,
-            "key": call.key.name if call.key is not None else None,
+            "key": context.key.name if context.key is not None else None,
             "method": scope["method"],
             "path": scope["path"],
             "status": status,
-            "ms": round((time.perf_counter() - call.began) * 1000, 2),
-            **_asked(call.data),
-            **call.record,
+            "ms": round((time.perf_counter() - context.started) * 1000, 2),
+            **_loggable_fields(context.data),
+            **context.record,
         }
-        self._lines.write(json.dumps(line))  # ASCII: what clients chose cannot forge a line
+        self._access_log.write(json.dumps(line))  # ASCII without newlines: clients cannot forge a line
 
 
-def _asked(data: dict[str, Any]) -> dict[str, Any]:
-    """Of a body, what the log may hold: no prompts."""
+def _loggable_fields(data: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a body that the log may hold; never prompts."""
     return {name: data[name] for name in ("model", "user", "stream") if data.get(name) is not None}

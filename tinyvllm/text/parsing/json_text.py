@@ -111,4 +111,5 @@ def _escape(source: Source, write: Write) -> Reading[None]:
 
 def text_of(pieces: list[str]) -> str:
     """The text that a string, as read_string wrote it, stands for."""
-    return json.loads("".join(pieces))
+    text: str = json.loads("".join(pieces))
+    return text

@@ -70,7 +70,7 @@ def _meaning(escape: str) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python keeps what it does not know as it is spelled, and means to complain some day
         try:
-            value = ast.literal_eval(f'"{escape}"')
+            value: str = ast.literal_eval(f'"{escape}"')
         except (SyntaxError, ValueError):
             raise NotThisError from None
     if any("\ud800" <= c <= "\udfff" for c in value):

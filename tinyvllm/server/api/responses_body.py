@@ -1,0 +1,256 @@
+"""Bodies of /v1/responses, and their conversion to a conversation, tools and sampling params."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, StringConstraints, Tag
+
+from tinyvllm.request import MAX_LOGPROBS, SamplingParams
+from tinyvllm.server.core.answer_format import Tools
+from tinyvllm.server.core.body import Body, honoured, limited, refused
+from tinyvllm.server.core.conversation import Conversation, reasoning_variables
+from tinyvllm.server.core.failures import bad_field
+from tinyvllm.server.core.params import output_kind, structure_of_format
+from tinyvllm.server.core.schema import ACCESS_LOG_ONLY, DEFAULT_MODEL, Name, Texts
+
+_STATELESS = "the server stores nothing; send the whole conversation"
+_NOT_OPENAI = "not part of OpenAI's API"
+
+
+class InputText(Body):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class RefusalPart(Body):
+    type: Literal["refusal"]
+    refusal: str
+
+
+class InputMessage(Body):
+    """A message; `type` is optional."""
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[InputText | RefusalPart]
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class FunctionCall(Body):
+    """A tool call of the model."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+    async_: bool | None = Field(None, alias="async")
+    caller: dict[str, Any] | None = None
+    namespace: str | None = None
+
+
+class FunctionCallOutput(Body):
+    """The result of a tool call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[InputText]
+    id: str | None = None
+    status: str | None = None
+
+
+class ReasoningText(Body):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(Body):
+    """Reasoning of the model."""
+
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: list[ReasoningText] | None = None
+    content: list[ReasoningText] | None = None
+    encrypted_content: None = None
+    status: str | None = None
+
+
+def _item_type(item: Any) -> Any:
+    """The type of an item; optional in messages."""
+    return item.get("type") or "message" if isinstance(item, dict) else getattr(item, "type", None) or "message"
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_item_type),
+]
+
+
+class FunctionTool(Body):
+    """A function, in the flat form of this endpoint."""
+
+    type: Literal["function"]
+    name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(Body):
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Body):
+    """The format of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextConfig(Body):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(Body):
+    effort: str | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: None = None
+
+
+class ResponseStreamOptions(Body):
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponsesRequest(Body):
+    """POST /v1/responses."""
+
+    model: Name | None = honoured(says=DEFAULT_MODEL)
+    input: str | list[Item] = honoured(..., example="Hello", min_length=1)
+    instructions: str | None = honoured(example="Be brief.")
+    max_output_tokens: int | None = honoured(example=4, ge=1)
+    temperature: float | None = honoured(example=0.5, ge=0, le=2)
+    top_p: float | None = honoured(example=0.9, gt=0, le=1)
+    top_logprobs: int | None = honoured(example=2, ge=0, le=MAX_LOGPROBS, says='requires include=["message.output_text.logprobs"]')
+    tools: list[FunctionTool] | None = limited(
+        says="functions only", example=[{"type": "function", "name": "look", "parameters": {}}], beyond=[{"type": "web_search"}]
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = honoured(example="none")
+    parallel_tool_calls: bool | None = honoured(example=True)
+    text: TextConfig | None = honoured(example={"format": {"type": "json_object"}})
+    reasoning: Reasoning | None = limited(says="effort is passed to the chat template; there are no summaries", example={"effort": "low"})
+    stream: bool | None = honoured(example=False)
+    stream_options: ResponseStreamOptions | None = limited(says="no padding", example={}, beyond={"include_obfuscation": True})
+    store: Literal[False] | None = limited(says=f"false only: {_STATELESS}", example=False, beyond=True)
+    metadata: Texts | None = honoured(example={"a": "b"}, says="returned in the response")
+    truncation: Literal["disabled"] | None = limited(says="disabled only", example="disabled", beyond="auto")
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = limited(
+        says="log-probabilities; encrypted reasoning is accepted and omitted", example=["message.output_text.logprobs"], beyond=["web"]
+    )
+    user: str | None = limited(says=ACCESS_LOG_ONLY, example="user-1")
+    safety_identifier: str | None = limited(says="ignored", example="user-1")
+    prompt_cache_key: str | None = limited(says="not needed: the prefix cache matches tokens", example="mine")
+    prompt_cache_retention: str | None = limited(says="not needed", example="in_memory")
+    prompt_cache_options: Any = refused("the prefix cache evicts by use only", example={"mode": "explicit"})
+    service_tier: Literal["auto", "default"] | None = limited(says="auto and default only", example="auto", beyond="flex")
+    background: Literal[False] | None = limited(says=f"false only: {_STATELESS}", example=False, beyond=True)
+    background_options: Any = refused(_STATELESS, example={"a": 1})
+    previous_response_id: str | None = refused(_STATELESS, example="resp_1")
+    conversation: Any = refused(_STATELESS, example="conv_1")
+    prompt: Any = refused("there are no stored prompts", example={"id": "p"})
+    max_tool_calls: Any = refused("the server runs no tools", example=1)
+    context_management: Any = refused(_STATELESS, example=[{"type": "compaction"}], harmless=([],))
+    access_programs: Any = refused("access programs are not implemented", example={"a": 1})
+    image: Any = refused("the model reads and writes text only", example={"a": 1})
+    moderation: Any = refused("moderation is not implemented", example={"model": "m"})
+    top_k: int | None = honoured(example=5, ge=-1, says=_NOT_OPENAI)
+    min_p: float | None = honoured(example=0.1, ge=0, le=1, says=_NOT_OPENAI)
+    seed: int | None = honoured(example=7, ge=-(2**63), le=2**64 - 1, says=_NOT_OPENAI)
+    priority: int | None = honoured(example=1, ge=-(2**31), le=2**31, says=_NOT_OPENAI)
+    cache_salt: Name | None = honoured(example="mine", says=_NOT_OPENAI)
+    deadline_ms: float | None = honoured(example=60000.0, gt=0, le=1e9, says=_NOT_OPENAI)
+    ttft_deadline_ms: float | None = honoured(example=60000.0, gt=0, le=1e9, says=_NOT_OPENAI)
+    receipt: bool | None = honoured(example=True, says=_NOT_OPENAI)
+
+
+def conversation_of_items(body: ResponsesRequest, template: str | None) -> Conversation:
+    """The conversation of instructions and input items."""
+    messages: list[dict[str, Any]] = []
+    if body.instructions is not None:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        messages.append({"role": "user", "content": body.input})
+    else:
+        for item in body.input:
+            _add_item(messages, item)
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    return Conversation(messages, template=template, variables=reasoning_variables(effort))
+
+
+def _add_item(messages: list[dict[str, Any]], item: InputMessage | FunctionCall | FunctionCallOutput | ReasoningItem) -> None:
+    """Add an item in the form of chat templates: tool calls and reasoning are parts of the assistant's message."""
+    if isinstance(item, InputMessage):
+        _add_message(messages, item)
+        return
+    if isinstance(item, FunctionCallOutput):
+        text = item.output if isinstance(item.output, str) else "\n".join(part.text for part in item.output)
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
+        return
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant"})
+    message = messages[-1]
+    if isinstance(item, ReasoningItem):
+        message["reasoning_content"] = "\n".join(part.text for part in item.content or item.summary or [])
+    else:
+        call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+        message.setdefault("tool_calls", []).append(call)
+
+
+def _add_message(messages: list[dict[str, Any]], item: InputMessage) -> None:
+    parts = [InputText(type="text", text=item.content)] if isinstance(item.content, str) else item.content
+    text = "\n".join(part.text if isinstance(part, InputText) else part.refusal for part in parts)
+    last = messages[-1] if messages else {}
+    if item.role == "assistant" and last.get("role") == "assistant" and "content" not in last:
+        last["content"] = text  # the message whose reasoning came before
+    else:
+        messages.append({"role": item.role, "content": text})
+
+
+def tools_of(body: ResponsesRequest) -> Tools:
+    functions = [
+        {"type": "function", "function": {"name": t.name, "description": t.description or "", "parameters": t.parameters or {}}}
+        for t in body.tools or []
+    ]
+    choice, parallel = body.tool_choice, body.parallel_tool_calls is not False
+    if choice is None or isinstance(choice, str):
+        return Tools(functions, choice or "auto", parallel=parallel)
+    return Tools(functions, "required", choice.name, parallel)
+
+
+def params_of(body: ResponsesRequest, defaults: SamplingParams) -> SamplingParams:
+    fields = {name: v for name in ("temperature", "top_p", "top_k", "min_p", "seed") if (v := getattr(body, name)) is not None}
+    if body.text is not None and body.text.format is not None:
+        fields["structured_outputs"] = structure_of_format(body.text.format.type, body.text.format.schema_)
+    if wants_logprobs(body):
+        fields["logprobs"] = body.top_logprobs or 0
+    elif body.top_logprobs:
+        raise bad_field("top_logprobs", 'top_logprobs: requires include=["message.output_text.logprobs"]')
+    return replace(defaults, **fields, max_tokens=body.max_output_tokens, output_kind=output_kind(body.stream))
+
+
+def wants_logprobs(body: ResponsesRequest) -> bool:
+    return "message.output_text.logprobs" in (body.include or [])

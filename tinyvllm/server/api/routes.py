@@ -1,0 +1,55 @@
+"""The route tables of all APIs: every path, and the function that answers it. http/app.py mounts them."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinyvllm.server.api import anthropic, chat, completions, embeddings, probes, responses, segments, utility
+from tinyvllm.server.api.anthropic_body import CountRequest, MessagesRequest
+from tinyvllm.server.api.capabilities import capabilities
+from tinyvllm.server.api.responses_body import ResponsesRequest
+from tinyvllm.server.core.context import RequestContext
+from tinyvllm.server.core.endpoint import Endpoint, Resource
+from tinyvllm.server.core.response import json_response
+from tinyvllm.server.core.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    GenerateRequest,
+    TokenizeRequest,
+)
+
+ENDPOINTS = (
+    Endpoint("/v1/completions", CompletionRequest, completions.answer, "Continue texts"),
+    Endpoint("/v1/chat/completions", ChatRequest, chat.answer, "Continue a conversation"),
+    Endpoint("/v1/responses", ResponsesRequest, responses.answer, "Continue a conversation, in the form of OpenAI's Responses API"),
+    Endpoint("/v1/messages", MessagesRequest, anthropic.answer, "Continue a conversation, in Anthropic's form"),
+    Endpoint("/v1/messages/count_tokens", CountRequest, anthropic.count_tokens, "Count the tokens of a conversation"),
+    Endpoint("/v1/segments", segments.SegmentRequest, segments.register, "Compute a piece of context once and keep it"),
+    Endpoint("/v1/embeddings", EmbeddingRequest, embeddings.answer, "Embed texts"),
+    Endpoint("/generate", GenerateRequest, utility.generate, "Continue one prompt, with the fields of SamplingParams"),
+    Endpoint("/tokenize", TokenizeRequest, utility.tokenize, "Token ids of a text or a conversation"),
+    Endpoint("/detokenize", DetokenizeRequest, utility.detokenize, "The text of token ids"),
+)
+
+
+async def _capabilities(request: Request) -> Response:
+    return json_response(capabilities(ENDPOINTS, RequestContext.of(request).service.config.lenient))
+
+
+RESOURCES = (
+    Resource("/v1/models", probes.models, "The available models"),
+    Resource("/v1/models/{name:path}", probes.model, "One model"),
+    Resource("/v1/segments", segments.list_segments, "The segments of this key and their size"),
+    Resource("/v1/segments/{name}", segments.get_segment, "One segment"),
+    Resource("/v1/segments/{name}", segments.release_segment, "Release a segment", method="DELETE"),
+    Resource("/v1/capabilities", _capabilities, "The support of every request field"),
+    Resource("/tokenizer_info", utility.tokenizer_info, "The tokenizer of the first model"),
+    Resource("/health", probes.health, "Whether the engines are alive"),
+    Resource("/ready", probes.ready, "Whether the server accepts new requests"),
+    Resource("/version", probes.version, "The version of the server"),
+    Resource("/status", probes.status, "The load of the engines"),
+    Resource("/metrics", probes.metrics, "Prometheus metrics"),
+)

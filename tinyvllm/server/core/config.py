@@ -1,0 +1,50 @@
+"""How one server behaves: addresses, limits, timeouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinyvllm.errors import ArgumentError
+
+_POSITIVE = ("max_body", "head_seconds", "body_seconds", "write_seconds", "beat_seconds")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Settings of a server, in seconds and bytes.
+
+    lenient             drop unknown and unsupported fields and name them in the header X-Ignored-Fields, instead of answering 400
+    trust_request_chat_template  allow chat templates in requests (they run in a sandbox, but can be made slow)
+    chat_template       Jinja source that replaces the models' own templates
+    cors_origins        origins whose pages may call this server; "*" allows all
+    max_body            longest request body
+    head_seconds, body_seconds, write_seconds  time limits for a client to send a request head, to send a body, to accept written data
+    beat_seconds        after this much silence a stream sends a comment, so that proxies keep the connection open
+    grace_seconds       after SIGTERM, accepted requests may run this long
+    access_log          write one line of JSON to stdout for each request
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    lenient: bool = False
+    trust_request_chat_template: bool = False
+    chat_template: str | None = None
+    cors_origins: tuple[str, ...] = ()
+    max_body: int = 32 * 2**20
+    head_seconds: float = 10.0
+    body_seconds: float = 30.0
+    write_seconds: float = 60.0
+    beat_seconds: float = 5.0
+    grace_seconds: float = 30.0
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    access_log: bool = True
+
+    def __post_init__(self) -> None:
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ArgumentError("--ssl-keyfile requires --ssl-certfile")
+        if not 0 <= self.port <= 65535:
+            raise ArgumentError(f"--port must be between 0 and 65535 (0 picks a free port), got {self.port}")
+        for name in _POSITIVE:
+            if not getattr(self, name) > 0:
+                raise ArgumentError(f"--{name.replace('_', '-')} must be greater than 0, got {getattr(self, name)}")
