@@ -224,11 +224,11 @@ def together(llm: Any, rounds: int) -> Iterator[Result]:
     from tinyvllm import SamplingParams
 
     engine, count, chance = llm.engine, 16, random.Random(6)
-    leading = engine.scheduler._leading
-    worth = leading._worth
+    inflight = engine.scheduler.prefixes.inflight
+    min_blocks = inflight.min_blocks
 
-    def arrive(worth: int, tokens: int) -> float:
-        leading._worth = worth
+    def arrive(shortest: int, tokens: int) -> float:
+        inflight.min_blocks = shortest
         common = prompt(tokens, chance)
         for n in range(count):
             engine.add(f"traffic-{n}", common + prompt(16, chance), SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
@@ -238,7 +238,7 @@ def together(llm: Any, rounds: int) -> Iterator[Result]:
         return time.perf_counter() - start
 
     for tokens in (128, 2048):
-        contestants = {"one": partial(arrive, worth, tokens), "each": partial(arrive, 1 << 30, tokens)}
+        contestants = {"one": partial(arrive, min_blocks, tokens), "each": partial(arrive, 1 << 30, tokens)}
         for run in contestants.values():
             run()
         turns = take_turns(contestants, max(3, rounds // 2), patience=1.0)
@@ -248,7 +248,7 @@ def together(llm: Any, rounds: int) -> Iterator[Result]:
             {"what": "together", "requests": count, "tokens": tokens, "own": 16, "one_s": round(one.median, 3),
              "each_s": round(each.median, 3), "times": round(times, 2)}, (one, each),
         )  # fmt: skip
-    leading._worth = worth
+    inflight.min_blocks = min_blocks
 
 
 def seconds_of(function: Callable[..., object], *arguments: Any) -> float:

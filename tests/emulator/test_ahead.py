@@ -77,14 +77,14 @@ def test_the_host_looks_at_each_token_where_it_must(cpu, gpu):
 def test_new_blocks_come_in_the_middle_of_steps_that_go_on(cpu, gpu, monkeypatch):
     """One copy takes them there, behind the step in flight, and with them a part of what the device has moved on itself."""
     long, scheduler, crossed = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True), gpu.engine.scheduler, []
-    onward = scheduler._onward
+    onward = scheduler._reuse
 
     def told(unseen: int) -> Any:
         plan = onward(unseen)
         crossed.extend(plan.changed if plan is not None else ())
         return plan
 
-    monkeypatch.setattr(scheduler, "_onward", told)
+    monkeypatch.setattr(scheduler, "_reuse", told)
     texts = [*TEXTS, "The old mill by the river"]
     assert tokens(gpu, texts, long) == tokens(cpu, texts, long) and len(crossed) > 2
 

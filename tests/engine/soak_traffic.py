@@ -77,7 +77,7 @@ class Traffic:
         )  # fmt: skip
         self.calm = LLM(max_num_seqs=8, max_num_batched_tokens=256, num_blocks=100, enable_prefix_caching=False, **common)
         self.engine = self.llm.engine
-        self.engine.scheduler._leading._worth = 1  # prompts are short here
+        self.engine.scheduler.prefixes.inflight.min_blocks = 1  # prompts are short here
         self.check_every = check_every
         self.asked: dict[str, Asked] = {}
         self.seen: Counter[str] = Counter()
@@ -268,8 +268,8 @@ def check_empty(engine: Engine) -> None:
     assert pool.num_free == pool.num_blocks and [pool.reference_count(b) for b in range(pool.num_blocks)] == [0] * pool.num_blocks
     assert scheduler.host is None or scheduler.host.num_free == scheduler.host.num_blocks
     assert not (scheduler.running or scheduler.waiting or scheduler.waiting.num_tokens or scheduler._paused or scheduler._siblings)
-    assert not (scheduler._timed or scheduler._copies or scheduler._copied or scheduler._lent or scheduler._wanted)
-    assert not (scheduler._leading._leaders or scheduler._leading._followers)
+    assert not (scheduler.deadlines or [*scheduler._copies] or scheduler.borrowed.num_held or scheduler.borrowed.num_wanted)
+    assert not (scheduler.prefixes.inflight._computing or scheduler.prefixes.inflight._waiting)
     assert len(scheduler._free_rows) == scheduler.limits.max_num_seqs
     assert not (engine._requests or engine._owners or engine._rows or engine._changed or engine._scores or engine._ahead)
     assert not engine.shaping._shapes

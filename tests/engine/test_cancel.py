@@ -78,9 +78,9 @@ def test_an_abort_between_any_two_steps(llm, undisturbed, kind: str, overlap: bo
         engine.abort("other")
         scheduler = engine.scheduler
         assert all(sequence.request_id == "calm" for sequence in (*scheduler.running, *scheduler.waiting))
-        held = {block for sequence in scheduler.running for block in sequence.block_table} | set(scheduler._copied)
+        held = {block for sequence in scheduler.running for block in sequence.block_table} | set(scheduler._copies)
         assert scheduler.pool.num_free == scheduler.pool.num_blocks - len(held), "what was copied in the last step is let go in the next"
-        assert scheduler.host.num_free == scheduler.host.num_blocks and not scheduler._lent
+        assert scheduler.host.num_free == scheduler.host.num_blocks and not scheduler.borrowed.num_held
         heard |= finish(engine)
         assert heard["calm"].outputs[0].token_ids == undisturbed
         assert over or {part.finish_reason for part in heard["other"].outputs} <= {"abort", "stop", "length"}
@@ -146,9 +146,9 @@ def test_deadlines_of_beams_and_continuations(llm) -> None:
         engine.add("late", prompt(20), params, options=RequestOptions(deadline_ms=60_000.0))
         for _ in range(12):
             engine.step()
-        engine.scheduler._clock = lambda: time.monotonic() + 120
+        engine.scheduler.deadlines.clock = lambda: time.monotonic() + 120
         heard = finish(engine)
-        engine.scheduler._clock = time.monotonic
+        engine.scheduler.deadlines.clock = time.monotonic
         assert {part.finish_reason for part in heard["late"].outputs} == {"deadline"}
         assert all(0 < len(part.token_ids) < 60 for part in heard["late"].outputs)
 

@@ -65,7 +65,7 @@ class House:
         prefix = PrefixCache(pool, b"key") if caching else None
         host = BlockPool(hosted, size) if hosted else None
         self.scheduler = Scheduler(limits, pool, prefix, host, clock=lambda: self.now)
-        self.scheduler._inflight._worth = 1  # texts are short here
+        self.scheduler.prefixes.inflight.min_blocks = 1  # texts are short here
         self.rounds, self.ahead = rounds, ahead
         self.cache: list[int] = [-1] * (blocks * size)
         self.host: list[int] = [-1] * (hosted * size)
@@ -350,7 +350,7 @@ class House:
 
     def borrow(self) -> None:
         if self.loan is not None and self.loan.held is None:
-            self.loan.held = self.scheduler.lend(self.loan.blocks)
+            self.loan.held = self.scheduler.borrowed.take(self.loan.blocks)
             assert self.loan.held is not None or self.scheduler.running, "nobody runs, and there are no blocks to lend"
             for block in self.loan.held or ():
                 size = self.scheduler.pool.block_size
@@ -361,7 +361,7 @@ class House:
             self.loan.steps -= 1
             if self.loan.steps <= 0:
                 self.seen["lent"] += 1
-                self.scheduler.give_back(self.loan.held)
+                self.scheduler.borrowed.give_back(self.loan.held)
                 self.loan = None
 
     # ---- what must hold ----
@@ -409,25 +409,27 @@ class House:
     def check_no_room(self) -> None:
         scheduler, pool = self.scheduler, self.scheduler.pool
         first = scheduler.waiting.first()
-        found = scheduler._match(first)
-        assert pool.blocks_for(len(first)) - len(found) + 1 + scheduler._wanted > pool.num_free, "a row and room, and nobody comes in"
+        found = scheduler.prefixes.match(first)
+        assert pool.blocks_for(len(first)) - len(found) + 1 + scheduler.borrowed.num_wanted > pool.num_free, (
+            "a row and room, and nobody comes in"
+        )
         pool.release(found)
 
     def check_followers(self) -> None:
         """Whoever is set aside waits for somebody before it, who runs and is not there yet."""
-        scheduler, leading = self.scheduler, self.scheduler._inflight
-        assert set(scheduler.waiting._aside) == set(leading._followers)
-        for block, leader in leading._leaders.items():
+        scheduler, inflight = self.scheduler, self.scheduler.prefixes.inflight
+        assert set(scheduler.waiting._deferred) == set(inflight._waiting)
+        for block, leader in inflight._computing.items():
             assert leader in scheduler.running and block in leader.block_hashes[leader.num_published :]
-        for follower, block in leading._followers.items():
+        for follower, block in inflight._waiting.items():
             self.seen["followers"] += 1
-            if block in leading._leaders:  # else it is brought back in the next step
-                assert rank_of(leading._leaders[block]) < rank_of(follower)
+            if block in inflight._computing:  # else it is brought back in the next step
+                assert rank_of(inflight._computing[block]) < rank_of(follower)
 
     def check(self) -> None:
         scheduler, pool = self.scheduler, self.scheduler.pool
         waiting = list(scheduler.waiting)
-        asleep = [s for family in scheduler._siblings.values() for s in family]
+        asleep = [*scheduler._siblings]
         everybody = [*scheduler.running, *waiting, *scheduler._paused, *asleep]
         assert Counter(s.sequence_id for s in everybody) == Counter(self.living.keys()), "lost, or in two places"
         assert scheduler.has_work() == bool(self.living) and len(waiting) == len(scheduler.waiting)
@@ -435,7 +437,7 @@ class House:
         self.check_followers()
         assert scheduler.running == sorted(scheduler.running, key=rank_of)
         held = Counter(block for s in scheduler.running for block in s.block_table)
-        held += Counter(scheduler._copied) + Counter(scheduler._copies.values()) + Counter((self.loan and self.loan.held) or ())
+        held += Counter(scheduler._copies) + Counter((self.loan and self.loan.held) or ())
         assert [pool.reference_count(block) for block in range(pool.num_blocks)] == [held[block] for block in range(pool.num_blocks)]
         assert pool.num_free + len(held) == pool.num_blocks
         rows = [sequence.row for sequence in scheduler.running]
@@ -480,4 +482,4 @@ class House:
         scheduler = self.scheduler
         assert scheduler.pool.num_free == scheduler.pool.num_blocks
         assert scheduler.host is None or scheduler.host.num_free == scheduler.host.num_blocks
-        assert not (scheduler._timed or scheduler._siblings or scheduler._paused or scheduler._copies)
+        assert not (scheduler.deadlines or scheduler._siblings or scheduler._paused or [*scheduler._copies])

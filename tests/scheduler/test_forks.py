@@ -227,8 +227,8 @@ def test_forks_come_under_the_deadline_of_their_parent():
     child = make_sequence(1, 6, output=1, deadline_ms=1000.0)
     scheduler.fork(parent, child)
     scheduler.finish(parent, "stop")
-    scheduler._clock.now += 1.5
-    assert scheduler.schedule().expired == [child] and all_free(scheduler) and not scheduler._timed
+    scheduler.deadlines.clock.now += 1.5
+    assert scheduler.schedule().expired == [child] and all_free(scheduler) and not scheduler.deadlines
 
 
 def test_forks_in_a_step_of_several_rounds_share_the_prompt_alone():

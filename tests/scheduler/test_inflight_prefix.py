@@ -75,7 +75,7 @@ def test_nobody_waits_for_one_that_ranks_behind_it():
     scheduler.add(shared_prefix_lens(0))
     run(scheduler)
     scheduler.add(shared_prefix_lens(1, priority=-1))
-    assert 1 in ran(run(scheduler)) and not scheduler.waiting.num_aside
+    assert 1 in ran(run(scheduler)) and not scheduler.waiting.num_deferred
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
@@ -85,7 +85,7 @@ def test_a_leader_that_ends_leaves_it_to_the_next(reason):
     for sequence in sequences:
         scheduler.add(sequence)
     computed(scheduler, 2)
-    assert scheduler.waiting.num_aside == 2
+    assert scheduler.waiting.num_deferred == 2
     scheduler.finish(sequences[0], reason)
     plans = computed(scheduler, 6)
     assert plans[0] == {1: 100} and sequences[1].num_cached == (200 if reason == "abort" else 100), "what is broken is not found again"
@@ -101,7 +101,7 @@ def test_a_leader_that_is_preempted_leaves_it_to_the_first_that_comes():
     for sequence in sequences:
         scheduler.add(sequence)
     computed(scheduler, 2)
-    assert scheduler.waiting.num_aside == 1
+    assert scheduler.waiting.num_deferred == 1
     scheduler.add(make_sequence(9, list(range(400)), priority=0))
     run(scheduler)
     assert sequences[0].status is Status.WAITING and sequences[0].num_preemptions == 1
@@ -121,7 +121,7 @@ def test_one_that_waits_for_a_beginning_can_end():
     for sequence in sequences:
         scheduler.add(sequence)
     computed(scheduler, 2)
-    assert scheduler.waiting.num_aside == 2
+    assert scheduler.waiting.num_deferred == 2
     scheduler.finish(sequences[1], "abort")
-    scheduler._clock.now += 1
-    assert scheduler.schedule().expired == [sequences[2]] and len(scheduler.waiting) == scheduler.waiting.num_aside == 0
+    scheduler.deadlines.clock.now += 1
+    assert scheduler.schedule().expired == [sequences[2]] and len(scheduler.waiting) == scheduler.waiting.num_deferred == 0

@@ -36,7 +36,7 @@ class Machine(RuleBasedStateMachine):
     )  # fmt: skip
     def build(self, seed: int, **options) -> None:
         self.house = House(**options, seed=seed)
-        self.house.scheduler.rates.saw_step(100, 1.0)
+        self.house.scheduler.rates.observe_step(100, 1.0)
         self.random = random.Random(seed)
 
     @rule(tokens=st.integers(0, 30), wanted=st.integers(1, 40), width=st.integers(1, 4), beams=st.booleans(), plain=st.booleans())
@@ -96,7 +96,7 @@ def test_long_runs_under_pressure(kind: str, seed: int) -> None:
     room = size * blocks
     house = House(rng.randint(3, 8), rng.randint(2, 40), room * rng.randint(3, 5) // 4, blocks, size, seed=seed, **KINDS[kind])
     house.scheduler.limits = replace(house.scheduler.limits, max_queued_reqs=12, max_queued_tokens=room * 4)
-    house.scheduler.rates.saw_step(1, 0.02)
+    house.scheduler.rates.observe_step(1, 0.02)
     crowd = 3 if "ahead" in kind else 20  # what runs ahead wants quiet
     for _ in range(1200):
         dice = rng.random()

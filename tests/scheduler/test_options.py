@@ -75,20 +75,20 @@ def test_late_ones_end_wherever_they_are():
     scheduler.add(running, [sleeping])
     timeless, waiting = add(scheduler, make_sequence(2, 3), make_sequence(3, 30, deadline_ms=900.0))
     run(scheduler)
-    scheduler._clock.now += 0.95
+    scheduler.deadlines.clock.now += 0.95
     assert run(scheduler).expired == [waiting] and waiting.finish_reason == "deadline"
-    scheduler._clock.now += 0.1
+    scheduler.deadlines.clock.now += 0.1
     plan = run(scheduler)
     assert set(plan.expired) == {running, sleeping} and ran(plan) == [2]
     scheduler.finish(timeless, "stop")
-    assert all_free(scheduler) and not scheduler._timed and not scheduler.has_work()
+    assert all_free(scheduler) and not scheduler.deadlines and not scheduler.has_work()
 
 
 def test_the_first_tokens_deadline_ends_with_the_first_token():
     scheduler = make(rows=1)
     first, second = add(scheduler, make_sequence(0, 3, ttft_deadline_ms=500.0), make_sequence(1, 3, ttft_deadline_ms=500.0))
     run(scheduler)
-    scheduler._clock.now += 1.0
+    scheduler.deadlines.clock.now += 1.0
     assert run(scheduler).expired == [second] and not first.finished
 
 
@@ -101,19 +101,19 @@ def test_steps_ahead_stop_for_who_is_late():
     following = scheduler.follow(plan)
     assert following is not None
     scheduler.advance(following)
-    scheduler._clock.now += 2.0
+    scheduler.deadlines.clock.now += 2.0
     assert scheduler.follow(following) is None
 
 
 def test_what_cannot_be_in_time_is_refused_with_the_wait():
     scheduler = make(rows=1)
-    scheduler.rates.saw_step(0, 0.1)
-    scheduler.rates.saw_step(10, 0.2)  # 10 ms a token
+    scheduler.rates.observe_step(0, 0.1)
+    scheduler.rates.observe_step(10, 0.2)  # 10 ms a token
     for options, word in ((dict(ttft_deadline_ms=150.0), "ttft_deadline_ms=150"), (dict(deadline_ms=900.0), "deadline_ms=900")):
         with pytest.raises(BusyError, match=word) as caught:
             scheduler.add(make_sequence(0, 20, wanted=8, **options))
         assert caught.value.reason == "deadline" and caught.value.retry_after == pytest.approx(0.05 if "ttft" in word else 0.1)
-    assert not scheduler.has_work() and not scheduler._timed
+    assert not scheduler.has_work() and not scheduler.deadlines
     add(scheduler, make_sequence(1, 20, wanted=8, ttft_deadline_ms=250.0, deadline_ms=1100.0))
 
 
@@ -129,7 +129,7 @@ def test_the_earliest_deadline_comes_first():
 def test_so_many_requests_may_wait_beyond_free_rows():
     scheduler = make(rows=2, max_queued_reqs=1)
     add(scheduler, *(make_sequence(i, 3) for i in range(3)))
-    with pytest.raises(BusyError, match="3 requests wait already, the limit is 1") as caught:
+    with pytest.raises(BusyError, match="3 requests are waiting, the limit is 1") as caught:
         scheduler.add(make_sequence(3, 3))
     assert caught.value.reason == "max_num_queued_reqs" and len(scheduler.waiting) == 3
     run(scheduler)
@@ -141,7 +141,7 @@ def test_so_many_requests_may_wait_beyond_free_rows():
 def test_so_many_tokens_may_wait():
     scheduler = make(rows=1, max_queued_tokens=20)
     add(scheduler, make_sequence(0, 30))  # whoever waits alone may be of any length
-    with pytest.raises(BusyError, match="30 tokens wait already, 3 more are beyond the limit of 20") as caught:
+    with pytest.raises(BusyError, match="30 tokens are waiting, 3 more exceed the limit of 20") as caught:
         scheduler.add(make_sequence(1, 3))
     assert caught.value.reason == "max_num_queued_tokens"
     run(scheduler)

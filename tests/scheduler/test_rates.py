@@ -16,25 +16,25 @@ def test_nothing_is_known_before_anything_was_seen():
 def test_a_step_that_was_compiled_does_not_count_for_much():
     rates = Rates()
     for seconds in (9.0, 0.01, 0.02, 0.01):
-        rates.saw_step(0, seconds)
+        rates.observe_step(0, seconds)
     assert rates.decode_step == pytest.approx(0.015)
     for tokens, seconds in ((10, 5.0), (10, 0.115), (20, 0.215)):
-        rates.saw_step(tokens, seconds)
+        rates.observe_step(tokens, seconds)
     assert rates.prefill_token == pytest.approx(0.01), "without what the decodes beside the prompt take"
 
 
 def test_only_the_last_steps_count():
     rates = Rates()
     for seconds in [1.0] * 40 + [0.5] * 40:
-        rates.saw_step(0, seconds)
-        rates.saw_copy(100, seconds)
+        rates.observe_step(0, seconds)
+        rates.observe_copy(100, seconds)
     assert rates.decode_step == 0.5 and rates.copy_bandwidth == 200
 
 
 def test_the_wait_is_the_tokens_ahead_and_the_rows_that_must_come_free():
     scheduler = make(rows=2, budget=32)
-    scheduler.rates.saw_step(0, 0.1)
-    scheduler.rates.saw_step(10, 0.1 + 10 * 0.01)
+    scheduler.rates.observe_step(0, 0.1)
+    scheduler.rates.observe_step(10, 0.1 + 10 * 0.01)
     assert scheduler.predicted_wait(make_sequence(0, 20)) == pytest.approx(0.2)
     for number in range(2):
         scheduler.add(make_sequence(number, 5, wanted=8))
@@ -48,7 +48,7 @@ def test_the_wait_is_the_tokens_ahead_and_the_rows_that_must_come_free():
 
 def test_what_is_cached_need_not_be_waited_for():
     scheduler = make(caching=True)
-    scheduler.rates.saw_step(10, 0.1)
+    scheduler.rates.observe_step(10, 0.1)
     first = make_sequence(0, 17)
     scheduler.add(first)
     run(scheduler)

@@ -40,7 +40,7 @@ def rows_of(plan: Schedule) -> list[tuple[int, int, int, int]]:
 def test_refuses_a_prompt_beyond_the_context():
     scheduler = make(longest=8)
     add(scheduler, 7)
-    with pytest.raises(RequestError, match="prompt of 8 tokens is beyond the 7 that max_model_len=8 leaves"):
+    with pytest.raises(RequestError, match="prompt has 8 tokens, max_model_len=8 allows at most 7"):
         scheduler.add(make_sequence(1, 8))
     assert len(scheduler.waiting) == 1
 

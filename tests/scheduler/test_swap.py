@@ -57,8 +57,8 @@ def test_an_end_while_swapped_out_frees_the_hosts_blocks():
 def test_the_cheaper_way_is_taken_unless_one_is_forced(options, token_seconds, swaps):
     scheduler, _, second = pressed(**options)
     if token_seconds is not None:
-        scheduler.rates.saw_step(10, 10 * token_seconds)
-    scheduler.rates.saw_copy(1000, 0.001)  # 2 copies of 2 blocks of 1000 bytes: 4 ms
+        scheduler.rates.observe_step(10, 10 * token_seconds)
+    scheduler.rates.observe_copy(1000, 0.001)  # 2 copies of 2 blocks of 1000 bytes: 4 ms
     plan = run(scheduler)
     assert plan.preempted == [second] and bool(plan.swap_out) == swaps and bool(second.num_swapped) == swaps
 
@@ -86,12 +86,12 @@ def test_what_the_prefix_cache_still_has_is_not_brought_back():
 
 def test_nobody_ends_for_want_of_blocks_that_are_lent():
     scheduler = make(blocks=4, size=4)
-    lent = scheduler.lend(3)
+    lent = scheduler.borrowed.take(3)
     sequence = make_sequence(0, 10)
     scheduler.add(sequence)
     plan = run(scheduler)
     assert plan.empty and not sequence.finished and scheduler.has_work()
-    scheduler.give_back(lent)
+    scheduler.borrowed.give_back(lent)
     assert ran(run(scheduler)) == [0]
 
 
@@ -100,12 +100,12 @@ def test_who_grows_into_what_is_lent_waits_until_it_is_back():
     sequence = make_sequence(0, 4)
     scheduler.add(sequence)
     run(scheduler)
-    lent = scheduler.lend(3)
+    lent = scheduler.borrowed.take(3)
     for _ in range(3):
         plan = run(scheduler)
         assert not plan.exhausted and not sequence.finished
     assert sequence.status is Status.WAITING
-    scheduler.give_back(lent)
+    scheduler.borrowed.give_back(lent)
     assert ran(run(scheduler)) == [0] and not sequence.finished
 
 
@@ -114,20 +114,20 @@ def test_blocks_that_somebody_wants_are_not_given_to_new_ones():
     first = make_sequence(0, 11)
     scheduler.add(first)
     run(scheduler)
-    assert scheduler.lend(4) is None and scheduler.pool.num_free == 3
+    assert scheduler.borrowed.take(4) is None and scheduler.pool.num_free == 3
     scheduler.add(make_sequence(1, 3))
     assert ran(run(scheduler)) == [0]
     scheduler.finish(first, "stop")
-    lent = scheduler.lend(4)
+    lent = scheduler.borrowed.take(4)
     assert lent is not None and ran(run(scheduler)) == [1]
-    scheduler.give_back(lent)
+    scheduler.borrowed.give_back(lent)
 
 
 def test_who_wants_no_longer_keeps_nobody_out():
     scheduler = make(rows=4, blocks=6, size=4)
     scheduler.add(make_sequence(0, 11))
     run(scheduler)
-    assert scheduler.lend(4) is None
-    scheduler.give_back([])
+    assert scheduler.borrowed.take(4) is None
+    scheduler.borrowed.give_back([])
     scheduler.add(make_sequence(1, 3))
     assert ran(run(scheduler)) == [0, 1]

@@ -54,7 +54,7 @@ class EngineStats:
         out, back = len(schedule.swap_out) * block_bytes, len(schedule.swap_in) * block_bytes
         self.stats.swapped_out += out
         self.stats.swapped_in += back
-        self.scheduler.rates.saw_copy(out + back, seconds)
+        self.scheduler.rates.observe_copy(out + back, seconds)
 
     def preempted(self, schedule: Schedule) -> None:
         swapped = self.scheduler.num_swaps - self._swaps
@@ -104,7 +104,7 @@ class EngineStats:
         """The step is over."""
         stats, scheduler = self.stats, self.scheduler
         pool, prefix = scheduler.pool, scheduler.prefix
-        stats.running, stats.waiting, stats.deferred = len(scheduler.running), len(scheduler.waiting), scheduler.waiting.num_aside
+        stats.running, stats.waiting, stats.deferred = len(scheduler.running), len(scheduler.waiting), scheduler.waiting.num_deferred
         stats.blocks_used = pool.num_blocks - pool.num_free
         stats.blocks_cached = pool.num_evictable
         stats.blocks_free = pool.num_free - pool.num_evictable
@@ -114,7 +114,7 @@ class EngineStats:
             stats.queried_tokens, stats.cached_tokens, stats.evictions = (now - then for now, then in zip(seen, self._seen, strict=True))
             self._seen = seen
         if stats.run:
-            scheduler.rates.saw_step(stats.prompt_tokens, (time.perf_counter() - self._begun) / self._rounds)
+            scheduler.rates.observe_step(stats.prompt_tokens, (time.perf_counter() - self._begun) / self._rounds)
         for owner in self._billed:
             owner.receipt.device_seconds += stats.run
             owner.receipt.host_seconds += time.perf_counter() - self._begun - stats.run

@@ -1,4 +1,4 @@
-"""Who runs the next step, with how many tokens, in which blocks. Integers and times only: knows no text and no tensors."""
+"""Which sequences run in the next step, with how many tokens, in which blocks. Integers and times only: no text, no tensors."""
 
 from tinyvllm.scheduler.rates import Rates
 from tinyvllm.scheduler.schedule import Schedule, Scheduled, SchedulerLimits

@@ -1,38 +1,70 @@
-"""Whom the scheduler takes into its queue: what could never run, must not wait, or would be late is refused with the reason."""
+"""Admission control: refuses requests that cannot run, that exceed the limits of the queue, or that would miss a deadline."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass
 
+from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.errors import BusyError, RequestError
 from tinyvllm.request import Sequence
-from tinyvllm.scheduler.queue import rank_of
+from tinyvllm.scheduler.prefixes import SequencePrefixes
+from tinyvllm.scheduler.queue import WaitingQueue, rank_of
+from tinyvllm.scheduler.rates import Rates
+from tinyvllm.scheduler.schedule import SchedulerLimits
 
-if TYPE_CHECKING:
-    from tinyvllm.scheduler.scheduler import Scheduler
 
-
+@dataclass(frozen=True)
 class AdmissionControl:
-    """A scheduler's. Looks at what it has and changes nothing."""
+    """A view of a scheduler's state at one moment, which it does not change. `pinned` are the blocks that segments hold."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+    limits: SchedulerLimits
+    pool: BlockPool
+    prefixes: SequencePrefixes
+    waiting: WaitingQueue
+    running: list[Sequence]
+    pinned: Mapping[int, int]
+    rates: Rates
 
     def check(self, sequence: Sequence) -> None:
-        """RequestError for what could never run, BusyError for what must not wait or would be late."""
+        """RequestError for a request that can never run, BusyError for one that must not wait or would be late."""
         self._refuse_impossible(sequence)
         self._refuse_busy(sequence)
         self._refuse_late(sequence)
 
+    def predicted_wait(self, sequence: Sequence | None) -> float:
+        """Seconds until the first token of `sequence` (or of a short prompt), if it were added now, by the rates of the last steps."""
+        rank = rank_of(sequence) if sequence else (0, math.inf, 1 << 62)
+        tokens = len(sequence) if sequence else 1
+        if sequence:
+            tokens -= len(self.prefixes.find(sequence)) * self.pool.block_size
+        ahead = [other for other in self.waiting if rank_of(other) < rank]
+        tokens += sum(len(other) - other.num_computed for other in (*ahead, *self.running))
+        wait = tokens * (self.rates.prefill_token or 0.0)
+        num_late = len(ahead) + 1 - self._num_free_rows  # how many running sequences must end first
+        if num_late > 0 and self.running:
+            remaining = sorted(self._tokens_left(other) for other in self.running)
+            turns, nth = divmod(num_late - 1, len(remaining))
+            wait += (remaining[nth] + turns * remaining[-1]) * (self.rates.decode_step or 0.0)
+        return wait
+
+    @property
+    def _num_free_rows(self) -> int:
+        return self.limits.max_num_seqs - len(self.running)
+
+    def _tokens_left(self, sequence: Sequence) -> int:
+        room, wanted = self.limits.max_model_len - len(sequence), sequence.params.max_tokens
+        return room if wanted is None else min(room, wanted - len(sequence.output_token_ids))
+
     def _refuse_impossible(self, sequence: Sequence) -> None:
-        limits, pool, tokens = self._scheduler.limits, self._scheduler.pool, len(sequence)
+        limits, pool, tokens = self.limits, self.pool, len(sequence)
         if not tokens:
             raise RequestError(f"request {sequence.request_id}: the prompt is empty; give it at least one token")
         if tokens > limits.max_model_len - 1:
             raise RequestError(
-                f"request {sequence.request_id}: a prompt of {tokens} tokens is beyond the {limits.max_model_len - 1} that max_model_len="
-                f"{limits.max_model_len} leaves it; shorten the prompt or raise max_model_len"
+                f"request {sequence.request_id}: the prompt has {tokens} tokens, max_model_len={limits.max_model_len} allows at most "
+                f"{limits.max_model_len - 1}; shorten the prompt or raise max_model_len"
             )
         needed = pool.blocks_for(tokens + 1)
         if needed > pool.num_blocks:
@@ -40,31 +72,30 @@ class AdmissionControl:
                 f"request {sequence.request_id}: a prompt of {tokens} tokens and one more need {needed} KV blocks, the cache has "
                 f"{pool.num_blocks} of {pool.block_size} tokens; shorten the prompt or enlarge the cache"
             )
-        left = pool.num_blocks - len(self._scheduler.pinned)
-        if needed > left and needed - self._num_pinned(sequence) > left:
+        available = pool.num_blocks - len(self.pinned)
+        if needed > available and needed - self._num_pinned(sequence) > available:
             raise RequestError(
-                f"request {sequence.request_id}: a prompt of {tokens} tokens and one more need {needed} KV blocks, chunks leave {left} of "
-                f"{pool.num_blocks}; release a chunk or enlarge the cache"
+                f"request {sequence.request_id}: a prompt of {tokens} tokens and one more need {needed} KV blocks, segments leave "
+                f"{available} of {pool.num_blocks}; release a segment or enlarge the cache"
             )
 
     def _num_pinned(self, sequence: Sequence) -> int:
-        """How many of the blocks that chunks hold a sequence begins with."""
-        prefix, pinned = self._scheduler.prefix, self._scheduler.pinned
-        return sum(block in pinned for block in prefix.find(self._scheduler.known_hashes(sequence))) if prefix else 0
+        """How many pinned blocks a sequence begins with."""
+        return sum(block in self.pinned for block in self.prefixes.find(sequence))
 
     def _refuse_busy(self, sequence: Sequence) -> None:
-        limits, waiting = self._scheduler.limits, self._scheduler.waiting
+        limits, waiting = self.limits, self.waiting
         requests, tokens = limits.max_queued_reqs, limits.max_queued_tokens
-        if requests is not None and len(waiting) >= requests + self._scheduler.num_free_rows:
+        if requests is not None and len(waiting) >= requests + self._num_free_rows:
             raise BusyError(
-                f"request {sequence.request_id}: {len(waiting)} requests wait already, the limit is {requests}; try again later",
+                f"request {sequence.request_id}: {len(waiting)} requests are waiting, the limit is {requests}; try again later",
                 self.predicted_wait(sequence),
                 "max_num_queued_reqs",
             )
         if tokens is not None and waiting and waiting.num_tokens + len(sequence) > tokens:
             raise BusyError(
-                f"request {sequence.request_id}: {waiting.num_tokens} tokens wait already, {len(sequence)} more are beyond the "
-                f"limit of {tokens}; try again later",
+                f"request {sequence.request_id}: {waiting.num_tokens} tokens are waiting, {len(sequence)} more exceed the limit of "
+                f"{tokens}; try again later",
                 self.predicted_wait(sequence),
                 "max_num_queued_tokens",
             )
@@ -74,33 +105,12 @@ class AdmissionControl:
         if options.ttft_deadline_ms is None and options.deadline_ms is None:
             return
         first = self.predicted_wait(sequence)
-        last = first + (sequence.params.max_tokens or 0) * (self._scheduler.rates.decode_step or 0.0)
+        last = first + (sequence.params.max_tokens or 0) * (self.rates.decode_step or 0.0)
         for name, allowed, predicted in (("ttft_deadline_ms", options.ttft_deadline_ms, first), ("deadline_ms", options.deadline_ms, last)):
             if allowed is not None and predicted * 1000 > allowed:
                 raise BusyError(
                     f"request {sequence.request_id}: {name}={allowed:g} cannot be met, {predicted * 1000:.0f} ms are predicted; allow more "
-                    "or try again later",
+                    "time or try again later",
                     predicted - allowed / 1000,
                     "deadline",
                 )
-
-    def predicted_wait(self, sequence: Sequence | None) -> float:
-        """Seconds until the first token of `sequence` (or of a short prompt), if it were added now, by the rates of the last steps."""
-        scheduler, rates = self._scheduler, self._scheduler.rates
-        rank = rank_of(sequence) if sequence else (0, math.inf, 1 << 62)
-        tokens = len(sequence) if sequence else 1
-        if sequence and scheduler.prefix:
-            tokens -= scheduler.prefix.known(scheduler.known_hashes(sequence)) * scheduler.pool.block_size
-        ahead = [other for other in scheduler.waiting if rank_of(other) < rank]
-        tokens += sum(len(other) - other.num_computed for other in (*ahead, *scheduler.running))
-        wait = tokens * (rates.prefill_token or 0.0)
-        late = len(ahead) + 1 - scheduler.num_free_rows  # how many of those that run must end first
-        if late > 0 and scheduler.running:
-            left = sorted(self._tokens_left(other) for other in scheduler.running)
-            turns, nth = divmod(late - 1, len(left))
-            wait += (left[nth] + turns * left[-1]) * (rates.decode_step or 0.0)
-        return wait
-
-    def _tokens_left(self, sequence: Sequence) -> int:
-        room, wanted = self._scheduler.limits.max_model_len - len(sequence), sequence.params.max_tokens
-        return room if wanted is None else min(room, wanted - len(sequence.output_token_ids))

@@ -1,4 +1,4 @@
-"""Steps of decodes that only go on: what the next one needs is found once, and only what stands at a block's border is looked at again."""
+"""Fast path for an unchanged batch of decodes: the schedule is reused, and only sequences that cross a block boundary are looked at."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from tinyvllm.scheduler.schedule import Schedule, Scheduled
 
 
 class ReusableDecode:
-    """A schedule in which everybody that runs computes one token and samples, to be given again with each entry moved on.
+    """A schedule in which every running sequence computes one token and wants its logits, to be reused with each entry advanced.
 
-    All move on together, so a sequence stands at the border of a block once in `block_size` steps, and which do is known beforehand.
+    All advance together, so a sequence reaches the end of a block once in `block_size` steps, and which do is known beforehand.
     """
 
     def __init__(self, schedule: Schedule, block_size: int) -> None:
         self.schedule = schedule
-        self.keys = Counter(entry.sequence.options.key for entry in schedule.entries)  # for whom a step computes how many tokens
-        self.longest = max((entry.start for entry in schedule.entries), default=0)
-        self._position = 0  # tokens that each has gone on since
-        self._borders: list[list[Scheduled]] = [[] for _ in range(block_size)]  # by the position at which they have filled a block
+        self.tokens_by_key = Counter(entry.sequence.options.key for entry in schedule.entries)  # of one step
+        self.max_start = max((entry.start for entry in schedule.entries), default=0)
+        self._position = 0  # tokens by which all have advanced since
+        self._crossings: list[list[Scheduled]] = [[] for _ in range(block_size)]  # by the position at which they have filled a block
         for entry in schedule.entries:
-            self._borders[-entry.start % block_size].append(entry)
+            self._crossings[-entry.start % block_size].append(entry)
 
     @staticmethod
     def fits(schedule: Schedule, running: list[Sequence]) -> bool:
-        """Whether a schedule is of decodes alone, those of all that run, in their order."""
+        """Whether a schedule consists of decodes alone, those of all running sequences, in their order."""
         entries = schedule.entries
         if not entries or len(entries) != len(running):
             return False
         return all(e.num_tokens == e.num_logits == 1 and e.sequence is s for e, s in zip(entries, running, strict=True))
 
     def advance(self, unseen: int) -> list[Scheduled] | None:
-        """Move every entry to where its sequence stands; those that have come to, or over, the border of a block since.
+        """Advance every entry to its sequence's position; returns those that have reached or crossed a block boundary since.
 
-        None where somebody has not one token to compute, `unseen` of those already drawn not counted, or where the last step has not run:
-        the schedule is of no use then.
+        None if a sequence has not exactly one token to compute, counting `unseen` tokens that were drawn but are not known yet, or if the
+        last step has not run: the schedule is of no use then.
         """
         entries = self.schedule.entries
         moved = entries[0].sequence.num_computed - entries[0].start
@@ -47,9 +47,9 @@ class ReusableDecode:
             if len(sequence.prompt_token_ids) + len(sequence.output_token_ids) + unseen != start + 1 or start != entry.start + moved:
                 return None
             entry.start = start
-        self.longest += moved
-        size, before = len(self._borders), self._position
+        self.max_start += moved
+        size, before = len(self._crossings), self._position
         self._position += moved
         if moved == 1:
-            return self._borders[self._position % size].copy()
-        return [entry for at in range(before + 1, min(before + size, self._position) + 1) for entry in self._borders[at % size]]
+            return self._crossings[self._position % size].copy()
+        return [entry for at in range(before + 1, min(before + size, self._position) + 1) for entry in self._crossings[at % size]]

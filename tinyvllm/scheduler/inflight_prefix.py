@@ -1,6 +1,6 @@
-"""Who computes which blocks at this moment, so that others that begin with them can wait for that and share them.
+"""Which running sequences are computing which blocks, so that others with the same prefix can wait for these blocks and share them.
 
-Without it, requests that arrive together compute a common beginning once each: a block can be found when it is computed, and not before.
+Without it, requests that arrive together compute a common prefix once each: a block can be found only after it was computed.
 """
 
 from __future__ import annotations
@@ -8,47 +8,49 @@ from __future__ import annotations
 from tinyvllm.request import Sequence
 from tinyvllm.scheduler.queue import rank_of
 
-WORTH = 64  # tokens; for fewer nobody waits: a step less in the queue is worth as much
+MIN_TOKENS = 64  # a shorter common prefix is not waited for: it saves no more than starting a step earlier does
 
 
 class InflightPrefixes:
-    """Blocks that running sequences have before them, by hash. Any number may wait for them; none waits for who ranks behind it."""
+    """Blocks that running sequences have yet to compute, by hash. Any number of sequences may wait for a block, but never for one that is
+    computed by a sequence of lower rank. `min_blocks` is the shortest prefix to wait for.
+    """
 
     def __init__(self, block_size: int) -> None:
-        self._leaders: dict[bytes, Sequence] = {}
-        self._followers: dict[Sequence, bytes] = {}  # and the last block that each waits for
-        self._worth = -(-WORTH // block_size)
+        self.min_blocks = -(-MIN_TOKENS // block_size)
+        self._computing: dict[bytes, Sequence] = {}  # by block
+        self._waiting: dict[Sequence, bytes] = {}  # and the last block that each waits for
 
-    def lead(self, sequence: Sequence) -> None:
+    def register(self, sequence: Sequence) -> None:
         """It runs, and will compute those of its hashed blocks that are not published."""
         for block in sequence.block_hashes[sequence.num_published :]:
-            self._leaders.setdefault(block, sequence)
+            self._computing.setdefault(block, sequence)
 
-    def passed(self, sequence: Sequence, start: int, stop: int) -> None:
-        """Its blocks start..stop are published, or will never be."""
-        if self._leaders:
+    def published(self, sequence: Sequence, start: int, stop: int) -> None:
+        """Its blocks start..stop are published, or never will be."""
+        if self._computing:
             for block in sequence.block_hashes[start:stop]:
-                if self._leaders.get(block) is sequence:
-                    del self._leaders[block]
+                if self._computing.get(block) is sequence:
+                    del self._computing[block]
 
-    def follow(self, sequence: Sequence, found: int) -> bool:
-        """Whether a sequence whose first `found` blocks are there had better wait for the next ones; then `ready` names it in its time."""
-        if not self._leaders:
+    def wait_for(self, sequence: Sequence, num_found: int) -> bool:
+        """Whether a sequence whose first `num_found` blocks are cached should wait for the next ones; `ready` returns it later."""
+        if not self._computing:
             return False
-        rank, wanted = rank_of(sequence), sequence.block_hashes[found:]
-        count = next((i for i, block in enumerate(wanted) if (by := self._leaders.get(block)) is None or rank_of(by) > rank), len(wanted))
-        if count < self._worth:
+        rank, wanted = rank_of(sequence), sequence.block_hashes[num_found:]
+        count = next((i for i, block in enumerate(wanted) if (by := self._computing.get(block)) is None or rank_of(by) > rank), len(wanted))
+        if count < self.min_blocks:
             return False
-        self._followers[sequence] = wanted[count - 1]
+        self._waiting[sequence] = wanted[count - 1]
         return True
 
     def ready(self) -> list[Sequence]:
-        """Those for whom nobody computes anything any more; they are followers no longer."""
-        ready = [sequence for sequence, block in self._followers.items() if block not in self._leaders]
+        """Sequences whose blocks are published or no longer computed by any other; they no longer wait."""
+        ready = [sequence for sequence, block in self._waiting.items() if block not in self._computing]
         for sequence in ready:
-            del self._followers[sequence]
+            del self._waiting[sequence]
         return ready
 
-    def leave(self, sequence: Sequence) -> None:
-        """A follower, or nobody, is over."""
-        self._followers.pop(sequence, None)
+    def discard(self, sequence: Sequence) -> None:
+        """A sequence that may have been waiting has ended."""
+        self._waiting.pop(sequence, None)

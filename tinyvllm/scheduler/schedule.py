@@ -1,4 +1,4 @@
-"""What a scheduler is told and what it says: its limits, and one step."""
+"""What a scheduler is given and what it returns: its limits, and one step."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tinyvllm.request import Sequence
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """`max_num_seqs` sequences at a time, `max_batched_tokens` tokens a step, `max_model_len` tokens of prompt and output together.
+    """`max_num_seqs` running sequences, `max_batched_tokens` tokens a step, `max_model_len` tokens of prompt and output together.
 
-    `max_queued_reqs` requests and `max_queued_tokens` tokens of prompts may wait beyond what rows are free for; None sets no limit.
-    `block_bytes` is what a block takes in all layers, for the cost of a swap. `preemption` "recompute" or "swap" forces the way.
+    `max_queued_reqs` requests and `max_queued_tokens` prompt tokens may wait in addition to what can start at once; None sets no limit.
+    `block_bytes` is the size of a block in all layers, for the cost of a swap. `preemption` "recompute" or "swap" forces the method.
     """
 
     max_num_seqs: int
@@ -56,11 +56,11 @@ class Schedule:
 
     Before the step runs, blocks move in this order: `swap_out` (block, host block), `swap_in` (host block, block), `copies` (from, to).
 
-    `preempted` lost their rows and wait again. `exhausted` are finished, with reason "length": they have outgrown the whole cache.
-    `expired` are finished, with reason "deadline". It is for the caller to report both. Any may come without entries: then there is nothing
-    to run in this step.
+    `preempted` sequences lost their rows and wait again. `exhausted` are finished, with reason "length": they have outgrown the whole
+    cache. `expired` are finished, with reason "deadline". The caller reports both to clients. Any of the three may come without entries:
+    then there is nothing to run in this step.
 
-    A step of the same decodes, each sequence a token or more further, is the last step's object again: `reused` says so, and `changed`
+    A step of the same decodes, each sequence a token or more further, is the last step's object again: `reused` is True then, and `changed`
     names the entries that have reached another block since, or whose tables have grown.
     """
 
@@ -84,5 +84,5 @@ class Schedule:
 
     @property
     def moves(self) -> bool:
-        """Whether somebody has lost his place, or blocks move before the step."""
+        """Whether a sequence has lost its row, or blocks move before the step."""
         return bool(self.preempted or self.exhausted or self.expired or self.swap_out or self.swap_in or self.copies)

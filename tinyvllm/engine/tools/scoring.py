@@ -37,7 +37,7 @@ class PromptScore:
         """Borrow the blocks that the prompt needs, if that has not been done; whether they are there."""
         if not self._sequence.block_table:
             self._asked = True
-            self._sequence.block_table = scheduler.lend(scheduler.pool.blocks_for(len(self))) or []
+            self._sequence.block_table = scheduler.borrowed.take(scheduler.pool.blocks_for(len(self))) or []
         return bool(self._sequence.block_table)
 
     def next_piece(self, most: int) -> Scheduled:
@@ -53,7 +53,7 @@ class PromptScore:
     def end(self, scheduler: Scheduler) -> None:
         """Give the blocks back, or ask for them no more."""
         if self._asked:
-            scheduler.give_back(self._sequence.block_table)
+            scheduler.borrowed.give_back(self._sequence.block_table)
             self._sequence.block_table, self._asked = [], False
 
 

@@ -1,0 +1,53 @@
+"""The prefix cache as sequences use it: hashes of their blocks, the match at admission, publication as blocks are computed."""
+
+from __future__ import annotations
+
+from tinyvllm.cache.prefix import PrefixCache
+from tinyvllm.request import Sequence
+from tinyvllm.scheduler.inflight_prefix import InflightPrefixes
+
+
+class SequencePrefixes:
+    """Without a `cache` nothing is found and nothing is published. `inflight` knows the blocks that are being computed."""
+
+    def __init__(self, cache: PrefixCache | None, block_size: int) -> None:
+        self._cache, self._block_size = cache, block_size
+        self.inflight = InflightPrefixes(block_size)
+
+    def find(self, sequence: Sequence) -> list[int]:
+        """Cached blocks of a waiting sequence's beginning. Takes no reference."""
+        return self._cache.find(self._known_hashes(sequence)) if self._cache is not None else []
+
+    def match(self, sequence: Sequence) -> list[int]:
+        """The same blocks, held for the sequence."""
+        return self._cache.match(self._known_hashes(sequence)) if self._cache is not None else []
+
+    def begin(self, sequence: Sequence, found: list[int]) -> None:
+        """An admitted sequence starts after its cached blocks, which are held for it."""
+        sequence.block_table, sequence.num_computed, sequence.num_published = found, len(found) * self._block_size, len(found)
+        if self._cache is not None and not sequence.num_preemptions:
+            sequence.num_cached = sequence.num_computed
+            self._cache.count(len(sequence), sequence.num_computed)
+
+    def publish(self, sequence: Sequence) -> None:
+        """Make its full blocks of known tokens findable."""
+        full = min(sequence.num_computed, len(sequence)) // self._block_size
+        if self._cache is not None and full > sequence.num_published:
+            hashes, tokens_of, salt = self._hashes(sequence, full), sequence.token_ids, sequence.options.cache_salt
+            self._cache.publish(hashes, sequence.block_table, sequence.num_published, full, tokens_of, salt)
+            self.inflight.published(sequence, sequence.num_published, full)
+        sequence.num_published = max(full, sequence.num_published)
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """It stops running: what it has not published, it never will."""
+        self.inflight.published(sequence, sequence.num_published, len(sequence.block_hashes))
+
+    def _known_hashes(self, sequence: Sequence) -> list[bytes]:
+        """The hashes of all blocks of a waiting sequence that could be found. Its last token is always left to compute."""
+        return self._hashes(sequence, (len(sequence) - 1) // self._block_size)
+
+    def _hashes(self, sequence: Sequence, blocks: int) -> list[bytes]:
+        assert self._cache is not None
+        if len(sequence.block_hashes) < blocks:
+            self._cache.extend(sequence.block_hashes, sequence.token_ids, blocks, sequence.options.cache_salt)
+        return sequence.block_hashes[:blocks]
