@@ -272,7 +272,7 @@ def check_empty(engine: Engine) -> None:
     assert not (scheduler.prefixes.inflight._computing or scheduler.prefixes.inflight._waiting)
     assert len(scheduler._free_rows) == scheduler.limits.max_num_seqs
     assert not (engine._requests or engine._owners or engine._rows or engine._changed or engine._scores or engine._ahead)
-    assert not engine.shaping._shapes
+    assert not engine.constraints._shapes
 
 
 def resident() -> float:

@@ -30,6 +30,8 @@ from tinyvllm.scheduler import Schedule, Scheduled
 from tinyvllm.weights.checkpoint import Checkpoint, open_checkpoint, open_description
 from tinyvllm.weights.hub import resolve_model
 
+__all__ = ["Choice", "Logits", "PreparedStep", "Reading", "Runner"]
+
 # Where nobody asks for a length. Scores of a chunk are laid out for the longest context: 32 heads by 512 queries by 131072 keys are 8 GiB.
 DEFAULT_CONTEXT = 8192
 DTYPES = {"float32": dtypes.float32, "float16": dtypes.float16, "bfloat16": dtypes.bfloat16}
@@ -279,8 +281,9 @@ class Runner:
             inputs = StepInputs(shape, self._table_width, self.pool.scratch_slot, self.device, all_rows=True)
 
             def function(num_blocks: int | UOp = 1) -> Tensor:
-                states = self.model.states(inputs.batch(num_blocks), self.pool.layers, **self._constants)
-                return self.model.final_norm(states).contiguous().realize()
+                states: Tensor = self.model.states(inputs.batch(num_blocks), self.pool.layers, **self._constants)
+                states = self.model.final_norm(states)
+                return states.contiguous().realize()
 
             self._embeddings[shape] = inputs, Captured(function, {"num_blocks": (1, self._table_width)})
         inputs, captured = self._embeddings[shape]

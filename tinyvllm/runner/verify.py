@@ -217,7 +217,8 @@ def _worst(place: int, L: int, steps: list[Seen], layers: list[Trace]) -> PlaceE
 
 def _lengths(rows: np.ndarray) -> np.ndarray:
     """float64 [N] of [N, E]."""
-    return np.sqrt(np.square(rows, dtype=np.float64).sum(1))
+    norms: np.ndarray = np.sqrt(np.square(rows, dtype=np.float64).sum(1))
+    return norms
 
 
 def _largest(values: np.ndarray) -> float:
@@ -234,4 +235,5 @@ def divergence(reference: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:
     shifted = logits - logits.max(1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    log_probs: np.ndarray = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    return log_probs

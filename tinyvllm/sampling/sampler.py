@@ -189,7 +189,8 @@ class Sampler:
 
     def mask(self, row: int) -> np.ndarray:
         """The words int32 [ceil(V/32)] of a masked row on the host, to be filled for the next draw and sent by `send_masks`."""
-        return self.masks.host[row]
+        words: np.ndarray = self.masks.host[row]
+        return words
 
     @property
     def masks(self) -> Masks:
