@@ -36,7 +36,7 @@ from tinyvllm.quant.formats import FLOATS, FORMATS
 from tinyvllm.quant.layouts import RowWeight, StoredWeight, TileWeight, panel_bytes
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.sampling.sampler import Sampler
-from tinyvllm.weights.load import place_bytes
+from tinyvllm.weights.memory import place_bytes
 
 DISTINCT, MOST_SETS = 160 << 20, 12  # bytes of weights in all sets together, where that many sets have them; an H100 caches 50 MB
 S = 16  # slots of a block

@@ -35,7 +35,7 @@ def weight(O: int, I: int, packed: bool) -> Any:
     from tinyvllm.ops.linear import TensorWeight
     from tinyvllm.quant.codecs import f32_to_bf16
     from tinyvllm.quant.layouts import PackedWeight, pack_panels
-    from tinyvllm.weights.load import adopt
+    from tinyvllm.weights.memory import adopt
 
     bits = f32_to_bf16(np.random.default_rng(O).standard_normal((O, I), np.float32) * np.float32(0.02))
     if not packed:

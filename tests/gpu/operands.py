@@ -16,7 +16,7 @@ from tinyvllm.backends import registry
 from tinyvllm.placement import Placement
 from tinyvllm.quant.layouts import TileWeight, pack_tiles
 from tinyvllm.runner.device import _cuda_devices
-from tinyvllm.weights.load import place_bytes
+from tinyvllm.weights.memory import place_bytes
 
 MAC = sys.platform == "darwin" and platform.machine() == "arm64"
 DEVICE = os.environ.get("TESTS_GPU") or ("METAL" if MAC else "CUDA")

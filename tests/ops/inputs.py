@@ -13,8 +13,8 @@ from tinyvllm.placement import Placement
 from tinyvllm.quant.codecs import pack
 from tinyvllm.quant.formats import FORMATS, Layout, formats_in
 from tinyvllm.quant.layouts import PackedWeight, RowWeight, pack_panels
-from tinyvllm.weights.load import adopt
 from tinyvllm.weights.mapping import allocate
+from tinyvllm.weights.memory import adopt
 
 ROWS = registry.usable_variants(Placement("CPU"))  # best first
 # Every format on the best row, floats or blocks on each other one: tests/kernels has them all, and compiling them again takes seconds.

@@ -30,8 +30,8 @@ from tinyvllm.quant.layouts import (
     unpack_panels,
     unpack_tiles,
 )
-from tinyvllm.weights.load import adopt
 from tinyvllm.weights.mapping import allocate
+from tinyvllm.weights.memory import adopt
 
 TARGETS = ("plain", *(["avx2"] if {"avx2", "fma", "f16c"} <= cpu_features() else []), *(["avx512"] if "avx512f" in cpu_features() else []))
 PACKED = formats_in(Layout.PANELS)

@@ -25,7 +25,7 @@ def test_context_and_pool_follow_the_model_and_the_request(tiny_model):
 @pytest.mark.parametrize(("dtype", "itemsize", "format"), [("auto", 4, "F32"), ("float16", 2, "F16"), ("bfloat16", 2, "BF16")])
 def test_dtype_of_weights_and_cache(tiny_model, dtype, itemsize, format):
     made = runner(tiny_model, dtype=dtype, num_blocks=4)
-    assert made.model.packed_table.format == made.model.blk[1].packed["ffn_down",].format == format
+    assert made.model.weights.table.format == made.model.blk[1].weights.ffn_down.weight.format == format
     assert made.pool.layers[0].keys.dtype.itemsize == itemsize
     assert made.weight_bytes - made.bytes_per_token == 264 * 64 * itemsize, "the input embedding is gathered, not streamed"
     matrices, vectors = 2 * 264 * 64 + 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64), 64 + 2 * 2 * 64
@@ -42,7 +42,7 @@ def test_keys_and_values_are_one_memory(tiny_model):
 def test_dummy_weights_need_only_the_description(tiny_model, tmp_path):
     (tmp_path / "config.json").write_text((tiny_model / "config.json").read_text())
     made = runner(tmp_path, load_format="dummy", num_blocks=4)
-    assert made.model.blk[0].packed["attn_q", "attn_k", "attn_v"].dense().numpy().std() > 0
+    assert made.model.blk[0].weights.qkv.weight.dense().numpy().std() > 0
 
 
 def steps(made, entries):

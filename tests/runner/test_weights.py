@@ -10,24 +10,27 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tinygrad import Tensor
 
 from tests.tiny.to_gguf import dequantized, read_folder, write_gguf
 from tinyvllm.errors import ModelError
+from tinyvllm.ops.linear import TensorWeight
+from tinyvllm.placement import Placement
 from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16
 
 GOLDEN = Path(__file__).parents[1] / "tiny" / "golden"
-GROUPS = {
-    ("attn_q", "attn_k", "attn_v"): ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ("attn_output",): ("self_attn.o_proj",),
-    ("ffn_gate", "ffn_up"): ("mlp.gate_proj", "mlp.up_proj"),
-    ("ffn_down",): ("mlp.down_proj",),
+PRODUCTS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn_output": ("self_attn.o_proj",),
+    "ffn_in": ("mlp.gate_proj", "mlp.up_proj"),
+    "ffn_down": ("mlp.down_proj",),
 }
 DTYPES = {"auto": None, "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 @dataclass
 class Loaded:
-    """A model with its weights, the loader that gave them, and what it has said of its progress."""
+    """A model with its weights, the loader that set them, and the progress that it reported."""
 
     model: Any
     loader: Any
@@ -37,8 +40,8 @@ class Loaded:
 def load(
     path: Path, dtype: str = "auto", format: str | None = None, dummy: bool = False, checkpoint: Any = None, kept: Path | None = None
 ) -> Loaded:
-    """The runner's way from a folder or file to a model; `format` is that of every matrix, None what is stored."""
-    from tinyvllm.models.families import find_family, read_config, weights_of
+    """From a folder or file to a model as the runner does it; `format` is that of every matrix, None the stored one."""
+    from tinyvllm.models.families import find_family, read_config, recipes_of
     from tinyvllm.runner.runner import CheckpointSource, weight_dtype
     from tinyvllm.runner.weights import WeightLoader, WeightPlan
     from tinyvllm.weights.checkpoint import open_checkpoint
@@ -49,9 +52,9 @@ def load(
     config = read_config(family, source)
     model = family.model(config)
     progress: list[tuple[int, int, str]] = []
-    plan = WeightPlan("CPU", weight_dtype(dtype, checkpoint), format or DTYPES[dtype])
-    loader = WeightLoader(None if dummy else checkpoint, plan, lambda *said: progress.append(said), kept)
-    loader.load(model, weights_of(family, config, model, checkpoint.kind))
+    plan = WeightPlan(Placement("CPU"), weight_dtype(dtype, checkpoint), format or DTYPES[dtype])
+    loader = WeightLoader(None if dummy else checkpoint, plan, lambda *report: progress.append(report), kept)
+    loader.load(model, recipes_of(family, config, model, checkpoint.kind))
     return Loaded(model, loader, progress)
 
 
@@ -74,18 +77,18 @@ def write(folder: Path, heads: int = 4, kv_heads: int = 2, intermediate: int = 9
 
 
 def check_rows(model: Any, tensors: dict[str, np.ndarray], formats: set[str], atol: float = 0.0) -> None:
-    """Every packed product of the model holds the rows of its parts, one part behind the other. `tensors` under Hugging Face's names."""
-    seen = set()
+    """Every packed product of the model holds the rows of its parts, one part after the other. `tensors` under Hugging Face's names."""
+    packed = set()
     for i, block in enumerate(model.blk):
-        for names, parts in GROUPS.items():
-            if names in block.__dict__.get("packed", {}):
-                weight = block.packed[names]
+        for field, parts in PRODUCTS.items():
+            weight = getattr(block.weights, field).weight
+            if not isinstance(weight, TensorWeight):
                 want = np.concatenate([tensors[f"model.layers.{i}.{part}.weight"] for part in parts])
-                assert want.shape == (weight.O, weight.I) and weight.format in formats, names
-                np.testing.assert_allclose(weight.dense().numpy(), want, rtol=0, atol=atol, err_msg=str(names))
-                assert all(getattr(block, name).weight is None for name in names)
-                seen.add(names)
-    assert seen, "nothing was packed"
+                assert want.shape == (weight.O, weight.I) and weight.format in formats, field
+                np.testing.assert_allclose(weight.dense().numpy(), want, rtol=0, atol=atol, err_msg=field)
+                assert all(getattr(block, name).weight is None for name in block.products()[field])
+                packed.add(field)
+    assert packed, "nothing was packed"
 
 
 def as_bf16(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -96,9 +99,9 @@ def test_projections_of_a_group_are_one_matrix(tiny_model):
     tensors = load_file(tiny_model / "model.safetensors")
     model = load(tiny_model).model
     check_rows(model, tensors, {"F32"})
-    np.testing.assert_array_equal(model.packed["output",].dense().numpy(), tensors["lm_head.weight"])
-    np.testing.assert_array_equal(model.packed_table.dense().numpy(), tensors["model.embed_tokens.weight"])
-    assert set(model.blk[1].packed) == set(GROUPS)
+    np.testing.assert_array_equal(model.weights.head.dense().numpy(), tensors["lm_head.weight"])
+    np.testing.assert_array_equal(model.weights.table.dense().numpy(), tensors["model.embed_tokens.weight"])
+    assert not any(isinstance(getattr(model.blk[1].weights, field).weight, TensorWeight) for field in PRODUCTS)
     check_rows(load(tiny_model, "bfloat16").model, as_bf16(tensors), {"BF16"})
 
 
@@ -113,11 +116,12 @@ def test_parts_that_share_a_panel(tmp_path, heads, kv_heads, intermediate):
 def test_products_without_kernels_stay_tensors(tmp_path, monkeypatch):
     tensors = write(tmp_path, intermediate=104)
     block = load(tmp_path).model.blk[0]
-    assert ("ffn_down",) not in block.packed, "104 columns are no multiple of 32"
+    assert isinstance(block.weights.ffn_down.weight, TensorWeight), "104 columns are no multiple of 32"
     np.testing.assert_array_equal(block.ffn_down.weight.numpy(), tensors["model.layers.0.mlp.down_proj.weight"])
     monkeypatch.setenv("TINYVLLM_KERNELS", "all=ref")
     model = load(tmp_path).model
-    assert "packed" not in model.__dict__ and "packed_table" not in model.__dict__ and "packed" not in model.blk[0].__dict__
+    assert isinstance(model.weights.head, TensorWeight) and isinstance(model.weights.table, Tensor)
+    assert all(isinstance(getattr(model.blk[0].weights, field).weight, TensorWeight) for field in PRODUCTS)
     np.testing.assert_array_equal(model.blk[0].attn_k.weight.numpy(), tensors["model.layers.0.self_attn.k_proj.weight"])
 
 
@@ -130,7 +134,7 @@ def test_quantized_at_load(tmp_path, monkeypatch, format, levels):
     step = max(np.abs(tensor).max() for tensor in tensors.values()) / levels
     loaded = load(tmp_path, format=format)
     check_rows(loaded.model, tensors, {format}, atol=step)
-    assert loaded.model.packed_table.format == loaded.model.packed["output",].format == format
+    assert loaded.model.weights.table.format == loaded.model.weights.head.format == format
     matrices = sum(tensor.size for tensor in tensors.values() if tensor.ndim == 2)
     assert loaded.loader.bytes == matrices * {"Q8_0": 34, "Q4_0": 18}[format] // 32 + 4 * 3 * 64
     monkeypatch.setenv("TINYVLLM_KERNELS", "all=ref")
@@ -146,12 +150,12 @@ def test_what_cannot_be_quantized_is_refused(tmp_path):
 @pytest.mark.parametrize("format", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
 def test_dummy_weights(tiny_model, format):
     loaded = load(tiny_model, "auto", format, dummy=True)
-    first, second = (block.packed["attn_q", "attn_k", "attn_v"] for block in loaded.model.blk)
+    first, second = (block.weights.qkv.weight for block in loaded.model.blk)
     assert first.format == format
     values = first.dense().numpy()
     assert abs(values.std() - 0.02) < 0.002 and np.isfinite(values).all()
     assert not np.array_equal(values, second.dense().numpy()) and not np.array_equal(values[:64], values[64:])
-    again = load(tiny_model, "auto", format, dummy=True).model.blk[0].packed["attn_q", "attn_k", "attn_v"]
+    again = load(tiny_model, "auto", format, dummy=True).model.blk[0].weights.qkv.weight
     np.testing.assert_array_equal(again.dense().numpy(), values)
     assert (loaded.model.blk[0].attn_norm.weight.numpy() == 1).all()
 
@@ -162,8 +166,8 @@ def test_dummy_weights(tiny_model, format):
 def test_a_tied_head_and_the_table_are_one():
     loaded = load(GOLDEN / "llama3.2")
     model, table = loaded.model, read_folder(GOLDEN / "llama3.2")["model.embed_tokens.weight"]
-    assert model.packed_table is model.packed["token_embd",] and model.token_embd.weight is None
-    np.testing.assert_array_equal(model.packed_table.dense().numpy(), table)
+    assert model.weights.table is model.weights.head and model.token_embd.weight is None
+    np.testing.assert_array_equal(model.weights.table.dense().numpy(), table)
     assert loaded.loader.bytes == loaded.loader.streamed, "it is read as the head, and counted once"
 
 
@@ -196,14 +200,14 @@ def test_a_gguf_stays_as_it_is_stored(tmp_path, kind):
     tensors = gguf_file(tmp_path / "model.gguf", kind)
     loaded = load(tmp_path / "model.gguf")
     check_rows(loaded.model, tensors, {kind})
-    assert loaded.model.packed_table.format == kind
-    np.testing.assert_array_equal(loaded.model.packed_table.dense().numpy(), tensors["model.embed_tokens.weight"])
+    assert loaded.model.weights.table.format == kind
+    np.testing.assert_array_equal(loaded.model.weights.table.dense().numpy(), tensors["model.embed_tokens.weight"])
 
     from tinyvllm.weights.checkpoint import open_checkpoint
 
     stored = sum(record.data.nbytes for record in open_checkpoint(tmp_path / "model.gguf").tensors.values())
     assert abs(loaded.loader.bytes / stored - 1) < 0.02
-    packed = [weight for owner in (loaded.model, *loaded.model.blk) for weight in owner.packed.values()]
+    packed = [loaded.model.weights.head, *(getattr(block.weights, field).weight for block in loaded.model.blk for field in PRODUCTS)]
     vectors = 4 * 64 * (1 + 2 * len(loaded.model.blk))
     assert loaded.loader.streamed == sum(weight.tensor.nbytes() for weight in packed) + vectors, "what is counted is what is there"
 
@@ -215,7 +219,7 @@ def test_a_quantized_gguf_becomes_floats_where_they_are_asked_for(tmp_path, dtyp
         tensors = {name: tensor.astype(np.float16).astype(np.float32) for name, tensor in tensors.items()}
     model = load(tmp_path / "model.gguf", dtype).model
     check_rows(model, tensors, {DTYPES[dtype]})
-    assert model.packed_table.format == DTYPES[dtype]
+    assert model.weights.table.format == DTYPES[dtype]
 
 
 def test_a_quantized_gguf_is_quantized_further(tmp_path):
@@ -233,9 +237,8 @@ def test_parts_of_different_formats_become_floats(tmp_path):
     checkpoint.tensors["blk.0.attn_v.weight"] = other.tensors["blk.0.attn_v.weight"]
     model = load(tmp_path, checkpoint=checkpoint).model
     mixed = fours | {"model.layers.0.self_attn.v_proj.weight": eights["model.layers.0.self_attn.v_proj.weight"]}
-    groups = model.blk[0].packed
-    assert groups["attn_q", "attn_k", "attn_v"].format == "F16" and groups["attn_output",].format == "Q4_0"
-    assert model.blk[1].packed["attn_q", "attn_k", "attn_v"].format == "Q4_0"
+    first, second = (block.weights for block in model.blk)
+    assert first.qkv.weight.format == "F16" and first.attn_output.weight.format == second.qkv.weight.format == "Q4_0"
     check_rows(model, mixed, {"F16", "Q4_0"}, atol=1e-3)  # float16 of numbers up to 2: a scale times 8 bits has more than 11
 
 
@@ -260,7 +263,7 @@ def test_the_second_start_maps_what_the_first_has_packed(tmp_path, monkeypatch, 
     first = load(tmp_path, "bfloat16", kept=cache)
     check_rows(first.model, as_bf16(tensors), {"BF16"})
     assert kept_files(cache) == [".json", ".panels"]
-    monkeypatch.setattr(weights, "_pack_panels", lambda *_: pytest.fail("packed again"))
+    monkeypatch.setattr(weights, "pack_matrix", lambda *_: pytest.fail("packed again"))
     second = load(tmp_path, "bfloat16", kept=cache)
     check_rows(second.model, as_bf16(tensors), {"BF16"})
     assert (second.loader.bytes, second.loader.streamed) == (first.loader.bytes, first.loader.streamed)

@@ -16,9 +16,10 @@ from tinyvllm.errors import FormatError, ModelError
 from tinyvllm.models.llama import halves_from_pairs
 from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16, pack, unpack
 from tinyvllm.quant.formats import FORMATS
-from tinyvllm.weights import load
+from tinyvllm.weights import convert, load, memory
 from tinyvllm.weights.checkpoint import Checkpoint, TensorRecord
-from tinyvllm.weights.load import dummy_tensors, load_rows, load_tensors
+from tinyvllm.weights.dummy import dummy_tensors
+from tinyvllm.weights.load import load_rows, load_tensors
 from tinyvllm.weights.mapping import is_mapped, map_file
 
 DTYPES = {"F32": dtypes.float32, "F16": dtypes.float16, "BF16": dtypes.bfloat16}
@@ -87,7 +88,7 @@ def expected(values, kind):
 @pytest.mark.parametrize("wanted", ["F32", "F16", "BF16"])
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
 def test_every_format_to_every_dtype(tmp_path, kind, wanted, monkeypatch):
-    monkeypatch.setattr(load, "_CHUNK", 96)  # several pieces, the last one short
+    monkeypatch.setattr(convert, "_PIECE", 96)  # several pieces, the last one short
     values = normal(7, 64)
     source = checkpoint(tmp_path, {"a": stored(values, kind)})
     exact = unpack(kind, source.tensors["a"].data.reshape(-1, FORMATS[kind].nbytes)).reshape(7, 64)
@@ -110,7 +111,7 @@ def test_only_aligned_tensors_are_mapped(tmp_path, kind, shift, mapped):
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0"])
 @pytest.mark.parametrize("wanted", ["F32", "F16", "BF16"])
 def test_transforms_move_elements_of_any_format(tmp_path, kind, wanted, monkeypatch):
-    monkeypatch.setattr(load, "_CHUNK", 100)
+    monkeypatch.setattr(convert, "_PIECE", 100)
     values = [normal(6, 32, seed=s) for s in (1, 2)]
     source = checkpoint(tmp_path, {"a": stored(values[0], kind), "b": stored(values[1], kind)})
     a, b = (unpack(kind, r.data.reshape(-1, FORMATS[kind].nbytes)).reshape(6, 32) for r in source.tensors.values())
@@ -144,7 +145,8 @@ def test_a_slice_of_rows_stays_in_the_file_and_a_slice_of_memory_is_cut_off(tmp_
 @pytest.mark.parametrize("device", ["PYTHON", "CPU:1"])  # the second copies as CUDA does, from writable memory only
 @pytest.mark.parametrize("wanted", ["F32", "F16", "BF16"])
 def test_other_devices_get_a_copy(tmp_path, wanted, device, monkeypatch):
-    monkeypatch.setattr(load, "_is_cpu", lambda name: name == "CPU")
+    for module in (load, memory):
+        monkeypatch.setattr(module, "is_cpu", lambda name: name == "CPU")
     values = normal(4, 32)
     source = checkpoint(tmp_path, {"a": stored(values, "BF16"), "b": stored(values, wanted)}, shift=6)
     recipes = [Weight("w", ("a",), (4, 32)), Weight("t", ("b",), (32, 4), lambda x: x[0].T), Weight("s", ("b",), (4, 32))]
@@ -187,8 +189,8 @@ def test_a_mapping_lives_as_long_as_what_uses_it(tmp_path):
 def test_memory_of_its_own_is_given_back(tmp_path, monkeypatch):
     source = checkpoint(tmp_path, {"a": stored(normal(64, 64), "F16"), "q": stored(normal(64, 64), "Q8_0")})
     allocated = []
-    original = load.allocate
-    monkeypatch.setattr(load, "allocate", lambda n: (memory := original(n), allocated.append(weakref.ref(memory.base)))[0])
+    original = convert.allocate
+    monkeypatch.setattr(convert, "allocate", lambda n: (held := original(n), allocated.append(weakref.ref(held.base)))[0])
     recipes = [Weight("w", ("a",), (64, 64)), Weight("q", ("q",), (64, 64)), Weight("part", ("q",), (8, 64), lambda x: x[0][:8])]
     tensors = load_tensors(source, recipes, "CPU", dtypes.float32)
     gc.collect()

@@ -49,7 +49,7 @@ Transform = Callable[[list[np.ndarray]], np.ndarray]
 
 
 @dataclass(frozen=True)
-class Weight:
+class WeightRecipe:
     """One tensor of the model: its name and shape, the file tensors it is made of, and what is done to them."""
 
     name: str

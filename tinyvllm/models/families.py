@@ -11,7 +11,7 @@ from tinygrad import nn
 
 from tinyvllm.errors import ModelError
 from tinyvllm.models import ernie, gpt2, llama, phi, qwen
-from tinyvllm.models.config import ModelConfig, Source, Transform, Weight
+from tinyvllm.models.config import ModelConfig, Source, Transform, WeightRecipe
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def check_layers(family: Family, config: ModelConfig, source: Source) -> None:
 IGNORABLE = ("*.attn.bias", "*.attn.masked_bias", "*.rotary_emb.inv_freq", "rope_freqs.weight", "rope_factors_*.weight")
 
 
-def refuse_unused(config: ModelConfig, weights: list[Weight], names: Iterable[str]) -> None:
+def refuse_unused(config: ModelConfig, weights: list[WeightRecipe], names: Iterable[str]) -> None:
     """ModelError if the file holds tensors that this model has no place for: then it is another model than its description says.
 
     Constants that converters write beside the weights (masks, frequencies) and the copy of a tied head are known and passed over.
@@ -83,7 +83,7 @@ def refuse_unused(config: ModelConfig, weights: list[Weight], names: Iterable[st
         raise ModelError(f"models: the file holds tensors that its description has no place for: {listed}; do the two belong together?")
 
 
-def weights_of(family: Family, config: ModelConfig, model: Any, kind: str) -> list[Weight]:
+def recipes_of(family: Family, config: ModelConfig, model: Any, kind: str) -> list[WeightRecipe]:
     """Every tensor of the model with its name, shape and origin in the file."""
     shapes = {name: tuple(int(d) for d in tensor.shape) for name, tensor in nn.state.get_state_dict(model).items()}
-    return [Weight(name, shape, *family.sources(config, kind, name)) for name, shape in shapes.items()]
+    return [WeightRecipe(name, shape, *family.sources(config, kind, name)) for name, shape in shapes.items()]

@@ -9,9 +9,9 @@ from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import uninitialized
 from tinyvllm.errors import ModelError
 from tinyvllm.models.config import Fields, ModelConfig, Source, Transform, vocabulary
-from tinyvllm.models.projections import bias_of, weight_of
+from tinyvllm.models.projections import LayerWeights, ModelWeights
 from tinyvllm.ops.attention import PagedAttention
-from tinyvllm.ops.head import Table, embed, norm_head
+from tinyvllm.ops.head import embed, norm_head
 from tinyvllm.ops.linear import linear
 from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.qkv import QKV, norm_qkv_rope_store
@@ -24,7 +24,9 @@ def layer(norm: nn.LayerNorm) -> Norm:
 
 
 class GPT2Block:
-    """One layer; names follow GGUF's, with q, k and v apart."""
+    """One layer; names follow GGUF's, with separate q, k and v."""
+
+    weights: LayerWeights  # set by the loader
 
     def __init__(self, config: ModelConfig):
         E, F = config.dim, config.hidden_dim
@@ -35,22 +37,30 @@ class GPT2Block:
 
     def forward_batch(self, x: Tensor, batch: Batch, attention: PagedAttention, cache: LayerCache) -> Tensor:
         """x [T, E] float32, cache of [P, 2, K, S, D]; result [T, E] float32."""
-        names = "attn_q", "attn_k", "attn_v"
-        qkv = QKV(weight_of(self, *names), bias_of(self, *names))
+        weights = self.weights
+        assert weights.ffn_in is not None and weights.ffn_down is not None
+        qkv = QKV(weights.qkv.weight, weights.qkv.bias)
         queries, cache = norm_qkv_rope_store(x, layer(self.attn_norm), qkv, None, cache, batch)
         attended = attention(queries, cache, self.config.head_dim**-0.5)
-        x = linear(attended, weight_of(self, "attn_output"), batch.rows, self.attn_output.bias, residual=x).contiguous()
+        x = linear(attended, weights.attn_output.weight, batch.rows, weights.attn_output.bias, residual=x).contiguous()
         h = layer(self.ffn_norm)(x).contiguous()
-        h = linear(h, weight_of(self, "ffn_up"), batch.rows, self.ffn_up.bias, gelu=True).contiguous()
-        return linear(h, weight_of(self, "ffn_down"), batch.rows, self.ffn_down.bias, residual=x).contiguous()
+        h = linear(h, weights.ffn_in.weight, batch.rows, weights.ffn_in.bias, gelu=True).contiguous()
+        return linear(h, weights.ffn_down.weight, batch.rows, weights.ffn_down.bias, residual=x).contiguous()
 
-    def products(self) -> list[tuple[str, ...]]:
-        """Projections that are multiplied at once."""
-        return [("attn_q", "attn_k", "attn_v"), ("attn_output",), ("ffn_up",), ("ffn_down",)]
+    def products(self) -> dict[str, tuple[str, ...]]:
+        """The projections of each field of `LayerWeights`."""
+        return {
+            "qkv": ("attn_q", "attn_k", "attn_v"),
+            "attn_output": ("attn_output",),
+            "ffn_in": ("ffn_up",),
+            "ffn_down": ("ffn_down",),
+        }
 
 
 class GPT2:
-    """Radford et al., 2019. Same face as `llama.Llama`."""
+    """Radford et al., 2019. The interface of `llama.Llama`."""
+
+    weights: ModelWeights  # set by the loader
 
     def __init__(self, config: ModelConfig):
         self.config = config
@@ -66,14 +76,13 @@ class GPT2:
         return {}
 
     def forward_batch(self, batch: Batch, caches: list[LayerCache]) -> tuple[Tensor, Tensor | None]:
-        """Logits float32 [N, V] of the rows that the batch samples from, and their largest's tokens where a kernel finds them."""
-        head = weight_of(self, "token_embd" if self.config.tied else "output")
-        return norm_head(self.states(batch, caches), self.final_norm, head, batch.samples, batch.sample_count)
+        """Logits float32 [N, V] of the rows that the batch samples from, and the tokens of their maxima where a kernel computes them."""
+        return norm_head(self.states(batch, caches), self.final_norm, self.weights.head, batch.samples, batch.sample_count)
 
     def states(self, batch: Batch, caches: list[LayerCache]) -> Tensor:
-        """What the last layer gives, float32 [T, E]; `final_norm` comes behind it."""
+        """The output of the last layer, float32 [T, E], before `final_norm`."""
         positions = self.position_embd.weight[batch.positions].float()
-        x = (embed(self.table, batch.tokens, batch.rows) + positions).contiguous()
+        x = (embed(self.weights.table, batch.tokens, batch.rows) + positions).contiguous()
         attention = PagedAttention(batch, int(caches[0].keys.shape[3]))
         for block, cache in zip(self.blk, caches, strict=True):
             x = block.forward_batch(x, batch, attention, cache)
@@ -82,12 +91,6 @@ class GPT2:
     @property
     def final_norm(self) -> Norm:
         return layer(self.output_norm)
-
-    @property
-    def table(self) -> Table:
-        """As `llama.Llama.table`."""
-        table: Table = self.__dict__.get("packed_table", self.token_embd.weight)
-        return table
 
 
 def from_hf(source: Source) -> ModelConfig:

@@ -13,9 +13,9 @@ from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import uninitialized
 from tinyvllm.errors import ModelError
 from tinyvllm.models.config import Fields, ModelConfig, Source, Transform, check_factors, check_heads, hf_rope, hf_windows, vocabulary
-from tinyvllm.models.projections import bias_of, weight_of
+from tinyvllm.models.projections import LayerWeights, ModelWeights, Product
 from tinyvllm.ops.attention import PagedAttention
-from tinyvllm.ops.head import Table, embed, norm_head
+from tinyvllm.ops.head import embed, norm_head
 from tinyvllm.ops.linear import gate_up_silu, linear
 from tinyvllm.ops.norm import Norm, rms_norm
 from tinyvllm.ops.qkv import QKV, norm_qkv_rope_store
@@ -29,7 +29,9 @@ def rms(norm: nn.RMSNorm) -> Norm:
 
 
 class LlamaBlock(TransformerBlock):
-    """One layer. Weights and their names are tinygrad's; the body runs a flat batch against the paged cache."""
+    """One layer. Modules and their names are tinygrad's; the body runs a flat batch against the paged cache."""
+
+    weights: LayerWeights  # set by the loader
 
     def __init__(self, config: ModelConfig, layer: int):
         if layer in config.dense_layers:
@@ -47,29 +49,35 @@ class LlamaBlock(TransformerBlock):
         """x [T, E] float32, cache of [P, 2, K, S, D], angles [T, R]; result [T, E] float32."""
         q, cache = norm_qkv_rope_store(x, rms(self.attn_norm), self._qkv(), angles, cache, batch)
         attended = attention(q, cache, self.scale, self.window)
-        x = linear(attended, weight_of(self, "attn_output"), batch.rows, self.attn_output.bias, residual=x).contiguous()
-        if self.config.num_experts:
+        x = _project(attended, self.weights.attn_output, batch, x)
+        gate_up, down = self.weights.ffn_in, self.weights.ffn_down
+        if gate_up is None or down is None:
             h = rms_norm(x, self.ffn_norm.weight, self.config.norm_eps).contiguous()
             return (x + self._feed_forward(h.unsqueeze(0))[0]).contiguous()
-        gate_up = weight_of(self, "ffn_gate", "ffn_up"), batch.rows, bias_of(self, "ffn_gate", "ffn_up")
-        h = gate_up_silu(x, rms(self.ffn_norm), *gate_up).contiguous()
-        return linear(h, weight_of(self, "ffn_down"), batch.rows, self.ffn_down.bias, residual=x).contiguous()
+        h = gate_up_silu(x, rms(self.ffn_norm), gate_up.weight, batch.rows, gate_up.bias).contiguous()
+        return _project(h, down, batch, x)
 
     def _qkv(self) -> QKV:
-        names = "attn_q", "attn_k", "attn_v"
-        qkv = QKV(weight_of(self, *names), bias_of(self, *names))
+        qkv = QKV(self.weights.qkv.weight, self.weights.qkv.bias)
         if self.config.qk_norm:
             qkv = replace(qkv, q_norm=self.attn_q_norm.weight, k_norm=self.attn_k_norm.weight, qk_eps=self.config.norm_eps)
         return qkv
 
-    def products(self) -> list[tuple[str, ...]]:
-        """Projections that are multiplied at once."""
-        mlp: list[tuple[str, ...]] = [] if self.config.num_experts else [("ffn_gate", "ffn_up"), ("ffn_down",)]
-        return [("attn_q", "attn_k", "attn_v"), ("attn_output",), *mlp]
+    def products(self) -> dict[str, tuple[str, ...]]:
+        """The projections of each field of `LayerWeights`."""
+        mlp = {} if self.config.num_experts else {"ffn_in": ("ffn_gate", "ffn_up"), "ffn_down": ("ffn_down",)}
+        return {"qkv": ("attn_q", "attn_k", "attn_v"), "attn_output": ("attn_output",), **mlp}
+
+
+def _project(x: Tensor, product: Product, batch: Batch, residual: Tensor) -> Tensor:
+    """x times the product's weight, plus its bias and the residual [T, E]."""
+    return linear(x, product.weight, batch.rows, product.bias, residual=residual).contiguous()
 
 
 class Llama(Transformer):
-    """A causal language model over a flat batch. Weights are placed from outside, under tinygrad's names."""
+    """A causal language model over a flat batch. A loader places the tensors under tinygrad's names and sets `weights`."""
+
+    weights: ModelWeights
 
     def __init__(self, config: ModelConfig):
         self.config = config
@@ -81,18 +89,18 @@ class Llama(Transformer):
                 self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
     def constants(self, max_len: int, context: int) -> dict[str, np.ndarray]:
-        """Arrays that `forward_batch` takes beside the weights, for sequences of up to `max_len` tokens in an engine of `context`."""
+        """Arrays that `forward_batch` takes after the caches, for sequences of up to `max_len` tokens in an engine of `context`."""
         c = self.config
         return {"rope": rope_table(c.rope_dim, c.rope_theta, max_len, c.scaling, context)}
 
     def forward_batch(self, batch: Batch, caches: list[LayerCache], rope: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits float32 [N, V] of the rows that the batch samples from, and their largest's tokens where a kernel finds them."""
-        head = weight_of(self, "token_embd" if self.config.tied else "output")
-        return norm_head(self.states(batch, caches, rope), self.final_norm, head, batch.samples, batch.sample_count)
+        """Logits float32 [N, V] of the rows that the batch samples from, and the tokens of their maxima where a kernel computes them."""
+        states = self.states(batch, caches, rope)
+        return norm_head(states, self.final_norm, self.weights.head, batch.samples, batch.sample_count)
 
     def states(self, batch: Batch, caches: list[LayerCache], rope: Tensor) -> Tensor:
-        """What the last layer gives, float32 [T, E]; `final_norm` comes behind it."""
-        x = embed(self.table, batch.tokens, batch.rows)
+        """The output of the last layer, float32 [T, E], before `final_norm`."""
+        x = embed(self.weights.table, batch.tokens, batch.rows)
         angles = rope[batch.positions].contiguous()
         attention = PagedAttention(batch, int(caches[0].keys.shape[3]))
         for block, cache in zip(self.blk, caches, strict=True):
@@ -102,12 +110,6 @@ class Llama(Transformer):
     @property
     def final_norm(self) -> Norm:
         return rms(self.output_norm)
-
-    @property
-    def table(self) -> Table:
-        """The embedding's rows: as a table of its own, in the head's panels, or a tensor."""
-        table: Table = self.__dict__.get("packed_table", self.token_embd.weight)
-        return table
 
 
 HF_NAMES = {

@@ -1,29 +1,39 @@
-"""The weights of a layer's products, under the names of the projections whose outputs stand side by side.
+"""The weights that a model's products read: one typed field per product, filled by the loader (runner/weights.py).
 
-A loader may pack several projections into one matrix; a layer asks here and need not know.
+The projections of one product have the same input, so a loader may pack them into one matrix; the model reads a `Product` either way.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 from tinygrad import Tensor
 
-from tinyvllm.ops.linear import TensorWeight, Weight
+from tinyvllm.ops.head import Table
+from tinyvllm.ops.linear import Weight
 
 
-def weight_of(owner: Any, *names: str) -> Weight:
-    """The weight of projections `names` of a layer, in this order: packed, if the loader packed them, or their tensors."""
-    packed: Weight | None = owner.__dict__.get("packed", {}).get(names)
-    return packed if packed is not None else TensorWeight(tuple(getattr(owner, name).weight for name in names))
+@dataclass(frozen=True, eq=False)
+class Product:
+    """Projections that are multiplied at once: their weights [O_i, I] and biases [O_i] with the outputs concatenated."""
+
+    weight: Weight
+    bias: Tensor | None
 
 
-def bias_of(owner: Any, *names: str) -> Tensor | None:
-    """The biases of projections `names`, one behind the other, or None. Joined once: in a captured step it would be a kernel."""
-    parts = [getattr(owner, name).bias for name in names]
-    if parts[0] is None:
-        return None
-    joined: dict[tuple[str, ...], Tensor] = owner.__dict__.setdefault("joined_biases", {})
-    if names not in joined:
-        joined[names] = parts[0] if len(parts) == 1 else parts[0].cat(*parts[1:]).contiguous().realize()
-    return joined[names]
+@dataclass(frozen=True, eq=False)
+class LayerWeights:
+    """The products of one layer. A layer of experts has neither of the last two: its tensors stay under tinygrad's names."""
+
+    qkv: Product
+    attn_output: Product
+    ffn_in: Product | None = None  # gate and up of SwiGLU, or the one matrix that GELU follows
+    ffn_down: Product | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ModelWeights:
+    """The two ends of a model. With tied embeddings both read the same matrix."""
+
+    table: Table
+    head: Weight

@@ -14,7 +14,10 @@ from collections.abc import Callable
 import numpy as np
 
 from tinyvllm.errors import FormatError
+from tinyvllm.quant.formats import FLOATS, FORMATS
 
+# How numpy carries the float formats.
+NUMPY_DTYPES = {name: np.dtype("uint16" if name == "BF16" else FORMATS[name].dtype) for name in FLOATS}
 Codec = Callable[[np.ndarray], np.ndarray]
 _READERS: dict[str, Codec] = {}  # uint8 [N, bytes of a block] -> float32 [N, weights of a block]
 _WRITERS: dict[str, Codec] = {}  # the nearest inverse

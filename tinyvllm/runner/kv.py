@@ -12,8 +12,8 @@ from tinyvllm.batch import LayerCache
 from tinyvllm.bridge import Captured, alias, byte_spans, download, synchronize, upload
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.ops.copy import copy_blocks
-from tinyvllm.weights.load import adopt
 from tinyvllm.weights.mapping import allocate
+from tinyvllm.weights.memory import adopt
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: DType) -> int:

@@ -17,7 +17,7 @@ from tinyvllm.bridge import Captured, CapturedCall, Reading, download, peek, rea
 from tinyvllm.config import MOST_SCHEDULER_STEPS, EngineConfig, cache_folder, environment
 from tinyvllm.errors import ArgumentError
 from tinyvllm.models.config import ModelConfig
-from tinyvllm.models.families import check_layers, find_family, read_config, refuse_unused, weights_of
+from tinyvllm.models.families import check_layers, find_family, read_config, recipes_of, refuse_unused
 from tinyvllm.ops.advance import History, advance
 from tinyvllm.placement import Placement
 from tinyvllm.quant.codecs import unpack
@@ -25,9 +25,10 @@ from tinyvllm.quant.formats import FORMATS
 from tinyvllm.runner.kv import KVPool, block_bytes, kv_dtype
 from tinyvllm.runner.memory import check_room, pool_blocks
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
-from tinyvllm.runner.weights import DTYPE_FORMATS, WeightLoader, WeightPlan
+from tinyvllm.runner.weights import WeightLoader, WeightPlan
 from tinyvllm.scheduler import Schedule, Scheduled
 from tinyvllm.weights.checkpoint import Checkpoint, open_checkpoint, open_description
+from tinyvllm.weights.convert import DTYPE_FORMATS
 from tinyvllm.weights.hub import resolve_model
 
 __all__ = ["Choice", "Logits", "PreparedStep", "Reading", "Runner"]
@@ -117,14 +118,14 @@ class Runner:
         if not dummy:
             check_layers(family, self.config, source)
         self.model = family.model(self.config)
-        recipes = weights_of(family, self.config, self.model, self.checkpoint.kind)
+        recipes = recipes_of(family, self.config, self.model, self.checkpoint.kind)
         if not dummy:
             refuse_unused(self.config, recipes, self.checkpoint.tensors)
-        plan = WeightPlan(device, self.dtype, _matrix_format(config))
+        plan = WeightPlan(Placement(device), self.dtype, _matrix_format(config))
         kept = cache_folder() if environment(os.environ).get("TINYVLLM_KEEP_PANELS", True) else None
         loader = WeightLoader(None if dummy else self.checkpoint, plan, progress, kept)
         loader.load(self.model, recipes)
-        self.weight_bytes, self.bytes_per_token = loader.bytes, loader.streamed
+        self.weight_bytes, self.bytes_per_token, self.weight_formats = loader.bytes, loader.streamed, loader.formats
         self.pool, self.max_model_len = self._size_pool(config)
         # a pool too small for the model's context shortens sequences, but must not change what the positions mean
         constants = self.model.constants(self.max_model_len, config.max_model_len or self.config.max_context)

@@ -1,13 +1,12 @@
-"""Puts a checkpoint's weights into a model: packed for products that have kernels here, plain tensors for all else.
+"""Loads a checkpoint's weights into a model: packed for products that have kernels here, plain tensors for everything else.
 
-For the CPU they are packed into panels, for CUDA into tiles: written once, by all cores, straight from the mapped file, whose pages are
-dropped on the way; so the peak is what stays, and on a GPU one matrix on the host.
+Matrices are packed into the layout that the device's kernels read: once, by all cores, straight from the mapped file, whose pages are
+dropped on the way. The peak is therefore what stays, and for a GPU one matrix on the host.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,67 +16,47 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
-from tinyvllm.backends.cpu.toolchain import has_compiler
-from tinyvllm.backends.kernel import Kernel
-from tinyvllm.backends.launch import run_now
-from tinyvllm.backends.registry import select, usable_variants
+from tinyvllm.backends.registry import select
 from tinyvllm.bridge import mapped
-from tinyvllm.config import cache_folder
 from tinyvllm.errors import ModelError
-from tinyvllm.models.config import Weight
-from tinyvllm.models.projections import bias_of
+from tinyvllm.models.config import WeightRecipe
+from tinyvllm.models.projections import LayerWeights, ModelWeights, Product
+from tinyvllm.ops.head import Table
+from tinyvllm.ops.linear import TensorWeight, Weight
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import FLOATS, FORMATS, Layout, formats_in, packed_in
-from tinyvllm.quant.layouts import (
-    PANEL,
-    PackedWeight,
-    RowWeight,
-    StoredWeight,
-    TileWeight,
-    convert_rows,
-    packable,
-    panel_bytes,
-    put_tiles,
-    quantize_rows,
-    row_bytes,
-    unpack_rows,
-)
+from tinyvllm.quant.layouts import PackedWeight, RowWeight, StoredWeight, TileWeight, packable, panel_bytes, row_bytes
+from tinyvllm.runner.packing import Rows, common_format, pack_matrix
 from tinyvllm.runner.weight_cache import WeightCache
 from tinyvllm.weights.checkpoint import Checkpoint
-from tinyvllm.weights.load import dummy_tensors, load_rows, load_tensors, place_bytes
-from tinyvllm.weights.mapping import allocate, drop_pages
+from tinyvllm.weights.convert import DTYPE_FORMATS
+from tinyvllm.weights.dummy import dummy_rows, dummy_tensors
+from tinyvllm.weights.load import load_rows, load_tensors
+from tinyvllm.weights.mapping import allocate
+from tinyvllm.weights.memory import place_bytes
 
-DTYPE_FORMATS: dict[DType, str] = {getattr(dtypes, FORMATS[name].dtype or ""): name for name in FLOATS}
 Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """How weights are to be held: `dtype` of what is not packed; `format` every matrix must have, or None for the one it is stored in."""
+    """How to hold weights: `dtype` of what is not packed; `format` of every matrix, or None for the one that the file has."""
 
-    device: str
+    placement: Placement
     dtype: DType
     format: str | None
 
     @property
     def layout(self) -> Layout:
         """The layout that the device's kernels read."""
-        return {"METAL": Layout.ROWS, "CUDA": Layout.TILES}.get(self.device.split(":")[0], Layout.PANELS)
+        if self.placement.is_metal:
+            return Layout.ROWS
+        return Layout.TILES if self.placement.is_cuda else Layout.PANELS
 
     @property
-    def stored(self) -> bool:
-        """Whether the device's kernels read rows as files have them."""
-        return self.layout is Layout.ROWS
-
-    @property
-    def tiled(self) -> bool:
-        """Whether the device's kernels read tiles."""
-        return self.layout is Layout.TILES
-
-    @property
-    def target(self) -> str:
-        """The format of a matrix that the checkpoint stores in floats."""
-        return self.format or DTYPE_FORMATS[self.dtype]
+    def floats(self) -> str:
+        """The format of `dtype`."""
+        return DTYPE_FORMATS[self.dtype]
 
     @property
     def quantized(self) -> bool:
@@ -85,158 +64,154 @@ class WeightPlan:
         return self.format is not None and not FORMATS[self.format].is_float
 
 
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """The projections of one product: their modules, which hold `weight` and `bias`, and the recipes of their weights."""
+
+    field: str
+    modules: list[Any]
+    recipes: list[WeightRecipe]
+
+
 class WeightLoader:
-    """Loads a model's weights from `checkpoint`, or makes them up where that is None. Panels are kept below `kept`, if that is given."""
+    """Loads a model's weights from `checkpoint`, or random ones where that is None. `kept` is the folder for packed weights on disk."""
 
     def __init__(self, checkpoint: Checkpoint | None, plan: WeightPlan, progress: Progress | None = None, kept: Path | None = None):
         self._checkpoint, self._plan, self._progress = checkpoint, plan, progress
-        packing = f"{DTYPE_FORMATS[plan.dtype]} {plan.format}{' tiles' if plan.tiled else ''}"
-        self._kept = None if kept is None or checkpoint is None or plan.stored else WeightCache(kept, checkpoint, packing)
+        packing = f"{plan.floats} {plan.format}{' tiles' if plan.layout is Layout.TILES else ''}"
+        keeps = kept is not None and checkpoint is not None and plan.layout is not Layout.ROWS
+        self._kept = WeightCache(kept, checkpoint, packing) if keeps and kept is not None and checkpoint is not None else None
         self.bytes = 0  # that the model holds
-        self.streamed = 0  # of which a decode step reads so many: all but an embedding table of its own
+        self.streamed = 0  # of these, what a decode step reads: all but an embedding table of its own
+        self.formats: set[str] = set()  # of the packed matrices of products
         self._done = self._total = 0
 
-    def load(self, model: Any, recipes: list[Weight]) -> None:
-        """Give every weight of the model its place."""
-        by_name = {recipe.name: recipe for recipe in recipes}
+    def load(self, model: Any, recipes: list[WeightRecipe]) -> None:
+        """Set `model.weights` and the `weights` of every layer, and place all other tensors under their names."""
+        rest = {recipe.name: recipe for recipe in recipes}
         self._total = sum(prod(recipe.shape) for recipe in recipes) * self._plan.dtype.itemsize
-        rest = dict(by_name)
-        products = [(owner, names, [by_name[f"{prefix}{name}.weight"] for name in names]) for owner, prefix, names in _products(model)]
-        products = [product for product in products if self._packs(product[2])]
+        layers = [_groups(block, block.products(), f"blk.{i}.", rest) for i, block in enumerate(model.blk)]
+        head = _groups(model, {"head": ("token_embd" if model.config.tied else "output",)}, "", rest)[0]
+        packed = self._pack_all([group for groups in (*layers, [head]) for group in groups], rest)
+        table = self._table(model, packed.get(head), rest)
+        self._place_plain(model, list(rest.values()))
+        for block, groups in zip(model.blk, layers, strict=True):
+            block.weights = LayerWeights(**{group.field: _product(group, packed.get(group)) for group in groups})
+        model.weights = ModelWeights(model.token_embd.weight if table is None else table, _product(head, packed.get(head)).weight)
+
+    def _pack_all(self, groups: list[_Group], rest: dict[str, WeightRecipe]) -> dict[_Group, Weight]:
+        """The packed weights of all groups that are packed; their recipes are taken out of `rest`."""
+        groups = [group for group in groups if self._packs(group.recipes)]
         if self._kept is not None and self._checkpoint is not None and not self._kept.complete:
-            sources = {source for _, _, parts in products for part in parts for source in part.sources}
+            sources = {source for group in groups for recipe in group.recipes for source in recipe.sources}
             self._kept.begin(sum(self._checkpoint.tensors[s].data.nbytes for s in sources if s in self._checkpoint.tensors))
-        for owner, names, parts in products:
-            owner.__dict__.setdefault("packed", {})[names] = self._stored(parts) if self._plan.stored else self._packed(parts)
-            for part, name in zip(parts, names, strict=True):
-                del rest[part.name]
-                getattr(owner, name).weight = None  # nobody may take the shapeless stand-in for the weight
+        packed: dict[_Group, Weight] = {}
+        for group in groups:
+            weight = self._stored(group.recipes) if self._plan.layout is Layout.ROWS else self._packed(group.recipes)
+            packed[group] = weight
+            self.formats.add(weight.format)
+            for module, recipe in zip(group.modules, group.recipes, strict=True):
+                del rest[recipe.name]
+                module.weight = None  # no op may take the shapeless stand-in for the weight
         if self._kept is not None:
             self._kept.finish()
-        table = by_name["token_embd.weight"]
-        if model.config.tied and "token_embd.weight" not in rest:
-            head = model.packed["token_embd",]
-            model.packed_table = head.parts[0] if isinstance(head, StoredWeight) else head
-        elif "token_embd.weight" in rest and self._packs([table]):
-            model.packed_table = self._rows(table)
-            model.token_embd.weight = None
-            del rest["token_embd.weight"]
-        self._plain(model, list(rest.values()))
-        for block in model.blk:
-            for names in block.products():
-                bias_of(block, *names)  # joined now: what is first computed in a captured step is computed in all of them
+        return packed
 
-    def _packs(self, parts: list[Weight]) -> bool:
-        """Whether to pack these: kernels will read them here, or the plan wants a format that there is only packed."""
-        I = parts[0].shape[1]
-        reason, must, known = packable("F32", I), self._plan.quantized, formats_in(self._plan.layout)
-        if self._plan.target not in known:
-            if must:
-                packed = ", ".join(packed_in(self._plan.layout))
-                raise ModelError(f"weights: no kernel on {self._plan.device} multiplies {self._plan.format}; it multiplies {packed}")
+    def _packs(self, recipes: list[WeightRecipe]) -> bool:
+        """Whether to pack these: kernels here will read them, or the plan wants a packed format."""
+        plan, I = self._plan, recipes[0].shape[1]
+        if (plan.format or plan.floats) not in formats_in(plan.layout):
+            if plan.quantized:
+                known = ", ".join(packed_in(plan.layout))
+                raise ModelError(f"weights: {plan.placement} has no kernels for {plan.format} matrices, only for {known} and floats")
             return False
-        if must and reason is not None:
-            raise ModelError(f"weights: {parts[0].name} cannot be {self._plan.format}: {reason}; leave quantization out")
-        return reason is None and (must or select("matmul", Placement(self._plan.device), f"weights of {I} inputs") is not None)
+        reason = packable("F32", I)
+        if plan.quantized and reason is not None:
+            raise ModelError(f"weights: {recipes[0].name} cannot be {plan.format}: {reason}; leave quantization out")
+        return reason is None and (plan.quantized or select("matmul", plan.placement, f"weights of {I} inputs") is not None)
 
-    def _plain(self, model: Any, recipes: list[Weight]) -> None:
-        """Vectors in float32, which is what every op computes with; the rest in the model's dtype."""
+    def _table(self, model: Any, head: Weight | None, rest: dict[str, WeightRecipe]) -> Table | None:
+        """The packed embedding table: the head's matrix if tied, else rows of its own. None if it stays a tensor."""
+        if isinstance(head, (PackedWeight, StoredWeight)) and model.config.tied:
+            return head.parts[0] if isinstance(head, StoredWeight) else head
+        recipe = rest.get("token_embd.weight")
+        if recipe is None or not self._packs([recipe]):
+            return None
+        del rest[recipe.name]
+        model.token_embd.weight = None
+        return self._rows(recipe)
+
+    def _place_plain(self, model: Any, recipes: list[WeightRecipe]) -> None:
+        """Vectors in float32, which every op computes with; the rest in the model's dtype."""
         vectors, others = [r for r in recipes if len(r.shape) == 1], [r for r in recipes if len(r.shape) != 1]
         for dtype, some in ((dtypes.float32, vectors), (self._plan.dtype, others)):
             if self._checkpoint is None:
-                tensors = dummy_tensors(some, self._plan.device, dtype)
+                tensors = dummy_tensors(some, self._plan.placement.device, dtype)
             else:
-                tensors = load_tensors(self._checkpoint, some, self._plan.device, dtype, None)
+                tensors = load_tensors(self._checkpoint, some, self._plan.placement.device, dtype, None)
             for recipe in some:
                 self._count(recipe, tensors[recipe.name].nbytes())
             place(model, tensors)
 
-    def _count(self, recipe: Weight, nbytes: int, streamed: bool = True) -> None:
+    def _count(self, recipe: WeightRecipe, nbytes: int, streamed: bool = True) -> None:
         self.bytes += nbytes
         self.streamed += nbytes if streamed else 0
-        self._done += prod(recipe.shape) * self._plan.dtype.itemsize  # as if unpacked: what is packed how is known only when it has been
+        self._done += prod(recipe.shape) * self._plan.dtype.itemsize  # as if unpacked: packed sizes are known only afterwards
         if self._progress is not None:
             self._progress(self._done, self._total, recipe.name)
 
     # --- matrices for kernels
 
-    def _placed(self, packed: np.ndarray, format: str, O: int, I: int) -> PackedWeight:
-        """The packed bytes where kernels read them."""
-        made = TileWeight if self._plan.tiled else PackedWeight
-        return made(place_bytes(packed, self._plan.device), format, O, I)
-
-    def _stored(self, parts: list[Weight]) -> StoredWeight:
-        """Each part's rows as they lie in the file, if they are all of one format."""
-        loaded = [self._load_rows(part) for part in parts]
-        formats = {name for name, _ in loaded}
-        format = formats.pop() if len(formats) == 1 else DTYPE_FORMATS[self._plan.dtype]
-        held = []
-        for part, (name, data) in zip(parts, loaded, strict=True):
-            if name != format:
-                data = convert_rows(name, format, data) if name in FLOATS else convert_rows("F32", format, _unpacked(name, data))
-            held.append(RowWeight(mapped(data.reshape(-1), self._plan.device), format, *part.shape))
-            self._count(part, data.nbytes)
+    def _stored(self, recipes: list[WeightRecipe]) -> StoredWeight:
+        """The rows of each part as the file stores them, if all have one format."""
+        parts = [self._load_rows(recipe) for recipe in recipes]
+        format, held = common_format(parts, self._plan.floats), []
+        for recipe, part in zip(recipes, parts, strict=True):
+            data = part.converted(format).data
+            held.append(RowWeight(mapped(data.reshape(-1), self._plan.placement.device), format, *recipe.shape))
+            self._count(recipe, data.nbytes)
         return StoredWeight(tuple(held))
 
-    def _packed(self, parts: list[Weight]) -> PackedWeight:
-        """One packed matrix with the parts' rows, one part behind the other: as kept, or packed now."""
-        found = None if self._kept is None else self._kept.get(parts[0].name)
-        if found is None:
-            return self._pack(parts)
-        format, O, panels = found
-        I = parts[0].shape[1]
-        for part in parts:
-            self._count(part, part.shape[0] * row_bytes(format, I))
-        return self._placed(panels, format, O, I)
+    def _packed(self, recipes: list[WeightRecipe]) -> PackedWeight:
+        """One packed matrix with the rows of all parts: from the cache on disk, or packed now."""
+        I, found = recipes[0].shape[1], None if self._kept is None else self._kept.get(recipes[0].name)
+        format, O, packed = self._pack(recipes) if found is None else found
+        for recipe in recipes:
+            self._count(recipe, recipe.shape[0] * row_bytes(format, I))
+        kind = TileWeight if self._plan.layout is Layout.TILES else PackedWeight
+        return kind(place_bytes(packed, self._plan.placement.device), format, O, I)
 
-    def _pack(self, parts: list[Weight]) -> PackedWeight:
-        loaded = [self._load_rows(part) for part in parts]
-        formats = {name for name, _ in loaded}
-        format = formats.pop() if len(formats) == 1 else DTYPE_FORMATS[self._plan.dtype]
-        O, I = sum(part.shape[0] for part in parts), parts[0].shape[1]
+    def _pack(self, recipes: list[WeightRecipe]) -> tuple[str, int, np.ndarray]:
+        """Format, rows and the packed bytes, written into the cache file if one was begun."""
+        parts = [self._load_rows(recipe) for recipe in recipes]
+        format = common_format(parts, self._plan.floats)
+        O, I = sum(recipe.shape[0] for recipe in recipes), recipes[0].shape[1]
         size = panel_bytes(format, O, I)
-        fresh = None if self._kept is None else self._kept.allocate(parts[0].name, format, O, size)
-        panels = allocate(size) if fresh is None else fresh
-        loaded = [(name, rows) if name == format or name in FLOATS else ("F32", _unpacked(name, rows)) for name, rows in loaded]
-        if self._plan.tiled:
-            loaded = [(format, rows if name == format else convert_rows(name, format, rows)) for name, rows in loaded]
-        if any(len(rows) % PANEL for _, rows in loaded[:-1]):  # sixteen rows belong to two parts: make them one
-            joined = np.concatenate([rows if name == format else convert_rows(name, format, rows) for name, rows in loaded])
-            loaded = [(format, joined)]
-        first = 0
-        for name, data in loaded:
-            last = first + -(-len(data) // PANEL)
-            if self._plan.tiled:
-                _pack_tiles(format, I, panels, data, (first, last, len(data), -(-O // PANEL)))
-            else:
-                _pack_panels(name, format, I, panels, data, (first, last, len(data)))
-            drop_pages(data)
-            first = last
-        for part in parts:
-            self._count(part, part.shape[0] * row_bytes(format, I))
-        return self._placed(panels, format, O, I)
+        fresh = None if self._kept is None else self._kept.allocate(recipes[0].name, format, O, size)
+        packed = allocate(size) if fresh is None else fresh
+        pack_matrix(self._plan.layout, format, I, parts, packed)
+        return format, O, packed
 
-    def _rows(self, recipe: Weight) -> RowWeight:
-        """An embedding table as it lies in the file, mapped."""
-        format, rows = self._load_rows(recipe)
-        O, I = recipe.shape
-        self._count(recipe, rows.nbytes, streamed=False)
-        placed = mapped if self._plan.stored else place_bytes  # a Mac's GPU reads the file's own pages
-        return RowWeight(placed(rows.reshape(-1), self._plan.device), format, O, I)
+    def _rows(self, recipe: WeightRecipe) -> RowWeight:
+        """An embedding table as the file stores it, mapped."""
+        rows = self._load_rows(recipe)
+        self._count(recipe, rows.data.nbytes, streamed=False)
+        placed = mapped if self._plan.layout is Layout.ROWS else place_bytes  # a Mac's GPU reads the file's own pages
+        return RowWeight(placed(rows.data.reshape(-1), self._plan.placement.device), rows.format, *recipe.shape)
 
-    def _load_rows(self, recipe: Weight) -> tuple[str, np.ndarray]:
-        """Format and rows, uint8 [O, bytes of a row]: as stored, or as the plan wants all to be."""
-        wanted, floats = self._plan.format, DTYPE_FORMATS[self._plan.dtype]
+    def _load_rows(self, recipe: WeightRecipe) -> Rows:
+        """The rows as stored where kernels read that format, else as the plan wants all matrices to be."""
+        wanted, floats = self._plan.format, self._plan.floats
         if self._checkpoint is None:
-            return _dummy_rows(recipe, wanted or floats)
-        format, rows = load_rows(self._checkpoint, recipe, self._plan.dtype, packed_in(self._plan.layout))
-        target = wanted or (floats if format in FLOATS else format)
-        if target == format:
-            return format, rows
-        if target in FLOATS:
-            rows = rows if format in FLOATS else _unpacked(format, rows)
-            return target, convert_rows(format if format in FLOATS else "F32", target, rows)
-        return target, quantize_rows(target, _unpacked(format, rows).view(np.float32))
+            return Rows(wanted or floats, dummy_rows(recipe, wanted or floats))
+        rows = Rows(*load_rows(self._checkpoint, recipe, self._plan.dtype, packed_in(self._plan.layout)))
+        return rows.converted(wanted or (floats if rows.format in FLOATS else rows.format))
+
+
+def widest_tolerance(formats: set[str]) -> tuple[str, float]:
+    """Of these formats (F32 if none) the one that `verify` gives the widest tolerance, and that."""
+    format = max(formats, key=lambda name: FORMATS[name].tolerance, default="F32")
+    return format, FORMATS[format].tolerance
 
 
 def place(model: Any, tensors: dict[str, Tensor]) -> None:
@@ -249,61 +224,21 @@ def place(model: Any, tensors: dict[str, Tensor]) -> None:
         setattr(owner, last, tensor)
 
 
-def _products(model: Any) -> Iterable[tuple[Any, str, tuple[str, ...]]]:
-    """Of every product of the model: who owns it, what its weights' names begin with, and its parts."""
-    for i, block in enumerate(model.blk):
-        for names in block.products():
-            yield block, f"blk.{i}.", names
-    yield model, "", ("token_embd" if model.config.tied else "output",)
+def _groups(owner: Any, products: dict[str, tuple[str, ...]], prefix: str, recipes: dict[str, WeightRecipe]) -> list[_Group]:
+    """The products of a layer or of the model, whose weights' names begin with `prefix`."""
+    return [
+        _Group(field, [getattr(owner, name) for name in names], [recipes[f"{prefix}{name}.weight"] for name in names])
+        for field, names in products.items()
+    ]
 
 
-def _pack_panels(source: str, format: str, I: int, panels: np.ndarray, rows: np.ndarray, span: tuple[int, int, int]) -> None:
-    kernel = Kernel.cpu("pack", _packer(), 1, 2, SOURCE=source, FORMAT=format, I=I)
-    run_now(kernel, panels, np.ascontiguousarray(rows), np.array(span, np.int32))
+def _product(group: _Group, packed: Weight | None) -> Product:
+    """The product of a group with its packed weight, or with the tensors that were placed.
 
-
-def _pack_tiles(format: str, I: int, tiles: np.ndarray, rows: np.ndarray, span: tuple[int, int, int, int]) -> None:
-    if not has_compiler(cache_folder()):  # a GPU box need not have a C compiler; this takes several times as long
-        put_tiles(format, I, tiles, rows, span[0], span[3])
-        return
-    kernel = Kernel.cpu("pack_tiles", _packer(), 1, 2, FORMAT=format, I=I)
-    run_now(kernel, tiles, np.ascontiguousarray(rows), np.array(span, np.int32))
-
-
-def _packer() -> str:
-    """The best variant for this processor, whatever runs the products."""
-    return usable_variants(Placement("CPU"))[0]
-
-
-def _unpacked(format: str, rows: np.ndarray) -> np.ndarray:
-    """Rows of any format as rows of float32, uint8 [O, 4 I]."""
-    return np.ascontiguousarray(unpack_rows(format, rows)).view(np.uint8)
-
-
-_POOL = 1 << 20  # numbers
-
-
-def _dummy_rows(recipe: Weight, format: str) -> tuple[str, np.ndarray]:
-    """Random rows, normal with deviation 0.02, cut from one pool of a million numbers; a tensor depends on its own name alone."""
-    O, I = recipe.shape
-    pool = _dummy_pool(format)
-    out = allocate(O * row_bytes(format, I))
-    per_block = FORMATS[format].nbytes
-    start, position = zlib.crc32(recipe.name.encode()) % (len(pool) // per_block) * per_block, 0
-    while position < len(out):
-        piece = pool[start : start + len(out) - position]
-        out[position : position + len(piece)] = piece
-        position, start = position + len(piece), 0
-    return format, out.reshape(O, -1)
-
-
-def _dummy_pool(format: str) -> np.ndarray:
-    if format not in _pools:
-        # an odd number of blocks, so that no two rows begin at the same place
-        values = np.random.default_rng(0).standard_normal((1, _POOL - 32), np.float32) * np.float32(0.02)
-        rows = convert_rows("F32", format, values.view(np.uint8)) if format in FLOATS else quantize_rows(format, values)
-        _pools[format] = rows.reshape(-1)
-    return _pools[format]
-
-
-_pools: dict[str, np.ndarray] = {}
+    Biases are joined here, once: in a captured step that would be a kernel of every step.
+    """
+    weight = TensorWeight(tuple(module.weight for module in group.modules)) if packed is None else packed
+    biases: list[Tensor] = [module.bias for module in group.modules if getattr(module, "bias", None) is not None]
+    if len(biases) < 2:
+        return Product(weight, biases[0] if biases else None)
+    return Product(weight, biases[0].cat(*biases[1:]).contiguous().realize())

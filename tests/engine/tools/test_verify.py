@@ -13,6 +13,7 @@ import pytest
 
 from tinyvllm import LLM, cli
 from tinyvllm.errors import ArgumentError, ModelError
+from tinyvllm.quant.formats import FORMATS
 
 ROOT = Path(__file__).parents[3]
 PROMPTS = ["once upon a time in a wood", "two", "and a third one"]
@@ -20,13 +21,13 @@ OPTIONS = {"device": "CPU", "max_num_seqs": 4, "max_model_len": 128, "num_blocks
 
 
 def test_every_place_is_compared_and_found_equal(tiny_model):
-    from tinyvllm.engine.tools.verify import TOLERANCES, verify
+    from tinyvllm.engine.tools.verify import verify
 
     with LLM(tiny_model, **OPTIONS) as llm:
         report = verify(llm.engine, PROMPTS, steps=3)
         assert [place.name for place in report.places] == ["embed", "layer 0", "layer 1", "head"] and report.format == "F32"
         assert {"matmul", "norm_gate_up_silu", "norm_head", "norm_qkv_rope_store"} <= set(report.kernels)
-        assert report.fine and report.first is None and report.culprits == [] and report.tolerance == TOLERANCES["F32"]
+        assert report.fine and report.first is None and report.culprits == [] and report.tolerance == FORMATS["F32"].tolerance
         assert all(place.own <= place.largest * 1e3 < 1 for place in report.places) and report.places[1].own > 0, "two ways of adding up"
         ids = sum(len(llm.engine.tokenizer.encode(text)) for text in PROMPTS)
         # the prompts, the third of which ran beside two decodes; the rest of the shared one; steps of four; one alone
@@ -75,7 +76,7 @@ def test_a_wrong_constant_in_a_kernel_is_found_and_named(tiny_model, tmp_path):
     source.write_text(text.replace("v16_set(1.0f)", "v16_set(1.02f)"))
     arguments = ["verify", str(tiny_model), "--device", "CPU", "--steps", "1", "--prompt", PROMPTS[0], "--quiet"]
     code = (
-        "import sys; from pathlib import Path; from tinyvllm.ops import source\n"
+        "import sys; from pathlib import Path; from tinyvllm.backends import source\n"
         f"source.kernels_folder = lambda: Path({str(tmp_path / 'kernels')!r})\n"
         f"from tinyvllm.cli import main; sys.exit(main({arguments!r}))"
     )

@@ -17,6 +17,7 @@ from tinyvllm.engine.prompt import Prompt, encode_prompt
 from tinyvllm.errors import ArgumentError, ModelError
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.runner.verify import Comparison, PlaceError, divergence
+from tinyvllm.runner.weights import widest_tolerance
 from tinyvllm.scheduler import Scheduled
 
 PROMPTS = (
@@ -25,9 +26,6 @@ PROMPTS = (
     "def mean(values):\n    total = 0.0\n    for value in values:\n        total += value\n    return",
 )
 LIMIT = 1e-2  # nats: mean divergence of the logits beyond which the answers are others
-# Of a layer's own error. Products with packed weights round activations to int8 or bfloat16, and two ways of adding up a norm now and
-# then round a number to different sides; float32 has only the order of additions. Measured on the test models: docs/verify.md.
-TOLERANCES = {"F32": 1e-4, "F16": 2e-3, "BF16": 1e-2, "Q8_0": 3e-2, "Q4_0": 3e-2, "Q4_K": 2e-3}
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,8 @@ def verify(engine: Engine, prompts: Items[Prompt] = PROMPTS, steps: int = 8, tol
     sequences = _sequences(engine, prompts, steps)
     comparison = Comparison(engine.runner, sum(len(sequence.block_table) for sequence in sequences))
     _run(comparison, sequences, len(prompts), steps, engine.config.max_num_batched_tokens)
-    format = _format(engine)
-    limit = TOLERANCES.get(format, TOLERANCES["BF16"]) if tolerance is None else tolerance
+    format, limit = widest_tolerance(engine.runner.weight_formats)
+    limit = limit if tolerance is None else tolerance
     places = comparison.errors()
     reference, kernels = (np.concatenate([getattr(seen, name).logits for seen in comparison.steps]) for name in ("reference", "kernels"))
     first = _first(places, limit)
@@ -176,13 +174,6 @@ def _culprits(comparison: Comparison, first: str, tolerance: float) -> list[str]
         if place.own <= tolerance:
             found.append(stem)
     return found
-
-
-def _format(engine: Engine) -> str:
-    """The weights' format with the widest tolerance, as products read them."""
-    model = engine.runner.model
-    packed = [weight for owner in (*model.blk, model) for weight in owner.__dict__.get("packed", {}).values()]
-    return max((weight.format for weight in packed), key=lambda name: TOLERANCES.get(name, 0.0), default="F32")
 
 
 def _finite(value: Any) -> Any:

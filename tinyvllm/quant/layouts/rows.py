@@ -8,7 +8,7 @@ import numpy as np
 from tinygrad import Tensor
 
 from tinyvllm.errors import ModelError
-from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16, pack, unpack
+from tinyvllm.quant.codecs import NUMPY_DTYPES, bf16_to_f32, f32_to_bf16, pack, unpack
 from tinyvllm.quant.formats import FLOATS, FORMATS, QUANTIZATIONS
 from tinyvllm.quant.layouts.fields import spans, unit_bytes, weights
 
@@ -38,11 +38,10 @@ def convert_rows(source: str, format: str, rows: np.ndarray) -> np.ndarray:
         raise ModelError(f"weight: rows are converted between {', '.join(FLOATS)}, not from {source} to {format}")
     if source == format:
         return rows
-    kinds = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-    stored = np.ascontiguousarray(rows).view(kinds[source])
+    stored = np.ascontiguousarray(rows).view(NUMPY_DTYPES[source])
     values = bf16_to_f32(stored) if source == "BF16" else stored.astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        return (f32_to_bf16(values) if format == "BF16" else values.astype(kinds[format])).view(np.uint8)
+        return (f32_to_bf16(values) if format == "BF16" else values.astype(NUMPY_DTYPES[format])).view(np.uint8)
 
 
 def quantize_rows(format: str, rows: np.ndarray) -> np.ndarray:
