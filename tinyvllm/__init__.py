@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tinyvllm.config import VERSION
+
 if TYPE_CHECKING:
     from tinyvllm.engine.async_llm import AsyncLLM
     from tinyvllm.engine.llm import LLM, StreamDelta
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
         StructuredOutputsParams,
     )
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOMES = {
     "LLM": "tinyvllm.engine.llm",

@@ -16,6 +16,7 @@ from typing import Any
 from tinyvllm.errors import ArgumentError
 from tinyvllm.quant import formats
 
+VERSION = "0.1.0"  # of the package; pyproject.toml has the same
 DEFAULT_MODEL = Path(__file__).parent / "demo" / "model"
 
 DEVICES = ("auto", "CPU", "METAL", "CUDA", "NV", "AMD", "HIP", "QCOM", "CL", "WEBGPU", "PYTHON")

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import tinyvllm
-from tinyvllm.config import DTYPES, LOAD_FORMATS, QUANTIZATIONS, nearest, parse_size
+from tinyvllm.config import DTYPES, LOAD_FORMATS, QUANTIZATIONS, VERSION, nearest, parse_size
 from tinyvllm.errors import ArgumentError
 from tinyvllm.request import STRUCTURES, SamplingParams, StructuredOutputsParams
 
@@ -179,7 +178,7 @@ def _add(parser: Parser, title: str, table: Sequence[tuple[str, dict[str, Any]]]
 def _common(command: str, description: str, epilog: str | None = None) -> Parser:
     name = "tinyvllm" if command == "generate" else f"tinyvllm {command}"
     parser = Parser(prog=name, description=description, epilog=epilog, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"tinyvllm {tinyvllm.__version__}")
+    parser.add_argument("--version", action="version", version=f"tinyvllm {VERSION}")
     parser.add_argument("--quiet", action="store_true", help="nothing on stderr but errors")
     parser.add_argument("--debug", action="store_true", help="show the traceback of a failure")
     return parser

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-import tinyvllm
 from tinyvllm.cache.files import Buffer, Layout, load, load_key, save
 from tinyvllm.cache.journal import Journal
 from tinyvllm.cache.prefix import PrefixCache
-from tinyvllm.config import EngineConfig
+from tinyvllm.config import VERSION, EngineConfig
 from tinyvllm.engine.tools.record import fingerprint
 from tinyvllm.errors import FormatError, OutputError
 
@@ -127,7 +126,7 @@ def identity(runner: Runner, config: EngineConfig) -> bytes:
     """All that the bits of keys and values depend on: weights, dtypes, kernels, and what positions mean."""
     weights = fingerprint(runner.checkpoint.config, runner.checkpoint.tensors)
     given = [config.load_format, config.dtype, config.quantization, config.max_model_len]
-    machine = [runner.device.split(":")[0], runner.variants(), os.environ.get("TINYVLLM_KERNELS"), tinyvllm.__version__]
+    machine = [runner.device.split(":")[0], runner.variants(), os.environ.get("TINYVLLM_KERNELS"), VERSION]
     return json.dumps([weights, str(runner.dtype), *given, *machine]).encode()
 
 

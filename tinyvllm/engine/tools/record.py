@@ -27,8 +27,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import tinyvllm
-from tinyvllm.config import EngineConfig
+from tinyvllm.config import VERSION, EngineConfig
 from tinyvllm.errors import OutputError
 from tinyvllm.request import BeamSearchParams, RequestOptions, SamplingParams
 from tinyvllm.scheduler import Schedule
@@ -186,7 +185,7 @@ def header_of(config: EngineConfig, num_blocks: int, dtype: str, model: Mapping[
         "dtype": dtype,
         "fingerprint": fingerprint(model, tensors),
         "switches": {name: os.environ[name] for name in SWITCHES if name in os.environ},
-        "versions": {"tinyvllm": tinyvllm.__version__, "python": platform.python_version()}
+        "versions": {"tinyvllm": VERSION, "python": platform.python_version()}
         | {name: version(name) for name in ("tinygrad", "numpy")},
     }
 

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-import tinyvllm
+from tinyvllm.config import VERSION
 from tinyvllm.server.core.body import Body
 from tinyvllm.server.core.endpoint import Endpoint
 
@@ -28,7 +28,7 @@ def capabilities(endpoints: Sequence[Endpoint], lenient: bool) -> dict[str, Any]
     """The response of /v1/capabilities."""
     unknown = "ignored, and named in the header X-Ignored-Fields" if lenient else "refused with status 400, which names the field"
     by_path = {endpoint.path: fields_of(endpoint.body) for endpoint in endpoints}
-    return {"version": tinyvllm.__version__, "unknown_fields": unknown, "endpoints": by_path}
+    return {"version": VERSION, "unknown_fields": unknown, "endpoints": by_path}
 
 
 def openapi(app: FastAPI, endpoints: Sequence[Endpoint]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-import tinyvllm
+from tinyvllm.config import VERSION
 from tinyvllm.metrics import registry_of
 from tinyvllm.server.core.context import RequestContext, Service
 from tinyvllm.server.core.failures import Failure
@@ -35,7 +35,7 @@ async def ready(request: Request) -> Response:
 
 
 async def version(request: Request) -> Response:
-    return json_response({"version": tinyvllm.__version__})
+    return json_response({"version": VERSION})
 
 
 async def models(request: Request) -> Response:

@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, Response
 from starlette.types import ASGIApp
 
-import tinyvllm
+from tinyvllm.config import VERSION
 from tinyvllm.server.api.capabilities import openapi
 from tinyvllm.server.api.routes import ENDPOINTS, RESOURCES
 from tinyvllm.server.core.config import ServerConfig
@@ -44,7 +44,7 @@ def create_app(config: ServerConfig, models: Models, keys: Keys | None = None) -
         await models.close()
         access_log.close()
 
-    app = FastAPI(title="tinyvllm", version=tinyvllm.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="tinyvllm", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
     _mount_routes(app)
     app.add_exception_handler(HTTPException, _on_routing_error)
     app.add_exception_handler(Failure, _on_failure)
