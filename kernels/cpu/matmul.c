@@ -1,18 +1,18 @@
 // out = activation(x . weight^T + bias) + residual
 //
 //   out       [T, O] float32   does not alias x or residual
-//   scratch   PREPARED_BYTES(I) (weights.h) for every row, T counted up to a multiple of 16; 64-byte aligned
+//   scratch   PREPARED_BYTES(I) (product.h) for every row, T counted up to a multiple of 16; 64-byte aligned
 //   x         [T, I] float32
-//   weight    panels (weights.h) of WEIGHT = F32, F16, BF16, Q8_0 or Q4_0, O counted up to a multiple of 16
+//   weight    panels (product.h) of WEIGHT = F32, F16, BF16, Q8_0 or Q4_0, O counted up to a multiple of 16
 //   bias      [O] float32, if BIAS
 //   residual  [T, O] float32, if RESIDUAL
 //   rows      [1] int32        how many rows of x there are, 0 to T; the rows of out behind them stay as they are
 //
-// ACTIVATION: 0 none, 1 gelu, the tanh form. I % 32 == 0, any O. Accumulated in float32 (weights.h says in which order); BF16 rounds x to
+// ACTIVATION: 0 none, 1 gelu, the tanh form. I % 32 == 0, any O. Accumulated in float32 (product.h says in which order); BF16 rounds x to
 // bfloat16 and the Q formats round it to int8 in blocks of 32, once a row.
 // First every row is prepared (a row is a unit of work), then a few pairs of panels meet all rows, or a piece of them if panels are few.
 #include "thread_team.h"
-#include "weights.h"
+#include "product.h"
 
 #define PIECE 96 // rows; a multiple of twelve
 
@@ -75,12 +75,12 @@ static void matmul(float *out, void *scratch, const float *x, const void *weight
     for (int pair = first; pair < end; pair++) {
       const int then = pair + 1 < end ? pair + 1 : likely_unit(team, unit, ahead, units) / pieces * run;
       const uint8_t *a = (const uint8_t *)weight + 2 * pair * PANEL, *b = 2 * pair + 1 < panels ? a + PANEL : a;
-      const uint8_t *follow = (const uint8_t *)weight + 2 * then * PANEL;
+      const uint8_t *next_panel = (const uint8_t *)weight + 2 * then * PANEL;
       const int o = pair * 32, columns = O - o < 32 ? O - o : 32;
       for (int t = from, tokens; t < to; t += tokens) {
-        float tile[MOST_TOKENS * 32];
+        float tile[MAX_TOKENS * 32];
         tokens = tile_tokens(to - t);
-        panel_dot(a, b, t + tokens < to ? a : follow, prepared + t * PREPARED, tokens, tile, 32);
+        panel_dot(a, b, t + tokens < to ? a : next_panel, prepared + t * PREPARED, tokens, tile, 32);
         for (int r = 0; r < tokens; r++) finish(out, tile + r * 32, bias, residual, (long)(t + r) * O, o, columns);
       }
     }

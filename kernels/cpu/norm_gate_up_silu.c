@@ -1,19 +1,19 @@
 // out = silu(gate) * up, where gate, up = rmsnorm(x) . weight^T + bias: the first half of a gated feed-forward layer
 //
 //   out       [T, F] float32   does not alias x
-//   scratch   PREPARED_BYTES(E) (weights.h) for every row, T counted up to a multiple of 16; 64-byte aligned
+//   scratch   PREPARED_BYTES(E) (product.h) for every row, T counted up to a multiple of 16; 64-byte aligned
 //   x         [T, E] float32
 //   norm      [E] float32      RMS norm's weights; EPS inside the root
-//   weight    panels (weights.h) of gate [F, E], behind them those of up [F, E]
+//   weight    panels (product.h) of gate [F, E], behind them those of up [F, E]
 //   bias      [2 F] float32, gate's first, if BIAS
 //   rows      [1] int32        how many rows of x there are, 0 to T; the rows of out behind them stay as they are
 //
-// E % 32 == 0, F % 16 == 0. Norm and everything behind the products in float32; products as weights.h says.
+// E % 32 == 0, F % 16 == 0. Norm and everything behind the products in float32; products as product.h says.
 // A row to prepare is a unit of work, then a pair of gate's panels with that of up. silu(a) = a / (1 + e^-a).
 #define I E
 #include "norm.h"
 #include "thread_team.h"
-#include "weights.h"
+#include "product.h"
 
 #define PIECE 96 // rows; a multiple of twelve
 
@@ -35,14 +35,14 @@ static void norm_gate_up_silu(float *out, void *scratch, const float *x, const f
   for (int unit = next(team), ahead; unit < units; unit = unit_after(team, ahead)) {
     ahead = unit_ahead(team, unit, units);
     const int pair = unit / pieces, from = unit % pieces * piece, to = from + piece < count ? from + piece : count;
-    const uint8_t *follow = (const uint8_t *)weight + 2 * (likely_unit(team, unit, ahead, units) / pieces) * PANEL;
+    const uint8_t *next_panel = (const uint8_t *)weight + 2 * (likely_unit(team, unit, ahead, units) / pieces) * PANEL;
     const uint8_t *gate = (const uint8_t *)weight + 2 * pair * PANEL, *up = gate + panels * PANEL;
     const long second = 2 * pair + 1 < panels ? PANEL : 0; // from a panel to the other one of its pair
     for (int t = from, tokens; t < to; t += tokens) {
-      float gates[MOST_TOKENS * 32], ups[MOST_TOKENS * 32];
+      float gates[MAX_TOKENS * 32], ups[MAX_TOKENS * 32];
       tokens = tile_tokens(to - t);
       panel_dot(gate, gate + second, up, prepared + t * PREPARED, tokens, gates, 32);
-      panel_dot(up, up + second, t + tokens < to ? gate : follow, prepared + t * PREPARED, tokens, ups, 32);
+      panel_dot(up, up + second, t + tokens < to ? gate : next_panel, prepared + t * PREPARED, tokens, ups, 32);
       for (int r = 0; r < tokens; r++) {
         for (int f = pair * 32, c = 0; c < 32 && f + c < F; c += 16) {
           v16 a = v16_load(gates + r * 32 + c), b = v16_load(ups + r * 32 + c);

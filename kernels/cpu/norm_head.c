@@ -2,10 +2,10 @@
 //
 //   logits     [N, V] float32
 //   best       [N] int32         the largest logit's index, the lowest of equals; -1 if a logit is NaN or none is above -inf
-//   scratch    PREPARED_BYTES(E) (weights.h) for every row, N counted up to a multiple of 16; 64-byte aligned
+//   scratch    PREPARED_BYTES(E) (product.h) for every row, N counted up to a multiple of 16; 64-byte aligned
 //   x          [T, E] float32
 //   norm       [E] float32; norm_bias [E] float32, if NORM == LAYER
-//   weight     panels (weights.h) of [V, E], V counted up to a multiple of 16
+//   weight     panels (product.h) of [V, E], V counted up to a multiple of 16
 //   row_index  [N] int32         the row of x that n is made of
 //   count      [1] int32         how many n there are, 0 to N; what belongs to those behind them stays as it is
 //
@@ -13,7 +13,7 @@
 #define I E
 #include "norm.h"
 #include "thread_team.h"
-#include "weights.h"
+#include "product.h"
 
 // A pair of panels' results for one row, to its logits from v on.
 static inline void put(float *row, const float *tile, int v) {
@@ -61,11 +61,11 @@ static void norm_head(float *logits, int32_t *best, void *scratch, const float *
     for (int pair = first; pair < end; pair++) {
       const int then = pair + 1 < end ? pair + 1 : likely_unit(team, unit, ahead, units) * run;
       const uint8_t *a = (const uint8_t *)weight + 2 * pair * PANEL, *b = 2 * pair + 1 < panels ? a + PANEL : a;
-      const uint8_t *follow = (const uint8_t *)weight + 2 * then * PANEL;
+      const uint8_t *next_panel = (const uint8_t *)weight + 2 * then * PANEL;
       for (int t = 0, tokens; t < n; t += tokens) {
-        float tile[MOST_TOKENS * 32];
+        float tile[MAX_TOKENS * 32];
         tokens = tile_tokens(n - t);
-        panel_dot(a, b, t + tokens < n ? a : follow, prepared + t * PREPARED, tokens, tile, 32);
+        panel_dot(a, b, t + tokens < n ? a : next_panel, prepared + t * PREPARED, tokens, tile, 32);
         for (int r = 0; r < tokens; r++) put(logits + (long)(t + r) * V, tile + r * 32, pair * 32);
       }
     }

@@ -3,10 +3,10 @@
 //   q            [T, H, D] float32
 //   keys         [P, 2, K, S, D] CACHE_TYPE (F32, F16 or BF16)   the pool of blocks: keys at [:, 0], values at [:, 1]
 //   keys_again                                                   the same memory once more; not used
-//   scratch      PREPARED_BYTES(E) (weights.h) for every row, T counted up to a multiple of 16; 64-byte aligned
+//   scratch      PREPARED_BYTES(E) (product.h) for every row, T counted up to a multiple of 16; 64-byte aligned
 //   x            [T, E] float32
 //   norm         [E] float32; norm_bias [E] float32, if NORM == LAYER
-//   weight       panels (weights.h) of [(H + 2 K) D, E]: the heads of q, those of k, those of v
+//   weight       panels (product.h) of [(H + 2 K) D, E]: the heads of q, those of k, those of v
 //   bias         [(H + 2 K) D] float32, if BIAS
 //   q_norm, k_norm  [D] float32, if QK_NORM                      RMS norm of every head of q and k, with QK_EPS, before the rotation
 //   angles       [T, R] float32, if R > 0                        R / 2 cosines, then R / 2 sines
@@ -18,7 +18,7 @@
 #define I E
 #include "norm.h"
 #include "thread_team.h"
-#include "weights.h"
+#include "product.h"
 
 #define PIECE 96 // rows; a multiple of twelve
 #define PITCH ((D + 31) / 32 * 32) // of a tile's rows: an odd last panel is computed twice
@@ -85,14 +85,14 @@ static void norm_qkv_rope_store(float *q, cache_number *keys, void *keys_again, 
   const int units = heads * pieces;
   for (int unit = next(team), ahead; unit < units; unit = unit_after(team, ahead)) {
     ahead = unit_ahead(team, unit, units);
-    const uint8_t *follow = (const uint8_t *)weight + (long)(likely_unit(team, unit, ahead, units) / pieces) * (D / 16) * PANEL;
+    const uint8_t *next_panel = (const uint8_t *)weight + (long)(likely_unit(team, unit, ahead, units) / pieces) * (D / 16) * PANEL;
     const int head = unit / pieces, from = unit % pieces * piece, to = from + piece < count ? from + piece : count;
     const uint8_t *first = (const uint8_t *)weight + (long)head * (D / 16) * PANEL;
     for (int t = from, tokens; t < to; t += tokens) {
-      float tile[MOST_TOKENS * PITCH];
+      float tile[MAX_TOKENS * PITCH];
       tokens = tile_tokens(to - t);
       for (int p = 0; p < D / 16; p += 2) {
-        const uint8_t *a = first + p * PANEL, *then = p + 2 < D / 16 ? a + 2 * PANEL : t + tokens < to ? first : follow;
+        const uint8_t *a = first + p * PANEL, *then = p + 2 < D / 16 ? a + 2 * PANEL : t + tokens < to ? first : next_panel;
         panel_dot(a, p + 1 < D / 16 ? a + PANEL : a, then, prepared + t * PREPARED, tokens, tile + p * 16, PITCH);
       }
       for (int r = 0; r < tokens; r++) {

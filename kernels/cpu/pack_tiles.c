@@ -1,39 +1,58 @@
-// tiles = rows in the layout of a GPU's matrix instructions, 16 rows at a time (tinyvllm/quant/tiles.py says it format by format).
+// tiles = rows in the layout of a GPU's matrix instructions, 16 rows at a time (tinyvllm/quant/layouts/tiles.py defines it).
 //
-//   tiles   [.., BYTES]   the matrix in tiles, FORMAT (F16, BF16, Q8_0 or Q4_0); rows of sixteen from span[0] up to span[1] are written
+//   tiles   [.., BYTES]   the matrix in tiles, FORMAT (one with TILE_BYTES, format.h); rows of sixteen from span[0] to span[1] are written
 //   rows    [N, ...]      the source as a file has it, FORMAT, at any address
-//   span    [4] int32     first sixteen rows, one past the last, N (zeros complete the last sixteen), and how many the matrix has
+//   span    [4] int32     first sixteen rows, end of the sixteens, N (zeros complete the last sixteen), and how many sixteens the matrix has
 //
-// I % 32 == 0. Sixteen rows are one unit of work. Bytes are moved in words of four and never looked into.
-#include "numbers.h"
+// I % BLOCK == 0. Sixteen rows are one unit of work. Bytes are moved and not interpreted. Tiles hold the last field of each block; after all
+// tiles of the matrix follow its other fields, one field after the other.
+#define WEIGHT FORMAT
+#include "format.h"
 #include "thread_team.h"
 
-#define QUANTS (FORMAT == Q8_0 || FORMAT == Q4_0)
-#define HALVES (FORMAT == Q4_0 ? 1 : 2)                             // of a tile's columns: the second half stands in words of its own
-#define TILES (FORMAT == F16 || FORMAT == BF16 ? I / 16 : I / 32)   // of sixteen rows
-#define TILE_WORDS (16 * 4 * HALVES)
-#define STEP (QUANTS ? 2 + 16 * HALVES : 32)                        // bytes of a row from one tile to the next: a block begins with its scale
+#define BLOCKS (I / BLOCK)
+#define TILED_BYTES (TILE_BYTES * TILES_PER_BLOCK)  // of a block of one row: its last field
+#define OTHER_BYTES (FILE_BLOCK_BYTES - TILED_BYTES)
 
-typedef struct { uint32_t word; } __attribute__((packed, aligned(1), may_alias)) any_word;
-typedef struct { uint16_t half; } __attribute__((packed, aligned(1), may_alias)) any_half;
+static inline void pack_tile(uint32_t *to, const uint8_t *rows, int present);
+static inline void pack_other_fields(uint8_t *to, const uint8_t *rows, long block, long blocks, int present);
 
-static inline void tile(uint32_t *to, uint16_t *scales, const uint8_t *rows, int there) {
-  for (int r = 0; r < 16; r++) {
-    const uint8_t *from = rows + (long)r * TILES * STEP;
-    for (int w = 0; w < 4 * HALVES; w++) {  // words 4 and on are the second half
-      const int lane = r % 8 * 4 + w % 4, place = w / 4 * 2 + r / 8;
-      to[lane * 2 * HALVES + place] = r < there ? ((const any_word *)(from + (QUANTS ? 2 : 0) + 4 * w))->word : 0;
+static void pack_tiles(uint8_t *tiles, const uint8_t *rows, const int32_t *span, const struct team *team) {
+  const long blocks = (long)span[3] * BLOCKS;  // of sixteen rows each, in the whole matrix
+  for (int unit = next(team); unit < span[1] - span[0]; unit = next(team)) {
+    const int left = span[2] - unit * 16, present = left < 16 ? left : 16;
+    for (int b = 0; b < BLOCKS; b++) {
+      const long block = (long)(span[0] + unit) * BLOCKS + b;
+      const uint8_t *from = rows + unit * 16 * FILE_ROW_BYTES(I) + (long)b * FILE_BLOCK_BYTES;
+      for (int i = 0; i < TILES_PER_BLOCK; i++)
+        pack_tile((uint32_t *)(tiles + (block * TILES_PER_BLOCK + i) * 16 * TILE_BYTES), from + OTHER_BYTES + i * TILE_BYTES, present);
+      pack_other_fields(tiles + blocks * 16 * TILED_BYTES, from, block, blocks, present);
     }
-    if (QUANTS) scales[r % 8 * 2 + r / 8] = r < there ? ((const any_half *)from)->half : 0;
   }
 }
 
-static void pack_tiles(uint8_t *tiles, const uint8_t *rows, const int32_t *span, const struct team *team) {
-  uint16_t *scales = (uint16_t *)(tiles + (long)span[3] * TILES * TILE_WORDS * 4);
-  for (int unit = next(team); unit < span[1] - span[0]; unit = next(team)) {
-    const int left = span[2] - unit * 16, there = left < 16 ? left : 16;
-    const long first = (long)(span[0] + unit) * TILES;
-    for (int i = 0; i < TILES; i++)
-      tile((uint32_t *)tiles + (first + i) * TILE_WORDS, scales + (first + i) * 16, rows + (long)unit * 16 * TILES * STEP + (long)i * STEP, there);
+// Lane 4 g + t of 32 has the words t of rows g and g + 8, then the words t + 4 of both, and so on.
+static inline void pack_tile(uint32_t *to, const uint8_t *rows, int present) {
+  for (int r = 0; r < 16; r++) {
+    const uint8_t *from = rows + r * FILE_ROW_BYTES(I);
+    for (int w = 0; w < TILE_BYTES / 4; w++) {
+      const int lane = r % 8 * 4 + w % 4, place = w / 4 * 2 + r / 8;
+      to[lane * (TILE_BYTES / 8) + place] = r < present ? ((const struct any_word *)(from + 4 * w))->word : 0;
+    }
   }
+}
+
+// Of every other field its bytes in row 0, row 8, row 1, row 9 and so on; a field of all blocks before the next field.
+static inline void pack_other_fields(uint8_t *to, const uint8_t *rows, long block, long blocks, int present) {
+  int start = 0;
+#define FIELD(bytes, word, flip)                                                                                        \
+  if (start < OTHER_BYTES) {                                                                                            \
+    for (int r = 0; r < 16; r++)                                                                                        \
+      for (int i = 0; i < (bytes); i++)                                                                                 \
+        to[(block * 16 + r % 8 * 2 + r / 8) * (bytes) + i] = r < present ? rows[r * FILE_ROW_BYTES(I) + start + i] : 0; \
+    to += blocks * 16 * (bytes);                                                                                        \
+    start += (bytes);                                                                                                   \
+  }
+  FIELDS(FIELD)
+#undef FIELD
 }

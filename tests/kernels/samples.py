@@ -45,7 +45,7 @@ def panels(weight: str, rows: int, width: int) -> np.ndarray:
 
 
 def prepared(weight: str, rows: int, width: int) -> np.ndarray:
-    """Scratch of a product: weights.h's PREPARED_BYTES for every row, rows counted up to a multiple of 16."""
+    """Scratch of a product: product.h's PREPARED_BYTES for every row, rows counted up to a multiple of 16."""
     row = {"F32": 4 * width, "F16": 4 * width, "BF16": 2 * width}.get(weight, width // 32 * 40)
     return blank(-(-rows // 16) * 16 * 64 * (-(-row // 64) | 1), dtype="uint8")
 

@@ -4,7 +4,17 @@
 //
 //   v16   sixteen float32            w16   sixteen 32-bit words of packed weights            i16   sixteen int32
 #pragma once
-#include <stdint.h>
+#include "numbers.h"
+
+#define INLINE static inline __attribute__((always_inline))
+#define NOINLINE static __attribute__((noinline))
+
+// Before a loop whose arrays are to be registers.
+#ifdef LANES_PLAIN
+#define UNROLL _Pragma("clang loop unroll(disable)")  // nothing is in registers anyway, and unrolled it takes seconds to compile
+#else
+#define UNROLL _Pragma("clang loop unroll(full)")
+#endif
 
 #if defined(LANES_AVX512)
 #include "lanes_avx512.h"

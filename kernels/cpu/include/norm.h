@@ -1,7 +1,7 @@
-// Norms of rows of x [E] ahead of a product, E = I of weights.h: float32, partial sums in sixteen lanes, then v16_sum.
+// Norms of rows of x [E] ahead of a product, E = I of product.h: float32, partial sums in sixteen lanes, then v16_sum.
 //   RMS    x / sqrt(mean(x^2) + eps) * w                LAYER  (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * w + b
 #pragma once
-#include "weights.h"
+#include "product.h"
 
 #define RMS 0
 #define LAYER 1
@@ -39,7 +39,7 @@ static inline void prepare_normed(uint8_t *row, const float *x, const float *wei
   v16 odd = v16_set(0.0f);
   for (int i = 0; i < I; i += 32) {
     v16 y[2];
-    ALL for (int h = 0; h < 2; h++) {
+    UNROLL for (int h = 0; h < 2; h++) {
       v16 centred = NORM == LAYER ? v16_sub(v16_load(x + i + 16 * h), v16_set(middle)) : v16_load(x + i + 16 * h);
       y[h] = v16_mul(v16_mul(centred, v16_set(inverse)), v16_load(weight + i + 16 * h));
       if (NORM == LAYER) y[h] = v16_add(y[h], v16_load(bias + i + 16 * h));

@@ -1,7 +1,15 @@
-// Readers of single 16-bit numbers. All exact.
+// Readers of single numbers. All exact.
 #pragma once
 #include "formats.h"
 #include "portable.h"
+
+// A half or a word at any address, of any type. Blocks of 34 and 18 bytes put both at odd multiples of their size.
+struct any_half {
+  uint16_t half;
+} __attribute__((packed, aligned(1), may_alias));
+struct any_word {
+  uint32_t word;
+} __attribute__((packed, aligned(1), may_alias));
 
 static inline float float_from_bf16(uint16_t h) { return float_from_bits((uint32_t)h << 16); }
 
@@ -11,6 +19,3 @@ static inline float float_from_f16(uint16_t h) {
   if (magnitude >= 0x7C00u << 13) return float_from_bits(sign | magnitude | 0x70000000u | (magnitude > 0x7C00u << 13 ? 0x400000u : 0));
   return float_from_bits(sign | bits_of_float(float_from_bits(magnitude) * 0x1p112f));
 }
-
-// Blocks of 34 and 18 bytes in files put halves at odd addresses, so they are read bytewise.
-static inline uint16_t half_at(const uint8_t *p) { return (uint16_t)(p[0] | p[1] << 8); }

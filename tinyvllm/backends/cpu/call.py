@@ -73,7 +73,7 @@ def _refuses_width(I: int) -> str | None:
 
 
 def prepared_bytes(format: str, T: int, I: int) -> int:
-    """Scratch for T rows as kernels/cpu/include/weights.h lays them out: an odd number of cache lines each."""
+    """Scratch for T rows as kernels/cpu/include/product.h lays them out: an odd number of cache lines each."""
     width = {"F32": 4 * I, "F16": 4 * I, "BF16": 2 * I}.get(format, I // BLOCK * 40)
     return -(-T // 16) * 16 * 64 * (-(-width // 64) | 1)
 

@@ -1,0 +1,59 @@
+// All that kernels know of one weight format, chosen by WEIGHT: one header a format in formats/. A new format is such a header, its number
+// in kernels/include/formats.h and one line below; tinyvllm/quant/formats.py is the table for Python.
+//
+// A block is BLOCK consecutive weights of a row, the unit of files and panels; BLOCK is a multiple of 32 and divides the width of the
+// matrix. (Of the float formats, which have no blocks in files, it is 32 weights.) A header defines
+//
+//     BLOCK, FILE_BLOCK_BYTES   weights and bytes of a block in a file
+//     FIELDS(FIELD)             FIELD(bytes, word, flip) for each part of a block in file order. A panel has, for each block, one part
+//                               after the other, each as [bytes / word][16 rows][word]; every 32-bit word is XORed with `flip`
+//     TILE_BYTES                bytes of a row in a tile of the last field (pack_tiles.c); undefined: there are no tiles of it
+//     TILES_PER_BLOCK           1 where it is not defined
+//     unpack_block(x, block)    x[BLOCK] = the exact weights of a block in a file
+//
+// and for products, which walk through a panel block by block (product.h), either
+//
+//     STEP_COLUMNS              columns that a step multiplies: 1, or pairs
+//     StepWeights, StepX        the step's numbers of sixteen rows of weights; of one row of x
+//     store_x(row, i, x)        sixteen numbers of x from column i on, to a row whose steps take four bytes each
+//     load_weights(panel), load_x(x), multiply(acc, w, x)
+//
+// or, for integer weights, which meet x in groups of 32 numbers (x_group.h),
+//
+//     INTEGERS 1
+//     ZERO_POINT                what is subtracted from every weight's unsigned integer
+//     dot_group(tokens, block, g, x, pitch, sum)  sum[t] += integer dots of group g of a panel's block with group x of every row
+//     group_scale(block, g)     sixteen scales: weight = scale * (integer - ZERO_POINT) - minimum
+//     MINIMUMS 1, group_minimum(block, g)         sixteen minimums of a format that has them; its ZERO_POINT is 0
+#pragma once
+#include "lanes.h"
+#include "numbers.h"
+#include "x_group.h"
+
+#if WEIGHT == F32
+#include "formats/f32.h"
+#elif WEIGHT == F16
+#include "formats/f16.h"
+#elif WEIGHT == BF16
+#include "formats/bf16.h"
+#elif WEIGHT == Q8_0
+#include "formats/q8_0.h"
+#elif WEIGHT == Q4_0
+#include "formats/q4_0.h"
+#else
+#error "format.h: no panels of this WEIGHT"
+#endif
+
+#ifndef TILES_PER_BLOCK
+#define TILES_PER_BLOCK 1
+#endif
+#ifndef INTEGERS
+#define INTEGERS 0
+#endif
+#ifndef MINIMUMS
+#define MINIMUMS 0
+#endif
+
+#define FILE_ROW_BYTES(width) ((long)(width) / BLOCK * FILE_BLOCK_BYTES)
+#define PANEL_BLOCK_BYTES (16 * FILE_BLOCK_BYTES)
+#define PANEL_BYTES(width) ((long)(width) / BLOCK * PANEL_BLOCK_BYTES)

@@ -1,0 +1,204 @@
+// Products of rows of x with packed weights. A kernel says `#define I ...` (the width of x, a multiple of 32 and of the format's blocks)
+// and gets WEIGHT from outside; then
+//
+//     prepare_row, or prepare_32 and prepare_end   put a row of x into scratch in the form that the weights want
+//     panel_dot                                    multiplies up to MAX_TOKENS prepared rows with two panels of sixteen weight rows
+//
+// Scratch: PREPARED_BYTES(I) for each row, rows rounded up to a multiple of 16 (panel_dot reads the rows after the last and drops their
+// results).
+//
+//     X_BYTES(I) = 4 I for F32 and F16, 2 I for BF16, I / 32 * 40 for integer formats
+//     PREPARED_BYTES(I) = 64 * (ceil(X_BYTES(I) / 64) | 1)
+//
+// An odd number of cache lines, so that the rows of a tile, which are read together, do not all map to the same set of the L1.
+//
+// Accumulation: float32, k ascending, one accumulator per output. Integer formats: exact integers within a group of 32, then float32 over
+// groups. Nothing depends on how many rows or panels are computed together: every tile size gives a row the same bits.
+//
+// Panels (base 64-byte aligned, O rounded up to sixteen with rows of zeros): format.h.
+#pragma once
+#include "format.h"
+#include "lanes.h"
+#include "thread_team.h"
+
+#if INTEGERS
+#define X_BYTES(width) ((long)(width) / 32 * (long)sizeof(struct x_group))
+#else
+#define X_BYTES(width) ((long)(width) / STEP_COLUMNS * 4)
+#endif
+#define PREPARED_BYTES(width) (((X_BYTES(width) + 63) / 64 | 1) * 64)
+#define PREPARED PREPARED_BYTES(I)
+#define PANEL PANEL_BYTES(I)
+
+// Tiles of PANELS x TOKENS accumulators that fit the registers, by rising TOKENS. Few tokens take one panel at a time: one stream of
+// memory from end to end was faster than two in parallel (Q4_0, one token: 37 GB/s a core, not 29). Floats with many tokens take two,
+// which halves the loads of x; integers need registers for both sums. Sixteen at once let a batch of sixteen read weights once.
+#if defined(LANES_AVX512) && INTEGERS
+#define TILES(TILE) TILE(1, 1) TILE(1, 2) TILE(1, 4) TILE(1, 6) TILE(1, 8) TILE(1, 12)
+#define MAX_TOKENS 12
+#define WIDE 12
+#elif defined(LANES_AVX512)
+#define TILES(TILE) TILE(1, 1) TILE(1, 2) TILE(1, 4) TILE(1, 6) TILE(1, 8) TILE(2, 12) TILE(1, 16)
+#define MAX_TOKENS 16
+#define WIDE 12
+#elif defined(LANES_PLAIN)
+#define TILES(TILE) TILE(1, 1) TILE(1, 4)
+#define MAX_TOKENS 4
+#define WIDE 4
+#else
+#define TILES(TILE) TILE(1, 1) TILE(1, 2) TILE(1, 4) TILE(1, 6)
+#define MAX_TOKENS 6
+#define WIDE 6
+#endif
+
+// --- x
+
+// Numbers i to i + 31 of a row. `odd` collects what is not finite, which an integer could not express.
+INLINE void prepare_32(uint8_t *row, int i, v16 a, v16 b, v16 *odd) {
+#if INTEGERS
+  struct x_group *group = (struct x_group *)row + i / 32;
+  const float max = v16_max_of(v16_max(v16_abs(a), v16_abs(b)));
+  const v16 inverse = v16_set(max > 1e-36f ? 127.0f / max : 0.0f);  // below, 127 / max is infinite
+  const v16 qa = v16_round(v16_mul(a, inverse)), qb = v16_round(v16_mul(b, inverse));
+  *odd = v16_fma(a, v16_set(0.0f), v16_fma(b, v16_set(0.0f), *odd));
+  v16_store_i8(group->q, qa);
+  v16_store_i8(group->q + 16, qb);
+  group->scale = max / 127.0f;
+  group->sum_term = (MINIMUMS ? 1 : -ZERO_POINT) * (int32_t)v16_sum(v16_add(qa, qb));
+#else
+  (void)odd;
+  store_x(row, i, a);
+  store_x(row, i + 16, b);
+#endif
+}
+
+// After the last prepare_32 of a row: a row with an inf or a NaN in it gives NaN, as it does with float weights.
+INLINE void prepare_end(uint8_t *row, v16 odd) {
+#if INTEGERS
+  if (v16_sum(odd) != 0.0f) ((struct x_group *)row)->scale = __builtin_nanf("");
+#else
+  (void)row, (void)odd;
+#endif
+}
+
+static inline void prepare_row(uint8_t *row, const float *x) {
+  v16 odd = v16_set(0.0f);
+  for (int i = 0; i < I; i += 32) prepare_32(row, i, v16_load(x + i), v16_load(x + i + 16), &odd);
+  prepare_end(row, odd);
+}
+
+// --- tiles. `panels` and `tokens` are constants wherever dot_tile is inlined, so that the accumulators are registers.
+
+// How many bytes ahead weights are prefetched; hardware alone stops at every page. More work on a line needs no less of it: the lines
+// that have arrived must hide the latency of memory, and slow lines leave the hardware's own prefetch idle.
+// One panel's last bytes prefetch the first of the next: without that a core reads a quarter less (Q4_0: 18 KB a panel).
+#define AHEAD(panels, tokens) ((panels) == 2 ? 2048 : (tokens) <= 2 ? 4096 : 8192)
+
+// Prefetch of the `bytes` that are AHEAD of `at` in a panel; what would be after its end is taken from the start of `next_panel`.
+INLINE void fetch_ahead(const uint8_t *panel, const uint8_t *next_panel, const long at, const int bytes, const int ahead) {
+  const long lead = (ahead < PANEL ? ahead : PANEL) / bytes * bytes;
+  const uint8_t *from = (at < PANEL - lead ? panel + lead : next_panel - (PANEL - lead)) + at;
+  UNROLL for (int i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+}
+
+#if INTEGERS
+INLINE void dot_tile(const int panels, const int tokens, const uint8_t *panel, long apart, const uint8_t *next_panel, const uint8_t *x,
+                     float *tile, int pitch) {
+  v16 acc[MAX_TOKENS];
+  (void)apart;
+  UNROLL for (int t = 0; t < tokens; t++) acc[t] = v16_set(0.0f);
+  for (long b = 0; b < I / BLOCK; b++) {
+    const uint8_t *block = panel + b * PANEL_BLOCK_BYTES;
+    fetch_ahead(panel, next_panel, b * PANEL_BLOCK_BYTES, PANEL_BLOCK_BYTES, AHEAD(panels, tokens));
+    for (int g = 0; g < BLOCK / 32; g++) {
+      const struct x_group *group = (const struct x_group *)x + b * (BLOCK / 32) + g;
+      i16 sum[MAX_TOKENS];
+      UNROLL for (int t = 0; t < tokens; t++) sum[t] = i16_set(MINIMUMS ? 0 : of_row(group, t, PREPARED)->sum_term);
+      dot_group(tokens, block, g, group, PREPARED, sum);
+      const v16 scale = group_scale(block, g);
+      UNROLL for (int t = 0; t < tokens; t++) {
+        const v16 scales = v16_mul(scale, v16_set(of_row(group, t, PREPARED)->scale));
+        acc[t] = v16_fma(v16_from_i16(sum[t]), scales, acc[t]);
+      }
+#if MINIMUMS
+      const v16 minimum = group_minimum(block, g);
+      UNROLL for (int t = 0; t < tokens; t++) {
+        const struct x_group *of = of_row(group, t, PREPARED);
+        acc[t] = v16_fma(minimum, v16_set(-of->scale * (float)of->sum_term), acc[t]);
+      }
+#endif
+    }
+  }
+  UNROLL for (int t = 0; t < tokens; t++) v16_store(tile + t * pitch, acc[t]);
+}
+
+#else
+#define STEPS (I / STEP_COLUMNS)
+#define STEP_BYTES (PANEL_BLOCK_BYTES / BLOCK * STEP_COLUMNS)
+
+// One step of k: acc[p][t] += the weights of panel p, which is `apart` bytes after the one before, times row t's numbers.
+INLINE void dot_step(const int panels, const int tokens, const uint8_t *panel, long apart, const uint8_t *x, long k,
+                     v16 acc[2][MAX_TOKENS]) {
+  StepWeights w[2];
+  UNROLL for (int p = 0; p < panels; p++) w[p] = load_weights(panel + p * apart + k * STEP_BYTES);
+  UNROLL for (int t = 0; t < tokens; t++) {
+    const StepX one = load_x(x + t * PREPARED + 4 * k);
+    UNROLL for (int p = 0; p < panels; p++) acc[p][t] = multiply(acc[p][t], w[p], one);
+  }
+}
+
+INLINE void dot_tile(const int panels, const int tokens, const uint8_t *panel, long apart, const uint8_t *next_panel, const uint8_t *x,
+                     float *tile, int pitch) {
+  v16 acc[2][MAX_TOKENS];
+  UNROLL for (int p = 0; p < panels; p++) UNROLL for (int t = 0; t < tokens; t++) acc[p][t] = v16_set(0.0f);
+  for (long k = 0; k < STEPS; k += 4) {
+    UNROLL for (int p = 0; p < panels; p++)
+        fetch_ahead(panel + p * apart, next_panel, k * STEP_BYTES, 4 * STEP_BYTES, AHEAD(panels, tokens));
+    UNROLL for (int i = 0; i < 4; i++) dot_step(panels, tokens, panel, apart, x, k + i, acc);
+  }
+  UNROLL for (int t = 0; t < tokens; t++) UNROLL for (int p = 0; p < panels; p++) v16_store(tile + t * pitch + p * 16, acc[p][t]);
+}
+#endif
+
+#define DOT(panels, tokens)                                                                                                         \
+  NOINLINE void dot_##panels##_##tokens(const uint8_t *panel, long apart, const uint8_t *next_panel, const uint8_t *x, float *tile, \
+                                        int pitch) {                                                                                \
+    dot_tile(panels, tokens, panel, apart, next_panel, x, tile, pitch);                                                             \
+  }
+TILES(DOT)
+#undef DOT
+
+// How many of `left` rows the next tile takes.
+static inline int tile_tokens(int left) { return left <= MAX_TOKENS ? left : WIDE; }
+
+// tile[t * pitch + r] = row t of x . row r of panel `a` for r < 16, row r - 16 of panel `b` above; t < tokens <= MAX_TOKENS. x: prepared
+// rows. The tile has room for MAX_TOKENS rows; rows from `tokens` on are undefined. `next_panel`: the panel that will be read next.
+static inline void panel_dot(const uint8_t *a, const uint8_t *b, const uint8_t *next_panel, const uint8_t *x, int tokens, float *tile,
+                             int pitch) {
+#define DOT(panels, most)                                                          \
+  if (tokens <= most) {                                                            \
+    dot_##panels##_##most(a, b - a, panels == 1 ? b : next_panel, x, tile, pitch); \
+    if (panels == 1) dot_##panels##_##most(b, 0, next_panel, x, tile + 16, pitch); \
+    return;                                                                        \
+  }
+  TILES(DOT)
+#undef DOT
+}
+
+// --- units of work
+
+// How many of all `pairs` of panels make a unit of work: some 128 KB of memory in one run, but at least eight units a thread.
+static inline int pairs_in_unit(int pairs, int threads) {
+  const int max = 163840 / (2 * PANEL), share = pairs / (8 * threads);
+  return share < 2 || max < 2 ? 1 : share < max ? share : max;
+}
+
+// A thread takes its next unit before it works on this one, so that panel_dot can prefetch it; not near the end, where the other threads
+// would wait for a unit that is queued after this one. -1: it has not taken one; `unit_after` then does.
+static inline int unit_ahead(const struct team *team, int unit, int units) { return unit + 2 * team->lanes < units ? next(team) : -1; }
+static inline int unit_after(const struct team *team, int ahead) { return ahead < 0 ? next(team) : ahead; }
+// Which unit's panels to prefetch: the one ahead, or a guess.
+static inline int likely_unit(const struct team *team, int unit, int ahead, int units) {
+  int likely = ahead < 0 ? unit + team->lanes : ahead;
+  return likely < units ? likely : units - 1;
+}
