@@ -76,6 +76,8 @@ EXPRESSIONS = {
     "v16_from_i16": "v16_store(out, v16_from_i16(i16_dot_u8s8(i16_set((int)x), w16_load(w), x)))",
     "w16_low_nibbles": "i16_store(out, i16_dot_u8s8(i16_set(0), w16_low_nibbles(w16_load(w)), 1u << (r % 4 * 8)))",
     "w16_high_nibbles": "i16_store(out, i16_dot_u8s8(i16_set(0), w16_high_nibbles(w16_load(w)), 1u << (r % 4 * 8)))",
+    "w16_fifth_bits": "i16_store(out, i16_dot_u8s8(i16_set(0), w16_fifth_bits(w16_load(w), r % 8 * 4), 1u << (r % 4 * 8)))",
+    "w16_or": "i16_store(out, i16_dot_u8s8(i16_set(0), w16_or(w16_load(w), w16_high_nibbles(w16_load(w))), 1u << (r % 4 * 8)))",
     "v16_store_i8": "v16_store_i8((int8_t *)out, v16_load(o))",
     "v16_first": "v16_store(out, v16_first((int)(x % 17), v16_load(a), v16_load(b)))",
     "w16_transpose": "transposed(out, rows, r, count)",
@@ -289,3 +291,7 @@ def test_plain_words_are_what_they_say() -> None:
     np.testing.assert_array_equal(plain("w16_load"), picked)
     np.testing.assert_array_equal(plain("w16_low_nibbles"), picked & 15)
     np.testing.assert_array_equal(plain("w16_high_nibbles"), picked >> 4)
+    whole = rows["h"].view(np.uint32)
+    fifth = whole >> (np.arange(len(rows), dtype=np.uint32) % 8 * 4)[:, None] >> places[:, None].astype(np.uint32) & 1
+    np.testing.assert_array_equal(plain("w16_fifth_bits"), fifth * 16)
+    np.testing.assert_array_equal(plain("w16_or"), picked | picked >> 4)

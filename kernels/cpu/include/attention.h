@@ -61,8 +61,8 @@ struct rows {
   const float *q;  // row r at q + r * D
   float *sums;     // weighted sums of values, row r at sums + r * apart
   long apart;
-  float *top;      // [rows] largest score so far, unscaled; NEVER before the first key of a chunk
-  float *weight;   // [rows, 16] partial sums of the weights
+  float *top;     // [rows] largest score so far, unscaled; NEVER before the first key of a chunk
+  float *weight;  // [rows, 16] partial sums of the weights
   int position;
   const int *positions;  // 0: one sequence
 };

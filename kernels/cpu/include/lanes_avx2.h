@@ -2,9 +2,15 @@
 #pragma once
 #include <immintrin.h>
 
-typedef struct { __m256 a, b; } v16;
-typedef struct { __m256i a, b; } w16;
-typedef struct { __m256i a, b; } i16;
+typedef struct {
+  __m256 a, b;
+} v16;
+typedef struct {
+  __m256i a, b;
+} w16;
+typedef struct {
+  __m256i a, b;
+} i16;
 
 static inline v16 v16_load(const float *p) { return (v16){_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 static inline void v16_store(float *p, v16 x) { _mm256_storeu_ps(p, x.a), _mm256_storeu_ps(p + 8, x.b); }
@@ -95,6 +101,12 @@ static inline w16 w16_low_nibbles(w16 w) {
   return (w16){_mm256_and_si256(w.a, _mm256_set1_epi8(15)), _mm256_and_si256(w.b, _mm256_set1_epi8(15))};
 }
 static inline w16 w16_high_nibbles(w16 w) { return w16_low_nibbles((w16){_mm256_srli_epi16(w.a, 4), _mm256_srli_epi16(w.b, 4)}); }
+static inline __m256i fifth_bits8(__m256i w, int first) {
+  const __m256i bits = _mm256_and_si256(_mm256_srli_epi32(w, first), _mm256_set1_epi32(15));
+  return _mm256_and_si256(_mm256_mullo_epi32(bits, _mm256_set1_epi32(0x02040810)), _mm256_set1_epi32(0x10101010));
+}
+static inline w16 w16_fifth_bits(w16 w, int first) { return (w16){fifth_bits8(w.a, first), fifth_bits8(w.b, first)}; }
+static inline w16 w16_or(w16 a, w16 b) { return (w16){_mm256_or_si256(a.a, b.a), _mm256_or_si256(a.b, b.b)}; }
 
 static inline void v16_store_i8(int8_t *p, v16 x) {
   __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));  // 0-3 8-11 4-7 12-15

@@ -57,7 +57,8 @@ static inline v16 v16_dot_bf16(v16 acc, w16 w, uint32_t x) {
 #else
   __m512i high = _mm512_set1_epi32((int)0xFFFF0000);
   // the high product first, as the instruction does it
-  acc = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(w, high)), _mm512_castsi512_ps(_mm512_set1_epi32((int)(x & 0xFFFF0000u))), acc);
+  acc =
+      _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(w, high)), _mm512_castsi512_ps(_mm512_set1_epi32((int)(x & 0xFFFF0000u))), acc);
   return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(w, 16)), _mm512_castsi512_ps(_mm512_set1_epi32((int)(x << 16))), acc);
 #endif
 }
@@ -77,6 +78,11 @@ static inline i16 i16_set(int32_t x) { return _mm512_set1_epi32(x); }
 static inline v16 v16_from_i16(i16 a) { return _mm512_cvtepi32_ps(a); }
 static inline w16 w16_low_nibbles(w16 w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
 static inline w16 w16_high_nibbles(w16 w) { return _mm512_and_si512(_mm512_srli_epi16(w, 4), _mm512_set1_epi8(15)); }
+static inline w16 w16_fifth_bits(w16 w, int first) {
+  const __m512i bits = _mm512_and_si512(_mm512_srli_epi32(w, (unsigned)first), _mm512_set1_epi32(15));
+  return _mm512_and_si512(_mm512_mullo_epi32(bits, _mm512_set1_epi32(0x02040810)), _mm512_set1_epi32(0x10101010));
+}
+static inline w16 w16_or(w16 a, w16 b) { return _mm512_or_si512(a, b); }
 
 // Sixteen int8 from float32 (whole numbers from -127 to 127), and their sum.
 static inline void v16_store_i8(int8_t *p, v16 a) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a))); }

@@ -8,6 +8,8 @@ typedef int32x4x4_t i16;
 
 #define EACH for (int i = 0; i < 4; i++)
 
+// One function a line, as a table.
+// clang-format off
 static inline v16 v16_load(const float *p) { v16 r; EACH r.val[i] = vld1q_f32(p + 4 * i); return r; }
 static inline void v16_store(float *p, v16 a) { EACH vst1q_f32(p + 4 * i, a.val[i]); }
 static inline v16 v16_set(float x) { v16 r; EACH r.val[i] = vdupq_n_f32(x); return r; }
@@ -107,6 +109,14 @@ static inline i16 i16_set(int32_t x) { i16 r; EACH r.val[i] = vdupq_n_s32(x); re
 static inline v16 v16_from_i16(i16 a) { v16 r; EACH r.val[i] = vcvtq_f32_s32(a.val[i]); return r; }
 static inline w16 w16_low_nibbles(w16 w) { EACH w.val[i] = vandq_u32(w.val[i], vdupq_n_u32(0x0F0F0F0F)); return w; }
 static inline w16 w16_high_nibbles(w16 w) { EACH w.val[i] = vandq_u32(vshrq_n_u32(w.val[i], 4), vdupq_n_u32(0x0F0F0F0F)); return w; }
+static inline w16 w16_fifth_bits(w16 w, int first) {
+  EACH {
+    const uint32x4_t bits = vandq_u32(vshlq_u32(w.val[i], vdupq_n_s32(-first)), vdupq_n_u32(15));
+    w.val[i] = vandq_u32(vmulq_u32(bits, vdupq_n_u32(0x02040810u)), vdupq_n_u32(0x10101010u));
+  }
+  return w;
+}
+static inline w16 w16_or(w16 a, w16 b) { EACH a.val[i] = vorrq_u32(a.val[i], b.val[i]); return a; }
 
 static inline void v16_store_i8(int8_t *p, v16 a) {
   int32x4x4_t whole;
@@ -151,4 +161,5 @@ static inline v16 v16_from_high_f16(w16 w) {
   return r;
 }
 
+// clang-format on
 #undef EACH

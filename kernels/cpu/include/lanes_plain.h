@@ -2,12 +2,20 @@
 #pragma once
 #include "numbers.h"
 
-typedef struct { float at[16]; } v16;
-typedef struct { uint32_t at[16]; } w16;
-typedef struct { int32_t at[16]; } i16;
+typedef struct {
+  float at[16];
+} v16;
+typedef struct {
+  uint32_t at[16];
+} w16;
+typedef struct {
+  int32_t at[16];
+} i16;
 
 #define EACH for (int i = 0; i < 16; i++)
 
+// One function a line, as a table.
+// clang-format off
 static inline v16 v16_load(const float *p) { v16 r; EACH r.at[i] = p[i]; return r; }
 static inline void v16_store(float *p, v16 a) { EACH p[i] = a.at[i]; }
 static inline v16 v16_set(float x) { v16 r; EACH r.at[i] = x; return r; }
@@ -90,6 +98,9 @@ static inline i16 i16_set(int32_t x) { i16 r; EACH r.at[i] = x; return r; }
 static inline v16 v16_from_i16(i16 a) { v16 r; EACH r.at[i] = (float)a.at[i]; return r; }
 static inline w16 w16_low_nibbles(w16 w) { EACH w.at[i] &= 0x0F0F0F0F; return w; }
 static inline w16 w16_high_nibbles(w16 w) { EACH w.at[i] = w.at[i] >> 4 & 0x0F0F0F0F; return w; }
+// Bits `first` to first + 3 of every word, each as bit 4 of one of its four bytes. A product spreads them: bit i moves to 8 i + 4.
+static inline w16 w16_fifth_bits(w16 w, int first) { EACH w.at[i] = (w.at[i] >> first & 15) * 0x02040810u & 0x10101010u; return w; }
+static inline w16 w16_or(w16 a, w16 b) { EACH a.at[i] |= b.at[i]; return a; }
 
 static inline void v16_store_i8(int8_t *p, v16 a) { EACH p[i] = (int8_t)round_even(a.at[i]); }
 
@@ -109,4 +120,5 @@ static inline v16 v16_from_high_bf16(w16 w) { v16 r; EACH r.at[i] = float_from_b
 static inline v16 v16_from_low_f16(w16 w) { v16 r; EACH r.at[i] = float_from_f16((uint16_t)w.at[i]); return r; }
 static inline v16 v16_from_high_f16(w16 w) { v16 r; EACH r.at[i] = float_from_f16((uint16_t)(w.at[i] >> 16)); return r; }
 
+// clang-format on
 #undef EACH

@@ -21,10 +21,10 @@ __attribute__((visibility("hidden"))) void *memset(void *to, int value, unsigned
 }
 #endif
 
-struct thread_pool {               // what the lanes share; each word that is written often has a cache line of its own
-  _Alignas(64) int ticket;  // the next unit
-  _Alignas(64) int arrived; // lanes that wait in `meet`
-  _Alignas(64) int turn;    // completed meets
+struct thread_pool {         // what the lanes share; each word that is written often has a cache line of its own
+  _Alignas(64) int ticket;   // the next unit
+  _Alignas(64) int arrived;  // lanes that wait in `meet`
+  _Alignas(64) int turn;     // completed meets
 };
 
 struct team {
