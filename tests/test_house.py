@@ -244,15 +244,17 @@ def test_a_kernel_begins_with_its_contract_and_its_entry(path: Path) -> None:
     assert head >= 3, f"{path.name}: it begins with its contract: formula, arguments with shape and dtype, unit of work"
     if path.stem in NOT_A_KERNEL:
         return
-    assert any("=" in line for line in lines[:3]), f"{path.name}: the contract begins with the formula"
-    kinds = r"\[[^\]]*\]\s+(?:float|int|uint|bf|half|bytes|bool|CACHE|WEIGHT|u?int)"
+    kinds = r"\[[^\]]*\]\s+(?:float|int|uint|bf|half|bytes|bool|CACHE|WEIGHT|u?int)|are those of \w+\.metal"
     assert any(re.search(kinds, line) for line in lines[:head]), f"{path.name}: the contract gives shape and dtype of each argument"
     entry = re.compile(rf"\b{path.stem}\s*\(")
     code = [(i, line) for i, line in enumerate(lines[head:], head) if not line.lstrip().startswith("//")]
     first = next((i for i, line in code if entry.search(line)), None)
     assert first is not None, f"{path.name}: its entry is called {path.stem}"
-    bodies = [i for i, line in code if i < first and re.match(r"(?:static|template|__device__|inline)[^;]*\)\s*(?:const\s*)?\{", line)]
-    assert not bodies, f"{path.name}:{bodies[0] + 1}: a function before the entry (line {first + 1}); put it after, or into include/"
+    helper = re.compile(r"(?:static|template|__device__|inline|DEVICE|INLINE|DEVICE_FN)\b[^;]*\)\s*(?:const\s*)?\{")
+    helpers = [(i, line) for i, line in code if i < first and helper.match(line)]
+    long = [i for i, line in helpers if not line.rstrip().endswith("}")]
+    assert not long, f"{path.name}:{long[0] + 1}: a function before the entry (line {first + 1}); put it after, or into include/"
+    assert len(helpers) <= 4, f"{path.name}: {len(helpers)} functions before the entry; put them after, or into include/"
 
 
 def test_every_stem_has_sources_tests_and_a_benchmark() -> None:
