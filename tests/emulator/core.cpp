@@ -1,5 +1,5 @@
 // Runs the blocks of one launch: a fiber for every thread, scheduled by a seeded generator, `resident` blocks at a time, in seeded
-// order. Memory is checked in memory.h, which is part of this file.
+// order. memory.h, which is part of this file, checks memory accesses.
 #include "core.h"
 
 extern "C" {
@@ -19,12 +19,12 @@ int vsnprintf(char *, unsigned long, const char *, __builtin_va_list);
 #define HIDDEN __attribute__((visibility("hidden")))
 #define ALL 0xFFFFFFFFu
 #define RARE(x) __builtin_expect(!!(x), 0)
-#define MOST_DYNAMIC (228 * 1024)
+#define MAX_DYNAMIC (228 * 1024)
 #define STACK (128 * 1024)
 
-// Shared memory: what the launch gives, and what the kernel declares (a section of the image).
+// Shared memory: dynamic, given by the launch, and static, declared by the kernel (a section of the image).
 HIDDEN extern "C" unsigned char gpu_dynamic[];
-alignas(1024) unsigned char gpu_dynamic[MOST_DYNAMIC];
+alignas(1024) unsigned char gpu_dynamic[MAX_DYNAMIC];
 #ifdef __APPLE__
 extern u8 static_start[] __asm("section$start$__DATA$gpu_shared"), static_stop[] __asm("section$end$__DATA$gpu_shared");
 static const u8 *image_start() { return 0; }
@@ -37,16 +37,16 @@ static const u8 *image_start() { return __ehdr_start; }
 static const u8 *image_stop() { return etext; }  // constants come before the code
 #endif
 
-struct Given {  // emulate.py: Given
+struct MemoryRange {  // emulate.py: _MemoryRange
   u64 low, size;
   const char *name;
   u32 writable, pad;
-  u64 read;  // bytes, of all threads; what is read twice counts twice
+  u64 read;  // bytes, by all threads; bytes that are read twice count twice
 };
-struct Launch {  // emulate.py: Launch
+struct Launch {  // emulate.py: _Launch
   void *entry;
   const u64 *arguments;
-  Given *ranges;
+  MemoryRange *ranges;
   u8 *stacks;
   char *error;
   u64 stacks_size, seed, accesses, site, other_site, image;
@@ -54,9 +54,9 @@ struct Launch {  // emulate.py: Launch
   u32 grid[3], block[3];
 };
 
-// What a thread knows of others: key (block, thread) -> all its accesses with a smaller clock are in order; sorted by key. Thread number
-// EVERYONE stands for all threads of the block.
-struct Knowledge {
+// For each thread (block, thread), sorted by key: its accesses with a smaller clock are ordered before. Thread number ALL_THREADS means all
+// threads of the block.
+struct VectorClock {
   u64 *key;
   u32 *clock;
   u32 count, room;
@@ -74,7 +74,7 @@ enum State : u8 { CAN_RUN, AT_BARRIER, AT_COLLECTIVE, RETURNED };
 struct Block;
 struct Warp {
   u32 ready, waiting, alive;  // lanes
-  u32 base, base_device;      // clocks below them are in order for all lanes: in shared memory, in other memory
+  u32 base, base_device;      // accesses with smaller clocks are ordered for all lanes: in shared memory, in other memory
 };
 
 struct Thread {
@@ -89,15 +89,15 @@ struct Thread {
   const char *what;
   u32 line, mask, vote;
   void *mine;
-  Act act;  // whoever completes the group does it: perhaps a lane that returns
-  // order: `who` is block + 1, thread and a bit for atomics
-  u32 who, now;
-  Knowledge known, fenced, fenced_block, pending, pending_block;
+  Act act;  // run by the lane that completes the group, which may be one that returns
+  // order: `actor` identifies an access by block + 1, thread, and a bit for atomics
+  u32 actor, now;
+  VectorClock clocks, released, released_block, acquirable, acquirable_block;
   Copy *copies;
   u32 first_copy, copy_count, copy_room, group;
 };
 
-struct Pool {  // memory for what cells point to, by index of 8 bytes; 0 is nothing
+struct Pool {  // memory for lists of readers, addressed by an index of 8 bytes; 0 is null
   u64 *at;
   u32 used, room;
 };
@@ -105,12 +105,12 @@ struct Cell;
 
 struct Block {
   u32 number, place[3], threads_alive, arrived, warps, ready_warps, base, base_device, votes, last_warp;
-  u32 memory;  // the barrier at which they wait orders this,
-  bool whole;  // and is one for all threads
+  u32 memory;  // which memory the pending barrier orders
+  bool whole;  // whether it needs all threads, none of which may have returned
   Thread *threads;
   Warp warp[LANES];
-  Knowledge known;
-  u8 *saved, *state;  // shared memory while another block runs; what is known of its bytes (static, then dynamic)
+  VectorClock clocks;
+  u8 *saved, *state;  // copy of shared memory while another block runs; ByteState of its bytes (static, then dynamic)
   Cell *cells;
   Pool pool;
 };
@@ -118,8 +118,8 @@ struct Block {
 static Launch *launch;
 static Thread *current;
 static u64 stack_low;  // of the current thread
-static Block *here;    // the current block
-static Block *blocks;  // the resident ones
+static Block *current_block;
+static Block *blocks;  // resident
 static u32 resident, running;
 static u32 thread_count, warp_count, static_size, shared_size;
 static u64 order;
@@ -159,7 +159,7 @@ void core_fault(u64 site, const char *format, ...) {
   u32 room = launch->error_size, used = 0;
   if (current) {
     used = name_thread(text, room, current->index);
-    used += snprintf(text + used, room - used, " of block %u: ", here->number);
+    used += snprintf(text + used, room - used, " of block %u: ", current_block->number);
   }
   __builtin_va_list rest;
   __builtin_va_start(rest, format);
@@ -184,7 +184,7 @@ __asm__(".text\n.p2align 4\n" SYMBOL "core_switch:\n"
         "mov %rsp, (%rdi)\nmov %rsi, %rsp\n"
         "pop %r15\npop %r14\npop %r13\npop %r12\npop %rbx\npop %rbp\nret\n");
 static void *fresh_stack(u64 top, void (*start)()) {
-  u64 *sp = (u64 *)(top & ~63ull) - 8;  // `start` stands where a call would have put its way back
+  u64 *sp = (u64 *)(top & ~63ull) - 8;  // `start` is in place of a return address
   sp[6] = (u64)start;
   for (int i = 0; i < 6; i++) sp[i] = 0;
   sp[7] = 0;
@@ -206,7 +206,7 @@ static void *fresh_stack(u64 top, void (*start)()) {
   return sp;
 }
 #else
-#error "the emulator knows x86-64 and arm64"
+#error "emulator: only x86-64 and arm64 are supported"
 #endif
 
 static const u64 CANARY = 0x5AFE57AC5AFE57ACull;
@@ -222,33 +222,33 @@ static void set_ready(Block *block, u32 warp, u32 lanes) {
   block->ready_warps |= 1u << warp;
 }
 
-static bool at_atomic;  // where the order of blocks matters most
+static bool at_atomic;  // the order of blocks matters most at atomics
 
-// Whose turn it is: mostly a lane of the same warp, for the caches' sake; seldom another block, as shared memory must be exchanged.
+// The next thread to run: mostly a lane of the same warp, for locality; rarely of another block, as shared memory must then be exchanged.
 static Thread *next_thread() {
-  if (RARE(resident > 1) && (!here->ready_warps || (chance() & (at_atomic ? 3 : 1023)) == 0)) {
+  if (RARE(resident > 1) && (!current_block->ready_warps || (chance() & (at_atomic ? 3 : 1023)) == 0)) {
     u32 from = chance() % resident;
     for (u32 i = 0; i < resident; i++)
       if (blocks[(from + i) % resident].ready_warps) {
-        make_here(&blocks[(from + i) % resident]);
+        switch_to_block(&blocks[(from + i) % resident]);
         break;
       }
   }
   at_atomic = false;
-  if (!here->ready_warps) return 0;
-  u32 w = here->last_warp;
-  if (!here->warp[w].ready || (chance() & 15) == 0) w = here->last_warp = some_bit(here->ready_warps);
-  Warp *warp = &here->warp[w];
+  if (!current_block->ready_warps) return 0;
+  u32 w = current_block->last_warp;
+  if (!current_block->warp[w].ready || (chance() & 15) == 0) w = current_block->last_warp = some_bit(current_block->ready_warps);
+  Warp *warp = &current_block->warp[w];
   u32 lane = some_bit(warp->ready);
   warp->ready &= ~(1u << lane);
-  if (!warp->ready) here->ready_warps &= ~(1u << w);
-  return &here->threads[w * LANES + lane];
+  if (!warp->ready) current_block->ready_warps &= ~(1u << w);
+  return &current_block->threads[w * LANES + lane];
 }
 
-static void describe_waits();
+static void describe_deadlock();
 
-static void tell_who_waits() {
-  describe_waits();
+static void fault_deadlock() {
+  describe_deadlock();
   end_launch();
   __builtin_unreachable();
 }
@@ -259,9 +259,9 @@ static void go_to(Thread *next, void **saved) {
   core_switch(saved, next->sp);
 }
 
-static void let_others_run() {
+static void run_next() {
   Thread *self = current, *next = next_thread();
-  if (RARE(!next)) tell_who_waits();
+  if (RARE(!next)) fault_deadlock();
   if (next != self) go_to(next, &self->sp);
 }
 
@@ -269,30 +269,30 @@ void core_yield() {
   if (++idle_turns > 1u << 22)
     core_fault(0, "waits for something that does not come: 4 million turns without a barrier, a collective or a return");
   Thread *self = current;
-  set_ready(here, self->index / LANES, 1u << self->lane);
+  set_ready(current_block, self->index / LANES, 1u << self->lane);
   at_atomic = true;
-  let_others_run();
+  run_next();
 }
 
-// All that wait, in groups: nobody can go on.
-static void describe_waits() {
+// Describes all waiting threads, in groups.
+static void describe_deadlock() {
   char *text = launch->error;
   u32 room = launch->error_size, groups = 0;
-  u32 used = snprintf(text, room, "block %u: no thread can go on:", here->number);
+  u32 used = snprintf(text, room, "block %u: no thread can continue:", current_block->number);
   for (u32 i = 0; i < thread_count && groups < 8; i++) {
-    Thread *t = &here->threads[i];
+    Thread *t = &current_block->threads[i];
     if (t->state == RETURNED) continue;
-    bool told = false;
-    for (u32 j = 0; j < i && !told; j++) {
-      Thread *s = &here->threads[j];
-      told = s->state == t->state && s->line == t->line && s->mask == t->mask && !strcmp(s->what, t->what);
+    bool described = false;
+    for (u32 j = 0; j < i && !described; j++) {
+      Thread *s = &current_block->threads[j];
+      described = s->state == t->state && s->line == t->line && s->mask == t->mask && !strcmp(s->what, t->what);
     }
-    if (told) continue;
+    if (described) continue;
     used += snprintf(text + used, room - used, groups++ ? ";" : "");
     for (u32 from = i; from < thread_count;) {
       u32 to = from;
       auto same = [&](u32 k) {
-        Thread *s = &here->threads[k];
+        Thread *s = &current_block->threads[k];
         return k < thread_count && s->state == t->state && s->line == t->line && s->mask == t->mask && !strcmp(s->what, t->what);
       };
       if (!same(from)) {
@@ -309,15 +309,15 @@ static void describe_waits() {
       used += snprintf(text + used, room - used, ", line %u", t->line & 0xFFFFF);
     }
   }
-  u32 gone = 0;
-  for (u32 i = 0; i < thread_count; i++) gone += here->threads[i].state == RETURNED;
-  if (gone && used < room - 64) snprintf(text + used, room - used, "; %u threads have returned", gone);
+  u32 returned = 0;
+  for (u32 i = 0; i < thread_count; i++) returned += current_block->threads[i].state == RETURNED;
+  if (returned && used < room - 64) snprintf(text + used, room - used, "; %u threads have returned", returned);
 }
 
 // ---------------------------------------------------------------- collectives and barriers
 
-// Is everyone there whom `t` waits for? `need`: the lanes that take part.
-static bool complete(const Thread *t, u32 *need) {
+// Whether all lanes that `t` waits for have arrived. `need`: the lanes that take part.
+static bool is_complete(const Thread *t, u32 *need) {
   Warp *warp = t->warp;
   *need = t->mask & warp->alive;
   if (t->aligned == ALL_ALIGNED && *need != ALL) return false;
@@ -331,7 +331,7 @@ static bool complete(const Thread *t, u32 *need) {
   return true;
 }
 
-static void act_together(Thread *t, u32 need, Act act, u64 site) {
+static void run_collective(Thread *t, u32 need, Act act, u64 site) {
   void *theirs[LANES];
   Thread *first = t - t->lane;
   for (u32 lane = 0; lane < LANES; lane++) theirs[lane] = need >> lane & 1 ? first[lane].mine : 0;
@@ -341,20 +341,21 @@ static void act_together(Thread *t, u32 need, Act act, u64 site) {
   idle_turns = 0;
 }
 
-static void meet_in_warp(const char *what, u32 mask, u32 line, u32 aligned, void *mine, Act act, u64 site) {
+static void join_collective(const char *what, u32 mask, u32 line, u32 aligned, void *mine, Act act, u64 site) {
   Thread *t = current;
-  if (RARE(!(mask >> t->lane & 1))) core_fault(site, "is lane %u and calls %s with the mask %08x, in which it is not", t->lane, what, mask);
+  if (RARE(!(mask >> t->lane & 1)))
+    core_fault(site, "is lane %u and calls %s with the mask %08x, which does not contain it", t->lane, what, mask);
   t->what = what, t->mask = mask, t->line = line, t->aligned = aligned, t->mine = mine, t->act = act;
   t->state = AT_COLLECTIVE;
   t->warp->waiting |= 1u << t->lane;
   u32 need;
-  if (!complete(t, &need)) return let_others_run();
-  act_together(t, need, act, site);
-  if (need & ~(1u << t->lane)) set_ready(here, t->index / LANES, need & ~(1u << t->lane));
+  if (!is_complete(t, &need)) return run_next();
+  run_collective(t, need, act, site);
+  if (need & ~(1u << t->lane)) set_ready(current_block, t->index / LANES, need & ~(1u << t->lane));
 }
 
 void core_together(const char *what, u32 mask, u32 line, u32 aligned, void *mine, Act act, u64 site) {
-  meet_in_warp(what, mask, line, aligned, mine, act, site);
+  join_collective(what, mask, line, aligned, mine, act, site);
 }
 
 template <u32 memory> static void order_lanes(void **theirs, u32 mask, u64) {
@@ -365,24 +366,24 @@ template <u32 memory> static void order_lanes(void **theirs, u32 mask, u64) {
 }
 
 void core_lane_barrier(const char *what, u32 mask, u32 line, u64 site) {
-  meet_in_warp(what, mask, line, ANYWHERE, current, order_lanes<SHARED_MEMORY | DEVICE_MEMORY>, site);
+  join_collective(what, mask, line, ANYWHERE, current, order_lanes<SHARED_MEMORY | DEVICE_MEMORY>, site);
 }
 void core_lane_barrier_of(const char *what, u32 line, u32 memory, u64 site) {
   static const Act acts[] = {0, order_lanes<SHARED_MEMORY>, order_lanes<DEVICE_MEMORY>, order_lanes<SHARED_MEMORY | DEVICE_MEMORY>};
-  meet_in_warp(what, ALL, line, ALIVE_ALIGNED, current, acts[memory], site);
+  join_collective(what, ALL, line, ALIVE_ALIGNED, current, acts[memory], site);
 }
 
-// The last one has come (or returned): everybody goes on, except `self`, who is running.
-static void open_barrier(Block *block, Thread *self) {
-  const Thread *one = 0;
+// The last thread has arrived (or returned): all become ready, except `self`, which is running.
+static void release_barrier(Block *block, Thread *self) {
+  const Thread *first = 0;
   u32 clock = 0, votes = 0;
-  if (block->whole && block->threads_alive != thread_count) tell_who_waits();
+  if (block->whole && block->threads_alive != thread_count) fault_deadlock();
   for (u32 i = 0; i < thread_count; i++) {
     Thread *t = &block->threads[i];
     if (t->now > clock) clock = t->now;
     if (t->state != AT_BARRIER) continue;
-    if (one && (one->line != t->line || strcmp(one->what, t->what))) tell_who_waits();
-    one = t;
+    if (first && (first->line != t->line || strcmp(first->what, t->what))) fault_deadlock();
+    first = t;
     votes += t->vote != 0;
   }
   clock++;
@@ -392,7 +393,7 @@ static void open_barrier(Block *block, Thread *self) {
   block->arrived = 0;
   for (u32 i = 0; i < thread_count; i++) {
     Thread *t = &block->threads[i];
-    if (RARE(t->known.count)) learn_all(&block->known, &t->known), t->known.count = 0;
+    if (RARE(t->clocks.count)) merge_clocks(&block->clocks, &t->clocks), t->clocks.count = 0;
     t->now = clock;
     if (t->state != AT_BARRIER) continue;
     t->state = CAN_RUN;
@@ -401,20 +402,20 @@ static void open_barrier(Block *block, Thread *self) {
   idle_turns = 0;
 }
 
-static u32 meet_in_block(const char *what, u32 line, u32 vote, u32 memory, bool whole) {
+static u32 join_barrier(const char *what, u32 line, u32 vote, u32 memory, bool whole) {
   Thread *t = current;
-  here->memory = memory, here->whole = whole;
+  current_block->memory = memory, current_block->whole = whole;
   t->what = what, t->line = line, t->vote = vote, t->mask = 0, t->state = AT_BARRIER;
-  if (++here->arrived == here->threads_alive)
-    open_barrier(here, t);
+  if (++current_block->arrived == current_block->threads_alive)
+    release_barrier(current_block, t);
   else
-    let_others_run();
+    run_next();
   return t->block->votes;
 }
 u32 core_barrier(const char *what, u32 line, u32 vote, u64) {
-  return meet_in_block(what, line, vote, SHARED_MEMORY | DEVICE_MEMORY, false);
+  return join_barrier(what, line, vote, SHARED_MEMORY | DEVICE_MEMORY, false);
 }
-void core_barrier_of(const char *what, u32 line, u32 memory, u64) { meet_in_block(what, line, 0, memory, true); }
+void core_barrier_of(const char *what, u32 line, u32 memory, u64) { join_barrier(what, line, 0, memory, true); }
 
 // ---------------------------------------------------------------- threads and blocks
 
@@ -422,7 +423,7 @@ Thread *core_current() { return current; }
 u32 core_lane(const Thread *thread) { return thread->lane; }
 u32 core_place(u32 which, u32 direction) {
   if (which == 0) return current->place[direction];
-  if (which == 1) return here->place[direction];
+  if (which == 1) return current_block->place[direction];
   return which == 2 ? launch->block[direction] : launch->grid[direction];
 }
 
@@ -432,37 +433,37 @@ static void thread_returns() {
   Warp *warp = t->warp;
   t->state = RETURNED;
   warp->alive &= ~(1u << t->lane);
-  here->threads_alive--;
+  current_block->threads_alive--;
   idle_turns = 0;
-  for (u32 rest = warp->waiting; rest;) {  // those who waited for this one
+  for (u32 rest = warp->waiting; rest;) {  // lanes that waited for this one
     Thread *other = t - t->lane + __builtin_ctz(rest);
     u32 need;
-    if (complete(other, &need)) {
+    if (is_complete(other, &need)) {
       Act act = other->act;
-      current = other;  // errors are the lane's whose deed it is
-      act_together(other, need, act, 0);
-      set_ready(here, t->index / LANES, need);
+      current = other;  // attribute errors to the lane whose collective it is
+      run_collective(other, need, act, 0);
+      set_ready(current_block, t->index / LANES, need);
       rest &= ~need;
     } else {
       rest &= rest - 1;
     }
   }
-  if (here->threads_alive) {
-    if (here->arrived == here->threads_alive) open_barrier(here, 0);
+  if (current_block->threads_alive) {
+    if (current_block->arrived == current_block->threads_alive) release_barrier(current_block, 0);
   } else {
     running--;
     void *never;
     core_switch(&never, launcher_sp);
   }
   Thread *next = next_thread();
-  if (!next) tell_who_waits();
+  if (!next) fault_deadlock();
   void *never;
   go_to(next, &never);
 }
 
 static void thread_starts() {
   const u64 *a = launch->arguments;
-  typedef void Entry(u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64,  // as many as a kernel may take: more do no harm
+  typedef void Entry(u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64,  // the maximum number of arguments; unused ones do no harm
                      u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64);
   ((Entry *)launch->entry)(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15], a[16],
                            a[17], a[18], a[19], a[20], a[21], a[22], a[23]);
@@ -475,51 +476,51 @@ static void start_block(Block *block, u32 number) {
   block->place[0] = number % g[0], block->place[1] = number / g[0] % g[1], block->place[2] = number / g[0] / g[1];
   block->threads_alive = thread_count, block->arrived = 0, block->ready_warps = 0, block->last_warp = 0;
   block->base = block->base_device = 1;
-  block->known.count = 0;
+  block->clocks.count = 0;
   for (u32 w = 0; w < warp_count; w++) block->warp[w] = Warp{0, 0, 0, 0, 0};
   for (u32 i = 0; i < thread_count; i++) {
     Thread *t = &block->threads[i];
     t->block = block, t->warp = &block->warp[i / LANES], t->index = i, t->lane = i % LANES;
     t->state = CAN_RUN, t->what = "", t->line = t->mask = 0;
     t->place[0] = i % b[0], t->place[1] = i / b[0] % b[1], t->place[2] = i / b[0] / b[1];
-    t->who = (number + 1) << 11 | i << 1, t->now = 1;
-    t->known.count = t->fenced.count = t->fenced_block.count = t->pending.count = t->pending_block.count = 0;
+    t->actor = (number + 1) << 11 | i << 1, t->now = 1;
+    t->clocks.count = t->released.count = t->released_block.count = t->acquirable.count = t->acquirable_block.count = 0;
     t->first_copy = t->copy_count = t->group = 0;
     *(u64 *)t->stack_low = CANARY;
-    // tops of stacks at different places of a page, or all would share a few lines of the cache
+    // stack tops at different offsets in a page; otherwise all would share a few cache lines
     t->sp = fresh_stack(t->stack_low + STACK - 64 - i % 61 * 192, thread_starts);
     t->warp->alive |= 1u << t->lane;
     set_ready(block, i / LANES, 1u << t->lane);
   }
-  clean_shared(block);
+  reset_shared(block);
 }
 
-static void set_up_block(Block *block, u32 index) {
+static void allocate_block(Block *block, u32 index) {
   memset(block, 0, sizeof(Block));
   block->threads = (Thread *)calloc(warp_count * LANES, sizeof(Thread));
   block->warps = warp_count;
   for (u32 i = 0; i < thread_count; i++) block->threads[i].stack_low = (u64)launch->stacks + (u64)(index * thread_count + i) * STACK;
-  set_up_shared(block);
+  allocate_shared(block);
 }
 
-static void tear_down_block(Block *block) {
+static void free_block(Block *block) {
   for (u32 i = 0; i < thread_count; i++) {
     Thread *t = &block->threads[i];
-    Knowledge *all[] = {&t->known, &t->fenced, &t->fenced_block, &t->pending, &t->pending_block};
-    for (Knowledge *k : all) free(k->key), free(k->clock);
+    VectorClock *all[] = {&t->clocks, &t->released, &t->released_block, &t->acquirable, &t->acquirable_block};
+    for (VectorClock *k : all) free(k->key), free(k->clock);
     free(t->copies);
   }
-  free(block->threads), free(block->known.key), free(block->known.clock);
-  tear_down_shared(block);
+  free(block->threads), free(block->clocks.key), free(block->clocks.clock);
+  free_shared(block);
 }
 
-// Blocks in seeded order: a walk through all numbers with a step that has no divisor in common with their count.
+// Blocks in seeded order: with a step that is coprime to their number.
 static u32 block_order(u32 i, u32 count, u32 start, u64 step) { return (u32)((start + i * step) % count); }
 static u32 common_divisor(u32 a, u32 b) { return b ? common_divisor(b, a % b) : a; }
 
-// 0 when all went well, 1 when `error` says what did not.
-EXPORT int core_launch(Launch *given) {
-  launch = given;
+// Returns 0 on success, 1 if `error` was set.
+EXPORT int core_launch(Launch *request) {
+  launch = request;
   const u32 *g = launch->grid, *b = launch->block;
   thread_count = b[0] * b[1] * b[2], warp_count = (thread_count + LANES - 1) / LANES;
   u32 count = g[0] * g[1] * g[2];
@@ -528,39 +529,39 @@ EXPORT int core_launch(Launch *given) {
   resident = launch->resident < count ? launch->resident : count;
   launch->image = (u64)image_start();
   order = launch->seed * 0x9E3779B97F4A7C15ull + 0xD1B54A32D192ED03ull;
-  failed = false, current = 0, idle_turns = 0, here = 0;
+  failed = false, current = 0, idle_turns = 0, current_block = 0;
   for (int i = 0; i < 8; i++) chance();
-  if (!set_up_memory()) return 1;
+  if (!allocate_memory()) return 1;
   blocks = (Block *)calloc(resident ? resident : 1, sizeof(Block));
-  for (u32 i = 0; i < resident; i++) set_up_block(&blocks[i], i);
-  u32 start = count ? chance() % count : 0, begun = 0;
+  for (u32 i = 0; i < resident; i++) allocate_block(&blocks[i], i);
+  u32 start = count ? chance() % count : 0, started = 0;
   u64 step = count ? chance() % count : 0;
   while (count && common_divisor((u32)step ? (u32)step : count, count) != 1 && count > 1) step = (step + 1) % count;
   running = 0;
   for (u32 i = 0; i < resident; i++, running++) {
-    make_here(&blocks[i]);
-    start_block(here, block_order(begun++, count, start, step));
+    switch_to_block(&blocks[i]);
+    start_block(current_block, block_order(started++, count, start, step));
   }
   while (running && !failed) {
     Thread *next = next_thread();
-    if (!next) {  // possible with several blocks: the one that is here has ended, the others wait
+    if (!next) {  // possible with several blocks: the current one has ended, the others wait
       for (u32 i = 0; i < resident; i++)
-        if (blocks[i].threads_alive) make_here(&blocks[i]);
-      describe_waits();
+        if (blocks[i].threads_alive) switch_to_block(&blocks[i]);
+      describe_deadlock();
       failed = true;
       break;
     }
     go_to(next, &launcher_sp);
     current = 0;
     if (failed) break;
-    if (begun < count) start_block(here, block_order(begun++, count, start, step)), running++;
+    if (started < count) start_block(current_block, block_order(started++, count, start, step)), running++;
   }
   current = 0;
   if (at_end) at_end(failed);
   at_end = 0;
-  for (u32 i = 0; i < resident; i++) tear_down_block(&blocks[i]);
+  for (u32 i = 0; i < resident; i++) free_block(&blocks[i]);
   free(blocks);
-  tear_down_memory();
+  free_memory();
   return failed;
 }
 

@@ -1,4 +1,4 @@
-// The meaning of what CUDA's threads do together, of atomics and of number formats: cuda.h's functions, in terms of core.h.
+// CUDA's collectives, atomics and number formats: the functions of cuda.h, implemented with core.h.
 #include "core.h"
 
 typedef u32 U4 __attribute__((ext_vector_type(4)));
@@ -32,16 +32,16 @@ template <class T> static T combined(int what, T old, T value, T compare) {
     default: return old == 0 || old > value ? value : old - 1;
   }
 }
-template <class T> static T atomically(int what, T *p, T value, T compare, u64 site) {
+template <class T> static T atomic_update(int what, T *p, T value, T compare, u64 site) {
   core_atomic(p, sizeof(T), READ | WRITE, site);
   T old = *p;
   *p = combined(what, old, value, compare);
   return old;
 }
-SHIM u32 cuda_atomic_u32(int what, u32 *p, u32 value, u32 compare) { return atomically(what, p, value, compare, CALLER); }
-SHIM int cuda_atomic_s32(int what, int *p, int value) { return atomically(what, p, value, 0, CALLER); }
-SHIM u64 cuda_atomic_u64(int what, u64 *p, u64 value, u64 compare) { return atomically(what, p, value, compare, CALLER); }
-SHIM s64 cuda_atomic_s64(int what, s64 *p, s64 value) { return atomically(what, p, value, (s64)0, CALLER); }
+SHIM u32 cuda_atomic_u32(int what, u32 *p, u32 value, u32 compare) { return atomic_update(what, p, value, compare, CALLER); }
+SHIM int cuda_atomic_s32(int what, int *p, int value) { return atomic_update(what, p, value, 0, CALLER); }
+SHIM u64 cuda_atomic_u64(int what, u64 *p, u64 value, u64 compare) { return atomic_update(what, p, value, compare, CALLER); }
+SHIM s64 cuda_atomic_s64(int what, s64 *p, s64 value) { return atomic_update(what, p, value, (s64)0, CALLER); }
 SHIM float cuda_atomic_add_float(float *p, float value) {
   core_atomic(p, 4, READ | WRITE, CALLER);
   float old = *p;
@@ -81,13 +81,13 @@ static void shuffle(void **theirs, u32 mask, u64 site) {
 SHIM u64 cuda_shuffle(int how, u32 mask, u64 value, int by, int width, u32 line) {
   static const char *const names[] = {"__shfl_sync", "__shfl_up_sync", "__shfl_down_sync", "__shfl_xor_sync"};
   if (width < 1 || width > 32 || width & (width - 1))
-    core_fault(CALLER, "%s wants a width of 1, 2, 4, 8, 16 or 32, and gets %d", names[how], width);
+    core_fault(CALLER, "%s needs a width of 1, 2, 4, 8, 16 or 32, got %d", names[how], width);
   Shuffle mine = {value, 0, how, by, width};
   core_together(names[how], mask, line, false, &mine, shuffle, CALLER);
   return mine.result;
 }
 
-struct Word {
+struct Exchange {
   u64 value, result;
   int what;
   bool is_signed;
@@ -95,51 +95,51 @@ struct Word {
 static void ballot(void **theirs, u32 mask, u64) {
   u64 all = 0;
   for (int lane = 0; lane < LANES; lane++)
-    if (mask >> lane & 1) all |= ((Word *)theirs[lane])->value << lane;
+    if (mask >> lane & 1) all |= ((Exchange *)theirs[lane])->value << lane;
   for (int lane = 0; lane < LANES; lane++)
-    if (mask >> lane & 1) ((Word *)theirs[lane])->result = all;
+    if (mask >> lane & 1) ((Exchange *)theirs[lane])->result = all;
 }
 SHIM u32 cuda_ballot(const char *what, u32 mask, u32 vote, u32 line) {
-  Word mine = {vote, 0, 0, false};
+  Exchange mine = {vote, 0, 0, false};
   core_together(what, mask, line, false, &mine, ballot, CALLER);
   return (u32)mine.result;
 }
 static void match(void **theirs, u32 mask, u64) {
   for (int lane = 0; lane < LANES; lane++)
     for (int other = 0; other < LANES; other++)
-      if (mask >> lane & 1 && mask >> other & 1 && ((Word *)theirs[lane])->value == ((Word *)theirs[other])->value)
-        ((Word *)theirs[lane])->result |= 1u << other;
+      if (mask >> lane & 1 && mask >> other & 1 && ((Exchange *)theirs[lane])->value == ((Exchange *)theirs[other])->value)
+        ((Exchange *)theirs[lane])->result |= 1u << other;
 }
 SHIM u32 cuda_match(u32 mask, u64 value, u32 line) {
-  Word mine = {value, 0, 0, false};
+  Exchange mine = {value, 0, 0, false};
   core_together("__match_any_sync", mask, line, false, &mine, match, CALLER);
   return (u32)mine.result;
 }
 static void reduce(void **theirs, u32 mask, u64) {
-  Word *first = (Word *)theirs[__builtin_ctz(mask)];
+  Exchange *first = (Exchange *)theirs[__builtin_ctz(mask)];
   u32 all = (u32)first->value;
   for (u32 rest = mask & (mask - 1); rest; rest &= rest - 1) {
-    u32 value = (u32)((Word *)theirs[__builtin_ctz(rest)])->value;
+    u32 value = (u32)((Exchange *)theirs[__builtin_ctz(rest)])->value;
     all = first->is_signed ? (u32)combined<int>(first->what, (int)all, (int)value, 0) : combined<u32>(first->what, all, value, 0);
   }
-  for (u32 rest = mask; rest; rest &= rest - 1) ((Word *)theirs[__builtin_ctz(rest)])->result = all;
+  for (u32 rest = mask; rest; rest &= rest - 1) ((Exchange *)theirs[__builtin_ctz(rest)])->result = all;
 }
 SHIM u32 cuda_reduce(int what, bool is_signed, u32 mask, u32 value, u32 line) {
   static const char *const names[] = {"__reduce_add_sync", "__reduce_min_sync", "__reduce_max_sync", "", "", "__reduce_or_sync",
                                       "__reduce_and_sync", "__reduce_xor_sync"};
-  Word mine = {value, 0, what, is_signed};
+  Exchange mine = {value, 0, what, is_signed};
   core_together(names[what], mask, line, false, &mine, reduce, CALLER);
   return (u32)mine.result;
 }
 
-// ---------------------------------------------------------------- numbers
+// ---------------------------------------------------------------- conversions
 
 static u32 bits_of(float x) { return __builtin_bit_cast(u32, x); }
 static float float_of(u32 x) { return __builtin_bit_cast(float, x); }
 
 SHIM u16 cuda_to_bf16(float x) {
   u32 b = bits_of(x);
-  if ((b & 0x7FFFFFFFu) > 0x7F800000u) return 0x7FFF;  // as cvt.rn.bf16 has it
+  if ((b & 0x7FFFFFFFu) > 0x7F800000u) return 0x7FFF;  // as cvt.rn.bf16 does
   return (u16)((b + 0x7FFF + (b >> 16 & 1)) >> 16);
 }
 SHIM u16 cuda_to_f16(float x) {
@@ -165,7 +165,7 @@ SHIM float cuda_from_f16(u16 x) {
 SHIM float cuda_exp2_flushed(float x) {
   if ((bits_of(x) & 0x7F800000u) == 0) return 1.0f;
   float power = exp2f(x);
-  return power < 1.17549435e-38f ? 0.0f : power;  // NaN stays
+  return power < 1.17549435e-38f ? 0.0f : power;  // NaN remains
 }
 
 // ---------------------------------------------------------------- matrices
@@ -176,7 +176,7 @@ struct Mma {
   u32 b0, b1;
   bool flag;
 };
-// Products of 16-bit numbers are exact in float32; sums are float32, k ascending. (The machine's own order within 16 is not told.)
+// Products of 16-bit numbers are exact in float32; sums are float32, k ascending. (NVIDIA does not document the order within 16.)
 static void multiply_16(void **theirs, u32, u64) {
   float a[16][16], b[16][8], c[16][8];
   bool bfloat = ((Mma *)theirs[0])->flag;
@@ -263,7 +263,7 @@ static void load_rows(void **theirs, u32, u64 site) {
       const u8 *place = ((Rows *)theirs[8 * m + row])->row;
       core_expect(place, 16, 16, true, "load_matrices", site);
       for (int word = 0; word < 4; word++) {
-        // the lane that gets the word reads it (transposed, two lanes get a half each: the one with the same number stands for both)
+        // the read is attributed to the lane that gets the word (transposed, two lanes get half of it each: to the lane of the same number)
         Rows *to = (Rows *)theirs[4 * row + word];
         core_access(to->thread, place + 4 * word, 4, READ, site);
         u32 value;

@@ -1,7 +1,6 @@
-// CUDA C for the emulator: what nvcc knows without any header, in terms of core.h. Kernels are compiled with this file in front.
+// CUDA C for the emulator: what nvcc provides without any header, implemented with core.h. It is included before every kernel.
 //
-// Intrinsics that several lanes do together are functions of cuda.cpp that take the line of the source; test_words.py
-// compares all with numpy. Not modelled: __activemask, texture and surface memory, printf, clocks, cooperative groups.
+// Intrinsics of several lanes are functions of cuda.cpp that take the source line; test_intrinsics.py compares all with numpy. Not modelled: __activemask, texture and surface memory, printf, clocks, cooperative groups.
 #pragma once
 #pragma clang diagnostic ignored "-Wduplicate-decl-specifier"
 
@@ -70,7 +69,7 @@ struct dim3 {
   constexpr dim3(uint3 v) : x(v.x), y(v.y), z(v.z) {}
 };
 
-// --- places. Const: one call of the kernel has one thread.
+// --- built-in variables. Const: they do not change within one call of the kernel.
 
 EMULATED unsigned cuda_place(unsigned which, unsigned direction) __attribute__((const));
 EMULATED_PLAIN uint3 emulated_places(unsigned which) { return {cuda_place(which, 0), cuda_place(which, 1), cuda_place(which, 2)}; }
@@ -209,7 +208,7 @@ EMULATED_PLAIN float __fdividef(float x, float y) { return x / y; }
 EMULATED_PLAIN float __frcp_rn(float x) { return 1.0f / x; }
 EMULATED_PLAIN float __fsqrt_rn(float x) { return sqrtf(x); }
 EMULATED_PLAIN float __frsqrt_rn(float x) { return 1.0f / sqrtf(x); }
-// Numbers out of range go to the nearest that there is, NaN to 0, as PTX has it.
+// Numbers out of range become the nearest representable one, NaN 0, as in PTX.
 template <class T> EMULATED_PLAIN T emulated_whole(double x, double low, double high) {
   return x != x ? (T)0 : x <= low ? (T)low : x >= high ? (T)high : (T)x;
 }
@@ -315,7 +314,7 @@ EMULATED_ATOMICS(_system)
 EMULATED_PLAIN unsigned atomicSub(unsigned *p, unsigned value) { return cuda_atomic_u32(EMULATED_ADD, p, 0u - value, 0); }
 EMULATED_PLAIN int atomicSub(int *p, int value) { return cuda_atomic_s32(EMULATED_ADD, p, (int)(0u - (unsigned)value)); }
 
-// --- together
+// --- collectives
 
 EMULATED unsigned cuda_sync(const char *what, unsigned vote, unsigned line);
 EMULATED_PLAIN void __syncthreads(EMULATED_LINE) { cuda_sync("__syncthreads", 0, line); }
@@ -372,7 +371,7 @@ EMULATED_REDUCE(__reduce_or_sync, EMULATED_OR)
 EMULATED_REDUCE(__reduce_xor_sync, EMULATED_XOR)
 #undef EMULATED_REDUCE
 
-// --- what include/gpu.cuh is made of
+// --- what include/gpu.cuh needs
 
 typedef unsigned EmulatedU4 __attribute__((ext_vector_type(4)));
 typedef int EmulatedS4 __attribute__((ext_vector_type(4)));

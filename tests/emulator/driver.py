@@ -1,8 +1,8 @@
-"""A CUDA driver over the emulator: tinygrad's CUDA device, our launch code and the kernels run here unchanged, on memory of the host.
+"""A CUDA driver on top of the emulator: tinygrad's CUDA device, the launch code and the kernels run unchanged, on host memory.
 
-Within `cuda_device()` the functions of `tinygrad.runtime.autogen.cuda` are those of a `Driver`, and compilers give the source for machine
-code. What is put into the stream runs when somebody waits for it (even seeds) or at any moment until then (odd ones), so that whoever
-reuses pinned memory too early, or reads before he has waited, is found out. Nodes of a graph run in any order that its edges allow.
+Within `cuda_device()` the functions of `tinygrad.runtime.autogen.cuda` are those of a `Driver`, and compilers return the source in place of
+machine code. Work in the stream runs when the host waits for it (even seeds) or at any time before (odd seeds), so that code which reuses
+pinned memory too early, or reads before it has waited, fails. Nodes of a graph run in any order that its edges allow.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from tinyvllm.bridge.programs import KeptTable
 
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, INVALID_HANDLE, NOT_FOUND, NOT_READY = 1, 2, 201, 400, 500, 600
 ERRORS = {1: "invalid argument", 2: "out of memory", 201: "invalid device context", 400: "invalid resource handle", 500: "not found"}
-SHARED_UNASKED, SHARED_MOST = 48 << 10, 227 << 10  # bytes a block: without and with the attribute of the function
+DEFAULT_SHARED, MAX_SHARED_BYTES = 48 << 10, 227 << 10  # bytes a block: without and with the function's attribute
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-MULTIPROCESSORS, ALL_SHARED, MOST_SHARED = 16, 81, 97  # CU_DEVICE_ATTRIBUTE_..: shared memory of a multiprocessor, and of one block of it
+MULTIPROCESSORS, MULTIPROCESSOR_SHARED, MAX_SHARED = 16, 81, 97  # CU_DEVICE_ATTRIBUTE_...; MAX_SHARED is of one block
 _WITHOUT_CONTEXT = ("cuInit", "cuDevice", "cuDriver", "cuCtxCreate", "cuCtxSetCurrent", "cuGetError")
 INCLUDES = Path(__file__).parent / "include"
 
 
 class DriverError(AssertionError):
-    """What no driver would answer with a status: a call that this one does not have, or that nobody should make."""
+    """A call that this driver does not implement, or that is never correct; a real driver would return no status for it."""
 
 
 @dataclass
 class Function:
     text: str
     name: str
-    integers: int  # how many of its parameters are integers
-    shared_most: int = SHARED_UNASKED
+    integers: int  # number of its integer parameters
+    max_shared: int = DEFAULT_SHARED
 
 
 @dataclass(frozen=True)
@@ -65,31 +65,31 @@ class Graph:
 
 
 class Driver:
-    """One GPU of `capacity` bytes. `counts` holds how often each function was called, `launched` the name of each kernel that has run.
+    """One GPU of `capacity` bytes. `counts`: the number of calls of each function. `launched`: the name of each kernel that has run.
 
-    `races` are looked for in every kernel; without, they run twice as fast.
+    With `races`, races are checked in every kernel; without, kernels run twice as fast.
     """
 
-    _numbers = itertools.count(0x1000, 16)  # handles; no two drivers give the same
+    _numbers = itertools.count(0x1000, 16)  # handles; unique across drivers
 
     def __init__(self, seed: int = 0, capacity: int = 1 << 30, capability: tuple[int, int] = (9, 0), multiprocessors: int = 4,
                  races: bool = True):  # fmt: skip
         self.counts: Counter[str] = Counter()
         self.launched: list[str] = []
-        self.device: dict[int, np.ndarray] = {}  # by address: memory of the device
+        self.device: dict[int, np.ndarray] = {}  # device memory by address
         self.pinned: dict[int, np.ndarray] = {}
         self._random, self._seed, self._capacity, self._capability = random.Random(seed), seed, capacity, capability
         self._races = races
-        self._attributes = {MULTIPROCESSORS: multiprocessors, ALL_SHARED: SHARED_MOST + 1024, MOST_SHARED: SHARED_MOST}
+        self._attributes = {MULTIPROCESSORS: multiprocessors, MULTIPROCESSOR_SHARED: MAX_SHARED_BYTES + 1024, MAX_SHARED: MAX_SHARED_BYTES}
         self._handles: dict[int, Any] = {}
         self._stream: list[tuple[int, Callable[[], None]]] = []
         self._issued = self._done = 0
         self._lock, self._thread = threading.RLock(), threading.local()
         self._context: int | None = None
-        self._words = {code: ctypes.create_string_buffer(text.encode()) for code, text in ERRORS.items()}
+        self._error_texts = {code: ctypes.create_string_buffer(text.encode()) for code, text in ERRORS.items()}
 
     def functions(self, names: list[str]) -> dict[str, Callable[..., int]]:
-        """For each name of the driver's interface the function to call: counted, and a DriverError where this driver has none."""
+        """The function for each name of the driver's interface: calls are counted; DriverError for one that is not implemented."""
         return {name: self._counted(name, getattr(self, f"_{name}", None)) for name in names}
 
     def _counted(self, name: str, function: Callable[..., int | None] | None) -> Callable[..., int]:
@@ -113,17 +113,17 @@ class Driver:
         return 0
 
     def _run(self, until: int) -> None:
-        """Run what was issued up to number `until`."""
+        """Run the work that was issued up to number `until`."""
         while self._stream and self._stream[0][0] <= until:
             self._done, work = self._stream.pop(0)
             work()
 
     def idle(self) -> None:
-        """Let everything run."""
+        """Run everything that was issued."""
         self._run(self._issued)
 
     def free(self) -> int:
-        """Bytes of the device's memory that are free."""
+        """Free bytes of device memory."""
         return self._capacity - sum(memory.nbytes for memory in self.device.values())
 
     # --- handles
@@ -173,8 +173,8 @@ class Driver:
         put(total, self._capacity)
 
     def _cuGetErrorString(self, status: int, out: Any) -> int:
-        words = self._words.setdefault(status, ctypes.create_string_buffer(f"error {status}".encode()))
-        put(out, ctypes.addressof(words))
+        text = self._error_texts.setdefault(status, ctypes.create_string_buffer(f"error {status}".encode()))
+        put(out, ctypes.addressof(text))
         return 0
 
     def _cuGetErrorName(self, status: int, out: Any) -> int:
@@ -211,7 +211,7 @@ class Driver:
         return any(start <= address and address + size <= start + memory.nbytes for start, memory in where.items())
 
     def _reachable(self, address: int, size: int) -> bool:
-        """By the device: pinned memory has one address for both."""
+        """Whether the device can access it: pinned memory has one address for host and device."""
         return self._within(self.device, address, size) or self._within(self.pinned, address, size)
 
     def _cuMemcpyHtoDAsync_v2(self, to: Any, source: Any, size: int, stream: Any) -> int:
@@ -220,7 +220,7 @@ class Driver:
             return INVALID_VALUE
         if self._within(self.pinned, source, size):
             return self._enqueue(lambda: copy(to, source, size))
-        data = ctypes.string_at(source, size)  # of other memory the driver makes a copy before it returns
+        data = ctypes.string_at(source, size)  # the driver copies pageable memory before it returns
         return self._enqueue(lambda: copy(to, data, size))
 
     def _cuMemcpyDtoHAsync_v2(self, to: Any, source: Any, size: int, stream: Any) -> int:
@@ -243,7 +243,7 @@ class Driver:
             return INVALID_VALUE
         return self._enqueue(lambda: copy(to, source, size))
 
-    # --- events: the number of what was issued last before them
+    # --- events: the number of the last work issued before them
 
     def _cuEventCreate(self, out: Any, flags: int) -> None:
         put(out, self._new(0))
@@ -255,7 +255,7 @@ class Driver:
         self._handles[number(event)] = self._issued
 
     def _cuEventQuery(self, event: Any) -> int:
-        self._run(self._done + self._random.choice((0, 1)))  # whoever asks again and again comes to the end
+        self._run(self._done + self._random.choice((0, 1)))  # repeated queries make progress
         return 0 if self._handles[number(event)] <= self._done else NOT_READY
 
     def _cuEventSynchronize(self, event: Any) -> None:
@@ -274,7 +274,7 @@ class Driver:
 
     def _cuModuleUnload(self, module: Any) -> None:
         self.idle()
-        self._handles.pop(number(module), None)  # of an earlier driver, where a failed test has kept a program
+        self._handles.pop(number(module), None)  # missing if a failed test has kept a program of an earlier driver
 
     def _cuModuleGetFunction(self, out: Any, module: Any, name: bytes) -> int:
         text = self._handles[number(module)]
@@ -285,23 +285,23 @@ class Driver:
         return 0
 
     def _cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> int:
-        if attribute != MAX_DYNAMIC_SHARED or value > SHARED_MOST:
+        if attribute != MAX_DYNAMIC_SHARED or value > MAX_SHARED_BYTES:
             return INVALID_VALUE
-        self._handles[number(function)].shared_most = max(SHARED_UNASKED, value)
+        self._handles[number(function)].max_shared = max(DEFAULT_SHARED, value)
         return 0
 
     def _launch(self, function: Any, dims: tuple[int, ...], shared: int, extra: Any) -> Launch | None:
-        """A launch with its arguments as they are now; None where the driver would refuse it."""
-        found: Function = self._handles[number(function)]
+        """A launch with its current arguments; None if a driver would reject it."""
+        loaded: Function = self._handles[number(function)]
         grid, block = dims[:3], dims[3:]
-        if min(dims) < 1 or np.prod(block) > 1024 or shared > found.shared_most:
+        if min(dims) < 1 or np.prod(block) > 1024 or shared > loaded.max_shared:
             return None
-        assert extra[0] == 1 and extra[2] == 2 and not extra[4], "arguments as one buffer: its address, then its size's"
+        assert extra[0] == 1 and extra[2] == 2 and not extra[4], "arguments must be one buffer: its address, then the address of its size"
         size = ctypes.c_size_t.from_address(extra[3]).value
-        return Launch(found, (grid[0], grid[1], grid[2]), (block[0], block[1], block[2]), shared, ctypes.string_at(extra[1], size))
+        return Launch(loaded, (grid[0], grid[1], grid[2]), (block[0], block[1], block[2]), shared, ctypes.string_at(extra[1], size))
 
     def _execute(self, launch: Launch) -> None:
-        """Run a kernel: its arguments are pointers and, behind them, the integers that only tinygrad's kernels take."""
+        """Run a kernel: its arguments are pointers, then integers, which only tinygrad's kernels take."""
         function, size = launch.function, len(launch.arguments)
         pointers, rest = divmod(size - 4 * function.integers, 8)
         assert rest == 0, f"{function.name} takes {function.integers} integers, got {size} bytes of arguments"
@@ -314,13 +314,14 @@ class Driver:
         )  # fmt: skip
 
     def _memory_of(self, addresses: list[int]) -> list[Memory]:
-        """The allocations that pointers lie in: all that a kernel may touch."""
-        found = {}
+        """The allocations that the pointers point into: all the memory that a kernel may access."""
+        allocations = {}
         for i, address in enumerate(addresses):
             for start, memory in (*self.device.items(), *self.pinned.items()):
                 if start <= address < start + memory.nbytes:
-                    found[start] = Memory(start, memory.nbytes, f"{found[start].name if start in found else 'argument'} {i}")
-        return list(found.values())
+                    name = allocations[start].name if start in allocations else "argument"
+                    allocations[start] = Memory(start, memory.nbytes, f"{name} {i}")
+        return list(allocations.values())
 
     def _cuLaunchKernel(self, function: Any, *rest: Any) -> int:
         launch = self._launch(function, rest[:6], rest[6], rest[9])
@@ -367,7 +368,7 @@ class Driver:
 
     def _cuGraphLaunch(self, instance: Any, stream: Any) -> int:
         graph: Graph = self._handles[number(instance)]
-        nodes = dict(graph.nodes)  # a node that is set again changes later launches only
+        nodes = dict(graph.nodes)  # setting a node's parameters changes later launches only
         return self._enqueue(lambda: self._run_nodes(nodes, graph.before))
 
     def _run_nodes(self, nodes: dict[int, Launch], before: dict[int, list[int]]) -> None:
@@ -377,18 +378,18 @@ class Driver:
             self._execute(left.pop(node))
 
 
-# --- reading and writing what ctypes passes
+# --- arguments passed by ctypes
 
 
 def number(handle: Any) -> int:
-    """A handle or an address as an integer, from whatever it was passed as."""
+    """A handle or an address as an integer, whichever ctypes type it has."""
     if isinstance(handle, int):
         return handle
     return int.from_bytes(ctypes.string_at(ctypes.addressof(handle), ctypes.sizeof(handle)), "little")
 
 
 def put(out: Any, value: int) -> None:
-    """Write an integer or a handle to where a `byref` points."""
+    """Write an integer or a handle through a `byref`."""
     ctypes.memmove(ctypes.addressof(out._obj), value.to_bytes(ctypes.sizeof(out._obj), "little"), ctypes.sizeof(out._obj))
 
 
@@ -397,19 +398,19 @@ def copy(to: int, source: int | bytes, size: int) -> None:
 
 
 def integers_of(text: str, name: str) -> int | None:
-    """How many parameters of a function in the text are integers; None where there is no such function."""
+    """The number of integer parameters of a function in the text; None if there is no such function."""
     plain = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
-    found = re.search(rf"__global__[^;{{}}]*?\b{re.escape(name)}\s*\(([^)]*)\)\s*\{{", plain)
-    if found is None:
+    match = re.search(rf"__global__[^;{{}}]*?\b{re.escape(name)}\s*\(([^)]*)\)\s*\{{", plain)
+    if match is None:
         return None
-    return sum(re.fullmatch(r"\s*(const )?int \w+\s*", parameter) is not None for parameter in found[1].split(","))
+    return sum(re.fullmatch(r"\s*(const )?int \w+\s*", parameter) is not None for parameter in match[1].split(","))
 
 
 class _SourceCompiler(Compiler):
-    """Stands for tinygrad's compiler: the binary is the source."""
+    """In place of tinygrad's compiler: the binary is the source."""
 
     def __init__(self, arch: str, ptx: bool = True, cache_key: str = "cuda"):
-        super().__init__(None)  # kept nowhere
+        super().__init__(None)  # without a cache
         self.ptx = ptx
 
     def compile(self, src: str) -> bytes:
@@ -417,28 +418,28 @@ class _SourceCompiler(Compiler):
 
 
 class _InMemory(KeptTable):
-    """A cache of tinygrad's that writes nothing to disk: there, a source would be taken for machine code by a process with a GPU."""
+    """A cache of tinygrad that writes nothing to disk, where a process with a GPU would load the source as machine code."""
 
     get = dict.get
     __setitem__ = dict.__setitem__
 
 
-# --- in the place of what tinygrad and tinyvllm use
+# --- replacing what tinygrad and tinyvllm use
 
 
-MACHINE_CODE = b"\x7fELF\xff"  # what binaries begin with; no text
+MACHINE_CODE = b"\x7fELF\xff"  # the start of binaries, and of no text
 
 
 def source_of(kernel: Kernel, arch: str | None = None) -> bytes:
-    """What stands for a hand-written kernel's machine code: its source, in the emulator's words."""
+    """In place of the machine code of a hand-written kernel: its source, with the emulator's headers."""
     return MACHINE_CODE + kernel_text(kernel, INCLUDES).encode()
 
 
 @contextlib.contextmanager
 def cuda_device(**options: Any) -> Iterator[Driver]:
-    """Within it, tinygrad's device CUDA is an emulated one, opened by `open_device`; `options` are those of Driver.
+    """Makes tinygrad's device CUDA an emulated one, opened by `open_device`; `options` are those of Driver.
 
-    Afterwards nothing of it is left in the process: no device, no program in a cache, and nothing was written to disk.
+    Afterwards the process has no device and no cached program of it; nothing is written to disk.
     """
     from tinygrad import Device, codegen, schedule
     from tinygrad.engine import realize
@@ -464,37 +465,37 @@ def cuda_device(**options: Any) -> Iterator[Driver]:
 
     with contextlib.ExitStack() as undo:
         for name, function in driver.functions(names).items():
-            undo.enter_context(_put_in_place(cuda, name, function))
-        undo.enter_context(_put_in_place(compiler_cuda, "NVRTCCompiler", _SourceCompiler))
-        undo.enter_context(_put_in_place(type(Device), "_Device__get_canonicalized_item", device))
-        undo.enter_context(_put_in_place(ops_cuda.CUDADevice, "devices", []))
-        undo.enter_context(_put_in_place(codegen, "to_program_cache", _InMemory("programs", lambda program: program)))
-        undo.enter_context(_put_in_place(schedule, "schedule_cache", _InMemory("schedules", lambda linear: linear)))
-        undo.enter_context(_put_in_place(nvrtc, "cubin", source_of))
-        undo.callback(_forget, realize.runtime_cache)
-        _forget(realize.runtime_cache)
+            undo.enter_context(_replaced(cuda, name, function))
+        undo.enter_context(_replaced(compiler_cuda, "NVRTCCompiler", _SourceCompiler))
+        undo.enter_context(_replaced(type(Device), "_Device__get_canonicalized_item", device))
+        undo.enter_context(_replaced(ops_cuda.CUDADevice, "devices", []))
+        undo.enter_context(_replaced(codegen, "to_program_cache", _InMemory("programs", lambda program: program)))
+        undo.enter_context(_replaced(schedule, "schedule_cache", _InMemory("schedules", lambda linear: linear)))
+        undo.enter_context(_replaced(nvrtc, "cubin", source_of))
+        undo.callback(_drop_programs, realize.runtime_cache)
+        _drop_programs(realize.runtime_cache)
         open_device(Placement("CUDA"))
         yield driver
         driver.idle()
 
 
 @contextlib.contextmanager
-def _put_in_place(owner: Any, name: str, value: Any) -> Iterator[None]:
-    kept = vars(owner)[name]
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = vars(owner)[name]
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, kept)
+        setattr(owner, name, original)
 
 
-def _forget(programs: dict[tuple[bytes, str], Any]) -> None:
-    """Let go of everything that would call the driver later, while it is there."""
+def _drop_programs(programs: dict[tuple[bytes, str], Any]) -> None:
+    """Free everything that would call the driver later, while the driver exists."""
     from tinyvllm.backends.cuda import driver as gpu
     from tinyvllm.bridge import node, tensors
 
     for key in [key for key in programs if key[1].startswith("CUDA")]:
         del programs[key]
-    for kept in (gpu.copies_of, gpu.gpu_attribute, node.machine_code, tensors.shared_zeros):
-        kept.cache_clear()
+    for cached in (gpu.copies_of, gpu.gpu_attribute, node.machine_code, tensors.shared_zeros):
+        cached.cache_clear()
     gc.collect()

@@ -1,7 +1,7 @@
-"""Runs GPU kernels, unchanged, on the CPU, and says what is wrong with them: races, bounds, unwritten reads, divergence.
+"""Runs GPU kernels, unchanged, on the CPU, and reports their errors: races, bounds, reads of unwritten memory, divergence.
 
-`emulate` takes a Kernel record and numpy arrays; `emulate_source` any text of CUDA C or Metal and memory that lies where it lies. README.md
-says what is modelled.
+`emulate` takes a Kernel record and numpy arrays; `emulate_source` any text of CUDA C or Metal, and memory at given addresses. README.md
+lists what is modelled.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from tinyvllm.backends.cpu.toolchain import cpu_features, provide_compiler
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.source import kernel_text
 
-STACK = 128 * 1024  # bytes of a thread, as core.cpp has it
-GAP = 1024  # bytes between arrays, which nobody may touch
+STACK = 128 * 1024  # bytes a thread, as in core.cpp
+GAP = 1024  # bytes between arrays, which no thread may access
 
 
 @dataclass(frozen=True)
 class Language:
-    """Files of this folder that say what a language means, and what its machines allow.
+    """The files of this folder that implement a language, and the limits of its machines.
 
-    most_shared    bytes of shared memory of a block, declared and given together
-    most_declared  of these, declared
-    most_blocks    of a grid in y and z
+    max_shared    bytes of shared memory of a block, declared and dynamic together
+    max_declared  of these, declared
+    max_blocks    of a grid, in y and z
     """
 
     name: str
     ending: str
     headers: str
     flags: tuple[str, ...]
-    most_shared: int
-    most_declared: int
-    most_blocks: int
+    max_shared: int
+    max_declared: int
+    max_blocks: int
 
     def files(self) -> list[Path]:
         return [HERE / f"{self.name}.h", *sorted(p for p in (HERE / self.headers).iterdir() if p.is_file())]
@@ -60,12 +60,12 @@ LANGUAGES = {
 
 
 class EmulatorError(AssertionError):
-    """A kernel did what it may not do: which thread, what, where, and in which line."""
+    """A kernel did something invalid: the message names the thread, the access or call, and the source line."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a kernel may touch."""
+    """Bytes that a kernel may access."""
 
     address: int
     size: int
@@ -73,7 +73,7 @@ class Memory:
     writable: bool = True
 
 
-class _Given(ctypes.Structure):
+class _MemoryRange(ctypes.Structure):
     _fields_ = [
         ("low", ctypes.c_uint64), ("size", ctypes.c_uint64), ("name", ctypes.c_char_p),
         ("writable", ctypes.c_uint32), ("pad", ctypes.c_uint32), ("read", ctypes.c_uint64),
@@ -94,28 +94,28 @@ def emulate(
 ) -> int:
     """Run a kernel's whole grid on `arrays` (outs, then ins, C-contiguous; outs are changed in place).
 
-    Every array is a memory of its own, aligned to 256 bytes; arrays that overlap on the host overlap there, too. `seed` decides the order
-    of threads and blocks. Without `races` all but races is looked for, in half to a third of the time. `resident` blocks of threads run
-    at the same time. `read` becomes the bytes that threads have read of each array, those read twice twice. Returns the number of memory
-    accesses. Raises EmulatorError.
+    Every array is copied to memory of its own, aligned to 256 bytes; arrays that overlap on the host also overlap there. `seed` determines
+    the order of threads and blocks. Without `races` everything but races is checked, in half to a third of the time. `resident` thread
+    blocks run at the same time. `read` receives the number of bytes that threads read of each array (bytes read twice count twice).
+    Returns the number of memory accesses. Raises EmulatorError.
     """
     if len(arrays) != kernel.outs + kernel.ins:
         raise EmulatorError(f"{kernel.stem} takes {kernel.outs} + {kernel.ins} arrays, got {len(arrays)}")
     for index, array in enumerate(arrays):
         if not array.flags.c_contiguous:
             raise EmulatorError(f"{kernel.stem}: argument {index} must be C-contiguous")
-    held = Arrays(arrays, kernel.outs)
+    copies = Arrays(arrays, kernel.outs)
     grid = tuple(kernel.grid)
     block = kernel.block if isinstance(kernel.block, tuple) else (kernel.block, 1, 1)
     text = kernel_text(kernel, instead=HERE / "include" if kernel.backend == "cuda" else None)
     if kernel.backend == "metal":
         metal.check_record(kernel, text)
     count = emulate_source(
-        text, kernel.stem, grid, block, kernel.shared, held.addresses, held.memory, seed, races, resident, kernel.backend, read
+        text, kernel.stem, grid, block, kernel.shared, copies.addresses, copies.memory, seed, races, resident, kernel.backend, read
     )
     if read is not None:
-        read[:] = [read[place] for place in held.places]
-    held.give_back()
+        read[:] = [read[place] for place in copies.places]
+    copies.copy_back()
     return count
 
 
@@ -123,11 +123,11 @@ def emulate_source(
     text: str, entry: str, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int, arguments: Sequence[int],
     memory: Sequence[Memory], seed: int = 0, races: bool = True, resident: int = 3, language: str = "cuda", read: list[int] | None = None,
 ) -> int:  # fmt: skip
-    """Run the function `entry` of a text. `memory`: all that it may touch. `arguments`: addresses or integers, in its order; in Metal
+    """Run the function `entry` of a text. `memory`: all that it may access. `arguments`: addresses or integers, in its order; in Metal
     addresses, in the order of buffers.
 
-    `shared`: bytes of dynamic shared memory. `read`: becomes the bytes that threads have read, of each memory. Returns the number of memory
-    accesses. Raises EmulatorError.
+    `shared`: bytes of dynamic shared memory. `read`: receives the number of bytes that threads read of each memory. Returns the number of
+    memory accesses. Raises EmulatorError.
     """
     image = build(text, language)
     with image.lock:
@@ -144,10 +144,10 @@ def _launch(
     stacks = _stacks(threads * resident * STACK)
     values = (ctypes.c_uint64 * 32)(*(value & (1 << 64) - 1 for value in arguments))
     first = values
-    if image.language.name == "metal":  # one argument: where the others are
+    if image.language.name == "metal":  # one argument: the address of the others
         first = (ctypes.c_uint64 * 24)(ctypes.addressof(values))
         arguments = [ctypes.addressof(values)]
-    ranges = (_Given * len(memory))(*(_Given(m.address, m.size, m.name.encode(), m.writable, 0, 0) for m in memory))
+    ranges = (_MemoryRange * len(memory))(*(_MemoryRange(m.address, m.size, m.name.encode(), m.writable, 0, 0) for m in memory))
     error = ctypes.create_string_buffer(2048)
     launch = _Launch(
         entry=ctypes.cast(image.entry(entry), ctypes.c_void_p).value, arguments=ctypes.addressof(first),
@@ -158,7 +158,7 @@ def _launch(
     if image.library.core_launch(ctypes.byref(launch)):
         raise EmulatorError(f"{entry}: {error.value.decode(errors='replace')}{image.places(launch)}")
     if read is not None:
-        read[:] = [given.read for given in ranges]
+        read[:] = [one.read for one in ranges]
     return launch.accesses
 
 
@@ -167,22 +167,22 @@ def _check_launch(image: Image, entry: str, grid: tuple[int, int, int], block: t
     bound = image.bounds.get(entry, 1024)
     if not 1 <= threads <= min(1024, bound) or block[2] > 64:
         raise EmulatorError(
-            f"{entry}: {block} threads of a block; expected at most {min(1024, bound)}, as the source and the machine have it"
+            f"{entry}: {block} threads in a block; expected at most {min(1024, bound)}, by the source's launch bounds and the machine"
         )
-    most = image.language
-    if not (1 <= grid[0] < 1 << 21 and 1 <= grid[1] <= most.most_blocks and 1 <= grid[2] <= most.most_blocks):
-        raise EmulatorError(f"{entry}: a grid of {grid} blocks; expected 1 to {most.most_blocks} in y and z and at least 1 in x")
-    if shared + image.static_shared > most.most_shared or image.static_shared > most.most_declared:
+    limits = image.language
+    if not (1 <= grid[0] < 1 << 21 and 1 <= grid[1] <= limits.max_blocks and 1 <= grid[2] <= limits.max_blocks):
+        raise EmulatorError(f"{entry}: a grid of {grid} blocks; expected 1 to {limits.max_blocks} in y and z and at least 1 in x")
+    if shared + image.static_shared > limits.max_shared or image.static_shared > limits.max_declared:
         raise EmulatorError(
-            f"{entry}: {image.static_shared} bytes of shared memory declared and {shared} given; "
-            f"expected at most {most.most_declared} and together {most.most_shared}"
+            f"{entry}: {image.static_shared} bytes of shared memory declared and {shared} dynamic; "
+            f"expected at most {limits.max_declared} and together {limits.max_shared}"
         )
-    if shared and most.name == "metal":
-        raise EmulatorError(f"{entry}: {shared} bytes of threadgroup memory given at launch, of which tinygrad knows nothing; declare them")
+    if shared and limits.name == "metal":
+        raise EmulatorError(f"{entry}: {shared} bytes of threadgroup memory given at launch, which tinygrad does not support; declare them")
 
 
 class Arrays:
-    """Copies of arrays in a memory of their own, with gaps between those that do not overlap."""
+    """Copies of arrays, with gaps between those that do not overlap."""
 
     def __init__(self, arrays: Sequence[np.ndarray], outs: int) -> None:
         self.arrays, self.outs = arrays, outs
@@ -197,7 +197,7 @@ class Arrays:
         room = sum((end - start + 2 * GAP) // 256 * 256 + 256 for start, end, *_ in groups) + 256
         self.raw = np.empty(room, np.uint8)
         at = -self.raw.ctypes.data % 256 + GAP // 256 * 256
-        self.addresses, self.places = [0] * len(arrays), [0] * len(arrays)  # `places`: in `memory`
+        self.addresses, self.places = [0] * len(arrays), [0] * len(arrays)  # `places`: indices in `memory`
         self.memory = []
         self.moves: list[tuple[int, int]] = []
         for start, end, *indices in groups:
@@ -215,7 +215,7 @@ class Arrays:
         start = self.addresses[index] - self.raw.ctypes.data
         return self.raw[start : start + self.arrays[index].nbytes]
 
-    def give_back(self) -> None:
+    def copy_back(self) -> None:
         for index in range(self.outs):
             array = self.arrays[index]
             array[...] = self._bytes_at(index).view(array.dtype).reshape(array.shape)
@@ -225,14 +225,14 @@ _KEPT: list[mmap.mmap] = []
 
 
 def _stacks(size: int) -> int:
-    """Memory for the threads' stacks: one for the process, as pages that have been touched are costly to get again."""
+    """Memory for the threads' stacks: one per process, because it is expensive to get touched pages again."""
     if not _KEPT or len(_KEPT[-1]) < size:
         _KEPT.append(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     return ctypes.addressof(ctypes.c_char.from_buffer(_KEPT[-1]))
 
 
 class Image:
-    """A kernel's text as machine code, with the core in it."""
+    """A kernel's text as machine code, linked with the core."""
 
     def __init__(self, path: Path, text: str, language: Language) -> None:
         self.path, self.text, self.language = path, text, language
@@ -240,18 +240,18 @@ class Image:
         names = _bounds(text) if language.name == "cuda" else [signature.name for signature in metal.signatures(text)]
         self.bounds = {name: ctypes.c_int.in_dll(self.library, f"gpu_bounds_{name}").value for name in names}
         self.static_shared = self.library.core_static_shared()
-        self.lock = _ONE_AT_A_TIME
+        self.lock = _LAUNCH_LOCK
 
     def entry(self, name: str) -> ctypes._CFuncPtr:
         return getattr(self.library, name if self.language.name == "cuda" else f"metal_entry_{name}")
 
     def places(self, launch: _Launch) -> str:
-        """The lines of the source where it happened, as far as a symbolizer is on the PATH."""
-        said = []
+        """The source lines of an error, if a symbolizer is on the PATH."""
+        locations = []
         for what, site in (("at", launch.site), ("against", launch.other_site)):
             if site > launch.image:
-                said += [f"\n  {what if i == 0 else 'in'} {line}" for i, line in enumerate(self._lines(site - launch.image - 1))]
-        return "".join(said)
+                locations += [f"\n  {what if i == 0 else 'in'} {line}" for i, line in enumerate(self._lines(site - launch.image - 1))]
+        return "".join(locations)
 
     def _lines(self, offset: int) -> list[str]:
         tool = shutil.which("llvm-symbolizer") or shutil.which("addr2line")
@@ -267,11 +267,11 @@ class Image:
         return lines
 
 
-_ONE_AT_A_TIME = threading.Lock()
+_LAUNCH_LOCK = threading.Lock()
 
 
 def _bounds(text: str) -> dict[str, str]:
-    """What each kernel says in __launch_bounds__."""
+    """The __launch_bounds__ of each kernel."""
     code = re.sub(r"//[^\n]*", "", text)
     return {name: bound for bound, name in re.findall(r"__launch_bounds__\(([^(),]+)(?:,[^()]*)?\)\s*(\w+)\s*\(", code)}
 
@@ -286,7 +286,7 @@ def _flags() -> tuple[str, ...]:
 
 @functools.cache
 def build(text: str, name: str = "cuda") -> Image:
-    """Compile a kernel's text, with a language's words in front and the core behind; kept in a folder of the machine's by digest."""
+    """Compile a kernel's text, with the language's headers before it, and link the core; cached in a folder by digest."""
     language = LANGUAGES[name]
     compiler = provide_compiler(FOLDER)
     core = _core(compiler, name)
@@ -324,7 +324,7 @@ _LINK = ("-shared", "-nostdlib") + (("-undefined", "dynamic_lookup") if os.uname
 
 
 def _core(compiler: str, language: str) -> Path:
-    """The core and a language's meaning as one object file."""
+    """The core and the implementation of a language as one object file."""
     _open_libm()
     sources = [HERE / name for name in ("core.cpp", f"{language}.cpp")]
     flags = ("-x", "c++", "-std=c++17", "-nostdinc++", "-fno-exceptions", "-fno-rtti", "-fPIC", "-O2", "-ffp-contract=off", "-fno-builtin",
@@ -361,4 +361,4 @@ def _replace(path: Path, text: str) -> None:
 def _run(command: list[str], text: str | None = None) -> None:
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
-        raise EmulatorError(f"the emulator's compiler says:\n{done.stderr[:4000]}")
+        raise EmulatorError(f"emulator: the compiler failed:\n{done.stderr[:4000]}")

@@ -24,5 +24,5 @@ def run(text: str, *arrays: np.ndarray, outs: int = 1, grid: int = 1, block: int
     held = Arrays(arrays, outs)
     block = block if isinstance(block, tuple) else (block, 1, 1)
     count = emulate_source(full(text), "k", (grid, 1, 1), block, 0, held.addresses, held.memory, language="metal", **options)
-    held.give_back()
+    held.copy_back()
     return count

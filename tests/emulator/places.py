@@ -1,4 +1,4 @@
-"""Where the emulator lies, and where it keeps what it has compiled."""
+"""The folder of the emulator, and the folder of compiled kernels."""
 
 from __future__ import annotations
 

@@ -175,18 +175,18 @@ def test_writing_past_shared_memory() -> None:
 
 
 def test_writing_to_what_may_only_be_read() -> None:
-    faults("writes to argument 1, which it may only read", "float *out, float *in) { in[0] = out[0]; }", floats(1), floats(1), block=1)
+    faults("writes to argument 1, which is read-only", "float *out, float *in) { in[0] = out[0]; }", floats(1), floats(1), block=1)
 
 
 def test_a_pointer_to_nowhere() -> None:
-    faults("is nowhere", "float *out) { *(float *)64 = out[0]; }", floats(1), block=1)
+    faults("is in no array", "float *out) { *(float *)64 = out[0]; }", floats(1), block=1)
 
 
 def test_misaligned_vectors() -> None:
     text = "float *out, const float *in) {{ {} v = *(const {} *)(in + 1); out[0] = v.x; }}"
     for kind in ("float4", "uint4", "int2"):
         faults(
-            "misaligned: an access to byte 4 of argument 1 as '(const )?\\w+', which wants",
+            "misaligned: an access to byte 4 of argument 1 as '(const )?\\w+', which needs",
             text.format(kind, kind),
             floats(1),
             floats(16),
@@ -241,11 +241,11 @@ COPY = """uint4 *out, const uint4 *in) {{ static __shared__ uint4 ring[4][32]; i
         (None, "copy_wait<2>();", "0", "t"),
         (None, "copy_wait<0>();", "2", "t"),
         (None, "copy_wait<1>(); __syncwarp();", "1", "31 - t"),
-        ("on its way: reads byte .* a copy of this thread", "", "0", "t"),
-        ("on its way", "copy_wait<2>();", "1", "t"),
-        ("on its way", "copy_wait<1>(); __syncwarp();", "2", "31 - t"),
-        ("race|on its way|never written", "copy_wait<0>();", "0", "31 - t"),
-        ("on its way: .* a copy of thread", "__syncwarp();", "0", "31 - t"),
+        ("pending copy: reads byte .* a copy of this thread", "", "0", "t"),
+        ("pending copy", "copy_wait<2>();", "1", "t"),
+        ("pending copy", "copy_wait<1>(); __syncwarp();", "2", "31 - t"),
+        ("race|pending copy|never written", "copy_wait<0>();", "0", "31 - t"),
+        ("pending copy: .* a copy of thread", "__syncwarp();", "0", "31 - t"),
         ("never written", "copy_wait<0>();", "3", "t"),
     ],
 )
@@ -265,7 +265,7 @@ def test_a_copy_over_what_others_still_read_is_a_race() -> None:
         copy_16(s + t, in + t); copy_commit(); copy_wait<0>(); __syncthreads();
         out[t] = s[63 - t]; {} copy_16(s + t, in + t); copy_commit(); copy_wait<0>(); }}"""
     arrays = (np.zeros(256, np.uint32), np.arange(256, dtype=np.uint32))
-    faults("race|on its way", text.format(""), *arrays, block=64)
+    faults("race|pending copy", text.format(""), *arrays, block=64)
     runs(text.format(SYNC), *arrays, block=64)
 
 
@@ -275,8 +275,8 @@ def test_copies_are_aligned_and_within_bounds() -> None:
     runs(text.format(4, 4), *arrays, block=1)
     faults("misaligned", text.format(1, 0), *arrays, block=1)
     faults("misaligned", text.format(0, 1), *arrays, block=1)
-    faults("out of bounds|wants an address in global memory", text.format(0, 8), *arrays, block=1)
-    faults("wants an address in shared memory", "u32 *out, const u32 *in) { copy_16(out, in); }", *arrays, block=1)
+    faults("out of bounds|needs an address in global memory", text.format(0, 8), *arrays, block=1)
+    faults("needs an address in shared memory", "u32 *out, const u32 *in) { copy_16(out, in); }", *arrays, block=1)
 
 
 # ---------------------------------------------------------------- divergence
@@ -284,10 +284,11 @@ def test_copies_are_aligned_and_within_bounds() -> None:
 
 def test_a_barrier_that_not_all_reach() -> None:
     faults(
-        "no thread can go on: 0-6 8-63 wait at __syncthreads, line .*; 7 wait at __syncwarp",
+        "no thread can continue: 0-6 8-63 wait at __syncthreads, line .*; 7 wait at __syncwarp",
         "float *out) { if (threadIdx.x == 7) __syncwarp(); else __syncthreads(); out[threadIdx.x] = 1; }", floats(64), block=64,
     )  # fmt: skip
-    faults("no thread can go on", "float *out) { if (threadIdx.x % 2)\n __syncthreads();\n else\n __syncthreads(); }", floats(64), block=64)
+    text = "float *out) { if (threadIdx.x % 2)\n __syncthreads();\n else\n __syncthreads(); }"
+    faults("no thread can continue", text, floats(64), block=64)
 
 
 def test_threads_that_have_returned_do_not_count() -> None:
@@ -298,7 +299,7 @@ def test_threads_that_have_returned_do_not_count() -> None:
 def test_a_lane_missing_from_a_shuffle() -> None:
     text = "float *out) {{ int t = threadIdx.x; float x = t; {} out[t] = x; }}"
     faults(
-        "no thread can go on: .* wait at __shfl_xor_sync of lanes ffffffff",
+        "no thread can continue: .* wait at __shfl_xor_sync of lanes ffffffff",
         text.format("if (t != 5) x = __shfl_xor_sync(ALL_LANES, x, 1); __syncthreads();"),
         floats(32),
     )
@@ -310,16 +311,16 @@ def test_a_lane_missing_from_a_shuffle() -> None:
     faults("is lane \\d+ and calls __shfl_sync with the mask 000000ff", text.format("x = __shfl_sync(0xFFu, x, 1);"), floats(32))
     faults("lane \\d+ reads lane 9, which does not take part", text.format("if (t < 8) x = __shfl_sync(0xFFu, x, 9);"), floats(32))
     faults(
-        "no thread can go on", text.format("x = t < 16 ? __shfl_sync(ALL_LANES, x, 1) : (float)__ballot_sync(ALL_LANES, 1);"), floats(32)
+        "no thread can continue", text.format("x = t < 16 ? __shfl_sync(ALL_LANES, x, 1) : (float)__ballot_sync(ALL_LANES, 1);"), floats(32)
     )
 
 
 def test_a_matrix_needs_all_lanes_at_one_place() -> None:
     text = "float *out) {{ float c[4] = {{0, 0, 0, 0}}; u32 a[4] = {{1, 2, 3, 4}}; int t = threadIdx.x; {} out[t] = c[0]; }}"
     runs(text.format("mma_bf16(c, a, 1, 2);"), floats(32))
-    faults("no thread can go on", text.format("if (t < 31) mma_bf16(c, a, 1, 2);"), floats(32))
-    faults("no thread can go on", text.format("if (t < 16)\n mma_bf16(c, a, 1, 2);\nelse\n mma_bf16(c, a, 1, 2);"), floats(32))
-    faults("no thread can go on", text.format("mma_bf16(c, a, 1, 2);"), floats(16), block=16)
+    faults("no thread can continue", text.format("if (t < 31) mma_bf16(c, a, 1, 2);"), floats(32))
+    faults("no thread can continue", text.format("if (t < 16)\n mma_bf16(c, a, 1, 2);\nelse\n mma_bf16(c, a, 1, 2);"), floats(32))
+    faults("no thread can continue", text.format("mma_bf16(c, a, 1, 2);"), floats(16), block=16)
 
 
 def test_waiting_for_what_never_comes_ends() -> None:

@@ -47,26 +47,26 @@ FAULTS = {
     ),
     "divergent sum": (
         "device float *out, device const float *in) {{ {} out[index] = simd_sum(in[index]); else out[index] = simd_sum(-in[index]); }}",
-        "if (lane < 7)", "if (in[0] < 7)", "no thread can go on.*simd_sum", 32,
+        "if (lane < 7)", "if (in[0] < 7)", "no thread can continue.*simd_sum", 32,
     ),
     "sum of some lanes only": (
         "device float *out, device const float *in) {{ {} out[index] = simd_sum(in[index]); "
         "uint most = simd_max(lane); if (lane == 5) out[100] = most; }}",
-        "if (lane < 7)", "", "no thread can go on.*simd_(sum|max)", 32,
+        "if (lane < 7)", "", "no thread can continue.*simd_(sum|max)", 32,
     ),
     "divergent barrier": (
         "device float *out, device const float *in) {{ out[index] = in[index]; {} threadgroup_barrier(mem_flags::mem_device); }}",
-        "if (index != 5)", "", "no thread can go on|returned", 64,
+        "if (index != 5)", "", "no thread can continue|returned", 64,
     ),
     "barrier that some have returned before": (
         "device float *out, device const float *in) {{ if ({}) return; threadgroup_barrier(mem_flags::mem_none); "
         "out[index] = in[index]; }}",
-        "simd == 1", "group.x == 1", "no thread can go on.*returned", 64,
+        "simd == 1", "group.x == 1", "no thread can continue.*returned", 64,
     ),
     "divergent matrix product": (
         "device float *out, device const float *in) {{ simdgroup_float8x8 m; simdgroup_load(m, in); "
         "{} simdgroup_multiply_accumulate(m, m, m, m); simdgroup_store(m, out); }}",
-        "if (lane != 3)", "", "no thread can go on.*simdgroup", 32,
+        "if (lane != 3)", "", "no thread can continue.*simdgroup", 32,
     ),
     "matrix at different places for different lanes": (
         "device float *out, device const float *in) {{ simdgroup_float8x8 m; simdgroup_load(m, in + {}); simdgroup_store(m, out); }}",
@@ -118,7 +118,7 @@ FAULTS = {
     ),
     "writing a device const": (
         "device float *out, device const float *in) {{ ((device float *){})[index] = 1.0f; out[index] = in[index]; }}",
-        "in", "out", "writes to argument 1, which it may only read", 32,
+        "in", "out", "writes to argument 1, which is read-only", 32,
     ),
     "two lanes write one word": (
         "device float *out, device const float *in) {{ out[index / {}] = in[index]; }}",
@@ -188,8 +188,8 @@ def test_one_threadgroup_reads_what_another_writes() -> None:
     ("declared", "block", "shared", "complaint"),
     [
         ("threadgroup float s[8193];", (32, 1, 1), 0, "threadgroup|shared memory declared"),
-        ("threadgroup float s[8192];", (32, 1, 1), 16, "given"),
-        ("threadgroup float s[8192];", (33, 32, 1), 0, "threads of a block"),
+        ("threadgroup float s[8192];", (32, 1, 1), 16, "dynamic"),
+        ("threadgroup float s[8192];", (33, 32, 1), 0, "threads in a block"),
     ],
 )
 def test_what_the_machine_does_not_have(declared: str, block: tuple[int, int, int], shared: int, complaint: str) -> None:
@@ -204,5 +204,5 @@ def test_what_the_machine_does_not_have(declared: str, block: tuple[int, int, in
 
 def test_thread_is_no_name() -> None:
     text = full("device float *out) { }").replace("uint index [[", "uint thread [[").replace("{ }", "{ out[thread] = 0.0f; }")
-    with pytest.raises(EmulatorError, match="compiler says"):
+    with pytest.raises(EmulatorError, match="compiler failed"):
         emulate_source(text, "k", (1, 1, 1), (32, 1, 1), 0, [0], [], language="metal")

@@ -236,7 +236,7 @@ def test_places() -> None:
     held = Arrays([y, np.array([5], np.int32)], 1)
     emulate_source(f"#include <metal_stdlib>\nusing namespace metal;\n{text}", "k", (3, 2, 1), (4, 3, 2), 0, held.addresses, held.memory,
                    language="metal")  # fmt: skip
-    held.give_back()
+    held.copy_back()
     for group in range(6):
         for index in range(24):
             x, row, z = index % 4, index // 4 % 3, index // 12

@@ -44,7 +44,7 @@ def run_on_gpu(
             start = memory.address - aligned.ctypes.data
             changed[start : start + memory.size] = False
     assert not changed.any(), f"{kernel.stem}: {int(changed.sum())} bytes are written that no argument may write"
-    held.give_back()
+    held.copy_back()
     return 0
 
 

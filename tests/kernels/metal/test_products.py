@@ -497,7 +497,7 @@ def test_a_row_of_matmul_sixteen_does_not_depend_on_the_others(format: str) -> N
 
 PLANTED = [  # in the text of matmul16, and what is said of it
     ("threadgroup_barrier(mem_flags::mem_threadgroup);\n    if (first + own < I)", "if (first + own < I)", "race"),
-    ("    threadgroup_barrier(mem_flags::mem_threadgroup);\n    if (first + COLUMNS", "    if (first + COLUMNS", "race|nobody"),
+    ("    threadgroup_barrier(mem_flags::mem_threadgroup);\n    if (first + COLUMNS", "    if (first + COLUMNS", "race|never written"),
     ("(second_half) ? -72.0f", "(second_half) ? -71.0f", "off by"),
     ("slice.word >> 8", "slice.word >> 4", "off by"),
     ("token >= count || o >= O", "o >= O", "not untouched"),

@@ -1,4 +1,4 @@
-"""Every word of CUDA that the emulator knows means what numpy says."""
+"""Every CUDA intrinsic of the emulator gives what numpy gives."""
 
 from __future__ import annotations
 
