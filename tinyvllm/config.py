@@ -248,7 +248,8 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
     """Where compiled and downloaded things may be kept. Not created here."""
     environ = os.environ if environ is None else environ
     base = Path(environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    return environment(environ).get("TINYVLLM_CACHE", base / "tinyvllm")
+    folder: Path = environment(environ).get("TINYVLLM_CACHE", base / "tinyvllm")
+    return folder
 
 
 def _locate(model: str | os.PathLike[str] | None, revision: str | None) -> str:

@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from tinyvllm.errors import FormatError
 from tinyvllm.quant.formats import FLOATS, FORMATS
 
 # How numpy carries the float formats.
 NUMPY_DTYPES = {name: np.dtype("uint16" if name == "BF16" else FORMATS[name].dtype) for name in FLOATS}
+Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
 Codec = Callable[[np.ndarray], np.ndarray]
 _READERS: dict[str, Codec] = {}  # uint8 [N, bytes of a block] -> float32 [N, weights of a block]
 _WRITERS: dict[str, Codec] = {}  # the nearest inverse
@@ -98,12 +101,12 @@ def _unpack_bf16(data: np.ndarray) -> np.ndarray:
 # --- blocks of 32, one scale (and one minimum) each
 
 
-def _half(data: np.ndarray, start: int) -> np.ndarray:
+def _half(data: np.ndarray, start: int) -> Floats:
     """The float16 at byte `start` of each block -> float32 [N, 1]."""
     return np.ascontiguousarray(data[:, start : start + 2]).view(np.float16).astype(np.float32)
 
 
-def _nibbles(data: np.ndarray, start: int) -> np.ndarray:
+def _nibbles(data: np.ndarray, start: int) -> Bytes:
     """16 bytes from `start` -> uint8 [N, 32]: low nibbles are elements 0..15, high nibbles 16..31."""
     packed = data[:, start : start + 16]
     out = np.empty((len(data), 2, 16), np.uint8)
@@ -112,9 +115,9 @@ def _nibbles(data: np.ndarray, start: int) -> np.ndarray:
     return out.reshape(-1, 32)
 
 
-def _fifth_bits(data: np.ndarray, start: int) -> np.ndarray:
+def _fifth_bits(data: np.ndarray, start: int) -> Bytes:
     """4 bytes from `start`, bit i for element i -> uint8 [N, 32] of 0 or 16."""
-    return np.unpackbits(data[:, start : start + 4], axis=1, bitorder="little") << 4
+    return np.unpackbits(data[:, start : start + 4], axis=1, bitorder="little") << np.uint8(4)
 
 
 @_reads("Q8_0")
@@ -145,7 +148,7 @@ def _unpack_q5_1(data: np.ndarray) -> np.ndarray:
 # --- K-quants: blocks of 256 in sub-blocks of 16 or 32, whose scales are small integers times one float16 of the block
 
 
-def _bit_planes(data: np.ndarray, start: int, groups: int, width: int, bits: int) -> np.ndarray:
+def _bit_planes(data: np.ndarray, start: int, groups: int, width: int, bits: int) -> Bytes:
     """`groups` runs of `width` bytes from `start`, each byte holding 8/bits numbers -> uint8 [N, groups, 8/bits, width].
 
     The lowest bits of a whole run come first: number j of byte w is element j * width + w of its group.
@@ -172,11 +175,11 @@ def _unpack_q3_k(data: np.ndarray) -> np.ndarray:
     packed = data[:, 96:108]  # 16 scales of 6 bits: 8 bytes of low nibbles, then 4 bytes of two high bits each
     low_bits = _bit_planes(packed, 0, groups=1, width=8, bits=4).reshape(-1, 16)
     high_bits = _bit_planes(packed, 8, groups=1, width=4, bits=2).reshape(-1, 16)
-    scale = _half(data, 108) * ((low_bits | (high_bits << 4)).view(np.int8) - np.int8(32))
+    scale: Floats = _half(data, 108) * ((low_bits | (high_bits << 4)).view(np.int8) - np.int8(32))
     return (scale[:, :, None] * quants.reshape(-1, 16, 16)).reshape(-1, 256)
 
 
-def _scales_and_minimums(data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _scales_and_minimums(data: np.ndarray) -> tuple[Floats, Floats]:
     """The first 16 bytes of Q4_K and Q5_K, d, dmin and eight 6-bit scales and minimums in 12 bytes -> two float32 [N, 8].
 
     Scales and minimums 0..3 are the low 6 bits of bytes 0..3 and 4..7; those of 4..7 have their low nibbles in bytes 8..11 and their
@@ -230,9 +233,11 @@ def _pack_bf16(values: np.ndarray) -> np.ndarray:
     return f32_to_bf16(values).view(np.uint8)
 
 
-def _inverse(scale: np.ndarray) -> np.ndarray:
+def _inverse(scale: np.ndarray) -> Floats:
     """1 / scale, and 0 for a scale of 0 (a block of zeros)."""
-    return np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
+    out: Floats = np.zeros_like(scale)
+    np.divide(np.float32(1), scale, out=out, where=scale != 0)
+    return out
 
 
 @_writes("Q8_0")

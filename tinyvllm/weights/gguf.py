@@ -222,10 +222,10 @@ class _Cursor:
         dtype = np.dtype(_SCALARS[kind])
         values = np.frombuffer(self.take(count * dtype.itemsize, f"value of {key!r}"), dtype)
         if kind != _BOOL:
-            return values.tolist()
+            return list(values.tolist())
         if (values > 1).any():
             _refuse(self.path, f"metadata {key!r} must be true or false (1 or 0), got {int(values.max())}")
-        return values.astype(bool).tolist()
+        return list(values.astype(bool).tolist())
 
     def _decode(self, raw: bytes, what: str) -> str:
         try:
