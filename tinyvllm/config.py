@@ -1,6 +1,6 @@
-"""What an engine is started with: one frozen value, decided once by `resolve`, and the table of environment switches.
+"""The configuration of an engine: one frozen value, resolved once by `resolve`, and the table of environment switches.
 
-Knows no tensors, no devices beyond their names and no checkpoint beyond whether it is there.
+Knows no tensors; of devices only their names, and of a checkpoint only whether it exists.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEFAULT_MODEL = Path(__file__).parent / "demo" / "model"
 DEVICES = ("auto", "CPU", "METAL", "CUDA", "NV", "AMD", "HIP", "QCOM", "CL", "WEBGPU", "PYTHON")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
-MOST_SCHEDULER_STEPS = 64
+MAX_SCHEDULER_STEPS = 64
 QUANTIZATIONS = tuple(name.lower() for name in formats.QUANTIZATIONS)
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
@@ -32,32 +32,32 @@ _FILE_ENDINGS = (".gguf", ".safetensors", ".json", ".bin")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything that one engine is built from. Always valid: a value that cannot be meant is an ArgumentError that names the field.
+    """All options of one engine. Always valid: an invalid value is an ArgumentError that names the field.
 
     model                   folder of Hugging Face files, a GGUF file, or a name on the hub
-    served_model_name       what the model is called in metrics; None calls it by `model`
+    served_model_name       the model's name in metrics; None takes `model`
     tokenizer               folder of tokenizer files, or a GGUF file; None takes the model's own
     skip_tokenizer_init     serve token ids only; texts come back empty
     revision                branch, tag or commit of a hub name
     device, dtype           where and in what the model computes; "auto" lets the engine choose
-    max_model_len           longest prompt plus answer in tokens; None takes the model's own up to 8192, as far as memory reaches
+    max_model_len           longest prompt plus output in tokens; None takes the model's own up to 8192, limited by memory
     max_num_seqs            sequences that run at the same time
     max_num_batched_tokens  tokens of one step
-    num_scheduler_steps     decode steps that run back to back on the device before the host looks at their tokens
+    num_scheduler_steps     decode steps that run back to back on the device before the host reads their tokens
     block_size              tokens of one block of the KV cache
-    num_blocks, kv_memory   size of the KV cache, in blocks or in bytes; neither takes what the device has left
-    quantization            packs the matrices at load, to one of QUANTIZATIONS; None keeps them as the checkpoint has them
+    num_blocks, kv_memory   size of the KV cache, in blocks or in bytes; with neither, what the device has free
+    quantization            packs the matrices at load, to one of QUANTIZATIONS; None keeps them as in the checkpoint
     load_format             "dummy" fills the model with random weights, to measure without a checkpoint
-    enable_prefix_caching   keep the blocks of finished requests, and share those of equal beginnings
-    prefix_cache_dir        folder that keeps cached blocks over a restart; None keeps nothing
-    swap_space              bytes of host memory for the blocks of preempted sequences; 0 computes them again
-    max_num_queued_reqs, max_num_queued_tokens  requests, and tokens of prompts, that may wait; more are refused. None sets no limit
-    preemption_mode         "recompute" or "swap" always does so; None takes what costs less by the rates measured
-    async_scheduling        launch the next decode step before the last one's tokens are looked at; None does where launches do not wait
-    enable_cascade          read the cached prefix that running sequences share once for all of them
-    warm_up                 capture the usual steps beforehand: LLM when it is made, AsyncLLM one at a time while nothing runs
+    enable_prefix_caching   keep the blocks of finished requests, and reuse them for requests with the same prefix
+    prefix_cache_dir        folder that keeps cached blocks across restarts; None keeps nothing
+    swap_space              bytes of host memory for the blocks of preempted sequences; 0 recomputes them
+    max_num_queued_reqs, max_num_queued_tokens  requests, and tokens of prompts, that may wait; more are refused. None is no limit
+    preemption_mode         "recompute" or "swap"; None takes the cheaper one by measured rates
+    async_scheduling        launch the next decode step before the last one's tokens are read; None does where launches are asynchronous
+    enable_cascade          read a cached prefix that running sequences share once for all of them
+    warm_up                 capture common steps ahead of time: LLM at construction, AsyncLLM one at a time while idle
     record                  file to which arrivals and parameters are written, for `replay`
-    seed                    of the seeds given to requests without their own; None draws from the system
+    seed                    source of the seeds of requests without their own; None draws from the system
     """
 
     model: str
@@ -96,8 +96,6 @@ class EngineConfig:
         for name in ("skip_tokenizer_init", "enable_prefix_caching", "async_scheduling", "enable_cascade", "warm_up"):
             if type(getattr(self, name)) is not bool and not (name == "async_scheduling" and self.async_scheduling is None):
                 raise ArgumentError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.prefix_cache_dir is not None and not self.enable_prefix_caching:
-            raise ArgumentError(f"prefix_cache_dir={self.prefix_cache_dir!r} contradicts enable_prefix_caching=False: give one of them")
         _check_choice("dtype", self.dtype, DTYPES)
         if self.quantization is not None:
             _check_choice("quantization", self.quantization, QUANTIZATIONS)
@@ -107,6 +105,11 @@ class EngineConfig:
         _check_device(self.device)
         if self.block_size & (self.block_size - 1):
             raise ArgumentError(f"block_size must be a power of two from 8 to 256, got {self.block_size}")
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        if self.prefix_cache_dir is not None and not self.enable_prefix_caching:
+            raise ArgumentError(f"prefix_cache_dir={self.prefix_cache_dir!r} contradicts enable_prefix_caching=False: give one of them")
         if self.num_blocks is not None and self.kv_memory is not None:
             raise ArgumentError(f"num_blocks={self.num_blocks} and kv_memory={self.kv_memory} both size the KV cache: give one of them")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -122,7 +125,7 @@ _INTEGERS: tuple[tuple[str, int, int | None], ...] = (
     ("max_model_len", 2, None),
     ("max_num_seqs", 1, 4096),
     ("max_num_batched_tokens", 1, None),
-    ("num_scheduler_steps", 1, MOST_SCHEDULER_STEPS),
+    ("num_scheduler_steps", 1, MAX_SCHEDULER_STEPS),
     ("block_size", 8, 256),
     ("num_blocks", 1, None),
     ("kv_memory", 1, None),
@@ -135,10 +138,10 @@ _OPTIONAL = ("max_model_len", "num_blocks", "kv_memory", "max_num_queued_reqs", 
 
 
 def resolve(model: str | os.PathLike[str] | None = None, *, environ: Mapping[str, str] | None = None, **given: Any) -> EngineConfig:
-    """The EngineConfig that `model` and the given fields mean; None stands for "not given". Nothing is loaded.
+    """The EngineConfig of `model` and the given fields; None means "not given". Nothing is loaded.
 
-    Without a model it is the bundled one. Device names and sizes are brought into one spelling. Raises ArgumentError for an unknown
-    field, a contradiction, a local model that is not there, or an environment switch that cannot be meant.
+    Without a model it is the bundled one. Device names and sizes are normalized. Raises ArgumentError for an unknown
+    field, a contradiction, a local model that does not exist, or an invalid environment switch.
     """
     switches = environment(os.environ if environ is None else environ)
     known = [f.name for f in fields(EngineConfig) if f.name != "model"]
@@ -189,7 +192,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Switch:
-    """One environment variable that tinyvllm reads. `parse(name, text)` refuses with an ArgumentError."""
+    """One environment variable that tinyvllm reads. `parse(name, text)` raises an ArgumentError for an invalid value."""
 
     name: str
     meaning: str
@@ -204,7 +207,7 @@ def _parse_folder(name: str, text: str) -> Path:
 
 
 def _parse_kernels(name: str, text: str) -> dict[str, str]:
-    """ "attention_decode=ref,all=avx2" as a dict; the registry knows which words mean something."""
+    """ "attention_decode=ref,all=avx2" as a dict; the registry checks the words."""
     pairs = [pair.strip().split("=") for pair in text.split(",") if pair.strip()]
     if not pairs or any(len(pair) != 2 or not all(pair) for pair in pairs):
         raise ArgumentError(f"{name} must be like attention_decode=ref,matmul=avx2 or all=ref, got {text!r}")
@@ -224,12 +227,14 @@ def _parse_count(name: str, text: str) -> int:
 
 
 SWITCHES: tuple[Switch, ...] = (
-    Switch("TINYVLLM_CACHE", "folder for what can be made again; default $XDG_CACHE_HOME/tinyvllm or ~/.cache/tinyvllm", _parse_folder),
+    Switch(
+        "TINYVLLM_CACHE", "folder for files that can be made again; default $XDG_CACHE_HOME/tinyvllm or ~/.cache/tinyvllm", _parse_folder
+    ),
     Switch("TINYVLLM_KERNELS", "which kernel runs an op: OP=ROW,..., OP may be all, ROW may be ref; see `kernels`", _parse_kernels),
     Switch("TINYVLLM_KEEP_PANELS", "0 to pack weights at every start instead of keeping them packed in the cache folder", _parse_switch),
-    Switch("TINYVLLM_AUTOTUNE", "0 to cut every kernel's work as by default, instead of timing variants at first use", _parse_switch),
+    Switch("TINYVLLM_AUTOTUNE", "0 to use every kernel's default work split, instead of timing candidates at first use", _parse_switch),
     Switch("TINYVLLM_THREADS", "threads of the CPU kernels; default the physical cores", _parse_count),
-    Switch("TINYVLLM_DEVICE", "the device when none is asked for: auto, CPU, METAL, CUDA, CUDA:1, ...", parse_device),
+    Switch("TINYVLLM_DEVICE", "the default device: auto, CPU, METAL, CUDA, CUDA:1, ...", parse_device),
 )
 
 
@@ -245,7 +250,7 @@ def environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Where compiled and downloaded things may be kept. Not created here."""
+    """The folder for compiled and downloaded files. Not created here."""
     environ = os.environ if environ is None else environ
     base = Path(environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     folder: Path = environment(environ).get("TINYVLLM_CACHE", base / "tinyvllm")

@@ -1,7 +1,7 @@
 """Everything that tinyvllm raises on purpose.
 
-A message is one line that says who is speaking, what was expected, what came and what to try. `exit_code` is what the command
-line returns for it: 2 for what the caller typed, 1 for what the world did.
+A message is one line: the speaker, what is wrong, what was expected, what was given, what to try. `exit_code` is the exit code of the
+command line: 2 for arguments that the caller typed, 1 for failures of files, devices or the network.
 """
 
 
@@ -12,7 +12,7 @@ class TinyvllmError(Exception):
 
 
 class ArgumentError(TinyvllmError, ValueError):
-    """An option, a sampling parameter or an environment switch with a value that cannot be meant."""
+    """An option, a sampling parameter or an environment switch with an invalid value."""
 
     exit_code = 2
 
@@ -26,7 +26,7 @@ class FormatError(ModelError):
 
 
 class TokenizerError(TinyvllmError):
-    """A tokenizer or chat template that is absent, unreadable or refuses its input."""
+    """A tokenizer or chat template that is missing, unreadable or rejects its input."""
 
 
 class RequestError(TinyvllmError, ValueError):
@@ -36,9 +36,9 @@ class RequestError(TinyvllmError, ValueError):
 
 
 class BusyError(TinyvllmError):
-    """A request that the engine will not queue now: too many wait, or its deadline cannot be met.
+    """A request that the engine does not queue now: the queue is full, or its deadline cannot be met.
 
-    `retry_after` is in seconds, as predicted; `reason` is the limit: max_num_queued_reqs, max_num_queued_tokens or deadline.
+    `retry_after` is the predicted wait in seconds; `reason` names the limit: max_num_queued_reqs, max_num_queued_tokens or deadline.
     """
 
     def __init__(self, message: str, retry_after: float, reason: str):
@@ -48,7 +48,7 @@ class BusyError(TinyvllmError):
 
 
 class OutOfMemoryError(TinyvllmError):
-    """The device or the host has not enough memory for what was asked."""
+    """The device or the host does not have enough memory for the requested size."""
 
 
 class OutputError(TinyvllmError):
@@ -56,4 +56,4 @@ class OutputError(TinyvllmError):
 
 
 class KernelError(TinyvllmError):
-    """A hand-written kernel that is missing, does not compile, or was asked for where it cannot run."""
+    """A hand-written kernel that is missing, does not compile, or was requested on a device where it cannot run."""

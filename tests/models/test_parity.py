@@ -1,6 +1,6 @@
 """Parity with transformers without PyTorch: the golden checkpoints of tests/tiny/golden, which transformers wrote and evaluated.
 
-For every family the logits of the prompt's recorded positions must lie within 2e-3 of transformers' and 64 greedy tokens must be the
+For every family the logits of the prompt's recorded positions must be within 2e-3 of transformers' and 64 greedy tokens must be the
 same, with the prompts run together in one batch. The same weights from a GGUF file must do the same.
 """
 

@@ -41,7 +41,7 @@ CONVERSIONS = [(s, f) for s in FLOATS for f in FLOATS if s != f]
 
 @functools.cache
 def file_rows(format: str, O: int, I: int) -> np.ndarray:
-    """uint8 [O, row_bytes] of normal numbers, also some that round by a tie, are subnormal in float16, or are no number."""
+    """uint8 [O, row_bytes] of normal numbers, and some that round by a tie, are subnormal in float16, or are NaN."""
     values = np.random.default_rng(O * I).normal(0, 1, (O, I)).astype(np.float32)
     values[0, :4] = 1 + 2**-9, 1 + 3 * 2**-9, 3e-6, -0.0
     if format in FLOATS:
@@ -102,20 +102,20 @@ def test_tinygrad_reads_the_exact_numbers(kind, format, O, I):
 
 @pytest.mark.parametrize("kind", [PackedWeight, RowWeight])
 @pytest.mark.parametrize("format", PACKED)
-def test_a_few_rows_do_not_unpack_the_whole(kind, format):
+def test_reading_a_few_rows_does_not_unpack_the_matrix(kind, format):
     O, I = 4096, 256
     weight = kind(tensor(np.zeros(panel_bytes(format, O, I), np.uint8)), format, O, I)
     ids = Tensor([5, 4000]).realize()
     GlobalCounters.reset()
     weight.rows(ids).realize()
-    assert GlobalCounters.global_mem < O * I  # what is read and written; the whole, unpacked, would be 4 O I to write alone
+    assert GlobalCounters.global_mem < O * I  # bytes read and written; writing the whole matrix unpacked would be 4 O I
 
 
 # --- the kernel
 
 
 def packed_by_kernel(target: str, source: str, format: str, rows: np.ndarray, I: int, lanes: int, shift: int = 0) -> np.ndarray:
-    """The panels of `rows`, which begin `shift` bytes behind a border, written between two panels that must stay as they are."""
+    """The panels of `rows`, which begin `shift` bytes after an aligned address, written between two panels that must not change."""
     kernel = Kernel("pack", "cpu", target, (("SOURCE", source), ("FORMAT", format), ("I", I)), 1, 2)
     room = aligned((rows.size + shift,), np.uint8)
     room[shift:] = rows.reshape(-1)
@@ -159,10 +159,10 @@ def test_kernel_stacks_matrices_by_a_call_each():
     np.testing.assert_array_equal(out, pack_panels("Q8_0", np.concatenate(parts)))
 
 
-# --- numpy on the way, and what is refused
+# --- conversions, and what is refused
 
 
-def test_convert_rows_rounds_to_nearest_and_passes_infinity_on():
+def test_convert_rows_rounds_to_nearest_and_keeps_infinities():
     values = np.array([[1 + 2**-11, 1 + 3 * 2**-11, 65519.0, 65520.0, -1e30, np.inf]], np.float32)
     half = convert_rows("F32", "F16", values.view(np.uint8)).view(np.float16)
     np.testing.assert_array_equal(half, np.array([[1, 1 + 2**-9, 65504, np.inf, -np.inf, np.inf]], np.float16))
@@ -180,7 +180,7 @@ def test_quantize_rows_is_the_formats_quantizer(format):
     assert np.abs(exact(format, rows) - values).max() < step * 1.01
 
 
-def test_what_cannot_be_packed_says_why():
+def test_unpackable_shapes_and_formats_have_a_reason():
     assert all(packable(format, 64) is None for format in PACKED)
     assert packable("Q6_K", 256) == "there are no panels of Q6_K, only of F32, F16, BF16, Q8_0, Q4_0"
     assert packable("BF16", 48) == "the kernels read 32 columns at a time, and 48 is not a multiple of that"
@@ -213,8 +213,8 @@ def test_the_fields_of_a_format_give_its_values(format):
     np.testing.assert_array_equal(unpack_tiles(format, pack_tiles(format, rows), O, I), want)
 
 
-def test_q4_k_rows_are_read_as_they_lie():
-    """Of any bytes whose two halves are finite."""
+def test_q4_k_rows_are_read_as_stored():
+    """Of random bytes with finite scales."""
     blocks = np.random.default_rng(0).integers(0, 256, (6, 144), np.uint8)
     blocks[:, [1, 3]] &= 0xBF
     weight = RowWeight(device_bytes(blocks), "Q4_K", 3, 512)

@@ -1,4 +1,4 @@
-"""Tiles: the operands of matrix instructions lane by lane, there and back in numpy and in plain tinygrad."""
+"""Tiles: the operands of matrix instructions lane by lane, packed and unpacked by numpy, read by plain tinygrad."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def values(format):
 
 
 @pytest.mark.parametrize("format", TILED)
-def test_there_and_back(format):
+def test_packing_and_unpacking_are_inverse(format):
     tiles = pack_tiles(format, file_rows(format, O, I))
     assert tiles.nbytes == panel_bytes(format, O, I)
     np.testing.assert_array_equal(unpack_tiles(format, tiles, O, I), values(format))

@@ -1,4 +1,4 @@
-"""How a model's weights are held: products as panels with the right rows, in the right format, in no more bytes than the files have."""
+"""How a model holds its weights: products in panels with the right rows and format, in no more bytes than the files have."""
 
 from __future__ import annotations
 
@@ -138,10 +138,10 @@ def test_quantized_at_load(tmp_path, monkeypatch, format, levels):
     matrices = sum(tensor.size for tensor in tensors.values() if tensor.ndim == 2)
     assert loaded.loader.bytes == matrices * {"Q8_0": 34, "Q4_0": 18}[format] // 32 + 4 * 3 * 64
     monkeypatch.setenv("TINYVLLM_KERNELS", "all=ref")
-    check_rows(load(tmp_path, format=format).model, tensors, {format}, atol=step)  # by whatever reads it: it was asked for
+    check_rows(load(tmp_path, format=format).model, tensors, {format}, atol=step)  # packed even where the reference computes
 
 
-def test_what_cannot_be_quantized_is_refused(tmp_path):
+def test_a_width_that_cannot_be_quantized_is_refused(tmp_path):
     write(tmp_path, intermediate=104)
     with pytest.raises(ModelError, match="blk.0.ffn_down.weight cannot be Q8_0: .*104 is not a multiple.*leave quantization out"):
         load(tmp_path, format="Q8_0")
@@ -168,7 +168,7 @@ def test_a_tied_head_and_the_table_are_one():
     model, table = loaded.model, read_folder(GOLDEN / "llama3.2")["model.embed_tokens.weight"]
     assert model.weights.table is model.weights.head and model.token_embd.weight is None
     np.testing.assert_array_equal(model.weights.table.dense().numpy(), table)
-    assert loaded.loader.bytes == loaded.loader.streamed, "it is read as the head, and counted once"
+    assert loaded.loader.bytes == loaded.loader.streamed, "it is read as the head and counted once"
 
 
 def test_a_table_of_its_own_is_not_streamed(tiny_model):
@@ -189,7 +189,7 @@ def test_progress_ends_at_the_total(tiny_model):
 
 
 def gguf_file(path: Path, kind: str) -> dict[str, np.ndarray]:
-    """Golden llama2 with its matrices stored as `kind`; returns what they stand for, under Hugging Face's names and in its order."""
+    """Golden llama2 with its matrices stored as `kind`; returns their values under Hugging Face's names and in its order."""
     folder = GOLDEN / "llama2"
     write_gguf(folder, path, "llama", kind)
     return dequantized(read_folder(folder), kind)
@@ -209,11 +209,11 @@ def test_a_gguf_stays_as_it_is_stored(tmp_path, kind):
     assert abs(loaded.loader.bytes / stored - 1) < 0.02
     packed = [loaded.model.weights.head, *(getattr(block.weights, field).weight for block in loaded.model.blk for field in PRODUCTS)]
     vectors = 4 * 64 * (1 + 2 * len(loaded.model.blk))
-    assert loaded.loader.streamed == sum(weight.tensor.nbytes() for weight in packed) + vectors, "what is counted is what is there"
+    assert loaded.loader.streamed == sum(weight.tensor.nbytes() for weight in packed) + vectors, "the count equals what the model holds"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_quantized_gguf_becomes_floats_where_they_are_asked_for(tmp_path, dtype):
+def test_a_quantized_gguf_becomes_floats_with_an_explicit_dtype(tmp_path, dtype):
     tensors = gguf_file(tmp_path / "model.gguf", "Q8_0")
     if dtype == "float16":
         tensors = {name: tensor.astype(np.float16).astype(np.float32) for name, tensor in tensors.items()}
@@ -229,7 +229,7 @@ def test_a_quantized_gguf_is_quantized_further(tmp_path):
 
 
 def test_parts_of_different_formats_become_floats(tmp_path):
-    """As converters write them: more bits for v than for q and k."""
+    """As converters write them: v has more bits than q and k."""
     from tinyvllm.weights.checkpoint import open_checkpoint
 
     eights, fours = gguf_file(tmp_path / "eight.gguf", "Q8_0"), gguf_file(tmp_path / "four.gguf", "Q4_0")
@@ -247,16 +247,16 @@ def test_parts_of_different_formats_become_floats(tmp_path):
 
 @pytest.fixture
 def small_are_kept(monkeypatch):
-    from tinyvllm.runner import weight_cache as panels
+    from tinyvllm.runner import weight_cache
 
-    monkeypatch.setattr(panels, "SMALLEST", 0)
+    monkeypatch.setattr(weight_cache, "MIN_BYTES", 0)
 
 
 def kept_files(folder: Path) -> list[str]:
     return sorted(path.suffix for path in (folder / "weights").iterdir())
 
 
-def test_the_second_start_maps_what_the_first_has_packed(tmp_path, monkeypatch, small_are_kept):
+def test_the_second_start_maps_the_matrices_that_the_first_packed(tmp_path, monkeypatch, small_are_kept):
     from tinyvllm.runner import weights
 
     tensors, cache = write(tmp_path), tmp_path / "cache"
@@ -270,7 +270,7 @@ def test_the_second_start_maps_what_the_first_has_packed(tmp_path, monkeypatch, 
     assert second.progress[-1] == first.progress[-1]
 
 
-def test_another_packing_or_another_model_is_packed_anew(tmp_path, small_are_kept):
+def test_another_packing_or_another_model_is_packed_again(tmp_path, small_are_kept):
     cache = tmp_path / "cache"
     for intermediate in (96, 128):
         tensors = write(tmp_path, intermediate=intermediate)
@@ -279,12 +279,12 @@ def test_another_packing_or_another_model_is_packed_anew(tmp_path, small_are_kep
     assert kept_files(cache) == [".json", ".json", ".panels", ".panels"], "one of each packing"
 
 
-def test_what_a_killed_start_left_is_removed(tmp_path, small_are_kept):
+def test_files_of_a_killed_start_are_removed(tmp_path, small_are_kept):
     write(tmp_path)
     cache = tmp_path / "cache"
     load(tmp_path, "bfloat16", kept=cache)
     (index,) = (cache / "weights").glob("*.json")
-    gone, alive = (index.with_name(f"{index.stem}.{pid}.fresh") for pid in (2**22 + 1, 1))  # the first above the largest there can be
+    gone, alive = (index.with_name(f"{index.stem}.{pid}.fresh") for pid in (2**22 + 1, 1))  # the first is above the largest possible pid
     gone.touch()
     alive.touch()
     index.unlink()
@@ -293,14 +293,14 @@ def test_what_a_killed_start_left_is_removed(tmp_path, small_are_kept):
     assert alive.exists(), "another process may be writing it"
 
 
-def test_what_is_small_or_was_left_unfinished_is_not_kept(tmp_path, monkeypatch):
-    from tinyvllm.runner import weight_cache as panels
+def test_small_and_unfinished_packings_are_not_kept(tmp_path, monkeypatch):
+    from tinyvllm.runner import weight_cache
 
     tensors, cache = write(tmp_path), tmp_path / "cache"
     check_rows(load(tmp_path, kept=cache).model, tensors, {"F32"})
-    assert kept_files(cache) == [], "packing is quicker than it is worth"
-    monkeypatch.setattr(panels, "SMALLEST", 0)
-    monkeypatch.setattr(panels.WeightCache, "finish", lambda self: None)  # as if it had been ended here
+    assert kept_files(cache) == [], "packing takes less time than caching is worth"
+    monkeypatch.setattr(weight_cache, "MIN_BYTES", 0)
+    monkeypatch.setattr(weight_cache.WeightCache, "finish", lambda self: None)  # as if the process had been killed here
     check_rows(load(tmp_path, kept=cache).model, tensors, {"F32"})
     monkeypatch.undo()
     check_rows(load(tmp_path, kept=cache).model, tensors, {"F32"})

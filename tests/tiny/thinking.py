@@ -21,7 +21,7 @@ TEMPLATE = (
 def write_thinking_model(source: Path, folder: Path, marks: str) -> Path:
     """A copy of the model in `source`. marks: "special" (Mistral's way), "added" (Qwen's and DeepSeek's) or "text" (Nemotron's).
 
-    It closes its thoughts after a while, where one token does that.
+    It closes its reasoning after a while, if one token does that.
     """
     from tokenizers import AddedToken, Tokenizer
 

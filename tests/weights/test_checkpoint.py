@@ -61,7 +61,7 @@ def test_opens_gguf_by_file_and_by_folder(tmp_path):
 def test_paths_that_are_no_model(tmp_path, folder):
     assert "no such file or folder: " + str(tmp_path / "none") in refused(tmp_path / "none")
     assert "no such file or folder" in refused(tmp_path / "none.gguf")
-    assert "give the folder that holds it" in refused(folder / "model.safetensors")
+    assert "give the folder with it" in refused(folder / "model.safetensors")
     assert "neither a model folder nor a .gguf file" in refused(folder / "config.json")
     assert "cannot read nnn" in refused(Path("n" * 5000))
     (empty := tmp_path / "empty").mkdir()

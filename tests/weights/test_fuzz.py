@@ -47,7 +47,7 @@ READERS = {"safetensors": (whole_safetensors, read_safetensors), "gguf": (whole_
 
 
 def check(reader, path, data):
-    """True if the bytes were accepted; then every tensor must lie in the file and be as long as it says."""
+    """True if the bytes were accepted; then every tensor must be inside the file and as long as declared."""
     path.write_bytes(data)
     try:
         result = reader(path)

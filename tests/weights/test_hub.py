@@ -98,7 +98,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path):
-    """Starts the server; gives a function that runs resolve_model beside it, with a cache of its own."""
+    """Starts the server; returns a function that runs resolve_model against it, with a cache of its own."""
     Hub.fetched = []
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -130,7 +130,7 @@ def test_downloads_what_is_needed_and_then_works_from_the_cache(hub):
     hub.stop()
     assert hub("org/tiny") == folder
     assert hub("org/tiny", HF_HUB_OFFLINE="1") == folder
-    assert "org/packed is not (wholly) in the local cache and HF_HUB_OFFLINE is set" in hub("org/packed", HF_HUB_OFFLINE="1")
+    assert "org/packed is not completely in the local cache and HF_HUB_OFFLINE is set" in hub("org/packed", HF_HUB_OFFLINE="1")
     assert "cannot be reached; check the network or HF_ENDPOINT" in hub("org/packed")
 
 
@@ -147,10 +147,10 @@ def test_picks_a_gguf_file(hub):
 def test_one_line_for_what_the_hub_cannot_give(hub):
     assert "'org/none' is neither a file or folder here nor a public model on http://127.0.0.1" in hub("org/none")
     assert "org/tiny on http://127.0.0.1:" in (line := hub("org/tiny", "v9")) and line.endswith("has no revision 'v9'")
-    assert "org/gated is gated: ask for access" in hub("org/gated")
+    assert "org/gated is gated: request access" in hub("org/gated")
     assert "org/packed has no safetensors; if it has GGUF files, choose one" in hub("org/packed")
     assert "has no GGUF file 'Q2_K'" in hub("org/packed:Q2_K")
-    assert "'F16' fits several files of org/packed, name one of them: a-F16.gguf, b-F16.gguf" in hub("org/packed:F16")
+    assert "'F16' matches several files of org/packed; name one of them: a-F16.gguf, b-F16.gguf" in hub("org/packed:F16")
     assert "nor a possible name of a model on a hub" in hub("org/a..b")
 
 

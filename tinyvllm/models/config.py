@@ -1,4 +1,4 @@
-"""What a model is, read from a checkpoint's own description. Families (the other files here) say how; this file holds what they share."""
+"""A model's configuration, read from a checkpoint's description. Each family has its own file; this one holds what they share."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tinygrad.llm.model import TransformerConfig
 from tinyvllm.errors import ModelError
 from tinyvllm.ops.rope import SCALINGS, RopeScaling
 
-MAX_LAYERS, MAX_EXPERTS = 1024, 4096  # several times what any published model has: more is a mistake, not a model
+MAX_LAYERS, MAX_EXPERTS = 1024, 4096  # several times more than any published model has
 
 
 @dataclass(frozen=True)
 class ModelConfig(TransformerConfig):
-    """tinygrad's configuration and what it lacks. `windows` holds one sliding window per layer, 0 for full attention."""
+    """tinygrad's configuration and the fields it lacks. `windows` holds one sliding window per layer, 0 for full attention."""
 
     family: str = "llama"
     tied: bool = False
@@ -32,7 +32,7 @@ class ModelConfig(TransformerConfig):
 
 
 class Source(Protocol):
-    """A checkpoint as families see it: its description and its tensors' shapes, and the values of small ones."""
+    """A checkpoint as families read it: its description, its tensors' shapes, and the values of small tensors."""
 
     @property
     def kind(self) -> str: ...  # "safetensors" or "gguf"
@@ -50,7 +50,7 @@ Transform = Callable[[list[np.ndarray]], np.ndarray]
 
 @dataclass(frozen=True)
 class WeightRecipe:
-    """One tensor of the model: its name and shape, the file tensors it is made of, and what is done to them."""
+    """One tensor of the model: its name and shape, the file tensors it comes from, and their transform (weights/recipe.py)."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class WeightRecipe:
 
 
 class Fields:
-    """A checkpoint's description, read with complaints that name the key: config.json, or one architecture's part of GGUF metadata."""
+    """A checkpoint's description with typed getters whose errors name the key: config.json, or one architecture's part of GGUF metadata."""
 
     def __init__(self, values: Mapping[str, Any], prefix: str = "", where: str = "config.json"):
         self.values, self.prefix, self.where = values, prefix, where
@@ -80,11 +80,11 @@ class Fields:
     def integer(self, key: str, default: int | None = None, low: int = 0, high: int | None = None) -> int:
         value = self._need(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-            self._refuse(key, f"a whole number of {low} or more" if high is None else f"a whole number from {low} to {high}", value)
+            self._refuse(key, f"an integer of {low} or more" if high is None else f"an integer from {low} to {high}", value)
         return value
 
     def layers(self, key: str = "num_hidden_layers") -> int:
-        """The number of layers, bounded: a list with an entry for each must not fill the memory before a tensor was looked for."""
+        """The number of layers, bounded: lists with an entry per layer must not fill the memory before any tensor is checked."""
         return self.integer(key, low=1, high=MAX_LAYERS)
 
     def number(self, key: str, default: float | None = None, above: float | None = None) -> float:
@@ -94,14 +94,14 @@ class Fields:
         return float(value)
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """A list of whole numbers, () if it is absent."""
+        """A list of integers, () if it is missing."""
         values = self.get(key, [])
         if not isinstance(values, list) or any(type(value) is not int for value in values):
-            self._refuse(key, "a list of whole numbers", values)
+            self._refuse(key, "a list of integers", values)
         return tuple(values)
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of numbers, () if it is absent."""
+        """A list of numbers, () if it is missing."""
         values = self.get(key, [])
         if not isinstance(values, list) or not all(map(_is_number, values)):
             self._refuse(key, "a list of numbers", values)
@@ -115,20 +115,20 @@ class Fields:
 
 
 def _is_number(value: object) -> bool:
-    """Finite, and no integer beyond what a float reaches."""
+    """Finite, and no integer beyond the range of a float."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def vocabulary(source: Source, fields: Fields) -> int:
-    """Rows of a GGUF file's embedding, or what its metadata says."""
+    """The vocabulary size: rows of a GGUF file's embedding, or as in its metadata."""
     embedding = source.shape("token_embd.weight")
     return embedding[0] if embedding and embedding[0] else fields.integer("vocab_size", low=1)
 
 
 def check_heads(fields: Fields, config: ModelConfig) -> ModelConfig:
-    """Refuse head counts and a rotary dimension that cannot be. Sizes below 1 were refused where they were read."""
+    """ModelError for impossible head counts or rotary dimensions. Sizes below 1 were refused when they were read."""
     if config.n_heads % config.n_kv_heads:
-        raise ModelError(f"{fields.where}: {config.n_heads} query heads cannot be shared out over {config.n_kv_heads} key/value heads")
+        raise ModelError(f"{fields.where}: {config.n_heads} query heads cannot be divided among {config.n_kv_heads} key/value heads")
     if config.rope_dim % 2 or not 2 <= config.rope_dim <= config.head_dim:
         raise ModelError(f"{fields.where}: rotary dimension {config.rope_dim} must be even, from 2 to head_dim {config.head_dim}")
     return config

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 (dense) where it differs from LLaMA: one switch for all biases, and rotary pairs of neighbouring features."""
+"""ERNIE 4.5 (dense), its differences from LLaMA: one switch for all biases, and rotary pairs of adjacent features."""
 
 from __future__ import annotations
 

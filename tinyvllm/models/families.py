@@ -1,4 +1,4 @@
-"""The table of model families: which checkpoints they read and how. A new family is a row here and a file that says what differs."""
+"""The table of model families: which checkpoints they read and how. A new family is a row here and a file with its differences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tinyvllm.models.config import ModelConfig, Source, Transform, WeightRecipe
 
 @dataclass(frozen=True)
 class Family:
-    """`architectures` as Hugging Face's config.json names them, `gguf` as general.architecture does."""
+    """`architectures` are names in Hugging Face's config.json, `gguf` those in general.architecture."""
 
     architectures: tuple[str, ...]
     gguf: tuple[str, ...]
@@ -45,7 +45,9 @@ def find_family(source: Source) -> Family:
     else:
         names, field = source.config.get("architectures") or [], "architectures"
         if scheme := source.config.get("quantization_config"):
-            raise ModelError(f"config.json: quantization_config {str(scheme)[:80]} is not supported; take the model as it was before that")
+            raise ModelError(
+                f"config.json: quantization_config {str(scheme)[:80]} is not supported; use the unquantized model or a GGUF file"
+            )
         if not isinstance(names, list) or not names:
             raise ModelError(f"config.json: 'architectures' must name the model class, got {names!r}")
     for family in FAMILIES:
@@ -60,7 +62,7 @@ def read_config(family: Family, source: Source) -> ModelConfig:
 
 
 def check_layers(family: Family, config: ModelConfig, source: Source) -> None:
-    """ModelError if the file lacks the last layer, before a model of that many layers is built: a wrong number would take minutes."""
+    """ModelError if the file lacks the last layer, before a model of that many layers is built: with a wrong number that takes minutes."""
     names, _ = family.sources(config, source.kind, f"blk.{config.num_blocks - 1}.attn_norm.weight")
     if missing := [name for name in names if source.shape(name) is None]:
         key = "block_count" if source.kind == "gguf" else "n_layer" if config.family == "gpt2" else "num_hidden_layers"
@@ -71,19 +73,19 @@ IGNORABLE = ("*.attn.bias", "*.attn.masked_bias", "*.rotary_emb.inv_freq", "rope
 
 
 def refuse_unused(config: ModelConfig, weights: list[WeightRecipe], names: Iterable[str]) -> None:
-    """ModelError if the file holds tensors that this model has no place for: then it is another model than its description says.
+    """ModelError if the file has tensors that the model does not use: then its description is of another model.
 
-    Constants that converters write beside the weights (masks, frequencies) and the copy of a tied head are known and passed over.
+    Constants that converters add to the weights (masks, frequencies) and the copy of a tied head are ignored.
     """
     used = {source for weight in weights for source in weight.sources}
     ignorable = (*IGNORABLE, "lm_head.weight") if config.tied else IGNORABLE
     extra = [name for name in names if name not in used and not any(fnmatchcase(name, pattern) for pattern in ignorable)]
     if extra:
         listed = ", ".join(sorted(extra)[:3]) + (f" and {len(extra) - 3} more" if len(extra) > 3 else "")
-        raise ModelError(f"models: the file holds tensors that its description has no place for: {listed}; do the two belong together?")
+        raise ModelError(f"models: the file has tensors that its description does not use: {listed}; do the two belong together?")
 
 
 def recipes_of(family: Family, config: ModelConfig, model: Any, kind: str) -> list[WeightRecipe]:
-    """Every tensor of the model with its name, shape and origin in the file."""
+    """The recipe of every tensor of the model: name, shape and sources in the file."""
     shapes = {name: tuple(int(d) for d in tensor.shape) for name, tensor in nn.state.get_state_dict(model).items()}
     return [WeightRecipe(name, shape, *family.sources(config, kind, name)) for name, shape in shapes.items()]

@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, LayerNorm with bias, one matrix for q, k and v, a GELU perceptron. Its own model, the same ops."""
+"""GPT-2: learned positions, LayerNorm with bias, one matrix for q, k and v, a GELU perceptron. A model of its own, with the same ops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tinyvllm.ops.qkv import QKV, norm_qkv_rope_store
 
 
 def layer(norm: nn.LayerNorm) -> Norm:
-    """tinygrad's norm as the ops take it."""
+    """tinygrad's norm as an op's argument."""
     assert norm.weight is not None
     return Norm("LAYER", norm.weight, norm.eps, norm.bias)
 

@@ -1,4 +1,4 @@
-"""LLaMA and what is shaped like it: tinygrad's Transformer with a paged cache and our ops. Other families say only what differs."""
+"""LLaMA and models of its shape: tinygrad's Transformer with a paged cache and our ops. Other families hold only their differences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tinyvllm.ops.rope import RopeScaling, rope_table
 
 
 def rms(norm: nn.RMSNorm) -> Norm:
-    """tinygrad's norm as the ops take it."""
+    """tinygrad's norm as an op's argument."""
     assert norm.weight is not None
     return Norm("RMS", norm.weight, norm.eps)
 
@@ -139,7 +139,7 @@ def hf_name(name: str) -> str:
 
 
 def halves_from_pairs(heads: int, rope_dim: int) -> Transform:
-    """Rows of a q or k projection whose rotary pairs are neighbours (GGUF's llama, ERNIE) to the layout of two halves."""
+    """Rows of a q or k projection whose rotary pairs are adjacent (GGUF's llama, ERNIE) to the layout of two halves."""
 
     def transform(arrays: list[np.ndarray]) -> np.ndarray:
         (w,) = arrays
@@ -151,7 +151,7 @@ def halves_from_pairs(heads: int, rope_dim: int) -> Transform:
 
 
 def sources(config: ModelConfig, kind: str, name: str) -> tuple[tuple[str, ...], Transform | None]:
-    """File tensors and transform of the model tensor `name`."""
+    """The file tensors that the model tensor `name` comes from, and the transform."""
     if kind == "safetensors":
         return (hf_name(name),), None
     return (name,), unpair(config, name)
@@ -177,7 +177,7 @@ def mistral_from_hf(source: Source) -> ModelConfig:
 def hf_config(fields: Fields, **differences: Any) -> ModelConfig:
     """A LLaMA-shaped config.json; `differences` are the ModelConfig fields that a family sets itself."""
     if fields.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ModelError(f"{fields.where}: hidden_act {fields.get('hidden_act')!r} is not supported here; expected 'silu'")
+        raise ModelError(f"{fields.where}: hidden_act {fields.get('hidden_act')!r} is not supported; expected 'silu'")
     dim, heads = fields.integer("hidden_size", low=1), fields.integer("num_attention_heads", low=1)
     head_dim = fields.integer("head_dim", dim // heads, low=1)
     max_context = fields.integer("max_position_embeddings", 2048, low=2)

@@ -1,4 +1,4 @@
-"""Phi-3 where it differs from LLaMA: q, k and v in one matrix, gate and up in one, LongRoPE, sliding windows."""
+"""Phi-3's differences from LLaMA: q, k and v in one matrix, gate and up in one, LongRoPE, sliding windows."""
 
 from __future__ import annotations
 

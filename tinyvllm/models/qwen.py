@@ -1,4 +1,4 @@
-"""Qwen 2, 2.5 and 3, dense and with experts, where they differ from LLaMA: biases on q, k and v; norms of q and k; experts."""
+"""Qwen 2, 2.5 and 3, dense and with experts: their differences from LLaMA: biases on q, k and v; norms of q and k; experts."""
 
 from __future__ import annotations
 

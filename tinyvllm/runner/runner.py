@@ -14,7 +14,7 @@ from tinygrad.dtype import DType
 from tinyvllm.backends.cpu.threads import thread_pool
 from tinyvllm.backends.registry import Choice, choices, usable_variants
 from tinyvllm.bridge import Captured, CapturedCall, Reading, download, peek, read_async, repeat, upload
-from tinyvllm.config import MOST_SCHEDULER_STEPS, EngineConfig, cache_folder, environment
+from tinyvllm.config import MAX_SCHEDULER_STEPS, EngineConfig, cache_folder, environment
 from tinyvllm.errors import ArgumentError
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.models.families import check_layers, find_family, read_config, recipes_of, refuse_unused
@@ -318,7 +318,7 @@ class Runner:
         def forward(num_blocks: int | UOp = 1) -> tuple[Tensor, Tensor | None]:
             return self._forward(inputs, num_blocks)
 
-        tokens = Tensor.full((MOST_SCHEDULER_STEPS, shape.sequences), -1, dtype=dtypes.int32, device=self.device).contiguous().realize()
+        tokens = Tensor.full((MAX_SCHEDULER_STEPS, shape.sequences), -1, dtype=dtypes.int32, device=self.device).contiguous().realize()
         history = History(tokens, Tensor.zeros(1, dtype=dtypes.int32, device=self.device).contiguous().realize())
         # blocks of the longest context are a variable of the captured step, so that contexts grow without a new capture
         plan = StepPlan(inputs, Captured(forward, {"num_blocks": (1, self._table_width)}), history, {}, {})

@@ -1,8 +1,8 @@
 """Packed matrices kept on disk, so that the next start maps them as they are instead of packing them again.
 
-One file a model and way of packing lies in the cache folder, with a small index beside it. It is filled through a shared mapping and
-mapped read-only afterwards: a second engine, or a later start with the file still in memory, shares its pages. The index carries the
-identity of the model's files (path, size, time) and is written last, so what was left unfinished or has gone stale is never used.
+The cache folder has one file per model and way of packing, and a small index next to it. The file is filled through a shared mapping and
+mapped read-only afterwards: a second engine, or a later start with the file still in memory, shares its pages. The index has the
+identity of the model's files (path, size, time) and is written last, so an unfinished or stale file is never used.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import numpy as np
 
 from tinyvllm.weights.checkpoint import Checkpoint
 
-VERSION = 1  # of the panels' layout; a change makes all kept ones stale
-SMALLEST = 64 << 20  # bytes of weights below which packing is quicker than it is worth
-_ALIGNED = 2 << 20  # a huge page
-_SPARE = 2  # the disk must have so many times the file free
+VERSION = 1  # of the panels' layout; a change invalidates all cached files
+MIN_BYTES = 64 << 20  # of weights: below this, packing again takes less time than caching is worth
+_ALIGNMENT = 2 << 20  # a huge page
+_SPARE = 2  # free space on the disk that is needed, in sizes of the file
 
 
 class WeightCache:
-    """The panels of one model on disk: those of an earlier start to be mapped, or a new file to be filled."""
+    """The packed matrices of one model on disk: mapped from an earlier start, or a new file to fill."""
 
     def __init__(self, folder: Path, checkpoint: Checkpoint, packing: str):
         files = _files(checkpoint)
@@ -38,11 +38,11 @@ class WeightCache:
 
     @property
     def complete(self) -> bool:
-        """Whether an earlier start has kept all that there is."""
+        """Whether an earlier start has cached all matrices."""
         return bool(self._entries)
 
     def get(self, name: str) -> tuple[str, int, np.ndarray] | None:
-        """Format, rows and panels, uint8 [bytes], of a product that was kept."""
+        """Format, rows and packed bytes, uint8 [bytes], of a cached product."""
         entry = self._entries.get(name)
         if entry is None:
             return None
@@ -51,26 +51,26 @@ class WeightCache:
         return entry["format"], entry["O"], np.frombuffer(mapped, np.uint8)
 
     def begin(self, total: int) -> bool:
-        """Start a new file for about `total` bytes; False where it is not worth it, or the disk has no room to spare."""
+        """Begin a new file for about `total` bytes; False if it is not worth it, or the disk lacks space."""
         folder = self._index_path.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob(f"{self._index_path.stem}.*.fresh"):
-                if not _alive(int(left.name.split(".")[1])):
-                    left.unlink()  # by a start that did not come to its end
-            if total < SMALLEST or shutil.disk_usage(folder).free < _SPARE * total:
+            for fresh in folder.glob(f"{self._index_path.stem}.*.fresh"):
+                if not _alive(int(fresh.name.split(".")[1])):
+                    fresh.unlink()  # of a start that was killed
+            if total < MIN_BYTES or shutil.disk_usage(folder).free < _SPARE * total:
                 return False
             self._writing = _Writing(self._index_path.with_name(f"{self._index_path.stem}.{os.getpid()}.fresh"))
         except OSError:
-            return False  # a folder that cannot be written: packing into memory works as well
+            return False  # not a writable folder: pack into memory instead
         return True
 
     def allocate(self, name: str, format: str, O: int, nbytes: int) -> np.ndarray | None:
-        """Zeros to be filled with a product's panels, in the file; None when none was begun."""
+        """Zeros in the file to fill with a product's packed bytes; None if no file was begun."""
         return None if self._writing is None else self._writing.allocate(name, format, O, nbytes)
 
     def finish(self) -> None:
-        """All products are in: from now on the file is what a start maps."""
+        """All products are written: from now on a start maps the file."""
         if self._writing is None:
             return
         self._writing.path.replace(self._index_path.with_suffix(".panels"))
@@ -81,16 +81,16 @@ class WeightCache:
 
     def _read(self) -> dict[str, Any]:
         try:
-            said = json.loads(self._index_path.read_text())
+            index = json.loads(self._index_path.read_text())
             size = self._index_path.with_suffix(".panels").stat().st_size
         except (OSError, ValueError):
             return {}
-        entries: dict[str, Any] = said.get("products", {}) if {k: said.get(k) for k in self._identity} == self._identity else {}
+        entries: dict[str, Any] = index.get("products", {}) if {k: index.get(k) for k in self._identity} == self._identity else {}
         return entries if all(e["offset"] + e["bytes"] <= size for e in entries.values()) else {}
 
 
 class _Writing:
-    """A file that grows by a mapping for each product."""
+    """A file that grows by one mapping per product."""
 
     def __init__(self, path: Path):
         self.path, self._end = path, 0
@@ -98,7 +98,7 @@ class _Writing:
         path.touch()
 
     def allocate(self, name: str, format: str, O: int, nbytes: int) -> np.ndarray:
-        start = -(-self._end // _ALIGNED) * _ALIGNED
+        start = -(-self._end // _ALIGNMENT) * _ALIGNMENT
         self._end = start + nbytes
         with open(self.path, "r+b") as file:
             os.truncate(file.fileno(), self._end)
@@ -118,7 +118,7 @@ def _alive(pid: int) -> bool:
 
 
 def _files(checkpoint: Checkpoint) -> list[tuple[str, int, int]]:
-    """Name, size and time of the files that hold the weights."""
+    """Name, size and modification time of the files with the weights."""
     path = checkpoint.path
     found = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".json", ".gguf"))
     parts = sorted(path.parent.glob("*.gguf")) if path.suffix == ".gguf" else found

@@ -1,4 +1,4 @@
-"""A model as it lies on disk: which files, in which of the two formats, and the tensors in them.
+"""A model on disk: which files, in which of the two formats, and the tensors in them.
 
 Finds and opens; converts nothing, and does not know what the model is. See safetensors.py and gguf.py for the formats.
 """
@@ -23,8 +23,8 @@ _PICKLES = (".bin", ".pth", ".pt", ".ckpt")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened model. `config` is config.json as it is, or GGUF's metadata as plain Python values; `tensors` are views into mapped
-    files, which stay mapped while anything looks into them; `folder` is where tokenizer files would lie.
+    """An opened model. `config` is config.json, or GGUF's metadata as plain Python values; `tensors` are views into mapped
+    files, which stay mapped while any view of them lives; `folder` is where tokenizer files are looked for.
     """
 
     kind: Literal["safetensors", "gguf"]
@@ -37,7 +37,7 @@ class Checkpoint:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Opens a .gguf file (any part of a split one), or a folder with config.json and safetensors, or with one GGUF model.
 
-    Reads headers only. ModelError says what is missing, FormatError what is damaged.
+    Reads headers only. ModelError names what is missing, FormatError what is damaged.
     """
     path = Path(path)
     try:
@@ -54,15 +54,15 @@ def _open(path: Path) -> Checkpoint:
     if not path.exists():
         raise ModelError(f"{_SPEAKER}: no such file or folder: {path}")
     if path.suffix.lower() in (*_PICKLES, ".safetensors"):
-        raise ModelError(f"{_SPEAKER}: {path} is one file of a model; give the folder that holds it and config.json")
+        raise ModelError(f"{_SPEAKER}: {path} is one file of a model; give the folder with it and config.json")
     raise ModelError(f"{_SPEAKER}: {path} is neither a model folder nor a .gguf file")
 
 
 def open_description(folder: Path) -> Checkpoint:
-    """What config.json says of a model whose tensors are not there, or not wanted: a Checkpoint without any."""
+    """A Checkpoint without tensors, from config.json alone: for a model whose tensors are missing or not needed."""
     folder = Path(folder)
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{_SPEAKER}: {folder} holds no config.json, which says what model to make up weights for")
+        raise ModelError(f"{_SPEAKER}: {folder} has no config.json, which describes the model to make random weights for")
     return Checkpoint("safetensors", folder, read_json_object(folder / "config.json", _SPEAKER), {}, folder)
 
 
@@ -77,13 +77,13 @@ def _open_folder(folder: Path) -> Checkpoint:
             listed = ", ".join(p.name for p in models)
             raise ModelError(f"{_SPEAKER}: {folder} holds several GGUF models, give the path of one: {listed}")
         return _open_gguf(models[0])
-    raise ModelError(_nothing_here(folder, names))
+    raise ModelError(_no_weights(folder, names))
 
 
-def _nothing_here(folder: Path, names: list[str]) -> str:
+def _no_weights(folder: Path, names: list[str]) -> str:
     if pickled := [n for n in names if n.endswith(_PICKLES)]:
         return (
-            f"{_SPEAKER}: {folder} has its weights only as {pickled[0]}, a pickle, which can run code and is not read; "
+            f"{_SPEAKER}: {folder} has its weights only as {pickled[0]}, a pickle, which can run code and is not loaded; "
             "convert it to safetensors (load it with transformers and call save_pretrained)"
         )
     held = f"it holds {', '.join(names[:6])}{' ...' if len(names) > 6 else ''}" if names else "it is empty"
@@ -91,9 +91,9 @@ def _nothing_here(folder: Path, names: list[str]) -> str:
 
 
 def _open_safetensors(folder: Path, names: list[str], safetensors: list[str]) -> Checkpoint:
-    """model.safetensors if there is one, as transformers prefers it, else the index's shards, else a lone file of another name."""
+    """model.safetensors if there is one, as transformers prefers, else the shards of the index, else a single file of another name."""
     if "config.json" not in names:
-        raise ModelError(f"{_SPEAKER}: {folder} has safetensors but no config.json, which says what model they are")
+        raise ModelError(f"{_SPEAKER}: {folder} has safetensors but no config.json, which describes the model")
     config = read_json_object(folder / "config.json", _SPEAKER)
     if "model.safetensors" in safetensors:
         tensors = read_safetensors(folder / "model.safetensors")

@@ -1,8 +1,8 @@
 """The GGUF format, versions 2 and 3, little endian: metadata, a table of tensors, then their bytes.
 
-Reads one file or all the parts of a split one. Knows how values and tensors are stored; not what any key means beyond
-`general.alignment` and `split.*`. Written against ggml's docs/gguf.md. Every length is doubted until it fits the file, and nothing is
-allocated before that.
+Reads one file or all parts of a split one. Knows how values and tensors are stored; not what any key means beyond
+`general.alignment` and `split.*`. Written against ggml's docs/gguf.md. Every length is checked against the file before anything is
+allocated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tinyvllm.quant.formats import FORMATS_BY_TYPE_ID, BlockFormat
 from tinyvllm.weights.mapping import TensorRecord, map_file
 
 _SPEAKER = "gguf"
-_MAX_ARRAY = 1 << 24  # elements: no vocabulary is near it, and Python lists of more would fill the memory of a laptop
+_MAX_ARRAY = 1 << 24  # elements: no vocabulary is near it, and longer Python lists would fill the memory of a laptop
 _MAX_DEPTH = 4  # arrays of arrays
 _MAX_RANK = 4  # ggml's own limit
 _SPLIT_NAME = re.compile(r"^(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf$")
@@ -33,16 +33,16 @@ _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
 def read_gguf(path: Path) -> tuple[dict[str, object], dict[str, TensorRecord]]:
-    """Metadata as plain Python values, and the tensors by name as views into the file. Of a split file, any part names all.
+    """Metadata as plain Python values, and the tensors by name as views into the file. Any part of a split file opens all of them.
 
-    Raises FormatError if a file is not what it claims, ModelError if one cannot be read or a part is missing.
+    Raises FormatError for a damaged file, ModelError if one cannot be read or a part is missing.
     """
     parts = split_parts(path)
     metadata, tensors = _read_part(parts[0])
     for number, part in enumerate(parts[1:], 1):
         more_metadata, more_tensors = _read_part(part)
         if more_metadata.get("split.no") != number:
-            _refuse(part, f"says it is part {more_metadata.get('split.no')} (counted from 0) of its model, its name says {number}")
+            _refuse(part, f"has split.no {more_metadata.get('split.no')} (counted from 0), but its name says part {number}")
         for name in more_tensors.keys() & tensors.keys():
             _refuse(part, f"tensor {name!r} is in an earlier part too")
         tensors |= more_tensors
@@ -51,7 +51,7 @@ def read_gguf(path: Path) -> tuple[dict[str, object], dict[str, TensorRecord]]:
 
 
 def split_parts(path: Path) -> list[Path]:
-    """All the files of the model that `path` is a part of, in order; [path] if it is whole. ModelError names a missing one."""
+    """All files of the model that `path` is a part of, in order; [path] if it is not split. ModelError names a missing one."""
     match = _SPLIT_NAME.match(path.name)
     if match is None or not path.is_file():
         return [path]
@@ -59,7 +59,7 @@ def split_parts(path: Path) -> list[Path]:
     parts = [path.with_name(f"{match['stem']}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
     for part in parts:
         if not part.is_file():
-            raise ModelError(f"{_SPEAKER}: {path.name} is one of {count} parts, and {part.name} is not beside it; download it too")
+            raise ModelError(f"{_SPEAKER}: {path.name} is one of {count} parts, and {part.name} is not in the same folder; download it too")
     if path not in parts:
         raise ModelError(f"{_SPEAKER}: {path.name} is not a possible part of {count}; was it renamed?")
     return parts
@@ -68,9 +68,9 @@ def split_parts(path: Path) -> list[Path]:
 def _check_split(path: Path, metadata: dict[str, object], parts: int, tensors: int) -> None:
     declared = metadata.get("split.count", 1)
     if declared not in (parts, 0):
-        _refuse(path, f"belongs to a model in {declared} parts, but {parts} are here; keep the names -00001-of-0000N.gguf")
+        _refuse(path, f"belongs to a model in {declared} parts, but {parts} were found; keep the names -00001-of-0000N.gguf")
     if parts > 1 and metadata.get("split.tensors.count") != tensors:
-        _refuse(path, f"has parts with {tensors} tensors in all, the first announces {metadata.get('split.tensors.count')}")
+        _refuse(path, f"has parts with {tensors} tensors in total, but the first declares {metadata.get('split.tensors.count')}")
 
 
 def _read_part(path: Path) -> tuple[dict[str, object], dict[str, TensorRecord]]:
@@ -107,7 +107,7 @@ class _Info:
     name: str
     format: BlockFormat
     shape: tuple[int, ...]
-    offset: int  # from where the tensors' bytes begin
+    offset: int  # from the first byte of all tensors
 
     @property
     def nbytes(self) -> int:
@@ -123,19 +123,19 @@ def _read_infos(path: Path, cursor: _Cursor, count: int) -> list[_Info]:
             _refuse(path, f"tensor {shown} appears twice")
         rank = cursor.u32(f"rank of {shown}")
         if rank > _MAX_RANK:
-            _refuse(path, f"tensor {shown} has {rank} dimensions, {_MAX_RANK} is the most there can be")
+            _refuse(path, f"tensor {shown} has {rank} dimensions, expected at most {_MAX_RANK}")
         shape = tuple(cursor.u64(f"shape of {shown}") for _ in range(rank))[::-1]  # the file has the innermost first
         stored = FORMATS_BY_TYPE_ID.get(type_id := cursor.u32(f"type of {shown}"))
         if stored is None:
             _refuse(path, f"tensor {shown} has the unknown type number {type_id}; update tinyvllm or convert the model again")
         if (row := shape[-1] if shape else 1) % stored.elements:
-            _refuse(path, f"tensor {shown} has rows of {row} numbers, {stored.name} needs multiples of {stored.elements}")
+            _refuse(path, f"tensor {shown} has rows of {row} numbers, but {stored.name} needs multiples of {stored.elements}")
         infos[name] = _Info(name, stored, shape, cursor.u64(f"offset of {shown}"))
     return list(infos.values())
 
 
 def _view_tensors(path: Path, data: np.ndarray, infos: list[_Info], start: int, alignment: int) -> dict[str, TensorRecord]:
-    """`start` is the offset in the file that the tensors' own offsets count from."""
+    """`start` is the position in the file that the tensors' offsets are relative to."""
     for info in infos:
         if info.offset % alignment:
             _refuse(path, f"tensor {info.name[:80]!r} begins at {info.offset}, which is not a multiple of the alignment, {alignment}")
@@ -153,7 +153,7 @@ def _view_tensors(path: Path, data: np.ndarray, infos: list[_Info], start: int, 
 
 
 class _Cursor:
-    """Reads values one after another from a file's bytes and refuses to look beyond the last."""
+    """Reads values one after another from a file's bytes and refuses to read past the end."""
 
     def __init__(self, path: Path, data: memoryview) -> None:
         self.path, self.data, self.position = path, data, 0
@@ -162,7 +162,7 @@ class _Cursor:
         start = self.position
         if nbytes > len(self.data) - start:
             left = len(self.data) - start
-            _refuse(self.path, f"is truncated or corrupt: {what} at byte {start} needs {nbytes} bytes, {left} are left")
+            _refuse(self.path, f"is truncated or corrupt: {what} at byte {start} needs {nbytes} bytes, but {left} are left")
         self.position = start + nbytes
         return bytes(self.data[start : self.position])
 
@@ -196,7 +196,7 @@ class _Cursor:
         return [self._array(key, depth + 1) for _ in range(count)]
 
     def _strings(self, count: int, key: str) -> list[object]:
-        """A vocabulary: hundreds of thousands of strings, so this loop is the reader's one hot place."""
+        """A vocabulary has hundreds of thousands of strings: this is the reader's only hot loop."""
         data, position, size, length_of = self.data, self.position, len(self.data), _U64.unpack_from
         out: list[object] = []
         append = out.append
@@ -212,7 +212,7 @@ class _Cursor:
         except UnicodeDecodeError:
             _refuse(self.path, f"string {len(out)} of {key!r} is not UTF-8")
         if position > size:
-            _refuse(self.path, f"is truncated or corrupt: string {len(out)} of {key!r} goes beyond the end of the file")
+            _refuse(self.path, f"is truncated or corrupt: string {len(out)} of {key!r} extends past the end of the file")
         self.position = position
         return out
 

@@ -1,7 +1,7 @@
-"""From what the user typed to a path: a file, a folder, or the name of a model on a hub.
+"""Resolves what the user typed to a path: a file, a folder, or the name of a model on a hub.
 
-A hub name goes through the package huggingface_hub, an extra, which brings its local cache, HF_ENDPOINT, HF_HUB_OFFLINE and tokens with
-it. Only files that can be used are fetched. What is in them is not looked at here.
+A hub name goes through the package huggingface_hub, an extra, with its local cache, HF_ENDPOINT, HF_HUB_OFFLINE and tokens.
+Only usable files are fetched. Their content is not read here.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(:(?P<cho
 
 
 def resolve_model(name_or_path: str, revision: str | None = None) -> Path:
-    """The path of a model. What exists is itself; else "org/name", "org/name:file.gguf" or "org/name:Q4_K_M" is looked up on the hub.
+    """The path of a model: an existing path as it is; else "org/name", "org/name:file.gguf" or "org/name:Q4_K_M" from the hub.
 
-    `revision` is a branch, tag or commit of the hub's repository. ModelError in one line for whatever goes wrong, ArgumentError for a
-    revision of a path.
+    `revision` is a branch, tag or commit of the hub's repository. Any failure is a ModelError of one line; a revision of a
+    path is an ArgumentError.
     """
     path = Path(name_or_path).expanduser()
     if name_or_path and _exists(path):  # Path("") would be the current folder
@@ -62,7 +62,7 @@ def _safetensors_snapshot(repo: str, revision: str | None) -> Path:
 
 
 def _gguf_patterns(choice: str) -> list[str]:
-    """A file name, with the other parts of a split model, or a quantization's name at the end of one, in either case of letters."""
+    """A file name, with the other parts of a split model, or a quantization's name at its end, in upper or lower case."""
     if choice.lower().endswith(".gguf"):
         split = re.fullmatch(r"(.+)-\d{5}-of-(\d{5})\.gguf", choice)
         return [f"{split[1]}-*-of-{split[2]}.gguf"] if split else [choice]
@@ -77,12 +77,12 @@ def _pick_gguf(folder: Path, repo: str, choice: str, patterns: list[str]) -> Pat
         raise ModelError(f"{_SPEAKER}: {repo} has no GGUF file {choice!r}; look at the repository's file list for the right name")
     if len(models) > 1:
         names = ", ".join(p.name for p in models)
-        raise ModelError(f"{_SPEAKER}: {choice!r} fits several files of {repo}, name one of them: {names}")
+        raise ModelError(f"{_SPEAKER}: {choice!r} matches several files of {repo}; name one of them: {names}")
     return models[0]
 
 
 def _download(repo: str, revision: str | None, patterns: list[str], ignored: list[str]) -> Path:
-    """The folder in the hub's cache that holds the files fitting `patterns`, fetched where they are not there yet."""
+    """The folder in the hub's cache with the files that match `patterns`; missing ones are downloaded."""
     try:
         import huggingface_hub
     except ImportError as error:
@@ -101,7 +101,7 @@ def _explain(error: Exception, repo: str, revision: str | None) -> str:
 
     hub = constants.ENDPOINT
     if isinstance(error, errors.GatedRepoError):
-        return f"{repo} is gated: ask for access on {hub}/{repo}, then set HF_TOKEN or log in with `hf auth login`"
+        return f"{repo} is gated: request access on {hub}/{repo}, then set HF_TOKEN or log in with `hf auth login`"
     if isinstance(error, errors.RepositoryNotFoundError):
         return f"{repo!r} is neither a file or folder here nor a public model on {hub}; for a private one set HF_TOKEN"
     if isinstance(error, errors.RevisionNotFoundError):
@@ -109,7 +109,9 @@ def _explain(error: Exception, repo: str, revision: str | None) -> str:
     if isinstance(error, errors.HFValidationError):
         return f"{repo!r} is neither a file or folder here nor a possible name of a model on a hub (org/name)"
     if constants.HF_HUB_OFFLINE:
-        return f"{repo} is not (wholly) in the local cache and HF_HUB_OFFLINE is set; unset it, or give a folder"
+        return f"{repo} is not completely in the local cache and HF_HUB_OFFLINE is set; unset it, or give a folder"
     if isinstance(error, errors.LocalEntryNotFoundError):
-        return f"{repo} is not (wholly) in the local cache and {hub} cannot be reached; check the network or HF_ENDPOINT, or give a folder"
+        return (
+            f"{repo} is not completely in the local cache and {hub} cannot be reached; check the network or HF_ENDPOINT, or give a folder"
+        )
     return f"{repo} could not be fetched from {hub}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"

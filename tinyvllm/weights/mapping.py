@@ -1,7 +1,7 @@
-"""Files mapped into memory: bytes that are read when touched, tensors that are views of them, pages handed back after use.
+"""Files mapped into memory: bytes are read when touched, tensors are views of them, pages are released after use.
 
-Knows the operating system's side only; the two file formats and tinygrad are other files' business. A mapping lives exactly as long as
-some array that views it: numpy's chain of `base` references holds it, and the last one to go unmaps it.
+Covers the operating system only, not the two file formats nor tinygrad. A mapping lives exactly as long as an array that views
+it: numpy's chain of `base` references holds it, and deleting the last array unmaps it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TensorRecord:
 def map_file(path: Path, speaker: str) -> np.ndarray:
     """The file as uint8 [size], read-only, mapped privately. `speaker` opens the error messages.
 
-    ModelError if it cannot be opened, FormatError if it is empty or only the pointer that git-lfs left in its place.
+    ModelError if it cannot be opened, FormatError if it is empty or a git-lfs pointer file.
     """
     try:
         with open(path, "rb") as file:
@@ -52,14 +52,14 @@ def map_file(path: Path, speaker: str) -> np.ndarray:
 
 
 def allocate(nbytes: int) -> np.ndarray:
-    """uint8 [nbytes] of zeros, page aligned, in pages of its own that return to the system with the last view of it.
+    """uint8 [nbytes] of zeros, page aligned, in pages of its own, which return to the system with the last view.
 
     Large ones ask for huge pages: weights are read from end to end at every step, and 4 KiB pages cost a tenth of the bandwidth.
     """
     try:
         memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
     except (OSError, OverflowError, ValueError) as error:
-        raise OutOfMemoryError(f"weights: the host cannot give {nbytes / 1e9:.1f} GB for one tensor: {error}") from error
+        raise OutOfMemoryError(f"weights: the host cannot allocate {nbytes / 1e9:.1f} GB for one tensor: {error}") from error
     if nbytes >= 2 * HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -69,7 +69,7 @@ def allocate(nbytes: int) -> np.ndarray:
 
 
 def drop_pages(view: np.ndarray) -> None:
-    """Takes the pages of `view` out of this process's memory if it is part of a mapped file; touched again, they are read again."""
+    """Release the pages of `view` from this process's memory if it is part of a mapped file; the next access reads them again."""
     mapping = _mapping_under(view)
     if mapping is None or view.nbytes == 0 or not hasattr(mmap, "MADV_DONTNEED"):
         return
@@ -79,12 +79,12 @@ def drop_pages(view: np.ndarray) -> None:
 
 
 def is_mapped(view: np.ndarray) -> bool:
-    """Whether `view` looks into a file rather than into memory that was filled."""
+    """Whether `view` is part of a mapped file rather than of memory that was written."""
     return _mapping_under(view) is not None
 
 
 def _mapping_under(view: np.ndarray) -> mmap.mmap | None:
-    """The read-only file mapping that `view` looks into; None for memory that would be lost by dropping it."""
+    """The read-only file mapping that `view` is part of; None for memory whose content would be lost."""
     base: object = view
     while isinstance(base, np.ndarray):
         if base.flags.writeable:

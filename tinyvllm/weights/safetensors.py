@@ -1,7 +1,7 @@
-"""The safetensors format: an 8-byte length, a JSON header, then the tensors' bytes end to end.
+"""The safetensors format: an 8-byte length, a JSON header, then the tensors' bytes without gaps.
 
-Reads one file, or the shards that an index file names. Knows bytes and JSON; not which tensors a model wants. Every number in a header
-is doubted until it fits the file. The rules are those of the format's description: no holes, no overlaps, no duplicate names, a header
+Reads one file, or the shards that an index file names. Knows bytes and JSON; not which tensors a model needs. Every number in a header
+is checked against the file. The rules are those of the format's description: no holes, no overlaps, no duplicate names, a header
 of at most 100 MB.
 """
 
@@ -30,7 +30,7 @@ _BITS = {
 
 
 def read_safetensors(path: Path) -> dict[str, TensorRecord]:
-    """The tensors of one file, by name, as views into it. FormatError if the file is not what it claims."""
+    """The tensors of one file, by name, as views into it. FormatError for a damaged file."""
     data = map_file(path, _SPEAKER)
     header, start = _read_header(path, data)
     body = data[start:]
@@ -43,7 +43,7 @@ def read_safetensors(path: Path) -> dict[str, TensorRecord]:
 
 
 def read_sharded(index: Path) -> dict[str, TensorRecord]:
-    """The tensors of all the shards that an index file names; every shard must be there and hold what the index says it holds."""
+    """The tensors of all shards that an index file names; every shard must exist and have the tensors that the index lists for it."""
     weight_map = _read_weight_map(index)
     tensors: dict[str, TensorRecord] = {}
     for shard in sorted(set(weight_map.values())):
@@ -78,7 +78,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
         _refuse(index, "weight_map must be an object that maps tensor names to file names")
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors") or "\0" in shard:
-            _refuse(index, f"weight_map sends {name!r} to {shard!r}, which is not the name of a safetensors file beside it")
+            _refuse(index, f"weight_map sends {name!r} to {shard!r}, which is not the name of a safetensors file in the same folder")
     return weight_map
 
 
