@@ -79,7 +79,7 @@ def test_named_templates(tmp_path: Path) -> None:
     assert render_chat(tokenizer, USER, tools=[]) == "plain"
     assert render_chat(tokenizer, USER, chat_template="rag") == "rag"
     assert render_chat(tokenizer, USER, chat_template="{{ eos_token }}") == SPECIALS[2]
-    with pytest.raises(TokenizerError, match="no default one; name one of rag, tool_use"):
+    with pytest.raises(TokenizerError, match="no default template; choose one of rag, tool_use"):
         render_chat(with_templates(tmp_path / "some", named[1:]), USER)
 
 
@@ -94,14 +94,14 @@ def test_parts_of_content_and_arguments_of_tools() -> None:
 
 
 def test_no_template(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match="the model has none"):
+    with pytest.raises(TokenizerError, match="the model has no template"):
         render_chat(load_tokenizer(write_folder(tmp_path, byte_level())), USER)
 
 
 @pytest.mark.parametrize(
     ("template", "match"),
     [
-        ("{{ raise_exception('roles must alternate') }}", "refuses these messages: roles must alternate$"),
+        ("{{ raise_exception('roles must alternate') }}", "rejects these messages: roles must alternate$"),
         ("{% if %}", r"cannot be compiled: .*\(line 1\)"),
         ("{% for m in messages %}", "cannot be compiled"),
         ("{{ messages | nosuchfilter }}", "cannot be compiled: .*nosuchfilter"),
@@ -142,12 +142,12 @@ def test_the_sandbox_holds(template: str) -> None:
         ("hello", "messages must be a list of objects, got str"),
         (None, "messages must be a list of objects, got NoneType"),
         (["hello"], r"messages\[0\] must be an object, got str"),
-        ([{"content": "x"}], r"messages\[0\] needs a role"),
-        ([{"role": "", "content": "x"}], r"messages\[0\] needs a role"),
-        ([*USER, {"role": "user"}], r"messages\[1\] \(user\) needs a content"),
+        ([{"content": "x"}], r"messages\[0\] must have a role"),
+        ([{"role": "", "content": "x"}], r"messages\[0\] must have a role"),
+        ([*USER, {"role": "user"}], r"messages\[1\] \(user\) must have a content"),
         ([{"role": "user", "content": 3}], "content must be a text or a list of text parts, got int"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "only parts like"),
-        ([{"role": "user", "content": ["text"]}], "only parts like"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "only parts of the form"),
+        ([{"role": "user", "content": ["text"]}], "only parts of the form"),
         ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], "arguments must be JSON"),
     ],
 )

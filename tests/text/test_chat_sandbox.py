@@ -13,7 +13,7 @@ USER = [{"role": "user", "content": "x"}]
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{{ 'a' * 10**10 }}", "more than the 1048576"),
+        ("{{ 'a' * 10**10 }}", "exceeds the limit of 1048576"),
         ("{{ 10 ** (10 ** 10) }}", "too large"),
         ("{{ ().__class__.__mro__[1].__subclasses__() }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),

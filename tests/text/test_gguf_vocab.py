@@ -22,7 +22,7 @@ from tests.text.vocabularies import (
     without,
 )
 from tinyvllm.errors import TokenizerError
-from tinyvllm.text.gguf_vocab import _PRE
+from tinyvllm.text.gguf_vocab import _WORD_RULES
 from tinyvllm.text.load import tokenizer_from_gguf
 
 
@@ -90,7 +90,7 @@ def test_whole_words_before_merges() -> None:
     assert size not in tokenizer_from_gguf(metadata | {"tokenizer.ggml.pre": "gpt-2"}).encode("a zqxj")
 
 
-@pytest.mark.parametrize("pre", sorted(_PRE))
+@pytest.mark.parametrize("pre", sorted(_WORD_RULES))
 def test_every_pattern_compiles_and_loses_nothing(pre: str) -> None:
     tokenizer = tokenizer_from_gguf(gguf_of_byte_level(byte_level(), pre))
     for text in NASTY:
@@ -214,16 +214,16 @@ def changed(metadata: dict[str, object], **changes: object) -> dict[str, object]
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"model": "bert"}, "model is 'bert'; supported are 'llama', 'gpt2'"),
+        ({"model": "bert"}, "model is 'bert'; supported: 'llama', 'gpt2'"),
         ({"model": None}, "model is None"),
-        ({"pre": "viking"}, "pre is 'viking'.*known are .*llama-bpe.*qwen2"),
-        ({"tokens": []}, "tokens is absent or empty"),
+        ({"pre": "viking"}, "pre is 'viking'.*known: .*llama-bpe.*qwen2"),
+        ({"tokens": []}, "tokens is missing or empty"),
         ({"tokens": "abc"}, "tokens must be a list of str"),
         ({"tokens": [1, 2]}, "tokens must be a list of str"),
-        ({"tokens": ["a", "b", "a"], "token_type": [1, 1, 1]}, "has 'a' more than once"),
+        ({"tokens": ["a", "b", "a"], "token_type": [1, 1, 1]}, "contains 'a' more than once"),
         ({"token_type": [1]}, "token_type has 1 entries"),
-        ({"merges": ["nosuch token"]}, "merges does not fit"),
-        ({"merges": ["alone"]}, "merges does not fit"),
+        ({"merges": ["nosuch token"]}, "merges does not match"),
+        ({"merges": ["alone"]}, "merges does not match"),
         ({"bos_token_id": 10**6}, "bos_token_id is 1000000"),
         ({"eos_token_id": "x"}, "eos_token_id is 'x'"),
         ({"add_bos_token": "maybe"}, "add_bos_token must be true or false"),

@@ -105,8 +105,8 @@ def test_corrupt(change, match: str, tmp_path: Path) -> None:  # noqa: ANN001
 
 
 def test_contradictions(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match="known for Llama 3 only, but the model is 'qwen'"):
+    with pytest.raises(TokenizerError, match="supported for Llama 3 only, but the model is 'qwen'"):
         load(tmp_path / "other", config={"model_type": "qwen"})
     added = json.loads('{"added_tokens_decoder": {"3": {"content": "<x>"}}}')
-    with pytest.raises(TokenizerError, match="adds one with id 3"):
+    with pytest.raises(TokenizerError, match="adds a token with the id 3"):
         load(tmp_path / "overlap", tokenizer_config=added)

@@ -193,7 +193,7 @@ class TestBadFolders:
             ({"chat_template": [{"name": "x"}]}, "chat_template must be"),
             ({"added_tokens_decoder": {"x": {"content": "a"}}}, "added_tokens_decoder must"),
             ({"added_tokens_decoder": {"7": "a"}}, "added_tokens_decoder must"),
-            ({"added_tokens_decoder": {"7": {"content": "<new>"}}}, "not of one model"),
+            ({"added_tokens_decoder": {"7": {"content": "<new>"}}}, "belong to different models"),
         ],
     )
     def test_settings_that_cannot_be_meant(self, settings: dict[str, object], match: str, tmp_path: Path) -> None:

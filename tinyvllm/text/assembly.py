@@ -1,7 +1,7 @@
-"""How tokens become text one at a time: half characters, byte fallback, the space that a text does not begin with.
+"""Joins tokens to text one at a time: incomplete characters, byte fallback, the leading space that a text loses.
 
-Knows no tokenizer library. Each tokenizer states in an `Assembly` by which of the few existing rules its reference implementation joins
-tokens; `TextStream` applies the rules token by token, so that what it has returned never changes.
+Imports no tokenizer library. The `Assembly` of a tokenizer says which of the few existing rules its reference implementation follows;
+`TextStream` applies them token by token, so that text it has returned never changes.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Literal, Protocol
 class Assembly:
     """The rules by which one kind of tokenizer joins its tokens.
 
-    broken: what becomes of bytes that are not UTF-8.
-        "stream": all tokens are one stream of bytes, each maximal broken part becomes one U+FFFD (byte-level BPE, tiktoken).
-        "byte":   only byte tokens make broken characters, each broken byte becomes one U+FFFD (sentencepiece).
+    broken: how bytes that are not UTF-8 are decoded.
+        "stream": all tokens form one stream of bytes, each maximal invalid part becomes one U+FFFD (byte-level BPE, tiktoken).
+        "byte":   only byte tokens can be invalid, each invalid byte becomes one U+FFFD (sentencepiece).
         "run":    if a run of byte tokens is not UTF-8 as a whole, each of its bytes becomes one U+FFFD (ByteFallback of `tokenizers`).
-    start: what the beginning of a text loses; in a "stream", nothing.
+    start: what the start of a text loses; in a "stream", nothing.
         "keep": nothing.
         "strip": up to `strip` spaces (Strip after Fuse in `tokenizers`).
-        "first_token": what `lead_bytes` leaves out of the first token (Metaspace in `tokenizers`; sentencepiece).
-        "all_spaces": the same, of every token until there is text (sentencepiece that removes extra whitespace).
+        "first_token": the bytes that `lead_bytes` omits from the first token (Metaspace in `tokenizers`; sentencepiece).
+        "all_spaces": the same for every token until there is text (sentencepiece models that remove extra whitespace).
     """
 
     broken: Literal["stream", "byte", "run"]
@@ -33,7 +33,7 @@ class Assembly:
 
 
 class Vocabulary(Protocol):
-    """What a TextStream needs of a tokenizer."""
+    """The part of a tokenizer that a TextStream uses."""
 
     assembly: Assembly
     special_ids: frozenset[int]
@@ -55,25 +55,25 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class TextStream:
-    """Text of a growing list of tokens. `add` costs the same however long the text is; `settled` may be shared by streams of one kind.
+    """Text of a growing list of tokens. The cost of `add` does not depend on the length of the text.
 
-    `settled` remembers, by token id, the text of tokens whose text does not depend on what stands before them.
+    text_cache: by token id, the text of tokens whose text does not depend on earlier tokens. Streams of one tokenizer share it.
     """
 
-    def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool, settled: dict[int, str]):
+    def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool, text_cache: dict[int, str]):
         self._vocabulary = vocabulary
         self._rules = vocabulary.assembly
         self._skipped = vocabulary.special_ids if skip_special_tokens else frozenset()
-        self._settled = settled
+        self._text_cache = text_cache
         self._utf8 = _Utf8Decoder("replace" if self._rules.broken == "stream" else "tinyvllm.each_byte")
-        self._run = b""  # bytes whose text is not certain yet
+        self._run = b""  # bytes that may still become a character
         self._at_start = self._rules.start != "keep"
         self._strip = self._rules.strip
 
     def add(self, token_id: int) -> str:
-        """The text that has become certain with this token: "" while a character is incomplete."""
+        """The text that this token completes: "" while a character is incomplete."""
         if not (self._run or self._at_start):
-            text = self._settled.get(token_id)
+            text = self._text_cache.get(token_id)
             if text is not None:
                 return text
         if token_id in self._skipped:
@@ -91,7 +91,7 @@ class TextStream:
         text = self._utf8.decode(piece)
         self._run = self._utf8.getstate()[0]
         if whole and not self._run:
-            self._settled[token_id] = text
+            self._text_cache[token_id] = text
         return text
 
     def _add_piece(self, token_id: int, piece: bytes) -> str:
@@ -106,11 +106,11 @@ class TextStream:
         before = self._end_run()
         if self._at_start:
             return before + self._begin(token_id, piece)
-        text = self._settled[token_id] = piece.decode("utf-8", "replace")
+        text = self._text_cache[token_id] = piece.decode("utf-8", "replace")
         return before + text
 
     def _begin(self, token_id: int, piece: bytes) -> str:
-        """A token's text while the beginning of the text is still open."""
+        """The text of a token at the start of the text."""
         if self._rules.start == "strip":
             return self._strip_spaces(piece.decode("utf-8", "replace"))
         lead = self._vocabulary.lead_bytes(token_id)
@@ -124,7 +124,7 @@ class TextStream:
         return text
 
     def _end_run(self) -> str:
-        """The text of the bytes that were waiting, now that nothing more belongs to them."""
+        """The text of the pending bytes; no further byte belongs to them."""
         if not self._run:
             return ""
         text = self._run_text()
@@ -145,17 +145,17 @@ class TextStream:
             return "\ufffd" * len(self._run)
 
     def held(self) -> str:
-        """What `finish` would return, without its effect."""
+        """The text that `finish` would return, without changing the stream."""
         text = self._run_text()
         spaces = min(self._strip if self._at_start else 0, len(text) - len(text.lstrip(" ")))
         return text[spaces:]
 
     def finish(self) -> str:
-        """The rest: what was waiting for more bytes, broken as it is."""
+        """The rest of the text: pending bytes, decoded although incomplete."""
         return self._end_run()
 
     def resume(self, token_ids: Sequence[int]) -> None:
-        """Stand where `add` of all these tokens would lead, looking at few of them: the first (until there is text) and the last."""
+        """Reach the same state as `add` of all these tokens, but read only the first (until there is text) and the last ones."""
         front = 0
         while front < len(token_ids) and self._at_start:
             self.add(token_ids[front])
@@ -163,13 +163,13 @@ class TextStream:
         last = len(token_ids)
         while last > front:
             last -= 1
-            if self._begins_anew(token_ids[last]):
+            if self._starts_fresh(token_ids[last]):
                 break
         for token_id in token_ids[last:]:
             self.add(token_id)
 
-    def _begins_anew(self, token_id: int) -> bool:
-        """Whether nothing before this token has a part in the text from it on, the start of the text being past."""
+    def _starts_fresh(self, token_id: int) -> bool:
+        """Whether the text from this token on is independent of earlier tokens, once the start of the text is passed."""
         if token_id in self._skipped:
             return False
         if self._rules.broken != "stream":

@@ -1,7 +1,7 @@
-"""What the small files of a Hugging Face folder say about its tokenizer: names, added tokens, BOS rules, ends, chat templates.
+"""Tokenizer settings in the small files of a Hugging Face folder: names, added tokens, BOS rules, end tokens, chat templates.
 
 Reads tokenizer_config.json, special_tokens_map.json, added_tokens.json, config.json, generation_config.json and the chat template files.
-Knows no vocabulary.
+Reads no vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that is recognised in a text before the tokenizer sees it. lstrip and rstrip: it swallows the whitespace before, after."""
+    """A token that is matched before the tokenizer sees the text. lstrip, rstrip: it absorbs the whitespace before or after it."""
 
     content: str
     token_id: int
@@ -32,7 +32,7 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class FolderSettings:
-    """The files' contents, None where they say nothing. `special_tokens` are by name ("bos_token"), `chat_templates` too ("default")."""
+    """The settings in the files, None if unset. special_tokens: text by name ("bos_token"). chat_templates: source by name ("default")."""
 
     special_tokens: dict[str, str] = field(default_factory=dict)
     added_tokens: tuple[AddedToken, ...] = ()
@@ -48,7 +48,7 @@ class FolderSettings:
 
 
 def read_settings(folder: Path) -> FolderSettings:
-    """Read what is there; TokenizerError names the file that is corrupt or the entry that cannot be meant."""
+    """Read the files that exist; TokenizerError names the file that is corrupt or the entry that is invalid."""
     path = folder / "tokenizer_config.json"
     tokenizer, names = _read_object(path), _read_object(folder / "special_tokens_map.json")
     config, generation = _read_object(folder / "config.json"), _read_object(folder / "generation_config.json")
@@ -72,13 +72,13 @@ def read_settings(folder: Path) -> FolderSettings:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object, {} if the file is absent."""
+    """A JSON object; {} if the file does not exist."""
     if not path.is_file():
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise TokenizerError(f"tokenizer: {path} cannot be read as JSON ({error}): download it again") from error
+        raise TokenizerError(f"tokenizer: {path} cannot be read as JSON ({error}); download it again") from error
     if not isinstance(value, dict):
         raise TokenizerError(f"tokenizer: {path} must hold a JSON object, got {type(value).__name__}")
     return value
@@ -95,25 +95,25 @@ def _special_tokens(names: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _added_tokens(tokenizer: Mapping[str, Any], plain: Mapping[str, Any], path: Path) -> tuple[AddedToken, ...]:
-    """The added tokens by id: `added_tokens_decoder` of tokenizer_config.json, then what only added_tokens.json has."""
-    found: dict[int, AddedToken] = {}
+    """The added tokens ordered by id: `added_tokens_decoder` of tokenizer_config.json, then those only in added_tokens.json."""
+    tokens: dict[int, AddedToken] = {}
     decoder = tokenizer.get("added_tokens_decoder") or {}
     try:
         for token_id, entry in decoder.items():
             flags = {flag: bool(entry.get(flag, False)) for flag in ("special", "lstrip", "rstrip", "single_word", "normalized")}
-            found[int(token_id)] = AddedToken(entry["content"], int(token_id), **flags)
+            tokens[int(token_id)] = AddedToken(entry["content"], int(token_id), **flags)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise TokenizerError(f"tokenizer: {path}: added_tokens_decoder must map ids to objects with content ({error!r})") from error
     names = set(_special_tokens(tokenizer).values())
     for content, number in plain.items():
         if type(number) is not int:
             raise TokenizerError(f"tokenizer: {path.with_name('added_tokens.json')} must map tokens to ids, got {content!r}: {number!r}")
-        found.setdefault(number, AddedToken(content, number, special=content in names))
-    return tuple(found[token_id] for token_id in sorted(found))
+        tokens.setdefault(number, AddedToken(content, number, special=content in names))
+    return tuple(tokens[token_id] for token_id in sorted(tokens))
 
 
 def _ids(config: Mapping[str, Any], key: str, path: Path) -> tuple[int, ...]:
-    """An id, a list of ids or null; negative ones mean that there is none."""
+    """An id, a list of ids or null; negative ids mean that there is none."""
     value = config.get(key)
     values = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(i) is not int for i in values):
@@ -129,20 +129,20 @@ def _flag(config: Mapping[str, Any], key: str, path: Path) -> bool | None:
 
 
 def _chat_templates(folder: Path, tokenizer: Mapping[str, Any], path: Path) -> dict[str, str]:
-    """Jinja sources by name. Files of their own count before tokenizer_config.json, as in transformers."""
+    """Jinja sources by name. Separate template files take precedence over tokenizer_config.json, as in transformers."""
     value = tokenizer.get("chat_template")
     if value is None:
         value = _read_object(folder / "chat_template.json").get("chat_template")
-    found = _named_templates(value, path)
+    templates = _named_templates(value, path)
     named = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     files = {"default": folder / "chat_template.jinja"} | {file.stem: file for file in named}
     for name, file in files.items():
         if file.is_file():
             try:
-                found[name] = file.read_text(encoding="utf-8")
+                templates[name] = file.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise TokenizerError(f"tokenizer: {file} cannot be read as text ({error})") from error
-    return found
+    return templates
 
 
 def _named_templates(value: object, path: Path) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""The tokenizer inside a GGUF file, from the keys `tokenizer.*` of its metadata.
+"""The tokenizer in a GGUF file, from the keys `tokenizer.*` of its metadata.
 
-`tokenizer.ggml.model` "gpt2" is a byte-level BPE, built for the library `tokenizers` with the word pattern that `tokenizer.ggml.pre` names;
-"llama" is a sentencepiece model, put together again and given to sentencepiece. The rules that the metadata leaves open (BOS by default,
-ends known by name, Phi-3's whitespace) are llama.cpp's; the patterns are those of the models' own tokenizers where both exist.
+`tokenizer.ggml.model` "gpt2" is a byte-level BPE, built with the library `tokenizers` and the word pattern that `tokenizer.ggml.pre` names;
+"llama" is a sentencepiece model, rebuilt and passed to sentencepiece. Rules that the metadata does not contain (BOS by default, end tokens
+by name, Phi-3's whitespace) are llama.cpp's; the patterns are those of the models' own tokenizers where both exist.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
 @dataclass(frozen=True)
 class WordRules:
-    """How a BPE vocabulary's texts are cut into words, by one pattern after the other; and what else its name implies.
+    """How text is split into words before BPE: patterns applied one after the other, and other rules that the name implies.
 
-    whole_words: a word that is a token is taken whole, whatever the merges say.
+    whole_words: a word that is a token is used whole, regardless of the merges.
     """
 
     patterns: tuple[str, ...]
@@ -59,7 +59,7 @@ class WordRules:
     nfc: bool = False
 
 
-_PRE: dict[str, WordRules] = {
+_WORD_RULES: dict[str, WordRules] = {
     "default": WordRules((r"[\p{P}\$\+<=>\^~\|]+", _GPT2.removesuffix(r"|\s+"), r"\p{N}+", "[0-9][0-9][0-9]")),
     "gpt-2": WordRules((_GPT2,)),
     "llama-bpe": WordRules((_LLAMA3,), whole_words=True, add_bos=True),
@@ -78,41 +78,41 @@ _PRE: dict[str, WordRules] = {
     "deepseek-llm": WordRules((r"[\r\n]", rf"\s?[{_DEEPSEEK_LETTERS}]+", rf"\s?[{_DEEPSEEK_PUNCTUATION}]+", r"\s+$", _CJK, r"\p{N}+")),
     "deepseek-coder": WordRules((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
 }
-_PRE_OF_ARCHITECTURE = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen2moe": "qwen2", "qwen3": "qwen2", "qwen3moe": "qwen2"}
-_ENDS = frozenset(
+_PRE_BY_ARCHITECTURE = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen2moe": "qwen2", "qwen3": "qwen2", "qwen3moe": "qwen2"}
+_END_TOKENS = frozenset(
     ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<EOT>", "_<EOT>")
 )
 _PHI3_KEEPS_WHITESPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def build_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
-    """The tokenizer that the metadata describes; TokenizerError names the key that is absent or wrong."""
+    """The tokenizer that the metadata describes; TokenizerError names the key that is missing or invalid."""
     kind = metadata.get(_KEY + "model")
     builders = {"llama": _build_sentencepiece, "gpt2": _build_bpe}
     if kind not in builders:
-        raise TokenizerError(f"{_SOURCE}: {_KEY}model is {kind!r}; supported are {', '.join(map(repr, builders))}")
+        raise TokenizerError(f"{_SOURCE}: {_KEY}model is {kind!r}; supported: {', '.join(map(repr, builders))}")
     return builders[str(kind)](_Vocabulary(metadata))
 
 
 class _Vocabulary:
-    """The metadata's lists, checked: as many types (and scores) as tokens, and special ids that are in the list."""
+    """The validated lists of the metadata: one type (and score) for each token, and special ids within the list."""
 
     def __init__(self, metadata: Mapping[str, object]):
         self.metadata = metadata
         tokens = self.list_of("tokens", str)
         if not tokens:
-            raise TokenizerError(f"{_SOURCE}: {_KEY}tokens is absent or empty: the file has no vocabulary")
+            raise TokenizerError(f"{_SOURCE}: {_KEY}tokens is missing or empty, so the file has no vocabulary")
         self.tokens: list[str] = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
         self.types = self.list_of("token_type", int) or [NORMAL] * len(tokens)
         if len(self.types) != len(tokens):
             raise TokenizerError(f"{_SOURCE}: {_KEY}token_type has {len(self.types)} entries for {len(tokens)} tokens")
         self.ids = {token: i for i, token in enumerate(self.tokens)}
         if len(self.ids) != len(tokens):
-            twice = next(token for i, token in enumerate(self.tokens) if self.ids[token] != i)
-            raise TokenizerError(f"{_SOURCE}: {_KEY}tokens has {twice!r} more than once: convert the model again")
+            duplicate = next(token for i, token in enumerate(self.tokens) if self.ids[token] != i)
+            raise TokenizerError(f"{_SOURCE}: {_KEY}tokens contains {duplicate!r} more than once; convert the model again")
 
     def list_of(self, name: str, kind: type) -> list[Any]:
-        """A list (or array) of strings or numbers, [] if the key is absent."""
+        """A list (or array) of strings or numbers; [] if the key is missing."""
         values = self.metadata.get(_KEY + name, [])
         values = values.tolist() if hasattr(values, "tolist") else values
         allowed = (int, float) if kind is float else kind
@@ -131,16 +131,16 @@ class _Vocabulary:
         if value is None:
             return default
         if not isinstance(value, int) or not 0 <= value < len(self.tokens):
-            raise TokenizerError(f"{_SOURCE}: {_KEY}{name}_token_id is {value!r}, but there are {len(self.tokens)} tokens")
+            raise TokenizerError(f"{_SOURCE}: {_KEY}{name}_token_id is {value!r}, outside the vocabulary of {len(self.tokens)} tokens")
         return value
 
     def settings(self, add_bos: bool, default_bos: int | None, default_eos: int | None) -> TokenizerSettings:
         bos, eos = self.special_id("bos", default_bos), self.special_id("eos", default_eos)
-        ends = [i for i, (token, kind) in enumerate(zip(self.tokens, self.types)) if kind == CONTROL and token in _ENDS]
+        end_ids = [i for i, (token, kind) in enumerate(zip(self.tokens, self.types)) if kind == CONTROL and token in _END_TOKENS]
         named = {"bos_token": bos, "eos_token": eos, "unk_token": self.special_id("unknown"), "pad_token": self.special_id("padding")}
         return TokenizerSettings(
             bos_id=bos,
-            eos_ids=unique([eos, self.special_id("eot"), self.special_id("eom"), *ends]),
+            eos_ids=unique([eos, self.special_id("eot"), self.special_id("eom"), *end_ids]),
             prefix_ids=(bos,) if bos is not None and self.flag("add_bos_token", add_bos) else (),
             suffix_ids=(eos,) if eos is not None and self.flag("add_eos_token", False) else (),
             special_tokens={name: self.tokens[i] for name, i in named.items() if i is not None},
@@ -148,14 +148,14 @@ class _Vocabulary:
         )
 
     def _chat_templates(self) -> dict[str, str]:
-        found = {}
+        templates = {}
         for key, value in self.metadata.items():
             match = re.fullmatch(r"tokenizer\.chat_template(?:\.(.+))?", key)
             if match and not isinstance(value, str):
                 raise TokenizerError(f"{_SOURCE}: {key} must be a text, got {type(value).__name__}")
             if match:
-                found[match[1] or "default"] = str(value)
-        return found
+                templates[match[1] or "default"] = str(value)
+        return templates
 
 
 def _build_bpe(vocabulary: _Vocabulary) -> Tokenizer:
@@ -170,8 +170,8 @@ def _build_bpe(vocabulary: _Vocabulary) -> Tokenizer:
     try:
         backend = Backend(models.BPE(vocab=used, merges=merges, ignore_merges=rules.whole_words))
     except Exception as error:  # the library raises plain Exception for everything
-        reason = " ".join(str(error).split())  # of several lines, where a merge is not a pair
-        raise TokenizerError(f"{_SOURCE}: {_KEY}merges does not fit {_KEY}tokens ({reason})") from error
+        reason = " ".join(str(error).split())  # has several lines if a merge is not a pair
+        raise TokenizerError(f"{_SOURCE}: {_KEY}merges does not match {_KEY}tokens ({reason})") from error
     if rules.nfc:
         backend.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in rules.patterns]
@@ -185,10 +185,10 @@ def _build_bpe(vocabulary: _Vocabulary) -> Tokenizer:
 def _word_rules(metadata: Mapping[str, object]) -> WordRules:
     name = metadata.get(_KEY + "pre")
     if name is None:
-        name = _PRE_OF_ARCHITECTURE.get(str(metadata.get("general.architecture")))
-    if name not in _PRE:
-        raise TokenizerError(f"{_SOURCE}: {_KEY}pre is {name!r}, an unknown way to cut words; known are {', '.join(sorted(_PRE))}")
-    return _PRE[str(name)]
+        name = _PRE_BY_ARCHITECTURE.get(str(metadata.get("general.architecture")))
+    if name not in _WORD_RULES:
+        raise TokenizerError(f"{_SOURCE}: {_KEY}pre is {name!r}, an unknown word pattern; known: {', '.join(sorted(_WORD_RULES))}")
+    return _WORD_RULES[str(name)]
 
 
 def _build_sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
@@ -204,7 +204,7 @@ def _build_sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _sentencepiece_model(vocabulary: _Vocabulary) -> bytes:
-    """A ModelProto with these pieces. Field numbers are those of sentencepiece_model.proto."""
+    """A serialized ModelProto with these pieces. Field numbers are those of sentencepiece_model.proto."""
     from tinyvllm.text.sentencepiece_model import ADD_DUMMY_PREFIX, NORMALIZER, REMOVE_EXTRA_WHITESPACES, SPACE, message, number
 
     scores = vocabulary.list_of("scores", float)
@@ -213,13 +213,13 @@ def _sentencepiece_model(vocabulary: _Vocabulary) -> bytes:
     types = list(vocabulary.types)
     unknown = vocabulary.special_id("unknown", types.index(UNKNOWN) if UNKNOWN in types else None)
     if unknown is None:
-        raise TokenizerError(f"{_SOURCE}: no token has the type unknown ({UNKNOWN}), which sentencepiece needs: convert the model again")
-    types = [UNKNOWN if i == unknown else CONTROL if kind == UNKNOWN else kind for i, kind in enumerate(types)]  # it takes exactly one
+        raise TokenizerError(f"{_SOURCE}: no token has the type unknown ({UNKNOWN}), which sentencepiece requires; convert the model again")
+    types = [UNKNOWN if i == unknown else CONTROL if kind == UNKNOWN else kind for i, kind in enumerate(types)]  # exactly one
     pieces = []
     for i, (token, score, kind) in enumerate(zip(vocabulary.tokens, scores, types)):
         if not NORMAL <= kind <= BYTE:
-            raise TokenizerError(f"{_SOURCE}: {_KEY}token_type[{i}] is {kind}; known are {NORMAL} to {BYTE}")
-        text = token.replace(" ", SPACE) if kind == USER_DEFINED else token  # converters write the spaces of added tokens as spaces
+            raise TokenizerError(f"{_SOURCE}: {_KEY}token_type[{i}] is {kind}; valid types are {NORMAL} to {BYTE}")
+        text = token.replace(" ", SPACE) if kind == USER_DEFINED else token  # converters keep plain spaces in added tokens
         pieces.append(message(1, message(1, text.encode("utf-8")) + b"\x15" + struct.pack("<f", score) + number(3, kind)))
     trainer = number(3, _BPE) + number(35, BYTE in types) + number(40, unknown)  # model_type, byte_fallback, unk_id
     normalizer = message(1, b"identity") + number(ADD_DUMMY_PREFIX, vocabulary.flag("add_space_prefix", True))

@@ -1,7 +1,7 @@
-"""Tokenizers that the library `tokenizers` runs: tokenizer.json, and the BPE vocabularies of GGUF files.
+"""Tokenizers run by the library `tokenizers`: tokenizer.json, and the BPE vocabularies of GGUF files.
 
-Encoding and whole-text decoding are the library's own. Decoding token by token follows the library's decoders, of which those that language
-models use are understood (ByteLevel; Replace, ByteFallback, Fuse, Strip; Metaspace); another one is refused by name.
+The library encodes, and decodes whole texts. Decoding token by token follows the library's decoders; those that language models use are
+supported (ByteLevel; Replace, ByteFallback, Fuse, Strip; Metaspace), others are refused by name.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from tinyvllm.text.folder import FolderSettings
 from tinyvllm.text.tokenizer import Tokenizer, TokenizerSettings, resolve_bos_eos
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2 writes these bytes as the characters of the same number
-_OTHERS = sorted(set(range(256)) - set(_PRINTABLE))  # and these as U+0100 and on
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2 writes these bytes as the character with the same number
+_OTHERS = sorted(set(range(256)) - set(_PRINTABLE))  # and these as U+0100 and following
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
-
-
-_LONG = 2048  # characters, below which the other call is as fast
+_LONG_TEXT = 2048  # characters; shorter texts gain nothing from the batch call
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -41,19 +39,19 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def vocab_size(self) -> int:
-        # the library only counts tokens, and ids may have holes; asking for all of them takes 0.1 s, so not at start-up
+        # the library counts tokens, but ids may have holes; fetching the vocabulary takes 0.1 s, so not at start-up
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def _encode(self, text: str) -> list[int]:
-        if len(text) < _LONG:
+        if len(text) < _LONG_TEXT:
             return self._backend.encode(text, add_special_tokens=False).ids
-        return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids  # the same ids, and other threads may run meanwhile
+        return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids  # the same ids, but it releases the GIL
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         try:
             return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
-            raise TokenizerError(f"tokenizer: token ids must be integers from 0 on ({error})") from error
+            raise TokenizerError(f"tokenizer: token ids must be integers of at least 0 ({error})") from error
 
     def token_bytes(self, token_id: int) -> bytes:
         token = self._token(token_id)
@@ -72,7 +70,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class _Decoder:
-    """The library's decoder of one tokenizer, from its own description: what a single token becomes, and how tokens are joined."""
+    """The library's decoder, from its description: the text of a single token, and how tokens are joined."""
 
     def __init__(self, description: dict[str, Any] | None, source: str):
         self._source = source
@@ -84,7 +82,7 @@ class _Decoder:
         self.assembly = Assembly("run")
         stages = [] if description is None else description["decoders"] if description["type"] == "Sequence" else [description]
         if not stages:
-            raise TokenizerError(f"{source}: the tokenizer has no decoder: what its tokens mean as text is unknown")
+            raise TokenizerError(f"{source}: the tokenizer has no decoder, so its tokens cannot be turned into text")
         for stage in stages:
             self._read(stage)
 
@@ -108,14 +106,14 @@ class _Decoder:
                 self.assembly = Assembly("run", "first_token")
         else:
             raise TokenizerError(
-                f"{self._source}: decoder {kind} is not supported in this place; supported are ByteLevel, Metaspace, "
+                f"{self._source}: decoder {kind} is not supported at this position; supported: ByteLevel, Metaspace, "
                 "and a sequence of Replace, ByteFallback, Fuse, Strip"
             )
 
     def piece(self, token: str) -> bytes:
         if self._byte_level:
             data = [_BYTE_OF.get(character, -1) for character in token]
-            return token.encode("utf-8") if -1 in data else bytes(data)  # an added token may be written as it is
+            return token.encode("utf-8") if -1 in data else bytes(data)  # an added token may be plain text
         byte = self.byte(token)
         return self._replaced(token).encode("utf-8") if byte is None else bytes([byte])
 
@@ -137,13 +135,13 @@ def load_tokenizer_json(path: Path, folder: FolderSettings) -> Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception for everything
-        raise TokenizerError(f"tokenizer: {path} cannot be read ({error}): download it again") from error
+        raise TokenizerError(f"tokenizer: {path} cannot be read ({error}); download it again") from error
     backend.no_truncation()
     backend.no_padding()
     _add_tokens(backend, folder, path)
     bos_id, eos_ids = resolve_bos_eos(folder.special_tokens, backend.token_to_id, folder.bos_id, folder.eos_ids)
     prefix, suffix = _surroundings(backend)
-    if not prefix and not suffix:  # else tokenizer.json knows better than the flags, which transformers then ignores
+    if not prefix and not suffix:  # else tokenizer.json takes precedence over the flags, as in transformers
         eos_id = backend.token_to_id(folder.special_tokens.get("eos_token", ""))
         prefix = (bos_id,) if folder.add_bos and bos_id is not None else ()
         suffix = (eos_id,) if folder.add_eos and eos_id is not None else ()
@@ -152,7 +150,7 @@ def load_tokenizer_json(path: Path, folder: FolderSettings) -> Tokenizer:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, folder: FolderSettings, path: Path) -> None:
-    """Tokens that only tokenizer_config.json names, and the special ones among those that tokenizer.json holds as ordinary tokens."""
+    """Add tokens that only tokenizer_config.json has, and mark as special those that tokenizer.json holds as ordinary tokens."""
     for token in folder.added_tokens:
         if backend.token_to_id(token.content) is None:
             flags = token.special, token.lstrip, token.rstrip, token.single_word, token.normalized
@@ -160,7 +158,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, folder: FolderSettings, path: Pat
         if backend.token_to_id(token.content) != token.token_id:
             raise TokenizerError(
                 f"tokenizer: {path} gives {token.content!r} the id {backend.token_to_id(token.content)}, "
-                f"but tokenizer_config.json the id {token.token_id}: the two files are not of one model"
+                f"but tokenizer_config.json gives it the id {token.token_id}; the files belong to different models"
             )
     known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     for content in folder.special_tokens.values():
@@ -177,7 +175,7 @@ def as_library_token(
 def _surroundings(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The ids that the post-processor puts before and after a text."""
     bare, whole = backend.encode("a", add_special_tokens=False).ids, backend.encode("a").ids
-    if not bare:  # nothing in the vocabulary for it: a BOS is the likelier of the two
+    if not bare:  # the vocabulary has no token for it: take all ids as the prefix, since a BOS is more likely than a suffix
         return tuple(whole), ()
     start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
     return tuple(whole[:start]), tuple(whole[start + len(bare) :])

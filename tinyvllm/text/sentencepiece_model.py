@@ -1,8 +1,8 @@
-"""sentencepiece models: a `.model` file, or the same put together from the vocabulary inside a GGUF file.
+"""sentencepiece models: a `.model` file, or one rebuilt from the vocabulary in a GGUF file.
 
-Encoding is sentencepiece's own. Special tokens are cut out of the text before, as transformers and llama.cpp do; each part between them is
-a text of its own to sentencepiece, with its own space in front where the model wants one (`prefix_first_only`: only the first part). Field
-numbers are those of sentencepiece_model.proto.
+sentencepiece encodes. Special tokens are cut out of the text first, as in transformers and llama.cpp; each part between them is a separate
+text for sentencepiece, with its own leading space if the model adds one (`prefix_first_only`: only the first part). Field numbers are those
+of sentencepiece_model.proto.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ERNIE = "Ernie4_5_Tokenizer"
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece model and the tokens added to it. The unknown token counts as special, as in transformers: it decodes to nothing."""
+    """A sentencepiece model and added tokens. The unknown token is special, as in transformers: it decodes to nothing."""
 
     def __init__(
         self, model: bytes, added: Iterable[AddedToken], settings: TokenizerSettings, source: str, prefix_first_only: bool = False
@@ -58,8 +58,8 @@ class SentencePieceTokenizer(Tokenizer):
         return max(self._count, max(self._added, default=-1) + 1)
 
     @cached_property
-    def _later(self) -> sentencepiece.SentencePieceProcessor:
-        """The processor for the parts of a text after the first."""
+    def _rest_processor(self) -> sentencepiece.SentencePieceProcessor:
+        """The processor for all parts of a text except the first."""
         if not self._prefix_first_only:
             return self._processor
         return load_processor(without_prefix(self._model), "tokenizer")
@@ -82,7 +82,7 @@ class SentencePieceTokenizer(Tokenizer):
     def _encode_part(self, text: str, begin: int, end: int) -> list[int]:
         if begin == end:
             return []
-        ids: list[int] = (self._later if begin else self._processor).encode(text[begin:end])
+        ids: list[int] = (self._rest_processor if begin else self._processor).encode(text[begin:end])
         return ids
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -108,20 +108,20 @@ def _pattern(token: AddedToken) -> str:
 
 
 def _assembly(model: bytes, source: str) -> Assembly:
-    """sentencepiece's rule for the space in front: taken away if the model puts one there or removes extra ones."""
+    """sentencepiece's rule for the leading space: removed if the model adds one, or removes extra whitespace."""
     normalizer: dict[int, int] = {}
     for field, value in _fields(model):
         if field == NORMALIZER and isinstance(value, bytes):
             normalizer |= {number: flag for number, flag in _fields(value) if isinstance(flag, int)}
         if field == _TRAINER and isinstance(value, bytes) and dict(_fields(value)).get(_WHITESPACE_AS_SUFFIX):
             raise TokenizerError(f"{source}: treat_whitespace_as_suffix (spaces written after words) is not supported")
-    if normalizer.get(REMOVE_EXTRA_WHITESPACES, 1):  # both are on unless written otherwise
+    if normalizer.get(REMOVE_EXTRA_WHITESPACES, 1):  # both settings default to on
         return Assembly("byte", "all_spaces")
     return Assembly("byte", "first_token" if normalizer.get(ADD_DUMMY_PREFIX, 1) else "keep")
 
 
 def without_prefix(model: bytes) -> bytes:
-    """The same model, but with no space put in front. In protobuf, a field that comes a second time is merged into the first."""
+    """The same model without the added leading space. In protobuf, a repeated message field is merged into the first one."""
     return model + message(NORMALIZER, number(ADD_DUMMY_PREFIX, 0))
 
 
@@ -129,14 +129,14 @@ def load_processor(model: bytes, source: str) -> sentencepiece.SentencePieceProc
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=model)
     except (RuntimeError, ValueError) as error:
-        raise TokenizerError(f"{source} is not a sentencepiece model ({str(error).strip()}): download it again") from error
+        raise TokenizerError(f"{source} is not a sentencepiece model ({str(error).strip()}); download it again") from error
 
 
 def load_sentencepiece(path: Path, folder: FolderSettings) -> Tokenizer:
-    """tokenizer.model with what tokenizer_config.json says about it.
+    """tokenizer.model with the settings of tokenizer_config.json.
 
-    BOS is put before every text unless that file says otherwise, as LLaMA wants it; ERNIE 4.5's own tokenizer class never adds it. `legacy:
-    false` there means that only the first part of a text gets a space in front.
+    Every text gets a BOS unless that file disables it, as LLaMA expects; ERNIE 4.5's own tokenizer class never adds one. `legacy: false`
+    there means that only the first part of a text gets a leading space.
     """
     source = f"tokenizer: {path}"
     try:
@@ -145,7 +145,7 @@ def load_sentencepiece(path: Path, folder: FolderSettings) -> Tokenizer:
         raise TokenizerError(f"{source} cannot be read ({error.strerror})") from error
     processor = load_processor(model, source)
     if not processor.vocab_size():
-        raise TokenizerError(f"{source} has no tokens: download it again")
+        raise TokenizerError(f"{source} has no tokens; download it again")
     if folder.add_prefix_space is False:
         model = without_prefix(model)
     names = _names_in_model(processor) | folder.special_tokens
@@ -165,7 +165,7 @@ def _names_in_model(processor: sentencepiece.SentencePieceProcessor) -> dict[str
 
 
 def _added_tokens(folder: FolderSettings, ids: dict[str, int]) -> list[AddedToken]:
-    """Tokens to recognise besides the model's control tokens: the added ones, and the named special ones that are ordinary pieces."""
+    """Tokens to match in addition to the model's control tokens: added ones, and named special tokens that are ordinary pieces."""
     added = {token.content: token for token in folder.added_tokens}
     for content in folder.special_tokens.values():
         if content in ids and content not in added:
@@ -174,22 +174,22 @@ def _added_tokens(folder: FolderSettings, ids: dict[str, int]) -> list[AddedToke
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a protobuf message that sentencepiece has parsed already: numbers, and the bytes of strings and messages."""
+    """The fields of a protobuf message that sentencepiece has accepted: numbers, and the bytes of strings and messages."""
     at = 0
     while at < len(data):
-        key, at = _varint(data, at)
+        key, at = _read_varint(data, at)
         if key & 7 == _BYTES:
-            size, at = _varint(data, at)
+            size, at = _read_varint(data, at)
             yield key >> 3, data[at : at + size]
             at += size
         elif key & 7 == _VARINT:
-            value, at = _varint(data, at)
+            value, at = _read_varint(data, at)
             yield key >> 3, value
         else:
             at += 4 if key & 7 == 5 else 8
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         byte = data[at]
@@ -200,7 +200,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
             return value, at
 
 
-def _written_varint(value: int) -> bytes:
+def _encode_varint(value: int) -> bytes:
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -209,10 +209,10 @@ def _written_varint(value: int) -> bytes:
 
 
 def number(field: int, value: int) -> bytes:
-    """One protobuf field that holds an integer, an enumeration or a truth value."""
-    return _written_varint(field << 3 | _VARINT) + _written_varint(value)
+    """One protobuf field that holds an integer, an enumeration or a boolean."""
+    return _encode_varint(field << 3 | _VARINT) + _encode_varint(value)
 
 
 def message(field: int, data: bytes) -> bytes:
     """One protobuf field that holds a string, bytes or a message."""
-    return _written_varint(field << 3 | _BYTES) + _written_varint(len(data)) + data
+    return _encode_varint(field << 3 | _BYTES) + _encode_varint(len(data)) + data
