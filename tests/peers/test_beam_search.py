@@ -22,7 +22,7 @@ TOLERANCE = 2e-3
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    """With a full stop for an end beside the model's own: twenty tokens of a story see no other."""
+    """A full stop ends a beam in addition to the model's own end token, which twenty tokens of a story do not reach."""
     with LLM(device="CPU", dtype="float32", max_model_len=128, max_num_seqs=16) as llm:
         assert llm.engine.tokenizer is not None
         (stop,) = llm.engine.tokenizer.encode(".", add_special_tokens=False)[-1:]

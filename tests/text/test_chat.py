@@ -1,4 +1,4 @@
-"""Chat templates: the environment that models' templates expect, its sandbox, and messages that make no sense."""
+"""Chat templates: the environment that models' templates expect, its sandbox, and invalid messages."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_parts_of_content_and_arguments_of_tools() -> None:
     messages = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "3", "tool_call_id": "1"}]
     template = "{{ messages[1].tool_calls[0].function.arguments | tojson }}{{ messages[1].content }}{{ messages[2].tool_call_id }}"
     assert render_chat(template, messages) == '{"x": [1, "é"]}1'
-    assert call["function"]["arguments"] == '{"x": [1, "é"]}'  # what the caller gave is left as it was
+    assert call["function"]["arguments"] == '{"x": [1, "é"]}'  # the caller's object is unchanged
 
 
 def test_no_template(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_broken_templates(template: str, match: str) -> None:
         "{% include '/etc/passwd' %}",
     ],
 )
-def test_the_sandbox_holds(template: str) -> None:
+def test_the_sandbox_rejects_attacks(template: str) -> None:
     with pytest.raises(TokenizerError):
         render_chat(template, USER)
 
@@ -151,12 +151,12 @@ def test_the_sandbox_holds(template: str) -> None:
         ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], "arguments must be JSON"),
     ],
 )
-def test_messages_that_make_no_sense(messages: Any, match: str) -> None:
+def test_invalid_messages(messages: Any, match: str) -> None:
     with pytest.raises(RequestError, match=match):
         render_chat("{{ messages }}", messages)
 
 
 @pytest.mark.parametrize(("name", "value"), [("tools", ["f"]), ("tools", "f"), ("documents", [1])])
-def test_tools_and_documents_that_make_no_sense(name: str, value: Any) -> None:
+def test_invalid_tools_and_documents(name: str, value: Any) -> None:
     with pytest.raises(RequestError, match=name):
         render_chat("x", USER, **{name: value})

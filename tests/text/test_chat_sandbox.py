@@ -1,4 +1,4 @@
-"""Chat templates are code from strangers: what they may not do, and that whatever goes wrong in them is one TokenizerError of one line."""
+"""Chat templates are untrusted code: what the sandbox forbids, and that every failure is a TokenizerError with a message of one line."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ USER = [{"role": "user", "content": "x"}]
         ("{{" + "(" * 3000 + "1" + ")" * 3000 + "}}", "compiled"),
     ],
 )
-def test_what_a_template_may_not_do(template: str, said: str) -> None:
+def test_forbidden_operations(template: str, said: str) -> None:
     with pytest.raises(TokenizerError) as error:
         render_chat(template, USER)
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("template", ["{{ 'x' | attr('__class__') }}", "{{ '{0.__class__}'.format(1) }}"])
-def test_the_other_ways_to_an_attribute_lead_nowhere(template: str) -> None:
+def test_other_ways_to_private_attributes_fail(template: str) -> None:
     assert render_chat(template, USER) == ""
 
 
-def test_the_conversation_stays_as_it_was() -> None:
+def test_the_conversation_is_not_changed() -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}], "name": "n"}]
     assert render_chat("{{ messages[0].content }}/{{ messages[0].name }}", messages) == "one\ntwo/n"
     assert messages == [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}], "name": "n"}]
@@ -61,13 +61,13 @@ def test_the_conversation_stays_as_it_was() -> None:
         [{"role": "user", "content": [{"type": "text"}]}],
     ],
 )
-def test_messages_that_are_none(messages: object) -> None:
+def test_objects_that_are_not_messages(messages: object) -> None:
     with pytest.raises(RequestError) as error:
         render_chat("x", messages)  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
 
 
-def test_json_is_not_written_for_html_and_blocks_leave_no_lines() -> None:
+def test_json_has_no_html_escapes_and_blocks_leave_no_lines() -> None:
     template = "{% for t in tools %}\n  {% if 1 %}\n{{ t | tojson }}\n  {% endif %}\n{% endfor %}\n{% generation %}g{% endgeneration %}"
     assert render_chat(template, USER, tools=[{"a": "<b> & 'ü'"}]) == '{"a": "<b> & \'ü\'"}\ng'
     assert render_chat("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", USER) == "01"

@@ -1,4 +1,4 @@
-"""Token by token equals all at once, for every kind of tokenizer, any ids, any cut; and stop strings across pieces."""
+"""Decoding token by token equals decoding at once, for every kind of tokenizer, all ids and cuts; stop strings across pieces."""
 
 from __future__ import annotations
 
@@ -74,15 +74,15 @@ def tokenizer(kind: str) -> Tokenizer:
 
 
 @cache
-def favourites(kind: str) -> list[int]:
-    """Ids worth meeting often: bytes, single broken bytes, spaces, special tokens, an id without a token."""
+def interesting_ids(kind: str) -> list[int]:
+    """Ids to draw often: bytes, single invalid bytes, spaces, special tokens, an id without a token."""
     one = tokenizer(kind)
     odd = [i for i in range(one.vocab_size) if one.is_byte(i) or "\ufffd" in one.token_text(i) or not one.token_text(i).strip(" ")]
     return [*odd, *one.special_ids, *range(one.vocab_size - 3, one.vocab_size), one.vocab_size + 3]
 
 
 def ids_of(kind: str) -> st.SearchStrategy[list[int]]:
-    return st.lists(st.one_of(st.sampled_from(favourites(kind)), st.integers(0, tokenizer(kind).vocab_size - 1)), max_size=12)
+    return st.lists(st.one_of(st.sampled_from(interesting_ids(kind)), st.integers(0, tokenizer(kind).vocab_size - 1)), max_size=12)
 
 
 def shared(a: str, b: str) -> int:
@@ -122,7 +122,7 @@ def test_prompt_and_output_of_real_texts(kind: str) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("metaspace", "sentencepiece without fallback")])
 @given(text=st.text(st.characters(exclude_characters="\ufffd<", exclude_categories=("Cs",)), max_size=30))
 @settings(max_examples=40, deadline=None, derandomize=True)
-def test_never_half_a_character(kind: str, text: str) -> None:
+def test_never_an_incomplete_character(kind: str, text: str) -> None:
     one = tokenizer(kind)
     detokenizer = IncrementalDetokenizer(one, [])
     pieces = [detokenizer.add(i) for i in one.encode(text)] + [detokenizer.finish()]
@@ -143,7 +143,7 @@ def test_a_character_comes_with_its_last_token() -> None:
 
 
 def test_the_prompt_costs_little() -> None:
-    """However long the prompt, only its ends are looked at."""
+    """Only the ends of a prompt are read, regardless of its length."""
     one = tokenizer("byte fallback")
     asked = []
     whole = one.encode("the quick brown fox " * 1000)

@@ -38,7 +38,7 @@ def test_bpe_equals_its_source() -> None:
 
 
 def cut_by(pre_tokenizer: pre_tokenizers.PreTokenizer, normalizer: normalizers.Normalizer | None = None) -> Tokenizer:
-    """A BPE whose merges know no words, trained on whole lines: every cut that is made or missed shows in the ids."""
+    """A BPE trained on whole lines, whose merges cross words: every wrong or missing cut changes the ids."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     texts = [*TRAINING, "1234 5678 12 34 56", "a1b2 'll 'LL don't DON'T", "x\n\n\ny  \t z", "...!!! ??(( ))\n", *NASTY]
@@ -81,7 +81,7 @@ def test_words_are_cut_as_by_the_models_own_tokenizers(pre: str, pre_tokenizer, 
 
 
 def test_whole_words_before_merges() -> None:
-    """A token that no merge leads to: Llama 3 takes it whole where a word is equal to it, GPT-2 never does."""
+    """A token that no merge produces: Llama 3 uses it for an equal word, GPT-2 never does."""
     metadata = gguf_of_byte_level(byte_level())
     size = len(metadata["tokenizer.ggml.tokens"])
     metadata["tokenizer.ggml.tokens"].append("Ġzqxj")
@@ -112,7 +112,7 @@ def test_bpe_settings() -> None:
     begin, end, turn, message = ids.values()
     tokenizer = tokenizer_from_gguf(gguf_of_byte_level(byte_level(), eot_token_id=turn) | {"tokenizer.chat_template": "{{ 1 }}"})
     assert tokenizer.bos_id == begin
-    assert tokenizer.eos_ids == (end, turn, message)  # <|eom_id|> is known by its name
+    assert tokenizer.eos_ids == (end, turn, message)  # <|eom_id|> is recognised by its name
     assert tokenizer.special_tokens == {"bos_token": SPECIALS[0], "eos_token": SPECIALS[1]}
     assert tokenizer.chat_templates == {"default": "{{ 1 }}"}
     named = {"tokenizer.chat_template.tool_use": "{{ 2 }}"}

@@ -36,7 +36,7 @@ def test_equals_sentencepiece(name: str, tmp_path: Path) -> None:
     tokenizer = load(tmp_path, model)
     for text in NASTY:
         if any(special in text for special in ("<s>", "<pad>")):
-            continue  # sentencepiece does not know special tokens in texts
+            continue  # sentencepiece does not match special tokens in texts
         ids = reference.encode(text)
         assert tokenizer.encode(text, add_special_tokens=False) == ids
         assert tokenizer.encode(text) == [reference.bos_id(), *ids]
@@ -62,8 +62,8 @@ def test_control_tokens_end_a_run_of_bytes(tmp_path: Path) -> None:
     assert tokenizer.decode([first, 1, *rest]) == reference.decode([first, 1, *rest]) == "\ufffd\ufffd"
 
 
-def test_flags_that_are_not_written_are_on(tmp_path: Path) -> None:
-    """A model without a normalizer's settings: spaces are put in front and extra ones removed, as sentencepiece's own defaults are."""
+def test_unset_flags_are_on(tmp_path: Path) -> None:
+    """A model without normalizer settings: a leading space is added and extra ones are removed, sentencepiece's defaults."""
     pieces = [("<unk>", 2), ("<s>", 3), ("</s>", 3), ("▁", 1), ("▁a", 1)]
     model = b"".join(message(1, message(1, piece.encode()) + number(3, kind)) for piece, kind in pieces)
     model += message(2, number(3, 2)) + message(3, message(1, b"identity"))
@@ -110,11 +110,11 @@ def test_special_tokens_in_the_text_as_in_tokenizers(legacy: bool, tmp_path: Pat
 def test_equals_its_conversion(tmp_path: Path) -> None:
     reference, tokenizer = llama2_json(sentencepiece_model()), load(tmp_path, sentencepiece_model(), legacy=True)
     for text in NASTY:
-        if text:  # Prepend leaves an empty text alone, as sentencepiece does
+        if text:  # Prepend does not change an empty text, as in sentencepiece
             assert tokenizer.encode(text) == reference.encode(text).ids, text
 
 
-def test_no_space_in_front_where_the_configuration_says_so(tmp_path: Path) -> None:
+def test_add_prefix_space_false(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, sentencepiece_model(), add_prefix_space=False)
     reference = llama2_json(sentencepiece_model())
     reference.normalizer = normalizers.Replace(" ", "▁")

@@ -41,7 +41,7 @@ def test_byte_level_round_trip(tmp_path: Path) -> None:
         assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text, add_special_tokens=False))) == text.encode()
 
 
-def test_one_token_for_people(tmp_path: Path) -> None:
+def test_readable_form_of_one_token(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_folder(tmp_path, llama2_json(sentencepiece_model())))
     backend = llama2_json(sentencepiece_model())
     assert tokenizer.token_text(backend.token_to_id("▁the")) == " the"
@@ -83,7 +83,7 @@ def test_settings_of_the_folder(tmp_path: Path) -> None:
     ("template", "flags", "prefix", "suffix"),
     [
         (True, {}, 1, 0),
-        (True, {"add_bos_token": False, "add_eos_token": True}, 1, 0),  # what tokenizer.json says counts
+        (True, {"add_bos_token": False, "add_eos_token": True}, 1, 0),  # tokenizer.json takes precedence
         (False, {}, 0, 0),
         (False, {"add_bos_token": True}, 1, 0),
         (False, {"add_bos_token": False, "add_eos_token": True}, 0, 1),
@@ -151,7 +151,7 @@ def test_lone_surrogates_are_refused(text: str, tmp_path: Path) -> None:
         load_tokenizer(write_folder(tmp_path, byte_level())).encode(text)
 
 
-def test_ids_that_are_none_are_refused(tmp_path: Path) -> None:
+def test_invalid_ids_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match="token ids must be integers"):
         load_tokenizer(write_folder(tmp_path, byte_level())).decode([-1])
 
@@ -196,7 +196,7 @@ class TestBadFolders:
             ({"added_tokens_decoder": {"7": {"content": "<new>"}}}, "belong to different models"),
         ],
     )
-    def test_settings_that_cannot_be_meant(self, settings: dict[str, object], match: str, tmp_path: Path) -> None:
+    def test_invalid_settings(self, settings: dict[str, object], match: str, tmp_path: Path) -> None:
         self.refused(write_folder(tmp_path, byte_level(), tokenizer_config=settings), match)
 
     @pytest.mark.parametrize("decoder", [decoders.WordPiece(), decoders.CTC(), decoders.Strip(" ", 1, 1), None])

@@ -1,4 +1,4 @@
-"""Nasty texts, and tiny vocabularies trained on the spot, written in every form that a model comes with."""
+"""Difficult texts, and tiny vocabularies that are trained here and written in every file format of models."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ TRAINING = (
 
 @cache
 def byte_level(size: int = 420) -> Tokenizer:
-    """A byte-level BPE in the manner of Llama 3, with BOS put in front."""
+    """A byte-level BPE like Llama 3's, with BOS before every text."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -70,7 +70,7 @@ def byte_level(size: int = 420) -> Tokenizer:
 
 @cache
 def sentencepiece_model(kind: str = "bpe", byte_fallback: bool = True, size: int = 400, **options: Any) -> bytes:
-    """A sentencepiece model in the manner of Llama 2: identity normalization, spaces kept, one space in front."""
+    """A sentencepiece model like Llama 2's: identity normalization, spaces kept, one leading space."""
     settings = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "character_coverage": 0.98} | options
     settings = {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
     out = io.BytesIO()
@@ -131,7 +131,7 @@ def metaspace_json() -> Tokenizer:
 
 
 def write_folder(folder: Path, tokenizer: Tokenizer | None = None, **files: Any) -> Path:
-    """A folder with tokenizer.json and other files: config -> config.json, ...; a text or bytes is written as it is, under its own name."""
+    """A folder with tokenizer.json and other files: config -> config.json, ...; texts and bytes are written as they are."""
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer is not None:
         tokenizer.save(str(folder / "tokenizer.json"))

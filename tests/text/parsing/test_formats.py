@@ -1,4 +1,4 @@
-"""Which dialect is taken for which chat template: the telling lines of real ones."""
+"""The dialect detected for a chat template, with the characteristic lines of real templates."""
 
 from __future__ import annotations
 
@@ -55,5 +55,5 @@ def test_reasoning_that_the_prompt_opens() -> None:
     assert parser_for("", {"[THINK]": 3, "[/THINK]": 4}).think == ("[THINK]", "[/THINK]")
 
 
-def test_forced_calls_of_a_model_without_a_dialect_are_json() -> None:
+def test_without_a_dialect_forced_calls_are_json() -> None:
     assert parser_for("x").forced().name == "llama3" and parser_for(QWEN).forced() == parser_for(QWEN)

@@ -1,4 +1,4 @@
-"""Whatever a grammar lets through is read as calls that its tools allow: random walks through every dialect's."""
+"""Every text that a grammar accepts parses as calls that its tools allow: random walks through the grammars of all dialects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WEATHER = {
     "additionalProperties": False,
     "$defs": {"place": {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2}},
 }
-ENDS = (b"</parameter>", b'"', b"}", b"]", b")")  # of a part that could go on for ever
+ENDS = (b"</parameter>", b'"', b"}", b"]", b")")  # of a part without a maximum length
 LEADS = [*map(list, ENDS)]
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}, {"type": "function", "function": {"name": "now"}}]
 FORMATS = {
@@ -47,7 +47,7 @@ FORMATS = {
 
 
 class Vocabulary:
-    """Bytes, some special tokens, and two tokens that cross the borders of the grammars' parts."""
+    """Bytes, some special tokens, and two tokens that cross boundaries between the parts of the grammars."""
 
     eos_token_id, bos_token_id = END, None
     special_token_ids = list(range(END, END + 5))
@@ -65,7 +65,7 @@ def tokenizer() -> Any:
 
 
 def walk(tokenizer: Any, grammar: str, seed: int) -> str:
-    """A random text of the grammar. After a while free texts and lists are led to their end."""
+    """A random text of the grammar. After a while, free texts and lists are steered to their end."""
     from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
     choice, mask, text = random.Random(seed), allocate_token_bitmask(1, len(TEXTS)), b""
@@ -86,7 +86,7 @@ def walk(tokenizer: Any, grammar: str, seed: int) -> str:
     raise AssertionError(f"the walk found no end: {text[-200:]!r}")
 
 
-def calls_of(format: Format, text: str) -> list[tuple[str, dict[str, Any]]]:
+def parsed_calls(format: Format, text: str) -> list[tuple[str, dict[str, Any]]]:
     calls: dict[int, list[str]] = {}
     parser = StreamParser(format, TOOLS, whole=True)
     for event in parser.add(text) + parser.finish():
@@ -100,12 +100,12 @@ def calls_of(format: Format, text: str) -> list[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("named", "parallel"), [(None, True), (None, False), ("weather", True), ("now", True)])
-def test_what_a_grammar_lets_through(tokenizer: Any, name: str, named: str | None, parallel: bool) -> None:
+def test_accepted_texts_parse_as_allowed_calls(tokenizer: Any, name: str, named: str | None, parallel: bool) -> None:
     format = FORMATS[name]
     grammar = grammar_for(format, TOOLS, named, parallel)
     counts = set()
     for seed in range(6):
-        calls = calls_of(format, walk(tokenizer, grammar, seed))
+        calls = parsed_calls(format, walk(tokenizer, grammar, seed))
         counts.add(len(calls))
         for tool, arguments in calls:
             assert tool == named or (named is None and tool in ("weather", "now"))
@@ -142,7 +142,7 @@ def test_only_optional_arguments_may_be_left_out(tokenizer: Any, unit: str | Non
         assert matches(tokenizer, grammar_for(FORMATS[name], TOOLS, "weather"), text) == (city is not None), text
 
 
-def test_nothing_stands_around_a_call(tokenizer: Any) -> None:
+def test_no_text_around_a_call(tokenizer: Any) -> None:
     grammar, call = grammar_for(FORMATS["hermes"], TOOLS, "now"), '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     assert matches(tokenizer, grammar, call)
     for text in ("so " + call, "<think>so</think>" + call, call + " so"):
@@ -150,7 +150,7 @@ def test_nothing_stands_around_a_call(tokenizer: Any) -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(RequestError, match="'later', which is not among the tools: weather, now"):
+    with pytest.raises(RequestError, match="'later', which is not one of the tools \\(weather, now\\)"):
         grammar_for(FORMATS["hermes"], TOOLS, "later")
     with pytest.raises(RequestError, match="no tools"):
         grammar_for(FORMATS["hermes"], [])

@@ -1,4 +1,4 @@
-"""Answers told apart while they come: every dialect, any splitting, and what only looks like a call."""
+"""Parsing of streamed answers: every dialect, any splitting, and texts that only look like a call."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def read(format: Format, pieces: list[str], tools: Any = TOOLS, **options: Any) 
 
 
 def joined(events: list[Event]) -> list[tuple[str, ...]]:
-    """Neighbours of a kind as one, without the random ids."""
+    """Adjacent events of a kind merged, without the random ids."""
     out: list[tuple[str, ...]] = []
     for e in events:
         if e.text and out and out[-1][:2] == (e.kind, str(e.index)):
@@ -63,7 +63,7 @@ def joined(events: list[Event]) -> list[tuple[str, ...]]:
 
 
 def answer(format: Format, text: str, **options: Any) -> tuple[str, str, list[tuple[str, Any]]]:
-    """(reasoning, content, calls with their arguments as values) of a text that comes letter by letter."""
+    """(reasoning, content, calls with their arguments as values) of a text that arrives character by character."""
     events = joined(read(format, list(text), **options))
     calls: dict[str, list[str]] = {}
     for kind, index, text_or_name in events:
@@ -194,7 +194,7 @@ def test_arguments_and_content_do_not_wait_for_the_end() -> None:
     assert joined(xml.add("ris\n</par")) == [("tool_arguments", "0", "ris")]
 
 
-def test_half_a_mark_is_never_shown() -> None:
+def test_part_of_a_mark_is_never_emitted() -> None:
     parser = StreamParser(HERMES, TOOLS, opened=True)
     assert [e.text for e in parser.add("a </thi")] == ["a"]
     assert [e.text for e in parser.add("nk> b <tool_")] == ["b"]
@@ -249,7 +249,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=400, deadline=None)
 @given(st.sampled_from(FORMATS), st.lists(WORDS, max_size=25).map("".join), st.data(), st.booleans(), st.booleans())
-def test_where_a_text_is_cut_makes_no_difference(format: Format, text: str, data: st.DataObject, opened: bool, whole: bool) -> None:
+def test_the_cuts_of_a_text_do_not_matter(format: Format, text: str, data: st.DataObject, opened: bool, whole: bool) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     events = joined(read(format, pieces, opened=opened, whole=whole))

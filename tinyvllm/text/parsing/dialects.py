@@ -1,6 +1,6 @@
-"""The readers of the dialects: each reads one call, or one list of them, and tells the parser what it finds.
+"""The readers of the dialects: each reads one call, or one list of calls, and reports it to the parser.
 
-A reader begins where a call may begin and raises NotThisError where there is none.
+A reader starts at a possible start of a call and raises MismatchError if there is none.
 """
 
 from __future__ import annotations
@@ -8,23 +8,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from tinyvllm.text.parsing.formats import Format
 from tinyvllm.text.parsing.json_text import read_string, read_value, text_of
 from tinyvllm.text.parsing.pythonic import read_literal
-from tinyvllm.text.parsing.source import NotThisError, Reading, Source, Write
+from tinyvllm.text.parsing.source import MismatchError, Reading, Source, Write
 from tinyvllm.text.parsing.tools import Tool
 
-if TYPE_CHECKING:
-    from tinyvllm.text.parsing.formats import Format
-
 _NAME = re.compile(r"[\w.\-]*")
-_LONGEST_NAME = 256  # characters; what is longer is no name, and need not be waited for
+_MAX_NAME = 256  # characters; a longer text is no name, so the reader stops waiting for its end
 _CALL_ID = re.compile(r"[A-Za-z0-9]*")
 
 
 class Parser(Protocol):
-    """What a reader sees of the StreamParser."""
+    """The part of a StreamParser that readers use."""
 
     source: Source
     format: Format
@@ -47,9 +45,9 @@ def read_hermes(parser: Parser) -> Reading[None]:
 def read_llama3(parser: Parser) -> Reading[None]:
     source = parser.source
     yield from source.spaces()
-    if parser.calls and (yield from source.passes(";")):
+    if parser.calls and (yield from source.skip(";")):
         yield from source.spaces()
-    if (yield from source.passes("<|python_tag|>")):
+    if (yield from source.skip("<|python_tag|>")):
         yield from source.spaces()
     yield from _read_object(parser)
 
@@ -58,16 +56,16 @@ def read_mistral(parser: Parser) -> Reading[None]:
     source = parser.source
     yield from source.expect("[TOOL_CALLS]")
     yield from source.spaces()
-    if (yield from source.passes("[")):
+    if (yield from source.skip("[")):
         yield from _read_list(parser, lambda: _read_object(parser))
         return
     name = yield from _read_name(source)
-    if (yield from source.passes("[CALL_ID]")):
+    if (yield from source.skip("[CALL_ID]")):
         yield from source.match(_CALL_ID)
-    yield from source.passes("[ARGS]")
+    yield from source.skip("[ARGS]")
     yield from source.spaces()
     if (yield from source.peek()) != "{":
-        raise NotThisError
+        raise MismatchError
     parser.start_call(name)
     yield from read_value(source, parser.write_arguments)
     parser.end_call()
@@ -77,7 +75,7 @@ def read_pythonic(parser: Parser) -> Reading[None]:
     source, closing = parser.source, parser.format.closing
     yield from source.spaces()
     for mark in parser.format.marks:
-        if (yield from source.passes(mark)):
+        if (yield from source.skip(mark)):
             yield from source.spaces()
     yield from source.expect("[")
     yield from _read_list(parser, lambda: _read_python_call(parser))
@@ -87,7 +85,7 @@ def read_pythonic(parser: Parser) -> Reading[None]:
 
 def read_qwen_xml(parser: Parser) -> Reading[None]:
     source = parser.source
-    wrapped = yield from source.passes("<tool_call>")  # Qwen3-Coder forgets it now and then
+    wrapped = yield from source.skip("<tool_call>")  # Qwen3-Coder sometimes omits it
     if wrapped:
         yield from source.spaces()
     yield from source.expect("<function=")
@@ -95,7 +93,7 @@ def read_qwen_xml(parser: Parser) -> Reading[None]:
     parser.write_arguments("{")
     first = True
     yield from source.spaces()
-    while not (yield from source.passes("</function>")):
+    while not (yield from source.skip("</function>")):
         yield from source.expect("<parameter=")
         key = yield from _read_up_to(source, ">")
         parser.write_arguments(("" if first else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
@@ -118,7 +116,7 @@ READERS: Mapping[str, Callable[[Parser], Reading[None]]] = {
 
 
 def _optional(parser: Parser, mark: str) -> Reading[None]:
-    """Read `mark` and the spaces before it, if the text goes on so: a call is whole without it, as where a stop string has cut it."""
+    """Read `mark` and the spaces before it, if they follow. A call is complete without it: a stop string may have cut it off."""
 
     def closing() -> Reading[None]:
         yield from parser.source.spaces()
@@ -128,7 +126,7 @@ def _optional(parser: Parser, mark: str) -> Reading[None]:
 
 
 def _read_list(parser: Parser, read: Callable[[], Reading[None]]) -> Reading[None]:
-    """Calls up to "]", the "[" having been read. Those that were whole count, whatever follows."""
+    """Calls up to "]", after the "[". Complete calls count, whatever follows them."""
 
     def further() -> Reading[None]:
         yield from parser.source.spaces()
@@ -144,7 +142,7 @@ def _read_list(parser: Parser, read: Callable[[], Reading[None]]) -> Reading[Non
 
 
 def _read_object(parser: Parser) -> Reading[None]:
-    """A call as a JSON object with a name and arguments (or parameters), in any order; what else it holds is passed over."""
+    """A call as a JSON object with a name and arguments (or parameters), in any order; other keys are skipped."""
     source = parser.source
     name: str | None = None
     early: list[str] | None = None  # arguments that came before the name
@@ -155,29 +153,29 @@ def _read_object(parser: Parser) -> Reading[None]:
         if key == "name" and name is None:
             name = yield from _read_text(source)
             if early is not None:
-                done = _give(parser, name, early)
+                done = _write_call(parser, name, early)
         elif key in ("arguments", "parameters") and not done and early is None:
             if name is None:
                 early = []
                 yield from _read_arguments(source, early.append)
             else:
-                yield from _read_given(parser, name)
+                yield from _read_known_arguments(parser, name)
                 done = True
         else:
-            yield from read_value(source, _nowhere)
+            yield from read_value(source, _discard)
         yield from source.spaces()
-        if (yield from source.passes("}")):
+        if (yield from source.skip("}")):
             break
         yield from source.expect(",")
         yield from source.spaces()
     if name is None:
-        raise NotThisError
+        raise MismatchError
     if not done:
-        _give(parser, name, ["{}"])
+        _write_call(parser, name, ["{}"])
     parser.end_call()
 
 
-def _give(parser: Parser, name: str, arguments: list[str]) -> bool:
+def _write_call(parser: Parser, name: str, arguments: list[str]) -> bool:
     parser.start_call(name)
     for piece in arguments:
         parser.write_arguments(piece)
@@ -198,8 +196,8 @@ def _read_text(source: Source) -> Reading[str]:
     return text_of(pieces)
 
 
-def _read_given(parser: Parser, name: str) -> Reading[None]:
-    """Arguments of a call that is certain once they open."""
+def _read_known_arguments(parser: Parser, name: str) -> Reading[None]:
+    """Arguments of a call whose name is known; the call is certain once they open."""
     yield from parser.source.spaces()
     if (yield from parser.source.peek()) == "{":
         parser.start_call(name)
@@ -207,11 +205,11 @@ def _read_given(parser: Parser, name: str) -> Reading[None]:
     else:
         pieces: list[str] = []
         yield from _read_arguments(parser.source, pieces.append)
-        _give(parser, name, pieces)
+        _write_call(parser, name, pieces)
 
 
 def _read_arguments(source: Source, write: Write) -> Reading[None]:
-    """An object, or a text that holds one as JSON."""
+    """An object, or a string that contains one as JSON."""
     yield from source.spaces()
     if (yield from source.peek()) == "{":
         yield from read_value(source, write)
@@ -219,30 +217,30 @@ def _read_arguments(source: Source, write: Write) -> Reading[None]:
     inner = Source()
     inner.text, inner.ended = (yield from _read_text(source)), True
     if not inner.text.lstrip().startswith("{"):
-        raise NotThisError
+        raise MismatchError
     yield from read_value(inner, write)
     if inner.text[inner.at :].strip():
-        raise NotThisError
+        raise MismatchError
 
 
-def _nowhere(text: str) -> None:
-    """For what is read only to be passed."""
+def _discard(text: str) -> None:
+    """The writer for values that are skipped."""
 
 
 def _read_name(source: Source) -> Reading[str]:
     name = yield from source.match(_NAME)
-    if not 0 < len(name) <= _LONGEST_NAME:
-        raise NotThisError
+    if not 0 < len(name) <= _MAX_NAME:
+        raise MismatchError
     return name
 
 
 def _read_up_to(source: Source, end: str) -> Reading[str]:
-    """A name and the character behind it."""
+    """A name and the character after it."""
     while True:
         found = source.text.find(end, source.at)
         text = source.text[source.at : found if found >= 0 else None]
-        if "\n" in text or "<" in text or len(text) > _LONGEST_NAME or (found < 0 and source.ended):
-            raise NotThisError
+        if "\n" in text or "<" in text or len(text) > _MAX_NAME or (found < 0 and source.ended):
+            raise MismatchError
         if found >= 0:
             source.at = found + len(end)
             return text.strip().strip("\"'")
@@ -250,15 +248,15 @@ def _read_up_to(source: Source, end: str) -> Reading[str]:
 
 
 def _read_xml_value(parser: Parser, types: frozenset[str]) -> Reading[None]:
-    """What stands between <parameter=...> and </parameter>: text where the schema wants text or says nothing, else JSON if it is."""
+    """The value between <parameter=...> and </parameter>: text if the schema requires text or has no type, else JSON if it is valid."""
 
-    def spell(text: str) -> None:
+    def write_escaped(text: str) -> None:
         parser.write_arguments(json.dumps(text, ensure_ascii=False)[1:-1])
 
-    yield from parser.source.passes("\n")
+    yield from parser.source.skip("\n")
     if types <= {"string"}:
         parser.write_arguments('"')
-        yield from parser.source.until("</parameter>", spell, "\n")
+        yield from parser.source.until("</parameter>", write_escaped, "\n")
         parser.write_arguments('"')
         return
     pieces: list[str] = []
@@ -267,18 +265,18 @@ def _read_xml_value(parser: Parser, types: frozenset[str]) -> Reading[None]:
 
 
 def _converted(text: str, types: frozenset[str]) -> str:
-    """JSON text of what was written: as a value of one of `types`, and where it is none of them as text."""
-    spelled = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
+    """A parameter as JSON: a value of one of `types` if it is one, else a string."""
+    text_as_json = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
     pieces: list[str] = []
     source = Source()
-    source.text, source.ended = spelled, True
+    source.text, source.ended = text_as_json, True
     try:
         for _ in read_value(source, pieces.append):
             pass
         value = "".join(pieces)
         if not source.text[source.at :].strip() and _type_of(value) in types:
             return value
-    except NotThisError:
+    except MismatchError:
         pass
     return json.dumps(text, ensure_ascii=False)
 
@@ -297,7 +295,7 @@ def _read_python_call(parser: Parser) -> Reading[None]:
     parser.write_arguments("{")
     yield from source.spaces()
     first = True
-    while not (yield from source.passes(")")):
+    while not (yield from source.skip(")")):
         if not first:
             yield from source.expect(",")
             yield from source.spaces()

@@ -1,12 +1,12 @@
-"""Which dialect of tool calls and reasoning a model speaks, as its chat template and special tokens tell.
+"""The dialect of tool calls and reasoning of a model, detected from its chat template and special tokens.
 
-Dialects, with who writes them:
+Dialects, and models that write them:
     hermes     <tool_call>{"name": ..., "arguments": {...}}</tool_call>                        Hermes 2 and 3, Qwen2.5, Qwen3
-    llama3     {"name": ..., "parameters": {...}}, perhaps behind <|python_tag|>, joined by ;    Llama 3.1 to 3.3
+    llama3     {"name": ..., "parameters": {...}}, perhaps after <|python_tag|>, joined by ;     Llama 3.1 to 3.3
     mistral    [TOOL_CALLS][{"name": ..., "arguments": {...}}], or [TOOL_CALLS]name[ARGS]{...}    Mistral, from tokenizer v3, v11
     qwen_xml   <tool_call><function=name><parameter=key>value</parameter></function></tool_call>  Qwen3-Coder
     pythonic   [name(key=value), ...], perhaps between marks                                    Llama 4, LFM2, ToolACE
-    none       the template takes no tools: text is text
+    none       the template accepts no tools: all text is content
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 _REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 _PYTHONIC_MARKS = (("<|python_start|>", "<|python_end|>"), ("<|tool_call_start|>", "<|tool_call_end|>"))
-_PYTHONIC_EXAMPLE = re.compile(r"\[\s*\w+\(\s*\w+\s*=")  # templates show the model what to write
+_PYTHONIC_EXAMPLE = re.compile(r"\[\s*\w+\(\s*\w+\s*=")  # templates show the model an example
 _ALPHABET = string.ascii_letters + string.digits
 
 
@@ -27,9 +27,11 @@ _ALPHABET = string.ascii_letters + string.digits
 class Format:
     """A dialect.
 
-    marks: what begins a call anywhere in the text. bare: a character that may begin one where no other content stands before.
-    closing: what may follow the calls and is not content. think: the marks around reasoning. special: ids of those marks that are
-    special tokens, which skip_special_tokens=True would take out of the text before anybody could read them.
+    marks    texts that start a call anywhere in the output
+    bare     a character that can start a call where no other content precedes it
+    closing  a text that may follow the calls and is not content
+    think    the marks around reasoning
+    special  ids of those marks that are special tokens; skip_special_tokens=True would remove them before the parser sees them
     """
 
     name: str
@@ -46,16 +48,16 @@ class Format:
         return bool(self.special)
 
     def new_id(self) -> str:
-        """A fresh id for a call. Mistral's templates refuse every id but nine letters and digits."""
+        """A new id for a call. Mistral's templates accept only ids of nine letters and digits."""
         if self.name == "mistral":
             return "".join(secrets.choice(_ALPHABET) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
 
     def opened(self, prompt: str, continued: bool = False) -> bool:
-        """Whether the answer to this prompt begins inside reasoning: some templates end with the opening mark.
+        """Whether the answer to this prompt starts inside reasoning: some templates end with the opening mark.
 
-        Only a mark at the very end counts, since a person may have written one. continued: `prompt` is the beginning of the
-        answer itself (continue_final_message), where an open mark counts anywhere.
+        Only a mark at the very end counts, since a user may have written one. continued: `prompt` is the start of the answer itself
+        (continue_final_message), where an open mark counts anywhere.
         """
         if self.think is None:
             return False
@@ -63,18 +65,18 @@ class Format:
         return bool(mark) and (self.think[1] not in after if continued else not after.strip())
 
     def forced(self) -> Format:
-        """The dialect for calls that a grammar enforces: itself, or plain JSON calls where the template knows no tools."""
+        """The dialect for calls that a grammar enforces: itself, or plain JSON calls if the template supports no tools."""
         return self if self.name != "none" else replace(self, name="llama3", bare="{")
 
 
 def parser_for(chat_template: str | None, special: Mapping[str, int] | None = None) -> Format:
-    """The dialect of a model. special: its special tokens, id by text; they decide where the template says nothing of tools."""
+    """The dialect of a model. special: its special tokens, id by text; they decide if the template shows no dialect."""
     special = special or {}
     template = chat_template or ""
     think = next((pair for pair in _REASONING if pair[1] in template or all(mark in special for mark in pair)), None)
-    found = replace(_dialect(template, special), think=think)
-    marks = {*found.marks, found.closing, *(think or ()), *(("[ARGS]", "[CALL_ID]") if found.name == "mistral" else ())}
-    return replace(found, special={mark: special[mark] for mark in sorted(marks) if mark in special})
+    dialect = replace(_dialect(template, special), think=think)
+    marks = {*dialect.marks, dialect.closing, *(think or ()), *(("[ARGS]", "[CALL_ID]") if dialect.name == "mistral" else ())}
+    return replace(dialect, special={mark: special[mark] for mark in sorted(marks) if mark in special})
 
 
 def _dialect(template: str, special: Mapping[str, int]) -> Format:
@@ -91,11 +93,11 @@ def _dialect(template: str, special: Mapping[str, int]) -> Format:
         return Format("pythonic", (), "[")
     if "<|python_tag|>" in template or ('"parameters"' in template and '"name"' in template and "tools" in template):
         return Format("llama3", ("<|python_tag|>",), "{")
-    for mark, found in (
+    for mark, dialect in (
         ("<tool_call>", Format("hermes", ("<tool_call>",), closing="</tool_call>")),
         ("[TOOL_CALLS]", Format("mistral", ("[TOOL_CALLS]",), named_arguments="[ARGS]" in special)),
         ("<|python_tag|>", Format("llama3", ("<|python_tag|>",), "{")),
     ):
         if "tools" in template and mark in special:
-            return found
+            return dialect
     return Format("none")

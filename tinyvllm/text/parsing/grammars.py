@@ -1,4 +1,4 @@
-"""What a required call must look like in each dialect, as a Lark grammar in llguidance's dialect."""
+"""Grammars of required calls in each dialect, in llguidance's variant of Lark."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tinyvllm.errors import RequestError
 from tinyvllm.text.parsing.formats import Format
 from tinyvllm.text.parsing.tools import Tool, read_tools
 
-_STRING = r'/"([^"\\\x00-\x1F]|\\["\\nt])*"/'  # spelled alike in JSON and Python
+_STRING = r'/"([^"\\\x00-\x1F]|\\["\\nt])*"/'  # the same in JSON and Python
 
 _AS_DUMPED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -21,27 +21,29 @@ def grammar_for(
     named: str | None = None,
     parallel: bool = True,
 ) -> str:
-    """A grammar whose every text is one call or, with `parallel` and no `named`, some, and holds nothing else.
+    """A grammar of exactly one call; with `parallel` and no `named`, of one or several.
 
-    format: of a dialect with calls (Format.forced). named: the one tool that is to be called, once. RequestError for no or unknown tools.
-    Thoughts come before it: the engine holds a grammar back until they are closed.
+    format  a dialect with calls (Format.forced)
+    named   the only tool that may be called
+
+    RequestError for missing or unknown tools. Reasoning may precede the calls: the engine applies a grammar after reasoning has ended.
     """
     known = read_tools(tools)
     if named is not None:
         if named not in known:
-            raise RequestError(f"tool_choice names {named!r}, which is not among the tools: {', '.join(known) or 'there are none'}")
+            raise RequestError(f"tool_choice names {named!r}, which is not one of the tools ({', '.join(known) or 'there are none'})")
         known = {named: known[named]}
     if format.name not in _DIALECTS:
-        raise RequestError(f"no calls can be required of a model whose format is {format.name!r}")
+        raise RequestError(f"tool_choice: calls cannot be required of a model with the tool format {format.name!r}")
     if not known:
-        raise RequestError("tool_choice asks for a call, and there are no tools: give some, or ask for none")
+        raise RequestError("tool_choice: requires a call, but the request has no tools")
     rules = _Rules(format, list(known.values()), parallel and named is None)
     calls = _DIALECTS[format.name](rules)
     return "\n".join([f"start: {calls}", *rules.lines]) + "\n"
 
 
 class _Rules:
-    """The rules that the start of a grammar refers to; each dialect's method returns what its calls are."""
+    """The rules of a grammar; the method of a dialect adds them and returns the expression of its calls."""
 
     def __init__(self, format: Format, tools: list[Tool], many: bool):
         self.format = format
@@ -92,7 +94,7 @@ class _Rules:
         return self._some(f'({self._mark("<tool_call>")} "\\n" call {self._mark("</tool_call>")})', "\n")
 
     def _xml(self, name: str, tool: Tool, key: str) -> None:
-        """A rule for a value and the mark behind it."""
+        """Add a rule for a value and the mark after it."""
         end, types = "\n</parameter>\n", tool.types(key)
         values = tool.schema_of(key).get("enum")
         if types <= {"string"} and isinstance(values, list) and all(isinstance(value, str) for value in values):
@@ -104,7 +106,7 @@ class _Rules:
             self.lines += [f"{name}: {name}_json {_quoted(end)}", f"{name}_json: %json {_json(_part(tool, key))}"]
 
     def _python(self, number: int, index: int, tool: Tool, key: str) -> str:
-        """The name of a rule for one argument's literal."""
+        """Add a rule for one argument's literal, and return its name."""
         name, schema, types = f"value{number}_{index}", tool.schema_of(key), tool.types(key)
         values = schema.get("enum")
         if isinstance(values, list) and values:
@@ -118,7 +120,7 @@ class _Rules:
         return name
 
     def _separated(self, number: int, items: dict[str, str], tool: Tool, between: str) -> None:
-        """Rules for all required and any of the other items, in order: first_i has nothing before it, later_i has something."""
+        """Add rules for all required items and any optional ones, in order: first_i has no item before it, later_i has one."""
         for index, (key, item) in enumerate(items.items()):
             for name, before in (("first", ""), ("later", _quoted(between) + " ")):
                 skip = "" if key in _required(tool) else f" | {name}{number}_{index + 1}"
@@ -146,7 +148,7 @@ def _quoted(text: str) -> str:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    """A schema behind %json, for JSON as json.dumps writes it: where blanks are free, small models write them without end."""
+    """A schema for %json, with the separators of json.dumps: if whitespace were free, small models would write it without end."""
     return json.dumps({"x-guidance": _AS_DUMPED, **schema}, ensure_ascii=False)
 
 
@@ -161,14 +163,14 @@ def _required(tool: Tool) -> Sequence[str]:
 
 
 def _object(tool: Tool) -> Mapping[str, Any]:
-    """The schema of the arguments; of a tool that says nothing of arguments, that there are none."""
+    """The schema of all arguments; an empty object for a tool that declares none."""
     if not tool.parameters.get("properties") and set(tool.parameters) <= {"type", "properties", "required"}:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     return {"type": "object", **tool.parameters}
 
 
 def _part(tool: Tool, key: str) -> Mapping[str, Any]:
-    """The schema of one argument by itself, with the definitions that it may refer to."""
+    """The schema of one argument, with the definitions that it may refer to."""
     return {**tool.schema_of(key), **{name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}}
 
 

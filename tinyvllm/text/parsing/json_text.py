@@ -1,7 +1,7 @@
-"""JSON read while it comes: what is written on is valid JSON up to there, without the spaces between its parts.
+"""Reads JSON while it streams. The text passed on is a valid JSON prefix at every point, without spaces between its parts.
 
-More is accepted than JSON allows in one point, since models do it: line ends and tabs inside strings, which are written as escapes.
-No recursion: models and attackers nest as deep as they like.
+One extension to JSON, since models write it: newlines and tabs inside strings, which are passed on as escapes. No recursion: models and
+attackers can nest values deeply.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 
-from tinyvllm.text.parsing.source import NotThisError, Reading, Source, Write
+from tinyvllm.text.parsing.source import MismatchError, Reading, Source, Write
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _NUMBER_LETTERS = re.compile(r"[-+.0-9eE]*")
@@ -18,8 +18,8 @@ _HEX = re.compile(r"[0-9a-fA-F]{4}")
 
 
 def read_value(source: Source, write: Write) -> Reading[None]:
-    """One JSON value. NotThisError where it is not one, or ends early; what was valid by then has been written."""
-    closers: list[str] = []  # of the containers that are open
+    """One JSON value. MismatchError if it is invalid or ends early; the valid part has been written by then."""
+    closers: list[str] = []  # of the open containers
     while True:
         yield from source.spaces()
         if (yield from _begin(source, write, closers)):
@@ -31,7 +31,7 @@ def read_value(source: Source, write: Write) -> Reading[None]:
 
 
 def _begin(source: Source, write: Write, closers: list[str]) -> Reading[bool]:
-    """A whole scalar or empty container, or the opening of one that holds something: True."""
+    """Read a scalar or an empty container (False), or the opening of a non-empty container (True)."""
     first = yield from source.peek()
     if first == '"':
         yield from read_string(source, write)
@@ -51,15 +51,15 @@ def _begin(source: Source, write: Write, closers: list[str]) -> Reading[bool]:
     else:
         number = yield from source.match(_NUMBER_LETTERS)
         if not _NUMBER.fullmatch(number):
-            raise NotThisError
+            raise MismatchError
         write(number)
     return False
 
 
 def _end(source: Source, write: Write, closers: list[str]) -> Reading[bool]:
-    """What follows a value in a container: its end, True, or a comma and in an object the next key, False."""
+    """Read what follows a value in a container: its end (True), or a comma and, in an object, the next key (False)."""
     yield from source.spaces()
-    if (yield from source.passes(closers[-1])):
+    if (yield from source.skip(closers[-1])):
         write(closers.pop())
         return True
     yield from source.expect(",")
@@ -87,7 +87,7 @@ def read_string(source: Source, write: Write) -> Reading[None]:
         write(piece)
         next_one = yield from source.peek()
         if next_one == "":
-            raise NotThisError
+            raise MismatchError
         if next_one == '"':
             source.at += 1
             write('"')
@@ -104,12 +104,12 @@ def _escape(source: Source, write: Write) -> Reading[None]:
     size = 6 if letter == "u" else 2
     text = yield from source.peek(size)
     if letter == "" or letter not in '"\\/bfnrtu' or (letter == "u" and not _HEX.fullmatch(text[2:])):
-        raise NotThisError
+        raise MismatchError
     source.at += size
     write(text)
 
 
 def text_of(pieces: list[str]) -> str:
-    """The text that a string, as read_string wrote it, stands for."""
+    """The value of a JSON string that read_string has written."""
     text: str = json.loads("".join(pieces))
     return text

@@ -1,6 +1,6 @@
-"""A text that comes in pieces, read as if it were there: readers are generators that yield where they need more of it.
+"""A text that arrives in pieces: readers are generators that yield when they need more of it.
 
-So what is read depends on the text alone and never on where it was cut.
+So the result of reading depends only on the text, not on where it was cut.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ Reading = Generator[None, None, T]
 Write = Callable[[str], object]
 
 _SPACES = re.compile(r"\s*")
-_TRIM = 1 << 14  # characters already read that may be kept
+_TRIM = 1 << 14  # characters already read that may stay in memory
 
 
-class NotThisError(Exception):
-    """The text does not go on as the reader's dialect wants."""
+class MismatchError(Exception):
+    """The text does not match the reader's dialect."""
 
 
 class Source:
-    """`text` so far, of which `at` have been read. While `pinned` nothing is forgotten, and `at` may be set back."""
+    """The text so far; `at` characters have been read. While `pinned`, nothing is dropped, and `at` may be set back."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -41,8 +41,8 @@ class Source:
             yield
         return self.text[self.at : self.at + count]
 
-    def passes(self, word: str) -> Reading[bool]:
-        """Read `word` if the text goes on with it. Waits no longer than that is open."""
+    def skip(self, word: str) -> Reading[bool]:
+        """Read `word` if the text continues with it. Waits only while that is undecided."""
         while not self.text.startswith(word, self.at):
             if self.ended or not word.startswith(self.text[self.at :]):
                 return False
@@ -51,14 +51,14 @@ class Source:
         return True
 
     def expect(self, word: str) -> Reading[None]:
-        if not (yield from self.passes(word)):
-            raise NotThisError
+        if not (yield from self.skip(word)):
+            raise MismatchError
 
     def spaces(self) -> Reading[None]:
         yield from self.match(_SPACES)
 
     def match(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """The longest run of characters that `pattern`, a class of characters with a star, matches."""
+        """The longest match of `pattern`, which must be a starred class of characters."""
         pieces = []
         while True:
             end = pattern.match(self.text, self.at).end()  # type: ignore[union-attr]
@@ -69,15 +69,15 @@ class Source:
             yield
 
     def until(self, mark: str, write: Write, before: str = "") -> Reading[None]:
-        """Write what comes before `mark` as it comes, without one `before` that stands directly before it, and read the mark.
+        """Write the text up to `mark` as it arrives, without one `before` directly in front of the mark, and read the mark.
 
-        NotThisError if the text ends first; what was certain by then has been written.
+        MismatchError if the text ends first; all text that cannot be part of the mark has been written by then.
         """
         whole = before + mark
         while (found := self.text.find(mark, self.at)) < 0:
             if self.ended:
-                raise NotThisError
-            safe = len(self.text) - max(begun(self.text, self.at, whole), begun(self.text, self.at, mark))
+                raise MismatchError
+            safe = len(self.text) - max(partial_mark(self.text, self.at, whole), partial_mark(self.text, self.at, mark))
             write(self.text[self.at : safe])
             self.at = safe
             yield
@@ -86,7 +86,7 @@ class Source:
         self.at = found + len(mark)
 
 
-def begun(text: str, start: int, mark: str) -> int:
-    """How many characters at the end of text[start:] may be the beginning of `mark`; less than all of it."""
-    most = min(len(mark) - 1, len(text) - start)
-    return next((size for size in range(most, 0, -1) if text.endswith(mark[:size])), 0)
+def partial_mark(text: str, start: int, mark: str) -> int:
+    """Number of characters at the end of text[start:] that may be the start of `mark`; fewer than its length."""
+    longest = min(len(mark) - 1, len(text) - start)
+    return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)

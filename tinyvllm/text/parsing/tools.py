@@ -1,4 +1,4 @@
-"""The tools of a request as the parsers and grammars see them."""
+"""The tools of a request, for parsers and grammars."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Tool:
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
     def schema_of(self, parameter: str) -> Mapping[str, Any]:
-        """The schema of one argument; {} where there is none."""
+        """The schema of one argument; {} if it has none."""
         properties = self.parameters.get("properties")
         schema = properties.get(parameter) if isinstance(properties, Mapping) else None
         return schema if isinstance(schema, Mapping) else {}
 
     def types(self, parameter: str) -> frozenset[str]:
-        """JSON types that the argument may have, as far as its schema says; "integer" implies "number"."""
+        """JSON types of an argument that its schema names; "integer" implies "number"."""
         return frozenset(_types(self.schema_of(parameter), self.parameters, 8))
 
 
@@ -44,13 +44,13 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Tool]:
         if not isinstance(parameters, Mapping):
             raise RequestError(f"tools[{index}].function.parameters must be a JSON schema, got {parameters!r:.80}")
         if name in found:
-            raise RequestError(f"tools[{index}]: there are two functions named {name!r}")
+            raise RequestError(f"tools[{index}]: duplicate function name {name!r}")
         found[name] = Tool(name, parameters)
     return found
 
 
 def _types(schema: object, root: Mapping[str, Any], depth: int) -> set[str]:
-    """`depth` bounds references, which may go in circles."""
+    """Types of a schema; depth limits references, which may be circular."""
     if not isinstance(schema, Mapping) or not depth:
         return set()
     named = schema.get("type")
@@ -67,7 +67,7 @@ def _types(schema: object, root: Mapping[str, Any], depth: int) -> set[str]:
 
 
 def _resolve(reference: str, root: Mapping[str, Any]) -> object:
-    """What a reference within the schema points at, as "#/$defs/Place"; None for any other."""
+    """The target of a reference within the schema, such as "#/$defs/Place"; None for other references."""
     if not reference.startswith("#"):
         return None
     place: object = root
