@@ -16,7 +16,7 @@ from tinyvllm.errors import RequestError
 from tinyvllm.metrics import EngineMetrics, NoMetrics
 from tinyvllm.request import LogitsProcessor, SamplingParams, Sequence
 from tinyvllm.sampling.bad_words import BadWords
-from tinyvllm.sampling.penalties import penalizes, restricts
+from tinyvllm.sampling.penalties import has_penalties, needs_mask
 from tinyvllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -121,10 +121,10 @@ class TokenConstraints:
         compiled, words, processors = self.compile(params), self._bad_words(params), tuple(params.logits_processors or ())
         marks, prompt = self._marks_to_keep(params), sequences[0].prompt_token_ids
         begins = "" if marks is None or self._tokenizer is None else begins_of(self._tokenizer, params, marks, prompt)
-        jumps = not params.wants_logprobs and not penalizes(params)  # both know only tokens that were drawn
+        jumps = not params.wants_logprobs and not has_penalties(params)  # both know only tokens that were drawn
         closes = jumps or params.allowed_token_ids is not None  # among which the mark may not be
         for sequence in sequences:
-            shape = _Shape(None, processors, words, None, restricts(params), jumps, closes)
+            shape = _Shape(None, processors, words, None, needs_mask(params), jumps, closes)
             if compiled is not None:
                 from tinyvllm.sampling.grammar import Grammar
 

@@ -252,7 +252,7 @@ class Engine:
 
     def _launch_ahead(self, schedule: Schedule, step: PreparedStep, flags: SamplingFlags) -> None:
         tokens = self.runner.decode(step, self.sampler.step(step.num_logits, flags), flags, plain=not flags)
-        self.sampler.drawn(step.num_logits, flags, 1)
+        self.sampler.mark_drawn(step.num_logits, flags, 1)
         self.num_steps += 1
         self._launched(schedule, 1)
         self.scheduler.advance(schedule)
@@ -290,7 +290,7 @@ class Engine:
         sampled = result.best if plain and result.best is not None else self.sampler.draw(result.logits, flags)
         if step.decodes and not self._searches(sequences):
             draw = None if plain else self.sampler.call(result.logits, flags)
-            self.sampler.drawn(step.num_logits, flags, rounds - 1)
+            self.sampler.mark_drawn(step.num_logits, flags, rounds - 1)
             drawn = self.runner.advance(step, sampled, draw, rounds)
         else:
             drawn = iter([self.runner.tokens(sampled)])
@@ -354,7 +354,7 @@ class Engine:
         """Tell the sampler about those that were admitted, or admitted again, since their last token."""
         for sequence in [entry.sequence for entry in schedule.entries if entry.num_logits]:
             if self._rows.get(sequence.sequence_id) != sequence.row:
-                self.sampler.join(sequence, self.eos_ids)
+                self.sampler.add(sequence, self.eos_ids)
                 self.constraints.joined(sequence)
                 self._rows[sequence.sequence_id] = sequence.row
 
@@ -418,7 +418,7 @@ class Engine:
     def _leave(self, sequence: Sequence) -> None:
         row = self._rows.pop(sequence.sequence_id, None)
         if row is not None:
-            self.sampler.leave(row)
+            self.sampler.remove(row)
 
     def _settle(self, schedule: Schedule) -> None:
         """Preempted sequences leave the sampler; those that outgrew the whole cache or their time are reported; blocks move.

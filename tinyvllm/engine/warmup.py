@@ -40,7 +40,7 @@ class Warmup:
         runner, sampler = self._runner, self._sampler
         if step.decodes and self._ahead:
             runner.decode(step, sampler.step(step.num_logits, flags), flags, plain=not flags).get()
-            sampler.drawn(step.num_logits, flags, 1)
+            sampler.mark_drawn(step.num_logits, flags, 1)
             return
         result = runner.launch(step)
         plain = result.best is not None and not flags
