@@ -316,7 +316,7 @@ def phases(stepping: Stepping, count: int, rounds: int) -> tuple[list[Any], Spre
     def steps() -> None:
         for _ in range(count):
             stepping.steps(1)
-            stats.append(stepping.engine.accounts.stats)
+            stats.append(stepping.engine.stats.step)
 
     return stats, spread([one_round(steps) for _ in range(rounds)])
 

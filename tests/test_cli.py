@@ -308,11 +308,11 @@ def test_many_prompts_are_answered_in_order(loaded: Callable[..., int], llm: LLM
 
 def test_figures_of_several_prompts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait for the first token is the median one, the share of the bandwidth that of the steps, which all prompts have in common."""
-    steps, outputs = llm.engine.num_steps, llm.generate(["hello", "b", "c"], SamplingParams(max_tokens=6, ignore_eos=True))
-    assert llm.engine.num_steps - steps == 6
+    steps, outputs = llm.engine.stats.num_steps, llm.generate(["hello", "b", "c"], SamplingParams(max_tokens=6, ignore_eos=True))
+    assert llm.engine.stats.num_steps - steps == 6
     for output, arrival, first, end in zip(outputs, (10.0, 10.5, 11.0), (12.0, 11.0, 12.0), (13.0, 12.0, 14.0), strict=True):
         output.metrics.arrival, output.metrics.first_token, output.metrics.finished = arrival, first, end
-    monkeypatch.setattr(llm.engine, "_bandwidth", float(llm.engine.model_bytes_per_token) * 3)
+    monkeypatch.setattr("tinyvllm.engine.stats.memory_bandwidth", lambda device: float(llm.engine.model_bytes_per_token) * 3)
     line = figures.closing_line(llm, outputs, 6)
     assert line.startswith("3 prompts, 10 prompt + 18 generated tokens in 4.00 s, first token after 1.00 s (median), 4.5 tok/s, 50% of ")
     monkeypatch.setattr(llm.engine, "config", replace(llm.config, device="CUDA:1"))  # not the memory that was measured
@@ -415,7 +415,7 @@ def test_chat_goes_on_after_mistakes(
     out, err = capsys.readouterr()
     lines = err.splitlines()
     assert len(lines) == len(wrong) and all(line.startswith("tinyvllm: ") for line in lines), err
-    assert "did you mean '/undo'" in lines[0] and "did you mean 'temperature'" in lines[2] and "beyond" in lines[-1]
+    assert "did you mean '/undo'" in lines[0] and "did you mean 'temperature'" in lines[2] and "at most 511" in lines[-1]
     assert out == greedy(llm, {"messages": [{"role": "user", "content": "hi"}]}) + "\n"
 
 

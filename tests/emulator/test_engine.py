@@ -54,7 +54,7 @@ def test_greedy_tokens_are_the_cpus(cpu, gpu):
 def test_every_op_runs_a_kernel(gpu, driver):
     tokens(gpu, TEXTS[:1])
     before = len(driver.launched)
-    gpu.engine.prompt_logits([0])  # one row streams the weights, and nothing is laid out for it
+    gpu.prompt_logits([0])  # one row streams the weights, and nothing is laid out for it
     ran = set(driver.launched[before:])
     assert {"norm_qkv_rope_store", "attention_decode", "matvec", "norm_gate_up_silu", "norm_head"} <= ran and "quantize_input" not in ran
     chosen = {choice.stem: choice.variant for choice in registry.choices("CUDA")}
@@ -64,7 +64,7 @@ def test_every_op_runs_a_kernel(gpu, driver):
 
 def test_logits(cpu, gpu):
     ids = [0, *range(40, 60)]
-    a, b = cpu.engine.prompt_logits(ids), gpu.engine.prompt_logits(ids)
+    a, b = cpu.prompt_logits(ids), gpu.prompt_logits(ids)
     assert np.abs(a - b).max() < 0.15 and np.abs(a - b).mean() < 0.015, (np.abs(a - b).max(), np.abs(a - b).mean())
 
 
@@ -101,9 +101,9 @@ def test_a_small_gpu_takes_the_large_products(gpu, driver, monkeypatch):
 @pytest.mark.parametrize("format", [pytest.param("q8_0", marks=pytest.mark.long), "q4_0"])
 def test_packed_weights(driver, format):
     with LLM(MODEL, device="CPU", **OPTIONS, quantization=format) as cpu:
-        expected, logits = tokens(cpu, TEXTS[:1]), cpu.engine.prompt_logits([0, 5, 9, 44])
+        expected, logits = tokens(cpu, TEXTS[:1]), cpu.prompt_logits([0, 5, 9, 44])
     with LLM(MODEL, device="CUDA", **OPTIONS, quantization=format) as gpu:
-        assert np.abs(gpu.engine.prompt_logits([0, 5, 9, 44]) - logits).max() < 0.15
+        assert np.abs(gpu.prompt_logits([0, 5, 9, 44]) - logits).max() < 0.15
         assert tokens(gpu, TEXTS[:1]) == expected
 
 
@@ -116,10 +116,10 @@ def test_the_roof_is_read_by_a_kernel(driver):
 def test_hoppers_own_row(gpu, driver, monkeypatch):
     """In the emulator, where all matrix instructions add in one order, the bits are the base row's."""
     ids = [0, *range(40, 60)]
-    expected = gpu.engine.prompt_logits(ids)
+    expected = gpu.prompt_logits(ids)
     monkeypatch.setattr(records, "HOPPER_ROWS", 16)
     monkeypatch.setenv("TINYVLLM_KERNELS", "norm_qkv_rope_store=sm_90a")
     before = len(driver.launched)
     with LLM(MODEL, device="CUDA", **OPTIONS) as hopper:
-        np.testing.assert_array_equal(hopper.engine.prompt_logits(ids), expected)
+        np.testing.assert_array_equal(hopper.prompt_logits(ids), expected)
     assert driver.launched[before:].count("matmul_hopper") == 6

@@ -55,7 +55,7 @@ def test_greedy_tokens_are_the_cpus_and_every_op_ran_a_kernel(cpu, gpu):
 
 def test_logits(cpu, gpu):
     ids = [0, *range(40, 60)]
-    a, b = cpu.engine.prompt_logits(ids), gpu.engine.prompt_logits(ids)
+    a, b = cpu.prompt_logits(ids), gpu.prompt_logits(ids)
     assert np.abs(a - b).max() < 0.15 and np.abs(a - b).mean() < 0.015
 
 
@@ -140,7 +140,7 @@ def test_a_prompt_that_sequences_share_is_read_once_and_changes_no_token(mac, mo
 def test_packed_weights(mac, format):
     """The CPU rounds x to int8 beside them, the GPU does not."""
     with LLM(MODEL, device="CPU", **OPTIONS, quantization=format) as cpu:
-        logits = cpu.engine.prompt_logits([0, 5, 9, 44])
+        logits = cpu.prompt_logits([0, 5, 9, 44])
     with LLM(MODEL, device="METAL", **OPTIONS, quantization=format) as gpu:
-        assert np.abs(gpu.engine.prompt_logits([0, 5, 9, 44]) - logits).max() < 0.3
+        assert np.abs(gpu.prompt_logits([0, 5, 9, 44]) - logits).max() < 0.3
         assert {len(found) for found in tokens(gpu, TEXTS[:2])} == {6}

@@ -271,8 +271,9 @@ def check_empty(engine: Engine) -> None:
     assert not (scheduler.deadlines or [*scheduler._copies] or scheduler.borrowed.num_held or scheduler.borrowed.num_wanted)
     assert not (scheduler.prefixes.inflight._computing or scheduler.prefixes.inflight._waiting)
     assert len(scheduler._free_rows) == scheduler.limits.max_num_seqs
-    assert not (engine._requests or engine._owners or engine._rows or engine._changed or engine._scores or engine._ahead)
-    assert not engine.constraints._shapes
+    requests = engine.requests
+    assert not (len(requests) or requests.owners or requests._rows or requests.have_output or engine.scoring or engine.loop.in_flight)
+    assert not len(engine.constraints)
 
 
 def resident() -> float:

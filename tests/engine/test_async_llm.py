@@ -91,7 +91,7 @@ def test_a_cancelled_caller_aborts_its_request(llm: AsyncLLM, monkeypatch: pytes
             await task
         count = len(seen)
         assert (await end_of_request(seen)).outputs[0].finish_reason == "abort"
-        assert len(seen) <= count + 2 and llm._waiting == {}  # the step that ran, and the one that tells of the end
+        assert len(seen) <= count + 2 and llm._mailboxes == {}  # the step that ran, and the one that tells of the end
 
     asyncio.run(run())
 
@@ -103,7 +103,7 @@ def test_leaving_the_iteration_aborts_the_request(llm: AsyncLLM, monkeypatch: py
         async for _ in llm.generate("hello", LONG):
             break
         assert (await end_of_request(seen)).outputs[0].finish_reason == "abort"
-        assert llm._waiting == {}
+        assert llm._mailboxes == {}
 
     asyncio.run(run())
 
@@ -150,12 +150,12 @@ def test_a_name_is_free_as_soon_as_its_request_was_left(llm: AsyncLLM) -> None:
             assert {(output.request_id, output.prompt) for output in outputs} == {("again", "b")}
             assert outputs[-1].outputs[0].token_ids == alone and outputs[-1].outputs[0].finish_reason == "length"
             task = asyncio.create_task(last(llm.generate("hello", LONG, request_id="again")))
-            while not llm._waiting:
+            while not llm._mailboxes:
                 await asyncio.sleep(0.001)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-        assert llm._waiting == {}
+        assert llm._mailboxes == {}
         with pytest.raises(RequestError, match="request again: token id 999"):
             await anext(llm.generate({"prompt_token_ids": [999]}, GREEDY, request_id="again"))
 
@@ -180,7 +180,7 @@ def test_an_output_of_the_old_request_does_not_reach_the_new_one(llm: AsyncLLM, 
         await asyncio.to_thread(held.wait, 10)
         await left.aclose()
         new = asyncio.create_task(last(llm.generate("b", GREEDY, request_id="again")))
-        while not (llm._waiting or new.done()):  # done: where the machine stood still for longer than the engine was held
+        while not (llm._mailboxes or new.done()):  # done: where the machine stood still for longer than the engine was held
             await asyncio.sleep(0.001)
         go.set()
         assert (await new).prompt == "b"
@@ -202,7 +202,7 @@ def test_a_failure_of_the_engine_reaches_everyone(tiny_model: Path, monkeypatch:
     step = Engine.step
 
     def fail(self: Engine) -> list[RequestOutput]:
-        if len(self._requests) == 2:
+        if len(self.requests) == 2:
             raise ZeroDivisionError("in the engine")
         return step(self)
 

@@ -1,4 +1,4 @@
-"""Beam search's rules on made-up log-probabilities: who goes on, who is finished, when it is over. No model, no scheduler."""
+"""The rules of beam search on invented log-probabilities: which beams continue, which are finished, and the end. No model, no scheduler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from tinyvllm.engine.beam import BeamState, Turn
+from tinyvllm.engine.beam import BeamRound, BeamState
 from tinyvllm.request import BeamSearchParams, Logprob, Sequence
 
 END = 9
@@ -19,7 +19,7 @@ def start(width: int, longest: int = 4, **options) -> BeamState:
     return BeamState("r", None, [1, 2], BeamSearchParams(width, longest, **options), None, (END,), 64, 0.0, lambda: next(ids))
 
 
-def play(state: BeamState, table: Table) -> Turn:
+def play(state: BeamState, table: Table) -> BeamRound:
     """A round: each beam is told what could follow it, in any order; its tokens and forks are then as the engine would have them."""
     for sequence in reversed(state.sequences):
         assert not state.ready
@@ -27,10 +27,10 @@ def play(state: BeamState, table: Table) -> Turn:
         found = {token: Logprob(math.log(p), rank) for rank, (token, p) in enumerate(following.items(), 1)}
         assert state.append(sequence, next(iter(found)), found) is None
     assert state.ready
-    turn = state.turn()
-    for sequence, token in turn.tokens:
+    changes = state.next_round()
+    for sequence, token in changes.tokens:
         sequence.output_token_ids.append(token)
-    return turn
+    return changes
 
 
 def tokens(sequences: list[Sequence]) -> list[list[int]]:
@@ -52,11 +52,11 @@ TABLE: Table = {
 def test_the_first_continuation_keeps_the_sequence_and_others_are_forks():
     state = start(2)
     (first,) = state.sequences
-    turn = play(state, TABLE)
-    ((parent, child),) = turn.forks
-    assert parent is first and tokens(state.sequences) == [[3], [4]] and child.output_token_ids == [4] and turn.over == []
-    turn = play(state, TABLE)  # both of [3]: 0.2 and 0.175, and [4, END] is 0.27
-    assert tokens(state.sequences) == [[3, 3], [3, 4]] and turn.over == [child] and len(turn.forks) == 1
+    changes = play(state, TABLE)
+    ((parent, child),) = changes.forks
+    assert parent is first and tokens(state.sequences) == [[3], [4]] and child.output_token_ids == [4] and changes.ended == []
+    changes = play(state, TABLE)  # both of [3]: 0.2 and 0.175, and [4, END] is 0.27
+    assert tokens(state.sequences) == [[3, 3], [3, 4]] and changes.ended == [child] and len(changes.forks) == 1
 
 
 def test_an_end_counts_only_among_the_best_of_the_width():
@@ -77,12 +77,12 @@ def test_an_end_counts_only_among_the_best_of_the_width():
         (False, 0.0, 3, [[4, END], [3, 3, END]]),  # length counts for nothing
     ],
 )
-def test_when_it_is_over(stopping, penalty, rounds, best):
+def test_the_end_of_a_search(stopping, penalty, rounds, best):
     state = start(2, early_stopping=stopping, length_penalty=penalty)
     count = 0
     while not state.finished:
-        turn, count = play(state, TABLE), count + 1
-    assert count == rounds and turn.over and turn.tokens == turn.forks == []
+        changes, count = play(state, TABLE), count + 1
+    assert count == rounds and changes.ended and changes.tokens == changes.forks == []
     output = state.output()
     assert output is not None and [part.token_ids for part in output.outputs] == best
     for part in output.outputs:
@@ -95,8 +95,8 @@ def test_when_it_is_over(stopping, penalty, rounds, best):
 def test_ends_are_ignored_where_that_is_asked():
     state = start(2, ignore_eos=True)
     play(state, TABLE)
-    turn = play(state, TABLE)
-    assert tokens(state.sequences) == [[4, END], [3, 3]] and not turn.over
+    changes = play(state, TABLE)
+    assert tokens(state.sequences) == [[4, END], [3, 3]] and not changes.ended
 
 
 def test_fewer_are_given_than_run():

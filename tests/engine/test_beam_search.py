@@ -17,7 +17,7 @@ def llm() -> Iterator[LLM]:
     with LLM(device="CPU", dtype="float32", max_model_len=96, max_num_seqs=8) as llm:
         assert llm.engine.tokenizer is not None
         ends = (*llm.engine.eos_ids, llm.engine.tokenizer.encode(".", add_special_tokens=False)[-1])
-        llm.engine.eos_ids = llm.engine._admission.eos_ids = ends
+        llm.engine.eos_ids = llm.engine._builder.eos_ids = ends
         yield llm
 
 

@@ -188,7 +188,7 @@ def test_scores_come_in_while_others_never_cease(tiny_model) -> None:
         engine = llm.engine
         engine.add("scored", prompt(70), replace(GREEDY, max_tokens=2, prompt_logprobs=0))
         for i in range(200):
-            if len(engine._requests) < 8:
+            if len(engine.requests) < 8:
                 engine.add(f"other {i}", prompt(30, i), GREEDY)
             if any(output.request_id == "scored" and output.finished for output in engine.step()):
                 break

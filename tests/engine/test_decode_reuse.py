@@ -1,4 +1,4 @@
-"""Steps that go on as they are: what is left out of them changes nothing, whatever a request asks for and whenever that changes."""
+"""Reused decode steps: what they skip changes no token, for any option of a request and whenever its effect changes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.test_rounds import MIXED, open_model, prompt, told
+from tests.engine.test_rounds import MIXED, open_model, prompt, results
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.request import StructuredOutputsParams
 
@@ -20,7 +20,7 @@ def llm(tiny_model):
 
 
 def twice(llm: LLM, monkeypatch: pytest.MonkeyPatch, params: list[SamplingParams]) -> tuple[list[Any], list[Any], int]:
-    """What all together get when steps go on, and when each is scheduled anew; and how many went on."""
+    """The results with reused steps, those with a new schedule for each step, and the number of reused steps."""
     scheduler, prompts, went = llm.engine.scheduler, [prompt(i) for i in range(len(params))], []
     onward = scheduler._reuse
 
@@ -30,9 +30,9 @@ def twice(llm: LLM, monkeypatch: pytest.MonkeyPatch, params: list[SamplingParams
         return plan
 
     monkeypatch.setattr(scheduler, "_reuse", counted)
-    going = told(llm.generate(prompts, params))
+    going = results(llm.generate(prompts, params))
     monkeypatch.setattr(scheduler, "_reuse", lambda unseen: None)
-    return going, told(llm.generate(prompts, params)), sum(went)
+    return going, results(llm.generate(prompts, params)), sum(went)
 
 
 @pytest.mark.parametrize(
@@ -46,16 +46,16 @@ def twice(llm: LLM, monkeypatch: pytest.MonkeyPatch, params: list[SamplingParams
     ],
     ids=lambda more: next(iter(more), "mixed"),
 )
-def test_the_same_as_if_each_were_scheduled_anew(llm, monkeypatch, more):
-    shared_prefix_lens = [
+def test_the_same_as_with_a_new_schedule_each_step(llm, monkeypatch, more):
+    constrained = [
         SamplingParams(**{**GREEDY, "temperature": t, "seed": 5, "repetition_penalty": r}, **more) for t, r in ((0.0, 1.0), (0.9, 1.2))
     ]
-    going, anew, went = twice(llm, monkeypatch, MIXED if not more else shared_prefix_lens)
+    going, anew, went = twice(llm, monkeypatch, MIXED if not more else constrained)
     assert going == anew and went > 15
 
 
-def test_what_min_tokens_keeps_away_comes_when_they_are_there(llm, monkeypatch):
-    (free,) = told(llm.generate([prompt(0)], [SamplingParams(**GREEDY)]))
+def test_a_stop_token_is_possible_again_after_min_tokens(llm, monkeypatch):
+    (free,) = results(llm.generate([prompt(0)], [SamplingParams(**GREEDY)]))
     stop = free[0][-1]
     params = SamplingParams(**GREEDY | {"max_tokens": 60}, stop_token_ids=[stop], min_tokens=12)
     going, anew, went = twice(llm, monkeypatch, [params])

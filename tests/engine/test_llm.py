@@ -149,9 +149,9 @@ def test_sampling_parameters_are_one_or_one_each(llm: LLM) -> None:
     with pytest.raises(ArgumentError, match="SamplingParams"):
         llm.generate("a", {"temperature": 0})  # type: ignore[arg-type]
     for nothing in (None, 5):
-        with pytest.raises(ArgumentError, match="prompts must be one or a list of them, got"):
+        with pytest.raises(ArgumentError, match="prompts must be a single one or a list, got"):
             llm.generate(nothing, GREEDY)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="messages must be one or a list of them, got int"):
+    with pytest.raises(ArgumentError, match="messages must be a single one or a list, got int"):
         llm.chat(5, GREEDY)  # type: ignore[arg-type]
     assert llm.generate([], GREEDY) == []
 

@@ -47,7 +47,7 @@ def test_another_process_hits_and_says_the_same(tiny_model: Path, tmp_path: Path
 
 
 def test_many_blocks_come_back_in_pieces(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinyvllm.engine.prefix_store._TOGETHER", 3 * 2 * 2 * 2 * 16 * 16 * 4)  # 3 blocks
+    monkeypatch.setattr("tinyvllm.engine.prefix_store._BATCH_BYTES", 3 * 2 * 2 * 2 * 16 * 16 * 4)  # 3 blocks
     prompt = {"prompt_token_ids": [n % 250 for n in range(130)]}  # 8 blocks: the last piece is no whole one
     with LLM(tiny_model, num_blocks=24, prefix_cache_dir=tmp_path) as llm:
         tokens = llm.generate(prompt, GREEDY)[0].outputs[0].token_ids
@@ -115,9 +115,9 @@ def test_what_was_cached_is_there_while_the_engine_runs(tiny_model: Path, tmp_pa
     """As after a kill: the folder is copied before anything is closed."""
     with LLM(tiny_model, num_blocks=24, prefix_cache_dir=tmp_path / "a") as llm:
         tokens = llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
-        while (pause := llm.engine.tend(busy=False)) is not None:
+        while (pause := llm.engine.on_idle()) is not None:
             time.sleep(pause)
-        llm.engine._folder._journal.close()
+        llm.engine._store._journal.close()
         shutil.copytree(tmp_path / "a", tmp_path / "b")
         assert [path.name for path in tmp_path.glob("b/*/*.kv")] == ["recent-1.kv"]
     assert [path.name for path in tmp_path.glob("a/*/*.kv")] == ["prefix.kv"]
@@ -152,7 +152,7 @@ def test_a_disk_that_fails_while_the_engine_runs_is_said_once(
         tokens = llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
         for n in range(3):
             llm.generate({"prompt_token_ids": [n] * 40}, GREEDY)
-            while (pause := llm.engine.tend(busy=False)) is not None:
+            while (pause := llm.engine.on_idle()) is not None:
                 time.sleep(pause)
     (message,) = caplog.messages
     assert "not written any more while the engine runs: prefix cache: no space left" in message

@@ -1,13 +1,12 @@
-"""The promise as a matrix: whatever the company, the cache, the chunks, preemption, rounds and overlap, a request's tokens are the same.
+"""The promise as a matrix: for any batch, cache, chunk size, preemption, rounds and overlap, the tokens of a request are the same.
 
-One engine on the bundled model serves all of it; each cell gets a scheduler of its own, with a pool and a cache of its own. Where tokens
-are drawn in rounds or ahead nobody may ask for log-probabilities, so each cell runs twice: for the tokens, and with some that ask.
+One engine on the bundled model serves all of it; each cell gets its own scheduler, with its own pool and cache. Requests for
+log-probabilities prevent rounds and overlap, so each cell runs twice: for the tokens, and with some requests for log-probabilities.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 from tinyvllm import LLM, RequestOutput, SamplingParams
 from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.cache.prefix import PrefixCache
+from tinyvllm.engine.loop import new_loop
 from tinyvllm.request import RequestOptions
 from tinyvllm.scheduler import Scheduler, SchedulerLimits
 
@@ -26,12 +26,12 @@ SHARED = 2 * S  # tokens that prompts of one family begin with
 FAMILIES = 4
 LONG = 7  # tokens of an answer
 ALONE = (0, 1, 6, 11)
-ASKING = (0, 1, 2, 3, 12, 13, 34, 35)  # who wants log-probabilities, in the second run
+SCORED = (0, 1, 2, 3, 12, 13, 34, 35)  # requests for log-probabilities, in the second run
 WHOLE = 1024
 CHUNKS = {"chunk 16": 16, "chunk 64": 64, "whole": WHOLE}
 TOLERANCE = 1e-3
 
-Told = dict[int, tuple[list[int], list[float]]]
+Results = dict[int, tuple[list[int], list[float]]]
 
 
 def prompt(i: int) -> list[int]:
@@ -39,15 +39,15 @@ def prompt(i: int) -> list[int]:
     return [0, *family.integers(10, 3000, SHARED - 1).tolist(), *own.integers(10, 3000, 3 + i % 15).tolist()]
 
 
-def params(i: int, asks: bool) -> SamplingParams:
+def params(i: int, scored: bool) -> SamplingParams:
     if i % 2 == 0:
-        return SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True, logprobs=0 if asks else None)
+        return SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True, logprobs=0 if scored else None)
     filters: dict[str, Any] = [{}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.02, "repetition_penalty": 1.2}][i // 2 % 4]
-    return SamplingParams(temperature=0.8, seed=i, max_tokens=LONG, ignore_eos=True, logprobs=0 if asks else None, **filters)
+    return SamplingParams(temperature=0.8, seed=i, max_tokens=LONG, ignore_eos=True, logprobs=0 if scored else None, **filters)
 
 
 class Promise:
-    """An engine and what each request gives when nothing disturbs it."""
+    """An engine, and the result of each request when it runs alone."""
 
     def __init__(self) -> None:
         self.llm = LLM(
@@ -59,45 +59,46 @@ class Promise:
         self.ahead = 0
         self.watch()
         self.furnish(COUNT, WHOLE, 400, None)
-        self.expected = {i: self.serve([i], asks=True, cached=False)[i] for i in range(COUNT)}
+        self.expected = {i: self.serve([i], scored=True, cached=False)[i] for i in range(COUNT)}
 
     def watch(self) -> None:
-        launched, ahead = self.engine.accounts.launched, self.engine._launch_ahead
+        stats, stages = self.engine.stats, self.engine.stages
+        step_launched, launch_whole = stats.step_launched, stages.launch_whole
 
-        def tell(schedule: Any, owners: Any, rounds: int) -> None:
+        def count_rounds(schedule: Any, owners: Any, rounds: int) -> None:
             self.rounds.add(rounds)
-            launched(schedule, owners, rounds)
+            step_launched(schedule, owners, rounds)
 
-        def tell_ahead(*given: Any) -> None:
+        def count_ahead(step: Any) -> Any:
             self.ahead += 1
-            ahead(*given)
+            return launch_whole(step)
 
-        self.engine.accounts.launched = tell  # type: ignore[method-assign]
-        self.engine._launch_ahead = tell_ahead  # type: ignore[method-assign]
+        stats.step_launched = count_rounds  # type: ignore[method-assign]
+        stages.launch_whole = count_ahead  # type: ignore[method-assign]
 
     def furnish(self, rows: int, budget: int, blocks: int, preemption: str | None, rounds: int = 1, overlap: bool = False) -> None:
-        """A scheduler of its own for what comes; no block holds anything that it could know of."""
+        """A new scheduler for the next requests; its cache knows none of the blocks."""
         engine = self.engine
         assert not engine.has_work()
-        engine.config = replace(engine.config, num_scheduler_steps=rounds, async_scheduling=overlap)
         pool = BlockPool(blocks, S)
         block_bytes = engine.runner.pool.block_bytes
         limits = SchedulerLimits(rows, budget, engine.runner.max_model_len, block_bytes=block_bytes, preemption=preemption)
         host = BlockPool(engine.runner.swap_blocks, S) if preemption == "swap" else None
-        engine.scheduler = engine.accounts.scheduler = Scheduler(limits, pool, PrefixCache(pool, b"key"), host)
-        engine.accounts._seen, engine.accounts._swaps = (0, 0, 0), 0
+        engine.requests.scheduler = engine.stats.scheduler = Scheduler(limits, pool, PrefixCache(pool, b"key"), host)
+        engine.stats._prefix_counts, engine.stats._num_swaps = (0, 0, 0), 0
+        engine.loop = new_loop(engine.stages, rounds, overlap)
 
-    def serve(self, numbers: list[int], asks: bool, cached: bool) -> Told:
-        """Requests together; with salts of their own where nothing may be found."""
+    def serve(self, numbers: list[int], scored: bool, cached: bool) -> Results:
+        """Requests together; each with its own salt unless the cache may hit."""
         for i in numbers:
-            options = RequestOptions(cache_salt=None if cached else f"{i}, asks={asks}")
-            self.engine.add(str(i), prompt(i), params(i, asks), options=options)
+            options = RequestOptions(cache_salt=None if cached else f"{i}, scored={scored}")
+            self.engine.add(str(i), prompt(i), params(i, scored), options=options)
         outputs = self.finish()
         for i in numbers:
             found = outputs[str(i)].num_cached_tokens
             assert found >= SHARED if cached else found == 0
         self.preemptions = sum(output.metrics.preemptions for output in outputs.values())
-        return {i: self.told(outputs[str(i)], asks) for i in numbers}
+        return {i: self.result(outputs[str(i)], scored) for i in numbers}
 
     def finish(self) -> dict[str, RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
@@ -109,24 +110,24 @@ class Promise:
         return outputs
 
     @staticmethod
-    def told(output: RequestOutput, asks: bool) -> tuple[list[int], list[float]]:
+    def result(output: RequestOutput, scored: bool) -> tuple[list[int], list[float]]:
         part = output.outputs[0]
-        return part.token_ids, [p[t].logprob for t, p in zip(part.token_ids, part.logprobs, strict=True)] if asks else []
+        return part.token_ids, [p[t].logprob for t, p in zip(part.token_ids, part.logprobs, strict=True)] if scored else []
 
     def warm(self) -> None:
-        """Somebody with each family's beginning was here before."""
+        """A request with the prefix of each family has run before."""
         for i in range(FAMILIES):
             self.engine.add(f"before {i}", [*prompt(i)[:SHARED], 5], SamplingParams(temperature=0.0, max_tokens=1))
         self.finish()
 
-    def check(self, numbers: list[int], asks: bool, cached: bool) -> None:
-        for i, (tokens, logprobs) in self.serve(numbers, asks, cached).items():
+    def check(self, numbers: list[int], scored: bool, cached: bool) -> None:
+        for i, (tokens, logprobs) in self.serve(numbers, scored, cached).items():
             assert tokens == self.expected[i][0], f"request {i}"
-            if asks:
+            if scored:
                 np.testing.assert_allclose(logprobs, self.expected[i][1], rtol=0, atol=TOLERANCE, err_msg=f"request {i}")
 
     def interrupt(self, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
-        """Where nobody would be preempted, the last in rank is, each few steps."""
+        """If nothing would be preempted, the last in rank is, every few steps."""
         scheduler, turns = self.engine.scheduler, iter(range(10**9))
         follow = scheduler.follow
 
@@ -164,12 +165,12 @@ def test_same_tokens(
     promise.rounds.clear()
     promise.ahead = preempted = 0
     for numbers in [list(range(COUNT))] if together else [[i] for i in ALONE]:
-        promise.check(numbers, asks=False, cached=cached)
+        promise.check(numbers, scored=False, cached=cached)
         preempted += promise.preemptions
     assert bool(preempted) == (preemption is not None), "the cell is not what it is meant to be"
     if preemption == "swap":
         assert promise.engine.scheduler.num_swaps > 0
     if preemption is None or together:
         assert (max(promise.rounds) > 1) == (rounds > 1) and (overlap and rounds == 1) <= (promise.ahead > 0)
-    for numbers in [list(ASKING)] if together else [[i] for i in ALONE[:2]]:
-        promise.check(numbers, asks=True, cached=cached)
+    for numbers in [list(SCORED)] if together else [[i] for i in ALONE[:2]]:
+        promise.check(numbers, scored=True, cached=cached)

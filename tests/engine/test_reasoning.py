@@ -18,7 +18,7 @@ from tests.sampling.forcing import TOKENS, new_backend
 from tests.tiny.thinking import THINK, UNTHINK, write_thinking_model
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.engine.engine import Engine
-from tinyvllm.engine.reasoning import Marks, Reasoning
+from tinyvllm.engine.reasoning import Reasoning, ReasoningMarks
 from tinyvllm.engine.tools.replay import config_of, read_run, replay
 from tinyvllm.errors import ArgumentError, RequestError
 from tinyvllm.request import RequestOutput, StructuredOutputsParams, Thinking
@@ -162,7 +162,7 @@ def test_what_cannot_be(llm, tiny_model) -> None:
         llm.generate([FRESH], replace(GREEDY, thinking_token_budget=1, structured_outputs=replace(ANSWER, enable_in_reasoning=True)))
     with LLM(tiny_model, device="CPU", max_model_len=64, num_blocks=8) as plain:  # no marks, so nothing to wait for
         assert said(plain, OPENED, "no") == "no"
-        with pytest.raises(RequestError, match="no marks of thinking"):
+        with pytest.raises(RequestError, match="no marks of reasoning"):
             plain.generate(["a"], SamplingParams(thinking_token_budget=1))
 
 
@@ -185,15 +185,15 @@ class Vocabulary:
 
 def test_no_token_may_close_thoughts_and_go_on() -> None:
     n = len(TOKENS)
-    marks = Marks(Vocabulary(), "<think>", "</think>", [FORCING_EOS])  # type: ignore[arg-type]
+    marks = ReasoningMarks(Vocabulary(), "<think>", "</think>", [FORCING_EOS])  # type: ignore[arg-type]
     grammar = Grammar(new_backend().compile(StructuredOutputsParams(choice=["a"])))
     thoughts = Reasoning(marks, "inside", None, grammar)
-    assert thoughts.banned == {FORCING_EOS, n + 2} and not thoughts.bound
+    assert thoughts.banned == {FORCING_EOS, n + 2} and not thoughts.uses_grammar
     for byte in b"so</think":
-        assert thoughts.took(byte)
+        assert thoughts.accept(byte)
     assert thoughts.banned == {FORCING_EOS, n, n + 2}
-    assert thoughts.took(n + 1) and thoughts.bound and not thoughts.over and not thoughts.banned
-    assert not thoughts.took(ord("b"))
+    assert thoughts.accept(n + 1) and thoughts.uses_grammar and not thoughts.over and not thoughts.banned
+    assert not thoughts.accept(ord("b"))
 
 
 # --- company: the same tokens whatever happens around a request

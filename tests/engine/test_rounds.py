@@ -1,4 +1,4 @@
-"""Several decode steps at once (num_scheduler_steps): the device goes on by itself, and nobody can tell from the tokens."""
+"""MultiStepLoop (num_scheduler_steps): the device runs several decode steps by itself, and the tokens are those of the plain loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def open_model(model: Path, rounds: int, **options: Any) -> LLM:
 
 
 def record(llm: LLM) -> list[tuple[int, int]]:
-    """From now on, each step's decodes and rounds, as the runner gets them."""
+    """From now on, the number of decodes and of rounds of each step, as the runner gets them."""
     steps: list[tuple[int, int]] = []
     advance = llm.engine.runner.advance
 
@@ -41,8 +41,8 @@ def record(llm: LLM) -> list[tuple[int, int]]:
     return steps
 
 
-def told(outputs: list[Any]) -> list[tuple[Any, ...]]:
-    """All that a caller sees."""
+def results(outputs: list[Any]) -> list[tuple[Any, ...]]:
+    """Everything that a caller gets."""
     parts = [part for output in outputs for part in output.outputs]
     return [(part.token_ids, part.text, part.finish_reason, part.stop_reason, part.logprobs) for part in parts]
 
@@ -76,11 +76,11 @@ def several(request, tiny_model):
 
 
 def both(one_by_one: LLM, several: LLM, numbers: list[int], params: list[SamplingParams]) -> tuple[list[Any], list[tuple[int, int]]]:
-    """What the requests give, which must be the same, and the steps that it took with rounds."""
-    prompts, expected = [prompt(i) for i in numbers], told(one_by_one.generate([prompt(i) for i in numbers], params))
+    """The results of the requests, which must be the same in both engines, and the steps of the one with rounds."""
+    prompts, expected = [prompt(i) for i in numbers], results(one_by_one.generate([prompt(i) for i in numbers], params))
     advance, steps = several.engine.runner.advance, record(several)
     try:
-        assert told(several.generate(prompts, params)) == expected
+        assert results(several.generate(prompts, params)) == expected
     finally:
         several.engine.runner.advance = advance  # type: ignore[method-assign]
     assert all_free(several)
@@ -102,14 +102,14 @@ def test_one_request_of_any_length(one_by_one, several):
 
 
 def test_a_block_border_within_a_run_and_at_its_edges(one_by_one, several):
-    """From 1, 15, 16 and 17 tokens on: runs of 16 end with a block, begin with one, and cross from one to the next."""
+    """Prompts of 1, 15, 16 and 17 tokens: runs of 16 end with a block, begin with one, and cross from one to the next."""
     both(one_by_one, several, [3, 4, 5, 2], [GREEDY] * 4)
     for i in (3, 4, 5, 2):
         both(one_by_one, several, [i], [GREEDY])
 
 
 def test_ends_in_the_middle_of_a_run(one_by_one, several):
-    (tokens, text, *_) = told(one_by_one.generate([prompt(0)], [GREEDY]))[0]
+    (tokens, text, *_) = results(one_by_one.generate([prompt(0)], [GREEDY]))[0]
     at = next(i for i in range(4, 40) if tokens[i] not in tokens[:i])
     letters = next(text[i : i + 2] for i in range(8, 30) if text.index(text[i : i + 2]) == i)
     stops = [
@@ -121,13 +121,13 @@ def test_ends_in_the_middle_of_a_run(one_by_one, several):
     expected, _ = both(one_by_one, several, [0, 0, 0, 0], stops)
     assert expected[0][0] == tokens[: at + 1] and expected[0][2:4] == ("stop", tokens[at])
     assert expected[1][1] == text[: text.index(letters)] and expected[1][2:4] == ("stop", letters)
-    assert expected[2][1].endswith(letters) and expected[3][0] == tokens, "others go on"
+    assert expected[2][1].endswith(letters) and expected[3][0] == tokens, "the other sequence continues"
 
 
 def test_penalties_forget_what_came_after_the_end(one_by_one, several):
-    """A row whose sequence ended within a run has counted tokens that nobody got; the next that has it must not be penalised for them."""
+    """The row of a sequence that ended within a run has counted surplus tokens; they must not penalise the next sequence in that row."""
     penalised = SamplingParams(temperature=0.0, repetition_penalty=1.4, frequency_penalty=0.5, max_tokens=20, ignore_eos=True)
-    tokens = told(one_by_one.generate([prompt(1)], [penalised]))[0][0]
+    tokens = results(one_by_one.generate([prompt(1)], [penalised]))[0][0]
     stopped = SamplingParams(
         temperature=0.0, repetition_penalty=1.4, frequency_penalty=0.5, max_tokens=20, ignore_eos=True, stop_token_ids=[tokens[2]]
     )
@@ -135,14 +135,14 @@ def test_penalties_forget_what_came_after_the_end(one_by_one, several):
     both(one_by_one, several, [1], [penalised])
 
 
-def test_min_tokens_and_logprobs_have_the_host_look_at_every_token(one_by_one, several):
-    tokens = told(one_by_one.generate([prompt(0)], [GREEDY]))[0][0]
+def test_with_min_tokens_or_logprobs_the_host_reads_every_token(one_by_one, several):
+    tokens = results(one_by_one.generate([prompt(0)], [GREEDY]))[0][0]
     late = SamplingParams(temperature=0.0, max_tokens=30, min_tokens=9, ignore_eos=True, stop_token_ids=tokens[2:4])
     expected, steps = both(one_by_one, several, [0], [late])
     assert len(expected[0][0]) >= 9 and not set(expected[0][0][:9]) & set(tokens[2:4])
     assert all(rounds == 1 for _, rounds in steps[:8])
-    asking = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, logprobs=2)
-    expected, steps = both(one_by_one, several, [0, 1], [GREEDY, asking])
+    scored = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, logprobs=2)
+    expected, steps = both(one_by_one, several, [0, 1], [GREEDY, scored])
     assert len(expected[1][4]) == 9
     assert all(rounds == 1 for count, rounds in steps if count == 2) and any(rounds > 1 for count, rounds in steps if count == 1)
 
@@ -155,19 +155,19 @@ def test_the_context_ends_within_a_run(one_by_one, several):
 
 @pytest.mark.parametrize("blocks", [5, 9])
 def test_scarce_blocks(one_by_one, tiny_model, blocks):
-    """Five blocks hold one sequence and no run beyond its last, nine make sequences give up theirs."""
+    """Five blocks hold one sequence and no run past its end, with nine sequences are preempted."""
     numbers = [0, 2, 3, 4, 5] if blocks > 5 else [1, 2]
-    expected = told(one_by_one.generate([prompt(i) for i in numbers], [GREEDY] * len(numbers)))
+    expected = results(one_by_one.generate([prompt(i) for i in numbers], [GREEDY] * len(numbers)))
     with open_model(tiny_model, 16, num_blocks=blocks) as llm:
         steps = record(llm)
         outputs = llm.generate([prompt(i) for i in numbers], [GREEDY] * len(numbers))
-        assert told(outputs) == expected and all_free(llm)
+        assert results(outputs) == expected and all_free(llm)
     assert sum(output.metrics.preemptions for output in outputs) > 0 or blocks == 5
-    assert {rounds for _, rounds in steps} - {1, 16}, "some runs are meant to be cut short"
+    assert {rounds for _, rounds in steps} - {1, 16}, "some runs should be cut short"
 
 
 def test_requests_arrive_and_leave_between_runs(one_by_one, several):
-    expected = told(one_by_one.generate([prompt(i) for i in range(6)], MIXED))
+    expected = results(one_by_one.generate([prompt(i) for i in range(6)], MIXED))
     engine, done = several.engine, {}
     for i in range(6):
         engine.add(str(i), prompt(i)["prompt_token_ids"], MIXED[i])
@@ -178,30 +178,30 @@ def test_requests_arrive_and_leave_between_runs(one_by_one, several):
     engine.abort("aborted")
     while engine.has_work():
         done |= {output.request_id: output for output in engine.step()}
-    assert told([done[str(i)] for i in range(6)]) == expected and all_free(several)
+    assert results([done[str(i)] for i in range(6)]) == expected and all_free(several)
 
 
 def test_many_callers(one_by_one, tiny_model):
-    expected = told(one_by_one.generate([prompt(i) for i in range(6)], MIXED))
+    expected = results(one_by_one.generate([prompt(i) for i in range(6)], MIXED))
     llm = AsyncLLM(tiny_model, device="CPU", max_model_len=128, max_num_seqs=4, num_scheduler_steps=7)
 
     async def one(i: int) -> Any:
         await asyncio.sleep(0.01 * i)
         return [output async for output in llm.generate(prompt(i), MIXED[i])][-1]
 
-    async def everyone() -> list[Any]:
+    async def all_of_them() -> list[Any]:
         return await asyncio.gather(*(one(i) for i in range(6)))
 
     try:
-        assert told(asyncio.run(everyone())) == expected
+        assert results(asyncio.run(all_of_them())) == expected
     finally:
         llm.close()
 
 
 @pytest.mark.parametrize("rounds", [1, 7])
 @pytest.mark.parametrize("params", [[GREEDY], [GREEDY] * 4, [MIXED[1], MIXED[4], MIXED[1]]], ids=["one", "four", "seeded"])
-def test_steady_decode_lays_nothing_out_anew(tiny_model, monkeypatch, rounds, params):
-    """Once it decodes, a step copies its round and, where a sequence got a block, that and its slot; never the whole batch."""
+def test_a_reused_decode_copies_only_what_changed(tiny_model, monkeypatch, rounds, params):
+    """A step of unchanged decodes copies its round and, for a sequence with a new block, that block and its slot; never the whole batch."""
     from tinyvllm.runner import prepare, runner
     from tinyvllm.sampling import sampler
 
@@ -228,7 +228,7 @@ def test_steady_decode_lays_nothing_out_anew(tiny_model, monkeypatch, rounds, pa
         for i, each in enumerate(params):
             engine.add(str(i), prompt(i)["prompt_token_ids"], each)
         engine.step()
-        engine.step()  # the first of the decodes alone is laid out whole
+        engine.step()  # the first step of decodes only is laid out completely
         for module, name in ((prepare, "batch"), (runner, "round"), (sampler, "sampler")):
             watch(module, name)
         watch_parts(prepare.upload_parts)
@@ -241,46 +241,46 @@ def test_steady_decode_lays_nothing_out_anew(tiny_model, monkeypatch, rounds, pa
             expected = [("parts", sum(new) + sum(map(bool, new)))] if any(new) else []
             assert copies == [*expected, ("round", 1)]
             grown += any(new)
-        assert grown, "the test is meant to cross a block's border"
+        assert grown, "the test should cross a block border"
         for i in range(len(params)):
             engine.abort(str(i))
         engine.step()
 
 
-def test_the_host_reads_a_round_behind_the_launch_of_the_next(tiny_model, monkeypatch):
-    """The rounds behind the first do not begin to run here before the first one's tokens have been taken in."""
+def test_the_host_reads_a_round_after_the_launch_of_the_next(tiny_model, monkeypatch):
+    """Here the rounds after the first do not start before the tokens of the first are appended."""
     from tinyvllm.backends.cpu.graph import CpuGraph
 
-    taken, run, waits = threading.Event(), CpuGraph.run, []
+    appended, run, waits = threading.Event(), CpuGraph.run, []
 
     def held(graphs: list[Any], times: int) -> None:
         if threading.current_thread().name.startswith("tinyvllm-launcher"):
-            waits.append(taken.wait(20))
+            waits.append(appended.wait(20))
         run(graphs, times)
 
     with open_model(tiny_model, 8) as llm:
-        expected = told(llm.generate([prompt(1)], [GREEDY]))
-        append = llm.engine._append_rounds
+        expected = results(llm.generate([prompt(1)], [GREEDY]))
+        append = llm.engine.stages.append_rounds
 
-        def append_and_tell(sequences: list[Any], tokens: np.ndarray) -> None:
-            append(sequences, tokens)
-            taken.set()
+        def append_and_tell(step: Any, tokens: np.ndarray) -> None:
+            append(step, tokens)
+            appended.set()
 
         monkeypatch.setattr(CpuGraph, "run", staticmethod(held))
-        monkeypatch.setattr(llm.engine, "_append_rounds", append_and_tell)
-        assert told(llm.generate([prompt(1)], [GREEDY])) == expected
-    assert waits and all(waits), "the host waited for all rounds before it looked at one"
+        monkeypatch.setattr(llm.engine.stages, "append_rounds", append_and_tell)
+        assert results(llm.generate([prompt(1)], [GREEDY])) == expected
+    assert waits and all(waits), "the host waited for all rounds before it read one"
 
 
 @pytest.mark.parametrize("switch", ["JIT=0", "GRAPH_ONE_KERNEL=0"])
-def test_tokens_are_awaited_where_steps_are_no_graphs(tiny_model, one_by_one, switch):
-    """tinygrad's CPU device returns before its worker has begun."""
+def test_tokens_are_awaited_if_steps_are_not_graphs(tiny_model, one_by_one, switch):
+    """tinygrad's CPU device returns before its worker starts."""
     code = (
         "import sys; from tinyvllm import LLM, SamplingParams\n"
         f"llm = LLM({str(tiny_model)!r}, device='CPU', max_model_len=128, max_num_seqs=8)\n"
         f"params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)\n"
         f"print(llm.generate([{prompt(0)!r}], [params])[0].outputs[0].token_ids)"
     )
-    said = subprocess.run([sys.executable, "-c", code], env=os.environ | dict([switch.split("=")]), capture_output=True, text=True)
+    process = subprocess.run([sys.executable, "-c", code], env=os.environ | dict([switch.split("=")]), capture_output=True, text=True)
     expected = one_by_one.generate([prompt(0)], [SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)])
-    assert said.stdout.strip() == str(expected[0].outputs[0].token_ids), said.stderr
+    assert process.stdout.strip() == str(expected[0].outputs[0].token_ids), process.stderr

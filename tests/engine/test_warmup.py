@@ -1,4 +1,4 @@
-"""The usual steps are captured before anybody asks: whoever comes then waits for no capture, and gets what he gets without."""
+"""Common steps are captured before the first request: requests wait for no capture, and get the same tokens as without."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.test_rounds import prompt, told
+from tests.engine.test_rounds import prompt, results
 from tinyvllm import LLM, AsyncLLM, SamplingParams
 
 OPTIONS: dict[str, Any] = dict(device="CPU", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64)
@@ -17,29 +17,29 @@ PARAMS = [SamplingParams(temperature=t, seed=4, max_tokens=20, ignore_eos=True) 
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is captured from now on."""
+    """The captures from now on."""
     from tinyvllm.bridge.capture import Captured
 
-    seen, first = [], Captured._first
+    captures, first = [], Captured._first
 
     def spy(self: Any, *tensors: Any, **values: int) -> Any:
-        seen.append(self)
+        captures.append(self)
         return first(self, *tensors, **values)
 
     monkeypatch.setattr(Captured, "_first", spy)
-    return seen
+    return captures
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_whoever_comes_waits_for_no_capture(tiny_model, captures, ahead):
+def test_a_request_waits_for_no_capture(tiny_model, captures, ahead):
     with LLM(tiny_model, **OPTIONS, async_scheduling=ahead) as llm:
-        expected = [told(llm.generate([prompt(1)], [params])) for params in PARAMS]
+        expected = [results(llm.generate([prompt(1)], [params])) for params in PARAMS]
     with LLM(tiny_model, **OPTIONS, async_scheduling=ahead, warm_up=True) as llm:
-        assert not llm.engine.warm() and llm.engine.scheduler.pool.num_free == llm.engine.scheduler.pool.num_blocks
+        assert not llm.engine.warmup() and llm.engine.scheduler.pool.num_free == llm.engine.scheduler.pool.num_blocks
         captures.clear()
-        assert [told(llm.generate([prompt(1)], [params])) for params in PARAMS] == expected and not captures
+        assert [results(llm.generate([prompt(1)], [params])) for params in PARAMS] == expected and not captures
         engine = llm.engine
-        for i in (0, 3):  # one decodes while the other's prompt comes
+        for i in (0, 3):  # one decodes while the prompt of the other is computed
             engine.add(str(i), prompt(i)["prompt_token_ids"], PARAMS[0])
             engine.step()
             engine.step()
@@ -48,7 +48,7 @@ def test_whoever_comes_waits_for_no_capture(tiny_model, captures, ahead):
         assert not captures
 
 
-def test_steps_that_have_run_are_not_captured_once_more(tiny_model, captures):
+def test_steps_that_have_run_are_not_captured_again(tiny_model, captures):
     with LLM(tiny_model, **OPTIONS, warm_up=True) as llm:
         assert len({id(captured) for captured in captures}) == len(captures)
         count = len(llm.engine.runner._steps)
@@ -56,11 +56,11 @@ def test_steps_that_have_run_are_not_captured_once_more(tiny_model, captures):
         llm.generate([prompt(1)], [PARAMS[0]])
         from tinyvllm.runner.prepare import usual_shapes
 
-        known = [llm.engine.runner.padded(shape) for shape in usual_shapes(4, 64)]
-        assert len(known) == count and sum(step is None for step in known) == 2, "its prompt and its decodes"
+        steps = [llm.engine.runner.padded(shape) for shape in usual_shapes(4, 64)]
+        assert len(steps) == count and sum(step is None for step in steps) == 2, "its prompt and its decodes"
 
 
-def test_a_step_that_cannot_be_captured_is_said_and_ends_nothing(tiny_model, monkeypatch, caplog):
+def test_a_failed_capture_is_logged_and_ends_the_warm_up_only(tiny_model, monkeypatch, caplog):
     from tinyvllm.runner.runner import Runner
 
     padded, count = Runner.padded, []
@@ -74,10 +74,10 @@ def test_a_step_that_cannot_be_captured_is_said_and_ends_nothing(tiny_model, mon
     monkeypatch.setattr(Runner, "padded", short_of_memory)
     with LLM(tiny_model, **OPTIONS, warm_up=True) as llm:
         assert len(count) == 3 and "no room for 64 rows" in caplog.text
-        assert told(llm.generate([prompt(1)], [PARAMS[0]]))[0][2] == "length"
+        assert results(llm.generate([prompt(1)], [PARAMS[0]]))[0][2] == "length"
 
 
-def test_a_server_captures_while_it_is_idle_and_at_once_serves_who_comes(tiny_model):
+def test_a_server_captures_while_it_is_idle_and_still_serves_at_once(tiny_model):
     async def talk() -> None:
         llm = AsyncLLM(tiny_model, **OPTIONS, warm_up=True)
         try:
@@ -85,8 +85,8 @@ def test_a_server_captures_while_it_is_idle_and_at_once_serves_who_comes(tiny_mo
                 last = output
             assert last.finished
             deadline = time.monotonic() + 60
-            while await llm._ask(lambda engine: engine._warming is not None):
-                assert time.monotonic() < deadline, "it never ends"
+            while await llm._call(lambda engine: engine._warmup is not None):
+                assert time.monotonic() < deadline, "the warm-up never ends"
                 await asyncio.sleep(0.05)
         finally:
             llm.close()

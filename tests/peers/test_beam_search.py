@@ -26,7 +26,7 @@ def llm() -> Iterator[LLM]:
     with LLM(device="CPU", dtype="float32", max_model_len=128, max_num_seqs=16) as llm:
         assert llm.engine.tokenizer is not None
         (stop,) = llm.engine.tokenizer.encode(".", add_special_tokens=False)[-1:]
-        llm.engine.eos_ids = llm.engine._admission.eos_ids = (*llm.engine.eos_ids, stop)
+        llm.engine.eos_ids = llm.engine._builder.eos_ids = (*llm.engine.eos_ids, stop)
         yield llm
 
 

@@ -33,14 +33,14 @@ def run(options: argparse.Namespace) -> int:
     file: AbstractContextManager[Callable[[str], None] | None]
     file = contextlib.nullcontext() if options.output is None else new_file(options.output)
     with file as publish, load(options) as llm:
-        steps = llm.engine.num_steps
+        steps = llm.engine.stats.num_steps
         if publish is None:
             outputs = _print_answers(llm, jobs, sampling, options.quiet)
         else:
             outputs = _generate(llm, jobs, sampling, options.quiet)
             publish("".join(result(job, output) + "\n" for job, output in zip(jobs, outputs, strict=True)))
         if not options.quiet:
-            say(closing_line(llm, outputs, llm.engine.num_steps - steps))
+            say(closing_line(llm, outputs, llm.engine.stats.num_steps - steps))
     broken = [job.source for job, output in zip(jobs, outputs, strict=True) if is_broken(output)]
     if broken:
         raise no_logits(broken[0] + (f" and {len(broken) - 1} more" if len(broken) > 1 else ""))

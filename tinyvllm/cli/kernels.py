@@ -11,13 +11,14 @@ HEADINGS = ("op", "shape", "kernel", "why")
 
 def run(options: argparse.Namespace) -> int:
     from tinyvllm.engine.llm import LLM
+    from tinyvllm.engine.tools.one_off import kernel_choices
 
     with LLM(**engine_options(options), skip_tokenizer_init=True) as llm:
         engine = llm.engine
-        for line in table([(c.stem, c.shape, c.variant, c.why) for c in engine.kernels()]):
+        for line in table(kernel_choices(engine)):
             print(line)
         if not options.quiet:
-            print(f"device {engine.config.device}, {engine.lanes()} lanes; TINYVLLM_KERNELS=OP=ROW,... chooses otherwise")
+            print(f"device {engine.config.device}, {engine.runner.lanes()} lanes; TINYVLLM_KERNELS=OP=ROW,... chooses otherwise")
     return 0
 
 

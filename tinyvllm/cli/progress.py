@@ -75,7 +75,9 @@ def _share(llm: LLM, num_steps: int, seconds: float) -> str:
     """Nothing where the weights do not lie in the memory that was measured, which is the host's."""
     if llm.config.device.split(":")[0] != "CPU":
         return ""
-    bandwidth = llm.engine.read_bandwidth()
+    from tinyvllm.engine.stats import memory_bandwidth
+
+    bandwidth = memory_bandwidth(llm.config.device)
     share = num_steps * llm.engine.model_bytes_per_token / seconds / bandwidth
     return f", {share:.0%} of {bandwidth / 1e9:.0f} GB/s"
 

@@ -27,8 +27,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _lines(outcome: Outcome) -> list[str]:
     apart = []
-    if outcome.left_out:
-        apart.append(f"left out, as their functions are not in the record: {', '.join(outcome.left_out)}")
+    if outcome.skipped:
+        apart.append(f"left out, as their functions are not in the record: {', '.join(outcome.skipped)}")
     if outcome.refused:
         apart.append(f"{outcome.refused} were refused when it was recorded, and not asked for again")
     if outcome.identical:

@@ -1,6 +1,6 @@
-"""AsyncLLM: the front door for many callers at once. One thread owns the engine; callers are coroutines, of one event loop or several.
+"""AsyncLLM: the interface for concurrent callers. One thread owns the engine; callers are coroutines of one event loop or several.
 
-Knows no HTTP. Callers hand over commands under a condition variable and get outputs through their own event loop, so nobody polls.
+Knows no HTTP. Callers hand commands over under a condition variable and get outputs through their own event loop, so nothing polls.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.config import EngineConfig, resolve
+from tinyvllm.engine.frontend import prefill_options, start_engine, submit
 from tinyvllm.engine.prompt import Encoded, Message, Prompt, default_sampling_params, encode_piece, encode_prompt, is_conversation, spread
 from tinyvllm.engine.segments import MAX_TRIES, PREFILL_PARAMS, Segment, eviction_error, output_token_ids, raise_if_failed
 from tinyvllm.errors import ArgumentError, TinyvllmError
@@ -32,11 +33,11 @@ if TYPE_CHECKING:
     from tinyvllm.text.tokenizer import Tokenizer
 
 
-_STATUS_EVERY = 0.1  # seconds between two pictures of the engine's state
+STATUS_INTERVAL = 0.1  # seconds between two snapshots of the engine's state
 
 
 class AsyncLLM:
-    """A loaded model that serves concurrent requests. Arguments and errors are those of LLM; the call returns when the model is loaded."""
+    """A loaded model that serves concurrent requests. Arguments and errors are those of LLM; the constructor waits until it is loaded."""
 
     def __init__(
         self,
@@ -51,13 +52,13 @@ class AsyncLLM:
         self._commands: list[Callable[[Engine], None]] = []  # guarded by _wake
         self._closing = False  # guarded by _wake
         self._failure: BaseException | None = None  # why the thread ended, written before _closing
-        self._waiting: dict[str, _Mailbox] = {}  # by the engine's key; guarded by _wake
-        self._keys: dict[str, str] = {}  # of the names that are in use; guarded by _wake
+        self._mailboxes: dict[str, _Mailbox] = {}  # by the engine's key; guarded by _wake
+        self._keys: dict[str, str] = {}  # the engine's keys of the request ids in use; guarded by _wake
         loaded: Future[Engine] = Future()
         self._thread = threading.Thread(target=self._serve, args=(config, progress, loaded), name="tinyvllm-engine", daemon=True)
         self._thread.start()
         engine = loaded.result()
-        engine.segments.submit = self._post
+        engine.segments.submit = self._run_soon
         self.metrics: EngineMetrics | NoMetrics = engine.metrics
         self._status = engine.status()
         self._compile = engine.constraints.compile
@@ -65,7 +66,7 @@ class AsyncLLM:
         self.max_model_len: int = engine.max_model_len
         self.tokenizer: Tokenizer | None = engine.tokenizer
         self.default_params = default_sampling_params(engine.model_folder)
-        atexit.register(self.close)  # a daemon thread that is still in native code when the interpreter goes would crash it
+        atexit.register(self.close)  # a daemon thread in native code crashes an interpreter that exits
 
     async def generate(
         self,
@@ -75,11 +76,11 @@ class AsyncLLM:
         *,
         options: RequestOptions | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The growing output of one prompt or conversation; the last one is finished. `output_kind` says what each holds.
+        """The growing output of one prompt or conversation; the last one is finished. `output_kind` decides what each contains.
 
-        A caller slower than the engine misses intermediate outputs, never the last; of deltas it gets several as one. Leaving the
-        iteration, or being cancelled, aborts the request. Raises RequestError for what cannot be served, BusyError for what the queue
-        refuses, and whatever ended the engine if it ended.
+        A caller slower than the engine misses intermediate outputs, never the last; several deltas are joined into one. Breaking out of the
+        loop, or cancelling the task, aborts the request. Raises RequestError for a request that cannot be served, BusyError if the queue
+        refuses it, and the error that ended the engine if it has ended.
         """
         params = spread(sampling_params, self.default_params, 1)[0]
         async with contextlib.aclosing(self._outputs(await self.encode(prompt), params, request_id, options)) as outputs:
@@ -99,15 +100,15 @@ class AsyncLLM:
             return [output async for output in outputs][-1]
 
     async def encode(self, prompt: Prompt | Sequence[Message]) -> Encoded:
-        """The token ids of a prompt or conversation, and its text, in a thread: a long one must not hold up the other callers."""
+        """The token ids of a prompt or conversation, and its text, in a thread: a long one must not stall the other callers."""
         item: Prompt = {"messages": prompt} if is_conversation(prompt) else prompt  # type: ignore[assignment]
         return await asyncio.to_thread(encode_prompt, self.tokenizer, item)
 
     async def embed(self, prompts: list[list[int]], pooling: str = "mean", normalize: bool = True) -> np.ndarray:
-        """Embeddings float32 [N, E] of N prompts of token ids: of the hidden states the mean, or the last, made of length 1 or not."""
+        """Embeddings float32 [N, E] of token ids: the mean of their hidden states, or the last one; of length 1 with `normalize`."""
         import numpy as np
 
-        return np.stack([await self._ask(functools.partial(_embed, ids, pooling, normalize)) for ids in prompts])
+        return np.stack([await self._call(functools.partial(_embed, ids, pooling, normalize)) for ids in prompts])
 
     async def segment(
         self,
@@ -117,44 +118,46 @@ class AsyncLLM:
         cache_salt: str | None = None,
         options: RequestOptions | None = None,
     ) -> Segment:
-        """LLM.segment, computed beside whatever runs, on the priority and key of `terms`."""
-        head, token_ids = await asyncio.to_thread(encode_piece, self.tokenizer, piece, after is None)
-        return await self._hold(token_ids, head, after, cache_salt, options)
+        """LLM.segment, computed while other requests run, with the priority and key of `options`."""
+        leading_ids, token_ids = await asyncio.to_thread(encode_piece, self.tokenizer, piece, after is None)
+        return await self._hold(token_ids, leading_ids, after, cache_salt, options)
 
     async def segment_of(
         self, output: RequestOutput, index: int = 0, after: Segment | None = None, *, cache_salt: str | None = None
     ) -> Segment:
-        """LLM.segment_of; the output must be a whole one, not a delta."""
+        """LLM.segment_of; the output must be cumulative or final, not a delta."""
         return await self._hold(output_token_ids(output, index, after), [], after, cache_salt)
 
     async def segments(self) -> list[Segment]:
-        """Those that are held, the oldest first."""
-        return list(await self._ask(lambda engine: list(engine.segments)))
+        """The segments that are held, the oldest first."""
+        return list(await self._call(lambda engine: list(engine.segments)))
 
     async def _hold(
-        self, token_ids: list[int], head: list[int], after: Segment | None, cache_salt: str | None, options: RequestOptions | None = None
+        self,
+        token_ids: list[int],
+        leading_ids: list[int],
+        after: Segment | None,
+        cache_salt: str | None,
+        options: RequestOptions | None = None,
     ) -> Segment:
-        segment: Segment = await self._ask(lambda engine: engine.segments.new(token_ids, head, after, cache_salt))
-        on = (
-            RequestOptions(cache_salt=segment.cache_salt)
-            if options is None
-            else RequestOptions(options.priority, key=options.key, cache_salt=segment.cache_salt)
-        )
+        segment: Segment = await self._call(lambda engine: engine.segments.new(token_ids, leading_ids, after, cache_salt))
+        prefill = prefill_options(segment, options)
         try:
             for _ in range(MAX_TRIES):
-                if await self._ask(lambda engine: engine.segments.hold(segment)):
+                if await self._call(lambda engine: engine.segments.hold(segment)):
                     return segment
                 async with contextlib.aclosing(
-                    self._outputs(Encoded(None, segment.block_aligned_ids), PREFILL_PARAMS, None, on)
+                    self._outputs(Encoded(None, segment.block_aligned_ids), PREFILL_PARAMS, None, prefill)
                 ) as outputs:
                     async for output in outputs:
                         raise_if_failed(output)
         except asyncio.CancelledError:
-            segment.release()  # it may be held by now, and nobody would know it
+            segment.release()  # it may be held by now, and no caller would have it
             raise
         raise eviction_error(segment)
 
-    def _post(self, command: Callable[[], None]) -> None:
+    def _run_soon(self, command: Callable[[], None]) -> None:
+        """Run a function in the engine's thread between two steps."""
         with self._wake:
             if not self._closing:
                 self._commands.append(lambda engine: command())
@@ -162,37 +165,38 @@ class AsyncLLM:
 
     @property
     def alive(self) -> bool:
-        """Whether the engine still serves; what ended it is raised to whoever asks it for something."""
+        """Whether the engine still serves. If it does not, each call raises the error that ended it."""
         return not self._closing
 
     def status(self) -> dict[str, Any]:
-        """A picture of the engine not much older than a tenth of a second while it works; see Engine.status."""
+        """A snapshot of the engine, at most about a tenth of a second old while it works; see Engine.status."""
         return self._status
 
     def predicted_wait(self) -> float:
-        """Seconds until a short prompt would get its first token, by the rates of the last steps."""
+        """Seconds until a short prompt would get its first token, predicted from the rates of the last steps."""
         wait: float = self._status["predicted_wait"]
         return wait
 
-    async def _ask(self, question: Callable[[Engine], Any]) -> Any:
-        """What the engine's thread answers between two steps."""
-        loop, answer = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+    async def _call(self, function: Callable[[Engine], Any]) -> Any:
+        """The result of a function that the engine's thread runs between two steps."""
+        loop = asyncio.get_running_loop()
+        answer = loop.create_future()
 
         def settle(result: Any, error: BaseException | None) -> None:
             if not answer.done():
                 answer.set_result(result) if error is None else answer.set_exception(error)
 
-        def ask(engine: Engine) -> None:
+        def command(engine: Engine) -> None:
             try:
-                result, error = question(engine), None
+                result, error = function(engine), None
             except Exception as failed:
                 result, error = None, failed
-            with contextlib.suppress(RuntimeError):  # the loop was closed, and with it went who asked
+            with contextlib.suppress(RuntimeError):  # the loop was closed, and its callers are gone
                 loop.call_soon_threadsafe(settle, result, error)
 
         with self._wake:
-            self._refuse_closed()
-            self._commands.append(ask)
+            self._check_open()
+            self._commands.append(command)
             self._wake.notify()
         return await answer
 
@@ -202,7 +206,7 @@ class AsyncLLM:
         number = next(self._ids)
         name = f"async-{number}" if request_id is None else request_id
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            await asyncio.to_thread(self._compile, params)  # some take half a second, in which the engine's thread would stand still
+            await asyncio.to_thread(self._compile, params)  # some take half a second, which must not stall the engine's thread
         joins = isinstance(params, SamplingParams) and params.output_kind == "delta"
         mailbox = _Mailbox(name, f"{name}#{number}", joins)
         self._submit(mailbox, encoded, params, options)
@@ -216,21 +220,21 @@ class AsyncLLM:
             self._drop(mailbox)
 
     def abort(self, request_id: str) -> None:
-        """End a request; whoever iterates over it gets its last output, with finish_reason "abort". Unknown ids are already over."""
+        """End a request; its caller gets the last output, with finish_reason "abort". Unknown ids have finished: ignored."""
         with self._wake:
             if (key := self._keys.get(request_id)) is not None:
                 self._commands.append(lambda engine: engine.abort(key))
                 self._wake.notify()
 
     def close(self) -> None:
-        """End the engine and its thread. Requests still running get a TinyvllmError."""
+        """End the engine and its thread. Requests that still run get a TinyvllmError."""
         with self._wake:
             self._closing = True
             self._wake.notify()
         self._thread.join()
         atexit.unregister(self.close)
 
-    def _refuse_closed(self) -> None:
+    def _check_open(self) -> None:
         if self._closing:
             raise TinyvllmError(f"AsyncLLM: the engine has ended{f' ({self._failure})' if self._failure else ''}") from self._failure
 
@@ -239,60 +243,56 @@ class AsyncLLM:
     ) -> None:
         def add(engine: Engine) -> None:
             try:
-                engine.segments.check_use(encoded.segments, options)
-                engine.add(mailbox.key, encoded.token_ids, params, encoded.text, options)
+                submit(engine, mailbox.key, encoded, params, options)
             except TinyvllmError as error:
-                # the caller knows no keys
-                error.args = (str(error).replace(mailbox.key, mailbox.name),)
+                error.args = (str(error).replace(mailbox.key, mailbox.name),)  # the caller does not know the key
                 self._deliver([(mailbox, error)])
 
         with self._wake:
-            self._refuse_closed()
+            self._check_open()
             if mailbox.name in self._keys:
                 raise ArgumentError(f"AsyncLLM: request_id {mailbox.name!r} is in use")
-            self._waiting[mailbox.key] = mailbox
+            self._mailboxes[mailbox.key] = mailbox
             self._keys[mailbox.name] = mailbox.key
             self._commands.append(add)
             self._wake.notify()
 
     def _drop(self, mailbox: _Mailbox) -> None:
-        """Nobody waits for this request any more: its name is free, and if it still runs the engine ends it."""
+        """The caller does not wait any more: the request id is free again, and a request that still runs is aborted."""
         with self._wake:
-            if self._waiting.pop(mailbox.key, None) is not None:
+            if self._mailboxes.pop(mailbox.key, None) is not None:
                 del self._keys[mailbox.name]
             if not mailbox.over:
                 self._commands.append(lambda engine: engine.abort(mailbox.key))
                 self._wake.notify()
 
     def _serve(self, config: EngineConfig, progress: Callable[[int, int, str], None] | None, loaded: Future[Engine]) -> None:
-        """The engine's thread. The engine is also built here: tinygrad's state belongs to the thread that made it."""
+        """The engine's thread. It also builds the engine: tinygrad's state belongs to the thread that created it."""
         try:
-            from tinyvllm.engine.engine import Engine  # tinygrad comes with it
-
-            engine = Engine(config, progress)
+            engine = start_engine(config, progress)
         except BaseException as error:
             loaded.set_exception(error)
             return
         loaded.set_result(engine)
-        pictured = 0.0
+        last_status = 0.0
         failure: BaseException = TinyvllmError("AsyncLLM: the engine was closed while the request ran")
         try:
-            while self._obey(engine):
+            while self._run_commands(engine):
                 self._publish(engine.step())
-                engine.tend(busy=True)
-                if (now := time.monotonic()) > pictured + _STATUS_EVERY or not engine.has_work():
-                    self._status, pictured = engine.status(), now
+                engine.between_steps()
+                if (now := time.monotonic()) > last_status + STATUS_INTERVAL or not engine.has_work():
+                    self._status, last_status = engine.status(), now
         except BaseException as error:
             failure = self._failure = error
         finally:
             with self._wake:
                 self._closing = True
-                waiting, self._waiting, self._keys = list(self._waiting.values()), {}, {}
-            self._deliver([(mailbox, failure) for mailbox in waiting])
+                mailboxes, self._mailboxes, self._keys = list(self._mailboxes.values()), {}, {}
+            self._deliver([(mailbox, failure) for mailbox in mailboxes])
             engine.close()
 
-    def _obey(self, engine: Engine) -> bool:
-        """Sleep until there is something to do, carry out the commands; False when it is time to end. What has time is done meanwhile."""
+    def _run_commands(self, engine: Engine) -> bool:
+        """Wait for work and run the callers' commands; False when it is time to end. An idle engine does its background work meanwhile."""
         pause: float | None = 0.0
         while True:
             with self._wake:
@@ -305,66 +305,68 @@ class AsyncLLM:
                 command(engine)
             if engine.has_work():
                 return True
-            pause = engine.tend(busy=False)
+            pause = engine.on_idle()
 
     def _publish(self, outputs: list[RequestOutput]) -> None:
         with self._wake:
-            mailboxes = [(self._waiting.get(output.request_id), output) for output in outputs]
+            mailboxes = [(self._mailboxes.get(output.request_id), output) for output in outputs]
         self._deliver([(mailbox, replace(output, request_id=mailbox.name)) for mailbox, output in mailboxes if mailbox is not None])
 
-    def _deliver(self, letters: Sequence[tuple[_Mailbox, RequestOutput | BaseException]]) -> None:
-        """One wake-up per event loop and step, however many of its requests have news."""
+    def _deliver(self, results: Sequence[tuple[_Mailbox, RequestOutput | BaseException]]) -> None:
+        """One wake-up per event loop and step, for any number of requests."""
         loops: dict[asyncio.AbstractEventLoop, list[tuple[_Mailbox, RequestOutput | BaseException]]] = {}
-        for mailbox, letter in letters:
-            loops.setdefault(mailbox.loop, []).append((mailbox, letter))
+        for mailbox, result in results:
+            loops.setdefault(mailbox.loop, []).append((mailbox, result))
         for loop, own in loops.items():
             try:
                 loop.call_soon_threadsafe(_put_all, own)
-            except RuntimeError:  # that event loop was closed, and its callers are gone with it
+            except RuntimeError:  # that event loop was closed, and its callers are gone
                 for mailbox, _ in own:
                     self._drop(mailbox)
 
 
 class _Mailbox:
-    """The newest output of one request, on its way from the engine's thread to the coroutine that waits. Lives in the event loop.
+    """The newest output of one request, passed from the engine's thread to the coroutine that waits. Used in the event loop only.
 
-    A slot rather than a queue: outputs are cumulative or can be joined, and a caller that reads slowly must not make them pile up. The
-    engine knows the request by `key`, which is never used again: `name` is the caller's, who may give it anew while the engine still ends
+    One place rather than a queue: outputs are cumulative or can be joined, and a slow caller must not make them pile up. The engine knows
+    the request by `key`, which is never reused: `name` is the request id of the caller, who may use it again while the engine still ends
     the old request.
     """
 
     def __init__(self, name: str, key: str, joins: bool) -> None:
         self.name = name
         self.key = key
-        self._joins = joins  # outputs are deltas, of which none may be lost
+        self._joins = joins  # its outputs are deltas, none of which may be lost
         self.loop = asyncio.get_running_loop()
         self.over = False
         self._arrived = asyncio.Event()
         self._newest: RequestOutput | BaseException | None = None
 
-    def put(self, letter: RequestOutput | BaseException) -> None:
+    def put(self, result: RequestOutput | BaseException) -> None:
         if not self.over:
             before = self._newest
-            if self._joins and isinstance(letter, RequestOutput) and isinstance(before, RequestOutput):
-                letter = before.joined(letter)
-            self._newest = letter
-            self.over = isinstance(letter, BaseException) or letter.finished
+            if self._joins and isinstance(result, RequestOutput) and isinstance(before, RequestOutput):
+                result = before.joined(result)
+            self._newest = result
+            self.over = isinstance(result, BaseException) or result.finished
             self._arrived.set()
 
     async def take(self) -> RequestOutput:
         await self._arrived.wait()
         self._arrived.clear()
-        letter, self._newest = self._newest, None
-        assert letter is not None, "a mailbox woke its reader without a letter"
-        if isinstance(letter, BaseException):
-            raise letter
-        return letter
+        result, self._newest = self._newest, None
+        assert result is not None, "a mailbox woke its reader without a result"
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
 
-def _put_all(letters: Sequence[tuple[_Mailbox, RequestOutput | BaseException]]) -> None:
-    for mailbox, letter in letters:
-        mailbox.put(letter)
+def _put_all(results: Sequence[tuple[_Mailbox, RequestOutput | BaseException]]) -> None:
+    for mailbox, result in results:
+        mailbox.put(result)
 
 
 def _embed(token_ids: list[int], pooling: str, normalize: bool, engine: Engine) -> np.ndarray:
-    return engine.embed(token_ids, pooling, normalize)
+    from tinyvllm.engine.tools import one_off
+
+    return one_off.embed(engine, token_ids, pooling, normalize)

@@ -1,6 +1,6 @@
-"""What the host does between logits and tokens for those that ask: grammars, banned words, processors, forced tokens.
+"""Host-side constraints on the next token: grammars, banned words, logits processors, reasoning budgets, forced tokens.
 
-Whatever is raised on behalf of one sequence ends that sequence only. A grammar's masks are made while the device is at the forward pass.
+An exception on behalf of one sequence ends that sequence only. The masks of grammars are computed while the device runs the forward pass.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tinyvllm.engine.reasoning import Marks, Reasoning, begins_of, own_marks
+from tinyvllm.engine.reasoning import Reasoning, ReasoningMarks, initial_state, model_marks
 from tinyvllm.errors import RequestError
 from tinyvllm.metrics import EngineMetrics, NoMetrics
 from tinyvllm.request import LogitsProcessor, SamplingParams, Sequence
 from tinyvllm.sampling.bad_words import BadWords
-from tinyvllm.sampling.penalties import has_penalties, needs_mask
+from tinyvllm.sampling.penalties import penalizes, restricts
 from tinyvllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -28,55 +28,73 @@ if TYPE_CHECKING:
     from tinyvllm.sampling.sampler import Sampler
 
 Failures = dict[int, str]  # by sequence id
-_KEPT_MARKS = 16  # pairs of marks
+MAX_MARKS = 16  # pairs of reasoning marks that are kept
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What follows from a token: tokens that are forced after it, and the reason (and error) if it was the last one."""
+
+    forced: list[int] = field(default_factory=list)
+    reason: str | None = None
+    error: str | None = None
+
+
+UNCONSTRAINED = Accepted()
 
 
 @dataclass
-class _Shape:
-    """What one sequence has to keep to. `told` is what the device knows: the tokens that are banned, or the one that must come."""
+class _Constraint:
+    """The constraints of one sequence. `on_device`: the banned tokens that its mask has there, or the only one that it allows."""
 
     grammar: Grammar | None
     processors: tuple[LogitsProcessor, ...]
     bad_words: BadWords | None
-    thoughts: Reasoning | None
+    reasoning: Reasoning | None
     masked: bool  # the sampler has a mask for it
-    jumps: bool  # tokens that the grammar forces may be appended undrawn
-    closes: bool  # the same of marks
-    told: frozenset[int] | int | None = None
+    may_jump: bool  # tokens that the grammar forces may be appended without a draw
+    may_close: bool  # the same for the closing mark of its reasoning
+    on_device: frozenset[int] | int | None = None
 
     @property
     def each_token(self) -> bool:
-        """Whether the host must see every token before the next is drawn."""
-        back = self.bad_words is not None and self.bad_words.looks_back
-        return back or bool(self.processors) or self.grammar is not None or self.thoughts is not None
+        """Whether the host must have every token before the next is drawn."""
+        looks_back = self.bad_words is not None and self.bad_words.looks_back
+        return looks_back or bool(self.processors) or self.grammar is not None or self.reasoning is not None
 
     @property
-    def bound(self) -> bool:
-        """Whether the grammar narrows the next token."""
-        return self.grammar is not None and (self.thoughts is None or self.thoughts.bound)
+    def uses_grammar(self) -> bool:
+        """Whether the grammar restricts the next token."""
+        return self.grammar is not None and (self.reasoning is None or self.reasoning.uses_grammar)
 
     @property
     def forced(self) -> list[int]:
-        """The tokens that come next without being drawn."""
-        if self.thoughts is not None and not self.thoughts.over:
-            return self.thoughts.must.copy() if self.closes else []
-        return self.grammar.forced() if self.grammar is not None and self.jumps else []
+        """The tokens that come next without a draw."""
+        if self.reasoning is not None and not self.reasoning.over:
+            return self.reasoning.must.copy() if self.may_close else []
+        return self.grammar.forced() if self.grammar is not None and self.may_jump else []
 
 
 class TokenConstraints:
-    """One engine's. `admit` a sequence, `begin` before a launch, `finish` behind it, `took` for each token, `leave` at its end."""
+    """The constraints of one engine's sequences.
+
+    `add` the sequences of a request, `start_masks` before a launch, `apply` after it, `accept` each token, `remove` a sequence at its end.
+    """
 
     def __init__(self, sampler: Sampler, tokenizer: Tokenizer | None, eos_ids: Iterable[int], metrics: EngineMetrics | NoMetrics):
         self._sampler, self._tokenizer, self._eos_ids, self._metrics = sampler, tokenizer, tuple(eos_ids), metrics
-        self._shapes: dict[int, _Shape] = {}  # by sequence id
+        self._constraints: dict[int, _Constraint] = {}  # by sequence id
         self._backend: GrammarBackend | None = None
-        self._marks: dict[tuple[str, str] | None, Marks | None] = {}  # None: the model's own
+        self._marks: dict[tuple[str, str] | None, ReasoningMarks | None] = {}  # None: the model's own
         self._building = threading.Lock()
         self._worker: MaskWorker | None = None
-        self._masked: list[Sequence] = []  # those whose masks are being made
+        self._masked: list[Sequence] = []  # those whose masks are being computed
+
+    def __len__(self) -> int:
+        return len(self._constraints)
 
     def compile(self, params: SamplingParams) -> CompiledGrammar | None:
-        """The grammar that a request asks for, kept for the next that does; from any thread. RequestError if it cannot be."""
+        """The grammar that a request wants, kept for the next request with it; from any thread. RequestError if it cannot be enforced."""
         if params.structured_outputs is None:
             return None
         if self._tokenizer is None:
@@ -84,7 +102,7 @@ class TokenConstraints:
         start = time.perf_counter()
         compiled = self._grammars().compile(params.structured_outputs)
         if not params.structured_outputs.enable_in_reasoning and (marks := self._marks_of(params)) is not None:
-            marks.survey()
+            marks.scan_vocabulary()
         self._metrics.grammar_compiled(time.perf_counter() - start)
         return compiled
 
@@ -100,41 +118,42 @@ class TokenConstraints:
                 self._backend = GrammarBackend(tokens, tokenizer.special_ids, self._eos_ids, V, tokenizer.encode_within)
             return self._backend
 
-    def _marks_of(self, params: SamplingParams) -> Marks | None:
-        """The marks of thoughts that count for a request; None where the model has none."""
+    def _marks_of(self, params: SamplingParams) -> ReasoningMarks | None:
+        """The reasoning marks that apply to a request; None if neither the request nor the model has any."""
         tokenizer, own = self._tokenizer, params.thinking
-        given = None if own is None else (own.opening, own.closing)
+        key = None if own is None else (own.opening, own.closing)
         with self._building:
-            if given not in self._marks:
-                if len(self._marks) >= _KEPT_MARKS:
+            if key not in self._marks:
+                if len(self._marks) >= MAX_MARKS:
                     self._marks.clear()
-                pair = given or (own_marks(tokenizer) if tokenizer is not None else None)
-                self._marks[given] = Marks(tokenizer, *pair, self._eos_ids) if tokenizer is not None and pair is not None else None
-            return self._marks[given]
+                pair = key or (model_marks(tokenizer) if tokenizer is not None else None)
+                marks = ReasoningMarks(tokenizer, *pair, self._eos_ids) if tokenizer is not None and pair is not None else None
+                self._marks[key] = marks
+            return self._marks[key]
 
-    def admit(self, sequences: list[Sequence]) -> None:
-        """Take in the sequences of a request before it is queued. RequestError if what it asks for cannot be."""
+    def add(self, sequences: list[Sequence]) -> None:
+        """Take in the sequences of a request before it is queued. RequestError if its constraints cannot be enforced."""
         params = sequences[0].params
-        wanted = (params.structured_outputs, params.logits_processors, params.bad_words, params.thinking_token_budget)
-        if all(one is None for one in wanted):
+        options = (params.structured_outputs, params.logits_processors, params.bad_words, params.thinking_token_budget)
+        if all(option is None for option in options):
             return
         compiled, words, processors = self.compile(params), self._bad_words(params), tuple(params.logits_processors or ())
-        marks, prompt = self._marks_to_keep(params), sequences[0].prompt_token_ids
-        begins = "" if marks is None or self._tokenizer is None else begins_of(self._tokenizer, params, marks, prompt)
-        jumps = not params.wants_logprobs and not has_penalties(params)  # both know only tokens that were drawn
-        closes = jumps or params.allowed_token_ids is not None  # among which the mark may not be
+        marks, prompt = self._marks_to_enforce(params), sequences[0].prompt_token_ids
+        state = "" if marks is None or self._tokenizer is None else initial_state(self._tokenizer, params, marks, prompt)
+        may_jump = not params.wants_logprobs and not penalizes(params)  # both count only tokens that were drawn
+        may_close = may_jump or params.allowed_token_ids is not None  # these may lack the mark, which then cannot be drawn
         for sequence in sequences:
-            shape = _Shape(None, processors, words, None, needs_mask(params), jumps, closes)
+            constraint = _Constraint(None, processors, words, None, restricts(params), may_jump, may_close)
             if compiled is not None:
                 from tinyvllm.sampling.grammar import Grammar
 
-                shape.grammar = Grammar(compiled)
+                constraint.grammar = Grammar(compiled)
             if marks is not None:
-                shape.thoughts = Reasoning(marks, begins, params.thinking_token_budget, shape.grammar)
-            self._shapes[sequence.sequence_id] = shape
+                constraint.reasoning = Reasoning(marks, state, params.thinking_token_budget, constraint.grammar)
+            self._constraints[sequence.sequence_id] = constraint
 
-    def _marks_to_keep(self, params: SamplingParams) -> Marks | None:
-        """The marks of a request that has a budget for its thoughts, or a structure that waits for their end."""
+    def _marks_to_enforce(self, params: SamplingParams) -> ReasoningMarks | None:
+        """The marks of a request with a budget for its reasoning, or with a structure that begins after its reasoning."""
         structure, budget = params.structured_outputs, params.thinking_token_budget
         if budget is None and (structure is None or structure.enable_in_reasoning):
             return None
@@ -144,9 +163,9 @@ class TokenConstraints:
         if self._tokenizer is None:
             raise RequestError("thinking_token_budget: this engine has no tokenizer (skip_tokenizer_init), so no marks are known")
         if structure is not None and structure.enable_in_reasoning:
-            raise RequestError("thinking_token_budget: enable_in_reasoning leaves no thoughts to bound: send one of them")
+            raise RequestError("thinking_token_budget: enable_in_reasoning leaves no reasoning to bound: send one of them")
         if marks is None:
-            raise RequestError("thinking_token_budget: this model's chat template and vocabulary have no marks of thinking")
+            raise RequestError("thinking_token_budget: this model's chat template and vocabulary have no marks of reasoning")
         if not marks.closing_ids:
             raise RequestError(f"thinking_token_budget: the vocabulary cannot write {marks.closing.decode()!r}")
         return marks
@@ -158,36 +177,37 @@ class TokenConstraints:
             raise RequestError("bad_words: this engine has no tokenizer (skip_tokenizer_init), so no words are known")
         return BadWords.of(params.bad_words, self._tokenizer.encode_within)
 
-    def leave(self, sequence: Sequence) -> None:
-        """It is over."""
-        self._shapes.pop(sequence.sequence_id, None)
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence that has ended."""
+        self._constraints.pop(sequence.sequence_id, None)
 
-    def looks_at_each(self, sequences: list[Sequence]) -> bool:
-        """Whether one of them must be looked at before its next token is drawn."""
-        shapes = self._shapes
-        return bool(shapes) and any((shape := shapes.get(s.sequence_id)) is not None and shape.each_token for s in sequences)
+    def need_host(self, sequences: list[Sequence]) -> bool:
+        """Whether the host must have the token of one of them before its next is drawn."""
+        known = self._constraints
+        return bool(known) and any((c := known.get(s.sequence_id)) is not None and c.each_token for s in sequences)
 
-    def processes(self, sequences: list[Sequence]) -> bool:
-        """Whether logits of one of them go through the host, so that no kernel's own choice of a token counts."""
-        return bool(self._shapes) and any((shape := self._shapes.get(s.sequence_id)) is not None and shape.processors for s in sequences)
+    def edit_logits(self, sequences: list[Sequence]) -> bool:
+        """Whether the host edits the logits of one of them, so that no kernel may choose its token."""
+        known = self._constraints
+        return bool(known) and any((c := known.get(s.sequence_id)) is not None and c.processors for s in sequences)
 
-    def joined(self, sequence: Sequence) -> None:
-        """The sampler has taken it in: what it told the device of banned words is gone."""
-        if (shape := self._shapes.get(sequence.sequence_id)) is not None:
-            shape.told = None
+    def forget_device_state(self, sequence: Sequence) -> None:
+        """The sampler gave the sequence a new row: the banned tokens that the device had for it are gone."""
+        if (constraint := self._constraints.get(sequence.sequence_id)) is not None:
+            constraint.on_device = None
 
-    def begin(self, sequences: list[Sequence]) -> None:
-        """Start the masks of the next draw, and send those that are known; before the forward pass is launched."""
-        if not self._shapes:
+    def start_masks(self, sequences: list[Sequence]) -> None:
+        """Start to compute the masks of the next draw, and send those that are known; before the forward pass is launched."""
+        if not self._constraints:
             return
         jobs: list[tuple[Grammar, Sequence]] = []
         for sequence in sequences:
-            shape = self._shapes.get(sequence.sequence_id)
-            if shape is not None and shape.grammar is not None and shape.bound:
-                jobs.append((shape.grammar, sequence))
-                shape.told = None
-            elif shape is not None and shape.masked:
-                self._narrow(sequence, shape)
+            constraint = self._constraints.get(sequence.sequence_id)
+            if constraint is not None and constraint.grammar is not None and constraint.uses_grammar:
+                jobs.append((constraint.grammar, sequence))
+                constraint.on_device = None
+            elif constraint is not None and constraint.masked:
+                self._send_bans(sequence, constraint)
         self._masked = [sequence for _, sequence in jobs]
         if jobs:
             if self._worker is None:
@@ -196,35 +216,35 @@ class TokenConstraints:
                 self._worker = MaskWorker()
             self._worker.start([(grammar, sequence.row) for grammar, sequence in jobs], self._sampler.masks.host)
 
-    def _narrow(self, sequence: Sequence, shape: _Shape) -> None:
-        """Tell the device, if it does not know, what must not come next, or the one token that must."""
-        thoughts, row, masks = shape.thoughts, sequence.row, self._sampler.masks
-        if thoughts is not None and thoughts.must and not shape.closes:
-            if shape.told != thoughts.must[0]:
+    def _send_bans(self, sequence: Sequence, constraint: _Constraint) -> None:
+        """Send the tokens that must not come next, or the only one that may, unless the device has them."""
+        reasoning, row, masks = constraint.reasoning, sequence.row, self._sampler.masks
+        if reasoning is not None and reasoning.must and not constraint.may_close:
+            if constraint.on_device != reasoning.must[0]:
                 masks.host[row] = 0
-                masks.allow(row, thoughts.must[:1])
+                masks.allow(row, reasoning.must[:1])
                 self._sampler.send_masks([row])
-                shape.told = thoughts.must[0]
+                constraint.on_device = reasoning.must[0]
             return
-        banned = frozenset() if shape.bad_words is None else shape.bad_words.banned(sequence.output_token_ids)
-        if thoughts is not None:
-            banned |= thoughts.banned
-        if banned != shape.told:
+        banned = frozenset() if constraint.bad_words is None else constraint.bad_words.banned(sequence.output_token_ids)
+        if reasoning is not None:
+            banned |= reasoning.banned
+        if banned != constraint.on_device:
             masks.reset(row)
             self._sampler.send_masks([row], {row: banned})
-            shape.told = banned
+            constraint.on_device = banned
 
-    def finish(self, logits: Tensor, sequences: list[Sequence]) -> Failures:
-        """Before the draw: send the masks, run the processors on their rows of `logits` [B, V]. Whom it failed for, and why."""
+    def apply(self, logits: Tensor, sequences: list[Sequence]) -> Failures:
+        """Before the draw: send the masks and run the processors on their rows of `logits` [B, V]. The sequences that failed, and why."""
         failures: Failures = {}
-        if not self._shapes:
+        if not self._constraints:
             return failures
         if self._masked:
             self._send_masks(failures)
         for b, sequence in enumerate(sequences):
-            shape = self._shapes.get(sequence.sequence_id)
-            if shape is not None and shape.processors:
-                self._process(logits, b, sequence, shape.processors, failures)
+            constraint = self._constraints.get(sequence.sequence_id)
+            if constraint is not None and constraint.processors:
+                self._process(logits, b, sequence, constraint.processors, failures)
         return failures
 
     def _send_masks(self, failures: Failures) -> None:
@@ -232,14 +252,14 @@ class TokenConstraints:
         self._worker.wait()
         banned: dict[int, frozenset[int]] = {}
         for sequence in self._masked:
-            shape = self._shapes[sequence.sequence_id]
-            assert shape.grammar is not None
-            if shape.grammar.error is not None:
-                failures[sequence.sequence_id] = f"structured_outputs: {shape.grammar.error}"
-            if shape.thoughts is not None and (beside := shape.thoughts.beside):
-                self._sampler.masks.allow(sequence.row, beside)
-            if shape.bad_words is not None:
-                banned[sequence.row] = shape.bad_words.banned(sequence.output_token_ids)
+            constraint = self._constraints[sequence.sequence_id]
+            assert constraint.grammar is not None
+            if constraint.grammar.error is not None:
+                failures[sequence.sequence_id] = f"structured_outputs: {constraint.grammar.error}"
+            if constraint.reasoning is not None and (extra := constraint.reasoning.extra_tokens):
+                self._sampler.masks.allow(sequence.row, extra)
+            if constraint.bad_words is not None:
+                banned[sequence.row] = constraint.bad_words.banned(sequence.output_token_ids)
         self._sampler.send_masks([sequence.row for sequence in self._masked], banned or None)
         self._masked = []
 
@@ -251,37 +271,39 @@ class TokenConstraints:
 
         try:
             self._sampler.change_row(logits, b, change)
-        except Exception as error:  # somebody else's code
+        except Exception as error:  # the caller's code may raise anything
             failures[sequence.sequence_id] = f"logits processor: {type(error).__name__}: {error}"
 
-    def took(self, sequence: Sequence) -> tuple[list[int], str | None, str | None]:
-        """Its output has one token more: the tokens that must follow, and the reason and the error if it was the last."""
-        shape = self._shapes.get(sequence.sequence_id)
-        if shape is None:
-            return [], None, None
-        token, grammar, thoughts = sequence.output_token_ids[-1], shape.grammar, shape.thoughts
-        if thoughts is not None and not thoughts.over:
-            allowed = thoughts.took(token)
+    def accept(self, sequence: Sequence) -> Accepted:
+        """Take in the last token of a sequence's output."""
+        constraint = self._constraints.get(sequence.sequence_id)
+        if constraint is None:
+            return UNCONSTRAINED
+        token, grammar, reasoning = sequence.output_token_ids[-1], constraint.grammar, constraint.reasoning
+        if reasoning is not None and not reasoning.over:
+            allowed = reasoning.accept(token)
         else:
             allowed = grammar is None or grammar.accept(token)
         if grammar is not None and not allowed:
-            return [], "error", f"structured_outputs: {grammar.error or f'token {token} is not what the grammar allows'}"
-        if grammar is not None and shape.bound and grammar.finished:
-            return [], "stop", None
-        return shape.forced, None, None
+            return Accepted([], "error", f"structured_outputs: {grammar.error or f'the grammar does not allow token {token}'}")
+        if grammar is not None and constraint.uses_grammar and grammar.finished:
+            return Accepted([], "stop")
+        return Accepted(constraint.forced)
 
-    def begun(self, sequence: Sequence) -> list[int]:
-        """Tokens that its output begins with, undrawn: so many that they do not end it before it has been scheduled."""
-        shape = self._shapes.get(sequence.sequence_id)
-        forced = [] if shape is None else shape.forced
-        if shape is None or not forced:
+    def initial_tokens(self, sequence: Sequence) -> list[int]:
+        """Forced tokens at the beginning of its output, as far as they do not end it before it has been scheduled."""
+        constraint = self._constraints.get(sequence.sequence_id)
+        forced = [] if constraint is None else constraint.forced
+        if constraint is None or not forced:
             return []
-        if self._ends(sequence.params, forced):
-            shape.closes = shape.closes and not shape.masked
+        if self._would_stop(sequence.params, forced):
+            constraint.may_close = constraint.may_close and not constraint.masked
             return []
-        return forced[:-1] if shape.bound and shape.grammar is not None and shape.grammar.ends_behind(forced) else forced
+        if constraint.uses_grammar and constraint.grammar is not None and constraint.grammar.ends_behind(forced):
+            return forced[:-1]
+        return forced
 
-    def _ends(self, params: SamplingParams, tokens: list[int]) -> bool:
+    def _would_stop(self, params: SamplingParams, tokens: list[int]) -> bool:
         if params.stop_token_ids and not set(params.stop_token_ids).isdisjoint(tokens):
             return True
         if not params.stop or self._tokenizer is None:
@@ -290,7 +312,7 @@ class TokenConstraints:
         return any(stop in text for stop in params.stop)
 
     def close(self) -> None:
-        """End the thread that makes masks."""
+        """End the thread that computes masks."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None

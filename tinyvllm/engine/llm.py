@@ -1,4 +1,4 @@
-"""LLM: the synchronous front door. Prompts go in, finished or streamed outputs come out; the caller's thread runs the engine.
+"""LLM: the synchronous interface. Prompts go in, finished or streamed outputs come out; the caller's thread runs the engine.
 
 Knows no scheduling and no tensors. One LLM belongs to one thread; a service uses AsyncLLM.
 """
@@ -15,6 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from tinyvllm.config import EngineConfig, resolve
+from tinyvllm.engine.frontend import prefill_options, start_engine, submit
 from tinyvllm.engine.prompt import (
     Encoded,
     Message,
@@ -35,7 +36,7 @@ Outputs = Generator[RequestOutput, None, None]
 
 @dataclass(frozen=True)
 class StreamDelta:
-    """What is new since the last delta of continuation `index`. `finish_reason` is set on its last one."""
+    """The new text and tokens of continuation `index` since its last delta. `finish_reason` is set on its last one."""
 
     text: str
     token_ids: list[int]
@@ -49,8 +50,8 @@ class StreamDelta:
 class LLM:
     """A loaded model. `model` is a folder, a GGUF file or a hub name (None: the bundled one); options are the fields of EngineConfig.
 
-    `progress(done, total, what)` is called while the weights load, with bytes. Raises ArgumentError before anything is loaded for an
-    option that cannot be meant, and ModelError, TokenizerError or OutOfMemoryError while loading.
+    `progress(done, total, what)` is called while the weights load, with bytes. Raises ArgumentError for an invalid option before anything
+    is loaded, and ModelError, TokenizerError or OutOfMemoryError while loading.
     """
 
     def __init__(
@@ -60,28 +61,25 @@ class LLM:
         progress: Callable[[int, int, str], None] | None = None,
         **options: Any,
     ):
-        config = resolve(model, **options)
-        from tinyvllm.engine.engine import Engine  # tinygrad comes with it, and a wrong option need not wait for that
-
-        self.engine = Engine(config, progress)
-        while self.engine.warm():
+        self.engine = start_engine(resolve(model, **options), progress)
+        while self.engine.warmup():
             pass
         self.default_params = default_sampling_params(self.engine.model_folder)
         self._ids = itertools.count()
-        self._open: dict[str, RequestOutput | None] = {}  # the newest output of every request that somebody waits for
+        self._open: dict[str, RequestOutput | None] = {}  # the newest output of every request that a caller waits for
 
     @property
     def config(self) -> EngineConfig:
-        """What the engine was started with, its device resolved."""
+        """The options of the engine, its device resolved."""
         return self.engine.config
 
     @property
     def max_model_len(self) -> int:
-        """The longest prompt plus answer in tokens: what was asked for, or what the model and the memory allow."""
+        """The longest prompt plus answer in tokens: the option of this name, or what the model and the memory allow."""
         return self.engine.max_model_len
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` uses when it is given none: the model's own recommendation, else SamplingParams()."""
+        """The default of `generate`: the model's own recommendation, else SamplingParams()."""
         return self.default_params
 
     def generate(
@@ -92,11 +90,11 @@ class LLM:
         *,
         options: RequestOptions | None = None,
     ) -> list[RequestOutput]:
-        """The finished outputs of all prompts, in their order, run together, on `terms` (priority, deadlines, ...) if they are given.
+        """The finished outputs of all prompts, in their order, run together, with `options` (priority, deadlines, ...) for all of them.
 
         A prompt is a text, {"prompt_token_ids": ids}, {"messages": conversation} or {"segments": segments, "prompt": text}. If one of them
-        cannot be served nothing runs: RequestError (or ArgumentError, TokenizerError) for a single prompt, PromptError, which says which,
-        for several.
+        cannot be served nothing runs: RequestError (or ArgumentError, TokenizerError) for a single prompt; for several PromptError, which
+        has the index of the prompt.
         """
         items: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else _listed("prompts", prompts)  # type: ignore[list-item]
         each = spread(sampling_params, self.default_params, len(items))
@@ -118,7 +116,7 @@ class LLM:
         chat_template: str | None = None,
         **chat_template_kwargs: Any,
     ) -> list[RequestOutput]:
-        """`generate` for one conversation or a list of them, written out by the model's chat template."""
+        """`generate` for one conversation or a list of them, rendered by the model's chat template."""
         conversations = [messages] if not messages or is_conversation(messages) else _listed("messages", messages)
         options = {
             "add_generation_prompt": add_generation_prompt,
@@ -130,7 +128,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def follow(self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None) -> Outputs:
-        """The growing output of one prompt or conversation, each complete up to now; the last one is finished.
+        """The growing output of one prompt or conversation: each item is the cumulative output so far, the last one is finished.
 
         The request starts with the first `next`. Closing the iterator early aborts it.
         """
@@ -139,52 +137,54 @@ class LLM:
         return self._follow(encode_all(self.engine.tokenizer, [item]), params)
 
     def stream(self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None) -> Iterator[StreamDelta]:
-        """The answer to one prompt or conversation piece by piece; closing the iterator early aborts the request.
+        """The answer to one prompt or conversation as deltas; closing the iterator early aborts the request.
 
-        A delta's text may be empty: half of a character, or what may be the beginning of a stop string, is held back.
+        The text of a delta may be empty: half of a character, or a possible beginning of a stop string, is held back.
         """
-        outputs = self.follow(prompt, sampling_params)  # prompt and parameters are refused here, not at the first `next`
+        outputs = self.follow(prompt, sampling_params)  # invalid prompts and parameters are refused here, not at the first `next`
         return _deltas(outputs)
 
     def segment(self, piece: str | Sequence[int], after: Segment | None = None, *, cache_salt: str | None = None) -> Segment:
         """Compute a text (or token ids) once, at the beginning or after another segment, and keep it in the cache until it is released.
 
-        Pieces are tokenised one by one: no token reaches across a border, and special tokens come only before a text at the beginning.
-        RequestError where so many blocks may not be held, OutOfMemoryError where what runs beside it leaves no room.
+        Segments are tokenised one by one: no token crosses a border, and special tokens come only before a text at the beginning.
+        RequestError if segments would hold too many blocks, OutOfMemoryError if running requests leave it no room.
         """
-        head, token_ids = encode_piece(self.engine.tokenizer, piece, begins=after is None)
-        return self._hold(self.engine.segments.new(token_ids, head, after, cache_salt))
+        leading_ids, token_ids = encode_piece(self.engine.tokenizer, piece, begins=after is None)
+        return self._hold(self.engine.segments.new(token_ids, leading_ids, after, cache_salt))
 
     def segment_of(self, output: RequestOutput, index: int = 0, after: Segment | None = None, *, cache_salt: str | None = None) -> Segment:
         """A finished prompt and its answer `index` as a segment, without the context of `after`, which they must begin with."""
         return self._hold(self.engine.segments.new(output_token_ids(output, index, after), [], after, cache_salt))
 
     def segments(self) -> list[Segment]:
-        """Those that are held, the oldest first; each knows its num_tokens, blocks and bytes."""
+        """The segments that are held, the oldest first; each has num_tokens, blocks and bytes."""
         return list(self.engine.segments)
 
     def _hold(self, segment: Segment) -> Segment:
         for _ in range(MAX_TRIES):
             if self.engine.segments.hold(segment):
                 return segment
-            (output,) = self._complete(
-                [Encoded(None, segment.block_aligned_ids)], [PREFILL_PARAMS], False, RequestOptions(cache_salt=segment.cache_salt)
-            )
+            (output,) = self._complete([Encoded(None, segment.block_aligned_ids)], [PREFILL_PARAMS], False, prefill_options(segment))
             raise_if_failed(output)
         raise eviction_error(segment)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], pooling: str = "mean", normalize: bool = True) -> np.ndarray:
-        """Embeddings float32 [N, E] of prompts: the mean of their hidden states, or the last one, of length 1 where `normalize` says so."""
+        """Embeddings float32 [N, E] of prompts: the mean of their hidden states, or the last one; of length 1 with `normalize`."""
         items: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else _listed("prompts", prompts)  # type: ignore[list-item]
+        from tinyvllm.engine.tools import one_off
+
         encoded = encode_all(self.engine.tokenizer, items)
-        return np.stack([self.engine.embed(one.token_ids, pooling, normalize) for one in encoded])
+        return np.stack([one_off.embed(self.engine, one.token_ids, pooling, normalize) for one in encoded])
 
     def prompt_logits(self, token_ids: list[int]) -> np.ndarray:
         """Float32 logits [T, V] of every position of one prompt."""
-        return self.engine.prompt_logits(token_ids)
+        from tinyvllm.engine.tools import one_off
+
+        return one_off.prompt_logits(self.engine, token_ids)
 
     def close(self) -> None:
-        """Give the device's memory back. The LLM cannot be used afterwards."""
+        """Free the device's memory. The LLM cannot be used afterwards."""
         self.engine.close()
 
     def __enter__(self) -> Self:
@@ -196,9 +196,9 @@ class LLM:
     def _complete(
         self, encoded: list[Encoded], params: Sequence[SamplingParams | BeamSearchParams], use_tqdm: bool, options: RequestOptions | None
     ) -> list[RequestOutput]:
-        # nobody looks at what is not finished, so the engine need not make it
-        whole = [replace(one, output_kind="final_only") if isinstance(one, SamplingParams) else one for one in params]
-        ids = self._add(encoded, whole, options)
+        # only final outputs are read, so the engine builds no others
+        final = [replace(one, output_kind="final_only") if isinstance(one, SamplingParams) else one for one in params]
+        ids = self._add(encoded, final, options)
         try:
             with _bar(len(ids), use_tqdm) as advance:
                 running = set(ids)
@@ -215,7 +215,7 @@ class LLM:
         seen: RequestOutput | None = None
         try:
             while seen is None or not seen.finished:
-                if self._open[ids[0]] is seen:  # unless another caller's step has brought news meanwhile
+                if self._open[ids[0]] is seen:  # unless a step of another stream has changed it
                     self._step()
                 newest = self._open[ids[0]]
                 if newest is not None and newest is not seen:
@@ -227,13 +227,12 @@ class LLM:
     def _add(
         self, encoded: list[Encoded], params: Sequence[SamplingParams | BeamSearchParams], options: RequestOptions | None = None
     ) -> list[str]:
-        """Hand all requests to the engine, or none of them."""
+        """Queue all requests, or none of them."""
         ids: list[str] = []
         for index, (prompt, one) in enumerate(zip(encoded, params, strict=True)):
             request_id = f"llm-{next(self._ids)}"
             try:
-                self.engine.segments.check_use(prompt.segments, options)
-                self.engine.add(request_id, prompt.token_ids, one, prompt.text, options)
+                submit(self.engine, request_id, prompt, one, options)
             except (RequestError, ArgumentError, BusyError) as error:
                 self._forget(ids)
                 if len(encoded) == 1:
@@ -244,10 +243,10 @@ class LLM:
         return ids
 
     def _step(self) -> list[RequestOutput]:
-        """One step of the engine; its outputs also go to streams that are open beside the caller's request."""
+        """One step of the engine; its outputs also go to the other streams that are open."""
         assert self.engine.has_work(), "the engine lost a request"
         outputs = self.engine.step()
-        self.engine.tend(busy=True)
+        self.engine.between_steps()
         for output in outputs:
             if output.request_id in self._open:
                 self._open[output.request_id] = output
@@ -262,13 +261,13 @@ class LLM:
 
 def _listed(name: str, values: object) -> list[Any]:
     if not isinstance(values, Iterable):
-        raise ArgumentError(f"{name} must be one or a list of them, got {type(values).__name__}")
+        raise ArgumentError(f"{name} must be a single one or a list, got {type(values).__name__}")
     return list(values)
 
 
 def _deltas(outputs: Outputs) -> Iterator[StreamDelta]:
-    """What each of the cumulative outputs of one request adds to the one before, per continuation."""
-    sent: dict[int, tuple[int, int]] = {}  # characters and tokens already given, by index
+    """The difference of each cumulative output of one request to the one before, per continuation."""
+    sent: dict[int, tuple[int, int]] = {}  # characters and tokens that were sent, by index
     done: set[int] = set()
     with contextlib.closing(outputs):
         for output in outputs:
@@ -288,7 +287,7 @@ def _bar(total: int, wanted: bool) -> Iterator[Callable[[int], object]]:
     if not wanted:
         yield lambda finished: None
         return
-    from tqdm import tqdm  # 20 ms that a call without a bar need not pay
+    from tqdm import tqdm  # an import of 20 ms, only for calls with a bar
 
     with tqdm(total=total, desc="prompts", unit="prompt", dynamic_ncols=True) as bar:
         yield bar.update

@@ -1,7 +1,9 @@
-"""From sampled token ids to outputs: text as far as it is certain, the ends, what callers get. Knows no model and no scheduling.
+"""From sampled token ids to outputs: text as far as it is certain, the end of each continuation, what callers get.
+
+Knows no model and no scheduling.
 
 The rules are vLLM's: an end-of-sequence or stop token is in `token_ids` but not in `text`; a stop string is cut from the text; the text
-never shows half a character, nor what may still turn out to be the beginning of a stop string.
+never has half a character, nor what may still turn out to be the beginning of a stop string.
 """
 
 from __future__ import annotations
@@ -10,8 +12,8 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
+from tinyvllm.engine.beam import BeamState
 from tinyvllm.request import CompletionOutput, Logprob, Receipt, RequestMetrics, RequestOptions, RequestOutput, SamplingParams, Sequence
 from tinyvllm.text.detokenize import IncrementalDetokenizer, StopStrings
 from tinyvllm.text.tokenizer import Tokenizer
@@ -21,7 +23,7 @@ _SEEDS = 2**64
 
 @dataclass
 class _Part:
-    """One continuation on its way: what its tokens have become."""
+    """One continuation that is still growing, or has ended: its sequence and what its tokens have become."""
 
     sequence: Sequence
     detokenizer: IncrementalDetokenizer | None
@@ -31,41 +33,15 @@ class _Part:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    score: float = 0.0  # sum of the tokens' log-probabilities, where they are asked for
-    told: tuple[int, int] = (0, 0)  # characters and tokens that a delta has given
-
-
-class ActiveRequest(Protocol):
-    """What the engine drives: a RequestState, or a BeamState in its place."""
-
-    request_id: str
-    options: RequestOptions
-    metrics: RequestMetrics
-    receipt: Receipt
-    explanation: str | None
-    last_token: float | None  # when the last one came, seconds of time.monotonic
-
-    @property
-    def sequences(self) -> list[Sequence]: ...
-
-    @property
-    def max_tokens(self) -> int | None: ...
-
-    @property
-    def finished(self) -> bool: ...
-
-    def append(self, sequence: Sequence, token_id: int, logprobs: dict[int, Logprob] | None) -> str | None: ...
-
-    def finish(self, sequence: Sequence, reason: str, error: str | None = None) -> None: ...
-
-    def output(self) -> RequestOutput | None: ...
+    score: float = 0.0  # sum of the tokens' log-probabilities, if the request wants them
+    reported: tuple[int, int] = (0, 0)  # characters and tokens that deltas have given
 
 
 class RequestState:
     """One request while it runs: its n sequences, and for each of them the text so far and why it ended.
 
-    The i-th sequence samples with `params.seed + i`, so that they differ; the caller has put a seed into `params`. `arrival` is in seconds
-    of time.monotonic. Sequence ids count from `first_sequence_id`.
+    The i-th sequence samples with `params.seed + i`, so that they differ; the caller has put a seed into `params`. `arrival` and
+    `last_token_time` are in seconds of time.monotonic. Sequence ids count from `first_sequence_id`.
     """
 
     def __init__(
@@ -90,16 +66,23 @@ class RequestState:
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.explanation: str | None = None
         self.receipt = Receipt(prompt_tokens=len(prompt_token_ids))
-        self.last_token: float | None = None
+        self.last_token_time: float | None = None
         self._tokenizer = tokenizer
         self._end_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
-        self._named_ends = frozenset(params.stop_token_ids or ())
+        self._stop_ids = frozenset(params.stop_token_ids or ())
         room = max_model_len - len(prompt_token_ids)
-        self._longest = room if params.max_tokens is None else min(params.max_tokens, room)
+        self._max_len = room if params.max_tokens is None else min(params.max_tokens, room)
         due = arrival + min(d for d in (self.options.deadline_ms, self.options.ttft_deadline_ms, math.inf) if d is not None) / 1000
         self._sequences = [
             Sequence(
-                first_sequence_id + i, request_id, prompt_token_ids, _seeded(params, i), i, options=self.options, arrival=arrival, due=due
+                first_sequence_id + i,
+                request_id,
+                prompt_token_ids,
+                _with_seed_of(params, i),
+                i,
+                options=self.options,
+                arrival=arrival,
+                due=due,
             )
             for i in range(params.width)
         ]
@@ -131,46 +114,46 @@ class RequestState:
     def append(self, sequence: Sequence, token_id: int, logprobs: dict[int, Logprob] | None) -> str | None:
         """Take one sampled token; the reason if it was the last: "stop" or "length". `logprobs` are those of the step, by token id."""
         part, tokens = self._parts[sequence.index], sequence.output_token_ids
-        assert part.finish_reason is None, f"request {self.request_id}: a token after the end"
+        assert part.finish_reason is None, f"request {self.request_id}: a token came after the end"
         tokens.append(token_id)
         if self.metrics.first_token is None:
             self.metrics.first_token = time.monotonic()
         if logprobs is not None:
             part.score += logprobs[token_id].logprob
             if self.params.logprobs is not None:
-                part.logprobs.append(self._named(logprobs))
+                part.logprobs.append(self._with_texts(logprobs))
         count, params = len(tokens), self.params
         ended = token_id in self._end_ids and count >= params.min_tokens
         new = part.detokenizer.add(token_id) if part.detokenizer and (not ended or params.include_stop_str_in_output) else ""
-        if self._spell(part, new):
+        if self._add_text(part, new):
             self._end(part, "stop")
         elif ended:
-            part.stop_reason = token_id if token_id in self._named_ends else None
+            part.stop_reason = token_id if token_id in self._stop_ids else None
             self.finish(sequence, "stop")
-        elif count >= self._longest:
+        elif count >= self._max_len:
             self.finish(sequence, "length")
         return part.finish_reason
 
     def finish(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
-        """End a continuation with `reason`, after the text that was held back. The first end counts."""
+        """End a continuation with `reason`, and add the text that was held back. Later calls keep the first reason."""
         part = self._parts[sequence.index]
         if part.finish_reason is not None:
             return
         part.error = error
-        if self._spell(part, part.detokenizer.finish() if part.detokenizer else "") and error is None:
+        if self._add_text(part, part.detokenizer.finish() if part.detokenizer else "") and error is None:
             reason = "stop"
         elif part.stops is not None:
             part.text += part.stops.finish()
         self._end(part, reason)
 
     def output(self) -> RequestOutput | None:
-        """What there is to tell, as values of its own: all so far, or what is new; None where the caller wants only the end."""
+        """A copy of the output so far, or of what is new in it; None if the caller wants only the final one and it is not there yet."""
         kind, params = self.params.output_kind, self.params
         if not self.finished and (kind == "final_only" or params.chooses):
             return None
         self.metrics.preemptions = sum(sequence.num_preemptions for sequence in self.sequences)
         parts = self._best() if params.chooses else list(enumerate(self._parts))
-        outputs = [self._told(index, part) for index, part in parts] if kind == "delta" else [self._whole(i, part) for i, part in parts]
+        outputs = [self._delta(index, part) for index, part in parts] if kind == "delta" else [self._whole(i, part) for i, part in parts]
         return RequestOutput(
             self.request_id, self.prompt, self.prompt_token_ids, [o for o in outputs if o is not None], self.finished,
             self.metrics.copy(),
@@ -179,7 +162,7 @@ class RequestState:
         )  # fmt: skip
 
     def _best(self) -> list[tuple[int, _Part]]:
-        """The n parts of the best mean log-probability, numbered anew."""
+        """The n parts of the best mean log-probability, numbered in this order."""
         ranked = sorted(self._parts, key=lambda part: -part.score / max(1, len(part.sequence.output_token_ids)))
         return list(enumerate(ranked[: self.params.n]))
 
@@ -195,13 +178,13 @@ class RequestState:
             error=part.error,
         )
 
-    def _told(self, index: int, part: _Part) -> CompletionOutput | None:
-        """What is new of a part since it was last told; None where nothing is."""
-        characters, tokens = part.told
+    def _delta(self, index: int, part: _Part) -> CompletionOutput | None:
+        """What is new in a part since its last delta; None if nothing is."""
+        characters, tokens = part.reported
         new = part.sequence.output_token_ids[tokens:]
         if characters < 0 or (not new and part.finish_reason is None):
             return None
-        part.told = (len(part.text), tokens + len(new)) if part.finish_reason is None else (-1, 0)
+        part.reported = (len(part.text), tokens + len(new)) if part.finish_reason is None else (-1, 0)
         return CompletionOutput(
             index=index,
             text=part.text[characters:],
@@ -213,10 +196,10 @@ class RequestState:
             error=part.error,
         )
 
-    def _spell(self, part: _Part, text: str) -> bool:
+    def _add_text(self, part: _Part, text: str) -> bool:
         """Add new text as far as it is certain; True if it completed a stop string, which then is in `stop_reason`.
 
-        Text of the first min_tokens tokens is certain at once: no stop string may be made of it.
+        Text of the first min_tokens tokens is certain at once: no stop string may begin in it.
         """
         if part.stops is None or len(part.sequence.output_token_ids) <= self.params.min_tokens:
             part.text += text
@@ -233,20 +216,23 @@ class RequestState:
         if self.finished:
             self.metrics.finished = time.monotonic()
 
-    def named(self, prompt: list[dict[int, Logprob] | None]) -> list[dict[int, Logprob] | None]:
-        """Log-probabilities of a prompt's tokens, with the tokens' texts."""
-        return [None if found is None else self._named(found) for found in prompt]
+    def with_token_texts(self, prompt: list[dict[int, Logprob] | None]) -> list[dict[int, Logprob] | None]:
+        """Log-probabilities of a prompt's tokens, with the texts of the tokens."""
+        return [None if logprobs is None else self._with_texts(logprobs) for logprobs in prompt]
 
-    def _named(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
+    def _with_texts(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
         tokenizer = self._tokenizer
         if tokenizer is None:
             return logprobs
         return {i: p if p.decoded_token is not None else replace(p, decoded_token=tokenizer.token_text(i)) for i, p in logprobs.items()}
 
 
-def _seeded(params: SamplingParams, index: int) -> SamplingParams:
-    """`params` with the seed of the index-th continuation; past the last seed it begins again."""
+def _with_seed_of(params: SamplingParams, index: int) -> SamplingParams:
+    """`params` with the seed of the index-th continuation; the seeds wrap around at 2**64."""
     if params.seed is None or index == 0:
         return params
     seed = params.seed + index
     return params.with_seed(seed if seed < _SEEDS else seed - _SEEDS)
+
+
+ActiveRequest = RequestState | BeamState  # what an engine runs

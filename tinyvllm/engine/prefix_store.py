@@ -1,7 +1,7 @@
-"""A prefix cache over a restart: what `prefix_cache_dir` names, read when the engine starts, written while it runs and when it is closed.
+"""The prefix cache on disk (`prefix_cache_dir`): read when the engine starts, written while it runs and when it is closed.
 
-Each model has a folder in it, named after its weights, so that the models of one server do not overwrite each other's.
-What cannot be read or written is said through the log `tinyvllm`, and the engine goes on without: a cache is no reason to stop.
+Each model has a folder in it, named after its weights, so that the models of one server do not overwrite each other's files.
+What cannot be read or written is logged (`tinyvllm`), and the engine continues without it: a cache is no reason to stop.
 """
 
 from __future__ import annotations
@@ -20,126 +20,127 @@ from tinyvllm.cache.files import Buffer, Layout, load, load_key, save
 from tinyvllm.cache.journal import Journal
 from tinyvllm.cache.prefix import PrefixCache
 from tinyvllm.config import VERSION, EngineConfig
-from tinyvllm.engine.tools.record import fingerprint
+from tinyvllm.engine.fingerprint import fingerprint
 from tinyvllm.errors import FormatError, OutputError
 
 if TYPE_CHECKING:
     from tinyvllm.runner.kv import KVPool
     from tinyvllm.runner.runner import Runner
 
-_TOGETHER = 32 << 20  # bytes of blocks that are read or written at a time: each time waits for the device and looks up every layer
-_LARGEST = 1 << 62  # bytes of the file: there is no limit but the pool
-_PIECE_SECONDS = 0.001  # that a piece may hold up the engine's thread
-_PIECE_BYTES = 4 << 20  # of a piece at most, if a block is not larger: fresh memory for more may take the system long
-_BUSY = 50  # times a piece's seconds pass before the next one while requests run: 2 % of the time
-_SHORTEST, _LONGEST = 0.05, 1.0  # seconds that may pass so
-_BEHIND = 64 << 20  # bytes on their way to a slow disk, beyond which no more are handed over
-_LATER = 0.1  # seconds until the disk is asked again
+_BATCH_BYTES = 32 << 20  # of blocks that are read or written at a time: each time waits for the device and looks up every layer
+_MAX_FILE_BYTES = 1 << 62  # the pool is the only limit
+_PIECE_SECONDS = 0.001  # that one piece may stall the engine's thread
+_MAX_PIECE_BYTES = 4 << 20  # unless a block is larger: the system may take long to give fresh memory for more
+_BUSY_PAUSE = 50  # while requests run, this many times the seconds of a piece pass before the next: 2 % of the time
+_MIN_PAUSE, _MAX_PAUSE = 0.05, 1.0  # seconds
+_MAX_PENDING_BYTES = 64 << 20  # on their way to a slow disk; beyond that no more are handed over
+_RETRY_SECONDS = 0.1  # until the disk is tried again
 
 log = logging.getLogger("tinyvllm")
 
 
 class PrefixStore:
-    """One model's folder for one engine: `key` for the PrefixCache, `restore` before any step, `tend` between steps, `keep` at the end."""
+    """The folder of one model: `key` for the PrefixCache, `restore` before any step, `write_some` between steps, `save` at the end."""
 
     def __init__(self, folder: Path, key: bytes, runner: Runner, config: EngineConfig):
         self.key = key
         self._folder, self._pool = folder, runner.pool
         self._layout = Layout(config.block_size, runner.pool.block_bytes, identity(runner, config))
         self._journal: Journal | None = None
-        self._count = 1  # blocks of the next piece
-        self._ended = self._took = 0.0  # when the last one did, by time.monotonic, and its seconds
+        self._num_blocks = 1  # of the next piece
+        self._last_end = self._last_seconds = 0.0  # when the last piece ended, by time.monotonic, and how long it took
 
     @classmethod
     def open(cls, runner: Runner, config: EngineConfig) -> PrefixStore | None:
-        """The folder of a configuration; None where it names none, or one that cannot be used."""
+        """The store of a configuration; None if it names no folder, or one that cannot be used."""
         if config.prefix_cache_dir is None:
             return None
         folder = Path(config.prefix_cache_dir).expanduser() / fingerprint(runner.checkpoint.config, runner.checkpoint.tensors)
         try:
             return cls(folder, load_key(folder), runner, config)
         except (FormatError, OutputError) as error:
-            log.warning("the prefix cache will not outlive this process: %s", error)
+            log.warning("prefix cache: it will not outlive this process: %s", error)
             return None
 
     def restore(self, prefix: PrefixCache) -> int:
-        """Take what was written there, as far as there are blocks; how many were filled."""
+        """Load the blocks on disk as far as the pool has room; how many were loaded."""
         writer = _Writer(self._pool)
         loaded = load(self._folder, prefix, self._layout, writer.add)
-        writer.flush()  # also those before a damage: they are good
+        writer.flush()  # also the blocks before a damaged one: they are valid
         if loaded.faults:
             first, *others = loaded.faults.values()
             more = f" (and {len(others)} more files)" if others else ""
-            log.warning("the prefix cache starts with %d blocks: %s%s", len(writer), first, more)
+            log.warning("prefix cache: it starts with %d blocks: %s%s", len(writer), first, more)
         self._journal = Journal(self._folder, prefix, self._layout, loaded)
         return len(writer)
 
-    def tend(self, busy: bool) -> float | None:
-        """Hand a piece of what is newly cached to the disk, if its time has come; `busy` while requests run, whose steps wait meanwhile.
+    def write_some(self, busy: bool) -> float | None:
+        """Hand a piece of the newly cached blocks to the disk, if its time has come; `busy` while requests run, whose steps wait for it.
 
-        Returns the seconds until the next piece may be, None where nothing is left.
+        Returns the seconds until the next piece, None if nothing is left.
         """
         journal = self._journal
         if journal is None or not journal.waits:
             return None
-        began = time.monotonic()
-        pause = self._ended - began + (min(_LONGEST, max(_SHORTEST, _BUSY * self._took)) if busy else self._took)
+        start = time.monotonic()
+        busy_pause = min(_MAX_PAUSE, max(_MIN_PAUSE, _BUSY_PAUSE * self._last_seconds))
+        pause = self._last_end - start + (busy_pause if busy else self._last_seconds)
         if pause > 0:
             return pause
         try:
-            if journal.bytes_on_their_way > _BEHIND:
-                self._ended, self._took = began, _LATER
-                return _LATER
-            count = self._piece(journal)
+            if journal.bytes_on_their_way > _MAX_PENDING_BYTES:
+                self._last_end, self._last_seconds = start, _RETRY_SECONDS
+                return _RETRY_SECONDS
+            count = self._write_piece(journal)
         except (OutputError, RuntimeError) as error:
-            log.warning("the prefix cache is not written any more while the engine runs: %s", error)
+            log.warning("prefix cache: it is not written any more while the engine runs: %s", error)
             journal.close()
             self._journal = None
             return None
-        self._ended = time.monotonic()
-        self._took = self._ended - began
-        fits = int(_PIECE_SECONDS * count / self._took) if self._took else self._count
-        self._count = max(1, min(fits, 2 * self._count, _PIECE_BYTES // self._pool.block_bytes))
-        return self._took if journal.waits else None
+        self._last_end = time.monotonic()
+        self._last_seconds = self._last_end - start
+        fits = int(_PIECE_SECONDS * count / self._last_seconds) if self._last_seconds else self._num_blocks
+        self._num_blocks = max(1, min(fits, 2 * self._num_blocks, _MAX_PIECE_BYTES // self._pool.block_bytes))
+        return self._last_seconds if journal.waits else None
 
-    def _piece(self, journal: Journal) -> int:
-        """How many blocks were handed over."""
-        entries = journal.next(self._count)
+    def _write_piece(self, journal: Journal) -> int:
+        """Hand the next blocks to the journal; how many."""
+        entries = journal.next(self._num_blocks)
         if entries:
             data = self._pool.read([entry.block for entry in entries])
             journal.write(entries, [row.data for row in data])
         return len(entries)
 
-    def keep(self, prefix: PrefixCache) -> int:
-        """Write all that is cached; how many blocks, 0 where that failed and the earlier files stay. Nothing is tended behind it."""
+    def save(self, prefix: PrefixCache) -> int:
+        """Write all cached blocks; how many, 0 if that failed and the earlier files stay. The last call on a store."""
         if self._journal is not None:
             self._journal.close()
         read = _reader(self._pool, [entry.block for entry in prefix.entries()])
         try:
-            return save(self._folder, prefix, self._layout, read, _LARGEST)
-        except (OutputError, RuntimeError) as error:  # a device that has failed has nothing to give
-            log.warning("the prefix cache was not kept: %s", error)
+            return save(self._folder, prefix, self._layout, read, _MAX_FILE_BYTES)
+        except (OutputError, RuntimeError) as error:  # a device that has failed cannot be read
+            log.warning("prefix cache: it was not saved: %s", error)
             return 0
 
 
 def identity(runner: Runner, config: EngineConfig) -> bytes:
-    """All that the bits of keys and values depend on: weights, dtypes, kernels, and what positions mean."""
+    """All that the bits of keys and values depend on: weights, dtypes, kernels, and the meaning of positions."""
     weights = fingerprint(runner.checkpoint.config, runner.checkpoint.tensors)
-    given = [config.load_format, config.dtype, config.quantization, config.max_model_len]
+    options = [config.load_format, config.dtype, config.quantization, config.max_model_len]
     machine = [runner.device.split(":")[0], runner.variants(), os.environ.get("TINYVLLM_KERNELS"), VERSION]
-    return json.dumps([weights, str(runner.dtype), *given, *machine]).encode()
+    return json.dumps([weights, str(runner.dtype), *options, *machine]).encode()
 
 
-def _together(pool: KVPool) -> int:
-    return max(1, _TOGETHER // pool.block_bytes)
+def _blocks_at_a_time(pool: KVPool) -> int:
+    return max(1, _BATCH_BYTES // pool.block_bytes)
 
 
 class _Writer:
-    """Collects blocks for the pool. They are cached already, so the last ones must be flushed before anything runs."""
+    """Collects blocks for the pool. The prefix cache has them already, so the last ones must be flushed before a step runs."""
 
     def __init__(self, pool: KVPool):
         self._pool = pool
-        self._data = np.empty((_together(pool), pool.block_bytes), np.uint8)
+        self._data = np.empty((_blocks_at_a_time(pool), pool.block_bytes), np.uint8)
         self._blocks: list[int] = []
         self._written = 0
 
@@ -160,18 +161,18 @@ class _Writer:
 
 
 def _reader(pool: KVPool, blocks: list[int]) -> Callable[[int], Buffer]:
-    """A function that gives the contents of these blocks, which must be asked for in this order."""
+    """A function that returns the contents of these blocks, which must be read in this order."""
     contents = _contents(pool, blocks)
 
     def read(block: int) -> Buffer:
-        known, data = next(contents)
-        assert known == block, f"prefix cache: block {block} was asked for, {known} is next"
+        expected, data = next(contents)
+        assert expected == block, f"prefix cache: block {block} was read, {expected} is next"
         return data.data
 
     return read
 
 
 def _contents(pool: KVPool, blocks: list[int]) -> Iterator[tuple[int, np.ndarray]]:
-    count = _together(pool)
+    count = _blocks_at_a_time(pool)
     for start in range(0, len(blocks), count):
         yield from zip(blocks[start : start + count], pool.read(blocks[start : start + count]), strict=True)

@@ -1,6 +1,6 @@
-"""Thoughts in front of an answer: the marks around them, a budget for them, and the structure that begins behind them.
+"""Reasoning before an answer: the marks around it, a budget for it, and the structure that begins after it.
 
-Marks are found in the text, as who reads the answer finds them: a model may write one in other tokens than the tokenizer would.
+Marks are found in the text, as a reader of the answer finds them: a model may write one in other tokens than the tokenizer would.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tinyvllm.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from tinyvllm.sampling.grammar import Grammar
 
-BLANKS = 2  # tokens of blanks that may stand between the closing mark and a structure: models are trained to write a line feed or two
-_LOOKS_BACK = 64  # tokens of the prompt's end in which a mark is looked for
+MAX_BLANKS = 2  # blank tokens between the closing mark and a structure: models are trained to write a line feed or two
+TAIL = 64  # tokens at the end of the prompt in which a mark is looked for
 
 
-class Marks:
-    """The marks around a model's thoughts, as bytes and as tokens. All sequences of an engine share it."""
+class ReasoningMarks:
+    """The marks around a model's reasoning, as bytes and as tokens. All sequences of an engine share them."""
 
     def __init__(self, tokenizer: Tokenizer, opening: str, closing: str, eos_ids: Iterable[int]):
         self.opening, self.closing = opening.encode(), closing.encode()
@@ -32,150 +32,153 @@ class Marks:
 
     @cached_property
     def blanks(self) -> tuple[int, ...]:
-        """The tokens that are spaces, tabs and line feeds and nothing else."""
+        """The tokens of spaces, tabs and line feeds only."""
         return tuple(i for i in range(self._vocab_size) if (text := self.token_bytes(i)) and not text.strip(b" \t\r\n"))
 
     @cached_property
     def _overruns(self) -> tuple[frozenset[int], ...]:
-        """By how many bytes of the closing mark are written: the tokens that would complete it and go on with text behind it."""
-        found = []
+        """By the number of bytes of the closing mark that are written: the tokens that complete it and have text after it."""
+        overruns = []
         tokens = [self.token_bytes(i) for i in range(self._vocab_size)]
         for written in range(len(self.closing)):
             rest = self.closing[written:]
-            there = [(i, text) for i, text in enumerate(tokens) if (text.startswith(rest) if written else rest in text)]
-            found.append(frozenset(i for i, text in there if text.partition(rest)[2].strip()))
-        return tuple(found)
+            closing = [(i, text) for i, text in enumerate(tokens) if (text.startswith(rest) if written else rest in text)]
+            overruns.append(frozenset(i for i, text in closing if text.partition(rest)[2].strip()))
+        return tuple(overruns)
 
-    def survey(self) -> None:
-        """Look through the vocabulary now: a tenth of a second that need not be the engine's."""
+    def scan_vocabulary(self) -> None:
+        """Compute what depends on the vocabulary: a tenth of a second that another thread than the engine's can spend."""
         _ = self.blanks, self._overruns
 
     def banned(self, text: bytes) -> frozenset[int]:
-        """What must not come inside thoughts that end with `text` if a structure is to follow: an end, and text in the mark's own token."""
+        """Tokens that must not follow `text` inside reasoning before a structure: an end, and a mark with text after it in one token."""
         written = [n for n in range(len(self.closing)) if text.endswith(self.closing[:n])]
         return self._eos_ids.union(*(self._overruns[n] for n in written))
 
 
 class Reasoning:
-    """Where one sequence stands: before its thoughts, inside them, or behind.
+    """The reasoning of one sequence. Its state is "before", "inside", "blanks" (after the closing mark) or "over".
 
-    budget: so many tokens inside, then the closing mark must come; None sets no bound. With a grammar, thoughts come first or not at all,
-    and it begins behind them (`BLANKS` may stand between); without one they may open and close anywhere, again and again.
+    After `budget` tokens inside, the closing mark must come; None sets no bound. With a grammar, reasoning comes first or not at all, and
+    the grammar begins after it (`MAX_BLANKS` blank tokens may come between); without one it may open and close anywhere, any number of
+    times. `must` has the tokens that have to come next.
     """
 
-    def __init__(self, marks: Marks, begins: str, budget: int | None, grammar: Grammar | None):
-        self.must: list[int] = []  # tokens that have to come next
+    def __init__(self, marks: ReasoningMarks, initial: str, budget: int | None, grammar: Grammar | None):
+        """`initial` is "before", "inside" or "after": where the output begins."""
+        self.must: list[int] = []
         self._marks, self._budget, self._grammar = marks, budget, grammar
-        self._place = "before"
+        self._state = "before"
         self._count = 0  # tokens inside
-        self._text = b""  # the last bytes, less than a mark of them
-        self._opened = 0  # tokens of the opening mark that have come, with a grammar
-        self._shared = 0  # those of them that the grammar has taken too
-        self._blanks = 0
-        if begins == "inside":
+        self._text = b""  # the last bytes, fewer than those of a mark
+        self._num_opened = 0  # tokens of the opening mark so far, with a grammar
+        self._num_shared = 0  # those of them that the grammar has accepted too
+        self._num_blanks = 0
+        if initial == "inside":
             self._enter()
-        elif grammar is not None and (begins == "behind" or not marks.opening_ids):
-            self._place = "over"
+        elif grammar is not None and (initial == "after" or not marks.opening_ids):
+            self._state = "over"
 
     @property
     def over(self) -> bool:
-        """Nothing is left but the grammar."""
-        return self._place == "over"
+        """Only the grammar is left."""
+        return self._state == "over"
 
     @property
-    def bound(self) -> bool:
-        """Whether the grammar narrows the next token."""
-        if self._place == "before":
-            return self._grammar is not None and self._shared == self._opened
-        return self._place != "inside"
+    def uses_grammar(self) -> bool:
+        """Whether the grammar restricts the next token."""
+        if self._state == "before":
+            return self._grammar is not None and self._num_shared == self._num_opened
+        return self._state != "inside"
 
     @property
     def banned(self) -> frozenset[int]:
-        """Tokens that must not come next, where the grammar says nothing."""
-        return self._marks.banned(self._text) if self._grammar is not None and self._place == "inside" else frozenset()
+        """Tokens that must not come next while the grammar does not apply."""
+        return self._marks.banned(self._text) if self._grammar is not None and self._state == "inside" else frozenset()
 
     @property
-    def beside(self) -> Collection[int]:
-        """Tokens that may come next besides those of the grammar."""
-        if self._place == "before":
-            return self._marks.opening_ids[self._opened : self._opened + 1]
-        return self._marks.blanks if self._place == "blanks" else ()
+    def extra_tokens(self) -> Collection[int]:
+        """Tokens that may come next in addition to those of the grammar."""
+        if self._state == "before":
+            return self._marks.opening_ids[self._num_opened : self._num_opened + 1]
+        return self._marks.blanks if self._state == "blanks" else ()
 
-    def took(self, token: int) -> bool:
-        """The output has one token more; whether it may be there."""
+    def accept(self, token: int) -> bool:
+        """Take in the next token of the output; False if it is not allowed there."""
         if self.must and self.must[0] == token:
             del self.must[0]
-        if self._place == "inside":
-            self._think(token)
+        if self._state == "inside":
+            self._continue(token)
             return True
         if self._grammar is None:
             if self._ends_with(token, self._marks.opening):
                 self._enter()
             return True
-        return self._open(self._grammar, token) if self._place == "before" else self._begin(self._grammar, token)
+        return self._open(self._grammar, token) if self._state == "before" else self._begin(self._grammar, token)
 
     def _open(self, grammar: Grammar, token: int) -> bool:
-        opening, n = self._marks.opening_ids, self._opened
-        accepted = self._shared == n and grammar.accept(token)
-        self._shared += accepted
+        opening, n = self._marks.opening_ids, self._num_opened
+        accepted = self._num_shared == n and grammar.accept(token)
+        self._num_shared += accepted
         if opening[n : n + 1] != [token]:
-            self._place = "over"
+            self._state = "over"
             return accepted
-        self._opened += 1
-        if self._opened == len(opening):
+        self._num_opened += 1
+        if self._num_opened == len(opening):
             self._enter()
         elif not accepted:
-            self.must = opening[self._opened :]
-        if self.must or self._place == "inside":  # the grammar begins behind the thoughts, from its start
-            grammar.rollback(self._shared)
-            self._shared = 0
+            self.must = opening[self._num_opened :]
+        if self.must or self._state == "inside":  # the grammar starts again after the reasoning
+            grammar.rollback(self._num_shared)
+            self._num_shared = 0
         return True
 
     def _enter(self) -> None:
-        self._place, self._count, self._text = "inside", 0, b""
-        self._spend()
+        self._state, self._count, self._text = "inside", 0, b""
+        self._check_budget()
 
-    def _think(self, token: int) -> None:
+    def _continue(self, token: int) -> None:
         if self._ends_with(token, self._marks.closing):
-            self._place, self.must, self._text = "before" if self._grammar is None else "blanks", [], b""
-            self._opened = self._shared = 0
+            self._state, self.must, self._text = "before" if self._grammar is None else "blanks", [], b""
+            self._num_opened = self._num_shared = 0
         else:
             self._count += 1
-            self._spend()
+            self._check_budget()
 
-    def _spend(self) -> None:
+    def _check_budget(self) -> None:
         if self._budget is not None and self._count >= self._budget and not self.must:
             self.must = self._marks.closing_ids.copy()
 
     def _begin(self, grammar: Grammar, token: int) -> bool:
         if grammar.accept(token):
-            self._place = "over"
+            self._state = "over"
             return True
-        self._blanks += 1
+        self._num_blanks += 1
         allowed = token in self._marks.blanks
-        if self._blanks >= BLANKS or not allowed:
-            self._place = "over"
+        if self._num_blanks >= MAX_BLANKS or not allowed:
+            self._state = "over"
         return allowed
 
     def _ends_with(self, token: int, mark: bytes) -> bool:
-        """Whether the text has the mark now."""
+        """Whether the token completes the mark in the text."""
         text = self._text + self._marks.token_bytes(token)
         self._text = text[max(0, len(text) - len(mark) + 1) :]
         return mark in text
 
 
-def own_marks(tokenizer: Tokenizer) -> tuple[str, str] | None:
-    """The marks that a model's chat template or vocabulary tells of."""
+def model_marks(tokenizer: Tokenizer) -> tuple[str, str] | None:
+    """The marks in a model's chat template or vocabulary; None without any."""
     special = {tokenizer.token_text(i): i for i in tokenizer.special_ids}
     return parser_for(tokenizer.chat_templates.get("default"), special).think
 
 
-def begins_of(tokenizer: Tokenizer, params: SamplingParams, marks: Marks, prompt_token_ids: list[int]) -> str:
-    """Where the output begins: before, inside or behind thoughts."""
+def initial_state(tokenizer: Tokenizer, params: SamplingParams, marks: ReasoningMarks, prompt_token_ids: list[int]) -> str:
+    """Where the output begins: "before", "inside" or "after" its reasoning."""
     if params.thinking is not None:
-        return params.thinking.begins
-    text = tokenizer.decode(prompt_token_ids[-_LOOKS_BACK:], skip_special_tokens=False).rstrip().encode()
-    return "inside" if text.endswith(marks.opening) else "behind" if text.endswith(marks.closing) else "before"
+        begins = params.thinking.begins
+        return begins if begins in ("before", "inside") else "after"
+    text = tokenizer.decode(prompt_token_ids[-TAIL:], skip_special_tokens=False).rstrip().encode()
+    return "inside" if text.endswith(marks.opening) else "after" if text.endswith(marks.closing) else "before"
 
 
 def _ids(tokenizer: Tokenizer, mark: str) -> list[int]:

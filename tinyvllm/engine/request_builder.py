@@ -1,4 +1,4 @@
-"""From what is asked to what runs: checks a request against the model, draws its seed, and numbers its sequences."""
+"""Builds the running form of a request: checks it against the model, draws its seed, and numbers its sequences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tinyvllm.text.tokenizer import Tokenizer
 
 @dataclass
 class RequestBuilder:
-    """An engine's. `seed` numbers the seeds of requests without one; None draws them. `clock` gives arrivals in seconds."""
+    """`seed` is the first of the seeds that requests without one get; None draws each. `clock` gives arrivals in seconds."""
 
     vocab_size: int
     max_model_len: int
@@ -25,7 +25,7 @@ class RequestBuilder:
     clock: Callable[[], float]
     _next_id: int = field(default=0, init=False)
 
-    def state_of(
+    def build(
         self,
         request_id: str,
         prompt_token_ids: list[int],
@@ -33,7 +33,7 @@ class RequestBuilder:
         prompt: str | None,
         options: RequestOptions,
     ) -> ActiveRequest:
-        """The request as it will run; RequestError for token ids beyond the vocabulary."""
+        """The request as it runs; RequestError for token ids outside the vocabulary."""
         if bad := next((t for t in prompt_token_ids if not 0 <= t < self.vocab_size), None):
             raise RequestError(f"request {request_id}: token id {bad} is outside the vocabulary of {self.vocab_size}")
         if isinstance(params, BeamSearchParams):
@@ -55,7 +55,7 @@ class RequestBuilder:
     def _check_ids(self, request_id: str, params: SamplingParams) -> None:
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             if bad := next((t for t in getattr(params, name) or () if t >= self.vocab_size), None):
-                raise RequestError(f"request {request_id}: {name} names token id {bad}, the vocabulary ends at {self.vocab_size - 1}")
+                raise RequestError(f"request {request_id}: {name} has token id {bad}, the vocabulary ends at {self.vocab_size - 1}")
 
     def _new_sequence_id(self) -> int:
         self._next_id += 1

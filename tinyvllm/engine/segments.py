@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tinyvllm.engine.tools.record import Recorder
+from tinyvllm.engine.observer import EngineObserver
 from tinyvllm.errors import ArgumentError, OutOfMemoryError, RequestError
 from tinyvllm.request import RequestOptions, RequestOutput, SamplingParams
 from tinyvllm.scheduler import Scheduler
@@ -150,12 +150,12 @@ class Segments:
     An engine in a thread of its own replaces `submit`, which runs a function between two steps.
     """
 
-    def __init__(self, scheduler: Scheduler, block_bytes: int, recorder: Recorder | None = None):
+    def __init__(self, scheduler: Scheduler, block_bytes: int, observer: EngineObserver):
         pool = scheduler.pool
         self.block_size, self.block_bytes = pool.block_size, block_bytes
         self.max_blocks = pool.num_blocks - min(pool.blocks_for(scheduler.limits.max_model_len), -(-pool.num_blocks // 2))
         self.submit: Callable[[Callable[[], None]], None] = lambda function: function()
-        self._scheduler, self._recorder = scheduler, recorder
+        self._scheduler, self._observer = scheduler, observer
         self._numbers = itertools.count()
         self._held: list[Segment] = []
 
@@ -206,8 +206,7 @@ class Segments:
         table = prefix.match(hashes)
         num_more = len(hashes) - sum(block in pinned for block in table)
         complete = len(table) == len(hashes) and len(pinned) + num_more <= self.max_blocks
-        if self._recorder is not None:
-            self._recorder.tried(segment.number, segment.context, segment.cache_salt, complete)
+        self._observer.segment_tried(segment.number, segment.context, segment.cache_salt, complete)
         if not complete:
             prefix.pool.release(table)
             self._check_room(len(pinned), num_more)
@@ -228,8 +227,7 @@ class Segments:
         """Give the blocks of a segment up, if it is held."""
         if not segment.held:
             return
-        if self._recorder is not None:
-            self._recorder.released(segment.number)
+        self._observer.segment_released(segment.number)
         pinned = self._scheduler.pinned
         pinned.subtract(segment.table)
         for block in segment.table:

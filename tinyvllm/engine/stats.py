@@ -1,18 +1,18 @@
-"""What a step took and what it cost whom: feeds the metrics, the receipts of requests that asked, and the rates that waits are told by."""
+"""Timings of steps and costs of requests: an observer that feeds the metrics, the receipts of requests and the scheduler's rates."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache
 
+from tinyvllm.engine.observer import EngineObserver
+from tinyvllm.engine.output import ActiveRequest
+from tinyvllm.errors import BusyError, TinyvllmError
 from tinyvllm.metrics import EngineMetrics, FinishedRequest, NoMetrics, StepStats
 from tinyvllm.request import RequestOutput
 from tinyvllm.scheduler import Schedule, Scheduled, Scheduler
-
-if TYPE_CHECKING:
-    from tinyvllm.engine.output import ActiveRequest
 
 
 @dataclass(frozen=True)
@@ -24,85 +24,95 @@ class Costs:
     bandwidth: Callable[[], float]
 
 
-class EngineStats:
-    """One engine's. `begin`, then `spent` behind each phase, then `end`: what is between belongs to the phase that is named next."""
+@cache
+def memory_bandwidth(device: str) -> float:
+    """Bytes a second that this machine reads from the memory of a device, measured at the first call."""
+    from tinyvllm.runner.memory import read_bandwidth
+
+    return read_bandwidth(device)
+
+
+class EngineStats(EngineObserver):
+    """The statistics of one engine. `step` has those of the current step, or of the last one between two steps."""
 
     def __init__(self, metrics: EngineMetrics | NoMetrics, costs: Costs, scheduler: Scheduler):
         self.metrics, self.costs, self.scheduler = metrics, costs, scheduler
-        self.stats = StepStats()
+        self.step = StepStats()
+        self.num_steps = 0  # since the start; each has streamed the weights once
         self.num_tokens = 0  # generated since the start
-        self._last = self._begun = 0.0
-        self._seen = (0, 0, 0)  # prefix queries, hits and evictions when the last step ended
-        self._swaps = 0
-        self._rounds = 1  # of this step
-        self._asking: list[tuple[Scheduled, ActiveRequest]] = []  # who has asked for a receipt, of the last schedule's
-        self._billed: dict[ActiveRequest, None] = {}  # whose receipts this step goes on, each once
+        self._step_start = self._phase_start = 0.0
+        self._prefix_counts = (0, 0, 0)  # queries, hits and evictions of the prefix cache at the end of the last step
+        self._num_swaps = 0  # of sequences, at the last preemption
+        self._steps_of_launch = 1  # how often the last schedule ran
+        self._with_receipt: list[tuple[Scheduled, ActiveRequest]] = []  # entries of the last schedule whose requests want a receipt
+        self._billed: dict[ActiveRequest, None] = {}  # requests whose receipts have this step, each once
 
-    def begin(self) -> None:
-        self.stats = StepStats()
-        self._rounds = 1
-        self._last = self._begun = time.perf_counter()
+    def step_started(self) -> None:
+        self.step = StepStats()
+        self._steps_of_launch = 1
+        self._phase_start = self._step_start = time.perf_counter()
 
-    def spent(self, phase: str) -> None:
-        """What has passed since the last call was `phase`: schedule, prepare, run, sample or output."""
+    def phase_ended(self, phase: str) -> None:
         now = time.perf_counter()
-        setattr(self.stats, phase, getattr(self.stats, phase) + now - self._last)
-        self._last = now
+        setattr(self.step, phase, getattr(self.step, phase) + now - self._phase_start)
+        self._phase_start = now
 
-    def moved(self, schedule: Schedule, seconds: float, block_bytes: int) -> None:
-        """Blocks went to the host and back in so many seconds."""
-        out, back = len(schedule.swap_out) * block_bytes, len(schedule.swap_in) * block_bytes
-        self.stats.swapped_out += out
-        self.stats.swapped_in += back
-        self.scheduler.rates.observe_copy(out + back, seconds)
+    def step_scheduled(self, schedule: Schedule) -> None:
+        if schedule.preempted:
+            swapped = self.scheduler.num_swaps - self._num_swaps
+            self._num_swaps = self.scheduler.num_swaps
+            self.step.swapped += swapped
+            self.step.recomputed += len(schedule.preempted) - swapped
 
-    def preempted(self, schedule: Schedule) -> None:
-        swapped = self.scheduler.num_swaps - self._swaps
-        self._swaps = self.scheduler.num_swaps
-        self.stats.swapped += swapped
-        self.stats.recomputed += len(schedule.preempted) - swapped
+    def blocks_moved(self, schedule: Schedule, seconds: float) -> None:
+        if schedule.swap_out or schedule.swap_in:
+            block_bytes = self.scheduler.limits.block_bytes
+            out, back = len(schedule.swap_out) * block_bytes, len(schedule.swap_in) * block_bytes
+            self.step.swapped_out += out
+            self.step.swapped_in += back
+            self.scheduler.rates.observe_copy(out + back, seconds)
 
-    def launched(self, schedule: Schedule, owners: Mapping[int, ActiveRequest], rounds: int) -> None:
-        """A step of `schedule` runs, `rounds` times over, for `owners`, by the ids of sequences."""
-        self._rounds = rounds
-        if not schedule.reused:  # else everybody is who he was in the last step
-            self._admitted(schedule, owners)
+    def step_launched(self, schedule: Schedule, owners: Mapping[int, ActiveRequest], num_steps: int) -> None:
+        self.num_steps += num_steps
+        self._steps_of_launch = num_steps
+        if not schedule.reused:  # otherwise the batch is that of the last step
+            self._count_batch(schedule, owners)
         B = len(schedule.entries)
-        for entry, owner in self._asking:
+        for entry, owner in self._with_receipt:
             receipt = owner.receipt
             if owner not in self._billed:
-                receipt.steps += rounds
-                receipt.batch_sizes[B] = receipt.batch_sizes.get(B, 0) + rounds
-            receipt.bytes_moved += rounds * (self.costs.weights / B + (entry.start + 2 * entry.num_tokens) * self.costs.token)
+                receipt.steps += num_steps
+                receipt.batch_sizes[B] = receipt.batch_sizes.get(B, 0) + num_steps
+            receipt.bytes_moved += num_steps * (self.costs.weights / B + (entry.start + 2 * entry.num_tokens) * self.costs.token)
             self._billed[owner] = None
 
-    def _admitted(self, schedule: Schedule, owners: Mapping[int, ActiveRequest]) -> None:
+    def _count_batch(self, schedule: Schedule, owners: Mapping[int, ActiveRequest]) -> None:
         decodes = sum(entry.num_logits == entry.num_tokens == 1 for entry in schedule.entries)
-        self.stats.prompt_tokens += schedule.num_tokens - decodes
-        now, self._asking = time.monotonic(), []
+        self.step.prompt_tokens += schedule.num_tokens - decodes
+        now, self._with_receipt = time.monotonic(), []
         for entry in schedule.entries:
             owner = owners[entry.sequence.sequence_id]
             if owner.metrics.scheduled is None:
                 owner.metrics.scheduled = now
             if owner.options.receipt:
-                self._asking.append((entry, owner))
+                self._with_receipt.append((entry, owner))
 
-    def waited(self, owner: ActiveRequest, count: int) -> None:
-        """A sequence of this request got `count` tokens now."""
+    def tokens_appended(self, request: ActiveRequest, count: int, forced: bool = False) -> None:
         self.num_tokens += count
-        self.stats.generated_tokens += count
+        self.step.generated_tokens += count
+        if forced:
+            self.step.forced_tokens += count
         if isinstance(self.metrics, NoMetrics):
             return
-        now, before = time.monotonic(), owner.last_token
-        owner.last_token = now
+        now, before = time.monotonic(), request.last_token_time
+        request.last_token_time = now
         if before is None:
-            self.stats.waits_first.append(now - owner.metrics.arrival)
+            self.step.waits_first.append(now - request.metrics.arrival)
         else:
-            self.stats.waits_next += [(now - before) / count] * count
+            self.step.waits_next += [(now - before) / count] * count
 
-    def end(self) -> None:
-        """The step is over."""
-        stats, scheduler = self.stats, self.scheduler
+    def step_finished(self) -> None:
+        stats, scheduler = self.step, self.scheduler
         pool, prefix = scheduler.pool, scheduler.prefix
         stats.running, stats.waiting, stats.deferred = len(scheduler.running), len(scheduler.waiting), scheduler.waiting.num_deferred
         stats.blocks_used = pool.num_blocks - pool.num_free
@@ -110,27 +120,27 @@ class EngineStats:
         stats.blocks_free = pool.num_free - pool.num_evictable
         stats.tokens_held = min(sum(s.num_computed for s in scheduler.running), stats.blocks_used * pool.block_size)
         if prefix is not None:
-            seen = prefix.queries, prefix.hits, prefix.evictions
-            stats.queried_tokens, stats.cached_tokens, stats.evictions = (now - then for now, then in zip(seen, self._seen, strict=True))
-            self._seen = seen
+            counts = prefix.queries, prefix.hits, prefix.evictions
+            stats.queried_tokens, stats.cached_tokens, stats.evictions = (
+                now - before for now, before in zip(counts, self._prefix_counts, strict=True)
+            )
+            self._prefix_counts = counts
         if stats.run:
-            scheduler.rates.observe_step(stats.prompt_tokens, (time.perf_counter() - self._begun) / self._rounds)
+            scheduler.rates.observe_step(stats.prompt_tokens, (time.perf_counter() - self._step_start) / self._steps_of_launch)
         for owner in self._billed:
             owner.receipt.device_seconds += stats.run
-            owner.receipt.host_seconds += time.perf_counter() - self._begun - stats.run
+            owner.receipt.host_seconds += time.perf_counter() - self._step_start - stats.run
         self._billed.clear()
         self.metrics.step(stats)
 
-    def finished(self, output: RequestOutput, owner: ActiveRequest) -> None:
-        """A request is over."""
-        times, receipt = output.metrics, owner.receipt
-        generated = [len(sequence.output_token_ids) for sequence in owner.sequences]
-        if owner.options.receipt:
-            receipt.swaps = sum(sequence.num_swaps for sequence in owner.sequences)
-            receipt.preemptions, receipt.cached_tokens, receipt.output_tokens = times.preemptions, output.num_cached_tokens, sum(generated)
-            receipt.queue_seconds = (times.scheduled or times.finished or times.arrival) - times.arrival
-            if receipt.device_seconds:
-                receipt.roof = receipt.bytes_moved / receipt.device_seconds / self.costs.bandwidth()
+    def request_refused(self, request: ActiveRequest, error: TinyvllmError) -> None:
+        if isinstance(error, BusyError):
+            self.metrics.rejected(error.reason)
+
+    def request_finished(self, request: ActiveRequest, output: RequestOutput) -> None:
+        times, generated = output.metrics, [len(sequence.output_token_ids) for sequence in request.sequences]
+        if request.options.receipt:
+            self._complete_receipt(request, output, sum(generated))
         self.metrics.request_finished(
             FinishedRequest(
                 times.arrival,
@@ -142,7 +152,15 @@ class EngineStats:
                 generated,
                 [part.finish_reason or "abort" for part in output.outputs],
                 len(output.outputs),
-                owner.max_tokens,
+                request.max_tokens,
                 times.preemptions,
-            )  # fmt: skip
+            )
         )
+
+    def _complete_receipt(self, request: ActiveRequest, output: RequestOutput, num_tokens: int) -> None:
+        times, receipt = output.metrics, request.receipt
+        receipt.swaps = sum(sequence.num_swaps for sequence in request.sequences)
+        receipt.preemptions, receipt.cached_tokens, receipt.output_tokens = times.preemptions, output.num_cached_tokens, num_tokens
+        receipt.queue_seconds = (times.scheduled or times.finished or times.arrival) - times.arrival
+        if receipt.device_seconds:
+            receipt.roof = receipt.bytes_moved / receipt.device_seconds / self.costs.bandwidth()

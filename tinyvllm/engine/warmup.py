@@ -1,4 +1,4 @@
-"""The usual steps, captured before somebody waits for one: each takes a tenth of a second and more, and everybody's tokens stand still."""
+"""Captures common step shapes ahead of time: a capture takes a tenth of a second or more, in which all requests stall."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from tinyvllm.config import EngineConfig
+from tinyvllm.engine.stages import draw
 
 if TYPE_CHECKING:
     from tinyvllm.runner.prepare import Shape
@@ -14,21 +15,21 @@ if TYPE_CHECKING:
 
 
 class Warmup:
-    """Goes through an engine's usual shapes: forward pass, greedy and plainly sampled draws, and the advance, run once on padding alone."""
+    """Runs the common shapes of an engine once on padding: forward pass, greedy and plainly sampled draws, and the advance."""
 
-    def __init__(self, runner: Runner, sampler: Sampler, config: EngineConfig, ahead: bool):
-        """`ahead` says that decodes run one step ahead of the host: that is another capture."""
+    def __init__(self, runner: Runner, sampler: Sampler, config: EngineConfig, run_ahead: bool):
+        """`run_ahead`: decodes run one step ahead of the host, which is another capture."""
         from tinyvllm.runner.prepare import usual_shapes
         from tinyvllm.sampling.sampler import SamplingFlags
 
-        self._runner, self._sampler, self._ahead = runner, sampler, ahead
+        self._runner, self._sampler, self._run_ahead = runner, sampler, run_ahead
         self._kinds = SamplingFlags(), SamplingFlags(sampled=True)
-        self._left: deque[Shape] = deque(usual_shapes(config.max_num_seqs, config.max_num_batched_tokens))
+        self._shapes: deque[Shape] = deque(usual_shapes(config.max_num_seqs, config.max_num_batched_tokens))
 
-    def next(self) -> bool:
-        """Capture one more that nobody has run yet; whether more may be left. Nothing must be in flight."""
-        while self._left:
-            step = self._runner.padded(self._left.popleft())
+    def capture_next(self) -> bool:
+        """Capture the next shape that has not run yet; False if none is left. Nothing may be in flight."""
+        while self._shapes:
+            step = self._runner.padded(self._shapes.popleft())
             if step is not None:
                 self._sampler.prepare([], step.num_logits)
                 for flags in self._kinds:
@@ -38,16 +39,9 @@ class Warmup:
 
     def _run(self, step: PreparedStep, flags: SamplingFlags) -> None:
         runner, sampler = self._runner, self._sampler
-        if step.decodes and self._ahead:
+        if step.decodes and self._run_ahead:
             runner.decode(step, sampler.step(step.num_logits, flags), flags, plain=not flags).get()
-            sampler.mark_drawn(step.num_logits, flags, 1)
+            sampler.drawn(step.num_logits, flags, 1)
             return
-        result = runner.launch(step)
-        plain = result.best is not None and not flags
-        sampled = result.best if plain and result.best is not None else sampler.draw(result.logits, flags)
-        if step.decodes:
-            draw = None if plain else sampler.call(result.logits, flags)
-            for _ in runner.advance(step, sampled, draw, 1):
-                pass
-        else:
-            runner.tokens(sampled)
+        for _ in draw(runner, sampler, step, runner.launch(step), flags, 1, use_best=True, advance=step.decodes):
+            pass

@@ -13,7 +13,9 @@ import pytest
 from tinyvllm import LLM, cli
 from tinyvllm.config import resolve
 from tinyvllm.engine.engine import Engine
-from tinyvllm.engine.tools.record import Recorder, onward
+from tinyvllm.engine.frontend import start_engine
+from tinyvllm.engine.output import RequestState
+from tinyvllm.engine.tools.record import Recorder, advanced_run
 from tinyvllm.engine.tools.replay import config_of, read_run, replay
 from tinyvllm.errors import ArgumentError, BusyError, FormatError, OutputError, RequestError
 from tinyvllm.request import BeamSearchParams, RequestOptions, SamplingParams, StructuredOutputsParams
@@ -23,7 +25,7 @@ LAST = 400  # steps, before a run counts as hung
 
 
 def engine_of(model: Path, record: Path, **options) -> Engine:
-    return Engine(resolve(model, record=str(record), **SMALL | options))
+    return start_engine(resolve(model, record=str(record), **SMALL | options), None)
 
 
 def traffic(engine: Engine, seed: int = 3) -> None:
@@ -72,11 +74,11 @@ def again(run, tokens_only=False, **overrides):
 
 
 def test_the_record_holds_what_the_engine_was_told_and_did(run, tiny_model):
-    assert run.whole and len(run.added) == 14 and 1 <= len([e for e in run.arrivals if "abort" in e]) <= 2
+    assert run.complete and len(run.added) == 14 and 1 <= len([e for e in run.arrivals if "abort" in e]) <= 2
     first = copy.deepcopy(next(e for e in run.added if e["add"] == "r1"))
     assert isinstance(first["params"].pop("seed"), int), "the seed that was drawn"
     assert first["params"] == {"temperature": 0.9, "max_tokens": 20, "top_p": 0.9, "logit_bias": {"65": 3.0}, "stop": ["zq"]}
-    assert first["terms"] == {"priority": 1, "key": "1"} and "beams" in next(e for e in run.added if e["add"] == "r3")
+    assert first["options"] == {"priority": 1, "key": "1"} and "beams" in next(e for e in run.added if e["add"] == "r3")
     assert {end["end"] for end in run.ends} == {f"r{i}" for i in range(14)} and len(run.ends[0]["chain"]) == 16
     assert run.header["config"]["model"] == str(tiny_model) and run.header["config"]["num_blocks"] == 14
     chunks = [e for entries, _ in run.schedule.values() for e in entries[3::4] if e > 1]
@@ -213,7 +215,7 @@ def test_functions_are_named_and_not_run_without(tiny_model, tmp_path, capsys):
     with pytest.raises(ArgumentError, match="request odd has logits processors"):
         again(run)
     outcome = again(run, tokens_only=True)
-    assert outcome.identical and outcome.requests == 1 and outcome.left_out == ["odd"]
+    assert outcome.identical and outcome.requests == 1 and outcome.skipped == ["odd"]
 
 
 def test_the_command(run, tmp_path, capsys):
@@ -231,29 +233,29 @@ def test_another_model_is_not_taken_for_the_recorded_one(run, tmp_path, capsys):
     changed = tmp_path / "changed.jsonl"
     changed.write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
     assert cli.main(["replay", str(changed)]) == 2
-    assert "is not the model that it was" in capsys.readouterr().err
+    assert "has changed since" in capsys.readouterr().err
 
 
-def test_a_record_that_is_cut_off_runs_as_far_as_it_goes(run, tmp_path):
+def test_a_recording_that_is_cut_off_runs_to_its_last_whole_line(run, tmp_path):
     text = Path(run.path).read_text()
     cut = tmp_path / "cut.jsonl"
     cut.write_text(text[: int(len(text) * 0.6)])
     part = read_run(str(cut))
-    assert not part.whole and part.last_step < run.last_step and again(part).identical
+    assert not part.complete and part.last_step < run.last_step and again(part).identical
 
 
 @pytest.mark.parametrize(
     ("text", "error", "words"),
     [
         (None, ArgumentError, "cannot read"),
-        ("", FormatError, "does not begin like a record"),
+        ("", FormatError, "does not begin like a recording"),
         ('{"format":99,"config":{}}\n', FormatError, "format 1"),
         ('{"format":1,"config":{}}\nno\n', FormatError, ":2 is not JSON"),
-        ('{"format":1,"config":{}}\n{"end":"a"}\n', FormatError, ":2 is no event"),
-        ('{"format":1,"config":{"model":"m","warp":9}}\n', ArgumentError, "warp=9, which this version does not know"),
+        ('{"format":1,"config":{}}\n{"end":"a"}\n', FormatError, ":2 is not an event"),
+        ('{"format":1,"config":{"model":"m","warp":9}}\n', ArgumentError, "warp=9, which is not an option of this version"),
     ],
 )
-def test_what_is_no_record_is_refused(tmp_path, text, error, words):
+def test_a_file_that_is_no_recording_is_refused(tmp_path, text, error, words):
     file = tmp_path / "r.jsonl"
     if text is not None:
         file.write_text(text)
@@ -261,16 +263,16 @@ def test_what_is_no_record_is_refused(tmp_path, text, error, words):
         config_of(read_run(str(file)), {})
 
 
-def test_a_record_is_never_written_over(tiny_model, tmp_path):
+def test_a_recording_is_never_overwritten(tiny_model, tmp_path):
     file = tmp_path / "r.jsonl"
     file.write_text("something\n")
-    with pytest.raises(OutputError, match="is there already"):
+    with pytest.raises(OutputError, match="exists already"):
         engine_of(tiny_model, file)
     with pytest.raises(OutputError, match="cannot write"):
         engine_of(tiny_model, tmp_path / "no" / "r.jsonl")
 
 
-def test_a_full_disk_ends_the_record_and_not_the_run(tiny_model, capsys):
+def test_a_full_disk_ends_the_recording_and_not_the_run(tiny_model, capsys):
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
     engine = engine_of(tiny_model, Path("/dev/full"))
@@ -278,22 +280,26 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tiny_model, capsys):
     while engine.has_work():
         engine.step()
     engine.close()
-    assert capsys.readouterr().err.count("ends here, the run goes on") == 1
+    assert capsys.readouterr().err.count("ends here, the engine continues") == 1
 
 
-def test_onward_moves_every_start():
-    assert onward([4, 0, 17, 1, 5, 1, 3, 1], 3) == [4, 0, 20, 1, 5, 1, 6, 1]
+def test_advanced_run_moves_every_start():
+    assert advanced_run([4, 0, 17, 1, 5, 1, 3, 1], 3) == [4, 0, 20, 1, 5, 1, 6, 1]
 
 
 def test_the_chain_depends_on_every_end_before():
-    events: list = []
-    recorder = Recorder(events.append)
-    recorder.finished("a", [([1, 2], "stop")])
-    recorder.finished("b", [([3], "length")])
-    other: list = []
-    second = Recorder(other.append)
-    second.finished("a", [([1, 9], "stop")])
-    second.finished("b", [([3], "length")])
+    def ends(*requests: tuple[str, list[int], str]) -> list:
+        events: list = []
+        recorder = Recorder(events.append)
+        for name, tokens, reason in requests:
+            state = RequestState(name, None, [1], SamplingParams(seed=1), None, (), 64, 0.0)
+            state.sequences[0].output_token_ids, state.sequences[0].finish_reason = tokens, reason
+            output = state.output()
+            assert output is not None
+            recorder.request_finished(state, output)
+        return events
+
+    events, other = ends(("a", [1, 2], "stop"), ("b", [3], "length")), ends(("a", [1, 9], "stop"), ("b", [3], "length"))
     assert events[1]["chain"] != other[1]["chain"] and events[1]["tokens"] == other[1]["tokens"]
 
 
@@ -324,7 +330,7 @@ def test_segments_are_held_and_released_again(tiny_model, tmp_path):
     assert tried == [(0, False, True), (0, True, False), (1, False, True), (1, True, False), (2, False, True)]
     assert [e["release"] for e in run.arrivals if "release" in e] == [1]
     said: list[str] = []
-    outcome = replay(run, config_of(run, {}), say=said.append)
+    outcome = replay(run, config_of(run, {}), remark=said.append)
     assert outcome.identical and outcome.requests == 11 and not said
     lines = [line for line in file.read_text().splitlines(keepends=True) if '"hold"' not in line]
     (tmp_path / "without.jsonl").write_text("".join(lines))
@@ -335,5 +341,5 @@ def test_a_segment_that_another_engine_cannot_hold_is_named(tiny_model, tmp_path
     with_segments(tiny_model, tmp_path / "run.jsonl")
     run = read_run(str(tmp_path / "run.jsonl"))
     said: list[str] = []
-    outcome = replay(run, config_of(run, {"max_num_batched_tokens": 8}), tokens_only=True, say=said.append)
+    outcome = replay(run, config_of(run, {"max_num_batched_tokens": 8}), tokens_only=True, remark=said.append)
     assert outcome.identical and said[0].startswith("segment 0 is not held before step"), "it is computed in more steps than it was"

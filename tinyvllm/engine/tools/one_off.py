@@ -1,47 +1,51 @@
-"""What is computed beside whatever runs, at once and in blocks that are free for the moment: logits of a prompt, and embeddings."""
+"""One-off forward passes outside the schedule, in blocks that are free for the moment: logits of a prompt, embeddings, kernel choices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tinyvllm.engine.engine import Engine
+from tinyvllm.engine.startup import DEVICE_LOCK
 from tinyvllm.errors import RequestError
 from tinyvllm.request import SamplingParams, Sequence
-from tinyvllm.scheduler import Scheduled, Scheduler
-
-if TYPE_CHECKING:
-    from tinyvllm.runner.runner import Runner
+from tinyvllm.scheduler import Scheduled
 
 
-def prompt_logits(runner: Runner, scheduler: Scheduler, token_ids: list[int]) -> np.ndarray:
+def prompt_logits(engine: Engine, token_ids: list[int]) -> np.ndarray:
     """Float32 logits [T, V] of every position of one prompt."""
-    return _in_free_blocks("prompt_logits", runner, scheduler, token_ids, runner.prompt_logits)
+    return _in_free_blocks("prompt_logits", engine, token_ids, engine.runner.prompt_logits)
 
 
-def embed(runner: Runner, scheduler: Scheduler, token_ids: list[int], pooling: str = "mean", normalize: bool = True) -> np.ndarray:
-    """One prompt as a vector float32 [E]: its hidden states' mean, or the last of them, made of length 1 where `normalize` says so."""
+def embed(engine: Engine, token_ids: list[int], pooling: str = "mean", normalize: bool = True) -> np.ndarray:
+    """One prompt as a vector float32 [E]: the mean of its hidden states, or the last one; of length 1 with `normalize`."""
     if pooling not in ("mean", "last"):
         raise RequestError(f"embed: pooling must be mean or last, got {pooling!r}")
-    states = _in_free_blocks("embed", runner, scheduler, token_ids, runner.states)
+    states = _in_free_blocks("embed", engine, token_ids, engine.runner.states)
     pooled: np.ndarray = states.mean(0) if pooling == "mean" else states[-1]
     return pooled / max(float(np.linalg.norm(pooled)), 1e-12) if normalize else pooled
 
 
-def _in_free_blocks(
-    speaker: str, runner: Runner, scheduler: Scheduler, token_ids: list[int], compute: Callable[[Scheduled], np.ndarray]
-) -> np.ndarray:
-    """What `compute` gives for each chunk of a prompt, joined."""
-    pool, V, size = scheduler.pool, runner.config.vocab_size, scheduler.limits.max_batched_tokens
-    if not token_ids or len(token_ids) > runner.max_model_len:
-        raise RequestError(f"{speaker}: expected 1 to {runner.max_model_len} tokens, got {len(token_ids)}")
+def kernel_choices(engine: Engine) -> list[tuple[str, str, str, str]]:
+    """Op, shape, kernel variant and reason of everything that runs here, after a prompt of two tokens and a decode were run to choose."""
+    prompt_logits(engine, [0, 0])
+    prompt_logits(engine, [0])
+    return [(choice.stem, choice.shape, choice.variant, choice.why) for choice in engine.runner.choices()]
+
+
+def _in_free_blocks(speaker: str, engine: Engine, token_ids: list[int], compute: Callable[[Scheduled], np.ndarray]) -> np.ndarray:
+    """The results of `compute` for the chunks of a prompt, concatenated."""
+    pool, V, size = engine.scheduler.pool, engine.runner.config.vocab_size, engine.scheduler.limits.max_batched_tokens
+    if not token_ids or len(token_ids) > engine.max_model_len:
+        raise RequestError(f"{speaker}: expected 1 to {engine.max_model_len} tokens, got {len(token_ids)}")
     if bad := next((t for t in token_ids if not 0 <= t < V), None):
         raise RequestError(f"{speaker}: token id {bad} is outside the vocabulary of {V}")
     sequence = Sequence(-1, speaker, list(token_ids), SamplingParams())
-    sequence.block_table = pool.allocate(pool.blocks_for(len(token_ids)))
-    try:
-        starts = range(0, len(token_ids), size)
-        return np.concatenate([compute(Scheduled(sequence, start, min(size, len(token_ids) - start), 0)) for start in starts])
-    finally:
-        pool.release(sequence.block_table)
+    with DEVICE_LOCK:
+        sequence.block_table = pool.allocate(pool.blocks_for(len(token_ids)))
+        try:
+            starts = range(0, len(token_ids), size)
+            return np.concatenate([compute(Scheduled(sequence, start, min(size, len(token_ids) - start), 0)) for start in starts])
+        finally:
+            pool.release(sequence.block_table)

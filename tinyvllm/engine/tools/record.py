@@ -1,158 +1,169 @@
-"""What came in and what was done with it, one JSON object a line, so that a run can be run again (replay.py).
+"""Recording of traffic: what an engine got and what it did, one JSON object a line, so that replay.py can run it again.
 
-    {"format": 1, ...}                                the engine: configuration, model, versions
-    {"add": id, "step", "t", "prompt", "params", "terms"}   a request as the engine took it, its drawn seed among the parameters
-    {"refused": id, "step", "t", "why"}               one that it did not take
+    {"format": 2, ...}                                the engine: configuration, model, versions
+    {"add": id, "step", "t", "prompt", "params", "options"}   a request as the engine runs it, its drawn seed among the parameters
+    {"refused": id, "step", "t", "why"}               a request that the scheduler refused
     {"abort": id, "step"}
-    {"hold": c, "step", "held", "tokens", "salt"}   a segment's blocks were to be held; its tokens where it is tried for the first time
-    {"release": c, "step"}   a segment that was held gave them up
-    {"step", "run": [n, index, start, tokens, ...], "rounds", "t"}   who computed what; n is the number of the request's `add` line
-    {"step", "on": rounds}                            the same again: all of the last step's decodes, each as many tokens on
-    {"step", "swap": true}, {"step", "expired": [n, ...], "t"}   what times have decided
-    {"end": id, "step", "tokens": [[...], ...], "reasons": [...], "chain"}   a request is over; the chain is a hash of all ends so far
+    {"hold": s, "step", "held", "tokens", "salt"}     the blocks of segment s were looked up to be held; its tokens at the first try
+    {"release": s, "step"}                            segment s gave its blocks up
+    {"step", "run": [n, index, start, tokens, ...], "rounds", "t"}   the entries of a schedule; n is the number of the request's `add` line
+    {"step", "on": rounds}                            the last step again: all of its decodes, each `rounds` tokens further
+    {"step", "swap": true}, {"step", "expired": [n, ...], "t"}   decisions that depended on times
+    {"end": id, "step", "tokens": [[...], ...], "reasons": [...], "chain"}   the end of a request; the chain is a hash of all ends so far
 
-`step` counts calls of Engine.step: what came between two has the number of the later one. `t` is in seconds of the engine's clock.
+`step` counts calls of Engine.step: events between two calls have the number of the later one. `t` is in seconds of the engine's clock.
+Format 1 names "options" "terms" and is otherwise the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinyvllm.config import VERSION, EngineConfig
-from tinyvllm.errors import OutputError
-from tinyvllm.request import BeamSearchParams, RequestOptions, SamplingParams
+from tinyvllm.engine.beam import BeamState
+from tinyvllm.engine.fingerprint import fingerprint
+from tinyvllm.engine.observer import Clock, EngineObserver
+from tinyvllm.engine.output import ActiveRequest
+from tinyvllm.errors import OutputError, TinyvllmError
+from tinyvllm.request import BeamSearchParams, RequestOutput
 from tinyvllm.scheduler import Schedule
 
-FORMAT = 1
+if TYPE_CHECKING:
+    from tinyvllm.runner.runner import Runner
+
+FORMAT = 2
 Event = dict[str, Any]
-SWITCHES = ("TINYVLLM_KERNELS", "TINYVLLM_THREADS", "TINYVLLM_AUTOTUNE")  # that may change a token or how the work is cut
+SWITCHES = ("TINYVLLM_KERNELS", "TINYVLLM_THREADS", "TINYVLLM_AUTOTUNE")  # that may change a token or how the work is divided
 
 
-class Recorder:
-    """Turns what the engine tells it into events and hands each to `write`."""
+class Recorder(EngineObserver):
+    """Turns the events of an engine into recorded ones, and hands each to `write`; `close` is called after the last."""
 
-    def __init__(self, write: Callable[[Event], None]):
-        self._write = write
+    def __init__(self, write: Callable[[Event], None], close: Callable[[], None] = lambda: None):
+        self._write, self._close = write, close
         self._step = 0
-        self._numbers: dict[str, int] = {}  # of the requests that run: their add lines, counted
-        self._added = 0
-        self._tried: set[int] = set()  # segments whose tokens are written down
-        self._decodes: list[int] | None = None  # what the next step is, if everybody just goes on
-        self._read: float | None = None  # the clock, as the scheduler read it last in this step
+        self._numbers: dict[str, int] = {}  # of the requests that run: the number of their add lines
+        self._num_added = 0
+        self._tried: set[int] = set()  # segments whose tokens are written
+        self._next_decodes: list[int] | None = None  # the next run, if it is the last one's decodes again
+        self._clock_read: float | None = None  # the last time that the scheduler read in this step
         self._chain = hashlib.blake2b(digest_size=8)
 
-    def watched(self, clock: Callable[[], float]) -> Callable[[], float]:
-        """The clock for the scheduler. What it has read decides who is late, so it belongs to the record."""
+    def engine_started(self, config: EngineConfig, runner: Runner) -> None:
+        checkpoint = runner.checkpoint
+        self._write(header_of(config, runner.pool.num_blocks, str(runner.dtype), checkpoint.config, checkpoint.tensors))
+
+    def engine_closed(self) -> None:
+        self._close()
+
+    def watch_clock(self, clock: Clock) -> Clock:
+        """The clock for the scheduler. Its readings decide which requests are late, so they are part of the recording."""
 
         def read() -> float:
-            self._read = clock()
-            return self._read
+            self._clock_read = clock()
+            return self._clock_read
 
         return read
 
-    def begin_step(self) -> None:
+    def step_started(self) -> None:
         self._step += 1
-        self._read = None
+        self._clock_read = None
 
-    def added(
-        self, request_id: str, prompt: list[int], params: SamplingParams | BeamSearchParams, options: RequestOptions, arrival: float
-    ) -> None:
-        """The engine has taken a request; `params` are those that it runs with."""
-        self._numbers[request_id], self._added = self._added, self._added + 1
-        self._decodes = None
+    def request_added(self, request: ActiveRequest) -> None:
+        self._numbers[request.request_id], self._num_added = self._num_added, self._num_added + 1
+        self._next_decodes = None
+        params = request.params
         event = {
-            "add": request_id,
+            "add": request.request_id,
             "step": self._step,
-            "t": arrival,
-            "prompt": prompt,
-            "params": changed(params),
-            "terms": changed(options),
+            "t": request.metrics.arrival,
+            "prompt": request.prompt_token_ids,
+            "params": changed_fields(params),
+            "options": changed_fields(request.options),
         }
         if isinstance(params, BeamSearchParams):
             event["beams"] = True
         elif params.logits_processors:
-            event["functions"] = "logits_processors"  # no text holds them
+            event["functions"] = "logits_processors"  # no text can hold them
         self._write(event)
 
-    def refused(self, request_id: str, why: str, now: float) -> None:
-        self._write({"refused": request_id, "step": self._step, "t": now, "why": why})
+    def request_refused(self, request: ActiveRequest, error: TinyvllmError) -> None:
+        self._write({"refused": request.request_id, "step": self._step, "t": request.metrics.arrival, "why": str(error)})
 
-    def aborted(self, request_id: str) -> None:
-        """Only of a request that runs."""
+    def request_aborted(self, request_id: str) -> None:
         self._write({"abort": request_id, "step": self._step})
 
-    def tried(self, segment: int, token_ids: list[int], salt: str | None, held: bool) -> None:
-        """The blocks of a segment of this number were to be held. Also a failure belongs to the record: the look-up counts as a use."""
-        event: Event = {"hold": segment, "step": self._step, "held": held}
-        if segment not in self._tried:
-            self._tried.add(segment)
-            event |= {"tokens": token_ids} | ({} if salt is None else {"salt": salt})
+    def segment_tried(self, number: int, token_ids: list[int], cache_salt: str | None, held: bool) -> None:
+        event: Event = {"hold": number, "step": self._step, "held": held}
+        if number not in self._tried:
+            self._tried.add(number)
+            event |= {"tokens": token_ids} | ({} if cache_salt is None else {"salt": cache_salt})
         self._write(event)
 
-    def released(self, segment: int) -> None:
-        self._tried.discard(segment)
-        self._write({"release": segment, "step": self._step})
+    def segment_released(self, number: int) -> None:
+        self._tried.discard(number)
+        self._write({"release": number, "step": self._step})
 
-    def settled(self, schedule: Schedule) -> None:
-        """What a new schedule has taken from whom, before anything runs."""
+    def step_scheduled(self, schedule: Schedule) -> None:
         if schedule.swap_out:
             self._write({"step": self._step, "swap": True})
         if schedule.expired:
             numbers = sorted({self._numbers.get(sequence.request_id, -1) for sequence in schedule.expired})
-            self._write({"step": self._step, "expired": numbers, "t": self._read})
+            self._write({"step": self._step, "expired": numbers, "t": self._clock_read})
 
-    def launched(self, schedule: Schedule, rounds: int = 1) -> None:
-        """A schedule runs, `rounds` times over."""
+    def step_launched(self, schedule: Schedule, owners: Mapping[int, ActiveRequest], num_steps: int = 1) -> None:
         run: list[int] = []
-        decodes = True
+        decodes_only = True
         for entry in schedule.entries:
             sequence = entry.sequence
             run += (self._numbers.get(sequence.request_id, -1), sequence.index, entry.start, entry.num_tokens)
-            decodes = decodes and entry.num_tokens == entry.num_logits == 1
-        same = run == self._decodes
-        event: Event = {"step": self._step, "on": rounds} if same else {"step": self._step, "run": run}
-        if rounds != 1 and not same:
-            event["rounds"] = rounds
-        if self._read is not None:
-            event["t"] = self._read
+            decodes_only = decodes_only and entry.num_tokens == entry.num_logits == 1
+        repeated = run == self._next_decodes
+        event: Event = {"step": self._step, "on": num_steps} if repeated else {"step": self._step, "run": run}
+        if num_steps != 1 and not repeated:
+            event["rounds"] = num_steps
+        if self._clock_read is not None:
+            event["t"] = self._clock_read
         self._write(event)
-        self._decodes = onward(run, rounds) if decodes else None
+        self._next_decodes = advanced_run(run, num_steps) if decodes_only else None
 
-    def finished(self, request_id: str, results: Iterable[tuple[list[int], str | None]]) -> None:
-        """A request is over: tokens and reason of every continuation that ran."""
-        self._numbers.pop(request_id, None)
-        tokens, reasons = [], []
-        for ids, reason in results:
-            tokens.append(ids)
-            reasons.append(reason)
-        self._chain.update(json.dumps([request_id, tokens, reasons]).encode())
-        self._write({"end": request_id, "step": self._step, "tokens": tokens, "reasons": reasons, "chain": self._chain.hexdigest()})
+    def request_finished(self, request: ActiveRequest, output: RequestOutput) -> None:
+        """Token ids and reason of every continuation that ran: with best_of more than the output has, of beams those that it has."""
+        self._numbers.pop(request.request_id, None)
+        if isinstance(request, BeamState):
+            ends = [(part.token_ids, part.finish_reason) for part in output.outputs]
+        else:
+            ends = [(sequence.output_token_ids, sequence.finish_reason) for sequence in request.sequences]
+        tokens, reasons = [ids for ids, _ in ends], [reason for _, reason in ends]
+        self._chain.update(json.dumps([request.request_id, tokens, reasons]).encode())
+        self._write({"end": request.request_id, "step": self._step, "tokens": tokens, "reasons": reasons, "chain": self._chain.hexdigest()})
 
 
-def onward(run: list[int], rounds: int) -> list[int]:
-    """A step's run, when each of its decodes has gone on by so many tokens."""
+def advanced_run(run: list[int], num_steps: int) -> list[int]:
+    """A step's run with each of its decodes `num_steps` tokens further."""
     later = run.copy()
-    later[2::4] = [start + rounds for start in run[2::4]]
+    later[2::4] = [start + num_steps for start in run[2::4]]
     return later
 
 
-def record_to(path: str, header: Event) -> Recorder:
-    """A recorder into a new file. OutputError if it is there already, or cannot be written.
+def record_to(path: str) -> Recorder:
+    """A recorder into a new file. OutputError if the file exists and is not empty, or cannot be written.
 
-    A disk that fills up later ends the record, with a word on stderr, and not the run.
+    A disk that is full later ends the recording, with a line on stderr, and not the run.
     """
     target = Path(path).expanduser()
     if target.exists() and target.stat().st_size:
-        raise OutputError(f"record: {path} is there already; move it away or name another file")
+        raise OutputError(f"record: {path} exists already; move it away or name another file")
     try:
         file = open(target, "w", encoding="utf-8", buffering=1)  # noqa: SIM115  open as long as the engine; each line is written at once
     except OSError as error:
@@ -165,19 +176,19 @@ def record_to(path: str, header: Event) -> Recorder:
         try:
             file.write(encode(event) + "\n")
         except OSError as error:
-            print(f"tinyvllm: record: {path} ends here, the run goes on: {error.strerror or error}", file=sys.stderr)
-            try:
-                file.close()
-            except OSError:
-                pass  # what is buffered is what could not be written
+            print(f"tinyvllm: record: {path} ends here, the engine continues: {error.strerror or error}", file=sys.stderr)
+            close()
 
-    write(header)
-    return Recorder(write)
+    def close() -> None:
+        with contextlib.suppress(OSError):  # what is still buffered could not be written
+            file.close()
+
+    return Recorder(write, close)
 
 
 def header_of(config: EngineConfig, num_blocks: int, dtype: str, model: Mapping[str, Any], tensors: Mapping[str, Any]) -> Event:
-    """The first line. `num_blocks` and `dtype` are what the engine came to; `model` and `tensors` the checkpoint's description and data."""
-    # the blocks stand for what sized them; max_model_len stays as it was given, as positions of some models depend on it
+    """The first line. The engine chose `num_blocks` and `dtype`; `model` and `tensors` are the checkpoint's description and data."""
+    # the number of blocks replaces what it was computed from; max_model_len stays as it was given: positions of some models depend on it
     settings = dataclasses.asdict(config) | {"num_blocks": num_blocks, "kv_memory": None, "record": None}
     return {
         "format": FORMAT,
@@ -185,34 +196,22 @@ def header_of(config: EngineConfig, num_blocks: int, dtype: str, model: Mapping[
         "dtype": dtype,
         "fingerprint": fingerprint(model, tensors),
         "switches": {name: os.environ[name] for name in SWITCHES if name in os.environ},
-        "versions": {"tinyvllm": VERSION, "python": platform.python_version()}
-        | {name: version(name) for name in ("tinygrad", "numpy")},
+        "versions": {"tinyvllm": VERSION, "python": platform.python_version()} | {name: version(name) for name in ("tinygrad", "numpy")},
     }
 
 
-def fingerprint(model: Mapping[str, Any], tensors: Mapping[str, Any]) -> str:
-    """A hash of a checkpoint's description and of each tensor's name, format, shape and first bytes: a page of each is read, no more."""
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(json.dumps(model, sort_keys=True, default=str).encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(f"{name} {tensor.format} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.data.reshape(-1)[:64].tobytes())
-    return digest.hexdigest()
-
-
-def changed(params: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are not as by default, as JSON knows them; functions are left out."""
-    found: dict[str, Any] = {}
+def changed_fields(params: Any) -> dict[str, Any]:
+    """The fields of a dataclass that differ from their defaults, as JSON has them; functions are left out."""
+    fields: dict[str, Any] = {}
     for field in dataclasses.fields(params):
         value = getattr(params, field.name)
         if field.name == "logits_processors" or value == field.default:
             continue
         if dataclasses.is_dataclass(value):
-            value = changed(value)
+            value = changed_fields(value)
         elif isinstance(value, tuple):
             if not value:
                 continue
             value = list(value)
-        found[field.name] = value
-    return found
+        fields[field.name] = value
+    return fields

@@ -1,7 +1,7 @@
-"""A recorded run once more: the same arrivals and aborts before the same steps, and where what comes out differs from what came.
+"""Replay of a recording: the same arrivals and aborts before the same steps, and the first difference between the results.
 
-What times decided is taken from the record: the clock shows what it showed, who was refused is not asked for again, and blocks are swapped
-in the steps in which they were. Everything else the engine decides anew.
+What depended on times is taken from the recording: the clock shows the recorded times, refused requests are not sent again, and blocks are
+swapped in the recorded steps. Everything else is decided by the engine that runs now.
 """
 
 from __future__ import annotations
@@ -18,29 +18,31 @@ from typing import Any
 
 from tinyvllm.config import EngineConfig, nearest, resolve
 from tinyvllm.engine.engine import Engine
+from tinyvllm.engine.fingerprint import fingerprint
 from tinyvllm.engine.segments import Segment
-from tinyvllm.engine.tools.record import FORMAT, SWITCHES, Event, Recorder, fingerprint, onward
+from tinyvllm.engine.tools.record import FORMAT, SWITCHES, Event, Recorder, advanced_run
 from tinyvllm.errors import ArgumentError, FormatError, RequestError
 from tinyvllm.request import BeamSearchParams, RequestOptions, SamplingParams, StructuredOutputsParams
 from tinyvllm.scheduler import Rates
 
-_FROM_OUTSIDE = {"add", "abort", "refused", "hold", "release"}
-_CUT = ("abort", "deadline")  # reasons whose moment depends on the step, so that another schedule leaves more or fewer tokens
+READABLE = (1, FORMAT)
+_ARRIVALS = {"add", "abort", "refused", "hold", "release"}
+_CUT = ("abort", "deadline")  # reasons that depend on the step: in another schedule the output may be longer or shorter
 
 
 @dataclass(frozen=True)
 class Run:
-    """A recorded file, read. `schedule` holds n, index, start, tokens of every entry, and the rounds, by step."""
+    """A recording that was read. `schedule` has n, index, start, tokens of every entry, and the rounds, by step."""
 
     path: str
     header: Event
-    arrivals: list[Event]  # what came in: add, abort, refused, hold and release events in their order
+    arrivals: list[Event]  # add, abort, refused, hold and release events in their order
     schedule: dict[int, tuple[list[int], int]]
     ends: list[Event]
-    times: list[tuple[int, float]]  # what the clock showed in a step
+    times: list[tuple[int, float]]  # the time of the clock in a step
     swapped: frozenset[int]  # steps
     last_step: int
-    whole: bool  # False: the last line is cut off
+    complete: bool  # False: the last line is cut off
 
     @property
     def added(self) -> list[Event]:
@@ -49,7 +51,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token that differs. `step` is the recorded step that computed it, None where that is not known."""
+    """The first token that differs. `step` is the recorded step that computed it, None if that is not known."""
 
     request_id: str
     continuation: int
@@ -61,16 +63,16 @@ class Difference:
 
 @dataclass
 class Outcome:
-    """What a replay found. `step` is the first step whose schedule differs, with both runs of (request, continuation, start, tokens)."""
+    """The result of a replay. `step` is the first step whose schedule differs, with both runs of (request, continuation, start, tokens)."""
 
-    requests: int = 0  # that were over in the record
+    requests: int = 0  # that finished in the recording
     tokens: int = 0
     difference: Difference | None = None
     step: int | None = None
     expected: list[tuple[str, int, int, int]] = field(default_factory=list)
     got: list[tuple[str, int, int, int]] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-    refused: int = 0  # in the record
+    skipped: list[str] = field(default_factory=list)
+    refused: int = 0  # in the recording
 
     @property
     def identical(self) -> bool:
@@ -81,21 +83,21 @@ class Outcome:
 
 
 def read_run(path: str) -> Run:
-    """A file that a Recorder has written. ArgumentError if it is not there, FormatError if it is something else.
+    """Read a file that a Recorder wrote. ArgumentError if it cannot be read, FormatError if it is something else.
 
-    A last line that is cut off, as of a process that was killed, is passed over and told by `whole`.
+    A last line that is cut off, as by a process that was killed, is skipped, and `complete` is False.
     """
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except OSError as error:
         raise ArgumentError(f"replay: cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise FormatError(f"replay: {path} is no text; expected what --record has written") from error
+        raise FormatError(f"replay: {path} is not UTF-8 text; expected a file that --record wrote") from error
     lines = text.split("\n")
     events = [_parsed(path, number, line) for number, line in enumerate(lines[:-1], 1) if line]
-    if not events or events[0].get("format") != FORMAT or not isinstance(events[0].get("config"), dict):
-        raise FormatError(f"replay: {path} does not begin like a record of format {FORMAT}; expected what --record has written")
-    return _sorted_out(path, events, whole=not lines[-1])
+    if not events or events[0].get("format") not in READABLE or not isinstance(events[0].get("config"), dict):
+        raise FormatError(f"replay: {path} does not begin like a recording of format 1 or {FORMAT}; expected a file that --record wrote")
+    return _run_of(path, events, complete=not lines[-1])
 
 
 def _parsed(path: str, number: int, line: str) -> Event:
@@ -104,109 +106,108 @@ def _parsed(path: str, number: int, line: str) -> Event:
     except ValueError as error:
         raise FormatError(f"replay: {path}:{number} is not JSON: {error}") from error
     if not isinstance(event, dict) or (number > 1 and type(event.get("step")) is not int):
-        raise FormatError(f"replay: {path}:{number} is no event of a record: {line[:60]!r}")
+        raise FormatError(f"replay: {path}:{number} is not an event of a recording: {line[:60]!r}")
     return event
 
 
-def _sorted_out(path: str, events: list[Event], whole: bool) -> Run:
+def _run_of(path: str, events: list[Event], complete: bool) -> Run:
     header, *rest = events
     try:
         return Run(
-            path, header, [e for e in rest if _FROM_OUTSIDE & e.keys()], schedule_of(rest), [e for e in rest if "end" in e],
+            path, header, [e for e in rest if _ARRIVALS & e.keys()], schedule_of(rest), [e for e in rest if "end" in e],
             [(e["step"], e["t"]) for e in rest if "add" not in e and e.get("t") is not None],
-            frozenset(e["step"] for e in rest if "swap" in e), max((e["step"] for e in rest), default=0), whole,
+            frozenset(e["step"] for e in rest if "swap" in e), max((e["step"] for e in rest), default=0), complete,
         )  # fmt: skip
     except (KeyError, TypeError, IndexError) as error:
-        raise FormatError(f"replay: {path}: an event of the record lacks something: {error!r}") from error
+        raise FormatError(f"replay: {path}: an event lacks a field: {error!r}") from error
 
 
 def schedule_of(events: list[Event]) -> dict[int, tuple[list[int], int]]:
-    """By step, what ran, with the steps written out that only went on, and how many times over."""
-    found: dict[int, tuple[list[int], int]] = {}
+    """The entries that ran, by step, and how many times in a row; repeated steps are written out."""
+    schedule: dict[int, tuple[list[int], int]] = {}
     run, rounds = [], 1
     for event in events:
         if "run" in event:
             run, rounds = event["run"], event.get("rounds", 1)
         elif "on" in event:
-            run, rounds = onward(run, rounds), event["on"]
+            run, rounds = advanced_run(run, rounds), event["on"]
         else:
             continue
-        found[event["step"]] = run, rounds
-    return found
+        schedule[event["step"]] = run, rounds
+    return schedule
 
 
 # --- running
 
 
 def config_of(run: Run, overrides: dict[str, Any]) -> EngineConfig:
-    """The recorded engine's configuration with `overrides` in place of its own. ArgumentError for what is no option of this version."""
+    """The recorded engine's configuration with some options overridden. ArgumentError for a recorded option that this version lacks."""
     settings = dict(run.header["config"])
     known = [f.name for f in fields(EngineConfig)]
     for name, value in list(settings.items()):
         if name not in known:
             hint = nearest(name, known)
-            raise ArgumentError(f"replay: {run.path} was recorded with {name}={value!r}, which this version does not know{hint}")
-    # what a folder held at the time is not in the record
+            raise ArgumentError(f"replay: {run.path} was recorded with {name}={value!r}, which is not an option of this version{hint}")
+    # the recording does not have the blocks that the folder had
     settings |= {"record": None, "prefix_cache_dir": None} | overrides
     if overrides.get("kv_memory") is not None and "num_blocks" not in overrides:
         settings["num_blocks"] = None
     return resolve(settings.pop("model"), **settings)
 
 
-def replay(run: Run, config: EngineConfig, tokens_only: bool = False, say: Callable[[str], None] = lambda text: None) -> Outcome:
-    """Run it again and compare. With `tokens_only` the schedule may differ: then times do not count, and a request that was cut off need
-    only agree as far as both go.
+def replay(run: Run, config: EngineConfig, tokens_only: bool = False, remark: Callable[[str], None] = lambda text: None) -> Outcome:
+    """Run it again and compare. With `tokens_only` the schedule may differ: then times do not count, and of a request that was aborted or
+    late only the tokens that both runs have must agree.
 
-    `say` gets remarks about what is not as it was. ArgumentError where the record cannot be run: a request with functions in it
-    (`tokens_only` leaves it out), or a model that is another than the recorded one.
+    `remark` gets a line for each condition that differs from the recording. ArgumentError if the recording cannot be run: it has a request
+    with logits processors (`tokens_only` skips it), or the model is not the recorded one.
     """
-    left_out = [event["add"] for event in run.added if "functions" in event]
-    if left_out and not tokens_only:
+    skipped = [event["add"] for event in run.added if "functions" in event]
+    if skipped and not tokens_only:
         raise ArgumentError(
-            f"replay: request {left_out[0]} has logits processors, and functions cannot be recorded; --tokens-only leaves it out and "
-            "compares the others"
+            f"replay: request {skipped[0]} has logits processors, which cannot be recorded; --tokens-only skips it and compares the others"
         )
     events: list[Event] = []
     clock = _RecordedClock(run) if not tokens_only else time.monotonic
-    engine = Engine(config, recorder=Recorder(events.append), clock=clock)
+    engine = Engine(config, observers=[Recorder(events.append)], clock=clock)
     try:
-        _check(run, engine, config, say)
+        _check(run, engine, config, remark)
         if not tokens_only:
             engine.scheduler.rates = _RecordedRates()
-        _drive(run, _Arrivals(engine, clock, tokens_only, say), tokens_only)
+        _drive(run, _Arrivals(engine, clock, tokens_only, remark), tokens_only)
     finally:
         engine.close()
-    return compare(run, events, tokens_only, left_out)
+    return compare(run, events, tokens_only, skipped)
 
 
-def _check(run: Run, engine: Engine, config: EngineConfig, say: Callable[[str], None]) -> None:
+def _check(run: Run, engine: Engine, config: EngineConfig, remark: Callable[[str], None]) -> None:
     checkpoint = engine.runner.checkpoint
     if fingerprint(checkpoint.config, checkpoint.tensors) != run.header.get("fingerprint"):
         if config.model == run.header["config"]["model"]:
-            raise ArgumentError(f"replay: {config.model} is not the model that it was when {run.path} was recorded; --model names another")
-        say(f"another model than the recorded {run.header['config']['model']}")
+            raise ArgumentError(f"replay: {config.model} has changed since {run.path} was recorded; --model names another model")
+        remark(f"another model than the recorded {run.header['config']['model']}")
     for name in ("device", "dtype"):
         now = str(engine.config.device if name == "device" else engine.runner.dtype)
         then = str(run.header["config"]["device"] if name == "device" else run.header.get("dtype"))
         if now != then:
-            say(f"{name} {now}, recorded with {then}")
+            remark(f"{name} {now}, recorded with {then}")
     switches = {name: os.environ[name] for name in SWITCHES if name in os.environ}
     if switches != run.header.get("switches"):
-        say(f"environment {switches or 'without switches'}, recorded with {run.header.get('switches') or 'none'}")
+        remark(f"environment {switches or 'without switches'}, recorded with {run.header.get('switches') or 'none'}")
     if run.header["config"].get("prefix_cache_dir"):
-        say("recorded with a prefix cache from disk, which is empty here: the schedule may differ")
-    if not run.whole:
-        say("the record's last line is cut off")
+        remark("recorded with a prefix cache from disk, which is empty here: the schedule may differ")
+    if not run.complete:
+        remark("the last line of the recording is cut off")
 
 
 class _RecordedClock:
-    """Shows what the recorded engine's clock showed. `step` and `now` are set by whoever drives the engine."""
+    """Shows the times of the recorded engine's clock. The loop that drives the engine sets `now`."""
 
     def __init__(self, run: Run):
         self._times = dict(run.times)
         self.now = run.added[0]["t"] if run.added else 0.0
 
-    def turn_to(self, step: int) -> None:
+    def set_step(self, step: int) -> None:
         self.now = self._times.get(step, self.now)
 
     def __call__(self) -> float:
@@ -214,7 +215,7 @@ class _RecordedClock:
 
 
 class _RecordedRates(Rates):
-    """Rates by which a swap costs nothing while `swaps` is set and too much else, and nobody would be late."""
+    """Rates by which a swap costs nothing while `swaps` is set and too much otherwise, and by which no request would be late."""
 
     swaps = False
 
@@ -238,31 +239,31 @@ def _drive(run: Run, arrivals: _Arrivals, tokens_only: bool) -> None:
     arrival = next(waiting, None)
     while arrival is not None or step < run.last_step or (tokens_only and engine.has_work()):
         while arrival is not None and arrival["step"] <= step:
-            arrivals.take(arrival)
+            arrivals.apply(arrival)
             arrival = next(waiting, None)
         step += 1
         for request_id in late.get(step, ()):
             engine.abort(request_id)
         if isinstance(clock, _RecordedClock):
-            clock.turn_to(step)
+            clock.set_step(step)
         rates = engine.scheduler.rates
         if isinstance(rates, _RecordedRates):
             rates.swaps = step in run.swapped
         engine.step()
         if isinstance(rates, _RecordedRates):
-            rates.swaps = False  # between steps they tell who would be late
+            rates.swaps = False  # between steps they predict which requests would be late
 
 
 class _Arrivals:
-    """What came in between the steps, done to another engine."""
+    """Applies the recorded arrivals to the engine that runs now."""
 
-    def __init__(self, engine: Engine, clock: Callable[[], float], tokens_only: bool, say: Callable[[str], None]):
+    def __init__(self, engine: Engine, clock: Callable[[], float], tokens_only: bool, remark: Callable[[str], None]):
         self.engine, self.clock = engine, clock
-        self._tokens_only, self._say = tokens_only, say
-        self._tried: dict[int, Event] = {}  # the first event of each segment that is not held: it has the tokens
+        self._tokens_only, self._remark = tokens_only, remark
+        self._tried: dict[int, Event] = {}  # the first event of each segment that is not held yet: it has the tokens
         self._segments: dict[int, Segment] = {}
 
-    def take(self, event: Event) -> None:
+    def apply(self, event: Event) -> None:
         if "abort" in event:
             self.engine.abort(event["abort"])
         elif "add" in event and "functions" not in event:
@@ -275,13 +276,13 @@ class _Arrivals:
     def _add(self, event: Event) -> None:
         if isinstance(self.clock, _RecordedClock):
             self.clock.now = event["t"]
-        options = dict(event["terms"])
+        options = dict(event["options"] if "options" in event else event["terms"])
         if self._tokens_only:
             options = {name: value for name, value in options.items() if "deadline" not in name}
         self.engine.add(event["add"], list(event["prompt"]), _params(event), None, RequestOptions(**options))
 
     def _hold(self, event: Event) -> None:
-        """One try, as then. With other limits it may end otherwise; that is said, and the run goes on."""
+        """One try, as in the recording. With other limits its result may differ; then there is a remark, and the run continues."""
         number, segments, held = event["hold"], self.engine.segments, False
         first = self._tried.setdefault(number, event)
         with contextlib.suppress(RequestError):  # too many blocks, or no prefix cache
@@ -290,7 +291,7 @@ class _Arrivals:
                 self._segments[number] = segment
         if held != event["held"]:
             words = ("is not held", "was") if event["held"] else ("is held", "was not")
-            self._say(f"segment {number} {words[0]} before step {event['step'] + 1}, and {words[1]} in the record")
+            self._remark(f"segment {number} {words[0]} before step {event['step'] + 1}, and {words[1]} in the recording")
         if event["held"]:
             del self._tried[number]
 
@@ -309,12 +310,12 @@ def _params(event: Event) -> SamplingParams | BeamSearchParams:
 # --- comparing
 
 
-def compare(run: Run, events: list[Event], tokens_only: bool = False, left_out: list[str] | None = None) -> Outcome:
-    """What was recorded against the events of a replay."""
-    left_out = left_out or []
-    expected = [end for end in run.ends if end["end"] not in left_out]
+def compare(run: Run, events: list[Event], tokens_only: bool = False, skipped: list[str] | None = None) -> Outcome:
+    """Compare a recording with the events of a replay."""
+    skipped = skipped or []
+    expected = [end for end in run.ends if end["end"] not in skipped]
     tokens = sum(len(ids) for end in expected for ids in end["tokens"])
-    outcome = Outcome(len(expected), tokens, left_out=left_out, refused=sum("refused" in event for event in run.arrivals))
+    outcome = Outcome(len(expected), tokens, skipped=skipped, refused=sum("refused" in event for event in run.arrivals))
     outcome.difference = _first_difference(run, expected, [event for event in events if "end" in event], tokens_only)
     if not tokens_only:
         _compare_schedules(run, schedule_of(events), [event["add"] for event in events if "add" in event], outcome)
@@ -322,24 +323,24 @@ def compare(run: Run, events: list[Event], tokens_only: bool = False, left_out: 
 
 
 def _first_difference(run: Run, expected: list[Event], got: list[Event], tokens_only: bool) -> Difference | None:
-    """Of the requests in the order of their recorded ends, the one whose differing token was computed first."""
+    """The differing token that was computed first; among equals the request that ended first in the recording."""
     ends: dict[str, list[Event]] = {}
     for event in got:
-        ends.setdefault(event["end"], []).append(event)  # a name may be used again
-    found: list[Difference] = []
+        ends.setdefault(event["end"], []).append(event)  # an id may be used again
+    differences: list[Difference] = []
     for end in expected:
         mine = ends.get(end["end"], [])
         if not mine:
-            found.append(Difference(end["end"], 0, 0, end["reasons"], "no end", end["step"]))
+            differences.append(Difference(end["end"], 0, 0, end["reasons"], "no end", end["step"]))
             continue
-        found += _differences(run, end, mine.pop(0), tokens_only)
-    return min(found, key=lambda d: math.inf if d.step is None else d.step, default=None)
+        differences += _differences(run, end, mine.pop(0), tokens_only)
+    return min(differences, key=lambda d: math.inf if d.step is None else d.step, default=None)
 
 
 def _differences(run: Run, end: Event, mine: Event, tokens_only: bool) -> Iterator[Difference]:
     cut = tokens_only and any(reason in _CUT for reason in (*end["reasons"], *mine["reasons"]))
     if cut and any("beams" in event for event in run.added if event["add"] == end["end"]):
-        return  # the best of a search so far is nothing that another schedule would have to agree with
+        return  # the best beams so far depend on the step at which the search was cut off
     if len(end["tokens"]) != len(mine["tokens"]):
         yield Difference(end["end"], 0, 0, f"{len(end['tokens'])} continuations", f"{len(mine['tokens'])}", end["step"])
         return
@@ -355,13 +356,13 @@ def _differences(run: Run, end: Event, mine: Event, tokens_only: bool) -> Iterat
 def _step_of(run: Run, request_id: str, continuation: int, index: int) -> int | None:
     """The recorded step that drew a token: it computed the token before it, and was the last to do so."""
     numbers = [n for n, event in enumerate(run.added) if event["add"] == request_id]
-    places = {n: len(run.added[n]["prompt"]) + index - 1 for n in numbers}
-    found = None
+    positions = {n: len(run.added[n]["prompt"]) + index - 1 for n in numbers}
+    last = None
     for step, (entries, rounds) in run.schedule.items():
         for n, i, start, count in zip(*(entries[k::4] for k in range(4)), strict=True):
-            if n in places and i == continuation and start <= places[n] < start + count * rounds:
-                found = step
-    return found
+            if n in positions and i == continuation and start <= positions[n] < start + count * rounds:
+                last = step
+    return last
 
 
 def _compare_schedules(run: Run, got: dict[int, tuple[list[int], int]], names: list[str], outcome: Outcome) -> None:

@@ -1,0 +1,42 @@
+"""What LLM and AsyncLLM share: the start of an engine, the hand-over of a request, and the request that computes a segment."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tinyvllm.config import EngineConfig
+from tinyvllm.engine.prompt import Encoded
+from tinyvllm.engine.segments import Segment
+from tinyvllm.engine.startup import Progress
+from tinyvllm.request import BeamSearchParams, RequestOptions, SamplingParams
+
+if TYPE_CHECKING:
+    from tinyvllm.engine.engine import Engine
+
+
+def start_engine(config: EngineConfig, progress: Progress | None) -> Engine:
+    """Load the model. Its traffic is recorded if the configuration has `record`: OutputError if that file cannot be written."""
+    from tinyvllm.engine.engine import Engine  # tinygrad comes with it, and a wrong option is reported without waiting for that
+    from tinyvllm.engine.tools.record import record_to
+
+    observers = [] if config.record is None else [record_to(config.record)]
+    try:
+        return Engine(config, progress, observers=observers)
+    except BaseException:
+        for observer in observers:
+            observer.engine_closed()
+        raise
+
+
+def submit(
+    engine: Engine, request_id: str, encoded: Encoded, params: SamplingParams | BeamSearchParams, options: RequestOptions | None
+) -> None:
+    """Queue an encoded prompt; the errors of Engine.add, and ArgumentError for segments that the request may not use."""
+    engine.segments.check_use(encoded.segments, options)
+    engine.add(request_id, encoded.token_ids, params, encoded.text, options)
+
+
+def prefill_options(segment: Segment, options: RequestOptions | None = None) -> RequestOptions:
+    """The options of the request that computes a segment: priority and key of `options`, and the salt of the segment."""
+    options = options or RequestOptions()
+    return RequestOptions(options.priority, key=options.key, cache_salt=segment.cache_salt)

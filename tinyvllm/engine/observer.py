@@ -1,0 +1,142 @@
+"""The events of an engine, for statistics and recordings. An observer reads them; it changes nothing that a request gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from tinyvllm.config import EngineConfig
+from tinyvllm.engine.output import ActiveRequest
+from tinyvllm.errors import TinyvllmError
+from tinyvllm.request import RequestOutput
+from tinyvllm.scheduler import Schedule
+
+if TYPE_CHECKING:
+    from tinyvllm.runner.runner import Runner
+
+Clock = Callable[[], float]
+
+
+class EngineObserver:
+    """One method an event. All of them do nothing here: an observer overrides those that it needs."""
+
+    def engine_started(self, config: EngineConfig, runner: Runner) -> None:
+        """The model is loaded; no request has come yet."""
+
+    def engine_closed(self) -> None:
+        """The engine is closed, or its start failed: no event follows."""
+
+    def watch_clock(self, clock: Clock) -> Clock:
+        """The clock that the scheduler gets in place of `clock`; what it reads decides about deadlines."""
+        return clock
+
+    def request_added(self, request: ActiveRequest) -> None:
+        """The request is in the queue, its drawn seed among its parameters."""
+
+    def request_refused(self, request: ActiveRequest, error: TinyvllmError) -> None:
+        """The scheduler did not take the request."""
+
+    def request_aborted(self, request_id: str) -> None:
+        """The caller ended a request that runs or waits."""
+
+    def request_finished(self, request: ActiveRequest, output: RequestOutput) -> None:
+        """`output` is the last one of the request."""
+
+    def step_started(self) -> None:
+        """A step begins."""
+
+    def phase_ended(self, phase: str) -> None:
+        """The time since the last event of this name, or since the step began, was spent on schedule, prepare, run, sample or output."""
+
+    def step_scheduled(self, schedule: Schedule) -> None:
+        """The scheduler chose a new step (not a reused one); neither its blocks nor its ended sequences are taken care of yet."""
+
+    def blocks_moved(self, schedule: Schedule, seconds: float) -> None:
+        """The blocks of a schedule were swapped and copied."""
+
+    def step_launched(self, schedule: Schedule, owners: Mapping[int, ActiveRequest], num_steps: int) -> None:
+        """A schedule runs `num_steps` times in a row; `owners` has the request of each sequence id."""
+
+    def tokens_appended(self, request: ActiveRequest, count: int, forced: bool = False) -> None:
+        """A sequence of the request got `count` tokens; `forced` if they follow without a choice and were not drawn."""
+
+    def step_finished(self) -> None:
+        """The step is over and its outputs are made."""
+
+    def segment_tried(self, number: int, token_ids: list[int], cache_salt: str | None, held: bool) -> None:
+        """The blocks of a segment were looked up to be held. Also a failure matters for a recording: the look-up counts as a use."""
+
+    def segment_released(self, number: int) -> None:
+        """A segment gave its blocks up."""
+
+
+class Observers(EngineObserver):
+    """Passes every event on to several observers, in their order."""
+
+    def __init__(self, observers: Iterable[EngineObserver]):
+        self._observers = tuple(observers)
+
+    def engine_started(self, config: EngineConfig, runner: Runner) -> None:
+        for observer in self._observers:
+            observer.engine_started(config, runner)
+
+    def engine_closed(self) -> None:
+        for observer in self._observers:
+            observer.engine_closed()
+
+    def watch_clock(self, clock: Clock) -> Clock:
+        for observer in self._observers:
+            clock = observer.watch_clock(clock)
+        return clock
+
+    def request_added(self, request: ActiveRequest) -> None:
+        for observer in self._observers:
+            observer.request_added(request)
+
+    def request_refused(self, request: ActiveRequest, error: TinyvllmError) -> None:
+        for observer in self._observers:
+            observer.request_refused(request, error)
+
+    def request_aborted(self, request_id: str) -> None:
+        for observer in self._observers:
+            observer.request_aborted(request_id)
+
+    def request_finished(self, request: ActiveRequest, output: RequestOutput) -> None:
+        for observer in self._observers:
+            observer.request_finished(request, output)
+
+    def step_started(self) -> None:
+        for observer in self._observers:
+            observer.step_started()
+
+    def phase_ended(self, phase: str) -> None:
+        for observer in self._observers:
+            observer.phase_ended(phase)
+
+    def step_scheduled(self, schedule: Schedule) -> None:
+        for observer in self._observers:
+            observer.step_scheduled(schedule)
+
+    def blocks_moved(self, schedule: Schedule, seconds: float) -> None:
+        for observer in self._observers:
+            observer.blocks_moved(schedule, seconds)
+
+    def step_launched(self, schedule: Schedule, owners: Mapping[int, ActiveRequest], num_steps: int) -> None:
+        for observer in self._observers:
+            observer.step_launched(schedule, owners, num_steps)
+
+    def tokens_appended(self, request: ActiveRequest, count: int, forced: bool = False) -> None:
+        for observer in self._observers:
+            observer.tokens_appended(request, count, forced)
+
+    def step_finished(self) -> None:
+        for observer in self._observers:
+            observer.step_finished()
+
+    def segment_tried(self, number: int, token_ids: list[int], cache_salt: str | None, held: bool) -> None:
+        for observer in self._observers:
+            observer.segment_tried(number, token_ids, cache_salt, held)
+
+    def segment_released(self, number: int) -> None:
+        for observer in self._observers:
+            observer.segment_released(number)

@@ -1,0 +1,150 @@
+"""The stages of a step: schedule, prepare, launch, constrain, sample, append. The loops in loop.py put them together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tinyvllm.engine.constraints import Failures, TokenConstraints
+from tinyvllm.engine.observer import EngineObserver
+from tinyvllm.engine.requests import ActiveRequests
+from tinyvllm.engine.scoring import PromptScoring
+from tinyvllm.request import Sequence
+from tinyvllm.scheduler import Schedule, Scheduler
+
+if TYPE_CHECKING:
+    from tinyvllm.runner.runner import Logits, PreparedStep, Reading, Runner
+    from tinyvllm.sampling.sampler import Sampler, SamplingFlags
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step on its way: what the scheduler chose, its inputs on the device, and the sequence of each row of logits."""
+
+    schedule: Schedule
+    inputs: PreparedStep
+    sequences: list[Sequence]
+    flags: SamplingFlags
+
+
+class Stages:
+    """One method a stage, each for one step of one engine."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        sampler: Sampler,
+        constraints: TokenConstraints,
+        requests: ActiveRequests,
+        scoring: PromptScoring,
+        observer: EngineObserver,
+    ):
+        self.runner, self.sampler, self.constraints = runner, sampler, constraints
+        self.requests, self.scoring, self.observer = requests, scoring, observer
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.requests.scheduler
+
+    def schedule(self) -> Schedule:
+        """Choose what runs. Before it runs, ended and preempted sequences are dealt with, and blocks are where it needs them."""
+        schedule = self.scheduler.schedule()
+        if not schedule.reused:
+            self.observer.step_scheduled(schedule)
+            self.requests.settle(schedule)
+            self._move_blocks(schedule)
+        self.observer.phase_ended("schedule")
+        if not schedule.reused:
+            self.requests.join_sampler(schedule)
+        return schedule
+
+    def _move_blocks(self, schedule: Schedule) -> None:
+        if schedule.swap_out or schedule.swap_in or schedule.copies:
+            start = time.perf_counter()
+            self.runner.move(schedule)
+            self.observer.blocks_moved(schedule, time.perf_counter() - start)
+
+    def prepare(self, schedule: Schedule) -> Step:
+        """Lay the step out on the device, and start to compute the masks of its grammars."""
+        inputs = self.runner.prepare(schedule)
+        sequences = [entry.sequence for entry in inputs.logit_rows]
+        flags = self.sampler.prepare(sequences, inputs.num_logits, schedule.reused)
+        self.constraints.start_masks(sequences)
+        return Step(schedule, inputs, sequences, flags)
+
+    def launch(self, step: Step, num_steps: int = 1) -> Logits:
+        """Start the forward pass. The scheduler counts the tokens of all `num_steps` as computed."""
+        self.observer.phase_ended("prepare")
+        self.observer.step_launched(step.schedule, self.requests.owners, num_steps)
+        logits = self.runner.launch(step.inputs)
+        self.scheduler.advance(step.schedule, num_steps)
+        return logits
+
+    def launch_whole(self, step: Step) -> Reading:
+        """Start forward pass, draw and advance of a step of decodes as one launch; its tokens [B] are read later."""
+        inputs, flags = step.inputs, step.flags
+        tokens = self.runner.decode(inputs, self.sampler.step(inputs.num_logits, flags), flags, plain=not flags)
+        self.sampler.drawn(inputs.num_logits, flags, 1)
+        self.observer.step_launched(step.schedule, self.requests.owners, 1)
+        self.scheduler.advance(step.schedule)
+        self.observer.phase_ended("prepare")
+        return tokens
+
+    def constrain(self, step: Step, logits: Logits) -> Failures:
+        """Send the masks and run the logits processors; the sequences for which that failed, and why."""
+        return self.constraints.apply(logits.logits, step.sequences)
+
+    def sample(self, step: Step, logits: Logits, num_steps: int = 1) -> Iterator[np.ndarray]:
+        """Draw the tokens of the step, and of `num_steps` - 1 more that the device runs by itself: tokens [n, B] as they come."""
+        edited = self.constraints.edit_logits(step.sequences)
+        stays = not step.inputs.decodes or self.requests.has_beams(step.sequences)
+        return draw(self.runner, self.sampler, step.inputs, logits, step.flags, num_steps, use_best=not edited, advance=not stays)
+
+    def append(self, step: Step, logits: Logits, tokens: np.ndarray, failures: Failures) -> None:
+        """Append the tokens [1, B] of one step to their sequences, with the log-probabilities that requests want."""
+        self.observer.phase_ended("run")
+        drawn = tokens[0, : len(step.sequences)].tolist()
+        logprobs = self.sampler.logprobs(logits.logits, step.sequences, drawn)
+        self.observer.phase_ended("sample")
+        for sequence, token, logprob in zip(step.sequences, drawn, logprobs, strict=True):
+            if sequence.sequence_id in failures:
+                self.requests.finish(sequence, "error", failures[sequence.sequence_id])
+            else:
+                self.requests.append(sequence, token, logprob)
+
+    def append_rounds(self, step: Step, tokens: np.ndarray) -> None:
+        """Append the tokens [n, B] of several steps. Those after the end of a sequence are surplus: the device could not know of it."""
+        for b, sequence in enumerate(step.sequences):
+            for token in tokens[:, b].tolist():
+                if not sequence.finished:
+                    self.requests.append(sequence, token, None)
+
+    def needs_host(self, sequences: list[Sequence]) -> bool:
+        """Whether the host has something to do between a token of these sequences and the next."""
+        return (
+            bool(self.scoring)
+            or self.sampler.withholds(sequences)
+            or self.constraints.need_host(sequences)
+            or any(s.logprobs is not None for s in sequences)
+        )
+
+
+def draw(
+    runner: Runner, sampler: Sampler, inputs: PreparedStep, logits: Logits, flags: SamplingFlags, num_steps: int, *, use_best: bool,
+    advance: bool,
+) -> Iterator[np.ndarray]:  # fmt: skip
+    """Tokens [n, B] drawn from `logits`, as they come. `use_best` allows the maximum that the forward pass found on its way.
+
+    With `advance` the device moves on to the next position by itself, and runs `num_steps` - 1 more steps.
+    """
+    best = logits.best if use_best and not flags else None
+    sampled = sampler.draw(logits.logits, flags) if best is None else best
+    if not advance:
+        return iter([runner.tokens(sampled)])
+    call = sampler.call(logits.logits, flags) if best is None else None
+    sampler.drawn(inputs.num_logits, flags, num_steps - 1)
+    return runner.advance(inputs, sampled, call, num_steps)

@@ -1,0 +1,91 @@
+"""What an engine is built from: its runner, tokenizer, end-of-sequence ids and scheduler."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinyvllm.cache.blocks import BlockPool
+from tinyvllm.cache.prefix import PrefixCache
+from tinyvllm.config import EngineConfig
+from tinyvllm.engine.prefix_store import PrefixStore
+from tinyvllm.errors import ModelError, OutOfMemoryError
+from tinyvllm.scheduler import Scheduler, SchedulerLimits
+from tinyvllm.text.load import load_tokenizer, tokenizer_from_gguf
+from tinyvllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tinyvllm.runner.runner import Runner
+
+Progress = Callable[[int, int, str], None]
+
+# tinygrad keeps the state of a capture for the whole process, so engines in several threads take turns. They would in any case: a device
+# runs one step at a time.
+DEVICE_LOCK = threading.RLock()
+_ADVICE = "lower --num-blocks or --kv-memory, or use --quantization q8_0 or q4_0"
+
+
+def load_runner(config: EngineConfig, progress: Progress | None) -> Runner:
+    """The model on its device. OutOfMemoryError if it and its cache do not fit."""
+    from tinyvllm.runner.runner import Runner  # after start_device, which sets what tinygrad reads at import
+
+    try:
+        with DEVICE_LOCK:
+            return Runner(config, config.device, progress)
+    except MemoryError as error:
+        raise OutOfMemoryError(f"engine: the model and its cache do not fit {config.device}: {error}; {_ADVICE}") from error
+
+
+def load_model_tokenizer(config: EngineConfig, runner: Runner) -> Tokenizer | None:
+    """The tokenizer that the configuration names, or else the model's own; None with skip_tokenizer_init."""
+    if config.skip_tokenizer_init:
+        return None
+    if config.tokenizer is not None:
+        path = Path(config.tokenizer).expanduser()
+        return load_tokenizer(path) if path.is_dir() else tokenizer_from_gguf(runner.gguf_metadata(path))
+    checkpoint = runner.checkpoint
+    return tokenizer_from_gguf(checkpoint.config) if checkpoint.kind == "gguf" else load_tokenizer(checkpoint.folder)
+
+
+def eos_ids_of(config: dict[str, object]) -> tuple[int, ...]:
+    """End-of-sequence ids in the description of a model without its tokenizer."""
+    key = "tokenizer.ggml.eos_token_id" if "general.architecture" in config else "eos_token_id"
+    eos: Any = config.get(key)
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if any(type(i) is not int for i in ids):
+        raise ModelError(f"engine: {key} must be a token id or a list of them, got {eos!r:.80}")
+    return tuple(i for i in ids if i >= 0)
+
+
+def new_scheduler(config: EngineConfig, runner: Runner, store: PrefixStore | None, clock: Callable[[], float]) -> Scheduler:
+    """A scheduler over the runner's blocks, with a prefix cache that has the blocks of `store`."""
+    blocks = runner.pool
+    limits = SchedulerLimits(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        runner.max_model_len,
+        config.max_num_queued_reqs,
+        config.max_num_queued_tokens,
+        blocks.block_bytes,
+        config.preemption_mode,
+    )
+    pool, prefix = BlockPool(blocks.num_blocks, config.block_size), None
+    if config.enable_prefix_caching:
+        prefix = PrefixCache(pool, store.key if store else secrets.token_bytes(32))
+        if store is not None:
+            store.restore(prefix)
+    host = BlockPool(runner.swap_blocks, config.block_size) if runner.swap_blocks else None
+    return Scheduler(limits, pool, prefix, host, clock)
+
+
+def cache_facts(config: EngineConfig, num_blocks: int) -> dict[str, object]:
+    """The configuration of the KV cache, as the metrics name it."""
+    return {
+        "block_size": config.block_size,
+        "num_gpu_blocks": num_blocks,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "swap_space": config.swap_space,
+    }
