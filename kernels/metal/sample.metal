@@ -23,7 +23,7 @@
 //
 // A row without filters is read once, with top_k or top_p twice. First every thread finds the largest of its logits: at least k logits
 // reach the k-th of those, and hardly more. Then the logits that reach it are listed in threadgroup memory, and, for top_p, all are
-// weighed. The exact thresholds are searched and the draw is made in that list. Only where it proves too short or too long (flat
+// weighed. The exact thresholds are searched and the token is drawn in that list. Only where it proves too short or too long (flat
 // distributions, a k of thousands) one threadgroup reads the whole row again, a few times.
 //
 // Every score is one float32 expression of one token (sampling.h); all sums over tokens are integer. So no bit depends on how a row is

@@ -2,7 +2,7 @@
 //
 // A run is sequences each of which shares at least half of the keys it sees in the partition with the one before it; a sequence that
 // shares less is faster alone, with all SIMD groups. A unit is up to MAX_MEMBERS of a run, fewer where the launch would have less than
-// SPREAD threadgroups left. Each threadgroup finds its unit by itself, from data that all can read; in a batch in which no sequence shares
+// SPREAD threadgroups left. Each threadgroup finds its unit by itself, from what all can read; in a batch in which no sequence shares
 // it reads two words for that.
 //
 // Constants in addition to attention.h's and decode_tile.h's: PARTITION, SIMDS, PARTITIONS, SPREAD, MAX_MEMBERS and CONCURRENT, as
