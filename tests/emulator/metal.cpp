@@ -1,4 +1,4 @@
-// The meaning of what Metal's threads do together, of atomics and of number formats: the functions of include/metal, in terms of core.h.
+// Collective operations of Metal's threads, atomics and number formats: the functions of include/metal, in terms of core.h.
 #include "core.h"
 
 extern "C" float exp2f(float);
@@ -57,13 +57,13 @@ template <class T> static T combined(int what, T old, T value) {
     default: return value;
   }
 }
-// A store to device memory may reach other threadgroups late, and behind later ones to other words: by the seed it waits here until some
-// atomic operation's chance, at the latest until the launch ends. Its own threadgroup sees it at once. What reads and changes takes the
-// newest that has arrived.
-struct Late {
+// A store to device memory may reach other threadgroups late, and after later stores to other words: depending on the seed it waits here
+// until some later atomic operation, at the latest until the launch ends. Its own threadgroup sees it at once. A read-modify-write operates
+// on the newest value that has arrived.
+struct LateStore {
   u32 *word, value, group;
 };
-static Late late[256];
+static LateStore late[256];
 static u32 late_count;
 static u32 group_number() { return core_place(1, 0) + core_place(3, 0) * (core_place(1, 1) + core_place(3, 1) * core_place(1, 2)); }
 static void arrive(u32 i) {
@@ -102,7 +102,7 @@ SHIM bool metal_atomic_compare(void *p, void *expected, u32 value) {
   atomic_begins(p, READ | WRITE, CALLER);
   u32 old = *(u32 *)p, wanted = *(u32 *)expected;
   *(u32 *)expected = old;
-  // "weak": it may fail without a reason
+  // "weak": it may fail spuriously
   static u32 turns;
   if (old != wanted || ++turns % 7 == 0) return false;
   *(u32 *)p = value;
@@ -163,7 +163,7 @@ static void shuffle(void **theirs, u32 mask, u64 site) {
     Numbers *n = (Numbers *)theirs[lane];
     const Numbers *first = (const Numbers *)theirs[__builtin_ctz(mask)];
     if (n->how == BROADCAST && n->by != first->by)
-      core_fault(site, "%s wants one lane for all, and gets %u and %u", n->name, first->by, n->by);
+      core_fault(site, "%s needs the same lane number in all lanes, got %u and %u", n->name, first->by, n->by);
     int from = source(n, lane, mask, site);
     if (from >= 0 && !(mask >> from & 1)) core_fault(site, "%s: lane %d reads lane %d, which has returned", n->name, lane, from);
     for (u32 i = 0; i < n->count; i++) n->result[i] = from < 0 ? n->filling[i] : ((Numbers *)theirs[from])->value[i];
@@ -195,9 +195,9 @@ SHIM u32 metal_ballot(const char *name, bool vote, u32 line) {
   return mine.result;
 }
 
-// Reductions: numbers come as int, uint or float. Halves of the group at a time, so that every lane has the same bits; the machine's order
-// is not told.
-enum { SUM, PRODUCT, LEAST, MOST, ALL_BITS, ANY_BIT, ODD_BITS, SUM_BEFORE, SUM_WITH, PRODUCT_BEFORE, PRODUCT_WITH };
+// Reductions of int, uint or float. Halves of the group at a time, so that every lane has the same bits; the GPU's order is not
+// documented.
+enum { SUM, PRODUCT, MINIMUM, MAXIMUM, ALL_BITS, ANY_BIT, ODD_BITS, SUM_BEFORE, SUM_WITH, PRODUCT_BEFORE, PRODUCT_WITH };
 enum { UINT, INT, FLOAT, HALF, BFLOAT };
 struct Reduction {
   u32 count, result[4], value[4];
@@ -210,7 +210,7 @@ template <class T> static T joined(int what, T a, T b) {
   switch (what) {
     case SUM: return a + b;
     case PRODUCT: return a * b;
-    case LEAST: return a != a || b < a ? b : a;
+    case MINIMUM: return a != a || b < a ? b : a;
     default: return a != a || a < b ? b : a;
   }
 }
@@ -233,17 +233,17 @@ static u32 join(const Reduction *r, int what, u32 a, u32 b) {
 static void reduce_segment(void **theirs, u32 lanes, u32 i) {
   Reduction *first = (Reduction *)theirs[__builtin_ctz(lanes)];
   u32 value[LANES];
-  bool there[LANES];
+  bool valid[LANES];
   for (int lane = 0; lane < LANES; lane++) {
-    there[lane] = lanes >> lane & 1;
-    if (there[lane]) value[lane] = ((Reduction *)theirs[lane])->value[i];
+    valid[lane] = lanes >> lane & 1;
+    if (valid[lane]) value[lane] = ((Reduction *)theirs[lane])->value[i];
   }
   for (int by = LANES / 2; by; by /= 2)
     for (int lane = 0; lane < by; lane++) {
-      if (there[lane] && there[lane + by])
+      if (valid[lane] && valid[lane + by])
         value[lane] = join(first, first->what, value[lane], value[lane + by]);
-      else if (there[lane + by])
-        value[lane] = value[lane + by], there[lane] = true;
+      else if (valid[lane + by])
+        value[lane] = value[lane + by], valid[lane] = true;
     }
   for (u32 rest = lanes; rest; rest &= rest - 1) ((Reduction *)theirs[__builtin_ctz(rest)])->result[i] = value[0];
 }
@@ -317,7 +317,7 @@ static float odd_float(double x) {
 }
 SHIM u16 metal_double_to_f16(double x) { return metal_to_f16(odd_float(x)); }
 
-// What the compiler calls where the processor has no such instructions.
+// What the compiler calls where the processor lacks the instruction.
 SHIM float __extendhfsf2(_Float16 x) { return metal_from_f16(__builtin_bit_cast(u16, x)); }
 SHIM _Float16 __truncsfhf2(float x) { return __builtin_bit_cast(_Float16, metal_to_f16(x)); }
 SHIM _Float16 __truncdfhf2(double x) { return __builtin_bit_cast(_Float16, metal_double_to_f16(x)); }
@@ -326,13 +326,13 @@ SHIM __bf16 __truncdfbf2(double x) { return __builtin_bit_cast(__bf16, metal_to_
 
 SHIM float metal_fast_exp2(float x) {
   float power = exp2f(x);
-  return power < 1.17549435e-38f ? 0.0f : power;  // NaN stays
+  return power < 1.17549435e-38f ? 0.0f : power;  // NaN stays NaN
 }
 
 // ---------------------------------------------------------------- matrices
 
-// Two numbers of each lane: of row `row_of`, columns `column_of` and the next. Not promised by Apple's specification; found by those who
-// write to thread_elements(), such as MLX, and the same on every GPU so far.
+// Two numbers of each lane: of row `row_of`, columns `column_of` and the next. Apple's specification does not promise that; code that writes
+// to thread_elements(), such as MLX, relies on it, and it is the same on every GPU so far.
 static int row_of(int lane) { return (lane >> 2 & 4) + (lane >> 1 & 3); }
 static int column_of(int lane) { return (lane >> 2 & 2) * 2 + (lane & 1) * 2; }
 
@@ -356,13 +356,13 @@ struct Move {
   int type;
   bool transposed, store;
 };
-// Which lane reads or writes which number is nobody's to know: it is not the one that holds it, and another for reading than for writing.
+// Which lane reads or writes which number is not specified: here never the lane that holds it, and another for reading than for writing.
 static void move(void **theirs, u32, u64 site) {
   const Move *first = (const Move *)theirs[0];
   for (int lane = 1; lane < LANES; lane++) {
     const Move *m = (const Move *)theirs[lane];
     if (m->memory != first->memory || m->stride != first->stride || m->column != first->column || m->row != first->row)
-      core_fault(site, "a matrix is at one place for all lanes of a SIMD group; lane 0 says %p and a row of %lld, lane %d %p and %lld",
+      core_fault(site, "a matrix needs the same address in all lanes of a SIMD group; lane 0 has %p and a row length of %lld, lane %d %p and %lld",
                  first->memory, first->stride, lane, m->memory, m->stride);
   }
   for (int lane = 0; lane < LANES; lane++)
@@ -376,7 +376,7 @@ static void move(void **theirs, u32, u64 site) {
       }
       u8 *place = m->memory + ((m->row + row) * m->stride + m->column + column) * size;
       u8 *held = m->elements + i * size;
-      if ((u64)place % size) core_fault(site, "misaligned: a matrix at %p, which wants a multiple of %u", place, size);
+      if ((u64)place % size) core_fault(site, "misaligned: a matrix at %p; expected a multiple of %u", place, size);
       core_access(((Move *)theirs[(lane + (m->store ? 5 : 9)) % LANES])->thread, place, size, m->store ? WRITE : READ, site);
       for (u32 k = 0; k < size; k++) (m->store ? place : held)[k] = (m->store ? held : place)[k];
     }
@@ -397,7 +397,7 @@ static void gather(void **theirs, const u8 *Product::*which, int type, float (*i
     for (int i = 0; i < 2; i++)
       into[row_of(lane)][column_of(lane) + i] = number_at(((Product *)theirs[lane])->*which + i * size_of(type), type);
 }
-// Products and sums in float32, k ascending; the machine's order is not told.
+// Products and sums in float32, k ascending; the GPU's order is not documented.
 static void multiply(void **theirs, u32, u64) {
   const Product *first = (const Product *)theirs[0];
   float a[8][8], b[8][8], c[8][8];

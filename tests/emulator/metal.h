@@ -1,7 +1,7 @@
-// Metal's language for the emulator: what its compiler knows without a header, in terms of core.h. Kernels are compiled with this file in
-// front; include/metal holds the headers that they include. metal.py marks variables of threadgroup memory and writes the entry.
+// Metal's language for the emulator: what its compiler has without a header, in terms of core.h. It is included before a kernel's text;
+// include/metal holds the headers that kernels include. metal.py marks variables of threadgroup memory and writes the entry.
 //
-// Vectors are classes here, as C++ knows no constructors of extension vectors: float4(x.xy, 0.0f, 1.0f) converts and puts together.
+// Vectors are classes here, as C++ has no constructors for extension vectors: float4(x.xy, 0.0f, 1.0f) converts and concatenates.
 #pragma once
 
 #define kernel __attribute__((unused))
@@ -17,7 +17,7 @@
 
 #define EMULATED extern "C" __attribute__((visibility("hidden")))
 #define EMULATED_PLAIN inline __attribute__((always_inline, unused))
-// With the column: two calls in one line are two places.
+// With the column: two calls in one line are two call sites.
 #define EMULATED_LINE unsigned line = __builtin_LINE() + (__builtin_COLUMN() << 20)
 
 typedef unsigned char uchar;
@@ -48,26 +48,26 @@ template <> struct EmulatedStored<bool> { typedef unsigned char type; };
 template <bool> struct EmulatedIf {};
 template <> struct EmulatedIf<true> { typedef int type; };
 
-// Some components of a vector, in its place. V, the vector of them, is named so that its operators are found.
+// Some components of a vector, in place. V, the vector of them, is a parameter so that its operators are found.
 template <class V, class T, class R, int... I> struct EmulatedSwizzle {
   R raw;
-  EMULATED_PLAIN V taken() const {
+  EMULATED_PLAIN V value() const {
     V out;
     int at = 0;
     ((out.raw[at++] = raw[I]), ...);
     return out;
   }
-  EMULATED_PLAIN operator V() const { return taken(); }
+  EMULATED_PLAIN operator V() const { return value(); }
   EMULATED_PLAIN EmulatedSwizzle &operator=(V from) {
     int at = 0;
     ((raw[I] = from.raw[at++]), ...);
     return *this;
   }
-  EMULATED_PLAIN EmulatedSwizzle &operator=(const EmulatedSwizzle &from) { return *this = from.taken(); }
-  EMULATED_PLAIN EmulatedSwizzle &operator+=(V y) { return *this = taken() + y; }
-  EMULATED_PLAIN EmulatedSwizzle &operator-=(V y) { return *this = taken() - y; }
-  EMULATED_PLAIN EmulatedSwizzle &operator*=(V y) { return *this = taken() * y; }
-  EMULATED_PLAIN EmulatedSwizzle &operator/=(V y) { return *this = taken() / y; }
+  EMULATED_PLAIN EmulatedSwizzle &operator=(const EmulatedSwizzle &from) { return *this = from.value(); }
+  EMULATED_PLAIN EmulatedSwizzle &operator+=(V y) { return *this = value() + y; }
+  EMULATED_PLAIN EmulatedSwizzle &operator-=(V y) { return *this = value() - y; }
+  EMULATED_PLAIN EmulatedSwizzle &operator*=(V y) { return *this = value() * y; }
+  EMULATED_PLAIN EmulatedSwizzle &operator/=(V y) { return *this = value() / y; }
 };
 template <class V, class T, class R, int... I> struct EmulatedVector<EmulatedSwizzle<V, T, R, I...>> { enum { size = sizeof...(I) }; };
 
@@ -104,8 +104,8 @@ template <class T, int N, class R> union EmulatedParts;
   EmulatedSwizzle<vec<T, 4>, T, R, 3, 2, 1, 0> wzyx;                                                                        \
   EmulatedSwizzle<vec<T, 4>, T, R, 0, 2, 1, 3> xzyw;
 
-// What all vectors have. Copying is spelled out: the compiler checks the alignment of what a written-out constructor reads, but not of
-// what it copies itself.
+// What all vectors have. Copying is written out: the compiler checks the alignment of what such a constructor reads, but not of what a
+// default one copies.
 #define EMULATED_VECTOR(N)                                                                                       \
   template <class T> struct vec<T, N> {                                                                          \
     typedef typename EmulatedStored<T>::type S;                                                                  \
@@ -119,11 +119,11 @@ template <class T, int N, class R> union EmulatedParts;
       for (int i = 0; i < N; i++) raw[i] = (S)(T)from.raw[i];                                                    \
     }                                                                                                            \
     template <class V, class U, class Q, int... I, typename EmulatedIf<sizeof...(I) == N>::type = 0>             \
-    EMULATED_PLAIN explicit vec(EmulatedSwizzle<V, U, Q, I...> from) : vec(from.taken()) {}                      \
+    EMULATED_PLAIN explicit vec(EmulatedSwizzle<V, U, Q, I...> from) : vec(from.value()) {}                      \
     template <class A, class B, class... C> EMULATED_PLAIN vec(A a, B b, C... c) {                               \
       int at = 0;                                                                                                \
       put(at, a), put(at, b), (put(at, c), ...);                                                                 \
-      static_assert(count<A>() + count<B>() + (0 + ... + count<C>()) == N, "a vector of as many components");   \
+      static_assert(count<A>() + count<B>() + (0 + ... + count<C>()) == N, "number of components");   \
     }                                                                                                            \
     template <class A> static constexpr int count() { return EmulatedVector<A>::size ? (int)EmulatedVector<A>::size : 1; } \
     template <class A> EMULATED_PLAIN void put(int &at, A a) { raw[at++] = (S)(T)a; }                            \
@@ -131,7 +131,7 @@ template <class T, int N, class R> union EmulatedParts;
       for (int i = 0; i < M; i++) raw[at++] = (S)(T)a.raw[i];                                                    \
     }                                                                                                            \
     template <class V, class U, class Q, int... I> EMULATED_PLAIN void put(int &at, EmulatedSwizzle<V, U, Q, I...> a) { \
-      put(at, a.taken());                                                                                            \
+      put(at, a.value());                                                                                            \
     }                                                                                                            \
     EMULATED_PLAIN vec &operator=(const vec &from) {                                                             \
       raw = from.raw;                                                                                            \
@@ -152,7 +152,7 @@ template <class T, int N, class R> union EmulatedParts;
     raw = raw op b.raw;                                                                                          \
     return *this;                                                                                                \
   }
-// What numbers of floating point have not is made by hand: it must not be compiled where it is not used.
+// Operators that floating-point numbers do not have are written by hand: they must not be compiled where they are not used.
 #define EMULATED_WHOLE_OPERATOR(op)                                                                              \
   friend EMULATED_PLAIN vec operator op(vec a, vec b) {                                                          \
     vec out;                                                                                                     \
@@ -197,7 +197,7 @@ EMULATED_VECTOR(2)
 EMULATED_VECTOR(3)
 EMULATED_VECTOR(4)
 
-// Components one behind the other, aligned like one of them.
+// Components one after another, aligned like one of them.
 template <class T, int N> struct packed_vec;
 #define EMULATED_PACKED(N, ...)                                                                                  \
   template <class T> struct packed_vec<T, N> {                                                                   \
@@ -243,7 +243,7 @@ EMULATED_PACKED_NAMES(uint)
 EMULATED_PACKED_NAMES(half)
 EMULATED_PACKED_NAMES(bfloat)
 EMULATED_PACKED_NAMES(float)
-typedef metal::vec<long, 2> long2;  // of four, there are none: the compiler's instrumentation does not see 32 bytes
+typedef metal::vec<long, 2> long2;  // none of four: the compiler's instrumentation does not handle 32 bytes
 typedef metal::vec<ulong, 2> ulong2;
 
 // --- what a kernel is called with
@@ -258,7 +258,7 @@ struct EmulatedReference {
   unsigned long value;
   template <class T> EMULATED_PLAIN operator T &() const { return *(T *)value; }
 };
-// A place in three directions, as the parameter wants it.
+// A position in three dimensions, converted to the type of the parameter.
 struct EmulatedPlace {
   unsigned at[3];
   EMULATED_PLAIN operator uint() const { return at[0]; }

@@ -1,4 +1,4 @@
-"""Reads Metal's text for the emulator: the signature of a kernel, what of it lies in threadgroup memory, and the entry that calls it."""
+"""Reads Metal source for the emulator: a kernel's signature, its variables in threadgroup memory, and the entry that calls it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.emulator.places import FOLDER
 from tinyvllm.backends.cpu.toolchain import provide_compiler
 from tinyvllm.backends.kernel import Kernel
 
-PLACES = {  # in three directions; the number is metal.cpp's
+PLACES = {  # positions in three dimensions; the number is metal.cpp's
     "threadgroup_position_in_grid": 0, "threadgroups_per_grid": 1, "thread_position_in_threadgroup": 2, "threads_per_threadgroup": 3,
     "thread_position_in_grid": 4, "threads_per_grid": 5,
 }  # fmt: skip
@@ -21,34 +21,34 @@ NUMBERS = {
 }  # fmt: skip
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _KERNEL = re.compile(r"(?P<attributes>(?:\[\[[^\]]*\]\]\s*)*)\bkernel\s+(?P<more>(?:\[\[[^\]]*\]\]\s*)*)void\s+(?P<name>\w+)\s*\(")
-_ATTRIBUTE = r"\s*__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)"  # as tinygrad writes; Metal's own is alignas
+_ATTRIBUTE = r"\s*__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)"  # as tinygrad writes it; Metal's own is alignas
 _SHARED = re.compile(rf"(?P<before>[;{{}}])(?P<space>\s*)threadgroup\b(?P<what>(?:{_ATTRIBUTE})?[^;{{}}()\[*&]*[\[;])")
 
 
 class SignatureError(AssertionError):
-    """A kernel's parameters are not what Metal or tinygrad can give it."""
+    """A kernel's parameters are not what Metal or tinygrad can pass to it."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """`words`: the declaration without its attribute. `attribute`: "buffer" or one of PLACES and NUMBERS. `index`: of a buffer."""
+    """`declaration`: without its attribute. `attribute`: "buffer" or one of PLACES and NUMBERS. `index`: of a buffer."""
 
-    words: str
+    declaration: str
     attribute: str
     index: int = 0
 
     @property
     def read_only(self) -> bool:
-        return bool(re.search(r"\b(const|constant)\b", self.words.split("*")[0].split("&")[0]))
+        return bool(re.search(r"\b(const|constant)\b", self.declaration.split("*")[0].split("&")[0]))
 
 
 @dataclass(frozen=True)
 class Signature:
-    """A kernel's name, its parameters in order, and how many threads a threadgroup may have at most."""
+    """A kernel's name, its parameters in order, and an expression for the most threads that a threadgroup may have."""
 
     name: str
     parameters: tuple[Parameter, ...]
-    most_threads: str
+    max_threads: str
 
     @property
     def buffers(self) -> dict[int, Parameter]:
@@ -56,18 +56,18 @@ class Signature:
 
 
 def without_comments(text: str) -> str:
-    """The text with spaces in place of comments; lines stay lines."""
-    return _COMMENT.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
+    """The text with spaces in place of comments; line numbers do not change."""
+    return _COMMENT.sub(lambda comment: re.sub(r"[^\n]", " ", comment[0]), text)
 
 
 @functools.cache
 def preprocessed(text: str) -> list[tuple[int, str]]:
-    """The text behind the preprocessor, without Apple's headers, as lines with their numbers in the text."""
+    """The preprocessed text, without Apple's headers, as lines with their numbers in the text."""
     code = re.sub(r"#\s*include\s*<[^>]*>", "", without_comments(text))
     command = [provide_compiler(FOLDER), "-x", "c++", "-std=c++14", "-E", "-nostdinc++", "-w", "-"]
     done = subprocess.run(command, input=code, capture_output=True, text=True)
     if done.returncode:
-        raise SignatureError(f"the preprocessor says:\n{done.stderr[:2000]}")
+        raise SignatureError(f"preprocessor error:\n{done.stderr[:2000]}")
     lines, number = [], 0
     for row in done.stdout.splitlines():
         marker = re.match(r'#\s*(?:line)?\s*(\d+) "', row)
@@ -84,30 +84,30 @@ def preprocessed(text: str) -> list[tuple[int, str]]:
 def signatures(text: str) -> list[Signature]:
     """All kernels of a text."""
     code = "\n".join(line for _, line in preprocessed(text))
-    found = []
+    kernels = []
     for match in _KERNEL.finditer(code):
         end = _closing(code, match.end() - 1)
-        most = re.search(r"max_total_threads_per_threadgroup\s*\(([^\]]*)\)\s*\]\]", match["attributes"] + match["more"])
-        given: list[Parameter] = []
+        limit = re.search(r"max_total_threads_per_threadgroup\s*\(([^\]]*)\)\s*\]\]", match["attributes"] + match["more"])
+        parameters: list[Parameter] = []
         for words in _split(code[match.end() : end]):
-            given.append(_parameter(match["name"], words, sum(p.attribute == "buffer" for p in given)))
-        found.append(Signature(match["name"], tuple(given), most[1] if most else "1024"))
-    return found
+            parameters.append(_parameter(match["name"], words, sum(p.attribute == "buffer" for p in parameters)))
+        kernels.append(Signature(match["name"], tuple(parameters), limit[1] if limit else "1024"))
+    return kernels
 
 
 def check_record(kernel: Kernel, text: str) -> None:
-    """SignatureError where a kernel's buffers are not the record's arguments: outs first, then ins, which are const."""
+    """Raises SignatureError where a kernel's buffers are not the arguments of its `Kernel`: outs first, then ins, which are const."""
     signature = next((s for s in signatures(text) if s.name == kernel.stem), None)
     if signature is None:
-        raise SignatureError(f"{kernel.stem}: no 'kernel void {kernel.stem}(' in the source")
+        raise SignatureError(f"{kernel.stem}: expected 'kernel void {kernel.stem}(' in the source")
     count = kernel.outs + kernel.ins
     if sorted(signature.buffers) != list(range(count)):
-        raise SignatureError(f"{kernel.stem}: its buffers are {sorted(signature.buffers)}; the record has 0 to {count - 1}")
+        raise SignatureError(f"{kernel.stem}: buffers {sorted(signature.buffers)}; expected 0 to {count - 1}")
     for index, parameter in signature.buffers.items():
         if parameter.read_only != (index >= kernel.outs):
             expected = "const" if index >= kernel.outs else "not const"
-            said = f"{kernel.stem}: buffer {index} is '{parameter.words}'; expected {expected}"
-            raise SignatureError(f"{said}, as the record has {kernel.outs} outs")
+            message = f"{kernel.stem}: buffer {index} is '{parameter.declaration}'; expected {expected}"
+            raise SignatureError(f"{message}, as the kernel has {kernel.outs} outs")
 
 
 def _parameter(name: str, words: str, next_buffer: int) -> Parameter:
@@ -129,7 +129,7 @@ def _closing(code: str, start: int) -> int:
         depth += (code[at] == "(") - (code[at] == ")")
         if depth == 0:
             return at
-    raise SignatureError("a parenthesis is never closed")
+    raise SignatureError("a parenthesis is not closed")
 
 
 def _split(parameters: str) -> list[str]:
@@ -144,31 +144,31 @@ def _split(parameters: str) -> list[str]:
 
 
 def mark_shared(text: str, mark: str) -> str:
-    """`threadgroup float s[8];` with `mark` in front: variables are told from pointers by the text, as no macro could."""
+    """Puts `mark` before variables such as `threadgroup float s[8];`: a macro could not tell variables from pointers."""
     code = without_comments(text)
     out, at = [], 0
-    for found in _SHARED.finditer(code):
-        start = found.start("what") - len("threadgroup")
+    for variable in _SHARED.finditer(code):
+        start = variable.start("what") - len("threadgroup")
         out += [text[at:start], mark]
-        at = found.start("what")
+        at = variable.start("what")
     return "".join([*out, text[at:]])
 
 
 def entry(signature: Signature) -> str:
-    """C++ that reads a kernel's arguments from an array of addresses and calls it, as the core calls a thread."""
+    """C++ that reads a kernel's arguments from an array of addresses and calls it for one thread of the core."""
     values = []
     for p in signature.parameters:
         if p.attribute == "buffer":
-            kind = "EmulatedPointer" if "*" in p.words else "EmulatedReference"
+            kind = "EmulatedPointer" if "*" in p.declaration else "EmulatedReference"
             values.append(f"{kind}{{((const unsigned long *)arguments)[{p.index}]}}")
         elif p.attribute in PLACES:
             places = ", ".join(f"metal_place({PLACES[p.attribute]}, {i})" for i in range(3))
             values.append(f"EmulatedPlace{{{{{places}}}}}")
         else:
             values.append(f"EmulatedNumber{{metal_number({NUMBERS[p.attribute]})}}")
-    seen = 'extern "C" __attribute__((visibility("default")'
+    exported = 'extern "C" __attribute__((visibility("default")'
     return (
-        f"\n{seen})) const int gpu_bounds_{signature.name} = ({signature.most_threads});"
-        f"\n{seen}, disable_sanitizer_instrumentation)) void metal_entry_{signature.name}(unsigned long arguments) "
+        f"\n{exported})) const int gpu_bounds_{signature.name} = ({signature.max_threads});"
+        f"\n{exported}, disable_sanitizer_instrumentation)) void metal_entry_{signature.name}(unsigned long arguments) "
         f"{{ {signature.name}({', '.join(values)}); }}\n"
     )

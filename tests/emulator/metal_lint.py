@@ -1,7 +1,7 @@
-"""What Metal forbids, or means otherwise than C++, found in a kernel's text without a Mac.
+"""Finds in a kernel's text, without a Mac, what Metal forbids or what it means differently from C++.
 
-`lint` looks at clang's tree of the text (metal_spaces.py) where meaning counts, at words after the preprocessor where Metal's own grammar
-counts, and at the kernel's signature. The rules are those of the Metal Shading Language Specification, version 3.0, and of tinygrad's Metal
+`lint` checks clang's syntax tree of the text (metal_spaces.py) where meaning counts, the preprocessed tokens where Metal's own grammar
+counts, and the kernel's signature. The rules are those of the Metal Shading Language Specification, version 3.0, and of tinygrad's Metal
 device, which binds buffers only.
 """
 
@@ -15,23 +15,23 @@ from tests.emulator.emulate import EmulatorError, build
 from tests.emulator.metal import NUMBERS, PLACES, Signature, SignatureError, preprocessed, signatures
 from tests.emulator.metal_spaces import read
 
-MOST_BUFFERS, MOST_THREADS, MOST_SHARED = 31, 1024, 32 * 1024
+MAX_BUFFERS, MAX_THREADS, MAX_SHARED = 31, 1024, 32 * 1024
 
 
 def lint(text: str, threads: int = 32) -> list[str]:
-    """Everything that is wrong with a kernel's full text (its constants in front), launched with so many threads a threadgroup."""
+    """All problems of a kernel's full text, its constants first, when it is launched with `threads` threads a threadgroup."""
     try:
-        found = _signatures(signatures(text), threads)
+        problems = _signatures(signatures(text), threads)
     except SignatureError as error:
         return [str(error)]
-    found += _words(text)
-    said, tree = read(text)
-    if said:
-        return [*found, f"the compiler says: {said}"]
+    problems += _words(text)
+    errors, tree = read(text)
+    if errors:
+        return [*problems, f"compiler error: {errors}"]
     nodes = list(_nodes(tree))
-    found += _forbidden(nodes) + _variables(nodes) + _recursion(nodes)
-    found += _shared_size(text)
-    return list(dict.fromkeys(found))
+    problems += _forbidden(nodes) + _variables(nodes) + _recursion(nodes)
+    problems += _shared_size(text)
+    return list(dict.fromkeys(problems))
 
 
 # --- signatures
@@ -40,20 +40,20 @@ def lint(text: str, threads: int = 32) -> list[str]:
 def _signatures(kernels: list[Signature], threads: int) -> list[str]:
     if not kernels:
         return ["no kernel: expected 'kernel void NAME('"]
-    found = []
-    if not 1 <= threads <= MOST_THREADS:
-        found.append(f"{threads} threads a threadgroup; expected 1 to {MOST_THREADS}")
+    problems = []
+    if not 1 <= threads <= MAX_THREADS:
+        problems.append(f"{threads} threads a threadgroup; expected 1 to {MAX_THREADS}")
     for kernel in kernels:
-        if len(kernel.buffers) > MOST_BUFFERS or max(kernel.buffers, default=0) >= MOST_BUFFERS:
-            found.append(f"{kernel.name}: {len(kernel.buffers)} buffers; expected at most {MOST_BUFFERS}, numbered from 0")
-        types = {p.words.split()[0] for p in kernel.parameters if p.attribute in PLACES}
+        if len(kernel.buffers) > MAX_BUFFERS or max(kernel.buffers, default=0) >= MAX_BUFFERS:
+            problems.append(f"{kernel.name}: {len(kernel.buffers)} buffers; expected at most {MAX_BUFFERS}, numbered from 0")
+        types = {p.declaration.split()[0] for p in kernel.parameters if p.attribute in PLACES}
         if len(types) > 1 or not types <= {"uint", "uint2", "uint3", "ushort", "ushort2", "ushort3"}:
-            said = f"positions of types {', '.join(sorted(types))}"
-            found.append(f"{kernel.name}: {said}; expected one of uint, uint2, uint3 or ushort's for all")
+            message = f"positions of types {', '.join(sorted(types))}"
+            problems.append(f"{kernel.name}: {message}; expected one of uint, uint2, uint3 or ushort's for all")
         for p in kernel.parameters:
-            if p.attribute in NUMBERS and p.words.split()[0] not in ("uint", "ushort"):
-                found.append(f"{kernel.name}: '{p.words}' for {p.attribute}; expected uint or ushort")
-    return found
+            if p.attribute in NUMBERS and p.declaration.split()[0] not in ("uint", "ushort"):
+                problems.append(f"{kernel.name}: '{p.declaration}' for {p.attribute}; expected uint or ushort")
+    return problems
 
 
 def _shared_size(text: str) -> list[str]:
@@ -61,16 +61,16 @@ def _shared_size(text: str) -> list[str]:
         size = build(text, "metal").static_shared
     except EmulatorError as error:
         return [str(error)]
-    return [f"{size} bytes of threadgroup memory; expected at most {MOST_SHARED}"] if size > MOST_SHARED else []
+    return [f"{size} bytes of threadgroup memory; expected at most {MAX_SHARED}"] if size > MAX_SHARED else []
 
 
-# --- words
+# --- tokens
 
 _SPACES = {"device", "constant", "thread", "threadgroup", "threadgroup_imageblock", "ray_data", "object_data"}
 _NUMBER = ["bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "half", "bfloat", "float"]
 _FIXED = [f"{u}int{n}_t" for u in ("", "u") for n in (8, 16, 32, 64)]
 _NAMES = {f"{packed}{name}{n}" for packed in ("", "packed_") for name in _NUMBER for n in (2, 3, 4)} | {*_NUMBER, *_FIXED, "void", "auto"}
-_GIVEN = {"atomic_int", "atomic_uint", "atomic_float", "simdgroup_float8x8", "simdgroup_half8x8", "simdgroup_bfloat8x8"}
+_LIBRARY_NAMES = {"atomic_int", "atomic_uint", "atomic_float", "simdgroup_float8x8", "simdgroup_half8x8", "simdgroup_bfloat8x8"}
 _TOKEN = re.compile(r"[A-Za-z_]\w*|\.?\d(?:[eE][+-]|[\w.])*|::|->|&&|\|\||<<|>>|[^\s\w]")
 
 
@@ -82,7 +82,7 @@ class Word:
 
 def _words(text: str) -> list[str]:
     words = [Word(token, line) for line, row in preprocessed(text) for token in _TOKEN.findall(re.sub(r'"(\\.|[^"])*"', '""', row))]
-    types = _NAMES | _GIVEN
+    types = _NAMES | _LIBRARY_NAMES
     for before, word in zip(words, words[1:]):
         if before.text in ("struct", "class", "union", "enum", "typename", "using"):
             types.add(word.text)
@@ -90,14 +90,14 @@ def _words(text: str) -> list[str]:
         if word.text == "typedef":
             end = next((k for k in range(i, len(words)) if words[k].text == ";"), i)
             types.add(words[end - 1].text)
-    found = []
+    problems = []
     for i, word in enumerate(words):
-        found += _size_rule(words, i) + _space_rule(words, i, types)
+        problems += _size_rule(words, i) + _space_rule(words, i, types)
         if word.text in ("asm", "__asm__", "register", "thread_local", "try", "throw", "catch", "typeid", "dynamic_cast", "mutable"):
-            found.append(f"line {word.line}: {word.text} is none of Metal's")
+            problems.append(f"line {word.line}: {word.text} is not part of Metal")
         if re.fullmatch(r"(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?[lL]?", word.text):
-            found.append(f"line {word.line}: {word.text} is a double; expected {word.text}f")
-    return found
+            problems.append(f"line {word.line}: {word.text} is a double; expected {word.text}f")
+    return problems
 
 
 def _size_rule(words: list[Word], i: int) -> list[str]:
@@ -107,12 +107,12 @@ def _size_rule(words: list[Word], i: int) -> list[str]:
     if word.text in ("unsigned", "signed", "wchar_t", "size_t", "ptrdiff_t"):
         return [f"line {word.line}: {word.text} is of unclear size; expected uint, ushort, uchar, ulong or int8_t to int64_t"]
     if word.text == "char":
-        return [f"line {word.line}: plain char; expected int8_t or uchar, which say their sign"]
+        return [f"line {word.line}: plain char; expected int8_t or uchar, whose sign is explicit"]
     return []
 
 
 def _space_rule(words: list[Word], i: int, types: set[str]) -> list[str]:
-    """A pointer or reference whose declaration names no memory."""
+    """A pointer or reference whose declaration names no address space."""
     if words[i].text not in ("*", "&", "&&"):
         return []
     at = i - 1
@@ -137,10 +137,10 @@ def _space_rule(words: list[Word], i: int, types: set[str]) -> list[str]:
     if _SPACES & {word.text for word in words[start + 1 : i]}:
         return []
     what = " ".join(word.text for word in words[start + 1 : i + 2])
-    return [f"line {words[i].line}: '{what}' names no memory; expected device, constant, threadgroup or thread"]
+    return [f"line {words[i].line}: '{what}' names no address space; expected device, constant, threadgroup or thread"]
 
 
-# --- the tree
+# --- the syntax tree
 
 
 @dataclass(frozen=True)
@@ -175,14 +175,14 @@ _FORBIDDEN = {
 
 
 def _forbidden(nodes: list[Node]) -> list[str]:
-    found = [f"line {node.line}: {_FORBIDDEN[node.kind]} is forbidden" for node in nodes if node.kind in _FORBIDDEN]
-    # the bases of a class stand below its definition
-    return found + [f"line {n.line}: a derived class is forbidden" for n in nodes if n.kind in ("public", "private", "protected")]
+    problems = [f"line {node.line}: {_FORBIDDEN[node.kind]} is forbidden" for node in nodes if node.kind in _FORBIDDEN]
+    # the tree lists the bases of a class after its definition
+    return problems + [f"line {n.line}: a derived class is forbidden" for n in nodes if n.kind in ("public", "private", "protected")]
 
 
 def _variables(nodes: list[Node]) -> list[str]:
-    """Variables that outlive a call must lie in constant memory."""
-    found = []
+    """Variables that outlive a call must be in constant memory."""
+    problems = []
     above: list[Node] = []
     for node in nodes:
         while above and above[-1].depth >= node.depth:
@@ -191,11 +191,11 @@ def _variables(nodes: list[Node]) -> list[str]:
         if node.kind == "VarDecl" and name and kind and "__constant" not in kind[1]:
             inside = any(n.kind in ("FunctionDecl", "CXXMethodDecl") for n in above)
             if not inside:
-                found.append(f"line {node.line}: {name[1]} is a global variable; expected one in constant")
+                problems.append(f"line {node.line}: {name[1]} is a global variable; expected one in constant")
             elif re.search(r"' static\b", node.rest):
-                found.append(f"line {node.line}: {name[1]} is a static variable of a function")
+                problems.append(f"line {node.line}: {name[1]} is a static variable of a function")
         above.append(node)
-    return found
+    return problems
 
 
 def _recursion(nodes: list[Node]) -> list[str]:
@@ -215,14 +215,14 @@ def _recursion(nodes: list[Node]) -> list[str]:
         for called in re.findall(r"\b(?:Function|CXXMethod|method\w*|[.>]\w+) (0x[0-9a-f]+)", node.rest) if functions else []:
             calls.setdefault(first[functions[0].address], set()).add(called)
     edges = {f: {first.get(c, c) for c in called} for f, called in calls.items()}
-    found = []
+    problems = []
     for start in edges:
-        seen, todo = set(), list(edges[start])
+        reached, todo = set(), list(edges[start])
         while todo:
             at = todo.pop()
-            if at not in seen:
-                seen.add(at)
+            if at not in reached:
+                reached.add(at)
                 todo += edges.get(at, ())
-        if start in seen:
-            found.append(f"{names[start]} calls itself, perhaps by others: recursion is forbidden")
-    return found
+        if start in reached:
+            problems.append(f"{names[start]} calls itself, perhaps through other functions: recursion is forbidden")
+    return problems

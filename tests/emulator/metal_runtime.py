@@ -1,9 +1,9 @@
-"""Apple's Metal over the emulator: tinygrad's Metal device, our launch code and the kernels run here unchanged, on memory of the host.
+"""Apple's Metal on the emulator: tinygrad's Metal device, our launch code and the kernels run here unchanged, on host memory.
 
-Within `metal_device()` the library that sends Objective-C's messages and the one that compiles are a `Runtime`'s, below tinygrad's own
-bindings: selectors, types of arguments, ownership of objects and the request to the compiler are checked as tinygrad makes them. A Runtime
-records what is encoded (pipelines, buffers with offsets, grids, barriers, resources) and runs it: when somebody waits for it (even seeds)
-or at any moment until then (odd ones), so that whoever reads too early, or changes what is being executed, is found out.
+Within `metal_device()` a `Runtime` replaces the libraries that send Objective-C messages and compile, below tinygrad's own bindings: it
+checks selectors, argument types, ownership of objects and the request to the compiler as tinygrad makes them. A Runtime records what is
+encoded (pipelines, buffers with offsets, grids, barriers, resources) and runs it: when a caller waits for it (even seeds) or at any moment
+until then (odd seeds), so that code that reads too early, or changes what is being executed, fails.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from tests.emulator.emulate import Memory, build, emulate_source
 from tests.emulator.metal import Signature, signatures, without_comments
 from tinyvllm.backends import autotune
 
-MOST_BINDINGS, MOST_THREADS = 31, 1024
+MAX_BINDINGS, MAX_THREADS = 31, 1024
 COMMITTED, COMPLETED, FAILED = 2, 4, 5  # MTLCommandBufferStatus
 _CONCURRENT_DISPATCH = 32  # MTLIndirectCommandTypeConcurrentDispatch
 _MODULES = ("tinygrad.runtime.support.objc", "tinygrad.runtime.autogen.metal", "tinygrad.runtime.ops_metal", "tinygrad.runtime.graph.metal")
 
 
 class MetalError(AssertionError):
-    """What Metal's validation layer would stop a program for, or what would crash it: a message, an object or a state that cannot be."""
+    """An error of Metal's validation layer, or a crash: an invalid message, object or state."""
 
 
-# --- what is recorded
+# --- records of encoded work
 
 
 @dataclass
 class Binding:
-    """An argument of a launch: `buffer` as `Runtime.buffers` numbers it, or the bytes that stand for one."""
+    """An argument of a launch: `buffer` as `Runtime.buffers` numbers it, or bytes in place of a buffer."""
 
     buffer: int | None
     offset: int = 0
@@ -57,7 +57,7 @@ class Binding:
 
 @dataclass
 class Dispatch:
-    """One launch: the function's name, threadgroups, threads of each, arguments by index, and whether a barrier stands before it."""
+    """One launch: the function's name, threadgroups, threads of each, arguments by index, and whether a barrier precedes it."""
 
     name: str
     grid: tuple[int, int, int]
@@ -68,7 +68,7 @@ class Dispatch:
 
 @dataclass
 class Execute:
-    """Commands `first`, `first` + 1, .. of indirect command buffer number `commands`, with the buffers that were named for it."""
+    """Commands `first`, `first` + 1, .. of indirect command buffer number `commands`, with the buffers that were declared for it."""
 
     commands: int
     first: int
@@ -96,8 +96,8 @@ class Submission:
 # --- objects. A method's name is its selector, with _ for :.
 
 
-class Thing:
-    """An object of Objective-C, which its maker owns once."""
+class Object:
+    """An Objective-C object with a reference count, 1 at first."""
 
     def __init__(self, runtime: Runtime):
         self.runtime, self.count = runtime, 1
@@ -110,22 +110,22 @@ class Thing:
             self.freed()
 
     def freed(self) -> None:
-        """Called when nobody owns the object any more."""
+        """Called when the reference count is 0."""
 
 
-class Text(Thing):
+class Text(Object):
     def __init__(self, runtime: Runtime, text: bytes):
         super().__init__(runtime)
         self.text = ctypes.create_string_buffer(text)
 
     def release(self) -> None:
-        """Texts stay: tinygrad keeps some for good."""
+        """Texts are never freed: tinygrad keeps some of them."""
 
     def UTF8String(self) -> bytes:
         return self.text.value
 
 
-class Failure(Thing):
+class Failure(Object):
     def __init__(self, runtime: Runtime, text: str):
         super().__init__(runtime)
         self.text = text
@@ -134,22 +134,22 @@ class Failure(Thing):
         return Text(self.runtime, self.text.encode())
 
 
-class Data(Thing):
+class Data(Object):
     def __init__(self, runtime: Runtime, data: bytes):
         super().__init__(runtime)
         self.data = data
 
 
-class Class(Thing):
-    """One of Objective-C's classes, of which tinygrad makes objects by name."""
+class Class(Object):
+    """An Objective-C class that tinygrad instantiates by name."""
 
     def __init__(self, runtime: Runtime, name: str):
         super().__init__(runtime)
         self.name = name
 
-    def new(self) -> Thing:
-        kinds: dict[str, Callable[[Runtime], Thing]] = {
-            "MTLComputePipelineDescriptor": PipelineDescriptor, "MTLIndirectCommandBufferDescriptor": CommandsDescriptor, "NSError": Thing,
+    def new(self) -> Object:
+        kinds: dict[str, Callable[[Runtime], Object]] = {
+            "MTLComputePipelineDescriptor": PipelineDescriptor, "MTLIndirectCommandBufferDescriptor": CommandsDescriptor, "NSError": Object,
         }  # fmt: skip
         return kinds[self.name](self.runtime)
 
@@ -158,13 +158,13 @@ class Class(Thing):
         return Text(self.runtime, text)
 
 
-class Device(Thing):
+class Device(Object):
     def name(self) -> Text:
         return Text(self.runtime, self.runtime.name.encode())
 
     def supportsFamily_(self, family: int) -> int:
-        mine = self.runtime.family
-        return int(1001 <= family <= 1000 + mine or family in (2002, 3001, 3002, 3003, 5001))
+        own = self.runtime.family
+        return int(1001 <= family <= 1000 + own or family in (2002, 3001, 3002, 3003, 5001))
 
     def recommendedMaxWorkingSetSize(self) -> int:
         return self.runtime.capacity
@@ -175,8 +175,8 @@ class Device(Thing):
     def newCommandQueueWithMaxCommandBufferCount_(self, count: int) -> CommandQueue:
         return CommandQueue(self.runtime)
 
-    def newSharedEvent(self) -> Thing:
-        return Thing(self.runtime)
+    def newSharedEvent(self) -> Object:
+        return Object(self.runtime)
 
     def newBufferWithLength_options_(self, size: int, options: int) -> Buffer | None:
         if size <= 0 or size > self.runtime.capacity - self.runtime.allocated():
@@ -190,36 +190,36 @@ class Device(Thing):
         return Buffer(self.runtime, np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)), False)
 
     def newLibraryWithData_error_(self, data: Any, error: Any) -> Library | None:
-        binary: Data = self.runtime.thing(data)
+        binary: Data = self.runtime.object(data)
         if binary.data[:4] != b"MTLB":
             self.runtime.put(error, Failure(self.runtime, "Invalid library file"))
             return None
         return Library(self.runtime, binary.data[4:-4].decode())
 
     def newComputePipelineStateWithDescriptor_options_reflection_error_(self, wanted: Any, options: int, out: Any, error: Any) -> Pipeline:
-        descriptor: PipelineDescriptor = self.runtime.thing(wanted)
+        descriptor: PipelineDescriptor = self.runtime.object(wanted)
         assert descriptor.function is not None
         return Pipeline(self.runtime, descriptor.function, descriptor.indirect)
 
     def newIndirectCommandBufferWithDescriptor_maxCommandCount_options_(self, wanted: Any, count: int, options: int) -> Commands | None:
-        descriptor: CommandsDescriptor = self.runtime.thing(wanted)
+        descriptor: CommandsDescriptor = self.runtime.object(wanted)
         if descriptor.types != _CONCURRENT_DISPATCH or descriptor.inherits != [0, 0] or not 0 < count <= 16384:
             return None
         return Commands(self.runtime, count, descriptor.bindings)
 
 
-class PipelineDescriptor(Thing):
+class PipelineDescriptor(Object):
     function: Function | None = None
     indirect = False
 
     def setComputeFunction_(self, function: Any) -> None:
-        self.function = self.runtime.thing(function)
+        self.function = self.runtime.object(function)
 
     def setSupportIndirectCommandBuffers_(self, yes: int) -> None:
         self.indirect = bool(yes)
 
 
-class CommandsDescriptor(Thing):
+class CommandsDescriptor(Object):
     def __init__(self, runtime: Runtime):
         super().__init__(runtime)
         self.types, self.inherits, self.bindings = 0, [1, 1], 0
@@ -237,30 +237,30 @@ class CommandsDescriptor(Thing):
         self.bindings = count
 
 
-class Library(Thing):
+class Library(Object):
     def __init__(self, runtime: Runtime, text: str):
         super().__init__(runtime)
         self.text = text
 
     def newFunctionWithName_(self, name: Any) -> Function | None:
-        wanted = self.runtime.thing(name).text.value.decode()
-        found = [signature for signature in signatures(self.text) if signature.name == wanted]
-        return Function(self.runtime, self.text, found[0]) if found else None
+        wanted = self.runtime.object(name).text.value.decode()
+        matches = [signature for signature in signatures(self.text) if signature.name == wanted]
+        return Function(self.runtime, self.text, matches[0]) if matches else None
 
 
-class Function(Thing):
+class Function(Object):
     def __init__(self, runtime: Runtime, text: str, signature: Signature):
         super().__init__(runtime)
         self.text, self.signature = text, signature
 
 
-class Pipeline(Thing):
+class Pipeline(Object):
     def __init__(self, runtime: Runtime, function: Function, indirect: bool):
         super().__init__(runtime)
         self.text, self.signature, self.indirect = function.text, function.signature, indirect
 
     def maxTotalThreadsPerThreadgroup(self) -> int:
-        return min(self.runtime.most_threads, build(self.text, "metal").bounds[self.signature.name])
+        return min(self.runtime.max_threads, build(self.text, "metal").bounds[self.signature.name])
 
     def threadExecutionWidth(self) -> int:
         return 32
@@ -269,7 +269,7 @@ class Pipeline(Thing):
         return build(self.text, "metal").static_shared
 
 
-class Buffer(Thing):
+class Buffer(Object):
     def __init__(self, runtime: Runtime, memory: np.ndarray, own: bool):
         super().__init__(runtime)
         self.memory, self.own = memory, own
@@ -285,7 +285,7 @@ class Buffer(Thing):
         return self.memory.nbytes
 
 
-class Commands(Thing):
+class Commands(Object):
     """An indirect command buffer."""
 
     def __init__(self, runtime: Runtime, count: int, bindings: int):
@@ -293,13 +293,13 @@ class Commands(Thing):
         self.commands: list[Dispatch | None] = [None] * count
         self.pipelines: list[Pipeline | None] = [None] * count
         self.bindings = [dict[int, Binding]() for _ in range(count)]
-        self.most_bindings, self.in_flight = bindings, 0
+        self.max_bindings, self.in_flight = bindings, 0
         runtime.indirect.append(self)
         self.number = len(runtime.indirect) - 1
 
     def freed(self) -> None:
         if self.in_flight:
-            raise MetalError("an indirect command buffer is let go of while it is executed")
+            raise MetalError("an indirect command buffer is freed while it is executed")
 
     def indirectComputeCommandAtIndex_(self, index: int) -> Command:
         if not 0 <= index < len(self.commands):
@@ -307,8 +307,8 @@ class Commands(Thing):
         return Command(self.runtime, self, index)
 
 
-class Command(Thing):
-    """One place in an indirect command buffer."""
+class Command(Object):
+    """One command of an indirect command buffer."""
 
     def __init__(self, runtime: Runtime, commands: Commands, index: int):
         super().__init__(runtime)
@@ -321,15 +321,15 @@ class Command(Thing):
 
     def setComputePipelineState_(self, pipeline: Any) -> None:
         self._change()
-        found: Pipeline = self.runtime.thing(pipeline)
-        if not found.indirect:
-            raise MetalError("a pipeline in an indirect command buffer that was not made for one")
-        self.commands.pipelines[self.index] = found
+        state: Pipeline = self.runtime.object(pipeline)
+        if not state.indirect:
+            raise MetalError("a pipeline in an indirect command buffer that does not support indirect command buffers")
+        self.commands.pipelines[self.index] = state
 
     def setKernelBuffer_offset_atIndex_(self, buffer: Any, offset: int, index: int) -> None:
         self._change()
-        if index >= min(self.commands.most_bindings, MOST_BINDINGS):
-            raise MetalError(f"buffer {index} of a command; there are {min(self.commands.most_bindings, MOST_BINDINGS)}")
+        if index >= min(self.commands.max_bindings, MAX_BINDINGS):
+            raise MetalError(f"buffer {index} of a command; there are {min(self.commands.max_bindings, MAX_BINDINGS)}")
         self.commands.bindings[self.index][index] = self.runtime.binding(buffer, offset)
 
     def concurrentDispatchThreadgroups_threadsPerThreadgroup_(self, grid: Any, threads: Any) -> None:
@@ -345,26 +345,26 @@ class Command(Thing):
         self._change()
         command = self.commands.commands[self.index]
         if command is None:
-            raise MetalError("a barrier for a command that is not there")
+            raise MetalError("a barrier for a command without a dispatch")
         command.barrier = True
 
 
-class CommandQueue(Thing):
+class CommandQueue(Object):
     def commandBuffer(self) -> CommandBuffer:
         return CommandBuffer(self.runtime)
 
 
-class CommandBuffer(Thing):
+class CommandBuffer(Object):
     def __init__(self, runtime: Runtime):
         super().__init__(runtime)
         self.state, self.failure, self.open = 0, None, False
-        self.held: list[Thing] = []  # what it owns, too, until it has run: not what indirect commands name
+        self.held: list[Object] = []  # objects that it retains until it has run; not those of indirect commands
         self.work: list[Callable[[], None]] = []
         self.record = Submission("")
 
     def freed(self) -> None:
         if self.open:
-            raise MetalError("a command buffer is let go of while it is encoded")
+            raise MetalError("a command buffer is freed while it is encoded")
 
     def _encoder(self, kind: Any) -> Any:
         if self.open or self.state:
@@ -379,7 +379,7 @@ class CommandBuffer(Thing):
         return self._encoder(BlitEncoder)
 
     def setLabel_(self, label: Any) -> None:
-        self.record.label = self.runtime.thing(label).text.value.decode()
+        self.record.label = self.runtime.object(label).text.value.decode()
 
     def label(self) -> Text:
         return Text(self.runtime, self.record.label.encode())
@@ -388,16 +388,16 @@ class CommandBuffer(Thing):
         if self.open or self.state:
             raise MetalError("a command buffer is committed twice, or before its encoder has ended")
         self.state = COMMITTED
-        self.count += 1  # Metal's own, until it has run
+        self.count += 1  # Metal retains it until it has run
         self.runtime.enqueue(self)
 
     def status(self) -> int:
-        self.runtime.look()
+        self.runtime.poll()
         return self.state
 
     def waitUntilCompleted(self) -> None:
         if not self.state:
-            raise MetalError("somebody waits for a command buffer that was never committed")
+            raise MetalError("a wait for a command buffer that was never committed")
         self.runtime.run_until(self)
 
     def error(self) -> Failure | None:
@@ -420,12 +420,12 @@ class CommandBuffer(Thing):
             raise
         finally:
             self.state = FAILED if self.failure else COMPLETED
-            for thing in self.held:
-                thing.release()
+            for held in self.held:
+                held.release()
             self.release()
 
 
-class Encoder(Thing):
+class Encoder(Object):
     def __init__(self, runtime: Runtime, within: CommandBuffer):
         super().__init__(runtime)
         self.within, self.ended = within, False
@@ -438,11 +438,11 @@ class Encoder(Thing):
             self.within.work.append(work)
 
     def hold(self, pointer: Any) -> Any:
-        """The object behind a pointer, owned by the command buffer, too."""
-        thing = self.runtime.thing(pointer)
-        thing.count += 1
-        self.within.held.append(thing)
-        return thing
+        """The object at a pointer, retained by the command buffer."""
+        target = self.runtime.object(pointer)
+        target.count += 1
+        self.within.held.append(target)
+        return target
 
     def endEncoding(self) -> None:
         self.ended, self.within.open = True, False
@@ -456,11 +456,11 @@ class ComputeEncoder(Encoder):
         self.resources: tuple[int, ...] = ()
 
     def setComputePipelineState_(self, pipeline: Any) -> None:
-        self.pipeline = self.runtime.thing(pipeline)
+        self.pipeline = self.runtime.object(pipeline)
 
     def setBuffer_offset_atIndex_(self, buffer: Any, offset: int, index: int) -> None:
-        if index >= MOST_BINDINGS:
-            raise MetalError(f"buffer {index}; there are {MOST_BINDINGS}")
+        if index >= MAX_BINDINGS:
+            raise MetalError(f"buffer {index}; there are {MAX_BINDINGS}")
         self.bindings[index] = self.runtime.binding(self.hold(buffer), offset)
 
     def setBytes_length_atIndex_(self, data: Any, size: int, index: int) -> None:
@@ -469,54 +469,54 @@ class ComputeEncoder(Encoder):
     def useResources_count_usage_(self, resources: Any, count: int, usage: int) -> None:
         if usage != 3:
             raise MetalError(f"usage {usage} of resources; kernels read and write them: 3")
-        self.resources += tuple(self.runtime.thing(resources[i]).handle for i in range(count))
+        self.resources += tuple(self.runtime.object(resources[i]).handle for i in range(count))
 
     def dispatchThreadgroups_threadsPerThreadgroup_(self, grid: Any, threads: Any) -> None:
         if self.pipeline is None:
             raise MetalError("a dispatch before its pipeline")
-        made = Dispatch(self.pipeline.signature.name, dims(grid), dims(threads), dict(self.bindings))
-        nothing = made.grid == made.threads == (0, 0, 0)
-        self.put(made, None if nothing else partial(self.runtime.execute, self.pipeline, made, None))
+        dispatch = Dispatch(self.pipeline.signature.name, dims(grid), dims(threads), dict(self.bindings))
+        empty = dispatch.grid == dispatch.threads == (0, 0, 0)
+        self.put(dispatch, None if empty else partial(self.runtime.execute, self.pipeline, dispatch, None))
 
     def executeCommandsInBuffer_withRange_(self, commands: Any, span: Any) -> None:
-        found: Commands = self.runtime.thing(commands)
-        if span.location + span.length > len(found.commands):
-            raise MetalError(f"commands {span.location} to {span.location + span.length} of {len(found.commands)}")
-        found.in_flight += 1
-        made = Execute(found.number, span.location, span.length, self.resources)
-        self.put(made, partial(self.runtime.execute_commands, found, made))
+        target: Commands = self.runtime.object(commands)
+        if span.location + span.length > len(target.commands):
+            raise MetalError(f"commands {span.location} to {span.location + span.length} of {len(target.commands)}")
+        target.in_flight += 1
+        execute = Execute(target.number, span.location, span.length, self.resources)
+        self.put(execute, partial(self.runtime.execute_commands, target, execute))
 
 
 class BlitEncoder(Encoder):
     def copyFromBuffer_sourceOffset_toBuffer_destinationOffset_size_(self, source: Any, start: int, to: Any, at: int, size: int) -> None:
         if start % 4 or at % 4 or size % 4:
-            raise MetalError(f"a blit of {size} bytes from {start} to {at}; macOS wants multiples of 4")
+            raise MetalError(f"a blit of {size} bytes from {start} to {at}; macOS needs multiples of 4")
         a, b = self.hold(source), self.hold(to)
         if start + size > a.memory.nbytes or at + size > b.memory.nbytes:
             raise MetalError(f"a blit of {size} bytes from {start} of {a.memory.nbytes} to {at} of {b.memory.nbytes}")
         self.put(Copy(a.handle, start, b.handle, at, size), lambda: np.copyto(b.memory[at : at + size], a.memory[start : start + size]))
 
 
-# --- the whole
+# --- the runtime
 
 
 class Runtime:
-    """One GPU with `capacity` bytes and this name, of the family Apple`family`, of a Mac with this macOS.
+    """One GPU with `capacity` bytes and this name, of the family Apple`family`, in a Mac with this macOS.
 
-    `submissions` is what was committed, in order; `indirect` the indirect command buffers that were made; `counts` how often each message
-    was sent; `launched` the name of each kernel that has run; `encoded` how often a command of an indirect command buffer was changed.
-    `next_failure` is what the next command buffer to run fails with. `seconds_of` says how long one took, by the GPU's clock.
-    `races` are looked for in every kernel; without, they run faster.
+    `submissions` are the committed command buffers, in order; `indirect` the indirect command buffers; `counts` how often each message was
+    sent; `launched` the name of each kernel that has run; `encoded` how often a command of an indirect command buffer was changed.
+    `next_failure` is the error of the next command buffer that runs. `seconds_of` gives the duration of one, by the GPU's clock.
+    With `races` every kernel is checked for races; without, kernels run faster.
     """
 
-    _numbers = itertools.count(0x1000, 16)  # handles; no two runtimes give the same
-    things: dict[int, Thing] = {}  # of all runtimes
+    _numbers = itertools.count(0x1000, 16)  # handles, unique over all runtimes
+    objects: dict[int, Object] = {}  # of all runtimes
 
-    def __init__(self, seed: int = 0, capacity: int = 1 << 30, family: int = 7, macos: str = "14.5", most_threads: int = MOST_THREADS,
+    def __init__(self, seed: int = 0, capacity: int = 1 << 30, family: int = 7, macos: str = "14.5", max_threads: int = MAX_THREADS,
                  longest_buffer: int = 1 << 30, races: bool = True, name: str = "Emulated M"):  # fmt: skip
         self.name = name
         self.capacity, self.family, self.macos = capacity, family, macos
-        self.most_threads, self.longest_buffer = most_threads, longest_buffer
+        self.max_threads, self.longest_buffer = max_threads, longest_buffer
         self.counts: Counter[str] = Counter()
         self.submissions: list[Submission] = []
         self.indirect: list[Commands] = []
@@ -531,30 +531,30 @@ class Runtime:
 
     # --- objects
 
-    def register(self, thing: Thing) -> int:
+    def register(self, target: Object) -> int:
         handle = next(self._numbers)
-        self.things[handle] = thing
+        self.objects[handle] = target
         return handle
 
-    def unregister(self, thing: Thing) -> None:
-        del self.things[thing.handle]
+    def unregister(self, target: Object) -> None:
+        del self.objects[target.handle]
 
-    def thing(self, pointer: Any) -> Any:
-        """The object behind a pointer. MetalError where it was let go of."""
+    def object(self, pointer: Any) -> Any:
+        """The object at a pointer. Raises MetalError if it was freed."""
         value = address(pointer)
-        if value not in self.things:
-            raise MetalError(f"a message with the object {value:#x}, which is not there or no more")
-        return self.things[value]
+        if value not in self.objects:
+            raise MetalError(f"a message with the object {value:#x}, which does not exist or was freed")
+        return self.objects[value]
 
-    def put(self, out: Any, thing: Thing) -> None:
-        """An object to where a pointer to a pointer points."""
-        ctypes.memmove(out, struct.pack("@P", thing.handle), struct.calcsize("P"))
+    def put(self, out: Any, target: Object) -> None:
+        """Stores an object through a pointer to a pointer."""
+        ctypes.memmove(out, struct.pack("@P", target.handle), struct.calcsize("P"))
 
     def binding(self, buffer: Any, offset: int) -> Binding:
-        found: Buffer = buffer if isinstance(buffer, Buffer) else self.thing(buffer)
-        if not 0 <= offset < found.memory.nbytes:
-            raise MetalError(f"byte {offset} of a buffer of {found.memory.nbytes}")
-        return Binding(found.handle, offset)
+        target: Buffer = buffer if isinstance(buffer, Buffer) else self.object(buffer)
+        if not 0 <= offset < target.memory.nbytes:
+            raise MetalError(f"byte {offset} of a buffer of {target.memory.nbytes}")
+        return Binding(target.handle, offset)
 
     def allocated(self) -> int:
         """Bytes of all buffers that own their memory."""
@@ -568,8 +568,8 @@ class Runtime:
         if self._seed % 2:
             self._run(self._random.choice((0, 1, 2, len(self._queue))))
 
-    def look(self) -> None:
-        """Somebody asks whether work is done: whoever asks again and again comes to the end."""
+    def poll(self) -> None:
+        """A caller asks for a status: repeated calls eventually run all work."""
         self._run(self._random.random() < (0.5 if self._seed % 2 else 0.1))
 
     def run_until(self, work: CommandBuffer) -> None:
@@ -581,37 +581,37 @@ class Runtime:
             self._queue.pop(0).run()
 
     def idle(self) -> None:
-        """Let everything run."""
+        """Runs everything that was committed."""
         with self.lock:
             self._run(len(self._queue))
 
-    def execute_commands(self, commands: Commands, made: Execute) -> None:
+    def execute_commands(self, commands: Commands, execute: Execute) -> None:
         commands.in_flight -= 1
-        for i in range(made.first, made.first + made.count):
+        for i in range(execute.first, execute.first + execute.count):
             pipeline, command = commands.pipelines[i], commands.commands[i]
             if pipeline is None or command is None:
                 raise MetalError(f"command {i} of an indirect command buffer is empty")
-            if i > made.first and not command.barrier:
-                raise MetalError(f"command {i}, {command.name}, does not wait for the one before it")
-            self.execute(pipeline, command, made.resources)
+            if i > execute.first and not command.barrier:
+                raise MetalError(f"command {i}, {command.name}, has no barrier after the one before it")
+            self.execute(pipeline, command, execute.resources)
 
     def execute(self, pipeline: Pipeline, dispatch: Dispatch, resources: tuple[int, ...] | None) -> None:
-        """Run a launch, with `resources` to be named for an indirect one."""
+        """Runs a launch; an indirect one may only use the declared `resources`."""
         signature, arguments, memory, numbers = pipeline.signature, [], {}, []
         for index in range(max(signature.buffers, default=-1) + 1):
-            given = dispatch.bindings.get(index)
-            if given is None:
+            binding = dispatch.bindings.get(index)
+            if binding is None:
                 raise MetalError(f"{signature.name}: buffer {index} is not set")
-            if given.buffer is None:
-                numbers.append(np.frombuffer(bytearray(given.data), np.uint8))
+            if binding.buffer is None:
+                numbers.append(np.frombuffer(bytearray(binding.data), np.uint8))
                 arguments.append(numbers[-1].ctypes.data)
-                memory[arguments[-1]] = Memory(arguments[-1], len(given.data), f"number {index}", False)
+                memory[arguments[-1]] = Memory(arguments[-1], len(binding.data), f"number {index}", False)
                 continue
-            if given.buffer not in self.buffers or (resources is not None and given.buffer not in resources):
-                raise MetalError(f"{signature.name}: buffer {index} is gone, or is no resource that was named for indirect commands")
-            buffer = self.buffers[given.buffer]
+            if binding.buffer not in self.buffers or (resources is not None and binding.buffer not in resources):
+                raise MetalError(f"{signature.name}: buffer {index} was freed, or is not a declared resource of the indirect commands")
+            buffer = self.buffers[binding.buffer]
             start = buffer.memory.ctypes.data
-            arguments.append(start + given.offset)
+            arguments.append(start + binding.offset)
             name = f"{memory[start].name} and {index}" if start in memory else f"buffer {index}"
             memory[start] = Memory(start, buffer.memory.nbytes, name, buffer.own)
         self.launched.append(signature.name)
@@ -622,7 +622,7 @@ class Runtime:
 
 
 def merged(memory: list[Memory]) -> list[Memory]:
-    """The same bytes with one name each: two buffers may lie over one page of a file."""
+    """Merges overlapping memory under one name: two buffers may cover the same page of a file."""
     out: list[Memory] = []
     for m in sorted(memory, key=lambda m: m.address):
         if out and m.address < out[-1].address + out[-1].size:
@@ -638,18 +638,18 @@ def dims(size: Any) -> tuple[int, int, int]:
 
 
 def address(pointer: Any) -> int:
-    """A pointer as an integer, from whatever it was passed as; 0 for nil."""
+    """A pointer of any type as an integer; 0 for nil."""
     return int(pointer or 0) if pointer is None or isinstance(pointer, int) else int(pointer.value or 0)
 
 
-# --- in the place of the libraries that tinygrad opens
+# --- replacements of the libraries that tinygrad opens
 
 
-_current: list[Runtime] = []  # the one that messages go to, last
+_current: list[Runtime] = []  # the last one receives messages
 
 
 class _Sender:
-    """objc_msgSend, with the types that its caller gives it."""
+    """objc_msgSend, with the types that its caller sets."""
 
     restype: Any = None
     argtypes: list[Any] = []
@@ -663,20 +663,20 @@ class _Sender:
         if selector.count(":") != len(arguments):
             raise MetalError(f"{selector} with {len(arguments)} arguments")
         if target == 0:
-            return self._result(None)  # a message to nil is none
-        if target not in Runtime.things:
-            raise MetalError(f"{selector} is sent to the object {target:#x}, which is not there or no more")
-        thing = Runtime.things[target]
-        with thing.runtime.lock:
-            thing.runtime.counts[selector] += 1
-            method = getattr(thing, selector.replace(":", "_"), None)
+            return self._result(None)  # a message to nil has no effect
+        if target not in Runtime.objects:
+            raise MetalError(f"{selector} is sent to the object {target:#x}, which does not exist or was freed")
+        receiving = Runtime.objects[target]
+        with receiving.runtime.lock:
+            receiving.runtime.counts[selector] += 1
+            method = getattr(receiving, selector.replace(":", "_"), None)
             if method is None:
-                raise MetalError(f"the emulated {type(thing).__name__} has no {selector}")
+                raise MetalError(f"the emulated {type(receiving).__name__} has no {selector}")
             return self._result(method(*arguments))
 
     def _result(self, value: Any) -> Any:
         if hasattr(self.restype, "retained"):  # an object
-            return self.restype(value.handle if isinstance(value, Thing) else 0)
+            return self.restype(value.handle if isinstance(value, Object) else 0)
         return value
 
 
@@ -705,7 +705,7 @@ class _ObjectiveC:
 
 
 class _CompilerService:
-    """libMTLCompiler: the binary is the source, once the emulator's compiler has taken it."""
+    """libMTLCompiler: the binary is the source, if the emulator's compiler accepts it."""
 
     def __init__(self) -> None:
         def MTLCodeGenServiceCreate(name: bytes) -> int:
@@ -713,18 +713,18 @@ class _CompilerService:
 
         def MTLCodeGenServiceBuildRequest(service: Any, unused: Any, kind: int, request: bytes, size: int, block: Any) -> None:
             source_size, options_size = struct.unpack("<QQ", request[:16])
-            assert kind == 13 and size == len(request) == 16 + source_size + options_size and source_size % 4 == 0, "a request as none is"
+            assert kind == 13 and size == len(request) == 16 + source_size + options_size and source_size % 4 == 0, "an invalid request"
             source, options = request[16 : 16 + source_size], request[16 + source_size :]
-            said = compiler_says(source.rstrip(b"\0").decode(), options.rstrip(b"\0").decode())
+            errors = compiler_errors(source.rstrip(b"\0").decode(), options.rstrip(b"\0").decode())
             answer = b"\0" * 8 + struct.pack("<LL", 16, 0) + b"MTLB" + source.rstrip(b"\0") + b"ENDT"
             kept = ctypes.create_string_buffer(answer, len(answer))
-            block._obj(None, 1 if said else 0, ctypes.addressof(kept), len(answer), said.encode())
+            block._obj(None, 1 if errors else 0, ctypes.addressof(kept), len(answer), errors.encode())
 
         self.MTLCodeGenServiceCreate, self.MTLCodeGenServiceBuildRequest = MTLCodeGenServiceCreate, MTLCodeGenServiceBuildRequest
 
 
-def compiler_says(text: str, options: str) -> str:
-    """What is wrong with a program, or nothing."""
+def compiler_errors(text: str, options: str) -> str:
+    """The errors of a program, or an empty string."""
     version = float(re.search(r"-std=(?:macos-)?metal([\d.]+)", options)[1])  # type: ignore[index]
     assert "-fno-fast-math" in options
     if version < 3.1 and re.search(r"\bbfloat\b", without_comments(text)):
@@ -736,14 +736,14 @@ def compiler_says(text: str, options: str) -> str:
     return ""
 
 
-# --- putting it there, and away again
+# --- installing and removing it
 
 
 @contextlib.contextmanager
 def metal_device(**options: Any) -> Iterator[Runtime]:
-    """Within it, tinygrad's device METAL is an emulated one, opened by `open_device`; `options` are those of Runtime.
+    """Within it, tinygrad's device METAL is emulated, and was opened by `open_device`; `options` are those of Runtime.
 
-    Afterwards nothing of it is left in the process: no device, no program in a cache, and nothing was written to disk.
+    Afterwards the process has no trace of it: no device, no program in a cache; and nothing was written to disk.
     """
     from tinygrad import Device as tinygrad_device
     from tinygrad import codegen, schedule
@@ -771,7 +771,7 @@ def metal_device(**options: Any) -> Iterator[Runtime]:
         metal, ops_metal = (modules[f"tinygrad.runtime.{name}"] for name in ("autogen.metal", "ops_metal"))
         metal.MTLCreateSystemDefaultDevice = lambda: metal.MTLDevice(runtime.sysdevice.handle)
         ops_metal.platform = SimpleNamespace(mac_ver=lambda: (runtime.macos, ("", "", ""), "arm64"))
-        ops_metal.MetalCompiler.compile_cached = ops_metal.MetalCompiler.compile  # kept nowhere
+        ops_metal.MetalCompiler.compile_cached = ops_metal.MetalCompiler.compile  # not cached on disk
         undo.enter_context(_put_in_place(type(tinygrad_device), "_Device__get_canonicalized_item", device))
         undo.enter_context(_put_in_place(codegen, "to_program_cache", _InMemory("programs", lambda program: program)))
         undo.enter_context(_put_in_place(schedule, "schedule_cache", _InMemory("schedules", lambda linear: linear)))
@@ -785,7 +785,7 @@ def metal_device(**options: Any) -> Iterator[Runtime]:
 
 @contextlib.contextmanager
 def _untuned() -> Iterator[None]:
-    """Times mean nothing here, and looking for the best would take as long as on a GPU."""
+    """Disables tuning: times mean nothing here, and a search would take as long as on a GPU."""
     kept = os.environ.get("TINYVLLM_AUTOTUNE")
     os.environ["TINYVLLM_AUTOTUNE"] = "0"
     autotune.tuner.cache_clear()
@@ -800,7 +800,7 @@ def _untuned() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fresh_modules() -> Iterator[dict[str, ModuleType]]:
-    """tinygrad's modules for Metal, over the emulated libraries; before and after, what was there before, if anything."""
+    """tinygrad's modules for Metal, imported with the emulated libraries; afterwards the modules from before are restored."""
     kept = {name: sys.modules.pop(name) for name in _MODULES if name in sys.modules}
     parents = {name: importlib.import_module(name.rpartition(".")[0]) for name in _MODULES}
     attributes = {name: vars(parents[name]).pop(name.rpartition(".")[2], None) for name in _MODULES}
@@ -816,7 +816,7 @@ def _fresh_modules() -> Iterator[dict[str, ModuleType]]:
 
 
 def _import_over_emulated_libraries() -> dict[str, ModuleType]:
-    from tinygrad.runtime.autogen import llvm  # noqa: F401  ops_metal takes it along
+    from tinygrad.runtime.autogen import llvm  # noqa: F401  ops_metal imports it
     from tinygrad.runtime.support import c
 
     open_library, open_named = ctypes.CDLL, c.DLL
@@ -835,7 +835,7 @@ def _import_over_emulated_libraries() -> dict[str, ModuleType]:
 
 
 def _forget(programs: dict[tuple[bytes, str], Any]) -> None:
-    """Let go of everything that would use the device later, while it is there."""
+    """Frees everything that would use the device later, while it exists."""
     from tinyvllm.backends.metal import queue as metal_queue
     from tinyvllm.bridge import node, tensors
 

@@ -1,5 +1,5 @@
-// Metal's declarations for a compiler that only looks (metal_spaces.py): clang's C++ for OpenCL, which has Metal's memories under other
-// names. Nothing here has a meaning: emulation is metal.h's. Numbers convert more freely than in Metal.
+// Metal's declarations for a compiler that only parses (metal_spaces.py): clang's C++ for OpenCL, which has Metal's address spaces under
+// other names. Nothing here is executed: metal.h is for that. Numbers convert more freely than in Metal.
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
 #define device __global
 #define threadgroup __local
@@ -56,7 +56,7 @@ typedef int bool4 __attribute__((ext_vector_type(4)));
 #define M_PI_F 3.14159265358979323846f
 #define M_LOG2E_F 1.44269504088896340736f
 
-// float4(...) is written as a call of this.
+// metal_spaces.py replaces float4(...) by a call of this.
 template <class V, class... T> V spaces_make(T...);
 template <class T, class F> T as_type(F);
 
@@ -169,7 +169,7 @@ bool simd_is_first();
 
 enum memory_order { memory_order_relaxed };
 template <class T> struct atomic { T value; };
-template struct atomic<int>;  // only what is known to be plain may be a parameter of a kernel
+template struct atomic<int>;  // only an instantiated, plain type may be a parameter of a kernel
 template struct atomic<uint>;
 template struct atomic<float>;
 template <class T> struct SpacesItself { typedef T type; };
@@ -214,4 +214,4 @@ typedef metal::atomic<uint> spaces_atomic_uint;
 #define atomic_uint spaces_atomic_uint
 typedef metal::atomic<float> spaces_atomic_float;
 #define atomic_float spaces_atomic_float
-typedef int spaces_end;  // what follows is a kernel's
+typedef int spaces_end;  // what follows is the kernel's text

@@ -1,10 +1,10 @@
-"""A compiler's eye on Metal: clang reads the text as C++ for OpenCL, which knows the same memories under other names.
+"""Checks Metal's address spaces: clang parses the text as C++ for OpenCL, which has the same address spaces under other names.
 
 device, threadgroup, constant and thread are OpenCL's global, local, constant and private address spaces: clang refuses a pointer of the
 wrong one, casts between them, threadgroup variables that are not in a kernel's outermost scope or have initial values, pointers to
-functions, virtual functions, double, arrays of variable length, and (by -Wpre-c++17-compat) what C++14, of which Metal 3.0 is made, has
-not. It only looks: declarations (metal_spaces.h) are all it needs. A pointer that names no memory is `generic` to OpenCL; metal_lint.py
-refuses it.
+functions, virtual functions, double, arrays of variable length, and (by -Wpre-c++17-compat) what C++14, on which Metal 3.0 is based, does
+not have. It only parses: declarations (metal_spaces.h) are all it needs. A pointer that names no address space is `generic` in OpenCL;
+metal_lint.py rejects it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.emulator.places import FOLDER, HERE
 from tinyvllm.backends.cpu.toolchain import provide_compiler
 
 _VECTOR = r"(?:packed_)?(?:bool|u?char|u?short|u?int|u?long|half|bfloat|float)[234]"
-_MADE = re.compile(rf"\b({_VECTOR}|vec<[^<>;(){{}}]*>)(\s*)\((?!\s*[&*]\s*\w+\s*\)\s*[\[(])")
+_CONSTRUCTED = re.compile(rf"\b({_VECTOR}|vec<[^<>;(){{}}]*>)(\s*)\((?!\s*[&*]\s*\w+\s*\)\s*[\[(])")
 _FLAGS = (
     "-target", "spir64", "-x", "clcpp", "-cl-std=clc++1.0", "-cl-no-stdinc", "-Xclang", "-cl-ext=-all,+cl_khr_fp16", "-fsyntax-only",
     "-ferror-limit=5", "-Wno-everything", "-Werror=pre-c++17-compat", "-Werror=pre-c++20-compat", "-Werror=return-type",
@@ -26,12 +26,12 @@ _FLAGS = (
 
 
 def read(text: str) -> tuple[str, list[str]]:
-    """What clang says against a kernel's full text, constants in front ("" is nothing), and its tree of it, from the text's first line on.
+    """Clang's errors for a kernel's full text, constants first ("" for none), and its syntax tree from the text's first line on.
 
-    Lines that are named are the text's. The tree is clang's -ast-dump, a node a line.
+    Line numbers are the text's. The tree is clang's -ast-dump, a node a line.
     """
     code = re.sub(r"#\s*include\s*<[^>]*>", "", without_comments(text))
-    code = _own_methods(_MADE.sub(r"spaces_make<\1>\2(", code))
+    code = _own_methods(_CONSTRUCTED.sub(r"spaces_make<\1>\2(", code))
     command = [provide_compiler(FOLDER), *_FLAGS, "-include", str(HERE / "metal_spaces.h"), "-"]
     done = subprocess.run(command, input=code, capture_output=True, text=True)
     if done.returncode:
@@ -42,7 +42,7 @@ def read(text: str) -> tuple[str, list[str]]:
 
 
 def _own_methods(code: str) -> str:
-    """Member functions that name no memory are of objects in thread memory, to Metal; to OpenCL of objects anywhere."""
+    """Qualifies member functions: without a qualifier they are for objects in thread memory in Metal, for any object in OpenCL."""
     out, scopes, at = [], [], 0
     for brace in re.finditer(r"[{};]", code):
         before = code[at : brace.start()]
@@ -58,6 +58,6 @@ def _own_methods(code: str) -> str:
     return "".join([*out, code[at:]])
 
 
-def complaints(text: str) -> str:
-    """What clang has against a kernel's full text; "" is nothing."""
+def compiler_errors(text: str) -> str:
+    """Clang's errors for a kernel's full text; "" for none."""
     return read(text)[0]

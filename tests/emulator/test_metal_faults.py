@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.emulator.emulate import EmulatorError, emulate_source
-from tests.emulator.metal_running import full, run
+from tests.emulator.metal_snippets import full, run
 
 SEEDS = range(4)
 

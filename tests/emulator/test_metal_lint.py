@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.emulator.metal_lint import lint
-from tests.emulator.metal_running import full
+from tests.emulator.metal_snippets import full
 from tests.emulator.metal_spaces import complaints
 
 CLEAN = """constant constexpr int N = 4;

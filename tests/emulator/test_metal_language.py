@@ -7,7 +7,7 @@ import pytest
 
 from tests.emulator.emulate import Arrays, emulate_source
 from tests.emulator.metal import check_record, signatures
-from tests.emulator.metal_running import run
+from tests.emulator.metal_snippets import run
 from tinyvllm.backends.kernel import Kernel
 
 LANES = np.arange(32)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.emulator import emulate as emulator
 from tests.emulator.emulate import EmulatorError, emulate
-from tests.emulator.metal_running import run
+from tests.emulator.metal_snippets import run
 from tests.kernels.calling import aligned
 from tests.kernels.metal.test_attention import TOLERANCE, told
 from tests.kernels.test_attention import Case, Shape, _ints, make, oracle
