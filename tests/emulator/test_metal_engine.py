@@ -1,6 +1,6 @@
 """The whole engine on the emulated Mac: the shipped Metal kernels as nodes of tinygrad's graphs, on tinygrad's own Metal device.
 
-The model is the bundled one, the CPU's kernels are the reference. Products do not round x here, so logits agree to some hundredths.
+The model is the bundled one, the CPU's kernels are the reference. Products do not round x on Metal, so logits agree to a few hundredths.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def tokens(llm: LLM, texts: list[Any], params: Any = GREEDY) -> list[list[int]]:
 def test_greedy_tokens_are_the_cpus_and_every_op_ran_a_kernel(cpu, gpu):
     assert tokens(gpu, TEXTS[:3]) == tokens(cpu, TEXTS[:3])
     chosen = {choice.stem: choice.variant for choice in registry.choices("METAL")}
-    wanted = {"embed", "norm_qkv_rope_store", "attention_decode", "attention_prefill", "matmul", "norm_gate_up_silu", "norm_head"}
-    assert wanted | {"advance"} <= set(chosen) and set(chosen.values()) == {"apple7"}
+    stems = {"embed", "norm_qkv_rope_store", "attention_decode", "attention_prefill", "matmul", "norm_gate_up_silu", "norm_head"}
+    assert stems | {"advance"} <= set(chosen) and set(chosen.values()) == {"apple7"}
 
 
 def test_logits(cpu, gpu):
@@ -60,25 +60,25 @@ def test_logits(cpu, gpu):
 
 
 @pytest.mark.long
-def test_up_to_sixteen_together_give_what_they_give_alone(gpu):
-    """Greedy and drawn; small products have one order for one row and for sixteen."""
-    drawn = [SamplingParams(temperature=0.9, seed=i, top_p=0.9, max_tokens=4, ignore_eos=True) for i in range(6)]
-    params = [GREEDY if i % 2 else drawn[i] for i in range(6)]
+def test_a_batch_of_up_to_sixteen_has_the_tokens_of_single_requests(gpu):
+    """Greedy and sampled; small products have one order for one row and for sixteen."""
+    sampled = [SamplingParams(temperature=0.9, seed=i, top_p=0.9, max_tokens=4, ignore_eos=True) for i in range(6)]
+    params = [GREEDY if i % 2 else sampled[i] for i in range(6)]
     together = tokens(gpu, TEXTS, params)
     assert together == [tokens(gpu, [text], [param])[0] for text, param in zip(TEXTS, params, strict=True)]
 
 
 @pytest.mark.long
-def test_the_host_looks_at_each_token_where_it_must(cpu, gpu):
+def test_requests_that_the_host_checks_token_by_token(cpu, gpu):
     late = SamplingParams(temperature=0.0, max_tokens=8, min_tokens=6, ignore_eos=True, stop_token_ids=[264])
-    asking = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=2)
+    with_logprobs = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=2)
     for _ in range(2):
         assert tokens(gpu, TEXTS[:1], late) == tokens(cpu, TEXTS[:1], late)
-        assert tokens(gpu, TEXTS[:1], asking) == tokens(cpu, TEXTS[:1])
+        assert tokens(gpu, TEXTS[:1], with_logprobs) == tokens(cpu, TEXTS[:1])
 
 
 @pytest.mark.long
-def test_tuning_changes_no_token_and_is_remembered(gpu, monkeypatch, tmp_path):
+def test_tuning_changes_no_token_and_is_cached(gpu, monkeypatch, tmp_path):
     expected = tokens(gpu, TEXTS[:1])
     monkeypatch.setenv("TINYVLLM_AUTOTUNE", "1")
     monkeypatch.setenv("TINYVLLM_CACHE", str(tmp_path))
@@ -93,7 +93,7 @@ def test_tuning_changes_no_token_and_is_remembered(gpu, monkeypatch, tmp_path):
 
 
 def test_a_step_over_several_partitions_is_five_launches_a_layer(mac, monkeypatch, tmp_path):
-    """Of up to 32 partitions, of which the tokens come to have two; each is smaller here, as long prompts take long."""
+    """Up to 32 partitions, of which the tokens fill two; partitions are smaller here, because long prompts take long."""
     monkeypatch.setattr(metal_records, "partition_of", lambda attention: 64)
     for file in MODEL.iterdir():
         (tmp_path / file.name).symlink_to(file)
@@ -114,15 +114,15 @@ def test_a_step_over_several_partitions_is_five_launches_a_layer(mac, monkeypatc
 
 
 @pytest.mark.long
-def test_a_prompt_that_sequences_share_is_read_once_and_changes_no_token(mac, monkeypatch):
-    """One captured step for sequences that share and for others: who shares, the device is told from step to step."""
+def test_reading_a_shared_prompt_once_changes_no_token(mac, monkeypatch):
+    """One captured step for sequences that share a prefix and for others: each step passes the shared lengths to the device."""
     monkeypatch.setattr(metal_records, "partition_of", lambda attention: 128)
     monkeypatch.setattr(metal_records, "SPREAD", 1)
-    told, measure = [], StepInputs._measure
+    lengths, measure = [], StepInputs._measure
 
     def spied(inputs: StepInputs, *arguments: Any) -> Any:
         changed = measure(inputs, *arguments)
-        told.append(sorted(inputs.shared_prefix_lens.tolist()))
+        lengths.append(sorted(inputs.shared_prefix_lens.tolist()))
         return changed
 
     monkeypatch.setattr(StepInputs, "_measure", spied)
@@ -130,17 +130,17 @@ def test_a_prompt_that_sequences_share_is_read_once_and_changes_no_token(mac, mo
     prompts = [{"prompt_token_ids": [*(shared if i < 2 else shared[::-1]), 50 + i]} for i in range(4)]
     with LLM(MODEL, device="METAL", **OPTIONS | dict(max_model_len=256, max_num_seqs=4, enable_prefix_caching=True)) as gpu:
         expected = [tokens(gpu, [prompt], params)[0] for prompt in prompts]
-        assert not np.any(told)
-        for who in ([0, 2, 1], [0, 1, 2, 3], [0, 2]):
-            assert tokens(gpu, [prompts[i] for i in who], params) == [expected[i] for i in who]
-        assert [0, 0, 0, 144] in told and [0, 0, 144, 144] in told
+        assert not np.any(lengths)
+        for indices in ([0, 2, 1], [0, 1, 2, 3], [0, 2]):
+            assert tokens(gpu, [prompts[i] for i in indices], params) == [expected[i] for i in indices]
+        assert [0, 0, 0, 144] in lengths and [0, 0, 144, 144] in lengths
 
 
 @pytest.mark.parametrize("format", [pytest.param("q8_0", marks=pytest.mark.long), "q4_0"])
 def test_packed_weights(mac, format):
-    """The CPU rounds x to int8 beside them, the GPU does not."""
+    """The CPU rounds x to int8 for packed weights, the GPU does not."""
     with LLM(MODEL, device="CPU", **OPTIONS, quantization=format) as cpu:
         logits = cpu.prompt_logits([0, 5, 9, 44])
     with LLM(MODEL, device="METAL", **OPTIONS, quantization=format) as gpu:
         assert np.abs(gpu.prompt_logits([0, 5, 9, 44]) - logits).max() < 0.3
-        assert {len(found) for found in tokens(gpu, TEXTS[:2])} == {6}
+        assert {len(ids) for ids in tokens(gpu, TEXTS[:2])} == {6}

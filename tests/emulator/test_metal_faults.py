@@ -1,4 +1,4 @@
-"""Every mistake that a Metal kernel can make is found, and its correct twin is not complained about."""
+"""Faults of Metal kernels are reported, and the corrected kernels are not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.emulator.metal_snippets import full, run
 
 SEEDS = range(4)
 
-# name: a kernel with {} in it, what is wrong there, what is right there, what the complaint says, threads
+# name: a kernel with {}, what makes it wrong, what makes it right, the expected message, threads
 FAULTS = {
     "missing barrier": (
         "device float *out, device const float *in) {{ threadgroup float s[64]; s[index] = in[index]; {} out[index] = s[63 - index]; }}",
@@ -26,7 +26,7 @@ FAULTS = {
         "threadgroup_barrier(mem_flags::{}); out[index] = s[63 - index]; }}",
         "mem_none", "mem_threadgroup | mem_flags::mem_device", "race|never written", 64,
     ),
-    "device memory behind a barrier for threadgroup memory": (
+    "device memory after a barrier for threadgroup memory": (
         "device float *out, device const float *in) {{ out[index] = in[index]; threadgroup_barrier(mem_flags::{}); "
         "float other = out[63 - index]; threadgroup_barrier(mem_flags::mem_device); out[index] = other; }}",
         "mem_threadgroup", "mem_device", "race", 64,
@@ -58,7 +58,7 @@ FAULTS = {
         "device float *out, device const float *in) {{ out[index] = in[index]; {} threadgroup_barrier(mem_flags::mem_device); }}",
         "if (index != 5)", "", "no thread can continue|returned", 64,
     ),
-    "barrier that some have returned before": (
+    "barrier after some threads have returned": (
         "device float *out, device const float *in) {{ if ({}) return; threadgroup_barrier(mem_flags::mem_none); "
         "out[index] = in[index]; }}",
         "simd == 1", "group.x == 1", "no thread can continue.*returned", 64,
@@ -68,13 +68,13 @@ FAULTS = {
         "{} simdgroup_multiply_accumulate(m, m, m, m); simdgroup_store(m, out); }}",
         "if (lane != 3)", "", "no thread can continue.*simdgroup", 32,
     ),
-    "matrix at different places for different lanes": (
+    "matrix at different addresses in different lanes": (
         "device float *out, device const float *in) {{ simdgroup_float8x8 m; simdgroup_load(m, in + {}); simdgroup_store(m, out); }}",
-        "lane % 2", "simd", "one place for all lanes", 32,
+        "lane % 2", "simd", "same address in all lanes", 32,
     ),
     "broadcast from different lanes": (
         "device float *out, device const float *in) {{ out[index] = simd_broadcast(in[index], ushort({})); }}",
-        "lane", "3", "one lane for all", 32,
+        "lane", "3", "same lane number", 32,
     ),
     "shuffle from a lane that has returned": (
         "device float *out, device const float *in) {{ if (lane >= 16) return; out[index] = simd_shuffle_xor(in[index], {}); }}",
@@ -148,25 +148,25 @@ FAULTS = {
 
 def _run(name: str, which: int, seed: int) -> None:
     text, *pieces, _, threads = FAULTS[name]
-    out, given = np.full(128, np.nan, np.float32), np.ones(128, np.float32)
-    run(text.format(pieces[which]), out, given, block=threads, seed=seed)
+    out, x = np.full(128, np.nan, np.float32), np.ones(128, np.float32)
+    run(text.format(pieces[which]), out, x, block=threads, seed=seed)
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_found(name: str) -> None:
+def test_a_fault_is_reported(name: str) -> None:
     for seed in SEEDS:
         with pytest.raises(EmulatorError, match=f"(?s){FAULTS[name][3]}"):
             _run(name, 0, seed)
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_its_correct_twin_is_not(name: str) -> None:
+def test_the_corrected_kernel_runs(name: str) -> None:
     for seed in SEEDS:
         _run(name, 1, seed)
 
 
 @pytest.mark.parametrize("how", ["plain", "atomic"])
-def test_two_threadgroups_write_one_word(how: str) -> None:
+def test_two_threadgroups_write_the_same_word(how: str) -> None:
     stored = "atomic_store_explicit((device atomic_float *)out, 1.0f, memory_order_relaxed);"
     words = {"plain": "out[group.x / 2] = 1.0f;", "atomic": stored}
     text = f"device float *out, device const float *in) {{ if (index == 0) {{ {words[how]} }} }}"
@@ -185,16 +185,16 @@ def test_one_threadgroup_reads_what_another_writes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("declared", "block", "shared", "complaint"),
+    ("declared", "block", "shared", "message"),
     [
         ("threadgroup float s[8193];", (32, 1, 1), 0, "threadgroup|shared memory declared"),
         ("threadgroup float s[8192];", (32, 1, 1), 16, "dynamic"),
         ("threadgroup float s[8192];", (33, 32, 1), 0, "threads in a block"),
     ],
 )
-def test_what_the_machine_does_not_have(declared: str, block: tuple[int, int, int], shared: int, complaint: str) -> None:
+def test_limits_of_the_gpu(declared: str, block: tuple[int, int, int], shared: int, message: str) -> None:
     text = full(f"device float *out) {{ {declared} s[index % 32] = 0.0f; }}")
-    with pytest.raises(EmulatorError, match=complaint):
+    with pytest.raises(EmulatorError, match=message):
         emulate_source(text, "k", (1, 1, 1), block, shared, [0], [], language="metal")
     assert "[[max_total_threads" not in text
     bounded = text.replace("kernel void", "[[max_total_threads_per_threadgroup(16 * 2)]] kernel void").replace("8193", "64")
@@ -202,7 +202,7 @@ def test_what_the_machine_does_not_have(declared: str, block: tuple[int, int, in
         emulate_source(bounded, "k", (1, 1, 1), (64, 1, 1), 0, [0], [], language="metal")
 
 
-def test_thread_is_no_name() -> None:
+def test_thread_is_a_keyword() -> None:
     text = full("device float *out) { }").replace("uint index [[", "uint thread [[").replace("{ }", "{ out[thread] = 0.0f; }")
     with pytest.raises(EmulatorError, match="compiler failed"):
         emulate_source(text, "k", (1, 1, 1), (32, 1, 1), 0, [0], [], language="metal")

@@ -1,4 +1,4 @@
-"""Each rule of the lint is tripped by what it forbids; what looks like it and is allowed is not."""
+"""Each rule of the lint reports what it forbids, and not what looks similar and is allowed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.emulator.metal_lint import lint
 from tests.emulator.metal_snippets import full
-from tests.emulator.metal_spaces import complaints
+from tests.emulator.metal_spaces import compiler_errors
 
 CLEAN = """constant constexpr int N = 4;
 constant float table[2] = {1.0f, 2.5e-3f};
@@ -37,13 +37,13 @@ INLINE float first(device const packed_float4 *p) { return float4(p[0]).x; }
 OUT = "---device float *out) "
 SAME = f"INLINE float f(float x) {{ return x; }}\n{OUT}"
 
-# rule: text, what the lint says. Helpers in front of ---
-TRIPS = {
+# rule: text, expected problem. Helper functions before ---
+FORBIDDEN = {
     "recursion": (
         "INLINE float f(float x) { return x > 1.0f ? f(x * 0.5f) : x; }\n" + OUT + "{ out[0] = f(out[0]); }",
         "calls itself",
     ),
-    "recursion by another": (
+    "recursion through another function": (
         "float g(float x);\nINLINE float f(float x) { return g(x); }\nINLINE float g(float x) { return f(x); }\n"
         "---device float *out) { out[0] = f(out[0]); }", "f calls itself",
     ),
@@ -66,7 +66,7 @@ TRIPS = {
     "unsigned long": ("device float *out) { unsigned long c = 1; out[0] = c; }", "unclear size"),
     "size_t": ("device float *out) { size_t c = 1; out[0] = c; }", "unclear size"),
     "goto": ("device float *out) { if (index > 1) goto end; out[0] = 1.0f; end: out[1] = 2.0f; }", "goto"),
-    "new": ("device float *out) { out[0] = *new float(1.0f); }", "new|compiler says"),
+    "new": ("device float *out) { out[0] = *new float(1.0f); }", "new|compiler error"),
     "virtual": ("struct A { virtual float f() { return 1.0f; } };\n" + OUT + "{ A a; out[0] = a.f(); }", "virtual"),
     "derived class": (
         "struct A { int x; };\nstruct B : A { int y; };\n" + OUT + "{ B b; b.x = 1; out[0] = b.x; }",
@@ -77,10 +77,12 @@ TRIPS = {
     "static local": ("device float *out) { static int n; out[0] = n++; }", "static"),
     "global variable": ("int counter;\n" + OUT + "{ out[0] = counter; }", "global variable"),
     "asm": ('device float *out) { asm("nop"); out[0] = 1.0f; }', "asm"),
-    "pointer without a memory": ("device float *out) { float x[2]; float *p = x; out[0] = p[0]; }", "names no memory"),
-    "parameter without a memory": ("INLINE float f(const float *p) { return p[0]; }\n" + OUT + "{ out[0] = f(out); }", "names no memory"),
-    "reference to an array without a memory": (
-        "INLINE float f(float (&p)[2]) { return p[0]; }\n" + OUT + "{ float x[2]; out[0] = f(x); }", "names no memory",
+    "pointer without an address space": ("device float *out) { float x[2]; float *p = x; out[0] = p[0]; }", "names no address space"),
+    "parameter without an address space": (
+        "INLINE float f(const float *p) { return p[0]; }\n" + OUT + "{ out[0] = f(out); }", "names no address space",
+    ),
+    "reference to an array without an address space": (
+        "INLINE float f(float (&p)[2]) { return p[0]; }\n" + OUT + "{ float x[2]; out[0] = f(x); }", "names no address space",
     ),
     "threadgroup memory in a function": (
         "INLINE float f(float x) { threadgroup float s[2]; s[0] = x; return s[1]; }\n" + OUT + "{ out[0] = f(1.0f); }", "address space",
@@ -92,7 +94,7 @@ TRIPS = {
     "if constexpr": ("device float *out) { if constexpr (LANES > 3) out[0] = 1.0f; }", "constexpr if"),
 }  # fmt: skip
 
-# The compiler's eye: a pointer or a value of the wrong memory
+# Pointers and values of the wrong address space
 SPACES = {
     "threadgroup to device": "threadgroup float s[4]; device float *p = s; p[0] = 1.0f;",
     "device to threadgroup": "threadgroup float *p = out; p[0] = 1.0f;",
@@ -118,11 +120,11 @@ def test_a_clean_kernel_passes() -> None:
     assert lint(full(CLEAN), 1024) == []
 
 
-@pytest.mark.parametrize("rule", TRIPS)
-def test_a_rule_is_tripped(rule: str) -> None:
-    text, said = TRIPS[rule]
-    found = "\n".join(lint(full(text)))
-    assert re.search(said, found), found
+@pytest.mark.parametrize("rule", FORBIDDEN)
+def test_a_forbidden_construct_is_reported(rule: str) -> None:
+    text, message = FORBIDDEN[rule]
+    problems = "\n".join(lint(full(text)))
+    assert re.search(message, problems), problems
 
 
 def test_launches_and_positions() -> None:
@@ -136,10 +138,10 @@ def test_launches_and_positions() -> None:
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_a_pointer_of_the_wrong_memory_is_refused(name: str) -> None:
-    assert "error" in complaints(full(HELPERS.replace("BODY", SPACES[name])))
+def test_a_pointer_of_the_wrong_address_space_is_an_error(name: str) -> None:
+    assert "error" in compiler_errors(full(HELPERS.replace("BODY", SPACES[name])))
 
 
-def test_pointers_of_the_right_memory_are_not() -> None:
+def test_pointers_of_the_right_address_space_are_accepted() -> None:
     right = "threadgroup float s[4]; threadgroup Sums sums; shared(s); fill(sums); plain(out); plain((device float *)in); *out = table[1];"
-    assert complaints(full(HELPERS.replace("BODY", right))) == ""
+    assert compiler_errors(full(HELPERS.replace("BODY", right))) == ""

@@ -1,4 +1,4 @@
-"""Partitions that meet in attention_decode.metal: the emulator finds what would break on a GPU whose stores arrive when they do."""
+"""Merging partitions in attention_decode.metal: the emulator reports what would fail on a GPU whose stores arrive late."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.emulator import emulate as emulator
 from tests.emulator.emulate import EmulatorError, emulate
 from tests.emulator.metal_snippets import run
 from tests.kernels.calling import aligned
-from tests.kernels.metal.test_attention import TOLERANCE, told
+from tests.kernels.metal.test_attention import TOLERANCE, attention_shape
 from tests.kernels.test_attention import Case, Shape, _ints, make, oracle
 from tinyvllm.backends.metal import plan as records
 
@@ -21,7 +21,7 @@ SEEDS = range(6)
 STORE = "atomic_store_explicit(word, bits == 0 ? 0x80000000u : bits, memory_order_relaxed);"
 WAIT = "while (bits == 0) bits = atomic_fetch_or_explicit(word, 0u, memory_order_relaxed);"
 ZERO = "atomic_store_explicit(word, 0u, memory_order_relaxed);"
-NOBODY = "if (before == expected - 1) atomic_store_explicit(counter, 0u, memory_order_relaxed);"
+RESET = "if (before == expected - 1) atomic_store_explicit(counter, 0u, memory_order_relaxed);"
 COUNT = "  count_results(lasts, to, sequences, unit, thread_index);\n"
 WRITE = "  write_results(to, merged, exchange, sequences, unit, partition, thread_index);\n"
 READY = "threadgroup_barrier(mem_flags::mem_device);"
@@ -29,7 +29,7 @@ READY = "threadgroup_barrier(mem_flags::mem_device);"
 
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
-    """Have kernels' texts changed: pairs of what stands there once and what is to stand there."""
+    """Replaces text of kernels: pairs of a text that occurs once and its replacement."""
     shipped = emulator.kernel_text
 
     def plant(*pairs: tuple[str, str]) -> None:
@@ -50,9 +50,9 @@ WANT = oracle(CASE)
 
 
 def launches(case: Case, seed: int, times: int = 2) -> list[np.ndarray]:
-    """What so many launches on one scratch give."""
+    """The outputs of `times` launches with one scratch buffer."""
     B = len(case.new)
-    kernel, words = records.attention_decode("apple7", B, told(case), partition=32, simds=2)
+    kernel, words = records.attention_decode("apple7", B, attention_shape(case), partition=32, simds=2)
     partial, outs = aligned((words,), np.uint32, 0), []
     for again in range(times):
         outs.append(aligned(case.q.shape, np.float32))
@@ -61,7 +61,7 @@ def launches(case: Case, seed: int, times: int = 2) -> list[np.ndarray]:
     return outs
 
 
-def test_what_is_shipped_is_right_in_any_order() -> None:
+def test_the_kernel_is_right_in_any_order() -> None:
     for seed in SEEDS:
         first, second = launches(CASE, seed)
         np.testing.assert_allclose(first, WANT, **TOLERANCE)
@@ -69,7 +69,7 @@ def test_what_is_shipped_is_right_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("how", ["counted before anything is stored", "stored without a barrier"])
-def test_when_it_is_counted_does_not_matter(plant: Plant, how: str) -> None:
+def test_the_time_of_the_count_does_not_matter(plant: Plant, how: str) -> None:
     if how == "stored without a barrier":
         plant((READY, ""))
     else:
@@ -86,40 +86,40 @@ def test_a_plain_store_is_a_race(plant: Plant) -> None:
             launches(CASE, seed)
 
 
-def test_a_plain_look_is_a_race(plant: Plant) -> None:
+def test_a_plain_load_is_a_race(plant: Plant) -> None:
     plant(("return atomic_load_explicit(word, memory_order_relaxed);", "return *(device uint *)word;"))
     for seed in SEEDS:
         with pytest.raises(EmulatorError, match="race.*block"):
             launches(CASE, seed)
 
 
-def test_whoever_does_not_ask_again_is_wrong(plant: Plant) -> None:
-    """The count says that stores have been made, not that they have arrived."""
+def test_reading_once_is_wrong(plant: Plant) -> None:
+    """The count says that stores were executed, not that they have arrived."""
     plant((WAIT, ""))
     assert not all(np.allclose(out, WANT, **TOLERANCE) for seed in SEEDS for out in launches(CASE, seed))
 
 
-def test_what_is_left_behind_is_taken_for_new(plant: Plant) -> None:
+def test_words_that_are_not_reset_are_taken_for_new_ones(plant: Plant) -> None:
     plant((ZERO, ""))
     other = make(CASE.shape, CASE.new, CASE.context, seed=1)
-    found = []
+    correct = []
     for seed in SEEDS:
-        kernel, words = records.attention_decode("apple7", 3, told(CASE), partition=32, simds=2)
+        kernel, words = records.attention_decode("apple7", 3, attention_shape(CASE), partition=32, simds=2)
         out, partial = aligned(CASE.q.shape, np.float32), aligned((words,), np.uint32, 0)
         for case in (CASE, other):
             emulate(kernel, out, partial, case.q, case.cache, case.tables, _ints(case.context), _ints([3]), seed=seed)
-        found.append(np.allclose(out, oracle(other), **TOLERANCE))
-    assert not all(found)
+        correct.append(np.allclose(out, oracle(other), **TOLERANCE))
+    assert not all(correct)
 
 
-def test_a_count_that_is_not_set_back_has_no_last(plant: Plant) -> None:
-    plant((NOBODY, ""))
+def test_a_count_that_is_not_reset_has_no_last_threadgroup(plant: Plant) -> None:
+    plant((RESET, ""))
     first, second = launches(CASE, seed=1)
     np.testing.assert_allclose(first, WANT, **TOLERANCE)
     assert np.isnan(second[1:]).all() and np.array_equal(first[:1], second[:1])
 
 
-def test_a_zero_that_is_not_told_from_nothing_is_waited_for_without_end(plant: Plant) -> None:
+def test_a_stored_zero_would_be_waited_for_without_end(plant: Plant) -> None:
     zeros = make(CASE.shape, [1], [61])
     zeros.cache[:, 1] = 0
     (out,) = launches(zeros, seed=1, times=1)
@@ -129,7 +129,7 @@ def test_a_zero_that_is_not_told_from_nothing_is_waited_for_without_end(plant: P
         launches(zeros, seed=1, times=1)
 
 
-def test_a_relaxed_store_is_seen_at_once_by_its_own_threadgroup_and_late_by_others() -> None:
+def test_a_relaxed_store_is_visible_at_once_in_its_own_threadgroup_and_late_in_others() -> None:
     text = """device atomic_uint *out) {
       device atomic_uint *words = out + group.x * 64, *count = out + 192;
       atomic_store_explicit(words + index, 7, memory_order_relaxed);

@@ -1,4 +1,4 @@
-"""tinygrad's Metal device, our graph, launches, copies and mapped weights on the emulated runtime; and that it finds what is wrong."""
+"""tinygrad's Metal device, our graph, launches, copies and mapped weights on the emulated runtime; and the errors that it reports."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ def test_upload_download_and_spans(runtime):
     assert (download(target) == big).all()
 
 
-def test_uploads_keep_their_place_and_wait_for_nothing(runtime):
-    """The host's array changes right after; kernels between uploads see what was there then."""
+def test_uploads_keep_their_order_and_do_not_wait(runtime):
+    """The host's array changes right afterwards; kernels between uploads read the values of that time."""
     from tinyvllm.bridge import download, upload
 
     x, sums = on_device(np.zeros(64, np.int32)), []
@@ -147,8 +147,8 @@ def test_uploads_keep_their_place_and_wait_for_nothing(runtime):
     assert [download(s).item() for s in sums] == [2 * i for i in range(20)]
 
 
-def test_reading_behind_the_launch(runtime):
-    """What is read is what was there when the reading was asked for, whatever comes after, and is waited for alone."""
+def test_async_reads(runtime):
+    """A read returns the values at the time of the call, whatever follows, and waits for nothing else."""
     from tinyvllm.bridge import read_async, upload
 
     x, readings = integers(1, 2, 3), []
@@ -158,19 +158,19 @@ def test_reading_behind_the_launch(runtime):
         readings.append(read_async(x))
     assert runtime._seed or not readings[-1].ready() and len(runtime._queue) > 6
     assert readings[0].get().tolist() == [0, 0, 0]
-    assert runtime._seed or runtime._queue, "the later ones have not been waited for"
+    assert runtime._seed or runtime._queue, "no wait for later reads"
     assert [reading.get().tolist() for reading in readings] == [[i, 10 * i, 100 * i] for i in range(6)]
     assert all(reading.ready() for reading in readings)
     (x + 1).contiguous().realize()
     buffers = len(runtime.buffers)
     cells = read_async(x.reshape(3, 1).contiguous().realize()).get()
-    assert cells.shape == (3, 1) and cells.dtype == np.int32 and len(runtime.buffers) <= buffers + 1, "blocks are used again"
+    assert cells.shape == (3, 1) and cells.dtype == np.int32 and len(runtime.buffers) <= buffers + 1, "blocks are reused"
     for _ in range(9):
-        read_async(x)  # nobody wants it
+        read_async(x)  # never fetched
     assert len(runtime.buffers) <= buffers + 1
 
 
-def test_a_failure_in_flight_is_told(runtime):
+def test_a_failure_in_flight_is_reported(runtime):
     from tinyvllm.bridge import read_async
 
     x = integers(1)
@@ -181,7 +181,7 @@ def test_a_failure_in_flight_is_told(runtime):
         read_async(x).get()
 
 
-def test_command_buffers_that_have_run_are_let_go(runtime):
+def test_command_buffers_that_have_run_are_freed(runtime):
     from tinygrad import Device
 
     from tinyvllm.bridge import read_async
@@ -197,7 +197,7 @@ def test_command_buffers_that_have_run_are_let_go(runtime):
 # --- launches
 
 
-def test_what_a_launch_encodes(runtime):
+def test_encoding_of_a_launch(runtime):
     out, total, x, count = integers(0, 0, 0), integers(1), integers(1, 2, 3), integers(3)
     runtime.idle()
     before = len(runtime.submissions)
@@ -209,8 +209,8 @@ def test_what_a_launch_encodes(runtime):
     assert out.numpy().tolist() == [3, 2, 1] and total.numpy().item() == 4
 
 
-def test_kernels_keep_the_order_of_what_they_write_in_place(runtime):
-    """Each takes what the one before has written, and counts on: the third's `count` is what the first two have made of `total`."""
+def test_in_place_writes_keep_their_order(runtime):
+    """Each kernel reads what the one before has written: the third's `count` is computed from `total` after the first two."""
     total, x = integers(0), integers(1, 2, 3, 4, 5, 6)
     first, after = reverse(integers(0, 0, 0, 0, 0, 0), total, x, integers(2))
     second, after = reverse(integers(0, 0, 0, 0, 0, 0), after, first, integers(2))
@@ -240,7 +240,7 @@ def test_a_step_is_one_indirect_command_buffer_with_a_barrier_before_each_comman
     assert 16 in [binding.offset for binding in adding.bindings.values()], "x begins at byte 16"
 
 
-def test_a_replay_encodes_nothing_anew_and_waits_for_nothing(runtime):
+def test_a_replay_encodes_nothing_and_does_not_wait(runtime):
     from tinyvllm.bridge import download, upload
 
     total, count, x = integers(0), integers(4), integers(1, 2, 3, 4)
@@ -255,12 +255,12 @@ def test_a_replay_encodes_nothing_anew_and_waits_for_nothing(runtime):
     assert runtime._seed or (spent["waitUntilCompleted"] == 0 and isinstance(runtime.submissions[-1].entries[0], Copy))
     executions = [entry for s in runtime.submissions[submitted:] for entry in s.entries if isinstance(entry, Execute)]
     assert len(executions) == 3 and all(entry == executions[0] for entry in executions)
-    assert download(result).tolist() == [4 + 32, 6 + 32, 8 + 32, 10 + 32], "read before the upload or after, x was used then"
+    assert download(result).tolist() == [4 + 32, 6 + 32, 8 + 32, 10 + 32], "the replay used x as it was before the upload"
     assert download(step(x, n=1)).tolist() == [22 + 40, 42 + 40, 62 + 40, 82 + 40]
 
 
-def test_a_replay_changes_what_has_changed(runtime):
-    """Without waiting, a command would be changed while it is executed, which the runtime does not allow."""
+def test_a_replay_updates_changed_arguments(runtime):
+    """Without waiting, a command would be changed while it is executed, which the runtime reports."""
     from tinyvllm.bridge import read_async
 
     total, count, x, y = integers(0), integers(2), integers(1, 2), integers(5, 6)
@@ -271,37 +271,37 @@ def test_a_replay_changes_what_has_changed(runtime):
         expected += 4
         readings.append((read_async(step(tensor, n=n)), (2 * (np.array(array) + n) + expected).tolist()))
         changed.append(runtime.encoded - before)
-    assert [reading.get().tolist() for reading, _ in readings] == [wanted for _, wanted in readings]
-    assert changed[1] == changed[3] == 0 and changed[2] == changed[4] > 0, "numbers lie in a buffer, inputs in commands"
+    assert [reading.get().tolist() for reading, _ in readings] == [values for _, values in readings]
+    assert changed[1] == changed[3] == 0 and changed[2] == changed[4] > 0, "variables are in a buffer, inputs in commands"
 
 
 def test_another_thread_may_replay(runtime):
     from tinyvllm.bridge import download, upload
 
-    total, count, x, seen = integers(0), integers(2), integers(1, 2), []
+    total, count, x, results = integers(0), integers(2), integers(1, 2), []
     step = captured_step(total, count)
     step(x, n=1)
 
     def replay() -> None:
         step(x, n=1)
         upload(x, np.array([3, 4], np.int32))
-        seen.append(download(step(x, n=1)).tolist())
+        results.append(download(step(x, n=1)).tolist())
 
     thread = threading.Thread(target=replay)
     thread.start()
     thread.join(60)
-    assert seen == [[8 + 12, 10 + 12]]
+    assert results == [[8 + 12, 10 + 12]]
 
 
-def test_repeat_is_as_many_executions(runtime):
+def test_repeat_executes_the_step_n_times(runtime):
     from tinyvllm.bridge import download, peek, repeat
 
     total, count, x = integers(0), integers(2), integers(1, 2)
     step = captured_step(total, count)
     step(x, n=1)
     before = runtime.counts.copy()
-    behind = repeat([(step, (x,), {"n": 1})], 5)
-    while not behind.wait():
+    repeated = repeat([(step, (x,), {"n": 1})], 5)
+    while not repeated.wait():
         pass
     spent = runtime.counts - before
     assert spent["executeCommandsInBuffer:withRange:"] == 5 and spent["waitUntilCompleted"] <= 1, "at the end, for errors"
@@ -310,7 +310,7 @@ def test_repeat_is_as_many_executions(runtime):
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-def test_a_step_that_is_let_go_while_it_runs(runtime):
+def test_a_step_that_is_freed_while_it_runs(runtime):
     total, count, x = integers(0), integers(2), integers(1, 2)
     step = captured_step(total, count)
     step(x, n=1)
@@ -321,7 +321,7 @@ def test_a_step_that_is_let_go_while_it_runs(runtime):
 
 
 def test_too_many_threads_for_a_kernels_registers(planted):
-    with metal_device(most_threads=64) as runtime:
+    with metal_device(max_threads=64) as runtime:
         total, count, x = integers(0), integers(2), integers(1, 2)
         from tinyvllm.bridge import Captured
 
@@ -349,7 +349,7 @@ def test_variants_are_timed_by_the_gpus_clock_while_a_step_is_captured(runtime, 
     monkeypatch.setenv("TINYVLLM_CACHE", str(tmp_path))
     autotune.tuner.cache_clear()
     runtime.seconds_of = lambda record: 1e-4 * abs(record.entries[0].threads[0] - 64) + 1e-5  # 64 is best
-    runtime.most_threads, x, count = 128, integers(1, 2, 3), integers(3)
+    runtime.max_threads, x, count = 128, integers(1, 2, 3), integers(3)
 
     def timed(variant):
         kernel = Kernel("planted_reverse", "metal", "apple7", (("THREADS", variant.threads),), 2, 2, grid=(1, 1, 1), block=variant.threads)
@@ -366,10 +366,10 @@ def test_variants_are_timed_by_the_gpus_clock_while_a_step_is_captured(runtime, 
     assert "Emulated M" in (tmp_path / "autotune.json").read_text()
     before = runtime.launched.count("planted_reverse")
     Captured(function)(x)
-    assert runtime.launched.count("planted_reverse") == before + 1, "chosen once"
+    assert runtime.launched.count("planted_reverse") == before + 1, "tuned once"
 
 
-def test_what_metal_takes_of_a_launch(runtime):
+def test_limits_of_a_launch(runtime):
     from tinyvllm.backends.launch import launch
 
     many = [integers(0) for _ in range(31)]
@@ -420,7 +420,7 @@ def test_a_virtual_machine_has_no_indirect_command_buffers(planted):
 
 
 def file_of(tmp_path, array, offset) -> np.ndarray:
-    """The array as it lies in a mapped file from byte `offset` on."""
+    """The array in a mapped file, from byte `offset` on."""
     (tmp_path / "weights").write_bytes(b"\0" * offset + array.tobytes() + b"\1" * 100)
     with open(tmp_path / "weights", "rb") as file:
         whole = np.frombuffer(mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ), np.uint8)
@@ -430,19 +430,19 @@ def file_of(tmp_path, array, offset) -> np.ndarray:
 def test_a_mapped_file_is_not_copied(runtime, tmp_path):
     from tinyvllm.bridge import mapped, spans
 
-    wanted = np.arange(3 * mmap.PAGESIZE, dtype=np.int32).reshape(3, -1)
-    array, allocated = file_of(tmp_path, wanted, 5 * mmap.PAGESIZE + 208), runtime.allocated()
+    values = np.arange(3 * mmap.PAGESIZE, dtype=np.int32).reshape(3, -1)
+    array, allocated = file_of(tmp_path, values, 5 * mmap.PAGESIZE + 208), runtime.allocated()
     tensor = mapped(array, "METAL")
-    assert runtime.allocated() == allocated and tensor.uop.buffer._buf.offset == 208 and tensor.shape == wanted.shape
-    (made,) = [buffer for buffer in runtime.buffers.values() if not buffer.own]
-    assert made.contents() + 208 == array.ctypes.data and made.memory.nbytes % mmap.PAGESIZE == 0
-    assert (tensor.numpy() == wanted).all() and (tensor + 1).numpy()[2, 7] == wanted[2, 7] + 1
-    assert spans(tensor, [(5, 2)])[0].numpy().tolist() == [5, 6], "an offset upon an offset"
+    assert runtime.allocated() == allocated and tensor.uop.buffer._buf.offset == 208 and tensor.shape == values.shape
+    (buffer,) = [buffer for buffer in runtime.buffers.values() if not buffer.own]
+    assert buffer.contents() + 208 == array.ctypes.data and buffer.memory.nbytes % mmap.PAGESIZE == 0
+    assert (tensor.numpy() == values).all() and (tensor + 1).numpy()[2, 7] == values[2, 7] + 1
+    assert spans(tensor, [(5, 2)])[0].numpy().tolist() == [5, 6], "an offset added to an offset"
     out, _ = reverse(integers(0, 0, 0), integers(0), tensor, integers(3))
     assert out.numpy().tolist() == [2, 1, 0]
 
 
-def test_a_mapped_file_stays_while_it_is_read(runtime, tmp_path):
+def test_a_mapped_file_stays_mapped_while_it_is_read(runtime, tmp_path):
     import weakref
 
     from tinyvllm.bridge import mapped
@@ -459,19 +459,19 @@ def test_a_mapped_file_stays_while_it_is_read(runtime, tmp_path):
     assert result.numpy().tolist() == list(range(0, 128, 2))
 
 
-def test_what_cannot_be_mapped_is_copied(runtime, tmp_path):
+def test_arrays_that_cannot_be_mapped_are_copied(runtime, tmp_path):
     from tinygrad import dtypes
 
     from tinyvllm.bridge import mapped
 
-    wanted = np.arange(600, dtype=np.int16)
+    values = np.arange(600, dtype=np.int16)
     runtime.longest_buffer = 1 << 14
-    for array in (wanted, file_of(tmp_path, wanted, 8), file_of(tmp_path, np.zeros(1 << 14, np.int16), 16), wanted[::2]):
+    for array in (values, file_of(tmp_path, values, 8), file_of(tmp_path, np.zeros(1 << 14, np.int16), 16), values[::2]):
         tensor = mapped(array, "METAL", dtypes.int16)
         assert all(buffer.own for buffer in runtime.buffers.values()) and (tensor.numpy() == array).all()
-    assert mapped(wanted, "CPU").numpy()[599] == 599
+    assert mapped(values, "CPU").numpy()[599] == 599
     with pytest.raises(ValueError, match="of another size"):
-        mapped(wanted, "METAL", dtypes.int32)
+        mapped(values, "METAL", dtypes.int32)
 
 
 def test_a_kernel_may_not_write_to_a_mapped_file(runtime, tmp_path):
@@ -491,7 +491,7 @@ def command_buffer():
     return Device["METAL"].mtl_queue.commandBuffer().retained()
 
 
-def test_objects_that_are_gone(runtime):
+def test_freed_objects(runtime):
     buffer = command_buffer()
     value = buffer.value
     buffer.commit()
@@ -499,14 +499,14 @@ def test_objects_that_are_gone(runtime):
     del buffer
     from tinygrad.runtime.autogen import metal
 
-    with pytest.raises(MetalError, match="not there or no more"):
+    with pytest.raises(MetalError, match="does not exist or was freed"):
         metal.MTLCommandBuffer(value).status()
     with pytest.raises(MetalError, match="the emulated Device has no newHeapWithDescriptor:"):
         metal.MTLDevice(runtime.sysdevice.handle).newHeapWithDescriptor(metal.MTLHeapDescriptor(0))
     assert metal.MTLCommandBuffer(0).error().value is None
 
 
-def test_states_that_cannot_be(runtime):
+def test_invalid_states(runtime):
     buffer = command_buffer()
     encoder = buffer.computeCommandEncoder().retained()
     with pytest.raises(MetalError, match="before its encoder has ended"):
@@ -523,8 +523,8 @@ def test_states_that_cannot_be(runtime):
         buffer.setLabel(1.5)
 
 
-def test_commands_without_barrier_or_resources_and_changes_in_flight_are_found(planted):
-    """What our graph must not forget: taken away here, one by one."""
+def test_missing_barriers_or_resources_and_changes_in_flight_are_reported(planted):
+    """The duties of our graph, each removed in turn."""
     from tinygrad import Device
 
     from tinyvllm.backends.metal.icb import MetalGraph
@@ -537,7 +537,7 @@ def test_commands_without_barrier_or_resources_and_changes_in_flight_are_found(p
         assert isinstance(graph, MetalGraph)
         kept, graph._used = graph._used, (graph._metal.MTLBuffer * 1)(graph._fixed[0])
         step(x, n=1)
-        with pytest.raises(MetalError, match="no resource that was named"):
+        with pytest.raises(MetalError, match="not a declared resource"):
             runtime.idle()
         Device["METAL"].mtl_buffers_in_flight.clear()
         graph._used = kept
@@ -548,11 +548,11 @@ def test_commands_without_barrier_or_resources_and_changes_in_flight_are_found(p
         runtime.idle()
         runtime.indirect[0].commands[3].barrier = False
         step(x, n=1)
-        with pytest.raises(MetalError, match="command 3, .* does not wait for the one before it"):
+        with pytest.raises(MetalError, match="command 3, .* has no barrier after the one before it"):
             runtime.idle()
 
 
-def test_nothing_is_left_of_it():
+def test_no_trace_is_left():
     from tinygrad import codegen
     from tinygrad.engine.realize import runtime_cache
 

@@ -1,8 +1,8 @@
 """The tests of tests/kernels/metal on a Mac's GPU instead of the emulator: a plugin of pytest, -p tests.metal.on_gpu.
 
-Only `emulate` is another function, with the same arguments. Arrays lie in one Metal buffer, each at an offset of its own with a gap behind
-it, and a kernel that changes a gap, or an array that it may only read, is told. What is read out of bounds is not seen here, nor are races.
-A process whose device answers nothing but errors any more ends; tests/gpu/attempts.py lets another one go on.
+It replaces `emulate` by a function with the same arguments. Arrays are in one Metal buffer, each at an offset of its own with a gap after
+it; a kernel that changes a gap or a read-only array fails its test. Reads out of bounds and races are not detected.
+A process whose device only returns errors exits; tests/gpu/attempts.py continues in another one.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from tinyvllm.backends.source import kernel_text
 from tinyvllm.config import cache_folder
 from tinyvllm.runner.device import start_device
 
-BORDER = 256  # bytes; arrays lie on one on the host as well
-PATIENCE = 60  # seconds until a test is taken for one that never ends
-broken: list[str] = []  # what the device said when it broke
+ALIGNMENT = 256  # bytes, of arrays, as on the host
+TIMEOUT = 60  # seconds until a test counts as hanging
+broken: list[str] = []  # errors of the device after it failed
 
 
 def run_on_gpu(
     kernel: Kernel, *arrays: np.ndarray, seed: int = 0, races: bool = True, resident: int = 3, read: list[int] | None = None
 ) -> int:
-    """`emulate` on the METAL device. What a seed decides is the GPU's affair here; returns 0 accesses and leaves `read` as it is.
+    """`emulate` on the METAL device. `seed`, `races` and `resident` have no effect; returns 0 accesses and does not change `read`.
 
-    AssertionError for a wrong write.
+    Raises AssertionError for a wrong write.
     """
     assert len(arrays) == kernel.outs + kernel.ins, f"{kernel.stem} takes {kernel.outs} + {kernel.ins} arrays, got {len(arrays)}"
     held = Arrays(arrays, kernel.outs)
-    aligned = held.raw[-held.raw.ctypes.data % BORDER :]
+    aligned = held.raw[-held.raw.ctypes.data % ALIGNMENT :]
     before = aligned.copy()
     _launch(kernel, aligned, [address - aligned.ctypes.data for address in held.addresses])
     changed = before != aligned
@@ -43,13 +43,13 @@ def run_on_gpu(
         if memory.writable:
             start = memory.address - aligned.ctypes.data
             changed[start : start + memory.size] = False
-    assert not changed.any(), f"{kernel.stem}: {int(changed.sum())} bytes are written that no argument may write"
+    assert not changed.any(), f"{kernel.stem}: {int(changed.sum())} bytes outside of the writable arguments are changed"
     held.copy_back()
     return 0
 
 
 def _launch(kernel: Kernel, memory: np.ndarray, offsets: list[int]) -> None:
-    """Runs it on a copy of the memory, and brings that back."""
+    """Runs it on a copy of the memory, and copies the result back."""
     device: Any = Device["METAL"]
     program = device.runtime(kernel.stem, device.renderer.compiler.compile_cached(kernel_text(kernel)))
     spec = BufferSpec()
@@ -60,13 +60,13 @@ def _launch(kernel: Kernel, memory: np.ndarray, offsets: list[int]) -> None:
     try:
         program(*arguments, global_size=tuple(kernel.grid), local_size=block, wait=True)
     except RuntimeError:
-        _look(device)
+        _check(device)
         raise
     device.allocator._copyout(memoryview(memory), buffer)
     device.allocator.free(buffer, memory.nbytes, spec)
 
 
-def _look(device: Any) -> None:
+def _check(device: Any) -> None:
     try:
         device.synchronize()
     except RuntimeError as error:
@@ -74,7 +74,7 @@ def _look(device: Any) -> None:
 
 
 def pytest_runtest_setup() -> None:
-    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    faulthandler.dump_traceback_later(TIMEOUT, exit=True)
 
 
 def pytest_runtest_logfinish(nodeid: str) -> None:
@@ -84,7 +84,7 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of modules that emulate nothing are left out: they look at the text alone."""
+    """Deselects the tests of modules without `emulate`: they only check text."""
     items[:] = [item for item in items if hasattr(item.module, "emulate")]  # type: ignore[attr-defined]
     for module in {item.module for item in items}:  # type: ignore[attr-defined]
         module.emulate = run_on_gpu

@@ -1,4 +1,4 @@
-"""Paged attention of the Metal backend in the emulator: against a softmax in float64; a row's bits in other company.
+"""Paged attention of the Metal backend in the emulator: against a softmax in float64; a row's bits in different batches.
 
 Sequences and caches are those of the CPU kernels' tests: NaN in every slot that no row sees, table entries far beyond the pool.
 """
@@ -15,12 +15,12 @@ from tests.kernels.calling import aligned
 from tests.kernels.test_attention import Case, Shape, _ints, make, oracle, same
 from tinyvllm.backends.metal import plan as records
 
-# Nothing but sums is rounded, as in the CPU's kernels.
+# Only sums are rounded, as in the CPU's kernels.
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
 ROW = "apple7"
 
 
-def told(case: Case) -> records.Attention:
+def attention_shape(case: Case) -> records.Attention:
     s = case.shape
     return records.Attention(s.H, s.K, s.D, s.S, case.tables.shape[1], s.dtype, f"{s.D**-0.5}f", s.window)
 
@@ -28,19 +28,19 @@ def told(case: Case) -> records.Attention:
 def decode(case: Case, count: int | None = None, partition: int = 512, simds: int = 2, seed: int = 0) -> np.ndarray:
     """The last row of each sequence."""
     s, B = case.shape, len(case.new)
-    kernel, words = records.attention_decode(ROW, B, told(case), partition=partition, simds=simds)
+    kernel, words = records.attention_decode(ROW, B, attention_shape(case), partition=partition, simds=simds)
     last = aligned((B, s.H, s.D), np.float32)
     last[...] = case.q[case.starts[1:] - 1]
     out, partial = aligned(last.shape, np.float32), aligned((words,), np.uint32, 0)
     context, counted = _ints(case.context), _ints([B if count is None else count])
     emulate(kernel, out, partial, last, case.cache, case.tables, context, counted, seed=seed)
-    assert not partial.any(), "zeros for the next launch"
+    assert not partial.any(), "the next launch needs zeros"
     return out
 
 
 def prefill(case: Case, first: int = 0, count: int | None = None, simds: int = 4, seed: int = 0) -> np.ndarray:
     chunks = len(case.new) - first if count is None else count
-    kernel = records.attention_prefill(ROW, sum(case.new), len(case.new), told(case), simds=simds)
+    kernel = records.attention_prefill(ROW, sum(case.new), len(case.new), attention_shape(case), simds=simds)
     out = aligned(case.q.shape, np.float32)
     emulate(kernel, out, case.q, case.cache, case.tables, _ints(case.context), case.starts, _ints([first, chunks]), seed=seed)
     return out
@@ -56,7 +56,7 @@ def alone(case: Case, b: int) -> Case:
 
 NEW = [1, 9, 3, 1]
 CONTEXT = [1, 41, 67, 150]
-SHAPES = [  # each head dimension has its own cut of lanes, each group its own of scores
+SHAPES = [  # each head dimension divides lanes differently, each group size divides scores differently
     Shape(H=4, K=1, D=32, S=8, dtype="BF16"),
     Shape(H=8, K=1, D=32, S=16, dtype="F16"),
     Shape(H=2, K=2, D=48, S=256, dtype="BF16"),
@@ -107,16 +107,16 @@ def test_decode_with_other_numbers_of_simd_groups(simds: int) -> None:
     np.testing.assert_allclose(decode(case, simds=simds, partition=96, seed=simds), oracle(case), **TOLERANCE)
 
 
-def test_the_most_partitions() -> None:
+def test_the_maximum_number_of_partitions() -> None:
     case = make(Shape(H=2, K=1, D=48, dtype="BF16"), [1, 1], [1024, 993], M=64)
     np.testing.assert_allclose(decode(case, partition=32), oracle(case), **TOLERANCE)
 
 
-def test_partitions_that_meet_have_one_order() -> None:
-    """Whoever is last; and each launch leaves its scratch as it found it, for another of the same sizes."""
+def test_partitions_are_merged_in_one_order() -> None:
+    """Whichever threadgroup is last; and each launch resets its scratch, for another launch of the same sizes."""
     shape = Shape(H=10, K=2, D=64, S=8, dtype="F16")
     cases = [make(shape, [1, 1, 1], contexts, M=20, seed=i) for i, contexts in enumerate(([150, 33, 64], [10, 160, 97], [65, 159, 1]))]
-    kernel, words = records.attention_decode(ROW, 3, told(cases[0]), partition=32)
+    kernel, words = records.attention_decode(ROW, 3, attention_shape(cases[0]), partition=32)
     partial, outs = aligned((words,), np.uint32, 0), [aligned(cases[0].q.shape, np.float32) for _ in cases]
     for seed in range(4):
         for case, out in zip(cases, outs, strict=True):
@@ -128,9 +128,9 @@ def test_partitions_that_meet_have_one_order() -> None:
         np.testing.assert_allclose(out, oracle(case), **TOLERANCE)
 
 
-def test_a_sequence_of_one_partition_touches_no_scratch() -> None:
+def test_a_sequence_of_one_partition_uses_no_scratch() -> None:
     case = make(Shape(H=2, K=1, D=32, dtype="F16", window=20), [1, 1, 1], [30, 64, 100], M=8)
-    kernel, words = records.attention_decode(ROW, 3, told(case), partition=64)
+    kernel, words = records.attention_decode(ROW, 3, attention_shape(case), partition=64)
     out, partial = aligned(case.q.shape, np.float32), aligned((words,), np.uint32)
     emulate(kernel, out, partial, case.q, case.cache, case.tables, _ints(case.context), _ints([3]))
     np.testing.assert_allclose(out, oracle(case), **TOLERANCE)
@@ -138,8 +138,8 @@ def test_a_sequence_of_one_partition_touches_no_scratch() -> None:
 
 
 @pytest.mark.parametrize("zeros", [slice(0, 1), slice(0, 2)], ids=["keys", "keys and values"])
-def test_zeros_are_numbers(zeros: slice) -> None:
-    """A record's word that is 0 would mean that it is not there yet."""
+def test_zeros_are_valid_numbers(zeros: slice) -> None:
+    """A word 0 of a record means that it has not arrived."""
     case = make(Shape(H=2, K=1, D=32), [1], [100])
     case.cache[:, zeros] = 0
     case.keys[0][...] = 0
@@ -151,16 +151,16 @@ def test_zeros_are_numbers(zeros: slice) -> None:
 @pytest.mark.parametrize(
     "shape", [Shape(H=4, K=1, D=32, dtype="BF16"), Shape(H=3, K=3, D=64, S=8, window=50), Shape(H=3, K=1, D=256, dtype="F16")], ids=str
 )
-def test_bits_of_prefill_do_not_depend_on_how_prompts_are_cut(shape: Shape) -> None:
+def test_bits_of_prefill_do_not_depend_on_the_chunks(shape: Shape) -> None:
     whole = make(shape, [60], [130])
     rows = prefill(whole)
     np.testing.assert_allclose(rows, oracle(whole), **TOLERANCE)
     for new, context in ((1, 130), (3, 97), (20, 96), (33, 120)):
-        first = context - new - 70  # row of `whole` that comes first in this cut
+        first = context - new - 70  # row of `whole` that is the first of this chunk
         q = aligned((new, shape.H, shape.D), np.float32)
         q[...] = whole.q[first : first + new]
-        cut = Case(shape, [new], [context], q, whole.cache, whole.tables, whole.keys, whole.values)
-        assert same(prefill(cut, seed=new), rows[first : first + new]), (new, context)
+        chunk = Case(shape, [new], [context], q, whole.cache, whole.tables, whole.keys, whole.values)
+        assert same(prefill(chunk, seed=new), rows[first : first + new]), (new, context)
 
 
 def test_bits_of_prefill_do_not_depend_on_the_threadgroup() -> None:
@@ -168,7 +168,7 @@ def test_bits_of_prefill_do_not_depend_on_the_threadgroup() -> None:
     assert same(prefill(case, simds=2, seed=1), prefill(case, simds=8, seed=2))
 
 
-def test_rows_that_do_not_count_stay_as_they_are() -> None:
+def test_invalid_rows_are_not_written() -> None:
     case = make(Shape(D=32, dtype="BF16"), [1, 1, 20, 5, 1], [80, 20, 20, 12, 70])
     want = oracle(case)
     out = decode(case, count=2, partition=64)

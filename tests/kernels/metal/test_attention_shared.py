@@ -1,6 +1,6 @@
-"""attention_decode of the Metal backend where sequences share blocks: the bits that each has alone.
+"""attention_decode of the Metal backend where sequences share blocks: each has the bits that it has alone.
 
-Partitions of 128 keys, and no care for how many threadgroups are left, so that small caches have units.
+Partitions of 128 keys and SPREAD 1, so that small caches have units.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import pytest
 
 from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned
-from tests.kernels.metal.test_attention import ROW, TOLERANCE, decode, told
+from tests.kernels.metal.test_attention import ROW, TOLERANCE, attention_shape, decode
 from tests.kernels.test_attention import Case, Shape, _ints, grouped, make, oracle, same
 from tinyvllm.backends.metal import plan as records
 
 PARTITION = 128
-# Of each sequence of a group: tokens of its own, and those that lie in the blocks of the one before it. Alone, two, three of which one is
-# much longer, nine that part in the middle of a partition, and a group that parts step by step.
+# Of each sequence of a group: its own tokens, and those in the blocks of the sequence before it. One, two, three of which one is much
+# longer, nine that diverge in the middle of a partition, and a group that diverges step by step.
 GROUPS = [
     [(30, 0)],
     [(40, 160), (9, 160)],
@@ -26,7 +26,7 @@ GROUPS = [
 ]
 
 
-def together(
+def decode_shared(
     case: Case,
     shared_prefix_lens: list[int],
     simds: int = 8,
@@ -35,17 +35,17 @@ def together(
     count: int | None = None,
     read: list[int] | None = None,
 ) -> np.ndarray:
-    """The one row of each sequence, with `alike` as given."""
+    """The one row of each sequence, with these shared lengths."""
     B = len(case.new)
-    kernel, words = records.attention_decode(ROW, B, told(case), partition=PARTITION, simds=simds, cascade=True, spread=spread)
+    kernel, words = records.attention_decode(ROW, B, attention_shape(case), partition=PARTITION, simds=simds, cascade=True, spread=spread)
     out, partial = aligned(case.q.shape, np.float32), aligned((words,), np.uint32, 0)
     ins = case.q, case.cache, case.tables, _ints(case.context), _ints([B if count is None else count]), _ints(shared_prefix_lens)
     emulate(kernel, out, partial, *ins, seed=seed, read=read)
-    assert not partial.any(), "zeros for the next launch"
+    assert not partial.any(), "the next launch needs zeros"
     return out
 
 
-# Each has its own cut of a tile, its own number of sequences that go into a unit, and of strands that are done at the same time.
+# Each has its own division of a tile, its own number of sequences in a unit, and of stripes that are computed at the same time.
 SHAPES = [
     (Shape(H=4, K=1, D=64, dtype="F16"), 8),
     (Shape(H=8, K=1, D=64, S=32, dtype="BF16"), 8),
@@ -66,55 +66,55 @@ def test_shared_blocks_read_once_give_the_same_bits(shape: Shape, simds: int) ->
     case = grouped(shape, groups=GROUPS)
     apart: list[int] = []
     once: list[int] = []
-    want = together(case, [0] * len(case.new), simds, read=apart)
+    want = decode_shared(case, [0] * len(case.new), simds, read=apart)
     np.testing.assert_allclose(want, oracle(case), **TOLERANCE)
-    assert same(together(case, case.shared, simds, seed=1, read=once), want)
-    assert not once or once[3] < 0.85 * apart[3], "of the cache, where it is counted"
+    assert same(decode_shared(case, case.shared, simds, seed=1, read=once), want)
+    assert not once or once[3] < 0.85 * apart[3], "bytes of the cache, where they are counted"
 
 
 @pytest.mark.parametrize("spread", [1, 30, 1000])
-def test_less_may_be_said_to_be_shared_than_is(spread: int) -> None:
+def test_smaller_shared_lengths_give_the_same_bits(spread: int) -> None:
     case = grouped(Shape(H=2, K=1, D=128, dtype="F16"), groups=GROUPS)
-    want = decode(case, partition=PARTITION, simds=8)  # by the kernel that knows nothing of sharing
+    want = decode(case, partition=PARTITION, simds=8)  # by the kernel without CASCADE
     for shared_prefix_lens in (case.shared, [max(0, n - 16) for n in case.shared], [n // 32 * 16 for n in case.shared]):
-        assert same(together(case, shared_prefix_lens, seed=2, spread=spread), want)
+        assert same(decode_shared(case, shared_prefix_lens, seed=2, spread=spread), want)
 
 
-def test_one_that_is_longer_goes_on_by_itself() -> None:
+def test_a_longer_sequence_continues_alone() -> None:
     case = make(Shape(H=2, K=1, D=64, dtype="F16"), [1] * 4, [144, 144, 700, 144], shared=[0, 128, 128, 128])
-    assert same(together(case, case.shared), decode(case, partition=PARTITION, simds=8))
+    assert same(decode_shared(case, case.shared), decode(case, partition=PARTITION, simds=8))
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
-def test_rows_that_do_not_count_are_in_no_unit(count: int) -> None:
-    """Rows behind the count are padding: their tables and contexts say nothing, and neither does `alike`."""
+def test_invalid_rows_are_in_no_unit(count: int) -> None:
+    """Rows from the count on are padding: their tables, contexts and shared lengths have no meaning."""
     case = make(Shape(H=4, K=1, D=64, dtype="BF16"), [1] * 5, [300, 290, 310, 295, 280], shared=[0, 256, 256, 256, 256])
     want = decode(case, partition=PARTITION, simds=8)
     case.tables[count:], case.context[count:] = 2**30, [2**30] * (5 - count)
-    out = together(case, case.shared, count=count)
+    out = decode_shared(case, case.shared, count=count)
     assert same(out[:count], want[:count]) and (out[count:].view(np.uint32) == 0xFFFFFFFF).all()
 
 
-def test_what_is_said_to_be_shared_is_read_from_the_one_before() -> None:
-    """Sequence 1 is wrongly said to begin as sequence 0 does: it gets what it would get if its table said so, too."""
+def test_shared_tokens_are_read_from_the_sequence_before() -> None:
+    """Sequence 1 has a wrong shared length: it gets the result of sequence 0's blocks, as if its table had them."""
     case = make(Shape(H=4, K=2, D=64, dtype="F16"), [1, 1, 1], [330, 300, 350])
-    wrong, right = together(case, [0, 256, 0]), together(case, [0, 0, 0])
+    wrong, right = decode_shared(case, [0, 256, 0]), decode_shared(case, [0, 0, 0])
     assert same(wrong[[0, 2]], right[[0, 2]]) and not same(wrong[1:2], right[1:2])
     case.tables[1, : 256 // 16] = case.tables[0, : 256 // 16]
-    assert same(wrong, together(case, [0, 0, 0]))
+    assert same(wrong, decode_shared(case, [0, 0, 0]))
 
 
-def test_a_broken_sequence_does_not_reach_those_that_share_with_it() -> None:
+def test_a_broken_sequence_does_not_affect_those_that_share_with_it() -> None:
     case = make(Shape(H=2, K=1, D=64, dtype="BF16"), [1] * 4, [210, 200, 214, 220], shared=[0, 192, 192, 192])
-    clean = together(case, case.shared)
+    clean = decode_shared(case, case.shared)
     case.cache[case.tables[2, 12], :, :, 3] = 0xFFFF
-    broken = together(case, case.shared, seed=1)
+    broken = decode_shared(case, case.shared, seed=1)
     assert same(broken[[0, 1, 3]], clean[[0, 1, 3]]) and np.isnan(broken[2]).all()
 
 
-def test_who_shares_changes_under_one_record() -> None:
-    """A captured launch is one record: the same text, grid and arguments, whatever `alike` says."""
+def test_shared_lengths_change_under_one_launch() -> None:
+    """A captured launch has one text, grid and arguments, whatever the shared lengths are."""
     apart = make(Shape(H=4, K=1, D=64, dtype="F16"), [1] * 6, [200] * 6)
     shared = make(apart.shape, [1] * 6, [200] * 6, shared=[0, 192, 192, 0, 128, 128])
     for case in (apart, shared, apart):
-        np.testing.assert_allclose(together(case, case.shared), oracle(case), **TOLERANCE)
+        np.testing.assert_allclose(decode_shared(case, case.shared), oracle(case), **TOLERANCE)

@@ -1,4 +1,4 @@
-"""Every Metal kernel passes the lint and the compiler's eye, at the shapes at which models launch it."""
+"""Every Metal kernel passes the lint and the check of address spaces, at the shapes at which models launch it."""
 
 from __future__ import annotations
 

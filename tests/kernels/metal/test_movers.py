@@ -1,4 +1,4 @@
-"""The Metal kernels that only move things: embed, kv_append, kv_copy, advance, accept_drafts, read. Everything here is exact."""
+"""The Metal kernels that only move data: embed, kv_append, kv_copy, advance, accept_drafts, read. All results are exact."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def numbers(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def file_rows(weight: str, V: int, E: int) -> np.ndarray:
-    """uint8 [V, bytes] with all the bits a file could have, but no NaN and no infinity; the first row's halves are subnormal."""
+    """uint8 [V, bytes] of random bits, but no NaN and no infinity; the first row's halves are subnormal."""
     if weight == "F32":
         return numbers(V, E).view(np.uint8)
     blocks = np.random.default_rng(1).integers(0, 256, (V, E // FORMATS[weight].elements, FORMATS[weight].nbytes), np.uint8)
@@ -35,14 +35,14 @@ def file_rows(weight: str, V: int, E: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("weight", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K"])
-def test_embed_takes_rows_apart(weight: str) -> None:
+def test_embed_unpacks_rows(weight: str) -> None:
     V, E = 37, 512 if weight == "Q4_K" else 96
     rows, tokens = file_rows(weight, V, E), int32(0, 36, 16, 9, 7)
     values = rows.view(np.float32) if weight == "F32" else unpack(weight, rows.reshape(-1, FORMATS[weight].nbytes)).reshape(V, E)
     x = aligned((5, E), np.float32)
     emulate(records.embed(ROW, weight, 5, V, E), x, rows, tokens, int32(4))
     np.testing.assert_array_equal(x[:4], values[tokens[:4]].astype(np.float32))
-    assert np.isnan(x[4]).all(), "rows that are not meant stay as they are"
+    assert np.isnan(x[4]).all(), "invalid rows are not written"
 
 
 def test_embed_of_a_token_outside_the_vocabulary_is_nan() -> None:
@@ -78,14 +78,14 @@ def test_advance_prepares_the_next_step() -> None:
     random = np.random.default_rng(4)
     state = [random.integers(0, 9, B).astype(np.int32) for _ in range(4)] + [np.full((rounds, B), -9, np.int32), int32(0)]
     state[0][36] = state[1][36] = -7
-    theirs, tables = [array.copy() for array in state], random.integers(0, 50, (B, M)).astype(np.int32)
+    expected, tables = [array.copy() for array in state], random.integers(0, 50, (B, M)).astype(np.int32)
     sizes = {"B": B, "M": M, "S": S, "SCRATCH_SLOT": scratch, "N": rounds}
     for turn in range(rounds + 1):  # in the last one the history is full
         ins = (random.integers(-1, 99, B).astype(np.int32), tables, int32(36))
         emulate(records.advance(ROW, B, M, S, rounds, scratch), *state, *ins, seed=turn)
-        call(Kernel.cpu("advance", "plain", 6, 3, **sizes), *theirs, *ins)
-        for ours, other in zip(state, theirs, strict=True):
-            np.testing.assert_array_equal(ours, other)
+        call(Kernel.cpu("advance", "plain", 6, 3, **sizes), *expected, *ins)
+        for array, other in zip(state, expected, strict=True):
+            np.testing.assert_array_equal(array, other)
     assert state[5][0] == rounds + 1 and state[1][36] == -7 and scratch in state[2]
 
 
@@ -109,11 +109,11 @@ def test_accept_drafts_accepts_what_the_target_drew(drafts: int) -> None:
             same += 1
         assert (accepted[b], following[b]) == (same, chosen[b, same])
     assert accepted[0] == accepted[1] == 0 and accepted[2] == drafts - 1 and accepted[3] == drafts
-    assert accepted[8] == -1, "a sequence that is not meant"
+    assert accepted[8] == -1, "an invalid sequence"
 
 
 @pytest.mark.parametrize("words", [1024 * 5 + 700, 5])
-def test_read_reaches_every_word(words: int) -> None:
+def test_read_reads_every_word(words: int) -> None:
     data, sums = np.random.default_rng(5).integers(0, 2**32, (words, 4), np.uint32), aligned((3,), np.uint32)
     emulate(records.read(ROW, words, 3), sums, data)
     assert sums.sum(dtype=np.uint32) == data.sum(dtype=np.uint32)

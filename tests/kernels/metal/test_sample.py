@@ -1,4 +1,4 @@
-"""The draw on Metal: the tokens of the CPU's kernel in every draw, however a row is divided and whichever way its threshold is found."""
+"""Sampling on Metal: the tokens of the CPU's kernel, however a row is divided and however its threshold is searched."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MetalRows(Rows):
         self, which: list[int], features: tuple[str, ...] = FEATURES, parts: int = 1, threads: int = 64, capacity: int = 2047,
         seed: int = 0, padding: int = 0,
     ) -> tuple[np.ndarray, ...]:  # fmt: skip
-        """Tokens, lines and counts after a draw of these rows, from a scratch of any bits."""
+        """Tokens, parameters and counts after a draw of these rows, with a scratch of arbitrary bits."""
         on, B, filtered = {name: int(name in features) for name in FEATURES}, len(which), bool(FILTERS & {*features})
         rows = B + padding
         scratch = aligned((rows * (16 * parts + 16 + filtered * (4 * threads + 8 * (capacity + 1))),), np.uint8)
@@ -34,7 +34,7 @@ class MetalRows(Rows):
 @pytest.mark.parametrize("parts", [1, 2, 8])
 @pytest.mark.parametrize("V", [1000, 1003])
 def test_tokens_positions_and_counts_are_the_cpus(V: int, parts: int) -> None:
-    """Everything at once; rows of a length that loads of four do not divide, too. All fits the list, then hardly anything does."""
+    """All features at once; also rows whose length is no multiple of four. All logits fit the list, then hardly any do."""
     MetalRows(12, V, 1).agree(parts=parts, seed=parts)
     MetalRows(12, V, 2).agree(parts=parts, seed=parts, capacity=127, threads=128)
 
@@ -43,8 +43,8 @@ NEEDS = [(), *(("SAMPLED", *needs) for needs in ((), ("TOP_K",), ("TOP_P",), ("M
 
 
 @pytest.mark.parametrize("needs", NEEDS, ids="+".join)
-def test_what_others_make_the_step_compute_changes_no_token(needs: tuple[str, ...]) -> None:
-    """Rows that ask for these features: in a kernel made for them, in one part and in several."""
+def test_features_that_other_rows_need_change_no_token(needs: tuple[str, ...]) -> None:
+    """Rows that need these features: in a kernel compiled for them, in one part and in several."""
     rows = MetalRows(6, 700, 3, needs)
     rows.agree(needs, capacity=127)
     rows.agree(needs, capacity=127, parts=4, seed=1)
@@ -56,15 +56,15 @@ def test_at_full_size() -> None:
     MetalRows(2, 3000, 5, ("SAMPLED", "TOP_P")).agree(("SAMPLED", "TOP_P"), threads=512, parts=2)
 
 
-def test_a_row_depends_on_nothing_around_it() -> None:
-    rows, everyone = MetalRows(6, 600, 6), list(range(6))
-    together = rows.on_gpu(everyone)[0].tolist()
-    assert [rows.on_gpu([b])[0][0] for b in everyone] == together
-    assert rows.on_gpu(everyone[::-1], padding=2, parts=2)[0].tolist() == together[::-1]
+def test_a_row_does_not_depend_on_the_batch() -> None:
+    rows, indices = MetalRows(6, 600, 6), list(range(6))
+    together = rows.on_gpu(indices)[0].tolist()
+    assert [rows.on_gpu([b])[0][0] for b in indices] == together
+    assert rows.on_gpu(indices[::-1], padding=2, parts=2)[0].tolist() == together[::-1]
 
 
 def test_rows_without_a_token_and_ties() -> None:
-    """A NaN of either sign spoils its row and no other; infinity wins; of equals the first, and the two zeros are equal."""
+    """A NaN of either sign invalidates its row and no other; infinity wins; of equal logits the first wins, and both zeros are equal."""
     negative_nan = np.array([0xFFC00000], np.uint32).view(np.float32)[0]
     for needs in ((), ("SAMPLED", "TOP_K", "TOP_P", "MIN_P")):
         rows = MetalRows(6, 500, 7, needs)
@@ -76,7 +76,7 @@ def test_rows_without_a_token_and_ties() -> None:
     rows = MetalRows(3, 500, 9, ())
     rows.logits[0, [77, 300, 499]] = 50
     rows.logits[1] = np.where(np.arange(500) % 2, 0.0, -0.0)
-    rows.logits[2] = np.where(np.arange(500) == 9, 3e-45, np.where(np.arange(500) == 8, 1e-45, 0.0))  # subnormal numbers are numbers
+    rows.logits[2] = np.where(np.arange(500) == 9, 3e-45, np.where(np.arange(500) == 8, 1e-45, 0.0))  # subnormal numbers are ordered
     assert all(rows.on_gpu([0, 1, 2], (), parts=parts)[0].tolist() == [77, 0, 9] for parts in (1, 4))
 
 
@@ -91,8 +91,8 @@ def test_the_last_launch_of_unfiltered_rows_may_be_one_simd_group() -> None:
 
 
 @pytest.mark.parametrize("capacity", [63, 2047])
-def test_borders_of_thresholds(capacity: int) -> None:
-    """Equal logits at the k-th place all live, shares that are met exactly end there, and one logit beyond changes who lives."""
+def test_edges_of_thresholds(capacity: int) -> None:
+    """Equal logits at the k-th place are all kept, a share that is reached exactly ends there, and one more logit changes what is kept."""
     V, count = 300, 16
     rows = MetalRows(count, V, 10, ("SAMPLED", "TOP_K", "TOP_P", "MIN_P"))
     weights = np.random.default_rng(11).choice([1.0, 2.0, 4.0, 8.0], (count, V))
@@ -109,7 +109,7 @@ def test_borders_of_thresholds(capacity: int) -> None:
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_list_that_is_too_short(parts: int) -> None:
-    """Flat rows: of the list's some 180 logits none may be forgotten, but hundreds more live, whose weights count, too."""
+    """Flat rows: none of the 180 or so listed logits may be lost, and hundreds more are kept, whose weights count as well."""
     rows = MetalRows(9, 1000, 12, ("SAMPLED",))
     rows.logits[:] = np.random.default_rng(13).standard_normal(rows.logits.shape) / 4
     rows.lines.view(np.float32)[:, 5] = 1.0
@@ -117,8 +117,8 @@ def test_a_list_that_is_too_short(parts: int) -> None:
     rows.agree(("SAMPLED", "TOP_K", "TOP_P"), parts=parts, capacity=400)
 
 
-def test_neighbours_in_a_wide_range() -> None:
-    """A threshold is found to the last bit even where the search begins with all float32."""
+def test_adjacent_floats_in_a_wide_range() -> None:
+    """A threshold is exact to the last bit even where the search starts from the whole range of float32."""
     rows = MetalRows(8, 300, 14, ("SAMPLED",))
     rows.logits[:] = np.float32(-1) - np.random.default_rng(15).permuted(np.tile(np.arange(300), (8, 1)), axis=1) * np.float32(2**-23)
     rows.logits[:, ::50] = -3e38
@@ -128,8 +128,8 @@ def test_neighbours_in_a_wide_range() -> None:
 
 
 @pytest.mark.parametrize("capacity", [63, 2047])
-def test_the_last_token_that_lives(capacity: int) -> None:
-    """Seeds at which the CPU draws the lowest of those that top_k lets live, each number a neighbour of the next."""
+def test_the_last_token_that_is_kept(capacity: int) -> None:
+    """Seeds for which the CPU draws the lowest logit that top_k keeps; the logits are adjacent floats."""
     V, k, needs = 300, 24, ("SAMPLED", "TOP_K")
     rows = MetalRows(400, V, 17, ("SAMPLED",))
     rows.logits[:] = np.float32(-1) - np.random.default_rng(18).permuted(np.tile(np.arange(V), (400, 1)), axis=1) * np.float32(2**-23)
@@ -142,8 +142,8 @@ def test_the_last_token_that_lives(capacity: int) -> None:
     assert rows.on_gpu(last, needs, capacity=capacity)[0].tolist() == drawn[last].tolist()
 
 
-def test_thousands_of_tokens_that_weigh_next_to_nothing() -> None:
-    """Together they outweigh what top_p leaves out, each is less than 2^-17 of the peak: seeds at which the CPU draws one of them."""
+def test_thousands_of_tokens_of_small_weight() -> None:
+    """Together they outweigh what top_p drops, each is less than 2^-17 of the peak: seeds for which the CPU draws one of them."""
     V, needs = 4000, ("SAMPLED", "TOP_P")
     rows = MetalRows(300, V, 19, ("SAMPLED",))
     rows.logits[:], rows.logits[:, 7] = -12.5, 0
@@ -155,7 +155,7 @@ def test_thousands_of_tokens_that_weigh_next_to_nothing() -> None:
 
 
 @pytest.mark.parametrize("V", [1, 5])
-def test_nothing_is_drawn_from_behind_the_end(V: int) -> None:
+def test_no_token_from_after_the_end_is_drawn(V: int) -> None:
     rows = MetalRows(16, V, 20, ("SAMPLED",))
     rows.logits[:], rows.lines.view(np.float32)[:, 5] = 0, 1.0
     rows.agree(("SAMPLED",))
