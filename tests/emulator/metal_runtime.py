@@ -749,7 +749,7 @@ def metal_device(**options: Any) -> Iterator[Runtime]:
     from tinygrad import codegen, schedule
     from tinygrad.engine import realize
 
-    from tests.emulator.driver import _InMemory, _put_in_place
+    from tests.emulator.driver import _InMemory, _replaced
     from tinyvllm.backends.registry import open_device
     from tinyvllm.placement import Placement
 
@@ -772,9 +772,9 @@ def metal_device(**options: Any) -> Iterator[Runtime]:
         metal.MTLCreateSystemDefaultDevice = lambda: metal.MTLDevice(runtime.sysdevice.handle)
         ops_metal.platform = SimpleNamespace(mac_ver=lambda: (runtime.macos, ("", "", ""), "arm64"))
         ops_metal.MetalCompiler.compile_cached = ops_metal.MetalCompiler.compile  # not cached on disk
-        undo.enter_context(_put_in_place(type(tinygrad_device), "_Device__get_canonicalized_item", device))
-        undo.enter_context(_put_in_place(codegen, "to_program_cache", _InMemory("programs", lambda program: program)))
-        undo.enter_context(_put_in_place(schedule, "schedule_cache", _InMemory("schedules", lambda linear: linear)))
+        undo.enter_context(_replaced(type(tinygrad_device), "_Device__get_canonicalized_item", device))
+        undo.enter_context(_replaced(codegen, "to_program_cache", _InMemory("programs", lambda program: program)))
+        undo.enter_context(_replaced(schedule, "schedule_cache", _InMemory("schedules", lambda linear: linear)))
         undo.callback(gc.collect)
         undo.callback(_forget, realize.runtime_cache)
         _forget(realize.runtime_cache)

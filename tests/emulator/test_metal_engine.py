@@ -20,7 +20,7 @@ from tinyvllm.config import DEFAULT_MODEL as MODEL
 from tinyvllm.runner.prepare import StepInputs
 
 OPTIONS: dict[str, Any] = dict(max_model_len=128, max_num_seqs=32, seed=0)
-TEXTS = ["Once upon a time", "Hello! Who are you?", "7 + 5 =", '{"name": "', "The old gardener", "In Willowmere"]
+TEXTS = ["Once upon a time", "Hello! How are you?", "7 + 5 =", '{"name": "', "The old gardener", "In Willowmere"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
