@@ -40,7 +40,7 @@ static Pool launch_pool;
 
 // ---------------------------------------------------------------- vector clocks
 
-static u64 key_of(u32 who_block, u32 thread) { return (u64)who_block << 32 | thread; }
+static u64 key_of(u32 block_actor, u32 thread) { return (u64)block_actor << 32 | thread; }
 
 static void merge_clock(VectorClock *k, u64 key, u32 clock) {
   u32 low = 0, high = k->count;

@@ -1,4 +1,4 @@
-"""tinygrad's CUDA device, our graph, launches and copies on the emulated driver; and that the driver finds what it is there to find."""
+"""tinygrad's CUDA device, the CUDA graph, launches and copies on the emulated driver; and that the driver detects errors."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tinyvllm.config import cache_folder
 from tinyvllm.errors import KernelError
 from tinyvllm.runner.device import start_device
 
-SHARED = 60 << 10  # bytes: more than a launch may have that does not ask for it
+SHARED = 60 << 10  # bytes: more than a launch may have without the function's attribute
 
-# out[i] = x[n - 1 - i] by way of dynamic shared memory at its far end, n = count[0]; then total[0] += n
+# out[i] = x[n - 1 - i] through the far end of dynamic shared memory, n = count[0]; then total[0] += n
 REVERSE = """
 #include "gpu.cuh"
 extern "C" __global__ void __launch_bounds__(32) planted_reverse(int *out, int *total, const int *x, const int *count) {
   DYNAMIC_SHARED(bytes);
-  int *kept = (int *)(bytes + SHARED) - 32, n = count[0], i = threadIdx.x;
-  if (i < n) kept[i] = x[i];
+  int *stored = (int *)(bytes + SHARED) - 32, n = count[0], i = threadIdx.x;
+  if (i < n) stored[i] = x[i];
   __syncthreads();
-  if (i < n) out[i] = kept[n - 1 - i];
+  if (i < n) out[i] = stored[n - 1 - i];
   if (i == 0) total[0] += n;
 }
 """
@@ -78,10 +78,10 @@ def test_tinygrad_computes(driver, dtype):
     assert isinstance(product, Tensor) and driver.counts["cuLaunchKernel"] > 2
 
 
-def test_kernels_are_machine_code_which_debugging_does_not_print(driver):
+def test_binaries_are_not_printed_by_debugging(driver):
     from tinygrad import Context, Device
 
-    assert not Device["CUDA"].renderer.compiler.ptx, "an older driver would take no PTX"
+    assert not Device["CUDA"].renderer.compiler.ptx, "an older driver would not accept the PTX"
     with Context(DEBUG=5):
         assert (integers(1, 2) * 3).numpy().tolist() == [3, 6]
         assert reverse(integers(0, 0), integers(0), integers(1, 2), integers(2))[0].numpy().tolist() == [2, 1]
@@ -110,12 +110,12 @@ def test_upload_download_and_spans(driver):
     assert (download(on_device(big)) == big).all()
 
 
-def test_uploads_keep_their_place_and_wait_for_nothing(driver):
-    """The host's array changes right after, and the ring goes round several times; kernels between uploads see what was there then."""
+def test_uploads_are_ordered_and_do_not_wait(driver):
+    """The host's array changes right after each upload, and the ring wraps around several times; each kernel sees the upload before it."""
     from tinyvllm.bridge import download, upload
 
     x, sums = on_device(np.zeros(1 << 18, np.int32)), []
-    pinned, before = len(driver.pinned), driver.counts.copy()  # the ring is there, blocks for reading are not
+    pinned, before = len(driver.pinned), driver.counts.copy()  # the ring is allocated, blocks for reading are not
     array = np.empty(1 << 18, np.int32)  # 1 MiB
     for i in range(20):
         array[:] = i
@@ -133,8 +133,8 @@ def test_tinygrads_own_copies_keep_no_pinned_memory(driver):
     assert [tensor[-1].item() for tensor in tensors] == list(range(1000, 1020))
 
 
-def test_reading_behind_the_launch(driver):
-    """What is read is what was there when the reading was asked for, whatever comes after."""
+def test_asynchronous_reads_after_a_launch(driver):
+    """A read returns the values at the time of the call, whatever is launched later."""
     from tinyvllm.bridge import read_async, upload
 
     x = integers(1, 2, 3)
@@ -147,14 +147,14 @@ def test_reading_behind_the_launch(driver):
     assert [reading.get().tolist() for reading in readings] == [[i, 10 * i, 100 * i] for i in range(6)]
     assert all(reading.ready() for reading in readings)
     pinned, cells = len(driver.pinned), read_async(x.reshape(3, 1).contiguous().realize()).get()
-    assert cells.shape == (3, 1) and cells.dtype == np.int32 and len(driver.pinned) == pinned, "blocks are used again"
+    assert cells.shape == (3, 1) and cells.dtype == np.int32 and len(driver.pinned) == pinned, "blocks are reused"
     for _ in range(9):
-        read_async(x)  # nobody wants it
+        read_async(x)  # its result is dropped
     assert len(driver.pinned) == pinned
     assert (driver.counts - before)["cuCtxSynchronize"] == 0
 
 
-def test_a_failure_in_flight_is_told(driver, monkeypatch):
+def test_a_failure_in_flight_is_reported(driver, monkeypatch):
     from tinygrad.runtime.autogen import cuda
 
     from tinyvllm.bridge import read_async
@@ -175,7 +175,7 @@ def test_a_kernel_between_generated_ones(driver):
 
 
 def test_kernels_keep_the_order_of_what_they_write_in_place(driver):
-    """Each takes what the one before has written, and counts on: the third's `count` is what the first two have made of `total`."""
+    """Each reads what the one before has written: the third's `count` comes from the `total` of the first two."""
     total, x = integers(0), integers(1, 2, 3, 4, 5, 6)
     first, after = reverse(integers(0, 0, 0, 0, 0, 0), total, x, integers(2))
     second, after = reverse(integers(0, 0, 0, 0, 0, 0), after, first, integers(2))
@@ -205,14 +205,14 @@ def test_a_replay_is_one_launch_of_one_graph(driver):
     for _ in range(3):
         result = step(x, n=1)
     upload(x, np.array([10, 20, 30, 40], np.int32))
-    assert download(result).tolist() == [4 + 32, 6 + 32, 8 + 32, 10 + 32], "read before the upload or after, x was used then"
+    assert download(result).tolist() == [4 + 32, 6 + 32, 8 + 32, 10 + 32], "the replay used x before the upload, whenever it is read"
     assert download(step(x, n=1)).tolist() == [22 + 40, 42 + 40, 62 + 40, 82 + 40]
     spent = driver.counts - before
     assert spent["cuGraphLaunch"] == 4
     assert not {"cuLaunchKernel", "cuGraphExecKernelNodeSetParams", "cuCtxSynchronize", "cuGraphInstantiate_v2"} & set(spent)
 
 
-def test_a_replay_sets_again_what_has_changed(driver):
+def test_a_replay_updates_only_changed_nodes(driver):
     from tinyvllm.bridge import download
 
     total, count, x, y = integers(0), integers(2), integers(1, 2), integers(5, 6)
@@ -229,30 +229,30 @@ def test_a_replay_sets_again_what_has_changed(driver):
 def test_another_thread_may_replay(driver):
     from tinyvllm.bridge import download, upload
 
-    total, count, x, seen = integers(0), integers(2), integers(1, 2), []
+    total, count, x, results = integers(0), integers(2), integers(1, 2), []
     step = captured_step(total, count)
     step(x, n=1)
 
     def replay() -> None:
         step(x, n=1)
         upload(x, np.array([3, 4], np.int32))
-        seen.append(download(step(x, n=1)).tolist())
+        results.append(download(step(x, n=1)).tolist())
 
     thread = threading.Thread(target=replay)
     thread.start()
     thread.join(60)
-    assert seen == [[8 + 12, 10 + 12]]
+    assert results == [[8 + 12, 10 + 12]]
 
 
-def test_repeat_is_as_many_launches(driver):
+def test_repeat_launches_each_time(driver):
     from tinyvllm.bridge import download, repeat
 
     total, count, x = integers(0), integers(2), integers(1, 2)
     step = captured_step(total, count)
     step(x, n=1)
     before = driver.counts.copy()
-    behind = repeat([(step, (x,), {"n": 1})], 5)
-    while not behind.wait():
+    pending = repeat([(step, (x,), {"n": 1})], 5)
+    while not pending.wait():
         pass
     assert driver.launched.count("planted_reverse") == 12 and not driver._stream
     assert (driver.counts - before)["cuGraphLaunch"] == 5 and (driver.counts - before)["cuCtxSynchronize"] == 0
@@ -262,14 +262,14 @@ def test_repeat_is_as_many_launches(driver):
 # --- the driver itself
 
 
-def test_more_shared_memory_than_a_block_can_have_is_refused(driver):
+def test_more_shared_memory_than_a_block_can_have_is_rejected(driver):
     out = reverse(integers(0, 0), integers(0), integers(1, 2), integers(2), shared=228 << 10)[0]
     with pytest.raises(RuntimeError, match="CUDA Error 1, invalid argument"):
         out.realize()
 
 
-def test_an_edge_that_is_missing_shows(driver):
-    """Two kernels in a graph without an edge run in either order, by the seed."""
+def test_a_missing_edge_is_detected(driver):
+    """Two kernels in a graph without an edge run in either order, depending on the seed."""
     from tinygrad.runtime import ops_cuda
     from tinygrad.runtime.autogen import cuda
 
@@ -294,16 +294,16 @@ def test_an_edge_that_is_missing_shows(driver):
     assert len(results) == 2
 
 
-def test_nothing_is_left_of_it():
+def test_the_emulated_device_leaves_nothing_in_the_process():
     from tinygrad import codegen
     from tinygrad.engine.realize import runtime_cache
     from tinygrad.runtime import ops_cuda
     from tinygrad.runtime.autogen import cuda
 
-    kept = (cuda.cuInit, codegen.to_program_cache, list(ops_cuda.CUDADevice.devices))
+    original = (cuda.cuInit, codegen.to_program_cache, list(ops_cuda.CUDADevice.devices))
     with cuda_device() as driver:
         assert on_device(np.arange(3, dtype=np.int32)).numpy().tolist() == [0, 1, 2]
-        assert cuda.cuInit is not kept[0]
-    assert (cuda.cuInit, codegen.to_program_cache, ops_cuda.CUDADevice.devices) == kept
+        assert cuda.cuInit is not original[0]
+    assert (cuda.cuInit, codegen.to_program_cache, ops_cuda.CUDADevice.devices) == original
     assert not any(device.startswith("CUDA") for _, device in runtime_cache)
     assert isinstance(driver, Driver)

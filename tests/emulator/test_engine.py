@@ -1,7 +1,7 @@
 """The whole engine on the emulated GPU: the shipped CUDA kernels as nodes of tinygrad's graphs, on tinygrad's own CUDA device.
 
-The model is the bundled one. The CPU's kernels are the reference; both round x to bfloat16, the GPU's also the queries and weights of
-attention, so logits agree to some hundredths, and greedy tokens where no two logits are that close.
+The model is the bundled one. The CPU kernels are the reference; both round x to bfloat16, the GPU's also the queries and the attention
+weights, so logits agree to a few hundredths, and greedy tokens where no two logits are that close.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tinyvllm.config import DEFAULT_MODEL as MODEL
 from tinyvllm.runner.memory import read_bandwidth
 
 OPTIONS: dict[str, Any] = dict(max_model_len=128, max_num_seqs=16, seed=0)
-TEXTS = ["Once upon a time", "Hello! Who are you?", "7 + 5 =", '{"name": "', "The old gardener", "In Willowmere"]
+TEXTS = ["Once upon a time", "Hello! How are you?", "7 + 5 =", '{"name": "', "The old gardener", "In Willowmere"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
@@ -54,7 +54,7 @@ def test_greedy_tokens_are_the_cpus(cpu, gpu):
 def test_every_op_runs_a_kernel(gpu, driver):
     tokens(gpu, TEXTS[:1])
     before = len(driver.launched)
-    gpu.prompt_logits([0])  # one row streams the weights, and nothing is laid out for it
+    gpu.prompt_logits([0])  # one row streams the weights; its input is not prepared
     ran = set(driver.launched[before:])
     assert {"norm_qkv_rope_store", "attention_decode", "matvec", "norm_gate_up_silu", "norm_head"} <= ran and "quantize_input" not in ran
     chosen = {choice.stem: choice.variant for choice in registry.choices("CUDA")}
@@ -69,7 +69,7 @@ def test_logits(cpu, gpu):
 
 
 @pytest.mark.long
-def test_a_request_gives_the_same_tokens_in_any_company(gpu):
+def test_a_request_gives_the_same_tokens_in_any_batch(gpu):
     """Ten together are rows of the large products, alone they are rows of the small ones; greedy and drawn."""
     texts = [TEXTS[i % 6] + " " * (i // 6) for i in range(10)]
     params = [GREEDY if i % 2 else SamplingParams(temperature=0.9, seed=i, top_p=0.9, max_tokens=4, ignore_eos=True) for i in range(10)]
@@ -83,8 +83,8 @@ def test_a_long_prompt_in_chunks(cpu, driver):
         assert tokens(chunked, [text]) == tokens(cpu, [text])
 
 
-def test_a_small_gpu_takes_the_large_products(gpu, driver, monkeypatch):
-    """Where x does not fit beside the sums, few rows are laid out as many are; the bits are the same."""
+def test_a_small_gpu_uses_the_kernels_of_many_rows(gpu, driver, monkeypatch):
+    """Where x does not fit in shared memory with the sums, few rows are prepared like many; the bits are the same."""
     expected = tokens(gpu, TEXTS[:1])
     small = records.GPU(4, 99 << 10, 100 << 10)
     monkeypatch.setattr(cuda, "_gpu", lambda like: small)
@@ -107,14 +107,14 @@ def test_packed_weights(driver, format):
         assert tokens(gpu, TEXTS[:1]) == expected
 
 
-def test_the_roof_is_read_by_a_kernel(driver):
+def test_bandwidth_is_measured_by_a_kernel(driver):
     before = len(driver.launched)
     assert read_bandwidth("CUDA", 0.0, nbytes=1 << 12) > 0
     assert driver.launched[before:].count("read") >= 2
 
 
-def test_hoppers_own_row(gpu, driver, monkeypatch):
-    """In the emulator, where all matrix instructions add in one order, the bits are the base row's."""
+def test_the_hopper_variant(gpu, driver, monkeypatch):
+    """In the emulator, where all matrix instructions add in one order, the bits are those of the base variant."""
     ids = [0, *range(40, 60)]
     expected = gpu.prompt_logits(ids)
     monkeypatch.setattr(records, "HOPPER_ROWS", 16)

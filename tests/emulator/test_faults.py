@@ -1,4 +1,4 @@
-"""Planted faults: each must be found, whatever the seed, and the same kernel without the fault must run."""
+"""Planted faults: each must be detected with every seed, and the same kernel without the fault must run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SEEDS = range(4)
 
 
 def faults(message: str, text: str, *arrays: np.ndarray, **options: int) -> None:
-    """The kernel ends with that message for every seed."""
+    """The kernel fails with that message for every seed."""
     for seed in SEEDS:
         with pytest.raises(EmulatorError, match=message):
             run(text, *(a.copy() for a in arrays), seed=seed, **options)
@@ -43,7 +43,7 @@ def test_a_missing_syncwarp_is_a_race() -> None:
     text = """float *out, const float *in) {{ static __shared__ float s[32]; int t = threadIdx.x;
         s[t] = 0; __syncwarp(); s[t] = in[t]; {} out[t] = s[31 - t]; }}"""
     faults("race", text.format(""), floats(32), floats(32))
-    faults("race", text.format("__shfl_sync(ALL_LANES, t, 0);"), floats(32), floats(32))  # as PTX has it: a shuffle orders no memory
+    faults("race", text.format("__shfl_sync(ALL_LANES, t, 0);"), floats(32), floats(32))  # as in PTX, a shuffle orders no memory
     runs(text.format("__syncwarp();"), floats(32), floats(32))
 
 
@@ -69,7 +69,7 @@ def test_reading_by_many_and_writing_too_early_is_a_race() -> None:
     runs(text.format("__syncthreads();"), floats(96), block=96)
 
 
-def test_bytes_of_one_word_are_told_apart() -> None:
+def test_bytes_of_one_word_are_distinguished() -> None:
     text = "u16 *out) {{ static __shared__ u8 s[128]; int t = threadIdx.x; s[2 * t] = t; s[2 * t + 1] = 1; out[t] = s[{}]; }}"
     runs(text.format("2 * t + 1"), np.zeros(64, np.uint16), block=64)
     faults("race|never written", text.format("(2 * t + 2) % 128"), np.zeros(64, np.uint16), block=64)
@@ -98,7 +98,7 @@ LAST_BLOCK = """float *out, float *parts, u32 *counter) {{
   parts[blockIdx.x * 64 + t] = blockIdx.x + t;
   {before}
   if (t == 0) last = {count} == gridDim.x - 1;
-  {behind}
+  {after}
   if (!last) return;
   float sum = 0;
   for (u32 b = 0; b < gridDim.x; b++) sum += parts[b * 64 + 63 - t];
@@ -109,7 +109,7 @@ FENCED = "[&] { __threadfence(); u32 n = atomicAdd(counter, 1u); __threadfence()
 
 
 @pytest.mark.parametrize(
-    ("good", "before", "count", "behind"),
+    ("good", "before", "count", "after"),
     [
         (True, SYNC, "arrive(counter)", SYNC),
         (True, SYNC, FENCED, SYNC),
@@ -122,8 +122,8 @@ FENCED = "[&] { __threadfence(); u32 n = atomicAdd(counter, 1u); __threadfence()
         (False, SYNC, "arrive(counter)", ""),
     ],
 )
-def test_the_last_block_sees_what_the_others_have_handed_over(good: bool, before: str, count: str, behind: str) -> None:
-    text = LAST_BLOCK.format(before=before, count=count, behind=behind)
+def test_the_last_block_sees_what_the_others_have_released(good: bool, before: str, count: str, after: str) -> None:
+    text = LAST_BLOCK.format(before=before, count=count, after=after)
     arrays = (np.zeros(64, np.float32), np.full(64 * 7, np.nan, np.float32), np.zeros(1, np.uint32))
     if not good:
         return faults("race|never written", text, *arrays, outs=3, grid=7, block=64)
@@ -174,11 +174,11 @@ def test_writing_past_shared_memory() -> None:
     )
 
 
-def test_writing_to_what_may_only_be_read() -> None:
+def test_writing_to_a_read_only_argument() -> None:
     faults("writes to argument 1, which is read-only", "float *out, float *in) { in[0] = out[0]; }", floats(1), floats(1), block=1)
 
 
-def test_a_pointer_to_nowhere() -> None:
+def test_a_pointer_into_no_array() -> None:
     faults("is in no array", "float *out) { *(float *)64 = out[0]; }", floats(1), block=1)
 
 
@@ -201,17 +201,17 @@ def test_misaligned_vectors() -> None:
     )
 
 
-# ---------------------------------------------------------------- writing before reading
+# ---------------------------------------------------------------- unwritten memory
 
 
-def test_shared_memory_that_nobody_wrote() -> None:
+def test_unwritten_shared_memory() -> None:
     text = "float *out) {{ static __shared__ float s[32]; int t = threadIdx.x; if (t != 9) s[t] = 1; __syncwarp(); {} }}"
     faults("never written: reads byte 36 of the shared memory", text.format("out[t] = s[t];"), floats(32))
     faults("never written", text.format("s[t] += 1;"), floats(32))
     faults("never written", text.format("out[t] = s[t];"), floats(32), races=0)
 
 
-def test_shared_memory_of_the_block_before_is_gone() -> None:
+def test_shared_memory_of_the_previous_block_is_cleared() -> None:
     faults(
         "never written",
         "float *out) { static __shared__ float s; if (blockIdx.x == 0) s = 1; out[blockIdx.x] = s; }",
@@ -282,7 +282,7 @@ def test_copies_are_aligned_and_within_bounds() -> None:
 # ---------------------------------------------------------------- divergence
 
 
-def test_a_barrier_that_not_all_reach() -> None:
+def test_a_barrier_that_some_threads_never_reach() -> None:
     faults(
         "no thread can continue: 0-6 8-63 wait at __syncthreads, line .*; 7 wait at __syncwarp",
         "float *out) { if (threadIdx.x == 7) __syncwarp(); else __syncthreads(); out[threadIdx.x] = 1; }", floats(64), block=64,
@@ -323,7 +323,7 @@ def test_a_matrix_needs_all_lanes_at_one_place() -> None:
     faults("no thread can continue", text.format("mma_bf16(c, a, 1, 2);"), floats(16), block=16)
 
 
-def test_waiting_for_what_never_comes_ends() -> None:
+def test_a_livelock_ends() -> None:
     with pytest.raises(EmulatorError, match="4 million turns"):
         run("u32 *out) { while (atomicAdd(out, 0u) == 0) ; }", np.zeros(1, np.uint32), block=2)
 
@@ -358,7 +358,7 @@ def test_the_message_shows_the_line() -> None:
         run(text, floats(1))
 
 
-def test_what_a_launch_may_ask_for() -> None:
+def test_limits_of_a_launch() -> None:
     text = 'extern "C" __global__ void __launch_bounds__(64) k(float *out) { static __shared__ float s[8192]; s[0] = 1; }'
     for grid, block, shared, message in (
         ((1, 1, 1), (65, 1, 1), 0, "at most 64"),
@@ -369,8 +369,8 @@ def test_what_a_launch_may_ask_for() -> None:
             emulate_source(text, "k", grid, block, shared, [0], [])
 
 
-def test_atomics_that_may_come_after_their_block_has_counted_show_in_the_result() -> None:
-    """No race, as all accesses are atomic, but the last block may look before all is there: some orders of several blocks show it."""
+def test_late_atomics_show_in_the_result() -> None:
+    """No race, as all accesses are atomic, but the last block may read before all have arrived: some orders of several blocks show it."""
     text = """u32 *best, u32 *state, u32 *counter) {{ static __shared__ bool last; u32 t = threadIdx.x;
         atomicMax(state + t, t * 100 + blockIdx.x + 1); {}
         if (t == 0) last = arrive(counter) == gridDim.x - 1;
@@ -384,8 +384,8 @@ def test_atomics_that_may_come_after_their_block_has_counted_show_in_the_result(
         assert all(results) == right
 
 
-def test_threads_hand_over_by_atomics_in_shared_memory() -> None:
-    """Whatever other blocks do at the same place in theirs."""
+def test_threads_synchronize_by_atomics_in_shared_memory() -> None:
+    """Independent of what other blocks do at the same address in their shared memory."""
     text = """u32 *out) {{ static __shared__ u32 ready, value; u32 t = threadIdx.x; if (t == 0) ready = 0; __syncthreads();
         if (t == 7) {{ value = blockIdx.x; {} atomicExch(&ready, 1u); }}
         if (t == 40) {{ while (atomicAdd(&ready, 0u) == 0) ; __threadfence_block(); out[blockIdx.x] = value; }} }}"""

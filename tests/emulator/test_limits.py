@@ -1,4 +1,4 @@
-"""Where the emulated GPU is too small, and where two engines share it."""
+"""An emulated GPU that is too small, and one that two engines share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tinyvllm.errors import OutOfMemoryError
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
-def test_a_model_that_does_not_fit_is_a_refusal_with_advice():
+def test_a_model_that_does_not_fit_is_rejected_with_advice():
     with cuda_device(capacity=8 << 20), pytest.raises(OutOfMemoryError, match="do not fit CUDA: .*; lower --num-blocks or --kv-memory"):
         LLM(MODEL, device="CUDA", max_model_len=128, num_blocks=8)
 
@@ -22,16 +22,16 @@ def test_a_model_that_does_not_fit_is_a_refusal_with_advice():
 def test_two_engines_capture_in_two_threads():
     with cuda_device(seed=1):
         engines = [LLM(MODEL, device="CUDA", max_model_len=128, max_num_seqs=4) for _ in range(2)]
-        found: list[list[int]] = [[], []]
+        results: list[list[int]] = [[], []]
 
         def answer(i: int) -> None:
-            found[i] = engines[i].generate(["Once upon a time"], PARAMS)[0].outputs[0].token_ids
+            results[i] = engines[i].generate(["Once upon a time"], PARAMS)[0].outputs[0].token_ids
 
         threads = [threading.Thread(target=answer, args=(i,)) for i in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert found[0] == found[1] and len(found[0]) == 4
-        while engines:  # graphs go before their driver does
+        assert results[0] == results[1] and len(results[0]) == 4
+        while engines:  # graphs must be freed before their driver
             engines.pop().close()

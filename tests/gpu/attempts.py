@@ -1,7 +1,7 @@
-"""Tests that a broken device, or one that never answers, cuts short: another process goes on behind them. A plugin of pytest.
+"""A pytest plugin for test runs that a broken or hanging device ends: another process continues after the last test.
 
-TESTS_DONE names a file with a line of JSON for each test that has begun, "never ended", and another when it has: test, outcome and the
-first line of why it failed. Tests that are in it are left out. Without the variable nothing happens.
+TESTS_DONE names a file with a JSON line for each test that has started, with the outcome "never ended", and another when it has ended:
+test, outcome and the first line of the failure. Tests in the file are skipped. Without the variable the plugin does nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    _note(item.nodeid, "never ended", "it ended its process, or was cut off")
+    _note(item.nodeid, "never ended", "it ended its process, or was interrupted")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -1,8 +1,9 @@
-"""Where these tests run: on a GPU at the shapes of real models, NVIDIA's or a Mac's, and where there is none on an emulated one at toy
-shapes, NVIDIA's unless TESTS_GPU=METAL says otherwise.
+"""These tests run on a GPU at the shapes of real models, NVIDIA's or a Mac's, and without a GPU on an emulated one at toy shapes:
+NVIDIA's unless TESTS_GPU=METAL is set.
 
-tinygrad's default device is the GPU within a test, so the inputs of tests/ops serve here as well. On a Mac only the tokens are looked at:
-its kernels promise less of bits than the other files ask, and tests/kernels/metal holds them to that, on the GPU itself (tests/metal).
+Within a test tinygrad's default device is the GPU, so the inputs of tests/ops can be used here. On a Mac only the tokens are tested:
+its kernels promise less bit equality than the other files require; tests/kernels/metal tests what they promise, also on the GPU
+(tests/metal).
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from tests.gpu.operands import DEVICE, EMULATED, tiled
 from tinyvllm.config import cache_folder
 from tinyvllm.runner.device import start_device
 
-PATIENCE = 600 if EMULATED else 60  # seconds until a test is taken for one that never ends
+TIMEOUT = 600 if EMULATED else 60  # seconds until a test counts as hanging
 collect_ignore = ["test_products.py", "test_attention.py"] if DEVICE == "METAL" else []
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """E inputs, F hidden, H query heads, K key/value heads, D head_dim, V vocabulary; `most` rows; contexts of decodes."""
+    """E inputs, F hidden, H query heads, K key/value heads, D head_dim, V vocabulary; `max_rows` rows; context lengths of decodes."""
 
     E: int
     F: int
@@ -33,7 +34,7 @@ class Sizes:
     K: int
     D: int
     V: int
-    most: int
+    max_rows: int
     contexts: tuple[int, ...]
 
 
@@ -52,7 +53,7 @@ def device() -> Iterator[str]:
 
         start_device("CPU", cache_folder())
         emulated: Any = metal_device if DEVICE == "METAL" else cuda_device
-        with emulated(races=False), Context(DEV=DEVICE, TC=0):  # the emulator knows no matrix products of tinygrad's
+        with emulated(races=False), Context(DEV=DEVICE, TC=0):  # the emulator does not support tinygrad's tensor cores
             yield DEVICE
             tiled.cache_clear()
     else:
@@ -69,11 +70,11 @@ def sizes() -> Sizes:
 
 @pytest.fixture(autouse=True)
 def alone(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test chooses its kernels itself. One that leaves the device broken, or never ends, ends this process."""
+    """Each test chooses its kernels itself. One that breaks the device, or hangs, ends this process."""
     monkeypatch.delenv("TINYVLLM_KERNELS", raising=False)
     if EMULATED:
         monkeypatch.setattr("tinyvllm.runner.memory.free_memory", lambda device: 1 << 30)
-    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    faulthandler.dump_traceback_later(TIMEOUT, exit=True)
     yield
     broken = _broken()
     faulthandler.cancel_dump_traceback_later()

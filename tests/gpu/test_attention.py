@@ -1,5 +1,5 @@
-"""Paged attention on the GPU against numpy, at contexts of thousands; chunk and decode of one row give the same bits, alone or not, and
-with blocks that others have, too.
+"""Paged attention on the GPU against numpy, at contexts of thousands. Prefill and decode of one row give the same bits, alone or in a
+batch, and with shared blocks.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tinygrad import Tensor, dtypes
 
-from tests.gpu.operands import EMULATED, best_row, same_bits
+from tests.gpu.operands import EMULATED, best_variant, same_bits
 from tests.ops.inputs import int32, numbers, realized
 from tests.ops.test_attention import reference
 from tinyvllm.backends import registry
@@ -24,9 +24,9 @@ TOYS = {"1b": (4, 2, 32), "8b": (8, 2, 64), "qwen": (2, 1, 128), "multi-head": (
 
 
 class Cached:
-    """A bfloat16 pool of sequences of so many tokens each, their blocks in no order; NaN where there is no token.
+    """A bfloat16 pool of sequences of the given numbers of tokens, their blocks in random order; NaN where there is no token.
 
-    The first `shared[b]` tokens of sequence b lie in the blocks of the one before it.
+    The first `shared[b]` tokens of sequence b are in the blocks of the one before it.
     """
 
     def __init__(self, contexts: tuple[int, ...], H: int, K: int, D: int, shared: tuple[int, ...] = ()):
@@ -52,7 +52,7 @@ class Cached:
     def decode(
         self, q: np.ndarray, ids: list[int], lengths: list[int], window: int = 0, shared_prefix_lens: tuple[int, ...] | None = None
     ) -> np.ndarray:
-        """Row i is the token at lengths[i] - 1 of sequence ids[i]; `alike` is what the batch says of shared blocks."""
+        """Row i is the token at lengths[i] - 1 of sequence ids[i]; `shared_prefix_lens` is that of the batch."""
         B, last = len(ids), [n - 1 for n in lengths]
         batch = Batch(
             int32(*[0] * B), int32(*last), int32(*[0] * B), realized(self.tables[ids]), int32(*range(B + 1)), int32(*lengths), int32(B),
@@ -78,8 +78,8 @@ def shape(request) -> tuple[int, int, int]:
 
 @pytest.fixture
 def cached(shape, sizes, monkeypatch) -> Cached:
-    row = best_row()
-    monkeypatch.setenv("TINYVLLM_KERNELS", f"attention_decode={row},attention_prefill={row}")
+    variant = best_variant()
+    monkeypatch.setenv("TINYVLLM_KERNELS", f"attention_decode={variant},attention_prefill={variant}")
     registry.forget_choices()
     return Cached(sizes.contexts, *shape)
 
@@ -97,16 +97,16 @@ def test_decodes(cached, sizes, window):
         same_bits(cached.decode(q[b : b + 1], [b], lengths[b : b + 1], window), got[b : b + 1], f"sequence {b} alone")
 
 
-# Behind one prefix, all of it or as far as they go along; the last three have another. One is much longer than the rest.
+# Sequences that share all or a part of one prefix; the last three have another. One is much longer than the rest.
 SHARED = (0, 2048, 2048, 1040, 1024, 512, 2048, 2048, 2048, 0, 768, 768) if not EMULATED else (0, 512, 512, 272, 256, 0, 256)
 OWN = (1, 17, 300, 64, 900, 5, 31, 200, 2000, 100, 256, 3) if not EMULATED else (5, 17, 1, 300, 20, 9, 16)
 
 
 @pytest.mark.parametrize("window", [0, 2200])
 def test_blocks_that_are_shared_give_the_bits_of_each_alone(shape, sizes, monkeypatch, window):
-    """And what the batch says of it may be less, or nothing, in the same launch."""
-    row = best_row()
-    monkeypatch.setenv("TINYVLLM_KERNELS", f"attention_decode={row}")
+    """The batch may declare fewer shared tokens, or none."""
+    variant = best_variant()
+    monkeypatch.setenv("TINYVLLM_KERNELS", f"attention_decode={variant}")
     registry.forget_choices()
     lengths = [own + max((*SHARED, 0)[b : b + 2]) for b, own in enumerate(OWN)]
     cached, ids = Cached(tuple(lengths), *shape, SHARED), list(range(len(OWN)))
@@ -115,14 +115,14 @@ def test_blocks_that_are_shared_give_the_bits_of_each_alone(shape, sizes, monkey
     want = reference(q, [n - 1 for n in lengths], ids, cached.tables, cached.values, window)
     np.testing.assert_allclose(got, want, atol=TOLERANCE)
     for shared_prefix_lens in (None, (0,) * len(ids), tuple(n // 2 // S * S for n in SHARED), SHARED):
-        same_bits(cached.decode(q, ids, lengths, window, shared_prefix_lens), got, f"shared, as is said: {shared_prefix_lens}")
+        same_bits(cached.decode(q, ids, lengths, window, shared_prefix_lens), got, f"declared as shared: {shared_prefix_lens}")
     for b in ids:
         same_bits(cached.decode(q[b : b + 1], [b], lengths[b : b + 1], window), got[b : b + 1], f"sequence {b} alone")
 
 
 @pytest.mark.parametrize("window", [0, 100])
 def test_a_chunk_is_its_decodes(cached, sizes, window):
-    """A prompt's last rows, those of a chunk in the middle, and the same tokens decoded one by one."""
+    """The last rows of a prompt, those of a chunk in the middle, and the same tokens decoded one by one."""
     sequence = len(sizes.contexts) - 1
     context = sizes.contexts[sequence]
     rows = min(context, 300)

@@ -1,4 +1,4 @@
-"""Products on the GPU: every format against the reference at a model's shapes, few rows and many, and the same bits in any company."""
+"""Products on the GPU: every format against the reference at a model's shapes, few rows and many, and the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from tinygrad import Tensor, dtypes
 
-from tests.gpu.operands import FORMATS, best_row, both, same_bits, tiled
+from tests.gpu.operands import FORMATS, best_variant, both, same_bits, tiled
 from tests.ops.inputs import by_kernel, int32, numbers, realized
 from tests.ops.test_qkv import batch_of
 from tinyvllm.backends import registry
-from tinyvllm.backends.cuda import plan as records
+from tinyvllm.backends.cuda import plan
 from tinyvllm.batch import LayerCache
 from tinyvllm.bridge import alias
 from tinyvllm.ops.head import embed, norm_head
@@ -22,20 +22,20 @@ from tinyvllm.placement import Placement
 # Results are about 1. Sums of float32 over 2048 columns, which tensor cores round in their own way; where x is rounded to blocks, the
 # reference's division may tip a number to its neighbour: 3/127 times a weight of 0.02 to 0.1.
 TOLERANCE = {"BF16": 3e-4, "F16": 1e-3, "Q8_0": 3e-3, "Q4_0": 3e-3}
-# Behind a norm a last bit may tip a rounded number to its neighbour, at worst some of 2048: 2**-9 or 3/127 of a number times 0.02.
+# After a norm a last bit may tip a rounded number to its neighbour, at worst some of 2048: 2**-9 or 3/127 of a number times 0.02.
 TIPPED = {"BF16": 4e-3, "F16": 1e-3, "Q8_0": 2e-2, "Q4_0": 2e-2}
 COUNTS = (1, 3, 8, 40, 300)
 
 
-def counts(most: int) -> list[int]:
-    return sorted({min(T, most) for T in COUNTS})
+def counts(max_rows: int) -> list[int]:
+    return sorted({min(T, max_rows) for T in COUNTS})
 
 
 @pytest.mark.parametrize("T", COUNTS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_matmul_equals_its_reference(monkeypatch, sizes, format, T):
     """With bias and residual, 8 rows beyond those that count, and outputs that fill no tile."""
-    T, O, I = min(T, sizes.most), sizes.E + 8, sizes.E
+    T, O, I = min(T, sizes.max_rows), sizes.E + 8, sizes.E
     x, residual, bias, weight = realized(numbers(T + 8, I)), realized(numbers(T + 8, O)), realized(numbers(O)), tiled(format, O, I)
     got, want = both(monkeypatch, "matmul", lambda: linear(x, weight, int32(T), bias, residual).numpy()[:T])
     np.testing.assert_allclose(got, want, atol=TOLERANCE[format])
@@ -43,53 +43,53 @@ def test_matmul_equals_its_reference(monkeypatch, sizes, format, T):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_matmul_has_the_same_bits_in_any_company(monkeypatch, sizes, format):
-    """Also the long product behind the gate, whose columns are many pieces."""
-    O, I, most = sizes.E, sizes.F, sizes.most
-    x, weight = numbers(most, I), tiled(format, O, I)
-    monkeypatch.setenv("TINYVLLM_KERNELS", f"matmul={best_row()}")
+def test_matmul_has_the_same_bits_in_any_batch(monkeypatch, sizes, format):
+    """For the second product of a feed-forward layer, whose columns are many pieces."""
+    O, I, max_rows = sizes.E, sizes.F, sizes.max_rows
+    x, weight = numbers(max_rows, I), tiled(format, O, I)
+    monkeypatch.setenv("TINYVLLM_KERNELS", f"matmul={best_variant()}")
 
     def bits(start: int, T: int) -> np.ndarray:
         return linear(realized(x[start : start + T]), weight, int32(T)).numpy()
 
-    whole = bits(0, most)
-    for T in (*counts(most)[:-1], 2, 9, 17):
-        start = 7 * T % (most - T)
+    whole = bits(0, max_rows)
+    for T in (*counts(max_rows)[:-1], 2, 9, 17):
+        start = 7 * T % (max_rows - T)
         same_bits(bits(start, T), whole[start : start + T], f"{T} rows")
 
 
 @pytest.mark.parametrize("format", ["BF16", "F16"])
-def test_every_row_that_can_run_gives_the_same_bits(sizes, format, monkeypatch):
-    """What Hopper computes by its own instructions is close to what all compute; that it is the same nobody has promised."""
+def test_every_variant_that_can_run_gives_the_same_bits(sizes, format, monkeypatch):
+    """Results of Hopper's own instructions are close to those of the base variant; NVIDIA does not promise that they are equal."""
     rows = registry.usable_variants(Placement("CUDA"), "matmul")
     if len(rows) == 1:
-        pytest.skip(f"{rows[0]} is the only row for this GPU")
-    monkeypatch.setattr(records, "HOPPER_ROWS", 16)
-    x, weight = realized(numbers(sizes.most, sizes.E)), tiled(format, sizes.F, sizes.E)
-    found = [by_kernel(monkeypatch, "matmul", row, lambda: linear(x, weight, int32(sizes.most)).numpy()) for row in rows]
-    for row, other in zip(rows[1:], found[1:], strict=True):
-        np.testing.assert_allclose(other, found[0], atol=1e-4)
-        if not np.array_equal(other, found[0]):
-            pytest.xfail(f"{row} rounds otherwise than {rows[0]}: it stays for who asks for it")
+        pytest.skip(f"{rows[0]} is the only variant for this GPU")
+    monkeypatch.setattr(plan, "HOPPER_ROWS", 16)
+    x, weight = realized(numbers(sizes.max_rows, sizes.E)), tiled(format, sizes.F, sizes.E)
+    results = [by_kernel(monkeypatch, "matmul", row, lambda: linear(x, weight, int32(sizes.max_rows)).numpy()) for row in rows]
+    for row, other in zip(rows[1:], results[1:], strict=True):
+        np.testing.assert_allclose(other, results[0], atol=1e-4)
+        if not np.array_equal(other, results[0]):
+            pytest.xfail(f"{row} rounds differently from {rows[0]}: it is used only on request")
 
 
 @pytest.mark.parametrize("T", [1, 8, 300])
 @pytest.mark.parametrize("format", FORMATS)
 def test_gate_up_silu(monkeypatch, sizes, format, T):
-    T, F, E = min(T, sizes.most), sizes.F // 4, sizes.E
+    T, F, E = min(T, sizes.max_rows), sizes.F // 4, sizes.E
     x, weight, norm = realized(numbers(T, E)), tiled(format, 2 * F, E), Norm("RMS", realized(numbers(E)), 1e-5)
     got, want = both(monkeypatch, "norm_gate_up_silu", lambda: gate_up_silu(x, norm, weight, int32(T)).numpy())
     np.testing.assert_allclose(got, want, atol=5 * TIPPED[format])
     assert np.abs(got - want).mean() < TIPPED[format] / 2
-    monkeypatch.setenv("TINYVLLM_KERNELS", f"norm_gate_up_silu={best_row()}")
+    monkeypatch.setenv("TINYVLLM_KERNELS", f"norm_gate_up_silu={best_variant()}")
     same_bits(gate_up_silu(realized(numbers(T, E)[-1:]), norm, weight, int32(1)).numpy(), got[-1:], "the last row alone")
 
 
 @pytest.mark.parametrize("T", [1, 8, 300])
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_norm_qkv_rope_store(monkeypatch, sizes, T, qk_norm):
-    T, S = min(T, sizes.most), 16
-    H, K, D, E, P = sizes.H, sizes.K, sizes.D, sizes.E, -(-sizes.most // 16) + 1
+    T, S = min(T, sizes.max_rows), 16
+    H, K, D, E, P = sizes.H, sizes.K, sizes.D, sizes.E, -(-sizes.max_rows // 16) + 1
     norm, weight = Norm("RMS", realized(numbers(E)), 1e-5), tiled("BF16", (H + 2 * K) * D, E)
     qkv = QKV(weight, realized(numbers((H + 2 * K) * D)), *([realized(numbers(D, seed=seed)) for seed in (2, 3)] if qk_norm else ()))
     x, angles = numbers(T, E), numbers(T, D, seed=4)
@@ -107,13 +107,13 @@ def test_norm_qkv_rope_store(monkeypatch, sizes, T, qk_norm):
     got, want = both(monkeypatch, "norm_qkv_rope_store", lambda: run(slice(0, T)))
     np.testing.assert_allclose(got, want, atol=7e-2)  # the cache rounds to 8 bits
     assert np.abs(got - want).mean() < 2e-3
-    monkeypatch.setenv("TINYVLLM_KERNELS", f"norm_qkv_rope_store={best_row()}")
+    monkeypatch.setenv("TINYVLLM_KERNELS", f"norm_qkv_rope_store={best_variant()}")
     same_bits(run(slice(T - 1, T)), got[-1:], "the last row alone")
 
 
 @pytest.mark.parametrize("N", [1, 5, 40])
 def test_norm_head(monkeypatch, sizes, N):
-    E, V, rows = sizes.E, sizes.V, min(N, sizes.most)
+    E, V, rows = sizes.E, sizes.V, min(N, sizes.max_rows)
     x, weight, norm = realized(numbers(rows + 2, E)), tiled("BF16", V, E), Norm("RMS", realized(numbers(E)), 1e-5)
     picked = list(range(rows, 0, -1))
 

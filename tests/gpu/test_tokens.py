@@ -1,4 +1,4 @@
-"""Tokens on the GPU: draws are the CPU's, guesses are verified alike, blocks are copied, and a model answers as it does on the CPU."""
+"""Tokens on the GPU: draws and accepted drafts equal the CPU's, blocks are copied, and a model answers as on the CPU."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ FLAGS = {
 }
 PROMPTS = ([0, 5, 200, 41], list(range(3, 60)), [0] + [7 * i % (240 if EMULATED else 3000) for i in range(80 if EMULATED else 200)])
 TOKENS = 8 if EMULATED else 48
-# Of the logits' deviation: as far as they may be off, and as near to each other as may change places. The devices sum in another order,
-# and attention rounds its weights to bfloat16 on one of them.
+# In units of the logits' standard deviation: the tolerance, and the distance of two logits that may change places. The devices sum in
+# different orders, and one rounds attention weights to bfloat16.
 OFF, CLOSE = 0.15, 0.15
 
 
@@ -35,18 +35,18 @@ OFF, CLOSE = 0.15, 0.15
 def test_draws_are_the_cpus(sizes, kind, B):
     start_device("CPU", cache_folder())
     random, V = np.random.default_rng(B), sizes.V
-    B = min(B, 4 if sizes.most < 100 else B)
+    B = min(B, 4 if sizes.max_rows < 100 else B)
     samplers = {device: Sampler(V, B, device) for device in ("CPU", DEVICE)}
     for _ in range(2):
-        asked = {
+        params_of_rows = {
             "greedy": [SamplingParams(temperature=0.0)] * B,
             "drawn": [SamplingParams(seed=b, temperature=0.7) for b in range(B)],
             "with all": [params(random, V) for _ in range(B)],
         }[kind]
         prompt = random.integers(0, V, 30).tolist()
-        sequences = [Sequence(b, str(b), prompt, p, row=b) for b, p in enumerate(asked)]
+        sequences = [Sequence(b, str(b), prompt, p, row=b) for b, p in enumerate(params_of_rows)]
         for sampler in samplers.values():
-            if kind == "with all":  # its tables are made when somebody asks
+            if kind == "with all":  # creates the sampler's tables
                 sampler.join(Sequence(0, "0", [1], EVERYTHING, row=0), (2,))
                 sampler.leave(0)
             for sequence in sequences:
@@ -56,7 +56,7 @@ def test_draws_are_the_cpus(sizes, kind, B):
             for device, sampler in samplers.items():
                 sampler.prepare(sequences, B)
                 tokens[device] = download(sampler.draw(Tensor(logits, device=device).realize(), FLAGS[kind])).tolist()
-            assert tokens[DEVICE] == tokens["CPU"], f"step {step}: {asked}"
+            assert tokens[DEVICE] == tokens["CPU"], f"step {step}: {params_of_rows}"
             for b, sequence in enumerate(sequences):
                 sequence.output_token_ids.append(max(tokens["CPU"][b], 0))
         for sampler in samplers.values():
@@ -64,7 +64,7 @@ def test_draws_are_the_cpus(sizes, kind, B):
                 sampler.leave(sequence.row)
 
 
-def test_guesses_are_verified_alike(monkeypatch):
+def test_accepted_drafts_equal_the_reference(monkeypatch):
     random = np.random.default_rng(0)
     drafts, chosen = random.integers(0, 2, (33, 5)), random.integers(0, 2, (33, 6))
     arguments = realized(drafts.astype(np.int32)), realized(chosen.astype(np.int32)), int32(*(b % 6 for b in range(33))), int32(33)
@@ -109,37 +109,37 @@ def model(device, tiny_model):
 
 
 def greedy(llm, prompts, tokens: int) -> list[list[int]]:
-    given = [{"prompt_token_ids": list(ids)} for ids in prompts]
-    outputs = llm.generate(given, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
+    prompts_of_ids = [{"prompt_token_ids": list(ids)} for ids in prompts]
+    outputs = llm.generate(prompts_of_ids, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def test_answers_are_the_cpus(model):
-    """Up to where the CPU's two best tokens are so near that either may be meant."""
+    """Up to where the CPU's two best tokens are too close to call."""
     gpu, cpu = model
-    for ids, ours, theirs in zip(PROMPTS, greedy(gpu, PROMPTS, TOKENS), greedy(cpu, PROMPTS, TOKENS), strict=True):
-        same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
+    for ids, got, expected in zip(PROMPTS, greedy(gpu, PROMPTS, TOKENS), greedy(cpu, PROMPTS, TOKENS), strict=True):
+        same = next((i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b), None)
         if same is not None:
-            logits = np.sort(cpu.prompt_logits([*ids, *theirs[:same]])[-1])
-            assert logits[-1] - logits[-2] < CLOSE * logits.std(), f"token {same} is {ours[same]}, on the CPU {theirs[same]}"
+            logits = np.sort(cpu.prompt_logits([*ids, *expected[:same]])[-1])
+            assert logits[-1] - logits[-2] < CLOSE * logits.std(), f"token {same} is {got[same]}, on the CPU {expected[same]}"
 
 
 def test_logits_are_close_to_the_cpus(model):
     gpu, cpu = model
     for ids in PROMPTS:
-        ours, theirs = gpu.prompt_logits(list(ids)), cpu.prompt_logits(list(ids))
-        assert np.abs(ours - theirs).max() < OFF * theirs.std()
-        assert np.abs(ours - theirs).mean() < OFF / 5 * theirs.std()
+        got, expected = gpu.prompt_logits(list(ids)), cpu.prompt_logits(list(ids))
+        assert np.abs(got - expected).max() < OFF * expected.std()
+        assert np.abs(got - expected).mean() < OFF / 5 * expected.std()
 
 
-def test_a_request_answers_alone_as_among_others(model):
+def test_a_request_gives_the_same_answer_alone_and_in_a_batch(model):
     gpu, _ = model
     prompts = [[0, *range(3 + i, 20 + 9 * i)] for i in range(5 if EMULATED else 12)]
     together = greedy(gpu, prompts, TOKENS // 2)
     assert [greedy(gpu, [ids], TOKENS // 2)[0] for ids in prompts[::4]] == together[::4]
 
 
-@pytest.mark.skipif(DEVICE == "METAL", reason="Metal's products of few rows and of many have bits of their own")
+@pytest.mark.skipif(DEVICE == "METAL", reason="Metal's products of few rows and of many differ in bits")
 def test_a_token_has_the_same_logits_in_every_chunk(model):
     """Bit for bit: the few rows of a short prompt and the many of a long one come from different kernels."""
     gpu, _ = model
@@ -150,7 +150,7 @@ def test_a_token_has_the_same_logits_in_every_chunk(model):
         np.testing.assert_array_equal(some.view(np.uint32), whole[:length].view(np.uint32), err_msg=f"{length} tokens")
 
 
-def test_only_allowed_tokens_come(model):
+def test_only_allowed_tokens_are_drawn(model):
     """Masks are applied in the step's own graph, as tinygrad compiles it for the device."""
     gpu, _ = model
     allowed = list(range(5, 90, 7))
@@ -160,4 +160,4 @@ def test_only_allowed_tokens_come(model):
     ]
     outputs = gpu.generate([{"prompt_token_ids": list(PROMPTS[0])}] * 3, params)
     assert all(set(output.outputs[0].token_ids) <= set(allowed) for output in outputs[:2])
-    assert list(outputs[2].outputs[0].token_ids) == greedy(gpu, [PROMPTS[0]], 4)[0], "a neighbour's mask is nobody else's"
+    assert list(outputs[2].outputs[0].token_ids) == greedy(gpu, [PROMPTS[0]], 4)[0], "a mask must not affect other rows"

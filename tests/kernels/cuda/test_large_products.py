@@ -1,4 +1,4 @@
-"""The CUDA kernels for products of many rows, in the emulator: prepare, matmul, rope_store, best."""
+"""The CUDA kernels for products of many rows, in the emulator: quantize_input, matmul, matmul_hopper, rope_store, argmax."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def up(n: int, to: int) -> int:
     return -(-n // to) * to
 
 
-# --- prepare
+# --- quantize_input
 
 
 @pytest.mark.parametrize("format", tiles.TILED)
@@ -37,8 +37,8 @@ def test_prepared_rows_are_rounded_and_laid_out(format: str, I: int, count: int,
     emulate(Kernel.cuda("quantize_input", ROW, 1, len(ins), (T, 1, 1), 256, **defines), out, *ins)
     rows = x[index[:count]] if gather else x[:count]
     want = tiles.prepared(tiles.rms_normed(rows, weight, 1e-5) if norm else rows, format)
-    for got, wanted in zip(parts(out, format, T, I), parts(want, format, live, I), strict=True):
-        assert (got[: live // 8] == wanted).all()
+    for got, expected in zip(parts(out, format, T, I), parts(want, format, live, I), strict=True):
+        assert (got[: live // 8] == expected).all()
         assert tiles.untouched(got[live // 8 :])
 
 
@@ -68,7 +68,7 @@ def in_cores(prepared: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a product is cut into tiles, stages and shares."""
+    """How a product is divided into tiles, stages and splits."""
 
     tile_o: int
     tile_t: int
@@ -86,7 +86,7 @@ MANY = Cut(32, 16, (1, 1, 4), k_blocks=1, stages=4, split=2)
 
 @dataclass(frozen=True)
 class Product:
-    """One call of matmul; whatever is not asked for is left out."""
+    """One call of matmul; optional arguments are omitted if off."""
 
     format: str
     T: int
@@ -112,7 +112,7 @@ class Product:
         )  # fmt: skip
 
     def shares(self, cut: Cut) -> list[np.ndarray]:
-        """What blocks of threads hand over to each other: sums, poisoned, and counters."""
+        """The scratch of split products: sums, poisoned, and counters."""
         if cut.split == 1:
             return []
         pieces, blocks = -(-self.I // 512), self.kernel(cut).grid[0]
@@ -121,7 +121,7 @@ class Product:
 
 
 class Data:
-    """Operands of a product, and what should come out."""
+    """Operands of a product, and the expected results."""
 
     def __init__(self, product: Product, seed: int = 0) -> None:
         self.product, rows = product, product.O * (1 + product.silu)
@@ -130,7 +130,7 @@ class Data:
         self.bias, self.residual = tiles.numbers(rows, seed=seed + 2), tiles.numbers(product.T, product.O, seed=seed + 3)
 
     def run(self, cut: Cut, count: int, first: int = 0, seed: int = 0) -> np.ndarray:
-        """The product of `count` rows of x from `first` on; behind them poison."""
+        """The product of `count` rows of x from `first` on; later rows are poison."""
         p = self.product
         x = tiles.prepared(self.x[first : first + count], p.format)
         prepared = aligned((tiles.prepared_bytes(p.format, p.T, p.I),), np.uint8)
@@ -160,8 +160,8 @@ class Data:
         assert tiles.untouched(out[count:])
         return out[:count]
 
-    def wanted(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """What should come out, and the size its errors are measured by, float64."""
+    def expected(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """The expected results, and the magnitude for the tolerance, float64."""
         p = self.product
         y, size = tiles.product(self.x[:count], self.weight)
         y, size = (y + self.bias, size + np.abs(self.bias)) if p.bias else (y, size)
@@ -177,35 +177,35 @@ class Data:
     "cut, T, count, O, I",
     [
         (SMALL, 16, 9, 35, 1568),  # three pieces and one block of 32 columns, for two teams
-        (WIDE, 72, 65, 104, 544),  # tiles that stand out on both sides
-        (MANY, 24, 23, 40, 2080),  # shared out, the second share has fewer pieces than teams
+        (WIDE, 72, 65, 104, 544),  # tiles that extend beyond both sides
+        (MANY, 24, 23, 40, 2080),  # split; the second split has fewer pieces than teams
     ],
 )
 def test_many_rows_times_weights(format: str, cut: Cut, T: int, count: int, O: int, I: int) -> None:  # noqa: E741
     data = Data(Product(format, T, O, I))
-    tiles.close(data.run(cut, count), *data.wanted(count))
+    tiles.close(data.run(cut, count), *data.expected(count))
 
 
 @pytest.mark.parametrize("cut", [WIDE, MANY])
 @pytest.mark.parametrize("switches", [{"bias": True, "residual": True}, {"residual": True, "gelu": True}, {"bias": True, "gelu": True}])
 def test_what_follows_the_sums(cut: Cut, switches: dict[str, bool]) -> None:
     data = Data(Product("BF16", 24, 35, 1056, **switches))
-    tiles.close(data.run(cut, 17), *data.wanted(17))
+    tiles.close(data.run(cut, 17), *data.expected(17))
 
 
 @pytest.mark.parametrize("format", tiles.TILED)
 @pytest.mark.parametrize("cut", [Cut(64, 16, (2, 1, 1)), Cut(32, 16, (1, 1, 2), split=2), Cut(128, 32, (2, 2, 1))])
-def test_gate_and_up_meet_in_one_tile(format: str, cut: Cut) -> None:
+def test_gate_and_up_are_in_one_tile(format: str, cut: Cut) -> None:
     data = Data(Product(format, 24, 48, 1056, bias=True, silu=True))
-    tiles.close(data.run(cut, 19), *data.wanted(19))
+    tiles.close(data.run(cut, 19), *data.expected(19))
 
 
 @pytest.mark.parametrize("format", tiles.TILED)
-def test_a_row_has_the_same_bits_in_any_company_and_any_cut(format: str) -> None:
-    """All rows at once, a few of them elsewhere in the batch, other tiles, stages, teams, shares, orders of blocks, and matvec."""
+def test_a_row_has_the_same_bits_in_any_batch_and_any_cut(format: str) -> None:
+    """All rows at once, a few of them elsewhere in the batch, other tiles, stages, teams, splits, orders of blocks, and matvec."""
     data = Data(Product(format, 136, 40, 1632, bias=True, residual=True))
     whole = data.run(Cut(64, 64, (2, 2, 1)), 130)
-    tiles.close(whole, *data.wanted(130))
+    tiles.close(whole, *data.expected(130))
     for cut in (SMALL, WIDE, MANY, Cut(16, 8, k_blocks=4, stages=2, split=4), Cut(32, 24, (1, 1, 4), stages=2)):
         tiles.same_bits(data.run(cut, 11, first=61, seed=cut.stages), whole[61:72])
     tiles.same_bits(matvec(data, 5, first=61), whole[61:66])
@@ -221,7 +221,7 @@ def matvec(data: Data, count: int, first: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_shares_come_in_any_order(seed: int) -> None:
+def test_splits_arrive_in_any_order(seed: int) -> None:
     data = Data(Product("Q8_0", 16, 32, 2560))
     cut = Cut(16, 8, split=5)
     tiles.same_bits(data.run(cut, 16, seed=seed + 1), data.run(SMALL, 16))
@@ -232,14 +232,14 @@ def test_hopper_gives_the_same_sums(format: str, tile_t: int, k_blocks: int, sta
     """In the emulator, whose products of 16 columns round as its mma does, the bits are those of matmul."""
     data = Data(Product(format, 200, 139, 544, bias=True, residual=True))
     got = data.hopper(tile_t, 195, k_blocks, stages)
-    tiles.close(got, *data.wanted(195))
+    tiles.close(got, *data.expected(195))
     tiles.same_bits(got[:20], data.run(WIDE, 20))
 
 
-def test_hopper_brings_gate_and_up_together() -> None:
+def test_hopper_combines_gate_and_up() -> None:
     data = Data(Product("BF16", 136, 80, 288, bias=True, silu=True))
     got = data.hopper(128, 130, seed=1)
-    tiles.close(got, *data.wanted(130))
+    tiles.close(got, *data.expected(130))
     tiles.same_bits(got[:17], data.run(Cut(64, 16, (2, 1, 1)), 17))
 
 
@@ -254,7 +254,7 @@ def test_no_rows_write_nothing() -> None:
     "H, K, D, R, cache, bias, norm",
     [(4, 2, 64, 64, "BF16", False, False), (3, 1, 80, 32, "F16", True, True), (5, 5, 48, 0, "F32", True, False)],
 )
-def test_heads_are_turned_and_stored(H: int, K: int, D: int, R: int, cache: str, bias: bool, norm: bool) -> None:
+def test_heads_are_rotated_and_stored(H: int, K: int, D: int, R: int, cache: str, bias: bool, norm: bool) -> None:
     T, count, P, S, heads = 9, 7, 5, 4, H + 2 * K
     y, added = tiles.numbers(T, heads * D), tiles.numbers(heads * D, seed=1)
     norms = [tiles.numbers(D, seed=2), tiles.numbers(D, seed=3)]
@@ -287,7 +287,7 @@ def test_heads_are_turned_and_stored(H: int, K: int, D: int, R: int, cache: str,
     assert tiles.untouched(others)
 
 
-# --- best
+# --- argmax
 
 
 @pytest.mark.parametrize("V, share", [(1, 1), (1003, 1), (4100, 3), (2053, 4)])

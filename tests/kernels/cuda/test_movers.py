@@ -1,4 +1,4 @@
-"""The kernels of the GPU that only move things: embed, kv_append, kv_copy, advance, accept_drafts, read, copy. Everything here is exact."""
+"""The CUDA kernels that only move data: embed, kv_append, kv_copy, advance, accept_drafts, read, copy. Everything here is exact."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def embed(weight: str, tiles: int, table: np.ndarray, tokens: np.ndarray, rows: 
 
 
 @pytest.mark.parametrize(("weight", "tiles"), [*((weight, 0) for weight in ("F32", *TILED)), *((weight, 1) for weight in TILED)])
-def test_embed_takes_rows_apart(weight: str, tiles: int) -> None:
+def test_embed_unpacks_rows(weight: str, tiles: int) -> None:
     rows = file_rows(weight)
     values = rows.view(np.float32) if weight == "F32" else unpack(weight, rows.reshape(-1, FORMATS[weight].nbytes)).reshape(V, E)
     tokens = int32(0, 36, 16, 9, 7)
     x = embed(weight, tiles, laid(pack_tiles(weight, rows) if tiles else rows), tokens, 4)
     np.testing.assert_array_equal(x[:4], values[tokens[:4]].astype(np.float32))
-    assert np.isnan(x[4]).all(), "rows that are not meant stay as they are"
+    assert np.isnan(x[4]).all(), "rows after the count are not touched"
 
 
 @pytest.mark.parametrize("token", [-1, V, 2**31 - 1])
@@ -53,7 +53,7 @@ def test_embed_of_a_token_outside_the_vocabulary_is_nan(token: int) -> None:
 
 
 @pytest.mark.parametrize("cache", ["F32", "F16", "BF16"])
-def test_kv_append_writes_what_the_cpus_does(cache: str) -> None:
+def test_kv_append_equals_the_cpu_kernel(cache: str) -> None:
     P, K, S, D = 3, 2, 8, 48
     k, v = numbers(T, K, D, seed=1), numbers(T, K, D, seed=2)
     k[0, 0, :4] = 1 + 2.0**-11, 1 + 2.0**-8, 1 + 3 * 2.0**-11, 1 + 3 * 2.0**-8  # halfway between neighbours
@@ -111,7 +111,7 @@ def test_accept_drafts_accepts_what_the_target_drew(drafts: int) -> None:
             same += 1
         assert (accepted[b], following[b]) == (same, chosen[b, same])
     assert accepted[0] == accepted[1] == 0 and accepted[2] == drafts - 1 and accepted[3] == drafts
-    assert accepted[8] == -1, "a sequence that is not meant"
+    assert accepted[8] == -1, "a sequence after the count is not touched"
 
 
 @pytest.mark.parametrize("words", [4096 * 3 + 700, 5])

@@ -1,4 +1,4 @@
-"""The draw on the GPU: the tokens of the CPU's kernel in every draw, however a row is divided and whichever way its threshold is found."""
+"""Sampling on the GPU: the tokens of the CPU kernel in every draw, however a row is divided and whichever way its threshold is found."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(CPU == "plain" and platform.machine() not in ("a
 
 
 class Rows:
-    """Requests as the kernels see them: logits, a line, and a row of each table, the neutral one where nothing is asked of it."""
+    """Requests as the kernels see them: logits, parameters, and a row of each table; the neutral one where a table is not needed."""
 
     def __init__(self, count: int, V: int, seed: int, needs: tuple[str, ...] = FEATURES):
         random = np.random.default_rng([seed, V])
@@ -30,21 +30,21 @@ class Rows:
         self.seen = random.integers(0, 3, (count + 1, V)).astype(np.int32)
         self.prompted = random.integers(0, 2, (count + 1, V)).astype(np.uint8)
         self.bias = random.standard_normal((count + 1, V)).astype(np.float32)
-        self.lines = np.zeros((count, 12), np.int32)
+        self.params = np.zeros((count, 12), np.int32)
         has = {name: (random.random(count) < 0.6) & (name in needs) for name in FEATURES}
-        floats = self.lines.view(np.float32)
-        self.lines[:, 0] = np.where(has["PENALIZED"], np.arange(count), count)
-        self.lines[:, 1] = np.where(has["BIASED"], np.arange(count), count)
-        self.lines[:, 2:5] = random.integers(-(2**31), 2**31, (count, 3))
+        floats = self.params.view(np.float32)
+        self.params[:, 0] = np.where(has["PENALIZED"], np.arange(count), count)
+        self.params[:, 1] = np.where(has["BIASED"], np.arange(count), count)
+        self.params[:, 2:5] = random.integers(-(2**31), 2**31, (count, 3))
         floats[:, 5] = np.where(has["SAMPLED"] | (random.random(count) < 0.3), random.choice([0.6, 1.0, 3.3], count), 0)
         floats[:, 5] *= "SAMPLED" in needs
-        self.lines[:, 6] = np.where(has["TOP_K"], random.choice([1, 2, 5, 40, V // 20 + 1, V // 2, V - 1], count), V)
-        self.lines[:, 7] = np.where(has["TOP_P"], (random.choice([0.05, 0.5, 0.9, 0.999], count) * 2**30).astype(np.int32), 2**30)
+        self.params[:, 6] = np.where(has["TOP_K"], random.choice([1, 2, 5, 40, V // 20 + 1, V // 2, V - 1], count), V)
+        self.params[:, 7] = np.where(has["TOP_P"], (random.choice([0.05, 0.5, 0.9, 0.999], count) * 2**30).astype(np.int32), 2**30)
         floats[:, 8] = np.where(has["MIN_P"], random.choice([-0.1, -2.5, -7.0], count), -INF)
         floats[:, 9:] = np.where(has["PENALIZED"][:, None], (1.2, 0.5, 0.25), (1, 0, 0))
 
     def on_cpu(self, which: list[int], features: tuple[str, ...] = FEATURES) -> tuple[np.ndarray, ...]:
-        """Tokens, lines and counts after a draw of these rows."""
+        """Tokens, parameters and counts after a draw of these rows."""
         on, B = {name: int(name in features) for name in FEATURES}, len(which)
         tables, filtered = on["PENALIZED"] | on["BIASED"], int(bool(FILTERS & {*features}))
         scratch = aligned((2 * 64 * 192 + 4 * B * (tables * self.V + filtered * (self.V + -(-self.V // 128))),), np.uint8)
@@ -57,7 +57,7 @@ class Rows:
         self, which: list[int], features: tuple[str, ...] = FEATURES, parts: int = 1, threads: int = 64, capacity: int = 4095,
         seed: int = 0, padding: int = 0,
     ) -> tuple[np.ndarray, ...]:  # fmt: skip
-        """The same on the GPU. Rows that are padded, parts and sizes of the search change nothing."""
+        """The same on the GPU. Padded rows, parts and sizes of the search must change nothing."""
         on, B, filtered = {name: int(name in features) for name in FEATURES}, len(which), bool(FILTERS & {*features})
         rows = B + padding
         scratch = aligned((rows * (32 + filtered * (4 * threads + 8 * (capacity + 1))) * (parts > 1),), np.uint8, 0)
@@ -66,21 +66,23 @@ class Rows:
         for stage in ("LOOK", "DRAW") if filtered and parts > 1 else ("WHOLE",):
             kernel = Kernel.cuda("sample", "sm_80", len(outs), len(ins), (parts, rows, 1), threads, STAGE=stage, **defines)
             emulate(kernel, *outs, *ins, seed=seed)
-        assert not scratch.any(), "the scratch is not as it was found"
+        assert not scratch.any(), "the scratch must be all zeros again"
         return outs[0], outs[1], outs[3] if on["PENALIZED"] else self.seen
 
     def _arrays(self, which: list[int], on: dict[str, int], scratch: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        outs = [aligned((len(which),), np.int32), self.lines[which].copy(), scratch]
+        outs = [aligned((len(which),), np.int32), self.params[which].copy(), scratch]
         outs += [aligned(self.seen.shape, np.int32, self.seen)] if on["PENALIZED"] else []
         ins = [aligned((len(which), self.V), np.float32, self.logits[which])]
         ins += [aligned(self.prompted.shape, np.uint8, self.prompted)] if on["PENALIZED"] else []
         ins += [aligned(self.bias.shape, np.float32, self.bias)] if on["BIASED"] else []
         return outs, [*ins, np.array([len(which)], np.int32)]
 
-    def agree(self, features: tuple[str, ...] = FEATURES, **how: int) -> None:
-        everyone = list(range(len(self.lines)))
-        for ours, theirs, what in zip(self.on_gpu(everyone, features, **how), self.on_cpu(everyone, features), ("tokens", "lines", "seen")):
-            np.testing.assert_array_equal(ours, theirs, what)
+    def agree(self, features: tuple[str, ...] = FEATURES, **options: int) -> None:
+        every_row = list(range(len(self.params)))
+        for got, expected, what in zip(
+            self.on_gpu(every_row, features, **options), self.on_cpu(every_row, features), ("tokens", "params", "seen")
+        ):
+            np.testing.assert_array_equal(got, expected, what)
 
 
 def _logits(random: np.random.Generator, V: int) -> np.ndarray:
@@ -107,7 +109,7 @@ def _logits(random: np.random.Generator, V: int) -> np.ndarray:
 @pytest.mark.parametrize("parts", [1, 2, 8])
 @pytest.mark.parametrize("V", [1000, 1003])
 def test_tokens_positions_and_counts_are_the_cpus(V: int, parts: int) -> None:
-    """Everything at once; rows of a length that loads of four do not divide, too. All fits the list, then hardly anything does."""
+    """All features at once, also for rows whose length is not a multiple of four. All fits in the list, then hardly anything does."""
     Rows(16, V, 1).agree(parts=parts, seed=parts)
     Rows(16, V, 2).agree(parts=parts, seed=parts, capacity=127, threads=128)
 
@@ -116,8 +118,8 @@ NEEDS = [(), *(("SAMPLED", *needs) for needs in ((), ("TOP_K",), ("TOP_P",), ("M
 
 
 @pytest.mark.parametrize("needs", [*NEEDS, ("PENALIZED", "BIASED")], ids="+".join)
-def test_what_others_make_the_step_compute_changes_no_token(needs: tuple[str, ...]) -> None:
-    """Rows that ask for these features: in a kernel made for them, in one part and in several, and in the one with everything."""
+def test_features_of_other_rows_change_no_token(needs: tuple[str, ...]) -> None:
+    """Rows that need these features: in a kernel compiled for them, in one part and in several, and in the one with all features."""
     rows = Rows(8, 700, 3, needs)
     rows.agree(needs, capacity=127)
     rows.agree(needs, capacity=127, parts=4)
@@ -130,15 +132,15 @@ def test_at_full_size() -> None:
     Rows(2, 6000, 5, ("SAMPLED", "TOP_P")).agree(("SAMPLED", "TOP_P"), threads=1024, parts=2)
 
 
-def test_a_row_depends_on_nothing_around_it() -> None:
-    rows, everyone = Rows(6, 600, 6), list(range(6))
-    together = rows.on_gpu(everyone)[0].tolist()
-    assert [rows.on_gpu([b])[0][0] for b in everyone] == together
-    assert rows.on_gpu(everyone[::-1], padding=2, parts=2)[0].tolist() == together[::-1]
+def test_a_row_does_not_depend_on_other_rows() -> None:
+    rows, every_row = Rows(6, 600, 6), list(range(6))
+    together = rows.on_gpu(every_row)[0].tolist()
+    assert [rows.on_gpu([b])[0][0] for b in every_row] == together
+    assert rows.on_gpu(every_row[::-1], padding=2, parts=2)[0].tolist() == together[::-1]
 
 
 def test_rows_without_a_token_and_ties() -> None:
-    """A NaN of either sign spoils its row and no other; infinity wins; of equals the first, and the two zeros are equal."""
+    """A NaN of either sign affects its row and no other; infinity wins; of equals the first, and the two zeros are equal."""
     negative_nan = np.array([0xFFC00000], np.uint32).view(np.float32)[0]
     for needs in ((), ("SAMPLED",), ("SAMPLED", "TOP_K", "TOP_P", "MIN_P")):
         rows = Rows(6, 500, 7, needs)
@@ -155,36 +157,36 @@ def test_rows_without_a_token_and_ties() -> None:
 
 @pytest.mark.parametrize("capacity", [63, 4095])
 def test_borders_of_thresholds(capacity: int) -> None:
-    """Equal logits at the k-th place all live, shares that are met exactly end there, and one logit beyond changes who lives."""
+    """All logits equal to the k-th survive, top_p that is met exactly ends there, and one logit more changes which survive."""
     V, count = 300, 24
     rows = Rows(count, V, 10, ("SAMPLED", "TOP_K", "TOP_P", "MIN_P"))
     weights = np.random.default_rng(11).choice([1.0, 2.0, 4.0, 8.0], (count, V))
     rows.logits[:] = np.log(weights)
-    rows.lines.view(np.float32)[:, 5], rows.lines.view(np.float32)[:, 8] = 1.0, -INF
-    rows.lines[:, 6], rows.lines[:, 7] = V, 2**30
+    rows.params.view(np.float32)[:, 5], rows.params.view(np.float32)[:, 8] = 1.0, -INF
+    rows.params[:, 6], rows.params[:, 7] = V, 2**30
     for b in range(count):
         if b % 2:
-            rows.lines[b, 6] = (weights[b] == 8).sum() + b % 3 - 1
+            rows.params[b, 6] = (weights[b] == 8).sum() + b % 3 - 1
         else:
-            rows.lines[b, 7] = int(8 * (weights[b] == 8).sum() / weights[b].sum() * 2**30) + b % 3 - 1
+            rows.params[b, 7] = int(8 * (weights[b] == 8).sum() / weights[b].sum() * 2**30) + b % 3 - 1
     rows.agree(("SAMPLED", "TOP_K", "TOP_P"), capacity=capacity)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_list_that_is_too_short(parts: int) -> None:
-    """Flat rows: of the list's some 180 logits none may be forgotten, but hundreds more live, whose weights count, too."""
+    """Flat rows: the list holds about 180 logits, but hundreds more survive, and their weights count."""
     rows = Rows(12, 1000, 12, ("SAMPLED",))
     rows.logits[:] = np.random.default_rng(13).standard_normal(rows.logits.shape) / 4
-    rows.lines.view(np.float32)[:, 5] = 1.0
-    rows.lines[:8, 6], rows.lines[4:, 7] = 500, int(0.9 * 2**30)
+    rows.params.view(np.float32)[:, 5] = 1.0
+    rows.params[:8, 6], rows.params[4:, 7] = 500, int(0.9 * 2**30)
     rows.agree(("SAMPLED", "TOP_K", "TOP_P"), parts=parts, capacity=400)
 
 
 @pytest.mark.parametrize("capacity", [63, 4095])
 def test_neighbours_in_a_wide_range(capacity: int) -> None:
-    """A threshold is found to the last bit even where the search begins with all float32."""
+    """A threshold is exact to the last bit even where the search starts from the full range of float32."""
     rows = Rows(12, 300, 14, ("SAMPLED",))
     rows.logits[:] = np.float32(-1) - np.random.default_rng(15).permuted(np.tile(np.arange(300), (12, 1)), axis=1) * np.float32(2**-23)
     rows.logits[:, ::50] = -3e38
-    rows.lines.view(np.float32)[:, 5], rows.lines[:, 6] = 1.0, np.arange(1, 13) * 20
+    rows.params.view(np.float32)[:, 5], rows.params[:, 6] = 1.0, np.arange(1, 13) * 20
     rows.agree(("SAMPLED", "TOP_K"), capacity=capacity)

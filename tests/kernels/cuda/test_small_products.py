@@ -1,4 +1,4 @@
-"""The CUDA kernels for products of up to eight rows, in the emulator, against float64 sums over the very numbers they see."""
+"""The CUDA kernels for products of up to eight rows, in the emulator, against float64 sums of the same rounded numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.kernels.cuda.tiles import TILED, Tiled, close, laid, numbers, one, pr
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.quant.codecs import bf16_to_f32
 
-WIDTHS = [(1, 32), (3, 512), (8, 544), (8, 1056), (2, 2080)]  # tokens, columns: pieces of 512 and what is left of them
+WIDTHS = [(1, 32), (3, 512), (8, 544), (8, 1056), (2, 2080)]  # tokens, columns: pieces of 512 and remainders
 
 
 def poison(*shape: int, dtype: object = np.float32) -> np.ndarray:
@@ -49,8 +49,8 @@ def test_matvec_ends_with_bias_gelu_and_residual(bias: int, residual: int, activ
 
 
 @pytest.mark.parametrize("format", TILED)
-def test_a_row_has_the_same_bits_in_any_company(format: str) -> None:
-    """Alone, among eight, at another place, and with the work cut in other ways: one or two tiles a block, several pieces a warp."""
+def test_a_row_has_the_same_bits_in_any_batch(format: str) -> None:
+    """Alone, among eight, at another index, and with other divisions of work: one or two tiles a block, several pieces a warp."""
     O, I = 80, 2112
     weight, x = tiled(numbers(O, I), format), numbers(8, I)
     want = matvec(kernels.matvec(8, O, I, format), x, weight)
@@ -61,7 +61,7 @@ def test_a_row_has_the_same_bits_in_any_company(format: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])
-def test_rows_behind_the_last_are_left_alone(rows: int) -> None:
+def test_rows_after_the_last_are_not_touched(rows: int) -> None:
     weight, x = tiled(numbers(40, 64), "Q8_0"), numbers(8, 64)
     x[rows:] = np.nan
     out = matvec(kernels.matvec(8, 40, 64, "Q8_0"), x, weight, rows=rows)
@@ -107,7 +107,7 @@ def test_norm_gate_up_silu(T: int, E: int, format: str) -> None:
 
 
 @pytest.mark.parametrize("format, E", [("BF16", 1056), ("Q8_0", 4640)])  # ten pieces for five warps
-def test_a_gated_row_has_the_same_bits_in_any_company(format: str, E: int) -> None:
+def test_a_gated_row_has_the_same_bits_in_any_batch(format: str, E: int) -> None:
     F = 32
     weight, x, norm = tiled(numbers(2 * F, E), format), numbers(8, E), numbers(E, seed=1)
     want = gate_up(kernels.norm_gate_up_silu(8, E, F, format), x, norm, weight)
@@ -122,7 +122,7 @@ NUMBER = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
 class Heads:
-    """Arguments of one call, and what should come of it."""
+    """Arguments of one call, and the expected results."""
 
     def __init__(self, T: int, E: int, D: int, R: int, format: str, bias: int, qk_norm: int) -> None:
         O = (H + 2 * K) * D
@@ -142,8 +142,8 @@ class Heads:
         emulate(kernel, q, pool, pool, *ins, seed=T)
         return q, pool
 
-    def wanted(self) -> tuple[np.ndarray, np.ndarray]:
-        """float64 [T, H + 2 K, D], and how large the sums behind it are."""
+    def expected(self) -> tuple[np.ndarray, np.ndarray]:
+        """float64 [T, H + 2 K, D], and the magnitude of its sums."""
         y, size = product(rms_normed(self.x, self.norm, EPS), self.weight)
         heads, size = ((v.reshape(self.T, H + 2 * K, self.D)) for v in (y + self.biases * self.bias, size + 1))
         for index in range(H + K):
@@ -171,7 +171,7 @@ def test_norm_qkv_rope_store(T: int, E: int, format: str, D: int, R: int, bias: 
     heads, rows = Heads(T, E, D, R, format, bias, qk_norm), T - (T > 2)
     kernel = kernels.norm_qkv_rope_store(T, E, H, K, D, R, S, format, cache, bias, qk_norm, processors=2)
     q, pool = heads.run(kernel, cache, rows=rows)
-    want, size = heads.wanted()
+    want, size = heads.expected()
     close(q[:rows], want[:rows, :H], size[:rows, :H])
     assert untouched(q[rows:])
     at = heads.slots[:rows]
@@ -183,7 +183,7 @@ def test_norm_qkv_rope_store(T: int, E: int, format: str, D: int, R: int, bias: 
 
 
 @pytest.mark.parametrize("qk_norm", [0, 1])
-def test_a_row_of_heads_has_the_same_bits_in_any_company(qk_norm: int) -> None:
+def test_a_row_of_heads_has_the_same_bits_in_any_batch(qk_norm: int) -> None:
     heads = Heads(8, 544, 32, 32, "BF16", 1, qk_norm)
 
     def run(T: int, first: int, processors: int) -> tuple[np.ndarray, np.ndarray]:
@@ -202,7 +202,7 @@ def test_a_row_of_heads_has_the_same_bits_in_any_company(qk_norm: int) -> None:
 
 
 def head(kernel: Kernel, x: np.ndarray, norm: np.ndarray, weight: Tiled, index: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """logits [N, V], best [N]. Twice, so that what the first launch leaves behind is what the second one wants to find."""
+    """logits [N, V], best [N]. Launched twice: the second launch starts with the state that the first one left."""
     N = len(index)
     state = aligned((2 * N + 1,), np.int32, 0)
     for seed in (0, 1):
@@ -217,7 +217,7 @@ def head(kernel: Kernel, x: np.ndarray, norm: np.ndarray, weight: Tiled, index: 
 def test_norm_head(N: int, E: int, V: int, processors: int, format: str) -> None:
     weight, x, norm = tiled(numbers(V, E), format), numbers(N + 4, E), numbers(E, seed=1)
     index, count = np.random.default_rng(0).permutation(N + 4)[:N], N - (N > 2)
-    index[count:] = 1 << 30  # belongs to nobody
+    index[count:] = 1 << 30  # out of range: not read
     logits, best = head(kernels.norm_head(N, E, V, format, processors), x, norm, weight, index, count)
     close(logits[:count], *product(rms_normed(x[index[:count]], norm, EPS), weight))
     assert (best[:count] == logits[:count].argmax(1)).all()
@@ -240,7 +240,7 @@ def test_the_lowest_of_equals_is_best_and_without_a_largest_there_is_none() -> N
     assert head(kernel, laid(x), aligned((E,), np.float32, 1), weight, index, 3)[1].tolist() == [-1, -1, -1]
 
 
-def test_a_row_of_logits_has_the_same_bits_in_any_company() -> None:
+def test_a_row_of_logits_has_the_same_bits_in_any_batch() -> None:
     V, E = 100, 1056
     weight, x, norm = tiled(numbers(V, E), "BF16"), numbers(8, E), numbers(E, seed=1)
     want, _ = head(kernels.norm_head(8, E, V, "BF16"), x, norm, weight, np.arange(8), 8)

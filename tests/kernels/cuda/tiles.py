@@ -1,4 +1,4 @@
-"""Weights in tiles, prepared x, and what a product of the two should be, in numpy: the layouts of kernels/cuda/include/product.cuh."""
+"""Weights in tiles, prepared x, and the expected product of the two, in numpy: the layouts of kernels/cuda/include/product.cuh."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tinyvllm.quant.layouts import pack_tiles
 FLOATS = ("BF16", "F16")
 QUANTS = ("Q8_0", "Q4_0")
 TILED = (*FLOATS, *QUANTS)
-TOLERANCE = 2e-6  # of the sum of the absolute products: float32 sums of at most a few thousand
+TOLERANCE = 2e-6  # of the sum of the absolute products: float32 sums of at largest a few thousand
 
 
 def numbers(*shape: int, seed: int = 0) -> np.ndarray:
@@ -23,7 +23,7 @@ def numbers(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def laid(array: np.ndarray) -> np.ndarray:
-    """A copy on a cache line's border."""
+    """A copy aligned to a cache line."""
     return aligned(array.shape, array.dtype, array)
 
 
@@ -57,55 +57,55 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 # --- x
 
 
-def quantised(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def quantized(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """float32 [T, I] -> (int8 [T, I / 32, 32], their float32 scales [T, I / 32])."""
     blocks = x.reshape(len(x), -1, 32)
-    most = np.abs(blocks).max(-1)
+    largest = np.abs(blocks).max(-1)
     with np.errstate(divide="ignore", over="ignore"):
-        inverse = np.where(most > 1e-36, np.float32(127) / most, np.float32(0)).astype(np.float32)
-    return np.rint(blocks * inverse[..., None]).astype(np.int8), most / np.float32(127)
+        inverse = np.where(largest > 1e-36, np.float32(127) / largest, np.float32(0)).astype(np.float32)
+    return np.rint(blocks * inverse[..., None]).astype(np.int8), largest / np.float32(127)
 
 
-def seen(x: np.ndarray, format: str) -> np.ndarray:
-    """float32 [T, I] -> float64 [T, I]: x as a product with weights of this format sees it."""
+def as_rounded(x: np.ndarray, format: str) -> np.ndarray:
+    """float32 [T, I] -> float64 [T, I]: x rounded as for a product with weights of this format."""
     if format == "BF16":
         return bf16_to_f32(f32_to_bf16(x)).astype(np.float64)
     if format == "F16":
         return x.astype(np.float16).astype(np.float64)
-    quants, scales = quantised(x)
+    quants, scales = quantized(x)
     return (quants * scales[..., None].astype(np.float64)).reshape(x.shape)
 
 
 def prepared_bytes(format: str, T: int, I: int) -> int:
-    """Bytes of T rows of x prepared, T counted up to a multiple of 8."""
+    """Bytes of T prepared rows of x, T rounded up to a multiple of 8."""
     return -(-T // 8) * (I // 32) * (512 if format in FLOATS else 256 + 64)
 
 
 def prepared(x: np.ndarray, format: str) -> np.ndarray:
-    """float32 [T, I], T counted up to a multiple of 8 with zeros -> uint8 [prepared_bytes]."""
+    """float32 [T, I], T padded to a multiple of 8 with zeros -> uint8 [prepared_bytes]."""
     padded = np.zeros((-(-len(x) // 8) * 8, x.shape[1]), np.float32)
     padded[: len(x)] = x
     if format in FLOATS:
         halves = f32_to_bf16(padded) if format == "BF16" else padded.astype(np.float16)
         return _bytes(halves.reshape(-1, 8, x.shape[1] // 32, 2, 2, 4, 2).transpose(0, 2, 1, 5, 3, 4, 6))
-    quants, scales = quantised(padded)
+    quants, scales = quantized(padded)
     ordered = quants.reshape(-1, 8, x.shape[1] // 32, 2, 4, 4).transpose(0, 2, 1, 4, 3, 5)
     sums = quants.sum(-1, dtype=np.int32)
-    behind = np.stack([words.reshape(-1, 8, words.shape[1]).transpose(0, 2, 1) for words in (scales.view(np.int32), sums)], axis=2)
-    return np.concatenate([_bytes(ordered), _bytes(behind)])
+    scales_and_sums = np.stack([words.reshape(-1, 8, words.shape[1]).transpose(0, 2, 1) for words in (scales.view(np.int32), sums)], axis=2)
+    return np.concatenate([_bytes(ordered), _bytes(scales_and_sums)])
 
 
-# --- what should come out
+# --- expected results
 
 
 def product(x: np.ndarray, weight: Tiled) -> tuple[np.ndarray, np.ndarray]:
     """x float32 [T, I] times weight transposed, and the sums of the absolute products, both float64 [T, O]."""
-    rounded = seen(x, weight.format)
+    rounded = as_rounded(x, weight.format)
     return rounded @ weight.values.T, np.abs(rounded) @ np.abs(weight.values).T
 
 
 def rms_normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    """float32 [T, E] in the order of include/norm.cuh, so that what is rounded afterwards is rounded alike."""
+    """float32 [T, E] in the order of include/norm.cuh, so that what is rounded afterwards is rounded to the same numbers."""
     T, E = x.shape
     wide = np.zeros((T, -(-E // 1024) * 1024), np.float64)
     wide[:, :E] = x
@@ -122,7 +122,7 @@ def rms_normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 
 def close(got: np.ndarray, want: np.ndarray, size: np.ndarray, tolerance: float = TOLERANCE) -> None:
-    """Off by at most `tolerance` of `size`, the sums of absolute products."""
+    """Off by at largest `tolerance` of `size`, the sums of absolute products."""
     off = np.abs(got - want) / (size + 1e-30)
     assert off.max(initial=0) < tolerance, f"off by {off.max():.2e} at {np.unravel_index(off.argmax(), off.shape)}"
 

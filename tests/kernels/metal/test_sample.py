@@ -97,13 +97,13 @@ def test_edges_of_thresholds(capacity: int) -> None:
     rows = MetalRows(count, V, 10, ("SAMPLED", "TOP_K", "TOP_P", "MIN_P"))
     weights = np.random.default_rng(11).choice([1.0, 2.0, 4.0, 8.0], (count, V))
     rows.logits[:] = np.log(weights)
-    rows.lines.view(np.float32)[:, 5], rows.lines.view(np.float32)[:, 8] = 1.0, -INF
-    rows.lines[:, 6], rows.lines[:, 7] = V, 2**30
+    rows.params.view(np.float32)[:, 5], rows.params.view(np.float32)[:, 8] = 1.0, -INF
+    rows.params[:, 6], rows.params[:, 7] = V, 2**30
     for b in range(count):
         if b % 2:
-            rows.lines[b, 6] = (weights[b] == 8).sum() + b % 3 - 1
+            rows.params[b, 6] = (weights[b] == 8).sum() + b % 3 - 1
         else:
-            rows.lines[b, 7] = int(8 * (weights[b] == 8).sum() / weights[b].sum() * 2**30) + b % 3 - 1
+            rows.params[b, 7] = int(8 * (weights[b] == 8).sum() / weights[b].sum() * 2**30) + b % 3 - 1
     rows.agree(("SAMPLED", "TOP_K", "TOP_P"), capacity=capacity)
 
 
@@ -112,8 +112,8 @@ def test_a_list_that_is_too_short(parts: int) -> None:
     """Flat rows: none of the 180 or so listed logits may be lost, and hundreds more are kept, whose weights count as well."""
     rows = MetalRows(9, 1000, 12, ("SAMPLED",))
     rows.logits[:] = np.random.default_rng(13).standard_normal(rows.logits.shape) / 4
-    rows.lines.view(np.float32)[:, 5] = 1.0
-    rows.lines[:6, 6], rows.lines[3:, 7] = 500, int(0.9 * 2**30)
+    rows.params.view(np.float32)[:, 5] = 1.0
+    rows.params[:6, 6], rows.params[3:, 7] = 500, int(0.9 * 2**30)
     rows.agree(("SAMPLED", "TOP_K", "TOP_P"), parts=parts, capacity=400)
 
 
@@ -122,7 +122,7 @@ def test_adjacent_floats_in_a_wide_range() -> None:
     rows = MetalRows(8, 300, 14, ("SAMPLED",))
     rows.logits[:] = np.float32(-1) - np.random.default_rng(15).permuted(np.tile(np.arange(300), (8, 1)), axis=1) * np.float32(2**-23)
     rows.logits[:, ::50] = -3e38
-    rows.lines.view(np.float32)[:, 5], rows.lines[:, 6] = 1.0, np.arange(1, 9) * 30
+    rows.params.view(np.float32)[:, 5], rows.params[:, 6] = 1.0, np.arange(1, 9) * 30
     rows.agree(("SAMPLED", "TOP_K"), capacity=63)
     rows.agree(("SAMPLED", "TOP_K"))
 
@@ -133,7 +133,7 @@ def test_the_last_token_that_is_kept(capacity: int) -> None:
     V, k, needs = 300, 24, ("SAMPLED", "TOP_K")
     rows = MetalRows(400, V, 17, ("SAMPLED",))
     rows.logits[:] = np.float32(-1) - np.random.default_rng(18).permuted(np.tile(np.arange(V), (400, 1)), axis=1) * np.float32(2**-23)
-    rows.lines.view(np.float32)[:, 5], rows.lines[:, 6] = 1.0, k
+    rows.params.view(np.float32)[:, 5], rows.params[:, 6] = 1.0, k
     rows.logits[:, -1] = -3e38
     drawn = rows.on_cpu(list(range(400)), needs)[0]
     above = (rows.logits > rows.logits[np.arange(400), drawn][:, None]).sum(1)
@@ -147,7 +147,7 @@ def test_thousands_of_tokens_of_small_weight() -> None:
     V, needs = 4000, ("SAMPLED", "TOP_P")
     rows = MetalRows(300, V, 19, ("SAMPLED",))
     rows.logits[:], rows.logits[:, 7] = -12.5, 0
-    rows.lines.view(np.float32)[:, 5], rows.lines[:, 7] = 1.0, int(0.995 * 2**30)
+    rows.params.view(np.float32)[:, 5], rows.params[:, 7] = 1.0, int(0.995 * 2**30)
     drawn = rows.on_cpu(list(range(300)), needs)[0]
     light = np.flatnonzero(drawn != 7)[:2].tolist()
     assert len(light) == 2
@@ -157,5 +157,5 @@ def test_thousands_of_tokens_of_small_weight() -> None:
 @pytest.mark.parametrize("V", [1, 5])
 def test_no_token_from_after_the_end_is_drawn(V: int) -> None:
     rows = MetalRows(16, V, 20, ("SAMPLED",))
-    rows.logits[:], rows.lines.view(np.float32)[:, 5] = 0, 1.0
+    rows.logits[:], rows.params.view(np.float32)[:, 5] = 0, 1.0
     rows.agree(("SAMPLED",))
