@@ -22,13 +22,13 @@ _LAUNCH = "import os, sys; a = sys.argv; os.dup2(int(a[1]), 3); os.dup2(int(a[2]
 
 
 def find() -> str | None:
-    """The path of a browser, TEST_BROWSER first; None where there is none."""
+    """The path of a browser, TEST_BROWSER first; None if there is none."""
     given = os.environ.get("TEST_BROWSER")
     return given or next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Browser:
-    """One page. `messages` are what its console and its failures said, `requests` the addresses that it asked for."""
+    """One page. `messages` holds its console output and errors, `requests` the addresses that it requested."""
 
     def __init__(self, commands: int, replies: int):
         self._commands = commands
@@ -44,7 +44,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> Any:
-        """One command of the protocol; its result."""
+        """Send one command of the protocol, and return its result."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": params} | ({"sessionId": self._session} if self._session else {})
         os.write(self._commands, json.dumps(message).encode() + b"\0")
@@ -63,7 +63,7 @@ class Browser:
         return result["result"].get("value")
 
     def wait(self, script: str, seconds: float = 30) -> Any:
-        """The first value of the expression that is true."""
+        """Wait until the expression is truthy, and return its value."""
         end = time.monotonic() + seconds
         while not (value := self.run(script)):
             if time.monotonic() > end:
@@ -84,7 +84,7 @@ class Browser:
         self.call("Input.insertText", text=text)
 
     def press(self, key: str, code: str = "", number: int = 0, modifiers: int = 0) -> None:
-        """A key: `number` is its key code, modifiers 1 Alt, 2 Control, 8 Shift."""
+        """Press a key: `number` is its key code, modifiers 1 Alt, 2 Control, 8 Shift."""
         text = "\r" if key == "Enter" else ""
         for kind in ("keyDown", "keyUp"):
             extra = {"text": text} if text and kind == "keyDown" else {}
@@ -122,10 +122,10 @@ class Browser:
 
 @contextlib.contextmanager
 def browser(path: str) -> Iterator[Browser]:
-    """A fresh browser with a profile of its own."""
+    """A new browser with its own profile."""
     ours_in, theirs_out = os.pipe()
     theirs_in, ours_out = os.pipe()
-    high = [fcntl.fcntl(end, fcntl.F_DUPFD, 20) for end in (theirs_in, theirs_out)]  # clear of 3 and 4, where Chromium wants them
+    high = [fcntl.fcntl(end, fcntl.F_DUPFD, 20) for end in (theirs_in, theirs_out)]  # not 3 and 4, which Chromium uses
     with tempfile.TemporaryDirectory() as profile:
         command = [sys.executable, "-c", _LAUNCH, *map(str, high), path, "--remote-debugging-pipe", *_FLAGS, f"--user-data-dir={profile}"]
         process = subprocess.Popen(command, pass_fds=high, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -139,6 +139,6 @@ def browser(path: str) -> Iterator[Browser]:
             process.wait()
             os.close(ours_in)
             os.close(ours_out)
-            time.sleep(0.1)  # its children still write into the profile
+            time.sleep(0.1)  # its child processes still write into the profile
             shutil.rmtree(profile, ignore_errors=True)
             os.makedirs(profile, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A real server on a free port of loopback, in a thread, with the bundled model; one for all tests of a process."""
+"""A real server on a free loopback port, in a thread, with the bundled model; one for all tests of a process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Running:
         return httpx.post(self.url + path, json=body, headers=headers, timeout=60, trust_env=False)
 
     def raw(self, data: bytes, *, half_close: bool = False, seconds: float = 20.0) -> bytes:
-        """Everything that comes back for these bytes until the server closes or falls silent."""
+        """Everything that the server sends in response to these bytes, until it closes the connection or is silent."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=seconds) as connection:
             connection.sendall(data)
             if half_close:
@@ -76,16 +76,16 @@ class Running:
 
 @contextlib.contextmanager
 def running(config: ServerConfig | None = None, specs: dict[str, dict[str, Any]] | None = None, keys: Keys | None = None, **models: Any):
-    """A server with these settings until the block is left; it is then told to stop as by SIGTERM."""
+    """A server with these settings until the end of the block; it is then stopped as by SIGTERM."""
     config = config or ServerConfig(port=0)
     sock = bind(config)
-    ready, found = threading.Event(), []
+    ready, started = threading.Event(), []
 
     async def main() -> None:
         app, service = create_app(config, Models(specs or {"demo": ENGINE}, **models), keys)
         await service.models.start()
-        found.append((Server(app, service, sock, ready.set), service))
-        await found[0][0].run_until_stopped()
+        started.append((Server(app, service, sock, ready.set), service))
+        await started[0][0].run_until_stopped()
 
     failed: list[BaseException] = []
 
@@ -101,7 +101,7 @@ def running(config: ServerConfig | None = None, specs: dict[str, dict[str, Any]]
     assert ready.wait(60), "the server did not start"
     if failed:
         raise failed[0]
-    server, service = found[0]
+    server, service = started[0]
     yield Running(url_of(config, sock), server, service, [])
     server.stop()
     thread.join(30)

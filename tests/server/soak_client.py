@@ -1,4 +1,4 @@
-"""What the soak scripts share: a server in a process of its own, what that process holds, and clients that keep all they are sent."""
+"""Shared by the soak scripts: a server in a separate process, measurements of that process, and clients that keep all responses."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 @dataclass(frozen=True)
 class Held:
-    """What a process and its engine hold at one moment."""
+    """Memory, sockets and blocks of a process and its engine at one moment."""
 
     rss_mib: float
     sockets: int
     files: int
     threads: int
-    blocks: int  # of the KV cache that no one else could have
+    blocks: int  # of the KV cache in use
     requests: int
 
     def __str__(self) -> str:
@@ -45,9 +45,9 @@ class Server:
 
     process: subprocess.Popen[bytes]
     url: str
-    seconds: float  # from the start of the process to the line that says it is ready
+    seconds: float  # from the start of the process to its ready line
     log: Path
-    key: str | None = None  # that it wants to be shown
+    key: str | None = None  # that requests must send
 
     @property
     def port(self) -> int:
@@ -60,7 +60,7 @@ class Server:
         return json.loads(text) if text.startswith("{") else text
 
     def status(self) -> dict[str, Any]:
-        """/status of the only model, with the requests of the whole server beside it."""
+        """/status of the only model, with the number of requests of the whole server."""
         said = self.get("/status")
         return {**next(iter(said["models"].values())), "requests": said["requests"]}
 
@@ -81,7 +81,7 @@ class Server:
         return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
     def calm(self, seconds: float = 60.0) -> None:
-        """Wait until nothing runs; RuntimeError if that does not come."""
+        """Wait until no request is running; RuntimeError after a time limit."""
         end = time.monotonic() + seconds
         while (status := self.status())["requests"] or status["running"] or status["waiting"]:
             if time.monotonic() > end:
@@ -89,13 +89,13 @@ class Server:
             time.sleep(0.1)
 
     def complaints(self) -> str:
-        """What it wrote to stderr after it was ready."""
+        """Its stderr output after the ready line."""
         return self.log.read_text(errors="replace").partition("\n")[2]
 
 
 @contextlib.contextmanager
 def serving(*options: str) -> Iterator[Server]:
-    """A server with these options of `main.py serve`, killed at the end if it still runs."""
+    """A server with these options of `main.py serve`, killed at the end if it is still running."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "stderr"
         began = time.perf_counter()
@@ -115,7 +115,7 @@ def serving(*options: str) -> Iterator[Server]:
 
 @dataclass
 class Reply:
-    """What came back. `whole` says that the answer ended as HTTP says it must; status 0 that nothing came."""
+    """A response. whole: it ended according to HTTP; status 0: there was no response."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -143,7 +143,7 @@ def head(path: str, length: int, more: str = "", method: str = "POST") -> bytes:
 
 
 class Connection:
-    """One connection at a time to a server, used for one request after the other."""
+    """One connection at a time to a server, used for consecutive requests."""
 
     def __init__(self, port: int):
         self._port = port
@@ -161,7 +161,7 @@ class Connection:
         return await self.send(head(path, len(raw), more) + raw)
 
     async def send(self, request: bytes) -> Reply:
-        """Send these bytes; what comes back, as far as it comes."""
+        """Send these bytes, and read the response as far as it arrives."""
         reply, began = Reply(), time.perf_counter()
         try:
             if self.fresh:
@@ -183,7 +183,7 @@ class Connection:
 
 
 async def read_reply(reader: asyncio.StreamReader, reply: Reply, began: float) -> None:
-    """Fill `reply`. EOFError where the connection ends before the answer does."""
+    """Fill `reply`. EOFError if the connection ends before the response."""
     while reply.status < 200:  # interim answers
         lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         reply.status = int(lines[0].split()[1])
@@ -201,7 +201,7 @@ async def read_reply(reader: asyncio.StreamReader, reply: Reply, began: float) -
 
 @dataclass
 class Told:
-    """One answer as a stream tells it."""
+    """One answer of a stream."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -216,11 +216,11 @@ class Streamed:
     choices: dict[int, Told]
     usage: dict[str, Any] | None
     error: dict[str, Any] | None
-    done: bool  # [DONE] came, and last
+    done: bool  # [DONE] was the last event
 
 
 def read_stream(body: bytes) -> Streamed:
-    """What the events of /v1/completions or /v1/chat/completions say together."""
+    """The joined events of /v1/completions or /v1/chat/completions."""
     events = [line[6:] for line in body.split(b"\n") if line.startswith(b"data: ")]
     found = Streamed({}, None, None, bool(events) and events[-1] == b"[DONE]")
     for event in events:
@@ -239,7 +239,7 @@ def read_stream(body: bytes) -> Streamed:
 
 
 def read_whole(body: bytes) -> Streamed:
-    """The same of an answer in one piece."""
+    """The same for a response in one piece."""
     said = json.loads(body)
     choices = {
         choice["index"]: Told(
@@ -259,12 +259,12 @@ def logprobs_of(choice: dict[str, Any]) -> list[float]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that `share` of all do not exceed; 0 of none."""
+    """The smallest value that `share` of all values do not exceed; 0 for no values."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
 
 
 async def gather_all(count: int, one: Callable[[int], Any], at_once: int) -> list[Any]:
-    """one(0) ... one(count - 1), so many at the same time."""
+    """Results of one(0) ... one(count - 1), `at_once` of them concurrently."""
     gate = asyncio.Semaphore(at_once)
 
     async def guarded(number: int) -> Any:

@@ -1,4 +1,4 @@
-"""Bad input and bad clients by the thousand, while a few good clients stream: those must not notice, and nothing may stay behind.
+"""Bad input and bad clients by the thousand, while a few good clients stream: those must not be affected, and no resources may leak.
 
     python -m tests.server.soak_faults [--clients 1000] [--rounds 3] [--only vanish,bombs]
 
@@ -30,12 +30,12 @@ AUTH = f"Authorization: Bearer {KEY}\r\n"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "stream": True}
 ASK = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
-_GROWTH = 16  # MiB that the process may grow by in the last of several rounds
+_GROWTH = 16  # MiB of allowed growth of the process in the last of several rounds
 
 
 @dataclass
 class Sent:
-    """What came back for the faults of one phase."""
+    """The responses to the faults of one phase."""
 
     port: int
     clients: int
@@ -43,7 +43,7 @@ class Sent:
     wrong: Counter[str] = field(default_factory=Counter)
 
     def note(self, what: str, reply: Reply, statuses: Sequence[int]) -> None:
-        """Count an answer, which must have one of these statuses and, where that is an error, the API's shape."""
+        """Count a response, which must have one of these statuses and, if it is an error, the API's shape."""
         self.seen[str(reply.status)] += 1
         if not reply.whole or reply.status not in statuses:
             self.wrong[f"{what}: status {reply.status}, whole {reply.whole}: {reply.body[:160]!r}"] += 1
@@ -51,7 +51,7 @@ class Sent:
             self.wrong[f"{what}: status {reply.status}, not in the API's shape: {reply.body[:160]!r}"] += 1
 
     async def ask(self, what: str, body: Any, *statuses: int, path: str = CHAT, more: str = AUTH) -> Reply:
-        """One request on a connection of its own."""
+        """One request on a separate connection."""
         connection = Connection(self.port)
         reply = await connection.ask(path, body, more)
         connection.close()
@@ -59,7 +59,7 @@ class Sent:
         return reply
 
     async def raw(self, what: str, data: bytes, *statuses: int, half_close: bool = False, seconds: float = 30.0) -> Reply:
-        """These bytes on a connection of their own."""
+        """These bytes on a separate connection."""
         reply = Reply()
         with contextlib.suppress(OSError, EOFError, ValueError, TimeoutError):
             reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
@@ -81,7 +81,7 @@ def whole(body: Any, path: str = COMPLETIONS, more: str = AUTH) -> bytes:
 
 
 async def vanish(sent: Sent) -> None:
-    """Clients that leave: some before anything has come, most mid-stream, some from an answer in one piece."""
+    """Clients that disconnect: some before the response, most mid-stream, some from a response in one piece."""
 
     async def one(number: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", sent.port)
@@ -101,7 +101,7 @@ async def vanish(sent: Sent) -> None:
 
 
 async def slow(sent: Sent) -> None:
-    """Heads and bodies that come a byte at a time, or stop."""
+    """Heads and bodies sent a byte at a time, or never completed."""
 
     async def one(number: int) -> None:
         data = whole({"prompt": "a" * 200, "max_tokens": 1})
@@ -126,7 +126,7 @@ async def slow(sent: Sent) -> None:
 
 
 async def unread(sent: Sent) -> None:
-    """Streams that nobody reads: the server must not keep them in memory for ever."""
+    """Streams that the client does not read: the server must not keep them in memory forever."""
 
     async def one(number: int) -> None:
         with socket.socket() as sock:
@@ -142,7 +142,7 @@ async def unread(sent: Sent) -> None:
 
 
 async def half_closed(sent: Sent) -> None:
-    """Sockets whose other direction is closed: with a whole request, mid-body, mid-head, and with nothing."""
+    """Half-closed sockets: after a whole request, mid-body, mid-head, and without data."""
 
     async def one(number: int) -> None:
         data = whole({**LONG, "max_tokens": 30})
@@ -154,7 +154,7 @@ async def half_closed(sent: Sent) -> None:
 
 
 async def huge(sent: Sent) -> None:
-    """Bodies, heads and numbers of fields without end."""
+    """Endless bodies and heads, and huge numbers of fields."""
     announced = head(COMPLETIONS, 10**11, AUTH) + b"{"
     chunks = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\n{AUTH}Transfer-Encoding: chunked\r\n\r\n".encode()
     chunks += (b"10000\r\n" + b"a" * 65536 + b"\r\n") * 20
@@ -175,7 +175,7 @@ async def huge(sent: Sent) -> None:
 
 
 async def malformed(sent: Sent) -> None:
-    """JSON that is none, and bodies with random bytes changed, cut or doubled."""
+    """Invalid JSON, and bodies with random bytes changed, cut or doubled."""
     fixed = [b"", b"{", b"[]", b'"a"', b"null", b"[" * 200_000, b'{"a":' * 50_000, b'{"a": NaN}', b"\xff\xfe{\x00}\x00", b"\x00" * 1000]
     fixed += [b'{"messages": [{"role": "user", "content": "\xff\xc0"}]}', b'{"messages": [{"role": "user", "content": "\\ud800"}]}']
     fixed += [b'{"messages": [{"role": "\\udfff\\ud800", "content": "a"}]}', b'{"prompt": "\\ud800", "messages": []}', b'{"\\ud800": 1}']
@@ -244,7 +244,7 @@ async def bombs(sent: Sent) -> None:
 
 
 async def injections(sent: Sent) -> None:
-    """Templates in requests and messages, line ends in whatever comes back as a header, requests inside of requests."""
+    """Templates in requests and messages, newlines in values that return as headers, requests inside requests."""
     for template in ("{{ ''.__class__.__mro__ }}", "{% for i in range(10**9) %}a{% endfor %}", "{% include '/etc/passwd' %}"):
         await sent.ask("chat_template", {**ASK, "chat_template": template}, 400)
         await sent.ask("chat_template", {"messages": ASK["messages"], "chat_template": template}, 400, path="/tokenize")
@@ -272,8 +272,8 @@ async def injections(sent: Sent) -> None:
         await sent.raw(path, f"GET {path} HTTP/1.1\r\nHost: a\r\n{AUTH}\r\n".encode(), 400, 404)
 
 
-async def strangers(sent: Sent) -> None:
-    """Wrong keys in all spellings."""
+async def wrong_keys(sent: Sent) -> None:
+    """Wrong keys of all forms."""
     lines = ["", "Authorization: Bearer sk-wrong\r\n", "Authorization: Bearer\r\n", f"Authorization: Basic {KEY}\r\n"]
     lines += ["x-api-key: \xe9\xff\r\n", f"x-api-key: {'a' * 50_000}\r\n"]
     lines += [f"Authorization: Bearer {KEY[:-1]}\r\n", f"Authorization: Bearer {KEY}0\r\n"]
@@ -286,8 +286,8 @@ async def strangers(sent: Sent) -> None:
     await gather_all(sent.clients, one, 32)
 
 
-async def crowd(sent: Sent) -> None:
-    """Connections that only sit there, and requests written one behind the other without waiting."""
+async def idle_connections(sent: Sent) -> None:
+    """Idle connections, and pipelined requests."""
     idle = [await asyncio.open_connection("127.0.0.1", sent.port) for _ in range(min(400, sent.clients))]
     for _ in range(10):
         reader, writer = await asyncio.open_connection("127.0.0.1", sent.port)
@@ -303,7 +303,7 @@ async def crowd(sent: Sent) -> None:
 
 
 async def limits(sent: Sent) -> None:
-    """Prompts beyond the context, answers beyond the memory, more of everything than there is."""
+    """Prompts longer than the context, answers larger than the memory, values above every limit."""
     for _ in range(20):
         await sent.ask("beyond the context", {"prompt": [5] * 5000}, 400, path=COMPLETIONS)
         await sent.ask("beyond the vocabulary", {"prompt": [2**31 - 1]}, 400, path=COMPLETIONS)
@@ -320,12 +320,12 @@ async def limits(sent: Sent) -> None:
 
 
 PHASES: tuple[Callable[[Sent], Awaitable[None]], ...] = (
-    vanish, slow, unread, half_closed, huge, malformed, bombs, injections, strangers, crowd, limits,
+    vanish, slow, unread, half_closed, huge, malformed, bombs, injections, wrong_keys, idle_connections, limits,
 )  # fmt: skip
 
 
 async def phase(server: Server, faults: Callable[[Sent], Awaitable[None]], clients: int, work: list[Asked], good: int) -> bool:
-    """One kind of fault while good clients stream; whether all went well."""
+    """Send one kind of fault while good clients stream; whether no check failed."""
     sent, tally, began = Sent(server.port, clients), Tally(), time.monotonic()
     stop = asyncio.Event()
 
@@ -372,7 +372,7 @@ def main() -> int:
             time.sleep(1)
             after = server.held()
             print(f"round {number}\n    before: {before}\n    after:  {after}")
-            good = not _left(before, after, 0 < number == options.rounds - 1) and good
+            good = not _leaked(before, after, 0 < number == options.rounds - 1) and good
         complaints = server.complaints()
     if complaints:
         good = False
@@ -381,10 +381,10 @@ def main() -> int:
     return not good
 
 
-def _left(before: Held, after: Held, judged: bool) -> bool:
-    """Whether a round has left something behind, which is told; memory where it is `judged`. One socket is the one that asks."""
+def _leaked(before: Held, after: Held, judged: bool) -> bool:
+    """Whether a round has leaked resources, which is printed; memory only if `judged`. One socket belongs to the measurement itself."""
     if after.blocks > before.blocks or after.requests > before.requests or after.sockets > before.sockets + 1 or after.files > before.files:
-        print("FAULT something stayed behind")
+        print("FAULT resources leaked")
         return True
     if judged and after.rss_mib > before.rss_mib + _GROWTH:
         print(f"FAULT the process grew by {after.rss_mib - before.rss_mib:.0f} MiB")
@@ -393,7 +393,7 @@ def _left(before: Held, after: Held, judged: bool) -> bool:
 
 
 async def warm(server: Server, work: list[Asked]) -> str:
-    """Batches of every size and every kind of request, so that what is made at first use is made."""
+    """Batches of every size and every kind of request, so that everything that is created on first use exists."""
     tally = Tally()
     for clients in (1, 2, 4, 8, 16, 16):
         until = time.monotonic() + 4

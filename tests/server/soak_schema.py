@@ -1,4 +1,4 @@
-"""schemathesis against every operation of the generated /openapi.json: no answer is a 500, and every error has the API's shape.
+"""schemathesis against every operation of the generated /openapi.json: no response is a 500, and every error has the API's shape.
 
     python -m tests.server.soak_schema --minutes 3
 
@@ -20,27 +20,27 @@ from hypothesis.errors import Unsatisfiable
 
 from tests.server.soak_client import serving
 
-_MOST = 8  # tokens of an answer: it is the fields that are tried, not the model
+_MAX_TOKENS = 8  # of an answer: the test is about fields, not the model
 
 
 def small(body: Any) -> Any:
-    """The body with answers that do not take long, of the model that there is."""
+    """The body with a short answer, and the name of the only model."""
     if isinstance(body, dict):
         if isinstance(body.get("model"), str):
             del body["model"]
         for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
-            if isinstance(value := body.get(name), int) and value > _MOST:
-                body[name] = _MOST
+            if isinstance(value := body.get(name), int) and value > _MAX_TOKENS:
+                body[name] = _MAX_TOKENS
         for name in ("n", "best_of"):
             if isinstance(value := body.get(name), int) and value > 4:
                 body[name] = 4
         if not {"max_tokens", "max_completion_tokens", "max_output_tokens"} & set(body) and ("messages" in body or "input" in body):
-            body["max_output_tokens" if "input" in body else "max_tokens"] = _MOST
+            body["max_output_tokens" if "input" in body else "max_tokens"] = _MAX_TOKENS
     return body
 
 
 def examine(url: str, seconds: float | None = None, examples: int = 20, random: bool = True) -> tuple[Counter[str], list[str]]:
-    """(answers by operation and status, what was wrong), with so many examples of each operation, or for about so many seconds.
+    """(responses by operation and status, faults), with `examples` examples of each operation, or for about `seconds`.
 
     Without `random` the examples are the same every time.
     """
@@ -70,10 +70,10 @@ def _try(operation: Any, seen: Counter[str], wrong: list[str], seconds: float | 
         label = f"{operation.label}: {kind.value}"
         try:
             strategy = operation.as_strategy(generation_mode=kind)
-        except Exception as error:  # noqa: BLE001  an operation without parameters has nothing that could be wrong in it
+        except Exception as error:  # noqa: BLE001  an operation without parameters has no invalid examples
             seen[f"{label} not tried ({type(error).__name__})"] += 1
             continue
-        while True:  # in portions, since hypothesis knows no time
+        while True:  # in portions, since hypothesis has no time limit
             portion = settings(
                 max_examples=examples, derandomize=not random, deadline=None, database=None, phases=[Phase.generate], print_blob=False,
                 suppress_health_check=list(HealthCheck),
@@ -88,7 +88,7 @@ def _try(operation: Any, seen: Counter[str], wrong: list[str], seconds: float | 
 
 
 def fault_of(status: int, body: bytes) -> str | None:
-    """What is wrong with an answer, None where nothing is."""
+    """The fault of a response, or None."""
     if status >= 500 and status != 503:
         return f"status {status}: {body[:400]!r}"
     if status < 400:

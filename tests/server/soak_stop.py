@@ -1,4 +1,4 @@
-"""SIGTERM while many clients stream: what was accepted is finished, or told that it is ended; the rest is refused.
+"""SIGTERM while many clients stream: accepted requests are finished or end with an error; later ones are refused.
 
     python -m tests.server.soak_stop --rounds 3 --clients 64
 
@@ -21,10 +21,10 @@ from tests.server.soak_work import Asked, fault_of, known
 
 
 def verdict(asked: Asked, reply: Reply, fresh: bool) -> str:
-    """What became of one request."""
+    """The outcome of one request."""
     if reply.status == 503 and reply.error is not None and reply.whole:
         return "refused"
-    if reply.status == 0:  # nothing came: nobody accepted it, or it was sent into a connection that was being closed
+    if reply.status == 0:  # no response: the connection was not accepted, or was being closed
         return "not accepted" if fresh else "not accepted on a connection used before"
     if reply.status == 200 and reply.whole and asked.body.get("stream"):
         stream = read_stream(reply.body)
@@ -37,7 +37,7 @@ def verdict(asked: Asked, reply: Reply, fresh: bool) -> str:
 
 
 async def client(port: int, work: list[Asked], seen: Counter[str], told: asyncio.Event, seed: int) -> None:
-    """Requests one after the other, until some after the signal were not taken."""
+    """Consecutive requests, until some after the signal were refused."""
     chance, connection, denied = random.Random(seed), Connection(port), 0
     while denied < 3:
         asked, fresh = chance.choice(work), connection.fresh
@@ -49,7 +49,7 @@ async def client(port: int, work: list[Asked], seen: Counter[str], told: asyncio
 
 
 async def one_round(server: Server, work: list[Asked], clients: int, after: float) -> Counter[str]:
-    """The signal comes while everybody streams; what became of all requests."""
+    """Send the signal while all clients stream; the outcomes of all requests."""
     seen: Counter[str] = Counter()
     told = asyncio.Event()
     tasks = [asyncio.create_task(client(server.port, work, seen, told, seed)) for seed in range(clients)]

@@ -1,4 +1,4 @@
-"""Many clients stream for minutes, and every token must be the offline one's.
+"""Many clients stream for minutes, and every token must equal the offline one.
 
     python -m tests.server.soak_streams --minutes 5 --clients 64 -- --num-blocks 320
 
@@ -21,7 +21,7 @@ _EVERY = 30.0  # seconds between two lines
 
 
 async def soak(server: Server, work: list[Asked], clients: int, seconds: float) -> Tally:
-    """All clients until the time is over; a line now and then."""
+    """Run all clients until the time is over; prints a line at intervals."""
     tally, began = Tally(), time.monotonic()
     tasks = [asyncio.create_task(keep_asking(server.port, work, tally, began + seconds, seed)) for seed in range(clients)]
     while not all(task.done() for task in tasks):
@@ -41,7 +41,7 @@ def counted(metrics: str, name: str) -> int:
 def main() -> int:
     words = sys.argv[1:]
     at = words.index("--") if "--" in words else len(words)
-    parser = argparse.ArgumentParser(description="streams against the offline answers", epilog="behind --: options of `main.py serve`")
+    parser = argparse.ArgumentParser(description="streams against the offline answers", epilog="after --: options of `main.py serve`")
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--different", type=int, default=144, metavar="N", help="requests that are drawn from")
@@ -51,7 +51,7 @@ def main() -> int:
     print(f"{len(work)} requests answered offline in {time.perf_counter() - began:.1f} s", flush=True)
     with serving("--max-num-seqs", str(options.clients), "--num-blocks", "320", *words[at + 1 :]) as server:
         print(f"ready after {server.seconds:.2f} s", flush=True)
-        asyncio.run(soak(server, work, options.clients, min(60.0, options.minutes * 12)))  # what is made at first use
+        asyncio.run(soak(server, work, options.clients, min(60.0, options.minutes * 12)))  # creates everything that is created on first use
         server.calm()
         before, began = server.held(), time.perf_counter()
         tally = asyncio.run(soak(server, work, options.clients, options.minutes * 60))

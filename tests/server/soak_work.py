@@ -1,4 +1,4 @@
-"""Requests whose answers are known: what LLM gives offline, and clients that compare with it what a server streams."""
+"""Requests with known answers: LLM's offline outputs, and clients that compare the streams of a server with them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHARED = "There was a village by the river. Every child knew the miller, the ba
 
 @dataclass(frozen=True)
 class Asked:
-    """A request and its right answer: for each choice text, token ids, log-probabilities (if asked for) and the reason of the end."""
+    """A request and its expected answer: for each choice text, token ids, log-probabilities (if requested) and finish reason."""
 
     path: str
     body: dict[str, Any]
@@ -58,7 +58,7 @@ def _prompt(chance: random.Random) -> str:
 
 
 def known(count: int, seed: int = 0, **engine: Any) -> list[Asked]:
-    """So many requests with what LLM answers to them, computed here."""
+    """`count` requests with the answers of LLM, computed here."""
     from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
 
     chance, asked, prompts, params = random.Random(seed), [], [], []
@@ -91,7 +91,7 @@ def known(count: int, seed: int = 0, **engine: Any) -> list[Asked]:
 
 
 def fault_of(asked: Asked, reply: Reply) -> str | None:
-    """What is wrong with an answer; None where every token, text, log-probability and number is the offline one's."""
+    """The fault of an answer; None if every token, text, log-probability and number equals the offline one."""
     if not reply.whole:
         return f"cut off after status {reply.status} and {len(reply.body)} bytes"
     if reply.status != 200:
@@ -129,7 +129,7 @@ def _difference(right: Told, got: Told) -> str | None:
 
 @dataclass
 class Tally:
-    """What some clients have seen."""
+    """The counts of some clients."""
 
     requests: int = 0
     tokens: int = 0
@@ -153,10 +153,10 @@ class Tally:
 
 
 async def keep_asking(port: int, work: Sequence[Asked], tally: Tally, until: float, seed: int, more: str = "") -> None:
-    """One client: requests drawn at random, one after the other, until the clock says `until` (time.monotonic)."""
+    """One client: consecutive random requests until the time `until` (time.monotonic)."""
     chance, connection = random.Random(seed), Connection(port)
     while time.monotonic() < until:
         asked = chance.choice(work)
         tally.add(asked, await connection.ask(asked.path, asked.body, more))
-        await asyncio.sleep(0)  # a refusal comes at once; the others shall have their turn
+        await asyncio.sleep(0)  # a refusal returns at once; let the other clients run
     connection.close()

@@ -1,4 +1,4 @@
-"""docs/images/chat.png: the chat page of a fresh server, while others use it too.
+"""docs/images/chat.png: the chat page of a new server, while other clients use it.
 
 python -m tests.server.take_picture [--dark] [FILE.png]
 """
@@ -18,12 +18,12 @@ from pathlib import Path
 from tests.server import browser
 
 ROOT = Path(__file__).parents[2]
-LARGEST = 150_000  # bytes, of a picture in the docs
+MAX_SIZE = 150_000  # bytes, of a picture in the docs
 OTHERS = 4
 
 
 def ask(url: str, number: int) -> None:
-    """Somebody else, who comes again for as long as the picture takes."""
+    """Another client, which sends requests while the picture is taken."""
     body = {"prompt": f"Once upon a time, number {number}", "max_tokens": 900, "ignore_eos": True}
     request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with contextlib.suppress(OSError):
@@ -44,7 +44,7 @@ def take(url: str, dark: bool) -> bytes:
             page.press("Enter", number=13)
             page.wait("document.querySelector('#stop').hidden && !document.querySelector('.busy')", 120)
         page.run("document.querySelector('#show-settings').click()")
-        page.picture(1000, 640, dark)  # lays the page out anew
+        page.picture(1000, 640, dark)  # lays the page out again
         page.run("document.querySelector('#log').scrollTop = 0")
         page.run("new Promise(done => setTimeout(done, 4500))")
         page.wait("Number(document.querySelector('#live-running').textContent) > 2")
@@ -68,7 +68,7 @@ def main() -> None:
     finally:
         process.kill()
         process.wait()
-    assert len(picture) < LARGEST, f"{len(picture)} bytes are too many for the docs"
+    assert len(picture) < MAX_SIZE, f"{len(picture)} bytes are too many for the docs"
     options.file.parent.mkdir(parents=True, exist_ok=True)
     options.file.write_bytes(picture)
     print(f"{options.file}: {len(picture)} bytes")

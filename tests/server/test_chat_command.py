@@ -1,4 +1,4 @@
-"""`chat --url` with a real server: the same words as a client that asks for them in one piece."""
+"""`chat --url` with a real server: the same text as for a client without streaming."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tinyvllm import cli
 
 
-def test_a_talk_with_the_server(server: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_conversation(server: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("Tell me a story\nAnd then?\n/stats\n"))
     assert cli.main(["chat", "--url", server.url + "/v1/", "--temperature", "0", "--max-tokens", "24"]) == 0
     out, err = capsys.readouterr()
@@ -25,7 +25,7 @@ def test_a_talk_with_the_server(server: Any, monkeypatch: pytest.MonkeyPatch, ca
     assert "24 generated tokens, first token after" in err
 
 
-def test_what_the_server_refuses(server: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_the_server(server: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
     assert cli.main(["chat", "--url", server.url, "--model", "other"]) == 1
     out, err = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""A server that is killed in the middle and started again: what it had cached is found, and it says the same."""
+"""A server that is killed and restarted: its prefix cache is restored, and it gives the same answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import httpx
 
 from tests.server.soak_client import Server, serving
 
-STORY = "Once upon a time there was a little dragon who lived under the old bridge by the river, and every morning " * 3
+STORY = "Once upon a time there was a little dragon that lived under the old bridge by the river, and every morning " * 3
 ASKED = {"prompt": STORY, "max_tokens": 24, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 
@@ -24,7 +24,7 @@ def written(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*/recent-*.kv"))
 
 
-def until_all_is_written(folder: Path) -> None:
+def wait_until_written(folder: Path) -> None:
     size, ends = -1, time.monotonic() + 20
     while (now := written(folder)) != size or not now:
         assert time.monotonic() < ends, "nothing is written while the server is idle"
@@ -32,12 +32,12 @@ def until_all_is_written(folder: Path) -> None:
         time.sleep(0.5)
 
 
-def test_an_idle_server_that_is_killed_has_lost_nothing(tmp_path: Path) -> None:
+def test_an_idle_server_that_is_killed_loses_nothing(tmp_path: Path) -> None:
     options = ("--num-blocks", "256", "--max-num-seqs", "4", "--prefix-cache-dir", str(tmp_path))
     with serving(*options) as server:
         cached, tokens = ask(server)
         assert cached == 0
-        until_all_is_written(tmp_path)
+        wait_until_written(tmp_path)
     assert not list(tmp_path.glob("*/prefix.kv")), "it was killed"
     with serving(*options) as server:
         cached, again = ask(server)
@@ -47,7 +47,7 @@ def test_an_idle_server_that_is_killed_has_lost_nothing(tmp_path: Path) -> None:
         assert written(tmp_path) == size, "what is on disk is not written again"
 
 
-def test_a_busy_server_that_is_killed_has_kept_what_is_older(tmp_path: Path) -> None:
+def test_a_busy_server_that_is_killed_keeps_older_blocks(tmp_path: Path) -> None:
     options = ("--num-blocks", "256", "--max-num-seqs", "4", "--prefix-cache-dir", str(tmp_path))
     with serving(*options) as server:
         _, tokens = ask(server)

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness, run as people run it against an OpenAI server: its numbers are those of LLM.prompt_logits.
+"""lm-evaluation-harness, run as against any OpenAI server: its numbers are those of LLM.prompt_logits.
 
 Runs where lm_eval is installed, best in an environment of its own: pip install "lm_eval[api]". `python -m tests.server.test_lm_eval`
 prints the figures.
@@ -30,7 +30,7 @@ TOLERANCE = 1e-4  # of sums of log-probabilities: the server's are computed in f
 
 
 def harness(url: str, folder: Path, more: str = "") -> dict[str, list[dict[str, Any]]]:
-    """The samples of every task, by its name."""
+    """The samples of each task, by task name."""
     arguments = f"model=demo,base_url={url}/v1/completions,max_length=1024,max_retries=1{more}"
     command = [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--model_args", arguments]
     command += ["--include_path", "tests/server/lm_eval_task", "--tasks", ",".join(f"tinyvllm_{task}" for task in TASKS)]
@@ -46,7 +46,7 @@ def harness(url: str, folder: Path, more: str = "") -> dict[str, list[dict[str, 
 
 
 def logprobs(llm: LLM, token_ids: list[int]) -> tuple[list[float], list[bool]]:
-    """For every token but the first its log-probability behind those before it, and whether none was more probable."""
+    """For every token except the first: its log-probability given the tokens before it, and whether it is the most probable one."""
     logits = llm.prompt_logits(token_ids)[:-1].astype(np.float64)
     peaks = logits.max(-1)
     normal = logits - (np.log(np.exp(logits - peaks[:, None]).sum(-1)) + peaks)[:, None]
@@ -55,7 +55,7 @@ def logprobs(llm: LLM, token_ids: list[int]) -> tuple[list[float], list[bool]]:
 
 
 def offline(llm: LLM, sample: dict[str, Any]) -> Iterator[tuple[float, bool]]:
-    """What the harness must have been told: (log-probability, is greedy) of each text that it asked about in this sample."""
+    """The expected results of the harness: (log-probability, is greedy) of each text in this sample."""
     tokenizer = llm.engine.tokenizer
     assert tokenizer is not None
     for request in sample["arguments"].values():
@@ -82,7 +82,7 @@ def samples(server: Running, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 def test_probabilities_of_endings(llm: LLM, samples: dict[str, list[dict[str, Any]]]) -> None:
-    """With the tokenizer asked over HTTP, which the harness finds by itself."""
+    """The harness uses the server's tokenizer over HTTP."""
     assert len(samples["endings"]) == 8
     for sample in samples["endings"]:
         told = [(float(value), greedy in (True, "True")) for value, greedy in (reply[0] for reply in sample["resps"])]

@@ -1,4 +1,4 @@
-"""The Node `openai` client: streams, tools and errors. Skipped where there is no Node, or nowhere to get the client from."""
+"""The Node `openai` client: streams, tools and errors. Skipped without Node, or without a source for the client."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_key_is_compared() -> None:
-    """In constant time: the place of the right key makes no difference to what is looked at."""
+    """In constant time: all keys are compared, wherever the right key is."""
     seen = []
 
     class Watched(Key):
@@ -94,7 +94,7 @@ def test_limits_of_a_key() -> None:
 
 
 @pytest.mark.parametrize("line", ["sk-1 nam=a", "sk-1 concurrent=0", "sk", "sk-1 concurrent", "sk-\x07abc"])
-def test_key_files_that_cannot_be(tmp_path: Path, line: str) -> None:
+def test_invalid_key_files(tmp_path: Path, line: str) -> None:
     (tmp_path / "keys").write_text(line)
     with pytest.raises(ArgumentError):
         read_keys([], str(tmp_path / "keys"))
@@ -146,7 +146,7 @@ def test_probes(server: Running) -> None:
 
 
 class FakeLLM:
-    """What Models knows of an engine."""
+    """The part of an engine that Models uses."""
 
     made: list[str] = []
     room = 2
@@ -161,7 +161,7 @@ class FakeLLM:
         FakeLLM.made.remove(self.model)
 
 
-def test_models_come_and_go() -> None:
+def test_models_are_loaded_and_unloaded() -> None:
     import asyncio
 
     async def run() -> None:
@@ -177,7 +177,7 @@ def test_models_come_and_go() -> None:
 
         await asyncio.gather(use(None, 0.1), use("a", 0.1), use("b", 0.05))
         assert sorted(FakeLLM.made) == ["a", "b"]
-        await use("c", 0.0)  # no room: b has been idle for longest
+        await use("c", 0.0)  # no memory: b has been idle for the longest time
         assert sorted(FakeLLM.made) == ["a", "c"]
         await asyncio.sleep(0.6)
         assert FakeLLM.made == []
@@ -204,7 +204,7 @@ def test_two_models() -> None:
 
 
 def test_shutting_down_loses_nothing() -> None:
-    """Accepted requests are finished while new ones are refused; then all ends."""
+    """Accepted requests are finished and new ones refused; then the server ends."""
     said: list[str] = []
     with running(ServerConfig(port=0, access_log=False)) as server:
         body = {"prompt": "Once", "max_tokens": 800, "ignore_eos": True, "stream": True}
@@ -230,7 +230,7 @@ def test_shutting_down_loses_nothing() -> None:
     assert data[-1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_the_time_of_grace_ends_in_an_error_not_in_silence() -> None:
+def test_after_the_grace_period_clients_get_an_error() -> None:
     with running(ServerConfig(port=0, access_log=False, grace_seconds=0.2)) as server:
         body = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60, trust_env=False) as answer:
@@ -243,7 +243,7 @@ def test_the_time_of_grace_ends_in_an_error_not_in_silence() -> None:
 
 @pytest.fixture(scope="module")
 def process():
-    """`main.py serve` as people start it."""
+    """`main.py serve` in a process."""
     command = [sys.executable, "main.py", "serve", "--port", "0", "--num-blocks", "256", "--max-num-seqs", "4"]
     made = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     ready = made.stderr.readline()
@@ -272,7 +272,7 @@ def test_curl_and_sigterm(process) -> None:
     if Path("/proc").is_dir():
         end = time.monotonic() + 60
         spent = 1.0
-        while spent > 0.02 and time.monotonic() < end:  # at first it captures the usual steps
+        while spent > 0.02 and time.monotonic() < end:  # it first captures common steps
             before = cpu()
             time.sleep(1.5)
             spent = cpu() - before
@@ -303,14 +303,14 @@ def test_bad_arguments(arguments: list[str], word: str, capsys: pytest.CaptureFi
     assert word in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
     from tinyvllm.cli import main
 
     assert main(["serve", "--port", str(server.port)]) == 2
     assert f"--port {server.port}" in capsys.readouterr().err
 
 
-def test_the_page_on_serving_names_every_path_and_option() -> None:
+def test_the_serving_docs_name_every_path_and_option() -> None:
     from tinyvllm.cli.arguments import PARSERS
     from tinyvllm.server.api.routes import ENDPOINTS, RESOURCES
 

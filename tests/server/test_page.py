@@ -1,4 +1,4 @@
-"""The chat page in a real browser, against a real server; what a server cannot be made to say is put into the page's fetch."""
+"""The chat page in a real browser, against a real server; answers that no real server gives are injected into the page's fetch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ needs_browser = pytest.mark.skipif(browser.find() is None, reason=f"no browser: 
 
 @pytest.fixture
 def url(server: Any) -> str:
-    """Where the server of this folder's tests is."""
+    """The address of the server of this folder's tests."""
     return str(server.url)
 
 
@@ -35,7 +35,7 @@ def window() -> Iterator[browser.Browser]:
 
 @pytest.fixture
 def page(window: browser.Browser, url: str) -> browser.Browser:
-    """The page as somebody sees it who was never there."""
+    """The page in a browser without stored data."""
     window.go(url + "/version")
     window.run("localStorage.clear(); sessionStorage.clear()")
     window.messages.clear()
@@ -57,7 +57,7 @@ def fill(page: browser.Browser, selector: str, value: str) -> None:
 
 
 def answers(page: browser.Browser, *contents: str, status: int = 200, field: str = "content") -> None:
-    """From now on /v1/chat/completions answers with these pieces, and the bodies that were sent are in window.sent."""
+    """From now on /v1/chat/completions returns these pieces, and window.sent holds the request bodies."""
     chunks = [{"choices": [{"index": 0, "delta": {field: text}, "finish_reason": None}]} for text in contents]
     chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
     body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
@@ -114,7 +114,7 @@ def test_stopping_ends_the_work(page: browser.Browser, url: str) -> None:
 
 
 @needs_browser
-def test_what_is_set_is_sent(page: browser.Browser) -> None:
+def test_settings_are_sent(page: browser.Browser) -> None:
     answers(page, "ok")
     for field, value in {"temperature": "0.5", "top_k": "7", "seed": "3", "stop": "END"}.items():
         fill(page, f"[data-field={field}]", value)
@@ -138,7 +138,7 @@ def test_what_is_set_is_sent(page: browser.Browser) -> None:
 
 
 @needs_browser
-def test_reasoning_is_shown_apart(page: browser.Browser) -> None:
+def test_reasoning_is_shown_separately(page: browser.Browser) -> None:
     answers(page, "because ", "of it", field="reasoning_content")
     say(page, "why?")
     page.wait("document.querySelector('details.reasoning')?.textContent.includes('because of it')")
@@ -151,7 +151,7 @@ def test_reasoning_is_shown_apart(page: browser.Browser) -> None:
 
 
 @needs_browser
-def test_failures_are_said_and_can_be_tried_again(page: browser.Browser) -> None:
+def test_errors_are_shown_and_can_be_retried(page: browser.Browser) -> None:
     answers(page, status=400)
     say(page, "hello")
     page.wait("document.querySelector('.message.error')?.textContent === 'refused, as the test wants'")
@@ -167,7 +167,7 @@ def test_failures_are_said_and_can_be_tried_again(page: browser.Browser) -> None
 
 
 @needs_browser
-def test_the_live_view_rests_while_nobody_sees_it(page: browser.Browser) -> None:
+def test_the_live_view_pauses_while_it_is_hidden(page: browser.Browser) -> None:
     page.wait("document.querySelector('#live-blocks').textContent.includes('used')")
     assert page.run("document.querySelector('#live-running').textContent") == "0"
     page.run("""Object.defineProperty(document, "visibilityState", { get: () => window.shownAs, configurable: true });
@@ -201,7 +201,7 @@ HARMLESS = {"P", "A", "EM", "STRONG", "CODE", "PRE", "DIV", "SPAN", "BUTTON", "H
 
 
 @needs_browser
-def test_nothing_that_a_model_says_is_run_or_fetched(page: browser.Browser) -> None:
+def test_model_output_is_never_executed_or_fetched(page: browser.Browser) -> None:
     answers(page, *(text + "\n\n" for text in HOSTILE))
     say(page, HOSTILE[0])
     page.wait("document.querySelector('.message.assistant .body')?.textContent.includes('JaVaScRiPt')")
@@ -219,7 +219,7 @@ def test_nothing_that_a_model_says_is_run_or_fetched(page: browser.Browser) -> N
 
 
 def markdown(page: browser.Browser, *texts: str) -> Any:
-    """The HTML of the last text, rendered into a node that has shown the others before."""
+    """The HTML of the last text, rendered into a node that showed the other texts before."""
     return page.run(f"""import("/page/markdown.js").then(m => {{ const node = document.createElement("div");
         for (const text of {json.dumps(texts)}) m.render(node, text);
         return node.innerHTML.replace(/ target="_blank" rel="[^"]*"/g, ""); }})""")
@@ -257,10 +257,10 @@ def test_markdown(page: browser.Browser, text: str, html: str) -> None:
                                   "**a " * 5000, "~" * 20000, "```" + "\"'`" * 10000, "[a](" * 5000, "\n" * 20000,
                                   "http://" * 5000])  # fmt: skip
 def test_markdown_of_hostile_size_ends(page: browser.Browser, text: str) -> None:
-    markdown(page, text)  # the browser's answer has a limit of thirty seconds
+    markdown(page, text)  # the browser has a limit of thirty seconds
 
 
-def test_the_page_is_small_and_needs_nobody_else() -> None:
+def test_the_page_is_small_and_loads_nothing_from_elsewhere() -> None:
     files = {path.name: path.read_text() for path in PAGE.iterdir()}
     assert set(files) == {"index.html", "style.css", "page.js", "markdown.js"}
     assert sum(len(text.encode()) for text in files.values()) < 60_000

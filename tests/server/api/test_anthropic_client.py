@@ -47,7 +47,7 @@ def test_stream(client) -> None:
 
 
 def test_tools() -> None:
-    """Required calls through a template that knows tools, which the server was started with."""
+    """Required calls, with a server whose chat template supports tools."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(running(ServerConfig(port=0, chat_template=HERMES, access_log=False)))
         client = stack.enter_context(anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60))

@@ -1,4 +1,4 @@
-"""The list of capabilities against what the server does: every field is tried, and none of the official clients' fields is missing."""
+"""/v1/capabilities against the behaviour of the server: every field is tried, and no field of the official clients is missing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tinyvllm.server.api.routes import ENDPOINTS
 from tinyvllm.server.core.body import Body
 from tinyvllm.server.core.config import ServerConfig
 
-NEEDED = {  # what a field needs beside itself to mean anything
+NEEDED = {  # other fields that a field requires
     "stream_options": {"stream": True},
     "top_logprobs": {"logprobs": True, "include": ["message.output_text.logprobs"]},
     "tool_choice": {"tools": None},
@@ -23,8 +23,8 @@ NEEDED = {  # what a field needs beside itself to mean anything
 ENDPOINT_OF = {e.path: e for e in ENDPOINTS}
 
 
-def least(body: type[Body]) -> dict:
-    """A body with nothing but what must be there, asking for little."""
+def minimal(body: type[Body]) -> dict:
+    """A body with only the required fields, and a short answer."""
     given = {"model": "demo"}
     for name, field in body.model_fields.items():
         if field.is_required() and name != "model":
@@ -41,7 +41,7 @@ def least(body: type[Body]) -> dict:
 
 
 def with_field(body: type[Body], name: str, value: object) -> dict:
-    given = least(body)
+    given = minimal(body)
     for other, needed in NEEDED.get(name, {}).items():
         if other in body.model_fields:
             given[other] = body.model_fields[other].json_schema_extra["x-example"] if needed is None else needed
@@ -57,14 +57,14 @@ def with_field(body: type[Body], name: str, value: object) -> dict:
 
 
 def fields(support: str) -> list[tuple[str, str]]:
-    """(path, field) of all that are marked so."""
+    """(path, field) of all fields with this support."""
     return [
         (e.path, name) for e in ENDPOINTS for name, field in e.body.model_fields.items() if field.json_schema_extra["x-support"] == support
     ]
 
 
-def test_the_openapi_document_is_whole(server: Running) -> None:
-    """Every path is in it, and everything that it refers to."""
+def test_the_openapi_document_is_complete(server: Running) -> None:
+    """It contains every path, and every schema that it refers to."""
     document = httpx.get(f"{server.url}/openapi.json", trust_env=False)
     paths, schemas = document.json()["paths"], document.json()["components"]["schemas"]
     assert {e.path for e in ENDPOINTS} < set(paths)
@@ -73,7 +73,7 @@ def test_the_openapi_document_is_whole(server: Running) -> None:
 
 
 def ask_all(server: Running, asked: list[tuple[str, dict]]) -> list[httpx.Response]:
-    """The answers to many bodies, some at a time: the engine runs them together."""
+    """The responses to many bodies, eight concurrently: the engine batches them."""
 
     async def run() -> list[httpx.Response]:
         some = asyncio.Semaphore(8)
@@ -88,15 +88,15 @@ def ask_all(server: Running, asked: list[tuple[str, dict]]) -> list[httpx.Respon
     return asyncio.run(run())
 
 
-def test_the_list_is_the_schemas(server: Running) -> None:
+def test_the_list_matches_the_schemas(server: Running) -> None:
     said = httpx.get(f"{server.url}/v1/capabilities", trust_env=False).json()["endpoints"]
     for endpoint in ENDPOINTS:
         assert set(said[endpoint.path]) == set(endpoint.body.model_fields)
         assert {about["support"] for about in said[endpoint.path].values()} <= {"honoured", "limited", "refused"}
 
 
-def test_what_is_served_is_taken(server: Running) -> None:
-    """Every example value of every field, one request each."""
+def test_supported_values_are_accepted(server: Running) -> None:
+    """The example value of every field, one request each."""
     tried, asked = [], []
     for path, name in [*fields("honoured"), *fields("limited")]:
         body = ENDPOINT_OF[path].body
@@ -109,7 +109,7 @@ def test_what_is_served_is_taken(server: Running) -> None:
     assert not wrong, "\n".join(map(str, wrong))
 
 
-def test_what_is_not_served_is_refused_by_name(server: Running) -> None:
+def test_unsupported_values_are_refused_by_name(server: Running) -> None:
     tried, asked = [], []
     for path, name in [*fields("refused"), *fields("limited")]:
         body = ENDPOINT_OF[path].body
@@ -126,12 +126,12 @@ def test_what_is_not_served_is_refused_by_name(server: Running) -> None:
     assert not wrong, "\n".join(map(str, wrong))
 
 
-def test_null_is_not_given(server: Running) -> None:
-    """Some clients send every field that they know; one request an endpoint with all of them null."""
+def test_null_means_unset(server: Running) -> None:
+    """Some clients send all of their fields: one request for each endpoint with all of them null."""
     asked = []
     for endpoint in ENDPOINTS:
         nulls = {name: None for name, field in endpoint.body.model_fields.items() if not field.is_required()}
-        asked.append((endpoint.path, {**nulls, **least(endpoint.body)}))
+        asked.append((endpoint.path, {**nulls, **minimal(endpoint.body)}))
     assert [a.status_code for a in ask_all(server, asked)] == [200] * len(asked)
 
 
@@ -156,7 +156,7 @@ def test_no_field_of_the_official_clients_is_missing() -> None:
         assert "stream" in ENDPOINT_OF[path].body.model_fields or path in ("/v1/embeddings", "/v1/messages/count_tokens")
 
 
-def test_lenient_names_what_it_left_out() -> None:
+def test_lenient_names_ignored_fields() -> None:
     with running(ServerConfig(port=0, lenient=True, access_log=False)) as server:
         messages = [{"role": "user", "content": "a", "mood\r\nX-Evil: 1": 1}]
         body = {"messages": messages, "max_tokens": 1, "wish": 1, "web_search_options": {}}

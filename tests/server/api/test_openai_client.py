@@ -103,11 +103,11 @@ def test_chat_stream_is_the_offline_one(client, offline) -> None:
     assert len({c.id for c in chunks}) == 1
 
 
-def test_streams_bytes_are_openais(server: Running) -> None:
+def test_the_bytes_of_a_stream_are_openais(server: Running) -> None:
     body = {"messages": ASK, "max_tokens": 3, "stream": True, "n": 2}
     answer = server.post("/v1/chat/completions", body)
     assert answer.headers["content-type"].startswith("text/event-stream")
-    lines = [line for line in answer.text.split("\n\n") if line != ": keep-alive"]  # a comment, where the first step is slow
+    lines = [line for line in answer.text.split("\n\n") if line != ": keep-alive"]  # a comment, if the first step is slow
     assert lines[-2:] == ["data: [DONE]", ""] and all(line.startswith("data: {") for line in lines[:-2])
     said = events(answer)[:-1]
     assert [c["choices"][0]["delta"].get("role") for c in said].count("assistant") == 2
@@ -154,14 +154,14 @@ def test_continued_final_message(server: Running) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_json_schema(client, stream: bool) -> None:
     schema = {"type": "object", "properties": {"name": {"enum": ["Nina", "Tom"]}}, "required": ["name"], "additionalProperties": False}
-    form = {"type": "json_schema", "json_schema": {"name": "who", "schema": schema, "strict": True}}
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
     done = client.chat.completions.create(model="demo", messages=ASK, max_tokens=60, temperature=0, response_format=form, stream=stream)
     text = "".join(c.choices[0].delta.content or "" for c in done) if stream else done.choices[0].message.content
     assert json.loads(text)["name"] in ("Nina", "Tom")
 
 
 def test_a_schema_that_cannot_be_enforced_is_refused(client) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "who", "schema": {"type": "object", "uniqueItemz": True}}}
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": {"type": "object", "uniqueItemz": True}}}
     with pytest.raises(openai.BadRequestError, match="uniqueItemz"):
         client.chat.completions.create(model="demo", messages=ASK, max_tokens=60, response_format=form)
 
@@ -195,15 +195,15 @@ def test_required_tools(client, choice, stream: bool, template: str | None) -> N
     assert arguments["place"] in ("tree", "river") and 1 <= arguments["times"] <= 9
 
 
-def test_tools_that_are_not_wanted_stay_out_of_the_prompt(client, server: Running) -> None:
+def test_disabled_tools_are_not_in_the_prompt(client, server: Running) -> None:
     body = {"messages": ASK, "tools": [LOOK], "chat_template": HERMES, "max_tokens": 2}
     with_tools = server.post("/v1/chat/completions", {**body, "tool_choice": "auto"}).json()["usage"]["prompt_tokens"]
     without = server.post("/v1/chat/completions", {**body, "tool_choice": "none"}).json()["usage"]["prompt_tokens"]
     assert without < with_tools
 
 
-def test_a_conversation_with_calls_comes_back(client) -> None:
-    """What clients send after a call: their own copy of the answer, nulls and all, with arguments as a text."""
+def test_a_conversation_with_calls_is_accepted(client) -> None:
+    """Clients send back the answer with the call, including nulls, with arguments as text."""
     answer = {"role": "assistant", "content": None, "refusal": None, "audio": None, "function_call": None}
     call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"place": "tree", "times": 1}'}}
     messages = [*ASK, {**answer, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_1", "content": "a bird"}]
@@ -213,8 +213,8 @@ def test_a_conversation_with_calls_comes_back(client) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_is_told_apart(client, stream: bool) -> None:
-    """A template that opens the model's thoughts itself: all is reasoning until they are closed."""
+def test_reasoning_is_separated(client, stream: bool) -> None:
+    """A template that opens the reasoning itself: all text is reasoning until the closing mark."""
     template = HERMES.replace("assistant: ", "assistant: <think>\n") + "{# </think> #}"
     regex = {"regex": "A thought\\.</think>An answer\\.", "enable_in_reasoning": True}
     body = {"chat_template": template, "structured_outputs": regex}
@@ -230,7 +230,7 @@ def test_reasoning_is_told_apart(client, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_enforced_format_is_content_also_where_thoughts_were_opened(client, stream: bool) -> None:
+def test_an_enforced_format_is_content_even_after_an_opening_mark(client, stream: bool) -> None:
     template = HERMES.replace("assistant: ", "assistant: <think>\n") + "{# </think> #}"
     body = {"chat_template": template, "structured_outputs": {"choice": ["yes", "no"], "enable_in_reasoning": True}}
     done = client.chat.completions.create(model="demo", messages=ASK, max_tokens=20, stream=stream, extra_body=body)
@@ -261,14 +261,14 @@ def test_token_ids_of_streams(server: Running) -> None:
         assert [p for p in prompts if p] == [whole.get("prompt_token_ids") or whole["choices"][0]["prompt_token_ids"]]
 
 
-def test_developers_are_the_system_of_templates_that_know_none(server: Running) -> None:
+def test_developer_becomes_system_for_templates_without_it(server: Running) -> None:
     told = [[{"role": role, "content": "Be brief."}, *ASK] for role in ("developer", "system")]
     said = [server.post("/tokenize", {"messages": messages}).json() for messages in told]
     assert said[0] == said[1] and "tokens" in said[0]
 
 
 def test_embeddings(client) -> None:
-    """The client asks for base64 by itself."""
+    """The client requests base64 by default."""
     done = client.embeddings.create(model="demo", input=["a dragon", "a dragon", "the sea"])
     first, again, other = (item.embedding for item in done.data)
     assert first == again != other and sum(x * x for x in first) == pytest.approx(1.0, abs=1e-3)
@@ -278,7 +278,7 @@ def test_embeddings(client) -> None:
     assert last != numbers
 
 
-def test_errors_name_what_is_wrong(client) -> None:
+def test_errors_name_the_field(client) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="gpt-4", messages=ASK)
     assert missing.value.code == "model_not_found" and missing.value.param == "model"

@@ -1,4 +1,4 @@
-"""A thinking model that is asked for a format: thoughts, and behind them what was asked for, through every API and its own client."""
+"""A reasoning model with a structured format: reasoning first, then the structure, through every API with its official client."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.server.conftest import LOOK, Running, events, running  # noqa: E402
 from tests.tiny.thinking import THINK, UNTHINK, write_thinking_model  # noqa: E402
 from tinyvllm.server.core.context import ServerConfig  # noqa: E402
 
-ASK = [{"role": "user", "content": "Who?"}]
+ASK = [{"role": "user", "content": "Name?"}]
 SCHEMA = {"type": "object", "properties": {"name": {"enum": ["Nina", "Tom"]}}, "required": ["name"], "additionalProperties": False}
-FORM = {"type": "json_schema", "json_schema": {"name": "who", "schema": SCHEMA, "strict": True}}
+FORM = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
 KINDS: dict[str, dict[str, Any]] = {
     "response_format": {"response_format": FORM},
     "choice": {"structured_outputs": {"choice": ["Nina", "Tom"]}},
@@ -54,7 +54,7 @@ def fits(kind: str, message: Any) -> bool:
 
 
 def joined(chunks: Any) -> dict[str, Any]:
-    """The message that a stream's deltas make."""
+    """The message that the deltas of a stream form."""
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
     for chunk in chunks:
         delta = chunk.choices[0].delta
@@ -68,7 +68,7 @@ def joined(chunks: Any) -> dict[str, Any]:
 
 
 def asked(server: Running, kind: str, **more: Any) -> dict[str, Any]:
-    """The body of a request whose thoughts come to an end: a mark that is no token needs a budget."""
+    """The body of a request whose reasoning ends: a mark that is not one token needs a budget."""
     body = {"model": "thinker", "messages": ASK, "max_tokens": 400, "seed": 3, "temperature": 1, "stream": False, **KINDS[kind], **more}
     return body if not server.text else {"thinking_token_budget": 40, **body}
 
@@ -80,7 +80,7 @@ def chat(client, body: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_chat_thinks_and_then_answers(client, server: Running, kind: str) -> None:
+def test_chat_reasons_and_then_answers(client, server: Running, kind: str) -> None:
     whole, streamed = (chat(client, asked(server, kind, stream=stream)) for stream in (False, True))
     for message in (whole, streamed):
         assert message.get("reasoning_content") and fits(kind, message), message
@@ -89,7 +89,7 @@ def test_chat_thinks_and_then_answers(client, server: Running, kind: str) -> Non
         assert len(whole["reasoning_content"]) <= 5
 
 
-def test_a_model_that_opens_its_thoughts_itself(client, server: Running) -> None:
+def test_a_model_that_opens_its_reasoning_itself(client, server: Running) -> None:
     more = {"chat_template_kwargs": {"open_thoughts": False}, "thinking_token_budget": 6}
     message = chat(client, asked(server, "choice", logit_bias={str(THINK): 60, str(ord("<")): 60}, **more))
     assert message["reasoning_content"] and fits("choice", message), message
@@ -101,14 +101,14 @@ def test_a_model_that_opens_its_thoughts_itself(client, server: Running) -> None
     {"messages": [*ASK, {"role": "assistant", "content": "It is"}], "add_generation_prompt": False, "continue_final_message": True},
     {"structured_outputs": {"choice": ["Nina", "Tom"], "enable_in_reasoning": True}, "thinking_token_budget": None},
 ])  # fmt: skip
-def test_thoughts_that_nobody_wants(client, server: Running, more: dict[str, Any]) -> None:
+def test_disabled_reasoning(client, server: Running, more: dict[str, Any]) -> None:
     for stream in (False, True):
         message = chat(client, asked(server, "choice", **{"logit_bias": {str(THINK): 60}, **more}, stream=stream))
         assert not message.get("reasoning_content") and fits("choice", message), message
 
 
-def test_completions_wait_for_the_end_of_thoughts(server: Running) -> None:
-    body = {"prompt": "Who?<think>\n", "max_tokens": 300, "structured_outputs": {"choice": ["Nina", "Tom"]}, "skip_special_tokens": False}
+def test_completions_wait_for_the_end_of_reasoning(server: Running) -> None:
+    body = {"prompt": "Name?<think>\n", "max_tokens": 300, "structured_outputs": {"choice": ["Nina", "Tom"]}, "skip_special_tokens": False}
     text = server.post("/v1/completions", {**body, "thinking_token_budget": 4}).json()["choices"][0]["text"]
     assert text.partition("</think>")[2].strip() in ("Nina", "Tom")
 
@@ -117,8 +117,8 @@ def test_completions_wait_for_the_end_of_thoughts(server: Running) -> None:
 def test_responses(client, server: Running, stream: bool) -> None:
     if server.text:
         pytest.skip("this API has no budget, and the tiny model does not spell")
-    ask = {"model": "thinker", "input": "Who?", "max_output_tokens": 400, "temperature": 1, "extra_body": {"seed": 3}}
-    form = {"format": {"type": "json_schema", "name": "who", "schema": SCHEMA}}
+    ask = {"model": "thinker", "input": "Name?", "max_output_tokens": 400, "temperature": 1, "extra_body": {"seed": 3}}
+    form = {"format": {"type": "json_schema", "name": "person", "schema": SCHEMA}}
     done = client.responses.create(**ask, text=form, stream=stream)
     done = list(done)[-1].response if stream else done
     assert [item.type for item in done.output] == ["reasoning", "message"] and done.output[0].content[0].text
@@ -155,7 +155,7 @@ def test_anthropic(server: Running, stream: bool) -> None:
         assert thought.type == "thinking" and thought.thinking and call.type == "tool_use" and call.input["place"] in ("tree", "river")
 
 
-def test_several_answers_think_each_for_themselves(server: Running) -> None:
+def test_several_answers_reason_independently(server: Running) -> None:
     body = asked(server, "budget", n=3, temperature=1.5)
     done = server.post("/v1/chat/completions", body).json()["choices"]
     assert len({choice["message"]["reasoning_content"] for choice in done}) > 1 and all(fits("budget", c["message"]) for c in done)
@@ -165,7 +165,7 @@ def test_several_answers_think_each_for_themselves(server: Running) -> None:
         assert json.loads(content)["name"] in ("Nina", "Tom")
 
 
-def test_a_template_without_marks_has_nothing_to_wait_for(tiny_model, tmp_path) -> None:
+def test_a_template_without_marks_waits_for_nothing(tiny_model, tmp_path) -> None:
     folder = write_thinking_model(tiny_model, tmp_path / "model", "text")
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
     spec = {"model": str(folder), "device": "CPU", "max_num_seqs": 2, "num_blocks": 64, "max_model_len": 256}

@@ -1,4 +1,4 @@
-"""/v1/responses through the official client: whole answers, the events of a stream, tools, and what needs a memory."""
+"""/v1/responses through the official client: whole answers, the events of a stream, tools, and fields that need stored state."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_required_tool(client, stream: bool) -> None:
     assert call.type == "function_call" and call.name == "look" and json.loads(call.arguments)["place"] in ("tree", "river")
 
 
-def test_what_needs_a_memory_is_refused_by_name(client) -> None:
+def test_fields_that_need_stored_state_are_refused(client) -> None:
     for field, value in (("store", True), ("previous_response_id", "resp_1"), ("background", True), ("conversation", "c")):
         with pytest.raises(openai.BadRequestError) as refused:
             client.responses.create(model="demo", input=ASK, **{field: value})

@@ -1,4 +1,4 @@
-"""Segments over HTTP: registered, used in prompts and conversations, listed, released; whose they are, and what is refused."""
+"""Segments over HTTP: registered, used in prompts and conversations, listed, released; their owners, and refusals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.server.conftest import Running, events, running
 from tinyvllm.server.core.config import ServerConfig
 from tinyvllm.server.core.keys import read_keys
 
-STORY = "Once upon a time there was a little dragon who lived under the old bridge by the river. " * 4
+STORY = "Once upon a time there was a little dragon that lived under the old bridge by the river. " * 4
 ANSWER = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 SYSTEM = {"role": "system", "content": STORY}
 SMALL = {"max_num_seqs": 4, "num_blocks": 48, "max_model_len": 256}
@@ -23,14 +23,14 @@ SMALL = {"max_num_seqs": 4, "num_blocks": 48, "max_model_len": 256}
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Running]:
-    """A server with two keys and a cache that others fill up soon."""
+    """A server with two keys and a cache that few requests fill."""
     config = ServerConfig(port=0, access_log=False)
     with running(config, {"demo": SMALL}, read_keys(["sk-alice", "sk-bob"])) as made:
         yield made
 
 
 class Client:
-    """Somebody with a key."""
+    """A client with a key."""
 
     def __init__(self, server: Running, key: str = "sk-alice"):
         self._url, self._headers = server.url, {"Authorization": f"Bearer {key}"}
@@ -68,7 +68,7 @@ def alice(small: Running) -> Iterator[Client]:
 
 
 def fill(client: Client) -> None:
-    """Whatever may be evicted is."""
+    """Evict all blocks that may be evicted."""
     for n in range(5):
         client.complete(prompt=[100 + n] * 240)
 
@@ -112,7 +112,7 @@ def test_segments_follow_each_other(alice: Client) -> None:
     assert alice.ask("DELETE", f"/v1/segments/{first['id']}").status_code == 200
 
 
-def test_several_prompts_begin_with_the_same_segment(alice: Client) -> None:
+def test_several_prompts_start_with_the_same_segment(alice: Client) -> None:
     segment = alice.register(token_ids=[7] * 40)
     answer = alice.ask("POST", "/v1/completions", {**ANSWER, "segments": [segment["id"]], "prompt": [[1], [2, 3], []]})
     assert [c["prompt_token_ids"] for c in answer.json()["choices"]] == [[7] * 40 + more for more in ([1], [2, 3], [])]
@@ -120,8 +120,8 @@ def test_several_prompts_begin_with_the_same_segment(alice: Client) -> None:
     assert whole["prompt_token_ids"] == [7] * 40
 
 
-def test_a_conversation_goes_on_from_a_segment(alice: Client) -> None:
-    more = [{"role": "user", "content": "Who are you?"}]
+def test_a_conversation_continues_a_segment(alice: Client) -> None:
+    more = [{"role": "user", "content": "What are you?"}]
     plain = alice.ask("POST", "/v1/chat/completions", {**ANSWER, "messages": [SYSTEM, *more]}).json()
     fill(alice)
     segment = alice.register(messages=[SYSTEM])
@@ -167,7 +167,7 @@ def test_invalid_orders_and_fields_are_refused(alice: Client) -> None:
         assert alice.refused("POST", "/v1/completions", {"prompt": "a", "segments": [text["id"]], field: value})[2] == field
 
 
-def test_a_template_that_writes_the_beginning_otherwise_is_told() -> None:
+def test_a_template_that_renders_the_start_differently_is_refused() -> None:
     template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     other = "{% for m in messages %}{{ m.content }}{% if tools %}!{% endif %}|{% endfor %}"
     with running(ServerConfig(port=0, access_log=False, chat_template=template), {"demo": SMALL}) as server:
@@ -182,7 +182,7 @@ def test_a_template_that_writes_the_beginning_otherwise_is_told() -> None:
         assert client.ask("POST", "/v1/chat/completions", {**body, "tools": tools}).status_code == 200
 
 
-def test_a_key_knows_only_its_own(small: Running, alice: Client) -> None:
+def test_a_key_sees_only_its_own(small: Running, alice: Client) -> None:
     bob = Client(small, "sk-bob")
     segment = alice.register(text=STORY)
     assert bob.ask("GET", "/v1/segments").json() == {"object": "list", "data": [], "blocks": 0, "bytes": 0}
@@ -193,19 +193,19 @@ def test_a_key_knows_only_its_own(small: Running, alice: Client) -> None:
         ("POST", "/v1/segments", {"text": "a", "after": segment["id"]}),
     ):
         strange = [s.replace(segment["id"], "X") for s in map(str, bob.refused(method, path, body))]
-        asked = bob.refused(method, path.replace(segment["id"], "segment-0"), _renamed(body, segment["id"]))
+        asked = bob.refused(method, path.replace(segment["id"], "segment-0"), _with_unknown_id(body, segment["id"]))
         unknown = [s.replace("segment-0", "X") for s in map(str, asked)]
-        assert strange == unknown and strange[0] == "404", "a segment of somebody else is one that is not there"
+        assert strange == unknown and strange[0] == "404", "the segment of another key must look like one that does not exist"
     assert alice.ask("GET", f"/v1/segments/{segment['id']}").json() == segment
 
 
-def _renamed(body: Any, name: str) -> Any:
+def _with_unknown_id(body: Any, name: str) -> Any:
     if body is None:
         return None
     return {k: ["segment-0"] if v == [name] else "segment-0" if v == name else v for k, v in body.items()}
 
 
-def test_a_salt_holds(alice: Client) -> None:
+def test_a_salt_separates_segments(alice: Client) -> None:
     segment = alice.register(token_ids=[5] * 40, cache_salt="mine")
     assert alice.complete(segments=[segment["id"]], prompt=[6], cache_salt="mine")[0] == 32
     assert alice.complete(prompt=[5] * 40 + [6])[0] == 0
@@ -213,7 +213,7 @@ def test_a_salt_holds(alice: Client) -> None:
     assert "mine" not in alice.ask("GET", "/v1/segments").text
 
 
-def test_no_room_is_told_with_figures(alice: Client) -> None:
+def test_no_room_is_refused_with_figures(alice: Client) -> None:
     for n in range(2):
         alice.register(token_ids=[20 + n] * 200)
     status, code, _, message = alice.refused("POST", "/v1/segments", {"token_ids": [30] * 200})
@@ -224,16 +224,16 @@ def test_no_room_is_told_with_figures(alice: Client) -> None:
 def test_a_segment_in_use_is_not_released(alice: Client) -> None:
     segment = alice.register(token_ids=[5] * 40)
     body = {**ANSWER, "max_tokens": 200, "segments": [segment["id"]], "prompt": [6], "stream": True}
-    begun, ended = threading.Event(), threading.Event()
+    started, ended = threading.Event(), threading.Event()
 
     def stream() -> None:
         with httpx.stream("POST", alice._url + "/v1/completions", json=body, headers=alice._headers, timeout=60, trust_env=False) as answer:
             for _ in answer.iter_lines():
-                begun.set()
+                started.set()
         ended.set()
 
     threading.Thread(target=stream).start()
-    assert begun.wait(30)
+    assert started.wait(30)
     status, code, _, message = alice.refused("DELETE", f"/v1/segments/{segment['id']}")
     assert ended.is_set() or ((status, code) == (409, "segment_in_use") and "1 request;" in message)
     assert ended.wait(30)
@@ -241,7 +241,7 @@ def test_a_segment_in_use_is_not_released(alice: Client) -> None:
     assert alice.ask("GET", "/v1/segments").json()["data"] == []
 
 
-def test_a_client_that_leaves_while_its_segment_is_computed_holds_nothing(small: Running, alice: Client) -> None:
+def test_a_client_that_disconnects_during_registration_holds_nothing(small: Running, alice: Client) -> None:
     for n in range(5):
         body = {"token_ids": [40 + n, *[9] * 100]}
         with contextlib.suppress(httpx.TimeoutException):
@@ -255,13 +255,13 @@ def test_openais_client_can_use_them(small: Running) -> None:
     openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=f"{small.url}/v1", api_key="sk-alice", http_client=httpx.Client(trust_env=False)) as client:
         segment = client.post("/segments", body={"messages": [SYSTEM]}, cast_to=object)
-        messages = [{"role": "user", "content": "Who are you?"}]
+        messages = [{"role": "user", "content": "What are you?"}]
         answer = client.chat.completions.create(model="demo", messages=messages, max_tokens=2, extra_body={"segments": [segment["id"]]})
         assert answer.usage.prompt_tokens_details.cached_tokens >= 16 * segment["blocks"] > 0
         assert client.delete(f"/segments/{segment['id']}", cast_to=object)["deleted"] is True
 
 
-def test_segments_go_with_their_engine() -> None:
+def test_segments_end_with_their_engine() -> None:
     with running(ServerConfig(port=0, access_log=False), {"demo": SMALL}, idle_seconds=0.3) as server:
         client = Client(server)
         segment = client.register(text=STORY)

@@ -1,4 +1,4 @@
-"""Bodies that are wrong in fifty thousand places: the first are named, and nobody makes a list of the others."""
+"""Bodies with fifty thousand mistakes: the first ones are named, and no list of all is built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tinyvllm.server.core.schema import ChatRequest, CompletionRequest
 
 MANY = 50_000
 ASK = {"role": "user", "content": "a"}
-BODIES: dict[str, tuple[type[Body], dict[str, Any], str, str]] = {  # model, body, the field that is named, what more is said
+BODIES: dict[str, tuple[type[Body], dict[str, Any], str, str]] = {  # model, body, the field named, further text of the message
     "unknown in entries": (
         ChatRequest, {"messages": [ASK] + [{**ASK, "x": 1}] * MANY}, "messages[1].x", f"{MANY - 1} further entries of messages",
     ),
@@ -43,19 +43,19 @@ BODIES: dict[str, tuple[type[Body], dict[str, Any], str, str]] = {  # model, bod
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_the_first_that_are_wrong_are_named_and_no_others_are_told(name: str, monkeypatch) -> None:
+def test_only_the_first_mistakes_are_named(name: str, monkeypatch) -> None:
     model, body, field, more = BODIES[name]
-    told: list[Any] = []
+    paths: list[Any] = []
     path = body_errors._path
-    monkeypatch.setattr(body_errors, "_path", lambda *given, **named: told.append(1) or path(*given, **named))
+    monkeypatch.setattr(body_errors, "_path", lambda *given, **named: paths.append(1) or path(*given, **named))
     with pytest.raises(Failure) as failed:
         parse(model, json.dumps(body).encode())
     assert failed.value.status == 400 and failed.value.param == field
     assert more in failed.value.message and len(failed.value.message) < 1000
-    assert len(told) < 1000
+    assert len(paths) < 1000
 
 
-def test_small_mistakes_are_told_as_ever() -> None:
+def test_messages_of_few_mistakes() -> None:
     def message(body: dict[str, Any]) -> str:
         with pytest.raises(Failure) as failed:
             parse(ChatRequest, json.dumps(body).encode())
@@ -67,7 +67,7 @@ def test_small_mistakes_are_told_as_ever() -> None:
     assert text.endswith(" and more") and "not checked" not in text
 
 
-def test_lenient_strips_what_it_does_not_know_wherever_it_lies() -> None:
+def test_lenient_drops_unknown_fields_at_every_depth() -> None:
     body = {"messages": [{**ASK, "x": 1}, *[{**ASK, "content": [{"type": "text", "text": "a", "y": 1}]}] * MANY], "z": 1}
     checked, data, ignored = parse(ChatRequest, json.dumps(body).encode(), lenient=True)
     assert len(checked.messages) == MANY + 1 and data["messages"][:2] == [ASK, {**ASK, "content": [{"type": "text", "text": "a"}]}]

@@ -1,4 +1,4 @@
-"""Bad input and bad clients: an error in the API's own shape, and the others unaffected."""
+"""Bad input and bad clients: errors in the shape of the API, and other clients unaffected."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def idle(server: Running) -> bool:
         (b'{"messages": [{"role": "user", "content": "a"}], "logit_bias": {"99999": 1}}', 400, "logit_bias"),
         (b'{"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}', 400, "tool"),
         (b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "deadline_ms": 0}', 400, "deadline_ms"),
-        (b'{"messages": [{"role": "user", "content": "a"}], "model": "nobody"}', 404, "nobody"),
+        (b'{"messages": [{"role": "user", "content": "a"}], "model": "other"}', 404, "other"),
         (b'{"messages": [' + b'{"role": "user", "contents": "a"},' * 50000 + b"1]}", 400, "50000 further entries of messages"),
     ],
 )
-def test_bodies_that_cannot_be(server: Running, raw: bytes, status: int, word: str) -> None:
+def test_invalid_bodies(server: Running, raw: bytes, status: int, word: str) -> None:
     answer = send(server, raw)
     error = answer.json()["error"]
     assert answer.status_code == status and error["type"].endswith("_error") and set(error) == {"message", "type", "param", "code"}
@@ -89,7 +89,7 @@ def test_bodies_that_cannot_be(server: Running, raw: bytes, status: int, word: s
     ],
 )
 def test_grammar_bombs(server: Running, structure: dict) -> None:
-    """Refused or served within their length, and quickly; the server goes on either way."""
+    """Refused, or served within their length, and quickly; the server continues in both cases."""
     began = time.monotonic()
     answer = server.post(CHAT, {**ASK, "structured_outputs": structure})
     assert answer.status_code in (200, 400) and time.monotonic() - began < 15
@@ -111,7 +111,7 @@ def test_templates_stay_in_their_sandbox(server: Running, template: str) -> None
     assert answer.status_code == 400 and "root:" not in answer.text
 
 
-def test_templates_of_requests_need_the_servers_trust() -> None:
+def test_templates_in_requests_need_a_server_option() -> None:
     with running(ServerConfig(port=0, access_log=False)) as server:
         answer = server.post(CHAT, {**ASK, "chat_template": "a"})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "chat_template"
@@ -145,14 +145,14 @@ def test_huge_bodies() -> None:
         assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
-def test_slow_senders_are_told_to_go(server: Running) -> None:
+def test_slow_senders_get_a_timeout(server: Running) -> None:
     silent = server.raw(b"")
     assert b" 408 " in silent.split(b"\r\n")[0] and json.loads(silent.partition(b"\r\n\r\n")[2])["error"]["code"] == "timeout"
     assert b" 408 " in server.raw(b"POST /v1/comple").split(b"\r\n")[0]
     assert b" 408 " in server.raw(request(b"a" * 50)[:-5]).split(b"\r\n")[0]
 
 
-def test_heads_that_cannot_be(server: Running) -> None:
+def test_invalid_heads(server: Running) -> None:
     garbage = server.raw(b"\x16\x03\x01 hello\r\n\r\n")
     assert b" 400 " in garbage.split(b"\r\n")[0] and b'"invalid_http"' in garbage
     endless = server.raw(b"GET /health HTTP/1.1\r\n" + b"X-A: b\r\n" * 20000)
@@ -161,14 +161,14 @@ def test_heads_that_cannot_be(server: Running) -> None:
     assert b"a\x0bb" not in injected
 
 
-def test_half_closed_sockets_leave_nothing_behind(server: Running) -> None:
+def test_half_closed_sockets_leak_nothing(server: Running) -> None:
     server.raw(request(json.dumps(LONG).encode(), "/v1/completions"), half_close=True, seconds=2)
     server.raw(request(b"{" * 100)[:-10], half_close=True, seconds=2)
     wait_for(lambda: idle(server))
 
 
-def test_a_client_that_vanishes_ends_its_request(server: Running) -> None:
-    """Within a step of the engine, also where nothing streams."""
+def test_a_disconnect_ends_the_request(server: Running) -> None:
+    """Within one engine step, also without streaming."""
     for body in (LONG, {**LONG, "stream": False}):
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.sendall(request(json.dumps(body).encode(), "/v1/completions"))
@@ -178,7 +178,7 @@ def test_a_client_that_vanishes_ends_its_request(server: Running) -> None:
         assert server.service.models.loaded()["demo"].status()["tokens"] - seen < 300  # of 900; the status is up to a tenth of a second old
 
 
-def test_many_clients_that_vanish_mid_stream(server: Running) -> None:
+def test_many_disconnects_mid_stream(server: Running) -> None:
     used = server.service.models.loaded()["demo"].status()["blocks"]["used"]
 
     async def vanish(number: int) -> None:
@@ -197,8 +197,8 @@ def test_many_clients_that_vanish_mid_stream(server: Running) -> None:
     assert server.post(CHAT, ASK).status_code == 200
 
 
-def test_keep_alive_comments_while_nothing_comes(server: Running) -> None:
-    """Nine long requests on eight rows: the last one waits, and hears that it is not forgotten."""
+def test_keep_alive_comments_while_a_request_waits(server: Running) -> None:
+    """Nine long requests with max_num_seqs=8: the last one waits, and gets keep-alive comments."""
     with httpx.Client(base_url=server.url, trust_env=False, timeout=30) as client:
         others = [client.stream("POST", "/v1/completions", json=LONG) for _ in range(8)]
         opened = [other.__enter__() for other in others]
@@ -211,7 +211,7 @@ def test_keep_alive_comments_while_nothing_comes(server: Running) -> None:
 
 
 def test_deadlines(server: Running) -> None:
-    """Refused at once, or cut: never late."""
+    """Refused at once, or cut off: never late."""
     answer = server.post("/v1/completions", {**LONG, "stream": False}, **{"X-Deadline-Ms": "150"})
     if answer.status_code == 200:
         choice = answer.json()["choices"][0]
@@ -222,7 +222,7 @@ def test_deadlines(server: Running) -> None:
 
 
 async def overfill(server: Running) -> httpx.Response:
-    """A third request where one runs and one waits."""
+    """A third request while one is running and one is waiting."""
     async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=30) as client:
         runs = client.stream("POST", "/v1/completions", json=LONG)
         chunks = (await runs.__aenter__()).aiter_raw()  # kept: a generator that is dropped closes its connection
@@ -236,7 +236,7 @@ async def overfill(server: Running) -> httpx.Response:
         return refused
 
 
-def test_the_queue_has_an_end() -> None:
+def test_the_queue_is_limited() -> None:
     specs = {"demo": {"max_num_seqs": 1, "num_blocks": 256, "max_num_queued_reqs": 1}}
     with running(ServerConfig(port=0, access_log=False, beat_seconds=0.1), specs) as server:
         refused = asyncio.run(overfill(server))
@@ -244,7 +244,7 @@ def test_the_queue_has_an_end() -> None:
     assert refused.json()["error"]["code"] == "server_busy"
 
 
-def test_an_engine_that_dies_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_engine_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from tinyvllm.engine.engine import Engine
 
     with running(ServerConfig(port=0, access_log=False)) as server:

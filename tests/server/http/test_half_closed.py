@@ -1,4 +1,4 @@
-"""Clients that close their sending side behind a whole request: who waits is answered, who has left is noticed."""
+"""Clients that close their sending side after a whole request: one that waits gets its response, one that left is detected."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ PATH = "/v1/completions"
 
 
 def final(raw: bytes) -> tuple[bytes, bytes]:
-    """(head, body) of the answer behind the interim ones, of which there must be one at least where `raw` is not a stream."""
+    """(head, body) of the final response; if `raw` is not a stream, at least one interim response must precede it."""
     while raw.startswith(b"HTTP/1.1 100 Continue\r\n\r\n"):
         raw = raw.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
     head, _, body = raw.partition(b"\r\n\r\n")
     return head, body
 
 
-def test_who_waits_is_answered(server: Running) -> None:
+def test_a_waiting_client_gets_its_response(server: Running) -> None:
     whole = server.post(PATH, ASKED).json()["choices"][0]["text"]
     head, body = final(server.raw(request(json.dumps(ASKED).encode(), PATH), half_close=True))
     assert head.startswith(b"HTTP/1.1 200 ") and b"connection: close" in head and json.loads(body)["choices"][0]["text"] == whole
@@ -31,7 +31,7 @@ def test_who_waits_is_answered(server: Running) -> None:
     assert head.startswith(b"HTTP/1.1 200 ") and b"ok" in body
 
 
-def test_a_client_that_was_half_closed_and_leaves_ends_its_request(server: Running) -> None:
+def test_a_half_closed_client_that_leaves_ends_its_request(server: Running) -> None:
     for stream in (True, False):
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             body = {**ASKED, "max_tokens": 900, "stream": stream}
@@ -43,8 +43,8 @@ def test_a_client_that_was_half_closed_and_leaves_ends_its_request(server: Runni
         assert server.service.models.loaded()["demo"].status()["tokens"] - seen < 300, "of 900; the status is up to a tenth of a second old"
 
 
-def test_what_cannot_be_answered_is_closed(server: Running) -> None:
-    """A part of a request, an older HTTP that knows no interim answers, and a reset."""
+def test_unanswerable_connections_are_closed(server: Running) -> None:
+    """A partial request, an HTTP version without interim responses, and a reset."""
     raw = request(json.dumps({**ASKED, "max_tokens": 900}).encode(), PATH)
     assert server.raw(raw[:-5], half_close=True) == b""
     assert server.raw(raw.replace(b"HTTP/1.1", b"HTTP/1.0"), half_close=True) == b""

@@ -1,4 +1,4 @@
-// Markdown to DOM nodes. Text of a model only ever becomes text nodes and attribute values that are checked: nothing is parsed as HTML.
+// Markdown to DOM nodes. Model output becomes only text nodes and checked attribute values; nothing is parsed as HTML.
 
 const WORDS = new Set(("and as assert async await bool break case catch char class const continue def del do double elif else enum except " +
   "export extends extern false final finally float fn for from func function global if impl import in int interface is lambda let long " +
@@ -9,7 +9,7 @@ const CODE = /(\/\/[^\n]*|\/\*[\s\S]*?\*\/|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)
 const INLINE = /(`+)([\s\S]*?[^`])\1(?!`)|\*\*(?=\S)([\s\S]*?\S)\*\*|__(?=\S)([\s\S]*?\S)__(?!\w)|~~(?=\S)([\s\S]*?\S)~~|\*(?=[^\s*])([^*]*[^\s*])\*|(?<![\w\\])_(?=[^\s_])([^_]*[^\s_])_(?!\w)|(!?)\[([^\]\n]*)\]\(\s*<?([^\s)>]*)>?(?:\s+"[^"\n]*")?\s*\)|(https?:\/\/[^\s<>()"'`\]]*[^\s<>()"'`\].,;:!?])|\\([\\`*_{}[\]()#+\-.!~|>])/;
 const HASH_COMMENTS = /^(py|python|sh|bash|zsh|shell|console|yaml|yml|toml|rb|ruby|r|perl|make|makefile|dockerfile|ini|conf)$/i;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: +|$)(.*)$/;
-const DEEPEST = 24;
+const MAX_DEPTH = 24;
 
 export function element(name, properties = {}, ...children) {
   const node = document.createElement(name);
@@ -21,7 +21,7 @@ export function element(name, properties = {}, ...children) {
   return node;
 }
 
-// Puts the blocks of `text` into `parent`; those whose source has not changed since the last time stay as they are.
+// Renders the blocks of `text` into `parent`; blocks with unchanged source keep their nodes.
 export function render(parent, text) {
   const sources = split(text);
   sources.forEach((source, i) => {
@@ -35,7 +35,7 @@ export function render(parent, text) {
   while (parent.children.length > sources.length) parent.lastChild.remove();
 }
 
-// Sources of the blocks: fenced code whole, everything else up to an empty line that does not stand inside a list.
+// The sources of the blocks: fenced code as a whole, other text up to an empty line outside of lists.
 function split(text) {
   const blocks = [];
   let lines = [], fence = null, list = false;
@@ -78,7 +78,7 @@ function block(source, depth) {
   if (/^ {0,3}>/.test(first)) {
     const quote = element("blockquote");
     const inner = lines.map(line => line.replace(/^ {0,3}> ?/, "")).join("\n");
-    if (depth < DEEPEST) quote.append(...split(inner).map(part => block(part, depth + 1)));
+    if (depth < MAX_DEPTH) quote.append(...split(inner).map(part => block(part, depth + 1)));
     else quote.append(inner);
     return quote;
   }
@@ -102,12 +102,12 @@ export async function toClipboard(text, button) {
     await navigator.clipboard.writeText(text);
     button.textContent = "copied";
   } catch {
-    button.textContent = "not allowed here";
+    button.textContent = "not allowed";
   }
   setTimeout(() => { button.textContent = before; }, 1200);
 }
 
-// Comments, texts, numbers and words that many languages have in common.
+// Highlights comments, strings, numbers and keywords that many languages share.
 function highlight(text, language) {
   const nodes = [], hash = HASH_COMMENTS.test(language);
   let at = 0;
@@ -137,13 +137,13 @@ function list(lines, depth) {
   let inner = null;
   const close = () => {
     if (inner === null) return;
-    const item = element("li"), parts = depth < DEEPEST ? split(inner.join("\n")) : [];
+    const item = element("li"), parts = depth < MAX_DEPTH ? split(inner.join("\n")) : [];
     parts.forEach((part, i) => {
       const child = block(part, depth + 1);
       if (i === 0 && child.tagName === "P") item.append(...child.childNodes);
       else item.append(child);
     });
-    if (depth >= DEEPEST) item.append(inner.join("\n"));
+    if (depth >= MAX_DEPTH) item.append(inner.join("\n"));
     node.append(item);
   };
   let width = 0;
@@ -173,7 +173,7 @@ function table(lines, depth) {
 function inline(text, depth) {
   const nodes = [];
   while (text) {
-    const found = depth < DEEPEST ? INLINE.exec(text) : null;
+    const found = depth < MAX_DEPTH ? INLINE.exec(text) : null;
     if (!found) break;
     nodes.push(text.slice(0, found.index));
     nodes.push(span(found, depth + 1));
@@ -194,7 +194,7 @@ function span(found, depth) {
   return found[12];
 }
 
-// A link, also for pictures: nothing is fetched before somebody clicks. null for addresses that a browser might run.
+// A link, also for images: nothing is fetched before a click. null for addresses that a browser might execute.
 function link(address, children) {
   if (!/^(https?:\/\/|mailto:)/i.test(address)) return null;
   return element("a", { href: address, target: "_blank", rel: "noopener noreferrer nofollow" }, ...children);

@@ -4,29 +4,29 @@ import { element, render, toClipboard } from "./markdown.js";
 
 const $ = id => document.getElementById(id);
 const STORE = "tinyvllm.";
-const BUSY_POLL = 1000, IDLE_POLL = 4000; // milliseconds between two looks at /status
-const SHORTEST_RATE = 0.8; // seconds: the server's figures are up to a tenth of a second old
-const stored = (name, otherwise) => {
-  try { return JSON.parse(localStorage.getItem(STORE + name)) ?? otherwise; } catch { return otherwise; }
+const BUSY_POLL = 1000, IDLE_POLL = 4000; // milliseconds between two requests of /status
+const MIN_RATE_SECONDS = 0.8; // for tokens/s: the server's counters are up to a tenth of a second old
+const stored = (name, fallback) => {
+  try { return JSON.parse(localStorage.getItem(STORE + name)) ?? fallback; } catch { return fallback; }
 };
 const store = (name, value) => {
-  try { localStorage.setItem(STORE + name, JSON.stringify(value)); } catch { $("figures").textContent = "this browser keeps nothing: the conversation ends with the page"; }
+  try { localStorage.setItem(STORE + name, JSON.stringify(value)); } catch { $("figures").textContent = "this browser does not allow storage; the conversation is lost when the page is closed"; }
 };
 
 let messages = stored("messages", []);
 if (!Array.isArray(messages)) messages = [];
-let running = null; // the AbortController of the answer that is being written
+let running = null; // the AbortController of the answer in progress
 
-// --- talking to the server
+// --- requests
 
 function headers() {
   const key = $("key").value.trim();
   return { "Content-Type": "application/json", ...(key && { Authorization: "Bearer " + key }) };
 }
 
-async function refusal(response) {
+async function errorOf(response) {
   let text = `${response.status} ${response.statusText}`;
-  try { text = (await response.json()).error.message ?? text; } catch { /* not in the API's shape: the status must do */ }
+  try { text = (await response.json()).error.message ?? text; } catch { /* not in the API's shape: show the status */ }
   if (response.status === 401) { show("settings", true); $("key").focus(); }
   return new Error(text);
 }
@@ -58,16 +58,16 @@ async function* events(response) {
 
 async function answer() {
   const message = { role: "assistant", content: "", reasoning: "" }, began = performance.now();
-  const asked = request();
+  const body = request();
   messages.push(message);
-  const view = appended(message);
+  const view = appendMessage(message);
   running = new AbortController();
   busy(true);
-  look();
+  pollStatus();
   view.node.classList.add("busy");
-  let first = null, chunks = 0, usage = null, reason = null;
+  let first = null, pieces = 0, usage = null, reason = null;
   const figures = () => {
-    const now = performance.now(), count = usage?.completion_tokens ?? chunks;
+    const now = performance.now(), count = usage?.completion_tokens ?? pieces;
     const rate = first !== null && count > 1 ? ((count - 1) / ((view.last - first) / 1000)).toFixed(1) : null;
     return [
       first !== null && `first token after ${Math.round(first - began)} ms`,
@@ -80,8 +80,8 @@ async function answer() {
   };
   const ticking = setInterval(() => { $("figures").textContent = figures(); }, 250);
   try {
-    const response = await fetch("v1/chat/completions", { method: "POST", headers: headers(), body: JSON.stringify(asked), signal: running.signal });
-    if (!response.ok) throw await refusal(response);
+    const response = await fetch("v1/chat/completions", { method: "POST", headers: headers(), body: JSON.stringify(body), signal: running.signal });
+    if (!response.ok) throw await errorOf(response);
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
       usage = event.usage ?? usage;
@@ -92,7 +92,7 @@ async function answer() {
       if (!content && !reasoning) continue;
       view.last = performance.now();
       first ??= view.last;
-      chunks += 1;
+      pieces += 1;
       message.content += content ?? "";
       message.reasoning += reasoning ?? "";
       view.update();
@@ -100,7 +100,7 @@ async function answer() {
   } catch (error) {
     if (error.name === "AbortError") reason = "stopped";
     else {
-      message.error = error instanceof TypeError ? "the server cannot be reached" : error.message;
+      message.error = error instanceof TypeError ? "cannot reach the server" : error.message;
       reason = "failed";
     }
   }
@@ -125,13 +125,13 @@ function busy(yes) {
 
 function draw() {
   $("log").replaceChildren();
-  if (!messages.length) $("log").append(element("p", { className: "empty", textContent: "Nothing has been said yet." }));
-  messages.forEach(message => appended(message));
+  if (!messages.length) $("log").append(element("p", { className: "empty", textContent: "No messages yet." }));
+  messages.forEach(message => appendMessage(message));
   scroll(true);
 }
 
-// The node of a message at the end of the log, and what brings it up to date, at most once a frame.
-function appended(message) {
+// Appends the node of a message to the log; returns it with a function that updates it at most once per frame.
+function appendMessage(message) {
   $("log").querySelector(".empty")?.remove();
   const body = element("div", { className: "body" }), tools = element("div", { className: "tools" });
   const node = element("article", { className: `message ${message.role}`, "aria-label": message.role }, body, tools);
@@ -159,7 +159,7 @@ function appended(message) {
   };
   button("copy", made => toClipboard(message.content, made));
   if (message.role === "user") button("edit", () => edit(own));
-  else if (!running) button("again", () => again(own));
+  else if (!running) button("again", () => regenerate(own));
   if (message.end || message.figures) tools.append(element("span", { textContent: message.end ? `${message.end}` : "", title: message.figures ?? "" }));
   paint();
   $("log").append(node);
@@ -180,11 +180,11 @@ function send() {
   const text = $("input").value;
   if (running || !text.trim()) return;
   $("input").value = "";
-  grow();
+  fitInput();
   const message = { role: "user", content: text };
   messages.push(message);
   store("messages", messages);
-  appended(message);
+  appendMessage(message);
   scroll(true);
   answer();
 }
@@ -195,11 +195,11 @@ function edit(index) {
   messages = messages.slice(0, index);
   store("messages", messages);
   draw();
-  grow();
+  fitInput();
   $("input").focus();
 }
 
-function again(index = messages.length - 1) {
+function regenerate(index = messages.length - 1) {
   while (index >= 0 && messages[index].role !== "user") index -= 1;
   if (running || index < 0) return;
   messages = messages.slice(0, index + 1);
@@ -207,7 +207,7 @@ function again(index = messages.length - 1) {
   answer();
 }
 
-function fresh() {
+function newConversation() {
   running?.abort();
   messages = [];
   store("messages", messages);
@@ -216,7 +216,7 @@ function fresh() {
   $("input").focus();
 }
 
-function grow() {
+function fitInput() {
   const input = $("input");
   input.style.height = "auto";
   input.style.height = `${input.scrollHeight + 2}px`;
@@ -227,25 +227,25 @@ function grow() {
 let timer = null, before = null;
 const past = [];
 
-async function look() {
+async function pollStatus() {
   clearTimeout(timer);
   timer = null;
   if ($("live").hidden || document.visibilityState !== "visible") return;
   let active = false;
   try {
     const response = await fetch("status", { headers: headers() });
-    if (!response.ok) throw await refusal(response);
-    active = shown(await response.json());
+    if (!response.ok) throw await errorOf(response);
+    active = showStatus(await response.json());
   } catch (error) {
-    $("live-running").textContent = error instanceof TypeError ? "no server" : error.message;
+    $("live-running").textContent = error instanceof TypeError ? "offline" : error.message;
     before = null;
   }
   clearTimeout(timer);
-  timer = setTimeout(look, active || running ? BUSY_POLL : IDLE_POLL);
+  timer = setTimeout(pollStatus, active || running ? BUSY_POLL : IDLE_POLL);
 }
 
-// Puts the figures of the chosen model, else of all, on the page; whether anything runs.
-function shown(status) {
+// Shows the figures of the selected model, or of all; returns whether any request is running.
+function showStatus(status) {
   const all = Object.values(status.models), one = status.models[$("model").value];
   const models = one ? [one] : all, sum = read => models.reduce((total, model) => total + (read(model) ?? 0), 0);
   const now = performance.now(), tokens = sum(m => m.tokens), count = sum(m => m.running);
@@ -254,12 +254,12 @@ function shown(status) {
   $("live-running").textContent = count;
   $("live-waiting").textContent = sum(m => m.waiting);
   const passed = before ? (now - before.now) / 1000 : 0;
-  if (passed > SHORTEST_RATE) $("live-rate").textContent = Math.max(0, (tokens - before.tokens) / passed).toFixed(1);
+  if (passed > MIN_RATE_SECONDS) $("live-rate").textContent = Math.max(0, (tokens - before.tokens) / passed).toFixed(1);
   $("live-hits").textContent = queries ? `${Math.round((100 * hits) / queries)} % of ${queries} tokens` : "none yet";
   $("live-blocks").textContent = `${used} used, ${cached} cached, of ${total}`;
   $("live-used").style.width = `${(100 * used) / (total || 1)}%`;
   $("live-cached").style.width = `${(100 * cached) / (total || 1)}%`;
-  if (!before || passed > SHORTEST_RATE) before = { now, tokens };
+  if (!before || passed > MIN_RATE_SECONDS) before = { now, tokens };
   past.push({ running: count, waiting: sum(m => m.waiting) });
   if (past.length > 60) past.shift();
   chart();
@@ -267,8 +267,8 @@ function shown(status) {
 }
 
 function chart() {
-  const canvas = $("live-chart"), pen = canvas.getContext("2d"), most = Math.max(4, ...past.map(p => p.running + p.waiting));
-  const height = canvas.height, bar = (x, from, to) => pen.fillRect(x * 2, height - (to / most) * height, 1.5, ((to - from) / most) * height);
+  const canvas = $("live-chart"), pen = canvas.getContext("2d"), max = Math.max(4, ...past.map(p => p.running + p.waiting));
+  const height = canvas.height, bar = (x, from, to) => pen.fillRect(x * 2, height - (to / max) * height, 1.5, ((to - from) / max) * height);
   pen.clearRect(0, 0, canvas.width, height);
   const color = getComputedStyle(canvas).color;
   past.forEach((p, x) => {
@@ -280,13 +280,13 @@ function chart() {
   });
 }
 
-// --- settings, keys, beginning
+// --- settings, keys, start
 
 function show(id, yes) {
   $(id).hidden = !yes;
   $("show-" + id).setAttribute("aria-expanded", String(yes));
   store("show-" + id, yes);
-  if (id === "live" && yes) look();
+  if (id === "live" && yes) pollStatus();
 }
 
 function theme(name) {
@@ -299,13 +299,13 @@ function theme(name) {
 async function listModels() {
   try {
     const response = await fetch("v1/models", { headers: headers() });
-    if (!response.ok) throw await refusal(response);
-    const names = (await response.json()).data.map(model => model.id), wanted = $("model").value || stored("model", "");
+    if (!response.ok) throw await errorOf(response);
+    const names = (await response.json()).data.map(model => model.id), selected = $("model").value || stored("model", "");
     $("model").replaceChildren(...names.map(name => element("option", { value: name, textContent: name })));
-    if (names.includes(wanted)) $("model").value = wanted;
+    if (names.includes(selected)) $("model").value = selected;
     $("figures").textContent = "";
   } catch (error) {
-    $("figures").textContent = error instanceof TypeError ? "the server cannot be reached" : error.message;
+    $("figures").textContent = error instanceof TypeError ? "cannot reach the server" : error.message;
   }
 }
 
@@ -317,15 +317,15 @@ for (const input of SETTINGS) {
   input.addEventListener("input", () => store("settings", Object.fromEntries(SETTINGS.map(i => [nameOf(i), i.value]))));
 }
 $("key").value = sessionStorage.getItem(STORE + "key") ?? "";
-$("key").addEventListener("change", () => { sessionStorage.setItem(STORE + "key", $("key").value); listModels(); look(); });
-$("model").addEventListener("change", () => { store("model", $("model").value); before = null; look(); });
+$("key").addEventListener("change", () => { sessionStorage.setItem(STORE + "key", $("key").value); listModels(); pollStatus(); });
+$("model").addEventListener("change", () => { store("model", $("model").value); before = null; pollStatus(); });
 $("form").addEventListener("submit", event => { event.preventDefault(); send(); });
 $("stop").addEventListener("click", () => running?.abort());
-$("new").addEventListener("click", fresh);
+$("new").addEventListener("click", newConversation);
 $("show-live").addEventListener("click", () => show("live", $("live").hidden));
 $("show-settings").addEventListener("click", () => show("settings", $("settings").hidden));
 $("theme").addEventListener("click", () => theme({ "": "light", light: "dark", dark: "" }[document.documentElement.dataset.theme ?? ""]));
-$("input").addEventListener("input", grow);
+$("input").addEventListener("input", fitInput);
 $("input").addEventListener("keydown", event => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
   else if (event.key === "ArrowUp" && !$("input").value && !running) {
@@ -338,11 +338,11 @@ document.addEventListener("keydown", event => {
   if (event.key === "Escape") running?.abort();
   else if (event.key === "/" && !writing) { event.preventDefault(); $("input").focus(); }
   else if (event.altKey && !event.ctrlKey && !event.metaKey) {
-    const action = { KeyN: fresh, KeyR: () => again(), KeyL: () => $("show-live").click(), KeyS: () => $("show-settings").click() }[event.code];
+    const action = { KeyN: newConversation, KeyR: () => regenerate(), KeyL: () => $("show-live").click(), KeyS: () => $("show-settings").click() }[event.code];
     if (action) { event.preventDefault(); action(); }
   }
 });
-document.addEventListener("visibilitychange", () => { before = null; look(); });
+document.addEventListener("visibilitychange", () => { before = null; pollStatus(); });
 window.addEventListener("storage", event => { if (event.key === STORE + "messages" && !running) { messages = stored("messages", []); draw(); } });
 
 theme(stored("theme", ""));
