@@ -100,6 +100,7 @@ def running(config: ServerConfig | None = None, specs: dict[str, dict[str, Any]]
     thread.start()
     assert ready.wait(60), "the server did not start"
     if failed:
+        sock.close()
         raise failed[0]
     server, service = started[0]
     yield Running(url_of(config, sock), server, service, [])

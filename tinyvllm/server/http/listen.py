@@ -36,8 +36,12 @@ def bind(config: ServerConfig) -> socket.socket:
     try:
         info = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         sock = socket.socket(info[0], socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(info[4])
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(info[4])
+        except OSError:
+            sock.close()
+            raise
     except OSError as error:
         raise ArgumentError(f"--host {config.host} --port {config.port}: {error.strerror or error}") from error
     return sock
