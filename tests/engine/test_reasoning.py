@@ -21,7 +21,7 @@ from tinyvllm.engine.engine import Engine
 from tinyvllm.engine.reasoning import Reasoning, ReasoningMarks
 from tinyvllm.engine.tools.replay import config_of, read_run, replay
 from tinyvllm.errors import ArgumentError, RequestError
-from tinyvllm.request import RequestOutput, StructuredOutputsParams, Thinking
+from tinyvllm.request import ReasoningParams, RequestOutput, StructuredOutputsParams
 from tinyvllm.sampling.grammar import Grammar
 
 ANSWER = StructuredOutputsParams(choice=["yes", "no"])
@@ -148,16 +148,16 @@ def test_an_opening_that_the_grammar_shares(llm) -> None:
 
 
 def test_marks_that_the_caller_brings(llm) -> None:
-    thinking = Thinking("[[", "]]", "inside")
-    assert said(llm, FRESH, "a</think>]", "]", "no", thinking=thinking) == "a</think>]]no"
-    assert said(llm, OPENED, llm.marks[0], "no", thinking=Thinking("<think>", "</think>", "behind")) in ("yes", "no")
+    reasoning = ReasoningParams("[[", "]]", "inside")
+    assert said(llm, FRESH, "a</think>]", "]", "no", reasoning=reasoning) == "a</think>]]no"
+    assert said(llm, OPENED, llm.marks[0], "no", reasoning=ReasoningParams("<think>", "</think>", "after")) in ("yes", "no")
 
 
 def test_what_cannot_be(llm, tiny_model) -> None:
-    with pytest.raises(ArgumentError, match="begins must be one of before, inside, behind"):
-        Thinking("a", "b", "there")
+    with pytest.raises(ArgumentError, match="begins must be one of before, inside, after"):
+        ReasoningParams("a", "b", "there")
     with pytest.raises(ArgumentError, match="missing field 'closing'"):
-        SamplingParams(thinking={"opening": "a"})  # type: ignore[arg-type]
+        SamplingParams(reasoning={"opening": "a"})  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="enable_in_reasoning"):
         llm.generate([FRESH], replace(GREEDY, thinking_token_budget=1, structured_outputs=replace(ANSWER, enable_in_reasoning=True)))
     with LLM(tiny_model, device="CPU", max_model_len=64, num_blocks=8) as plain:  # no marks, so nothing to wait for
@@ -254,8 +254,8 @@ def test_a_replay_thinks_the_same(llm, tmp_path) -> None:
     with LLM(llm.engine.config.model, device="CPU", max_model_len=64, num_blocks=40, record=str(path)) as recorded:
         for name, (prompt, params) in requests(llm).items():
             add(recorded.engine, name, prompt, params)
-        add(recorded.engine, "brought", FRESH, replace(GREEDY, thinking=Thinking("[[", "]]", "inside"), thinking_token_budget=4))
+        add(recorded.engine, "brought", FRESH, replace(GREEDY, reasoning=ReasoningParams("[[", "]]", "inside"), thinking_token_budget=4))
         finish(recorded.engine)
     run = read_run(str(path))
-    assert run.added[-1]["params"]["thinking"] == {"opening": "[[", "closing": "]]", "begins": "inside"}
+    assert run.added[-1]["params"]["reasoning"] == {"opening": "[[", "closing": "]]", "begins": "inside"}
     assert replay(run, config_of(run, {})).identical

@@ -16,7 +16,7 @@ from tinyvllm.errors import RequestError
 from tinyvllm.metrics import EngineMetrics, NoMetrics
 from tinyvllm.request import LogitsProcessor, SamplingParams, Sequence
 from tinyvllm.sampling.bad_words import BadWords
-from tinyvllm.sampling.penalties import penalizes, restricts
+from tinyvllm.sampling.penalties import has_penalties, needs_mask
 from tinyvllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class TokenConstraints:
 
     def _marks_of(self, params: SamplingParams) -> ReasoningMarks | None:
         """The reasoning marks that apply to a request; None if neither the request nor the model has any."""
-        tokenizer, own = self._tokenizer, params.thinking
+        tokenizer, own = self._tokenizer, params.reasoning
         key = None if own is None else (own.opening, own.closing)
         with self._building:
             if key not in self._marks:
@@ -140,10 +140,10 @@ class TokenConstraints:
         compiled, words, processors = self.compile(params), self._bad_words(params), tuple(params.logits_processors or ())
         marks, prompt = self._marks_to_enforce(params), sequences[0].prompt_token_ids
         state = "" if marks is None or self._tokenizer is None else initial_state(self._tokenizer, params, marks, prompt)
-        may_jump = not params.wants_logprobs and not penalizes(params)  # both count only tokens that were drawn
+        may_jump = not params.wants_logprobs and not has_penalties(params)  # both count only tokens that were drawn
         may_close = may_jump or params.allowed_token_ids is not None  # these may lack the mark, which then cannot be drawn
         for sequence in sequences:
-            constraint = _Constraint(None, processors, words, None, restricts(params), may_jump, may_close)
+            constraint = _Constraint(None, processors, words, None, needs_mask(params), may_jump, may_close)
             if compiled is not None:
                 from tinyvllm.sampling.grammar import Grammar
 

@@ -174,8 +174,8 @@ def model_marks(tokenizer: Tokenizer) -> tuple[str, str] | None:
 
 def initial_state(tokenizer: Tokenizer, params: SamplingParams, marks: ReasoningMarks, prompt_token_ids: list[int]) -> str:
     """Where the output begins: "before", "inside" or "after" its reasoning."""
-    if params.thinking is not None:
-        begins = params.thinking.begins
+    if params.reasoning is not None:
+        begins = params.reasoning.begins
         return begins if begins in ("before", "inside") else "after"
     text = tokenizer.decode(prompt_token_ids[-TAIL:], skip_special_tokens=False).rstrip().encode()
     return "inside" if text.endswith(marks.opening) else "after" if text.endswith(marks.closing) else "before"

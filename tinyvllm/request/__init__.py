@@ -7,13 +7,13 @@ from tinyvllm.request.params import (
     STRUCTURES,
     BeamSearchParams,
     LogitsProcessor,
+    ReasoningParams,
     SamplingParams,
     StructuredOutputsParams,
-    Thinking,
 )  # fmt: skip
 from tinyvllm.request.sequence import Sequence, Status
 
 __all__ = [
     "MAX_LOGPROBS", "STRUCTURES", "BeamSearchParams", "CompletionOutput", "LogitsProcessor", "Logprob", "Receipt", "RequestMetrics",
-    "RequestOutput", "SamplingParams", "Sequence", "Status", "StructuredOutputsParams", "RequestOptions", "Thinking",
+    "RequestOutput", "SamplingParams", "Sequence", "Status", "StructuredOutputsParams", "RequestOptions", "ReasoningParams",
 ]  # fmt: skip

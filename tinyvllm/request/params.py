@@ -1,4 +1,4 @@
-"""How a prompt is to be continued: sampling, structure, beams. Knows no text and no tensors."""
+"""How to continue a prompt: sampling, structure, beams. No text and no tensors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 MAX_LOGPROBS = 20
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
 OUTPUT_KINDS = ("cumulative", "delta", "final_only")
-THINKING_BEGINS = ("before", "inside", "behind")
+REASONING_BEGINS = ("before", "inside", "after")
 
-T = TypeVar("T", "StructuredOutputsParams", "Thinking")
+T = TypeVar("T", "StructuredOutputsParams", "ReasoningParams")
 
-# (prompt token ids, output token ids so far, logits float32 [V]) -> logits float32 [V], the same array changed or another. Called once a
-# token on the host, before everything else that shapes the draw; what it raises ends its request alone, with finish_reason "error".
+# (prompt token ids, output token ids so far, logits float32 [V]) -> logits float32 [V], the same array changed or another one. Called once
+# a token on the host, before penalties, masks and filters. An exception ends its request alone, with finish_reason "error".
 LogitsProcessor = Callable[[list[int], list[int], "np.ndarray"], "np.ndarray"]
 
 
@@ -34,9 +34,9 @@ class StructuredOutputsParams:
     grammar      a Lark grammar (llguidance's dialect), or EBNF of the kind that llama.cpp calls GBNF
     json_object  True: any JSON object
 
-    Beside it: `disable_any_whitespace` writes JSON without optional blanks; `whitespace_pattern` is the regular expression of what may
-    stand between JSON's tokens. `enable_in_reasoning`: the structure holds from the first token on, also where the model could think
-    first; without it a model that has marks of thinking may think before it (the name is that of vLLM's setting of the server).
+    Options: `disable_any_whitespace` writes JSON without optional blanks; `whitespace_pattern` is the regular expression of what is
+    allowed between JSON's tokens. `enable_in_reasoning`: the structure holds from the first token on, even if the model could reason
+    first; without it a model that has marks of reasoning may reason before it (the name is that of vLLM's server setting).
     """
 
     json: str | dict[str, Any] | None = None
@@ -72,11 +72,11 @@ class StructuredOutputsParams:
 
 
 @dataclass(frozen=True)
-class Thinking:
-    """How thoughts are marked and where the output begins, for callers that know better than the engine.
+class ReasoningParams:
+    """How reasoning is marked and where the output begins, for callers that know better than the engine.
 
     Without it the engine takes the marks of the model's chat template or vocabulary, and looks at the prompt's end: the opening mark there
-    means "inside", the closing one "behind", anything else "before": the model may open its thoughts with its first token.
+    means "inside", the closing one "after", anything else "before": the model may begin to reason with its first token.
     """
 
     opening: str
@@ -86,9 +86,9 @@ class Thinking:
     def __post_init__(self) -> None:
         for name in ("opening", "closing"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                raise ArgumentError(f"Thinking: {name} must be a mark like <think>, got {_brief(getattr(self, name))}")
-        if self.begins not in THINKING_BEGINS:
-            raise ArgumentError(f"Thinking: begins must be one of {', '.join(THINKING_BEGINS)}, got {_brief(self.begins)}")
+                raise ArgumentError(f"ReasoningParams: {name} must be a mark like <think>, got {_brief(getattr(self, name))}")
+        if self.begins not in REASONING_BEGINS:
+            raise ArgumentError(f"ReasoningParams: begins must be one of {', '.join(REASONING_BEGINS)}, got {_brief(self.begins)}")
 
 
 @dataclass(frozen=True)
@@ -117,50 +117,58 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
-    best_of: int | None = None  # continuations that run, of which the n of the best mean log-probability are given
+    best_of: int | None = None  # continuations that run, of which the n of the best mean log-probability are returned
     prompt_logprobs: int | None = None
     bad_words: tuple[str, ...] | list[str] | None = None
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
     structured_outputs: StructuredOutputsParams | None = None
     logits_processors: tuple[LogitsProcessor, ...] | list[LogitsProcessor] | None = None
-    output_kind: str = "cumulative"  # what each output holds: all so far, what is new ("delta"), or nothing before the end ("final_only")
-    thinking_token_budget: int | None = None  # tokens between the model's marks of thinking, after which the closing mark is written
-    thinking: Thinking | None = None  # for structures behind thoughts and for the budget: where the model's own marks do not count
+    output_kind: str = (
+        "cumulative"  # what each output holds: all tokens so far, the new ones ("delta"), or nothing before the end ("final_only")
+    )
+    thinking_token_budget: int | None = None  # tokens of reasoning, after which its closing mark is forced
+    reasoning: ReasoningParams | None = None  # for structures after reasoning and for the budget; None: the model's own marks
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop, "a string or a list of strings")
-        stop_token_ids = _as_tuple("stop_token_ids", self.stop_token_ids, "a list of token ids")
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", stop_token_ids)
-        for name, low, high, kind in _RANGES:
-            _check_range(name, getattr(self, name), low, high, kind)
-        if self.max_tokens is not None:
-            _check_range("max_tokens", self.max_tokens, 1, math.inf, int)
-            if self.min_tokens > self.max_tokens:
-                raise ArgumentError(f"SamplingParams: min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
-        if self.seed is not None:
-            _check_range("seed", self.seed, -(2**63), 2**64 - 1, int)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _check_range(name, getattr(self, name), 0, MAX_LOGPROBS, int)
-        if self.best_of is not None:
-            _check_range("best_of", self.best_of, self.n, 1024, int)
-        if self.thinking_token_budget is not None:
-            _check_range("thinking_token_budget", self.thinking_token_budget, 0, math.inf, int)
+        self._check_numbers()
+        self._check_stops()
+        self._check_constraints()
         if self.output_kind not in OUTPUT_KINDS:
             raise ArgumentError(f"SamplingParams: output_kind must be one of {', '.join(OUTPUT_KINDS)}, got {_brief(self.output_kind)}")
-        self._check_limits()
-        if any(not isinstance(s, str) or not s for s in stop):
-            raise ArgumentError(f"SamplingParams: stop must hold non-empty strings, got {_brief(stop)}")
-        if any(type(t) is not int or t < 0 for t in stop_token_ids):
-            raise ArgumentError(f"SamplingParams: stop_token_ids must hold token ids, got {_brief(stop_token_ids)}")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"SamplingParams: {name} must be True or False, got {_brief(getattr(self, name))}")
         _check_bias(self.logit_bias)
 
-    def _check_limits(self) -> None:
-        """What narrows the vocabulary: words, ids, a structure, processors."""
+    def _check_numbers(self) -> None:
+        for name, low, high, kind in _RANGES:
+            _check_range(name, getattr(self, name), low, high, kind)
+        for name, low, high in (
+            ("max_tokens", 1, math.inf),
+            ("seed", -(2**63), 2**64 - 1),
+            ("logprobs", 0, MAX_LOGPROBS),
+            ("prompt_logprobs", 0, MAX_LOGPROBS),
+            ("best_of", self.n, 1024),
+            ("thinking_token_budget", 0, math.inf),
+        ):
+            if getattr(self, name) is not None:
+                _check_range(name, getattr(self, name), low, high, int)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ArgumentError(f"SamplingParams: min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
+
+    def _check_stops(self) -> None:
+        """Stop strings and ids become tuples."""
+        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop, "a string or a list of strings")
+        stop_token_ids = _as_tuple("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", stop_token_ids)
+        if any(not isinstance(s, str) or not s for s in stop):
+            raise ArgumentError(f"SamplingParams: stop must hold non-empty strings, got {_brief(stop)}")
+        if any(type(t) is not int or t < 0 for t in stop_token_ids):
+            raise ArgumentError(f"SamplingParams: stop_token_ids must hold token ids, got {_brief(stop_token_ids)}")
+
+    def _check_constraints(self) -> None:
+        """The fields that restrict the vocabulary: words, ids, a structure, processors."""
         bad_words = _as_tuple("bad_words", self.bad_words, "a list of strings")
         object.__setattr__(self, "bad_words", bad_words or None)
         if any(not isinstance(word, str) or not word for word in bad_words):
@@ -175,10 +183,10 @@ class SamplingParams:
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):
             got = _brief(self.structured_outputs)
             raise ArgumentError(f"SamplingParams: structured_outputs must be a StructuredOutputsParams, got {got}")
-        if isinstance(self.thinking, dict):
-            object.__setattr__(self, "thinking", _from_fields(Thinking, self.thinking))
-        if self.thinking is not None and not isinstance(self.thinking, Thinking):
-            raise ArgumentError(f"SamplingParams: thinking must be a Thinking, got {_brief(self.thinking)}")
+        if isinstance(self.reasoning, dict):
+            object.__setattr__(self, "reasoning", _from_fields(ReasoningParams, self.reasoning))
+        if self.reasoning is not None and not isinstance(self.reasoning, ReasoningParams):
+            raise ArgumentError(f"SamplingParams: reasoning must be a ReasoningParams, got {_brief(self.reasoning)}")
         processors = _as_tuple("logits_processors", self.logits_processors, "a list of functions")
         object.__setattr__(self, "logits_processors", processors or None)
         if any(not callable(processor) for processor in processors):
@@ -186,12 +194,12 @@ class SamplingParams:
 
     @property
     def chooses(self) -> bool:
-        """Whether more continuations run than are given, so that none is certain before the end."""
+        """Whether more continuations run than are returned, so that none is certain before the end."""
         return (self.best_of or self.n) > self.n
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether somebody needs the log-probabilities of drawn tokens: the caller, or the choice among best_of."""
+        """Whether log-probabilities of drawn tokens are needed: by the caller, or to choose among best_of."""
         return self.logprobs is not None or self.chooses
 
     @property
@@ -251,13 +259,13 @@ def _check_bias(biases: object) -> None:
 
 
 def _brief(value: object) -> str:
-    """A value as a message shows it: in one line, not all of it if it is long."""
+    """A value as a message shows it: in one line, shortened if it is long."""
     return " ".join(f"{value!r:.80}".split())
 
 
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """Beam search as in transformers: `beam_width` beams, of which the best `n` (all, where None) are given.
+    """Beam search as in transformers: `beam_width` beams, of which the best `n` (None: all) are returned.
 
     A hypothesis scores the sum of its tokens' log-probabilities divided by its length (in tokens, end token included) to the power of
     `length_penalty`. `early_stopping` True ends once there are beam_width hypotheses; False (transformers' default) once no running beam

@@ -8,13 +8,13 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from tinyvllm.engine.api import AsyncLLM
-from tinyvllm.request import SamplingParams, StructuredOutputsParams, Thinking
+from tinyvllm.request import ReasoningParams, SamplingParams, StructuredOutputsParams
 from tinyvllm.server.core.conversation import ChatPrompt
 from tinyvllm.server.core.failures import bad_field
 from tinyvllm.server.core.prompts import require_tokenizer
 from tinyvllm.text.parsing import Event, Format, StreamParser, grammar_for, parser_for
 
-Position = Literal["before", "inside", "behind"]  # of the answer's start relative to the reasoning, as request.Thinking spells it
+Position = Literal["before", "inside", "after"]  # of the answer's start relative to the reasoning, as request.ReasoningParams spells it
 _MAX_CACHED_FORMATS = 32  # an engine; clients may send templates of their own
 
 
@@ -104,17 +104,17 @@ def _answer_position(dialect: Format, prompt: ChatPrompt) -> Position:
     conversation = prompt.conversation
     content = conversation.messages[-1].get("content") if conversation.continue_final_message else None
     if isinstance(content, str):
-        return "inside" if dialect.opened(content, continued=True) else "behind"
+        return "inside" if dialect.opened(content, continued=True) else "after"
     if dialect.opened(prompt.text):
         return "inside"
     closed = dialect.think is not None and prompt.text.rstrip().endswith(dialect.think[1])
-    return "behind" if closed or conversation.variables.get("enable_thinking") is False else "before"
+    return "after" if closed or conversation.variables.get("enable_thinking") is False else "before"
 
 
 def _with_thinking(dialect: Format, position: Position, params: SamplingParams) -> SamplingParams:
     """Tell the engine the marks of reasoning: the template may be another than the model's own. Without marks, nothing waits for them."""
     if dialect.think is not None:
-        return replace(params, thinking=Thinking(*dialect.think, position))
+        return replace(params, reasoning=ReasoningParams(*dialect.think, position))
     if params.structured_outputs is None:
         return params
     return replace(params, structured_outputs=replace(params.structured_outputs, enable_in_reasoning=True))
@@ -125,7 +125,7 @@ def _may_reason(params: SamplingParams, position: Position) -> bool:
     structure = params.structured_outputs
     if structure is None:
         return True
-    return structure.kind in ("regex", "grammar") if structure.enable_in_reasoning else position != "behind"
+    return structure.kind in ("regex", "grammar") if structure.enable_in_reasoning else position != "after"
 
 
 def _require_call(dialect: Format, tools: Tools, params: SamplingParams) -> tuple[Format, SamplingParams]:
