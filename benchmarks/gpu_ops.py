@@ -362,7 +362,7 @@ def draw_seconds(V: int, B: int, effort: Effort, kernel: bool = True) -> float:
     sampler = Sampler(V, B, Device.DEFAULT)
     sequences = [Sequence(b, str(b), [1], SamplingParams(temperature=0.6, seed=b), row=b) for b in range(B)]
     for sequence in sequences:
-        sampler.join(sequence, ())
+        sampler.add(sequence, ())
     logits, flags = floats(B, V), sampler.prepare(sequences, B)
     with kernels(None if kernel else "sample=ref"):
         sampler.draw(logits, flags)

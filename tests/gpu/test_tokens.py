@@ -47,10 +47,10 @@ def test_draws_are_the_cpus(sizes, kind, B):
         sequences = [Sequence(b, str(b), prompt, p, row=b) for b, p in enumerate(params_of_rows)]
         for sampler in samplers.values():
             if kind == "with all":  # creates the sampler's tables
-                sampler.join(Sequence(0, "0", [1], EVERYTHING, row=0), (2,))
-                sampler.leave(0)
+                sampler.add(Sequence(0, "0", [1], EVERYTHING, row=0), (2,))
+                sampler.remove(0)
             for sequence in sequences:
-                sampler.join(sequence, (2,))
+                sampler.add(sequence, (2,))
         for step in range(3):
             logits, tokens = np.stack([logits_of(random, V) for _ in range(B)]), {}
             for device, sampler in samplers.items():
@@ -61,7 +61,7 @@ def test_draws_are_the_cpus(sizes, kind, B):
                 sequence.output_token_ids.append(max(tokens["CPU"][b], 0))
         for sampler in samplers.values():
             for sequence in sequences:
-                sampler.leave(sequence.row)
+                sampler.remove(sequence.row)
 
 
 def test_accepted_drafts_equal_the_reference(monkeypatch):

@@ -87,13 +87,13 @@ def test_tokens_counts_and_positions_are_the_references(V, B, batches, monkeypat
     samplers = {"ref": Sampler(V, NEUTRAL, "CPU"), TARGETS[-1]: Sampler(V, NEUTRAL, "CPU")}
     everything = SamplingParams(seed=1, temperature=1.0, top_k=3, top_p=0.5, min_p=0.1, presence_penalty=0.1, logit_bias={1: 1.0})
     for sampler in samplers.values():  # its tables are made when somebody asks
-        sampler.join(Sequence(0, "0", [1], everything, row=0), (EOS,))
+        sampler.add(Sequence(0, "0", [1], everything, row=0), (EOS,))
     for _ in range(batches):
         asked, prompt = [params(random, V) for _ in range(B)], random.integers(0, V, 30).tolist()
         sequences = [Sequence(b, str(b), prompt, p, row=int(row)) for b, (p, row) in enumerate(zip(asked, random.permutation(NEUTRAL)))]
         for sampler in samplers.values():
             for sequence in sequences:
-                sampler.join(sequence, (EOS,))
+                sampler.add(sequence, (EOS,))
         for _ in range(5):
             logits, tokens = np.stack([logits_of(random, V) for _ in range(B)]), {}
             for row, sampler in samplers.items():
@@ -103,11 +103,11 @@ def test_tokens_counts_and_positions_are_the_references(V, B, batches, monkeypat
             for b, sequence in enumerate(sequences):
                 sequence.output_token_ids.append(max(tokens["ref"][b], 0))
         ours, theirs = samplers[TARGETS[-1]], samplers["ref"]
-        np.testing.assert_array_equal(download(ours._seen.counts)[:NEUTRAL], download(theirs._seen.counts)[:NEUTRAL])
+        np.testing.assert_array_equal(download(ours._counts.counts)[:NEUTRAL], download(theirs._counts.counts)[:NEUTRAL])
         np.testing.assert_array_equal(download(ours._inputs[B][1]), download(theirs._inputs[B][1]))
         for sampler in samplers.values():
             for sequence in sequences:
-                sampler.leave(sequence.row)
+                sampler.remove(sequence.row)
 
 
 class Rows:

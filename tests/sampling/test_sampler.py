@@ -32,12 +32,12 @@ class Batch:
 
     def __enter__(self) -> Batch:
         for sequence in self.sequences:
-            self.sampler.join(sequence, (EOS,))
+            self.sampler.add(sequence, (EOS,))
         return self
 
     def __exit__(self, *_: object) -> None:
         for sequence in self.sequences:
-            self.sampler.leave(sequence.row)
+            self.sampler.remove(sequence.row)
 
     def draw(self, logits: np.ndarray, padding: int = 0) -> list[int]:
         """One step: logits [B, V]; every sequence gets its token."""
@@ -175,9 +175,9 @@ def test_penalties_over_a_whole_output_and_a_preemption(shared):
     with batch:
         for step in range(20):
             if step == 10:
-                shared.leave(batch.sequences[0].row)
+                shared.remove(batch.sequences[0].row)
                 batch.sequences[0].row = 11
-                shared.join(batch.sequences[0], (EOS,))
+                shared.add(batch.sequences[0], (EOS,))
             scores = []
             for v in range(V):
                 x = float(logits[v])
@@ -210,7 +210,7 @@ def test_padding_counts_for_nobody(shared):
     logits[:, 5], logits[:, 0] = 9.0, 4.5
     with Batch(shared, penalized, penalized) as batch:
         batch.draw(logits)
-        shared.leave(batch.sequences.pop(0).row)
+        shared.remove(batch.sequences.pop(0).row)
         assert [batch.draw(logits[:1], padding=1)[0] for _ in range(4)] == [5, 5, 0, 5]
 
 
@@ -340,7 +340,7 @@ def test_rows_without_a_token_are_minus_one_and_harm_nobody(shared):
 
 def test_a_sampled_sequence_without_a_seed_is_refused(shared):
     with pytest.raises(ArgumentError, match="sequence 3 .* no seed"):
-        shared.join(Sequence(3, "a", [1], SamplingParams(), row=0), (EOS,))
+        shared.add(Sequence(3, "a", [1], SamplingParams(), row=0), (EOS,))
 
 
 def test_logprobs_go_to_those_who_ask(shared):
@@ -353,3 +353,58 @@ def test_logprobs_go_to_those_who_ask(shared):
     assert found[0] is None
     assert list(found[1]) == [tokens[1]]
     assert list(found[2]) == np.argsort(-logits[2])[:3].tolist()
+
+
+# --- several rows of logits of one sequence, as the verification of drafts wants them
+
+
+def test_rows_of_one_sequence_draw_its_next_tokens(shared):
+    """Three rows of one sequence between two others: the tokens of three single draws, because each row has its own position."""
+    logits = logits_of(13, 5, 1.0)
+    asks = GREEDY, SamplingParams(seed=5, temperature=1.3, top_p=0.95, logit_bias={4: 1.0}), SamplingParams(seed=5, top_k=30)
+    for start in (0, 3):
+        with Batch(shared, *asks, rows=[2, 7, 0]) as batch:
+            for sequence in batch.sequences:
+                sequence.output_token_ids = [1] * start
+            first, second, third = batch.sequences
+            flags = shared.prepare([first, second, second, second, third], 8)
+            rows = np.concatenate([logits, np.zeros((3, V), np.float32)])
+            together = download(shared.draw(Tensor(rows).realize(), flags)).tolist()[:5]
+            alone = [batch.draw(logits[[0, 1, 4]])]
+            batch.sequences = [second]
+            alone += [batch.draw(logits[r : r + 1]) for r in (2, 3)]
+            batch.sequences = [first, second, third]
+        assert together == [alone[0][0], alone[0][1], alone[1][0], alone[2][0], alone[0][2]]
+
+
+def test_rows_of_one_sequence_differ_in_position_alone(shared):
+    """Equal logits in twelve rows: a seeded sequence draws different tokens, a greedy one the same."""
+    logits = Tensor(np.repeat(logits_of(14, 1, 0.5), 12, 0)).realize()
+    with Batch(shared, SamplingParams(seed=8), GREEDY) as batch:
+        sampled, greedy = batch.sequences
+        drawn = download(shared.draw(logits, shared.prepare([sampled] * 6 + [greedy] * 6, 12))).tolist()
+    assert len(set(drawn[:6])) > 3 and len(set(drawn[6:])) == 1
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0, presence_penalty=0.5),
+        SamplingParams(temperature=0.0, allowed_token_ids=[1, 2]),
+        SamplingParams(temperature=0.0, min_tokens=3),
+    ],
+    ids=["penalties", "a mask", "min_tokens"],
+)
+def test_what_changes_with_every_token_takes_one_row_a_step(shared, params):
+    with Batch(shared, params) as batch:
+        shared.prepare(batch.sequences, 2)
+        with pytest.raises(ArgumentError, match="several rows"):
+            shared.prepare(batch.sequences * 2, 2)
+
+
+def test_logprobs_of_several_rows(shared):
+    logits = logits_of(15, 3)
+    with Batch(shared, GREEDY, GREEDY) as batch:
+        batch.sequences[1].logprobs = 1
+        found = shared.logprobs(Tensor(logits).realize(), [batch.sequences[n] for n in (0, 1, 1)], [0, 1, 2])
+    assert found[0] is None and [next(iter(entry)) for entry in found[1:]] == [1, 2]

@@ -92,7 +92,7 @@ class ActiveRequests:
         """Hand the sampler the sequences that were admitted, or admitted again, since their last token."""
         for sequence in [entry.sequence for entry in schedule.entries if entry.num_logits]:
             if self._rows.get(sequence.sequence_id) != sequence.row:
-                self._sampler.join(sequence, self._eos_ids)
+                self._sampler.add(sequence, self._eos_ids)
                 self._constraints.forget_device_state(sequence)
                 self._rows[sequence.sequence_id] = sequence.row
 
@@ -188,4 +188,4 @@ class ActiveRequests:
     def _leave_sampler(self, sequence: Sequence) -> None:
         row = self._rows.pop(sequence.sequence_id, None)
         if row is not None:
-            self._sampler.leave(row)
+            self._sampler.remove(row)

@@ -88,7 +88,7 @@ class Stages:
         """Start forward pass, draw and advance of a step of decodes as one launch; its tokens [B] are read later."""
         inputs, flags = step.inputs, step.flags
         tokens = self.runner.decode(inputs, self.sampler.step(inputs.num_logits, flags), flags, plain=not flags)
-        self.sampler.drawn(inputs.num_logits, flags, 1)
+        self.sampler.mark_drawn(inputs.num_logits, flags, 1)
         self.observer.step_launched(step.schedule, self.requests.owners, 1)
         self.scheduler.advance(step.schedule)
         self.observer.phase_ended("prepare")
@@ -146,5 +146,5 @@ def draw(
     if not advance:
         return iter([runner.tokens(sampled)])
     call = sampler.call(logits.logits, flags) if best is None else None
-    sampler.drawn(inputs.num_logits, flags, num_steps - 1)
+    sampler.mark_drawn(inputs.num_logits, flags, num_steps - 1)
     return runner.advance(inputs, sampled, call, num_steps)

@@ -41,7 +41,7 @@ class Warmup:
         runner, sampler = self._runner, self._sampler
         if step.decodes and self._run_ahead:
             runner.decode(step, sampler.step(step.num_logits, flags), flags, plain=not flags).get()
-            sampler.drawn(step.num_logits, flags, 1)
+            sampler.mark_drawn(step.num_logits, flags, 1)
             return
         for _ in draw(runner, sampler, step, runner.launch(step), flags, 1, use_best=True, advance=step.decodes):
             pass
