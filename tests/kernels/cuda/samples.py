@@ -1,4 +1,4 @@
-"""CUDA kernels as layers of Llama 3.2 1B, Llama 3.1 8B and Qwen3 0.6B launch them, for tests that ask whether and how well they compile."""
+"""CUDA kernels as layers of Llama 3.2 1B, Llama 3.1 8B and Qwen3 0.6B launch them, for tests of their compilation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WIDE = Sizes(2560, 10240, 8, 4, 256, 262144, True)  # Gemma 3 4B: the widest hea
 
 
 def samples(gpu: GPU) -> dict[str, Kernel]:
-    """Kernels by name, of which the first word is the stem, cut for a GPU."""
+    """Kernels for a GPU by name; the first word of a name is the stem."""
     return _few(gpu) | _many(gpu) | (_hopper(gpu) if gpu is GPUS["sm_90"] else {}) | _attention(gpu) | _tokens(gpu)
 
 

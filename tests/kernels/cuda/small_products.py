@@ -1,4 +1,4 @@
-"""The CUDA kernels that multiply up to eight rows, as records, cut for a GPU of so many multiprocessors."""
+"""Launch plans of the CUDA kernels that multiply up to eight rows, for a GPU of a given number of multiprocessors."""
 
 from __future__ import annotations
 

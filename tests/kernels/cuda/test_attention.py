@@ -1,6 +1,6 @@
 """Paged attention of the CUDA backend in the emulator: against a softmax in float64, and decode against prefill bit for bit.
 
-Sequences and caches are those of the CPU kernels' tests: NaN in every slot that no row sees, table entries far beyond the pool.
+Sequences and caches are those of the tests of the CPU kernels: NaN in every slot that no row sees, unused table entries beyond the pool.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tinyvllm.backends.kernel import Kernel
 from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16
 
 GPU = records.GPU(multiprocessors=3, shared=227 << 10, shared_of_one=228 << 10)
-# Weights, at most 1, are rounded to the cache's format before they meet the values; the rest is float32.
+# Weights, at most 1, are rounded to the cache's format before the product with the values; the rest is float32.
 TOLERANCE = {"BF16": {"rtol": 0, "atol": 8e-3}, "F16": {"rtol": 0, "atol": 1e-3}}
 
 
 def rounded(case: Case) -> Case:
-    """The case with queries as the kernels round them, for the oracle."""
+    """The case with queries rounded as in the kernels, for the oracle."""
     if case.shape.dtype == "BF16":
         return dataclasses.replace(case, q=bf16_to_f32(f32_to_bf16(case.q)).reshape(case.q.shape))
     return dataclasses.replace(case, q=case.q.astype(np.float16).astype(np.float32))
@@ -59,7 +59,7 @@ def decode(
     out, partial, counters = aligned(last.shape, np.float32), aligned((floats,), np.float32), aligned((counts,), np.uint32, 0)
     ins = [last, case.cache, case.tables, _ints(case.context), _ints([B if count is None else count])]
     ins += [_ints(shared_prefix_lens)] if shared_prefix_lens is not None and len(ins) < kernel.ins else []
-    for again in range(2 if seed == 0 else 1):  # a captured launch finds what the last one left
+    for again in range(2 if seed == 0 else 1):  # a captured launch starts with what the previous one left
         emulate(kernel, out, partial, counters, *ins, seed=seed + again, read=read)
         assert not counters.any()
     return out
@@ -112,13 +112,13 @@ def test_ragged_sequences(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("dtype, window", [("BF16", 0), ("F16", 0), ("BF16", 64)])
-def test_decode_at_every_border(dtype: str, window: int) -> None:
+def test_decode_at_the_borders_of_tiles_and_partitions(dtype: str, window: int) -> None:
     contexts = [1, 15, 16, 17, 63, 64, 65, 255, 256, 257, 600]
     case = make(Shape(H=2, K=1, D=32, dtype=dtype, window=window), [1] * len(contexts), contexts, seed=3)
     want = decode(case)
     close(want, oracle(rounded(case)), case)
     for grid, seed in ((1, 1), (2, 2), (5, 3), (40, 4)):
-        assert same(decode(case, grid=grid, seed=seed), want), f"{grid} blocks of threads"
+        assert same(decode(case, grid=grid, seed=seed), want), f"{grid} thread blocks"
     for b in (0, 4, 9, 10):
         alone = Case(case.shape, [1], contexts[b : b + 1], case.q[b : b + 1], case.cache, case.tables[b : b + 1], [], [])
         assert same(decode(alone, seed=b), want[b : b + 1]), contexts[b]
@@ -132,7 +132,7 @@ def test_sections(shape: Shape) -> None:
     close(rows, want, case)
     for grid, seed in ((1, 1), (3, 2), (4, 3), (17, 4)):
         ends = decode(case, grid=grid, section=512, seed=seed)
-        assert same(ends, rows[last]), f"{grid} blocks of threads"
+        assert same(ends, rows[last]), f"{grid} thread blocks"
 
 
 def test_a_long_context() -> None:
@@ -143,7 +143,7 @@ def test_a_long_context() -> None:
 
 
 @pytest.mark.parametrize("shape", [Shape(H=4, K=1, D=32, dtype="BF16"), Shape(H=3, K=3, D=32, S=8, dtype="F16", window=90)], ids=str)
-def test_every_row_has_the_bits_of_decode_however_prompts_are_cut(shape: Shape) -> None:
+def test_every_row_has_the_bits_of_decode_for_any_chunks(shape: Shape) -> None:
     whole = make(shape, [150], [290])
     rows = prefill(whole)
     for new, context in ((1, 290), (2, 257), (5, 230), (64, 204), (67, 290)):
@@ -160,7 +160,7 @@ def test_one_stage_has_the_bits_of_two() -> None:
     assert same(prefill(case, stages=1, seed=5), prefill(case, seed=6))
 
 
-def test_rows_that_do_not_count_stay_as_they_are() -> None:
+def test_rows_beyond_the_count_are_not_touched() -> None:
     case = make(Shape(D=32, dtype="BF16"), [1, 1, 40, 5, 1], [300, 20, 40, 12, 9])
     want = oracle(rounded(case))
     out = decode(case, count=2)
@@ -182,7 +182,7 @@ def test_large_scores_do_not_overflow() -> None:
     close(rows, want, case)
 
 
-def test_a_broken_sequence_does_not_reach_others() -> None:
+def test_a_broken_sequence_does_not_affect_others() -> None:
     case = make(Shape(H=2, K=1, D=32, dtype="BF16"), [30, 1, 20], [100, 90, 80])
     clean, ends = prefill(case), decode(case)
     case.cache[case.tables[1, 1], :, :, 3] = 0xFFFF

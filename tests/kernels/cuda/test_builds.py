@@ -1,4 +1,4 @@
-"""Every CUDA kernel compiles for the GPUs that it is made for, keeps what it has in registers, and fits into a block's shared memory."""
+"""Every CUDA kernel compiles for its GPUs, without spilling registers, and fits into the shared memory of a block."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def test_every_kernel_has_a_sample() -> None:
 
 
 def _cases() -> list[tuple[str, str]]:
-    """A kernel with instructions of one architecture for that alone."""
+    """A kernel with instructions of one architecture is compiled only for that."""
     return [(name, arch) for arch in GPUS for name, k in SAMPLES[arch].items() if k.target in (f"{arch}a", "sm_80")]
 
 
 @pytest.mark.parametrize("name, arch", _cases())
-def test_a_kernel_keeps_to_its_registers_and_its_shared_memory(name: str, arch: str) -> None:
+def test_a_kernel_does_not_spill_and_fits_in_shared_memory(name: str, arch: str) -> None:
     kernel = SAMPLES[arch][name]
     said = nvrtc.report(kernel, arch)
     assert said.spilled == 0 and said.stack == 0, said.said
@@ -40,14 +40,14 @@ def test_a_kernel_keeps_to_its_registers_and_its_shared_memory(name: str, arch: 
 
 
 def _cuts() -> list[tuple[records.Cut, str, str, int]]:
-    """All cuts; the widest is never chosen for quants, nor where a product is split."""
+    """All cuts; the widest is never chosen for quantized weights or for split products."""
     told = [("BF16", "sm_90", 1), ("Q4_0", "sm_80", 1), ("BF16", "sm_80", 4)]
     return [(cut, *how) for cut in records.CUTS for how in told if cut.tile_t < 192 or how == told[0]]
 
 
 @pytest.mark.parametrize("cut, format, arch, split", _cuts())
 def test_every_cut_of_a_large_product(cut: records.Cut, format: str, arch: str, split: int) -> None:
-    """Also those that the samples' shapes do not choose."""
+    """Also those that the shapes of the samples do not choose."""
     kernel = records.matmul("sm_80", format, 256, 2048, 2048, GPUS[arch], residual=True, chosen=(cut, split))[0]
     said = nvrtc.report(kernel, arch)
     assert said.spilled == 0 and said.stack == 0, said.said
@@ -57,7 +57,7 @@ def test_every_cut_of_a_large_product(cut: records.Cut, format: str, arch: str, 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on the PATH")
 @pytest.mark.parametrize("stem", sorted({name.split()[0] for name in SAMPLES["sm_90"]}))
 def test_nvcc_compiles_it_too(stem: str, tmp_path: Path) -> None:
-    """Another front end, mostly of another version; its assembler counts spills, too."""
+    """Another front end, mostly of another version; its assembler reports spills as well."""
     kernel = next(kernel for name, kernel in SAMPLES["sm_90"].items() if name.split()[0] == stem)
     source = tmp_path / f"{stem}.cu"
     source.write_text(kernel_text(kernel))
