@@ -195,7 +195,7 @@ def _unit(o: argparse.Namespace) -> str:
 
 
 class Team(ctypes.Structure):
-    _fields_ = [("lane", ctypes.c_int), ("lanes", ctypes.c_int), ("pool", ctypes.c_void_p)]
+    _fields_ = [("thread", ctypes.c_int), ("threads", ctypes.c_int), ("pool", ctypes.c_void_p)]
 
 
 def compiled(kernel: Kernel) -> ctypes.CDLL:
@@ -205,12 +205,12 @@ def compiled(kernel: Kernel) -> ctypes.CDLL:
     text = (
         kernel_text(kernel)
         + f"""
-void repeat(const long *lists, int sets, int times, const struct team *team) {{
-  meet(team);
+void repeat(const long *lists, int sets, int times, const struct thread_team *team) {{
+  barrier(team);
   for (int i = 0; i < times; i++) {{
     const long *a = lists + i % sets * {count};
     entry({actual}, team);
-    meet(team);
+    barrier(team);
   }}
 }}
 """

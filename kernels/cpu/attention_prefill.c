@@ -1,43 +1,67 @@
-// out[t] = softmax(q[t] k^T * SCALE) v over the keys that row t sees, for the rows of sequences with several: prompts, pieces of prompts.
+// out[t] = softmax(q[t] k^T * SCALE) v over the keys that row t sees, for the rows of sequences with several: chunks of prefills.
 //
-//   out           [T, H, D] float32          only rows of the chunk sequences are written
-//   scratch       [64 * LANE_FLOATS] float32: an area for each of 64 lanes (lanes beyond have nothing to do);
-//                 LANE_FLOATS = 128 * D + R * (3 * D + 32), R = max(1, 128 / G) * G in whole numbers, G = H / K
+//   out           [T, H, D] float32          only rows of the prefill sequences are written
+//   scratch       [64 * THREAD_FLOATS] float32: an area for each of 64 threads (further threads do nothing);
+//                 THREAD_FLOATS = 128 * D + R * (3 * D + 32), R = max(1, 128 / G) * G in whole numbers, G = H / K
 //   q             [T, H, D] float32
 //   cache         [P, 2, K, S, D] CACHE_TYPE keys at [:, 0], values at [:, 1]; this step's are in it
 //   block_tables  [B, M] int32
 //   context_lens  [B] int32                  tokens in the cache, with this step's
-//   query_starts  [B + 1] int32              sequence b's rows are query_starts[b] to query_starts[b + 1] - 1; its last stands at
+//   query_starts  [B + 1] int32              sequence b's rows are query_starts[b] to query_starts[b + 1] - 1; its last one is at
 //                                            position context_lens[b] - 1
-//   counts        [2] int32                  first chunk sequence, number of chunk sequences
+//   counts        [2] int32                  first prefill sequence, number of prefill sequences
 //
-// Units: (sequence, SPAN query positions, KV head), the latest and so the longest first. A lane takes the keys that any of its rows sees,
-// tile by tile, converts them once, and serves SPAN * G rows. float32 throughout; the order of the arithmetic is
-// attention.h's.
+// Units: (sequence, SPAN query positions, KV head), the latest and so the longest first. A thread reads the keys that any of its rows sees,
+// tile by tile, converts them once, and serves SPAN * G rows. float32 throughout; the order of the arithmetic is attention.h's.
 #include "attention.h"
 
 #define SPAN (G >= 128 ? 1 : 128 / G)
-#define ROWS_MOST (SPAN * G)
-#define LANES_MOST 64
-#define LANE_FLOATS (128 * D + ROWS_MOST * (3 * D + 32))
+#define MAX_ROWS (SPAN * G)
+#define MAX_THREADS 64
+#define THREAD_FLOATS (128 * D + MAX_ROWS * (3 * D + 32))
 
-// A lane's area. `out`, `out_top`, `out_weight`: what the chunks before the present one came to.
-struct area {
+struct area {                         // a thread's part of the scratch
   float *keys, *values;               // [D, TILE] and [TILE, D]
-  float *q, *sums, *out;              // [ROWS_MOST, D]
-  float *weight;                      // [ROWS_MOST, 16]
-  float *top, *out_top, *out_weight;  // [ROWS_MOST]
+  float *q, *sums, *out;              // [MAX_ROWS, D]
+  float *weight;                      // [MAX_ROWS, 16]
+  float *top, *out_top, *out_weight;  // [MAX_ROWS]; out, out_top and out_weight hold the merged partitions before the present one
 };
 
-static inline void area_of(struct area *area, float *scratch, int lane) {
-  float *a = scratch + (long)lane * LANE_FLOATS, *rows = a + 128 * D, *ends = rows + ROWS_MOST * 3 * D;
-  area->keys = a, area->values = a + 64 * D;
-  area->q = rows, area->sums = rows + ROWS_MOST * D, area->out = rows + ROWS_MOST * 2 * D;
-  area->weight = ends, area->top = ends + ROWS_MOST * 16, area->out_top = ends + ROWS_MOST * 17, area->out_weight = ends + ROWS_MOST * 18;
+static inline void area_of(struct area *area, float *scratch, int thread);
+static inline void prefill_unit(const struct area *area, float *out, const float *q, const cached *cache, const int32_t *table, int head,
+                                int position, int count);
+
+static void attention_prefill(float *out, float *scratch, const float *q, const cached *cache, const int32_t *block_tables,
+                              const int32_t *context_lens, const int32_t *query_starts, const int32_t *counts,
+                              const struct thread_team *team) {
+  if (team->thread >= MAX_THREADS) return;
+  struct area area;
+  area_of(&area, scratch, team->thread);
+  const int end = counts[0] + counts[1];
+  int b = counts[0], before = 0;  // units of the sequences before b
+  for (int unit = next_unit(team);; unit = next_unit(team)) {
+    int queries = 0, spans = 0;
+    for (; b < end; b++, before += spans * K) {
+      queries = query_starts[b + 1] - query_starts[b], spans = (queries + SPAN - 1) / SPAN;
+      if (unit < before + spans * K) break;
+    }
+    if (b >= end) break;
+    const int first = (spans - 1 - (unit - before) / K) * SPAN, head = (unit - before) % K;
+    const long at = ((long)(query_starts[b] + first) * H + head * G) * D;
+    prefill_unit(&area, out + at, q + at, cache, block_tables + (long)b * M, head, context_lens[b] - queries + first,
+                 min(SPAN, queries - first) * G);
+  }
 }
 
-static inline void load_values(float *values, const cached *cache, const int32_t *table, int head, int start, int first, int past) {
-  for (int at = first; at < past; at++) {
+static inline void area_of(struct area *area, float *scratch, int thread) {
+  float *a = scratch + (long)thread * THREAD_FLOATS, *rows = a + 128 * D, *ends = rows + MAX_ROWS * 3 * D;
+  area->keys = a, area->values = a + 64 * D;
+  area->q = rows, area->sums = rows + MAX_ROWS * D, area->out = rows + MAX_ROWS * 2 * D;
+  area->weight = ends, area->top = ends + MAX_ROWS * 16, area->out_top = ends + MAX_ROWS * 17, area->out_weight = ends + MAX_ROWS * 18;
+}
+
+static inline void load_values(float *values, const cached *cache, const int32_t *table, int head, int start, int first, int end) {
+  for (int at = first; at < end; at++) {
     const cached *v = keys_of(cache, table[at / S], head) + (long)K * S * D + at % S * D;
     for (int d = 0; d < D; d += 16) v16_store(values + (at - start) * D + d, load_cached(v + d));
   }
@@ -46,64 +70,43 @@ static inline void load_values(float *values, const cached *cache, const int32_t
 static inline void begin_rows(const struct area *area, const struct rows *rows, const float *q, int count) {
   for (int r = 0; r < count; r++) {
     for (int d = 0; d < D; d += 16) v16_store(area->q + r * D + d, v16_load(q + r / G * (long)(H * D) + r % G * D + d));
-    area->out_top[r] = NEVER;
-    begin_chunk(rows, r);
+    area->out_top[r] = NO_SCORE;
+    begin_partition(rows, r);
   }
 }
 
-static inline void end_chunk(const struct area *area, const struct rows *rows, int count) {
+static inline void end_partition(const struct area *area, const struct rows *rows, int count) {
   for (int r = 0; r < count; r++) {
-    if (rows->top[r] == NEVER) continue;  // this chunk lies outside the row's window or ahead of it
+    if (rows->top[r] == NO_SCORE) continue;  // this partition is before the row's window or after its position
     const float weight = v16_sum(v16_load(rows->weight + 16 * r));
     float *out = area->out + r * D, *sums = rows->sums + r * D;
-    if (area->out_top[r] == NEVER) {
+    if (area->out_top[r] == NO_SCORE) {
       for (int d = 0; d < D; d += 16) v16_store(out + d, v16_load(sums + d));
       area->out_top[r] = rows->top[r], area->out_weight[r] = weight;
     } else {
       merge(area->out_top + r, area->out_weight + r, out, rows->top[r], weight, sums);
     }
-    begin_chunk(rows, r);
+    begin_partition(rows, r);
   }
 }
 
-// `count` rows of G query heads; the first stand at `position`.
+// `count` rows of G query heads; the first are at `position`.
 static inline void prefill_unit(const struct area *area, float *out, const float *q, const cached *cache, const int32_t *table, int head,
                                 int position, int count) {
   const struct rows rows = {area->q, area->sums, D, area->top, area->weight, position};
   struct values values;
-  struct ahead ahead;
-  const int seen = first_seen(position), end = position + (count - 1) / G + 1;
+  struct prefetch prefetch;
+  const int visible = first_visible(position), end = position + (count - 1) / G + 1;
   values.run[0] = area->values;
   begin_rows(area, &rows, q, count);
-  for (int start = seen & -TILE; start < end; start += TILE) {
-    const int first = larger(seen, start), past = smaller(end, start + TILE);
-    look_nowhere(&ahead);
-    if (past < end) look_ahead(&ahead, cache, table, head, past, smaller(end, past + TILE));
-    load_keys(&ahead, area->keys, cache, table, head, start, first, past);
-    load_values(area->values, cache, table, head, start, first, past);
-    attend(&ahead, 0, TILE, &rows, count, area->keys, &values, start);
-    if ((start + TILE) % CHUNK == 0 || start + TILE >= end) end_chunk(area, &rows, count);
+  for (int start = visible & -TILE; start < end; start += TILE) {
+    const int first = max(visible, start), tile_end = min(end, start + TILE);
+    prefetch_nothing(&prefetch);
+    if (tile_end < end) prefetch_keys(&prefetch, cache, table, head, tile_end, min(end, tile_end + TILE));
+    load_keys(&prefetch, area->keys, cache, table, head, start, first, tile_end);
+    load_values(area->values, cache, table, head, start, first, tile_end);
+    attend(&prefetch, 0, TILE, &rows, count, area->keys, &values, start);
+    if ((start + TILE) % PARTITION == 0 || start + TILE >= end) end_partition(area, &rows, count);
   }
   for (int r = 0; r < count; r++) finish(out + r / G * (long)(H * D) + r % G * D, area->out + r * D, area->out_weight[r]);
-}
-
-static void attention_prefill(float *out, float *scratch, const float *q, const cached *cache, const int32_t *block_tables,
-                              const int32_t *context_lens, const int32_t *query_starts, const int32_t *counts, const struct team *team) {
-  if (team->lane >= LANES_MOST) return;
-  struct area area;
-  area_of(&area, scratch, team->lane);
-  const int past = counts[0] + counts[1];
-  int b = counts[0], before = 0;  // units of the sequences before b
-  for (int unit = next(team);; unit = next(team)) {
-    int queries = 0, spans = 0;
-    for (; b < past; b++, before += spans * K) {
-      queries = query_starts[b + 1] - query_starts[b], spans = (queries + SPAN - 1) / SPAN;
-      if (unit < before + spans * K) break;
-    }
-    if (b >= past) break;
-    const int first = (spans - 1 - (unit - before) / K) * SPAN, head = (unit - before) % K;
-    const long at = ((long)(query_starts[b] + first) * H + head * G) * D;
-    prefill_unit(&area, out + at, q + at, cache, block_tables + (long)b * M, head, context_lens[b] - queries + first,
-                 smaller(SPAN, queries - first) * G);
-  }
 }

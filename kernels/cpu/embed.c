@@ -12,8 +12,8 @@
 
 static void embed_row(float *x, const uint8_t *table, int token);
 
-static void embed(float *x, const uint8_t *table, const int32_t *tokens, const int32_t *rows, const struct team *team) {
-  for (int t = next(team); t < rows[0]; t = next(team)) {
+static void embed(float *x, const uint8_t *table, const int32_t *tokens, const int32_t *rows, const struct thread_team *team) {
+  for (int t = next_unit(team); t < rows[0]; t = next_unit(team)) {
     const int token = tokens[t];
     if (token >= 0 && token < V) embed_row(x + (long)t * E, table, token);
     else

@@ -1,59 +1,65 @@
 // out = silu(gate) * up, where gate, up = rmsnorm(x) . weight^T + bias: the first half of a gated feed-forward layer
 //
 //   out       [T, F] float32   does not alias x
-//   scratch   PREPARED_BYTES(E) (product.h) for every row, T counted up to a multiple of 16; 64-byte aligned
+//   scratch   PREPARED_BYTES(E) (product.h) for every row, T rounded up to a multiple of 16; 64-byte aligned
 //   x         [T, E] float32
 //   norm      [E] float32      RMS norm's weights; EPS inside the root
-//   weight    panels (product.h) of gate [F, E], behind them those of up [F, E]
+//   weight    panels (format.h) of gate [F, E], then those of up [F, E]
 //   bias      [2 F] float32, gate's first, if BIAS
-//   rows      [1] int32        how many rows of x there are, 0 to T; the rows of out behind them stay as they are
+//   rows      [1] int32        how many rows of x there are, 0 to T; further rows of out are unchanged
 //
-// E % 32 == 0, F % 16 == 0. Norm and everything behind the products in float32; products as product.h says.
+// E % 32 == 0, F % 16 == 0. Norm, bias, silu and product with up in float32; matrix products as product.h says.
 // A row to prepare is a unit of work, then a pair of gate's panels with that of up. silu(a) = a / (1 + e^-a).
 #define I E
 #include "norm.h"
-#include "thread_team.h"
 #include "product.h"
+#include "thread_team.h"
 
-#define PIECE 96 // rows; a multiple of twelve
+#define PIECE 96  // rows; a multiple of twelve
 
 #if BIAS
 #define BIAS_ARGUMENT const float *bias,
 #else
 #define BIAS_ARGUMENT
+#define bias 0
 #endif
 
-static void norm_gate_up_silu(float *out, void *scratch, const float *x, const float *norm, const void *weight, BIAS_ARGUMENT
-                              const int32_t *rows, const struct team *team) {
+static inline void finish_row(float *out, const float *gates, const float *ups, const float *biases, int f);
+
+static void norm_gate_up_silu(float *out, void *scratch, const float *x, const float *norm, const void *weight,
+                              BIAS_ARGUMENT const int32_t *rows, const struct thread_team *team) {
   const int count = rows[0], panels = F / 16;
   uint8_t *prepared = scratch;
-  for (int t = next(team); t < count; t = next(team)) prepare_normed(prepared + t * PREPARED, x + (long)t * E, norm, 0);
-  meet(team);
+  for (int t = next_unit(team); t < count; t = next_unit(team)) prepare_normed(prepared + t * PREPARED, x + (long)t * E, norm, 0);
+  barrier(team);
 
-  const int pairs = (panels + 1) / 2, piece = pairs < 4 * team->lanes ? PIECE : count > 0 ? count : 1;
+  const int pairs = (panels + 1) / 2, piece = pairs < 4 * team->threads ? PIECE : count > 0 ? count : 1;
   const int pieces = (count + piece - 1) / piece, units = pairs * pieces;
-  for (int unit = next(team), ahead; unit < units; unit = unit_after(team, ahead)) {
+  for (int unit = next_unit(team), ahead; unit < units; unit = unit_after(team, ahead)) {
     ahead = unit_ahead(team, unit, units);
     const int pair = unit / pieces, from = unit % pieces * piece, to = from + piece < count ? from + piece : count;
     const uint8_t *next_panel = (const uint8_t *)weight + 2 * (likely_unit(team, unit, ahead, units) / pieces) * PANEL;
     const uint8_t *gate = (const uint8_t *)weight + 2 * pair * PANEL, *up = gate + panels * PANEL;
-    const long second = 2 * pair + 1 < panels ? PANEL : 0; // from a panel to the other one of its pair
+    const long second = 2 * pair + 1 < panels ? PANEL : 0;  // from a panel to the other one of its pair
     for (int t = from, tokens; t < to; t += tokens) {
       float gates[MAX_TOKENS * 32], ups[MAX_TOKENS * 32];
       tokens = tile_tokens(to - t);
       panel_dot(gate, gate + second, up, prepared + t * PREPARED, tokens, gates, 32);
       panel_dot(up, up + second, t + tokens < to ? gate : next_panel, prepared + t * PREPARED, tokens, ups, 32);
-      for (int r = 0; r < tokens; r++) {
-        for (int f = pair * 32, c = 0; c < 32 && f + c < F; c += 16) {
-          v16 a = v16_load(gates + r * 32 + c), b = v16_load(ups + r * 32 + c);
-#if BIAS
-          a = v16_add(a, v16_load(bias + f + c));
-          b = v16_add(b, v16_load(bias + F + f + c));
-#endif
-          v16 silu = v16_div(a, v16_add(v16_set(1.0f), v16_exp(v16_sub(v16_set(0.0f), a))));
-          v16_store(out + (long)(t + r) * F + f + c, v16_mul(silu, b));
-        }
-      }
+      for (int r = 0; r < tokens; r++) finish_row(out + (long)(t + r) * F, gates + r * 32, ups + r * 32, bias, pair * 32);
     }
+  }
+}
+
+// A row's results from feature f on, 32 or what is left of F.
+static inline void finish_row(float *out, const float *gates, const float *ups, const float *biases, int f) {
+  for (int c = 0; c < 32 && f + c < F; c += 16) {
+    v16 a = v16_load(gates + c), b = v16_load(ups + c);
+    if (BIAS) {
+      a = v16_add(a, v16_load(biases + f + c));
+      b = v16_add(b, v16_load(biases + F + f + c));
+    }
+    const v16 silu = v16_div(a, v16_add(v16_set(1.0f), v16_exp(v16_sub(v16_set(0.0f), a))));
+    v16_store(out + f + c, v16_mul(silu, b));
   }
 }

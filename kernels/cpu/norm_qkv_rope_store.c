@@ -1,38 +1,28 @@
-// q, k, v = norm(x) . weight^T + bias, heads of q and k normed and rotated; q goes on, k and v go into their slots of the cache
+// q, k, v = norm(x) . weight^T + bias, heads of q and k normed and rotated; q is returned, k and v go into their slots of the cache
 //
 //   q            [T, H, D] float32
 //   keys         [P, 2, K, S, D] CACHE_TYPE (F32, F16 or BF16)   the pool of blocks: keys at [:, 0], values at [:, 1]
 //   keys_again                                                   the same memory once more; not used
-//   scratch      PREPARED_BYTES(E) (product.h) for every row, T counted up to a multiple of 16; 64-byte aligned
+//   scratch      PREPARED_BYTES(E) (product.h) for every row, T rounded up to a multiple of 16; 64-byte aligned
 //   x            [T, E] float32
 //   norm         [E] float32; norm_bias [E] float32, if NORM == LAYER
-//   weight       panels (product.h) of [(H + 2 K) D, E]: the heads of q, those of k, those of v
+//   weight       panels (format.h) of [(H + 2 K) D, E]: the heads of q, those of k, those of v
 //   bias         [(H + 2 K) D] float32, if BIAS
 //   q_norm, k_norm  [D] float32, if QK_NORM                      RMS norm of every head of q and k, with QK_EPS, before the rotation
 //   angles       [T, R] float32, if R > 0                        R / 2 cosines, then R / 2 sines
 //   slots        [T] int32                                       block * S + offset: where a row's k and v go; no two rows have the same
-//   rows         [1] int32                                       how many rows of x there are, 0 to T; q's rows behind stay as they are
+//   rows         [1] int32                                       how many rows of x there are, 0 to T; further rows of q are unchanged
 //
-// E % 32 == 0, D % 16 == 0, R even, R <= D. Feature i is rotated with feature i + R / 2; those from R on stay. Everything behind the
-// products in float32, then k and v are rounded to nearest, ties to even. A row to prepare is a unit of work, then a head of q, k or v.
+// E % 32 == 0, D % 16 == 0, R even, R <= D. Feature i is rotated with feature i + R / 2; those from R on are not rotated. All that follows
+// the products is in float32, then k and v are rounded to nearest, ties to even. A row to prepare is a unit of work, then a head of q, k or v.
 #define I E
+#include "cache.h"
 #include "norm.h"
-#include "thread_team.h"
 #include "product.h"
+#include "thread_team.h"
 
-#define PIECE 96 // rows; a multiple of twelve
-#define PITCH ((D + 31) / 32 * 32) // of a tile's rows: an odd last panel is computed twice
-
-#if CACHE_TYPE == F32
-typedef float cache_number;
-#define store_number v16_store
-#elif CACHE_TYPE == F16
-typedef uint16_t cache_number;
-#define store_number v16_store_f16
-#else
-typedef uint16_t cache_number;
-#define store_number v16_store_bf16
-#endif
+#define PIECE 96                    // rows; a multiple of twelve
+#define PITCH ((D + 31) / 32 * 32)  // of a tile's rows: an odd last panel is computed twice
 
 #if BIAS
 #define BIAS_ARGUMENT const float *bias,
@@ -50,40 +40,23 @@ typedef uint16_t cache_number;
 #define ANGLES_ARGUMENT
 #endif
 
-static inline void add_bias(float *y, const float *bias) {
-  for (int d = 0; d < D; d += 16) v16_store(y + d, v16_add(v16_load(y + d), v16_load(bias + d)));
-}
+static inline void add_bias(float *y, const float *bias);
+static inline void norm_one_head(float *y, const float *weight);
+static inline void rotate(float *y, const float *angles);
+static inline cached *cache_row(cached *keys, int32_t slot, int is_value, int head);
 
-static inline void norm_head_of(float *y, const float *weight) {
-  v16 inverse = v16_set(inverse_spread(y, D, 0.0f, QK_EPS));
-  for (int d = 0; d < D; d += 16) v16_store(y + d, v16_mul(v16_mul(v16_load(y + d), inverse), v16_load(weight + d)));
-}
-
-static inline void rotate(float *y, const float *angles) {
-  for (int i = 0; i < R / 2; i++) {
-    float a = y[i], b = y[i + R / 2], cosine = angles[i], sine = angles[i + R / 2];
-    y[i] = a * cosine - b * sine;
-    y[i + R / 2] = b * cosine + a * sine;
-  }
-}
-
-// Where row `slot` of head `head` of keys (which = 0) or values (1) begins.
-static inline long place(int32_t slot, int which, int head) {
-  return (((long)(slot / S) * 2 + which) * K + head) * (long)S * D + (long)(slot % S) * D;
-}
-
-static void norm_qkv_rope_store(float *q, cache_number *keys, void *keys_again, void *scratch, const float *x, const float *norm,
-                                NORM_BIAS_ARGUMENT const void *weight, BIAS_ARGUMENT QK_NORM_ARGUMENTS ANGLES_ARGUMENT
-                                const int32_t *slots, const int32_t *rows, const struct team *team) {
+static void norm_qkv_rope_store(float *q, cached *keys, void *keys_again, void *scratch, const float *x, const float *norm,
+                                NORM_BIAS_ARGUMENT const void *weight, BIAS_ARGUMENT QK_NORM_ARGUMENTS ANGLES_ARGUMENT const int32_t *slots,
+                                const int32_t *rows, const struct thread_team *team) {
   const int count = rows[0], heads = H + 2 * K;
   uint8_t *prepared = scratch;
-  for (int t = next(team); t < count; t = next(team)) prepare_normed(prepared + t * PREPARED, x + (long)t * E, norm, norm_bias);
-  meet(team);
+  (void)keys_again;
+  for (int t = next_unit(team); t < count; t = next_unit(team)) prepare_normed(prepared + t * PREPARED, x + (long)t * E, norm, norm_bias);
+  barrier(team);
 
-  const int piece = heads < 8 * team->lanes ? PIECE : count > 0 ? count : 1;
-  const int pieces = (count + piece - 1) / piece;
-  const int units = heads * pieces;
-  for (int unit = next(team), ahead; unit < units; unit = unit_after(team, ahead)) {
+  const int piece = heads < 8 * team->threads ? PIECE : count > 0 ? count : 1;
+  const int pieces = (count + piece - 1) / piece, units = heads * pieces;
+  for (int unit = next_unit(team), ahead; unit < units; unit = unit_after(team, ahead)) {
     ahead = unit_ahead(team, unit, units);
     const uint8_t *next_panel = (const uint8_t *)weight + (long)(likely_unit(team, unit, ahead, units) / pieces) * (D / 16) * PANEL;
     const int head = unit / pieces, from = unit % pieces * piece, to = from + piece < count ? from + piece : count;
@@ -92,8 +65,8 @@ static void norm_qkv_rope_store(float *q, cache_number *keys, void *keys_again, 
       float tile[MAX_TOKENS * PITCH];
       tokens = tile_tokens(to - t);
       for (int p = 0; p < D / 16; p += 2) {
-        const uint8_t *a = first + p * PANEL, *then = p + 2 < D / 16 ? a + 2 * PANEL : t + tokens < to ? first : next_panel;
-        panel_dot(a, p + 1 < D / 16 ? a + PANEL : a, then, prepared + t * PREPARED, tokens, tile + p * 16, PITCH);
+        const uint8_t *a = first + p * PANEL, *next = p + 2 < D / 16 ? a + 2 * PANEL : t + tokens < to ? first : next_panel;
+        panel_dot(a, p + 1 < D / 16 ? a + PANEL : a, next, prepared + t * PREPARED, tokens, tile + p * 16, PITCH);
       }
       for (int r = 0; r < tokens; r++) {
         float *y = tile + r * PITCH;
@@ -102,7 +75,7 @@ static void norm_qkv_rope_store(float *q, cache_number *keys, void *keys_again, 
         add_bias(y, bias + (long)head * D);
 #endif
 #if QK_NORM
-        if (head < H + K) norm_head_of(y, head < H ? q_norm : k_norm);
+        if (head < H + K) norm_one_head(y, head < H ? q_norm : k_norm);
 #endif
 #if R > 0
         if (head < H + K) rotate(y, angles + (long)row * R);
@@ -110,10 +83,38 @@ static void norm_qkv_rope_store(float *q, cache_number *keys, void *keys_again, 
         if (head < H) {
           for (int d = 0; d < D; d += 16) v16_store(q + ((long)row * H + head) * D + d, v16_load(y + d));
         } else {
-          cache_number *to = keys + place(slots[row], head >= H + K, (head - H) % K);
-          for (int d = 0; d < D; d += 16) store_number(to + d, v16_load(y + d));
+          cached *to = cache_row(keys, slots[row], head >= H + K, (head - H) % K);
+          for (int d = 0; d < D; d += 16) store_cached(to + d, v16_load(y + d));
         }
       }
     }
   }
+}
+
+#if BIAS
+static inline void add_bias(float *y, const float *bias) {
+  for (int d = 0; d < D; d += 16) v16_store(y + d, v16_add(v16_load(y + d), v16_load(bias + d)));
+}
+#endif
+
+#if QK_NORM
+static inline void norm_one_head(float *y, const float *weight) {
+  const v16 inverse = v16_set(inverse_spread(y, D, 0.0f, QK_EPS));
+  for (int d = 0; d < D; d += 16) v16_store(y + d, v16_mul(v16_mul(v16_load(y + d), inverse), v16_load(weight + d)));
+}
+#endif
+
+#if R > 0
+static inline void rotate(float *y, const float *angles) {
+  for (int i = 0; i < R / 2; i++) {
+    float a = y[i], b = y[i + R / 2], cosine = angles[i], sine = angles[i + R / 2];
+    y[i] = a * cosine - b * sine;
+    y[i + R / 2] = b * cosine + a * sine;
+  }
+}
+#endif
+
+// Where a head's key or value of a slot is.
+static inline cached *cache_row(cached *keys, int32_t slot, int is_value, int head) {
+  return keys + (((long)(slot / S) * 2 + is_value) * K + head) * (long)S * D + (long)(slot % S) * D;
 }

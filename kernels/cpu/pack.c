@@ -35,9 +35,9 @@ static inline void convert_panel(uint8_t *to, const struct source *from, int pre
 #define SOURCE_ROW_BYTES (I * (long)NUMBER_BYTES(SOURCE))
 #endif
 
-static void pack(uint8_t *panels, const uint8_t *rows, const int32_t *span, const struct team *team) {
+static void pack(uint8_t *panels, const uint8_t *rows, const int32_t *span, const struct thread_team *team) {
   const int first = span[0], count = span[1] - span[0];
-  for (int unit = next(team); unit < count; unit = next(team)) {
+  for (int unit = next_unit(team); unit < count; unit = next_unit(team)) {
     const int left = span[2] - unit * ROWS, present = left < ROWS ? left : ROWS;
     const struct source from = sixteen_rows(rows + (long)unit * ROWS * SOURCE_ROW_BYTES, SOURCE_ROW_BYTES, present);
     uint8_t *to = panels + (first + unit) * PANEL_BYTES(I);

@@ -17,9 +17,9 @@
 static inline void pack_tile(uint32_t *to, const uint8_t *rows, int present);
 static inline void pack_other_fields(uint8_t *to, const uint8_t *rows, long block, long blocks, int present);
 
-static void pack_tiles(uint8_t *tiles, const uint8_t *rows, const int32_t *span, const struct team *team) {
+static void pack_tiles(uint8_t *tiles, const uint8_t *rows, const int32_t *span, const struct thread_team *team) {
   const long blocks = (long)span[3] * BLOCKS;  // of sixteen rows each, in the whole matrix
-  for (int unit = next(team); unit < span[1] - span[0]; unit = next(team)) {
+  for (int unit = next_unit(team); unit < span[1] - span[0]; unit = next_unit(team)) {
     const int left = span[2] - unit * 16, present = left < 16 ? left : 16;
     for (int b = 0; b < BLOCKS; b++) {
       const long block = (long)(span[0] + unit) * BLOCKS + b;

@@ -1,4 +1,4 @@
-"""Calls a CPU kernel straight from its shared object, on as many threads as asked for: no tinygrad, no engine."""
+"""Calls a CPU kernel directly from its shared object, on any number of threads, without tinygrad and the engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def load(kernel: Kernel, extra: tuple[str, ...] = ()) -> ctypes.CDLL:
 
 
 def aligned(shape: tuple[int, ...], dtype: object, fill: object = None) -> np.ndarray:
-    """An array on a cache line's border, filled with `fill` or, without one, with bytes that are NaN in every float format."""
+    """An array on a cache line's boundary, filled with `fill` or, without one, with bytes that are NaN in every float format."""
     dtype = np.dtype(dtype)
     size = int(np.prod(shape)) * dtype.itemsize
     raw = np.full(size + 64, 0xFF, np.uint8)
@@ -47,24 +47,26 @@ def aligned(shape: tuple[int, ...], dtype: object, fill: object = None) -> np.nd
 
 
 class Team(ctypes.Structure):
-    _fields_ = [("lane", ctypes.c_int), ("lanes", ctypes.c_int), ("pool", ctypes.c_void_p)]
+    """struct thread_team of kernels/cpu/include/thread_team.h."""
+
+    _fields_ = [("thread", ctypes.c_int), ("threads", ctypes.c_int), ("pool", ctypes.c_void_p)]
 
 
-def call(kernel: Kernel, *arrays: np.ndarray, lanes: int = 2, extra: tuple[str, ...] = ()) -> None:
-    """Run the kernel on `lanes` threads. Arrays in the order of its arguments; what it writes is written in place."""
+def call(kernel: Kernel, *arrays: np.ndarray, threads: int = 2, extra: tuple[str, ...] = ()) -> None:
+    """Run the kernel on `threads` threads. Arrays are in the order of its arguments; those that it writes are written in place."""
     assert len(arrays) == kernel.outs + kernel.ins, f"{kernel.stem} takes {kernel.outs + kernel.ins} arguments, got {len(arrays)}"
     assert all(a.flags.c_contiguous for a in arrays)
     entry = load(kernel, extra).entry
     entry.restype = None
     pool = aligned((256,), np.uint8, 0)
 
-    def run(lane: int) -> None:
-        team = Team(lane, lanes, pool.ctypes.data)
+    def run(thread: int) -> None:
+        team = Team(thread, threads, pool.ctypes.data)
         entry(*(ctypes.c_void_p(a.ctypes.data) for a in arrays), ctypes.byref(team))
 
-    threads = [threading.Thread(target=run, args=(lane,)) for lane in range(1, lanes)]
-    for thread in threads:
-        thread.start()
+    workers = [threading.Thread(target=run, args=(thread,)) for thread in range(1, threads)]
+    for worker in workers:
+        worker.start()
     run(0)
-    for thread in threads:
-        thread.join()
+    for worker in workers:
+        worker.join()

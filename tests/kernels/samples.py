@@ -146,7 +146,7 @@ def pack_tiles(format: str, target: str, I: int = 96, rows: int = 37) -> Call:
 
 
 def sample(target: str, B: int = 4, V: int = 300, R: int = 4, **only: int) -> Call:
-    """Three lanes draw a row each and then the last one together, which is the neutral row of the tables."""
+    """Three threads draw a row each and then the last one together, which is the neutral row of the tables."""
     features = {name: only.get(name, 1 - bool(only)) for name in ("SAMPLED", "TOP_K", "TOP_P", "MIN_P", "PENALIZED", "BIASED")}
     tables, filtered = features["PENALIZED"] | features["BIASED"], features["TOP_K"] | features["TOP_P"] | features["MIN_P"]
     lines = np.zeros((B, 12), np.int32)

@@ -113,7 +113,7 @@ def oracle(case: Case) -> np.ndarray:
 
 
 def decode(
-    case: Case, target: str = TARGETS[0], lanes: int = 2, count: int | None = None, shared_prefix_lens: list[int] | None = None
+    case: Case, target: str = TARGETS[0], threads: int = 2, count: int | None = None, shared_prefix_lens: list[int] | None = None
 ) -> np.ndarray:  # fmt: skip
     """The last row of each sequence; with `alike`, by the kernel that reads once what is shared."""
     s, (B, M) = case.shape, case.tables.shape
@@ -123,11 +123,11 @@ def decode(
     out = aligned(last.shape, np.float32)
     ins = [last, case.cache, case.tables, _ints(case.context), _ints([B if count is None else count])]
     ins += [] if shared_prefix_lens is None else [_ints(shared_prefix_lens)]
-    call(case.kernel("attention_decode", target, shared_prefix_lens is not None), out, partial, *ins, lanes=lanes)
+    call(case.kernel("attention_decode", target, shared_prefix_lens is not None), out, partial, *ins, threads=threads)
     return out
 
 
-def prefill(case: Case, target: str = TARGETS[0], lanes: int = 2, first: int = 0, count: int | None = None) -> np.ndarray:
+def prefill(case: Case, target: str = TARGETS[0], threads: int = 2, first: int = 0, count: int | None = None) -> np.ndarray:
     s = case.shape
     G = s.H // s.K
     rows = max(1, 128 // G) * G
@@ -135,7 +135,7 @@ def prefill(case: Case, target: str = TARGETS[0], lanes: int = 2, first: int = 0
     out = aligned(case.q.shape, np.float32)
     counts = _ints([first, len(case.new) - first if count is None else count])
     ins = (case.q, case.cache, case.tables, _ints(case.context), case.starts, counts)
-    call(case.kernel("attention_prefill", target), out, scratch, *ins, lanes=lanes)
+    call(case.kernel("attention_prefill", target), out, scratch, *ins, threads=threads)
     return out
 
 
@@ -197,10 +197,10 @@ def test_every_row_has_the_bits_of_decode_however_prompts_are_cut(shape: Shape, 
 @pytest.mark.parametrize("shape", [RAGGED[1], RAGGED[9]], ids=str)
 def test_lanes_do_not_change_bits(shape: Shape, target: str) -> None:
     case = ragged(shape)
-    rows, last = prefill(case, target, lanes=1), decode(case, target, lanes=1)
-    for lanes in (2, 3):
-        assert same(prefill(case, target, lanes=lanes), rows)
-        assert same(decode(case, target, lanes=lanes), last)
+    rows, last = prefill(case, target, threads=1), decode(case, target, threads=1)
+    for threads in (2, 3):
+        assert same(prefill(case, target, threads=threads), rows)
+        assert same(decode(case, target, threads=threads), last)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -272,8 +272,8 @@ def test_shared_blocks_read_once_give_the_same_bits(shape: Shape, target: str) -
     case = grouped(shape)
     want = decode(case, target)
     np.testing.assert_allclose(want, oracle(case), **TOLERANCE)
-    for lanes in (1, 3):
-        assert same(decode(case, target, lanes, shared_prefix_lens=case.shared), want), lanes
+    for threads in (1, 3):
+        assert same(decode(case, target, threads, shared_prefix_lens=case.shared), want), threads
     # what is said to be shared may be less than what is
     for less in ([0] * len(case.shared), [n // 2 // shape.S * shape.S for n in case.shared], [max(0, n - shape.S) for n in case.shared]):
         assert same(decode(case, target, shared_prefix_lens=less), want)

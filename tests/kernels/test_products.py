@@ -98,10 +98,10 @@ def matmul_kernel(I: int, O: int, format: str, target: str, bias: int = 0, resid
     return Kernel("matmul", "cpu", target, defines, 2, 3 + bias + residual)
 
 
-def matmul(kernel: Kernel, x: np.ndarray, panels: np.ndarray, *more: np.ndarray, rows: int | None = None, lanes: int = 2) -> np.ndarray:
+def matmul(kernel: Kernel, x: np.ndarray, panels: np.ndarray, *more: np.ndarray, rows: int | None = None, threads: int = 2) -> np.ndarray:
     defines = dict(kernel.defines)
     out = poison(len(x), int(defines["O"]))
-    call(kernel, out, scratch(len(x), int(defines["I"])), x, panels, *more, one(len(x) if rows is None else rows), lanes=lanes)
+    call(kernel, out, scratch(len(x), int(defines["I"])), x, panels, *more, one(len(x) if rows is None else rows), threads=threads)
     return out
 
 
@@ -140,10 +140,10 @@ def test_a_row_has_the_same_bits_in_any_company(format: str, target: str) -> Non
     kernel, x = matmul_kernel(I, O, format, target), numbers(most, I)
     want = matmul(kernel, x, panels)
     for T in (1, 2, 4, 5, 8, 13, 16, 29, 130):
-        for lanes in (1, 2, 3):
-            start = (7 * T + lanes) % (most - T + 1)
-            got = matmul(kernel, np.ascontiguousarray(x[start : start + T]), panels, lanes=lanes)
-            assert (got.view(np.uint32) == want[start : start + T].view(np.uint32)).all(), f"T={T}, {lanes} lanes"
+        for threads in (1, 2, 3):
+            start = (7 * T + threads) % (most - T + 1)
+            got = matmul(kernel, np.ascontiguousarray(x[start : start + T]), panels, threads=threads)
+            assert (got.view(np.uint32) == want[start : start + T].view(np.uint32)).all(), f"T={T}, {threads} threads"
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -198,10 +198,10 @@ def test_a_gated_row_has_the_same_bits_in_any_company(format: str, target: str) 
     kernel = Kernel("norm_gate_up_silu", "cpu", target, (("E", E), ("F", F), ("WEIGHT", format), ("BIAS", 0), ("EPS", 1e-5)), 2, 4)
     x, norm, want = numbers(most, E), numbers(E), poison(most, F)
     call(kernel, want, scratch(most, E), x, norm, panels, one(most))
-    for T, lanes in ((1, 2), (3, 1), (13, 3), (40, 2)):
+    for T, threads in ((1, 2), (3, 1), (13, 3), (40, 2)):
         out = poison(T, F)
-        call(kernel, out, scratch(T, E), np.ascontiguousarray(x[-T:]), norm, panels, one(T), lanes=lanes)
-        assert (out.view(np.uint32) == want[-T:].view(np.uint32)).all(), f"T={T}, {lanes} lanes"
+        call(kernel, out, scratch(T, E), np.ascontiguousarray(x[-T:]), norm, panels, one(T), threads=threads)
+        assert (out.view(np.uint32) == want[-T:].view(np.uint32)).all(), f"T={T}, {threads} threads"
 
 
 def rotated(y: np.ndarray, angles: np.ndarray, R: int) -> np.ndarray:
@@ -226,7 +226,7 @@ HEADS = [  # H, K, D, R, layer norm, bias, qk norm, cache, weights
 ]
 
 
-def qkv(case: tuple, target: str, x: np.ndarray, slots: np.ndarray, pool: np.ndarray, lanes: int = 2) -> tuple:
+def qkv(case: tuple, target: str, x: np.ndarray, slots: np.ndarray, pool: np.ndarray, threads: int = 2) -> tuple:
     """Run the kernel; (q, the float64 [T, H + 2 K, D] that it should have made, the sizes of its sums)."""
     H, K, D, R, layer, bias, qk_norm, cache, format = case
     (T, E), S, eps = x.shape, pool.shape[3], 1e-6
@@ -237,7 +237,7 @@ def qkv(case: tuple, target: str, x: np.ndarray, slots: np.ndarray, pool: np.nda
     defines = (*sizes, ("BIAS", bias), ("QK_NORM", qk_norm), ("EPS", eps), ("QK_EPS", eps))
     ins = [x, norm, *[norm_bias] * layer, panels, *[biases] * bias, *[q_norm, k_norm] * qk_norm, *([angles] if R else []), slots, one(T)]
     q = poison(T, H, D)
-    call(Kernel("norm_qkv_rope_store", "cpu", target, defines, 4, len(ins)), q, pool, pool, scratch(T, E), *ins, lanes=lanes)
+    call(Kernel("norm_qkv_rope_store", "cpu", target, defines, 4, len(ins)), q, pool, pool, scratch(T, E), *ins, threads=threads)
 
     seen = prepared(normed(x, norm, norm_bias if layer else None, eps), format)
     y = (seen @ values.T + bias * biases).reshape(T, H + 2 * K, D)
@@ -275,9 +275,9 @@ def test_qkv_has_the_same_bits_in_any_company(target: str) -> None:
     K, D = case[1], case[2]
     x, slots = numbers(most, 64), np.arange(most, dtype=np.int32)
     pools = [aligned((7, 2, K, S, D), np.float32, 0) for _ in range(2)]
-    # the angles are drawn by shape: only the same T compares; lanes and the order of slots differ
-    want, _, _ = qkv(case, target, x, slots, pools[0], lanes=1)
-    got, _, _ = qkv(case, target, x, slots[::-1].copy(), pools[1], lanes=3)
+    # the angles are drawn by shape: only the same T compares; threads and the order of slots differ
+    want, _, _ = qkv(case, target, x, slots, pools[0], threads=1)
+    got, _, _ = qkv(case, target, x, slots[::-1].copy(), pools[1], threads=3)
     assert (got.view(np.uint32) == want.view(np.uint32)).all()
     rows = [pool.transpose(0, 3, 1, 2, 4).reshape(-1, 2, K, D)[:most] for pool in pools]
     assert (rows[0] == rows[1][::-1]).all()

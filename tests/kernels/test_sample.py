@@ -131,7 +131,7 @@ class Rows:
         floats[:, Column.MIN_P] = np.where(has["MIN_P"], -2.5, -INF)
         floats[:, Column.REPETITION :] = np.where(has["PENALIZED"][:, None], (1.2, 0.5, 0.25), (1, 0, 0))
 
-    def draw(self, which: list[int], features: tuple[str, ...] = FEATURES, target: str = TARGETS[-1], lanes: int = 2) -> list[int]:
+    def draw(self, which: list[int], features: tuple[str, ...] = FEATURES, target: str = TARGETS[-1], threads: int = 2) -> list[int]:
         """The tokens of these rows as one batch, in a kernel with these features. Nothing of `self` changes."""
         B, on = len(which), {name: int(name in features) for name in FEATURES}
         tables, filtered = on["PENALIZED"] | on["BIASED"], on["TOP_K"] | on["TOP_P"] | on["MIN_P"]
@@ -140,22 +140,22 @@ class Rows:
         ins = [self.logits[which], *([self.prompted] if on["PENALIZED"] else []), *([self.bias] if on["BIASED"] else [])]
         ins.append(np.array([B], np.int32))
         defines = (("V", WIDTH), ("NEUTRAL_ROW", NEUTRAL), *on.items())
-        call(Kernel("sample", "cpu", target, defines, len(outs), len(ins)), *outs, *ins, lanes=lanes, extra=("-ffp-contract=off",))
+        call(Kernel("sample", "cpu", target, defines, len(outs), len(ins)), *outs, *ins, threads=threads, extra=("-ffp-contract=off",))
         return outs[0].tolist()
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_row_depends_on_nothing_around_it(target):
-    """Alone on one lane, in parts on several, more of them than there are parts, and in a batch in another order: the same token."""
+    """Alone on one thread, in parts on several, more of them than there are parts, and in a batch in another order: the same token."""
     rows, everyone = Rows(NEUTRAL, 5), list(range(NEUTRAL))
-    alone = [rows.draw([b], target=target, lanes=1)[0] for b in everyone]
+    alone = [rows.draw([b], target=target, threads=1)[0] for b in everyone]
     assert len(set(alone)) > 10 and min(alone) >= 0
-    for lanes in (2, 3, 11):
-        assert [rows.draw([b], target=target, lanes=lanes)[0] for b in everyone[:6]] == alone[:6]
+    for threads in (2, 3, 11):
+        assert [rows.draw([b], target=target, threads=threads)[0] for b in everyone[:6]] == alone[:6]
     order = np.random.default_rng(1).permutation(NEUTRAL).tolist()
-    for lanes in (1, 2, 3):
+    for threads in (1, 2, 3):
         for B in (3, 8, NEUTRAL):
-            assert rows.draw(order[:B], target=target, lanes=lanes) == [alone[b] for b in order[:B]]
+            assert rows.draw(order[:B], target=target, threads=threads) == [alone[b] for b in order[:B]]
     assert alone == [rows.draw([b])[0] for b in everyone]  # nor, for these seeds, on the processor
 
 
@@ -186,5 +186,5 @@ def test_rows_without_a_token_and_ties():
     rows = Rows(2, 8, ())
     rows.logits[:, [77, 500, 999]] = 50
     rows.logits[1] = np.where(np.arange(WIDTH) % 2, 0.0, -0.0)
-    for lanes in (1, 2, 3, 4):
-        assert rows.draw([0, 1], lanes=lanes) == [77, 0]
+    for threads in (1, 2, 3, 4):
+        assert rows.draw([0, 1], threads=threads) == [77, 0]

@@ -56,12 +56,13 @@ MAIN = """
 #include <stdlib.h>
 
 static int64_t arguments[{count}], sizes[{count}];
-static struct thread_pool crews[3];
+static struct thread_pool pools[3];
 
-static void *lane(void *number) {{
-  long lane = (long)number;
-  struct team team = {{(int)lane, 3, &crews[PLANT_RACE ? lane : 0]}};  // planted: every lane counts for itself and does everything
-  if (PLANT_RACE) team.lanes = 1;
+static void *run(void *number) {{
+  long thread = (long)number;
+  // planted: every thread counts for itself and does everything
+  struct thread_team team = {{(int)thread, 3, &pools[PLANT_RACE ? thread : 0]}};
+  if (PLANT_RACE) team.threads = 1;
   entry({actual}, &team);
   return 0;
 }}
@@ -71,16 +72,16 @@ int main(int n, char **paths) {{
   for (int i = 0; i < {count}; i++) {{
     void *at;
     if (fread(&sizes[i], 8, 1, in) != 1) return 2;
-    long size = sizes[i] - (i == PLANT_SHORT);  // planted: one byte less than the kernel was told
+    long size = sizes[i] - (i == PLANT_SHORT);  // planted: one byte less than the kernel expects
     if (posix_memalign(&at, 64, size)) return 2;
     if (fread(at, 1, size, in) != size) return 2;
     if (i == PLANT_SHORT) fgetc(in);
     arguments[i] = (int64_t)at;
   }}
-  pthread_t threads[3];
-  for (long i = 1; i < 3; i++) pthread_create(&threads[i], 0, lane, (void *)i);
-  lane(0);
-  for (int i = 1; i < 3; i++) pthread_join(threads[i], 0);
+  pthread_t workers[3];
+  for (long i = 1; i < 3; i++) pthread_create(&workers[i], 0, run, (void *)i);
+  run(0);
+  for (int i = 1; i < 3; i++) pthread_join(workers[i], 0);
   for (int i = 0; i < {outs}; i++) fwrite((void *)arguments[i], 1, sizes[i], out);
   for (int i = 0; i < {count}; i++) free((void *)arguments[i]);
   return fclose(out);
@@ -88,57 +89,60 @@ int main(int n, char **paths) {{
 """
 
 
-CREW = """
+POOL = """
 #include <pthread.h>
 #include <semaphore.h>
 #include <stdlib.h>
 
-enum { LANES = 3, LISTS = 300, UNITS = 7 };
+enum { THREADS = 3, LISTS = 300, UNITS = 7 };
 static struct shared shared;
-static sem_t bells[LANES];
-static long written[UNITS], sums, told;
+static sem_t bells[THREADS];
+static long written[UNITS], sums, total;
 
-// every unit is written by one lane, then read by another, and counted by the lane that is alone
-static void write_units(const struct team *team) {
-  for (int unit = next(team); unit < UNITS; unit = next(team)) written[unit]++;
+// every unit is written by one thread, then read by another, and counted by the thread that is alone
+static void write_units(const struct thread_team *team) {
+  for (int unit = next_unit(team); unit < UNITS; unit = next_unit(team)) written[unit]++;
 }
-static void read_units(const struct team *team) {
-  for (int unit = team->lane; unit < UNITS; unit += team->lanes) __atomic_fetch_add(&sums, written[unit], __ATOMIC_RELAXED);
+static void read_units(const struct thread_team *team) {
+  for (int unit = team->thread; unit < UNITS; unit += team->threads) __atomic_fetch_add(&sums, written[unit], __ATOMIC_RELAXED);
 }
-static void tell(void) { told += sums; }
+static void add_sums(void) { total += sums; }
 static void core(long number) { written[number] += number; }
 
 static void *worker(void *number) {
-  long lane = (long)number, seen = 0;
-  while ((seen = pool_work(&shared, lane, LANES, seen, lane * 20000)) >= 0) sem_wait(&bells[lane]);
+  long thread = (long)number, seen = 0;
+  while ((seen = pool_work(&shared, thread, THREADS, seen, thread * 20000)) >= 0) sem_wait(&bells[thread]);
   return 0;
 }
 
 static void post(const int64_t *list, long count, long times) {
-  unsigned long wake = pool_post(&shared, LANES, list, count, times);
-  for (int lane = 1; lane < LANES; lane++)
-    if (wake >> lane & 1) sem_post(&bells[lane]);
+  unsigned long wake = pool_post(&shared, THREADS, list, count, times);
+  for (int thread = 1; thread < THREADS; thread++)
+    if (wake >> thread & 1) sem_post(&bells[thread]);
 }
 
 int main(void) {
-  const int64_t list[] = {(int64_t)write_units, TEAM, 0, 0, 1, (int64_t)read_units, TEAM, 0, 0, 1, (int64_t)tell, ALONE, 0, 0, 1,
-                          (int64_t)tell, ALONE, 0, 0, 1, (int64_t)core, CORES, 1, 0, 3, 0};
-  pthread_t threads[LANES];
-  for (long lane = 1; lane < LANES; lane++) sem_init(&bells[lane], 0, 0), pthread_create(&threads[lane], 0, worker, (void *)lane);
+  const int64_t list[] = {(int64_t)write_units, TEAM, 0, 0, 1, (int64_t)read_units, TEAM, 0, 0, 1, (int64_t)add_sums, ALONE, 0, 0, 1,
+                          (int64_t)add_sums, ALONE, 0, 0, 1, (int64_t)core, CORES, 1, 0, 3, 0};
+  pthread_t workers[THREADS];
+  for (long thread = 1; thread < THREADS; thread++) {
+    sem_init(&bells[thread], 0, 0);
+    pthread_create(&workers[thread], 0, worker, (void *)thread);
+  }
   for (int i = 0; i < LISTS; i++) {
     int64_t *copy = malloc(sizeof list);  // a list may go as soon as it has run
     for (unsigned j = 0; j < sizeof list / 8; j++) copy[j] = list[j];
     post(copy, 5, 1 + i % 2);
-    pool_go(&shared, LANES);
+    pool_go(&shared, THREADS);
     free(copy);
     for (volatile int wait = i % 5 * 20000; wait > 0;) wait--;  // sometimes long enough for the workers to fall asleep
   }
   post(list, 0, -1);
-  for (int lane = 1; lane < LANES; lane++) pthread_join(threads[lane], 0);
+  for (int thread = 1; thread < THREADS; thread++) pthread_join(workers[thread], 0);
   // after n lists a unit holds n, and what the cores added: 0, 1 or 2 each time
   long runs = LISTS + LISTS / 2, expected = 0, sum = 0;
   for (long n = 1; n <= runs; n++) sum += UNITS * n + 3 * (n - 1), expected += 2 * sum;
-  return told == expected ? 0 : 3;
+  return total == expected ? 0 : 3;
 }
 """
 
@@ -205,17 +209,17 @@ def test_a_planted_race_is_found(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
-def test_the_crew_is_clean(sanitizer: str, tmp_path: Path) -> None:
-    """Lists one after the other on three lanes, whose workers sometimes sleep: every kernel sees all that the one before it wrote."""
-    text = kernel_source("cpu", "thread_pool") + CREW
-    status, said, _ = run(built(text, tmp_path / "crew", sanitizer))
+def test_the_thread_pool_is_clean(sanitizer: str, tmp_path: Path) -> None:
+    """Lists one after the other on three threads, whose workers sometimes sleep: every kernel sees all that the one before it wrote."""
+    text = kernel_source("cpu", "thread_pool") + POOL
+    status, said, _ = run(built(text, tmp_path / "pool", sanitizer))
     assert status == 0, said
 
 
 def test_a_race_between_kernels_is_found(tmp_path: Path) -> None:
-    """Two kernels with no meeting between them: what the lanes write in one they read in the other."""
+    """Two kernels with no barrier between them: what the threads write in one they read in the other."""
     source = kernel_source("cpu", "thread_pool")
-    text = source.replace("    if (kind != ALONE ||", "    if (kind != TEAM ||") + CREW
-    assert source + CREW != text
-    status, said, _ = run(built(text, tmp_path / "crew", "thread"))
+    text = source.replace("    if (kind != ALONE ||", "    if (kind != TEAM ||") + POOL
+    assert source + POOL != text
+    status, said, _ = run(built(text, tmp_path / "pool", "thread"))
     assert status != 0 and "data race" in said

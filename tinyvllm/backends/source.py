@@ -77,24 +77,24 @@ def kernel_text(kernel: Kernel, instead: Path | None = None) -> str:
 _METAL_LIBRARY = "#include <metal_stdlib>\n#include <metal_simdgroup_matrix>\n"
 
 
-# A crew meets behind every kernel; whoever is alone must do it himself, or the next kernel would find the last one's tickets drawn.
-_CPU_END = "\nstatic void left(const struct team *team) { if (team->lanes == 1) meet(team); }\n"
+# Thread pools have a barrier after every kernel. A single thread needs none, but the unit counter must return to 0 for the next kernel.
+_CPU_END = "\nstatic void finish_alone(const struct thread_team *team) { if (team->threads == 1) barrier(team); }\n"
 
 
 def _cpu_entry(kernel: Kernel) -> str:
-    """The function that is called: tinygrad jumps to the start of the object file, so it comes first, and it passes integers.
+    """The function `entry`: tinygrad jumps to the start of the object file, so it comes first, and it passes integers.
 
-    The last argument is the team.
+    The last argument is the thread team.
     """
     count = kernel.outs + kernel.ins
     formal = ", ".join(f"long a{i}" for i in range(count))
     actual = ", ".join(f"a{i}" for i in range(count))
     types = ", ".join(["long"] * count)
-    return f"""struct team;
+    return f"""struct thread_team;
 static void {kernel.stem}();
-static void left(const struct team *team);
-void entry({formal}, const struct team *team) {{
-  ((void (*)({types}, const struct team *)){kernel.stem})({actual}, team);
-  left(team);
+static void finish_alone(const struct thread_team *team);
+void entry({formal}, const struct thread_team *team) {{
+  ((void (*)({types}, const struct thread_team *)){kernel.stem})({actual}, team);
+  finish_alone(team);
 }}
 """

@@ -1,10 +1,9 @@
-// Norms of rows of x [E] ahead of a product, E = I of product.h: float32, partial sums in sixteen lanes, then v16_sum.
+// Norms of rows of x [E] before a product, E = I of product.h: float32, partial sums in sixteen lanes, then v16_sum.
 //   RMS    x / sqrt(mean(x^2) + eps) * w                LAYER  (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * w + b
 #pragma once
+#include "params.h"
 #include "product.h"
 
-#define RMS 0
-#define LAYER 1
 #ifndef NORM
 #define NORM RMS
 #endif

@@ -195,10 +195,12 @@ static inline int pairs_in_unit(int pairs, int threads) {
 
 // A thread takes its next unit before it works on this one, so that panel_dot can prefetch it; not near the end, where the other threads
 // would wait for a unit that is queued after this one. -1: it has not taken one; `unit_after` then does.
-static inline int unit_ahead(const struct team *team, int unit, int units) { return unit + 2 * team->lanes < units ? next(team) : -1; }
-static inline int unit_after(const struct team *team, int ahead) { return ahead < 0 ? next(team) : ahead; }
+static inline int unit_ahead(const struct thread_team *team, int unit, int units) {
+  return unit + 2 * team->threads < units ? next_unit(team) : -1;
+}
+static inline int unit_after(const struct thread_team *team, int ahead) { return ahead < 0 ? next_unit(team) : ahead; }
 // Which unit's panels to prefetch: the one ahead, or a guess.
-static inline int likely_unit(const struct team *team, int unit, int ahead, int units) {
-  int likely = ahead < 0 ? unit + team->lanes : ahead;
+static inline int likely_unit(const struct thread_team *team, int unit, int ahead, int units) {
+  int likely = ahead < 0 ? unit + team->threads : ahead;
   return likely < units ? likely : units - 1;
 }

@@ -1,36 +1,25 @@
-// How a kernel runs on several cores. Every kernel function is run by all lanes of a team at once, each on a thread of its own, and says
-// itself who does what:
+// How a kernel runs on several cores. All threads of a team call the kernel function at the same time, and the function divides the work:
 //
-//     for (int unit = next(team); unit < units; unit = next(team)) ...   // units go to whoever is free
-//     meet(team);                                                        // nobody goes on before all have come here
+//     for (int unit = next_unit(team); unit < units; unit = next_unit(team)) ...   // each unit goes to the next free thread
+//     barrier(team);                                                               // no thread continues before all have arrived
 //
-// `next` counts up from 0 again after every `meet`. There is a `meet` before the first line of every kernel and one behind its last.
-// A team of one lane costs nothing: `meet` returns at once.
+// `next_unit` counts up from 0 again after every `barrier`. There is a barrier before the first line of every kernel and one after its
+// last. A team of one thread costs nothing: `barrier` returns at once.
 #pragma once
 #include <stdint.h>
 
-#if !__STDC_HOSTED__
-// A kernel's object stands alone, and compilers make calls to these out of copies of structures whatever they are told.
-__attribute__((visibility("hidden"))) void *memcpy(void *to, const void *from, unsigned long count) {
-  for (unsigned long i = 0; i < count; i++) ((char *)to)[i] = ((const char *)from)[i];
-  return to;
-}
-__attribute__((visibility("hidden"))) void *memset(void *to, int value, unsigned long count) {
-  for (unsigned long i = 0; i < count; i++) ((char *)to)[i] = (char)value;
-  return to;
-}
-#endif
-
-struct thread_pool {         // what the lanes share; each word that is written often has a cache line of its own
+struct thread_pool {         // what the threads share; each word that is written often has a cache line of its own
   _Alignas(64) int ticket;   // the next unit
-  _Alignas(64) int arrived;  // lanes that wait in `meet`
-  _Alignas(64) int turn;     // completed meets
+  _Alignas(64) int arrived;  // threads that wait in `barrier`
+  _Alignas(64) int turn;     // completed barriers
 };
 
-struct team {
-  int lane, lanes;
+struct thread_team {  // one thread's view of its team
+  int thread, threads;
   struct thread_pool *pool;
 };
+
+static inline int next_unit(const struct thread_team *team) { return __atomic_fetch_add(&team->pool->ticket, 1, __ATOMIC_RELAXED); }
 
 static inline void relax(void) {
 #if defined(__x86_64__)
@@ -40,7 +29,7 @@ static inline void relax(void) {
 #endif
 }
 
-// Let another thread have this core. Without it, lanes that outnumber the free cores wait for each other a time slice at every meeting.
+// Let another thread have this core. Without it, threads that outnumber the free cores wait for each other a time slice at every barrier.
 static inline void yield(void) {
 #if defined(__linux__) && defined(__x86_64__)
   long sched_yield = 24;
@@ -52,12 +41,10 @@ static inline void yield(void) {
 #endif
 }
 
-static inline int next(const struct team *team) { return __atomic_fetch_add(&team->pool->ticket, 1, __ATOMIC_RELAXED); }
-
-static inline void meet(const struct team *team) {
+static inline void barrier(const struct thread_team *team) {
   struct thread_pool *pool = team->pool;
   int turn = __atomic_load_n(&pool->turn, __ATOMIC_RELAXED);
-  if (__atomic_add_fetch(&pool->arrived, 1, __ATOMIC_ACQ_REL) == team->lanes) {
+  if (__atomic_add_fetch(&pool->arrived, 1, __ATOMIC_ACQ_REL) == team->threads) {
     __atomic_store_n(&pool->arrived, 0, __ATOMIC_RELAXED);
     __atomic_store_n(&pool->ticket, 0, __ATOMIC_RELAXED);
     __atomic_store_n(&pool->turn, turn + 1, __ATOMIC_RELEASE);
@@ -68,3 +55,15 @@ static inline void meet(const struct team *team) {
     }
   }
 }
+
+#if !__STDC_HOSTED__
+// A kernel's object file is linked with nothing, and compilers call these to copy structures whatever the flags say.
+__attribute__((visibility("hidden"))) void *memcpy(void *to, const void *from, unsigned long count) {
+  for (unsigned long i = 0; i < count; i++) ((char *)to)[i] = ((const char *)from)[i];
+  return to;
+}
+__attribute__((visibility("hidden"))) void *memset(void *to, int value, unsigned long count) {
+  for (unsigned long i = 0; i < count; i++) ((char *)to)[i] = (char)value;
+  return to;
+}
+#endif

@@ -25,10 +25,10 @@ from tinyvllm.errors import ArgumentError
 SOURCE = """
 #include "thread_team.h"
 
-void by_all(int64_t *x, const int64_t *n, const struct team *team) {  // x[i] += 1, then x[i] *= 3 of what another lane has added to
-  for (int i = next(team); i < *n; i = next(team)) x[i] += 1;
-  meet(team);
-  for (int i = next(team); i < *n; i = next(team)) x[*n - 1 - i] *= 3;
+void by_all(int64_t *x, const int64_t *n, const struct thread_team *team) {  // x[i] += 1, then x[i] *= 3 of what another lane has added to
+  for (int i = next_unit(team); i < *n; i = next_unit(team)) x[i] += 1;
+  barrier(team);
+  for (int i = next_unit(team); i < *n; i = next_unit(team)) x[*n - 1 - i] *= 3;
 }
 void by_core(int64_t *x, int64_t core, const int64_t *n) {  // every core its fourth of x: x[i] = 2 x[i] + core
   for (long i = core * *n / 4; i < (core + 1) * *n / 4; i++) x[i] = 2 * x[i] + core;
@@ -43,7 +43,7 @@ void with_many(int64_t *x, long a, long b, long c, long d, long e, long f, long 
   x[0] = a + 2 * b + 3 * c + 4 * d + 5 * e + 6 * f + 7 * g + 8 * h + 9 * i + 10 * j + 11 * k + 12 * l + 13 * m + 14 * n + 15 * o + 16 * p
        + 17 * q + 18 * r;
 }
-void lanes(int64_t *x, const struct team *team) { x[team->lane] = team->lanes; }
+void lanes(int64_t *x, const struct thread_team *team) { x[team->thread] = team->threads; }
 """
 N = 1000
 
