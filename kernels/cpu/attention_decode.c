@@ -29,7 +29,7 @@
 #define SHARED_PREFIX_LENS_ARGUMENT const int32_t *shared_prefix_lens,
 #else
 #define SHARED_PREFIX_LENS_ARGUMENT
-#define shared_prefix_lens 0
+#define shared_prefix_lens ((const int32_t *)0)
 #endif
 
 // Sequences that a unit serves: copies of their rows' q and sums take 32 KiB of stack. Half of it cost 5%, twice as much gained nothing.

@@ -21,13 +21,13 @@
 #define BIAS_ARGUMENT const float *bias,
 #else
 #define BIAS_ARGUMENT
-#define bias 0
+#define bias ((const float *)0)
 #endif
 #if RESIDUAL
 #define RESIDUAL_ARGUMENT const float *residual,
 #else
 #define RESIDUAL_ARGUMENT
-#define residual 0
+#define residual ((const float *)0)
 #endif
 
 static inline void finish_row(float *out, float *tile, const float *biases, const float *residuals, int columns);

@@ -21,7 +21,7 @@
 #define BIAS_ARGUMENT const float *bias,
 #else
 #define BIAS_ARGUMENT
-#define bias 0
+#define bias ((const float *)0)
 #endif
 
 static inline void finish_row(float *out, const float *gates, const float *ups, const float *biases, int f);
