@@ -79,10 +79,10 @@ def _many() -> dict[str, Kernel]:
 def _attention() -> dict[str, Kernel]:
     found = {}
     for name, sizes, cache in (("1b", SMALL, "F16"), ("8b", LARGE, "BF16"), ("wide", WIDE, "F32")):
-        told = sizes.attention(cache, window=1024 if sizes is WIDE else 0)
-        found[f"attention_prefill {name}"] = records.attention_prefill(ROW, 512, 2, told)
-        found[f"attention_decode {name}"] = records.attention_decode(ROW, 16, told)[0]
-        found[f"attention_decode {name} shared"] = records.attention_decode(ROW, 16, told, cascade=True)[0]
+        a = sizes.attention(cache, window=1024 if sizes is WIDE else 0)
+        found[f"attention_prefill {name}"] = records.attention_prefill(ROW, 512, 2, a)
+        found[f"attention_decode {name}"] = records.attention_decode(ROW, 16, a)[0]
+        found[f"attention_decode {name} shared"] = records.attention_decode(ROW, 16, a, cascade=True)[0]
     found["attention_decode short"] = records.attention_decode(ROW, 16, SMALL.attention("BF16", blocks=32))[0]
     return found
 

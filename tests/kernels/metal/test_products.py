@@ -1,4 +1,4 @@
-"""The Metal kernels for products, in the emulator, against float64 sums over the very weights that a file's reader unpacks."""
+"""The Metal kernels for products, in the emulator, against float64 sums over the weights as the project's reader unpacks them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Weight:
 
 def weight_of(O: int, I: int, format: str, seed: int = 0) -> Weight:
     known = FORMATS[format]
-    if format == "Q4_K":  # nobody packs it here: any bits but those of the scales are a block
+    if format == "Q4_K":  # there is no packer: blocks of random bits, except for the scales
         rng = np.random.default_rng([seed, O, I])
         blocks = rng.integers(0, 256, (O * I // 256, 144), dtype=np.uint8)
         blocks[:, :4] = rng.uniform(0.001, 0.01, (len(blocks), 2)).astype(np.float16).view(np.uint8)
@@ -50,7 +50,7 @@ def weight_of(O: int, I: int, format: str, seed: int = 0) -> Weight:
 
 
 def columns(I: int, format: str) -> int:
-    """I, counted up to what the format allows."""
+    """I, rounded up to what the format allows."""
     return -(-I // 256) * 256 if format == "Q4_K" else I
 
 
@@ -100,8 +100,8 @@ def test_matvec_ends_with_bias_gelu_and_residual(bias: int, residual: int, gelu_
 
 
 @pytest.mark.parametrize("format", NAMES)
-def test_a_row_has_the_same_bits_in_any_company(format: str) -> None:
-    """Alone and among sixteen, at another place, with x read by each or staged, with work cut in other ways."""
+def test_a_row_has_the_same_bits_in_any_batch(format: str) -> None:
+    """Alone and among sixteen, at another row, with x staged or not, with the work divided in other ways."""
     O, I = 19, columns(1312, format)
     weight, x = weight_of(O, I, format), numbers(16, I)
     want = matvec(records.matvec(ROW, format, 16, O, I), x, weight)
@@ -115,7 +115,7 @@ def test_a_row_has_the_same_bits_in_any_company(format: str) -> None:
 
 @pytest.mark.parametrize("T", [1, 4, 16])
 @pytest.mark.parametrize("rows", [0, 1, 3])
-def test_rows_behind_the_last_are_left_alone(rows: int, T: int) -> None:
+def test_rows_after_the_last_are_not_written(rows: int, T: int) -> None:
     weight, x, rows = weight_of(10, 64, "Q8_0"), numbers(T, 64), min(rows, T)
     x[rows:] = np.nan
     out = matvec(records.matvec(ROW, "Q8_0", T, 10, 64), x, weight, rows=rows)
@@ -123,7 +123,7 @@ def test_rows_behind_the_last_are_left_alone(rows: int, T: int) -> None:
 
 
 @pytest.mark.parametrize("format", ("BF16", "Q4_0"))
-def test_what_is_not_finite_makes_its_row_so_and_no_other(format: str) -> None:
+def test_nan_and_infinity_stay_in_their_rows(format: str) -> None:
     weight, x = weight_of(8, 64, format), numbers(4, 64)
     x[1, 33], x[2, 5] = np.nan, np.inf
     out = matvec(records.matvec(ROW, format, 4, 8, 64), x, weight)
@@ -132,10 +132,10 @@ def test_what_is_not_finite_makes_its_row_so_and_no_other(format: str) -> None:
 
 @pytest.mark.parametrize("format", ("Q8_0", "Q4_0", "Q4_K"))
 def test_every_weight_is_exact(format: str) -> None:
-    """Rows of x with a single 1 bring out the weights themselves: every column of every format finds its x."""
+    """Rows of x with a single 1 give the weights themselves: every column of every format is multiplied by its x."""
     I = columns(544, format)
     weight = weight_of(3, I, format)
-    for first in range(0, I, 48):  # first and second halves of blocks by turns
+    for first in range(0, I, 48):  # first and second halves of blocks in turn
         x = laid(np.eye(16, I, first, dtype=np.float32))
         out = matvec(records.matvec(ROW, format, 16, 3, I, cut=Cut(2, 2, staged=True)), x, weight)
         picked = np.zeros((16, 3))
@@ -173,7 +173,7 @@ def test_norm_gate_up_silu(T: int, E: int, format: str) -> None:
 
 
 @pytest.mark.parametrize("format", ["BF16", "Q4_0"])
-def test_a_gated_row_has_the_same_bits_in_any_company(format: str) -> None:
+def test_a_gated_row_has_the_same_bits_in_any_batch(format: str) -> None:
     F, E = 9, 1056
     weights, x, norm = [weight_of(F, E, format, seed) for seed in (0, 1)], numbers(16, E), numbers(E, seed=1)
 
@@ -193,7 +193,7 @@ NUMBER = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
 class Case:
-    """Arguments of one call, and what should come of it."""
+    """Arguments of one call, and its expected results."""
 
     def __init__(self, T: int, E: int, D: int, R: int, format: str, bias: int, qk_norm: int) -> None:
         self.T, self.D, self.R, self.bias, self.qk_norm, self.format = T, D, R, bias, qk_norm, format
@@ -205,7 +205,7 @@ class Case:
     def heads(self, cache: str) -> records.Heads:
         return records.Heads(H, K, self.D, S, self.R, cache, bool(self.bias), bool(self.qk_norm), f"{QK_EPS}f")
 
-    def _behind(self, some: slice, rows: int) -> list[np.ndarray]:
+    def _last_inputs(self, some: slice, rows: int) -> list[np.ndarray]:
         parts = np.split(self.biases, [H * self.D, (H + K) * self.D])
         ins = [laid(part) for part in parts][: 3 * self.bias] + [laid(self.norms[0]), laid(self.norms[1])][: 2 * self.qk_norm]
         return ins + [laid(self.angles[some])][: self.R] + [laid(self.slots[some]), one(rows)]
@@ -215,20 +215,20 @@ class Case:
         some = slice(first, first + T)
         q, pool = poison(T, H, self.D), poison(P, 2, K, S, self.D, dtype=NUMBER[cache])
         kernel = records.norm_qkv_rope_store(ROW, self.format, T, self.x.shape[1], self.heads(cache), f"{EPS}f", cut)
-        ins = [laid(self.x[some]), self.norm, *(w.rows for w in self.weights), *self._behind(some, T if rows is None else rows)]
+        ins = [laid(self.x[some]), self.norm, *(w.rows for w in self.weights), *self._last_inputs(some, T if rows is None else rows)]
         emulate(kernel, q, pool, pool, *ins, seed=T)
         return q, pool
 
     def rope_store(self, y: np.ndarray, cache: str, rows: int) -> tuple[np.ndarray, np.ndarray]:
         q, pool = poison(self.T, H, self.D), poison(P, 2, K, S, self.D, dtype=NUMBER[cache])
-        emulate(records.rope_store(ROW, self.T, self.heads(cache)), q, pool, pool, y, *self._behind(slice(None), rows), seed=rows)
+        emulate(records.rope_store(ROW, self.T, self.heads(cache)), q, pool, pool, y, *self._last_inputs(slice(None), rows), seed=rows)
         return q, pool
 
     def product(self) -> tuple[np.ndarray, np.ndarray]:
         return product(normed(self.x, self.norm), joined(*self.weights))
 
-    def wanted(self, y: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """float64 [T, H + 2 K, D] out of the products, and how large the sums behind it are."""
+    def expected(self, y: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """float64 [T, H + 2 K, D] from the products, and the sizes of their sums."""
         heads, size = ((v.reshape(self.T, H + 2 * K, self.D)) for v in (y + self.biases * self.bias, size + 1))
         for index in range(H + K):
             head, s = heads[:, index], size[:, index]
@@ -243,7 +243,7 @@ class Case:
         return heads, size
 
     def check(self, q: np.ndarray, pool: np.ndarray, cache: str, rows: int, y: np.ndarray, size: np.ndarray) -> None:
-        want, size = self.wanted(y, size)
+        want, size = self.expected(y, size)
         close(q[:rows], want[:rows, :H], size[:rows, :H])
         assert untouched(q[rows:])
         at = self.slots[:rows]
@@ -276,7 +276,7 @@ def test_norm_qkv_rope_store(heads: int, few: int) -> None:
 
 
 @pytest.mark.parametrize("qk_norm", [0, 1])
-def test_a_row_of_heads_has_the_same_bits_in_any_company(qk_norm: int) -> None:
+def test_a_row_of_heads_has_the_same_bits_in_any_batch(qk_norm: int) -> None:
     case = Case(16, 544, 16, 16, "BF16", 1, qk_norm)
     want_q, want_pool = case.run(16, "F32")
     for T, first, cut in ((1, 3, None), (2, 6, Cut(2, 2)), (5, 11, Cut(2, 4, staged=True))):
@@ -294,7 +294,7 @@ def test_rope_store(D: int, R: int, bias: int, qk_norm: int, cache: str) -> None
     case.check(q, pool, cache, 4, y.astype(np.float64), np.abs(y))
 
 
-# --- norm_head, best
+# --- norm_head, argmax
 
 
 @pytest.mark.parametrize("format", ("BF16", "Q4_0", "Q4_K"))
@@ -303,14 +303,14 @@ def test_norm_head(N: int, E: int, V: int, format: str) -> None:
     E = columns(E, format)
     weight, x, norm = weight_of(V, E, format), numbers(N + 4, E), numbers(E, seed=1)
     index, count = np.random.default_rng(0).permutation(N + 4)[:N].astype(np.int32), N - (N > 2)
-    index[count:] = 1 << 30  # belongs to nobody
+    index[count:] = 1 << 30  # of a row that is not valid
     logits = poison(N, V)
     emulate(records.norm_head(ROW, format, N, V, E, f"{EPS}f"), logits, x, norm, weight.rows, laid(index), one(count), seed=N)
     close(logits[:count], *product(normed(x[index[:count]], norm), weight))
     assert untouched(logits[count:])
 
 
-def best(logits: np.ndarray, count: int, parts: int) -> np.ndarray:
+def run_argmax(logits: np.ndarray, count: int, parts: int) -> np.ndarray:
     N, V = logits.shape
     first, last, _ = records.argmax(ROW, N, V)
     first, last = (
@@ -324,14 +324,14 @@ def best(logits: np.ndarray, count: int, parts: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("parts, V", [(1, 70), (3, 1001), (5, 1300), (32, 257)])
-def test_best(parts: int, V: int) -> None:
+def test_argmax(parts: int, V: int) -> None:
     logits = numbers(7, V)
     logits[1, [V // 2, V - 1]] = 9.0  # the lowest of equals
     logits[2] = -np.inf  # there is none
     logits[3, V // 3] = -np.nan
     logits[4], logits[4, 5:8] = -1.0, (-0.0, 0.0, -0.0)
     logits[5], logits[5, V - 2] = -np.inf, -3e38
-    got = best(logits, 6, parts)
+    got = run_argmax(logits, 6, parts)
     assert got[:6].tolist() == [logits[0].argmax(), V // 2, -1, -1, 5, V - 2] and untouched(got[6:])
 
 
@@ -380,13 +380,13 @@ def test_matmul_of_gate_and_up(bias: int) -> None:
 
 
 def test_matmul_of_three_matrices_and_of_gathered_rows() -> None:
-    """As ahead of rope_store, and as the head's."""
+    """As before rope_store, and as for the head."""
     case, T = Case(19, 96, 16, 16, "BF16", 0, 0), 19
     O, I = (H + 2 * K) * 16, 96
     kernel = records.matmul(ROW, "BF16", T, O, I, eps=f"{EPS}f", borders=(H * 16, (H + K) * 16))
     close(matmul(kernel, O, case.x, case.norm, *(w.rows for w in case.weights), rows=T), *case.product())
     index = np.random.default_rng(0).integers(0, T, 21).astype(np.int32)
-    index[20] = 1 << 30  # behind the last
+    index[20] = 1 << 30  # after the last valid row
     weight = weight_of(30, I, "Q4_0")
     kernel = records.matmul(ROW, "Q4_0", 21, 30, I, eps=f"{EPS}f", gather=True)
     got = matmul(kernel, 30, case.x, case.norm, laid(index), weight.rows, rows=20, T=21)
@@ -407,7 +407,7 @@ MATRIX_ROW = records.MATRIX_ROW
 
 
 def loosely(size: np.ndarray, format: str) -> np.ndarray:
-    """What `close` may allow: operands of the formats in blocks are raised by 1024, which the sums take off again (operands.h)."""
+    """Sizes for `close`: operands of quantized formats are raised by 1024, which the sums subtract again (operands.h)."""
     return size * (1 if format in ("F32", "F16", "BF16") else 32)
 
 
@@ -419,7 +419,7 @@ def sixteen(kernel: Kernel, O: int, x: np.ndarray, *ins: np.ndarray, rows: int, 
 
 @pytest.mark.parametrize("format", NAMES)
 @pytest.mark.parametrize("T, O, I, count, shares", [(16, 70, 288, 2, 4), (9, 33, 544, 4, 2), (12, 150, 96, 1, 1)])
-def test_matmul_sixteen(T: int, O: int, I: int, count: int, shares: int, format: str) -> None:
+def test_matmul16(T: int, O: int, I: int, count: int, shares: int, format: str) -> None:
     I, rows = columns(I, format), T - (T > 12)
     weight, x = weight_of(O, I, format), numbers(T, I)
     x[rows:] = np.nan
@@ -432,7 +432,7 @@ def test_matmul_sixteen(T: int, O: int, I: int, count: int, shares: int, format:
 
 @pytest.mark.parametrize("format", NAMES)
 def test_every_weight_of_an_operand_is_exact(format: str) -> None:
-    """Rows of x with a single 1 bring out the weights themselves: columns of operands and of x are arranged alike."""
+    """Rows of x with a single 1 give the weights themselves: columns of operands and of x have the same order."""
     I = columns(288, format)
     weight = weight_of(11, I, format)
     kernel = records.matmul16(MATRIX_ROW, format, 16, 11, I)
@@ -442,7 +442,7 @@ def test_every_weight_of_an_operand_is_exact(format: str) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_matmul_sixteen_ends_with_norm_bias_gelu_and_residual(count: int) -> None:
+def test_matmul16_ends_with_norm_bias_gelu_and_residual(count: int) -> None:
     T, O, I, format = 13, 66, 576, "Q4_0"
     weight, x, norm, b, r = weight_of(O, I, format), numbers(T, I), numbers(I, seed=3), numbers(O, seed=1), numbers(T, O, seed=2)
     kernel = records.matmul16(
@@ -453,7 +453,7 @@ def test_matmul_sixteen_ends_with_norm_bias_gelu_and_residual(count: int) -> Non
 
 
 @pytest.mark.parametrize("format, bias", [("Q8_0", 1), ("Q4_K", 0), ("BF16", 1)])
-def test_matmul_sixteen_of_gate_and_up(format: str, bias: int) -> None:
+def test_matmul16_of_gate_and_up(format: str, bias: int) -> None:
     T, F, E = 10, 45, columns(352, format)
     weights, x, norm, b = [weight_of(F, E, format, seed) for seed in (0, 1)], numbers(T, E), numbers(E, seed=1), numbers(2, F, seed=2)
     kernel = records.matmul16(MATRIX_ROW, format, T, F, E, bool(bias), silu=True, eps=f"{EPS}f")
@@ -463,14 +463,14 @@ def test_matmul_sixteen_of_gate_and_up(format: str, bias: int) -> None:
     close(got, want, loosely(size, format))
 
 
-def test_matmul_sixteen_of_three_matrices_and_of_gathered_rows() -> None:
+def test_matmul16_of_three_matrices_and_of_gathered_rows() -> None:
     case = Case(11, 96, 16, 16, "Q4_0", 0, 0)
     O, I = (H + 2 * K) * 16, 96
     kernel = records.matmul16(MATRIX_ROW, "Q4_0", 11, O, I, eps=f"{EPS}f", borders=(H * 16, (H + K) * 16))
     want, size = case.product()
     close(sixteen(kernel, O, case.x, case.norm, *(w.rows for w in case.weights), rows=11), want, loosely(size, "Q4_0"))
     index = np.random.default_rng(0).integers(0, 11, 16).astype(np.int32)
-    index[15] = 1 << 30  # behind the last
+    index[15] = 1 << 30  # after the last valid row
     weight, got = weight_of(30, I, "Q8_0"), poison(16, 30)
     kernel = records.matmul16(MATRIX_ROW, "Q8_0", 16, 30, I, eps=f"{EPS}f", gather=True)
     emulate(kernel, got, case.x, case.norm, laid(index), weight.rows, one(15))
@@ -480,7 +480,7 @@ def test_matmul_sixteen_of_three_matrices_and_of_gathered_rows() -> None:
 
 
 @pytest.mark.parametrize("format", ["BF16", "Q4_0", "Q4_K"])
-def test_a_row_of_matmul_sixteen_does_not_depend_on_the_others(format: str) -> None:
+def test_a_row_of_matmul16_does_not_depend_on_the_others(format: str) -> None:
     O, I = 40, columns(544, format)
     weight, x, norm = weight_of(O, I, format), numbers(16, I), numbers(I, seed=1)
 
@@ -495,7 +495,7 @@ def test_a_row_of_matmul_sixteen_does_not_depend_on_the_others(format: str) -> N
     same_bits(np.delete(run(x, 4), (3, 5), axis=0), np.delete(want, (3, 5), axis=0))
 
 
-PLANTED = [  # in the text of matmul16, and what is said of it
+PLANTED = [  # a text of matmul16, its replacement, and the expected message
     ("threadgroup_barrier(mem_flags::mem_threadgroup);\n    if (first + own < I)", "if (first + own < I)", "race"),
     ("    threadgroup_barrier(mem_flags::mem_threadgroup);\n    if (first + COLUMNS", "    if (first + COLUMNS", "race|never written"),
     ("(second_half) ? -72.0f", "(second_half) ? -71.0f", "off by"),
@@ -505,7 +505,7 @@ PLANTED = [  # in the text of matmul16, and what is said of it
 
 
 @pytest.mark.parametrize("found, planted, said", PLANTED)
-def test_a_planted_fault_is_found(found: str, planted: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_is_detected(found: str, planted: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     T, O, I = 16, 40, 544
 
     def text(kernel: Kernel, instead: object = None) -> str:
@@ -522,17 +522,17 @@ def test_a_planted_fault_is_found(found: str, planted: str, said: str, monkeypat
         assert untouched(got[T - 1 :]), "not untouched"
 
 
-def test_only_the_row_that_is_asked_for_multiplies_up_to_sixteen_rows_by_matrices() -> None:
+def test_only_the_variant_apple7_matrix_multiplies_up_to_sixteen_rows_by_matrices() -> None:
     assert [T for T in range(1, 40) if records.by_matrix(MATRIX_ROW, T)] == list(range(13, 17))
     assert not any(records.by_matrix(ROW, T) for T in range(1, 40))
     assert [T for T in range(1, 40) if not records.by_lanes(ROW, T)] == list(range(17, 40))
 
 
-# --- what a launch may have
+# --- limits of a launch
 
 
 def test_variants_fit_a_threadgroup() -> None:
-    """Threads, registers and threadgroup memory of what is taken and of what may be tried."""
+    """Threads, registers and threadgroup memory of the default variants and of those that are timed."""
     for T in range(1, 17):
         for D, qk_norm in ((64, False), (96, True), (128, True), (256, True)):
             heads = records.Heads(32, 8, D, 16, D, "BF16", False, qk_norm, "1e-6f")
