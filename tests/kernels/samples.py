@@ -13,9 +13,10 @@ import numpy as np
 
 from tests.kernels.calling import aligned
 from tinyvllm.backends.kernel import Kernel
+from tinyvllm.quant.formats import FORMATS, Layout, formats_in
 
 Call = tuple[Kernel, list[np.ndarray]]
-BYTES = {"F32": (4, 1), "F16": (2, 1), "BF16": (2, 1), "Q8_0": (34, 32), "Q4_0": (18, 32)}  # so many bytes for so many weights
+BYTES = {name: (FORMATS[name].nbytes, FORMATS[name].elements) for name in formats_in(Layout.PANELS)}  # of blocks, and their weights
 random = np.random.default_rng(7)
 
 
@@ -171,7 +172,7 @@ def _samples() -> dict[str, Callable[[str], Call]]:
     for weight in ("BF16", "Q4_0"):
         for make in (norm_gate_up_silu, norm_qkv_rope_store, norm_head):
             samples[f"{make.__name__} {weight}"] = functools.partial(make, weight)
-    for format in ("F16", "BF16", "Q8_0", "Q4_0"):
+    for format in formats_in(Layout.TILES):
         samples[f"pack_tiles {format}"] = functools.partial(pack_tiles, format)
     samples["pack F32 as BF16"] = functools.partial(pack, "F32", "BF16")
     for cache in ("F32", "F16", "BF16"):

@@ -8,10 +8,12 @@ import pytest
 from tests.kernels.calling import aligned, call
 from tinyvllm.backends.cpu.toolchain import cpu_features
 from tinyvllm.backends.kernel import Kernel
+from tinyvllm.quant.formats import Layout, formats_in, packed_in
+from tinyvllm.quant.layouts import pack_panels, row_bytes, unpack_rows
 
 TARGETS = ("plain", *(["avx2"] if {"avx2", "fma", "f16c"} <= cpu_features() else []), *(["avx512"] if "avx512f" in cpu_features() else []))
 E, V, T = 96, 37, 5  # three panels, the last of them not full
-ROW_BYTES = {"F32": E * 4, "F16": E * 2, "BF16": E * 2, "Q8_0": E // 32 * 34, "Q4_0": E // 32 * 18}
+ROW_BYTES = {format: row_bytes(format, E) for format in formats_in(Layout.PANELS)}
 
 
 def filled(values: np.ndarray) -> np.ndarray:
@@ -33,20 +35,22 @@ def file_rows(weight: str) -> np.ndarray:
     if weight == "F16":
         rows.view(np.uint16)[...] &= 0xBFFF
         rows.view(np.uint16)[0] &= 0x83FF
-    if weight in ("Q8_0", "Q4_0"):
+    if weight in packed_in(Layout.PANELS):
         rows.reshape(V, E // 32, -1)[:, :, 1] &= 0xBF
         rows.reshape(V, E // 32, -1)[0, :, 1] &= 0x83
     return rows
 
 
 def unpacked(weight: str, rows: np.ndarray) -> np.ndarray:
-    """float32 [V, E], written from the format's definition."""
+    """float32 [V, E], by the format's definition: of the first formats written here again."""
     if weight == "F32":
         return rows.view(np.float32)
     if weight == "F16":
         return rows.view(np.float16).astype(np.float32)
     if weight == "BF16":
         return (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if weight not in ("Q8_0", "Q4_0"):
+        return unpack_rows(weight, rows)
     blocks = rows.reshape(V, E // 32, -1)
     scales, q = blocks[:, :, :2].copy().view(np.float16).astype(np.float32), blocks[:, :, 2:]
     numbers = q.view(np.int8) if weight == "Q8_0" else np.concatenate([q & 15, q >> 4], -1).astype(np.int8) - 8
@@ -60,6 +64,8 @@ def panels(weight: str, rows: np.ndarray) -> np.ndarray:
     if weight in ("F32", "F16", "BF16"):
         word = 2 if weight == "F16" else 4
         return np.ascontiguousarray(full.reshape(-1, 16, rows.shape[1] // word, word).transpose(0, 2, 1, 3)).reshape(-1)
+    if weight not in ("Q8_0", "Q4_0"):
+        return pack_panels(weight, full)
     blocks = full.reshape(-1, 16, E // 32, rows.shape[1] // (E // 32))
     scales, q = blocks[..., :2].transpose(0, 2, 1, 3), blocks[..., 2:]
     if weight == "Q8_0":

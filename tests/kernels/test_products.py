@@ -9,9 +9,13 @@ from tests.kernels.calling import aligned, call
 from tinyvllm.backends.cpu.toolchain import cpu_features
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.source import kernels_folder
+from tinyvllm.quant import codecs
 from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16
+from tinyvllm.quant.formats import FORMATS as TABLE
+from tinyvllm.quant.formats import Activations, Layout, activations_of, formats_in, packed_in
+from tinyvllm.quant.layouts import pack_panels, unpack_panels
 
-FORMATS = ["F32", "F16", "BF16", "Q8_0", "Q4_0"]
+FORMATS = formats_in(Layout.PANELS)
 _NEEDS = {"avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"}, "avx2": {"avx2", "fma", "f16c"}, "neon": {"asimd"}, "plain": set()}
 TARGETS = [t for t, needs in _NEEDS.items() if (kernels_folder() / f"cpu/include/lanes_{t}.h").is_file() and needs <= cpu_features()]
 TOLERANCE = 2e-6  # of the sum of the absolute products: float32 sums of at most a few thousand
@@ -37,6 +41,9 @@ def pack(weight: np.ndarray, format: str) -> tuple[np.ndarray, np.ndarray]:
     elif format == "BF16":
         bits = f32_to_bf16(padded)
         panels, values = bits.reshape(-1, 16, I // 2, 2).transpose(0, 2, 1, 3), bf16_to_f32(bits)
+    elif format in packed_in(Layout.PANELS):
+        panels = pack_panels(format, codecs.pack(format, padded.reshape(-1, TABLE[format].elements)).reshape(len(padded), -1))
+        values = unpack_panels(format, panels, len(padded), I)
     else:
         values = padded.astype(np.float16 if format == "F16" else np.float32)
         panels = values.reshape(-1, 16, I).transpose(0, 2, 1)
@@ -61,9 +68,10 @@ def _pack_blocks(blocks: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]
 
 def prepared(x: np.ndarray, format: str) -> np.ndarray:
     """float32 [T, I] -> float64 [T, I]: what a row of x is after its rounding."""
-    if format == "BF16":
+    activations = activations_of(format, Layout.PANELS)
+    if activations is Activations.BFLOAT16:
         return bf16_to_f32(f32_to_bf16(x)).astype(np.float64)
-    if format in ("F32", "F16"):
+    if activations is Activations.FLOAT32:
         return x.astype(np.float64)
     blocks = x.reshape(len(x), -1, 32)
     most = np.abs(blocks).max(-1, keepdims=True)
@@ -169,7 +177,8 @@ def normed(x: np.ndarray, norm: np.ndarray, norm_bias: np.ndarray | None, eps: f
 
 
 # A normed row may fall to the other side of a rounding than the oracle's: one step of a bfloat16 or an int8, of one product in E
-FUSED_TOLERANCE = {"F32": 4e-6, "F16": 4e-6, "BF16": 4e-4, "Q8_0": 1e-3, "Q4_0": 1e-3}
+_BY_ROUNDING = {Activations.FLOAT32: 4e-6, Activations.BFLOAT16: 4e-4, Activations.INT8: 1e-3}
+FUSED_TOLERANCE = {format: _BY_ROUNDING[activations_of(format, Layout.PANELS)] for format in FORMATS}
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -11,10 +11,12 @@ from tinyvllm.backends import registry
 from tinyvllm.ops.head import embed, norm_head
 from tinyvllm.ops.linear import TensorWeight
 from tinyvllm.ops.norm import Norm
+from tinyvllm.quant.formats import Activations, Layout, activations_of, formats_in
 from tinyvllm.quant.layouts import PackedWeight, pack_panels
 
 # Where the norm's output is rounded, a last bit before may tip a number to its neighbour.
-TOLERANCE = {"F32": 2e-5, "F16": 2e-5, "BF16": 4e-3, "Q8_0": 2e-2, "Q4_0": 2e-2}
+_BY_ROUNDING = {Activations.FLOAT32: 2e-5, Activations.BFLOAT16: 4e-3, Activations.INT8: 2e-2}
+TOLERANCE = {format: _BY_ROUNDING[activations_of(format, Layout.PANELS)] for format in formats_in(Layout.PANELS)}
 V, E = 131, 96
 
 

@@ -11,11 +11,12 @@ from tinyvllm.backends import registry
 from tinyvllm.backends.buffers import constant
 from tinyvllm.ops.linear import TensorWeight, gate_up_silu, linear, rounded
 from tinyvllm.ops.norm import Norm
-from tinyvllm.quant.formats import Layout, formats_in
+from tinyvllm.quant.formats import Activations, Layout, activations_of, formats_in
 
 TOLERANCE = 1e-5  # of results of about 1: the order of float32 sums
 # Where x is rounded, a last bit of the norm may tip a number to its neighbour: a weight of 0.1 times 1/256 (BF16) or 3/127 (blocks).
-TIPPED = {"F32": 1e-5, "F16": 1e-5, "BF16": 2e-3, "Q8_0": 1e-2, "Q4_0": 1e-2}
+_BY_ROUNDING = {Activations.FLOAT32: 1e-5, Activations.BFLOAT16: 2e-3, Activations.INT8: 1e-2}
+TIPPED = {format: _BY_ROUNDING[activations_of(format, Layout.PANELS)] for format in formats_in(Layout.PANELS)}
 
 
 def gelu(y: np.ndarray) -> np.ndarray:

@@ -15,11 +15,13 @@ from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import alias
 from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.qkv import QKV, append_kv, norm_qkv_rope_store
+from tinyvllm.quant.formats import Activations, Layout, activations_of, formats_in
 
 P, S, E = 4, 8, 64  # the last block is the scratch block
 SCRATCH = (P - 1) * S
 # Results are about 1. Where x or the cache is rounded, a last bit before may tip a number to its neighbour.
-TOLERANCE = {"F32": 2e-5, "F16": 2e-5, "BF16": 4e-3, "Q8_0": 2e-2, "Q4_0": 2e-2}
+_BY_ROUNDING = {Activations.FLOAT32: 2e-5, Activations.BFLOAT16: 4e-3, Activations.INT8: 2e-2}
+TOLERANCE = {format: _BY_ROUNDING[activations_of(format, Layout.PANELS)] for format in formats_in(Layout.PANELS)}
 CACHE_TOLERANCE = {"float32": 0.0, "float16": 4e-3, "bfloat16": 4e-2}
 
 

@@ -14,7 +14,7 @@ from tinyvllm.backends.cpu.toolchain import cpu_features
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.errors import ModelError
 from tinyvllm.quant.codecs import pack, unpack
-from tinyvllm.quant.formats import FLOATS, FORMATS, Layout, formats_in
+from tinyvllm.quant.formats import FLOATS, FORMATS, QUANTIZATIONS, Layout, formats_in
 from tinyvllm.quant.layouts import (
     PackedWeight,
     RowWeight,
@@ -171,23 +171,23 @@ def test_convert_rows_rounds_to_nearest_and_keeps_infinities():
         convert_rows("Q8_0", "F16", file_rows("Q8_0", 1, 32))
 
 
-@pytest.mark.parametrize("format", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("format", QUANTIZATIONS)
 def test_quantize_rows_is_the_formats_quantizer(format):
     values = np.random.default_rng(0).normal(0, 1, (70, 1024)).astype(np.float32)  # two pieces
     rows = quantize_rows(format, values)
     np.testing.assert_array_equal(rows, pack(format, values.reshape(-1, 32)).reshape(70, -1))
-    step = np.abs(values).max() / (127 if format == "Q8_0" else 8)
+    step = np.abs(values).max() / min(FORMATS[format].zero, 127)
     assert np.abs(exact(format, rows) - values).max() < step * 1.01
 
 
 def test_unpackable_shapes_and_formats_have_a_reason():
     assert all(packable(format, 64) is None for format in PACKED)
-    assert packable("Q6_K", 256) == "there are no panels of Q6_K, only of F32, F16, BF16, Q8_0, Q4_0"
+    assert packable("Q6_K", 256) == f"there are no panels of Q6_K, only of {', '.join(PACKED)}"
     assert packable("BF16", 48) == "the kernels read 32 columns at a time, and 48 is not a multiple of that"
     assert packable("F32", 0) is not None
     with pytest.raises(ModelError, match="a F16 matrix of 33 columns cannot be packed: the kernels read 32"):
         panel_bytes("F16", 16, 33)
-    with pytest.raises(ModelError, match="quantized to Q8_0 or Q4_0, not to Q6_K"):
+    with pytest.raises(ModelError, match=f"quantized to {' or '.join(QUANTIZATIONS)}, not to Q6_K"):
         quantize_rows("Q6_K", np.zeros((1, 256), np.float32))
 
 

@@ -17,6 +17,7 @@ from tinyvllm.errors import ModelError
 from tinyvllm.ops.linear import TensorWeight
 from tinyvllm.placement import Placement
 from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16
+from tinyvllm.quant.formats import FORMATS, QUANTIZATIONS, Layout, formats_in
 
 GOLDEN = Path(__file__).parents[1] / "tiny" / "golden"
 PRODUCTS = {
@@ -128,15 +129,16 @@ def test_products_without_kernels_stay_tensors(tmp_path, monkeypatch):
 # --- quantized at load
 
 
-@pytest.mark.parametrize(("format", "levels"), [("Q8_0", 127), ("Q4_0", 8)])
-def test_quantized_at_load(tmp_path, monkeypatch, format, levels):
+@pytest.mark.parametrize("format", QUANTIZATIONS)
+def test_quantized_at_load(tmp_path, monkeypatch, format):
     tensors = write(tmp_path)
+    levels = min(FORMATS[format].zero, 127)
     step = max(np.abs(tensor).max() for tensor in tensors.values()) / levels
     loaded = load(tmp_path, format=format)
     check_rows(loaded.model, tensors, {format}, atol=step)
     assert loaded.model.weights.table.format == loaded.model.weights.head.format == format
     matrices = sum(tensor.size for tensor in tensors.values() if tensor.ndim == 2)
-    assert loaded.loader.bytes == matrices * {"Q8_0": 34, "Q4_0": 18}[format] // 32 + 4 * 3 * 64
+    assert loaded.loader.bytes == matrices * FORMATS[format].nbytes // 32 + 4 * 3 * 64
     monkeypatch.setenv("TINYVLLM_KERNELS", "all=ref")
     check_rows(load(tmp_path, format=format).model, tensors, {format}, atol=step)  # packed even where the reference computes
 
@@ -147,7 +149,7 @@ def test_a_width_that_cannot_be_quantized_is_refused(tmp_path):
         load(tmp_path, format="Q8_0")
 
 
-@pytest.mark.parametrize("format", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("format", formats_in(Layout.PANELS))
 def test_dummy_weights(tiny_model, format):
     loaded = load(tiny_model, "auto", format, dummy=True)
     first, second = (block.weights.qkv.weight for block in loaded.model.blk)
