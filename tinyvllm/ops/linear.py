@@ -15,6 +15,7 @@ from tinyvllm.backends.base import calls_of
 from tinyvllm.backends.registry import select
 from tinyvllm.ops.norm import Norm
 from tinyvllm.placement import Placement
+from tinyvllm.quant.formats import FORMATS, Activations
 from tinyvllm.quant.layouts import BLOCK, PackedWeight, StoredWeight
 
 
@@ -69,7 +70,7 @@ def rounded(x: Tensor, format: str) -> Tensor:
     """x [T, I] float32 as products with weights of this format see it, float32."""
     if format == "BF16":
         return x.cast(dtypes.bfloat16).float()
-    if format not in ("Q8_0", "Q4_0"):
+    if FORMATS[format].activations is not Activations.INT8:
         return x
     blocks = x.reshape(int(x.shape[0]), -1, BLOCK)
     largest = blocks.abs().max(2, keepdim=True)
