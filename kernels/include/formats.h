@@ -9,6 +9,7 @@
 #define Q8_0 3
 #define Q4_0 4
 #define Q4_K 5
+#define Q5_0 6
 
 // Weights of a block, and bytes of a block in a file.
 #define Q8_0_BLOCK 32

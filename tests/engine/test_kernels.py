@@ -131,6 +131,7 @@ FORMATS = {
     "BF16": Format({"dtype": "bfloat16"}, 0.03, 0.1),
     "Q8_0": Format({"dtype": "float32", "quantization": "q8_0"}, 1e-4, 0.2),
     "Q4_0": Format({"dtype": "float32", "quantization": "q4_0"}, 1e-4, 0.5),
+    "Q5_0": Format({"dtype": "float32", "quantization": "q5_0"}, 1e-4, 0.5),
 }
 LENGTHS = (21, 70)
 

@@ -52,8 +52,8 @@ def test_table_agrees_with_ggml():
 
 
 def test_lists_are_derived_from_the_table():
-    assert FLOATS == ("F32", "F16", "BF16") and QUANTIZATIONS == ("Q8_0", "Q4_0")
-    assert formats_in(Layout.PANELS) == ("F32", "F16", "BF16", "Q8_0", "Q4_0")
+    assert FLOATS == ("F32", "F16", "BF16") and QUANTIZATIONS == ("Q8_0", "Q4_0", "Q5_0")
+    assert formats_in(Layout.PANELS) == ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_0")
     assert formats_in(Layout.TILES) == ("F16", "BF16", "Q8_0", "Q4_0")
     assert packed_in(Layout.ROWS) == ("Q8_0", "Q4_0", "Q4_K")
     assert activations_of("BF16", Layout.TILES) is Activations.BFLOAT16 and activations_of("Q4_0", Layout.PANELS) is Activations.INT8
@@ -159,7 +159,7 @@ def test_infinite_scales_are_kept_without_a_warning():
 def test_a_format_without_a_reader_is_named():
     with pytest.raises(FormatError, match="IQ2_XS cannot be unpacked; readable are F32"):
         unpack("IQ2_XS", np.zeros((1, 74), np.uint8))
-    with pytest.raises(FormatError, match="Q6_K cannot be packed; writable are F32, F16, BF16, Q8_0, Q4_0"):
+    with pytest.raises(FormatError, match="Q6_K cannot be packed; writable are F32, F16, BF16, Q8_0"):
         pack("Q6_K", np.zeros((1, 256), np.float32))
     with pytest.raises(FormatError, match="Q9_9"):
         unpack("Q9_9", np.zeros((1, 74), np.uint8))

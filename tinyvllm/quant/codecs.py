@@ -252,6 +252,17 @@ def _pack_q8_0(values: np.ndarray) -> np.ndarray:
     return np.concatenate([scale.astype(np.float16).view(np.uint8), quants.view(np.uint8)], axis=1)
 
 
+@_writes("Q5_0")
+def _pack_q5_0(values: np.ndarray) -> np.ndarray:
+    """Scale so that the value of largest magnitude becomes -16 (the range is -16..15), round half up."""
+    largest = np.take_along_axis(values, np.abs(values).argmax(axis=1, keepdims=True), axis=1)
+    scale = largest / np.float32(-16)
+    quants = (values * _inverse(scale) + np.float32(16.5)).astype(np.uint8).clip(0, 31)
+    fifth = np.packbits(quants >> 4, axis=1, bitorder="little")
+    nibbles = (quants[:, :16] & 15) | ((quants[:, 16:] & 15) << 4)
+    return np.concatenate([scale.astype(np.float16).view(np.uint8), fifth, nibbles], axis=1)
+
+
 @_writes("Q4_0")
 def _pack_q4_0(values: np.ndarray) -> np.ndarray:
     """Scale so that the value of largest magnitude becomes -8 (the range is -8..7), round half up."""

@@ -89,7 +89,8 @@ class BlockFormat:
 
 
 _ROWS = frozenset({Layout.ROWS})
-_ROWS_PANELS = _ROWS | {Layout.PANELS}
+_PANELS = frozenset({Layout.PANELS})
+_ROWS_PANELS = _ROWS | _PANELS
 _ALL = frozenset(Layout)
 _BF16, _INT8 = Activations.BFLOAT16, Activations.INT8
 
@@ -110,9 +111,11 @@ _TABLE = (
     BlockFormat("BF16", 30, 1, 2, (Field("numbers", 4),), layouts=_ALL, activations=_BF16, dtype="bfloat16", tolerance=1e-2),
     BlockFormat("Q8_0", 8, 32, 34, (_SCALE, _EIGHTS), zero=128, layouts=_ALL, activations=_INT8, tolerance=3e-2, quantization=True),
     BlockFormat("Q4_0", 2, 32, 18, (_SCALE, _NIBBLES), zero=8, layouts=_ALL, activations=_INT8, tolerance=3e-2, quantization=True),
+    BlockFormat(
+        "Q5_0", 6, 32, 22, (_SCALE, _FIFTH, _NIBBLES), zero=16, layouts=_PANELS, activations=_INT8, tolerance=3e-2, quantization=True
+    ),
     BlockFormat("Q4_K", 12, 256, 144, (_SCALE, _MINIMUM, _SCALES, _K_NIBBLES), layouts=_ROWS, tolerance=2e-3),
     # Unpacked at load.
-    BlockFormat("Q5_0", 6, 32, 22, (_SCALE, _FIFTH, _NIBBLES), zero=16),
     BlockFormat("Q5_1", 7, 32, 24, (_SCALE, _OFFSET, _FIFTH, _NIBBLES)),
     BlockFormat("Q4_1", 3, 32, 20, (_SCALE, _OFFSET, _NIBBLES)),
     BlockFormat("Q5_K", 13, 256, 176, (_SCALE, _MINIMUM, _SCALES, _K_FIFTH, _K_NIBBLES)),

@@ -40,6 +40,8 @@
 #include "formats/q8_0.h"
 #elif WEIGHT == Q4_0
 #include "formats/q4_0.h"
+#elif WEIGHT == Q5_0
+#include "formats/q5_0.h"
 #else
 #error "format.h: no panels of this WEIGHT"
 #endif
