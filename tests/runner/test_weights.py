@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
 
 from tests.tiny.to_gguf import dequantized, read_folder, write_gguf
 from tinyvllm.errors import ModelError
@@ -162,6 +162,15 @@ def test_dummy_weights(tiny_model, format):
     assert (loaded.model.blk[0].attn_norm.weight.numpy() == 1).all()
 
 
+def test_a_format_without_kernels_on_the_device_is_refused(tmp_path):
+    from tinyvllm.models.config import WeightRecipe
+    from tinyvllm.runner.weights import WeightLoader, WeightPlan
+
+    loader = WeightLoader(None, WeightPlan(Placement("METAL"), dtypes.float16, "Q5_0"))
+    with pytest.raises(ModelError, match="METAL has no kernels for Q5_0 matrices, only for Q8_0, Q4_0, Q4_K and floats"):
+        loader._packs([WeightRecipe("blk.0.attn_q.weight", (64, 64), ("a",))])
+
+
 # --- heads and tables
 
 
@@ -197,7 +206,7 @@ def gguf_file(path: Path, kind: str) -> dict[str, np.ndarray]:
     return dequantized(read_folder(folder), kind)
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("kind", ["F16", *QUANTIZATIONS])
 def test_a_gguf_stays_as_it_is_stored(tmp_path, kind):
     tensors = gguf_file(tmp_path / "model.gguf", kind)
     loaded = load(tmp_path / "model.gguf")
