@@ -68,13 +68,13 @@ class _RefusalError(Exception):
     """The error of a template that called raise_exception."""
 
 
-def _choose(tokenizer_or_template: Tokenizer | str, wanted: str | None, with_tools: bool) -> tuple[str, dict[str, str]]:
+def _choose(tokenizer_or_template: Tokenizer | str, chosen: str | None, with_tools: bool) -> tuple[str, dict[str, str]]:
     """(template source, names of special tokens)."""
     if isinstance(tokenizer_or_template, str):
-        return (tokenizer_or_template if wanted is None else wanted), {}
+        return (tokenizer_or_template if chosen is None else chosen), {}
     templates, names = tokenizer_or_template.chat_templates, tokenizer_or_template.special_tokens
-    if wanted is not None:
-        return templates.get(wanted, wanted), names
+    if chosen is not None:
+        return templates.get(chosen, chosen), names
     if with_tools and "tool_use" in templates:
         return templates["tool_use"], names
     if "default" in templates:

@@ -160,9 +160,9 @@ def _add_tokens(backend: tokenizers.Tokenizer, folder: FolderSettings, path: Pat
                 f"tokenizer: {path} gives {token.content!r} the id {backend.token_to_id(token.content)}, "
                 f"but tokenizer_config.json gives it the id {token.token_id}; the files belong to different models"
             )
-    known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     for content in folder.special_tokens.values():
-        if content not in known and backend.token_to_id(content) is not None:
+        if content not in special and backend.token_to_id(content) is not None:
             backend.add_special_tokens([as_library_token(content, special=True)])
 
 

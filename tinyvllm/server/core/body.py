@@ -125,14 +125,14 @@ def _drop_unknown(value: Any, data: Any, path: str, ignored: list[str]) -> None:
 @cache
 def _refused_fields(model: type[Body]) -> dict[str, tuple[str, list[Any]]]:
     """(reason, harmless values) by field."""
-    found = {}
+    reasons = {}
     for name, field in model.model_fields.items():
         marks = field.json_schema_extra
         if isinstance(marks, dict) and marks.get("x-support") == "refused":
             harmless = marks["x-harmless"]
             assert isinstance(harmless, list)
-            found[name] = (str(field.description).removeprefix("Refused: "), list(harmless))
-    return found
+            reasons[name] = (str(field.description).removeprefix("Refused: "), list(harmless))
+    return reasons
 
 
 def _check_refused(model: type[Body], data: dict[str, Any]) -> None:

@@ -99,8 +99,8 @@ def _normalized(conversation: Conversation, tools: Sequence[Mapping[str, Any]] |
     rename = "developer" not in (conversation.template or "")
 
     def normalize(message: Mapping[str, Any]) -> dict[str, Any]:
-        kept = {name: value for name, value in message.items() if value is not None}
-        return {**kept, "role": "system"} if rename and kept["role"] == "developer" else kept
+        fields = {name: value for name, value in message.items() if value is not None}
+        return {**fields, "role": "system"} if rename and fields["role"] == "developer" else fields
 
     return replace(conversation, messages=[normalize(message) for message in conversation.messages], tools=tools)
 

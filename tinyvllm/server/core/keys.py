@@ -107,13 +107,13 @@ class Keys:
         if not secret:
             text = "missing API key; send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'"
             raise Failure(401, text, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        digest, found = _digest(secret), None
+        digest, match = _digest(secret), None
         for key in self._keys:
             if hmac.compare_digest(digest, key.digest):
-                found = key
-        if found is None:
+                match = key
+        if match is None:
             raise Failure(401, "unknown API key", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        return found
+        return match
 
 
 def read_keys(secrets: Iterable[str], path: str | None = None) -> Keys:

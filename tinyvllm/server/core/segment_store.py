@@ -64,14 +64,14 @@ class SegmentStore:
     def owned_by(self, owner: Key) -> list[RegisteredSegment]:
         """The segments of a key, oldest first."""
         loaded = self._models.loaded()
-        self._segments = {name: found for name, found in self._segments.items() if loaded.get(found.model) is found.llm}
-        return [found for found in self._segments.values() if found.owner is owner]
+        self._segments = {name: one for name, one in self._segments.items() if loaded.get(one.model) is one.llm}
+        return [one for one in self._segments.values() if one.owner is owner]
 
     def get(self, owner: Key, name: str, param: str | None = None) -> RegisteredSegment:
         """The segment with this id. Failure 404 if the key has none."""
-        for found in self.owned_by(owner):
-            if found.id == name:
-                return found
+        for registered in self.owned_by(owner):
+            if registered.id == name:
+                return registered
         text = f"there is no segment {name!r:.80}: it was released, its model was unloaded, or this key never registered it"
         raise Failure(404, text, param=param, code="segment_not_found")
 
@@ -82,16 +82,16 @@ class SegmentStore:
 
         Failure for ids that do not exist, belong to another model, or have another cache_salt.
         """
-        found = [self.get(owner, name, param) for name in names]
-        for registered in found:
+        segments = [self.get(owner, name, param) for name in names]
+        for registered in segments:
             if registered.llm is not llm:
                 raise bad_field(param, f"{param}: segment {registered.id} belongs to model {registered.model}")
             if registered.segment.cache_salt != cache_salt:
                 text = f"{param}: segment {registered.id} was registered with a different cache_salt; send the same one"
                 raise bad_field("cache_salt", text)
-        for registered in found:
+        for registered in segments:
             registered.users.add(user)
-        return found
+        return segments
 
     def used_by_body(self, owner: Key, user: object, body: Any, llm: AsyncLLM) -> list[RegisteredSegment]:
         """The segments that a body names, in use until the request `user` ends."""

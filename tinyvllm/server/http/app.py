@@ -109,10 +109,10 @@ def _page_route(name: str | None) -> Handler:
     """A route to a file of the chat page: the file `name`, or the one that the path names if the folder contains it."""
 
     async def page(request: Request) -> Response:
-        wanted = name or request.path_params["name"]
-        if wanted not in {path.name for path in PAGE.iterdir() if path.is_file()}:
+        file_name = name or request.path_params["name"]
+        if file_name not in {path.name for path in PAGE.iterdir() if path.is_file()}:
             raise Failure(404, "there is no such file", code="not_found")
-        return FileResponse(PAGE / wanted)
+        return FileResponse(PAGE / file_name)
 
     return page
 

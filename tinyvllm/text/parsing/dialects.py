@@ -237,12 +237,12 @@ def _read_name(source: Source) -> Reading[str]:
 def _read_up_to(source: Source, end: str) -> Reading[str]:
     """A name and the character after it."""
     while True:
-        found = source.text.find(end, source.at)
-        text = source.text[source.at : found if found >= 0 else None]
-        if "\n" in text or "<" in text or len(text) > _MAX_NAME or (found < 0 and source.ended):
+        end_at = source.text.find(end, source.at)
+        text = source.text[source.at : end_at if end_at >= 0 else None]
+        if "\n" in text or "<" in text or len(text) > _MAX_NAME or (end_at < 0 and source.ended):
             raise MismatchError
-        if found >= 0:
-            source.at = found + len(end)
+        if end_at >= 0:
+            source.at = end_at + len(end)
             return text.strip().strip("\"'")
         yield
 

@@ -74,16 +74,16 @@ class Source:
         MismatchError if the text ends first; all text that cannot be part of the mark has been written by then.
         """
         whole = before + mark
-        while (found := self.text.find(mark, self.at)) < 0:
+        while (mark_at := self.text.find(mark, self.at)) < 0:
             if self.ended:
                 raise MismatchError
             safe = len(self.text) - max(partial_mark(self.text, self.at, whole), partial_mark(self.text, self.at, mark))
             write(self.text[self.at : safe])
             self.at = safe
             yield
-        end = found - len(before) if self.text.endswith(before, self.at, found) else found
+        end = mark_at - len(before) if self.text.endswith(before, self.at, mark_at) else mark_at
         write(self.text[self.at : end])
-        self.at = found + len(mark)
+        self.at = mark_at + len(mark)
 
 
 def partial_mark(text: str, start: int, mark: str) -> int:

@@ -34,7 +34,7 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Tool]:
 
     RequestError for one of another form, or two of one name.
     """
-    found: dict[str, Tool] = {}
+    by_name: dict[str, Tool] = {}
     for index, entry in enumerate(tools or ()):
         function = entry.get("function") if isinstance(entry, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
@@ -43,10 +43,10 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Tool]:
         parameters = function.get("parameters") or {}  # type: ignore[union-attr]
         if not isinstance(parameters, Mapping):
             raise RequestError(f"tools[{index}].function.parameters must be a JSON schema, got {parameters!r:.80}")
-        if name in found:
+        if name in by_name:
             raise RequestError(f"tools[{index}]: duplicate function name {name!r}")
-        found[name] = Tool(name, parameters)
-    return found
+        by_name[name] = Tool(name, parameters)
+    return by_name
 
 
 def _types(schema: object, root: Mapping[str, Any], depth: int) -> set[str]:
@@ -54,16 +54,16 @@ def _types(schema: object, root: Mapping[str, Any], depth: int) -> set[str]:
     if not isinstance(schema, Mapping) or not depth:
         return set()
     named = schema.get("type")
-    found = {named} if isinstance(named, str) else {t for t in named if isinstance(t, str)} if isinstance(named, list) else set()
-    if not found:
+    types = {named} if isinstance(named, str) else {t for t in named if isinstance(t, str)} if isinstance(named, list) else set()
+    if not types:
         values = [*(schema["enum"] if isinstance(schema.get("enum"), list) else ()), *([schema["const"]] if "const" in schema else ())]
-        found = {_TYPE_OF[type(value)] for value in values if type(value) in _TYPE_OF}
+        types = {_TYPE_OF[type(value)] for value in values if type(value) in _TYPE_OF}
     for key in ("anyOf", "oneOf", "allOf"):
         for part in schema[key] if isinstance(schema.get(key), list) else ():
-            found |= _types(part, root, depth - 1)
+            types |= _types(part, root, depth - 1)
     if isinstance(reference := schema.get("$ref"), str):
-        found |= _types(_resolve(reference, root), root, depth - 1)
-    return found | ({"number"} if "integer" in found else set())
+        types |= _types(_resolve(reference, root), root, depth - 1)
+    return types | ({"number"} if "integer" in types else set())
 
 
 def _resolve(reference: str, root: Mapping[str, Any]) -> object:
