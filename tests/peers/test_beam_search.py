@@ -16,7 +16,7 @@ from tinyvllm.config import DEFAULT_MODEL  # noqa: E402
 from tinyvllm.request import BeamSearchParams  # noqa: E402
 
 PROMPTS = ("Once upon a time there was a little", "The dog ran to the park. They played all day, and", "They were very happy")
-LONGEST = 20
+MAX_TOKENS = 20
 TOLERANCE = 2e-3
 
 
@@ -43,13 +43,13 @@ def theirs(
         ids = torch.tensor([prompt])
         found = peer.generate(
             ids, attention_mask=torch.ones_like(ids), num_beams=width, num_return_sequences=width,
-            do_sample=False, length_penalty=penalty, early_stopping=stopping, max_new_tokens=LONGEST, output_scores=True,
+            do_sample=False, length_penalty=penalty, early_stopping=stopping, max_new_tokens=MAX_TOKENS, output_scores=True,
             return_dict_in_generate=True, pad_token_id=2, eos_token_id=list(ends),
         )  # fmt: skip
     told = []
     for row, score in zip(found.sequences.tolist(), found.sequences_scores.tolist(), strict=True):
         tokens = row[len(prompt) :]
-        end = next((i + 1 for i, token in enumerate(tokens) if token in ends), LONGEST)
+        end = next((i + 1 for i, token in enumerate(tokens) if token in ends), MAX_TOKENS)
         assert set(tokens[end:]) <= {2}
         told.append((tokens[:end], score))
     return told
@@ -59,7 +59,7 @@ def theirs(
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("width", [2, 4, 8])
 def test_the_same_hypotheses(llm: LLM, peer: Any, width: int, penalty: float, stopping: bool | str) -> None:
-    params = BeamSearchParams(width, LONGEST, length_penalty=penalty, early_stopping=stopping)
+    params = BeamSearchParams(width, MAX_TOKENS, length_penalty=penalty, early_stopping=stopping)
     for output in llm.beam_search(list(PROMPTS), params):
         expected = theirs(peer, output.prompt_token_ids, width, penalty, stopping, llm.engine.eos_ids)
         assert [part.token_ids for part in output.outputs] == [tokens for tokens, _ in expected], output.prompt
@@ -72,6 +72,6 @@ def test_the_same_hypotheses(llm: LLM, peer: Any, width: int, penalty: float, st
 
 
 def test_some_hypotheses_end_and_some_are_cut(llm: LLM) -> None:
-    """Or the comparison above has not seen the rules for both."""
-    outputs = llm.beam_search(list(PROMPTS), BeamSearchParams(8, LONGEST, length_penalty=2.0, early_stopping="never"))
+    """Otherwise the comparison above would not cover the rules for both."""
+    outputs = llm.beam_search(list(PROMPTS), BeamSearchParams(8, MAX_TOKENS, length_penalty=2.0, early_stopping="never"))
     assert {part.finish_reason for output in outputs for part in output.outputs} == {"stop", "length"}
