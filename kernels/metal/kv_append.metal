@@ -8,18 +8,7 @@
 //
 // Grid (T), THREADS threads, 32 to 1024: the host takes K * D / 4, at most 256. A thread moves 4 keys and 4 values at a time. D is a
 // multiple of 16; all addresses are multiples of 16. Slots as in PagedAttention (Kwon et al. 2023).
-#include "gpu.h"
-
-#if CACHE_TYPE == F32
-typedef float4 cache_number4;
-INLINE cache_number4 rounded(float4 x) { return x; }
-#elif CACHE_TYPE == F16
-typedef half4 cache_number4;
-INLINE cache_number4 rounded(float4 x) { return half4(x); }
-#else
-typedef ushort4 cache_number4;
-INLINE cache_number4 rounded(float4 x) { return ushort4(float_to_bf16(x.x), float_to_bf16(x.y), float_to_bf16(x.z), float_to_bf16(x.w)); }
-#endif
+#include "cache_number.h"
 
 kernel void kv_append(device cache_number4 *pool, device void *pool_again, device const float4 *k, device const float4 *v,
                       device const int *slots, device const int *rows, uint3 group [[threadgroup_position_in_grid]],
@@ -31,7 +20,7 @@ kernel void kv_append(device cache_number4 *pool, device void *pool_again, devic
   device cache_number4 *keys = pool + (ulong(slot / S) * 2 * K * S + slot % S) * FOURS, *values = keys + ulong(K) * S * FOURS;
   for (uint i = index; i < K * FOURS; i += THREADS) {
     const ulong from = ulong(t) * K * FOURS + i, to = ulong(i / FOURS) * S * FOURS + i % FOURS;
-    keys[to] = rounded(k[from]);
-    values[to] = rounded(v[from]);
+    keys[to] = to_cache4(k[from]);
+    values[to] = to_cache4(v[from]);
   }
 }

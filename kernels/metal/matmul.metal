@@ -20,7 +20,7 @@
 // Both go through threadgroup memory, 32 columns at a time, unpacked on the way; the next ones are loaded into registers meanwhile. Rows
 // are PITCH floats apart, so that eight of them are in different banks. Rows of x from the count on are read as the last valid row.
 //     grid (ceil(T / TILE_T), ceil(O / (SILU ? 32 : 64)), 1), 128 threads; tokens run fastest, so that weights are read once
-// Threadgroup memory: (TILE_T + 64) * 144 + 4 * TILE_T bytes. The structure of the pipeline is that of MLX's and llama.cpp's Metal products.
+// Threadgroup memory: (TILE_T + 64) * 144 + 4 * TILE_T bytes. The pipeline is that of MLX's and llama.cpp's Metal products.
 #include "matrices.h"
 #include "tile_weights.h"
 

@@ -10,7 +10,7 @@
 // The online softmax is Milakov and Gimelshein's (arXiv:1805.02867), tiles and the delayed division are FlashAttention-2's
 // (arXiv:2307.08691), the split over keys and its merge are flash decoding's.
 #pragma once
-#include "gpu.h"
+#include "cache_number.h"
 
 constant constexpr int G = H / K;            // query heads to a KV head
 constant constexpr float NO_SCORE = -1e38f;  // the maximum over no keys
@@ -19,26 +19,6 @@ constant constexpr float SCALE_2 = (float)(SCALE * 1.44269504f);
 static_assert(H % K == 0, "attention: query heads must be a multiple of key heads");
 static_assert(D % 16 == 0 && D >= 32 && D <= 256, "attention: D must be a multiple of 16 from 32 to 256");
 static_assert(S >= 8 && S <= 256 && (S & (S - 1)) == 0, "attention: S must be a power of two from 8 to 256");
-
-// A number of the cache as it is stored, and four of them.
-#if CACHE_TYPE == F32
-typedef float cache_number;
-typedef float4 cache_number4;
-INLINE float to_float(cache_number x) { return x; }
-INLINE float4 to_float4(cache_number4 x) { return x; }
-#elif CACHE_TYPE == F16
-typedef half cache_number;
-typedef half4 cache_number4;
-INLINE float to_float(cache_number x) { return (float)x; }
-INLINE float4 to_float4(cache_number4 x) { return float4(x); }
-#elif CACHE_TYPE == BF16
-typedef ushort cache_number;
-typedef ushort4 cache_number4;
-INLINE float to_float(cache_number x) { return bf16_to_float(x); }
-INLINE float4 to_float4(cache_number4 x) { return float4(bf16_to_float(x.x), bf16_to_float(x.y), bf16_to_float(x.z), bf16_to_float(x.w)); }
-#else
-#error "attention: CACHE_TYPE must be F16, BF16 or F32"
-#endif
 
 // The first key that a row at this position sees; the last one is its own.
 INLINE int first_visible(int position) { return WINDOW > 0 ? max(0, position - WINDOW + 1) : 0; }

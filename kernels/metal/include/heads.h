@@ -4,21 +4,10 @@
 // block, CACHE_TYPE (F32, F16, BF16), BIAS, QK_NORM and QK_EPS. Heads are numbered 0 .. H-1 of q, H .. H+K-1 of k, H+K .. H+2K-1 of v.
 // Feature i < R / 2 is rotated with feature i + R / 2; those from R on are not rotated. v is neither normed nor rotated.
 #pragma once
-#include "gpu.h"
+#include "cache_number.h"
 
 static_assert(R % 2 == 0 && R <= D, "heads: R must be even and at most D");
 #define HEADS (H + 2 * K)
-
-#if CACHE_TYPE == F32
-typedef float cache_number;
-INLINE cache_number cached(float value) { return value; }
-#elif CACHE_TYPE == F16
-typedef half cache_number;
-INLINE cache_number cached(float value) { return (half)value; }
-#else
-typedef ushort cache_number;
-INLINE cache_number cached(float value) { return float_to_bf16(value); }
-#endif
 
 #if BIAS
 #define BIAS_ARGUMENTS device const float *bias_q, device const float *bias_k, device const float *bias_v,
@@ -69,7 +58,7 @@ INLINE ulong cache_index(int slot, int head) {
 // Writes the final feature d of a head to q [T, H, D] float32, or to the pool. The slot is read only for k and v.
 INLINE void write_feature(Heads to, int row, int head, int d, float value) {
   if (head < H) to.q[((ulong)row * H + head) * D + d] = value;
-  else to.keys[cache_index(to.slots[row], head) + d] = cached(value);
+  else to.keys[cache_index(to.slots[row], head) + d] = to_cache(value);
 }
 
 INLINE float bias_at(Heads to, int head, int d) {

@@ -4,7 +4,7 @@
 // one after another, exactly as in the file (tinyvllm/quant/formats.py): nothing is repacked, so files are mapped without a copy.
 // Alignment of the base address: F32, F16, BF16 and Q4_K 4 bytes, Q8_0 and Q4_0 2 bytes.
 //
-// A new format is one more header, one number in gpu.h and one line below. A format header includes nothing and defines:
+// A new format is one more header, one number in kernels/include/formats.h and one line below. A format header has no includes. It defines:
 //
 //   ROW_BYTES         bytes of a row
 //   COLUMNS_DIVISOR   what I must be a multiple of
