@@ -19,6 +19,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -105,13 +106,12 @@ def emulate(
         if not array.flags.c_contiguous:
             raise EmulatorError(f"{kernel.stem}: argument {index} must be C-contiguous")
     copies = Arrays(arrays, kernel.outs)
-    grid = tuple(kernel.grid)
     block = kernel.block if isinstance(kernel.block, tuple) else (kernel.block, 1, 1)
     text = kernel_text(kernel, instead=HERE / "include" if kernel.backend == "cuda" else None)
     if kernel.backend == "metal":
         metal.check_record(kernel, text)
     count = emulate_source(
-        text, kernel.stem, grid, block, kernel.shared, copies.addresses, copies.memory, seed, races, resident, kernel.backend, read
+        text, kernel.stem, kernel.grid, block, kernel.shared, copies.addresses, copies.memory, seed, races, resident, kernel.backend, read
     )
     if read is not None:
         read[:] = [read[place] for place in copies.places]
@@ -159,7 +159,7 @@ def _launch(
         raise EmulatorError(f"{entry}: {error.value.decode(errors='replace')}{image.places(launch)}")
     if read is not None:
         read[:] = [one.read for one in ranges]
-    return launch.accesses
+    return int(launch.accesses)
 
 
 def _check_launch(image: Image, entry: str, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int) -> None:
@@ -198,7 +198,7 @@ class Arrays:
         self.raw = np.empty(room, np.uint8)
         at = -self.raw.ctypes.data % 256 + GAP // 256 * 256
         self.addresses, self.places = [0] * len(arrays), [0] * len(arrays)  # `places`: indices in `memory`
-        self.memory = []
+        self.memory: list[Memory] = []
         self.moves: list[tuple[int, int]] = []
         for start, end, *indices in groups:
             base = self.raw.ctypes.data + at
@@ -242,7 +242,7 @@ class Image:
         self.static_shared = self.library.core_static_shared()
         self.lock = _LAUNCH_LOCK
 
-    def entry(self, name: str) -> ctypes._CFuncPtr:
+    def entry(self, name: str) -> Any:
         return getattr(self.library, name if self.language.name == "cuda" else f"metal_entry_{name}")
 
     def places(self, launch: _Launch) -> str:
