@@ -1,4 +1,4 @@
-"""The command line without an installation: hands its arguments to tinyvllm.cli."""
+"""The command line without an installation: passes its arguments to tinyvllm.cli."""
 
 import sys
 

@@ -123,7 +123,7 @@ def test_help_names_every_option_and_no_command_that_is_not_there(capsys: pytest
     for option in ("--model", "--prompts-file", "--stop-token-id", "--kv-memory", "--ignore-eos", "--n", "--load-format"):
         assert option in text
     flat = " ".join(text.split())
-    assert "cache in bytes, such as 2GiB; this or --num-blocks" in flat and "cache in blocks; this or --kv-memory" in flat
+    assert "cache in bytes, such as 2GiB; or give --num-blocks" in flat and "cache in blocks; or give --kv-memory" in flat
     assert all(name in flat.partition("Other commands:")[2] for name in ("chat", "serve", "batch", "kernels", "verify", "replay"))
     assert "bench" not in text
 
@@ -194,7 +194,7 @@ def test_json_lines_that_are_refused(
 def test_prompt_files_that_hold_nothing(tmp_path: Path) -> None:
     file = tmp_path / "p.txt"
     file.write_text("\n \n")
-    with pytest.raises(ArgumentError, match="holds no prompt"):
+    with pytest.raises(ArgumentError, match="has no prompt"):
         read_prompts(str(file))
     file.write_bytes(b"abc\xff")
     with pytest.raises(FormatError, match="byte 3 is 0xff"):
@@ -227,7 +227,7 @@ def test_output_refused_before_the_model_is_looked_at(tmp_path: Path, tiny_model
 
 def test_empty_stdin(tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
-    assert refused(capsys, "--model", str(tiny_model), "--prompt", "-") == (2, "--prompt - found nothing on stdin")
+    assert refused(capsys, "--model", str(tiny_model), "--prompt", "-") == (2, "--prompt -: stdin is empty")
 
 
 def test_nearest_suggests_only_what_is_near() -> None:
@@ -240,7 +240,7 @@ def test_unexpected_failures_are_one_line_too(capsys: pytest.CaptureFixture[str]
         raise ZeroDivisionError("a\nb")
 
     monkeypatch.setattr(cli, "_run", fail)
-    assert refused(capsys) == (1, "ZeroDivisionError: a b (--debug shows where)")
+    assert refused(capsys) == (1, "ZeroDivisionError: a b (--debug shows the traceback)")
     assert cli.main(["--debug"]) == 1
     assert "Traceback" in capsys.readouterr().err
 

@@ -1,6 +1,6 @@
 """tinyvllm serves LLaMA-family language models through tinygrad.
 
-The names below are the public face. They are looked up on first use: `import tinyvllm` loads neither tinygrad nor a tokenizer.
+The names below are the public interface. They are imported on first use: `import tinyvllm` loads neither tinygrad nor a tokenizer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __version__ = VERSION
 
-_HOMES = {
+_MODULES = {
     "LLM": "tinyvllm.engine.llm",
     "Segment": "tinyvllm.engine.segments",
     "StreamDelta": "tinyvllm.engine.llm",
@@ -85,10 +85,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'tinyvllm' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value  # the next look-up does not come here
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value  # the next access finds it in the module
     return value
 
 

@@ -1,7 +1,7 @@
-"""What an engine counts and times, for Prometheus: vLLM's names, buckets and labels, and `tinyvllm:` names for what is ours alone.
+"""Metrics of an engine for Prometheus: vLLM's names, buckets and labels, and `tinyvllm:` names for those that vLLM does not have.
 
-The hot path adds to plain integers and lists; families are made of them when somebody scrapes. Only that needs prometheus_client, which
-comes with the extra `server`. Names and buckets are those of vLLM 0.33, so that its dashboards show this engine (docs/metrics.md).
+The hot path adds to plain integers and lists; a scrape builds metric families from them. Only a scrape needs prometheus_client, which comes
+with the extra `server`. Names and buckets are those of vLLM 0.33, so that its dashboards show this engine (docs/metrics.md).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ REFUSALS = ("max_num_queued_reqs", "max_num_queued_tokens", "deadline")
 
 @dataclass(slots=True)
 class StepStats:
-    """What one step was, filled in by the engine.
+    """The figures of one step, filled in by the engine.
 
     schedule, prepare, run, sample, output  seconds of each phase; `run` is the wait for the device
-    running, waiting, deferred  sequences behind the step; `deferred` of the waiting wait for another that computes what they begin with
+    running, waiting, deferred  sequences after the step; `deferred` of the waiting ones wait for another that computes their prefix
     prompt_tokens       tokens of prompts computed, also those computed again after a preemption
-    generated_tokens    tokens drawn or forced; forced_tokens of them are those that a grammar left no choice about
+    generated_tokens    tokens drawn or forced; forced_tokens of them followed from a grammar without a draw
     queried_tokens, cached_tokens  tokens of prompts looked up in the prefix cache, and found there
     blocks_used, blocks_cached, blocks_free  blocks of the pool: held by a sequence, kept for later, neither
-    tokens_held         tokens whose keys and values lie in used blocks; a block that is shared counts once
-    recomputed, swapped  sequences preempted, by what becomes of their blocks
+    tokens_held         tokens whose keys and values are in used blocks; a shared block counts once
+    recomputed, swapped  sequences preempted, by what happens to their blocks
     swapped_out, swapped_in  bytes moved to the host and back
-    evictions           cached blocks given away
+    evictions           cached blocks evicted
     waits_first         seconds from arrival to first token of the requests that got it in this step
     waits_next          seconds since the last token of every other sequence that got one
     """
@@ -67,7 +67,7 @@ class StepStats:
 
 @dataclass(slots=True)
 class FinishedRequest:
-    """A request that is over. Times are seconds of one clock, None for what did not happen; a list has an item a continuation."""
+    """A finished request. Times are seconds of one clock, None for an event that did not happen; lists have an item a continuation."""
 
     arrival: float
     finished: float
@@ -95,7 +95,7 @@ class Histogram:
         self.sum += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Running totals by bound, as Prometheus wants them. From a copy: the engine goes on meanwhile."""
+        """Cumulative counts by bound, in Prometheus' form. They come from a copy, as the engine continues to count."""
         total, out = 0, []
         for bound, count in zip([*(str(float(b)) for b in self.bounds), "+Inf"], list(self.counts), strict=True):
             total += count
@@ -103,11 +103,11 @@ class Histogram:
         return out
 
 
-def token_bounds(largest: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, 50, ... up to `largest`."""
+def token_bounds(max_tokens: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, 50, ... up to `max_tokens`."""
     bounds, ten = [], 1
-    while ten <= largest:
-        bounds += [float(m * ten) for m in (1, 2, 5) if m * ten <= largest]
+    while ten <= max_tokens:
+        bounds += [float(m * ten) for m in (1, 2, 5) if m * ten <= max_tokens]
         ten *= 10
     return tuple(bounds)
 
@@ -144,7 +144,7 @@ class EngineMetrics:
         self.requests = {name: Histogram(_REQUEST) for name in ("e2e", "queue", "inference", "prefill", "decode")}
         self.per_token = Histogram(_NEXT)
         counts = token_bounds(max_model_len)
-        self.sizes = {name: Histogram(counts) for name in ("prompt", "generation", "most", "max_tokens", "computed")}
+        self.sizes = {name: Histogram(counts) for name in ("prompt", "generation", "max", "max_tokens", "computed")}
         self.n, self.preempted = Histogram((1.0, 2.0, 5.0, 10.0, 20.0)), Histogram((1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0))
         self.ended = dict.fromkeys(REASONS, 0)
         self.refused = dict.fromkeys(REFUSALS, 0)
@@ -179,7 +179,7 @@ class EngineMetrics:
             self.next.sum += sum(stats.waits_next)
 
     def request_finished(self, request: FinishedRequest) -> None:
-        """Count a request that is over, however it ended. What it never came to (a first token, a step) is not observed."""
+        """Count a finished request, whatever its end. Times of events that did not happen (a first token, a step) are not observed."""
         self.n.observe(request.n)
         self.preempted.observe(request.preemptions)
         self.requests["e2e"].observe(request.finished - request.arrival)
@@ -195,7 +195,7 @@ class EngineMetrics:
                 self.per_token.observe(decode / (longest - 1))
         self.sizes["prompt"].observe(request.prompt_tokens)
         self.sizes["computed"].observe(request.prompt_tokens - request.cached_tokens)
-        self.sizes["most"].observe(max(request.generated, default=0))
+        self.sizes["max"].observe(max(request.generated, default=0))
         if request.max_tokens is not None:
             self.sizes["max_tokens"].observe(request.max_tokens)
         for count in request.generated:
@@ -204,7 +204,7 @@ class EngineMetrics:
             self.ended[reason] = self.ended.get(reason, 0) + 1
 
     def rejected(self, reason: str) -> None:
-        """Count a request that was refused at the door; `reason` is one of REFUSALS."""
+        """Count a request that admission control refused; `reason` is one of REFUSALS."""
         self.refused[reason] = self.refused.get(reason, 0) + 1
 
     def grammar_compiled(self, seconds: float) -> None:
@@ -219,7 +219,7 @@ class EngineMetrics:
 
 
 class NoMetrics:
-    """EngineMetrics for an engine that nobody can scrape: the same methods, which do nothing."""
+    """EngineMetrics without prometheus_client: the same methods, which do nothing."""
 
     registry = None
 
@@ -235,18 +235,18 @@ class NoMetrics:
 def engine_metrics(
     model_name: str, engine: str = "0", max_model_len: int = 8192, cache_config: Mapping[str, object] | None = None
 ) -> EngineMetrics | NoMetrics:
-    """An engine's metrics where prometheus_client is installed, else ones that do nothing."""
+    """An engine's metrics if prometheus_client is installed, else metrics that do nothing."""
     if importlib.util.find_spec("prometheus_client") is None:
         return NoMetrics()
     return EngineMetrics(model_name, engine, max_model_len, cache_config)
 
 
 def registry_of(engines: Iterable[EngineMetrics]) -> CollectorRegistry:
-    """One registry over several engines: each name comes once, with every engine's samples."""
+    """One registry for several engines: each name occurs once, with the samples of every engine."""
     from prometheus_client import CollectorRegistry
 
     registry = CollectorRegistry()
-    registry.register(_Scrape(list(engines)))  # type: ignore[arg-type]  # a collector is what has `collect`
+    registry.register(_Scrape(list(engines)))  # type: ignore[arg-type]  # any object with `collect` is a collector
     return registry
 
 
@@ -255,19 +255,19 @@ class _Scrape:
         self._engines = engines
 
     def collect(self) -> Iterator[Metric]:
-        for made in _FAMILIES:
-            yield made.metric(self._engines)
+        for family in _FAMILIES:
+            yield family.metric(self._engines)
 
 
 # --- the families
 
 
-Labelled = dict[tuple[str, ...], "float | Histogram"]  # the values of the labels of its own, in order
+Labelled = dict[tuple[str, ...], "float | Histogram"]  # by the values of the family's own labels, in order
 
 
 @dataclass(frozen=True)
 class Family:
-    """A name with its samples: `read` gives an engine's values by the values of `labels`, which stand beside model_name and engine."""
+    """A name with its samples: `read` gives an engine's values by the values of `labels`, which follow model_name and engine."""
 
     kind: str  # "gauge", "counter" or "histogram"
     name: str
@@ -344,8 +344,8 @@ _FAMILIES = (
     ),
     Family("counter", "vllm:prompt_tokens_cached", "Prompt tokens that needed no computing.", _one(lambda m: m.cached_tokens)),
     Family("counter", "vllm:generation_tokens", "Tokens generated.", _one(lambda m: m.generated_tokens)),
-    Family("counter", "vllm:request_success", "Continuations that are over, by why.", _by(lambda m: dict(m.ended)), ("finished_reason",)),
-    Family("counter", "vllm:admission_rejections", "Requests refused at the door, by why.", _by(lambda m: dict(m.refused)), ("reason",)),
+    Family("counter", "vllm:request_success", "Finished continuations, by reason.", _by(lambda m: dict(m.ended)), ("finished_reason",)),
+    Family("counter", "vllm:admission_rejections", "Requests refused, by reason.", _by(lambda m: dict(m.refused)), ("reason",)),
     Family("histogram", "vllm:time_to_first_token_seconds", "From arrival to the first token.", _one(lambda m: m.first)),
     Family("histogram", "vllm:inter_token_latency_seconds", "From a sequence's token to its next.", _one(lambda m: m.next)),
     Family(
@@ -360,10 +360,10 @@ _FAMILIES = (
     Family("histogram", "vllm:request_generation_tokens", "Tokens of a continuation.", _one(lambda m: m.sizes["generation"])),
     Family("histogram", "vllm:iteration_tokens_total", "Tokens of a step, of prompts and generated.", _one(lambda m: m.step_tokens)),
     Family(
-        "histogram", "vllm:request_max_num_generation_tokens", "Tokens of the longest continuation.", _one(lambda m: m.sizes["most"])
+        "histogram", "vllm:request_max_num_generation_tokens", "Tokens of the longest continuation.", _one(lambda m: m.sizes["max"])
     ),
     Family("histogram", "vllm:request_params_n", "The parameter n.", _one(lambda m: m.n)),
-    Family("histogram", "vllm:request_params_max_tokens", "The parameter max_tokens, where given.", _one(lambda m: m.sizes["max_tokens"])),
+    Family("histogram", "vllm:request_params_max_tokens", "The parameter max_tokens, if set.", _one(lambda m: m.sizes["max_tokens"])),
     Family("histogram", "vllm:request_num_preemptions", "Preemptions of a request.", _one(lambda m: m.preempted)),
     Family(
         "histogram", "vllm:request_prefill_kv_computed_tokens", "Prompt tokens that were not cached.", _one(lambda m: m.sizes["computed"])
@@ -374,9 +374,9 @@ _FAMILIES = (
         _by(lambda m: {"used": m.last.blocks_used, "cached": m.last.blocks_cached, "free": m.last.blocks_free}), ("state",),
     ),
     Family("gauge", "tinyvllm:kv_fragmentation_ratio", "Share of the slots in used blocks that hold no token.", _one(_fragmentation)),
-    Family("counter", "tinyvllm:prefix_cache_evictions", "Cached blocks given away.", _one(lambda m: m.evictions)),
+    Family("counter", "tinyvllm:prefix_cache_evictions", "Cached blocks evicted.", _one(lambda m: m.evictions)),
     Family(
-        "counter", "tinyvllm:preemptions", "Sequences preempted, by what became of their blocks.",
+        "counter", "tinyvllm:preemptions", "Sequences preempted, by what happened to their blocks.",
         _by(lambda m: {"recompute": m.recomputed, "swap": m.swapped}), ("kind",),
     ),
     Family(
@@ -384,5 +384,5 @@ _FAMILIES = (
         _by(lambda m: {"out": m.swapped_out, "in": m.swapped_in}), ("direction",),
     ),
     Family("histogram", "tinyvllm:grammar_compile_seconds", "Time to compile a request's grammar.", _one(lambda m: m.grammars)),
-    Family("counter", "tinyvllm:forced_tokens", "Generated tokens that a grammar left no choice about.", _one(lambda m: m.forced_tokens)),
+    Family("counter", "tinyvllm:forced_tokens", "Generated tokens forced by a grammar.", _one(lambda m: m.forced_tokens)),
 )  # fmt: skip

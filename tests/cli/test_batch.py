@@ -16,7 +16,7 @@ import pytest
 
 from tinyvllm import cli
 from tinyvllm.cli import batch_file
-from tinyvllm.cli.batch_file import Output, answer_line, check, read_lines
+from tinyvllm.cli.batch_file import Output, answer_line, check_input, read_lines
 from tinyvllm.errors import ArgumentError, FormatError, OutputError, TinyvllmError
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ def answers(path: Path) -> dict[str, dict[str, Any]]:
 def test_lines_that_are_refused(tmp_path: Path, line: dict[str, Any] | str, words: list[str]) -> None:
     path = write(tmp_path / "in.jsonl", request("a"), line)
     with pytest.raises((ArgumentError, FormatError)) as caught:
-        check(str(path))
+        check_input(str(path))
     assert all(word in str(caught.value) for word in words), caught.value
 
 
@@ -67,7 +67,7 @@ def test_files_that_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
     path = str(write(tmp_path / "in.jsonl", request("a")))
     for arguments, words in [
         ([str(tmp_path / "no.jsonl"), "-o", "o"], ["no.jsonl", "No such file"]),
-        ([str(write(tmp_path / "empty.jsonl")), "-o", "o"], ["holds no request"]),
+        ([str(write(tmp_path / "empty.jsonl")), "-o", "o"], ["has no request"]),
         ([path, "-o", path], ["--output", "input"]),
         ([path, "-o", str(tmp_path / "no" / "o")], ["cannot write"]),
         ([path, "-o", str(tmp_path / "o"), "--concurrency", "0"], ["--concurrency"]),
@@ -129,7 +129,7 @@ def test_answers(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert out.read_bytes() == before
 
 
-def test_a_killed_run_goes_on_where_it_stood(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_killed_run_continues_where_it_ended(tiny_model: Path, tmp_path: Path) -> None:
     count = 60
     bodies = [{"prompt": [i, 5, 9], "max_tokens": 24, "temperature": 0, "ignore_eos": True} for i in range(count)]
     path = write(tmp_path / "in.jsonl", *(request(f"r{i}", body=body) for i, body in enumerate(bodies)))
@@ -149,7 +149,7 @@ def test_a_killed_run_goes_on_where_it_stood(tiny_model: Path, tmp_path: Path) -
     with open(out, "ab") as file:
         file.write(b'{"id": "batch_req_1", "custom_id": "r5')
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ, timeout=120, check=False)
-    assert done.returncode == 0 and f"of {count} requests had been answered before" in done.stderr, done.stderr
+    assert done.returncode == 0 and f"of {count} requests were answered by an earlier run" in done.stderr, done.stderr
     found = answers(out)
     assert set(found) == {line.custom_id for line in read_lines(str(path))} and len(found) == count
     assert all(answer["body"]["usage"]["completion_tokens"] == 24 for answer in found.values())

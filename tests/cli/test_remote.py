@@ -118,7 +118,7 @@ def test_a_conversation(server: Server, talk: Callable[..., tuple[int, str, str]
     assert server.headers[0]["Authorization"] == "Bearer k"
 
 
-def test_what_may_pass_is_tried_again(server: Server, talk: Callable[..., tuple[int, str, str]], pauses: list[float]) -> None:
+def test_a_temporary_failure_is_retried(server: Server, talk: Callable[..., tuple[int, str, str]], pauses: list[float]) -> None:
     busy = {"error": {"message": "too many wait"}}
     server.replies = [(429, {"Retry-After": "7"}, json.dumps(busy).encode()), "close", (503, {}, b"<html>"), (200, {}, b""),
                       (200, {}, stream("at last"))]  # fmt: skip
@@ -126,7 +126,7 @@ def test_what_may_pass_is_tried_again(server: Server, talk: Callable[..., tuple[
     assert (code, out) == (0, "at last\n") and len(server.seen) == 5 and all(body == server.seen[0] for body in server.seen)
     assert pauses[0] == 7 and 0.5 <= pauses[1] <= 1 and 1 <= pauses[2] <= 2 and 2 <= pauses[3] <= 4
     lines = err.splitlines()
-    assert len(lines) == 4 and lines[0] == "429 Too Many Requests: too many wait: trying again in 7.0 s"
+    assert len(lines) == 4 and lines[0] == "429 Too Many Requests: too many wait: retry in 7.0 s"
 
 
 def test_patience_ends(server: Server, pauses: list[float]) -> None:

@@ -1,7 +1,7 @@
-"""The command line: `main` picks the command, and turns what went wrong into one line and an exit code.
+"""The command line: `main` picks the command, and turns an error into one line and an exit code.
 
-0 done, 1 a failure, 2 bad arguments, 130 interrupted. Modules that cost time to import (tinygrad above all) are imported by the command
-that needs them, after its arguments have been checked.
+0 done, 1 a failure, 2 bad arguments, 130 interrupted. Modules that are slow to import (tinygrad above all) are imported by the command that
+needs them, after its arguments have been checked.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _run(arguments)
-        sys.stdout.flush()  # here a closed pipe is quiet, at exit it would not be
+        sys.stdout.flush()  # a closed pipe is handled here; at exit Python would complain about it
         return code
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         _abandon_stdout()
         return 0
-    except Exception as error:  # noqa: BLE001  the last door: a person gets one line, --debug the rest
+    except Exception as error:  # noqa: BLE001  any error becomes one line; --debug shows its traceback
         return _report(error, debug="--debug" in arguments)
 
 
 def _run(arguments: list[str]) -> int:
     try:
         command, options = parse(arguments)
-    except SystemExit:  # argparse has printed what --help or --version asks for; its refusals are ArgumentErrors
+    except SystemExit:  # argparse has printed --help or --version; its refusals are ArgumentErrors
         return 0
     if command == "chat":
         from tinyvllm.cli import chat
@@ -62,7 +62,7 @@ def _run(arguments: list[str]) -> int:
         from tinyvllm.cli import replay
 
         return replay.run(options)
-    assert command == "generate", f"no branch for one of {COMMANDS}"
+    assert command == "generate", f"no branch for command {command}, one of {COMMANDS}"
     from tinyvllm.cli import generate
 
     return generate.run(options)
@@ -73,13 +73,13 @@ def _report(error: Exception, debug: bool) -> int:
         traceback.print_exception(error)
     text = " ".join(str(error).split())
     if not isinstance(error, TinyvllmError):
-        text = f"{type(error).__name__}: {text}" + ("" if debug else " (--debug shows where)")
+        text = f"{type(error).__name__}: {text}" + ("" if debug else " (--debug shows the traceback)")
     print(f"tinyvllm: error: {text}", file=sys.stderr)
     return error.exit_code if isinstance(error, TinyvllmError) else 1
 
 
 def _abandon_stdout() -> None:
-    """Nobody reads stdout any more: point it to nowhere, or the interpreter complains when it flushes it at exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+    """The reader of stdout is gone: point it to the null device, or the interpreter complains when it flushes it at exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)

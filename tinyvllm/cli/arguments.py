@@ -17,82 +17,104 @@ COMMANDS = ("generate", "chat", "serve", "batch", "kernels", "verify", "replay")
 MAX_TOKENS = {"generate": 256, "chat": 1024}
 
 _ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--model", {"metavar": "PATH", "help": "folder of a Hugging Face model, GGUF file or hub name; without it the bundled model"}),
-    ("--tokenizer", {"metavar": "PATH", "help": "folder of tokenizer files or GGUF file, where it is not the model's own"}),
+    ("--model", {"metavar": "PATH", "help": "folder of a Hugging Face model, GGUF file or hub name; default: the bundled model"}),
+    ("--tokenizer", {"metavar": "PATH", "help": "folder of tokenizer files, or GGUF file; default: the model's own"}),
     ("--revision", {"metavar": "R", "help": "branch, tag or commit of a hub name"}),
     ("--device", {"metavar": "D", "help": "auto, CPU, METAL, CUDA, CUDA:1, ..."}),
-    ("--dtype", {"metavar": "T", "help": f"what the model computes in: {', '.join(DTYPES)}"}),
-    ("--max-model-len", {"type": int, "metavar": "N", "help": "longest prompt plus answer, in tokens"}),
-    ("--max-num-seqs", {"type": int, "metavar": "N", "help": "sequences that run at the same time"}),
-    ("--max-num-batched-tokens", {"type": int, "metavar": "N", "help": "tokens of one step"}),
-    ("--kv-memory", {"metavar": "SIZE", "help": "size of the KV cache in bytes, such as 2GiB; this or --num-blocks is enough"}),
-    ("--num-blocks", {"type": int, "metavar": "N", "help": "size of the KV cache in blocks; this or --kv-memory is enough"}),
+    ("--dtype", {"metavar": "T", "help": f"data type of the computation: {', '.join(DTYPES)}"}),
+    ("--max-model-len", {"type": int, "metavar": "N", "help": "maximum prompt plus answer, in tokens"}),
+    ("--max-num-seqs", {"type": int, "metavar": "N", "help": "maximum number of sequences that run at the same time"}),
+    ("--max-num-batched-tokens", {"type": int, "metavar": "N", "help": "maximum number of tokens in one step"}),
+    ("--kv-memory", {"metavar": "SIZE", "help": "size of the KV cache in bytes, such as 2GiB; or give --num-blocks"}),
+    ("--num-blocks", {"type": int, "metavar": "N", "help": "size of the KV cache in blocks; or give --kv-memory"}),
     ("--block-size", {"type": int, "metavar": "N", "help": "tokens of a KV block, a power of two from 8 to 256"}),
-    ("--quantization", {"metavar": "Q", "help": f"pack the matrices at load: {', '.join(QUANTIZATIONS)}"}),
-    ("--num-scheduler-steps", {"type": int, "metavar": "N", "help": "decode steps between two looks at the tokens"}),
-    ("--enable-prefix-caching", {"action": argparse.BooleanOptionalAction, "help": "keep and share the blocks of equal beginnings"}),
-    ("--prefix-cache-dir", {"metavar": "DIR", "help": "keep cached blocks there over a restart"}),
+    ("--quantization", {"metavar": "Q", "help": f"quantize the matrices while loading: {', '.join(QUANTIZATIONS)}"}),
+    (
+        "--num-scheduler-steps",
+        {"type": int, "metavar": "N", "help": "decode steps that the device runs before the host reads their tokens"},
+    ),
+    ("--enable-prefix-caching", {"action": argparse.BooleanOptionalAction, "help": "share the KV blocks of prompts with a common prefix"}),
+    ("--prefix-cache-dir", {"metavar": "DIR", "help": "folder that keeps the prefix cache over a restart"}),
     ("--swap-space", {"metavar": "SIZE", "help": "host memory for the blocks of preempted sequences, such as 4GiB"}),
-    ("--preemption-mode", {"metavar": "M", "help": "recompute or swap; without it what costs less"}),
-    ("--max-num-queued-reqs", {"type": int, "metavar": "N", "help": "refuse requests beyond so many that wait"}),
-    ("--max-num-queued-tokens", {"type": int, "metavar": "N", "help": "refuse prompts beyond so many tokens that wait"}),
-    ("--async-scheduling", {"action": argparse.BooleanOptionalAction, "help": "launch a step before the last one's tokens are read"}),
-    ("--enable-cascade", {"action": argparse.BooleanOptionalAction, "help": "read a prefix that running sequences share once for all"}),
-    ("--warm-up", {"action": argparse.BooleanOptionalAction, "help": "capture the usual steps beforehand; serve does, while it is idle"}),
-    ("--record", {"metavar": "F", "help": "write arrivals and parameters to this .jsonl file, for replay"}),
+    ("--preemption-mode", {"metavar": "M", "help": "recompute or swap; default: the cheaper one"}),
+    ("--max-num-queued-reqs", {"type": int, "metavar": "N", "help": "maximum number of waiting requests; more are refused"}),
+    ("--max-num-queued-tokens", {"type": int, "metavar": "N", "help": "maximum number of waiting prompt tokens; more are refused"}),
+    ("--async-scheduling", {"action": argparse.BooleanOptionalAction, "help": "launch a step before the tokens of the last one are read"}),
+    (
+        "--enable-cascade",
+        {"action": argparse.BooleanOptionalAction, "help": "read the KV blocks that running sequences share once for all of them"},
+    ),
+    (
+        "--warm-up",
+        {
+            "action": argparse.BooleanOptionalAction,
+            "help": "capture common step shapes ahead of time; on by default in serve, while it is idle",
+        },
+    ),
+    ("--record", {"metavar": "F", "help": "record the traffic in this .jsonl file, for replay"}),
     ("--load-format", {"metavar": "F", "help": f"{', '.join(LOAD_FORMATS)}; dummy fills the model with random weights"}),
 )
 
 _Option = tuple[str, dict[str, Any]]
 _MODELS: _Option = (
     "--model",
-    {"action": "append", "metavar": "[NAME=]PATH", "help": "as elsewhere; may be repeated, each then loaded on first use"},
+    {
+        "action": "append",
+        "metavar": "[NAME=]PATH",
+        "help": "folder, GGUF file or hub name; may be repeated, then each is loaded on first use",
+    },
 )
 _SERVED_MODEL_NAME: _Option = (
     "--served-model-name",
-    {"action": "append", "metavar": "NAME", "default": None, "help": "name of the only model; may be repeated"},
+    {"action": "append", "metavar": "NAME", "default": None, "help": "served name of the only model; may be repeated"},
 )
 _LENIENT: _Option = (
     "--lenient",
-    {"action": "store_true", "help": "leave unknown fields out and name them in X-Ignored-Fields, instead of refusing them"},
+    {"action": "store_true", "help": "ignore unknown fields and list them in X-Ignored-Fields, instead of refusing the request"},
 )
 
 _SERVER_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--host", {"metavar": "H", "help": "address to listen on; 0.0.0.0 or :: for all (then set --api-key)"}),
-    ("--port", {"type": int, "metavar": "N", "help": "8000 where not given; 0 takes a free one, which the ready line names"}),
+    ("--port", {"type": int, "metavar": "N", "help": "default 8000; 0 takes a free port, which the ready line has"}),
     _SERVED_MODEL_NAME,
-    ("--unload-idle", {"type": float, "metavar": "S", "default": None, "help": "unload a model that was not used for so many seconds"}),
-    ("--chat-template", {"metavar": "F", "default": None, "help": "file with a Jinja template in place of the models' own"}),
-    ("--trust-request-chat-template", {"action": "store_true", "help": "let requests bring chat templates"}),
+    ("--unload-idle", {"type": float, "metavar": "S", "default": None, "help": "unload a model after S seconds without requests"}),
+    ("--chat-template", {"metavar": "F", "default": None, "help": "file with a Jinja template that replaces the models' own"}),
+    ("--trust-request-chat-template", {"action": "store_true", "help": "accept chat templates in requests"}),
     _LENIENT,
-    ("--api-key", {"action": "append", "metavar": "KEY", "default": None, "help": "let in who shows this key; may be repeated"}),
-    ("--api-key-file", {"metavar": "F", "default": None, "help": "file of keys, one a line, with name=... and limits behind it"}),
-    ("--cors-origin", {"action": "append", "metavar": "URL", "help": "let pages of this origin use the server; * for all; repeatable"}),
+    ("--api-key", {"action": "append", "metavar": "KEY", "default": None, "help": "accept requests with this key; may be repeated"}),
+    ("--api-key-file", {"metavar": "F", "default": None, "help": "file of keys, one a line, followed by name=... and limits"}),
+    (
+        "--cors-origin",
+        {"action": "append", "metavar": "URL", "help": "allow pages of this origin to use the server; * for all; may be repeated"},
+    ),
     ("--ssl-certfile", {"metavar": "F", "help": "certificate chain in PEM: serve https"}),
-    ("--ssl-keyfile", {"metavar": "F", "help": "its key, where the certificate's file does not hold it"}),
-    ("--max-body", {"metavar": "SIZE", "help": "longest body of a request; 32MiB where not given"}),
-    ("--head-seconds", {"type": float, "metavar": "S", "help": "how long a client may take to send the head of a request; 10"}),
-    ("--body-seconds", {"type": float, "metavar": "S", "help": "and its body; 30"}),
-    ("--write-seconds", {"type": float, "metavar": "S", "help": "how long a client may leave a stream unread; 60"}),
-    ("--beat-seconds", {"type": float, "metavar": "S", "help": "silence in a stream after which a keep-alive comment is sent; 5"}),
-    ("--grace-seconds", {"type": float, "metavar": "S", "help": "how long accepted requests may go on after SIGTERM; 30"}),
-    ("--access-log", {"action": argparse.BooleanOptionalAction, "help": "a line of JSON on stdout for every request"}),
+    ("--ssl-keyfile", {"metavar": "F", "help": "private key, if it is not in the certificate's file"}),
+    ("--max-body", {"metavar": "SIZE", "help": "maximum body of a request; default 32MiB"}),
+    ("--head-seconds", {"type": float, "metavar": "S", "help": "time for a client to send the head of a request; default 10"}),
+    ("--body-seconds", {"type": float, "metavar": "S", "help": "time for a client to send the body of a request; default 30"}),
+    ("--write-seconds", {"type": float, "metavar": "S", "help": "time that a client may leave a stream unread; default 60"}),
+    ("--beat-seconds", {"type": float, "metavar": "S", "help": "silence in a stream after which a keep-alive comment is sent; default 5"}),
+    ("--grace-seconds", {"type": float, "metavar": "S", "help": "time for accepted requests to finish after SIGTERM; default 30"}),
+    ("--access-log", {"action": argparse.BooleanOptionalAction, "help": "write a line of JSON to stdout for every request"}),
 )
 
 _SAMPLING_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--max-tokens", {"type": int, "metavar": "N", "help": "longest answer"}),
-    ("--min-tokens", {"type": int, "metavar": "N", "help": "shortest answer"}),
-    ("--temperature", {"type": float, "metavar": "T", "help": "0 always takes the most probable token"}),
+    ("--max-tokens", {"type": int, "metavar": "N", "help": "maximum number of generated tokens"}),
+    ("--min-tokens", {"type": int, "metavar": "N", "help": "minimum number of generated tokens"}),
+    ("--temperature", {"type": float, "metavar": "T", "help": "0 is greedy: always the most probable token"}),
     ("--top-k", {"type": int, "metavar": "K", "help": "sample among the K most probable tokens"}),
     ("--top-p", {"type": float, "metavar": "P", "help": "sample among the most probable tokens that together reach P"}),
     ("--min-p", {"type": float, "metavar": "P", "help": "drop tokens less probable than P times the most probable"}),
     ("--seed", {"type": int, "metavar": "S", "help": "the same seed gives the same answer"}),
-    ("--repetition-penalty", {"type": float, "metavar": "X", "help": "divide the logits of what was there already; 1 is off"}),
-    ("--presence-penalty", {"type": float, "metavar": "X", "help": "subtract from the logits of what was answered already"}),
-    ("--frequency-penalty", {"type": float, "metavar": "X", "help": "the same, once for every time"}),
-    ("--stop", {"action": "append", "metavar": "S", "help": "end at this text; may be repeated"}),
-    ("--stop-token-id", {"action": "append", "type": int, "metavar": "ID", "dest": "stop_token_ids", "help": "the same for a token"}),
-    ("--ignore-eos", {"action": "store_true", "help": "go on after the end-of-sequence token"}),
+    ("--repetition-penalty", {"type": float, "metavar": "X", "help": "divide the logits of tokens in the prompt or the answer; 1 is off"}),
+    ("--presence-penalty", {"type": float, "metavar": "X", "help": "subtract from the logits of tokens in the answer"}),
+    ("--frequency-penalty", {"type": float, "metavar": "X", "help": "the same, once for each occurrence"}),
+    ("--stop", {"action": "append", "metavar": "S", "help": "stop at this text; may be repeated"}),
+    (
+        "--stop-token-id",
+        {"action": "append", "type": int, "metavar": "ID", "dest": "stop_token_ids", "help": "stop at this token; may be repeated"},
+    ),
+    ("--ignore-eos", {"action": "store_true", "help": "continue after the end-of-sequence token"}),
 )
 
 _STRUCTURE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -105,7 +127,7 @@ _STRUCTURE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses with an ArgumentError, and suggests the option that was meant."""
+    """Raises ArgumentErrors, with the closest known option as a suggestion."""
 
     def error(self, message: str) -> NoReturn:
         known = [option for action in self._actions for option in action.option_strings]
@@ -125,16 +147,16 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace]:
 
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of EngineConfig that were given, by name."""
-    given = {name: value for flag, _ in _ENGINE_OPTIONS if (value := getattr(options, name := _field(flag), None)) is not None}
+    """The fields of EngineConfig on the command line, by name."""
+    fields = {name: value for flag, _ in _ENGINE_OPTIONS if (value := getattr(options, name := _field(flag), None)) is not None}
     for flag in ("--kv-memory", "--swap-space"):
-        if _field(flag) in given:
-            given[_field(flag)] = parse_size(flag, given[_field(flag)])
-    return given
+        if _field(flag) in fields:
+            fields[_field(flag)] = parse_size(flag, fields[_field(flag)])
+    return fields
 
 
 def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of SamplingParams that were given, by name, after checking them."""
+    """The fields of SamplingParams on the command line, by name, validated."""
     names = [settings.get("dest", _field(flag)) for flag, settings in (*_SAMPLING_OPTIONS, ("--n", {}), ("--logprobs", {}))]
     given = {name: getattr(options, name) for name in names if hasattr(options, name)}
     structure = {name: getattr(options, name) for name in STRUCTURES if hasattr(options, name)}
@@ -145,7 +167,7 @@ def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def server_options(options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of ServerConfig that were given, by name."""
+    """The fields of ServerConfig on the command line, by name."""
     names = [_field(flag) for flag, settings in _SERVER_OPTIONS if settings.get("default", argparse.SUPPRESS) is argparse.SUPPRESS]
     given = {name: getattr(options, name) for name in names if hasattr(options, name)}
     if "max_body" in given:
@@ -156,7 +178,7 @@ def server_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _contents(name: str, value: Any) -> Any:
-    """What a file holds, where a schema or a grammar names one."""
+    """The contents of a file, if a schema or a grammar is the name of one."""
     if name not in ("json", "grammar") or len(value) > 4096 or not os.path.isfile(value):
         return value
     try:
@@ -179,30 +201,33 @@ def _common(command: str, description: str, epilog: str | None = None) -> Parser
     name = "tinyvllm" if command == "generate" else f"tinyvllm {command}"
     parser = Parser(prog=name, description=description, epilog=epilog, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"tinyvllm {VERSION}")
-    parser.add_argument("--quiet", action="store_true", help="nothing on stderr but errors")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of a failure")
+    parser.add_argument("--quiet", action="store_true", help="only errors on stderr")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
 
 def _generate_parser() -> Parser:
     parser = _common(
         "generate",
-        "Continue prompts with a language model. One prompt is answered on stdout as it comes.",
+        "Continue prompts with a language model. The answer to a single prompt is streamed to stdout.",
         "Other commands: tinyvllm chat, serve, batch, kernels, verify, replay (see their --help).",
     )
     prompts: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("--prompt", {"action": "append", "metavar": "TEXT", "help": "what to continue; may be repeated; - reads stdin"}),
+        ("--prompt", {"action": "append", "metavar": "TEXT", "help": "the text to continue; may be repeated; - reads stdin"}),
         ("--prompts-file", {"metavar": "F", "help": "more prompts: one a line (.txt), or JSON objects (.jsonl)"}),
         ("--output", {"metavar": "F", "help": "write one JSON line a prompt to this .jsonl file (- is stdout)"}),
     )
     group = parser.add_argument_group("prompts")
     for flag, settings in prompts:
         group.add_argument(flag, **settings)
-    _add(parser, "sampling (the model's own recommendation where not given)", _SAMPLING_OPTIONS)
+    _add(parser, "sampling (default: the model's own recommendation)", _SAMPLING_OPTIONS)
     _add(parser, "structure of the answer (one of them)", _STRUCTURE_OPTIONS)
     more: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("--n", {"type": int, "metavar": "N", "help": "answers to every prompt"}),
-        ("--logprobs", {"type": int, "metavar": "N", "help": "log probabilities of the N best tokens of every step, in --output"}),
+        ("--n", {"type": int, "metavar": "N", "help": "number of answers to each prompt"}),
+        (
+            "--logprobs",
+            {"type": int, "metavar": "N", "help": "log-probabilities of the N most probable tokens at each position, in --output"},
+        ),
     )
     _add(parser, "output", more)
     _add(parser, "engine", _ENGINE_OPTIONS)
@@ -212,9 +237,11 @@ def _generate_parser() -> Parser:
 def _chat_parser() -> Parser:
     parser = _common("chat", "Talk to a language model. /help lists the commands of the conversation.")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    parser.add_argument("--url", metavar="URL", help="talk to an OpenAI server, as http://localhost:8000; --model then names its model")
-    parser.add_argument("--api-key", metavar="KEY", help="what to show to that server")
-    _add(parser, "sampling (the model's own recommendation where not given)", _SAMPLING_OPTIONS)
+    parser.add_argument(
+        "--url", metavar="URL", help="use an OpenAI server, such as http://localhost:8000; --model is then the name of its model"
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="API key for that server")
+    _add(parser, "sampling (default: the model's own recommendation)", _SAMPLING_OPTIONS)
     _add(parser, "structure of the answer (one of them)", _STRUCTURE_OPTIONS)
     _add(parser, "engine", _ENGINE_OPTIONS)
     return parser
@@ -228,11 +255,16 @@ def _serve_parser() -> Parser:
 
 
 def _batch_parser() -> Parser:
-    parser = _common("batch", "Answer a file of requests in OpenAI's batch format. Goes on where an earlier run of the same command ended.")
+    parser = _common(
+        "batch", "Answer a file of requests in OpenAI's batch format. Continues where an earlier run of the same command ended."
+    )
     parser.add_argument("input", metavar="IN.jsonl", help="a request a line: custom_id, method, url and body")
-    parser.add_argument("-o", "--output", metavar="OUT.jsonl", required=True, help="an answer a line, in the order of their coming")
+    parser.add_argument("-o", "--output", metavar="OUT.jsonl", required=True, help="an answer a line, in the order in which they finish")
     own: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("--concurrency", {"type": int, "metavar": "N", "default": None, "help": "requests at the same time; twice --max-num-seqs"}),
+        (
+            "--concurrency",
+            {"type": int, "metavar": "N", "default": None, "help": "requests at the same time; default: twice --max-num-seqs"},
+        ),
         _SERVED_MODEL_NAME,
         _LENIENT,
     )
@@ -251,9 +283,9 @@ def _verify_parser() -> Parser:
     parser = _common("verify", "Compare a model's hand-written kernels with the reference, layer by layer. Exit code 1 if they diverge.")
     parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="as --model elsewhere")
     own: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("--prompt", {"action": "append", "metavar": "TEXT", "default": None, "help": "what to run; may be repeated"}),
-        ("--steps", {"type": int, "metavar": "N", "default": 8, "help": "decode steps behind the prompts"}),
-        ("--tolerance", {"type": float, "metavar": "X", "default": None, "help": "of a layer's own relative error"}),
+        ("--prompt", {"action": "append", "metavar": "TEXT", "default": None, "help": "prompt to compare; may be repeated"}),
+        ("--steps", {"type": int, "metavar": "N", "default": 8, "help": "decode steps after the prompts"}),
+        ("--tolerance", {"type": float, "metavar": "X", "default": None, "help": "maximum relative error of one layer"}),
         ("--json", {"action": "store_true", "default": False, "help": "all figures as one JSON object"}),
     )
     _add(parser, "comparison", own)
@@ -262,18 +294,25 @@ def _verify_parser() -> Parser:
 
 
 def _replay_parser() -> Parser:
-    parser = _common("replay", "Run a recorded file again, arrivals and all. Exit code 1 if tokens or schedule differ.")
-    parser.add_argument("file", metavar="RUN.jsonl", help="what --record has written")
+    parser = _common("replay", "Replay a recording, with its arrivals. Exit code 1 if tokens or schedule differ.")
+    parser.add_argument("file", metavar="RUN.jsonl", help="a file that --record wrote")
     own: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("--tokens-only", {"action": "store_true", "default": False, "help": "let the schedule differ, as with another engine option"}),
+        (
+            "--tokens-only",
+            {
+                "action": "store_true",
+                "default": False,
+                "help": "compare tokens only: the schedule may differ, as with other engine options",
+            },
+        ),
     )
     _add(parser, "comparison", own)
-    _add(parser, "engine (in place of what was recorded)", _others("--record"))
+    _add(parser, "engine (replaces the recorded options)", _others("--record"))
     return parser
 
 
 def _others(*flags: str) -> tuple[tuple[str, dict[str, Any]], ...]:
-    """The engine's options without these."""
+    """The engine's options except these."""
     return tuple(option for option in _ENGINE_OPTIONS if option[0] not in flags)
 
 

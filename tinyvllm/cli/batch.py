@@ -1,6 +1,6 @@
 """`tinyvllm batch IN.jsonl -o OUT.jsonl`: OpenAI's batch files without a server. Each line goes through the server's handlers, in process.
 
-What was answered is in OUT.jsonl at once: a run that was killed is begun again with the same command, and does only what is missing.
+Each answer is in OUT.jsonl at once: after a kill, the same command computes only the missing ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.cli.arguments import engine_options
-from tinyvllm.cli.batch_file import Line, Output, answer_line, check, read_lines
+from tinyvllm.cli.batch_file import Line, Output, answer_line, check_input, read_lines
 from tinyvllm.cli.progress import say
 from tinyvllm.cli.serve import model_specs
 from tinyvllm.config import EngineConfig, resolve
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
     from tqdm import tqdm
 
-_LATER = (429, 503)  # what the same request may be answered otherwise after a while
+_RETRY_STATUS = (429, 503)  # the same request may succeed later
 _ATTEMPTS = 10
-_LONGEST_PAUSE = 30.0  # seconds before a request is tried again
+_MAX_PAUSE = 30.0  # seconds before a request is tried again
 
 
 def run(options: argparse.Namespace) -> int:
-    """1 if requests failed; their lines say why."""
+    """The exit code: 1 if requests failed; their lines have the reasons."""
     specs = model_specs(getattr(options, "model", None), options.served_model_name, engine_options(options))
     for spec in specs.values():
         resolve(**spec)
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
         raise ArgumentError(f"--concurrency must be 1 or more, got {options.concurrency}")
     if Path(options.output).resolve() == Path(options.input).resolve():
         raise ArgumentError(f"--output {options.output} is also the input")
-    wanted = check(options.input)
+    wanted = check_input(options.input)
     try:
         import tinyvllm.server.http.app  # noqa: F401  before anything is written
     except ImportError as error:
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     output = Output(options.output, wanted)
     try:
         if output.done and not options.quiet:
-            say(f"{len(output.done)} of {len(wanted)} requests had been answered before")
+            say(f"{len(output.done)} of {len(wanted)} requests were answered by an earlier run")
         return asyncio.run(_answer_all(options, specs, output, len(wanted)))
     finally:
         output.close()
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclass
 class Tally:
-    """What a run has done."""
+    """Counts of a run."""
 
     answered: int = 0
     failed: int = 0
@@ -82,27 +82,27 @@ async def _answer_all(options: argparse.Namespace, specs: Mapping[str, Mapping[s
         return 0
     models = Models(specs)
     app, _ = create_app(ServerConfig(lenient=getattr(options, "lenient", False), access_log=False, beat_seconds=3600.0), models)
-    tally, bar, began = Tally(), _bar(options.quiet, total, len(output.done)), time.monotonic()
+    tally, bar, start = Tally(), _bar(options.quiet, total, len(output.done)), time.monotonic()
     try:
         await models.start()
-        began = time.monotonic()
+        start = time.monotonic()
         workers = options.concurrency or 2 * max(spec.get("max_num_seqs", EngineConfig.max_num_seqs) for spec in specs.values())
         async with asyncio.TaskGroup() as group:
             for _ in range(min(workers, total - len(output.done))):
                 group.create_task(_work(app, waiting, output, tally, bar))
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None  # a worker fails only by what stops all of them
+        raise errors.exceptions[0] from None  # an error of a worker is one that stops all of them
     finally:
         if bar is not None:
             bar.close()
         await models.close()
     if not options.quiet:
-        say(_closing_line(tally, time.monotonic() - began))
+        say(_closing_line(tally, time.monotonic() - start))
     return 1 if tally.failed else 0
 
 
 async def _work(app: ASGIApp, waiting: Iterator[Line], output: Output, tally: Tally, bar: tqdm | None) -> None:
-    """Answer lines until there are no more; workers share the iterator."""
+    """Answer lines until none is left; workers share the iterator."""
     for line in waiting:
         status, request_id, body = await _answer(app, line)
         await output.add(answer_line(line.custom_id, status, request_id, body))
@@ -112,25 +112,25 @@ async def _work(app: ASGIApp, waiting: Iterator[Line], output: Output, tally: Ta
 
 
 async def _answer(app: ASGIApp, line: Line) -> tuple[int, str, Any]:
-    """(status, request id, body). What is refused for want of room is tried again later."""
+    """(status, request id, body). A request that is refused for want of room is tried again later."""
     for attempt in range(_ATTEMPTS):
         status, headers, raw = await call(app, line.url, json.dumps(line.body).encode())
-        if status not in _LATER or attempt == _ATTEMPTS - 1:
+        if status not in _RETRY_STATUS or attempt == _ATTEMPTS - 1:
             break
-        await asyncio.sleep(min(_LONGEST_PAUSE, max(0.05 * 2**attempt, float(headers.get("retry-after", 0)))))
+        await asyncio.sleep(min(_MAX_PAUSE, max(0.05 * 2**attempt, float(headers.get("retry-after", 0)))))
     return status, headers.get("x-request-id", ""), json.loads(raw)
 
 
 async def call(app: ASGIApp, path: str, body: bytes) -> tuple[int, dict[str, str], bytes]:
     """(status, headers, body) of a POST to an ASGI application, without a socket."""
-    given, over = [body], asyncio.Event()
+    bodies, finished = [body], asyncio.Event()
     head: dict[str, Any] = {}
     pieces: list[bytes] = []
 
     async def receive() -> dict[str, Any]:
-        if given:
-            return {"type": "http.request", "body": given.pop(), "more_body": False}
-        await over.wait()
+        if bodies:
+            return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+        await finished.wait()
         return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
@@ -147,7 +147,7 @@ async def call(app: ASGIApp, path: str, body: bytes) -> tuple[int, dict[str, str
     try:
         await app(scope, receive, send)
     finally:
-        over.set()
+        finished.set()
     headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in head["headers"]}
     return head["status"], headers, b"".join(pieces)
 

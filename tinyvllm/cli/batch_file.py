@@ -1,4 +1,4 @@
-"""OpenAI's batch files: requests in, one line of answer each out, and what a killed run has left. Knows no server and no engine."""
+"""OpenAI's batch files: requests in, one line of answer each out, continued after a kill. Knows no server and no engine."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tinyvllm.config import nearest
 from tinyvllm.errors import ArgumentError, FormatError, OutputError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-SYNC_SECONDS = 1.0  # what a power cut may cost; a kill costs nothing that was written
+SYNC_SECONDS = 1.0  # of answers that a power cut may lose; a kill loses none
 _FIELDS = ("custom_id", "method", "url", "body")
 
 
 @dataclass(frozen=True)
 class Line:
-    """One request of the input, and where it stands."""
+    """One request of the input, and its file and line."""
 
     source: str
     custom_id: str
@@ -30,7 +30,7 @@ class Line:
 
 
 def read_lines(path: str) -> Iterator[Line]:
-    """The requests of a file, one after the other. FormatError or ArgumentError that names the line for what is none."""
+    """The requests of a file, one after the other. FormatError or ArgumentError with the number of a line that is none."""
     try:
         with open(path, "rb") as file:
             for number, raw in enumerate(file, 1):
@@ -40,16 +40,16 @@ def read_lines(path: str) -> Iterator[Line]:
         raise ArgumentError(f"{path}: {error.strerror or error}") from error
 
 
-def check(path: str) -> set[str]:
-    """The custom_ids of the whole file, before anything is loaded. Refuses a file with two of one id, or with none."""
-    found: dict[str, str] = {}
+def check_input(path: str) -> set[str]:
+    """The custom_ids of the whole file, before anything is loaded. Refuses a file with a duplicate id, or without requests."""
+    sources: dict[str, str] = {}
     for line in read_lines(path):
-        if line.custom_id in found:
-            raise ArgumentError(f"{line.source}: {found[line.custom_id]} has the custom_id {line.custom_id!r:.80} too: give each its own")
-        found[line.custom_id] = line.source
-    if not found:
-        raise ArgumentError(f"{path} holds no request")
-    return set(found)
+        if line.custom_id in sources:
+            raise ArgumentError(f"{line.source}: {sources[line.custom_id]} has the custom_id {line.custom_id!r:.80} too: give each its own")
+        sources[line.custom_id] = line.source
+    if not sources:
+        raise ArgumentError(f"{path} has no request")
+    return set(sources)
 
 
 def _parse(source: str, raw: bytes) -> Line:
@@ -77,23 +77,23 @@ def _parse(source: str, raw: bytes) -> Line:
 
 
 def answer_line(custom_id: str, status: int, request_id: str, body: Any) -> bytes:
-    """A line of the output, as OpenAI writes it; a refused request is a response with its status, too."""
+    """A line of the output in OpenAI's format; a refused request is also a response, with its status."""
     response = {"status_code": status, "request_id": request_id, "body": body}
     record = {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": custom_id, "response": response, "error": None}
     return json.dumps(record, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 
 
 class Output:
-    """The file of answers: only ever grows by whole lines, so that a run that was killed goes on where it stood.
+    """The file of answers: it grows by whole lines, so that the next run continues where a killed one ended.
 
-    A last line that was torn is cut off. Every line is with the system at once, and on the disk after SYNC_SECONDS. ArgumentError if
-    the file holds answers to other requests than `wanted`, or belongs to a run that still goes on; OutputError if it cannot be written.
+    An incomplete last line is cut off. Each line is handed to the system at once, and is on the disk after SYNC_SECONDS. ArgumentError if
+    the file has answers to requests that are not `wanted`, or if another run writes it; OutputError if it cannot be written.
     """
 
     def __init__(self, name: str, wanted: set[str]):
         self.name = name
         self._syncing: asyncio.Task[None] | None = None
-        self._failure: OSError | None = None  # of the disk, told with the next line
+        self._failure: OSError | None = None  # of the disk, raised with the next line
         try:
             self._file = os.open(Path(name).expanduser(), os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             try:
@@ -120,7 +120,7 @@ class Output:
             self._syncing = asyncio.create_task(self._sync())
 
     async def _sync(self) -> None:
-        """Everything that was written in a while is brought to the disk at once."""
+        """Bring the lines of the last SYNC_SECONDS to the disk."""
         await asyncio.sleep(SYNC_SECONDS)
         self._syncing = None
         try:
@@ -158,10 +158,10 @@ def _answered(file: int, name: str, wanted: set[str]) -> tuple[set[str], int]:
             custom_id = _custom_id(raw)
             if custom_id is None:
                 if next(lines, None) is None:
-                    break  # the last line: it was torn
-                raise FormatError(f"{name}: byte {whole}: not a line of answers: this file is no output of a batch; name another one")
+                    break  # the last line, incomplete
+                raise FormatError(f"{name}: byte {whole}: not a line of answers: the file is not the output of a batch; name another one")
             if custom_id not in wanted:
-                raise ArgumentError(f"{name} holds an answer to {custom_id!r:.80}, which is not in the input: name another file")
+                raise ArgumentError(f"{name} has an answer to {custom_id!r:.80}, which is not in the input: name another file")
             done.add(custom_id)
             whole += len(raw)
     return done, whole

@@ -29,28 +29,32 @@ _SETTINGS = tuple(f.name for f in fields(SamplingParams) if f.name not in ("n", 
 
 
 def run(options: argparse.Namespace) -> int:
-    """Talk until the end of input. 1 if a line from a pipe failed, for the script that wrote it."""
-    given = {"max_tokens": MAX_TOKENS["chat"], **sampling_options(options)}
+    """Answer until the end of input. The exit code is 1 if a line from a pipe failed, for the script that wrote it."""
+    chosen = {"max_tokens": MAX_TOKENS["chat"], **sampling_options(options)}
     if options.url is not None:
-        return _talk_to_server(options, given)
+        return _talk_to_server(options, chosen)
     if options.api_key is not None:
         raise ArgumentError("--api-key is for the server of --url, which is not given")
     check_engine_options(options)
     with load(options) as llm:
         if llm.engine.tokenizer is None or not llm.engine.tokenizer.chat_templates:
-            raise TokenizerError(f"chat: {llm.config.model} has no chat template, it may be made to continue texts: try --prompt TEXT")
-        return _talk(Chat(Local(llm), given, options.system), options.quiet)
+            raise TokenizerError(
+                f"chat: {llm.config.model} has no chat template, it may be a model without chat training: try --prompt TEXT"
+            )
+        return _talk(Chat(Local(llm), chosen, options.system), options.quiet)
 
 
-def _talk_to_server(options: argparse.Namespace, given: dict[str, Any]) -> int:
+def _talk_to_server(options: argparse.Namespace, chosen: dict[str, Any]) -> int:
     engine = [name for name in engine_options(options) if name != "model"]
     if engine:
-        raise ArgumentError(f"--{engine[0].replace('_', '-')} is the server's business: with --url only --model NAME says which to talk to")
+        raise ArgumentError(
+            f"--{engine[0].replace('_', '-')} is an option of the engine, which the server has: with --url give only --model NAME"
+        )
     from tinyvllm.cli.remote import Remote
 
     tell = (lambda text: None) if options.quiet else say
     remote = Remote(options.url, options.api_key, getattr(options, "model", None), tell)
-    return _talk(Chat(remote, given, options.system), options.quiet)
+    return _talk(Chat(remote, chosen, options.system), options.quiet)
 
 
 def _talk(chat: Chat, quiet: bool) -> int:
@@ -59,12 +63,12 @@ def _talk(chat: Chat, quiet: bool) -> int:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  gives input() editing and history
         if not quiet:
-            say("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
+            say("/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends")
     return converse(chat, interactive)
 
 
 def converse(chat: Chat, interactive: bool) -> int:
-    """Lines of stdin to answers and commands until /exit or the end."""
+    """Read lines of stdin, answer them and run their commands, until /exit or the end."""
     failed = False
     while not chat.over:
         try:
@@ -74,10 +78,10 @@ def converse(chat: Chat, interactive: bool) -> int:
         except KeyboardInterrupt:
             if not interactive:
                 raise
-            say("\n(Ctrl-D or /exit leaves)")
+            say("\n(Ctrl-D or /exit ends)")
             continue
         try:
-            chat.hear(line)
+            chat.read(line)
         except TinyvllmError as error:
             failed = True
             say(f"tinyvllm: {error}")
@@ -85,13 +89,13 @@ def converse(chat: Chat, interactive: bool) -> int:
 
 
 class Partner(Protocol):
-    """Who answers: a model here, or one behind a server."""
+    """A model in this process, or on a server."""
 
     default_params: SamplingParams
-    breakable: bool  # whether a KeyboardInterrupt may be raised in the middle of an answer, and ends it
+    breakable: bool  # whether a KeyboardInterrupt may be raised in the middle of an answer, to end it
 
-    def answer(self, messages: list[Message], params: SamplingParams, given: Mapping[str, Any]) -> Generator[str, None, None]:
-        """Pieces of the answer. `given` are those of the params that somebody chose."""
+    def answer(self, messages: list[Message], params: SamplingParams, chosen: Mapping[str, Any]) -> Generator[str, None, None]:
+        """Pieces of the answer. `chosen` has the fields of `params` that the user set."""
 
     def figures(self) -> str | None:
         """Tokens and speed of the last answer, if there was one."""
@@ -107,7 +111,7 @@ class Local:
         self.default_params = llm.default_params
         self._last: RequestOutput | None = None
 
-    def answer(self, messages: list[Message], params: SamplingParams, given: Mapping[str, Any]) -> Generator[str, None, None]:
+    def answer(self, messages: list[Message], params: SamplingParams, chosen: Mapping[str, Any]) -> Generator[str, None, None]:
         shown = 0
         with _interrupts() as interrupted, contextlib.closing(self.llm.follow(messages, params)) as outputs:
             for output in outputs:
@@ -125,12 +129,12 @@ class Local:
 
 
 class Chat:
-    """One conversation: what was said, how to answer, and the commands that change either."""
+    """One conversation: its messages, its sampling parameters, and the commands that change them."""
 
-    def __init__(self, partner: Partner, given: Mapping[str, Any], system: str | None = None):
+    def __init__(self, partner: Partner, chosen: Mapping[str, Any], system: str | None = None):
         self.partner = partner
-        self.given = dict(given)
-        self.params = replace(partner.default_params, **given)
+        self.chosen = dict(chosen)
+        self.params = replace(partner.default_params, **chosen)
         self.system = system
         self.history: list[Message] = []
         self.over = False
@@ -140,8 +144,8 @@ class Chat:
         """The conversation as the chat template gets it."""
         return ([{"role": "system", "content": self.system}] if self.system else []) + self.history
 
-    def hear(self, line: str) -> None:
-        """One line of the person: a command, something to answer, or nothing."""
+    def read(self, line: str) -> None:
+        """One line of input: a command, a message to answer, or nothing."""
         if line.startswith("/"):
             name, _, rest = line[1:].partition(" ")
             if name not in COMMANDS:
@@ -152,7 +156,7 @@ class Chat:
             self.answer(line)
 
     def answer(self, text: str) -> None:
-        """Stream an answer and remember both. What cannot be answered is not remembered."""
+        """Stream an answer and keep both in the history; neither if there is an error."""
         self.history.append({"role": "user", "content": text})
         try:
             answer = self._stream()
@@ -165,10 +169,10 @@ class Chat:
             self.history.append({"role": "assistant", "content": answer})
 
     def _stream(self) -> str | None:
-        """The answer as far as it came; None where it was interrupted before anything did."""
+        """The answer up to its end or an interrupt; None if the interrupt came before any text."""
         pieces: list[str] = []
         try:
-            with contextlib.closing(self.partner.answer(self.messages, self.params, self.given)) as answer:
+            with contextlib.closing(self.partner.answer(self.messages, self.params, self.chosen)) as answer:
                 for piece in answer:
                     pieces.append(piece)
                     sys.stdout.write(piece)
@@ -196,7 +200,7 @@ class Chat:
     def undo(self, rest: str) -> None:
         """forget the last question and its answer"""
         if not self.history:
-            raise ArgumentError("/undo: nothing has been said yet")
+            raise ArgumentError("/undo: the conversation is empty")
         while self.history and self.history.pop()["role"] != "user":
             pass
 
@@ -215,7 +219,7 @@ class Chat:
         except (ValueError, RecursionError):
             parsed = value  # a stop string need not be quoted
         self.params = replace(self.params, **{name: sampling_value(name, parsed)})
-        self.given[name] = parsed
+        self.chosen[name] = parsed
 
     def show(self, rest: str) -> None:
         """show the settings, the system message and the number of messages"""
@@ -240,11 +244,11 @@ class Chat:
         """tokens and speed of the last answer"""
         figures = self.partner.figures()
         if figures is None:
-            raise ArgumentError("/stats: nothing has been answered yet")
+            raise ArgumentError("/stats: there is no answer yet")
         say(figures)
 
     def exit(self, rest: str) -> None:
-        """leave"""
+        """end the conversation"""
         self.over = True
 
 
@@ -289,19 +293,19 @@ def _is_message(value: object) -> bool:
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[Callable[[], bool]]:
-    """While inside, Ctrl-C is remembered instead of raised: an exception in the middle of a step would leave the engine half way.
+    """Inside, Ctrl-C is remembered instead of raised: an exception in the middle of a step would leave the engine inconsistent.
 
-    A second Ctrl-C before the first was heard is raised after all.
+    A second Ctrl-C before the first took effect is raised.
     """
-    heard: list[int] = []
+    interrupts: list[int] = []
 
     def handler(number: int, frame: object) -> None:
-        if heard:
+        if interrupts:
             raise KeyboardInterrupt
-        heard.append(number)
+        interrupts.append(number)
 
     before = signal.signal(signal.SIGINT, handler)
     try:
-        yield lambda: bool(heard)
+        yield lambda: bool(interrupts)
     finally:
         signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""`tinyvllm --prompt ...`: one prompt streams to stdout; many run together and are printed, or written as JSON lines, when all are done."""
+"""`tinyvllm --prompt ...`: a single prompt streams to stdout; several run together, printed or written as JSON lines at the end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Everything that can be wrong with the arguments is found before anything is loaded."""
+    """Generate. All arguments are validated before anything is loaded."""
     sampling = {"max_tokens": MAX_TOKENS["generate"], **sampling_options(options)}
     check_engine_options(options)
     _check_output(options)
@@ -48,23 +48,23 @@ def run(options: argparse.Namespace) -> int:
 
 
 def is_broken(output: RequestOutput) -> bool:
-    """Whether an answer ended because there was no token to choose: the engine reports that in its output, other requests go on."""
+    """Whether an answer ended in an error of the model: the engine reports it in the output, and other requests continue."""
     return any(part.finish_reason == "error" for part in output.outputs)
 
 
 def no_logits(source: str) -> ModelError:
-    """What to say about a broken answer to what `source` names."""
+    """The error for a broken answer to the prompt that `source` names."""
     return ModelError(f"{source}: the model gave no finite logits; its weights or configuration are broken")
 
 
 def check_engine_options(options: argparse.Namespace) -> None:
-    """Refuse what the engine would refuse, without waiting for it to be imported."""
-    given = engine_options(options)
-    resolve(given.pop("model", None), **given)
+    """Raise the engine's ArgumentErrors without waiting for its import."""
+    fields = engine_options(options)
+    resolve(fields.pop("model", None), **fields)
 
 
 def load(options: argparse.Namespace) -> LLM:
-    """The model, behind a bar on a terminal."""
+    """Load the model, with a progress bar on a terminal."""
     from tinyvllm.engine.llm import LLM
 
     bar = LoadBar() if sys.stderr.isatty() and not options.quiet else None
@@ -78,7 +78,7 @@ def load(options: argparse.Namespace) -> LLM:
 def _check_output(options: argparse.Namespace) -> None:
     output, prompts = options.output, options.prompts_file
     if output is None and hasattr(options, "logprobs"):
-        raise ArgumentError("--logprobs needs --output FILE.jsonl to go to (- is stdout)")
+        raise ArgumentError("--logprobs needs --output FILE.jsonl (- is stdout)")
     if output is not None and output != "-" and not output.endswith(".jsonl"):
         raise ArgumentError(f"--output must end in .jsonl, or be - for stdout, got {output!r}")
     if output is not None and prompts is not None and Path(output).resolve() == Path(prompts).resolve():
@@ -90,7 +90,7 @@ def _read_jobs(options: argparse.Namespace) -> list[Job]:
     if options.prompts_file is not None:
         jobs += read_prompts(options.prompts_file)
     if not jobs:
-        raise ArgumentError("nothing to do: give --prompt TEXT or --prompts-file FILE (tinyvllm chat talks, --help lists all options)")
+        raise ArgumentError("no prompt: give --prompt TEXT or --prompts-file FILE (see also tinyvllm chat; --help lists all options)")
     return jobs
 
 
@@ -98,10 +98,10 @@ def _read_prompt(text: str) -> str:
     if text == "-":
         text = sys.stdin.read().removesuffix("\n")
         if not text:
-            raise ArgumentError("--prompt - found nothing on stdin")
+            raise ArgumentError("--prompt -: stdin is empty")
     try:
         text.encode()
-    except UnicodeEncodeError:  # how Python carries bytes of an argument that are not UTF-8
+    except UnicodeEncodeError:  # Python carries bytes of an argument that are not UTF-8 as surrogates
         raise ArgumentError(f"--prompt is not UTF-8 text: {text!r:.60}") from None
     return text
 
@@ -137,7 +137,7 @@ def _print_answers(llm: LLM, jobs: list[Job], sampling: Mapping[str, Any], quiet
 
 
 def _title(job: Job) -> str:
-    """The prompt on one line, not all of it if it is long."""
+    """The prompt on one line, shortened."""
     text = " ".join(job.prompt.split()) if isinstance(job.prompt, str) else job.source
     return text if len(text) <= 70 else text[:67] + "..."
 

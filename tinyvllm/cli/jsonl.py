@@ -22,7 +22,7 @@ _FIELDS = tuple(f.name for f in fields(SamplingParams))
 
 @dataclass(frozen=True)
 class Job:
-    """One prompt, the sampling fields of its own, and where it stands, for messages about it."""
+    """One prompt, its own sampling fields, and its source for messages: a file and line, or an option."""
 
     prompt: str | Mapping[str, Any]
     source: str
@@ -31,7 +31,7 @@ class Job:
 
 
 def read_prompts(path: str) -> list[Job]:
-    """The prompts of a .txt file, one a line, or of a .jsonl file, one object a line; empty lines are passed over."""
+    """The prompts of a .txt file, one a line, or of a .jsonl file, one object a line; empty lines are skipped."""
     ending = Path(path).suffix.lower()
     if ending not in (".txt", ".jsonl"):
         raise ArgumentError(f"--prompts-file must end in .txt (a prompt a line) or .jsonl (an object a line), got {path!r}")
@@ -44,7 +44,7 @@ def read_prompts(path: str) -> list[Job]:
     lines = [(f"{path}:{number}", line.removesuffix("\r")) for number, line in enumerate(text.split("\n"), 1)]
     jobs = [_parse(source, line) if ending == ".jsonl" else Job(line, source) for source, line in lines if line.strip()]
     if not jobs:
-        raise ArgumentError(f"--prompts-file {path} holds no prompt")
+        raise ArgumentError(f"--prompts-file {path} has no prompt")
     return jobs
 
 
@@ -70,14 +70,14 @@ def _parse(source: str, line: str) -> Job:
 
 
 def sampling_value(name: str, value: Any) -> Any:
-    """A field of SamplingParams from JSON, which has no integer keys for logit_bias. What is wrong with it SamplingParams says."""
+    """A field of SamplingParams from JSON, which has no integer keys for logit_bias. SamplingParams validates it."""
     if name == "logit_bias" and isinstance(value, dict):
         return {int(key) if key.isdecimal() else key: bias for key, bias in value.items()}
     return value
 
 
 def result(job: Job, output: RequestOutput) -> str:
-    """One line of JSON for a finished prompt: what was asked, what came, and the tokens of both."""
+    """One line of JSON for a finished prompt: the prompt, its answers, and the number of tokens of both."""
     record: dict[str, Any] = {} if job.id is None else {"id": job.id}
     record |= {"prompt": job.prompt} if isinstance(job.prompt, str) else job.prompt
     record["outputs"] = [_completion(part) for part in output.outputs]
@@ -101,9 +101,9 @@ def _completion(part: CompletionOutput) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def new_file(name: str) -> Iterator[Callable[[str], None]]:
-    """A function that writes the whole text of a file, which then appears under its name; never half of it. "-" is stdout.
+    """A function that writes the whole text of a file, which appears under its name only when it is complete. "-" is stdout.
 
-    OutputError on entering if the file cannot be written, so that nobody computes for hours first.
+    OutputError on entering if the file cannot be written: before the hours of computing, not after.
     """
     if name == "-":
         yield _print

@@ -1,4 +1,4 @@
-"""`tinyvllm kernels`: which kernel runs each op of a model here, and why."""
+"""`tinyvllm kernels`: the kernel variant that runs each op of a model here, and the reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run(options: argparse.Namespace) -> int:
         for line in table(kernel_choices(engine)):
             print(line)
         if not options.quiet:
-            print(f"device {engine.config.device}, {engine.runner.lanes()} lanes; TINYVLLM_KERNELS=OP=ROW,... chooses otherwise")
+            print(f"device {engine.config.device}, {engine.runner.lanes()} lanes; TINYVLLM_KERNELS=OP=VARIANT,... overrides the choice")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What the command line says about time: the bar while weights load, and the closing line. All of it goes to stderr."""
+"""The progress bar while weights load, and the closing line with tokens and speed. Both go to stderr."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from tinyvllm.engine.llm import LLM
 
-PATIENCE = 0.5  # seconds that loading may take before a bar appears
+PATIENCE = 0.5  # seconds of loading before a bar appears
 
 
 class LoadBar:
@@ -41,11 +41,11 @@ class LoadBar:
 
 
 def closing_line(llm: LLM, outputs: Sequence[RequestOutput], num_steps: int = 0) -> str:
-    """Tokens, time to first token, tokens per second, and the share of the memory bandwidth measured just now.
+    """Tokens, time to first token, tokens per second, and the share of the measured memory bandwidth.
 
-    A step reads all weights once, so that steps per second times the bytes of the weights is what memory delivered. A single prompt is
-    measured from its first token on; several, of which `num_steps` is how many steps the engine ran for them, from their arrival to the
-    end of the last, and the time to first token is their median.
+    A step reads all weights once, so steps per second times the bytes of the weights is the bandwidth used. The speed of a single prompt is
+    measured from its first token on. That of several is measured from their arrival to the end of the last, over the `num_steps` that the
+    engine ran for them, and their time to first token is the median.
     """
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     generated = sum(len(part.token_ids) for output in outputs for part in output.outputs)
@@ -72,7 +72,7 @@ def _of_several(llm: LLM, outputs: Sequence[RequestOutput], counts: str, generat
 
 
 def _share(llm: LLM, num_steps: int, seconds: float) -> str:
-    """Nothing where the weights do not lie in the memory that was measured, which is the host's."""
+    """The share of the host's memory bandwidth; empty if the weights are in the memory of another device."""
     if llm.config.device.split(":")[0] != "CPU":
         return ""
     from tinyvllm.engine.stats import memory_bandwidth
@@ -83,6 +83,6 @@ def _share(llm: LLM, num_steps: int, seconds: float) -> str:
 
 
 def say(text: str) -> None:
-    """A line for the person, apart from the answer."""
+    """Print a line for the user to stderr, apart from the answer."""
     sys.stdout.flush()
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""A model behind an OpenAI server, for `tinyvllm chat --url`. Tries again, with growing pauses, as long as nothing has been received."""
+"""A model on an OpenAI server, for `tinyvllm chat --url`. Retries with growing pauses as long as nothing has been received."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tinyvllm.errors import ArgumentError, RequestError, TinyvllmError
 from tinyvllm.request import SamplingParams
 
 ATTEMPTS = 8
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds; what a server asks for in Retry-After may be longer
-_LONGEST_ASKED = 600.0  # beyond that a person should decide
-_LATER = (408, 409, 425, 429, 500, 502, 503, 504)
+_FIRST_PAUSE, _MAX_PAUSE = 0.5, 30.0  # seconds; a server's Retry-After may be longer
+_MAX_RETRY_AFTER = 600.0  # seconds; for a longer pause the user should decide
+_RETRY_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
 _CONNECT_SECONDS, _READ_SECONDS = 10.0, 600.0
 
 
-class _Again(Exception):
-    """Nothing was received, and it may be otherwise in a while. `after`: seconds that the server asks for."""
+class _Retry(Exception):
+    """Nothing was received, and a retry may succeed. `after`: the seconds of the server's Retry-After."""
 
     def __init__(self, reason: str, after: float | None = None):
         super().__init__(reason)
@@ -53,7 +53,7 @@ class _Figures:
 class Remote:
     """url: of the server, with or without /v1. model: its name there, where None the first that the server lists.
 
-    tell: gets a line for the person before each pause. ArgumentError for an url that is none.
+    tell: gets a line for the user before each pause. ArgumentError for an invalid URL.
     """
 
     breakable = True
@@ -68,7 +68,7 @@ class Remote:
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ArgumentError(f"--url must be like http://localhost:8000, got {url!r}")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise ArgumentError("--api-key holds characters that no header may hold")
+            raise ArgumentError("--api-key has characters that a header must not have")
         self.url = url
         self._secure = parts.scheme == "https"
         self._root = parts.path.rstrip("/").removesuffix("/v1")
@@ -79,14 +79,14 @@ class Remote:
         self._tell = tell
         self._figures: _Figures | None = None
 
-    def answer(self, messages: list[dict[str, str]], params: SamplingParams, given: Mapping[str, Any]) -> Generator[str, None, None]:
-        """Pieces of the answer. Only what is `given` is sent: for the rest the server knows what its model recommends."""
+    def answer(self, messages: list[dict[str, str]], params: SamplingParams, chosen: Mapping[str, Any]) -> Generator[str, None, None]:
+        """Pieces of the answer. Only the `chosen` fields are sent: for the others the server has the recommendation of its model."""
         if self._model is None:
-            self._model = self._with_patience(self._first_model)
-        settings = {name: value for name, value in given.items() if value is not None}
+            self._model = self._with_retries(self._first_model)
+        settings = {name: value for name, value in chosen.items() if value is not None}
         body = {"model": self._model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}, **settings}
         self._figures = _Figures(time.monotonic())
-        events = self._with_patience(lambda: self._begin(json.dumps(body).encode()))
+        events = self._with_retries(lambda: self._begin(json.dumps(body).encode()))
         with contextlib.closing(events):
             for event in events:
                 if piece := self._read(event, self._figures):
@@ -96,7 +96,7 @@ class Remote:
         return None if self._figures is None else self._figures.line()
 
     def _read(self, event: Mapping[str, Any], figures: _Figures) -> str:
-        """The text of an event, if it has some."""
+        """The text of an event, or the empty string."""
         figures.usage = event.get("usage") or figures.usage
         choices = event.get("choices") or [{}]
         piece = (choices[0].get("delta") or {}).get("content") or ""
@@ -106,29 +106,29 @@ class Remote:
             figures.pieces += 1
         return piece
 
-    def _with_patience(self, attempt: Callable[[], Any]) -> Any:
-        """What `attempt` returns, once it does not raise _Again any more."""
+    def _with_retries(self, attempt: Callable[[], Any]) -> Any:
+        """The result of the first `attempt` that does not raise _Retry."""
         for number in range(1, ATTEMPTS + 1):
             try:
                 return attempt()
-            except _Again as again:
-                if number == ATTEMPTS or (again.after or 0) > _LONGEST_ASKED:
-                    raise TinyvllmError(f"{self.url}: {again}; tried {number} times") from again
-                pause = max(again.after or 0.0, random.uniform(0.5, 1.0) * min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (number - 1)))
-                self._tell(f"{again}: trying again in {pause:.1f} s")
+            except _Retry as failure:
+                if number == ATTEMPTS or (failure.after or 0) > _MAX_RETRY_AFTER:
+                    raise TinyvllmError(f"{self.url}: {failure}; tried {number} times") from failure
+                pause = max(failure.after or 0.0, random.uniform(0.5, 1.0) * min(_MAX_PAUSE, _FIRST_PAUSE * 2 ** (number - 1)))
+                self._tell(f"{failure}: retry in {pause:.1f} s")
                 time.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
 
     def _begin(self, body: bytes) -> Generator[Mapping[str, Any], None, None]:
-        """The events of an answer, of which the first has come. _Again where it has not."""
+        """The events of an answer after the first one has come. _Retry if none comes."""
         connection, response = self._request("POST", "/v1/chat/completions", body)
         events = _events(connection, response)
         try:
             first = next(events, None)
         except (OSError, http.client.HTTPException) as error:
-            raise _Again(f"the connection broke before the answer ({_said(error)})") from error
+            raise _Retry(f"the connection broke before the answer ({_reason(error)})") from error
         if first is None:
-            raise _Again("the server sent an empty answer")
+            raise _Retry("the server sent an empty answer")
 
         def all_events() -> Generator[Mapping[str, Any], None, None]:
             with contextlib.closing(events):
@@ -136,7 +136,7 @@ class Remote:
                 try:
                     yield from events
                 except (OSError, http.client.HTTPException) as error:
-                    raise TinyvllmError(f"{self.url}: the connection broke in the middle of the answer ({_said(error)})") from error
+                    raise TinyvllmError(f"{self.url}: the connection broke in the middle of the answer ({_reason(error)})") from error
 
         return all_events()
 
@@ -146,13 +146,15 @@ class Remote:
             try:
                 name = json.loads(response.read())["data"][0]["id"]
             except (ValueError, LookupError, TypeError) as error:
-                raise TinyvllmError(f"{self.url}: /v1/models is no list of models: is this an OpenAI server? Give --model NAME") from error
+                raise TinyvllmError(
+                    f"{self.url}: /v1/models does not give a list of models: is this an OpenAI server? If so, give --model NAME"
+                ) from error
             except (OSError, http.client.HTTPException) as error:
-                raise _Again(_said(error)) from error
+                raise _Retry(_reason(error)) from error
         return str(name)
 
     def _request(self, method: str, path: str, body: bytes | None) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """The head of the response, whose status is 200. _Again for what may pass, RequestError for what the server refuses."""
+        """The head of the response, whose status is 200. _Retry for what may pass, RequestError for what the server refuses."""
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         host, port = self._address
         connection = kind(host or "", port, timeout=_CONNECT_SECONDS)
@@ -163,9 +165,9 @@ class Remote:
                 connection.request(method, self._root + path, body, self._headers)
                 response = connection.getresponse()
             except ssl.SSLCertVerificationError as error:
-                raise TinyvllmError(f"{self.url}: its certificate is not to be trusted: {error.verify_message}") from error
+                raise TinyvllmError(f"{self.url}: its certificate cannot be verified: {error.verify_message}") from error
             except (OSError, http.client.HTTPException) as error:
-                raise _Again(f"no answer from {self.url} ({_said(error)})") from error
+                raise _Retry(f"no answer from {self.url} ({_reason(error)})") from error
             if response.status != 200:
                 self._refuse(response)
         except BaseException:
@@ -181,13 +183,13 @@ class Remote:
         message = f"{response.status} {response.reason}"
         with contextlib.suppress(ValueError, LookupError, TypeError):
             message = f"{message}: {json.loads(text)['error']['message']}"
-        if response.status in _LATER:
-            raise _Again(message, retry_after(response.getheader("Retry-After")))
+        if response.status in _RETRY_STATUS:
+            raise _Retry(message, retry_after(response.getheader("Retry-After")))
         raise RequestError(f"{self.url}: {message}")
 
 
 def retry_after(value: str | None, now: float | None = None) -> float | None:
-    """Seconds that a Retry-After header asks for: a number, or a date; None where it says nothing that can be understood."""
+    """The seconds of a Retry-After header, which is a number or a date; None for anything else."""
     if value is None:
         return None
     try:
@@ -214,11 +216,11 @@ def _events(connection: http.client.HTTPConnection, response: http.client.HTTPRe
             except ValueError as error:
                 raise TinyvllmError(f"the server sent an event that is not JSON: {data[:80]!r}") from error
             if isinstance(event, dict) and event.get("error"):
-                said = event["error"]
-                raise TinyvllmError(f"the server says: {said.get('message', said) if isinstance(said, dict) else said}")
+                detail = event["error"]
+                raise TinyvllmError(f"error of the server: {detail.get('message', detail) if isinstance(detail, dict) else detail}")
             yield event
         raise ConnectionError("the stream ended without [DONE]")
 
 
-def _said(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     return str(getattr(error, "strerror", None) or error) or type(error).__name__

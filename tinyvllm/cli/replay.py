@@ -1,4 +1,4 @@
-"""`tinyvllm replay`: a recorded run once more, bit for bit, or where it diverges. Exit code 1 if it does."""
+"""`tinyvllm replay`: run a recording again; prints that it is identical, or where it diverges (exit code 1)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tinyvllm.cli.progress import say
 if TYPE_CHECKING:
     from tinyvllm.engine.tools.replay import Outcome
 
-MOST_SHOWN = 4  # entries of a step
+MAX_SHOWN = 4  # entries of a step
 
 
 def run(options: argparse.Namespace) -> int:
@@ -26,13 +26,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _lines(outcome: Outcome) -> list[str]:
-    apart = []
+    notes = []
     if outcome.skipped:
-        apart.append(f"left out, as their functions are not in the record: {', '.join(outcome.skipped)}")
+        notes.append(f"skipped, because logits processors cannot be recorded: {', '.join(outcome.skipped)}")
     if outcome.refused:
-        apart.append(f"{outcome.refused} were refused when it was recorded, and not asked for again")
+        notes.append(f"{outcome.refused} requests were refused when it was recorded, and were not sent again")
     if outcome.identical:
-        return [f"identical: {outcome.requests} requests, {outcome.tokens} tokens", *apart]
+        return [f"identical: {outcome.requests} requests, {outcome.tokens} tokens", *notes]
     lines = []
     if outcome.step is not None:
         lines.append(f"DIVERGES: the schedule of step {outcome.step}: expected {_shown(outcome.expected)}, got {_shown(outcome.got)}")
@@ -42,10 +42,10 @@ def _lines(outcome: Outcome) -> list[str]:
         lines.append(f"DIVERGES: {where}: expected {d.expected}, got {d.got}")
     elif outcome.step is not None:
         lines.append(f"the tokens are identical: {outcome.requests} requests, {outcome.tokens} tokens")
-    return [*lines, *apart]
+    return [*lines, *notes]
 
 
 def _shown(entries: list[tuple[str, int, int, int]]) -> str:
-    parts = [f"{name}[{index}] {start}..{start + count}" for name, index, start, count in entries[:MOST_SHOWN]]
-    more = [f"{len(entries) - MOST_SHOWN} more"] if len(entries) > MOST_SHOWN else []
+    parts = [f"{name}[{index}] {start}..{start + count}" for name, index, start, count in entries[:MAX_SHOWN]]
+    more = [f"{len(entries) - MAX_SHOWN} more"] if len(entries) > MAX_SHOWN else []
     return ", ".join([*parts, *more]) or "nothing"

@@ -16,7 +16,7 @@ _BUNDLED = "tinyvllm"
 
 
 def run(options: argparse.Namespace) -> int:
-    began = time.perf_counter()
+    start = time.perf_counter()
     names = options.served_model_name or []
     specs = model_specs(getattr(options, "model", None), names[:1], {"warm_up": True, **engine_options(options)})
     for spec in specs.values():
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     def ready() -> None:
         if not options.quiet:
             served = ", ".join([*specs, *names[1:]])
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - start
             print(f"ready: {url_of(config, sock)} serves {served} ({seconds:.1f} s)", file=sys.stderr, flush=True)
 
     aliases = {name: names[0] for name in names[1:]}
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def model_specs(given: list[str] | None, names: list[str] | None, engine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Options of AsyncLLM by the name under which each model is served: NAME=PATH, PATH under its own name, or the bundled one."""
+    """Options of AsyncLLM by the served name of each model: NAME=PATH, PATH under its own name, or the bundled one."""
     rest = {name: value for name, value in engine.items() if name != "model"}
     specs: dict[str, dict[str, Any]] = {}
     for text in given or [""]:
@@ -55,17 +55,17 @@ def model_specs(given: list[str] | None, names: list[str] | None, engine: Mappin
         if equals and not (name and path):
             raise ArgumentError(f"--model must be PATH or NAME=PATH, got {text!r}")
         if name in specs or (not name and _BUNDLED in specs):
-            raise ArgumentError(f"--model: two models are named {name!r}: give them names as NAME=PATH")
+            raise ArgumentError(f"--model: two models have the name {name!r}: give them names with NAME=PATH")
         specs[name or _BUNDLED] = {**rest, **({"model": path} if path else {})}
     if names:
         if len(specs) != 1:
-            raise ArgumentError("--served-model-name names the only model; of several each is named as NAME=PATH")
+            raise ArgumentError("--served-model-name is for a single model; give several models names with --model NAME=PATH")
         specs = {names[0]: next(iter(specs.values()))}
     return specs
 
 
 def _check(spec: Mapping[str, Any]) -> None:
-    """A wrong path or option is said now and not at the first request."""
+    """Report a wrong path or option now and not at the first request."""
     from tinyvllm.config import resolve
 
     resolve(**spec)

@@ -1,4 +1,4 @@
-"""`tinyvllm verify`: layer by layer, a model's hand-written kernels against the reference on this machine. Exit code 1 if they diverge."""
+"""`tinyvllm verify`: compare a model's hand-written kernels with the reference, layer by layer. Exit code 1 if they diverge."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from tinyvllm.engine.tools.verify import Report
 
 HEADINGS = ("place", "own error", "largest", "drift", "worst in")
-SEQUENCES, BLOCKS = 8, 128  # of the engine, whose own cache is not used: a small one leaves the device to the comparison
+SEQUENCES, BLOCKS = 8, 128  # of the engine, whose own cache is not used: a small one leaves memory to the comparison
 
 
 def run(options: argparse.Namespace) -> int:
     given = _engine_options(options)
-    resolve(**given)  # what is wrong with them is said before tinygrad is imported
+    resolve(**given)  # reports invalid options before tinygrad is imported
     if options.steps < 0:
         raise ArgumentError(f"--steps must be 0 or more, got {options.steps}")
     if options.tolerance is not None and not options.tolerance > 0:
@@ -42,11 +42,14 @@ def _verify(options: argparse.Namespace, given: dict[str, Any]) -> Report:
     from tinyvllm.engine.llm import LLM
 
     if not options.quiet:
-        say("verify: the reference takes its time, above all the first time on a machine")
+        say("verify: the reference is slow, above all the first time on a machine")
     bar = LoadBar() if sys.stderr.isatty() and not options.quiet else None
     try:
         with LLM(**given, progress=bar) as llm:
-            from tinyvllm.engine.tools.verify import PROMPTS, verify  # tinygrad comes with it, and must not before its device is known
+            from tinyvllm.engine.tools.verify import (
+                PROMPTS,
+                verify,
+            )  # it imports tinygrad, which must not happen before the device is known
 
             return verify(llm.engine, options.prompt or PROMPTS, options.steps, options.tolerance)
     finally:
@@ -63,7 +66,7 @@ def _lines(report: Report) -> list[str]:
     lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[-1]]) for row in rows]
     lines.append(
         f"{len(report.kl)} positions: KL divergence of the logits {report.kl_mean:.1e} mean, {max(report.kl):.1e} max; "
-        f"the same top token at {report.agreeing} of them"
+        f"the most probable token is the same at {report.agreeing} of them"
     )
     return [*lines, *_verdict(report)]
 

@@ -329,8 +329,8 @@ class _Mailbox:
     """The newest output of one request, passed from the engine's thread to the coroutine that waits. Used in the event loop only.
 
     One place rather than a queue: outputs are cumulative or can be joined, and a slow caller must not make them pile up. The engine knows
-    the request by `key`, which is never reused: `name` is the request id of the caller, who may use it again while the engine still ends
-    the old request.
+    the request by `key`, which is never reused: `name` is the caller's request id, free for another request while the engine still
+    ends the old one.
     """
 
     def __init__(self, name: str, key: str, joins: bool) -> None:

@@ -1,4 +1,4 @@
-"""What callers may pass as a prompt and as sampling parameters, and what the engine gets: token ids, one SamplingParams a prompt.
+"""Prompts and sampling parameters as callers pass them, and as the engine gets them: token ids, one SamplingParams a prompt.
 
 Knows no model and runs nothing.
 """
@@ -27,7 +27,7 @@ _FROM_MODEL = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class PromptError(RequestError):
-    """One prompt of several that cannot be served; `index` says which and `reason` why. None of them has run."""
+    """The prompt `index` of several cannot be served, for `reason`. None of them has run."""
 
     def __init__(self, index: int, reason: str):
         super().__init__(f"prompt {index} of the list (counted from 0): {reason}")
@@ -37,7 +37,7 @@ class PromptError(RequestError):
 
 @dataclass(frozen=True)
 class Encoded:
-    """A prompt as the engine takes it; `text` is None where the caller gave token ids, or segments, which it begins with."""
+    """A prompt as the engine takes it; `text` is None for token ids, and for a prompt that begins with `segments`."""
 
     text: str | None
     token_ids: list[int]
@@ -45,17 +45,21 @@ class Encoded:
 
 
 def encode_prompt(tokenizer: Tokenizer | None, prompt: Prompt) -> Encoded:
-    """Token ids of a text, of a conversation through the chat template, or the ids themselves. RequestError or ArgumentError if neither."""
+    """Token ids of a text, of a conversation through the chat template, or the ids. ArgumentError or RequestError otherwise."""
     if isinstance(prompt, str):
         return _encode_text(tokenizer, prompt)
     if not isinstance(prompt, Mapping):
         hint = '; segment + "text" continues a segment' if isinstance(prompt, Segment) else ""
-        raise ArgumentError(f"a prompt is a text or a dict with prompt_token_ids, prompt or messages, got {type(prompt).__name__}{hint}")
+        raise ArgumentError(
+            f"a prompt must be a text or a dict with prompt_token_ids, prompt or messages, got {type(prompt).__name__}{hint}"
+        )
     kinds = [kind for kind in ("segments", "prompt_token_ids", "messages", "prompt") if kind in prompt]
     allowed = {"messages": _CHAT_OPTIONS, "prompt_token_ids": ("prompt_token_ids", "prompt"), "prompt": ("prompt",)}
     allowed["segments"] = ("segments", "prompt", "prompt_token_ids")
     if not kinds:
-        raise ArgumentError(f"a prompt dict needs prompt_token_ids, prompt or messages, got {', '.join(map(repr, prompt)) or 'nothing'}")
+        raise ArgumentError(
+            f"a prompt dict must have prompt_token_ids, prompt or messages, got {', '.join(map(repr, prompt)) or 'nothing'}"
+        )
     for key in prompt:
         if key not in allowed[kinds[0]]:
             raise ArgumentError(f"a prompt with {kinds[0]} takes no {key!r}{nearest(str(key), allowed[kinds[0]])}")
@@ -90,7 +94,7 @@ def _encode_messages(tokenizer: Tokenizer | None, prompt: Mapping[str, Any]) -> 
         chat_template=prompt.get("chat_template"),
         **_template_kwargs(prompt),
     )
-    return Encoded(text, tokenizer.encode(text, add_special_tokens=False))  # the template writes bos itself
+    return Encoded(text, tokenizer.encode(text, add_special_tokens=False))  # the template writes BOS itself
 
 
 def _encode_segments(tokenizer: Tokenizer | None, prompt: Mapping[str, Any]) -> Encoded:
@@ -105,9 +109,9 @@ def _encode_segments(tokenizer: Tokenizer | None, prompt: Mapping[str, Any]) -> 
 
 
 def encode_piece(tokenizer: Tokenizer | None, piece: str | Sequence[int], begins: bool) -> tuple[list[int], list[int]]:
-    """(what the tokenizer puts before it where it begins a context, its own token ids) of a text, or of token ids, which stay as they are.
+    """(leading token ids, own token ids) of a text: the leading ones are those that the tokenizer puts before it at the beginning.
 
-    A piece that does not begin a context is tokenised as what follows other text, though nobody looks at what that is.
+    Token ids stay as they are. A text that does not begin a context is tokenised as one that follows other text, whatever that is.
     """
     if not isinstance(piece, str):
         return [], _check_ids(piece)
@@ -119,10 +123,10 @@ def encode_piece(tokenizer: Tokenizer | None, piece: str | Sequence[int], begins
 
 
 def _template_kwargs(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
-    given = prompt.get("chat_template_kwargs") or {}
-    if not isinstance(given, Mapping) or any(not isinstance(name, str) or name in _CHAT_OPTIONS for name in given):
+    kwargs = prompt.get("chat_template_kwargs") or {}
+    if not isinstance(kwargs, Mapping) or any(not isinstance(name, str) or name in _CHAT_OPTIONS for name in kwargs):
         raise ArgumentError(f"chat_template_kwargs must be a dict of the template's own variables, without {', '.join(_CHAT_OPTIONS)}")
-    return given
+    return kwargs
 
 
 def _check_ids(ids: object) -> list[int]:
@@ -139,7 +143,7 @@ def is_conversation(value: object) -> bool:
 
 
 def encode_all(tokenizer: Tokenizer | None, prompts: list[Prompt]) -> list[Encoded]:
-    """`encode_prompt` of each; of several, the failing one is named by a PromptError."""
+    """`encode_prompt` of each; for several, a PromptError has the index of the one that fails."""
     encoded = []
     for index, prompt in enumerate(prompts):
         try:
@@ -152,7 +156,7 @@ def encode_all(tokenizer: Tokenizer | None, prompts: list[Prompt]) -> list[Encod
 
 
 def spread(params: SamplingParams | Sequence[SamplingParams] | None, default: SamplingParams, count: int) -> list[SamplingParams]:
-    """One SamplingParams for each of `count` prompts: the default, the one given for all, or the list given."""
+    """One SamplingParams for each of `count` prompts: the default, a single one for all, or a list."""
     if params is None or isinstance(params, SamplingParams):
         return [default if params is None else params] * count
     each: list[Any] = list(params) if isinstance(params, (list, tuple)) else [params]
@@ -160,12 +164,12 @@ def spread(params: SamplingParams | Sequence[SamplingParams] | None, default: Sa
         if not isinstance(one, SamplingParams):
             raise ArgumentError(f"sampling_params must be a SamplingParams or a list of them, got {type(one).__name__}")
     if len(each) != count:
-        raise ArgumentError(f"sampling_params: {len(each)} of them for {count} prompts: give one, or one for each")
+        raise ArgumentError(f"sampling_params: expected one, or one for each of {count} prompts, got {len(each)}")
     return each
 
 
 def default_sampling_params(folder: Path) -> SamplingParams:
-    """SamplingParams with what the model's generation_config.json recommends, if there is one. As in vLLM, `do_sample` plays no part."""
+    """SamplingParams with the recommendations of the model's generation_config.json, if it has one. As in vLLM, `do_sample` is ignored."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return SamplingParams()

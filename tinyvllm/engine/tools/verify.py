@@ -1,7 +1,7 @@
-"""`verify`: prompts through a loaded model's kernels and through the reference, and what to make of the difference.
+"""`verify`: run prompts through a loaded model's kernels and through the reference, and judge the difference.
 
-Steps of all kinds come up: chunks of several prompts at once, chunks beside decodes, decodes together, two of which share their first
-blocks, and a decode alone. All passes see the same tokens, the reference's own greedy ones: one near tie does not end the comparison.
+All kinds of steps occur: chunks of several prompts at once, chunks together with decodes, decodes together, two of which share their first
+blocks, and a decode alone. All passes get the same tokens, the reference's own greedy ones: one near tie does not end the comparison.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ PROMPTS = (
     "The capital of France is",
     "def mean(values):\n    total = 0.0\n    for value in values:\n        total += value\n    return",
 )
-LIMIT = 1e-2  # nats: mean divergence of the logits beyond which the answers are others
+LIMIT = 1e-2  # nats: a larger mean divergence of the logits means other answers
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found. `kl` holds nats for every position; `first` is the first place beyond the tolerance, None if there is none.
+    """The result of `verify`. `kl` has nats for every position; `first` is the first place beyond the tolerance, None if there is none.
 
     `culprits` are the ops whose kernel, replaced by the reference, brings that place back within the tolerance.
     """
@@ -53,7 +53,7 @@ class Report:
         return self.first is None and self.kl_mean <= LIMIT
 
     def record(self) -> dict[str, Any]:
-        """All of it for JSON; what is infinite (a NaN, where the reference has numbers) becomes None."""
+        """The report for JSON; values that are not finite (a NaN, where the reference has numbers) become None."""
         places = [{name: _finite(value) for name, value in asdict(place).items()} for place in self.places]
         return {
             "fine": self.fine, "first": self.first, "culprits": self.culprits, "tolerance": self.tolerance, "format": self.format,
@@ -63,10 +63,10 @@ class Report:
 
 
 def verify(engine: Engine, prompts: Items[Prompt] = PROMPTS, steps: int = 8, tolerance: float | None = None) -> Report:
-    """Compare an engine's kernels with the reference on these prompts and `steps` decode steps behind them. Nothing else may be running.
+    """Compare an engine's kernels with the reference on these prompts and `steps` decode steps after them. Nothing else may run.
 
     `tolerance` of a layer's own error; None takes that of the weights' format. ArgumentError for a prompt that does not fit, ModelError
-    where the reference itself gives no finite logits.
+    if the reference itself gives no finite logits.
     """
     if steps < 0:
         raise ArgumentError(f"verify: steps must be 0 or more, got {steps}")
@@ -85,9 +85,9 @@ def verify(engine: Engine, prompts: Items[Prompt] = PROMPTS, steps: int = 8, tol
 
 
 def _sequences(engine: Engine, prompts: Items[Prompt], steps: int) -> list[Sequence]:
-    """One for each prompt, with blocks for all that will come, and one that shares the full blocks of the longest and goes on otherwise.
+    """One for each prompt, with blocks for all steps, and one that shares the full blocks of the longest and continues differently.
 
-    The blocks of different sequences lie in turn, as in a pool that has been in use.
+    The blocks of the sequences alternate, as in a pool that has been in use.
     """
     size = engine.config.block_size
     if not 0 < len(prompts) < engine.config.max_num_seqs:
@@ -112,13 +112,13 @@ def _check_room(sequences: list[Sequence], room: int, steps: int) -> None:
     for sequence in sequences:
         if not 0 < len(sequence) <= room:
             raise ArgumentError(
-                f"verify: {sequence.request_id} has {len(sequence)} tokens; expected 1 to {room}, so that {steps} steps fit behind it; "
+                f"verify: {sequence.request_id} has {len(sequence)} tokens; expected 1 to {room}, so that {steps} steps fit after it; "
                 "shorten it or raise --max-model-len"
             )
 
 
 def _run(comparison: Comparison, sequences: list[Sequence], prompts: int, steps: int, budget: int) -> None:
-    """Chunks of all prompts but the last, then those of the last and of who shares beside decodes, then decodes of all, then of one."""
+    """Chunks of all prompts but the last; chunks of the last and of the sharing sequence with decodes; decodes of all; one decode."""
     early, late = sequences[: prompts - 1], sequences[prompts - 1 :]
     for group in _chunks(early, budget):
         _step(comparison, group)
@@ -131,7 +131,7 @@ def _run(comparison: Comparison, sequences: list[Sequence], prompts: int, steps:
 
 
 def _chunks(sequences: list[Sequence], budget: int) -> list[list[Scheduled]]:
-    """What of the prompts is not in the cache yet, in steps of up to `budget` tokens."""
+    """The tokens of the prompts that are not in the cache yet, in steps of up to `budget` tokens."""
     steps: list[list[Scheduled]] = []
     left = 0
     for sequence in sequences:
@@ -151,7 +151,7 @@ def _decode(sequence: Sequence) -> Scheduled:
 
 
 def _step(comparison: Comparison, entries: list[Scheduled]) -> None:
-    """Run a step; whoever has all its tokens computed gets the reference's most probable next one."""
+    """Run a step; a sequence whose tokens are all computed gets the reference's most probable next one."""
     logits = comparison.step(entries)
     if not np.isfinite(logits).all():
         raise ModelError("verify: the reference itself gives no finite logits; the model's weights or configuration are broken")
@@ -167,13 +167,13 @@ def _first(places: list[PlaceError], tolerance: float) -> str | None:
 
 
 def _culprits(comparison: Comparison, first: str, tolerance: float) -> list[str]:
-    """Ops of the model whose kernel alone makes the difference there."""
-    found = []
+    """Ops of the model whose kernel alone causes the difference at this place."""
+    culprits = []
     for stem in comparison.kernels:
         place = next(place for place in comparison.without(stem) if place.name == first)
         if place.own <= tolerance:
-            found.append(stem)
-    return found
+            culprits.append(stem)
+    return culprits
 
 
 def _finite(value: Any) -> Any:
