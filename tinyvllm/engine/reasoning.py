@@ -175,8 +175,7 @@ def model_marks(tokenizer: Tokenizer) -> tuple[str, str] | None:
 def initial_state(tokenizer: Tokenizer, params: SamplingParams, marks: ReasoningMarks, prompt_token_ids: list[int]) -> str:
     """Where the output begins: "before", "inside" or "after" its reasoning."""
     if params.reasoning is not None:
-        begins = params.reasoning.begins
-        return begins if begins in ("before", "inside") else "after"
+        return params.reasoning.begins
     text = tokenizer.decode(prompt_token_ids[-TAIL:], skip_special_tokens=False).rstrip().encode()
     return "inside" if text.endswith(marks.opening) else "after" if text.endswith(marks.closing) else "before"
 

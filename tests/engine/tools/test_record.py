@@ -93,6 +93,24 @@ def test_it_runs_again_bit_for_bit(run):
     assert outcome.tokens == sum(len(ids) for end in run.ends for ids in end["tokens"]) > 100
 
 
+def test_a_recording_of_format_1_is_read(run, tmp_path):
+    events = [json.loads(line) for line in Path(run.path).read_text().splitlines()]
+    events[0]["format"] = 1
+    marks = {"opening": "[[", "closing": "]]", "begins": "behind"}
+    for event in events:
+        if "add" in event:
+            event["terms"] = event.pop("options")
+            if event["add"] == "r1":
+                event["params"]["thinking"] = marks
+    old = tmp_path / "old.jsonl"
+    old.write_text("".join(json.dumps(event) + "\n" for event in events))
+    read = read_run(str(old))
+    assert [event["options"] for event in read.added] == [event["options"] for event in run.added]
+    changed = next(event["params"] for event in read.added if event["add"] == "r1")
+    assert changed["reasoning"] == marks | {"begins": "after"} and "thinking" not in changed
+    assert again(read).identical
+
+
 @pytest.mark.long
 def test_other_engines_give_the_same_tokens_in_another_schedule(run):
     other = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "num_blocks": 40}

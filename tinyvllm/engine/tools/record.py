@@ -12,7 +12,7 @@
     {"end": id, "step", "tokens": [[...], ...], "reasons": [...], "chain"}   the end of a request; the chain is a hash of all ends so far
 
 `step` counts calls of Engine.step: events between two calls have the number of the later one. `t` is in seconds of the engine's clock.
-Format 1 names "options" "terms" and is otherwise the same.
+Format 1 has "terms" for "options", and "thinking" for the parameter "reasoning"; replay reads it too.
 """
 
 from __future__ import annotations

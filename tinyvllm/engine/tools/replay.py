@@ -97,7 +97,21 @@ def read_run(path: str) -> Run:
     events = [_parsed(path, number, line) for number, line in enumerate(lines[:-1], 1) if line]
     if not events or events[0].get("format") not in READABLE or not isinstance(events[0].get("config"), dict):
         raise FormatError(f"replay: {path} does not begin like a recording of format 1 or {FORMAT}; expected a file that --record wrote")
+    if events[0]["format"] == 1:
+        events = [_from_format_1(event) for event in events]
     return _run_of(path, events, complete=not lines[-1])
+
+
+def _from_format_1(event: Event) -> Event:
+    """An event with the names of format 2."""
+    if "add" not in event or "terms" not in event:
+        return event
+    later = {"options" if name == "terms" else name: value for name, value in event.items()}
+    if marks := later.get("params", {}).get("thinking"):
+        params = {name: value for name, value in later["params"].items() if name != "thinking"}
+        marks = {name: "after" if (name, value) == ("begins", "behind") else value for name, value in marks.items()}
+        later["params"] = {**params, "reasoning": marks}
+    return later
 
 
 def _parsed(path: str, number: int, line: str) -> Event:
@@ -276,7 +290,7 @@ class _Arrivals:
     def _add(self, event: Event) -> None:
         if isinstance(self.clock, _RecordedClock):
             self.clock.now = event["t"]
-        options = dict(event["options"] if "options" in event else event["terms"])
+        options = dict(event["options"])
         if self._tokens_only:
             options = {name: value for name, value in options.items() if "deadline" not in name}
         self.engine.add(event["add"], list(event["prompt"]), _params(event), None, RequestOptions(**options))
@@ -297,14 +311,14 @@ class _Arrivals:
 
 
 def _params(event: Event) -> SamplingParams | BeamSearchParams:
-    given = dict(event["params"])
+    fields = dict(event["params"])
     if event.get("beams"):
-        return BeamSearchParams(**given)
-    if given.get("logit_bias"):
-        given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
-    if given.get("structured_outputs"):
-        given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
-    return SamplingParams(**given)
+        return BeamSearchParams(**fields)
+    if fields.get("logit_bias"):
+        fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
+    if fields.get("structured_outputs"):
+        fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
+    return SamplingParams(**fields)
 
 
 # --- comparing
