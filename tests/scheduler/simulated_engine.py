@@ -41,7 +41,7 @@ class Loan:
     held: list[int] | None = None
 
 
-class House:
+class SimulatedEngine:
     """`rounds` decode steps run back to back where they may, `ahead` launches the next one before the last one's tokens are known."""
 
     def __init__(

@@ -11,11 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from tests.scheduler.simulated_engine import House, Loan
+from tests.scheduler.simulated_engine import Loan, SimulatedEngine
 from tinyvllm.request import RequestOptions
 
 
-def terms_of(rng: random.Random) -> RequestOptions:
+def options_of(rng: random.Random) -> RequestOptions:
     return RequestOptions(
         priority=rng.choice((0, 0, 0, 1, -1)),
         deadline_ms=rng.choice((None, None, None, 40000.0)),
@@ -27,7 +27,7 @@ def terms_of(rng: random.Random) -> RequestOptions:
 
 @settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, database=None)
 class Machine(RuleBasedStateMachine):
-    house: House | None = None
+    engine: SimulatedEngine | None = None
 
     @initialize(
         rows=st.integers(1, 6), budget=st.integers(1, 24), longest=st.integers(2, 40), blocks=st.integers(1, 12), size=st.integers(1, 5),
@@ -35,42 +35,42 @@ class Machine(RuleBasedStateMachine):
         rounds=st.sampled_from((1, 3)), ahead=st.booleans(), seed=st.integers(0, 99),
     )  # fmt: skip
     def build(self, seed: int, **options) -> None:
-        self.house = House(**options, seed=seed)
-        self.house.scheduler.rates.observe_step(100, 1.0)
+        self.engine = SimulatedEngine(**options, seed=seed)
+        self.engine.scheduler.rates.observe_step(100, 1.0)
         self.random = random.Random(seed)
 
     @rule(tokens=st.integers(0, 30), wanted=st.integers(1, 40), width=st.integers(1, 4), beams=st.booleans(), plain=st.booleans())
     def add(self, tokens: int, wanted: int, width: int, beams: bool, plain: bool) -> None:
-        self.house.add(tokens, wanted, RequestOptions() if plain else terms_of(self.random), width, beams)
-        self.house.check()
+        self.engine.add(tokens, wanted, RequestOptions() if plain else options_of(self.random), width, beams)
+        self.engine.check()
 
     @rule(times=st.integers(1, 8))
     def steps(self, times: int) -> None:
         for _ in range(times):
-            self.house.step()
-            self.house.now += 0.1
+            self.engine.step()
+            self.engine.now += 0.1
 
     @rule(which=st.integers(0, 99))
     def step_with_an_abort_inside(self, which: int) -> None:
-        self.house.step(abort_inside=which)
+        self.engine.step(abort_inside=which)
 
     @rule(which=st.integers(0, 99))
     def abort(self, which: int) -> None:
-        self.house.abort(which)
-        self.house.check()
+        self.engine.abort(which)
+        self.engine.check()
 
     @rule(seconds=st.sampled_from((0.5, 10.0)))
     def time_passes(self, seconds: float) -> None:
-        self.house.now += seconds
+        self.engine.now += seconds
 
     @rule(blocks=st.integers(1, 4), steps=st.integers(1, 5))
     def somebody_borrows(self, blocks: int, steps: int) -> None:
-        if self.house.loan is None:
-            self.house.loan = Loan(min(blocks, self.house.scheduler.pool.num_blocks), steps)
+        if self.engine.loan is None:
+            self.engine.loan = Loan(min(blocks, self.engine.scheduler.pool.num_blocks), steps)
 
     def teardown(self) -> None:
-        if self.house is not None:
-            self.house.drain()
+        if self.engine is not None:
+            self.engine.drain()
 
 
 TestMachine = Machine.TestCase
@@ -94,28 +94,28 @@ def test_long_runs_under_pressure(kind: str, seed: int) -> None:
     rng = random.Random(repr((seed, kind)))
     size, blocks = rng.randint(1, 6), rng.randint(8, 16)
     room = size * blocks
-    house = House(rng.randint(3, 8), rng.randint(2, 40), room * rng.randint(3, 5) // 4, blocks, size, seed=seed, **KINDS[kind])
-    house.scheduler.limits = replace(house.scheduler.limits, max_queued_reqs=12, max_queued_tokens=room * 4)
-    house.scheduler.rates.observe_step(1, 0.02)
+    engine = SimulatedEngine(rng.randint(3, 8), rng.randint(2, 40), room * rng.randint(3, 5) // 4, blocks, size, seed=seed, **KINDS[kind])
+    engine.scheduler.limits = replace(engine.scheduler.limits, max_queued_reqs=12, max_queued_tokens=room * 4)
+    engine.scheduler.rates.observe_step(1, 0.02)
     crowd = 3 if "ahead" in kind else 20  # what runs ahead wants quiet
     for _ in range(1200):
         dice = rng.random()
-        if dice < 0.3 and len(house.living) < crowd:
-            options = RequestOptions() if rng.random() < 0.5 else terms_of(rng)
+        if dice < 0.3 and len(engine.living) < crowd:
+            options = RequestOptions() if rng.random() < 0.5 else options_of(rng)
             tokens = rng.randint(0, room if dice < 0.02 else room // 4)
-            house.add(tokens, rng.randint(1, room), options, rng.choice((1, 1, 1, 2, 4)), rng.random() < 0.3)
+            engine.add(tokens, rng.randint(1, room), options, rng.choice((1, 1, 1, 2, 4)), rng.random() < 0.3)
         elif dice < 0.315:
-            house.abort(rng.randrange(99))
-        elif dice < 0.34 and house.loan is None:
-            house.loan = Loan(rng.randint(1, blocks // 2), rng.randint(1, 6))
+            engine.abort(rng.randrange(99))
+        elif dice < 0.34 and engine.loan is None:
+            engine.loan = Loan(rng.randint(1, blocks // 2), rng.randint(1, 6))
         elif dice < 0.36:
-            house.now += rng.choice((0.1, 5.0))
+            engine.now += rng.choice((0.1, 5.0))
         else:
-            house.step(abort_inside=rng.randrange(99) if dice > 0.99 else None)
-            house.now += 0.05
-        house.check()
-    house.drain()
-    assert_seen(house.seen, kind)
+            engine.step(abort_inside=rng.randrange(99) if dice > 0.99 else None)
+            engine.now += 0.05
+        engine.check()
+    engine.drain()
+    assert_seen(engine.seen, kind)
 
 
 def assert_seen(seen: Counter[str], kind: str) -> None:
@@ -130,15 +130,15 @@ def assert_seen(seen: Counter[str], kind: str) -> None:
 def test_counts_hold_over_many_steps() -> None:
     """Nothing is compared on the way but whose tokens are read, by a model that is asked for everything at the end."""
     rng = random.Random(11)
-    house = House(4, 24, 100, 20, 4, hosted=12, caching=True)
+    engine = SimulatedEngine(4, 24, 100, 20, 4, hosted=12, caching=True)
     for turn in range(15_000):
-        while len(house.living) < 6:
-            house.add(1 + int(rng.random() * 20), 1 + int(rng.random() * rng.random() * 90), width=rng.choice((1, 1, 2)))
+        while len(engine.living) < 6:
+            engine.add(1 + int(rng.random() * 20), 1 + int(rng.random() * rng.random() * 90), width=rng.choice((1, 1, 2)))
         if turn % 50 == 0:
-            house.abort(turn)
-        house.step(checked=False)
+            engine.abort(turn)
+        engine.step(checked=False)
         if turn % 1000 == 0:
-            house.check()
-            house.check_contents()
-    house.drain(checked=False)
-    assert house.seen["preempted"] > 500 and house.seen["length"] > 10, house.seen
+            engine.check()
+            engine.check_contents()
+    engine.drain(checked=False)
+    assert engine.seen["preempted"] > 500 and engine.seen["length"] > 10, engine.seen

@@ -1,6 +1,6 @@
-"""Which blocks of the KV cache are taken, how often, and which are worth keeping. Integers only: no tensors, no sequences, no tokens.
+"""Which blocks of the KV cache are referenced, how often, and which are cached. Integers only: no tensors, no sequences, no tokens.
 
-The device's pool holds one block more than this one counts, the scratch block that padded rows write to; it is never given away.
+The device's pool holds one block more than this one counts, the scratch block that padded rows write to; it is never allocated.
 The paging is that of PagedAttention (Kwon et al., 2023): a sequence owns a table of blocks and asks for the next when the last is full.
 """
 
@@ -15,9 +15,9 @@ from tinyvllm.errors import ArgumentError, OutOfMemoryError
 class BlockPool:
     """`num_blocks` blocks of `block_size` tokens, numbered from 0, each held by one or more references or free.
 
-    A *cached* block is one whose contents somebody else can find again (PrefixCache), held or not. Without references it is free all the
-    same, but allocation takes the other free blocks first, and then the cached one whose last reference went longest ago: it is no longer
-    cached then, and `on_evict(block)` has been called before the block is given away. Every operation is O(1) a block.
+    A *cached* block is one whose contents can be found again (PrefixCache), held or not. Without references it counts as free, but
+    allocation takes the other free blocks first, and then evicts the cached block whose last reference was released longest ago:
+    `on_evict(block)` is called before the block is allocated. Every operation is O(1) a block.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -31,21 +31,21 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._cached = bytearray(num_blocks)
         self._free = list(range(num_blocks - 1, -1, -1))  # not cached; a stack: what was used last is used next
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # cached without references, the first to go first
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # cached without references, the next to evict first
 
     @property
     def num_free(self) -> int:
-        """How many blocks `allocate` can give: cached ones without references are among them."""
+        """How many blocks `allocate` can return, including cached ones without references."""
         return len(self._free) + len(self._evictable)
 
     @property
     def num_evictable(self) -> int:
-        """Cached blocks that nobody holds."""
+        """Cached blocks without a reference."""
         return len(self._evictable)
 
     def allocate(self, count: int) -> list[int]:
         """`count` free blocks with one reference each, or none at all and OutOfMemoryError."""
-        assert count >= 0, f"BlockPool: asked for {count} blocks"
+        assert count >= 0, f"BlockPool: count must be 0 or more, got {count}"
         left = len(self._free) - count
         if left < 0:
             self._evict(count)
@@ -74,7 +74,7 @@ class BlockPool:
             references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One reference less to each; a block without any is free, and of a table's cached blocks the last is the first to be evicted."""
+        """One reference less to each. A block without any is free; of a table's cached blocks the last is evicted first."""
         references, cached, free = self._references, self._cached, self._free
         for block in reversed(blocks):
             assert block >= 0 and references[block] > 0, f"BlockPool: block {block} released while it is free"
@@ -94,14 +94,14 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def keep(self, block: int) -> None:
-        """A held block is cached from now on: its contents are whole and do not change any more."""
+        """A held block is cached from now on: its contents are complete and no longer change."""
         assert block >= 0 and self._references[block] > 0, f"BlockPool: block {block} kept while it is free"
         assert not self._cached[block], f"BlockPool: block {block} was kept before"
         self._cached[block] = True
         self.num_cached += 1
 
     def forget(self, block: int) -> None:
-        """A cached block is not cached any more, whoever holds it; `on_evict` is not called."""
+        """A cached block is no longer cached, held or not; `on_evict` is not called."""
         assert block >= 0 and self._cached[block], f"BlockPool: block {block} forgotten while it is not cached"
         self._cached[block] = False
         self.num_cached -= 1
@@ -110,7 +110,7 @@ class BlockPool:
             self._free.append(block)
 
     def adopt(self) -> int | None:
-        """A free block becomes cached without a reference, the next to be evicted; None where every block is held or cached."""
+        """A free block becomes cached without a reference, the next to be evicted; None if every block is held or cached."""
         if not self._free:
             return None
         block = self._free.pop()
@@ -121,7 +121,7 @@ class BlockPool:
         return block
 
     def cached_blocks(self) -> Iterator[int]:
-        """Every cached block: those that are held, in order of their numbers, then the others, the last to be evicted first."""
+        """Every cached block: the held ones by number, then the others, the last to be evicted first."""
         yield from [block for block in range(self.num_blocks) if self._cached[block] and self._references[block]]
         yield from list(reversed(self._evictable))
 

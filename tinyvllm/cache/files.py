@@ -1,15 +1,15 @@
-"""A prefix cache on disk, so that it survives a restart. Knows no tensors: what a block holds comes and goes as bytes.
+"""A prefix cache on disk, so that it survives a restart. No tensors: the contents of a block are bytes.
 
-A folder holds `key`, the 32 random bytes under which its hashes were made; `prefix.kv`, all that was cached at an orderly end; and
-`recent-N.kv`, what was cached since (journal.py writes them, the highest N last). A .kv file is a row of groups, everything little-endian:
+A folder holds `key`, the 32 random bytes that key its hashes; `prefix.kv`, all that was cached at an orderly shutdown; and
+`recent-N.kv`, what was cached since (journal.py writes them, the highest N last). A .kv file is a list of groups, all little-endian:
 
     header   magic 8s, version u32, block_size u32, bytes_per_block u64, entries u64, fingerprint 32s, checksum u32
     entries  hash 16s, parent 16s, tokens i32 x block_size, checksum u32 of its data
     data     bytes_per_block of each entry, in the same order
 
-prefix.kv is one group, each entry behind its parent, otherwise the latest used first; a recent file grows by groups, the latest last. The
-header's checksum is the CRC-32 of what stands before it and of the entries. The files may be read by their owner only: tokens can be read
-from them. The folder is one process's at a time; what two wrote at once is noticed when it is read.
+prefix.kv is one group, each entry after its parent, otherwise the most recently used first; a recent file grows by groups, the latest last.
+The header's checksum is the CRC-32 of the header's bytes before it and of the entries. Only their owner may read the files: they contain
+tokens. One process uses a folder at a time; files that two have written at once fail their checksums when they are read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _HEADER_BYTES = _HEAD.size + _CHECKSUM.size
 
 @dataclass
 class Loaded:
-    """What a folder had: blocks that were filled, the hashes that lie in each file, the oldest file first, and what is wrong with some."""
+    """What `load` found: how many blocks it filled, the hashes in each file, the oldest file first, and the faults of damaged files."""
 
     filled: int = 0
     stored: dict[Path, list[bytes]] = field(default_factory=dict)
@@ -51,18 +51,18 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the blocks of a folder's files are like."""
+    """The format of the blocks in a folder's files."""
 
     block_size: int
     bytes_per_block: int
-    fingerprint: bytes  # stands for all that keys and values depend on: weights, dtype, layout
+    fingerprint: bytes  # of all that keys and values depend on: weights, dtype, layout
 
     @property
     def record(self) -> struct.Struct:
         return struct.Struct(f"<{HASH_BYTES}s{HASH_BYTES}s{4 * self.block_size}sI")
 
     def group_bytes(self, count: int) -> int:
-        """Of a group of so many blocks."""
+        """Bytes of a group of `count` blocks."""
         return _HEADER_BYTES + count * (self.record.size + self.bytes_per_block)
 
     def head(self, count: int) -> bytes:
@@ -75,7 +75,7 @@ class Layout:
 
 
 def load_key(folder: str | Path) -> bytes:
-    """The 32 bytes for `PrefixCache(key=...)` that belong to a folder; both are made where they are absent. FormatError, OutputError."""
+    """The 32 bytes for `PrefixCache(key=...)` of a folder; creates both if they do not exist. FormatError, OutputError."""
     path = Path(folder) / "key"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -94,8 +94,8 @@ def load_key(folder: str | Path) -> bytes:
 def save(folder: str | Path, cache: PrefixCache, layout: Layout, read_block: Callable[[int], Buffer], limit_bytes: int) -> int:
     """Write what is cached, the latest used first, into a file of at most `limit_bytes`; returns the number of its blocks.
 
-    `read_block(block)` gives `bytes_per_block` bytes, used up before the next call. Earlier files stay until this one is whole, and are
-    removed then. OutputError where it cannot be written.
+    `read_block(block)` returns `bytes_per_block` bytes, which are written before the next call. Earlier files are removed once this one is
+    complete. OutputError if it cannot be written.
     """
     room = max(0, (limit_bytes - layout.group_bytes(0)) // (layout.group_bytes(1) - layout.group_bytes(0)))
     entries = list(islice(cache.entries(), room))
@@ -112,15 +112,15 @@ def save(folder: str | Path, cache: PrefixCache, layout: Layout, read_block: Cal
     except OSError as error:
         raise OutputError(f"prefix cache: {path} cannot be written: {error.strerror}; free some space or give another folder") from error
     finally:
-        with suppress(OSError):  # there is none any more where all went well
+        with suppress(OSError):  # it was renamed if all went well
             part.unlink()
     return len(entries)
 
 
 def append(path: Path, layout: Layout, entries: Sequence[Entry], data: Sequence[Buffer]) -> None:
-    """One more group behind those of a file. OutputError where it cannot be written; the file ends as before then.
+    """Append a group to a file. OutputError if it cannot be written; the file is then as long as before.
 
-    It is not forced to the disk: a process that is killed has handed it over, and after a loss of power the checksums tell.
+    It is not forced to the disk: the operating system keeps it if the process is killed, and after a loss of power the checksums fail.
     """
     record = layout.record
     records = b"".join(record.pack(e.hash, e.parent, e.tokens, zlib.crc32(d)) for e, d in zip(entries, data, strict=True))
@@ -140,17 +140,17 @@ def append(path: Path, layout: Layout, entries: Sequence[Entry], data: Sequence[
 
 
 def files_of(folder: str | Path) -> list[Path]:
-    """The files with blocks, the oldest first: the one of an orderly end, then those that were written since."""
+    """The files with blocks, the oldest first: that of an orderly shutdown, then those written since."""
     recent = [(int(found[1]), path) for path in Path(folder).glob("recent-*.kv") if (found := re.fullmatch(r"recent-(\d+)\.kv", path.name))]
     whole = Path(folder) / _WHOLE
     return [whole] * whole.exists() + [path for _, path in sorted(recent)]
 
 
 def load(folder: str | Path, cache: PrefixCache, layout: Layout, write_block: Callable[[int, Buffer], None]) -> Loaded:
-    """Adopt what was written, as far as there are free blocks: the newest first, each behind what it stands behind.
+    """Adopt the stored blocks into free blocks: the newest first, each after its parent.
 
-    `write_block(block, data)` gets `bytes_per_block` bytes that it must not keep. Of a file that is damaged, or of another version, model
-    or key, what was read before that was noticed is good and stays; it is among the faults then.
+    `write_block(block, data)` gets `bytes_per_block` bytes that it must not keep. If a file is damaged, or of another version, model or
+    key, the blocks read before the fault stay, and the file is among the faults.
     """
     loaded, newest, broken = Loaded(), list[_Stored](), set[Path]()
     files = files_of(folder)
@@ -175,14 +175,14 @@ def load(folder: str | Path, cache: PrefixCache, layout: Layout, write_block: Ca
             try:
                 write_block(block, data)
             except BaseException:
-                cache.drop(block)  # or others would take what it holds for what its hash says
+                cache.drop(block)  # its contents are not those of its hash
                 raise
             loaded.filled += 1
     return loaded
 
 
 def _write(file: BinaryIO, layout: Layout, entries: list[Entry], read_block: Callable[[int], Buffer]) -> None:
-    """The data first and then what stands before them, since their checksums are known only then."""
+    """Write the data first and then the header and entries, which need the data's checksums."""
     record, expected = layout.record, layout.bytes_per_block
     file.seek(_HEADER_BYTES + len(entries) * record.size)
     records = bytearray()
@@ -197,7 +197,7 @@ def _write(file: BinaryIO, layout: Layout, entries: list[Entry], read_block: Cal
 
 
 def _write_all(file: BinaryIO, data: Buffer) -> None:
-    """Files without a buffer may take a part only."""
+    """Write all of `data`: an unbuffered file may take only a part at once."""
     rest = memoryview(data).cast("B")
     while rest:
         rest = rest[file.write(rest) :]
@@ -211,7 +211,7 @@ class _Stored(NamedTuple):
     tokens: bytes
     checksum: int
     path: Path
-    place: int  # of its data, in bytes
+    place: int  # byte offset of its data
 
 
 def _scanned(path: Path, layout: Layout, faults: dict[Path, FormatError]) -> list[_Stored]:
@@ -234,7 +234,7 @@ def _scanned(path: Path, layout: Layout, faults: dict[Path, FormatError]) -> lis
 
 
 def _read_entries(path: Path, file: BinaryIO, layout: Layout, at: int, end: int) -> bytes:
-    """A group's entries as bytes; every reason not to take it is looked for first."""
+    """A group's entries as bytes, after every check that needs no data."""
     header = file.read(_HEADER_BYTES)
     if header[: len(MAGIC)] != MAGIC:
         raise FormatError(f"{path}: not a prefix cache of tinyvllm; remove the file")
@@ -261,7 +261,7 @@ def _read_entries(path: Path, file: BinaryIO, layout: Layout, at: int, end: int)
 
 
 def _chained(newest: list[_Stored]) -> Iterator[_Stored]:
-    """Each hash once, behind what it stands behind: where there is room for a part only, an end without its beginning is of no use."""
+    """Each hash once, after its parent: if only some fit, a block without its parents would be useless."""
     stored: dict[bytes, _Stored] = {}
     for entry in newest:
         stored.setdefault(entry.hash, entry)
@@ -289,7 +289,7 @@ class _Reader:
             file.close()
 
     def read(self, entry: _Stored) -> memoryview:
-        """Good until the next one is read. FormatError where they are not what was written."""
+        """A block's data, valid until the next read. FormatError if they are not what was written."""
         path = entry.path
         with _reading(path):
             if path not in self._files:

@@ -1,7 +1,7 @@
-"""What is newly cached goes to disk while the engine runs, so that a process that is killed loses little. Knows no tensors.
+"""Writes newly cached blocks to disk while the engine runs, so that a killed process loses little. No tensors.
 
-The engine's thread says which blocks and hands over what they hold; a thread of the journal's own writes. Files are begun one after the
-other, and the oldest goes when all of them hold twice what the pool does: of its blocks those that are cached still are written once more.
+The engine's thread chooses the blocks and passes their contents; the journal's own thread writes them, into one file after another. The
+oldest file is removed when all of them hold twice the pool; those of its blocks that are still cached are written again.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 from tinyvllm.cache.files import Buffer, Layout, Loaded, append, files_of
 from tinyvllm.cache.prefix import Entry, PrefixCache
 
-_FILES = 4  # that a pool's blocks are spread over: what is removed at once
-_DOOMED = 4  # files that may stay until what of them is cached still has been written again
+_FILES = 4  # over which a pool's blocks are spread; one is removed at a time
+_DOOMED = 4  # files that may stay until their cached blocks have been written again
 
 
 @dataclass
@@ -30,36 +30,36 @@ class _File:
 
 
 class Journal:
-    """The recent files of a folder, for one cache. Every call is for the engine's thread; none of them waits for the disk but `close`."""
+    """The recent files of a folder, for one cache. All methods belong to the engine's thread; only `close` waits for the disk."""
 
     def __init__(self, folder: str | Path, cache: PrefixCache, layout: Layout, loaded: Loaded):
-        """`loaded` is what `load` has just told of the folder."""
+        """`loaded` is the result of `load` for this folder."""
         self._folder, self._cache, self._layout = Path(folder), cache, layout
         self._pool_bytes = cache.pool.num_blocks * layout.group_bytes(1)  # if each block is written by itself
         self._files = [_File(p, p.stat().st_size, hashes) for p, hashes in loaded.stored.items() if p not in loaded.faults]
-        self._doomed = list(loaded.faults)  # what is good of them is written once more, and then they go
+        self._doomed = list(loaded.faults)  # their good blocks are written again, and then they are removed
         self._stored = {digest: file for file in self._files for digest in file.hashes}
-        self._waiting = OrderedDict.fromkeys(e.hash for e in cache.entries() if e.hash not in self._stored)  # in the order of their turns
+        self._waiting = OrderedDict.fromkeys(e.hash for e in cache.entries() if e.hash not in self._stored)
         self._current: _File | None = None
         self._number = max((int(p.stem.removeprefix("recent-")) for p in files_of(folder) if p.stem.startswith("recent-")), default=0)
         self._writer = ThreadPoolExecutor(1, "tinyvllm-prefix-cache")
-        self._writing: deque[tuple[int, Future[None]]] = deque()  # bytes that are on their way
+        self._writing: deque[tuple[int, Future[None]]] = deque()  # bytes handed to the writer
         cache.on_insert = self._inserted
 
     @property
     def waits(self) -> bool:
-        """Whether something is cached that is not on its way to the disk."""
+        """Whether a cached block has not been handed to the writer."""
         return bool(self._waiting)
 
     @property
     def bytes_on_their_way(self) -> int:
-        """What was handed over and is not written. OutputError where something could not be: the journal has ended then."""
+        """Bytes handed to the writer and not yet written. OutputError if a write failed: the journal has ended then."""
         while self._writing and self._writing[0][1].done():
             self._writing.popleft()[1].result()
         return sum(size for size, _ in self._writing)
 
     def next(self, count: int) -> list[Entry]:
-        """Up to `count` cached blocks that are not on disk, those that have waited longest."""
+        """Up to `count` cached blocks that are not on disk, in the order in which they were cached."""
         found: list[Entry] = []
         while len(found) < count and self._waiting:
             digest, _ = self._waiting.popitem(last=False)
@@ -68,7 +68,7 @@ class Journal:
         return found
 
     def write(self, entries: Sequence[Entry], data: Sequence[Buffer]) -> None:
-        """Have blocks written; `data` belong to the journal from now on."""
+        """Have blocks written; `data` belongs to the journal from now on."""
         size = self._layout.group_bytes(len(entries))
         file = self._current
         if file is None or file.size + size > self._pool_bytes // _FILES:
@@ -81,12 +81,12 @@ class Journal:
         self._make_room()
 
     def close(self) -> None:
-        """Wait for what is on its way; nothing is noticed or written any more."""
+        """Wait for the pending writes; the journal ignores the cache from now on."""
         self._cache.on_insert = None
         self._writer.shutdown()
 
     def _fresh(self) -> Path:
-        """A name that no file has, also none of another process that should not be here."""
+        """A file name that does not exist, not even from another process that wrongly uses the folder."""
         while True:
             self._number += 1
             if not (path := self._folder / f"recent-{self._number}.kv").exists():
@@ -95,7 +95,7 @@ class Journal:
     def _inserted(self, digest: bytes) -> None:
         if digest not in self._stored:
             self._waiting[digest] = None
-            if len(self._waiting) > 2 * self._cache.pool.num_blocks:  # the disk is slower than the engine, and most of them are gone
+            if len(self._waiting) > 2 * self._cache.pool.num_blocks:  # the disk is slower than the engine, and most of them were evicted
                 self._waiting = OrderedDict.fromkeys(d for d in self._waiting if self._cache.entry(d) is not None)
 
     def _make_room(self) -> None:
@@ -112,5 +112,5 @@ class Journal:
 
 
 def _remove(path: Path) -> None:
-    with suppress(OSError):  # somebody else was quicker, or it is found again at the next start
+    with suppress(OSError):  # it is gone already, or the next start finds it again
         path.unlink()

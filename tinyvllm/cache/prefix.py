@@ -1,8 +1,8 @@
 """Which cached block holds the keys and values of which prefix. Integers and digests only: knows no tensors and no text.
 
-A full block is known by a keyed hash of the hash before it and of its tokens, so that one look-up stands for the whole prefix; the chain
-begins with the hash of a salt. The chaining is that of vLLM's automatic prefix caching; BLAKE2b (RFC 7693) is keyed, so that nobody who
-lacks the key can make two prefixes that collide. Nothing here is for more than one thread.
+A full block is known by a keyed hash of the hash before it and of its tokens, so that one lookup identifies the whole prefix; the chain
+begins with the hash of a salt. The chaining is that of vLLM's automatic prefix caching; BLAKE2b (RFC 7693) is keyed, so that two prefixes
+that collide cannot be made without the key. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Explanation:
     """How far a prompt is cached, and where it leaves the cached sequence that agrees with it longest.
 
     hit_blocks        leading blocks that are found
-    evicted_blocks    blocks behind them that were found once and have been evicted since
-    first_difference  index of the first token that differs; None where nothing cached goes on differently after the hit
+    evicted_blocks    blocks after them that were cached once and have been evicted since
+    first_difference  index of the first token that differs; None if nothing cached differs after the hit
     ours, theirs      token ids from there to the end of that block, of the prompt and of the cached sequence
     """
 
@@ -48,7 +48,7 @@ class Explanation:
 
 
 class PrefixCache:
-    """The index over a pool's cached blocks; what the pool evicts is forgotten here through its callback.
+    """The index over a pool's cached blocks; the pool's callback removes what it evicts.
 
     A block of 16 tokens takes about 250 bytes of host memory here, and each of the `remembered` hashes of evicted blocks about 220.
     `queries` and `hits` count tokens, `evictions` blocks; none of them ever falls.
@@ -60,7 +60,7 @@ class PrefixCache:
         assert pool.on_evict is None, "PrefixCache: the pool has one already"
         pool.on_evict = self._evicted
         self.pool = pool
-        self.on_insert: Callable[[bytes], None] | None = None  # told the hash of every block that becomes findable
+        self.on_insert: Callable[[bytes], None] | None = None  # called with the hash of every block that becomes findable
         self.queries = self.hits = self.evictions = 0
         self._key = key
         self._keyed = blake2b(key=key, digest_size=HASH_BYTES)  # copied for each block: half the time of a new one
@@ -161,9 +161,9 @@ class PrefixCache:
         return None if block is None else Entry(hash, self._parents[block], self._tokens[block], block)
 
     def entries(self) -> Iterator[Entry]:
-        """All that is cached, each behind its parent, otherwise the most recently used first. Nothing may change meanwhile.
+        """All cached blocks, each after its parent, otherwise the most recently used first. The cache must not change meanwhile.
 
-        An entry whose parent has been evicted comes too: it is found again as soon as somebody has computed that parent again.
+        An entry whose parent was evicted is included: it is found again as soon as that parent is computed again.
         """
         seen: set[int] = set()
         for newest in self.pool.cached_blocks():
@@ -177,7 +177,7 @@ class PrefixCache:
                 yield Entry(self._hashes[block], self._parents[block], self._tokens[block], block)
 
     def drop(self, block: int) -> None:
-        """A cached block is not found any more, whoever holds it: its contents are not what they were taken for."""
+        """A cached block is no longer found, held or not: its contents are not those of its hash."""
         self.pool.forget(block)
         del self._blocks[self._hashes[block]]
         self._clear(block)

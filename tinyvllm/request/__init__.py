@@ -1,4 +1,4 @@
-"""What a user asks and what comes back. Knows no text and no tensors."""
+"""Requests and their outputs. No text and no tensors."""
 
 from tinyvllm.request.options import RequestOptions
 from tinyvllm.request.output import CompletionOutput, Logprob, Receipt, RequestMetrics, RequestOutput

@@ -1,4 +1,4 @@
-"""On what terms a request is served: its urgency, whose it is, what it shares, what is to be told about it."""
+"""How a request is served: urgency, fairness key, sharing of cached prefixes, and what is reported about it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class RequestOptions:
     """What concerns the queue and not the tokens.
 
     priority          lower is served first, and may take blocks and rows from higher (vLLM's meaning)
-    deadline_ms       whole answer within so many milliseconds of arrival; refused at once if measured rates say it cannot be
-    ttft_deadline_ms  first token within so many milliseconds
-    key               whose request it is: keys of one priority get equal shares of the tokens
+    deadline_ms       milliseconds from arrival to the end of the answer; refused at once if measured rates predict more
+    ttft_deadline_ms  milliseconds from arrival to the first token
+    key               the client or user: keys of one priority get equal shares of the tokens
     cache_salt        requests share cached prefixes only with those of the same salt
-    receipt, explain  whether the last output says what it cost, and why its prefix was or was not cached
+    receipt, explain  whether the last output has a receipt of its cost, and an explanation of its prefix cache hits
     """
 
     priority: int = 0

@@ -1,4 +1,4 @@
-"""What comes back: continuations, log-probabilities, times and what they cost."""
+"""Outputs: continuations, log-probabilities, times and what they cost."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Receipt:
     """What one request cost. A step's host and device seconds count whole for each request in it; its bytes are shared by rows.
 
     steps            steps that it took part in
-    batch_sizes      how many of them had so many sequences, {sequences: steps}
+    batch_sizes      how many of them had how many sequences, {sequences: steps}
     bytes_moved      its share of weights streamed and KV read and written
     roof             bytes_moved by device seconds, over the machine's measured bandwidth; None where that was not measured
     """
@@ -88,8 +88,8 @@ class RequestOutput:
     metrics: RequestMetrics
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when it was first admitted
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # a dict a prompt token, None for the first
-    receipt: Receipt | None = None  # on the last output, where Terms.receipt asks for it
-    explanation: str | None = None  # why the prefix cache hit or missed, where Terms.explain asks for it
+    receipt: Receipt | None = None  # on the last output, if RequestOptions.receipt is set
+    explanation: str | None = None  # why the prefix cache hit or missed, if RequestOptions.explain is set
 
     def joined(self, later: RequestOutput) -> RequestOutput:
         """Two deltas that follow each other as one, for a reader that was slower than the engine."""

@@ -1,4 +1,4 @@
-"""One line of tokens on its way through the engine. Knows no text and no tensors."""
+"""A sequence of tokens in the engine. No text and no tensors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Status(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One line of tokens being continued. The scheduler owns `status`, `block_table` and `num_computed`; the engine appends tokens.
+    """One sequence of tokens being continued. The scheduler owns `status`, `block_table` and `num_computed`; the engine appends tokens.
 
-    `num_computed` counts the tokens whose keys and values lie in the cache: the scheduler sets it back to 0 on preemption and
-    everything, prompt and output alike, is then computed again.
+    `num_computed` counts the tokens whose keys and values are in the cache. On preemption the scheduler resets it to 0, and prompt and
+    output are computed again.
     """
 
     sequence_id: int
@@ -39,12 +39,12 @@ class Sequence:
     row: int = -1  # the row of sampling state held while running
     options: RequestOptions = field(default_factory=RequestOptions)
     arrival: float = 0.0  # seconds of time.monotonic
-    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks of known tokens, as far as anybody has asked
+    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks of known tokens, as far as they were needed
     num_published: int = 0  # leading blocks that are in the prefix cache's index
     num_cached: int = 0  # tokens found in the prefix cache at first admission
     host_table: list[int] = field(default_factory=list)  # host blocks that hold what was swapped out
     num_swapped: int = 0  # tokens in them
-    logprobs: int | None = None  # of each token drawn, and of so many most probable ones; None asks for none
+    logprobs: int | None = None  # of the drawn token and of that many most probable ones; None: of none
     due: float = math.inf  # seconds of time.monotonic: the earlier of its deadlines
 
     def __len__(self) -> int:

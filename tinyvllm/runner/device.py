@@ -19,7 +19,7 @@ def choose_device(choice: str) -> str:
     if choice != "auto":
         return choice
     if named := os.environ.get("DEV"):
-        if not named.isalnum():  # to tinygrad, what stands behind a colon is a renderer
+        if not named.isalnum():  # to tinygrad, what follows a colon is a renderer
             raise ArgumentError(f"DEV={named}: expected the name of a device, such as CUDA; say --device {named} for one of several")
         return named.upper()
     if sys.platform == "darwin" and platform.machine() == "arm64":

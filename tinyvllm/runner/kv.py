@@ -22,12 +22,12 @@ def block_bytes(config: ModelConfig, block_size: int, dtype: DType) -> int:
 
 
 class KVPool:
-    """`num_blocks` usable blocks and the scratch block behind them; everything zero at first, so that masked values are finite."""
+    """`num_blocks` usable blocks and the scratch block after them; all zero at first, so that masked values are finite."""
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: DType, device: str):
         self.num_blocks, self.block_size, self.device = num_blocks, block_size, device
-        self._memory: list[np.ndarray] = []  # [P, bytes] a layer, where the host has it
-        self._copying: dict[int, tuple[Tensor, Tensor, Captured]] = {}  # pairs, their count and the captured copy, by the most pairs
+        self._memory: list[np.ndarray] = []  # [P, bytes] a layer, if it is in host memory
+        self._copying: dict[int, tuple[Tensor, Tensor, Captured]] = {}  # pairs, their count and the copy, by the maximum of pairs
         shape = (num_blocks + 1, 2, config.n_kv_heads, block_size, config.head_dim)
         pools = [self._zeros(shape, dtype, device) for _ in range(config.num_blocks)]  # [P, 2, K, S, D] each
         self.layers = [LayerCache(pool, alias(pool)) for pool in pools]
@@ -55,7 +55,7 @@ class KVPool:
         return self.layers[0].keys.nbytes() // (self.num_blocks + 1)
 
     def read(self, blocks: list[int]) -> np.ndarray:
-        """The contents of blocks as uint8 [n, block_bytes], layer behind layer, once what is in flight has run."""
+        """The contents of blocks as uint8 [n, block_bytes], layer by layer, once what is in flight has run."""
         data = np.empty((len(blocks), len(self.layers), self._layer_bytes), np.uint8)
         if self._memory:
             synchronize(self.device)
@@ -63,12 +63,12 @@ class KVPool:
                 data[:, layer] = memory[blocks]
         else:
             for layer, cache in enumerate(self.layers):
-                for n, part in enumerate(byte_spans(cache.keys, self._places(blocks))):
+                for n, part in enumerate(byte_spans(cache.keys, self._byte_ranges(blocks))):
                     data[n, layer] = download(part)
         return data.reshape(len(blocks), -1)
 
     def write(self, blocks: list[int], data: np.ndarray) -> None:
-        """Put what `read` gave into other blocks, behind what is in flight."""
+        """Write what `read` returned into other blocks, after what is in flight."""
         data = data.reshape(len(blocks), len(self.layers), self._layer_bytes)
         if self._memory:
             synchronize(self.device)
@@ -76,23 +76,23 @@ class KVPool:
                 memory[blocks] = data[:, layer]
             return
         for layer, cache in enumerate(self.layers):
-            for n, part in enumerate(byte_spans(cache.keys, self._places(blocks))):
+            for n, part in enumerate(byte_spans(cache.keys, self._byte_ranges(blocks))):
                 upload(part, data[n, layer])
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Make block b equal to block a for each pair (a, b), behind what is in flight; no block may be in two pairs as b."""
-        most = max(8, 1 << (len(pairs) - 1).bit_length())
-        if most not in self._copying:
-            self._copying[most] = self._capture_copy(most)
-        table, count, copies = self._copying[most]
-        padded = np.zeros((most, 2), np.int32)
+        """Make block b equal to block a for each pair (a, b), after what is in flight; no block may be in two pairs as b."""
+        capacity = max(8, 1 << (len(pairs) - 1).bit_length())
+        if capacity not in self._copying:
+            self._copying[capacity] = self._capture_copy(capacity)
+        table, count, copies = self._copying[capacity]
+        padded = np.zeros((capacity, 2), np.int32)
         padded[: len(pairs)] = pairs
         upload(table, padded)
         upload(count, np.array([len(pairs)], np.int32))
         copies()
 
-    def _capture_copy(self, most: int) -> tuple[Tensor, Tensor, Captured]:
-        table = Tensor.zeros(most, 2, dtype=dtypes.int32, device=self.device).contiguous().realize()
+    def _capture_copy(self, capacity: int) -> tuple[Tensor, Tensor, Captured]:
+        table = Tensor.zeros(capacity, 2, dtype=dtypes.int32, device=self.device).contiguous().realize()
         count = Tensor.zeros(1, dtype=dtypes.int32, device=self.device).contiguous().realize()
 
         def function() -> Tensor:
@@ -102,7 +102,7 @@ class KVPool:
 
         return table, count, Captured(function)
 
-    def _places(self, blocks: list[int]) -> list[tuple[int, int]]:
+    def _byte_ranges(self, blocks: list[int]) -> list[tuple[int, int]]:
         return [(block * self._layer_bytes, self._layer_bytes) for block in blocks]
 
 

@@ -23,7 +23,7 @@ from tinyvllm.weights.mapping import allocate
 
 READ_BYTES = 256 << 20  # beyond every cache, the ones that a virtual machine does not tell of included
 _PASSES = 8  # between two looks at the clock: a launch and a wait cost as much as some megabytes
-KV_SHARE = 0.5  # of what is free once the weights are resident, where nobody said how much
+KV_SHARE = 0.5  # of what is free once the weights are resident, unless a size is given
 
 
 def free_memory(device: str) -> int:

@@ -33,7 +33,7 @@ from tinyvllm.weights.hub import resolve_model
 
 __all__ = ["Choice", "Logits", "PreparedStep", "Reading", "Runner"]
 
-# Where nobody asks for a length. Scores of a chunk are laid out for the longest context: 32 heads by 512 queries by 131072 keys are 8 GiB.
+# If no length is given. Scores of a chunk are laid out for the longest context: 32 heads by 512 queries by 131072 keys are 8 GiB.
 DEFAULT_CONTEXT = 8192
 DTYPES = {"float32": dtypes.float32, "float16": dtypes.float16, "bfloat16": dtypes.bfloat16}
 
@@ -55,9 +55,9 @@ class CheckpointSource:
 
 
 def weight_dtype(choice: str, checkpoint: Checkpoint) -> DType:
-    """`auto` keeps the dtype that most of the checkpoint's bytes have; beside packed formats it is float16.
+    """`auto` keeps the dtype of most of the checkpoint's bytes; if most are packed it is float16.
 
-    A description without tensors has its own word for it, bfloat16 where it is silent.
+    A description without tensors names it, or it is bfloat16.
     """
     if choice != "auto":
         return DTYPES[choice]
@@ -87,7 +87,7 @@ class PreparedStep:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What belongs to a padded shape: the inputs' buffers, the captured forward pass, and how many tokens a row's history holds."""
+    """What belongs to a padded shape: the inputs' buffers, the captured forward pass, and the history of tokens."""
 
     inputs: StepInputs
     forward: Captured
@@ -139,7 +139,7 @@ class Runner:
         self._hosted = np.zeros((hosted, self.pool.block_bytes), np.uint8)  # its pages come as they are written
 
     def _size_pool(self, config: EngineConfig) -> tuple[KVPool, int]:
-        """The KV pool and the longest sequence: the model's own context where none was asked for, as far as the pool and reason reach."""
+        """The KV pool and the longest sequence: the model's own context if none is given, limited by the pool and DEFAULT_CONTEXT."""
         longest, dtype, size = self.config.max_context, kv_dtype(self.dtype), config.block_size
         if config.max_model_len is not None and config.max_model_len > longest:
             raise ArgumentError(f"max_model_len={config.max_model_len} is beyond the {longest} tokens that the model was made for")
@@ -169,7 +169,7 @@ class Runner:
         return step
 
     def padded(self, shape: Shape) -> PreparedStep | None:
-        """A step of this shape with nobody in it, so that it is captured before somebody needs it; None where that has been."""
+        """A step of this shape that holds only padding, to capture it before a request needs it; None if it was captured."""
         if (shape, False) in self._steps:
             return None
         plan = self._new_step(shape, all_rows=False)
@@ -182,7 +182,7 @@ class Runner:
         return len(self._hosted)
 
     def move(self, schedule: Schedule) -> None:
-        """What a schedule wants moved before its step: blocks to the host, blocks from there, copies of blocks."""
+        """Move blocks as a schedule requires before its step: to the host, from there, and copies."""
         if schedule.swap_out:
             self._hosted[[host for _, host in schedule.swap_out]] = self.pool.read([block for block, _ in schedule.swap_out])
         if schedule.swap_in:
@@ -191,24 +191,24 @@ class Runner:
             self.pool.copy(schedule.copies)
 
     def launch(self, step: PreparedStep) -> Logits:
-        """Start a prepared step. Its results lie in buffers that the next step of this shape overwrites."""
+        """Start a prepared step. Its results are in buffers that the next step of this shape overwrites."""
         return Logits(*step.plan.forward(**step.values))
 
     def advance(self, step: PreparedStep, sampled: Tensor, draw: CapturedCall | None, rounds: int) -> Iterator[np.ndarray]:
-        """Move a step of decodes on by the tokens just `sampled` [B], and `rounds` - 1 times more by its own; tokens [n, B] as they come.
+        """Advance a step of decodes by the tokens just `sampled` [B], then `rounds` - 1 times by its own; tokens [n, B] as they come.
 
-        `draw` is the sampler's call that gave `sampled`, None where the forward pass did. The device goes through all rounds alone, and
-        what a round has drawn is given behind the launch of the next. The iterator must be used up.
+        `draw` is the sampler's call that gave `sampled`, None if the forward pass did. The device runs all rounds alone, and
+        what a round has drawn is returned after the launch of the next. The iterator must be exhausted.
         """
         forward: CapturedCall = (step.plan.forward, (), step.values)
-        onward: CapturedCall = (self._advance(step.plan, sampled), (sampled,), {})
-        calls = [call for call in (forward, draw, onward) if call is not None]
+        advance_call: CapturedCall = (self._advance(step.plan, sampled), (sampled,), {})
+        calls = [call for call in (forward, draw, advance_call) if call is not None]
         if self.overlaps:
             return self._queued(step, sampled, calls, rounds)
         return self._repeated(step, sampled, calls, rounds)
 
     def _queued(self, step: PreparedStep, sampled: Tensor, calls: list[CapturedCall], rounds: int) -> Iterator[np.ndarray]:
-        """All rounds put into the device's queue, and behind each a copy of its tokens."""
+        """Put all rounds into the device's queue, and after each a copy of its tokens."""
         readings = []
         for turn in range(rounds):
             for captured, tensors, values in calls if turn else calls[-1:]:
@@ -219,20 +219,20 @@ class Runner:
             yield reading.get().reshape(1, -1)
 
     def _repeated(self, step: PreparedStep, sampled: Tensor, calls: list[CapturedCall], rounds: int) -> Iterator[np.ndarray]:
-        """All rounds as one job, whose history is looked at while it is under way."""
+        """Run all rounds as one job and read its history meanwhile."""
         upload(step.plan.history.round, np.zeros(1, np.int32))
         calls[-1][0](sampled)
         step.plan.inputs.mark_advanced(rounds)
-        behind = repeat(calls, rounds - 1)
+        pending = repeat(calls, rounds - 1)
         seen, tokens = 0, step.plan.history.tokens
         try:
             while seen < rounds:
-                done = rounds if behind.wait() else int(peek(step.plan.history.round)[0])
+                done = rounds if pending.wait() else int(peek(step.plan.history.round)[0])
                 if done > seen:
                     yield peek(tokens)[seen:done]
                 seen = done
         finally:
-            while not behind.wait():  # also if the caller fails: what comes next must find the device idle
+            while not pending.wait():  # also if the caller fails: what comes next must find the device idle
                 pass
 
     @property
@@ -276,7 +276,7 @@ class Runner:
         return download(self.launch(self._prepare(singles, chunks, all_rows=True)).logits)[: entry.num_tokens]
 
     def states(self, entry: Scheduled) -> np.ndarray:
-        """Hidden states float32 [T, E] of every token of one chunk, behind the final norm."""
+        """Hidden states float32 [T, E] of every token of one chunk, after the final norm."""
         shape = shape_of([], [entry])
         if shape not in self._embeddings:
             inputs = StepInputs(shape, self._table_width, self.pool.scratch_slot, self.device, all_rows=True)
@@ -301,7 +301,7 @@ class Runner:
         return usable_variants(Placement(self.device))
 
     def lanes(self) -> int:
-        """Threads of the CPU's crew; 0 where another device computes."""
+        """Threads of the CPU's thread pool; 0 on other devices."""
         return thread_pool().lanes if self.device.split(":")[0] == "CPU" else 0
 
     def _prepare(self, singles: list[Scheduled], chunks: list[Scheduled], all_rows: bool) -> PreparedStep:
@@ -343,7 +343,7 @@ class Runner:
 
 
 def _matrix_format(config: EngineConfig) -> str | None:
-    """The format that all matrices get: what `quantization` names, or floats where a dtype was asked for; None keeps what is stored."""
+    """The format that all matrices get: that of `quantization`, or of an explicit dtype; None keeps what is stored."""
     if config.quantization is not None:
         return config.quantization.upper()
     return None if config.dtype == "auto" else DTYPE_FORMATS[DTYPES[config.dtype]]

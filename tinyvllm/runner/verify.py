@@ -4,9 +4,9 @@ Three passes go through every step, each with a cache of its own:
 
     reference  everything in plain tinygrad
     kernels    as the engine runs it
-    layers     kernels again, but each layer is given what the reference gave its layer: an error is then this layer's own
+    layers     kernels again, but each layer gets the reference's input of that layer: an error is then this layer's own
 
-Weights are those that kernels read, packed; the reference unpacks them, so that quantization is no difference between the passes.
+The weights are the packed ones that kernels read; the reference unpacks them, so that the passes do not differ in quantization.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _SWITCH = "TINYVLLM_KERNELS"
 
 @dataclass(frozen=True)
 class Trace:
-    """What one step gave on the rows that count, N of them. float32, host.
+    """The results of one step, without padding: N rows. float32, host.
 
-    states: [L + 1, N, E], the embedding and then what every layer gives; logits: [N, V]
+    states: [L + 1, N, E], the embedding and then the output of every layer; logits: [N, V]
     """
 
     states: np.ndarray
@@ -48,7 +48,7 @@ class PlaceError:
     name      "embed", "layer 0", ..., "head"
     own       given the reference's input: |difference| over |what the place adds to its input|, both of a row as a vector
     largest   the same difference's largest element
-    drift     with all the layers before it by kernels, too: |difference| over |value| of a row
+    drift     with all the layers before it by kernels too: |difference| over |value| of a row
     kind      the step of the worst row: "prefill", "mixed" or "decode"
     """
 
@@ -61,7 +61,7 @@ class PlaceError:
 
 @dataclass(frozen=True)
 class Seen:
-    """One step as all passes have run it."""
+    """One step as all passes ran it."""
 
     entries: list[Scheduled]
     reference: Trace
@@ -75,7 +75,7 @@ class Seen:
 
 
 class Comparison:
-    """Runs steps all three ways and keeps what they gave. `num_blocks` is how many blocks the entries' tables may name."""
+    """Runs steps all three ways and keeps the results. `num_blocks` is the number of blocks that the entries' tables may name."""
 
     def __init__(self, runner: Runner, num_blocks: int):
         self._runner, self._num_blocks = runner, num_blocks
@@ -107,7 +107,7 @@ class Comparison:
 
 
 class _Pass:
-    """The model run one way: `switch` is the value of TINYVLLM_KERNELS for it, None as it stands."""
+    """The model run one way: `switch` is the value of TINYVLLM_KERNELS for it, None leaves the environment's."""
 
     def __init__(self, runner: Runner, num_blocks: int, switch: str | None):
         self._runner, self._switch = runner, switch
@@ -116,13 +116,13 @@ class _Pass:
         self._plans: dict[tuple[Shape, bool], tuple[StepInputs, Captured, list[Tensor]]] = {}
 
     def run(self, entries: list[Scheduled], given: np.ndarray | None) -> Trace:
-        """One step; with `given` [L + 1, N, E], every layer gets that in place of what the one before it gave."""
+        """One step; with `given` [L + 1, N, E], every layer gets its row of that as input, not the output of the layer before it."""
         singles, chunks = split(Schedule(entries))
         shape = shape_of(singles, chunks)
         inputs, captured, states = self._plan(shape, given is not None)
         arranged = list(singles)
         blocks = inputs.fill(arranged, chunks, self._pool.block_size)
-        places = {id(entry): row for row, entry in enumerate(arranged)}  # `fill` may bring them into another order
+        places = {id(entry): row for row, entry in enumerate(arranged)}  # `fill` may reorder them
         rows = [places[id(entry)] for entry in singles]
         rows += range(shape.decodes, shape.decodes + sum(entry.num_tokens for entry in chunks))
         if given is not None:
@@ -154,7 +154,7 @@ class _Pass:
 
 
 class _Tap:
-    """A layer in a model's list that shows what goes in, if it is the first, and what comes out, and may give other tensors on."""
+    """A layer in a model's list that records its input, if it is the first, and its output, and may pass other tensors on."""
 
     def __init__(self, block: Any, layer: int, seen: list[Tensor], instead: tuple[Tensor, ...]):
         self._block, self._layer, self._seen, self._instead = block, layer, seen, instead
@@ -170,7 +170,7 @@ class _Tap:
 
 @contextlib.contextmanager
 def _tapped(model: Any, seen: list[Tensor], instead: tuple[Tensor, ...]) -> Iterator[None]:
-    """The model with its layers tapped. From outside, so that no model and no step of serving knows of it."""
+    """The model with its layers wrapped in taps, from outside: models and serving have no code for it."""
     blocks = model.blk
     model.blk = [_Tap(block, layer, seen, instead) for layer, block in enumerate(blocks)]
     try:
@@ -199,7 +199,7 @@ def _errors(steps: list[Seen], layers: list[Trace]) -> list[PlaceError]:
 
 
 def _worst(place: int, L: int, steps: list[Seen], layers: list[Trace]) -> PlaceError:
-    """Of place 0 (the embedding), 1..L (the layers) or L + 1 (the head)."""
+    """The error of place 0 (the embedding), 1..L (the layers) or L + 1 (the head)."""
     name = "embed" if place == 0 else "head" if place > L else f"layer {place - 1}"
     own = largest = drift = 0.0
     kind = steps[0].kind

@@ -1,4 +1,4 @@
-"""Words that must not come, as lines of tokens: which token would complete one. Knows no text; whoever asks hands over a way to encode."""
+"""Forbidden words as token sequences: which token would complete one. No text: the caller provides the encoder."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tinyvllm.errors import RequestError
 
 
 class BadWords:
-    """Lines of token ids. A line of one token is always banned, a longer one where its other tokens are the last of the output.
+    """Lists of token ids. A single token is always banned, the last of several if the others are the last of the output.
 
-    That is vLLM's rule: a word that comes out in other tokens than those that the tokenizer makes of it is not seen.
+    That is vLLM's rule: a word written in other tokens than those that the tokenizer makes of it is not recognized.
     """
 
     def __init__(self, lines: Iterable[Sequence[int]]):
@@ -20,7 +20,7 @@ class BadWords:
 
     @classmethod
     def of(cls, words: Iterable[str], encode: Callable[[str], list[int] | None]) -> BadWords:
-        """Each word as it stands and with a space in front; `encode` gives the ids of a part of a text, None where it has none.
+        """Each word as it is and with a space in front; `encode` returns the ids of a part of a text, None if it has none.
 
         RequestError for a word that the vocabulary cannot write.
         """

@@ -1,7 +1,7 @@
-"""From structured_outputs to masks of allowed tokens: llguidance's parser over our tokenizer's vocabulary. Knows no tensors and no text.
+"""From structured_outputs to masks of allowed tokens: llguidance's parser over our tokenizer's vocabulary. No tensors and no text.
 
-A grammar comes from whoever sends requests, so its cost is bounded: its length here, the states, items and expressions of its parser by
-llguidance's limits. Beyond them it is an error of that request alone. No two sequences share a parser: copies that llguidance makes share
+A grammar comes from clients, so its cost is bounded: its length here, the states, items and expressions of its parser by
+llguidance's limits. Exceeding them is an error of that request alone. No two sequences share a parser: copies that llguidance makes share
 their lexer's states, and one that runs into the limit takes all others with it.
 """
 
@@ -24,7 +24,7 @@ from tinyvllm.sampling import json_schema
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-LONGEST = 64 * 1024  # characters of a regular expression, of a grammar without the JSON schemas in it, or of all choices
+MAX_CHARS = 64 * 1024  # characters of a regular expression, of a grammar without the JSON schemas in it, or of all choices
 _KEPT = 256  # compiled grammars
 # A chain of rules is followed by recursion, without a look at the stack: 3000 rules overflow 8 MiB, 10^4 fit 512. Only touched pages count.
 _STACK = 512 << 20
@@ -47,7 +47,7 @@ _REFUSED_IN_LARK = (
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 # the one use of llguidance's own keyword that a grammar may make: JSON as Python's json.dumps writes it, without other blanks
 AS_DUMPED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_NO_NUMBERS = 'nrbtf\\"'  # the letters that may stand behind JSON's backslash, without u
+_NO_NUMBERS = 'nrbtf\\"'  # the letters that may follow JSON's backslash, without u
 _INSTALL = "structured_outputs: needs llguidance, which is not installed: pip install 'tinyvllm[structured]'"
 
 
@@ -134,27 +134,27 @@ class CompiledGrammar:
 
 
 class Grammar:
-    """Where one sequence stands in its grammar. Not thread-safe; its methods take microseconds."""
+    """The state of one sequence in its grammar. Not thread-safe; its methods take microseconds."""
 
     def __init__(self, compiled: CompiledGrammar):
         self.kind = compiled.kind
         self._matcher = compiled.matcher()
         self._token_bytes = compiled.backend.token_bytes
         self._eos_ids = compiled.backend.eos_ids
-        self._surplus = 0  # ends of sequence behind the end
+        self._surplus = 0  # ends of sequence after the end
         self._bytes = -(-compiled.backend.vocab_size // 32) * 4
 
     def fill(self, mask_row: np.ndarray) -> None:
         """Write the tokens that may come next: bit t % 32 of word t // 32; a contiguous int32 or uint32 [ceil(V/32)].
 
-        Where the grammar has ended, or `error` says why it cannot go on, only the end of sequence is allowed.
+        If the grammar has ended, or `error` says why it cannot continue, only the end of sequence is allowed.
         """
         if mask_row.nbytes != self._bytes or not mask_row.flags.c_contiguous:
             raise ValueError(f"grammar: a mask must be contiguous and have {self._bytes // 4} words of 32 bits, got {mask_row.shape}")
         self._matcher.unsafe_compute_mask_ptr(mask_row.ctypes.data, self._bytes)
 
     def accept(self, token: int) -> bool:
-        """Go on by one token; False, and no change, if it is not allowed."""
+        """Advance by one token; False, and no change, if it is not allowed."""
         if self._matcher.is_stopped():  # the parser takes no end of sequence where nothing else could come
             ends = token in self._eos_ids and not self._matcher.is_error()
             self._surplus += ends
@@ -203,7 +203,7 @@ class Grammar:
 
     @property
     def error(self) -> str | None:
-        """Why this grammar cannot go on: it outgrew the limits on states and steps. Its request ends, nobody else's."""
+        """Why this grammar cannot continue: it exceeded the limits on states and steps. Only its own request ends."""
         return _reason(self._matcher) if self._matcher.is_error() else None
 
     @property
@@ -305,7 +305,7 @@ def _json_options(params: StructuredOutputsParams, named: bool) -> Any:
     return options
 
 
-def _checked(field: str, text: str, longest: int = LONGEST) -> str:
+def _checked(field: str, text: str, longest: int = MAX_CHARS) -> str:
     if len(text) > longest:
         raise RequestError(f"structured_outputs: {field}: {len(text)} characters, at most {longest} are read: cut it down")
     try:
@@ -329,7 +329,7 @@ def _lark(text: str) -> str:
             raise RequestError("structured_outputs: grammar: nested too deeply: split it into rules") from None
         except Exception as error:  # the converter raises whatever its parser stumbles over
             raise RequestError(f"structured_outputs: grammar: not GBNF: {_line(str(error)) or type(error).__name__}") from None
-    _checked("grammar", text, json_schema.LONGEST)
+    _checked("grammar", text, json_schema.MAX_CHARS)
     bare, whole, at = [], [], 0
     while (found := _SKIPPED_IN_LARK.search(text, at)) is not None:
         bare.append(text[at : found.start()])
@@ -349,7 +349,7 @@ def _lark(text: str) -> str:
 
 
 def _json_in_lark(text: str, at: int) -> tuple[str, int]:
-    """The JSON schema that stands in a grammar, checked, and where it ends."""
+    """The JSON schema inside a grammar, checked, and where it ends."""
     try:
         parsed, end = json.JSONDecoder(parse_constant=json_schema.refuse_constant).raw_decode(text, at)
         options: dict[str, Any] = {}
@@ -359,7 +359,7 @@ def _json_in_lark(text: str, at: int) -> tuple[str, int]:
     except RequestError as error:
         raise RequestError(str(error).replace(": json:", ": grammar: %json:", 1)) from None
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"structured_outputs: grammar: no JSON behind %json ({_line(str(error))})") from None
+        raise RequestError(f"structured_outputs: grammar: no JSON after %json ({_line(str(error))})") from None
     if named:
         options["json_allowed_escapes"] = _NO_NUMBERS
     if not options:

@@ -1,6 +1,6 @@
 """Which keywords of JSON Schema (drafts 4 to 2020-12) hold the output, which only describe, and which are refused by name.
 
-The grammar behind (llguidance's) enforces its keywords, ignores those that it has never heard of, and takes some values that make it slow
+llguidance's grammar enforces its keywords, ignores those that it has never heard of, and takes some values that make it slow
 or that it reads otherwise than the specification. So every keyword that can be reached is looked at here first. docs/structured.md has
 the table.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from tinyvllm.errors import RequestError
 
-LONGEST = 256 * 1024  # characters of a schema as compact JSON
+MAX_CHARS = 256 * 1024  # characters of a schema as compact JSON
 MOST_OPTIONAL = 480  # properties that may be missing in one object: the parser follows four items for each, 2000 at most
 _LARGEST_MULTIPLE = 20_000  # an automaton with a state for each remainder: 10^5 take 0.2 s, 10^8 hang
 
@@ -38,7 +38,7 @@ ENFORCED: dict[str, str] = {
     "maxProperties": "where everything in `properties` is required, or 0 or 1",
     "items": "a schema, or (to draft 2019-09) a list of them",
     "prefixItems": "",
-    "additionalItems": "beside a list of `items`",
+    "additionalItems": "next to a list of `items`",
     "minItems": "",
     "maxItems": "",
     "minLength": "",
@@ -76,12 +76,12 @@ _NUMBERS = ("minimum", "maximum", "multipleOf")
 def read_schema(schema: str | dict[str, Any]) -> tuple[str, bool]:
     """(the schema as compact JSON, whether it names properties), once everything in it is known to be enforced.
 
-    RequestError names the keyword and where it stands. A grammar for a schema that names properties must not write letters as \\u0061: a
-    name so spelled would pass for another than the schema's, and so escape what is said of it. Then nothing can have control characters.
+    RequestError names the keyword and its path. A grammar for a schema that names properties must not write letters as \\u0061: a
+    name spelled so would differ from the schema's and escape its constraints. Then nothing can have control characters.
     """
     text, parsed = _parsed(schema)
-    if len(text) > LONGEST:
-        raise RequestError(f"structured_outputs: json: the schema has {len(text)} characters, at most {LONGEST} are read: cut it down")
+    if len(text) > MAX_CHARS:
+        raise RequestError(f"structured_outputs: json: the schema has {len(text)} characters, at most {MAX_CHARS} are read: cut it down")
     named = check(parsed)
     return "{}" if parsed is True else text, named
 
@@ -284,7 +284,7 @@ def _exponent(a: Decimal) -> int:
 
 
 def _automaton_states(step: Decimal) -> int:
-    """Remainders to be told apart: tens at the end only add zeros."""
+    """How many remainders must be distinguished: factors of ten only append zeros."""
     return int("".join(map(str, step.normalize().as_tuple().digits)))
 
 

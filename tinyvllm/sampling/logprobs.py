@@ -1,4 +1,4 @@
-"""Log-probabilities of drawn tokens and of the most probable ones, computed on the host from raw logits. Only who asks pays for it."""
+"""Log-probabilities of drawn tokens and of the most probable ones, computed on the host from raw logits on request."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def logprobs_of(logits: np.ndarray, tokens: Sequence[int], top: Sequence[int]) -
 def _row(logits: np.ndarray, token: int, count: int) -> dict[int, Logprob]:
     best = logits.max()
     normalizer = float(best) + math.log(np.exp(logits - best).sum(dtype=np.float64))
-    listed = [token, *_largest(logits, count)]
+    listed = [token, *_top_ids(logits, count)]
     return {t: Logprob(float(logits[t]) - normalizer, 1 + int(np.count_nonzero(logits > logits[t]))) for t in listed}
 
 
-def _largest(logits: np.ndarray, count: int) -> list[int]:
+def _top_ids(logits: np.ndarray, count: int) -> list[int]:
     """Ids of the `count` largest logits, largest first, of equals the lower id."""
     count = min(count, len(logits))
     if count == 0:

@@ -1,4 +1,4 @@
-"""Masks of many grammars at once, in a thread of its own, while the device is at the forward pass. Knows no tensors."""
+"""Fills the masks of many grammars in a background thread while the device runs the forward pass. No tensors."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 
 from tinyvllm.sampling.grammar import Grammar, Pool
 
-MOST_THREADS = 4  # a mask takes microseconds: more threads than this wait for each other
+MAX_THREADS = 4  # a mask takes microseconds: more threads than this wait for each other
 
 
 class MaskWorker:
-    """One thread that lives as long as the engine. `start`, launch the forward pass, `wait`, send the masks, draw.
+    """One thread for the life of the engine. `start`, launch the forward pass, `wait`, send the masks, draw.
 
-    Between `start` and `wait` the grammars belong to the thread. Which error a grammar has met, `Grammar.error` says after `wait`.
+    Between `start` and `wait` the grammars belong to the thread. After `wait`, `Grammar.error` has the error of a grammar.
     """
 
     def __init__(self, threads: int | None = None):
-        self._pool = Pool(threads or max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 2)))
+        self._pool = Pool(threads or max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2)))
         self._jobs: list[tuple[Grammar, int]] = []  # one list for all steps
         self._mask = np.empty((0, 0), dtype=np.int32)
         self._begin, self._done = threading.Semaphore(0), threading.Semaphore(0)
@@ -30,7 +30,7 @@ class MaskWorker:
         self._thread.start()
 
     def start(self, jobs: Iterable[tuple[Grammar, int]], mask: np.ndarray) -> None:
-        """Begin to fill row r of `mask`, int32 [R, ceil(V/32)] and contiguous, for each (grammar, r)."""
+        """Start to fill row r of `mask`, int32 [R, ceil(V/32)] and contiguous, for each (grammar, r)."""
         if self._busy:
             raise RuntimeError("mask worker: the masks of the last step were not waited for")
         self._jobs.clear()
@@ -63,6 +63,6 @@ class MaskWorker:
                 return
             try:
                 self._pool.fill(self._jobs, self._mask)
-            except BaseException as error:  # `wait` raises it where somebody sees it
+            except BaseException as error:  # raised by `wait`, in the caller's thread
                 self._failure = error
             self._done.release()

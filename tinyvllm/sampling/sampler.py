@@ -129,7 +129,7 @@ class Sampler:
     def draw(self, logits: Tensor, flags: SamplingFlags) -> Tensor:
         """Tokens int32 [N] from logits [N, V] float32, a realized buffer, as last prepared for N rows.
 
-        The result is on the device, in a buffer that the next draw with the same N and flags overwrites. -1 stands for a row that has no
+        The result is on the device, in a buffer that the next draw with the same N and flags overwrites. -1 marks a row that has no
         token: NaNs, or everything at -inf. Penalised rows count their token on the device; what is drawn must become output.
         """
         self.mark_drawn(int(logits.shape[0]), flags, 1)
