@@ -12,7 +12,7 @@
 //
 // Units: (group, partition of 256 keys, KV head). A group is a run of sequences that begin the partition with the same tile in the same
 // blocks, or a part of it with MAX_SEQUENCES sequences; any other sequence is a group of its own. One read of the keys and values serves
-// its sequences' H / K query heads each: a tile is converted once, stays in L1, and meets the rows in register blocks that span sequences.
+// its sequences' H / K query heads each: a tile is converted once, stays in L1, and is multiplied with the rows in register blocks that span sequences.
 // The tile in which tables differ, and those after it, are read once per sequence. Only the reading is shared: each (sequence, query head,
 // partition) has the arithmetic, and the bits, that it has outside of a group, and is merged in the same way. (Shared prefixes by
 // log-sum-exp: Hydragen, arXiv:2402.05099; there the prefix is one piece and the suffix another. Here the pieces are the partitions of

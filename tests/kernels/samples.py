@@ -121,7 +121,7 @@ def attention(stem: str, cache: str, target: str, H: int = 4, K: int = 2, D: int
 
 
 def cascade(cache: str, target: str, H: int = 4, K: int = 2, D: int = 48, S: int = 16) -> Call:
-    """Three decodes whose first 272 tokens lie in the same blocks, and a fourth that has nothing in common with them."""
+    """Three decodes whose first 272 tokens are in the same blocks, and a fourth that has nothing in common with them."""
     context, shared, M = [300, 320, 290, 33], 17, 20
     own = [-(-n // S) - shared for n in context[:3]] + [3]
     P = shared + sum(own)

@@ -34,7 +34,7 @@ class Shape:
 class Case:
     """`new[b]` rows of sequence b, the last of its `context[b]` tokens; the cache holds NaN wherever no sequence has a token.
 
-    `shared[b]` of its tokens, the first, lie in the blocks of sequence b - 1.
+    `shared[b]` of its tokens, the first, are in the blocks of sequence b - 1.
     """
 
     shape: Shape
@@ -90,7 +90,7 @@ def make(shape: Shape, new: list[int], context: list[int], M: int | None = None,
             stored, wide = _rounded(rng.standard_normal((n - lead, s.K, s.D), np.float32), s.dtype)
             cache[at[lead:], side, :, slot[lead:]] = stored.view(cache.dtype)
             exact.append(np.concatenate([exact[b - 1][:lead], wide]) if lead else wide)
-        if s.window and not any(shared):  # what lies before every row's window may be gone, whole blocks of it and single slots
+        if s.window and not any(shared):  # what is before every row's window may be gone, whole blocks of it and single slots
             gone = max(0, n - new[b] - s.window + 1)
             cache[at[:gone], :, :, slot[:gone]] = np.full((), 0xFF, np.uint8).repeat(cache.itemsize).view(cache.dtype)
             tables[b, : gone // s.S] = 2**30
@@ -115,7 +115,7 @@ def oracle(case: Case) -> np.ndarray:
 def decode(
     case: Case, target: str = TARGETS[0], threads: int = 2, count: int | None = None, shared_prefix_lens: list[int] | None = None
 ) -> np.ndarray:  # fmt: skip
-    """The last row of each sequence; with `alike`, by the kernel that reads once what is shared."""
+    """The last row of each sequence; with `shared_prefix_lens`, by the kernel that reads once what is shared."""
     s, (B, M) = case.shape, case.tables.shape
     last = aligned((B, s.H, s.D), np.float32)
     last[...] = case.q[case.starts[1:] - 1]
@@ -245,7 +245,7 @@ def test_large_scores_do_not_overflow(target: str) -> None:
 # --- blocks that sequences share
 
 
-# Of each sequence of a group: tokens of its own, and those that lie in the blocks of the one before it. Groups of 1, 2, 3 and 17, contexts
+# Of each sequence of a group: tokens of its own, and those that are in the blocks of the one before it. Groups of 1, 2, 3 and 17, contexts
 # that end in the last shared chunk and chunks later, and a group that parts step by step.
 GROUPS = [
     [(5, 0)],

@@ -1,4 +1,4 @@
-"""Every CPU kernel compiles for every row, also for the processors that this machine does not have, and needs nothing from outside."""
+"""Every CPU kernel compiles for every variant, also for other processors than this machine's, and needs no other code."""
 
 from __future__ import annotations
 
@@ -12,33 +12,35 @@ from tinyvllm.backends.cpu.compile import _ALONE, _COMMON
 from tinyvllm.backends.cpu.toolchain import CPU_TARGETS, provide_compiler
 from tinyvllm.backends.source import kernel_text, kernels_folder
 
-ROWS = {
+VARIANTS = {
     "plain": ("x86_64", ()),
     "avx2": ("x86_64", CPU_TARGETS["avx2"]),
     "avx512": ("x86_64", (*CPU_TARGETS["avx512"], "-mavx512bf16", "-mavx512vnni")),
     "neon": ("aarch64", CPU_TARGETS["neon"]),
     "neon with dot products": ("aarch64", (CPU_TARGETS["neon"][0] + "+dotprod+bf16",)),
 }
-PIECES_OF_OTHERS = {"thread_pool"}  # a library of its own, no kernel
+NOT_A_KERNEL = {"thread_pool"}  # a library of its own, no kernel
 
 
 def test_every_kernel_has_a_sample() -> None:
-    stems = {p.stem for p in (kernels_folder() / "cpu").glob("*.c")} - PIECES_OF_OTHERS
+    stems = {p.stem for p in (kernels_folder() / "cpu").glob("*.c")} - NOT_A_KERNEL
     assert {name.split()[0] for name in SAMPLES} == stems
 
 
 def _cases() -> list[tuple[str, str]]:
-    """Everything for Arm, where nothing else may have compiled it; of each kernel one sample for the other rows."""
+    """Everything for Arm, where nothing else may have compiled it; of each kernel one sample for the other variants."""
     one_each = {name.split()[0]: name for name in SAMPLES}.values()
-    return [(name, "neon with dot products") for name in SAMPLES] + [(name, row) for row in list(ROWS)[:-1] for name in one_each]
+    return [(name, "neon with dot products") for name in SAMPLES] + [
+        (name, variant) for variant in list(VARIANTS)[:-1] for name in one_each
+    ]
 
 
-@pytest.mark.parametrize("name, row", _cases())
-def test_a_kernel_compiles_and_needs_nothing(name: str, row: str) -> None:
+@pytest.mark.parametrize("name, variant", _cases())
+def test_a_kernel_compiles_and_needs_nothing(name: str, variant: str) -> None:
     from tinygrad.runtime.support.elf import elf_loader
 
-    architecture, flags = ROWS[row]
-    kernel, _ = SAMPLES[name](row.split()[0])
+    architecture, flags = VARIANTS[variant]
+    kernel, _ = SAMPLES[name](variant.split()[0])
     command = [provide_compiler(FOLDER), *_COMMON, *_ALONE, f"--target={architecture}-none-unknown-elf", *flags, "-", "-o", "-"]
     done = subprocess.run(command, input=kernel_text(kernel).encode(), capture_output=True)
     assert done.returncode == 0, done.stderr.decode()

@@ -208,7 +208,7 @@ def build(this: Build) -> Path:
 
 @functools.cache
 def results(name: str) -> dict[str, np.ndarray]:
-    """Word -> [rows, 17] uint32, what one build writes: sixteen words and one more, which only a store beside its place reaches."""
+    """Word -> [rows, 17] uint32, what one build writes: sixteen words and one more, which only a store outside its place reaches."""
     this, count = BUILDS[name], len(inputs())
     if this.needs is None:
         qemu = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")

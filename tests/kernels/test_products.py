@@ -31,7 +31,7 @@ def numbers(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def pack(weight: np.ndarray, format: str) -> tuple[np.ndarray, np.ndarray]:
-    """float32 [O, I] -> (panels uint8, the float64 [O, I] they stand for)."""
+    """float32 [O, I] -> (panels uint8, the float64 [O, I] that they represent)."""
     O, I = weight.shape
     padded = np.zeros((-(-O // 16) * 16, I), np.float32)
     padded[:O] = weight
@@ -133,7 +133,7 @@ def test_matmul(I: int, O: int, full: int, format: str, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_rows_behind_the_last_are_left_alone(target: str) -> None:
+def test_rows_after_the_last_are_unchanged(target: str) -> None:
     panels, _ = pack(numbers(40, 64), "BF16")
     for rows in (0, 1, 6):
         out = matmul(matmul_kernel(64, 40, "BF16", target), numbers(7, 64), panels, rows=rows)
@@ -142,7 +142,7 @@ def test_rows_behind_the_last_are_left_alone(target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_row_has_the_same_bits_in_any_company(format: str, target: str) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(format: str, target: str) -> None:
     I, O, most = 256, 70, 512 if target != "plain" else 130
     panels, _ = pack(numbers(O, I), format)
     kernel, x = matmul_kernel(I, O, format, target), numbers(most, I)
@@ -201,7 +201,7 @@ def test_norm_gate_up_silu(bias: int, format: str, target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("format", ["BF16", "Q4_0"])
-def test_a_gated_row_has_the_same_bits_in_any_company(format: str, target: str) -> None:
+def test_a_gated_row_has_the_same_bits_in_any_batch(format: str, target: str) -> None:
     E, F, most = 96, 80, 125
     panels, _ = pack(numbers(2 * F, E), format)
     kernel = Kernel("norm_gate_up_silu", "cpu", target, (("E", E), ("F", F), ("WEIGHT", format), ("BIAS", 0), ("EPS", 1e-5)), 2, 4)
@@ -279,7 +279,7 @@ def test_norm_qkv_rope_store(case: tuple, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_qkv_has_the_same_bits_in_any_company(target: str) -> None:
+def test_qkv_has_the_same_bits_in_any_batch(target: str) -> None:
     case, S, most = HEADS[3], 16, 100
     K, D = case[1], case[2]
     x, slots = numbers(most, 64), np.arange(most, dtype=np.int32)

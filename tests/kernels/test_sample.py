@@ -1,4 +1,4 @@
-"""The whole draw as one kernel, against the operations it stands for and against itself.
+"""The whole draw as one kernel, against the operations that it replaces and against itself.
 
 The tokens are those of the reference (tinyvllm/ops/sample.py) in every draw, not in most: kernel and reference round in the same places
 where the processor has fused multiply-add. Rows without it may differ from the reference where two scores are a last bit apart.
@@ -86,11 +86,11 @@ def test_tokens_counts_and_positions_are_the_references(V, B, batches, monkeypat
     random = np.random.default_rng(V + B)
     samplers = {"ref": Sampler(V, NEUTRAL, "CPU"), TARGETS[-1]: Sampler(V, NEUTRAL, "CPU")}
     everything = SamplingParams(seed=1, temperature=1.0, top_k=3, top_p=0.5, min_p=0.1, presence_penalty=0.1, logit_bias={1: 1.0})
-    for sampler in samplers.values():  # its tables are made when somebody asks
+    for sampler in samplers.values():  # its tables are made on demand
         sampler.add(Sequence(0, "0", [1], everything, row=0), (EOS,))
     for _ in range(batches):
-        asked, prompt = [params(random, V) for _ in range(B)], random.integers(0, V, 30).tolist()
-        sequences = [Sequence(b, str(b), prompt, p, row=int(row)) for b, (p, row) in enumerate(zip(asked, random.permutation(NEUTRAL)))]
+        requested, prompt = [params(random, V) for _ in range(B)], random.integers(0, V, 30).tolist()
+        sequences = [Sequence(b, str(b), prompt, p, row=int(row)) for b, (p, row) in enumerate(zip(requested, random.permutation(NEUTRAL)))]
         for sampler in samplers.values():
             for sequence in sequences:
                 sampler.add(sequence, (EOS,))
@@ -99,7 +99,7 @@ def test_tokens_counts_and_positions_are_the_references(V, B, batches, monkeypat
             for row, sampler in samplers.items():
                 monkeypatch.setenv("TINYVLLM_KERNELS", f"sample={row}")
                 tokens[row] = draws(sampler, sequences, logits)
-            assert tokens[TARGETS[-1]] == tokens["ref"], asked
+            assert tokens[TARGETS[-1]] == tokens["ref"], requested
             for b, sequence in enumerate(sequences):
                 sequence.output_token_ids.append(max(tokens["ref"][b], 0))
         ours, theirs = samplers[TARGETS[-1]], samplers["ref"]
@@ -147,16 +147,16 @@ class Rows:
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_row_depends_on_nothing_around_it(target):
     """Alone on one thread, in parts on several, more of them than there are parts, and in a batch in another order: the same token."""
-    rows, everyone = Rows(NEUTRAL, 5), list(range(NEUTRAL))
-    alone = [rows.draw([b], target=target, threads=1)[0] for b in everyone]
+    rows, indices = Rows(NEUTRAL, 5), list(range(NEUTRAL))
+    alone = [rows.draw([b], target=target, threads=1)[0] for b in indices]
     assert len(set(alone)) > 10 and min(alone) >= 0
     for threads in (2, 3, 11):
-        assert [rows.draw([b], target=target, threads=threads)[0] for b in everyone[:6]] == alone[:6]
+        assert [rows.draw([b], target=target, threads=threads)[0] for b in indices[:6]] == alone[:6]
     order = np.random.default_rng(1).permutation(NEUTRAL).tolist()
     for threads in (1, 2, 3):
         for B in (3, 8, NEUTRAL):
             assert rows.draw(order[:B], target=target, threads=threads) == [alone[b] for b in order[:B]]
-    assert alone == [rows.draw([b])[0] for b in everyone]  # nor, for these seeds, on the processor
+    assert alone == [rows.draw([b])[0] for b in indices]  # nor, for these seeds, on the processor
 
 
 COMBINATIONS = [features for n in (0, 1, 2) for features in itertools.combinations(("TOP_K", "TOP_P", "MIN_P", "PENALIZED", "BIASED"), n)]
