@@ -406,7 +406,7 @@ def test_chat_conversations_can_be_saved(
     assert len(err) == 3 and "No such file" in err[0] and "role and content" in err[1] and "cannot write" in err[2]
 
 
-def test_chat_goes_on_after_mistakes(
+def test_chat_continues_after_mistakes(
     loaded: Callable[..., int], llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = ["/unod", "/undo", "/set temprature 1", "/set top_p 7", "/set top_p warm", "/set n 2", "/save", "/load", "/stats"]
@@ -465,7 +465,7 @@ def test_a_broken_model_is_a_failure(broken: Callable[..., int], tmp_path: Path,
     assert [result["outputs"][0]["finish_reason"] for result in results] == ["length", "error", "error"]
 
 
-def test_chat_goes_on_after_a_broken_answer(
+def test_chat_continues_after_a_broken_answer(
     broken: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert chat(broken, monkeypatch, "hi", "fizz", "/show", "hi") == 1
@@ -478,7 +478,11 @@ def test_chat_goes_on_after_a_broken_answer(
 def test_an_interrupt_stops_the_answer_and_not_the_chat(
     loaded: Callable[..., int], llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps, step, before = iter(range(10**6)), llm.engine.step, signal.getsignal(signal.SIGINT)  # ignored, where a shell runs this behind it
+    steps, step, before = (
+        iter(range(10**6)),
+        llm.engine.step,
+        signal.getsignal(signal.SIGINT),
+    )  # ignored in a background job
 
     def interrupting() -> list[Any]:
         if next(steps) == 3:

@@ -74,7 +74,7 @@ def test_a_step_is_counted(metrics):
     assert value(found, "tinyvllm:step_seconds_bucket", phase="schedule", le="2e-05") == 0
     assert value(found, "vllm:iteration_tokens_total_bucket", le="32.0") == 1 and value(found, "vllm:iteration_tokens_total_count") == 2
     assert value(found, "vllm:time_to_first_token_seconds_bucket", le="0.5") == 1
-    assert value(found, "vllm:inter_token_latency_seconds_bucket", le="0.01") == 1, "a value on a bound lies below it"
+    assert value(found, "vllm:inter_token_latency_seconds_bucket", le="0.01") == 1, "a value on a bound is below it"
     assert value(found, "vllm:inter_token_latency_seconds_bucket", le="0.025") == 2
     assert value(found, "vllm:inter_token_latency_seconds_sum") == pytest.approx(0.03)
     assert value(found, "vllm:kv_cache_usage_perc") == 0 and value(found, "tinyvllm:kv_fragmentation_ratio") == 0
@@ -103,7 +103,7 @@ def test_requests_that_are_over(metrics):
     sums |= {"request_decode_time": 3.0, "request_time_per_output_token": 0.5}
     for name, total in sums.items():
         assert value(found, f"vllm:{name}_seconds_sum") == pytest.approx(total), name
-    assert value(found, "vllm:request_queue_time_seconds_count") == 1, "who never ran has no time in the queue"
+    assert value(found, "vllm:request_queue_time_seconds_count") == 1, "a request that never ran has no time in the queue"
     assert value(found, "vllm:request_generation_tokens_sum") == 11 and value(found, "vllm:request_max_num_generation_tokens_sum") == 7
     assert value(found, "vllm:request_prefill_kv_computed_tokens_sum") == 26 and value(found, "vllm:request_params_n_sum") == 3
     for reason, count in {"stop": 1, "length": 1, "abort": 1, "error": 0}.items():

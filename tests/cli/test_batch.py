@@ -153,7 +153,7 @@ def test_a_killed_run_continues_where_it_ended(tiny_model: Path, tmp_path: Path)
     found = answers(out)
     assert set(found) == {line.custom_id for line in read_lines(str(path))} and len(found) == count
     assert all(answer["body"]["usage"]["completion_tokens"] == 24 for answer in found.values())
-    alone = tmp_path / "alone.jsonl"  # the same tokens as in a run that nobody disturbed
+    alone = tmp_path / "alone.jsonl"  # the same tokens as in an undisturbed run
     assert cli.main([*command[2:4], "-o", str(alone), *command[6:], "--quiet"]) == 0
     texts = {name: answer["body"]["choices"][0]["text"] for name, answer in answers(alone).items()}
     assert texts == {name: answer["body"]["choices"][0]["text"] for name, answer in found.items()}

@@ -137,7 +137,7 @@ def test_patience_ends(server: Server, pauses: list[float]) -> None:
     server.replies = [(429, {"Retry-After": "86400"}, b"")]
     with pytest.raises(TinyvllmError, match="429"):
         list(Remote(server.url, model="m").answer([], Remote.default_params, {}))
-    assert len(server.seen) == 9  # nobody waits for a day
+    assert len(server.seen) == 9  # no wait of a day
 
 
 def test_nothing_is_said_twice(server: Server, talk: Callable[..., tuple[int, str, str]], pauses: list[float]) -> None:
@@ -152,9 +152,9 @@ def test_nothing_is_said_twice(server: Server, talk: Callable[..., tuple[int, st
 
 def test_an_answer_can_be_interrupted(server: Server, talk: Callable[..., tuple[int, str, str]]) -> None:
     server.replies = [(200, {}, stream("hang on", done=False)), (200, {}, b": hang\n\n"), (200, {}, stream("well"))]
-    code, out, err = talk("hi", "what?", "go on", options=("--model", "m"))
+    code, out, err = talk("hi", "what?", "more", options=("--model", "m"))
     assert (code, out, err) == (0, "hang on\nwell\n", "")
-    assert [m["content"] for m in server.seen[2]["messages"]] == ["hi", "hang on", "go on"]
+    assert [m["content"] for m in server.seen[2]["messages"]] == ["hi", "hang on", "more"]
 
 
 def test_what_a_server_refuses_is_not_tried_again(server: Server, pauses: list[float]) -> None:
@@ -164,7 +164,7 @@ def test_what_a_server_refuses_is_not_tried_again(server: Server, pauses: list[f
     assert len(server.seen) == 1 and not pauses and server.seen[0]["top_k"] == 3
 
 
-def test_nobody_there(pauses: list[float]) -> None:
+def test_a_server_that_does_not_answer(pauses: list[float]) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"

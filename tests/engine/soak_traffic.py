@@ -2,7 +2,7 @@
 
     nice -n 19 python -m tests.engine.soak_traffic --minutes 10 --seed 1
 
-Nobody is lost: each request ends, and for the reason that was asked for. Nobody is wrong: a sample of them is compared with what an engine
+No request is lost: each ends, and for the expected reason. No request is wrong: a sample of them is compared with what an engine
 gives that has nothing else to do. Nothing leaks: blocks, rows and tables are empty at the end and memory is what it was after warming up.
 """
 
@@ -45,7 +45,7 @@ def pushing(prompt: list[int], output: list[int], logits: np.ndarray) -> np.ndar
 
 
 class Raising:
-    """A processor that breaks after so many tokens."""
+    """A processor that raises after a number of tokens."""
 
     def __init__(self, after: int):
         self.after = after
@@ -194,7 +194,7 @@ class Traffic:
             self.compare(output, asked, cut)
 
     def compare(self, output: RequestOutput, asked: Asked, cut: bool) -> None:
-        """With an engine that has nothing else to do; who was cut short has the beginning of it."""
+        """With an engine that runs nothing else; a request that was cut short has a prefix of the tokens."""
         params = asked.params
         if isinstance(params, SamplingParams):
             params = replace(params, output_kind="cumulative")

@@ -30,7 +30,7 @@ async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
 
 
 def watch(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> list[RequestOutput]:
-    """Every output that the engine has given from now on, whoever still wants it."""
+    """Every output of the engine from now on, for all requests."""
     seen: list[RequestOutput] = []
     publish = llm._publish
 

@@ -13,7 +13,7 @@ from tinyvllm.request import BeamSearchParams
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    """With a full stop for an end beside the model's own."""
+    """With the full stop as an end token in addition to the model's own."""
     with LLM(device="CPU", dtype="float32", max_model_len=96, max_num_seqs=8) as llm:
         assert llm.engine.tokenizer is not None
         ends = (*llm.engine.eos_ids, llm.engine.tokenizer.encode(".", add_special_tokens=False)[-1])
@@ -29,16 +29,16 @@ def scored(llm: LLM, prompt: list[int], tokens: list[int]) -> list[float]:
     return logits[np.arange(len(tokens)), tokens].tolist()
 
 
-@pytest.mark.parametrize("company", [False, True], ids=["alone", "with others"])
+@pytest.mark.parametrize("batched", [False, True], ids=["alone", "with others"])
 @pytest.mark.parametrize("width", [1, 2, 4])
-def test_log_probabilities_are_those_of_the_tokens(llm: LLM, width: int, company: bool) -> None:
-    """Also behind rounds without a fork and without an end, where a beam goes on with another token than the device has drawn."""
+def test_log_probabilities_are_those_of_the_tokens(llm: LLM, width: int, batched: bool) -> None:
+    """Also after rounds without a fork and without an end, where a beam continues with another token than the device has drawn."""
     engine = llm.engine
     assert engine.tokenizer is not None
     prompt = engine.tokenizer.encode("Once upon a time there was a little")
     params = BeamSearchParams(width, 24, length_penalty=1.0, early_stopping="never")
     engine.add("search", prompt, params)
-    if company:
+    if batched:
         engine.add("other", prompt[:4], SamplingParams(temperature=0.8, seed=1, max_tokens=20, ignore_eos=True, repetition_penalty=1.2))
         engine.add("again", prompt, params)
     ended = {}
@@ -48,7 +48,7 @@ def test_log_probabilities_are_those_of_the_tokens(llm: LLM, width: int, company
         drawn = [found[token].logprob for token, found in zip(part.token_ids, part.logprobs, strict=True)]
         np.testing.assert_allclose(drawn, scored(llm, prompt, part.token_ids), rtol=0, atol=1e-3)
         assert part.cumulative_logprob == pytest.approx(sum(drawn), abs=1e-4)
-    if company:
+    if batched:
         assert [part.token_ids for part in ended["again"]] == [part.token_ids for part in ended["search"]]
         (alone,) = llm.generate(
             {"prompt_token_ids": prompt[:4]},

@@ -1,4 +1,4 @@
-"""Requests that are cancelled between any two steps, run out of time or break: their blocks are free at once, and nobody else notices."""
+"""Requests that are cancelled between any two steps, run out of time or break: their blocks are free at once, others are unchanged."""
 
 from __future__ import annotations
 

@@ -30,9 +30,9 @@ def twice(llm: LLM, monkeypatch: pytest.MonkeyPatch, params: list[SamplingParams
         return plan
 
     monkeypatch.setattr(scheduler, "_reuse", counted)
-    going = results(llm.generate(prompts, params))
+    reused = results(llm.generate(prompts, params))
     monkeypatch.setattr(scheduler, "_reuse", lambda unseen: None)
-    return going, results(llm.generate(prompts, params)), sum(went)
+    return reused, results(llm.generate(prompts, params)), sum(went)
 
 
 @pytest.mark.parametrize(
@@ -50,15 +50,15 @@ def test_the_same_as_with_a_new_schedule_each_step(llm, monkeypatch, more):
     constrained = [
         SamplingParams(**{**GREEDY, "temperature": t, "seed": 5, "repetition_penalty": r}, **more) for t, r in ((0.0, 1.0), (0.9, 1.2))
     ]
-    going, anew, went = twice(llm, monkeypatch, MIXED if not more else constrained)
-    assert going == anew and went > 15
+    reused, scheduled, count = twice(llm, monkeypatch, MIXED if not more else constrained)
+    assert reused == scheduled and count > 15
 
 
 def test_a_stop_token_is_possible_again_after_min_tokens(llm, monkeypatch):
     (free,) = results(llm.generate([prompt(0)], [SamplingParams(**GREEDY)]))
     stop = free[0][-1]
     params = SamplingParams(**GREEDY | {"max_tokens": 60}, stop_token_ids=[stop], min_tokens=12)
-    going, anew, went = twice(llm, monkeypatch, [params])
-    assert going == anew and went > 10
-    tokens, reason = going[0][0], going[0][2]
+    reused, scheduled, count = twice(llm, monkeypatch, [params])
+    assert reused == scheduled and count > 10
+    tokens, reason = reused[0][0], reused[0][2]
     assert stop not in tokens[:12] and len(tokens) > 12 and (reason, tokens[-1]) == ("stop", stop)

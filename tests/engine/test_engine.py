@@ -1,4 +1,4 @@
-"""The promise that a request's tokens do not depend on its company: batches, chunks, preemption, and what a step may not lose."""
+"""The promise that a request's tokens do not depend on batches, chunks or preemption, and what a step must not lose."""
 
 import shutil
 
@@ -151,7 +151,7 @@ def test_n_continuations_differ_and_are_those_of_their_seeds(llm):
 
 
 def test_broken_logits_end_one_request_and_not_the_engine(tiny_model, tmp_path):
-    """A NaN in one row of the embedding: whoever uses it has no tokens, and the blocks it leaves behind, nearly full, harm nobody."""
+    """A NaN in one row of the embedding: a request that uses it gets no tokens, and its blocks, nearly full, harm no other request."""
     shutil.copytree(tiny_model, tmp_path / "broken")
     tensors = load_file(tmp_path / "broken" / "model.safetensors")
     tensors["model.embed_tokens.weight"][7] = np.nan

@@ -1,7 +1,7 @@
 """Kernels against the reference, through the whole engine: every row that this machine has, every family, every format of weights.
 
 The models are the tiny checkpoints of tests/tiny/golden with half as many heads, twice as wide: attention has kernels for heads of 32 and
-more. That they really run is asserted. The other promise is determinism: a row's bits depend neither on the company it is computed in,
+more. That they really run is asserted. The other promise is determinism: a row's bits depend neither on the batch it is computed in,
 nor on how prompts are cut, nor on the number of threads.
 """
 
@@ -116,7 +116,7 @@ def test_the_reference_has_the_recorded_tokens_of_every_family(name: str) -> Non
 class Format:
     """`options` of the engine; how far the logits of most positions (`median`), and of all (`most`), may be from the reference.
 
-    Kernels and reference round x alike, to bfloat16 or to int8 in blocks. But a sum that differs in its last bit may round to the
+    Kernels and reference round x the same way, to bfloat16 or to int8 in blocks. But a sum that differs in its last bit may round to the
     neighbour: then a position is off by a rounding, and those after it that read its keys. Logits have a spread of 2 to 3 here.
     """
 
@@ -172,7 +172,7 @@ def test_every_row_follows_the_reference(wide: Callable[[str], Path], name: str,
     assert off.max() < FORMATS[format].most
 
 
-STORIES = ["Once upon a time", "One day", "There was once a", "The", "Who is"]
+STORIES = ["Once upon a time", "One day", "There was once a", "The", "What is"]
 
 
 @functools.cache
@@ -191,7 +191,7 @@ def test_the_bundled_model_tells_the_same_stories(row: str) -> None:
     assert np.abs(logits - expected).max() < 0.2, "bfloat16, and logits up to 23"
 
 
-# --- the same bits in any company
+# --- the same bits in any batch
 
 
 def thirteen(seeded: bool) -> list[SamplingParams]:
@@ -239,7 +239,7 @@ def test_thirteen_together_have_the_bits_of_each_alone(name: str, row: str, seed
         check_rows(name, row)
     assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
     assert [logprobs for _, logprobs in got] == [logprobs for _, logprobs in expected]
-    assert len({tuple(tokens) for tokens, _ in got}) > 6, "prompts are meant to go on differently"
+    assert len({tuple(tokens) for tokens, _ in got}) > 6, "prompts should continue differently"
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -82,7 +82,7 @@ def test_closing_a_stream_aborts_its_request(llm: LLM) -> None:
     assert not llm.engine.has_work() and llm._open == {}
 
 
-def test_a_stream_goes_on_after_something_else_ran_in_between(llm: LLM) -> None:
+def test_a_stream_continues_after_another_request_ran(llm: LLM) -> None:
     alone = [str(d) for d in llm.stream("hello", GREEDY)]
     stream = llm.stream("hello", GREEDY)
     first = str(next(stream))
@@ -156,7 +156,7 @@ def test_sampling_parameters_are_one_or_one_each(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == []
 
 
-def test_an_interrupted_generation_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_generation_leaves_no_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     steps, step = itertools.count(), llm.engine.step
 
     def interrupted() -> list:

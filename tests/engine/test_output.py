@@ -215,7 +215,7 @@ def test_final_only_tells_nothing_before_the_end(tokenizer: Tokenizer) -> None:
     assert output is not None and output.finished and output.outputs[0].text == "ab"
 
 
-def test_the_best_of_several_are_told_at_the_end(tokenizer: Tokenizer) -> None:
+def test_the_best_of_several_are_reported_at_the_end(tokenizer: Tokenizer) -> None:
     state = state_of(tokenizer, n=1, best_of=3, max_tokens=1)
     for sequence, logprob in zip(state.sequences, (-2.0, -0.5, -3.0), strict=True):
         assert state.output() is None

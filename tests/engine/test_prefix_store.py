@@ -17,7 +17,7 @@ import pytest
 from tinyvllm import LLM, AsyncLLM, SamplingParams
 from tinyvllm.errors import OutputError
 
-PROMPT = "the rules of the house are these, and they are many: "  # 53 characters, 54 tokens, 3 blocks
+PROMPT = "the rules of this shop are these, and they are many: "  # 53 characters, 54 tokens, 3 blocks
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 ELSEWHERE = """
 import json, sys
@@ -75,7 +75,7 @@ def test_a_file_that_cannot_be_used_means_a_cold_start(
     if damage == "torn":
         path.write_bytes(content[: len(content) // 2])
     elif damage == "foreign":
-        path.write_text("a letter to somebody else")
+        path.write_text("a letter to another client")
     elif damage == "damaged":
         content[-1] ^= 1  # of the last block's data; those before it are good
         path.write_bytes(content)
@@ -86,7 +86,7 @@ def test_a_file_that_cannot_be_used_means_a_cold_start(
     (message,) = caplog.messages
     assert {"torn": "truncated", "foreign": "not a prefix cache", "damaged": "are damaged", "no key": "empty the folder"}[damage] in message
     if damage != "no key":
-        assert ask(tiny_model, tmp_path) == (48, tokens)  # it was written anew
+        assert ask(tiny_model, tmp_path) == (48, tokens)  # it was written again
 
 
 @pytest.mark.parametrize("other", [{"dtype": "bfloat16"}, {"block_size": 8}, {"max_model_len": 300}], ids=str)

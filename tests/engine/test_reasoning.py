@@ -1,4 +1,4 @@
-"""Structures that wait for the end of thoughts, and budgets for thoughts: by tokens, by text, alone and in company."""
+"""Structures that begin after reasoning, and budgets for reasoning: by tokens, by text, alone and in a batch."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def said(llm: LLM, prompt: str, *wanted: str | int, **changes: Any) -> str:
     return part.text
 
 
-def test_a_structure_begins_behind_thoughts_that_the_prompt_opened(llm) -> None:
-    thoughts = said(llm, OPENED, "so ", EOS, "be it", llm.marks[1], "!", "no")
-    assert thoughts[:3] == "so " and thoughts[4:] in ("be it</think>yes", "be it</think>no")  # no end inside, nothing else behind
+def test_a_structure_begins_after_reasoning_that_the_prompt_opened(llm) -> None:
+    reasoning = said(llm, OPENED, "so ", EOS, "be it", llm.marks[1], "!", "no")
+    assert reasoning[:3] == "so " and reasoning[4:] in ("be it</think>yes", "be it</think>no")  # no end inside, only the structure after it
 
 
-def test_a_model_may_open_its_thoughts_with_the_first_token(llm) -> None:
+def test_a_model_may_open_its_reasoning_with_the_first_token(llm) -> None:
     assert said(llm, FRESH, llm.marks[0], "hm", llm.marks[1], "no") == "<think>hm</think>no"
 
 
@@ -74,7 +74,7 @@ def test_a_model_that_does_not_think_first_does_not_think(llm) -> None:
     assert said(llm, FRESH, "n", llm.marks[0]) == "no"
 
 
-def test_thoughts_that_the_prompt_has_closed_are_over(llm) -> None:
+def test_reasoning_that_the_prompt_has_closed_are_over(llm) -> None:
     assert said(llm, CLOSED, llm.marks[0], "no") in ("yes", "no")
 
 
@@ -116,7 +116,7 @@ def test_a_budget_without_a_structure(llm) -> None:
     assert drawn.startswith("ab</think>")
 
 
-def test_forced_tokens_are_not_drawn_behind_thoughts(llm) -> None:
+def test_forced_tokens_are_not_drawn_after_reasoning(llm) -> None:
     says = Says("a", llm.marks[1], '{"name":"T')
     structure = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
     text = llm.generate([OPENED], replace(GREEDY, logits_processors=[says], structured_outputs=structure))[0].outputs[0].text
@@ -124,7 +124,7 @@ def test_forced_tokens_are_not_drawn_behind_thoughts(llm) -> None:
     assert says.draws < 2 + len("</think>") + 4
 
 
-def test_stop_strings_and_banned_words_hold_inside_thoughts(llm) -> None:
+def test_stop_strings_and_banned_words_hold_inside_reasoning(llm) -> None:
     assert said(llm, OPENED, "abc", stop=["bc"]) == "a"
     text = said(llm, OPENED, "a", "b", llm.marks[1], "no", bad_words=["b"])
     assert "b" not in text and text.endswith(("</think>yes", "</think>no"))
@@ -183,20 +183,20 @@ class Vocabulary:
         return list(text.encode())
 
 
-def test_no_token_may_close_thoughts_and_go_on() -> None:
+def test_no_token_may_close_reasoning_and_continue() -> None:
     n = len(TOKENS)
     marks = ReasoningMarks(Vocabulary(), "<think>", "</think>", [FORCING_EOS])  # type: ignore[arg-type]
     grammar = Grammar(new_backend().compile(StructuredOutputsParams(choice=["a"])))
-    thoughts = Reasoning(marks, "inside", None, grammar)
-    assert thoughts.banned == {FORCING_EOS, n + 2} and not thoughts.uses_grammar
+    reasoning = Reasoning(marks, "inside", None, grammar)
+    assert reasoning.banned == {FORCING_EOS, n + 2} and not reasoning.uses_grammar
     for byte in b"so</think":
-        assert thoughts.accept(byte)
-    assert thoughts.banned == {FORCING_EOS, n, n + 2}
-    assert thoughts.accept(n + 1) and thoughts.uses_grammar and not thoughts.over and not thoughts.banned
-    assert not thoughts.accept(ord("b"))
+        assert reasoning.accept(byte)
+    assert reasoning.banned == {FORCING_EOS, n, n + 2}
+    assert reasoning.accept(n + 1) and reasoning.uses_grammar and not reasoning.over and not reasoning.banned
+    assert not reasoning.accept(ord("b"))
 
 
-# --- company: the same tokens whatever happens around a request
+# --- batches: the same tokens for any other requests
 
 
 def requests(llm: LLM) -> dict[str, tuple[str, SamplingParams]]:

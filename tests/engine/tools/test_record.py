@@ -46,7 +46,7 @@ def traffic(engine: Engine, seed: int = 3) -> None:
             added.append(f"r{i}")
             engine.add(added[-1], prompts[i], kinds[i % 4](i), None, RequestOptions(priority=i % 2, key=str(i % 3)))
         if step == 12:
-            for name in (added[-1], added[-3], "nobody"):
+            for name in (added[-1], added[-3], "unknown"):
                 engine.abort(name)
         if not arrivals and not engine.has_work():
             return
@@ -73,7 +73,7 @@ def again(run, tokens_only=False, **overrides):
     return replay(run, config_of(run, overrides), tokens_only)
 
 
-def test_the_record_holds_what_the_engine_was_told_and_did(run, tiny_model):
+def test_the_recording_has_arrivals_schedules_and_results(run, tiny_model):
     assert run.complete and len(run.added) == 14 and 1 <= len([e for e in run.arrivals if "abort" in e]) <= 2
     first = copy.deepcopy(next(e for e in run.added if e["add"] == "r1"))
     assert isinstance(first["params"].pop("seed"), int), "the seed that was drawn"
@@ -84,7 +84,7 @@ def test_the_record_holds_what_the_engine_was_told_and_did(run, tiny_model):
     chunks = [e for entries, _ in run.schedule.values() for e in entries[3::4] if e > 1]
     assert max(chunks) <= 32 and len(run.schedule) > 30
     text = Path(run.path).read_text()
-    assert '"on":1' in text, "steps in which everybody just goes on are short"
+    assert '"on":1' in text, "steps with the same decodes are short"
 
 
 def test_it_runs_again_bit_for_bit(run):
@@ -188,7 +188,7 @@ def test_deadlines_pass_again_when_they_passed(tiny_model, tmp_path):
     assert end["reasons"] == ["deadline"] and 1 <= len(end["tokens"][0]) < 100
     started = time.monotonic()
     assert again(run).identical
-    assert time.monotonic() - started < 30, "nobody waits for a clock that is over"
+    assert time.monotonic() - started < 30, "the recorded clock must not be waited for"
     assert again(run, tokens_only=True, max_num_batched_tokens=8).identical
 
 
@@ -322,7 +322,7 @@ def test_the_chain_depends_on_every_end_before():
 
 
 def with_segments(model: Path, file: Path) -> None:
-    """Chunks that stay while all else is evicted, one too many, one released and one behind another; prompts that begin with them."""
+    """Segments that stay while all else is evicted, one too many, one released and one after another; prompts that begin with them."""
     answer = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     with LLM(model, record=str(file), **SMALL | {"num_blocks": 10}) as llm:
         rules = llm.segment([256, *range(40, 75)], cache_salt="a")

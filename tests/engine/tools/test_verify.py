@@ -30,7 +30,7 @@ def test_every_place_is_compared_and_found_equal(tiny_model):
         assert report.fine and report.first is None and report.culprits == [] and report.tolerance == FORMATS["F32"].tolerance
         assert all(place.own <= place.largest * 1e3 < 1 for place in report.places) and report.places[1].own > 0, "two ways of adding up"
         ids = sum(len(llm.engine.tokenizer.encode(text)) for text in PROMPTS)
-        # the prompts, the third of which ran beside two decodes; the rest of the shared one; steps of four; one alone
+        # the prompts, the third of which ran with two decodes; the rest of the shared one; steps of four; one alone
         assert len(report.kl) == ids + 2 + 2 + 3 * 4 + 1 - 1 and report.agreeing == len(report.kl)
         assert 0 <= report.kl_mean < 1e-8
 
