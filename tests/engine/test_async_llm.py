@@ -236,7 +236,7 @@ def test_closing(tiny_model: Path) -> None:
     assert not llm._thread.is_alive()
 
 
-def test_beside_an_engine_of_another_thread(tiny_model: Path) -> None:
+def test_next_to_an_engine_of_another_thread(tiny_model: Path) -> None:
     """tinygrad's disk cache is one connection that belongs to the thread that opened it; their block sizes make both engines use it."""
     with LLM(tiny_model, num_blocks=16, block_size=32) as here:
         ids = here.generate("hello", GREEDY)[0].outputs[0].token_ids

@@ -122,7 +122,7 @@ def test_abort_frees_everything_and_reports_once(llm):
     ],
     ids=["long", "empty", "beyond the vocabulary", "negative", "bias beyond the vocabulary", "stop beyond the vocabulary"],
 )
-def test_what_can_never_run_is_refused_at_the_door(llm, ids, params, words):
+def test_what_can_never_run_is_refused_at_admission(llm, ids, params, words):
     with pytest.raises(RequestError, match=words):
         llm.engine.add("x", ids, SamplingParams(**params))
     assert not llm.engine.has_work()

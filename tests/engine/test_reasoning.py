@@ -230,7 +230,7 @@ def add(engine: Engine, name: str, prompt: str, params: SamplingParams) -> None:
     *(pytest.param(more, marks=pytest.mark.long)
       for more in ({"num_blocks": 12}, {"num_scheduler_steps": 4}, {"max_num_batched_tokens": 8})),
 ])  # fmt: skip
-def test_company_changes_nothing(llm, options: dict[str, Any]) -> None:
+def test_other_requests_change_nothing(llm, options: dict[str, Any]) -> None:
     asked = requests(llm)
     alone: dict[str, RequestOutput] = {}
     for name, (prompt, params) in asked.items():

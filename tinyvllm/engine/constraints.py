@@ -299,7 +299,7 @@ class TokenConstraints:
         if self._would_stop(sequence.params, forced):
             constraint.may_close = constraint.may_close and not constraint.masked
             return []
-        if constraint.uses_grammar and constraint.grammar is not None and constraint.grammar.ends_behind(forced):
+        if constraint.uses_grammar and constraint.grammar is not None and constraint.grammar.ends_after(forced):
             return forced[:-1]
         return forced
 

@@ -184,7 +184,7 @@ class Grammar:
         if n and not self._matcher.rollback(n):
             raise ValueError(f"grammar: {n} tokens cannot be taken back: {self.error}")
 
-    def ends_behind(self, tokens: Sequence[int]) -> bool:
+    def ends_after(self, tokens: Sequence[int]) -> bool:
         """Whether it would be `finished` with these tokens, which it must allow."""
         taken = sum(self.accept(token) for token in tokens)
         ended = self.finished

@@ -40,7 +40,7 @@ def test_the_bundled_models_attention_in_all_kinds_of_steps():
     from tinyvllm.engine.tools.verify import verify
 
     with LLM(**OPTIONS | {"max_model_len": 64}) as llm:
-        report = verify(llm.engine, ["Once upon a time there was a fox who lived in a forest", "One"], steps=1)
+        report = verify(llm.engine, ["Once upon a time there was a fox that lived in a forest", "One"], steps=1)
     assert {"attention_decode", "attention_prefill", "embed"} <= set(report.kernels) and report.format == "BF16"
     assert report.fine and {place.kind for place in report.places} & {"mixed", "prefill", "decode"}
 

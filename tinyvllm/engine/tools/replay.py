@@ -109,8 +109,8 @@ def _from_format_1(event: Event) -> Event:
     later = {"options" if name == "terms" else name: value for name, value in event.items()}
     if marks := later.get("params", {}).get("thinking"):
         params = {name: value for name, value in later["params"].items() if name != "thinking"}
-        marks = {name: "after" if (name, value) == ("begins", "behind") else value for name, value in marks.items()}
-        later["params"] = {**params, "reasoning": marks}
+        begins = {} if marks.get("begins") in (None, "before", "inside") else {"begins": "after"}  # the third place had another name
+        later["params"] = {**params, "reasoning": {**marks, **begins}}
     return later
 
 

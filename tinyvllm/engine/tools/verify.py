@@ -21,7 +21,7 @@ from tinyvllm.runner.weights import widest_tolerance
 from tinyvllm.scheduler import Scheduled
 
 PROMPTS = (
-    "Once upon a time there was a little fox who lived at the edge of a forest. Every morning the fox went down to the river, and",
+    "Once upon a time there was a little fox that lived at the edge of a forest. Every morning the fox went down to the river, and",
     "The capital of France is",
     "def mean(values):\n    total = 0.0\n    for value in values:\n        total += value\n    return",
 )
