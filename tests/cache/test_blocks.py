@@ -146,7 +146,7 @@ def test_cached_blocks_are_free_and_the_last_to_be_given_away():
     assert evicted == [1]
 
 
-def test_who_was_used_longest_ago_is_evicted_first():
+def test_the_least_recently_used_is_evicted_first():
     pool = BlockPool(4, 16)
     evicted: list[int] = []
     pool.on_evict = evicted.append

@@ -38,11 +38,11 @@ def test_what_is_cached_is_written_once(tmp_path: Path) -> None:
     again = Device(16)
     restarted = begun(tmp_path, again)
     assert (again.holds([1, 2, 3, 4, 5, 6]), again.holds([1, 2, 3, 4, 7, 8])) == (3, 3)
-    assert not restarted.waits, "what was read lies on the disk already"
+    assert not restarted.waits, "what was read is on the disk already"
     again.compute([9, 9])
     assert drain(restarted, again) == 1
     restarted.close()
-    assert len(list(tmp_path.iterdir())) == 2, "a file that somebody else has begun is never gone on with"
+    assert len(list(tmp_path.iterdir())) == 2, "a file of another process is never continued"
 
 
 def test_what_is_gone_before_its_turn_is_not_written(tmp_path: Path) -> None:
@@ -106,4 +106,4 @@ def test_a_disk_that_fails_is_told(tmp_path: Path) -> None:
         journal.bytes_on_their_way  # noqa: B018
     journal.close()
     device.compute([3, 4])
-    assert not journal.waits, "who was closed notices nothing more"
+    assert not journal.waits, "a closed journal ignores the cache"

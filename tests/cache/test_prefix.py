@@ -151,7 +151,7 @@ def test_the_memory_of_what_was_evicted_is_bounded():
     assert cache.explain([1, 2, 3, 4, 5, 6]).evicted_blocks == 2  # the tail went first and is forgotten
 
 
-def test_entries_come_behind_their_parents_the_latest_used_first():
+def test_entries_come_after_their_parents_the_latest_used_first():
     cache = cache_of(6)
     old, new, held = publish(cache, [1, 2, 3, 4]), publish(cache, [5, 6, 7, 8]), publish(cache, [1, 2, 9, 9])
     for table in (old, new):

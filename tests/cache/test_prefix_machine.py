@@ -90,7 +90,7 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(tokens=PROMPTS, salt=SALTS, published=st.booleans())
     def admit(self, tokens: list[int], salt: str | None, published: bool) -> None:
-        """Who came first goes until there is room."""
+        """The first to come goes until there is room."""
         sequence = Held(tokens, salt)
         self.cache.extend(sequence.hashes, sequence.token_ids, len(tokens) // self.size, salt)
         longest = 0
@@ -125,7 +125,7 @@ class Traffic(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(which=WHICH)
     def fork(self, which: int) -> None:
-        """All full blocks are shared; the one behind them is not."""
+        """All full blocks are shared; the one after them is not."""
         parent = self.held[which % len(self.held)]
         full = len(parent.tokens) // self.size
         child = Held(parent.tokens[: full * self.size], parent.salt)

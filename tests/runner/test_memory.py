@@ -1,4 +1,4 @@
-"""Sizing of the pool, and the two measurements behind it."""
+"""Sizing of the pool, and the two measurements for it."""
 
 import pytest
 

@@ -98,7 +98,7 @@ def test_all_rows_are_sampled_where_all_are_wanted():
     assert inputs.samples.tolist() == list(range(32)) and inputs.sample_count.tolist() == [20]
 
 
-# --- decodes that only go on
+# --- reused decodes
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_a_new_block_takes_itself_and_slots_alone(uploads):
     assert download(device.tokens).tolist() == [105, 215], "untouched here"
 
 
-def test_a_step_that_goes_on_looks_at_those_alone_that_have_grown(uploads):
+def test_a_reused_step_looks_only_at_entries_that_have_grown(uploads):
     from tinyvllm.bridge import download
 
     batch = decodes(5, 15, 30)
@@ -189,7 +189,7 @@ def test_anything_else_is_laid_out_whole(uploads, why):
     batch = decodes(5, 7)
     inputs = made(batch)
     inputs.mark_advanced(1)
-    if why == "not advanced":  # a full one, after which nobody has said what the device did
+    if why == "not advanced":  # a full fill, after which the device has not advanced
         inputs.fill(decodes(1, 1, batch=batch), [], S)
     uploads.clear()
     fresh = {
@@ -221,7 +221,7 @@ def test_a_sequence_in_the_memory_of_an_ended_one_is_another(uploads, monkeypatc
 
 
 def sharing(number, shared, *, own=1, num_tokens=1):
-    """A decode behind the blocks `shared`, at the last slot but one of its own."""
+    """A decode after the blocks `shared`, at the last slot but one of its own."""
     start = (len(shared) + own) * S - 2
     scheduled = entry(number, start + num_tokens, start, num_tokens)
     scheduled.sequence.block_table = [*shared, *(100 * number + i for i in range(own))]
@@ -257,7 +257,7 @@ def test_the_order_of_the_rows_is_told_and_kept_while_the_schedule_is_the_same()
 
 
 def test_only_blocks_that_both_have_filled_are_shared():
-    """Behind a short table lie the blocks of the one that had its row before."""
+    """After a short table are the blocks of the sequence that had its row before."""
     long = [1, 2, 3, 4]
     inputs, _ = fill([sharing(1, long), sharing(2, long), sharing(3, long)])
     assert inputs.shared_prefix_lens.tolist() == [0, 4 * S, 4 * S, 0]
@@ -300,7 +300,7 @@ def test_what_is_shared_follows_tables_that_change_on_the_way(uploads):
     inputs.mark_advanced(1)
     for scheduled in batch:
         scheduled.start += 1
-    batch[1].sequence.block_table = [1, 40, *batch[1].sequence.block_table[2:], 99]  # another list, as behind a swap
+    batch[1].sequence.block_table = [1, 40, *batch[1].sequence.block_table[2:], 99]  # another list, as after a swap
     uploads.clear()
     inputs.fill(batch, [], S)
     assert uploads == [6, 1, 2] and download(inputs.batch(1).shared_prefix_lens).tolist() == [0, S]

@@ -19,7 +19,7 @@ def new_backend() -> GrammarBackend:
 
 
 def allowed(grammar: Grammar) -> set[int]:
-    """The tokens of a grammar's mask; what lies beyond the vocabulary must not be in it."""
+    """The tokens of a grammar's mask; what is beyond the vocabulary must not be in it."""
     mask = np.full(WORDS, 0x55555555, np.uint32)
     grammar.fill(mask)
     found = set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())

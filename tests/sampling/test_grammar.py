@@ -106,7 +106,7 @@ def test_compiled_once_for_the_same_content(backend: GrammarBackend) -> None:
     assert backend.compile(StructuredOutputsParams(json={"type": "object", "properties": {"a": {}, "b": {}}})) is not first
 
 
-def test_masks_of_a_batch_in_a_pool_and_behind_a_worker(backend: GrammarBackend) -> None:
+def test_masks_of_a_batch_in_a_pool_and_in_a_worker(backend: GrammarBackend) -> None:
     grammars = [Grammar(backend.compile(StructuredOutputsParams(regex=f"{letter}+12"))) for letter in "abc"]
     assert grammars[1].accept(ord("b"))
     expected = np.zeros((3, WORDS), np.int32)
@@ -127,7 +127,7 @@ def test_masks_of_a_batch_in_a_pool_and_behind_a_worker(backend: GrammarBackend)
     worker.start([(grammars[0], 9)], mask)  # no such row
     with pytest.raises(Exception, match="(?i)index|row|batch"):
         worker.wait()
-    worker.start([(grammars[0], 1)], mask)  # and goes on after it
+    worker.start([(grammars[0], 1)], mask)  # and works after it
     worker.wait()
     np.testing.assert_array_equal(mask[1], expected[0])
     worker.close()
@@ -210,7 +210,7 @@ def test_bombs_are_errors(backend: GrammarBackend, bomb: str) -> None:
             assert len(grammar.error) < 400
             return
         grammar.accept(int(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[0]))
-    assert bomb == "a loop without an end"  # its output grows as long as anybody lets it
+    assert bomb == "a loop without an end"  # its output grows as long as it may
 
 
 @pytest.mark.parametrize("asked", [
@@ -233,8 +233,8 @@ def test_depth_does_not_overflow_the_stack(asked: dict) -> None:
     assert ran.returncode == 0, ran.stderr[-500:]
 
 
-def test_a_grammar_that_outgrows_its_limits_harms_nobody_else(backend: GrammarBackend) -> None:
-    """One sequence drives an automaton of 2^26 states to its limit; another of the same grammar goes on."""
+def test_a_grammar_that_outgrows_its_limits_harms_no_other(backend: GrammarBackend) -> None:
+    """One sequence drives an automaton of 2^26 states to its limit; another of the same grammar continues."""
     compiled = backend.compile(StructuredOutputsParams(regex=".*a.{25}"))
     first, second = Grammar(compiled), Grammar(compiled)
     mask, chance = np.zeros(WORDS, np.int32), random.Random(0)

@@ -289,7 +289,7 @@ def test_multiples_that_would_hang_are_refused(schema: dict[str, Any]) -> None:
         check(schema)
 
 
-def test_a_name_cannot_hide_behind_an_escape(backend: GrammarBackend) -> None:
+def test_a_name_cannot_hide_in_an_escape(backend: GrammarBackend) -> None:
     r"""The name "\u0061" is "a": as an additional property it would escape what the schema says of "a"."""
     named = StructuredOutputsParams(json={"type": "object", "properties": {"a": {"type": "integer"}}})
     assert force(backend, named, '{"b":"\\n"}')

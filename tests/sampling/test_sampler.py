@@ -1,4 +1,4 @@
-"""The sampler through its own door: sequences with parameters in, tokens out. V is 67, which nothing divides."""
+"""The sampler through its public methods: sequences with parameters in, tokens out. V is 67, which nothing divides."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @pytest.fixture(scope="module")
 def shared() -> Sampler:
-    """One sampler for all tests: its captured steps are the slow part, and rows must not remember who was there before."""
+    """One sampler for all tests: its captured steps are the slow part, and rows must not remember earlier sequences."""
     return Sampler(V, 16, Device.DEFAULT)
 
 
@@ -103,7 +103,7 @@ def test_a_seed_fixes_the_tokens_and_another_changes_them(shared):
 
 
 def test_the_token_depends_on_seed_position_and_logits_alone(shared):
-    """Two sequences of one seed with different pasts of one length draw alike; and the draw is the argmax of logits plus noise."""
+    """Two sequences of one seed with different pasts of one length draw the same; and the draw is the argmax of logits plus noise."""
     logits = logits_of(1)
     with Batch(shared, SamplingParams(seed=77, temperature=0.8)) as batch:
         fresh = [batch.draw(logits)[0] for _ in range(4)]
@@ -203,8 +203,8 @@ def test_a_row_forgets_its_last_sequence(shared):
         assert batch.draw(np.repeat(logits, 2, 0)) == [best, best]
 
 
-def test_padding_counts_for_nobody(shared):
-    """The batch shrinks, and its last line is padding where the sequence that now stands first stood before."""
+def test_padding_counts_for_no_sequence(shared):
+    """The batch shrinks, and its last line is padding where the sequence that is now first was before."""
     penalized = SamplingParams(temperature=0.0, frequency_penalty=2.0)
     logits = np.zeros((2, V), np.float32)
     logits[:, 5], logits[:, 0] = 9.0, 4.5
@@ -248,7 +248,7 @@ def bits_of(*tokens: int) -> np.ndarray:
 
 
 def test_masks_leave_only_what_they_allow(shared):
-    """Greedy and sampled rows beside rows without a mask, with penalties and bias, over steps whose masks differ; padded."""
+    """Greedy and sampled rows next to rows without a mask, with penalties and bias, over steps whose masks differ; padded."""
     logits = logits_of(10)
     logits[0, :3] = 20.0
     structured = StructuredOutputsParams(regex="x")
@@ -294,7 +294,7 @@ def test_masks_are_captured_once_and_forgotten_with_their_sequence(shared, monke
         assert batch.draw(logits) == [order[0]]
 
 
-def test_masks_that_nobody_asked_for_are_refused():
+def test_masks_before_the_first_masked_sequence_are_refused():
     with pytest.raises(ArgumentError, match="no masks"):
         Sampler(V, 2, Device.DEFAULT).mask(0)
 
@@ -325,7 +325,7 @@ def test_a_step_is_captured_once_and_answers_in_one_buffer(shared, monkeypatch):
     assert len(answers) == 1
 
 
-def test_rows_without_a_token_are_minus_one_and_harm_nobody(shared):
+def test_rows_without_a_token_are_minus_one_and_harm_no_other(shared):
     """NaNs in one row: its neighbours draw as ever, and the count of tokens seen is not written out of bounds."""
     penalized = SamplingParams(temperature=0.0, presence_penalty=0.5)
     logits = logits_of(8, 2)
@@ -343,7 +343,7 @@ def test_a_sampled_sequence_without_a_seed_is_refused(shared):
         shared.add(Sequence(3, "a", [1], SamplingParams(), row=0), (EOS,))
 
 
-def test_logprobs_go_to_those_who_ask(shared):
+def test_logprobs_go_to_sequences_that_want_them(shared):
     logits = logits_of(9, 3)
     with Batch(shared, *[GREEDY] * 3) as batch:
         for sequence, asked in zip(batch.sequences, (None, 0, 3)):

@@ -1,6 +1,6 @@
-"""An engine of integers around a scheduler, and a model of the cache that knows what must lie in every slot.
+"""An engine of integers around a scheduler, and a model of the cache that knows the right contents of every slot.
 
-What a slot holds stands for keys and values: a number for the salt and all tokens up to there, so that a block that is shared wrongly,
+The contents of a slot represent keys and values: a number for the salt and all tokens up to there, so that a block that is shared wrongly,
 copied too late, swapped into the wrong place or overwritten while others can find it shows in the step that reads it.
 """
 
@@ -34,7 +34,7 @@ class Search:
 
 @dataclass
 class Loan:
-    """Somebody outside who wants blocks for some steps."""
+    """A borrower outside the schedule that wants blocks for some steps."""
 
     blocks: int
     steps: int
@@ -69,10 +69,10 @@ class SimulatedEngine:
         self.rounds, self.ahead = rounds, ahead
         self.cache: list[int] = [-1] * (blocks * size)
         self.host: list[int] = [-1] * (hosted * size)
-        self.numbers: dict[tuple[object, int], int] = {}  # (what is before, token) -> what lies in the slot
-        self.meaning: dict[bytes, list[int]] = {}  # hash of a block -> what must lie in it
-        self.truth: dict[int, list[int]] = {}  # by sequence id: what lies in its slots
-        self.drawn: dict[int, list[int]] = {}  # tokens that the device has and nobody has looked at
+        self.numbers: dict[tuple[object, int], int] = {}  # (what is before, token) -> contents of the slot
+        self.meaning: dict[bytes, list[int]] = {}  # hash of a block -> its right contents
+        self.truth: dict[int, list[int]] = {}  # by sequence id: contents of its slots
+        self.drawn: dict[int, list[int]] = {}  # tokens that the device has and the host has not read
         self.living: dict[int, Sequence] = {}
         self.siblings: dict[int, list[Sequence]] = {}  # all of a request, by the id of each
         self.searches: dict[int, Search] = {}
@@ -96,7 +96,7 @@ class SimulatedEngine:
         return [self.random.randrange(VOCAB) if i % 7 == 6 else 0 for i in range(tokens)]
 
     def add(self, tokens: int, wanted: int, options: RequestOptions = Plain, width: int = 1, beams: bool = False) -> None:
-        """A request of `width` continuations, or a beam search of so many."""
+        """A request of `width` continuations, or a beam search of that width."""
         scheduler, limits, pool = self.scheduler, self.scheduler.limits, self.scheduler.pool
         family = [self.sequence(self.text(tokens), options)]
         family += [self.sequence(family[0].prompt_token_ids, options) for _ in range(0 if beams else width - 1)]
@@ -165,13 +165,13 @@ class SimulatedEngine:
         for table in (self.living, self.truth, self.drawn, self.siblings, self.wanted):
             table.pop(number)
         search = self.searches.pop(number, None)
-        if search is not None and sequence.finish_reason != "stop":  # beams stand and fall together
+        if search is not None and sequence.finish_reason != "stop":  # all beams end together
             for other in list(search.beams):
                 if not other.finished:
                     self.finish(other, str(sequence.finish_reason))
 
     def learn(self, sequence: Sequence) -> None:
-        """What the blocks of its known tokens must hold, for whoever finds them."""
+        """What the blocks of its known tokens must hold, for sequences that find them."""
         prefix, size = self.scheduler.prefix, self.scheduler.pool.block_size
         if prefix is not None:
             truth = self.truth[sequence.sequence_id]
@@ -198,7 +198,7 @@ class SimulatedEngine:
             self.check()
         idle = plan.empty and not (plan.preempted or plan.exhausted or plan.expired or self.loan)
         self.empty_steps = self.empty_steps + 1 if idle and self.scheduler.has_work() else 0
-        assert self.empty_steps < 2, "there is work and nobody does any"
+        assert self.empty_steps < 2, "there is work, and no step does any"
         if not plan.empty:
             self.run(plan, abort_inside)
         if checked:
@@ -313,7 +313,7 @@ class SimulatedEngine:
             self.finish(sequence, "length")
 
     def turn(self, search: Search) -> None:
-        """Random parents go on, some of them several times."""
+        """Random parents continue, some of them several times."""
         search.heard.clear()
         first = search.beams[0]
         wanted = self.wanted[first.sequence_id]
@@ -346,12 +346,12 @@ class SimulatedEngine:
         for beam in over:
             self.finish(beam, "stop")
 
-    # ---- blocks lent to somebody outside ----
+    # ---- blocks borrowed from outside the schedule ----
 
     def borrow(self) -> None:
         if self.loan is not None and self.loan.held is None:
             self.loan.held = self.scheduler.borrowed.take(self.loan.blocks)
-            assert self.loan.held is not None or self.scheduler.running, "nobody runs, and there are no blocks to lend"
+            assert self.loan.held is not None or self.scheduler.running, "nothing runs, and there are no blocks to borrow"
             for block in self.loan.held or ():
                 size = self.scheduler.pool.block_size
                 self.cache[block * size : (block + 1) * size] = [-2] * size
@@ -388,7 +388,7 @@ class SimulatedEngine:
             if sequence.status is Status.WAITING:
                 assert all(rank_of(sequence) > rank_of(other) for other in ran)
         spent = plan.num_tokens + len(plan.preempted) + len(plan.exhausted) >= limits.max_batched_tokens
-        if not spent:  # nobody idles without a reason
+        if not spent:  # no sequence idles without a reason
             spare = limits.max_batched_tokens - plan.num_tokens
             for sequence in scheduler.running:
                 if sequence not in chosen and len(sequence) > sequence.num_computed:
@@ -398,7 +398,7 @@ class SimulatedEngine:
                 self.check_no_room()
 
     def check_order(self, plan: Schedule, before: dict[int, int]) -> None:
-        """Decodes, then chunks; of each those that ran before, by rank, and then who was admitted."""
+        """Decodes, then chunks; of each those that ran before, by rank, and then the admitted ones."""
 
         def place(entry: Scheduled) -> tuple[object, ...]:
             old = entry.sequence.sequence_id in before and entry.sequence not in plan.preempted
@@ -411,12 +411,12 @@ class SimulatedEngine:
         first = scheduler.waiting.first()
         found = scheduler.prefixes.match(first)
         assert pool.blocks_for(len(first)) - len(found) + 1 + scheduler.borrowed.num_wanted > pool.num_free, (
-            "a row and room, and nobody comes in"
+            "a row and room, and none is admitted"
         )
         pool.release(found)
 
     def check_followers(self) -> None:
-        """Whoever is set aside waits for somebody before it, who runs and is not there yet."""
+        """A deferred sequence waits for a running one before it that has not computed the prefix yet."""
         scheduler, inflight = self.scheduler, self.scheduler.prefixes.inflight
         assert set(scheduler.waiting._deferred) == set(inflight._waiting)
         for block, leader in inflight._computing.items():
@@ -430,8 +430,8 @@ class SimulatedEngine:
         scheduler, pool = self.scheduler, self.scheduler.pool
         waiting = list(scheduler.waiting)
         asleep = [*scheduler._siblings]
-        everybody = [*scheduler.running, *waiting, *scheduler._paused, *asleep]
-        assert Counter(s.sequence_id for s in everybody) == Counter(self.living.keys()), "lost, or in two places"
+        unfinished = [*scheduler.running, *waiting, *scheduler._paused, *asleep]
+        assert Counter(s.sequence_id for s in unfinished) == Counter(self.living.keys()), "lost, or in two places"
         assert scheduler.has_work() == bool(self.living) and len(waiting) == len(scheduler.waiting)
         assert scheduler.waiting.num_tokens == sum(map(len, waiting))
         self.check_followers()
@@ -449,7 +449,7 @@ class SimulatedEngine:
             assert sequence.status is Status.WAITING
             assert sequence.block_table == [] and sequence.row == -1 and sequence.num_computed == 0
         if scheduler.host is not None:
-            hosted = Counter(block for s in everybody for block in s.host_table)
+            hosted = Counter(block for s in unfinished for block in s.host_table)
             assert [scheduler.host.reference_count(b) for b in range(scheduler.host.num_blocks)] == [
                 hosted[b] for b in range(scheduler.host.num_blocks)
             ]

@@ -1,4 +1,4 @@
-"""Steps of decodes that only go on: the same object, as long as nobody comes, goes, or has other than one token to compute."""
+"""Reused steps of decodes: the same object, as long as no sequence starts, ends, or has other than one token to compute."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.scheduler.builders import make, make_sequence, ran, run
 
 
 def decoding(lengths=(5, 7, 8), **limits):
-    """Sequences behind their prompts, and the schedule of their last step."""
+    """Sequences after their prompts, and the schedule of their last step."""
     scheduler = make(**{"rows": 4, "size": 4, "blocks": 32, "caching": True, **limits})
     for n, tokens in enumerate(lengths):
         scheduler.add(make_sequence(n, [100 * n + i for i in range(tokens)]))
@@ -16,7 +16,7 @@ def decoding(lengths=(5, 7, 8), **limits):
     return scheduler, run(scheduler)
 
 
-def test_a_step_that_goes_on_is_the_last_ones_object():
+def test_a_reused_step_is_the_last_ones_object():
     scheduler, first = decoding()
     starts = [entry.start for entry in first.entries]
     assert not first.reused and starts == [5, 7, 8]
@@ -41,7 +41,7 @@ def test_what_is_generated_on_the_way_is_found():
 
 
 @pytest.mark.parametrize("what", ["arrives", "ends", "two tokens", "no token", "fork", "did not run"])
-def test_anything_else_is_scheduled_anew(what):
+def test_anything_else_is_scheduled_again(what):
     scheduler, first = decoding()
     sequence = scheduler.running[1]
     match what:
@@ -55,7 +55,7 @@ def test_anything_else_is_scheduled_anew(what):
             sequence.output_token_ids.pop()
         case "fork":
             scheduler.fork(sequence, make_sequence(9, sequence.token_ids(0, len(sequence))))
-        case "did not run":  # somebody in between has failed, and nobody knows what the device has
+        case "did not run":  # the step failed, and the state of the device is unknown
             assert scheduler.schedule() is first
     plan = run(scheduler)
     assert plan is not first and not plan.reused
@@ -85,7 +85,7 @@ def test_want_of_blocks_preempts_as_ever():
     assert plan is not first and [s.sequence_id for s in plan.preempted] == [2] and ran(plan) == [0, 1]
 
 
-def test_keys_are_served_while_it_goes_on():
+def test_keys_are_served_by_reused_steps():
     scheduler, _ = decoding()
     before = dict(scheduler.waiting._served)
     for _ in range(5):

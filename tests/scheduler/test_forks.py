@@ -1,4 +1,4 @@
-"""Forks of a computed prompt and of running beams: what they share, what is copied when, and who waits for whom."""
+"""Forks of a computed prompt and of running beams: what they share, what is copied when, and which sequence waits for which."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def beams(scheduler, tokens: int, count: int):
     return sequences
 
 
-def test_who_has_nothing_to_compute_keeps_its_place_and_takes_no_tokens():
+def test_a_sequence_with_nothing_to_compute_keeps_its_place_and_takes_no_tokens():
     scheduler = make()
     first, second = beams(scheduler, 6, 2)
     third = make_sequence(2, 5)
@@ -170,12 +170,12 @@ def test_who_has_nothing_to_compute_keeps_its_place_and_takes_no_tokens():
 
 
 def heard_until(scheduler, wanted, steps: int = 20) -> None:
-    """Steps whose tokens nobody appends, as while beams are waited for."""
+    """Steps whose tokens are not appended, as while beams wait."""
     for _ in range(steps):
         if wanted():
             return
         scheduler.advance(scheduler.schedule())
-    raise AssertionError("the one that everybody waits for does not come in")
+    raise AssertionError("the sequence that all others wait for is not admitted")
 
 
 def test_beams_that_do_not_fit_together_make_way_for_the_one_that_all_wait_for():
@@ -239,4 +239,4 @@ def test_forks_in_a_step_of_several_rounds_share_the_prompt_alone():
     scheduler.advance(plan, 4)
     assert child.num_computed == 0 and parent.num_computed == 4
     parent.output_token_ids += [7] * 4
-    assert scheduler.follow(Schedule([Scheduled(parent, 0, 1, 1)])) is None, "one that was forked runs beside it now"
+    assert scheduler.follow(Schedule([Scheduled(parent, 0, 1, 1)])) is None, "a forked sequence runs as well now"

@@ -1,4 +1,4 @@
-"""Requests that arrive together and begin alike: one computes the beginning, the others come in behind it."""
+"""Requests that arrive together with one prefix: one computes it, the others are admitted after it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_long_beginning_in_chunks_is_waited_for_to_its_end():
     for n in range(3):
         scheduler.add(shared_prefix_lens(n, common=400))
     plans = computed(scheduler, 5)
-    assert plans[:4] == [{0: 100}] * 4, "what nobody else can use goes to the one that all wait for"
+    assert plans[:4] == [{0: 100}] * 4, "what no other can use goes to the one that all wait for"
     assert plans[4] == {0: 6, 1: 6, 2: 6}
 
 
@@ -55,22 +55,22 @@ def test_others_pass_those_that_wait_for_a_beginning():
     assert [s.sequence_id for s in scheduler.waiting] == [1] and scheduler.waiting.num_tokens == 406
 
 
-@pytest.mark.parametrize("why", ["too little in common", "another salt", "nobody with the first block"])
-def test_who_has_nothing_to_wait_for_comes_in(why):
+@pytest.mark.parametrize("why", ["too little in common", "another salt", "none has the first block"])
+def test_a_sequence_with_nothing_to_wait_for_is_admitted(why):
     scheduler = crowd()
     scheduler.add(shared_prefix_lens(0))
     scheduler.add(
         {
             "too little in common": lambda: shared_prefix_lens(1, common=60),
             "another salt": lambda: shared_prefix_lens(1, cache_salt="mine"),
-            "nobody with the first block": lambda: make_sequence(1, COMMON[4:] + [5] * 6),
+            "none has the first block": lambda: make_sequence(1, COMMON[4:] + [5] * 6),
         }[why]()
     )
     assert sorted(computed(scheduler, 1)[0]) == [0, 1]
 
 
-def test_nobody_waits_for_one_that_ranks_behind_it():
-    """Or a prompt that is in a hurry would stand behind whoever keeps its leader from going on."""
+def test_none_waits_for_one_of_lower_rank():
+    """Or an urgent prompt would wait for sequences that hold back the one that computes its prefix."""
     scheduler = crowd(budget=40)
     scheduler.add(shared_prefix_lens(0))
     run(scheduler)
@@ -112,7 +112,7 @@ def test_a_leader_that_is_preempted_leaves_it_to_the_first_that_comes():
                 scheduler.finish(entry.sequence, "length")
         if not scheduler.has_work():
             break
-    assert not scheduler.has_work() and all_free(scheduler), "nobody waits for a leader that is gone"
+    assert not scheduler.has_work() and all_free(scheduler), "none waits for a leader that is gone"
 
 
 def test_one_that_waits_for_a_beginning_can_end():

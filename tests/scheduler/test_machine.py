@@ -1,4 +1,4 @@
-"""All of the scheduler's rules at once: random arrivals, ends and pressure, in a model of the cache that knows whose token lies where."""
+"""All of the scheduler's rules at once: random arrivals, ends and pressure, in a model of the cache that knows which token is where."""
 
 from __future__ import annotations
 

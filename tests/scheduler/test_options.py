@@ -39,7 +39,7 @@ def test_the_more_urgent_take_blocks_from_the_least_urgent_first():
     assert plan.preempted == [c] and ran(plan) == [0, 1, 3]
 
 
-def test_nobody_goes_where_it_would_not_help():
+def test_none_is_preempted_where_it_would_not_help():
     scheduler = make(rows=8, blocks=8, size=4)
     a, b = add(scheduler, make_sequence(0, 10), make_sequence(1, 6, priority=1))
     run(scheduler)
@@ -92,7 +92,7 @@ def test_the_first_tokens_deadline_ends_with_the_first_token():
     assert run(scheduler).expired == [second] and not first.finished
 
 
-def test_steps_ahead_stop_for_who_is_late():
+def test_steps_ahead_stop_for_a_late_sequence():
     scheduler = make()
     (sequence,) = add(scheduler, make_sequence(0, 3, deadline_ms=1000.0))
     run(scheduler)
@@ -140,7 +140,7 @@ def test_so_many_requests_may_wait_beyond_free_rows():
 
 def test_so_many_tokens_may_wait():
     scheduler = make(rows=1, max_queued_tokens=20)
-    add(scheduler, make_sequence(0, 30))  # whoever waits alone may be of any length
+    add(scheduler, make_sequence(0, 30))  # a single waiting request may have any length
     with pytest.raises(BusyError, match="30 tokens are waiting, 3 more exceed the limit of 20") as caught:
         scheduler.add(make_sequence(1, 3))
     assert caught.value.reason == "max_num_queued_tokens"

@@ -14,7 +14,7 @@ def fill(queue: WaitingQueue, *sequences) -> list:
 
 
 def drained(queue: WaitingQueue, tokens: int = 10) -> list[int]:
-    """All that wait as they come, each served so many tokens."""
+    """All that wait as they come, each served that many tokens."""
     order = []
     while queue:
         sequence = queue.first()
@@ -55,7 +55,7 @@ def test_priority_comes_before_fairness():
     assert queue.first() is served
 
 
-def test_who_was_away_has_saved_nothing_up():
+def test_an_absent_key_earns_no_credit():
     queue = WaitingQueue()
     a, b = fill(queue, make_sequence(0, 1, key="a"), make_sequence(1, 1, key="b"))
     queue.remove(b)
@@ -64,7 +64,7 @@ def test_who_was_away_has_saved_nothing_up():
     assert drained(queue) == [0, 2, 3, 5, 4, 6]
 
 
-def test_nor_who_comes_while_nobody_waits():
+def test_nor_does_a_key_that_comes_while_none_waits():
     """All of one key's requests run; the count of the key that left the queue last is what a new one starts from."""
     queue = WaitingQueue()
     a, b = fill(queue, make_sequence(0, 1, key="a"), make_sequence(1, 1, key="b"))

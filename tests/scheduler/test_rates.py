@@ -20,7 +20,7 @@ def test_a_step_that_was_compiled_does_not_count_for_much():
     assert rates.decode_step == pytest.approx(0.015)
     for tokens, seconds in ((10, 5.0), (10, 0.115), (20, 0.215)):
         rates.observe_step(tokens, seconds)
-    assert rates.prefill_token == pytest.approx(0.01), "without what the decodes beside the prompt take"
+    assert rates.prefill_token == pytest.approx(0.01), "without what the decodes of the same step take"
 
 
 def test_only_the_last_steps_count():
@@ -43,7 +43,7 @@ def test_the_wait_is_the_tokens_ahead_and_the_rows_that_must_come_free():
     assert wait == pytest.approx(20 * 0.01 + 2 * 0.01 + 7 * 0.1), "its prompt, a token of each that runs, seven steps until a row is free"
     scheduler.add(make_sequence(3, 30))
     assert scheduler.predicted_wait(make_sequence(4, 20)) == pytest.approx(wait + 30 * 0.01)
-    assert scheduler.predicted_wait(make_sequence(5, 20, priority=-1)) == pytest.approx(wait), "it does not wait for those behind it"
+    assert scheduler.predicted_wait(make_sequence(5, 20, priority=-1)) == pytest.approx(wait), "it does not wait for those after it"
 
 
 def test_what_is_cached_need_not_be_waited_for():

@@ -1,4 +1,4 @@
-"""Who runs, with how many tokens, in which blocks: the scheduler's rules one by one. test_machine.py has all of them at once."""
+"""Which sequences run, with how many tokens, in which blocks: the scheduler's rules one by one. test_machine.py has all of them at once."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_refuses_limits_that_contradict(limits: tuple[int, int, int], name: str)
 
 
 def ahead(scheduler: Scheduler) -> Schedule:
-    """A step of decodes that has been advanced and whose tokens nobody has looked at."""
+    """A step of decodes that has been advanced and whose tokens were not read."""
     plan = scheduler.schedule()
     assert all(entry.num_tokens == 1 for entry in plan.entries)
     scheduler.advance(plan)
@@ -86,14 +86,14 @@ def test_a_step_of_decodes_is_followed_without_its_tokens():
     plan = ahead(scheduler)
     following = scheduler.follow(plan)
     assert following is not None and rows_of(following) == [(0, 4, 1, 1), (1, 3, 1, 1)]
-    assert [len(sequence.block_table) for sequence in sequences] == [2, 1], "a block for the token behind the border"
+    assert [len(sequence.block_table) for sequence in sequences] == [2, 1], "a block for the token after the boundary"
     scheduler.advance(following)
     for sequence in sequences:
         sequence.output_token_ids += [7, 7]
     assert rows_of(scheduler.schedule()) == [(0, 5, 1, 1), (1, 4, 1, 1)]
 
 
-def test_who_could_come_in_is_not_kept_waiting_by_steps_ahead():
+def test_steps_ahead_do_not_keep_out_what_could_be_admitted():
     scheduler = make(rows=2)
     add(scheduler, 3)
     run(scheduler)
@@ -103,7 +103,7 @@ def test_who_could_come_in_is_not_kept_waiting_by_steps_ahead():
     full = make(rows=1)
     add(full, 3, 3)
     run(full)
-    assert full.follow(ahead(full)) is not None, "nobody could come in"
+    assert full.follow(ahead(full)) is not None, "none could be admitted"
 
 
 @pytest.mark.parametrize("reason", ["ended", "blocks", "longest"])
@@ -118,7 +118,7 @@ def test_what_must_be_looked_at_is_not_followed(reason: str):
     assert sum(len(sequence.block_table) for sequence in sequences) + scheduler.pool.num_free == scheduler.pool.num_blocks
 
 
-# ---- who runs ----
+# ---- which sequences run ----
 
 
 def test_nothing_to_do():
@@ -162,7 +162,7 @@ def test_decodes_then_the_running_prefill_then_the_queue():
     scheduler = make(budget=8)
     add(scheduler, 3, 14, 2, 1)
     assert rows_of(run(scheduler)) == [(0, 0, 3, 1), (1, 0, 5, 0)]
-    assert rows_of(run(scheduler)) == [(0, 3, 1, 1), (1, 5, 5, 0), (2, 0, 2, 1)], "a quarter is left to who waits"
+    assert rows_of(run(scheduler)) == [(0, 3, 1, 1), (1, 5, 5, 0), (2, 0, 2, 1)], "a quarter is left to waiting ones"
     # The single token of sequence 3 counts among the decodes: a step that holds nothing else fits a captured decode.
     assert rows_of(run(scheduler)) == [(0, 4, 1, 1), (2, 2, 1, 1), (3, 0, 1, 1), (1, 10, 4, 1)]
     assert rows_of(run(scheduler)) == [(0, 5, 1, 1), (1, 14, 1, 1), (2, 3, 1, 1), (3, 1, 1, 1)]
@@ -178,7 +178,7 @@ def test_a_short_prompt_does_not_wait_for_all_long_ones_before_it():
     assert steps == 4 and scheduler.running[3].output_token_ids
 
 
-def test_what_nobody_waits_for_goes_to_the_long_prompt():
+def test_unclaimed_tokens_go_to_the_long_prompt():
     scheduler = make(rows=2, budget=16, longest=256, blocks=20, size=8)
     add(scheduler, 150, 150)
     assert rows_of(run(scheduler)) == [(0, 0, 16, 0)]
@@ -206,7 +206,7 @@ def test_admission_is_first_come_first_served():
     scheduler = make(rows=4, budget=16, blocks=8, size=4)
     add(scheduler, 15, 20, 2)
     run(scheduler)
-    # Sequence 1 wants 5 blocks and one to spare, 4 are free. Sequence 2 would fit, and waits behind it.
+    # Sequence 1 wants 5 blocks and one to spare, 4 are free. Sequence 2 would fit, and waits after it.
     assert rows_of(run(scheduler)) == [(0, 15, 1, 1)]
     assert [sequence.sequence_id for sequence in scheduler.waiting] == [1, 2]
 
@@ -270,7 +270,7 @@ def test_abort_between_schedule_and_advance():
     assert scheduler.pool.num_free == scheduler.pool.num_blocks and not scheduler.has_work()
 
 
-def test_a_block_somebody_else_holds_outlives_its_sequence():
+def test_a_block_that_another_holds_outlives_its_sequence():
     scheduler = make(blocks=4)
     (sequence,) = add(scheduler, 6)
     run(scheduler)
@@ -311,7 +311,7 @@ def test_several_preempted_keep_their_order():
     assert list(scheduler.waiting) == [b, c] and scheduler.running == [a]
 
 
-def test_who_needs_a_block_and_is_the_youngest_preempts_itself():
+def test_the_last_in_rank_preempts_itself_for_a_block():
     scheduler = make(rows=2, budget=16, blocks=4, size=4)
     a, b = add(scheduler, 5, 4)
     run(scheduler)
@@ -321,12 +321,12 @@ def test_who_needs_a_block_and_is_the_youngest_preempts_itself():
     assert list(scheduler.waiting) == [b] and scheduler.running == [a]
 
 
-def test_nobody_is_admitted_in_a_step_that_preempts():
+def test_none_is_admitted_in_a_step_that_preempts():
     scheduler = make(rows=4, budget=64, blocks=10, size=4)
     a, b, c = add(scheduler, 4, 16, 4)
     run(scheduler)
     a.output_token_ids += [7] * 19  # 6 blocks: c goes
-    b.output_token_ids += [7] * 30  # outgrows the cache and leaves 4 blocks behind, where c would fit again
+    b.output_token_ids += [7] * 30  # outgrows the cache and leaves 4 blocks, where c would fit again
     plan = scheduler.schedule()
     assert plan.preempted == [c] and plan.exhausted == [b] and rows_of(plan) == [(0, 4, 20, 1)]
     assert list(scheduler.waiting) == [c] and scheduler.pool.num_free == 4
@@ -346,7 +346,7 @@ def test_alone_and_out_of_blocks_it_is_finished_and_reported():
     assert rows_of(plan) == [(1, 0, 3, 1)]  # its blocks serve the next in the same step
 
 
-def test_what_outgrew_the_cache_preempts_nobody():
+def test_what_outgrew_the_cache_preempts_none():
     scheduler = make(rows=2, budget=64, blocks=4, size=4)
     a, _ = add(scheduler, 4, 3)
     run(scheduler)
@@ -378,7 +378,7 @@ def test_alone_with_blocks_held_elsewhere_it_is_finished_not_hung():
 # ---- what the caller may get wrong ----
 
 
-def test_who_has_no_token_to_compute_is_passed_over():
+def test_a_sequence_without_a_token_to_compute_is_passed_over():
     scheduler = make()
     (sequence,) = add(scheduler, 3)
     scheduler.advance(scheduler.schedule())
@@ -452,7 +452,7 @@ def test_rounds_advance_by_as_many_tokens():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_reserves_give_what_nobody_else_has(seed: int):
+def test_random_reserves_give_what_no_other_has(seed: int):
     """Never a block too few for the rounds given, none given twice; all that was asked for, or at least an equal share of what is free."""
     rng = random.Random(seed)
     for _ in range(60):

@@ -1,4 +1,4 @@
-"""Preemption by swap: when it is taken, what moves, what comes back; blocks lent to somebody outside."""
+"""Preemption by swap: when it is taken, what moves, what comes back; borrowed blocks."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def test_what_the_prefix_cache_still_has_is_not_brought_back():
     assert scheduler.host.num_free == 8
 
 
-# ---- blocks lent to somebody outside ----
+# ---- borrowed blocks ----
 
 
-def test_nobody_ends_for_want_of_blocks_that_are_lent():
+def test_no_sequence_ends_for_want_of_borrowed_blocks():
     scheduler = make(blocks=4, size=4)
     lent = scheduler.borrowed.take(3)
     sequence = make_sequence(0, 10)
@@ -95,7 +95,7 @@ def test_nobody_ends_for_want_of_blocks_that_are_lent():
     assert ran(run(scheduler)) == [0]
 
 
-def test_who_grows_into_what_is_lent_waits_until_it_is_back():
+def test_a_sequence_that_needs_borrowed_blocks_waits_for_them():
     scheduler = make(blocks=4, size=4)
     sequence = make_sequence(0, 4)
     scheduler.add(sequence)
@@ -109,7 +109,7 @@ def test_who_grows_into_what_is_lent_waits_until_it_is_back():
     assert ran(run(scheduler)) == [0] and not sequence.finished
 
 
-def test_blocks_that_somebody_wants_are_not_given_to_new_ones():
+def test_wanted_blocks_are_withheld_from_admission():
     scheduler = make(rows=4, blocks=6, size=4)
     first = make_sequence(0, 11)
     scheduler.add(first)
@@ -123,7 +123,7 @@ def test_blocks_that_somebody_wants_are_not_given_to_new_ones():
     scheduler.borrowed.give_back(lent)
 
 
-def test_who_wants_no_longer_keeps_nobody_out():
+def test_a_withdrawn_wish_keeps_none_out():
     scheduler = make(rows=4, blocks=6, size=4)
     scheduler.add(make_sequence(0, 11))
     run(scheduler)

@@ -78,7 +78,7 @@ def check_room(device: str, pool_bytes: int) -> None:
 def read_bandwidth(device: str = "CPU", seconds: float = 0.15, nbytes: int = READ_BYTES) -> float:
     """Bytes a second that `device` reads from its memory: the roof of decoding. The best pass counts.
 
-    On the CPU the crew's lanes read together; devices without kernels of ours are taken for the CPU, whose memory they share or not.
+    On the CPU all threads of the pool read together; devices without kernels of ours count as the CPU.
     """
     return _gpu_read_bandwidth(device, seconds, 4 * nbytes) if device.split(":")[0] == "CUDA" else _host_read_bandwidth(seconds)
 
