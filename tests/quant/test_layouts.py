@@ -114,25 +114,25 @@ def test_reading_a_few_rows_does_not_unpack_the_matrix(kind, format):
 # --- the kernel
 
 
-def packed_by_kernel(target: str, source: str, format: str, rows: np.ndarray, I: int, lanes: int, shift: int = 0) -> np.ndarray:
+def packed_by_kernel(target: str, source: str, format: str, rows: np.ndarray, I: int, threads: int, shift: int = 0) -> np.ndarray:
     """The panels of `rows`, which begin `shift` bytes after an aligned address, written between two panels that must not change."""
     kernel = Kernel("pack", "cpu", target, (("SOURCE", source), ("FORMAT", format), ("I", I)), 1, 2)
     room = aligned((rows.size + shift,), np.uint8)
     room[shift:] = rows.reshape(-1)
     count, panel = -(-len(rows) // 16), panel_bytes(format, 16, I)
     out = aligned(((count + 2) * panel,), np.uint8)
-    call(kernel, out, room[shift:], np.array([1, 1 + count, len(rows)], np.int32), lanes=lanes)
+    call(kernel, out, room[shift:], np.array([1, 1 + count, len(rows)], np.int32), threads=threads)
     assert (out[:panel] == 0xFF).all() and (out[-panel:] == 0xFF).all()
     return out[panel:-panel]
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("format", PACKED)
-@pytest.mark.parametrize("lanes,shift", [(1, 0), (2, 1), (3, 10)])
-def test_kernel_writes_the_same_bytes(target, format, lanes, shift):
+@pytest.mark.parametrize("threads,shift", [(1, 0), (2, 1), (3, 10)])
+def test_kernel_writes_the_same_bytes(target, format, threads, shift):
     for O, I in SHAPES:
         rows = file_rows(format, O, I)
-        np.testing.assert_array_equal(packed_by_kernel(target, format, format, rows, I, lanes, shift), pack_panels(format, rows))
+        np.testing.assert_array_equal(packed_by_kernel(target, format, format, rows, I, threads, shift), pack_panels(format, rows))
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -141,7 +141,7 @@ def test_kernel_converts_as_numpy_does(target, source, format):
     for O, I in SHAPES:
         rows = file_rows(source, O, I)
         whole = O + -O % 16  # the zeros that complete the last panel, too; as numbers, since a NaN's payload may differ
-        got = unpack_panels(format, packed_by_kernel(target, source, format, rows, I, lanes=2, shift=3), whole, I)
+        got = unpack_panels(format, packed_by_kernel(target, source, format, rows, I, threads=2, shift=3), whole, I)
         want = unpack_panels(format, pack_panels(format, convert_rows(source, format, rows)), whole, I)
         np.testing.assert_array_equal(got, want)
         np.testing.assert_array_equal(np.signbit(got), np.signbit(want))
