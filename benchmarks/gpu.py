@@ -153,9 +153,9 @@ def environment(o: argparse.Namespace) -> None:
     print(f"torch {version_of('torch')}, transformers {version_of('transformers')} in this interpreter", flush=True)
     begin = time.perf_counter()
     from tests.kernels.cuda.samples import samples
-    from tinyvllm.backends.cuda.call import _gpu
+    from tinyvllm.backends.cuda.call import gpu_at
 
-    kernels = samples(_gpu(Tensor.empty(1, device=device)))
+    kernels = samples(gpu_at(Tensor.empty(1, device=device)))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         compiled = dict(zip(kernels, pool.map(lambda kernel: _compile(kernel, arch), kernels.values()), strict=True))
     failed = {name: report for name, report in compiled.items() if isinstance(report, str)}

@@ -38,6 +38,9 @@ from benchmarks.harness import table
 from benchmarks.shapes import SHAPES
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.metal import plan as records
+from tinyvllm.backends.shapes import Attention, Heads, Product
+from tinyvllm.integers import ceil_div
+from tinyvllm.quant.layouts import row_bytes
 
 WEIGHTS = ("BF16", "F16", "F32", "Q8_0", "Q4_0", "Q4_K")
 GOALS = {"BF16": 0.88, "F16": 0.88, "Q8_0": 0.82, "Q4_0": 0.75, "Q4_K": 0.75}  # of bandwidth, for a row of models of 4 to 8 B on Max chips
@@ -115,7 +118,7 @@ class Launch:
 
     @property
     def weight_bytes(self) -> int:
-        return records.row_bytes(str(self.constants["WEIGHT"]), self.weights) if self.weights else 0
+        return row_bytes(str(self.constants["WEIGHT"]), self.weights) if self.weights else 0
 
     @property
     def streams(self) -> int:
@@ -148,7 +151,7 @@ class Launch:
     @property
     def registers(self) -> int:
         """32-bit ones of a thread: more where a lane keeps 64 sums."""
-        sums = int(self.constants.get("ROWS", 0)) * up(int(self.constants.get("TOKENS", 0)), int(self.constants.get("TEAMS", 1)))
+        sums = int(self.constants.get("ROWS", 0)) * ceil_div(int(self.constants.get("TOKENS", 0)), int(self.constants.get("TEAMS", 1)))
         return REGISTERS * (2 if sums > 32 else 1)
 
     @property
@@ -167,7 +170,6 @@ class Launch:
         return fragments * _SLICE[format] if fragments else rows * _RAW[format]
 
 
-up = records.up
 
 
 @dataclass(frozen=True)
@@ -193,11 +195,11 @@ class Model:
             c["head_dim"], c["vocab_size"], bool(c.get("attention_bias")), qk_norm,
         )  # fmt: skip
 
-    def heads(self, cache: str) -> records.Heads:
-        return records.Heads(self.H, self.K, self.D, S, self.D, cache, self.bias, self.qk_norm, EPS)
+    def heads(self, cache: str) -> Heads:
+        return Heads(self.H, self.K, self.D, S, self.D, cache, self.bias, self.qk_norm, EPS)
 
-    def attention(self, cache: str, context: int) -> records.Attention:
-        return records.Attention(self.H, self.K, self.D, S, up(context, S), cache, f"{self.D**-0.5}f", 0)
+    def attention(self, cache: str, context: int) -> Attention:
+        return Attention(self.H, self.K, self.D, S, ceil_div(context, S), cache, f"{self.D**-0.5}f", 0)
 
 
 def _cut(cuts: list[records.Cut], format: str, T: int) -> records.Cut:
@@ -210,26 +212,26 @@ def _cut(cuts: list[records.Cut], format: str, T: int) -> records.Cut:
     return cuts[0] if T == 1 else min(cuts, key=cycles)
 
 
-def _few(m: Model, format: str, T: int, heads: records.Heads) -> list[tuple[Kernel, int]]:
+def _few(m: Model, format: str, T: int, heads: Heads) -> list[tuple[Kernel, int]]:
     """Products of a layer, and weights of each: q, k and v, attention's output, gate and up, down."""
     cut = _cut(records.cuts(T), format, T)
     of_heads = _cut(records.cuts_for_heads(T, m.E, heads), format, T)
     return [
         (records.norm_qkv_rope_store(ROW, format, T, m.E, heads, EPS, of_heads), heads.outputs * m.E),
-        (records.matvec(ROW, format, T, m.E, m.H * m.D, residual=True, cut=cut), m.E * m.H * m.D),
+        (records.matvec(ROW, Product(format, T, m.E, m.H * m.D, residual=True), cut=cut), m.E * m.H * m.D),
         (records.norm_gate_up_silu(ROW, format, T, m.E, m.F, EPS, cut=cut), 2 * m.F * m.E),
-        (records.matvec(ROW, format, T, m.E, m.F, residual=True, cut=cut), m.E * m.F),
+        (records.matvec(ROW, Product(format, T, m.E, m.F, residual=True), cut=cut), m.E * m.F),
     ]
 
 
-def _sixteen(m: Model, format: str, T: int, heads: records.Heads) -> list[tuple[Kernel, int]]:
+def _sixteen(m: Model, format: str, T: int, heads: Heads) -> list[tuple[Kernel, int]]:
     """As _few, by matrices; rope_store follows the first."""
-    row, borders = records.MATRIX_ROW, (m.H * m.D, (m.H + m.K) * m.D)
+    row, borders = records.MATRIX, (m.H * m.D, (m.H + m.K) * m.D)
     return [
-        (records.matmul16(row, format, T, heads.outputs, m.E, eps=EPS, borders=borders), heads.outputs * m.E),
-        (records.matmul16(row, format, T, m.E, m.H * m.D, residual=True), m.E * m.H * m.D),
-        (records.matmul16(row, format, T, m.F, m.E, silu=True, eps=EPS), 2 * m.F * m.E),
-        (records.matmul16(row, format, T, m.E, m.F, residual=True), m.E * m.F),
+        (records.matmul16(row, Product(format, T, heads.outputs, m.E, eps=EPS, borders=borders)), heads.outputs * m.E),
+        (records.matmul16(row, Product(format, T, m.E, m.H * m.D, residual=True)), m.E * m.H * m.D),
+        (records.matmul16(row, Product(format, T, m.F, m.E, silu=True, eps=EPS)), 2 * m.F * m.E),
+        (records.matmul16(row, Product(format, T, m.E, m.F, residual=True)), m.E * m.F),
     ]
 
 
@@ -240,7 +242,7 @@ def decode(m: Model, format: str, T: int, context: int, cache: str, row: str = R
     storing = [(records.rope_store(ROW, T, heads), 0)] if by_matrix else []
     layer = [first, *storing, (records.attention_decode(ROW, T, attention, context, cascade=True)[0], 0), *others]
     if by_matrix:
-        logits = records.matmul16(row, format, T, m.V, m.E, eps=EPS, gather=True)
+        logits = records.matmul16(row, Product(format, T, m.V, m.E, eps=EPS, gather=True))
     else:
         logits = records.norm_head(ROW, format, T, m.V, m.E, EPS, _cut(records.cuts(T), format, T))
     return [
@@ -248,7 +250,7 @@ def decode(m: Model, format: str, T: int, context: int, cache: str, row: str = R
         *(Launch(kernel, m.L, True, weights) for kernel, weights in layer),
         Launch(logits, weights=m.V * m.E),
         *map(Launch, records.argmax(ROW, T, m.V)[:2]),
-        Launch(records.advance(ROW, T, up(context, S), S, 64, 0)),
+        Launch(records.advance(ROW, T, ceil_div(context, S), S, 64, 0)),
     ]
 
 
@@ -257,12 +259,12 @@ def prefill(m: Model, format: str, T: int, context: int, cache: str) -> list[Lau
     heads, attention = m.heads(cache), m.attention(cache, context + T)
     borders = m.H * m.D, (m.H + m.K) * m.D
     layer = [
-        (records.matmul(ROW, format, T, heads.outputs, m.E, eps=EPS, borders=borders), heads.outputs * m.E),
+        (records.matmul(ROW, Product(format, T, heads.outputs, m.E, eps=EPS, borders=borders)), heads.outputs * m.E),
         (records.rope_store(ROW, T, heads), 0),
         (records.attention_prefill(ROW, T, 1, attention, context + T // 2), 0),
-        (records.matmul(ROW, format, T, m.E, m.H * m.D, residual=True), m.E * m.H * m.D),
-        (records.matmul(ROW, format, T, m.F, m.E, silu=True, eps=EPS), 2 * m.F * m.E),
-        (records.matmul(ROW, format, T, m.E, m.F, residual=True), m.E * m.F),
+        (records.matmul(ROW, Product(format, T, m.E, m.H * m.D, residual=True)), m.E * m.H * m.D),
+        (records.matmul(ROW, Product(format, T, m.F, m.E, silu=True, eps=EPS)), 2 * m.F * m.E),
+        (records.matmul(ROW, Product(format, T, m.E, m.F, residual=True)), m.E * m.F),
     ]
     head = [Launch(records.norm_head(ROW, format, 1, m.V, m.E, EPS), weights=m.V * m.E), *map(Launch, records.argmax(ROW, 1, m.V)[:2])]
     return [Launch(records.embed(ROW, format, T, m.V, m.E)), *(Launch(k, m.L, True, weights) for k, weights in layer), *head]
@@ -288,7 +290,7 @@ def resident(launch: Launch, memory: int, chip: Chip) -> int:
     block = launch.kernel.block
     most = min(MOST_THREADS, REGISTER_BYTES // (4 * launch.registers)) // block
     most = min(most, THREADGROUP_BYTES // memory) if memory else most
-    return block * max(1, min(most, up(launch.groups, chip.cores)))
+    return block * max(1, min(most, ceil_div(launch.groups, chip.cores)))
 
 
 @dataclass(frozen=True)
@@ -388,7 +390,7 @@ def chips_table(plan: Step, gap: float, stream: float, goal: float | None, one: 
             row += [f"{T * one.time(chip, gap, stream).seconds / way.time(chip, gap, stream).seconds:.1f}" for way in ways]
         rows.append(row)
     last = [f"{goal:.0%} if it streams"] if goal is not None else [f"tokens of {T} to 1"] if one is not None else []
-    last += [records.MATRIX_ROW, "at most"] if other is not None else []
+    last += [records.MATRIX, "at most"] if other is not None else []
     return table(["chip", "cores", "GB/s", *(launch.kernel.stem for launch, _ in big), "share", "bound by", *last], rows)
 
 
@@ -406,13 +408,13 @@ def show(o: argparse.Namespace) -> None:
     model, context, gap = Model.named(o.shape), o.context or 4096, 1e-6 * o.gap
     plan = Step.of(step(model, o.weights, o.T, context, o.cache))
     one = Step.of(step(model, o.weights, 1, context, o.cache)) if 1 < o.T <= records.FEW else None
-    by_matrix = records.by_matrix(records.MATRIX_ROW, o.T)
-    other = Step.of(step(model, o.weights, o.T, context, o.cache, records.MATRIX_ROW)) if by_matrix else None
+    by_matrix = records.by_matrix(records.MATRIX, o.T)
+    other = Step.of(step(model, o.weights, o.T, context, o.cache, records.MATRIX)) if by_matrix else None
     print(f"{o.shape}, {o.weights}, {o.T} rows, {context} tokens of context, cache {o.cache}: by arithmetic, not measured on a Mac\n")
     print(kernels_table(plan))
     print("\n" + "\n".join(sentences(plan, o.T)) + "\n")
     if other is not None:
-        print(f"With the variant {records.MATRIX_ROW}, used on request\n\n{kernels_table(other)}\n\n{sentences(other, o.T)[0]}\n")
+        print(f"With the variant {records.MATRIX}, used on request\n\n{kernels_table(other)}\n\n{sentences(other, o.T)[0]}\n")
     assumed = f"gap {o.gap} us, stream {o.stream}, {REGISTERS} registers a thread"
     print(f"SIMD groups that a core has at a time, and share of bandwidth. Assumed: {assumed}\n")
     goal = SMALL_GOALS.get((o.shape, o.weights), GOALS.get(o.weights)) if o.T == 1 else None

@@ -1,4 +1,4 @@
-"""Choosing between variants of a kernel: within its time, by the figures, and remembered."""
+"""Choosing between candidates for a kernel: within its budget, by the figures, and remembered."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Cut:
     staged: bool = False
 
 
-DEFAULT, *OTHERS = VARIANTS = [Cut(4), Cut(2), Cut(8), Cut(8, True)]
+DEFAULT, *OTHERS = CANDIDATES = [Cut(4), Cut(2), Cut(8), Cut(8, True)]
 
 
 class Machine:
-    """A clock that only work moves on: `compiling` seconds for a variant to be made ready, and what each launch takes."""
+    """A clock that only work advances: `compiling` seconds to prepare a candidate, and the seconds of each launch."""
 
     def __init__(self, seconds: dict[Cut, float], compiling: float = 0.01):
         self.now, self.seconds, self.compiling = 0.0, seconds, compiling
@@ -48,7 +48,7 @@ class Machine:
 
 
 def seconds(*each: float) -> dict[Cut, float]:
-    return dict(zip(VARIANTS, each, strict=True))
+    return dict(zip(CANDIDATES, each, strict=True))
 
 
 def tuner(machine: Machine, path=None, budget: float = 2.0) -> Tuner:
@@ -56,14 +56,14 @@ def tuner(machine: Machine, path=None, budget: float = 2.0) -> Tuner:
 
 
 def choose(tuner: Tuner, machine: Machine, shape: str = "O=64 I=32", source: str = "a") -> Cut:
-    return tuner.choose("matvec", shape, VARIANTS, machine.timed, source)
+    return tuner.choose("matvec", shape, CANDIDATES, machine.timed, source)
 
 
 def test_the_fastest_is_taken_and_asked_for_once():
     machine = Machine(seconds(0.004, 0.005, 0.002, 0.003))
     one = tuner(machine)
     assert choose(one, machine) == Cut(8)
-    assert machine.compiled == VARIANTS and machine.launches == VARIANTS * (1 + TURNS), "in turns, the first of each not counted"
+    assert machine.compiled == CANDIDATES and machine.launches == CANDIDATES * (1 + TURNS), "in turns, the first of each not counted"
     assert choose(one, machine) == Cut(8) and len(machine.compiled) == 4
     machine.seconds = seconds(0.001, 0.005, 0.002, 0.003)
     assert choose(one, machine, "O=128 I=32") == DEFAULT, "another shape, another choice"
@@ -88,7 +88,7 @@ def test_figures_are_remembered(tmp_path):
     machine = Machine(seconds(0.004, 0.005, -1, 0.003))
     choose(tuner(machine, path), machine)
     (kept,) = json.loads(path.read_text())["Apple M2 Max"].values()
-    assert set(kept) == {name_of(variant) for variant in VARIANTS} and name_of(Cut(8, True)) == "rows=8 staged=1"
+    assert set(kept) == {name_of(variant) for variant in CANDIDATES} and name_of(Cut(8, True)) == "rows=8 staged=1"
     later = Machine(seconds(0.001, 0.001, 0.001, 0.001))
     assert choose(tuner(later, path), later) == Cut(8, True) and not later.compiled
     other = Tuner("Apple M1", path, 2.0, later.clock)
@@ -102,7 +102,7 @@ def test_two_seconds_in_all(tmp_path):
     machine = Machine(seconds(0.004, 0.005, 0.002, 0.003), compiling=0.4)
     one = tuner(machine, path)
     assert choose(one, machine) == Cut(8)
-    assert 1.2 < machine.now < 2.0 and machine.compiled == VARIANTS[:3], "half of the time for compiling, and what has begun is finished"
+    assert 1.2 < machine.now < 2.0 and machine.compiled == CANDIDATES[:3], "half of the time for compiling, and what has begun is finished"
     assert choose(one, machine, "another") in (DEFAULT, Cut(2)) and machine.now < 2.0 + 2 * 0.5
     spent = machine.now
     for i in range(5):
@@ -110,10 +110,10 @@ def test_two_seconds_in_all(tmp_path):
     assert machine.now == spent
 
 
-def test_the_next_process_goes_on_where_one_had_no_time(tmp_path):
+def test_the_next_process_times_what_is_left(tmp_path):
     path = tmp_path / "autotune.json"
     machine = Machine(seconds(0.004, 0.005, 0.006, 0.003), compiling=0.6)
-    assert choose(tuner(machine, path), machine) == DEFAULT and machine.compiled == VARIANTS[:2]
+    assert choose(tuner(machine, path), machine) == DEFAULT and machine.compiled == CANDIDATES[:2]
     slower = Machine(seconds(0.008, 0.010, 0.012, 0.006), compiling=0.1)  # the GPU is warm: all takes twice as long
     assert choose(tuner(slower, path), slower) == Cut(8, True)
     assert slower.compiled == [DEFAULT, Cut(8), Cut(8, True)], "the default as the measure"
@@ -121,16 +121,16 @@ def test_the_next_process_goes_on_where_one_had_no_time(tmp_path):
     assert choose(tuner(last, path), last) == Cut(8, True) and not last.compiled
 
 
-def test_a_variant_that_is_gone_is_not_taken(tmp_path):
+def test_a_removed_candidate_is_not_chosen(tmp_path):
     path = tmp_path / "autotune.json"
     machine = Machine(seconds(0.004, 0.005, 0.002, 0.003))
     choose(tuner(machine, path), machine)
-    left = [cut for cut in VARIANTS if cut != Cut(8)]
+    left = [cut for cut in CANDIDATES if cut != Cut(8)]
     assert tuner(machine, path).choose("matvec", "O=64 I=32", left, machine.timed, "a") == Cut(8, True)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"Apple M2 Max": 3}', '{"Apple M2 Max": {"k": {"v": "x"}}}', '{"A": {"k": []}}'])
-def test_a_broken_file_is_written_anew(tmp_path, text):
+def test_a_broken_file_is_replaced(tmp_path, text):
     path = tmp_path / "autotune.json"
     path.write_text(text)
     machine = Machine(seconds(0.004, 0.005, 0.002, 0.003))
@@ -146,13 +146,11 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path):
 
 
 def test_the_switch(monkeypatch, tmp_path):
-    monkeypatch.setattr(autotune, "gpu_name", lambda device: "Apple M2 Max")
-    monkeypatch.setattr(autotune, "_source_of", lambda stem: "a")
     monkeypatch.setenv("TINYVLLM_CACHE", str(tmp_path))
     machine = Machine(seconds(0.004, 0.005, 0.002, 0.003))
     for value, wanted in (("0", DEFAULT), ("1", Cut(8))):
         monkeypatch.setenv("TINYVLLM_AUTOTUNE", value)
         autotune.tuner.cache_clear()
-        assert autotune.tuned("METAL", "matvec", "O=64", VARIANTS, machine.timed) == wanted
+        assert autotune.tuned("Apple M2 Max", "matvec", "O=64", CANDIDATES, machine.timed, "a") == wanted
     assert (tmp_path / "autotune.json").is_file()
     autotune.tuner.cache_clear()

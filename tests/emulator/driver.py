@@ -26,7 +26,7 @@ from tinygrad.device import Compiler
 from tests.emulator.emulate import Memory, emulate_source
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.source import kernel_text
-from tinyvllm.bridge.programs import KeptTable
+from tinyvllm.bridge.programs import DiskTable
 
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, INVALID_HANDLE, NOT_FOUND, NOT_READY = 1, 2, 201, 400, 500, 600
 ERRORS = {1: "invalid argument", 2: "out of memory", 201: "invalid device context", 400: "invalid resource handle", 500: "not found"}
@@ -417,7 +417,7 @@ class _SourceCompiler(Compiler):
         return src.encode() if self.ptx else MACHINE_CODE + src.encode()
 
 
-class _InMemory(KeptTable):
+class _InMemory(DiskTable):
     """A cache of tinygrad that writes nothing to disk, where a process with a GPU would load the source as machine code."""
 
     get = dict.get
@@ -492,10 +492,12 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 def _drop_programs(programs: dict[tuple[bytes, str], Any]) -> None:
     """Free everything that would call the driver later, while the driver exists."""
     from tinyvllm.backends.cuda import driver as gpu
-    from tinyvllm.bridge import node, tensors
+    from tinyvllm.backends.cuda.launch import machine_code
+    from tinyvllm.bridge import remove_hooks, shared_zeros
 
     for key in [key for key in programs if key[1].startswith("CUDA")]:
         del programs[key]
-    for cached in (gpu.copies_of, gpu.gpu_attribute, node.machine_code, tensors.shared_zeros):
+    for cached in (gpu.copies_of, gpu.gpu_attribute, machine_code, shared_zeros):
         cached.cache_clear()
+    remove_hooks("CUDA")
     gc.collect()

@@ -837,9 +837,11 @@ def _import_over_emulated_libraries() -> dict[str, ModuleType]:
 def _forget(programs: dict[tuple[bytes, str], Any]) -> None:
     """Frees everything that would use the device later, while it exists."""
     from tinyvllm.backends.metal import queue as metal_queue
-    from tinyvllm.bridge import node, tensors
+    from tinyvllm.backends.metal.launch import machine_code
+    from tinyvllm.bridge import remove_hooks, shared_zeros
 
     for key in [key for key in programs if key[1].startswith("METAL")]:
         del programs[key]
-    for kept in (metal_queue.queue_of, node.machine_code, tensors.shared_zeros):
+    for kept in (metal_queue.queue_of, machine_code, shared_zeros):
         kept.cache_clear()
+    remove_hooks("METAL")

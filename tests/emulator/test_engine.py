@@ -15,6 +15,7 @@ from tests.emulator.driver import cuda_device
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.backends import registry
 from tinyvllm.backends.cuda import call as cuda
+from tinyvllm.backends.cuda import limits
 from tinyvllm.backends.cuda import plan as records
 from tinyvllm.config import DEFAULT_MODEL as MODEL
 from tinyvllm.runner.memory import read_bandwidth
@@ -87,9 +88,9 @@ def test_a_small_gpu_uses_the_kernels_of_many_rows(gpu, driver, monkeypatch):
     """Where x does not fit in shared memory with the sums, few rows are prepared like many; the bits are the same."""
     expected = tokens(gpu, TEXTS[:1])
     small = records.GPU(4, 99 << 10, 100 << 10)
-    monkeypatch.setattr(cuda, "_gpu", lambda like: small)
-    monkeypatch.setattr(cuda, "_fits", lambda kernel, gpu: kernel.stem in ("matmul", "attention_decode"))
-    monkeypatch.setattr(cuda, "refuses_attention", lambda cache, H: None)
+    monkeypatch.setattr(cuda, "gpu_at", lambda like: small)
+    monkeypatch.setattr(cuda, "fits", lambda kernel, gpu: kernel.stem in ("matmul", "attention_decode"))
+    monkeypatch.setattr(limits, "gpu_of", lambda placement: records.GPU(4, 227 << 10, 228 << 10))
     before = len(driver.launched)
     with LLM(MODEL, device="CUDA", **OPTIONS) as other:
         assert tokens(other, TEXTS[:1]) == expected

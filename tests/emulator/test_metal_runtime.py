@@ -100,11 +100,11 @@ def test_tinygrad_computes(runtime):
 def test_memory_runs_out_as_on_a_gpu(runtime):
     from tinygrad import Tensor
 
-    from tinyvllm.backends.cuda.driver import gpu_free_memory
+    from tinyvllm.backends.metal.queue import metal_free_memory
 
-    free = gpu_free_memory("METAL")
+    free = metal_free_memory("METAL")
     held = integers(*range(1024))
-    assert gpu_free_memory("METAL") == free - 4096
+    assert metal_free_memory("METAL") == free - 4096
     with pytest.raises(MemoryError, match="failed on METAL"):
         Tensor.empty(65 << 20, dtype="uint8", device="METAL").uop.buffer.ensure_allocated()
     assert held.numpy()[5] == 5
@@ -329,16 +329,18 @@ def test_too_many_threads_for_a_kernels_registers(planted):
             out, after = reverse(x * 0, total, x, count, block=96)
             return (out + after).contiguous().realize()
 
-        with pytest.raises(KernelError, match="planted_reverse has 96 threads a group, and this GPU runs at most 64 of it"):
+        with pytest.raises(KernelError, match="planted_reverse has 96 threads per threadgroup; this GPU runs at most 64 of it"):
             Captured(function)(x)
         assert "planted_reverse" not in runtime.launched
 
 
-def test_variants_are_timed_by_the_gpus_clock_while_a_step_is_captured(runtime, monkeypatch, tmp_path):
+def test_candidates_are_timed_by_the_gpus_clock_while_a_step_is_captured(runtime, monkeypatch, tmp_path):
     from dataclasses import dataclass
 
     from tinyvllm.backends import autotune
-    from tinyvllm.backends.metal.timing import TimedKernel
+    from tinyvllm.backends.autotune import source_digest
+    from tinyvllm.backends.metal.launch import TimedKernel
+    from tinyvllm.backends.metal.queue import gpu_name
     from tinyvllm.bridge import Captured, download
 
     @dataclass(frozen=True)
@@ -351,12 +353,13 @@ def test_variants_are_timed_by_the_gpus_clock_while_a_step_is_captured(runtime, 
     runtime.seconds_of = lambda record: 1e-4 * abs(record.entries[0].threads[0] - 64) + 1e-5  # 64 is best
     runtime.max_threads, x, count = 128, integers(1, 2, 3), integers(3)
 
-    def timed(variant):
-        kernel = Kernel("planted_reverse", "metal", "apple7", (("THREADS", variant.threads),), 2, 2, grid=(1, 1, 1), block=variant.threads)
+    def timed(candidate):
+        kernel = Kernel("planted_reverse", "metal", "apple7", (("THREADS", n := candidate.threads),), 2, 2, grid=(1, 1, 1), block=n)
         return TimedKernel(kernel, "METAL", [12, np.array([7], np.int32), x, np.array([3], np.int32)])
 
     def function(x):
-        best = autotune.tuned("METAL", "planted_reverse", "n=3", [Threads(32), Threads(96), Threads(64), Threads(256)], timed)
+        candidates = [Threads(32), Threads(96), Threads(64), Threads(256)]
+        best = autotune.tuned(gpu_name("METAL"), "planted_reverse", "n=3", candidates, timed, source_digest("metal", "planted_reverse"))
         return reverse(x * 0, integers(0), x, count, block=best.threads)[0].contiguous().realize()
 
     step = Captured(function)
@@ -373,7 +376,7 @@ def test_limits_of_a_launch(runtime):
     from tinyvllm.backends.launch import launch
 
     many = [integers(0) for _ in range(31)]
-    with pytest.raises(ValueError, match="planted_reverse is given 32 tensors and 0 bytes"):
+    with pytest.raises(ValueError, match="planted_reverse got 32 tensors and 0 bytes"):
         launch(Kernel("planted_reverse", "metal", "apple7", (), 1, 31), [integers(0)], many)
 
 

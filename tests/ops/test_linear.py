@@ -11,7 +11,7 @@ from tinyvllm.backends import registry
 from tinyvllm.backends.buffers import constant
 from tinyvllm.ops.linear import TensorWeight, gate_up_silu, linear, rounded
 from tinyvllm.ops.norm import Norm
-from tinyvllm.quant.formats import Activations, Layout, activations_of, formats_in
+from tinyvllm.quant.formats import FORMATS, Activations, Layout, activations_of, formats_in
 
 TOLERANCE = 1e-5  # of results of about 1: the order of float32 sums
 # Where x is rounded, a last bit of the norm may tip a number to its neighbour: a weight of 0.1 times 1/256 (BF16) or 3/127 (blocks).
@@ -53,9 +53,9 @@ def test_x_is_rounded_as_processors_multiply_it():
     scale = np.abs(blocks).max(2, keepdims=True) / np.float32(127)
     expected = (np.rint(blocks / np.where(scale, scale, 1)) * scale).reshape(3, 64)
     for format in ("Q8_0", "Q4_0"):
-        np.testing.assert_allclose(rounded(Tensor(x), format).numpy(), expected, atol=1e-6)
-    np.testing.assert_array_equal(rounded(Tensor(x), "BF16").numpy(), Tensor(x).cast(dtypes.bfloat16).float().numpy())
-    np.testing.assert_array_equal(rounded(Tensor(x), "F16").numpy(), x)
+        np.testing.assert_allclose(rounded(Tensor(x), FORMATS[format].activations).numpy(), expected, atol=1e-6)
+    np.testing.assert_array_equal(rounded(Tensor(x), Activations.BFLOAT16).numpy(), Tensor(x).cast(dtypes.bfloat16).float().numpy())
+    np.testing.assert_array_equal(rounded(Tensor(x), Activations.FLOAT32).numpy(), x)
 
 
 def test_gate_up_silu_of_tensors():
@@ -141,7 +141,9 @@ def test_gate_up_silu_has_the_same_bits_in_any_company(monkeypatch):
         np.testing.assert_array_equal(got.view(np.uint32), whole[3 : 3 + T].view(np.uint32), err_msg=f"T = {T}")
 
 
-@pytest.mark.parametrize(("F", "kind", "why"), [(20, "RMS", "its 20 outputs are not a multiple of 16"), (16, "LAYER", "made for RMSNorm")])
+@pytest.mark.parametrize(
+    ("F", "kind", "why"), [(20, "RMS", "outputs in multiples of 16; the model has 20"), (16, "LAYER", "supports RMSNorm only")]
+)
 def test_what_the_gated_kernel_cannot_do_goes_to_the_reference(monkeypatch, F, kind, why):
     monkeypatch.delenv("TINYVLLM_KERNELS", raising=False)
     registry.forget_choices()

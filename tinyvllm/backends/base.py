@@ -1,17 +1,90 @@
-"""How each backend's kernels are called: the record of a kernel, its grid and its arguments, and what shapes it cannot take.
-
-One module a backend, all with the same functions, which the ops call once `registry.pick` has chosen a row of that backend.
-"""
+"""What a backend is: all that ops, the registry and the runner know of one kind of device."""
 
 from __future__ import annotations
 
-from types import ModuleType
+from typing import Protocol
+
+from tinygrad import Tensor
+
+from tinyvllm.backends.limits import ShapeFacts
+from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights
+from tinyvllm.batch import Batch, LayerCache
+from tinyvllm.placement import Placement
+from tinyvllm.quant.formats import Layout
 
 
-def calls_of(device: str) -> ModuleType:
-    """The module for a device of tinygrad's ("CPU", "CUDA:1", ...); the CPU's for one that has no kernels, whose refusals are as good."""
-    from tinyvllm.backends.cpu import call as cpu
-    from tinyvllm.backends.cuda import call as cuda
-    from tinyvllm.backends.metal import call as metal
+class Backend(Protocol):
+    """Hand-written kernels of one kind of device: which variants there are, which shapes they support, and one method an op.
 
-    return {"CUDA": cuda, "METAL": metal}.get(device.split(":")[0], cpu)
+    name            as in messages and folders: "cpu", "cuda", "metal"
+    layout          how its kernels read the weights of products
+    stems           the ops that it has kernels for
+    variant_names   every variant that it has on any machine
+
+    The method of an op launches the kernels of `variant` (a name from `variants`) and returns their results; the caller has checked that
+    `unsupported` has no objection. What an op computes, and the shapes of its arguments, is in tinyvllm/ops.
+    """
+
+    name: str
+    layout: Layout
+
+    @property
+    def stems(self) -> frozenset[str]: ...
+
+    @property
+    def variant_names(self) -> tuple[str, ...]: ...
+
+    def open(self, placement: Placement) -> None:
+        """Open the device in tinygrad and install the backend's graph and copies; raises what tinygrad raises if it cannot be opened."""
+
+    def variants(self, placement: Placement, stem: str | None = None) -> dict[str, str | None]:
+        """Kernel variants at a placement, best first, each with what this machine lacks for it, or None.
+
+        With `stem`, also those that only this op has.
+        """
+        ...
+
+    def unsupported(self, stem: str, facts: ShapeFacts) -> str | None:
+        """Why the op's kernels cannot run a shape, or None if they can."""
+
+    def free_memory(self, placement: Placement) -> int | None:
+        """Bytes that may be allocated on the device; None if it uses the host's memory."""
+
+    def embed(self, variant: str, table: KernelTable, tokens: Tensor, rows: Tensor) -> Tensor: ...
+
+    def norm_qkv_rope_store(
+        self, variant: str, x: Tensor, norm: NormWeights, qkv: QKV, weight: KernelWeight, angles: Tensor | None, cache: LayerCache,
+        batch: Batch,
+    ) -> tuple[Tensor, LayerCache]: ...  # fmt: skip
+
+    def append_kv(self, variant: str, k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache: ...
+
+    def attention_decode(self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Tensor:
+        """[T, H * D], of which the rows of the decodes are written. Blocks that `batch.shared_prefix_lens` names are read once."""
+        ...
+
+    def attention_prefill(
+        self, variant: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch
+    ) -> Tensor:
+        """`out` [T, H * D], or a new tensor, with the rows of the chunks written."""
+        ...
+
+    def matmul(
+        self, variant: str, x: Tensor, weight: KernelWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool
+    ) -> Tensor: ...
+
+    def gate_up_silu(
+        self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, bias: Tensor | None
+    ) -> Tensor: ...
+
+    def norm_head(
+        self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, count: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def advance(self, variant: str, batch: Batch, sampled: Tensor, history: History, block_size: int, scratch_slot: int) -> None: ...
+
+    def copy_blocks(self, variant: str, pool: Tensor, pairs: Tensor, count: Tensor) -> Tensor: ...
+
+    def sample(self, variant: str, logits: Tensor, draw: DrawInputs) -> Tensor: ...
+
+    def accept_drafts(self, variant: str, drafts: Tensor, chosen: Tensor, lengths: Tensor, count: Tensor) -> tuple[Tensor, Tensor]: ...

@@ -32,3 +32,8 @@ def scratch(like: Tensor, nbytes: int) -> Tensor:
 def integers(like: Tensor, *shape: int) -> Tensor:
     """An int32 buffer for a kernel to write."""
     return Tensor.empty(*shape, dtype=dtypes.int32, device=like.device)
+
+
+def present(*optional: Tensor | None) -> list[Tensor]:
+    """The tensors that are not None."""
+    return [tensor for tensor in optional if tensor is not None]

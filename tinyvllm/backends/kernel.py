@@ -1,8 +1,10 @@
-"""One hand-written kernel as a record: its file, the constants it is compiled with, what it reads and writes, and how much work it does."""
+"""One hand-written kernel as a record: its file, its compile-time constants, what it reads and writes, and how much work it does."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+Constant = int | float | str
 
 
 @dataclass(frozen=True)
@@ -11,7 +13,7 @@ class Kernel:
 
     stem     names the op, the file (`STEM.c`, `STEM.cu`, `STEM.metal`) and the function in it
     backend  "cpu", "cuda" or "metal"
-    target   the row that compiles it: an instruction set ("avx512", "avx2", "neon", "plain") or a GPU ("sm_90")
+    target   the variant that compiles it: an instruction set ("avx512", "avx2", "neon", "plain") or a GPU ("sm_80", "apple7")
     defines  constants that are put before the source, in this order
     outs     how many of its arguments, the first ones, it writes; each may be read, too
     ins      how many arguments follow that it only reads
@@ -19,13 +21,13 @@ class Kernel:
     bytes    bytes of memory that one launch must move at least
     grid     GPUs: blocks of threads, in three directions
     block    GPUs: threads of a block
-    shared   GPUs: bytes of shared memory that the launch gives a block, beside what the source declares
+    shared   GPUs: bytes of shared memory that the launch gives a block, in addition to what the source declares
     """
 
     stem: str
     backend: str
     target: str
-    defines: tuple[tuple[str, int | float | str], ...]
+    defines: tuple[tuple[str, Constant], ...]
     outs: int
     ins: int
     flops: int = 0
@@ -35,19 +37,24 @@ class Kernel:
     shared: int = 0
 
     @classmethod
-    def cpu(cls, stem: str, row: str, outs: int, ins: int, flops: int = 0, bytes: int = 0, **defines: int | float | str) -> Kernel:
+    def cpu(cls, stem: str, variant: str, outs: int, ins: int, flops: int = 0, bytes: int = 0, **defines: Constant) -> Kernel:
         """A kernel of the CPU, its constants by name."""
-        return cls(stem, "cpu", row, tuple(defines.items()), outs, ins, flops, bytes)
+        return cls(stem, "cpu", variant, tuple(defines.items()), outs, ins, flops, bytes)
 
     @classmethod
     def cuda(
-        cls, stem: str, row: str, outs: int, ins: int, grid: tuple[int, int, int], block: int, shared: int = 0,
-        flops: int = 0, bytes: int = 0, **defines: int | float | str,
+        cls, stem: str, variant: str, outs: int, ins: int, grid: tuple[int, int, int], block: int, shared: int = 0,
+        flops: int = 0, bytes: int = 0, **defines: Constant,
     ) -> Kernel:  # fmt: skip
         """A kernel of an NVIDIA GPU, its constants by name."""
-        return cls(stem, "cuda", row, tuple(defines.items()), outs, ins, flops, bytes, grid, block, shared)
+        return cls(stem, "cuda", variant, tuple(defines.items()), outs, ins, flops, bytes, grid, block, shared)
 
     @property
     def name(self) -> str:
         """What profiles and `DEBUG=2` show."""
         return f"{self.stem}_{self.target}"
+
+    def check_counts(self, outs: int, ins: int) -> None:
+        """ValueError unless a launch passes as many tensors as the kernel takes."""
+        if (outs, ins) != (self.outs, self.ins):
+            raise ValueError(f"launch: {self.stem} writes {self.outs} and reads {self.ins} tensors, got {outs} and {ins}")

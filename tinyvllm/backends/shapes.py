@@ -1,13 +1,44 @@
-"""Constants that kernels of several backends are compiled with for the same thing, under the same names."""
+"""Shapes of launches, and the constants that kernels of several backends are compiled with for them, under the same names."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tinygrad import Tensor
 
-def up(amount: int, to: int) -> int:
-    """How many times `to` goes into `amount`, counted up."""
-    return -(amount // -to)
+from tinyvllm.backends.buffers import cache_format, constant
+from tinyvllm.backends.kernel import Constant
+from tinyvllm.backends.operands import QKV
+from tinyvllm.batch import Batch, LayerCache
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of x [T, I] with a weight in `format`, O outputs, and what is computed before and after it.
+
+    bias, residual, gelu  are applied to the outputs, in this order
+    silu                  the weight has 2 * O rows, gate and then up; the outputs are silu(gate) * up
+    eps                   of the RMSNorm before the product, as C reads it; None if there is none
+    gather                x is gathered through an index of rows
+    borders               where the outputs of the second and the third of three matrices start
+    """
+
+    format: str
+    T: int
+    O: int
+    I: int
+    bias: bool = False
+    residual: bool = False
+    gelu: bool = False
+    silu: bool = False
+    eps: str | None = None
+    gather: bool = False
+    borders: tuple[int, int] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight."""
+        return self.O * (1 + self.silu)
 
 
 @dataclass(frozen=True)
@@ -24,8 +55,16 @@ class Heads:
     qk_norm: bool
     qk_eps: str
 
+    @classmethod
+    def of(cls, outputs: int, qkv: QKV, angles: Tensor | None, cache: LayerCache) -> Heads:
+        """The heads of a layer whose q, k and v have so many outputs together."""
+        _, _, K, S, D = (int(d) for d in cache.keys.shape)
+        R = 0 if angles is None else int(angles.shape[1])
+        norms = qkv.q_norm is not None
+        return cls(outputs // D - 2 * K, K, D, S, R, cache_format(cache), qkv.bias is not None, norms, constant(qkv.qk_eps))
+
     @property
-    def defines(self) -> dict[str, int | float | str]:
+    def defines(self) -> dict[str, Constant]:
         return dict(
             H=self.H, K=self.K, D=self.D, S=self.S, R=self.R, CACHE_TYPE=self.cache, BIAS=int(self.bias), QK_NORM=int(self.qk_norm),
             QK_EPS=self.qk_eps,
@@ -37,11 +76,11 @@ class Heads:
 
     @property
     def whole(self) -> bool:
-        """Whether a head must be put together before it can be stored."""
+        """Whether a head must be complete before it can be stored."""
         return self.qk_norm or self.R not in (0, self.D)
 
     def optional(self, biases: int) -> int:
-        """Arguments that are there or not; `biases` if they are: one for all, or one for each of q, k and v."""
+        """How many of the optional arguments there are; `biases` of them are the bias: one for all, or one for each of q, k and v."""
         return biases * self.bias + 2 * self.qk_norm + (self.R > 0)
 
 
@@ -58,6 +97,12 @@ class Attention:
     scale: str
     window: int
 
+    @classmethod
+    def of(cls, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Attention:
+        """The attention of q [T, H, D] over a cache of [P, 2, K, S, D]."""
+        _, _, K, S, D = (int(d) for d in cache.keys.shape)
+        return cls(int(q.shape[1]), K, D, S, int(batch.block_tables.shape[1]), cache_format(cache), constant(scale), window)
+
     @property
-    def defines(self) -> dict[str, int | float | str]:
+    def defines(self) -> dict[str, Constant]:
         return dict(H=self.H, K=self.K, D=self.D, S=self.S, M=self.M, CACHE_TYPE=self.cache, SCALE=self.scale, WINDOW=self.window)

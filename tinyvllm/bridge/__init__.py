@@ -1,34 +1,59 @@
-"""The one room that touches what lies below tinygrad's public surface (0.13.0). Everything else in this project sees Tensors only.
+"""The one room that touches what is below tinygrad's public surface (0.13.0). Everything else in this project sees Tensors only.
 
-    device       opening a device: what tinygrad's own is given in place of its graph, its copies and its compiler
-    programs     schedules and compiled programs, kept on disk
-    node         a hand-written kernel as a node of the lazy graph
-    stores       programs in UOps that store through an index
-    capture      a captured step, replayed and repeated; crew_graph, line_graph and indirect_graph run it, on CPU, CUDA and Metal devices
-    memory       host access to device buffers; gpu has the CUDA driver for it, metal_queue Metal's, freeing lets go of the CPU's
-    tensors      tensors over memory that is there already
-    timing       how long a kernel takes, past any graph
-    layers       tinygrad's layers without initial values
+    device         opening a device, and replacing its graph, its frees and its compiler
+    cuda, metal    bindings of the two drivers as tinygrad has them
+    hooks          what a backend adds to a device: asynchronous copies, import of host pages
+    node           a compiled kernel as a node of the lazy graph
+    scatter        programs in UOps that store through an index
+    capture        a captured step, replayed and repeated
+    graph          base classes of a backend's graph of a captured step
+    arena          memory that captured steps share
+    memory         host access to device buffers
+    deferred_free  frees CPU buffers outside tinygrad's worker thread
+    tensors        tensors over existing memory
+    programs       schedules and compiled programs, kept on disk
+    timing         how long a kernel takes, past any graph
+    lazy_init      tinygrad's layers without initial values
 
-Others import the names below from here, and nothing from the modules: tests/test_house.py.
+It names no backend. Other rooms import the names below from here, and nothing from the modules: tests/test_house.py.
 """
 
 from __future__ import annotations
 
-from tinyvllm.backends.cuda.driver import gpu_attribute, gpu_free_memory
-from tinyvllm.backends.metal.queue import gpu_family, gpu_name
+from tinygrad.helpers import suppress_finalizing
+
 from tinyvllm.bridge.capture import Captured, CapturedCall, PendingWork, repeat
-from tinyvllm.bridge.device import open_device, prefer_device, synchronize
+from tinyvllm.bridge.cuda import compile_to_cubins, cuda_driver, cuda_runtime, replace_copy_in
+from tinyvllm.bridge.deferred_free import release_deferred
+from tinyvllm.bridge.device import (
+    architecture,
+    compile_text,
+    defer_frees,
+    has_graph,
+    opened_device,
+    prefer_device,
+    profiling,
+    synchronize,
+    tinygrad_setting,
+    use_graph,
+)
+from tinyvllm.bridge.graph import GraphKernel, JobGraph, StepGraph
+from tinyvllm.bridge.hooks import DeviceCopies, DeviceHooks, ImportedPages, QueueEvent, Transfer, install_hooks, remove_hooks
 from tinyvllm.bridge.lazy_init import uninitialized
-from tinyvllm.bridge.memory import Reading, download, peek, read_async, upload, upload_parts
-from tinyvllm.bridge.node import launch, run_now
+from tinyvllm.bridge.memory import Reading, download, host_address, peek, read_async, upload, upload_parts
+from tinyvllm.bridge.metal import from_objc_string, metal_bindings, metal_buffer_over, to_objc_string
+from tinyvllm.bridge.node import Program, code_address, launch_program, load_object, load_program
 from tinyvllm.bridge.programs import enable_program_cache
 from tinyvllm.bridge.scatter import scatter_add, store_kv
-from tinyvllm.bridge.tensors import alias, byte_spans, mapped, shared_zeros, spans
-from tinyvllm.bridge.timing import Timed
+from tinyvllm.bridge.tensors import alias, byte_spans, device_buffer, mapped, shared_zeros, spans
+from tinyvllm.bridge.timing import TimedProgram
 
 __all__ = [
-    "Captured", "CapturedCall", "PendingWork", "Reading", "Timed", "alias", "byte_spans", "download", "enable_program_cache",
-    "gpu_attribute", "gpu_family", "gpu_free_memory", "gpu_name", "launch", "mapped", "open_device", "peek", "prefer_device", "read_async",
-    "repeat", "run_now", "scatter_add", "shared_zeros", "spans", "store_kv", "synchronize", "uninitialized", "upload", "upload_parts",
+    "Captured", "CapturedCall", "DeviceCopies", "DeviceHooks", "GraphKernel", "ImportedPages", "JobGraph", "PendingWork", "Program",
+    "QueueEvent", "Reading", "StepGraph", "TimedProgram", "Transfer", "alias", "architecture", "byte_spans", "code_address", "compile_text",
+    "compile_to_cubins", "cuda_driver", "cuda_runtime", "defer_frees", "device_buffer", "download", "enable_program_cache",
+    "from_objc_string", "has_graph", "host_address", "install_hooks", "launch_program", "load_object", "load_program", "mapped",
+    "metal_bindings", "metal_buffer_over", "opened_device", "peek", "prefer_device", "profiling", "read_async", "release_deferred",
+    "remove_hooks", "repeat", "replace_copy_in", "scatter_add", "shared_zeros", "spans", "store_kv", "suppress_finalizing", "synchronize",
+    "tinygrad_setting", "to_objc_string", "uninitialized", "upload", "upload_parts", "use_graph",
 ]  # fmt: skip

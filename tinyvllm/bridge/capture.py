@@ -1,4 +1,4 @@
-"""Steps that are captured once, and then replayed: call by call, or many times over behind the caller's back."""
+"""Steps that are captured once and then replayed: one call at a time, or repeatedly in the background."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ from tinygrad import Context, Device, Tensor, TinyJit, UOp
 from tinygrad.engine.realize import graph_cache
 from tinygrad.uop.ops import Ops
 
-from tinyvllm.backends.cpu.graph import CpuGraph
-from tinyvllm.backends.cuda.copies import Mark
-from tinyvllm.backends.cuda.driver import copies_of
-from tinyvllm.backends.cuda.graph import CudaGraph
-from tinyvllm.backends.metal.icb import MetalGraph
-from tinyvllm.backends.metal.queue import Landing, queue_of
 from tinyvllm.bridge.arena import shared_arenas
+from tinyvllm.bridge.device import synchronize
+from tinyvllm.bridge.graph import JobGraph, StepGraph
+from tinyvllm.bridge.hooks import QueueEvent, hooks_of
+from tinyvllm.placement import Placement
 
 
 class Captured:
-    """A function of tensors that is captured by TinyJit at its first call and replayed as one graph ever after.
+    """A function of tensors that TinyJit captures at its first call and that later calls replay as one graph.
 
-    tinygrad runs a function once in the open before it captures; with all weights and inputs realized that run only costs a second
-    scheduling of the whole step. A replay goes to the captured graph at once: TinyJit's check of the arguments takes longer than the
-    launch. So arguments must be realized tensors of the first call's shapes, and whatever else the function reads must lie in buffers
-    that stay. `variables` are the function's integer arguments, by name, with their bounds.
+    tinygrad runs a function once without capturing it; with all weights and inputs realized that run would only cost a second scheduling
+    of the whole step. A replay calls the captured graph directly: TinyJit's check of the arguments takes longer than the launch. So the
+    arguments must be realized tensors of the first call's shapes, and everything else that the function reads must be in persistent
+    buffers. `variables` are the function's integer arguments, by name, with their bounds.
     """
 
     def __init__(self, function: Callable[..., Any], variables: Mapping[str, tuple[int, int]] | None = None):
@@ -37,13 +35,13 @@ class Captured:
         self._result: Any
 
     def __call__(self, *tensors: Tensor, **values: int) -> Any:
-        """The function's result, a tensor or several, in buffers that the next call overwrites. On the CPU it has run by then."""
+        """The function's result, a tensor or several, in buffers that the next call overwrites. On the CPU it has run on return."""
         if self._graph is not None:
             self._graph(tuple(tensor.uop.base for tensor in tensors), values)
             return self._result
         result = self._first(*tensors, **values) if self._jit.captured is None else self._replay(*tensors, **values)
-        if any(device.split(":")[0] == "CPU" for device in Device._opened_devices):  # what is no crew's job is a worker's, behind our back
-            Device["CPU"].synchronize()
+        if any(Placement(device).is_cpu for device in Device._opened_devices):  # not a JobGraph: tinygrad's worker thread may still run it
+            synchronize("CPU")
         return result
 
     def _replay(self, *tensors: Tensor, **values: int) -> Any:
@@ -52,71 +50,71 @@ class Captured:
 
     def _first(self, *tensors: Tensor, **values: int) -> Any:
         bound = {name: UOp.variable(name, *self._variables[name]).bind(value) for name, value in values.items()}
-        with Context(JIT_BATCH_SIZE=0), shared_arenas():
+        with Context(JIT_BATCH_SIZE=0), shared_arenas():  # type: ignore[no-untyped-call]
             self._result = self._jit(*tensors, **bound)
         if self._jit.captured is not None:  # JIT=0 in the environment captures nothing
             self._graph = self._only_graph()
         return self._result
 
     def _only_graph(self) -> Callable[[tuple[UOp, ...], dict[str, int]], Any] | None:
-        """The device graph, where the whole capture is one that takes the arguments as they come: a replay then passes the jit by."""
+        """The device graph, if the whole capture is one graph that takes the arguments in order: a replay then bypasses the jit."""
         assert self._jit.captured is not None
         calls = self._jit.captured.linear.src
         if len(calls) != 1 or calls[0].src[0].op is not Ops.CUSTOM_FUNCTION or self._jit.captured._written_uops & set(calls[0].src[1:]):
             return None
         arguments = [u.arg for u in calls[0].src[1:] if u.op is Ops.PARAM]
         graph = graph_cache.get(calls[0].src[0]) if arguments == list(range(len(arguments))) else None
-        if graph is not None and graph.device == "CPU" and not any(graph.uop_replace):
-            graph.uop_replace = []  # one empty list a kernel, which every replay would go through: 0.1 ms at 290 kernels
+        if isinstance(graph, JobGraph) and not any(graph.uop_replace):
+            graph.uop_replace = []  # one empty list per kernel, over which every replay would loop: 0.1 ms at 290 kernels
         return graph
 
 
-CapturedCall = tuple[Captured, tuple[Tensor, ...], dict[str, int]]  # what is captured, its tensors and its variables' values
+CapturedCall = tuple[Captured, tuple[Tensor, ...], dict[str, int]]  # a captured step, its tensors and its variables' values
 
 
 class PendingWork:
-    """Work that goes on behind the caller's back, if there is any."""
+    """Work that runs in the background, if there is any."""
 
-    PATIENCE = 0.002  # seconds; looking more often costs the lanes more than it brings
+    POLL_SECONDS = 0.002  # polling more often costs the computing threads more than it gains
 
-    def __init__(self, work: Future[None] | Mark | Landing | None = None):
+    def __init__(self, work: Future[None] | QueueEvent | None = None):
         self._work = work
 
     def wait(self) -> bool:
-        """Wait a moment; whether all is done. Raises what the work has raised."""
+        """Wait for POLL_SECONDS at most; whether all is done. Raises what the work has raised."""
         if self._work is None:
             return True
         try:
-            self._work.result(self.PATIENCE)
+            self._work.result(self.POLL_SECONDS)
         except TimeoutError:
             return False
         return True
 
 
 def repeat(calls: list[CapturedCall], times: int) -> PendingWork:
-    """Start these calls one after the other, all of them `times` times over. Each must have been made before.
+    """Start these calls one after the other, and repeat the sequence `times` times. Each must have been called before.
 
-    On the CPU that is one list of kernels for the crew, run from a thread of its own: the caller goes on meanwhile, may `peek` at buffers
-    and must wait for the end before it launches or uploads anything. A CUDA or Metal device has them all in its queue on return.
+    On the CPU this is one job for the thread pool, run from a thread of its own: the caller continues meanwhile, may `peek` at buffers,
+    and must wait for the end before it launches or uploads anything. A CUDA or Metal device has all launches in its queue on return.
     """
     graphs = [captured._graph for captured, _, _ in calls]
-    if times > 0 and all(isinstance(graph, CpuGraph) for graph in graphs):
-        for graph, (_, tensors, values) in zip(graphs, calls, strict=True):
-            graph.bind(tuple(tensor.uop.base for tensor in tensors), values)  # type: ignore[union-attr]
-        return PendingWork(_launcher().submit(CpuGraph.run, graphs, times))  # type: ignore[arg-type]
+    jobs = [graph for graph in graphs if isinstance(graph, JobGraph)]
+    if times > 0 and jobs and len(jobs) == len(graphs):
+        for graph, (_, tensors, values) in zip(jobs, calls, strict=True):
+            graph.bind(tuple(tensor.uop.base for tensor in tensors), values)
+        return PendingWork(_launcher().submit(jobs[0].run, jobs, times))
     for _ in range(times):
         for captured, tensors, values in calls:
             captured(*tensors, **values)
-    if times > 0 and graphs and isinstance(graphs[-1], CudaGraph):
-        return PendingWork(copies_of(graphs[-1].calls[0][2][0].device).mark())
-    if times > 0 and graphs and isinstance(graphs[-1], MetalGraph):
-        return PendingWork(queue_of(graphs[-1].calls[0][2][0].device).mark())
+    if times > 0 and graphs and isinstance(last := graphs[-1], StepGraph):
+        copies = hooks_of(last.device_name).copies
+        return PendingWork() if copies is None else PendingWork(copies.mark())
     return PendingWork()
 
 
 @functools.cache
 def _launcher() -> ThreadPoolExecutor:
-    """The thread that is lane 0 of what runs behind the callers' backs. A forked child makes one of its own."""
+    """The thread that is thread 0 of the pool for background work. A forked child makes one of its own."""
     return ThreadPoolExecutor(1, thread_name_prefix="tinyvllm-launcher")
 
 

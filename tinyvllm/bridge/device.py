@@ -1,65 +1,73 @@
-"""tinygrad's devices: choosing, opening and awaiting one, and what of it is replaced."""
+"""tinygrad's devices: choosing, opening and awaiting one, and replacing parts of it."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-from tinygrad import Context, Device, helpers
+from tinygrad import Device, helpers
+from tinygrad.device import CompileError
 
-from tinyvllm.backends.cpu.graph import CpuGraph
-from tinyvllm.backends.cuda.driver import copies_of
-from tinyvllm.backends.cuda.graph import CudaGraph
-from tinyvllm.backends.metal.icb import MetalGraph
-from tinyvllm.bridge.cpu_free import never_waiting_for_itself
+from tinyvllm.bridge.deferred_free import defer_in_worker
+from tinyvllm.bridge.graph import StepGraph
+from tinyvllm.errors import KernelError
 
 
-def prefer_device(device: str) -> None:
-    """Make `device` tinygrad's default, unless somebody chose one: otherwise tinygrad probes every backend for it, at length."""
+def prefer_device(kind: str) -> None:
+    """Make `kind` tinygrad's default unless the user chose one: otherwise tinygrad probes every backend for it, which is slow."""
     if not helpers.DEV.device:
-        helpers.DEV.value = device
+        helpers.DEV.value = kind
 
 
-def open_device(device: str) -> None:
-    """Open `device`, which tinygrad otherwise does at its first use; whatever its backend raises where it cannot."""
-    opened = Device[device]
-    if device.split(":")[0] == "CPU" and opened.graph is not CpuGraph:
-        opened.graph = CpuGraph
-        opened.allocator._free = never_waiting_for_itself(opened.allocator._free)  # type: ignore[method-assign]
-    if device.split(":")[0] == "CUDA" and opened.graph is not CudaGraph:
-        opened.graph = CudaGraph
-        opened.allocator._copyin = functools.partial(_copy_in, device)  # type: ignore[method-assign]
-        opened.runtime = _never_shown(opened.runtime)
-        _compile_to_machine_code(opened)
-    if device.split(":")[0] == "METAL" and opened.graph is not None:  # None: the GPU of a virtual machine has no indirect command buffers
-        opened.graph = MetalGraph
+def opened_device(device: str) -> Any:
+    """tinygrad's object of a device, opened at its first use; raises what tinygrad's backend raises if it cannot be opened."""
+    return Device[device]
 
 
-def _compile_to_machine_code(opened: Any) -> None:
-    """tinygrad's kernels, too, as machine code: a driver older than NVRTC, which a wheel often is newer than, takes no PTX of it."""
-    from tinygrad.runtime.support import compiler_cuda
-
-    if isinstance(opened.renderer.compiler, compiler_cuda.NVRTCCompiler):
-        opened.renderer.compiler = compiler_cuda.NVRTCCompiler(opened.arch, ptx=False, cache_key="cuda_cubin")
+def architecture(device: str) -> str:
+    """What the device's GPU calls its architecture: "sm_90", "Apple9"."""
+    return str(opened_device(device).arch)
 
 
-def _never_shown(runtime: Callable[..., Any]) -> Callable[..., Any]:
-    """`runtime`, which from DEBUG=5 on prints the program as the text that it takes it for; machine code is none."""
-
-    def made(*arguments: Any, **named: Any) -> Any:
-        with Context(DEBUG=min(helpers.DEBUG.value, 4)):
-            return runtime(*arguments, **named)
-
-    return made
+def has_graph(device: str) -> bool:
+    """Whether tinygrad captures steps on this device; the GPU of a virtual Mac has no indirect command buffers."""
+    return opened_device(device).graph is not None
 
 
-def _copy_in(device: str, opaque: Any, source: memoryview) -> None:
-    """tinygrad's copy to a CUDA device keeps pinned memory as large as all it has ever copied between two synchronisations, and after."""
-    copies_of(device).upload(opaque.value, np.frombuffer(source, np.uint8))
+def use_graph(device: str, graph: type[StepGraph]) -> bool:
+    """Capture steps of this device with `graph`; False if that was so before."""
+    opened = opened_device(device)
+    if opened.graph is graph:
+        return False
+    opened.graph = graph
+    return True
+
+
+def defer_frees(device: str) -> None:
+    """Free buffers of the CPU device only in threads that may wait for it."""
+    allocator = opened_device(device).allocator
+    allocator._free = defer_in_worker(allocator._free)
+
+
+def compile_text(device: str, name: str, text: str) -> bytes:
+    """What tinygrad's compiler of the device makes of a source; tinygrad keeps it on disk. KernelError with the compiler's messages."""
+    try:
+        compiled: bytes = opened_device(device).compiler.compile_cached(text)
+    except CompileError as error:
+        lines = [line for line in str(error).splitlines() if "error" in line] or str(error).splitlines()
+        raise KernelError(f"kernels: {name} does not compile for {device}: {'; '.join(lines[:3])}") from error
+    return compiled
+
+
+def profiling() -> bool:
+    """Whether tinygrad keeps what it launched for its profiler."""
+    return bool(helpers.PROFILE)
+
+
+def tinygrad_setting(name: str, default: int) -> int:
+    """One of tinygrad's environment variables."""
+    return int(helpers.getenv(name, default))
 
 
 def synchronize(device: str) -> None:
-    """Wait until everything launched on `device` has run. `realize()` of tinygrad returns before the CPU device's worker has begun."""
-    Device[device].synchronize()
+    """Wait until everything launched on `device` has run. tinygrad's `realize()` returns before the CPU device's worker has started."""
+    opened_device(device).synchronize()

@@ -1,4 +1,4 @@
-"""tinygrad's layers, built to be loaded into."""
+"""tinygrad's layers without initial values, for weights that are loaded afterwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tinygrad import Tensor
 
 @contextlib.contextmanager
 def uninitialized() -> Iterator[None]:
-    """Within it, tinygrad's layers are built without initial values: 22 layers take 1.5 s to draw random weights that loading replaces."""
+    """Within it, tinygrad's layers are built without initial values: drawing random weights for 22 layers takes 1.5 s."""
 
     def empty(*shape: Any, **kwargs: Any) -> Tensor:
         return Tensor.empty(*shape, dtype=kwargs.get("dtype"), device=kwargs.get("device"))

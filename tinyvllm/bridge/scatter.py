@@ -1,4 +1,4 @@
-"""Programs in UOps for what tinygrad's own ops cannot express: stores through an index."""
+"""Programs in UOps that tinygrad's own ops cannot express: stores through an index."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ def store_kv(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> LayerCac
         block, offset, dtype = slot // S, slot % S, keys.dtype.base
         key = keys[block, 0, h, offset, d].store(k[t, h, d].cast(dtype))
         value = values[block, 1, h, offset, d].store(v[t, h, d].cast(dtype))
-        return UOp.group(key, value).end(t, h, d).sink(arg=KernelInfo(name="store_kv"))
+        sink: UOp = UOp.group(key, value).end(t, h, d).sink(arg=KernelInfo(name="store_kv"))
+        return sink
 
     return LayerCache(*cache.keys.custom_kernel(cache.values, k, v, slots, fxn=program)[:2])
 
 
 def scatter_add(table: Tensor, rows: Tensor, columns: Tensor, amount: int = 1) -> Tensor:
-    """table [R, V] int32 with `amount` added at (rows [B], columns [B]), in place, one after the other; returns the table after it."""
+    """table [R, V] int32 with `amount` added at (rows [B], columns [B]), in place and in that order; returns the table after it."""
 
     def program(table: UOp, rows: UOp, columns: UOp) -> UOp:
         b = UOp.range(rows.shape[0], 0)
         cell = table[rows[b].cast(dtypes.weakint), columns[b].cast(dtypes.weakint)]
-        return cell.store(cell + amount).end(b).sink(arg=KernelInfo(name="scatter_add", opts_to_apply=()))
+        sink: UOp = cell.store(cell + amount).end(b).sink(arg=KernelInfo(name="scatter_add", opts_to_apply=()))
+        return sink
 
     return table.custom_kernel(rows, columns, fxn=program)[0]

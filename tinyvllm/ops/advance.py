@@ -1,34 +1,27 @@
-"""The state of a decode step after its tokens were drawn: what the next step starts from, without a way over the host."""
+"""Moves the state of a decode step to the next position after its tokens were drawn, without a host round trip."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tinygrad import Tensor
 
-from tinyvllm.backends.base import calls_of
+from tinyvllm.backends.limits import ShapeFacts
+from tinyvllm.backends.operands import History
 from tinyvllm.backends.registry import select
 from tinyvllm.batch import Batch
 from tinyvllm.placement import Placement
 
-
-@dataclass(frozen=True, eq=False)
-class History:
-    """Tokens of the last rounds, int32 [N, B] (-1 where a row had none), and the round that is written next, int32 [1]."""
-
-    tokens: Tensor
-    round: Tensor
+__all__ = ["History", "advance"]
 
 
 def advance(batch: Batch, sampled: Tensor, history: History, block_size: int, scratch_slot: int) -> None:
-    """Move a batch of decodes to its next tokens, in place: row b gets sampled[b] [B] int32 at the next position, in that one's slot.
+    """Move a batch of decodes to its next tokens, in place: row b gets sampled[b] [B] int32 at the next position, in that position's slot.
 
-    A sequence whose blocks are full writes to the scratch slot. Rows from batch.decodes on stay as they are.
+    A sequence whose blocks are full writes to the scratch slot. Rows from batch.decodes on do not change.
     """
-    B, M = (int(d) for d in batch.block_tables.shape)
-    row = select("advance", Placement.of(sampled.device), f"S={block_size}")
-    if row is not None:
-        calls_of(str(sampled.device)).advance(row, batch, sampled, history, block_size, scratch_slot)
+    (B, M), placement = (int(d) for d in batch.block_tables.shape), Placement.of(sampled.device)
+    kernel = select("advance", placement, f"S={block_size}", ShapeFacts(placement))
+    if kernel is not None:
+        kernel.backend.advance(kernel.variant, batch, sampled, history, block_size, scratch_slot)
         return
     counts = Tensor.arange(B, device=sampled.device) < batch.decodes
     positions = counts.where(batch.positions + 1, batch.positions).contiguous()
@@ -40,7 +33,7 @@ def advance(batch: Batch, sampled: Tensor, history: History, block_size: int, sc
         counts.where(sampled.maximum(0), batch.tokens), positions, counts.where(slot, batch.slots),
         counts.where(batch.context_lens + 1, batch.context_lens), now.where(sampled.unsqueeze(0), history.tokens), history.round + 1,
     ]  # fmt: skip
-    fresh = [value.cast("int32").contiguous() for value in values]  # all computed before any is overwritten
-    Tensor.realize(*fresh)
+    results = [value.cast("int32").contiguous() for value in values]  # all are computed before any buffer is overwritten
+    Tensor.realize(*results)
     outs = [batch.tokens, batch.positions, batch.slots, batch.context_lens, history.tokens, history.round]
-    Tensor.realize(*(out.assign(value) for out, value in zip(outs, fresh, strict=True)))
+    Tensor.realize(*(out.assign(value) for out, value in zip(outs, results, strict=True)))

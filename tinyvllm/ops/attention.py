@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from tinygrad import Tensor, UOp
 
-from tinyvllm.backends.base import calls_of
 from tinyvllm.backends.buffers import cache_format
-from tinyvllm.backends.registry import select
+from tinyvllm.backends.registry import Selection, select
 from tinyvllm.batch import Batch, LayerCache
+from tinyvllm.ops.facts import attention_facts
 from tinyvllm.placement import Placement
 
 
 class _Padded:
-    """Sequences padded to Q queries each: their block tables as far as the step's longest context, and what each query may see."""
+    """Sequences padded to Q queries each: their block tables up to the step's longest context, and which keys each query sees."""
 
     def __init__(self, positions: Tensor, tables: Tensor, m: int | UOp, S: int):
         B, Q = positions.shape
@@ -25,14 +25,14 @@ class _Padded:
         self._positions = positions.reshape(B, 1, 1, Q, 1, 1)
         self._at = Tensor.arange(M * S, device=tables.device).reshape(M, S)[:m].reshape(1, 1, 1, 1, m, S)
         self._tables = tables[:, :m]
-        self._seen: dict[int, Tensor] = {}
+        self._masks: dict[int, Tensor] = {}
 
-    def seen(self, window: int) -> Tensor:
+    def mask(self, window: int) -> Tensor:
         """Which keys each query sees, [B, 1, 1, Q, m, S]; built once for all layers of one window."""
-        if window not in self._seen:
+        if window not in self._masks:
             seen = self._at <= self._positions
-            self._seen[window] = seen & (self._at > self._positions - window) if window > 0 else seen
-        return self._seen[window]
+            self._masks[window] = seen & (self._at > self._positions - window) if window > 0 else seen
+        return self._masks[window]
 
     def attend(self, q: Tensor, cache: LayerCache, scale: float, window: int) -> Tensor:
         """q [B, Q, H, D] against the first m blocks of each table; result [B, Q, H, D]."""
@@ -42,10 +42,10 @@ class _Padded:
         gathered = (pool[self._tables][:, :, i] for i, pool in enumerate(cache))  # [B, m, K, S, D]
         k, v = (x.permute(0, 2, 1, 3, 4).reshape(B, K, 1, 1, m, S, D).float() for x in gathered)
         q = q.reshape(B, Q, K, G, D).permute(0, 2, 3, 1, 4).reshape(B, K, G, Q, 1, 1, D)
-        seen = self.seen(window)
+        seen = self.mask(window)
         scores = seen.where((q * k).sum(-1) * scale, -float("inf")).contiguous()  # [B, K, G, Q, m, S]
         weights = (scores - scores.max((4, 5), keepdim=True)).exp().contiguous()
-        # not only the weights: a block may hold the NaNs of a broken request that had it before, and 0 * NaN is NaN
+        # also the values: a block may hold NaNs of an earlier request, and 0 * NaN is NaN
         out = (weights.unsqueeze(-1) * seen.unsqueeze(-1).where(v, 0)).sum((4, 5)) / weights.sum((4, 5)).unsqueeze(-1)  # [B, K, G, Q, D]
         return out.permute(0, 3, 1, 2, 4).reshape(B, Q, H, D)
 
@@ -53,7 +53,7 @@ class _Padded:
 class PagedAttention:
     """Attention of one step: softmax(q k^T * scale + mask) v for every row of the flat batch.
 
-    What all layers share (tables, masks, the way from the flat batch to the padded one and back) is built once, here.
+    What all layers share (tables, masks, the indices from the flat batch to the padded one and back) is built once, here.
     """
 
     def __init__(self, batch: Batch, S: int):
@@ -78,12 +78,12 @@ class PagedAttention:
         A row at position p sees keys 0..p of its own sequence, with `window` > 0 only the last `window` of them. H is a multiple of K
         (grouped queries).
         """
-        decode, prefill = self._rows_of("attention_decode", cache, q), self._rows_of("attention_prefill", cache, q)
-        Bd, T, calls = self._batch.num_decodes, int(q.shape[0]), calls_of(str(q.device))
+        decode, prefill = self._kernel("attention_decode", cache, q), self._kernel("attention_prefill", cache, q)
+        Bd, T = self._batch.num_decodes, int(q.shape[0])
         singles = chunks = None
         if self._singles is not None:
             if decode is not None:
-                singles = calls.attention_decode(decode, q, cache, scale, window, self._batch)
+                singles = decode.backend.attention_decode(decode.variant, q, cache, scale, window, self._batch)
             else:
                 singles = self._singles.attend(q[:Bd].unsqueeze(1), cache, scale, window).reshape(Bd, -1).contiguous()
         if self._chunks is None:
@@ -91,7 +91,8 @@ class PagedAttention:
             return singles
         if prefill is not None:
             both = singles is not None and decode is not None
-            chunks = calls.attention_prefill(prefill, singles if both else None, q, cache, scale, window, self._batch)
+            out, backend = singles if both else None, prefill.backend
+            chunks = backend.attention_prefill(prefill.variant, out, q, cache, scale, window, self._batch)
             if both or singles is None:
                 return chunks
             chunks = chunks[Bd:]
@@ -102,10 +103,9 @@ class PagedAttention:
             chunks = out.reshape(-1, int(q.shape[1] * q.shape[2]))[self._back].contiguous()
         return chunks if singles is None else singles[:Bd].cat(chunks).contiguous()
 
-    def _rows_of(self, stem: str, cache: LayerCache, q: Tensor) -> str | None:
-        """The kernel's row for one of the two stems, None for the reference or where the step has no use for it."""
+    def _kernel(self, stem: str, cache: LayerCache, q: Tensor) -> Selection | None:
+        """The kernel of one of the two stems; None for the reference, or if the step has no sequences for it."""
         if (self._singles if stem == "attention_decode" else self._chunks) is None:
             return None
-        H, D, K = int(q.shape[1]), int(q.shape[2]), int(cache.keys.shape[2])
-        refused = calls_of(str(q.device)).refuses_attention(cache, H)
-        return select(stem, Placement.of(q.device), f"H={H}, K={K}, D={D} {cache_format(cache)}", refused)
+        (H, D), K, placement = (int(d) for d in q.shape[1:]), int(cache.keys.shape[2]), Placement.of(q.device)
+        return select(stem, placement, f"H={H}, K={K}, D={D} {cache_format(cache)}", attention_facts(placement, cache, H))

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tinygrad import Tensor
 
+from tinyvllm.backends.operands import NormWeights
 
-@dataclass(frozen=True, eq=False)
-class Norm:
-    """A norm with its weights: `kind` is "RMS" or "LAYER"; weight [E] and, for LAYER, bias [E]."""
 
-    kind: str
-    weight: Tensor
-    eps: float
-    bias: Tensor | None = None
+class Norm(NormWeights):
+    """A norm with its weights, applied by calling it."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, E] to float32 [T, E]."""

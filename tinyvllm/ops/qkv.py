@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tinygrad import Tensor
 
-from tinyvllm.backends.base import calls_of
 from tinyvllm.backends.buffers import cache_format
+from tinyvllm.backends.limits import ShapeFacts
+from tinyvllm.backends.operands import QKV, TensorWeight
 from tinyvllm.backends.registry import select
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import store_kv
-from tinyvllm.ops.linear import TensorWeight, Weight, product
+from tinyvllm.ops.facts import product_facts
+from tinyvllm.ops.linear import product
 from tinyvllm.ops.norm import Norm, rms_norm
 from tinyvllm.ops.rope import apply_rope
 from tinyvllm.placement import Placement
 
-
-@dataclass(frozen=True, eq=False)
-class QKV:
-    """The weight [(H + 2K) D, E], rows of q, then k, then v; its bias or None; the q/k norms [D] of Qwen3 or None."""
-
-    weight: Weight
-    bias: Tensor | None = None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    qk_eps: float = 1e-6
+__all__ = ["QKV", "append_kv", "norm_qkv_rope_store"]
 
 
 def norm_qkv_rope_store(
@@ -34,14 +25,14 @@ def norm_qkv_rope_store(
     """Queries of normalised x, and the cache with this step's keys and values in it.
 
     x [T, E] float32; angles [T, R] or None where positions are learned; cache of [P, 2, K, S, D].
-    Returns q [T, H, D] float32, rotated, and the cache after the write, from which attention must read.
+    Returns q [T, H, D] float32, rotated, and the cache after the write; attention must read from that.
     """
-    K, D, calls = int(cache.keys.shape[2]), int(cache.keys.shape[4]), calls_of(str(x.device))
+    K, D, placement = int(cache.keys.shape[2]), int(cache.keys.shape[4]), Placement.of(x.device)
     if not isinstance(qkv.weight, TensorWeight):
         shape = f"{qkv.weight.I}->{qkv.weight.O} {qkv.weight.format}, D={D}"
-        row = select("norm_qkv_rope_store", Placement.of(x.device), shape, calls.refuses_qkv(qkv.weight, norm, D))
-        if row is not None:
-            return calls.norm_qkv_rope_store(row, x, norm, qkv, qkv.weight, angles, cache, batch)
+        kernel = select("norm_qkv_rope_store", placement, shape, product_facts(placement, qkv.weight, norm, head_dim=D))
+        if kernel is not None:
+            return kernel.backend.norm_qkv_rope_store(kernel.variant, x, norm, qkv, qkv.weight, angles, cache, batch)
     T = int(x.shape[0])
     # without the copy, tinygrad recomputes the norm for every output
     y = product(norm(x).contiguous(), qkv.weight)
@@ -57,6 +48,6 @@ def norm_qkv_rope_store(
 
 def append_kv(k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:
     """The cache after k, v [T, K, D] float32 were written at the batch's slots, rounded to the cache's dtype."""
-    K, D, calls = int(cache.keys.shape[2]), int(cache.keys.shape[4]), calls_of(str(k.device))
-    row = select("kv_append", Placement.of(k.device), f"K={K}, D={D} {cache_format(cache)}", calls.refuses_heads(D))
-    return store_kv(cache, k, v, batch.slots) if row is None else calls.append_kv(row, k, v, cache, batch)
+    K, D, placement = int(cache.keys.shape[2]), int(cache.keys.shape[4]), Placement.of(k.device)
+    kernel = select("kv_append", placement, f"K={K}, D={D} {cache_format(cache)}", ShapeFacts(placement, head_dim=D))
+    return store_kv(cache, k, v, batch.slots) if kernel is None else kernel.backend.append_kv(kernel.variant, k, v, cache, batch)

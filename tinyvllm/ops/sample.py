@@ -15,8 +15,10 @@ from collections.abc import Callable
 
 from tinygrad import Tensor, dtypes
 
-from tinyvllm.backends.base import calls_of
+from tinyvllm.backends.limits import ShapeFacts
+from tinyvllm.backends.operands import DrawInputs as DrawInputs
 from tinyvllm.backends.registry import select
+from tinyvllm.integers import round_up
 from tinyvllm.placement import Placement
 
 THREEFRY_ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
@@ -55,7 +57,7 @@ def gumbel(seed_low: Tensor, seed_high: Tensor, position: Tensor, V: int) -> Ten
     vocabulary of 10^5 equal logits ties are rare.
     """
     # a multiple of 3 wide, tinygrad unrolls this kernel by 3 and the C compiler vectorises it; else by 4, and it is left as it stands
-    B, width = int(seed_low.shape[0]), -(-V // 3) * 3
+    B, width = int(seed_low.shape[0]), round_up(V, 3)
     token = Tensor.arange(width, device=seed_low.device).cast(dtypes.uint32).reshape(1, width)
     spread = [t.expand(B, width) for t in (seed_low, seed_high, token, position)]
     word, _ = threefry2x32((spread[0], spread[1]), (spread[2], spread[3]))
@@ -209,21 +211,13 @@ def top_p_threshold(
     return (top_p >= TOP_P_ONE).where(floor, _search(reached, B, steps))
 
 
-def draw(
-    logits: Tensor, lines: Tensor, count: Tensor, neutral_row: int, *, sampled: bool, top_k: bool, top_p: bool, min_p: bool,
-    seen: tuple[Tensor, Tensor] | None, bias: Tensor | None,
-) -> Tensor | None:  # fmt: skip
-    """Tokens int32 [B] by all of the above in one kernel, or None where there is none.
+def draw(logits: Tensor, how: DrawInputs) -> Tensor | None:
+    """Tokens int32 [B], drawn from logits float32 [B, V] by all of the above in one kernel; None if there is no kernel for it.
 
-    logits float32 [B, V], a buffer; lines int32 [B, 12] as the kernel's file has them, whose positions move one on if `sampled`; count
-    int32 [1], B. `seen` is counts int32 [R, V], where the tokens drawn are added, and prompted uint8 [R, V]; bias float32 [R, V]. Their
-    row neutral_row stands for none. What a row asks for must be among what is said here; nothing else in the graph may read `lines`.
+    `logits` must be a buffer. Whatever a row's parameters ask for must be switched on in `how`. Nothing else in the graph may read
+    `how.lines`.
     """
-    V = int(logits.shape[1])
-    features = {"SAMPLED": sampled, "TOP_K": top_k, "TOP_P": top_p, "MIN_P": min_p}
-    features |= {"PENALIZED": seen is not None, "BIASED": bias is not None}
-    named = "+".join(name.lower() for name, on in features.items() if on) or "greedy"
-    row = select("sample", Placement.of(logits.device), f"V={V} {named}", calls_of(str(logits.device)).refuses_sample(V))
-    if row is None:
-        return None
-    return calls_of(str(logits.device)).sample(row, logits, lines, count, neutral_row, features, seen, bias)
+    V, placement = int(logits.shape[1]), Placement.of(logits.device)
+    features = "+".join(name.lower() for name, on in how.features.items() if on) or "greedy"
+    kernel = select("sample", placement, f"V={V} {features}", ShapeFacts(placement, vocabulary=V))
+    return None if kernel is None else kernel.backend.sample(kernel.variant, logits, how)

@@ -1,4 +1,4 @@
-"""Which device to run on, and what must be in the environment before tinygrad is imported. Imports no tinygrad itself."""
+"""Chooses and opens the device, and sets what must be in the environment before tinygrad is imported. Imports no tinygrad at import."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def choose_device(choice: str) -> str:
         return choice
     if named := os.environ.get("DEV"):
         if not named.isalnum():  # to tinygrad, what follows a colon is a renderer
-            raise ArgumentError(f"DEV={named}: expected the name of a device, such as CUDA; say --device {named} for one of several")
+            raise ArgumentError(f"DEV={named}: expected the name of a device, such as CUDA; use --device {named} to choose one of several")
         return named.upper()
     if sys.platform == "darwin" and platform.machine() == "arm64":
         return "METAL"
@@ -37,13 +37,13 @@ def _cuda_devices() -> int:
 
 
 def start_device(choice: str, cache: Path) -> str:
-    """Choose the device, make tinygrad ready for it and open it; returns its name. ArgumentError where it cannot be opened.
+    """Choose the device, prepare tinygrad for it and open it; returns its name.
 
-    KernelError where there is a GPU, but nothing that compiles for it.
+    ArgumentError if it cannot be opened, KernelError if there is a GPU but no compiler for it.
     """
     device = choose_device(choice)
     placement = Placement(device)
-    # tinygrad probes every backend for a default device, which costs half a second and is never used here
+    # otherwise tinygrad probes every backend for a default device, which costs half a second and is never used here
     os.environ.setdefault("DEV", placement.kind)
     if placement.is_cpu:
         provide_compiler(cache)
@@ -53,10 +53,10 @@ def start_device(choice: str, cache: Path) -> str:
     from tinyvllm.bridge import enable_program_cache, prefer_device
 
     enable_program_cache()
-    prefer_device(placement.kind)  # the environment came too late where the caller had imported tinygrad already
+    prefer_device(placement.kind)  # the environment comes too late if the caller has already imported tinygrad
     try:
         open_device(placement)
-    except Exception as error:  # every backend has its own: a library that is not there, a driver's refusal, a group of both
+    except Exception as error:  # each of tinygrad's backends raises its own: a missing library, a driver's error, a group of both
         cause = next(iter(str(error).splitlines()), type(error).__name__)
         raise ArgumentError(f"device {device} cannot be opened here: {cause}; try --device CPU") from error
     return device

@@ -1,4 +1,4 @@
-"""How much memory there is for the KV cache, and how fast memory can be read."""
+"""How much memory is free for the KV cache, and how fast memory can be read."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from pathlib import Path
 import numpy as np
 from tinygrad import Tensor, dtypes
 
-from tinyvllm.backends.cuda import plan as records
-from tinyvllm.backends.cuda.driver import gpu_attribute, gpu_free_memory
+from tinyvllm.backends.cuda import plan as cuda_plan
+from tinyvllm.backends.cuda.driver import gpu_attribute
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.launch import launch, run_now
-from tinyvllm.backends.registry import usable_variants
+from tinyvllm.backends.registry import backend_for, usable_variants
 from tinyvllm.bridge import Captured, synchronize
 from tinyvllm.errors import ArgumentError, OutOfMemoryError
+from tinyvllm.integers import ceil_div
 from tinyvllm.placement import Placement
 from tinyvllm.weights.mapping import allocate
 
-READ_BYTES = 256 << 20  # beyond every cache, the ones that a virtual machine does not tell of included
-_PASSES = 8  # between two looks at the clock: a launch and a wait cost as much as some megabytes
-KV_SHARE = 0.5  # of what is free once the weights are resident, unless a size is given
+READ_BYTES = 256 << 20  # more than every cache, including those that a virtual machine does not report
+_PASSES = 8  # per reading of the clock: a launch and a wait cost as much as some megabytes
+KV_SHARE = 0.5  # of what is free once the weights are resident, unless the user sets the size
 
 
 def free_memory(device: str) -> int:
-    """Bytes that may be taken on `device` ("CPU", "CUDA", "METAL", ..., with or without an index).
+    """Bytes that may be allocated on `device` ("CPU", "CUDA", "METAL", ..., with or without an index).
 
-    CUDA's driver and Linux say what is free, Metal what it would have a process take at most. For macOS, whose free memory means little, it
-    is three quarters of all; for devices of other kinds it is the host's, for want of a better figure: give --kv-memory or --num-blocks
-    there.
+    CUDA's driver and Linux report what is free, Metal what a process should use at most. On macOS, whose free memory means little, it is
+    three quarters of all memory. For devices of other kinds it is the host's, because there is no better figure: give --kv-memory or
+    --num-blocks there.
     """
-    kind = device.split(":")[0]
-    if kind in ("CUDA", "METAL"):
-        return gpu_free_memory(device)
-    return _host_free()
+    placement = Placement(device)
+    backend = backend_for(placement)
+    free = None if backend is None else backend.free_memory(placement)
+    return _host_free() if free is None else free
 
 
 def _host_free() -> int:
@@ -49,24 +50,24 @@ def _host_free() -> int:
 
 
 def pool_blocks(device: str, block_bytes: int, block_size: int, wanted_tokens: int, kv_memory: int | None) -> int:
-    """Blocks for the pool: what `kv_memory` holds, or else what `wanted_tokens` need, within a share of the free memory.
+    """Blocks for the pool: as many as fit `kv_memory`, or else those that `wanted_tokens` need, within a share of the free memory.
 
-    wanted_tokens is what every sequence at its longest would take; more could never be used.
+    `wanted_tokens` is the total of all sequences at their maximum length; more could never be used.
     """
     if kv_memory is not None:
         blocks = kv_memory // block_bytes
         if blocks < 1:
             raise ArgumentError(f"--kv-memory {kv_memory} holds no block of {block_bytes} bytes; give at least that, or use --num-blocks")
         return blocks
-    wanted = -(-wanted_tokens // block_size)
+    wanted = ceil_div(wanted_tokens, block_size)
     affordable = int(free_memory(device) * KV_SHARE) // block_bytes
     if affordable < 1:
-        raise OutOfMemoryError(f"memory: not one KV block of {block_bytes} bytes fits what is free on {device}; use a smaller model")
+        raise OutOfMemoryError(f"memory: not one KV block of {block_bytes} bytes fits the free memory of {device}; use a smaller model")
     return min(wanted, affordable)
 
 
 def check_room(device: str, pool_bytes: int) -> None:
-    """OutOfMemoryError for a KV cache that the device cannot hold: host pages come one by one, and the refusal would be the system's."""
+    """OutOfMemoryError for a KV cache that the device cannot hold. The host allocates pages lazily and would kill the process later."""
     free = free_memory(device)
     if pool_bytes > free:
         raise OutOfMemoryError(
@@ -76,17 +77,17 @@ def check_room(device: str, pool_bytes: int) -> None:
 
 
 def read_bandwidth(device: str = "CPU", seconds: float = 0.15, nbytes: int = READ_BYTES) -> float:
-    """Bytes a second that `device` reads from its memory: the roof of decoding. The best pass counts.
+    """Bytes per second that `device` reads from its memory: the roof of decoding. The best pass counts.
 
-    On the CPU all threads of the pool read together; devices without kernels of ours count as the CPU.
+    On the CPU all threads of the pool read. For other devices than CUDA this is the host's bandwidth.
     """
-    return _gpu_read_bandwidth(device, seconds, 4 * nbytes) if device.split(":")[0] == "CUDA" else _host_read_bandwidth(seconds)
+    return _gpu_read_bandwidth(device, seconds, 4 * nbytes) if Placement(device).is_cuda else _host_read_bandwidth(seconds)
 
 
 def _gpu_read_bandwidth(device: str, seconds: float, nbytes: int) -> float:
     blocks = 2 * gpu_attribute(device, "MULTIPROCESSOR_COUNT")
     words = Tensor.empty(nbytes, dtype=dtypes.uint8, device=device).contiguous().realize()
-    kernel = records.read("sm_80", nbytes // 16, blocks)
+    kernel = cuda_plan.read(cuda_plan.BASE, nbytes // 16, blocks)
     sums = Tensor.empty(blocks, dtype=dtypes.int32, device=device).contiguous().realize()
     reads = Captured(lambda words: launch(kernel, [sums], [words])[0].realize())
     reads(words)
@@ -103,7 +104,7 @@ def _gpu_read_bandwidth(device: str, seconds: float, nbytes: int) -> float:
 
 def _host_read_bandwidth(seconds: float) -> float:
     words = allocate(READ_BYTES).view(np.uint64)
-    words[:] = 1  # pages of its own: fresh ones are all the same page of zeros
+    words[:] = 1  # distinct pages: untouched ones are all the same page of zeros
     variant = usable_variants(Placement("CPU"))[0]
     kernel, sink, best = Kernel.cpu("read", variant, 1, 1, N=len(words)), np.zeros(64, np.uint64), 0.0
     run_now(kernel, sink, words)  # compiles

@@ -56,9 +56,8 @@ class Draw:
         counts = (tables.counts.counts, tables.counts.prompted) if tables.counts is not None else None
         bias = tables.bias.table if tables.bias is not None else None
         filters = {"top_k": flags.top_k, "top_p": flags.top_p, "min_p": flags.min_p}
-        return ops.draw(
-            logits, self._parameters, self._count, tables.scratch_row, sampled=flags.sampled, **filters, seen=counts, bias=bias
-        )  # fmt: skip
+        inputs = ops.DrawInputs(self._parameters, self._count, tables.scratch_row, flags.sampled, **filters, seen=counts, bias=bias)
+        return ops.draw(logits, inputs)
 
     def _by_reference(self, logits: Tensor) -> Tensor:
         logits = scores = self._adjust(logits)

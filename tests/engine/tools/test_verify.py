@@ -88,13 +88,13 @@ def test_a_wrong_constant_in_a_kernel_is_found_and_named(tiny_model, tmp_path):
 
 @pytest.mark.long
 def test_a_nan_of_a_kernel_is_the_worst_of_all(tiny_model, monkeypatch):
-    from tinyvllm.backends.base import calls_of
+    from tinyvllm.backends.registry import BACKENDS
     from tinyvllm.engine.tools.verify import verify
 
     with LLM(tiny_model, **OPTIONS) as llm:
-        calls = calls_of("CPU")
-        kept = calls.gate_up_silu
-        monkeypatch.setattr(calls, "gate_up_silu", lambda *arguments: kept(*arguments) * float("nan"))
+        backend = BACKENDS["CPU"]
+        kept = backend.gate_up_silu
+        monkeypatch.setattr(backend, "gate_up_silu", lambda *arguments: kept(*arguments) * float("nan"))
         report = verify(llm.engine, PROMPTS[:2], steps=1)
     assert not report.fine and report.first == "layer 0" and report.culprits == ["norm_gate_up_silu"]
     assert report.places[1].own == float("inf") == report.places[1].largest

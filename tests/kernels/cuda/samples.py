@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tinyvllm.backends.cuda import plan as records
 from tinyvllm.backends.cuda.plan import GPU
 from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.shapes import Attention, Heads, Product
 
 GPUS = {"sm_80": GPU(108, 163 << 10, 164 << 10), "sm_90": GPU(132, 227 << 10, 228 << 10)}  # A100; H100 and H200
 ROW, EPS = "sm_80", "1e-05f"
@@ -24,11 +25,11 @@ class Sizes:
     V: int
     qk_norm: bool = False
 
-    def heads(self, cache: str) -> records.Heads:
-        return records.Heads(self.H, self.K, self.D, 16, self.D, cache, False, self.qk_norm, EPS)
+    def heads(self, cache: str) -> Heads:
+        return Heads(self.H, self.K, self.D, 16, self.D, cache, False, self.qk_norm, EPS)
 
-    def attention(self, cache: str, window: int = 0) -> records.Attention:
-        return records.Attention(self.H, self.K, self.D, 16, 512, cache, f"{self.D**-0.5}f", window)
+    def attention(self, cache: str, window: int = 0) -> Attention:
+        return Attention(self.H, self.K, self.D, 16, 512, cache, f"{self.D**-0.5}f", window)
 
 
 SMALL, LARGE = Sizes(2048, 8192, 32, 8, 64, 128256), Sizes(4096, 14336, 32, 8, 128, 128256)
@@ -44,15 +45,15 @@ def samples(gpu: GPU) -> dict[str, Kernel]:
 def _few(gpu: GPU) -> dict[str, Kernel]:
     found = {}
     for format in TILED:
-        found[f"matvec {format} of 1"] = records.matvec(ROW, format, 1, LARGE.E, LARGE.F, gpu, residual=True)
-        found[f"matvec {format} of 8"] = records.matvec(ROW, format, 8, LARGE.E, LARGE.F, gpu)
+        found[f"matvec {format} of 1"] = records.matvec(ROW, Product(format, 1, LARGE.E, LARGE.F, residual=True), gpu)
+        found[f"matvec {format} of 8"] = records.matvec(ROW, Product(format, 8, LARGE.E, LARGE.F), gpu)
         found[f"norm_gate_up_silu {format}"] = records.norm_gate_up_silu(ROW, format, 8, LARGE.E, LARGE.F, gpu, EPS)
     for format in ("BF16", "Q4_0"):
         for name, sizes, T, cache in (("8b", LARGE, 8, "BF16"), ("qwen", QWEN, 1, "F16")):
             heads = sizes.heads(cache)
             found[f"norm_qkv_rope_store {format} {name}"] = records.norm_qkv_rope_store(ROW, format, T, sizes.E, heads, gpu, EPS)
             found[f"norm_head {format} {name}"] = records.norm_head(ROW, format, T, sizes.V, sizes.E, gpu, EPS)
-    found["matvec with all"] = records.matvec(ROW, "BF16", 4, SMALL.E, SMALL.E, gpu, bias=True, residual=True, gelu=True)
+    found["matvec with all"] = records.matvec(ROW, Product("BF16", 4, SMALL.E, SMALL.E, bias=True, residual=True, gelu=True), gpu)
     found["norm_gate_up_silu qwen"] = records.norm_gate_up_silu(ROW, "BF16", 3, QWEN.E, QWEN.F, gpu, EPS, bias=True)
     return found
 
@@ -63,8 +64,8 @@ def _many(gpu: GPU) -> dict[str, Kernel]:
     found["quantize_input alone"] = records.quantize_input(ROW, "Q4_0", 64, LARGE.F)
     for format in TILED:
         for T in (16, 64, 512, 4096) if format in ("BF16", "Q4_0") else (64, 4096):
-            found[f"matmul {format} of {T}"] = records.matmul(ROW, format, T, LARGE.E, LARGE.F, gpu, residual=True)[0]
-        found[f"matmul {format} with silu"] = records.matmul(ROW, format, 256, SMALL.F, SMALL.E, gpu, silu=True)[0]
+            found[f"matmul {format} of {T}"] = records.matmul(ROW, Product(format, T, LARGE.E, LARGE.F, residual=True), gpu)[0]
+        found[f"matmul {format} with silu"] = records.matmul(ROW, Product(format, 256, SMALL.F, SMALL.E, silu=True), gpu)[0]
     for cache in ("F32", "F16", "BF16"):
         found[f"rope_store {cache}"] = records.rope_store(ROW, 128, (QWEN if cache == "F16" else SMALL).heads(cache))
     found["argmax of 1"], found["argmax of 64"] = records.argmax(ROW, 1, SMALL.V, gpu), records.argmax(ROW, 64, QWEN.V, gpu)
@@ -73,8 +74,8 @@ def _many(gpu: GPU) -> dict[str, Kernel]:
 
 def _hopper(gpu: GPU) -> dict[str, Kernel]:
     row = records.HOPPER
-    found = {"matmul_hopper BF16": records.matmul_hopper(row, "BF16", 4096, LARGE.E, LARGE.F, gpu, residual=True)}
-    found["matmul_hopper F16 with silu"] = records.matmul_hopper(row, "F16", 2048, LARGE.F, LARGE.E, gpu, silu=True)
+    found = {"matmul_hopper BF16": records.matmul_hopper(row, Product("BF16", 4096, LARGE.E, LARGE.F, residual=True), gpu)}
+    found["matmul_hopper F16 with silu"] = records.matmul_hopper(row, Product("F16", 2048, LARGE.F, LARGE.E, silu=True), gpu)
     found["quantize_input for hopper"] = records.quantize_input(ROW, "BF16", 256, LARGE.E, EPS, cores=True)
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tinyvllm.backends.cuda import plan as records
 from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.shapes import Heads, Product
 
 ROW, EPS, QK_EPS = "sm_90", 1e-5, 1e-6
 
@@ -13,7 +14,7 @@ def _gpu(processors: int) -> records.GPU:
 
 
 def matvec(T: int, O: int, I: int, format: str, bias: int = 0, residual: int = 0, activation: int = 0, processors: int = 132) -> Kernel:
-    return records.matvec(ROW, format, T, O, I, _gpu(processors), bool(bias), bool(residual), bool(activation))
+    return records.matvec(ROW, Product(format, T, O, I, bool(bias), bool(residual), bool(activation)), _gpu(processors))
 
 
 def norm_gate_up_silu(T: int, E: int, F: int, format: str, bias: int = 0, processors: int = 132) -> Kernel:
@@ -24,7 +25,7 @@ def norm_qkv_rope_store(
     T: int, E: int, H: int, K: int, D: int, R: int, S: int, format: str, cache: str = "BF16", bias: int = 0, qk_norm: int = 0,
     processors: int = 132,
 ) -> Kernel:  # fmt: skip
-    heads = records.Heads(H, K, D, S, R, cache, bool(bias), bool(qk_norm), f"{QK_EPS}f")
+    heads = Heads(H, K, D, S, R, cache, bool(bias), bool(qk_norm), f"{QK_EPS}f")
     return records.norm_qkv_rope_store(ROW, format, T, E, heads, _gpu(processors), f"{EPS}f")
 
 

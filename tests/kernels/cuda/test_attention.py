@@ -16,6 +16,7 @@ from tests.kernels.calling import aligned
 from tests.kernels.test_attention import CONTEXT, NEW, Case, Shape, _ints, make, oracle, same
 from tinyvllm.backends.cuda import plan as records
 from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.shapes import Attention
 from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16
 
 GPU = records.GPU(multiprocessors=3, shared=227 << 10, shared_of_one=228 << 10)
@@ -30,9 +31,9 @@ def rounded(case: Case) -> Case:
     return dataclasses.replace(case, q=case.q.astype(np.float16).astype(np.float32))
 
 
-def told(case: Case) -> records.Attention:
+def told(case: Case) -> Attention:
     s = case.shape
-    return records.Attention(s.H, s.K, s.D, s.S, case.tables.shape[1], s.dtype, f"{s.D**-0.5}f", s.window)
+    return Attention(s.H, s.K, s.D, s.S, case.tables.shape[1], s.dtype, f"{s.D**-0.5}f", s.window)
 
 
 def with_section(kernel: Kernel, section: int) -> Kernel:

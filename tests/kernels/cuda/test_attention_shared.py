@@ -12,6 +12,7 @@ from tests.kernels.calling import aligned
 from tests.kernels.cuda.test_attention import GPU, close, decode, prefill, rounded, told
 from tests.kernels.test_attention import Case, Shape, _ints, grouped, make, oracle, same
 from tinyvllm.backends.cuda import plan as records
+from tinyvllm.backends.shapes import Attention
 
 
 def reading(
@@ -195,7 +196,7 @@ def test_occupancy_is_the_same_with_and_without_sharing(H: int, K: int, D: int) 
     """Grid and shared memory are equal; the space of followers stays within its limit, and suffices for prefixes of thousands of tokens."""
     gpu = records.GPU(132, 227 << 10, 228 << 10)
     for B, M in ((2, 512), (64, 512), (64, 8192), (256, 512)):
-        told = records.Attention(H, K, D, 16, M, "BF16", "0.125f", 0)
+        told = Attention(H, K, D, 16, M, "BF16", "0.125f", 0)
         (alone, floats, _), (shared, more, _) = (records.attention_decode("sm_80", B, told, gpu, cascade=c) for c in (False, True))
         assert (alone.grid, alone.shared, alone.block) == (shared.grid, shared.shared, shared.block)
         assert 0 < 4 * (more - floats) <= records.FOLLOWING and dict(shared.defines)["CASCADE"] >= min(16, M // 16)
@@ -205,5 +206,5 @@ def test_occupancy_is_the_same_with_and_without_sharing(H: int, K: int, D: int) 
 def test_no_cascade_where_nothing_could_be_shared() -> None:
     """One sequence; heads whose rows and sums fill the registers; too many sequences for the space of followers."""
     for B, H, D, M in ((1, 32, 64, 512), (64, 128, 128, 512), (64, 8, 256, 512), (256, 64, 128, 8192)):
-        told = records.Attention(H, 8, D, 16, M, "BF16", "0.125f", 0)
+        told = Attention(H, 8, D, 16, M, "BF16", "0.125f", 0)
         assert records.attention_decode("sm_80", B, told, GPU, cascade=True) == records.attention_decode("sm_80", B, told, GPU)

@@ -12,6 +12,7 @@ import pytest
 from tests.kernels.cuda.samples import GPUS, samples
 from tinyvllm.backends.cuda import nvrtc
 from tinyvllm.backends.cuda import plan as records
+from tinyvllm.backends.shapes import Product
 from tinyvllm.backends.source import kernel_text, kernels_folder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVRTC's wheel is for Linux")
@@ -48,7 +49,7 @@ def _cuts() -> list[tuple[records.Cut, str, str, int]]:
 @pytest.mark.parametrize("cut, format, arch, split", _cuts())
 def test_every_cut_of_a_large_product(cut: records.Cut, format: str, arch: str, split: int) -> None:
     """Also those that the shapes of the samples do not choose."""
-    kernel = records.matmul("sm_80", format, 256, 2048, 2048, GPUS[arch], residual=True, chosen=(cut, split))[0]
+    kernel = records.matmul("sm_80", Product(format, 256, 2048, 2048, residual=True), GPUS[arch], chosen=(cut, split))[0]
     said = nvrtc.report(kernel, arch)
     assert said.spilled == 0 and said.stack == 0, said.said
     assert said.shared + kernel.shared <= GPUS[arch].shared

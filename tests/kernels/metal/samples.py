@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.metal import plan as records
+from tinyvllm.backends.shapes import Attention, Heads, Product
 
 ROW, EPS = "apple7", "1e-05f"
 FORMATS = ("BF16", "F16", "F32", "Q8_0", "Q4_0", "Q4_K")
@@ -22,11 +23,11 @@ class Sizes:
     V: int
     qk_norm: bool = False
 
-    def heads(self, cache: str, bias: bool = False) -> records.Heads:
-        return records.Heads(self.H, self.K, self.D, 16, self.D, cache, bias, self.qk_norm, EPS)
+    def heads(self, cache: str, bias: bool = False) -> Heads:
+        return Heads(self.H, self.K, self.D, 16, self.D, cache, bias, self.qk_norm, EPS)
 
-    def attention(self, cache: str, window: int = 0, blocks: int = 512) -> records.Attention:
-        return records.Attention(self.H, self.K, self.D, 16, blocks, cache, f"{self.D**-0.5}f", window)
+    def attention(self, cache: str, window: int = 0, blocks: int = 512) -> Attention:
+        return Attention(self.H, self.K, self.D, 16, blocks, cache, f"{self.D**-0.5}f", window)
 
 
 SMALL, LARGE = Sizes(2048, 8192, 32, 8, 64, 128256), Sizes(4096, 14336, 32, 8, 128, 128256)
@@ -43,14 +44,14 @@ def _few() -> dict[str, Kernel]:
     found = {}
     for format in FORMATS:
         for T in (1, 8, 16):
-            found[f"matvec {format} of {T}"] = records.matvec(ROW, format, T, LARGE.E, LARGE.F, residual=T == 1)
+            found[f"matvec {format} of {T}"] = records.matvec(ROW, Product(format, T, LARGE.E, LARGE.F, residual=T == 1))
         found[f"norm_gate_up_silu {format}"] = records.norm_gate_up_silu(ROW, format, 1, LARGE.E, LARGE.F, EPS)
     for format in ("BF16", "Q4_0", "Q4_K"):
         for name, sizes, T, cache in (("8b", LARGE, 1, "BF16"), ("qwen", QWEN, 4, "F16")):
             heads = sizes.heads(cache)
             found[f"norm_qkv_rope_store {format} {name}"] = records.norm_qkv_rope_store(ROW, format, T, sizes.E, heads, EPS)
             found[f"norm_head {format} {name}"] = records.norm_head(ROW, format, T, sizes.V, sizes.E, EPS)
-    found["matvec with all"] = records.matvec(ROW, "BF16", 4, SMALL.E, SMALL.E, bias=True, residual=True, gelu=True)
+    found["matvec with all"] = records.matvec(ROW, Product("BF16", 4, SMALL.E, SMALL.E, bias=True, residual=True, gelu=True))
     found["norm_gate_up_silu with bias"] = records.norm_gate_up_silu(ROW, "BF16", 3, QWEN.E, QWEN.F, EPS, bias=True)
     found["norm_qkv_rope_store with bias"] = records.norm_qkv_rope_store(ROW, "Q8_0", 16, SMALL.E, SMALL.heads("F32", True), EPS)
     return found
@@ -59,17 +60,17 @@ def _few() -> dict[str, Kernel]:
 def _many() -> dict[str, Kernel]:
     found = {}
     for format in FORMATS:
-        found[f"matmul {format} of 64"] = records.matmul(ROW, format, 64, LARGE.E, LARGE.F, residual=True)
-        found[f"matmul {format} with silu"] = records.matmul(ROW, format, 256, SMALL.F, SMALL.E, silu=True, eps=EPS)
+        found[f"matmul {format} of 64"] = records.matmul(ROW, Product(format, 64, LARGE.E, LARGE.F, residual=True))
+        found[f"matmul {format} with silu"] = records.matmul(ROW, Product(format, 256, SMALL.F, SMALL.E, silu=True, eps=EPS))
     for format in FORMATS:
-        found[f"matmul16 {format}"] = records.matmul16(records.MATRIX_ROW, format, 16, LARGE.E, LARGE.F, residual=True)
+        found[f"matmul16 {format}"] = records.matmul16(records.MATRIX, Product(format, 16, LARGE.E, LARGE.F, residual=True))
         found[f"matmul16 {format} with silu"] = records.matmul16(
-            records.MATRIX_ROW, format, 9, QWEN.F, QWEN.E, silu=True, eps=EPS, fragments=records.FRAGMENTS[-1]
+            records.MATRIX, Product(format, 9, QWEN.F, QWEN.E, silu=True, eps=EPS), fragments=records.FRAGMENTS[-1]
         )
-    found["matmul16 of three"] = records.matmul16(records.MATRIX_ROW, "Q4_0", 16, 3072, SMALL.E, eps=EPS, borders=(2048, 2560))
-    found["matmul16 gathered"] = records.matmul16(records.MATRIX_ROW, "Q4_K", 16, SMALL.V, SMALL.E, eps=EPS, gather=True)
-    found["matmul of three"] = records.matmul(ROW, "Q4_K", 32, 3072, SMALL.E, eps=EPS, borders=(2048, 2560))
-    found["matmul gathered"] = records.matmul(ROW, "Q4_0", 17, SMALL.V, SMALL.E, eps=EPS, gather=True)
+    found["matmul16 of three"] = records.matmul16(records.MATRIX, Product("Q4_0", 16, 3072, SMALL.E, eps=EPS, borders=(2048, 2560)))
+    found["matmul16 gathered"] = records.matmul16(records.MATRIX, Product("Q4_K", 16, SMALL.V, SMALL.E, eps=EPS, gather=True))
+    found["matmul of three"] = records.matmul(ROW, Product("Q4_K", 32, 3072, SMALL.E, eps=EPS, borders=(2048, 2560)))
+    found["matmul gathered"] = records.matmul(ROW, Product("Q4_0", 17, SMALL.V, SMALL.E, eps=EPS, gather=True))
     for cache in ("F32", "F16", "BF16"):
         found[f"rope_store {cache}"] = records.rope_store(ROW, 128, (QWEN if cache == "F16" else SMALL).heads(cache))
     found["argmax"], found["argmax_merge"], _ = records.argmax(ROW, 16, SMALL.V)

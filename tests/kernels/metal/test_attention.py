@@ -14,15 +14,16 @@ from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned
 from tests.kernels.test_attention import Case, Shape, _ints, make, oracle, same
 from tinyvllm.backends.metal import plan as records
+from tinyvllm.backends.shapes import Attention
 
 # Only sums are rounded, as in the CPU's kernels.
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
 ROW = "apple7"
 
 
-def attention_shape(case: Case) -> records.Attention:
+def attention_shape(case: Case) -> Attention:
     s = case.shape
-    return records.Attention(s.H, s.K, s.D, s.S, case.tables.shape[1], s.dtype, f"{s.D**-0.5}f", s.window)
+    return Attention(s.H, s.K, s.D, s.S, case.tables.shape[1], s.dtype, f"{s.D**-0.5}f", s.window)
 
 
 def decode(case: Case, count: int | None = None, partition: int = 512, simds: int = 2, seed: int = 0) -> np.ndarray:

@@ -14,6 +14,7 @@ from tests.kernels.cuda.tiles import close, laid, numbers, one, same_bits, untou
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.metal import plan as records
 from tinyvllm.backends.metal.plan import Cut
+from tinyvllm.backends.shapes import Heads, Product
 from tinyvllm.backends.source import kernel_text
 from tinyvllm.quant.codecs import bf16_to_f32, pack, unpack
 from tinyvllm.quant.formats import FORMATS
@@ -85,14 +86,14 @@ def matvec(kernel: Kernel, x: np.ndarray, weight: Weight, *more: np.ndarray, row
 def test_matvec(T: int, I: int, format: str) -> None:
     O, I = 21, columns(I, format)
     weight, x = weight_of(O, I, format), numbers(T, I)
-    close(matvec(records.matvec(ROW, format, T, O, I, cut=CUTS[T]), x, weight, seed=T), *product(x, weight))
+    close(matvec(records.matvec(ROW, Product(format, T, O, I), cut=CUTS[T]), x, weight, seed=T), *product(x, weight))
 
 
 @pytest.mark.parametrize("bias, residual, gelu_too", [(1, 0, 0), (0, 1, 0), (1, 1, 1)])
 def test_matvec_ends_with_bias_gelu_and_residual(bias: int, residual: int, gelu_too: int) -> None:
     T, O, I = 3, 21, 96
     weight, x, b, r = weight_of(O, I, "BF16"), numbers(T, I), numbers(O, seed=1), numbers(T, O, seed=2)
-    kernel = records.matvec(ROW, "BF16", T, O, I, bool(bias), bool(residual), bool(gelu_too))
+    kernel = records.matvec(ROW, Product("BF16", T, O, I, bool(bias), bool(residual), bool(gelu_too)))
     got = matvec(kernel, x, weight, *[b][:bias], *[r][:residual])
     y, size = product(x, weight)
     y = y + b * bias
@@ -104,12 +105,13 @@ def test_a_row_has_the_same_bits_in_any_batch(format: str) -> None:
     """Alone and among sixteen, at another row, with x staged or not, with the work divided in other ways."""
     O, I = 19, columns(1312, format)
     weight, x = weight_of(O, I, format), numbers(16, I)
-    want = matvec(records.matvec(ROW, format, 16, O, I), x, weight)
+    want = matvec(records.matvec(ROW, Product(format, 16, O, I)), x, weight)
     for first, T, cut in (
         (5, 1, Cut(4, 2)), (15, 1, Cut(1, 1)), (2, 2, Cut(8, 2)), (3, 4, Cut(2, 2, staged=True)), (7, 9, Cut(2, 4, 2)),
     ):  # fmt: skip
         same_bits(
-            matvec(records.matvec(ROW, format, T, O, I, cut=cut), laid(x[first : first + T]), weight, seed=T), want[first : first + T]
+            matvec(records.matvec(ROW, Product(format, T, O, I), cut=cut), laid(x[first : first + T]), weight, seed=T),
+            want[first : first + T],
         )
 
 
@@ -118,7 +120,7 @@ def test_a_row_has_the_same_bits_in_any_batch(format: str) -> None:
 def test_rows_after_the_last_are_not_written(rows: int, T: int) -> None:
     weight, x, rows = weight_of(10, 64, "Q8_0"), numbers(T, 64), min(rows, T)
     x[rows:] = np.nan
-    out = matvec(records.matvec(ROW, "Q8_0", T, 10, 64), x, weight, rows=rows)
+    out = matvec(records.matvec(ROW, Product("Q8_0", T, 10, 64)), x, weight, rows=rows)
     assert np.isfinite(out[:rows]).all() and untouched(out[rows:])
 
 
@@ -126,7 +128,7 @@ def test_rows_after_the_last_are_not_written(rows: int, T: int) -> None:
 def test_nan_and_infinity_stay_in_their_rows(format: str) -> None:
     weight, x = weight_of(8, 64, format), numbers(4, 64)
     x[1, 33], x[2, 5] = np.nan, np.inf
-    out = matvec(records.matvec(ROW, format, 4, 8, 64), x, weight)
+    out = matvec(records.matvec(ROW, Product(format, 4, 8, 64)), x, weight)
     assert np.isnan(out[1]).all() and not np.isfinite(out[2]).any() and np.isfinite(out[[0, 3]]).all()
 
 
@@ -137,7 +139,7 @@ def test_every_weight_is_exact(format: str) -> None:
     weight = weight_of(3, I, format)
     for first in range(0, I, 48):  # first and second halves of blocks in turn
         x = laid(np.eye(16, I, first, dtype=np.float32))
-        out = matvec(records.matvec(ROW, format, 16, 3, I, cut=Cut(2, 2, staged=True)), x, weight)
+        out = matvec(records.matvec(ROW, Product(format, 16, 3, I), cut=Cut(2, 2, staged=True)), x, weight)
         picked = np.zeros((16, 3))
         picked[: min(16, I - first)] = weight.values[:, first : first + 16].T
         assert (out == picked).all()
@@ -202,8 +204,8 @@ class Case:
         self.biases, self.norms, self.angles = numbers((H + 2 * K) * D, seed=2), numbers(2, D, seed=3), numbers(T, R, seed=4)
         self.slots = laid(np.random.default_rng(5).permutation(P * S)[:T].astype(np.int32))
 
-    def heads(self, cache: str) -> records.Heads:
-        return records.Heads(H, K, self.D, S, self.R, cache, bool(self.bias), bool(self.qk_norm), f"{QK_EPS}f")
+    def heads(self, cache: str) -> Heads:
+        return Heads(H, K, self.D, S, self.R, cache, bool(self.bias), bool(self.qk_norm), f"{QK_EPS}f")
 
     def _last_inputs(self, some: slice, rows: int) -> list[np.ndarray]:
         parts = np.split(self.biases, [H * self.D, (H + K) * self.D])
@@ -354,7 +356,7 @@ def test_matmul(T: int, O: int, I: int, tile: int, format: str) -> None:
     I = columns(I, format)
     weight, x, rows = weight_of(O, I, format), numbers(T, I), T - 2
     x[rows:] = np.nan
-    got = matmul(records.matmul(ROW, format, T, O, I, tile=tile), O, x, weight.rows, rows=rows, seed=T)
+    got = matmul(records.matmul(ROW, Product(format, T, O, I), tile=tile), O, x, weight.rows, rows=rows, seed=T)
     want, size = product(x[:rows], weight)
     close(got[:rows], want, size)
     assert untouched(got[rows:])
@@ -364,7 +366,7 @@ def test_matmul(T: int, O: int, I: int, tile: int, format: str) -> None:
 def test_matmul_ends_with_norm_bias_gelu_and_residual(tile: int) -> None:
     T, O, I = 40, 66, 64
     weight, x, norm, b, r = weight_of(O, I, "F16"), numbers(T, I), numbers(I, seed=3), numbers(O, seed=1), numbers(T, O, seed=2)
-    kernel = records.matmul(ROW, "F16", T, O, I, True, True, True, eps=f"{EPS}f", tile=tile)
+    kernel = records.matmul(ROW, Product("F16", T, O, I, True, True, True, eps=f"{EPS}f"), tile=tile)
     y, size = product(normed(x, norm), weight)
     close(matmul(kernel, O, x, norm, weight.rows, b, r, rows=T), gelu(y + b) + r, size + 2)
 
@@ -373,7 +375,7 @@ def test_matmul_ends_with_norm_bias_gelu_and_residual(tile: int) -> None:
 def test_matmul_of_gate_and_up(bias: int) -> None:
     T, F, E = 33, 45, 96
     weights, x, norm, b = [weight_of(F, E, "Q8_0", seed) for seed in (0, 1)], numbers(T, E), numbers(E, seed=1), numbers(2, F, seed=2)
-    kernel = records.matmul(ROW, "Q8_0", T, F, E, bool(bias), silu=True, eps=f"{EPS}f")
+    kernel = records.matmul(ROW, Product("Q8_0", T, F, E, bool(bias), silu=True, eps=f"{EPS}f"))
     got = matmul(kernel, F, x, norm, *(w.rows for w in weights), *[laid(b[0]), laid(b[1])][: 2 * bias], rows=T)
     y, size = product(normed(x, norm), joined(*weights))
     close(got, *gated(y + b.reshape(-1) * bias, size))
@@ -383,12 +385,12 @@ def test_matmul_of_three_matrices_and_of_gathered_rows() -> None:
     """As before rope_store, and as for the head."""
     case, T = Case(19, 96, 16, 16, "BF16", 0, 0), 19
     O, I = (H + 2 * K) * 16, 96
-    kernel = records.matmul(ROW, "BF16", T, O, I, eps=f"{EPS}f", borders=(H * 16, (H + K) * 16))
+    kernel = records.matmul(ROW, Product("BF16", T, O, I, eps=f"{EPS}f", borders=(H * 16, (H + K) * 16)))
     close(matmul(kernel, O, case.x, case.norm, *(w.rows for w in case.weights), rows=T), *case.product())
     index = np.random.default_rng(0).integers(0, T, 21).astype(np.int32)
     index[20] = 1 << 30  # after the last valid row
     weight = weight_of(30, I, "Q4_0")
-    kernel = records.matmul(ROW, "Q4_0", 21, 30, I, eps=f"{EPS}f", gather=True)
+    kernel = records.matmul(ROW, Product("Q4_0", 21, 30, I, eps=f"{EPS}f", gather=True))
     got = matmul(kernel, 30, case.x, case.norm, laid(index), weight.rows, rows=20, T=21)
     close(got[:20], *product(normed(case.x[index[:20]], case.norm), weight))
     assert untouched(got[20:])
@@ -397,13 +399,13 @@ def test_matmul_of_three_matrices_and_of_gathered_rows() -> None:
 def test_a_row_of_matmul_does_not_depend_on_the_others() -> None:
     T, O, I = 70, 20, 160
     weight, x = weight_of(O, I, "BF16"), numbers(T, I)
-    want = matmul(records.matmul(ROW, "BF16", T, O, I), O, x, weight.rows, rows=T)
-    same_bits(matmul(records.matmul(ROW, "BF16", 20, O, I), O, laid(x[50:]), weight.rows, rows=20), want[50:])
+    want = matmul(records.matmul(ROW, Product("BF16", T, O, I)), O, x, weight.rows, rows=T)
+    same_bits(matmul(records.matmul(ROW, Product("BF16", 20, O, I)), O, laid(x[50:]), weight.rows, rows=20), want[50:])
 
 
 # --- matmul16
 
-MATRIX_ROW = records.MATRIX_ROW
+MATRIX_ROW = records.MATRIX
 
 
 def loosely(size: np.ndarray, format: str) -> np.ndarray:
@@ -423,7 +425,7 @@ def test_matmul16(T: int, O: int, I: int, count: int, shares: int, format: str) 
     I, rows = columns(I, format), T - (T > 12)
     weight, x = weight_of(O, I, format), numbers(T, I)
     x[rows:] = np.nan
-    kernel = records.matmul16(MATRIX_ROW, format, T, O, I, fragments=records.Fragments(count), shares=shares)
+    kernel = records.matmul16(MATRIX_ROW, Product(format, T, O, I), fragments=records.Fragments(count), shares=shares)
     got = sixteen(kernel, O, x, weight.rows, rows=rows, seed=T)
     want, size = product(x[:rows], weight)
     close(got[:rows], want, loosely(size, format))
@@ -435,7 +437,7 @@ def test_every_weight_of_an_operand_is_exact(format: str) -> None:
     """Rows of x with a single 1 give the weights themselves: columns of operands and of x have the same order."""
     I = columns(288, format)
     weight = weight_of(11, I, format)
-    kernel = records.matmul16(MATRIX_ROW, format, 16, 11, I)
+    kernel = records.matmul16(MATRIX_ROW, Product(format, 16, 11, I))
     for first in range(0, I, 16):
         out = sixteen(kernel, 11, laid(np.eye(16, I, first, dtype=np.float32)), weight.rows, rows=16)
         assert (out == weight.values[:, first : first + 16].T).all()
@@ -446,7 +448,7 @@ def test_matmul16_ends_with_norm_bias_gelu_and_residual(count: int) -> None:
     T, O, I, format = 13, 66, 576, "Q4_0"
     weight, x, norm, b, r = weight_of(O, I, format), numbers(T, I), numbers(I, seed=3), numbers(O, seed=1), numbers(T, O, seed=2)
     kernel = records.matmul16(
-        MATRIX_ROW, format, T, O, I, bias=True, residual=True, gelu=True, eps=f"{EPS}f", fragments=records.Fragments(count)
+        MATRIX_ROW, Product(format, T, O, I, bias=True, residual=True, gelu=True, eps=f"{EPS}f"), fragments=records.Fragments(count)
     )
     y, size = product(normed(x, norm), weight)
     close(sixteen(kernel, O, x, norm, weight.rows, b, r, rows=T), gelu(y + b) + r, loosely(size + 2, format))
@@ -456,7 +458,7 @@ def test_matmul16_ends_with_norm_bias_gelu_and_residual(count: int) -> None:
 def test_matmul16_of_gate_and_up(format: str, bias: int) -> None:
     T, F, E = 10, 45, columns(352, format)
     weights, x, norm, b = [weight_of(F, E, format, seed) for seed in (0, 1)], numbers(T, E), numbers(E, seed=1), numbers(2, F, seed=2)
-    kernel = records.matmul16(MATRIX_ROW, format, T, F, E, bool(bias), silu=True, eps=f"{EPS}f")
+    kernel = records.matmul16(MATRIX_ROW, Product(format, T, F, E, bool(bias), silu=True, eps=f"{EPS}f"))
     got = sixteen(kernel, F, x, norm, *(w.rows for w in weights), *[laid(b[0]), laid(b[1])][: 2 * bias], rows=T)
     y, size = product(normed(x, norm), joined(*weights))
     want, size = gated(y + b.reshape(-1) * bias, size)
@@ -466,13 +468,13 @@ def test_matmul16_of_gate_and_up(format: str, bias: int) -> None:
 def test_matmul16_of_three_matrices_and_of_gathered_rows() -> None:
     case = Case(11, 96, 16, 16, "Q4_0", 0, 0)
     O, I = (H + 2 * K) * 16, 96
-    kernel = records.matmul16(MATRIX_ROW, "Q4_0", 11, O, I, eps=f"{EPS}f", borders=(H * 16, (H + K) * 16))
+    kernel = records.matmul16(MATRIX_ROW, Product("Q4_0", 11, O, I, eps=f"{EPS}f", borders=(H * 16, (H + K) * 16)))
     want, size = case.product()
     close(sixteen(kernel, O, case.x, case.norm, *(w.rows for w in case.weights), rows=11), want, loosely(size, "Q4_0"))
     index = np.random.default_rng(0).integers(0, 11, 16).astype(np.int32)
     index[15] = 1 << 30  # after the last valid row
     weight, got = weight_of(30, I, "Q8_0"), poison(16, 30)
-    kernel = records.matmul16(MATRIX_ROW, "Q8_0", 16, 30, I, eps=f"{EPS}f", gather=True)
+    kernel = records.matmul16(MATRIX_ROW, Product("Q8_0", 16, 30, I, eps=f"{EPS}f", gather=True))
     emulate(kernel, got, case.x, case.norm, laid(index), weight.rows, one(15))
     want, size = product(normed(case.x[index[:15]], case.norm), weight)
     close(got[:15], want, loosely(size, "Q8_0"))
@@ -485,7 +487,7 @@ def test_a_row_of_matmul16_does_not_depend_on_the_others(format: str) -> None:
     weight, x, norm = weight_of(O, I, format), numbers(16, I), numbers(I, seed=1)
 
     def run(x: np.ndarray, count: int) -> np.ndarray:
-        kernel = records.matmul16(MATRIX_ROW, format, len(x), O, I, eps=f"{EPS}f", fragments=records.Fragments(count))
+        kernel = records.matmul16(MATRIX_ROW, Product(format, len(x), O, I, eps=f"{EPS}f"), fragments=records.Fragments(count))
         return sixteen(kernel, O, laid(x), norm, weight.rows, rows=len(x), seed=count)
 
     want = run(x, 4)
@@ -516,7 +518,7 @@ def test_a_planted_fault_is_detected(found: str, planted: str, said: str, monkey
     monkeypatch.setattr(emulator, "kernel_text", text)
     weight, x = weight_of(O, I, "Q4_0"), numbers(T, I)
     with pytest.raises(AssertionError, match=said):
-        got = sixteen(records.matmul16(MATRIX_ROW, "Q4_0", T, O, I), O, x, weight.rows, rows=T - 1)
+        got = sixteen(records.matmul16(MATRIX_ROW, Product("Q4_0", T, O, I)), O, x, weight.rows, rows=T - 1)
         want, size = product(x[: T - 1], weight)
         close(got[: T - 1], want, loosely(size, "Q4_0"))
         assert untouched(got[T - 1 :]), "not untouched"
@@ -535,7 +537,7 @@ def test_variants_fit_a_threadgroup() -> None:
     """Threads, registers and threadgroup memory of the default variants and of those that are timed."""
     for T in range(1, 17):
         for D, qk_norm in ((64, False), (96, True), (128, True), (256, True)):
-            heads = records.Heads(32, 8, D, 16, D, "BF16", False, qk_norm, "1e-6f")
+            heads = Heads(32, 8, D, 16, D, "BF16", False, qk_norm, "1e-6f")
             for cut in [*records.cuts(T), *(found := records.cuts_for_heads(T, 4096, heads))]:
                 assert cut.simds % cut.teams == 0 and cut.simds <= 16 and cut.rows >= 2 and cut.rows * cut.part(T) <= 64
             assert all(cut.memory(T, 4096) + 4 * T * D * qk_norm <= records.THREADGROUP_BYTES for cut in found)

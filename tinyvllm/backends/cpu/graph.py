@@ -3,43 +3,34 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
-from tinygrad import Device, UOp
-from tinygrad.engine.jit import GraphRunner
+from tinygrad import UOp
 
+from tinyvllm.backends.cpu.launch import solo_team
 from tinyvllm.backends.cpu.threads import ALONE, CORES, MAX_ARGUMENTS, TEAM, thread_pool
-from tinyvllm.bridge.cpu_free import let_go
-from tinyvllm.bridge.memory import buffer_of
-from tinyvllm.bridge.node import code_address, solo_team
+from tinyvllm.bridge import GraphKernel, JobGraph, code_address, host_address, release_deferred, synchronize
 
 
-class CpuGraph(GraphRunner):
-    """A captured step on the CPU device: one list of kernels, hand-written and generated alike, that the crew runs as one job.
+class CpuGraph(JobGraph):
+    """A captured step on the CPU device: one list of kernels, hand-written and generated ones, that the thread pool runs as one job.
 
-    tinygrad's own graph goes through its Python worker kernel by kernel, 6 to 9 us each, and 67 us where one wants several cores.
+    tinygrad's own graph launches them from its Python worker thread one by one, 6 to 9 us each, and 67 us if a kernel uses several cores.
     """
 
     def __init__(self, linear: UOp, input_uops: tuple[UOp, ...] = ()):
         super().__init__(linear, input_uops)
-        team, words = buffer_of(solo_team().uop)._buf.va_addr, []
-        self._starts = []  # of each kernel's arguments in the list
-        for (_, program, bufs, _), runtime in zip(self.calls, self.runtimes, strict=True):
-            info = program.arg
-            arguments = [bufs[i]._buf.va_addr for i in info.globals]
-            ours = bool(arguments) and arguments[-1] == team
-            if ours:
-                arguments.pop()
-            place = len(arguments) + info.runtimevars["core_id"] if "core_id" in info.runtimevars else 0
-            cores = int(info.global_size[0]) if "core_id" in info.runtimevars else 1
-            kind = TEAM if ours else CORES if cores > 1 else ALONE
-            arguments += [0] * len(info.vars)
-            assert len(arguments) < MAX_ARGUMENTS, f"{info.name} takes {len(arguments)} arguments, the crew passes {MAX_ARGUMENTS - 1}"
-            words += [code_address(runtime), kind, len(arguments), place, cores]
+        team, words = host_address(solo_team()), []
+        self._starts: list[int] = []  # where each kernel's arguments start in the list
+        self._counts: list[int] = []  # of each kernel's buffers
+        for kernel in self.kernels:
+            header, arguments = _encoded(kernel, team)
+            words += header
             self._starts.append(len(words))
+            self._counts.append(len(kernel.info.globals))
             words += arguments
         self._list = np.array(words, np.int64)
-        self._buffers = [[bufs[i] for i in program.arg.globals] for _, program, bufs, _ in self.calls]  # their addresses are in use
         self._pool = thread_pool()
 
     def __call__(self, input_uops: tuple[UOp, ...], var_vals: dict[str, int], wait: bool = False) -> float | None:
@@ -49,17 +40,32 @@ class CpuGraph(GraphRunner):
         return time.perf_counter() - start if wait else None
 
     def bind(self, input_uops: tuple[UOp, ...], var_vals: dict[str, int]) -> None:
-        """Put the inputs' addresses and the variables' values into the list."""
+        memory = self.memory_of(input_uops) if any(self.uop_replace) else []
         for j, replace in enumerate(self.uop_replace):
             for position, i in replace:
-                self._list[self._starts[j] + position] = buffer_of(input_uops[i])._buf.va_addr
+                self._list[self._starts[j] + position] = memory[i].va_addr
         for j, i, value in self.updated_vars(var_vals):
-            self._list[self._starts[j] + len(self._buffers[j]) + i] = value
+            self._list[self._starts[j] + self._counts[j] + i] = value
 
     @staticmethod
-    def run(graphs: list[CpuGraph], times: int) -> None:
-        """Run the graphs' lists as one, `times` times over, when tinygrad's own queue is empty."""
+    def run(graphs: Sequence[CpuGraph], times: int) -> None:
+        """Run the graphs' lists as one, `times` times, once tinygrad's own queue is empty."""
         words = graphs[0]._list if len(graphs) == 1 else np.concatenate([graph._list for graph in graphs])
-        Device[graphs[0].calls[0][2][0].device].synchronize()
-        let_go()
-        graphs[0]._pool.run(words, sum(len(graph.calls) for graph in graphs), times)
+        synchronize(graphs[0].device_name)
+        release_deferred()
+        graphs[0]._pool.run(words, sum(len(graph.kernels) for graph in graphs), times)
+
+
+def _encoded(kernel: GraphKernel, team: int) -> tuple[list[int], list[int]]:
+    """A kernel in the list of thread_pool.c: its header, and its arguments. `team` is the address that marks a hand-written kernel."""
+    info, arguments = kernel.info, [memory.va_addr for memory in kernel.arguments]
+    hand_written = bool(arguments) and arguments[-1] == team
+    if hand_written:
+        arguments.pop()
+    place = len(arguments) + info.runtimevars["core_id"] if "core_id" in info.runtimevars else 0
+    cores = int(info.global_size[0]) if "core_id" in info.runtimevars else 1
+    kind = TEAM if hand_written else CORES if cores > 1 else ALONE
+    arguments += [0] * len(info.vars)
+    limit = MAX_ARGUMENTS - 1
+    assert len(arguments) <= limit, f"{info.name} takes {len(arguments)} arguments, the thread pool passes up to {limit}"
+    return [code_address(kernel.runtime), kind, len(arguments), place, cores], arguments

@@ -1,103 +1,205 @@
-"""Calls of the CUDA kernels, `kernels/cuda`: which of them an op becomes, with what buffers. Records are made in cuda_records.py.
+"""The CUDA backend: which kernels of `kernels/cuda` an op becomes, with which buffers. Launch plans are made in plan.py.
 
-Up to eight rows, if a multiprocessor's shared memory holds them, are one launch that streams the weights past all of them. More are laid
-out first, by a launch of their own, and multiplied by tensor cores tile by tile. Both give the same bits.
+Up to eight rows, if a multiprocessor's shared memory holds them, are one launch that streams the weights past all of them. More rows are
+first rearranged, by a launch of their own, and multiplied by tensor cores tile by tile. Both give the same bits.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from dataclasses import replace
 
-from tinygrad import Tensor, dtypes
+from tinygrad import Tensor
 
-from tinyvllm.backends.buffers import cache_format, constant, empty, integers, scratch
-from tinyvllm.backends.cuda import plan as records
+from tinyvllm.backends.buffers import cache_format, constant, empty, integers, present, scratch
+from tinyvllm.backends.cuda import plan
+from tinyvllm.backends.cuda.driver import CudaCopies, copies_of, gpu_free_memory, gpu_of
+from tinyvllm.backends.cuda.graph import CudaGraph
+from tinyvllm.backends.cuda.launch import launch
+from tinyvllm.backends.cuda.limits import LIMITS
 from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.limits import ShapeFacts, first_reason
+from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights, packed
+from tinyvllm.backends.shapes import Attention, Heads, Product
 from tinyvllm.batch import Batch, LayerCache
-from tinyvllm.bridge import gpu_attribute, launch, shared_zeros
-from tinyvllm.ops.norm import Norm
-from tinyvllm.quant.layouts import PackedWeight, RowWeight, TileWeight
+from tinyvllm.bridge import (
+    DeviceHooks,
+    architecture,
+    compile_to_cubins,
+    install_hooks,
+    opened_device,
+    replace_copy_in,
+    shared_zeros,
+    use_graph,
+)
+from tinyvllm.integers import round_up
+from tinyvllm.placement import Placement
+from tinyvllm.quant.formats import FORMATS, Layout
+from tinyvllm.quant.layouts import PackedWeight
 
-if TYPE_CHECKING:
-    from tinyvllm.ops.advance import History
-    from tinyvllm.ops.qkv import QKV
-
-FEW = records.FEW
-
-
-# --- what the kernels cannot take: the reason, or None
-
-
-def refuses_table(table: PackedWeight | RowWeight) -> str | None:
-    return _refuses_width(table.I)
-
-
-def refuses_product(weight: PackedWeight) -> str | None:
-    return _refuses_width(weight.I) or _refuses_layout(weight)
-
-
-def refuses_qkv(weight: PackedWeight, norm: Norm, D: int) -> str | None:
-    return _refuses_width(weight.I) or _refuses_layout(weight) or _refuses_norm(norm) or refuses_heads(D)
+# The oldest GPU that a variant runs on. Each kernel is compiled for the GPU of this machine.
+OLDEST = {plan.BASE: 80}
+# plan.HOPPER, for products on Hopper alone, is never the default: whether its instructions round as the others' do has not been checked. If
+# they do not, a request's tokens depend on how many rows are computed with it.
+PRODUCTS = ("matmul", "norm_gate_up_silu", "norm_qkv_rope_store", "norm_head")
 
 
-def refuses_gate_up(weight: PackedWeight, norm: Norm) -> str | None:
-    if weight.O // 2 % 16:
-        return f"its {weight.O // 2} outputs are not a multiple of 16"
-    return _refuses_width(weight.I) or _refuses_layout(weight) or _refuses_norm(norm)
+class CudaBackend:
+    """Kernels for NVIDIA GPUs of compute capability 8.0 and later."""
+
+    name = "cuda"
+    layout = Layout.TILES
+    stems = frozenset(LIMITS)
+    variant_names = (*OLDEST, plan.HOPPER)
+
+    def open(self, placement: Placement) -> None:
+        opened_device(placement.device)
+        if use_graph(placement.device, CudaGraph):
+            copies = CudaCopies(copies_of(placement.device))
+            install_hooks(placement.device, DeviceHooks(copies))
+            replace_copy_in(placement.device, copies)
+            compile_to_cubins(placement.device)
+
+    def variants(self, placement: Placement, stem: str | None = None) -> dict[str, str | None]:
+        name = architecture(placement.device)
+        number = int(re.sub(r"\D", "", name))
+        every = {variant: None if number >= oldest else f"the GPU is {name}, older than {variant}" for variant, oldest in OLDEST.items()}
+        if stem in PRODUCTS:
+            every[plan.HOPPER] = None if number == 90 else f"the GPU is {name}, and this variant runs on sm_90 only"
+        return every
+
+    def unsupported(self, stem: str, facts: ShapeFacts) -> str | None:
+        return first_reason(LIMITS[stem], facts)
+
+    def free_memory(self, placement: Placement) -> int | None:
+        return gpu_free_memory(placement.device)
+
+    def embed(self, variant: str, table: KernelTable, tokens: Tensor, rows: Tensor) -> Tensor:
+        T, E = int(tokens.shape[0]), table.I
+        kernel = plan.embed(variant, table.format, T, table.O, E, isinstance(table, PackedWeight))
+        return launch(kernel, [empty(tokens, T, E)], [table.tensor, tokens, rows])[0]
+
+    def norm_qkv_rope_store(
+        self,
+        variant: str,
+        x: Tensor,
+        norm: NormWeights,
+        qkv: QKV,
+        weight: KernelWeight,
+        angles: Tensor | None,
+        cache: LayerCache,
+        batch: Batch,
+    ) -> tuple[Tensor, LayerCache]:
+        weight = packed(weight)
+        T, gpu, heads = int(x.shape[0]), gpu_at(x), Heads.of(weight.O, qkv, angles, cache)
+        outs, optional = [empty(x, T, heads.H, heads.D), *cache], present(qkv.bias, qkv.q_norm, qkv.k_norm, angles)
+        ins, kernel = [x, norm.weight, weight.tensor], None
+        if T <= plan.FEW:
+            kernel = plan.norm_qkv_rope_store(plan.BASE, weight.format, T, weight.I, heads, gpu, constant(norm.eps))
+        if kernel is None or not fits(kernel, gpu):
+            kernel = plan.rope_store(plan.BASE, T, heads)
+            prepared = _prepared(variant, x, weight, batch.rows, norm)
+            ins = [_multiplied(variant, prepared, weight, batch.rows, Product(weight.format, T, weight.O, weight.I))]
+        q, keys, values = launch(kernel, outs, [*ins, *optional, batch.slots, batch.rows])
+        return q, LayerCache(keys, values)
+
+    def append_kv(self, variant: str, k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:
+        (T, K, D), S = (int(d) for d in k.shape), int(cache.keys.shape[3])
+        kernel = plan.kv_append(variant, T, K, S, D, cache_format(cache))
+        return LayerCache(*launch(kernel, cache, [k, v, batch.slots, batch.rows]))
+
+    def attention_decode(self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Tensor:
+        T, H, D = (int(d) for d in q.shape)
+        kernel, partial, counters = plan.attention_decode(
+            variant, batch.num_decodes, Attention.of(q, cache, scale, window, batch), gpu_at(q), batch.shared_prefix_lens is not None
+        )
+        partials, ins = [empty(q, partial), _counters(q, counters)], [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes]
+        ins += [batch.shared_prefix_lens] if batch.shared_prefix_lens is not None and dict(kernel.defines).get("CASCADE") else []
+        return launch(kernel, [empty(q, T, H * D), *partials], ins)[0]
+
+    def attention_prefill(
+        self, variant: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch
+    ) -> Tensor:
+        T, H, D = (int(d) for d in q.shape)
+        kernel = plan.attention_prefill(
+            variant, T - batch.num_decodes, batch.num_chunks, Attention.of(q, cache, scale, window, batch), gpu_at(q)
+        )
+        # the values' alias: a tensor that two kernels read after a store is copied, the whole pool
+        ins = [q, cache.values, batch.block_tables, batch.context_lens, batch.query_starts, batch.chunks]
+        return launch(kernel, [empty(q, T, H * D) if out is None else out], ins)[0]
+
+    def matmul(
+        self, variant: str, x: Tensor, weight: KernelWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool
+    ) -> Tensor:
+        weight = packed(weight)
+        T, O, gpu = int(x.shape[0]), weight.O, gpu_at(x)
+        product = Product(weight.format, T, O, weight.I, bias=bias is not None, residual=residual is not None, gelu=gelu)
+        if T <= plan.FEW:
+            kernel = plan.matvec(plan.BASE, product, gpu)
+            if fits(kernel, gpu):
+                return launch(kernel, [empty(x, T, O)], [x, weight.tensor, *present(bias, residual), rows])[0]
+        return _multiplied(variant, _prepared(variant, x, weight, rows), weight, rows, product, bias, residual)
+
+    def gate_up_silu(self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, bias: Tensor | None) -> Tensor:
+        weight = packed(weight)
+        T, F, gpu = int(x.shape[0]), weight.O // 2, gpu_at(x)
+        if T <= plan.FEW:
+            kernel = plan.norm_gate_up_silu(plan.BASE, weight.format, T, weight.I, F, gpu, constant(norm.eps), bias is not None)
+            if fits(kernel, gpu):
+                return launch(kernel, [empty(x, T, F)], [x, norm.weight, weight.tensor, *present(bias), rows])[0]
+        product = Product(weight.format, T, F, weight.I, bias=bias is not None, silu=True)
+        return _multiplied(variant, _prepared(variant, x, weight, rows, norm), weight, rows, product, bias)
+
+    def norm_head(
+        self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, count: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        weight = packed(weight)
+        N, V, gpu = int(rows.shape[0]), weight.O, gpu_at(x)
+        if N <= plan.FEW:
+            kernel = plan.norm_head(plan.BASE, weight.format, N, V, weight.I, gpu, constant(norm.eps))
+            if fits(kernel, gpu):
+                outs = [empty(x, N, V), integers(x, N), _counters(x, 2 * N + 1)]
+                logits, tokens, _ = launch(kernel, outs, [x, norm.weight, weight.tensor, rows, count])
+                return logits, tokens
+        prepared = _prepared(variant, x, weight, count, norm, rows)
+        logits = _multiplied(variant, prepared, weight, count, Product(weight.format, N, V, weight.I))
+        state = _counters(x, 2 * N), _counters(x, N)
+        return logits, launch(plan.argmax(plan.BASE, N, V, gpu), [integers(x, N), *state], [logits, count])[0]
+
+    def advance(self, variant: str, batch: Batch, sampled: Tensor, history: History, block_size: int, scratch_slot: int) -> None:
+        B, M = (int(d) for d in batch.block_tables.shape)
+        outs = [batch.tokens, batch.positions, batch.slots, batch.context_lens, history.tokens, history.round]
+        kernel = plan.advance(variant, B, M, block_size, int(history.tokens.shape[0]), scratch_slot)
+        Tensor.realize(*launch(kernel, outs, [sampled, batch.block_tables, batch.decodes]))
+
+    def copy_blocks(self, variant: str, pool: Tensor, pairs: Tensor, count: Tensor) -> Tensor:
+        kernel = plan.kv_copy(variant, int(pairs.shape[0]), pool.nbytes() // int(pool.shape[0]))
+        return launch(kernel, [pool], [pairs, count])[0]
+
+    def sample(self, variant: str, logits: Tensor, draw: DrawInputs) -> Tensor:
+        (B, V), seen = (int(d) for d in logits.shape), draw.seen or ()
+        kernels, nbytes = plan.sample(variant, B, V, draw.neutral_row, draw.features, gpu_at(logits))
+        outs = [integers(logits, B), draw.lines, _counters(logits, max(4, nbytes // 4)), *seen[:1]]
+        ins = [logits, *seen[1:], *present(draw.bias), draw.count]
+        for kernel in kernels:  # the second continues from the scratch of the first
+            outs = launch(kernel, outs, ins)
+        tokens: Tensor = outs[0]
+        return tokens
+
+    def accept_drafts(self, variant: str, drafts: Tensor, chosen: Tensor, lengths: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        B, N = (int(d) for d in drafts.shape)
+        outs = [integers(drafts, B), integers(drafts, B)]
+        accepted, following = launch(plan.accept_drafts(variant, B, N), outs, [drafts, chosen, lengths, count])
+        return accepted, following
 
 
-def refuses_head(weight: PackedWeight, norm: Norm) -> str | None:
-    return _refuses_width(weight.I) or _refuses_layout(weight) or _refuses_norm(norm)
+def gpu_at(like: Tensor) -> plan.GPU:
+    """The GPU that a tensor is on."""
+    return gpu_of(Placement.of(like.device))
 
 
-def refuses_heads(D: int) -> str | None:
-    return f"its head dimension {D} is not a multiple of 16" if D % 16 else None
-
-
-def refuses_block(nbytes: int) -> str | None:
-    return f"its blocks of {nbytes} bytes are no multiple of 16" if nbytes % 16 else None
-
-
-def refuses_sample(V: int) -> str | None:
-    return f"its vocabulary of {V} is beyond the {1 << 18} that bins can count" if V > 1 << 18 else None
-
-
-def refuses_attention(cache: LayerCache, H: int) -> str | None:
-    _, _, K, S, D = (int(d) for d in cache.keys.shape)
-    if D % 16 or not 32 <= D <= 256:
-        return f"its head dimension {D} is not a multiple of 16 from 32 to 256"
-    if cache.keys.dtype not in (dtypes.float16, dtypes.bfloat16):
-        return f"its cache is {cache_format(cache)}, and tensor cores take F16 and BF16"
-    if int(cache.keys.nbytes()) >= 64 << 30:
-        return "its cache has 64 GiB a layer or more, beyond what the kernels' places reach"
-    needs, gpu = records.prefill_shared(D, 1), _gpu(cache.keys)
-    if needs > gpu.shared:
-        return f"its head dimension {D} needs {needs} bytes of shared memory, and a block of threads has {gpu.shared} here"
-    if S & (S - 1) or not 8 <= S <= 256:
-        return f"its blocks of {S} tokens are not a power of two from 8 to 256"
-    return f"{H // K} query heads share a key head, and at most 64 can" if H // K > 64 else None
-
-
-def _refuses_width(I: int) -> str | None:
-    return f"its {I} inputs are not a multiple of 32" if I % 32 else None
-
-
-def _refuses_layout(weight: PackedWeight) -> str | None:
-    return None if isinstance(weight, TileWeight) else f"its {weight.format} weights are not in tiles"
-
-
-def _refuses_norm(norm: Norm) -> str | None:
-    return "it is made for RMSNorm, and this is LayerNorm" if norm.kind != "RMS" else None
-
-
-def _gpu(like: Tensor) -> records.GPU:
-    device = str(like.device)
-    names = "MULTIPROCESSOR_COUNT", "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"
-    return records.GPU(*(gpu_attribute(device, name) for name in names))
-
-
-def _fits(kernel: Kernel, gpu: records.GPU) -> bool:
-    """Whether a block of threads can have the shared memory, with what the source declares itself, which is less than 1 KiB."""
+def fits(kernel: Kernel, gpu: plan.GPU) -> bool:
+    """Whether a block of threads can have the shared memory, including what the source declares itself, which is less than 1 KiB."""
     return kernel.shared + 1024 <= gpu.shared
 
 
@@ -105,168 +207,31 @@ def _counters(like: Tensor, count: int) -> Tensor:
     return shared_zeros(str(like.device), count)
 
 
-def _whole_eights(T: int) -> int:
-    return -(-T // 8) * 8
+def _prepared(
+    variant: str, x: Tensor, weight: PackedWeight, rows: Tensor, norm: NormWeights | None = None, index: Tensor | None = None
+) -> Tensor:
+    """The rows of x, or those that `index` names, normalised and rounded for a product with `weight`, padded to a multiple of eight."""
+    T, I = round_up(int((x if index is None else index).shape[0]), 8), weight.I
+    eps, cores = None if norm is None else constant(norm.eps), _on_hopper(variant, weight.format, T)
+    kernel = plan.quantize_input(plan.BASE, weight.format, T, I, eps, index is not None, cores)
+    out = scratch(x, plan.prepared_bytes(weight.format, T, I))
+    return launch(kernel, [out], [x, *present(None if norm is None else norm.weight, index), rows])[0]
 
 
-# --- products
-
-
-def matmul(row: str, x: Tensor, weight: PackedWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool) -> Tensor:
-    T, O, gpu = int(x.shape[0]), weight.O, _gpu(x)
-    if T <= FEW:
-        kernel = records.matvec(records.BASE, weight.format, T, O, weight.I, gpu, bias is not None, residual is not None, gelu)
-        if _fits(kernel, gpu):
-            return launch(kernel, [empty(x, T, O)], [x, weight.tensor, *_there(bias, residual), rows])[0]
-    return _product(row, _prepared(row, x, weight, rows), weight, rows, empty(x, T, O), bias, residual, gelu=gelu)
-
-
-def gate_up_silu(row: str, x: Tensor, norm: Norm, weight: PackedWeight, rows: Tensor, bias: Tensor | None) -> Tensor:
-    T, F, gpu = int(x.shape[0]), weight.O // 2, _gpu(x)
-    if T <= FEW:
-        kernel = records.norm_gate_up_silu(records.BASE, weight.format, T, weight.I, F, gpu, constant(norm.eps), bias is not None)
-        if _fits(kernel, gpu):
-            return launch(kernel, [empty(x, T, F)], [x, norm.weight, weight.tensor, *_there(bias), rows])[0]
-    return _product(row, _prepared(row, x, weight, rows, norm), weight, rows, empty(x, T, F), bias, silu=True)
-
-
-def norm_qkv_rope_store(
-    row: str, x: Tensor, norm: Norm, qkv: QKV, weight: PackedWeight, angles: Tensor | None, cache: LayerCache, batch: Batch
-) -> tuple[Tensor, LayerCache]:
-    _, _, K, S, D = (int(d) for d in cache.keys.shape)
-    T, H, gpu = int(x.shape[0]), weight.O // D - 2 * K, _gpu(x)
-    R = 0 if angles is None else int(angles.shape[1])
-    heads = records.Heads(
-        H, K, D, S, R, cache_format(cache), qkv.bias is not None, qkv.q_norm is not None, constant(qkv.qk_eps),
-    )  # fmt: skip
-    outs, optional = [empty(x, T, H, D), *cache], _there(qkv.bias, qkv.q_norm, qkv.k_norm, angles)
-    ins, kernel = [x, norm.weight, weight.tensor], None
-    if T <= FEW:
-        kernel = records.norm_qkv_rope_store(records.BASE, weight.format, T, weight.I, heads, gpu, constant(norm.eps))
-    if kernel is None or not _fits(kernel, gpu):
-        kernel = records.rope_store(records.BASE, T, heads)
-        ins = [_product(row, _prepared(row, x, weight, batch.rows, norm), weight, batch.rows, empty(x, T, weight.O))]
-    q, keys, values = launch(kernel, outs, [*ins, *optional, batch.slots, batch.rows])
-    return q, LayerCache(keys, values)
-
-
-def norm_head(row: str, x: Tensor, norm: Norm, weight: PackedWeight, rows: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    N, V, gpu = int(rows.shape[0]), weight.O, _gpu(x)
-    if N <= FEW:
-        kernel = records.norm_head(records.BASE, weight.format, N, V, weight.I, gpu, constant(norm.eps))
-        if _fits(kernel, gpu):
-            outs = [empty(x, N, V), integers(x, N), _counters(x, 2 * N + 1)]
-            logits, found, _ = launch(kernel, outs, [x, norm.weight, weight.tensor, rows, count])
-            return logits, found
-    logits = _product(row, _prepared(row, x, weight, count, norm, rows), weight, count, empty(x, N, V))
-    state = _counters(x, 2 * N), _counters(x, N)
-    return logits, launch(records.argmax(records.BASE, N, V, gpu), [integers(x, N), *state], [logits, count])[0]
-
-
-def _there(*optional: Tensor | None) -> list[Tensor]:
-    return [tensor for tensor in optional if tensor is not None]
-
-
-def _prepared(row: str, x: Tensor, weight: PackedWeight, rows: Tensor, norm: Norm | None = None, index: Tensor | None = None) -> Tensor:
-    """The rows of x, or those that `index` names, normed and rounded for a product with `weight`, laid out in whole eights of rows."""
-    T, I = _whole_eights(int((x if index is None else index).shape[0])), weight.I
-    eps, cores = None if norm is None else constant(norm.eps), _on_hopper(row, weight, T)
-    kernel = records.quantize_input(records.BASE, weight.format, T, I, eps, index is not None, cores)
-    out = scratch(x, records.prepared_bytes(weight.format, T, I))
-    return launch(kernel, [out], [x, *_there(None if norm is None else norm.weight, index), rows])[0]
-
-
-def _product(
-    row: str, prepared: Tensor, weight: PackedWeight, rows: Tensor, out: Tensor, bias: Tensor | None = None,
-    residual: Tensor | None = None, gelu: bool = False, silu: bool = False,
+def _multiplied(
+    variant: str, prepared: Tensor, weight: PackedWeight, rows: Tensor, product: Product, bias: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`out` [T, O] of rows that are laid out: what prepared times weight gives, and what comes after it."""
-    T, O = _whole_eights(int(out.shape[0])), int(out.shape[1])
-    shape = weight.format, T, O, weight.I, _gpu(out), bias is not None, residual is not None, gelu, silu
-    ins = [prepared, weight.tensor, *_there(bias, residual), rows]
-    if _on_hopper(row, weight, T):
-        return launch(records.matmul_hopper(row, *shape), [out], ins)[0]
-    kernel, partial, counters = records.matmul(records.BASE, *shape)
-    shares = [empty(out, partial), _counters(out, counters)] if partial else []
-    return launch(kernel, [out, *shares], ins)[0]
+    """[T, O] float32 of prepared rows: their product with the weight, and what follows it."""
+    out, padded = empty(prepared, product.T, product.O), replace(product, T=round_up(product.T, 8))
+    ins = [prepared, weight.tensor, *present(bias, residual), rows]
+    if _on_hopper(variant, weight.format, padded.T):
+        return launch(plan.matmul_hopper(variant, padded, gpu_at(out)), [out], ins)[0]
+    kernel, partial, counters = plan.matmul(plan.BASE, padded, gpu_at(out))
+    partials = [empty(out, partial), _counters(out, counters)] if partial else []
+    return launch(kernel, [out, *partials], ins)[0]
 
 
-def _on_hopper(row: str, weight: PackedWeight, T: int) -> bool:
-    """Whether a product of T rows takes the kernel that only Hopper has; all else of that row is the base row's."""
-    return row == records.HOPPER and weight.format in ("F16", "BF16") and T >= records.HOPPER_ROWS
-
-
-# --- rows and the cache
-
-
-def embed(row: str, table: PackedWeight | RowWeight, tokens: Tensor, rows: Tensor) -> Tensor:
-    T, E = int(tokens.shape[0]), table.I
-    kernel = records.embed(row, table.format, T, table.O, E, isinstance(table, PackedWeight))
-    return launch(kernel, [empty(tokens, T, E)], [table.tensor, tokens, rows])[0]
-
-
-def append_kv(row: str, k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:
-    (T, K, D), S = (int(d) for d in k.shape), int(cache.keys.shape[3])
-    kernel = records.kv_append(row, T, K, S, D, cache_format(cache))
-    return LayerCache(*launch(kernel, cache, [k, v, batch.slots, batch.rows]))
-
-
-def copy_blocks(row: str, pool: Tensor, pairs: Tensor, count: Tensor) -> Tensor:
-    kernel = records.kv_copy(row, int(pairs.shape[0]), pool.nbytes() // int(pool.shape[0]))
-    return launch(kernel, [pool], [pairs, count])[0]
-
-
-# --- attention
-
-
-def attention_decode(row: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Tensor:
-    """[T, H * D], of which the rows of the decodes are attended. Keys and values that `batch.alike` says are shared are read once."""
-    T, H, D = (int(d) for d in q.shape)
-    kernel, partial, counters = records.attention_decode(
-        row, batch.num_decodes, _attention(q, cache, scale, window, batch), _gpu(q), batch.shared_prefix_lens is not None
-    )
-    shares, ins = [empty(q, partial), _counters(q, counters)], [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes]
-    ins += [batch.shared_prefix_lens] if batch.shared_prefix_lens is not None and dict(kernel.defines).get("CASCADE") else []
-    return launch(kernel, [empty(q, T, H * D), *shares], ins)[0]
-
-
-def attention_prefill(row: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Tensor:
-    """`out` [T, H * D] with the rows of the chunks attended."""
-    T, H, D = (int(d) for d in q.shape)
-    kernel = records.attention_prefill(row, T - batch.num_decodes, batch.num_chunks, _attention(q, cache, scale, window, batch), _gpu(q))
-    # the values' alias: a tensor that two kernels read after a store is copied, the whole pool
-    ins = [q, cache.values, batch.block_tables, batch.context_lens, batch.query_starts, batch.chunks]
-    return launch(kernel, [empty(q, T, H * D) if out is None else out], ins)[0]
-
-
-def _attention(q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> records.Attention:
-    _, _, K, S, D = (int(d) for d in cache.keys.shape)
-    return records.Attention(int(q.shape[1]), K, D, S, int(batch.block_tables.shape[1]), cache_format(cache), constant(scale), window)
-
-
-# --- tokens
-
-
-def advance(row: str, batch: Batch, sampled: Tensor, history: History, block_size: int, scratch_slot: int) -> None:
-    B, M = (int(d) for d in batch.block_tables.shape)
-    outs = [batch.tokens, batch.positions, batch.slots, batch.context_lens, history.tokens, history.round]
-    kernel = records.advance(row, B, M, block_size, int(history.tokens.shape[0]), scratch_slot)
-    Tensor.realize(*launch(kernel, outs, [sampled, batch.block_tables, batch.decodes]))
-
-
-def sample(
-    row: str, logits: Tensor, lines: Tensor, count: Tensor, neutral_row: int, features: dict[str, bool],
-    seen: tuple[Tensor, Tensor] | None, bias: Tensor | None,
-) -> Tensor:  # fmt: skip
-    B, V = (int(d) for d in logits.shape)
-    kernels, nbytes = records.sample(row, B, V, neutral_row, features, _gpu(logits))
-    outs = [integers(logits, B), lines, _counters(logits, max(4, nbytes // 4)), *(seen[:1] if seen else ())]
-    ins = [logits, *(seen[1:] if seen else ()), *_there(bias), count]
-    for kernel in kernels:  # the second goes on where the first has been
-        outs = launch(kernel, outs, ins)
-    return outs[0]
-
-
-def accept_drafts(row: str, drafts: Tensor, chosen: Tensor, lengths: Tensor, count: Tensor) -> list[Tensor]:
-    B, N = (int(d) for d in drafts.shape)
-    return launch(records.accept_drafts(row, B, N), [integers(drafts, B), integers(drafts, B)], [drafts, chosen, lengths, count])
+def _on_hopper(variant: str, format: str, T: int) -> bool:
+    """Whether a product of T rows uses the kernel that only Hopper has; everything else of that variant is the base variant's."""
+    return variant == plan.HOPPER and FORMATS[format].is_float and T >= plan.HOPPER_ROWS

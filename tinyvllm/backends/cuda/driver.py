@@ -1,45 +1,65 @@
-"""A GPU's driver, in tinygrad's words: what it says of the device, and who copies to and from a CUDA device."""
+"""A CUDA device's driver: what it says of the GPU, and the copies to and from it."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from typing import Any
 
-from tinygrad import Device
+import numpy as np
 
-from tinyvllm.backends.cuda.copies import Copies
-from tinyvllm.backends.metal.queue import metal_free_memory
+from tinyvllm.backends.cuda.copies import Arrival, Copies, Mark
+from tinyvllm.backends.cuda.plan import GPU
+from tinyvllm.bridge import cuda_driver, opened_device, synchronize
 from tinyvllm.errors import KernelError
+from tinyvllm.placement import Placement
 
 
 @functools.cache
 def copies_of(device: str) -> Copies:
-    """The one that copies to and from a CUDA device."""
-    from tinygrad.runtime.autogen import cuda
+    """The copies to and from a CUDA device."""
+    return Copies(cuda_driver(), opened_device(device).context)
 
-    return Copies(cuda, Device[device].context)  # type: ignore[attr-defined]
+
+class CudaCopies:
+    """`Copies` on tinygrad's memory, as the bridge's hooks take them."""
+
+    max_read = 1 << 20  # bytes; larger downloads are not part of serving, and would keep as much host memory pinned
+
+    def __init__(self, copies: Copies):
+        self._copies = copies
+
+    def upload(self, memory: Any, start: int, array: np.ndarray) -> None:
+        self._copies.upload(memory.value + start, array)
+
+    def read(self, memory: Any, size: int) -> Arrival:
+        return self._copies.read(memory.value, size)
+
+    def mark(self) -> Mark:
+        return self._copies.mark()
 
 
 @functools.cache
 def gpu_attribute(device: str, name: str) -> int:
-    """What the driver says of a CUDA device, by the driver's names: "MULTIPROCESSOR_COUNT", ..."""
-    from tinygrad.runtime.autogen import cuda
-
-    found = ctypes.c_int()
+    """An attribute of a CUDA device, by the driver's name: "MULTIPROCESSOR_COUNT", ..."""
+    cuda, value = cuda_driver(), ctypes.c_int()
     which = getattr(cuda, f"CU_DEVICE_ATTRIBUTE_{name}")
-    if status := cuda.cuDeviceGetAttribute(ctypes.byref(found), which, Device[device].cu_device):  # type: ignore[attr-defined]
-        raise KernelError(f"launch: the driver does not say {name} of {device} (status {status})")
-    return found.value
+    if status := cuda.cuDeviceGetAttribute(ctypes.byref(value), which, opened_device(device).cu_device):
+        raise KernelError(f"CUDA: the driver does not report {name} of {device} (status {status})")
+    return value.value
+
+
+def gpu_of(placement: Placement) -> GPU:
+    """What launches are planned for."""
+    names = "MULTIPROCESSOR_COUNT", "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"
+    return GPU(*(gpu_attribute(placement.device, name) for name in names))
 
 
 def gpu_free_memory(device: str) -> int:
-    """Bytes that the driver has left on a CUDA device, or that the system would have a Metal device take at most."""
-    if device.split(":")[0] == "METAL":
-        return metal_free_memory(device)
-    from tinygrad.runtime.autogen import cuda
-
-    Device[device].synchronize()  # makes the device this thread's
+    """Bytes that the driver has free on a CUDA device."""
+    cuda = cuda_driver()
+    synchronize(device)  # makes the device this thread's current one
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     if status := cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)):
-        raise KernelError(f"launch: the driver does not say how much memory {device} has free (status {status}); give --kv-memory")
+        raise KernelError(f"CUDA: the driver does not report the free memory of {device} (status {status}); give --kv-memory")
     return free.value

@@ -5,43 +5,40 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from tinygrad import Device, UOp
-from tinygrad.engine.jit import GraphRunner
+from tinygrad import UOp
 
-from tinyvllm.bridge.memory import buffer_of
+from tinyvllm.bridge import GraphKernel, StepGraph, cuda_driver, cuda_runtime, opened_device
 
 
-class CudaGraph(GraphRunner):
-    """A captured step on a CUDA device: one graph whose kernels stand in line, each behind the one before it.
+class CudaGraph(StepGraph):
+    """A captured step on a CUDA device: one graph whose kernels form a straight line.
 
-    tinygrad's own gives no kernel dynamic shared memory, sets every node with an argument again at each replay, and lets edges follow
-    from buffers, of which a step that the memory planner has packed into one arena has nearly all. Since CUDA 12.6 the driver launches a
-    straight line in constant time ("Constant Time Launch for Straight-Line CUDA Graphs", NVIDIA 2024).
+    tinygrad's own graph gives no kernel dynamic shared memory, sets every node that has an argument again at each replay, and derives
+    edges from buffers, which are nearly all dependent in a step that the memory planner has packed into one arena. Since CUDA 12.6 the
+    driver launches a straight line in constant time ("Constant Time Launch for Straight-Line CUDA Graphs", NVIDIA 2024).
     """
 
     def __init__(self, linear: UOp, input_uops: tuple[UOp, ...] = ()):
         super().__init__(linear, input_uops)
-        from tinygrad.runtime import ops_cuda
-
-        self._cuda, self._check, self._timed = ops_cuda.cuda, ops_cuda.check, ops_cuda.cu_time_execution
-        self._context = Device[self.calls[0][2][0].device].context  # type: ignore[attr-defined]
+        runtime = cuda_runtime()
+        self._cuda, self._check, self._timed = cuda_driver(), runtime.check, runtime.cu_time_execution
+        self._context = opened_device(self.device_name).context
         self._check(self._cuda.cuCtxSetCurrent(self._context))
         self._graph, self._instance = self._cuda.CUgraph(), self._cuda.CUgraphExec()
         self._check(self._cuda.cuGraphCreate(ctypes.byref(self._graph), 0))
         self._nodes: list[tuple[Any, Any, Any]] = []  # of each kernel: its node, how it is launched, its arguments
-        self._places: list[list[int]] = []  # of each kernel: which argument a position among the call's buffers is
-        for (_, program, bufs, _), runtime in zip(self.calls, self.runtimes, strict=True):
-            arguments, packed = ops_cuda.encode_args([bufs[i]._buf for i in program.arg.globals], [0] * len(program.arg.vars))
-            self._places.append([program.arg.globals.index(i) if i in program.arg.globals else -1 for i in range(len(bufs))])
-            self._append(runtime, program.arg.launch_dims(dict.fromkeys(self.vars, 1)), arguments, packed)
-        made = self._cuda.cuGraphInstantiate_v2(ctypes.byref(self._instance), self._graph, None, None, 0)
-        self._check(made)
-        self._addresses = [buffer_of(u)._buf.value for u in input_uops]
+        for kernel in self.kernels:
+            arguments, packed = runtime.encode_args(kernel.arguments, [0] * len(kernel.info.vars))
+            self._append(kernel, arguments, packed)
+        instantiated = self._cuda.cuGraphInstantiate_v2(ctypes.byref(self._instance), self._graph, None, None, 0)
+        self._check(instantiated)
+        self._addresses = [memory.value for memory in self.memory_of(input_uops)]
         self._values: dict[str, int] | None = {} if not self.vars else None
 
-    def _append(self, runtime: Any, dims: tuple[Any, Any], arguments: Any, packed: Any) -> None:
+    def _append(self, kernel: GraphKernel, arguments: Any, packed: Any) -> None:
+        grid, block = kernel.info.launch_dims(dict.fromkeys(self.vars, 1))
         no_list = ctypes.cast(0, ctypes.POINTER(ctypes.c_void_p))
-        launch = self._cuda.CUDA_KERNEL_NODE_PARAMS_v1(runtime.prg, *dims[0], *dims[1], runtime.smem, no_list, packed)
+        launch = self._cuda.CUDA_KERNEL_NODE_PARAMS_v1(kernel.runtime.prg, *grid, *block, kernel.runtime.smem, no_list, packed)
         node, before = self._cuda.CUgraphNode(), [node for node, _, _ in self._nodes[-1:]]
         edges = (self._cuda.CUgraphNode * 1)(*before) if before else None
         self._check(self._cuda.cuGraphAddKernelNode(ctypes.byref(node), self._graph, edges, len(before), ctypes.byref(launch)))
@@ -49,32 +46,41 @@ class CudaGraph(GraphRunner):
 
     def __call__(self, input_uops: tuple[UOp, ...], var_vals: dict[str, int], wait: bool = False) -> float | None:
         self._check(self._cuda.cuCtxSetCurrent(self._context))
-        self._bind([buffer_of(u)._buf.value for u in input_uops], {name: var_vals[name] for name in self.vars})
-        return self._timed(lambda: self._check(self._cuda.cuGraphLaunch(self._instance, None)), enable=wait)
+        addresses = [memory.value for memory in self.memory_of(input_uops)]
+        self._bind(addresses, {name: var_vals[name] for name in self.vars})
+        seconds: float | None = self._timed(lambda: self._check(self._cuda.cuGraphLaunch(self._instance, None)), enable=wait)
+        return seconds
 
     def _bind(self, addresses: list[int], values: dict[str, int]) -> None:
-        """Set again the nodes whose arguments have moved or whose variables have changed; mostly none."""
+        """Set the nodes again whose arguments have moved or whose variables have changed; usually none."""
         changed = set()
         if addresses != self._addresses:
             for j, replace in enumerate(self.uop_replace):
                 for position, i in replace:
-                    if addresses[i] != self._addresses[i] and self._places[j][position] >= 0:
-                        setattr(self._nodes[j][2], f"f{self._places[j][position]}", addresses[i])
+                    argument = self.kernels[j].argument_at(position)
+                    if addresses[i] != self._addresses[i] and argument >= 0:
+                        setattr(self._nodes[j][2], f"f{argument}", addresses[i])
                         changed.add(j)
             self._addresses = addresses
         if values != self._values:
-            for j, i, value in self.updated_vars(values):
-                setattr(self._nodes[j][2], f"v{i}", value)
-                changed.add(j)
-            for j, grid, block in self.updated_launch_dims(values):
-                launch = self._nodes[j][1]
-                launch.gridDimX, launch.gridDimY, launch.gridDimZ = (int(d) for d in grid)
-                launch.blockDimX, launch.blockDimY, launch.blockDimZ = (int(d) for d in block)
-                changed.add(j)
-            self._values = values
+            changed |= self._set(values)
         for j in sorted(changed):
             node, launch, _ = self._nodes[j]
             self._check(self._cuda.cuGraphExecKernelNodeSetParams(self._instance, node, ctypes.byref(launch)))
+
+    def _set(self, values: dict[str, int]) -> set[int]:
+        """Put the variables' values into the launches; which kernels they change."""
+        changed = set()
+        for j, i, value in self.updated_vars(values):
+            setattr(self._nodes[j][2], f"v{i}", value)
+            changed.add(j)
+        for j, grid, block in self.updated_launch_dims(values):
+            launch = self._nodes[j][1]
+            launch.gridDimX, launch.gridDimY, launch.gridDimZ = (int(d) for d in grid)
+            launch.blockDimX, launch.blockDimY, launch.blockDimZ = (int(d) for d in block)
+            changed.add(j)
+        self._values = values
+        return changed
 
     def __del__(self) -> None:
         if hasattr(self, "_instance"):

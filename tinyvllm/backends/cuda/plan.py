@@ -1,7 +1,7 @@
-"""Records of the CUDA kernels: constants, grid, threads and shared memory for a shape on a GPU of so many multiprocessors.
+"""Launch plans of the CUDA kernels: constants, grid, threads and shared memory for a shape on a GPU.
 
-No tensors here. Every formula is said and reasoned at the top of the kernel's file; what is chosen here is only how work is cut, which no
-bit of a result depends on.
+No tensors here. Each kernel's file states and explains its formula; a plan only decides how work is divided, on which no bit of a result
+depends.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ import functools
 from dataclasses import dataclass
 
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.backends.shapes import Attention, Heads, up
-from tinyvllm.quant.layouts import panel_bytes
+from tinyvllm.backends.shapes import Attention, Heads, Product
+from tinyvllm.integers import ceil_div
+from tinyvllm.quant.formats import Activations, Layout, activations_of
+from tinyvllm.quant.layouts import PANEL, panel_bytes, row_bytes
 
-BASE = "sm_80"  # the row that all kernels have
-PIECE = 512  # columns of a product that are summed before they meet others
+BASE = "sm_80"  # the variant that all kernels have
+PIECE = 512  # columns of a product that are summed before they are added to others
 FEW = 8  # rows up to which a product streams its weights past all of them at once: columns of one mma
-_QUANTISED = ("Q8_0", "Q4_0")
 
 
 @dataclass(frozen=True)
 class GPU:
-    """What a launch is cut for: multiprocessors, and bytes of shared memory that a block of threads may have, and that one of them has."""
+    """What a launch is planned for: multiprocessors, and bytes of shared memory, of a block of threads at most and of a multiprocessor."""
 
     multiprocessors: int
     shared: int
@@ -31,76 +32,81 @@ class GPU:
 # --- products of up to FEW rows: kernels/cuda/include/stream.cuh
 
 
+def _is_int8(format: str) -> bool:
+    """Whether products with this format round x to int8."""
+    return activations_of(format, Layout.TILES) is Activations.INT8
+
+
 def _columns_bytes(format: str, steps: int, T: int) -> int:
-    return steps * (T * 32 + up(T, 2) * 16 if format in _QUANTISED else T * 64)
+    return steps * (T * 32 + ceil_div(T, 2) * 16 if _is_int8(format) else T * 64)
 
 
 def _sums_bytes(I: int, T: int, tiles: int) -> int:
-    return 4 * up(I, PIECE) * tiles * T * 20
+    return 4 * ceil_div(I, PIECE) * tiles * T * 20
 
 
 def _normed_bytes(format: str, T: int, E: int, tiles: int) -> int:
-    """x of a whole block of threads with what norms it, and the sums of all pieces."""
+    """x of a whole block of threads with its norm's weights and sums, and the sums of all pieces."""
     staged = 4 * T * E if T * E <= 8192 else 0
     return _columns_bytes(format, E // 32, T) + 4 * E + staged + _sums_bytes(E, T, tiles) + 36 * T
 
 
-def _evenly(pieces: int, most: int) -> int:
-    """Warps for so many pieces, so that each has as many as the others."""
-    return up(pieces, up(pieces, most))
+def _evenly(pieces: int, max_warps: int) -> int:
+    """Warps for `pieces`, so that all have the same number of them."""
+    return ceil_div(pieces, ceil_div(pieces, max_warps))
 
 
-def matvec(
-    row: str, format: str, T: int, O: int, I: int, gpu: GPU, bias: bool = False, residual: bool = False, gelu: bool = False
-) -> Kernel:
-    pieces, tiles = up(I, PIECE), up(O, 16)
+def matvec(variant: str, p: Product, gpu: GPU) -> Kernel:
+    T, O, I = p.T, p.O, p.I
+    pieces, tiles = ceil_div(I, PIECE), ceil_div(O, 16)
     each = 2 if T > 2 and tiles >= 1.5 * gpu.multiprocessors and I <= 16384 else 1
-    grid = up(tiles, each)
-    warps = _evenly(pieces, min(pieces, max(4, 16 // up(grid, gpu.multiprocessors))))
-    room = min(16, I // 32)
-    own = _columns_bytes(format, room, T) + (128 * T * room if T <= 2 else 0)
+    grid = ceil_div(tiles, each)
+    warps = _evenly(pieces, min(pieces, max(4, 16 // ceil_div(grid, gpu.multiprocessors))))
+    steps = min(16, I // 32)
+    own = _columns_bytes(p.format, steps, T) + (128 * T * steps if T <= 2 else 0)
     shared = warps * own + _sums_bytes(I, T, each)
     return Kernel.cuda(
-        "matvec", row, 1, 3 + bias + residual, (grid, 1, 1), 32 * warps, shared,
-        2 * T * O * I, panel_bytes(format, O, I) + 4 * T * (O + I),
-        O=O, I=I, TOKENS=T, WEIGHT=format, BIAS=int(bias), RESIDUAL=int(residual), ACTIVATION=int(gelu), TILES=each, TILE_WARPS=1,
+        "matvec", variant, 1, 3 + p.bias + p.residual, (grid, 1, 1), 32 * warps, shared,
+        2 * T * O * I, panel_bytes(p.format, O, I) + 4 * T * (O + I),
+        O=O, I=I, TOKENS=T, WEIGHT=p.format, BIAS=int(p.bias), RESIDUAL=int(p.residual), ACTIVATION=int(p.gelu), TILES=each, TILE_WARPS=1,
         PIECE_WARPS=warps,
     )  # fmt: skip
 
 
-def norm_gate_up_silu(row: str, format: str, T: int, E: int, F: int, gpu: GPU, eps: str, bias: bool = False) -> Kernel:
-    warps = _evenly(up(E, PIECE), 8)
+def norm_gate_up_silu(variant: str, format: str, T: int, E: int, F: int, gpu: GPU, eps: str, bias: bool = False) -> Kernel:
+    warps = _evenly(ceil_div(E, PIECE), 8)
     tiles = 4 if warps <= 4 and T > 2 else 2
     block = 32 * warps * tiles
+    grid = min(ceil_div(F // 16, tiles // 2), gpu.multiprocessors * max(1, 512 // block))
     return Kernel.cuda(
-        "norm_gate_up_silu", row, 1, 4 + bias, (min(up(F // 16, tiles // 2), gpu.multiprocessors * max(1, 512 // block)), 1, 1), block,
+        "norm_gate_up_silu", variant, 1, 4 + bias, (grid, 1, 1), block,
         _normed_bytes(format, T, E, tiles), 4 * T * F * E, panel_bytes(format, 2 * F, E) + 4 * T * (E + F),
         E=E, F=F, TOKENS=T, WEIGHT=format, BIAS=int(bias), EPS=eps, TILES=tiles, TILE_WARPS=tiles, PIECE_WARPS=warps,
     )  # fmt: skip
 
 
-def norm_qkv_rope_store(row: str, format: str, T: int, E: int, heads: Heads, gpu: GPU, eps: str) -> Kernel:
-    D, outputs, pieces = heads.D, heads.outputs, up(E, PIECE)
+def norm_qkv_rope_store(variant: str, format: str, T: int, E: int, heads: Heads, gpu: GPU, eps: str) -> Kernel:
+    D, outputs, pieces = heads.D, heads.outputs, ceil_div(E, PIECE)
     paired = not heads.whole and D % 32 == 0
     tiles = 2 if paired else D // 16
     grid = outputs // 16 // tiles
     tile_warps = min(tiles, max(1, 16 // min(pieces, 16)))
-    warps = _evenly(pieces, max(1, min(pieces, 16 // min(up(grid, gpu.multiprocessors), 4) // tile_warps)))
+    warps = _evenly(pieces, max(1, min(pieces, 16 // min(ceil_div(grid, gpu.multiprocessors), 4) // tile_warps)))
     shared = _normed_bytes(format, T, E, tiles) + (0 if paired else 4 * T * D)
     return Kernel.cuda(
-        "norm_qkv_rope_store", row, 3, 5 + heads.optional(1), (grid, 1, 1), 32 * warps * tile_warps, shared,
+        "norm_qkv_rope_store", variant, 3, 5 + heads.optional(1), (grid, 1, 1), 32 * warps * tile_warps, shared,
         2 * T * E * outputs, panel_bytes(format, outputs, E) + 4 * T * (E + heads.H * D),
         E=E, TOKENS=T, WEIGHT=format, EPS=eps, TILES=tiles, TILE_WARPS=tile_warps, PIECE_WARPS=warps, **heads.defines,
     )  # fmt: skip
 
 
-def norm_head(row: str, format: str, N: int, V: int, E: int, gpu: GPU, eps: str) -> Kernel:
-    warps = _evenly(up(E, PIECE), 8)
+def norm_head(variant: str, format: str, N: int, V: int, E: int, gpu: GPU, eps: str) -> Kernel:
+    warps = _evenly(ceil_div(E, PIECE), 8)
     tiles = min(4, 16 // warps)
     block = 32 * warps * tiles
-    grid = min(up(V, 16 * tiles), gpu.multiprocessors * max(1, 512 // block))
+    grid = min(ceil_div(V, 16 * tiles), gpu.multiprocessors * max(1, 512 // block))
     return Kernel.cuda(
-        "norm_head", row, 3, 5, (grid, 1, 1), block, _normed_bytes(format, N, E, tiles),
+        "norm_head", variant, 3, 5, (grid, 1, 1), block, _normed_bytes(format, N, E, tiles),
         2 * N * V * E, panel_bytes(format, V, E) + 4 * N * (V + E),
         E=E, V=V, TOKENS=N, WEIGHT=format, EPS=eps, TILES=tiles, TILE_WARPS=tiles, PIECE_WARPS=warps,
     )  # fmt: skip
@@ -110,37 +116,39 @@ def norm_head(row: str, format: str, N: int, V: int, E: int, gpu: GPU, eps: str)
 
 
 def prepared_bytes(format: str, T: int, I: int) -> int:
-    """Of T rows, T a multiple of 8, as quantize_input.cu lays them out."""
-    return T * (I + I // 32 * 8 if format in _QUANTISED else 2 * I)
+    """Bytes of T rows, T a multiple of 8, as quantize_input.cu writes them."""
+    return T * (I + I // 32 * 8 if _is_int8(format) else 2 * I)
 
 
-def quantize_input(row: str, format: str, T: int, I: int, eps: str | None = None, gather: bool = False, cores: bool = False) -> Kernel:
-    """`eps` of the norm, None for none; `cores` for the layout that matmul_hopper reads."""
+def quantize_input(variant: str, format: str, T: int, I: int, eps: str | None = None, gather: bool = False, cores: bool = False) -> Kernel:
+    """`eps` is the norm's, None if there is no norm; `cores` asks for the layout that matmul_hopper reads."""
     return Kernel.cuda(
-        "quantize_input", row, 1, 2 + (eps is not None) + gather, (T, 1, 1), 256, 0, 3 * T * I, 4 * T * I + prepared_bytes(format, T, I),
+        "quantize_input", variant, 1, 2 + (eps is not None) + gather, (T, 1, 1), 256, 0,
+        3 * T * I, 4 * T * I + prepared_bytes(format, T, I),
         T=T, I=I, WEIGHT=format, NORM=int(eps is not None), EPS=eps or "0.0f", GATHER=int(gather), CORES=int(cores),
     )  # fmt: skip
 
 
-def rope_store(row: str, T: int, heads: Heads) -> Kernel:
+def rope_store(variant: str, T: int, heads: Heads) -> Kernel:
     outputs = heads.outputs
     return Kernel.cuda(
-        "rope_store", row, 3, 3 + heads.optional(1), (T, up(heads.H + 2 * heads.K, 8), 1), 256, 0, 8 * T * outputs, 8 * T * outputs,
+        "rope_store", variant, 3, 3 + heads.optional(1), (T, ceil_div(heads.H + 2 * heads.K, 8), 1), 256, 0,
+        8 * T * outputs, 8 * T * outputs,
         T=T, **heads.defines,
     )  # fmt: skip
 
 
-def argmax(row: str, rows: int, V: int, gpu: GPU) -> Kernel:
-    parts = max(1, min(up(gpu.multiprocessors, rows), up(V, 4096)))
-    return Kernel.cuda("argmax", row, 3, 2, (parts, rows, 1), 256, 0, rows * V, 4 * rows * V, V=V, PARTS=parts)
+def argmax(variant: str, rows: int, V: int, gpu: GPU) -> Kernel:
+    parts = max(1, min(ceil_div(gpu.multiprocessors, rows), ceil_div(V, 4096)))
+    return Kernel.cuda("argmax", variant, 3, 2, (parts, rows, 1), 256, 0, rows * V, 4 * rows * V, V=V, PARTS=parts)
 
 
-# --- matmul.cu: which cut. The figures are an H200's, by its data sheet; only their ratios matter.
+# --- matmul.cu: the choice of a cut. The figures are those of an H200's data sheet; only their ratios matter.
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A block of threads of matmul.cu: its tile, its warps, and how many such blocks a multiprocessor shall hold."""
+    """A block of threads of matmul.cu: its tile, its warps, and how many such blocks a multiprocessor should hold."""
 
     tile_o: int
     tile_t: int
@@ -164,9 +172,9 @@ CUTS = (
     *(Cut(256, t, 4, 2, 1, 1) for t in (48, 64)),
     Cut(64, 128, 2, 4, 1, 1),
     Cut(128, 128, 2, 4, 1, 1),
-    Cut(128, 192, 2, 4, 1, 1),  # has no registers left for scales or for handing over
+    Cut(128, 192, 2, 4, 1, 1),  # leaves no registers for scales or for handing sums over
 )
-K_BLOCKS, MOST_STAGES, BAND = 2, 6, 8
+K_BLOCKS, MAX_STAGES, BAND = 2, 6, 8
 _MULTIPLY, _CACHE, _SHARED, _MEMORY = 1200, 34, 128, 19  # a cycle of a multiprocessor: multiply-adds; bytes of each kind of memory
 _ISSUED, _BARRIER = 3.6, 50  # instructions of a warp a cycle; cycles that a stage's barrier costs
 _LATENCY = 2500  # cycles until blocks of threads have handed over their sums
@@ -174,7 +182,7 @@ _LATENCY = 2500  # cycles until blocks of threads have handed over their sums
 
 def _steps(format: str) -> tuple[int, int]:
     """Bytes of 32 columns: of sixteen rows of weight, and of eight rows of x."""
-    return {"Q8_0": (544, 320), "Q4_0": (288, 320)}.get(format, (1024, 512))
+    return PANEL * row_bytes(format, 32), 320 if _is_int8(format) else 512
 
 
 def _stage(cut: Cut, format: str) -> int:
@@ -188,81 +196,76 @@ def _merge(cut: Cut) -> int:
 
 def _stages(cut: Cut, format: str, gpu: GPU) -> int:
     room = min(gpu.shared, gpu.shared_of_one // cut.resident - 1024) - _merge(cut)
-    return min(MOST_STAGES, room // _stage(cut, format))
+    return min(MAX_STAGES, room // _stage(cut, format))
 
 
 def _cycles(cut: Cut, split: int, rows: int, T: int, I: int, format: str, gpu: GPU) -> float:
-    """What a product with `rows` rows of weight costs about: the busiest multiprocessor's part, or reading the weights."""
+    """About what a product with `rows` rows of weight costs: the busiest multiprocessor's part, or reading the weights."""
     w, x = _steps(format)
-    pieces, blocks = up(I, PIECE), up(rows, cut.tile_o) * up(T, cut.tile_t)
-    share = up(pieces, split) / pieces * I / 32
+    pieces, blocks = ceil_div(I, PIECE), ceil_div(rows, cut.tile_o) * ceil_div(T, cut.tile_t)
+    share = ceil_div(pieces, split) / pieces * I / 32
     read = (cut.tile_o // 16 * w + cut.tile_t // 8 * x) * share
     fragments = (cut.tile_o // 16 * w * cut.warps_t + cut.tile_t // 8 * x * cut.warps_o) * share
     tiles = cut.tile_o // 16 * (cut.tile_t // 8)
-    issued = (12 * tiles + 10 * cut.tile_o // 16 * cut.warps_t) * share / _ISSUED if format in _QUANTISED else 0  # scales, nibbles
+    issued = (12 * tiles + 10 * cut.tile_o // 16 * cut.warps_t) * share / _ISSUED if _is_int8(format) else 0  # scales, nibbles
     one = max(tiles * 4096 * share / _MULTIPLY, issued, (read + fragments) / _SHARED, read / _CACHE) + _BARRIER * share / K_BLOCKS
-    handed = 2 * (pieces - up(pieces, split)) * blocks * cut.tile_o * cut.tile_t * 4 / gpu.multiprocessors / _CACHE
+    handed = 2 * (pieces - ceil_div(pieces, split)) * blocks * cut.tile_o * cut.tile_t * 4 / gpu.multiprocessors / _CACHE
     memory = rows * I / 512 * w / gpu.multiprocessors / _MEMORY
-    return max(up(blocks * split, gpu.multiprocessors) * one, memory) + handed + (_LATENCY if split > 1 else 0)
+    return max(ceil_div(blocks * split, gpu.multiprocessors) * one, memory) + handed + (_LATENCY if split > 1 else 0)
 
 
 @functools.cache
 def _choice(rows: int, T: int, I: int, format: str, silu: bool, gpu: GPU) -> tuple[Cut, int]:
-    """The cut of a product, and among how many blocks of threads its columns are shared out."""
-    pieces = up(I, PIECE)
-    splits = [n for n in range(1, min(pieces, 16) + 1) if (n - 1) * up(pieces, n) < pieces]
+    """The cut of a product, and the number of blocks of threads that share its columns."""
+    pieces = ceil_div(I, PIECE)
+    splits = [n for n in range(1, min(pieces, 16) + 1) if (n - 1) * ceil_div(pieces, n) < pieces]
     fit = [c for c in CUTS if _stages(c, format, gpu) >= 2 and not (silu and c.tile_o // c.warps_o % 32)]  # a warp has gate and up
-    known = [(c, n) for c in fit for n in splits if c.tile_t < 192 or (n == 1 and format not in _QUANTISED)]
+    known = [(c, n) for c in fit for n in splits if c.tile_t < 192 or (n == 1 and not _is_int8(format))]
     return min(known, key=lambda known: _cycles(known[0], known[1], rows, T, I, format, gpu))
 
 
-def matmul(
-    row: str, format: str, T: int, O: int, I: int, gpu: GPU, bias: bool = False, residual: bool = False, gelu: bool = False,
-    silu: bool = False, chosen: tuple[Cut, int] | None = None,
-) -> tuple[Kernel, int, int]:  # fmt: skip
+def matmul(variant: str, p: Product, gpu: GPU, chosen: tuple[Cut, int] | None = None) -> tuple[Kernel, int, int]:
     """The kernel, how many float32 its blocks of threads hand over, and how many counters (zeros) they do it with; both 0 for none.
 
-    T % 8 == 0. O counts the outputs; with `silu` the weight has twice as many rows. `chosen`: another cut and split than the best known.
+    p.T % 8 == 0. `chosen`: another cut and split than the best known.
     """
-    rows = O * (1 + silu)
-    cut, split = chosen or _choice(rows, T, I, format, silu, gpu)
-    blocks, pieces = up(rows, cut.tile_o) * up(T, cut.tile_t), up(I, PIECE)
+    format, T, O, I, rows = p.format, p.T, p.O, p.I, p.rows
+    cut, split = chosen or _choice(rows, T, I, format, p.silu, gpu)
+    blocks, pieces = ceil_div(rows, cut.tile_o) * ceil_div(T, cut.tile_t), ceil_div(I, PIECE)
     stages = _stages(cut, format, gpu)
     kernel = Kernel.cuda(
-        "matmul", row, 1 + 2 * (split > 1), 3 + bias + residual, (blocks, split, 1), cut.threads,
+        "matmul", variant, 1 + 2 * (split > 1), 3 + p.bias + p.residual, (blocks, split, 1), cut.threads,
         stages * _stage(cut, format) + _merge(cut),
-        2 * T * rows * I, panel_bytes(format, rows, I) + prepared_bytes(format, T, I) + 4 * T * O * (1 + residual),
-        O=O, I=I, T=T, WEIGHT=format, BIAS=int(bias), RESIDUAL=int(residual), ACTIVATION=int(gelu), SILU=int(silu), SPLIT=split,
+        2 * T * rows * I, panel_bytes(format, rows, I) + prepared_bytes(format, T, I) + 4 * T * O * (1 + p.residual),
+        O=O, I=I, T=T, WEIGHT=format, BIAS=int(p.bias), RESIDUAL=int(p.residual), ACTIVATION=int(p.gelu), SILU=int(p.silu), SPLIT=split,
         TILE_O=cut.tile_o, TILE_T=cut.tile_t, WARPS_O=cut.warps_o, WARPS_T=cut.warps_t, WARPS_K=cut.warps_k, K_BLOCKS=K_BLOCKS,
         STAGES=stages, BAND=BAND, RESIDENT=cut.resident,
     )  # fmt: skip
     if split == 1:
         return kernel, 0, 0
-    return kernel, (pieces - up(pieces, split) + 1) * blocks * cut.tile_o * cut.tile_t, blocks
+    return kernel, (pieces - ceil_div(pieces, split) + 1) * blocks * cut.tile_o * cut.tile_t, blocks
 
 
 HOPPER = "sm_90a"
 HOPPER_ROWS = 256  # of x, from which on its tiles are filled
 
 
-def matmul_hopper(
-    row: str, format: str, T: int, O: int, I: int, gpu: GPU, bias: bool = False, residual: bool = False, gelu: bool = False,
-    silu: bool = False,
-) -> Kernel:  # fmt: skip
+def matmul_hopper(variant: str, p: Product, gpu: GPU) -> Kernel:
     """16-bit weights and many rows: a tile is 128 rows of weight by 128 or 192 tokens. x is prepared with `cores`."""
-    rows = O * (1 + silu)
+    format, T, O, I, rows = p.format, p.T, p.O, p.I, p.rows
 
     def waves(tile: int) -> int:
-        return up(up(rows, 128) * up(T, tile), gpu.multiprocessors) * (tile + 16)  # 16: what a tile costs beside its tokens
+        return ceil_div(ceil_div(rows, 128) * ceil_div(T, tile), gpu.multiprocessors) * (tile + 16)  # 16: a tile's fixed cost
 
     tile = min((192, 128), key=waves)
-    ups = 256 * tile if silu else 0
+    gate_up = 256 * tile if p.silu else 0
     stage = K_BLOCKS * (8192 + 64 * tile)
-    stages = min(MOST_STAGES, (gpu.shared - 1024 - ups) // stage)
+    stages = min(MAX_STAGES, (gpu.shared - 1024 - gate_up) // stage)
     return Kernel.cuda(
-        "matmul_hopper", row, 1, 3 + bias + residual, (up(rows, 128) * up(T, tile), 1, 1), 384, stages * stage + ups,
-        2 * T * rows * I, panel_bytes(format, rows, I) + prepared_bytes(format, T, I) + 4 * T * O * (1 + residual),
-        O=O, I=I, T=T, WEIGHT=format, BIAS=int(bias), RESIDUAL=int(residual), ACTIVATION=int(gelu), SILU=int(silu), TILE_T=tile,
+        "matmul_hopper", variant, 1, 3 + p.bias + p.residual, (ceil_div(rows, 128) * ceil_div(T, tile), 1, 1), 384,
+        stages * stage + gate_up,
+        2 * T * rows * I, panel_bytes(format, rows, I) + prepared_bytes(format, T, I) + 4 * T * O * (1 + p.residual),
+        O=O, I=I, T=T, WEIGHT=format, BIAS=int(p.bias), RESIDUAL=int(p.residual), ACTIVATION=int(p.gelu), SILU=int(p.silu), TILE_T=tile,
         K_BLOCKS=K_BLOCKS, STAGES=stages, BAND=BAND,
     )  # fmt: skip
 
@@ -270,85 +273,94 @@ def matmul_hopper(
 # --- attention
 
 
-STRETCH = 4096  # keys whose chunks are merged before they meet others
-CHUNK = 256
-FOLLOWING = 256 << 20  # bytes at most of what sequences that others read for leave behind, a layer at a time
+STRETCH = 4096  # keys whose partitions are merged before they are merged with others
+PARTITION = 256  # keys
+FOLLOWING = 256 << 20  # bytes at most of the results that shared reads keep for other sequences, a layer at a time
 
 
-def attention_decode(row: str, B: int, a: Attention, gpu: GPU, cascade: bool = False) -> tuple[Kernel, int, int]:
-    """The kernel, and numbers of its scratch: float32, and counters. With `cascade` it takes `alike`, unless nothing could come of it."""
+def attention_decode(variant: str, B: int, a: Attention, gpu: GPU, cascade: bool = False) -> tuple[Kernel, int, int]:
+    """The kernel, and the size of its scratch: float32 numbers, and counters.
+
+    With `cascade` it takes `shared_prefix_lens`, unless no sharing is possible.
+    """
     group, tokens = a.H // a.K, a.M * a.S
-    parts = up(group, 16)
-    heads, rows = a.K * parts, up(group, parts)
-    chunks, stretches = up(tokens, CHUNK), up(tokens, STRETCH)
-    shared_chunks = _shared_chunks(B, a, heads, rows) if cascade else 0
+    parts = ceil_div(group, 16)
+    heads, rows = a.K * parts, ceil_div(group, parts)
+    partitions, stretches = ceil_div(tokens, PARTITION), ceil_div(tokens, STRETCH)
+    shared_partitions = _shared_partitions(B, a, heads, rows) if cascade else 0
     ring = min(8, max(2, 512 // a.D))
     shared = ring * 32 * (2 * a.D + 16) + (0 if a.D <= 128 else 32 * a.D - 2048)
     resident = min(32, gpu.shared_of_one // (shared + 1024))
-    grid = min(gpu.multiprocessors * max(1, resident), B * heads * chunks)
-    kept = B * heads * (stretches + min(shared_chunks, chunks)) if shared_chunks else 0
-    partial = (grid * 2 * (STRETCH // CHUNK + stretches) + kept) * rows * (a.D + 2)
-    more = {"CASCADE": shared_chunks} if shared_chunks else {}
-    kernel = Kernel.cuda("attention_decode", row, 3, 5 + len(more), (grid, 1, 1), 32, shared, B=B, **more, **a.defines)  # type: ignore[arg-type]
-    return kernel, partial, grid * 2 + (B * heads if shared_chunks else 0)
+    grid = min(gpu.multiprocessors * max(1, resident), B * heads * partitions)
+    kept = B * heads * (stretches + min(shared_partitions, partitions)) if shared_partitions else 0
+    partial = (grid * 2 * (STRETCH // PARTITION + stretches) + kept) * rows * (a.D + 2)
+    more = {"CASCADE": shared_partitions} if shared_partitions else {}
+    kernel = Kernel.cuda("attention_decode", variant, 3, 5 + len(more), (grid, 1, 1), 32, shared, B=B, **more, **a.defines)  # type: ignore[arg-type]
+    return kernel, partial, grid * 2 + (B * heads if shared_partitions else 0)
 
 
-def _shared_chunks(B: int, a: Attention, heads: int, rows: int) -> int:
-    """Of a sequence, chunks that others may read for it: whole stretches, as many as FOLLOWING has room for."""
-    if B == 1 or a.D > 192 or (a.D > 64 and rows > 8):  # nobody to share with, or no registers for a second sequence's rows
+def _shared_partitions(B: int, a: Attention, heads: int, rows: int) -> int:
+    """Partitions of a sequence that other sequences may read for it: whole stretches, as many as FOLLOWING has room for."""
+    if B == 1 or a.D > 192 or (a.D > 64 and rows > 8):  # no other sequence, or no registers for a second sequence's rows
         return 0
-    whole, stretches = STRETCH // CHUNK, up(a.M * a.S, STRETCH)
+    whole, stretches = STRETCH // PARTITION, ceil_div(a.M * a.S, STRETCH)
     room = FOLLOWING // (4 * B * heads * rows * (a.D + 2)) - stretches
     return max(0, min(room // whole, stretches)) * whole
 
 
-def attention_prefill(row: str, T: int, chunks: int, a: Attention, gpu: GPU) -> Kernel:
+def attention_prefill(variant: str, T: int, chunks: int, a: Attention, gpu: GPU) -> Kernel:
     """T rows of `chunks` sequences."""
     warps = 8 if a.D <= 128 else 4
     span, stages = warps * 16 * a.K // a.H, 2 if prefill_shared(a.D, 2) <= gpu.shared else 1
-    grid, shared = (up(T, span) + chunks, a.K, 1), prefill_shared(a.D, stages)
-    return Kernel.cuda("attention_prefill", row, 1, 6, grid, 32 * warps, shared, STAGES=stages, **a.defines)  # type: ignore[arg-type]
+    grid, shared = (ceil_div(T, span) + chunks, a.K, 1), prefill_shared(a.D, stages)
+    return Kernel.cuda("attention_prefill", variant, 1, 6, grid, 32 * warps, shared, STAGES=stages, **a.defines)  # type: ignore[arg-type]
 
 
 def prefill_shared(D: int, stages: int) -> int:
-    """Bytes of shared memory: keys and values of the stages, and of wide heads what has no room in registers."""
+    """Bytes of shared memory: keys and values of the stages, and for wide heads what does not fit in registers."""
     return stages * 2 * (128 if D <= 128 else 64) * (2 * D + 16) + (0 if D <= 128 else 384 * D - 8192)
 
 
 # --- tokens
 
 
-def advance(row: str, B: int, M: int, S: int, rounds: int, scratch_slot: int) -> Kernel:
-    return Kernel.cuda("advance", row, 6, 3, (1, 1, 1), min(1024, 32 * up(B, 32)), B=B, M=M, S=S, ROUNDS=rounds, SCRATCH_SLOT=scratch_slot)
+def advance(variant: str, B: int, M: int, S: int, rounds: int, scratch_slot: int) -> Kernel:
+    return Kernel.cuda(
+        "advance", variant, 6, 3, (1, 1, 1), min(1024, 32 * ceil_div(B, 32)), B=B, M=M, S=S, ROUNDS=rounds, SCRATCH_SLOT=scratch_slot
+    )
 
 
-def embed(row: str, format: str, T: int, V: int, E: int, tiles: bool) -> Kernel:
+def embed(variant: str, format: str, T: int, V: int, E: int, tiles: bool) -> Kernel:
     work = T * (4 * E + panel_bytes(format, 1, E) // 16)
-    return Kernel.cuda("embed", row, 1, 3, (T, 1, 1), min(256, 32 * up(E // 4, 32)), bytes=work, V=V, E=E, WEIGHT=format, TILES=int(tiles))
+    return Kernel.cuda(
+        "embed", variant, 1, 3, (T, 1, 1), min(256, 32 * ceil_div(E // 4, 32)), bytes=work, V=V, E=E, WEIGHT=format, TILES=int(tiles)
+    )
 
 
-def kv_append(row: str, T: int, K: int, S: int, D: int, cache: str) -> Kernel:
+def kv_append(variant: str, T: int, K: int, S: int, D: int, cache: str) -> Kernel:
     work = 2 * T * K * D * (8 if cache == "F32" else 6)
-    return Kernel.cuda("kv_append", row, 2, 4, (T, 1, 1), min(256, 32 * up(K * D // 4, 32)), bytes=work, K=K, S=S, D=D, CACHE_TYPE=cache)
+    return Kernel.cuda(
+        "kv_append", variant, 2, 4, (T, 1, 1), min(256, 32 * ceil_div(K * D // 4, 32)), bytes=work, K=K, S=S, D=D, CACHE_TYPE=cache
+    )
 
 
-def kv_copy(row: str, pairs: int, block_bytes: int) -> Kernel:
-    grid = up(block_bytes, 16384), pairs, 1
-    return Kernel.cuda("kv_copy", row, 1, 2, grid, 256, bytes=2 * pairs * block_bytes, BLOCK_BYTES=block_bytes)
+def kv_copy(variant: str, pairs: int, block_bytes: int) -> Kernel:
+    grid = ceil_div(block_bytes, 16384), pairs, 1
+    return Kernel.cuda("kv_copy", variant, 1, 2, grid, 256, bytes=2 * pairs * block_bytes, BLOCK_BYTES=block_bytes)
 
 
-def accept_drafts(row: str, B: int, drafts: int) -> Kernel:
-    return Kernel.cuda("accept_drafts", row, 2, 4, (up(B, 4), 1, 1), 128, bytes=8 * B * drafts, DRAFTS=drafts)
+def accept_drafts(variant: str, B: int, drafts: int) -> Kernel:
+    return Kernel.cuda("accept_drafts", variant, 2, 4, (ceil_div(B, 4), 1, 1), 128, bytes=8 * B * drafts, DRAFTS=drafts)
 
 
 SAMPLE_THREADS, SAMPLE_CAPACITY = 1024, 4095
 
 
-def sample(row: str, B: int, V: int, neutral_row: int, features: dict[str, bool], gpu: GPU) -> tuple[list[Kernel], int]:
+def sample(variant: str, B: int, V: int, neutral_row: int, features: dict[str, bool], gpu: GPU) -> tuple[list[Kernel], int]:
     """The launches, one or two, and bytes of scratch, all zero before the first of all."""
     filtered = features["TOP_K"] or features["TOP_P"] or features["MIN_P"]
-    most, parts = max(1, min(32, gpu.multiprocessors // B, V // 4096)), 1
-    while 2 * parts <= most:
+    max_parts, parts = max(1, min(32, gpu.multiprocessors // B, V // 4096)), 1
+    while 2 * parts <= max_parts:
         parts *= 2
     stages = ["LOOK", "DRAW"] if filtered and parts > 1 else ["WHOLE"]
     scratch = 0 if parts == 1 else B * (32 + (4 * SAMPLE_THREADS + 8 * (SAMPLE_CAPACITY + 1) if filtered else 0))
@@ -356,7 +368,7 @@ def sample(row: str, B: int, V: int, neutral_row: int, features: dict[str, bool]
     defines = {name: int(on) for name, on in features.items()}
     kernels = [
         Kernel.cuda(
-            "sample", row, outs, ins, (parts, B, 1), SAMPLE_THREADS, bytes=4 * B * V * (1 + sum(defines.values())),
+            "sample", variant, outs, ins, (parts, B, 1), SAMPLE_THREADS, bytes=4 * B * V * (1 + sum(defines.values())),
             V=V, NEUTRAL_ROW=neutral_row, PARTS=parts, STAGE=stage, **defines,
         )
         for stage in stages
@@ -364,9 +376,9 @@ def sample(row: str, B: int, V: int, neutral_row: int, features: dict[str, bool]
     return kernels, scratch
 
 
-def read(row: str, words: int, blocks: int) -> Kernel:
-    return Kernel.cuda("read", row, 1, 1, (blocks, 1, 1), 512, bytes=16 * words, WORDS=words, BLOCKS=blocks)
+def read(variant: str, words: int, blocks: int) -> Kernel:
+    return Kernel.cuda("read", variant, 1, 1, (blocks, 1, 1), 512, bytes=16 * words, WORDS=words, BLOCKS=blocks)
 
 
-def copy(row: str, words: int, blocks: int) -> Kernel:
-    return Kernel.cuda("copy", row, 1, 1, (blocks, 1, 1), 512, bytes=32 * words, WORDS=words, BLOCKS=blocks)
+def copy(variant: str, words: int, blocks: int) -> Kernel:
+    return Kernel.cuda("copy", variant, 1, 1, (blocks, 1, 1), 512, bytes=32 * words, WORDS=words, BLOCKS=blocks)

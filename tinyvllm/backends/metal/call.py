@@ -1,95 +1,198 @@
-"""Calls of the Metal kernels, `kernels/metal`: which of them an op becomes, with what buffers. Records are made in metal_records.py.
+"""The Metal backend: which kernels of `kernels/metal` an op becomes, with which buffers. Launch plans are made in plan.py.
 
-Weights lie as in files, each projection its own, so that they can be mapped without a copy; kernels take them side by side. Up to sixteen
-rows are one launch that reads the weights once for all of them; more are multiplied tile by tile. Products do not round x. The row
-apple7_matrix, for who asks, multiplies thirteen to sixteen rows by matrices, too.
+Weights are in rows as in files, each projection by itself, so that files can be mapped without a copy; kernels take them one after the
+other. Up to sixteen rows of x are one launch that reads the weights once for all of them; more are multiplied tile by tile. Products do not
+round x. The variant apple7_matrix, which is used only on request, multiplies thirteen to sixteen rows by matrices, too.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from tinygrad import Tensor
 
-from tinyvllm.backends.autotune import tuned
-from tinyvllm.backends.buffers import cache_format, constant, empty, integers, scratch
+from tinyvllm.backends.autotune import source_digest, tuned
+from tinyvllm.backends.buffers import cache_format, constant, empty, integers, present, scratch
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.backends.metal import plan as records
+from tinyvllm.backends.limits import ShapeFacts, first_reason
+from tinyvllm.backends.metal import plan
+from tinyvllm.backends.metal.icb import MetalGraph
+from tinyvllm.backends.metal.launch import TimedKernel, launch
+from tinyvllm.backends.metal.limits import LIMITS
+from tinyvllm.backends.metal.queue import gpu_name, import_pages, metal_free_memory, queue_of
+from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights, stored
+from tinyvllm.backends.shapes import Attention, Heads, Product
 from tinyvllm.batch import Batch, LayerCache
-from tinyvllm.bridge import Timed, launch, shared_zeros, spans
-from tinyvllm.ops.norm import Norm
-from tinyvllm.quant.layouts import RowWeight, StoredWeight
-
-if TYPE_CHECKING:
-    from tinyvllm.ops.advance import History
-    from tinyvllm.ops.qkv import QKV
+from tinyvllm.bridge import DeviceHooks, architecture, has_graph, install_hooks, opened_device, shared_zeros, spans, use_graph
+from tinyvllm.integers import round_up
+from tinyvllm.placement import Placement
+from tinyvllm.quant.formats import Layout
+from tinyvllm.quant.layouts import StoredWeight
 
 Argument = Tensor | np.ndarray | int  # of a kernel that is timed
-Variant = TypeVar("Variant", records.Cut, records.Fragments)
+Cut = TypeVar("Cut", plan.Cut, plan.Fragments)
+
+OLDEST_FAMILY = 7  # of Apple's GPUs: M1's
+PRODUCTS = ("matmul", "norm_gate_up_silu", "norm_qkv_rope_store", "norm_head")
 
 
-# --- what the kernels cannot take: the reason, or None
+class MetalBackend:
+    """Kernels for the GPUs of Apple Silicon."""
 
+    name = "metal"
+    layout = Layout.ROWS
+    stems = frozenset(LIMITS)
+    variant_names = (plan.BASE, plan.MATRIX)
 
-def refuses_table(table: RowWeight) -> str | None:
-    return _refuses_width(table)
+    def open(self, placement: Placement) -> None:
+        opened_device(placement.device)
+        if has_graph(placement.device):
+            use_graph(placement.device, MetalGraph)
+        import_at = functools.partial(import_pages, placement.device)
+        install_hooks(placement.device, DeviceHooks(queue_of(placement.device), import_at))
 
+    def variants(self, placement: Placement, stem: str | None = None) -> dict[str, str | None]:
+        family = architecture(placement.device)
+        number = re.fullmatch(r"Apple(\d+)", family)
+        lacking = None if number and int(number[1]) >= OLDEST_FAMILY else f"the GPU is of the family {family}, older than Apple7"
+        # the matrix variant is never the default: with it a request's bits depend on how many rows are computed with it
+        return {variant: lacking for variant in (plan.BASE, *([plan.MATRIX] if stem in PRODUCTS else []))}
 
-def refuses_product(weight: StoredWeight) -> str | None:
-    return _refuses_width(weight) or (None if len(weight.parts) == 1 else "its projections are multiplied only together with their norm")
+    def unsupported(self, stem: str, facts: ShapeFacts) -> str | None:
+        return first_reason(LIMITS[stem], facts)
 
+    def free_memory(self, placement: Placement) -> int | None:
+        return metal_free_memory(placement.device)
 
-def refuses_qkv(weight: StoredWeight, norm: Norm, D: int) -> str | None:
-    three = None if len(weight.parts) == 3 else f"its {len(weight.parts)} matrices are not q, k and v"
-    return _refuses_width(weight) or three or _refuses_norm(norm) or refuses_heads(D)
+    def embed(self, variant: str, table: KernelTable, tokens: Tensor, rows: Tensor) -> Tensor:
+        T, E = int(tokens.shape[0]), table.I
+        return launch(plan.embed(variant, table.format, T, table.O, E), [empty(tokens, T, E)], [table.tensor, tokens, rows])[0]
 
+    def norm_qkv_rope_store(
+        self,
+        variant: str,
+        x: Tensor,
+        norm: NormWeights,
+        qkv: QKV,
+        weight: KernelWeight,
+        angles: Tensor | None,
+        cache: LayerCache,
+        batch: Batch,
+    ) -> tuple[Tensor, LayerCache]:
+        weight = stored(weight)
+        T, eps, heads = int(x.shape[0]), constant(norm.eps), Heads.of(weight.O, qkv, angles, cache)
+        optional = [*_each(qkv.bias, weight), *present(qkv.q_norm, qkv.k_norm, angles)]
+        ins = [x, norm.weight, *_matrices(weight)]
+        if plan.by_lanes(variant, T):
+            shape = variant, weight.format, T, weight.I, heads, eps
+            pool = 8 * heads.K * heads.D * round_up(T, heads.S)  # a cache with the blocks that these rows fill
+            angle_bytes: list[Argument] = [4 * T * heads.R] if heads.R else []
+            sizes: list[Argument] = [4 * T * heads.H * heads.D, pool, 4, 4 * T * weight.I, *ins[1:]]
+            sizes += [*optional[: len(optional) - len(angle_bytes)], *angle_bytes, np.arange(T, dtype=np.int32), _count(T)]
+            cuts = plan.cuts_for_heads(T, weight.I, heads)
+            kernel = _tuned(x, cuts, lambda cut: plan.norm_qkv_rope_store(*shape, cut=cut), sizes)
+        else:
+            borders = weight.parts[0].O, weight.parts[0].O + weight.parts[1].O
+            sizes = [4 * T * weight.O, 4 * T * weight.I, *ins[1:], _count(T)]
+            product = Product(weight.format, T, weight.O, weight.I, eps=eps, borders=borders)
+            ins = launch(_by_matrices(variant, x, product, sizes), [empty(x, T, weight.O)], [*ins, batch.rows])
+            kernel = plan.rope_store(variant, T, heads)
+        q, keys, values = launch(kernel, [empty(x, T, heads.H, heads.D), *cache], [*ins, *optional, batch.slots, batch.rows])
+        return q, LayerCache(keys, values)
 
-def refuses_gate_up(weight: StoredWeight, norm: Norm) -> str | None:
-    two = None if len(weight.parts) == 2 else f"its {len(weight.parts)} matrices are not gate and up"
-    return _refuses_width(weight) or two or _refuses_norm(norm)
+    def append_kv(self, variant: str, k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:
+        (T, K, D), S = (int(d) for d in k.shape), int(cache.keys.shape[3])
+        return LayerCache(*launch(plan.kv_append(variant, T, K, S, D, cache_format(cache)), cache, [k, v, batch.slots, batch.rows]))
 
+    def attention_decode(self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Tensor:
+        (T, H, D), a = (int(d) for d in q.shape), Attention.of(q, cache, scale, window, batch)
+        kernel, partial = plan.attention_decode(variant, batch.num_decodes, a, cascade=batch.shared_prefix_lens is not None)
+        ins = [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes, *present(batch.shared_prefix_lens)]
+        return launch(kernel, [empty(q, T, H * D), shared_zeros(str(q.device), partial)], ins)[0]
 
-def refuses_head(weight: StoredWeight, norm: Norm) -> str | None:
-    return _refuses_width(weight) or _refuses_norm(norm)
+    def attention_prefill(
+        self, variant: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch
+    ) -> Tensor:
+        T, H, D = (int(d) for d in q.shape)
+        kernel = plan.attention_prefill(variant, T - batch.num_decodes, batch.num_chunks, Attention.of(q, cache, scale, window, batch))
+        # the values' alias: a tensor that two kernels read after a store is copied, the whole pool
+        ins = [q, cache.values, batch.block_tables, batch.context_lens, batch.query_starts, batch.chunks]
+        return launch(kernel, [empty(q, T, H * D) if out is None else out], ins)[0]
 
+    def matmul(
+        self, variant: str, x: Tensor, weight: KernelWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool
+    ) -> Tensor:
+        weight = stored(weight)
+        T, O, I = int(x.shape[0]), weight.O, weight.I
+        product = Product(weight.format, T, O, I, bias=bias is not None, residual=residual is not None, gelu=gelu)
+        sizes: list[Argument] = [4 * T * O, 4 * T * I, *_matrices(weight), *present(bias)]
+        sizes += [*([4 * T * O] if residual is not None else []), _count(T)]
+        if plan.by_lanes(variant, T):
+            kernel = _tuned(x, plan.cuts(T), lambda cut: plan.matvec(variant, product, cut), sizes)
+        else:
+            kernel = _by_matrices(variant, x, product, sizes)
+        return launch(kernel, [empty(x, T, O)], [x, *_matrices(weight), *present(bias, residual), rows])[0]
 
-def refuses_heads(D: int) -> str | None:
-    return f"its head dimension {D} is not a multiple of 16" if D % 16 else None
+    def gate_up_silu(self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, bias: Tensor | None) -> Tensor:
+        weight = stored(weight)
+        T, E, F, eps = int(x.shape[0]), weight.I, weight.O // 2, constant(norm.eps)
+        sizes: list[Argument] = [4 * T * F, 4 * T * E, norm.weight, *_matrices(weight), *_each(bias, weight), _count(T)]
+        if plan.by_lanes(variant, T):
+            shape = variant, weight.format, T, E, F, eps, bias is not None
+            kernel = _tuned(x, plan.cuts(T), lambda cut: plan.norm_gate_up_silu(*shape, cut=cut), sizes)
+        else:
+            product = Product(weight.format, T, F, E, bias=bias is not None, silu=True, eps=eps)
+            kernel = _by_matrices(variant, x, product, sizes)
+        return launch(kernel, [empty(x, T, F)], [x, norm.weight, *_matrices(weight), *_each(bias, weight), rows])[0]
 
+    def norm_head(
+        self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, count: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        weight = stored(weight)
+        N, V, eps = int(rows.shape[0]), weight.O, constant(norm.eps)
+        index = np.zeros(N, np.int32)
+        if plan.by_lanes(variant, N):
+            shape, ins = (variant, weight.format, N, V, weight.I, eps), [x, norm.weight, *_matrices(weight), rows, count]
+            sizes: list[Argument] = [4 * N * V, 4 * weight.I, norm.weight, *_matrices(weight), index, _count(N)]
+            kernel = _tuned(x, plan.cuts(N), lambda cut: plan.norm_head(*shape, cut=cut), sizes)
+        else:
+            sizes = [4 * N * V, 4 * weight.I, norm.weight, index, *_matrices(weight), _count(N)]
+            ins = [x, norm.weight, rows, *_matrices(weight), count]
+            kernel = _by_matrices(variant, x, Product(weight.format, N, V, weight.I, eps=eps, gather=True), sizes)
+        logits = launch(kernel, [empty(x, N, V)], ins)[0]
+        first, second, parts = plan.argmax(variant, N, V)
+        ranks, indices = launch(first, [integers(x, N, parts), integers(x, N, parts)], [logits, count])
+        return logits, launch(second, [integers(x, N)], [ranks, indices, count])[0]
 
-def refuses_block(nbytes: int) -> str | None:
-    return f"its blocks of {nbytes} bytes are no multiple of 16" if nbytes % 16 else None
+    def advance(self, variant: str, batch: Batch, sampled: Tensor, history: History, block_size: int, scratch_slot: int) -> None:
+        B, M = (int(d) for d in batch.block_tables.shape)
+        outs = [batch.tokens, batch.positions, batch.slots, batch.context_lens, history.tokens, history.round]
+        kernel = plan.advance(variant, B, M, block_size, int(history.tokens.shape[0]), scratch_slot)
+        Tensor.realize(*launch(kernel, outs, [sampled, batch.block_tables, batch.decodes]))
 
+    def copy_blocks(self, variant: str, pool: Tensor, pairs: Tensor, count: Tensor) -> Tensor:
+        kernel = plan.kv_copy(variant, int(pairs.shape[0]), pool.nbytes() // int(pool.shape[0]))
+        return launch(kernel, [pool], [pairs, count])[0]
 
-def refuses_sample(V: int) -> str | None:
-    return f"its vocabulary of {V} is beyond the {1 << 18} that bins can count" if V > 1 << 18 else None
+    def sample(self, variant: str, logits: Tensor, draw: DrawInputs) -> Tensor:
+        (B, V), seen = (int(d) for d in logits.shape), draw.seen or ()
+        kernels, nbytes = plan.sample(variant, B, V, draw.neutral_row, draw.features)
+        outs = [integers(logits, B), draw.lines, scratch(logits, nbytes), *seen[:1]]
+        ins = [logits, *seen[1:], *present(draw.bias), draw.count]
+        for kernel in kernels:  # each continues from the scratch of the one before
+            outs = launch(kernel, outs, ins)
+        tokens: Tensor = outs[0]
+        return tokens
 
-
-def refuses_attention(cache: LayerCache, H: int) -> str | None:
-    _, _, K, S, D = (int(d) for d in cache.keys.shape)
-    if D % 16 or not 32 <= D <= 256:
-        return f"its head dimension {D} is not a multiple of 16 from 32 to 256"
-    if int(cache.keys.numel()) >= 1 << 34:
-        return "its cache has 2^34 numbers a layer or more, beyond what the kernels' places reach"
-    if S & (S - 1) or not 8 <= S <= 256:
-        return f"its blocks of {S} tokens are not a power of two from 8 to 256"
-    return f"{H // K} query heads share a key head, and at most 32 can" if H // K > 32 else None
-
-
-def _refuses_width(weight: StoredWeight | RowWeight) -> str | None:
-    step = 256 if weight.format == "Q4_K" else 32
-    return f"its {weight.I} inputs are not a multiple of {step}" if weight.I % step else None
-
-
-def _refuses_norm(norm: Norm) -> str | None:
-    return "it is made for RMSNorm, and this is LayerNorm" if norm.kind != "RMS" else None
-
-
-def _there(*optional: Tensor | None) -> list[Tensor]:
-    return [tensor for tensor in optional if tensor is not None]
+    def accept_drafts(self, variant: str, drafts: Tensor, chosen: Tensor, lengths: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        B, N = (int(d) for d in drafts.shape)
+        outs = [integers(drafts, B), integers(drafts, B)]
+        accepted, following = launch(plan.accept_drafts(variant, B, N), outs, [drafts, chosen, lengths, count])
+        return accepted, following
 
 
 def _each(bias: Tensor | None, weight: StoredWeight) -> list[Tensor]:
@@ -104,160 +207,25 @@ def _matrices(weight: StoredWeight) -> list[Tensor]:
     return [part.tensor for part in weight.parts]
 
 
-def _tuned(x: Tensor, variants: list[Variant], made: Callable[[Variant], Kernel], arguments: list[Argument]) -> Kernel:
-    """The kernel, its work cut as is fastest on this GPU; `arguments` as for Timed, of the sizes that it will get."""
-    device, default = str(x.device), made(variants[0])
-    shape = " ".join(f"{name}={value}" for name, value in default.defines if name not in records.CUT_DEFINES)
-    return made(tuned(device, default.stem, shape, variants, lambda cut: Timed(made(cut), device, arguments)))
+def _tuned(x: Tensor, cuts: list[Cut], kernel_of: Callable[[Cut], Kernel], arguments: list[Argument]) -> Kernel:
+    """The kernel with the fastest cut on this GPU; `arguments` as for TimedKernel, of the sizes that it will get."""
+    device, default = str(x.device), kernel_of(cuts[0])
+    shape = " ".join(f"{name}={value}" for name, value in default.defines if name not in plan.CUT_DEFINES)
+    source = source_digest("metal", default.stem)
+    timed = functools.partial(_timed, kernel_of, device, arguments)
+    return kernel_of(tuned(gpu_name(device), default.stem, shape, cuts, timed, source))
+
+
+def _timed(kernel_of: Callable[[Cut], Kernel], device: str, arguments: list[Argument], cut: Cut) -> TimedKernel:
+    return TimedKernel(kernel_of(cut), device, arguments)
 
 
 def _count(T: int) -> np.ndarray:
     return np.array([T], np.int32)
 
 
-# --- products
-
-
-def _by_matrices(row: str, x: Tensor, weight: StoredWeight, T: int, O: int, arguments: list[Argument], **what: Any) -> Kernel:
-    """matmul, or where the row is for it matmul16, cut as is fastest; `what` as for the record."""
-    if not records.by_matrix(row, T):
-        return records.matmul(row, weight.format, T, O, weight.I, **what)
-    made = functools.partial(records.matmul16, row, weight.format, T, O, weight.I, **what)
-    return _tuned(x, [*records.FRAGMENTS], lambda fragments: made(fragments=fragments), arguments)
-
-
-def matmul(row: str, x: Tensor, weight: StoredWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool) -> Tensor:
-    T, O, I = int(x.shape[0]), weight.O, weight.I
-    added = dict(bias=bias is not None, residual=residual is not None, gelu=gelu)
-    sizes: list[Argument] = [4 * T * O, 4 * T * I, *_matrices(weight), *_there(bias)]
-    sizes += [*([4 * T * O] if residual is not None else []), _count(T)]
-    if records.by_lanes(row, T):
-        kernel = _tuned(x, records.cuts(T), lambda cut: records.matvec(row, weight.format, T, O, I, **added, cut=cut), sizes)
-    else:
-        kernel = _by_matrices(row, x, weight, T, O, sizes, **added)
-    return launch(kernel, [empty(x, T, O)], [x, *_matrices(weight), *_there(bias, residual), rows])[0]
-
-
-def gate_up_silu(row: str, x: Tensor, norm: Norm, weight: StoredWeight, rows: Tensor, bias: Tensor | None) -> Tensor:
-    T, E, F, eps = int(x.shape[0]), weight.I, weight.O // 2, constant(norm.eps)
-    sizes: list[Argument] = [4 * T * F, 4 * T * E, norm.weight, *_matrices(weight), *_each(bias, weight), _count(T)]
-    if records.by_lanes(row, T):
-        shape = row, weight.format, T, E, F, eps, bias is not None
-        kernel = _tuned(x, records.cuts(T), lambda cut: records.norm_gate_up_silu(*shape, cut=cut), sizes)
-    else:
-        kernel = _by_matrices(row, x, weight, T, F, sizes, bias=bias is not None, silu=True, eps=eps)
-    return launch(kernel, [empty(x, T, F)], [x, norm.weight, *_matrices(weight), *_each(bias, weight), rows])[0]
-
-
-def norm_qkv_rope_store(
-    row: str, x: Tensor, norm: Norm, qkv: QKV, weight: StoredWeight, angles: Tensor | None, cache: LayerCache, batch: Batch
-) -> tuple[Tensor, LayerCache]:
-    _, _, K, S, D = (int(d) for d in cache.keys.shape)
-    T, H, eps = int(x.shape[0]), weight.O // D - 2 * K, constant(norm.eps)
-    R = 0 if angles is None else int(angles.shape[1])
-    heads = records.Heads(H, K, D, S, R, cache_format(cache), qkv.bias is not None, qkv.q_norm is not None, constant(qkv.qk_eps))
-    optional = [*_each(qkv.bias, weight), *_there(qkv.q_norm, qkv.k_norm, angles)]
-    ins = [x, norm.weight, *_matrices(weight)]
-    if records.by_lanes(row, T):
-        shape = row, weight.format, T, weight.I, heads, eps
-        pool = 8 * K * D * -(-T // S) * S  # a cache of as many blocks as these rows fill
-        sizes: list[Argument] = [4 * T * H * D, pool, 4, 4 * T * weight.I, *ins[1:], *optional[: len(optional) - (R > 0)]]
-        sizes += [*([4 * T * R] if R else []), np.arange(T, dtype=np.int32), _count(T)]
-        variants = records.cuts_for_heads(T, weight.I, heads)
-        kernel = _tuned(x, variants, lambda cut: records.norm_qkv_rope_store(*shape, cut=cut), sizes)
-    else:
-        borders = weight.parts[0].O, weight.parts[0].O + weight.parts[1].O
-        sizes = [4 * T * weight.O, 4 * T * weight.I, *ins[1:], _count(T)]
-        product = _by_matrices(row, x, weight, T, weight.O, sizes, eps=eps, borders=borders)
-        ins = launch(product, [empty(x, T, weight.O)], [*ins, batch.rows])
-        kernel = records.rope_store(row, T, heads)
-    q, keys, values = launch(kernel, [empty(x, T, H, D), *cache], [*ins, *optional, batch.slots, batch.rows])
-    return q, LayerCache(keys, values)
-
-
-def norm_head(row: str, x: Tensor, norm: Norm, weight: StoredWeight, rows: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    N, V, eps = int(rows.shape[0]), weight.O, constant(norm.eps)
-    index = np.zeros(N, np.int32)
-    if records.by_lanes(row, N):
-        shape, ins = (row, weight.format, N, V, weight.I, eps), [x, norm.weight, *_matrices(weight), rows, count]
-        sizes: list[Argument] = [4 * N * V, 4 * weight.I, norm.weight, *_matrices(weight), index, _count(N)]
-        kernel = _tuned(x, records.cuts(N), lambda cut: records.norm_head(*shape, cut=cut), sizes)
-    else:
-        sizes = [4 * N * V, 4 * weight.I, norm.weight, index, *_matrices(weight), _count(N)]
-        ins = [x, norm.weight, rows, *_matrices(weight), count]
-        kernel = _by_matrices(row, x, weight, N, V, sizes, eps=eps, gather=True)
-    logits = launch(kernel, [empty(x, N, V)], ins)[0]
-    first, second, parts = records.argmax(row, N, V)
-    ranks, indices = launch(first, [integers(x, N, parts), integers(x, N, parts)], [logits, count])
-    return logits, launch(second, [integers(x, N)], [ranks, indices, count])[0]
-
-
-# --- rows and the cache
-
-
-def embed(row: str, table: RowWeight, tokens: Tensor, rows: Tensor) -> Tensor:
-    T, E = int(tokens.shape[0]), table.I
-    return launch(records.embed(row, table.format, T, table.O, E), [empty(tokens, T, E)], [table.tensor, tokens, rows])[0]
-
-
-def append_kv(row: str, k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:
-    (T, K, D), S = (int(d) for d in k.shape), int(cache.keys.shape[3])
-    return LayerCache(*launch(records.kv_append(row, T, K, S, D, cache_format(cache)), cache, [k, v, batch.slots, batch.rows]))
-
-
-def copy_blocks(row: str, pool: Tensor, pairs: Tensor, count: Tensor) -> Tensor:
-    kernel = records.kv_copy(row, int(pairs.shape[0]), pool.nbytes() // int(pool.shape[0]))
-    return launch(kernel, [pool], [pairs, count])[0]
-
-
-# --- attention
-
-
-def attention_decode(row: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Tensor:
-    """[T, H * D], of which the rows of the decodes are attended. What `batch.alike` says is shared is read once for several of them."""
-    (T, H, D), a = (int(d) for d in q.shape), _attention(q, cache, scale, window, batch)
-    kernel, partial = records.attention_decode(row, batch.num_decodes, a, cascade=batch.shared_prefix_lens is not None)
-    ins = [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes, *_there(batch.shared_prefix_lens)]
-    return launch(kernel, [empty(q, T, H * D), shared_zeros(str(q.device), partial)], ins)[0]
-
-
-def attention_prefill(row: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Tensor:
-    """`out` [T, H * D] with the rows of the chunks attended."""
-    T, H, D = (int(d) for d in q.shape)
-    kernel = records.attention_prefill(row, T - batch.num_decodes, batch.num_chunks, _attention(q, cache, scale, window, batch))
-    # the values' alias: a tensor that two kernels read after a store is copied, the whole pool
-    ins = [q, cache.values, batch.block_tables, batch.context_lens, batch.query_starts, batch.chunks]
-    return launch(kernel, [empty(q, T, H * D) if out is None else out], ins)[0]
-
-
-def _attention(q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> records.Attention:
-    _, _, K, S, D = (int(d) for d in cache.keys.shape)
-    return records.Attention(int(q.shape[1]), K, D, S, int(batch.block_tables.shape[1]), cache_format(cache), constant(scale), window)
-
-
-# --- tokens
-
-
-def advance(row: str, batch: Batch, sampled: Tensor, history: History, block_size: int, scratch_slot: int) -> None:
-    B, M = (int(d) for d in batch.block_tables.shape)
-    outs = [batch.tokens, batch.positions, batch.slots, batch.context_lens, history.tokens, history.round]
-    kernel = records.advance(row, B, M, block_size, int(history.tokens.shape[0]), scratch_slot)
-    Tensor.realize(*launch(kernel, outs, [sampled, batch.block_tables, batch.decodes]))
-
-
-def sample(
-    row: str, logits: Tensor, lines: Tensor, count: Tensor, neutral_row: int, features: dict[str, bool],
-    seen: tuple[Tensor, Tensor] | None, bias: Tensor | None,
-) -> Tensor:  # fmt: skip
-    B, V = (int(d) for d in logits.shape)
-    kernels, nbytes = records.sample(row, B, V, neutral_row, features)
-    outs = [integers(logits, B), lines, scratch(logits, nbytes), *(seen[:1] if seen else ())]
-    ins = [logits, *(seen[1:] if seen else ()), *_there(bias), count]
-    for kernel in kernels:  # each goes on where the one before has been
-        outs = launch(kernel, outs, ins)
-    return outs[0]
-
-
-def accept_drafts(row: str, drafts: Tensor, chosen: Tensor, lengths: Tensor, count: Tensor) -> list[Tensor]:
-    B, N = (int(d) for d in drafts.shape)
-    return launch(records.accept_drafts(row, B, N), [integers(drafts, B), integers(drafts, B)], [drafts, chosen, lengths, count])
+def _by_matrices(variant: str, x: Tensor, product: Product, arguments: list[Argument]) -> Kernel:
+    """matmul, or matmul16 with its fastest cut if the variant has it for this many rows."""
+    if not plan.by_matrix(variant, product.T):
+        return plan.matmul(variant, product)
+    return _tuned(x, [*plan.FRAGMENTS], lambda fragments: plan.matmul16(variant, product, fragments), arguments)

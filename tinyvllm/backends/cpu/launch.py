@@ -1,0 +1,58 @@
+"""Launches of CPU kernels: as nodes of the lazy graph, or at once on host memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from tinygrad import Tensor, dtypes
+
+from tinyvllm.backends.cpu.compile import object_code
+from tinyvllm.backends.cpu.threads import TEAM, thread_pool
+from tinyvllm.backends.kernel import Kernel
+from tinyvllm.bridge import Program, code_address, launch_program, load_object, load_program
+
+_solo_words: list[np.ndarray] = []  # kept alive: the tensor does not own them
+
+
+def launch(kernel: Kernel, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> list[Tensor]:
+    """The kernel as a node of the lazy graph: `outs` after it has written them (backends/launch.py)."""
+    kernel.check_counts(len(outs), len(ins))
+    program = Program(kernel.name, kernel.name, machine_code(kernel), kernel.outs, kernel.ins + 1, kernel.flops, kernel.bytes)
+    return launch_program(program, [*outs, *ins, solo_team()])
+
+
+@functools.cache
+def machine_code(kernel: Kernel) -> bytes:
+    """The kernel compiled, as tinygrad's runtime of the CPU takes it."""
+    return load_object(object_code(kernel))
+
+
+@functools.cache
+def solo_team() -> Tensor:
+    """A team of one thread with its own shared words: the last argument of a CPU kernel that runs outside a captured step."""
+    words = np.zeros(512, np.uint8)
+    start = -words.ctypes.data % 64
+    team = words[start : start + 64]
+    team[:8].view(np.int32)[:] = 0, 1
+    team[8:16].view(np.uint64)[0] = team.ctypes.data + 64
+    tensor = Tensor.from_blob(team.ctypes.data, (64,), device="CPU", dtype=dtypes.uint8)
+    _solo_words.append(words)
+    return tensor
+
+
+def run_now(kernel: Kernel, *arrays: np.ndarray) -> None:
+    """Run a CPU kernel on host memory, outside any graph; it has run on return. For loading, tests and benchmarks."""
+    if len(arrays) != kernel.outs + kernel.ins or not all(a.flags.c_contiguous for a in arrays):
+        raise ValueError(f"run_now: {kernel.stem} takes {kernel.outs + kernel.ins} contiguous arrays")
+    words = [_loaded(kernel)[0], TEAM, len(arrays), 0, 1, *(a.ctypes.data for a in arrays)]
+    thread_pool().run(np.array(words, np.int64), 1)
+
+
+@functools.cache
+def _loaded(kernel: Kernel) -> tuple[int, Any]:
+    """Where a kernel's code is in this process, and what keeps it there."""
+    program = load_program("CPU", kernel.name, machine_code(kernel))
+    return code_address(program), program

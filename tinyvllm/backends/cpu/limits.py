@@ -1,0 +1,25 @@
+"""Shapes that the CPU's kernels support."""
+
+from __future__ import annotations
+
+from tinyvllm.backends.limits import Limits, between, multiple_of, rms_norm_only
+
+WIDTH = 32  # columns that the kernels read x and weights by
+
+_INPUTS = multiple_of("inputs", WIDTH)
+_HEADS = multiple_of("head_dim", 16)
+_ATTENTION = (_HEADS, between("head_dim", 32, 256))
+
+LIMITS: Limits = {
+    "embed": (_INPUTS,),
+    "norm_qkv_rope_store": (_INPUTS, _HEADS),
+    "kv_append": (_HEADS,),
+    "attention_decode": _ATTENTION,
+    "attention_prefill": _ATTENTION,
+    "matmul": (_INPUTS,),
+    "norm_gate_up_silu": (multiple_of("outputs", 16), _INPUTS, rms_norm_only),
+    "norm_head": (_INPUTS,),
+    "advance": (),
+    "kv_copy": (multiple_of("block_bytes", 8),),
+    "sample": (),
+}

@@ -1,0 +1,55 @@
+"""Shapes that the CUDA kernels support."""
+
+from __future__ import annotations
+
+from tinyvllm.backends.cuda.driver import gpu_of
+from tinyvllm.backends.cuda.plan import prefill_shared
+from tinyvllm.backends.limits import (
+    Limits,
+    ShapeFacts,
+    at_most,
+    between,
+    cache_formats,
+    less_than,
+    multiple_of,
+    power_of_two,
+    rms_norm_only,
+    tiles_only,
+)
+
+
+def prefill_fits_shared_memory(facts: ShapeFacts) -> str | None:
+    """attention_prefill's smallest block of threads fits the GPU's shared memory."""
+    needed, available = prefill_shared(facts.head_dim, 1), gpu_of(facts.placement).shared
+    if needed <= available:
+        return None
+    return f"kernel needs {needed} bytes of shared memory at head dimension {facts.head_dim}; a block of threads has {available} here"
+
+
+_INPUTS = multiple_of("inputs", 32)
+_HEADS = multiple_of("head_dim", 16)
+_PRODUCT = (_INPUTS, tiles_only)
+_ATTENTION = (
+    _HEADS,
+    between("head_dim", 32, 256),
+    cache_formats("F16", "BF16"),  # what tensor cores take
+    less_than("cache_bytes", 64 << 30),  # the kernels' index limit
+    prefill_fits_shared_memory,
+    power_of_two("block_size", 8, 256),
+    at_most("queries_per_kv_head", 64),
+)
+
+LIMITS: Limits = {
+    "embed": (_INPUTS,),
+    "norm_qkv_rope_store": (*_PRODUCT, rms_norm_only, _HEADS),
+    "kv_append": (_HEADS,),
+    "attention_decode": _ATTENTION,
+    "attention_prefill": _ATTENTION,
+    "matmul": _PRODUCT,
+    "norm_gate_up_silu": (multiple_of("outputs", 16), *_PRODUCT, rms_norm_only),
+    "norm_head": (*_PRODUCT, rms_norm_only),
+    "advance": (),
+    "kv_copy": (multiple_of("block_bytes", 16),),
+    "sample": (at_most("vocabulary", 1 << 18),),  # what its bins can count
+    "accept_drafts": (),
+}

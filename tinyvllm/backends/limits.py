@@ -1,0 +1,148 @@
+"""Rules for the shapes that a backend's kernels support, written as tables: op -> rules (backends/*/limits.py).
+
+A rule returns None if the kernel supports the shape, or else the reason, which the table of choices shows: what the kernel supports, and
+what the model has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from tinyvllm.placement import Placement
+
+
+@dataclass(frozen=True)
+class ShapeFacts:
+    """What the rules of an op may depend on. A field that the op does not have keeps its default, and no rule of the op reads it.
+
+    inputs, outputs  columns and rows of the weight; outputs of each of gate and up
+    format, layout   of the weight: "Q8_0", ...; "panels", "tiles" or "rows"
+    matrices         matrices of a weight in rows
+    norm             "RMS" or "LAYER"
+    head_dim, query_heads, kv_heads
+    block_size       tokens of a KV block; block_bytes: bytes of it in one layer
+    cache_format     "F32", "F16" or "BF16"; cache_elements, cache_bytes: of one layer's cache
+    vocabulary       tokens
+    """
+
+    placement: Placement
+    inputs: int = 0
+    outputs: int = 0
+    format: str = ""
+    layout: str = ""
+    matrices: int = 1
+    norm: str = "RMS"
+    head_dim: int = 0
+    query_heads: int = 1
+    kv_heads: int = 1
+    block_size: int = 0
+    block_bytes: int = 0
+    cache_format: str = ""
+    cache_elements: int = 0
+    cache_bytes: int = 0
+    vocabulary: int = 0
+
+    @property
+    def queries_per_kv_head(self) -> int:
+        return self.query_heads // self.kv_heads
+
+
+Rule = Callable[[ShapeFacts], str | None]
+Limits = Mapping[str, Sequence[Rule]]
+
+_NOUNS = {
+    "inputs": "inputs of the weight",
+    "outputs": "outputs",
+    "head_dim": "head dimension",
+    "queries_per_kv_head": "query heads per KV head",
+    "block_size": "tokens per KV block",
+    "block_bytes": "bytes per KV block",
+    "cache_elements": "cache elements per layer",
+    "cache_bytes": "cache bytes per layer",
+    "vocabulary": "vocabulary",
+}
+_FIELDS = {field.name for field in fields(ShapeFacts)} | {"queries_per_kv_head"}
+assert set(_NOUNS) <= _FIELDS
+
+
+def _number(facts: ShapeFacts, name: str) -> int:
+    return int(getattr(facts, name))
+
+
+def _rule(name: str, fits: Callable[[int, ShapeFacts], bool], wanted: Callable[[ShapeFacts], str]) -> Rule:
+    noun = _NOUNS[name]
+
+    def check(facts: ShapeFacts) -> str | None:
+        value = _number(facts, name)
+        return None if fits(value, facts) else f"kernel supports {noun} {wanted(facts)}; the model has {value}"
+
+    return check
+
+
+def multiple_of(name: str, step: int | Callable[[ShapeFacts], int]) -> Rule:
+    """The number is a multiple of `step`, which may depend on the other facts."""
+
+    def step_of(facts: ShapeFacts) -> int:
+        return step if isinstance(step, int) else step(facts)
+
+    return _rule(name, lambda value, facts: value % step_of(facts) == 0, lambda facts: f"in multiples of {step_of(facts)}")
+
+
+def between(name: str, low: int, high: int) -> Rule:
+    """low <= number <= high."""
+    return _rule(name, lambda value, facts: low <= value <= high, lambda facts: f"from {low} to {high}")
+
+
+def at_most(name: str, limit: int) -> Rule:
+    """number <= limit."""
+    return _rule(name, lambda value, facts: value <= limit, lambda facts: f"up to {limit}")
+
+
+def less_than(name: str, limit: int) -> Rule:
+    """number < limit."""
+    return _rule(name, lambda value, facts: value < limit, lambda facts: f"below {limit}")
+
+
+def power_of_two(name: str, low: int, high: int) -> Rule:
+    """A power of two with low <= number <= high."""
+    return _rule(
+        name,
+        lambda value, facts: value & (value - 1) == 0 and low <= value <= high,
+        lambda facts: f"that are a power of two from {low} to {high}",
+    )
+
+
+def rms_norm_only(facts: ShapeFacts) -> str | None:
+    return None if facts.norm == "RMS" else "kernel supports RMSNorm only; the model uses LayerNorm"
+
+
+def tiles_only(facts: ShapeFacts) -> str | None:
+    return None if facts.layout == "tiles" else f"kernel supports weights in tiles only; these {facts.format} weights are in {facts.layout}"
+
+
+def matrices(count: int, what: str) -> Rule:
+    """The weight consists of `count` matrices, which are `what`."""
+
+    def check(facts: ShapeFacts) -> str | None:
+        if facts.matrices == count:
+            return None
+        return f"kernel supports {count} {'matrix' if count == 1 else 'matrices'} ({what}); the weight has {facts.matrices}"
+
+    return check
+
+
+def cache_formats(*formats: str) -> Rule:
+    """The KV cache is in one of these formats."""
+
+    def check(facts: ShapeFacts) -> str | None:
+        if facts.cache_format in formats:
+            return None
+        return f"kernel supports a KV cache in {' or '.join(formats)}; the cache is {facts.cache_format}"
+
+    return check
+
+
+def first_reason(rules: Sequence[Rule], facts: ShapeFacts) -> str | None:
+    """The reason of the first rule that the facts break, None if they break none."""
+    return next((reason for rule in rules if (reason := rule(facts)) is not None), None)

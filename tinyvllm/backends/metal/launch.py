@@ -1,0 +1,63 @@
+"""Launches of Metal kernels: as nodes of the lazy graph, or timed past any graph."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+from tinygrad import Tensor
+
+from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.metal.queue import queue_of
+from tinyvllm.backends.source import kernel_text
+from tinyvllm.bridge import Program, TimedProgram, compile_text, launch_program
+from tinyvllm.errors import KernelError
+
+MAX_BUFFERS = 31  # of a kernel
+
+
+def launch(kernel: Kernel, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> list[Tensor]:
+    """The kernel as a node of the lazy graph: `outs` after it has written them (backends/launch.py)."""
+    kernel.check_counts(len(outs), len(ins))
+    if len(outs) + len(ins) > MAX_BUFFERS or kernel.shared:
+        got = f"{len(outs) + len(ins)} tensors and {kernel.shared} bytes of dynamic threadgroup memory"
+        raise ValueError(f"launch: {kernel.stem} got {got}; Metal takes up to {MAX_BUFFERS} tensors and 0 bytes")
+    return launch_program(_program(kernel, str(outs[0].device)), [*outs, *ins])
+
+
+def _program(kernel: Kernel, device: str) -> Program:
+    return Program(
+        kernel.name, kernel.stem, machine_code(kernel, device), kernel.outs, kernel.ins, kernel.flops, kernel.bytes,
+        kernel.grid, (kernel.block, 1, 1),
+    )  # fmt: skip
+
+
+@functools.cache
+def machine_code(kernel: Kernel, device: str) -> bytes:
+    """The kernel as a Metal library; tinygrad's compiler keeps it on disk."""
+    text = kernel_text(kernel)
+    if not text.isascii():  # tinygrad counts characters, the compiler service bytes
+        raise KernelError(f"kernels: {kernel.stem}.metal or one of its headers is not plain ASCII")
+    return compile_text(device, kernel.name, text)
+
+
+class TimedKernel:
+    """A Metal kernel with arguments of its own, to be launched repeatedly.
+
+    `arguments`, outs then ins: a realized tensor in place, an array that is copied, or a number of bytes of scratch, initially zero.
+    Compiles on construction; KernelError if the GPU cannot run as many threads of it.
+    """
+
+    def __init__(self, kernel: Kernel, device: str, arguments: Sequence[Tensor | np.ndarray | int]):
+        if kernel.backend != "metal" or len(arguments) != kernel.outs + kernel.ins:
+            expected = f"a Metal kernel with its {kernel.outs + kernel.ins} arguments"
+            raise ValueError(f"launch: {kernel.stem} of {kernel.backend} is timed with {len(arguments)} arguments; expected {expected}")
+        self._timed = TimedProgram(_program(kernel, device), device, arguments, lambda: queue_of(device).wait_for_all())
+        limit = self._timed.runtime.max_total_threads
+        if kernel.block > limit:
+            raise KernelError(f"launch: {kernel.stem} has {kernel.block} threads per threadgroup; this GPU runs at most {limit} of it")
+
+    def __call__(self) -> float:
+        """Launch it, wait for it, and return the seconds that the GPU took."""
+        return self._timed()

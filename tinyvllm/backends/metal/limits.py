@@ -1,0 +1,49 @@
+"""Shapes that the Metal kernels support."""
+
+from __future__ import annotations
+
+from tinyvllm.backends.limits import (
+    Limits,
+    ShapeFacts,
+    at_most,
+    between,
+    less_than,
+    matrices,
+    multiple_of,
+    power_of_two,
+    rms_norm_only,
+)
+from tinyvllm.quant.formats import FORMATS
+
+WIDTH = 32  # columns that the kernels read weights by
+
+
+def _columns(facts: ShapeFacts) -> int:
+    """Columns that a row must be a multiple of: a block of the format, at least WIDTH."""
+    return max(WIDTH, FORMATS[facts.format].elements)
+
+
+_INPUTS = multiple_of("inputs", _columns)
+_HEADS = multiple_of("head_dim", 16)
+_ATTENTION = (
+    _HEADS,
+    between("head_dim", 32, 256),
+    less_than("cache_elements", 1 << 34),  # the kernels' index limit
+    power_of_two("block_size", 8, 256),
+    at_most("queries_per_kv_head", 32),
+)
+
+LIMITS: Limits = {
+    "embed": (_INPUTS,),
+    "norm_qkv_rope_store": (_INPUTS, matrices(3, "q, k and v"), rms_norm_only, _HEADS),
+    "kv_append": (_HEADS,),
+    "attention_decode": _ATTENTION,
+    "attention_prefill": _ATTENTION,
+    "matmul": (_INPUTS, matrices(1, "several are multiplied only together with their norm")),
+    "norm_gate_up_silu": (_INPUTS, matrices(2, "gate and up"), rms_norm_only),
+    "norm_head": (_INPUTS, rms_norm_only),
+    "advance": (),
+    "kv_copy": (multiple_of("block_bytes", 16),),
+    "sample": (at_most("vocabulary", 1 << 18),),  # what its bins can count
+    "accept_drafts": (),
+}

@@ -1,0 +1,103 @@
+"""What ops hand to kernels beside tensors: weights, norms, the decode history, and how tokens are drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tinygrad import Tensor
+
+from tinyvllm.quant.layouts import PackedWeight, RowWeight, StoredWeight
+
+
+@dataclass(frozen=True, eq=False)
+class TensorWeight:
+    """Weights [O_i, I] as plain tensors, whose outputs are concatenated; only the reference computes with them."""
+
+    parts: tuple[Tensor, ...]
+
+    @property
+    def O(self) -> int:  # noqa: E743  the dimension's letter
+        return sum(int(part.shape[0]) for part in self.parts)
+
+    @property
+    def I(self) -> int:  # noqa: E743
+        return int(self.parts[0].shape[1])
+
+
+KernelWeight = PackedWeight | StoredWeight  # what kernels multiply with
+Weight = TensorWeight | KernelWeight
+KernelTable = PackedWeight | RowWeight  # an embedding table that kernels read
+NormKind = Literal["RMS", "LAYER"]
+
+
+def packed(weight: KernelWeight) -> PackedWeight:
+    """The weight as panels or tiles; TypeError for rows of a file."""
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(f"kernels: {weight.format} weights are in rows of a file; these kernels take panels or tiles")
+    return weight
+
+
+def stored(weight: KernelWeight) -> StoredWeight:
+    """The weight as rows of a file; TypeError for panels and tiles."""
+    if not isinstance(weight, StoredWeight):
+        raise TypeError(f"kernels: {weight.format} weights are packed; these kernels take rows of a file")
+    return weight
+
+
+@dataclass(frozen=True, eq=False)
+class NormWeights:
+    """A norm's weights: `kind` is "RMS" or "LAYER"; weight [E] and, for LAYER, bias [E]."""
+
+    kind: NormKind
+    weight: Tensor
+    eps: float
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class QKV:
+    """The weight [(H + 2K) D, E], rows of q, then k, then v; its bias or None; the q/k norms [D] of Qwen3 or None."""
+
+    weight: Weight
+    bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    qk_eps: float = 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class History:
+    """Tokens of the last rounds, int32 [N, B] (-1 where a row had none), and the round that is written next, int32 [1]."""
+
+    tokens: Tensor
+    round: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class DrawInputs:
+    """How a batch's tokens are drawn from its logits.
+
+    lines        int32 [B, 12], each row's parameters as the kernel's file has them; if `sampled`, drawing advances their positions
+    count        int32 [1], rows that count
+    neutral_row  the row of `seen` and `bias` that changes nothing
+    sampled, top_k, top_p, min_p  whether any row needs it
+    seen         counts int32 [R, V], to which drawn tokens are added, and prompted uint8 [R, V]; None if no row has penalties
+    bias         float32 [R, V], None if no row has a bias
+    """
+
+    lines: Tensor
+    count: Tensor
+    neutral_row: int
+    sampled: bool = False
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+    seen: tuple[Tensor, Tensor] | None = None
+    bias: Tensor | None = None
+
+    @property
+    def features(self) -> dict[str, bool]:
+        """Switches of the kernel, by the names of its constants."""
+        filters = {"SAMPLED": self.sampled, "TOP_K": self.top_k, "TOP_P": self.top_p, "MIN_P": self.min_p}
+        return filters | {"PENALIZED": self.seen is not None, "BIASED": self.bias is not None}

@@ -1,0 +1,43 @@
+"""Facts about the operands of products and of attention that a backend's limits are checked against."""
+
+from __future__ import annotations
+
+from tinyvllm.backends.buffers import cache_format
+from tinyvllm.backends.limits import ShapeFacts
+from tinyvllm.backends.operands import KernelTable, KernelWeight, NormWeights
+from tinyvllm.batch import LayerCache
+from tinyvllm.placement import Placement
+from tinyvllm.quant.formats import Layout
+from tinyvllm.quant.layouts import PackedWeight, StoredWeight, TileWeight
+
+
+def product_facts(
+    placement: Placement, weight: KernelWeight | KernelTable, norm: NormWeights | None = None, outputs: int = 0, head_dim: int = 0
+) -> ShapeFacts:
+    """Of a product with `weight`, after `norm` if there is one; `outputs` if they are not the weight's rows."""
+    layout = Layout.TILES if isinstance(weight, TileWeight) else Layout.PANELS if isinstance(weight, PackedWeight) else Layout.ROWS
+    return ShapeFacts(
+        placement,
+        inputs=weight.I,
+        outputs=outputs or weight.O,
+        format=weight.format,
+        layout=layout,
+        matrices=len(weight.parts) if isinstance(weight, StoredWeight) else 1,
+        norm="RMS" if norm is None else norm.kind,
+        head_dim=head_dim,
+    )
+
+
+def attention_facts(placement: Placement, cache: LayerCache, query_heads: int) -> ShapeFacts:
+    """Of attention over a cache of [P, 2, K, S, D]."""
+    _, _, K, S, D = (int(d) for d in cache.keys.shape)
+    return ShapeFacts(
+        placement,
+        head_dim=D,
+        query_heads=query_heads,
+        kv_heads=K,
+        block_size=S,
+        cache_format=cache_format(cache),
+        cache_elements=int(cache.keys.numel()),
+        cache_bytes=int(cache.keys.nbytes()),
+    )
