@@ -323,6 +323,7 @@ $("form").addEventListener("submit", event => { event.preventDefault(); send(); 
 $("stop").addEventListener("click", () => running?.abort());
 $("new").addEventListener("click", newConversation);
 $("show-live").addEventListener("click", () => show("live", $("live").hidden));
+$("key-form").addEventListener("submit", event => event.preventDefault());  // browsers want a password field inside a form
 $("show-settings").addEventListener("click", () => show("settings", $("settings").hidden));
 $("theme").addEventListener("click", () => theme({ "": "light", light: "dark", dark: "" }[document.documentElement.dataset.theme ?? ""]));
 $("input").addEventListener("input", fitInput);
