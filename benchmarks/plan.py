@@ -170,8 +170,6 @@ class Launch:
         return fragments * _SLICE[format] if fragments else rows * _RAW[format]
 
 
-
-
 @dataclass(frozen=True)
 class Model:
     """A named shape in the letters of docs/shapes.md."""

@@ -85,8 +85,8 @@ def files() -> list[Path]:
 
 def pattern(words: list[str], flags: int = 0) -> re.Pattern[str]:
     """Whole words; an underscore separates words, too. A word that ends with one is the beginning of a name."""
-    each = [re.escape(word) + ("" if word.endswith("_") else "(?![A-Za-z])") for word in words]
-    return re.compile(rf"(?<![A-Za-z])(?:{'|'.join(each)})", flags)
+    each = [rf"(?<!\w){word}" if word.endswith("_") else rf"(?<![A-Za-z]){re.escape(word)}(?![A-Za-z])" for word in words]
+    return re.compile("|".join(each), flags)
 
 
 _BANNED = pattern(sorted(BANNED, key=len, reverse=True), re.IGNORECASE)

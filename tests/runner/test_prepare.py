@@ -269,7 +269,7 @@ def test_only_blocks_that_both_have_filled_are_shared():
     assert inputs.shared_prefix_lens.tolist() == [0, S, 4 * S, 0], "its second block lacks a token"
 
 
-def test_a_decode_beside_chunks_shares_and_a_chunk_does_not():
+def test_a_decode_next_to_chunks_shares_and_a_chunk_does_not():
     chunk = sharing(3, [1, 2], own=2, num_tokens=2)
     inputs, _ = fill([sharing(1, [1, 2]), chunk, sharing(2, [1, 2])])
     assert inputs.shared_prefix_lens.tolist() == [0, 2 * S] + [0] * 7

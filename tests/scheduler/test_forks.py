@@ -136,7 +136,7 @@ def test_a_fork_that_is_swapped_out_before_its_copy_takes_what_was_to_be_copied(
     assert scheduler.pool.reference_count(source) == 1
 
 
-def test_a_fork_of_a_fork_before_its_copy_copies_from_where_it_lies():
+def test_a_fork_of_a_fork_before_its_copy_copies_from_its_source():
     scheduler = make(size=4)
     parent, child = family(scheduler, 10, 2)
     run(scheduler)

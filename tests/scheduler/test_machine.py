@@ -64,7 +64,7 @@ class Machine(RuleBasedStateMachine):
         self.engine.now += seconds
 
     @rule(blocks=st.integers(1, 4), steps=st.integers(1, 5))
-    def somebody_borrows(self, blocks: int, steps: int) -> None:
+    def another_owner_borrows(self, blocks: int, steps: int) -> None:
         if self.engine.loan is None:
             self.engine.loan = Loan(min(blocks, self.engine.scheduler.pool.num_blocks), steps)
 
