@@ -66,18 +66,18 @@ def work_of(way: str, config: dict[str, Any], B: int, prefix: int, own: int, tar
 
 
 def attention(shape: str, options: argparse.Namespace) -> list[list[object]]:
-    config, B, lanes = SHAPES[shape], options.sequences, options.lanes
+    config, B, num_threads = SHAPES[shape], options.sequences, options.threads
     L = config["num_hidden_layers"]
     works = {way: work_of(way, config, B, options.prefix, options.own, options.target) for way in WAYS}
-    runners = {way: Runner(work, lanes) for way, work in works.items()}
+    runners = {way: Runner(work, num_threads) for way, work in works.items()}
     ways: dict[str, Callable[[], float | None]] = {}
     times = {}
     for way, runner in runners.items():
         once = take_turns({"": partial(runner.run, len(runner.sets))}, 2, patience=1)[""][1].seconds / len(runner.sets)
         times[way] = max(len(runner.sets), round(ROUND_SECONDS / once))
         ways[way] = partial(runner.run, times[way])
-    turns = take_turns(ways | {"read": lambda: read_once(lanes)}, options.rounds)
-    bandwidth, most = read_size(lanes) / spread(turns["read"]).median, operations("f32_flops", lanes)
+    turns = take_turns(ways | {"read": lambda: read_once(num_threads)}, options.rounds)
+    bandwidth, most = read_size(num_threads) / spread(turns["read"]).median, operations("f32_flops", num_threads)
     timed = {way: spread(turns[way]).divided(times[way]) for way in WAYS}
     rows: list[list[object]] = []
     figures: dict[str, dict[str, object]] = {}
@@ -92,7 +92,7 @@ def attention(shape: str, options: argparse.Namespace) -> list[list[object]]:
                         "low_ms": round(1e3 * timed[way].low, 3), "high_ms": round(1e3 * timed[way].high, 3), "faster": round(faster, 2),
                         "quiet": timed[way].quiet, "rounds": timed[way].rounds, "others": timed[way].others}  # fmt: skip
     record("cascade", {
-        "shape": shape, "sequences": B, "prefix": options.prefix, "own": options.own, "lanes": lanes, "ways": figures,
+        "shape": shape, "sequences": B, "prefix": options.prefix, "own": options.own, "threads": num_threads, "ways": figures,
         "read_GBps": round(bandwidth / 1e9, 1), "roof_Gops": most and round(most / 1e9),
     }, timed.values())  # fmt: skip
     return rows
@@ -136,20 +136,20 @@ def main() -> None:
     parser.add_argument("--own", type=int, default=64, help="tokens of each sequence after them")
     parser.add_argument("--engine", action="store_true", help="whole engines instead of attention alone")
     parser.add_argument("--target", default=best)
-    parser.add_argument("--lanes", type=int, default=threads_of_machine())
+    parser.add_argument("--threads", type=int, default=threads_of_machine())
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     if wrong := [name for name in options.shapes if name not in SHAPES]:
         parser.error(f"there is no shape {', '.join(wrong)}; there are {', '.join(SHAPES)}")
     if options.prefix % S or options.sequences < 2:
         parser.error(f"a prefix of a multiple of {S} tokens and two sequences or more, got {options.prefix} and {options.sequences}")
-    read_once(options.lanes)  # touches its memory
+    read_once(options.threads)  # touches its memory
     header = ["attention", "MB a step", "ms a layer", "low", "high", "ms a step", "for bytes", "for operations", "of the roof", "x apart",
               "quiet"]  # fmt: skip
     if options.engine:
         header = ["engine", "tok/s", "low", "high", "ms a step", "x shared", "quiet"]
     rows = [row for shape in options.shapes for row in (engine if options.engine else attention)(shape, options)]
-    print(f"{options.sequences} sequences, {options.own} tokens each after {options.prefix}; {options.target}, {options.lanes} lanes")
+    print(f"{options.sequences} sequences, {options.own} tokens each after {options.prefix}; {options.target}, {options.threads} threads")
     print(table(header, rows))
 
 

@@ -5,7 +5,7 @@
     python -m benchmarks.kernels all --T 1
     python -m benchmarks.kernels --plan METAL --shape llama-3.2-1b --weights q4_0 --T 1 --context 4096    (plan.py: nothing is timed)
 
-Letters are those of docs/shapes.md; left out, they are TinyLlama's. The kernel is compiled with a loop around it, which all lanes run in
+Letters are those of docs/shapes.md; left out, they are TinyLlama's. The kernel is compiled with a loop around it, which all threads run in
 threads of their own: call, meet, call with the next set of arguments. The sets have weights (or caches) of their own, 256 MB together, so
 that nothing is found in a processor's cache. Bytes are those that must come from memory: weights, or keys and values.
 """
@@ -229,8 +229,8 @@ void repeat(const long *lists, int sets, int times, const struct thread_team *te
 class Runner:
     """Calls a kernel many times on threads that stay in C meanwhile."""
 
-    def __init__(self, work: Work, lanes: int):
-        self.work, self.lanes = work, lanes
+    def __init__(self, work: Work, num_threads: int):
+        self.work, self.num_threads = work, num_threads
         first = work.big()
         self.sets = [first, *(work.big() for _ in range(-(-DISTINCT // first.nbytes) - 1))]
         arguments = [a.ctypes.data for a in work.arguments]
@@ -243,13 +243,13 @@ class Runner:
         pool = allocate(256)
         lists = ctypes.c_void_p(self.lists.ctypes.data)
 
-        def lane(number: int) -> None:
-            self.repeat(lists, len(self.sets), times, ctypes.byref(Team(number, self.lanes, pool.ctypes.data)))
+        def run_thread(number: int) -> None:
+            self.repeat(lists, len(self.sets), times, ctypes.byref(Team(number, self.num_threads, pool.ctypes.data)))
 
-        threads = [threading.Thread(target=lane, args=(number,)) for number in range(1, self.lanes)]
+        threads = [threading.Thread(target=run_thread, args=(number,)) for number in range(1, self.num_threads)]
         for thread in threads:
             thread.start()
-        lane(0)
+        run_thread(0)
         for thread in threads:
             thread.join()
 
@@ -257,18 +257,18 @@ class Runner:
 def measure(stem: str, options: argparse.Namespace) -> list[object]:
     """Time it, record it; a row of the table."""
     work = STEMS[stem](options)
-    runner = Runner(work, options.lanes)
+    runner = Runner(work, options.threads)
     runner.run(len(runner.sets))
     once = take_turns({"": lambda: runner.run(len(runner.sets))}, 1, patience=1)[""][0].seconds / len(runner.sets)
     times = max(len(runner.sets), round(ROUND_SECONDS / once))
-    turns = take_turns({"kernel": lambda: runner.run(times), "read": lambda: read_once(options.lanes)}, options.rounds)
+    turns = take_turns({"kernel": lambda: runner.run(times), "read": lambda: read_once(options.threads)}, options.rounds)
     timed, reading = spread(turns["kernel"]).divided(times), spread(turns["read"])
-    bandwidth, most = read_size(options.lanes) / reading.median, operations(work.unit, options.lanes)
+    bandwidth, most = read_size(options.threads) / reading.median, operations(work.unit, options.threads)
     of_bytes = work.bytes / timed.median / bandwidth
     of_flops = work.flops / timed.median / most if most else None
     record("kernels", {
         "kernel": work.kernel.name, "defines": dict(work.kernel.defines), "rows": options.T, "context": options.context,
-        "lanes": options.lanes, "us": round(1e6 * timed.median, 2), "GBps": round(work.bytes / timed.median / 1e9, 2),
+        "threads": options.threads, "us": round(1e6 * timed.median, 2), "GBps": round(work.bytes / timed.median / 1e9, 2),
         "of_read": round(of_bytes, 3), "Gops": round(work.flops / timed.median / 1e9, 1), "of_ops": of_flops and round(of_flops, 3),
         "read_GBps": round(bandwidth / 1e9, 1), "roof_Gops": most and round(most / 1e9), "quiet": timed.quiet, "rounds": timed.rounds,
     }, [timed])  # fmt: skip
@@ -288,7 +288,7 @@ def main() -> None:
     parser.add_argument("--weight", default="BF16", choices=("F32", "F16", "BF16", "Q8_0", "Q4_0"))
     parser.add_argument("--cache", default="BF16", choices=tuple(_NUMBER))
     parser.add_argument("--target", default=best)
-    parser.add_argument("--lanes", type=int, default=threads_of_machine())
+    parser.add_argument("--threads", type=int, default=threads_of_machine())
     parser.add_argument("--rounds", type=int, default=9)
     plan.add_arguments(parser)
     options = parser.parse_args()
@@ -302,7 +302,7 @@ def main() -> None:
         given.context = options.context or (2048 if stem == "attention_decode" else 0)
         rows.append(measure(stem, given))
     header = ["kernel", "us", "low", "high", "GB/s", "of reading", "10^9 op/s", "of the roof", "quiet rounds"]
-    print(f"{options.target}, {options.lanes} lanes, {options.weight}, T={options.T}")
+    print(f"{options.target}, {options.threads} threads, {options.weight}, T={options.T}")
     print(table(header, rows))
 
 

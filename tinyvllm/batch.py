@@ -1,4 +1,4 @@
-"""The arrays of one step as the model sees them. Knows no requests and no text; docs/shapes.md fixes the letters."""
+"""The arrays of one step as the model reads them. No requests and no text; docs/shapes.md defines the letters."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tinygrad import Tensor, UOp
 class LayerCache(NamedTuple):
     """One layer's block tensor [P, 2, K, S, D], twice: keys [:, 0] go through the one, values [:, 1] through the other.
 
-    Both are the same memory. tinygrad copies a tensor that two kernels read after a store into it, the whole pool in every layer; a
-    tensor with one reader it reads where it lies.
+    Both are the same memory. tinygrad copies a tensor that two kernels read after a store into it: the whole pool, in every layer. It
+    reads a tensor with one reader in place.
     """
 
     keys: Tensor
@@ -57,5 +57,5 @@ class Batch:
 
     @property
     def num_chunks(self) -> int:
-        """Sequences behind the decodes, prefilling up to `max_query` tokens each."""
+        """Number of sequences after the decodes; each prefills up to `max_query` tokens."""
         return int(self.block_tables.shape[0]) - self.num_decodes

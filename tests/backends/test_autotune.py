@@ -80,7 +80,7 @@ def test_what_does_not_run_here_is_not_taken():
     machine = Machine(seconds(-1, -1, 0.005, -1))
     assert choose(tuner(machine), machine) == Cut(8)
     machine = Machine(seconds(-1, -1, -1, -1))
-    assert choose(tuner(machine), machine) == DEFAULT, "and whoever launches it is told why"
+    assert choose(tuner(machine), machine) == DEFAULT, "and the caller that launches it gets the reason"
 
 
 def test_figures_are_remembered(tmp_path):

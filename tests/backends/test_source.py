@@ -97,7 +97,7 @@ def test_sources_are_found_in_a_wheel_and_in_a_checkout(tmp_path, monkeypatch, p
     monkeypatch.setattr(source, "__file__", str(tmp_path / "tinyvllm" / "backends" / "source.py"))
     with pytest.raises(KernelError, match="no kernel sources at .*tinyvllm/kernels or .*kernels; install tinyvllm again"):
         kernels_folder.__wrapped__()
-    (tmp_path / "kernels" / "other").mkdir(parents=True)  # of somebody else: no cpu in it
+    (tmp_path / "kernels" / "other").mkdir(parents=True)  # of another project: no cpu in it
     (tmp_path / place / "cpu").mkdir(parents=True)
     assert kernels_folder.__wrapped__() == tmp_path / place
 

@@ -176,22 +176,22 @@ def test_run_now_has_run_on_return():
         assert pool[:, 0].tolist() == [0, 1, 2, 2, 1, 0]
 
 
-def test_a_kernel_alone_leaves_nothing_behind_for_the_next():
-    """Units are counted in shared words; whoever runs outside a captured step must put them back."""
+def test_a_kernel_outside_a_step_resets_its_counters():
+    """Units are counted in shared words; a kernel that runs outside a captured step must reset them."""
     for _ in range(3):
         pool = realized(pool_of(4))
         assert copy_block(pool, 3, 0).numpy()[:, 0].tolist() == [3, 1, 2, 3]
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 3])
-def test_a_captured_step_mixes_kernels_of_both_kinds(monkeypatch, lanes):
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_a_captured_step_mixes_kernels_of_both_kinds(monkeypatch, num_threads):
     """Generated, hand-written, generated, and again; with arguments and buffers that change between the replays."""
     from tinyvllm.backends.cpu import graph
     from tinyvllm.backends.cpu.threads import ThreadPool
     from tinyvllm.backends.launch import launch
     from tinyvllm.bridge import Captured, download, upload
 
-    threads = ThreadPool(lanes)
+    threads = ThreadPool(num_threads)
     monkeypatch.setattr(graph, "thread_pool", lambda: threads)
     pool, pairs, count = realized(pool_of(8)), realized(np.array([[0, 7], [1, 6], [2, 5]], np.int32)), realized(np.array([3], np.int32))
 
@@ -208,7 +208,7 @@ def test_a_captured_step_mixes_kernels_of_both_kinds(monkeypatch, lanes):
         assert download(step(x)).tolist() == (16 * blocks + np.arange(start, start + 8)).tolist()
     upload(count, np.array([1], np.int32))
     assert download(step(x)).tolist()[5:] == [17 * 205, 17 * 206, 16 * 200 + 207]
-    assert len(threads._threads) == lanes - 1, "this pool ran it"
+    assert len(threads._threads) == num_threads - 1, "this pool ran it"
     threads.dismiss()
 
 
@@ -233,18 +233,18 @@ def test_repeat_is_as_many_calls():
     first(x, n=1)
     second(x, n=1)
     assert all(captured._graph is not None for captured in (first, second)), "one list, with no way back to Python"
-    behind = repeat([(first, (x,), {"n": 3}), (second, (y,), {"n": 2})], 5)
-    while not behind.wait():
+    running = repeat([(first, (x,), {"n": 3}), (second, (y,), {"n": 2})], 5)
+    while not running.wait():
         pass
     assert download(total).item() == 1 + 5 * 3 and download(steps).item() == 6 and download(other).item() == 1 + 5 * 200
-    behind = repeat([(first, (x,), {"n": 3})], 0)
-    while not behind.wait():
+    running = repeat([(first, (x,), {"n": 3})], 0)
+    while not running.wait():
         pass
     assert download(steps).item() == 6
 
 
-def test_repeat_goes_on_from_what_the_call_before_has_written():
-    """a takes what b left and b what a left: only the order a, b, a, b gives these numbers."""
+def test_repeat_continues_from_what_the_previous_call_wrote():
+    """a reads what b wrote, and b what a wrote: only the order a, b, a, b gives these numbers."""
     from tinyvllm.bridge import Captured, download, repeat
 
     cells = realized(np.array([1], np.int32)), realized(np.array([0], np.int32))
@@ -260,8 +260,8 @@ def test_repeat_goes_on_from_what_the_call_before_has_written():
     for captured, _, _ in calls:
         captured()
     a, b = a + b + 1, 2 * (a + b + 1)
-    behind = repeat(calls, 4)
-    while not behind.wait():
+    running = repeat(calls, 4)
+    while not running.wait():
         pass
     for _ in range(4):
         a = a + b + 1
@@ -270,8 +270,8 @@ def test_repeat_goes_on_from_what_the_call_before_has_written():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_child_has_a_launcher_of_its_own():
-    """The parent's thread stayed behind: a child that gave work to it would wait for ever."""
+def test_a_forked_child_has_its_own_launcher():
+    """The parent's thread does not exist in the child: a child that submitted work to it would wait forever."""
     code = (
         "import os\nfrom tinyvllm.bridge.capture import _launcher\n_launcher().submit(int).result(20)\n"
         "if os.fork() == 0:\n    os._exit(_launcher().submit(int, 7).result(20))\n"

@@ -253,14 +253,14 @@ def test_logits_have_the_same_bits_in_any_chunk(row: str) -> None:
 
 
 def fingerprint() -> str:
-    """Lanes, tokens and a digest of logits, in JSON. Little work: lanes that outnumber the cores wait for each other at every kernel."""
+    """Threads, tokens and a digest of logits, in JSON. Little work: more threads than cores wait for each other at every kernel."""
     with open_model("bundled", max_num_seqs=1) as llm:
         logits = llm.prompt_logits(prompts_of(2, 256)[1])
     with open_model("random", max_num_seqs=13) as llm:
         tokens = [tokens for tokens, _ in run_thirteen(llm, seeded=True, together=True)]
     from tinyvllm.backends.cpu.threads import thread_pool
 
-    return json.dumps({"lanes": thread_pool().lanes, "tokens": tokens, "logits": hashlib.sha256(logits.tobytes()).hexdigest()})
+    return json.dumps({"threads": thread_pool().num_threads, "tokens": tokens, "logits": hashlib.sha256(logits.tobytes()).hexdigest()})
 
 
 def test_threads_change_no_bit() -> None:
@@ -273,5 +273,5 @@ def test_threads_change_no_bit() -> None:
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         said[threads] = json.loads(done.stdout.splitlines()[-1])
-        assert said[threads].pop("lanes") == threads
+        assert said[threads].pop("threads") == threads
     assert said[1] == said[2] == said[3]

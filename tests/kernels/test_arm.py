@@ -1,4 +1,4 @@
-"""The NEON row of whole kernels, run under qemu on three threads, against the plain row of this machine."""
+"""The NEON variant of whole kernels, run under qemu on three threads, against the plain variant on this machine."""
 
 from __future__ import annotations
 

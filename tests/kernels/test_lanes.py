@@ -1,6 +1,6 @@
-"""The vocabulary of the CPU kernels: every row has every word, and every word means what lanes_plain.h says it means.
+"""The vocabulary of the CPU kernels: every variant has every word, and every word means what lanes_plain.h says it means.
 
-A row of another architecture runs under qemu, where that is installed.
+A variant for another architecture runs under qemu, where that is installed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tinyvllm.backends.source import kernels_folder
 
 INCLUDE = kernels_folder() / "cpu" / "include"
 FOLDERS = (INCLUDE, kernels_folder() / "include")
-ROWS = ("plain", "avx2", "avx512", "neon")
+VARIANTS = ("plain", "avx2", "avx512", "neon")
 
 
 @dataclass(frozen=True)
 class Build:
-    """One way to compile a row: the compiler's flags, what the processor must have to run it (None: it is Arm's and runs under qemu)."""
+    """One way to compile a variant: compiler flags, processor features that it needs to run (None: it is for Arm and runs under qemu)."""
 
-    row: str
+    variant: str
     flags: tuple[str, ...]
     needs: frozenset[str] | None
 
@@ -136,11 +136,11 @@ def signatures(header: str) -> dict[str, tuple[str, ...]]:
     return {name: (kind, *(re.sub(r"\w+$", "", p.strip()).strip() for p in given.split(","))) for kind, name, given in found}
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_every_row_has_every_word(row: str) -> None:
-    here = signatures(f"lanes_{row}.h")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_has_every_word(variant: str) -> None:
+    here = signatures(f"lanes_{variant}.h")
     assert len(here) > 25
-    for other in ROWS:
+    for other in VARIANTS:
         assert signatures(f"lanes_{other}.h") == here
 
 
@@ -179,7 +179,7 @@ def build(this: Build) -> Path:
     """The probe as a shared object; for another architecture as a program that reads rows and writes results."""
     calls = "\n    ".join(f"{text}, out += 17;" for text in EXPRESSIONS.values())
     text = PROBE.format(calls=calls)
-    flags = ["-x", "c", "-O2", "-ffreestanding", f"-DLANES_{this.row.upper()}", *this.flags]
+    flags = ["-x", "c", "-O2", "-ffreestanding", f"-DLANES_{this.variant.upper()}", *this.flags]
     sources = [text, *(p.read_text() for folder in FOLDERS for p in sorted(folder.glob("*.h"))), repr(flags)]
     path = FOLDER / f"lanes-{hashlib.sha256(''.join(sources).encode()).hexdigest()[:24]}"
     if path.exists():

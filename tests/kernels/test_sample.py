@@ -96,9 +96,9 @@ def test_tokens_counts_and_positions_are_the_references(V, B, batches, monkeypat
                 sampler.add(sequence, (EOS,))
         for _ in range(5):
             logits, tokens = np.stack([logits_of(random, V) for _ in range(B)]), {}
-            for row, sampler in samplers.items():
-                monkeypatch.setenv("TINYVLLM_KERNELS", f"sample={row}")
-                tokens[row] = draws(sampler, sequences, logits)
+            for variant, sampler in samplers.items():
+                monkeypatch.setenv("TINYVLLM_KERNELS", f"sample={variant}")
+                tokens[variant] = draws(sampler, sequences, logits)
             assert tokens[TARGETS[-1]] == tokens["ref"], requested
             for b, sequence in enumerate(sequences):
                 sequence.output_token_ids.append(max(tokens["ref"][b], 0))

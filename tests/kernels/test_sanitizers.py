@@ -41,8 +41,8 @@ NAMES = [
     "pack_tiles Q8_0",
     "pack_tiles BF16",
 ]
-# again for the widest row of this machine, where a kernel has lines of its own for it
-WIDEST = next((row for row, feature in (("avx512", "avx512f"), ("avx2", "avx2")) if feature in cpu_features()), "plain")
+# again for the widest variant of this machine, where a kernel has code of its own for it
+WIDEST = next((variant for variant, feature in (("avx512", "avx512f"), ("avx2", "avx2")) if feature in cpu_features()), "plain")
 CASES = [(name, "plain") for name in NAMES]
 CASES += [(name, WIDEST) for name in NAMES if WIDEST != "plain" and name.startswith(("matmul", "attention", "norm_qkv"))]
 UNFUSED = "-ffp-contract=off"  # two compilers choose differently

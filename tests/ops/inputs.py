@@ -16,10 +16,10 @@ from tinyvllm.quant.layouts import PackedWeight, RowWeight, pack_panels
 from tinyvllm.weights.mapping import allocate
 from tinyvllm.weights.memory import adopt
 
-ROWS = registry.usable_variants(Placement("CPU"))  # best first
-# Every format on the best row, floats or blocks on each other one: tests/kernels has them all, and compiling them again takes seconds.
-FORMATS_AND_ROWS = [(format, ROWS[0]) for format in formats_in(Layout.PANELS)] + [
-    (("BF16", "Q4_0")[i % 2], row) for i, row in enumerate(ROWS[1:])
+VARIANTS = registry.usable_variants(Placement("CPU"))  # best first
+# Every format on the best variant, one of floats or blocks on each other variant: tests/kernels has all pairs, and compiling takes seconds.
+FORMATS_AND_VARIANTS = [(format, VARIANTS[0]) for format in formats_in(Layout.PANELS)] + [
+    (("BF16", "Q4_0")[i % 2], variant) for i, variant in enumerate(VARIANTS[1:])
 ]
 
 
@@ -56,10 +56,10 @@ def device_bytes(data: np.ndarray) -> Tensor:
     return adopt(memory, "CPU", dtypes.uint8)
 
 
-def by_kernel(monkeypatch: pytest.MonkeyPatch, stem: str, row: str, op: Callable[[], np.ndarray]) -> np.ndarray:
-    """What the op gives where `row` must run it; "ref" is the reference."""
-    monkeypatch.setenv("TINYVLLM_KERNELS", f"{stem}={row}")
+def by_kernel(monkeypatch: pytest.MonkeyPatch, stem: str, variant: str, op: Callable[[], np.ndarray]) -> np.ndarray:
+    """The result of the op, run by `variant`; "ref" is the reference."""
+    monkeypatch.setenv("TINYVLLM_KERNELS", f"{stem}={variant}")
     registry.forget_choices()
     out = op()
-    assert (stem, row) in [(choice.stem, choice.variant) for choice in registry.choices()]
+    assert (stem, variant) in [(choice.stem, choice.variant) for choice in registry.choices()]
     return out

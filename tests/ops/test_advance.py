@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tinygrad import Tensor
 
-from tests.ops.inputs import ROWS, int32, realized
+from tests.ops.inputs import VARIANTS, int32, realized
 from tinyvllm.backends import registry
 from tinyvllm.batch import Batch
 from tinyvllm.bridge import Captured, download, upload
@@ -35,7 +35,7 @@ def state(b: Batch, h: History) -> dict[str, list]:
     return arrays | {"history": download(h.tokens).tolist(), "round": download(h.round).tolist()}
 
 
-@pytest.fixture(params=[*ROWS, "ref"])
+@pytest.fixture(params=[*VARIANTS, "ref"])
 def forced(request, monkeypatch):
     monkeypatch.setenv("TINYVLLM_KERNELS", f"advance={request.param}")
     registry.forget_choices()
@@ -47,7 +47,7 @@ def test_two_rounds(forced):
     b, h = batch(4), history(3)
     advance(b, int32(20, 21, -1, 23, 24), h, S, SCRATCH)
     assert state(b, h) == {
-        "tokens": [20, 21, 0, 23, 14],  # what has no token goes on with token 0: the host sees the -1
+        "tokens": [20, 21, 0, 23, 14],  # a sequence without a token continues with token 0: the host reads the -1
         "positions": [3, 8, 16, 1, 3],
         "slots": [8 + 3, 4 * 8, SCRATCH, 7 * 8 + 1, SCRATCH],
         "context_lens": [4, 9, 17, 2, 0],
@@ -69,7 +69,7 @@ def test_rounds_that_history_has_no_room_for_are_not_recorded(forced):
 
 
 def test_in_a_captured_step(forced):
-    """Its buffers are the batch's own: every replay goes on from where the last has left them."""
+    """It uses the batch's own buffers: every replay continues from the state that the previous one wrote."""
     b, h, sampled = batch(4), history(4), int32(20, 21, 22, 23, 24)
 
     def function(tokens: Tensor) -> Tensor:
@@ -92,8 +92,8 @@ def test_kernel_and_reference_agree_on_random_states(monkeypatch):
         drawn = [random.integers(-1, 50, 5).astype(np.int32) for _ in range(3)]
         start = random.integers(0, 2 * S, 5).astype(np.int32)
         states = []
-        for row in (ROWS[0], "ref"):
-            monkeypatch.setenv("TINYVLLM_KERNELS", f"advance={row}")
+        for variant in (VARIANTS[0], "ref"):
+            monkeypatch.setenv("TINYVLLM_KERNELS", f"advance={variant}")
             b, h = dataclasses.replace(batch(count), positions=realized(start)), history(3)
             for tokens in drawn:
                 advance(b, realized(tokens), h, S, SCRATCH)

@@ -1,7 +1,7 @@
 """Paged attention, by kernels and by the reference, against a few lines of numpy: decodes, chunks, both, windows, groups of query heads,
 blocks that sequences share.
 
-Blocks come in any order, decodes are padded to their bucket, and every slot of the pool that no row may see holds a NaN.
+Blocks come in any order, decodes are padded to their bucket, and every slot of the pool that no row may read holds a NaN.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tinygrad import Tensor, dtypes
 
-from tests.ops.inputs import ROWS, numbers, realized
+from tests.ops.inputs import VARIANTS, numbers, realized
 from tinyvllm.backends import registry
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import alias
@@ -37,10 +37,11 @@ def reference(q, positions, owners, tables, pool, window):
 
 
 class Step:
-    """Decodes of so many tokens of context each and chunks of (start, length), as the runner lays them out.
+    """Decodes with the context lengths `decodes`, and chunks of (start, length), in the layout of the runner.
 
-    `rows` [N] are those that count, with `positions` and `owners` of their own; `pool` [P, 2, K, S, D] has numbers where they may look.
-    The first `shared` tokens of all decodes lie in the same blocks; `alike` is what the batch says of that, None nothing.
+    `rows` [N] are the rows that count, with their `positions` and `owners`; `pool` [P, 2, K, S, D] has numbers in the slots they may read.
+    The first `shared` tokens of all decodes are in the same blocks. `shared_prefix_lens` is what the batch declares of that; with None it
+    declares nothing.
     """
 
     def __init__(self, decodes, chunks, K, D=D, S=S, M=M, P=P, shared=0, shared_prefix_lens=None):
@@ -103,37 +104,37 @@ CASES = {
 
 
 @pytest.mark.parametrize(("K", "window"), [(2, 0), (4, 5)], ids=["6 of 2", "4 of 4 in a window"])
-@pytest.mark.parametrize("row", ["ref", ROWS[0]])
+@pytest.mark.parametrize("variant", ["ref", VARIANTS[0]])
 @pytest.mark.parametrize("case", CASES)
-def test_against_numpy(monkeypatch, case, row, window, K):
-    force(monkeypatch, row, row)
+def test_against_numpy(monkeypatch, case, variant, window, K):
+    force(monkeypatch, variant, variant)
     step = Step(*CASES[case], K)
     np.testing.assert_allclose(step.attend(window), step.expected(window), atol=2e-6)
-    assert {choice.variant for choice in registry.choices()} == {row}
+    assert {choice.variant for choice in registry.choices()} == {variant}
 
 
-@pytest.mark.parametrize(("decode", "prefill"), [(r, r) for r in ROWS[1:]] + [("ref", ROWS[0]), (ROWS[0], "ref")])
-def test_other_rows_and_one_half_by_the_reference(monkeypatch, decode, prefill):
+@pytest.mark.parametrize(("decode", "prefill"), [(v, v) for v in VARIANTS[1:]] + [("ref", VARIANTS[0]), (VARIANTS[0], "ref")])
+def test_other_variants_and_one_half_by_the_reference(monkeypatch, decode, prefill):
     force(monkeypatch, decode, prefill)
     step = Step(*CASES["decodes and chunks"], 2)
     np.testing.assert_allclose(step.attend(), step.expected(), atol=2e-6)
     assert {choice.stem: choice.variant for choice in registry.choices()} == {"attention_decode": decode, "attention_prefill": prefill}
 
 
-@pytest.mark.parametrize("row", ["ref", ROWS[0]])
+@pytest.mark.parametrize("variant", ["ref", VARIANTS[0]])
 @pytest.mark.parametrize("D", [16, 32, 48])  # a row of half a cache line, of one, of one and a half
 @pytest.mark.parametrize("dtype", [dtypes.float16, dtypes.bfloat16], ids=["float16", "bfloat16"])
-def test_half_caches_are_read_as_they_are(monkeypatch, dtype, D, row):
-    monkeypatch.setenv("TINYVLLM_KERNELS", f"all={row}")
+def test_half_caches_are_read_as_they_are(monkeypatch, dtype, D, variant):
+    monkeypatch.setenv("TINYVLLM_KERNELS", f"all={variant}")
     step = Step([30], [(5, 11)], 2, D)
     np.testing.assert_allclose(step.attend(dtype=dtype), step.expected(dtype=dtype), atol=2e-6)
 
 
-@pytest.mark.parametrize("row", ["ref", ROWS[0]])
+@pytest.mark.parametrize("variant", ["ref", VARIANTS[0]])
 @pytest.mark.parametrize("window", [0, 300], ids=["full", "window"])
-def test_contexts_of_several_pieces(monkeypatch, window, row):
-    """Longer than the 256 keys that one unit of the decode kernel sees."""
-    force(monkeypatch, row, row)
+def test_contexts_of_several_partitions(monkeypatch, window, variant):
+    """Longer than the partition of 256 keys that one unit of the decode kernel reads."""
+    force(monkeypatch, variant, variant)
     step = Step([257, 600], [(500, 20)], 2, S=16, M=40, P=100)
     np.testing.assert_allclose(step.attend(window), step.expected(window), atol=2e-6)
 
@@ -149,8 +150,8 @@ def test_what_the_kernels_cannot_do_goes_to_the_reference(monkeypatch, D):
     )
 
 
-def test_a_decode_has_the_same_bits_in_any_company(monkeypatch):
-    force(monkeypatch, ROWS[0], ROWS[0])
+def test_a_decode_has_the_same_bits_in_any_batch(monkeypatch):
+    force(monkeypatch, VARIANTS[0], VARIANTS[0])
     contexts = (11, 48, 3)
     step = Step(contexts, [], 2)
     whole = step.attend()
@@ -161,26 +162,24 @@ def test_a_decode_has_the_same_bits_in_any_company(monkeypatch):
         np.testing.assert_array_equal(alone.attend()[0].view(np.uint32), whole[b].view(np.uint32))
 
 
-SHARING, ALIKE = [600, 513, 560, 520], [0, 512, 512, 512]  # contexts, and what they have in common
+CONTEXTS, SHARED_PREFIX_LENS = [600, 513, 560, 520], [0, 512, 512, 512]
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("window", [0, 300], ids=["full", "window"])
-def test_blocks_that_decodes_share_change_no_bits(monkeypatch, window, row):
-    force(monkeypatch, row, row)
+def test_blocks_that_decodes_share_change_no_bits(monkeypatch, window, variant):
+    force(monkeypatch, variant, variant)
     sizes = {"S": 16, "M": 40, "P": 60}
-    alone, together = (
-        Step(SHARING, [(0, 20)], 2, shared=512, shared_prefix_lens=shared_prefix_lens, **sizes) for shared_prefix_lens in (None, ALIKE)
-    )
+    alone, together = (Step(CONTEXTS, [(0, 20)], 2, shared=512, shared_prefix_lens=lens, **sizes) for lens in (None, SHARED_PREFIX_LENS))
     np.testing.assert_allclose(together.attend(window), together.expected(window), atol=2e-6)
     np.testing.assert_array_equal(together.attend(window).view(np.uint32), alone.attend(window).view(np.uint32))
 
 
-def test_the_kernel_takes_the_batchs_word_for_what_is_shared_and_the_reference_does_not(monkeypatch):
+def test_the_kernel_trusts_shared_prefix_lens_and_the_reference_does_not(monkeypatch):
     sizes = {"S": 16, "M": 40, "P": 140}
-    for row, believes in ((ROWS[0], True), ("ref", False)):
-        force(monkeypatch, row, "ref")
-        step = Step(SHARING, [], 2, shared_prefix_lens=ALIKE, **sizes)  # nothing is shared
+    for variant, trusts in ((VARIANTS[0], True), ("ref", False)):
+        force(monkeypatch, variant, "ref")
+        step = Step(CONTEXTS, [], 2, shared_prefix_lens=SHARED_PREFIX_LENS, **sizes)  # nothing is shared
         wrong, right = step.attend(), step.expected()
         np.testing.assert_allclose(wrong[0], right[0], atol=2e-6)
-        assert np.allclose(wrong[1:], right[1:], atol=2e-6) is not believes
+        assert np.allclose(wrong[1:], right[1:], atol=2e-6) is not trusts

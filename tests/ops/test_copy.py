@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.ops.inputs import ROWS, int32, numbers, realized
+from tests.ops.inputs import VARIANTS, int32, numbers, realized
 from tinyvllm.bridge import download
 from tinyvllm.ops.copy import copy_blocks
 
 
-@pytest.mark.parametrize("row", [*ROWS, "ref"])
-def test_pairs_that_count_are_copied_in_place(row, monkeypatch):
-    monkeypatch.setenv("TINYVLLM_KERNELS", f"kv_copy={row}")
+@pytest.mark.parametrize("variant", [*VARIANTS, "ref"])
+def test_pairs_that_count_are_copied_in_place(variant, monkeypatch):
+    monkeypatch.setenv("TINYVLLM_KERNELS", f"kv_copy={variant}")
     before = numbers(6, 2, 2, 8, 16)
     pool = realized(before)
     buffer = pool.uop.buffer

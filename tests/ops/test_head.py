@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tinygrad import Tensor
 
-from tests.ops.inputs import FORMATS_AND_ROWS, ROWS, by_kernel, device_bytes, in_rows, int32, numbers, packed, realized
+from tests.ops.inputs import FORMATS_AND_VARIANTS, VARIANTS, by_kernel, device_bytes, in_rows, int32, numbers, packed, realized
 from tinyvllm.backends import registry
 from tinyvllm.ops.head import embed, norm_head
 from tinyvllm.ops.linear import TensorWeight
@@ -26,18 +26,18 @@ def test_embedding_of_a_tensor():
 
 
 @pytest.mark.parametrize("make", [packed, in_rows])
-@pytest.mark.parametrize(("format", "row"), FORMATS_AND_ROWS)
-def test_embedding_is_exact(monkeypatch, format, row, make):
+@pytest.mark.parametrize(("format", "variant"), FORMATS_AND_VARIANTS)
+def test_embedding_is_exact(monkeypatch, format, variant, make):
     table, tokens, used = make(format, V, E), int32(V - 1, 0, 16, 15, 130, 7, 7), 5
-    got = by_kernel(monkeypatch, "embed", row, lambda: embed(table, tokens, int32(used)).numpy()[:used])
+    got = by_kernel(monkeypatch, "embed", variant, lambda: embed(table, tokens, int32(used)).numpy()[:used])
     np.testing.assert_array_equal(got, table.dense().numpy()[[V - 1, 0, 16, 15, 130]])
 
 
-HEADS = [(format, row, "RMS") for format, row in FORMATS_AND_ROWS] + [("F32", ROWS[0], "LAYER"), ("Q8_0", ROWS[0], "LAYER")]
+HEADS = [(format, variant, "RMS") for format, variant in FORMATS_AND_VARIANTS] + [(f, VARIANTS[0], "LAYER") for f in ("F32", "Q8_0")]
 
 
-@pytest.mark.parametrize(("format", "row", "kind"), HEADS)
-def test_logits_equal_their_reference(monkeypatch, format, row, kind):
+@pytest.mark.parametrize(("format", "variant", "kind"), HEADS)
+def test_logits_equal_their_reference(monkeypatch, format, variant, kind):
     """Rows 9, 0 and 4 of 10 with room for five; an odd vocabulary."""
     x, weight, rows, count = realized(numbers(10, E)), packed(format, V, E), int32(9, 0, 4, 0, 0), 3
     norm = Norm(kind, realized(numbers(E)), 1e-5, realized(numbers(E, seed=1)) if kind == "LAYER" else None)
@@ -50,7 +50,7 @@ def test_logits_equal_their_reference(monkeypatch, format, row, kind):
             tokens.extend(best.numpy()[:count].tolist())
         return logits.numpy()[:count]
 
-    got, want = (by_kernel(monkeypatch, "norm_head", which, op) for which in (row, "ref"))
+    got, want = (by_kernel(monkeypatch, "norm_head", which, op) for which in (variant, "ref"))
     np.testing.assert_allclose(got, want, atol=TOLERANCE[format])
     assert tokens == got.argmax(1).tolist(), "one call has found them, the reference does not"
 
@@ -64,8 +64,8 @@ def test_logits_of_tensors(monkeypatch):
     assert best is None
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_the_lowest_of_equals_and_none_of_nan(monkeypatch, row):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_lowest_of_equals_and_none_of_nan(monkeypatch, variant):
     """Rows of the weight that are the same have logits that are the same; a NaN in x makes a row of them."""
     rows = np.ones((V, E), np.float32)
     rows[:40] = -1
@@ -73,15 +73,15 @@ def test_the_lowest_of_equals_and_none_of_nan(monkeypatch, row):
     x = np.abs(numbers(3, E))
     x[1, 5] = np.nan
     x[2] *= -1
-    monkeypatch.setenv("TINYVLLM_KERNELS", f"norm_head={row}")
+    monkeypatch.setenv("TINYVLLM_KERNELS", f"norm_head={variant}")
     logits, best = norm_head(realized(x), Norm("RMS", realized(np.ones(E, np.float32)), 1e-5), weight, int32(0, 1, 2), int32(3))
     Tensor.realize(logits, best)
     assert best.numpy().tolist() == [40, -1, 0]
     assert np.isnan(logits.numpy()[1]).all()
 
 
-def test_logits_have_the_same_bits_in_any_company(monkeypatch):
-    monkeypatch.setenv("TINYVLLM_KERNELS", f"norm_head={ROWS[0]}")
+def test_logits_have_the_same_bits_in_any_batch(monkeypatch):
+    monkeypatch.setenv("TINYVLLM_KERNELS", f"norm_head={VARIANTS[0]}")
     registry.forget_choices()
     x, norm, weight = realized(numbers(20, E)), Norm("RMS", realized(numbers(E)), 1e-5), packed("BF16", V, E)
     whole = norm_head(x, norm, weight, int32(*range(20)), int32(20))[0].numpy().view(np.uint32)

@@ -1,4 +1,4 @@
-"""Products of activations with weights: kernels against the reference, the reference against numpy, and the same bits in any company."""
+"""Products of activations with weights: kernels against the reference, the reference against numpy, and the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tinygrad import Tensor, dtypes
 
-from tests.ops.inputs import FORMATS_AND_ROWS, ROWS, by_kernel, int32, numbers, packed, realized
+from tests.ops.inputs import FORMATS_AND_VARIANTS, VARIANTS, by_kernel, int32, numbers, packed, realized
 from tinyvllm.backends import registry
 from tinyvllm.backends.buffers import constant
 from tinyvllm.ops.linear import TensorWeight, gate_up_silu, linear, rounded
@@ -70,8 +70,8 @@ def test_gate_up_silu_of_tensors():
 # --- kernels
 
 
-@pytest.mark.parametrize(("format", "row"), FORMATS_AND_ROWS)
-def test_matmul_equals_its_reference(monkeypatch, format, row):
+@pytest.mark.parametrize(("format", "variant"), FORMATS_AND_VARIANTS)
+def test_matmul_equals_its_reference(monkeypatch, format, variant):
     """13 rows of which 11 count, 50 outputs: neither fills a tile or a panel."""
     T, used, O, I = 13, 11, 50, 96
     x, residual = (realized(numbers(T, width)) for width in (I, O))
@@ -80,7 +80,7 @@ def test_matmul_equals_its_reference(monkeypatch, format, row):
     def op() -> np.ndarray:
         return linear(x, weight, int32(used), bias, residual, gelu=True).numpy()[:used]
 
-    got, want = (by_kernel(monkeypatch, "matmul", which, op) for which in (row, "ref"))
+    got, want = (by_kernel(monkeypatch, "matmul", which, op) for which in (variant, "ref"))
     np.testing.assert_allclose(got, want, atol=TOLERANCE)
 
 
@@ -93,16 +93,16 @@ def test_matmul_with_one_thing_more(monkeypatch, extra):
     def op() -> np.ndarray:
         return linear(x, weight, int32(T), bias, residual, extra == "gelu").numpy()
 
-    got, want = (by_kernel(monkeypatch, "matmul", row, op) for row in (ROWS[0], "ref"))
+    got, want = (by_kernel(monkeypatch, "matmul", variant, op) for variant in (VARIANTS[0], "ref"))
     np.testing.assert_allclose(got, want, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize(("format", "row"), FORMATS_AND_ROWS)
-def test_a_row_has_the_same_bits_in_any_company(monkeypatch, format, row):
-    """The kernels of the test before: bias, gelu and residual ride along."""
+@pytest.mark.parametrize(("format", "variant"), FORMATS_AND_VARIANTS)
+def test_a_row_has_the_same_bits_in_any_batch(monkeypatch, format, variant):
+    """The kernels of the previous test, with bias, gelu and residual."""
     most, O, I = 64, 50, 96
     x, residual, weight, bias = numbers(most, I), numbers(most, O), packed(format, O, I), realized(numbers(O))
-    monkeypatch.setenv("TINYVLLM_KERNELS", f"matmul={row}")
+    monkeypatch.setenv("TINYVLLM_KERNELS", f"matmul={variant}")
 
     def bits(start: int, T: int) -> np.ndarray:
         cut = slice(start, start + T)
@@ -114,27 +114,27 @@ def test_a_row_has_the_same_bits_in_any_company(monkeypatch, format, row):
         np.testing.assert_array_equal(bits(start, T), whole[start : start + T], err_msg=f"T = {T}")
 
 
-GATED = [(format, row, False) for format, row in FORMATS_AND_ROWS] + [("F32", ROWS[0], True), ("Q8_0", ROWS[0], True)]
+GATED = [(format, variant, False) for format, variant in FORMATS_AND_VARIANTS] + [("F32", VARIANTS[0], True), ("Q8_0", VARIANTS[0], True)]
 
 
-@pytest.mark.parametrize(("format", "row", "bias"), GATED)
-def test_gate_up_silu_equals_its_reference(monkeypatch, format, row, bias):
+@pytest.mark.parametrize(("format", "variant", "bias"), GATED)
+def test_gate_up_silu_equals_its_reference(monkeypatch, format, variant, bias):
     T, used, F, E = 7, 5, 48, 96
     x, weight, norm = realized(numbers(T, E)), packed(format, 2 * F, E), Norm("RMS", realized(numbers(E)), 1e-5)
-    beside = realized(numbers(2 * F)) if bias else None
+    bias_tensor = realized(numbers(2 * F)) if bias else None
 
     def op() -> np.ndarray:
-        return gate_up_silu(x, norm, weight, int32(used), beside).numpy()[:used]
+        return gate_up_silu(x, norm, weight, int32(used), bias_tensor).numpy()[:used]
 
-    got, want = (by_kernel(monkeypatch, "norm_gate_up_silu", which, op) for which in (row, "ref"))
+    got, want = (by_kernel(monkeypatch, "norm_gate_up_silu", which, op) for which in (variant, "ref"))
     np.testing.assert_allclose(got, want, atol=TIPPED[format])
     assert np.abs(got - want).mean() < TIPPED[format] / 20
 
 
-def test_gate_up_silu_has_the_same_bits_in_any_company(monkeypatch):
+def test_gate_up_silu_has_the_same_bits_in_any_batch(monkeypatch):
     most, F, E = 40, 48, 96
     x, weight, norm = numbers(most, E), packed("Q8_0", 2 * F, E), Norm("RMS", realized(numbers(E)), 1e-5)
-    monkeypatch.setenv("TINYVLLM_KERNELS", f"norm_gate_up_silu={ROWS[0]}")
+    monkeypatch.setenv("TINYVLLM_KERNELS", f"norm_gate_up_silu={VARIANTS[0]}")
     whole = gate_up_silu(realized(x), norm, weight, int32(most)).numpy()
     for T in (1, 5, 13, 25):
         got = gate_up_silu(realized(x[3 : 3 + T]), norm, weight, int32(T)).numpy()
@@ -161,7 +161,11 @@ def test_a_row_of_zeros_and_one_of_huge_numbers(monkeypatch, format):
     """Blocks without a scale, and numbers whose squares no float32 holds."""
     x = np.stack([np.zeros(96, np.float32), numbers(96) * np.float32(1e30)])
     weight = packed(format, 16, 96)
-    got, want = (by_kernel(monkeypatch, "matmul", row, lambda: linear(realized(x), weight, int32(2)).numpy()) for row in (ROWS[0], "ref"))
+
+    def op() -> np.ndarray:
+        return linear(realized(x), weight, int32(2)).numpy()
+
+    got, want = (by_kernel(monkeypatch, "matmul", variant, op) for variant in (VARIANTS[0], "ref"))
     assert (got[0] == 0).all() and np.isfinite(got[1]).all()
     np.testing.assert_allclose(got[1] / 1e30, want[1] / 1e30, atol=TOLERANCE)
 

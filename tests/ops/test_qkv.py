@@ -1,4 +1,4 @@
-"""Queries, and keys and values in the cache: kernels against the reference for every variant of a layer, and each row for itself."""
+"""Queries, and keys and values in the cache: kernels against the reference for every kind of layer, and each row on its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tinygrad import Tensor, dtypes
 
-from tests.ops.inputs import FORMATS_AND_ROWS, ROWS, by_kernel, int32, numbers, packed, realized
+from tests.ops.inputs import FORMATS_AND_VARIANTS, VARIANTS, by_kernel, int32, numbers, packed, realized
 from tinyvllm.backends import registry
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import alias
@@ -26,8 +26,8 @@ CACHE_TOLERANCE = {"float32": 0.0, "float16": 4e-3, "bfloat16": 4e-2}
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A layer's kind: H query heads, K key/value heads of D, R rotary dims (0: positions are learned), and what else it has."""
+class LayerKind:
+    """H query heads, K key/value heads of D, R rotary dims (0: positions are learned), and the parts that only some models have."""
 
     H: int = 4
     K: int = 2
@@ -39,12 +39,12 @@ class Variant:
     cache: str = "float32"
 
 
-VARIANTS = {
-    "llama": Variant(),
-    "qwen2": Variant(bias=True, cache="bfloat16"),
-    "qwen3": Variant(D=32, R=32, qk_norm=True, cache="float16"),
-    "phi, a part rotated": Variant(H=2, K=2, D=48, R=16),
-    "gpt2": Variant(H=4, K=4, R=0, norm="LAYER", bias=True),
+KINDS = {
+    "llama": LayerKind(),
+    "qwen2": LayerKind(bias=True, cache="bfloat16"),
+    "qwen3": LayerKind(D=32, R=32, qk_norm=True, cache="float16"),
+    "phi, a part rotated": LayerKind(H=2, K=2, D=48, R=16),
+    "gpt2": LayerKind(H=4, K=4, R=0, norm="LAYER", bias=True),
 }
 
 
@@ -54,33 +54,33 @@ def batch_of(slots: list[int], rows: int) -> Batch:
     return Batch(none, none, int32(*slots), none, none, none, int32(rows), none, none, none, none, 1, 0, 1)
 
 
-def cache_of(v: Variant) -> LayerCache:
+def cache_of(v: LayerKind) -> LayerCache:
     pool = Tensor(numbers(P, 2, v.K, S, v.D, seed=9)).cast(getattr(dtypes, v.cache)).contiguous().realize()
     return LayerCache(pool, alias(pool))
 
 
 @functools.cache
-def layer(v: Variant, format: str) -> tuple[Norm, QKV]:
+def layer(v: LayerKind, format: str) -> tuple[Norm, QKV]:
     O = (v.H + 2 * v.K) * v.D
     norm = Norm(v.norm, realized(numbers(E)), 1e-5, realized(numbers(E, seed=1)) if v.norm == "LAYER" else None)
     q_norm, k_norm = (realized(numbers(v.D, seed=seed)) if v.qk_norm else None for seed in (2, 3))
     return norm, QKV(packed(format, O, E), realized(numbers(O)) if v.bias else None, q_norm, k_norm, 1e-6)
 
 
-def run(v: Variant, format: str, x: np.ndarray, slots: list[int], rows: int) -> tuple[np.ndarray, np.ndarray]:
+def run(v: LayerKind, format: str, x: np.ndarray, slots: list[int], rows: int) -> tuple[np.ndarray, np.ndarray]:
     """q of the rows that count, and the pool without its scratch block, both float32."""
     norm, qkv = layer(v, format)
-    angles = realized(numbers(64, v.R, seed=4)[slots]) if v.R else None  # any numbers do for a rotation; the slot stands for the position
+    angles = realized(numbers(64, v.R, seed=4)[slots]) if v.R else None  # any numbers do for a rotation; the slot is used as the position
     q, cache = norm_qkv_rope_store(realized(x), norm, qkv, angles, cache_of(v), batch_of(slots, rows))
     Tensor.realize(q, *cache)
     return q.numpy()[:rows], cache.keys.float().numpy()[: P - 1]
 
 
-def compare(monkeypatch, v: Variant, format: str, row: str) -> None:
+def compare(monkeypatch, v: LayerKind, format: str, variant: str) -> None:
     slots, used = [17, 2, 11, 0, 23, SCRATCH, SCRATCH], 5
     x = numbers(len(slots), E)
     results = []
-    for which in (row, "ref"):
+    for which in (variant, "ref"):
         monkeypatch.setenv("TINYVLLM_KERNELS", f"norm_qkv_rope_store={which}")
         registry.forget_choices()
         results.append(run(v, format, x, slots, used))
@@ -93,32 +93,32 @@ def compare(monkeypatch, v: Variant, format: str, row: str) -> None:
     assert changed == set(slots[:used]), "the batch's slots and no other"
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_variants_equal_their_reference(monkeypatch, name):
-    compare(monkeypatch, VARIANTS[name], "BF16" if name == "qwen2" else "F32", ROWS[0])
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_equal_their_reference(monkeypatch, name):
+    compare(monkeypatch, KINDS[name], "BF16" if name == "qwen2" else "F32", VARIANTS[0])
 
 
-@pytest.mark.parametrize(("format", "row"), [pair for pair in FORMATS_AND_ROWS if pair != ("F32", ROWS[0])])
-def test_formats_and_rows_equal_their_reference(monkeypatch, format, row):
-    compare(monkeypatch, Variant(), format, row)
+@pytest.mark.parametrize(("format", "variant"), [pair for pair in FORMATS_AND_VARIANTS if pair != ("F32", VARIANTS[0])])
+def test_formats_and_variants_equal_their_reference(monkeypatch, format, variant):
+    compare(monkeypatch, LayerKind(), format, variant)
 
 
 @pytest.mark.parametrize("format", ["F32", "BF16", "Q8_0"])
-def test_a_row_has_the_same_bits_in_any_company(monkeypatch, format):
-    monkeypatch.setenv("TINYVLLM_KERNELS", f"norm_qkv_rope_store={ROWS[0]}")
+def test_a_row_has_the_same_bits_in_any_batch(monkeypatch, format):
+    monkeypatch.setenv("TINYVLLM_KERNELS", f"norm_qkv_rope_store={VARIANTS[0]}")
     x, slots = numbers(24, E), list(range(23, -1, -1))
-    q, pool = run(Variant(), format, x, slots, 24)
+    q, pool = run(LayerKind(), format, x, slots, 24)
     for start, T in ((0, 1), (3, 5), (7, 16)):
-        some, cache = run(Variant(), format, x[start : start + T], slots[start : start + T], T)
+        some, cache = run(LayerKind(), format, x[start : start + T], slots[start : start + T], T)
         np.testing.assert_array_equal(some.view(np.uint32), q[start : start + T].view(np.uint32))
         for slot in slots[start : start + T]:
             np.testing.assert_array_equal(cache[slot // S, :, :, slot % S], pool[slot // S, :, :, slot % S])
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("cache", ["float32", "float16", "bfloat16"])
-def test_append_kv_rounds_as_its_reference(monkeypatch, cache, row):
-    v, slots = Variant(K=3, cache=cache), [5, 23, 8, SCRATCH]
+def test_append_kv_rounds_as_its_reference(monkeypatch, cache, variant):
+    v, slots = LayerKind(K=3, cache=cache), [5, 23, 8, SCRATCH]
     k, v_ = (realized(numbers(len(slots), v.K, v.D, seed=seed)) for seed in (0, 1))
 
     def op() -> np.ndarray:
@@ -126,7 +126,7 @@ def test_append_kv_rounds_as_its_reference(monkeypatch, cache, row):
         Tensor.realize(*written)
         return written.keys.float().numpy()[: P - 1]
 
-    got, want = (by_kernel(monkeypatch, "kv_append", which, op) for which in (row, "ref"))
+    got, want = (by_kernel(monkeypatch, "kv_append", which, op) for which in (variant, "ref"))
     np.testing.assert_array_equal(got, want)
     assert not np.array_equal(got, cache_of(v).keys.float().numpy()[: P - 1])
 
@@ -134,7 +134,7 @@ def test_append_kv_rounds_as_its_reference(monkeypatch, cache, row):
 def test_odd_head_dimensions_go_to_the_reference(monkeypatch):
     monkeypatch.delenv("TINYVLLM_KERNELS", raising=False)
     registry.forget_choices()
-    v, slots = Variant(D=8, R=8), [3, 1]
+    v, slots = LayerKind(D=8, R=8), [3, 1]
     q, pool = run(v, "F32", numbers(2, E), slots, 2)
     assert {(c.stem, c.variant) for c in registry.choices()} == {("norm_qkv_rope_store", "ref"), ("kv_append", "ref")}
     assert all("head dimension in multiples of 16; the model has 8" in c.why for c in registry.choices())

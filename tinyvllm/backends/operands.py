@@ -1,4 +1,4 @@
-"""What ops hand to kernels beside tensors: weights, norms, the decode history, and how tokens are drawn."""
+"""Arguments of kernels in addition to tensors: weights, norms, the decode history, and the sampling features."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Heads:
 
     @classmethod
     def of(cls, outputs: int, qkv: QKV, angles: Tensor | None, cache: LayerCache) -> Heads:
-        """The heads of a layer whose q, k and v have so many outputs together."""
+        """The heads of a layer whose q, k and v together have `outputs` outputs."""
         _, _, K, S, D = (int(d) for d in cache.keys.shape)
         R = 0 if angles is None else int(angles.shape[1])
         norms = qkv.q_norm is not None

@@ -18,7 +18,8 @@ def run(options: argparse.Namespace) -> int:
         for line in table(kernel_choices(engine)):
             print(line)
         if not options.quiet:
-            print(f"device {engine.config.device}, {engine.runner.lanes()} lanes; TINYVLLM_KERNELS=OP=VARIANT,... overrides the choice")
+            num_threads = engine.runner.num_threads()
+            print(f"device {engine.config.device}, {num_threads} threads; TINYVLLM_KERNELS=OP=VARIANT,... overrides the choice")
     return 0
 
 

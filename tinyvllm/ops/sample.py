@@ -25,11 +25,11 @@ THREEFRY_ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 THREEFRY_ROUNDS = 20
 THREEFRY_PARITY = 0x1BD11BDA
 TOP_P_BITS = 30
-TOP_P_ONE = 1 << TOP_P_BITS  # top_p is a fixed-point number with that many bits behind the point
-WEIGHT_ONE = 1 << 40  # so is the weight of a token relative to the most probable one, with 40; V of them fit 63 bits
+TOP_P_ONE = 1 << TOP_P_BITS  # top_p is a fixed-point number with TOP_P_BITS fractional bits
+WEIGHT_ONE = 1 << 40  # a token's weight relative to the most probable one: fixed point, 40 fractional bits; V of them fit 63 bits
 SEARCH_BITS = 4  # 16 intervals a pass: with 2 bits the vocabulary is read twice as often, with 8 there is too much to compare
 
-_BELOW_FLOATS, _ABOVE_FLOATS = 0x00800000, 0xFF800000  # order_bits of -inf and +inf; beyond them lie the NaNs
+_BELOW_FLOATS, _ABOVE_FLOATS = 0x00800000, 0xFF800000  # order_bits of -inf and +inf; beyond them are the NaNs
 
 
 def threefry2x32(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor], rounds: int = THREEFRY_ROUNDS) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,8 @@ def gumbel(seed_low: Tensor, seed_high: Tensor, position: Tensor, V: int) -> Ten
     -log(E) with E = -log(1 - u), u in (0, 1] of 31 random bits. The tokens that win have u near 0, where floats are dense, so even in a
     vocabulary of 10^5 equal logits ties are rare.
     """
-    # a multiple of 3 wide, tinygrad unrolls this kernel by 3 and the C compiler vectorises it; else by 4, and it is left as it stands
+    # At a width that is a multiple of 3, tinygrad unrolls this kernel by 3 and the C compiler vectorises it. At other widths tinygrad
+    # unrolls by 4, which the C compiler does not vectorise.
     B, width = int(seed_low.shape[0]), round_up(V, 3)
     token = Tensor.arange(width, device=seed_low.device).cast(dtypes.uint32).reshape(1, width)
     spread = [t.expand(B, width) for t in (seed_low, seed_high, token, position)]
@@ -88,13 +89,13 @@ _LOG_POLYNOMIAL = (
 
 
 def order_bits(x: Tensor) -> Tensor:
-    """uint32 that compare as the float32 in x do, both zeros alike. Maxima of integers vectorise on CPUs, of floats they do not."""
+    """uint32 that compare as the float32 in x do; the two zeros are equal. CPUs vectorise maxima of integers, but not of floats."""
     bits = x.bitcast(dtypes.int32)
     return (bits < 0).where(-(bits & 0x7FFFFFFF), bits).bitcast(dtypes.uint32) ^ 0x80000000
 
 
 def from_order_bits(order: Tensor) -> Tensor:
-    """The float32 of which `order` are the order bits; what would be a NaN becomes the infinity beside it."""
+    """The float32 whose order bits are `order`; the order bits of a NaN give the infinity next to it."""
     bits = (order.maximum(_BELOW_FLOATS).minimum(_ABOVE_FLOATS) ^ 0x80000000).bitcast(dtypes.int32)
     return (bits < 0).where(-bits | -0x80000000, bits).bitcast(dtypes.float32)
 

@@ -300,9 +300,9 @@ class Runner:
         """The kernel variants that this machine can run; which of them run decides the last bits of every result."""
         return usable_variants(Placement(self.device))
 
-    def lanes(self) -> int:
+    def num_threads(self) -> int:
         """Threads of the CPU's thread pool; 0 on other devices."""
-        return thread_pool().lanes if self.device.split(":")[0] == "CPU" else 0
+        return thread_pool().num_threads if self.device.split(":")[0] == "CPU" else 0
 
     def _prepare(self, singles: list[Scheduled], chunks: list[Scheduled], all_rows: bool) -> PreparedStep:
         shape = shape_of(singles, chunks)

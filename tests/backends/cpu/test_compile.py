@@ -1,4 +1,4 @@
-"""Compiled kernels: found again by what they were made of, made anew when that changes, and errors in the compiler's own words."""
+"""Compiled kernels: cached by what they are compiled from, compiled again when that changes; errors quote the compiler."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_another_compiler_or_other_flags_make_another_object(cache, runs, monkey
 def test_what_does_not_compile_is_said_in_the_compilers_words(cache):
     with pytest.raises(KernelError, match="kv_copy_plain does not compile with .*:(.|\n)*error: .*nonsense"):
         object_code(copy("nonsense"))
-    assert list(cache.iterdir()) == [], "nothing is left behind, and nothing is taken for a result"
+    assert list(cache.iterdir()) == [], "a failed compilation leaves no file that could pass for a result"
 
 
 def test_a_compiler_that_fails_without_a_word(cache, monkeypatch):

@@ -1,4 +1,4 @@
-"""The crew: lists of every kind of kernel on one, two and three lanes, sleep and waking, forks, several callers, and a clean end."""
+"""The thread pool: lists of every kind of kernel on one, two and three threads, sleep, waking, forks, several callers, a clean end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tinyvllm.errors import ArgumentError
 SOURCE = """
 #include "thread_team.h"
 
-void by_all(int64_t *x, const int64_t *n, const struct thread_team *team) {  // x[i] += 1, then x[i] *= 3 of what another lane has added to
+void by_all(int64_t *x, const int64_t *n, const struct thread_team *team) {  // x[i] += 1, then x[i] *= 3 of what another thread added to
   for (int i = next_unit(team); i < *n; i = next_unit(team)) x[i] += 1;
   barrier(team);
   for (int i = next_unit(team); i < *n; i = next_unit(team)) x[*n - 1 - i] *= 3;
@@ -43,14 +43,14 @@ void with_many(int64_t *x, long a, long b, long c, long d, long e, long f, long 
   x[0] = a + 2 * b + 3 * c + 4 * d + 5 * e + 6 * f + 7 * g + 8 * h + 9 * i + 10 * j + 11 * k + 12 * l + 13 * m + 14 * n + 15 * o + 16 * p
        + 17 * q + 18 * r;
 }
-void lanes(int64_t *x, const struct thread_team *team) { x[team->thread] = team->threads; }
+void num_threads(int64_t *x, const struct thread_team *team) { x[team->thread] = team->threads; }
 """
 N = 1000
 
 
 @pytest.fixture(scope="module")
 def code(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    path = tmp_path_factory.mktemp("crew") / "kinds.so"
+    path = tmp_path_factory.mktemp("thread_pool") / "kinds.so"
     include = kernels_folder() / "cpu" / "include"
     command = [provide_compiler(cache_folder()), "-x", "c", "-O2", "-shared", "-fPIC", f"-I{include}", "-", "-o", str(path)]
     subprocess.run(command, input=SOURCE.encode(), check=True)
@@ -59,9 +59,9 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @pytest.fixture(params=[1, 2, 3])
 def pool(request: pytest.FixtureRequest) -> Iterator[ThreadPool]:
-    one = ThreadPool(request.param)
-    yield one
-    one.dismiss()
+    pool = ThreadPool(request.param)
+    yield pool
+    pool.dismiss()
 
 
 class Kinds:
@@ -125,15 +125,15 @@ def test_arguments_of_any_number_arrive(code, pool):
     assert x[0] == sum(i * value for i, value in enumerate(values, start=1))
 
 
-def test_all_lanes_take_part_and_one_lane_starts_no_thread(code, pool):
+def test_all_threads_take_part_and_a_pool_of_one_starts_none(code, pool):
     before = threading.active_count()
     x = np.zeros(4, np.int64)
-    pool.run(np.array([ctypes.cast(code.lanes, ctypes.c_void_p).value, TEAM, 1, 0, 1, x.ctypes.data], np.int64), 1)
-    assert x.tolist() == [pool.lanes] * pool.lanes + [0] * (4 - pool.lanes)
-    assert threading.active_count() - before == pool.lanes - 1
+    pool.run(np.array([ctypes.cast(code.num_threads, ctypes.c_void_p).value, TEAM, 1, 0, 1, x.ctypes.data], np.int64), 1)
+    assert x.tolist() == [pool.num_threads] * pool.num_threads + [0] * (4 - pool.num_threads)
+    assert threading.active_count() - before == pool.num_threads - 1
 
 
-def test_dismissed_it_has_no_threads_and_begins_anew(code, pool):
+def test_a_dismissed_pool_has_no_threads_and_starts_again(code, pool):
     before = threading.active_count()
     for _ in range(3):
         made = Kinds(code)
@@ -141,7 +141,7 @@ def test_dismissed_it_has_no_threads_and_begins_anew(code, pool):
         np.testing.assert_array_equal(made.x, made.expect(*ALL))
         pool.dismiss()
         assert threading.active_count() == before
-        pool.dismiss()  # nobody there
+        pool.dismiss()  # there are no threads to end
 
 
 def test_idle_it_sleeps_and_it_wakes_again(code, pool):
@@ -175,7 +175,7 @@ def test_two_callers_at_once(code, pool):
         np.testing.assert_array_equal(made.x, made.expect(*ALL * 100))
 
 
-def test_two_crews_do_not_meet(code):
+def test_two_pools_do_not_meet(code):
     pools = [ThreadPool(2), ThreadPool(2)]
     for _ in range(20):
         for pool in pools:
@@ -186,11 +186,11 @@ def test_two_crews_do_not_meet(code):
         pool.dismiss()
 
 
-# --- a process of its own
+# --- in a separate process
 
 
 def run_apart(body: str, threads: int) -> subprocess.CompletedProcess[str]:
-    """The program `body` with the process's crew at hand, which copies blocks with a real kernel: `work()` checks that it did."""
+    """Run the program `body` in a process. Its `work()` copies blocks with a real kernel on the thread pool, and checks the copies."""
     code = f"""
 import os, sys, threading
 import numpy as np
@@ -217,7 +217,7 @@ def work():
 
 def test_the_interpreter_ends_right_after_work():
     for ending in ("", "sys.exit(0)", "raise SystemExit"):
-        done = run_apart(f"work()\nprint(thread_pool().lanes, threading.active_count())\n{ending}", 3)
+        done = run_apart(f"work()\nprint(thread_pool().num_threads, threading.active_count())\n{ending}", 3)
         assert (done.returncode, done.stderr) == (0, "") and done.stdout.split()[0] == "3"
 
 
@@ -227,12 +227,12 @@ def test_a_list_that_is_run_no_times_is_none():
 
 
 def test_one_thread_in_the_environment_starts_none():
-    done = run_apart("before = threading.active_count()\nwork()\nprint(thread_pool().lanes, threading.active_count() - before)", 1)
+    done = run_apart("before = threading.active_count()\nwork()\nprint(thread_pool().num_threads, threading.active_count() - before)", 1)
     assert (done.returncode, done.stdout) == (0, "1 0\n"), done.stderr
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_child_has_a_crew_of_its_own():
+def test_a_forked_child_has_its_own_pool():
     """Both work at the same time; the child ends as a program does, with its exit functions."""
     body = """
 work()
@@ -249,7 +249,7 @@ print(os.waitstatus_to_exitcode(status))
     assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
 
 
-def test_the_number_of_lanes(monkeypatch):
+def test_the_number_of_threads(monkeypatch):
     monkeypatch.setenv("TINYVLLM_THREADS", "5")
     assert module.num_threads_wanted() == 5
     monkeypatch.delenv("TINYVLLM_THREADS")

@@ -10,7 +10,7 @@ from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.shapes import Attention, Heads, Product
 
 GPUS = {"sm_80": GPU(108, 163 << 10, 164 << 10), "sm_90": GPU(132, 227 << 10, 228 << 10)}  # A100; H100 and H200
-ROW, EPS = "sm_80", "1e-05f"
+VARIANT, EPS = "sm_80", "1e-05f"
 TILED = ("BF16", "F16", "Q8_0", "Q4_0")
 FEATURES = ("SAMPLED", "TOP_K", "TOP_P", "MIN_P", "PENALIZED", "BIASED")
 
@@ -45,38 +45,38 @@ def samples(gpu: GPU) -> dict[str, Kernel]:
 def _few(gpu: GPU) -> dict[str, Kernel]:
     found = {}
     for format in TILED:
-        found[f"matvec {format} of 1"] = records.matvec(ROW, Product(format, 1, LARGE.E, LARGE.F, residual=True), gpu)
-        found[f"matvec {format} of 8"] = records.matvec(ROW, Product(format, 8, LARGE.E, LARGE.F), gpu)
-        found[f"norm_gate_up_silu {format}"] = records.norm_gate_up_silu(ROW, format, 8, LARGE.E, LARGE.F, gpu, EPS)
+        found[f"matvec {format} of 1"] = records.matvec(VARIANT, Product(format, 1, LARGE.E, LARGE.F, residual=True), gpu)
+        found[f"matvec {format} of 8"] = records.matvec(VARIANT, Product(format, 8, LARGE.E, LARGE.F), gpu)
+        found[f"norm_gate_up_silu {format}"] = records.norm_gate_up_silu(VARIANT, format, 8, LARGE.E, LARGE.F, gpu, EPS)
     for format in ("BF16", "Q4_0"):
         for name, sizes, T, cache in (("8b", LARGE, 8, "BF16"), ("qwen", QWEN, 1, "F16")):
             heads = sizes.heads(cache)
-            found[f"norm_qkv_rope_store {format} {name}"] = records.norm_qkv_rope_store(ROW, format, T, sizes.E, heads, gpu, EPS)
-            found[f"norm_head {format} {name}"] = records.norm_head(ROW, format, T, sizes.V, sizes.E, gpu, EPS)
-    found["matvec with all"] = records.matvec(ROW, Product("BF16", 4, SMALL.E, SMALL.E, bias=True, residual=True, gelu=True), gpu)
-    found["norm_gate_up_silu qwen"] = records.norm_gate_up_silu(ROW, "BF16", 3, QWEN.E, QWEN.F, gpu, EPS, bias=True)
+            found[f"norm_qkv_rope_store {format} {name}"] = records.norm_qkv_rope_store(VARIANT, format, T, sizes.E, heads, gpu, EPS)
+            found[f"norm_head {format} {name}"] = records.norm_head(VARIANT, format, T, sizes.V, sizes.E, gpu, EPS)
+    found["matvec with all"] = records.matvec(VARIANT, Product("BF16", 4, SMALL.E, SMALL.E, bias=True, residual=True, gelu=True), gpu)
+    found["norm_gate_up_silu qwen"] = records.norm_gate_up_silu(VARIANT, "BF16", 3, QWEN.E, QWEN.F, gpu, EPS, bias=True)
     return found
 
 
 def _many(gpu: GPU) -> dict[str, Kernel]:
-    found = {f"quantize_input {format}": records.quantize_input(ROW, format, 128, SMALL.E, EPS) for format in TILED}
-    found["quantize_input gathered"] = records.quantize_input(ROW, "BF16", 64, LARGE.E, EPS, gather=True)
-    found["quantize_input alone"] = records.quantize_input(ROW, "Q4_0", 64, LARGE.F)
+    found = {f"quantize_input {format}": records.quantize_input(VARIANT, format, 128, SMALL.E, EPS) for format in TILED}
+    found["quantize_input gathered"] = records.quantize_input(VARIANT, "BF16", 64, LARGE.E, EPS, gather=True)
+    found["quantize_input alone"] = records.quantize_input(VARIANT, "Q4_0", 64, LARGE.F)
     for format in TILED:
         for T in (16, 64, 512, 4096) if format in ("BF16", "Q4_0") else (64, 4096):
-            found[f"matmul {format} of {T}"] = records.matmul(ROW, Product(format, T, LARGE.E, LARGE.F, residual=True), gpu)[0]
-        found[f"matmul {format} with silu"] = records.matmul(ROW, Product(format, 256, SMALL.F, SMALL.E, silu=True), gpu)[0]
+            found[f"matmul {format} of {T}"] = records.matmul(VARIANT, Product(format, T, LARGE.E, LARGE.F, residual=True), gpu)[0]
+        found[f"matmul {format} with silu"] = records.matmul(VARIANT, Product(format, 256, SMALL.F, SMALL.E, silu=True), gpu)[0]
     for cache in ("F32", "F16", "BF16"):
-        found[f"rope_store {cache}"] = records.rope_store(ROW, 128, (QWEN if cache == "F16" else SMALL).heads(cache))
-    found["argmax of 1"], found["argmax of 64"] = records.argmax(ROW, 1, SMALL.V, gpu), records.argmax(ROW, 64, QWEN.V, gpu)
+        found[f"rope_store {cache}"] = records.rope_store(VARIANT, 128, (QWEN if cache == "F16" else SMALL).heads(cache))
+    found["argmax of 1"], found["argmax of 64"] = records.argmax(VARIANT, 1, SMALL.V, gpu), records.argmax(VARIANT, 64, QWEN.V, gpu)
     return found
 
 
 def _hopper(gpu: GPU) -> dict[str, Kernel]:
-    row = records.HOPPER
-    found = {"matmul_hopper BF16": records.matmul_hopper(row, Product("BF16", 4096, LARGE.E, LARGE.F, residual=True), gpu)}
-    found["matmul_hopper F16 with silu"] = records.matmul_hopper(row, Product("F16", 2048, LARGE.F, LARGE.E, silu=True), gpu)
-    found["quantize_input for hopper"] = records.quantize_input(ROW, "BF16", 256, LARGE.E, EPS, cores=True)
+    variant = records.HOPPER
+    found = {"matmul_hopper BF16": records.matmul_hopper(variant, Product("BF16", 4096, LARGE.E, LARGE.F, residual=True), gpu)}
+    found["matmul_hopper F16 with silu"] = records.matmul_hopper(variant, Product("F16", 2048, LARGE.F, LARGE.E, silu=True), gpu)
+    found["quantize_input for hopper"] = records.quantize_input(VARIANT, "BF16", 256, LARGE.E, EPS, cores=True)
     return found
 
 
@@ -84,25 +84,25 @@ def _attention(gpu: GPU) -> dict[str, Kernel]:
     found = {}
     for name, sizes, cache in (("1b", SMALL, "F16"), ("8b", LARGE, "BF16"), ("wide", WIDE, "BF16")):
         told = sizes.attention(cache, window=1024 if sizes is WIDE else 0)
-        found[f"attention_prefill {name}"] = records.attention_prefill(ROW, 512, 2, told, gpu)
-        found[f"attention_decode {name}"] = records.attention_decode(ROW, 32, told, gpu)[0]
+        found[f"attention_prefill {name}"] = records.attention_prefill(VARIANT, 512, 2, told, gpu)
+        found[f"attention_decode {name}"] = records.attention_decode(VARIANT, 32, told, gpu)[0]
         if sizes is not WIDE:
-            found[f"attention_decode {name}, shared"] = records.attention_decode(ROW, 64, told, gpu, cascade=True)[0]
+            found[f"attention_decode {name}, shared"] = records.attention_decode(VARIANT, 64, told, gpu, cascade=True)[0]
     return found
 
 
 def _tokens(gpu: GPU) -> dict[str, Kernel]:
     found = {}
     for format in ("F32", *TILED):
-        found[f"embed {format} from rows"] = records.embed(ROW, format, 64, SMALL.V, SMALL.E, False)
+        found[f"embed {format} from rows"] = records.embed(VARIANT, format, 64, SMALL.V, SMALL.E, False)
         if format != "F32":
-            found[f"embed {format}"] = records.embed(ROW, format, 64, SMALL.V, SMALL.E, True)
+            found[f"embed {format}"] = records.embed(VARIANT, format, 64, SMALL.V, SMALL.E, True)
     for cache in ("F32", "F16", "BF16"):
-        found[f"kv_append {cache}"] = records.kv_append(ROW, 64, 8, 16, 128, cache)
-    found["kv_copy"] = records.kv_copy(ROW, 4, 2 * 8 * 16 * 128 * 2)
-    found["advance"], found["accept_drafts"] = records.advance(ROW, 256, 512, 16, 64, 16), records.accept_drafts(ROW, 64, 8)
-    found["read"], found["copy"] = records.read(ROW, 1 << 26, 264), records.copy(ROW, 1 << 26, 264)
+        found[f"kv_append {cache}"] = records.kv_append(VARIANT, 64, 8, 16, 128, cache)
+    found["kv_copy"] = records.kv_copy(VARIANT, 4, 2 * 8 * 16 * 128 * 2)
+    found["advance"], found["accept_drafts"] = records.advance(VARIANT, 256, 512, 16, 64, 16), records.accept_drafts(VARIANT, 64, 8)
+    found["read"], found["copy"] = records.read(VARIANT, 1 << 26, 264), records.copy(VARIANT, 1 << 26, 264)
     for name, B, on in (("greedy", 1, ()), ("drawn", 8, FEATURES[:1]), ("with all", 1, FEATURES), ("of many with all", 200, FEATURES)):
-        kernels, _ = records.sample(ROW, B, QWEN.V, 256, {feature: feature in on for feature in FEATURES}, gpu)
+        kernels, _ = records.sample(VARIANT, B, QWEN.V, 256, {feature: feature in on for feature in FEATURES}, gpu)
         found |= {f"sample {name}, launch {i}": kernel for i, kernel in enumerate(kernels)}
     return found

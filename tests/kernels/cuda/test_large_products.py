@@ -13,7 +13,7 @@ from tests.kernels.cuda import small_products, tiles
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16
 
-ROW = "sm_90"
+VARIANT = "sm_90"
 
 
 def up(n: int, to: int) -> int:
@@ -34,7 +34,7 @@ def test_prepared_rows_are_rounded_and_laid_out(format: str, I: int, count: int,
     out = aligned((tiles.prepared_bytes(format, T, I),), np.uint8)
     ins = [x, *([weight] if norm else []), *([index] if gather else []), tiles.one(count)]
     defines = dict(I=I, T=T, WEIGHT=format, NORM=int(norm), GATHER=int(gather), EPS="1e-5f")
-    emulate(Kernel.cuda("quantize_input", ROW, 1, len(ins), (T, 1, 1), 256, **defines), out, *ins)
+    emulate(Kernel.cuda("quantize_input", VARIANT, 1, len(ins), (T, 1, 1), 256, **defines), out, *ins)
     rows = x[index[:count]] if gather else x[:count]
     want = tiles.prepared(tiles.rms_normed(rows, weight, 1e-5) if norm else rows, format)
     for got, expected in zip(parts(out, format, T, I), parts(want, format, live, I), strict=True):
@@ -57,7 +57,7 @@ def test_core_matrices_hold_the_same_numbers(format: str) -> None:
     T, I, count = 16, 96, 11
     x, weight, out = tiles.numbers(T, I), tiles.numbers(I, seed=1), aligned((T * I * 2,), np.uint8)
     defines = dict(I=I, T=T, WEIGHT=format, NORM=1, GATHER=0, EPS="1e-5f", CORES=1)
-    emulate(Kernel.cuda("quantize_input", ROW, 1, 3, (T, 1, 1), 256, **defines), out, x, weight, tiles.one(count))
+    emulate(Kernel.cuda("quantize_input", VARIANT, 1, 3, (T, 1, 1), 256, **defines), out, x, weight, tiles.one(count))
     assert (out == in_cores(tiles.prepared(tiles.rms_normed(x[:count], weight, 1e-5), format))).all()
 
 
@@ -104,7 +104,7 @@ class Product:
         stage = cut.k_blocks * (cut.tile_o // 16 * w + cut.tile_t // 8 * x)
         shared = cut.stages * wk * stage + (wk - 1) * cut.tile_o * cut.tile_t * 4
         return Kernel.cuda(
-            "matmul", ROW, 1 + 2 * (cut.split > 1), 3 + self.bias + self.residual,
+            "matmul", VARIANT, 1 + 2 * (cut.split > 1), 3 + self.bias + self.residual,
             (o_blocks * t_blocks, cut.split, 1), 32 * wo * wt * wk, shared,
             O=self.O, I=self.I, T=self.T, WEIGHT=self.format, BIAS=int(self.bias), RESIDUAL=int(self.residual), ACTIVATION=int(self.gelu),
             SILU=int(self.silu), SPLIT=cut.split, TILE_O=cut.tile_o, TILE_T=cut.tile_t, WARPS_O=wo, WARPS_T=wt, WARPS_K=wk,
@@ -264,7 +264,7 @@ def test_heads_are_rotated_and_stored(H: int, K: int, D: int, R: int, cache: str
     q, pool = aligned((T, H, D), np.float32), aligned((P, 2, K, S, D), np.float32 if cache == "F32" else np.uint16)
     ins = [y, *([added] if bias else []), *(norms if norm else []), *([angles] if R else []), slots, tiles.one(count)]
     defines = dict(H=H, K=K, D=D, R=R, S=S, CACHE_TYPE=cache, BIAS=int(bias), QK_NORM=int(norm), QK_EPS="1e-6f")
-    emulate(Kernel.cuda("rope_store", ROW, 3, len(ins), (T, -(-heads // 8), 1), 256, **defines), q, pool, pool, *ins)
+    emulate(Kernel.cuda("rope_store", VARIANT, 3, len(ins), (T, -(-heads // 8), 1), 256, **defines), q, pool, pool, *ins)
 
     made = (y + added * bias).reshape(T, heads, D)[:count].astype(np.float64)
     turned, values = made[:, : H + K], made[:, H + K :]
@@ -303,7 +303,7 @@ def test_the_largest_logit_the_first_of_equals(V: int, share: int) -> None:
     logits[6, V - 1] = np.inf
     logits[7, : V - 1] = -np.inf
     best, most, counters = aligned((N,), np.int32), aligned((N,), np.uint64, 0), aligned((N,), np.uint32, 0)
-    kernel = Kernel.cuda("argmax", ROW, 3, 2, (share, N, 1), 256, V=V, PARTS=share)
+    kernel = Kernel.cuda("argmax", VARIANT, 3, 2, (share, N, 1), 256, V=V, PARTS=share)
     for seed in range(2):
         best[:] = 77
         emulate(kernel, best, most, counters, logits, tiles.one(count), seed=seed)

@@ -8,7 +8,7 @@ from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.metal import plan as records
 from tinyvllm.backends.shapes import Attention, Heads, Product
 
-ROW, EPS = "apple7", "1e-05f"
+VARIANT, EPS = "apple7", "1e-05f"
 FORMATS = ("BF16", "F16", "F32", "Q8_0", "Q4_0", "Q4_K")
 FEATURES = ("SAMPLED", "TOP_K", "TOP_P", "MIN_P", "PENALIZED", "BIASED")
 
@@ -44,24 +44,24 @@ def _few() -> dict[str, Kernel]:
     found = {}
     for format in FORMATS:
         for T in (1, 8, 16):
-            found[f"matvec {format} of {T}"] = records.matvec(ROW, Product(format, T, LARGE.E, LARGE.F, residual=T == 1))
-        found[f"norm_gate_up_silu {format}"] = records.norm_gate_up_silu(ROW, format, 1, LARGE.E, LARGE.F, EPS)
+            found[f"matvec {format} of {T}"] = records.matvec(VARIANT, Product(format, T, LARGE.E, LARGE.F, residual=T == 1))
+        found[f"norm_gate_up_silu {format}"] = records.norm_gate_up_silu(VARIANT, format, 1, LARGE.E, LARGE.F, EPS)
     for format in ("BF16", "Q4_0", "Q4_K"):
         for name, sizes, T, cache in (("8b", LARGE, 1, "BF16"), ("qwen", QWEN, 4, "F16")):
             heads = sizes.heads(cache)
-            found[f"norm_qkv_rope_store {format} {name}"] = records.norm_qkv_rope_store(ROW, format, T, sizes.E, heads, EPS)
-            found[f"norm_head {format} {name}"] = records.norm_head(ROW, format, T, sizes.V, sizes.E, EPS)
-    found["matvec with all"] = records.matvec(ROW, Product("BF16", 4, SMALL.E, SMALL.E, bias=True, residual=True, gelu=True))
-    found["norm_gate_up_silu with bias"] = records.norm_gate_up_silu(ROW, "BF16", 3, QWEN.E, QWEN.F, EPS, bias=True)
-    found["norm_qkv_rope_store with bias"] = records.norm_qkv_rope_store(ROW, "Q8_0", 16, SMALL.E, SMALL.heads("F32", True), EPS)
+            found[f"norm_qkv_rope_store {format} {name}"] = records.norm_qkv_rope_store(VARIANT, format, T, sizes.E, heads, EPS)
+            found[f"norm_head {format} {name}"] = records.norm_head(VARIANT, format, T, sizes.V, sizes.E, EPS)
+    found["matvec with all"] = records.matvec(VARIANT, Product("BF16", 4, SMALL.E, SMALL.E, bias=True, residual=True, gelu=True))
+    found["norm_gate_up_silu with bias"] = records.norm_gate_up_silu(VARIANT, "BF16", 3, QWEN.E, QWEN.F, EPS, bias=True)
+    found["norm_qkv_rope_store with bias"] = records.norm_qkv_rope_store(VARIANT, "Q8_0", 16, SMALL.E, SMALL.heads("F32", True), EPS)
     return found
 
 
 def _many() -> dict[str, Kernel]:
     found = {}
     for format in FORMATS:
-        found[f"matmul {format} of 64"] = records.matmul(ROW, Product(format, 64, LARGE.E, LARGE.F, residual=True))
-        found[f"matmul {format} with silu"] = records.matmul(ROW, Product(format, 256, SMALL.F, SMALL.E, silu=True, eps=EPS))
+        found[f"matmul {format} of 64"] = records.matmul(VARIANT, Product(format, 64, LARGE.E, LARGE.F, residual=True))
+        found[f"matmul {format} with silu"] = records.matmul(VARIANT, Product(format, 256, SMALL.F, SMALL.E, silu=True, eps=EPS))
     for format in FORMATS:
         found[f"matmul16 {format}"] = records.matmul16(records.MATRIX, Product(format, 16, LARGE.E, LARGE.F, residual=True))
         found[f"matmul16 {format} with silu"] = records.matmul16(
@@ -69,11 +69,11 @@ def _many() -> dict[str, Kernel]:
         )
     found["matmul16 of three"] = records.matmul16(records.MATRIX, Product("Q4_0", 16, 3072, SMALL.E, eps=EPS, borders=(2048, 2560)))
     found["matmul16 gathered"] = records.matmul16(records.MATRIX, Product("Q4_K", 16, SMALL.V, SMALL.E, eps=EPS, gather=True))
-    found["matmul of three"] = records.matmul(ROW, Product("Q4_K", 32, 3072, SMALL.E, eps=EPS, borders=(2048, 2560)))
-    found["matmul gathered"] = records.matmul(ROW, Product("Q4_0", 17, SMALL.V, SMALL.E, eps=EPS, gather=True))
+    found["matmul of three"] = records.matmul(VARIANT, Product("Q4_K", 32, 3072, SMALL.E, eps=EPS, borders=(2048, 2560)))
+    found["matmul gathered"] = records.matmul(VARIANT, Product("Q4_0", 17, SMALL.V, SMALL.E, eps=EPS, gather=True))
     for cache in ("F32", "F16", "BF16"):
-        found[f"rope_store {cache}"] = records.rope_store(ROW, 128, (QWEN if cache == "F16" else SMALL).heads(cache))
-    found["argmax"], found["argmax_merge"], _ = records.argmax(ROW, 16, SMALL.V)
+        found[f"rope_store {cache}"] = records.rope_store(VARIANT, 128, (QWEN if cache == "F16" else SMALL).heads(cache))
+    found["argmax"], found["argmax_merge"], _ = records.argmax(VARIANT, 16, SMALL.V)
     return found
 
 
@@ -81,21 +81,21 @@ def _attention() -> dict[str, Kernel]:
     found = {}
     for name, sizes, cache in (("1b", SMALL, "F16"), ("8b", LARGE, "BF16"), ("wide", WIDE, "F32")):
         a = sizes.attention(cache, window=1024 if sizes is WIDE else 0)
-        found[f"attention_prefill {name}"] = records.attention_prefill(ROW, 512, 2, a)
-        found[f"attention_decode {name}"] = records.attention_decode(ROW, 16, a)[0]
-        found[f"attention_decode {name} shared"] = records.attention_decode(ROW, 16, a, cascade=True)[0]
-    found["attention_decode short"] = records.attention_decode(ROW, 16, SMALL.attention("BF16", blocks=32))[0]
+        found[f"attention_prefill {name}"] = records.attention_prefill(VARIANT, 512, 2, a)
+        found[f"attention_decode {name}"] = records.attention_decode(VARIANT, 16, a)[0]
+        found[f"attention_decode {name} shared"] = records.attention_decode(VARIANT, 16, a, cascade=True)[0]
+    found["attention_decode short"] = records.attention_decode(VARIANT, 16, SMALL.attention("BF16", blocks=32))[0]
     return found
 
 
 def _tokens() -> dict[str, Kernel]:
-    found = {f"embed {format}": records.embed(ROW, format, 64, SMALL.V, SMALL.E) for format in FORMATS}
+    found = {f"embed {format}": records.embed(VARIANT, format, 64, SMALL.V, SMALL.E) for format in FORMATS}
     for cache in ("F32", "F16", "BF16"):
-        found[f"kv_append {cache}"] = records.kv_append(ROW, 64, 8, 16, 128, cache)
-    found["kv_copy"] = records.kv_copy(ROW, 4, 2 * 8 * 16 * 128 * 2)
-    found["advance"], found["accept_drafts"] = records.advance(ROW, 256, 512, 16, 64, 16), records.accept_drafts(ROW, 64, 8)
-    found["read"] = records.read(ROW, 1 << 26)
+        found[f"kv_append {cache}"] = records.kv_append(VARIANT, 64, 8, 16, 128, cache)
+    found["kv_copy"] = records.kv_copy(VARIANT, 4, 2 * 8 * 16 * 128 * 2)
+    found["advance"], found["accept_drafts"] = records.advance(VARIANT, 256, 512, 16, 64, 16), records.accept_drafts(VARIANT, 64, 8)
+    found["read"] = records.read(VARIANT, 1 << 26)
     for name, B, on in (("greedy", 1, ()), ("drawn", 8, FEATURES[:1]), ("with all", 1, FEATURES), ("of many with all", 200, FEATURES)):
-        kernels, _ = records.sample(ROW, B, QWEN.V, 256, {feature: feature in on for feature in FEATURES})
+        kernels, _ = records.sample(VARIANT, B, QWEN.V, 256, {feature: feature in on for feature in FEATURES})
         found |= {f"sample {name}, launch {i}": kernel for i, kernel in enumerate(kernels)}
     return found

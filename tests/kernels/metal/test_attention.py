@@ -18,7 +18,7 @@ from tinyvllm.backends.shapes import Attention
 
 # Only sums are rounded, as in the CPU's kernels.
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
-ROW = "apple7"
+VARIANT = "apple7"
 
 
 def attention_shape(case: Case) -> Attention:
@@ -29,7 +29,7 @@ def attention_shape(case: Case) -> Attention:
 def decode(case: Case, count: int | None = None, partition: int = 512, simds: int = 2, seed: int = 0) -> np.ndarray:
     """The last row of each sequence."""
     s, B = case.shape, len(case.new)
-    kernel, words = records.attention_decode(ROW, B, attention_shape(case), partition=partition, simds=simds)
+    kernel, words = records.attention_decode(VARIANT, B, attention_shape(case), partition=partition, simds=simds)
     last = aligned((B, s.H, s.D), np.float32)
     last[...] = case.q[case.starts[1:] - 1]
     out, partial = aligned(last.shape, np.float32), aligned((words,), np.uint32, 0)
@@ -41,7 +41,7 @@ def decode(case: Case, count: int | None = None, partition: int = 512, simds: in
 
 def prefill(case: Case, first: int = 0, count: int | None = None, simds: int = 4, seed: int = 0) -> np.ndarray:
     chunks = len(case.new) - first if count is None else count
-    kernel = records.attention_prefill(ROW, sum(case.new), len(case.new), attention_shape(case), simds=simds)
+    kernel = records.attention_prefill(VARIANT, sum(case.new), len(case.new), attention_shape(case), simds=simds)
     out = aligned(case.q.shape, np.float32)
     emulate(kernel, out, case.q, case.cache, case.tables, _ints(case.context), case.starts, _ints([first, chunks]), seed=seed)
     return out
@@ -117,7 +117,7 @@ def test_partitions_are_merged_in_one_order() -> None:
     """Whichever threadgroup is last; and each launch resets its scratch, for another launch of the same sizes."""
     shape = Shape(H=10, K=2, D=64, S=8, dtype="F16")
     cases = [make(shape, [1, 1, 1], contexts, M=20, seed=i) for i, contexts in enumerate(([150, 33, 64], [10, 160, 97], [65, 159, 1]))]
-    kernel, words = records.attention_decode(ROW, 3, attention_shape(cases[0]), partition=32)
+    kernel, words = records.attention_decode(VARIANT, 3, attention_shape(cases[0]), partition=32)
     partial, outs = aligned((words,), np.uint32, 0), [aligned(cases[0].q.shape, np.float32) for _ in cases]
     for seed in range(4):
         for case, out in zip(cases, outs, strict=True):
@@ -131,7 +131,7 @@ def test_partitions_are_merged_in_one_order() -> None:
 
 def test_a_sequence_of_one_partition_uses_no_scratch() -> None:
     case = make(Shape(H=2, K=1, D=32, dtype="F16", window=20), [1, 1, 1], [30, 64, 100], M=8)
-    kernel, words = records.attention_decode(ROW, 3, attention_shape(case), partition=64)
+    kernel, words = records.attention_decode(VARIANT, 3, attention_shape(case), partition=64)
     out, partial = aligned(case.q.shape, np.float32), aligned((words,), np.uint32)
     emulate(kernel, out, partial, case.q, case.cache, case.tables, _ints(case.context), _ints([3]))
     np.testing.assert_allclose(out, oracle(case), **TOLERANCE)

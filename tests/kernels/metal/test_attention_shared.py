@@ -10,7 +10,7 @@ import pytest
 
 from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned
-from tests.kernels.metal.test_attention import ROW, TOLERANCE, attention_shape, decode
+from tests.kernels.metal.test_attention import TOLERANCE, VARIANT, attention_shape, decode
 from tests.kernels.test_attention import Case, Shape, _ints, grouped, make, oracle, same
 from tinyvllm.backends.metal import plan as records
 
@@ -37,7 +37,9 @@ def decode_shared(
 ) -> np.ndarray:
     """The one row of each sequence, with these shared lengths."""
     B = len(case.new)
-    kernel, words = records.attention_decode(ROW, B, attention_shape(case), partition=PARTITION, simds=simds, cascade=True, spread=spread)
+    kernel, words = records.attention_decode(
+        VARIANT, B, attention_shape(case), partition=PARTITION, simds=simds, cascade=True, spread=spread
+    )
     out, partial = aligned(case.q.shape, np.float32), aligned((words,), np.uint32, 0)
     ins = case.q, case.cache, case.tables, _ints(case.context), _ints([B if count is None else count]), _ints(shared_prefix_lens)
     emulate(kernel, out, partial, *ins, seed=seed, read=read)

@@ -12,7 +12,7 @@ from tinyvllm.backends.metal import plan as records
 from tinyvllm.quant.codecs import unpack
 from tinyvllm.quant.formats import FORMATS
 
-ROW = "apple7"
+VARIANT = "apple7"
 
 
 def int32(*values: int) -> np.ndarray:
@@ -40,14 +40,14 @@ def test_embed_unpacks_rows(weight: str) -> None:
     rows, tokens = file_rows(weight, V, E), int32(0, 36, 16, 9, 7)
     values = rows.view(np.float32) if weight == "F32" else unpack(weight, rows.reshape(-1, FORMATS[weight].nbytes)).reshape(V, E)
     x = aligned((5, E), np.float32)
-    emulate(records.embed(ROW, weight, 5, V, E), x, rows, tokens, int32(4))
+    emulate(records.embed(VARIANT, weight, 5, V, E), x, rows, tokens, int32(4))
     np.testing.assert_array_equal(x[:4], values[tokens[:4]].astype(np.float32))
     assert np.isnan(x[4]).all(), "invalid rows are not written"
 
 
 def test_embed_of_a_token_outside_the_vocabulary_is_nan() -> None:
     x = aligned((4, 96), np.float32, 0)
-    emulate(records.embed(ROW, "BF16", 4, 37, 96), x, file_rows("BF16", 37, 96), int32(-1, 37, 2**31 - 1, 5), int32(4))
+    emulate(records.embed(VARIANT, "BF16", 4, 37, 96), x, file_rows("BF16", 37, 96), int32(-1, 37, 2**31 - 1, 5), int32(4))
     assert np.isnan(x[:3]).all() and np.isfinite(x[3]).all()
 
 
@@ -59,7 +59,7 @@ def test_kv_append_writes_what_the_cpus_does(cache: str) -> None:
     k[0, 1, :4] = 2.0**-16, 70000, np.inf, -np.inf
     pools = [aligned((P, 2, K, S, D), np.float32 if cache == "F32" else np.uint16) for _ in range(2)]
     sizes, ins = {"K": K, "S": S, "D": D, "CACHE_TYPE": cache}, (k, v, int32(9, 0, 23, 7, 16), int32(4))
-    emulate(records.kv_append(ROW, T, K, S, D, cache), pools[0], aligned((4,), np.float32), *ins)
+    emulate(records.kv_append(VARIANT, T, K, S, D, cache), pools[0], aligned((4,), np.float32), *ins)
     call(Kernel.cpu("kv_append", "plain", 2, 4, **sizes), pools[1], pools[1], *ins)
     np.testing.assert_array_equal(pools[0].view(np.uint8), pools[1].view(np.uint8))
 
@@ -69,7 +69,7 @@ def test_kv_copy_copies_the_pairs_that_count(block: int) -> None:
     pool = np.random.default_rng(3).integers(0, 2**16, (6, block // 2), np.uint16)
     expected = pool.copy()
     expected[[4, 0]] = expected[[1, 3]]
-    emulate(records.kv_copy(ROW, 3, block), pool, int32(1, 4, 3, 0, 2, 5), int32(2))
+    emulate(records.kv_copy(VARIANT, 3, block), pool, int32(1, 4, 3, 0, 2, 5), int32(2))
     np.testing.assert_array_equal(pool, expected)
 
 
@@ -82,7 +82,7 @@ def test_advance_prepares_the_next_step() -> None:
     sizes = {"B": B, "M": M, "S": S, "SCRATCH_SLOT": scratch, "N": rounds}
     for turn in range(rounds + 1):  # in the last one the history is full
         ins = (random.integers(-1, 99, B).astype(np.int32), tables, int32(36))
-        emulate(records.advance(ROW, B, M, S, rounds, scratch), *state, *ins, seed=turn)
+        emulate(records.advance(VARIANT, B, M, S, rounds, scratch), *state, *ins, seed=turn)
         call(Kernel.cpu("advance", "plain", 6, 3, **sizes), *expected, *ins)
         for array, other in zip(state, expected, strict=True):
             np.testing.assert_array_equal(array, other)
@@ -102,7 +102,7 @@ def test_accept_drafts_accepts_what_the_target_drew(drafts: int) -> None:
         drafted[b, random.integers(0, drafts)] += b % 3
     chosen[4, 0] = drafted[4, 0] = -1
     accepted, following = aligned((B,), np.int32), aligned((B,), np.int32)
-    emulate(records.accept_drafts(ROW, B, drafts), accepted, following, drafted, chosen, lengths, int32(count), seed=drafts)
+    emulate(records.accept_drafts(VARIANT, B, drafts), accepted, following, drafted, chosen, lengths, int32(count), seed=drafts)
     for b in range(count):
         same = 0
         while same < lengths[b] and drafted[b, same] == chosen[b, same] >= 0:
@@ -115,5 +115,5 @@ def test_accept_drafts_accepts_what_the_target_drew(drafts: int) -> None:
 @pytest.mark.parametrize("words", [1024 * 5 + 700, 5])
 def test_read_reads_every_word(words: int) -> None:
     data, sums = np.random.default_rng(5).integers(0, 2**32, (words, 4), np.uint32), aligned((3,), np.uint32)
-    emulate(records.read(ROW, words, 3), sums, data)
+    emulate(records.read(VARIANT, words, 3), sums, data)
     assert sums.sum(dtype=np.uint32) == data.sum(dtype=np.uint32)

@@ -19,7 +19,7 @@ from tinyvllm.backends.source import kernel_text
 from tinyvllm.quant.codecs import bf16_to_f32, pack, unpack
 from tinyvllm.quant.formats import FORMATS
 
-ROW, EPS, QK_EPS = "apple7", 1e-5, 1e-6
+VARIANT, EPS, QK_EPS = "apple7", 1e-5, 1e-6
 NAMES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K")
 SHAPES = [(1, 288), (2, 1056), (5, 544), (8, 96), (16, 288)]  # rows of x, columns: short last steps, less than a step
 CUTS = {1: Cut(2, 3), 2: Cut(8, 2), 5: Cut(1, 4, staged=True), 8: Cut(4, 4, 2, True), 16: Cut(2, 4, 2)}
@@ -86,14 +86,14 @@ def matvec(kernel: Kernel, x: np.ndarray, weight: Weight, *more: np.ndarray, row
 def test_matvec(T: int, I: int, format: str) -> None:
     O, I = 21, columns(I, format)
     weight, x = weight_of(O, I, format), numbers(T, I)
-    close(matvec(records.matvec(ROW, Product(format, T, O, I), cut=CUTS[T]), x, weight, seed=T), *product(x, weight))
+    close(matvec(records.matvec(VARIANT, Product(format, T, O, I), cut=CUTS[T]), x, weight, seed=T), *product(x, weight))
 
 
 @pytest.mark.parametrize("bias, residual, gelu_too", [(1, 0, 0), (0, 1, 0), (1, 1, 1)])
 def test_matvec_ends_with_bias_gelu_and_residual(bias: int, residual: int, gelu_too: int) -> None:
     T, O, I = 3, 21, 96
     weight, x, b, r = weight_of(O, I, "BF16"), numbers(T, I), numbers(O, seed=1), numbers(T, O, seed=2)
-    kernel = records.matvec(ROW, Product("BF16", T, O, I, bool(bias), bool(residual), bool(gelu_too)))
+    kernel = records.matvec(VARIANT, Product("BF16", T, O, I, bool(bias), bool(residual), bool(gelu_too)))
     got = matvec(kernel, x, weight, *[b][:bias], *[r][:residual])
     y, size = product(x, weight)
     y = y + b * bias
@@ -105,12 +105,12 @@ def test_a_row_has_the_same_bits_in_any_batch(format: str) -> None:
     """Alone and among sixteen, at another row, with x staged or not, with the work divided in other ways."""
     O, I = 19, columns(1312, format)
     weight, x = weight_of(O, I, format), numbers(16, I)
-    want = matvec(records.matvec(ROW, Product(format, 16, O, I)), x, weight)
+    want = matvec(records.matvec(VARIANT, Product(format, 16, O, I)), x, weight)
     for first, T, cut in (
         (5, 1, Cut(4, 2)), (15, 1, Cut(1, 1)), (2, 2, Cut(8, 2)), (3, 4, Cut(2, 2, staged=True)), (7, 9, Cut(2, 4, 2)),
     ):  # fmt: skip
         same_bits(
-            matvec(records.matvec(ROW, Product(format, T, O, I), cut=cut), laid(x[first : first + T]), weight, seed=T),
+            matvec(records.matvec(VARIANT, Product(format, T, O, I), cut=cut), laid(x[first : first + T]), weight, seed=T),
             want[first : first + T],
         )
 
@@ -120,7 +120,7 @@ def test_a_row_has_the_same_bits_in_any_batch(format: str) -> None:
 def test_rows_after_the_last_are_not_written(rows: int, T: int) -> None:
     weight, x, rows = weight_of(10, 64, "Q8_0"), numbers(T, 64), min(rows, T)
     x[rows:] = np.nan
-    out = matvec(records.matvec(ROW, Product("Q8_0", T, 10, 64)), x, weight, rows=rows)
+    out = matvec(records.matvec(VARIANT, Product("Q8_0", T, 10, 64)), x, weight, rows=rows)
     assert np.isfinite(out[:rows]).all() and untouched(out[rows:])
 
 
@@ -128,7 +128,7 @@ def test_rows_after_the_last_are_not_written(rows: int, T: int) -> None:
 def test_nan_and_infinity_stay_in_their_rows(format: str) -> None:
     weight, x = weight_of(8, 64, format), numbers(4, 64)
     x[1, 33], x[2, 5] = np.nan, np.inf
-    out = matvec(records.matvec(ROW, Product(format, 4, 8, 64)), x, weight)
+    out = matvec(records.matvec(VARIANT, Product(format, 4, 8, 64)), x, weight)
     assert np.isnan(out[1]).all() and not np.isfinite(out[2]).any() and np.isfinite(out[[0, 3]]).all()
 
 
@@ -139,7 +139,7 @@ def test_every_weight_is_exact(format: str) -> None:
     weight = weight_of(3, I, format)
     for first in range(0, I, 48):  # first and second halves of blocks in turn
         x = laid(np.eye(16, I, first, dtype=np.float32))
-        out = matvec(records.matvec(ROW, Product(format, 16, 3, I), cut=Cut(2, 2, staged=True)), x, weight)
+        out = matvec(records.matvec(VARIANT, Product(format, 16, 3, I), cut=Cut(2, 2, staged=True)), x, weight)
         picked = np.zeros((16, 3))
         picked[: min(16, I - first)] = weight.values[:, first : first + 16].T
         assert (out == picked).all()
@@ -166,7 +166,7 @@ def test_norm_gate_up_silu(T: int, E: int, format: str) -> None:
     F, E, bias, rows = 13, columns(E, format), T % 2, T - (T > 2)
     weights, x, norm, b = [weight_of(F, E, format, seed) for seed in (0, 1)], numbers(T, E), numbers(E, seed=1), numbers(2, F, seed=2)
     cut = replace(CUTS[T], rows=max(2, CUTS[T].rows))
-    kernel = records.norm_gate_up_silu(ROW, format, T, E, F, f"{EPS}f", bool(bias), cut)
+    kernel = records.norm_gate_up_silu(VARIANT, format, T, E, F, f"{EPS}f", bool(bias), cut)
     got = gate_up(kernel, x, norm, weights, *[laid(b[0]), laid(b[1])][: 2 * bias], rows=rows)
     y, size = product(normed(x, norm), joined(*weights))
     want, size = gated(y + b.reshape(-1) * bias, size)
@@ -180,7 +180,7 @@ def test_a_gated_row_has_the_same_bits_in_any_batch(format: str) -> None:
     weights, x, norm = [weight_of(F, E, format, seed) for seed in (0, 1)], numbers(16, E), numbers(E, seed=1)
 
     def run(T: int, first: int, cut: Cut | None = None) -> np.ndarray:
-        kernel = records.norm_gate_up_silu(ROW, format, T, E, F, f"{EPS}f", cut=cut)
+        kernel = records.norm_gate_up_silu(VARIANT, format, T, E, F, f"{EPS}f", cut=cut)
         return gate_up(kernel, laid(x[first : first + T]), norm, weights)
 
     want = run(16, 0)
@@ -216,14 +216,14 @@ class Case:
         """Rows `first` to first + T - 1 -> q [T, H, D], pool [P, 2, K, S, D] as stored."""
         some = slice(first, first + T)
         q, pool = poison(T, H, self.D), poison(P, 2, K, S, self.D, dtype=NUMBER[cache])
-        kernel = records.norm_qkv_rope_store(ROW, self.format, T, self.x.shape[1], self.heads(cache), f"{EPS}f", cut)
+        kernel = records.norm_qkv_rope_store(VARIANT, self.format, T, self.x.shape[1], self.heads(cache), f"{EPS}f", cut)
         ins = [laid(self.x[some]), self.norm, *(w.rows for w in self.weights), *self._last_inputs(some, T if rows is None else rows)]
         emulate(kernel, q, pool, pool, *ins, seed=T)
         return q, pool
 
     def rope_store(self, y: np.ndarray, cache: str, rows: int) -> tuple[np.ndarray, np.ndarray]:
         q, pool = poison(self.T, H, self.D), poison(P, 2, K, S, self.D, dtype=NUMBER[cache])
-        emulate(records.rope_store(ROW, self.T, self.heads(cache)), q, pool, pool, y, *self._last_inputs(slice(None), rows), seed=rows)
+        emulate(records.rope_store(VARIANT, self.T, self.heads(cache)), q, pool, pool, y, *self._last_inputs(slice(None), rows), seed=rows)
         return q, pool
 
     def product(self) -> tuple[np.ndarray, np.ndarray]:
@@ -307,14 +307,14 @@ def test_norm_head(N: int, E: int, V: int, format: str) -> None:
     index, count = np.random.default_rng(0).permutation(N + 4)[:N].astype(np.int32), N - (N > 2)
     index[count:] = 1 << 30  # of a row that is not valid
     logits = poison(N, V)
-    emulate(records.norm_head(ROW, format, N, V, E, f"{EPS}f"), logits, x, norm, weight.rows, laid(index), one(count), seed=N)
+    emulate(records.norm_head(VARIANT, format, N, V, E, f"{EPS}f"), logits, x, norm, weight.rows, laid(index), one(count), seed=N)
     close(logits[:count], *product(normed(x[index[:count]], norm), weight))
     assert untouched(logits[count:])
 
 
 def run_argmax(logits: np.ndarray, count: int, parts: int) -> np.ndarray:
     N, V = logits.shape
-    first, last, _ = records.argmax(ROW, N, V)
+    first, last, _ = records.argmax(VARIANT, N, V)
     first, last = (
         replace(k, grid=grid, defines=tuple({**dict(k.defines), "PARTS": parts}.items()))
         for k, grid in ((first, (parts, N, 1)), (last, (N, 1, 1)))
@@ -338,7 +338,7 @@ def test_argmax(parts: int, V: int) -> None:
 
 
 def test_parts_of_a_vocabulary_cover_it() -> None:
-    assert [records.argmax(ROW, 1, V)[2] for V in (10, 4096, 4097, 128256, 1 << 18)] == [1, 1, 2, 32, 32]
+    assert [records.argmax(VARIANT, 1, V)[2] for V in (10, 4096, 4097, 128256, 1 << 18)] == [1, 1, 2, 32, 32]
 
 
 # --- matmul
@@ -356,7 +356,7 @@ def test_matmul(T: int, O: int, I: int, tile: int, format: str) -> None:
     I = columns(I, format)
     weight, x, rows = weight_of(O, I, format), numbers(T, I), T - 2
     x[rows:] = np.nan
-    got = matmul(records.matmul(ROW, Product(format, T, O, I), tile=tile), O, x, weight.rows, rows=rows, seed=T)
+    got = matmul(records.matmul(VARIANT, Product(format, T, O, I), tile=tile), O, x, weight.rows, rows=rows, seed=T)
     want, size = product(x[:rows], weight)
     close(got[:rows], want, size)
     assert untouched(got[rows:])
@@ -366,7 +366,7 @@ def test_matmul(T: int, O: int, I: int, tile: int, format: str) -> None:
 def test_matmul_ends_with_norm_bias_gelu_and_residual(tile: int) -> None:
     T, O, I = 40, 66, 64
     weight, x, norm, b, r = weight_of(O, I, "F16"), numbers(T, I), numbers(I, seed=3), numbers(O, seed=1), numbers(T, O, seed=2)
-    kernel = records.matmul(ROW, Product("F16", T, O, I, True, True, True, eps=f"{EPS}f"), tile=tile)
+    kernel = records.matmul(VARIANT, Product("F16", T, O, I, True, True, True, eps=f"{EPS}f"), tile=tile)
     y, size = product(normed(x, norm), weight)
     close(matmul(kernel, O, x, norm, weight.rows, b, r, rows=T), gelu(y + b) + r, size + 2)
 
@@ -375,7 +375,7 @@ def test_matmul_ends_with_norm_bias_gelu_and_residual(tile: int) -> None:
 def test_matmul_of_gate_and_up(bias: int) -> None:
     T, F, E = 33, 45, 96
     weights, x, norm, b = [weight_of(F, E, "Q8_0", seed) for seed in (0, 1)], numbers(T, E), numbers(E, seed=1), numbers(2, F, seed=2)
-    kernel = records.matmul(ROW, Product("Q8_0", T, F, E, bool(bias), silu=True, eps=f"{EPS}f"))
+    kernel = records.matmul(VARIANT, Product("Q8_0", T, F, E, bool(bias), silu=True, eps=f"{EPS}f"))
     got = matmul(kernel, F, x, norm, *(w.rows for w in weights), *[laid(b[0]), laid(b[1])][: 2 * bias], rows=T)
     y, size = product(normed(x, norm), joined(*weights))
     close(got, *gated(y + b.reshape(-1) * bias, size))
@@ -385,12 +385,12 @@ def test_matmul_of_three_matrices_and_of_gathered_rows() -> None:
     """As before rope_store, and as for the head."""
     case, T = Case(19, 96, 16, 16, "BF16", 0, 0), 19
     O, I = (H + 2 * K) * 16, 96
-    kernel = records.matmul(ROW, Product("BF16", T, O, I, eps=f"{EPS}f", borders=(H * 16, (H + K) * 16)))
+    kernel = records.matmul(VARIANT, Product("BF16", T, O, I, eps=f"{EPS}f", borders=(H * 16, (H + K) * 16)))
     close(matmul(kernel, O, case.x, case.norm, *(w.rows for w in case.weights), rows=T), *case.product())
     index = np.random.default_rng(0).integers(0, T, 21).astype(np.int32)
     index[20] = 1 << 30  # after the last valid row
     weight = weight_of(30, I, "Q4_0")
-    kernel = records.matmul(ROW, Product("Q4_0", 21, 30, I, eps=f"{EPS}f", gather=True))
+    kernel = records.matmul(VARIANT, Product("Q4_0", 21, 30, I, eps=f"{EPS}f", gather=True))
     got = matmul(kernel, 30, case.x, case.norm, laid(index), weight.rows, rows=20, T=21)
     close(got[:20], *product(normed(case.x[index[:20]], case.norm), weight))
     assert untouched(got[20:])
@@ -399,8 +399,8 @@ def test_matmul_of_three_matrices_and_of_gathered_rows() -> None:
 def test_a_row_of_matmul_does_not_depend_on_the_others() -> None:
     T, O, I = 70, 20, 160
     weight, x = weight_of(O, I, "BF16"), numbers(T, I)
-    want = matmul(records.matmul(ROW, Product("BF16", T, O, I)), O, x, weight.rows, rows=T)
-    same_bits(matmul(records.matmul(ROW, Product("BF16", 20, O, I)), O, laid(x[50:]), weight.rows, rows=20), want[50:])
+    want = matmul(records.matmul(VARIANT, Product("BF16", T, O, I)), O, x, weight.rows, rows=T)
+    same_bits(matmul(records.matmul(VARIANT, Product("BF16", 20, O, I)), O, laid(x[50:]), weight.rows, rows=20), want[50:])
 
 
 # --- matmul16
@@ -526,8 +526,8 @@ def test_a_planted_fault_is_detected(found: str, planted: str, said: str, monkey
 
 def test_only_the_variant_apple7_matrix_multiplies_up_to_sixteen_rows_by_matrices() -> None:
     assert [T for T in range(1, 40) if records.by_matrix(MATRIX_ROW, T)] == list(range(13, 17))
-    assert not any(records.by_matrix(ROW, T) for T in range(1, 40))
-    assert [T for T in range(1, 40) if not records.by_lanes(ROW, T)] == list(range(17, 40))
+    assert not any(records.by_matrix(VARIANT, T) for T in range(1, 40))
+    assert [T for T in range(1, 40) if not records.by_lanes(VARIANT, T)] == list(range(17, 40))
 
 
 # --- limits of a launch
@@ -541,5 +541,5 @@ def test_variants_fit_a_threadgroup() -> None:
             for cut in [*records.cuts(T), *(found := records.cuts_for_heads(T, 4096, heads))]:
                 assert cut.simds % cut.teams == 0 and cut.simds <= 16 and cut.rows >= 2 and cut.rows * cut.part(T) <= 64
             assert all(cut.memory(T, 4096) + 4 * T * D * qk_norm <= records.THREADGROUP_BYTES for cut in found)
-            taken = dict(records.norm_qkv_rope_store(ROW, "Q4_0", T, 4096, heads, "1e-5f").defines)
+            taken = dict(records.norm_qkv_rope_store(VARIANT, "Q4_0", T, 4096, heads, "1e-5f").defines)
             assert (taken["ROWS"], taken["SIMDS"], taken["TEAMS"]) == (found[0].rows, found[0].simds, found[0].teams)

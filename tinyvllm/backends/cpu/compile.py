@@ -19,7 +19,7 @@ from tinyvllm.errors import KernelError
 
 _QUIET = ("-Wno-deprecated-non-prototype", "-Wno-pass-failed")
 _COMMON = ("-x", "c", "-O2", "-fPIC", "-fno-math-errno", "-fno-ident", "-fno-stack-protector", *_QUIET)
-# A kernel stands alone: nothing links it, so no call to memset or memcpy may be made up for it.
+# A kernel is freestanding: it is not linked with anything, so the compiler must not insert calls to memset or memcpy.
 _ALONE = ("-c", "-ffreestanding", "-nostdlib", "-fno-builtin", "-fno-jump-tables", "-ffp-contract=off")
 # tinygrad loads ELF everywhere; macOS's own format is another
 _ELF = (f"--target={platform.machine()}-none-unknown-elf",) if sys.platform == "darwin" else ()

@@ -1,8 +1,8 @@
-"""The threads that run CPU kernels: one crew a process, a lane for each physical core.
+"""The threads that run CPU kernels: one pool per process, one thread per physical core.
 
-Launching tinygrad's own lanes from its Python worker costs 67 us a kernel. A crew takes a whole list of kernels at a time; its workers
-are Python threads that stay inside one C function (ctypes drops the lock), meet at barriers of a cache line each, spin for about two
-milliseconds after the last list, and then sleep in Python until the next.
+Launching tinygrad's own threads from its Python worker costs 67 us per kernel. The pool takes a whole list of kernels at a time. Its
+workers are Python threads that stay inside one C function (ctypes releases the interpreter lock). They meet at barriers of one cache
+line each, spin for about two milliseconds after the last list, and then sleep in Python until the next list.
 """
 
 from __future__ import annotations
@@ -21,62 +21,62 @@ from tinyvllm.backends.cpu.compile import library
 from tinyvllm.config import environment
 
 TEAM, CORES, ALONE = range(3)  # kinds of kernels in a list, as in kernels/cpu/thread_pool.c
-MAX_ARGUMENTS = 64  # of a kernel, its team counted
+MAX_ARGUMENTS = 64  # of a kernel, including its team
 _BYTES = 4096
 _PATIENCE = 2000  # microseconds that workers spin after a list: more than the host takes between two steps
 
 
 class ThreadPool:
-    """`lanes` threads, of which the caller of `run` is the first. Lists of several callers run one after the other."""
+    """`num_threads` threads; the caller of `run` is the first. Lists of several callers run one after the other."""
 
-    def __init__(self, lanes: int):
-        self.lanes = lanes
+    def __init__(self, num_threads: int):
+        self.num_threads = num_threads
         self._code = ctypes.CDLL(str(library("thread_pool")))
         self._code.pool_post.restype = ctypes.c_uint64
         self._code.pool_work.restype = ctypes.c_long
         self._code.pool_go.restype = None
-        self._muster()
+        self._reset()
 
-    def _muster(self) -> None:
-        """Fresh shared memory and no threads yet: they start with the first list."""
+    def _reset(self) -> None:
+        """Allocate new shared memory. There are no threads yet: they start with the first list."""
         self._memory = mmap.mmap(-1, _BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)  # private: a forked child has its own
         self.address = np.frombuffer(self._memory, np.uint8).ctypes.data
         self._lock = threading.Lock()
-        self._bells = [threading.Semaphore(0) for _ in range(self.lanes)]
+        self._wakeups = [threading.Semaphore(0) for _ in range(self.num_threads)]
         self._threads: list[threading.Thread] = []
 
     def run(self, kernels: np.ndarray, count: int, times: int = 1) -> None:
-        """Run a list of `count` kernels (int64 words as thread_pool.c has them) `times` times over, and return when all is done."""
+        """Run a list of `count` kernels (int64 words as thread_pool.c has them) `times` times, and return when all of it is done."""
         if count == 0 or times < 1:
-            return  # a list without a meeting could be replaced before the workers have seen it
+            return  # a list without a barrier could be replaced before the workers read it
         with self._lock:
-            if len(self._threads) < self.lanes - 1:
+            if len(self._threads) < self.num_threads - 1:
                 self._start()
             self._post(kernels.ctypes.data, count, times)
-            self._code.pool_go(ctypes.c_void_p(self.address), ctypes.c_long(self.lanes))
+            self._code.pool_go(ctypes.c_void_p(self.address), ctypes.c_long(self.num_threads))
 
     def _post(self, address: int, count: int, times: int) -> None:
-        shared = ctypes.c_void_p(self.address)
-        wake = self._code.pool_post(shared, ctypes.c_long(self.lanes), ctypes.c_void_p(address), ctypes.c_long(count), ctypes.c_long(times))
-        for lane in range(1, self.lanes) if wake else ():
-            if wake >> lane & 1:
-                self._bells[lane].release()
+        shared, num_threads = ctypes.c_void_p(self.address), ctypes.c_long(self.num_threads)
+        wake = self._code.pool_post(shared, num_threads, ctypes.c_void_p(address), ctypes.c_long(count), ctypes.c_long(times))
+        for number in range(1, self.num_threads) if wake else ():
+            if wake >> number & 1:
+                self._wakeups[number].release()
 
     def _start(self) -> None:
-        for lane in range(1, self.lanes):
-            arguments = (lane, self.address, self._bells[lane])
-            thread = threading.Thread(target=self._work, args=arguments, name=f"tinyvllm-lane-{lane}", daemon=True)
+        for number in range(1, self.num_threads):
+            arguments = (number, self.address, self._wakeups[number])
+            thread = threading.Thread(target=self._work, args=arguments, name=f"tinyvllm-thread-{number}", daemon=True)
             thread.start()
             self._threads.append(thread)
 
-    def _work(self, lane: int, address: int, bell: threading.Semaphore) -> None:
-        seen, work, lanes = 0, self._code.pool_work, self.lanes
+    def _work(self, number: int, address: int, wakeup: threading.Semaphore) -> None:
+        last_list, work, num_threads = 0, self._code.pool_work, self.num_threads
         while True:
-            arguments = (lane, lanes, seen, _PATIENCE)
-            seen = work(ctypes.c_void_p(address), *(ctypes.c_long(a) for a in arguments))
-            if seen < 0:
+            arguments = (number, num_threads, last_list, _PATIENCE)
+            last_list = work(ctypes.c_void_p(address), *(ctypes.c_long(a) for a in arguments))
+            if last_list < 0:
                 return
-            bell.acquire()
+            wakeup.acquire()
 
     def dismiss(self) -> None:
         """End the threads. The next `run` starts new ones."""
@@ -86,21 +86,21 @@ class ThreadPool:
                 self._post(0, 0, -1)
         for thread in threads:
             thread.join()
-        self._muster()
+        self._reset()
 
     def forked(self) -> None:
-        """In a forked child: the threads stayed behind, and the lock may have been held by one of them."""
-        self._muster()
+        """Reset the pool in a forked child: its threads exist only in the parent, and one of them may have held the lock."""
+        self._reset()
 
 
 @functools.cache
 def thread_pool() -> ThreadPool:
-    """The crew of this process."""
-    one = ThreadPool(num_threads_wanted())
-    atexit.register(one.dismiss)
+    """The thread pool of this process."""
+    pool = ThreadPool(num_threads_wanted())
+    atexit.register(pool.dismiss)
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=one.forked)
-    return one
+        os.register_at_fork(after_in_child=pool.forked)
+    return pool
 
 
 def num_threads_wanted() -> int:
@@ -109,7 +109,7 @@ def num_threads_wanted() -> int:
 
 
 def physical_cores() -> int:
-    """Cores, two threads of one counted once, as far as the system tells and lets this process use them."""
+    """Number of cores that this process may use. Two hardware threads of one core count once, where the system reports them."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     allowed = os.sched_getaffinity(0)

@@ -83,8 +83,8 @@ def read_report(said: str) -> Report:
 def provide_nvrtc(cache: Path) -> None:
     """Set NVRTC_PATH and CUDA_PATH, where the user has not, so that tinygrad's compiler of CUDA kernels finds library and headers.
 
-    tinygrad looks at both when its CUDA device is first opened, and not behind symbolic links of the dynamic loader: under CUDA_PATH it
-    also looks for the driver. So CUDA_PATH becomes a folder of links in `cache`. KernelError where there is no NVRTC.
+    tinygrad reads both when its CUDA device is first opened, and does not follow the symbolic links of the dynamic loader. It also looks
+    for the driver under CUDA_PATH. So CUDA_PATH becomes a folder of links in `cache`. KernelError where there is no NVRTC.
     """
     found = _nvrtc().path
     found = found if found.is_absolute() else _loaded_from(found.name) or found
@@ -152,7 +152,7 @@ def _first_errors(said: str) -> str:
     return "; ".join(errors[:3]) + (f" (and {len(errors) - 3} more)" if len(errors) > 3 else "")
 
 
-# --- where it lies
+# --- where NVRTC is installed
 
 
 @functools.cache
@@ -200,7 +200,7 @@ def _headers(library: Path) -> list[Path]:
     """The folders with cuda_fp16.h and what it includes: of the wheels or the toolkit that the library is from, else of any."""
     at = [parent for parent in library.parents if parent != parent.parent]
     roots = [at[1] / "include", at[1].parent / "cuda_runtime/include", at[1].parent / "cuda_cccl/include"] if len(at) > 1 else []
-    roots += [at[3] / "include"] if len(at) > 3 else []  # behind targets/*/lib
+    roots += [at[3] / "include"] if len(at) > 3 else []  # the library is in targets/*/lib
     for folder in [*_named_toolkits(), *_wheels(), *_usual_toolkits()]:
         roots += [folder / "include", folder.parent / "cuda_runtime/include", folder.parent / "cuda_cccl/include"]
     roots.append(Path("/usr/include"))
