@@ -183,8 +183,19 @@ def kv_copy(o: argparse.Namespace) -> Work:
     return Work(kernel, arguments, 0, lambda: plain(2 * o.T * block), o.T * block, 0, "f32_flops")
 
 
+def kv_append(o: argparse.Namespace) -> Work:
+    """Keys and values of T new tokens to T blocks of one layer's cache, which is the second argument as well, where it is not used."""
+    blocks = max(o.T, 64)
+    size = blocks * 2 * o.K * o.S * o.D * _NUMBER[o.cache].itemsize
+    slots = (np.random.default_rng(0).permutation(blocks)[: o.T] * o.S).tolist()
+    arguments = [ints(), ints(), floats(o.T, o.K, o.D), floats(o.T, o.K, o.D), ints(*slots), ints(o.T)]
+    kernel = Kernel("kv_append", "cpu", o.target, (("K", o.K), ("S", o.S), ("D", o.D), ("CACHE_TYPE", o.cache)), 2, 4)
+    moved = 2 * o.T * o.K * o.D * (4 + _NUMBER[o.cache].itemsize)
+    return Work(kernel, arguments, 0, lambda: plain(size), moved, 0, "f32_flops")
+
+
 STEMS = {f.__name__: f for f in (matmul, norm_gate_up_silu, norm_qkv_rope_store, norm_head, attention_decode, attention_prefill,
-                                 embed, pack, kv_copy)}  # fmt: skip
+                                 embed, pack, kv_copy, kv_append)}  # fmt: skip
 
 
 def _unit(o: argparse.Namespace) -> str:
