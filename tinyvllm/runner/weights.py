@@ -16,7 +16,7 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
-from tinyvllm.backends.registry import select
+from tinyvllm.backends.registry import backend_for, select
 from tinyvllm.bridge import mapped
 from tinyvllm.errors import ModelError
 from tinyvllm.models.config import WeightRecipe
@@ -48,10 +48,9 @@ class WeightPlan:
 
     @property
     def layout(self) -> Layout:
-        """The layout that the device's kernels read."""
-        if self.placement.is_metal:
-            return Layout.ROWS
-        return Layout.TILES if self.placement.is_cuda else Layout.PANELS
+        """The layout that the device's kernels read; panels for a device without kernels."""
+        backend = backend_for(self.placement)
+        return Layout.PANELS if backend is None else backend.layout
 
     @property
     def floats(self) -> str:
