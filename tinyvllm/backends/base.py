@@ -50,6 +50,12 @@ class Backend(Protocol):
     def free_memory(self, placement: Placement) -> int | None:
         """Bytes that may be allocated on the device; None if it uses the host's memory."""
 
+    def read_bandwidth(self, placement: Placement, seconds: float, nbytes: int) -> float | None:
+        """Bytes per second that a kernel reads from the device's memory, the best pass over `nbytes` within `seconds`.
+
+        None if the host's bandwidth is used for the device.
+        """
+
     def embed(self, variant: str, table: KernelTable, tokens: Tensor, rows: Tensor) -> Tensor: ...
 
     def norm_qkv_rope_store(

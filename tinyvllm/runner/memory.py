@@ -9,21 +9,16 @@ import time
 from pathlib import Path
 
 import numpy as np
-from tinygrad import Tensor, dtypes
 
-from tinyvllm.backends.cuda import plan as cuda_plan
-from tinyvllm.backends.cuda.driver import gpu_attribute
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.backends.launch import launch, run_now
+from tinyvllm.backends.launch import run_now
 from tinyvllm.backends.registry import backend_for, usable_variants
-from tinyvllm.bridge import Captured, synchronize
 from tinyvllm.errors import ArgumentError, OutOfMemoryError
 from tinyvllm.integers import ceil_div
 from tinyvllm.placement import Placement
 from tinyvllm.weights.mapping import allocate
 
 READ_BYTES = 256 << 20  # more than every cache, including those that a virtual machine does not report
-_PASSES = 8  # per reading of the clock: a launch and a wait cost as much as some megabytes
 KV_SHARE = 0.5  # of what is free once the weights are resident, unless the user sets the size
 
 
@@ -79,27 +74,13 @@ def check_room(device: str, pool_bytes: int) -> None:
 def read_bandwidth(device: str = "CPU", seconds: float = 0.15, nbytes: int = READ_BYTES) -> float:
     """Bytes per second that `device` reads from its memory: the roof of decoding. The best pass counts.
 
-    On the CPU all threads of the pool read. For other devices than CUDA this is the host's bandwidth.
+    On the CPU all threads of the pool read. It is the host's bandwidth for a device whose backend does not measure its own. `nbytes` is a
+    quarter of what a backend reads in a pass; the host reads READ_BYTES.
     """
-    return _gpu_read_bandwidth(device, seconds, 4 * nbytes) if Placement(device).is_cuda else _host_read_bandwidth(seconds)
-
-
-def _gpu_read_bandwidth(device: str, seconds: float, nbytes: int) -> float:
-    blocks = 2 * gpu_attribute(device, "MULTIPROCESSOR_COUNT")
-    words = Tensor.empty(nbytes, dtype=dtypes.uint8, device=device).contiguous().realize()
-    kernel = cuda_plan.read(cuda_plan.BASE, nbytes // 16, blocks)
-    sums = Tensor.empty(blocks, dtype=dtypes.int32, device=device).contiguous().realize()
-    reads = Captured(lambda words: launch(kernel, [sums], [words])[0].realize())
-    reads(words)
-    best, end = 0.0, time.perf_counter() + seconds
-    while not best or time.perf_counter() < end:
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(_PASSES):
-            reads(words)
-        synchronize(device)
-        best = max(best, _PASSES * nbytes / (time.perf_counter() - start))
-    return best
+    placement = Placement(device)
+    backend = backend_for(placement)
+    measured = None if backend is None else backend.read_bandwidth(placement, seconds, 4 * nbytes)
+    return _host_read_bandwidth(seconds) if measured is None else measured
 
 
 def _host_read_bandwidth(seconds: float) -> float:

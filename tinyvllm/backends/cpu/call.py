@@ -60,6 +60,9 @@ class CpuBackend:
     def free_memory(self, placement: Placement) -> int | None:
         return None
 
+    def read_bandwidth(self, placement: Placement, seconds: float, nbytes: int) -> float | None:
+        return None
+
     def embed(self, variant: str, table: KernelTable, tokens: Tensor, rows: Tensor) -> Tensor:
         T, E = int(tokens.shape[0]), table.I
         panels, work = int(isinstance(table, PackedWeight)), T * (row_bytes(table.format, E) + 4 * E)

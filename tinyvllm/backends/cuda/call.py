@@ -13,6 +13,7 @@ from tinygrad import Tensor
 
 from tinyvllm.backends.buffers import cache_format, constant, empty, integers, present, scratch
 from tinyvllm.backends.cuda import plan
+from tinyvllm.backends.cuda.bandwidth import gpu_read_bandwidth
 from tinyvllm.backends.cuda.driver import CudaCopies, copies_of, gpu_free_memory, gpu_of
 from tinyvllm.backends.cuda.graph import CudaGraph
 from tinyvllm.backends.cuda.launch import launch
@@ -73,6 +74,9 @@ class CudaBackend:
 
     def free_memory(self, placement: Placement) -> int | None:
         return gpu_free_memory(placement.device)
+
+    def read_bandwidth(self, placement: Placement, seconds: float, nbytes: int) -> float | None:
+        return gpu_read_bandwidth(placement.device, seconds, nbytes)
 
     def embed(self, variant: str, table: KernelTable, tokens: Tensor, rows: Tensor) -> Tensor:
         T, E = int(tokens.shape[0]), table.I

@@ -68,6 +68,9 @@ class MetalBackend:
     def free_memory(self, placement: Placement) -> int | None:
         return metal_free_memory(placement.device)
 
+    def read_bandwidth(self, placement: Placement, seconds: float, nbytes: int) -> float | None:
+        return None
+
     def embed(self, variant: str, table: KernelTable, tokens: Tensor, rows: Tensor) -> Tensor:
         T, E = int(tokens.shape[0]), table.I
         return launch(plan.embed(variant, table.format, T, table.O, E), [empty(tokens, T, E)], [table.tensor, tokens, rows])[0]
