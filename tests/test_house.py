@@ -34,7 +34,7 @@ IMPORTS: dict[str, set[str]] = {
     "bridge": {"placement", "integers", "batch", "config", "errors"},
     "backends": {"placement", "integers", "bridge", "batch", "quant", "config", "errors"},
     "ops": {"placement", "integers", "backends", "bridge", "batch", "quant", "errors"},
-    "weights": {"quant", "errors"},
+    "weights": {"placement", "quant", "errors"},
     "models": {"ops", "bridge", "batch", "quant", "errors"},
     "scheduler": {"request", "cache", "errors"},
     "sampling": {"ops", "bridge", "request", "errors"},
@@ -56,7 +56,7 @@ IMPORTS: dict[str, set[str]] = {
     },
     "engine": {"text", "cache", "scheduler", "runner", "sampling", "metrics", "request", "config", "errors"},
     "server": {"engine", "text", "request", "metrics", "config", "errors"},
-    "cli": {"server", "engine", "text", "request", "config", "errors"},
+    "cli": {"server", "engine", "text", "placement", "request", "config", "errors"},
     "demo": set(),
     "kernels": set(),
 }

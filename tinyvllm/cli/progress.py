@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from tinyvllm.placement import Placement
 from tinyvllm.request import RequestOutput
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def _of_several(llm: LLM, outputs: Sequence[RequestOutput], counts: str, generat
 
 def _share(llm: LLM, num_steps: int, seconds: float) -> str:
     """The share of the host's memory bandwidth; empty if the weights are in the memory of another device."""
-    if llm.config.device.split(":")[0] != "CPU":
+    if not Placement(llm.config.device).is_cpu:
         return ""
     from tinyvllm.engine.stats import memory_bandwidth
 

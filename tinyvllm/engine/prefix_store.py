@@ -127,7 +127,7 @@ def identity(runner: Runner, config: EngineConfig) -> bytes:
     """All that the bits of keys and values depend on: weights, dtypes, kernels, and the meaning of positions."""
     weights = fingerprint(runner.checkpoint.config, runner.checkpoint.tensors)
     options = [config.load_format, config.dtype, config.quantization, config.max_model_len]
-    machine = [runner.device.split(":")[0], runner.variants(), os.environ.get("TINYVLLM_KERNELS"), VERSION]
+    machine = [runner.placement.kind, runner.variants(), os.environ.get("TINYVLLM_KERNELS"), VERSION]
     return json.dumps([weights, str(runner.dtype), *options, *machine]).encode()
 
 

@@ -12,6 +12,7 @@ from tinyvllm.batch import LayerCache
 from tinyvllm.bridge import Captured, alias, byte_spans, download, synchronize, upload
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.ops.copy import copy_blocks
+from tinyvllm.placement import Placement
 from tinyvllm.weights.mapping import allocate
 from tinyvllm.weights.memory import adopt
 
@@ -37,7 +38,7 @@ class KVPool:
         return self.num_blocks * self.block_size
 
     def _zeros(self, shape: tuple[int, ...], dtype: DType, device: str) -> Tensor:
-        if device.split(":")[0] != "CPU":
+        if not Placement(device).is_cpu:
             return Tensor.zeros(*shape, dtype=dtype, device=device).contiguous().realize()
         # zero pages that take memory only once a block is written; tinygrad's zeros would touch the whole pool now
         storage = np.dtype(f"V{dtype.itemsize}")  # numpy has no bfloat16

@@ -108,7 +108,7 @@ class Runner:
     """The model on its device. `prepare` and `launch` run a schedule; `prompt_logits` serves evaluation."""
 
     def __init__(self, config: EngineConfig, device: str, progress: Callable[[int, int, str], None] | None = None):
-        self.device = device
+        self.placement = Placement(device)
         path, dummy = resolve_model(config.model, config.revision), config.load_format == "dummy"
         self.checkpoint = open_description(path) if dummy and path.is_dir() else open_checkpoint(path)
         source = CheckpointSource(self.checkpoint)
@@ -121,7 +121,7 @@ class Runner:
         recipes = recipes_of(family, self.config, self.model, self.checkpoint.kind)
         if not dummy:
             refuse_unused(self.config, recipes, self.checkpoint.tensors)
-        plan = WeightPlan(Placement(device), self.dtype, _matrix_format(config))
+        plan = WeightPlan(self.placement, self.dtype, _matrix_format(config))
         kept = cache_folder() if environment(os.environ).get("TINYVLLM_KEEP_PANELS", True) else None
         loader = WeightLoader(None if dummy else self.checkpoint, plan, progress, kept)
         loader.load(self.model, recipes)
@@ -236,9 +236,14 @@ class Runner:
                 pass
 
     @property
+    def device(self) -> str:
+        """tinygrad's name of the device."""
+        return self.placement.device
+
+    @property
     def overlaps(self) -> bool:
         """Whether a launch comes back before the step has run, so that the host can do something else meanwhile."""
-        return self.device.split(":")[0] in ("CUDA", "METAL")
+        return self.placement.is_cuda or self.placement.is_metal
 
     def decode(self, step: PreparedStep, draw: Callable[[Tensor], Tensor], kind: Hashable, plain: bool) -> Reading:
         """Start a prepared step of decodes, draw its tokens and move on to the next step, all in one graph; the tokens int32 [B].
@@ -298,11 +303,11 @@ class Runner:
 
     def variants(self) -> list[str]:
         """The kernel variants that this machine can run; which of them run decides the last bits of every result."""
-        return usable_variants(Placement(self.device))
+        return usable_variants(self.placement)
 
     def num_threads(self) -> int:
         """Threads of the CPU's thread pool; 0 on other devices."""
-        return thread_pool().num_threads if self.device.split(":")[0] == "CPU" else 0
+        return thread_pool().num_threads if self.placement.is_cpu else 0
 
     def _prepare(self, singles: list[Scheduled], chunks: list[Scheduled], all_rows: bool) -> PreparedStep:
         shape = shape_of(singles, chunks)

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tinygrad import Device, Tensor, dtypes
 
+from tinyvllm.placement import Placement
+
 if TYPE_CHECKING:
     from tinygrad.dtype import DType
 
 
 def is_cpu(device: str) -> bool:
-    return Device.canonicalize(device).split(":")[0] == "CPU"
+    return Placement(Device.canonicalize(device)).is_cpu
 
 
 def to_device(array: np.ndarray, device: str, dtype: DType) -> Tensor:

@@ -212,7 +212,7 @@ def _matrices(weight: StoredWeight) -> list[Tensor]:
 
 def _tuned(x: Tensor, cuts: list[Cut], kernel_of: Callable[[Cut], Kernel], arguments: list[Argument]) -> Kernel:
     """The kernel with the fastest cut on this GPU; `arguments` as for TimedKernel, of the sizes that it will get."""
-    device, default = str(x.device), kernel_of(cuts[0])
+    device, default = Placement.of(x.device).device, kernel_of(cuts[0])
     shape = " ".join(f"{name}={value}" for name, value in default.defines if name not in plan.CUT_DEFINES)
     source = source_digest("metal", default.stem)
     timed = functools.partial(_timed, kernel_of, device, arguments)

@@ -13,6 +13,7 @@ from tinyvllm.backends.metal.queue import queue_of
 from tinyvllm.backends.source import kernel_text
 from tinyvllm.bridge import Program, TimedProgram, compile_text, launch_program
 from tinyvllm.errors import KernelError
+from tinyvllm.placement import Placement
 
 MAX_BUFFERS = 31  # of a kernel
 
@@ -23,7 +24,7 @@ def launch(kernel: Kernel, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> lis
     if len(outs) + len(ins) > MAX_BUFFERS or kernel.shared:
         got = f"{len(outs) + len(ins)} tensors and {kernel.shared} bytes of dynamic threadgroup memory"
         raise ValueError(f"launch: {kernel.stem} got {got}; Metal takes up to {MAX_BUFFERS} tensors and 0 bytes")
-    return launch_program(_program(kernel, str(outs[0].device)), [*outs, *ins])
+    return launch_program(_program(kernel, Placement.of(outs[0].device).device), [*outs, *ins])
 
 
 def _program(kernel: Kernel, device: str) -> Program:
