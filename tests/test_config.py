@@ -175,6 +175,6 @@ def test_the_public_names_are_there() -> None:
     from tinyvllm.request import SamplingParams
 
     assert tinyvllm.SamplingParams is SamplingParams
-    assert dir(tinyvllm) == sorted(tinyvllm.__all__) and set(tinyvllm.__all__) == set(tinyvllm._HOMES)
+    assert dir(tinyvllm) == sorted(tinyvllm.__all__) and set(tinyvllm.__all__) == set(tinyvllm._MODULES)
     with pytest.raises(AttributeError, match="no attribute 'LLMM'"):
         tinyvllm.LLMM  # noqa: B018

@@ -131,7 +131,7 @@ def test_the_model_recommends_sampling_parameters(llm: LLM, tmp_path: Path) -> N
         ({"messages": "hi"}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
-        (7, "a prompt is a text"),
+        (7, "a prompt must be a text"),
     ],
 )
 def test_a_prompt_that_cannot_be_served_runs_nothing(llm: LLM, prompt: object, words: str) -> None:
@@ -144,7 +144,7 @@ def test_a_prompt_that_cannot_be_served_runs_nothing(llm: LLM, prompt: object, w
 
 
 def test_sampling_parameters_are_one_or_one_each(llm: LLM) -> None:
-    with pytest.raises(ArgumentError, match="2 of them for 3 prompts"):
+    with pytest.raises(ArgumentError, match="one for each of 3 prompts, got 2"):
         llm.generate(["a", "b", "c"], [GREEDY, GREEDY])
     with pytest.raises(ArgumentError, match="SamplingParams"):
         llm.generate("a", {"temperature": 0})  # type: ignore[arg-type]

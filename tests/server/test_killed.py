@@ -11,6 +11,7 @@ import httpx
 from tests.server.soak_client import Server, serving
 
 STORY = "Once upon a time there was a little dragon that lived under the old bridge by the river, and every morning " * 3
+BLOCK_BYTES = 6 * 2 * 2 * 16 * 64 * 2  # of the bundled model: layers, keys and values, heads, slots, features, bfloat16
 ASKED = {"prompt": STORY, "max_tokens": 24, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 
@@ -30,6 +31,13 @@ def wait_until_written(folder: Path) -> None:
         assert time.monotonic() < ends, "nothing is written while the server is idle"
         size = now
         time.sleep(0.5)
+
+
+def wait_until_larger(folder: Path, size: int) -> None:
+    ends = time.monotonic() + 60
+    while written(folder) < size:
+        assert time.monotonic() < ends, f"{written(folder)} bytes are written while the server is busy, expected {size}"
+        time.sleep(0.05)
 
 
 def test_an_idle_server_that_is_killed_loses_nothing(tmp_path: Path) -> None:
@@ -63,7 +71,7 @@ def test_a_busy_server_that_is_killed_keeps_older_blocks(tmp_path: Path) -> None
         busy = [threading.Thread(target=keep_busy, args=(n,)) for n in range(3)]
         for thread in busy:
             thread.start()
-        time.sleep(3)
+        wait_until_larger(tmp_path, 24 * BLOCK_BYTES)  # oldest first: the blocks of `ask` are among them
         server.process.kill()
         ended.set()
         for thread in busy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from typing import Any
 
@@ -83,6 +84,6 @@ class CudaGraph(StepGraph):
         return changed
 
     def __del__(self) -> None:
-        if hasattr(self, "_instance"):
+        with contextlib.suppress(AttributeError):  # not made; or the driver's library is gone, as when the interpreter ends
             self._cuda.cuGraphExecDestroy(self._instance)
             self._cuda.cuGraphDestroy(self._graph)
