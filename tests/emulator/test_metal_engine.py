@@ -118,14 +118,14 @@ def test_reading_a_shared_prompt_once_changes_no_token(mac, monkeypatch):
     """One captured step for sequences that share a prefix and for others: each step passes the shared lengths to the device."""
     monkeypatch.setattr(metal_records, "partition_of", lambda attention: 128)
     monkeypatch.setattr(metal_records, "SPREAD", 1)
-    lengths, measure = [], StepInputs._measure
+    lengths, measure = [], StepInputs._measure_shared
 
     def spied(inputs: StepInputs, *arguments: Any) -> Any:
         changed = measure(inputs, *arguments)
         lengths.append(sorted(inputs.shared_prefix_lens.tolist()))
         return changed
 
-    monkeypatch.setattr(StepInputs, "_measure", spied)
+    monkeypatch.setattr(StepInputs, "_measure_shared", spied)
     shared, params = [0, *range(40, 183)], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)  # nine blocks
     prompts = [{"prompt_token_ids": [*(shared if i < 2 else shared[::-1]), 50 + i]} for i in range(4)]
     with LLM(MODEL, device="METAL", **OPTIONS | dict(max_model_len=256, max_num_seqs=4, enable_prefix_caching=True)) as gpu:

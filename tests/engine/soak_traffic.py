@@ -114,11 +114,11 @@ class Traffic:
         if kind == "beams":
             stopping = rng.choice((True, False, "never"))
             return Asked(self.prompt(), BeamSearchParams(rng.choice((2, 3)), min(tokens, 9), early_stopping=stopping), options, kind)
-        options: dict[str, Any] = dict(max_tokens=tokens, temperature=0.0, ignore_eos=rng.random() < 0.7)
+        fields: dict[str, Any] = dict(max_tokens=tokens, temperature=0.0, ignore_eos=rng.random() < 0.7)
         if rng.random() < 0.5:
-            options |= dict(temperature=0.8, seed=rng.randrange(1000)) | rng.choice(({}, {"top_k": 30}, {"top_p": 0.9}, {"min_p": 0.03}))
-        options["output_kind"] = rng.choice(("cumulative", "delta", "final_only"))
-        options |= {
+            fields |= dict(temperature=0.8, seed=rng.randrange(1000)) | rng.choice(({}, {"top_k": 30}, {"top_p": 0.9}, {"min_p": 0.03}))
+        fields["output_kind"] = rng.choice(("cumulative", "delta", "final_only"))
+        fields |= {
             "shaped": lambda: rng.choice((
                 dict(repetition_penalty=1.3), dict(presence_penalty=0.5, frequency_penalty=0.3), dict(bad_words=[" the", "a", "once upon"]),
                 dict(min_tokens=tokens, stop_token_ids=[42]), dict(stop=["e", "on a"]), dict(allowed_token_ids=list(range(30, 300))),
@@ -131,7 +131,7 @@ class Traffic:
             "processor": lambda: dict(logits_processors=[pushing]),
             "raises": lambda: dict(logits_processors=[Raising(rng.randrange(tokens))]),
         }.get(kind, dict)()  # fmt: skip
-        return Asked(self.prompt(), SamplingParams(**options), options, kind)
+        return Asked(self.prompt(), SamplingParams(**fields), options, kind)
 
     def arrive(self) -> None:
         if self.random.random() < 0.06:
