@@ -413,10 +413,33 @@ def test_chat_continues_after_mistakes(
     wrong += ["/set logit_bias [1]", "/set ignore_eos yes", "/set stop 7", "/set stop_token_ids 5", "/set top_k " + "[" * 20_000, "x" * 600]
     assert chat(loaded, monkeypatch, *wrong, "hi") == 1
     out, err = capsys.readouterr()
-    lines = err.splitlines()
+    *lines, cut = err.splitlines()
+    assert cut == "(the answer is cut by max_tokens=6: /set max_tokens N changes it)"
     assert len(lines) == len(wrong) and all(line.startswith("tinyvllm: ") for line in lines), err
     assert "did you mean '/undo'" in lines[0] and "did you mean 'temperature'" in lines[2] and "at most 511" in lines[-1]
     assert out == greedy(llm, {"messages": [{"role": "user", "content": "hi"}]}) + "\n"
+
+
+def test_chat_at_the_end_of_its_context(
+    loaded: Callable[..., int], llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The context has 512 tokens, a byte each: the third message does not fit with the first two, and the first turn leaves."""
+    long = [letter * 180 for letter in "abc"]
+    assert chat(loaded, monkeypatch, "/system S", *long, "/show") == 0
+    out, err = capsys.readouterr()
+    assert "(the context is full: the oldest turn leaves the conversation; /reset starts over)\n" in err and "messages = 4\n" in err
+    first, answer, third = out.splitlines()
+    rest = [("system", "S"), ("user", long[1]), ("assistant", answer), ("user", long[2])]
+    assert third == greedy(llm, {"messages": [{"role": role, "content": text} for role, text in rest]})
+    assert chat(loaded, monkeypatch, "hi", "x" * 600, "/show", "/undo", "/show") == 1  # a message that fits nowhere drops no turn
+    err = capsys.readouterr().err
+    assert "at most 511" in err and "the oldest" not in err and "messages = 2\n" in err and "messages = 0\n" in err
+    assert chat(loaded, monkeypatch, "/set max_tokens null", "y" * 470, "/set max_tokens 600", "hi") == 0
+    err = capsys.readouterr().err
+    assert "(the answer is cut by the end of the context: /undo takes the last question back, /reset starts over)\n" in err
+    assert "max_tokens=600 is limited by the context of 512 tokens\n" in err
+    for end in ("/quit", "/bye"):
+        assert chat(loaded, monkeypatch, end, "hi") == 0 and capsys.readouterr().out == ""
 
 
 def test_chat_with_a_model_that_cannot(

@@ -104,18 +104,53 @@ def talk(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 def test_a_conversation(server: Server, talk: Callable[..., tuple[int, str, str]]) -> None:
     server.replies = [(200, {}, stream("one ", "é")), (200, {}, stream("two"))]
-    options = ("--api-key", "k", "--system", "S", "--temperature", "0.5", "--stop", "X")
+    options = ("--api-key", "k", "--system", "S", "--temperature", "0.5", "--stop", "X", "--max-tokens", "9")
     code, out, err = talk("hi", "/set seed 3", "/set max_tokens null", "more", "/stats", options=options)
     assert (code, out) == (0, "one é\ntwo\n") and "7 prompt + 5 generated tokens, first token after" in err
     first, second = server.seen
     system = {"role": "system", "content": "S"}
     assert first == {
         "model": "first-model", "messages": [system, {"role": "user", "content": "hi"}], "stream": True,
-        "stream_options": {"include_usage": True}, "max_tokens": 1024, "temperature": 0.5, "stop": ["X"],
+        "stream_options": {"include_usage": True}, "max_tokens": 9, "temperature": 0.5, "stop": ["X"],
     }  # fmt: skip
     assert second["messages"][2:] == [{"role": "assistant", "content": "one é"}, {"role": "user", "content": "more"}]
     assert second["seed"] == 3 and "max_tokens" not in second
     assert server.headers[0]["Authorization"] == "Bearer k"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        {"code": "context_length_exceeded", "message": "too long"},
+        {"type": "exceed_context_size_error", "message": "too long"},
+        {"message": "This model's maximum context length is 8 tokens"},
+    ],
+)
+def test_the_oldest_turns_leave_a_full_context(
+    server: Server, talk: Callable[..., tuple[int, str, str]], pauses: list[float], error: dict[str, str]
+) -> None:
+    full, good = (400, {}, json.dumps({"error": error}).encode()), (200, {}, stream("ok"))
+    server.replies = [good, good, full, full, good]
+    code, out, err = talk("one", "two", "three", options=("--model", "m"))
+    assert (code, out) == (0, "ok\nok\nok\n") and not pauses
+    assert err == "(the context is full: the oldest 2 turns leave the conversation; /reset starts over)\n"
+    assert [[m["content"] for m in body["messages"]] for body in server.seen[2:]] == [
+        ["one", "ok", "two", "ok", "three"], ["two", "ok", "three"], ["three"],
+    ]  # fmt: skip
+    assert "max_tokens" not in server.seen[0]  # a default must not be beyond the context of the server
+    server.replies = [good, full]
+    code, out, err = talk("one", "two", "/show", options=("--model", "m"))
+    assert code == 1 and error["message"] in err and "messages = 2\n" in err and "the oldest" not in err
+
+
+def test_a_cut_answer_is_marked(server: Server, talk: Callable[..., tuple[int, str, str]]) -> None:
+    cut = stream("ab").replace(b'"index": 0, ', b'"index": 0, "finish_reason": "length", ')
+    server.replies = [(200, {}, cut)]
+    options = ("--model", "m")
+    assert talk("hi", options=options)[2].startswith("(the answer is cut by the end of the context: /undo ")
+    assert talk("hi", options=(*options, "--max-tokens", "5"))[2].startswith("(the answer is cut by max_tokens=5: /set max_tokens N ")
+    assert talk("hi", options=(*options, "--max-tokens", "6"))[2].startswith("(the answer is cut by max_tokens or by the end of ")
+    assert talk("hi", options=(*options, "--quiet")) == (0, "ab\n", "")
 
 
 def test_a_temporary_failure_is_retried(server: Server, talk: Callable[..., tuple[int, str, str]], pauses: list[float]) -> None:

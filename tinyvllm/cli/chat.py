@@ -5,32 +5,27 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import signal
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-from tinyvllm.cli.arguments import MAX_TOKENS, engine_options, sampling_options
-from tinyvllm.cli.generate import check_engine_options, is_broken, load, no_logits
+from tinyvllm.cli.arguments import engine_options, sampling_options
+from tinyvllm.cli.generate import check_engine_options, load
 from tinyvllm.cli.jsonl import new_file, sampling_value
-from tinyvllm.cli.progress import closing_line, say
+from tinyvllm.cli.partner import ContextFull, Local, Message, Partner
+from tinyvllm.cli.progress import say
 from tinyvllm.config import nearest
 from tinyvllm.errors import ArgumentError, FormatError, TinyvllmError, TokenizerError
-from tinyvllm.request import RequestOutput, SamplingParams
-
-if TYPE_CHECKING:
-    from tinyvllm.engine.llm import LLM
-
-Message = dict[str, str]
+from tinyvllm.request import SamplingParams
 
 _SETTINGS = tuple(f.name for f in fields(SamplingParams) if f.name not in ("n", "logprobs"))  # a conversation shows one answer, as text
 
 
 def run(options: argparse.Namespace) -> int:
     """Answer until the end of input. The exit code is 1 if a line from a pipe failed, for the script that wrote it."""
-    chosen = {"max_tokens": MAX_TOKENS["chat"], **sampling_options(options)}
+    chosen = sampling_options(options)
     if options.url is not None:
         return _talk_to_server(options, chosen)
     if options.api_key is not None:
@@ -41,7 +36,8 @@ def run(options: argparse.Namespace) -> int:
             raise TokenizerError(
                 f"chat: {llm.config.model} has no chat template, it may be a model without chat training: try --prompt TEXT"
             )
-        return _talk(Chat(Local(llm), chosen, options.system), options.quiet)
+        tell = _teller(options)
+        return _talk(Chat(Local(llm, tell), chosen, options.system, tell), options.quiet)
 
 
 def _talk_to_server(options: argparse.Namespace, chosen: dict[str, Any]) -> int:
@@ -52,9 +48,14 @@ def _talk_to_server(options: argparse.Namespace, chosen: dict[str, Any]) -> int:
         )
     from tinyvllm.cli.remote import Remote
 
-    tell = (lambda text: None) if options.quiet else say
+    tell = _teller(options)
     remote = Remote(options.url, options.api_key, getattr(options, "model", None), tell)
-    return _talk(Chat(remote, chosen, options.system), options.quiet)
+    return _talk(Chat(remote, chosen, options.system, tell), options.quiet)
+
+
+def _teller(options: argparse.Namespace) -> Callable[[str], None]:
+    """A function for lines that are no errors."""
+    return (lambda text: None) if options.quiet else say
 
 
 def _talk(chat: Chat, quiet: bool) -> int:
@@ -88,54 +89,21 @@ def converse(chat: Chat, interactive: bool) -> int:
     return 1 if failed and not interactive else 0
 
 
-class Partner(Protocol):
-    """A model in this process, or on a server."""
-
-    default_params: SamplingParams
-    breakable: bool  # whether a KeyboardInterrupt may be raised in the middle of an answer, to end it
-
-    def answer(self, messages: list[Message], params: SamplingParams, chosen: Mapping[str, Any]) -> Generator[str, None, None]:
-        """Pieces of the answer. `chosen` has the fields of `params` that the user set."""
-
-    def figures(self) -> str | None:
-        """Tokens and speed of the last answer, if there was one."""
-
-
-class Local:
-    """A model in this process."""
-
-    breakable = False
-
-    def __init__(self, llm: LLM):
-        self.llm = llm
-        self.default_params = llm.default_params
-        self._last: RequestOutput | None = None
-
-    def answer(self, messages: list[Message], params: SamplingParams, chosen: Mapping[str, Any]) -> Generator[str, None, None]:
-        shown = 0
-        with _interrupts() as interrupted, contextlib.closing(self.llm.follow(messages, params)) as outputs:
-            for output in outputs:
-                self._last = output
-                text = output.outputs[0].text
-                yield text[shown:]
-                shown = len(text)
-                if interrupted():
-                    break
-        if is_broken(output):
-            raise no_logits("chat")
-
-    def figures(self) -> str | None:
-        return None if self._last is None else closing_line(self.llm, [self._last])
-
-
 class Chat:
-    """One conversation: its messages, its sampling parameters, and the commands that change them."""
+    """One conversation: its messages, its sampling parameters, and the commands that change them. `tell` gets remarks for the user."""
 
-    def __init__(self, partner: Partner, chosen: Mapping[str, Any], system: str | None = None):
+    def __init__(
+        self,
+        partner: Partner,
+        chosen: Mapping[str, Any],
+        system: str | None = None,
+        tell: Callable[[str], None] = lambda text: None,
+    ):
         self.partner = partner
         self.chosen = dict(chosen)
         self.params = replace(partner.default_params, **chosen)
         self.system = system
+        self.tell = tell
         self.history: list[Message] = []
         self.over = False
 
@@ -148,6 +116,7 @@ class Chat:
         """One line of input: a command, a message to answer, or nothing."""
         if line.startswith("/"):
             name, _, rest = line[1:].partition(" ")
+            name = ALIASES.get(name, name)
             if name not in COMMANDS:
                 known = [f"/{command}" for command in COMMANDS]
                 raise ArgumentError(f"unknown command '/{name}'{nearest('/' + name, known)}; /help lists them")
@@ -157,22 +126,25 @@ class Chat:
 
     def answer(self, text: str) -> None:
         """Stream an answer and keep both in the history; neither if there is an error."""
+        before = list(self.history)
         self.history.append({"role": "user", "content": text})
         try:
             answer = self._stream()
         except BaseException:
-            self.history.pop()
+            self.history = before
             raise
         if answer is None:
             self.history.pop()
-        else:
-            self.history.append({"role": "assistant", "content": answer})
+            return
+        self.history.append({"role": "assistant", "content": answer})
+        if cut := self.partner.cut():
+            self.tell(f"(the answer is cut by {cut})")
 
     def _stream(self) -> str | None:
         """The answer up to its end or an interrupt; None if the interrupt came before any text."""
         pieces: list[str] = []
         try:
-            with contextlib.closing(self.partner.answer(self.messages, self.params, self.chosen)) as answer:
+            with contextlib.closing(self._begin()) as answer:
                 for piece in answer:
                     pieces.append(piece)
                     sys.stdout.write(piece)
@@ -187,6 +159,35 @@ class Chat:
                 sys.stdout.write("\n")
                 sys.stdout.flush()
         return "".join(pieces)
+
+    def _begin(self) -> Generator[str, None, None]:
+        """The pieces of the answer. The oldest turns leave the history until the rest fits into the context."""
+        dropped = 0
+        while True:
+            with contextlib.closing(self.partner.answer(self.messages, self.params, self.chosen)) as answer:
+                try:
+                    first = next(answer, None)
+                except ContextFull:
+                    turns = self._drop_turns(1 + dropped // 8)  # a long conversation from a file leaves in few tries
+                    if not turns:
+                        raise
+                    dropped += turns
+                    continue
+                if dropped:
+                    leaving = "turn leaves" if dropped == 1 else f"{dropped} turns leave"
+                    self.tell(f"(the context is full: the oldest {leaving} the conversation; /reset starts over)")
+                if first is not None:
+                    yield first
+                    yield from answer
+                return
+
+    def _drop_turns(self, count: int) -> int:
+        """Drop up to `count` of the oldest turns (a question and its answer), not the last question; returns the number dropped."""
+        starts = [i for i, message in enumerate(self.history) if message["role"] == "user"]
+        count = min(count, len(starts) - 1)
+        if count > 0:
+            del self.history[: starts[count]]
+        return count
 
     def help(self, rest: str) -> None:
         """this list"""
@@ -248,8 +249,11 @@ class Chat:
         say(figures)
 
     def exit(self, rest: str) -> None:
-        """end the conversation"""
+        """end the conversation; also /quit and /bye"""
         self.over = True
+
+
+ALIASES = {"quit": "exit", "bye": "exit"}
 
 
 def _meaning(method: Callable[[Chat, str], None]) -> str:
@@ -289,23 +293,3 @@ def _read_messages(name: str) -> list[Message]:
 
 def _is_message(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Inside, Ctrl-C is remembered instead of raised: an exception in the middle of a step would leave the engine inconsistent.
-
-    A second Ctrl-C before the first took effect is raised.
-    """
-    interrupts: list[int] = []
-
-    def handler(number: int, frame: object) -> None:
-        if interrupts:
-            raise KeyboardInterrupt
-        interrupts.append(number)
-
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        yield lambda: bool(interrupts)
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.cli.arguments import MAX_TOKENS, engine_options, sampling_options
+from tinyvllm.cli.broken import is_broken, no_logits
 from tinyvllm.cli.jsonl import Job, new_file, read_prompts, result
 from tinyvllm.cli.progress import LoadBar, closing_line, say
 from tinyvllm.config import resolve
-from tinyvllm.errors import ArgumentError, ModelError, RequestError
+from tinyvllm.errors import ArgumentError, RequestError
 from tinyvllm.request import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -45,16 +46,6 @@ def run(options: argparse.Namespace) -> int:
     if broken:
         raise no_logits(broken[0] + (f" and {len(broken) - 1} more" if len(broken) > 1 else ""))
     return 0
-
-
-def is_broken(output: RequestOutput) -> bool:
-    """Whether an answer ended in an error of the model: the engine reports it in the output, and other requests continue."""
-    return any(part.finish_reason == "error" for part in output.outputs)
-
-
-def no_logits(source: str) -> ModelError:
-    """The error for a broken answer to the prompt that `source` names."""
-    return ModelError(f"{source}: the model gave no finite logits; its weights or configuration are broken")
 
 
 def check_engine_options(options: argparse.Namespace) -> None:

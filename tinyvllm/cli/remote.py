@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from tinyvllm.cli.partner import CUT_BY_CONTEXT, ContextFull
 from tinyvllm.errors import ArgumentError, RequestError, TinyvllmError
 from tinyvllm.request import SamplingParams
 
@@ -39,6 +40,7 @@ class _Figures:
     last: float = 0.0
     pieces: int = 0
     usage: Mapping[str, Any] | None = None
+    finish_reason: str | None = None
 
     def line(self) -> str:
         usage = self.usage or {}
@@ -78,12 +80,14 @@ class Remote:
         self._model = model
         self._tell = tell
         self._figures: _Figures | None = None
+        self._max_tokens: int | None = None  # of the last request
 
     def answer(self, messages: list[dict[str, str]], params: SamplingParams, chosen: Mapping[str, Any]) -> Generator[str, None, None]:
         """Pieces of the answer. Only the `chosen` fields are sent: for the others the server has the recommendation of its model."""
         if self._model is None:
             self._model = self._with_retries(self._first_model)
         settings = {name: value for name, value in chosen.items() if value is not None}
+        self._max_tokens = settings.get("max_tokens")
         body = {"model": self._model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}, **settings}
         self._figures = _Figures(time.monotonic())
         events = self._with_retries(lambda: self._begin(json.dumps(body).encode()))
@@ -92,6 +96,14 @@ class Remote:
                 if piece := self._read(event, self._figures):
                     yield piece
 
+    def cut(self) -> str | None:
+        if self._figures is None or self._figures.finish_reason != "length":
+            return None
+        tokens = (self._figures.usage or {}).get("completion_tokens", self._max_tokens)
+        if self._max_tokens is not None and tokens == self._max_tokens:
+            return f"max_tokens={tokens}: /set max_tokens N changes it"
+        return CUT_BY_CONTEXT if self._max_tokens is None else f"max_tokens or by {CUT_BY_CONTEXT}"
+
     def figures(self) -> str | None:
         return None if self._figures is None else self._figures.line()
 
@@ -99,6 +111,7 @@ class Remote:
         """The text of an event, or the empty string."""
         figures.usage = event.get("usage") or figures.usage
         choices = event.get("choices") or [{}]
+        figures.finish_reason = choices[0].get("finish_reason") or figures.finish_reason
         piece = (choices[0].get("delta") or {}).get("content") or ""
         if piece:
             figures.last = time.monotonic()
@@ -180,12 +193,24 @@ class Remote:
             text = response.read(1 << 16).decode("utf-8", "replace")
         except (OSError, http.client.HTTPException):
             text = ""
-        message = f"{response.status} {response.reason}"
+        message, error = f"{response.status} {response.reason}", {}
         with contextlib.suppress(ValueError, LookupError, TypeError):
-            message = f"{message}: {json.loads(text)['error']['message']}"
+            error = json.loads(text)["error"]
+            message = f"{message}: {error['message']}"
         if response.status in _RETRY_STATUS:
             raise _Retry(message, retry_after(response.getheader("Retry-After")))
-        raise RequestError(f"{self.url}: {message}")
+        kind = ContextFull if _is_context_full(error) else RequestError
+        raise kind(f"{self.url}: {message}")
+
+
+def _is_context_full(error: object) -> bool:
+    """Whether a server refused a conversation for its length: OpenAI's code, llama.cpp's type, or the words of OpenAI and vLLM."""
+    if not isinstance(error, dict):
+        return False
+    words = (error.get("code"), error.get("type"))
+    return bool({"context_length_exceeded", "exceed_context_size_error"}.intersection(map(str, words))) or (
+        "maximum context length" in str(error.get("message"))
+    )
 
 
 def retry_after(value: str | None, now: float | None = None) -> float | None:
