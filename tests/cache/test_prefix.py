@@ -16,11 +16,11 @@ def cache_of(blocks: int, size: int = 2, **more) -> PrefixCache:
     return PrefixCache(BlockPool(blocks, size), KEY, **more)
 
 
-def publish(cache: PrefixCache, tokens: list[int], salt: str | None = None) -> list[int]:
+def publish(cache: PrefixCache, tokens: list[int], salt: str | None = None, owner: str | None = "me") -> list[int]:
     """The held table of a sequence that has computed `tokens` without looking for them."""
     hashes = cache.hash_blocks(tokens, salt)
     table = cache.pool.allocate(cache.pool.blocks_for(len(tokens)))
-    cache.publish(hashes, table, 0, len(hashes), lambda start, stop: tokens[start:stop], salt)
+    cache.publish(hashes, table, 0, len(hashes), lambda start, stop: tokens[start:stop], salt, owner)
     return table
 
 
@@ -126,29 +126,58 @@ def test_explain_finds_the_sequence_that_agrees_longest():
     publish(cache, [1, 2, 3, 4, 5, 9, 9, 9])
     publish(cache, [1, 2, 3, 4, 5, 6, 7, 9])
     publish(cache, [1, 2, 3, 4, 9, 9, 9, 9])
-    assert cache.explain([1, 2, 3, 4, 5, 6, 8, 8, 1]) == Explanation(1, 0, 6, [8, 8], [7, 9])
-    assert cache.explain([1, 2, 0]) == Explanation(0, 0, 2, [0], [3, 4])
-    assert cache.explain([1, 2, 3]) == Explanation(0, 0)
-    assert cache.explain([1, 2, 3, 4, 5, 6, 7, 9, 1]) == Explanation(2, 0)
-    assert cache.explain([1, 2, 3, 4], "salt") == Explanation(0, 0)
-    assert cache.explain([]) == Explanation(0, 0)
+    assert cache.explain([1, 2, 3, 4, 5, 6, 8, 8, 1], owner="me") == Explanation(1, 0, 6, [8, 8], [7, 9])
+    assert cache.explain([1, 2, 0], owner="me") == Explanation(0, 0, 2, [0], [3, 4])
+    assert cache.explain([1, 2, 3], owner="me") == Explanation(0, 0)
+    assert cache.explain([1, 2, 3, 4, 5, 6, 7, 9, 1], owner="me") == Explanation(2, 0)
+    assert cache.explain([1, 2, 3, 4], "salt", "me") == Explanation(0, 0)
+    assert cache.explain([], owner="me") == Explanation(0, 0)
+
+
+def test_explain_compares_with_blocks_of_the_same_owner_only():
+    """Not even the position of a difference is shown: from positions, a prompt can be guessed token by token."""
+    cache = cache_of(8, size=4)
+    publish(cache, [1, 2, 3, 4, 5, 6, 7, 8], owner="alice")
+    publish(cache, [1, 2, 9, 9], owner="bob")
+    publish(cache, [1, 2, 3, 3], owner=None)
+    assert cache.explain([1, 2, 3, 9], owner="alice") == Explanation(0, 0, 3, [9], [4])
+    assert cache.explain([1, 2, 3, 9], owner="bob") == Explanation(0, 0, 2, [3, 9], [9, 9])
+    assert cache.explain([1, 2, 3, 9], owner="carol") == cache.explain([1, 2, 3, 9]) == Explanation(0, 0)
+    assert cache.explain([1, 2, 3, 4, 5, 6, 9, 9], owner="bob") == Explanation(1, 0), "hits count, of whichever owner"
+
+
+def test_blocks_of_another_process_have_no_owner():
+    source, cache = cache_of(4), cache_of(4)
+    publish(source, [1, 2], owner="key-1")
+    for entry in source.entries():
+        cache.adopt(entry.hash, entry.parent, entry.tokens)
+    assert cache.known(cache.hash_blocks([1, 2])) == 1
+    assert cache.explain([1, 3], owner="key-1") == Explanation(0, 0), "keys may have other names than in the process that wrote them"
+
+
+def test_a_block_that_is_used_again_has_its_new_owner():
+    cache = cache_of(1)
+    cache.pool.release(publish(cache, [1, 2], owner="alice"))
+    publish(cache, [1, 3], owner="bob")
+    assert cache.explain([1, 4], owner="alice") == Explanation(0, 0)
+    assert cache.explain([1, 4], owner="bob") == Explanation(0, 0, 1, [4], [3])
 
 
 def test_explain_tells_evicted_from_never_seen():
     cache = cache_of(3)
     cache.pool.release(publish(cache, [1, 2, 3, 4, 5, 6]))
     taken = cache.pool.allocate(2)
-    assert cache.explain([1, 2, 3, 4, 5, 6, 7, 8]) == Explanation(1, 2)
+    assert cache.explain([1, 2, 3, 4, 5, 6, 7, 8], owner="me") == Explanation(1, 2)
     cache.pool.release(taken)
     publish(cache, [1, 2, 3, 4])  # leaves one block free, so that [1, 2] goes as well and both come back
-    assert cache.explain([1, 2, 3, 4, 5, 6]) == Explanation(2, 1)
+    assert cache.explain([1, 2, 3, 4, 5, 6], owner="me") == Explanation(2, 1)
 
 
 def test_the_memory_of_what_was_evicted_is_bounded():
     cache = cache_of(3, remembered=2)
     cache.pool.release(publish(cache, [1, 2, 3, 4, 5, 6]))
     cache.pool.allocate(3)
-    assert cache.explain([1, 2, 3, 4, 5, 6]).evicted_blocks == 2  # the tail went first and is forgotten
+    assert cache.explain([1, 2, 3, 4, 5, 6], owner="me").evicted_blocks == 2  # the tail went first and is forgotten
 
 
 def test_entries_come_after_their_parents_the_latest_used_first():
@@ -192,4 +221,4 @@ def test_what_came_back_and_was_evicted_again_is_remembered_as_the_latest():
     cache = cache_of(1, remembered=2)
     for tokens in ([1, 2], [3, 4], [1, 2], [5, 6], [7, 8]):
         cache.pool.release(publish(cache, tokens))
-    assert [cache.explain(tokens).evicted_blocks for tokens in ([1, 2], [3, 4], [5, 6])] == [1, 0, 1]
+    assert [cache.explain(tokens, owner="me").evicted_blocks for tokens in ([1, 2], [3, 4], [5, 6])] == [1, 0, 1]

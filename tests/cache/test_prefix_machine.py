@@ -12,6 +12,7 @@ from tinyvllm.cache.prefix import PrefixCache
 PROMPTS = st.lists(st.integers(0, 1), max_size=10)
 WHICH = st.integers(0, 1 << 30)  # of those that hold blocks, modulo their number
 REMEMBERED = 5
+OWNER = "me"
 SALTS = st.sampled_from([None, "salt"])
 Prefix = tuple[str | None, tuple[int, ...]]  # all that a block's contents depend on
 
@@ -82,7 +83,7 @@ class Traffic(RuleBasedStateMachine):
         full = len(sequence.tokens) // self.size
         self.cache.extend(sequence.hashes, sequence.token_ids, full, sequence.salt)
         assert sequence.hashes[:full] == self.cache.hash_blocks(sequence.tokens, sequence.salt)
-        self.cache.publish(sequence.hashes, sequence.table, sequence.published, full, sequence.token_ids, sequence.salt)
+        self.cache.publish(sequence.hashes, sequence.table, sequence.published, full, sequence.token_ids, sequence.salt, OWNER)
         for i in range(sequence.published, full):
             self.cached.setdefault(self.prefix(sequence, i), sequence.table[i])
             self.gone = [prefix for prefix in self.gone if prefix not in self.cached]
@@ -141,7 +142,7 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(tokens=PROMPTS, salt=SALTS)
     def explain(self, tokens: list[int], salt: str | None) -> None:
-        told = self.cache.explain(tokens, salt)
+        told = self.cache.explain(tokens, salt, OWNER)
         start = told.hit_blocks * self.size
         prefixes = [(salt, tuple(tokens[:stop])) for stop in range(self.size, len(tokens) + 1, self.size)]
         assert told.hit_blocks == next((i for i, prefix in enumerate(prefixes) if prefix not in self.cached), len(prefixes))

@@ -32,11 +32,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Explanation:
-    """How far a prompt is cached, and where it leaves the cached sequence that agrees with it longest.
+    """How far a prompt is cached, and where it leaves the cached sequence of the same owner that agrees with it longest.
 
     hit_blocks        leading blocks that are found
     evicted_blocks    blocks after them that were cached once and have been evicted since
-    first_difference  index of the first token that differs; None if nothing cached differs after the hit
+    first_difference  index of the first token that differs; None if nothing of this owner differs after the hit
     ours, theirs      token ids from there to the end of that block, of the prompt and of the cached sequence
     """
 
@@ -50,6 +50,7 @@ class Explanation:
 class PrefixCache:
     """The index over a pool's cached blocks; the pool's callback removes what it evicts.
 
+    A block belongs to the owner whose sequence computed it; one that came from disk, or from an unknown caller, has no owner (None).
     A block of 16 tokens takes about 250 bytes of host memory here, and each of the `remembered` hashes of evicted blocks about 220.
     `queries` and `hits` count tokens, `evictions` blocks; none of them ever falls.
     """
@@ -70,6 +71,7 @@ class PrefixCache:
         self._hashes: list[bytes] = [b""] * pool.num_blocks
         self._parents: list[bytes] = [b""] * pool.num_blocks
         self._tokens: list[bytes] = [b""] * pool.num_blocks
+        self._owners: list[str | None] = [None] * pool.num_blocks
         self._remembered = remembered
         self._gone: OrderedDict[bytes, None] = OrderedDict()  # hashes that were evicted, the oldest first
 
@@ -126,10 +128,12 @@ class PrefixCache:
         stop: int,
         tokens_of: Callable[[int, int], Sequence[int]],
         salt: str | None = None,
+        owner: str | None = None,
     ) -> None:
         """Blocks start..stop of a held table, computed whole, can be found from now on; where a hash is known its older block stays.
 
-        `tokens_of(start, stop)` are the sequence's tokens and `salt` its salt, as they were for `extend`.
+        `tokens_of(start, stop)` are the sequence's tokens and `salt` its salt, as they were for `extend`; `owner` may read the tokens
+        in an explanation.
         """
         if start >= stop:
             return
@@ -139,7 +143,7 @@ class PrefixCache:
             digest = hashes[i]
             if digest not in blocks:
                 self.pool.keep(table[i])
-                self._insert(digest, parent, pack(*tokens_of(i * size, (i + 1) * size)), table[i])
+                self._insert(digest, parent, pack(*tokens_of(i * size, (i + 1) * size)), table[i], owner)
             parent = digest
 
     def adopt(self, hash: bytes, parent: bytes, tokens: bytes) -> int | None:
@@ -152,7 +156,7 @@ class PrefixCache:
             raise FormatError("PrefixCache: an entry's hash is not that of its tokens under this key; start with an empty cache folder")
         if hash in self._blocks or (block := self.pool.adopt()) is None:
             return None
-        self._insert(hash, parent, tokens, block)
+        self._insert(hash, parent, tokens, block, None)
         return block
 
     def entry(self, hash: bytes) -> Entry | None:
@@ -188,8 +192,12 @@ class PrefixCache:
             self.drop(block)
         self._gone.clear()
 
-    def explain(self, token_ids: Sequence[int], salt: str | None = None) -> Explanation:
-        """Why `token_ids` are cached as far as they are. Looks at every cached block once: for questions, not for each step."""
+    def explain(self, token_ids: Sequence[int], salt: str | None = None, owner: str | None = None) -> Explanation:
+        """Why `token_ids` are cached as far as they are. Looks at every cached block once: for questions, not for each step.
+
+        Only blocks of `owner` are compared: even the position of a difference would let a caller guess the prompt of another, token
+        by token. Without an owner nothing is compared.
+        """
         hashes = self.hash_blocks(token_ids, salt)
         hit = self.known(hashes)
         evicted = sum(digest in self._gone for digest in hashes[hit:])
@@ -198,8 +206,8 @@ class PrefixCache:
         ours = list(token_ids[start : start + self.pool.block_size])
         theirs: list[int] = []
         longest = -1
-        for block in self._blocks.values():
-            if self._parents[block] == parent:
+        for block in () if owner is None else self._blocks.values():
+            if self._parents[block] == parent and self._owners[block] == owner:
                 tokens = list(self._packing.unpack(self._tokens[block]))
                 same = next((i for i, (a, b) in enumerate(zip(ours, tokens)) if a != b), len(ours))
                 if same > longest:
@@ -208,8 +216,9 @@ class PrefixCache:
             return Explanation(hit, evicted)
         return Explanation(hit, evicted, start + longest, ours[longest:], theirs[longest:])
 
-    def _insert(self, digest: bytes, parent: bytes, tokens: bytes, block: int) -> None:
+    def _insert(self, digest: bytes, parent: bytes, tokens: bytes, block: int, owner: str | None) -> None:
         self._blocks[digest] = block
+        self._owners[block] = owner
         self._hashes[block], self._parents[block], self._tokens[block] = digest, parent, tokens
         self._gone.pop(digest, None)
         if self.on_insert is not None:
@@ -226,6 +235,7 @@ class PrefixCache:
 
     def _clear(self, block: int) -> None:
         self._hashes[block] = self._parents[block] = self._tokens[block] = b""
+        self._owners[block] = None
 
     def _root(self, salt: str | None) -> bytes:
         # marked as a salt: or one of a block's length could be made equal to a block's parent and tokens

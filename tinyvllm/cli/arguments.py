@@ -83,6 +83,7 @@ _SERVER_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     _LENIENT,
     ("--api-key", {"action": "append", "metavar": "KEY", "default": None, "help": "accept requests with this key; may be repeated"}),
     ("--api-key-file", {"metavar": "F", "default": None, "help": "file of keys, one a line, followed by name=... and limits"}),
+    ("--share-prefixes", {"action": "store_true", "help": "API keys share cached prefixes; without it each key has its own"}),
     (
         "--cors-origin",
         {"action": "append", "metavar": "URL", "help": "allow pages of this origin to use the server; * for all; may be repeated"},

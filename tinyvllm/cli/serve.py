@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinyvllm.cli.arguments import engine_options, server_options
 from tinyvllm.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from tinyvllm.server.core.config import ServerConfig
 
 _BUNDLED = "tinyvllm"
 
@@ -31,17 +34,24 @@ def run(options: argparse.Namespace) -> int:
         raise ArgumentError(f"serve needs the packages of the extra 'server': pip install 'tinyvllm[server]' ({error})") from error
     config = ServerConfig(**server_options(options), chat_template=_template(options.chat_template))
     keys = read_keys(options.api_key or [], options.api_key_file)
+    if config.share_prefixes and not keys:
+        raise ArgumentError("--share-prefixes is for API keys, and there are none: all requests share prefixes already; leave it out")
     sock = bind(config)
 
     def ready() -> None:
         if not options.quiet:
-            served = ", ".join([*specs, *names[1:]])
-            seconds = time.perf_counter() - start
-            print(f"ready: {url_of(config, sock)} serves {served} ({seconds:.1f} s)", file=sys.stderr, flush=True)
+            line = ready_line(url_of(config, sock), [*specs, *names[1:]], time.perf_counter() - start, config)
+            print(line, file=sys.stderr, flush=True)
 
     aliases = {name: names[0] for name in names[1:]}
     serve(lambda: create_app(config, Models(specs, options.unload_idle, aliases), keys), sock, ready)
     return 0
+
+
+def ready_line(url: str, served: Sequence[str], seconds: float, config: ServerConfig) -> str:
+    """The line on stderr when the server accepts requests: its address, its models, and sharing that the user should know about."""
+    shared = "; API keys share cached prefixes (--share-prefixes)" if config.share_prefixes else ""
+    return f"ready: {url} serves {', '.join(served)} ({seconds:.1f} s){shared}"
 
 
 def model_specs(given: list[str] | None, names: list[str] | None, engine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -108,7 +108,7 @@ class Engine:
             raise RequestError(f"request {request_id}: a request with this id is running; choose another id")
         request = self._builder.build(request_id, prompt_token_ids, params, prompt, options or RequestOptions())
         if request.options.explain:
-            request.explanation = explain_prefix(self.scheduler.prefix, self.tokenizer, prompt_token_ids, request.options.cache_salt)
+            request.explanation = explain_prefix(self.scheduler.prefix, self.tokenizer, prompt_token_ids, request.options)
         self.requests.constrain(request)
         try:
             self.requests.add(request)

@@ -37,6 +37,6 @@ def submit(
 
 
 def prefill_options(segment: Segment, options: RequestOptions | None = None) -> RequestOptions:
-    """The options of the request that computes a segment: priority and key of `options`, and the salt of the segment."""
+    """The options of the request that computes a segment: priority and caller of `options`, and the salt of the segment."""
     options = options or RequestOptions()
-    return RequestOptions(options.priority, key=options.key, cache_salt=segment.cache_salt)
+    return RequestOptions(options.priority, key=options.key, anonymous=options.anonymous, cache_salt=segment.cache_salt)

@@ -7,6 +7,7 @@ from typing import Any
 from tinyvllm.cache.prefix import PrefixCache
 from tinyvllm.engine.segments import Segments
 from tinyvllm.engine.stats import EngineStats
+from tinyvllm.request import RequestOptions
 from tinyvllm.text.tokenizer import Tokenizer
 
 PHASES = ("schedule", "prepare", "run", "sample", "output")
@@ -29,15 +30,15 @@ def engine_status(stats: EngineStats, segments: Segments) -> dict[str, Any]:
     }
 
 
-def explain_prefix(prefix: PrefixCache | None, tokenizer: Tokenizer | None, prompt_token_ids: list[int], cache_salt: str | None) -> str:
-    """Blocks of a prompt that are cached, or were evicted, and where the nearest cached prompt differs."""
+def explain_prefix(prefix: PrefixCache | None, tokenizer: Tokenizer | None, prompt_token_ids: list[int], options: RequestOptions) -> str:
+    """Blocks of a prompt that are cached, or were evicted, and where the nearest cached prompt of the same key differs."""
     if prefix is None:
         return "prefix caching is off"
 
     def shown(token_ids: list[int]) -> str:
         return repr(tokenizer.decode(token_ids, skip_special_tokens=False) if tokenizer else token_ids)
 
-    found = prefix.explain(prompt_token_ids, cache_salt)
+    found = prefix.explain(prompt_token_ids, options.cache_salt, options.owner)
     num_blocks = len(prompt_token_ids) // prefix.pool.block_size
     text = f"{found.hit_blocks} of {num_blocks} blocks hit, {found.evicted_blocks} were evicted"
     if found.first_difference is None:

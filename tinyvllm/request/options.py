@@ -15,17 +15,25 @@ class RequestOptions:
     deadline_ms       milliseconds from arrival to the end of the answer; refused at once if measured rates predict more
     ttft_deadline_ms  milliseconds from arrival to the first token
     key               the client or user: keys of one priority get equal shares of the tokens
+    anonymous         the caller is unknown (HTTP without API keys): its prompts are shown to no caller, and none to it
     cache_salt        requests share cached prefixes only with those of the same salt
-    receipt, explain  whether the last output has a receipt of its cost, and an explanation of its prefix cache hits
+    receipt, explain  whether the last output has a receipt of its cost, and an explanation of its prefix cache hits, which compares
+                      it with cached prompts of the same key only
     """
 
     priority: int = 0
     deadline_ms: float | None = None
     ttft_deadline_ms: float | None = None
     key: str = ""
+    anonymous: bool = False
     cache_salt: str | None = None
     receipt: bool = False
     explain: bool = False
+
+    @property
+    def owner(self) -> str | None:
+        """The key that may read cached tokens of this request in an explanation; None for no key."""
+        return None if self.anonymous else self.key
 
     def __post_init__(self) -> None:
         if type(self.priority) is not int:

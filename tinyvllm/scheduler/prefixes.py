@@ -33,8 +33,9 @@ class SequencePrefixes:
         """Make its full blocks of known tokens findable."""
         full = min(sequence.num_computed, len(sequence)) // self._block_size
         if self._cache is not None and full > sequence.num_published:
-            hashes, tokens_of, salt = self._hashes(sequence, full), sequence.token_ids, sequence.options.cache_salt
-            self._cache.publish(hashes, sequence.block_table, sequence.num_published, full, tokens_of, salt)
+            hashes, tokens_of, options = self._hashes(sequence, full), sequence.token_ids, sequence.options
+            table, start = sequence.block_table, sequence.num_published
+            self._cache.publish(hashes, table, start, full, tokens_of, options.cache_salt, options.owner)
             self.inflight.published(sequence, sequence.num_published, full)
         sequence.num_published = max(full, sequence.num_published)
 

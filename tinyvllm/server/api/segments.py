@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinyvllm.engine.api import AsyncLLM, Segment, SegmentRoomError
-from tinyvllm.request import RequestOptions
 from tinyvllm.server.core.body import Body, honoured, limited
 from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.conversation import conversation_of, encode_start
 from tinyvllm.server.core.failures import Failure, bad_field
+from tinyvllm.server.core.params import request_options
 from tinyvllm.server.core.prompts import check_size
 from tinyvllm.server.core.response import ResponseWriter, json_response
 from tinyvllm.server.core.schema import ACCESS_LOG_ONLY, DEFAULT_MODEL, Message, Name, Tool
@@ -65,7 +65,7 @@ async def register(context: RequestContext, body: SegmentRequest, writer: Respon
             if isinstance(piece, str):
                 check_size(llm, piece, "text")
             segment = await _compute(context, body, llm, piece, after.segment if after else None)
-            registered = RegisteredSegment(segment, llm, model, context.owner, after)
+            registered = RegisteredSegment(segment, llm, model, context.owner, after, body.cache_salt)
     store.add(registered)
     context.tokens = registered.segment.num_tokens
     context.record |= {"segment": registered.id, "prompt_tokens": registered.segment.end}
@@ -86,13 +86,14 @@ async def _register_messages(
     if after is not None and token_ids[: after.segment.end] == after.segment.context:
         token_ids, parent = token_ids[after.segment.end :], after.segment
     segment = await _compute(context, body, llm, token_ids, parent)
-    return RegisteredSegment(segment, llm, model, context.owner, after, prompt.conversation.messages, prompt.encoded.text)
+    messages, text = prompt.conversation.messages, prompt.encoded.text
+    return RegisteredSegment(segment, llm, model, context.owner, after, body.cache_salt, messages, text)
 
 
 async def _compute(context: RequestContext, body: SegmentRequest, llm: AsyncLLM, piece: str | list[int], after: Segment | None) -> Segment:
-    options = RequestOptions(body.priority or 0, key=context.owner.name)
+    options = request_options(context, body)
     try:
-        return await llm.segment(piece, after, cache_salt=body.cache_salt, options=options)
+        return await llm.segment(piece, after, cache_salt=options.cache_salt, options=options)
     except SegmentRoomError as error:
         raise Failure(409, str(error), code="no_room") from error
 

@@ -16,6 +16,7 @@ class ServerConfig:
     lenient             drop unknown and unsupported fields and name them in the header X-Ignored-Fields, instead of answering 400
     trust_request_chat_template  allow chat templates in requests (they run in a sandbox, but can be made slow)
     chat_template       Jinja source that replaces the models' own templates
+    share_prefixes      API keys share cached prefixes, so that one can measure what others have sent; without it each key has its own
     cors_origins        origins whose pages may call this server; "*" allows all
     max_body            longest request body
     head_seconds, body_seconds, write_seconds  time limits for a client to send a request head, to send a body, to accept written data
@@ -29,6 +30,7 @@ class ServerConfig:
     lenient: bool = False
     trust_request_chat_template: bool = False
     chat_template: str | None = None
+    share_prefixes: bool = False
     cors_origins: tuple[str, ...] = ()
     max_body: int = 32 * 2**20
     head_seconds: float = 10.0

@@ -110,6 +110,10 @@ class RequestContext:
         assert self.key is not None, "the middleware sets a key, the anonymous one if the server has no keys"
         return self.key
 
+    def cache_salt(self, requested: str | None) -> str | None:
+        """The salt for the engine: each API key has its own prefixes, unless the server shares them; `requested` divides them further."""
+        return requested if self.service.config.share_prefixes else self.owner.private_salt(requested)
+
     def header(self, name: bytes) -> str | None:
         """A header of the request by its lower-case name."""
         return next((value.decode("latin-1") for key, value in self.scope["headers"] if key == name), None)

@@ -62,6 +62,21 @@ class Key:
         self._requests = _bucket(self.limits.requests_per_minute, now)
         self._tokens = _bucket(self.limits.tokens_per_minute, now)
 
+    @property
+    def anonymous(self) -> bool:
+        """Whether it names no caller: of servers without keys, and of paths that need none."""
+        return not self.digest
+
+    def private_salt(self, requested: str | None) -> str | None:
+        """The salt that keeps cached prefixes of this key apart from those of other keys, and of other salts that a request may name.
+
+        It depends on the secret and not on the name, so that a prefix cache on disk serves no later key of the same name.
+        """
+        if self.anonymous:
+            return requested
+        salt = hashlib.sha256(b"tinyvllm prefix cache:" + self.digest).hexdigest()
+        return salt if requested is None else f"{salt}:{requested}"
+
     def enter(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Count a new request; Failure 429 if it exceeds a limit. Each successful call needs a call of `leave`."""
         now = clock()
@@ -95,7 +110,7 @@ class Keys:
         for name in names:
             if names.count(name) > 1:
                 raise ArgumentError(f"api keys: two keys have the name {name!r}; give each its own name=...")
-        self.anonymous = Key("", b"")  # of servers without keys, and of paths that need none
+        self.anonymous = Key("", b"")
 
     def __len__(self) -> int:
         return len(self._keys)

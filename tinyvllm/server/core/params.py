@@ -107,8 +107,9 @@ def request_options(context: RequestContext, body: Any) -> RequestOptions:
         priority=getattr(body, "priority", None) or 0,
         deadline_ms=deadline("deadline_ms", b"x-deadline-ms"),
         ttft_deadline_ms=deadline("ttft_deadline_ms", b"x-ttft-deadline-ms"),
-        key=context.key.name if context.key is not None else "",
-        cache_salt=getattr(body, "cache_salt", None),
+        key=context.owner.name,
+        anonymous=context.owner.anonymous,
+        cache_salt=context.cache_salt(getattr(body, "cache_salt", None)),
         receipt=bool(getattr(body, "receipt", None)),
         explain=bool(getattr(body, "explain", None)),
     )

@@ -28,6 +28,7 @@ class RegisteredSegment:
     model: str
     owner: Key
     after: RegisteredSegment | None
+    cache_salt: str | None = None  # as the request named it; the segment's own also has the part of the key
     messages: Sequence[Mapping[str, Any]] | None = None
     text: str | None = None  # of these messages, as rendered by the chat template
     id: str = field(default_factory=lambda: f"segment-{secrets.token_hex(8)}")
@@ -86,7 +87,7 @@ class SegmentStore:
         for registered in segments:
             if registered.llm is not llm:
                 raise bad_field(param, f"{param}: segment {registered.id} belongs to model {registered.model}")
-            if registered.segment.cache_salt != cache_salt:
+            if registered.cache_salt != cache_salt:
                 text = f"{param}: segment {registered.id} was registered with a different cache_salt; send the same one"
                 raise bad_field("cache_salt", text)
         for registered in segments:
