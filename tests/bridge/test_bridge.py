@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 
+from tinyvllm.backends.cpu.toolchain import cpu_features
 from tinyvllm.backends.kernel import Kernel
 
 COPY = Kernel("kv_copy", "cpu", "plain", (("BLOCK_BYTES", 64),), 1, 2)  # pool[to] = pool[from], sixteen int32 a block
@@ -338,3 +339,18 @@ def test_a_buffer_that_is_collected_in_tinygrads_own_worker_does_not_stop_it():
     device.hw_compute_queue_t().cmd(collect).signal(device.timeline_signal, device.next_timeline()).submit(device)
     assert done.wait(20), "the worker waits for itself"
     synchronize("CPU")
+
+
+@pytest.mark.skipif(not {"avx2", "fma", "f16c"} <= cpu_features(), reason="needs a processor with AVX2")
+def test_generated_kernels_move_bfloat16_without_the_compilers_library(monkeypatch):
+    """clang rounds a selected `__bf16` by a call of __truncsfbf2 where there is no AVX512-BF16, and nothing links that."""
+    from tinygrad import Tensor, dtypes, helpers
+
+    monkeypatch.setattr(helpers.DEV, "_value", [helpers.Target.parse("CPU::x86_64,x86-64-v3")])
+    values = np.array([[1.5, -2.0], [np.inf, 3.25], [-0.0, 7.0]], np.float32)
+    table = Tensor(values, device="CPU").cast(dtypes.bfloat16).contiguous().realize()
+    rows = Tensor([2, 0, 1, 2], device="CPU", dtype=dtypes.int32).realize()
+    gathered = table[rows].contiguous().realize()
+    np.testing.assert_array_equal(gathered.float().numpy(), values[[2, 0, 1, 2]])
+    raised = (table == 3.25).where(Tensor(-1.5, dtype=dtypes.bfloat16, device="CPU"), table).contiguous().realize()
+    np.testing.assert_array_equal(raised.float().numpy(), np.where(values == 3.25, -1.5, values))
