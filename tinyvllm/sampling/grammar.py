@@ -20,6 +20,7 @@ import numpy as np
 from tinyvllm.errors import RequestError
 from tinyvllm.request import StructuredOutputsParams
 from tinyvllm.sampling import json_schema
+from tinyvllm.sampling.grammar_errors import gbnf_error, lark_error, one_line, regex_error, unfinished_escape
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -47,6 +48,9 @@ _REFUSED_IN_LARK = (
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 # the one use of llguidance's own keyword that a grammar may make: JSON as Python's json.dumps writes it, without other blanks
 AS_DUMPED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# between JSON's tokens unless a request says otherwise: compact, as json.dumps writes it, or indented by any of its `indent`. Once at each
+# place: a small model that may write any blanks writes line feeds until max_tokens
+WHITESPACE = r"[ ]|\n[ \t]{0,20}"
 _NO_NUMBERS = 'nrbtf\\"'  # the letters that may follow JSON's backslash, without u
 _INSTALL = "structured_outputs: needs llguidance, which is not installed: pip install 'tinyvllm[structured]'"
 
@@ -90,7 +94,7 @@ class GrammarBackend:
             if key in self._compiled:
                 self._compiled.move_to_end(key)
                 return self._compiled[key]
-        compiled = CompiledGrammar(self, params.kind, source_of(params))
+        compiled = CompiledGrammar(self, params, source_of(params))
         with self._lock:
             self._compiled[key] = compiled
             if len(self._compiled) > _KEPT:
@@ -116,16 +120,16 @@ class GrammarBackend:
 class CompiledGrammar:
     """A grammar that is known to be sound and to have a first token. Sequences that follow it are `Grammar`s."""
 
-    def __init__(self, backend: GrammarBackend, kind: str, source: str):
-        self.backend, self.kind, self.source = backend, kind, source
-        self._first: LLMatcher | None = backend.matcher(source)
-        assert self._first is not None
-        if not self._first.is_error():  # some bombs go off at the first mask
-            scratch = np.empty(-(-backend.vocab_size // 32), dtype=np.int32)
-            self._first.unsafe_compute_mask_ptr(scratch.ctypes.data, scratch.nbytes)
-        if self._first.is_error() or (self._first.is_stopped() and not self._first.is_accepting()):
-            reason = _reason(self._first) or "nothing matches it"
-            raise RequestError(f"structured_outputs: {kind}: {reason}")
+    def __init__(self, backend: GrammarBackend, params: StructuredOutputsParams, source: str):
+        self.backend, self.kind, self.source = backend, params.kind, source
+        first = backend.matcher(source)
+        self._first: LLMatcher | None = first
+        if first.is_error():
+            raise RequestError(f"structured_outputs: {_compile_error(params, first.get_error())}")
+        scratch = np.empty(-(-backend.vocab_size // 32), dtype=np.int32)  # some bombs go off at the first mask
+        first.unsafe_compute_mask_ptr(scratch.ctypes.data, scratch.nbytes)
+        if first.is_error() or (first.is_stopped() and not first.is_accepting()):
+            raise RequestError(f"structured_outputs: {self.kind}: {_reason(first) or 'nothing matches it'}")
 
     def matcher(self) -> LLMatcher:
         """A parser of one's own."""
@@ -282,12 +286,12 @@ def source_of(params: StructuredOutputsParams) -> str:
         try:
             return LLMatcher.grammar_from_json_schema(schema, overrides=options)
         except ValueError as error:  # its reader of JSON counts levels
-            raise RequestError(f"structured_outputs: json: {_line(str(error))}: flatten the schema with $defs") from None
+            raise RequestError(f"structured_outputs: json: {one_line(str(error))}: flatten the schema with $defs") from None
     for name in ("disable_any_whitespace", "whitespace_pattern"):
         if getattr(params, name):
             raise RequestError(f"structured_outputs: {name} belongs to json and json_object, but {params.kind} is given: leave it out")
     if params.regex:
-        return LLMatcher.grammar_from_regex(_checked("regex", params.regex))
+        return LLMatcher.grammar_from_regex(_checked_regex("regex", params.regex))
     if params.choice:
         texts = [json.dumps(text, ensure_ascii=False) for text in params.choice]
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + _checked("choice", " | ".join(texts)) + "\n")
@@ -297,9 +301,9 @@ def source_of(params: StructuredOutputsParams) -> str:
 def _json_options(params: StructuredOutputsParams, named: bool) -> Any:
     if params.disable_any_whitespace and params.whitespace_pattern is not None:
         raise RequestError("structured_outputs: give disable_any_whitespace or whitespace_pattern, not both")
-    options: dict[str, Any] = {"whitespace_flexible": not params.disable_any_whitespace}
+    options: dict[str, Any] = {"whitespace_flexible": False} if params.disable_any_whitespace else {"whitespace_pattern": WHITESPACE}
     if params.whitespace_pattern is not None:
-        options["whitespace_pattern"] = _checked("whitespace_pattern", params.whitespace_pattern)
+        options["whitespace_pattern"] = _checked_regex("whitespace_pattern", params.whitespace_pattern)
     if named:
         options["json_allowed_escapes"] = _NO_NUMBERS
     return options
@@ -316,6 +320,26 @@ def _checked(field: str, text: str, longest: int = MAX_CHARS) -> str:
     return text
 
 
+def _checked_regex(field: str, text: str) -> str:
+    if (error := unfinished_escape(_checked(field, text))) is not None:
+        raise RequestError(f"structured_outputs: {field}: {error}")
+    return text
+
+
+def _compile_error(params: StructuredOutputsParams, message: str) -> str:
+    """The field at fault and what is wrong with it, from what the library says of a grammar."""
+    message = message.replace("<non-verbose/>", "")
+    if params.regex:
+        return f"regex: {regex_error(params.regex, message)}"
+    if params.grammar:
+        converted = _lark(params.grammar)  # from GBNF, or with JSON schemas on one line: the library's places are not the client's
+        same_lines = _GBNF_RULE.search(params.grammar) is None and converted.count("\n") == params.grammar.count("\n")
+        return f"grammar: {lark_error(params.grammar if same_lines else '', message)}"
+    if params.whitespace_pattern is not None and "regex parse error" in message:
+        return f"whitespace_pattern: {regex_error(params.whitespace_pattern, message)}"
+    return f"{params.kind}: {one_line(message)}"
+
+
 def _lark(text: str) -> str:
     """A grammar in Lark's form, checked; one with a rule written `name ::=` is taken for GBNF."""
     if _GBNF_RULE.search(text):
@@ -328,7 +352,7 @@ def _lark(text: str) -> str:
         except RecursionError:
             raise RequestError("structured_outputs: grammar: nested too deeply: split it into rules") from None
         except Exception as error:  # the converter raises whatever its parser stumbles over
-            raise RequestError(f"structured_outputs: grammar: not GBNF: {_line(str(error)) or type(error).__name__}") from None
+            raise RequestError(f"structured_outputs: grammar: not GBNF: {gbnf_error(str(error)) or type(error).__name__}") from None
     _checked("grammar", text, json_schema.MAX_CHARS)
     bare, whole, at = [], [], 0
     while (found := _SKIPPED_IN_LARK.search(text, at)) is not None:
@@ -352,18 +376,16 @@ def _json_in_lark(text: str, at: int) -> tuple[str, int]:
     """The JSON schema inside a grammar, checked, and where it ends."""
     try:
         parsed, end = json.JSONDecoder(parse_constant=json_schema.refuse_constant).raw_decode(text, at)
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
         if isinstance(parsed, dict) and parsed.get("x-guidance") == AS_DUMPED:
-            options |= parsed.pop("x-guidance")
+            options = parsed.pop("x-guidance")
         schema, named = json_schema.read_schema(parsed)
     except RequestError as error:
         raise RequestError(str(error).replace(": json:", ": grammar: %json:", 1)) from None
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"structured_outputs: grammar: no JSON after %json ({_line(str(error))})") from None
+        raise RequestError(f"structured_outputs: grammar: no JSON after %json ({one_line(str(error))})") from None
     if named:
         options["json_allowed_escapes"] = _NO_NUMBERS
-    if not options:
-        return schema, end
     read = json.loads(schema)
     return json.dumps({"x-guidance": options} | (read if isinstance(read, dict) else {})), end
 
@@ -379,11 +401,5 @@ def _key(params: StructuredOutputsParams) -> str:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    reason = _line(matcher.get_error().replace("<non-verbose/>", ""))
+    reason = one_line(matcher.get_error().replace("<non-verbose/>", ""))
     return "nothing matches it" if reason.startswith("NoExtension") else reason
-
-
-def _line(text: str) -> str:
-    """A library's message in one line, not all of it if it is long."""
-    line = " ".join(text.split())
-    return line if len(line) <= 300 else line[:300] + "..."
