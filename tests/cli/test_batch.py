@@ -9,14 +9,17 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tinyvllm import cli
-from tinyvllm.cli import batch_file
-from tinyvllm.cli.batch_file import Output, answer_line, check_input, read_lines
+from tinyvllm.cli import batch, lines
+from tinyvllm.cli.batch_file import MAX_CUSTOM_ID, answer_line, check_input, custom_id_of, read_requests
+from tinyvllm.cli.lines import AnswerFile
+from tinyvllm.cli.progress import Progress
 from tinyvllm.errors import ArgumentError, FormatError, OutputError, TinyvllmError
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +52,7 @@ def answers(path: Path) -> dict[str, dict[str, Any]]:
         ("[1]", ["in.jsonl:2", "object"]),
         (request("a"), ["in.jsonl:1", "'a'", "in.jsonl:2"]),
         (request(""), ["custom_id"]),
+        (request("b" * (MAX_CUSTOM_ID + 1)), ["in.jsonl:2", "custom_id", "at most 512", "513"]),
         (request("b", custom="x"), ["'custom'"]),
         (request("b", method="GET"), ["method", "'GET'"]),
         (request("b", url="/v1/chat/completion"), ["url", "did you mean '/v1/chat/completions'"]),
@@ -64,7 +68,8 @@ def test_lines_that_are_refused(tmp_path: Path, line: dict[str, Any] | str, word
 
 
 def test_files_that_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(write(tmp_path / "in.jsonl", request("a")))
+    path, fifo = str(write(tmp_path / "in.jsonl", request("a"))), str(tmp_path / "fifo.jsonl")
+    os.mkfifo(fifo)
     for arguments, words in [
         ([str(tmp_path / "no.jsonl"), "-o", "o"], ["no.jsonl", "No such file"]),
         ([str(write(tmp_path / "empty.jsonl")), "-o", "o"], ["has no request"]),
@@ -72,6 +77,10 @@ def test_files_that_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ([path, "-o", str(tmp_path / "no" / "o")], ["cannot write"]),
         ([path, "-o", str(tmp_path / "o"), "--concurrency", "0"], ["--concurrency"]),
         ([path], ["--output"]),
+        ([path, "-o", "/dev/full"], ["/dev/full is a device, expected a regular file"]),  # whose reading never ends
+        (["/dev/zero", "-o", str(tmp_path / "o")], ["/dev/zero is a device, expected a regular file"]),
+        ([fifo, "-o", str(tmp_path / "o")], ["fifo.jsonl is a pipe, expected a regular file"]),
+        ([path, "-o", fifo], ["fifo.jsonl is a pipe, expected a regular file"]),
     ]:
         assert cli.main(["batch", *arguments]) in (1, 2)
         message = capsys.readouterr().err
@@ -89,7 +98,7 @@ def test_an_output_of_something_else_is_left_alone(tmp_path: Path) -> None:
         path = tmp_path / name
         path.write_text(text)
         with pytest.raises(TinyvllmError, match=words):
-            Output(str(path), {"a", "b"})
+            AnswerFile(str(path), {"a", "b"}, custom_id_of)
         assert path.read_text() == text
 
 
@@ -98,10 +107,10 @@ def test_a_torn_last_line_is_dropped_and_a_second_run_is_refused(tmp_path: Path)
     first, second = (answer_line(name, 200, "req", {}) for name in "ab")
     for torn in (second[:-1], second[:20], b"\0" * 50, b'{"half": \n'):
         path.write_bytes(first + torn)
-        output = Output(str(path), {"a", "b"})
+        output = AnswerFile(str(path), {"a", "b"}, custom_id_of)
         assert output.done == {"a"} and path.read_bytes() == first
         with pytest.raises(ArgumentError, match="another run"):
-            Output(str(path), {"a", "b"})
+            AnswerFile(str(path), {"a", "b"}, custom_id_of)
         output.close()
 
 
@@ -151,7 +160,7 @@ def test_a_killed_run_continues_where_it_ended(tiny_model: Path, tmp_path: Path)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ, timeout=120, check=False)
     assert done.returncode == 0 and f"of {count} requests were answered by an earlier run" in done.stderr, done.stderr
     found = answers(out)
-    assert set(found) == {line.custom_id for line in read_lines(str(path))} and len(found) == count
+    assert set(found) == {line.custom_id for line in read_requests(str(path))} and len(found) == count
     assert all(answer["body"]["usage"]["completion_tokens"] == 24 for answer in found.values())
     alone = tmp_path / "alone.jsonl"  # the same tokens as in an undisturbed run
     assert cli.main([*command[2:4], "-o", str(alone), *command[6:], "--quiet"]) == 0
@@ -159,26 +168,94 @@ def test_a_killed_run_continues_where_it_ended(tiny_model: Path, tmp_path: Path)
     assert texts == {name: answer["body"]["choices"][0]["text"] for name, answer in found.items()}
 
 
-def test_a_disk_that_fails_is_said_with_the_next_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_file, "SYNC_SECONDS", 0.01)
+def test_lines_are_brought_to_the_disk_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
-    monkeypatch.setattr(batch_file.os, "fsync", synced.append)
+    monkeypatch.setattr(lines.os, "fsync", synced.append)
+    output = AnswerFile(str(tmp_path / "out.jsonl"), set("abc"), custom_id_of)
+    for name in "abc":
+        output.write(answer_line(name, 200, "req", {}))
+        output.sync_if_due()
+    assert not synced  # SYNC_SECONDS have not passed
+    monkeypatch.setattr(lines, "SYNC_SECONDS", 0.0)
+    output.sync_if_due()
+    output.sync_if_due()
+    assert len(synced) == 1  # once for all three, and not only when the next one comes
+    output.close()
 
-    async def write_some() -> None:
-        for name in "abc":
-            await output.add(answer_line(name, 200, "req", {}))
-        await asyncio.sleep(0.2)
-        assert len(synced) == 1  # once for all three, and not only when the next one comes
-        monkeypatch.setattr(batch_file.os, "fsync", fail)
-        await output.add(answer_line("d", 200, "req", {}))
-        await asyncio.sleep(0.2)
-        await output.add(answer_line("e", 200, "req", {}))
 
+def test_a_disk_that_fails_ends_the_run_while_requests_are_still_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(file: int) -> None:
         raise OSError(28, "No space left on device")
 
-    output = Output(str(tmp_path / "out.jsonl"), set("abcde"))
+    async def never_answer(*connection: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(lines, "SYNC_SECONDS", 0.0)
+    monkeypatch.setattr(batch, "SYNC_SECONDS", 0.0)
+    monkeypatch.setattr(lines.os, "fsync", fail)
+    path = write(tmp_path / "in.jsonl", request("a"), request("b"))
+    output = AnswerFile(str(tmp_path / "out.jsonl"), set("abc"), custom_id_of)
+    output.write(answer_line("c", 200, "req", {}))
+    run = batch._run_workers(2, never_answer, read_requests(str(path)), output, batch.Tally(), Progress(2, 0, "requests", True))
     with pytest.raises(OutputError, match="No space left"):
-        asyncio.run(write_some())
+        asyncio.run(run)
     with pytest.raises(OutputError, match="No space left"):
         output.close()
+
+
+def test_memory_does_not_grow_with_the_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 20,000 lines of a kilobyte only the ids are held, and of one without an end no more than the limit."""
+    count, padding = 20_000, "x" * 1000
+    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    with open(path, "w") as file, open(out, "wb") as answered:
+        for i in range(count):
+            file.write(json.dumps(request(f"r{i}", body={"prompt": padding})) + "\n")
+            answered.write(answer_line(f"r{i}", 200, "req", {"text": padding}))
+    tracemalloc.start()
+    wanted = check_input(str(path))
+    output = AnswerFile(str(out), wanted, custom_id_of)
+    assert sum(1 for line in read_requests(str(path)) if line.custom_id in output.done) == count
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    output.close()
+    assert peak < count * 400, peak  # the lines are more than 1,000 bytes each
+    monkeypatch.setattr(lines, "MAX_LINE", 1 << 16)
+    with open(path, "wb") as endless:
+        endless.truncate(1 << 30)  # zeros without a line feed, and without room on the disk
+    with pytest.raises(FormatError, match="in.jsonl:1: the line is longer"):
+        check_input(str(path))
+
+
+def test_progress_is_a_line_every_few_seconds_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [100.0]
+    progress = Progress(10, 2, "requests", False, lambda: now[0])
+    progress.add()
+    now[0] += 4.9
+    progress.add(failed=True)
+    assert capsys.readouterr().err == ""
+    now[0] += 0.1
+    progress.tick()
+    progress.tick()
+    assert capsys.readouterr().err == "4 of 10 requests, 1 failed, 0.4 a second\n"
+    now[0] += 5
+    progress.add()
+    assert capsys.readouterr().err == "5 of 10 requests, 1 failed, 0.3 a second\n"
+    progress.close()
+    quiet = Progress(10, 0, "requests", True, lambda: now[0])
+    now[0] += 60
+    progress.tick()
+    quiet.tick()
+    assert capsys.readouterr().err == ""
+
+
+def test_an_interrupted_run_says_what_it_has(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def interrupted(*arguments: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(batch, "_answer_all", interrupted)
+    path = write(tmp_path / "in.jsonl", request("a"), request("b"))
+    (tmp_path / "out.jsonl").write_bytes(answer_line("a", 200, "req", {}))
+    assert cli.main(["batch", str(path), "-o", str(tmp_path / "out.jsonl"), "--model", str(tiny_model)]) == 130
+    assert "interrupted: 1 of 2 requests are answered; the same command answers the others\n" in capsys.readouterr().err

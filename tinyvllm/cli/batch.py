@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,15 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.cli.arguments import engine_options
-from tinyvllm.cli.batch_file import Line, Output, answer_line, check_input, read_lines
-from tinyvllm.cli.progress import say
+from tinyvllm.cli.batch_file import Line, answer_line, check_input, custom_id_of, read_requests
+from tinyvllm.cli.lines import MAX_LINE, SYNC_SECONDS, AnswerFile
+from tinyvllm.cli.progress import Progress, say
 from tinyvllm.cli.serve import model_specs
 from tinyvllm.config import EngineConfig, resolve
 from tinyvllm.errors import ArgumentError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
-    from tqdm import tqdm
 
 _RETRY_STATUS = (429, 503)  # the same request may succeed later
 _ATTEMPTS = 10
@@ -45,12 +44,19 @@ def run(options: argparse.Namespace) -> int:
         import tinyvllm.server.http.app  # noqa: F401  before anything is written
     except ImportError as error:
         raise ArgumentError(f"batch needs the packages of the extra 'server': pip install 'tinyvllm[server]' ({error})") from error
-    output = Output(options.output, wanted)
+    output = AnswerFile(options.output, wanted, custom_id_of)
+    progress = Progress(len(wanted), len(output.done), "requests", options.quiet)
     try:
         if output.done and not options.quiet:
             say(f"{len(output.done)} of {len(wanted)} requests were answered by an earlier run")
-        return asyncio.run(_answer_all(options, specs, output, len(wanted)))
+        return asyncio.run(_answer_all(options, specs, output, progress))
+    except KeyboardInterrupt:
+        progress.close()
+        if not options.quiet:
+            say(f"interrupted: {progress.done} of {progress.total} requests are answered; the same command answers the others")
+        raise
     finally:
+        progress.close()
         output.close()
 
 
@@ -72,43 +78,58 @@ class Tally:
             self.completion_tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0
 
 
-async def _answer_all(options: argparse.Namespace, specs: Mapping[str, Mapping[str, Any]], output: Output, total: int) -> int:
+async def _answer_all(options: argparse.Namespace, specs: Mapping[str, Mapping[str, Any]], output: AnswerFile, progress: Progress) -> int:
     from tinyvllm.server.core.config import ServerConfig
     from tinyvllm.server.core.models import Models
     from tinyvllm.server.http.app import create_app
 
-    waiting = (line for line in read_lines(options.input) if line.custom_id not in output.done)
-    if len(output.done) == total:
+    if progress.done == progress.total:
         return 0
+    waiting = (line for line in read_requests(options.input) if line.custom_id not in output.done)
     models = Models(specs)
-    app, _ = create_app(ServerConfig(lenient=getattr(options, "lenient", False), access_log=False, beat_seconds=3600.0), models)
-    tally, bar, start = Tally(), _bar(options.quiet, total, len(output.done)), time.monotonic()
+    config = ServerConfig(lenient=getattr(options, "lenient", False), access_log=False, beat_seconds=3600.0, max_body=MAX_LINE)
+    app, _ = create_app(config, models)
+    tally, start = Tally(), time.monotonic()
     try:
         await models.start()
         start = time.monotonic()
         workers = options.concurrency or 2 * max(spec.get("max_num_seqs", EngineConfig.max_num_seqs) for spec in specs.values())
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(workers, total - len(output.done))):
-                group.create_task(_work(app, waiting, output, tally, bar))
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None  # an error of a worker is one that stops all of them
+        await _run_workers(min(workers, progress.total - progress.done), app, waiting, output, tally, progress)
     finally:
-        if bar is not None:
-            bar.close()
         await models.close()
+    progress.close()
     if not options.quiet:
         say(_closing_line(tally, time.monotonic() - start))
     return 1 if tally.failed else 0
 
 
-async def _work(app: ASGIApp, waiting: Iterator[Line], output: Output, tally: Tally, bar: tqdm | None) -> None:
+async def _run_workers(count: int, app: ASGIApp, waiting: Iterator[Line], output: AnswerFile, tally: Tally, progress: Progress) -> None:
+    """Answer all lines. An error of a worker or of the disk stops all of them."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            ticker = group.create_task(_tick(output, progress))
+            workers = [group.create_task(_work(app, waiting, output, tally, progress)) for _ in range(count)]
+            await asyncio.wait(workers)
+            ticker.cancel()
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+async def _tick(output: AnswerFile, progress: Progress) -> None:
+    """Every SYNC_SECONDS: bring answers to the disk, and show the progress."""
+    while True:
+        await asyncio.sleep(SYNC_SECONDS)
+        await asyncio.to_thread(output.sync_if_due)
+        progress.tick()
+
+
+async def _work(app: ASGIApp, waiting: Iterator[Line], output: AnswerFile, tally: Tally, progress: Progress) -> None:
     """Answer lines until none is left; workers share the iterator."""
     for line in waiting:
         status, request_id, body = await _answer(app, line)
-        await output.add(answer_line(line.custom_id, status, request_id, body))
+        output.write(answer_line(line.custom_id, status, request_id, body))
         tally.add(status, body)
-        if bar is not None:
-            bar.update()
+        progress.add(failed=status >= 400)
 
 
 async def _answer(app: ASGIApp, line: Line) -> tuple[int, str, Any]:
@@ -150,14 +171,6 @@ async def call(app: ASGIApp, path: str, body: bytes) -> tuple[int, dict[str, str
         finished.set()
     headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in head["headers"]}
     return head["status"], headers, b"".join(pieces)
-
-
-def _bar(quiet: bool, total: int, done: int) -> tqdm | None:
-    if quiet or not sys.stderr.isatty():
-        return None
-    from tqdm import tqdm
-
-    return tqdm(total=total, initial=done, unit="req", dynamic_ncols=True, file=sys.stderr)
 
 
 def _closing_line(tally: Tally, seconds: float) -> str:

@@ -1,11 +1,11 @@
-"""The progress bar while weights load, and the closing line with tokens and speed. Both go to stderr."""
+"""The progress of loading and of many requests, and the closing line with tokens and speed. All go to stderr."""
 
 from __future__ import annotations
 
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from tinyvllm.placement import Placement
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tinyvllm.engine.llm import LLM
 
 PATIENCE = 0.5  # seconds of loading before a bar appears
+PERIOD = 5.0  # seconds between two lines of progress where stderr is not a terminal
 
 
 class LoadBar:
@@ -37,6 +38,43 @@ class LoadBar:
             self._bar.update(done - self._bar.n)
 
     def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+class Progress:
+    """`done` of `total` units: a tqdm bar on a terminal, else a line every PERIOD seconds. Nothing with `quiet`."""
+
+    def __init__(self, total: int, done: int, unit: str, quiet: bool, clock: Callable[[], float] = time.monotonic):
+        self.total, self.done, self.failed = total, done, 0
+        self._unit, self._clock, self._lines = unit, clock, not quiet and not sys.stderr.isatty()
+        self._bar: tqdm | None = None
+        self._first, self._began, self._next = done, clock(), clock() + PERIOD
+        if not quiet and not self._lines:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, initial=done, unit=f" {unit}", dynamic_ncols=True, file=sys.stderr)
+
+    def add(self, failed: bool = False) -> None:
+        """One more is done."""
+        self.done += 1
+        self.failed += failed
+        if self._bar is not None:
+            self._bar.update()
+        self.tick()
+
+    def tick(self) -> None:
+        """Print the line that is due; called often, also while nothing becomes done."""
+        now = self._clock()
+        if self._lines and now >= self._next:
+            self._next = now + PERIOD
+            failed = f", {self.failed} failed" if self.failed else ""
+            rate = (self.done - self._first) / (now - self._began)
+            say(f"{self.done} of {self.total} {self._unit}{failed}, {rate:.1f} a second")
+
+    def close(self) -> None:
+        """No more lines; may be called twice."""
+        self._lines = False
         if self._bar is not None:
             self._bar.close()
 
