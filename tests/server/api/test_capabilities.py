@@ -114,7 +114,7 @@ def test_unsupported_values_are_refused_by_name(server: Running) -> None:
     for path, name in [*fields("refused"), *fields("limited")]:
         body = ENDPOINT_OF[path].body
         marks = body.model_fields[name].json_schema_extra
-        value = marks["x-example"] if marks["x-support"] == "refused" else marks["x-beyond"]
+        value = marks["x-example"] if marks["x-support"] == "refused" else marks.get("x-beyond")
         if value is not None:
             tried.append((path, name))
             asked.append((path, with_field(body, name, value)))
@@ -123,6 +123,23 @@ def test_unsupported_values_are_refused_by_name(server: Running) -> None:
         said = answer.json().get("error", {})
         if answer.status_code != 400 or name not in (said.get("param") or said.get("message", "")):
             wrong.append((path, name, answer.status_code, answer.text[:300]))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_values_without_effect_are_accepted_and_named(server: Running) -> None:
+    """Fields that other servers use: the answer is as if they were absent, and the header says so."""
+    tried, asked = [], []
+    for path, name in fields("limited"):
+        marks = ENDPOINT_OF[path].body.model_fields[name].json_schema_extra
+        if "x-ignored" in marks:
+            tried.append((path, name))
+            asked.append((path, with_field(ENDPOINT_OF[path].body, name, marks["x-ignored"])))
+    assert ("/v1/chat/completions", "prediction") in tried and ("/v1/messages", "service_tier") in tried
+    wrong = [
+        (*t, a.status_code, a.headers.get("x-ignored-fields"), a.text[:300])
+        for t, a in zip(tried, ask_all(server, asked), strict=True)
+        if a.status_code != 200 or a.headers.get("x-ignored-fields") != t[1]
+    ]
     assert not wrong, "\n".join(map(str, wrong))
 
 

@@ -10,7 +10,7 @@ from pydantic import Field, StringConstraints
 
 from tinyvllm.request import SamplingParams
 from tinyvllm.server.core.answer_format import Tools
-from tinyvllm.server.core.body import Body, honoured, limited, refused
+from tinyvllm.server.core.body import Body, EchoedBody, honoured, limited, refused, unheeded
 from tinyvllm.server.core.conversation import Conversation
 from tinyvllm.server.core.failures import bad_field
 from tinyvllm.server.core.params import output_kind, structure_of_format
@@ -21,14 +21,14 @@ _NOT_ANTHROPIC = "not part of Anthropic's API"
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 
 
-class CacheControl(Body):
+class CacheControl(EchoedBody):
     """A mark where the client wants its prompt cached."""
 
     type: Literal["ephemeral"]
     ttl: str | None = None
 
 
-class _Block(Body):
+class _Block(EchoedBody):
     cache_control: CacheControl | None = None
 
 
@@ -38,13 +38,13 @@ class TextBlock(_Block):
     citations: list[Any] | None = None
 
 
-class ThinkingBlock(Body):
+class ThinkingBlock(EchoedBody):
     type: Literal["thinking"]
     thinking: str
     signature: str | None = None
 
 
-class RedactedBlock(Body):
+class RedactedBlock(EchoedBody):
     type: Literal["redacted_thinking"]
     data: str
 
@@ -67,7 +67,7 @@ class ToolResultBlock(_Block):
 Block = Annotated[TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
 
 
-class InputMessage(Body):
+class InputMessage(EchoedBody):
     """One message."""
 
     role: Literal["user", "assistant"]
@@ -148,7 +148,7 @@ class MessagesRequest(CountRequest):
     top_p: float | None = honoured(example=0.9, gt=0, le=1)
     top_k: int | None = honoured(example=5, ge=0)
     metadata: Metadata | None = limited(says="user_id is written to the access log", example={"user_id": "user-1"})
-    service_tier: Literal["auto", "standard_only"] | None = limited(says="there is only one tier", example="auto", beyond="fast")
+    service_tier: Name | None = unheeded(says="auto and standard_only: there is one tier", heeded=("auto", "standard_only"), example="fast")
     container: Any = refused("containers are not implemented", example="c")
     diagnostics: Any = refused("diagnostics are not implemented", example={"previous_message_id": None})
     inference_geo: Any = refused("the server has one location", example="us")

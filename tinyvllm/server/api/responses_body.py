@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from tinyvllm.request import MAX_LOGPROBS, SamplingParams
 from tinyvllm.server.core.answer_format import Tools
-from tinyvllm.server.core.body import Body, honoured, limited, refused
+from tinyvllm.server.core.body import Body, EchoedBody, honoured, limited, refused, unheeded
 from tinyvllm.server.core.conversation import Conversation, reasoning_variables
 from tinyvllm.server.core.failures import bad_field
 from tinyvllm.server.core.params import output_kind, structure_of_format
@@ -19,19 +19,19 @@ _STATELESS = "the server stores nothing; send the whole conversation"
 _NOT_OPENAI = "not part of OpenAI's API"
 
 
-class InputText(Body):
+class InputText(EchoedBody):
     type: Literal["input_text", "output_text", "text"]
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
 
 
-class RefusalPart(Body):
+class RefusalPart(EchoedBody):
     type: Literal["refusal"]
     refusal: str
 
 
-class InputMessage(Body):
+class InputMessage(EchoedBody):
     """A message; `type` is optional."""
 
     type: Literal["message"] | None = None
@@ -42,7 +42,7 @@ class InputMessage(Body):
     phase: str | None = None
 
 
-class FunctionCall(Body):
+class FunctionCall(EchoedBody):
     """A tool call of the model."""
 
     type: Literal["function_call"]
@@ -56,7 +56,7 @@ class FunctionCall(Body):
     namespace: str | None = None
 
 
-class FunctionCallOutput(Body):
+class FunctionCallOutput(EchoedBody):
     """The result of a tool call."""
 
     type: Literal["function_call_output"]
@@ -66,19 +66,18 @@ class FunctionCallOutput(Body):
     status: str | None = None
 
 
-class ReasoningText(Body):
+class ReasoningText(EchoedBody):
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
-class ReasoningItem(Body):
+class ReasoningItem(EchoedBody):
     """Reasoning of the model."""
 
     type: Literal["reasoning"]
     id: str | None = None
     summary: list[ReasoningText] | None = None
     content: list[ReasoningText] | None = None
-    encrypted_content: None = None
     status: str | None = None
 
 
@@ -96,7 +95,7 @@ Item = Annotated[
 ]
 
 
-class FunctionTool(Body):
+class FunctionTool(EchoedBody):
     """A function, in the flat form of this endpoint."""
 
     type: Literal["function"]
@@ -123,13 +122,13 @@ class TextFormat(Body):
 
 class TextConfig(Body):
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Name | None = unheeded(says='"medium"', heeded=("medium",), example="low")
 
 
 class Reasoning(Body):
     effort: str | None = None
-    summary: Literal["auto"] | None = None
-    generate_summary: None = None
+    summary: Name | None = unheeded(says="auto: there are no summaries", heeded=("auto",), example="detailed")
+    generate_summary: Name | None = unheeded(says="there are no summaries", example="auto")
 
 
 class ResponseStreamOptions(Body):
@@ -166,7 +165,7 @@ class ResponsesRequest(Body):
     prompt_cache_key: str | None = limited(says="not needed: the prefix cache matches tokens", example="mine")
     prompt_cache_retention: str | None = limited(says="not needed", example="in_memory")
     prompt_cache_options: Any = refused("the prefix cache evicts by use only", example={"mode": "explicit"})
-    service_tier: Literal["auto", "default"] | None = limited(says="auto and default only", example="auto", beyond="flex")
+    service_tier: Name | None = unheeded(says="auto and default: there is one tier", heeded=("auto", "default"), example="flex")
     background: Literal[False] | None = limited(says=f"false only: {_STATELESS}", example=False, beyond=True)
     background_options: Any = refused(_STATELESS, example={"a": 1})
     previous_response_id: str | None = refused(_STATELESS, example="resp_1")

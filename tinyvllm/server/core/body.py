@@ -7,6 +7,7 @@ always means unset. `api/capabilities.py` publishes these marks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from functools import cache
 from typing import Any, TypeVar
 
@@ -18,6 +19,9 @@ from tinyvllm.server.core.body_errors import field_names, type_name, unknown_fie
 from tinyvllm.server.core.failures import Failure
 
 _MAX_IGNORED = 1000  # names of dropped fields that are reported
+_MAX_UNKNOWN_NAMES = 100  # distinct names of fields that echoed objects may have in addition to their own
+_MISSPELT = 0.8  # similarity from which a name is a misspelt one; reasoning_details is 0.71 of reasoning_content
+_MAX_NAME = 64  # characters of a name that are compared with the declared names
 
 
 class Body(BaseModel):
@@ -32,6 +36,15 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=(), hide_input_in_errors=True, defer_build=True)
 
 
+class EchoedBody(Body):
+    """An object that clients send back as they, or other servers, made it: fields that it does not declare are dropped and named.
+
+    A name close to a declared one is a mistake and refused like any unknown field.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+
 B = TypeVar("B", bound=Body)
 
 
@@ -44,6 +57,22 @@ def limited(default: Any = None, *, says: str, example: Any = None, beyond: Any 
     """A field of which some values are refused or have less effect than elsewhere. beyond: a refused value; None if there is none."""
     marks = {"x-support": "limited", "x-example": example, "x-beyond": beyond}
     return Field(default, description=says, json_schema_extra=marks, **bounds)
+
+
+def unheeded(*, says: str, heeded: Sequence[Any] = (), example: Any, **bounds: Any) -> Any:
+    """A field that is accepted although its values, except `heeded`, have no effect here: the header X-Ignored-Fields names it then.
+
+    example: a value without effect.
+    """
+    marks = {"x-support": "limited", "x-example": heeded[0] if heeded else None, "x-heeded": list(heeded), "x-ignored": example}
+    return Field(
+        None,
+        description=f"{says}; other values are accepted, have no effect and are named in X-Ignored-Fields"
+        if heeded
+        else f"{says}: accepted, without effect, and named in X-Ignored-Fields",
+        json_schema_extra=marks,
+        **bounds,
+    )
 
 
 def refused(why: str, *, example: Any = True, harmless: Sequence[Any] = ()) -> Any:
@@ -64,11 +93,10 @@ def parse(model: type[B], raw: bytes, lenient: bool = False) -> tuple[B, dict[st
     elif (name := next((name for name in data if name not in field_names(model)), None)) is not None:
         raise unknown_field(name, nearest(name, field_names(model)))  # here: pydantic would take a second to list fifty thousand of them
     try:
-        body = model.model_validate(data, extra="ignore" if lenient else "forbid")
+        body = model.model_validate(data, extra="ignore" if lenient else None)
     except ValidationError as error:
         raise validation_failure(model, error, data) from None
-    if lenient:
-        _drop_unknown(body, data, "", ignored)
+    _IgnoredFields(lenient, ignored).drop(body, data, "")
     _check_refused(model, data)
     return body, data, ignored
 
@@ -106,20 +134,49 @@ def stop_at_first_value(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
         raise
 
 
-def _drop_unknown(value: Any, data: Any, path: str, ignored: list[str]) -> None:
-    """Remove from plain objects the fields that their model does not declare, and append their names to `ignored`."""
-    if isinstance(value, Body):
-        names = field_names(type(value))
-        for name in [name for name in data if name not in names]:
-            del data[name]
-            if len(ignored) < _MAX_IGNORED:
-                ignored.append(f"{path}.{name}".removeprefix("."))
-        for name, field in type(value).model_fields.items():
-            if (key := field.alias or name) in data:
-                _drop_unknown(getattr(value, name), data[key], f"{path}.{key}", ignored)
-    elif isinstance(value, list) and value and isinstance(value[0], (Body, list)):
-        for i, one in enumerate(value):
-            _drop_unknown(one, data[i], f"{path}[{i}]", ignored)
+class _IgnoredFields:
+    """Removes what a body's models do not declare from the plain objects.
+
+    The paths of these fields, and of values that have no effect, are appended to `ignored`.
+    """
+
+    def __init__(self, lenient: bool, ignored: list[str]):
+        self._lenient = lenient
+        self._ignored = ignored
+        self._checked: set[tuple[type[Body], str]] = set()
+
+    def drop(self, value: Any, data: Any, path: str) -> None:
+        """Remove the unknown fields of `data`, validated as `value`. Failure for one that is a misspelt field unless all are ignored."""
+        if isinstance(value, Body):
+            names = field_names(type(value))
+            for name in [name for name in data if name not in names]:
+                if data[name] is not None or self._lenient:
+                    self._add(f"{path}.{name}")
+                    self._check_name(type(value), f"{path}.{name}".removeprefix("."), name)
+                del data[name]
+            for name, heeded in _unheeded_fields(type(value)).items():
+                if data.get(name) is not None and data[name] not in heeded:
+                    self._add(f"{path}.{name}")
+            for name, field in type(value).model_fields.items():
+                if (key := field.alias or name) in data:
+                    self.drop(getattr(value, name), data[key], f"{path}.{key}")
+        elif isinstance(value, list) and value and isinstance(value[0], (Body, list)):
+            for i, one in enumerate(value):
+                self.drop(one, data[i], f"{path}[{i}]")
+
+    def _add(self, path: str) -> None:
+        if len(self._ignored) < _MAX_IGNORED:
+            self._ignored.append(path.removeprefix("."))
+
+    def _check_name(self, model: type[Body], path: str, name: str) -> None:
+        """Failure for the misspelt name of a declared field, and for a client that sends ever new names."""
+        if self._lenient or (model, name) in self._checked:
+            return
+        self._checked.add((model, name))
+        if len(self._checked) > _MAX_UNKNOWN_NAMES:
+            raise unknown_field(path, f", after {_MAX_UNKNOWN_NAMES} other unknown names")
+        if close := get_close_matches(name[:_MAX_NAME], field_names(model), 1, _MISSPELT):
+            raise unknown_field(path, f", did you mean {close[0]!r}?")
 
 
 @cache
@@ -133,6 +190,13 @@ def _refused_fields(model: type[Body]) -> dict[str, tuple[str, list[Any]]]:
             assert isinstance(harmless, list)
             reasons[name] = (str(field.description).removeprefix("Refused: "), list(harmless))
     return reasons
+
+
+@cache
+def _unheeded_fields(model: type[Body]) -> dict[str, list[Any]]:
+    """The values that have an effect, by field, of fields whose other values have none."""
+    marks = {name: field.json_schema_extra for name, field in model.model_fields.items()}
+    return {name: list(mark["x-heeded"]) for name, mark in marks.items() if isinstance(mark, dict) and "x-heeded" in mark}  # type: ignore[arg-type]
 
 
 def _check_refused(model: type[Body], data: dict[str, Any]) -> None:

@@ -7,9 +7,11 @@ import itertools
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
+from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.types import Send
@@ -21,6 +23,7 @@ from tinyvllm.server.core.models import Models
 from tinyvllm.server.core.segment_store import SegmentStore
 
 SCOPE_KEY = "tinyvllm.context"  # where an ASGI scope holds its RequestContext
+_MAX_IGNORED_NAMES = 50  # in the header X-Ignored-Fields
 _FINAL_SECONDS = 5.0  # for requests to write their last error after the grace period
 
 
@@ -87,6 +90,7 @@ class RequestContext:
 
     def __post_init__(self) -> None:
         self._serial = self.service.next_serial()
+        self._ignored: list[str] = []
 
     @staticmethod
     def of(request: Request) -> RequestContext:
@@ -113,6 +117,13 @@ class RequestContext:
     def cache_salt(self, requested: str | None) -> str | None:
         """The salt for the engine: each API key has its own prefixes, unless the server shares them; `requested` divides them further."""
         return requested if self.service.config.share_prefixes else self.owner.private_salt(requested)
+
+    def add_ignored(self, names: Iterable[str]) -> None:
+        """Name fields of the body that have no effect in the header X-Ignored-Fields, as long as it is not sent."""
+        self._ignored += [quote(name[:200], safe=".[]") for name in islice(names, _MAX_IGNORED_NAMES + 1 - len(self._ignored))]
+        more = ["..."] if len(self._ignored) > _MAX_IGNORED_NAMES else []
+        if self._ignored:
+            self.headers["X-Ignored-Fields"] = ", ".join(self._ignored[:_MAX_IGNORED_NAMES] + more)
 
     def header(self, name: bytes) -> str | None:
         """A header of the request by its lower-case name."""

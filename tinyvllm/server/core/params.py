@@ -63,16 +63,15 @@ def structured_outputs(body: Sampling) -> StructuredOutputsParams | None:
         return StructuredOutputsParams(**structure.model_dump(by_alias=True, exclude_none=True))
     if response_format is None:
         return None
-    json_schema = response_format.json_schema
-    return structure_of_format(response_format.type, None if json_schema is None else json_schema.schema_)
+    return structure_of_format(response_format.type, response_format.answer_schema)
 
 
 def structure_of_format(kind: str, schema: dict[str, Any] | bool | None) -> StructuredOutputsParams | None:
     """The constraint of one of OpenAI's three format types. A schema that allows anything still requires JSON."""
-    if kind == "json_schema" and isinstance(schema, dict) and schema:
+    if kind != "text" and isinstance(schema, dict) and schema:
         return StructuredOutputsParams(json=schema)
-    if kind == "json_schema" and schema is False:
-        raise bad_field("response_format.json_schema.schema", "the schema false allows no answer")
+    if kind != "text" and schema is False:
+        raise bad_field("response_format", "response_format: the schema false allows no answer")
     return None if kind == "text" else StructuredOutputsParams(json_object=True)
 
 

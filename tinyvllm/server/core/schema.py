@@ -11,7 +11,7 @@ from pydantic import Field, StringConstraints, ValidationError, ValidatorFunctio
 from pydantic_core import PydanticCustomError
 
 from tinyvllm.request import MAX_LOGPROBS
-from tinyvllm.server.core.body import Body, honoured, limited, refused, stop_at_first_value
+from tinyvllm.server.core.body import Body, EchoedBody, honoured, limited, refused, stop_at_first_value, unheeded
 
 DEFAULT_MODEL = "a name from /v1/models; the first model if unset"
 ACCESS_LOG_ONLY = "written to the access log, otherwise ignored"
@@ -37,23 +37,33 @@ class StreamOptions(Body):
 class JsonSchema(Body):
     """The schema of response_format."""
 
-    name: str = honoured(..., example="answer")
+    name: str | None = honoured(example="answer")
     description: str | None = honoured(example="an answer")
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
     strict: bool | None = limited(says="the schema is always enforced, even with strict=false", example=True)
 
 
 class ResponseFormat(Body):
-    """text, json_object, or json_schema with its schema."""
+    """text, json_object, or json_schema with its schema; `schema` is llama.cpp's place for it, with both types."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
 
     @model_validator(mode="after")
     def _check_schema(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise PydanticCustomError("response_format", 'requires json_schema with type "json_schema", and only then')
+        if self.json_schema is not None and (self.type != "json_schema" or self.schema_ is not None):
+            raise PydanticCustomError("response_format", 'json_schema requires type "json_schema", and cannot be combined with schema')
+        if self.type == "json_schema" and self.json_schema is None and self.schema_ is None:
+            raise PydanticCustomError("response_format", 'type "json_schema" requires json_schema')
+        if self.type == "text" and self.schema_ is not None:
+            raise PydanticCustomError("response_format", 'schema requires type "json_object" or "json_schema"')
         return self
+
+    @property
+    def answer_schema(self) -> dict[str, Any] | bool | None:
+        """The schema of the answer, wherever the client put it."""
+        return self.schema_ if self.json_schema is None else self.json_schema.schema_
 
 
 class StructuredOutputs(Body):
@@ -69,7 +79,7 @@ class StructuredOutputs(Body):
     enable_in_reasoning: bool | None = None
 
 
-class Function(Body):
+class Function(EchoedBody):
     """A function that the model may call."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
@@ -78,7 +88,7 @@ class Function(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
+class Tool(EchoedBody):
     """A function in the form of chat completions."""
 
     type: Literal["function"]
@@ -98,14 +108,14 @@ class NamedTool(Body):
     function: FunctionName
 
 
-class CalledFunction(Body):
+class CalledFunction(EchoedBody):
     """A function that the assistant called; arguments are JSON text, or the value itself."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(Body):
+class ToolCall(EchoedBody):
     """A tool call of an earlier assistant message."""
 
     id: str | None = None
@@ -114,14 +124,14 @@ class ToolCall(Body):
     index: int | None = None
 
 
-class TextPart(Body):
+class TextPart(EchoedBody):
     """A text part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(Body):
+class Message(EchoedBody):
     """One message of a conversation. Clients also send back messages that they received, with all their fields."""
 
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
@@ -244,9 +254,9 @@ class ChatRequest(Sampling):
     chat_template_kwargs: dict[str, Any] | None = honoured(example={"enable_thinking": False})
     echo: Literal[False] | None = limited(says="false only", example=False, beyond=True)
     best_of: int | None = honoured(example=3, ge=1, le=128, says=_NOT_WITH_STREAM)
-    store: Literal[False] | None = limited(says=f"false only: {_NOT_STORED}", example=False, beyond=True)
+    store: bool | None = unheeded(says=f"false: {_NOT_STORED}", heeded=(False,), example=True)
     metadata: Texts | None = limited(says=f"written to the access log: {_NOT_STORED}", example={"a": "b"})
-    service_tier: Literal["auto", "default"] | None = limited(says="auto and default only", example="auto", beyond="flex")
+    service_tier: Name | None = unheeded(says="auto and default: there is one tier", heeded=("auto", "default"), example="flex")
     modalities: list[Literal["text"]] | None = limited(says="text only", example=["text"], beyond=["audio"])
     safety_identifier: str | None = limited(says=ACCESS_LOG_ONLY, example="user-1")
     prompt_cache_key: str | None = limited(says="not needed: the prefix cache matches tokens", example="mine")
@@ -255,8 +265,8 @@ class ChatRequest(Sampling):
     audio: Any = refused("answers are text only", example={"voice": "alloy", "format": "mp3"})
     function_call: Any = refused("functions were replaced by tools; send tool_choice", example="auto")
     functions: Any = refused("functions were replaced by tools; send tools", example=[{"name": "look"}], harmless=([],))
-    prediction: Any = refused("predicted outputs are not implemented", example={"type": "content", "content": "a"})
-    verbosity: str | None = limited(says='"medium" only', example="medium", beyond="low", pattern="^medium$")
+    prediction: dict[str, Any] | None = unheeded(says="the engine drafts tokens on its own", example={"type": "content", "content": "a"})
+    verbosity: Name | None = unheeded(says='"medium"', heeded=("medium",), example="low")
     web_search_options: Any = refused("web search is not implemented", example={})
     moderation: Any = refused("moderation is not implemented", example={"model": "m"})
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from typing import Any
-from urllib.parse import quote
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -19,7 +18,6 @@ from tinyvllm.server.core.response import ResponseWriter
 log = logging.getLogger("tinyvllm.server")
 
 _CLOSE = {"Connection": "close"}  # the rest of the body is not read
-_MAX_IGNORED_NAMES = 50  # in the header X-Ignored-Fields
 # fields of the APIs, by the engine's name in its error messages
 _API_FIELDS = {
     "structured_outputs": ("response_format", "text", "output_config", "tools"),
@@ -62,9 +60,7 @@ class PostHandler(Response):
         request_id = getattr(body, "request_id", None)
         if request_id is not None and context.header(b"x-request-id") is None:
             context.request_id = request_id
-        if ignored:
-            names = [quote(name[:200], safe=".[]") for name in ignored[:_MAX_IGNORED_NAMES]]
-            context.headers["X-Ignored-Fields"] = ", ".join(names)
+        context.add_ignored(ignored)
         return body
 
 
