@@ -30,12 +30,38 @@ def machine() -> dict[str, object]:
     info = Path("/proc/cpuinfo")
     if info.exists():
         model = next((line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")), model)
-    here = Path(__file__).parent
+    return {
+        "cpu": model,
+        "isa": isa(),
+        "cores": os.cpu_count(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "commit": commit(),
+    }
+
+
+def isa() -> str:
+    """The processor's extensions that decide which kernels run: machines of one name differ. Empty where the system does not list them."""
     try:
-        commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=here).stdout.strip()
+        flags = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return ""
+    return " ".join(
+        flag for flag in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "asimd", "i8mm", "bf16") if flag in flags
+    )
+
+
+def commit() -> str:
+    """The commit measured, with `-dirty` where a tracked file other than a result differs from it; empty without git."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, cwd=Path(__file__).parents[1]).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+        return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
     except OSError:  # a machine that has a copy of the files, and no git
-        commit = ""
-    return {"cpu": model, "cores": os.cpu_count(), "system": platform.system(), "python": platform.python_version(), "commit": commit}
+        return ""
 
 
 @dataclass(frozen=True)
@@ -136,16 +162,19 @@ def _seconds_of(pid: int) -> float:
 
 
 def record(name: str, figures: Mapping[str, Any], spreads: Iterable[Spread] = ()) -> None:
-    """Append a result to results/NAME.jsonl, unless one of the `spreads` it comes from was disturbed: that is said instead."""
+    """Append a result to results/NAME.jsonl, unless it is said why not: changes in no commit, or a disturbed spread."""
+    line = {"date": time.strftime("%Y-%m-%d"), **machine(), **figures}
+    if str(line["commit"]).endswith("-dirty"):
+        print("not recorded: tracked files have changes; commit them first, so that the figures belong to a commit\n", flush=True)
+        return
     disturbed = [s for s in spreads if s.disturbed]
     if disturbed:
         most = max(s.others for s in disturbed)
         print(f"not recorded: other processes kept up to {most:.1f} processors busy meanwhile; these figures say little\n", flush=True)
         return
     RESULTS.mkdir(exist_ok=True)
-    line = json.dumps({"date": time.strftime("%Y-%m-%d"), **machine(), **figures})
     with open(RESULTS / f"{name}.jsonl", "a") as file:
-        file.write(line + "\n")
+        file.write(json.dumps(line) + "\n")
     print(f"recorded in results/{name}.jsonl\n", flush=True)
 
 

@@ -10,8 +10,8 @@ time of the engine's thread in a step: scheduling, laying out the batch, launchi
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
-from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -110,9 +110,9 @@ def main() -> None:
                             **roof_figures(reading), "host_ms": round(1e3 * host, 3)})  # fmt: skip
             spreads.append(step)
     for tokens in options.prompts:
-        ids = prompt(tokens)
-        stepping.prefill(ids)
-        timed = spread(take_turns({"": partial(stepping.prefill, ids)}, options.rounds)[""])
+        prompts = (prompt(tokens, number) for number in itertools.count())  # each its own: a repeated one is in the prefix cache
+        stepping.prefill(next(prompts))
+        timed = spread(take_turns({"": lambda: stepping.prefill(next(prompts))}, options.rounds)[""])  # noqa: B023
         rates = timed.rate(tokens), tokens / timed.high, tokens / timed.low
         rows.append([f"prompt of {tokens}: {1e3 * timed.median:.1f} ms", *rates, None, None])
         figures.append({"prompt": tokens, "first_token_ms": round(1e3 * timed.median, 2), "tok_s": timed.figures(tokens)})

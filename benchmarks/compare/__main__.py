@@ -8,6 +8,8 @@ texts and tokenizers not). `decode`: one sequence, short context. `prefill`: one
 
 Formats: BF16 is a Hugging Face folder for tinyvllm and transformers and a GGUF file for the others; Q8_0 and Q4_0 are GGUF files, which
 transformers does not compute on. A contestant that is not installed is reported as missing. Each may have an interpreter of its own.
+llama.cpp plays with the fastest of its settings at each test
+(see play_llama_cpp).
 Only one computes at a time; a round is long enough for timers (see ROUND_SECONDS), and rounds that other processes disturbed are left out;
 where too few were quiet, the figures are shown and not recorded.
 """
@@ -20,7 +22,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.compare.contest import READING, Contestant, contest, start, steps_of_a_round
+from benchmarks.compare.contest import READING, Contestant, contest, start, steps_of_a_round, tune
 from benchmarks.harness import Spread, record, table
 from benchmarks.roof import read_size, threads_of_machine
 from benchmarks.shapes import SHAPES, bytes_per_token, checkpoint, parse_formats
@@ -101,6 +103,7 @@ def _load(options: argparse.Namespace, name: str, format: str, tests: list[str],
 
 def _one_test(options: argparse.Namespace, format: str, test: str, contestants: list[Contestant]) -> None:
     batch = options.batch if test == "batch" else 1
+    tune(contestants, test, batch, {"prefill": options.prompt, "context": options.context}.get(test, 16))
     if test == "prefill":
         units = {one.name: options.prompt for one in contestants}
         commands: dict[str, tuple[object, ...]] = {one.name: ("prefill", options.prompt) for one in contestants}
@@ -120,6 +123,7 @@ def report(
     bandwidth, weights = spreads.pop(READING).rate(read_size()), bytes_per_token(SHAPES[options.shape], format)
     rates = {name: s.figures(units[name]) for name, s in spreads.items()}
     ours = rates.get("tinyvllm", {}).get("rate")
+    roof = bandwidth / weights if test == "decode" else None
     rows = []
     for one in contestants:
         if one.name in spreads:
@@ -134,7 +138,9 @@ def report(
         "batch": options.batch if test == "batch" else 1,
         "context": {"context": options.context, "prefill": 0}.get(test, 16), "prompt": options.prompt if test == "prefill" else None,
         "read_GBps": round(bandwidth / 1e9, 1), "weight_bytes": weights,
-        "roof_tok_s": round(bandwidth / weights, 1) if test == "decode" else None,
+        "roof_tok_s": round(roof, 1) if roof else None,
+        "of_roof": {name: round(r["rate"] / roof, 3) for name, r in rates.items()} if roof else {},
+        "settings": {one.name: one.settings for one in contestants if one.settings},
         "tok_s": rates, "faster": {name: round(ours / r["rate"], 3) for name, r in rates.items()} if ours else {},
         "missing": {one.name: one.missing or one.notes[test] for one in contestants if one.missing or test in one.notes},
     }, spreads.values())  # fmt: skip

@@ -1,8 +1,8 @@
 """The side of a contestant: a process of its own that loads one model and then does what it is told, line by line.
 
-Standard input brings JSON lists, `["begin", B, C]`, `["steps", N]`, `["prefill", T]`; each is answered by one JSON line on standard output,
-`{"seconds": s}`, or `{"error": text}`. What the libraries print goes to standard error. This file and those of the contestants are run by
-whatever interpreter has the contestant installed: the standard library and numpy are all that may be expected of it.
+Standard input brings JSON lists, `["tune", test, B, T]`, `["begin", B, C]`, `["steps", N]`, `["prefill", T]`;
+each is answered by one JSON line on standard output, `{"seconds": s}`, or `{"error": text}`. What the libraries print goes to standard error.
+This file and those of the contestants are run by whatever interpreter has the contestant installed: the standard library and numpy are all that may be expected of it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,13 @@ class Player(Protocol):
 
     def prefill(self, tokens: int) -> None:
         """Forget everything; then one prompt of `tokens`, up to its first answer's token."""
+
+
+class Tunable(Player, Protocol):
+    """A contestant that has settings to choose among."""
+
+    def tune(self, test: str, batch: int, tokens: int) -> str:
+        """Keep the fastest settings for a test, and name them."""
 
 
 class Unable(Exception):
@@ -64,12 +71,14 @@ def serve(load: Callable[[argparse.Namespace], Player]) -> None:
         print(json.dumps(_answer(player, *json.loads(line))), file=answers)
 
 
-def _answer(player: Player, what: str, *numbers: int) -> dict[str, Any]:
+def _answer(player: Player, what: str, *arguments: int | str) -> dict[str, Any]:
     start = time.perf_counter()
     try:
-        getattr(player, what)(*numbers)
+        if what == "tune" and not hasattr(player, "tune"):
+            return {"seconds": 0.0}
+        settings = getattr(player, what)(*arguments)
     except Unable as error:
         return {"unable": str(error)}
     except Exception as error:  # the parent reports it with the others' figures
         return {"error": f"{type(error).__name__}: {error}"}
-    return {"seconds": time.perf_counter() - start}
+    return {"seconds": time.perf_counter() - start} | ({"settings": settings} if settings is not None else {})

@@ -33,6 +33,7 @@ class Contestant:
     missing: str | None = None
     load_seconds: float = 0.0
     notes: dict[str, str] = field(default_factory=dict)
+    settings: str = ""  # chosen by `tune`
 
     @property
     def pid(self) -> int:
@@ -100,6 +101,17 @@ def contest(
     done = take_turns(turns, rounds, [one.pid for one in able])
     failed = {one.name for one in able if test in one.notes}
     return {name: spread(each) for name, each in done.items() if name not in failed}
+
+
+def tune(contestants: list[Contestant], test: str, batch: int, tokens: int) -> None:
+    """Each contestant, alone, chooses the fastest of its settings for a test."""
+    for one in contestants:
+        if one.process is not None:
+            answer = one.ask("tune", test, batch, tokens)
+            one.settings = answer.get("settings", "")
+            if "error" in answer:
+                one.notes[test] = answer["error"]
+                print(f"{one.name}: {test}: {answer['error']}", file=sys.stderr)
 
 
 def steps_of_a_round(contestants: list[Contestant], test: str, begin: tuple[object, ...], seconds: float, most: int) -> dict[str, int]:

@@ -1,17 +1,21 @@
 """llama.cpp, by the low-level face of llama-cpp-python: `llama_decode`, then numpy's argmax over the logits. Weights from a GGUF file.
 
-Its own choices otherwise: flash attention when it sees fit, a KV cache in float16, weights repacked for the processor when it can.
-Batches are its own batches: several sequences in one `llama_decode`.
+The best of its settings counts: before a test, `tune` times flash attention on and off, with the file mapped and read into memory, and
+keeps the fastest. A KV cache in float16, weights repacked for the processor when it can. Batches are its own batches: several sequences in
+one `llama_decode`.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import time
 
 import numpy as np
 
 from benchmarks.compare.child import prompt, serve
+
+SETTINGS = [(mmap, flash) for mmap in (True, False) for flash in (0, 1)]  # llama_flash_attn_type: 0 disabled, 1 enabled
 
 
 class Llama:
@@ -22,21 +26,55 @@ class Llama:
         self._quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
         llama_cpp.llama_log_set(self._quiet, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
-        self.model = llama_cpp.llama_model_load_from_file(options.model.encode(), llama_cpp.llama_model_default_params())
+        self.options = options
+        self.model = self.context = None
+        self._load(*SETTINGS[0])
+        self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+        self.chunk = options.chunk
+        self.batch = llama_cpp.llama_batch_init(max(options.chunk, options.batch), 0, 1)
+        self.tokens: list[int] = []
+        self.position = 0
+
+    def _load(self, mmap: bool, flash: int) -> str:
+        """The model and a context with these settings, in place of those before; the settings' names."""
+        api, options = self.api, self.options
+        if self.context:
+            api.llama_free(self.context)
+        if self.model:
+            api.llama_model_free(self.model)
+        model = api.llama_model_default_params()
+        model.use_mmap = mmap
+        self.model = api.llama_model_load_from_file(options.model.encode(), model)
         if not self.model:
             raise RuntimeError(f"llama.cpp cannot load {options.model}")
-        params = llama_cpp.llama_context_default_params()
+        params = api.llama_context_default_params()
         params.n_ctx, params.n_seq_max = options.batch * options.length, options.batch
         params.n_batch = params.n_ubatch = max(options.chunk, options.batch)
         params.n_threads = params.n_threads_batch = options.threads
-        self.context = llama_cpp.llama_init_from_model(self.model, params)
+        params.flash_attn_type = flash
+        self.context = api.llama_init_from_model(self.model, params)
         if not self.context:
             raise RuntimeError(f"llama.cpp cannot make a context of {params.n_ctx} tokens")
-        self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
-        self.chunk = options.chunk
-        self.batch = llama_cpp.llama_batch_init(params.n_batch, 0, 1)
-        self.tokens: list[int] = []
-        self.position = 0
+        return f"mmap={int(mmap)} flash_attn={flash}"
+
+    def tune(self, test: str, batch: int, tokens: int) -> str:
+        """The fastest of SETTINGS at a test, loaded; best of three turns each. `tokens`: of the prompt, or the context."""
+        seconds = {}
+        for settings in SETTINGS:
+            self._load(*settings)
+            if test != "prefill":
+                self.begin(batch, tokens)
+            self._turn(test, tokens)
+            seconds[settings] = min(self._turn(test, tokens) for _ in range(3))
+        return self._load(*min(seconds, key=lambda settings: seconds[settings]))
+
+    def _turn(self, test: str, tokens: int) -> float:
+        start = time.perf_counter()
+        if test == "prefill":
+            self.prefill(tokens)
+        else:
+            self.steps(4)
+        return time.perf_counter() - start
 
     def _decode(self, entries: list[tuple[int, int, int, bool]]) -> list[int]:
         """One llama_decode of (token, position, sequence, wanted) entries; the most likely next tokens of those wanted."""

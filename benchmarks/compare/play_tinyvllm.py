@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 
 from benchmarks.compare.child import prompt, serve
 
@@ -17,6 +18,7 @@ class Tinyvllm:
             max_num_batched_tokens=max(options.chunk, options.batch),
         )  # fmt: skip
         self.stepping = Stepping(llm)
+        self.prompts = itertools.count()
 
     def begin(self, batch: int, context: int) -> None:
         self.stepping.begin([prompt(context, b) for b in range(batch)])
@@ -25,7 +27,7 @@ class Tinyvllm:
         self.stepping.steps(count)
 
     def prefill(self, tokens: int) -> None:
-        self.stepping.prefill(prompt(tokens))
+        self.stepping.prefill(prompt(tokens, next(self.prompts)))  # a repeated prompt is in the prefix cache
 
 
 if __name__ == "__main__":

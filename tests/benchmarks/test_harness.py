@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ def test_functions_take_turns_and_may_time_themselves() -> None:
 
 def test_disturbed_figures_are_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(harness, "commit", lambda: "abc1234")
     record("x", {"n": 1}, [spread([Round(1.0, 1.7)] * 3)])
     assert not (tmp_path / "results").exists() and "up to 1.7 processors" in capsys.readouterr().out
     record("x", {"n": 2}, [spread([Round(1.0, 0.0)] * 3)])
@@ -55,3 +57,32 @@ def test_plot_takes_the_newest_line_of_each_test(tmp_path: Path) -> None:
     assert [entry["test"] for entry in lines] == ["decode", "prefill"]
     assert ratios(lines).splitlines()[2].split("|")[-2].strip() == "2.00"
     assert "tinyvllm" in bars(lines[0]) and "20.0" in bars(lines[0])
+
+
+def test_figures_of_uncommitted_code_are_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(harness, "commit", lambda: "abc1234-dirty")
+    record("x", {"n": 1})
+    assert not (tmp_path / "results").exists() and "commit them first" in capsys.readouterr().out
+
+
+def test_results_do_not_make_a_commit_dirty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are appended while a benchmark runs: the next figure belongs to the same commit."""
+
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True, capture_output=True)
+
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    code, result = tmp_path / "benchmarks" / "harness.py", tmp_path / "benchmarks" / "results" / "x.jsonl"
+    code.touch()
+    result.touch()
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "all")
+    monkeypatch.setattr(harness, "__file__", str(code))
+    result.write_text("a figure")
+    assert harness.commit() and not harness.commit().endswith("-dirty")
+    code.write_text("changed")
+    assert harness.commit().endswith("-dirty")
