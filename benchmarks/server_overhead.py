@@ -27,7 +27,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.event_stream import Client, Stream
-from benchmarks.harness import record, spread, table, take_turns
+from benchmarks.harness import one_round, record, spread, table, take_turns
 from benchmarks.serving import own_server
 from benchmarks.shapes import SHAPES, write_config
 
@@ -248,6 +248,10 @@ def ready(rounds: int) -> dict[str, Any]:
     return {"ready_s": round(median(found[1:]), 2), "fastest_s": round(min(found[1:]), 2)}
 
 
+def _pause() -> None:
+    time.sleep(1.0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="a server versus LLM offline")
     parser.add_argument("--what", default="overhead,first,idle,ready")
@@ -258,13 +262,14 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    what, spreads, said = options.what.split(","), [], {"shape": options.shape}
+    what = options.what.split(",")
     with TemporaryDirectory() as root:
         folder = write_model(options.shape, Path(root) / options.shape)
         if "overhead" in what:
-            rows = [_told(overhead(options, folder, clients)) for clients in options.clients]
-            spreads = [each for row in rows for each in row.pop("spreads")]
-            said["overhead"] = rows
+            for clients in options.clients:
+                row = _told(overhead(options, folder, clients))
+                spreads = row.pop("spreads")
+                record("server_overhead", {"what": "overhead", "shape": options.shape, **row}, spreads)
         measures: dict[str, Callable[[], dict[str, Any]]] = {
             "first": partial(first_token, options, folder),
             "idle": idle,
@@ -272,10 +277,9 @@ def main() -> None:
         }
         for name, measure in measures.items():
             if name in what:
-                said[name] = measure()
-                print(name, said[name], flush=True)
-    if spreads:
-        record("server_overhead", said, spreads)
+                before, figures, after = one_round(_pause), measure(), one_round(_pause)  # is the machine quiet?
+                print(name, figures, flush=True)
+                record("server_overhead", {"what": name, "shape": options.shape, **figures}, [spread([before, after])])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,191 @@
+"""Writes the figures of README.md and docs/figures.md from benchmarks/results, so that each figure has a record.
+
+    python -m benchmarks.figures --write
+
+A page has blocks between `<!-- figures NAME -->` and `<!-- end -->`; each is made of the newest records of one kind of processor. Only
+records of a clean commit count. A row without such a record is left out. tests/benchmarks/test_figures.py checks that the pages are up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import RESULTS, table
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "docs/figures.md")
+PEERS = ("tinyvllm", "llama.cpp", "transformers")
+_BLOCK = re.compile(r"(<!-- figures (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_FLAGS = {
+    "avx2": "AVX2",
+    "avx512f": "AVX-512",
+    "avx512_vnni": "VNNI",
+    "avx512_bf16": "BF16",
+    "amx_tile": "AMX",
+    "asimd": "NEON",
+    "i8mm": "I8MM",
+}
+
+Line = dict[str, Any]
+
+# what a row is called: format and test of `benchmarks.compare`, shape tinyllama-1.1b
+COMPARED = {
+    "one sequence, bf16": ("BF16", "decode"),
+    "one sequence, Q8_0": ("Q8_0", "decode"),
+    "one sequence, Q4_0": ("Q4_0", "decode"),
+    "one sequence with 7,936 tokens of context, bf16": ("BF16", "context"),
+    "sixteen sequences in one batch, bf16": ("BF16", "batch"),
+    "prompt of 512 tokens, bf16": ("BF16", "prefill"),
+    "prompt of 512 tokens, Q8_0": ("Q8_0", "prefill"),
+    "prompt of 512 tokens, Q4_0": ("Q4_0", "prefill"),
+}
+
+
+def records(name: str) -> list[Line]:
+    """The lines of results/NAME.jsonl that belong to a commit, the oldest first."""
+    path = RESULTS / f"{name}.jsonl"
+    lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+    return [line for line in lines if line["commit"] and not line["commit"].endswith("-dirty") and line.get("isa")]
+
+
+def processor(line: Line) -> str:
+    """ "2 cores of an AMD EPYC (AVX2, AVX-512, VNNI, BF16)"."""
+    flags = ", ".join(text for flag, text in _FLAGS.items() if flag in line["isa"].split())
+    return f"{line['cores']} cores of an {line['cpu']} ({flags})"
+
+
+def newest(lines: Iterable[Line], **wanted: object) -> Line | None:
+    return next((line for line in reversed(list(lines)) if all(line.get(k) == v for k, v in wanted.items())), None)
+
+
+def by_processor(lines: list[Line], block: Callable[[list[Line]], str]) -> str:
+    """One block a kind of processor, each with its heading; the kind measured last comes first."""
+    kinds = list(dict.fromkeys(processor(line) for line in reversed(lines)))
+    return "\n\n".join(f"{kind}:\n\n{block([line for line in lines if processor(line) == kind])}" for kind in kinds)
+
+
+def compared(lines: list[Line], roofs: bool) -> str:
+    """Tokens a second of every contestant; with `roofs` also their share of what reading the weights once a token allows."""
+    rows: list[list[object]] = []
+    for label, (format, test) in COMPARED.items():
+        line = newest(lines, shape="tinyllama-1.1b", format=format, test=test)
+        if line is None:
+            continue
+        rates = {name: figures["rate"] for name, figures in line["tok_s"].items()}
+        row: list[object] = [label, *(_rate(rates.get(name)) for name in PEERS)]
+        others = [rate for name, rate in rates.items() if name != "tinyvllm"]
+        row.append(f"{rates['tinyvllm'] / max(others):.2f}" if others else "")
+        if roofs:
+            of_roof = line.get("of_roof") or {}
+            row += [f"{of_roof[name]:.0%}" if name in of_roof else "" for name in PEERS[:2]]
+            row += [line["read_GBps"], line.get("settings", {}).get("llama.cpp", ""), line["commit"]]
+        rows.append(row)
+    roof_columns = ["tinyvllm of the roof", "llama.cpp of the roof", "GB/s", "llama.cpp's settings", "commit"] if roofs else []
+    return table(["tok/s, TinyLlama-1.1B's shape", *PEERS, "tinyvllm / best other", *roof_columns], rows)
+
+
+def _rate(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def readme(lines: list[Line]) -> str:
+    """The table of the newest kind of processor."""
+    kind = processor(lines[-1])
+    return f"{kind}:\n\n{compared([line for line in lines if processor(line) == kind], roofs=False)}"
+
+
+# each: records' file, which record, what is measured, and the words for its figures
+OTHERS: list[tuple[str, dict[str, object], str, Callable[[Line], str]]] = [
+    ("traffic", {"what": "batching", "work": "equal lengths"}, "continuous vs. static batching, equal lengths, 160M shape",
+     lambda r: f"{r['of_static']:.1%}"),
+    ("traffic", {"what": "batching", "work": "random lengths"}, "continuous vs. static batching, mixed lengths, 160M shape",
+     lambda r: f"{r['of_static']:.1%}"),
+    ("traffic", {"what": "prefix"}, "first token after 2,048 cached tokens vs. computing them, 1.1B shape",
+     lambda r: f"{r['hit_ms']:.0f} ms vs. {r['miss_ms']:.0f} ms, {r['miss_ms'] / r['hit_ms']:.0f} times sooner"),
+    ("traffic", {"what": "together", "tokens": 2048}, "16 requests at once sharing an uncached 2,048-token prefix, 1.1B shape",
+     lambda r: f"{r['one_s']:.1f} s; {r['each_s']:.1f} s if each computes it"),
+    ("traffic", {"what": "cache"}, "prefix-cache bookkeeping at a 0% hit rate, 160M shape", lambda r: f"{r['share']:.1%} of the time"),
+    ("traffic", {"what": "idle", "batch": 1}, "device idle while decoding one sequence, 1.1B shape", lambda r: f"{r['share']:.1%}"),
+    ("traffic", {"what": "idle", "batch": 16}, "device idle while decoding sixteen, 1.1B shape", lambda r: f"{r['share']:.1%}"),
+    ("traffic", {"what": "host"}, "scheduling and preparing a step of 64 decodes, 1.1B shape",
+     lambda r: f"{r['us']:.0f} us in the median, {r['us_90th']:.0f} us at the 90th percentile"),
+    ("traffic", {"what": "ramp"}, "first token, thirty requests to a fresh server, with warmup / without, 160M shape",
+     lambda r: f"{r['before']['first_median_ms']} ms / {r['on the way']['first_median_ms']} ms"),
+    ("server_overhead", {"what": "overhead", "clients": 16}, "16 streaming clients of the server vs. `LLM.generate`, 160M shape",
+     lambda r: f"{r['overhead']:.1%} slower"),
+    ("server_overhead", {"what": "overhead", "clients": 64}, "64 streaming clients of the server vs. `LLM.generate`, 160M shape",
+     lambda r: f"{r['overhead']:.1%} slower"),
+    ("server_overhead", {"what": "first"}, "first token of a short prompt during prefill of four prompts of 4,096 tokens, 160M shape",
+     lambda r: f"{r['loaded_ms'] / 1000:.2f} s; all four take {r['four_prompts_s']:.1f} s"),
+    ("server_overhead", {"what": "ready"}, "server ready with the bundled model, warm caches", lambda r: f"{r['ready_s']:.1f} s"),
+    ("server_overhead", {"what": "idle"}, "processor time of an idle server in 10 s, after warmup", lambda r: f"{r['idle_cpu_s']:.2f} s"),
+    ("start", {"model": None}, "`python main.py --prompt hi --max-tokens 1`, bundled model, warm caches, whole process",
+     lambda r: f"{r['seconds']['1 tokens']['median']:.2f} s"),
+    ("memory", {"model": "tinyllama-1.1b"}, "resident memory, eight sequences, 1.1B shape in bf16",
+     lambda r: f"{r['ran']['resident'] / 1e6:.0f} MB, {r['ratio']:.2f} times its weights and KV cache"),
+]  # fmt: skip
+
+
+def others(_: list[Line]) -> str:
+    """Everything that is not a comparison of engines, a row a measurement."""
+    rows: list[list[object]] = []
+    for name, wanted, label, words in OTHERS:
+        line = newest(records(name), **wanted)
+        if line is not None:
+            rows.append([label, words(line), processor(line), f"`{name}`", line["commit"]])
+    return table(["what", "measured", "processor", "`benchmarks.`", "commit"], rows) if rows else "No record of a clean commit yet."
+
+
+def ops(lines: list[Line]) -> str:
+    """Each op of a layer, as tinygrad compiles it and as our kernel."""
+    line = lines[-1]
+    rows: list[list[object]] = [
+        [op, f"{f['reference_us']:.0f}", f"{f['kernel_us']:.0f}", f"{f['faster']:.1f}"] for op, f in line["ops"].items()
+    ]
+    return table([f"us, commit {line['commit']}", "tinygrad", "kernel", "times faster"], rows)
+
+
+def engines(lines: list[Line]) -> str:
+    return by_processor(lines, lambda kind: compared(kind, roofs=True))
+
+
+BLOCKS: dict[str, tuple[str, Callable[[list[Line]], str]]] = {
+    "readme": ("compare", readme),
+    "engines": ("compare", engines),
+    "ops": ("reference", lambda lines: by_processor(lines, ops)),
+    "others": ("traffic", others),
+}
+
+
+def filled(text: str) -> str:
+    """A page's text with its blocks filled again."""
+
+    def block(match: re.Match[str]) -> str:
+        name, make = BLOCKS[match[2]]
+        lines = records(name)
+        made = make(lines) if lines or make is others else "No record of a clean commit yet."
+        return f"{match[1]}{made}\n{match[3]}"
+
+    return _BLOCK.sub(block, text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="the figures of the pages, from the records")
+    parser.add_argument("--write", action="store_true", help="write the pages; otherwise only say which are out of date")
+    options = parser.parse_args()
+    for page in PAGES:
+        path = ROOT / page
+        text = path.read_text()
+        if filled(text) != text:
+            print(f"{page}: {'written' if options.write else 'out of date'}")
+            if options.write:
+                path.write_text(filled(text))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Every figure of README.md and docs/figures.md comes from a record of benchmarks/results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import figures
+from benchmarks.figures import BLOCKS, PAGES, ROOT, compared, filled, newest, records
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_are_what_the_records_say(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert filled(text) == text, f"{page} is out of date: run python -m benchmarks.figures --write"
+
+
+def test_a_changed_figure_is_found(tmp_path: Path) -> None:
+    text = "<!-- figures readme -->\n| one sequence, bf16 | 999 |\n<!-- end -->\n"
+    assert "999" not in filled(text)
+
+
+def test_every_block_is_on_a_page() -> None:
+    text = "".join((ROOT / page).read_text() for page in PAGES)
+    assert all(f"<!-- figures {name} -->" in text for name in BLOCKS)
+
+
+def test_records_of_changed_code_or_an_unnamed_processor_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    lines = [{"n": 1, "commit": "a", "isa": "avx2"}, {"n": 2, "commit": "a-dirty", "isa": "avx2"}, {"n": 3, "commit": "b"}]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [line["n"] for line in records("x")] == [1]
+
+
+def test_the_newest_record_of_a_row_counts() -> None:
+    def line(rate: float) -> dict[str, object]:
+        return {"shape": "tinyllama-1.1b", "format": "BF16", "test": "decode", "commit": "a",
+                "tok_s": {"tinyvllm": {"rate": rate}, "llama.cpp": {"rate": 10.0}}}  # fmt: skip
+
+    text = compared([line(5.0), line(20.0)], roofs=False)
+    assert "20.0" in text and "2.00" in text and "5.0 " not in text
+    assert newest([line(5.0)], test="prefill") is None
