@@ -3,7 +3,8 @@
     python -m benchmarks.figures --write
 
 A page has blocks between `<!-- figures NAME -->` and `<!-- end -->`; each is made of the newest records of one kind of processor. Only
-records of a clean commit count. A row without such a record is left out. tests/benchmarks/test_figures.py checks that the pages are up to date.
+records of a clean commit count. A row without such a record is left out. tests/benchmarks/test_figures.py checks that the pages are up to
+date.
 """
 
 from __future__ import annotations
