@@ -1,9 +1,9 @@
 """The side of a contestant: a process of its own that loads one model and then does what it is told, line by line.
 
 Standard input brings JSON lists, `["tune", test, B, T]`, `["begin", B, C]`, `["steps", N]`, `["prefill", T]`; each is answered by one
-JSON line on standard output, `{"seconds": s}`, or `{"error": text}`. What the libraries print goes to standard error. This file and those of
-the contestants are run by whatever interpreter has the contestant installed: the standard library and numpy are all that may be expected of
-it.
+JSON line on standard output, `{"seconds": s}`, or `{"error": text}`. What the libraries print goes to standard error. This file and those
+of the contestants are run by whatever interpreter has the contestant installed: the standard library and numpy are all that may be
+expected of it.
 """
 
 from __future__ import annotations
