@@ -200,8 +200,8 @@ class Switch:
 
 
 def _parse_folder(name: str, text: str) -> Path:
-    folder = Path(text).expanduser()
-    if not text.strip() or (folder.exists() and not folder.is_dir()):
+    folder = Path(os.path.expanduser(text))  # unlike Path.expanduser, without an error where there is no home
+    if not text.strip() or (os.path.exists(folder) and not os.path.isdir(folder)):
         raise ArgumentError(f"{name} must name a folder, got {text!r}")
     return folder
 
@@ -250,11 +250,17 @@ def environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """The folder for compiled and downloaded files. Not created here."""
+    """Where files that can be made again should be. Not created or checked here: `storage.cache.open_cache` does that."""
     environ = os.environ if environ is None else environ
-    base = Path(environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    folder: Path = environment(environ).get("TINYVLLM_CACHE", base / "tinyvllm")
-    return folder
+    folder: Path | None = environment(environ).get("TINYVLLM_CACHE")
+    if folder is not None:
+        return folder
+    if base := environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "tinyvllm"
+    home = os.path.expanduser("~/.cache/tinyvllm")
+    if home.startswith("~"):  # neither HOME nor an entry in the table of users
+        return Path(environ.get("TMPDIR") or "/tmp") / f"tinyvllm-{os.getuid()}"
+    return Path(home)
 
 
 def _locate(model: str | os.PathLike[str] | None, revision: str | None) -> str:

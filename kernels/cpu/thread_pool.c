@@ -1,6 +1,7 @@
 // The thread pool: threads that run lists of kernels together, and the loop in which they wait for the next list.
 //
-// A shared library of its own, not a kernel. Python starts the threads; they stay in `pool_work` without the GIL.
+// Not a kernel: Python starts the threads; they stay in `pool_work` without the GIL. Compiled as the kernels are, into an object that is
+// loaded from memory; `thread_pool` is all that Python calls.
 //
 // A list is int64 words, for each kernel: address, kind, number of arguments, index of the core number, number of cores, arguments.
 //   TEAM    a kernel of this project: all threads call it, each with its own thread_team as the last argument
@@ -25,6 +26,18 @@ struct shared {
 static uint64_t clock_now(void);
 static uint64_t clock_ticks(long microseconds);
 static void run_list(const struct thread_team *team, const int64_t *list, long count);
+
+long pool_work(struct shared *shared, long thread, long threads, long seen, long patience);
+uint64_t pool_post(struct shared *shared, long threads, const int64_t *list, long count, long times);
+void pool_go(struct shared *shared, long threads);
+
+// One of the three functions below, by its number.
+long thread_pool(long function, struct shared *shared, long a, long b, long c, long d) {
+  if (function == 0) return pool_work(shared, a, b, c, d);
+  if (function == 1) return (long)pool_post(shared, a, (const int64_t *)b, c, d);
+  pool_go(shared, a);
+  return 0;
+}
 
 // The loop of a worker: waits for a list, spinning for about `patience` microseconds, and runs it. Returns the number of the last list it
 // ran when it should sleep, and -1 at the end of the pool. Called again with that number, it continues.

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import pytest
 
 from tinyvllm.backends import autotune
-from tinyvllm.backends.autotune import MARGIN, TURNS, Tuner, name_of
+from tinyvllm.backends.autotune import FILE, MARGIN, TURNS, Tuner, name_of
 from tinyvllm.errors import KernelError
+from tinyvllm.storage.cache import open_cache
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def seconds(*each: float) -> dict[Cut, float]:
 
 
 def tuner(machine: Machine, path=None, budget: float = 2.0) -> Tuner:
-    return Tuner("Apple M2 Max", path, budget, machine.clock)
+    return Tuner("Apple M2 Max", None if path is None else open_cache(path), budget, machine.clock)
 
 
 def choose(tuner: Tuner, machine: Machine, shape: str = "O=64 I=32", source: str = "a") -> Cut:
@@ -84,21 +85,21 @@ def test_what_does_not_run_here_is_not_taken():
 
 
 def test_figures_are_remembered(tmp_path):
-    path = tmp_path / "made" / "autotune.json"
+    path = tmp_path / "made"
     machine = Machine(seconds(0.004, 0.005, -1, 0.003))
     choose(tuner(machine, path), machine)
-    (kept,) = json.loads(path.read_text())["Apple M2 Max"].values()
+    (kept,) = json.loads(open_cache(path).read(FILE))["Apple M2 Max"].values()
     assert set(kept) == {name_of(variant) for variant in CANDIDATES} and name_of(Cut(8, True)) == "rows=8 staged=1"
     later = Machine(seconds(0.001, 0.001, 0.001, 0.001))
     assert choose(tuner(later, path), later) == Cut(8, True) and not later.compiled
-    other = Tuner("Apple M1", path, 2.0, later.clock)
+    other = Tuner("Apple M1", open_cache(path), 2.0, later.clock)
     assert choose(other, later) == DEFAULT and len(later.compiled) == 4, "another GPU"
-    assert set(json.loads(path.read_text())) == {"Apple M1", "Apple M2 Max"}
+    assert set(json.loads(open_cache(path).read(FILE))) == {"Apple M1", "Apple M2 Max"}
     assert choose(tuner(later, path), later, source="b") == DEFAULT and len(later.compiled) == 8, "another kernel"
 
 
 def test_two_seconds_in_all(tmp_path):
-    path = tmp_path / "autotune.json"
+    path = tmp_path
     machine = Machine(seconds(0.004, 0.005, 0.002, 0.003), compiling=0.4)
     one = tuner(machine, path)
     assert choose(one, machine) == Cut(8)
@@ -111,7 +112,7 @@ def test_two_seconds_in_all(tmp_path):
 
 
 def test_the_next_process_times_what_is_left(tmp_path):
-    path = tmp_path / "autotune.json"
+    path = tmp_path
     machine = Machine(seconds(0.004, 0.005, 0.006, 0.003), compiling=0.6)
     assert choose(tuner(machine, path), machine) == DEFAULT and machine.compiled == CANDIDATES[:2]
     slower = Machine(seconds(0.008, 0.010, 0.012, 0.006), compiling=0.1)  # the GPU is warm: all takes twice as long
@@ -122,7 +123,7 @@ def test_the_next_process_times_what_is_left(tmp_path):
 
 
 def test_a_removed_candidate_is_not_chosen(tmp_path):
-    path = tmp_path / "autotune.json"
+    path = tmp_path
     machine = Machine(seconds(0.004, 0.005, 0.002, 0.003))
     choose(tuner(machine, path), machine)
     left = [cut for cut in CANDIDATES if cut != Cut(8)]
@@ -131,8 +132,8 @@ def test_a_removed_candidate_is_not_chosen(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"Apple M2 Max": 3}', '{"Apple M2 Max": {"k": {"v": "x"}}}', '{"A": {"k": []}}'])
 def test_a_broken_file_is_replaced(tmp_path, text):
-    path = tmp_path / "autotune.json"
-    path.write_text(text)
+    path = tmp_path
+    assert open_cache(path).write(FILE, text.encode())
     machine = Machine(seconds(0.004, 0.005, 0.002, 0.003))
     assert choose(tuner(machine, path), machine) == Cut(8)
     later = Machine(seconds(1, 1, 1, 1))
@@ -142,7 +143,7 @@ def test_a_broken_file_is_replaced(tmp_path, text):
 def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path):
     (tmp_path / "file").write_text("")
     machine = Machine(seconds(0.004, 0.005, 0.002, 0.003))
-    assert choose(tuner(machine, tmp_path / "file" / "autotune.json"), machine) == Cut(8)
+    assert choose(tuner(machine, tmp_path / "file"), machine) == Cut(8)
 
 
 def test_the_switch(monkeypatch, tmp_path):

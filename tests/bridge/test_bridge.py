@@ -310,13 +310,14 @@ def test_uninitialized_gives_the_shapes_and_restores_tensor():
 def test_programs_of_another_process_are_found_on_disk(tmp_path):
     """The second process compiles nothing: its kernel comes from the table, also with a compiler that cannot work."""
     code = (
-        "import os\nfrom tinyvllm.bridge import enable_program_cache\nenable_program_cache()\nfrom tinygrad import Tensor\n"
+        "import os\nfrom tinyvllm.bridge import enable_program_cache\nenable_program_cache('this')\nfrom tinygrad import Tensor\n"
         "print((Tensor([1.0, 2.0, 3.0]).contiguous().realize() * 7).sum().item())"
     )
-    environ = os.environ | {"CACHEDB": str(tmp_path / "cache.db"), "DEV": "CPU"}
+    environ = os.environ | {"TINYVLLM_CACHE": str(tmp_path), "CACHEDB": str(tmp_path / "none" / "cache.db"), "DEV": "CPU"}
     first = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
     second = subprocess.run([sys.executable, "-c", code], env=environ | {"CC": "/bin/false"}, capture_output=True, text=True)
     assert first.stdout == second.stdout == "42.0\n", second.stderr
+    assert not (tmp_path / "none").exists(), "tinygrad's own database is never opened"
 
 
 def test_a_buffer_that_is_collected_in_tinygrads_own_worker_does_not_stop_it():

@@ -16,12 +16,12 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 from tinyvllm.backends.source import kernel_source
-from tinyvllm.config import cache_folder, environment
+from tinyvllm.config import environment
 from tinyvllm.errors import KernelError
+from tinyvllm.storage.cache import CacheFolder, open_cache
 
 BUDGET = 2.0  # seconds of a process
 MARGIN = 0.03  # of the default's time
@@ -40,14 +40,14 @@ def name_of(candidate: Any) -> str:
 class Tuner:
     """Choices for one GPU, named by `gpu`, such as "Apple M2 Max": chips of a family differ in cores and bandwidth.
 
-    `path` is the file that keeps the figures, None for no file; `clock` is what the budget is measured with.
+    `cache` keeps the figures, None keeps nothing; `clock` is what the budget is measured with.
     """
 
-    def __init__(self, gpu: str, path: Path | None, budget: float = BUDGET, clock: Callable[[], float] = time.perf_counter):
-        self._gpu, self._path, self._remaining, self._clock = gpu, path, budget, clock
+    def __init__(self, gpu: str, cache: CacheFolder | None, budget: float = BUDGET, clock: Callable[[], float] = time.perf_counter):
+        self._gpu, self._cache, self._remaining, self._clock = gpu, cache, budget, clock
         self._lock = threading.Lock()
         self._choices: dict[str, str] = {}  # of this process, never changed: all captured steps use the same kernel
-        self._figures = _read(path).get(gpu, {})
+        self._figures = _read(cache).get(gpu, {})
 
     def choose(
         self, stem: str, shape: str, candidates: list[Candidate], timed: Callable[[Candidate], Callable[[], float]], source: str = ""
@@ -74,7 +74,7 @@ class Tuner:
             scale = then / now if max(then, now) < _NEVER else 1.0
             known = {name: seconds * scale for name, seconds in fresh.items()} | known
             self._figures[key] = known
-            _write(self._path, self._gpu, key, known)
+            _write(self._cache, self._gpu, key, known)
         best = min(named, key=lambda name: known.get(name, _NEVER))
         return best if known.get(best, _NEVER) < known.get(default, _NEVER) * (1 - MARGIN) else default
 
@@ -101,37 +101,33 @@ class Tuner:
         return seconds
 
 
-def _read(path: Path | None) -> dict[str, dict[str, dict[str, float]]]:
-    """Seconds by GPU, kernel and candidate; nothing if the file cannot be read or has another format."""
+def _read(cache: CacheFolder | None) -> dict[str, dict[str, dict[str, float]]]:
+    """Seconds by GPU, kernel and candidate; nothing if there is no file, or one of another format."""
+    content = None if cache is None else cache.read(FILE)
+    if content is None:
+        return {}
     try:
-        content = json.loads(path.read_text()) if path is not None else {}
         return {
             gpu: {key: {name: float(seconds) for name, seconds in figures.items()} for key, figures in kernels.items()}
-            for gpu, kernels in content.items()
+            for gpu, kernels in json.loads(content).items()
         }
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return {}
 
 
-def _write(path: Path | None, gpu: str, key: str, figures: dict[str, float]) -> None:
+def _write(cache: CacheFolder | None, gpu: str, key: str, figures: dict[str, float]) -> None:
     """Add one kernel's figures to those of other processes in the file. A folder that cannot be written keeps nothing."""
-    if path is None:
+    if cache is None:
         return
-    every = _read(path)
+    every = _read(cache)
     every.setdefault(gpu, {})[key] = figures
-    fresh = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(json.dumps(every, indent=1, sort_keys=True))
-        fresh.replace(path)
-    except OSError:
-        pass
+    cache.write(FILE, json.dumps(every, indent=1, sort_keys=True).encode())
 
 
 @functools.cache
 def tuner(gpu: str) -> Tuner | None:
     """The tuner of this process for a GPU; None if TINYVLLM_AUTOTUNE=0 asks for the defaults."""
-    return Tuner(gpu, cache_folder() / FILE) if environment(os.environ).get("TINYVLLM_AUTOTUNE", True) else None
+    return Tuner(gpu, open_cache()) if environment(os.environ).get("TINYVLLM_AUTOTUNE", True) else None
 
 
 def tuned(

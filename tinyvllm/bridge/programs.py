@@ -1,39 +1,90 @@
-"""tinygrad's schedules and compiled programs, kept on disk for the next process."""
+"""What tinygrad keeps between processes, in our cache folder: schedules, programs, and what its compilers and its search returned.
+
+tinygrad has a database for this, in a folder of its own choice, and unpickles its rows: a damaged database stops every start, and a
+planted row runs code. So tinygrad's two functions that read and write it are replaced. Values are files of the cache folder
+(`storage.cache`), which are verified before they are read; the pickles in them may name tinygrad's data classes only.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
+import io
 import os
-import threading
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 from tinygrad import UOp, codegen, helpers, schedule
-from tinygrad.helpers import diskcache_get, diskcache_put
 from tinygrad.uop.ops import Ops
+
+from tinyvllm.storage.cache import open_cache
+
+FOLDER = "tinygrad"  # in the cache folder
+_VERSION = "0.13.0-1"  # tinygrad's version, and a count of changes here
+# Classes of plain data. Building them runs no code of the pickle.
+_CLASSES = {
+    "tinygrad.codegen.opt": ("Opt", "OptOps"),
+    "tinygrad.dtype": ("AddrSpace", "ConstFloat", "DType", "ImageDType", "InvalidType", "PtrDType"),
+    "tinygrad.helpers": ("Metadata",),
+    "tinygrad.renderer": ("Estimates",),
+    "tinygrad.uop": ("Ops",),
+    "tinygrad.uop.ops": ("AxisType", "CallInfo", "KernelInfo", "Metadata", "ProgramInfo", "UOp"),
+}
+_READERS = ("tinygrad.helpers", "tinygrad.device", "tinygrad.codegen.opt.search")  # modules that have the two functions by name
+_machine = ""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return getattr(importlib.import_module(module), name)
+
+
+def _load(table: str, key: object) -> Any:
+    """The value that an earlier process has kept; None if there is none, or none that is believed."""
+    if helpers.CACHELEVEL < 1:
+        return None
+    place = _place(table, key)
+    content = open_cache().read(place)
+    if content is None:
+        return None
+    try:
+        return _Unpickler(io.BytesIO(content)).load()
+    except Exception as error:  # a pickle that was not written here can raise anything
+        open_cache().discard(place, f"{type(error).__name__}: {error}"[:200])
+        return None
+
+
+def _keep(table: str, key: object, value: Any, prepickled: bool = False) -> Any:
+    if helpers.CACHELEVEL >= 1:
+        open_cache().write(_place(table, key), value if prepickled else pickle.dumps(value))
+    return value
+
+
+def _place(table: str, key: object) -> str:
+    name = "\0".join((_VERSION, _machine, table, repr(key)))
+    return f"{FOLDER}/{hashlib.sha256(name.encode()).hexdigest()[:40]}"
 
 
 class DiskTable(dict[Any, Any]):
     """One of tinygrad's caches, extended to disk: tinygrad keeps binaries there but derives every kernel's source again in each process."""
 
     def __init__(self, table: str, strip: Callable[[UOp], UOp]):
-        self._table, self._strip = f"tinyvllm_{table}_tinygrad_0_13_0_a", strip
+        self._table, self._strip = table, strip
 
     def get(self, key: Any, default: Any = None) -> Any:
         value = super().get(key)
-        if value is None and (value := diskcache_get(self._table, _digest(key))) is not None:
+        if value is None and (value := _load(self._table, key)) is not None:
             super().__setitem__(key, value)
         return default if value is None else value
 
     def __setitem__(self, key: Any, value: UOp) -> None:
         value = self._strip(value)
         super().__setitem__(key, value)
-        diskcache_put(self._table, _digest(key), value)
-
-
-def _digest(key: Any) -> str:
-    return hashlib.sha256(repr(key).encode()).hexdigest()
+        _keep(self._table, key, value)
 
 
 def _without_linear(program: UOp) -> UOp:
@@ -50,22 +101,17 @@ def _max_value(amount: int | UOp) -> int:
     return int(amount.vmax) if isinstance(amount, UOp) else amount
 
 
-_connections = threading.local()
-_connect = helpers.db_connection
+def enable_program_cache(machine: str) -> None:
+    """From now on, look up schedules and compiled programs of earlier processes on disk. Start-up falls from seconds to tenths.
 
-
-def _connection_of_thread() -> Any:
-    """A connection to tinygrad's disk cache for this thread: sqlite refuses to share tinygrad's one connection among threads."""
-    if getattr(_connections, "own", None) is None:
-        helpers._db_connection = None
-        _connections.own = _connect()  # type: ignore[no-untyped-call]
-    return _connections.own
-
-
-def enable_program_cache() -> None:
-    """From now on, look up schedules and compiled programs of earlier processes on disk. Start-up falls from seconds to tenths."""
+    `machine` names what tinygrad compiles for: its C compiler uses all instructions of the processor, which its own keys do not name.
+    """
+    global _machine
     os.environ.setdefault("GRAPH_ONE_KERNEL", "1")  # a single kernel also replays as a graph, in half the host time
+    _machine = machine
     if not isinstance(codegen.to_program_cache, DiskTable):
-        helpers.db_connection = _connection_of_thread
+        for name in _READERS:
+            module = importlib.import_module(name)
+            module.diskcache_get, module.diskcache_put = _load, _keep  # type: ignore[attr-defined]
         codegen.to_program_cache = DiskTable("programs", _without_linear)
         schedule.schedule_cache = DiskTable("schedules", lambda linear: linear)

@@ -8,7 +8,7 @@ import platform
 import sys
 from pathlib import Path
 
-from tinyvllm.backends.cpu.toolchain import provide_compiler
+from tinyvllm.backends.cpu.toolchain import processor, provide_compiler
 from tinyvllm.backends.cuda.nvrtc import provide_nvrtc
 from tinyvllm.errors import ArgumentError
 from tinyvllm.placement import Placement
@@ -52,7 +52,7 @@ def start_device(choice: str, cache: Path) -> str:
     from tinyvllm.backends.registry import open_device
     from tinyvllm.bridge import enable_program_cache, prefer_device
 
-    enable_program_cache()
+    enable_program_cache(processor())
     prefer_device(placement.kind)  # the environment comes too late if the caller has already imported tinygrad
     try:
         open_device(placement)

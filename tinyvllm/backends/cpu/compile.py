@@ -1,67 +1,68 @@
-"""Compiles C kernels and keeps the result on disk, by what it was made of: source, compiler, flags and target."""
+"""Compiles C kernels and keeps the result in the cache folder, by what it was made of: source, flags, target and processor architecture.
+
+The compiler is not part of the key. The flags leave it no freedom that changes results (no contraction, no fast math), so the object of
+another compiler computes the same, and a copied cache folder works where there is no compiler at all. To have all compiled by
+another compiler, delete the folder `kernels`.
+"""
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import os
 import platform
 import subprocess
 import sys
-import threading
-from pathlib import Path
 
 from tinyvllm.backends.cpu.toolchain import provide_compiler, target_flags
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.source import kernel_source, kernel_text
 from tinyvllm.config import cache_folder
 from tinyvllm.errors import KernelError
+from tinyvllm.storage.cache import open_cache
 
+VERSION = 1  # of the objects in the cache folder: a change compiles all again
 _QUIET = ("-Wno-deprecated-non-prototype", "-Wno-pass-failed")
 _COMMON = ("-x", "c", "-O2", "-fPIC", "-fno-math-errno", "-fno-ident", "-fno-stack-protector", *_QUIET)
 # A kernel is freestanding: it is not linked with anything, so the compiler must not insert calls to memset or memcpy.
 _ALONE = ("-c", "-ffreestanding", "-nostdlib", "-fno-builtin", "-fno-jump-tables", "-ffp-contract=off")
 # tinygrad loads ELF everywhere; macOS's own format is another
 _ELF = (f"--target={platform.machine()}-none-unknown-elf",) if sys.platform == "darwin" else ()
+# Before the headers, which define functions.
+_ENTRY = """long {stem}();
+typedef long (*called)(long, long, long, long, long, long);
+long entry(long f, long a, long b, long c, long d, long e) {{ return ((called){stem})(f, a, b, c, d, e); }}
+"""
 
 
 def object_code(kernel: Kernel) -> bytes:
     """The object file of a CPU kernel. KernelError with the compiler's words where it does not compile."""
-    flags = (*_COMMON, *_ALONE, *_ELF, *target_flags(kernel.target))
-    return _compiled(kernel_text(kernel), flags, kernel.name, ".o").read_bytes()
+    return _compiled(kernel_text(kernel), kernel.name, kernel.target)
 
 
-def library(stem: str) -> Path:
-    """The shared library made of `kernels/cpu/STEM.c`, for code that Python calls itself."""
-    ending = ".dylib" if sys.platform == "darwin" else ".so"
-    return _compiled(kernel_source("cpu", stem), (*_COMMON, "-shared", "-nostdlib"), stem, ending)
+def object_code_of(stem: str) -> bytes:
+    """The object file of `kernels/cpu/STEM.c` with the function STEM, of six integers, at its start: code that Python calls itself."""
+    return _compiled(_ENTRY.format(stem=stem) + kernel_source("cpu", stem), stem, "plain")
 
 
-def _compiled(text: str, flags: tuple[str, ...], name: str, ending: str) -> Path:
+def _compiled(text: str, name: str, target: str) -> bytes:
+    flags = (*_COMMON, *_ALONE, *_ELF, *target_flags(target))
+    key = "\0".join((text, *flags, sys.platform, platform.machine(), str(VERSION)))
+    place, cache = f"kernels/{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.o", open_cache()
+    code = cache.read(place)
+    if code is None:
+        code = _compile(text, flags, name)
+        cache.write(place, code)
+    return code
+
+
+def _compile(text: str, flags: tuple[str, ...], name: str) -> bytes:
+    """The compiler's object file, through a pipe: a full disk or a limit on files' sizes does not stop it."""
     compiler = provide_compiler(cache_folder())
-    made_of = "\0".join((text, *flags, _identity(compiler)))
-    path = cache_folder() / "kernels" / f"{name}-{hashlib.sha256(made_of.encode()).hexdigest()[:32]}{ending}"
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
-        done = subprocess.run([compiler, *flags, "-", "-o", str(fresh)], input=text, capture_output=True, text=True)
-        if done.returncode:
-            fresh.unlink(missing_ok=True)
-            raise KernelError(f"kernels: {name} does not compile with {compiler}: {_first_errors(done.stderr)}")
-        fresh.replace(path)  # another process may be reading or writing the same
-    return path
+    done = subprocess.run([compiler, *flags, "-", "-o", "-"], input=text.encode(), capture_output=True)
+    if done.returncode or not done.stdout:
+        raise KernelError(f"kernels: {name} does not compile with {compiler}: {_first_errors(done.stderr.decode(errors='replace'))}")
+    return done.stdout
 
 
 def _first_errors(said: str) -> str:
     errors = [line for line in said.splitlines() if "error" in line] or said.splitlines()
     return "; ".join(errors[:3]) + (f" (and {len(errors) - 3} more)" if len(errors) > 3 else "")
-
-
-@functools.cache
-def _identity(compiler: str) -> str:
-    """The compiler by path, size and time of its file: asking it for its version would cost as much as compiling."""
-    try:
-        said = os.stat(compiler)
-    except OSError:
-        return compiler
-    return f"{compiler} {said.st_size} {said.st_mtime_ns}"

@@ -17,11 +17,14 @@ from pathlib import Path
 
 import numpy as np
 
-from tinyvllm.backends.cpu.compile import library
+from tinyvllm.backends.cpu.compile import object_code_of
+from tinyvllm.bridge import code_address, load_object, load_program
 from tinyvllm.config import environment
 
 TEAM, CORES, ALONE = range(3)  # kinds of kernels in a list, as in kernels/cpu/thread_pool.c
 MAX_ARGUMENTS = 64  # of a kernel, including its team
+_WORK, _POST, _GO = range(3)  # functions, as in kernels/cpu/thread_pool.c
+_SIGNATURE = ctypes.CFUNCTYPE(ctypes.c_long, ctypes.c_long, ctypes.c_void_p, *[ctypes.c_long] * 4)  # drops the GIL
 _BYTES = 4096
 _PATIENCE = 2000  # microseconds that workers spin after a list: more than the host takes between two steps
 
@@ -31,10 +34,8 @@ class ThreadPool:
 
     def __init__(self, num_threads: int):
         self.num_threads = num_threads
-        self._code = ctypes.CDLL(str(library("thread_pool")))
-        self._code.pool_post.restype = ctypes.c_uint64
-        self._code.pool_work.restype = ctypes.c_long
-        self._code.pool_go.restype = None
+        self._program = load_program("CPU", "thread_pool", load_object(object_code_of("thread_pool")))  # it holds the code
+        self._call = _SIGNATURE(code_address(self._program))
         self._reset()
 
     def _reset(self) -> None:
@@ -53,11 +54,10 @@ class ThreadPool:
             if len(self._threads) < self.num_threads - 1:
                 self._start()
             self._post(kernels.ctypes.data, count, times)
-            self._code.pool_go(ctypes.c_void_p(self.address), ctypes.c_long(self.num_threads))
+            self._call(_GO, self.address, self.num_threads, 0, 0, 0)
 
     def _post(self, address: int, count: int, times: int) -> None:
-        shared, num_threads = ctypes.c_void_p(self.address), ctypes.c_long(self.num_threads)
-        wake = self._code.pool_post(shared, num_threads, ctypes.c_void_p(address), ctypes.c_long(count), ctypes.c_long(times))
+        wake = self._call(_POST, self.address, self.num_threads, address, count, times)
         for number in range(1, self.num_threads) if wake else ():
             if wake >> number & 1:
                 self._wakeups[number].release()
@@ -70,10 +70,9 @@ class ThreadPool:
             self._threads.append(thread)
 
     def _work(self, number: int, address: int, wakeup: threading.Semaphore) -> None:
-        last_list, work, num_threads = 0, self._code.pool_work, self.num_threads
+        last_list, call, num_threads = 0, self._call, self.num_threads
         while True:
-            arguments = (number, num_threads, last_list, _PATIENCE)
-            last_list = work(ctypes.c_void_p(address), *(ctypes.c_long(a) for a in arguments))
+            last_list = call(_WORK, address, number, num_threads, last_list, _PATIENCE)
             if last_list < 0:
                 return
             wakeup.acquire()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -16,6 +17,8 @@ import sys
 from pathlib import Path
 
 from tinyvllm.errors import TinyvllmError
+from tinyvllm.storage.cache import open_cache, read_believed, write_whole
+from tinyvllm.storage.folders import Refusal, reason_of, warn_once
 
 OLDEST_CLANG = 16
 
@@ -58,13 +61,24 @@ def _zig_clang(cache: Path) -> str | None:
     if not zig.is_file():
         return None
     headers = zig.parent / "lib" / "include"
-    script, text = cache / "zig-clang", f'#!/bin/sh\nexec "{zig}" clang -isystem "{headers}" "$@"\n'
-    if not script.is_file() or script.read_text() != text:
-        cache.mkdir(parents=True, exist_ok=True)
-        fresh = script.with_name(f"{script.name}.{os.getpid()}")
-        fresh.write_text(text)
-        fresh.chmod(0o755)
-        fresh.replace(script)  # another process may be running the old one
+    return _script(open_cache(cache).path, f'#!/bin/sh\nexec "{zig}" clang -isystem "{headers}" "$@"\n')
+
+
+def _script(folder: Path | None, text: str) -> str | None:
+    """The path of a script in the cache folder with this text; written again if another text is there, None if it cannot be written."""
+    if folder is None:
+        return None
+    script = folder / "zig-clang"
+    try:
+        if read_believed(script) == text.encode() and os.access(script, os.X_OK):
+            return str(script)
+    except (FileNotFoundError, Refusal):
+        pass
+    try:
+        write_whole(script, text.encode(), 0o700)
+    except OSError as error:
+        warn_once("zig-clang", f"toolchain: {script}, which calls the compiler, cannot be written: {reason_of(error)}")
+        return None
     return str(script)
 
 
@@ -108,6 +122,11 @@ def cpu_features() -> frozenset[str]:
         return frozenset()
     found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
     return frozenset(found[1].split()) if found else frozenset()
+
+
+def processor() -> str:
+    """What code may be compiled for that runs on this processor only: its architecture and its features."""
+    return " ".join([sys.platform, platform.machine(), *sorted(cpu_features())])
 
 
 def _apple_features() -> frozenset[str]:

@@ -13,15 +13,16 @@ import importlib.util
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.source import kernel_text
-from tinyvllm.config import cache_folder
 from tinyvllm.errors import KernelError
+from tinyvllm.storage.cache import open_cache
+from tinyvllm.storage.folders import reason_of, remove, warn_once
 
 NOT_FOUND = "CUDA found a GPU but no NVRTC, the compiler of its kernels; try `pip install tinyvllm[cuda]`"
 # Sums are written as they shall be rounded: only an explicit fmaf fuses. 177: functions of a header that a kernel does not use.
@@ -51,15 +52,11 @@ def cubin(kernel: Kernel, arch: str | None = None) -> bytes:
     target, text = _target(kernel.target, arch), kernel_text(kernel)
     options = (f"--gpu-architecture={target}", *_OPTIONS, *_nvrtc().extra)
     made_of = "\0".join((text, *options, _nvrtc().version))
-    name = f"{kernel.stem}_{target}-{hashlib.sha256(made_of.encode()).hexdigest()[:32]}.cubin"
-    path = cache_folder() / "kernels" / name
-    if path.is_file():
-        return path.read_bytes()
-    code, _ = _nvrtc().compile(text, kernel.name, options)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f"{name}.{os.getpid()}.{threading.get_ident()}")
-    fresh.write_bytes(code)
-    fresh.replace(path)  # another process may be reading or writing the same
+    place, cache = f"kernels/{kernel.stem}_{target}-{hashlib.sha256(made_of.encode()).hexdigest()[:32]}.cubin", open_cache()
+    code = cache.read(place)
+    if code is None:
+        code, _ = _nvrtc().compile(text, kernel.name, options)
+        cache.write(place, code)
     return code
 
 
@@ -90,7 +87,9 @@ def provide_nvrtc(cache: Path) -> None:
     found = found if found.is_absolute() else _loaded_from(found.name) or found
     os.environ.setdefault("NVRTC_PATH", str(found))
     if "CUDA_PATH" not in os.environ:
-        os.environ["CUDA_PATH"] = str(_folder_of_links(cache, _headers(found), _loaded_from("libcuda.so.1")))
+        links = _folder_of_links(open_cache(cache).path, _headers(found), _loaded_from("libcuda.so.1"))
+        if links is not None:
+            os.environ["CUDA_PATH"] = str(links)
 
 
 def _target(row: str, arch: str | None) -> str:
@@ -210,30 +209,50 @@ def _headers(library: Path) -> list[Path]:
     return [place for place in dict.fromkeys((fp16, target)) if place is not None]
 
 
-def _folder_of_links(cache: Path, headers: list[Path], driver: Path | None) -> Path:
-    """A folder with `include`, links to everything in `headers`, and a link to the driver."""
+def _folder_of_links(cache: Path | None, headers: list[Path], driver: Path | None) -> Path | None:
+    """A folder with `include`, links to everything in `headers`, and a link to the driver; None, logged, where it cannot be written."""
     links = {f"include/{entry.name}": entry for folder in reversed(headers) for entry in sorted(folder.iterdir())}
     if driver is not None:
         links["libcuda.so.1"] = driver
+    if cache is None:
+        return None
     listed = "\0".join(f"{name} {to}" for name, to in sorted(links.items()))
     folder = cache / f"cuda-{hashlib.sha256(listed.encode()).hexdigest()[:16]}"
-    if not folder.is_dir():
-        fresh = folder.with_name(f"{folder.name}.{os.getpid()}.{threading.get_ident()}")
-        (fresh / "include").mkdir(parents=True)
-        for name, to in links.items():
-            (fresh / name).symlink_to(to)
-        _settle(fresh, folder)
+    try:
+        if not _is_folder_of(folder, links):
+            fresh = folder.with_name(f"{folder.name}.{os.getpid()}.{threading.get_ident()}")
+            (fresh / "include").mkdir(mode=0o700, parents=True)
+            for name, to in links.items():
+                (fresh / name).symlink_to(to)
+            _settle(fresh, folder)
+    except OSError as error:
+        warn_once(str(folder), f"CUDA: {folder}, links to headers for tinygrad's own kernels, cannot be written: {reason_of(error)}")
+        return None
     return folder
+
+
+def _is_folder_of(folder: Path, links: Mapping[str, Path]) -> bool:
+    """Whether a folder has exactly these links; what is damaged is removed."""
+    if not os.path.lexists(folder):
+        return False
+    try:
+        entries = [*folder.glob("include/*"), *(entry for entry in folder.iterdir() if entry.name != "include")]
+        whole = {str(entry.relative_to(folder)): entry.readlink() for entry in entries} == dict(links)
+    except OSError:
+        whole = False
+    if not whole:
+        warn_once(f"damaged {folder}", f"CUDA: {folder} is damaged; it is built again")
+        remove(folder)
+    return whole
 
 
 def _settle(fresh: Path, folder: Path) -> None:
     try:
         fresh.rename(folder)
-    except OSError:  # another process was faster
-        for entry in [*fresh.glob("include/*"), *fresh.glob("lib*")]:
-            entry.unlink()
-        (fresh / "include").rmdir()
-        fresh.rmdir()
+    except OSError:
+        remove(fresh)
+        if not folder.is_dir():  # otherwise another process was faster
+            raise
 
 
 def _loaded_from(name: str) -> Path | None:
