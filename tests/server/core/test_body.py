@@ -1,8 +1,9 @@
-"""Bodies with fifty thousand mistakes: the first ones are named, and no list of all is built."""
+"""Hostile bodies: of forty thousand mistakes the first ones are named, and every list has a limit that its error names."""
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -12,20 +13,20 @@ pytest.importorskip("fastapi")
 from tinyvllm.server.api.anthropic_body import MessagesRequest
 from tinyvllm.server.api.responses_body import ResponsesRequest
 from tinyvllm.server.api.segments import SegmentRequest
-from tinyvllm.server.core import body_errors
+from tinyvllm.server.core import body_errors, limits
 from tinyvllm.server.core.body import Body, parse
 from tinyvllm.server.core.failures import Failure
 from tinyvllm.server.core.params import structured_outputs
-from tinyvllm.server.core.schema import ChatRequest, CompletionRequest
+from tinyvllm.server.core.schema import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 
-MANY = 50_000
+MANY = 40_000
 ASK = {"role": "user", "content": "a"}
 BODIES: dict[str, tuple[type[Body], dict[str, Any], str, str]] = {  # model, body, the field named, further text of the message
     "unknown in entries": (
         SegmentRequest, {"text": "a", **{f"x{i}": 1 for i in range(MANY)}}, "x0", "unknown field",
     ),
     "misspelt in entries": (
-        ChatRequest, {"messages": [ASK] + [{**ASK, "contnet": 1}] * MANY}, "messages[1].contnet", "did you mean 'content'?",
+        ChatRequest, {"messages": [ASK] + [{**ASK, "contnet": 1}] * 9_000}, "messages[1].contnet", "did you mean 'content'?",
     ),
     "unknown in one": (
         ChatRequest, {"messages": [{**ASK, **{f"x{i}": 1 for i in range(MANY)}}]}, "messages[0].x100", "after 100 other unknown names",
@@ -77,9 +78,9 @@ def test_messages_of_few_mistakes() -> None:
 
 
 def test_lenient_drops_unknown_fields_at_every_depth() -> None:
-    body = {"messages": [{**ASK, "x": 1}, *[{**ASK, "content": [{"type": "text", "text": "a", "y": 1}]}] * MANY], "z": 1}
+    body = {"messages": [{**ASK, "x": 1}, *[{**ASK, "content": [{"type": "text", "text": "a", "y": 1}]}] * 9_000], "z": 1}
     checked, data, ignored = parse(ChatRequest, json.dumps(body).encode(), lenient=True)
-    assert len(checked.messages) == MANY + 1 and data["messages"][:2] == [ASK, {**ASK, "content": [{"type": "text", "text": "a"}]}]
+    assert len(checked.messages) == 9_001 and data["messages"][:2] == [ASK, {**ASK, "content": [{"type": "text", "text": "a"}]}]
     assert ignored[:3] == ["z", "messages[0].x", "messages[1].content[0].y"] and len(ignored) <= 1000
     with pytest.raises(Failure, match="content"):
         parse(ChatRequest, json.dumps({"messages": [{**ASK, "x": 1, "content": 5}]}).encode(), lenient=True)
@@ -143,3 +144,81 @@ def test_a_schema_in_the_places_where_clients_put_it() -> None:
     for form in ({"type": "text", "schema": schema}, {"type": "json_schema"}, {"type": "json_object", "json_schema": {"schema": schema}}):
         with pytest.raises(Failure, match="response_format"):
             parse(ChatRequest, json.dumps({"messages": [ASK], "response_format": form}).encode())
+
+
+PART = {"type": "text", "text": "a"}
+TOOL = {"type": "function", "function": {"name": "a"}}
+CALL = {"function": {"name": "a"}}
+ANTHROPIC = {"model": "a", "max_tokens": 1}
+TOO_LONG: dict[str, tuple[type[Body], dict[str, Any], str, int]] = {  # model, body with the valid entry of a list, the list, its limit
+    "messages": (ChatRequest, {"messages": [ASK]}, "messages", limits.MAX_MESSAGES),
+    "messages to tokenize": (TokenizeRequest, {"messages": [ASK]}, "messages", limits.MAX_MESSAGES),
+    "parts": (ChatRequest, {"messages": [{"role": "user", "content": [PART]}]}, "messages[0].content", limits.MAX_PARTS),
+    "calls": (ChatRequest, {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "messages[0].tool_calls", limits.MAX_PARTS),
+    "tools": (ChatRequest, {"messages": [ASK], "tools": [TOOL]}, "tools", limits.MAX_TOOLS),
+    "documents": (ChatRequest, {"messages": [ASK], "documents": [{}]}, "documents", limits.MAX_DOCUMENTS),
+    "stop": (ChatRequest, {"messages": [ASK], "stop": ["a"]}, "stop", limits.MAX_WORDS),
+    "bad words": (ChatRequest, {"messages": [ASK], "bad_words": ["a"]}, "bad_words", limits.MAX_WORDS),
+    "token ids": (ChatRequest, {"messages": [ASK], "allowed_token_ids": [1]}, "allowed_token_ids", limits.MAX_TOKEN_IDS),
+    "prompts": (CompletionRequest, {"prompt": ["a"]}, "prompt", limits.MAX_PROMPTS),
+    "prompts of ids": (CompletionRequest, {"prompt": [[1]]}, "prompt", limits.MAX_PROMPTS),
+    "a prompt of ids": (CompletionRequest, {"prompt": [1]}, "prompt", limits.MAX_TOKEN_IDS),
+    "a prompt of many": (CompletionRequest, {"prompt": [[1], [1]]}, "prompt[1]", limits.MAX_TOKEN_IDS),
+    "inputs": (EmbeddingRequest, {"input": ["a"]}, "input", limits.MAX_PROMPTS),
+    "ids": (DetokenizeRequest, {"tokens": [1]}, "tokens", limits.MAX_TEXT),
+    "items": (ResponsesRequest, {"input": [ASK]}, "input", limits.MAX_MESSAGES),
+    "parts of items": (ResponsesRequest, {"input": [{"role": "user", "content": [PART]}]}, "input[0].content", limits.MAX_PARTS),
+    "flat tools": (ResponsesRequest, {"input": "a", "tools": [{"type": "function", "name": "a"}]}, "tools", limits.MAX_TOOLS),
+    "blocks": (MessagesRequest, {**ANTHROPIC, "messages": [{**ASK, "content": [PART]}]}, "messages[0].content", limits.MAX_PARTS),
+    "Anthropic's messages": (MessagesRequest, {**ANTHROPIC, "messages": [ASK]}, "messages", limits.MAX_MESSAGES),
+    "Anthropic's tools": (MessagesRequest, {**ANTHROPIC, "messages": [ASK], "tools": [{"name": "a", "input_schema": {}}]}, "tools",
+                          limits.MAX_TOOLS),
+}  # fmt: skip
+
+
+def value_at(path: str, body: dict[str, Any]) -> list[Any]:
+    value: Any = body
+    for step in path.replace("]", "").replace("[", ".").split("."):
+        value = value[int(step) if step.isdigit() else step]
+    return value
+
+
+@pytest.mark.parametrize("name", TOO_LONG)
+def test_every_list_has_a_limit(name: str) -> None:
+    model, body, path, limit = TOO_LONG[name]
+    body = json.loads(json.dumps(body))
+    values = value_at(path, body)
+    values *= limit // len(values) + 1
+    with pytest.raises(Failure, match=rf"^{re.escape(path.partition('[')[0] if 'prompt' in path else path)}: .*at most {limit} ") as failed:
+        parse(model, json.dumps(body).encode())
+    assert failed.value.status == 400 and str(len(values)) in failed.value.message
+    del values[1:]
+    parse(model, json.dumps(body).encode())
+
+
+def test_objects_with_free_names_have_limits() -> None:
+    for field, limit in ("logit_bias", limits.MAX_LOGIT_BIAS), ("metadata", limits.MAX_NAMES):
+        value = {str(i): 1.0 if field == "logit_bias" else "a" for i in range(limit + 1)}
+        with pytest.raises(Failure, match=f"^{field}: .*at most {limit} entries, got {limit + 1}"):
+            parse(ChatRequest, json.dumps({"messages": [ASK], field: value}).encode())
+    with pytest.raises(Failure, match=f"user: must have at most {limits.MAX_NAME} characters"):
+        parse(ChatRequest, json.dumps({"messages": [ASK], "user": "a" * (limits.MAX_NAME + 1)}).encode())
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "min_tokens", "top_k", "truncate_prompt_tokens", "thinking_token_budget"])
+def test_integers_have_limits(field: str) -> None:
+    with pytest.raises(Failure, match=f"^{field}: "):
+        parse(ChatRequest, json.dumps({"messages": [ASK], field: 10**400}).encode())
+
+
+def test_arrays_and_objects_are_counted_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = limits.MAX_CONTAINERS
+    accepted = {"prompt": ["a"], "user": r'"[{\"' * 50, "model": "[" * 500}
+    parse(CompletionRequest, json.dumps(accepted).encode())
+    brackets = {"prompt": r'a"[' * limit + "\\"}
+    assert parse(CompletionRequest, json.dumps(brackets).encode())[0].prompt == brackets["prompt"]
+    monkeypatch.setattr("tinyvllm.server.core.body.from_json", None)
+    for raw in (b'{"prompt": [' + b"[1]," * limit + b"[1]]}", b'{"prompt": [' + b'{"a[": 1},' * limit + b'{}], "b": "never closed "'):
+        with pytest.raises(Failure, match=f"the body has {limit + 3} arrays and objects, the limit is {limit}") as failed:
+            parse(CompletionRequest, raw)
+        assert failed.value.status == 400 and failed.value.code == "too_many_values"

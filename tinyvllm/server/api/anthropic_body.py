@@ -13,6 +13,7 @@ from tinyvllm.server.core.answer_format import Tools
 from tinyvllm.server.core.body import Body, EchoedBody, honoured, limited, refused, unheeded
 from tinyvllm.server.core.conversation import Conversation
 from tinyvllm.server.core.failures import bad_field
+from tinyvllm.server.core.limits import MAX_COUNT, MAX_MESSAGES, MAX_NAME, MAX_PARTS, MAX_TOOLS, MAX_WORDS
 from tinyvllm.server.core.params import output_kind, structure_of_format
 from tinyvllm.server.core.schema import Name
 
@@ -60,7 +61,7 @@ class ToolUseBlock(_Block):
 class ToolResultBlock(_Block):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | Annotated[list[TextBlock], Field(max_length=MAX_PARTS)] | None = None
     is_error: bool | None = None
 
 
@@ -71,7 +72,7 @@ class InputMessage(EchoedBody):
     """One message."""
 
     role: Literal["user", "assistant"]
-    content: str | list[Block]
+    content: str | Annotated[list[Block], Field(max_length=MAX_PARTS)]
 
 
 class ToolDefinition(_Block):
@@ -96,7 +97,7 @@ class ThinkingConfig(Body):
     """Whether to reason, and for how many tokens."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(None, ge=1)
+    budget_tokens: int | None = Field(None, ge=1, le=MAX_COUNT)
     display: Literal["summarized", "omitted", "full"] | None = None
 
 
@@ -117,16 +118,16 @@ class OutputConfig(Body):
 class Metadata(Body):
     """The client's own user."""
 
-    user_id: str | None = None
+    user_id: Annotated[str, StringConstraints(max_length=MAX_NAME)] | None = None
 
 
 class CountRequest(Body):
     """POST /v1/messages/count_tokens."""
 
     model: Name = honoured(..., example=None)
-    messages: list[InputMessage] = honoured(..., example=[{"role": "user", "content": "Hello"}], min_length=1)
-    system: str | list[TextBlock] | None = honoured(example="Be brief.")
-    tools: list[ToolDefinition] | None = honoured(example=[{"name": "look", "input_schema": {"type": "object"}}])
+    messages: list[InputMessage] = honoured(..., example=[{"role": "user", "content": "Hello"}], min_length=1, max_length=MAX_MESSAGES)
+    system: str | Annotated[list[TextBlock], Field(max_length=MAX_PARTS)] | None = honoured(example="Be brief.")
+    tools: list[ToolDefinition] | None = honoured(example=[{"name": "look", "input_schema": {"type": "object"}}], max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = honoured(example={"type": "none"})
     thinking: ThinkingConfig | None = honoured(example={"type": "disabled"})
     output_config: OutputConfig | None = honoured(
@@ -141,12 +142,12 @@ class CountRequest(Body):
 class MessagesRequest(CountRequest):
     """POST /v1/messages."""
 
-    max_tokens: int = honoured(..., example=4, ge=1)
-    stop_sequences: list[str] | None = honoured(example=["\n"])
+    max_tokens: int = honoured(..., example=4, ge=1, le=MAX_COUNT)
+    stop_sequences: list[str] | None = honoured(example=["\n"], max_length=MAX_WORDS)
     stream: bool | None = honoured(example=False)
     temperature: float | None = honoured(example=0.5, ge=0, le=2)
     top_p: float | None = honoured(example=0.9, gt=0, le=1)
-    top_k: int | None = honoured(example=5, ge=0)
+    top_k: int | None = honoured(example=5, ge=0, le=MAX_COUNT)
     metadata: Metadata | None = limited(says="user_id is written to the access log", example={"user_id": "user-1"})
     service_tier: Name | None = unheeded(says="auto and standard_only: there is one tier", heeded=("auto", "standard_only"), example="fast")
     container: Any = refused("containers are not implemented", example="c")

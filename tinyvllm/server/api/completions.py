@@ -14,6 +14,7 @@ from tinyvllm.request import CompletionOutput, RequestOutput, SamplingParams
 from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.failures import bad_field, encode
 from tinyvllm.server.core.generation import generate
+from tinyvllm.server.core.limits import MAX_CHOICES
 from tinyvllm.server.core.logprobs import Position, completion_logprobs, positions_of, prompt_logprobs
 from tinyvllm.server.core.params import beam_params, request_options, sampling_params
 from tinyvllm.server.core.prompts import EncodedPrompt, encode_texts
@@ -23,7 +24,6 @@ from tinyvllm.server.core.segment_store import prefix_of
 from tinyvllm.server.core.usage import TokenUsage, extra_fields, finish_reason_of
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
-_MAX_CHOICES = 1024  # of all prompts together
 
 
 async def answer(context: RequestContext, body: CompletionRequest, writer: ResponseWriter) -> None:
@@ -41,8 +41,10 @@ async def answer(context: RequestContext, body: CompletionRequest, writer: Respo
 
 
 async def _encode(context: RequestContext, body: CompletionRequest, llm: AsyncLLM) -> list[EncodedPrompt]:
-    if isinstance(body.prompt, list) and len(body.prompt) * (body.n or 1) > _MAX_CHOICES and not isinstance(body.prompt[0], int):
-        raise bad_field("n", f"n: {body.n or 1} answers to each of {len(body.prompt)} prompts exceed the limit of {_MAX_CHOICES}")
+    width = max(body.n or 1, body.best_of or 1)
+    if isinstance(body.prompt, list) and len(body.prompt) * width > MAX_CHOICES and not isinstance(body.prompt[0], int):
+        name = "best_of" if (body.best_of or 1) > (body.n or 1) else "n"
+        raise bad_field(name, f"{name}: {width} answers to each of {len(body.prompt)} prompts exceed the limit of {MAX_CHOICES}")
     prefix = prefix_of(context.service.segments.used_by_body(context.owner, context, body, llm), body)
     special = body.add_special_tokens is not False
     return await encode_texts(llm, body.prompt, "prompt", special=special, keep=body.truncate_prompt_tokens, prefix=prefix)

@@ -12,6 +12,7 @@ from tinyvllm.server.core.answer_format import Tools
 from tinyvllm.server.core.body import Body, EchoedBody, honoured, limited, refused, unheeded
 from tinyvllm.server.core.conversation import Conversation, reasoning_variables
 from tinyvllm.server.core.failures import bad_field
+from tinyvllm.server.core.limits import MAX_COUNT, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from tinyvllm.server.core.params import output_kind, structure_of_format
 from tinyvllm.server.core.schema import ACCESS_LOG_ONLY, DEFAULT_MODEL, Name, Texts
 
@@ -36,7 +37,7 @@ class InputMessage(EchoedBody):
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText | RefusalPart]
+    content: str | Annotated[list[InputText | RefusalPart], Field(max_length=MAX_PARTS)]
     id: str | None = None
     status: str | None = None
     phase: str | None = None
@@ -61,7 +62,7 @@ class FunctionCallOutput(EchoedBody):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[InputText]
+    output: str | Annotated[list[InputText], Field(max_length=MAX_PARTS)]
     id: str | None = None
     status: str | None = None
 
@@ -76,8 +77,8 @@ class ReasoningItem(EchoedBody):
 
     type: Literal["reasoning"]
     id: str | None = None
-    summary: list[ReasoningText] | None = None
-    content: list[ReasoningText] | None = None
+    summary: Annotated[list[ReasoningText], Field(max_length=MAX_PARTS)] | None = None
+    content: Annotated[list[ReasoningText], Field(max_length=MAX_PARTS)] | None = None
     status: str | None = None
 
 
@@ -139,14 +140,17 @@ class ResponsesRequest(Body):
     """POST /v1/responses."""
 
     model: Name | None = honoured(says=DEFAULT_MODEL)
-    input: str | list[Item] = honoured(..., example="Hello", min_length=1)
+    input: str | Annotated[list[Item], Field(max_length=MAX_MESSAGES)] = honoured(..., example="Hello", min_length=1)
     instructions: str | None = honoured(example="Be brief.")
-    max_output_tokens: int | None = honoured(example=4, ge=1)
+    max_output_tokens: int | None = honoured(example=4, ge=1, le=MAX_COUNT)
     temperature: float | None = honoured(example=0.5, ge=0, le=2)
     top_p: float | None = honoured(example=0.9, gt=0, le=1)
     top_logprobs: int | None = honoured(example=2, ge=0, le=MAX_LOGPROBS, says='requires include=["message.output_text.logprobs"]')
     tools: list[FunctionTool] | None = limited(
-        says="functions only", example=[{"type": "function", "name": "look", "parameters": {}}], beyond=[{"type": "web_search"}]
+        says="functions only",
+        example=[{"type": "function", "name": "look", "parameters": {}}],
+        beyond=[{"type": "web_search"}],
+        max_length=MAX_TOOLS,
     )
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = honoured(example="none")
     parallel_tool_calls: bool | None = honoured(example=True)
@@ -176,7 +180,7 @@ class ResponsesRequest(Body):
     access_programs: Any = refused("access programs are not implemented", example={"a": 1})
     image: Any = refused("the model reads and writes text only", example={"a": 1})
     moderation: Any = refused("moderation is not implemented", example={"model": "m"})
-    top_k: int | None = honoured(example=5, ge=-1, says=_NOT_OPENAI)
+    top_k: int | None = honoured(example=5, ge=-1, le=MAX_COUNT, says=_NOT_OPENAI)
     min_p: float | None = honoured(example=0.1, ge=0, le=1, says=_NOT_OPENAI)
     seed: int | None = honoured(example=7, ge=-(2**63), le=2**64 - 1, says=_NOT_OPENAI)
     priority: int | None = honoured(example=1, ge=-(2**31), le=2**31, says=_NOT_OPENAI)

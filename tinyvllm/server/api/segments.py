@@ -16,13 +16,14 @@ from tinyvllm.server.core.body import Body, honoured, limited
 from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.conversation import conversation_of, encode_start
 from tinyvllm.server.core.failures import Failure, bad_field
+from tinyvllm.server.core.limits import MAX_DOCUMENTS, MAX_MESSAGES, MAX_TOKEN_IDS, MAX_TOOLS
 from tinyvllm.server.core.params import request_options
 from tinyvllm.server.core.prompts import check_size
 from tinyvllm.server.core.response import ResponseWriter, json_response
 from tinyvllm.server.core.schema import ACCESS_LOG_ONLY, DEFAULT_MODEL, Message, Name, Tool
 from tinyvllm.server.core.segment_store import RegisteredSegment
 
-_TOKEN_IDS = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+_TOKEN_IDS = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=MAX_TOKEN_IDS)]
 _MESSAGES_ONLY = ("tools", "documents", "chat_template_kwargs")
 _MESSAGES_ONLY_NOTE = "requires messages; must be the same in the conversations that use the segment"
 
@@ -33,12 +34,12 @@ class SegmentRequest(Body):
     model: Name | None = honoured(says=DEFAULT_MODEL)
     text: str | None = honoured(example="Once upon a time")
     token_ids: _TOKEN_IDS | None = honoured(example=[5, 6, 7])
-    messages: list[Message] | None = honoured(example=[{"role": "system", "content": "Be kind."}], min_length=1)
+    messages: list[Message] | None = honoured(example=[{"role": "system", "content": "Be kind."}], min_length=1, max_length=MAX_MESSAGES)
     after: Name | None = honoured(says="id of the segment that this one follows; it must have the same cache_salt")
     cache_salt: Name | None = honoured(example="mine")
     priority: int | None = honoured(example=1, ge=-(2**31), le=2**31)
-    tools: list[Tool] | None = limited(says=_MESSAGES_ONLY_NOTE, example=None)
-    documents: list[dict[str, Any]] | None = limited(says=_MESSAGES_ONLY_NOTE)
+    tools: list[Tool] | None = limited(says=_MESSAGES_ONLY_NOTE, example=None, max_length=MAX_TOOLS)
+    documents: list[dict[str, Any]] | None = limited(says=_MESSAGES_ONLY_NOTE, max_length=MAX_DOCUMENTS)
     chat_template_kwargs: dict[str, Any] | None = limited(says=_MESSAGES_ONLY_NOTE)
     user: str | None = limited(says=ACCESS_LOG_ONLY, example="user-1")
 

@@ -16,6 +16,7 @@ from tinyvllm.server.core.failures import Failure
 _MAX_SHOWN = 120  # characters of a client's text in a message
 _MAX_ERRORS = 100  # that pydantic lists: each takes microseconds
 _MAX_OTHERS = 3  # further fields that a message names
+_TOO_LONG = ("too_long", "string_too_long")
 
 
 @cache
@@ -43,11 +44,20 @@ def validation_failure(model: type[BaseModel], error: ValidationError, data: dic
         return Failure(400, text, param=param, code="missing_required_parameter")
     if not param:  # an error of the whole body: our validators put the field's name into the error's type
         return Failure(400, worst["msg"], param=kind if kind in model.model_fields else None, code="invalid_value")
+    if kind in _TOO_LONG:
+        return _too_long(param, worst, data)
     same_field = [e["msg"] for e in errors if _path(e["loc"], data) == param]
     expected = " or ".join(dict.fromkeys(_decapitalized(_in_json_terms(text).removeprefix("Input ")) for text in same_field))
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     got = type_name(_walk(worst["loc"], data)[1])
     return Failure(400, f"{param}: {expected}, got {got}{_other_errors(worst, errors, data)}", param=param, code=code)
+
+
+def _too_long(param: str, error: Mapping[str, Any], data: dict[str, Any]) -> Failure:
+    value = _walk(error["loc"], data)[1]
+    unit, length = ("characters" if isinstance(value, str) else "entries"), len(value)
+    text = f"{param}: must have at most {error['ctx']['max_length']} {unit}, got {length}"
+    return Failure(400, text, param=param, code="too_long")
 
 
 def type_name(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tinyvllm.errors import ArgumentError
+from tinyvllm.server.core.limits import MAX_BODY
 
 _POSITIVE = ("max_body", "head_seconds", "body_seconds", "write_seconds", "beat_seconds")
 
@@ -32,7 +33,7 @@ class ServerConfig:
     chat_template: str | None = None
     share_prefixes: bool = False
     cors_origins: tuple[str, ...] = ()
-    max_body: int = 32 * 2**20
+    max_body: int = MAX_BODY
     head_seconds: float = 10.0
     body_seconds: float = 30.0
     write_seconds: float = 60.0

@@ -12,6 +12,20 @@ from pydantic_core import PydanticCustomError
 
 from tinyvllm.request import MAX_LOGPROBS
 from tinyvllm.server.core.body import Body, EchoedBody, honoured, limited, refused, stop_at_first_value, unheeded
+from tinyvllm.server.core.limits import (
+    MAX_COUNT,
+    MAX_DOCUMENTS,
+    MAX_LOGIT_BIAS,
+    MAX_MESSAGES,
+    MAX_NAME,
+    MAX_NAMES,
+    MAX_PARTS,
+    MAX_PROMPTS,
+    MAX_TEXT,
+    MAX_TOKEN_IDS,
+    MAX_TOOLS,
+    MAX_WORDS,
+)
 
 DEFAULT_MODEL = "a name from /v1/models; the first model if unset"
 ACCESS_LOG_ONLY = "written to the access log, otherwise ignored"
@@ -20,10 +34,12 @@ _STREAM_ONLY = "requires stream=true"
 _NOT_WITH_STREAM = "cannot be combined with stream"
 _TOKEN = Annotated[int, Field(ge=0, lt=2**31)]
 _MILLISECONDS = Annotated[float, Field(gt=0, le=1e9)]
-_WORDS = Annotated[list[str], Field(max_length=512)]  # the engine is blocked while it searches for their tokens: 30000 words took 7 s
-_NUMBERS = Annotated[dict[str, float], WrapValidator(stop_at_first_value)]
-Texts = Annotated[dict[str, str], WrapValidator(stop_at_first_value)]
-Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+_TOKENS = Annotated[list[_TOKEN], Field(max_length=MAX_TOKEN_IDS)]
+_WORDS = Annotated[list[str], Field(max_length=MAX_WORDS)]  # the engine is blocked while it searches for their tokens: 30000 words took 7 s
+_NUMBERS = Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS), WrapValidator(stop_at_first_value)]
+_SHORT = Annotated[str, StringConstraints(max_length=MAX_NAME)]
+Texts = Annotated[dict[_SHORT, _SHORT], Field(max_length=MAX_NAMES), WrapValidator(stop_at_first_value)]
+Name = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
 
 
 class StreamOptions(Body):
@@ -135,9 +151,9 @@ class Message(EchoedBody):
     """One message of a conversation. Clients also send back messages that they received, with all their fields."""
 
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_PARTS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -161,26 +177,28 @@ class Sampling(Body):
     stream_options: StreamOptions | None = honoured(example={"include_usage": True}, says=_STREAM_ONLY)
     temperature: float | None = honoured(example=0.5, ge=0, le=100)
     top_p: float | None = honoured(example=0.9, gt=0, le=1)
-    user: str | None = limited(says=ACCESS_LOG_ONLY, example="user-1")
-    top_k: int | None = honoured(example=5, ge=-1)
+    user: _SHORT | None = limited(says=ACCESS_LOG_ONLY, example="user-1")
+    top_k: int | None = honoured(example=5, ge=-1, le=MAX_COUNT)
     min_p: float | None = honoured(example=0.1, ge=0, le=1)
     repetition_penalty: float | None = honoured(example=1.1, gt=0, le=100)
     length_penalty: float | None = honoured(example=1.0, says="requires use_beam_search")
     use_beam_search: bool | None = honoured(example=False)
-    stop_token_ids: list[_TOKEN] | None = honoured(example=[1])
+    stop_token_ids: _TOKENS | None = honoured(example=[1])
     include_stop_str_in_output: bool | None = honoured(example=True)
     ignore_eos: bool | None = honoured(example=True)
-    min_tokens: int | None = honoured(example=2, ge=0)
+    min_tokens: int | None = honoured(example=2, ge=0, le=MAX_COUNT)
     skip_special_tokens: bool | None = honoured(example=False)
     spaces_between_special_tokens: Literal[True] | None = limited(says="true only", example=True, beyond=False)
-    truncate_prompt_tokens: int | None = honoured(example=8, ge=-1, says="keep this number of last prompt tokens; -1 keeps as many as fit")
+    truncate_prompt_tokens: int | None = honoured(
+        example=8, ge=-1, le=MAX_COUNT, says="keep this number of last prompt tokens; -1 keeps as many as fit"
+    )
     prompt_logprobs: int | None = honoured(example=1, ge=0, le=MAX_LOGPROBS)
-    allowed_token_ids: list[_TOKEN] | None = honoured(example=[300, 301, 302], min_length=1)
+    allowed_token_ids: _TOKENS | None = honoured(example=[300, 301, 302], min_length=1)
     bad_words: _WORDS | None = honoured(example=["dragon"])
     structured_outputs: StructuredOutputs | None = honoured(example={"choice": ["yes", "no"]})
     response_format: ResponseFormat | None = honoured(example={"type": "json_object"})
     thinking_token_budget: int | None = limited(
-        says="for models whose chat template or vocabulary has marks of reasoning; refused for others", beyond=16, ge=0
+        says="for models whose chat template or vocabulary has marks of reasoning; refused for others", beyond=16, ge=0, le=MAX_COUNT
     )
     return_token_ids: bool | None = honoured(example=True)
     priority: int | None = honoured(example=1, ge=-(2**31), le=2**31)
@@ -202,17 +220,27 @@ class Sampling(Body):
         return self
 
 
-def _one_error(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """One error for the four types of a prompt, instead of one for each token."""
+def _check_count(values: list[Any], kind: str, limit: int) -> None:
+    if len(values) > limit:
+        raise PydanticCustomError("too_many", f"must be at most {limit} {kind}, got {len(values)}")
+
+
+def _check_prompt(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """Lengths, and one error for the four types of a prompt instead of one for each token."""
+    if isinstance(value, list) and value:
+        _check_count(value, *(("token ids", MAX_TOKEN_IDS) if isinstance(value[0], int) else ("prompts", MAX_PROMPTS)))
+        for one in value:
+            if isinstance(one, list):
+                _check_count(one, "token ids", MAX_TOKEN_IDS)
     try:
         return check(value)
     except ValidationError:
         raise PydanticCustomError("prompt", "must be a text, token ids, a list of texts or a list of lists of token ids") from None
 
 
-_Segments = Annotated[list[Name], Field(max_length=64)]
+_Segments = Annotated[list[Name], Field(max_length=MAX_NAMES)]
 _SEGMENTS_NOTE = "ids of segments that precede each prompt, in order, as returned by POST /v1/segments"
-Prompt = Annotated[str | list[str] | list[_TOKEN] | list[list[_TOKEN]], WrapValidator(_one_error)]
+Prompt = Annotated[str | list[str] | list[_TOKEN] | list[list[_TOKEN]], WrapValidator(_check_prompt)]
 
 
 class CompletionRequest(Sampling):
@@ -220,7 +248,7 @@ class CompletionRequest(Sampling):
 
     segments: _Segments | None = honoured(says=_SEGMENTS_NOTE)
     prompt: Prompt = honoured(..., example="Once upon a time")
-    max_tokens: int | None = honoured(example=4, ge=0, says="16 if unset; 0 requires echo")
+    max_tokens: int | None = honoured(example=4, ge=0, le=MAX_COUNT, says="16 if unset; 0 requires echo")
     logprobs: int | None = honoured(example=2, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = honoured(example=True)
     best_of: int | None = honoured(example=3, ge=1, le=128, says=_NOT_WITH_STREAM)
@@ -232,13 +260,14 @@ class ChatRequest(Sampling):
     """POST /v1/chat/completions."""
 
     segments: _Segments | None = honoured(says="ids of segments of messages that precede the conversation, in order")
-    messages: list[Message] = honoured(..., example=[{"role": "user", "content": "Hello"}], min_length=1)
-    max_tokens: int | None = honoured(example=4, ge=1, says="the rest of the context if unset")
-    max_completion_tokens: int | None = honoured(example=4, ge=1)
+    messages: list[Message] = honoured(..., example=[{"role": "user", "content": "Hello"}], min_length=1, max_length=MAX_MESSAGES)
+    max_tokens: int | None = honoured(example=4, ge=1, le=MAX_COUNT, says="the rest of the context if unset")
+    max_completion_tokens: int | None = honoured(example=4, ge=1, le=MAX_COUNT)
     logprobs: bool | None = honoured(example=True)
     top_logprobs: int | None = honoured(example=2, ge=0, le=MAX_LOGPROBS, says="requires logprobs=true")
     tools: list[Tool] | None = honoured(
-        example=[{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+        example=[{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}],
+        max_length=MAX_TOOLS,
     )
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = honoured(example="none")
     parallel_tool_calls: bool | None = honoured(example=True)
@@ -249,7 +278,7 @@ class ChatRequest(Sampling):
     add_generation_prompt: bool | None = honoured(example=True)
     continue_final_message: bool | None = honoured(example=False)
     add_special_tokens: bool | None = honoured(example=False)
-    documents: list[dict[str, Any]] | None = honoured(example=[{"title": "a", "text": "b"}])
+    documents: list[dict[str, Any]] | None = honoured(example=[{"title": "a", "text": "b"}], max_length=MAX_DOCUMENTS)
     chat_template: str | None = limited(says="requires a server with --trust-request-chat-template")
     chat_template_kwargs: dict[str, Any] | None = honoured(example={"enable_thinking": False})
     echo: Literal[False] | None = limited(says="false only", example=False, beyond=True)
@@ -258,7 +287,7 @@ class ChatRequest(Sampling):
     metadata: Texts | None = limited(says=f"written to the access log: {_NOT_STORED}", example={"a": "b"})
     service_tier: Name | None = unheeded(says="auto and default: there is one tier", heeded=("auto", "default"), example="flex")
     modalities: list[Literal["text"]] | None = limited(says="text only", example=["text"], beyond=["audio"])
-    safety_identifier: str | None = limited(says=ACCESS_LOG_ONLY, example="user-1")
+    safety_identifier: _SHORT | None = limited(says=ACCESS_LOG_ONLY, example="user-1")
     prompt_cache_key: str | None = limited(says="not needed: the prefix cache matches tokens", example="mine")
     prompt_cache_retention: str | None = limited(says="not needed: cached blocks stay until their memory is needed", example="in_memory")
     prompt_cache_options: Any = refused("the prefix cache evicts by use only", example={"mode": "explicit"})
@@ -283,9 +312,9 @@ class GenerateRequest(Sampling):
     """POST /generate: one prompt, the fields of SamplingParams."""
 
     segments: _Segments | None = honoured(says=_SEGMENTS_NOTE)
-    prompt: str | list[_TOKEN] | None = honoured(example="Once upon a time")
-    prompt_token_ids: list[_TOKEN] | None = honoured(example=[5, 6, 7])
-    max_tokens: int | None = honoured(example=4, ge=1)
+    prompt: str | _TOKENS | None = honoured(example="Once upon a time")
+    prompt_token_ids: _TOKENS | None = honoured(example=[5, 6, 7])
+    max_tokens: int | None = honoured(example=4, ge=1, le=MAX_COUNT)
     logprobs: int | None = honoured(example=2, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = honoured(example=3, ge=1, le=128, says=_NOT_WITH_STREAM)
     add_special_tokens: bool | None = honoured(example=False)
@@ -296,14 +325,14 @@ class TokenizeRequest(Body):
 
     model: Name | None = honoured(says=DEFAULT_MODEL)
     prompt: str | None = honoured(example="Once")
-    messages: list[Message] | None = honoured(example=[{"role": "user", "content": "Hello"}], min_length=1)
+    messages: list[Message] | None = honoured(example=[{"role": "user", "content": "Hello"}], min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool | None = honoured(example=False)
     return_token_strs: bool | None = honoured(example=True)
     add_generation_prompt: bool | None = honoured(example=True)
     continue_final_message: bool | None = honoured(example=False)
     chat_template: str | None = limited(says="requires a server with --trust-request-chat-template")
     chat_template_kwargs: dict[str, Any] | None = honoured(example={})
-    tools: list[Tool] | None = honoured(example=[])
+    tools: list[Tool] | None = honoured(example=[], max_length=MAX_TOOLS)
 
     @model_validator(mode="after")
     def _check_input(self) -> TokenizeRequest:
@@ -316,7 +345,7 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: Name | None = honoured(says=DEFAULT_MODEL)
-    tokens: list[_TOKEN] = honoured(..., example=[5, 6, 7])
+    tokens: list[_TOKEN] = honoured(..., example=[5, 6, 7], max_length=MAX_TEXT)
 
 
 class EmbeddingRequest(Body):
@@ -326,8 +355,8 @@ class EmbeddingRequest(Body):
     input: Prompt = honoured(..., example="a text", min_length=1)
     encoding_format: Literal["float", "base64"] | None = honoured(example="base64")
     dimensions: int | None = refused("embeddings have the hidden size of the model", example=16)
-    user: str | None = limited(says=ACCESS_LOG_ONLY, example="user-1")
+    user: _SHORT | None = limited(says=ACCESS_LOG_ONLY, example="user-1")
     pooling: Literal["mean", "last"] | None = honoured(example="last", says="mean if unset")
     normalize: bool | None = honoured(example=False, says="to length 1; true if unset")
     add_special_tokens: bool | None = honoured(example=False)
-    truncate_prompt_tokens: int | None = honoured(example=8, ge=-1)
+    truncate_prompt_tokens: int | None = honoured(example=8, ge=-1, le=MAX_COUNT)

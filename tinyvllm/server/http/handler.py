@@ -13,6 +13,7 @@ from tinyvllm.server.core.body import parse
 from tinyvllm.server.core.context import SCOPE_KEY, RequestContext
 from tinyvllm.server.core.endpoint import Endpoint
 from tinyvllm.server.core.failures import Failure, failure_of
+from tinyvllm.server.core.limits import THREAD_BODY
 from tinyvllm.server.core.response import ResponseWriter
 
 log = logging.getLogger("tinyvllm.server")
@@ -38,7 +39,7 @@ class PostHandler(Response):
         writer = ResponseWriter(context, send)
         watcher: asyncio.Task[None] | None = None
         try:
-            body = self._parse(context, await read_body(context, receive))
+            body = await self._parse(context, await read_body(context, receive))
             context.task = asyncio.current_task()
             watcher = asyncio.create_task(_watch_disconnect(context, writer, receive))
             await self._endpoint.answer(context, body, writer)
@@ -55,8 +56,12 @@ class PostHandler(Response):
             if watcher is not None:
                 watcher.cancel()
 
-    def _parse(self, context: RequestContext, raw: bytes) -> Any:
-        body, context.data, ignored = parse(self._endpoint.body, raw, context.service.config.lenient)
+    async def _parse(self, context: RequestContext, raw: bytes) -> Any:
+        lenient = context.service.config.lenient
+        if len(raw) > THREAD_BODY:
+            body, context.data, ignored = await asyncio.to_thread(parse, self._endpoint.body, raw, lenient)
+        else:
+            body, context.data, ignored = parse(self._endpoint.body, raw, lenient)
         request_id = getattr(body, "request_id", None)
         if request_id is not None and context.header(b"x-request-id") is None:
             context.request_id = request_id
@@ -122,7 +127,7 @@ def _check_headers(context: RequestContext, max_body: int) -> None:
 
 
 def _too_large(limit: int) -> Failure:
-    return Failure(413, f"the body is longer than the limit of {limit} bytes", code="request_too_large", headers=_CLOSE)
+    return Failure(413, f"the body is longer than the limit of {limit} bytes (--max-body)", code="request_too_large", headers=_CLOSE)
 
 
 async def _watch_disconnect(context: RequestContext, writer: ResponseWriter, receive: Receive) -> None:

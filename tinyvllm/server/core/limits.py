@@ -1,0 +1,44 @@
+"""The limits of the server for what clients send, in one place; docs/serving-limits.md describes them.
+
+Lengths of arrays are checked by the body models, so a body is refused before anything is made of it. Limits that an option changes are in
+`core/config.py`; those that depend on a model (its context, its vocabulary) are checked when its name is known.
+"""
+
+from __future__ import annotations
+
+import re
+
+from tinyvllm.server.core.failures import Failure
+
+MAX_BODY = 4 * 2**20  # bytes; default of --max-body
+THREAD_BODY = 100_000  # bytes; longer bodies are parsed and checked in a thread
+MAX_CONTAINERS = 100_000  # arrays and objects of a body: parsing a million takes half a second, during which no other thread runs
+
+MAX_MESSAGES = 10_000  # messages of a conversation, or items
+MAX_PARTS = 1_000  # parts or blocks of a message, its tool calls
+MAX_TOOLS = 1_000
+MAX_DOCUMENTS = 1_000
+MAX_PROMPTS = 2_048  # prompts of a request, inputs of embeddings
+MAX_CHOICES = 1_024  # sequences of a request: prompts times n or best_of
+MAX_TOKEN_IDS = 2**20  # of one prompt or list of ids; then the model's context and vocabulary limit them
+MAX_LOGIT_BIAS = 10_000
+MAX_WORDS = 512  # stop strings, bad words
+MAX_NAMES = 64  # entries of metadata, segments of a prompt
+MAX_NAME = 512  # characters of names, of users, and of metadata, which the access log repeats
+MAX_COUNT = 2**31 - 1  # integers that count tokens
+MAX_TEXT = 2**20  # characters of a text for /tokenize, token ids for /detokenize: their memory is a hundred times that
+
+MAX_HEAD = 64 * 1024  # bytes of a request's head
+MAX_HEADERS = 200
+
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # also one without end: linear for every body
+
+
+def check_containers(raw: bytes) -> None:
+    """Failure 400 for a body with more arrays and objects than MAX_CONTAINERS. Brackets in strings do not count."""
+    if raw.count(b"[") + raw.count(b"{") <= MAX_CONTAINERS:
+        return
+    outside = _STRING.sub(b"", raw)
+    if (count := outside.count(b"[") + outside.count(b"{")) > MAX_CONTAINERS:
+        text = f"the body has {count} arrays and objects, the limit is {MAX_CONTAINERS}; send fewer or shorter lists in one request"
+        raise Failure(400, text, code="too_many_values")
