@@ -26,9 +26,10 @@ from tinyvllm.cli import chat as cli_chat
 from tinyvllm.cli import generate as cli_generate
 from tinyvllm.cli import progress as figures
 from tinyvllm.cli.arguments import engine_options, parse, sampling_options
-from tinyvllm.cli.jsonl import new_file, read_prompts
+from tinyvllm.cli.jsonl import Job, read_prompts
+from tinyvllm.cli.new_file import new_file
 from tinyvllm.config import nearest
-from tinyvllm.errors import ArgumentError, FormatError, OutputError
+from tinyvllm.errors import OutputError
 
 ROOT = Path(__file__).parents[1]
 
@@ -144,7 +145,7 @@ def test_options_become_fields() -> None:
 def test_prompts_from_lines(tmp_path: Path) -> None:
     file = tmp_path / "p.txt"
     file.write_bytes("\ufefffirst\r\n\n  \nzw\u00f6lf \u2028 one line\n".encode())
-    jobs = read_prompts(str(file))
+    jobs = [job for job in read_prompts(str(file)) if isinstance(job, Job)]
     assert [job.prompt for job in jobs] == ["first", "zw\u00f6lf \u2028 one line"]
     assert [job.source for job in jobs] == [f"{file}:1", f"{file}:4"]
 
@@ -157,7 +158,7 @@ def test_prompts_from_json_lines(tmp_path: Path) -> None:
         {"messages": [{"role": "user", "content": "hi"}]},
     ]
     file.write_text("\n".join(map(json.dumps, records)))
-    first, second, third = read_prompts(str(file))
+    first, second, third = [job for job in read_prompts(str(file)) if isinstance(job, Job)]
     assert (first.prompt, first.id, first.sampling) == ("a", 7, {"temperature": 0.5, "logit_bias": {3: -1}})
     assert (second.prompt, second.id, second.sampling) == ({"prompt_token_ids": [1, 2]}, None, {"stop": ["x"]})
     assert third.prompt == {"messages": [{"role": "user", "content": "hi"}]}
@@ -191,17 +192,16 @@ def test_json_lines_that_are_refused(
     assert code in (1, 2) and all(word in message for word in words), message
 
 
-def test_prompt_files_that_hold_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "p.txt"
-    file.write_text("\n \n")
-    with pytest.raises(ArgumentError, match="has no prompt"):
-        read_prompts(str(file))
-    file.write_bytes(b"abc\xff")
-    with pytest.raises(FormatError, match="byte 3 is 0xff"):
-        read_prompts(str(file))
+def test_prompt_files_that_hold_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_model: Path) -> None:
+    (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "bytes.txt").write_bytes(b"abc\xff")
     (tmp_path / "folder.txt").mkdir()
-    with pytest.raises(ArgumentError, match="directory"):
-        read_prompts(str(tmp_path / "folder.txt"))
+    os.mkfifo(tmp_path / "fifo.txt")
+    for name, words in [
+        ("empty.txt", "has no prompt"), ("bytes.txt", "byte 3 is 0xff"), ("folder.txt", "is a directory"), ("fifo.txt", "is a pipe"),
+    ]:  # fmt: skip
+        _, message = refused(capsys, "--model", str(tiny_model), "--prompts-file", str(tmp_path / name))
+        assert words in message, message
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -313,13 +313,20 @@ def test_figures_of_several_prompts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     for output, arrival, first, end in zip(outputs, (10.0, 10.5, 11.0), (12.0, 11.0, 12.0), (13.0, 12.0, 14.0), strict=True):
         output.metrics.arrival, output.metrics.first_token, output.metrics.finished = arrival, first, end
     monkeypatch.setattr("tinyvllm.engine.stats.memory_bandwidth", lambda device: float(llm.engine.model_bytes_per_token) * 3)
-    line = figures.closing_line(llm, outputs, 6)
+    line = figures.closing_line(llm, figures.Tally.of(outputs), 6)
     assert line.startswith("3 prompts, 10 prompt + 18 generated tokens in 4.00 s, first token after 1.00 s (median), 4.5 tok/s, 50% of ")
     monkeypatch.setattr(llm.engine, "config", replace(llm.config, device="CUDA:1"))  # not the memory that was measured
-    assert figures.closing_line(llm, outputs, 6).endswith("4.5 tok/s")
+    assert figures.closing_line(llm, figures.Tally.of(outputs), 6).endswith("4.5 tok/s")
     for output in outputs:
         output.metrics.first_token = None
-    assert figures.closing_line(llm, outputs, 6) == "3 prompts, 10 prompt + 18 generated tokens"
+    assert figures.closing_line(llm, figures.Tally.of(outputs), 6) == "3 prompts, 10 prompt + 18 generated tokens"
+
+
+def answers_of(output: Path) -> list[dict[str, Any]]:
+    """The lines of an --output file in the order of their prompts, each index once."""
+    records = sorted(map(json.loads, output.read_text().splitlines()), key=lambda record: record["index"])
+    assert [record["index"] for record in records] == list(range(len(records)))
+    return records
 
 
 def test_json_lines_in_and_out(loaded: Callable[..., int], llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -333,7 +340,7 @@ def test_json_lines_in_and_out(loaded: Callable[..., int], llm: LLM, tmp_path: P
     output = tmp_path / "out.jsonl"
     assert loaded("--prompt", "zero", "--prompts-file", str(tmp_path / "in.jsonl"), "--output", str(output), *GREEDY) == 0
     assert capsys.readouterr().out == "" and sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.jsonl"]
-    zero, first, second, third = map(json.loads, output.read_text().splitlines())
+    zero, first, second, third = answers_of(output)
     assert zero["prompt"] == "zero" and "id" not in zero and (first["id"], second["id"]) == ("first", 2)
     assert first["outputs"][0]["text"] == greedy(llm, "hello") and first["outputs"][0]["finish_reason"] == "length"
     assert (first["prompt_tokens"], first["completion_tokens"]) == (6, 6)
@@ -346,14 +353,114 @@ def test_json_lines_in_and_out(loaded: Callable[..., int], llm: LLM, tmp_path: P
     assert json.loads(capsys.readouterr().out)["outputs"][0]["logprobs"][0][0]["token"] == greedy(llm, "hello")[0]
 
 
-def test_one_prompt_too_long_and_nothing_is_written(loaded: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_prompt_too_long_is_an_error_in_its_place(
+    loaded: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "in.txt").write_text("fine\n\n" + "x" * 600 + "\n")
-    assert loaded("--prompts-file", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out.jsonl")) == 2
+    assert loaded("--prompts-file", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out.jsonl"), *GREEDY) == 1
     out, err = capsys.readouterr()
-    assert out == "" and "in.txt:3: " in err and "601 tokens" in err and err.count("\n") == 1
-    assert os.listdir(tmp_path) == ["in.txt"]
+    *_, line = err.splitlines()
+    assert out == "" and line.startswith(f"tinyvllm: error: {tmp_path}/in.txt:3: the prompt has 601 tokens")
+    fine, wrong = answers_of(tmp_path / "out.jsonl")
+    assert len(fine["outputs"][0]["token_ids"]) == 6 and wrong["prompt"] == "x" * 600
+    assert wrong["error"]["type"] == "RequestError" and "601 tokens" in wrong["error"]["message"]
     assert loaded("--prompt", "x" * 600) == 2
-    assert "601 tokens" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("tinyvllm: error: --prompt 1: the prompt has 601 tokens") and err.count("\n") == 1
+    assert loaded("--prompt", "x" * 600, "--prompt", "fine", *GREEDY, "--quiet") == 1
+    out, err = capsys.readouterr()
+    assert out.startswith("=== fine\n") and err.count("--prompt 1: the prompt has 601 tokens") == 2
+
+
+def test_bad_lines_fail_alone_if_they_may(loaded: Callable[..., int], llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ['{"prompt": "hello", "id": "a"}', "{", '{"prompt": "b", "top_p": 7}', '{"prompt": "b\\ud800"}', '{"prompt": "b"}']
+    file, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    file.write_text("\n".join(lines))
+    options = ("--prompts-file", str(file), "--output", str(output), *GREEDY)
+    assert loaded(*options) in (1, 2) and os.listdir(tmp_path) == ["in.jsonl"]  # without the option nothing runs
+    assert "in.jsonl:2: not JSON" in (err := capsys.readouterr().err) and "--skip-bad answers the other prompts" in err
+    assert loaded(*options, "--skip-bad") == 1
+    assert f"tinyvllm: error: {file}:2 and " in capsys.readouterr().err
+    first, torn, wrong, _, last = answers_of(output)
+    assert first["id"] == "a" and first["outputs"][0]["text"] == greedy(llm, "hello") and last["outputs"][0]["text"] == greedy(llm, "b")
+    assert torn["line"] == "{" and torn["error"] == {"type": "FormatError", "message": torn["error"]["message"], "source": f"{file}:2"}
+    assert "top_p" in wrong["error"]["message"] and wrong["prompt"] == "b"
+    before = output.read_bytes()
+    assert loaded(*options, "--skip-bad") == 0 and output.read_bytes() == before  # all are answered
+    assert "5 of 5 prompts were answered by an earlier run" in capsys.readouterr().err
+    file.write_text("\n".join(["{", "[]"]))
+    assert loaded("--prompts-file", str(file), "--output", str(tmp_path / "none.jsonl"), "--skip-bad") in (1, 2)
+    assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_an_interrupted_run_keeps_its_answers_and_continues(
+    loaded: Callable[..., int], llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C in the middle of a run, a torn last line, and the same command again: the answers of an undisturbed run."""
+    count = 20
+    (tmp_path / "in.txt").write_text("".join(f"prompt {i}\n" for i in range(count)))
+    output, alone = tmp_path / "out.jsonl", tmp_path / "alone.jsonl"
+    options = ("--prompts-file", str(tmp_path / "in.txt"), *GREEDY, "--output")
+    steps, step = iter(range(10**6)), llm.engine.step
+
+    def interrupting() -> list[Any]:
+        if next(steps) == 14:
+            signal.raise_signal(signal.SIGINT)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", interrupting)
+    assert loaded(*options, str(output)) == 130
+    monkeypatch.undo()
+    llm.generate("x", SamplingParams(max_tokens=1))
+    assert not llm.engine.has_work()
+    done = len(output.read_text().splitlines())
+    assert 0 < done < count  # four run at a time, six steps each
+    assert f"interrupted: {done} of {count} prompts are answered; the same command answers the others\n" in capsys.readouterr().err
+    with open(output, "a") as file:
+        file.write('{"index": 19, "prompt": "prompt')
+    monkeypatch.setattr(cli_generate, "load", lambda options: contextlib.nullcontext(llm))
+    assert loaded(*options, str(output)) == 0
+    assert f"{done} of {count} prompts were answered by an earlier run\n" in capsys.readouterr().err
+    assert loaded(*options, str(alone)) == 0
+    assert answers_of(output) == answers_of(alone)
+    (tmp_path / "in.txt").write_text("other\n" * count)
+    before = output.read_bytes()
+    assert loaded(*options, str(output)) == 2 and output.read_bytes() == before
+    assert "which is not in the input: name another file" in capsys.readouterr().err
+
+
+def test_several_answers_stream_in_the_order_of_their_prompts(
+    loaded: Callable[..., int], llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The first answer grows on stdout before any other is finished; a later one that is finished first waits for its turn."""
+    (tmp_path / "in.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "b", "max_tokens": 2}\n{"prompt": "c", "n": 2, "seed": 1}\n')
+    seen: list[str] = []
+    step = llm.engine.step
+
+    def observing() -> list[Any]:
+        seen.append(sys.stdout.getvalue())  # type: ignore[attr-defined]
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", observing)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert loaded("--prompts-file", str(tmp_path / "in.jsonl"), *GREEDY) == 0
+    text, out = greedy(llm, "hello"), sys.stdout.getvalue()  # type: ignore[attr-defined]
+    assert out.startswith(f"=== hello\n{text}\n=== b\n{greedy(llm, 'b')[:2]}\n=== c (1/2)\n") and "=== c (2/2)\n" in out
+    assert f"=== hello\n{text[:3]}" in seen[:6] and not any("=== b" in shown for shown in seen[:6])
+
+
+def test_max_tokens_beyond_the_context(loaded: Callable[..., int], llm: LLM, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The context has 512 tokens. The default of 256 just fits; a number of the user's is limited, which one line says."""
+    long = "x" * 500
+    assert loaded("--prompt", long, "--temperature", "0", "--ignore-eos") == 0
+    out, err = capsys.readouterr()
+    assert len(out) <= 12 and "limited" not in err
+    assert loaded("--prompt", long, "--temperature", "0", "--ignore-eos", "--max-tokens", "900") == 0
+    limited, err = capsys.readouterr()
+    assert limited == out and "max_tokens is limited by the context of 512 tokens (--prompt 1: from 900 to 11)\n" in err
+    (tmp_path / "in.txt").write_text(f"{long}\n{long}\n")
+    assert loaded("--prompts-file", str(tmp_path / "in.txt"), "--max-tokens", "12", "--output", "-") == 0
+    assert f"({tmp_path}/in.txt:1: from 12 to 11, and 1 more)\n" in capsys.readouterr().err
 
 
 def chat(loaded: Callable[..., int], monkeypatch: pytest.MonkeyPatch, *lines: str) -> int:
@@ -462,7 +569,7 @@ def broken_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
-NO_LOGITS = "the model gave no finite logits; its weights or configuration are broken"
+NO_LOGITS = "the model gave no finite logits; its weights or its cache are broken"
 
 
 @pytest.fixture
@@ -484,7 +591,7 @@ def test_a_broken_model_is_a_failure(broken: Callable[..., int], tmp_path: Path,
     assert broken("--prompts-file", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out.jsonl"), *GREEDY) == 1
     line, error = capsys.readouterr().err.splitlines()
     assert line.startswith("3 prompts, ") and error == f"tinyvllm: error: {tmp_path}/in.txt:2 and 1 more: {NO_LOGITS}"
-    results = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    results = answers_of(tmp_path / "out.jsonl")
     assert [result["outputs"][0]["finish_reason"] for result in results] == ["length", "error", "error"]
 
 

@@ -14,7 +14,7 @@ from tinyvllm.errors import ArgumentError
 from tinyvllm.request import STRUCTURES, SamplingParams, StructuredOutputsParams
 
 COMMANDS = ("generate", "chat", "serve", "batch", "kernels", "verify", "replay")
-MAX_TOKENS = {"generate": 256, "chat": 1024}
+MAX_TOKENS = {"generate": 256, "chat": 1024}  # defaults; less where the context ends earlier
 
 _ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--model", {"metavar": "PATH", "help": "folder of a Hugging Face model, GGUF file or hub name; default: the bundled model"}),
@@ -216,7 +216,14 @@ def _generate_parser() -> Parser:
     prompts: tuple[tuple[str, dict[str, Any]], ...] = (
         ("--prompt", {"action": "append", "metavar": "TEXT", "help": "the text to continue; may be repeated; - reads stdin"}),
         ("--prompts-file", {"metavar": "F", "help": "more prompts: one a line (.txt), or JSON objects (.jsonl)"}),
-        ("--output", {"metavar": "F", "help": "write one JSON line a prompt to this .jsonl file (- is stdout)"}),
+        (
+            "--output",
+            {
+                "metavar": "F",
+                "help": "write a JSON line for each answer when it is ready to this .jsonl file (- is stdout); a second run continues it",
+            },
+        ),
+        ("--skip-bad", {"action": "store_true", "help": "a line of --prompts-file that is no prompt gets an error in its place"}),
     )
     group = parser.add_argument_group("prompts")
     for flag, settings in prompts:

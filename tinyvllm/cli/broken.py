@@ -1,4 +1,4 @@
-"""Answers that a broken model ended: the engine reports them in the output, and other requests continue."""
+"""Answers that ended in an error: the engine reports it in the output, and other requests continue."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ from tinyvllm.errors import ModelError
 from tinyvllm.request import RequestOutput
 
 
-def is_broken(output: RequestOutput) -> bool:
-    """Whether an answer ended in an error of the model."""
-    return any(part.finish_reason == "error" for part in output.outputs)
-
-
-def no_logits(source: str) -> ModelError:
-    """The error for a broken answer to the prompt that `source` names."""
-    return ModelError(f"{source}: the model gave no finite logits; its weights or configuration are broken")
+def broken_reason(output: RequestOutput) -> ModelError | None:
+    """The error that ended an answer, such as a model without finite logits; None if there is none."""
+    part = next((part for part in output.outputs if part.finish_reason == "error"), None)
+    return None if part is None else ModelError(part.error or "the answer ended in an error")

@@ -13,7 +13,8 @@ from typing import Any
 
 from tinyvllm.cli.arguments import engine_options, sampling_options
 from tinyvllm.cli.generate import check_engine_options, load
-from tinyvllm.cli.jsonl import new_file, sampling_value
+from tinyvllm.cli.jsonl import sampling_value
+from tinyvllm.cli.new_file import new_file
 from tinyvllm.cli.partner import ContextFull, Local, Message, Partner
 from tinyvllm.cli.progress import say
 from tinyvllm.config import nearest

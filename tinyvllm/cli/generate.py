@@ -1,50 +1,44 @@
-"""`tinyvllm --prompt ...`: a single prompt streams to stdout; several run together, printed or written as JSON lines at the end."""
+"""`tinyvllm --prompt ...`: answers stream to stdout in the order of their prompts, or become JSON lines as they are ready."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tinyvllm.cli.arguments import MAX_TOKENS, engine_options, sampling_options
-from tinyvllm.cli.broken import is_broken, no_logits
-from tinyvllm.cli.jsonl import Job, new_file, read_prompts, result
-from tinyvllm.cli.progress import LoadBar, closing_line, say
+from tinyvllm.cli.answers import Answer, Answers, FileAnswers, PrintedAnswers, StdoutAnswers
+from tinyvllm.cli.arguments import engine_options, sampling_options
+from tinyvllm.cli.broken import broken_reason
+from tinyvllm.cli.interrupts import deferred_interrupts
+from tinyvllm.cli.jsonl import BadLine, Job, key_of_job
+from tinyvllm.cli.limits import TokenLimit
+from tinyvllm.cli.progress import LoadBar, Progress, Tally, closing_line, say
+from tinyvllm.cli.prompts import Prompts
 from tinyvllm.config import resolve
-from tinyvllm.errors import ArgumentError, RequestError
+from tinyvllm.errors import ArgumentError, ModelError, RequestError, TinyvllmError
 from tinyvllm.request import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from tinyvllm.engine.llm import LLM
+    from tinyvllm.engine.prompt import Encoded
 
 
 def run(options: argparse.Namespace) -> int:
-    """Generate. All arguments are validated before anything is loaded."""
-    sampling = {"max_tokens": MAX_TOKENS["generate"], **sampling_options(options)}
+    """Generate. All arguments and the form of all prompts are validated before anything is loaded."""
+    sampling = sampling_options(options)
     check_engine_options(options)
     _check_output(options)
-    jobs = _read_jobs(options)
-    for job in jobs:
-        _params(SamplingParams(), sampling, job)
-    file: AbstractContextManager[Callable[[str], None] | None]
-    file = contextlib.nullcontext() if options.output is None else new_file(options.output)
-    with file as publish, load(options) as llm:
-        steps = llm.engine.stats.num_steps
-        if publish is None:
-            outputs = _print_answers(llm, jobs, sampling, options.quiet)
-        else:
-            outputs = _generate(llm, jobs, sampling, options.quiet)
-            publish("".join(result(job, output) + "\n" for job, output in zip(jobs, outputs, strict=True)))
-        if not options.quiet:
-            say(closing_line(llm, outputs, llm.engine.stats.num_steps - steps))
-    broken = [job.source for job, output in zip(jobs, outputs, strict=True) if is_broken(output)]
-    if broken:
-        raise no_logits(broken[0] + (f" and {len(broken) - 1} more" if len(broken) > 1 else ""))
+    prompts = Prompts(options, sampling)
+    with contextlib.closing(_open_answers(options, prompts)) as answers:
+        if answers.done and not options.quiet:
+            say(f"{len(answers.done)} of {len(prompts)} prompts were answered by an earlier run")
+        if len(answers.done) < len(prompts):
+            with load(options) as llm:
+                _Run(llm, prompts, answers, options).finish()
     return 0
 
 
@@ -76,69 +70,104 @@ def _check_output(options: argparse.Namespace) -> None:
         raise ArgumentError(f"--output {output} is also --prompts-file: it would replace the prompts")
 
 
-def _read_jobs(options: argparse.Namespace) -> list[Job]:
-    jobs = [Job(_read_prompt(text), f"--prompt {number}") for number, text in enumerate(options.prompt or [], 1)]
-    if options.prompts_file is not None:
-        jobs += read_prompts(options.prompts_file)
-    if not jobs:
-        raise ArgumentError("no prompt: give --prompt TEXT or --prompts-file FILE (see also tinyvllm chat; --help lists all options)")
-    return jobs
+def _open_answers(options: argparse.Namespace, prompts: Prompts) -> Answers:
+    if options.output is None:
+        return PrintedAnswers(len(prompts))
+    return StdoutAnswers() if options.output == "-" else FileAnswers(options.output, prompts.keys)
 
 
-def _read_prompt(text: str) -> str:
-    if text == "-":
-        text = sys.stdin.read().removesuffix("\n")
-        if not text:
-            raise ArgumentError("--prompt -: stdin is empty")
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # Python carries bytes of an argument that are not UTF-8 as surrogates
-        raise ArgumentError(f"--prompt is not UTF-8 text: {text!r:.60}") from None
-    return text
+class _Run:
+    """All prompts through one engine, a bounded number at a time. A prompt that fails is an error in its place."""
+
+    def __init__(self, llm: LLM, prompts: Prompts, answers: Answers, options: argparse.Namespace):
+        self._llm, self._prompts, self._answers, self._quiet = llm, prompts, answers, options.quiet
+        self._jobs: dict[int, Job] = {}  # that are in the engine
+        self._failures = 0
+        self._first_failure: tuple[str, TinyvllmError] | None = None  # its source and its error
+        self._limit = TokenLimit(llm.max_model_len)
+        self._tally = Tally()
+        self._steps = llm.engine.stats.num_steps
+        quiet = options.quiet or options.output is None or (options.output == "-" and sys.stdout.isatty())  # answers are progress enough
+        self._progress = Progress(len(prompts), len(answers.done), "prompts", quiet)
+
+    def finish(self) -> None:
+        """Answer all prompts; the error of the first that failed. Ctrl-C ends the run between two steps, and keeps what is written."""
+        from tinyvllm.engine.tools.feed import feed
+
+        results = feed(self._llm.engine, self._requests(), 2 * self._llm.config.max_num_seqs, self._after_step)
+        try:
+            with contextlib.closing(self._progress), contextlib.closing(results), deferred_interrupts() as self._interrupted:
+                for index, result in results:
+                    self._take(index, self._jobs[index], result)
+        except KeyboardInterrupt:
+            if isinstance(self._answers, FileAnswers) and not self._quiet:
+                total = self._progress.total
+                say(f"interrupted: {self._progress.done} of {total} prompts are answered; the same command answers the others")
+            raise
+        if not self._quiet:
+            self._say_figures()
+        if self._first_failure is not None:
+            raise self._failure(*self._first_failure)
+
+    def _requests(self) -> Iterator[tuple[int, Encoded, SamplingParams]]:
+        """The prompts that are not answered yet, encoded. What fails here is an answer at once."""
+        from tinyvllm.engine.prompt import encode_prompt
+
+        for index, job in self._prompts:
+            if self._answers.done and key_of_job(index, job) in self._answers.done:
+                continue
+            try:
+                if isinstance(job, BadLine):
+                    raise job.error
+                params = self._prompts.params(self._llm.default_params, job)
+                encoded = encode_prompt(self._llm.engine.tokenizer, job.prompt)
+            except TinyvllmError as error:
+                self._take(index, job, error)
+                continue
+            params = self._limit.apply(params, len(encoded.token_ids), job.source, self._prompts.has_max_tokens(job))
+            self._jobs[index] = job
+            yield index, encoded, replace(params, output_kind=self._answers.output_kind)
+
+    def _after_step(self) -> None:
+        self._answers.after_step()
+        self._progress.tick()
+        if self._interrupted():
+            raise KeyboardInterrupt
+
+    def _take(self, index: int, job: Job | BadLine, answer: Answer) -> None:
+        if isinstance(answer, TinyvllmError):
+            answer = _with_source(job.source, answer)
+        self._answers.take(index, job, answer)
+        if isinstance(answer, RequestOutput):
+            if not answer.finished:
+                return
+            self._tally.add(answer)
+        self._jobs.pop(index, None)
+        error = answer if isinstance(answer, TinyvllmError) else broken_reason(answer)
+        if error is not None:
+            self._failures += 1
+            self._first_failure = self._first_failure or (job.source, error)
+        self._progress.add(failed=error is not None)
+
+    def _say_figures(self) -> None:
+        if line := self._limit.line():
+            say(line)
+        if self._tally.prompts:
+            say(closing_line(self._llm, self._tally, self._llm.engine.stats.num_steps - self._steps))
+
+    def _failure(self, source: str, error: TinyvllmError) -> TinyvllmError:
+        """The error of the run: that of its only prompt, or a failure (exit code 1) that names the first of several."""
+        reason = str(error).removeprefix(f"{source}: ")
+        if len(self._prompts) == 1:
+            return type(error)(f"{source}: {reason}")
+        more = f" and {self._failures - 1} more" if self._failures > 1 else ""
+        return ModelError(f"{source}{more}: {reason}")
 
 
-def _params(default: SamplingParams, sampling: Mapping[str, Any], job: Job) -> SamplingParams:
-    """The model's recommendation, overridden by the command line, overridden by the prompt's own line."""
-    try:
-        return replace(default, **{**sampling, **job.sampling})
-    except ArgumentError as error:
-        raise ArgumentError(f"{job.source}: {error}") from error
-
-
-def _generate(llm: LLM, jobs: list[Job], sampling: Mapping[str, Any], quiet: bool) -> list[RequestOutput]:
-    from tinyvllm.engine.prompt import PromptError
-
-    params = [_params(llm.default_params, sampling, job) for job in jobs]
-    try:
-        return llm.generate([job.prompt for job in jobs], params, use_tqdm=len(jobs) > 1 and sys.stderr.isatty() and not quiet)
-    except PromptError as error:
-        raise RequestError(f"{jobs[error.index].source}: {error.reason}") from error
-
-
-def _print_answers(llm: LLM, jobs: list[Job], sampling: Mapping[str, Any], quiet: bool) -> list[RequestOutput]:
-    params = _params(llm.default_params, sampling, jobs[0])
-    if len(jobs) == 1 and params.n == 1:
-        return [_stream(llm, jobs[0], params)]
-    outputs = _generate(llm, jobs, sampling, quiet)
-    for job, output in zip(jobs, outputs, strict=True):
-        for part in output.outputs:
-            print(f"=== {_title(job)}" + (f" ({part.index + 1}/{len(output.outputs)})" if len(output.outputs) > 1 else ""))
-            print(part.text)
-    return outputs
-
-
-def _title(job: Job) -> str:
-    """The prompt on one line, shortened."""
-    text = " ".join(job.prompt.split()) if isinstance(job.prompt, str) else job.source
-    return text if len(text) <= 70 else text[:67] + "..."
-
-
-def _stream(llm: LLM, job: Job, params: SamplingParams) -> RequestOutput:
-    shown = 0
-    for output in llm.follow(job.prompt, params):
-        text = output.outputs[0].text
-        sys.stdout.write(text[shown:])
-        sys.stdout.flush()
-        shown = len(text)
-    sys.stdout.write("\n")
-    return output
+def _with_source(source: str, error: TinyvllmError) -> TinyvllmError:
+    """An error that begins with the prompt's source instead of the engine's request id."""
+    if str(error).startswith(f"{source}: "):
+        return error
+    reason = str(error).partition(": ")[2] if str(error).startswith("request ") else str(error)
+    kind = RequestError if isinstance(error, (RequestError, ArgumentError)) else TinyvllmError
+    return kind(f"{source}: {reason}")

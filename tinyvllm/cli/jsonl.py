@@ -1,23 +1,22 @@
-"""Prompts from files, and results to files: plain lines and JSON lines. Knows no engine."""
+"""Prompts from the command line and from files, and the lines of their answers. Knows no engine."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
+import hashlib
 import json
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from tinyvllm.cli.lines import read_lines
 from tinyvllm.config import nearest
-from tinyvllm.errors import ArgumentError, FormatError, OutputError
+from tinyvllm.errors import ArgumentError, FormatError, TinyvllmError
 from tinyvllm.request import CompletionOutput, RequestOutput, SamplingParams
 
 _KINDS = ("prompt", "prompt_token_ids", "messages")
 _FIELDS = tuple(f.name for f in fields(SamplingParams))
+_SHOWN = 1000  # characters of a bad line that its answer repeats
 
 
 @dataclass(frozen=True)
@@ -29,23 +28,46 @@ class Job:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     id: Any = None
 
+    @property
+    def prompt_fields(self) -> dict[str, Any]:
+        """The prompt as its answer repeats it."""
+        return {"prompt": self.prompt} if isinstance(self.prompt, str) else dict(self.prompt)
 
-def read_prompts(path: str) -> list[Job]:
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line of a file that is no prompt."""
+
+    source: str
+    line: str
+    error: TinyvllmError
+    id: Any = None
+
+    @property
+    def prompt_fields(self) -> dict[str, Any]:
+        return {"line": self.line[:_SHOWN]}
+
+
+def read_prompts(path: str) -> Iterator[Job | BadLine]:
     """The prompts of a .txt file, one a line, or of a .jsonl file, one object a line; empty lines are skipped."""
     ending = Path(path).suffix.lower()
     if ending not in (".txt", ".jsonl"):
         raise ArgumentError(f"--prompts-file must end in .txt (a prompt a line) or .jsonl (an object a line), got {path!r}")
+    for number, raw in read_lines(path, "--prompts-file"):
+        source = f"{path}:{number}"
+        try:
+            line = _decode(source, raw, first=number == 1)
+            if line.strip():
+                yield _parse(source, line) if ending == ".jsonl" else Job(line, source)
+        except TinyvllmError as error:
+            yield BadLine(source, raw.decode("utf-8", "replace").rstrip("\r\n"), error)
+
+
+def _decode(source: str, raw: bytes, first: bool) -> str:
     try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise ArgumentError(f"--prompts-file {path}: {error.strerror or error}") from error
+        return raw.decode("utf-8-sig" if first else "utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
-        raise FormatError(f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}") from error
-    lines = [(f"{path}:{number}", line.removesuffix("\r")) for number, line in enumerate(text.split("\n"), 1)]
-    jobs = [_parse(source, line) if ending == ".jsonl" else Job(line, source) for source, line in lines if line.strip()]
-    if not jobs:
-        raise ArgumentError(f"--prompts-file {path} has no prompt")
-    return jobs
+        raise FormatError(f"{source} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}") from error
 
 
 def _parse(source: str, line: str) -> Job:
@@ -76,14 +98,19 @@ def sampling_value(name: str, value: Any) -> Any:
     return value
 
 
-def result(job: Job, output: RequestOutput) -> str:
-    """One line of JSON for a finished prompt: the prompt, its answers, and the number of tokens of both."""
-    record: dict[str, Any] = {} if job.id is None else {"id": job.id}
-    record |= {"prompt": job.prompt} if isinstance(job.prompt, str) else job.prompt
-    record["outputs"] = [_completion(part) for part in output.outputs]
-    record["prompt_tokens"] = len(output.prompt_token_ids)
-    record["completion_tokens"] = sum(len(part.token_ids) for part in output.outputs)
-    return json.dumps(record, ensure_ascii=False)
+def answer_line(index: int, job: Job | BadLine, answer: RequestOutput | TinyvllmError) -> bytes:
+    """One line of JSON for the prompt `index`: the prompt, and its answers with the number of tokens of both, or its error."""
+    record: dict[str, Any] = {"index": index} | ({} if job.id is None else {"id": job.id}) | job.prompt_fields
+    if isinstance(answer, TinyvllmError):
+        record["error"] = {"type": type(answer).__name__, "message": str(answer), "source": job.source}
+    else:
+        record["outputs"] = [_completion(part) for part in answer.outputs]
+        record["prompt_tokens"] = len(answer.prompt_token_ids)
+        record["completion_tokens"] = sum(len(part.token_ids) for part in answer.outputs)
+    try:
+        return json.dumps(record, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:  # half of a surrogate pair in the prompt
+        return json.dumps(record).encode() + b"\n"
 
 
 def _completion(part: CompletionOutput) -> dict[str, Any]:
@@ -99,41 +126,18 @@ def _completion(part: CompletionOutput) -> dict[str, Any]:
     return record
 
 
-@contextlib.contextmanager
-def new_file(name: str) -> Iterator[Callable[[str], None]]:
-    """A function that writes the whole text of a file, which appears under its name only when it is complete. "-" is stdout.
-
-    OutputError on entering if the file cannot be written: before the hours of computing, not after.
-    """
-    if name == "-":
-        yield _print
-        return
-    target = Path(name).expanduser().resolve()
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
-
-    def publish(text: str) -> None:
-        with _writing(name):
-            unfinished.write_text(text, encoding="utf-8")
-            os.replace(unfinished, target)
-
-    with _writing(name):
-        if target.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "it is a folder")
-        unfinished.touch()
-    try:
-        yield publish
-    finally:
-        unfinished.unlink(missing_ok=True)
+def key_of(record: Mapping[str, Any]) -> str | None:
+    """The key of a line of answers: its index and a digest of its prompt, so that a changed prompt is noticed. None for another line."""
+    index = record.get("index")
+    prompt = {name: record[name] for name in (*_KINDS, "line") if name in record}
+    if type(index) is not int or len(prompt) != 1 or not record.keys() & {"outputs", "error"}:
+        return None
+    text = json.dumps(prompt, sort_keys=True).encode()
+    return f"prompt {index} ({hashlib.blake2b(text, digest_size=8).hexdigest()})"
 
 
-def _print(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-@contextlib.contextmanager
-def _writing(name: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise OutputError(f"cannot write {name}: {error.strerror or error}") from error
+def key_of_job(index: int, job: Job | BadLine) -> str:
+    """The key of the answer to a prompt."""
+    key = key_of({"index": index, "error": None, **job.prompt_fields})
+    assert key is not None
+    return key

@@ -24,8 +24,11 @@ SYNC_SECONDS = 1.0  # of answers that a power cut may lose; a kill loses none
 KeyOf = Callable[[Mapping[str, Any]], str | None]
 
 
-def read_lines(path: str) -> Iterator[tuple[int, bytes]]:
-    """(number, line) of a regular file, without empty lines. ArgumentError if it cannot be read, FormatError for a line beyond MAX_LINE."""
+def read_lines(path: str, option: str = "") -> Iterator[tuple[int, bytes]]:
+    """(number, line) of a regular file that `option` names, without empty lines.
+
+    ArgumentError if it cannot be read, FormatError for a line beyond MAX_LINE.
+    """
     number = 0
     try:
         with open(_open_regular(path, os.O_RDONLY), "rb") as file:
@@ -36,7 +39,7 @@ def read_lines(path: str) -> Iterator[tuple[int, bytes]]:
                 if raw.strip():
                     yield number, raw
     except OSError as error:
-        raise ArgumentError(f"{path}: {error.strerror or error}") from error
+        raise ArgumentError(f"{option} {path}: {error.strerror or error}".lstrip()) from error
 
 
 def _open_regular(path: str, flags: int) -> int:

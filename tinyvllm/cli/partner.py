@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tinyvllm.cli.arguments import MAX_TOKENS
-from tinyvllm.cli.broken import is_broken, no_logits
+from tinyvllm.cli.broken import broken_reason
 from tinyvllm.cli.interrupts import deferred_interrupts
-from tinyvllm.cli.progress import closing_line
-from tinyvllm.errors import RequestError
+from tinyvllm.cli.progress import Tally, closing_line
+from tinyvllm.errors import ModelError, RequestError
 from tinyvllm.request import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ class Local:
                 shown = len(text)
                 if interrupted():
                     break
-        if is_broken(output):
-            raise no_logits("chat")
+        if (error := broken_reason(output)) is not None:
+            raise ModelError(f"chat: {error}")
 
     def _encode(self, messages: list[Message], params: SamplingParams) -> tuple[dict[str, Any], int]:
         """The prompt, and the tokens that it leaves for the answer. A first message may take all but one token of the context."""
@@ -99,4 +99,4 @@ class Local:
         return f"max_tokens={tokens}: /set max_tokens N changes it"
 
     def figures(self) -> str | None:
-        return None if self._last is None else closing_line(self.llm, [self._last])
+        return None if self._last is None else closing_line(self.llm, Tally.of([self._last]))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from tinyvllm.placement import Placement
@@ -79,35 +81,60 @@ class Progress:
             self._bar.close()
 
 
-def closing_line(llm: LLM, outputs: Sequence[RequestOutput], num_steps: int = 0) -> str:
+class Tally:
+    """The counts of finished outputs, without their texts."""
+
+    def __init__(self) -> None:
+        self.prompts = self.prompt_tokens = self.generated = 0
+        self.arrival, self.finished = math.inf, 0.0  # seconds: the first arrival, the last end
+        self.waits = array("d")  # seconds to the first token
+        self.last: RequestOutput | None = None
+
+    @staticmethod
+    def of(outputs: Iterable[RequestOutput]) -> Tally:
+        tally = Tally()
+        for output in outputs:
+            tally.add(output)
+        return tally
+
+    def add(self, output: RequestOutput) -> None:
+        metrics = output.metrics
+        self.prompts += 1
+        self.prompt_tokens += len(output.prompt_token_ids)
+        self.generated += sum(len(part.token_ids) for part in output.outputs)
+        self.arrival = min(self.arrival, metrics.arrival)
+        self.finished = max(self.finished, metrics.finished or 0.0)
+        if metrics.first_token is not None:
+            self.waits.append(metrics.first_token - metrics.arrival)
+        self.last = output
+
+
+def closing_line(llm: LLM, tally: Tally, num_steps: int = 0) -> str:
     """Tokens, time to first token, tokens per second, and the share of the measured memory bandwidth.
 
     A step reads all weights once, so steps per second times the bytes of the weights is the bandwidth used. The speed of a single prompt is
     measured from its first token on. That of several is measured from their arrival to the end of the last, over the `num_steps` that the
     engine ran for them, and their time to first token is the median.
     """
-    prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    generated = sum(len(part.token_ids) for output in outputs for part in output.outputs)
-    counts = f"{prompt} prompt + {generated} generated tokens"
-    if len(outputs) != 1:
-        return _of_several(llm, outputs, f"{len(outputs)} prompts, {counts}", generated, num_steps)
-    metrics, steps = outputs[0].metrics, max(len(part.token_ids) for part in outputs[0].outputs) - 1
+    counts = f"{tally.prompt_tokens} prompt + {tally.generated} generated tokens"
+    if tally.prompts != 1 or tally.last is None:
+        return _of_several(llm, tally, f"{tally.prompts} prompts, {counts}", num_steps)
+    metrics, parts = tally.last.metrics, tally.last.outputs
     if metrics.first_token is None or metrics.finished is None:
         return counts
     line = f"{counts}, first token after {metrics.first_token - metrics.arrival:.2f} s"
-    seconds = metrics.finished - metrics.first_token
+    seconds, steps = metrics.finished - metrics.first_token, max(len(part.token_ids) for part in parts) - 1
     if steps < 1 or seconds <= 0:
         return line
-    return f"{line}, {(generated - len(outputs[0].outputs)) / seconds:.1f} tok/s{_share(llm, steps, seconds)}"
+    return f"{line}, {(tally.generated - len(parts)) / seconds:.1f} tok/s{_share(llm, steps, seconds)}"
 
 
-def _of_several(llm: LLM, outputs: Sequence[RequestOutput], counts: str, generated: int, num_steps: int) -> str:
-    waits = [output.metrics.first_token - output.metrics.arrival for output in outputs if output.metrics.first_token is not None]
-    seconds = max(output.metrics.finished or 0.0 for output in outputs) - min(output.metrics.arrival for output in outputs)
-    if not waits or seconds <= 0:
+def _of_several(llm: LLM, tally: Tally, counts: str, num_steps: int) -> str:
+    seconds = tally.finished - tally.arrival
+    if not tally.waits or seconds <= 0:
         return counts
-    line = f"{counts} in {seconds:.2f} s, first token after {statistics.median(waits):.2f} s (median)"
-    return f"{line}, {generated / seconds:.1f} tok/s{_share(llm, num_steps, seconds)}"
+    line = f"{counts} in {seconds:.2f} s, first token after {statistics.median(tally.waits):.2f} s (median)"
+    return f"{line}, {tally.generated / seconds:.1f} tok/s{_share(llm, num_steps, seconds)}"
 
 
 def _share(llm: LLM, num_steps: int, seconds: float) -> str:
