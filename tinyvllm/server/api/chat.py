@@ -18,6 +18,7 @@ from tinyvllm.server.core.failures import Failure, encode
 from tinyvllm.server.core.generation import ChatRun, chat_run
 from tinyvllm.server.core.logprobs import Position, chat_logprobs, positions_of, prompt_logprobs
 from tinyvllm.server.core.params import beam_params, request_options, sampling_params
+from tinyvllm.server.core.prompts import truncation_of
 from tinyvllm.server.core.response import DONE, ResponseWriter, quote, sse_event
 from tinyvllm.server.core.schema import ChatRequest
 from tinyvllm.server.core.usage import extra_fields, finish_reason_of
@@ -44,7 +45,7 @@ async def _prepare(context: RequestContext, body: ChatRequest, llm: AsyncLLM, mo
     variables = {**reasoning_variables(body.reasoning_effort), **(body.chat_template_kwargs or {})}
     segments = context.service.segments.used_by_body(context.owner, context, body, llm)
     conversation = after_segments(conversation_of(context.service.config, context.data, variables), segments)
-    prompt = await encode_conversation(llm, conversation, tools.shown, body.truncate_prompt_tokens)
+    prompt = await encode_conversation(llm, conversation, tools.shown, truncation_of(body, _max_tokens(body)))
     return chat_run(context, body, llm, model, prompt, tools, _params(llm, body))
 
 
@@ -56,15 +57,18 @@ def _tools(context: RequestContext, body: ChatRequest) -> Tools:
     return Tools(functions, "required", choice.function.name, parallel)
 
 
+def _max_tokens(body: ChatRequest) -> int | None:
+    return body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+
+
 def _params(llm: AsyncLLM, body: ChatRequest) -> SamplingParams:
-    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if body.use_beam_search:
-        return SamplingParams(max_tokens=max_tokens)
-    return sampling_params(llm, body, max_tokens=max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+        return SamplingParams(max_tokens=_max_tokens(body))
+    return sampling_params(llm, body, max_tokens=_max_tokens(body), logprobs=(body.top_logprobs or 0) if body.logprobs else None)
 
 
 async def _beam_search(run: ChatRun) -> RequestOutput:
-    beams = beam_params(run.body, run.params.max_tokens or _DEFAULT_BEAM_TOKENS)
+    beams = beam_params(run.body, run.params.max_tokens or min(_DEFAULT_BEAM_TOKENS, run.room))
     output = await run.llm.beam_search(run.prompt.engine_prompt(), beams, options=request_options(run.context, run.body))
     run.usage.add_prompt(output)
     run.usage.add_completions(output)

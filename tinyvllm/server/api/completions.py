@@ -17,7 +17,7 @@ from tinyvllm.server.core.generation import generate
 from tinyvllm.server.core.limits import MAX_CHOICES
 from tinyvllm.server.core.logprobs import Position, completion_logprobs, positions_of, prompt_logprobs
 from tinyvllm.server.core.params import beam_params, request_options, sampling_params
-from tinyvllm.server.core.prompts import EncodedPrompt, encode_texts
+from tinyvllm.server.core.prompts import EncodedPrompt, check_room, encode_texts, truncation_of
 from tinyvllm.server.core.response import DONE, ResponseWriter, quote, sse_event
 from tinyvllm.server.core.schema import CompletionRequest
 from tinyvllm.server.core.segment_store import prefix_of
@@ -47,7 +47,12 @@ async def _encode(context: RequestContext, body: CompletionRequest, llm: AsyncLL
         raise bad_field(name, f"{name}: {width} answers to each of {len(body.prompt)} prompts exceed the limit of {MAX_CHOICES}")
     prefix = prefix_of(context.service.segments.used_by_body(context.owner, context, body, llm), body)
     special = body.add_special_tokens is not False
-    return await encode_texts(llm, body.prompt, "prompt", special=special, keep=body.truncate_prompt_tokens, prefix=prefix)
+    prompts = await encode_texts(
+        llm, body.prompt, "prompt", special=special, truncation=truncation_of(body, body.max_tokens), prefix=prefix
+    )
+    for prompt in prompts:
+        check_room(llm, len(prompt.token_ids), body.max_tokens or 0, "max_tokens")
+    return prompts
 
 
 def _job(context: RequestContext, body: CompletionRequest, llm: AsyncLLM, model: str, prompts: Sequence[EncodedPrompt]) -> _Job:
@@ -119,7 +124,8 @@ async def _run_to_end(job: _Job) -> dict[str, Any]:
 async def _beam_search(
     context: RequestContext, body: CompletionRequest, llm: AsyncLLM, model: str, prompts: Sequence[EncodedPrompt]
 ) -> dict[str, Any]:
-    beams = beam_params(body, _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
+    room = min(prompt.room(llm) for prompt in prompts)
+    beams = beam_params(body, min(_DEFAULT_MAX_TOKENS, room) if body.max_tokens is None else body.max_tokens)
     job = _Job(context, body, llm, model, SamplingParams(n=beams.n or 1), prompts)
     outputs = [await llm.beam_search(prompt.engine_prompt(), beams, options=request_options(context, body)) for prompt in prompts]
     return _completion(job, outputs)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyvllm.server.core.context import RequestContext
-from tinyvllm.server.core.prompts import encode_texts
+from tinyvllm.server.core.prompts import encode_texts, truncation_of
 from tinyvllm.server.core.response import ResponseWriter
 from tinyvllm.server.core.schema import EmbeddingRequest
 from tinyvllm.server.core.usage import TokenUsage
@@ -18,7 +18,7 @@ async def answer(context: RequestContext, body: EmbeddingRequest, writer: Respon
     """Embed one or several texts."""
     async with context.service.models.use(body.model) as (model, llm):
         special = body.add_special_tokens is not False
-        prompts = await encode_texts(llm, body.input, "input", special=special, keep=body.truncate_prompt_tokens)
+        prompts = await encode_texts(llm, body.input, "input", special=special, truncation=truncation_of(body))
         ids = [prompt.token_ids for prompt in prompts]
         vectors = await llm.embed(ids, pooling=body.pooling or "mean", normalize=body.normalize is not False)  # [N, E]
         usage = TokenUsage(prompt=sum(map(len, ids)))

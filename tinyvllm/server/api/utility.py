@@ -16,7 +16,7 @@ from tinyvllm.server.core.failures import bad_field
 from tinyvllm.server.core.generation import generate as run_prompts
 from tinyvllm.server.core.logprobs import chat_logprobs, positions_of, prompt_logprobs
 from tinyvllm.server.core.params import beam_params, request_options, sampling_params
-from tinyvllm.server.core.prompts import EncodedPrompt, encode_texts, require_tokenizer
+from tinyvllm.server.core.prompts import EncodedPrompt, check_room, encode_texts, require_tokenizer, truncation_of
 from tinyvllm.server.core.response import DONE, ResponseWriter, json_response, sse_event
 from tinyvllm.server.core.schema import DetokenizeRequest, GenerateRequest, TokenizeRequest
 from tinyvllm.server.core.segment_store import prefix_of
@@ -34,8 +34,9 @@ async def generate(context: RequestContext, body: GenerateRequest, writer: Respo
         prompt = body.prompt if body.prompt is not None else body.prompt_token_ids
         prefix = prefix_of(context.service.segments.used_by_body(context.owner, context, body, llm), body)
         special = body.add_special_tokens is not False
-        prompts = await encode_texts(llm, prompt, "prompt", special=special, keep=body.truncate_prompt_tokens, prefix=prefix)
-        max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        prompts = await encode_texts(llm, prompt, "prompt", special=special, truncation=truncation_of(body, body.max_tokens), prefix=prefix)
+        check_room(llm, len(prompts[0].token_ids), body.max_tokens or 0, "max_tokens")
+        max_tokens = min(_DEFAULT_MAX_TOKENS, prompts[0].room(llm)) if body.max_tokens is None else body.max_tokens
         usage = TokenUsage()
         if body.use_beam_search:
             beams = beam_params(body, max_tokens)

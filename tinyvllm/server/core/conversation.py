@@ -12,7 +12,16 @@ from tinyvllm.engine.api import AsyncLLM
 from tinyvllm.errors import TokenizerError
 from tinyvllm.server.core.config import ServerConfig
 from tinyvllm.server.core.failures import bad_field
-from tinyvllm.server.core.prompts import SHORT_TEXT, EncodedPrompt, check_length, check_size, last_tokens, require_tokenizer, run_aside
+from tinyvllm.server.core.prompts import (
+    SHORT_TEXT,
+    EncodedPrompt,
+    Truncation,
+    check_length,
+    check_size,
+    require_tokenizer,
+    run_aside,
+    truncated,
+)
 from tinyvllm.server.core.segment_store import RegisteredSegment, last_of_messages
 from tinyvllm.text.chat import render_chat
 from tinyvllm.text.tokenizer import Tokenizer
@@ -106,19 +115,19 @@ def _normalized(conversation: Conversation, tools: Sequence[Mapping[str, Any]] |
 
 
 async def encode_conversation(
-    llm: AsyncLLM, conversation: Conversation, tools: Sequence[Mapping[str, Any]] | None, keep: int | None = None
+    llm: AsyncLLM, conversation: Conversation, tools: Sequence[Mapping[str, Any]] | None, truncation: Truncation | None = None
 ) -> ChatPrompt:
-    """The prompt that the chat template renders; `keep` as in encode_texts. RequestError or TokenizerError if the template fails."""
+    """The prompt that the chat template renders. RequestError or TokenizerError if the template fails."""
     conversation, tokenizer = _normalized(conversation, tools), require_tokenizer(llm)
 
     def encode() -> EncodedPrompt:
         text = _render(tokenizer, conversation)
         if not text.startswith(conversation.prefix):
             raise bad_field("segments", f"segments: {_RENDERED_DIFFERENTLY}")
-        if keep is None:
+        if truncation is None:
             check_size(llm, text, "messages")
         ids = tokenizer.encode(text, add_special_tokens=conversation.add_special_tokens)
-        return EncodedPrompt(last_tokens(llm, ids, keep), text)
+        return EncodedPrompt(truncated(llm, ids, truncation), text)
 
     size = sum(len(m["content"]) if isinstance(m.get("content"), str) else SHORT_TEXT for m in conversation.messages)
     if conversation.template is not None:

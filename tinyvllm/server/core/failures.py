@@ -29,7 +29,10 @@ _TYPES: dict[int, tuple[str, str]] = {
 
 
 class Failure(Exception):
-    """An error response. `param` is the field at fault (`tools[0].type`), `code` a machine-readable word."""
+    """An error response. `param` is the field at fault (`tools[0].type`), `code` a machine-readable word.
+
+    anthropic_message: for errors that Anthropic's clients recognize by their text, which is another than OpenAI's.
+    """
 
     def __init__(
         self,
@@ -39,6 +42,7 @@ class Failure(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: dict[str, str] | None = None,
+        anthropic_message: str | None = None,
     ):
         super().__init__(message)
         self.status = status
@@ -46,12 +50,13 @@ class Failure(Exception):
         self.param = param
         self.code = code
         self.headers = headers or {}
+        self.anthropic_message = anthropic_message or message
 
     def body(self, anthropic: bool = False, request_id: str | None = None) -> dict[str, Any]:
         """The error object, in OpenAI's or Anthropic's shape."""
         openai_type, anthropic_type = _TYPES.get(self.status, _TYPES[400 if self.status < 500 else 500])
         if anthropic:
-            return {"type": "error", "error": {"type": anthropic_type, "message": self.message}, "request_id": request_id}
+            return {"type": "error", "error": {"type": anthropic_type, "message": self.anthropic_message}, "request_id": request_id}
         return {"error": {"message": self.message, "type": openai_type, "param": self.param, "code": self.code}}
 
 

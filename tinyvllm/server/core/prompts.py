@@ -23,9 +23,38 @@ class EncodedPrompt:
     token_ids: list[int]
     text: str | None = None
 
+    def room(self, llm: AsyncLLM) -> int:
+        """Output tokens for which the context has room after this prompt."""
+        return llm.max_model_len - len(self.token_ids)
+
     def engine_prompt(self) -> dict[str, Any]:
         """The argument of AsyncLLM.generate."""
         return {"prompt_token_ids": self.token_ids} if self.text is None else {"prompt_token_ids": self.token_ids, "prompt": self.text}
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """How many tokens of a prompt are kept (-1: as many as fit next to `reserved` output tokens), and from which side the others go."""
+
+    keep: int
+    side: str = "left"
+    reserved: int = 1
+
+    def apply(self, llm: AsyncLLM, token_ids: list[int]) -> list[int]:
+        """The tokens that are kept."""
+        keep = max(0, llm.max_model_len - self.reserved) if self.keep == -1 else self.keep
+        if self.side == "right":
+            return token_ids[:keep]
+        return token_ids[-keep:] if keep else []
+
+
+def truncation_of(body: Any, max_tokens: int | None = None) -> Truncation | None:
+    """The truncation that a body asks for; None if there is none. Failure for a side without a length."""
+    if body.truncate_prompt_tokens is None:
+        if body.truncation_side is not None:
+            raise bad_field("truncation_side", "truncation_side: requires truncate_prompt_tokens")
+        return None
+    return Truncation(body.truncate_prompt_tokens, body.truncation_side or "left", max(1, max_tokens or 1))
 
 
 def require_tokenizer(llm: AsyncLLM) -> Tokenizer:
@@ -41,14 +70,13 @@ async def encode_texts(
     name: str,
     *,
     special: bool = True,
-    keep: int | None = None,
+    truncation: Truncation | None = None,
     limit: bool = True,
     prefix: list[int] | None = None,
 ) -> list[EncodedPrompt]:
-    """The prompts of a field that holds a text, a list of texts, token ids or a list of lists of token ids.
+    """The prompts of a field that holds a text, token ids, or a list of texts and of lists of token ids.
 
     special  add the tokenizer's special tokens to texts
-    keep     keep only this number of last tokens; -1 keeps what fits into the context
     limit    refuse prompts longer than the context
     prefix   token ids that precede each prompt (segments); each prompt may then be empty
     """
@@ -56,13 +84,13 @@ async def encode_texts(
 
     def encode(item: Any) -> EncodedPrompt:
         if not isinstance(item, str):
-            return EncodedPrompt(last_tokens(llm, item, keep) if prefix is None else prefix + item)
-        if limit and keep is None:
+            return EncodedPrompt(truncated(llm, item, truncation) if prefix is None else prefix + item)
+        if limit and truncation is None:
             check_size(llm, item, name)
         if prefix is not None:
             return EncodedPrompt(prefix + encode_piece(llm.tokenizer, item, begins=False)[1] if item else prefix)
         ids = require_tokenizer(llm).encode(item, add_special_tokens=special)
-        return EncodedPrompt(last_tokens(llm, ids, keep), item)
+        return EncodedPrompt(truncated(llm, ids, truncation), item)
 
     encoded = await run_aside(sum(map(len, prompts)), lambda: [encode(item) for item in prompts])
     for index, one in enumerate(encoded if limit else ()):
@@ -84,7 +112,7 @@ def check_length(llm: AsyncLLM, token_ids: list[int], name: str) -> None:
     """Failure 400 for an empty prompt, or one that leaves no room for an output token."""
     context = llm.max_model_len
     if len(token_ids) >= context:
-        raise _too_long(name, f"{len(token_ids)} tokens", context)
+        raise _too_long(name, len(token_ids), context)
     if not token_ids:
         raise bad_field(name, f"{name}: is empty after tokenization")
 
@@ -101,12 +129,34 @@ def check_size(llm: AsyncLLM, text: str, name: str) -> None:
     if tokenizer not in _max_token_chars:
         _max_token_chars[tokenizer] = max(len(tokenizer.token_text(i)) for i in range(tokenizer.vocab_size))
     if (minimum := len(text) // max(1, _max_token_chars[tokenizer])) >= context:
-        raise _too_long(name, f"at least {minimum} tokens", context)
+        raise _too_long(name, minimum, context, "at least ")
 
 
-def _too_long(name: str, size: str, context: int) -> Failure:
-    text = f"{name}: {size} do not fit into the model's context of {context} tokens, which must also hold the output"
-    return bad_field(name, text, "context_length_exceeded")
+def check_room(llm: AsyncLLM, prompt_tokens: int, max_tokens: int, field: str) -> None:
+    """Failure 400 if a prompt and the output that the client's `field` asks for do not fit into the context together."""
+    context = llm.max_model_len
+    if prompt_tokens + max_tokens > context:
+        text = (
+            f"{_maximum(context)}, however you requested {prompt_tokens + max_tokens} tokens ({prompt_tokens} in the prompt; {max_tokens} "
+            f"for the output). Shorten the prompt or reduce {field}."
+        )
+        for_anthropic = f"input length and `max_tokens` exceed context limit: {prompt_tokens} + {max_tokens} > {context}, decrease "
+        raise _context_failure(field, text, for_anthropic + "input length or `max_tokens` and try again")
+
+
+def _too_long(name: str, tokens: int, context: int, bound: str = "") -> Failure:
+    text = (
+        f"{_maximum(context)}, however you requested {bound}{tokens + 1} tokens ({bound}{tokens} in {name}; 1 for the output). Shorten it."
+    )
+    return _context_failure(name, text, f"prompt is too long: {bound}{tokens} tokens > {context - 1} maximum")
+
+
+def _maximum(context: int) -> str:
+    return f"This model's maximum context length is {context} tokens"  # agents recognize the error by these words
+
+
+def _context_failure(param: str, message: str, anthropic_message: str) -> Failure:
+    return Failure(400, message, param=param, code="context_length_exceeded", anthropic_message=anthropic_message)
 
 
 async def run_aside(size: int, work: Callable[[], T]) -> T:
@@ -114,10 +164,6 @@ async def run_aside(size: int, work: Callable[[], T]) -> T:
     return work() if size <= SHORT_TEXT else await asyncio.to_thread(work)
 
 
-def last_tokens(llm: AsyncLLM, token_ids: list[int], keep: int | None) -> list[int]:
-    """The last `keep` tokens: all for None, as many as fit into the context for -1."""
-    if keep is None:
-        return token_ids
-    if keep == -1:
-        keep = llm.max_model_len - 1
-    return token_ids[-keep:] if keep else []
+def truncated(llm: AsyncLLM, token_ids: list[int], truncation: Truncation | None) -> list[int]:
+    """The tokens of a prompt after its truncation, if there is one."""
+    return token_ids if truncation is None else truncation.apply(llm, token_ids)

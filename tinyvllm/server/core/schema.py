@@ -36,6 +36,8 @@ _TOKEN = Annotated[int, Field(ge=0, lt=2**31)]
 _MILLISECONDS = Annotated[float, Field(gt=0, le=1e9)]
 _TOKENS = Annotated[list[_TOKEN], Field(max_length=MAX_TOKEN_IDS)]
 _WORDS = Annotated[list[str], Field(max_length=MAX_WORDS)]  # the engine is blocked while it searches for their tokens: 30000 words took 7 s
+_SIDE = Literal["left", "right"]
+_SIDE_NOTE = "where truncate_prompt_tokens removes tokens: left (keeps the last ones, the default) or right"
 _NUMBERS = Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS), WrapValidator(stop_at_first_value)]
 _SHORT = Annotated[str, StringConstraints(max_length=MAX_NAME)]
 Texts = Annotated[dict[_SHORT, _SHORT], Field(max_length=MAX_NAMES), WrapValidator(stop_at_first_value)]
@@ -190,8 +192,9 @@ class Sampling(Body):
     skip_special_tokens: bool | None = honoured(example=False)
     spaces_between_special_tokens: Literal[True] | None = limited(says="true only", example=True, beyond=False)
     truncate_prompt_tokens: int | None = honoured(
-        example=8, ge=-1, le=MAX_COUNT, says="keep this number of last prompt tokens; -1 keeps as many as fit"
+        example=8, ge=-1, le=MAX_COUNT, says="keep this number of prompt tokens; -1 keeps as many as fit"
     )
+    truncation_side: _SIDE | None = honoured(example="right", says=_SIDE_NOTE)
     prompt_logprobs: int | None = honoured(example=1, ge=0, le=MAX_LOGPROBS)
     allowed_token_ids: _TOKENS | None = honoured(example=[300, 301, 302], min_length=1)
     bad_words: _WORDS | None = honoured(example=["dragon"])
@@ -226,7 +229,7 @@ def _check_count(values: list[Any], kind: str, limit: int) -> None:
 
 
 def _check_prompt(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Lengths, and one error for the four types of a prompt instead of one for each token."""
+    """Lengths, and one error for the types of a prompt instead of one for each token."""
     if isinstance(value, list) and value:
         _check_count(value, *(("token ids", MAX_TOKEN_IDS) if isinstance(value[0], int) else ("prompts", MAX_PROMPTS)))
         for one in value:
@@ -235,12 +238,12 @@ def _check_prompt(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
     try:
         return check(value)
     except ValidationError:
-        raise PydanticCustomError("prompt", "must be a text, token ids, a list of texts or a list of lists of token ids") from None
+        raise PydanticCustomError("prompt", "must be a text, token ids, or a list of texts and of lists of token ids") from None
 
 
 _Segments = Annotated[list[Name], Field(max_length=MAX_NAMES)]
 _SEGMENTS_NOTE = "ids of segments that precede each prompt, in order, as returned by POST /v1/segments"
-Prompt = Annotated[str | list[str] | list[_TOKEN] | list[list[_TOKEN]], WrapValidator(_check_prompt)]
+Prompt = Annotated[str | list[_TOKEN] | list[str | list[_TOKEN]], WrapValidator(_check_prompt)]
 
 
 class CompletionRequest(Sampling):
@@ -360,3 +363,4 @@ class EmbeddingRequest(Body):
     normalize: bool | None = honoured(example=False, says="to length 1; true if unset")
     add_special_tokens: bool | None = honoured(example=False)
     truncate_prompt_tokens: int | None = honoured(example=8, ge=-1, le=MAX_COUNT)
+    truncation_side: _SIDE | None = honoured(example="right", says=_SIDE_NOTE)
