@@ -3,6 +3,7 @@
 import pytest
 
 from tinyvllm.errors import ArgumentError, OutOfMemoryError
+from tinyvllm.host_memory import RUN_MEMORY, Headroom
 from tinyvllm.runner import memory
 
 
@@ -31,5 +32,22 @@ def test_read_bandwidth_is_a_plausible_number():
 def test_a_cache_larger_than_memory_is_refused_in_its_own_words(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: 1 << 30)
     memory.check_room("CPU", 1 << 30)
-    with pytest.raises(OutOfMemoryError, match="KV cache of 2.0 GiB.*--num-blocks"):
+    with pytest.raises(OutOfMemoryError, match="KV cache needs 2048 MiB, 1024 MiB can be allocated .*--num-blocks"):
         memory.check_room("CPU", 2 << 30)
+
+
+def test_weights_that_do_not_fit_are_named_with_what_there_is(monkeypatch):
+    monkeypatch.setattr(memory, "headroom", lambda: Headroom(1 << 30, "free memory of this machine"))
+    memory.check_weights("CPU", (1 << 30) - RUN_MEMORY)
+    with pytest.raises(
+        OutOfMemoryError, match=r"weights need 12.0 GiB and running the model 64 MiB, 1024 MiB can be allocated \(free memory of"
+    ):
+        memory.check_weights("CPU", 12 << 30)
+
+
+def test_the_pool_follows_the_limits_of_the_process(monkeypatch):
+    monkeypatch.setattr(memory, "headroom", lambda: Headroom(1_000_000, "ulimit -v is 9 MiB"))
+    assert memory.free_memory("CPU") == 1_000_000
+    assert memory.pool_blocks("CPU", 1000, 16, wanted_tokens=10**9, kv_memory=None) == 500
+    with pytest.raises(OutOfMemoryError, match="ulimit -v is 9 MiB"):
+        memory.check_room("CPU", 2_000_000)

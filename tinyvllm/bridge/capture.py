@@ -25,7 +25,8 @@ class Captured:
     tinygrad runs a function once without capturing it; with all weights and inputs realized that run would only cost a second scheduling
     of the whole step. A replay calls the captured graph directly: TinyJit's check of the arguments takes longer than the launch. So the
     arguments must be realized tensors of the first call's shapes, and everything else that the function reads must be in persistent
-    buffers. `variables` are the function's integer arguments, by name, with their bounds.
+    buffers. `variables` are the function's integer arguments, by name, with their bounds. A first call that raises leaves nothing behind:
+    the next one captures again.
     """
 
     def __init__(self, function: Callable[..., Any], variables: Mapping[str, tuple[int, int]] | None = None):
@@ -44,14 +45,24 @@ class Captured:
             synchronize("CPU")
         return result
 
+    @property
+    def captured(self) -> bool:
+        """Whether a first call has succeeded."""
+        return self._jit.captured is not None
+
     def _replay(self, *tensors: Tensor, **values: int) -> Any:
         assert self._jit.captured is not None
         return self._jit.captured([tensor.uop.base for tensor in tensors], values)
 
     def _first(self, *tensors: Tensor, **values: int) -> Any:
         bound = {name: UOp.variable(name, *self._variables[name]).bind(value) for name, value in values.items()}
-        with Context(JIT_BATCH_SIZE=0), shared_arenas():  # type: ignore[no-untyped-call]
-            self._result = self._jit(*tensors, **bound)
+        try:
+            with Context(JIT_BATCH_SIZE=0), shared_arenas():  # type: ignore[no-untyped-call]
+                self._result = self._jit(*tensors, **bound)
+        except BaseException:
+            self._jit.reset()  # the capture may exist with half of its buffers
+            self._jit.cnt = 1
+            raise
         if self._jit.captured is not None:  # JIT=0 in the environment captures nothing
             self._graph = self._only_graph()
         return self._result
@@ -114,8 +125,13 @@ def repeat(calls: list[CapturedCall], times: int) -> PendingWork:
 
 @functools.cache
 def _launcher() -> ThreadPoolExecutor:
-    """The thread that is thread 0 of the pool for background work. A forked child makes one of its own."""
-    return ThreadPoolExecutor(1, thread_name_prefix="tinyvllm-launcher")
+    """The thread that is thread 0 of the pool for background work. A forked child makes one of its own.
+
+    It is started here: an executor whose thread cannot be started keeps the work, and a later thread would run it on other inputs.
+    """
+    executor = ThreadPoolExecutor(1, thread_name_prefix="tinyvllm-launcher")
+    executor.submit(int).result()
+    return executor
 
 
 if hasattr(os, "register_at_fork"):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 from tinygrad import Device, helpers
 from tinygrad.device import CompileError
+from tinygrad.runtime.ops_cpu import CPUDevice
 
 from tinyvllm.bridge.deferred_free import defer_in_worker
 from tinyvllm.bridge.graph import StepGraph
 from tinyvllm.errors import KernelError
+from tinyvllm.host_memory import megabytes
 
 
 def prefer_device(kind: str) -> None:
@@ -46,6 +49,37 @@ def defer_frees(device: str) -> None:
     """Free buffers of the CPU device only in threads that may wait for it."""
     allocator = opened_device(device).allocator
     allocator._free = defer_in_worker(allocator._free)
+
+
+def raise_memory_errors(device: str) -> None:
+    """Let the CPU device raise MemoryError where mmap fails: tinygrad then frees the buffers that it keeps for reuse, and tries again."""
+    allocator = opened_device(device).allocator
+    allocate = allocator._alloc
+
+    def allocate_or_memory_error(size: int, options: Any) -> Any:
+        try:
+            return allocate(size, options)
+        except OSError as error:
+            raise MemoryError(f"a buffer of {megabytes(size)}") from error
+
+    allocator._alloc = allocate_or_memory_error
+
+
+def recover_device(device: str) -> None:
+    """After a failed step: wait for the device, forget a failure of the CPU's worker thread, and free buffers that are kept for reuse.
+
+    The worker thread keeps an exception for ever and leaves its launch unsignalled. The step that failed has raised it.
+    """
+    opened = opened_device(device)
+    if isinstance(opened, CPUDevice):
+        opened.tasks.join()
+        if opened.error_state is not None:
+            opened.error_state = None
+            opened.timeline_signal.value = opened.timeline_value - 1
+    opened.synchronize()
+    gc.collect()
+    if hasattr(opened.allocator, "free_cache"):
+        opened.allocator.free_cache()
 
 
 def compile_text(device: str, name: str, text: str) -> bytes:

@@ -12,7 +12,8 @@ import traceback
 from collections.abc import Sequence
 
 from tinyvllm.cli.arguments import COMMANDS, parse
-from tinyvllm.errors import TinyvllmError
+from tinyvllm.errors import OutOfMemoryError, TinyvllmError
+from tinyvllm.host_memory import headroom, is_out_of_memory, require_start
 
 INTERRUPTED = 130
 
@@ -38,6 +39,7 @@ def _run(arguments: list[str]) -> int:
         command, options = parse(arguments)
     except SystemExit:  # argparse has printed --help or --version; its refusals are ArgumentErrors
         return 0
+    require_start()
     if command == "chat":
         from tinyvllm.cli import chat
 
@@ -72,6 +74,9 @@ def _report(error: Exception, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     text = " ".join(str(error).split())
+    if is_out_of_memory(error) and not isinstance(error, TinyvllmError):
+        error = OutOfMemoryError(f"memory: it ran out ({type(error).__name__}: {text}); {headroom()}; free memory or raise the limit")
+        text = str(error)
     if not isinstance(error, TinyvllmError):
         text = f"{type(error).__name__}: {text}" + ("" if debug else " (--debug shows the traceback)")
     print(f"tinyvllm: error: {text}", file=sys.stderr)

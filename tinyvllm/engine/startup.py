@@ -13,6 +13,7 @@ from tinyvllm.cache.prefix import PrefixCache
 from tinyvllm.config import EngineConfig
 from tinyvllm.engine.prefix_store import PrefixStore
 from tinyvllm.errors import ModelError, OutOfMemoryError
+from tinyvllm.host_memory import headroom, is_out_of_memory
 from tinyvllm.scheduler import Scheduler, SchedulerLimits
 from tinyvllm.text.load import load_tokenizer, tokenizer_from_gguf
 from tinyvllm.text.tokenizer import Tokenizer
@@ -29,14 +30,18 @@ _ADVICE = "lower --num-blocks or --kv-memory, or use --quantization q8_0 or q4_0
 
 
 def load_runner(config: EngineConfig, progress: Progress | None) -> Runner:
-    """The model on its device. OutOfMemoryError if it and its cache do not fit."""
+    """The model on its device. OutOfMemoryError, one line, if it and its cache do not fit."""
     from tinyvllm.runner.runner import Runner  # after start_device, which sets what tinygrad reads at import
 
     try:
         with DEVICE_LOCK:
             return Runner(config, config.device, progress)
-    except MemoryError as error:
-        raise OutOfMemoryError(f"engine: the model and its cache do not fit {config.device}: {error}; {_ADVICE}") from error
+    except OutOfMemoryError:
+        raise
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(f"engine: memory ran out while the model was loaded ({error}); {headroom()}; {_ADVICE}") from error
 
 
 def load_model_tokenizer(config: EngineConfig, runner: Runner) -> Tokenizer | None:

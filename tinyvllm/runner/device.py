@@ -10,7 +10,8 @@ from pathlib import Path
 
 from tinyvllm.backends.cpu.toolchain import processor, provide_compiler
 from tinyvllm.backends.cuda.nvrtc import provide_nvrtc
-from tinyvllm.errors import ArgumentError
+from tinyvllm.errors import ArgumentError, OutOfMemoryError
+from tinyvllm.host_memory import headroom, is_out_of_memory, require_start
 from tinyvllm.placement import Placement
 
 
@@ -39,8 +40,10 @@ def _cuda_devices() -> int:
 def start_device(choice: str, cache: Path) -> str:
     """Choose the device, prepare tinygrad for it and open it; returns its name.
 
-    ArgumentError if it cannot be opened, KernelError if there is a GPU but no compiler for it.
+    ArgumentError if it cannot be opened, KernelError if there is a GPU but no compiler for it, OutOfMemoryError where memory is too scarce
+    to begin with.
     """
+    require_start()
     device = choose_device(choice)
     placement = Placement(device)
     # otherwise tinygrad probes every backend for a default device, which costs half a second and is never used here
@@ -57,6 +60,8 @@ def start_device(choice: str, cache: Path) -> str:
     try:
         open_device(placement)
     except Exception as error:  # each of tinygrad's backends raises its own: a missing library, a driver's error, a group of both
+        if is_out_of_memory(error):
+            raise OutOfMemoryError(f"memory: device {device} cannot be opened; {headroom()}; free memory or raise the limit") from error
         cause = next(iter(str(error).splitlines()), type(error).__name__)
         raise ArgumentError(f"device {device} cannot be opened here: {cause}; try --device CPU") from error
     return device

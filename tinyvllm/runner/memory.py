@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 
@@ -14,6 +10,7 @@ from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.launch import run_now
 from tinyvllm.backends.registry import backend_for, usable_variants
 from tinyvllm.errors import ArgumentError, OutOfMemoryError
+from tinyvllm.host_memory import headroom, megabytes
 from tinyvllm.integers import ceil_div
 from tinyvllm.placement import Placement
 from tinyvllm.weights.mapping import allocate
@@ -25,23 +22,24 @@ KV_SHARE = 0.5  # of what is free once the weights are resident, unless the user
 def free_memory(device: str) -> int:
     """Bytes that may be allocated on `device` ("CPU", "CUDA", "METAL", ..., with or without an index).
 
-    CUDA's driver and Linux report what is free, Metal what a process should use at most. On macOS, whose free memory means little, it is
-    three quarters of all memory. For devices of other kinds it is the host's, because there is no better figure: give --kv-memory or
+    CUDA's driver and Linux report what is free, Metal what a process should use at most. Host memory is limited further by control groups
+    and ulimit -v (host_memory.py). For devices of other kinds it is the host's, because there is no better figure: give --kv-memory or
     --num-blocks there.
     """
+    free = _device_free(device)
+    return headroom().bytes if free is None else free
+
+
+def _device_free(device: str) -> int | None:
     placement = Placement(device)
     backend = backend_for(placement)
-    free = None if backend is None else backend.free_memory(placement)
-    return _host_free() if free is None else free
+    return None if backend is None else backend.free_memory(placement)
 
 
-def _host_free() -> int:
-    if sys.platform == "darwin":
-        return int(subprocess.run(["sysctl", "-n", "hw.memsize"], capture_output=True, text=True, check=True).stdout) * 3 // 4
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def _there_is(device: str, free: int) -> str:
+    """How much there is, for messages: with what limits it."""
+    limit = f"free memory of {device}" if _device_free(device) is not None else headroom().limit
+    return f"{megabytes(free)} can be allocated ({limit})"
 
 
 def pool_blocks(device: str, block_bytes: int, block_size: int, wanted_tokens: int, kv_memory: int | None) -> int:
@@ -55,9 +53,13 @@ def pool_blocks(device: str, block_bytes: int, block_size: int, wanted_tokens: i
             raise ArgumentError(f"--kv-memory {kv_memory} holds no block of {block_bytes} bytes; give at least that, or use --num-blocks")
         return blocks
     wanted = ceil_div(wanted_tokens, block_size)
-    affordable = int(free_memory(device) * KV_SHARE) // block_bytes
+    free = free_memory(device)
+    affordable = int(free * KV_SHARE) // block_bytes
     if affordable < 1:
-        raise OutOfMemoryError(f"memory: not one KV block of {block_bytes} bytes fits the free memory of {device}; use a smaller model")
+        raise OutOfMemoryError(
+            f"memory: one KV block needs {megabytes(block_bytes)} and may take half of what is free, {_there_is(device, free)}; "
+            "lower --block-size, or use a smaller model"
+        )
     return min(wanted, affordable)
 
 
@@ -66,8 +68,19 @@ def check_room(device: str, pool_bytes: int) -> None:
     free = free_memory(device)
     if pool_bytes > free:
         raise OutOfMemoryError(
-            f"memory: a KV cache of {pool_bytes / 2**30:.1f} GiB is more than the {free / 2**30:.1f} GiB that {device} has free; "
-            "lower --num-blocks or --kv-memory"
+            f"memory: the KV cache needs {megabytes(pool_bytes)}, {_there_is(device, free)}; lower --num-blocks or --kv-memory"
+        )
+
+
+def check_weights(device: str, nbytes: int) -> None:
+    """OutOfMemoryError for weights that the device cannot hold, or that leave no room to run on the host. Before they are loaded."""
+    free, on_host = free_memory(device), _device_free(device) is None
+    run = headroom().run_bytes if on_host else 0
+    if nbytes + run > free:
+        more = f" and running the model {megabytes(run)}" if run else ""
+        raise OutOfMemoryError(
+            f"memory: the weights need {megabytes(nbytes)}{more}, {_there_is(device, free)}; use a smaller model, "
+            "--quantization q8_0 or q4_0, or raise the limit"
         )
 
 

@@ -23,7 +23,7 @@ from tinyvllm.placement import Placement
 from tinyvllm.quant.codecs import unpack
 from tinyvllm.quant.formats import FORMATS
 from tinyvllm.runner.kv import KVPool, block_bytes, kv_dtype
-from tinyvllm.runner.memory import check_room, pool_blocks
+from tinyvllm.runner.memory import check_room, check_weights, pool_blocks
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
 from tinyvllm.runner.weights import WeightLoader, WeightPlan
 from tinyvllm.scheduler import Schedule, Scheduled
@@ -124,6 +124,8 @@ class Runner:
         plan = WeightPlan(self.placement, self.dtype, _matrix_format(config))
         kept = cache_folder() if environment(os.environ).get("TINYVLLM_KEEP_PANELS", True) else None
         loader = WeightLoader(None if dummy else self.checkpoint, plan, progress, kept)
+        if not loader.maps_all:
+            check_weights(device, plan.needed_bytes(recipes, None if dummy else self.checkpoint))
         loader.load(self.model, recipes)
         self.weight_bytes, self.bytes_per_token, self.weight_formats = loader.bytes, loader.streamed, loader.formats
         self.pool, self.max_model_len = self._size_pool(config)

@@ -57,6 +57,17 @@ class WeightPlan:
         """The format of `dtype`."""
         return DTYPE_FORMATS[self.dtype]
 
+    def needed_bytes(self, recipes: list[WeightRecipe], checkpoint: Checkpoint | None) -> int:
+        """About how much the weights of these recipes take: vectors in float32, matrices as `format` wants or as the file has them."""
+        stored, packed = {} if checkpoint is None else checkpoint.tensors, packed_in(self.layout)
+        total = 0
+        for recipe in recipes:
+            source = next((stored[name].format for name in recipe.sources if name in stored), self.floats)
+            matrix = self.format or (source if source in packed else self.floats)
+            format = FORMATS["F32" if len(recipe.shape) == 1 else matrix]
+            total += prod(recipe.shape) * format.nbytes // format.elements
+        return total
+
     @property
     def quantized(self) -> bool:
         """Whether every matrix must be packed."""
@@ -84,6 +95,11 @@ class WeightLoader:
         self.streamed = 0  # of these, what a decode step reads: all but an embedding table of its own
         self.formats: set[str] = set()  # of the packed matrices of products
         self._done = self._total = 0
+
+    @property
+    def maps_all(self) -> bool:
+        """Whether an earlier start has packed the matrices: their pages are those of a file, which the system may drop."""
+        return self._kept is not None and self._kept.complete
 
     def load(self, model: Any, recipes: list[WeightRecipe]) -> None:
         """Set `model.weights` and the `weights` of every layer, and place all other tensors under their names."""

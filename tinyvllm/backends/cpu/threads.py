@@ -20,6 +20,7 @@ import numpy as np
 from tinyvllm.backends.cpu.compile import object_code_of
 from tinyvllm.bridge import code_address, load_object, load_program
 from tinyvllm.config import environment
+from tinyvllm.errors import OutOfMemoryError
 
 TEAM, CORES, ALONE = range(3)  # kinds of kernels in a list, as in kernels/cpu/thread_pool.c
 MAX_ARGUMENTS = 64  # of a kernel, including its team
@@ -63,10 +64,17 @@ class ThreadPool:
                 self._wakeups[number].release()
 
     def _start(self) -> None:
-        for number in range(1, self.num_threads):
+        """Start the threads that are missing; OutOfMemoryError if the system does not give them. The next list tries again."""
+        for number in range(len(self._threads) + 1, self.num_threads):
             arguments = (number, self.address, self._wakeups[number])
             thread = threading.Thread(target=self._work, args=arguments, name=f"tinyvllm-thread-{number}", daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise OutOfMemoryError(
+                    f"threads: the system does not start thread {number} of {self.num_threads} ({error}); free memory, raise ulimit -u, "
+                    "or lower TINYVLLM_THREADS"
+                ) from error
             self._threads.append(thread)
 
     def _work(self, number: int, address: int, wakeup: threading.Semaphore) -> None:
