@@ -25,7 +25,7 @@ class Captured:
     tinygrad runs a function once without capturing it; with all weights and inputs realized that run would only cost a second scheduling
     of the whole step. A replay calls the captured graph directly: TinyJit's check of the arguments takes longer than the launch. So the
     arguments must be realized tensors of the first call's shapes, and everything else that the function reads must be in persistent
-    buffers. `variables` are the function's integer arguments, by name, with their bounds. A first call that raises leaves nothing behind:
+    buffers. `variables` are the function's integer arguments, by name, with their bounds. A first call that raises leaves no capture:
     the next one captures again.
     """
 
