@@ -12,11 +12,11 @@ from tinyvllm.engine.api import AsyncLLM
 from tinyvllm.request import CompletionOutput, RequestOutput
 from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.conversation import conversation_of, encode_conversation
-from tinyvllm.server.core.failures import bad_field
+from tinyvllm.server.core.failures import bad_field, encode
 from tinyvllm.server.core.generation import generate as run_prompts
 from tinyvllm.server.core.logprobs import chat_logprobs, positions_of, prompt_logprobs
 from tinyvllm.server.core.params import beam_params, request_options, sampling_params
-from tinyvllm.server.core.prompts import EncodedPrompt, check_room, encode_texts, require_tokenizer, truncation_of
+from tinyvllm.server.core.prompts import EncodedPrompt, check_room, encode_texts, require_tokenizer, run_aside, truncation_of
 from tinyvllm.server.core.response import DONE, ResponseWriter, json_response, sse_event
 from tinyvllm.server.core.schema import DetokenizeRequest, GenerateRequest, TokenizeRequest
 from tinyvllm.server.core.segment_store import prefix_of
@@ -103,8 +103,12 @@ async def tokenize(context: RequestContext, body: TokenizeRequest, writer: Respo
             ids = (await encode_texts(llm, body.prompt, "prompt", special=special, limit=False))[0].token_ids
         else:
             ids = tokenizer.encode("", special)
-        texts = [tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
-        await writer.json({"count": len(ids), "max_model_len": llm.max_model_len, "tokens": ids, "token_strs": texts})
+
+        def response() -> bytes:
+            texts = [tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
+            return encode({"count": len(ids), "max_model_len": llm.max_model_len, "tokens": ids, "token_strs": texts})
+
+        await writer.json(await run_aside(len(ids), response))
 
 
 async def detokenize(context: RequestContext, body: DetokenizeRequest, writer: ResponseWriter) -> None:
@@ -113,7 +117,7 @@ async def detokenize(context: RequestContext, body: DetokenizeRequest, writer: R
         tokenizer = require_tokenizer(llm)
         if invalid := next((i for i in body.tokens if i >= tokenizer.vocab_size), None):
             raise bad_field("tokens", f"tokens: id {invalid} is outside the vocabulary of {tokenizer.vocab_size} tokens")
-        await writer.json({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        await writer.json(await run_aside(len(body.tokens), lambda: encode({"prompt": tokenizer.decode(body.tokens, False)})))
 
 
 async def tokenizer_info(request: Request) -> Response:

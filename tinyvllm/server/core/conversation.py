@@ -18,9 +18,10 @@ from tinyvllm.server.core.prompts import (
     Truncation,
     check_length,
     check_size,
+    encode_truncated,
     require_tokenizer,
     run_aside,
-    truncated,
+    text_size,
 )
 from tinyvllm.server.core.segment_store import RegisteredSegment, last_of_messages
 from tinyvllm.text.chat import render_chat
@@ -126,12 +127,12 @@ async def encode_conversation(
             raise bad_field("segments", f"segments: {_RENDERED_DIFFERENTLY}")
         if truncation is None:
             check_size(llm, text, "messages")
-        ids = tokenizer.encode(text, add_special_tokens=conversation.add_special_tokens)
-        return EncodedPrompt(truncated(llm, ids, truncation), text)
+        return EncodedPrompt(encode_truncated(llm, text, conversation.add_special_tokens, truncation), text)
 
-    size = sum(len(m["content"]) if isinstance(m.get("content"), str) else SHORT_TEXT for m in conversation.messages)
+    parts = [conversation.messages, conversation.tools, conversation.documents, conversation.variables]
+    size = text_size(parts)
     if conversation.template is not None:
-        size = SHORT_TEXT + 1  # a client's template may be slow: always in a thread
+        size += SHORT_TEXT  # a client's template may be slow: always in a thread
     encoded = await run_aside(size, encode)
     check_length(llm, encoded.token_ids, "messages")
     return ChatPrompt(conversation, encoded)

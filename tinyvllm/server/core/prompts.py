@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -14,6 +15,9 @@ from tinyvllm.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 SHORT_TEXT = 2000  # characters; encoding them takes less time than starting a thread
+_HUGE_TEXT = 2**18  # characters; encoding takes a hundred bytes for each, so few are encoded at once
+_CUT_MARGIN = 32  # tokens
+_huge_texts = ThreadPoolExecutor(2, "tinyvllm-text")
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,13 @@ class Truncation:
     side: str = "left"
     reserved: int = 1
 
+    def length(self, llm: AsyncLLM) -> int:
+        """The number of tokens that are kept."""
+        return max(0, llm.max_model_len - self.reserved) if self.keep == -1 else self.keep
+
     def apply(self, llm: AsyncLLM, token_ids: list[int]) -> list[int]:
         """The tokens that are kept."""
-        keep = max(0, llm.max_model_len - self.reserved) if self.keep == -1 else self.keep
+        keep = self.length(llm)
         if self.side == "right":
             return token_ids[:keep]
         return token_ids[-keep:] if keep else []
@@ -89,8 +97,7 @@ async def encode_texts(
             check_size(llm, item, name)
         if prefix is not None:
             return EncodedPrompt(prefix + encode_piece(llm.tokenizer, item, begins=False)[1] if item else prefix)
-        ids = require_tokenizer(llm).encode(item, add_special_tokens=special)
-        return EncodedPrompt(truncated(llm, ids, truncation), item)
+        return EncodedPrompt(encode_truncated(llm, item, special, truncation), item)
 
     encoded = await run_aside(sum(map(len, prompts)), lambda: [encode(item) for item in prompts])
     for index, one in enumerate(encoded if limit else ()):
@@ -120,15 +127,16 @@ def check_length(llm: AsyncLLM, token_ids: list[int], name: str) -> None:
 _max_token_chars: WeakKeyDictionary[Tokenizer, int] = WeakKeyDictionary()  # characters of each tokenizer's longest token
 
 
-def check_size(llm: AsyncLLM, text: str, name: str) -> None:
-    """Failure 400 for a text that cannot fit, however it is tokenized. Tokenizing a megabyte would take a second and 50 MB."""
-    context = llm.max_model_len
-    if len(text) <= 32 * context:
-        return
-    tokenizer = require_tokenizer(llm)
+def _token_chars(tokenizer: Tokenizer) -> int:
     if tokenizer not in _max_token_chars:
-        _max_token_chars[tokenizer] = max(len(tokenizer.token_text(i)) for i in range(tokenizer.vocab_size))
-    if (minimum := len(text) // max(1, _max_token_chars[tokenizer])) >= context:
+        _max_token_chars[tokenizer] = max(1, *(len(tokenizer.token_text(i)) for i in range(tokenizer.vocab_size)))
+    return _max_token_chars[tokenizer]
+
+
+def check_size(llm: AsyncLLM, text: str, name: str) -> None:
+    """Failure 400 for a text that cannot fit, however it is tokenized. Tokenizing a megabyte would take a second and 100 MB."""
+    context = llm.max_model_len
+    if len(text) > 32 * context and (minimum := len(text) // _token_chars(require_tokenizer(llm))) >= context:
         raise _too_long(name, minimum, context, "at least ")
 
 
@@ -159,9 +167,49 @@ def _context_failure(param: str, message: str, anthropic_message: str) -> Failur
     return Failure(400, message, param=param, code="context_length_exceeded", anthropic_message=anthropic_message)
 
 
+def encode_truncated(llm: AsyncLLM, text: str, special: bool, truncation: Truncation | None) -> list[int]:
+    """Token ids of a text after its truncation. What is certainly cut off is not encoded: 30 MB took 3 GB.
+
+    The rest has _CUT_MARGIN tokens more than are kept, and begins or ends with a word, so that what differs at the cut is dropped. Within a
+    single run of spaces or letters longer than that, merges may begin elsewhere than in the whole text.
+    """
+    tokenizer = require_tokenizer(llm)
+    if truncation is None:
+        return tokenizer.encode(text, add_special_tokens=special)
+    keep, longest = min(truncation.length(llm), llm.max_model_len), _token_chars(tokenizer)  # more do not fit, as check_length reports
+    size, margin = (keep + 2 * _CUT_MARGIN) * longest, _CUT_MARGIN * longest
+    if size < len(text):
+        if truncation.side == "right":
+            rest = text[: max(size - margin, text.rfind(" ", size - margin, size))]
+        else:
+            rest = text[max(len(text) - size, text.find(" ", len(text) - size, len(text) - size + margin)) :]
+        ids = tokenizer.encode(rest, add_special_tokens=special)
+        if len(ids) >= keep + _CUT_MARGIN:
+            return replace(truncation, keep=keep).apply(llm, ids)
+    return truncation.apply(llm, tokenizer.encode(text, add_special_tokens=special))  # short, or its tokenizer drops characters
+
+
 async def run_aside(size: int, work: Callable[[], T]) -> T:
-    """Run work on `size` characters: short texts at once, long texts in a thread."""
-    return work() if size <= SHORT_TEXT else await asyncio.to_thread(work)
+    """Run work on `size` characters: short texts at once, long texts in a thread, huge texts in one of two threads."""
+    if size <= SHORT_TEXT:
+        return work()
+    if size <= _HUGE_TEXT:
+        return await asyncio.to_thread(work)
+    return await asyncio.get_running_loop().run_in_executor(_huge_texts, work)
+
+
+def text_size(value: Any) -> int:
+    """Characters of the texts in a JSON value, plus one for each value; counting ends when it is a huge text."""
+    size, rest = 0, [value]
+    while rest and size <= _HUGE_TEXT:
+        one = rest.pop()
+        size += 1 + (len(one) if isinstance(one, str) else 0)
+        if isinstance(one, Mapping):
+            rest += one.keys()
+            rest += one.values()
+        elif isinstance(one, Sequence) and not isinstance(one, str):
+            rest += one
+    return size
 
 
 def truncated(llm: AsyncLLM, token_ids: list[int], truncation: Truncation | None) -> list[int]:

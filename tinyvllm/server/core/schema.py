@@ -327,7 +327,7 @@ class TokenizeRequest(Body):
     """POST /tokenize: a prompt, or messages through the chat template."""
 
     model: Name | None = honoured(says=DEFAULT_MODEL)
-    prompt: str | None = honoured(example="Once")
+    prompt: str | None = honoured(example="Once", max_length=MAX_TEXT)
     messages: list[Message] | None = honoured(example=[{"role": "user", "content": "Hello"}], min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool | None = honoured(example=False)
     return_token_strs: bool | None = honoured(example=True)
