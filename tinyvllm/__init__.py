@@ -58,6 +58,7 @@ _MODULES = {
     "RequestError": "tinyvllm.errors",
     "OutOfMemoryError": "tinyvllm.errors",
     "OutputError": "tinyvllm.errors",
+    "InternalError": "tinyvllm.errors",
 }
 
 __all__ = [

@@ -51,6 +51,10 @@ class OutOfMemoryError(TinyvllmError):
     """The device or the host does not have enough memory for the requested size."""
 
 
+class InternalError(TinyvllmError):
+    """A defect of tinyvllm that ended one request; the engine continues. The log has the traceback."""
+
+
 class OutputError(TinyvllmError):
     """A file that cannot be written."""
 

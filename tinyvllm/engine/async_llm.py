@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import functools
 import itertools
+import logging
 import os
 import threading
 import time
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from tinyvllm.metrics import EngineMetrics, NoMetrics
     from tinyvllm.text.tokenizer import Tokenizer
 
+
+log = logging.getLogger("tinyvllm")
 
 STATUS_INTERVAL = 0.1  # seconds between two snapshots of the engine's state
 
@@ -80,7 +83,8 @@ class AsyncLLM:
 
         A caller slower than the engine misses intermediate outputs, never the last; several deltas are joined into one. Breaking out of the
         loop, or cancelling the task, aborts the request. Raises RequestError for a request that cannot be served, BusyError if the queue
-        refuses it, and the error that ended the engine if it has ended.
+        refuses it, InternalError (or what a step raised) for a request that failed alone,
+        and the error that ended the engine if it has ended.
         """
         params = spread(sampling_params, self.default_params, 1)[0]
         async with contextlib.aclosing(self._outputs(await self.encode(prompt), params, request_id, options)) as outputs:
@@ -245,8 +249,7 @@ class AsyncLLM:
             try:
                 submit(engine, mailbox.key, encoded, params, options)
             except TinyvllmError as error:
-                error.args = (str(error).replace(mailbox.key, mailbox.name),)  # the caller does not know the key
-                self._deliver([(mailbox, error)])
+                self._deliver([(mailbox, _in_callers_words(error, mailbox))])
 
         with self._wake:
             self._check_open()
@@ -302,7 +305,10 @@ class AsyncLLM:
                     return False
                 commands, self._commands = self._commands, []
             for command in commands:
-                command(engine)
+                try:
+                    command(engine)
+                except Exception as error:  # none should raise: what concerns a caller is delivered to it
+                    log.error("a command failed; the engine continues", exc_info=error)
             if engine.has_work():
                 return True
             pause = engine.on_idle()
@@ -310,7 +316,7 @@ class AsyncLLM:
     def _publish(self, outputs: list[RequestOutput]) -> None:
         with self._wake:
             mailboxes = [(self._mailboxes.get(output.request_id), output) for output in outputs]
-        self._deliver([(mailbox, replace(output, request_id=mailbox.name)) for mailbox, output in mailboxes if mailbox is not None])
+        self._deliver([(mailbox, _result(output, mailbox)) for mailbox, output in mailboxes if mailbox is not None])
 
     def _deliver(self, results: Sequence[tuple[_Mailbox, RequestOutput | BaseException]]) -> None:
         """One wake-up per event loop and step, for any number of requests."""
@@ -359,6 +365,19 @@ class _Mailbox:
         if isinstance(result, BaseException):
             raise result
         return result
+
+
+def _result(output: RequestOutput, mailbox: _Mailbox) -> RequestOutput | BaseException:
+    """What the caller of a request gets for an output: the output under its own id, or the exception that ended the request."""
+    if output.failure is not None:
+        return _in_callers_words(output.failure, mailbox)
+    return replace(output, request_id=mailbox.name)
+
+
+def _in_callers_words(error: TinyvllmError, mailbox: _Mailbox) -> TinyvllmError:
+    """The caller knows its request id and not the key."""
+    error.args = (str(error).replace(mailbox.key, mailbox.name), *error.args[1:])
+    return error
 
 
 def _put_all(results: Sequence[tuple[_Mailbox, RequestOutput | BaseException]]) -> None:

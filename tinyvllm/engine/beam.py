@@ -128,6 +128,10 @@ class BeamState:
         self._candidates[sequence.sequence_id] = logprobs
         return None
 
+    def has_candidates(self, sequence: Sequence) -> bool:
+        """Whether a beam has its candidates for the next token, and waits for the others."""
+        return sequence.sequence_id in self._candidates
+
     @property
     def ready(self) -> bool:
         """Whether all running beams have their candidates."""

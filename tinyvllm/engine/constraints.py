@@ -5,6 +5,7 @@ An exception on behalf of one sequence ends that sequence only. The masks of gra
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterable
@@ -195,6 +196,13 @@ class TokenConstraints:
         """The sampler gave the sequence a new row: the banned tokens that the device had for it are gone."""
         if (constraint := self._constraints.get(sequence.sequence_id)) is not None:
             constraint.on_device = None
+
+    def forget_masks(self) -> None:
+        """The step that started masks failed before it sent them."""
+        self._masked = []
+        if self._worker is not None:
+            with contextlib.suppress(Exception):  # it was reported, or is no longer of interest
+                self._worker.wait()
 
     def start_masks(self, sequences: list[Sequence]) -> None:
         """Start to compute the masks of the next draw, and send those that are known; before the forward pass is launched."""

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from tinyvllm.config import EngineConfig, cache_folder
+from tinyvllm.engine.boundary import request_failure
 from tinyvllm.engine.constraints import TokenConstraints
 from tinyvllm.engine.loop import new_loop
 from tinyvllm.engine.observer import EngineObserver, Observers
+from tinyvllm.engine.output import ActiveRequest
 from tinyvllm.engine.prefix_store import PrefixStore
+from tinyvllm.engine.recovery import StepRecovery
 from tinyvllm.engine.request_builder import RequestBuilder
 from tinyvllm.engine.requests import ActiveRequests
 from tinyvllm.engine.scoring import PromptScoring
@@ -70,15 +73,17 @@ class Engine:
         block_bytes = runner.pool.block_bytes
         costs = Costs(runner.bytes_per_token, block_bytes // config.block_size, lambda: memory_bandwidth(config.device))
         self.stats = EngineStats(self.metrics, costs, scheduler)
-        self.observer: EngineObserver = Observers([self.stats, *observers]) if observers else self.stats
+        self.observer: EngineObserver = Observers([self.stats, *observers])
         self.sampler = Sampler(runner.config.vocab_size, config.max_num_seqs, config.device)
         self.constraints = TokenConstraints(self.sampler, self.tokenizer, self.eos_ids, self.metrics)
         self.requests = ActiveRequests(scheduler, self.sampler, self.constraints, self.observer, self.eos_ids)
         self.scoring = PromptScoring(self.requests, config.max_num_batched_tokens)
+        self.requests.on_failure = self.scoring.remove
         self.segments = Segments(scheduler, block_bytes, self.observer)
         self.stages = Stages(runner, self.sampler, self.constraints, self.requests, self.scoring, self.observer)
         run_ahead = runner.overlaps if config.async_scheduling is None else config.async_scheduling
         self.loop = new_loop(self.stages, config.num_scheduler_steps, run_ahead)
+        self.recovery = StepRecovery(self.stages, lambda: self.loop)
         self._warmup = Warmup(runner, self.sampler, config, run_ahead) if config.warm_up else None
 
     @property
@@ -103,12 +108,28 @@ class Engine:
         prompt: str | None = None,
         options: RequestOptions | None = None,
     ) -> None:
-        """Queue a request; RequestError if it can never run, BusyError if the queue is full. Nothing is queued then."""
+        """Queue a request; RequestError if it can never run, BusyError if the queue is full. Nothing is queued then.
+
+        Any other exception on the way becomes an InternalError or OutOfMemoryError: admission is inside the request's boundary.
+        """
         if request_id in self.requests:
             raise RequestError(f"request {request_id}: a request with this id is running; choose another id")
-        request = self._builder.build(request_id, prompt_token_ids, params, prompt, options or RequestOptions())
+        request: ActiveRequest | None = None
+        try:
+            request = self._builder.build(request_id, prompt_token_ids, params, prompt, options or RequestOptions())
+            self._admit(request)
+        except Exception as error:
+            if request is not None:
+                self.scoring.remove(request_id)
+                self.requests.withdraw(request)
+            if isinstance(error, TinyvllmError):
+                raise
+            raise request_failure(request_id, "admission", error) from error
+
+    def _admit(self, request: ActiveRequest) -> None:
+        params, token_ids = request.params, request.prompt_token_ids
         if request.options.explain:
-            request.explanation = explain_prefix(self.scheduler.prefix, self.tokenizer, prompt_token_ids, request.options)
+            request.explanation = explain_prefix(self.scheduler.prefix, self.tokenizer, token_ids, request.options)
         self.requests.constrain(request)
         try:
             self.requests.add(request)
@@ -117,32 +138,39 @@ class Engine:
             raise
         self.observer.request_added(request)
         if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
-            self.scoring.add(request_id, prompt_token_ids, params.prompt_logprobs)
+            self.scoring.add(request.request_id, token_ids, params.prompt_logprobs)
 
     def abort(self, request_id: str) -> None:
         """End a request; its last output, with finish_reason "abort", comes with the next step. Unknown ids have finished: ignored."""
         if request_id in self.requests:
-            self.observer.request_aborted(request_id)
-            self.scoring.remove(request_id)
-            self.requests.finish_request(request_id, "abort")
+            with self.requests.boundary(self.requests[request_id], "its abort"):
+                self.observer.request_aborted(request_id)
+                self.scoring.remove(request_id)
+                self.requests.finish_request(request_id, "abort")
 
     def has_work(self) -> bool:
         """Whether another step has something to do or to report."""
         return self.scheduler.has_work() or self.requests.have_output or bool(self.scoring) or self.loop.in_flight
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; the outputs, so far or final, of every request that changed and whose caller wants them now."""
+        """Run one step; the outputs, so far or final, of every request that changed and whose caller wants them now.
+
+        A request that fails has an output with `failure`. Raises only if the engine cannot continue: see boundary.py.
+        """
         self.observer.step_started()
         with DEVICE_LOCK:
-            if not self.loop.follow():
-                self.scoring.step(self.runner.prompt_logits)
-                schedule = self.stages.schedule()
-                if not schedule.empty:
-                    self.loop.run(schedule)
+            self.recovery.run(self._run_step)
         outputs = self.requests.take_outputs(withheld=self.scoring.request_ids)
         self.observer.phase_ended("output")
         self.observer.step_finished()
         return outputs
+
+    def _run_step(self) -> None:
+        if not self.loop.follow():
+            self.scoring.step(self.runner.prompt_logits)
+            schedule = self.stages.schedule()
+            if not schedule.empty:
+                self.loop.run(schedule)
 
     def status(self) -> dict[str, Any]:
         """Numbers for a live view; may be called from any thread."""
@@ -182,5 +210,5 @@ class Engine:
         self._store = self._warmup = None
         self.constraints.close()
         self.observer.engine_closed()
-        for name in ("runner", "sampler", "stages", "loop"):
+        for name in ("runner", "sampler", "stages", "loop", "recovery"):
             self.__dict__.pop(name, None)

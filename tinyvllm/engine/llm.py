@@ -94,7 +94,7 @@ class LLM:
 
         A prompt is a text, {"prompt_token_ids": ids}, {"messages": conversation} or {"segments": segments, "prompt": text}. If one of them
         cannot be served nothing runs: RequestError (or ArgumentError, TokenizerError) for a single prompt; for several PromptError, which
-        has the index of the prompt.
+        has the index of the prompt. A prompt that fails while it runs has finish_reason "error" and a `failure`; if all do, it is raised.
         """
         items: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else _listed("prompts", prompts)  # type: ignore[list-item]
         each = spread(sampling_params, self.default_params, len(items))
@@ -206,7 +206,7 @@ class LLM:
                     finished = running.intersection(output.request_id for output in self._step() if output.finished)
                     running -= finished
                     advance(len(finished))
-            return [output for i in ids if (output := self._open[i]) is not None]
+            return _unless_all_failed([output for i in ids if (output := self._open[i]) is not None])
         finally:
             self._forget(ids)
 
@@ -219,7 +219,7 @@ class LLM:
                     self._step()
                 newest = self._open[ids[0]]
                 if newest is not None and newest is not seen:
-                    seen = newest
+                    (seen,) = _unless_all_failed([newest])
                     yield newest
         finally:
             self._forget(ids)
@@ -257,6 +257,14 @@ class LLM:
             newest = self._open.pop(request_id, None)
             if newest is None or not newest.finished:
                 self.engine.abort(request_id)
+
+
+def _unless_all_failed(outputs: list[RequestOutput]) -> list[RequestOutput]:
+    """The outputs; raises the first failure if no request has succeeded: what is wrong is then not the fault of one prompt."""
+    failures = [output.failure for output in outputs if output.failure is not None]
+    if failures and len(failures) == len(outputs):
+        raise failures[0]
+    return outputs
 
 
 def _listed(name: str, values: object) -> list[Any]:

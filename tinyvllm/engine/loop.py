@@ -31,6 +31,10 @@ class StepLoop(Protocol):
         """Run a schedule that is not empty. Nothing is in flight."""
         ...
 
+    def discard(self) -> None:
+        """Forget the step in flight, if there is one: its sequences are computed again."""
+        ...
+
 
 class PlainLoop:
     """One step at a time: the host appends each token before it schedules the next."""
@@ -42,6 +46,9 @@ class PlainLoop:
 
     def follow(self) -> bool:
         return False
+
+    def discard(self) -> None:
+        pass
 
     def run(self, schedule: Schedule) -> None:
         step = self.stages.prepare(schedule)
@@ -67,6 +74,9 @@ class MultiStepLoop:
 
     def follow(self) -> bool:
         return self.single.follow()
+
+    def discard(self) -> None:
+        self.single.discard()
 
     def run(self, schedule: Schedule) -> None:
         num_steps = self._num_steps(schedule)
@@ -126,6 +136,9 @@ class RunAheadLoop:
         finally:  # a launch that fails must not lose the tokens of the last step
             self._append(last)
         return schedule is not None
+
+    def discard(self) -> None:
+        self._in_flight = None
 
     def run(self, schedule: Schedule) -> None:
         if _decodes_only(schedule) and not self.stages.needs_host([entry.sequence for entry in schedule.entries]):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tinyvllm.config import EngineConfig
 from tinyvllm.engine.output import ActiveRequest
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from tinyvllm.runner.runner import Runner
 
 Clock = Callable[[], float]
+log = logging.getLogger("tinyvllm")
 
 
 class EngineObserver:
@@ -71,23 +73,26 @@ class EngineObserver:
 
 
 class Observers(EngineObserver):
-    """Passes every event on to several observers, in their order."""
+    """Passes every event on to several observers, in their order.
+
+    What an observer raises for an event of a request is that request's: the caller has a boundary around it. What it raises for an event
+    of a step or a segment is logged, once for each kind of event: the step is unchanged by it.
+    """
 
     def __init__(self, observers: Iterable[EngineObserver]):
         self._observers = tuple(observers)
+        self._logged: set[tuple[str, str]] = set()  # observers and events whose failure was logged
 
     def engine_started(self, config: EngineConfig, runner: Runner) -> None:
         for observer in self._observers:
             observer.engine_started(config, runner)
 
-    def engine_closed(self) -> None:
-        for observer in self._observers:
-            observer.engine_closed()
-
     def watch_clock(self, clock: Clock) -> Clock:
         for observer in self._observers:
             clock = observer.watch_clock(clock)
         return clock
+
+    # ---- events of a request ----
 
     def request_added(self, request: ActiveRequest) -> None:
         for observer in self._observers:
@@ -105,38 +110,47 @@ class Observers(EngineObserver):
         for observer in self._observers:
             observer.request_finished(request, output)
 
-    def step_started(self) -> None:
-        for observer in self._observers:
-            observer.step_started()
-
-    def phase_ended(self, phase: str) -> None:
-        for observer in self._observers:
-            observer.phase_ended(phase)
-
-    def step_scheduled(self, schedule: Schedule) -> None:
-        for observer in self._observers:
-            observer.step_scheduled(schedule)
-
-    def blocks_moved(self, schedule: Schedule, seconds: float) -> None:
-        for observer in self._observers:
-            observer.blocks_moved(schedule, seconds)
-
-    def step_launched(self, schedule: Schedule, owners: Mapping[int, ActiveRequest], num_steps: int) -> None:
-        for observer in self._observers:
-            observer.step_launched(schedule, owners, num_steps)
-
     def tokens_appended(self, request: ActiveRequest, count: int, forced: bool = False) -> None:
         for observer in self._observers:
             observer.tokens_appended(request, count, forced)
 
+    # ---- other events ----
+
+    def engine_closed(self) -> None:
+        self._each("engine_closed")
+
+    def step_started(self) -> None:
+        self._each("step_started")
+
+    def phase_ended(self, phase: str) -> None:
+        self._each("phase_ended", phase)
+
+    def step_scheduled(self, schedule: Schedule) -> None:
+        self._each("step_scheduled", schedule)
+
+    def blocks_moved(self, schedule: Schedule, seconds: float) -> None:
+        self._each("blocks_moved", schedule, seconds)
+
+    def step_launched(self, schedule: Schedule, owners: Mapping[int, ActiveRequest], num_steps: int) -> None:
+        self._each("step_launched", schedule, owners, num_steps)
+
     def step_finished(self) -> None:
-        for observer in self._observers:
-            observer.step_finished()
+        self._each("step_finished")
 
     def segment_tried(self, number: int, token_ids: list[int], cache_salt: str | None, held: bool) -> None:
-        for observer in self._observers:
-            observer.segment_tried(number, token_ids, cache_salt, held)
+        self._each("segment_tried", number, token_ids, cache_salt, held)
 
     def segment_released(self, number: int) -> None:
+        self._each("segment_released", number)
+
+    def _each(self, event: str, *values: Any) -> None:
         for observer in self._observers:
-            observer.segment_released(number)
+            try:
+                getattr(observer, event)(*values)
+            except Exception as error:  # it only watches
+                self._log(type(observer).__name__, event, error)
+
+    def _log(self, observer: str, event: str, error: Exception) -> None:
+        if (observer, event) not in self._logged:
+            self._logged.add((observer, event))
+            log.error("%s.%s failed; the engine continues, and this is logged once", observer, event, exc_info=error)

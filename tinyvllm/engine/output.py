@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from tinyvllm.engine.beam import BeamState
+from tinyvllm.errors import TinyvllmError
 from tinyvllm.request import CompletionOutput, Logprob, Receipt, RequestMetrics, RequestOptions, RequestOutput, SamplingParams, Sequence
 from tinyvllm.text.detokenize import IncrementalDetokenizer, StopStrings
 from tinyvllm.text.tokenizer import Tokenizer
@@ -236,3 +237,11 @@ def _with_seed_of(params: SamplingParams, index: int) -> SamplingParams:
 
 
 ActiveRequest = RequestState | BeamState  # what an engine runs
+
+
+def failed_output(request: ActiveRequest, error: TinyvllmError) -> RequestOutput:
+    """The last output of a request that `error` has ended: as many continuations as it wants, empty. Reads nothing that may be broken."""
+    count = request.params.n or 1
+    parts = [CompletionOutput(index, "", [], finish_reason="error", error=str(error)) for index in range(count)]
+    metrics = RequestMetrics(request.metrics.arrival, request.metrics.first_token, time.monotonic(), scheduled=request.metrics.scheduled)
+    return RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, parts, True, metrics, failure=error)

@@ -90,7 +90,12 @@ class PromptScoring:
         """
         if not self._waiting:
             return
-        score, scheduler = next(iter(self._waiting.values())), self._requests.scheduler
+        score = next(iter(self._waiting.values()))
+        with self._requests.boundary(self._requests[score.request_id], "prompt_logprobs"):
+            self._compute_piece(score, compute)
+
+    def _compute_piece(self, score: PromptScore, compute: Callable[[Scheduled], np.ndarray]) -> None:
+        scheduler = self._requests.scheduler
         if score.borrow_blocks(scheduler):
             piece = score.next_piece(self._max_tokens)
             score.add(piece, compute(piece))

@@ -45,6 +45,7 @@ class Stages:
     ):
         self.runner, self.sampler, self.constraints = runner, sampler, constraints
         self.requests, self.scoring, self.observer = requests, scoring, observer
+        self.scheduled: Schedule | None = None  # the last schedule; None while the next one is chosen
 
     @property
     def scheduler(self) -> Scheduler:
@@ -52,7 +53,8 @@ class Stages:
 
     def schedule(self) -> Schedule:
         """Choose what runs. Before it runs, ended and preempted sequences are dealt with, and blocks are where it needs them."""
-        schedule = self.scheduler.schedule()
+        self.scheduled = None
+        self.scheduled = schedule = self.scheduler.schedule()
         if not schedule.reused:
             self.observer.step_scheduled(schedule)
             self.requests.settle(schedule)
@@ -61,6 +63,12 @@ class Stages:
         if not schedule.reused:
             self.requests.join_sampler(schedule)
         return schedule
+
+    def forget_device_state(self) -> None:
+        """After a step that failed: nothing that the device was given by earlier steps is relied on any more."""
+        self.runner.forget_device_state()
+        self.sampler.forget_device_state()
+        self.constraints.forget_masks()
 
     def _move_blocks(self, schedule: Schedule) -> None:
         if schedule.swap_out or schedule.swap_in or schedule.copies:

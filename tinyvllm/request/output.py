@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from tinyvllm.errors import TinyvllmError
+
 
 @dataclass(frozen=True)
 class Logprob:
@@ -90,6 +92,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # a dict a prompt token, None for the first
     receipt: Receipt | None = None  # on the last output, if RequestOptions.receipt is set
     explanation: str | None = None  # why the prefix cache hit or missed, if RequestOptions.explain is set
+    failure: TinyvllmError | None = None  # the exception that ended it, if its own work or a step raised; AsyncLLM raises it
 
     def joined(self, later: RequestOutput) -> RequestOutput:
         """Two deltas that follow each other as one, for a reader that was slower than the engine."""

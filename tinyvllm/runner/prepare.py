@@ -176,6 +176,11 @@ class StepInputs:
         """The device has advanced the decodes by `rounds` tokens; their next step is ready there if all of them are still running."""
         self._advanced += rounds
 
+    def forget_advanced(self) -> None:
+        """What the device has ready is unknown: the next `fill` copies everything."""
+        self._advanced = 0
+        self._row_of = {}
+
     @property
     def ready(self) -> bool:
         """Whether the device has the next step of the last decodes ready."""

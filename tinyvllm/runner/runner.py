@@ -170,6 +170,12 @@ class Runner:
         self._last = schedule, step
         return step
 
+    def forget_device_state(self) -> None:
+        """A step failed: the next one is laid out completely, whatever the device had ready."""
+        self._last = None
+        for plan in self._steps.values():
+            plan.inputs.forget_advanced()
+
     def padded(self, shape: Shape) -> PreparedStep | None:
         """A step of this shape that holds only padding, to capture it before a request needs it; None if it was captured."""
         if (shape, False) in self._steps:

@@ -187,6 +187,13 @@ class Sampler:
             raise ValueError(f"expected logits of shape ({V},), got {row.shape}")
         upload(part, row)
 
+    def forget_device_state(self) -> None:
+        """A step failed: what it has copied is unknown. The next `prepare` copies everything; sequences are added again."""
+        self._prepared.clear()
+        self._on_device.clear()
+        for host, _ in self._mask_rows.values():
+            host[:] = -1
+
     # ---- masks ----
 
     @property

@@ -78,6 +78,10 @@ class Schedule:
     def num_tokens(self) -> int:
         return sum(entry.num_tokens for entry in self.entries)
 
+    def drop_finished(self) -> None:
+        """Remove the entries of sequences that have ended since."""
+        self.entries = [entry for entry in self.entries if not entry.sequence.finished]
+
     @property
     def empty(self) -> bool:
         return not self.entries

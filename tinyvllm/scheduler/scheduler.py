@@ -50,6 +50,8 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # by rank
         self.num_swaps = 0
+        self.max_admissions: int | None = None  # a step, from the queue; None sets no limit
+        self.considered: Sequence | None = None  # the one that `schedule` looks at, or looked at when it raised
         self.pinned: Counter[int] = Counter()  # blocks that segments hold, and how many segments hold each
         self.borrowed = BorrowedBlocks(pool)
         self.deadlines = Deadlines(clock)
@@ -68,6 +70,7 @@ class Scheduler:
         reused = self._reuse(unseen=0)
         if reused is not None:
             return reused
+        self.considered = None
         self._copies.release_sources()
         for sequence in self._paused.take_ready():
             self.waiting.push(sequence)
@@ -137,9 +140,15 @@ class Scheduler:
         assert sequence.status is Status.WAITING and not sequence.block_table, f"Scheduler: {sequence.sequence_id} was added before"
         self._admission().check(sequence)
         siblings = list(siblings)
-        self._siblings.add(sequence, siblings)
-        self.deadlines.add([sequence, *siblings])
-        self.waiting.push(sequence)
+        try:
+            self._siblings.add(sequence, siblings)
+            self.deadlines.add([sequence, *siblings])
+            self.waiting.push(sequence)
+        except Exception:
+            self._siblings.take(sequence)
+            for one in (sequence, *siblings):
+                self.deadlines.discard(one)
+            raise
 
     def predicted_wait(self, sequence: Sequence | None = None) -> float:
         """Seconds until the first token of `sequence` (or of a short prompt), if it were added now, by the rates of the last steps."""
@@ -151,15 +160,16 @@ class Scheduler:
         It shares the parent's full blocks and gets a copy of the next one before the next step. If there is no room for it, it waits, and
         what the prefix cache does not have is computed again.
         """
-        self.deadlines.add([child])
         full, part = divmod(min(parent.num_computed, len(child) - 1), self.pool.block_size)
         if parent.status is not Status.RUNNING or not self._free_rows or self.pool.num_free < (part > 0):
             self.waiting.push(child)
+            self.deadlines.add([child])
             return
         child.block_table = self._copies.share(parent.block_table, full, part > 0)
         child.num_computed = full * self.pool.block_size + part
         child.block_hashes, child.num_published = parent.block_hashes[:full], min(parent.num_published, full)
         self._start(child)
+        self.deadlines.add([child])
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """End a sequence in any state and free its blocks and row. Later calls keep the first reason."""
@@ -202,6 +212,7 @@ class Scheduler:
             self._reusable = None
             return None
         for entry in crossed:
+            self.considered = entry.sequence
             self.prefixes.publish(entry.sequence)
         for entry, block in zip(growing, self.pool.allocate(len(growing)), strict=True):
             entry.sequence.block_table.append(block)
@@ -243,6 +254,7 @@ class Scheduler:
         for sequence, left in zip(tuple(self.running), remaining, strict=True):
             if sequence.status is not Status.RUNNING:
                 break  # preempted for one before it, as were all after it
+            self.considered = sequence
             if sequence.num_computed >= (sequence.num_published + 1) * block_size:
                 self.prefixes.publish(sequence)
             if not left:
@@ -265,8 +277,9 @@ class Scheduler:
         """Admit from the head of the queue, never past it, while rows, budget and blocks last; returns the rest of the budget."""
         for sequence in self.prefixes.inflight.ready():
             self.waiting.bring_back(sequence)
-        while self.waiting.has_next and self._free_rows and budget:
-            sequence = self.waiting.first()
+        num_admitted = 0
+        while self.waiting.has_next and self._free_rows and budget and num_admitted != self.max_admissions:
+            self.considered = sequence = self.waiting.first()
             found = self.prefixes.match(sequence)
             if not sequence.num_swapped and self.prefixes.inflight.wait_for(sequence, len(found)):
                 self.pool.release(found)
@@ -283,6 +296,7 @@ class Scheduler:
             if missing + (1 + self.borrowed.num_wanted if self.running else 0) > self.pool.num_free:
                 self.pool.release(found)
                 break
+            num_admitted += 1
             self.waiting.remove(sequence)
             self.prefixes.begin(sequence, found)
             self._swap.swap_in(sequence, plan)
