@@ -43,3 +43,18 @@ def test_forbidden_and_extreme_logits_stay_finite_where_they_can():
 def test_more_than_the_vocabulary_gives_all_of_it():
     (found,) = logprobs_of(np.zeros((1, 3), np.float32), [1], [20])
     assert list(found) == [1, 0, 2]
+
+
+def test_all_of_the_vocabulary_has_the_ranks_of_few() -> None:
+    logits = np.random.default_rng(1).integers(0, 40, (2, 500)).astype(np.float32)  # with ties
+    for row, every in zip(logits, logprobs_of(logits, [7, 8], [-1, -1]), strict=True):
+        assert len(every) == 500 and [entry.rank for entry in list(every.values())[1:]] == sorted(e.rank for e in list(every.values())[1:])
+        for token in range(500):
+            (alone,) = logprobs_of(row[None], [token], [0])
+            assert every[token] == alone[token]
+
+
+def test_named_tokens_replace_the_most_probable() -> None:
+    logits = np.array([[5.0, 4.0, 3.0, 2.0], [5.0, 4.0, 3.0, 2.0]], np.float32)
+    first, second = logprobs_of(logits, [1, 2], [2, 2], [(3, 1), None])
+    assert list(first) == [1, 3] and first[3].rank == 4 and list(second) == [2, 0, 1]

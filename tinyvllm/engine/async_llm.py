@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.config import EngineConfig, resolve
-from tinyvllm.engine.frontend import prefill_options, start_engine, submit
+from tinyvllm.engine.frontend import prefill_options, start_engine, submit, system_fingerprint
 from tinyvllm.engine.prompt import Encoded, Message, Prompt, default_sampling_params, encode_piece, encode_prompt, is_conversation, spread
 from tinyvllm.engine.segments import MAX_TRIES, PREFILL_PARAMS, Segment, eviction_error, output_token_ids, raise_if_failed
 from tinyvllm.errors import ArgumentError, TinyvllmError
@@ -67,6 +67,7 @@ class AsyncLLM:
         self._compile = engine.constraints.compile
         self.config: EngineConfig = engine.config
         self.max_model_len: int = engine.max_model_len
+        self.fingerprint: str = system_fingerprint(engine)
         self.tokenizer: Tokenizer | None = engine.tokenizer
         self.default_params = default_sampling_params(engine.model_folder)
         atexit.register(self.close)  # a daemon thread in native code crashes an interpreter that exits

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from tinyvllm.config import EngineConfig
+from tinyvllm.config import VERSION, EngineConfig
 from tinyvllm.engine.prompt import Encoded
 from tinyvllm.engine.segments import Segment
 from tinyvllm.engine.startup import Progress
@@ -26,6 +27,13 @@ def start_engine(config: EngineConfig, progress: Progress | None) -> Engine:
         for observer in observers:
             observer.engine_closed()
         raise
+
+
+def system_fingerprint(engine: Engine) -> str:
+    """The version, and a digest of the model and its kernels: answers with one seed may differ only where this differs."""
+    from tinyvllm.engine.prefix_store import identity
+
+    return f"tinyvllm-{VERSION}-{blake2b(identity(engine.runner, engine.config), digest_size=4).hexdigest()}"
 
 
 def submit(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tinyvllm.engine.beam import BeamState
 from tinyvllm.engine.output import ActiveRequest, RequestState
 from tinyvllm.errors import RequestError
-from tinyvllm.request import BeamSearchParams, RequestOptions, SamplingParams
+from tinyvllm.request import ALL_LOGPROBS, MAX_LOGPROB_ENTRIES, MAX_LOGPROBS, BeamSearchParams, RequestOptions, SamplingParams
 from tinyvllm.text.tokenizer import Tokenizer
 
 
@@ -42,6 +42,7 @@ class RequestBuilder:
                 self._new_sequence_id, options,
             )  # fmt: skip
         self._check_ids(request_id, params)
+        self._check_logprobs(request_id, params, len(prompt_token_ids))
         if params.seed is None:
             seed = secrets.randbits(63) if self.seed is None else (self.seed + self._next_id) % 2**64
             params = params.with_seed(seed)
@@ -53,9 +54,20 @@ class RequestBuilder:
         )  # fmt: skip
 
     def _check_ids(self, request_id: str, params: SamplingParams) -> None:
-        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             if bad := next((t for t in getattr(params, name) or () if t >= self.vocab_size), None):
                 raise RequestError(f"request {request_id}: {name} has token id {bad}, the vocabulary ends at {self.vocab_size - 1}")
+
+    def _check_logprobs(self, request_id: str, params: SamplingParams, prompt_tokens: int) -> None:
+        """RequestError if log-probabilities of the whole vocabulary would be too many."""
+        room = self.max_model_len - prompt_tokens
+        outputs = params.width * (room if params.max_tokens is None else min(params.max_tokens, room))
+        for name, positions in (("logprobs", outputs), ("prompt_logprobs", prompt_tokens)):
+            if getattr(params, name) == ALL_LOGPROBS and positions * self.vocab_size > MAX_LOGPROB_ENTRIES:
+                raise RequestError(
+                    f"request {request_id}: {name}=-1 lists {self.vocab_size} tokens at each of {positions} positions, more than "
+                    f"{MAX_LOGPROB_ENTRIES} in all; ask for fewer tokens, or for up to {MAX_LOGPROBS} alternatives"
+                )
 
     def _new_sequence_id(self) -> int:
         self._next_id += 1

@@ -3,6 +3,9 @@
 from tinyvllm.request.options import RequestOptions
 from tinyvllm.request.output import CompletionOutput, Logprob, Receipt, RequestMetrics, RequestOutput
 from tinyvllm.request.params import (
+    ALL_LOGPROBS,
+    MAX_LOGPROB_ENTRIES,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_LOGPROBS,
     STRUCTURES,
     BeamSearchParams,
@@ -14,6 +17,7 @@ from tinyvllm.request.params import (
 from tinyvllm.request.sequence import Sequence, Status
 
 __all__ = [
-    "MAX_LOGPROBS", "STRUCTURES", "BeamSearchParams", "CompletionOutput", "LogitsProcessor", "Logprob", "Receipt", "RequestMetrics",
-    "RequestOutput", "SamplingParams", "Sequence", "Status", "StructuredOutputsParams", "RequestOptions", "ReasoningParams",
+    "ALL_LOGPROBS", "MAX_LOGPROBS", "MAX_LOGPROB_ENTRIES", "MAX_LOGPROB_TOKEN_IDS", "STRUCTURES", "BeamSearchParams", "CompletionOutput",
+    "LogitsProcessor", "Logprob", "Receipt", "RequestMetrics", "RequestOutput", "SamplingParams", "Sequence", "Status",
+    "StructuredOutputsParams", "RequestOptions", "ReasoningParams",
 ]  # fmt: skip

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_LOGPROBS = 20
+ALL_LOGPROBS = -1  # the whole vocabulary
+MAX_LOGPROB_ENTRIES = 2**18  # of a request with ALL_LOGPROBS: positions times vocabulary; each takes about 300 bytes
+MAX_LOGPROB_TOKEN_IDS = 1024
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
 OUTPUT_KINDS = ("cumulative", "delta", "final_only")
 REASONING_BEGINS = ("before", "inside", "after")
@@ -96,7 +99,8 @@ class SamplingParams:
     """How to continue one prompt. Names, meanings and defaults are those of vLLM's class of the same name.
 
     temperature 0 is greedy. top_k 0 or -1, top_p 1 and min_p 0 switch the filter off. A `seed` makes the tokens a function of
-    (model, prompt, parameters) alone; without one the engine draws a seed for the request.
+    (model, prompt, parameters) alone; without one the engine draws a seed for the request. `logprobs` and `prompt_logprobs` -1 list the
+    whole vocabulary, for as many positions as MAX_LOGPROB_ENTRIES allows.
     """
 
     n: int = 1
@@ -127,6 +131,7 @@ class SamplingParams:
         "cumulative"  # what each output holds: all tokens so far, the new ones ("delta"), or nothing before the end ("final_only")
     )
     thinking_token_budget: int | None = None  # tokens of reasoning, after which its closing mark is forced
+    logprob_token_ids: tuple[int, ...] | list[int] | None = None  # list these tokens instead of the most probable ones; requires logprobs
     reasoning: ReasoningParams | None = None  # for structures after reasoning and for the budget; None: the model's own marks
 
     def __post_init__(self) -> None:
@@ -146,8 +151,8 @@ class SamplingParams:
         for name, low, high in (
             ("max_tokens", 1, math.inf),
             ("seed", -(2**63), 2**64 - 1),
-            ("logprobs", 0, MAX_LOGPROBS),
-            ("prompt_logprobs", 0, MAX_LOGPROBS),
+            ("logprobs", ALL_LOGPROBS, MAX_LOGPROBS),
+            ("prompt_logprobs", ALL_LOGPROBS, MAX_LOGPROBS),
             ("best_of", self.n, 1024),
             ("thinking_token_budget", 0, math.inf),
         ):
@@ -173,6 +178,7 @@ class SamplingParams:
         object.__setattr__(self, "bad_words", bad_words or None)
         if any(not isinstance(word, str) or not word for word in bad_words):
             raise ArgumentError(f"SamplingParams: bad_words must hold non-empty strings, got {_brief(bad_words)}")
+        self._check_logprob_token_ids()
         if self.allowed_token_ids is not None:
             allowed = _as_tuple("allowed_token_ids", self.allowed_token_ids, "a list of token ids")
             object.__setattr__(self, "allowed_token_ids", allowed)
@@ -191,6 +197,15 @@ class SamplingParams:
         object.__setattr__(self, "logits_processors", processors or None)
         if any(not callable(processor) for processor in processors):
             raise ArgumentError(f"SamplingParams: logits_processors must hold functions, got {_brief(processors)}")
+
+    def _check_logprob_token_ids(self) -> None:
+        listed = _as_tuple("logprob_token_ids", self.logprob_token_ids, "a list of token ids")
+        object.__setattr__(self, "logprob_token_ids", listed or None)
+        if any(type(t) is not int or t < 0 for t in listed) or len(listed) > MAX_LOGPROB_TOKEN_IDS:
+            expected = f"at most {MAX_LOGPROB_TOKEN_IDS} token ids"
+            raise ArgumentError(f"SamplingParams: logprob_token_ids must hold {expected}, got {len(listed)}: {_brief(listed)}")
+        if listed and self.logprobs is None:
+            raise ArgumentError("SamplingParams: logprob_token_ids requires logprobs")
 
     @property
     def chooses(self) -> bool:

@@ -173,7 +173,8 @@ class Sampler:
             top = [sequences[r].logprobs or 0 for r in rows]
             V = int(logits.shape[1])  # only these rows: all of them are megabytes
             values = np.stack([download(part) for part in spans(logits, [(r * V, V) for r in rows])])
-            for r, logprobs in zip(rows, logprobs_of(values, [int(tokens[r]) for r in rows], top), strict=True):
+            named = [sequences[r].params.logprob_token_ids for r in rows]
+            for r, logprobs in zip(rows, logprobs_of(values, [int(tokens[r]) for r in rows], top, named), strict=True):
                 found[r] = logprobs
         return found
 

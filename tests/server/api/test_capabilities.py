@@ -19,6 +19,7 @@ NEEDED = {  # other fields that a field requires
     "tool_choice": {"tools": None},
     "length_penalty": {"use_beam_search": True},
     "best_of": {"n": 2},
+    "logprob_token_ids": {"logprobs": None},
     "truncation_side": {"truncate_prompt_tokens": 8},
 }
 ENDPOINT_OF = {e.path: e for e in ENDPOINTS}
@@ -45,7 +46,7 @@ def with_field(body: type[Body], name: str, value: object) -> dict:
     given = minimal(body)
     for other, needed in NEEDED.get(name, {}).items():
         if other in body.model_fields:
-            given[other] = body.model_fields[other].json_schema_extra["x-example"] if needed is None else needed
+            given[other] = body.model_fields[other].json_schema_extra["x-example"] if needed is None else needed  # None: the example
     if name in ("prompt_token_ids", "messages") and name != "prompt":
         given.pop("prompt", None)
     if body.__name__ == "SegmentRequest" and name in ("token_ids", "messages"):

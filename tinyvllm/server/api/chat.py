@@ -13,10 +13,10 @@ from tinyvllm.request import CompletionOutput, RequestOutput, SamplingParams
 from tinyvllm.server.core.answer import parse_answer
 from tinyvllm.server.core.answer_format import Tools
 from tinyvllm.server.core.context import RequestContext
-from tinyvllm.server.core.conversation import after_segments, conversation_of, encode_conversation, reasoning_variables
+from tinyvllm.server.core.conversation import after_segments, conversation_of, encode_conversation, message_text, reasoning_variables
 from tinyvllm.server.core.failures import Failure, encode
 from tinyvllm.server.core.generation import ChatRun, chat_run
-from tinyvllm.server.core.logprobs import Position, chat_logprobs, positions_of, prompt_logprobs
+from tinyvllm.server.core.logprobs import LogprobStyle, Position, chat_logprobs, positions_of, prompt_logprobs
 from tinyvllm.server.core.params import beam_params, request_options, sampling_params
 from tinyvllm.server.core.prompts import truncation_of
 from tinyvllm.server.core.response import DONE, ResponseWriter, quote, sse_event
@@ -77,7 +77,13 @@ async def _beam_search(run: ChatRun) -> RequestOutput:
 
 
 def _head(run: ChatRun, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{run.context.unique_id}", "object": kind, "created": int(time.time()), "model": run.model}
+    return {
+        "id": f"chatcmpl-{run.context.unique_id}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": run.model,
+        "system_fingerprint": run.llm.fingerprint,
+    }
 
 
 def _completion(run: ChatRun, output: RequestOutput) -> dict[str, Any]:
@@ -85,12 +91,14 @@ def _completion(run: ChatRun, output: RequestOutput) -> dict[str, Any]:
     body: ChatRequest = run.body
     choices = [_choice(run, part) for part in output.outputs]
     run.context.record["finish_reason"] = choices[0]["finish_reason"] if choices else None
-    response = {**_head(run, "chat.completion"), "choices": choices, "usage": run.usage.openai(), **extra_fields(output)}
-    if body.prompt_logprobs is not None:
-        response["prompt_logprobs"] = prompt_logprobs(output)
-    if body.return_token_ids:
-        response["prompt_token_ids"] = output.prompt_token_ids
-    return response
+    return {
+        **_head(run, "chat.completion"),
+        "choices": choices,
+        "usage": run.usage.openai(),
+        "prompt_logprobs": None if body.prompt_logprobs is None else prompt_logprobs(output),
+        "prompt_token_ids": output.prompt_token_ids if body.return_token_ids else None,
+        **extra_fields(output),
+    }
 
 
 def _choice(run: ChatRun, part: CompletionOutput) -> dict[str, Any]:
@@ -98,11 +106,12 @@ def _choice(run: ChatRun, part: CompletionOutput) -> dict[str, Any]:
     body: ChatRequest = run.body
     reason, stop = finish_reason_of(part)
     parsed = parse_answer(run, part)
-    message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
+    content = _echo(run) + parsed.content
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "reasoning": None}
     if parsed.reasoning and body.include_reasoning is not False:
-        message["reasoning_content"] = parsed.reasoning
+        message |= {"reasoning": parsed.reasoning, "reasoning_content": parsed.reasoning}  # the names of vLLM and of DeepSeek
     if parsed.calls:
-        message["content"] = parsed.content or None
+        message["content"] = content or None
         message["tool_calls"] = [
             {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
             for call in parsed.calls
@@ -110,11 +119,17 @@ def _choice(run: ChatRun, part: CompletionOutput) -> dict[str, Any]:
         reason = "tool_calls" if reason == "stop" else reason
     choice: dict[str, Any] = {"index": part.index, "message": message, "logprobs": None, "finish_reason": reason, "stop_reason": stop}
     if body.logprobs:
-        content = chat_logprobs(run.llm.tokenizer, positions_of(part), body.top_logprobs or 0)
-        choice["logprobs"] = {"content": content, "refusal": None}
-    if body.return_token_ids:
-        choice["token_ids"] = part.token_ids
-    return choice
+        entries = chat_logprobs(run.llm.tokenizer, positions_of(part), LogprobStyle.of(body, body.top_logprobs))
+        choice["logprobs"] = {"content": entries, "refusal": None}
+    return {**choice, "token_ids": part.token_ids if body.return_token_ids else None}
+
+
+def _echo(run: ChatRun) -> str:
+    """vLLM's echo: the last message, which the answer continues if it has the same role."""
+    body: ChatRequest = run.body
+    last = run.context.data["messages"][-1]
+    role = last["role"] if body.add_generation_prompt is False else "assistant"
+    return message_text(last) if body.echo and last["role"] == role else ""
 
 
 @dataclass
@@ -123,7 +138,6 @@ class _StreamedChoice:
 
     index: int
     parser: StreamParser | None
-    started: bool = False
     finished: bool = False
     has_calls: bool = False
     pending: list[Position] = field(default_factory=list)  # tokens whose log-probabilities no event has carried yet
@@ -138,9 +152,11 @@ class _ChatStream:
         options = body.stream_options
         self.run, self.writer, self.body = run, writer, body
         self.include_usage = bool(options and options.include_usage)
-        self.continuous_usage = bool(options and options.continuous_usage_stats)
+        self.continuous_usage = self.include_usage and bool(options and options.continuous_usage_stats)
+        self.style = LogprobStyle.of(body, body.top_logprobs)
         self.token_details = bool(body.logprobs or body.return_token_ids)
         self.event_start = f'data: {encode(_head(run, "chat.completion.chunk")).decode()[:-1]},"choices":[{{"index":'
+        self.started = False
         self.choices = [_StreamedChoice(i, run.format.parser(whole=False)) for i in range(run.params.n)]
 
     async def run_to_end(self) -> None:
@@ -149,27 +165,43 @@ class _ChatStream:
         self.writer.start_stream()
         async with aclosing(self.run.outputs()) as outputs:
             async for final in outputs:
-                deltas = self._step_deltas(final)
-                if deltas:
-                    event_end = self._event_end()
-                    await self.writer.write("".join([self.event_start + delta + event_end for delta in deltas]).encode())
+                events = [*self._first_events(final), *self._step_events(final)]
+                if events:
+                    await self.writer.write("".join(events).encode())
         self.run.usage.record(self.run.context)
         await self.writer.close(self._usage_event(final) + DONE)
 
-    def _step_deltas(self, output: RequestOutput) -> list[str]:
-        """The deltas of one engine step, each the rest of an event after event_start."""
+    def _first_events(self, output: RequestOutput) -> list[str]:
+        """The role of each answer, and what it echoes, before the first tokens are counted."""
+        if self.started:
+            return []
+        self.started = True
+        prompt = f',"prompt_token_ids":{output.prompt_token_ids}' if self.body.return_token_ids else ""
+        rest = f'"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}]{prompt}'
+        deltas = [f"{choice.index},{rest}" for choice in self.choices]
+        if echo := _echo(self.run):
+            deltas += [self._delta(choice, f'{{"content":{quote(echo)}}}') for choice in self.choices]
+        return self._events(deltas)
+
+    def _step_events(self, output: RequestOutput) -> list[str]:
+        """The events of one engine step."""
         deltas: list[str] = []
         for part in output.outputs:
             choice = self.choices[part.index]
             if not choice.finished and (part.token_ids or part.text or part.finish_reason is not None):
-                self._add_part(choice, part, output, deltas)
-        return deltas
+                self._add_part(choice, part, deltas)
+        return self._events(deltas)
+
+    def _events(self, deltas: list[str]) -> list[str]:
+        """Events of deltas, each of which is the rest after event_start."""
+        event_end = self._event_end()
+        return [self.event_start + delta + event_end for delta in deltas]
 
     def _usage_event(self, final: RequestOutput | None) -> bytes:
         if not (self.include_usage or self.body.receipt or self.body.explain):
             return b""
-        head = _head(self.run, "chat.completion.chunk")
-        return sse_event({**head, "choices": [], "usage": self.run.usage.openai(), **extra_fields(final)})
+        usage = {"usage": self.run.usage.openai()} if self.include_usage else {}
+        return sse_event({**_head(self.run, "chat.completion.chunk"), "choices": [], **usage, **extra_fields(final)})
 
     def _event_end(self) -> str:
         """The end of an event, after its choices."""
@@ -177,13 +209,9 @@ class _ChatStream:
             return f',"usage":{json.dumps(self.run.usage.openai())}}}\n\n'
         return ',"usage":null}\n\n' if self.include_usage else "}\n\n"
 
-    def _add_part(self, choice: _StreamedChoice, part: CompletionOutput, output: RequestOutput, deltas: list[str]) -> None:
+    def _add_part(self, choice: _StreamedChoice, part: CompletionOutput, deltas: list[str]) -> None:
         """Append the deltas of one answer's new text."""
         self.run.usage.completion += len(part.token_ids)
-        if not choice.started:
-            choice.started = True
-            prompt = f',"prompt_token_ids":{output.prompt_token_ids}' if self.body.return_token_ids else ""
-            deltas.append(f'{choice.index},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}]{prompt}')
         if self.token_details:
             choice.pending += positions_of(part)
             choice.token_ids += part.token_ids
@@ -210,7 +238,8 @@ class _ChatStream:
         if event.kind == "content":
             return f'{{"content":{quote(event.text)}}}'
         if event.kind == "reasoning":
-            return None if self.body.include_reasoning is False else f'{{"reasoning_content": {quote(event.text)}}}'
+            text = quote(event.text)
+            return None if self.body.include_reasoning is False else f'{{"reasoning":{text},"reasoning_content":{text}}}'
         if event.kind == "tool_start":
             choice.has_calls = True
             call = {"index": event.index, "id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}}
@@ -223,7 +252,7 @@ class _ChatStream:
         logprobs = "null"
         if self.token_details:
             if self.body.logprobs and choice.pending:
-                content = chat_logprobs(self.run.llm.tokenizer, choice.pending, self.body.top_logprobs or 0)
+                content = chat_logprobs(self.run.llm.tokenizer, choice.pending, self.style)
                 logprobs = json.dumps({"content": content, "refusal": None})
             if self.body.return_token_ids:
                 more += f',"token_ids":{choice.token_ids}'

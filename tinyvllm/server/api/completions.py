@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinyvllm.engine.api import AsyncLLM
-from tinyvllm.request import CompletionOutput, RequestOutput, SamplingParams
+from tinyvllm.request import ALL_LOGPROBS, CompletionOutput, RequestOutput, SamplingParams
 from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.failures import bad_field, encode
 from tinyvllm.server.core.generation import generate
 from tinyvllm.server.core.limits import MAX_CHOICES
-from tinyvllm.server.core.logprobs import Position, completion_logprobs, positions_of, prompt_logprobs
+from tinyvllm.server.core.logprobs import LogprobStyle, Position, completion_logprobs, positions_of, prompt_logprobs
 from tinyvllm.server.core.params import beam_params, request_options, sampling_params
 from tinyvllm.server.core.prompts import EncodedPrompt, check_room, encode_texts, truncation_of
 from tinyvllm.server.core.response import DONE, ResponseWriter, quote, sse_event
@@ -61,11 +61,17 @@ def _job(context: RequestContext, body: CompletionRequest, llm: AsyncLLM, model:
         raise bad_field("max_tokens", "max_tokens: 0 requires echo=true, since nothing would be returned otherwise")
     more: dict[str, Any] = {}
     if body.echo and body.logprobs is not None:
-        more["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+        more["prompt_logprobs"] = _most(body.logprobs, body.prompt_logprobs)
     if not max_tokens:
         more["min_tokens"] = 0
     params = sampling_params(llm, body, max_tokens=max(1, max_tokens), logprobs=body.logprobs, **more)
     return _Job(context, body, llm, model, params, prompts, prompt_only=not max_tokens)
+
+
+def _most(echoed: int, prompt: int | None) -> int:
+    """The larger of two numbers of alternatives, of which -1 means all."""
+    counts = (echoed, prompt or 0)
+    return ALL_LOGPROBS if ALL_LOGPROBS in counts else max(counts)
 
 
 @dataclass
@@ -82,7 +88,13 @@ class _Job:
     usage: TokenUsage = field(default_factory=TokenUsage)
 
     def head(self) -> dict[str, Any]:
-        return {"id": f"cmpl-{self.context.unique_id}", "object": "text_completion", "created": int(time.time()), "model": self.model}
+        return {
+            "id": f"cmpl-{self.context.unique_id}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self.model,
+            "system_fingerprint": self.llm.fingerprint,
+        }
 
     def prompt_text(self, index: int, output: RequestOutput) -> str:
         """The text of a prompt, decoded if the client sent token ids."""
@@ -151,14 +163,13 @@ def _choice(job: _Job, index: int, output: RequestOutput, part: CompletionOutput
     choice |= {"finish_reason": reason, "stop_reason": stop}
     positions = job.positions(output, None if job.prompt_only else part)
     if positions is not None:
-        choice["logprobs"] = completion_logprobs(positions, job.body.logprobs or 0)
+        choice["logprobs"], _ = completion_logprobs(positions, LogprobStyle.of(job.body, job.body.logprobs))
     if job.body.echo:
         choice["text"] = job.prompt_text(index, output) + choice["text"]
-    if job.body.prompt_logprobs is not None:
-        choice["prompt_logprobs"] = prompt_logprobs(output)
+    choice["prompt_logprobs"] = None if job.body.prompt_logprobs is None else prompt_logprobs(output)
     if job.body.return_token_ids:
-        choice |= {"token_ids": [] if job.prompt_only else part.token_ids, "prompt_token_ids": output.prompt_token_ids}
-    return choice
+        return {**choice, "token_ids": [] if job.prompt_only else part.token_ids, "prompt_token_ids": output.prompt_token_ids}
+    return {**choice, "token_ids": None, "prompt_token_ids": None}
 
 
 @dataclass
@@ -178,7 +189,8 @@ class _CompletionStream:
         options = job.body.stream_options
         self.job, self.writer, self.body = job, writer, job.body
         self.include_usage = bool(options and options.include_usage)
-        self.continuous_usage = bool(options and options.continuous_usage_stats)
+        self.continuous_usage = self.include_usage and bool(options and options.continuous_usage_stats)
+        self.style = LogprobStyle.of(job.body, job.body.logprobs)
         self.event_start = f'data: {encode(job.head()).decode()[:-1]},"choices":[{{"index":'
         self.choices = [_StreamedChoice(i) for i in range(len(job.prompts) * job.params.n)]
         self.counted: set[int] = set()  # indices of prompts whose tokens are counted
@@ -219,7 +231,8 @@ class _CompletionStream:
     def _usage_event(self, final: RequestOutput | None) -> bytes:
         if not (self.include_usage or self.body.receipt or self.body.explain):
             return b""
-        return sse_event({**self.job.head(), "choices": [], "usage": self.job.usage.openai(), **extra_fields(final)})
+        usage = {"usage": self.job.usage.openai()} if self.include_usage else {}
+        return sse_event({**self.job.head(), "choices": [], **usage, **extra_fields(final)})
 
     def _event_end(self) -> str:
         """The end of an event, after its choices."""
@@ -250,6 +263,5 @@ class _CompletionStream:
     def _logprobs(self, choice: _StreamedChoice, positions: Sequence[Position] | None) -> str:
         if positions is None:
             return "null"
-        lists = completion_logprobs(positions, self.body.logprobs or 0, choice.offset)
-        choice.offset += sum(map(len, lists["tokens"]))
+        lists, choice.offset = completion_logprobs(positions, self.style, choice.offset)
         return json.dumps(lists)

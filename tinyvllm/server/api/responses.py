@@ -14,7 +14,7 @@ from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.conversation import encode_conversation
 from tinyvllm.server.core.failures import Failure
 from tinyvllm.server.core.generation import ChatRun, chat_run
-from tinyvllm.server.core.logprobs import Position, chat_logprobs, positions_of
+from tinyvllm.server.core.logprobs import LogprobStyle, Position, chat_logprobs, positions_of
 from tinyvllm.server.core.response import ResponseWriter, quote, sse_event
 from tinyvllm.server.core.usage import extra_fields, finish_reason_of
 from tinyvllm.text.parsing import Event
@@ -45,8 +45,8 @@ def _items(run: ChatRun, part: CompletionOutput) -> list[dict[str, Any]]:
     if parsed.reasoning:
         items.append(_item("reasoning", f"rs_{name}", text=parsed.reasoning))
     if parsed.content or not parsed.calls:
-        top = run.body.top_logprobs or 0
-        logprobs = chat_logprobs(run.llm.tokenizer, positions_of(part), top) if wants_logprobs(run.body) else []
+        style = LogprobStyle(run.body.top_logprobs or 0)
+        logprobs = chat_logprobs(run.llm.tokenizer, positions_of(part), style) if wants_logprobs(run.body) else []
         items.append(_item("content", f"msg_{name}", text=parsed.content, logprobs=logprobs))
     return items + [_item("call", f"fc_{name}_{i}", call, text=call["arguments"]) for i, call in enumerate(parsed.calls)]
 
@@ -207,7 +207,7 @@ class _ItemEvents:
     def _take_logprobs(self) -> list[Any]:
         if not self._positions:
             return []
-        logprobs = chat_logprobs(self._run.llm.tokenizer, self._positions, self._run.body.top_logprobs or 0)
+        logprobs = chat_logprobs(self._run.llm.tokenizer, self._positions, LogprobStyle(self._run.body.top_logprobs or 0))
         self._positions = []
         self._logprobs += logprobs
         return logprobs

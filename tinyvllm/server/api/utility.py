@@ -14,7 +14,7 @@ from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.conversation import conversation_of, encode_conversation
 from tinyvllm.server.core.failures import bad_field, encode
 from tinyvllm.server.core.generation import generate as run_prompts
-from tinyvllm.server.core.logprobs import chat_logprobs, positions_of, prompt_logprobs
+from tinyvllm.server.core.logprobs import LogprobStyle, chat_logprobs, positions_of, prompt_logprobs
 from tinyvllm.server.core.params import beam_params, request_options, sampling_params
 from tinyvllm.server.core.prompts import EncodedPrompt, check_room, encode_texts, require_tokenizer, run_aside, truncation_of
 from tinyvllm.server.core.response import DONE, ResponseWriter, json_response, sse_event
@@ -87,7 +87,7 @@ def _continuation(body: GenerateRequest, part: CompletionOutput, tokenizer: Toke
     reason, stop = finish_reason_of(part)
     fields: dict[str, Any] = {"index": part.index, "text": part.text, "token_ids": part.token_ids}
     if body.logprobs is not None:
-        fields["logprobs"] = chat_logprobs(tokenizer, positions_of(part), body.logprobs)
+        fields["logprobs"] = chat_logprobs(tokenizer, positions_of(part), LogprobStyle.of(body, body.logprobs))
     return {**fields, "finish_reason": reason, "stop_reason": stop}
 
 

@@ -86,6 +86,12 @@ def conversation_of(config: ServerConfig, data: Mapping[str, Any], variables: Ma
     )
 
 
+def message_text(message: Mapping[str, Any]) -> str:
+    """The text of a message, which may have parts or no content."""
+    content = message.get("content")
+    return "\n".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+
+
 def reasoning_variables(effort: str | None) -> dict[str, Any]:
     """The template variables for a reasoning effort."""
     if effort is None:
@@ -174,10 +180,8 @@ def _render(tokenizer: Tokenizer, conversation: Conversation) -> str:
 
 def _cut_after_final(text: str, message: Mapping[str, Any]) -> str:
     """The prompt up to the end of the last message's content, so that the model continues it."""
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "\n".join(part["text"] for part in content)
-    if message.get("role") != "assistant" or not isinstance(content, str) or not content.strip():
+    content = message_text(message)
+    if message.get("role") != "assistant" or not content.strip():
         raise bad_field("continue_final_message", "continue_final_message: the last message must be the assistant's and contain text")
     start = text.rfind(content.strip())
     if start < 0:

@@ -96,5 +96,5 @@ def failure_of(error: BaseException) -> Failure:
 
 def _field_of(message: str) -> str | None:
     """The field that an error message of SamplingParams or of the engine starts with."""
-    match = re.match(r"(?:\w+Params: |request \S+: )?([a-z_]+)(?: must|=|: | names)", message)
+    match = re.match(r"(?:\w+Params: |request \S+: )?([a-z_]+)(?: must|=|: | names| has)", message)
     return match[1] if match else None

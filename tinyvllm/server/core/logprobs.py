@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from tinyvllm.request import CompletionOutput, Logprob, RequestOutput
+from tinyvllm.request import ALL_LOGPROBS, CompletionOutput, Logprob, RequestOutput
 from tinyvllm.text.tokenizer import Tokenizer
 
 Position = tuple[int, dict[int, Logprob] | None]  # a token and the alternatives there; None for the first token of a prompt
@@ -17,6 +18,34 @@ def positions_of(part: CompletionOutput) -> list[Position]:
     return list(zip(part.token_ids, part.logprobs or [], strict=False))
 
 
+@dataclass(frozen=True)
+class LogprobStyle:
+    """Which alternatives of a token are listed, and how tokens are written.
+
+    top           the number of the most probable ones; -1 lists all
+    only_listed   list what the engine returned: the tokens that the request named, and the drawn one
+    as_token_ids  write tokens as "token_id:5", since not every token is valid text
+    """
+
+    top: int = 0
+    only_listed: bool = False
+    as_token_ids: bool = False
+
+    @staticmethod
+    def of(body: Any, top: int | None) -> LogprobStyle:
+        """The style that a body asks for."""
+        return LogprobStyle(top or 0, bool(body.logprob_token_ids), bool(body.return_tokens_as_token_ids))
+
+    def alternatives(self, at: dict[int, Logprob], *also: int) -> list[tuple[int, Logprob]]:
+        """The alternatives, the most probable first; `also` names tokens that are always among them."""
+        every = self.only_listed or self.top == ALL_LOGPROBS
+        chosen = [(i, p) for i, p in at.items() if every or p.rank <= self.top or i in also]
+        return sorted(chosen, key=lambda item: item[1].rank)
+
+    def text(self, token: int, p: Logprob) -> str:
+        return f"token_id:{token}" if self.as_token_ids else p.decoded_token or ""
+
+
 def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
     """prompt_logprobs in vLLM's shape: an object by token id for each token, null for the first."""
     return [
@@ -25,44 +54,37 @@ def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
     ]
 
 
-def completion_logprobs(positions: Sequence[Position], top: int, offset: int = 0) -> dict[str, Any]:
-    """The four lists of /v1/completions, with the `top` most probable alternatives of each token. The first token of a prompt has none."""
+def completion_logprobs(positions: Sequence[Position], style: LogprobStyle, offset: int = 0) -> tuple[dict[str, Any], int]:
+    """(the four lists of /v1/completions, characters of the text so far). The first token of a prompt has no probability."""
     result: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for token, at in positions:
         own = None if at is None else at.get(token)
-        text = "" if own is None else own.decoded_token or ""
         result["text_offset"].append(offset)
         result["token_logprobs"].append(None if own is None else _finite(own.logprob))
-        result["tokens"].append(text)
-        alternatives = None if at is None else {p.decoded_token or "": _finite(p.logprob) for p in _most_probable(at, token, top)}
-        result["top_logprobs"].append(alternatives)
-        offset += len(text)
-    return result
-
-
-def _most_probable(at: dict[int, Logprob], token: int, top: int) -> Iterator[Logprob]:
-    """The `top` alternatives and the token itself, most probable first."""
-    for i, p in sorted(at.items(), key=lambda item: item[1].rank):
-        if p.rank <= top or i == token:
-            yield p
+        result["tokens"].append("" if own is None else style.text(token, own))
+        result["top_logprobs"].append(
+            None if at is None else {style.text(i, p): _finite(p.logprob) for i, p in style.alternatives(at, token)}
+        )
+        offset += 0 if own is None else len(own.decoded_token or "")
+    return result, offset
 
 
 def _finite(value: float) -> float:
     return value if value > _MIN_LOGPROB else _MIN_LOGPROB
 
 
-def chat_logprobs(tokenizer: Tokenizer | None, positions: Sequence[Position], top: int) -> list[dict[str, Any]]:
-    """One object for each token, with its bytes and the `top` most probable alternatives."""
+def chat_logprobs(tokenizer: Tokenizer | None, positions: Sequence[Position], style: LogprobStyle) -> list[dict[str, Any]]:
+    """One object for each token, with its bytes and its alternatives."""
     entries = []
     for token, at in positions:
         if at is None or token not in at:
             continue
-        alternatives = [_entry(tokenizer, i, p) for i, p in sorted(at.items(), key=lambda item: item[1].rank) if p.rank <= top]
-        entries.append({**_entry(tokenizer, token, at[token]), "top_logprobs": alternatives})
+        alternatives = [_entry(tokenizer, i, p, style) for i, p in style.alternatives(at)]
+        entries.append({**_entry(tokenizer, token, at[token], style), "top_logprobs": alternatives})
     return entries
 
 
-def _entry(tokenizer: Tokenizer | None, token: int, p: Logprob) -> dict[str, Any]:
+def _entry(tokenizer: Tokenizer | None, token: int, p: Logprob, style: LogprobStyle) -> dict[str, Any]:
     text = p.decoded_token or ""
     raw = tokenizer.token_bytes(token) if tokenizer is not None else text.encode("utf-8", "replace")
-    return {"token": text, "logprob": _finite(p.logprob), "bytes": list(raw)}
+    return {"token": style.text(token, p), "logprob": _finite(p.logprob), "bytes": list(raw)}

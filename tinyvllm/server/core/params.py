@@ -14,13 +14,14 @@ from tinyvllm.server.core.schema import Sampling
 _COPIED = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "stop",
     "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "min_tokens", "skip_special_tokens", "prompt_logprobs",
-    "allowed_token_ids", "bad_words", "thinking_token_budget", "best_of",
+    "allowed_token_ids", "bad_words", "thinking_token_budget", "best_of", "logprob_token_ids",
 )  # fmt: skip
 _WITH_BEAMS = {
     "model", "prompt", "prompt_token_ids", "messages", "segments", "use_beam_search", "n", "best_of", "max_tokens",
     "max_completion_tokens", "length_penalty", "ignore_eos", "include_stop_str_in_output", "echo", "user", "metadata",
     "safety_identifier", "request_id", "priority", "cache_salt", "deadline_ms", "ttft_deadline_ms", "receipt", "explain",
-    "add_special_tokens", "truncate_prompt_tokens", "add_generation_prompt", "continue_final_message", "documents", "chat_template",
+    "add_special_tokens", "truncate_prompt_tokens", "truncation_side",
+    "add_generation_prompt", "continue_final_message", "documents", "chat_template",
     "chat_template_kwargs", "reasoning_effort", "tools", "return_token_ids", "include_reasoning",
 }  # fmt: skip
 
@@ -37,6 +38,8 @@ def sampling_params(llm: AsyncLLM, body: Sampling, *, max_tokens: int | None, lo
         raise bad_field("best_of", text, "unsupported_parameter")
     if body.stream and body.prompt_logprobs is not None:
         raise bad_field("prompt_logprobs", "prompt_logprobs: cannot be combined with stream", "unsupported_parameter")
+    if body.logprob_token_ids and logprobs is None:
+        raise bad_field("logprob_token_ids", "logprob_token_ids: requires logprobs")
     if body.length_penalty is not None:
         raise bad_field("length_penalty", "length_penalty: requires use_beam_search")
     fields |= {"max_tokens": max_tokens, "logprobs": logprobs, "output_kind": output_kind(body.stream), **more}

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from tinyvllm.request import MAX_LOGPROBS
+from tinyvllm.request import ALL_LOGPROBS, MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS
 from tinyvllm.server.core.body import Body, EchoedBody, honoured, limited, refused, stop_at_first_value, unheeded
 from tinyvllm.server.core.limits import (
     MAX_COUNT,
@@ -36,6 +36,7 @@ _TOKEN = Annotated[int, Field(ge=0, lt=2**31)]
 _MILLISECONDS = Annotated[float, Field(gt=0, le=1e9)]
 _TOKENS = Annotated[list[_TOKEN], Field(max_length=MAX_TOKEN_IDS)]
 _WORDS = Annotated[list[str], Field(max_length=MAX_WORDS)]  # the engine is blocked while it searches for their tokens: 30000 words took 7 s
+_ALL_NOTE = "-1 lists the whole vocabulary, for few tokens"
 _SIDE = Literal["left", "right"]
 _SIDE_NOTE = "where truncate_prompt_tokens removes tokens: left (keeps the last ones, the default) or right"
 _NUMBERS = Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS), WrapValidator(stop_at_first_value)]
@@ -195,7 +196,7 @@ class Sampling(Body):
         example=8, ge=-1, le=MAX_COUNT, says="keep this number of prompt tokens; -1 keeps as many as fit"
     )
     truncation_side: _SIDE | None = honoured(example="right", says=_SIDE_NOTE)
-    prompt_logprobs: int | None = honoured(example=1, ge=0, le=MAX_LOGPROBS)
+    prompt_logprobs: int | None = honoured(example=1, ge=ALL_LOGPROBS, le=MAX_LOGPROBS, says=_ALL_NOTE)
     allowed_token_ids: _TOKENS | None = honoured(example=[300, 301, 302], min_length=1)
     bad_words: _WORDS | None = honoured(example=["dragon"])
     structured_outputs: StructuredOutputs | None = honoured(example={"choice": ["yes", "no"]})
@@ -204,6 +205,10 @@ class Sampling(Body):
         says="for models whose chat template or vocabulary has marks of reasoning; refused for others", beyond=16, ge=0, le=MAX_COUNT
     )
     return_token_ids: bool | None = honoured(example=True)
+    return_tokens_as_token_ids: bool | None = honoured(example=True, says='logprobs name tokens as "token_id:5"')
+    logprob_token_ids: Annotated[list[_TOKEN], Field(max_length=MAX_LOGPROB_TOKEN_IDS)] | None = honoured(
+        example=[5, 6], says="list these tokens and the drawn one instead of the most probable; requires logprobs"
+    )
     priority: int | None = honoured(example=1, ge=-(2**31), le=2**31)
     cache_salt: Name | None = honoured(example="mine")
     request_id: Annotated[str, StringConstraints(pattern=r"^[\w.:-]{1,128}$")] | None = honoured(
@@ -252,7 +257,7 @@ class CompletionRequest(Sampling):
     segments: _Segments | None = honoured(says=_SEGMENTS_NOTE)
     prompt: Prompt = honoured(..., example="Once upon a time")
     max_tokens: int | None = honoured(example=4, ge=0, le=MAX_COUNT, says="16 if unset; 0 requires echo")
-    logprobs: int | None = honoured(example=2, ge=0, le=MAX_LOGPROBS)
+    logprobs: int | None = honoured(example=2, ge=ALL_LOGPROBS, le=MAX_LOGPROBS, says=_ALL_NOTE)
     echo: bool | None = honoured(example=True)
     best_of: int | None = honoured(example=3, ge=1, le=128, says=_NOT_WITH_STREAM)
     suffix: str | None = refused("fill-in-the-middle is not implemented", example="the end", harmless=("",))
@@ -267,7 +272,7 @@ class ChatRequest(Sampling):
     max_tokens: int | None = honoured(example=4, ge=1, le=MAX_COUNT, says="the rest of the context if unset")
     max_completion_tokens: int | None = honoured(example=4, ge=1, le=MAX_COUNT)
     logprobs: bool | None = honoured(example=True)
-    top_logprobs: int | None = honoured(example=2, ge=0, le=MAX_LOGPROBS, says="requires logprobs=true")
+    top_logprobs: int | None = honoured(example=2, ge=ALL_LOGPROBS, le=MAX_LOGPROBS, says=f"requires logprobs=true; {_ALL_NOTE}")
     tools: list[Tool] | None = honoured(
         example=[{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}],
         max_length=MAX_TOOLS,
@@ -284,7 +289,7 @@ class ChatRequest(Sampling):
     documents: list[dict[str, Any]] | None = honoured(example=[{"title": "a", "text": "b"}], max_length=MAX_DOCUMENTS)
     chat_template: str | None = limited(says="requires a server with --trust-request-chat-template")
     chat_template_kwargs: dict[str, Any] | None = honoured(example={"enable_thinking": False})
-    echo: Literal[False] | None = limited(says="false only", example=False, beyond=True)
+    echo: bool | None = honoured(example=True, says="begin the answer with the last message if it has the role of the answer")
     best_of: int | None = honoured(example=3, ge=1, le=128, says=_NOT_WITH_STREAM)
     store: bool | None = unheeded(says=f"false: {_NOT_STORED}", heeded=(False,), example=True)
     metadata: Texts | None = limited(says=f"written to the access log: {_NOT_STORED}", example={"a": "b"})
@@ -306,7 +311,7 @@ class ChatRequest(Sampling):
     def _check_pairs(self) -> ChatRequest:
         if self.max_tokens is not None and self.max_completion_tokens is not None and self.max_tokens != self.max_completion_tokens:
             raise PydanticCustomError("max_tokens", "max_tokens and max_completion_tokens differ; send one of them")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("top_logprobs", "top_logprobs: requires logprobs=true")
         return self
 
@@ -318,7 +323,7 @@ class GenerateRequest(Sampling):
     prompt: str | _TOKENS | None = honoured(example="Once upon a time")
     prompt_token_ids: _TOKENS | None = honoured(example=[5, 6, 7])
     max_tokens: int | None = honoured(example=4, ge=1, le=MAX_COUNT)
-    logprobs: int | None = honoured(example=2, ge=0, le=MAX_LOGPROBS)
+    logprobs: int | None = honoured(example=2, ge=ALL_LOGPROBS, le=MAX_LOGPROBS, says=_ALL_NOTE)
     best_of: int | None = honoured(example=3, ge=1, le=128, says=_NOT_WITH_STREAM)
     add_special_tokens: bool | None = honoured(example=False)
 
