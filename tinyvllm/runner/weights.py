@@ -143,7 +143,7 @@ class WeightLoader:
         reason = packable("F32", I)
         if plan.quantized and reason is not None:
             raise ModelError(f"weights: {recipes[0].name} cannot be {plan.format}: {reason}; leave quantization out")
-        return reason is None and (plan.quantized or select("matmul", plan.placement, f"weights of {I} inputs") is not None)
+        return reason is None and (plan.quantized or select("matmul", plan.placement, f"Nx{I}: pack at load") is not None)
 
     def _table(self, model: Any, head: Weight | None, rest: dict[str, WeightRecipe]) -> Table | None:
         """The packed embedding table: the head's matrix if tied, else rows of its own. None if it stays a tensor."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import time
 from pathlib import Path
 
@@ -118,6 +119,19 @@ def test_other_engines_give_the_same_tokens_in_another_schedule(run):
     outcome = again(run, **other)
     assert not outcome.identical and outcome.difference is None or outcome.difference.step is not None
     assert outcome.step is not None and outcome.expected != outcome.got
+
+
+def test_a_smaller_budget_ends_every_request_or_says_what_is_missing(run, capsys):
+    """Another schedule needs more steps than the recording has; a context that is too short is an error before anything runs."""
+    options = ["--max-num-batched-tokens", "8", "--max-num-seqs", "2"]
+    assert cli.main(["replay", run.path, *options]) == 1
+    out, err = capsys.readouterr()
+    assert "DIVERGES: the schedule of step" in out and "got no end" not in out and "max_num_seqs 2 (recorded 6)" in err
+    assert "max_num_batched_tokens 8 (recorded 32)" in err and "--tokens-only" in err
+    for options in (["--num-blocks", "2"], ["--max-model-len", "20"]):
+        assert cli.main(["replay", run.path, "--tokens-only", *options]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and re.search(r"request r\d+ has \d+ tokens in the recording, and the engine has a context of (32|20) tokens", err)
 
 
 def test_a_token_that_differs_is_named_with_its_step(run, tmp_path):

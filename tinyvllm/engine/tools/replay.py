@@ -27,6 +27,7 @@ from tinyvllm.scheduler import Rates
 
 READABLE = (1, FORMAT)
 _ARRIVALS = {"add", "abort", "refused", "hold", "release"}
+_BUDGETS = ("max_num_batched_tokens", "max_num_seqs", "num_blocks", "block_size", "max_model_len", "num_scheduler_steps")
 _CUT = ("abort", "deadline")  # reasons that depend on the step: in another schedule the output may be longer or shorter
 
 
@@ -187,14 +188,17 @@ def replay(run: Run, config: EngineConfig, tokens_only: bool = False, remark: Ca
     try:
         _check(run, engine, config, remark)
         if not tokens_only:
+            _remark_budgets(run, engine, config, remark)
+        if not tokens_only:
             engine.scheduler.rates = _RecordedRates()
-        _drive(run, _Arrivals(engine, clock, tokens_only, remark), tokens_only)
+        _drive(run, _Arrivals(engine, clock, tokens_only, remark), tokens_only, lambda: sum("end" in event for event in events))
     finally:
         engine.close()
     return compare(run, events, tokens_only, skipped)
 
 
 def _check(run: Run, engine: Engine, config: EngineConfig, remark: Callable[[str], None]) -> None:
+    _check_context(run, engine)
     checkpoint = engine.runner.checkpoint
     if fingerprint(checkpoint.config, checkpoint.tensors) != run.header.get("fingerprint"):
         if config.model == run.header["config"]["model"]:
@@ -212,6 +216,31 @@ def _check(run: Run, engine: Engine, config: EngineConfig, remark: Callable[[str
         remark("recorded with a prefix cache from disk, which is empty here: the schedule may differ")
     if not run.complete:
         remark("the last line of the recording is cut off")
+
+
+def _remark_budgets(run: Run, engine: Engine, config: EngineConfig, remark: Callable[[str], None]) -> None:
+    """One line for the options that the schedule depends on and that are not the recorded ones."""
+    differing = []
+    for name in _BUDGETS:
+        now = engine.scheduler.pool.num_blocks if name == "num_blocks" else getattr(config, name)
+        then = run.header["config"].get(name, now)
+        if now != then:
+            differing.append(f"{name} {now} (recorded {then})")
+    if differing:
+        remark(f"the schedule may differ with {', '.join(differing)}; --tokens-only compares the tokens alone")
+
+
+def _check_context(run: Run, engine: Engine) -> None:
+    """ArgumentError for a request of the recording that is longer than the context or the KV cache of the engine."""
+    room = min(engine.max_model_len, engine.scheduler.pool.num_blocks * engine.config.block_size)
+    lengths = {end["end"]: max(map(len, end["tokens"]), default=0) for end in run.ends}
+    for event in run.added:
+        needed = len(event["prompt"]) + lengths.get(event["add"], 0)
+        if needed > room:
+            raise ArgumentError(
+                f"replay: request {event['add']} has {needed} tokens in the recording, and the engine has a context of "
+                f"{room} tokens here; give it the recorded --num-blocks, --kv-memory and --max-model-len, or more"
+            )
 
 
 class _RecordedClock:
@@ -242,7 +271,8 @@ class _RecordedRates(Rates):
         return 0.0
 
 
-def _drive(run: Run, arrivals: _Arrivals, tokens_only: bool) -> None:
+def _drive(run: Run, arrivals: _Arrivals, tokens_only: bool, num_ended: Callable[[], int]) -> None:
+    """Step through the recording. Another schedule may need more steps: then until as many requests have ended as in the recording."""
     engine, clock = arrivals.engine, arrivals.clock
     late: dict[int, list[str]] = {}
     for event in run.ends if tokens_only else ():
@@ -251,7 +281,7 @@ def _drive(run: Run, arrivals: _Arrivals, tokens_only: bool) -> None:
     step = 0
     waiting = iter(run.arrivals)
     arrival = next(waiting, None)
-    while arrival is not None or step < run.last_step or (tokens_only and engine.has_work()):
+    while arrival is not None or step < run.last_step or (engine.has_work() and (tokens_only or num_ended() < len(run.ends))):
         while arrival is not None and arrival["step"] <= step:
             arrivals.apply(arrival)
             arrival = next(waiting, None)
@@ -293,7 +323,10 @@ class _Arrivals:
         options = dict(event["options"])
         if self._tokens_only:
             options = {name: value for name, value in options.items() if "deadline" not in name}
-        self.engine.add(event["add"], list(event["prompt"]), _params(event), None, RequestOptions(**options))
+        try:
+            self.engine.add(event["add"], list(event["prompt"]), _params(event), None, RequestOptions(**options))
+        except RequestError as error:
+            raise ArgumentError(f"replay: the recorded {error}") from error
 
     def _hold(self, event: Event) -> None:
         """One try, as in the recording. With other limits its result may differ; then there is a remark, and the run continues."""
