@@ -284,6 +284,26 @@ def test_curl_and_sigterm(process) -> None:
     assert [line["status"] for line in lines] == [200, 200, 400]
 
 
+def test_a_second_signal_ends_requests_without_a_traceback() -> None:
+    command = [sys.executable, "main.py", "serve", "--port", "0", "--num-blocks", "256", "--max-num-seqs", "4", "--no-warm-up"]
+    made = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        ready = made.stderr.readline()
+        assert ready.startswith("ready: "), ready + made.stderr.read()
+        body = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", ready.split()[1] + "/v1/completions", json=body, timeout=60, trust_env=False) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            made.send_signal(signal.SIGTERM)
+            made.send_signal(signal.SIGINT)
+            rest = [line for line in lines if line]
+        out, err = made.communicate(timeout=30)
+    finally:
+        made.kill()
+    assert rest[-1] == "data: [DONE]" and json.loads(rest[-2][6:])["error"]["code"] == "shutting_down"
+    assert made.returncode == 0 and err == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [

@@ -91,6 +91,7 @@ _SERVER_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--ssl-certfile", {"metavar": "F", "help": "certificate chain in PEM: serve https"}),
     ("--ssl-keyfile", {"metavar": "F", "help": "private key, if it is not in the certificate's file"}),
     ("--max-body", {"metavar": "SIZE", "help": "maximum body of a request; default 4MiB"}),
+    ("--max-connections", {"type": int, "metavar": "N", "help": "connections at the same time, further ones wait; default 2000"}),
     ("--head-seconds", {"type": float, "metavar": "S", "help": "time for a client to send the head of a request; default 10"}),
     ("--body-seconds", {"type": float, "metavar": "S", "help": "time for a client to send the body of a request; default 30"}),
     ("--write-seconds", {"type": float, "metavar": "S", "help": "time that a client may leave a stream unread; default 60"}),

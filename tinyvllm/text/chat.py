@@ -134,6 +134,8 @@ def _with_parsed_arguments(where: str, call: object) -> object:
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
+    except RecursionError:
+        raise RequestError(f"{where}: arguments are nested too deeply: {function['arguments']!r:.80}") from None
     except ValueError as error:
         raise RequestError(f"{where}: arguments must be JSON ({error}), got {function['arguments']!r:.80}") from None
     return {**call, "function": {**function, "arguments": arguments}}

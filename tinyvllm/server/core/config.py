@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tinyvllm.errors import ArgumentError
-from tinyvllm.server.core.limits import MAX_BODY
+from tinyvllm.server.core.limits import MAX_BODY, MAX_CONNECTIONS
 
-_POSITIVE = ("max_body", "head_seconds", "body_seconds", "write_seconds", "beat_seconds")
+_POSITIVE = ("max_body", "max_connections", "head_seconds", "body_seconds", "write_seconds", "beat_seconds")
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class ServerConfig:
     share_prefixes      API keys share cached prefixes, so that one can measure what others have sent; without it each key has its own
     cors_origins        origins whose pages may call this server; "*" allows all
     max_body            longest request body
+    max_connections     open at the same time; further ones wait to be accepted
     head_seconds, body_seconds, write_seconds  time limits for a client to send a request head, to send a body, to accept written data
     beat_seconds        after this much silence a stream sends a comment, so that proxies keep the connection open
     grace_seconds       after SIGTERM, accepted requests may run this long
@@ -34,6 +35,7 @@ class ServerConfig:
     share_prefixes: bool = False
     cors_origins: tuple[str, ...] = ()
     max_body: int = MAX_BODY
+    max_connections: int = MAX_CONNECTIONS
     head_seconds: float = 10.0
     body_seconds: float = 30.0
     write_seconds: float = 60.0

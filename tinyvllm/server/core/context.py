@@ -19,12 +19,13 @@ from starlette.types import Send
 from tinyvllm.server.core.config import ServerConfig
 from tinyvllm.server.core.failures import Failure
 from tinyvllm.server.core.keys import Key, Keys
+from tinyvllm.server.core.limits import MAX_BODIES
 from tinyvllm.server.core.models import Models
 from tinyvllm.server.core.segment_store import SegmentStore
 
 SCOPE_KEY = "tinyvllm.context"  # where an ASGI scope holds its RequestContext
 _MAX_IGNORED_NAMES = 50  # in the header X-Ignored-Fields
-_FINAL_SECONDS = 5.0  # for requests to write their last error after the grace period
+_FINAL_SECONDS = 2.0  # for requests to write their last error after the grace period
 
 
 class Service:
@@ -38,7 +39,9 @@ class Service:
         self.started = int(time.time())
         self.draining = False
         self.running: set[RequestContext] = set()
+        self.body_bytes = 0  # of the bodies of running requests
         self._idle = asyncio.Event()
+        self._hurry = asyncio.Event()
         self._serials = itertools.count()
 
     def next_serial(self) -> int:
@@ -57,17 +60,23 @@ class Service:
     async def drain(self) -> None:
         """Refuse new requests, and return when all accepted ones are answered. After grace_seconds the rest are ended with an error."""
         self.draining = True
-        await self._wait_until_idle(self.config.grace_seconds)
+        await self._wait_until_idle(self.config.grace_seconds, self._hurry)
         for context in list(self.running):
             context.end("the server is shutting down and the grace period is over")
         await self._wait_until_idle(_FINAL_SECONDS)
 
-    async def _wait_until_idle(self, seconds: float) -> None:
+    def hurry(self) -> bool:
+        """End the grace period; False if it had ended."""
+        waiting = not self._hurry.is_set()
+        self._hurry.set()
+        return waiting
+
+    async def _wait_until_idle(self, seconds: float, interrupt: asyncio.Event | None = None) -> None:
         if self.running:
-            try:
-                await asyncio.wait_for(self._idle.wait(), seconds)
-            except TimeoutError:
-                pass
+            waits = [asyncio.ensure_future(event.wait()) for event in (self._idle, interrupt) if event is not None]
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
 
 
 @dataclass(eq=False)
@@ -82,6 +91,7 @@ class RequestContext:
     record: dict[str, Any] = field(default_factory=dict)  # fields of the access log line
     headers: dict[str, str] = field(default_factory=dict)  # of the response
     data: dict[str, Any] = field(default_factory=dict)  # the body as plain objects
+    body_bytes: int = 0  # held of the body
     tokens: int = 0  # prompt and output, charged to the key's token limit
     task: asyncio.Task[Any] | None = None  # runs the endpoint
     send: Send | None = None  # ASGI send below the middleware: response bodies skip the middleware, once per token
@@ -141,6 +151,19 @@ class RequestContext:
         if not 0 < value <= 1e9:
             raise Failure(400, f"header {name.decode()}: must be a number greater than 0", param=name.decode(), code="invalid_value")
         return value
+
+    def hold_body(self, size: int) -> None:
+        """Count bytes of the body, until `release_body`. Failure 503 if running requests hold too many."""
+        limit = self.service.config.max_body * MAX_BODIES
+        if self.service.body_bytes + size > limit:
+            text = f"the bodies of running requests exceed the limit of {limit} bytes ({MAX_BODIES} of --max-body); try again later"
+            raise Failure(503, text, code="server_busy", headers={"Retry-After": "1", "Connection": "close"})
+        self.body_bytes += size
+        self.service.body_bytes += size
+
+    def release_body(self) -> None:
+        self.service.body_bytes -= self.body_bytes
+        self.body_bytes = 0
 
     def cancel_disconnected(self) -> None:
         """The client has disconnected: cancel the work within one engine step."""

@@ -30,6 +30,9 @@ MAX_TEXT = 2**20  # characters of a text for /tokenize, token ids for /detokeniz
 
 MAX_HEAD = 64 * 1024  # bytes of a request's head
 MAX_HEADERS = 200
+MAX_CONNECTIONS = 2_000  # default of --max-connections
+SPARE_DESCRIPTORS = 256  # open files other than connections: weights, caches, libraries
+MAX_BODIES = 64  # of the longest length, that running requests may hold together
 
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # also one without end: linear for every body
 

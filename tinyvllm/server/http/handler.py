@@ -52,6 +52,7 @@ class PostHandler(Response):
             await writer.fail(_logged_failure(context, error))
         finally:
             context.task = None
+            context.release_body()
             writer.stop_timer()
             if watcher is not None:
                 watcher.cancel()
@@ -110,6 +111,7 @@ async def read_body(context: RequestContext, receive: Receive) -> bytes:
                 size += len(parts[-1])
                 if size > config.max_body:
                     raise _too_large(config.max_body)
+                context.hold_body(len(parts[-1]))
     except TimeoutError:
         text = f"the body was not complete after {config.body_seconds:g} s"
         raise Failure(408, text, code="timeout", headers=_CLOSE) from None

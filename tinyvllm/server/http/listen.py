@@ -24,9 +24,10 @@ from tinyvllm.errors import ArgumentError
 from tinyvllm.server.core.config import ServerConfig
 from tinyvllm.server.core.context import Service
 from tinyvllm.server.core.failures import Failure, encode
+from tinyvllm.server.core.limits import MAX_HEAD, MAX_HEADERS
+from tinyvllm.server.http.accept import Acceptor, Connection, raise_descriptor_limit
 from tinyvllm.server.http.log_writer import redirect_logs
 
-_MAX_HEAD = 64 * 1024  # bytes
 _MIN_PAUSE, _MAX_PAUSE = 0.01, 1.0  # seconds between two probes of a client that has closed its sending side
 _PHRASES = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
 
@@ -53,7 +54,10 @@ def url_of(config: ServerConfig, sock: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """Serves one application on one socket until SIGTERM, SIGINT or `stop`. A second signal ends it without waiting for requests."""
+    """Serves one application on one socket until SIGTERM, SIGINT or `stop`.
+
+    A second signal ends running requests with an error, a third one ends the server without waiting for anything.
+    """
 
     def __init__(self, app: ASGIApp, service: Service, sock: socket.socket, ready: Callable[[], None] = lambda: None):
         self._service = service
@@ -75,8 +79,24 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal. uvicorn would raise it again at the end; a server that was stopped this way exits with code 0."""
-        self.force_exit = self.force_exit or self._drain_task is not None
         self.stop()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:  # its error is in the log
+            raise SystemExit(1)
+        config, maximum = self.config, self._service.config.max_connections
+        raise_descriptor_limit(maximum)
+
+        def make() -> GuardedProtocol:
+            protocol = GuardedProtocol(config=config, server_state=self.server_state, app_state=self.lifespan.state)
+            protocol.head_seconds = self._service.config.head_seconds
+            return protocol
+
+        acceptor = Acceptor(self._socket, make, config.ssl, maximum)
+        acceptor.start()
+        self.servers = [acceptor]  # type: ignore[list-item]
+        self.started = True
 
     async def main_loop(self) -> None:
         self.server_state.default_headers = _DateHeader()
@@ -86,11 +106,15 @@ class Server(uvicorn.Server):
     def _start_drain(self) -> None:
         if self._drain_task is None:
             self._drain_task = asyncio.ensure_future(self._drain())
-        else:
+        elif not self._service.hurry():
+            self.force_exit = True
             self._stop_now()
 
     async def _drain(self) -> None:
         await self._service.drain()
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, GuardedProtocol):
+                connection.abort_response()
         self._stop_now()
 
     def _stop_now(self) -> None:
@@ -116,16 +140,16 @@ class _DateHeader(list[tuple[bytes, bytes]]):
         return [*self._current(), *other]
 
 
-class GuardedProtocol(HttpToolsProtocol):
+class GuardedProtocol(HttpToolsProtocol, Connection):
     """uvicorn's parser with limits for slow and endless heads, errors in the API's shape, and responses to half-closed clients."""
 
-    head_seconds = 10.0  # _uvicorn_config makes a subclass with the server's own value
+    head_seconds = 10.0  # Server.startup sets the server's own value
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._head_timer: asyncio.TimerHandle | None = None
         self._probe_timer: asyncio.TimerHandle | None = None
-        self._head_bytes = 0
+        self._head_bytes = self._num_headers = 0
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -133,6 +157,20 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._probe_timer is not None:
             self._probe_timer.cancel()
         super().connection_lost(exc)
+        self.on_closed()
+
+    def abort_response(self) -> None:
+        """Close the connection if its client has not read the end of its response."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.abort()
+
+    def close_if_idle(self) -> bool:
+        """Close the connection if it waits for its next request."""
+        idle = self.cycle is not None and self.cycle.response_complete and self._head_timer is None
+        if idle and not self.transport.is_closing():
+            self.transport.close()
+            return True
+        return False
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """The client has closed its sending side. It may have left, or wait for its response (`nc -N`): TCP does not tell the difference.
@@ -159,13 +197,31 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_bytes += len(data)
         super().data_received(data)
-        if self._head_timer is not None and self._head_bytes > _MAX_HEAD:
-            self._reject(Failure(431, f"the request head is longer than the limit of {_MAX_HEAD} bytes", code="head_too_large"))
+        if self._head_timer is not None and self._head_bytes > MAX_HEAD:
+            self._reject(_head_too_large())
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._num_headers = self._header_bytes = 0
         if self._head_timer is None:
             self._start_head_timer()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Also those after the body. The head may arrive at once, so its bytes are counted here as well."""
+        self._num_headers += 1
+        self._count(len(name) + len(value) + 4)
+        super().on_header(name, value)
+
+    def _count(self, size: int) -> None:
+        self._header_bytes += size
+        if self._header_bytes > MAX_HEAD or self._num_headers > MAX_HEADERS:
+            failure = _head_too_large()
+            self._reject(failure)
+            raise failure  # ends the parser; uvicorn then calls send_400_response, which finds the connection closed
 
     def on_headers_complete(self) -> None:
         self._stop_head_timer()
@@ -202,13 +258,17 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.close()
 
 
+def _head_too_large() -> Failure:
+    text = f"the request head is longer than the limit of {MAX_HEAD} bytes or {MAX_HEADERS} headers"
+    return Failure(431, text, code="head_too_large")
+
+
 def _uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
-    protocol = type("Protocol", (GuardedProtocol,), {"head_seconds": config.head_seconds})
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     try:
         uvicorn_config = uvicorn.Config(
-            app, http=protocol, ws="none", log_config=None, access_log=False, server_header=False, proxy_headers=False, lifespan="on",
-            timeout_keep_alive=75, timeout_graceful_shutdown=5, ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
+            app, http=GuardedProtocol, ws="none", log_config=None, access_log=False, server_header=False, proxy_headers=False,
+            lifespan="on", timeout_keep_alive=75, timeout_graceful_shutdown=5, ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
         )  # fmt: skip
         uvicorn_config.load()
     except (OSError, ssl.SSLError) as error:
