@@ -268,7 +268,8 @@ def _uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
     try:
         uvicorn_config = uvicorn.Config(
             app, http=GuardedProtocol, ws="none", log_config=None, access_log=False, server_header=False, proxy_headers=False,
-            lifespan="on", timeout_keep_alive=75, timeout_graceful_shutdown=5, ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
+            lifespan="on", timeout_keep_alive=75, timeout_graceful_shutdown=5,
+            ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
         )  # fmt: skip
         uvicorn_config.load()
     except (OSError, ssl.SSLError) as error:
