@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.storage.attacks import ATTACKS
 from tinyvllm.cache import files
 from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.cache.files import Layout, append, load, load_key, save
 from tinyvllm.cache.prefix import PrefixCache
 from tinyvllm.errors import FormatError, OutputError
+from tinyvllm.storage import folders
 
 BYTES = 8
 MODEL = b"weights and dtype"
@@ -206,13 +208,46 @@ def test_a_key_is_made_once_and_kept(tmp_path: Path):
     assert stat.S_IMODE((folder / "key").stat().st_mode) == 0o600
 
 
-def test_a_key_that_is_none_is_refused(tmp_path: Path):
-    (tmp_path / "key").write_bytes(b"short")
-    with pytest.raises(FormatError, match="expected a key of 32 bytes, found 5"):
-        load_key(tmp_path)
+@pytest.mark.parametrize("attack", [name for name in ATTACKS if name != "another file"])
+def test_a_damaged_key_is_replaced_and_its_blocks_are_removed(tmp_path: Path, attack: str, caplog: pytest.LogCaptureFixture):
+    key = load_key(tmp_path)
+    device = Device(8, key)
+    device.compute(OLD)
+    device.save(tmp_path)
+    ATTACKS[attack](tmp_path / "key")
+    folders._logged.clear()
+    other = load_key(tmp_path)
+    assert len(other) == 32 and other != key and load_key(tmp_path) == other and not files.files_of(tmp_path)
+    assert len(caplog.messages) == 1 and "it starts without blocks" in caplog.messages[0]
+
+
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path):
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(OutputError, match="cannot be written"):
+    with pytest.raises(FormatError, match="cannot be used: .*give another folder"):
         load_key(tmp_path / "file")
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(FormatError, match="every user can write to it"):
+        load_key(tmp_path / "open")
+
+
+@pytest.mark.parametrize("attack", [name for name in ATTACKS if name != "another file"])
+@pytest.mark.parametrize("name", ["prefix.kv", "recent-3.kv"])
+def test_an_attacked_file_is_a_fault_and_is_replaced(tmp_path: Path, name: str, attack: str):
+    device = Device(8)
+    device.compute(OLD)
+    device.save(tmp_path) if name == "prefix.kv" else device.append(tmp_path / name, OLD)
+    ATTACKS[attack](tmp_path / name)
+    again = Device(8)
+    with pytest.raises(FormatError, match=name):
+        again.load(tmp_path)
+    again.compute(OLD[2 * again.holds(OLD) :] if not again.holds(OLD) else [])
+    again.compute([50, 51])
+    again.save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir() if path.name != "elsewhere"] == ["prefix.kv"]
+    last = Device(8)
+    last.load(tmp_path)
+    assert last.holds([50, 51]) == 1
 
 
 def test_what_was_appended_comes_back_and_a_torn_end_costs_no_more_than_itself(written: Path):

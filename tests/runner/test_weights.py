@@ -273,7 +273,7 @@ def test_the_second_start_maps_the_matrices_that_the_first_packed(tmp_path, monk
     tensors, cache = write(tmp_path), tmp_path / "cache"
     first = load(tmp_path, "bfloat16", kept=cache)
     check_rows(first.model, as_bf16(tensors), {"BF16"})
-    assert kept_files(cache) == [".json", ".panels"]
+    assert kept_files(cache) == [".index", ".panels"]
     monkeypatch.setattr(weights, "pack_matrix", lambda *_: pytest.fail("packed again"))
     second = load(tmp_path, "bfloat16", kept=cache)
     check_rows(second.model, as_bf16(tensors), {"BF16"})
@@ -287,14 +287,14 @@ def test_another_packing_or_another_model_is_packed_again(tmp_path, small_are_ke
         tensors = write(tmp_path, intermediate=intermediate)
         check_rows(load(tmp_path, "bfloat16", kept=cache).model, as_bf16(tensors), {"BF16"})
     check_rows(load(tmp_path, "float32", kept=cache).model, tensors, {"F32"})
-    assert kept_files(cache) == [".json", ".json", ".panels", ".panels"], "one of each packing"
+    assert kept_files(cache) == [*3 * [".index"], *3 * [".panels"]], "one of each packing and content"
 
 
 def test_files_of_a_killed_start_are_removed(tmp_path, small_are_kept):
     write(tmp_path)
     cache = tmp_path / "cache"
     load(tmp_path, "bfloat16", kept=cache)
-    (index,) = (cache / "weights").glob("*.json")
+    (index,) = (cache / "weights").glob("*.index")
     gone, alive = (index.with_name(f"{index.stem}.{pid}.fresh") for pid in (2**22 + 1, 1))  # the first is above the largest possible pid
     gone.touch()
     alive.touch()
@@ -315,4 +315,4 @@ def test_small_and_unfinished_packings_are_not_kept(tmp_path, monkeypatch):
     check_rows(load(tmp_path, kept=cache).model, tensors, {"F32"})
     monkeypatch.undo()
     check_rows(load(tmp_path, kept=cache).model, tensors, {"F32"})
-    assert ".json" not in kept_files(cache)
+    assert ".index" not in kept_files(cache)

@@ -1,7 +1,8 @@
 """A prefix cache on disk, so that it survives a restart. No tensors: the contents of a block are bytes.
 
-A folder holds `key`, the 32 random bytes that key its hashes; `prefix.kv`, all that was cached at an orderly shutdown; and
-`recent-N.kv`, what was cached since (journal.py writes them, the highest N last). A .kv file is a list of groups, all little-endian:
+A folder holds `key`, the 32 random bytes that key its hashes, with their digest (storage/cache.py); `prefix.kv`, all that was cached
+at an orderly shutdown; and `recent-N.kv`, what was cached since (journal.py writes them, the highest N last). A .kv file is a list of
+groups, all little-endian:
 
     header   magic 8s, version u32, block_size u32, bytes_per_block u64, entries u64, fingerprint 32s, checksum u32
     entries  hash 16s, parent 16s, tokens i32 x block_size, checksum u32 of its data
@@ -28,12 +29,15 @@ from typing import BinaryIO, NamedTuple, Self
 
 from tinyvllm.cache.prefix import HASH_BYTES, Entry, PrefixCache
 from tinyvllm.errors import FormatError, OutputError
+from tinyvllm.storage.cache import framed, read_believed, replace_file, verified, write_whole
+from tinyvllm.storage.folders import Refusal, open_believed, reason_of, remove, require_private, warn_once
 
 Buffer = bytes | bytearray | memoryview
 
 MAGIC = b"tinykv\r\n"
 VERSION = 1
 KEY_BYTES = 32
+_MAX_KEY_FILE = 1024
 _WHOLE = "prefix.kv"
 _HEAD = struct.Struct("<8sIIQQ32s")
 _CHECKSUM = struct.Struct("<I")
@@ -75,19 +79,27 @@ class Layout:
 
 
 def load_key(folder: str | Path) -> bytes:
-    """The 32 bytes for `PrefixCache(key=...)` of a folder; creates both if they do not exist. FormatError, OutputError."""
-    path = Path(folder) / "key"
+    """The 32 bytes for `PrefixCache(key=...)` of a folder; creates both if they do not exist. FormatError, OutputError.
+
+    A key that is damaged is replaced, and the files of blocks under it are removed: nothing can be found in them.
+    """
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not path.exists():
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(os.urandom(KEY_BYTES))
+        path = require_private(Path(folder)) / "key"
+    except Refusal as reason:
+        raise FormatError(f"{folder}: cannot be used: {reason}; give another folder") from reason
+    try:
+        return verified(read_believed(path, _MAX_KEY_FILE), path.name)
+    except FileNotFoundError:
+        pass
+    except Refusal as reason:
+        warn_once(f"damaged {path}", f"prefix cache: {path} is not used: {reason}; it starts without blocks")
+        for stored in files_of(folder):
+            remove(stored)
+    key = os.urandom(KEY_BYTES)
+    try:
+        write_whole(path, framed(key, path.name))
     except OSError as error:
-        raise OutputError(f"prefix cache: {path} cannot be written: {error.strerror}; give another folder") from error
-    with _reading(path):
-        key = path.read_bytes()
-    if len(key) != KEY_BYTES:
-        raise FormatError(f"{path}: expected a key of {KEY_BYTES} bytes, found {len(key)}; empty the folder")
+        raise OutputError(f"prefix cache: {path} cannot be written: {reason_of(error)}; give another folder") from error
     return key
 
 
@@ -102,13 +114,14 @@ def save(folder: str | Path, cache: PrefixCache, layout: Layout, read_block: Cal
     path = Path(folder) / _WHOLE
     part = path.with_suffix(".part")
     try:
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        remove(part)  # of a process that was killed
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
             _write(file, layout, entries, read_block)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
+        replace_file(part, path)
         for recent in files_of(folder)[1:]:
-            recent.unlink()
+            remove(recent)
     except OSError as error:
         raise OutputError(f"prefix cache: {path} cannot be written: {error.strerror}; free some space or give another folder") from error
     finally:
@@ -126,7 +139,7 @@ def append(path: Path, layout: Layout, entries: Sequence[Entry], data: Sequence[
     records = b"".join(record.pack(e.hash, e.parent, e.tokens, zlib.crc32(d)) for e, d in zip(entries, data, strict=True))
     head = layout.head(len(entries))
     try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab", buffering=0) as file:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600), "ab", buffering=0) as file:
             end = os.fstat(file.fileno()).st_size
             try:
                 for piece in (head + _CHECKSUM.pack(zlib.crc32(records, zlib.crc32(head))) + records, *data):
@@ -143,7 +156,7 @@ def files_of(folder: str | Path) -> list[Path]:
     """The files with blocks, the oldest first: that of an orderly shutdown, then those written since."""
     recent = [(int(found[1]), path) for path in Path(folder).glob("recent-*.kv") if (found := re.fullmatch(r"recent-(\d+)\.kv", path.name))]
     whole = Path(folder) / _WHOLE
-    return [whole] * whole.exists() + [path for _, path in sorted(recent)]
+    return [whole] * os.path.lexists(whole) + [path for _, path in sorted(recent)]
 
 
 def load(folder: str | Path, cache: PrefixCache, layout: Layout, write_block: Callable[[int, Buffer], None]) -> Loaded:
@@ -219,7 +232,7 @@ def _scanned(path: Path, layout: Layout, faults: dict[Path, FormatError]) -> lis
     found: list[_Stored] = []
     record, size = layout.record, layout.bytes_per_block
     try:
-        with _reading(path), open(path, "rb") as file:
+        with _reading(path), open(open_believed(path), "rb") as file:
             at, end = 0, os.fstat(file.fileno()).st_size
             while at < end or not at:
                 file.seek(at)
@@ -293,7 +306,7 @@ class _Reader:
         path = entry.path
         with _reading(path):
             if path not in self._files:
-                self._files[path] = open(path, "rb")  # noqa: SIM115  closed with the reader
+                self._files[path] = open(open_believed(path), "rb")  # noqa: SIM115  closed with the reader
             file = self._files[path]
             file.seek(entry.place)
             read = file.readinto(self._data)  # type: ignore[attr-defined]
@@ -307,4 +320,6 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise FormatError(f"{path}: cannot be read: {error.strerror}; remove the file or give another folder") from error
+        raise FormatError(f"{path}: cannot be read: {reason_of(error)}; remove the file or give another folder") from error
+    except Refusal as reason:
+        raise FormatError(f"{path}: is not read: {reason}; remove the file or give another folder") from reason

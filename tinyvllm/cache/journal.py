@@ -6,15 +6,16 @@ oldest file is removed when all of them hold twice the pool; those of its blocks
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tinyvllm.cache.files import Buffer, Layout, Loaded, append, files_of
 from tinyvllm.cache.prefix import Entry, PrefixCache
+from tinyvllm.storage.folders import remove
 
 _FILES = 4  # over which a pool's blocks are spread; one is removed at a time
 _DOOMED = 4  # files that may stay until their cached blocks have been written again
@@ -89,7 +90,7 @@ class Journal:
         """A file name that does not exist, not even from another process that wrongly uses the folder."""
         while True:
             self._number += 1
-            if not (path := self._folder / f"recent-{self._number}.kv").exists():
+            if not os.path.lexists(path := self._folder / f"recent-{self._number}.kv"):
                 return path
 
     def _inserted(self, digest: bytes) -> None:
@@ -108,9 +109,4 @@ class Journal:
                         self._waiting[digest] = None
             self._doomed.append(oldest.path)
         while self._doomed and (not self._waiting or len(self._doomed) > _DOOMED):
-            self._writer.submit(_remove, self._doomed.pop(0))
-
-
-def _remove(path: Path) -> None:
-    with suppress(OSError):  # it is gone already, or the next start finds it again
-        path.unlink()
+            self._writer.submit(remove, self._doomed.pop(0))

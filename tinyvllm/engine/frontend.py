@@ -32,8 +32,10 @@ def start_engine(config: EngineConfig, progress: Progress | None) -> Engine:
 def system_fingerprint(engine: Engine) -> str:
     """The version, and a digest of the model and its kernels: answers with one seed may differ only where this differs."""
     from tinyvllm.engine.prefix_store import identity
+    from tinyvllm.weights.identity import weights_digest
 
-    return f"tinyvllm-{VERSION}-{blake2b(identity(engine.runner, engine.config), digest_size=4).hexdigest()}"
+    model = identity(engine.runner, engine.config, weights_digest(engine.runner.checkpoint))
+    return f"tinyvllm-{VERSION}-{blake2b(model, digest_size=4).hexdigest()}"
 
 
 def submit(

@@ -1,6 +1,6 @@
 """The prefix cache on disk (`prefix_cache_dir`): read when the engine starts, written while it runs and when it is closed.
 
-Each model has a folder in it, named after its weights, so that the models of one server do not overwrite each other's files.
+Each model has a folder in it, named by the digest of its content, so that the models of one server do not overwrite each other's files.
 What cannot be read or written is logged (`tinyvllm`), and the engine continues without it: a cache is no reason to stop.
 """
 
@@ -20,8 +20,8 @@ from tinyvllm.cache.files import Buffer, Layout, load, load_key, save
 from tinyvllm.cache.journal import Journal
 from tinyvllm.cache.prefix import PrefixCache
 from tinyvllm.config import VERSION, EngineConfig
-from tinyvllm.engine.fingerprint import fingerprint
-from tinyvllm.errors import FormatError, OutputError
+from tinyvllm.errors import ModelError, OutputError
+from tinyvllm.weights.identity import weights_digest
 
 if TYPE_CHECKING:
     from tinyvllm.runner.kv import KVPool
@@ -42,10 +42,11 @@ log = logging.getLogger("tinyvllm")
 class PrefixStore:
     """The folder of one model: `key` for the PrefixCache, `restore` before any step, `write_some` between steps, `save` at the end."""
 
-    def __init__(self, folder: Path, key: bytes, runner: Runner, config: EngineConfig):
-        self.key = key
-        self._folder, self._pool = folder, runner.pool
-        self._layout = Layout(config.block_size, runner.pool.block_bytes, identity(runner, config))
+    def __init__(self, folder: Path, weights: str, runner: Runner, config: EngineConfig):
+        """`weights` is the digest of the model's content: the folder's name, and part of what each file was written for."""
+        self._folder, self._pool = folder / weights, runner.pool
+        self.key = load_key(self._folder)
+        self._layout = Layout(config.block_size, runner.pool.block_bytes, identity(runner, config, weights))
         self._journal: Journal | None = None
         self._num_blocks = 1  # of the next piece
         self._last_end = self._last_seconds = 0.0  # when the last piece ended, by time.monotonic, and how long it took
@@ -55,10 +56,9 @@ class PrefixStore:
         """The store of a configuration; None if it names no folder, or one that cannot be used."""
         if config.prefix_cache_dir is None:
             return None
-        folder = Path(config.prefix_cache_dir).expanduser() / fingerprint(runner.checkpoint.config, runner.checkpoint.tensors)
         try:
-            return cls(folder, load_key(folder), runner, config)
-        except (FormatError, OutputError) as error:
+            return cls(Path(os.path.expanduser(config.prefix_cache_dir)), weights_digest(runner.checkpoint), runner, config)
+        except (ModelError, OutputError) as error:
             log.warning("prefix cache: it will not outlive this process: %s", error)
             return None
 
@@ -123,9 +123,8 @@ class PrefixStore:
             return 0
 
 
-def identity(runner: Runner, config: EngineConfig) -> bytes:
-    """All that the bits of keys and values depend on: weights, dtypes, kernels, and the meaning of positions."""
-    weights = fingerprint(runner.checkpoint.config, runner.checkpoint.tensors)
+def identity(runner: Runner, config: EngineConfig, weights: str) -> bytes:
+    """All that the bits of keys and values depend on: weights (their digest), dtypes, kernels, and the meaning of positions."""
     options = [config.load_format, config.dtype, config.quantization, config.max_model_len]
     machine = [runner.placement.kind, runner.variants(), os.environ.get("TINYVLLM_KERNELS"), VERSION]
     return json.dumps([weights, str(runner.dtype), *options, *machine]).encode()

@@ -1,125 +1,245 @@
 """Packed matrices kept on disk, so that the next start maps them as they are instead of packing them again.
 
-The cache folder has one file per model and way of packing, and a small index next to it. The file is filled through a shared mapping and
-mapped read-only afterwards: a second engine, or a later start with the file still in memory, shares its pages. The index has the
-identity of the model's files (path, size, time) and is written last, so an unfinished or stale file is never used.
+The cache folder has one file per model and way of packing, and an index. Both are named by the digest of the model's content, so that
+other weights in the same file are another model, and a copy of the file is the same. A start maps the file read-only and checks the sums
+of every matrix before it uses one, at the speed of memory: a second engine, or a later start with the file still in memory, shares its
+pages. The index is written last. Matrices are packed into memory and then written: a full disk is an error of that write.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import mmap
 import os
+import re
 import shutil
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tinyvllm.errors import ModelError
+from tinyvllm.storage.cache import CacheFolder, open_cache, replace_file
+from tinyvllm.storage.digests import sums
+from tinyvllm.storage.folders import Refusal, open_believed, reason_of, remove, warn_once
 from tinyvllm.weights.checkpoint import Checkpoint
+from tinyvllm.weights.identity import weights_digest
+from tinyvllm.weights.mapping import allocate
 
-VERSION = 1  # of the panels' layout; a change invalidates all cached files
+VERSION = 2  # of the panels' layout; a change invalidates all cached files
 MIN_BYTES = 64 << 20  # of weights: below this, packing again takes less time than caching is worth
+MAX_FOLDER_BYTES = 128 << 30  # of all models together; those used least recently are removed for a new one
+_ROOM = "weights"
 _ALIGNMENT = 2 << 20  # a huge page
 _SPARE = 2  # free space on the disk that is needed, in sizes of the file
+
+Product = tuple[str, int, np.ndarray]  # format, rows, packed bytes uint8 [N]
 
 
 class WeightCache:
     """The packed matrices of one model on disk: mapped from an earlier start, or a new file to fill."""
 
     def __init__(self, folder: Path, checkpoint: Checkpoint, packing: str):
-        files = _files(checkpoint)
-        stems = "\0".join([str(checkpoint.path.resolve()), packing, str(VERSION)])
-        self._index_path = folder / "weights" / f"{hashlib.sha256(stems.encode()).hexdigest()[:32]}.json"
-        self._identity = {"version": VERSION, "packing": packing, "files": files}
-        self._entries = self._read()
+        self._cache, self._checkpoint, self._packing = open_cache(folder), checkpoint, packing
         self._writing: _Writing | None = None
 
     @property
     def complete(self) -> bool:
-        """Whether an earlier start has cached all matrices."""
-        return bool(self._entries)
+        """Whether an earlier start has cached all matrices. The first access checks them."""
+        return bool(self._products)
 
-    def get(self, name: str) -> tuple[str, int, np.ndarray] | None:
-        """Format, rows and packed bytes, uint8 [bytes], of a cached product."""
-        entry = self._entries.get(name)
-        if entry is None:
+    @functools.cached_property
+    def _products(self) -> dict[str, Product]:
+        return {} if self._stem is None else _mapped(self._cache, self._stem)
+
+    @functools.cached_property
+    def _stem(self) -> str | None:
+        """The name of the files for these weights and this packing; None if nothing is kept."""
+        if sum(record.data.nbytes for record in self._checkpoint.tensors.values()) < MIN_BYTES or self._cache.temporary:
             return None
-        with open(self._index_path.with_suffix(".panels"), "rb") as file:
-            mapped = mmap.mmap(file.fileno(), entry["bytes"], flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=entry["offset"])
-        return entry["format"], entry["O"], np.frombuffer(mapped, np.uint8)
-
-    def begin(self, total: int) -> bool:
-        """Begin a new file for about `total` bytes; False if it is not worth it, or the disk lacks space."""
-        folder = self._index_path.parent
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for fresh in folder.glob(f"{self._index_path.stem}.*.fresh"):
-                if not _alive(int(fresh.name.split(".")[1])):
-                    fresh.unlink()  # of a start that was killed
-            if total < MIN_BYTES or shutil.disk_usage(folder).free < _SPARE * total:
-                return False
-            self._writing = _Writing(self._index_path.with_name(f"{self._index_path.stem}.{os.getpid()}.fresh"))
-        except OSError:
-            return False  # not a writable folder: pack into memory instead
-        return True
+            key = "\0".join((weights_digest(self._checkpoint), self._packing, str(VERSION)))
+        except ModelError as error:
+            warn_once("weights digest", f"cache: packed weights are not kept: {error}")
+            return None
+        return hashlib.sha256(key.encode()).hexdigest()[:32]
 
-    def allocate(self, name: str, format: str, O: int, nbytes: int) -> np.ndarray | None:
-        """Zeros in the file to fill with a product's packed bytes; None if no file was begun."""
-        return None if self._writing is None else self._writing.allocate(name, format, O, nbytes)
+    def begin(self, total: int) -> None:
+        """Begin a new file for about `total` bytes, unless an earlier start has left one, it is not worth it, or the disk lacks space."""
+        room = self._cache.room(_ROOM)
+        if not self.complete and self._stem is not None and room is not None and total >= MIN_BYTES:
+            self._writing = _begin(self._cache, room, self._stem, total)
+
+    def get(self, name: str) -> Product | None:
+        """Format, rows and packed bytes, uint8 [N], of a cached product."""
+        return self._products.get(name)
+
+    def scratch(self, nbytes: int) -> np.ndarray:
+        """Zeros to pack a matrix into, valid until `keep`."""
+        return allocate(nbytes) if self._writing is None else self._writing.scratch(nbytes)
+
+    def keep(self, name: str, format: str, O: int, packed: np.ndarray) -> np.ndarray:
+        """Write a packed product to the file: the same bytes, mapped. `packed` itself where there is no file, or no space for more."""
+        if self._writing is None:
+            return packed
+        try:
+            return self._writing.add(name, format, O, packed)
+        except OSError as error:
+            self._writing.give_up()
+            self._writing = None
+            warn_once("weights write", f"cache: packed weights are not kept: {reason_of(error)}; continuing without them")
+            return packed
 
     def finish(self) -> None:
         """All products are written: from now on a start maps the file."""
-        if self._writing is None:
-            return
-        self._writing.path.replace(self._index_path.with_suffix(".panels"))
-        fresh = self._index_path.with_suffix(f".{os.getpid()}.json")
-        fresh.write_text(json.dumps(self._identity | {"products": self._writing.entries}))
-        fresh.replace(self._index_path)
-        self._writing = None
-
-    def _read(self) -> dict[str, Any]:
-        try:
-            index = json.loads(self._index_path.read_text())
-            size = self._index_path.with_suffix(".panels").stat().st_size
-        except (OSError, ValueError):
-            return {}
-        entries: dict[str, Any] = index.get("products", {}) if {k: index.get(k) for k in self._identity} == self._identity else {}
-        return entries if all(e["offset"] + e["bytes"] <= size for e in entries.values()) else {}
+        if self._writing is not None:
+            self._writing.finish()
+            self._writing = None
 
 
+@dataclass
 class _Writing:
-    """A file that grows by one mapping per product."""
+    """A new file that is filled product by product."""
 
-    def __init__(self, path: Path):
-        self.path, self._end = path, 0
-        self.entries: dict[str, dict[str, Any]] = {}
-        path.touch()
+    cache: CacheFolder
+    path: Path
+    stem: str
+    descriptor: int
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _end: int = 0
+    _scratch: np.ndarray | None = None
 
-    def allocate(self, name: str, format: str, O: int, nbytes: int) -> np.ndarray:
+    def scratch(self, nbytes: int) -> np.ndarray:
+        """One buffer for all matrices: touching fresh memory can take longer than packing."""
+        if self._scratch is None or len(self._scratch) < nbytes:
+            self._scratch = allocate(nbytes)
+        else:
+            self._scratch[:nbytes] = 0
+        return self._scratch[:nbytes]
+
+    def add(self, name: str, format: str, O: int, packed: np.ndarray) -> np.ndarray:
         start = -(-self._end // _ALIGNMENT) * _ALIGNMENT
-        self._end = start + nbytes
-        with open(self.path, "r+b") as file:
-            os.truncate(file.fileno(), self._end)
-            mapped = mmap.mmap(file.fileno(), nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=start)
-        self.entries[name] = {"format": format, "O": O, "offset": start, "bytes": nbytes}
+        _write_all(self.descriptor, packed, start)
+        (digest,) = sums(packed)
+        self.entries[name] = {"format": format, "O": O, "offset": start, "bytes": len(packed), "sums": digest}
+        self._end = start + len(packed)
+        mapped = mmap.mmap(self.descriptor, len(packed), flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=start)
         return np.frombuffer(mapped, np.uint8)
+
+    def give_up(self) -> None:
+        os.close(self.descriptor)
+        remove(self.path)
+
+    def finish(self) -> None:
+        panels = self.path.with_name(f"{self.stem}.panels")
+        if not self.entries:  # the model has no matrix that is packed
+            return self.give_up()
+        try:
+            replace_file(self.path, panels)
+        except OSError as error:
+            warn_once("weights write", f"cache: packed weights are not kept: {reason_of(error)}")
+            return self.give_up()
+        os.close(self.descriptor)
+        if not self.cache.write(f"{_ROOM}/{self.stem}.index", json.dumps(self.entries).encode()):
+            remove(panels)
+
+
+def _write_all(descriptor: int, data: np.ndarray, start: int) -> None:
+    view, done = data.data, 0
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done : done + (256 << 20)], start + done)
+
+
+def _mapped(cache: CacheFolder, stem: str) -> dict[str, Product]:
+    """The products of a file whose every byte is as it was written; nothing, and nothing left of it, if one is not."""
+    name = f"{_ROOM}/{stem}.panels"
+    index, room = cache.read(f"{_ROOM}/{stem}.index"), cache.room(_ROOM)
+    if index is None or room is None:
+        return {}
+    entries = json.loads(index)
+    try:
+        views = _views(room / f"{stem}.panels", entries)
+        for entry, found in zip(entries.values(), sums(*views), strict=True):
+            if found != entry["sums"]:
+                raise Refusal("packed weights are damaged")
+    except FileNotFoundError:
+        return {}
+    except Refusal as reason:
+        cache.discard(name, str(reason))
+        remove(room / f"{stem}.index")
+        return {}
+    with suppress(OSError):
+        os.utime(room / f"{stem}.index")  # used now
+    return {product: (e["format"], e["O"], view) for (product, e), view in zip(entries.items(), views, strict=True)}
+
+
+def _views(path: Path, entries: dict[str, Any]) -> list[np.ndarray]:
+    """The mapped bytes of each product. FileNotFoundError; Refusal if the file is not ours, or shorter than its index says."""
+    descriptor = open_believed(path)
+    try:
+        size, needed = os.fstat(descriptor).st_size, max(e["offset"] + e["bytes"] for e in entries.values())
+        if size < needed:  # a page after the end would be a SIGBUS
+            raise Refusal(f"truncated: {size} bytes, expected {needed}")
+        return [
+            np.frombuffer(mmap.mmap(descriptor, e["bytes"], flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=e["offset"]), np.uint8)
+            for e in entries.values()
+        ]
+    except OSError as error:
+        raise Refusal(reason_of(error)) from error
+    finally:
+        os.close(descriptor)
+
+
+def _begin(cache: CacheFolder, room: Path, stem: str, total: int) -> _Writing | None:
+    """A new file, next to the old ones; None, logged, if the disk has no space for it or the folder cannot be written."""
+    try:
+        _remove_unfinished(room)
+        _make_space(room, total)
+        if shutil.disk_usage(room).free < _SPARE * total:
+            warn_once("weights write", f"cache: packed weights are not kept: {room} has not {_SPARE * total / 1e9:.1f} GB free")
+            return None
+        fresh = room / f"{stem}.{os.getpid()}.fresh"
+        remove(fresh)
+        return _Writing(cache, fresh, stem, os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        warn_once("weights write", f"cache: packed weights are not kept: {room}: {reason_of(error)}")
+        return None
+
+
+def _make_space(room: Path, total: int) -> None:
+    """Remove the models that were used least recently until there is space for one more, in the folder's limit and on the disk."""
+    panels = sorted(room.glob("*.panels"), key=_last_use)
+    held = sum(path.lstat().st_size for path in panels)
+    for path in panels:
+        if held + total <= MAX_FOLDER_BYTES and shutil.disk_usage(room).free >= _SPARE * total:
+            return
+        held -= path.lstat().st_size
+        remove(path.with_suffix(".index"))
+        remove(path)
+
+
+def _last_use(panels: Path) -> float:
+    index = panels.with_suffix(".index")
+    return max(path.lstat().st_mtime for path in (panels, index) if os.path.lexists(path))
+
+
+def _remove_unfinished(room: Path) -> None:
+    """Remove the files of starts that were killed."""
+    for fresh in room.glob("*.fresh"):
+        match = re.fullmatch(r"\w+\.(\d{1,9})\.fresh", fresh.name)
+        if match is None or not _alive(int(match[1])):
+            remove(fresh)
 
 
 def _alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         pass
     return True
-
-
-def _files(checkpoint: Checkpoint) -> list[tuple[str, int, int]]:
-    """Name, size and modification time of the files with the weights."""
-    path = checkpoint.path
-    found = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".json", ".gguf"))
-    parts = sorted(path.parent.glob("*.gguf")) if path.suffix == ".gguf" else found
-    return [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in parts]  # type: ignore[misc]  # lists, as JSON gives them back

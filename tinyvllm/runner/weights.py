@@ -117,7 +117,7 @@ class WeightLoader:
     def _pack_all(self, groups: list[_Group], rest: dict[str, WeightRecipe]) -> dict[_Group, Weight]:
         """The packed weights of all groups that are packed; their recipes are taken out of `rest`."""
         groups = [group for group in groups if self._packs(group.recipes)]
-        if self._kept is not None and self._checkpoint is not None and not self._kept.complete:
+        if self._kept is not None and self._checkpoint is not None:
             sources = {source for group in groups for recipe in group.recipes for source in recipe.sources}
             self._kept.begin(sum(self._checkpoint.tensors[s].data.nbytes for s in sources if s in self._checkpoint.tensors))
         packed: dict[_Group, Weight] = {}
@@ -202,10 +202,9 @@ class WeightLoader:
         format = common_format(parts, self._plan.floats)
         O, I = sum(recipe.shape[0] for recipe in recipes), recipes[0].shape[1]
         size = panel_bytes(format, O, I)
-        fresh = None if self._kept is None else self._kept.allocate(recipes[0].name, format, O, size)
-        packed = allocate(size) if fresh is None else fresh
+        packed = allocate(size) if self._kept is None else self._kept.scratch(size)
         pack_matrix(self._plan.layout, format, I, parts, packed)
-        return format, O, packed
+        return format, O, packed if self._kept is None else self._kept.keep(recipes[0].name, format, O, packed)
 
     def _rows(self, recipe: WeightRecipe) -> RowWeight:
         """An embedding table as the file stores it, mapped."""

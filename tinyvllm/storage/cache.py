@@ -8,7 +8,6 @@ used as it is, since no name depends on where it is.
 
 from __future__ import annotations
 
-import errno
 import functools
 import hashlib
 import os
@@ -134,15 +133,19 @@ def write_whole(path: Path, data: bytes, mode: int = 0o600) -> None:
     try:
         with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode), "wb") as file:
             file.write(data)
-        try:
-            fresh.replace(path)
-        except OSError as error:
-            if error.errno not in (errno.EISDIR, errno.ENOTEMPTY, errno.ENOTDIR, errno.EEXIST) or not remove(path):
-                raise
-            fresh.replace(path)
+        replace_file(fresh, path)
     finally:
         with suppress(OSError):  # it was renamed if all went well
             fresh.unlink()
+
+
+def replace_file(fresh: Path, path: Path) -> None:
+    """Rename a complete file to its place, whatever is there. OSError."""
+    try:
+        fresh.replace(path)
+    except IsADirectoryError:
+        remove(path)
+        fresh.replace(path)
 
 
 def open_cache(folder: Path | None = None) -> CacheFolder:

@@ -261,7 +261,7 @@ def test_the_command(run, tmp_path, capsys):
 def test_another_model_is_not_taken_for_the_recorded_one(run, tmp_path, capsys):
     lines = Path(run.path).read_text().splitlines()
     header = json.loads(lines[0])
-    header["fingerprint"] = "0" * 32
+    header["weights"] = "0" * 32
     changed = tmp_path / "changed.jsonl"
     changed.write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
     assert cli.main(["replay", str(changed)]) == 2

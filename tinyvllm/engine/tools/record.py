@@ -31,12 +31,13 @@ from typing import TYPE_CHECKING, Any
 
 from tinyvllm.config import VERSION, EngineConfig
 from tinyvllm.engine.beam import BeamState
-from tinyvllm.engine.fingerprint import fingerprint
 from tinyvllm.engine.observer import Clock, EngineObserver
 from tinyvllm.engine.output import ActiveRequest
 from tinyvllm.errors import OutputError, TinyvllmError
 from tinyvllm.request import BeamSearchParams, RequestOutput
 from tinyvllm.scheduler import Schedule
+from tinyvllm.weights.checkpoint import Checkpoint
+from tinyvllm.weights.identity import weights_digest
 
 if TYPE_CHECKING:
     from tinyvllm.runner.runner import Runner
@@ -61,7 +62,7 @@ class Recorder(EngineObserver):
 
     def engine_started(self, config: EngineConfig, runner: Runner) -> None:
         checkpoint = runner.checkpoint
-        self._write(header_of(config, runner.pool.num_blocks, str(runner.dtype), checkpoint.config, checkpoint.tensors))
+        self._write(header_of(config, runner.pool.num_blocks, str(runner.dtype), checkpoint))
 
     def engine_closed(self) -> None:
         self._close()
@@ -186,15 +187,15 @@ def record_to(path: str) -> Recorder:
     return Recorder(write, close)
 
 
-def header_of(config: EngineConfig, num_blocks: int, dtype: str, model: Mapping[str, Any], tensors: Mapping[str, Any]) -> Event:
-    """The first line. The engine chose `num_blocks` and `dtype`; `model` and `tensors` are the checkpoint's description and data."""
+def header_of(config: EngineConfig, num_blocks: int, dtype: str, checkpoint: Checkpoint) -> Event:
+    """The first line. The engine chose `num_blocks` and `dtype`."""
     # the number of blocks replaces what it was computed from; max_model_len stays as it was given: positions of some models depend on it
     settings = dataclasses.asdict(config) | {"num_blocks": num_blocks, "kv_memory": None, "record": None}
     return {
         "format": FORMAT,
         "config": settings,
         "dtype": dtype,
-        "fingerprint": fingerprint(model, tensors),
+        "weights": weights_digest(checkpoint),
         "switches": {name: os.environ[name] for name in SWITCHES if name in os.environ},
         "versions": {"tinyvllm": VERSION, "python": platform.python_version()} | {name: version(name) for name in ("tinygrad", "numpy")},
     }

@@ -18,12 +18,12 @@ from typing import Any
 
 from tinyvllm.config import EngineConfig, nearest, resolve
 from tinyvllm.engine.engine import Engine
-from tinyvllm.engine.fingerprint import fingerprint
 from tinyvllm.engine.segments import Segment
 from tinyvllm.engine.tools.record import FORMAT, SWITCHES, Event, Recorder, advanced_run
 from tinyvllm.errors import ArgumentError, FormatError, RequestError
 from tinyvllm.request import BeamSearchParams, RequestOptions, SamplingParams, StructuredOutputsParams
 from tinyvllm.scheduler import Rates
+from tinyvllm.weights.identity import weights_digest
 
 READABLE = (1, FORMAT)
 _ARRIVALS = {"add", "abort", "refused", "hold", "release"}
@@ -200,7 +200,10 @@ def replay(run: Run, config: EngineConfig, tokens_only: bool = False, remark: Ca
 def _check(run: Run, engine: Engine, config: EngineConfig, remark: Callable[[str], None]) -> None:
     _check_context(run, engine)
     checkpoint = engine.runner.checkpoint
-    if fingerprint(checkpoint.config, checkpoint.tensors) != run.header.get("fingerprint"):
+    recorded = run.header.get("weights")
+    if recorded is None:
+        remark("recorded before digests covered all of the weights: the model is not compared")
+    elif weights_digest(checkpoint) != recorded:
         if config.model == run.header["config"]["model"]:
             raise ArgumentError(f"replay: {config.model} has changed since {run.path} was recorded; --model names another model")
         remark(f"another model than the recorded {run.header['config']['model']}")
