@@ -61,7 +61,28 @@ def test_tools() -> None:
         assert final.content[-1].type == "tool_use" and final.content[-1].input == call.input
         result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "a bird"}]}
         said = [*ASK, {"role": "assistant", "content": done.content}, {"role": "user", "content": [result]}]
-        assert client.messages.create(model="demo", max_tokens=3, messages=said, tools=[TOOL]).stop_reason == "max_tokens"
+        assert client.messages.create(**{**ask, "messages": said, "max_tokens": 1}).usage.output_tokens == 1
+
+
+def test_tool_results_without_a_tool_role(client) -> None:
+    """The template of the bundled model raises an error for other roles than system, user and assistant."""
+    call = {"type": "tool_use", "id": "call-1", "name": "look", "input": {"place": "tree"}}
+    result = {"type": "tool_result", "tool_use_id": "call-1", "content": "a bird"}
+    said = [*ASK, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result, {"type": "text", "text": "And then?"}]}]
+    ask = {"model": "demo", "max_tokens": 3, "messages": said, "tools": [TOOL], "extra_body": GREEDY}
+    assert client.messages.create(**ask).usage.output_tokens == 3
+    shorter = client.messages.count_tokens(model="demo", messages=said[:2] + ASK)
+    assert client.messages.count_tokens(model="demo", messages=said).input_tokens > shorter.input_tokens - 5
+
+
+@pytest.mark.parametrize("thinking", [{"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}])
+def test_thinking_of_a_model_without_marks(client, thinking) -> None:
+    """Agents send it to every model: the answer is as without it, and the header names it."""
+    ask = {"model": "demo", "max_tokens": 4, "messages": ASK, "extra_body": GREEDY}
+    raw = client.messages.with_raw_response.create(**ask, thinking=thinking)
+    assert raw.headers["x-ignored-fields"] == "thinking"
+    assert raw.parse().content == client.messages.create(**ask).content
+    assert "x-ignored-fields" not in client.messages.with_raw_response.create(**ask, thinking={"type": "disabled"}).headers
 
 
 def test_errors_have_anthropics_shape(client, server: Running) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from tinyvllm.engine.api import AsyncLLM
 from tinyvllm.request import CompletionOutput, RequestOutput
 from tinyvllm.server.api.anthropic_body import CountRequest, MessagesRequest, conversation_of_messages, params_of, tools_of
 from tinyvllm.server.core.answer import BlockStream, parse_answer
+from tinyvllm.server.core.answer_format import can_reason
 from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.conversation import encode_conversation
 from tinyvllm.server.core.generation import ChatRun, chat_run
@@ -44,7 +46,11 @@ async def _prepare(context: RequestContext, body: CountRequest, llm: AsyncLLM, m
     conversation = conversation_of_messages(body, context.service.config.chat_template)
     tools = tools_of(body)
     prompt = await encode_conversation(llm, conversation, tools.shown)
-    return chat_run(context, body, llm, model, prompt, tools, params_of(body, llm.default_params))
+    params = params_of(body, llm.default_params)
+    if body.thinking is not None and body.thinking.type != "disabled" and not can_reason(llm, conversation.template, tools):
+        context.add_ignored(["thinking"])  # agents send it to every model
+        params = replace(params, thinking_token_budget=None)
+    return chat_run(context, body, llm, model, prompt, tools, params)
 
 
 def _whole_message(run: ChatRun, output: RequestOutput) -> dict[str, Any]:

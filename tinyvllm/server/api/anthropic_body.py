@@ -129,7 +129,9 @@ class CountRequest(Body):
     system: str | Annotated[list[TextBlock], Field(max_length=MAX_PARTS)] | None = honoured(example="Be brief.")
     tools: list[ToolDefinition] | None = honoured(example=[{"name": "look", "input_schema": {"type": "object"}}], max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = honoured(example={"type": "none"})
-    thinking: ThinkingConfig | None = honoured(example={"type": "disabled"})
+    thinking: ThinkingConfig | None = limited(
+        says="a model without marks of reasoning ignores it, and X-Ignored-Fields names it", example={"type": "disabled"}
+    )
     output_config: OutputConfig | None = honoured(
         example={"effort": "low"}, says="effort is passed to the chat template as reasoning_effort"
     )

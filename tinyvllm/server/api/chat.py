@@ -13,7 +13,7 @@ from tinyvllm.request import CompletionOutput, RequestOutput, SamplingParams
 from tinyvllm.server.core.answer import parse_answer
 from tinyvllm.server.core.answer_format import Tools
 from tinyvllm.server.core.context import RequestContext
-from tinyvllm.server.core.conversation import after_segments, conversation_of, encode_conversation, message_text, reasoning_variables
+from tinyvllm.server.core.conversation import after_segments, conversation_of, encode_conversation, reasoning_variables
 from tinyvllm.server.core.failures import Failure, encode
 from tinyvllm.server.core.generation import ChatRun, chat_run
 from tinyvllm.server.core.logprobs import LogprobStyle, Position, chat_logprobs, positions_of, prompt_logprobs
@@ -21,6 +21,7 @@ from tinyvllm.server.core.params import beam_params, request_options, sampling_p
 from tinyvllm.server.core.prompts import truncation_of
 from tinyvllm.server.core.response import DONE, ResponseWriter, quote, sse_event
 from tinyvllm.server.core.schema import ChatRequest
+from tinyvllm.server.core.tool_turns import message_text
 from tinyvllm.server.core.usage import extra_fields, finish_reason_of
 from tinyvllm.text.parsing import Event, StreamParser
 

@@ -82,6 +82,11 @@ def answer_format(llm: AsyncLLM, prompt: ChatPrompt, tools: Tools, params: Sampl
     return AnswerFormat(dialect if parsed else None, tools, reasoning, starts_in_reasoning), params
 
 
+def can_reason(llm: AsyncLLM, template: str | None, tools: Tools) -> bool:
+    """Whether the model marks its reasoning, so that it can be bounded and split from the answer."""
+    return _dialect(llm, template, tools.enabled).think is not None
+
+
 _dialects: WeakKeyDictionary[AsyncLLM, dict[tuple[str | None, bool], Format]] = WeakKeyDictionary()
 
 

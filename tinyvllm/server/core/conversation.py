@@ -24,6 +24,7 @@ from tinyvllm.server.core.prompts import (
     text_size,
 )
 from tinyvllm.server.core.segment_store import RegisteredSegment, last_of_messages
+from tinyvllm.server.core.tool_turns import as_plain_turns, has_tool_results, message_text, shows_tool_results, with_marks
 from tinyvllm.text.chat import render_chat
 from tinyvllm.text.tokenizer import Tokenizer
 
@@ -86,12 +87,6 @@ def conversation_of(config: ServerConfig, data: Mapping[str, Any], variables: Ma
     )
 
 
-def message_text(message: Mapping[str, Any]) -> str:
-    """The text of a message, which may have parts or no content."""
-    content = message.get("content")
-    return "\n".join(part["text"] for part in content) if isinstance(content, list) else content or ""
-
-
 def reasoning_variables(effort: str | None) -> dict[str, Any]:
     """The template variables for a reasoning effort."""
     if effort is None:
@@ -111,11 +106,16 @@ def after_segments(conversation: Conversation, segments: Sequence[RegisteredSegm
 
 
 def _normalized(conversation: Conversation, tools: Sequence[Mapping[str, Any]] | None) -> Conversation:
-    """The conversation with its tools, without null fields. The role developer becomes system for templates that lack it."""
+    """The conversation with its tools, without null fields. The role developer becomes system for templates that lack it.
+
+    Templates read reasoning_content; vLLM's clients send `reasoning`.
+    """
     rename = "developer" not in (conversation.template or "")
 
     def normalize(message: Mapping[str, Any]) -> dict[str, Any]:
         fields = {name: value for name, value in message.items() if value is not None}
+        if "reasoning" in fields:
+            fields.setdefault("reasoning_content", fields["reasoning"])
         return {**fields, "role": "system"} if rename and fields["role"] == "developer" else fields
 
     return replace(conversation, messages=[normalize(message) for message in conversation.messages], tools=tools)
@@ -125,23 +125,23 @@ async def encode_conversation(
     llm: AsyncLLM, conversation: Conversation, tools: Sequence[Mapping[str, Any]] | None, truncation: Truncation | None = None
 ) -> ChatPrompt:
     """The prompt that the chat template renders. RequestError or TokenizerError if the template fails."""
-    conversation, tokenizer = _normalized(conversation, tools), require_tokenizer(llm)
+    wanted, tokenizer = _normalized(conversation, tools), require_tokenizer(llm)
 
-    def encode() -> EncodedPrompt:
-        text = _render(tokenizer, conversation)
+    def encode() -> ChatPrompt:
+        conversation, text = _render_with_results(tokenizer, wanted)
         if not text.startswith(conversation.prefix):
             raise bad_field("segments", f"segments: {_RENDERED_DIFFERENTLY}")
         if truncation is None:
             check_size(llm, text, "messages")
-        return EncodedPrompt(encode_truncated(llm, text, conversation.add_special_tokens, truncation), text)
+        ids = encode_truncated(llm, text, conversation.add_special_tokens, truncation)
+        return ChatPrompt(conversation, EncodedPrompt(ids, text))
 
-    parts = [conversation.messages, conversation.tools, conversation.documents, conversation.variables]
-    size = text_size(parts)
-    if conversation.template is not None:
+    size = text_size([wanted.messages, wanted.tools, wanted.documents, wanted.variables])
+    if wanted.template is not None:
         size += SHORT_TEXT  # a client's template may be slow: always in a thread
-    encoded = await run_aside(size, encode)
-    check_length(llm, encoded.token_ids, "messages")
-    return ChatPrompt(conversation, encoded)
+    prompt = await run_aside(size, encode)
+    check_length(llm, prompt.encoded.token_ids, "messages")
+    return prompt
 
 
 async def encode_start(llm: AsyncLLM, conversation: Conversation, tools: Sequence[Mapping[str, Any]] | None) -> ChatPrompt:
@@ -163,6 +163,25 @@ async def encode_start(llm: AsyncLLM, conversation: Conversation, tools: Sequenc
     encoded = await asyncio.to_thread(encode)
     check_length(llm, encoded.token_ids, "messages")
     return ChatPrompt(conversation, encoded)
+
+
+def _render_with_results(tokenizer: Tokenizer, conversation: Conversation) -> tuple[Conversation, str]:
+    """(the conversation, its text). Tool results become turns of the user's if the template has no role for them."""
+    if not has_tool_results(conversation.messages):
+        return conversation, _render(tokenizer, conversation)
+    plain = replace(conversation, messages=as_plain_turns(conversation.messages))
+    try:
+        text = _render(tokenizer, conversation)
+    except TokenizerError as error:
+        try:
+            return plain, _render(tokenizer, plain)
+        except TokenizerError:
+            raise error from None  # the results are not what the template refuses
+    if shows_tool_results(conversation.messages, text):
+        return conversation, text
+    marked, marks = with_marks(conversation.messages)
+    marked_text = _render(tokenizer, replace(conversation, messages=marked, continue_final_message=False))
+    return (conversation, text) if all(mark in marked_text for mark in marks) else (plain, _render(tokenizer, plain))
 
 
 def _render(tokenizer: Tokenizer, conversation: Conversation) -> str:
