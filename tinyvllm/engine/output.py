@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from tinyvllm.engine.beam import BeamState
 from tinyvllm.errors import TinyvllmError
 from tinyvllm.request import CompletionOutput, Logprob, Receipt, RequestMetrics, RequestOptions, RequestOutput, SamplingParams, Sequence
-from tinyvllm.text.detokenize import IncrementalDetokenizer, StopStrings
+from tinyvllm.text.detokenize import IncrementalDetokenizer, StopStrings, stop_automaton
 from tinyvllm.text.tokenizer import Tokenizer
 
 _SEEDS = 2**64
@@ -97,7 +97,7 @@ class RequestState:
         if self._tokenizer is not None:
             detokenizer = IncrementalDetokenizer(self._tokenizer, self.prompt_token_ids, self.params.skip_special_tokens)
             if self.params.stop:
-                stops = StopStrings(self.params.stop, self.params.include_stop_str_in_output)
+                stops = StopStrings(stop_automaton(tuple(self.params.stop)), self.params.include_stop_str_in_output)
         return _Part(sequence, detokenizer, stops)
 
     @property

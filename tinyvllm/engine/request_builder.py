@@ -10,6 +10,7 @@ from tinyvllm.engine.beam import BeamState
 from tinyvllm.engine.output import ActiveRequest, RequestState
 from tinyvllm.errors import RequestError
 from tinyvllm.request import ALL_LOGPROBS, MAX_LOGPROB_ENTRIES, MAX_LOGPROBS, BeamSearchParams, RequestOptions, SamplingParams
+from tinyvllm.request.limits import brief
 from tinyvllm.text.tokenizer import Tokenizer
 
 
@@ -35,7 +36,7 @@ class RequestBuilder:
     ) -> ActiveRequest:
         """The request as it runs; RequestError for token ids outside the vocabulary."""
         if bad := next((t for t in prompt_token_ids if not 0 <= t < self.vocab_size), None):
-            raise RequestError(f"request {request_id}: token id {bad} is outside the vocabulary of {self.vocab_size}")
+            raise RequestError(f"request {request_id}: token id {brief(bad)} is outside the vocabulary of {self.vocab_size}")
         if isinstance(params, BeamSearchParams):
             return BeamState(
                 request_id, prompt, prompt_token_ids, params, self.tokenizer, self.eos_ids, self.max_model_len, self.clock(),

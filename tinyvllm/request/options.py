@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tinyvllm.errors import ArgumentError
+from tinyvllm.request.limits import MAX_DEADLINE_MS, MAX_NAME, MAX_PRIORITY, brief
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,15 @@ class RequestOptions:
         return None if self.anonymous else self.key
 
     def __post_init__(self) -> None:
-        if type(self.priority) is not int:
-            raise ArgumentError(f"priority must be an integer, got {self.priority!r}")
+        if type(self.priority) is not int or abs(self.priority) > MAX_PRIORITY:
+            raise ArgumentError(f"priority must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}, got {brief(self.priority)}")
         for name in ("deadline_ms", "ttft_deadline_ms"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
-                raise ArgumentError(f"{name} must be a number above 0, got {value!r}")
-        if not isinstance(self.key, str):
-            raise ArgumentError(f"key must be a text, got {self.key!r}")
-        if self.cache_salt is not None and not (isinstance(self.cache_salt, str) and self.cache_salt):
-            raise ArgumentError(f"cache_salt must be a non-empty text, got {self.cache_salt!r}")
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value <= MAX_DEADLINE_MS):
+                raise ArgumentError(f"{name} must be a number above 0 and up to {MAX_DEADLINE_MS:g}, got {brief(value)}")
+        if not isinstance(self.key, str) or len(self.key) > MAX_NAME:
+            raise ArgumentError(f"key must be a text of at most {MAX_NAME} characters, got {brief(self.key)}")
+        salt = self.cache_salt
+        if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= MAX_NAME):
+            raise ArgumentError(f"cache_salt must be a non-empty text of at most {MAX_NAME} characters, got {brief(salt)}")

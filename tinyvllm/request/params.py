@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinyvllm.errors import ArgumentError
+from tinyvllm.request.limits import MAX_COUNT, MAX_TOKEN_IDS, MAX_WORD_LENGTH, MAX_WORDS, MAX_WORDS_LENGTH, brief
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,13 +60,13 @@ class StructuredOutputsParams:
         value = getattr(self, given[0])
         kinds = {"json": (str, dict), "regex": (str,), "choice": (list, tuple), "grammar": (str,), "json_object": (bool,)}[given[0]]
         if not isinstance(value, kinds):
-            raise ArgumentError(f"StructuredOutputsParams: {given[0]} cannot be {_brief(value)}")
+            raise ArgumentError(f"StructuredOutputsParams: {given[0]} cannot be {brief(value)}")
         if self.choice is not None:
             object.__setattr__(self, "choice", tuple(self.choice))
             if any(not isinstance(c, str) or not c for c in self.choice or ()):
-                raise ArgumentError(f"StructuredOutputsParams: choice must hold non-empty strings, got {_brief(self.choice)}")
+                raise ArgumentError(f"StructuredOutputsParams: choice must hold non-empty strings, got {brief(self.choice)}")
         if not isinstance(self.enable_in_reasoning, bool):
-            got = _brief(self.enable_in_reasoning)
+            got = brief(self.enable_in_reasoning)
             raise ArgumentError(f"StructuredOutputsParams: enable_in_reasoning must be True or False, got {got}")
 
     @property
@@ -89,9 +90,9 @@ class ReasoningParams:
     def __post_init__(self) -> None:
         for name in ("opening", "closing"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                raise ArgumentError(f"ReasoningParams: {name} must be a mark like <think>, got {_brief(getattr(self, name))}")
+                raise ArgumentError(f"ReasoningParams: {name} must be a mark like <think>, got {brief(getattr(self, name))}")
         if self.begins not in REASONING_BEGINS:
-            raise ArgumentError(f"ReasoningParams: begins must be one of {', '.join(REASONING_BEGINS)}, got {_brief(self.begins)}")
+            raise ArgumentError(f"ReasoningParams: begins must be one of {', '.join(REASONING_BEGINS)}, got {brief(self.begins)}")
 
 
 @dataclass(frozen=True)
@@ -139,22 +140,22 @@ class SamplingParams:
         self._check_stops()
         self._check_constraints()
         if self.output_kind not in OUTPUT_KINDS:
-            raise ArgumentError(f"SamplingParams: output_kind must be one of {', '.join(OUTPUT_KINDS)}, got {_brief(self.output_kind)}")
+            raise ArgumentError(f"SamplingParams: output_kind must be one of {', '.join(OUTPUT_KINDS)}, got {brief(self.output_kind)}")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise ArgumentError(f"SamplingParams: {name} must be True or False, got {_brief(getattr(self, name))}")
+                raise ArgumentError(f"SamplingParams: {name} must be True or False, got {brief(getattr(self, name))}")
         _check_bias(self.logit_bias)
 
     def _check_numbers(self) -> None:
         for name, low, high, kind in _RANGES:
             _check_range(name, getattr(self, name), low, high, kind)
         for name, low, high in (
-            ("max_tokens", 1, math.inf),
+            ("max_tokens", 1, MAX_COUNT),
             ("seed", -(2**63), 2**64 - 1),
             ("logprobs", ALL_LOGPROBS, MAX_LOGPROBS),
             ("prompt_logprobs", ALL_LOGPROBS, MAX_LOGPROBS),
             ("best_of", self.n, 1024),
-            ("thinking_token_budget", 0, math.inf),
+            ("thinking_token_budget", 0, MAX_COUNT),
         ):
             if getattr(self, name) is not None:
                 _check_range(name, getattr(self, name), low, high, int)
@@ -167,43 +168,41 @@ class SamplingParams:
         stop_token_ids = _as_tuple("stop_token_ids", self.stop_token_ids, "a list of token ids")
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", stop_token_ids)
-        if any(not isinstance(s, str) or not s for s in stop):
-            raise ArgumentError(f"SamplingParams: stop must hold non-empty strings, got {_brief(stop)}")
-        if any(type(t) is not int or t < 0 for t in stop_token_ids):
-            raise ArgumentError(f"SamplingParams: stop_token_ids must hold token ids, got {_brief(stop_token_ids)}")
+        _check_words("stop", stop)
+        _check_token_ids("stop_token_ids", stop_token_ids)
 
     def _check_constraints(self) -> None:
         """The fields that restrict the vocabulary: words, ids, a structure, processors."""
         bad_words = _as_tuple("bad_words", self.bad_words, "a list of strings")
         object.__setattr__(self, "bad_words", bad_words or None)
-        if any(not isinstance(word, str) or not word for word in bad_words):
-            raise ArgumentError(f"SamplingParams: bad_words must hold non-empty strings, got {_brief(bad_words)}")
         self._check_logprob_token_ids()
+        _check_words("bad_words", bad_words)
         if self.allowed_token_ids is not None:
             allowed = _as_tuple("allowed_token_ids", self.allowed_token_ids, "a list of token ids")
             object.__setattr__(self, "allowed_token_ids", allowed)
-            if not allowed or any(type(t) is not int or t < 0 for t in allowed):
-                raise ArgumentError(f"SamplingParams: allowed_token_ids must hold at least one token id, got {_brief(allowed)}")
+            if not allowed:
+                raise ArgumentError("SamplingParams: allowed_token_ids must hold at least one token id, got []")
+            _check_token_ids("allowed_token_ids", allowed)
         if isinstance(self.structured_outputs, dict):  # as it comes in JSON
             object.__setattr__(self, "structured_outputs", _from_fields(StructuredOutputsParams, self.structured_outputs))
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):
-            got = _brief(self.structured_outputs)
+            got = brief(self.structured_outputs)
             raise ArgumentError(f"SamplingParams: structured_outputs must be a StructuredOutputsParams, got {got}")
         if isinstance(self.reasoning, dict):
             object.__setattr__(self, "reasoning", _from_fields(ReasoningParams, self.reasoning))
         if self.reasoning is not None and not isinstance(self.reasoning, ReasoningParams):
-            raise ArgumentError(f"SamplingParams: reasoning must be a ReasoningParams, got {_brief(self.reasoning)}")
+            raise ArgumentError(f"SamplingParams: reasoning must be a ReasoningParams, got {brief(self.reasoning)}")
         processors = _as_tuple("logits_processors", self.logits_processors, "a list of functions")
         object.__setattr__(self, "logits_processors", processors or None)
         if any(not callable(processor) for processor in processors):
-            raise ArgumentError(f"SamplingParams: logits_processors must hold functions, got {_brief(processors)}")
+            raise ArgumentError(f"SamplingParams: logits_processors must hold functions, got {brief(processors)}")
 
     def _check_logprob_token_ids(self) -> None:
         listed = _as_tuple("logprob_token_ids", self.logprob_token_ids, "a list of token ids")
         object.__setattr__(self, "logprob_token_ids", listed or None)
-        if any(type(t) is not int or t < 0 for t in listed) or len(listed) > MAX_LOGPROB_TOKEN_IDS:
+        if any(type(t) is not int or not 0 <= t <= MAX_COUNT for t in listed) or len(listed) > MAX_LOGPROB_TOKEN_IDS:
             expected = f"at most {MAX_LOGPROB_TOKEN_IDS} token ids"
-            raise ArgumentError(f"SamplingParams: logprob_token_ids must hold {expected}, got {len(listed)}: {_brief(listed)}")
+            raise ArgumentError(f"SamplingParams: logprob_token_ids must hold {expected}, got {len(listed)}: {brief(listed)}")
         if listed and self.logprobs is None:
             raise ArgumentError("SamplingParams: logprob_token_ids requires logprobs")
 
@@ -229,13 +228,13 @@ class SamplingParams:
 _RANGES: tuple[tuple[str, float, float, type], ...] = (
     ("n", 1, 1024, int),
     ("temperature", 0, 100, float),
-    ("top_k", -1, math.inf, int),
+    ("top_k", -1, MAX_COUNT, int),
     ("top_p", 0, 1, float),
     ("min_p", 0, 1, float),
     ("repetition_penalty", 1e-6, 100, float),
     ("presence_penalty", -2, 2, float),
     ("frequency_penalty", -2, 2, float),
-    ("min_tokens", 0, math.inf, int),
+    ("min_tokens", 0, MAX_COUNT, int),
 )
 
 
@@ -245,13 +244,33 @@ def _check_range(name: str, value: object, low: float, high: float, kind: type, 
         article = "an integer" if kind is int else "a number"
         bounds = f"of {low} or more" if high == math.inf else f"from {low} to {high}"
         above = " (above 0)" if name == "top_p" else ""
-        raise ArgumentError(f"{speaker}: {name} must be {article} {bounds}{above}, got {_brief(value)}")
+        raise ArgumentError(f"{speaker}: {name} must be {article} {bounds}{above}, got {brief(value)}")
 
 
 def _as_tuple(name: str, value: object, expected: str) -> tuple[Any, ...]:
     if value is not None and not isinstance(value, (list, tuple)):
-        raise ArgumentError(f"SamplingParams: {name} must be {expected}, got {_brief(value)}")
+        raise ArgumentError(f"SamplingParams: {name} must be {expected}, got {brief(value)}")
     return tuple(value or ())
+
+
+def _check_words(name: str, words: tuple[Any, ...]) -> None:
+    """Stop strings and bad words: their cost grows with their length, and they come from clients."""
+    if any(not isinstance(word, str) or not word for word in words):
+        raise ArgumentError(f"SamplingParams: {name} must hold non-empty strings, got {brief(words)}")
+    if len(words) > MAX_WORDS:
+        raise ArgumentError(f"SamplingParams: {name} must hold at most {MAX_WORDS} strings, got {len(words)}: leave some out")
+    if (longest := max(map(len, words), default=0)) > MAX_WORD_LENGTH:
+        most = f"strings of at most {MAX_WORD_LENGTH} characters"
+        raise ArgumentError(f"SamplingParams: {name} must hold {most}, got one of {longest}: shorten it")
+    if (total := sum(map(len, words))) > MAX_WORDS_LENGTH:
+        raise ArgumentError(f"SamplingParams: {name} must hold at most {MAX_WORDS_LENGTH} characters in all, got {total}: leave some out")
+
+
+def _check_token_ids(name: str, token_ids: tuple[Any, ...]) -> None:
+    if any(type(t) is not int or not 0 <= t <= MAX_COUNT for t in token_ids):
+        raise ArgumentError(f"SamplingParams: {name} must hold token ids, got {brief(token_ids)}")
+    if len(token_ids) > MAX_TOKEN_IDS:
+        raise ArgumentError(f"SamplingParams: {name} must hold at most {MAX_TOKEN_IDS} token ids, got {len(token_ids)}: leave some out")
 
 
 def _from_fields(kind: type[T], given: dict[str, Any]) -> T:
@@ -265,17 +284,12 @@ def _from_fields(kind: type[T], given: dict[str, Any]) -> T:
 
 def _check_bias(biases: object) -> None:
     if biases is not None and not isinstance(biases, dict):
-        raise ArgumentError(f"SamplingParams: logit_bias must be a dict of token ids and values, got {_brief(biases)}")
+        raise ArgumentError(f"SamplingParams: logit_bias must be a dict of token ids and values, got {brief(biases)}")
     for token, bias in (biases or {}).items():
         number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
-        if type(token) is not int or token < 0 or not number or not -100 <= bias <= 100:
-            got = f"{_brief(token)}: {_brief(bias)}"
+        if type(token) is not int or not 0 <= token <= MAX_COUNT or not number or not -100 <= bias <= 100:
+            got = f"{brief(token)}: {brief(bias)}"
             raise ArgumentError(f"SamplingParams: logit_bias maps token ids to values in [-100, 100], got {got}")
-
-
-def _brief(value: object) -> str:
-    """A value as a message shows it: in one line, shortened if it is long."""
-    return " ".join(f"{value!r:.80}".split())
 
 
 @dataclass(frozen=True)
@@ -297,9 +311,9 @@ class BeamSearchParams:
 
     def __post_init__(self) -> None:
         _check_range("beam_width", self.beam_width, 1, 64, int, "BeamSearchParams")
-        _check_range("max_tokens", self.max_tokens, 1, math.inf, int, "BeamSearchParams")
+        _check_range("max_tokens", self.max_tokens, 1, MAX_COUNT, int, "BeamSearchParams")
         _check_range("length_penalty", self.length_penalty, -100, 100, float, "BeamSearchParams")
         if self.early_stopping not in (True, False, "never"):
-            raise ArgumentError(f'BeamSearchParams: early_stopping must be True, False or "never", got {_brief(self.early_stopping)}')
+            raise ArgumentError(f'BeamSearchParams: early_stopping must be True, False or "never", got {brief(self.early_stopping)}')
         if self.n is not None:
             _check_range("n", self.n, 1, self.beam_width, int, "BeamSearchParams")

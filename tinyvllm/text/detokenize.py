@@ -6,6 +6,7 @@ Knows neither requests nor tokenizer libraries.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from tinyvllm.text.tokenizer import Tokenizer
 
@@ -45,6 +46,62 @@ class IncrementalDetokenizer:
         return text[same:]
 
 
+_CHARACTERS = 0x110000  # Unicode's code points
+_KEPT_AUTOMATONS = 8  # of a few megabytes each, for the longest stop strings
+
+
+class StopAutomaton:
+    """Which stop strings end at each character of a text: Aho and Corasick's automaton (1975). Immutable, so that requests share it.
+
+    A state is the longest end of the text that begins a stop string; state 0 is the empty one. Time and memory to build it are linear in
+    the characters of all stop strings, and a step does not depend on them.
+    """
+
+    def __init__(self, stops: Iterable[str]):
+        self.lengths = [0]  # by state: its characters
+        self.matches: list[str | None] = [None]  # by state: the longest stop string that it ends with
+        self._edges: dict[int, int] = {}  # by state * _CHARACTERS + character; a dict for each state would take ten times the memory
+        self._fails = [0]  # by state: the longest shorter end of it that is a state
+        for stop in stops:
+            self._insert(stop)
+        self._link()
+
+    def _insert(self, stop: str) -> None:
+        state = 0
+        for length, character in enumerate(stop, start=1):
+            new = len(self.lengths)
+            state = self._edges.setdefault(state * _CHARACTERS + ord(character), new)
+            if state == new:
+                self.lengths.append(length)
+                self.matches.append(None)
+                self._fails.append(0)
+        self.matches[state] = stop
+
+    def _link(self) -> None:
+        """Set the fails of all states, the shorter ones first."""
+        for edge, state in sorted(self._edges.items(), key=lambda item: self.lengths[item[1]]):
+            parent, code = divmod(edge, _CHARACTERS)
+            if parent:
+                self._fails[state] = self._step(self._fails[parent], code)
+            if self.matches[state] is None:
+                self.matches[state] = self.matches[self._fails[state]]
+
+    def _step(self, state: int, code: int) -> int:
+        while (found := self._edges.get(state * _CHARACTERS + code)) is None and state:
+            state = self._fails[state]
+        return found or 0
+
+    def step(self, state: int, character: str) -> int:
+        """The state after one more character of the text."""
+        return self._step(state, ord(character))
+
+
+@lru_cache(_KEPT_AUTOMATONS)
+def stop_automaton(stops: tuple[str, ...]) -> StopAutomaton:
+    """The automaton of these stop strings, kept for the next request with them; from any thread."""
+    return StopAutomaton(stops)
+
+
 class StopStrings:
     """Finds the first stop string in text that arrives in pieces, and holds back text that may be the start of one.
 
@@ -52,29 +109,27 @@ class StopStrings:
     depend on how the text is cut into pieces. `matched` is that string, None until it is found.
     """
 
-    def __init__(self, stop: Iterable[str], include_stop_str: bool = False):
-        self._stops = tuple(stop)
+    def __init__(self, automaton: StopAutomaton, include_stop_str: bool = False):
+        self._automaton = automaton
         self._include = include_stop_str
-        self._prefixes = frozenset(one[:length] for one in self._stops for length in range(1, len(one)))
-        self._longest = max(map(len, self._stops), default=0)
-        self._held = ""
+        self._state = 0
+        self._held = ""  # the characters of the state
         self.matched: str | None = None
 
     def add(self, text: str) -> tuple[str, str | None]:
         """(text that contains no stop string, the stop string that ended it or None). After a match all further text is dropped."""
         if self.matched is not None:
             return "", self.matched
-        text = self._held + text
-        self._held = ""
-        ends = [(start + len(one), start, one) for one in self._stops if (start := text.find(one)) >= 0]
-        if ends:
-            end, start, self.matched = min(ends)
-            return text[: end if self._include else start], self.matched
-        for start in range(max(0, len(text) - self._longest + 1), len(text)):
-            if text[start:] in self._prefixes:
-                self._held = text[start:]
-                return text[:start], None
-        return text, None
+        automaton, state, num_held = self._automaton, self._state, len(self._held)
+        whole = self._held + text
+        for end, character in enumerate(text, start=num_held + 1):
+            state = automaton.step(state, character)
+            if (matched := automaton.matches[state]) is not None:
+                self.matched, self._held = matched, ""
+                return whole[: end if self._include else end - len(matched)], matched
+        self._state, num_safe = state, len(whole) - automaton.lengths[state]
+        self._held = whole[num_safe:]
+        return whole[:num_safe], None
 
     def finish(self) -> str:
         """The text held back, when no more text follows."""

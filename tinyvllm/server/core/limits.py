@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import re
 
+from tinyvllm.request.limits import MAX_COUNT, MAX_TOKEN_IDS, MAX_WORDS
 from tinyvllm.server.core.failures import Failure
+
+__all__ = ["MAX_COUNT", "MAX_TOKEN_IDS", "MAX_WORDS", "check_containers"]  # those of the engine's own limits that body models repeat
 
 MAX_BODY = 4 * 2**20  # bytes; default of --max-body
 THREAD_BODY = 100_000  # bytes; longer bodies are parsed and checked in a thread
@@ -20,12 +23,9 @@ MAX_TOOLS = 1_000
 MAX_DOCUMENTS = 1_000
 MAX_PROMPTS = 2_048  # prompts of a request, inputs of embeddings
 MAX_CHOICES = 1_024  # sequences of a request: prompts times n or best_of
-MAX_TOKEN_IDS = 2**20  # of one prompt or list of ids; then the model's context and vocabulary limit them
 MAX_LOGIT_BIAS = 10_000
-MAX_WORDS = 512  # stop strings, bad words
 MAX_NAMES = 64  # entries of metadata, segments of a prompt
 MAX_NAME = 512  # characters of names, of users, and of metadata, which the access log repeats
-MAX_COUNT = 2**31 - 1  # integers that count tokens
 MAX_TEXT = 2**20  # characters of a text for /tokenize, token ids for /detokenize: their memory is a hundred times that
 
 MAX_HEAD = 64 * 1024  # bytes of a request's head
