@@ -188,8 +188,8 @@ def _views(path: Path, entries: dict[str, Any]) -> list[np.ndarray]:
             np.frombuffer(mmap.mmap(descriptor, e["bytes"], flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=e["offset"]), np.uint8)
             for e in entries.values()
         ]
-    except OSError as error:
-        raise Refusal(reason_of(error)) from error
+    except (OSError, ValueError) as error:  # ValueError: it became shorter meanwhile
+        raise Refusal(reason_of(error) if isinstance(error, OSError) else str(error)) from error
     finally:
         os.close(descriptor)
 

@@ -1,0 +1,3 @@
+from tests.started import device
+
+__all__ = ["device"]
