@@ -4,6 +4,20 @@ A message is one line: the speaker, what is wrong, what was expected, what was g
 command line: 2 for arguments that the caller typed, 1 for failures of files, devices or the network.
 """
 
+MAX_MESSAGE = 300  # characters of an error about a file
+
+
+def one_line(text: str, limit: int = MAX_MESSAGE) -> str:
+    """The text on one line of printable characters, at most `limit` of them: the middle of a longer one is left out.
+
+    Files hold line feeds, control characters, lone surrogates (which no terminal or log can encode) and names of megabytes.
+    """
+    if len(text) > 2 * limit:
+        text = f"{text[:limit]} ... {text[-limit:]}"
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split()))
+    head = limit * 2 // 3
+    return text if len(text) <= limit else f"{text[:head]} ... {text[head + 5 - limit :]}"
+
 
 class TinyvllmError(Exception):
     """Base of every error that a caller may want to catch."""
@@ -17,7 +31,14 @@ class ArgumentError(TinyvllmError, ValueError):
     exit_code = 2
 
 
-class ModelError(TinyvllmError):
+class FileError(TinyvllmError):
+    """Base of the errors about files of a model. Their messages quote what a file holds, so they are bounded here: see `one_line`."""
+
+    def __init__(self, message: str):
+        super().__init__(one_line(message))
+
+
+class ModelError(FileError):
     """A model that cannot be loaded: unknown architecture, missing tensor, a shape that contradicts the configuration."""
 
 
@@ -25,7 +46,7 @@ class FormatError(ModelError):
     """A file that is not what its name says, or is truncated or corrupt."""
 
 
-class TokenizerError(TinyvllmError):
+class TokenizerError(FileError):
     """A tokenizer or chat template that is missing, unreadable or rejects its input."""
 
 

@@ -6,6 +6,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from tinyvllm.errors import FormatError, ModelError
+from tinyvllm.foreign import MAX_JSON_VALUES, MAX_TENSORS
 from tinyvllm.weights.safetensors import MAX_HEADER, read_safetensors, read_sharded
 
 
@@ -129,3 +130,11 @@ def test_refuses_a_damaged_index(sharded, text):
     sharded.write_text(text)
     with pytest.raises(FormatError, match="index.json"):
         read_sharded(sharded)
+
+
+def test_refuses_too_many_tensors_and_values_before_they_are_looked_at(file):
+    many = ",".join(f'"{i}":0' for i in range(MAX_TENSORS + 1)).encode()
+    with pytest.raises(FormatError, match=f"has {MAX_TENSORS + 1} tensors, and at most {MAX_TENSORS} are read; split it into shards"):
+        read_safetensors(write(file, b"{%s}" % many))
+    with pytest.raises(FormatError, match=f"at most {MAX_JSON_VALUES} are read"):
+        read_safetensors(write(file, b'{"a":[%s[]]}' % (b"[]," * MAX_JSON_VALUES)))

@@ -5,7 +5,6 @@ Knows no model and runs nothing.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from tinyvllm.config import nearest
 from tinyvllm.engine.segments import Segment, concat_token_ids
 from tinyvllm.errors import ArgumentError, ModelError, RequestError, TinyvllmError
+from tinyvllm.foreign import MAX_JSON_BYTES, parse_json, read_bounded
 from tinyvllm.request import SamplingParams
 from tinyvllm.text.chat import render_chat
 from tinyvllm.text.tokenizer import Tokenizer
@@ -174,7 +174,7 @@ def default_sampling_params(folder: Path) -> SamplingParams:
     if not path.is_file():
         return SamplingParams()
     try:
-        recommended = json.loads(path.read_text(encoding="utf-8"))
+        recommended = parse_json(read_bounded(path, MAX_JSON_BYTES))
         return replace(SamplingParams(), **{name: recommended[name] for name in _FROM_MODEL if recommended.get(name) is not None})
-    except (ValueError, AttributeError) as error:  # not UTF-8, not JSON, not an object, or a value that SamplingParams refuses
+    except (OSError, ValueError, AttributeError) as error:  # not UTF-8, not JSON, not an object, or a value that SamplingParams refuses
         raise ModelError(f"{path}: {error}") from error

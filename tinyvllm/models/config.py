@@ -12,6 +12,7 @@ import numpy as np
 from tinygrad.llm.model import TransformerConfig
 
 from tinyvllm.errors import ModelError
+from tinyvllm.foreign import quoted
 from tinyvllm.ops.rope import SCALINGS, RopeScaling
 
 MAX_LAYERS, MAX_EXPERTS = 1024, 4096  # several times more than any published model has
@@ -75,7 +76,7 @@ class Fields:
         return value
 
     def _refuse(self, key: str, expected: str, value: object) -> NoReturn:
-        raise ModelError(f"{self.where}: {self.prefix + key} must be {expected}, got {value!r:.80}")
+        raise ModelError(f"{self.where}: {self.prefix + key} must be {expected}, got {quoted(value)}")
 
     def integer(self, key: str, default: int | None = None, low: int = 0, high: int | None = None) -> int:
         value = self._need(key, default)
@@ -87,10 +88,11 @@ class Fields:
         """The number of layers, bounded: lists with an entry per layer must not fill the memory before any tensor is checked."""
         return self.integer(key, low=1, high=MAX_LAYERS)
 
-    def number(self, key: str, default: float | None = None, above: float | None = None) -> float:
+    def number(self, key: str, default: float | None = None, above: float | None = None, high: float = math.inf) -> float:
         value = self._need(key, default)
-        if not _is_number(value) or (above is not None and value <= above):
-            self._refuse(key, "a number" if above is None else f"a number above {above:g}", value)
+        if not _is_number(value) or (above is not None and value <= above) or value > high:
+            limit = "" if high == math.inf else f" and at most {high:g}"
+            self._refuse(key, "a number" if above is None else f"a number above {above:g}{limit}", value)
         return float(value)
 
     def integers(self, key: str) -> tuple[int, ...]:
@@ -139,14 +141,14 @@ def hf_rope(fields: Fields, max_context: int) -> tuple[float, float, RopeScaling
     name = "rope_parameters" if fields.get("rope_parameters") not in (None, {}) else "rope_scaling"
     raw = fields.get(name, {})
     if not isinstance(raw, Mapping):
-        raise ModelError(f"{fields.where}: {name} must be an object, got {raw!r:.80}")
+        raise ModelError(f"{fields.where}: {name} must be an object, got {quoted(raw)}")
     rope = Fields(raw, where=f"{fields.where}, {name}")
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0), above=1)
-    share = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0), above=0)
+    share = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0), above=0, high=1)
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "longrope" if kind == "su" else kind
     if kind not in SCALINGS:
-        raise ModelError(f"{fields.where}: rope scaling {kind!r} is not supported; supported are {', '.join(SCALINGS)}")
+        raise ModelError(f"{fields.where}: rope scaling {quoted(kind)} is not supported; supported are {', '.join(SCALINGS)}")
     if kind == "default":
         return theta, share, RopeScaling()
     context = "original_max_position_embeddings"
@@ -193,7 +195,7 @@ def hf_windows(fields: Fields, num_layers: int, default_on: bool) -> tuple[int, 
         known = isinstance(kinds, list) and all(kind in ("full_attention", "sliding_attention") for kind in kinds)
         if not known or len(kinds) != num_layers:
             expected = f"layer_types must name full_attention or sliding_attention for each of {num_layers} layers"
-            raise ModelError(f"{fields.where}: {expected}, got {kinds!r:.80}")
+            raise ModelError(f"{fields.where}: {expected}, got {quoted(kinds)}")
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     full = fields.integer("max_window_layers", 0)
     return tuple(window if layer >= full else 0 for layer in range(num_layers))

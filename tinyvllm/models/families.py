@@ -10,6 +10,7 @@ from typing import Any
 from tinygrad import nn
 
 from tinyvllm.errors import ModelError
+from tinyvllm.foreign import quoted
 from tinyvllm.models import ernie, gpt2, llama, phi, qwen
 from tinyvllm.models.config import ModelConfig, Source, Transform, WeightRecipe
 
@@ -46,15 +47,15 @@ def find_family(source: Source) -> Family:
         names, field = source.config.get("architectures") or [], "architectures"
         if scheme := source.config.get("quantization_config"):
             raise ModelError(
-                f"config.json: quantization_config {str(scheme)[:80]} is not supported; use the unquantized model or a GGUF file"
+                f"config.json: quantization_config {quoted(scheme, 80)} is not supported; use the unquantized model or a GGUF file"
             )
         if not isinstance(names, list) or not names:
-            raise ModelError(f"config.json: 'architectures' must name the model class, got {names!r}")
+            raise ModelError(f"config.json: 'architectures' must name the model class, got {quoted(names)}")
     for family in FAMILIES:
         if any(name in getattr(family, field) for name in names):
             return family
     known = ", ".join(name for family in FAMILIES for name in getattr(family, field))
-    raise ModelError(f"models: the architecture {', '.join(map(str, names))} is not supported; supported are {known}")
+    raise ModelError(f"models: the architecture {', '.join(map(quoted, names[:3]))} is not supported; supported are {known}")
 
 
 def read_config(family: Family, source: Source) -> ModelConfig:

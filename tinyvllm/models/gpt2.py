@@ -8,6 +8,7 @@ from tinygrad import Tensor, nn
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import uninitialized
 from tinyvllm.errors import ModelError
+from tinyvllm.foreign import quoted
 from tinyvllm.models.config import Fields, ModelConfig, Source, Transform, vocabulary
 from tinyvllm.models.projections import LayerWeights, ModelWeights
 from tinyvllm.ops.attention import PagedAttention
@@ -96,7 +97,9 @@ class GPT2:
 def from_hf(source: Source) -> ModelConfig:
     fields = Fields(source.config)
     if fields.get("activation_function", "gelu_new") not in ("gelu_new", "gelu_pytorch_tanh"):
-        raise ModelError(f"config.json: activation_function {fields.get('activation_function')!r} is not supported; expected 'gelu_new'")
+        raise ModelError(
+            f"config.json: activation_function {quoted(fields.get('activation_function'))} is not supported; expected 'gelu_new'"
+        )
     for key, expected in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False), ("add_cross_attention", False)):
         if fields.boolean(key, expected) != expected:
             raise ModelError(f"config.json: {key} = {not expected} is not supported for GPT-2")

@@ -12,6 +12,7 @@ from tinygrad.llm.model import Transformer, TransformerBlock
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import uninitialized
 from tinyvllm.errors import ModelError
+from tinyvllm.foreign import quoted
 from tinyvllm.models.config import Fields, ModelConfig, Source, Transform, check_factors, check_heads, hf_rope, hf_windows, vocabulary
 from tinyvllm.models.projections import LayerWeights, ModelWeights, Product
 from tinyvllm.ops.attention import PagedAttention
@@ -177,7 +178,7 @@ def mistral_from_hf(source: Source) -> ModelConfig:
 def hf_config(fields: Fields, **differences: Any) -> ModelConfig:
     """A LLaMA-shaped config.json; `differences` are the ModelConfig fields that a family sets itself."""
     if fields.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ModelError(f"{fields.where}: hidden_act {fields.get('hidden_act')!r} is not supported; expected 'silu'")
+        raise ModelError(f"{fields.where}: hidden_act {quoted(fields.get('hidden_act'))} is not supported; expected 'silu'")
     dim, heads = fields.integer("hidden_size", low=1), fields.integer("num_attention_heads", low=1)
     head_dim = fields.integer("head_dim", dim // heads, low=1)
     max_context = fields.integer("max_position_embeddings", 2048, low=2)
@@ -252,7 +253,7 @@ def gguf_scaling(source: Source, fields: Fields) -> RopeScaling:
         return RopeScaling("longrope", factor, trained, attention_factor=attention, short_factor=short, long_factor=long)
     kind = fields.get("rope.scaling.type", "none")
     if kind not in ("none", "linear", "yarn"):
-        raise ModelError(f"GGUF metadata: rope scaling {kind!r} is not supported without its tensor of factors")
+        raise ModelError(f"GGUF metadata: rope scaling {quoted(kind)} is not supported without its tensor of factors")
     if kind == "none":
         return RopeScaling()
     return RopeScaling(kind, fields.number("rope.scaling.factor", 1.0, above=0), trained)

@@ -6,14 +6,17 @@ Reads no vocabulary.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tinyvllm.errors import TokenizerError
+from tinyvllm.foreign import MAX_JSON_BYTES, parse_json, quoted, read_bounded
 
+MAX_TOKEN_ID = 1 << 24  # exclusive; published vocabularies have up to 262,144 tokens
+MAX_TEMPLATE_BYTES = 256 << 10  # of a chat template; the largest published ones have 30 KB
+_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -57,7 +60,7 @@ def read_settings(folder: Path) -> FolderSettings:
         return (*_ids(generation, key, folder / "generation_config.json"), *_ids(config, key, folder / "config.json"))
 
     return FolderSettings(
-        special_tokens=_special_tokens(names | tokenizer),
+        special_tokens=_special_tokens(names | tokenizer, path),
         added_tokens=_added_tokens(tokenizer, _read_object(folder / "added_tokens.json"), path),
         bos_id=next(iter(ids("bos_token_id")), None),
         eos_ids=ids("eos_token_id"),
@@ -65,8 +68,8 @@ def read_settings(folder: Path) -> FolderSettings:
         add_eos=_flag(tokenizer, "add_eos_token", path),
         add_prefix_space=_flag(tokenizer, "add_prefix_space", path),
         legacy=_flag(tokenizer, "legacy", path),
-        tokenizer_class=tokenizer.get("tokenizer_class"),
-        model_type=config.get("model_type"),
+        tokenizer_class=_name(tokenizer, "tokenizer_class", path),
+        model_type=_name(config, "model_type", folder / "config.json"),
         chat_templates=_chat_templates(folder, tokenizer, path),
     )
 
@@ -76,55 +79,74 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        value = parse_json(read_bounded(path, MAX_JSON_BYTES))
+    except (OSError, ValueError) as error:
         raise TokenizerError(f"tokenizer: {path} cannot be read as JSON ({error}); download it again") from error
     if not isinstance(value, dict):
         raise TokenizerError(f"tokenizer: {path} must hold a JSON object, got {type(value).__name__}")
     return value
 
 
-def _content(value: object) -> str | None:
-    """The text of a token written as a string or as an object with `content`."""
-    text = value.get("content") if isinstance(value, Mapping) else value
-    return text if isinstance(text, str) and text else None
-
-
-def _special_tokens(names: Mapping[str, Any]) -> dict[str, str]:
-    return {name: text for name in NAMES if (text := _content(names.get(name))) is not None}
+def _special_tokens(names: Mapping[str, Any], path: Path) -> dict[str, str]:
+    """Texts of the named tokens, each written as a string or as an object with `content`; null and "" mean that there is none."""
+    tokens = {}
+    for name in NAMES:
+        value = names.get(name)
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if text is not None and not isinstance(text, str):
+            raise TokenizerError(f"tokenizer: {path}: {name} must be a text, or an object with content, got {quoted(value)}")
+        if text:
+            tokens[name] = text
+    return tokens
 
 
 def _added_tokens(tokenizer: Mapping[str, Any], plain: Mapping[str, Any], path: Path) -> tuple[AddedToken, ...]:
     """The added tokens ordered by id: `added_tokens_decoder` of tokenizer_config.json, then those only in added_tokens.json."""
-    tokens: dict[int, AddedToken] = {}
     decoder = tokenizer.get("added_tokens_decoder") or {}
-    try:
-        for token_id, entry in decoder.items():
-            flags = {flag: bool(entry.get(flag, False)) for flag in ("special", "lstrip", "rstrip", "single_word", "normalized")}
-            tokens[int(token_id)] = AddedToken(entry["content"], int(token_id), **flags)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise TokenizerError(f"tokenizer: {path}: added_tokens_decoder must map ids to objects with content ({error!r})") from error
-    names = set(_special_tokens(tokenizer).values())
+    if not isinstance(decoder, Mapping):
+        raise TokenizerError(f"tokenizer: {path}: added_tokens_decoder must map ids to objects with content, got {quoted(decoder)}")
+    tokens = {token.token_id: token for token in (_added_token(key, entry, path) for key, entry in decoder.items())}
+    names = set(_special_tokens(tokenizer, path).values())
     for content, number in plain.items():
-        if type(number) is not int:
-            raise TokenizerError(f"tokenizer: {path.with_name('added_tokens.json')} must map tokens to ids, got {content!r}: {number!r}")
+        if type(number) is not int or not 0 <= number < MAX_TOKEN_ID or not content:
+            where = f"tokenizer: {path.with_name('added_tokens.json')}"
+            raise TokenizerError(f"{where} must map tokens to ids below {MAX_TOKEN_ID}, got {quoted(content)}: {quoted(number)}")
         tokens.setdefault(number, AddedToken(content, number, special=content in names))
     return tuple(tokens[token_id] for token_id in sorted(tokens))
+
+
+def _added_token(key: str, entry: object, path: Path) -> AddedToken:
+    """One entry of added_tokens_decoder: a non-empty text (an empty one would be matched everywhere) and flags that are booleans."""
+    content = entry.get("content") if isinstance(entry, Mapping) else None
+    flags = {flag: entry.get(flag, False) for flag in _FLAGS} if isinstance(entry, Mapping) else {}
+    token_id = int(key) if key.isascii() and key.isdecimal() and len(key) < 10 else MAX_TOKEN_ID
+    good = isinstance(content, str) and content and token_id < MAX_TOKEN_ID and all(isinstance(flag, bool) for flag in flags.values())
+    if not good or not isinstance(content, str):
+        expected = f"must map ids below {MAX_TOKEN_ID} to objects with content and flags that are true or false"
+        raise TokenizerError(f"tokenizer: {path}: added_tokens_decoder {expected}, got {quoted(key)}: {quoted(entry)}")
+    return AddedToken(content, token_id, **flags)
 
 
 def _ids(config: Mapping[str, Any], key: str, path: Path) -> tuple[int, ...]:
     """An id, a list of ids or null; negative ids mean that there is none."""
     value = config.get(key)
     values = value if isinstance(value, list) else [] if value is None else [value]
-    if any(type(i) is not int for i in values):
-        raise TokenizerError(f"tokenizer: {path}: {key} must be a token id or a list of them, got {value!r:.80}")
+    if any(type(i) is not int or i >= MAX_TOKEN_ID for i in values):
+        raise TokenizerError(f"tokenizer: {path}: {key} must be a token id (below {MAX_TOKEN_ID}) or a list of them, got {quoted(value)}")
     return tuple(i for i in values if i >= 0)
 
 
 def _flag(config: Mapping[str, Any], key: str, path: Path) -> bool | None:
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
-        raise TokenizerError(f"tokenizer: {path}: {key} must be true or false, got {value!r}")
+        raise TokenizerError(f"tokenizer: {path}: {key} must be true or false, got {quoted(value)}")
+    return value
+
+
+def _name(config: Mapping[str, Any], key: str, path: Path) -> str | None:
+    value = config.get(key)
+    if value is not None and not isinstance(value, str):
+        raise TokenizerError(f"tokenizer: {path}: {key} must be a text, got {quoted(value)}")
     return value
 
 
@@ -139,8 +161,8 @@ def _chat_templates(folder: Path, tokenizer: Mapping[str, Any], path: Path) -> d
     for name, file in files.items():
         if file.is_file():
             try:
-                templates[name] = file.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
+                templates[name] = read_bounded(file, MAX_TEMPLATE_BYTES).decode("utf-8")
+            except (OSError, ValueError) as error:
                 raise TokenizerError(f"tokenizer: {file} cannot be read as text ({error})") from error
     return templates
 
@@ -150,8 +172,12 @@ def _named_templates(value: object, path: Path) -> dict[str, str]:
         return {}
     if isinstance(value, str):
         return {"default": value}
-    if isinstance(value, list):
-        value = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, Mapping)}
-    if not isinstance(value, dict) or any(not isinstance(part, str) for pair in value.items() for part in pair):
-        raise TokenizerError(f"tokenizer: {path}: chat_template must be a template or a list of objects with name and template")
-    return value
+    entries = value if isinstance(value, list) else [value]
+    pairs = [(entry.get("name"), entry.get("template")) if isinstance(entry, Mapping) else (None, None) for entry in entries]
+    if isinstance(value, Mapping):
+        pairs = list(value.items())
+    templates = {name: template for name, template in pairs if isinstance(name, str) and isinstance(template, str)}
+    if len(templates) != len(pairs):
+        expected = "must be a template or a list of objects, each with another name and a template"
+        raise TokenizerError(f"tokenizer: {path}: chat_template {expected}, got {quoted(value)}")
+    return templates

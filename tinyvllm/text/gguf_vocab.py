@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinyvllm.errors import TokenizerError
+from tinyvllm.foreign import quoted
 from tinyvllm.text.folder import AddedToken
 from tinyvllm.text.tokenizer import Tokenizer, TokenizerSettings, unique
 
@@ -87,11 +88,19 @@ _PHI3_KEEPS_WHITESPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 def build_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
     """The tokenizer that the metadata describes; TokenizerError names the key that is missing or invalid."""
-    kind = metadata.get(_KEY + "model")
+    kind = _name(metadata, _KEY + "model")
     builders = {"llama": _build_sentencepiece, "gpt2": _build_bpe}
     if kind not in builders:
-        raise TokenizerError(f"{_SOURCE}: {_KEY}model is {kind!r}; supported: {', '.join(map(repr, builders))}")
-    return builders[str(kind)](_Vocabulary(metadata))
+        raise TokenizerError(f"{_SOURCE}: {_KEY}model is {quoted(kind)}; supported: {', '.join(map(repr, builders))}")
+    return builders[kind](_Vocabulary(metadata))
+
+
+def _name(metadata: Mapping[str, object], key: str) -> str | None:
+    """A text of the metadata, None if the key is missing."""
+    value = metadata.get(key)
+    if value is not None and not isinstance(value, str):
+        raise TokenizerError(f"{_SOURCE}: {key} must be a text, got {quoted(value)}")
+    return value
 
 
 class _Vocabulary:
@@ -109,29 +118,31 @@ class _Vocabulary:
         self.ids = {token: i for i, token in enumerate(self.tokens)}
         if len(self.ids) != len(tokens):
             duplicate = next(token for i, token in enumerate(self.tokens) if self.ids[token] != i)
-            raise TokenizerError(f"{_SOURCE}: {_KEY}tokens contains {duplicate!r} more than once; convert the model again")
+            raise TokenizerError(f"{_SOURCE}: {_KEY}tokens contains {quoted(duplicate)} more than once; convert the model again")
 
     def list_of(self, name: str, kind: type) -> list[Any]:
         """A list (or array) of strings or numbers; [] if the key is missing."""
         values = self.metadata.get(_KEY + name, [])
         values = values.tolist() if hasattr(values, "tolist") else values
-        allowed = (int, float) if kind is float else kind
-        if not isinstance(values, Sequence) or isinstance(values, str) or not all(isinstance(value, allowed) for value in values):
-            raise TokenizerError(f"{_SOURCE}: {_KEY}{name} must be a list of {kind.__name__}, got {values!r:.60}")
+        allowed = {int, float} if kind is float else {kind}
+        if not isinstance(values, Sequence) or isinstance(values, str) or not set(map(type, values)) <= allowed:
+            raise TokenizerError(f"{_SOURCE}: {_KEY}{name} must be a list of {kind.__name__}, got {quoted(values)}")
         return list(values)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.metadata.get(_KEY + name, default)
         if not isinstance(value, (bool, int)):
-            raise TokenizerError(f"{_SOURCE}: {_KEY}{name} must be true or false, got {value!r}")
+            raise TokenizerError(f"{_SOURCE}: {_KEY}{name} must be true or false, got {quoted(value)}")
         return bool(value)
 
     def special_id(self, name: str, default: int | None = None) -> int | None:
         value = self.metadata.get(f"{_KEY}{name}_token_id")
         if value is None:
             return default
-        if not isinstance(value, int) or not 0 <= value < len(self.tokens):
-            raise TokenizerError(f"{_SOURCE}: {_KEY}{name}_token_id is {value!r}, outside the vocabulary of {len(self.tokens)} tokens")
+        if type(value) is not int or not 0 <= value < len(self.tokens):
+            raise TokenizerError(
+                f"{_SOURCE}: {_KEY}{name}_token_id is {quoted(value)}, outside the vocabulary of {len(self.tokens)} tokens"
+            )
         return value
 
     def settings(self, add_bos: bool, default_bos: int | None, default_eos: int | None) -> TokenizerSettings:
@@ -149,12 +160,10 @@ class _Vocabulary:
 
     def _chat_templates(self) -> dict[str, str]:
         templates = {}
-        for key, value in self.metadata.items():
+        for key in self.metadata:
             match = re.fullmatch(r"tokenizer\.chat_template(?:\.(.+))?", key)
-            if match and not isinstance(value, str):
-                raise TokenizerError(f"{_SOURCE}: {key} must be a text, got {type(value).__name__}")
             if match:
-                templates[match[1] or "default"] = str(value)
+                templates[match[1] or "default"] = _name(self.metadata, key) or ""
         return templates
 
 
@@ -170,8 +179,7 @@ def _build_bpe(vocabulary: _Vocabulary) -> Tokenizer:
     try:
         backend = Backend(models.BPE(vocab=used, merges=merges, ignore_merges=rules.whole_words))
     except Exception as error:  # the library raises plain Exception for everything
-        reason = " ".join(str(error).split())  # has several lines if a merge is not a pair
-        raise TokenizerError(f"{_SOURCE}: {_KEY}merges does not match {_KEY}tokens ({reason})") from error
+        raise TokenizerError(f"{_SOURCE}: {_KEY}merges does not match {_KEY}tokens ({error})") from error
     if rules.nfc:
         backend.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in rules.patterns]
@@ -183,12 +191,12 @@ def _build_bpe(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _word_rules(metadata: Mapping[str, object]) -> WordRules:
-    name = metadata.get(_KEY + "pre")
+    name = _name(metadata, _KEY + "pre")
     if name is None:
-        name = _PRE_BY_ARCHITECTURE.get(str(metadata.get("general.architecture")))
+        name = _PRE_BY_ARCHITECTURE.get(_name(metadata, "general.architecture") or "")
     if name not in _WORD_RULES:
-        raise TokenizerError(f"{_SOURCE}: {_KEY}pre is {name!r}, an unknown word pattern; known: {', '.join(sorted(_WORD_RULES))}")
-    return _WORD_RULES[str(name)]
+        raise TokenizerError(f"{_SOURCE}: {_KEY}pre is {quoted(name)}, an unknown word pattern; known: {', '.join(sorted(_WORD_RULES))}")
+    return _WORD_RULES[name]
 
 
 def _build_sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import tokenizers
 
 from tinyvllm.errors import TokenizerError
+from tinyvllm.foreign import MAX_VOCABULARY_BYTES, quoted, read_bounded
 from tinyvllm.text.assembly import Assembly
 from tinyvllm.text.folder import FolderSettings
 from tinyvllm.text.tokenizer import Tokenizer, TokenizerSettings, resolve_bos_eos
@@ -24,7 +26,21 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2 writes these bytes as the character with the same number
 _OTHERS = sorted(set(range(256)) - set(_PRINTABLE))  # and these as U+0100 and following
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
+# With a prefix, the library cuts merges inside of characters and then aborts the process (0.23.3). No decoder's vocabulary has one. The
+# library would also read the name in escapes, as no program writes it.
+_SUBWORD_PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*(?!null|""|\s)|(?<!\\)(?:\\\\)*\\u00(?:5[fF]|6[1-9a-fA-F]|7[0-9aA])')
 _LONG_TEXT = 2048  # characters; shorter texts gain nothing from the batch call
+
+
+@contextmanager
+def _no_panic(what: str) -> Iterator[None]:
+    """Turns the library's panics, which are no Exception and would end the engine's thread, into TokenizerErrors."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(f"tokenizer: the library `tokenizers` failed on {what}: {error}; is tokenizer.json damaged?") from error
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -43,13 +59,15 @@ class HuggingFaceTokenizer(Tokenizer):
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def _encode(self, text: str) -> list[int]:
-        if len(text) < _LONG_TEXT:
-            return self._backend.encode(text, add_special_tokens=False).ids
-        return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids  # the same ids, but it releases the GIL
+        with _no_panic("a text"):
+            if len(text) < _LONG_TEXT:
+                return self._backend.encode(text, add_special_tokens=False).ids
+            return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids  # the same ids, but it releases the GIL
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         try:
-            return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+            with _no_panic("token ids"):
+                return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
             raise TokenizerError(f"tokenizer: token ids must be integers of at least 0 ({error})") from error
 
@@ -133,14 +151,21 @@ class _Decoder:
 def load_tokenizer_json(path: Path, folder: FolderSettings) -> Tokenizer:
     """tokenizer.json with what tokenizer_config.json adds to it. TokenizerError if the library cannot read it."""
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        data = read_bounded(path, MAX_VOCABULARY_BYTES)
+        if _SUBWORD_PREFIX.search(data):
+            raise TokenizerError(f"tokenizer: {path}: continuing_subword_prefix must be null, and letters must not be escaped (\\u0061)")
+        with _no_panic("its vocabulary"):
+            backend = tokenizers.Tokenizer.from_buffer(data)
+    except TokenizerError:
+        raise
     except Exception as error:  # the library raises plain Exception for everything
         raise TokenizerError(f"tokenizer: {path} cannot be read ({error}); download it again") from error
     backend.no_truncation()
     backend.no_padding()
     _add_tokens(backend, folder, path)
     bos_id, eos_ids = resolve_bos_eos(folder.special_tokens, backend.token_to_id, folder.bos_id, folder.eos_ids)
-    prefix, suffix = _surroundings(backend)
+    with _no_panic("the special tokens around a text"):
+        prefix, suffix = _surroundings(backend)
     if not prefix and not suffix:  # else tokenizer.json takes precedence over the flags, as in transformers
         eos_id = backend.token_to_id(folder.special_tokens.get("eos_token", ""))
         prefix = (bos_id,) if folder.add_bos and bos_id is not None else ()
@@ -157,7 +182,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, folder: FolderSettings, path: Pat
             backend.add_tokens([as_library_token(token.content, *flags)])
         if backend.token_to_id(token.content) != token.token_id:
             raise TokenizerError(
-                f"tokenizer: {path} gives {token.content!r} the id {backend.token_to_id(token.content)}, "
+                f"tokenizer: {path} gives {quoted(token.content)} the id {backend.token_to_id(token.content)}, "
                 f"but tokenizer_config.json gives it the id {token.token_id}; the files belong to different models"
             )
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import sentencepiece
 
-from tinyvllm.errors import TokenizerError
+from tinyvllm.errors import TokenizerError, one_line
+from tinyvllm.foreign import MAX_VOCABULARY_BYTES, read_bounded
 from tinyvllm.text.assembly import Assembly
 from tinyvllm.text.folder import AddedToken, FolderSettings
 from tinyvllm.text.tokenizer import Tokenizer, TokenizerSettings, resolve_bos_eos
@@ -24,6 +25,8 @@ NORMALIZER = 3  # field of ModelProto
 ADD_DUMMY_PREFIX, REMOVE_EXTRA_WHITESPACES = 3, 4  # fields of NormalizerSpec
 _TRAINER, _WHITESPACE_AS_SUFFIX = 2, 24
 _VARINT, _BYTES = 0, 2  # wire types
+_FIXED_BYTES = {1: 8, 5: 4}  # of the other two
+_MAX_ADDED = 32_768  # control and added tokens: they are matched one after the other; published vocabularies have up to 6,500
 _ERNIE = "Ernie4_5_Tokenizer"
 
 
@@ -37,9 +40,12 @@ class SentencePieceTokenizer(Tokenizer):
         self._model = model
         self._processor = load_processor(model, source)
         self._prefix_first_only = prefix_first_only
-        self._count = self._processor.vocab_size()
-        own = [AddedToken(self._piece(i), i, special=True) for i in range(self._count) if self._is_special(i)]
+        self._pieces = pieces_of(self._processor, source)
+        self._count = len(self._pieces)
+        own = [AddedToken(piece, i, special=True) for i, piece in enumerate(self._pieces) if self._is_special(i)]
         tokens = {token.content: token for token in (*own, *added)}
+        if len(tokens) > _MAX_ADDED:
+            raise TokenizerError(f"{source}: {len(tokens)} tokens are control or added tokens, and at most {_MAX_ADDED} are supported")
         self._added = {token.token_id: token for token in tokens.values()}
         self.special_ids = frozenset(token.token_id for token in tokens.values() if token.special)
         self._by_content = tokens
@@ -49,9 +55,6 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _is_special(self, token_id: int) -> bool:
         return self._processor.is_control(token_id) or self._processor.is_unknown(token_id)
-
-    def _piece(self, token_id: int) -> str:
-        return self._processor.id_to_piece(token_id)
 
     @property
     def vocab_size(self) -> int:
@@ -91,12 +94,12 @@ class SentencePieceTokenizer(Tokenizer):
         if not 0 <= token_id < self._count:
             return b""
         if self._processor.is_byte(token_id):
-            return bytes([int(self._piece(token_id)[3:5], 16)])
-        return self._piece(token_id).replace(SPACE, " ").encode("utf-8")
+            return bytes([int(self._pieces[token_id][3:5], 16)])
+        return self._pieces[token_id].replace(SPACE, " ").encode("utf-8")
 
     def lead_bytes(self, token_id: int) -> bytes:
         piece = self.token_bytes(token_id)
-        begins_with_space = token_id not in self._added and 0 <= token_id < self._count and self._piece(token_id).startswith(SPACE)
+        begins_with_space = token_id not in self._added and 0 <= token_id < self._count and self._pieces[token_id].startswith(SPACE)
         return piece[1:] if begins_with_space else piece
 
     def is_byte(self, token_id: int) -> bool:
@@ -110,10 +113,10 @@ def _pattern(token: AddedToken) -> str:
 def _assembly(model: bytes, source: str) -> Assembly:
     """sentencepiece's rule for the leading space: removed if the model adds one, or removes extra whitespace."""
     normalizer: dict[int, int] = {}
-    for field, value in _fields(model):
+    for field, value in _fields(model, source):
         if field == NORMALIZER and isinstance(value, bytes):
-            normalizer |= {number: flag for number, flag in _fields(value) if isinstance(flag, int)}
-        if field == _TRAINER and isinstance(value, bytes) and dict(_fields(value)).get(_WHITESPACE_AS_SUFFIX):
+            normalizer |= {number: flag for number, flag in _fields(value, source) if isinstance(flag, int)}
+        if field == _TRAINER and isinstance(value, bytes) and dict(_fields(value, source)).get(_WHITESPACE_AS_SUFFIX):
             raise TokenizerError(f"{source}: treat_whitespace_as_suffix (spaces written after words) is not supported")
     if normalizer.get(REMOVE_EXTRA_WHITESPACES, 1):  # both settings default to on
         return Assembly("byte", "all_spaces")
@@ -129,7 +132,18 @@ def load_processor(model: bytes, source: str) -> sentencepiece.SentencePieceProc
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=model)
     except (RuntimeError, ValueError) as error:
-        raise TokenizerError(f"{source} is not a sentencepiece model ({str(error).strip()}); download it again") from error
+        raise TokenizerError(f"{source} is not a sentencepiece model ({one_line(str(error), 120)}); download it again") from error
+
+
+def pieces_of(processor: sentencepiece.SentencePieceProcessor, source: str) -> list[str]:
+    """The pieces by id. sentencepiece itself accepts any bytes."""
+    pieces = []
+    try:
+        for i in range(processor.vocab_size()):
+            pieces.append(processor.id_to_piece(i))
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{source}: piece {len(pieces)} is not UTF-8; download it again") from error
+    return pieces
 
 
 def load_sentencepiece(path: Path, folder: FolderSettings) -> Tokenizer:
@@ -140,16 +154,17 @@ def load_sentencepiece(path: Path, folder: FolderSettings) -> Tokenizer:
     """
     source = f"tokenizer: {path}"
     try:
-        model = path.read_bytes()
-    except OSError as error:
-        raise TokenizerError(f"{source} cannot be read ({error.strerror})") from error
+        model = read_bounded(path, MAX_VOCABULARY_BYTES)
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{source} cannot be read ({error})") from error
     processor = load_processor(model, source)
-    if not processor.vocab_size():
+    pieces = pieces_of(processor, source)
+    if not pieces:
         raise TokenizerError(f"{source} has no tokens; download it again")
     if folder.add_prefix_space is False:
         model = without_prefix(model)
-    names = _names_in_model(processor) | folder.special_tokens
-    ids = {processor.id_to_piece(i): i for i in range(processor.vocab_size())}
+    names = _names_in_model(processor, pieces) | folder.special_tokens
+    ids = {piece: i for i, piece in enumerate(pieces)}
     ids |= {token.content: token.token_id for token in folder.added_tokens}
     bos_id, eos_ids = resolve_bos_eos(names, ids.get, folder.bos_id, folder.eos_ids)
     add_bos = folder.tokenizer_class != _ERNIE if folder.add_bos is None else folder.add_bos
@@ -159,9 +174,9 @@ def load_sentencepiece(path: Path, folder: FolderSettings) -> Tokenizer:
     return SentencePieceTokenizer(model, _added_tokens(folder, ids), settings, source, prefix_first_only=folder.legacy is False)
 
 
-def _names_in_model(processor: sentencepiece.SentencePieceProcessor) -> dict[str, str]:
+def _names_in_model(processor: sentencepiece.SentencePieceProcessor, pieces: list[str]) -> dict[str, str]:
     methods = {"bos_token": processor.bos_id, "eos_token": processor.eos_id, "unk_token": processor.unk_id, "pad_token": processor.pad_id}
-    return {name: processor.id_to_piece(method()) for name, method in methods.items() if method() >= 0}
+    return {name: pieces[method()] for name, method in methods.items() if 0 <= method() < len(pieces)}
 
 
 def _added_tokens(folder: FolderSettings, ids: dict[str, int]) -> list[AddedToken]:
@@ -173,31 +188,38 @@ def _added_tokens(folder: FolderSettings, ids: dict[str, int]) -> list[AddedToke
     return list(added.values())
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a protobuf message that sentencepiece has accepted: numbers, and the bytes of strings and messages."""
+def _fields(data: bytes, source: str) -> Iterator[tuple[int, int | bytes]]:
+    """The fields of a protobuf message: numbers, and the bytes of strings and messages.
+
+    TokenizerError for what sentencepiece accepts in messages that it does not know: groups, and broken messages in them.
+    """
     at = 0
     while at < len(data):
-        key, at = _read_varint(data, at)
-        if key & 7 == _BYTES:
-            size, at = _read_varint(data, at)
-            yield key >> 3, data[at : at + size]
-            at += size
-        elif key & 7 == _VARINT:
-            value, at = _read_varint(data, at)
+        key, at = _read_varint(data, at, source)
+        kind = key & 7
+        if kind == _VARINT:
+            value, at = _read_varint(data, at, source)
             yield key >> 3, value
-        else:
-            at += 4 if key & 7 == 5 else 8
+            continue
+        if kind not in _FIXED_BYTES and kind != _BYTES:
+            raise TokenizerError(f"{source}: a field has the wire type {kind}, which no sentencepiece model uses; download it again")
+        size, at = _read_varint(data, at, source) if kind == _BYTES else (_FIXED_BYTES[kind], at)
+        if kind == _BYTES:
+            yield key >> 3, data[at : at + size]
+        at += size
 
 
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
+def _read_varint(data: bytes, at: int, source: str) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= len(data):
+            break
         byte = data[at]
         at += 1
         value |= (byte & 0x7F) << shift
-        shift += 7
         if byte < 0x80:
             return value, at
+    raise TokenizerError(f"{source}: a number in it is longer than 10 bytes or cut off; download it again")
 
 
 def _encode_varint(value: int) -> bytes:

@@ -13,6 +13,7 @@ from pathlib import Path
 import tiktoken
 
 from tinyvllm.errors import TokenizerError
+from tinyvllm.foreign import MAX_VOCABULARY_BYTES, quoted, read_bounded
 from tinyvllm.text.assembly import Assembly
 from tinyvllm.text.folder import FolderSettings
 from tinyvllm.text.tokenizer import Tokenizer, TokenizerSettings, resolve_bos_eos
@@ -95,7 +96,7 @@ def load_tiktoken(path: Path, folder: FolderSettings) -> Tokenizer:
     """Llama 3's tokenizer.model, with the special tokens that tokenizer_config.json names, or else Llama 3.1's."""
     if folder.model_type not in (None, "llama", "mllama"):
         raise TokenizerError(
-            f"tokenizer: {path} is a tiktoken file, which is supported for Llama 3 only, but the model is {folder.model_type!r}; "
+            f"tokenizer: {path} is a tiktoken file, which is supported for Llama 3 only, but the model is {quoted(folder.model_type)}; "
             "convert it to tokenizer.json"
         )
     ranks = _read_ranks(path)
@@ -114,7 +115,10 @@ def load_tiktoken(path: Path, folder: FolderSettings) -> Tokenizer:
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
     ranks: dict[bytes, int] = {}
-    lines = path.read_bytes().splitlines()
+    try:
+        lines = read_bounded(path, MAX_VOCABULARY_BYTES).splitlines()
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"tokenizer: {path} cannot be read ({error})") from error
     for number, line in enumerate(lines, 1):
         try:
             token, rank = line.split()

@@ -18,18 +18,23 @@ from typing import NoReturn
 import numpy as np
 
 from tinyvllm.errors import FormatError, ModelError
+from tinyvllm.foreign import MAX_TENSORS, quoted
 from tinyvllm.quant.formats import FORMATS_BY_TYPE_ID, BlockFormat
 from tinyvllm.weights.mapping import TensorRecord, map_file
 
 _SPEAKER = "gguf"
-_MAX_ARRAY = 1 << 24  # elements: no vocabulary is near it, and longer Python lists would fill the memory of a laptop
+_MAX_ELEMENTS = 1 << 21  # of all metadata arrays of a file: published vocabularies have 262,144 tokens and 514,906 merges
+_MAX_METADATA = 128 << 20  # bytes; those of the largest vocabulary are 16 MB
+_MAX_KEYS = 65_536  # published files have fewer than 100
 _MAX_DEPTH = 4  # arrays of arrays
+_ARRAY_COST = 16  # an array in an array takes the time of this many strings
 _MAX_RANK = 4  # ggml's own limit
 _SPLIT_NAME = re.compile(r"^(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf$")
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", _BOOL: "u1", 10: "<u8", 11: "<i8", 12: "<f8"}
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_SHAPES = [struct.Struct(f"<{rank}QIQ") for rank in range(_MAX_RANK + 1)]  # shape, type number, offset
 
 
 def read_gguf(path: Path) -> tuple[dict[str, object], dict[str, TensorRecord]]:
@@ -42,9 +47,9 @@ def read_gguf(path: Path) -> tuple[dict[str, object], dict[str, TensorRecord]]:
     for number, part in enumerate(parts[1:], 1):
         more_metadata, more_tensors = _read_part(part)
         if more_metadata.get("split.no") != number:
-            _refuse(part, f"has split.no {more_metadata.get('split.no')} (counted from 0), but its name says part {number}")
+            _refuse(part, f"has split.no {quoted(more_metadata.get('split.no'))} (counted from 0), but its name says part {number}")
         for name in more_tensors.keys() & tensors.keys():
-            _refuse(part, f"tensor {name!r} is in an earlier part too")
+            _refuse(part, f"tensor {quoted(name)} is in an earlier part too")
         tensors |= more_tensors
     _check_split(path, metadata, len(parts), len(tensors))
     return metadata, tensors
@@ -68,9 +73,9 @@ def split_parts(path: Path) -> list[Path]:
 def _check_split(path: Path, metadata: dict[str, object], parts: int, tensors: int) -> None:
     declared = metadata.get("split.count", 1)
     if declared not in (parts, 0):
-        _refuse(path, f"belongs to a model in {declared} parts, but {parts} were found; keep the names -00001-of-0000N.gguf")
+        _refuse(path, f"belongs to a model in {quoted(declared)} parts, but {parts} were found; keep the names -00001-of-0000N.gguf")
     if parts > 1 and metadata.get("split.tensors.count") != tensors:
-        _refuse(path, f"has parts with {tensors} tensors in total, but the first declares {metadata.get('split.tensors.count')}")
+        _refuse(path, f"has parts with {tensors} tensors in total, but the first declares {quoted(metadata.get('split.tensors.count'))}")
 
 
 def _read_part(path: Path) -> tuple[dict[str, object], dict[str, TensorRecord]]:
@@ -80,16 +85,19 @@ def _read_part(path: Path) -> tuple[dict[str, object], dict[str, TensorRecord]]:
         _refuse(path, "is not a GGUF file: it does not begin with the letters GGUF")
     _check_version(path, cursor.u32("version"))
     tensor_count, key_count = cursor.u64("tensor count"), cursor.u64("metadata count")
+    for what, count, limit in (("tensors", tensor_count, MAX_TENSORS), ("metadata keys", key_count, _MAX_KEYS)):
+        if count > limit:
+            _refuse(path, f"has {count} {what}, and at most {limit} are read; it is corrupt, or no model that can be run")
     metadata: dict[str, object] = {}
     for _ in range(key_count):
         key = cursor.string("metadata key")
         if key in metadata:
-            _refuse(path, f"metadata key {key[:80]!r} appears twice")
-        metadata[key] = cursor.value(cursor.u32(f"type of {key[:80]!r}"), key[:80])
+            _refuse(path, f"metadata key {quoted(key)} appears twice")
+        metadata[key] = cursor.value(cursor.u32("type of a metadata value"), key)
     infos = _read_infos(path, cursor, tensor_count)
     alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
-        _refuse(path, f"general.alignment must be a power of two up to 2^20, got {str(alignment)[:40]}")
+    if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+        _refuse(path, f"general.alignment must be a power of two up to 2^20, got {quoted(alignment)}")
     start = -(-cursor.position // alignment) * alignment
     return metadata, _view_tensors(path, data, infos, start, alignment)
 
@@ -108,29 +116,25 @@ class _Info:
     format: BlockFormat
     shape: tuple[int, ...]
     offset: int  # from the first byte of all tensors
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) // self.format.elements * self.format.nbytes
+    nbytes: int
 
 
 def _read_infos(path: Path, cursor: _Cursor, count: int) -> list[_Info]:
     infos: dict[str, _Info] = {}
     for _ in range(count):
         name = cursor.string("tensor name")
-        shown = repr(name[:80])
         if name in infos:
-            _refuse(path, f"tensor {shown} appears twice")
-        rank = cursor.u32(f"rank of {shown}")
+            _refuse(path, f"tensor {quoted(name)} appears twice")
+        rank = cursor.u32("rank of a tensor")
         if rank > _MAX_RANK:
-            _refuse(path, f"tensor {shown} has {rank} dimensions, expected at most {_MAX_RANK}")
-        shape = tuple(cursor.u64(f"shape of {shown}") for _ in range(rank))[::-1]  # the file has the innermost first
-        stored = FORMATS_BY_TYPE_ID.get(type_id := cursor.u32(f"type of {shown}"))
+            _refuse(path, f"tensor {quoted(name)} has {rank} dimensions, expected at most {_MAX_RANK}")
+        *innermost_first, type_id, offset = _SHAPES[rank].unpack(cursor.take(_SHAPES[rank].size, "shape, type and offset of a tensor"))
+        stored, shape = FORMATS_BY_TYPE_ID.get(type_id), tuple(innermost_first[::-1])
         if stored is None:
-            _refuse(path, f"tensor {shown} has the unknown type number {type_id}; update tinyvllm or convert the model again")
+            _refuse(path, f"tensor {quoted(name)} has the unknown type number {type_id}; update tinyvllm or convert the model again")
         if (row := shape[-1] if shape else 1) % stored.elements:
-            _refuse(path, f"tensor {shown} has rows of {row} numbers, but {stored.name} needs multiples of {stored.elements}")
-        infos[name] = _Info(name, stored, shape, cursor.u64(f"offset of {shown}"))
+            _refuse(path, f"tensor {quoted(name)} has rows of {row} numbers, but {stored.name} needs multiples of {stored.elements}")
+        infos[name] = _Info(name, stored, shape, offset, prod(shape) // stored.elements * stored.nbytes)
     return list(infos.values())
 
 
@@ -138,13 +142,13 @@ def _view_tensors(path: Path, data: np.ndarray, infos: list[_Info], start: int, 
     """`start` is the position in the file that the tensors' offsets are relative to."""
     for info in infos:
         if info.offset % alignment:
-            _refuse(path, f"tensor {info.name[:80]!r} begins at {info.offset}, which is not a multiple of the alignment, {alignment}")
+            _refuse(path, f"tensor {quoted(info.name)} begins at {info.offset}, which is not a multiple of the alignment, {alignment}")
         if start + info.offset + info.nbytes > len(data):
             need = start + info.offset + info.nbytes
-            _refuse(path, f"is truncated: tensor {info.name[:80]!r} ends at byte {need}, the file at {len(data)}; download it again")
+            _refuse(path, f"is truncated: tensor {quoted(info.name)} ends at byte {need}, the file at {len(data)}; download it again")
     for before, after in pairwise(sorted(infos, key=lambda info: (info.offset, info.nbytes))):
         if before.offset + before.nbytes > after.offset:
-            _refuse(path, f"tensors {before.name[:80]!r} and {after.name[:80]!r} overlap")
+            _refuse(path, f"tensors {quoted(before.name)} and {quoted(after.name)} overlap")
     out = {}
     for info in infos:
         begin = start + info.offset
@@ -156,13 +160,17 @@ class _Cursor:
     """Reads values one after another from a file's bytes and refuses to read past the end."""
 
     def __init__(self, path: Path, data: memoryview) -> None:
-        self.path, self.data, self.position = path, data, 0
+        self.path, self.data, self.position, self.elements = path, data, 0, 0
 
-    def take(self, nbytes: int, what: str) -> bytes:
+    def take(self, nbytes: int, what: str, key: str | None = None) -> bytes:
+        """The next bytes: `what`, of the metadata `key` if there is one."""
         start = self.position
-        if nbytes > len(self.data) - start:
-            left = len(self.data) - start
-            _refuse(self.path, f"is truncated or corrupt: {what} at byte {start} needs {nbytes} bytes, but {left} are left")
+        if start + nbytes > min(len(self.data), _MAX_METADATA):
+            what = what if key is None else f"{what} of {quoted(key)}"
+            if nbytes > len(self.data) - start:
+                left = len(self.data) - start
+                _refuse(self.path, f"is truncated or corrupt: {what} at byte {start} needs {nbytes} bytes, but {left} are left")
+            _refuse(self.path, f"is corrupt: {what} ends at byte {start + nbytes}, and metadata may have at most {_MAX_METADATA} bytes")
         self.position = start + nbytes
         return bytes(self.data[start : self.position])
 
@@ -172,32 +180,36 @@ class _Cursor:
     def u64(self, what: str) -> int:
         return int(_U64.unpack(self.take(8, what))[0])
 
-    def string(self, what: str) -> str:
-        return self._decode(self.take(self.u64(f"length of {what}"), what), what)
+    def string(self, what: str, key: str | None = None) -> str:
+        try:
+            return self.take(self.u64("length of a string"), what, key).decode("utf-8")
+        except UnicodeDecodeError:
+            _refuse(self.path, f"{what}{'' if key is None else f' of {quoted(key)}'} is not UTF-8")
 
     def value(self, kind: int, key: str, depth: int = 0) -> object:
         """One metadata value of ggml's type number `kind`: int, float, bool, str, or a list of one of them."""
         if kind == _STRING:
-            return self.string(f"value of {key!r}")
+            return self.string("value", key)
         if kind == _ARRAY:
             return self._array(key, depth)
         return self._scalars(kind, 1, key)[0]
 
     def _array(self, key: str, depth: int) -> list[object]:
-        kind, count = self.u32(f"element type of {key!r}"), self.u64(f"length of {key!r}")
-        if count > _MAX_ARRAY:
-            _refuse(self.path, f"metadata {key!r} is an array of {count} values, more than the {_MAX_ARRAY} allowed; it is corrupt")
+        kind, count = self.u32("element type of an array"), self.u64("length of an array")
+        self.elements += count * (_ARRAY_COST if kind == _ARRAY else 1)
+        if self.elements > _MAX_ELEMENTS:
+            _refuse(self.path, f"metadata arrays have more than {_MAX_ELEMENTS} values together, {quoted(key)} has {count}; it is corrupt")
         if kind == _STRING:
             return self._strings(count, key)
         if kind != _ARRAY:
             return self._scalars(kind, count, key)
         if depth == _MAX_DEPTH:
-            _refuse(self.path, f"metadata {key!r} has arrays nested deeper than {_MAX_DEPTH}")
+            _refuse(self.path, f"metadata {quoted(key)} has arrays nested deeper than {_MAX_DEPTH}")
         return [self._array(key, depth + 1) for _ in range(count)]
 
     def _strings(self, count: int, key: str) -> list[object]:
         """A vocabulary has hundreds of thousands of strings: this is the reader's only hot loop."""
-        data, position, size, length_of = self.data, self.position, len(self.data), _U64.unpack_from
+        data, position, size, length_of = self.data, self.position, min(len(self.data), _MAX_METADATA), _U64.unpack_from
         out: list[object] = []
         append = out.append
         try:
@@ -210,28 +222,23 @@ class _Cursor:
         except struct.error:
             position = size + 1
         except UnicodeDecodeError:
-            _refuse(self.path, f"string {len(out)} of {key!r} is not UTF-8")
+            _refuse(self.path, f"string {len(out)} of {quoted(key)} is not UTF-8")
         if position > size:
-            _refuse(self.path, f"is truncated or corrupt: string {len(out)} of {key!r} extends past the end of the file")
+            end = f"the end of the file, or of the {_MAX_METADATA} bytes that metadata may have"
+            _refuse(self.path, f"is truncated or corrupt: string {len(out)} of {quoted(key)} extends past {end}")
         self.position = position
         return out
 
     def _scalars(self, kind: int, count: int, key: str) -> list[object]:
         if kind not in _SCALARS:
-            _refuse(self.path, f"metadata {key!r} has the unknown value type {kind}")
+            _refuse(self.path, f"metadata {quoted(key)} has the unknown value type {kind}")
         dtype = np.dtype(_SCALARS[kind])
-        values = np.frombuffer(self.take(count * dtype.itemsize, f"value of {key!r}"), dtype)
+        values = np.frombuffer(self.take(count * dtype.itemsize, "value", key), dtype)
         if kind != _BOOL:
             return list(values.tolist())
         if (values > 1).any():
-            _refuse(self.path, f"metadata {key!r} must be true or false (1 or 0), got {int(values.max())}")
+            _refuse(self.path, f"metadata {quoted(key)} must be true or false (1 or 0), got {int(values.max())}")
         return list(values.astype(bool).tolist())
-
-    def _decode(self, raw: bytes, what: str) -> str:
-        try:
-            return raw.decode("utf-8")
-        except UnicodeDecodeError:
-            _refuse(self.path, f"{what} is not UTF-8")
 
 
 def _refuse(path: Path, what: str) -> NoReturn:

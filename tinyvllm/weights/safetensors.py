@@ -1,13 +1,12 @@
 """The safetensors format: an 8-byte length, a JSON header, then the tensors' bytes without gaps.
 
 Reads one file, or the shards that an index file names. Knows bytes and JSON; not which tensors a model needs. Every number in a header
-is checked against the file. The rules are those of the format's description: no holes, no overlaps, no duplicate names, a header
-of at most 100 MB.
+is checked against the file. The rules are those of the format's description: no holes, no overlaps, no duplicate names. The header has
+at most 32 MiB and MAX_TENSORS tensors.
 """
 
 from __future__ import annotations
 
-import json
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,9 +14,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from tinyvllm.errors import FormatError, ModelError
+from tinyvllm.foreign import MAX_JSON_BYTES, MAX_TENSORS, parse_json, quoted, read_bounded
 from tinyvllm.weights.mapping import TensorRecord, map_file
 
-MAX_HEADER = 100_000_000
+MAX_HEADER = 32 << 20  # bytes; the format allows 100 MB, which take seconds to read
 INDEX_NAME = "model.safetensors.index.json"
 _SPEAKER = "safetensors"
 _MAX_DIM = 1 << 48
@@ -52,21 +52,21 @@ def read_sharded(index: Path) -> dict[str, TensorRecord]:
         found = read_safetensors(index.parent / shard)
         for name, record in found.items():
             if name in tensors:
-                _refuse(index, f"tensor {name!r} is in two shards, the second {shard}")
+                _refuse(index, f"tensor {quoted(name)} is in two shards, the second {shard}")
             tensors[name] = record
         for name in (n for n, s in weight_map.items() if s == shard and n not in found):
-            _refuse(index, f"says that {name[:80]!r} is in {shard}, but it is not; download both again")
+            _refuse(index, f"says that {quoted(name)} is in {shard}, but it is not; download both again")
     return tensors
 
 
 def read_json_object(path: Path, speaker: str) -> dict[str, Any]:
     """A JSON file that must hold an object. ModelError if it cannot be read, FormatError if it is not JSON or not an object."""
     try:
-        value = json.loads(path.read_bytes())
+        value = parse_json(read_bounded(path, MAX_JSON_BYTES))
     except OSError as error:
         raise ModelError(f"{speaker}: cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{speaker}: {path} is not JSON: {_one_line(error)}") from error
+    except ValueError as error:
+        raise FormatError(f"{speaker}: {path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise FormatError(f"{speaker}: {path} must hold a JSON object, got {type(value).__name__}")
     return value
@@ -78,7 +78,9 @@ def _read_weight_map(index: Path) -> dict[str, str]:
         _refuse(index, "weight_map must be an object that maps tensor names to file names")
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors") or "\0" in shard:
-            _refuse(index, f"weight_map sends {name!r} to {shard!r}, which is not the name of a safetensors file in the same folder")
+            _refuse(
+                index, f"weight_map sends {quoted(name)} to {quoted(shard)}, which is not the name of a safetensors file in the same folder"
+            )
     return weight_map
 
 
@@ -92,11 +94,13 @@ def _read_header(path: Path, data: np.ndarray) -> tuple[dict[str, Any], int]:
     if 8 + length > len(data):
         _refuse(path, f"is truncated: its header needs {8 + length} bytes, the file has {len(data)}")
     try:
-        header = json.loads(data[8 : 8 + length].tobytes(), object_pairs_hook=_no_duplicates)
-    except (ValueError, RecursionError) as error:
-        _refuse(path, f"has a damaged header: {_one_line(error)}")
+        header = parse_json(data[8 : 8 + length].tobytes(), _no_duplicates)
+    except ValueError as error:
+        _refuse(path, f"has a damaged header: {error}")
     if not isinstance(header, dict):
         _refuse(path, f"has a header that is not an object but {type(header).__name__}")
+    if len(header) > MAX_TENSORS:
+        _refuse(path, f"has {len(header)} tensors, and at most {MAX_TENSORS} are read; split it into shards")
     return header, 8 + length
 
 
@@ -105,7 +109,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(out) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"key {twice!r} appears twice")
+        raise ValueError(f"key {quoted(twice)} appears twice")
     return out
 
 
@@ -115,22 +119,22 @@ Span = tuple[int, int, str, str, tuple[int, ...]]  # begin, end, name, dtype, sh
 def _check_entry(path: Path, name: str, entry: Any) -> Span:
     """One header entry as (begin, end, name, dtype, shape), its extent equal to what its shape needs."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        _refuse(path, f"tensor {name!r} needs exactly dtype, shape and data_offsets")
+        _refuse(path, f"tensor {quoted(name)} needs exactly dtype, shape and data_offsets")
     kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(kind, str) or kind not in _BITS:
-        _refuse(path, f"tensor {name!r} has the unknown dtype {str(kind)[:40]!r}")
-    if not _are_sizes(shape) or len(shape) > 16:
-        _refuse(path, f"tensor {name!r} has the impossible shape {str(shape)[:80]}")
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        _refuse(path, f"tensor {name!r} has the impossible offsets {str(offsets)[:80]}")
+        _refuse(path, f"tensor {quoted(name)} has the unknown dtype {quoted(kind)}")
+    if not isinstance(shape, list) or len(shape) > 16 or not _are_sizes(shape):
+        _refuse(path, f"tensor {quoted(name)} has the impossible shape {quoted(shape)}")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not _are_sizes(offsets) or offsets[0] > offsets[1]:
+        _refuse(path, f"tensor {quoted(name)} has the impossible offsets {quoted(offsets)}")
     begin, end = offsets
     if prod(shape) * _BITS[kind] != (end - begin) * 8:
-        _refuse(path, f"tensor {name!r}, {kind} {shape}, does not take the {end - begin} bytes that its offsets give it")
+        _refuse(path, f"tensor {quoted(name)}, {kind} {shape}, does not take the {end - begin} bytes that its offsets give it")
     return begin, end, name, kind, tuple(shape)
 
 
-def _are_sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(type(v) is int and 0 <= v <= _MAX_DIM for v in values)
+def _are_sizes(values: list[Any]) -> bool:
+    return all(type(v) is int and 0 <= v <= _MAX_DIM for v in values)
 
 
 def _check_layout(path: Path, spans: list[Span], size: int) -> None:
@@ -138,7 +142,7 @@ def _check_layout(path: Path, spans: list[Span], size: int) -> None:
     reached = 0
     for begin, end, name, _, _ in sorted(spans):
         if begin != reached:
-            _refuse(path, f"tensor {name!r} {'overlaps its neighbour' if begin < reached else 'follows a hole'} at byte {begin}")
+            _refuse(path, f"tensor {quoted(name)} {'overlaps its neighbour' if begin < reached else 'follows a hole'} at byte {begin}")
         reached = end
     if reached > size:
         _refuse(path, f"is truncated: its tensors need {reached} bytes, it has {size}; download it again")
@@ -146,11 +150,6 @@ def _check_layout(path: Path, spans: list[Span], size: int) -> None:
         _refuse(path, f"has {size - reached} bytes beyond its last tensor; it is corrupt")
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
-
-
 def _refuse(path: Path, what: str) -> NoReturn:
-    what = what if len(what) <= 400 else f"{what[:400]} ..."  # a corrupt header's names may be megabytes long
     verb = what.startswith(("is ", "has ", "says "))
     raise FormatError(f"{_SPEAKER}: {path}{' ' if verb else ': '}{what}")
