@@ -23,6 +23,7 @@ DEVICES = ("auto", "CPU", "METAL", "CUDA", "NV", "AMD", "HIP", "QCOM", "CL", "WE
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
 MAX_SCHEDULER_STEPS = 64
+CPU_STEP_MS = 250  # a gap between two tokens that a reader hardly notices
 QUANTIZATIONS = tuple(name.lower() for name in formats.QUANTIZATIONS)
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
@@ -43,6 +44,8 @@ class EngineConfig:
     max_model_len           longest prompt plus output in tokens; None takes the model's own up to 8192, limited by memory
     max_num_seqs            sequences that run at the same time
     max_num_batched_tokens  tokens of one step
+    max_step_ms             target for a step with decodes and parts of prompts, in milliseconds, by measured rates; 0 sets none. None is
+                            CPU_STEP_MS on the CPU and 0 elsewhere
     num_scheduler_steps     decode steps that run back to back on the device before the host reads their tokens
     block_size              tokens of one block of the KV cache
     num_blocks, kv_memory   size of the KV cache, in blocks or in bytes; with neither, what the device has free
@@ -70,6 +73,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    max_step_ms: int | None = None
     num_scheduler_steps: int = 1
     block_size: int = 16
     num_blocks: int | None = None
@@ -87,6 +91,13 @@ class EngineConfig:
     warm_up: bool = False
     record: str | None = None
     seed: int | None = None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The target for a step with decodes and parts of prompts; None sets none. `device` must have been chosen."""
+        default = CPU_STEP_MS if self.device.partition(":")[0] == "CPU" else 0
+        milliseconds = default if self.max_step_ms is None else self.max_step_ms
+        return milliseconds / 1000 or None
 
     def __post_init__(self) -> None:
         for name, low, high in _INTEGERS:
@@ -125,6 +136,7 @@ _INTEGERS: tuple[tuple[str, int, int | None], ...] = (
     ("max_model_len", 2, None),
     ("max_num_seqs", 1, 4096),
     ("max_num_batched_tokens", 1, None),
+    ("max_step_ms", 0, 600_000),
     ("num_scheduler_steps", 1, MAX_SCHEDULER_STEPS),
     ("block_size", 8, 256),
     ("num_blocks", 1, None),
@@ -134,7 +146,7 @@ _INTEGERS: tuple[tuple[str, int, int | None], ...] = (
     ("max_num_queued_tokens", 0, None),
     ("seed", -(2**63), 2**64 - 1),
 )
-_OPTIONAL = ("max_model_len", "num_blocks", "kv_memory", "max_num_queued_reqs", "max_num_queued_tokens", "seed")
+_OPTIONAL = ("max_model_len", "max_step_ms", "num_blocks", "kv_memory", "max_num_queued_reqs", "max_num_queued_tokens", "seed")
 
 
 def resolve(model: str | os.PathLike[str] | None = None, *, environ: Mapping[str, str] | None = None, **given: Any) -> EngineConfig:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from tinygrad.helpers import suppress_finalizing
 
-from tinyvllm.bridge.capture import Captured, CapturedCall, PendingWork, repeat
+from tinyvllm.bridge.capture import Captured, CapturedCall, CaptureWork, PendingWork, capture_work, repeat
 from tinyvllm.bridge.cuda import compile_to_cubins, cuda_driver, cuda_runtime, replace_copy_in
 from tinyvllm.bridge.deferred_free import release_deferred
 from tinyvllm.bridge.device import (
@@ -53,12 +53,12 @@ from tinyvllm.bridge.tensors import alias, byte_spans, device_buffer, mapped, sh
 from tinyvllm.bridge.timing import TimedProgram
 
 __all__ = [
-    "Captured", "CapturedCall", "DeviceCopies", "DeviceHooks", "GraphKernel", "ImportedPages", "JobGraph", "PendingWork", "Program",
-    "QueueEvent", "Reading", "StepGraph", "TimedProgram", "Transfer", "alias", "architecture", "byte_spans", "code_address", "compile_text",
-    "compile_to_cubins", "cuda_driver", "cuda_runtime", "defer_frees", "device_buffer", "download", "enable_program_cache",
-    "from_objc_string", "has_graph", "host_address", "install_hooks", "launch_program", "load_object", "load_program", "mapped",
-    "metal_bindings", "metal_buffer_over", "opened_device", "peek", "prefer_device", "profiling", "raise_memory_errors", "read_async",
-    "recover_device", "release_deferred", "remove_hooks", "render_bfloat16_as_bits", "repeat", "replace_copy_in", "scatter_add",
-    "shared_zeros", "spans", "store_kv", "suppress_finalizing", "synchronize", "tinygrad_setting", "to_objc_string", "uninitialized",
-    "upload", "upload_parts", "use_graph",
+    "CaptureWork", "Captured", "CapturedCall", "DeviceCopies", "DeviceHooks", "GraphKernel", "ImportedPages", "JobGraph", "PendingWork",
+    "Program", "QueueEvent", "Reading", "StepGraph", "TimedProgram", "Transfer", "alias", "architecture", "byte_spans", "capture_work",
+    "code_address", "compile_text", "compile_to_cubins", "cuda_driver", "cuda_runtime", "defer_frees", "device_buffer", "download",
+    "enable_program_cache", "from_objc_string", "has_graph", "host_address", "install_hooks", "launch_program", "load_object",
+    "load_program", "mapped", "metal_bindings", "metal_buffer_over", "opened_device", "peek", "prefer_device", "profiling",
+    "raise_memory_errors", "read_async", "recover_device", "release_deferred", "remove_hooks", "render_bfloat16_as_bits", "repeat",
+    "replace_copy_in", "scatter_add", "shared_zeros", "spans", "store_kv", "suppress_finalizing", "synchronize", "tinygrad_setting",
+    "to_objc_string", "uninitialized", "upload", "upload_parts", "use_graph",
 ]  # fmt: skip

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from tinygrad import Context, Device, Tensor, TinyJit, UOp
@@ -55,6 +57,7 @@ class Captured:
         return self._jit.captured([tensor.uop.base for tensor in tensors], values)
 
     def _first(self, *tensors: Tensor, **values: int) -> Any:
+        _work.count, start = _work.count + 1, time.perf_counter()
         bound = {name: UOp.variable(name, *self._variables[name]).bind(value) for name, value in values.items()}
         try:
             with Context(JIT_BATCH_SIZE=0), shared_arenas():  # type: ignore[no-untyped-call]
@@ -63,6 +66,8 @@ class Captured:
             self._jit.reset()  # the capture may exist with half of its buffers
             self._jit.cnt = 1
             raise
+        finally:
+            _work.seconds += time.perf_counter() - start
         if self._jit.captured is not None:  # JIT=0 in the environment captures nothing
             self._graph = self._only_graph()
         return self._result
@@ -78,6 +83,22 @@ class Captured:
         if isinstance(graph, JobGraph) and not any(graph.uop_replace):
             graph.uop_replace = []  # one empty list per kernel, over which every replay would loop: 0.1 ms at 290 kernels
         return graph
+
+
+@dataclass
+class CaptureWork:
+    """What first calls have cost this process: how many there were, and the seconds that they took, with all compiling for them."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+
+_work = CaptureWork()
+
+
+def capture_work() -> CaptureWork:
+    """The captures of this process so far."""
+    return CaptureWork(_work.count, _work.seconds)
 
 
 CapturedCall = tuple[Captured, tuple[Tensor, ...], dict[str, int]]  # a captured step, its tensors and its variables' values

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tinyvllm.config import DTYPES, LOAD_FORMATS, QUANTIZATIONS, VERSION, nearest, parse_size
+from tinyvllm.config import CPU_STEP_MS, DTYPES, LOAD_FORMATS, QUANTIZATIONS, VERSION, nearest, parse_size
 from tinyvllm.errors import ArgumentError
 from tinyvllm.request import STRUCTURES, SamplingParams, StructuredOutputsParams
 
@@ -25,6 +25,14 @@ _ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--max-model-len", {"type": int, "metavar": "N", "help": "maximum prompt plus answer, in tokens"}),
     ("--max-num-seqs", {"type": int, "metavar": "N", "help": "maximum number of sequences that run at the same time"}),
     ("--max-num-batched-tokens", {"type": int, "metavar": "N", "help": "maximum number of tokens in one step"}),
+    (
+        "--max-step-ms",
+        {
+            "type": int,
+            "metavar": "N",
+            "help": f"target for a step with decodes and prompts; 0 sets none; default: {CPU_STEP_MS} on the CPU",
+        },
+    ),
     ("--kv-memory", {"metavar": "SIZE", "help": "size of the KV cache in bytes, such as 2GiB; or give --num-blocks"}),
     ("--num-blocks", {"type": int, "metavar": "N", "help": "size of the KV cache in blocks; or give --kv-memory"}),
     ("--block-size", {"type": int, "metavar": "N", "help": "tokens of a KV block, a power of two from 8 to 256"}),

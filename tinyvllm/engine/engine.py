@@ -72,7 +72,7 @@ class Engine:
         config, runner = self.config, self.runner
         block_bytes = runner.pool.block_bytes
         costs = Costs(runner.bytes_per_token, block_bytes // config.block_size, lambda: memory_bandwidth(config.device))
-        self.stats = EngineStats(self.metrics, costs, scheduler)
+        self.stats = EngineStats(self.metrics, costs, scheduler, lambda: runner.capture_work().count)
         self.observer: EngineObserver = Observers([self.stats, *observers])
         self.sampler = Sampler(runner.config.vocab_size, config.max_num_seqs, config.device)
         self.constraints = TokenConstraints(self.sampler, self.tokenizer, self.eos_ids, self.metrics)

@@ -76,6 +76,7 @@ def new_scheduler(config: EngineConfig, runner: Runner, store: PrefixStore | Non
         config.max_num_queued_tokens,
         blocks.block_bytes,
         config.preemption_mode,
+        config.step_seconds,
     )
     pool, prefix = BlockPool(blocks.num_blocks, config.block_size), None
     if config.enable_prefix_caching:

@@ -35,8 +35,10 @@ def memory_bandwidth(device: str) -> float:
 class EngineStats(EngineObserver):
     """The statistics of one engine. `step` has those of the current step, or of the last one between two steps."""
 
-    def __init__(self, metrics: EngineMetrics | NoMetrics, costs: Costs, scheduler: Scheduler):
-        self.metrics, self.costs, self.scheduler = metrics, costs, scheduler
+    def __init__(self, metrics: EngineMetrics | NoMetrics, costs: Costs, scheduler: Scheduler, num_captures: Callable[[], int] = lambda: 0):
+        """`num_captures` counts what was captured so far: a step that captures or compiles says nothing about the next one's time."""
+        self.metrics, self.costs, self.scheduler, self._num_captures = metrics, costs, scheduler, num_captures
+        self._captures_before = num_captures()  # at the start of the step
         self.step = StepStats()
         self.num_steps = 0  # since the start; each has streamed the weights once
         self.num_tokens = 0  # generated since the start
@@ -49,6 +51,7 @@ class EngineStats(EngineObserver):
 
     def step_started(self) -> None:
         self.step = StepStats()
+        self._captures_before = self._num_captures()
         self._steps_of_launch = 1
         self._phase_start = self._step_start = time.perf_counter()
 
@@ -125,7 +128,7 @@ class EngineStats(EngineObserver):
                 now - before for now, before in zip(counts, self._prefix_counts, strict=True)
             )
             self._prefix_counts = counts
-        if stats.run:
+        if stats.run and self._num_captures() == self._captures_before:
             scheduler.rates.observe_step(stats.prompt_tokens, (time.perf_counter() - self._step_start) / self._steps_of_launch)
         for owner in self._billed:
             owner.receipt.device_seconds += stats.run

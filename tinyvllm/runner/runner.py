@@ -13,7 +13,7 @@ from tinygrad.dtype import DType
 
 from tinyvllm.backends.cpu.threads import thread_pool
 from tinyvllm.backends.registry import Choice, choices, usable_variants
-from tinyvllm.bridge import Captured, CapturedCall, Reading, download, peek, read_async, repeat, upload
+from tinyvllm.bridge import Captured, CapturedCall, CaptureWork, Reading, capture_work, download, peek, read_async, repeat, upload
 from tinyvllm.config import MAX_SCHEDULER_STEPS, EngineConfig, cache_folder, environment
 from tinyvllm.errors import ArgumentError
 from tinyvllm.models.config import ModelConfig
@@ -304,6 +304,10 @@ class Runner:
         blocks = inputs.fill([], [entry], self.pool.block_size)
         states: np.ndarray = download(captured(**({"num_blocks": blocks} if self._table_width > 1 else {})))
         return states[: entry.num_tokens]
+
+    def capture_work(self) -> CaptureWork:
+        """How many captures this process has made, and the seconds that they took, with all compiling for them."""
+        return capture_work()
 
     def choices(self) -> list[Choice]:
         """Every choice of a kernel that was made in this process so far."""

@@ -14,6 +14,7 @@ class SchedulerLimits:
 
     `max_queued_reqs` requests and `max_queued_tokens` prompt tokens may wait in addition to what can start at once; None sets no limit.
     `block_bytes` is the size of a block in all layers, for the cost of a swap. `preemption` "recompute" or "swap" forces the method.
+    `max_step_seconds` is the target for a step with decodes and chunks; None sets none.
     """
 
     max_num_seqs: int
@@ -23,6 +24,7 @@ class SchedulerLimits:
     max_queued_tokens: int | None = None
     block_bytes: int = 0
     preemption: str | None = None
+    max_step_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -62,6 +64,8 @@ class Schedule:
 
     A step of the same decodes, each sequence a token or more further, is the last step's object again: `reused` is True then, and `changed`
     names the entries that have reached another block since, or whose tables have grown.
+
+    `max_chunk_tokens` is what the rates allow the chunks of a step with decodes; None where they were not consulted.
     """
 
     entries: list[Scheduled] = field(default_factory=list)
@@ -71,6 +75,7 @@ class Schedule:
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    max_chunk_tokens: int | None = None
     reused: bool = False
     changed: list[Scheduled] = field(default_factory=list)
 

@@ -18,6 +18,7 @@ from tinyvllm.cache.prefix import PrefixCache
 from tinyvllm.request import Sequence, Status
 from tinyvllm.scheduler.admission import AdmissionControl
 from tinyvllm.scheduler.borrowing import BorrowedBlocks
+from tinyvllm.scheduler.chunk_budget import chunk_budget
 from tinyvllm.scheduler.deadlines import Deadlines
 from tinyvllm.scheduler.decode_reuse import ReusableDecode
 from tinyvllm.scheduler.forks import BlockCopies, Siblings
@@ -245,8 +246,10 @@ class Scheduler:
         Long prefills leave a share to those that are nearly done and to waiting ones, or a short prompt would wait for all long ones.
         """
         remaining = [len(sequence) - sequence.num_computed for sequence in self.running]
-        budget = self.limits.max_batched_tokens - remaining.count(1)  # decodes come first: their tokens are set aside
-        share = self.limits.max_batched_tokens // _SHARE
+        num_decodes = remaining.count(1)
+        pending = len(self.waiting) > 0 or any(left > 1 for left in remaining)
+        budget, plan.max_chunk_tokens = chunk_budget(self.limits, self.rates, num_decodes, pending)
+        share = (num_decodes + budget) // _SHARE
         contended = (self.waiting.has_next and self._free_rows) or any(1 < left <= share for left in remaining)
         kept = min(share, budget // 2) if contended else 0
         block_size = self.pool.block_size

@@ -185,6 +185,23 @@ def test_a_swap_is_repeated_where_costs_decided_it(tiny_model, tmp_path):
     assert run.swapped and again(run).identical
 
 
+def test_chunks_are_as_long_again_as_measured_rates_made_them(tiny_model, tmp_path):
+    engine = engine_of(tiny_model, tmp_path / "run.jsonl", max_step_ms=50, max_num_batched_tokens=64)
+    rates, lengths = engine.scheduler.rates, iter((16, 32, 16, 64))
+    rates.max_chunk_tokens = lambda seconds, budget: min(budget, next(lengths, 32))
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    engine.add("decodes", [256, 70], params)
+    engine.step()
+    engine.add("long", [256, *range(32, 127)], params)
+    while engine.has_work():
+        engine.step()
+    engine.close()
+    run = read_run(str(tmp_path / "run.jsonl"))
+    assert list(run.max_chunk_tokens.values()) == [16, 32, 16, 64]
+    assert again(run).identical
+    assert not again(run, max_num_batched_tokens=24).identical and again(run, tokens_only=True, max_step_ms=0).identical
+
+
 def test_deadlines_pass_again_when_they_passed(tiny_model, tmp_path):
     engine = engine_of(tiny_model, tmp_path / "run.jsonl")
     engine.step()

@@ -9,6 +9,7 @@
     {"step", "run": [n, index, start, tokens, ...], "rounds", "t"}   the entries of a schedule; n is the number of the request's `add` line
     {"step", "on": rounds}                            the last step again: all of its decodes, each `rounds` tokens further
     {"step", "swap": true}, {"step", "expired": [n, ...], "t"}   decisions that depended on times
+    {"step", "chunks": tokens}                        from here on, what the rates allow the chunks of a step with decodes
     {"end": id, "step", "tokens": [[...], ...], "reasons": [...], "chain"}   the end of a request; the chain is a hash of all ends so far
 
 `step` counts calls of Engine.step: events between two calls have the number of the later one. `t` is in seconds of the engine's clock.
@@ -57,6 +58,7 @@ class Recorder(EngineObserver):
         self._num_added = 0
         self._tried: set[int] = set()  # segments whose tokens are written
         self._next_decodes: list[int] | None = None  # the next run, if it is the last one's decodes again
+        self._max_chunk_tokens: int | None = None  # as written last
         self._clock_read: float | None = None  # the last time that the scheduler read in this step
         self._chain = hashlib.blake2b(digest_size=8)
 
@@ -116,6 +118,9 @@ class Recorder(EngineObserver):
         self._write({"release": number, "step": self._step})
 
     def step_scheduled(self, schedule: Schedule) -> None:
+        if schedule.max_chunk_tokens not in (None, self._max_chunk_tokens):
+            self._max_chunk_tokens = schedule.max_chunk_tokens
+            self._write({"step": self._step, "chunks": schedule.max_chunk_tokens})
         if schedule.swap_out:
             self._write({"step": self._step, "swap": True})
         if schedule.expired:

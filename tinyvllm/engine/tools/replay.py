@@ -42,6 +42,7 @@ class Run:
     ends: list[Event]
     times: list[tuple[int, float]]  # the time of the clock in a step
     swapped: frozenset[int]  # steps
+    max_chunk_tokens: dict[int, int]  # what the rates allowed the chunks of steps with decodes, by the step from which on they did
     last_step: int
     complete: bool  # False: the last line is cut off
 
@@ -131,9 +132,10 @@ def _run_of(path: str, events: list[Event], complete: bool) -> Run:
         return Run(
             path, header, [e for e in rest if _ARRIVALS & e.keys()], schedule_of(rest), [e for e in rest if "end" in e],
             [(e["step"], e["t"]) for e in rest if "add" not in e and e.get("t") is not None],
-            frozenset(e["step"] for e in rest if "swap" in e), max((e["step"] for e in rest), default=0), complete,
+            frozenset(e["step"] for e in rest if "swap" in e), {e["step"]: int(e["chunks"]) for e in rest if "chunks" in e},
+            max((e["step"] for e in rest), default=0), complete,
         )  # fmt: skip
-    except (KeyError, TypeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError) as error:
         raise FormatError(f"replay: {path}: an event lacks a field: {error!r}") from error
 
 
@@ -261,9 +263,16 @@ class _RecordedClock:
 
 
 class _RecordedRates(Rates):
-    """Rates by which a swap costs nothing while `swaps` is set and too much otherwise, and by which no request would be late."""
+    """Rates by which a swap costs nothing while `swaps` is set and too much otherwise, and by which no request would be late.
+
+    `chunk_tokens` is what was allowed the chunks of steps with decodes; None, as in recordings of versions without a target, is no limit.
+    """
 
     swaps = False
+    chunk_tokens: int | None = None
+
+    def max_chunk_tokens(self, seconds: float, budget: int) -> int:
+        return budget if self.chunk_tokens is None else min(budget, self.chunk_tokens)
 
     @property
     def prefill_token(self) -> float | None:
@@ -296,6 +305,7 @@ def _drive(run: Run, arrivals: _Arrivals, tokens_only: bool, num_ended: Callable
         rates = engine.scheduler.rates
         if isinstance(rates, _RecordedRates):
             rates.swaps = step in run.swapped
+            rates.chunk_tokens = run.max_chunk_tokens.get(step, rates.chunk_tokens)
         engine.step()
         if isinstance(rates, _RecordedRates):
             rates.swaps = False  # between steps they predict which requests would be late
