@@ -70,6 +70,7 @@ __all__ = [
     "Segment",
     "CompletionOutput",
     "FormatError",
+    "InternalError",
     "Logprob",
     "ModelError",
     "OutOfMemoryError",
