@@ -184,7 +184,10 @@ ERRORS = [
     ({"grammar": 'root ::= "a"{2,1}\n'}, "grammar: range end must be >= start"),
     ({"grammar": "start: A\nA: /a/ & /b/\n"}, "grammar: the operators & and ~"),
     ({"grammar": 'start: a\na[temperature=0.5]: "x"\n'}, "grammar: a rule's temperature"),
-    ({"grammar": 'start: %json {"contains": {}}\n'}, "grammar: %json: #/contains: the keyword contains is not supported"),
+    (
+        {"grammar": 'start: %json {"containz": {}}\n'},
+        "grammar: %json: #/containz: the keyword 'containz' is unknown and looks like a misspelt",
+    ),
     ({"grammar": "start: %json {\n"}, "grammar: no JSON after %json"),
     ({"grammar": "start: %json " + json.dumps({"const": "x" * 70_000}) + "y" * 70_000}, "grammar: 70.* characters, at most 65536"),
 ]

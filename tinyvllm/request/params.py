@@ -40,7 +40,8 @@ class StructuredOutputsParams:
 
     Options: `disable_any_whitespace` writes JSON without optional blanks; `whitespace_pattern` is the regular expression of what is
     allowed between JSON's tokens. `enable_in_reasoning`: the structure holds from the first token on, even if the model could reason
-    first; without it a model that has marks of reasoning may reason before it (the name is that of vLLM's server setting).
+    first; without it a model that has marks of reasoning may reason before it (the name is that of vLLM's server setting). `lenient`:
+    keywords of a JSON schema that cannot be enforced are left out, and `oneOf` is read as `anyOf`, instead of an error.
     """
 
     json: str | dict[str, Any] | None = None
@@ -51,6 +52,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
     enable_in_reasoning: bool = False
+    lenient: bool = False
 
     def __post_init__(self) -> None:
         given = [name for name in STRUCTURES if getattr(self, name) not in (None, False)]

@@ -19,8 +19,9 @@ import numpy as np
 
 from tinyvllm.errors import RequestError
 from tinyvllm.request import StructuredOutputsParams
-from tinyvllm.sampling import json_schema
 from tinyvllm.sampling.grammar_errors import gbnf_error, lark_error, one_line, regex_error, unfinished_escape
+from tinyvllm.sampling.schema import MAX_CHARS as MAX_SCHEMA_CHARS
+from tinyvllm.sampling.schema import read_schema, refuse_constant
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -32,7 +33,7 @@ _STACK = 512 << 20
 # of llguidance; its own defaults let a nested repetition take 1.7 s and 200 MB, and 8000 optional properties 5 s
 _LIMITS: dict[str, Any] = {
     "max_items_in_row": 2000,
-    "initial_lexer_fuel": 100_000,
+    "initial_lexer_fuel": 300_000,
     "step_lexer_fuel": 50_000,
     "step_max_items": 20_000,
     "max_lexer_states": 100_000,
@@ -94,7 +95,8 @@ class GrammarBackend:
             if key in self._compiled:
                 self._compiled.move_to_end(key)
                 return self._compiled[key]
-        compiled = CompiledGrammar(self, params, source_of(params))
+        ignored: list[str] = []
+        compiled = CompiledGrammar(self, params, source_of(params, ignored), tuple(ignored))
         with self._lock:
             self._compiled[key] = compiled
             if len(self._compiled) > _KEPT:
@@ -118,10 +120,13 @@ class GrammarBackend:
 
 
 class CompiledGrammar:
-    """A grammar that is known to be sound and to have a first token. Sequences that follow it are `Grammar`s."""
+    """A grammar that is known to be sound and to have a first token. Sequences that follow it are `Grammar`s.
 
-    def __init__(self, backend: GrammarBackend, params: StructuredOutputsParams, source: str):
-        self.backend, self.kind, self.source = backend, params.kind, source
+    ignored: JSON pointers of the keywords of its schemas that it does not hold.
+    """
+
+    def __init__(self, backend: GrammarBackend, params: StructuredOutputsParams, source: str, ignored: tuple[str, ...] = ()):
+        self.backend, self.kind, self.source, self.ignored = backend, params.kind, source, ignored
         first = backend.matcher(source)
         self._first: LLMatcher | None = first
         if first.is_error():
@@ -276,15 +281,19 @@ class _Vocabulary:
         return ids
 
 
-def source_of(params: StructuredOutputsParams) -> str:
-    """llguidance's own form of what a request asks, checked for everything that can be seen without parsing it."""
+def source_of(params: StructuredOutputsParams, ignored: list[str]) -> str:
+    """llguidance's own form of a request's constraint, checked for everything that can be seen without parsing it.
+
+    ignored: gets the places of JSON schemas that the grammar does not hold.
+    """
     from llguidance import LLMatcher
 
     if params.kind in ("json", "json_object"):
-        schema, named = json_schema.read_schema(params.json) if params.json else ('{"type":"object"}', False)
-        options = _json_options(params, named)
+        read = read_schema(params.json or {"type": "object"}, params.lenient)
+        ignored += read.ignored
+        options = _json_options(params, read.named)
         try:
-            return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+            return LLMatcher.grammar_from_json_schema(read.text, overrides=options)
         except ValueError as error:  # its reader of JSON counts levels
             raise RequestError(f"structured_outputs: json: {one_line(str(error))}: flatten the schema with $defs") from None
     for name in ("disable_any_whitespace", "whitespace_pattern"):
@@ -295,7 +304,7 @@ def source_of(params: StructuredOutputsParams) -> str:
     if params.choice:
         texts = [json.dumps(text, ensure_ascii=False) for text in params.choice]
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + _checked("choice", " | ".join(texts)) + "\n")
-    return LLMatcher.grammar_from_lark(_lark(params.grammar or ""))
+    return LLMatcher.grammar_from_lark(_lark(params.grammar or "", params.lenient, ignored))
 
 
 def _json_options(params: StructuredOutputsParams, named: bool) -> Any:
@@ -332,7 +341,9 @@ def _compile_error(params: StructuredOutputsParams, message: str) -> str:
     if params.regex:
         return f"regex: {regex_error(params.regex, message)}"
     if params.grammar:
-        converted = _lark(params.grammar)  # from GBNF, or with JSON schemas on one line: the library's places are not the client's
+        converted = _lark(
+            params.grammar, params.lenient, []
+        )  # from GBNF, or with JSON schemas on one line: the library's places are not the client's
         same_lines = _GBNF_RULE.search(params.grammar) is None and converted.count("\n") == params.grammar.count("\n")
         return f"grammar: {lark_error(params.grammar if same_lines else '', message)}"
     if params.whitespace_pattern is not None and "regex parse error" in message:
@@ -340,7 +351,7 @@ def _compile_error(params: StructuredOutputsParams, message: str) -> str:
     return f"{params.kind}: {one_line(message)}"
 
 
-def _lark(text: str) -> str:
+def _lark(text: str, lenient: bool, ignored: list[str]) -> str:
     """A grammar in Lark's form, checked; one with a rule written `name ::=` is taken for GBNF."""
     if _GBNF_RULE.search(text):
         from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -353,14 +364,14 @@ def _lark(text: str) -> str:
             raise RequestError("structured_outputs: grammar: nested too deeply: split it into rules") from None
         except Exception as error:  # the converter raises whatever its parser stumbles over
             raise RequestError(f"structured_outputs: grammar: not GBNF: {gbnf_error(str(error)) or type(error).__name__}") from None
-    _checked("grammar", text, json_schema.MAX_CHARS)
+    _checked("grammar", text, MAX_SCHEMA_CHARS)
     bare, whole, at = [], [], 0
     while (found := _SKIPPED_IN_LARK.search(text, at)) is not None:
         bare.append(text[at : found.start()])
         whole.append(text[at : found.end()])
         at = found.end()
         if found[2]:
-            schema, at = _json_in_lark(text, at)
+            schema, at = _json_in_lark(text, at, lenient, ignored)
             whole.append(schema)
         else:
             bare.append(" " * len(found[0]))
@@ -372,22 +383,22 @@ def _lark(text: str) -> str:
     return "".join(whole) + text[at:]
 
 
-def _json_in_lark(text: str, at: int) -> tuple[str, int]:
+def _json_in_lark(text: str, at: int, lenient: bool, ignored: list[str]) -> tuple[str, int]:
     """The JSON schema inside a grammar, checked, and where it ends."""
     try:
-        parsed, end = json.JSONDecoder(parse_constant=json_schema.refuse_constant).raw_decode(text, at)
+        parsed, end = json.JSONDecoder(parse_constant=refuse_constant).raw_decode(text, at)
         options: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
         if isinstance(parsed, dict) and parsed.get("x-guidance") == AS_DUMPED:
             options = parsed.pop("x-guidance")
-        schema, named = json_schema.read_schema(parsed)
+        read = read_schema(parsed, lenient)
+        ignored += read.ignored
     except RequestError as error:
         raise RequestError(str(error).replace(": json:", ": grammar: %json:", 1)) from None
     except (ValueError, RecursionError) as error:
         raise RequestError(f"structured_outputs: grammar: no JSON after %json ({one_line(str(error))})") from None
-    if named:
+    if read.named:
         options["json_allowed_escapes"] = _NO_NUMBERS
-    read = json.loads(schema)
-    return json.dumps({"x-guidance": options} | (read if isinstance(read, dict) else {})), end
+    return json.dumps({"x-guidance": options} | json.loads(read.text)), end
 
 
 def _key(params: StructuredOutputsParams) -> str:
@@ -397,7 +408,7 @@ def _key(params: StructuredOutputsParams) -> str:
         text = value if isinstance(value, str) else json.dumps(value)
     except (TypeError, ValueError, RecursionError):
         text = repr(id(params))  # compiling says what is wrong
-    return json.dumps([params.kind, text, params.disable_any_whitespace, params.whitespace_pattern])
+    return json.dumps([params.kind, text, params.disable_any_whitespace, params.whitespace_pattern, params.lenient])
 
 
 def _reason(matcher: LLMatcher) -> str:
