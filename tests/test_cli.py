@@ -25,7 +25,8 @@ from tinyvllm import LLM, SamplingParams, cli
 from tinyvllm.cli import chat as cli_chat
 from tinyvllm.cli import generate as cli_generate
 from tinyvllm.cli import progress as figures
-from tinyvllm.cli.arguments import engine_options, parse, sampling_options
+from tinyvllm.cli.arguments import PARSERS, engine_options, parse, sampling_options
+from tinyvllm.cli.foreign import ALIASES
 from tinyvllm.cli.jsonl import Job, read_prompts
 from tinyvllm.cli.new_file import new_file
 from tinyvllm.config import nearest
@@ -61,6 +62,18 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
         ([], ["--prompt", "--prompts-file"]),
         (["--prompt", "x", "--temprature", "1"], ["--temprature", "did you mean '--temperature'"]),
         (["--prompt", "x", "--max-token=3"], ["--max-token=3", "did you mean '--max-tokens'"]),
+        (["--prompt", "x", "--confog", "a"], ["--confog"]),  # and no suggestion of --choice for the dashes that both have
+        (["--prompt", "x", "--config", "a"], ["--config", "on the command line"]),
+        (["--prompt", "x", "--gpu-memory-utilization", "0.9"], ["--gpu-memory-utilization=0.9", "nearest: --kv-memory, --num-blocks"]),
+        (["--prompt", "x", "--gpu_memory_utilization=0.9"], ["--gpu_memory_utilization=0.9", "nearest: --kv-memory"]),
+        (["--prompt", "x", "--tensor-parallel-size", "2"], ["--tensor-parallel-size=2", "one device", "accepted: 1"]),
+        (["--prompt", "x", "--no-enable-chunked-prefill"], ["--no-enable-chunked-prefill=False", "accepted: True"]),
+        (["--prompt", "x", "-ngl", "99"], ["-ngl=99", "nearest: --device"]),
+        (["--prompt", "x", "-t", "4"], ["-t=4", "TINYVLLM_THREADS"]),
+        (["--prompt", "x", "-cnv"], ["-cnv", "tinyvllm chat"]),
+        (["--prompt", "x", "-sys", "kind"], ["-sys is --system here, which this command does not have"]),
+        (["--prompt", "x", "--swap-space", "4"], ["swap_space=4", "'4GiB'"]),
+        (["serve", "some-model"], ["some-model", "--model PATH"]),
         (["caht"], ["'caht'", "did you mean 'chat'"]),
         (["chat", "--prompt", "x"], ["--prompt"]),
         (["--prompt"], ["--prompt", "expected one argument"]),
@@ -95,7 +108,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 def test_arguments_that_are_refused(tiny_model: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]) -> None:
     model = [] if "--model" in arguments or "caht" in arguments else ["--model", str(tiny_model)]
     code, message = refused(capsys, *arguments, *model)
-    assert code == 2 and all(word in message for word in words), message
+    assert code == 2 and all(word in message for word in words) and "--choice" not in message, message
 
 
 @pytest.mark.parametrize(
@@ -140,6 +153,29 @@ def test_options_become_fields() -> None:
     assert command == "generate" and parse(["generate", "--prompt", "x"])[0] == "generate" and parse(["chat"])[0] == "chat"
     assert sampling_options(options) == {"stop": ["A", "B"], "stop_token_ids": [7], "top_k": 4, "ignore_eos": True, "n": 2}
     assert engine_options(options) == {"kv_memory": 2 << 20, "max_num_seqs": 3}
+
+
+def test_options_of_other_programs_that_mean_the_same() -> None:
+    vllm = "--prompt x --max_model_len 9 --num-gpu-blocks-override=7 --tensor-parallel-size 1 --trust-remote-code --n 2"
+    options = parse([*vllm.split(), "--enable-chunked-prefill"])[1]
+    assert engine_options(options) == {"max_model_len": 9, "num_blocks": 7} and sampling_options(options) == {"n": 2}
+    llama = "-m PATH -p --prompt=hi -n 5 -c 64 --temp 0.5 -s 3 -np 2 -fa on -r A -r B -j {}"
+    _, options = parse(llama.replace("-p --prompt=hi", "-p hi").split())
+    assert options.prompt == ["hi"] and engine_options(options) == {"model": "PATH", "max_model_len": 64, "max_num_seqs": 2}
+    sampling = sampling_options(options)
+    assert sampling.pop("structured_outputs").json == "{}"
+    assert sampling == {"max_tokens": 5, "temperature": 0.5, "seed": 3, "stop": ["A", "B"]}
+    assert parse(["serve", "-a", "name", "--jinja", "--port", "0"])[1].served_model_name == ["name"]
+
+
+@pytest.mark.parametrize("command", list(PARSERS))
+def test_no_alias_hides_an_option_of_ours(command: str) -> None:
+    """And what an alias stands for or suggests exists in a command."""
+    every = set().union(*(make().known_options() for make in PARSERS.values()))
+    assert not PARSERS[command]().known_options() & ALIASES.keys() - {"-o"}
+    for name, alias in ALIASES.items():
+        for ours in (*filter(None, [alias.ours]), *alias.nearest):
+            assert (ours if ours.startswith("-") else f"--{ours.replace('_', '-')}").split()[0] in every, (name, ours)
 
 
 def test_prompts_from_lines(tmp_path: Path) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 
 import pytest
 
-from tinyvllm import config
+from tinyvllm import aliases, config
 from tinyvllm.config import SWITCHES, EngineConfig, cache_folder, environment, parse_device, parse_size, resolve
 from tinyvllm.errors import ArgumentError
 
@@ -85,6 +85,28 @@ def test_contradictions_are_refused_by_name(tmp_path: Path, fields: dict, words:
 def test_more_sequences_raise_the_token_budget(tmp_path: Path) -> None:
     assert resolve(tmp_path, environ={}, max_num_seqs=1000).max_num_batched_tokens == 1000
     assert resolve(tmp_path, environ={}, max_num_seqs=4).max_num_batched_tokens == 512
+
+
+def test_options_under_the_names_of_vllm(tmp_path: Path) -> None:
+    """The same meaning is taken, a value that asks for what is the case is nothing, and everything else is refused by name."""
+    same = {"tensor_parallel_size": 1, "trust_remote_code": True, "enforce_eager": False, "gpu_memory_utilization": None, "task": "auto"}
+    assert resolve(tmp_path, environ={}, num_gpu_blocks_override=7, **same) == resolve(tmp_path, environ={}, num_blocks=7)
+    assert resolve(tmp_path, environ={}, kv_cache_memory_bytes="2GiB").kv_memory == 2 << 30
+    for given, words in [
+        ({"gpu_memory_utilization": 0.9}, ["gpu_memory_utilization=0.9", "nearest: kv_memory, num_blocks"]),
+        ({"tensor_parallel_size": 2}, ["tensor_parallel_size=2", "accepted: 1", "nearest: device"]),
+        ({"enforce_eager": True}, ["enforce_eager=True", "nearest: warm_up"]),
+        ({"num_gpu_blocks_override": 7, "num_blocks": 8}, ["num_gpu_blocks_override", "num_blocks", "one of them"]),
+        ({"swap_space": 4}, ["swap_space=4", "GiB", "'4GiB'"]),
+        ({"swap_space": 0.5}, ["'0.5GiB'"]),
+        ({"tensor_paralel_size": 1}, ["unknown engine option 'tensor_paralel_size'", "did you mean 'tensor_parallel_size'"]),
+    ]:
+        with pytest.raises(ArgumentError) as caught:
+            resolve(tmp_path, environ={}, **given)
+        assert all(word in str(caught.value) for word in words), caught.value
+    assert not aliases.VLLM.keys() & {field.name for field in fields(EngineConfig)}
+    nearest = {name for alias in aliases.VLLM.values() for name in (*alias.nearest, *filter(None, [alias.ours]))}
+    assert nearest <= {field.name for field in fields(EngineConfig)}
 
 
 def test_models_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

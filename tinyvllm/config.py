@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from tinyvllm.aliases import VLLM, from_vllm
 from tinyvllm.errors import ArgumentError
 from tinyvllm.quant import formats
 
@@ -157,9 +158,10 @@ def resolve(model: str | os.PathLike[str] | None = None, *, environ: Mapping[str
     """
     switches = environment(os.environ if environ is None else environ)
     known = [f.name for f in fields(EngineConfig) if f.name != "model"]
+    given = from_vllm(given)
     for name in given:
         if name not in known:
-            raise ArgumentError(f"unknown engine option {name!r}{nearest(name, known)}")
+            raise ArgumentError(f"unknown engine option {name!r}{nearest(name, [*known, *VLLM])}")
     values = {name: value for name, value in given.items() if value is not None}
     for name in ("tokenizer", "prefix_cache_dir", "record"):
         if name in values:
@@ -167,6 +169,8 @@ def resolve(model: str | os.PathLike[str] | None = None, *, environ: Mapping[str
     for name in ("kv_memory", "swap_space"):
         if isinstance(values.get(name), str):
             values[name] = parse_size(name, values[name])
+        if isinstance(values.get(name), (int, float)) and 0 < values[name] < 1024:
+            raise ArgumentError(f"{name}={values[name]} is a number of bytes (vLLM's swap_space is in GiB): write '{values[name]:g}GiB'")
     device = values.get("device", switches.get("TINYVLLM_DEVICE", "auto"))
     values["device"] = parse_device("device", device)
     if isinstance(values.get("max_num_seqs"), int):

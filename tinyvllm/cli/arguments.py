@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tinyvllm.cli.foreign import translated
 from tinyvllm.config import CPU_STEP_MS, DTYPES, LOAD_FORMATS, QUANTIZATIONS, VERSION, nearest, parse_size
 from tinyvllm.errors import ArgumentError
 from tinyvllm.request import STRUCTURES, SamplingParams, StructuredOutputsParams
@@ -140,10 +141,21 @@ class Parser(argparse.ArgumentParser):
     """Raises ArgumentErrors, with the closest known option as a suggestion."""
 
     def error(self, message: str) -> NoReturn:
-        known = [option for action in self._actions for option in action.option_strings]
         unknown = re.search(r"unrecognized arguments: (\S+)", message)
-        hint = nearest(unknown[1].partition("=")[0], known) if unknown else ""
-        raise ArgumentError(f"{message}{hint}")
+        raise ArgumentError(f"{message}{self._hint(unknown[1].partition('=')[0]) if unknown else ''}")
+
+    def known_options(self) -> set[str]:
+        """The options of this command, with their dashes."""
+        return {option for action in self._actions for option in action.option_strings}
+
+    def _hint(self, unknown: str) -> str:
+        """The nearest option. The dashes are not compared: they would make every option similar to every other."""
+        if not unknown.startswith("-"):
+            model = any(action.dest == "model" for action in self._actions)
+            return "; a model is given as --model PATH" if model else ""
+        names = {option.lstrip("-"): option for option in sorted(self.known_options())}
+        hint = nearest(unknown.lstrip("-"), names)
+        return re.sub(r"'(.*)'", lambda match: f"'{names[match[1]]}'", hint)
 
 
 def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace]:
@@ -153,7 +165,8 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace]:
         command = rest.pop(0)
         if command not in COMMANDS:
             raise ArgumentError(f"unknown command {command!r}{nearest(command, COMMANDS)}; commands are {', '.join(COMMANDS)}")
-    return command, PARSERS[command]().parse_args(rest)
+    parser = PARSERS[command]()
+    return command, parser.parse_args(list(translated(rest, parser.known_options())))
 
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
