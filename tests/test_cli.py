@@ -170,7 +170,7 @@ def test_options_of_other_programs_that_mean_the_same() -> None:
 
 @pytest.mark.parametrize("command", list(PARSERS))
 def test_no_alias_hides_an_option_of_ours(command: str) -> None:
-    """And what an alias stands for or suggests exists in a command."""
+    """And every option that an alias names exists in a command."""
     every = set().union(*(make().known_options() for make in PARSERS.values()))
     assert not PARSERS[command]().known_options() & ALIASES.keys() - {"-o"}
     for name, alias in ALIASES.items():

@@ -76,7 +76,7 @@ IMPORTS: dict[str, set[str]] = {
         "host_memory",
     },
     "server": {"engine", "text", "request", "metrics", "config", "errors", "host_memory"},
-    "cli": {"server", "engine", "text", "placement", "request", "config", "errors", "host_memory"},
+    "cli": {"server", "engine", "text", "placement", "request", "config", "aliases", "errors", "host_memory"},
     "demo": set(),
     "kernels": set(),
 }
