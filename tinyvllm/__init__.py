@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         ArgumentError,
         BusyError,
         FormatError,
+        InternalError,
         ModelError,
         OutOfMemoryError,
         OutputError,
