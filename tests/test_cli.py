@@ -25,8 +25,8 @@ from tinyvllm import LLM, SamplingParams, cli
 from tinyvllm.cli import chat as cli_chat
 from tinyvllm.cli import generate as cli_generate
 from tinyvllm.cli import progress as figures
+from tinyvllm.cli.aliases import ALIASES
 from tinyvllm.cli.arguments import PARSERS, engine_options, parse, sampling_options
-from tinyvllm.cli.foreign import ALIASES
 from tinyvllm.cli.jsonl import Job, read_prompts
 from tinyvllm.cli.new_file import new_file
 from tinyvllm.config import nearest

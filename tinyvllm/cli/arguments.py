@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tinyvllm.cli.foreign import translated
+from tinyvllm.cli.aliases import translated
 from tinyvllm.config import CPU_STEP_MS, DTYPES, LOAD_FORMATS, QUANTIZATIONS, VERSION, nearest, parse_size
 from tinyvllm.errors import ArgumentError
 from tinyvllm.request import STRUCTURES, SamplingParams, StructuredOutputsParams
