@@ -19,7 +19,7 @@ NEEDED = {  # other fields that a field requires
     "tool_choice": {"tools": None},
     "length_penalty": {"use_beam_search": True},
     "best_of": {"n": 2},
-    "logprob_token_ids": {"logprobs": None},
+    "logprob_token_ids": {"logprobs": None, "include": ["message.output_text.logprobs"]},
     "truncation_side": {"truncate_prompt_tokens": 8},
 }
 ENDPOINT_OF = {e.path: e for e in ENDPOINTS}

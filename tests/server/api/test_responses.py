@@ -1,14 +1,21 @@
-"""/v1/responses through the official client: whole answers, the events of a stream, tools, and fields that need stored state."""
+"""/v1/responses through the official client: whole answers, the events of a stream, tools, and answers that are kept."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
+import httpx
 import pytest
 
 openai = pytest.importorskip("openai")
 
-from tests.server.conftest import LOOK, Running  # noqa: E402
+from tests.server.conftest import LOOK, Running, running  # noqa: E402
+from tinyvllm.server.core import response_store  # noqa: E402
+from tinyvllm.server.core.config import ServerConfig  # noqa: E402
+from tinyvllm.server.core.failures import Failure  # noqa: E402
+from tinyvllm.server.core.keys import Key, read_keys  # noqa: E402
+from tinyvllm.server.core.response_store import ResponseStore  # noqa: E402
 
 ASK = "Tell me a story about a dragon."
 TOOL = {"type": "function", **LOOK["function"]}
@@ -24,7 +31,8 @@ def test_whole(client) -> None:
     ask = {"model": "demo", "input": ASK, "max_output_tokens": 6, "temperature": 0}
     done = client.responses.create(**ask, instructions="Be brief.", metadata={"a": "b"})
     assert done.status == "incomplete" and done.incomplete_details.reason == "max_output_tokens" and done.metadata == {"a": "b"}
-    assert done.output_text and done.usage.output_tokens == 6 and done.store is False
+    assert done.output_text and done.usage.output_tokens == 6 and done.store is True
+    assert client.responses.create(**ask, store=False).store is False
     items = [{"role": "user", "content": ASK}, *done.output, {"role": "user", "content": [{"type": "input_text", "text": "More."}]}]
     assert client.responses.create(model="demo", input=items, max_output_tokens=2).usage.input_tokens > done.usage.input_tokens
 
@@ -63,8 +71,121 @@ def test_required_tool(client, stream: bool) -> None:
     assert call.type == "function_call" and call.name == "look" and json.loads(call.arguments)["place"] in ("tree", "river")
 
 
-def test_fields_that_need_stored_state_are_refused(client) -> None:
-    for field, value in (("store", True), ("previous_response_id", "resp_1"), ("background", True), ("conversation", "c")):
+def test_fields_that_need_the_background_are_refused(client) -> None:
+    for field, value in (("background", True), ("conversation", "c")):
         with pytest.raises(openai.BadRequestError) as refused:
             client.responses.create(model="demo", input=ASK, **{field: value})
         assert refused.value.param == field
+
+
+SHORT = {"model": "demo", "max_output_tokens": 4, "temperature": 0}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_continues_an_answer(client, stream: bool) -> None:
+    """previous_response_id gives the same prompt as sending all items; instructions are of one request only."""
+
+    def create(**more: Any) -> Any:
+        if not stream:
+            return client.responses.create(**SHORT, **more)
+        return list(client.responses.create(**SHORT, **more, stream=True))[-1].response
+
+    first = create(input=ASK, instructions="Be brief.")
+    second = create(input="And then?", previous_response_id=first.id)
+    whole = create(input=[{"role": "user", "content": ASK}, *first.output, {"role": "user", "content": "And then?"}])
+    assert second.previous_response_id == first.id and second.output_text == whole.output_text
+    assert second.usage.input_tokens == whole.usage.input_tokens
+    third = create(input="Why?", previous_response_id=second.id)
+    assert third.usage.input_tokens > second.usage.input_tokens + 4
+    branch = create(input="And then?", previous_response_id=first.id)
+    assert branch.id != second.id and branch.usage.input_tokens == second.usage.input_tokens
+
+
+def test_stored_answers(client) -> None:
+    done = client.responses.create(**SHORT, input=[{"role": "user", "content": "One."}, {"role": "user", "content": "Two."}])
+    again = client.responses.retrieve(done.id)
+    assert again.output_text == done.output_text and again.usage == done.usage
+    items = client.responses.input_items.list(done.id, order="asc", limit=1)
+    assert [item.content for item in items] == ["One.", "Two."]  # both pages
+    assert [item.content for item in client.responses.input_items.list(done.id)] == ["Two.", "One."]
+    with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
+        client.responses.cancel(done.id)
+    client.responses.delete(done.id)
+    for ask in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list, client.responses.cancel):
+        with pytest.raises(openai.NotFoundError, match="Response with id .* not found"):
+            ask(done.id)
+    with pytest.raises(openai.BadRequestError) as gone:
+        client.responses.create(**SHORT, input="a", previous_response_id=done.id)
+    assert (gone.value.param, gone.value.code) == ("previous_response_id", "previous_response_not_found")
+
+
+def test_store_false_keeps_nothing(client, server: Running) -> None:
+    count = len(server.service.responses)
+    done = client.responses.create(**SHORT, input=ASK, store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(done.id)
+    assert len(server.service.responses) == count
+
+
+def test_stored_answers_belong_to_a_key() -> None:
+    config = ServerConfig(port=0, access_log=False)
+    with running(config, {"demo": {"max_num_seqs": 2, "num_blocks": 64}}, read_keys(["sk-alice", "sk-bob"])) as server:
+        alice, bob = ({"Authorization": f"Bearer {key}"} for key in ("sk-alice", "sk-bob"))
+        name = server.post("/v1/responses", {**SHORT, "input": ASK}, **alice).json()["id"]
+        url = f"{server.url}/v1/responses/{name}"
+        assert httpx.get(url, headers=alice, trust_env=False).status_code == 200
+        assert httpx.get(url, headers=bob, trust_env=False).status_code == 404
+        assert httpx.delete(url, headers=bob, trust_env=False).status_code == 404
+        answer = server.post("/v1/responses", {**SHORT, "input": "a", "previous_response_id": name}, **bob)
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "previous_response_not_found"
+
+
+def test_input_tokens(client) -> None:
+    done = client.responses.create(**SHORT, input=ASK, instructions="Be brief.")
+    assert client.responses.input_tokens.count(model="demo", input=ASK, instructions="Be brief.").input_tokens == done.usage.input_tokens
+    more = client.responses.create(**SHORT, input="Why?", previous_response_id=done.id)
+    count = client.responses.input_tokens.count(model="demo", input="Why?", previous_response_id=done.id)
+    assert count.input_tokens == more.usage.input_tokens and count.object == "response.input_tokens"
+
+
+def test_sampling_fields(client) -> None:
+    """vLLM's extras, under the names of chat completions."""
+    chat = {"messages": [{"role": "user", "content": ASK}], "max_tokens": 6, "temperature": 0}
+    for extra in ({"stop": ["a"]}, {"logit_bias": {"300": 50}}, {"allowed_token_ids": [301, 302]}, {"repetition_penalty": 1.9},
+                  {"structured_outputs": {"choice": ["yes", "no"]}}, {"bad_words": ["Once"]}):  # fmt: skip
+        expected = client.chat.completions.create(model="demo", **{k: chat[k] for k in ("messages", "max_tokens", "temperature")},
+                                                  extra_body=extra)  # fmt: skip
+        done = client.responses.create(**{**SHORT, "max_output_tokens": 6}, input=ASK, extra_body=extra)
+        assert done.output_text == expected.choices[0].message.content, extra
+    listed = {"logprob_token_ids": [300], "return_tokens_as_token_ids": True, "allowed_token_ids": [42]}
+    done = client.responses.create(**SHORT, input=ASK, include=["message.output_text.logprobs"], extra_body=listed)
+    assert {p.token for p in done.output[0].content[0].logprobs[0].top_logprobs} == {"token_id:300", "token_id:42"}
+    both = {"structured_outputs": {"choice": ["a"]}, "text": {"format": {"type": "json_object"}}}
+    with pytest.raises(openai.BadRequestError, match="mutually exclusive"):
+        client.responses.create(**SHORT, input=ASK, extra_body=both)
+
+
+def test_the_limits_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each bound drops the oldest answers, and those of one key do not take the room of another."""
+    now = [0.0]
+    alice, bob = Key("alice", b"a"), Key("bob", b"b")
+
+    def names(store: ResponseStore) -> list[str]:
+        return list(store._responses)
+
+    def add(store: ResponseStore, key: Key, name: str, text: str = "") -> bool:
+        return store.add(key, {"id": name, "text": text}, [], [])
+
+    monkeypatch.setattr(response_store, "MAX_STORED_RESPONSES", 2)
+    store = ResponseStore(lambda: now[0])
+    assert all(add(store, key, name) for key, name in ((alice, "a1"), (bob, "b1"), (alice, "a2"), (alice, "a3")))
+    assert names(store) == ["b1", "a2", "a3"]
+    monkeypatch.setattr(response_store, "MAX_STORED_KEY_BYTES", 200)
+    assert not add(store, alice, "huge", "x" * 200) and names(store) == ["b1", "a2", "a3"]
+    assert add(store, alice, "a4", "x" * 120) and names(store) == ["b1", "a3", "a4"]
+    monkeypatch.setattr(response_store, "MAX_STORED_BYTES", 250)
+    assert add(store, bob, "b2", "x" * 60) and names(store) == ["a4", "b2"]
+    now[0] = response_store.MAX_STORED_AGE + 1.0
+    with pytest.raises(Failure) as expired:
+        store.get(bob, "b2")
+    assert expired.value.status == 404 and not len(store)

@@ -73,7 +73,7 @@ def test_messages_of_few_mistakes() -> None:
 
     assert message({"messages": [ASK, {"role": "user", "content": 5}]}).endswith("got 5")
     text = message({"messages": [ASK], "temperature": "hot", "n": 0, "seed": "x", "top_k": "y", "top_p": 7})
-    assert text.startswith("n: ") and "; also invalid: " in text and "temperature" in text
+    assert text.startswith("seed: ") and "; also invalid: " in text and "temperature" in text
     assert text.endswith(" and more") and "not checked" not in text
 
 

@@ -1,21 +1,37 @@
-"""POST /v1/responses: OpenAI's newer form of a conversation. Stateless: each request holds the whole conversation."""
+"""POST /v1/responses: OpenAI's newer form of a conversation. Answers are kept, so that a request can continue an earlier one."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinyvllm.engine.api import AsyncLLM
 from tinyvllm.request import CompletionOutput, RequestOutput
-from tinyvllm.server.api.responses_body import ResponsesRequest, conversation_of_items, params_of, tools_of, wants_logprobs
+from tinyvllm.server.api.responses_body import (
+    InputTokensRequest,
+    ResponsesRequest,
+    conversation_of,
+    params_of,
+    tools_of,
+    turns_of,
+    turns_with_output,
+    wants_logprobs,
+)
 from tinyvllm.server.core.answer import BlockStream, parse_answer
+from tinyvllm.server.core.answer_format import Tools
 from tinyvllm.server.core.context import RequestContext
-from tinyvllm.server.core.conversation import encode_conversation
-from tinyvllm.server.core.failures import Failure
+from tinyvllm.server.core.conversation import ChatPrompt, encode_conversation
+from tinyvllm.server.core.failures import Failure, bad_field
 from tinyvllm.server.core.generation import ChatRun, chat_run
 from tinyvllm.server.core.logprobs import LogprobStyle, Position, chat_logprobs, positions_of
-from tinyvllm.server.core.response import ResponseWriter, quote, sse_event
+from tinyvllm.server.core.response import ResponseWriter, json_response, quote, sse_event
+from tinyvllm.server.core.response_store import StoredResponse
 from tinyvllm.server.core.usage import extra_fields, finish_reason_of
 from tinyvllm.text.parsing import Event
 
@@ -26,26 +42,100 @@ _EVENT_NAMES = {"content": "response.output_text", "reasoning": "response.reason
 async def answer(context: RequestContext, body: ResponsesRequest, writer: ResponseWriter) -> None:
     """Continue a conversation."""
     async with context.service.models.use(body.model) as (model, llm):
-        tools = tools_of(body)
-        conversation = conversation_of_items(body, context.service.config.chat_template)
-        prompt = await encode_conversation(llm, conversation, tools.shown)
+        turns = turns_of(body, _messages_before(context, body))
+        prompt, tools = await _prompt(context, body, llm, turns)
         run = chat_run(context, body, llm, model, prompt, tools, params_of(body, llm.default_params))
         if body.stream:
-            await _stream(run, writer)
+            await _stream(run, turns, writer)
         else:
             output = await run.final_output()
-            items = _items(run, output.outputs[0])
-            await writer.json({**_response(run, _status(run, output.outputs[0]), items), **extra_fields(output)})
+            response = _response(run, _status(run, output.outputs[0]), _items(run, output.outputs[0]))
+            await writer.json({**_stored(run, turns, response), **extra_fields(output)})
+
+
+async def input_tokens(context: RequestContext, body: InputTokensRequest, writer: ResponseWriter) -> None:
+    """Count the tokens of a conversation."""
+    async with context.service.models.use(body.model) as (_, llm):
+        prompt, _ = await _prompt(context, body, llm, turns_of(body, _messages_before(context, body)))
+        await writer.json({"object": "response.input_tokens", "input_tokens": len(prompt.encoded.token_ids)})
+
+
+def _messages_before(context: RequestContext, body: InputTokensRequest) -> Sequence[Mapping[str, Any]]:
+    if body.previous_response_id is None:
+        return ()
+    return context.service.responses.get(context.owner, body.previous_response_id, 400, "previous_response_id").messages
+
+
+async def _prompt(
+    context: RequestContext, body: InputTokensRequest, llm: AsyncLLM, turns: Sequence[Mapping[str, Any]]
+) -> tuple[ChatPrompt, Tools]:
+    tools = tools_of(body)
+    conversation = conversation_of(body, turns, context.service.config.chat_template)
+    return await encode_conversation(llm, conversation, tools.shown), tools
+
+
+def _stored(run: ChatRun, turns: Sequence[Mapping[str, Any]], response: dict[str, Any]) -> dict[str, Any]:
+    """The finished response, kept for requests that continue it unless the client forbids that. `store` says whether it is."""
+    if not response["store"]:
+        return response
+    items = run.context.data["input"]
+    if isinstance(items, str):
+        items = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": items}]}]
+    numbered = [{**item, "id": item.get("id") or f"item_{run.context.unique_id}_{i}"} for i, item in enumerate(items)]
+    kept = run.context.service.responses.add(run.context.owner, response, numbered, turns_with_output(turns, response["output"]))
+    return {**response, "store": kept}
+
+
+async def get_response(request: Request) -> Response:
+    """A stored answer."""
+    return json_response(_find(request).response)
+
+
+async def delete_response(request: Request) -> Response:
+    """Forget a stored answer."""
+    context, name = RequestContext.of(request), request.path_params["name"]
+    context.service.responses.delete(context.owner, name)
+    return json_response({"id": name, "object": "response", "deleted": True})
+
+
+async def cancel_response(request: Request) -> Response:
+    """OpenAI's answer for a response that does not run in the background; here none does."""
+    _find(request)
+    raise Failure(400, "Cannot cancel a synchronous response.", code="invalid_value")
+
+
+async def list_input_items(request: Request) -> Response:
+    """The items of the request of a stored answer, the last first unless ?order=asc; ?limit and ?after page through them."""
+    items = list(_find(request).input_items)
+    query = request.query_params
+    limit, after = query.get("limit", "20"), query.get("after")
+    if not limit.isdecimal() or not 1 <= int(limit) <= 100:
+        raise bad_field("limit", f"limit: must be an integer from 1 to 100, got {limit[:40]!r}")
+    if query.get("order", "desc") != "asc":
+        items.reverse()
+    if after is not None:
+        start = next((i for i, item in enumerate(items) if item["id"] == after), None)
+        if start is None:
+            raise bad_field("after", f"after: there is no item {after[:100]!r}")
+        items = items[start + 1 :]
+    page = items[: int(limit)]
+    ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+    return json_response({"object": "list", "data": page, **ends, "has_more": len(items) > len(page)})
+
+
+def _find(request: Request) -> StoredResponse:
+    context = RequestContext.of(request)
+    return context.service.responses.get(context.owner, request.path_params["name"])
 
 
 def _items(run: ChatRun, part: CompletionOutput) -> list[dict[str, Any]]:
     """The items of a whole answer."""
     parsed, name = parse_answer(run, part), run.context.unique_id
     items: list[dict[str, Any]] = []
-    if parsed.reasoning:
+    if parsed.reasoning and run.body.include_reasoning is not False:
         items.append(_item("reasoning", f"rs_{name}", text=parsed.reasoning))
     if parsed.content or not parsed.calls:
-        style = LogprobStyle(run.body.top_logprobs or 0)
+        style = LogprobStyle.of(run.body, run.body.top_logprobs)
         logprobs = chat_logprobs(run.llm.tokenizer, positions_of(part), style) if wants_logprobs(run.body) else []
         items.append(_item("content", f"msg_{name}", text=parsed.content, logprobs=logprobs))
     return items + [_item("call", f"fc_{name}_{i}", call, text=call["arguments"]) for i, call in enumerate(parsed.calls)]
@@ -89,15 +179,19 @@ def _request_fields(run: ChatRun, items: list[dict[str, Any]]) -> dict[str, Any]
         "model": run.model,
         "output": items,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-        "store": False,
+        "store": body.store is not False,
         "temperature": run.params.temperature,
         "text": {"format": {"type": "text"}, **(data.get("text") or {})},
         "tool_choice": data.get("tool_choice") or "auto",
         "tools": data.get("tools") or [],
         "top_p": run.params.top_p,
+        "top_logprobs": body.top_logprobs or 0,
         "truncation": "disabled",
+        "service_tier": "default",
+        "frequency_penalty": run.params.frequency_penalty,
+        "presence_penalty": run.params.presence_penalty,
     }
 
 
@@ -207,7 +301,7 @@ class _ItemEvents:
     def _take_logprobs(self) -> list[Any]:
         if not self._positions:
             return []
-        logprobs = chat_logprobs(self._run.llm.tokenizer, self._positions, LogprobStyle(self._run.body.top_logprobs or 0))
+        logprobs = chat_logprobs(self._run.llm.tokenizer, self._positions, LogprobStyle.of(self._run.body, self._run.body.top_logprobs))
         self._positions = []
         self._logprobs += logprobs
         return logprobs
@@ -219,7 +313,7 @@ class _ItemEvents:
         return _output_text(text, self._logprobs) if self._kind == "content" else {"type": "reasoning_text", "text": text}
 
 
-async def _stream(run: ChatRun, writer: ResponseWriter) -> None:
+async def _stream(run: ChatRun, turns: Sequence[Mapping[str, Any]], writer: ResponseWriter) -> None:
     events = _ItemEvents(run)
     blocks = BlockStream(run, events)
     final: RequestOutput | None = None
@@ -241,5 +335,6 @@ async def _stream(run: ChatRun, writer: ResponseWriter) -> None:
     if not events.items:  # clients expect at least one message
         events.begin("content", Event("content"))
         events.end()
-    events.add(f"response.{status['status']}", response={**_response(run, status, events.items), **extra_fields(final)})
+    response = _stored(run, turns, _response(run, status, events.items))
+    events.add(f"response.{status['status']}", response={**response, **extra_fields(final)})
     await writer.close(events.take())

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, StringConstraints, Tag
+from pydantic import Discriminator, Field, StringConstraints, Tag, TypeAdapter
 
-from tinyvllm.request import MAX_LOGPROBS, SamplingParams
+from tinyvllm.request import ALL_LOGPROBS, MAX_LOGPROBS, SamplingParams
 from tinyvllm.server.core.answer_format import Tools
 from tinyvllm.server.core.body import Body, EchoedBody, honoured, limited, refused, unheeded
-from tinyvllm.server.core.conversation import Conversation, reasoning_variables
+from tinyvllm.server.core.conversation import Conversation, check_variables, reasoning_variables
 from tinyvllm.server.core.failures import bad_field
 from tinyvllm.server.core.limits import MAX_COUNT, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
-from tinyvllm.server.core.params import output_kind, structure_of_format
-from tinyvllm.server.core.schema import ACCESS_LOG_ONLY, DEFAULT_MODEL, Name, Texts
+from tinyvllm.server.core.params import check_logprob_token_ids, output_kind, sampling_fields, structure_of_format, structure_params
+from tinyvllm.server.core.schema import ACCESS_LOG_ONLY, DEFAULT_MODEL, Name, SamplingFields, Texts
 
-_STATELESS = "the server stores nothing; send the whole conversation"
 _NOT_OPENAI = "not part of OpenAI's API"
+_STORE_NOTE = "the last answers of each key are kept in memory for a day"
+_NO_BACKGROUND = "an answer ends when its client leaves"
 
 
 class InputText(EchoedBody):
@@ -136,72 +138,85 @@ class ResponseStreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesRequest(Body):
-    """POST /v1/responses."""
+class InputTokensRequest(Body):
+    """POST /v1/responses/input_tokens: the fields that the prompt depends on."""
 
     model: Name | None = honoured(says=DEFAULT_MODEL)
     input: str | Annotated[list[Item], Field(max_length=MAX_MESSAGES)] = honoured(..., example="Hello", min_length=1)
     instructions: str | None = honoured(example="Be brief.")
-    max_output_tokens: int | None = honoured(example=4, ge=1, le=MAX_COUNT)
-    temperature: float | None = honoured(example=0.5, ge=0, le=2)
-    top_p: float | None = honoured(example=0.9, gt=0, le=1)
-    top_logprobs: int | None = honoured(example=2, ge=0, le=MAX_LOGPROBS, says='requires include=["message.output_text.logprobs"]')
-    tools: list[FunctionTool] | None = limited(
-        says="functions only",
-        example=[{"type": "function", "name": "look", "parameters": {}}],
-        beyond=[{"type": "web_search"}],
-        max_length=MAX_TOOLS,
+    previous_response_id: Name | None = honoured(says=_STORE_NOTE)
+    conversation: Any = refused("there are no stored conversations; send previous_response_id", example="conv_1")
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = limited(
+        says="functions only", example=[{"type": "function", "name": "look", "parameters": {}}], beyond=[{"type": "web_search"}]
     )
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = honoured(example="none")
     parallel_tool_calls: bool | None = honoured(example=True)
     text: TextConfig | None = honoured(example={"format": {"type": "json_object"}})
     reasoning: Reasoning | None = limited(says="effort is passed to the chat template; there are no summaries", example={"effort": "low"})
+    truncation: Name | None = unheeded(says="disabled: the client shortens its input", heeded=("disabled",), example="auto")
+    personality: Name | None = unheeded(says="the instructions say how to answer", example="friendly")
+    chat_template_kwargs: dict[str, Any] | None = honoured(example={"enable_thinking": False}, says=_NOT_OPENAI)
+
+
+class ResponsesRequest(InputTokensRequest, SamplingFields):
+    """POST /v1/responses."""
+
+    max_output_tokens: int | None = honoured(example=4, ge=1, le=MAX_COUNT)
+    top_logprobs: int | None = honoured(
+        example=2, ge=ALL_LOGPROBS, le=MAX_LOGPROBS, says='requires include=["message.output_text.logprobs"]; -1 lists the whole vocabulary'
+    )
     stream: bool | None = honoured(example=False)
     stream_options: ResponseStreamOptions | None = limited(says="no padding", example={}, beyond={"include_obfuscation": True})
-    store: Literal[False] | None = limited(says=f"false only: {_STATELESS}", example=False, beyond=True)
+    store: bool | None = honoured(example=False, says=f"true if unset: {_STORE_NOTE}")
     metadata: Texts | None = honoured(example={"a": "b"}, says="returned in the response")
-    truncation: Literal["disabled"] | None = limited(says="disabled only", example="disabled", beyond="auto")
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = limited(
         says="log-probabilities; encrypted reasoning is accepted and omitted", example=["message.output_text.logprobs"], beyond=["web"]
     )
+    include_reasoning: bool | None = honoured(example=True, says="vLLM: false omits the reasoning items")
     user: str | None = limited(says=ACCESS_LOG_ONLY, example="user-1")
     safety_identifier: str | None = limited(says="ignored", example="user-1")
     prompt_cache_key: str | None = limited(says="not needed: the prefix cache matches tokens", example="mine")
     prompt_cache_retention: str | None = limited(says="not needed", example="in_memory")
     prompt_cache_options: Any = refused("the prefix cache evicts by use only", example={"mode": "explicit"})
     service_tier: Name | None = unheeded(says="auto and default: there is one tier", heeded=("auto", "default"), example="flex")
-    background: Literal[False] | None = limited(says=f"false only: {_STATELESS}", example=False, beyond=True)
-    background_options: Any = refused(_STATELESS, example={"a": 1})
-    previous_response_id: str | None = refused(_STATELESS, example="resp_1")
-    conversation: Any = refused(_STATELESS, example="conv_1")
+    background: Literal[False] | None = limited(says=f"false only: {_NO_BACKGROUND}", example=False, beyond=True)
+    background_options: Any = refused(_NO_BACKGROUND, example={"a": 1})
     prompt: Any = refused("there are no stored prompts", example={"id": "p"})
     max_tool_calls: Any = refused("the server runs no tools", example=1)
-    context_management: Any = refused(_STATELESS, example=[{"type": "compaction"}], harmless=([],))
+    context_management: Any = refused("the client shortens its input", example=[{"type": "compaction"}], harmless=([],))
     access_programs: Any = refused("access programs are not implemented", example={"a": 1})
     image: Any = refused("the model reads and writes text only", example={"a": 1})
     moderation: Any = refused("moderation is not implemented", example={"model": "m"})
-    top_k: int | None = honoured(example=5, ge=-1, le=MAX_COUNT, says=_NOT_OPENAI)
-    min_p: float | None = honoured(example=0.1, ge=0, le=1, says=_NOT_OPENAI)
-    seed: int | None = honoured(example=7, ge=-(2**63), le=2**64 - 1, says=_NOT_OPENAI)
-    priority: int | None = honoured(example=1, ge=-(2**31), le=2**31, says=_NOT_OPENAI)
-    cache_salt: Name | None = honoured(example="mine", says=_NOT_OPENAI)
-    deadline_ms: float | None = honoured(example=60000.0, gt=0, le=1e9, says=_NOT_OPENAI)
-    ttft_deadline_ms: float | None = honoured(example=60000.0, gt=0, le=1e9, says=_NOT_OPENAI)
-    receipt: bool | None = honoured(example=True, says=_NOT_OPENAI)
 
 
-def conversation_of_items(body: ResponsesRequest, template: str | None) -> Conversation:
-    """The conversation of instructions and input items."""
-    messages: list[dict[str, Any]] = []
-    if body.instructions is not None:
-        messages.append({"role": "system", "content": body.instructions})
-    if isinstance(body.input, str):
-        messages.append({"role": "user", "content": body.input})
-    else:
-        for item in body.input:
-            _add_item(messages, item)
+def turns_of(body: InputTokensRequest, before: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
+    """The messages of the input items, after those that previous_response_id means. Instructions are of one request only."""
+    return _add_items([dict(message) for message in before], body.input)
+
+
+def turns_with_output(turns: Sequence[Mapping[str, Any]], output: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages and the items of their answer, as if the client had sent both."""
+    return _add_items([dict(message) for message in turns], _OUTPUT.validate_python(list(output)))
+
+
+def conversation_of(body: InputTokensRequest, turns: Sequence[Mapping[str, Any]], template: str | None) -> Conversation:
+    """The conversation of instructions and messages."""
+    system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     effort = body.reasoning.effort if body.reasoning is not None else None
-    return Conversation(messages, template=template, variables=reasoning_variables(effort))
+    variables = {**reasoning_variables(effort), **(body.chat_template_kwargs or {})}
+    check_variables(variables)
+    return Conversation([*system, *turns], template=template, variables=variables)
+
+
+_OUTPUT = TypeAdapter(list[Item])
+
+
+def _add_items(messages: list[dict[str, Any]], items: str | list[Any]) -> list[dict[str, Any]]:
+    if isinstance(items, str):
+        return [*messages, {"role": "user", "content": items}]
+    for item in items:
+        _add_item(messages, item)
+    return messages
 
 
 def _add_item(messages: list[dict[str, Any]], item: InputMessage | FunctionCall | FunctionCallOutput | ReasoningItem) -> None:
@@ -233,7 +248,7 @@ def _add_message(messages: list[dict[str, Any]], item: InputMessage) -> None:
         messages.append({"role": item.role, "content": text})
 
 
-def tools_of(body: ResponsesRequest) -> Tools:
+def tools_of(body: InputTokensRequest) -> Tools:
     functions = [
         {"type": "function", "function": {"name": t.name, "description": t.description or "", "parameters": t.parameters or {}}}
         for t in body.tools or []
@@ -245,13 +260,19 @@ def tools_of(body: ResponsesRequest) -> Tools:
 
 
 def params_of(body: ResponsesRequest, defaults: SamplingParams) -> SamplingParams:
-    fields = {name: v for name in ("temperature", "top_p", "top_k", "min_p", "seed") if (v := getattr(body, name)) is not None}
-    if body.text is not None and body.text.format is not None:
-        fields["structured_outputs"] = structure_of_format(body.text.format.type, body.text.format.schema_)
+    fields = sampling_fields(body)
+    text_format = body.text.format if body.text is not None else None
+    if text_format is not None:
+        fields["structured_outputs"] = structure_of_format(text_format.type, text_format.schema_)
+    if body.structured_outputs is not None:
+        if fields.get("structured_outputs") is not None:
+            raise bad_field("structured_outputs", "structured_outputs and text.format are mutually exclusive; send one of them")
+        fields["structured_outputs"] = structure_params(body.structured_outputs)
     if wants_logprobs(body):
         fields["logprobs"] = body.top_logprobs or 0
     elif body.top_logprobs:
         raise bad_field("top_logprobs", 'top_logprobs: requires include=["message.output_text.logprobs"]')
+    check_logprob_token_ids(body, fields.get("logprobs"))
     return replace(defaults, **fields, max_tokens=body.max_output_tokens, output_kind=output_kind(body.stream))
 
 

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from tinyvllm.server.api import anthropic, chat, completions, embeddings, probes, responses, segments, utility
 from tinyvllm.server.api.anthropic_body import CountRequest, MessagesRequest
 from tinyvllm.server.api.capabilities import capabilities
-from tinyvllm.server.api.responses_body import ResponsesRequest
+from tinyvllm.server.api.responses_body import InputTokensRequest, ResponsesRequest
 from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.endpoint import Endpoint, Resource
 from tinyvllm.server.core.response import json_response
@@ -25,6 +25,7 @@ ENDPOINTS = (
     Endpoint("/v1/completions", CompletionRequest, completions.answer, "Continue texts"),
     Endpoint("/v1/chat/completions", ChatRequest, chat.answer, "Continue a conversation"),
     Endpoint("/v1/responses", ResponsesRequest, responses.answer, "Continue a conversation, in the form of OpenAI's Responses API"),
+    Endpoint("/v1/responses/input_tokens", InputTokensRequest, responses.input_tokens, "Count the tokens of a conversation"),
     Endpoint("/v1/messages", MessagesRequest, anthropic.answer, "Continue a conversation, in Anthropic's form"),
     Endpoint("/v1/messages/count_tokens", CountRequest, anthropic.count_tokens, "Count the tokens of a conversation"),
     Endpoint("/v1/segments", segments.SegmentRequest, segments.register, "Compute a piece of context once and keep it"),
@@ -45,6 +46,10 @@ RESOURCES = (
     Resource("/v1/segments", segments.list_segments, "The segments of this key and their size"),
     Resource("/v1/segments/{name}", segments.get_segment, "One segment"),
     Resource("/v1/segments/{name}", segments.release_segment, "Release a segment", method="DELETE"),
+    Resource("/v1/responses/{name}", responses.get_response, "A stored answer"),
+    Resource("/v1/responses/{name}", responses.delete_response, "Forget a stored answer", method="DELETE"),
+    Resource("/v1/responses/{name}/input_items", responses.list_input_items, "The items of a stored answer's request"),
+    Resource("/v1/responses/{name}/cancel", responses.cancel_response, "Refused: no answer runs in the background", method="POST"),
     Resource("/v1/capabilities", _capabilities, "The support of every request field"),
     Resource("/tokenizer_info", utility.tokenizer_info, "The tokenizer of the first model"),
     Resource("/health", probes.health, "Whether the engines are alive"),

@@ -70,8 +70,10 @@ class BlockStream:
         events = self._parse(part)
         if events and all(event.kind == "reasoning" for event in events):
             usage.reasoning += len(part.token_ids)
+        hidden = getattr(self._run.body, "include_reasoning", None) is False
         for event in self._run.format.kept(events):
-            self._write(event)
+            if event.kind != "reasoning" or not hidden:
+                self._write(event)
         if part.finish_reason is not None:
             self._switch(None)
 

@@ -21,6 +21,7 @@ from tinyvllm.server.core.failures import Failure
 from tinyvllm.server.core.keys import Key, Keys
 from tinyvllm.server.core.limits import MAX_BODIES
 from tinyvllm.server.core.models import Models
+from tinyvllm.server.core.response_store import ResponseStore
 from tinyvllm.server.core.segment_store import SegmentStore
 
 SCOPE_KEY = "tinyvllm.context"  # where an ASGI scope holds its RequestContext
@@ -29,13 +30,14 @@ _FINAL_SECONDS = 2.0  # for requests to write their last error after the grace p
 
 
 class Service:
-    """State shared by all requests: settings, models, keys, segments, and the requests that are running."""
+    """State shared by all requests: settings, models, keys, segments, stored responses, and the requests that are running."""
 
     def __init__(self, config: ServerConfig, models: Models, keys: Keys):
         self.config = config
         self.models = models
         self.keys = keys
         self.segments = SegmentStore(models)
+        self.responses = ResponseStore()
         self.started = int(time.time())
         self.draining = False
         self.running: set[RequestContext] = set()

@@ -74,8 +74,7 @@ def conversation_of(config: ServerConfig, data: Mapping[str, Any], variables: Ma
     if data.get("continue_final_message") and data.get("add_generation_prompt"):
         text = "continue_final_message and add_generation_prompt are mutually exclusive; send one of them"
         raise bad_field("continue_final_message", text)
-    if reserved := next((name for name in variables if name in _RESERVED), None):
-        raise bad_field("chat_template_kwargs", f"chat_template_kwargs: {reserved} is a separate field of the request")
+    check_variables(variables)
     return Conversation(
         messages=data["messages"],
         documents=data.get("documents"),
@@ -85,6 +84,12 @@ def conversation_of(config: ServerConfig, data: Mapping[str, Any], variables: Ma
         continue_final_message=bool(data.get("continue_final_message")),
         add_special_tokens=bool(data.get("add_special_tokens")),
     )
+
+
+def check_variables(variables: Mapping[str, Any]) -> None:
+    """Failure for template variables that are fields of the request."""
+    if reserved := next((name for name in variables if name in _RESERVED), None):
+        raise bad_field("chat_template_kwargs", f"chat_template_kwargs: {reserved} is a separate field of the request")
 
 
 def reasoning_variables(effort: str | None) -> dict[str, Any]:

@@ -28,6 +28,11 @@ MAX_NAMES = 64  # entries of metadata, segments of a prompt
 MAX_NAME = 512  # characters of names, of users, and of metadata, which the access log repeats
 MAX_TEXT = 2**20  # characters of a text for /tokenize, token ids for /detokenize: their memory is a hundred times that
 
+MAX_STORED_RESPONSES = 256  # answers of /v1/responses for each key
+MAX_STORED_KEY_BYTES = 16 * 2**20  # of these, as JSON
+MAX_STORED_BYTES = 64 * 2**20  # for all keys
+MAX_STORED_AGE = 24 * 3600  # seconds
+
 MAX_HEAD = 64 * 1024  # bytes of a request's head
 MAX_HEADERS = 200
 MAX_CONNECTIONS = 2_000  # default of --max-connections

@@ -9,7 +9,7 @@ from tinyvllm.engine.api import AsyncLLM
 from tinyvllm.request import BeamSearchParams, RequestOptions, SamplingParams, StructuredOutputsParams
 from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.failures import bad_field
-from tinyvllm.server.core.schema import Sampling
+from tinyvllm.server.core.schema import Sampling, SamplingFields, StructuredOutputs
 
 _COPIED = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "stop",
@@ -28,9 +28,7 @@ _WITH_BEAMS = {
 
 def sampling_params(llm: AsyncLLM, body: Sampling, *, max_tokens: int | None, logprobs: int | None, **more: Any) -> SamplingParams:
     """The SamplingParams of a request. ArgumentError or Failure for values that cannot be combined."""
-    fields = {name: value for name in _COPIED if (value := getattr(body, name, None)) is not None}
-    if body.logit_bias:
-        fields["logit_bias"] = {_token_id(token): bias for token, bias in body.logit_bias.items()}
+    fields = sampling_fields(body)
     if (structure := structured_outputs(body)) is not None:
         fields["structured_outputs"] = structure
     if body.stream and fields.get("best_of", 1) > fields.get("n", 1):
@@ -38,12 +36,24 @@ def sampling_params(llm: AsyncLLM, body: Sampling, *, max_tokens: int | None, lo
         raise bad_field("best_of", text, "unsupported_parameter")
     if body.stream and body.prompt_logprobs is not None:
         raise bad_field("prompt_logprobs", "prompt_logprobs: cannot be combined with stream", "unsupported_parameter")
-    if body.logprob_token_ids and logprobs is None:
-        raise bad_field("logprob_token_ids", "logprob_token_ids: requires logprobs")
+    check_logprob_token_ids(body, logprobs)
     if body.length_penalty is not None:
         raise bad_field("length_penalty", "length_penalty: requires use_beam_search")
     fields |= {"max_tokens": max_tokens, "logprobs": logprobs, "output_kind": output_kind(body.stream), **more}
     return replace(llm.default_params, **fields)
+
+
+def sampling_fields(body: SamplingFields) -> dict[str, Any]:
+    """The arguments of SamplingParams that a body sets under the same names. Failure for keys of logit_bias that are not token ids."""
+    fields = {name: value for name in _COPIED if (value := getattr(body, name, None)) is not None}
+    if body.logit_bias:
+        fields["logit_bias"] = {_token_id(token): bias for token, bias in body.logit_bias.items()}
+    return fields
+
+
+def check_logprob_token_ids(body: SamplingFields, logprobs: int | None) -> None:
+    if body.logprob_token_ids and logprobs is None:
+        raise bad_field("logprob_token_ids", "logprob_token_ids: requires logprobs")
 
 
 def output_kind(stream: bool | None) -> str:
@@ -63,10 +73,15 @@ def structured_outputs(body: Sampling) -> StructuredOutputsParams | None:
     if structure is not None and response_format is not None and response_format.type != "text":
         raise bad_field("response_format", "response_format and structured_outputs are mutually exclusive; send one of them")
     if structure is not None:
-        return StructuredOutputsParams(**structure.model_dump(by_alias=True, exclude_none=True))
+        return structure_params(structure)
     if response_format is None:
         return None
     return structure_of_format(response_format.type, response_format.answer_schema)
+
+
+def structure_params(structure: StructuredOutputs) -> StructuredOutputsParams:
+    """The constraint of vLLM's structured_outputs."""
+    return StructuredOutputsParams(**structure.model_dump(by_alias=True, exclude_none=True))
 
 
 def structure_of_format(kind: str, schema: dict[str, Any] | bool | None) -> StructuredOutputsParams | None:

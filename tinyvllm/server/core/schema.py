@@ -166,45 +166,31 @@ class Message(EchoedBody):
     function_call: None = None
 
 
-class Sampling(Body):
-    """Sampling fields under OpenAI's and vLLM's names. Ranges that SamplingParams checks are not repeated here."""
+class SamplingFields(Body):
+    """The sampling fields of all APIs, under OpenAI's and vLLM's names. Ranges that SamplingParams checks are not repeated here."""
 
-    model: Name | None = honoured(says=DEFAULT_MODEL)
     frequency_penalty: float | None = honoured(example=0.5, ge=-2, le=2)
     logit_bias: _NUMBERS | None = honoured(example={"5": -10.0})
-    n: int | None = honoured(example=2, ge=1, le=128)
     presence_penalty: float | None = honoured(example=0.5, ge=-2, le=2)
     seed: int | None = honoured(example=7, ge=-(2**63), le=2**64 - 1)
     stop: str | _WORDS | None = honoured(example=["\n"])
-    stream: bool | None = honoured(example=False)
-    stream_options: StreamOptions | None = honoured(example={"include_usage": True}, says=_STREAM_ONLY)
     temperature: float | None = honoured(example=0.5, ge=0, le=100)
     top_p: float | None = honoured(example=0.9, gt=0, le=1)
-    user: _SHORT | None = limited(says=ACCESS_LOG_ONLY, example="user-1")
     top_k: int | None = honoured(example=5, ge=-1, le=MAX_COUNT)
     min_p: float | None = honoured(example=0.1, ge=0, le=1)
     repetition_penalty: float | None = honoured(example=1.1, gt=0, le=100)
-    length_penalty: float | None = honoured(example=1.0, says="requires use_beam_search")
-    use_beam_search: bool | None = honoured(example=False)
     stop_token_ids: _TOKENS | None = honoured(example=[1])
     include_stop_str_in_output: bool | None = honoured(example=True)
     ignore_eos: bool | None = honoured(example=True)
     min_tokens: int | None = honoured(example=2, ge=0, le=MAX_COUNT)
     skip_special_tokens: bool | None = honoured(example=False)
     spaces_between_special_tokens: Literal[True] | None = limited(says="true only", example=True, beyond=False)
-    truncate_prompt_tokens: int | None = honoured(
-        example=8, ge=-1, le=MAX_COUNT, says="keep this number of prompt tokens; -1 keeps as many as fit"
-    )
-    truncation_side: _SIDE | None = honoured(example="right", says=_SIDE_NOTE)
-    prompt_logprobs: int | None = honoured(example=1, ge=ALL_LOGPROBS, le=MAX_LOGPROBS, says=_ALL_NOTE)
     allowed_token_ids: _TOKENS | None = honoured(example=[300, 301, 302], min_length=1)
     bad_words: _WORDS | None = honoured(example=["dragon"])
     structured_outputs: StructuredOutputs | None = honoured(example={"choice": ["yes", "no"]})
-    response_format: ResponseFormat | None = honoured(example={"type": "json_object"})
     thinking_token_budget: int | None = limited(
         says="for models whose chat template or vocabulary has marks of reasoning; refused for others", beyond=16, ge=0, le=MAX_COUNT
     )
-    return_token_ids: bool | None = honoured(example=True)
     return_tokens_as_token_ids: bool | None = honoured(example=True, says='logprobs name tokens as "token_id:5"')
     logprob_token_ids: Annotated[list[_TOKEN], Field(max_length=MAX_LOGPROB_TOKEN_IDS)] | None = honoured(
         example=[5, 6], says="list these tokens and the drawn one instead of the most probable; requires logprobs"
@@ -220,6 +206,25 @@ class Sampling(Body):
     )
     receipt: bool | None = honoured(example=True, says="adds the costs of the request to the answer")
     explain: bool | None = honoured(example=True, says="adds to the answer why the prefix cache hit or missed")
+
+
+class Sampling(SamplingFields):
+    """What completions and chat completions share."""
+
+    model: Name | None = honoured(says=DEFAULT_MODEL)
+    n: int | None = honoured(example=2, ge=1, le=128)
+    stream: bool | None = honoured(example=False)
+    stream_options: StreamOptions | None = honoured(example={"include_usage": True}, says=_STREAM_ONLY)
+    user: _SHORT | None = limited(says=ACCESS_LOG_ONLY, example="user-1")
+    length_penalty: float | None = honoured(example=1.0, says="requires use_beam_search")
+    use_beam_search: bool | None = honoured(example=False)
+    truncate_prompt_tokens: int | None = honoured(
+        example=8, ge=-1, le=MAX_COUNT, says="keep this number of prompt tokens; -1 keeps as many as fit"
+    )
+    truncation_side: _SIDE | None = honoured(example="right", says=_SIDE_NOTE)
+    prompt_logprobs: int | None = honoured(example=1, ge=ALL_LOGPROBS, le=MAX_LOGPROBS, says=_ALL_NOTE)
+    response_format: ResponseFormat | None = honoured(example={"type": "json_object"})
+    return_token_ids: bool | None = honoured(example=True)
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Any:
