@@ -157,6 +157,9 @@ class FakeLLM:
         FakeLLM.made.append(model)
         self.model = model
 
+    def watch(self, on_failure: object) -> None:
+        pass
+
     def close(self) -> None:
         FakeLLM.made.remove(self.model)
 

@@ -55,6 +55,7 @@ class AsyncLLM:
         self._commands: list[Callable[[Engine], None]] = []  # guarded by _wake
         self._closing = False  # guarded by _wake
         self._failure: BaseException | None = None  # why the thread ended, written before _closing
+        self._on_failure: Callable[[BaseException], None] | None = None  # guarded by _wake
         self._mailboxes: dict[str, _Mailbox] = {}  # by the engine's key; guarded by _wake
         self._keys: dict[str, str] = {}  # the engine's keys of the request ids in use; guarded by _wake
         loaded: Future[Engine] = Future()
@@ -173,6 +174,14 @@ class AsyncLLM:
         """Whether the engine still serves. If it does not, each call raises the error that ended it."""
         return not self._closing
 
+    def watch(self, on_failure: Callable[[BaseException], None]) -> None:
+        """Have `on_failure` called, from any thread, with the exception that ends the engine; at once if one has. `close` is none."""
+        with self._wake:
+            self._on_failure = on_failure
+            failure = self._failure if self._closing else None
+        if failure is not None:
+            on_failure(failure)
+
     def status(self) -> dict[str, Any]:
         """A snapshot of the engine, at most about a tenth of a second old while it works; see Engine.status."""
         return self._status
@@ -287,13 +296,20 @@ class AsyncLLM:
                 if (now := time.monotonic()) > last_status + STATUS_INTERVAL or not engine.has_work():
                     self._status, last_status = engine.status(), now
         except BaseException as error:
+            log.critical("the engine ends: %s", type(error).__name__, exc_info=error)
             failure = self._failure = error
         finally:
             with self._wake:
                 self._closing = True
                 mailboxes, self._mailboxes, self._keys = list(self._mailboxes.values()), {}, {}
+                on_failure = self._on_failure
             self._deliver([(mailbox, failure) for mailbox in mailboxes])
-            engine.close()
+            if self._failure is not None and on_failure is not None:
+                on_failure(self._failure)
+            try:
+                engine.close()
+            except Exception as error:
+                log.error("the engine could not be closed", exc_info=error)
 
     def _run_commands(self, engine: Engine) -> bool:
         """Wait for work and run the callers' commands; False when it is time to end. An idle engine does its background work meanwhile."""

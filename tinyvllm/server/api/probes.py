@@ -29,8 +29,9 @@ async def health(request: Request) -> Response:
 
 async def ready(request: Request) -> Response:
     """200 while the server accepts new requests."""
-    if _service(request).draining:
-        raise Failure(503, "the server is shutting down", code="shutting_down")
+    if (refusal := _service(request).refusal()) is not None:
+        raise refusal
+    await health(request)
     return json_response({"status": "ready"})
 
 

@@ -40,6 +40,7 @@ class Service:
         self.responses = ResponseStore()
         self.started = int(time.time())
         self.draining = False
+        self.engine_failure: str | None = None  # which engine has ended, and of what: the server ends too
         self.running: set[RequestContext] = set()
         self.body_bytes = 0  # of the bodies of running requests
         self._idle = asyncio.Event()
@@ -66,6 +67,15 @@ class Service:
         for context in list(self.running):
             context.end("the server is shutting down and the grace period is over")
         await self._wait_until_idle(_FINAL_SECONDS)
+
+    def refusal(self) -> Failure | None:
+        """The error for new requests while the server ends; None while it accepts them."""
+        if self.engine_failure is not None:
+            return Failure(503, f"{self.engine_failure}; the server ends", code="engine_dead")
+        if self.draining:
+            text = "the server is shutting down and accepts no new requests"
+            return Failure(503, text, code="shutting_down", headers={"Retry-After": "1"})
+        return None
 
     def hurry(self) -> bool:
         """End the grace period; False if it had ended."""

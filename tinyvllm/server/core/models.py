@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tinyvllm.engine.api import AsyncLLM
@@ -48,6 +49,7 @@ class Models:
         self._by_name = {**self._models, **{alias: self._models[name] for alias, name in (aliases or {}).items()}}
         self._idle_seconds = idle_seconds
         self._load_engine = load
+        self.on_failure: Callable[[str, BaseException], None] = lambda name, error: None  # called in the event loop: an engine has ended
         self._memory = asyncio.Lock()  # held while a model is loaded or unloaded
         self._unload_tasks: set[asyncio.Task[None]] = set()
 
@@ -124,8 +126,10 @@ class Models:
             async with self._memory:
                 while True:
                     try:
-                        model.llm = await asyncio.to_thread(self._load_engine, **{"served_model_name": model.name, **model.options})
-                        return model.llm
+                        llm = await asyncio.to_thread(self._load_engine, **{"served_model_name": model.name, **model.options})
+                        llm.watch(partial(self._call_on_failure, asyncio.get_running_loop(), model.name))
+                        model.llm = llm
+                        return llm
                     except OutOfMemoryError:
                         idle = [m for m in self._models.values() if m.llm is not None and not m.users]
                         if not idle:
@@ -135,6 +139,11 @@ class Models:
             model.loading = None
             if not model.users:
                 self._start_idle_timer(model)
+
+    def _call_on_failure(self, loop: asyncio.AbstractEventLoop, name: str, error: BaseException) -> None:
+        """In the engine's thread: tell the event loop, unless it is closed."""
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(lambda: self.on_failure(name, error))
 
     async def _unload(self, model: Model) -> None:
         llm, model.llm = model.llm, None

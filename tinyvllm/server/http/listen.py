@@ -20,7 +20,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tinyvllm.errors import ArgumentError
+from tinyvllm.errors import ArgumentError, TinyvllmError
 from tinyvllm.server.core.config import ServerConfig
 from tinyvllm.server.core.context import Service
 from tinyvllm.server.core.failures import Failure, encode
@@ -66,11 +66,16 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = asyncio.Event()
         self._drain_task: asyncio.Task[None] | None = None
+        self._failure: TinyvllmError | None = None
+        service.models.on_failure = self._on_engine_failure
         super().__init__(_uvicorn_config(app, service.config))
 
     async def run_until_stopped(self) -> None:
+        """Serve until the server is stopped. TinyvllmError if it was an engine's end that stopped it."""
         self._loop = asyncio.get_running_loop()
         await self.serve(sockets=[self._socket])
+        if self._failure is not None:
+            raise self._failure
 
     def stop(self) -> None:
         """The same as SIGTERM; callable from any thread."""
@@ -102,6 +107,15 @@ class Server(uvicorn.Server):
         self.server_state.default_headers = _DateHeader()
         self._ready()
         await self._stopping.wait()
+
+    def _on_engine_failure(self, model: str, error: BaseException) -> None:
+        """An engine has ended, and its requests have their errors. Without it the server is of no use: what is in flight may end."""
+        if self._failure is None:
+            self._service.engine_failure = f"the engine of model {model} has ended ({type(error).__name__})"
+            text = " ".join(f"{error}".split())
+            self._failure = TinyvllmError(f"serve: the engine of model {model} has ended: {type(error).__name__}: {text:.300}")
+            if self._drain_task is None:
+                self._start_drain()
 
     def _start_drain(self) -> None:
         if self._drain_task is None:

@@ -63,7 +63,7 @@ class Middleware:
         try:
             context.key = self._find_key(context)
             if scope["method"] not in _READ_METHODS:
-                self._check_draining()
+                self._check_open()
                 context.key.enter()
                 counted = True
             await self._app(scope, receive, send)
@@ -81,10 +81,9 @@ class Middleware:
         secret = bearer[7:].strip() if bearer[:7].lower() == "bearer " else context.header(b"x-api-key")
         return self._service.keys.find(secret)
 
-    def _check_draining(self) -> None:
-        if self._service.draining:
-            text = "the server is shutting down and accepts no new requests"
-            raise Failure(503, text, code="shutting_down", headers={"Retry-After": "1"})
+    def _check_open(self) -> None:
+        if (refusal := self._service.refusal()) is not None:
+            raise refusal
 
     def _log(self, context: RequestContext, status: int) -> None:
         scope, client = context.scope, context.scope.get("client")
