@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -11,6 +12,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 import httpx
@@ -25,6 +28,13 @@ from tinyvllm.server.core.models import Models
 
 ASK = {"prompt": "Once", "max_tokens": 1}
 ROOT = Path(__file__).parents[2]
+
+
+def wait_until(reached: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not reached():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
 
 
 def get(server: Running, path: str, **headers: str) -> httpx.Response:
@@ -85,12 +95,71 @@ def test_limits_of_a_key() -> None:
     key.enter(lambda: now[0])
     with pytest.raises(Failure, match="2 concurrent requests"):
         key.enter(lambda: now[0])
-    key.leave(0)
+    key.leave()
     with pytest.raises(Failure, match="2 requests a minute") as refused:
         key.enter(lambda: now[0])
     assert refused.value.headers["Retry-After"] == "30"
     now[0] += 31
     key.enter(lambda: now[0])
+
+
+def test_tokens_of_a_key_are_reserved_and_given_back() -> None:
+    """By requests: each reserves its prompt and max_tokens, pays for what it used, and returns the rest."""
+    body = {"prompt": "Once upon", "max_tokens": 40, "ignore_eos": True, "stream": True}
+    key = Key("a", hashlib.sha256(b"sk-1").digest(), Limits(tokens_per_minute=100))
+    key._tokens.refilled = float("inf")  # no clock: it is never refilled
+    key._tokens.refill = lambda now: None
+    bearer = {"Authorization": "Bearer sk-1"}
+    with running(ServerConfig(port=0, access_log=False), keys=Keys([key])) as server:
+        prompt = len(server.post("/tokenize", {"prompt": body["prompt"]}, **bearer).json()["tokens"])
+        streams = [
+            httpx.stream("POST", server.url + "/v1/completions", json=body, headers=bearer, timeout=60, trust_env=False) for _ in range(3)
+        ]
+        opened = [stream.__enter__() for stream in streams]
+        assert [one.status_code for one in opened] == [200, 200, 429]
+        assert "needs" in opened[2].read().decode()
+        for one in opened[:2]:
+            one.read()
+        for stream in streams:
+            stream.__exit__(None, None, None)
+        wait_until(lambda: not server.service.running)
+        assert key._tokens.level == 100 - 2 * (prompt + 40)
+        key._tokens.level = 100.0
+        short = server.post("/v1/completions", {**body, "stream": False, "max_tokens": 90, "stop": [" "]}, **bearer).json()["usage"]
+        assert short["completion_tokens"] < 90 and key._tokens.level == 100 - short["total_tokens"]
+        key._tokens.level = 100.0
+        assert (
+            server.post("/v1/completions", {**body, "stream": False, "max_tokens": 120}, **bearer).status_code == 200
+        )  # more than the limit
+        assert key._tokens.level == 100 - prompt - 120
+        assert server.post("/v1/completions", body, **bearer).status_code == 429
+
+
+def test_clients_that_leave_pay_for_what_was_computed() -> None:
+    body = {"prompt": "Once upon", "max_tokens": 900, "ignore_eos": True}
+    key = Key("a", hashlib.sha256(b"sk-1").digest(), Limits(tokens_per_minute=10_000))
+    key._tokens.refill = lambda now: None
+    bearer = {"Authorization": "Bearer sk-1"}
+    with running(ServerConfig(port=0, access_log=False), keys=Keys([key])) as server:
+        with httpx.stream(
+            "POST", server.url + "/v1/completions", json={**body, "stream": True}, headers=bearer, timeout=60, trust_env=False
+        ) as answer:
+            lines = [line for line in islice(answer.iter_lines(), 40) if line]
+        wait_until(lambda: not server.service.running)
+        prompt = len(server.post("/tokenize", {"prompt": body["prompt"]}, **bearer).json()["tokens"])
+        assert len(lines) == 20 and prompt + 900 > 100 and prompt + 20 <= 10_000 - key._tokens.level < prompt + 900
+        key._tokens.level = 10_000.0
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(server.url + "/v1/completions", json=body, headers=bearer, timeout=httpx.Timeout(30, read=0.05), trust_env=False)
+        wait_until(lambda: not server.service.running)
+        assert key._tokens.level == 10_000 - prompt - 900  # how many were computed is unknown
+
+
+def test_every_request_of_a_key_counts() -> None:
+    with running(ServerConfig(port=0, access_log=False), keys=Keys([Key("a", hashlib.sha256(b"sk-1").digest(), Limits(2))])) as server:
+        bearer = {"Authorization": "Bearer sk-1"}
+        assert [get(server, path, **bearer).status_code for path in ("/v1/models", "/status", "/metrics")] == [200, 200, 429]
+        assert get(server, "/health", **bearer).status_code == 200
 
 
 @pytest.mark.parametrize("line", ["sk-1 nam=a", "sk-1 concurrent=0", "sk", "sk-1 concurrent", "sk-\x07abc"])

@@ -15,7 +15,7 @@ from tinyvllm.server.core.answer_format import Tools
 from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.conversation import after_segments, conversation_of, encode_conversation, reasoning_variables
 from tinyvllm.server.core.failures import Failure, encode
-from tinyvllm.server.core.generation import ChatRun, chat_run
+from tinyvllm.server.core.generation import ChatRun, beam_search, chat_run
 from tinyvllm.server.core.logprobs import LogprobStyle, Position, chat_logprobs, positions_of, prompt_logprobs
 from tinyvllm.server.core.params import beam_params, request_options, sampling_params
 from tinyvllm.server.core.prompts import truncation_of
@@ -70,7 +70,7 @@ def _params(llm: AsyncLLM, body: ChatRequest) -> SamplingParams:
 
 async def _beam_search(run: ChatRun) -> RequestOutput:
     beams = beam_params(run.body, run.params.max_tokens or min(_DEFAULT_BEAM_TOKENS, run.room))
-    output = await run.llm.beam_search(run.prompt.engine_prompt(), beams, options=request_options(run.context, run.body))
+    (output,) = await beam_search(run.context, run.llm, [run.prompt], beams, request_options(run.context, run.body))
     run.usage.add_prompt(output)
     run.usage.add_completions(output)
     run.usage.record(run.context)

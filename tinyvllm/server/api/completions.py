@@ -13,7 +13,7 @@ from tinyvllm.engine.api import AsyncLLM
 from tinyvllm.request import ALL_LOGPROBS, CompletionOutput, RequestOutput, SamplingParams
 from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.failures import bad_field, encode
-from tinyvllm.server.core.generation import generate
+from tinyvllm.server.core.generation import beam_search, generate
 from tinyvllm.server.core.limits import MAX_CHOICES
 from tinyvllm.server.core.logprobs import LogprobStyle, Position, completion_logprobs, positions_of, prompt_logprobs
 from tinyvllm.server.core.params import beam_params, request_options, sampling_params
@@ -127,7 +127,7 @@ class _Job:
 async def _run_to_end(job: _Job) -> dict[str, Any]:
     results: list[RequestOutput | None] = [None] * len(job.prompts)
     options = request_options(job.context, job.body)
-    async with aclosing(generate(job.llm, job.prompts, job.params, options, job.context.unique_id)) as outputs:
+    async with aclosing(generate(job.context, job.llm, job.prompts, job.params, options)) as outputs:
         async for index, output in outputs:
             results[index] = output
     return _completion(job, [output for output in results if output is not None])
@@ -139,7 +139,7 @@ async def _beam_search(
     room = min(prompt.room(llm) for prompt in prompts)
     beams = beam_params(body, min(_DEFAULT_MAX_TOKENS, room) if body.max_tokens is None else body.max_tokens)
     job = _Job(context, body, llm, model, SamplingParams(n=beams.n or 1), prompts)
-    outputs = [await llm.beam_search(prompt.engine_prompt(), beams, options=request_options(context, body)) for prompt in prompts]
+    outputs = await beam_search(context, llm, prompts, beams, request_options(context, body))
     return _completion(job, outputs)
 
 
@@ -200,7 +200,7 @@ class _CompletionStream:
         job, final = self.job, None
         options = request_options(job.context, job.body)
         self.writer.start_stream()
-        async with aclosing(generate(job.llm, job.prompts, job.params, options, job.context.unique_id)) as outputs:
+        async with aclosing(generate(job.context, job.llm, job.prompts, job.params, options)) as outputs:
             async for index, final in outputs:
                 deltas = [*self._first_deltas(index, final), *self._step_deltas(index, final)]
                 if deltas:

@@ -20,6 +20,7 @@ async def answer(context: RequestContext, body: EmbeddingRequest, writer: Respon
         special = body.add_special_tokens is not False
         prompts = await encode_texts(llm, body.input, "input", special=special, truncation=truncation_of(body))
         ids = [prompt.token_ids for prompt in prompts]
+        context.reserve(sum(map(len, ids)), 0)
         vectors = await llm.embed(ids, pooling=body.pooling or "mean", normalize=body.normalize is not False)  # [N, E]
         usage = TokenUsage(prompt=sum(map(len, ids)))
         usage.record(context)

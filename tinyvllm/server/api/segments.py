@@ -68,7 +68,7 @@ async def register(context: RequestContext, body: SegmentRequest, writer: Respon
             segment = await _compute(context, body, llm, piece, after.segment if after else None)
             registered = RegisteredSegment(segment, llm, model, context.owner, after, body.cache_salt)
     store.add(registered)
-    context.tokens = registered.segment.num_tokens
+    context.count_tokens(registered.segment.num_tokens)
     context.record |= {"segment": registered.id, "prompt_tokens": registered.segment.end}
     await writer.json(registered.description())
 

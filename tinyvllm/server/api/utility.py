@@ -13,6 +13,7 @@ from tinyvllm.request import CompletionOutput, RequestOutput
 from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.conversation import conversation_of, encode_conversation
 from tinyvllm.server.core.failures import bad_field, encode
+from tinyvllm.server.core.generation import beam_search
 from tinyvllm.server.core.generation import generate as run_prompts
 from tinyvllm.server.core.logprobs import LogprobStyle, chat_logprobs, positions_of, prompt_logprobs
 from tinyvllm.server.core.params import beam_params, request_options, sampling_params
@@ -40,7 +41,7 @@ async def generate(context: RequestContext, body: GenerateRequest, writer: Respo
         usage = TokenUsage()
         if body.use_beam_search:
             beams = beam_params(body, max_tokens)
-            final = await llm.beam_search(prompts[0].engine_prompt(), beams, options=request_options(context, body))
+            (final,) = await beam_search(context, llm, prompts[:1], beams, request_options(context, body))
             await writer.json(_output(context, body, final, usage, llm.tokenizer))
         else:
             await _run(context, body, writer, llm, prompts, max_tokens, usage)
@@ -58,7 +59,7 @@ async def _run(
     params = sampling_params(llm, body, max_tokens=max_tokens, logprobs=body.logprobs)
     if body.stream:
         writer.start_stream()
-    async with aclosing(run_prompts(llm, prompts, params, request_options(context, body), context.unique_id)) as outputs:
+    async with aclosing(run_prompts(context, llm, prompts, params, request_options(context, body))) as outputs:
         async for _, final in outputs:
             if body.stream:
                 await writer.write(sse_event(_output(context, body, final, usage, llm.tokenizer)))

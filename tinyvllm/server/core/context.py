@@ -104,7 +104,9 @@ class RequestContext:
     headers: dict[str, str] = field(default_factory=dict)  # of the response
     data: dict[str, Any] = field(default_factory=dict)  # the body as plain objects
     body_bytes: int = 0  # held of the body
-    tokens: int = 0  # prompt and output, charged to the key's token limit
+    tokens: int = 0  # prompt and output so far, charged to the key's token limit
+    reserved: int = 0  # tokens of the key's limit that this request has taken
+    streams: bool = False  # whether outputs arrive while it runs, so that `tokens` is exact at any time
     task: asyncio.Task[Any] | None = None  # runs the endpoint
     send: Send | None = None  # ASGI send below the middleware: response bodies skip the middleware, once per token
     disconnected: bool = False  # the client has closed the connection
@@ -163,6 +165,23 @@ class RequestContext:
         if not 0 < value <= 1e9:
             raise Failure(400, f"header {name.decode()}: must be a number greater than 0", param=name.decode(), code="invalid_value")
         return value
+
+    def reserve(self, prompt: int, output: int) -> None:
+        """Take the tokens of a prompt and of its longest answer from the key's limit; Failure 429 if they are not available."""
+        self.reserved += self.owner.reserve(prompt + output)
+        self.count_tokens(prompt)
+
+    def count_tokens(self, number: int) -> None:
+        """Count tokens that the engine has read or written."""
+        self.tokens += number
+        if (beyond := self.tokens - self.reserved) > 0:
+            self.owner.charge(beyond)
+            self.reserved += beyond
+
+    def settle(self) -> None:
+        """Give back what was reserved and not used. A client that leaves before its only output pays for all: its tokens are unknown."""
+        if not (self.disconnected and not self.streams):
+            self.owner.charge(self.tokens - self.reserved)
 
     def hold_body(self, size: int) -> None:
         """Count bytes of the body, until `release_body`. Failure 503 if running requests hold too many."""

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tinyvllm.engine.api import AsyncLLM
-from tinyvllm.request import RequestOptions, RequestOutput, SamplingParams
+from tinyvllm.request import BeamSearchParams, RequestOptions, RequestOutput, SamplingParams
 from tinyvllm.server.core.answer_format import AnswerFormat, Tools, answer_format
 from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.conversation import ChatPrompt
+from tinyvllm.server.core.limits import RESERVED_TOKENS
 from tinyvllm.server.core.params import request_options
 from tinyvllm.server.core.prompts import EncodedPrompt, check_room
 from tinyvllm.server.core.usage import TokenUsage
@@ -21,15 +22,26 @@ _LENGTH_FIELDS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 
 
 async def generate(
-    llm: AsyncLLM, prompts: Sequence[EncodedPrompt], params: SamplingParams, options: RequestOptions, name: str
+    context: RequestContext, llm: AsyncLLM, prompts: Sequence[EncodedPrompt], params: SamplingParams, options: RequestOptions
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """(index of the prompt, its output) as outputs arrive. Prompts run concurrently; closing the generator aborts all of them.
 
     max_tokens beyond the context is a default of the API: what clients ask for was checked. The rest of the context is used then.
     """
+    fitting = [_within_context(llm, prompt, params) for prompt in prompts]
+    reserve_tokens(context, llm, prompts, fitting)
+    context.streams = params.output_kind == "delta"
+    async with aclosing(_run(llm, prompts, fitting, options, context.unique_id)) as outputs:
+        async for index, output in outputs:
+            context.count_tokens(sum(len(part.token_ids) for part in output.outputs))
+            yield index, output
+
+
+async def _run(
+    llm: AsyncLLM, prompts: Sequence[EncodedPrompt], params: Sequence[SamplingParams], options: RequestOptions, name: str
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     if len(prompts) == 1:
-        fitting = _within_context(llm, prompts[0], params)
-        async with aclosing(llm.generate(prompts[0].engine_prompt(), fitting, name, options=options)) as outputs:
+        async with aclosing(llm.generate(prompts[0].engine_prompt(), params[0], name, options=options)) as outputs:
             async for output in outputs:
                 yield 0, output
         return
@@ -37,9 +49,8 @@ async def generate(
 
     async def run(index: int) -> None:
         try:
-            prompt = prompts[index]
-            fitting = _within_context(llm, prompt, params)
-            async with aclosing(llm.generate(prompt.engine_prompt(), fitting, f"{name}-{index}", options=options)) as outputs:
+            prompt = prompts[index].engine_prompt()
+            async with aclosing(llm.generate(prompt, params[index], f"{name}-{index}", options=options)) as outputs:
                 async for output in outputs:
                     await queue.put((index, output))
             await queue.put(None)
@@ -61,6 +72,30 @@ async def generate(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def reserve_tokens(
+    context: RequestContext, llm: AsyncLLM, prompts: Sequence[EncodedPrompt], params: Sequence[SamplingParams | BeamSearchParams]
+) -> None:
+    """Take the tokens of these prompts and of their longest answers from the key's limit; Failure 429 if they are not available."""
+    output = 0
+    for prompt, one in zip(prompts, params):
+        width = one.beam_width if isinstance(one, BeamSearchParams) else max(one.n, one.best_of or 1)
+        output += width * min(RESERVED_TOKENS if one.max_tokens is None else one.max_tokens, prompt.room(llm))
+    context.reserve(sum(len(prompt.token_ids) for prompt in prompts), output)
+
+
+async def beam_search(
+    context: RequestContext, llm: AsyncLLM, prompts: Sequence[EncodedPrompt], params: BeamSearchParams, options: RequestOptions
+) -> list[RequestOutput]:
+    """The beams of each prompt."""
+    reserve_tokens(context, llm, prompts, [params] * len(prompts))
+    results = []
+    for prompt in prompts:
+        output = await llm.beam_search(prompt.engine_prompt(), params, options=options)
+        context.count_tokens(sum(len(part.token_ids) for part in output.outputs))
+        results.append(output)
+    return results
 
 
 def _within_context(llm: AsyncLLM, prompt: EncodedPrompt, params: SamplingParams) -> SamplingParams:
@@ -90,7 +125,7 @@ class ChatRun:
         """The engine's outputs; the first one counts the prompt."""
         first = True
         options = request_options(self.context, self.body)
-        async with aclosing(generate(self.llm, [self.prompt], self.params, options, self.context.unique_id)) as outputs:
+        async with aclosing(generate(self.context, self.llm, [self.prompt], self.params, options)) as outputs:
             async for _, output in outputs:
                 if first:
                     self.usage.add_prompt(output)

@@ -78,23 +78,45 @@ class Key:
         return salt if requested is None else f"{salt}:{requested}"
 
     def enter(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Count a new request; Failure 429 if it exceeds a limit. Each successful call needs a call of `leave`."""
-        now = clock()
+        """Count a new request that works; Failure 429 if it exceeds a limit. Each successful call needs a call of `leave`."""
         if self.limits.concurrent is not None and self.running >= self.limits.concurrent:
             raise busy(f"key {self.name}: {self.running} concurrent requests, the limit is {self.limits.concurrent}", 1.0)
-        if self._requests is not None and (wait := self._requests.seconds_until(1.0, now)) > 0:
-            raise busy(f"key {self.name}: the limit is {self.limits.requests_per_minute} requests a minute", wait)
-        if self._tokens is not None and (wait := self._tokens.seconds_until(1.0, now)) > 0:
-            raise busy(f"key {self.name}: the limit is {self.limits.tokens_per_minute} tokens a minute", wait)
-        if self._requests is not None:
-            self._requests.level -= 1.0
+        self._check_tokens(1, clock())
+        self.count_request(clock)
         self.running += 1
 
-    def leave(self, tokens: int) -> None:
-        """Count a finished request and its tokens."""
+    def leave(self) -> None:
+        """A request that entered has ended."""
         self.running -= 1
+
+    def count_request(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Count a request of any kind; Failure 429 if it exceeds the limit."""
+        if self._requests is not None:
+            if (wait := self._requests.seconds_until(1.0, clock())) > 0:
+                raise busy(f"key {self.name}: the limit is {self.limits.requests_per_minute} requests a minute", wait)
+            self._requests.level -= 1.0
+
+    def reserve(self, tokens: int, clock: Callable[[], float] = time.monotonic) -> int:
+        """Take tokens of the limit before they are used; Failure 429 if they are not available.
+
+        Returns their number: never more than a whole minute's, so that a request for more can run when no other one has.
+        """
+        if self._tokens is None:
+            return tokens
+        tokens = min(tokens, self._tokens.size)
+        self._check_tokens(tokens, clock())
+        self._tokens.level -= tokens
+        return tokens
+
+    def charge(self, tokens: int) -> None:
+        """Count tokens beyond the reserved ones; a negative number gives reserved ones back."""
         if self._tokens is not None:
             self._tokens.level -= tokens
+
+    def _check_tokens(self, tokens: int, now: float) -> None:
+        if self._tokens is not None and (wait := self._tokens.seconds_until(tokens, now)) > 0:
+            text = f"key {self.name}: the limit is {self.limits.tokens_per_minute} tokens a minute"
+            raise busy(f"{text}, and this request needs {tokens} (its prompt and max_tokens)" if tokens > 1 else text, wait)
 
 
 def _bucket(size: int | None, now: float) -> TokenBucket | None:

@@ -35,6 +35,7 @@ MAX_STORED_AGE = 24 * 3600  # seconds
 
 MAX_HEAD = 64 * 1024  # bytes of a request's head
 MAX_HEADERS = 200
+RESERVED_TOKENS = 1_024  # output tokens that a request without max_tokens reserves of its key's tokens_per_minute
 MAX_CONNECTIONS = 2_000  # default of --max-connections
 SPARE_DESCRIPTORS = 256  # open files other than connections: weights, caches, libraries
 MAX_BODIES = 64  # of the longest length, that running requests may hold together

@@ -37,9 +37,8 @@ class TokenUsage:
         }
 
     def record(self, context: RequestContext) -> None:
-        """Report to the access log and to the key's token limit."""
+        """Report to the access log."""
         context.record |= {"prompt_tokens": self.prompt, "cached_tokens": self.cached, "completion_tokens": self.completion}
-        context.tokens = self.prompt + self.completion
 
 
 def finish_reason_of(part: CompletionOutput) -> tuple[str | None, int | str | None]:

@@ -66,12 +66,15 @@ class Middleware:
                 self._check_open()
                 context.key.enter()
                 counted = True
+            else:
+                context.key.count_request()
             await self._app(scope, receive, send)
         except Failure as failure:
             await ResponseWriter(context, send).fail(failure)
         finally:
             if counted:
-                context.owner.leave(context.tokens)
+                context.settle()
+                context.owner.leave()
 
     def _find_key(self, context: RequestContext) -> Key:
         path = context.scope["path"]
