@@ -107,7 +107,7 @@ def test_usage_in_streams_only_when_asked_for(server: Running, path: str) -> Non
     options = {"include_usage": True, "continuous_usage_stats": True}
     streamed = events(server.post(path, {**body, "stream_options": options}))[:-1]
     counts = [event["usage"]["completion_tokens"] for event in streamed]
-    assert counts == sorted(counts) and counts[-1] == 3 and counts[0] == (0 if "chat" in path else 1)
+    assert counts == sorted(counts) and counts[-1] == 3 and (counts[0] == 0 if "chat" in path else counts[0] > 0)
 
 
 def test_the_roles_of_all_answers_count_no_tokens(server: Running) -> None:

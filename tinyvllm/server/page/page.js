@@ -231,9 +231,10 @@ async function pollStatus() {
   clearTimeout(timer);
   timer = null;
   if ($("live").hidden || document.visibilityState !== "visible") return;
-  let active = false;
+  let active = false, pause = 0;
   try {
     const response = await fetch("status", { headers: headers() });
+    if (response.status === 429) pause = 1000 * (Number(response.headers.get("Retry-After")) || 60); // the key's limit counts these, too
     if (!response.ok) throw await errorOf(response);
     active = showStatus(await response.json());
   } catch (error) {
@@ -241,7 +242,7 @@ async function pollStatus() {
     before = null;
   }
   clearTimeout(timer);
-  timer = setTimeout(pollStatus, active || running ? BUSY_POLL : IDLE_POLL);
+  timer = setTimeout(pollStatus, Math.max(pause, active || running ? BUSY_POLL : IDLE_POLL));
 }
 
 // Shows the figures of the selected model, or of all; returns whether any request is running.
