@@ -7,6 +7,7 @@ import pytest
 from tests.scheduler.builders import all_free, make, make_sequence, ran, run
 from tinyvllm.errors import BusyError
 from tinyvllm.request import Status
+from tinyvllm.scheduler.rates import MIN_SAMPLES
 
 
 def add(scheduler, *sequences):
@@ -107,14 +108,38 @@ def test_steps_ahead_stop_for_a_late_sequence():
 
 def test_what_cannot_be_in_time_is_refused_with_the_wait():
     scheduler = make(rows=1)
-    scheduler.rates.observe_step(0, 0.1)
-    scheduler.rates.observe_step(10, 0.2)  # 10 ms a token
+    for _ in range(MIN_SAMPLES):
+        scheduler.rates.observe_step(0, 0.1)
+        scheduler.rates.observe_step(10, 0.2)  # 10 ms a token
     for options, word in ((dict(ttft_deadline_ms=150.0), "ttft_deadline_ms=150"), (dict(deadline_ms=900.0), "deadline_ms=900")):
         with pytest.raises(BusyError, match=word) as caught:
             scheduler.add(make_sequence(0, 20, wanted=8, **options))
         assert caught.value.reason == "deadline" and caught.value.retry_after == pytest.approx(0.05 if "ttft" in word else 0.1)
     assert not scheduler.has_work() and not scheduler.deadlines
     add(scheduler, make_sequence(1, 20, wanted=8, ttft_deadline_ms=250.0, deadline_ms=1100.0))
+
+
+@pytest.mark.parametrize("options", [dict(ttft_deadline_ms=10.0), dict(deadline_ms=10.0)], ids=str)
+def test_nothing_is_refused_by_a_few_samples(options):
+    """A cold engine predicted 139 s for what took 30: its first steps say nothing about the next ones."""
+    scheduler = make(rows=1)
+    for _ in range(MIN_SAMPLES - 1):
+        scheduler.rates.observe_step(0, 9.0)
+        scheduler.rates.observe_step(10, 18.0)
+    add(scheduler, make_sequence(0, 20, wanted=8, **options))
+
+
+def test_short_steps_predict_no_long_ones():
+    """Steps of 4 tokens take as long as steps of 16: by their cost a token, a prompt of 60 would take 1.5 s."""
+    scheduler = make(rows=1, budget=64)
+    for _ in range(20):
+        scheduler.rates.observe_step(4, 0.1)
+    add(scheduler, make_sequence(0, 60, ttft_deadline_ms=300.0))
+    for _ in range(MIN_SAMPLES):
+        scheduler.rates.observe_step(64, 0.2)
+    add(scheduler, make_sequence(1, 60, ttft_deadline_ms=400.0))  # 120 tokens at 3.1 ms
+    with pytest.raises(BusyError, match="562 ms are predicted"):
+        scheduler.add(make_sequence(2, 60, ttft_deadline_ms=450.0))
 
 
 def test_the_earliest_deadline_comes_first():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tinyvllm.cache.blocks import BlockPool
@@ -35,18 +35,23 @@ class AdmissionControl:
 
     def predicted_wait(self, sequence: Sequence | None) -> float:
         """Seconds until the first token of `sequence` (or of a short prompt), if it were added now, by the rates of the last steps."""
+        rates = self.rates
+        return self._wait(sequence, lambda tokens: rates.prefill_token or 0.0, rates.decode_step or 0.0)
+
+    def _wait(self, sequence: Sequence | None, prefill_token: Callable[[int], float], decode_step: float) -> float:
+        """The same by given rates: seconds of a prompt token in steps of that many, and of a step of decodes."""
         rank = rank_of(sequence) if sequence else (0, math.inf, 1 << 62)
         tokens = len(sequence) if sequence else 1
         if sequence:
             tokens -= len(self.prefixes.find(sequence)) * self.pool.block_size
         ahead = [other for other in self.waiting if rank_of(other) < rank]
         tokens += sum(len(other) - other.num_computed for other in (*ahead, *self.running))
-        wait = tokens * (self.rates.prefill_token or 0.0)
+        wait = tokens * prefill_token(min(tokens, self.limits.max_batched_tokens))
         num_late = len(ahead) + 1 - self._num_free_rows  # how many running sequences must end first
         if num_late > 0 and self.running:
             remaining = sorted(self._tokens_left(other) for other in self.running)
             turns, nth = divmod(num_late - 1, len(remaining))
-            wait += (remaining[nth] + turns * remaining[-1]) * (self.rates.decode_step or 0.0)
+            wait += (remaining[nth] + turns * remaining[-1]) * decode_step
         return wait
 
     @property
@@ -104,8 +109,9 @@ class AdmissionControl:
         options = sequence.options
         if options.ttft_deadline_ms is None and options.deadline_ms is None:
             return
-        first = self.predicted_wait(sequence)
-        last = first + (sequence.params.max_tokens or 0) * (self.rates.decode_step or 0.0)
+        decode_step = self.rates.certain_decode_step
+        first = self._wait(sequence, self.rates.certain_prefill_token, decode_step)
+        last = first + (sequence.params.max_tokens or 0) * decode_step
         for name, allowed, predicted in (("ttft_deadline_ms", options.ttft_deadline_ms, first), ("deadline_ms", options.deadline_ms, last)):
             if allowed is not None and predicted * 1000 > allowed:
                 raise BusyError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
+MIN_SAMPLES = 5  # comparable steps before a deadline is refused by a prediction
 _WINDOW = 32  # observations; the median over them ignores a step that was captured or compiled
 _MIN_CHUNK = 16  # tokens: the smallest chunk with decodes. Larger ones are powers of two: every size is a capture
 _FIRST_CHUNK = 32  # tokens with decodes, before a step with prompt tokens was timed: 0.2 s for a model of 1.1B on two cores
@@ -38,6 +39,19 @@ class Rates:
     def decode_step(self) -> float | None:
         """Seconds of a step of decodes."""
         return median(self._decode) if self._decode else None
+
+    def certain_prefill_token(self, tokens: int) -> float:
+        """Seconds of a prompt token in a step with `tokens` of them; 0 before MIN_SAMPLES steps of at least half that size.
+
+        Small steps say nothing about large ones: their tokens cost many times as much.
+        """
+        comparable = [seconds for size, seconds in self._prefill if _power(size) >= _power(tokens) - 1]
+        return median(comparable) if len(comparable) >= MIN_SAMPLES else 0.0
+
+    @property
+    def certain_decode_step(self) -> float:
+        """Seconds of a step of decodes; 0 before MIN_SAMPLES of them."""
+        return median(self._decode) if len(self._decode) >= MIN_SAMPLES else 0.0
 
     def max_chunk_tokens(self, seconds: float, budget: int) -> int:
         """Tokens of chunks, up to `budget`, for which a step with decodes is predicted to take `seconds` at most; one of few sizes.

@@ -282,6 +282,13 @@ class _RecordedRates(Rates):
     def decode_step(self) -> float | None:
         return 0.0
 
+    def certain_prefill_token(self, tokens: int) -> float:
+        return 0.0
+
+    @property
+    def certain_decode_step(self) -> float:
+        return 0.0
+
 
 def _drive(run: Run, arrivals: _Arrivals, tokens_only: bool, num_ended: Callable[[], int]) -> None:
     """Step through the recording. Another schedule may need more steps: then until as many requests have ended as in the recording."""
