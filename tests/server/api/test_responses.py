@@ -140,6 +140,12 @@ def test_stored_answers_belong_to_a_key() -> None:
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "previous_response_not_found"
 
 
+def test_reasoning_without_an_answer(client) -> None:
+    reasoning = {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    items = [{"role": "user", "content": "Hello"}, reasoning, {"role": "user", "content": "Well?"}]
+    assert client.responses.create(**SHORT, input=items).usage.output_tokens == 4
+
+
 def test_input_tokens(client) -> None:
     done = client.responses.create(**SHORT, input=ASK, instructions="Be brief.")
     assert client.responses.input_tokens.count(model="demo", input=ASK, instructions="Be brief.").input_tokens == done.usage.input_tokens

@@ -3,30 +3,47 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from tinyvllm.server.core.context import RequestContext
+from tinyvllm.server.core.failures import bad_field
 from tinyvllm.server.core.prompts import encode_texts, truncation_of
 from tinyvllm.server.core.response import ResponseWriter
 from tinyvllm.server.core.schema import EmbeddingRequest
 from tinyvllm.server.core.usage import TokenUsage
+
+_MIN_LENGTH = 1e-12  # of a vector that is divided by its length
 
 
 async def answer(context: RequestContext, body: EmbeddingRequest, writer: ResponseWriter) -> None:
     """Embed one or several texts."""
     async with context.service.models.use(body.model) as (model, llm):
         special = body.add_special_tokens is not False
-        prompts = await encode_texts(llm, body.input, "input", special=special, truncation=truncation_of(body))
+        truncation = truncation_of(body)
+        if truncation is not None:
+            truncation = replace(truncation, reserved=0)  # there is no output
+        prompts = await encode_texts(llm, body.input, "input", special=special, truncation=truncation, output=False)
         ids = [prompt.token_ids for prompt in prompts]
         context.reserve(sum(map(len, ids)), 0)
-        vectors = await llm.embed(ids, pooling=body.pooling or "mean", normalize=body.normalize is not False)  # [N, E]
+        vectors = _shortened(await llm.embed(ids, pooling=body.pooling or "mean", normalize=False), body)
         usage = TokenUsage(prompt=sum(map(len, ids)))
         usage.record(context)
         data = [{"object": "embedding", "index": i, "embedding": _encode(v, body.encoding_format)} for i, v in enumerate(vectors)]
         counts = {"prompt_tokens": usage.prompt, "total_tokens": usage.prompt}
         await writer.json({"object": "list", "model": model, "data": data, "usage": counts})
+
+
+def _shortened(vectors: np.ndarray, body: EmbeddingRequest) -> np.ndarray:
+    """The first `dimensions` numbers of float32 [N, E], of length 1 unless the body forbids it. Failure for more than there are."""
+    if body.dimensions is not None and body.dimensions > vectors.shape[1]:
+        text = f"dimensions: must be at most {vectors.shape[1]}, the hidden size of this model, got {body.dimensions}"
+        raise bad_field("dimensions", text)
+    vectors = vectors[:, : body.dimensions]
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors if body.normalize is False else vectors / np.maximum(lengths, _MIN_LENGTH)
 
 
 def _encode(vector: np.ndarray, encoding: str | None) -> Any:

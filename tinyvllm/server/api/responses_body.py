@@ -216,6 +216,9 @@ def _add_items(messages: list[dict[str, Any]], items: str | list[Any]) -> list[d
         return [*messages, {"role": "user", "content": items}]
     for item in items:
         _add_item(messages, item)
+    for message in messages:
+        if not message.get("tool_calls"):
+            message.setdefault("content", "")  # reasoning without an answer
     return messages
 
 

@@ -56,13 +56,13 @@ class Truncation:
         return token_ids[-keep:] if keep else []
 
 
-def truncation_of(body: Any, max_tokens: int | None = None) -> Truncation | None:
-    """The truncation that a body asks for; None if there is none. Failure for a side without a length."""
+def truncation_of(body: Any, reserved: int | None = None) -> Truncation | None:
+    """The truncation that a body asks for, next to `reserved` output tokens (None or 0: one). Failure for a side without a length."""
     if body.truncate_prompt_tokens is None:
         if body.truncation_side is not None:
             raise bad_field("truncation_side", "truncation_side: requires truncate_prompt_tokens")
         return None
-    return Truncation(body.truncate_prompt_tokens, body.truncation_side or "left", max(1, max_tokens or 1))
+    return Truncation(body.truncate_prompt_tokens, body.truncation_side or "left", reserved or 1)
 
 
 def require_tokenizer(llm: AsyncLLM) -> Tokenizer:
@@ -80,12 +80,14 @@ async def encode_texts(
     special: bool = True,
     truncation: Truncation | None = None,
     limit: bool = True,
+    output: bool = True,
     prefix: list[int] | None = None,
 ) -> list[EncodedPrompt]:
     """The prompts of a field that holds a text, token ids, or a list of texts and of lists of token ids.
 
     special  add the tokenizer's special tokens to texts
     limit    refuse prompts longer than the context
+    output   the context must also hold an output token
     prefix   token ids that precede each prompt (segments); each prompt may then be empty
     """
     prompts = _prompt_list(prompt, name, prefix is not None)
@@ -101,7 +103,7 @@ async def encode_texts(
 
     encoded = await run_aside(sum(map(len, prompts)), lambda: [encode(item) for item in prompts])
     for index, one in enumerate(encoded if limit else ()):
-        check_length(llm, one.token_ids, name if len(encoded) == 1 else f"{name}[{index}]")
+        check_length(llm, one.token_ids, name if len(encoded) == 1 else f"{name}[{index}]", output)
     return encoded
 
 
@@ -115,10 +117,10 @@ def _prompt_list(prompt: Any, name: str, may_be_empty: bool) -> list[Any]:
     return [prompt] if isinstance(prompt[0], int) else list(prompt)
 
 
-def check_length(llm: AsyncLLM, token_ids: list[int], name: str) -> None:
-    """Failure 400 for an empty prompt, or one that leaves no room for an output token."""
+def check_length(llm: AsyncLLM, token_ids: list[int], name: str, output: bool = True) -> None:
+    """Failure 400 for an empty prompt, or one that does not fit into the context, with an output token if there is one."""
     context = llm.max_model_len
-    if len(token_ids) >= context:
+    if len(token_ids) + output > context:
         raise _too_long(name, len(token_ids), context)
     if not token_ids:
         raise bad_field(name, f"{name}: is empty after tokenization")

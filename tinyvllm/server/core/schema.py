@@ -367,7 +367,9 @@ class EmbeddingRequest(Body):
     model: Name | None = honoured(says=DEFAULT_MODEL)
     input: Prompt = honoured(..., example="a text", min_length=1)
     encoding_format: Literal["float", "base64"] | None = honoured(example="base64")
-    dimensions: int | None = refused("embeddings have the hidden size of the model", example=16)
+    dimensions: int | None = honoured(
+        example=16, ge=1, le=MAX_COUNT, says="the first numbers only; models that were not trained for it lose accuracy"
+    )
     user: _SHORT | None = limited(says=ACCESS_LOG_ONLY, example="user-1")
     pooling: Literal["mean", "last"] | None = honoured(example="last", says="mean if unset")
     normalize: bool | None = honoured(example=False, says="to length 1; true if unset")

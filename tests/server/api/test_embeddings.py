@@ -1,0 +1,44 @@
+"""Embeddings: lists that mix texts and token ids, fewer dimensions, and inputs as long as the context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.server.conftest import Running
+
+HIDDEN = 256  # of the bundled model
+
+
+def embed(server: Running, **body: Any) -> np.ndarray:
+    answer = server.post("/v1/embeddings", body)
+    assert answer.status_code == 200, answer.text
+    return np.array([one["embedding"] for one in answer.json()["data"]])
+
+
+def test_texts_and_token_ids_in_one_list(server: Running) -> None:
+    ids = server.post("/tokenize", {"prompt": "the sea"}).json()["tokens"]
+    mixed = embed(server, input=["a dragon", ids, "the sea"])
+    assert mixed.shape == (3, HIDDEN)
+    assert mixed[0] == pytest.approx(embed(server, input="a dragon")[0]) and mixed[1] == pytest.approx(mixed[2])
+
+
+def test_dimensions(server: Running) -> None:
+    whole, few = embed(server, input="a dragon", normalize=False), embed(server, input="a dragon", dimensions=16)
+    assert few.shape == (1, 16) and np.linalg.norm(few) == pytest.approx(1.0, abs=1e-5)
+    assert few == pytest.approx(whole[:, :16] / np.linalg.norm(whole[:, :16]), abs=1e-5)
+    assert embed(server, input="a dragon", dimensions=16, normalize=False) == pytest.approx(whole[:, :16])
+    assert embed(server, input="a dragon", dimensions=HIDDEN).shape == (1, HIDDEN)
+    for wrong in (HIDDEN + 1, 0):
+        error = server.post("/v1/embeddings", {"input": "a", "dimensions": wrong}).json()["error"]
+        assert error["param"] == "dimensions"
+
+
+def test_an_input_may_fill_the_context(server: Running) -> None:
+    """No output token needs room."""
+    assert embed(server, input=[5] * 1024).shape == (1, HIDDEN)
+    assert server.post("/v1/embeddings", {"input": [5] * 1025}).json()["error"]["code"] == "context_length_exceeded"
+    kept = server.post("/v1/embeddings", {"input": [5] * 3000, "truncate_prompt_tokens": -1}).json()
+    assert kept["usage"]["prompt_tokens"] == 1024
