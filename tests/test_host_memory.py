@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tinyvllm.errors import KernelError, OutOfMemoryError
-from tinyvllm.host_memory import Headroom, headroom, is_out_of_memory, megabytes, require
+from tinyvllm.host_memory import RESERVE, Headroom, headroom, is_out_of_memory, megabytes, require
 
 MIB = 1 << 20
 
@@ -80,10 +80,12 @@ def test_the_address_space_that_ulimit_leaves():
 
 def test_what_is_required_and_what_there_is_in_one_line(monkeypatch):
     monkeypatch.setattr("tinyvllm.host_memory.headroom", lambda: Headroom(100 * MIB, "ulimit -v is 400 MiB"))
-    require(100 * MIB, "the model", "use a smaller one")
+    require(100 * MIB - RESERVE, "the step")
     with pytest.raises(OutOfMemoryError) as raised:
-        require(100 * MIB + 1, "the model", "use a smaller one")
-    assert str(raised.value) == "memory: the model needs 101 MiB, 100 MiB can be allocated (ulimit -v is 400 MiB); use a smaller one"
+        require(80 * MIB, "the step", "send less")
+    assert str(raised.value) == (
+        "memory: the step needs 80 MiB, 100 MiB can be allocated (ulimit -v is 400 MiB), of which 32 MiB are kept free; send less"
+    )
     assert megabytes(15 << 30) == "15.0 GiB"
 
 

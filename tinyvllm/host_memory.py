@@ -21,6 +21,7 @@ START_MEMORY = 80 << 20  # the part of it that is used; 61 MiB were measured
 # what a loaded model takes next to weights and KV cache: libraries, stacks and malloc arenas of threads, buffers of steps; measured with
 # the bundled model
 RUN_ADDRESS_SPACE, RUN_MEMORY = 400 << 20, 64 << 20
+RESERVE = 32 << 20  # what buffers and tokenisation leave: without it the small allocations of everything else would fail
 _UNLIMITED = 1 << 62  # control groups of version 1 report a number beyond this for "none"
 
 
@@ -48,11 +49,11 @@ def headroom(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"))
     return replace(least, bytes=max(0, least.bytes))
 
 
-def require(nbytes: int, what: str, advice: str) -> None:
-    """OutOfMemoryError, one line with what is needed and what there is, if `nbytes` for `what` cannot be allocated."""
+def require(nbytes: int, what: str, advice: str = "try again later, or send a shorter request") -> None:
+    """OutOfMemoryError, one line with what is needed and what there is, if `nbytes` for `what` would leave less than RESERVE."""
     left = headroom()
-    if nbytes > left.bytes:
-        raise OutOfMemoryError(f"memory: {what} needs {megabytes(nbytes)}, {left}; {advice}")
+    if nbytes + RESERVE > left.bytes:
+        raise OutOfMemoryError(f"memory: {what} needs {megabytes(nbytes)}, {left}, of which {megabytes(RESERVE)} are kept free; {advice}")
 
 
 def require_start() -> None:

@@ -355,3 +355,53 @@ def test_generated_kernels_move_bfloat16_without_the_compilers_library(monkeypat
     np.testing.assert_array_equal(gathered.float().numpy(), values[[2, 0, 1, 2]])
     raised = (table == 3.25).where(Tensor(-1.5, dtype=dtypes.bfloat16, device="CPU"), table).contiguous().realize()
     np.testing.assert_array_equal(raised.float().numpy(), np.where(values == 3.25, -1.5, values))
+
+
+def test_a_capture_that_fails_is_captured_by_the_next_call(monkeypatch):
+    from tinygrad import Tensor
+
+    from tinyvllm.backends.cpu.graph import CpuGraph
+    from tinyvllm.bridge import Captured, capture_work, recover_device
+
+    x = realized(np.arange(1000, dtype=np.float32))
+
+    def function() -> Tensor:
+        return (x * 2 + 1).contiguous().realize()
+
+    def fail(self, *arguments, **named):
+        raise MemoryError("no room for the graph")
+
+    captured, before = Captured(function), capture_work().count
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuGraph, "__init__", fail)
+        with pytest.raises(MemoryError):
+            captured()
+    assert not captured.captured
+    recover_device("CPU")
+    np.testing.assert_array_equal(captured().numpy(), np.arange(1000) * 2 + 1)
+    assert captured.captured and captured._graph is not None and capture_work().count == before + 2
+
+
+def test_a_large_buffer_is_refused_before_the_system_would_kill_the_process(monkeypatch):
+    from tinygrad import Tensor
+
+    from tinyvllm import host_memory
+
+    left = host_memory.Headroom(host_memory.RESERVE + (8 << 20), "the control group's memory.max is 1024 MiB")
+    monkeypatch.setattr(host_memory, "headroom", lambda: left)
+    with pytest.raises(MemoryError):
+        Tensor.empty(16 << 20, dtype="uint8", device="CPU").uop.buffer.allocate()
+    Tensor.empty(4 << 20, dtype="uint8", device="CPU").uop.buffer.allocate()
+
+
+def test_the_cpu_device_works_again_after_its_worker_failed():
+    from tinyvllm.bridge import opened_device, recover_device, synchronize
+
+    device = opened_device("CPU")
+    device.error_state = MemoryError("in the worker")
+    device.timeline_value += 1  # a launch that was never signalled
+    with pytest.raises(MemoryError):
+        synchronize("CPU")
+    recover_device("CPU")
+    synchronize("CPU")
+    np.testing.assert_array_equal((realized(np.arange(4, dtype=np.int32)) + 1).numpy(), [1, 2, 3, 4])

@@ -18,6 +18,7 @@ from tinyvllm.bridge.arena import shared_arenas
 from tinyvllm.bridge.device import synchronize
 from tinyvllm.bridge.graph import JobGraph, StepGraph
 from tinyvllm.bridge.hooks import QueueEvent, hooks_of
+from tinyvllm.host_memory import require
 from tinyvllm.placement import Placement
 
 
@@ -57,6 +58,7 @@ class Captured:
         return self._jit.captured([tensor.uop.base for tensor in tensors], values)
 
     def _first(self, *tensors: Tensor, **values: int) -> Any:
+        require(0, "a step of a new shape")
         _work.count, start = _work.count + 1, time.perf_counter()
         bound = {name: UOp.variable(name, *self._variables[name]).bind(value) for name, value in values.items()}
         try:

@@ -9,10 +9,12 @@ from tinygrad import Device, helpers
 from tinygrad.device import CompileError
 from tinygrad.runtime.ops_cpu import CPUDevice
 
-from tinyvllm.bridge.deferred_free import defer_in_worker
+from tinyvllm.bridge.deferred_free import defer_in_worker, release_deferred
 from tinyvllm.bridge.graph import StepGraph
-from tinyvllm.errors import KernelError
-from tinyvllm.host_memory import megabytes
+from tinyvllm.errors import KernelError, OutOfMemoryError
+from tinyvllm.host_memory import require
+
+_CHECKED_BYTES = 1 << 20  # a look at the limits takes 0.1 ms
 
 
 def prefer_device(kind: str) -> None:
@@ -52,34 +54,41 @@ def defer_frees(device: str) -> None:
 
 
 def raise_memory_errors(device: str) -> None:
-    """Let the CPU device raise MemoryError where mmap fails: tinygrad then frees the buffers that it keeps for reuse, and tries again."""
+    """Let the CPU device raise MemoryError for a buffer that does not fit: tinygrad then frees the buffers that it keeps, and tries again.
+
+    Large buffers are checked before: the system hands out their pages as they are written, and kills the process when there are none.
+    """
     allocator = opened_device(device).allocator
     allocate = allocator._alloc
 
     def allocate_or_memory_error(size: int, options: Any) -> Any:
         try:
+            if size >= _CHECKED_BYTES and options.external_ptr is None:
+                require(size, "a buffer of a step")
             return allocate(size, options)
-        except OSError as error:
-            raise MemoryError(f"a buffer of {megabytes(size)}") from error
+        except (OSError, OutOfMemoryError) as error:
+            raise MemoryError(str(error)) from error
 
     allocator._alloc = allocate_or_memory_error
 
 
 def recover_device(device: str) -> None:
-    """After a failed step: wait for the device, forget a failure of the CPU's worker thread, and free buffers that are kept for reuse.
+    """After a failed step: free what it has left, and make the CPU's device usable again.
 
-    The worker thread keeps an exception for ever and leaves its launch unsignalled. The step that failed has raised it.
+    The worker thread keeps an exception for ever and leaves its launch unsignalled; the step that failed has raised it.
     """
-    opened = opened_device(device)
-    if isinstance(opened, CPUDevice):
-        opened.tasks.join()
-        if opened.error_state is not None:
-            opened.error_state = None
-            opened.timeline_signal.value = opened.timeline_value - 1
-    opened.synchronize()
     gc.collect()
-    if hasattr(opened.allocator, "free_cache"):
-        opened.allocator.free_cache()
+    opened: Any = opened_device(device)
+    if not isinstance(opened, CPUDevice):
+        return
+    opened.tasks.join()
+    if opened.error_state is not None:
+        opened.error_state = None
+        opened.timeline_signal.value = opened.timeline_value - 1
+    opened.synchronize()
+    release_deferred()
+    allocator: Any = opened.allocator
+    allocator.free_cache()
 
 
 def compile_text(device: str, name: str, text: str) -> bytes:

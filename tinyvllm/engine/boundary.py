@@ -17,6 +17,7 @@ from types import TracebackType
 
 from tinyvllm.engine.output import ActiveRequest
 from tinyvllm.errors import InternalError, OutOfMemoryError, TinyvllmError
+from tinyvllm.host_memory import is_out_of_memory
 
 log = logging.getLogger("tinyvllm")
 
@@ -57,9 +58,9 @@ def request_failure(request_id: str, stage: str, error: Exception) -> TinyvllmEr
 
     The text of an unexpected exception stays in the log: it may hold other requests' data.
     """
-    if isinstance(error, TinyvllmError):
+    if isinstance(error, OutOfMemoryError) or (isinstance(error, TinyvllmError) and not is_out_of_memory(error)):
         return error
-    if isinstance(error, MemoryError):
+    if is_out_of_memory(error):
         log.warning("request %s: out of memory in %s: %s", request_id, stage, error)
         return OutOfMemoryError(f"request {request_id}: out of memory in {stage}; try again later, or send a shorter request")
     log.error("request %s: %s failed; this request ends, the engine continues", request_id, stage, exc_info=error)

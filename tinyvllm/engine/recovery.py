@@ -10,13 +10,14 @@ same way.
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable
 
 from tinyvllm.engine.boundary import request_failure
 from tinyvllm.engine.loop import StepLoop
 from tinyvllm.engine.requests import ActiveRequests
 from tinyvllm.engine.stages import Stages
-from tinyvllm.errors import OutOfMemoryError
+from tinyvllm.host_memory import is_out_of_memory
 from tinyvllm.request import Sequence
 
 log = logging.getLogger("tinyvllm")
@@ -52,13 +53,15 @@ class StepRecovery:
                 self._clear_suspects()
 
     def _recover(self, error: Exception) -> None:
-        memory = isinstance(error, (MemoryError, OutOfMemoryError))
+        memory = is_out_of_memory(error)
         self._failures += not memory
         if self._failures > MAX_FAILED_STEPS:
             raise error
         log.error(
             "a step failed (%s); its requests run again, one more at a time", type(error).__name__, exc_info=None if memory else error
         )
+        if memory:
+            traceback.clear_frames(error.__traceback__)  # they hold what the step had allocated
         blamed = self._blamed()
         self._loop().discard()
         self._stages.forget_device_state()

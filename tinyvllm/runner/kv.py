@@ -92,6 +92,10 @@ class KVPool:
         upload(count, np.array([len(pairs)], np.int32))
         copies()
 
+    def forget_failed_copies(self) -> None:
+        """Drop what a copy that failed has allocated."""
+        self._copying = {capacity: made for capacity, made in self._copying.items() if made[2].captured}
+
     def _capture_copy(self, capacity: int) -> tuple[Tensor, Tensor, Captured]:
         table = Tensor.zeros(capacity, 2, dtype=dtypes.int32, device=self.device).contiguous().realize()
         count = Tensor.zeros(1, dtype=dtypes.int32, device=self.device).contiguous().realize()

@@ -13,7 +13,19 @@ from tinygrad.dtype import DType
 
 from tinyvllm.backends.cpu.threads import thread_pool
 from tinyvllm.backends.registry import Choice, choices, usable_variants
-from tinyvllm.bridge import Captured, CapturedCall, CaptureWork, Reading, capture_work, download, peek, read_async, repeat, upload
+from tinyvllm.bridge import (
+    Captured,
+    CapturedCall,
+    CaptureWork,
+    Reading,
+    capture_work,
+    download,
+    peek,
+    read_async,
+    recover_device,
+    repeat,
+    upload,
+)
 from tinyvllm.config import MAX_SCHEDULER_STEPS, EngineConfig, cache_folder, environment
 from tinyvllm.errors import ArgumentError
 from tinyvllm.models.config import ModelConfig
@@ -95,6 +107,11 @@ class StepPlan:
     advances: dict[int, Captured]  # by the tensor of sampled tokens that it takes
     rounds: dict[Hashable, Captured]  # forward pass, draw and advance as one graph, by the kind of draw
 
+    @property
+    def captured(self) -> bool:
+        """Whether a step of this shape has run."""
+        return self.forward.captured or any(captured.captured for captured in self.rounds.values())
+
 
 @dataclass(frozen=True)
 class Logits:
@@ -171,8 +188,12 @@ class Runner:
         return step
 
     def forget_device_state(self) -> None:
-        """A step failed: the next one is laid out completely, whatever the device had ready."""
+        """A step failed: the next one is laid out completely, whatever the device had ready. Shapes that were not captured are dropped."""
         self._last = None
+        self._steps = {key: plan for key, plan in self._steps.items() if plan.captured}
+        self._embeddings = {shape: made for shape, made in self._embeddings.items() if made[1].captured}
+        self.pool.forget_failed_copies()
+        recover_device(self.device)
         for plan in self._steps.values():
             plan.inputs.forget_advanced()
 

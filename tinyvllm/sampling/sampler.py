@@ -189,7 +189,11 @@ class Sampler:
         upload(part, row)
 
     def forget_device_state(self) -> None:
-        """A step failed: what it has copied is unknown. The next `prepare` copies everything; sequences are added again."""
+        """A step failed: what it has copied is unknown. The next `prepare` copies everything; sequences are added again.
+
+        Draws that were not captured are dropped.
+        """
+        self._steps = {key: captured for key, captured in self._steps.items() if captured.captured}
         self._prepared.clear()
         self._on_device.clear()
         for host, _ in self._mask_rows.values():

@@ -121,7 +121,7 @@ def read_believed(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
         if size > max_bytes:
             raise Refusal(f"it has {size} bytes, expected at most {max_bytes}")
         try:
-            return file.read(max_bytes)
+            return file.read(size)  # more would allocate that much
         except OSError as error:
             raise Refusal(reason_of(error)) from error
 

@@ -10,7 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tinyvllm.errors import TokenizerError
+from tinyvllm.host_memory import require
 from tinyvllm.text.assembly import Assembly, TextStream
+
+_CHECKED_CHARACTERS = 50_000
+_BYTES_PER_CHARACTER = 128  # of memory while tokenising: 100 were measured with 31 MB of text
 
 
 @dataclass(frozen=True)
@@ -56,10 +60,13 @@ class Tokenizer(ABC):
         """Highest id that has a token, plus one."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; special tokens written in the text are recognised. TokenizerError for lone surrogates.
+        """Token ids of a text; special tokens written in the text are recognised. TokenizerError for lone surrogates,
+        OutOfMemoryError for a long text without the memory for it.
 
         add_special_tokens: add the tokens that the model was trained with before and after a text (usually BOS before).
         """
+        if len(text) > _CHECKED_CHARACTERS:  # the tokenizer's library ends the process when memory runs out
+            require(len(text) * _BYTES_PER_CHARACTER, f"tokenising {len(text)} characters")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:

@@ -19,7 +19,7 @@ from tinyvllm.backends.cpu.threads import ALONE, CORES, TEAM, ThreadPool
 from tinyvllm.backends.cpu.toolchain import provide_compiler
 from tinyvllm.backends.source import kernels_folder
 from tinyvllm.config import cache_folder
-from tinyvllm.errors import ArgumentError
+from tinyvllm.errors import ArgumentError, OutOfMemoryError
 
 # One kernel of each kind. All work on x [n] int64; `log` counts its calls and takes the order in which they came.
 SOURCE = """
@@ -198,6 +198,7 @@ from tinyvllm.config import cache_folder
 from tinyvllm.runner.device import start_device
 start_device("CPU", cache_folder())
 from tinyvllm.backends.cpu.threads import thread_pool
+from tinyvllm.errors import OutOfMemoryError
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.launch import run_now
 
@@ -263,3 +264,20 @@ def test_two_threads_of_a_core_count_once(monkeypatch):
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: {0, 1, 2, 5}, raising=False)
     monkeypatch.setattr(module, "_siblings", lambda cpu: {0: "0,4", 1: "1,5", 2: "2,6", 5: "1,5"}[cpu])
     assert module.physical_cores() == 3
+
+
+def test_threads_that_the_system_refuses_are_started_by_the_next_list(monkeypatch):
+    pool, start, refused = ThreadPool(4), threading.Thread.start, []
+
+    def reluctant(thread):
+        if thread.name == "tinyvllm-thread-2" and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", reluctant)
+    with pytest.raises(OutOfMemoryError, match="thread 2 of 4"):
+        pool._start()
+    pool._start()
+    assert [thread.name for thread in pool._threads] == [f"tinyvllm-thread-{n}" for n in (1, 2, 3)]
+    pool.dismiss()

@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 from tinyvllm.errors import ArgumentError, BusyError, ModelError, OutOfMemoryError, RequestError, TinyvllmError, TokenizerError
+from tinyvllm.host_memory import is_out_of_memory
 
 _MAX_RETRY_SECONDS = 24 * 3600.0
 # by status: OpenAI's type, Anthropic's type
@@ -85,8 +86,9 @@ def failure_of(error: BaseException) -> Failure:
         return busy(str(error), error.retry_after, "server_busy")
     if isinstance(error, (RequestError, ArgumentError, TokenizerError)):
         return Failure(400, str(error), param=_field_of(str(error)), code="invalid_value")
-    if isinstance(error, (OutOfMemoryError, MemoryError)):
-        return Failure(503, str(error) or "out of memory", code="out_of_memory")
+    if is_out_of_memory(error):
+        text = str(error) if isinstance(error, OutOfMemoryError) else "out of memory; try again later, or send a shorter request"
+        return Failure(503, text, code="out_of_memory")
     if isinstance(error, ModelError):
         return Failure(503, str(error), param="model", code="model_not_loaded")
     if isinstance(error, TinyvllmError):
