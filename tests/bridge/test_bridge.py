@@ -310,7 +310,9 @@ def test_uninitialized_gives_the_shapes_and_restores_tensor():
 def test_programs_of_another_process_are_found_on_disk(tmp_path):
     """The second process compiles nothing: its kernel comes from the table, also with a compiler that cannot work."""
     code = (
-        "import os\nfrom tinyvllm.bridge import enable_program_cache\nenable_program_cache('this')\nfrom tinygrad import Tensor\n"
+        "import os\nfrom tinyvllm.backends.cpu.toolchain import compiler_command\n"
+        "from tinyvllm.bridge import enable_program_cache, use_c_compiler\nenable_program_cache('this')\n"
+        "use_c_compiler(compiler_command)\nfrom tinygrad import Tensor\n"
         "print((Tensor([1.0, 2.0, 3.0]).contiguous().realize() * 7).sum().item())"
     )
     environ = os.environ | {"TINYVLLM_CACHE": str(tmp_path), "CACHEDB": str(tmp_path / "none" / "cache.db"), "DEV": "CPU"}

@@ -1,6 +1,7 @@
 """The one room that touches what is below tinygrad's public surface (0.13.0). Everything else in this project sees Tensors only.
 
     device         opening a device, and replacing its graph, its frees and its compiler
+    compiler       the C compiler of the CPU device
     cuda, metal    bindings of the two drivers as tinygrad has them
     hooks          what a backend adds to a device: asynchronous copies, import of host pages
     node           a compiled kernel as a node of the lazy graph
@@ -24,6 +25,7 @@ from __future__ import annotations
 from tinygrad.helpers import suppress_finalizing
 
 from tinyvllm.bridge.capture import Captured, CapturedCall, CaptureWork, PendingWork, capture_work, repeat
+from tinyvllm.bridge.compiler import use_c_compiler
 from tinyvllm.bridge.cuda import compile_to_cubins, cuda_driver, cuda_runtime, replace_copy_in
 from tinyvllm.bridge.deferred_free import release_deferred
 from tinyvllm.bridge.device import (
@@ -60,5 +62,5 @@ __all__ = [
     "load_program", "mapped", "metal_bindings", "metal_buffer_over", "opened_device", "peek", "prefer_device", "profiling",
     "raise_memory_errors", "read_async", "recover_device", "release_deferred", "remove_hooks", "render_bfloat16_as_bits", "repeat",
     "replace_copy_in", "scatter_add", "shared_zeros", "spans", "store_kv", "suppress_finalizing", "synchronize", "tinygrad_setting",
-    "to_objc_string", "uninitialized", "upload", "upload_parts", "use_graph",
+    "to_objc_string", "uninitialized", "upload", "upload_parts", "use_c_compiler", "use_graph",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ import platform
 import sys
 from pathlib import Path
 
-from tinyvllm.backends.cpu.toolchain import processor, provide_compiler
+from tinyvllm.backends.cpu.toolchain import compiler_command, processor
 from tinyvllm.backends.cuda.nvrtc import provide_nvrtc
 from tinyvllm.errors import ArgumentError, OutOfMemoryError
 from tinyvllm.host_memory import headroom, is_out_of_memory, require_start
@@ -48,14 +48,13 @@ def start_device(choice: str, cache: Path) -> str:
     placement = Placement(device)
     # otherwise tinygrad probes every backend for a default device, which costs half a second and is never used here
     os.environ.setdefault("DEV", placement.kind)
-    if placement.is_cpu:
-        provide_compiler(cache)
     if placement.is_cuda and _cuda_devices():
         provide_nvrtc(cache)
     from tinyvllm.backends.registry import open_device
-    from tinyvllm.bridge import enable_program_cache, prefer_device
+    from tinyvllm.bridge import enable_program_cache, prefer_device, use_c_compiler
 
     enable_program_cache(processor())
+    use_c_compiler(compiler_command)
     prefer_device(placement.kind)  # the environment comes too late if the caller has already imported tinygrad
     try:
         open_device(placement)

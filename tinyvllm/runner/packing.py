@@ -11,7 +11,6 @@ from tinyvllm.backends.cpu.toolchain import has_compiler
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.launch import run_now
 from tinyvllm.backends.registry import usable_variants
-from tinyvllm.config import cache_folder
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import FLOATS, Layout
 from tinyvllm.quant.layouts import PANEL, convert_rows, put_tiles, quantize_rows, unpack_rows
@@ -72,7 +71,7 @@ def _pack_panels(part: Rows, format: str, I: int, out: np.ndarray, first: int, e
 
 
 def _pack_tiles(part: Rows, I: int, out: np.ndarray, first: int, end: int, total: int) -> None:
-    if not has_compiler(cache_folder()):  # a GPU machine need not have a C compiler; numpy takes several times as long
+    if not has_compiler():  # a GPU machine need not have a C compiler; numpy takes several times as long
         put_tiles(part.format, I, out, part.data, first, total)
         return
     kernel = Kernel.cpu("pack_tiles", _variant(), 1, 2, FORMAT=part.format, I=I)

@@ -9,7 +9,7 @@ import pytest
 
 from tinyvllm.backends.cpu import compile as module
 from tinyvllm.backends.cpu.compile import object_code, object_code_of
-from tinyvllm.backends.cpu.toolchain import provide_compiler
+from tinyvllm.backends.cpu.toolchain import compiler_command
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.errors import KernelError
 
@@ -21,7 +21,7 @@ def copy(block_bytes: int | str = 64, target: str = "plain") -> Kernel:
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """A cache folder with nothing in it; `made` lists what compilers made there."""
-    provide_compiler(tmp_path)  # before the count begins
+    compiler_command()  # before the count begins
     monkeypatch.setenv("TINYVLLM_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "kernels"
 
@@ -79,6 +79,12 @@ def test_what_does_not_compile_is_said_in_the_compilers_words(cache):
 def test_a_compiler_that_fails_without_a_word(cache, monkeypatch):
     monkeypatch.setenv("CC", "/bin/false")
     with pytest.raises(KernelError, match="kv_copy_plain does not compile with /bin/false"):
+        object_code(copy())
+
+
+def test_a_compiler_that_cannot_be_started(cache, monkeypatch):
+    monkeypatch.setenv("CC", "/no/such/compiler")
+    with pytest.raises(KernelError, match="kv_copy_plain cannot be compiled: /no/such/compiler: No such file.*CC names another"):
         object_code(copy())
 
 

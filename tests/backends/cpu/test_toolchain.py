@@ -12,7 +12,8 @@ from tinyvllm.errors import TinyvllmError
 @pytest.fixture
 def bare(monkeypatch, tmp_path):
     """No CC and an empty PATH folder to put compilers into."""
-    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("CC", "")  # so that what a test sets is undone
+    monkeypatch.delenv("CC")
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     return tmp_path
@@ -37,12 +38,15 @@ def test_a_recent_clang_is_taken(bare, says):
 @pytest.mark.parametrize("says", ["clang version 14.0.6", "Apple clang version 14.0.3", "something else"])
 def test_an_old_clang_is_passed_over_for_the_wheel(bare, says):
     put_clang(bare, says)
+    zig, clang, *headers = toolchain.compiler_command()
+    assert zig.endswith("zig") and os.access(zig, os.X_OK) and clang == "clang" and headers[0] == "-isystem" and os.path.isdir(headers[1])
     chosen = toolchain.provide_compiler(bare / "cache")
     assert chosen == str(bare / "cache" / "zig-clang") and os.access(chosen, os.X_OK)
 
 
 def test_the_users_choice_is_kept(bare, monkeypatch):
     monkeypatch.setenv("CC", "mine")
+    assert toolchain.compiler_command() == ["mine"] and toolchain.has_compiler()
     assert toolchain.provide_compiler(bare / "cache") == "mine"
 
 
@@ -57,5 +61,6 @@ def test_the_wheels_script_compiles(bare):
 
 def test_nothing_to_compile_with_is_one_clear_line(bare, monkeypatch):
     monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
+    assert not toolchain.has_compiler()
     with pytest.raises(TinyvllmError, match="pip install ziglang"):
-        toolchain.provide_compiler(bare / "cache")
+        toolchain.compiler_command()

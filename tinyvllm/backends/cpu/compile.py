@@ -12,12 +12,12 @@ import platform
 import subprocess
 import sys
 
-from tinyvllm.backends.cpu.toolchain import provide_compiler, target_flags
+from tinyvllm.backends.cpu.toolchain import compiler_command, target_flags
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.source import kernel_source, kernel_text
-from tinyvllm.config import cache_folder
 from tinyvllm.errors import KernelError
 from tinyvllm.storage.cache import open_cache
+from tinyvllm.storage.folders import reason_of
 
 VERSION = 1  # of the objects in the cache folder: a change compiles all again
 _QUIET = ("-Wno-deprecated-non-prototype", "-Wno-pass-failed")
@@ -56,10 +56,13 @@ def _compiled(text: str, name: str, target: str) -> bytes:
 
 def _compile(text: str, flags: tuple[str, ...], name: str) -> bytes:
     """The compiler's object file, through a pipe: a full disk or a limit on files' sizes does not stop it."""
-    compiler = provide_compiler(cache_folder())
-    done = subprocess.run([compiler, *flags, "-", "-o", "-"], input=text.encode(), capture_output=True)
+    compiler = compiler_command()
+    try:
+        done = subprocess.run([*compiler, *flags, "-", "-o", "-"], input=text.encode(), capture_output=True)
+    except OSError as error:
+        raise KernelError(f"kernels: {name} cannot be compiled: {compiler[0]}: {reason_of(error)}; CC names another compiler") from error
     if done.returncode or not done.stdout:
-        raise KernelError(f"kernels: {name} does not compile with {compiler}: {_first_errors(done.stderr.decode(errors='replace'))}")
+        raise KernelError(f"kernels: {name} does not compile with {compiler[0]}: {_first_errors(done.stderr.decode(errors='replace'))}")
     return done.stdout
 
 

@@ -1,7 +1,7 @@
-"""Finds the C compiler that tinygrad's CPU device needs, before tinygrad looks for one.
+"""Finds a C compiler for our kernels and for those that tinygrad generates for the CPU device.
 
-A clang of version 16 or later on the PATH is taken; otherwise the whole clang inside the wheel `ziglang`. An older clang cannot compile
-tinygrad's bfloat16 casts.
+What CC names; else a clang of version 16 or later on the PATH; else the whole clang inside the wheel `ziglang`. An older clang cannot
+compile tinygrad's bfloat16 casts. It is looked for when something is compiled: with a filled cache folder none is needed.
 """
 
 from __future__ import annotations
@@ -11,46 +11,61 @@ import importlib.util
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from tinyvllm.errors import TinyvllmError
-from tinyvllm.storage.cache import open_cache, read_believed, write_whole
-from tinyvllm.storage.folders import Refusal, reason_of, warn_once
+from tinyvllm.storage.cache import write_whole
 
 OLDEST_CLANG = 16
 
 
+def compiler_command() -> list[str]:
+    """The compiler as the first words of a command line. TinyvllmError if there is none."""
+    if named := os.environ.get("CC"):
+        return [named]
+    return _recent_clang() or _zig_clang() or _none_found()
+
+
+def has_compiler() -> bool:
+    """Whether `compiler_command` would find one."""
+    return bool(os.environ.get("CC") or _recent_clang() or _zig_clang())
+
+
 def provide_compiler(cache: Path) -> str:
-    """Set `CC`, which tinygrad reads at its first compile, to a clang that can do the work, unless the user has; returns the choice."""
-    if "CC" not in os.environ:
-        os.environ["CC"] = _recent_clang() or _zig_clang(cache) or _none_found()
-    return os.environ["CC"]
+    """The compiler as one word, set as CC: for tests and benchmarks that start tools of their own. zig's becomes a script in `cache`."""
+    command = compiler_command()
+    if len(command) > 1:
+        script = cache / "zig-clang"
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_whole(script, f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n'.encode(), 0o700)
+        command = [str(script)]
+    os.environ["CC"] = command[0]
+    return command[0]
 
 
-def has_compiler(cache: Path) -> bool:
-    """Whether `provide_compiler` would find one."""
-    return "CC" in os.environ or (_recent_clang() or _zig_clang(cache)) is not None
-
-
-def _recent_clang() -> str | None:
+def _recent_clang() -> list[str] | None:
     path = shutil.which("clang")
-    if path is None:
-        return None
+    return [path] if path is not None and _is_recent(path) else None
+
+
+@functools.cache
+def _is_recent(path: str) -> bool:
     try:
         said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return None
+        return False
     version = re.search(r"version (\d+)", said)
     # Apple counts its own versions: its 15 is LLVM's 16
     oldest = 15 if "Apple" in said else OLDEST_CLANG
-    return path if version and int(version[1]) >= oldest else None
+    return version is not None and int(version[1]) >= oldest
 
 
-def _zig_clang(cache: Path) -> str | None:
-    """A two-line script that calls the wheel's `zig clang`: CC must be one word, and starting Python for every kernel would cost more.
+def _zig_clang() -> list[str] | None:
+    """The wheel's clang by its file: starting Python for every kernel would cost more.
 
     Called so, zig's clang looks for its own headers, the intrinsics among them, where they are not.
     """
@@ -58,31 +73,10 @@ def _zig_clang(cache: Path) -> str | None:
     if spec is None or not spec.submodule_search_locations:
         return None
     zig = Path(spec.submodule_search_locations[0]) / "zig"
-    if not zig.is_file():
-        return None
-    headers = zig.parent / "lib" / "include"
-    return _script(open_cache(cache).path, f'#!/bin/sh\nexec "{zig}" clang -isystem "{headers}" "$@"\n')
+    return [str(zig), "clang", "-isystem", str(zig.parent / "lib" / "include")] if zig.is_file() else None
 
 
-def _script(folder: Path | None, text: str) -> str | None:
-    """The path of a script in the cache folder with this text; written again if another text is there, None if it cannot be written."""
-    if folder is None:
-        return None
-    script = folder / "zig-clang"
-    try:
-        if read_believed(script) == text.encode() and os.access(script, os.X_OK):
-            return str(script)
-    except (FileNotFoundError, Refusal):
-        pass
-    try:
-        write_whole(script, text.encode(), 0o700)
-    except OSError as error:
-        warn_once("zig-clang", f"toolchain: {script}, which calls the compiler, cannot be written: {reason_of(error)}")
-        return None
-    return str(script)
-
-
-def _none_found() -> str:
+def _none_found() -> list[str]:
     raise TinyvllmError(
         f"toolchain: no C compiler for the CPU device: expected clang {OLDEST_CLANG} or later on the PATH, or the wheel ziglang; "
         "try `pip install ziglang`"
