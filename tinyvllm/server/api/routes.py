@@ -5,10 +5,11 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinyvllm.server.api import anthropic, chat, completions, embeddings, probes, responses, segments, utility
+from tinyvllm.server.api import anthropic, chat, completions, embeddings, llamacpp, probes, responses, scoring, segments, utility
 from tinyvllm.server.api.anthropic_body import CountRequest, MessagesRequest
 from tinyvllm.server.api.capabilities import capabilities
 from tinyvllm.server.api.responses_body import InputTokensRequest, ResponsesRequest
+from tinyvllm.server.api.scoring import RerankRequest, ScoreRequest
 from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.endpoint import Endpoint, Resource
 from tinyvllm.server.core.response import json_response
@@ -32,6 +33,11 @@ ENDPOINTS = (
     Endpoint("/v1/embeddings", EmbeddingRequest, embeddings.answer, "Embed texts"),
     Endpoint("/generate", GenerateRequest, utility.generate, "Continue one prompt, with the fields of SamplingParams"),
     Endpoint("/tokenize", TokenizeRequest, utility.tokenize, "Token ids of a text or a conversation"),
+    Endpoint("/score", ScoreRequest, scoring.score, "Score pairs of texts"),
+    Endpoint("/v1/score", ScoreRequest, scoring.score, "Score pairs of texts"),
+    Endpoint("/rerank", RerankRequest, scoring.rerank, "Order documents by a query"),
+    Endpoint("/v1/rerank", RerankRequest, scoring.rerank, "Order documents by a query"),
+    Endpoint("/apply-template", llamacpp.ApplyTemplateRequest, llamacpp.apply_template, "The text that a chat template renders"),
     Endpoint("/detokenize", DetokenizeRequest, utility.detokenize, "The text of token ids"),
 )
 
@@ -51,6 +57,7 @@ RESOURCES = (
     Resource("/v1/responses/{name}/input_items", responses.list_input_items, "The items of a stored answer's request"),
     Resource("/v1/responses/{name}/cancel", responses.cancel_response, "Refused: no answer runs in the background", method="POST"),
     Resource("/v1/capabilities", _capabilities, "The support of every request field"),
+    Resource("/props", llamacpp.props, "The properties of the first model, in llama.cpp's form"),
     Resource("/tokenizer_info", utility.tokenizer_info, "The tokenizer of the first model"),
     Resource("/health", probes.health, "Whether the engines are alive"),
     Resource("/ready", probes.ready, "Whether the server accepts new requests"),

@@ -1,0 +1,86 @@
+"""/score, /rerank, /apply-template and /props: the figures against the engine's own, and the forms of vLLM, Jina and llama.cpp."""
+
+from __future__ import annotations
+
+import math
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.server.conftest import Running
+
+TEXTS = ["The dog ran to the river.", "A cat sat on the mat.", "One two three."]
+QUERY = "the dog"
+
+
+def likelihood(server: Running, document: str) -> float:
+    """By the log-probabilities of /v1/completions: the query's tokens after the document in its frame."""
+    start = server.post("/tokenize", {"prompt": f"Document: {document}\nQuery:"}).json()["tokens"]
+    body = {"prompt": f"Document: {document}\nQuery: {QUERY}", "max_tokens": 0, "echo": True, "logprobs": 0}
+    values = server.post("/v1/completions", body).json()["choices"][0]["logprobs"]["token_logprobs"][len(start) :]
+    return math.exp(sum(values) / len(values))
+
+
+def test_scores_are_the_likelihood_of_the_query(server: Running) -> None:
+    expected = [likelihood(server, text) for text in TEXTS]
+    answer = server.post("/score", {"text_1": QUERY, "text_2": TEXTS}).json()
+    assert [one["index"] for one in answer["data"]] == [0, 1, 2] and answer["object"] == "list" and answer["model"] == "demo"
+    assert [one["score"] for one in answer["data"]] == pytest.approx(expected, rel=0.03)
+    assert answer["usage"]["prompt_tokens"] > 0
+    pairs = server.post("/v1/score", {"text_1": [QUERY, QUERY], "text_2": TEXTS[:2]}).json()
+    assert [one["score"] for one in pairs["data"]] == pytest.approx(expected[:2], rel=0.03)
+
+
+def test_scores_by_embedding_are_cosines(server: Running) -> None:
+    vectors = [one["embedding"] for one in server.post("/v1/embeddings", {"input": [QUERY, *TEXTS]}).json()["data"]]
+    expected = np.array(vectors[1:]) @ np.array(vectors[0])
+    answer = server.post("/score", {"text_1": QUERY, "text_2": TEXTS, "method": "embedding"}).json()
+    assert [one["score"] for one in answer["data"]] == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank"])
+def test_rerank_orders_documents(server: Running, path: str) -> None:
+    scores = [one["score"] for one in server.post("/score", {"text_1": QUERY, "text_2": TEXTS}).json()["data"]]
+    order = sorted(range(3), key=lambda i: -scores[i])
+    body = {"model": "demo", "query": QUERY, "documents": [TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]]}
+    answer = server.post(path, body).json()
+    assert [one["index"] for one in answer["results"]] == order
+    assert [one["document"]["text"] for one in answer["results"]] == [TEXTS[i] for i in order]
+    assert [one["relevance_score"] for one in answer["results"]] == pytest.approx([scores[i] for i in order], rel=0.03)
+    short = server.post(path, {**body, "top_n": 1, "return_documents": False}).json()
+    assert [set(one) for one in short["results"]] == [{"index", "relevance_score"}] and short["results"][0]["index"] == order[0]
+
+
+def test_what_cannot_be_scored(server: Running) -> None:
+    for path, body, param in [
+        ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
+        ("/score", {"text_1": "a", "text_2": []}, "text_2"),
+        ("/score", {"text_1": "a", "text_2": ["a", ""]}, "text_2"),
+        ("/score", {"text_1": "a", "text_2": ["b", "x " * 5000]}, "documents[1]"),
+        ("/rerank", {"query": "a", "documents": ["a"] * 1001}, "documents"),
+        ("/rerank", {"query": "a", "documents": [{"image": "x"}]}, "documents"),
+        ("/rerank", {"query": "a", "documents": ["a"], "max_tokens_per_doc": 5}, "max_tokens_per_doc"),
+    ]:
+        response = server.post(path, body)
+        error = response.json()["error"]
+        assert response.status_code == 400 and (error["param"] or "").startswith(param), error
+    assert server.post("/score", {"text_1": "a", "text_2": "x " * 5000}).json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_the_text_of_a_template(server: Running) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    prompt = server.post("/apply-template", {"messages": messages}).json()["prompt"]
+    tokens = server.post("/tokenize", {"messages": messages}).json()["tokens"]
+    assert server.post("/tokenize", {"prompt": prompt, "add_special_tokens": False}).json()["tokens"] == tokens and "Hello" in prompt
+    template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    assert server.post("/apply-template", {"messages": messages, "chat_template": template}).json() == {"prompt": "[Hello]"}
+    assert server.post("/apply-template", {"messages": []}).status_code == 400
+
+
+def test_the_properties_of_the_model(server: Running) -> None:
+    props = httpx.get(f"{server.url}/props", trust_env=False).json()
+    model = httpx.get(f"{server.url}/v1/models", trust_env=False).json()["data"][0]
+    assert props["default_generation_settings"]["n_ctx"] == model["max_model_len"] and props["total_slots"] == 8
+    assert props["model_alias"] == "demo" and "/" not in props["model_path"] and props["chat_template"]
+    assert httpx.get(f"{server.url}/props?model=other", trust_env=False).status_code == 404

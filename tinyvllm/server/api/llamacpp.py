@@ -1,0 +1,65 @@
+"""llama.cpp's small endpoints: /apply-template renders a conversation, /props describes the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinyvllm.config import VERSION
+from tinyvllm.server.core.body import Body, honoured, limited
+from tinyvllm.server.core.context import RequestContext
+from tinyvllm.server.core.conversation import conversation_of, encode_conversation
+from tinyvllm.server.core.limits import MAX_MESSAGES, MAX_TOOLS
+from tinyvllm.server.core.response import ResponseWriter, json_response
+from tinyvllm.server.core.schema import DEFAULT_MODEL, Message, Name, Tool
+
+
+class ApplyTemplateRequest(Body):
+    """POST /apply-template."""
+
+    model: Name | None = honoured(says=DEFAULT_MODEL)
+    messages: list[Message] = honoured(..., example=[{"role": "user", "content": "Hello"}], min_length=1, max_length=MAX_MESSAGES)
+    tools: list[Tool] | None = honoured(example=[], max_length=MAX_TOOLS)
+    add_generation_prompt: bool | None = honoured(example=True)
+    continue_final_message: bool | None = honoured(example=False)
+    chat_template: str | None = limited(says="requires a server with --trust-request-chat-template")
+    chat_template_kwargs: dict[str, Any] | None = honoured(example={})
+
+
+async def apply_template(context: RequestContext, body: ApplyTemplateRequest, writer: ResponseWriter) -> None:
+    """The text that the chat template renders. Like a request, it must fit into the context."""
+    async with context.service.models.use(body.model) as (_, llm):
+        conversation = conversation_of(context.service.config, context.data, body.chat_template_kwargs or {})
+        prompt = await encode_conversation(llm, conversation, context.data.get("tools") or None)
+        await writer.json({"prompt": prompt.text})
+
+
+async def props(request: Request) -> Response:
+    """The properties of the first model, or of ?model=NAME. `model_path` is the last part of the path: the rest is private."""
+    context = RequestContext.of(request)
+    async with context.service.models.use(request.query_params.get("model")) as (model, llm):
+        tokenizer, params = llm.tokenizer, llm.default_params
+        sampling = {
+            name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+        }
+        template = None if tokenizer is None else context.service.config.chat_template or tokenizer.chat_templates.get("default")
+        bos = None if tokenizer is None or tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id)
+        eos = None if tokenizer is None or not tokenizer.eos_ids else tokenizer.token_text(min(tokenizer.eos_ids))
+        return json_response(
+            {
+                "default_generation_settings": {
+                    "n_ctx": llm.max_model_len,
+                    "params": {**sampling, "repeat_penalty": params.repetition_penalty, "n_predict": -1},
+                },
+                "total_slots": llm.config.max_num_seqs,
+                "model_alias": model,
+                "model_path": context.service.models.path(model),
+                "chat_template": template,
+                "bos_token": bos,
+                "eos_token": eos,
+                "modalities": {"vision": False, "audio": False},
+                "build_info": f"tinyvllm {VERSION}",
+            }
+        )
