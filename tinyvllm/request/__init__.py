@@ -1,11 +1,10 @@
 """Requests and their outputs. No text and no tensors."""
 
+from tinyvllm.request.limits import MAX_LOGPROB_ENTRIES, MAX_LOGPROB_TOKEN_IDS
 from tinyvllm.request.options import RequestOptions
 from tinyvllm.request.output import CompletionOutput, Logprob, Receipt, RequestMetrics, RequestOutput
 from tinyvllm.request.params import (
     ALL_LOGPROBS,
-    MAX_LOGPROB_ENTRIES,
-    MAX_LOGPROB_TOKEN_IDS,
     MAX_LOGPROBS,
     STRUCTURES,
     BeamSearchParams,

@@ -8,15 +8,13 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinyvllm.errors import ArgumentError
-from tinyvllm.request.limits import MAX_COUNT, MAX_TOKEN_IDS, MAX_WORD_LENGTH, MAX_WORDS, MAX_WORDS_LENGTH, brief
+from tinyvllm.request.limits import MAX_COUNT, MAX_LOGPROB_TOKEN_IDS, MAX_TOKEN_IDS, MAX_WORD_LENGTH, MAX_WORDS, MAX_WORDS_LENGTH, brief
 
 if TYPE_CHECKING:
     import numpy as np
 
 MAX_LOGPROBS = 20
 ALL_LOGPROBS = -1  # the whole vocabulary
-MAX_LOGPROB_ENTRIES = 2**18  # of a request with ALL_LOGPROBS: positions times vocabulary; each takes about 300 bytes
-MAX_LOGPROB_TOKEN_IDS = 1024
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
 OUTPUT_KINDS = ("cumulative", "delta", "final_only")
 REASONING_BEGINS = ("before", "inside", "after")
