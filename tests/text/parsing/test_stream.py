@@ -279,3 +279,85 @@ def test_arguments_arrive_as_they_were_written(arguments: dict[str, Any], size: 
         events = read(format, [text[i : i + size] for i in range(0, len(text), size)])
         assert [(e.kind, e.broken) for e in events if e.kind != "tool_arguments"] == [("tool_start", False), ("tool_end", False)]
         assert json.loads("".join(e.text for e in events)) == arguments
+
+
+PLACE = '{"city": "Paris", "days": 12, "places": [1, {"a": "b"}]}'
+CALLS = {
+    "hermes": (HERMES, f'Hi.\n<tool_call>\n{{"name": "get_weather", "arguments": {PLACE}}}\n</tool_call>', "Hi."),
+    "hermes, arguments first": (HERMES, f'<tool_call>{{"arguments": {PLACE}, "name": "get_weather"}}</tool_call>', ""),
+    "hermes, as a text": (HERMES, f'<tool_call>{{"name": "get_weather", "arguments": {json.dumps(PLACE)}}}</tool_call>', ""),
+    "hermes, two": (HERMES, '<tool_call>{"name": "now"}</tool_call>\n<tool_call>{"name": "now", "arguments": {"x": [1]}}</tool_call>', ""),
+    "llama3": (LLAMA3, f'{{"name": "get_weather", "parameters": {PLACE}}}; {{"name": "now", "parameters": {{}}}}', ""),
+    "llama3 with its mark": (LLAMA3, f'Hm. <|python_tag|>{{"name": "get_weather", "parameters": {PLACE}}}', "Hm."),
+    "mistral": (MISTRAL, f'Hm. [TOOL_CALLS][{{"name": "get_weather", "arguments": {PLACE}}}, {{"name": "now", "arguments": {{}}}}]', "Hm."),
+    "mistral, named": (MISTRAL, f"[TOOL_CALLS]get_weather[ARGS]{PLACE}[TOOL_CALLS]now[ARGS]{{}}", ""),
+    "qwen_xml": (XML, "Hi.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n12\n"
+                 "</parameter>\n</function>\n</tool_call>", "Hi."),
+    "pythonic": (PYTHONIC, "[get_weather(city='Paris', days=12, places=[1, {'a': 'b'}]), now()]", ""),
+    "pythonic with marks": (LLAMA4, "Hm. <|python_start|>[get_weather(city='Paris'), now()]<|python_end|>", "Hm."),
+}  # fmt: skip
+
+
+def cut_read(format: Format, pieces: list[str], whole: bool) -> list[tuple[str, ...]]:
+    parser = StreamParser(format, TOOLS, whole=whole)
+    return joined([event for piece in pieces for event in parser.add(piece)] + parser.finish(cut=True))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_cut_by_max_tokens_is_a_call_at_every_character(name: str) -> None:
+    """With the arguments so far, which grow to those of the whole call; no text of it is content, whole or streamed."""
+    format, text, before = CALLS[name]
+    complete = [e[2] for e in cut_read(format, [text], False) if e[0] == "tool_arguments"]
+    start = len(before) + 1 + (6 if format.bare and not before else 3)  # a shorter beginning may be anything else
+    longest = 0
+    for end in range(start, len(text) + 1):
+        events = cut_read(format, [text[:end]], False)
+        assert cut_read(format, list(text[:end]), False) == cut_read(format, list(text[:end]), True) == events, text[:end]
+        content = "".join(e[2] for e in events if e[0] == "content")
+        if '"na' not in text[end - 3 : end] and (not format.bare or before or end > len('{"name"')):
+            assert content.strip() in (before, before[: len(content)]), (text[:end], content)
+        for arguments, expected in zip((e[2] for e in events if e[0] == "tool_arguments"), complete):
+            assert expected.startswith(arguments), text[:end]
+        longest = max(longest, sum(len(e[2]) for e in events if e[0] == "tool_arguments"))
+        assert [e[0] for e in events].count("tool_start") == [e[0] for e in events].count("tool_end")
+    assert longest == sum(map(len, complete)) > 0
+
+
+def test_a_cut_call_with_a_known_name_has_no_arguments_yet() -> None:
+    for format, text in ((HERMES, '<tool_call>{"name": "get_weather", "argu'), (LLAMA3, '{"name": "get_weather"')):
+        for whole in (False, True):
+            assert cut_read(format, list(text), whole) == [("tool_start", "0", "get_weather"), ("tool_end", "0", "broken")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"answer": {"name": "now"', "a < b", '{"name": "Ann"', "[1, 2", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call> x'],
+)
+def test_what_is_no_call_stays_content_when_it_is_cut(text: str) -> None:
+    for format in (HERMES, LLAMA3, PYTHONIC):
+        for whole in (False, True):
+            assert "".join(e[2] for e in cut_read(format, list(text), whole) if e[0] == "content") == text
+
+
+HOSTILE = {
+    "hermes": (HERMES, '<tool_call>{"name": "now", "arguments": %s}</tool_call>'),
+    "llama3": (LLAMA3, '{"name": "now", "parameters": %s}'),
+    "mistral": (MISTRAL, "[TOOL_CALLS]now[ARGS]%s"),
+    "qwen_xml": (XML, "<tool_call><function=get_weather><parameter=places>%s</parameter></function></tool_call>"),
+    "pythonic": (PYTHONIC, "[now(x=%s)]"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize(
+    "value",
+    ['{"a":' * 5_000 + "1" + "}" * 5_000, "[" * 50_000, "-" * 5_000 + "1", '"' + "\\\\" * 5_000],
+    ids=["deep", "open", "signs", "escapes"],
+)
+def test_hostile_arguments_never_raise(name: str, value: str) -> None:
+    format, call = HOSTILE[name]
+    for whole in (False, True):
+        for cut in (False, True):
+            parser = StreamParser(format, TOOLS, whole=whole)
+            events = [*parser.add(call % value), *parser.finish(cut)]
+            assert events and sum(len(event.text) for event in events) <= 12 * len(call % value)

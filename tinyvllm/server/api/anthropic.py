@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
+
+from pydantic_core import from_json
 
 from tinyvllm.engine.api import AsyncLLM
 from tinyvllm.request import CompletionOutput, RequestOutput
@@ -61,10 +62,19 @@ def _whole_message(run: ChatRun, output: RequestOutput) -> dict[str, Any]:
         content.append({"type": "thinking", "thinking": parsed.reasoning, "signature": ""})
     if parsed.content or not parsed.calls:
         content.append({"type": "text", "text": parsed.content})
-    for call in parsed.calls:
-        content.append({"type": "tool_use", "id": call["id"], "name": call["name"], "input": json.loads(call["arguments"] or "{}")})
+    try:
+        inputs = [_input_of(call["arguments"]) for call in parsed.calls]
+    except ValueError:  # nested deeper than the reader goes: the model's text, since `input` must be a value
+        content, parsed.calls, inputs = [{"type": "text", "text": part.text}], [], []
+    for call, value in zip(parsed.calls, inputs, strict=True):
+        content.append({"type": "tool_use", "id": call["id"], "name": call["name"], "input": value})
     stop = _stop_fields(run, part, bool(parsed.calls))
     return {**_message(run), "content": content, **stop, "usage": _usage(run), **extra_fields(output)}
+
+
+def _input_of(arguments: str) -> Any:
+    """The arguments of a call as a value; of those that max_tokens has cut, what is there."""
+    return from_json(arguments or "{}", allow_partial="trailing-strings")
 
 
 def _message(run: ChatRun) -> dict[str, Any]:

@@ -226,7 +226,7 @@ class _ChatStream:
     def _add_parsed(self, choice: _StreamedChoice, parser: StreamParser, part: CompletionOutput, deltas: list[str]) -> None:
         events = parser.add(part.text) if part.text else []
         if part.finish_reason is not None:
-            events = events + parser.finish()
+            events = events + parser.finish(part.finish_reason == "length")
         kept = self.run.format.kept(events)
         if kept and all(event.kind == "reasoning" for event in kept):
             self.run.usage.reasoning += len(part.token_ids)

@@ -18,7 +18,7 @@ class Answer:
 
     content: str = ""
     reasoning: str = ""
-    calls: list[dict[str, str]] = field(default_factory=list)  # id, name, arguments (JSON)
+    calls: list[dict[str, str]] = field(default_factory=list)  # id, name, arguments (JSON; a prefix of it where max_tokens has cut them)
 
     def add(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -38,7 +38,7 @@ def parse_answer(run: ChatRun, part: CompletionOutput) -> Answer:
     if parser is None:
         return Answer(part.text)
     answer = Answer()
-    answer.add(run.format.kept([*parser.add(part.text), *parser.finish()]))
+    answer.add(run.format.kept([*parser.add(part.text), *parser.finish(part.finish_reason == "length")]))
     if answer.reasoning:
         tokenizer = require_tokenizer(run.llm)
         run.usage.reasoning += len(tokenizer.encode(answer.reasoning, add_special_tokens=False))
@@ -81,7 +81,7 @@ class BlockStream:
         if self._parser is None:
             return [Event("content", part.text)] if part.text else []
         events = self._parser.add(part.text) if part.text else []
-        return events + self._parser.finish() if part.finish_reason is not None else events
+        return events + self._parser.finish(part.finish_reason == "length") if part.finish_reason is not None else events
 
     def _write(self, event: Event) -> None:
         if event.kind == "tool_start":

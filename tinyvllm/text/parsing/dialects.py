@@ -28,6 +28,7 @@ class Parser(Protocol):
     format: Format
     calls: int
 
+    def name_call(self, name: str) -> None: ...
     def start_call(self, name: str) -> Tool: ...
     def write_arguments(self, text: str) -> None: ...
     def end_call(self) -> None: ...
@@ -152,6 +153,7 @@ def _read_object(parser: Parser) -> Reading[None]:
         key = yield from _read_key(source)
         if key == "name" and name is None:
             name = yield from _read_text(source)
+            parser.name_call(name)
             if early is not None:
                 done = _write_call(parser, name, early)
         elif key in ("arguments", "parameters") and not done and early is None:

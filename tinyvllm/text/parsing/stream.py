@@ -1,8 +1,9 @@
 """Splits a model's output into content, reasoning, tool calls and their arguments while it streams.
 
 A text is a call once its head has been read: a known name and the brace that opens the arguments. Until then nothing is emitted, and text
-that turns out to be no call is content. After that, arguments are emitted as they arrive; a call that breaks off later can only be marked
-as broken. With `whole`, a call is emitted only when it is complete.
+that turns out to be no call is content. After that, arguments are emitted as they arrive; a call that breaks off later can only be
+marked as broken. With `whole`, a call is emitted only when it is complete. Where max_tokens has cut the answer inside a call, the call is
+emitted as far as it is known, marked as broken, and none of its text is content.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from tinyvllm.text.parsing.dialects import READERS
 from tinyvllm.text.parsing.formats import Format
 from tinyvllm.text.parsing.source import MismatchError, Reading, Source, partial_mark
 from tinyvllm.text.parsing.tools import Tool, read_tools
+
+_MIN_PARTIAL_MARK = 3  # characters of a mark that max_tokens has cut; fewer, such as a lone "<", are content
+# a call that starts without a mark, cut before the end of its name
+_CUT_HEADS = {"{": re.compile(r'\s*\{\s*"name"\s*:\s*(?:"([^"\\]*))?'), "[": re.compile(r"\s*\[\s*([\w.\-]+)")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,9 @@ class StreamParser:
         self._events: list[Event] = []
         self._held: list[Event] = []  # of an incomplete call
         self._committed = False  # a call has started and not ended
+        self._name: str | None = None  # of a call that has been named and not started
+        self._marked = False  # a mark precedes the call that is being read
+        self._cut = False  # max_tokens has ended the text
         self._trailing = _TrailingSpaces()  # of the content
         self._no_content = True  # since the start or the last call
         self._reading = self._read()
@@ -76,10 +84,14 @@ class StreamParser:
         self.source.add(text)
         return self._run()
 
-    def finish(self) -> list[Event]:
-        """The events of the text held back, after the last piece."""
-        self.source.ended = True
+    def finish(self, cut: bool = False) -> list[Event]:
+        """The events of the text held back, after the last piece. cut: max_tokens has ended the answer, maybe inside a call."""
+        self.source.ended, self._cut = True, cut
         return self._run()
+
+    def name_call(self, name: str) -> None:
+        """For readers: the name of the call that is being read is known, its arguments are not."""
+        self._name = name if name in self.tools else None
 
     def start_call(self, name: str) -> Tool:
         """For readers: the arguments of this tool follow. MismatchError if there is no such tool."""
@@ -87,7 +99,7 @@ class StreamParser:
             raise MismatchError
         if not self._whole:
             self.source.pinned = False
-        self._committed, self._trailing = True, _TrailingSpaces()
+        self._committed, self._trailing, self._name = True, _TrailingSpaces(), None
         self._held.append(Event("tool_start", index=self.calls, id=self.format.new_id(), name=name))
         return self.tools[name]
 
@@ -101,25 +113,43 @@ class StreamParser:
         self._events += [*self._held, Event("tool_end", index=self.calls, broken=broken)]
         self._held = []
         self.calls += 1
-        self._committed, self._no_content = False, True
+        self._committed, self._no_content, self._name = False, True, None
 
     def attempt(self, reader: Callable[[], Reading[None]]) -> Reading[bool]:
         """Whether the text matches `reader`. If not, nothing has been read, unless a call broke off after its head."""
         start, self.source.pinned = self.source.at, True
-        trailing = self._trailing
+        trailing, was_open = self._trailing, not self.source.ended
         try:
             yield from reader()
             return True
         except MismatchError:
-            if self._committed and not self._whole:
+            if self._cut and was_open and self._is_call_so_far(start):
+                self._end_cut_call()
+            elif self._committed and not self._whole:
                 self._end(broken=True)
                 if self.source.ended:  # it is valid but cut off: the rest of it is not content
                     self.source.at = len(self.source.text)
             else:
-                self.source.at, self._held, self._committed, self._trailing = start, [], False, trailing
+                self.source.at, self._held, self._committed, self._trailing, self._name = start, [], False, trailing, None
             return False
         finally:
             self.source.pinned = False
+
+    def _is_call_so_far(self, start: int) -> bool:
+        """Whether the text from `start` on, which max_tokens has cut, is the beginning of a call."""
+        if self._committed or self._name is not None or self._marked or (self.calls and self._no_content):
+            return True
+        head = _CUT_HEADS[self.format.bare].fullmatch(self.source.text, start) if self.format.bare in _CUT_HEADS else None
+        return head is not None and any(name.startswith(head[1] or "") for name in self.tools)
+
+    def _end_cut_call(self) -> None:
+        """End the call that max_tokens has cut, with the arguments so far; the rest of the text is no content."""
+        if not self._committed and self._name is not None:
+            self.start_call(self._name)
+        if self._committed:
+            self._end(broken=True)
+        self._held = []
+        self.source.at = len(self.source.text)
 
     def _run(self) -> list[Event]:
         try:
@@ -186,7 +216,10 @@ class StreamParser:
         self._emit_content(found.start())
         calls = self.calls
         assert self._read_call is not None
-        if not (yield from self.attempt(partial(self._read_call, self))) and self.calls == calls:
+        self._marked = True
+        matched = yield from self.attempt(partial(self._read_call, self))
+        self._marked = False
+        if not matched and self.calls == calls and self.source.at < len(self.source.text):
             self._emit_content(self.source.at + len(found.group()))
         return True
 
@@ -196,7 +229,11 @@ class StreamParser:
     def _content_end(self) -> int:
         """The end of the text that cannot be the start of a mark."""
         text, at = self.source.text, self.source.at
-        return len(text) - (0 if self.source.ended else max((partial_mark(text, at, mark) for mark in self._marks), default=0))
+        held = max((partial_mark(text, at, mark) for mark in self._marks), default=0)
+        after_call = self.calls > 0 and self._no_content
+        if self.source.ended and not (self._cut and (after_call or held >= _MIN_PARTIAL_MARK)):
+            held = 0
+        return len(text) - held
 
     def _emit_content(self, end: int) -> None:
         text = self.source.text[self.source.at : end]
