@@ -233,6 +233,16 @@ class AsyncLLM:
         finally:
             self._drop(mailbox)
 
+    async def ignored_keywords(self, params: SamplingParams) -> tuple[str, ...]:
+        """The places in the JSON schemas of a request that its grammar does not hold. The grammar is kept for the request.
+
+        RequestError if it cannot be enforced.
+        """
+        if params.structured_outputs is None:
+            return ()
+        compiled = await asyncio.to_thread(self._compile, params)
+        return () if compiled is None else compiled.ignored
+
     def abort(self, request_id: str) -> None:
         """End a request; its caller gets the last output, with finish_reason "abort". Unknown ids have finished: ignored."""
         with self._wake:

@@ -59,6 +59,10 @@ def test_tools() -> None:
         with client.messages.stream(**ask, tool_choice=choice) as stream:
             final = stream.get_final_message()
         assert final.content[-1].type == "tool_use" and final.content[-1].input == call.input
+        for max_tokens in (20, 26):  # cut inside the call: what is there of its input
+            cut = client.messages.create(**{**ask, "max_tokens": max_tokens}, tool_choice=choice)
+            assert cut.stop_reason == "max_tokens" and not any(block.type == "text" and block.text for block in cut.content)
+            assert all(block.name == "look" and set(block.input) <= set(call.input) for block in cut.content if block.type == "tool_use")
         result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "a bird"}]}
         said = [*ASK, {"role": "assistant", "content": done.content}, {"role": "user", "content": [result]}]
         assert client.messages.create(**{**ask, "messages": said, "max_tokens": 1}).usage.output_tokens == 1

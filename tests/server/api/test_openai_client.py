@@ -168,7 +168,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused(client) -> None:
 
 def _calls(done, stream: bool) -> tuple[list[tuple[str, str]], str]:
     if not stream:
-        return [(c.function.name, c.function.arguments) for c in done.choices[0].message.tool_calls], done.choices[0].finish_reason
+        return [(c.function.name, c.function.arguments) for c in done.choices[0].message.tool_calls or []], done.choices[0].finish_reason
     calls: list[list[str]] = []
     for chunk in done:
         choice = chunk.choices[0]
@@ -193,6 +193,65 @@ def test_required_tools(client, choice, stream: bool, template: str | None) -> N
     assert reason == "tool_calls" and [name for name, _ in calls] == ["look"]
     arguments = json.loads(calls[0][1])
     assert arguments["place"] in ("tree", "river") and 1 <= arguments["times"] <= 9
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("template", [HERMES, None])
+def test_a_call_cut_by_max_tokens_is_a_call(client, stream: bool, template: str | None) -> None:
+    """With the arguments so far and the reason "length"; the content has nothing of it."""
+    ask = {"model": "demo", "messages": ASK, "tools": [LOOK], "tool_choice": "required", "parallel_tool_calls": False, "temperature": 0}
+    more = {"chat_template": template} if template else {}
+    (whole,), _ = _calls(client.chat.completions.create(**ask, max_tokens=150, extra_body=more), False)
+    seen = set()
+    for max_tokens in (12, 20, 26, 30):
+        done = client.chat.completions.create(**ask, max_tokens=max_tokens, extra_body=more, stream=stream)
+        answers = list(done) if stream else [done]
+        calls, reason = _calls(answers if stream else done, stream)
+        content = "".join((a.choices[0].delta if stream else a.choices[0].message).content or "" for a in answers)
+        assert reason == "length" and content == "" and len(calls) < 2
+        assert all(name == "look" and whole[1].replace(" ", "").startswith(arguments.replace(" ", "")) for name, arguments in calls)
+        seen |= {arguments for _, arguments in calls}
+    assert any(seen)
+
+
+KEYWORDS = {"type": "object", "properties": {"name": {"enum": ["Nina", "Tom"], "x-order": 1, "format": "color"}}, "required": ["name"]}
+UNPROVEN = {**KEYWORDS, "properties": {"name": {"enum": ["Nina", "Tom"]}, "tags": {"type": "array", "uniqueItems": True, "maxItems": 2}}}
+
+
+def test_keywords_of_a_schema_without_effect_are_named(server: Running) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": KEYWORDS}}
+    ask = {"messages": ASK, "max_tokens": 60, "temperature": 0}
+    tool = {"type": "function", "function": {"name": "look", "parameters": KEYWORDS}}
+    named = "#/properties/name/x-order, {0}#/properties/name/format"
+    for path, field, more in (
+        ("/v1/chat/completions", "response_format", {"response_format": form}),
+        ("/v1/chat/completions", "response_format", {"response_format": form, "stream": True}),
+        ("/v1/chat/completions", "structured_outputs", {"structured_outputs": {"json": KEYWORDS}}),
+        ("/v1/chat/completions", "tools", {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}),
+        ("/v1/completions", "response_format", {"response_format": form, "messages": None, "prompt": "Once"}),
+        ("/v1/responses", "text", {"input": "Hi", "messages": None, "max_tokens": None, "max_output_tokens": 60,
+                                   "text": {"format": {"type": "json_schema", "name": "p", "schema": KEYWORDS}}}),
+    ):  # fmt: skip
+        answer = server.post(path, {name: value for name, value in {**ask, **more}.items() if value is not None})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-ignored-fields"] == field + named.format(field), path
+
+
+def test_a_schema_is_read_leniently_where_the_client_says_so(server: Running) -> None:
+    ask = {"messages": ASK, "max_tokens": 60, "temperature": 0}
+
+    def post(strict: bool | None) -> object:
+        form = {"type": "json_schema", "json_schema": {"name": "person", "schema": UNPROVEN, "strict": strict}}
+        return server.post("/v1/chat/completions", {**ask, "response_format": form})
+
+    for strict in (True, None):
+        assert post(strict).status_code == 400 and "uniqueItems" in post(strict).json()["error"]["message"]
+    assert post(False).headers["x-ignored-fields"] == "response_format#/properties/tags/uniqueItems"
+    lenient = server.post("/v1/chat/completions", {**ask, "structured_outputs": {"json": UNPROVEN, "lenient": True}})
+    assert lenient.status_code == 200 and lenient.headers["x-ignored-fields"] == "structured_outputs#/properties/tags/uniqueItems"
+    tool = {"type": "function", "function": {"name": "look", "parameters": UNPROVEN, "strict": False}}
+    called = server.post("/v1/chat/completions", {**ask, "tools": [tool], "tool_choice": "required"})
+    assert called.headers["x-ignored-fields"] == "tools#/properties/tags/uniqueItems"
 
 
 def test_disabled_tools_are_not_in_the_prompt(client, server: Running) -> None:

@@ -233,7 +233,11 @@ def _tool_result(block: ToolResultBlock) -> dict[str, Any]:
 
 def tools_of(body: CountRequest) -> Tools:
     functions = [
-        {"type": "function", "function": {"name": t.name, "description": t.description or "", "parameters": t.input_schema}}
+        {
+            "type": "function",
+            "function": {"name": t.name, "description": t.description or "", "parameters": t.input_schema}
+            | ({"strict": False} if t.strict is False else {}),
+        }
         for t in body.tools or []
     ]
     choice = body.tool_choice

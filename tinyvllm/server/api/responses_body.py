@@ -253,7 +253,11 @@ def _add_message(messages: list[dict[str, Any]], item: InputMessage) -> None:
 
 def tools_of(body: InputTokensRequest) -> Tools:
     functions = [
-        {"type": "function", "function": {"name": t.name, "description": t.description or "", "parameters": t.parameters or {}}}
+        {
+            "type": "function",
+            "function": {"name": t.name, "description": t.description or "", "parameters": t.parameters or {}}
+            | ({"strict": False} if t.strict is False else {}),
+        }
         for t in body.tools or []
     ]
     choice, parallel = body.tool_choice, body.parallel_tool_calls is not False
@@ -266,7 +270,7 @@ def params_of(body: ResponsesRequest, defaults: SamplingParams) -> SamplingParam
     fields = sampling_fields(body)
     text_format = body.text.format if body.text is not None else None
     if text_format is not None:
-        fields["structured_outputs"] = structure_of_format(text_format.type, text_format.schema_)
+        fields["structured_outputs"] = structure_of_format(text_format.type, text_format.schema_, text_format.strict is False)
     if body.structured_outputs is not None:
         if fields.get("structured_outputs") is not None:
             raise bad_field("structured_outputs", "structured_outputs and text.format are mutually exclusive; send one of them")

@@ -139,4 +139,5 @@ def _require_call(dialect: Format, tools: Tools, params: SamplingParams) -> tupl
         raise bad_field("response_format", text)
     forced = dialect.forced()
     grammar = grammar_for(forced, list(tools.functions), tools.required_name, tools.parallel)
-    return forced, replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar))
+    lenient = all(tool["function"].get("strict") is False for tool in tools.functions)
+    return forced, replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar, lenient=lenient))

@@ -144,7 +144,7 @@ class RequestContext:
 
     def add_ignored(self, names: Iterable[str]) -> None:
         """Name fields of the body that have no effect in the header X-Ignored-Fields, as long as it is not sent."""
-        self._ignored += [quote(name[:200], safe=".[]") for name in islice(names, _MAX_IGNORED_NAMES + 1 - len(self._ignored))]
+        self._ignored += [quote(name[:200], safe=".[]/#~$") for name in islice(names, _MAX_IGNORED_NAMES + 1 - len(self._ignored))]
         more = ["..."] if len(self._ignored) > _MAX_IGNORED_NAMES else []
         if self._ignored:
             self.headers["X-Ignored-Fields"] = ", ".join(self._ignored[:_MAX_IGNORED_NAMES] + more)

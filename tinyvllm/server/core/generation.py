@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tinyvllm.engine.api import AsyncLLM
-from tinyvllm.request import BeamSearchParams, RequestOptions, RequestOutput, SamplingParams
+from tinyvllm.request import BeamSearchParams, RequestOptions, RequestOutput, SamplingParams, StructuredOutputsParams
 from tinyvllm.server.core.answer_format import AnswerFormat, Tools, answer_format
 from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.conversation import ChatPrompt
@@ -18,6 +18,7 @@ from tinyvllm.server.core.params import request_options
 from tinyvllm.server.core.prompts import EncodedPrompt, check_room
 from tinyvllm.server.core.usage import TokenUsage
 
+_STRUCTURE_FIELDS = ("structured_outputs", "response_format", "text", "output_config")
 _LENGTH_FIELDS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 
 
@@ -30,6 +31,9 @@ async def generate(
     """
     fitting = [_within_context(llm, prompt, params) for prompt in prompts]
     reserve_tokens(context, llm, prompts, fitting)
+    if params.structured_outputs is not None:
+        structure = await _read_structure(context, llm, params)
+        fitting = [replace(one, structured_outputs=structure) for one in fitting]
     context.streams = params.output_kind == "delta"
     async with aclosing(_run(llm, prompts, fitting, options, context.unique_id)) as outputs:
         async for index, output in outputs:
@@ -101,6 +105,20 @@ async def beam_search(
 def _within_context(llm: AsyncLLM, prompt: EncodedPrompt, params: SamplingParams) -> SamplingParams:
     room = prompt.room(llm)
     return params if params.max_tokens is None or params.max_tokens <= room else replace(params, max_tokens=room)
+
+
+async def _read_structure(context: RequestContext, llm: AsyncLLM, params: SamplingParams) -> StructuredOutputsParams | None:
+    """The constraint of the answer, read leniently if the server does. What it does not hold is named in the header X-Ignored-Fields."""
+    structure = params.structured_outputs
+    if structure is None:
+        return None
+    if context.service.config.lenient:
+        structure = replace(structure, lenient=True)
+    if ignored := await llm.ignored_keywords(replace(params, structured_outputs=structure)):
+        names = ("tools",) if structure.kind == "grammar" else ()
+        field = next((name for name in (*_STRUCTURE_FIELDS, *names) if context.data.get(name) is not None), "schema")
+        context.add_ignored(field + place for place in ignored)
+    return structure
 
 
 @dataclass

@@ -76,7 +76,7 @@ def structured_outputs(body: Sampling) -> StructuredOutputsParams | None:
         return structure_params(structure)
     if response_format is None:
         return None
-    return structure_of_format(response_format.type, response_format.answer_schema)
+    return structure_of_format(response_format.type, response_format.answer_schema, response_format.lenient)
 
 
 def structure_params(structure: StructuredOutputs) -> StructuredOutputsParams:
@@ -84,10 +84,13 @@ def structure_params(structure: StructuredOutputs) -> StructuredOutputsParams:
     return StructuredOutputsParams(**structure.model_dump(by_alias=True, exclude_none=True))
 
 
-def structure_of_format(kind: str, schema: dict[str, Any] | bool | None) -> StructuredOutputsParams | None:
-    """The constraint of one of OpenAI's three format types. A schema that allows anything still requires JSON."""
+def structure_of_format(kind: str, schema: dict[str, Any] | bool | None, lenient: bool = False) -> StructuredOutputsParams | None:
+    """The constraint of one of OpenAI's three format types. A schema that allows anything still requires JSON.
+
+    lenient: what of the schema cannot be enforced is left out, as OpenAI's strict=false allows.
+    """
     if kind != "text" and isinstance(schema, dict) and schema:
-        return StructuredOutputsParams(json=schema)
+        return StructuredOutputsParams(json=schema, lenient=lenient)
     if kind != "text" and schema is False:
         raise bad_field("response_format", "response_format: the schema false allows no answer")
     return None if kind == "text" else StructuredOutputsParams(json_object=True)

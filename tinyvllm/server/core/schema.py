@@ -59,7 +59,9 @@ class JsonSchema(Body):
     name: str | None = honoured(example="answer")
     description: str | None = honoured(example="an answer")
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
-    strict: bool | None = limited(says="the schema is always enforced, even with strict=false", example=True)
+    strict: bool | None = honoured(
+        example=True, says="false: what of the schema cannot be enforced is left out and named, instead of an error"
+    )
 
 
 class ResponseFormat(Body):
@@ -80,6 +82,11 @@ class ResponseFormat(Body):
         return self
 
     @property
+    def lenient(self) -> bool:
+        """Whether what of the schema cannot be enforced is left out."""
+        return self.json_schema is not None and self.json_schema.strict is False
+
+    @property
     def answer_schema(self) -> dict[str, Any] | bool | None:
         """The schema of the answer, wherever the client put it."""
         return self.schema_ if self.json_schema is None else self.json_schema.schema_
@@ -96,6 +103,7 @@ class StructuredOutputs(Body):
     disable_any_whitespace: bool | None = None
     whitespace_pattern: str | None = None
     enable_in_reasoning: bool | None = None
+    lenient: bool | None = None
 
 
 class Function(EchoedBody):
