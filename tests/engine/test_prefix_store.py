@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.storage.test_digests import edit
 from tinyvllm import LLM, AsyncLLM, SamplingParams
 from tinyvllm.errors import OutputError
 
@@ -103,6 +104,28 @@ def test_other_kernels_are_something_else(tiny_model: Path, tmp_path: Path, monk
     ask(tiny_model, tmp_path)
     monkeypatch.setenv("TINYVLLM_KERNELS", "attention_decode=ref")
     assert ask(tiny_model, tmp_path)[0] == 0
+
+
+def test_edited_weights_are_another_model(tiny_model: Path, tmp_path: Path) -> None:
+    """One byte of the last tensor, in place, with its time set back: no first byte of a tensor, no size and no time differ."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    _, tokens = ask(model, tmp_path / "kept")
+    assert ask(model, tmp_path / "kept") == (48, tokens)
+    weights = model / "model.safetensors"
+    edit(weights, weights.stat().st_size - 3)
+    assert ask(model, tmp_path / "kept")[0] == 0
+    assert ask(tiny_model, tmp_path / "kept") == (48, tokens), "the same content, elsewhere"
+
+
+def test_a_folder_of_others_is_refused(tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept").chmod(0o777)
+    _, tokens = ask(tiny_model, tmp_path / "kept")
+    (message,) = caplog.messages
+    assert "will not outlive this process" in message and "put another folder in its place" in message
+    caplog.clear()
+    assert ask(tiny_model, Path("/dev/null/kept")) == (0, tokens) and len(caplog.messages) == 1
 
 
 def test_models_share_a_folder(tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
