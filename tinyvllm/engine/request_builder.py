@@ -57,7 +57,7 @@ class RequestBuilder:
     def _check_ids(self, request_id: str, params: SamplingParams) -> None:
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             if bad := next((t for t in getattr(params, name) or () if t >= self.vocab_size), None):
-                raise RequestError(f"request {request_id}: {name} has token id {bad}, the vocabulary ends at {self.vocab_size - 1}")
+                raise RequestError(f"request {request_id}: {name} has token id {bad}, the vocabulary has {self.vocab_size} tokens")
 
     def _check_logprobs(self, request_id: str, params: SamplingParams, prompt_tokens: int) -> None:
         """RequestError if log-probabilities of the whole vocabulary would be too many."""

@@ -40,6 +40,7 @@ def test_prompts_beyond_the_context(server: Running, name: str) -> None:
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", field)
     assert error["message"].startswith(MAXIMUM) and f"in {field}" in error["message"]
+    assert ("for the output" in error["message"]) == (name != "embeddings")
 
 
 @pytest.mark.parametrize("name", NO_ROOM)

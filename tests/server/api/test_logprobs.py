@@ -131,3 +131,14 @@ def test_echo_of_the_last_message(server: Running, parts: bool) -> None:
     other_role = {"messages": ASK, "max_tokens": 4, "temperature": 0}
     plain = server.post("/v1/chat/completions", other_role).json()["choices"][0]["message"]["content"]
     assert server.post("/v1/chat/completions", {**other_role, "echo": True}).json()["choices"][0]["message"]["content"] == plain
+
+
+def test_invalid_keys_of_logit_bias_are_named(server: Running) -> None:
+    def message(bias: dict[str, float]) -> str:
+        error = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "logit_bias": bias}).json()["error"]
+        assert error["param"] == "logit_bias"
+        return str(error["message"])
+
+    assert message({"bad1": 1.0, "5": 1.0, "bad2": 1.0}).endswith("got 'bad1', 'bad2'")
+    assert message({f"bad{i}": 1.0 for i in range(9)}).endswith("'bad2' and 6 others")
+    assert f"token id {VOCABULARY}, the vocabulary has {VOCABULARY} tokens" in message({str(VOCABULARY): 1.0})

@@ -16,6 +16,8 @@ _COPIED = (
     "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "min_tokens", "skip_special_tokens", "prompt_logprobs",
     "allowed_token_ids", "bad_words", "thinking_token_budget", "best_of", "logprob_token_ids",
 )  # fmt: skip
+_MAX_DIGITS = 10  # of a token id
+_MAX_SHOWN = 3  # invalid keys that a message names
 _WITH_BEAMS = {
     "model", "prompt", "prompt_token_ids", "messages", "segments", "use_beam_search", "n", "best_of", "max_tokens",
     "max_completion_tokens", "length_penalty", "ignore_eos", "include_stop_str_in_output", "echo", "user", "metadata",
@@ -47,7 +49,7 @@ def sampling_fields(body: SamplingFields) -> dict[str, Any]:
     """The arguments of SamplingParams that a body sets under the same names. Failure for keys of logit_bias that are not token ids."""
     fields = {name: value for name in _COPIED if (value := getattr(body, name, None)) is not None}
     if body.logit_bias:
-        fields["logit_bias"] = {_token_id(token): bias for token, bias in body.logit_bias.items()}
+        fields["logit_bias"] = _bias_by_token(body.logit_bias)
     return fields
 
 
@@ -61,10 +63,13 @@ def output_kind(stream: bool | None) -> str:
     return "delta" if stream else "final_only"
 
 
-def _token_id(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or len(text) > 10:
-        raise bad_field("logit_bias", f"logit_bias: keys must be token ids, got {text[:40]!r}")
-    return int(text)
+def _bias_by_token(biases: dict[str, float]) -> dict[int, float]:
+    invalid = [key for key in biases if not (key.isascii() and key.isdecimal()) or len(key) > _MAX_DIGITS]
+    if invalid:
+        shown = ", ".join(repr(key[:40]) for key in invalid[:_MAX_SHOWN])
+        more = f" and {len(invalid) - _MAX_SHOWN} others" if len(invalid) > _MAX_SHOWN else ""
+        raise bad_field("logit_bias", f"logit_bias: keys must be token ids, got {shown}{more}")
+    return {int(key): bias for key, bias in biases.items()}
 
 
 def structured_outputs(body: Sampling) -> StructuredOutputsParams | None:

@@ -96,7 +96,7 @@ async def encode_texts(
         if not isinstance(item, str):
             return EncodedPrompt(truncated(llm, item, truncation) if prefix is None else prefix + item)
         if limit and truncation is None:
-            check_size(llm, item, name)
+            check_size(llm, item, name, output)
         if prefix is not None:
             return EncodedPrompt(prefix + encode_piece(llm.tokenizer, item, begins=False)[1] if item else prefix)
         return EncodedPrompt(encode_truncated(llm, item, special, truncation), item)
@@ -121,7 +121,7 @@ def check_length(llm: AsyncLLM, token_ids: list[int], name: str, output: bool = 
     """Failure 400 for an empty prompt, or one that does not fit into the context, with an output token if there is one."""
     context = llm.max_model_len
     if len(token_ids) + output > context:
-        raise _too_long(name, len(token_ids), context)
+        raise _too_long(name, len(token_ids), context, output)
     if not token_ids:
         raise bad_field(name, f"{name}: is empty after tokenization")
 
@@ -135,11 +135,11 @@ def _token_chars(tokenizer: Tokenizer) -> int:
     return _max_token_chars[tokenizer]
 
 
-def check_size(llm: AsyncLLM, text: str, name: str) -> None:
+def check_size(llm: AsyncLLM, text: str, name: str, output: bool = True) -> None:
     """Failure 400 for a text that cannot fit, however it is tokenized. Tokenizing a megabyte would take a second and 100 MB."""
     context = llm.max_model_len
     if len(text) > 32 * context and (minimum := len(text) // _token_chars(require_tokenizer(llm))) >= context:
-        raise _too_long(name, minimum, context, "at least ")
+        raise _too_long(name, minimum, context, output, "at least ")
 
 
 def check_room(llm: AsyncLLM, prompt_tokens: int, max_tokens: int, field: str) -> None:
@@ -154,11 +154,10 @@ def check_room(llm: AsyncLLM, prompt_tokens: int, max_tokens: int, field: str) -
         raise _context_failure(field, text, for_anthropic + "input length or `max_tokens` and try again")
 
 
-def _too_long(name: str, tokens: int, context: int, bound: str = "") -> Failure:
-    text = (
-        f"{_maximum(context)}, however you requested {bound}{tokens + 1} tokens ({bound}{tokens} in {name}; 1 for the output). Shorten it."
-    )
-    return _context_failure(name, text, f"prompt is too long: {bound}{tokens} tokens > {context - 1} maximum")
+def _too_long(name: str, tokens: int, context: int, output: bool, bound: str = "") -> Failure:
+    parts = f"{bound}{tokens} in {name}{'; 1 for the output' if output else ''}"
+    text = f"{_maximum(context)}, however you requested {bound}{tokens + output} tokens ({parts}). Shorten it."
+    return _context_failure(name, text, f"prompt is too long: {bound}{tokens} tokens > {context - output} maximum")
 
 
 def _maximum(context: int) -> str:
