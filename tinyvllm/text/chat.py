@@ -8,19 +8,19 @@ tokenizer library.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from tinyvllm.errors import RequestError, TokenizerError
+from tinyvllm.text.template_budget import LimitError, RefusalError, SlowTemplateError, limited, rendering
 from tinyvllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from jinja2 import Environment, Template
-    from jinja2.ext import Extension
-    from jinja2.parser import Parser
-    from jinja2.runtime import Context
+    from jinja2 import Template
+
+MAX_TEMPLATE = 128 << 10  # characters; the largest published templates have 30,000, and a second compiles about this many
 
 Message = Mapping[str, Any]
 
@@ -55,17 +55,23 @@ def render_chat(
         "documents": None if documents is None else _list_of_objects("documents", documents),
         "add_generation_prompt": add_generation_prompt,
     }
+    if limited() and source not in _compiled:
+        raise SlowRenderError("chat template: it was not compiled before")
     template = _compile(source)
     try:
-        return template.render(variables)
-    except _RefusalError as refusal:
+        return _output(template, variables)
+    except SlowTemplateError as error:
+        raise SlowRenderError(f"chat template: {error} for these messages; shorten them, or use a simpler template") from None
+    except LimitError as error:
+        raise TokenizerError(f"chat template: {error}; shorten the messages, or use a simpler template") from None
+    except RefusalError as refusal:
         raise TokenizerError(f"chat template: rejects these messages: {_line(refusal)}") from None
     except Exception as error:  # a template is code and may fail in any way
         raise TokenizerError(f"chat template: fails on these messages: {_line(error)} ({type(error).__name__})") from error
 
 
-class _RefusalError(Exception):
-    """The error of a template that called raise_exception."""
+class SlowRenderError(TokenizerError):
+    """The template has used up its processor time, or would have to be compiled where there is little of it."""
 
 
 def _choose(tokenizer_or_template: Tokenizer | str, chosen: str | None, with_tools: bool) -> tuple[str, dict[str, str]]:
@@ -141,79 +147,37 @@ def _with_parsed_arguments(where: str, call: object) -> object:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-_MAX_REPEATED = 1 << 20  # characters or items
+_compiled: deque[str] = deque(maxlen=32)  # sources, as many as are kept
 
 
 @lru_cache(maxsize=32)
 def _compile(source: str) -> Template:
     from jinja2 import TemplateError
 
+    from tinyvllm.text.template_sandbox import TemplateEnvironment  # jinja2 comes with it, with the first template
+
+    if len(source) > MAX_TEMPLATE:
+        raise TokenizerError(f"chat template: it has {len(source)} characters, and at most {MAX_TEMPLATE} are compiled")
     try:
-        return _environment().from_string(source)
-    except (TemplateError, SyntaxError, RecursionError, MemoryError) as error:  # the last three: Python's own errors for deep nesting
+        template = TemplateEnvironment().from_string(source)
+    except (TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last three: Python's own, for deep nesting
         line = getattr(error, "lineno", None)
         raise TokenizerError(f"chat template: cannot be compiled: {_line(error)}{f' (line {line})' if line else ''}") from error
+    _compiled.append(source)
+    return template
 
 
-def _environment() -> Environment:
-    """A sandbox, one for each template. jinja2 is imported here, with the first template."""
-    from jinja2.exceptions import SecurityError
-    from jinja2.ext import LoopControlExtension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class BoundedEnvironment(ImmutableSandboxedEnvironment):
-        """jinja2's sandbox does not limit memory: this one limits the operators `*` and `**`."""
-
-        intercepted_binops = frozenset(("*", "**"))
-
-        def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-            sized, times = (left, right) if hasattr(left, "__len__") else (right, left)
-            if operator == "*" and hasattr(sized, "__len__") and isinstance(times, int) and len(sized) * times > _MAX_REPEATED:
-                raise SecurityError(f"{len(sized)} times {times} exceeds the limit of {_MAX_REPEATED} for a template")
-            if operator == "**" and not (abs(left) <= 2**64 and abs(right) <= 64):
-                raise SecurityError(f"{left!r:.20} ** {right!r:.20} is too large for a template")
-            return super().call_binop(context, operator, left, right)
-
-    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_generation_extension(), LoopControlExtension])
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _raise_refusal, "strftime_now": _strftime_now}
-    return environment
+def _output(template: Template, variables: dict[str, Any]) -> str:
+    """What the template writes, piece by piece, so that no more is kept than the budget allows."""
+    parts: list[str] = []
+    with rendering() as budget:
+        for part in template.root_render_func(template.new_context(variables)):
+            budget.step()
+            budget.spend_output(len(part))
+            parts.append(part)
+    return "".join(parts)
 
 
-def _generation_extension() -> type[Extension]:
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-
-    class Generation(Extension):
-        """{% generation %} ... {% endgeneration %} marks assistant text for training; here it is only a scope."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Parser) -> nodes.Node:
-            line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-    return Generation
-
-
-def _line(error: Exception) -> str:
-    """An error's message on one line."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_refusal(text: object) -> NoReturn:
-    raise _RefusalError(str(text))
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
+def _line(error: BaseException) -> str:
+    """An error's message, or its name if it has none."""
+    return str(error).strip() or type(error).__name__

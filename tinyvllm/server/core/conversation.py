@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,7 +25,8 @@ from tinyvllm.server.core.prompts import (
 )
 from tinyvllm.server.core.segment_store import RegisteredSegment, last_of_messages
 from tinyvllm.server.core.tool_turns import as_plain_turns, has_tool_results, message_text, shows_tool_results, with_marks
-from tinyvllm.text.chat import render_chat
+from tinyvllm.text.chat import SlowRenderError, render_chat
+from tinyvllm.text.template_budget import LOOP_SECONDS, at_most
 from tinyvllm.text.tokenizer import Tokenizer
 
 _RESERVED = ("messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenizer_or_template")
@@ -144,9 +145,18 @@ async def encode_conversation(
     size = text_size([wanted.messages, wanted.tools, wanted.documents, wanted.variables])
     if wanted.template is not None:
         size += SHORT_TEXT  # a client's template may be slow: always in a thread
-    prompt = await run_aside(size, encode)
+    prompt = await (_encode_short(encode) if size <= SHORT_TEXT else run_aside(size, encode))
     check_length(llm, prompt.encoded.token_ids, "messages")
     return prompt
+
+
+async def _encode_short(encode: Callable[[], ChatPrompt]) -> ChatPrompt:
+    """A short conversation, at once; in a thread if its template turns out to be slow, since a model's template is foreign code."""
+    try:
+        with at_most(LOOP_SECONDS):
+            return encode()
+    except SlowRenderError:
+        return await asyncio.to_thread(encode)
 
 
 async def encode_start(llm: AsyncLLM, conversation: Conversation, tools: Sequence[Mapping[str, Any]] | None) -> ChatPrompt:

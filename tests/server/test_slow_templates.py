@@ -1,0 +1,46 @@
+"""Chat templates on a server: a quick one is rendered at once, a slow one in a thread, and one without end is refused."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from tests.server.conftest import running
+from tinyvllm.server.core.config import ServerConfig
+from tinyvllm.text import chat
+
+QUICK = "{% for m in messages %}{{ m.content }}{% endfor %}"
+SLOW = QUICK + "{% for i in range(100) %}{% for j in range(1000) %}{% set k = [i, j] %}{% endfor %}{% endfor %}"
+ENDLESS = QUICK + "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+BODY = {"messages": [{"role": "user", "content": "Once"}], "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("template", "threads"), [(QUICK, [False, True, True]), (SLOW, [False, True, False, True, False])], ids=["quick", "slow"]
+)
+def test_a_slow_template_is_rendered_in_a_thread(template: str, threads: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first time in a thread, since it is compiled; then on the loop, until it takes too long there."""
+    loops: list[bool] = []
+    render = chat._output
+
+    def recorded(*args):
+        loops.append(threading.current_thread().name.endswith("(run)"))
+        return render(*args)
+
+    chat._compile.cache_clear()
+    chat._compiled.clear()
+    monkeypatch.setattr(chat, "_output", recorded)
+    with running(ServerConfig(port=0, access_log=False)) as server:
+        server.service.models.loaded()["demo"].tokenizer.chat_templates["default"] = template
+        for _ in range(3):
+            assert server.post("/v1/chat/completions", BODY).status_code == 200
+    assert loops == threads
+
+
+def test_a_template_without_end_is_an_error_of_its_request() -> None:
+    with running(ServerConfig(port=0, access_log=False)) as server:
+        server.service.models.loaded()["demo"].tokenizer.chat_templates["default"] = ENDLESS
+        answer = server.post("/v1/chat/completions", BODY)
+        assert answer.status_code in (400, 422, 500) and "chat template: it takes more than" in answer.text
+        assert server.post("/v1/completions", {"prompt": "Once", "max_tokens": 1}).status_code == 200
