@@ -183,6 +183,13 @@ def test_cache_folder(tmp_path: Path) -> None:
     assert cache_folder({"TINYVLLM_CACHE": str(tmp_path)}) == tmp_path
     assert cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/tinyvllm")
     assert cache_folder({}) == Path("~/.cache/tinyvllm").expanduser()
+    with pytest.raises(ArgumentError, match="no such home; give the whole path"):
+        cache_folder({"TINYVLLM_CACHE": "~no-such-user/cache"})
+
+
+def test_a_home_that_is_not_there_is_a_wrong_path() -> None:
+    with pytest.raises(ArgumentError, match="no file or folder at '~no-such-user/model.gguf'"):
+        resolve("~no-such-user/model.gguf", environ={})
 
 
 def test_importing_the_package_is_light() -> None:

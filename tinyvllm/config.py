@@ -219,6 +219,8 @@ def _parse_folder(name: str, text: str) -> Path:
     folder = Path(os.path.expanduser(text))  # unlike Path.expanduser, without an error where there is no home
     if not text.strip() or (os.path.exists(folder) and not os.path.isdir(folder)):
         raise ArgumentError(f"{name} must name a folder, got {text!r}")
+    if str(folder).startswith("~"):
+        raise ArgumentError(f"{name} must name a folder, got {text!r}, and there is no such home; give the whole path")
     return folder
 
 
@@ -293,14 +295,14 @@ def _locate(model: str | os.PathLike[str] | None, revision: str | None) -> str:
 
 
 def _check_tokenizer(text: str) -> None:
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))
     if not path.is_dir() and not (path.is_file() and path.suffix.lower() == ".gguf"):
         raise ArgumentError(f"tokenizer must be a folder with tokenizer files, or a GGUF file, got {text!r}")
 
 
 def _check_location(name: str, text: str) -> str:
     """The path with ~ expanded, or a hub name as it is. A name with one slash whose first part is a local folder is meant as a path."""
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))
     if text and os.path.exists(path):  # not Path.exists, which raises for a name that is too long
         return str(path)
     match = _HUB_NAME.fullmatch(text)

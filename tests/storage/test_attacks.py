@@ -135,7 +135,11 @@ def test_what_tinygrad_keeps_is_of_the_classes_that_may_be_read(device, tmp_path
 START = """
 import json, resource, sys
 if len(sys.argv) > 3:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), int(sys.argv[3])))
+    import pwd
+    def no_entry(uid):
+        raise KeyError(uid)
+    pwd.getpwuid = no_entry
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 from tinyvllm.runner import weight_cache
 weight_cache.MIN_BYTES = 0
 from tinyvllm import LLM, SamplingParams
@@ -146,11 +150,12 @@ print(json.dumps(output[0].outputs[0].token_ids))
 """
 
 
-def start(model: Path, folder: Path, limit: str = "", **environ: str) -> tuple[list[int], list[str]]:
-    """The tokens of a process with this cache folder, and its lines on stderr; `limit` is that of bytes in a file it writes."""
-    words = [sys.executable, "-c", START, str(model), str(folder / "prefixes"), *([limit] if limit else [])]
+def start(model: Path, folder: Path, poor: bool = False, **environ: str) -> tuple[list[int], list[str]]:
+    """The tokens of a process with this cache folder, and its lines on stderr. A `poor` one can write no file, and has no home or name."""
+    words = [sys.executable, "-c", START, str(model), str(folder / "prefixes"), *(["poor"] if poor else [])]
     variables = os.environ | {"TINYVLLM_CACHE": str(folder / "cache"), "XDG_CACHE_HOME": str(folder / "xdg")} | environ
-    variables.pop("CACHEDB", None)
+    for name in ("CACHEDB", *(("HOME", "USER", "LOGNAME") if poor else ())):
+        variables.pop(name, None)
     done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr.splitlines()
@@ -221,7 +226,7 @@ def test_a_copied_folder_needs_no_compiler_and_no_space(started, tiny_model, tmp
     """As in a container image without a compiler, on a full disk, under a user without a name."""
     folder, tokens = started
     shutil.copytree(folder / "cache", tmp_path / "cache")
-    again, lines = start(tiny_model, tmp_path, limit="0", CC="/no/such/compiler")
+    again, lines = start(tiny_model, tmp_path, poor=True, CC="/no/such/compiler")
     assert again == tokens
     assert len(lines) <= 3 and all("File too large" in line or "cannot be written" in line for line in lines), lines
 

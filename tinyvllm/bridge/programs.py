@@ -30,7 +30,7 @@ _CLASSES = {
     "tinygrad.helpers": ("Metadata",),
     "tinygrad.renderer": ("Estimates",),
     "tinygrad.uop": ("Ops",),
-    "tinygrad.uop.ops": ("AxisType", "CallInfo", "KernelInfo", "Metadata", "ProgramInfo", "UOp"),
+    "tinygrad.uop.ops": ("AxisType", "CallInfo", "KernelInfo", "ProgramInfo", "UOp"),
 }
 _READERS = ("tinygrad.helpers", "tinygrad.device", "tinygrad.codegen.opt.search")  # modules that have the two functions by name
 _machine = ""

@@ -6,6 +6,7 @@ Only usable files are fetched. Their content is not read here.
 
 from __future__ import annotations
 
+import os
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -26,7 +27,7 @@ def resolve_model(name_or_path: str, revision: str | None = None) -> Path:
     `revision` is a branch, tag or commit of the hub's repository. Any failure is a ModelError of one line; a revision of a
     path is an ArgumentError.
     """
-    path = Path(name_or_path).expanduser()
+    path = Path(os.path.expanduser(name_or_path))  # without an error where there is no home
     if name_or_path and _exists(path):  # Path("") would be the current folder
         if revision is not None:
             raise ArgumentError(f"{_SPEAKER}: revision {revision!r} needs the name of a model on a hub, and {path} is a path here")
