@@ -47,6 +47,8 @@ def test_log_probabilities_are_those_of_the_tokens(llm: LLM, width: int, batched
     for part in ended["search"]:
         drawn = [found[token].logprob for token, found in zip(part.token_ids, part.logprobs, strict=True)]
         np.testing.assert_allclose(drawn, scored(llm, prompt, part.token_ids), rtol=0, atol=1e-3)
+        texts = [found[token].decoded_token for token, found in zip(part.token_ids, part.logprobs, strict=True)]
+        assert texts == [engine.tokenizer.token_text(token) for token in part.token_ids]
         assert part.cumulative_logprob == pytest.approx(sum(drawn), abs=1e-4)
     if batched:
         assert [part.token_ids for part in ended["again"]] == [part.token_ids for part in ended["search"]]

@@ -7,6 +7,7 @@ error, and no block, row or table entry is left.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from tinyvllm.engine.scoring import PromptScore
 from tinyvllm.errors import InternalError, KernelError, OutOfMemoryError
 from tinyvllm.request import BeamSearchParams, RequestOptions, RequestOutput, StructuredOutputsParams
 from tinyvllm.sampling import sampler
+from tinyvllm.text.detokenize import StopAutomaton
 
 VICTIM = "victim"
 TOKENS = 14
@@ -348,4 +350,32 @@ def test_concurrent_callers(tiny_model: Path, alone: dict[str, list[list[int]]],
             raised = plant(patch, owner, name, request_of, PlantedError, 0, times=1)
             asyncio.run(run(VICTIMS["plain"]))
             assert raised == [1]
+    llm.close()
+
+
+def test_words_are_tokenised_in_neither_the_event_loop_nor_the_engines_thread(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """512 bad words of 60,000 characters held all requests for 40 s. The longest that are allowed are prepared in a thread of their own."""
+    llm, threads = AsyncLLM(tiny_model, **OPTIONS), []
+    encode, build = type(llm.tokenizer).encode_within, StopAutomaton.__init__
+
+    def encode_and_note(self: Any, text: str) -> Any:
+        threads.append(threading.current_thread())
+        return encode(self, text)
+
+    def build_and_note(self: StopAutomaton, stops: Any) -> None:
+        threads.append(threading.current_thread())
+        build(self, stops)
+
+    monkeypatch.setattr(type(llm.tokenizer), "encode_within", encode_and_note)
+    monkeypatch.setattr(StopAutomaton, "__init__", build_and_note)
+    words = ["w" * 1000 + chr(97 + i) for i in range(16)]
+    params = SamplingParams(temperature=0.0, max_tokens=2, bad_words=words, stop=words)
+
+    async def run() -> None:
+        for _ in range(2):
+            assert [output async for output in llm.generate({"prompt_token_ids": [5]}, params)][-1].finished
+
+    asyncio.run(run())
+    assert len(threads) == 2 * 16 + 1, "each word with and without a space, all stop strings at once, for both requests together"
+    assert not {llm._thread, threading.current_thread()}.intersection(threads)
     llm.close()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 
 from tinyvllm import LLM, ArgumentError, ModelError, RequestError, SamplingParams
 from tinyvllm.engine.prompt import PromptError, default_sampling_params
+from tinyvllm.errors import TinyvllmError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -191,3 +194,47 @@ def test_sampling_params_of_the_wrong_kind_are_refused():
     for wrong in (5, "x", [5]):
         with pytest.raises(ArgumentError, match="sampling_params must be"):
             spread(wrong, SamplingParams(), 1)
+
+
+def test_a_closed_engine_says_so(tiny_model: Path) -> None:
+    llm = LLM(tiny_model, max_model_len=64)
+    llm.close()
+    uses: list[Callable[[], object]] = [
+        lambda: llm.generate("a", GREEDY),
+        lambda: list(llm.stream("a", GREEDY)),
+        lambda: llm.embed("a"),
+        lambda: llm.prompt_logits([5]),
+        lambda: llm.segment("a longer text for a segment"),
+    ]
+    for use in uses:
+        with pytest.raises(TinyvllmError, match="engine: it was closed"):
+            use()
+    llm.close()
+
+
+def test_a_shorter_context_than_the_models_is_said(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with LLM(tiny_model, num_blocks=8) as llm:
+        assert llm.max_model_len == 128
+    with LLM(tiny_model, max_model_len=128), LLM(tiny_model):
+        pass
+    assert [r.getMessage() for r in caplog.records if "context" in r.getMessage()] == [
+        "the context is 128 tokens by default, the model allows 512: --max-model-len sets another, --num-blocks or --kv-memory the cache"
+    ]
+
+
+@pytest.mark.parametrize("kind", ["cumulative", "delta", "final_only"])
+@pytest.mark.parametrize("best_of", [None, 4])
+def test_equal_greedy_answers_are_computed_once(llm: LLM, kind: str, best_of: int | None) -> None:
+    if best_of is not None and kind == "delta":
+        kind = "final_only"
+    engine, alone = llm.engine, llm.generate("hello", replace(GREEDY, logprobs=1))[0].outputs[0]
+    before = engine.stats.num_tokens
+    engine.add("several", llm.engine.tokenizer.encode("hello"), replace(GREEDY, n=3, best_of=best_of, logprobs=1, output_kind=kind))
+    outputs = [output for _ in iter(engine.has_work, False) for output in engine.step()]
+    assert engine.stats.num_tokens - before == len(alone.token_ids), "one of three is computed"
+    whole = functools.reduce(lambda first, later: first.joined(later), outputs) if kind == "delta" else outputs[-1]
+    assert [part.index for part in whole.outputs] == [0, 1, 2] and whole.finished
+    for part in whole.outputs:
+        assert (part.text, part.token_ids, part.logprobs, part.finish_reason) == (
+            alone.text, alone.token_ids, alone.logprobs, alone.finish_reason
+        )  # fmt: skip

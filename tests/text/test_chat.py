@@ -144,6 +144,8 @@ def test_the_sandbox_rejects_attacks(template: str) -> None:
         (["hello"], r"messages\[0\] must be an object, got str"),
         ([{"content": "x"}], r"messages\[0\] must have a role"),
         ([{"role": "", "content": "x"}], r"messages\[0\] must have a role"),
+        ([{"role": "usr", "content": "x"}], r"messages\[0\] must have one of the roles system, .*got 'usr'"),
+        ([{"role": "user|>", "content": "x"}], r"must have one of the roles"),
         ([*USER, {"role": "user"}], r"messages\[1\] \(user\) must have a content"),
         ([{"role": "user", "content": 3}], "content must be a text or a list of text parts, got int"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "only parts of the form"),

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tinyvllm")
 
+MAX_SHORT_STOPS = 500  # characters of stop strings that the engine's thread prepares itself, in half a millisecond
 STATUS_INTERVAL = 0.1  # seconds between two snapshots of the engine's state
 
 
@@ -65,7 +66,7 @@ class AsyncLLM:
         engine.segments.submit = self._run_soon
         self.metrics: EngineMetrics | NoMetrics = engine.metrics
         self._status = engine.status()
-        self._compile = engine.constraints.compile
+        self._prepare = engine.constraints.prepare
         self.config: EngineConfig = engine.config
         self.max_model_len: int = engine.max_model_len
         self.fingerprint: str = system_fingerprint(engine)
@@ -219,8 +220,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         number = next(self._ids)
         name = f"async-{number}" if request_id is None else request_id
-        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            await asyncio.to_thread(self._compile, params)  # some take half a second, which must not stall the engine's thread
+        if isinstance(params, SamplingParams) and _takes_preparation(params):
+            await asyncio.to_thread(self._prepare, params)  # neither the event loop nor the engine's thread may wait for it
         joins = isinstance(params, SamplingParams) and params.output_kind == "delta"
         mailbox = _Mailbox(name, f"{name}#{number}", joins)
         self._submit(mailbox, encoded, params, options)
@@ -392,6 +393,11 @@ class _Mailbox:
         if isinstance(result, BaseException):
             raise result
         return result
+
+
+def _takes_preparation(params: SamplingParams) -> bool:
+    """Whether the constraints of a request may take longer to prepare than a thread takes to do it."""
+    return params.structured_outputs is not None or bool(params.bad_words) or sum(map(len, params.stop or ())) > MAX_SHORT_STOPS
 
 
 def _result(output: RequestOutput, mailbox: _Mailbox) -> RequestOutput | BaseException:

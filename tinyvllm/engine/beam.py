@@ -244,6 +244,13 @@ class BeamState:
         reason = self._reason or ("stop" if hypothesis.ended else "length")
         shown = hypothesis.token_ids[:-1] if hypothesis.ended and not self.params.include_stop_str_in_output else hypothesis.token_ids
         text = self._tokenizer.decode(shown, skip_special_tokens=True) if self._tokenizer else ""
+        logprobs = [self._with_text(one) for one in hypothesis.logprobs]
         return CompletionOutput(
-            index, text, hypothesis.token_ids, hypothesis.logprobs, reason, cumulative_logprob=hypothesis.total, error=self._error
-        )
+            index, text, hypothesis.token_ids, logprobs, reason, cumulative_logprob=hypothesis.total, error=self._error
+        )  # fmt: skip
+
+    def _with_text(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return logprobs
+        return {token: replace(found, decoded_token=tokenizer.token_text(token)) for token, found in logprobs.items()}

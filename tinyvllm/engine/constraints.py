@@ -18,6 +18,7 @@ from tinyvllm.metrics import EngineMetrics, NoMetrics
 from tinyvllm.request import LogitsProcessor, SamplingParams, Sequence
 from tinyvllm.sampling.bad_words import BadWords
 from tinyvllm.sampling.penalties import has_penalties, needs_mask
+from tinyvllm.text.detokenize import stop_automaton
 from tinyvllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 Failures = dict[int, str]  # by sequence id
 MAX_MARKS = 16  # pairs of reasoning marks that are kept
+MAX_WORD_LISTS = 16  # tokenised lists of bad words that are kept
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,24 @@ class TokenConstraints:
         self._constraints: dict[int, _Constraint] = {}  # by sequence id
         self._backend: GrammarBackend | None = None
         self._marks: dict[tuple[str, str] | None, ReasoningMarks | None] = {}  # None: the model's own
+        self._words: dict[tuple[str, ...], BadWords] = {}
         self._building = threading.Lock()
         self._worker: MaskWorker | None = None
         self._masked: list[Sequence] = []  # those whose masks are being computed
 
     def __len__(self) -> int:
         return len(self._constraints)
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Do what takes long for a request with these parameters, so that `add` finds it done; from any thread. RequestError as `add`.
+
+        A grammar may take half a second, the longest bad words and stop strings tens of milliseconds: in the engine's thread, all requests
+        would wait for them.
+        """
+        self.compile(params)
+        self._bad_words(params)
+        if params.stop:
+            stop_automaton(tuple(params.stop))
 
     def compile(self, params: SamplingParams) -> CompiledGrammar | None:
         """The grammar that a request wants, kept for the next request with it; from any thread. RequestError if it cannot be enforced."""
@@ -176,7 +190,14 @@ class TokenConstraints:
             return None
         if self._tokenizer is None:
             raise RequestError("bad_words: this engine has no tokenizer (skip_tokenizer_init), so no words are known")
-        return BadWords.of(params.bad_words, self._tokenizer.encode_within)
+        key = tuple(params.bad_words)
+        if (words := self._words.get(key)) is None:
+            words = BadWords.of(key, self._tokenizer.encode_within)
+            with self._building:
+                if len(self._words) >= MAX_WORD_LISTS:
+                    self._words.clear()
+                self._words[key] = words
+        return words
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended."""

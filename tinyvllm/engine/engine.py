@@ -50,6 +50,7 @@ class Engine:
         observers: Sequence[EngineObserver] = (),
         clock: Callable[[], float] = time.monotonic,
     ):
+        self._closed = False
         self.config = config = replace(config, device=start_device(config.device, cache_folder()))
         self.runner = load_runner(config, progress)
         self.max_model_len = self.runner.max_model_len
@@ -112,6 +113,7 @@ class Engine:
 
         Any other exception on the way becomes an InternalError or OutOfMemoryError: admission is inside the request's boundary.
         """
+        self.check_open()
         if request_id in self.requests:
             raise RequestError(f"request {request_id}: a request with this id is running; choose another id")
         request: ActiveRequest | None = None
@@ -203,11 +205,17 @@ class Engine:
             self._warmup = None
         return more
 
+    def check_open(self) -> None:
+        """TinyvllmError after `close`."""
+        if self._closed:
+            raise TinyvllmError("engine: it was closed, and its model is no longer in memory; make a new LLM")
+
     def close(self) -> None:
         """Write the cached blocks to the prefix store, if there is one, and drop the model. A second call does nothing."""
         if self._store and self.scheduler.prefix:
             self._store.save(self.scheduler.prefix)
         self._store = self._warmup = None
+        self._closed = True
         self.constraints.close()
         self.observer.engine_closed()
         for name in ("runner", "sampler", "stages", "loop", "recovery"):

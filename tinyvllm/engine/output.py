@@ -41,7 +41,8 @@ class _Part:
 class RequestState:
     """One request while it runs: its n sequences, and for each of them the text so far and why it ended.
 
-    The i-th sequence samples with `params.seed + i`, so that they differ; the caller has put a seed into `params`. `arrival` and
+    The i-th sequence samples with `params.seed + i`, so that they differ; the caller has put a seed into `params`. Greedy ones do not
+    differ: one sequence runs, and its output is that of each. `arrival` and
     `last_token_time` are in seconds of time.monotonic. Sequence ids count from `first_sequence_id`.
     """
 
@@ -85,12 +86,12 @@ class RequestState:
                 arrival=arrival,
                 due=due,
             )
-            for i in range(params.width)
+            for i in range(params.num_distinct)
         ]
         for sequence in self._sequences:
             sequence.logprobs = (params.logprobs or 0) if params.wants_logprobs else None
         self._parts = [self._part(sequence) for sequence in self._sequences]
-        self._unfinished = params.width
+        self._unfinished = len(self._sequences)
 
     def _part(self, sequence: Sequence) -> _Part:
         detokenizer = stops = None
@@ -155,6 +156,8 @@ class RequestState:
         self.metrics.preemptions = sum(sequence.num_preemptions for sequence in self.sequences)
         parts = self._best() if params.chooses else list(enumerate(self._parts))
         outputs = [self._delta(index, part) for index, part in parts] if kind == "delta" else [self._whole(i, part) for i, part in parts]
+        if len(self._parts) < params.n:  # greedy continuations are equal, and one was computed
+            outputs = [one and replace(one, index=index, token_ids=one.token_ids.copy()) for one in outputs for index in range(params.n)]
         return RequestOutput(
             self.request_id, self.prompt, self.prompt_token_ids, [o for o in outputs if o is not None], self.finished,
             self.metrics.copy(),

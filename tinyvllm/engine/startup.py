@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from collections.abc import Callable
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from tinyvllm.runner.runner import Runner
 
 Progress = Callable[[int, int, str], None]
+log = logging.getLogger("tinyvllm")
 
 # tinygrad keeps the state of a capture for the whole process, so engines in several threads take turns. They would in any case: a device
 # runs one step at a time.
@@ -35,13 +37,19 @@ def load_runner(config: EngineConfig, progress: Progress | None) -> Runner:
 
     try:
         with DEVICE_LOCK:
-            return Runner(config, config.device, progress)
+            runner = Runner(config, config.device, progress)
     except OutOfMemoryError:
         raise
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         raise OutOfMemoryError(f"engine: memory ran out while the model was loaded ({error}); {headroom()}; {_ADVICE}") from error
+    if config.max_model_len is None and runner.max_model_len < runner.config.max_context:
+        text = (
+            "the context is %d tokens by default, the model allows %d: --max-model-len sets another, --num-blocks or --kv-memory the cache"
+        )
+        log.warning(text, runner.max_model_len, runner.config.max_context)
+    return runner
 
 
 def load_model_tokenizer(config: EngineConfig, runner: Runner) -> Tokenizer | None:

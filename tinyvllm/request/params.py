@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 MAX_LOGPROBS = 20
 ALL_LOGPROBS = -1  # the whole vocabulary
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
+MIN_TEMPERATURE = 1e-5  # lower temperatures are greedy: logits divided by less leave float32
 OUTPUT_KINDS = ("cumulative", "delta", "final_only")
 REASONING_BEGINS = ("before", "inside", "after")
 
@@ -207,6 +208,11 @@ class SamplingParams:
             raise ArgumentError("SamplingParams: logprob_token_ids requires logprobs")
 
     @property
+    def greedy(self) -> bool:
+        """Whether every token is the most probable one."""
+        return self.temperature < MIN_TEMPERATURE
+
+    @property
     def chooses(self) -> bool:
         """Whether more continuations run than are returned, so that none is certain before the end."""
         return (self.best_of or self.n) > self.n
@@ -218,8 +224,13 @@ class SamplingParams:
 
     @property
     def width(self) -> int:
-        """Continuations that run: n, or best_of where that is more."""
+        """Continuations: n, or best_of where that is more."""
         return max(self.n, self.best_of or 1)
+
+    @property
+    def num_distinct(self) -> int:
+        """Continuations that run: greedy ones are all equal, unless the caller's own code makes them differ."""
+        return 1 if self.greedy and not self.logits_processors else self.width
 
     def with_seed(self, seed: int) -> SamplingParams:
         return replace(self, seed=seed)

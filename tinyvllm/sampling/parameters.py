@@ -12,8 +12,6 @@ from tinyvllm.ops.sample import TOP_P_ONE
 from tinyvllm.request import SamplingParams
 from tinyvllm.sampling.penalties import has_penalties, needs_mask
 
-MIN_TEMPERATURE = 1e-5  # lower temperatures are greedy: logits divided by less leave float32
-
 
 class Column(IntEnum):
     """The columns of a parameter row: 32-bit integers, and float32 by their bits."""
@@ -61,7 +59,7 @@ def _values(flags: SamplingFlags) -> tuple[bool, ...]:
 
 def flags_of(params: SamplingParams) -> SamplingFlags:
     """What one sequence needs; `biased` as far as logit_bias goes. Filters do nothing to a greedy row."""
-    sampled = params.temperature >= MIN_TEMPERATURE
+    sampled = not params.greedy
     return SamplingFlags(
         sampled=sampled,
         top_k=sampled and params.top_k > 0,

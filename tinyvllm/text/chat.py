@@ -50,7 +50,7 @@ def render_chat(
     variables = {
         **names,
         **template_kwargs,
-        "messages": [_normalized(index, message) for index, message in enumerate(_list_of_objects("messages", messages))],
+        "messages": [_normalized(index, message, source) for index, message in enumerate(_list_of_objects("messages", messages))],
         "tools": None if tools is None else _list_of_objects("tools", tools),
         "documents": None if documents is None else _list_of_objects("documents", documents),
         "add_generation_prompt": add_generation_prompt,
@@ -68,6 +68,9 @@ def render_chat(
         raise TokenizerError(f"chat template: rejects these messages: {_line(refusal)}") from None
     except Exception as error:  # a template is code and may fail in any way
         raise TokenizerError(f"chat template: fails on these messages: {_line(error)} ({type(error).__name__})") from error
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class SlowRenderError(TokenizerError):
@@ -101,12 +104,14 @@ def _list_of_objects(name: str, value: object) -> list[Mapping[str, Any]]:
     return list(value)
 
 
-def _normalized(index: int, message: Message) -> dict[str, Any]:
-    """The message in the form that templates expect."""
+def _normalized(index: int, message: Message, source: str) -> dict[str, Any]:
+    """The message in the form that templates expect. RequestError for a role that is none of ROLES and that the template does not name."""
     where = f"chat: messages[{index}]"
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise RequestError(f'{where} must have a role, such as "user", got {role!r}')
+    if role not in ROLES and f"'{role}'" not in source and f'"{role}"' not in source:
+        raise RequestError(f"{where} must have one of the roles {', '.join(ROLES)}, or one that the chat template names, got {role!r:.80}")
     checked = dict(message)
     if message.get("tool_calls"):
         checked["tool_calls"] = [_with_parsed_arguments(f"{where}.tool_calls", call) for call in message["tool_calls"]]

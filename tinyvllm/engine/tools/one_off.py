@@ -15,14 +15,14 @@ from tinyvllm.scheduler import Scheduled
 
 def prompt_logits(engine: Engine, token_ids: list[int]) -> np.ndarray:
     """Float32 logits [T, V] of every position of one prompt."""
-    return _in_free_blocks("prompt_logits", engine, token_ids, engine.runner.prompt_logits)
+    return _in_free_blocks("prompt_logits", engine, token_ids, lambda entry: engine.runner.prompt_logits(entry))
 
 
 def embed(engine: Engine, token_ids: list[int], pooling: str = "mean", normalize: bool = True) -> np.ndarray:
     """One prompt as a vector float32 [E]: the mean of its hidden states, or the last one; of length 1 with `normalize`."""
     if pooling not in ("mean", "last"):
         raise RequestError(f"embed: pooling must be mean or last, got {pooling!r}")
-    states = _in_free_blocks("embed", engine, token_ids, engine.runner.states)
+    states = _in_free_blocks("embed", engine, token_ids, lambda entry: engine.runner.states(entry))
     pooled: np.ndarray = states.mean(0) if pooling == "mean" else states[-1]
     return pooled / max(float(np.linalg.norm(pooled)), 1e-12) if normalize else pooled
 
@@ -36,6 +36,7 @@ def kernel_choices(engine: Engine) -> list[tuple[str, str, str, str]]:
 
 def _in_free_blocks(speaker: str, engine: Engine, token_ids: list[int], compute: Callable[[Scheduled], np.ndarray]) -> np.ndarray:
     """The results of `compute` for the chunks of a prompt, concatenated."""
+    engine.check_open()
     pool, V, size = engine.scheduler.pool, engine.runner.config.vocab_size, engine.scheduler.limits.max_batched_tokens
     if not token_ids or len(token_ids) > engine.max_model_len:
         raise RequestError(f"{speaker}: expected 1 to {engine.max_model_len} tokens, got {len(token_ids)}")
