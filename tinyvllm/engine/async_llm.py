@@ -66,7 +66,7 @@ class AsyncLLM:
         engine.segments.submit = self._run_soon
         self.metrics: EngineMetrics | NoMetrics = engine.metrics
         self._status = engine.status()
-        self._prepare = engine.constraints.prepare
+        self._prepare, self._compile = engine.constraints.prepare, engine.constraints.compile
         self.config: EngineConfig = engine.config
         self.max_model_len: int = engine.max_model_len
         self.fingerprint: str = system_fingerprint(engine)
