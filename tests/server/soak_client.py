@@ -139,7 +139,8 @@ class Reply:
 
 def head(path: str, length: int, more: str = "", method: str = "POST") -> bytes:
     """A request's head; `more` is further lines, each with its line end."""
-    return f"{method} {path} HTTP/1.1\r\nHost: soak\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n{more}\r\n".encode()
+    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n"
+    return f"{head}{more}\r\n".encode()
 
 
 class Connection:

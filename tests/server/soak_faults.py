@@ -156,7 +156,7 @@ async def half_closed(sent: Sent) -> None:
 async def huge(sent: Sent) -> None:
     """Endless bodies and heads, and huge numbers of fields."""
     announced = head(COMPLETIONS, 10**11, AUTH) + b"{"
-    chunks = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\n{AUTH}Transfer-Encoding: chunked\r\n\r\n".encode()
+    chunks = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\n{AUTH}Transfer-Encoding: chunked\r\n\r\n".encode()
     chunks += (b"10000\r\n" + b"a" * 65536 + b"\r\n") * 20
     for _ in range(20):
         await sent.raw("announced", announced, 413)
@@ -263,13 +263,13 @@ async def injections(sent: Sent) -> None:
     for more in ("X-Request-Id: a\x0bb\r\n", "X-Request-Id: \xff\xfe\r\n", "X-Deadline-Ms: 1e999\r\n", "X-Deadline-Ms: -1\r\n"):
         await sent.ask(repr(more), ASK, 200, 400, more=AUTH + more)
     inner = whole(ASK, CHAT)
-    both = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\n{AUTH}Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n".encode()
+    both = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n{AUTH}Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n".encode()
     await sent.raw("two lengths", both + inner, 400)
     await sent.raw("two lengths", head(CHAT, 2, AUTH + "Content-Length: 30\r\n") + b"{}" + inner, 400)
     await sent.raw("folded", head(CHAT, 2, AUTH + "X-A: b\r\n  c\r\n") + b"{}", 400)
     await sent.raw("zero byte", head(CHAT, 2, AUTH + "X-A: b\x00c\r\n") + b"{}", 400)
     for path in ("/page/../../../etc/passwd", "/page/%2e%2e%2f%2e%2e%2fetc%2fpasswd", "/page//etc/passwd", "/v1/models/%0d%0aX:1", "/%00"):
-        await sent.raw(path, f"GET {path} HTTP/1.1\r\nHost: a\r\n{AUTH}\r\n".encode(), 400, 404)
+        await sent.raw(path, f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{AUTH}\r\n".encode(), 400, 404)
 
 
 async def wrong_keys(sent: Sent) -> None:

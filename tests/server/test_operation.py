@@ -166,6 +166,18 @@ def test_every_request_of_a_key_counts() -> None:
         assert get(server, "/health", **bearer).status_code == 200
 
 
+def test_the_key_of_the_environment_and_the_ready_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tinyvllm.cli import serve
+
+    monkeypatch.setenv("TINYVLLM_API_KEY", "sk-secret")
+    assert read_keys(serve._environment_key()).find("sk-secret").name == "key-1"
+    monkeypatch.setenv("TINYVLLM_API_KEY", "")
+    assert serve._environment_key() == []
+    line = serve.ready_line("http://127.0.0.1:8000", ["a"], 1.0, ServerConfig(root_path="/llm"))
+    assert line == "ready: http://127.0.0.1:8000/llm serves a (1.0 s); pages of other origins than localhost need --cors-origin"
+    assert "--cors-origin" not in serve.ready_line("http://127.0.0.1:8000", ["a"], 1.0, ServerConfig(cors_origins=("*",)))
+
+
 @pytest.mark.parametrize("line", ["sk-1 nam=a", "sk-1 concurrent=0", "sk", "sk-1 concurrent", "sk-\x07abc"])
 def test_invalid_key_files(tmp_path: Path, line: str) -> None:
     (tmp_path / "keys").write_text(line)

@@ -90,13 +90,26 @@ _SERVER_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--chat-template", {"metavar": "F", "default": None, "help": "file with a Jinja template that replaces the models' own"}),
     ("--trust-request-chat-template", {"action": "store_true", "help": "accept chat templates in requests"}),
     _LENIENT,
-    ("--api-key", {"action": "append", "metavar": "KEY", "default": None, "help": "accept requests with this key; may be repeated"}),
+    (
+        "--api-key",
+        {
+            "action": "append",
+            "metavar": "KEY",
+            "default": None,
+            "help": "accept requests with this key, as of TINYVLLM_API_KEY; repeatable",
+        },
+    ),
     ("--api-key-file", {"metavar": "F", "default": None, "help": "file of keys, one a line, followed by name=... and limits"}),
     ("--share-prefixes", {"action": "store_true", "help": "API keys share cached prefixes; without it each key has its own"}),
     (
         "--cors-origin",
         {"action": "append", "metavar": "URL", "help": "allow pages of this origin to use the server; * for all; may be repeated"},
     ),
+    (
+        "--allowed-host",
+        {"action": "append", "metavar": "NAME", "help": "accept requests with this name in their Host header; may be repeated"},
+    ),
+    ("--root-path", {"metavar": "PATH", "help": "prefix under which a proxy serves this server, such as /llm"}),
     ("--ssl-certfile", {"metavar": "F", "help": "certificate chain in PEM: serve https"}),
     ("--ssl-keyfile", {"metavar": "F", "help": "private key, if it is not in the certificate's file"}),
     ("--max-body", {"metavar": "SIZE", "help": "maximum body of a request; default 4MiB"}),
@@ -195,8 +208,9 @@ def server_options(options: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(options, name) for name in names if hasattr(options, name)}
     if "max_body" in given:
         given["max_body"] = parse_size("--max-body", given["max_body"])
-    if "cors_origin" in given:
-        given["cors_origins"] = tuple(given.pop("cors_origin"))
+    for name in ("cors_origin", "allowed_host"):
+        if name in given:
+            given[f"{name}s"] = tuple(given.pop(name))
     return given
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, fields, replace
@@ -50,7 +51,7 @@ def _talk_to_server(options: argparse.Namespace, chosen: dict[str, Any]) -> int:
     from tinyvllm.cli.remote import Remote
 
     tell = _teller(options)
-    remote = Remote(options.url, options.api_key, getattr(options, "model", None), tell)
+    remote = Remote(options.url, options.api_key or os.environ.get("TINYVLLM_API_KEY") or None, getattr(options, "model", None), tell)
     return _talk(Chat(remote, chosen, options.system, tell), options.quiet)
 
 

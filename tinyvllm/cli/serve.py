@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     except ImportError as error:
         raise ArgumentError(f"serve needs the packages of the extra 'server': pip install 'tinyvllm[server]' ({error})") from error
     config = ServerConfig(**server_options(options), chat_template=_template(options.chat_template))
-    keys = read_keys(options.api_key or [], options.api_key_file)
+    keys = read_keys([*(options.api_key or []), *_environment_key()], options.api_key_file)
     if config.share_prefixes and not keys:
         raise ArgumentError("--share-prefixes is for API keys, and there are none: all requests share prefixes already; leave it out")
     sock = bind(config)
@@ -51,7 +52,14 @@ def run(options: argparse.Namespace) -> int:
 def ready_line(url: str, served: Sequence[str], seconds: float, config: ServerConfig) -> str:
     """The line on stderr when the server accepts requests: its address, its models, and sharing that the user should know about."""
     shared = "; API keys share cached prefixes (--share-prefixes)" if config.share_prefixes else ""
-    return f"ready: {url} serves {', '.join(served)} ({seconds:.1f} s){shared}"
+    pages = "" if config.cors_origins else "; pages of other origins than localhost need --cors-origin"
+    return f"ready: {url}{config.root_path} serves {', '.join(served)} ({seconds:.1f} s){shared}{pages}"
+
+
+def _environment_key() -> list[str]:
+    """The key of TINYVLLM_API_KEY: unlike arguments, other users of the machine cannot read it."""
+    key = os.environ.get("TINYVLLM_API_KEY")
+    return [key] if key else []
 
 
 def model_specs(given: list[str] | None, names: list[str] | None, engine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from tinyvllm.errors import ArgumentError
@@ -18,7 +19,10 @@ class ServerConfig:
     trust_request_chat_template  allow chat templates in requests (they run in a sandbox, but can be made slow)
     chat_template       Jinja source that replaces the models' own templates
     share_prefixes      API keys share cached prefixes, so that one can measure what others have sent; without it each key has its own
-    cors_origins        origins whose pages may call this server; "*" allows all
+    cors_origins        origins whose pages may call this server; "*" allows all. Pages of localhost always may
+    allowed_hosts       names in the Host header that are accepted; localhost and addresses always are. Checked if there are any, and on a
+                        loopback address without keys
+    root_path           prefix under which a proxy serves this server, such as "/llm"; removed from paths that have it
     max_body            longest request body
     max_connections     open at the same time; further ones wait to be accepted
     head_seconds, body_seconds, write_seconds  time limits for a client to send a request head, to send a body, to accept written data
@@ -34,6 +38,8 @@ class ServerConfig:
     chat_template: str | None = None
     share_prefixes: bool = False
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    root_path: str = ""
     max_body: int = MAX_BODY
     max_connections: int = MAX_CONNECTIONS
     head_seconds: float = 10.0
@@ -50,6 +56,8 @@ class ServerConfig:
             raise ArgumentError("--ssl-keyfile requires --ssl-certfile")
         if not 0 <= self.port <= 65535:
             raise ArgumentError(f"--port must be between 0 and 65535 (0 picks a free port), got {self.port}")
+        if self.root_path and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", self.root_path):
+            raise ArgumentError(f"--root-path must be a path like /llm, without a slash at its end, got {self.root_path!r}")
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ArgumentError(f"--{name.replace('_', '-')} must be greater than 0, got {getattr(self, name)}")

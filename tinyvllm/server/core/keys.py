@@ -154,8 +154,10 @@ class Keys:
 
 
 def read_keys(secrets: Iterable[str], path: str | None = None) -> Keys:
-    """The keys of --api-key, named key-1, key-2, ..., and those of a key file. ArgumentError for an invalid line."""
-    keys = [Key(f"key-{number}", _digest(_checked_secret("--api-key", secret))) for number, secret in enumerate(secrets, 1)]
+    """The keys of --api-key and TINYVLLM_API_KEY, named key-1, key-2, ..., and those of a key file. ArgumentError for an invalid line."""
+    keys = [
+        Key(f"key-{number}", _digest(_checked_secret("--api-key or TINYVLLM_API_KEY", secret))) for number, secret in enumerate(secrets, 1)
+    ]
     if path is not None:
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()

@@ -26,9 +26,18 @@ from tinyvllm.server.core.models import Models
 from tinyvllm.server.http.handler import PostHandler, log
 from tinyvllm.server.http.log_writer import LogWriter
 from tinyvllm.server.http.middleware import Middleware
+from tinyvllm.server.http.origins import LOCAL_ORIGINS
+from tinyvllm.server.http.paths import Paths
 
 PAGE = Path(__file__).parents[1] / "page"
 _NAME_PARAMETER = ({"name": "name", "in": "path", "required": True, "schema": {"type": "string"}},)
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
 _EXPOSED_HEADERS = ["X-Request-Id", "X-Ignored-Fields", "Retry-After"]
 
 
@@ -49,12 +58,16 @@ def create_app(config: ServerConfig, models: Models, keys: Keys | None = None) -
     app.add_exception_handler(HTTPException, _on_routing_error)
     app.add_exception_handler(Failure, _on_failure)
     app.add_exception_handler(Exception, _on_unexpected)
-    app.openapi = lambda: openapi(app, ENDPOINTS)  # type: ignore[method-assign]
-    guarded: ASGIApp = Middleware(app, service, access_log)
-    if config.cors_origins:
-        guarded = CORSMiddleware(
-            guarded, config.cors_origins, allow_methods=["*"], allow_headers=["*"], expose_headers=_EXPOSED_HEADERS
-        )  # fmt: skip
+    app.openapi = lambda: {**openapi(app, ENDPOINTS), "servers": [{"url": config.root_path or "/"}]}  # type: ignore[method-assign]
+    paths = Paths((route.path for route in (*ENDPOINTS, *RESOURCES)), config.root_path)
+    guarded = CORSMiddleware(
+        Middleware(app, service, access_log, paths),
+        config.cors_origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        allow_origin_regex=LOCAL_ORIGINS,
+        expose_headers=_EXPOSED_HEADERS,
+    )
     return guarded, service
 
 
@@ -112,7 +125,7 @@ def _page_route(name: str | None) -> Handler:
         file_name = name or request.path_params["name"]
         if file_name not in {path.name for path in PAGE.iterdir() if path.is_file()}:
             raise Failure(404, "there is no such file", code="not_found")
-        return FileResponse(PAGE / file_name)
+        return FileResponse(PAGE / file_name, headers=_PAGE_HEADERS)
 
     return page
 

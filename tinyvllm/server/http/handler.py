@@ -15,6 +15,7 @@ from tinyvllm.server.core.endpoint import Endpoint
 from tinyvllm.server.core.failures import Failure, failure_of
 from tinyvllm.server.core.limits import THREAD_BODY
 from tinyvllm.server.core.response import ResponseWriter
+from tinyvllm.server.http.origins import check_content_type
 
 log = logging.getLogger("tinyvllm.server")
 
@@ -119,10 +120,7 @@ async def read_body(context: RequestContext, receive: Receive) -> bytes:
 
 
 def _check_headers(context: RequestContext, max_body: int) -> None:
-    kind = (context.header(b"content-type") or "application/json").partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):  # this also keeps pages of other origins from posting without CORS
-        text = f"the content type must be application/json, got {kind[:80]!r}"
-        raise Failure(415, text, code="unsupported_media_type", headers=_CLOSE)
+    check_content_type(context)
     length = context.header(b"content-length")
     if length is not None and length.isdecimal() and int(length) > max_body:
         raise _too_large(max_body)

@@ -1,4 +1,4 @@
-"""The outermost ASGI layer: gives every request an id and a context, checks its key, and writes the access log.
+"""The outermost ASGI layer: gives every request an id and a context, checks its origin and its key, and writes the access log.
 
 Plain ASGI around the application, so that every response, including a 404, has an id and a log line.
 """
@@ -9,7 +9,9 @@ import json
 import time
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import quote
 
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinyvllm.server.core.context import SCOPE_KEY, RequestContext, Service, request_id
@@ -17,6 +19,8 @@ from tinyvllm.server.core.failures import Failure
 from tinyvllm.server.core.keys import Key
 from tinyvllm.server.core.response import ResponseWriter
 from tinyvllm.server.http.log_writer import LogWriter
+from tinyvllm.server.http.origins import Origins
+from tinyvllm.server.http.paths import Paths
 
 _PUBLIC_PATHS = ("/", "/health", "/ready", "/version", "/favicon.ico")  # need no key
 _READ_METHODS = ("GET", "HEAD", "OPTIONS")
@@ -26,15 +30,22 @@ _CLIENT_CLOSED = 499  # in access logs, the status of a request whose client dis
 class Middleware:
     """Wraps an ASGI application."""
 
-    def __init__(self, app: ASGIApp, service: Service, access_log: LogWriter):
+    def __init__(self, app: ASGIApp, service: Service, access_log: LogWriter, paths: Paths):
         self._app = app
         self._service = service
         self._access_log = access_log
+        self._paths = paths
+        self._origins = Origins(service.config, bool(service.keys))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if (location := self._paths.redirect(scope["path"])) is not None:
+            await RedirectResponse(location, 308)(scope, receive, send)
+            return
+        path = self._paths.canonical(scope["path"])
+        scope = {**scope, "path": path, "raw_path": quote(path).encode()}
         context = RequestContext(self._service, scope, "")
         context.request_id = request_id(context.header(b"x-request-id"))
         scope[SCOPE_KEY] = context
@@ -45,7 +56,7 @@ class Middleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = {"X-Request-Id": context.request_id, **context.headers}
+                headers = {"X-Request-Id": context.request_id, "X-Content-Type-Options": "nosniff", **context.headers}
                 added = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
                 message = {**message, "headers": [*message.get("headers", ()), *added]}
             await send(message)
@@ -61,6 +72,7 @@ class Middleware:
     async def _run(self, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
         counted = False
         try:
+            self._origins.check(context)
             context.key = self._find_key(context)
             if scope["method"] not in _READ_METHODS:
                 self._check_open()
