@@ -19,7 +19,7 @@ import numpy as np
 
 from tinyvllm.errors import RequestError
 from tinyvllm.request import StructuredOutputsParams
-from tinyvllm.sampling.grammar_errors import gbnf_error, lark_error, one_line, regex_error, unfinished_escape
+from tinyvllm.sampling.grammar_errors import gbnf_error, json_error, lark_error, one_line, regex_error, unfinished_escape
 from tinyvllm.sampling.schema import MAX_CHARS as MAX_SCHEMA_CHARS
 from tinyvllm.sampling.schema import read_schema, refuse_constant
 
@@ -348,7 +348,7 @@ def _compile_error(params: StructuredOutputsParams, message: str) -> str:
         return f"grammar: {lark_error(params.grammar if same_lines else '', message)}"
     if params.whitespace_pattern is not None and "regex parse error" in message:
         return f"whitespace_pattern: {regex_error(params.whitespace_pattern, message)}"
-    return f"{params.kind}: {one_line(message)}"
+    return f"{params.kind}: {json_error(message) if params.json else one_line(message)}"
 
 
 def _lark(text: str, lenient: bool, ignored: list[str]) -> str:

@@ -39,6 +39,14 @@ _GRAMMAR_HINTS = (
     ("No 'root' rule", "name the first rule root: `root ::= ...`"),
     ("circular reference", "a terminal cannot contain itself: write its name in lower case to make it a rule"),
 )
+_SCHEMA_HINTS = (
+    ("lookarounds not supported", "a pattern has ^ or $ inside: put them at its ends only"),
+    ("not disjoint", "write the patterns of patternProperties so that no name matches two of them"),
+    ("circular references with sibling keys", "write the keywords next to $ref into the schema that it refers to"),
+    ("too large", "cut the schema down, or write its alternatives (oneOf, anyOf, allOf) as fewer ones"),
+    ("too big", "cut the schema down: fewer alternatives, properties and lengths"),
+    ("Unsatisfiable", "no value satisfies all of it"),
+)
 
 
 def one_line(text: str, most: int = MAX_MESSAGE) -> str:
@@ -54,7 +62,7 @@ def regex_error(pattern: str, message: str) -> str:
         if "lookarounds not supported" in message:
             return _with_hint("word boundaries and multi-line anchors are not supported", _REGEX_HINTS)
         return one_line(_PLACE.sub("", message).partition("\n")[0])
-    place = _place_in_pattern(pattern, len(caret[1])) if caret is not None else ""
+    place = _place_in_pattern(pattern, len(caret[1])) if caret is not None and pattern else ""
     return _with_hint(f"{reason[1].strip()}{place}", _REGEX_HINTS)
 
 
@@ -77,6 +85,14 @@ def lark_error(text: str, message: str) -> str:
     what = re.sub(r'unknown name: "(.*)"', lambda m: f"no rule or terminal is named {_short(m[1])}", what, flags=re.DOTALL)
     what = what.replace("lexer error", "not a word of the grammar").replace(r"'\n'", "the end of the line")
     return _with_hint(one_line(what, 200) + place, _GRAMMAR_HINTS)
+
+
+def json_error(message: str) -> str:
+    """What is wrong with a rewritten JSON schema, from the library's message."""
+    what = message.partition("\n")[0] if "regex parse error" not in message else regex_error("", message)
+    return _with_hint(
+        re.sub(r"json-schema:///|\(limit for this grammar: (\d+)\)", lambda m: f"(at most {m[1]})" if m[1] else "", what), _SCHEMA_HINTS
+    )
 
 
 def gbnf_error(message: str) -> str:

@@ -71,6 +71,20 @@ def test_required_tool(client, stream: bool) -> None:
     assert call.type == "function_call" and call.name == "look" and json.loads(call.arguments)["place"] in ("tree", "river")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_cut_by_max_tokens_is_a_call(client, stream: bool) -> None:
+    """An incomplete response with the arguments so far; no message has its text."""
+    ask = {"model": "demo", "input": ASK, "temperature": 0, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    whole = client.responses.create(**ask, max_output_tokens=150).output[0].arguments.replace(" ", "")
+    seen = set()
+    for max_tokens in (20, 26):
+        done = client.responses.create(**ask, max_output_tokens=max_tokens, stream=stream)
+        done = list(done)[-1].response if stream else done
+        assert done.status == "incomplete" and done.incomplete_details.reason == "max_output_tokens" and done.output_text == ""
+        seen |= {item.arguments.replace(" ", "") for item in done.output if item.type == "function_call"}
+    assert any(seen) and all(whole.startswith(arguments) for arguments in seen)
+
+
 def test_fields_that_need_the_background_are_refused(client) -> None:
     for field, value in (("background", True), ("conversation", "c")):
         with pytest.raises(openai.BadRequestError) as refused:

@@ -151,6 +151,12 @@ def _distance(a: str, b: str) -> int:
     return row[-1]
 
 
+def check_values(path: str, part: dict[str, Any]) -> None:
+    """RequestError for a keyword with a value that it cannot have; schemas inside are not looked at."""
+    for keyword, value in part.items():
+        check_value(pointer(path, keyword), keyword, value)
+
+
 def check_value(path: str, keyword: str, value: Any) -> None:
     """RequestError for a value that the keyword cannot have."""
     if (check := _VALUES.get(keyword)) is not None:
@@ -199,7 +205,22 @@ def _check_text(path: str, value: Any) -> None:
     expect(path, value, str, "a text")
 
 
+def _check_list(path: str, value: Any) -> None:
+    expect(path, value, list, "a list of schemas")
+
+
+def _check_map(path: str, value: Any) -> None:
+    expect(path, value, dict, "an object of schemas")
+
+
+def _check_truth(path: str, value: Any) -> None:
+    expect(path, value, bool, "true or false")
+
+
 _VALUES = {
+    **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), _check_list),
+    **dict.fromkeys(("properties", "patternProperties", "dependentSchemas", "dependentRequired", "dependencies"), _check_map),
+    "uniqueItems": _check_truth,
     "type": _check_type,
     "required": _check_names,
     "enum": _check_enum,

@@ -26,8 +26,8 @@ from tinyvllm.sampling.schema.keywords import (
     NUMBER_FORMATS,
     automaton_states,
     check_value,
+    check_values,
     common_multiple,
-    expect,
     misspelt_format,
     misspelt_keyword,
     pointer,
@@ -179,6 +179,7 @@ class _Rewriting:
 
     def result(self) -> Schema:
         alone = self.r.lone_refs and "$ref" in self.part
+        check_values(self.path, {"$ref": None} if alone else self.part)
         for keyword, value in self.part.items():
             path = pointer(self.path, keyword)
             if keyword in ANNOTATIONS:
@@ -188,7 +189,6 @@ class _Rewriting:
             elif alone and keyword != "$ref" and keyword not in ("$defs", "definitions"):
                 self.r.ignore(path)
             else:
-                check_value(path, keyword, value)
                 _KEYWORDS[keyword](self, path, value)
         self._property_counts()
         if not self.more:
@@ -317,7 +317,7 @@ class _Rewriting:
         self._copy(path, self._child(path, value))
 
     def _list(self, path: str, value: Any) -> list[Schema]:
-        return [self._child(f"{path}/{i}", one) for i, one in enumerate(expect(path, value, list, "a list of schemas"))]
+        return [self._child(f"{path}/{i}", one) for i, one in enumerate(value)]
 
     def _schemas(self, path: str, value: Any) -> None:
         self._copy(path, self._list(path, value))
@@ -382,8 +382,7 @@ class _Rewriting:
     # objects
 
     def _by_name(self, path: str, value: Any) -> dict[str, Schema]:
-        named = expect(path, value, dict, "an object of schemas")
-        return {name: self._child(pointer(path, name), one) for name, one in named.items()}
+        return {name: self._child(pointer(path, name), one) for name, one in value.items()}
 
     def _properties(self, path: str, value: Any) -> None:
         properties = self._by_name(path, value)
@@ -433,16 +432,16 @@ class _Rewriting:
         return all_of(found) if len(found) < 2 else None
 
     def _dependent_required(self, path: str, value: Any) -> None:
-        for name, names in expect(path, value, dict, "an object of lists of names").items():
+        for name, names in value.items():
             check_value(pointer(path, name), "required", names)
             self._depend(name, {"required": list(dict.fromkeys([name, *names]))})
 
     def _dependent_schemas(self, path: str, value: Any) -> None:
-        for name, one in expect(path, value, dict, "an object of schemas").items():
+        for name, one in value.items():
             self._depend(name, all_of([{"required": [name]}, self._child(pointer(path, name), one)]))
 
     def _dependencies(self, path: str, value: Any) -> None:
-        for name, one in expect(path, value, dict, "an object of schemas or lists of names").items():
+        for name, one in value.items():
             if isinstance(one, list):
                 self._dependent_required(path, {name: one})
             else:
@@ -525,6 +524,7 @@ class _Rewriting:
         """Collect the names that `part` evaluates. True: all of them; None: it depends."""
         if not isinstance(part, dict):
             return False
+        check_values(path, part)
         if depth > 16 or any(keyword in part for keyword in _CONDITIONAL):
             return None
         if "additionalProperties" in part or (depth and "unevaluatedProperties" in part):
@@ -580,8 +580,6 @@ class _Rewriting:
         return {**self.typed, "prefixItems": [inner] * low, "minItems": low, "items": opposite} if low <= high else False
 
     def _unique_items(self, path: str, value: Any) -> None:
-        if not isinstance(value, bool):
-            raise wrong(path, "true or false is expected", value)
         if value and self.part.get("maxItems", 2) > 1:
             reason = f"unique items are supported where `items` has an enum of at most {_MAX_UNIQUE} values"
             self._deferred(path, value, reason, self._orders, inexact=True)
