@@ -322,6 +322,16 @@ def test_programs_of_another_process_are_found_on_disk(tmp_path):
     assert not (tmp_path / "none").exists(), "tinygrad's own database is never opened"
 
 
+def test_tinygrads_compiler_that_cannot_be_started_is_named(monkeypatch):
+    from tinygrad.runtime.support.compiler_cpu import ClangJITCompiler
+
+    from tinyvllm.errors import KernelError
+
+    monkeypatch.setenv("CC", "/no/such/compiler")
+    with pytest.raises(KernelError, match="/no/such/compiler cannot be started: No such file.*CC names another"):
+        ClangJITCompiler(["x86_64", "native"]).compile_to_obj("void f(void) {}")
+
+
 def test_a_buffer_that_is_collected_in_tinygrads_own_worker_does_not_stop_it():
     """Such a buffer (memory of ours, so that tinygrad does not keep it) used to make the worker wait for the end of its own work."""
     import threading

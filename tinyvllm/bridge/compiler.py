@@ -8,6 +8,8 @@ from typing import Any
 
 from tinygrad.runtime.support import compiler_cpu
 
+from tinyvllm.errors import KernelError
+
 
 class _Command:
     """In place of the module `subprocess` in tinygrad's: its command is one word, CC, and zig's clang needs more."""
@@ -16,7 +18,11 @@ class _Command:
         self._command = command
 
     def check_output(self, arguments: Sequence[str], **options: Any) -> Any:
-        return subprocess.check_output([*self._command(), *arguments[1:]], **options)
+        compiler = self._command()
+        try:
+            return subprocess.check_output([*compiler, *arguments[1:]], **options)
+        except (FileNotFoundError, PermissionError) as error:
+            raise KernelError(f"kernels: {compiler[0]} cannot be started: {error.strerror}; CC names another compiler") from error
 
 
 def use_c_compiler(command: Callable[[], Sequence[str]]) -> None:
