@@ -6,6 +6,7 @@
     hooks          what a backend adds to a device: asynchronous copies, import of host pages
     node           a compiled kernel as a node of the lazy graph
     scatter        programs in UOps that store through an index
+    compiling      how long compilers have taken
     capture        a captured step, replayed and repeated
     graph          base classes of a backend's graph of a captured step
     arena          memory that captured steps share
@@ -26,6 +27,7 @@ from tinygrad.helpers import suppress_finalizing
 
 from tinyvllm.bridge.capture import Captured, CapturedCall, CaptureWork, PendingWork, capture_work, repeat
 from tinyvllm.bridge.compiler import use_c_compiler
+from tinyvllm.bridge.compiling import compile_clock, time_generated_kernels
 from tinyvllm.bridge.cuda import compile_to_cubins, cuda_driver, cuda_runtime, replace_copy_in
 from tinyvllm.bridge.deferred_free import release_deferred
 from tinyvllm.bridge.device import (
@@ -57,10 +59,10 @@ from tinyvllm.bridge.timing import TimedProgram
 __all__ = [
     "CaptureWork", "Captured", "CapturedCall", "DeviceCopies", "DeviceHooks", "GraphKernel", "ImportedPages", "JobGraph", "PendingWork",
     "Program", "QueueEvent", "Reading", "StepGraph", "TimedProgram", "Transfer", "alias", "architecture", "byte_spans", "capture_work",
-    "code_address", "compile_text", "compile_to_cubins", "cuda_driver", "cuda_runtime", "defer_frees", "device_buffer", "download",
-    "enable_program_cache", "from_objc_string", "has_graph", "host_address", "install_hooks", "launch_program", "load_object",
+    "code_address", "compile_clock", "compile_text", "compile_to_cubins", "cuda_driver", "cuda_runtime", "defer_frees", "device_buffer",
+    "download", "enable_program_cache", "from_objc_string", "has_graph", "host_address", "install_hooks", "launch_program", "load_object",
     "load_program", "mapped", "metal_bindings", "metal_buffer_over", "opened_device", "peek", "prefer_device", "profiling",
     "raise_memory_errors", "read_async", "recover_device", "release_deferred", "remove_hooks", "render_bfloat16_as_bits", "repeat",
-    "replace_copy_in", "scatter_add", "shared_zeros", "spans", "store_kv", "suppress_finalizing", "synchronize", "tinygrad_setting",
-    "to_objc_string", "uninitialized", "upload", "upload_parts", "use_c_compiler", "use_graph",
+    "replace_copy_in", "scatter_add", "shared_zeros", "spans", "store_kv", "suppress_finalizing", "synchronize", "time_generated_kernels",
+    "tinygrad_setting", "to_objc_string", "uninitialized", "upload", "upload_parts", "use_c_compiler", "use_graph",
 ]  # fmt: skip

@@ -110,12 +110,16 @@ class Tally:
 
 
 def closing_line(llm: LLM, tally: Tally, num_steps: int = 0) -> str:
-    """Tokens, time to first token, tokens per second, and the share of the measured memory bandwidth.
+    """Tokens, time to first token, tokens per second, the share of the measured memory bandwidth, and seconds of compiling apart.
 
     A step reads all weights once, so steps per second times the bytes of the weights is the bandwidth used. The speed of a single prompt is
     measured from its first token on. That of several is measured from their arrival to the end of the last, over the `num_steps` that the
     engine ran for them, and their time to first token is the median.
     """
+    return _figures(llm, tally, num_steps) + _compiling(llm)
+
+
+def _figures(llm: LLM, tally: Tally, num_steps: int) -> str:
     counts = f"{tally.prompt_tokens} prompt + {tally.generated} generated tokens"
     if tally.prompts != 1 or tally.last is None:
         return _of_several(llm, tally, f"{tally.prompts} prompts, {counts}", num_steps)
@@ -135,6 +139,12 @@ def _of_several(llm: LLM, tally: Tally, counts: str, num_steps: int) -> str:
         return counts
     line = f"{counts} in {seconds:.2f} s, first token after {statistics.median(tally.waits):.2f} s (median)"
     return f"{line}, {tally.generated / seconds:.1f} tok/s{_share(llm, num_steps, seconds)}"
+
+
+def _compiling(llm: LLM) -> str:
+    """What a first use on this machine has cost; a second one finds the kernels in the cache folder."""
+    seconds = llm.engine.runner.compile_seconds()
+    return f"; {seconds:.1f} s since the start were spent compiling" if seconds >= 0.1 else ""
 
 
 def _share(llm: LLM, num_steps: int, seconds: float) -> str:

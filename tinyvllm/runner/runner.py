@@ -11,6 +11,7 @@ import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
+from tinyvllm.backends.cpu.launch import collecting_kernels, compile_ahead
 from tinyvllm.backends.cpu.threads import thread_pool
 from tinyvllm.backends.registry import Choice, choices, usable_variants
 from tinyvllm.bridge import (
@@ -19,6 +20,7 @@ from tinyvllm.bridge import (
     CaptureWork,
     Reading,
     capture_work,
+    compile_clock,
     download,
     peek,
     read_async,
@@ -36,7 +38,7 @@ from tinyvllm.quant.codecs import unpack
 from tinyvllm.quant.formats import FORMATS
 from tinyvllm.runner.kv import KVPool, block_bytes, kv_dtype
 from tinyvllm.runner.memory import check_room, check_weights, pool_blocks
-from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
+from tinyvllm.runner.prepare import MIN_CHUNK, Shape, StepInputs, shape_of, split
 from tinyvllm.runner.weights import WeightLoader, WeightPlan
 from tinyvllm.scheduler import Schedule, Scheduled
 from tinyvllm.weights.checkpoint import Checkpoint, open_checkpoint, open_description
@@ -156,6 +158,8 @@ class Runner:
         self._embeddings: dict[Shape, tuple[StepInputs, Captured]] = {}
         hosted = config.swap_space // self.pool.block_bytes
         self._hosted = np.zeros((hosted, self.pool.block_bytes), np.uint8)  # its pages come as they are written
+        if self.placement.is_cpu:
+            self._compile_ahead()
 
     def _size_pool(self, config: EngineConfig) -> tuple[KVPool, int]:
         """The KV pool and the longest sequence: the model's own context if none is given, limited by the pool and DEFAULT_CONTEXT."""
@@ -170,6 +174,14 @@ class Runner:
         if config.max_model_len is None:
             longest = min(longest, blocks * size)
         return KVPool(self.config, blocks, size, dtype, self.device), longest
+
+    def _compile_ahead(self) -> None:
+        """Compile the hand-written kernels of decodes and chunks in the background: they do not depend on the number of rows."""
+        with collecting_kernels() as kernels:
+            for shape in (Shape(1, 0, 0, 1), Shape(0, 1, MIN_CHUNK, MIN_CHUNK)):
+                inputs = StepInputs(shape, self._table_width, self.pool.scratch_slot, self.device, False, self._cascade)
+                self.model.forward_batch(inputs.batch(1), self.pool.layers, **self._constants)
+        compile_ahead(kernels)
 
     def prepare(self, schedule: Schedule) -> PreparedStep:
         """Lay a schedule out on the device. The copy may wait for the step in flight, so it comes before anything is launched.
@@ -329,6 +341,10 @@ class Runner:
     def capture_work(self) -> CaptureWork:
         """How many captures this process has made, and the seconds that they took, with all compiling for them."""
         return capture_work()
+
+    def compile_seconds(self) -> float:
+        """Seconds in which this process has run compilers."""
+        return compile_clock.seconds
 
     def choices(self) -> list[Choice]:
         """Every choice of a kernel that was made in this process so far."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import threading
 
 import pytest
 
 from tinyvllm.backends.cpu import compile as module
+from tinyvllm.backends.cpu import launch
 from tinyvllm.backends.cpu.compile import object_code, object_code_of
 from tinyvllm.backends.cpu.toolchain import compiler_command
 from tinyvllm.backends.kernel import Kernel
@@ -102,3 +104,54 @@ def test_code_that_python_calls_is_loaded_from_memory(cache, runs):
     code = object_code_of("thread_pool")
     (path,) = cache.iterdir()
     assert path.suffix == ".o" and object_code_of("thread_pool") == code and len(runs) == 1
+
+
+def test_kernels_compile_ahead_at_the_same_time(cache, monkeypatch):
+    """Two compilers run at once, and the step that needs a kernel waits for it."""
+    both, compile_one = threading.Barrier(2, timeout=60), module._compile
+
+    def together(text, flags, name):
+        both.wait()
+        return compile_one(text, flags, name)
+
+    monkeypatch.setattr(module, "_compile", together)
+    monkeypatch.setattr(launch.os, "cpu_count", lambda: 2)
+    kernels = [copy(72), copy(80)]
+    launch.compile_ahead([*kernels, kernels[0]])
+    monkeypatch.setattr(module, "_compile", compile_one)
+    assert len({launch.machine_code(kernel) for kernel in kernels}) == 2
+    assert not any(kernel in launch._ahead for kernel in kernels)
+
+
+def test_a_failure_ahead_is_raised_where_the_kernel_is_needed(cache):
+    bad = copy("nonsense")
+    launch.compile_ahead([bad])
+    with pytest.raises(KernelError, match="does not compile"):
+        launch.machine_code(bad)
+
+
+def test_ops_can_be_asked_which_kernels_they_need():
+    with launch.collecting_kernels() as kernels:
+        assert launch.launch(copy(), ["out"], ["pairs", "count"]) == ["out"]
+    assert kernels == [copy()]
+
+
+def test_processes_that_need_the_same_object_compile_it_once(cache, runs, monkeypatch):
+    """A second one waits while the first compiles, and finds the object in the cache."""
+    compiling, go, compile_one = threading.Event(), threading.Event(), module._compile
+
+    def slow(text, flags, name):
+        compiling.set()
+        assert go.wait(60)
+        return compile_one(text, flags, name)
+
+    monkeypatch.setattr(module, "_compile", slow)
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: go.set())  # the second one waits now
+    codes: list[bytes] = []
+    first = threading.Thread(target=lambda: codes.append(object_code(copy())))
+    first.start()
+    assert compiling.wait(60)
+    codes.append(object_code(copy()))
+    first.join(60)
+    assert codes[0] == codes[1] and len(runs) == 1
+    assert [path.suffix for path in cache.iterdir()] == [".o"], "no lock file is left"

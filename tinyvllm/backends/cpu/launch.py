@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,12 +17,17 @@ from tinyvllm.backends.cpu.threads import TEAM, thread_pool
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.bridge import Program, code_address, launch_program, load_object, load_program
 
+_collected: list[list[Kernel]] = []  # the innermost `collecting_kernels` is the last
+_ahead: dict[Kernel, Future[bytes]] = {}
 _solo_words: list[np.ndarray] = []  # kept alive: the tensor does not own them
 
 
 def launch(kernel: Kernel, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> list[Tensor]:
     """The kernel as a node of the lazy graph: `outs` after it has written them (backends/launch.py)."""
     kernel.check_counts(len(outs), len(ins))
+    if _collected:
+        _collected[-1].append(kernel)
+        return list(outs)
     program = Program(kernel.name, kernel.name, machine_code(kernel), kernel.outs, kernel.ins + 1, kernel.flops, kernel.bytes)
     return launch_program(program, [*outs, *ins, solo_team()])
 
@@ -27,7 +35,34 @@ def launch(kernel: Kernel, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> lis
 @functools.cache
 def machine_code(kernel: Kernel) -> bytes:
     """The kernel compiled, as tinygrad's runtime of the CPU takes it."""
-    return load_object(object_code(kernel))
+    ahead = _ahead.pop(kernel, None)
+    return load_object(object_code(kernel) if ahead is None else ahead.result())
+
+
+@contextlib.contextmanager
+def collecting_kernels() -> Iterator[list[Kernel]]:
+    """Within it, `launch` only notes the kernels in the list: ops can be called to find out which kernels a model needs."""
+    kernels: list[Kernel] = []
+    _collected.append(kernels)
+    try:
+        yield kernels
+    finally:
+        _collected.pop()
+
+
+def compile_ahead(kernels: Iterable[Kernel]) -> None:
+    """Compile in the background, one compiler a core; `machine_code` waits for what it needs. A failure is raised there."""
+    fresh = [kernel for kernel in dict.fromkeys(kernels) if kernel not in _ahead]
+    if not fresh:
+        return
+    compilers = ThreadPoolExecutor(min(len(fresh), os.cpu_count() or 1), thread_name_prefix="tinyvllm-compile")
+    try:
+        for kernel in fresh:
+            _ahead[kernel] = compilers.submit(object_code, kernel)
+    except RuntimeError:  # no thread for want of memory: each is compiled when it is needed
+        for kernel in fresh:
+            _ahead.pop(kernel, None)
+    compilers.shutdown(wait=False)
 
 
 @functools.cache
