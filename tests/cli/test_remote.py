@@ -69,10 +69,12 @@ class Server:
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
 
     def interrupt(self) -> None:
-        """Let the person press Ctrl-C, and the answer never end."""
-        time.sleep(0.1)
+        """Press Ctrl-C once the first part of the answer is on stdout (which pytest captures), and never end the answer."""
+        ends = time.monotonic() + 60
+        while "hang on" not in sys.stdout.getvalue() and time.monotonic() < ends:  # type: ignore[attr-defined]
+            self.over.wait(0.001)  # the tests replace time.sleep
         os.kill(os.getpid(), signal.SIGINT)
-        self.over.wait(30)
+        self.over.wait(60)
 
 
 @pytest.fixture

@@ -472,6 +472,8 @@ def cuda_device(**options: Any) -> Iterator[Driver]:
         undo.enter_context(_replaced(codegen, "to_program_cache", _InMemory("programs", lambda program: program)))
         undo.enter_context(_replaced(schedule, "schedule_cache", _InMemory("schedules", lambda linear: linear)))
         undo.enter_context(_replaced(nvrtc, "cubin", source_of))
+        undo.callback(gc.collect)  # destructors of programs and buffers call the driver: they run while it is there
+        undo.callback(opened.clear)
         undo.callback(_drop_programs, realize.runtime_cache)
         _drop_programs(realize.runtime_cache)
         open_device(Placement("CUDA"))

@@ -43,7 +43,7 @@ def watch(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> list[RequestOutput]
 
 
 async def end_of_request(seen: list[RequestOutput]) -> RequestOutput:
-    for _ in range(500):
+    for _ in range(3000):
         if seen and seen[-1].finished:
             return seen[-1]
         await asyncio.sleep(0.02)
@@ -169,7 +169,7 @@ def test_an_output_of_the_old_request_does_not_reach_the_new_one(llm: AsyncLLM, 
     def late(outputs: list[RequestOutput]) -> None:
         if outputs[0].prompt == "hello" and len(outputs[0].outputs[0].token_ids) > 3:
             held.set()
-            go.wait(10)
+            go.wait(60)
         publish(outputs)
 
     monkeypatch.setattr(llm, "_publish", late)
@@ -224,7 +224,8 @@ def test_closing(tiny_model: Path) -> None:
 
     async def run() -> None:
         running = asyncio.create_task(last(llm.generate("hello", LONG)))
-        await asyncio.sleep(0.05)
+        while not llm._mailboxes:  # until it is submitted
+            await asyncio.sleep(0.001)
         await asyncio.to_thread(llm.close)
         with pytest.raises(TinyvllmError, match="closed while the request ran"):
             await running
