@@ -17,10 +17,11 @@ import pytest
 
 from tinyvllm import cli
 from tinyvllm.cli import batch, lines
-from tinyvllm.cli.batch_file import MAX_CUSTOM_ID, answer_line, check_input, custom_id_of, read_requests
+from tinyvllm.cli.batch_file import check_input, custom_id_of, read_requests
 from tinyvllm.cli.lines import AnswerFile
 from tinyvllm.cli.progress import Progress
 from tinyvllm.errors import ArgumentError, FormatError, OutputError, TinyvllmError
+from tinyvllm.server.core.batch_lines import MAX_CUSTOM_ID, answer_line
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.cli.arguments import engine_options
-from tinyvllm.cli.batch_file import Line, answer_line, check_input, custom_id_of, read_requests
+from tinyvllm.cli.batch_file import check_input, custom_id_of, read_requests
 from tinyvllm.cli.lines import MAX_LINE, SYNC_SECONDS, AnswerFile
 from tinyvllm.cli.progress import Progress, say
 from tinyvllm.cli.serve import model_specs
 from tinyvllm.config import EngineConfig, resolve
 from tinyvllm.errors import ArgumentError
+from tinyvllm.server.core.batch_lines import RETRY_STATUS, Line, answer_line
+from tinyvllm.server.core.local_call import call
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-_RETRY_STATUS = (429, 503)  # the same request may succeed later
 _ATTEMPTS = 10
 _MAX_PAUSE = 30.0  # seconds before a request is tried again
 
@@ -136,41 +137,10 @@ async def _answer(app: ASGIApp, line: Line) -> tuple[int, str, Any]:
     """(status, request id, body). A request that is refused for want of room is tried again later."""
     for attempt in range(_ATTEMPTS):
         status, headers, raw = await call(app, line.url, json.dumps(line.body).encode())
-        if status not in _RETRY_STATUS or attempt == _ATTEMPTS - 1:
+        if status not in RETRY_STATUS or attempt == _ATTEMPTS - 1:
             break
         await asyncio.sleep(min(_MAX_PAUSE, max(0.05 * 2**attempt, float(headers.get("retry-after", 0)))))
     return status, headers.get("x-request-id", ""), json.loads(raw)
-
-
-async def call(app: ASGIApp, path: str, body: bytes) -> tuple[int, dict[str, str], bytes]:
-    """(status, headers, body) of a POST to an ASGI application, without a socket."""
-    bodies, finished = [body], asyncio.Event()
-    head: dict[str, Any] = {}
-    pieces: list[bytes] = []
-
-    async def receive() -> dict[str, Any]:
-        if bodies:
-            return {"type": "http.request", "body": bodies.pop(), "more_body": False}
-        await finished.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.start":
-            head.update(message)
-        else:
-            pieces.append(message.get("body", b""))
-
-    scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http", "path": path,
-        "raw_path": path.encode(), "query_string": b"", "root_path": "", "client": None, "server": ("in-process", None),
-        "headers": [(b"host", b"in-process"), (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
-    }  # fmt: skip
-    try:
-        await app(scope, receive, send)
-    finally:
-        finished.set()
-    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in head["headers"]}
-    return head["status"], headers, b"".join(pieces)
 
 
 def _closing_line(tally: Tally, seconds: float) -> str:

@@ -27,7 +27,7 @@ ENDPOINT_OF = {e.path: e for e in ENDPOINTS}
 
 def minimal(body: type[Body]) -> dict:
     """A body with only the required fields, and a short answer."""
-    given = {"model": "demo"}
+    given = {"model": "demo"} if "model" in body.model_fields else {}
     for name, field in body.model_fields.items():
         if field.is_required() and name != "model":
             given[name] = field.json_schema_extra["x-example"]
@@ -80,8 +80,12 @@ def ask_all(server: Running, asked: list[tuple[str, dict]]) -> list[httpx.Respon
     async def run() -> list[httpx.Response]:
         some = asyncio.Semaphore(8)
         async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=60) as client:
+            file = {"file": ("in.jsonl", b'{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": []}}')}
+            uploaded = (await client.post("/v1/files", files=file, data={"purpose": "batch"})).json()["id"]
 
             async def ask(path: str, body: dict) -> httpx.Response:
+                if path == "/v1/batches":
+                    body = {**body, "input_file_id": uploaded}
                 async with some:
                     return await client.post(path, json=body)
 
@@ -158,7 +162,7 @@ def test_no_field_of_the_official_clients_is_missing() -> None:
     pytest.importorskip("openai")
     pytest.importorskip("anthropic")
     from anthropic.types import message_count_tokens_params, message_create_params
-    from openai.types import completion_create_params, embedding_create_params
+    from openai.types import batch_create_params, completion_create_params, embedding_create_params
     from openai.types.chat import completion_create_params as chat_create_params
     from openai.types.responses import response_create_params
 
@@ -166,13 +170,14 @@ def test_no_field_of_the_official_clients_is_missing() -> None:
         "/v1/chat/completions": chat_create_params.CompletionCreateParamsBase,
         "/v1/completions": completion_create_params.CompletionCreateParamsBase,
         "/v1/responses": response_create_params.ResponseCreateParamsBase,
+        "/v1/batches": batch_create_params.BatchCreateParams,
         "/v1/embeddings": embedding_create_params.EmbeddingCreateParams,
         "/v1/messages": message_create_params.MessageCreateParamsBase,
         "/v1/messages/count_tokens": message_count_tokens_params.MessageCountTokensParams,
     }
     for path, params in official.items():
         assert set(params.__annotations__) <= set(ENDPOINT_OF[path].body.model_fields), path
-        assert "stream" in ENDPOINT_OF[path].body.model_fields or path in ("/v1/embeddings", "/v1/messages/count_tokens")
+        assert "stream" in ENDPOINT_OF[path].body.model_fields or path in ("/v1/batches", "/v1/embeddings", "/v1/messages/count_tokens")
 
 
 def test_lenient_names_ignored_fields() -> None:

@@ -5,7 +5,20 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinyvllm.server.api import anthropic, chat, completions, embeddings, llamacpp, probes, responses, scoring, segments, utility
+from tinyvllm.server.api import (
+    anthropic,
+    batches,
+    chat,
+    completions,
+    embeddings,
+    files,
+    llamacpp,
+    probes,
+    responses,
+    scoring,
+    segments,
+    utility,
+)
 from tinyvllm.server.api.anthropic_body import CountRequest, MessagesRequest
 from tinyvllm.server.api.capabilities import capabilities
 from tinyvllm.server.api.responses_body import InputTokensRequest, ResponsesRequest
@@ -31,6 +44,7 @@ ENDPOINTS = (
     Endpoint("/v1/messages/count_tokens", CountRequest, anthropic.count_tokens, "Count the tokens of a conversation"),
     Endpoint("/v1/segments", segments.SegmentRequest, segments.register, "Compute a piece of context once and keep it"),
     Endpoint("/v1/embeddings", EmbeddingRequest, embeddings.answer, "Embed texts"),
+    Endpoint("/v1/batches", batches.BatchRequest, batches.create, "Answer a file of requests in the background"),
     Endpoint("/generate", GenerateRequest, utility.generate, "Continue one prompt, with the fields of SamplingParams"),
     Endpoint("/tokenize", TokenizeRequest, utility.tokenize, "Token ids of a text or a conversation"),
     Endpoint("/score", ScoreRequest, scoring.score, "Score pairs of texts"),
@@ -56,6 +70,14 @@ RESOURCES = (
     Resource("/v1/responses/{name}", responses.delete_response, "Forget a stored answer", method="DELETE"),
     Resource("/v1/responses/{name}/input_items", responses.list_input_items, "The items of a stored answer's request"),
     Resource("/v1/responses/{name}/cancel", responses.cancel_response, "Refused: no answer runs in the background", method="POST"),
+    Resource("/v1/files", files.upload, "Upload a file of requests", method="POST"),
+    Resource("/v1/files", files.list_files, "The files of this key"),
+    Resource("/v1/files/{name}", files.get_file, "One file"),
+    Resource("/v1/files/{name}/content", files.file_content, "The bytes of a file"),
+    Resource("/v1/files/{name}", files.delete_file, "Delete a file", method="DELETE"),
+    Resource("/v1/batches", batches.list_batches, "The batches of this key"),
+    Resource("/v1/batches/{name}", batches.get_batch, "One batch"),
+    Resource("/v1/batches/{name}/cancel", batches.cancel_batch, "Cancel a batch", method="POST"),
     Resource("/v1/capabilities", _capabilities, "The support of every request field"),
     Resource("/props", llamacpp.props, "The properties of the first model, in llama.cpp's form"),
     Resource("/tokenizer_info", utility.tokenizer_info, "The tokenizer of the first model"),

@@ -16,8 +16,10 @@ from urllib.parse import quote
 from starlette.requests import Request
 from starlette.types import Send
 
+from tinyvllm.server.core.batch_runner import Batches
 from tinyvllm.server.core.config import ServerConfig
 from tinyvllm.server.core.failures import Failure
+from tinyvllm.server.core.file_store import FileStore
 from tinyvllm.server.core.keys import Key, Keys
 from tinyvllm.server.core.limits import MAX_BODIES
 from tinyvllm.server.core.models import Models
@@ -37,6 +39,8 @@ class Service:
         self.models = models
         self.keys = keys
         self.segments = SegmentStore(models)
+        self.files = FileStore()
+        self.batches = Batches(self.files)
         self.responses = ResponseStore()
         self.started = int(time.time())
         self.draining = False

@@ -33,6 +33,13 @@ MAX_STORED_KEY_BYTES = 16 * 2**20  # of these, as JSON
 MAX_STORED_BYTES = 64 * 2**20  # for all keys
 MAX_STORED_AGE = 24 * 3600  # seconds
 
+MAX_FILE = 64 * 2**20  # bytes of an uploaded file
+MAX_FILES = 100  # of a key
+MAX_FILES_BYTES = 256 * 2**20  # of all files, and of the answers of a batch that runs: they are in memory
+MAX_BATCHES = 100  # of a key; then the oldest finished one leaves
+MAX_BATCH_LINES = 50_000
+MAX_BATCH_ERRORS = 100  # that a batch with wrong lines names
+
 MAX_HEAD = 64 * 1024  # bytes of a request's head
 MAX_HEADERS = 200
 RESERVED_TOKENS = 1_024  # output tokens that a request without max_tokens reserves of its key's tokens_per_minute

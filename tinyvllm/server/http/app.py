@@ -60,15 +60,16 @@ def create_app(config: ServerConfig, models: Models, keys: Keys | None = None) -
     app.add_exception_handler(Exception, _on_unexpected)
     app.openapi = lambda: {**openapi(app, ENDPOINTS), "servers": [{"url": config.root_path or "/"}]}  # type: ignore[method-assign]
     paths = Paths((route.path for route in (*ENDPOINTS, *RESOURCES)), config.root_path)
-    guarded = CORSMiddleware(
-        Middleware(app, service, access_log, paths),
+    service.batches.app = guarded = Middleware(app, service, access_log, paths)
+    with_cors = CORSMiddleware(
+        guarded,
         config.cors_origins,
         allow_methods=["*"],
         allow_headers=["*"],
         allow_origin_regex=LOCAL_ORIGINS,
         expose_headers=_EXPOSED_HEADERS,
     )
-    return guarded, service
+    return with_cors, service
 
 
 def _mount_routes(app: FastAPI) -> None:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinyvllm.server.core.context import SCOPE_KEY, RequestContext, Service, request_id
 from tinyvllm.server.core.failures import Failure
 from tinyvllm.server.core.keys import Key
+from tinyvllm.server.core.local_call import SCOPE_OWNER
 from tinyvllm.server.core.response import ResponseWriter
 from tinyvllm.server.http.log_writer import LogWriter
 from tinyvllm.server.http.origins import Origins
@@ -89,7 +90,9 @@ class Middleware:
                 context.owner.leave()
 
     def _find_key(self, context: RequestContext) -> Key:
-        path = context.scope["path"]
+        path, owner = context.scope["path"], context.scope.get(SCOPE_OWNER)
+        if isinstance(owner, Key):
+            return owner
         if path in _PUBLIC_PATHS or path.startswith("/page/"):
             return self._service.keys.anonymous
         bearer = context.header(b"authorization") or ""

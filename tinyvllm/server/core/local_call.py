@@ -1,0 +1,42 @@
+"""Requests to the ASGI application from within the process: batch files and /v1/batches. Imports nothing of the server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+SCOPE_OWNER = "tinyvllm.owner"  # where the scope of such a request holds its API key: a client cannot write into a scope
+
+
+async def call(app: ASGIApp, path: str, body: bytes, key: object = None) -> tuple[int, dict[str, str], bytes]:
+    """(status, headers, body) of a POST to the application, without a socket; with `key`, an API key of the server, in its name."""
+    bodies, finished = [body], asyncio.Event()
+    head: dict[str, Any] = {}
+    pieces: list[bytes] = []
+
+    async def receive() -> dict[str, Any]:
+        if bodies:
+            return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+        await finished.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            head.update(message)
+        else:
+            pieces.append(message.get("body", b""))
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http", "path": path,
+        "raw_path": path.encode(), "query_string": b"", "root_path": "", "client": None, "server": ("localhost", None), SCOPE_OWNER: key,
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
+    }  # fmt: skip
+    try:
+        await app(scope, receive, send)
+    finally:
+        finished.set()
+    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in head["headers"]}
+    return head["status"], headers, b"".join(pieces)
