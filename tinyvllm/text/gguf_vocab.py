@@ -24,9 +24,11 @@ _SOURCE = "GGUF tokenizer"
 _KEY = "tokenizer.ggml."
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_GPT2_SPACES = _GPT2.removesuffix(r"|\s+")
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _WORDS % r"\p{N}{1,3}"
 _QWEN2 = _WORDS % r"\p{N}"
+_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")  # marks belong to words
 _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
@@ -61,7 +63,9 @@ class WordRules:
 
 
 _WORD_RULES: dict[str, WordRules] = {
-    "default": WordRules((r"[\p{P}\$\+<=>\^~\|]+", _GPT2.removesuffix(r"|\s+"), r"\p{N}+", "[0-9][0-9][0-9]")),
+    "default": WordRules((r"[\p{P}\$\+<=>\^~\|]+", _GPT2_SPACES, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "falcon": WordRules((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2_SPACES, "[0-9][0-9][0-9]")),
+    "mpt": WordRules((_GPT2_SPACES,)),
     "gpt-2": WordRules((_GPT2,)),
     "llama-bpe": WordRules((_LLAMA3,), whole_words=True, add_bos=True),
     "llama3": WordRules((_LLAMA3,), whole_words=True, add_bos=True),
@@ -69,6 +73,7 @@ _WORD_RULES: dict[str, WordRules] = {
     "smaug-bpe": WordRules((_LLAMA3,)),
     "dbrx": WordRules((_LLAMA3,)),
     "qwen2": WordRules((_QWEN2,), nfc=True),
+    "qwen35": WordRules((_QWEN35,)),
     "deepseek-r1-qwen": WordRules((_QWEN2,)),
     "stablelm2": WordRules((_QWEN2,)),
     "tekken": WordRules((_TEKKEN,), whole_words=True, add_bos=True),
