@@ -366,8 +366,8 @@ def prefix(llm: Any, rounds: int) -> Iterator[Result]:
 def gap(llm: Any, rounds: int) -> Iterator[Result]:
     engine, decoding, length = llm.engine, 8, 4096
     limits, stepping, chance = engine.scheduler.limits, Stepping(llm), random.Random(5)
-    for budget in (64, 256, 512):
-        engine.scheduler.limits = replace(limits, max_batched_tokens=budget)
+    for budget, target in ((64, None), (256, None), (512, None), (512, 0.25)):
+        engine.scheduler.limits = replace(limits, max_batched_tokens=budget, max_step_seconds=target)
         stepping.begin([prompt(16, chance) for _ in range(decoding)])
         alone = median(seconds_of(stepping.steps, 1) for _ in range(2 * rounds))
         piece = budget - decoding
@@ -376,9 +376,10 @@ def gap(llm: Any, rounds: int) -> Iterator[Result]:
         timed = spread([one_round(partial(_extend, gaps, engine, length, chance))])
         stepping.stop()
         worst, usual = 1e3 * max(gaps), 1e3 * median(gaps)
+        name = f"gap, budget {budget}" if target is None else f"gap, target {1e3 * target:.0f} ms"
         yield Result(
-            f"gap, budget {budget}", f"{worst:.0f} ms", f"usual {usual:.0f} ms, {1e3 * alone:.0f} alone; first token {sum(gaps):.1f} s", "",
-            {"what": "gap", "budget": budget, "decoding": decoding, "prompt": length, "worst_ms": round(worst, 1),
+            name, f"{worst:.0f} ms", f"usual {usual:.0f} ms, {1e3 * alone:.0f} alone; first token {sum(gaps):.1f} s", "",
+            {"what": "gap", "budget": budget, "target_s": target, "decoding": decoding, "prompt": length, "worst_ms": round(worst, 1),
              "median_ms": round(usual, 1), "alone_ms": round(1e3 * alone, 2), "first_token_s": round(sum(gaps), 2)},
             (timed,),
         )  # fmt: skip
