@@ -687,7 +687,8 @@ def test_a_bar_appears_when_loading_takes_long(
 def test_main_from_start_to_end(tiny_model: Path) -> None:
     done = run("--model", str(tiny_model), "--prompt", "hello", "--max-tokens", "4", "--num-blocks", "1", "--seed", "1", "--device", "cpu")
     assert done.returncode == 0 and done.stdout.endswith("\n"), done.stderr
-    line, tinygrad = done.stderr.splitlines()
+    *remarks, line, tinygrad = done.stderr.splitlines()  # with a cold cache one of them is about kernels that compile
+    assert remarks[-1].startswith("the context is 16 tokens by default") and len(remarks) <= 2, done.stderr
     assert "6 prompt + " in line and tinygrad == "True"
 
 
