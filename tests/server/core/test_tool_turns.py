@@ -45,7 +45,7 @@ def test_templates_with_a_tool_role_are_as_they_are() -> None:
 
 def test_a_template_that_refuses_something_else_says_so() -> None:
     with pytest.raises(TokenizerError, match="the roles are system, user and assistant"):
-        _render_with_results(load_tokenizer(DEMO), Conversation([{"role": "wizard", "content": "a"}, *MESSAGES]))
+        _render_with_results(load_tokenizer(DEMO), Conversation([{"role": "developer", "content": "a"}, *MESSAGES]))
 
 
 def test_roles_alternate() -> None:
