@@ -1,4 +1,4 @@
-"""Hostile bodies: of forty thousand mistakes the first ones are named, and every list has a limit that its error names."""
+"""Hostile bodies: of twenty thousand mistakes the first ones are named, and every list has a limit that its error names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tinyvllm.server.core.failures import Failure
 from tinyvllm.server.core.params import structured_outputs
 from tinyvllm.server.core.schema import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 
-MANY = 40_000
+MANY = 20_000
 ASK = {"role": "user", "content": "a"}
 BODIES: dict[str, tuple[type[Body], dict[str, Any], str, str]] = {  # model, body, the field named, further text of the message
     "unknown in entries": (

@@ -51,7 +51,7 @@ def idle(server: Running) -> bool:
         (b"\xff\xfe{}", 400, "JSON"),
         (b'{"messages": [{"role": "user", "content": "\xff"}]}', 400, "JSON"),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, "JSON"),
-        (b"[" * 100000, 400, "JSON"),
+        (b"[" * 40000, 400, "JSON"),
         (b'{"messages": []}', 400, "messages"),
         (b'{"messages": "hello"}', 400, "messages"),
         (b'{"messages": [{"content": "a"}]}', 400, "messages[0].role"),
@@ -66,7 +66,7 @@ def idle(server: Running) -> bool:
         (b'{"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}', 400, "tool"),
         (b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "deadline_ms": 0}', 400, "deadline_ms"),
         (b'{"messages": [{"role": "user", "content": "a"}], "model": "other"}', 404, "other"),
-        (b'{"messages": [' + b'{"role": "user", "content": 5},' * 50000 + b"1]}", 400, "50000 further entries of messages"),
+        (b'{"messages": [' + b'{"role": "user", "content": 5},' * 40000 + b"1]}", 400, "40000 further entries of messages"),
     ],
 )
 def test_invalid_bodies(server: Running, raw: bytes, status: int, word: str) -> None:

@@ -15,7 +15,7 @@ __all__ = ["MAX_COUNT", "MAX_TOKEN_IDS", "MAX_WORDS", "check_containers"]  # tho
 
 MAX_BODY = 4 * 2**20  # bytes; default of --max-body
 THREAD_BODY = 100_000  # bytes; longer bodies are parsed and checked in a thread
-MAX_CONTAINERS = 100_000  # arrays and objects of a body: parsing a million takes half a second, during which no other thread runs
+MAX_CONTAINERS = 50_000  # arrays and objects of a body: parsing a million takes half a second, during which no other thread runs
 
 MAX_MESSAGES = 10_000  # messages of a conversation, or items
 MAX_PARTS = 1_000  # parts or blocks of a message, its tool calls
