@@ -314,9 +314,9 @@ class AsyncLLM:
                 self._closing = True
                 mailboxes, self._mailboxes, self._keys = list(self._mailboxes.values()), {}, {}
                 on_failure = self._on_failure
-            self._deliver([(mailbox, failure) for mailbox in mailboxes])
             if self._failure is not None and on_failure is not None:
-                on_failure(self._failure)
+                on_failure(self._failure)  # first: a caller that has its error finds the server in the state that follows from it
+            self._deliver([(mailbox, failure) for mailbox in mailboxes])
             try:
                 engine.close()
             except Exception as error:

@@ -109,7 +109,7 @@ class Server(uvicorn.Server):
         await self._stopping.wait()
 
     def _on_engine_failure(self, model: str, error: BaseException) -> None:
-        """An engine has ended, and its requests have their errors. Without it the server is of no use: what is in flight may end."""
+        """An engine has ended, and its requests get their errors. Without it the server is of no use: what is in flight may end."""
         if self._failure is None:
             self._service.engine_failure = f"the engine of model {model} has ended ({type(error).__name__})"
             text = " ".join(f"{error}".split())
