@@ -58,18 +58,17 @@ def test_requests_in_flight_get_errors_and_the_server_ends(monkeypatch: pytest.M
     assert ready.wait(120)
     with httpx.Client(base_url=url_of(config, sock), trust_env=False, timeout=120) as client:
         address = client.base_url.host, client.base_url.port
-        with (
-            socket.create_connection(address) as unfinished,
-            client.stream("POST", "/v1/completions", json={**ASK, "stream": True}) as stream,
-        ):
+        with socket.create_connection(address) as unfinished:
+            # a request whose body is incomplete keeps the server open, so that the probe and the next request are answered; it is sent
+            # before the stream's, and so the server has its head when the stream has its first event
             unfinished.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
             )
-            lines = stream.iter_lines()
-            assert next(lines).startswith("data: ")
-            broken.set()
-            assert any("internal_error" in line and "Broken" in line and "a prompt" not in line for line in lines)
-            # the request whose body is incomplete keeps the server open, so that the probe and the next request are answered
+            with client.stream("POST", "/v1/completions", json={**ASK, "stream": True}) as stream:
+                lines = stream.iter_lines()
+                assert next(lines).startswith("data: ")
+                broken.set()
+                assert any("internal_error" in line and "Broken" in line and "a prompt" not in line for line in lines)
             ready_now, refused = client.get("/ready"), client.post("/v1/completions", json=ASK)
             assert ready_now.status_code == refused.status_code == client.get("/health").status_code == 503
             assert "the engine of model demo has ended (Broken)" in ready_now.json()["error"]["message"]
