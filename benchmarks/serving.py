@@ -23,7 +23,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -232,6 +232,16 @@ def parse_prefix(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def ready_url(stderr: Iterable[str]) -> str:
+    """The URL of a server's ready line; other lines may come before. SystemExit with all of them if there is none."""
+    lines = []
+    for line in stderr:
+        if line.startswith("ready: "):
+            return line.split()[1]
+        lines.append(line)
+    raise SystemExit(f"serving: the server did not start: {''.join(lines)}")
+
+
 @contextlib.contextmanager
 def own_server(options: Sequence[str]) -> Iterator[tuple[str, int]]:
     """(url, process id) of a server of ours on a free port."""
@@ -239,10 +249,7 @@ def own_server(options: Sequence[str]) -> Iterator[tuple[str, int]]:
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stderr is not None
     try:
-        line = process.stderr.readline()
-        if not (found := re.search(r"https?://\S+", line)):
-            raise SystemExit(f"serving: the server did not start: {line}{process.stderr.read()}")
-        yield found[0], process.pid
+        yield ready_url(process.stderr), process.pid
     finally:
         process.terminate()
         process.wait(60)

@@ -89,8 +89,14 @@ class Server:
             time.sleep(0.1)
 
     def complaints(self) -> str:
-        """Its stderr output after the ready line."""
-        return self.log.read_text(errors="replace").partition("\n")[2]
+        """Its stderr output but for the ready line and the notice of compiling."""
+        return complaints_in(self.log.read_text(errors="replace"))
+
+
+def complaints_in(text: str) -> str:
+    """The lines of a server's stderr that tell of something wrong. With empty caches, one line says that kernels are compiled."""
+    lines = text.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith(("ready: ", "kernels are being compiled ")))
 
 
 @contextlib.contextmanager
@@ -103,7 +109,7 @@ def serving(*options: str) -> Iterator[Server]:
             command = [sys.executable, "main.py", "serve", "--port", "0", "--no-access-log", *options]
             process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=file)
         try:
-            while not (found := re.search(r"^ready: (\S+) .*\n", log.read_text())):
+            while not (found := re.search(r"^ready: (\S+) .*\n", log.read_text(), re.MULTILINE)):
                 if process.poll() is not None or time.perf_counter() - began > 120:
                     raise SystemExit(f"the server did not start: {log.read_text()}")
                 time.sleep(0.005)

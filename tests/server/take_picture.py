@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import re
 import subprocess
 import sys
 import threading
 import urllib.request
 from pathlib import Path
 
+from benchmarks.serving import ready_url
 from tests.server import browser
 
 ROOT = Path(__file__).parents[2]
@@ -60,11 +60,10 @@ def main() -> None:
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stderr is not None
     try:
-        found = re.search(r"http://\S+", process.stderr.readline())
-        assert found, "the server did not start"
+        url = ready_url(process.stderr)
         for number in range(OTHERS):
-            threading.Thread(target=ask, args=(found[0], number), daemon=True).start()
-        picture = take(found[0], options.dark)
+            threading.Thread(target=ask, args=(url, number), daemon=True).start()
+        picture = take(url, options.dark)
     finally:
         process.kill()
         process.wait()
