@@ -15,7 +15,10 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
 def test_a_model_that_does_not_fit_is_rejected_with_advice():
-    with cuda_device(capacity=8 << 20), pytest.raises(OutOfMemoryError, match="do not fit CUDA: .*; lower --num-blocks or --kv-memory"):
+    with (
+        cuda_device(capacity=8 << 20),
+        pytest.raises(OutOfMemoryError, match="the weights need 13 MiB, 8 MiB can be allocated .*; use a smaller"),
+    ):
         LLM(MODEL, device="CUDA", max_model_len=128, num_blocks=8)
 
 

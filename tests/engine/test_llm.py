@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import json
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -194,6 +196,15 @@ def test_sampling_params_of_the_wrong_kind_are_refused():
     for wrong in (5, "x", [5]):
         with pytest.raises(ArgumentError, match="sampling_params must be"):
             spread(wrong, SamplingParams(), 1)
+
+
+def test_a_closed_engine_keeps_no_weights(tiny_model: Path) -> None:
+    """A closed LLM may live on in a variable; its model, and the captures that share an arena with later engines, may not."""
+    llm = LLM(tiny_model, max_model_len=64)
+    runner = weakref.ref(llm.engine.runner)
+    llm.close()
+    gc.collect()
+    assert runner() is None
 
 
 def test_a_closed_engine_says_so(tiny_model: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.notices import without_notices
 from tests.storage.test_digests import edit
 from tinyvllm import LLM, AsyncLLM, SamplingParams
 from tinyvllm.errors import OutputError
@@ -84,7 +85,7 @@ def test_a_file_that_cannot_be_used_means_a_cold_start(
         path.with_name("key").write_bytes(b"short")
     with caplog.at_level(logging.WARNING, "tinyvllm"):
         assert ask(tiny_model, tmp_path) == (48 if damage == "damaged" else 0, tokens)
-    (message,) = caplog.messages
+    (message,) = without_notices(caplog.messages)
     assert {"torn": "truncated", "foreign": "not a prefix cache", "damaged": "are damaged", "no key": "it starts without blocks"}[
         damage
     ] in message
@@ -97,7 +98,7 @@ def test_keys_and_values_of_something_else_are_not_taken(
 ) -> None:
     ask(tiny_model, tmp_path)
     assert ask(tiny_model, tmp_path, **other)[0] == 0
-    assert len(caplog.messages) == 1
+    assert len(without_notices(caplog.messages)) == 1
 
 
 def test_other_kernels_are_something_else(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,17 +123,17 @@ def test_a_folder_of_others_is_refused(tiny_model: Path, tmp_path: Path, caplog:
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept").chmod(0o777)
     _, tokens = ask(tiny_model, tmp_path / "kept")
-    (message,) = caplog.messages
+    (message,) = without_notices(caplog.messages)
     assert "will not outlive this process" in message and "put another folder in its place" in message
     caplog.clear()
-    assert ask(tiny_model, Path("/dev/null/kept")) == (0, tokens) and len(caplog.messages) == 1
+    assert ask(tiny_model, Path("/dev/null/kept")) == (0, tokens) and len(without_notices(caplog.messages)) == 1
 
 
 def test_models_share_a_folder(tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _, tokens = ask(tiny_model, tmp_path)
     assert ask(tiny_model, tmp_path, load_format="dummy")[0] == 0
     assert ask(tiny_model, tmp_path) == (48, tokens)
-    assert ask(tiny_model, tmp_path, load_format="dummy")[0] == 48 and not caplog.messages
+    assert ask(tiny_model, tmp_path, load_format="dummy")[0] == 48 and not without_notices(caplog.messages)
 
 
 def test_what_was_cached_is_there_while_the_engine_runs(tiny_model: Path, tmp_path: Path) -> None:
@@ -178,6 +179,6 @@ def test_a_disk_that_fails_while_the_engine_runs_is_said_once(
             llm.generate({"prompt_token_ids": [n] * 40}, GREEDY)
             while (pause := llm.engine.on_idle()) is not None:
                 time.sleep(pause)
-    (message,) = caplog.messages
+    (message,) = without_notices(caplog.messages)
     assert "not written any more while the engine runs: prefix cache: no space left" in message
     assert ask(tiny_model, tmp_path) == (48, tokens)

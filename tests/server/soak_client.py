@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.notices import without_notices
+
 ROOT = Path(__file__).parents[2]
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -94,9 +96,8 @@ class Server:
 
 
 def complaints_in(text: str) -> str:
-    """The lines of a server's stderr that tell of something wrong. With empty caches, one line says that kernels are compiled."""
-    lines = text.splitlines(keepends=True)
-    return "".join(line for line in lines if not line.startswith(("ready: ", "kernels are being compiled ")))
+    """The lines of a server's stderr that tell of something wrong."""
+    return "\n".join(line for line in without_notices(text.splitlines()) if not line.startswith("ready: "))
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ planted row runs code. So tinygrad's two functions that read and write it are re
 from __future__ import annotations
 
 import dataclasses
+import enum
 import hashlib
 import importlib
 import io
@@ -38,9 +39,18 @@ _machine = ""
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member  # how Python 3.11.0 to 3.11.3 pickle a member of an enumeration
         if name not in _CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return getattr(importlib.import_module(module), name)
+
+
+def _member(kind: Any, name: Any) -> enum.Enum:
+    """A member of one of the enumerations among `_CLASSES`; no other attribute of anything."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"it asks for {name!r:.80} of {kind!r:.80}")
+    return kind.__members__[name]
 
 
 def _load(table: str, key: object) -> Any:

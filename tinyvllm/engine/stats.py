@@ -49,6 +49,9 @@ class EngineStats(EngineObserver):
         self._with_receipt: list[tuple[Scheduled, ActiveRequest]] = []  # entries of the last schedule whose requests want a receipt
         self._billed: dict[ActiveRequest, None] = {}  # requests whose receipts have this step, each once
 
+    def engine_closed(self) -> None:
+        self._num_captures = lambda: 0  # the function holds the runner, and with it the weights
+
     def step_started(self) -> None:
         self.step = StepStats()
         self._captures_before = self._num_captures()
