@@ -18,6 +18,7 @@ from tinyvllm.backends import autotune, registry
 from tinyvllm.backends.metal import plan as metal_records
 from tinyvllm.config import DEFAULT_MODEL as MODEL
 from tinyvllm.runner.prepare import StepInputs
+from tinyvllm.storage.cache import open_cache
 
 OPTIONS: dict[str, Any] = dict(max_model_len=128, max_num_seqs=32, seed=0)
 TEXTS = ["Once upon a time", "Hello! How are you?", "7 + 5 =", '{"name": "', "The old gardener", "In Willowmere"]
@@ -88,7 +89,7 @@ def test_tuning_changes_no_token_and_is_cached(gpu, monkeypatch, tmp_path):
             assert tokens(tuned, TEXTS[:1]) == expected
     finally:
         autotune.tuner.cache_clear()
-    kept = json.loads((tmp_path / autotune.FILE).read_text())
+    kept = json.loads(open_cache(tmp_path).read(autotune.FILE))
     assert {key.split()[0] for figures in kept.values() for key in figures} & {"matvec", "norm_gate_up_silu", "norm_qkv_rope_store"}
 
 
