@@ -53,6 +53,7 @@ def decode_batch(T: int, context: int, S: int) -> Any:
 
     M = -(-context // S)
     return SimpleNamespace(
+        shared_prefix_lens=None,
         positions=ints([context - 1] * T), slots=ints([t * M * S + context - 1 for t in range(T)]), rows=ints([T]), decodes=ints([T]),
         block_tables=ints(np.arange(T * M).reshape(T, M)), query_starts=ints(range(T + 1)), context_lens=ints([context] * T),
         chunks=ints([T, 0]), samples=ints(range(T)), sample_count=ints([T]), num_blocks=M, num_decodes=T, num_chunks=0, max_query=1,
