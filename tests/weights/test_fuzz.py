@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from tests.mutations import mutate_bytes
 from tinyvllm.errors import FormatError, ModelError
 from tinyvllm.weights.gguf import read_gguf
 from tinyvllm.weights.safetensors import read_safetensors, read_sharded
 
 MUTATIONS = 2000
 # Values that sit on the edges of length checks.
-EDGES = [struct.pack("<Q", v) for v in (0, 1, 2**31, 2**32 - 1, 2**60, 2**63 - 1, 2**63, 2**64 - 1)] + [struct.pack("<I", 2**32 - 1)]
 
 
 def whole_safetensors(path):
@@ -61,29 +61,6 @@ def check(reader, path, data):
     return True
 
 
-def mutate(rng, data):
-    out = bytearray(data)
-    for _ in range(rng.choice((1, 1, 2, 4))):
-        spot = rng.randrange(len(out))
-        match rng.randrange(6):
-            case 0:
-                out[spot] = rng.randrange(256)
-            case 1:
-                out[spot] ^= 1 << rng.randrange(8)
-            case 2:
-                edge = rng.choice(EDGES)
-                out[spot : spot + len(edge)] = edge
-            case 3:
-                del out[spot : spot + rng.randrange(1, 16)]
-            case 4:
-                out[spot:spot] = out[rng.randrange(len(out)) :][: rng.randrange(1, 64)]
-            case 5:
-                out = out[: spot + 1]
-        if not out:
-            break
-    return bytes(out)
-
-
 @pytest.mark.parametrize("name", READERS)
 def test_mutated_files(tmp_path, name):
     write, reader = READERS[name]
@@ -92,7 +69,7 @@ def test_mutated_files(tmp_path, name):
     assert check(reader, path, data)
     rng = random.Random(2)
     tracemalloc.start()
-    accepted = sum(check(reader, path, mutate(rng, data)) for _ in range(MUTATIONS))
+    accepted = sum(check(reader, path, mutate_bytes(rng, data)) for _ in range(MUTATIONS))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert 0 < accepted < MUTATIONS  # changed weights are no damage that a reader could see
