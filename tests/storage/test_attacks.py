@@ -149,7 +149,9 @@ if len(sys.argv) > 3:
     pwd.getpwuid = no_entry
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 from tinyvllm.runner import weight_cache
+from tinyvllm.storage import digests
 weight_cache.MIN_BYTES = 0
+digests._SETTLED_NS = 0  # the test has just written the model: its digest is remembered all the same
 from tinyvllm import LLM, SamplingParams
 with LLM(sys.argv[1], num_blocks=24, prefix_cache_dir=sys.argv[2]) as llm:
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -183,7 +185,7 @@ def started(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 def files_of(folder: Path) -> list[Path]:
     kept = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    assert {path.parent.name for path in kept} >= {"kernels", "tinygrad", "weights"}
+    assert {path.parent.name for path in kept} >= {"kernels", "tinygrad", "weights", "digests"}
     return kept
 
 
