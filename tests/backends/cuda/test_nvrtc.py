@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -114,11 +115,68 @@ def test_tinygrads_compiler_finds_library_and_headers(tmp_path):
     assert (folder / "include/cuda_fp16.h").is_file() and (folder / "include/nv/target").is_file()
 
 
-def test_what_the_user_has_set_stays(monkeypatch, tmp_path):
+def test_the_users_cuda_path_does_not_hide_the_driver(monkeypatch, tmp_path):
+    """tinygrad looks for the driver in CUDA_PATH itself: it becomes a folder with a link to it, and with all that the user's has."""
+    toolkit, driver = tmp_path / "toolkit", tmp_path / "driver" / "libcuda.so.1"
+    for place in ("bin/nvcc", "include/cuda_fp16.h", "include/nv/target"):
+        (toolkit / place).parent.mkdir(parents=True, exist_ok=True)
+        (toolkit / place).touch()
+    monkeypatch.setattr(nvrtc, "_loaded_from", lambda name: driver)
+    monkeypatch.setattr(nvrtc, "_headers", lambda library: [toolkit / "include"])
     monkeypatch.setenv("NVRTC_PATH", "/some/libnvrtc.so")
-    monkeypatch.setenv("CUDA_PATH", "/some/cuda")
-    nvrtc.provide_nvrtc(tmp_path)
-    assert (os.environ["NVRTC_PATH"], os.environ["CUDA_PATH"]) == ("/some/libnvrtc.so", "/some/cuda") and not any(tmp_path.iterdir())
+    monkeypatch.setenv("CUDA_PATH", str(toolkit))
+    for _ in range(2):  # the second time, CUDA_PATH is the folder of links, as in a child process
+        nvrtc.provide_nvrtc(tmp_path / "cache")
+        links = Path(os.environ["CUDA_PATH"])
+        assert links.parent == tmp_path / "cache" and (links / "libcuda.so.1").readlink() == driver
+        assert (links / "bin/nvcc").is_file() and (links / "include/cuda_fp16.h").is_file()
+        assert nvrtc._named_toolkits()[0] == toolkit, "the user's choice is remembered"
+    assert os.environ["NVRTC_PATH"] == "/some/libnvrtc.so" and len(list((tmp_path / "cache").iterdir())) == 1
+
+
+@pytest.mark.parametrize("user", [None, "/no/such/folder"])
+def test_the_driver_is_linked_with_any_cuda_path(monkeypatch, tmp_path, user):
+    monkeypatch.setattr(nvrtc, "_loaded_from", lambda name: tmp_path / "libcuda.so.1")
+    monkeypatch.setattr(nvrtc, "_headers", lambda library: [])
+    monkeypatch.setenv("NVRTC_PATH", "/some/libnvrtc.so")
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    if user is not None:
+        monkeypatch.setenv("CUDA_PATH", user)
+    for _ in range(2):
+        nvrtc.provide_nvrtc(tmp_path / "cache")
+        assert (Path(os.environ["CUDA_PATH"]) / "libcuda.so.1").is_symlink()
+        assert nvrtc._users_toolkit() == (None if user is None else Path(user))
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def nvrtc_wheels() -> list[Path]:
+    """NVRTC of each wheel that is installed here."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
+    return [path for root in roots for path in sorted(root.glob("*/lib/libnvrtc.so*"))]
+
+
+def test_the_wheels_of_cuda_12_and_13_are_both_tested():
+    assert {path.name for path in nvrtc_wheels()} == {"libnvrtc.so.12", "libnvrtc.so.13"}, "try `make test`, which installs both"
+
+
+COMPILE = """
+import sys
+from tinyvllm.backends.cuda import nvrtc
+from tinyvllm.backends.kernel import Kernel
+nvrtc.kernel_text = lambda kernel: 'extern "C" __global__ void scale(float *out) { *out = 2; }'
+code = nvrtc.cubin(Kernel.cuda("scale", "sm_80", 1, 0, (1, 1, 1), 32), "sm_90")
+print(nvrtc._nvrtc().path, code[1:4].decode())
+"""
+
+
+@pytest.mark.parametrize("library", nvrtc_wheels(), ids=lambda path: path.name)
+def test_a_wheel_compiles_without_help_of_the_dynamic_loader(tmp_path, library):
+    """CUDA 13's NVRTC opens libnvrtc-builtins by its bare name and has no RUNPATH: the loader does not search the wheel's folder."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("LD_LIBRARY_PATH", "LD_PRELOAD")}
+    environ |= {"NVRTC_PATH": str(library), "TINYVLLM_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environ, capture_output=True, text=True)
+    assert done.stdout.split() == [str(library), "ELF"], done.stderr
 
 
 def test_wheels_of_cuda_13_and_toolkits_are_found(monkeypatch, tmp_path):

@@ -27,6 +27,7 @@ from tinyvllm.storage.folders import reason_of, remove, warn_once
 NOT_FOUND = "CUDA found a GPU but no NVRTC, the compiler of its kernels; try `pip install tinyvllm[cuda]`"
 # Sums are written as they shall be rounded: only an explicit fmaf fuses. 177: functions of a header that a kernel does not use.
 _OPTIONS = ("--fmad=false", "--std=c++17", "--diag-suppress=177")
+_USERS_TOOLKIT = "toolkit"  # in the folder of links, a link to what CUDA_PATH named before
 _LOADER_NAMES = ("libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12")
 
 
@@ -78,18 +79,17 @@ def read_report(said: str) -> Report:
 
 
 def provide_nvrtc(cache: Path) -> None:
-    """Set NVRTC_PATH and CUDA_PATH, where the user has not, so that tinygrad's compiler of CUDA kernels finds library and headers.
+    """Set NVRTC_PATH, where the user has not, and CUDA_PATH, so that tinygrad finds driver, headers and the compiler of CUDA kernels.
 
-    tinygrad reads both when its CUDA device is first opened, and does not follow the symbolic links of the dynamic loader. It also looks
-    for the driver under CUDA_PATH. So CUDA_PATH becomes a folder of links in `cache`. KernelError where there is no NVRTC.
+    tinygrad reads both when its CUDA device is first opened, does not search where the dynamic loader does, and looks for the driver right
+    in CUDA_PATH, where no toolkit has it. So CUDA_PATH becomes a folder of links in `cache`: to the headers, to the driver, and to what is
+    in the toolkit that the user's CUDA_PATH names. KernelError where there is no NVRTC.
     """
-    found = _nvrtc().path
-    found = found if found.is_absolute() else _loaded_from(found.name) or found
-    os.environ.setdefault("NVRTC_PATH", str(found))
-    if "CUDA_PATH" not in os.environ:
-        links = _folder_of_links(open_cache(cache).path, _headers(found), _loaded_from("libcuda.so.1"))
-        if links is not None:
-            os.environ["CUDA_PATH"] = str(links)
+    nvrtc = _nvrtc()
+    os.environ.setdefault("NVRTC_PATH", str(nvrtc.path))
+    links = _folder_of_links(open_cache(cache).path, _headers(nvrtc.path), _loaded_from("libcuda.so.1"), _users_toolkit())
+    if links is not None:
+        os.environ["CUDA_PATH"] = str(links)
 
 
 def _target(row: str, arch: str | None) -> str:
@@ -109,6 +109,7 @@ class _Nvrtc:
         self.version = f"nvrtc {major.value}.{minor.value}"
         self.extra = ("--minimal",) if (major.value, minor.value) >= (12, 4) else ()
         self.architectures = self._architectures()
+        self._builtins = _load_builtins(path, f"{major.value}.{minor.value}")  # kept, for tinygrad's compiler too
 
     def _architectures(self) -> tuple[int, ...]:
         count = ctypes.c_int()
@@ -161,12 +162,28 @@ def _nvrtc() -> _Nvrtc:
             library = ctypes.CDLL(str(path))
         except OSError:
             continue
-        return _Nvrtc(path, library)
+        return _Nvrtc(path if path.is_absolute() else _loaded_from(path.name) or path, library)
     raise KernelError(NOT_FOUND)
 
 
+def _load_builtins(nvrtc: Path, version: str) -> ctypes.CDLL | None:
+    """The library next to NVRTC that it opens by its bare name at the first compilation; None where there is none.
+
+    The wheel of CUDA 13 does not tell the dynamic loader to search NVRTC's own folder (it has no RUNPATH; CUDA 12's has). A library that
+    the process has loaded is found by its name wherever it is.
+    """
+    places = [*nvrtc.parent.glob("libnvrtc-builtins.so*"), *nvrtc.resolve().parent.glob("libnvrtc-builtins.so*")]
+    places.sort(key=lambda place: not place.name.endswith(f".so.{version}"))  # others serve where that one is missing
+    for place in places:
+        try:
+            return ctypes.CDLL(str(place))
+        except OSError:
+            continue
+    return None
+
+
 def _candidates() -> Iterator[Path]:
-    """Where libnvrtc may lie, best first; a bare name is for the dynamic loader."""
+    """Where libnvrtc may be, best first; a bare name is for the dynamic loader."""
     named = os.environ.get("NVRTC_PATH", "")
     if named and Path(named).is_file():
         yield Path(named)
@@ -177,7 +194,17 @@ def _candidates() -> Iterator[Path]:
 
 
 def _named_toolkits() -> list[Path]:
-    return [Path(os.environ[name]) for name in ("CUDA_PATH", "CUDA_HOME") if os.environ.get(name)]
+    named = [_users_toolkit(), Path(os.environ["CUDA_HOME"]) if os.environ.get("CUDA_HOME") else None]
+    return [folder for folder in named if folder is not None]
+
+
+def _users_toolkit() -> Path | None:
+    """What CUDA_PATH names, or named before `provide_nvrtc` put the folder of links there, in this process or in its parent."""
+    named = Path(os.environ["CUDA_PATH"]) if os.environ.get("CUDA_PATH") else None
+    if named is None or not re.fullmatch(r"cuda-[0-9a-f]{16}", named.name):
+        return named
+    link = named / _USERS_TOOLKIT
+    return link.readlink() if link.is_symlink() else None
 
 
 def _usual_toolkits() -> list[Path]:
@@ -209,9 +236,14 @@ def _headers(library: Path) -> list[Path]:
     return [place for place in dict.fromkeys((fp16, target)) if place is not None]
 
 
-def _folder_of_links(cache: Path | None, headers: list[Path], driver: Path | None) -> Path | None:
-    """A folder with `include`, links to everything in `headers`, and a link to the driver; None, logged, where it cannot be written."""
+def _folder_of_links(cache: Path | None, headers: list[Path], driver: Path | None, toolkit: Path | None) -> Path | None:
+    """A folder with `include`, links to everything in `headers`, and links to the driver and to what the user's toolkit has.
+
+    None, logged, where it cannot be written.
+    """
     links = {f"include/{entry.name}": entry for folder in reversed(headers) for entry in sorted(folder.iterdir())}
+    if toolkit is not None:
+        links |= {entry.name: entry for entry in _entries(toolkit) if entry.name != "include"} | {_USERS_TOOLKIT: toolkit}
     if driver is not None:
         links["libcuda.so.1"] = driver
     if cache is None:
@@ -229,6 +261,13 @@ def _folder_of_links(cache: Path | None, headers: list[Path], driver: Path | Non
         warn_once(str(folder), f"CUDA: {folder}, links to headers for tinygrad's own kernels, cannot be written: {reason_of(error)}")
         return None
     return folder
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:  # the user's environment may name a folder that is not there
+        return []
 
 
 def _is_folder_of(folder: Path, links: Mapping[str, Path]) -> bool:
