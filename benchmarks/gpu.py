@@ -155,7 +155,7 @@ def environment(o: argparse.Namespace) -> None:
     from tests.kernels.cuda.samples import samples
     from tinyvllm.backends.cuda.call import gpu_at
 
-    kernels = samples(gpu_at(Tensor.empty(1, device=device)))
+    kernels = samples(gpu_at(Tensor.empty(1, device=device)), arch)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         compiled = dict(zip(kernels, pool.map(lambda kernel: _compile(kernel, arch), kernels.values()), strict=True))
     failed = {name: report for name, report in compiled.items() if isinstance(report, str)}

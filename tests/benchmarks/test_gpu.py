@@ -109,7 +109,7 @@ def test_environment_counts_and_complains(driver: Driver, tmp_path: Path, monkey
 
     good = Kernel.cuda("copy", "sm_80", 1, 1, (1, 1, 1), 512, WORDS=64, BLOCKS=1)
     bad = Kernel.cuda("copy", "sm_80", 1, 1, (1, 1, 1), 512)
-    monkeypatch.setattr(samples, "samples", lambda gpu: {"good": good, "bad": bad})
+    monkeypatch.setattr(samples, "samples", lambda gpu, arch: {"good": good, "bad": bad})
     with pytest.raises(SystemExit, match="1 kernels do not compile"):
         gpu.main(["environment", "--tiny", "--run", str(tmp_path / "run")])
     assert gpu.lines_of(tmp_path / "run")[0]["value"] == 1

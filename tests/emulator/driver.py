@@ -29,11 +29,16 @@ from tinyvllm.backends.source import kernel_text
 from tinyvllm.bridge.programs import DiskTable
 
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, INVALID_HANDLE, NOT_FOUND, NOT_READY = 1, 2, 201, 400, 500, 600
-ERRORS = {1: "invalid argument", 2: "out of memory", 201: "invalid device context", 400: "invalid resource handle", 500: "not found"}
+ERRORS = {
+    1: "invalid argument", 2: "out of memory", 201: "invalid device context", 400: "invalid resource handle", 500: "not found",
+    719: "unspecified launch failure",
+}  # fmt: skip
 DEFAULT_SHARED, MAX_SHARED_BYTES = 48 << 10, 227 << 10  # bytes a block: without and with the function's attribute
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 MULTIPROCESSORS, MULTIPROCESSOR_SHARED, MAX_SHARED = 16, 81, 97  # CU_DEVICE_ATTRIBUTE_...; MAX_SHARED is of one block
 _WITHOUT_CONTEXT = ("cuInit", "cuDevice", "cuDriver", "cuCtxCreate", "cuCtxSetCurrent", "cuGetError")
+LAUNCH_FAILED = 719
+_REPORTING = ("cuLaunch", "cuGraphLaunch", "cuEventSynchronize", "cuEventQuery", "cuCtxSynchronize", "cuMemcpy")
 INCLUDES = Path(__file__).parent / "include"
 
 
@@ -67,7 +72,8 @@ class Graph:
 class Driver:
     """One GPU of `capacity` bytes. `counts`: the number of calls of each function. `launched`: the name of each kernel that has run.
 
-    With `races`, races are checked in every kernel; without, kernels run twice as fast.
+    With `races`, races are checked in every kernel; without, kernels run twice as fast. `fail_once` names a kernel whose next launch fails:
+    its last block does not run, nor what follows in its graph. The next call that waits or launches returns LAUNCH_FAILED.
     """
 
     _numbers = itertools.count(0x1000, 16)  # handles; unique across drivers
@@ -76,6 +82,7 @@ class Driver:
                  races: bool = True):  # fmt: skip
         self.counts: Counter[str] = Counter()
         self.launched: list[str] = []
+        self.fail_once: str | None = None
         self.device: dict[int, np.ndarray] = {}  # device memory by address
         self.pinned: dict[int, np.ndarray] = {}
         self._random, self._seed, self._capacity, self._capability = random.Random(seed), seed, capacity, capability
@@ -86,6 +93,7 @@ class Driver:
         self._issued = self._done = 0
         self._lock, self._thread = threading.RLock(), threading.local()
         self._context: int | None = None
+        self._failure = 0  # status of what has failed since the last call that waited or launched
         self._error_texts = {code: ctypes.create_string_buffer(text.encode()) for code, text in ERRORS.items()}
 
     def functions(self, names: list[str]) -> dict[str, Callable[..., int]]:
@@ -100,9 +108,15 @@ class Driver:
                     raise DriverError(f"the emulated driver has no {name}")
                 if not name.startswith(_WITHOUT_CONTEXT) and getattr(self._thread, "context", None) is None:
                     return INVALID_CONTEXT
-                return function(*arguments) or 0
+                return function(*arguments) or self._reported_failure(name)
 
         return call
+
+    def _reported_failure(self, name: str) -> int:
+        if not name.startswith(_REPORTING):
+            return 0
+        status, self._failure = self._failure, 0
+        return status
 
     # --- the stream
 
@@ -308,8 +322,11 @@ class Driver:
         addresses = np.frombuffer(launch.arguments, np.uint64, pointers).tolist()
         integers = np.frombuffer(launch.arguments, np.int32, offset=8 * pointers).tolist()
         self.launched.append(function.name)
+        text = function.text
+        if function.name == self.fail_once:
+            self.fail_once, self._failure, text = None, LAUNCH_FAILED, without_last_block(text, function.name)
         emulate_source(
-            function.text, function.name, launch.grid, launch.block, launch.shared, [*addresses, *integers], self._memory_of(addresses),
+            text, function.name, launch.grid, launch.block, launch.shared, [*addresses, *integers], self._memory_of(addresses),
             seed=self._random.getrandbits(32), races=self._races,
         )  # fmt: skip
 
@@ -373,7 +390,7 @@ class Driver:
 
     def _run_nodes(self, nodes: dict[int, Launch], before: dict[int, list[int]]) -> None:
         left = dict(nodes)
-        while left:
+        while left and not self._failure:
             node = self._random.choice([node for node in left if not any(other in left for other in before[node])])
             self._execute(left.pop(node))
 
@@ -404,6 +421,11 @@ def integers_of(text: str, name: str) -> int | None:
     if match is None:
         return None
     return sum(re.fullmatch(r"\s*(const )?int \w+\s*", parameter) is not None for parameter in match[1].split(","))
+
+
+def without_last_block(text: str, name: str) -> str:
+    """The text with a kernel whose last block does nothing."""
+    return re.sub(rf"(\b{re.escape(name)}\s*\([^)]*\)\s*\{{)", r"\1 if (blockIdx.x == gridDim.x - 1) return;", text, count=1)
 
 
 class _SourceCompiler(Compiler):

@@ -63,7 +63,7 @@ def test_steps_that_have_run_are_not_captured_again(tiny_model, captures):
 def test_a_failed_capture_is_logged_and_ends_the_warm_up_only(tiny_model, monkeypatch, caplog):
     from tinyvllm.runner.runner import Runner
 
-    padded, count = Runner.padded, []
+    padded, forget, count, forgotten = Runner.padded, Runner.forget_device_state, [], []
 
     def short_of_memory(self: Any, shape: Any) -> Any:
         count.append(shape)
@@ -72,8 +72,10 @@ def test_a_failed_capture_is_logged_and_ends_the_warm_up_only(tiny_model, monkey
         return padded(self, shape)
 
     monkeypatch.setattr(Runner, "padded", short_of_memory)
+    monkeypatch.setattr(Runner, "forget_device_state", lambda self: (forgotten.append(self), forget(self)))
     with LLM(tiny_model, **OPTIONS, warm_up=True) as llm:
         assert len(count) == 3 and "no room for 64 rows" in caplog.text
+        assert forgotten == [llm.engine.runner], "the kernels' counters may be anything"
         assert results(llm.generate([prompt(1)], [PARAMS[0]]))[0][2] == "length"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 from dataclasses import dataclass
 
 from tinyvllm.backends.base import Backend
@@ -16,7 +17,7 @@ from tinyvllm.backends.cpu.call import CpuBackend
 from tinyvllm.backends.cuda.call import CudaBackend
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.metal.call import MetalBackend
-from tinyvllm.bridge import opened_device
+from tinyvllm.bridge import architecture, opened_device
 from tinyvllm.config import environment
 from tinyvllm.errors import ArgumentError, KernelError
 from tinyvllm.placement import Placement
@@ -107,6 +108,13 @@ def variants(placement: Placement, stem: str | None = None) -> dict[str, str | N
     """
     backend = backend_for(placement)
     return {} if backend is None else backend.variants(placement, stem)
+
+
+def architecture_of(placement: Placement) -> str:
+    """What a placement computes with: "sm_90", "Apple9", "x86_64 avx512". The order of rounded sums, and so a token, may depend on it."""
+    if not placement.is_cpu:
+        return architecture(placement.device)
+    return " ".join([platform.machine(), *usable_variants(placement)[:1]])
 
 
 def usable_variants(placement: Placement, stem: str | None = None) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from typing import Any
 
 from tinygrad import Device, helpers
@@ -11,8 +12,11 @@ from tinygrad.runtime.ops_cpu import CPUDevice
 
 from tinyvllm.bridge.deferred_free import defer_in_worker, release_deferred
 from tinyvllm.bridge.graph import StepGraph
+from tinyvllm.bridge.tensors import restore_zeros
 from tinyvllm.errors import KernelError, OutOfMemoryError
 from tinyvllm.host_memory import require
+
+log = logging.getLogger("tinyvllm")
 
 _CHECKED_BYTES = 1 << 20  # a look at the limits takes 0.1 ms
 
@@ -73,13 +77,15 @@ def raise_memory_errors(device: str) -> None:
 
 
 def recover_device(device: str) -> None:
-    """After a failed step: free what it has left, and make the CPU's device usable again.
+    """After a failed step: free what it has left, and make the device usable again.
 
-    The worker thread keeps an exception for ever and leaves its launch unsignalled; the step that failed has raised it.
+    A GPU's kernels find their counters at zero. The CPU's worker thread keeps an exception for ever and leaves its launch unsignalled; the
+    step that failed has raised it.
     """
     gc.collect()
     opened: Any = opened_device(device)
     if not isinstance(opened, CPUDevice):
+        _restore_counters(device)
         return
     opened.tasks.join()
     if opened.error_state is not None:
@@ -89,6 +95,13 @@ def recover_device(device: str) -> None:
     release_deferred()
     allocator: Any = opened.allocator
     allocator.free_cache()
+
+
+def _restore_counters(device: str) -> None:
+    try:
+        restore_zeros(device)
+    except (RuntimeError, KernelError) as error:  # the steps to come fail, too, and the engine ends with what they raise
+        log.error("%s cannot be used after a failed step: %s", device, next(iter(str(error).splitlines()), type(error).__name__))
 
 
 def compile_text(device: str, name: str, text: str) -> bytes:

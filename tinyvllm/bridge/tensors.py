@@ -60,9 +60,26 @@ def shared_zeros(device: str, count: int) -> Tensor:
     """
     tensor = Tensor.empty(count, dtype=dtypes.int32, device=device)
     buffer = Buffer(device, count, dtypes.int32).allocate()
-    buffer.copyin(memoryview(bytearray(4 * count)))
+    _fill_with_zeros(buffer)
     buffers[tensor.uop.base] = buffer
+    _zeros.setdefault(device, weakref.WeakSet()).add(buffer)
     return tensor
+
+
+_zeros: dict[str, weakref.WeakSet[Buffer]] = {}  # of `shared_zeros`, by device
+
+
+def restore_zeros(device: str) -> None:
+    """Make what `shared_zeros` returned zeros again: a kernel that ended half-way has left its counts, and later ones would add to them.
+
+    Takes its place in the device's queue. Raises what the device raises if it is broken for good.
+    """
+    for buffer in _zeros.get(device, ()):
+        _fill_with_zeros(buffer)
+
+
+def _fill_with_zeros(buffer: Buffer) -> None:
+    buffer.copyin(memoryview(bytearray(buffer.nbytes)))
 
 
 def mapped(array: np.ndarray, device: str, dtype: DType | None = None, alignment: int = 16) -> Tensor:

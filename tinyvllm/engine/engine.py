@@ -73,7 +73,7 @@ class Engine:
         config, runner = self.config, self.runner
         block_bytes = runner.pool.block_bytes
         costs = Costs(runner.bytes_per_token, block_bytes // config.block_size, lambda: memory_bandwidth(config.device))
-        self.stats = EngineStats(self.metrics, costs, scheduler, lambda: runner.capture_work().count)
+        self.stats = EngineStats(self.metrics, costs, scheduler, lambda: runner.capture_work().count, runner.architecture)
         self.observer: EngineObserver = Observers([self.stats, *observers])
         self.sampler = Sampler(runner.config.vocab_size, config.max_num_seqs, config.device)
         self.constraints = TokenConstraints(self.sampler, self.tokenizer, self.eos_ids, self.metrics)
@@ -200,6 +200,7 @@ class Engine:
                 more = self._warmup.capture_next()
         except (MemoryError, RuntimeError) as error:
             log.warning("warm-up: no more steps are captured ahead of time: %s: %s", type(error).__name__, error)
+            self.runner.forget_device_state()
             more = False
         if not more:
             self._warmup = None

@@ -35,8 +35,12 @@ def memory_bandwidth(device: str) -> float:
 class EngineStats(EngineObserver):
     """The statistics of one engine. `step` has those of the current step, or of the last one between two steps."""
 
-    def __init__(self, metrics: EngineMetrics | NoMetrics, costs: Costs, scheduler: Scheduler, num_captures: Callable[[], int] = lambda: 0):
-        """`num_captures` counts what was captured so far: a step that captures or compiles says nothing about the next one's time."""
+    def __init__(self, metrics: EngineMetrics | NoMetrics, costs: Costs, scheduler: Scheduler, num_captures: Callable[[], int] = lambda: 0,
+                 architecture: str = ""):  # fmt: skip
+        """`num_captures` counts what was captured so far: a step that captures or compiles says nothing about the next one's time.
+        `architecture` is what computes the tokens, for receipts.
+        """
+        self.architecture = architecture
         self.metrics, self.costs, self.scheduler, self._num_captures = metrics, costs, scheduler, num_captures
         self._captures_before = num_captures()  # at the start of the step
         self.step = StepStats()
@@ -165,6 +169,7 @@ class EngineStats(EngineObserver):
 
     def _complete_receipt(self, request: ActiveRequest, output: RequestOutput, num_tokens: int) -> None:
         times, receipt = output.metrics, request.receipt
+        receipt.architecture = self.architecture
         receipt.swaps = sum(sequence.num_swaps for sequence in request.sequences)
         receipt.preemptions, receipt.cached_tokens, receipt.output_tokens = times.preemptions, output.num_cached_tokens, num_tokens
         receipt.queue_seconds = (times.scheduled or times.finished or times.arrival) - times.arrival

@@ -61,6 +61,7 @@ class Receipt:
     steps            steps that it took part in
     batch_sizes      how many of them had how many sequences, {sequences: steps}
     bytes_moved      its share of weights streamed and KV read and written
+    architecture     what computed it, "sm_90" or "x86_64 avx512": the bits of sums, and so a token, may differ between two of them
     roof             bytes_moved by device seconds, over the machine's measured bandwidth; None where that was not measured
     """
 
@@ -76,6 +77,7 @@ class Receipt:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    architecture: str = ""
 
 
 @dataclass

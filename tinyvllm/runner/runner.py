@@ -13,7 +13,7 @@ from tinygrad.dtype import DType
 
 from tinyvllm.backends.cpu.launch import collecting_kernels, compile_ahead
 from tinyvllm.backends.cpu.threads import thread_pool
-from tinyvllm.backends.registry import Choice, choices, usable_variants
+from tinyvllm.backends.registry import Choice, architecture_of, choices, usable_variants
 from tinyvllm.bridge import (
     Captured,
     CapturedCall,
@@ -128,6 +128,7 @@ class Runner:
 
     def __init__(self, config: EngineConfig, device: str, progress: Callable[[int, int, str], None] | None = None):
         self.placement = Placement(device)
+        self.architecture = architecture_of(self.placement)
         path, dummy = resolve_model(config.model, config.revision), config.load_format == "dummy"
         self.checkpoint = open_description(path) if dummy and path.is_dir() else open_checkpoint(path)
         source = CheckpointSource(self.checkpoint)

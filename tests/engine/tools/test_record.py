@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import platform
 import re
 import time
 from pathlib import Path
@@ -283,6 +284,17 @@ def test_another_model_is_not_taken_for_the_recorded_one(run, tmp_path, capsys):
     changed.write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
     assert cli.main(["replay", str(changed)]) == 2
     assert "has changed since" in capsys.readouterr().err
+
+
+def test_another_architecture_is_remarked(run, tmp_path, capsys):
+    """Sums of bfloat16 products differ between sm_80 and sm_90."""
+    lines = Path(run.path).read_text().splitlines()
+    header = json.loads(lines[0])
+    assert header["architecture"].startswith(platform.machine())
+    other = tmp_path / "other"
+    other.write_text("\n".join([json.dumps(header | {"architecture": "sm_80"}), *lines[1:]]) + "\n")
+    assert cli.main(["replay", str(other)]) == 0
+    assert f"architecture {header['architecture']}, recorded with sm_80" in "".join(capsys.readouterr())
 
 
 def test_a_recording_that_is_cut_off_runs_to_its_last_whole_line(run, tmp_path):

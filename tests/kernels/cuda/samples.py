@@ -37,9 +37,9 @@ QWEN = Sizes(1024, 3072, 16, 8, 128, 151936, True)
 WIDE = Sizes(2560, 10240, 8, 4, 256, 262144, True)  # Gemma 3 4B: the widest heads
 
 
-def samples(gpu: GPU) -> dict[str, Kernel]:
-    """Kernels for a GPU by name; the first word of a name is the stem."""
-    return _few(gpu) | _many(gpu) | (_hopper(gpu) if gpu is GPUS["sm_90"] else {}) | _attention(gpu) | _tokens(gpu)
+def samples(gpu: GPU, arch: str) -> dict[str, Kernel]:
+    """Kernels for a GPU of an architecture by name; the first word of a name is the stem."""
+    return _few(gpu) | _many(gpu) | (_hopper(gpu) if f"{arch}a" == records.HOPPER else {}) | _attention(gpu) | _tokens(gpu)
 
 
 def _few(gpu: GPU) -> dict[str, Kernel]:

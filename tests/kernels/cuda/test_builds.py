@@ -17,12 +17,19 @@ from tinyvllm.backends.source import kernel_text, kernels_folder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVRTC's wheel is for Linux")
 
-SAMPLES = {arch: samples(gpu) for arch, gpu in GPUS.items()}
+SAMPLES = {arch: samples(gpu, arch) for arch, gpu in GPUS.items()}
 
 
 def test_every_kernel_has_a_sample() -> None:
     stems = {path.stem for path in (kernels_folder() / "cuda").glob("*.cu")}
     assert {name.split()[0] for name in SAMPLES["sm_90"]} == stems
+
+
+def test_any_gpu_of_hoppers_architecture_has_its_kernels() -> None:
+    """An H100 on PCIe has 114 multiprocessors."""
+    names = samples(records.GPU(114, 227 << 10, 228 << 10), "sm_90")
+    assert names.keys() == SAMPLES["sm_90"].keys() > SAMPLES["sm_80"].keys()
+    assert any(kernel.target == records.HOPPER for kernel in names.values())
 
 
 def _cases() -> list[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
 
 import pytest
@@ -358,6 +359,7 @@ def test_errors_name_the_field(client) -> None:
 def test_receipt_and_explanation(server: Running) -> None:
     answer = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 3, "receipt": True, "explain": True}).json()
     assert answer["receipt"]["output_tokens"] == 3 and answer["receipt"]["steps"] >= 1 and answer["explanation"]
+    assert answer["receipt"]["architecture"].startswith(platform.machine())
     last = events(server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 3, "receipt": True, "stream": True}))[-2]
     assert last["receipt"]["output_tokens"] == 3
 

@@ -64,7 +64,7 @@ class Recorder(EngineObserver):
 
     def engine_started(self, config: EngineConfig, runner: Runner) -> None:
         checkpoint = runner.checkpoint
-        self._write(header_of(config, runner.pool.num_blocks, str(runner.dtype), checkpoint))
+        self._write(header_of(config, runner.pool.num_blocks, str(runner.dtype), runner.architecture, checkpoint))
 
     def engine_closed(self) -> None:
         self._close()
@@ -192,14 +192,15 @@ def record_to(path: str) -> Recorder:
     return Recorder(write, close)
 
 
-def header_of(config: EngineConfig, num_blocks: int, dtype: str, checkpoint: Checkpoint) -> Event:
-    """The first line. The engine chose `num_blocks` and `dtype`."""
+def header_of(config: EngineConfig, num_blocks: int, dtype: str, architecture: str, checkpoint: Checkpoint) -> Event:
+    """The first line. The engine chose `num_blocks` and `dtype`; `architecture` is what computed the tokens."""
     # the number of blocks replaces what it was computed from; max_model_len stays as it was given: positions of some models depend on it
     settings = dataclasses.asdict(config) | {"num_blocks": num_blocks, "kv_memory": None, "record": None}
     return {
         "format": FORMAT,
         "config": settings,
         "dtype": dtype,
+        "architecture": architecture,
         "weights": weights_digest(checkpoint),
         "switches": {name: os.environ[name] for name in SWITCHES if name in os.environ},
         "versions": {"tinyvllm": VERSION, "python": platform.python_version()} | {name: version(name) for name in ("tinygrad", "numpy")},
