@@ -214,9 +214,9 @@ def _check(run: Run, engine: Engine, config: EngineConfig, remark: Callable[[str
         then = str(run.header["config"]["device"] if name == "device" else run.header.get("dtype"))
         if now != then:
             remark(f"{name} {now}, recorded with {then}")
-    now, then = engine.runner.architecture, run.header.get("architecture")
-    if then is not None and now != then:
-        remark(f"architecture {now}, recorded with {then}: sums may be rounded in another order")
+    now, computed_by = engine.runner.architecture, run.header.get("architecture")
+    if computed_by is not None and now != computed_by:
+        remark(f"architecture {now}, recorded with {computed_by}: sums may be rounded in another order")
     switches = {name: os.environ[name] for name in SWITCHES if name in os.environ}
     if switches != run.header.get("switches"):
         remark(f"environment {switches or 'without switches'}, recorded with {run.header.get('switches') or 'none'}")
