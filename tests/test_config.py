@@ -192,6 +192,25 @@ def test_a_home_that_is_not_there_is_a_wrong_path() -> None:
         resolve("~no-such-user/model.gguf", environ={})
 
 
+@pytest.mark.parametrize("option", ["tokenizer", "prefix_cache_dir", "record"])
+def test_options_that_name_no_home(tmp_path: Path, option: str) -> None:
+    with pytest.raises(ArgumentError, match=f"{option}: got '~no-such-user/x', and there is no such home; give the whole path"):
+        resolve(tmp_path, environ={}, **{option: "~no-such-user/x"})
+
+
+def test_files_that_name_no_home() -> None:
+    from tinyvllm.cli.chat import _read_messages
+    from tinyvllm.cli.lines import read_lines
+    from tinyvllm.cli.new_file import new_file
+    from tinyvllm.engine.tools.record import record_to
+    from tinyvllm.engine.tools.replay import read_run
+
+    name = "~no-such-user/x"
+    for use in (_read_messages, record_to, read_run, lambda name: list(read_lines(name)), lambda name: new_file(name).__enter__()):
+        with pytest.raises(ArgumentError, match="and there is no such home"):
+            use(name)
+
+
 def test_importing_the_package_is_light() -> None:
     """`import tinyvllm` and the names that need no model load neither tinygrad nor numpy nor a tokenizer."""
     code = "import sys, tinyvllm, tinyvllm.config; tinyvllm.SamplingParams(); tinyvllm.RequestError; print(*sys.modules)"

@@ -166,6 +166,7 @@ def resolve(model: str | os.PathLike[str] | None = None, *, environ: Mapping[str
     for name in ("tokenizer", "prefix_cache_dir", "record"):
         if name in values:
             values[name] = os.fspath(values[name])
+            expand_home(name, values[name])  # for its error
     for name in ("kv_memory", "swap_space"):
         if isinstance(values.get(name), str):
             values[name] = parse_size(name, values[name])
@@ -215,12 +216,18 @@ class Switch:
     parse: Callable[[str, str], Any]
 
 
+def expand_home(name: str, text: str | os.PathLike[str]) -> Path:
+    """The path with ~ and ~USER replaced; ArgumentError, with the name of the option, if there is no such home."""
+    path = os.path.expanduser(text)  # unlike Path.expanduser, without a RuntimeError where there is no home
+    if path.startswith("~") and not os.path.exists(path):
+        raise ArgumentError(f"{name}: got {os.fspath(text)!r}, and there is no such home; give the whole path")
+    return Path(path)
+
+
 def _parse_folder(name: str, text: str) -> Path:
-    folder = Path(os.path.expanduser(text))  # unlike Path.expanduser, without an error where there is no home
+    folder = expand_home(name, text)
     if not text.strip() or (os.path.exists(folder) and not os.path.isdir(folder)):
         raise ArgumentError(f"{name} must name a folder, got {text!r}")
-    if str(folder).startswith("~"):
-        raise ArgumentError(f"{name} must name a folder, got {text!r}, and there is no such home; give the whole path")
     return folder
 
 
@@ -295,7 +302,7 @@ def _locate(model: str | os.PathLike[str] | None, revision: str | None) -> str:
 
 
 def _check_tokenizer(text: str) -> None:
-    path = Path(os.path.expanduser(text))
+    path = expand_home("tokenizer", text)
     if not path.is_dir() and not (path.is_file() and path.suffix.lower() == ".gguf"):
         raise ArgumentError(f"tokenizer must be a folder with tokenizer files, or a GGUF file, got {text!r}")
 

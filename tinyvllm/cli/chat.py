@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, fields, replace
-from pathlib import Path
 from typing import Any
 
 from tinyvllm.cli.arguments import engine_options, sampling_options
@@ -18,7 +17,7 @@ from tinyvllm.cli.jsonl import sampling_value
 from tinyvllm.cli.new_file import new_file
 from tinyvllm.cli.partner import ContextFull, Local, Message, Partner
 from tinyvllm.cli.progress import say
-from tinyvllm.config import nearest
+from tinyvllm.config import expand_home, nearest
 from tinyvllm.errors import ArgumentError, FormatError, TinyvllmError, TokenizerError
 from tinyvllm.request import SamplingParams
 
@@ -282,8 +281,9 @@ COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str, str]] = {
 def _read_messages(name: str) -> list[Message]:
     if not name:
         raise ArgumentError("/load needs the name of a file")
+    path = expand_home("/load", name)
     try:
-        messages: Any = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
+        messages: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ArgumentError(f"/load {name}: {error.strerror or error}") from error
     except ValueError as error:

@@ -11,9 +11,9 @@ import os
 import stat
 import time
 from collections.abc import Callable, Container, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
+from tinyvllm.config import expand_home
 from tinyvllm.errors import ArgumentError, FormatError, OutputError
 
 MAX_LINE = 32 << 20  # bytes of a line of input
@@ -44,7 +44,7 @@ def read_lines(path: str, option: str = "") -> Iterator[tuple[int, bytes]]:
 
 def _open_regular(path: str, flags: int) -> int:
     """The descriptor of a regular file; ArgumentError for a device, a pipe or a socket, whose reading may never end."""
-    descriptor = os.open(Path(path).expanduser(), flags | getattr(os, "O_NONBLOCK", 0), 0o644)  # a pipe must not wait for its other end
+    descriptor = os.open(expand_home("file", path), flags | getattr(os, "O_NONBLOCK", 0), 0o644)  # a pipe must not wait for its other end
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)

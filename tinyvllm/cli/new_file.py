@@ -7,8 +7,8 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
+from tinyvllm.config import expand_home
 from tinyvllm.errors import OutputError
 
 
@@ -21,7 +21,7 @@ def new_file(name: str) -> Iterator[Callable[[str], None]]:
     if name == "-":
         yield _print
         return
-    target = Path(name).expanduser().resolve()
+    target = expand_home("file", name).resolve()
     unfinished = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
 
     def publish(text: str) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from tinyvllm.cache.files import Buffer, Layout, load, load_key, save
 from tinyvllm.cache.journal import Journal
 from tinyvllm.cache.prefix import PrefixCache
-from tinyvllm.config import VERSION, EngineConfig
+from tinyvllm.config import VERSION, EngineConfig, expand_home
 from tinyvllm.errors import ModelError, OutputError
 from tinyvllm.weights.identity import weights_digest
 
@@ -57,7 +57,7 @@ class PrefixStore:
         if config.prefix_cache_dir is None:
             return None
         try:
-            return cls(Path(os.path.expanduser(config.prefix_cache_dir)), weights_digest(runner.checkpoint), runner, config)
+            return cls(expand_home("prefix_cache_dir", config.prefix_cache_dir), weights_digest(runner.checkpoint), runner, config)
         except (ModelError, OutputError) as error:
             log.warning("prefix cache: it will not outlive this process: %s", error)
             return None

@@ -6,12 +6,11 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.cache.prefix import PrefixCache
-from tinyvllm.config import EngineConfig
+from tinyvllm.config import EngineConfig, expand_home
 from tinyvllm.engine.prefix_store import PrefixStore
 from tinyvllm.errors import ModelError, OutOfMemoryError
 from tinyvllm.host_memory import headroom, is_out_of_memory
@@ -57,7 +56,7 @@ def load_model_tokenizer(config: EngineConfig, runner: Runner) -> Tokenizer | No
     if config.skip_tokenizer_init:
         return None
     if config.tokenizer is not None:
-        path = Path(config.tokenizer).expanduser()
+        path = expand_home("tokenizer", config.tokenizer)
         return load_tokenizer(path) if path.is_dir() else tokenizer_from_gguf(runner.gguf_metadata(path))
     checkpoint = runner.checkpoint
     return tokenizer_from_gguf(checkpoint.config) if checkpoint.kind == "gguf" else load_tokenizer(checkpoint.folder)

@@ -27,10 +27,9 @@ import platform
 import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinyvllm.config import VERSION, EngineConfig
+from tinyvllm.config import VERSION, EngineConfig, expand_home
 from tinyvllm.engine.beam import BeamState
 from tinyvllm.engine.observer import Clock, EngineObserver
 from tinyvllm.engine.output import ActiveRequest
@@ -167,7 +166,7 @@ def record_to(path: str) -> Recorder:
 
     A disk that is full later ends the recording, with a line on stderr, and not the run.
     """
-    target = Path(path).expanduser()
+    target = expand_home("record", path)
     if target.exists() and target.stat().st_size:
         raise OutputError(f"record: {path} exists already; move it away or name another file")
     try:

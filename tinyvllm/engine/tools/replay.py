@@ -13,10 +13,9 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
-from tinyvllm.config import EngineConfig, nearest, resolve
+from tinyvllm.config import EngineConfig, expand_home, nearest, resolve
 from tinyvllm.engine.engine import Engine
 from tinyvllm.engine.segments import Segment
 from tinyvllm.engine.tools.record import FORMAT, SWITCHES, Event, Recorder, advanced_run
@@ -90,7 +89,7 @@ def read_run(path: str) -> Run:
     A last line that is cut off, as by a process that was killed, is skipped, and `complete` is False.
     """
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        text = expand_home("replay", path).read_text(encoding="utf-8")
     except OSError as error:
         raise ArgumentError(f"replay: cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
