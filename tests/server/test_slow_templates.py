@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from tests.server.conftest import running
+from tinyvllm.server.core import conversation
 from tinyvllm.server.core.config import ServerConfig
-from tinyvllm.text import chat
+from tinyvllm.text import chat, template_budget
 
 QUICK = "{% for m in messages %}{{ m.content }}{% endfor %}"
 SLOW = QUICK + "{% for i in range(100) %}{% for j in range(1000) %}{% set k = [i, j] %}{% endfor %}{% endfor %}"
@@ -44,3 +47,21 @@ def test_a_template_without_end_is_an_error_of_its_request() -> None:
         answer = server.post("/v1/chat/completions", BODY)
         assert answer.status_code in (400, 422, 500) and "chat template: it takes more than" in answer.text
         assert server.post("/v1/completions", {"prompt": "Once", "max_tokens": 1}).status_code == 200
+
+
+def test_all_renderings_of_a_conversation_have_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template that ignores tool results is rendered three times; each takes two of five seconds, by a clock that counts its readings."""
+    hides = SLOW.replace("{% for m in messages %}", "{% for m in messages if m.role == 'user' %}")
+    messages = [BODY["messages"][0], {"role": "tool", "tool_call_id": "a", "content": "42"}]
+    whole = conversation.Conversation(messages=messages, template=hides)
+    tokenizer = SimpleNamespace(chat_templates={}, special_tokens={})
+    ticks, tick = itertools.count(), 0.0
+    monkeypatch.setattr(template_budget.time, "thread_time", lambda: next(ticks) * tick)
+    renderings = []
+    render = conversation._render
+    monkeypatch.setattr(conversation, "_render", lambda *args: renderings.append(args) or render(*args))
+    assert "42" in conversation._render_with_results(tokenizer, whole)[1] and len(renderings) == 3
+    tick = 2.0 * len(renderings) / next(ticks)
+    with pytest.raises(chat.SlowRenderError, match="takes more than 5 seconds"):
+        conversation._render_with_results(tokenizer, whole)
+    assert len(renderings) == 6

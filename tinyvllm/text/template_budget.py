@@ -38,12 +38,25 @@ class SlowTemplateError(LimitError):
     """A template that needs more processor time."""
 
 
+class Allowance:
+    """Processor time of this thread from now on, for all renderings that share it."""
+
+    def __init__(self, seconds: float, outer: Allowance | None = None):
+        """`outer`: an allowance that this one is a part of."""
+        self.seconds: float = seconds if outer is None else min(seconds, outer.seconds)
+        end = time.thread_time() + seconds
+        self._end: float = end if outer is None else min(end, outer._end)
+
+    def check(self) -> None:
+        if time.thread_time() > self._end:
+            raise SlowTemplateError(f"it takes more than {self.seconds:g} seconds")
+
+
 class Budget:
     """The budget of one rendering. Belongs to one thread."""
 
-    def __init__(self, seconds: float = MAX_SECONDS):
-        self.seconds = seconds
-        self._end = time.thread_time() + seconds
+    def __init__(self, allowance: Allowance | None = None):
+        self._allowance = allowance or Allowance(MAX_SECONDS)
         self._steps = self._created = self._output = 0
         self._weights: dict[int, tuple[object, int]] = {}  # of lists and mappings, which cannot change; held, so that no id comes twice
 
@@ -56,8 +69,7 @@ class Budget:
             self.check_clock()
 
     def check_clock(self) -> None:
-        if time.thread_time() > self._end:
-            raise SlowTemplateError(f"it takes more than {self.seconds:g} seconds")
+        self._allowance.check()
 
     def spend_output(self, characters: int) -> None:
         self._output += characters
@@ -120,7 +132,7 @@ class Budget:
 _EMPTY: dict[str, str] = {}
 _KEYS, _VALUES, _ITEMS = type(_EMPTY.keys()), type(_EMPTY.values()), type(_EMPTY.items())
 _CURRENT: ContextVar[Budget] = ContextVar("template budget")
-_SECONDS: ContextVar[float] = ContextVar("template seconds", default=MAX_SECONDS)
+_ALLOWANCE: ContextVar[Allowance | None] = ContextVar("template seconds", default=None)
 
 
 def current() -> Budget:
@@ -130,8 +142,8 @@ def current() -> Budget:
 
 @contextmanager
 def rendering() -> Iterator[Budget]:
-    """A template runs in this block, at the expense of a new budget."""
-    token = _CURRENT.set(Budget(_SECONDS.get()))
+    """A template runs in this block, at the expense of a new budget; its processor time is that of `at_most`, if there is one."""
+    token = _CURRENT.set(Budget(_ALLOWANCE.get()))
     try:
         yield _CURRENT.get()
     finally:
@@ -140,14 +152,18 @@ def rendering() -> Iterator[Budget]:
 
 def limited() -> bool:
     """Whether renderings have less time than usual: then nothing is compiled, either."""
-    return _SECONDS.get() < MAX_SECONDS
+    allowance = _ALLOWANCE.get()
+    return allowance is not None and allowance.seconds < MAX_SECONDS
 
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Renderings in this block have less processor time, as on an event loop. No argument of render_chat: clients name its variables."""
-    token = _SECONDS.set(min(seconds, _SECONDS.get()))
+    """Renderings in this block have this processor time together, as on an event loop. A block within such a block adds none.
+
+    No argument of render_chat: clients name its variables.
+    """
+    token = _ALLOWANCE.set(Allowance(seconds, _ALLOWANCE.get()))
     try:
         yield
     finally:
-        _SECONDS.reset(token)
+        _ALLOWANCE.reset(token)

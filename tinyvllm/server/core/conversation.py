@@ -26,7 +26,7 @@ from tinyvllm.server.core.prompts import (
 from tinyvllm.server.core.segment_store import RegisteredSegment, last_of_messages
 from tinyvllm.server.core.tool_turns import as_plain_turns, has_tool_results, message_text, shows_tool_results, with_marks
 from tinyvllm.text.chat import SlowRenderError, render_chat
-from tinyvllm.text.template_budget import LOOP_SECONDS, at_most
+from tinyvllm.text.template_budget import LOOP_SECONDS, MAX_SECONDS, at_most
 from tinyvllm.text.tokenizer import Tokenizer
 
 _RESERVED = ("messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenizer_or_template")
@@ -166,10 +166,11 @@ async def encode_start(llm: AsyncLLM, conversation: Conversation, tools: Sequenc
     longer = replace(conversation, messages=[*conversation.messages, {"role": role, "content": "Yes."}])
 
     def encode() -> EncodedPrompt:
-        text = _render(tokenizer, conversation)
-        with suppress(TokenizerError):  # the template may want another role next; that is no fault of the start
-            if not _render(tokenizer, longer).startswith(text):
-                raise bad_field("messages", f"messages: {_REWRITTEN}")
+        with at_most(MAX_SECONDS):  # for both renderings
+            text = _render(tokenizer, conversation)
+            with suppress(TokenizerError):  # the template may want another role next; that is no fault of the start
+                if not _render(tokenizer, longer).startswith(text):
+                    raise bad_field("messages", f"messages: {_REWRITTEN}")
         if not text.startswith(conversation.prefix):
             raise bad_field("after", f"after: {_RENDERED_DIFFERENTLY}")
         check_size(llm, text, "messages")
@@ -182,11 +183,18 @@ async def encode_start(llm: AsyncLLM, conversation: Conversation, tools: Sequenc
 
 def _render_with_results(tokenizer: Tokenizer, conversation: Conversation) -> tuple[Conversation, str]:
     """(the conversation, its text). Tool results become turns of the user's if the template has no role for them."""
-    if not has_tool_results(conversation.messages):
+    with at_most(MAX_SECONDS):  # for up to four renderings
+        if has_tool_results(conversation.messages):
+            return _with_results(tokenizer, conversation)
         return conversation, _render(tokenizer, conversation)
+
+
+def _with_results(tokenizer: Tokenizer, conversation: Conversation) -> tuple[Conversation, str]:
     plain = replace(conversation, messages=as_plain_turns(conversation.messages))
     try:
         text = _render(tokenizer, conversation)
+    except SlowRenderError:
+        raise  # another rendering would be as slow
     except TokenizerError as error:
         try:
             return plain, _render(tokenizer, plain)
