@@ -25,6 +25,7 @@ CASES = [
     *((variant, None, "bfloat16") for variant in registry.usable_variants(Placement("CPU"))),
     *(("ref", None, dtype) for dtype in ("bfloat16", "float16", "float32")),
     *(("ref", target, "bfloat16") for target in ("x86-64-v3", "x86-64-v2") if _AVX2),
+    *(("ref", "x86-64-v2", "float16") for _ in range(_AVX2)),  # without F16C
 ]
 
 

@@ -14,7 +14,7 @@
     deferred_free  frees CPU buffers outside tinygrad's worker thread
     tensors        tensors over existing memory
     programs       schedules and compiled programs, kept on disk
-    renderer       how generated C holds bfloat16
+    renderer       how generated C holds bfloat16, and float16 on old processors
     timing         how long a kernel takes, past any graph
     lazy_init      tinygrad's layers without initial values
 
@@ -51,7 +51,7 @@ from tinyvllm.bridge.memory import Reading, download, host_address, peek, read_a
 from tinyvllm.bridge.metal import from_objc_string, metal_bindings, metal_buffer_over, to_objc_string
 from tinyvllm.bridge.node import Program, code_address, launch_program, load_object, load_program
 from tinyvllm.bridge.programs import enable_program_cache
-from tinyvllm.bridge.renderer import render_bfloat16_as_bits
+from tinyvllm.bridge.renderer import emulate_half_without_f16c, render_bfloat16_as_bits
 from tinyvllm.bridge.scatter import scatter_add, store_kv
 from tinyvllm.bridge.tensors import alias, byte_spans, device_buffer, mapped, shared_zeros, spans
 from tinyvllm.bridge.timing import TimedProgram
@@ -60,9 +60,10 @@ __all__ = [
     "CaptureWork", "Captured", "CapturedCall", "DeviceCopies", "DeviceHooks", "GraphKernel", "ImportedPages", "JobGraph", "PendingWork",
     "Program", "QueueEvent", "Reading", "StepGraph", "TimedProgram", "Transfer", "alias", "architecture", "byte_spans", "capture_work",
     "code_address", "compile_clock", "compile_text", "compile_to_cubins", "cuda_driver", "cuda_runtime", "defer_frees", "device_buffer",
-    "download", "enable_program_cache", "from_objc_string", "has_graph", "host_address", "install_hooks", "launch_program", "load_object",
-    "load_program", "mapped", "metal_bindings", "metal_buffer_over", "opened_device", "peek", "prefer_device", "profiling",
-    "raise_memory_errors", "read_async", "recover_device", "release_deferred", "remove_hooks", "render_bfloat16_as_bits", "repeat",
-    "replace_copy_in", "scatter_add", "shared_zeros", "spans", "store_kv", "suppress_finalizing", "synchronize", "time_generated_kernels",
-    "tinygrad_setting", "to_objc_string", "uninitialized", "upload", "upload_parts", "use_c_compiler", "use_graph",
+    "download", "emulate_half_without_f16c", "enable_program_cache", "from_objc_string", "has_graph", "host_address", "install_hooks",
+    "launch_program", "load_object", "load_program", "mapped", "metal_bindings", "metal_buffer_over", "opened_device", "peek",
+    "prefer_device", "profiling", "raise_memory_errors", "read_async", "recover_device", "release_deferred", "remove_hooks",
+    "render_bfloat16_as_bits", "repeat", "replace_copy_in", "scatter_add", "shared_zeros", "spans", "store_kv", "suppress_finalizing",
+    "synchronize", "time_generated_kernels", "tinygrad_setting", "to_objc_string", "uninitialized", "upload", "upload_parts",
+    "use_c_compiler", "use_graph",
 ]  # fmt: skip

@@ -16,7 +16,15 @@ from tinyvllm.backends.limits import ShapeFacts, first_reason
 from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights, packed
 from tinyvllm.backends.shapes import Attention
 from tinyvllm.batch import Batch, LayerCache
-from tinyvllm.bridge import defer_frees, opened_device, raise_memory_errors, render_bfloat16_as_bits, time_generated_kernels, use_graph
+from tinyvllm.bridge import (
+    defer_frees,
+    emulate_half_without_f16c,
+    opened_device,
+    raise_memory_errors,
+    render_bfloat16_as_bits,
+    time_generated_kernels,
+    use_graph,
+)
 from tinyvllm.integers import ceil_div, round_up
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Activations, Layout, activations_of
@@ -49,6 +57,7 @@ class CpuBackend:
             defer_frees(placement.device)
             raise_memory_errors(placement.device)
             render_bfloat16_as_bits()
+            emulate_half_without_f16c(cpu_features())
             time_generated_kernels()
 
     def variants(self, placement: Placement, stem: str | None = None) -> dict[str, str | None]:
