@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tinyvllm import LLM, AsyncLLM, RequestError, RequestOutput, SamplingParams, TinyvllmError
+from tinyvllm.engine import fingerprint
 from tinyvllm.engine.engine import Engine
+from tinyvllm.storage import digests
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=450, ignore_eos=True)
@@ -235,6 +238,41 @@ def test_closing(tiny_model: Path) -> None:
     asyncio.run(run())
     llm.close()
     assert not llm._thread.is_alive()
+
+
+def test_a_start_does_not_wait_for_the_digest_of_a_large_model(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, read = threading.Event(), digests.os.pread
+
+    def slow(descriptor: int, size: int, at: int) -> bytes:
+        assert threading.current_thread().name == "tinyvllm-fingerprint" and go_on.wait(60)
+        return read(descriptor, size, at)
+
+    monkeypatch.setattr(fingerprint, "SMALL_BYTES", 0)
+    monkeypatch.setattr(digests, "_remembered", lambda place, state: None)
+    monkeypatch.setattr(digests.os, "pread", slow)
+    with closing(AsyncLLM(tiny_model, device="CPU", max_model_len=128, num_blocks=16)) as llm:
+        assert llm.fingerprint is None and asyncio.run(last(llm.generate("hello", GREEDY))).finished
+        go_on.set()
+        llm._fingerprint._thread.join()
+        assert llm.fingerprint is not None and llm.fingerprint.startswith("tinyvllm-")
+
+
+def test_a_digest_in_the_background_ends_with_its_engine(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closes, close = threading.Event(), fingerprint.Fingerprint.close
+
+    def stop(self: fingerprint.Fingerprint) -> None:
+        self._stop.set()
+        closes.set()
+        close(self)
+
+    monkeypatch.setattr(fingerprint, "SMALL_BYTES", 0)
+    monkeypatch.setattr(fingerprint.Fingerprint, "close", stop)
+    monkeypatch.setattr(digests, "_remembered", lambda place, state: None)
+    monkeypatch.setattr(digests, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(digests.os, "pread", lambda descriptor, size, at: closes.wait(60) and bytes(size))
+    with closing(AsyncLLM(tiny_model, device="CPU", max_model_len=128, num_blocks=16)) as llm:
+        pass
+    assert llm.fingerprint is None and not llm._fingerprint._thread.is_alive()
 
 
 def test_next_to_an_engine_of_another_thread(tiny_model: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +19,9 @@ def reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of the files that were read; a digest is remembered however new its file is."""
     real, found = digests._digest_of, []
 
-    def counted(descriptor: int, size: int) -> str:
+    def counted(descriptor: int, size: int, stopped: Callable[[], bool] | None) -> str:
         found.append(size)
-        return real(descriptor, size)
+        return real(descriptor, size, stopped)
 
     monkeypatch.setattr(digests, "_digest_of", counted)
     monkeypatch.setattr(digests, "_SETTLED_NS", -(10**18))
@@ -55,6 +57,16 @@ def test_a_digest_is_computed_once(tmp_path, reads):
     first = content_digest([one, other])
     assert content_digest([one, other]) == first and reads == [2500, 3000]
     assert content_digest([other, one]) != first and content_digest([one]) != first
+
+
+def test_a_digest_next_to_other_work_is_equal_and_can_be_stopped(tmp_path, reads):
+    pieces = itertools.count()
+    with pytest.raises(digests.Stopped):
+        content_digest([file(tmp_path / "one")], lambda: next(pieces) == 2)
+    first = content_digest([tmp_path / "one"], lambda: False)
+    assert content_digest([tmp_path / "one"], lambda: True) == first, "remembered"
+    (tmp_path / "copy").write_bytes((tmp_path / "one").read_bytes())
+    assert content_digest([tmp_path / "copy"]) == first and next(pieces) == 3
 
 
 @pytest.mark.parametrize("at", [0, 999, 1000, 1700, 2499])

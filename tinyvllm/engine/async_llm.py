@@ -20,7 +20,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.config import EngineConfig, resolve
-from tinyvllm.engine.frontend import prefill_options, start_engine, submit, system_fingerprint
+from tinyvllm.engine.fingerprint import Fingerprint
+from tinyvllm.engine.frontend import prefill_options, start_engine, submit
 from tinyvllm.engine.prompt import Encoded, Message, Prompt, default_sampling_params, encode_piece, encode_prompt, is_conversation, spread
 from tinyvllm.engine.segments import MAX_TRIES, PREFILL_PARAMS, Segment, eviction_error, output_token_ids, raise_if_failed
 from tinyvllm.errors import ArgumentError, TinyvllmError
@@ -69,7 +70,7 @@ class AsyncLLM:
         self._prepare, self._compile = engine.constraints.prepare, engine.constraints.compile
         self.config: EngineConfig = engine.config
         self.max_model_len: int = engine.max_model_len
-        self.fingerprint: str = system_fingerprint(engine)
+        self._fingerprint = Fingerprint(engine)
         self.tokenizer: Tokenizer | None = engine.tokenizer
         self.default_params = default_sampling_params(engine.model_folder)
         atexit.register(self.close)  # a daemon thread in native code crashes an interpreter that exits
@@ -175,6 +176,11 @@ class AsyncLLM:
         """Whether the engine still serves. If it does not, each call raises the error that ended it."""
         return not self._closing
 
+    @property
+    def fingerprint(self) -> str | None:
+        """`system_fingerprint` of answers; None while a large model is read for the first time, in the background."""
+        return self._fingerprint.value
+
     def watch(self, on_failure: Callable[[BaseException], None]) -> None:
         """Have `on_failure` called, from any thread, with the exception that ends the engine; at once if one has. `close` is none."""
         with self._wake:
@@ -257,6 +263,7 @@ class AsyncLLM:
             self._closing = True
             self._wake.notify()
         self._thread.join()
+        self._fingerprint.close()
         atexit.unregister(self.close)
 
     def _check_open(self) -> None:

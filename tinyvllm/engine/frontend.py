@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from tinyvllm.config import VERSION, EngineConfig
+from tinyvllm.config import EngineConfig
 from tinyvllm.engine.prompt import Encoded
 from tinyvllm.engine.segments import Segment
 from tinyvllm.engine.startup import Progress
@@ -27,15 +26,6 @@ def start_engine(config: EngineConfig, progress: Progress | None) -> Engine:
         for observer in observers:
             observer.engine_closed()
         raise
-
-
-def system_fingerprint(engine: Engine) -> str:
-    """The version, and a digest of the model and its kernels: answers with one seed may differ only where this differs."""
-    from tinyvllm.engine.prefix_store import identity
-    from tinyvllm.weights.identity import weights_digest
-
-    model = identity(engine.runner, engine.config, weights_digest(engine.runner.checkpoint))
-    return f"tinyvllm-{VERSION}-{blake2b(model, digest_size=4).hexdigest()}"
 
 
 def submit(

@@ -10,11 +10,12 @@ zeroed, swapped or missing page changes them. It is no protection from a user th
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,22 +31,30 @@ _MAX_THREADS = 8
 _SETTLED_NS = 2 * 10**9  # a file that changed this recently may change again without another time
 
 
-def content_digest(paths: Sequence[Path]) -> str:
-    """Hexadecimal digest of the files' contents, in this order; their names do not count. OSError if one cannot be read."""
+class Stopped(Exception):
+    """A digest was not computed to its end, because its caller wanted that."""
+
+
+def content_digest(paths: Sequence[Path], stopped: Callable[[], bool] | None = None) -> str:
+    """Hexadecimal digest of the files' contents, in this order; their names do not count. OSError if one cannot be read.
+
+    With `stopped`, files are read in this thread alone, next to other work; it is asked before each piece, and Stopped is raised once it
+    is true. A digest that is remembered is returned without it.
+    """
     whole = hashlib.sha256()
     for path in paths:
-        whole.update(_file_digest(path).encode())
+        whole.update(_file_digest(path, stopped).encode())
     return whole.hexdigest()
 
 
-def _file_digest(path: Path) -> str:
+def _file_digest(path: Path, stopped: Callable[[], bool] | None) -> str:
     place = f"digests/{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}"
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         before = _state(descriptor)
         if (remembered := _remembered(place, before)) is not None:
             return remembered
-        digest = _digest_of(descriptor, before[2])
+        digest = _digest_of(descriptor, before[2], stopped)
         if _state(descriptor) == before and max(before[3:]) < time.time_ns() - _SETTLED_NS:
             open_cache().write(place, json.dumps([*before, digest]).encode())
     finally:
@@ -65,8 +74,10 @@ def _remembered(place: str, state: list[int]) -> str | None:
     return str(digest) if then == state else None
 
 
-def _digest_of(descriptor: int, size: int) -> str:
+def _digest_of(descriptor: int, size: int, stopped: Callable[[], bool] | None) -> str:
     def digest(start: int) -> bytes:
+        if stopped is not None and stopped():
+            raise Stopped
         found, at, end = hashlib.sha256(), start, min(start + PIECE_BYTES, size)
         while at < end:
             part = os.pread(descriptor, end - at, at)
@@ -76,9 +87,9 @@ def _digest_of(descriptor: int, size: int) -> str:
             at += len(part)
         return found.digest()
 
-    whole = hashlib.sha256(size.to_bytes(8, "little"))
-    with _threads() as pool:
-        for part in pool.map(digest, range(0, size, PIECE_BYTES)):
+    whole, starts = hashlib.sha256(size.to_bytes(8, "little")), range(0, size, PIECE_BYTES)
+    with contextlib.nullcontext() if stopped is not None else _threads() as pool:
+        for part in map(digest, starts) if pool is None else pool.map(digest, starts):
             whole.update(part)
     return whole.hexdigest()
 
