@@ -135,8 +135,12 @@ def test_answers(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert found["chat"]["body"]["choices"][0]["message"]["role"] == "assistant" and found["chat"]["request_id"]
     assert "temprature" in found["unknown field"]["body"]["error"]["message"]
     before = out.read_bytes()
-    assert cli.main(["batch", str(path), "-o", str(out), *options]) == 0  # nothing is left to do
+    assert cli.main(["batch", str(path), "-o", str(out), *options]) == 1  # nothing is left to do, but not all of it has succeeded
     assert out.read_bytes() == before
+    assert "5 of 5 requests were answered by an earlier run, 2 of them with an error: to have" in capsys.readouterr().err
+    out.write_bytes(b"".join(line for line in before.splitlines(True) if b'"status_code": 200' in line))
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if "temprature" not in line and '"x", "prompt"' not in line))
+    assert cli.main(["batch", str(path), "-o", str(out), *options]) == 0
 
 
 def test_a_killed_run_continues_where_it_ended(tiny_model: Path, tmp_path: Path) -> None:

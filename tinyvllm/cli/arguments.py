@@ -100,6 +100,7 @@ _SERVER_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
         },
     ),
     ("--api-key-file", {"metavar": "F", "default": None, "help": "file of keys, one a line, followed by name=... and limits"}),
+    ("--store", {"action": argparse.BooleanOptionalAction, "help": "keep answers of /v1/responses, files and batches in memory"}),
     ("--share-prefixes", {"action": "store_true", "help": "API keys share cached prefixes; without it each key has its own"}),
     (
         "--cors-origin",

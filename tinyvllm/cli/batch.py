@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.cli.arguments import engine_options
-from tinyvllm.cli.batch_file import check_input, custom_id_of, read_requests
+from tinyvllm.cli.batch_file import check_input, custom_id_of, is_failed, read_requests
 from tinyvllm.cli.lines import MAX_LINE, SYNC_SECONDS, AnswerFile
 from tinyvllm.cli.progress import Progress, say
 from tinyvllm.cli.serve import model_specs
@@ -32,7 +32,7 @@ _MAX_PAUSE = 30.0  # seconds before a request is tried again
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit code: 1 if requests failed; their lines have the reasons."""
+    """The exit code: 1 if requests failed, in this run or an earlier one; their lines have the reasons."""
     specs = model_specs(getattr(options, "model", None), options.served_model_name, engine_options(options))
     for spec in specs.values():
         resolve(**spec)
@@ -45,11 +45,11 @@ def run(options: argparse.Namespace) -> int:
         import tinyvllm.server.http.app  # noqa: F401  before anything is written
     except ImportError as error:
         raise ArgumentError(f"batch needs the packages of the extra 'server': pip install 'tinyvllm[server]' ({error})") from error
-    output = AnswerFile(options.output, wanted, custom_id_of)
-    progress = Progress(len(wanted), len(output.done), "requests", options.quiet)
+    output = AnswerFile(options.output, wanted, custom_id_of, is_failed)
+    progress = Progress(len(wanted), len(output.done), "requests", options.quiet, failed=output.failed)
     try:
         if output.done and not options.quiet:
-            say(f"{len(output.done)} of {len(wanted)} requests were answered by an earlier run")
+            say(_resumed_line(output, len(wanted)))
         return asyncio.run(_answer_all(options, specs, output, progress))
     except KeyboardInterrupt:
         progress.close()
@@ -85,7 +85,7 @@ async def _answer_all(options: argparse.Namespace, specs: Mapping[str, Mapping[s
     from tinyvllm.server.http.app import create_app
 
     if progress.done == progress.total:
-        return 0
+        return 1 if output.failed else 0
     waiting = (line for line in read_requests(options.input) if line.custom_id not in output.done)
     models = Models(specs)
     config = ServerConfig(lenient=getattr(options, "lenient", False), access_log=False, beat_seconds=3600.0, max_body=MAX_LINE)
@@ -101,7 +101,7 @@ async def _answer_all(options: argparse.Namespace, specs: Mapping[str, Mapping[s
     progress.close()
     if not options.quiet:
         say(_closing_line(tally, time.monotonic() - start))
-    return 1 if tally.failed else 0
+    return 1 if tally.failed or output.failed else 0
 
 
 async def _run_workers(count: int, app: ASGIApp, waiting: Iterator[Line], output: AnswerFile, tally: Tally, progress: Progress) -> None:
@@ -141,6 +141,11 @@ async def _answer(app: ASGIApp, line: Line) -> tuple[int, str, Any]:
             break
         await asyncio.sleep(min(_MAX_PAUSE, max(0.05 * 2**attempt, float(headers.get("retry-after", 0)))))
     return status, headers.get("x-request-id", ""), json.loads(raw)
+
+
+def _resumed_line(output: AnswerFile, total: int) -> str:
+    line = f"{len(output.done)} of {total} requests were answered by an earlier run"
+    return f"{line}, {output.failed} of them with an error: to have these tried again, delete their lines" if output.failed else line
 
 
 def _closing_line(tally: Tally, seconds: float) -> str:

@@ -29,6 +29,13 @@ def check_input(path: str) -> Mapping[str, int]:
     return numbers
 
 
+def is_failed(record: Mapping[str, Any]) -> bool:
+    """Whether a line of the output is the answer to a request that failed."""
+    response = record.get("response")
+    status = response.get("status_code") if isinstance(response, dict) else None
+    return not isinstance(status, int) or status >= 400
+
+
 def custom_id_of(record: Mapping[str, Any]) -> str | None:
     """The custom_id of a line of the output; None if it is no such line."""
     custom_id = record.get("custom_id") if "response" in record else None

@@ -22,6 +22,7 @@ SYNC_SECONDS = 1.0  # of answers that a power cut may lose; a kill loses none
 
 # the name of the request that a line of output answers, None if it is no such line
 KeyOf = Callable[[Mapping[str, Any]], str | None]
+IsFailed = Callable[[Mapping[str, Any]], bool]  # whether such a line is the answer to a request that failed
 
 
 def read_lines(path: str, option: str = "") -> Iterator[tuple[int, bytes]]:
@@ -55,13 +56,14 @@ def _open_regular(path: str, flags: int) -> int:
 
 
 class AnswerFile:
-    """The file of answers. An incomplete last line of an earlier run is cut off; `done` are the keys that have an answer.
+    """The file of answers. An incomplete last line of an earlier run is cut off; `done` are the keys that have an answer,
+    `failed` the number of those whose answer is an error.
 
     Each line is handed to the system at once, and is on the disk after SYNC_SECONDS. ArgumentError if the file has answers to requests that
     are not `wanted`, or if another run writes it; OutputError if it cannot be written.
     """
 
-    def __init__(self, name: str, wanted: Container[str], key_of: KeyOf):
+    def __init__(self, name: str, wanted: Container[str], key_of: KeyOf, is_failed: IsFailed = lambda record: False):
         self.name = name
         self._unsynced_since: float | None = None
         try:
@@ -70,7 +72,7 @@ class AnswerFile:
             raise _cannot_write(name, error) from error
         try:
             _lock(self._file, name)
-            self.done, whole = _answered(self._file, name, wanted, key_of)
+            self.done, self.failed, whole = _answered(self._file, name, wanted, key_of, is_failed)
             os.ftruncate(self._file, whole)
         except BaseException as error:
             os.close(self._file)
@@ -123,13 +125,14 @@ def _lock(file: int, name: str) -> None:
         raise ArgumentError(f"{name} is being written by another run: wait for it, or name another file") from None
 
 
-def _answered(file: int, name: str, wanted: Container[str], key_of: KeyOf) -> tuple[set[str], int]:
-    """(keys of the whole lines, bytes of these lines)."""
+def _answered(file: int, name: str, wanted: Container[str], key_of: KeyOf, is_failed: IsFailed) -> tuple[set[str], int, int]:
+    """(keys of the whole lines, number of those that failed, bytes of these lines)."""
     done: set[str] = set()
-    whole = 0
+    failed = whole = 0
     with open(file, "rb", closefd=False) as reader:
         while raw := reader.readline(MAX_ANSWER + 1):
-            key = _key(raw, key_of)
+            record = _record(raw)
+            key = None if record is None else key_of(record)
             if key is None:
                 if len(raw) <= MAX_ANSWER and not reader.read(1):
                     break  # the last line, incomplete
@@ -137,13 +140,14 @@ def _answered(file: int, name: str, wanted: Container[str], key_of: KeyOf) -> tu
             if key not in wanted:
                 raise ArgumentError(f"{name} has an answer to {key!r:.80}, which is not in the input: name another file")
             done.add(key)
+            failed += record is not None and is_failed(record)
             whole += len(raw)
-    return done, whole
+    return done, failed, whole
 
 
-def _key(raw: bytes, key_of: KeyOf) -> str | None:
+def _record(raw: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(raw) if raw.endswith(b"\n") else None
     except (ValueError, RecursionError):
         return None
-    return key_of(record) if isinstance(record, dict) else None
+    return record if isinstance(record, dict) else None

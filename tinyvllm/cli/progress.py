@@ -47,8 +47,8 @@ class LoadBar:
 class Progress:
     """`done` of `total` units: a tqdm bar on a terminal, else a line every PERIOD seconds. Nothing with `quiet`."""
 
-    def __init__(self, total: int, done: int, unit: str, quiet: bool, clock: Callable[[], float] = time.monotonic):
-        self.total, self.done, self.failed = total, done, 0
+    def __init__(self, total: int, done: int, unit: str, quiet: bool, clock: Callable[[], float] = time.monotonic, *, failed: int = 0):
+        self.total, self.done, self.failed = total, done, failed
         self._unit, self._clock, self._lines = unit, clock, not quiet and not sys.stderr.isatty()
         self._bar: tqdm | None = None
         self._first, self._began, self._next = done, clock(), clock() + PERIOD

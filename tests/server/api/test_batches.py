@@ -14,7 +14,7 @@ import pytest
 from openai import APIStatusError, OpenAI
 
 from tests.server.conftest import Running, running
-from tinyvllm.server.core import batch_runner, file_store
+from tinyvllm.server.core import batch_runner, file_store, generation
 from tinyvllm.server.core.batch_runner import Batch, Batches
 from tinyvllm.server.core.config import ServerConfig
 from tinyvllm.server.core.failures import Failure
@@ -180,6 +180,20 @@ def test_a_cancelled_batch_keeps_what_it_has() -> None:
 
     batch = run_batch(50, app, lambda batches, batch: batches.cancel(batch.owner, batch.id))
     assert batch.status == "cancelled" and 1 <= batch.completed <= batch_runner.CONCURRENCY and batch.output_file_id
+
+
+def test_lines_run_after_requests_of_clients(server: Running, client_of: Callable[..., OpenAI], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line has a lower priority than a request that names none; a line that names one has that."""
+    priorities: list[int] = []
+    options_of = generation.request_options
+    monkeypatch.setattr(generation, "request_options", lambda *a: (options := options_of(*a), priorities.append(options.priority))[0])
+    client = client_of(server)
+    file = client.files.create(file=("in.jsonl", jsonl(line("a"), line("b"), line("c", priority=-3))), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    assert finished(client, batch.id).request_counts.completed == 3
+    assert sorted(priorities) == [-3, batch_runner.PRIORITY, batch_runner.PRIORITY]
+    server.post("/v1/chat/completions", line("a")["body"])
+    assert priorities[-1] == 0 < batch_runner.PRIORITY
 
 
 def test_a_line_without_room_is_tried_again_and_late_batches_expire(monkeypatch: pytest.MonkeyPatch) -> None:

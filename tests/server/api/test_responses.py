@@ -197,7 +197,7 @@ def test_the_limits_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
         return store.add(key, {"id": name, "text": text}, [], [])
 
     monkeypatch.setattr(response_store, "MAX_STORED_RESPONSES", 2)
-    store = ResponseStore(lambda: now[0])
+    store = ResponseStore(clock=lambda: now[0])
     assert all(add(store, key, name) for key, name in ((alice, "a1"), (bob, "b1"), (alice, "a2"), (alice, "a3")))
     assert names(store) == ["b1", "a2", "a3"]
     monkeypatch.setattr(response_store, "MAX_STORED_KEY_BYTES", 200)
@@ -209,3 +209,46 @@ def test_the_limits_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Failure) as expired:
         store.get(bob, "b2")
     assert expired.value.status == 404 and not len(store)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_items_of_a_cut_answer_say_so_and_can_be_sent_back(client, stream: bool) -> None:
+    """A call or message without its end is incomplete. Its arguments are a prefix of JSON, which the next request may repeat."""
+    ask = {"model": "demo", "input": ASK, "temperature": 0, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+
+    def create(max_tokens: int, **more: Any) -> Any:
+        done = client.responses.create(**{**ask, **more}, max_output_tokens=max_tokens, stream=stream)
+        if not stream:
+            return done
+        events = list(done)
+        assert [e.item for e in events if e.type == "response.output_item.done"] == events[-1].response.output
+        return events[-1].response
+
+    whole = create(150)
+    assert whole.status == "completed" and whole.output[-1].status == "completed"
+    cut = next(done for done in map(create, range(12, 40)) if done.output[0].type == "function_call" and done.output[0].arguments)
+    call = cut.output[0]
+    assert cut.status == "incomplete" and call.status == "incomplete" and not call.arguments.endswith("}")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "A tree."}
+    for more in ({"input": [{"role": "user", "content": ASK}, call, result]}, {"input": [result], "previous_response_id": cut.id}):
+        assert create(3, **more, tools=None, tool_choice=None).usage.output_tokens == 3
+    message = create(3, tools=None, tool_choice=None).output[-1]
+    assert message.type == "message" and message.status == "incomplete"
+
+
+def test_a_server_that_keeps_nothing() -> None:
+    """--no-store: answers say that they are not kept, and files and batches are refused by name."""
+    with running(ServerConfig(port=0, access_log=False, store=False)) as server:
+        asked = {"model": "demo", "input": ASK, "max_output_tokens": 2}
+        for more in ({}, {"store": True}, {"stream": True}):
+            reply = server.post("/v1/responses", {**asked, **more})
+            assert '"store":false' in reply.text and '"store":true' not in reply.text
+            assert reply.headers.get("X-Ignored-Fields") == ("store" if "store" in more else None)
+        done = server.post("/v1/responses", asked).json()
+        refused = server.post("/v1/responses", {**asked, "previous_response_id": done["id"]})
+        assert refused.status_code == 400 and "keeps no answers (--no-store)" in refused.json()["error"]["message"]
+        assert httpx.get(f"{server.url}/v1/responses/{done['id']}", trust_env=False).status_code == 404
+        upload = httpx.post(f"{server.url}/v1/files", files={"file": ("a", b"{}")}, data={"purpose": "batch"}, trust_env=False)
+        batch = server.post("/v1/batches", {"input_file_id": "file-1", "endpoint": "/v1/chat/completions", "completion_window": "24h"})
+        for reply in (upload, batch):
+            assert reply.status_code == 501 and "--no-store" in reply.json()["error"]["message"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from random import Random
 from typing import Any
 
 import pytest
@@ -222,3 +223,57 @@ def test_arrays_and_objects_are_counted_before_they_are_parsed(monkeypatch: pyte
         with pytest.raises(Failure, match=f"the body has {limit + 3} arrays and objects, the limit is {limit}") as failed:
             parse(CompletionRequest, raw)
         assert failed.value.status == 400 and failed.value.code == "too_many_values"
+
+
+def test_names_are_counted_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parser holds the interpreter lock: 400,000 names stopped the event loop for 0.4 s."""
+    limit = limits.MAX_MEMBERS
+    assert parse(CompletionRequest, json.dumps({"prompt": ":" * 2 * limit}).encode())[0].prompt
+    monkeypatch.setattr("tinyvllm.server.core.body.from_json", None)
+    raw = b'{"logit_bias": {' + b",".join(b'"%d:": 1' % i for i in range(limit)) + b"}}"
+    with pytest.raises(Failure, match=f"the body has {limit + 1} names in its objects, the limit is {limit}") as failed:
+        parse(CompletionRequest, raw)
+    assert failed.value.status == 400 and failed.value.code == "too_many_values"
+
+
+def test_values_are_counted_in_short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads run between two matches only: a million short strings in one match stopped the event loop for 0.3 s."""
+    matched: list[int] = []
+
+    class Watched:
+        def __init__(self, pattern: Any):
+            self.pattern = pattern
+
+        def match(self, raw: bytes, at: int) -> Any:
+            found = self.pattern.match(raw, at)
+            matched.append(0 if found is None else found.end() - at)
+            return found
+
+        def sub(self, new: bytes, raw: bytes) -> bytes:
+            matched.append(len(raw))
+            return self.pattern.sub(new, raw)
+
+    for name in ("_STRING", "_STRINGS"):
+        monkeypatch.setattr(limits, name, Watched(getattr(limits, name)))
+    limits.check_values(b'["[",' + b'"[",' * 10**6 + b'""]')
+    assert sum(matched) > 2 * 10**6 and max(matched) <= 10**5
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_values_in_strings_do_not_count(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = Random(seed)
+    monkeypatch.setattr(limits, "MAX_CONTAINERS", 0)
+    raw = b"".join(random.choice([b'"', b"\\", b"[", b":", b"a", b" "]) for _ in range(40))
+    outside, in_string, escaped = b"", False, False
+    for byte in raw:
+        if not in_string and byte != ord('"'):
+            outside += bytes([byte])
+        if not escaped and byte == ord('"'):
+            in_string = not in_string
+        escaped = in_string and not escaped and byte == ord("\\")
+    count = outside.count(b"[")
+    if count:
+        with pytest.raises(Failure, match=f"the body has {count} arrays"):
+            limits.check_values(raw)
+    else:
+        limits.check_values(raw)

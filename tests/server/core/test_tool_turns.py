@@ -1,4 +1,4 @@
-"""Tool results with chat templates that have no role for them."""
+"""Tool results with chat templates that have no role for them, and calls that were cut."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("jinja2")
 
 from tinyvllm.errors import TokenizerError
 from tinyvllm.server.core.conversation import Conversation, _render_with_results
-from tinyvllm.server.core.tool_turns import as_plain_turns
+from tinyvllm.server.core.tool_turns import as_plain_turns, with_ended_calls
 from tinyvllm.text.load import load_tokenizer
 
 DEMO = Path(__file__).parents[3] / "tinyvllm" / "demo" / "model"
@@ -61,3 +61,19 @@ def test_roles_alternate() -> None:
         [{"role": "assistant", "content": "I look.", "tool_calls": [{**CALL, "function": {"name": "look", "arguments": {}}}]}]
     )
     assert texts == [{"role": "assistant", "content": 'I look.\n{"name": "look", "parameters": {}}'}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ended"),
+    [
+        ('{"place": "ri', {"place": "ri"}), ('{"a": [1, {"b": "c', {"a": [1, {"b": "c"}]}), ('{"a": 1, "b": tr', {"a": 1}), ("{", {}),
+        ('{"a": 1}', '{"a": 1}'), ('{"a": 1}}', '{"a": 1}}'), ('{"a" 1', '{"a" 1'), ("[1", "[1"), ("", ""), (None, None),
+        ({"a": 1}, {"a": 1}),
+        ('{"a": ' * 5000, '{"a": ' * 5000), ('{"a": ' + "9" * 5000, '{"a": ' + "9" * 5000),
+    ],
+)  # fmt: skip
+def test_calls_that_max_tokens_has_cut_get_an_end(arguments: Any, ended: Any) -> None:
+    """A prefix of an object becomes the object of what is there; nothing else is changed."""
+    message = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": arguments}}]}
+    first, second = with_ended_calls([{"role": "user", "content": "a"}, message])
+    assert first == {"role": "user", "content": "a"} and second["tool_calls"][0]["function"] == {"name": "look", "arguments": ended}

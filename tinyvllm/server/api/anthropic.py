@@ -148,7 +148,7 @@ class _MessageEvents:
         line = f'{{"type":"content_block_delta","index":{self._index},"delta":{delta}}}'
         self.pending.append(f"event: content_block_delta\ndata: {line}\n\n".encode())
 
-    def end(self) -> None:
+    def end(self, cut: bool = False) -> None:
         if self._kind == "reasoning":
             self.add("content_block_delta", {"index": self._index, "delta": {"type": "signature_delta", "signature": ""}})
         self.add("content_block_stop", {"index": self._index})

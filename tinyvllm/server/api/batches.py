@@ -32,6 +32,7 @@ class BatchRequest(Body):
 
 async def create(context: RequestContext, body: BatchRequest, writer: ResponseWriter) -> None:
     """Start a batch."""
+    context.service.files.check_enabled()
     file = context.service.files.get(context.owner, body.input_file_id, "input_file_id")
     batch = context.service.batches.start(Batch(context.owner, body.endpoint, file, body.metadata))
     context.record |= {"batch": batch.id}

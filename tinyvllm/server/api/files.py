@@ -24,6 +24,7 @@ _FIELDS = ("file", "purpose")
 async def upload(request: Request) -> Response:
     """Keep a file of requests, sent as multipart/form-data with `file` and `purpose`."""
     context = RequestContext.of(request)
+    context.service.files.check_enabled()
     try:
         filename, purpose, data = await _read_form(request, context)
     finally:

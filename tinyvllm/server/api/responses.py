@@ -43,13 +43,16 @@ async def answer(context: RequestContext, body: ResponsesRequest, writer: Respon
     """Continue a conversation."""
     async with context.service.models.use(body.model) as (model, llm):
         turns = turns_of(body, _messages_before(context, body))
+        if body.store and not context.service.responses.enabled:
+            context.add_ignored(["store"])
         prompt, tools = await _prompt(context, body, llm, turns)
         run = chat_run(context, body, llm, model, prompt, tools, params_of(body, llm.default_params))
         if body.stream:
             await _stream(run, turns, writer)
         else:
             output = await run.final_output()
-            response = _response(run, _status(run, output.outputs[0]), _items(run, output.outputs[0]))
+            status = _status(run, output.outputs[0])
+            response = _response(run, status, _items(run, output.outputs[0], cut=status["status"] == "incomplete"))
             await writer.json({**_stored(run, turns, response), **extra_fields(output)})
 
 
@@ -128,8 +131,8 @@ def _find(request: Request) -> StoredResponse:
     return context.service.responses.get(context.owner, request.path_params["name"])
 
 
-def _items(run: ChatRun, part: CompletionOutput) -> list[dict[str, Any]]:
-    """The items of a whole answer."""
+def _items(run: ChatRun, part: CompletionOutput, cut: bool) -> list[dict[str, Any]]:
+    """The items of a whole answer. The last one of a `cut` answer is incomplete, unless it is a call that was at its end."""
     parsed, name = parse_answer(run, part), run.context.unique_id
     items: list[dict[str, Any]] = []
     if parsed.reasoning and run.body.include_reasoning is not False:
@@ -138,7 +141,10 @@ def _items(run: ChatRun, part: CompletionOutput) -> list[dict[str, Any]]:
         style = LogprobStyle.of(run.body, run.body.top_logprobs)
         logprobs = chat_logprobs(run.llm.tokenizer, positions_of(part), style) if wants_logprobs(run.body) else []
         items.append(_item("content", f"msg_{name}", text=parsed.content, logprobs=logprobs))
-    return items + [_item("call", f"fc_{name}_{i}", call, text=call["arguments"]) for i, call in enumerate(parsed.calls)]
+    items += [_item("call", f"fc_{name}_{i}", call, text=call["arguments"]) for i, call in enumerate(parsed.calls)]
+    if parsed.last_call_is_cut if parsed.calls else cut:
+        items[-1]["status"] = "incomplete"
+    return items
 
 
 def _status(run: ChatRun, part: CompletionOutput) -> dict[str, Any]:
@@ -181,7 +187,7 @@ def _request_fields(run: ChatRun, items: list[dict[str, Any]]) -> dict[str, Any]
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-        "store": body.store is not False,
+        "store": body.store is not False and run.context.service.responses.enabled,
         "temperature": run.params.temperature,
         "text": {"format": {"type": "text"}, **(data.get("text") or {})},
         "tool_choice": data.get("tool_choice") or "auto",
@@ -208,10 +214,10 @@ def _usage(run: ChatRun) -> dict[str, Any]:
 
 
 def _item(
-    kind: str, id_: str, call: dict[str, str] | None = None, *, text: str = "", done: bool = True, logprobs: Any = ()
+    kind: str, id_: str, call: dict[str, str] | None = None, *, text: str = "", status: str = "completed", logprobs: Any = ()
 ) -> dict[str, Any]:
-    """One item of the output; done=False when its stream begins."""
-    status = "completed" if done else "in_progress"
+    """One item of the output; its status is in_progress when its stream begins, incomplete if its end is missing."""
+    done = status != "in_progress"
     if kind == "reasoning":
         content = [{"type": "reasoning_text", "text": text}] if done else []
         return {"id": id_, "type": "reasoning", "summary": [], "content": content, "status": status}
@@ -261,7 +267,7 @@ class _ItemEvents:
         self._kind, self._text, self._logprobs = kind, [], []
         self._call = {"id": event.id, "name": event.name} if kind == "call" else None
         self._id = f"{_ID_PREFIXES[kind]}_{name}_{index}"
-        self.add("response.output_item.added", output_index=index, item=_item(kind, self._id, self._call, done=False))
+        self.add("response.output_item.added", output_index=index, item=_item(kind, self._id, self._call, status="in_progress"))
         if kind != "call":
             self.add("response.content_part.added", **self._place(), part=self._part(""))
 
@@ -277,7 +283,7 @@ class _ItemEvents:
         self.pending.append(f"event: {name}.delta\ndata: {line}\n\n".encode())
         self._number += 1
 
-    def end(self) -> None:
+    def end(self, cut: bool = False) -> None:
         text, name = "".join(self._text), _EVENT_NAMES[self._kind]
         if self._kind == "call":
             assert self._call is not None
@@ -286,7 +292,8 @@ class _ItemEvents:
         else:
             self.add(f"{name}.done", **self._place(), text=text, **({"logprobs": self._logprobs} if self._kind == "content" else {}))
             self.add("response.content_part.done", **self._place(), part=self._part(text))
-        item = _item(self._kind, self._id, self._call, text=text, logprobs=self._logprobs)
+        status = "incomplete" if cut else "completed"
+        item = _item(self._kind, self._id, self._call, text=text, logprobs=self._logprobs, status=status)
         self.add("response.output_item.done", output_index=len(self.items), item=item)
         self.items.append(item)
 

@@ -19,6 +19,7 @@ class Answer:
     content: str = ""
     reasoning: str = ""
     calls: list[dict[str, str]] = field(default_factory=list)  # id, name, arguments (JSON; a prefix of it where max_tokens has cut them)
+    last_call_is_cut: bool = False
 
     def add(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -30,6 +31,8 @@ class Answer:
                 self.calls.append({"id": event.id, "name": event.name, "arguments": ""})
             elif event.kind == "tool_arguments":
                 self.calls[event.index]["arguments"] += event.text
+            elif event.kind == "tool_end":
+                self.last_call_is_cut = event.broken
 
 
 def parse_answer(run: ChatRun, part: CompletionOutput) -> Answer:
@@ -46,11 +49,11 @@ def parse_answer(run: ChatRun, part: CompletionOutput) -> Answer:
 
 
 class BlockWriter(Protocol):
-    """Formats blocks as the events of one API. Kinds of blocks are content, reasoning and call."""
+    """Formats blocks as the events of one API. Kinds of blocks are content, reasoning and call; `cut` ones lack their end."""
 
     def begin(self, kind: str, event: Event) -> None: ...
     def append(self, text: str) -> None: ...
-    def end(self) -> None: ...
+    def end(self, cut: bool) -> None: ...
 
 
 class BlockStream:
@@ -75,7 +78,7 @@ class BlockStream:
             if event.kind != "reasoning" or not hidden:
                 self._write(event)
         if part.finish_reason is not None:
-            self._switch(None)
+            self._switch(None, cut=part.finish_reason in ("length", "deadline"))
 
     def _parse(self, part: CompletionOutput) -> list[Event]:
         if self._parser is None:
@@ -91,16 +94,16 @@ class BlockStream:
         elif event.kind == "tool_arguments":
             self._writer.append(event.text)
         elif event.kind == "tool_end":
-            self._switch(None)
+            self._switch(None, cut=event.broken)
         elif event.text:
             if self._kind != event.kind:
                 self._switch(event.kind, event)
             self._writer.append(event.text)
 
-    def _switch(self, kind: str | None, event: Event | None = None) -> None:
+    def _switch(self, kind: str | None, event: Event | None = None, *, cut: bool = False) -> None:
         """End the open block and begin one of another kind."""
         if self._kind is not None:
-            self._writer.end()
+            self._writer.end(cut)
         self._kind = kind
         if kind is not None and event is not None:
             self._writer.begin(kind, event)

@@ -25,6 +25,7 @@ from tinyvllm.server.core.limits import MAX_BATCH_ERRORS, MAX_BATCH_LINES, MAX_B
 from tinyvllm.server.core.local_call import call
 
 WINDOW = 24 * 3600  # seconds, the only completion_window
+PRIORITY = 1000  # of a line that names none: requests of clients, whose priority is 0 if they name none, run first
 CONCURRENCY = 8  # lines of all batches that run at the same time
 _MAX_PAUSE = 30.0  # seconds before a line that was refused for want of room is tried again
 _FINAL = ("failed", "completed", "expired", "cancelled")
@@ -167,7 +168,7 @@ class Batches:
         assert self.app is not None, "create_app sets it"
         pause = 0.05
         while True:
-            status, headers, raw = await call(self.app, line.url, json.dumps(line.body).encode(), batch.owner)
+            status, headers, raw = await call(self.app, line.url, json.dumps(line.body).encode(), batch.owner, PRIORITY)
             if status not in RETRY_STATUS or not _may_continue(batch):
                 return status, headers.get("x-request-id", ""), raw
             await asyncio.sleep(min(_MAX_PAUSE, max(pause, float(headers.get("retry-after", 0)))))

@@ -17,7 +17,7 @@ from pydantic_core import CoreSchema, from_json
 from tinyvllm.config import nearest
 from tinyvllm.server.core.body_errors import field_names, type_name, unknown_field, validation_failure
 from tinyvllm.server.core.failures import Failure
-from tinyvllm.server.core.limits import check_containers
+from tinyvllm.server.core.limits import check_values
 
 _MAX_IGNORED = 1000  # names of dropped fields that are reported
 _MAX_UNKNOWN_NAMES = 100  # distinct names of fields that echoed objects may have in addition to their own
@@ -103,7 +103,7 @@ def parse(model: type[B], raw: bytes, lenient: bool = False) -> tuple[B, dict[st
 
 
 def _parse_object(raw: bytes) -> dict[str, Any]:
-    check_containers(raw)
+    check_values(raw)
     try:
         data = from_json(raw, allow_inf_nan=False)
     except ValueError as error:

@@ -19,6 +19,7 @@ class ServerConfig:
     trust_request_chat_template  allow chat templates in requests (they run in a sandbox, but can be made slow)
     chat_template       Jinja source that replaces the models' own templates
     share_prefixes      API keys share cached prefixes, so that one can measure what others have sent; without it each key has its own
+    store               keep answers of /v1/responses, files and batches in memory for later requests
     cors_origins        origins whose pages may call this server; "*" allows all. Pages of localhost always may
     allowed_hosts       names in the Host header that are accepted; localhost and addresses always are. Checked if there are any, and on a
                         loopback address without keys
@@ -37,6 +38,7 @@ class ServerConfig:
     trust_request_chat_template: bool = False
     chat_template: str | None = None
     share_prefixes: bool = False
+    store: bool = True
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     root_path: str = ""

@@ -22,6 +22,7 @@ from tinyvllm.server.core.failures import Failure
 from tinyvllm.server.core.file_store import FileStore
 from tinyvllm.server.core.keys import Key, Keys
 from tinyvllm.server.core.limits import MAX_BODIES
+from tinyvllm.server.core.local_call import SCOPE_PRIORITY
 from tinyvllm.server.core.models import Models
 from tinyvllm.server.core.response_store import ResponseStore
 from tinyvllm.server.core.segment_store import SegmentStore
@@ -39,9 +40,9 @@ class Service:
         self.models = models
         self.keys = keys
         self.segments = SegmentStore(models)
-        self.files = FileStore()
+        self.files = FileStore(config.store)
         self.batches = Batches(self.files)
-        self.responses = ResponseStore()
+        self.responses = ResponseStore(config.store)
         self.started = int(time.time())
         self.draining = False
         self.engine_failure: str | None = None  # which engine has ended, and of what: the server ends too
@@ -135,6 +136,11 @@ class RequestContext:
     def anthropic(self) -> bool:
         """Whether errors take Anthropic's shape."""
         return str(self.scope["path"]).startswith("/v1/messages")
+
+    @property
+    def default_priority(self) -> int:
+        """The priority of this request if its body names none: lines of batches run after requests of clients."""
+        return int(self.scope.get(SCOPE_PRIORITY, 0))
 
     @property
     def owner(self) -> Key:

@@ -24,7 +24,7 @@ from tinyvllm.server.core.prompts import (
     text_size,
 )
 from tinyvllm.server.core.segment_store import RegisteredSegment, last_of_messages
-from tinyvllm.server.core.tool_turns import as_plain_turns, has_tool_results, message_text, shows_tool_results, with_marks
+from tinyvllm.server.core.tool_turns import as_plain_turns, has_tool_results, message_text, shows_tool_results, with_ended_calls, with_marks
 from tinyvllm.text.chat import SlowRenderError, render_chat
 from tinyvllm.text.template_budget import LOOP_SECONDS, MAX_SECONDS, at_most
 from tinyvllm.text.tokenizer import Tokenizer
@@ -210,7 +210,7 @@ def _with_results(tokenizer: Tokenizer, conversation: Conversation) -> tuple[Con
 def _render(tokenizer: Tokenizer, conversation: Conversation) -> str:
     text = render_chat(
         tokenizer,
-        conversation.messages,
+        with_ended_calls(conversation.messages),
         conversation.tools,
         conversation.add_generation_prompt and not conversation.continue_final_message,
         chat_template=conversation.template,

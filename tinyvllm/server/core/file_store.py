@@ -39,8 +39,14 @@ class StoredFile:
 class FileStore:
     """The files of one server: at most MAX_FILES of a key, and MAX_FILES_BYTES of all keys together. Belongs to its event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, enabled: bool = True) -> None:
+        self._enabled = enabled
         self._files: dict[str, StoredFile] = {}
+
+    def check_enabled(self) -> None:
+        """Failure 501 if the server keeps no files."""
+        if not self._enabled:
+            raise Failure(501, "this server keeps no files and runs no batches (--no-store)", code="store_disabled")
 
     def add(self, file: StoredFile) -> StoredFile:
         """Keep a file; Failure 409 if there is no room."""

@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
+SCOPE_PRIORITY = "tinyvllm.priority"  # where it holds the priority of a request that names none
 SCOPE_OWNER = "tinyvllm.owner"  # where the scope of such a request holds its API key: a client cannot write into a scope
 
 
-async def call(app: ASGIApp, path: str, body: bytes, key: object = None) -> tuple[int, dict[str, str], bytes]:
-    """(status, headers, body) of a POST to the application, without a socket; with `key`, an API key of the server, in its name."""
+async def call(app: ASGIApp, path: str, body: bytes, key: object = None, priority: int = 0) -> tuple[int, dict[str, str], bytes]:
+    """(status, headers, body) of a POST to the application, without a socket; with `key`, an API key of the server, in its name.
+
+    priority  of a body that names none; higher numbers wait for lower ones
+    """
     bodies, finished = [body], asyncio.Event()
     head: dict[str, Any] = {}
     pieces: list[bytes] = []
@@ -32,6 +36,7 @@ async def call(app: ASGIApp, path: str, body: bytes, key: object = None) -> tupl
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http", "path": path,
         "raw_path": path.encode(), "query_string": b"", "root_path": "", "client": None, "server": ("localhost", None), SCOPE_OWNER: key,
+        SCOPE_PRIORITY: priority,
         "headers": [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
     }  # fmt: skip
     try:

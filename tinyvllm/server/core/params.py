@@ -129,7 +129,7 @@ def request_options(context: RequestContext, body: Any) -> RequestOptions:
         return context.number(header) if value is None else value
 
     return RequestOptions(
-        priority=getattr(body, "priority", None) or 0,
+        priority=context.default_priority if (priority := getattr(body, "priority", None)) is None else priority,
         deadline_ms=deadline("deadline_ms", b"x-deadline-ms"),
         ttft_deadline_ms=deadline("ttft_deadline_ms", b"x-ttft-deadline-ms"),
         key=context.owner.name,

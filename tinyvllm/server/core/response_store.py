@@ -33,7 +33,8 @@ class StoredResponse:
 class ResponseStore:
     """Answers by id, the oldest first. Bounded in number and bytes for each key, in bytes for all, and in age."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, enabled: bool = True, clock: Callable[[], float] = time.monotonic):
+        self.enabled = enabled
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self._clock = clock
 
@@ -43,7 +44,9 @@ class ResponseStore:
     def add(
         self, owner: Key, response: Mapping[str, Any], input_items: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]
     ) -> bool:
-        """Keep an answer; the oldest ones make room. False for one that alone is more than a key may keep."""
+        """Keep an answer; the oldest ones make room. False for one that alone is more than a key may keep, and if nothing is kept."""
+        if not self.enabled:
+            return False
         size = len(json.dumps([response, input_items, messages]))
         if size > MAX_STORED_KEY_BYTES:
             return False
@@ -58,6 +61,7 @@ class ResponseStore:
         stored = self._responses.get(id_)
         if stored is None or stored.owner is not owner:
             kept = f"The server keeps the last {MAX_STORED_RESPONSES} of each key for {MAX_STORED_AGE // 3600} hours."
+            kept = kept if self.enabled else "The server keeps no answers (--no-store)."
             text = f"Response with id '{id_[:100]}' not found. {kept}"
             raise Failure(status, text, param=param, code="previous_response_not_found" if param else "not_found")
         return stored

@@ -1,10 +1,13 @@
-"""Tool calls and results as plain turns, for chat templates that have no role for them: they raise an error, or leave them out."""
+"""Tool calls and results in the forms that chat templates can render."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
+
+from pydantic_core import from_json
 
 _MARK = "result{}x7319"  # survives what templates do to texts: quoting, escaping, trimming
 
@@ -25,9 +28,34 @@ def with_marks(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str,
     return [{**m, "content": next(left)} if m["role"] == "tool" else m for m in messages], marks
 
 
+def with_ended_calls(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages with an end for the arguments of calls that max_tokens has cut: clients send back what they received.
+
+    Templates take arguments as an object, so a prefix of one becomes the object of what is there. Other texts that are not JSON stay.
+    """
+    return [{**m, "tool_calls": [_ended(call) for call in m["tool_calls"]]} if m.get("tool_calls") else m for m in messages]
+
+
+def _ended(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    arguments = call["function"].get("arguments")
+    if not isinstance(arguments, str) or not arguments.lstrip().startswith("{"):
+        return call
+    try:
+        json.loads(arguments)
+    except json.JSONDecodeError as error:
+        if error.msg != "Extra data":
+            with suppress(ValueError):
+                ended = from_json(arguments, allow_partial="trailing-strings")
+                return {**call, "function": {**call["function"], "arguments": ended}}
+    except (RecursionError, ValueError):  # which render_chat reports
+        pass
+    return call
+
+
 def as_plain_turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The messages with each tool result as a turn of the user's, and each call as text of the assistant's, in the JSON of required calls.
 
+    For templates that have no role for them: these raise an error, or leave them out.
     Turns of the user's that follow each other are joined, since many templates require that roles alternate.
     """
     plain: list[Mapping[str, Any]] = []
