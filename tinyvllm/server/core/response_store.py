@@ -44,9 +44,7 @@ class ResponseStore:
     def add(
         self, owner: Key, response: Mapping[str, Any], input_items: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]
     ) -> bool:
-        """Keep an answer; the oldest ones make room. False for one that alone is more than a key may keep, and if nothing is kept."""
-        if not self.enabled:
-            return False
+        """Keep an answer; the oldest ones make room. False for one that alone is more than a key may keep."""
         size = len(json.dumps([response, input_items, messages]))
         if size > MAX_STORED_KEY_BYTES:
             return False
