@@ -22,7 +22,7 @@ from tests.text.vocabularies import (
     without,
 )
 from tinyvllm.errors import TokenizerError
-from tinyvllm.text.gguf_vocab import _WORD_RULES
+from tinyvllm.text.gguf_vocab import WORD_RULES
 from tinyvllm.text.load import tokenizer_from_gguf
 
 
@@ -90,7 +90,7 @@ def test_whole_words_before_merges() -> None:
     assert size not in tokenizer_from_gguf(metadata | {"tokenizer.ggml.pre": "gpt-2"}).encode("a zqxj")
 
 
-@pytest.mark.parametrize("pre", sorted(_WORD_RULES))
+@pytest.mark.parametrize("pre", sorted(WORD_RULES))
 def test_every_pattern_compiles_and_loses_nothing(pre: str) -> None:
     tokenizer = tokenizer_from_gguf(gguf_of_byte_level(byte_level(), pre))
     for text in NASTY:

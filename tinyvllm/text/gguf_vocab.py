@@ -62,7 +62,7 @@ class WordRules:
     nfc: bool = False
 
 
-_WORD_RULES: dict[str, WordRules] = {
+WORD_RULES: dict[str, WordRules] = {
     "default": WordRules((r"[\p{P}\$\+<=>\^~\|]+", _GPT2_SPACES, r"\p{N}+", "[0-9][0-9][0-9]")),
     "falcon": WordRules((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2_SPACES, "[0-9][0-9][0-9]")),
     "mpt": WordRules((_GPT2_SPACES,)),
@@ -199,9 +199,9 @@ def _word_rules(metadata: Mapping[str, object]) -> WordRules:
     name = _name(metadata, _KEY + "pre")
     if name is None:
         name = _PRE_BY_ARCHITECTURE.get(_name(metadata, "general.architecture") or "")
-    if name not in _WORD_RULES:
-        raise TokenizerError(f"{_SOURCE}: {_KEY}pre is {quoted(name)}, an unknown word pattern; known: {', '.join(sorted(_WORD_RULES))}")
-    return _WORD_RULES[name]
+    if name not in WORD_RULES:
+        raise TokenizerError(f"{_SOURCE}: {_KEY}pre is {quoted(name)}, an unknown word pattern; known: {', '.join(sorted(WORD_RULES))}")
+    return WORD_RULES[name]
 
 
 def _build_sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:

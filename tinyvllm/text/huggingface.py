@@ -7,10 +7,11 @@ supported (ByteLevel; Replace, ByteFallback, Fuse, Strip; Metaspace), others are
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ import tokenizers
 from tinyvllm.errors import TokenizerError
 from tinyvllm.foreign import MAX_VOCABULARY_BYTES, quoted, read_bounded
 from tinyvllm.text.assembly import Assembly
+from tinyvllm.text.bounded_calls import BoundedCalls
 from tinyvllm.text.folder import FolderSettings
 from tinyvllm.text.tokenizer import Tokenizer, TokenizerSettings, resolve_bos_eos
 
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts come one at a time, and one without end would occupy a shared thread
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2 writes these bytes as the character with the same number
 _OTHERS = sorted(set(range(256)) - set(_PRINTABLE))  # and these as U+0100 and following
@@ -49,6 +52,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, backend: tokenizers.Tokenizer, settings: TokenizerSettings, source: str):
         super().__init__(settings)
         self._backend = backend
+        self._calls = BoundedCalls(f"the text splitting of {source.removeprefix('tokenizer: ')}")
+        self.is_quick = _regular_expressions(backend) <= _known_patterns()
         self._decoder = _Decoder(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None, source)
         self.assembly = self._decoder.assembly
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
@@ -60,9 +65,11 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _encode(self, text: str) -> list[int]:
         with _no_panic("a text"):
+            if not self.is_quick:
+                return self._calls.run(lambda: _encode_without_gil(self._backend, text, False), len(text))
             if len(text) < _LONG_TEXT:
                 return self._backend.encode(text, add_special_tokens=False).ids
-            return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids  # the same ids, but it releases the GIL
+            return _encode_without_gil(self._backend, text, False)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         try:
@@ -85,6 +92,33 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _token(self, token_id: int) -> str | None:
         return self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+
+
+def _encode_without_gil(backend: tokenizers.Tokenizer, text: str, special: bool) -> list[int]:
+    """The ids of `backend.encode`, which holds the GIL."""
+    return list(backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
+
+
+def _regular_expressions(backend: tokenizers.Tokenizer) -> set[str]:
+    """Those that split or change a text before it is encoded."""
+    stages = (stage for stage in (backend.normalizer, backend.pre_tokenizer) if stage is not None)
+    return {pattern for stage in stages for pattern in _patterns_in(json.loads(stage.__getstate__()))}
+
+
+def _patterns_in(value: object) -> Iterator[str]:
+    if isinstance(value, dict) and isinstance(pattern := value.get("Regex"), str):
+        yield pattern
+    elif isinstance(value, (dict, list)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _patterns_in(part)
+
+
+@cache
+def _known_patterns() -> frozenset[str]:
+    """Patterns of published models, whose time grows with the length of the text."""
+    from tinyvllm.text.gguf_vocab import WORD_RULES
+
+    return frozenset(pattern for rules in WORD_RULES.values() for pattern in rules.patterns)
 
 
 class _Decoder:
@@ -165,7 +199,7 @@ def load_tokenizer_json(path: Path, folder: FolderSettings) -> Tokenizer:
     _add_tokens(backend, folder, path)
     bos_id, eos_ids = resolve_bos_eos(folder.special_tokens, backend.token_to_id, folder.bos_id, folder.eos_ids)
     with _no_panic("the special tokens around a text"):
-        prefix, suffix = _surroundings(backend)
+        prefix, suffix = BoundedCalls(f"the text splitting of {path}").run(lambda: _surroundings(backend), 1)
     if not prefix and not suffix:  # else tokenizer.json takes precedence over the flags, as in transformers
         eos_id = backend.token_to_id(folder.special_tokens.get("eos_token", ""))
         prefix = (bos_id,) if folder.add_bos and bos_id is not None else ()
@@ -199,7 +233,7 @@ def as_library_token(
 
 def _surroundings(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The ids that the post-processor puts before and after a text."""
-    bare, whole = backend.encode("a", add_special_tokens=False).ids, backend.encode("a").ids
+    bare, whole = (_encode_without_gil(backend, "a", special) for special in (False, True))
     if not bare:  # the vocabulary has no token for it: take all ids as the prefix, since a BOS is more likely than a suffix
         return tuple(whole), ()
     start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)

@@ -44,6 +44,7 @@ class Tokenizer(ABC):
 
     special_ids: frozenset[int]
     assembly: Assembly
+    is_quick = True  # whether the time of `encode` is known to grow with the length of the text; if not, it is bounded, and needs a thread
 
     def __init__(self, settings: TokenizerSettings):
         self.bos_id = settings.bos_id

@@ -25,7 +25,7 @@ from tinyvllm.server.core.failures import Failure
 from tinyvllm.server.core.generation import generate
 from tinyvllm.server.core.limits import MAX_COUNT, MAX_DOCUMENTS, MAX_NAME
 from tinyvllm.server.core.params import request_options
-from tinyvllm.server.core.prompts import EncodedPrompt, check_length, check_size, encode_texts, require_tokenizer, run_aside
+from tinyvllm.server.core.prompts import EncodedPrompt, check_length, check_size, encode_texts, extra_size, require_tokenizer, run_aside
 from tinyvllm.server.core.response import ResponseWriter
 from tinyvllm.server.core.schema import ACCESS_LOG_ONLY, DEFAULT_MODEL, Name
 from tinyvllm.server.core.usage import TokenUsage, finish_reason_of
@@ -127,7 +127,8 @@ async def _cosines(context: RequestContext, body: _Scoring, llm: AsyncLLM, pairs
 async def _likelihoods(
     context: RequestContext, body: _Scoring, llm: AsyncLLM, pairs: list[tuple[str, str]], usage: TokenUsage
 ) -> list[float]:
-    encoded = await run_aside(sum(len(text) for pair in pairs for text in pair), lambda: [_encode(llm, *pair) for pair in pairs])
+    size = sum(len(text) for pair in pairs for text in pair) + extra_size(llm.tokenizer)
+    encoded = await run_aside(size, lambda: [_encode(llm, *pair) for pair in pairs])
     prompts = [EncodedPrompt(document + query) for document, query in encoded]
     for index, prompt in enumerate(prompts):
         check_length(llm, prompt.token_ids, "documents" if len(prompts) == 1 else f"documents[{index}]")

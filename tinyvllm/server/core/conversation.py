@@ -19,6 +19,7 @@ from tinyvllm.server.core.prompts import (
     check_length,
     check_size,
     encode_truncated,
+    extra_size,
     require_tokenizer,
     run_aside,
     text_size,
@@ -142,7 +143,7 @@ async def encode_conversation(
         ids = encode_truncated(llm, text, conversation.add_special_tokens, truncation)
         return ChatPrompt(conversation, EncodedPrompt(ids, text))
 
-    size = text_size([wanted.messages, wanted.tools, wanted.documents, wanted.variables])
+    size = text_size([wanted.messages, wanted.tools, wanted.documents, wanted.variables]) + extra_size(tokenizer)
     if wanted.template is not None:
         size += SHORT_TEXT  # a client's template may be slow: always in a thread
     prompt = await (_encode_short(encode) if size <= SHORT_TEXT else run_aside(size, encode))

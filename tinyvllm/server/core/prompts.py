@@ -101,7 +101,7 @@ async def encode_texts(
             return EncodedPrompt(prefix + encode_piece(llm.tokenizer, item, begins=False)[1] if item else prefix)
         return EncodedPrompt(encode_truncated(llm, item, special, truncation), item)
 
-    encoded = await run_aside(sum(map(len, prompts)), lambda: [encode(item) for item in prompts])
+    encoded = await run_aside(sum(map(len, prompts)) + extra_size(llm.tokenizer), lambda: [encode(item) for item in prompts])
     for index, one in enumerate(encoded if limit else ()):
         check_length(llm, one.token_ids, name if len(encoded) == 1 else f"{name}[{index}]", output)
     return encoded
@@ -188,6 +188,11 @@ def encode_truncated(llm: AsyncLLM, text: str, special: bool, truncation: Trunca
         if len(ids) >= keep + _CUT_MARGIN:
             return replace(truncation, keep=keep).apply(llm, ids)
     return truncation.apply(llm, tokenizer.encode(text, add_special_tokens=special))  # short, or its tokenizer drops characters
+
+
+def extra_size(tokenizer: Tokenizer | None) -> int:
+    """What counts as text in addition: a tokenizer that may be slow works in a thread."""
+    return SHORT_TEXT if tokenizer is not None and not tokenizer.is_quick else 0
 
 
 async def run_aside(size: int, work: Callable[[], T]) -> T:
