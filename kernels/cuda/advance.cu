@@ -9,13 +9,14 @@
 //   sampled       [B] int32
 //   block_tables  [B, M] int32
 //   count         [1] int32          number of sequences; the state of later ones is not touched
+//   B             integer            rows of the batch; the text does not depend on it
 //
 // Launch: one thread block of 32 to 1024 threads: the host takes B rounded up to a multiple of 32, at most 1024. Unit of work: a thread
 // advances a sequence.
 #include "gpu.cuh"
 
 extern "C" __global__ void __launch_bounds__(1024) advance(int *tokens, int *positions, int *slots, int *context_lens, int *history,
-                                                           int *round, const int *sampled, const int *block_tables, const int *count) {
+                                                           int *round, const int *sampled, const int *block_tables, const int *count, int B) {
   const int row = round[0];
   for (int b = threadIdx.x; b < count[0]; b += blockDim.x) {
     const int position = positions[b] + 1, block = position / S, token = sampled[b];

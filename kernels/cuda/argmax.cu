@@ -14,7 +14,6 @@
 
 constexpr int THREADS = 256;
 constexpr int WIDTH = V % 4 == 0 ? 4 : 1, LOADS = V / WIDTH;  // floats of a load: rows of other lengths are not aligned; loads of a row
-constexpr int PART_LOADS = (LOADS + PARTS - 1) / PARTS;
 
 DEVICE u64 max_of_part(const float *row, int part, int thread);
 DEVICE u64 max_of_block(u64 key, int thread);
@@ -25,9 +24,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (n >= count[0]) return;
   u64 key = max_of_block(max_of_part(logits + (u64)n * V, part, thread), thread);
   if (thread != 0) return;
-  if (PARTS > 1) {
+  if (gridDim.x > 1) {
     atomicMax(largest + n, key);
-    if (arrive(counters + n) != PARTS - 1) return;
+    if (arrive(counters + n) != gridDim.x - 1) return;
     key = atomicExch(largest + n, 0ull);
     counters[n] = 0;
   }
@@ -37,10 +36,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 DEVICE u64 key_or_nan(float logit, int v) { return logit != logit ? NAN_KEY : key_of(logit, v); }
 
 DEVICE u64 max_of_part(const float *row, int part, int thread) {
-  const int end = (part + 1) * PART_LOADS < LOADS ? (part + 1) * PART_LOADS : LOADS;
+  const int part_loads = (LOADS + gridDim.x - 1) / gridDim.x, end = min((part + 1) * part_loads, LOADS);
   u64 key = 0;
 #pragma unroll 4
-  for (int i = part * PART_LOADS + thread; i < end; i += THREADS) {
+  for (int i = part * part_loads + thread; i < end; i += THREADS) {
     if constexpr (WIDTH == 4) {
       const float4 four = ((const float4 *)row)[i];
       key = max(key, max(max(key_or_nan(four.x, 4 * i), key_or_nan(four.y, 4 * i + 1)),

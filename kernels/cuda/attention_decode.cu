@@ -2,7 +2,7 @@
 //
 //   out           [T, H, D] float32          rows from `count` on are not touched
 //   partial       [RECORDS_OF_ALL * ROWS * (D + 2)] float32, scratch. RECORDS_OF_ALL = grid * 2 * (SECTION / 256 + SECTIONS), plus, if
-//                                            CASCADE, B * K * PARTS * (SECTIONS + min(CASCADE, ceil(M * S / 256)));
+//                                            CASCADE, B * K * PARTS * (SECTIONS + min(cascade, ceil(M * S / 256)));
 //                                            SECTIONS = ceil(M * S / SECTION)
 //   counters      [grid * 2 + (CASCADE ? B * K * PARTS : 0)] uint32, zero between launches
 //   q             [T, H, D] float32          row b belongs to sequence b
@@ -12,9 +12,11 @@
 //   count         [1] int32                  number of sequences
 //   shared_prefix_lens  [B] int32, if CASCADE  leading tokens of sequence b that are in the same blocks as those of sequence b - 1, whole
 //                                            blocks that both have filled; 0 for the first; a smaller number is always correct
+//   B             integer                    length of context_lens
+//   cascade       integer                    partitions at the start of a sequence that another sequence's warp may read for it, a multiple
+//                                            of SECTION / 256; 0 if not CASCADE
 //
-// Constants: those of attention.cuh; B, the length of context_lens; CASCADE: partitions at the start of a sequence that another sequence's
-// warp may read for it, a multiple of SECTION / 256, or 0. PARTS = ceil(H / K / 16), ROWS = ceil(H / K / PARTS).
+// Constants: those of attention.cuh; CASCADE: 1 for cascades, see below, or 0. The text does not depend on B. PARTS = ceil(H / K / 16), ROWS = ceil(H / K / PARTS).
 // Launch: block 32; shared memory RING * 32 * (2 * D + 16) + (D <= 128 ? 0 : 32 * D - 2048) bytes, RING = min(8, max(2, 512 / D));
 // grid: as many blocks as the GPU holds at once, multiprocessors * floor(shared memory of one / (that + 1024)), and at most as many as
 // there can be units, B * K * PARTS * ceil(M * S / 256). D = 128: 34 KiB, six on a multiprocessor of 228 KiB.
@@ -45,13 +47,14 @@
 extern "C" __global__ void __launch_bounds__(32, D <= 32 ? 10 : 1)
     attention_decode(float *out, float *partial, u32 *counters, const float *q, const uint4 *cache, const int *block_tables,
 #if CASCADE
-                     const int *context_lens, const int *count, const int *shared_prefix_lens) {
+                     const int *context_lens, const int *count, const int *shared_prefix_lens, int B, int cascade) {
 #else
-                     const int *context_lens, const int *count) {
+                     const int *context_lens, const int *count, int B, int cascade) {
   const int *shared_prefix_lens = nullptr;
 #endif
   DYNAMIC_SHARED(ring);
-  const Batch batch = {block_tables, context_lens, shared_prefix_lens, min(B, count[0])};
+  const Batch batch = {block_tables, context_lens, shared_prefix_lens, min(B, count[0]), cascade};
+  const Records records = records_at(partial, B, cascade);
   Run run;
   Stream stream;
   if (!find_run(run, stream.next, batch)) return;
@@ -87,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(32, D <= 32 ? 10 : 1)
       at.start += PARTITION - TILE;
       float sum[2];
       sum_rows(sum, second_state);
-      write_follower_records(second_state, sum, partial, at, 1, TOGETHER, sequences);
+      write_follower_records(second_state, sum, records, at, 1, TOGETHER, sequences);
     } else {
 #pragma unroll 1
       for (;; at.start += TILE) {
@@ -95,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(32, D <= 32 ? 10 : 1)
         if (is_unit_end(at)) break;
       }
     }
-    end_unit(state, out, partial, counters, batch, run, at, sequences);
+    end_unit(state, out, records, counters, batch, run, at, sequences);
     if (at.start + TILE >= at.context) loaded = 0;
     advance(at, batch, run);
   }

@@ -8,6 +8,7 @@
 //   bias       [O] float32, if BIAS; [2 O] if SILU
 //   residual   [T, O] float32, if RESIDUAL; not with SILU
 //   rows       [1] int32           number of rows of x, 0 to T; later rows of out are not touched
+//   T          integer             rows of prepared; the text does not depend on it
 //
 // T % 8 == 0, I % 32 == 0, any O (SILU: O % 16 == 0, and TILE_O / WARPS_O % 32 == 0). ACTIVATION: NO_ACTIVATION or GELU. The order of
 // every sum is that of product.cuh, so a row has the bits that matvec gives it.
@@ -52,7 +53,7 @@ DEVICE void sum_pieces(Sums &total, float4 *partial, u8 *ring, const Source &sou
 DEVICE void write(float *out, const Sums &total, const float *bias, const float *residual, const Tile &tile, int count, const Place &place);
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-    matmul(float *out, SPLIT_ARGUMENTS const u8 *prepared, const u8 *weight, BIAS_ARGUMENT RESIDUAL_ARGUMENT const int *rows) {
+    matmul(float *out, SPLIT_ARGUMENTS const u8 *prepared, const u8 *weight, BIAS_ARGUMENT RESIDUAL_ARGUMENT const int *rows, int T) {
 #if SPLIT == 1
   float4 *partial = nullptr;
 #endif
@@ -68,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   if (tile.groups <= 0) return;
   const Place place = place_of_thread();
   Sums total;
-  sum_pieces(total, partial, ring, source_of(prepared, weight, tile, place.thread), tile, place);
+  sum_pieces(total, partial, ring, source_of(prepared, weight, T, tile, place.thread), tile, place);
 #if SPLIT > 1
   if (!is_last_split(total, partial, counters, tile, place)) return;
 #endif

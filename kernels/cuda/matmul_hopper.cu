@@ -25,13 +25,13 @@
 
 constexpr int ROW_TILES = 8, GROUPS = TILE_T / 8;  // of a thread block; a warp has one row tile and all groups
 constexpr int OUT_TILES = tiles_of(O), OUT_TILES_OF_BLOCK = SILU ? ROW_TILES / 2 : ROW_TILES;
-constexpr int ROW_BLOCKS = (OUT_TILES + OUT_TILES_OF_BLOCK - 1) / OUT_TILES_OF_BLOCK, TOKEN_BLOCKS = (T + TILE_T - 1) / TILE_T;
+constexpr int ROW_BLOCKS = (OUT_TILES + OUT_TILES_OF_BLOCK - 1) / OUT_TILES_OF_BLOCK;
 constexpr int BLOCKS = I / STEP, STEPS = (BLOCKS + K_BLOCKS - 1) / K_BLOCKS, STEPS_OF_PIECE = PIECE_STEPS / K_BLOCKS;
 constexpr int W_TILE = 1024, X_TILE = 512, CORE = 128;  // bytes of a block of columns, and of a core matrix
 constexpr int X_AT = ROW_TILES * K_BLOCKS * W_TILE, STAGE = X_AT + GROUPS * K_BLOCKS * X_TILE;
 constexpr int CONSUMERS = 8;  // warps
 static_assert(WEIGHT == BF16 || WEIGHT == F16, "matmul_hopper: WEIGHT must be BF16 or F16");
-static_assert(T % 8 == 0 && I % 32 == 0 && PIECE_STEPS % K_BLOCKS == 0 && !(SILU && (O % 16 || RESIDUAL)), "matmul_hopper: sizes");
+static_assert(I % 32 == 0 && PIECE_STEPS % K_BLOCKS == 0 && !(SILU && (O % 16 || RESIDUAL)), "matmul_hopper: sizes");
 
 #if BIAS
 #define BIAS_ARGUMENT const float *bias,
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 
 DEVICE Tile tile_of_block(int count) {
   const int band = blockIdx.x / (BAND * ROW_BLOCKS), within = blockIdx.x % (BAND * ROW_BLOCKS);
-  const int left = TOKEN_BLOCKS - band * BAND, width = left < BAND ? left : BAND, token_block = band * BAND + within % width;
+  const int left = gridDim.x / ROW_BLOCKS - band * BAND, width = left < BAND ? left : BAND, token_block = band * BAND + within % width;
   return {within / width, token_block, (count + 7) / 8 - token_block * GROUPS};
 }
 

@@ -12,7 +12,8 @@
 //   rows       [1] int32     number of tokens, 0 to T
 //
 // Whole groups are written: tokens from rows[0] on are zeros. Groups that start at or after rows[0] are not touched. WEIGHT is the format
-// of the weights that the tokens will be multiplied with, and determines how they are rounded (weights.cuh). T % 8 == 0, I % 32 == 0.
+// of the weights that the tokens will be multiplied with, and determines how they are rounded (weights.cuh). T % 8 == 0, I % 32 == 0. The
+// text does not depend on T, which is the size of the grid.
 //
 // Launch: grid (T, 1, 1), 256 threads, no dynamic shared memory. Unit of work: a thread block has one token; thread j is virtual lane j of
 // the norm (norm.cuh). A token's share of a block of columns is whole sectors of memory (64 or 32 bytes), so more tokens a block would gain
@@ -27,7 +28,7 @@
 
 constexpr int THREADS = 256, BLOCKS = I / STEP, CELLS = BLOCKS * 4;
 constexpr int ROUNDS = (CELLS + THREADS - 1) / THREADS;
-static_assert(T % 8 == 0 && I % STEP == 0, "quantize_input: T must be a multiple of 8, and I of 32");
+static_assert(I % STEP == 0, "quantize_input: I must be a multiple of 32");
 static_assert(!CORES || !QUANTIZED, "quantize_input: CORES needs weights of 16 bits");
 
 struct Row {
@@ -101,7 +102,7 @@ DEVICE void write_cell(u8 *prepared, const float (&v)[8], int token, int cell, b
   if (!valid) return;
   ((uint2 *)prepared)[block * 32 + token % 8 * 4 + cell % 4] = q;
   if (cell % 4) return;
-  u8 *scales = prepared + (u64)(T / 8) * BLOCKS * 256 + block * 64 + token % 8 * 4;
+  u8 *scales = prepared + (u64)(gridDim.x / 8) * BLOCKS * 256 + block * 64 + token % 8 * 4;
   *(float *)scales = scale;
   *(int *)(scales + 32) = sum;
 #else

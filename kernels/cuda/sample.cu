@@ -33,6 +33,7 @@
 #define DRAW 2
 #define FILTERED (TOP_K || TOP_P || MIN_P)
 #define SEARCHED (TOP_K || TOP_P)
+#define PARTS (FILTERED && STAGE == WHOLE ? 1 : (int)gridDim.x)
 
 #ifndef THREADS
 #define THREADS 1024
@@ -53,10 +54,9 @@ enum {
 };
 
 static_assert(1 << BIN_BITS == THREADS, "sample: THREADS must be 64, 128, 256, 512 or 1024");
-static_assert(PARTS >= 1 && PARTS <= 32 && (PARTS & (PARTS - 1)) == 0, "sample: PARTS must be a power of two up to 32");
 static_assert(CAPACITY + 1 >= THREADS, "sample: the list must have room for a number of every thread");
 static_assert(V <= 1 << 18, "sample: V must be at most 2^18, which keeps the sums in the bins within 32 bits");
-static_assert(STAGE == WHOLE ? !FILTERED || PARTS == 1 : FILTERED && PARTS > 1, "sample: stages are for filters in several parts");
+static_assert(STAGE == WHOLE || FILTERED, "sample: stages are for filters in several parts");
 
 #include "sample_block.cuh"
 #include "sample_row.cuh"

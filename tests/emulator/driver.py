@@ -315,7 +315,7 @@ class Driver:
         return Launch(loaded, (grid[0], grid[1], grid[2]), (block[0], block[1], block[2]), shared, ctypes.string_at(extra[1], size))
 
     def _execute(self, launch: Launch) -> None:
-        """Run a kernel: its arguments are pointers, then integers, which only tinygrad's kernels take."""
+        """Run a kernel: its arguments are pointers, then integers."""
         function, size = launch.function, len(launch.arguments)
         pointers, rest = divmod(size - 4 * function.integers, 8)
         assert rest == 0, f"{function.name} takes {function.integers} integers, got {size} bytes of arguments"

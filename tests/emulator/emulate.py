@@ -106,12 +106,13 @@ def emulate(
         if not array.flags.c_contiguous:
             raise EmulatorError(f"{kernel.stem}: argument {index} must be C-contiguous")
     copies = Arrays(arrays, kernel.outs)
+    arguments = [*copies.addresses, *kernel.integers]
     block = kernel.block if isinstance(kernel.block, tuple) else (kernel.block, 1, 1)
     text = kernel_text(kernel, instead=HERE / "include" if kernel.backend == "cuda" else None)
     if kernel.backend == "metal":
         metal.check_record(kernel, text)
     count = emulate_source(
-        text, kernel.stem, kernel.grid, block, kernel.shared, copies.addresses, copies.memory, seed, races, resident, kernel.backend, read
+        text, kernel.stem, kernel.grid, block, kernel.shared, arguments, copies.memory, seed, races, resident, kernel.backend, read
     )
     if read is not None:
         read[:] = [read[place] for place in copies.places]

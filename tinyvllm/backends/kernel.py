@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Constant = int | float | str
 
@@ -22,6 +22,7 @@ class Kernel:
     grid     GPUs: blocks of threads, in three directions
     block    GPUs: threads of a block
     shared   GPUs: bytes of shared memory that the launch gives a block, in addition to what the source declares
+    integers CUDA: arguments after the arrays, of 32 bits: sizes of the batch, which the text does not depend on
     """
 
     stem: str
@@ -35,6 +36,7 @@ class Kernel:
     grid: tuple[int, int, int] = (1, 1, 1)
     block: int = 1
     shared: int = 0
+    integers: tuple[int, ...] = ()
 
     @classmethod
     def cpu(cls, stem: str, variant: str, outs: int, ins: int, flops: int = 0, bytes: int = 0, **defines: Constant) -> Kernel:
@@ -48,6 +50,10 @@ class Kernel:
     ) -> Kernel:  # fmt: skip
         """A kernel of an NVIDIA GPU, its constants by name."""
         return cls(stem, "cuda", variant, tuple(defines.items()), outs, ins, flops, bytes, grid, block, shared)
+
+    def passing(self, *integers: int) -> Kernel:
+        """The kernel with these integers as its last arguments."""
+        return replace(self, integers=integers)
 
     @property
     def name(self) -> str:

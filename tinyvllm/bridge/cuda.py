@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,17 +33,37 @@ def compile_to_cubins(device: str) -> None:
     opened: Any = Device[device]
     if isinstance(opened.renderer.compiler, compiler_cuda.NVRTCCompiler):
         opened.renderer.compiler = compiler_cuda.NVRTCCompiler(opened.arch, ptx=False, cache_key="cuda_cubin")
-    opened.runtime = _without_listing(opened.runtime)
+    opened.runtime = _loader(opened)
 
 
-def _without_listing(runtime: Callable[..., Any]) -> Callable[..., Any]:
-    """`runtime` without its listing: from DEBUG=5 on it prints the program as text, and machine code is not text."""
+def _loader(opened: Any) -> Callable[..., Any]:
+    """What loads programs onto a device: those of `_program_class`, without tinygrad's listing of them.
+
+    From DEBUG=5 on it prints the program as text, and machine code is not text.
+    """
+    program_class = _program_class()
 
     def load(*arguments: Any, **named: Any) -> Any:
         with Context(DEBUG=min(helpers.DEBUG.value, 4)):  # type: ignore[no-untyped-call]
-            return runtime(*arguments, **named)
+            return program_class(opened, *arguments, **named)
 
     return load
+
+
+@functools.cache
+def _program_class() -> type[Any]:
+    """tinygrad's loaded program, with integers that each launch passes after its arrays and variables."""
+    from tinygrad.runtime.ops_cuda import CUDAProgram
+
+    class ProgramWithIntegers(CUDAProgram):
+        def __init__(self, device: Any, name: str, binary: bytes, shared: int = 0, *integers: int, **options: Any):
+            super().__init__(device, name, binary, shared, **options)
+            self.integers = integers
+
+        def __call__(self, *arguments: Any, vals: tuple[int, ...] = (), **options: Any) -> Any:  # type: ignore[override]
+            return super().__call__(*arguments, vals=(*vals, *self.integers), **options)
+
+    return ProgramWithIntegers
 
 
 def replace_copy_in(device: str, copies: DeviceCopies) -> None:

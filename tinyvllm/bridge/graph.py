@@ -31,6 +31,11 @@ class GraphKernel:
         """The memory that the kernel takes, in the order of its arguments."""
         return [self.memory[i] for i in self.info.globals]
 
+    @property
+    def integers(self) -> list[int]:
+        """The integers that follow: one for each variable, to be set at each replay, then those that the program always takes."""
+        return [0] * len(self.info.vars) + list(getattr(self.runtime, "integers", ()))
+
     def argument_at(self, position: int) -> int:
         """Which argument the buffer at `position` of the call is; -1 if it is none."""
         return self.info.globals.index(position) if position in self.info.globals else -1

@@ -26,7 +26,7 @@ class Program:
     nbytes  bytes of memory that one launch must move at least
     grid    blocks of threads, in three directions
     block   threads of a block, in three directions; None on the CPU
-    aux     further launch parameters of the device: bytes of dynamic shared memory on CUDA
+    aux     further launch parameters of the device: on CUDA bytes of dynamic shared memory, then integers that follow the tensors
     """
 
     name: str

@@ -11,10 +11,21 @@
 
 constexpr int RECORDS = SECTION_PARTITIONS + SECTIONS;  // of one space of a warp
 constexpr int MAX_PARTITIONS = (M * S + PARTITION - 1) / PARTITION;
-constexpr int FOLLOWER_RECORDS = CASCADE ? SECTIONS + (MAX_PARTITIONS < CASCADE ? MAX_PARTITIONS : CASCADE) : 0;  // of one (sequence, head)
 constexpr int LOADS = 16;  // records that a merge loads at a time
 
 // --- where records are
+
+// The arrays of all records: weighted values [][ROWS][D], maxima and sums [][ROWS]; and how many records a follower has for a head.
+struct Records {
+  float *values;
+  float2 *max_and_sum;
+  int of_follower;
+};
+DEVICE Records records_at(float *partial, int B, int cascade) {
+  const int of_follower = CASCADE ? SECTIONS + min(MAX_PARTITIONS, cascade) : 0;
+  const int records = gridDim.x * 2 * RECORDS + (CASCADE ? B * HEADS * of_follower : 0);
+  return {partial, (float2 *)(partial + (s64)records * (ROWS * D)), of_follower};
+}
 
 // The space of the records of a section or of a sequence, and whether only this warp writes to it.
 struct Space {
@@ -28,14 +39,13 @@ DEVICE Space space_of(const Run &run, int first, int last) {
 // Each warp has two spaces: one for records of its own, and one for those it shares with the warps after it.
 DEVICE int first_record(const Space &space) { return (space.owner * 2 + !space.exclusive) * RECORDS; }
 // Of a follower: first the records of its sections, then those of its partitions.
-DEVICE int first_record(int b, int head) { return gridDim.x * 2 * RECORDS + (b * HEADS + head) * FOLLOWER_RECORDS; }
+DEVICE int first_record(const Records &partial, int b, int head) {
+  return gridDim.x * 2 * RECORDS + (b * HEADS + head) * partial.of_follower;
+}
 
 // A record's weighted values [ROWS][D], and its maxima and sums [ROWS].
-DEVICE float *values_of(float *partial, int record) { return partial + (s64)record * (ROWS * D); }
-DEVICE float2 *max_and_sum_of(float *partial, int record) {
-  const int records = gridDim.x * 2 * RECORDS + (CASCADE ? B * HEADS * FOLLOWER_RECORDS : 0);
-  return (float2 *)(partial + (s64)records * (ROWS * D)) + (s64)record * ROWS;
-}
+DEVICE float *values_of(const Records &partial, int record) { return partial.values + (s64)record * (ROWS * D); }
+DEVICE float2 *max_and_sum_of(const Records &partial, int record) { return partial.max_and_sum + (s64)record * ROWS; }
 
 // Adds `more` to a counter; true for the warp that completes `expected`, which then sees everything that the others wrote before theirs.
 DEVICE bool is_last(u32 *counter, int more, int expected) {
@@ -67,7 +77,7 @@ DEVICE void write_output(const RowState &state, const float (&sum)[2], float *ou
 }
 
 // The lane's row r of an mma as row `row` of a record.
-DEVICE void write_record_row(const RowState &state, const float (&sum)[2], int r, float *partial, int record, int row) {
+DEVICE void write_record_row(const RowState &state, const float (&sum)[2], int r, const Records &partial, int record, int row) {
   const int t = threadIdx.x % 4;
   float *to = values_of(partial, record) + row * D + t * 2;
 #pragma unroll
@@ -75,7 +85,7 @@ DEVICE void write_record_row(const RowState &state, const float (&sum)[2], int r
   if (t == 0) max_and_sum_of(partial, record)[row] = make_float2(state.max[r], sum[r]);
 }
 
-DEVICE void write_record(const RowState &state, const float (&sum)[2], float *partial, int record) {
+DEVICE void write_record(const RowState &state, const float (&sum)[2], const Records &partial, int record) {
   const int g = threadIdx.x / 4;
 #pragma unroll
   for (int r = 0; r < 2; r++)
@@ -83,14 +93,14 @@ DEVICE void write_record(const RowState &state, const float (&sum)[2], float *pa
 }
 
 // The rows of pass `pass` that belong to sequences at.b + from to at.b + end - 1, each into its follower's own space.
-DEVICE void write_follower_records(const RowState &state, const float (&sum)[2], float *partial, const Cursor &at, int pass, int from,
+DEVICE void write_follower_records(const RowState &state, const float (&sum)[2], const Records &partial, const Cursor &at, int pass, int from,
                                    int end) {
   const int g = threadIdx.x / 4;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int i = pass * TOGETHER + (g + 8 * r) / ROWS;
     if ((g + 8 * r) / ROWS >= TOGETHER || i < from || i >= end) continue;
-    const int record = first_record(at.b + i, at.head) + SECTIONS + at.start / PARTITION;
+    const int record = first_record(partial, at.b + i, at.head) + SECTIONS + at.start / PARTITION;
     write_record_row(state, sum, r, partial, record, (g + 8 * r) % ROWS);
   }
 }
@@ -99,7 +109,7 @@ DEVICE void write_follower_records(const RowState &state, const float (&sum)[2],
 
 // `count` records from `record` on become one, number `to`, or, if `to` is -1, the rows of `out` of this head. The merged records may then
 // be written again.
-DEVICE void merge(float *partial, int record, int count, int to, float *out, int b, int head) {
+DEVICE void merge(const Records &partial, int record, int count, int to, float *out, int b, int head) {
   for (int i = threadIdx.x; i < ROWS * D / 4; i += 32) {
     const int r = i / (D / 4);
     const float4 *values = (const float4 *)values_of(partial, record) + i;
@@ -144,9 +154,9 @@ DEVICE int own_space_partitions(int first, int context) {
 DEVICE int sections_of(int context) { return last_partition(context) / SECTION_PARTITIONS + 1; }
 
 // Merges all records of a follower into its output.
-DEVICE void finish_follower(float *out, float *partial, int b, int head, const Batch &batch) {
+DEVICE void finish_follower(float *out, const Records &partial, int b, int head, const Batch &batch) {
   const int context = batch.contexts[b], partitions = own_space_partitions(shared_partitions(batch, b), context);
-  const int sections = sections_of(context), record = first_record(b, head);
+  const int sections = sections_of(context), record = first_record(partial, b, head);
 #pragma unroll 1
   for (int section = 0;; section++) {
     const int partition = section * SECTION_PARTITIONS;
@@ -159,7 +169,7 @@ DEVICE void finish_follower(float *out, float *partial, int b, int head, const B
 }
 
 // Each of the sequences at.b + from to at.b + end - 1 has one more record; finishes those that are complete.
-DEVICE void count_follower_records(float *out, float *partial, u32 *counters, const Cursor &at, int from, int end, const Batch &batch) {
+DEVICE void count_follower_records(float *out, const Records &partial, u32 *counters, const Cursor &at, int from, int end, const Batch &batch) {
   const int i = threadIdx.x, b = at.b + i;
   bool last = false;
   __syncwarp();
@@ -186,7 +196,7 @@ DEVICE int finished_since(const Cursor &at, const Run &run, int low) {
 
 // The end of a partition whose record belongs in a warp's space: one that the sequence reads itself and, of a follower, that comes after
 // its own space. `at` is a tile of it. For a follower, returns whether a section is complete.
-DEVICE bool end_partition(const RowState &state, const float (&sum)[2], float *out, float *partial, u32 *counters, const Run &run,
+DEVICE bool end_partition(const RowState &state, const float (&sum)[2], float *out, const Records &partial, u32 *counters, const Run &run,
                           const Cursor &at) {
   const int partition = at.start / PARTITION, first = first_of(at), last = last_partition(at.context);
   const int section = partition / SECTION_PARTITIONS;
@@ -204,7 +214,7 @@ DEVICE bool end_partition(const RowState &state, const float (&sum)[2], float *o
   else if (!is_last(counters + 2 * space.owner, finished_since(at, run, low), high - low + 1)) return false;
   const int first_section = first / SECTION_PARTITIONS, last_section = last / SECTION_PARTITIONS;
   const Space all = space_of(run, unit_at(at, first), unit_at(at, last));
-  const int records = follower ? first_record(at.b, at.head) : first_record(all) + SECTION_PARTITIONS;
+  const int records = follower ? first_record(partial, at.b, at.head) : first_record(all) + SECTION_PARTITIONS;
   const bool only = first_section == last_section && !follower;
   int from = record + low % SECTION_PARTITIONS, end = from + high - low + 1, to = only ? -1 : records + section;
 #pragma unroll 1
@@ -223,7 +233,7 @@ DEVICE void sum_rows(float (&sum)[2], const RowState &state) {
 }
 
 // `at` is a tile of the unit, which was read for `sequences` sequences; `state` is that of the first pass.
-DEVICE void end_unit(const RowState &state, float *out, float *partial, u32 *counters, const Batch &batch, const Run &run, const Cursor &at,
+DEVICE void end_unit(const RowState &state, float *out, const Records &partial, u32 *counters, const Batch &batch, const Run &run, const Cursor &at,
                      int sequences) {
   float sum[2];
   sum_rows(sum, state);

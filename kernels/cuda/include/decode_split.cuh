@@ -16,7 +16,6 @@ constexpr int SECTIONS = (M * S + SECTION - 1) / SECTION;  // of a sequence, at 
 constexpr int TOGETHER = CASCADE ? 16 / ROWS : 1;          // sequences whose rows fill one mma
 constexpr int PASSES = CASCADE && D <= 64 ? 2 : 1;         // mmas that one tile is multiplied with, at most
 
-static_assert(CASCADE % SECTION_PARTITIONS == 0, "attention_decode: CASCADE must be whole sections");
 
 DEVICE int first_partition(int context) { return first_visible(context - 1) / PARTITION; }
 DEVICE int last_partition(int context) { return (context - 1) / PARTITION; }
@@ -25,6 +24,7 @@ DEVICE int last_partition(int context) { return (context - 1) / PARTITION; }
 struct Batch {
   const int *tables, *contexts, *shared_prefix_lens;
   int count;
+  int cascade;  // the kernel's argument of that name, if CASCADE
 };
 
 // Partitions at the start of sequence b that are also those of b - 1 and fully visible to both. The last partition of b is never shared.
@@ -32,7 +32,7 @@ DEVICE int shared_partitions(const Batch &batch, int b) {
   if (!CASCADE || b == 0) return 0;
   const int context = batch.contexts[b], before = batch.contexts[b - 1];
   if (first_visible(context - 1) > 0 || first_visible(before - 1) > 0) return 0;
-  return min(min(batch.shared_prefix_lens[b], before) / PARTITION, min(CASCADE, last_partition(context)));
+  return min(min(batch.shared_prefix_lens[b], before) / PARTITION, min(batch.cascade, last_partition(context)));
 }
 
 // --- one sequence's part of the units
@@ -54,7 +54,7 @@ DEVICE Share share_of(const Batch &batch, int b, int context, int shared, int di
   share.offset = distance % bundle;
   share.first = share.twice = share.offset ? shared : first_partition(context);
   if (PASSES == 1 || bundle == TOGETHER || share.offset >= TOGETHER) return share;
-  int least = CASCADE;
+  int least = batch.cascade;
 #pragma unroll
   for (int i = 1; i <= TOGETHER; i++) least = min(least, b + i < batch.count ? shared_partitions(batch, b + i) : 0);
   share.twice = max(share.first, least);
@@ -122,7 +122,7 @@ DEVICE LaneSequence sequence_of_lane(const Batch &batch, int base, int &last) {
   const int lane = threadIdx.x, b = base + lane;
   LaneSequence sequence;
   sequence.valid = b < batch.count;
-  sequence.context = b < B ? batch.contexts[b] : 0;
+  sequence.context = sequence.valid ? batch.contexts[b] : 0;
   sequence.shared = sequence.valid ? shared_partitions(batch, b) : 0;
   sequence.distance = 0;
   if (CASCADE) {
@@ -141,7 +141,7 @@ DEVICE int units_of_lane(const Batch &batch, int b, const LaneSequence &s, int b
 DEVICE void count_units(Run &run, const Batch &batch) {
   int once = 0, twice = 0, last = 0;
 #pragma unroll 2
-  for (int base = 0; base < B; base += 32) {
+  for (int base = 0; base < batch.count; base += 32) {
     const LaneSequence sequence = sequence_of_lane(batch, base, last);
     once += units_of_lane(batch, base + threadIdx.x, sequence, TOGETHER);
     if (PASSES == 2) twice += units_of_lane(batch, base + threadIdx.x, sequence, 2 * TOGETHER);

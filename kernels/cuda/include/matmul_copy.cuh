@@ -54,7 +54,7 @@ template <int BYTES> DEVICE void find_x(const u8 *&from, int &left, const u8 *x,
   from = x + (u64)(tile.token_block * GROUPS + thread / RUN) * (BLOCKS * BYTES) + thread % RUN * 16;
   left = tile.groups - thread / RUN;
 }
-DEVICE Source source_of(const u8 *prepared, const u8 *weight, const Tile &tile, int thread) {
+DEVICE Source source_of(const u8 *prepared, const u8 *weight, int T, const Tile &tile, int thread) {
   Source source;
   find_weight<W_TILE>(source.weight[0], source.tiles_left[0], weight, tile, thread);
   find_x<X_TILE>(source.x[0], source.groups_left[0], prepared, tile, thread);

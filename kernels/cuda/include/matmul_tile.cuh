@@ -6,7 +6,7 @@ constexpr int TEAM = WARPS_O * WARPS_T, TEAM_THREADS = 32 * TEAM, THREADS = TEAM
 constexpr int ROW_TILES = TILE_O / 16, GROUPS = TILE_T / 8;             // of a thread block; a group is eight tokens
 constexpr int WARP_O = ROW_TILES / WARPS_O, WARP_T = GROUPS / WARPS_T;  // of a warp
 constexpr int WEIGHT_ROWS = SILU ? 2 * O : O, ALL_ROW_TILES = tiles_of(WEIGHT_ROWS);
-constexpr int ROW_BLOCKS = (ALL_ROW_TILES + ROW_TILES - 1) / ROW_TILES, TOKEN_BLOCKS = (T + TILE_T - 1) / TILE_T;
+constexpr int ROW_BLOCKS = (ALL_ROW_TILES + ROW_TILES - 1) / ROW_TILES;
 constexpr int BLOCKS = I / STEP, PIECES = pieces_of(I), STAGES_OF_PIECE = PIECE_STEPS / K_BLOCKS;  // blocks are of 32 columns
 constexpr int PER_SPLIT = (PIECES + SPLIT - 1) / SPLIT;
 
@@ -21,7 +21,7 @@ constexpr int X_AT = ROW_TILES * K_BLOCKS * W_TILE, W_SCALES_AT = X_AT + GROUPS 
 constexpr int X_SCALES_AT = W_SCALES_AT + ROW_TILES * K_BLOCKS * W_SCALES, STAGE = X_SCALES_AT + GROUPS * K_BLOCKS * X_SCALES;
 
 static_assert(ROW_TILES % WARPS_O == 0 && GROUPS % WARPS_T == 0, "matmul: a tile must be divisible by its warps");
-static_assert(PIECE_STEPS % K_BLOCKS == 0 && T % 8 == 0 && I % 32 == 0, "matmul: K_BLOCKS must divide 16, T % 8 == 0, I % 32 == 0");
+static_assert(PIECE_STEPS % K_BLOCKS == 0 && I % 32 == 0, "matmul: K_BLOCKS must divide 16, and I be a multiple of 32");
 static_assert(!SILU || (WARP_O % 2 == 0 && O % 16 == 0 && !RESIDUAL), "matmul: SILU needs TILE_O / WARPS_O % 32 == 0, O % 16 == 0");
 static_assert((SPLIT - 1) * PER_SPLIT < PIECES, "matmul: SPLIT leaves a thread block without pieces");
 
@@ -31,7 +31,7 @@ struct Tile {
 };
 DEVICE Tile tile_of_block(int count) {
   const int band = blockIdx.x / (BAND * ROW_BLOCKS), within = blockIdx.x % (BAND * ROW_BLOCKS);
-  const int left = TOKEN_BLOCKS - band * BAND, width = left < BAND ? left : BAND;
+  const int left = gridDim.x / ROW_BLOCKS - band * BAND, width = left < BAND ? left : BAND;  // token blocks
   Tile tile;
   tile.row_block = within / width;
   tile.token_block = band * BAND + within % width;

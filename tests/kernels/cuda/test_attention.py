@@ -51,7 +51,7 @@ def decode(
         wide = grid or kernel.grid[0]
         parts = -(-s.H // s.K // 16)
         kernel = with_section(dataclasses.replace(kernel, grid=(wide, 1, 1)), section)
-        sections, cascade, heads = -(-M * s.S // section), int(dict(kernel.defines).get("CASCADE", 0)), s.K * parts
+        sections, cascade, heads = -(-M * s.S // section), kernel.integers[1], s.K * parts
         kept = B * heads * (sections + min(cascade, -(-M * s.S // 256))) if cascade else 0
         floats = (wide * 2 * (section // 256 + sections) + kept) * -(-s.H // s.K // parts) * (s.D + 2)
         counts = 2 * wide + (B * heads if cascade else 0)

@@ -199,7 +199,7 @@ def test_occupancy_is_the_same_with_and_without_sharing(H: int, K: int, D: int) 
         told = Attention(H, K, D, 16, M, "BF16", "0.125f", 0)
         (alone, floats, _), (shared, more, _) = (records.attention_decode("sm_80", B, told, gpu, cascade=c) for c in (False, True))
         assert (alone.grid, alone.shared, alone.block) == (shared.grid, shared.shared, shared.block)
-        assert 0 < 4 * (more - floats) <= records.FOLLOWING and dict(shared.defines)["CASCADE"] >= min(16, M // 16)
+        assert 0 < 4 * (more - floats) <= records.FOLLOWING and shared.integers[1] >= min(16, M // 16)
         assert alone.ins == 5 and shared.ins == 6 and "CASCADE" not in dict(alone.defines)
 
 

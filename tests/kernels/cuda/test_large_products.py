@@ -33,7 +33,7 @@ def test_prepared_rows_are_rounded_and_laid_out(format: str, I: int, count: int,
     x[3] = 0
     out = aligned((tiles.prepared_bytes(format, T, I),), np.uint8)
     ins = [x, *([weight] if norm else []), *([index] if gather else []), tiles.one(count)]
-    defines = dict(I=I, T=T, WEIGHT=format, NORM=int(norm), GATHER=int(gather), EPS="1e-5f")
+    defines = dict(I=I, WEIGHT=format, NORM=int(norm), GATHER=int(gather), EPS="1e-5f")
     emulate(Kernel.cuda("quantize_input", VARIANT, 1, len(ins), (T, 1, 1), 256, **defines), out, *ins)
     rows = x[index[:count]] if gather else x[:count]
     want = tiles.prepared(tiles.rms_normed(rows, weight, 1e-5) if norm else rows, format)
@@ -56,7 +56,7 @@ def parts(prepared: np.ndarray, format: str, T: int, I: int) -> list[np.ndarray]
 def test_core_matrices_hold_the_same_numbers(format: str) -> None:
     T, I, count = 16, 96, 11
     x, weight, out = tiles.numbers(T, I), tiles.numbers(I, seed=1), aligned((T * I * 2,), np.uint8)
-    defines = dict(I=I, T=T, WEIGHT=format, NORM=1, GATHER=0, EPS="1e-5f", CORES=1)
+    defines = dict(I=I, WEIGHT=format, NORM=1, GATHER=0, EPS="1e-5f", CORES=1)
     emulate(Kernel.cuda("quantize_input", VARIANT, 1, 3, (T, 1, 1), 256, **defines), out, x, weight, tiles.one(count))
     assert (out == in_cores(tiles.prepared(tiles.rms_normed(x[:count], weight, 1e-5), format))).all()
 
@@ -106,10 +106,10 @@ class Product:
         return Kernel.cuda(
             "matmul", VARIANT, 1 + 2 * (cut.split > 1), 3 + self.bias + self.residual,
             (o_blocks * t_blocks, cut.split, 1), 32 * wo * wt * wk, shared,
-            O=self.O, I=self.I, T=self.T, WEIGHT=self.format, BIAS=int(self.bias), RESIDUAL=int(self.residual), ACTIVATION=int(self.gelu),
+            O=self.O, I=self.I, WEIGHT=self.format, BIAS=int(self.bias), RESIDUAL=int(self.residual), ACTIVATION=int(self.gelu),
             SILU=int(self.silu), SPLIT=cut.split, TILE_O=cut.tile_o, TILE_T=cut.tile_t, WARPS_O=wo, WARPS_T=wt, WARPS_K=wk,
             K_BLOCKS=cut.k_blocks, STAGES=cut.stages, BAND=cut.band, RESIDENT=1,
-        )  # fmt: skip
+        ).passing(self.T)  # fmt: skip
 
     def shares(self, cut: Cut) -> list[np.ndarray]:
         """The scratch of split products: sums, poisoned, and counters."""
@@ -153,7 +153,7 @@ class Data:
         shared = stages * k_blocks * (8192 + 64 * tile_t) + (256 * tile_t if p.silu else 0)
         kernel = Kernel.cuda(
             "matmul_hopper", "sm_90a", 1, len(ins), (-(-p.O * (1 + p.silu) // 128) * -(-p.T // tile_t), 1, 1), 384, shared,
-            O=p.O, I=p.I, T=p.T, WEIGHT=p.format, BIAS=int(p.bias), RESIDUAL=int(p.residual), ACTIVATION=int(p.gelu), SILU=int(p.silu),
+            O=p.O, I=p.I, WEIGHT=p.format, BIAS=int(p.bias), RESIDUAL=int(p.residual), ACTIVATION=int(p.gelu), SILU=int(p.silu),
             TILE_T=tile_t, K_BLOCKS=k_blocks, STAGES=stages, BAND=2,
         )  # fmt: skip
         emulate(kernel, out, *ins, seed=seed)
@@ -303,7 +303,7 @@ def test_the_largest_logit_the_first_of_equals(V: int, share: int) -> None:
     logits[6, V - 1] = np.inf
     logits[7, : V - 1] = -np.inf
     best, most, counters = aligned((N,), np.int32), aligned((N,), np.uint64, 0), aligned((N,), np.uint32, 0)
-    kernel = Kernel.cuda("argmax", VARIANT, 3, 2, (share, N, 1), 256, V=V, PARTS=share)
+    kernel = Kernel.cuda("argmax", VARIANT, 3, 2, (share, N, 1), 256, V=V)
     for seed in range(2):
         best[:] = 77
         emulate(kernel, best, most, counters, logits, tiles.one(count), seed=seed)

@@ -79,12 +79,12 @@ def test_advance_prepares_the_next_step() -> None:
     random = np.random.default_rng(4)
     state = [laid(random.integers(0, 9, B).astype(np.int32)) for _ in range(4)] + [laid(np.full((rounds, B), -9, np.int32)), int32(0)]
     state[0][36] = state[1][36] = -7
-    sizes, tables = {"B": B, "M": M, "S": S, "SCRATCH_SLOT": scratch}, laid(random.integers(0, 50, (B, M)).astype(np.int32))
+    sizes, tables = {"M": M, "S": S, "SCRATCH_SLOT": scratch}, laid(random.integers(0, 50, (B, M)).astype(np.int32))
     theirs = [laid(array) for array in state]
     for turn in range(rounds + 1):  # in the last one the history is full
         ins = (laid(random.integers(-1, 99, B).astype(np.int32)), tables, int32(36))
-        emulate(Kernel.cuda("advance", "sm_80", 6, 3, (1, 1, 1), 32, ROUNDS=rounds, **sizes), *state, *ins, seed=turn)
-        call(Kernel.cpu("advance", "plain", 6, 3, N=rounds, **sizes), *theirs, *ins)
+        emulate(Kernel.cuda("advance", "sm_80", 6, 3, (1, 1, 1), 32, ROUNDS=rounds, **sizes).passing(B), *state, *ins, seed=turn)
+        call(Kernel.cpu("advance", "plain", 6, 3, B=B, N=rounds, **sizes), *theirs, *ins)
         for ours, other in zip(state, theirs, strict=True):
             np.testing.assert_array_equal(ours, other)
     assert state[5][0] == rounds + 1 and state[1][36] == -7 and scratch in state[2]

@@ -62,7 +62,7 @@ class Rows:
         rows = B + padding
         scratch = aligned((rows * (32 + filtered * (4 * threads + 8 * (capacity + 1))) * (parts > 1),), np.uint8, 0)
         outs, ins = self._arrays(which, on, scratch)
-        defines = {"V": self.V, "NEUTRAL_ROW": self.neutral, "PARTS": parts, "THREADS": threads, "CAPACITY": capacity, **on}
+        defines = {"V": self.V, "NEUTRAL_ROW": self.neutral, "THREADS": threads, "CAPACITY": capacity, **on}
         for stage in ("LOOK", "DRAW") if filtered and parts > 1 else ("WHOLE",):
             kernel = Kernel.cuda("sample", "sm_80", len(outs), len(ins), (parts, rows, 1), threads, STAGE=stage, **defines)
             emulate(kernel, *outs, *ins, seed=seed)

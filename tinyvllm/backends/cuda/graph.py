@@ -29,7 +29,7 @@ class CudaGraph(StepGraph):
         self._check(self._cuda.cuGraphCreate(ctypes.byref(self._graph), 0))
         self._nodes: list[tuple[Any, Any, Any]] = []  # of each kernel: its node, how it is launched, its arguments
         for kernel in self.kernels:
-            arguments, packed = runtime.encode_args(kernel.arguments, [0] * len(kernel.info.vars))
+            arguments, packed = runtime.encode_args(kernel.arguments, kernel.integers)
             self._append(kernel, arguments, packed)
         instantiated = self._cuda.cuGraphInstantiate_v2(ctypes.byref(self._instance), self._graph, None, None, 0)
         self._check(instantiated)

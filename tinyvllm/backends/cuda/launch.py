@@ -19,7 +19,7 @@ def launch(kernel: Kernel, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> lis
     code = machine_code(kernel, Placement.of(outs[0].device).device)
     program = Program(
         kernel.name, kernel.stem, code, kernel.outs, kernel.ins, kernel.flops, kernel.bytes,
-        kernel.grid, (kernel.block, 1, 1), (kernel.shared,),
+        kernel.grid, (kernel.block, 1, 1), (kernel.shared, *kernel.integers),
     )  # fmt: skip
     return launch_program(program, [*outs, *ins])
 

@@ -125,7 +125,7 @@ def quantize_input(variant: str, format: str, T: int, I: int, eps: str | None = 
     return Kernel.cuda(
         "quantize_input", variant, 1, 2 + (eps is not None) + gather, (T, 1, 1), 256, 0,
         3 * T * I, 4 * T * I + prepared_bytes(format, T, I),
-        T=T, I=I, WEIGHT=format, NORM=int(eps is not None), EPS=eps or "0.0f", GATHER=int(gather), CORES=int(cores),
+        I=I, WEIGHT=format, NORM=int(eps is not None), EPS=eps or "0.0f", GATHER=int(gather), CORES=int(cores),
     )  # fmt: skip
 
 
@@ -133,14 +133,13 @@ def rope_store(variant: str, T: int, heads: Heads) -> Kernel:
     outputs = heads.outputs
     return Kernel.cuda(
         "rope_store", variant, 3, 3 + heads.optional(1), (T, ceil_div(heads.H + 2 * heads.K, 8), 1), 256, 0,
-        8 * T * outputs, 8 * T * outputs,
-        T=T, **heads.defines,
+        8 * T * outputs, 8 * T * outputs, **heads.defines,
     )  # fmt: skip
 
 
 def argmax(variant: str, rows: int, V: int, gpu: GPU) -> Kernel:
     parts = max(1, min(ceil_div(gpu.multiprocessors, rows), ceil_div(V, 4096)))
-    return Kernel.cuda("argmax", variant, 3, 2, (parts, rows, 1), 256, 0, rows * V, 4 * rows * V, V=V, PARTS=parts)
+    return Kernel.cuda("argmax", variant, 3, 2, (parts, rows, 1), 256, 0, rows * V, 4 * rows * V, V=V)
 
 
 # --- matmul.cu: the choice of a cut. The figures are those of an H200's data sheet; only their ratios matter.
@@ -237,10 +236,10 @@ def matmul(variant: str, p: Product, gpu: GPU, chosen: tuple[Cut, int] | None = 
         "matmul", variant, 1 + 2 * (split > 1), 3 + p.bias + p.residual, (blocks, split, 1), cut.threads,
         stages * _stage(cut, format) + _merge(cut),
         2 * T * rows * I, panel_bytes(format, rows, I) + prepared_bytes(format, T, I) + 4 * T * O * (1 + p.residual),
-        O=O, I=I, T=T, WEIGHT=format, BIAS=int(p.bias), RESIDUAL=int(p.residual), ACTIVATION=int(p.gelu), SILU=int(p.silu), SPLIT=split,
+        O=O, I=I, WEIGHT=format, BIAS=int(p.bias), RESIDUAL=int(p.residual), ACTIVATION=int(p.gelu), SILU=int(p.silu), SPLIT=split,
         TILE_O=cut.tile_o, TILE_T=cut.tile_t, WARPS_O=cut.warps_o, WARPS_T=cut.warps_t, WARPS_K=cut.warps_k, K_BLOCKS=K_BLOCKS,
         STAGES=stages, BAND=BAND, RESIDENT=cut.resident,
-    )  # fmt: skip
+    ).passing(T)  # fmt: skip
     if split == 1:
         return kernel, 0, 0
     return kernel, (pieces - ceil_div(pieces, split) + 1) * blocks * cut.tile_o * cut.tile_t, blocks
@@ -265,7 +264,7 @@ def matmul_hopper(variant: str, p: Product, gpu: GPU) -> Kernel:
         "matmul_hopper", variant, 1, 3 + p.bias + p.residual, (ceil_div(rows, 128) * ceil_div(T, tile), 1, 1), 384,
         stages * stage + gate_up,
         2 * T * rows * I, panel_bytes(format, rows, I) + prepared_bytes(format, T, I) + 4 * T * O * (1 + p.residual),
-        O=O, I=I, T=T, WEIGHT=format, BIAS=int(p.bias), RESIDUAL=int(p.residual), ACTIVATION=int(p.gelu), SILU=int(p.silu), TILE_T=tile,
+        O=O, I=I, WEIGHT=format, BIAS=int(p.bias), RESIDUAL=int(p.residual), ACTIVATION=int(p.gelu), SILU=int(p.silu), TILE_T=tile,
         K_BLOCKS=K_BLOCKS, STAGES=stages, BAND=BAND,
     )  # fmt: skip
 
@@ -294,9 +293,9 @@ def attention_decode(variant: str, B: int, a: Attention, gpu: GPU, cascade: bool
     grid = min(gpu.multiprocessors * max(1, resident), B * heads * partitions)
     kept = B * heads * (stretches + min(shared_partitions, partitions)) if shared_partitions else 0
     partial = (grid * 2 * (STRETCH // PARTITION + stretches) + kept) * rows * (a.D + 2)
-    more = {"CASCADE": shared_partitions} if shared_partitions else {}
-    kernel = Kernel.cuda("attention_decode", variant, 3, 5 + len(more), (grid, 1, 1), 32, shared, B=B, **more, **a.defines)  # type: ignore[arg-type]
-    return kernel, partial, grid * 2 + (B * heads if shared_partitions else 0)
+    more = {"CASCADE": 1} if shared_partitions else {}
+    kernel = Kernel.cuda("attention_decode", variant, 3, 5 + len(more), (grid, 1, 1), 32, shared, **more, **a.defines)  # type: ignore[arg-type]
+    return kernel.passing(B, shared_partitions), partial, grid * 2 + (B * heads if shared_partitions else 0)
 
 
 def _shared_partitions(B: int, a: Attention, heads: int, rows: int) -> int:
@@ -326,8 +325,8 @@ def prefill_shared(D: int, stages: int) -> int:
 
 def advance(variant: str, B: int, M: int, S: int, rounds: int, scratch_slot: int) -> Kernel:
     return Kernel.cuda(
-        "advance", variant, 6, 3, (1, 1, 1), min(1024, 32 * ceil_div(B, 32)), B=B, M=M, S=S, ROUNDS=rounds, SCRATCH_SLOT=scratch_slot
-    )
+        "advance", variant, 6, 3, (1, 1, 1), min(1024, 32 * ceil_div(B, 32)), M=M, S=S, ROUNDS=rounds, SCRATCH_SLOT=scratch_slot
+    ).passing(B)
 
 
 def embed(variant: str, format: str, T: int, V: int, E: int, tiles: bool) -> Kernel:
@@ -369,7 +368,7 @@ def sample(variant: str, B: int, V: int, neutral_row: int, features: dict[str, b
     kernels = [
         Kernel.cuda(
             "sample", variant, outs, ins, (parts, B, 1), SAMPLE_THREADS, bytes=4 * B * V * (1 + sum(defines.values())),
-            V=V, NEUTRAL_ROW=neutral_row, PARTS=parts, STAGE=stage, **defines,
+            V=V, NEUTRAL_ROW=neutral_row, STAGE=stage, **defines,
         )
         for stage in stages
     ]  # fmt: skip
