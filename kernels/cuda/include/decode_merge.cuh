@@ -93,8 +93,8 @@ DEVICE void write_record(const RowState &state, const float (&sum)[2], const Rec
 }
 
 // The rows of pass `pass` that belong to sequences at.b + from to at.b + end - 1, each into its follower's own space.
-DEVICE void write_follower_records(const RowState &state, const float (&sum)[2], const Records &partial, const Cursor &at, int pass, int from,
-                                   int end) {
+DEVICE void write_follower_records(const RowState &state, const float (&sum)[2], const Records &partial, const Cursor &at, int pass,
+                                   int from, int end) {
   const int g = threadIdx.x / 4;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
@@ -169,7 +169,8 @@ DEVICE void finish_follower(float *out, const Records &partial, int b, int head,
 }
 
 // Each of the sequences at.b + from to at.b + end - 1 has one more record; finishes those that are complete.
-DEVICE void count_follower_records(float *out, const Records &partial, u32 *counters, const Cursor &at, int from, int end, const Batch &batch) {
+DEVICE void count_follower_records(float *out, const Records &partial, u32 *counters, const Cursor &at, int from, int end,
+                                   const Batch &batch) {
   const int i = threadIdx.x, b = at.b + i;
   bool last = false;
   __syncwarp();
@@ -233,8 +234,8 @@ DEVICE void sum_rows(float (&sum)[2], const RowState &state) {
 }
 
 // `at` is a tile of the unit, which was read for `sequences` sequences; `state` is that of the first pass.
-DEVICE void end_unit(const RowState &state, float *out, const Records &partial, u32 *counters, const Batch &batch, const Run &run, const Cursor &at,
-                     int sequences) {
+DEVICE void end_unit(const RowState &state, float *out, const Records &partial, u32 *counters, const Batch &batch, const Run &run,
+                     const Cursor &at, int sequences) {
   float sum[2];
   sum_rows(sum, state);
   const bool own_space = is_follower(at.share) && at.start / PARTITION < own_space_partitions(at.share.first, at.context);

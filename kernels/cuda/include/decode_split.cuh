@@ -16,7 +16,6 @@ constexpr int SECTIONS = (M * S + SECTION - 1) / SECTION;  // of a sequence, at 
 constexpr int TOGETHER = CASCADE ? 16 / ROWS : 1;          // sequences whose rows fill one mma
 constexpr int PASSES = CASCADE && D <= 64 ? 2 : 1;         // mmas that one tile is multiplied with, at most
 
-
 DEVICE int first_partition(int context) { return first_visible(context - 1) / PARTITION; }
 DEVICE int last_partition(int context) { return (context - 1) / PARTITION; }
 

@@ -110,8 +110,7 @@ DEVICE void add_from(Sums &total, const float4 *place, int lane) {
 
 // The sums of a warp of a team in slot `slot` of `partial`.
 DEVICE float4 *partial_of(float4 *partial, const Tile &tile, int slot, int warp) {
-  return partial +
-         (((u64)slot * gridDim.x + tile.token_block * ROW_BLOCKS + tile.row_block) * TEAM + warp) * (SUM_TILES * 32);
+  return partial + (((u64)slot * gridDim.x + tile.token_block * ROW_BLOCKS + tile.row_block) * TEAM + warp) * (SUM_TILES * 32);
 }
 
 // The end of a round of pieces, one a team: team 0 of the first split adds them to `total`; the other splits store each piece in its slot.
