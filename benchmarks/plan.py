@@ -238,7 +238,7 @@ def decode(m: Model, format: str, T: int, context: int, cache: str, row: str = R
     heads, attention, by_matrix = m.heads(cache), m.attention(cache, context), records.by_matrix(row, T)
     first, *others = (_sixteen if by_matrix else _few)(m, format, T, heads)
     storing = [(records.rope_store(ROW, T, heads), 0)] if by_matrix else []
-    layer = [first, *storing, (records.attention_decode(ROW, T, attention, context, cascade=True)[0], 0), *others]
+    layer = [first, *storing, (records.attention_decode(ROW, T, attention, context, cascade=True)[0][0], 0), *others]
     if by_matrix:
         logits = records.matmul16(row, Product(format, T, m.V, m.E, eps=EPS, gather=True))
     else:

@@ -14,9 +14,11 @@
 
 INLINE uint accepted_length(device const int *drafts, device const int *chosen, uint length, uint lane);
 
-kernel void accept_drafts(device int *accepted, device int *next, device const int *drafts, device const int *chosen,
-                          device const int *lengths, device const int *count, uint3 group [[threadgroup_position_in_grid]],
-                          uint lane [[thread_index_in_simdgroup]], uint simd [[simdgroup_index_in_threadgroup]]) {
+[[max_total_threads_per_threadgroup(128)]] kernel void accept_drafts(device int *accepted, device int *next, device const int *drafts,
+                                                                     device const int *chosen, device const int *lengths,
+                                                                     device const int *count, uint3 group [[threadgroup_position_in_grid]],
+                                                                     uint lane [[thread_index_in_simdgroup]],
+                                                                     uint simd [[simdgroup_index_in_threadgroup]]) {
   const uint b = group.x * 4 + simd;
   if (b >= uint(count[0])) return;
   const uint length = accepted_length(drafts + b * DRAFTS, chosen + b * (DRAFTS + 1), uint(lengths[b]), lane);

@@ -15,9 +15,10 @@
 // only. The host may read all this once the command buffer has completed, not before.
 #include "gpu.h"
 
-kernel void advance(device int *tokens, device int *positions, device int *slots, device int *context_lens, device int *history,
-                    device int *round, device const int *sampled, device const int *block_tables, device const int *count,
-                    uint index [[thread_index_in_threadgroup]]) {
+[[max_total_threads_per_threadgroup(THREADS)]] kernel void advance(device int *tokens, device int *positions, device int *slots,
+                                                                   device int *context_lens, device int *history, device int *round,
+                                                                   device const int *sampled, device const int *block_tables,
+                                                                   device const int *count, uint index [[thread_index_in_threadgroup]]) {
   const int turn = round[0];
   for (int b = int(index); b < count[0]; b += THREADS) {
     const int position = positions[b] + 1, block = position / S, token = sampled[b];

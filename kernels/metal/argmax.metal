@@ -12,8 +12,9 @@
 
 #define PART_SIZE ((V + PARTS - 1) / PARTS)
 
-kernel void argmax(device uint *orders, device int *indices, device const float *logits, device const int *count,
-                   uint3 group [[threadgroup_position_in_grid]], uint index [[thread_index_in_threadgroup]]) {
+[[max_total_threads_per_threadgroup(256)]] kernel void argmax(device uint *orders, device int *indices, device const float *logits,
+                                                              device const int *count, uint3 group [[threadgroup_position_in_grid]],
+                                                              uint index [[thread_index_in_threadgroup]]) {
   threadgroup uint group_orders[SIMD_GROUPS], group_tokens[SIMD_GROUPS];
   const int part = group.x, n = group.y, thread_index = index, end = min((part + 1) * PART_SIZE, V);
   if (n >= count[0]) return;

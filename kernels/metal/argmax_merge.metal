@@ -9,8 +9,9 @@
 //     grid (N, 1, 1), 256 threads
 #include "threadgroup_argmax.h"
 
-kernel void argmax_merge(device int *best, device const uint *orders, device const int *indices, device const int *count,
-                         uint3 group [[threadgroup_position_in_grid]], uint index [[thread_index_in_threadgroup]]) {
+[[max_total_threads_per_threadgroup(256)]] kernel void argmax_merge(device int *best, device const uint *orders, device const int *indices,
+                                                                    device const int *count, uint3 group [[threadgroup_position_in_grid]],
+                                                                    uint index [[thread_index_in_threadgroup]]) {
   threadgroup uint group_orders[SIMD_GROUPS], group_tokens[SIMD_GROUPS];
   const int n = group.x, thread_index = index;
   if (n >= count[0]) return;

@@ -1,9 +1,8 @@
 // out[b] = softmax(q[b] k^T * SCALE) v over the keys of sequence b that its newest token sees: one row a sequence.
 //
 //   out           [T, H, D] float32          rows from `count` on are not written
-//   partial       [B, K * PARTS, 32 + PARTITIONS * ROWS * (D + 2)] uint32: zero between launches. For sequences of several partitions: a
-//                                            count of those that have finished, 31 of padding, and a record of each: ROWS * D weighted
-//                                            values, then maximum and sum of each row in turn
+//   partial       [B, K * PARTS, AREA] uint32 for sequences of several partitions: partitions.h. If LAUNCHES is 1, zero between launches,
+//                                            but for a fault (partition_records.h)
 //   q             [T, H, D] float32          row b is sequence b's
 //   cache         [P, 2, K, S, D] CACHE_TYPE keys at [:, 0], values at [:, 1]; this step's are in it
 //   block_tables  [B, M] int32               entries after a context are not read
@@ -13,7 +12,8 @@
 //                                            blocks that both have filled. 0 for the first; a smaller number is never wrong
 //
 // Constants in addition to attention.h's: PARTITION, keys of a partition, a multiple of 32; SIMDS, SIMD groups of a threadgroup, 1 to 16;
-// CASCADE; and SPREAD, how many threadgroups a launch should keep where sequences share.
+// CASCADE; SPREAD, how many threadgroups a launch should keep where sequences share; and LAUNCHES, 1, or 2 if attention_merge is launched
+// next with the same constants. The bits are the same.
 // PARTITIONS = ceil(M * S / PARTITION), at most 32; PARTS = ceil(H / K / (D <= 128 ? 8 : 4)), ROWS = ceil(H / K / PARTS).
 // Launch: grid (K * PARTS, B, PARTITIONS); threads 32 * SIMDS.
 //
@@ -33,8 +33,8 @@
 //   - Time: a unit takes as long as its sequences one after another would, less the time that they wait for memory.
 //
 // Where a sequence's keys are in several partitions, each threadgroup stores a record and counts; the last of a sequence's part to count
-// merges the records (partition_records.h) and sets them to zero. Only partitions with visible keys count; where there is one of them, its
-// threadgroup writes `out` directly.
+// merges the records (partition_records.h) and sets them to zero, or, if LAUNCHES is 2, the next launch merges them. Only partitions with
+// visible keys count; where there is one of them, its threadgroup writes `out` directly.
 //
 // Order of the arithmetic: float32, fma. A score is four (or eight) products of a lane in order, then lanes KEY_LANES / 2, ..., 2, 1 apart.
 // A lane adds its weights, and the weighted values of its side, keys ascending; sides, 16, 8, ... apart, are added after the last tile.
@@ -45,9 +45,8 @@
 //
 // Shared prefixes by log-sum-exp are Hydragen's (arXiv:2402.05099); there the prefix is one part of the sum. Here the parts are the ones
 // that exist anyway, so that nothing depends on the other sequences of the batch.
-#include "decode_tile.h"
+#include "partitions.h"
 
-constant constexpr int PARTITIONS = (M * S + PARTITION - 1) / PARTITION;
 constant constexpr int MERGED_ROWS = D >= 256 ? 1 : 256 / D;                // at a time: 8 KiB of threadgroup memory
 constant constexpr int EXCHANGE = SIMDS * MERGED_ROWS * PIECES;             // float4s in which SIMD groups exchange rows
 constant constexpr int CONCURRENT = EXCHANGE * 4 / (TILE * REGISTERS) / 2;  // stripes whose shared keys and values fit there
@@ -56,14 +55,6 @@ constant constexpr int CONCURRENT = EXCHANGE * 4 / (TILE * REGISTERS) / 2;  // s
 constant constexpr int MAX_MEMBERS = !CASCADE || CONCURRENT < 1 ? 1 : FITS(16) ? 16 : FITS(8) ? 8 : FITS(4) ? 4 : FITS(2) ? 2 : 1;
 constant constexpr int MERGED = (MAX_MEMBERS * ROWS * PIECES + THREADS - 1) / THREADS;              // pieces that a thread merges
 constant constexpr int COPIED = MAX_MEMBERS > 1 ? (CONCURRENT * TILE + THREADS - 1) / THREADS : 1;  // pieces of shared tiles that it copies
-constant constexpr int RECORD = ROWS * (D + 2);                                                     // words
-constant constexpr int AREA = 32 + PARTITIONS * RECORD;  // words of a sequence's part; the count has a cache line of its own
-constant constexpr int OWN_NUMBERS = (ROWS * D + THREADS - 1) / THREADS;      // numbers that a thread merges over the partitions
-constant constexpr int IN_FLIGHT = OWN_NUMBERS >= 32 ? 1 : 32 / OWN_NUMBERS;  // partitions whose words a thread loads at a time
-
-static_assert(PARTITION % 32 == 0, "attention_decode: PARTITION must be a multiple of 32");
-static_assert(PARTITIONS <= 32, "attention_decode: more than 32 partitions, PARTITION must be larger");
-static_assert(SIMDS >= 1 && SIMDS <= 16, "attention_decode: SIMDS must be 1 to 16");
 
 #include "shared_reads.h"
 #include "stripe_merge.h"
@@ -83,25 +74,25 @@ struct Results {
   device atomic_uint *partial;
   int row, heads, part;
 };
-INLINE device float *out_of(Results to, int b);
 INLINE device atomic_uint *records_of(Results to, int b);
 INLINE void write_results(Results to, thread const Merged &merged, Exchange exchange, Sequences sequences, thread const Unit &unit,
                           int partition, int thread_index);
 INLINE void count_results(threadgroup uint *lasts, Results to, Sequences sequences, thread const Unit &unit, int thread_index);
 
-kernel void attention_decode(device float *out [[buffer(0)]], device atomic_uint *partial [[buffer(1)]],
-                             device const float *q [[buffer(2)]], device const cache_number4 *cache [[buffer(3)]],
-                             device const int *block_tables [[buffer(4)]], device const int *context_lens [[buffer(5)]],
-                             device const int *count [[buffer(6)]],
-                             SHARED_PREFIX_LENS_ARGUMENT uint3 group [[threadgroup_position_in_grid]],
-                             uint index [[thread_index_in_threadgroup]], uint lane_index [[thread_index_in_simdgroup]],
-                             uint simd_index [[simdgroup_index_in_threadgroup]]) {
+[[max_total_threads_per_threadgroup(32 * SIMDS)]] kernel void attention_decode(
+    device float *out [[buffer(0)]], device atomic_uint *partial [[buffer(1)]], device const float *q [[buffer(2)]],
+    device const cache_number4 *cache [[buffer(3)]], device const int *block_tables [[buffer(4)]],
+    device const int *context_lens [[buffer(5)]], device const int *count [[buffer(6)]],
+    SHARED_PREFIX_LENS_ARGUMENT uint3 group [[threadgroup_position_in_grid]], uint index [[thread_index_in_threadgroup]],
+    uint lane_index [[thread_index_in_simdgroup]], uint simd_index [[simdgroup_index_in_threadgroup]]) {
   threadgroup float4 rows[EXCHANGE];
   threadgroup float2 stats[SIMDS * PADDED_ROWS];
   threadgroup float2 totals[MAX_MEMBERS * PADDED_ROWS];
+#if LAUNCHES == 1
   threadgroup float rescales[ROWS * PARTITIONS];
   threadgroup float inverses[ROWS];
   threadgroup uint lasts[MAX_MEMBERS];
+#endif
   Exchange exchange;
   exchange.o = rows, exchange.stats = stats, exchange.totals = totals;
   Sequences sequences;
@@ -146,6 +137,7 @@ kernel void attention_decode(device float *out [[buffer(0)]], device atomic_uint
     }
   }
   write_results(to, merged, exchange, sequences, unit, partition, thread_index);
+#if LAUNCHES == 1
   if (PARTITIONS == 1 || (unit.size == 1 && in_one_partition(context))) return;
   threadgroup_barrier(mem_flags::mem_device);  // the records are stored before they are counted
   count_results(lasts, to, sequences, unit, thread_index);
@@ -153,19 +145,18 @@ kernel void attention_decode(device float *out [[buffer(0)]], device atomic_uint
 
   PartitionFactors factors;
   factors.rescales = rescales, factors.inverses = inverses;
+  Patience patience = patience_of(to.partial);
   for (int i = 0; i < unit.size; i++) {
     if (!lasts[i]) continue;
-    const int sequence = b + i, from = first_partition(context_lens[sequence]), last = last_partition(context_lens[sequence]);
-    merge_record_stats(factors, records_of(to, sequence), to.heads, from, last, simd, lane.number);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    merge_record_values(out_of(to, sequence), factors, records_of(to, sequence), to.heads * D, from, last, thread_index);
+    const int sequence = b + i;
+    merge_records(out_of(to.out, sequence, to.row), factors, patience, records_of(to, sequence), to.heads, context_lens[sequence],
+                  thread_index, simd, lane.number);
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the next sequence's factors are written to the same memory
   }
+#endif
 }
 
-INLINE device float *out_of(Results to, int b) { return to.out + ((ulong)b * H + to.row) * D; }
-INLINE device atomic_uint *counter_of(Results to, int b) { return to.partial + ((ulong)b * (K * PARTS) + to.part) * AREA; }
-INLINE device atomic_uint *records_of(Results to, int b) { return counter_of(to, b) + 32; }
+INLINE device atomic_uint *records_of(Results to, int b) { return area_of(to.partial, b, to.part) + AREA_HEAD; }
 
 INLINE void write_results(Results to, thread const Merged &merged, Exchange exchange, Sequences sequences, thread const Unit &unit,
                           int partition, int thread_index) {
@@ -176,7 +167,7 @@ INLINE void write_results(Results to, thread const Merged &merged, Exchange exch
     const int b = unit.b + item.member;
     const float2 total = exchange.totals[item.member * PADDED_ROWS + item.row];
     if (in_one_partition(sequences.contexts[b]))
-      ((device float4 *)(out_of(to, b) + item.row * D))[item.piece] = merged.o[m] * (1.0f / total.y);
+      ((device float4 *)(out_of(to.out, b, to.row) + item.row * D))[item.piece] = merged.o[m] * (1.0f / total.y);
     else store_record(records_of(to, b) + partition * RECORD, merged.o[m], total, item.row, item.piece);
   }
 }
@@ -185,5 +176,5 @@ INLINE void write_results(Results to, thread const Merged &merged, Exchange exch
 INLINE void count_results(threadgroup uint *lasts, Results to, Sequences sequences, thread const Unit &unit, int thread_index) {
   if (thread_index >= unit.size) return;
   const int b = unit.b + thread_index, context = sequences.contexts[b], partitions = last_partition(context) - first_partition(context) + 1;
-  lasts[thread_index] = partitions > 1 && is_last(counter_of(to, b), partitions);
+  lasts[thread_index] = partitions > 1 && is_last(area_of(to.partial, b, to.part), partitions);
 }

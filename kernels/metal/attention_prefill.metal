@@ -74,11 +74,12 @@ INLINE void add_values(thread Sums &sums, thread const float2 (&weights)[KEYS / 
                        thread const Lane &lane);
 INLINE void write_rows(device float *out, thread const Sums &sums, thread const Lane &lane);
 
-kernel void attention_prefill(device float *out [[buffer(0)]], device const float *q [[buffer(1)]], device const uint4 *cache [[buffer(2)]],
-                              device const int *block_tables [[buffer(3)]], device const int *context_lens [[buffer(4)]],
-                              device const int *query_starts [[buffer(5)]], device const int *chunks [[buffer(6)]],
-                              uint3 group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
-                              uint lane_index [[thread_index_in_simdgroup]], uint simd_index [[simdgroup_index_in_threadgroup]]) {
+[[max_total_threads_per_threadgroup(32 * SIMDS)]] kernel void attention_prefill(
+    device float *out [[buffer(0)]], device const float *q [[buffer(1)]], device const uint4 *cache [[buffer(2)]],
+    device const int *block_tables [[buffer(3)]], device const int *context_lens [[buffer(4)]],
+    device const int *query_starts [[buffer(5)]], device const int *chunks [[buffer(6)]], uint3 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]], uint lane_index [[thread_index_in_simdgroup]],
+    uint simd_index [[simdgroup_index_in_threadgroup]]) {
   threadgroup uint4 tile[2 * SIDE];
   Work work;
   if (!find_work(work, group, block_tables, context_lens, query_starts, chunks)) return;

@@ -10,8 +10,9 @@
 #define I E
 #include "weights.h"
 
-kernel void embed(device float *x, device const uchar *table, device const int *tokens, device const int *rows,
-                  uint3 group [[threadgroup_position_in_grid]], uint index [[thread_index_in_threadgroup]]) {
+[[max_total_threads_per_threadgroup(THREADS)]] kernel void embed(device float *x, device const uchar *table, device const int *tokens,
+                                                                 device const int *rows, uint3 group [[threadgroup_position_in_grid]],
+                                                                 uint index [[thread_index_in_threadgroup]]) {
   const uint t = group.x;
   if (t >= uint(rows[0])) return;
   const int token = tokens[t];

@@ -10,9 +10,11 @@
 // multiple of 16; all addresses are multiples of 16. Slots as in PagedAttention (Kwon et al. 2023).
 #include "cache_number.h"
 
-kernel void kv_append(device cache_number4 *pool, device void *pool_again, device const float4 *k, device const float4 *v,
-                      device const int *slots, device const int *rows, uint3 group [[threadgroup_position_in_grid]],
-                      uint index [[thread_index_in_threadgroup]]) {
+[[max_total_threads_per_threadgroup(THREADS)]] kernel void kv_append(device cache_number4 *pool, device void *pool_again,
+                                                                     device const float4 *k, device const float4 *v,
+                                                                     device const int *slots, device const int *rows,
+                                                                     uint3 group [[threadgroup_position_in_grid]],
+                                                                     uint index [[thread_index_in_threadgroup]]) {
   constexpr uint FOURS = D / 4;
   const uint t = group.x;
   if (t >= uint(rows[0])) return;

@@ -11,8 +11,9 @@
 enum : uint { THREADS = 256, WORDS = BLOCK_BYTES / 16, AHEAD = 4 };
 static_assert(BLOCK_BYTES % 16 == 0, "kv_copy: BLOCK_BYTES must be a multiple of 16");
 
-kernel void kv_copy(device uint4 *pool, device const int *pairs, device const int *count, uint3 group [[threadgroup_position_in_grid]],
-                    uint index [[thread_index_in_threadgroup]]) {
+[[max_total_threads_per_threadgroup(THREADS)]] kernel void kv_copy(device uint4 *pool, device const int *pairs, device const int *count,
+                                                                   uint3 group [[threadgroup_position_in_grid]],
+                                                                   uint index [[thread_index_in_threadgroup]]) {
   const uint n = group.y, first = group.x * (AHEAD * THREADS) + index;
   if (n >= uint(count[0])) return;
   device const uint4 *from = pool + ulong(pairs[2 * n]) * WORDS;

@@ -10,9 +10,11 @@
 
 enum : uint { THREADS = 256, AHEAD = 4 };
 
-kernel void read(device uint *sums, device const uint4 *words, uint3 group [[threadgroup_position_in_grid]],
-                 uint index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
-                 uint simd [[simdgroup_index_in_threadgroup]]) {
+[[max_total_threads_per_threadgroup(THREADS)]] kernel void read(device uint *sums, device const uint4 *words,
+                                                                uint3 group [[threadgroup_position_in_grid]],
+                                                                uint index [[thread_index_in_threadgroup]],
+                                                                uint lane [[thread_index_in_simdgroup]],
+                                                                uint simd [[simdgroup_index_in_threadgroup]]) {
   threadgroup uint sums_of_simds[THREADS / 32];
   uint sum = 0;
   for (uint unit = group.x * (AHEAD * THREADS); unit < WORDS; unit += GROUPS * AHEAD * THREADS) {

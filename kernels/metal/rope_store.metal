@@ -16,10 +16,12 @@
 
 #define SIMD_GROUPS 8
 
-kernel void rope_store(device float *q, device cache_number *keys, device cache_number *keys_again, device const float *y,
-                       BIAS_ARGUMENTS QK_NORM_ARGUMENTS ANGLES_ARGUMENT device const int *slots, device const int *rows,
-                       uint3 group [[threadgroup_position_in_grid]], uint simd [[simdgroup_index_in_threadgroup]],
-                       uint thread_in_simd [[thread_index_in_simdgroup]]) {
+[[max_total_threads_per_threadgroup(256)]] kernel void rope_store(device float *q, device cache_number *keys,
+                                                                  device cache_number *keys_again, device const float *y,
+                                                                  BIAS_ARGUMENTS QK_NORM_ARGUMENTS ANGLES_ARGUMENT device const int *slots,
+                                                                  device const int *rows, uint3 group [[threadgroup_position_in_grid]],
+                                                                  uint simd [[simdgroup_index_in_threadgroup]],
+                                                                  uint thread_in_simd [[thread_index_in_simdgroup]]) {
   threadgroup float heads[SIMD_GROUPS * D];
   const int row = group.x, lane = thread_in_simd, head = group.y * SIMD_GROUPS + simd;
   if (row >= rows[0] || head >= HEADS) return;

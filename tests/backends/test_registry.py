@@ -104,7 +104,10 @@ def test_a_forced_variant_that_cannot_run_is_an_error(monkeypatch, processor):
     ("text", "words"),
     [
         ("matmull=ref", "there is no op 'matmull'; there are embed, .*, and all"),
-        ("matmul=avx3", "there is no variant 'avx3' for matmul; there are avx512, .*plain, sm_80, sm_90a, apple7, apple7_matrix, and ref"),
+        (
+            "matmul=avx3",
+            "there is no variant 'avx3' for matmul; there are avx512, .*plain, sm_80, sm_90a, apple7, apple7_matrix, apple7_merge, and ref",
+        ),
         ("matmul", "TINYVLLM_KERNELS must be like .*, got 'matmul'"),
         ("matmul=", "must be like"),
         (",", "must be like"),
@@ -164,14 +167,15 @@ def test_the_variant_of_a_mac(monkeypatch, family, variant):
     assert variant or f"the GPU is of the family {family}" in choices()[0].why
 
 
-def test_apples_matrix_variant_must_be_forced(monkeypatch):
+def test_apples_other_variants_must_be_forced(monkeypatch):
     monkeypatch.setattr(metal, "architecture", lambda device: "Apple9")
     assert list(registry.variants(MAC, "matmul")) == ["apple7", "apple7_matrix"] and list(registry.variants(MAC)) == ["apple7"]
-    assert chosen("matmul", MAC, "a") == "apple7"
+    assert list(registry.variants(MAC, "attention_decode")) == ["apple7", "apple7_merge"]
+    assert chosen("matmul", MAC, "a") == chosen("attention_decode", MAC, "a") == "apple7"
     monkeypatch.setenv("TINYVLLM_KERNELS", "matmul=apple7_matrix,norm_head=apple7_matrix")
     assert [chosen(stem, MAC, "a") for stem in ("matmul", "norm_head", "norm_gate_up_silu")] == ["apple7_matrix"] * 2 + ["apple7"]
     monkeypatch.setenv("TINYVLLM_KERNELS", "attention_decode=apple7_matrix")
-    with pytest.raises(KernelError, match="wants attention_decode=apple7_matrix; METAL here has apple7, and ref"):
+    with pytest.raises(KernelError, match="wants attention_decode=apple7_matrix; METAL here has apple7, apple7_merge, and ref"):
         select("attention_decode", MAC, "a")
     monkeypatch.setattr(metal, "architecture", lambda device: "Apple6")
     monkeypatch.setenv("TINYVLLM_KERNELS", "matmul=apple7_matrix")

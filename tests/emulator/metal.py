@@ -22,7 +22,7 @@ NUMBERS = {
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _KERNEL = re.compile(r"(?P<attributes>(?:\[\[[^\]]*\]\]\s*)*)\bkernel\s+(?P<more>(?:\[\[[^\]]*\]\]\s*)*)void\s+(?P<name>\w+)\s*\(")
 _ATTRIBUTE = r"\s*__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)"  # as tinygrad writes it; Metal's own is alignas
-_SHARED = re.compile(rf"(?P<before>[;{{}}])(?P<space>\s*)threadgroup\b(?P<what>(?:{_ATTRIBUTE})?[^;{{}}()\[*&]*[\[;])")
+_SHARED = re.compile(rf"(?P<before>[;{{}}]|#[^\n]*[^\\\n]\n)(?P<space>\s*)threadgroup\b(?P<what>(?:{_ATTRIBUTE})?[^;{{}}()\[*&]*[\[;])")
 
 
 class SignatureError(AssertionError):
@@ -44,7 +44,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Signature:
-    """A kernel's name, its parameters in order, and an expression for the most threads that a threadgroup may have."""
+    """A kernel's name, its parameters in order, and its bound of threads a threadgroup as an expression, empty if it has none."""
 
     name: str
     parameters: tuple[Parameter, ...]
@@ -91,7 +91,7 @@ def signatures(text: str) -> list[Signature]:
         parameters: list[Parameter] = []
         for words in _split(code[match.end() : end]):
             parameters.append(_parameter(match["name"], words, sum(p.attribute == "buffer" for p in parameters)))
-        kernels.append(Signature(match["name"], tuple(parameters), limit[1] if limit else "1024"))
+        kernels.append(Signature(match["name"], tuple(parameters), limit[1] if limit else ""))
     return kernels
 
 
@@ -168,7 +168,7 @@ def entry(signature: Signature) -> str:
             values.append(f"EmulatedNumber{{metal_number({NUMBERS[p.attribute]})}}")
     exported = 'extern "C" __attribute__((visibility("default")'
     return (
-        f"\n{exported})) const int gpu_bounds_{signature.name} = ({signature.max_threads});"
+        f"\n{exported})) const int gpu_bounds_{signature.name} = ({signature.max_threads or 1024});"
         f"\n{exported}, disable_sanitizer_instrumentation)) void metal_entry_{signature.name}(unsigned long arguments) "
         f"{{ {signature.name}({', '.join(values)}); }}\n"
     )

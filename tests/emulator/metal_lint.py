@@ -24,7 +24,7 @@ def lint(text: str, threads: int = 32) -> list[str]:
         problems = _signatures(signatures(text), threads)
     except SignatureError as error:
         return [str(error)]
-    problems += _words(text)
+    problems += _words(text) + _bounds(text, threads)
     errors, tree = read(text)
     if errors:
         return [*problems, f"compiler error: {errors}"]
@@ -54,6 +54,20 @@ def _signatures(kernels: list[Signature], threads: int) -> list[str]:
             if p.attribute in NUMBERS and p.declaration.split()[0] not in ("uint", "ushort"):
                 problems.append(f"{kernel.name}: '{p.declaration}' for {p.attribute}; expected uint or ushort")
     return problems
+
+
+def _bounds(text: str, threads: int) -> list[str]:
+    """Without a bound of its own, a kernel that needs many registers may have fewer threads than it is launched with."""
+    kernels = signatures(text)
+    unbounded = [kernel.name for kernel in kernels if not kernel.max_threads]
+    if unbounded:
+        return [f"{name}: no [[max_total_threads_per_threadgroup(N)]]" for name in unbounded]
+    try:
+        bounds = build(text, "metal").bounds
+    except EmulatorError as error:
+        return [str(error)]
+    wrong = [kernel.name for kernel in kernels if bounds[kernel.name] < threads]
+    return [f"{name}: max_total_threads_per_threadgroup({bounds[name]}); expected at least {threads}" for name in wrong]
 
 
 def _shared_size(text: str) -> list[str]:
@@ -90,7 +104,7 @@ def _words(text: str) -> list[str]:
         if word.text == "typedef":
             end = next((k for k in range(i, len(words)) if words[k].text == ";"), i)
             types.add(words[end - 1].text)
-    problems = []
+    problems = _idle_atomics(words)
     for i, word in enumerate(words):
         problems += _size_rule(words, i) + _space_rule(words, i, types)
         if word.text in ("asm", "__asm__", "register", "thread_local", "try", "throw", "catch", "typeid", "dynamic_cast", "mutable"):
@@ -98,6 +112,65 @@ def _words(text: str) -> list[str]:
         if re.fullmatch(r"(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?[lL]?", word.text):
             problems.append(f"line {word.line}: {word.text} is a double; expected {word.text}f")
     return problems
+
+
+# Read-modify-writes that change nothing by these values: LLVM may make plain loads of them, which bring no newer value.
+_ALL = 0xFFFFFFFF
+_IDLE_VALUES = {
+    "add": (0,), "sub": (0,), "or": (0,), "xor": (0,), "and": (_ALL,), "min": (_ALL, 0x7FFFFFFF), "max": (0, 0x80000000),
+}  # fmt: skip
+_LIMITS = {"UINT_MAX": "0xFFFFFFFF", "INT_MAX": "0x7FFFFFFF", "INT_MIN": "(-0x80000000)", "true": "1", "false": "0"}
+
+
+def _idle_atomics(words: list[Word]) -> list[str]:
+    constants = dict(_LIMITS)
+    for i in range(len(words) - 2):
+        if words[i + 1].text == "=" and "constexpr" in {word.text for word in words[max(0, i - 4) : i]}:
+            end = next((k for k in range(i, len(words)) if words[k].text == ";"), i)
+            constants[words[i].text] = " ".join(word.text for word in words[i + 2 : end])
+    problems = []
+    for i, word in enumerate(words):
+        name = re.fullmatch(r"atomic_fetch_(\w+)_explicit", word.text)
+        if not name or i + 1 >= len(words) or words[i + 1].text != "(":
+            continue
+        value = _constant(_second_argument(words, i + 1), constants)
+        if value is not None and value & _ALL in _IDLE_VALUES.get(name[1], ()):
+            message = f"{word.text} by {value} changes nothing, and may become a plain load that brings no newer value"
+            problems.append(f"line {word.line}: {message}; expected atomic_exchange_explicit, or a load where any value will do")
+    return problems
+
+
+def _second_argument(words: list[Word], start: int) -> list[str]:
+    """The tokens between the first and the second comma of the arguments in parentheses from `start` on."""
+    depth, commas, found = 0, 0, []
+    for word in words[start:]:
+        depth += (word.text in ("(", "[", "{")) - (word.text in (")", "]", "}"))
+        if depth == 0:
+            break
+        if word.text == "," and depth == 1:
+            commas += 1
+        elif commas == 1:
+            found.append(word.text)
+    return found
+
+
+def _constant(tokens: list[str], constants: dict[str, str], depth: int = 0) -> int | None:
+    """The value of an expression of numbers and known constants; None if it is no such expression."""
+    text = re.sub(r"\( *(?:uint|int|float|ulong|long) *\)|\b(?:uint|int|float)\b(?= *\()", "", " ".join(tokens))
+    text = re.sub(r"\b(0[xX][0-9a-fA-F]+|\d+)[uUlL]*\b(?! *\.)", r"\1", re.sub(r"(\d\.\d*|\.\d+)[fFhH]", r"\1", text))
+    for name in set(re.findall(r"[A-Za-z_]\w*", re.sub(r"0[xX]\w+", "", text))):
+        if name not in constants or depth > 8:
+            return None
+        value = _constant(_TOKEN.findall(constants[name]), constants, depth + 1)
+        if value is None:
+            return None
+        text = re.sub(rf"\b{name}\b", f"({value})", text)
+    if not re.fullmatch(r"[0-9a-fA-FxX.~+*|&^()<> -]+", text):
+        return None
+    try:
+        return int(eval(text, {"__builtins__": {}}))
+    except (SyntaxError, TypeError, ValueError):
+        return None
 
 
 def _size_rule(words: list[Word], i: int) -> list[str]:

@@ -115,6 +115,20 @@ def test_a_step_over_several_partitions_is_five_launches_a_layer(mac, monkeypatc
 
 
 @pytest.mark.long
+def test_partitions_merged_by_a_second_launch_change_no_token(mac, monkeypatch):
+    monkeypatch.setattr(metal_records, "partition_of", lambda attention: 32)
+    prompt, params = {"prompt_token_ids": [0, *range(40, 110)]}, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    found, names = [], []
+    for variant in ("apple7", "apple7_merge"):
+        monkeypatch.setenv("TINYVLLM_KERNELS", f"attention_decode={variant}")
+        with LLM(MODEL, device="METAL", **OPTIONS) as llm:
+            found.append(tokens(llm, [prompt], params))
+        names.append(Counter(command.name for command in mac.indirect[-1].commands))
+    assert found[0] == found[1]
+    assert names[0]["attention_decode"] == names[1]["attention_decode"] == names[1]["attention_merge"] and not names[0]["attention_merge"]
+
+
+@pytest.mark.long
 def test_reading_a_shared_prompt_once_changes_no_token(mac, monkeypatch):
     """One captured step for sequences that share a prefix and for others: each step passes the shared lengths to the device."""
     monkeypatch.setattr(metal_records, "partition_of", lambda attention: 128)

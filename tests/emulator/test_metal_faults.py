@@ -202,6 +202,20 @@ def test_limits_of_the_gpu(declared: str, block: tuple[int, int, int], shared: i
         emulate_source(bounded, "k", (1, 1, 1), (64, 1, 1), 0, [0], [], language="metal")
 
 
+def test_a_threadgroup_variable_after_a_preprocessor_line_is_shared() -> None:
+    text = """device float *out, device const float *in) {
+#if 1
+      threadgroup float s[64];
+#endif
+      s[index] = in[index];
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      out[index] = s[63 - index];
+    }"""
+    x, out = np.arange(64, dtype=np.float32), np.zeros(64, np.float32)
+    run(text, out, x, block=64)
+    assert (out == x[::-1]).all()
+
+
 def test_thread_is_a_keyword() -> None:
     text = full("device float *out) { }").replace("uint index [[", "uint thread [[").replace("{ }", "{ out[thread] = 0.0f; }")
     with pytest.raises(EmulatorError, match="compiler failed"):

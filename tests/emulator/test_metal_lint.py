@@ -116,8 +116,50 @@ INLINE void fill(threadgroup Sums &sums) { sums.top = 0.0f; }
 ---device float *out, device const float *in) { BODY }"""
 
 
+def bounded(text: str, threads: int = 1024) -> str:
+    """A snippet as a kernel with a bound of threads."""
+    return full(text).replace("kernel void", f"[[max_total_threads_per_threadgroup({threads})]] kernel void")
+
+
 def test_a_clean_kernel_passes() -> None:
-    assert lint(full(CLEAN), 1024) == []
+    assert lint(bounded(CLEAN), 1024) == []
+
+
+def test_a_kernel_needs_a_bound_of_its_threads() -> None:
+    text = "device float *out) { out[index] = 1.0f; }"
+    assert lint(full(text), 64) == ["k: no [[max_total_threads_per_threadgroup(N)]]"]
+    assert lint(bounded(text, 32), 64) == ["k: max_total_threads_per_threadgroup(32); expected at least 64"]
+    assert lint(bounded(text, 64), 64) == []
+
+
+# Atomics that change nothing, and atomics that look similar.
+IDLE = [
+    "or_explicit(p, 0u",
+    "add_explicit(p, 0",
+    "sub_explicit(p, NOTHING",
+    "xor_explicit(p, uint(0)",
+    "and_explicit(p, ~0u",
+    "or_explicit(p, ZERO",
+    "and_explicit(p, 0xFFFFFFFFu",
+    "min_explicit(p, 0xFFFFFFFFu",
+    "max_explicit(p, (uint)(1 - 1)",
+    "or_explicit(p + min(1, 2), 4u & 3u",
+]
+BUSY = [
+    "or_explicit(p, 1u",
+    "add_explicit(p, index * 0",
+    "and_explicit(p, 0u",
+    "min_explicit(p, 0u",
+    "max_explicit(p, 0xFFFFFFFFu",
+    "or_explicit(p, ONE",
+]
+
+
+@pytest.mark.parametrize("call", [*IDLE, *BUSY])
+def test_an_atomic_that_changes_nothing_is_reported(call: str) -> None:
+    helpers = "#define NOTHING 0\nconstant constexpr uint ONE = 1u;\nconstant constexpr uint ZERO = ONE - 1u;\n"
+    text = bounded(f"{helpers}---device atomic_uint *p) {{ atomic_fetch_{call}, memory_order_relaxed); }}")
+    assert bool([problem for problem in lint(text) if "changes nothing" in problem]) == (call in IDLE)
 
 
 @pytest.mark.parametrize("rule", FORBIDDEN)

@@ -181,6 +181,81 @@ def test_a_failure_in_flight_is_reported(runtime):
         read_async(x).get()
 
 
+# out[i] = x[i]; the fault of `partial` if x[0] is 7, and a word that the next launch must not find
+FAULTY = """
+kernel void planted_faulty(device int *out [[buffer(0)]], device uint *partial [[buffer(1)]], device const int *x [[buffer(2)]],
+                           uint i [[thread_index_in_threadgroup]]) {
+  out[i] = partial[2] == 0 ? x[i] : -1;
+  threadgroup_barrier(metal::mem_flags::mem_device);
+  if (i == 0 && x[0] == 7) partial[1] = 1, partial[2] = 5;
+}
+"""
+
+
+def faulty(x):
+    """The output of a launch whose scratch is watched, and the scratch."""
+    from tinyvllm.backends.metal.call import _counting_scratch
+    from tinyvllm.backends.metal.launch import launch
+
+    kernel = Kernel("planted_faulty", "metal", "apple7", (), 2, 1, grid=(1, 1, 1), block=4)
+    scratch = _counting_scratch(x, kernel, 8)
+    return launch(kernel, [x * 0, scratch], [x])[0].contiguous().realize(), scratch
+
+
+@pytest.mark.parametrize("how", ["eager", "captured"])
+def test_a_fault_of_a_kernel_is_reported_and_its_scratch_is_zero_again(runtime, tmp_path, how):
+    """Also results that were in flight then are not believed."""
+    from tinyvllm.bridge import Captured, download, read_async, upload
+
+    (tmp_path / "metal/planted_faulty.metal").write_text(FAULTY)
+    x = integers(1, 2, 3, 4)
+    run = Captured(lambda x: faulty(x)[0]) if how == "captured" else lambda x: faulty(x)[0]
+    assert read_async(run(x)).get().tolist() == [1, 2, 3, 4]
+    _, scratch = faulty(x)
+    runtime.idle()
+    upload(x, np.array([7, 8, 9, 10], np.int32))
+    failed = "METAL: planted_faulty gave up waiting .*TINYVLLM_KERNELS=planted_faulty=apple7_merge"
+    with pytest.raises(KernelError, match=failed):
+        readings = [read_async(run(x)) for _ in range(3)]
+        for reading in reversed(readings):
+            reading.get()
+    assert not download(scratch).any()
+    upload(x, np.array([1, 2, 3, 4], np.int32))
+    again = read_async(run(x))
+    assert again.get().tolist() == [1, 2, 3, 4]
+
+
+def test_what_was_in_flight_at_a_fault_is_not_believed(planted, tmp_path):
+    from tinyvllm.bridge import read_async
+
+    (tmp_path / "metal/planted_faulty.metal").write_text(FAULTY)
+    with metal_device(seed=0) as runtime:
+        x, y = integers(7, 8, 9, 10), integers(1, 2, 3, 4)
+        runtime.idle()
+        first, second = read_async(faulty(x)[0]), read_async(faulty(y)[0])
+        with pytest.raises(KernelError, match="planted_faulty gave up"):
+            first.get()
+        with pytest.raises(KernelError, match="a copy was in flight when earlier work failed"):
+            second.get()
+        assert read_async(faulty(y)[0]).get().tolist() == [1, 2, 3, 4]
+
+
+def test_a_failed_command_buffer_leaves_no_counts(planted, tmp_path):
+    """Of a launch that was cut off in the middle."""
+    from tinyvllm.bridge import download, read_async, upload
+
+    (tmp_path / "metal/planted_faulty.metal").write_text(FAULTY)
+    with metal_device(seed=0) as runtime:
+        x = integers(1, 2, 3, 4)
+        _, scratch = faulty(x)
+        runtime.idle()
+        upload(scratch, np.array([3, 0, 4, 0, 5, 0, 6, 0], np.int32))
+        runtime.next_failure = "Caused GPU Hang Error"
+        with pytest.raises(KernelError, match="GPU Hang"):
+            read_async(faulty(x)[0]).get()
+        assert not download(scratch).any() and read_async(faulty(x)[0]).get().tolist() == [1, 2, 3, 4]
+
+
 def test_command_buffers_that_have_run_are_freed(runtime):
     from tinygrad import Device
 

@@ -47,7 +47,7 @@ from tinyvllm.bridge.device import (
 from tinyvllm.bridge.graph import GraphKernel, JobGraph, StepGraph
 from tinyvllm.bridge.hooks import DeviceCopies, DeviceHooks, ImportedPages, QueueEvent, Transfer, install_hooks, remove_hooks
 from tinyvllm.bridge.lazy_init import uninitialized
-from tinyvllm.bridge.memory import Reading, download, host_address, peek, read_async, upload, upload_parts
+from tinyvllm.bridge.memory import Reading, download, host_address, opaque_memory, peek, read_async, upload, upload_parts
 from tinyvllm.bridge.metal import from_objc_string, metal_bindings, metal_buffer_over, to_objc_string
 from tinyvllm.bridge.node import Program, code_address, launch_program, load_object, load_program
 from tinyvllm.bridge.programs import enable_program_cache
@@ -61,8 +61,8 @@ __all__ = [
     "Program", "QueueEvent", "Reading", "StepGraph", "TimedProgram", "Transfer", "alias", "architecture", "byte_spans", "capture_work",
     "code_address", "compile_clock", "compile_text", "compile_to_cubins", "cuda_driver", "cuda_runtime", "defer_frees", "device_buffer",
     "download", "emulate_half_without_f16c", "enable_program_cache", "from_objc_string", "has_graph", "host_address", "install_hooks",
-    "launch_program", "load_object", "load_program", "mapped", "metal_bindings", "metal_buffer_over", "opened_device", "peek",
-    "prefer_device", "profiling", "raise_memory_errors", "read_async", "recover_device", "release_deferred", "remove_hooks",
+    "launch_program", "load_object", "load_program", "mapped", "metal_bindings", "metal_buffer_over", "opaque_memory", "opened_device",
+    "peek", "prefer_device", "profiling", "raise_memory_errors", "read_async", "recover_device", "release_deferred", "remove_hooks",
     "render_bfloat16_as_bits", "repeat", "replace_copy_in", "scatter_add", "shared_zeros", "spans", "store_kv", "suppress_finalizing",
     "synchronize", "time_generated_kernels", "tinygrad_setting", "to_objc_string", "uninitialized", "upload", "upload_parts",
     "use_c_compiler", "use_graph",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from math import prod
+from typing import Any
 
 import numpy as np
 from tinygrad import Tensor, UOp
@@ -19,6 +20,11 @@ def buffer_of(u: UOp) -> Buffer:
     buffer = u.buffer
     assert isinstance(buffer, Buffer), f"launch: one device's buffer expected, got {buffer}"
     return buffer.ensure_allocated()
+
+
+def opaque_memory(tensor: Tensor) -> Any:
+    """tinygrad's own object for the memory of a realized tensor, of the device's kind."""
+    return buffer_of(tensor.uop)._buf
 
 
 def host_address(tensor: Tensor) -> int:

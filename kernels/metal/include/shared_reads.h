@@ -5,10 +5,9 @@
 // SPREAD threadgroups left. Each threadgroup finds its unit by itself, from what all can read; in a batch in which no sequence shares
 // it reads two words for that.
 //
-// Constants in addition to attention.h's and decode_tile.h's: PARTITION, SIMDS, PARTITIONS, SPREAD, MAX_MEMBERS and CONCURRENT, as
-// attention_decode.metal says.
+// Constants in addition to partitions.h's: SPREAD, MAX_MEMBERS and CONCURRENT, as attention_decode.metal says.
 #pragma once
-#include "decode_tile.h"
+#include "partitions.h"
 
 // The sequences of a launch.
 struct Sequences {
@@ -23,10 +22,6 @@ struct Unit {
 };
 INLINE int slots_of(thread const Unit &unit) { return 1 << unit.shift; }  // size or more, a power of two
 INLINE int member_of(thread const Unit &unit, int simd) { return simd & (slots_of(unit) - 1); }
-
-INLINE int first_partition(int context) { return first_visible(context - 1) / PARTITION; }
-INLINE int last_partition(int context) { return (context - 1) / PARTITION; }
-INLINE bool in_one_partition(int context) { return PARTITIONS == 1 || first_partition(context) == last_partition(context); }
 
 // Whether sequence b, which is not the first, has a tile of every stripe, and half of the partition from `start` on, in common with b - 1.
 // In the partition where a window begins no sequence joins.

@@ -82,9 +82,10 @@ def _attention() -> dict[str, Kernel]:
     for name, sizes, cache in (("1b", SMALL, "F16"), ("8b", LARGE, "BF16"), ("wide", WIDE, "F32")):
         a = sizes.attention(cache, window=1024 if sizes is WIDE else 0)
         found[f"attention_prefill {name}"] = records.attention_prefill(VARIANT, 512, 2, a)
-        found[f"attention_decode {name}"] = records.attention_decode(VARIANT, 16, a)[0]
-        found[f"attention_decode {name} shared"] = records.attention_decode(VARIANT, 16, a, cascade=True)[0]
-    found["attention_decode short"] = records.attention_decode(VARIANT, 16, SMALL.attention("BF16", blocks=32))[0]
+        found[f"attention_decode {name}"] = records.attention_decode(VARIANT, 16, a)[0][0]
+        found[f"attention_decode {name} shared"] = records.attention_decode(VARIANT, 16, a, cascade=True)[0][0]
+        found[f"attention_decode {name} of two"], found[f"attention_merge {name}"] = records.attention_decode(records.MERGE, 16, a)[0]
+    found["attention_decode short"] = records.attention_decode(VARIANT, 16, SMALL.attention("BF16", blocks=32))[0][0]
     return found
 
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.emulator.emulate import emulate
-from tests.kernels.calling import aligned
-from tests.kernels.metal.test_attention import TOLERANCE, VARIANT, attention_shape, decode
+from tests.kernels.metal.test_attention import TOLERANCE, VARIANT, attention_shape, decode, launch_decode
 from tests.kernels.test_attention import Case, Shape, _ints, grouped, make, oracle, same
 from tinyvllm.backends.metal import plan as records
 
@@ -34,17 +32,15 @@ def decode_shared(
     spread: int = 1,
     count: int | None = None,
     read: list[int] | None = None,
+    variant: str = VARIANT,
 ) -> np.ndarray:
     """The one row of each sequence, with these shared lengths."""
     B = len(case.new)
-    kernel, words = records.attention_decode(
-        VARIANT, B, attention_shape(case), partition=PARTITION, simds=simds, cascade=True, spread=spread
+    kernels, words = records.attention_decode(
+        variant, B, attention_shape(case), partition=PARTITION, simds=simds, cascade=True, spread=spread
     )
-    out, partial = aligned(case.q.shape, np.float32), aligned((words,), np.uint32, 0)
-    ins = case.q, case.cache, case.tables, _ints(case.context), _ints([B if count is None else count]), _ints(shared_prefix_lens)
-    emulate(kernel, out, partial, *ins, seed=seed, read=read)
-    assert not partial.any(), "the next launch needs zeros"
-    return out
+    ins = _ints([B if count is None else count]), _ints(shared_prefix_lens)
+    return launch_decode(kernels, words, case.q, case, *ins, seed=seed, read=read)
 
 
 # Each has its own division of a tile, its own number of sequences in a unit, and of stripes that are computed at the same time.
@@ -72,6 +68,13 @@ def test_shared_blocks_read_once_give_the_same_bits(shape: Shape, simds: int) ->
     np.testing.assert_allclose(want, oracle(case), **TOLERANCE)
     assert same(decode_shared(case, case.shared, simds, seed=1, read=once), want)
     assert not once or once[3] < 0.85 * apart[3], "bytes of the cache, where they are counted"
+
+
+@pytest.mark.parametrize("shape, simds", [SHAPES[0], SHAPES[5]], ids=["small", "of two parts"])
+def test_a_second_launch_merges_units_to_the_same_bits(shape: Shape, simds: int) -> None:
+    case = grouped(shape, groups=GROUPS)
+    want = decode_shared(case, case.shared, simds)
+    assert same(decode_shared(case, case.shared, simds, seed=1, variant=records.MERGE), want)
 
 
 @pytest.mark.parametrize("spread", [1, 30, 1000])

@@ -27,7 +27,17 @@ from tinyvllm.backends.metal.queue import gpu_name, import_pages, metal_free_mem
 from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights, stored
 from tinyvllm.backends.shapes import Attention, Heads, Product
 from tinyvllm.batch import Batch, LayerCache
-from tinyvllm.bridge import DeviceHooks, architecture, has_graph, install_hooks, opened_device, shared_zeros, spans, use_graph
+from tinyvllm.bridge import (
+    DeviceHooks,
+    architecture,
+    has_graph,
+    install_hooks,
+    opaque_memory,
+    opened_device,
+    shared_zeros,
+    spans,
+    use_graph,
+)
 from tinyvllm.integers import round_up
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Layout
@@ -46,7 +56,7 @@ class MetalBackend:
     name = "metal"
     layout = Layout.ROWS
     stems = frozenset(LIMITS)
-    variant_names = (plan.BASE, plan.MATRIX)
+    variant_names = (plan.BASE, plan.MATRIX, plan.MERGE)
 
     def open(self, placement: Placement) -> None:
         opened_device(placement.device)
@@ -60,7 +70,8 @@ class MetalBackend:
         number = re.fullmatch(r"Apple(\d+)", family)
         lacking = None if number and int(number[1]) >= OLDEST_FAMILY else f"the GPU is of the family {family}, older than Apple7"
         # the matrix variant is never the default: with it a request's bits depend on how many rows are computed with it
-        return {variant: lacking for variant in (plan.BASE, *([plan.MATRIX] if stem in PRODUCTS else []))}
+        own = [plan.MATRIX] if stem in PRODUCTS else [plan.MERGE] if stem == "attention_decode" else []
+        return {variant: lacking for variant in (plan.BASE, *own)}
 
     def unsupported(self, stem: str, facts: ShapeFacts) -> str | None:
         return first_reason(LIMITS[stem], facts)
@@ -113,9 +124,12 @@ class MetalBackend:
 
     def attention_decode(self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Tensor:
         (T, H, D), a = (int(d) for d in q.shape), Attention.of(q, cache, scale, window, batch)
-        kernel, partial = plan.attention_decode(variant, batch.num_decodes, a, cascade=batch.shared_prefix_lens is not None)
+        kernels, words = plan.attention_decode(variant, batch.num_decodes, a, cascade=batch.shared_prefix_lens is not None)
         ins = [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes, *present(batch.shared_prefix_lens)]
-        return launch(kernel, [empty(q, T, H * D), shared_zeros(str(q.device), partial)], ins)[0]
+        if len(kernels) == 1:
+            return launch(kernels[0], [empty(q, T, H * D), _counting_scratch(q, kernels[0], words)], ins)[0]
+        out, partial = launch(kernels[0], [empty(q, T, H * D), integers(q, words)], ins)
+        return launch(kernels[1], [out, partial], [batch.context_lens, batch.decodes])[0]
 
     def attention_prefill(
         self, variant: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch
@@ -196,6 +210,14 @@ class MetalBackend:
         outs = [integers(drafts, B), integers(drafts, B)]
         accepted, following = launch(plan.accept_drafts(variant, B, N), outs, [drafts, chosen, lengths, count])
         return accepted, following
+
+
+def _counting_scratch(like: Tensor, kernel: Kernel, words: int) -> Tensor:
+    """Zeros that launches of the kernel share, leave and may report a fault in."""
+    zeros = shared_zeros(str(like.device), words)
+    memory = opaque_memory(zeros)
+    queue_of(Placement.of(like.device).device).scratch.watch(kernel.stem, memory.buf.contents() + memory.offset, 4 * words)
+    return zeros
 
 
 def _each(bias: Tensor | None, weight: StoredWeight) -> list[Tensor]:

@@ -15,6 +15,7 @@ from tinyvllm.quant.layouts import row_bytes
 
 BASE = "apple7"  # the variant that all kernels have
 MATRIX = "apple7_matrix"  # the variant whose products use matrices for thirteen to sixteen rows, too
+MERGE = "apple7_merge"  # the variant of attention_decode whose partitions are merged by a second launch
 THREADGROUP_BYTES = 32 << 10  # of memory that a threadgroup may have
 
 
@@ -243,24 +244,30 @@ def _attention_work(a: Attention, rows: int, context: int) -> tuple[int, int]:
 def attention_decode(
     variant: str, B: int, a: Attention, context: int = 0, partition: int | None = None, simds: int = 8, cascade: bool = False,
     spread: int | None = None,
-) -> tuple[Kernel, int]:  # fmt: skip
-    """The kernel, and the size of `partial`, its scratch: numbers of 32 bits, zero between launches.
+) -> tuple[list[Kernel], int]:  # fmt: skip
+    """The launches, one, or two with the variant MERGE; and the size of `partial`, their scratch: numbers of 32 bits.
 
-    With `cascade` it also takes `shared_prefix_lens`, and reads shared blocks once for several sequences. `context` of each sequence is for
-    the estimate of work alone.
+    A single launch needs zeros in `partial` and leaves zeros, but for a fault. The first of two launches writes `partial`, the second reads
+    it. With `cascade` the first also takes `shared_prefix_lens`, and reads shared blocks once for several sequences. `context` of each
+    sequence is for the estimate of work alone.
     """
     keys = partition or partition_of(a)
     partitions, group = ceil_div(a.M * a.S, keys), a.H // a.K
     parts = ceil_div(group, 8 if a.D <= 128 else 4)
     flops, moved = _attention_work(a, B, context)
     merged = B * a.H * _merged(a, context, keys) * (a.D + 2)
-    kernel = _kernel(
+    launches = 2 if variant == MERGE and partitions > 1 else 1
+    defines: dict[str, Constant] = dict(
+        PARTITION=keys, SIMDS=simds, CASCADE=int(cascade), SPREAD=spread or SPREAD, LAUNCHES=launches, **a.defines
+    )
+    kernels = [_kernel(
         "attention_decode", variant, 2, 5 + cascade, (a.K * parts, B, partitions), 32 * simds, flops + 2 * merged,
-        B * moved + 8 * B * a.H * a.D + 12 * merged, PARTITION=keys, SIMDS=simds, CASCADE=int(cascade),
-        SPREAD=spread or SPREAD, **a.defines,
-    )  # fmt: skip
+        B * moved + 8 * B * a.H * a.D + 12 * merged, **defines,
+    )]  # fmt: skip
+    if launches == 2:
+        kernels.append(_kernel("attention_merge", variant, 2, 2, (a.K * parts, B, 1), 32 * simds, 2 * merged, 4 * merged, **defines))
     area = 32 + partitions * ceil_div(group, parts) * (a.D + 2)
-    return kernel, B * a.K * parts * area if partitions > 1 else 1
+    return kernels, B * a.K * parts * area if partitions > 1 else 1
 
 
 def _merged(a: Attention, context: int, keys: int) -> int:

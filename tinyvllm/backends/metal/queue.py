@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from tinyvllm.backends.metal.scratch import CountingScratch
 from tinyvllm.bridge import ImportedPages, architecture, from_objc_string, metal_buffer_over, opened_device, profiling, to_objc_string
 from tinyvllm.errors import KernelError
 
@@ -41,6 +42,8 @@ class Queue:
         self._device, self._lock = device, threading.RLock()
         self._uploads: dict[int, list[Block]] = {}  # by size, least recently used first
         self._free: dict[int, list[Block]] = {}  # by size: free blocks for reading
+        self.scratch = CountingScratch()
+        self.failures = 0  # of work in flight
 
     def command_buffer(self, label: str) -> Any:
         """A new one, to be encoded and passed to `commit`."""
@@ -77,12 +80,27 @@ class Queue:
         self._prune()
         self._check(work)
 
-    @staticmethod
-    def _check(work: Any) -> None:
+    def _check(self, work: Any) -> None:
+        """KernelError if a command buffer, which has completed, has failed, or a kernel has reported a fault."""
         error = work.error()  # the command buffer owns it: it must not be released here
         if error.value is not None:
             hint = "if a kernel is the cause, TINYVLLM_KERNELS=all=ref avoids it"
-            raise KernelError(f"METAL: the work in flight failed: {from_objc_string(error.localizedDescription())}; {hint}")
+            message = f"METAL: the work in flight failed: {from_objc_string(error.localizedDescription())}; {hint}"
+        elif (stem := self.scratch.faulty_stem()) is not None:
+            hint = f"TINYVLLM_KERNELS={stem}=apple7_merge does not wait"
+            message = f"METAL: {stem} gave up waiting for results of other threadgroups, which this GPU does not deliver; {hint}"
+        else:
+            return
+        self._restart()
+        raise KernelError(message)
+
+    def _restart(self) -> None:
+        """After a failure: wait for the rest of the work, whose results count no more, and set the counting scratch to zero."""
+        with self._lock:
+            self.failures += 1
+            self.settle()
+            self._device.mtl_buffers_in_flight.clear()
+            self.scratch.clear()
 
     def idle(self) -> bool:
         """Whether nothing is in flight."""
@@ -178,15 +196,18 @@ class Delivery:
     def __init__(self, queue: Queue, block: Block | None, size: int, data: bytes | None = None):
         self._queue, self._block, self._size = queue, block, size
         self._data = None if data is None else np.frombuffer(bytearray(data), np.uint8)
+        self._failures = queue.failures
 
     def ready(self) -> bool:
         """Whether `get` returns without waiting."""
         return self._block is None or self._queue.done(self._block.work)
 
     def get(self) -> np.ndarray:
-        """The bytes, uint8 [size]; waits for them."""
+        """The bytes, uint8 [size]; waits for them. KernelError if work in flight has failed since the call of `read`."""
         if self._block is not None:
             self._queue.wait(self._block.work)
+            if self._queue.failures != self._failures:
+                raise KernelError("METAL: a copy was in flight when earlier work failed, and may hold what that has left")
             self._data = np.frombuffer(bytearray(ctypes.string_at(self._block.address, self._size)), np.uint8)
             self._release_block()
         assert self._data is not None
