@@ -7,7 +7,8 @@ What is not of NVIDIA alone serves mac.py as well, which says so by a Machine.
 
 Each figure is a line of the run's file and, with what the GPU and its driver are, of results/gpu.jsonl. Shares are of the bandwidth or of
 the operations a second that the part `roofs` measured in the same run; without it they are left out. --tiny takes toy shapes, for trying
-the parts themselves; its figures mean nothing and are not recorded.
+the parts themselves; its figures mean nothing and are not recorded. --dry is --tiny on an emulated GPU that launches nothing
+(tests/emulator/dry.py): it needs neither a GPU nor a C compiler, and compiles everything.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -74,13 +75,14 @@ def emit(o: argparse.Namespace, what: str, value: float, unit: str, of: str = ""
     """One figure: shown, added to the run, recorded. `roof` is what `value` would be at best, by the run's own measure named `of`."""
     share = round(value / roof, 4) if roof else None
     line = {"part": o.part, "what": what, "value": round(value, 4), "unit": unit, "share": share, "of": of if roof else "", **more}
+    described = o.machine.describe()
     print(f"{what}: {value:.5g} {unit}" + (f", {share:.1%} of {of}" if share is not None else ""), flush=True)
     if o.run is not None:
         with open(o.run, "a") as file:
-            file.write(json.dumps(line) + "\n")
-    if not o.tiny:
+            file.write(json.dumps({**described, **line}) + "\n")
+    if not o.tiny and not o.unrecorded:
         with contextlib.redirect_stdout(io.StringIO()):  # it says where, figure by figure
-            record(o.machine.module, {**o.machine.describe(), **line})
+            record(o.machine.module, {**described, **line})
 
 
 @functools.cache
@@ -137,7 +139,7 @@ def start(o: argparse.Namespace) -> None:
 
 def environment(o: argparse.Namespace) -> None:
     """Versions; every kernel compiled for this GPU: how many, how long, and that nothing spills."""
-    from tinyvllm.backends.cpu.toolchain import provide_compiler
+    from tinyvllm.backends.cpu.toolchain import has_compiler, provide_compiler
     from tinyvllm.backends.cuda import nvrtc
     from tinyvllm.backends.cuda.driver import gpu_attribute
     from tinyvllm.config import cache_folder
@@ -149,7 +151,7 @@ def environment(o: argparse.Namespace) -> None:
     arch = str(Device[device].arch)
     print(f"GPU: {gpu()['gpu']}, {arch}, {gpu_attribute(device, 'MULTIPROCESSOR_COUNT')} multiprocessors; driver {gpu()['driver']}")
     print(f"python {sys.version.split()[0]}, tinygrad {version_of('tinygrad')}, {nvrtc._nvrtc().version}")
-    print(f"C compiler {provide_compiler(cache_folder())}")
+    print(f"numpy {version_of('numpy')}, C compiler {provide_compiler(cache_folder()) if has_compiler() else 'none'}")
     print(f"torch {version_of('torch')}, transformers {version_of('transformers')} in this interpreter", flush=True)
     begin = time.perf_counter()
     from tests.kernels.cuda.samples import samples
@@ -280,7 +282,7 @@ def ask(o: argparse.Namespace, peer_name: str, interpreter: str, module: str, *w
 
 
 def kernels(o: argparse.Namespace) -> None:
-    """Paged attention of decodes and of a prompt, and large products, each with its roof."""
+    """Paged attention of decodes and of a prompt, and large products, each with its roof. --only takes those whose name contains it."""
     start(o)
     from benchmarks.gpu_ops import attention_decode_op, attention_prefill_op, product_op, seconds_of
     from tinyvllm.backends.registry import usable_variants
@@ -305,12 +307,15 @@ def kernels(o: argparse.Namespace) -> None:
         emit(o, f"matmul {format}, {edge}, {row}", rate, "TFLOP/s", f"cuBLAS {edge}", measured(o, f"cuBLAS bf16, {edge}"))
 
     for shape in shapes:
-        attempt(o, decoding, shape)
-    attempt(o, lambda: prompting(*((40, 4, 2, 32) if o.tiny else (16384, 32, 8, 128))))
+        if o.only in "attention_decode":
+            attempt(o, decoding, shape)
+    if o.only in "attention_prefill":
+        attempt(o, lambda: prompting(*((40, 4, 2, 32) if o.tiny else (16384, 32, 8, 128))))
     rows_here = usable_variants(Placement("CUDA"), "matmul")
     for edge, format in [(64, "BF16")] if o.tiny else [(4096, "BF16"), (8192, "BF16"), (4096, "Q8_0"), (4096, "Q4_0")]:
         for row in rows_here if format == "BF16" else rows_here[:1]:
-            attempt(o, product, edge, format, row)
+            if o.only in f"matmul {format}, {edge}, {row}":
+                attempt(o, product, edge, format, row)
     os.environ.pop("TINYVLLM_KERNELS", None)
 
 
@@ -469,9 +474,10 @@ def serve(o: argparse.Namespace) -> None:
         roof = serving_roof(o, prompts, answers, llm.engine)
         if not o.tiny:
             attempt(o, lambda: decoding(o, llm, o.shape, o.shape, count, 512))
-        for name in ("captures included", "warm"):
-            seconds = _seconds(lambda: llm.generate(given, params))
-            emit(o, f"{count} requests, {o.shape}, {name}", sum(answers) / seconds, "tok/s", "its roof", roof, seconds=round(seconds, 2))
+        # the first time compiles and captures what it meets
+        first, seconds = (_seconds(lambda: llm.generate(given, params)) for _ in range(2))
+        emit(o, f"{count} requests, {o.shape}, captures included", first, "s")
+        emit(o, f"{count} requests, {o.shape}, warm", sum(answers) / seconds, "tok/s", "its roof", roof, seconds=round(seconds, 2))
 
 
 def serving_roof(o: argparse.Namespace, prompts: list[list[int]], answers: list[int], engine: Any) -> float | None:
@@ -484,6 +490,39 @@ def serving_roof(o: argparse.Namespace, prompts: list[list[int]], answers: list[
     moved = max(answers) * engine.model_bytes_per_token + seen * kv_bytes_per_token(o.shape, o.tiny)
     work = sum(map(len, prompts)) * flops_per_token(o.shape, o.tiny)
     return float(sum(answers) / (moved / bandwidth + (work / compute / 1e12 if compute else 0.0)))
+
+
+# --- a profiler's view
+
+
+def profile(o: argparse.Namespace) -> None:
+    """Attention of decodes, a large product and a small one by Nsight Compute, if it is installed; its report is printed."""
+    words = [sys.executable, "-m", "benchmarks.gpu", "profiled", *(["--dry"] if o.dry else ["--tiny"] if o.tiny else [])]
+    profiler = shutil.which("ncu")
+    if profiler is None:
+        print("no profiler: ncu is not on the PATH; the kernels run without it", flush=True)
+    else:
+        names = "regex:attention_decode|matmul|matvec"
+        words = [profiler, "--target-processes", "all", "--kernel-name", names, "--launch-count", "8",
+                 "--section", "SpeedOfLight", "--section", "MemoryWorkloadAnalysis", "--section", "LaunchStats", *words]  # fmt: skip
+    if status := subprocess.run(words, cwd=ROOT, timeout=o.patience).returncode:
+        raise SystemExit(f"gpu: the profiled process ended with status {status}")
+
+
+def profiled(o: argparse.Namespace) -> None:
+    """What `profile` looks at: each op once as a graph, after its capture."""
+    start(o)
+    from benchmarks.gpu_ops import Effort, attention_decode_op, product_op, seconds_of
+    from tinyvllm.backends.registry import usable_variants
+    from tinyvllm.placement import Placement
+
+    hopper = usable_variants(Placement("CUDA"), "matmul")[-1]  # where there are several, its own instructions are last
+    ops = [attention_decode_op(*((2, 40, 4, 2, 32) if o.tiny else (32, 4096, 32, 8, 128)))]
+    ops += [product_op("matmul", T, edge, edge) for T, edge in ([(64, 64), (1, 64)] if o.tiny else [(4096, 4096), (1, 4096)])]
+    for op in ops:
+        os.environ["TINYVLLM_KERNELS"] = f"matmul={hopper}"
+        seconds_of(op, Effort(1, 0.0))
+        print(f"{op.name}: has run", flush=True)
 
 
 # --- peers
@@ -525,8 +564,8 @@ def summary(o: argparse.Namespace) -> None:
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
-    "environment": environment, "roofs": roofs, "kernels": kernels, "ablation": ablation, "decode": decode, "serve": serve, "peers": peers,
-    "table": summary,
+    "environment": environment, "roofs": roofs, "kernels": kernels, "ablation": ablation, "decode": decode, "serve": serve,
+    "profile": profile, "profiled": profiled, "peers": peers, "table": summary,
 }  # fmt: skip
 
 
@@ -548,11 +587,15 @@ def parse_arguments(words: list[str] | None = None, machine: Machine = NVIDIA, p
     parser.add_argument("--torch-python", default=sys.executable, help="the interpreter that has torch and transformers, or mlx-lm")
     parser.add_argument("--patience", type=float, default=100.0, help="seconds for one measurement of a peer")
     parser.add_argument("--tiny", action="store_true", help="toy shapes, nothing recorded")
+    parser.add_argument("--dry", action="store_true", help="toy shapes on an emulated GPU that launches nothing; the first failure ends it")
+    parser.add_argument("--only", default="", help="of kernels: what the names of its measurements contain")
+    parser.add_argument("--unrecorded", action="store_true", help="add the figures to the run alone, not to results/")
     parser.add_argument("--strict", action="store_true", help="stop at the first failure, with its trace")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for one measurement here")
     parser.add_argument("--skip", type=int, default=0, help="measurements of the part that were tried already")
     parser.add_argument("--failed", type=int, default=0, help="how many of them failed")
     o = parser.parse_args(words)
+    o.tiny, o.strict = o.tiny or o.dry, o.strict or o.dry
     o.shape = o.shape or ("qwen3-0.6b" if o.part == "serve" else "llama-3.2-1b")
     o.machine, o.words, o.tried = machine, sys.argv[1:] if words is None else words, 0
     return o
@@ -562,9 +605,21 @@ def main(
     words: list[str] | None = None, machine: Machine = NVIDIA, parts: Mapping[str, Callable[[argparse.Namespace], None]] = PARTS
 ) -> None:
     o = parse_arguments(words, machine, parts)
-    parts[o.part](o)
+    with _emulated() if o.dry else contextlib.nullcontext():
+        parts[o.part](o)
     if o.failed:
         raise SystemExit(f"{o.machine.module}: {o.failed} measurements of {o.part} failed")
+
+
+@contextlib.contextmanager
+def _emulated() -> Iterator[None]:
+    from tests.emulator.dry import dry_gpu
+
+    with dry_gpu():
+        from tinygrad import Context
+
+        with Context(DEV="CUDA"):  # type: ignore[no-untyped-call]
+            yield
 
 
 if __name__ == "__main__":

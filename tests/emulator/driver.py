@@ -31,13 +31,14 @@ from tinyvllm.bridge.programs import DiskTable
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, INVALID_HANDLE, NOT_FOUND, NOT_READY = 1, 2, 201, 400, 500, 600
 ERRORS = {
     1: "invalid argument", 2: "out of memory", 201: "invalid device context", 400: "invalid resource handle", 500: "not found",
+    200: "device kernel image is invalid", 209: "no kernel image is available for execution on the device",
     719: "unspecified launch failure",
 }  # fmt: skip
 DEFAULT_SHARED, MAX_SHARED_BYTES = 48 << 10, 227 << 10  # bytes a block: without and with the function's attribute
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 MULTIPROCESSORS, MULTIPROCESSOR_SHARED, MAX_SHARED = 16, 81, 97  # CU_DEVICE_ATTRIBUTE_...; MAX_SHARED is of one block
 _WITHOUT_CONTEXT = ("cuInit", "cuDevice", "cuDriver", "cuCtxCreate", "cuCtxSetCurrent", "cuGetError")
-LAUNCH_FAILED = 719
+LAUNCH_FAILED, INVALID_IMAGE, NO_BINARY_FOR_GPU = 719, 200, 209
 _REPORTING = ("cuLaunch", "cuGraphLaunch", "cuEventSynchronize", "cuEventQuery", "cuCtxSynchronize", "cuMemcpy")
 INCLUDES = Path(__file__).parent / "include"
 
@@ -74,19 +75,22 @@ class Driver:
 
     With `races`, races are checked in every kernel; without, kernels run twice as fast. `fail_once` names a kernel whose next launch fails:
     its last block does not run, nor what follows in its graph. The next call that waits or launches returns LAUNCH_FAILED.
+
+    Without `executes` programs are machine code of a real compiler, checked as far as a driver would when it loads them, and a launch does
+    nothing: memory is zero where the host has not written. That needs no C compiler.
     """
 
     _numbers = itertools.count(0x1000, 16)  # handles; unique across drivers
 
     def __init__(self, seed: int = 0, capacity: int = 1 << 30, capability: tuple[int, int] = (9, 0), multiprocessors: int = 4,
-                 races: bool = True):  # fmt: skip
+                 races: bool = True, executes: bool = True):  # fmt: skip
         self.counts: Counter[str] = Counter()
         self.launched: list[str] = []
         self.fail_once: str | None = None
         self.device: dict[int, np.ndarray] = {}  # device memory by address
         self.pinned: dict[int, np.ndarray] = {}
         self._random, self._seed, self._capacity, self._capability = random.Random(seed), seed, capacity, capability
-        self._races = races
+        self._races, self._executes = races, executes
         self._attributes = {MULTIPROCESSORS: multiprocessors, MULTIPROCESSOR_SHARED: MAX_SHARED_BYTES + 1024, MAX_SHARED: MAX_SHARED_BYTES}
         self._handles: dict[int, Any] = {}
         self._stream: list[tuple[int, Callable[[], None]]] = []
@@ -208,7 +212,8 @@ class Driver:
         put(out, self._allocate(self.pinned, size, 4096))
 
     def _allocate(self, where: dict[int, np.ndarray], size: int, border: int) -> int:
-        raw = np.full(size + border, 0xFF, np.uint8)
+        # pages of zeros take no memory until they are written: a GPU's memory may be larger than the host's
+        raw = np.full(size + border, 0xFF, np.uint8) if self._executes else np.zeros(size + border, np.uint8)
         memory = raw[-raw.ctypes.data % border :][:size]
         where[memory.ctypes.data] = memory
         return memory.ctypes.data
@@ -283,8 +288,17 @@ class Driver:
 
     # --- programs
 
-    def _cuModuleLoadData(self, out: Any, image: bytes) -> None:
-        put(out, self._new(image.removeprefix(MACHINE_CODE).decode()))
+    def _cuModuleLoadData(self, out: Any, image: bytes) -> int:
+        if self._executes:
+            put(out, self._new(image.removeprefix(MACHINE_CODE).decode()))
+            return 0
+        if image[:4] != b"\x7fELF":
+            return INVALID_IMAGE
+        flags = int.from_bytes(image[48:52], "little")  # the architecture is in the lowest byte up to CUDA 12, in the next one since
+        if 10 * self._capability[0] + self._capability[1] not in (flags & 0xFF, flags >> 8 & 0xFF):
+            return NO_BINARY_FOR_GPU
+        put(out, self._new(image))
+        return 0
 
     def _cuModuleUnload(self, module: Any) -> None:
         self.idle()
@@ -292,6 +306,11 @@ class Driver:
 
     def _cuModuleGetFunction(self, out: Any, module: Any, name: bytes) -> int:
         text = self._handles[number(module)]
+        if isinstance(text, bytes):
+            if b".text." + name + b"\0" not in text:
+                return NOT_FOUND
+            put(out, self._new(Function("", name.decode(), 0)))
+            return 0
         integers = integers_of(text, name.decode())
         if integers is None:
             return NOT_FOUND
@@ -317,6 +336,9 @@ class Driver:
     def _execute(self, launch: Launch) -> None:
         """Run a kernel: its arguments are pointers, then integers."""
         function, size = launch.function, len(launch.arguments)
+        if not self._executes:
+            self.launched.append(function.name)
+            return
         pointers, rest = divmod(size - 4 * function.integers, 8)
         assert rest == 0, f"{function.name} takes {function.integers} integers, got {size} bytes of arguments"
         addresses = np.frombuffer(launch.arguments, np.uint64, pointers).tolist()
@@ -332,7 +354,7 @@ class Driver:
 
     def _memory_of(self, addresses: list[int]) -> list[Memory]:
         """The allocations that the pointers point into: all the memory that a kernel may access."""
-        allocations = {}
+        allocations: dict[int, Memory] = {}
         for i, address in enumerate(addresses):
             for start, memory in (*self.device.items(), *self.pinned.items()):
                 if start <= address < start + memory.nbytes:
@@ -442,8 +464,8 @@ class _SourceCompiler(Compiler):
 class _InMemory(DiskTable):
     """A cache of tinygrad that writes nothing to disk, where a process with a GPU would load the source as machine code."""
 
-    get = dict.get
-    __setitem__ = dict.__setitem__
+    get: Any = dict.get
+    __setitem__: Any = dict.__setitem__
 
 
 # --- replacing what tinygrad and tinyvllm use
@@ -461,7 +483,8 @@ def source_of(kernel: Kernel, arch: str | None = None) -> bytes:
 def cuda_device(**options: Any) -> Iterator[Driver]:
     """Makes tinygrad's device CUDA an emulated one, opened by `open_device`; `options` are those of Driver.
 
-    Afterwards the process has no device and no cached program of it; nothing is written to disk.
+    Afterwards the process has no device and no cached program of it; nothing is written to disk but, where the driver does not execute,
+    machine code and tinygrad's programs, which are those of a real GPU.
     """
     from tinygrad import Device, codegen, schedule
     from tinygrad.engine import realize
@@ -488,12 +511,13 @@ def cuda_device(**options: Any) -> Iterator[Driver]:
     with contextlib.ExitStack() as undo:
         for name, function in driver.functions(names).items():
             undo.enter_context(_replaced(cuda, name, function))
-        undo.enter_context(_replaced(compiler_cuda, "NVRTCCompiler", _SourceCompiler))
         undo.enter_context(_replaced(type(Device), "_Device__get_canonicalized_item", device))
         undo.enter_context(_replaced(ops_cuda.CUDADevice, "devices", []))
-        undo.enter_context(_replaced(codegen, "to_program_cache", _InMemory("programs", lambda program: program)))
-        undo.enter_context(_replaced(schedule, "schedule_cache", _InMemory("schedules", lambda linear: linear)))
-        undo.enter_context(_replaced(nvrtc, "cubin", source_of))
+        if options.get("executes", True):
+            undo.enter_context(_replaced(compiler_cuda, "NVRTCCompiler", _SourceCompiler))
+            undo.enter_context(_replaced(codegen, "to_program_cache", _InMemory("programs", lambda program: program)))
+            undo.enter_context(_replaced(schedule, "schedule_cache", _InMemory("schedules", lambda linear: linear)))
+            undo.enter_context(_replaced(nvrtc, "cubin", source_of))
         undo.callback(gc.collect)  # destructors of programs and buffers call the driver: they run while it is there
         undo.callback(opened.clear)
         undo.callback(_drop_programs, realize.runtime_cache)

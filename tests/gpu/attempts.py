@@ -1,7 +1,8 @@
 """A pytest plugin for test runs that a broken or hanging device ends: another process continues after the last test.
 
-TESTS_DONE names a file with a JSON line for each test that has started, with the outcome "never ended", and another when it has ended:
-test, outcome and the first line of the failure. Tests in the file are skipped. Without the variable the plugin does nothing.
+With TESTS_EACH, of each test only the first of its parameters runs. TESTS_DONE names a file with a JSON line for each test that has
+started, with the outcome "never ended", and another when it has ended: test, outcome and the first line of the failure. Tests in the file
+are skipped. Without the variables the plugin does nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ DONE = Path(os.environ["TESTS_DONE"]) if "TESTS_DONE" in os.environ else None
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     lines = DONE.read_text().splitlines() if DONE is not None and DONE.exists() else []
     done = {json.loads(line)["test"] for line in lines}
+    if os.environ.get("TESTS_EACH"):
+        items[:] = {item.nodeid.split("[")[0]: item for item in reversed(items)}.values()
+        items.reverse()
     items[:] = [item for item in items if item.nodeid not in done]
 
 

@@ -20,7 +20,9 @@ from tinyvllm.weights.memory import place_bytes
 
 MAC = sys.platform == "darwin" and platform.machine() == "arm64"
 DEVICE = os.environ.get("TESTS_GPU") or ("METAL" if MAC else "CUDA")
-EMULATED = not (MAC if DEVICE == "METAL" else _cuda_devices())
+DRY = DEVICE == "CUDA" and bool(os.environ.get("TESTS_GPU_DRY"))  # nothing is launched, results are zeros (tests/emulator/dry.py)
+EMULATED = DRY or not (MAC if DEVICE == "METAL" else _cuda_devices())
+TOY_MODEL = EMULATED and not DRY  # a smaller model than the bundled one
 FORMATS = ("BF16", "F16", "Q8_0", "Q4_0")
 
 

@@ -2,66 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 from tinygrad import Tensor, dtypes
 
-from tests.gpu.operands import DEVICE, EMULATED, both
-from tests.kernels.test_sample import logits_of, params
+from tests.gpu import answers
+from tests.gpu.answers import greedy
+from tests.gpu.operands import DEVICE, EMULATED, TOY_MODEL, both
 from tests.ops.inputs import int32, numbers, realized
-from tinyvllm.bridge import download
-from tinyvllm.config import DEFAULT_MODEL, cache_folder
+from tinyvllm.backends.cpu.toolchain import has_compiler
+from tinyvllm.config import DEFAULT_MODEL
 from tinyvllm.ops.accept_drafts import accept_drafts
 from tinyvllm.ops.copy import copy_blocks
-from tinyvllm.request import SamplingParams, Sequence
-from tinyvllm.runner.device import start_device
-from tinyvllm.sampling.sampler import Sampler, SamplingFlags
+from tinyvllm.request import SamplingParams
 
-EVERYTHING = SamplingParams(seed=1, temperature=1.0, top_k=3, top_p=0.5, min_p=0.1, presence_penalty=0.1, logit_bias={1: 1.0})
-FLAGS = {
-    "greedy": SamplingFlags(*[False] * 6),
-    "drawn": SamplingFlags(True, *[False] * 5),
-    "with all": SamplingFlags(*[True] * 6),
-}
-PROMPTS = ([0, 5, 200, 41], list(range(3, 60)), [0] + [7 * i % (240 if EMULATED else 3000) for i in range(80 if EMULATED else 200)])
-TOKENS = 8 if EMULATED else 48
+TOY_PROMPTS = ([0, 5, 200, 41], list(range(3, 60)), [0] + [7 * i % 240 for i in range(80)])
+PROMPTS, TOKENS = (TOY_PROMPTS, 8) if TOY_MODEL else (answers.PROMPTS, answers.TOKENS)
 # In units of the logits' standard deviation: the tolerance, and the distance of two logits that may change places. The devices sum in
 # different orders, and one rounds attention weights to bfloat16.
 OFF, CLOSE = 0.15, 0.15
 
 
-@pytest.mark.parametrize("B", [1, 3, 8, 64])
-@pytest.mark.parametrize("kind", FLAGS)
+@pytest.mark.parametrize("B", answers.ROWS)
+@pytest.mark.parametrize("kind", answers.FLAGS)
 def test_draws_are_the_cpus(sizes, kind, B):
-    start_device("CPU", cache_folder())
-    random, V = np.random.default_rng(B), sizes.V
     B = min(B, 4 if sizes.max_rows < 100 else B)
-    samplers = {device: Sampler(V, B, device) for device in ("CPU", DEVICE)}
-    for _ in range(2):
-        params_of_rows = {
-            "greedy": [SamplingParams(temperature=0.0)] * B,
-            "drawn": [SamplingParams(seed=b, temperature=0.7) for b in range(B)],
-            "with all": [params(random, V) for _ in range(B)],
-        }[kind]
-        prompt = random.integers(0, V, 30).tolist()
-        sequences = [Sequence(b, str(b), prompt, p, row=b) for b, p in enumerate(params_of_rows)]
-        for sampler in samplers.values():
-            if kind == "with all":  # creates the sampler's tables
-                sampler.add(Sequence(0, "0", [1], EVERYTHING, row=0), (2,))
-                sampler.remove(0)
-            for sequence in sequences:
-                sampler.add(sequence, (2,))
-        for step in range(3):
-            logits, tokens = np.stack([logits_of(random, V) for _ in range(B)]), {}
-            for device, sampler in samplers.items():
-                sampler.prepare(sequences, B)
-                tokens[device] = download(sampler.draw(Tensor(logits, device=device).realize(), FLAGS[kind])).tolist()
-            assert tokens[DEVICE] == tokens["CPU"], f"step {step}: {params_of_rows}"
-            for b, sequence in enumerate(sequences):
-                sequence.output_token_ids.append(max(tokens["CPU"][b], 0))
-        for sampler in samplers.values():
-            for sequence in sequences:
-                sampler.remove(sequence.row)
+    got = answers.draws(DEVICE, sizes.V, B, kind)
+    np.testing.assert_array_equal(got, answers.cpu_draws(sizes.V, B, kind), err_msg="tokens of a step in a row")
 
 
 def test_accepted_drafts_equal_the_reference(monkeypatch):
@@ -95,46 +64,43 @@ def test_blocks_are_copied(monkeypatch):
 
 @pytest.fixture(scope="module")
 def model(device, tiny_model):
-    """The bundled model on the GPU and on the CPU; in the emulator, the toy of tests/conftest.py in its place."""
+    """The bundled model on the GPU, and what the CPU answers; in the emulator, the toy of tests/conftest.py in its place."""
     from tinyvllm import LLM
 
-    path, options = (tiny_model, {"max_model_len": 128, "num_blocks": 64}) if EMULATED else (DEFAULT_MODEL, {})
-    with pytest.MonkeyPatch.context() as patch:
+    path, options = (tiny_model, {"max_model_len": 128, "num_blocks": 64}) if TOY_MODEL else (DEFAULT_MODEL, {})
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as opened:
         if EMULATED:
             patch.setattr("tinyvllm.runner.memory.free_memory", lambda device: 1 << 30)
         patch.delenv("TINYVLLM_KERNELS", raising=False)
-        both = (LLM(path, device=name, dtype="bfloat16", **options) for name in (DEVICE, "CPU"))
-        with next(both) as gpu, next(both) as cpu:
-            yield gpu, cpu
-
-
-def greedy(llm, prompts, tokens: int) -> list[list[int]]:
-    prompts_of_ids = [{"prompt_token_ids": list(ids)} for ids in prompts]
-    outputs = llm.generate(prompts_of_ids, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
-    return [list(output.outputs[0].token_ids) for output in outputs]
+        gpu = opened.enter_context(LLM(path, device=DEVICE, dtype="bfloat16", **options))
+        cpu: answers.ModelAnswers = answers.RecordedAnswers()
+        if has_compiler():
+            llm = opened.enter_context(LLM(path, device="CPU", dtype="bfloat16", **options))
+            cpu = answers.ComputedAnswers(llm, PROMPTS, TOKENS)
+        yield gpu, cpu
 
 
 def test_answers_are_the_cpus(model):
     """Up to where the CPU's two best tokens are too close to call."""
     gpu, cpu = model
-    for ids, got, expected in zip(PROMPTS, greedy(gpu, PROMPTS, TOKENS), greedy(cpu, PROMPTS, TOKENS), strict=True):
-        same = next((i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b), None)
+    for i, got in enumerate(greedy(gpu, PROMPTS, TOKENS)):
+        expected = cpu.tokens(i)
+        same = next((place for place, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b), None)
         if same is not None:
-            logits = np.sort(cpu.prompt_logits([*ids, *expected[:same]])[-1])
-            assert logits[-1] - logits[-2] < CLOSE * logits.std(), f"token {same} is {got[same]}, on the CPU {expected[same]}"
+            assert cpu.margin(i, same) < CLOSE, f"token {same} is {got[same]}, on the CPU {expected[same]}"
 
 
 def test_logits_are_close_to_the_cpus(model):
     gpu, cpu = model
-    for ids in PROMPTS:
-        got, expected = gpu.prompt_logits(list(ids)), cpu.prompt_logits(list(ids))
-        assert np.abs(got - expected).max() < OFF * expected.std()
-        assert np.abs(got - expected).mean() < OFF / 5 * expected.std()
+    for i, ids in enumerate(PROMPTS):
+        columns, expected, deviation = cpu.logits(i)
+        off = np.abs(gpu.prompt_logits(list(ids))[:, columns] - expected)
+        assert off.max() < OFF * deviation and off.mean() < OFF / 5 * deviation
 
 
 def test_a_request_gives_the_same_answer_alone_and_in_a_batch(model):
     gpu, _ = model
-    prompts = [[0, *range(3 + i, 20 + 9 * i)] for i in range(5 if EMULATED else 12)]
+    prompts = [[0, *range(3 + i, 20 + 9 * i)] for i in range(5 if TOY_MODEL else 12)]
     together = greedy(gpu, prompts, TOKENS // 2)
     assert [greedy(gpu, [ids], TOKENS // 2)[0] for ids in prompts[::4]] == together[::4]
 
@@ -145,7 +111,7 @@ def test_a_token_has_the_same_logits_in_every_chunk(model):
     gpu, _ = model
     ids = list(PROMPTS[2])
     whole = gpu.prompt_logits(ids)
-    for length in (3, 9) if EMULATED else (1, 3, 8, 9, 70, 130):
+    for length in (3, 9) if TOY_MODEL else (1, 3, 8, 9, 70, 130):
         some = gpu.prompt_logits(ids[:length])
         np.testing.assert_array_equal(some.view(np.uint32), whole[:length].view(np.uint32), err_msg=f"{length} tokens")
 
