@@ -417,3 +417,37 @@ def test_the_cpu_device_works_again_after_its_worker_failed():
     recover_device("CPU")
     synchronize("CPU")
     np.testing.assert_array_equal((realized(np.arange(4, dtype=np.int32)) + 1).numpy(), [1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("stage", ["before it is scheduled", "while it is scheduled"])
+def test_what_a_failed_capture_has_assigned_is_as_before(monkeypatch, stage):
+    """An assignment changes the Tensor at once. One that never ran would become part of whatever reads the tensor next."""
+    from tinygrad import Tensor
+
+    from tinyvllm.bridge import Captured, download, upload
+
+    state, step = realized(np.arange(4, dtype=np.int32)), realized(np.full(4, 10, np.int32))
+    buffer, fails = state.uop, [True]
+
+    def function():
+        state.assign(state + step)
+        if fails and stage == "before it is scheduled":
+            raise MemoryError
+        return state.realize()
+
+    def out_of_memory(*tensors):
+        raise MemoryError
+
+    captured = Captured(function)
+    with monkeypatch.context() as patch:
+        if stage == "while it is scheduled":
+            patch.setattr(Tensor, "linear_with_vars", out_of_memory)
+        with pytest.raises(MemoryError):
+            captured()
+    fails.clear()
+    assert state.uop is buffer and download(state).tolist() == [0, 1, 2, 3]
+    upload(step, np.full(4, 100, np.int32))
+    assert download(Captured(lambda: (state * 2).contiguous().realize())()).tolist() == [0, 2, 4, 6]
+    for turn in (1, 2, 3):
+        captured()
+        assert download(state).tolist() == [100 * turn + i for i in range(4)]

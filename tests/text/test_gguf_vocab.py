@@ -22,8 +22,8 @@ from tests.text.vocabularies import (
     without,
 )
 from tinyvllm.errors import TokenizerError
-from tinyvllm.text.gguf_vocab import WORD_RULES
 from tinyvllm.text.load import tokenizer_from_gguf
+from tinyvllm.text.word_rules import WORD_RULES
 
 
 def test_bpe_equals_its_source() -> None:

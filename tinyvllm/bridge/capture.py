@@ -18,6 +18,7 @@ from tinyvllm.bridge.arena import shared_arenas
 from tinyvllm.bridge.device import synchronize
 from tinyvllm.bridge.graph import JobGraph, StepGraph
 from tinyvllm.bridge.hooks import QueueEvent, hooks_of
+from tinyvllm.bridge.tensors import undoing_assignments
 from tinyvllm.host_memory import require
 from tinyvllm.placement import Placement
 
@@ -28,8 +29,8 @@ class Captured:
     tinygrad runs a function once without capturing it; with all weights and inputs realized that run would only cost a second scheduling
     of the whole step. A replay calls the captured graph directly: TinyJit's check of the arguments takes longer than the launch. So the
     arguments must be realized tensors of the first call's shapes, and everything else that the function reads must be in persistent
-    buffers. `variables` are the function's integer arguments, by name, with their bounds. A first call that raises leaves no capture:
-    the next one captures again.
+    buffers. `variables` are the function's integer arguments, by name, with their bounds. A first call that raises leaves no capture
+    and no assignment: the next one captures again.
     """
 
     def __init__(self, function: Callable[..., Any], variables: Mapping[str, tuple[int, int]] | None = None):
@@ -62,7 +63,7 @@ class Captured:
         _work.count, start = _work.count + 1, time.perf_counter()
         bound = {name: UOp.variable(name, *self._variables[name]).bind(value) for name, value in values.items()}
         try:
-            with Context(JIT_BATCH_SIZE=0), shared_arenas():  # type: ignore[no-untyped-call]
+            with undoing_assignments(), Context(JIT_BATCH_SIZE=0), shared_arenas():  # type: ignore[no-untyped-call]
                 self._result = self._jit(*tensors, **bound)
         except BaseException:
             self._jit.reset()  # the capture may exist with half of its buffers

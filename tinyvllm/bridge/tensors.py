@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 
 import numpy as np
 from tinygrad import Device, Tensor, dtypes
 from tinygrad.device import Buffer, BufferSpec
 from tinygrad.dtype import DType, _from_np_dtype
+from tinygrad.tensor import all_tensors
 from tinygrad.uop.ops import buffers
 
 from tinyvllm.bridge.hooks import hooks_of
@@ -50,6 +52,23 @@ def _over(buffer: Buffer, start: int, shape: tuple[int, ...], dtype: DType) -> T
     part = Tensor.empty(*shape, dtype=dtype, device=buffer.device)
     buffers[part.uop.base] = buffer.view(prod(shape), dtype, start).ensure_allocated()
     return part
+
+
+@contextlib.contextmanager
+def undoing_assignments() -> Iterator[None]:
+    """If the block raises, tensors that had a buffer before have it again.
+
+    `Tensor.assign` puts the assignment in the place of the tensor's buffer until it is scheduled. One that never ran would become a part
+    of whatever reads the tensor next: a copy of blocks that failed, in every later replay of the forward pass.
+    """
+    before = {ref: tensor.uop for ref in list(all_tensors) if (tensor := ref()) is not None and tensor.uop.has_buffer_identity()}
+    try:
+        yield
+    except BaseException:
+        for ref, uop in before.items():
+            if (tensor := ref()) is not None and tensor.uop is not uop:
+                tensor.uop = uop
+        raise
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from tinyvllm.text.assembly import Assembly
 from tinyvllm.text.bounded_calls import BoundedCalls
 from tinyvllm.text.folder import FolderSettings
 from tinyvllm.text.tokenizer import Tokenizer, TokenizerSettings, resolve_bos_eos
+from tinyvllm.text.word_rules import WORD_RULES
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts come one at a time, and one without end would occupy a shared thread
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -116,8 +117,6 @@ def _patterns_in(value: object) -> Iterator[str]:
 @cache
 def _known_patterns() -> frozenset[str]:
     """Patterns of published models, whose time grows with the length of the text."""
-    from tinyvllm.text.gguf_vocab import WORD_RULES
-
     return frozenset(pattern for rules in WORD_RULES.values() for pattern in rules.patterns)
 
 
