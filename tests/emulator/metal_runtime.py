@@ -74,6 +74,7 @@ class Execute:
     first: int
     count: int
     resources: tuple[int, ...] = ()
+    read_only: tuple[int, ...] = ()  # of these, the ones that were declared for reading
 
 
 @dataclass
@@ -168,6 +169,9 @@ class Device(Object):
 
     def recommendedMaxWorkingSetSize(self) -> int:
         return self.runtime.capacity
+
+    def maxBufferLength(self) -> int:
+        return self.runtime.longest_buffer
 
     def currentAllocatedSize(self) -> int:
         return self.runtime.allocated()
@@ -454,6 +458,7 @@ class ComputeEncoder(Encoder):
         self.pipeline: Pipeline | None = None
         self.bindings: dict[int, Binding] = {}
         self.resources: tuple[int, ...] = ()
+        self.read_only: tuple[int, ...] = ()
 
     def setComputePipelineState_(self, pipeline: Any) -> None:
         self.pipeline = self.runtime.object(pipeline)
@@ -467,9 +472,13 @@ class ComputeEncoder(Encoder):
         self.bindings[index] = Binding(None, 0, ctypes.string_at(data, size))
 
     def useResources_count_usage_(self, resources: Any, count: int, usage: int) -> None:
-        if usage != 3:
-            raise MetalError(f"usage {usage} of resources; kernels read and write them: 3")
-        self.resources += tuple(self.runtime.object(resources[i]).handle for i in range(count))
+        if usage not in (1, 3):
+            raise MetalError(f"usage {usage} of resources; expected 1 for what kernels read, 3 for what they read and write")
+        handles = tuple(self.runtime.object(resources[i]).handle for i in range(count))
+        if not count or len(set(handles)) < count or set(handles) & set(self.resources):
+            raise MetalError("resources that are declared twice, or none")
+        self.resources += handles
+        self.read_only += handles if usage == 1 else ()
 
     def dispatchThreadgroups_threadsPerThreadgroup_(self, grid: Any, threads: Any) -> None:
         if self.pipeline is None:
@@ -483,7 +492,7 @@ class ComputeEncoder(Encoder):
         if span.location + span.length > len(target.commands):
             raise MetalError(f"commands {span.location} to {span.location + span.length} of {len(target.commands)}")
         target.in_flight += 1
-        execute = Execute(target.number, span.location, span.length, self.resources)
+        execute = Execute(target.number, span.location, span.length, self.resources, self.read_only)
         self.put(execute, partial(self.runtime.execute_commands, target, execute))
 
 
@@ -593,10 +602,10 @@ class Runtime:
                 raise MetalError(f"command {i} of an indirect command buffer is empty")
             if i > execute.first and not command.barrier:
                 raise MetalError(f"command {i}, {command.name}, has no barrier after the one before it")
-            self.execute(pipeline, command, execute.resources)
+            self.execute(pipeline, command, execute.resources, execute.read_only)
 
-    def execute(self, pipeline: Pipeline, dispatch: Dispatch, resources: tuple[int, ...] | None) -> None:
-        """Runs a launch; an indirect one may only use the declared `resources`."""
+    def execute(self, pipeline: Pipeline, dispatch: Dispatch, resources: tuple[int, ...] | None, read_only: tuple[int, ...] = ()) -> None:
+        """Runs a launch; an indirect one may only use the declared `resources`, and not write those that are `read_only`."""
         signature, arguments, memory, numbers = pipeline.signature, [], {}, []
         for index in range(max(signature.buffers, default=-1) + 1):
             binding = dispatch.bindings.get(index)
@@ -613,7 +622,7 @@ class Runtime:
             start = buffer.memory.ctypes.data
             arguments.append(start + binding.offset)
             name = f"{memory[start].name} and {index}" if start in memory else f"buffer {index}"
-            memory[start] = Memory(start, buffer.memory.nbytes, name, buffer.own)
+            memory[start] = Memory(start, buffer.memory.nbytes, name, buffer.own and binding.buffer not in read_only)
         self.launched.append(signature.name)
         emulate_source(
             pipeline.text, signature.name, dispatch.grid, dispatch.threads, 0, arguments, merged(list(memory.values())),

@@ -497,6 +497,15 @@ def test_a_virtual_machine_has_no_indirect_command_buffers(planted):
 # --- weights that are mapped
 
 
+def layer_source(stem: str, count: int) -> str:
+    """out = x + the first number of each of a layer's weights."""
+    arguments = ", ".join(f"device const int *w{i} [[buffer({2 + i})]]" for i in range(count))
+    return (
+        f"kernel void {stem}(device int *out [[buffer(0)]], device const int *x [[buffer(1)]], {arguments}, "
+        f"uint i [[thread_index_in_threadgroup]]) {{ out[i] = x[i] + {' + '.join(f'w{i}[0]' for i in range(count))}; }}"
+    )
+
+
 def file_of(tmp_path, array, offset) -> np.ndarray:
     """The array in a mapped file, from byte `offset` on."""
     (tmp_path / "weights").write_bytes(b"\0" * offset + array.tobytes() + b"\1" * 100)
@@ -509,15 +518,92 @@ def test_a_mapped_file_is_not_copied(runtime, tmp_path):
     from tinyvllm.bridge import mapped, spans
 
     values = np.arange(3 * mmap.PAGESIZE, dtype=np.int32).reshape(3, -1)
-    array, allocated = file_of(tmp_path, values, 5 * mmap.PAGESIZE + 208), runtime.allocated()
+    array, allocated = file_of(tmp_path, values, start := 5 * mmap.PAGESIZE + 208), runtime.allocated()
     tensor = mapped(array, "METAL")
-    assert runtime.allocated() == allocated and tensor.uop.buffer._buf.offset == 208 and tensor.shape == values.shape
+    assert runtime.allocated() == allocated and tensor.uop.buffer._buf.offset == start and tensor.shape == values.shape
     (buffer,) = [buffer for buffer in runtime.buffers.values() if not buffer.own]
-    assert buffer.contents() + 208 == array.ctypes.data and buffer.memory.nbytes % mmap.PAGESIZE == 0
+    assert buffer.contents() + start == array.ctypes.data and buffer.memory.nbytes == 18 * mmap.PAGESIZE, "the whole file"
     assert (tensor.numpy() == values).all() and (tensor + 1).numpy()[2, 7] == values[2, 7] + 1
     assert spans(tensor, [(5, 2)])[0].numpy().tolist() == [5, 6], "an offset added to an offset"
     out, _ = reverse(integers(0, 0, 0), integers(0), tensor, integers(3))
     assert out.numpy().tolist() == [2, 1, 0]
+
+
+def test_a_file_is_one_buffer_or_pieces_of_what_a_buffer_may_be(planted, tmp_path):
+    """Pieces do not overlap; a matrix over the border of two has a buffer of its own pages."""
+    from tinyvllm.bridge import mapped
+
+    page = mmap.PAGESIZE
+    with metal_device(longest_buffer=4 * page + 5) as runtime:
+        array = file_of(tmp_path, np.arange(10 * page // 4, dtype=np.int32), 0)
+        places = [(0, 64), (page // 2, 64), (3 * page, page), (4 * page, 32), (4 * page - 64, 128), (9 * page, page), (4 * page - 32, page)]
+        parts = [array[start // 4 : (start + size) // 4] for start, size in places]
+        tensors = [mapped(part, "METAL") for part in parts]
+        buffers = [runtime.buffers[handle(tensor)] for tensor in tensors]
+        first = array.ctypes.data
+        spans = [((b.contents() - first) // page, b.memory.nbytes // page) for b in buffers]
+        assert spans == [(0, 4), (0, 4), (0, 4), (4, 4), (3, 2), (8, 3), (3, 2)]
+        assert len({handle(tensor) for tensor in tensors}) == 4
+        for tensor, part in zip(tensors, parts, strict=True):
+            assert (tensor.numpy() == part).all()
+
+
+SHAPES = {"Qwen3 0.6B": (28, 7, 4, 3), "1.1B": (22, 7, 2, 3)}  # layers; matrices and norms of a layer; embedding, head, last norm
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_resources_of_a_step(planted, tmp_path, monkeypatch, name):
+    """A step names its file of weights once, for reading; before, it named each matrix, for reading and writing."""
+    from tinygrad import Tensor
+
+    from tinyvllm.backends.metal.launch import launch
+    from tinyvllm.bridge import Captured, DeviceHooks, install_hooks, mapped
+    from tinyvllm.bridge.hooks import hooks_of
+
+    layers, matrices, norms, others = SHAPES[name]
+    count, size = layers * matrices + others, mmap.PAGESIZE
+    stem = f"planted_layer{matrices + norms}"
+    (tmp_path / f"metal/{stem}.metal").write_text(layer_source(stem, matrices + norms))
+    kernel = Kernel(stem, "metal", "apple7", (), 1, 1 + matrices + norms, grid=(1, 1, 1), block=4)
+    found = {}
+    for whole in (False, True):
+        with metal_device(seed=0, races=False) as runtime:
+            hooks = hooks_of("METAL")
+            if not whole:
+                install_hooks("METAL", DeviceHooks(hooks.copies, hooks.import_pages))
+            array = file_of(tmp_path, np.ones((count, size // 4), np.int32), 0)
+            weights, small = [mapped(row, "METAL") for row in array], [integers(i) for i in range(layers * norms)]
+
+            def step(x, weights=weights, small=small):
+                for i in range(layers):
+                    ins = [x, *weights[i * matrices :][:matrices], *small[i * norms :][:norms]]
+                    x = launch(kernel, [Tensor.empty(4, dtype="int32", device="METAL")], ins)[0]
+                return x.contiguous().realize()
+
+            x = integers(1, 2, 3, 4)
+            run = Captured(step)
+            expected = [v + layers * matrices + sum(range(layers * norms)) for v in (1, 2, 3, 4)]
+            assert run(x).numpy().tolist() == expected == run(x).numpy().tolist()
+            found[whole] = next(entry for entry in runtime.submissions[-1].entries if isinstance(entry, Execute))
+            assert set(found[whole].read_only) >= {handle(weight) for weight in weights[: layers * matrices]}
+    before, after = (len(found[whole].resources) for whole in (False, True))
+    assert before - after == layers * matrices - 1, (before, after)
+    assert len(found[True].resources) - len(found[True].read_only) <= 4, "intermediate results"
+
+
+def test_a_resource_that_is_declared_for_reading_may_not_be_written(planted):
+    with metal_device(seed=0) as runtime:
+        total, count, x = integers(0), integers(2), integers(1, 2)
+        step = captured_step(total, count)
+        step(x, n=1).numpy()
+        graph = step._graph
+        execute = next(entry for entry in runtime.submissions[-1].entries if isinstance(entry, Execute))
+        assert {handle(count), handle(x)} <= set(execute.read_only) and handle(total) not in execute.read_only
+        graph._written.discard(handle(total))
+        graph._used = graph._resources()
+        step(x, n=1)
+        with pytest.raises(AssertionError, match="read-only"):
+            runtime.idle()
 
 
 def test_a_mapped_file_stays_mapped_while_it_is_read(runtime, tmp_path):
@@ -526,9 +612,12 @@ def test_a_mapped_file_stays_mapped_while_it_is_read(runtime, tmp_path):
     from tinyvllm.bridge import mapped
 
     array = file_of(tmp_path, np.arange(64, dtype=np.int32), 16)
-    gone = weakref.ref(array)
+    base = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    gone = weakref.ref(base.obj if isinstance(base, memoryview) else base)
     tensor = mapped(array, "METAL")
-    del array
+    del array, base
     result = (tensor * 2).contiguous().realize()
     assert gone() is not None
     del tensor
@@ -613,7 +702,7 @@ def test_missing_barriers_or_resources_and_changes_in_flight_are_reported(plante
         step(x, n=1).numpy()
         graph = step._graph
         assert isinstance(graph, MetalGraph)
-        kept, graph._used = graph._used, (graph._metal.MTLBuffer * 1)(graph._fixed[0])
+        kept, graph._used = graph._used, graph._used[:1]
         step(x, n=1)
         with pytest.raises(MetalError, match="not a declared resource"):
             runtime.idle()

@@ -56,10 +56,14 @@ class ImportedPages(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceHooks:
-    """`import_pages(address, nbytes)` makes whole host pages visible to the device without a copy, or returns None."""
+    """`import_pages(address, nbytes)` makes whole host pages visible to the device without a copy, or returns None.
+
+    `max_import` bytes at a time: whole pages, within what a buffer of the device and an offset into it may be.
+    """
 
     copies: DeviceCopies | None = None
     import_pages: Callable[[int, int], ImportedPages | None] | None = None
+    max_import: int = 0
 
 
 _NONE = DeviceHooks()

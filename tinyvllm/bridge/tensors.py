@@ -104,47 +104,74 @@ def _fill_with_zeros(buffer: Buffer) -> None:
 def mapped(array: np.ndarray, device: str, dtype: DType | None = None, alignment: int = 16) -> Tensor:
     """A realized tensor of `array`'s shape on `device` with its contents, which must not change any more.
 
-    If the backend imports host pages (Metal), the tensor is the array's own memory and keeps the array alive, provided the array is
+    If the backend imports host pages (Metal), the tensor is the array's own memory and keeps its mapping alive, provided the array is
     contiguous, views mapped pages (of a file or anonymous) and starts at a multiple of `alignment` bytes, which vector loads need.
     Otherwise it is a copy. `dtype`, of the same size, names a type that numpy lacks.
     """
     dtype = dtype or _from_np_dtype(array.dtype)
     if dtype.itemsize != array.itemsize:
         raise ValueError(f"mapped: {dtype} is of another size than {array.dtype}")
-    pages = _pages_under(array, device, alignment)
-    if pages is not None:
-        return _over(pages, array.ctypes.data % mmap.PAGESIZE, array.shape, dtype)
+    found = _imported(array, device) if array.nbytes > 0 and array.ctypes.data % alignment == 0 else None
+    if found is not None:
+        pages, start = found
+        return _over(pages, start, array.shape, dtype)
     tensor = Tensor.empty(*array.shape, dtype=dtype, device=device)
     buffer_of(tensor.uop).copyin(np.ascontiguousarray(array).data.cast("B"))
     return tensor
 
 
-def _pages_under(array: np.ndarray, device: str, alignment: int) -> Buffer | None:
-    """The whole pages under an array as a device buffer; None if they are not mapped, or the device cannot import them."""
+# Imported pieces of mappings, by device and address: one buffer serves all arrays of a piece, as a launch names each buffer that it uses.
+_pieces: weakref.WeakValueDictionary[tuple[str, int], Buffer] = weakref.WeakValueDictionary()
+
+
+def _imported(array: np.ndarray, device: str) -> tuple[Buffer, int] | None:
+    """A device buffer over mapped pages, and where the array starts in it; None if it is not mapped, or the device cannot import it.
+
+    A mapping, which is a file, is imported in pieces of `max_import` bytes from its start on. An array that crosses the border of two
+    pieces gets a buffer over its own pages.
+    """
     name = Device.canonicalize(device)
-    import_pages = hooks_of(name).import_pages
-    fits = array.flags.c_contiguous and array.nbytes > 0 and array.ctypes.data % alignment == 0
-    if import_pages is None or not fits or not _is_mapped(array):
+    base = _mapping_of(array)
+    if hooks_of(name).import_pages is None or base is None or not array.flags.c_contiguous:
         return None
-    start = array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
-    size = round_up(array.ctypes.data + array.nbytes - start, mmap.PAGESIZE)
-    imported = import_pages(start, size)
+    address, end = array.ctypes.data, array.ctypes.data + array.nbytes
+    whole, limit = np.frombuffer(base, np.uint8), hooks_of(name).max_import
+    if limit > 0 and whole.ctypes.data % mmap.PAGESIZE == 0:
+        start = whole.ctypes.data + (address - whole.ctypes.data) // limit * limit
+        if end <= start + limit:
+            piece = _import(name, start, min(limit, whole.ctypes.data + whole.nbytes - start), base)
+            if piece is not None:
+                return piece, address - start
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    own = _import(name, start, end - start, base)
+    return None if own is None else (own, address - start)
+
+
+def _import(name: str, start: int, nbytes: int, base: object) -> Buffer | None:
+    """The whole pages from `start` on, at least `nbytes`, of the mapping `base`, which they keep mapped."""
+    size, known = round_up(nbytes, mmap.PAGESIZE), _pieces.get((name, start))
+    if known is not None and known.nbytes >= size:
+        return known
+    import_pages = hooks_of(name).import_pages
+    imported = None if import_pages is None else import_pages(start, size)
     if imported is None:
         return None
     # external_ptr: tinygrad neither counts this memory nor reuses it
     pages = Buffer(name, size, dtypes.uint8, imported.memory, BufferSpec(external_ptr=imported.pointer))
-    weakref.finalize(pages, _release, imported.settle, array).atexit = False
+    weakref.finalize(pages, _release, imported.settle, base).atexit = False
+    _pieces[name, start] = pages
     return pages
 
 
-def _is_mapped(array: np.ndarray) -> bool:
-    """Whether an array is a view of mapped pages."""
+def _mapping_of(array: np.ndarray) -> mmap.mmap | None:
+    """The mapping that an array is a view of."""
     base: object = array
     while isinstance(base, np.ndarray):
         base = base.base
-    return isinstance(base.obj if isinstance(base, memoryview) else base, mmap.mmap)
+    base = base.obj if isinstance(base, memoryview) else base
+    return base if isinstance(base, mmap.mmap) else None
 
 
-def _release(settle: Callable[[], None], array: np.ndarray) -> None:
-    """Wait for kernels that may still read the array, whose last reference is this argument."""
+def _release(settle: Callable[[], None], base: object) -> None:
+    """Wait for kernels that may still read the mapping, whose last reference may be this argument."""
     settle()

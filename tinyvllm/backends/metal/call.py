@@ -23,7 +23,7 @@ from tinyvllm.backends.metal import plan
 from tinyvllm.backends.metal.icb import MetalGraph
 from tinyvllm.backends.metal.launch import TimedKernel, launch
 from tinyvllm.backends.metal.limits import LIMITS
-from tinyvllm.backends.metal.queue import gpu_name, import_pages, metal_free_memory, queue_of
+from tinyvllm.backends.metal.queue import gpu_name, import_pages, max_import, metal_free_memory, queue_of
 from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights, stored
 from tinyvllm.backends.shapes import Attention, Heads, Product
 from tinyvllm.batch import Batch, LayerCache
@@ -63,7 +63,7 @@ class MetalBackend:
         if has_graph(placement.device):
             use_graph(placement.device, MetalGraph)
         import_at = functools.partial(import_pages, placement.device)
-        install_hooks(placement.device, DeviceHooks(queue_of(placement.device), import_at))
+        install_hooks(placement.device, DeviceHooks(queue_of(placement.device), import_at, max_import(placement.device)))
 
     def variants(self, placement: Placement, stem: str | None = None) -> dict[str, str | None]:
         family = architecture(placement.device)

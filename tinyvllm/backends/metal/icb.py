@@ -9,11 +9,9 @@ from typing import Any
 from tinygrad import UOp, dtypes
 
 from tinyvllm.backends.metal.launch import MAX_BUFFERS
-from tinyvllm.backends.metal.queue import queue_of
+from tinyvllm.backends.metal.queue import MAX_OFFSET, queue_of
 from tinyvllm.bridge import StepGraph, device_buffer, metal_bindings, opened_device, suppress_finalizing, tinygrad_setting
 from tinyvllm.errors import KernelError
-
-_MAX_OFFSET = 0xFFFFFFFF  # a replay truncates an offset to 32 bits
 
 
 class MetalGraph(StepGraph):
@@ -24,7 +22,7 @@ class MetalGraph(StepGraph):
     variable has changed. tinygrad's also takes all buffers of a call for arguments of its kernel, which may have fewer.
     """
 
-    max_view_offset = _MAX_OFFSET
+    max_view_offset = MAX_OFFSET
 
     def __init__(self, linear: UOp, input_uops: tuple[UOp, ...] = ()):
         super().__init__(linear, input_uops)
@@ -35,7 +33,12 @@ class MetalGraph(StepGraph):
         self._commands = self._new_commands()
         self._numbers = device_buffer(name, max(1, len(self.vars)), dtypes.int32)
         self._values: dict[str, int] | None = {} if not self.vars else None
-        self._fixed = [self._numbers._buf.buf] if self.vars else []
+        # by Metal's handle: what commands use whatever the inputs are, and whether one of them writes it
+        self._fixed: dict[int, Any] = {}
+        self._written: set[int] = set()
+        self._written_inputs: set[int] = set()
+        if self.vars:
+            self._fixed[self._numbers._buf.buf.value] = self._numbers._buf.buf
         for j in range(len(self.kernels)):
             self._encode(j)
         self._inputs = self.memory_of(input_uops)
@@ -63,9 +66,14 @@ class MetalGraph(StepGraph):
         info = kernel.info
         command = self._commands.indirectComputeCommandAtIndex(j).retained()
         command.setComputePipelineState(kernel.runtime.pipeline_state)
-        for place, memory in enumerate(kernel.arguments):
+        inputs, written = dict(self.uop_replace[j]), set(info.outs)
+        for place, (position, memory) in enumerate(zip(info.globals, kernel.arguments, strict=True)):
             self._bind(command, memory, place)
-            self._fixed.append(memory.buf)
+            if position in inputs:
+                self._written_inputs |= {inputs[position]} if position in written else set()
+                continue
+            self._fixed[memory.buf.value] = memory.buf
+            self._written |= {memory.buf.value} if position in written else set()
         for i, variable in enumerate(info.vars):
             place = len(info.globals) + i
             command.setKernelBuffer_offset_atIndex(self._numbers._buf.buf, 4 * self.vars.index(variable.expr), place)
@@ -75,7 +83,7 @@ class MetalGraph(StepGraph):
 
     @staticmethod
     def _bind(command: Any, memory: Any, place: int) -> None:
-        if memory.offset > _MAX_OFFSET or place >= MAX_BUFFERS:
+        if memory.offset > MAX_OFFSET or place >= MAX_BUFFERS:
             raise KernelError(f"launch: argument {place} at byte {memory.offset} of its buffer; Metal takes {MAX_BUFFERS}, below 4 GiB")
         command.setKernelBuffer_offset_atIndex(memory.buf, memory.offset, place)
 
@@ -86,17 +94,25 @@ class MetalGraph(StepGraph):
         size = self._metal.MTLSize
         command.concurrentDispatchThreadgroups_threadsPerThreadgroup(size(*map(int, grid)), size(*map(int, threads)))
 
-    def _resources(self) -> Any:
-        """All memory that the commands use, each buffer once, as Metal takes it."""
-        every = list(dict.fromkeys([*self._fixed, *(memory.buf for memory in self._inputs)]))
-        return (self._metal.MTLBuffer * len(every))(*every)
+    def _resources(self) -> list[tuple[Any, int]]:
+        """All memory that the commands use, each buffer once, as Metal takes it: what they only read, and the rest.
+
+        Most of it is weights. Metal tracks hazards by buffer: work that only reads one does not wait for other work that only reads it.
+        """
+        every = self._fixed | {memory.buf.value: memory.buf for memory in self._inputs}
+        written = self._written | {self._inputs[i].buf.value for i in self._written_inputs}
+        read = self._metal.MTLResourceUsageRead
+        groups = [([], read), ([], read | self._metal.MTLResourceUsageWrite)]  # type: list[tuple[list[Any], int]]
+        for handle, buffer in every.items():
+            groups[handle in written][0].append(buffer)
+        return [((self._metal.MTLBuffer * len(buffers))(*buffers), usage) for buffers, usage in groups if buffers]
 
     def __call__(self, input_uops: tuple[UOp, ...], var_vals: dict[str, int], wait: bool = False) -> float | None:
         self._update(self.memory_of(input_uops), {name: var_vals[name] for name in self.vars})
         work, metal = self._queue.command_buffer(f"batched {len(self.kernels)}"), self._metal
         encoder = work.computeCommandEncoder().retained()
-        resources = ctypes.cast(self._used, ctypes.POINTER(metal.MTLResource))
-        encoder.useResources_count_usage(resources, len(self._used), metal.MTLResourceUsageRead | metal.MTLResourceUsageWrite)
+        for buffers, usage in self._used:
+            encoder.useResources_count_usage(ctypes.cast(buffers, ctypes.POINTER(metal.MTLResource)), len(buffers), usage)
         if tinygrad_setting("FIX_METAL_ICB", int(self._needs_pipelines)):  # tinygrad's switch, and its way to keep them: empty launches
             for pipeline in self._pipelines:
                 encoder.setComputePipelineState(pipeline)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 import threading
 import time
 from typing import Any
@@ -23,6 +24,7 @@ from tinyvllm.errors import KernelError
 _MIN_BLOCK, _MAX_BLOCK = 4096, 1 << 20  # bytes of a staging block; larger copies wait for the device instead
 _MAX_BLOCKS = 16  # of one size, for uploads in flight
 _DONE = 4  # MTLCommandBufferStatusCompleted; 5 is Error
+MAX_OFFSET = 0xFFFFFFFF  # a replay truncates an offset into a buffer to 32 bits
 _POLL_SECONDS = 2e-5  # between two queries of a command buffer
 
 
@@ -257,6 +259,12 @@ def gpu_name(device: str) -> str:
 def gpu_family(device: str) -> str:
     """The family of a Metal device's GPU: "Apple7" for M1, "Apple8" for M2, "Apple9" for M3 and M4, ..."""
     return architecture(device)
+
+
+def max_import(device: str) -> int:
+    """Bytes of host pages that one buffer may cover: what a buffer may be, whole pages, with offsets of 32 bits."""
+    limit = min(MAX_OFFSET + 1, int(opened_device(device).sysdevice.maxBufferLength()))
+    return limit // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 def import_pages(device: str, address: int, nbytes: int) -> ImportedPages | None:
