@@ -163,6 +163,7 @@ def test_environment_switches(tmp_path: Path) -> None:
         environment({"TINYVLLM_CACHE": str(file)})
     with pytest.raises(ArgumentError, match="TINYVLLM_DEVISE"):
         resolve(tmp_path, environ={"TINYVLLM_DEVISE": "cpu"})
+    assert environment({"TINYVLLM_API_KEY": ""}) == {"TINYVLLM_API_KEY": ""}  # the command line reads it, no other part refuses it
     assert all(switch.name.startswith("TINYVLLM_") and switch.meaning for switch in SWITCHES)
 
 

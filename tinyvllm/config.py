@@ -260,6 +260,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("TINYVLLM_AUTOTUNE", "0 to use every kernel's default work split, instead of timing candidates at first use", _parse_switch),
     Switch("TINYVLLM_THREADS", "threads of the CPU kernels; default the physical cores", _parse_count),
     Switch("TINYVLLM_DEVICE", "the default device: auto, CPU, METAL, CUDA, CUDA:1, ...", parse_device),
+    Switch("TINYVLLM_API_KEY", "a key that `serve` requires and `chat --url` sends, out of the process list", lambda name, text: text),
 )
 
 

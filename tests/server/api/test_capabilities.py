@@ -22,6 +22,8 @@ NEEDED = {  # other fields that a field requires
     "logprob_token_ids": {"logprobs": None, "include": ["message.output_text.logprobs"]},
     "truncation_side": {"truncate_prompt_tokens": 8},
 }
+REPLACED = {"queries": "text_1", "data_1": "text_1", "documents": "text_2", "items": "text_2", "data_2": "text_2"}  # fields of /score
+OF_MESSAGES = ("messages", "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
 ENDPOINT_OF = {e.path: e for e in ENDPOINTS}
 
 
@@ -39,6 +41,10 @@ def minimal(body: type[Body]) -> dict:
         given["prompt"] = "Once"
     if body.__name__ == "SegmentRequest":
         given["text"] = "Once"
+    if body.__name__ == "EmbeddingRequest":
+        given["input"] = "a text"
+    if body.__name__ == "ScoreRequest":
+        given |= {"text_1": "a query", "text_2": "a text"}
     return given
 
 
@@ -49,6 +55,11 @@ def with_field(body: type[Body], name: str, value: object) -> dict:
             given[other] = body.model_fields[other].json_schema_extra["x-example"] if needed is None else needed  # None: the example
     if name in ("prompt_token_ids", "messages") and name != "prompt":
         given.pop("prompt", None)
+    if body.__name__ == "EmbeddingRequest" and name in OF_MESSAGES:
+        del given["input"]
+        given["messages"] = body.model_fields["messages"].json_schema_extra["x-example"]
+    if body.__name__ == "ScoreRequest":
+        given.pop(REPLACED.get(name, ""), None)
     if body.__name__ == "SegmentRequest" and name in ("token_ids", "messages"):
         del given["text"]
     if name == "max_completion_tokens":

@@ -42,3 +42,28 @@ def test_an_input_may_fill_the_context(server: Running) -> None:
     assert server.post("/v1/embeddings", {"input": [5] * 1025}).json()["error"]["code"] == "context_length_exceeded"
     kept = server.post("/v1/embeddings", {"input": [5] * 3000, "truncate_prompt_tokens": -1}).json()
     assert kept["usage"]["prompt_tokens"] == 1024
+
+
+def test_a_conversation(server: Running) -> None:
+    """Its vector is that of the text that the chat template renders, by default without the start of an answer."""
+    messages = [{"role": "user", "content": "a dragon"}]
+    for more in ({}, {"add_generation_prompt": True}):
+        ids = server.post("/tokenize", {"messages": messages, "add_generation_prompt": False, **more}).json()["tokens"]
+        assert embed(server, messages=messages, **more) == pytest.approx(embed(server, input=ids), abs=1e-5)
+    for body, param in [({}, "input"), ({"input": "a", "messages": messages}, "input"), ({"messages": []}, "messages")]:
+        assert server.post("/v1/embeddings", body).json()["error"]["param"] == param
+    long = [{"role": "user", "content": "word " * 3000}]
+    assert server.post("/v1/embeddings", {"messages": long}).json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_use_activation_is_normalize(server: Running) -> None:
+    assert embed(server, input="a", use_activation=False) == pytest.approx(embed(server, input="a", normalize=False))
+    both = server.post("/v1/embeddings", {"input": "a", "normalize": True, "use_activation": False})
+    assert both.json()["error"]["param"] == "use_activation"
+
+
+def test_truncation_beyond_the_context_is_refused(server: Running) -> None:
+    for path, field in (("/v1/embeddings", "input"), ("/v1/completions", "prompt")):
+        for prompt in ("a dragon", [5] * 20):
+            error = server.post(path, {field: prompt, "truncate_prompt_tokens": 1025}).json()["error"]
+            assert error["param"] == "truncate_prompt_tokens" and "smaller truncation size" in error["message"]

@@ -68,6 +68,56 @@ def test_what_cannot_be_scored(server: Running) -> None:
     assert server.post("/score", {"text_1": "a", "text_2": "x " * 5000}).json()["error"]["code"] == "context_length_exceeded"
 
 
+@pytest.mark.parametrize(("first", "second"), [("queries", "documents"), ("queries", "items"), ("data_1", "data_2")])
+def test_scores_under_other_names(server: Running, first: str, second: str) -> None:
+    """vLLM's names of the two sides of /score; two names of one side are refused."""
+    expected = server.post("/score", {"text_1": QUERY, "text_2": TEXTS}).json()["data"]
+    assert server.post("/score", {first: QUERY, second: TEXTS}).json()["data"] == expected
+    for body, param in [({first: QUERY}, "text_2"), ({first: QUERY, "text_1": QUERY, second: TEXTS}, "text_1")]:
+        error = server.post("/score", body).json()["error"]
+        assert error["param"] == param and "send one of" in error["message"]
+
+
+INVOCATIONS = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3, "temperature": 0}, "choices"),
+    ("/v1/completions", {"prompt": "Once upon", "max_tokens": 3, "temperature": 0}, "choices"),
+    ("/v1/embeddings", {"input": "a dragon"}, "data"),
+    ("/score", {"queries": QUERY, "documents": TEXTS}, "data"),
+    ("/rerank", {"query": QUERY, "documents": TEXTS}, "results"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "part"), INVOCATIONS)
+def test_one_path_for_all_apis(server: Running, path: str, body: dict, part: str) -> None:
+    """/invocations answers as the API that the fields of the body mean, and refuses as it does."""
+    answer, expected = server.post("/invocations", body).json(), server.post(path, body).json()
+    assert answer.keys() == expected.keys() and answer[part] == expected[part]
+    refused = server.post("/invocations", {**body, "wish": 1})
+    assert refused.status_code == 400 and refused.json()["error"] == server.post(path, {**body, "wish": 1}).json()["error"]
+
+
+def test_a_body_of_no_api(server: Running) -> None:
+    answer = server.post("/invocations", {"model": "demo"})
+    assert answer.status_code == 400 and "messages" in answer.json()["error"]["message"]
+
+
+def test_the_number_of_running_requests(server: Running) -> None:
+    """A stream counts while it is open; reading the number does not."""
+
+    def load() -> dict[str, int]:
+        return httpx.get(f"{server.url}/load", trust_env=False).json()
+
+    assert load() == {"server_load": 0}
+    body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60, trust_env=False) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        assert load() == {"server_load": 1}
+        list(lines)
+    while load()["server_load"]:  # the last bytes arrive before the request is over
+        pass
+
+
 def test_the_text_of_a_template(server: Running) -> None:
     messages = [{"role": "user", "content": "Hello"}]
     prompt = server.post("/apply-template", {"messages": messages}).json()["prompt"]

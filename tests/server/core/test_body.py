@@ -15,12 +15,20 @@ from tinyvllm.server.api.anthropic_body import MessagesRequest
 from tinyvllm.server.api.responses_body import ResponsesRequest
 from tinyvllm.server.api.segments import SegmentRequest
 from tinyvllm.server.core import body_errors, limits
-from tinyvllm.server.core.body import Body, parse
+from tinyvllm.server.core.body import Body, parse_object, validate
 from tinyvllm.server.core.failures import Failure
 from tinyvllm.server.core.params import structured_outputs
 from tinyvllm.server.core.schema import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 
 MANY = 20_000
+
+
+def parse(model: type[Body], raw: bytes, lenient: bool = False) -> tuple[Any, dict[str, Any], list[str]]:
+    data = parse_object(raw)
+    body, ignored = validate(model, data, lenient)
+    return body, data, ignored
+
+
 ASK = {"role": "user", "content": "a"}
 BODIES: dict[str, tuple[type[Body], dict[str, Any], str, str]] = {  # model, body, the field named, further text of the message
     "unknown in entries": (

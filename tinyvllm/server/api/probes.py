@@ -77,6 +77,12 @@ async def status(request: Request) -> Response:
     return json_response({"models": loaded, "requests": len(service.running) - 1, "draining": service.draining})
 
 
+async def load(request: Request) -> Response:
+    """The number of requests that are running. Those that only read the state of the server do not count."""
+    running = sum(context.scope["method"] == "POST" for context in _service(request).running)
+    return json_response({"server_load": running})
+
+
 async def metrics(request: Request) -> Response:
     """Prometheus text under vLLM's metric names."""
     from prometheus_client import CONTENT_TYPE_LATEST, generate_latest

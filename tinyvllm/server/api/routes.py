@@ -12,6 +12,7 @@ from tinyvllm.server.api import (
     completions,
     embeddings,
     files,
+    invocations,
     llamacpp,
     probes,
     responses,
@@ -56,6 +57,9 @@ ENDPOINTS = (
 )
 
 
+INVOCATIONS = invocations.invocations(ENDPOINTS)
+
+
 async def _capabilities(request: Request) -> Response:
     return json_response(capabilities(ENDPOINTS, RequestContext.of(request).service.config.lenient))
 
@@ -84,6 +88,7 @@ RESOURCES = (
     Resource("/health", probes.health, "Whether the engines are alive"),
     Resource("/ready", probes.ready, "Whether the server accepts new requests"),
     Resource("/version", probes.version, "The version of the server"),
+    Resource("/load", probes.load, "The number of requests that are running, in vLLM's form"),
     Resource("/status", probes.status, "The load of the engines"),
     Resource("/metrics", probes.metrics, "Prometheus metrics"),
 )

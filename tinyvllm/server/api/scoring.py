@@ -10,6 +10,7 @@ Scores order the texts of one query and are no probabilities of relevance; model
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Annotated, Literal
 
@@ -53,18 +54,44 @@ class _Scoring(Body):
     truncate_prompt_tokens: int | None = refused(_NO_CUT, example=8)
 
 
-class ScoreRequest(_Scoring):
-    """POST /score, in vLLM's form: one text_1 for all texts of text_2, or lists of equal length."""
+_Texts = _Text | Annotated[list[_Text], Field(min_length=1, max_length=MAX_DOCUMENTS)]
+_FIRST, _SECOND = ("text_1", "queries", "data_1"), ("text_2", "documents", "items", "data_2")
+_FIRST_NOTE, _SECOND_NOTE = "another name of text_1", "another name of text_2"
 
-    text_1: _Text | Annotated[list[_Text], Field(min_length=1, max_length=MAX_DOCUMENTS)] = honoured(..., example="a query")
-    text_2: _Text | Annotated[list[_Text], Field(min_length=1, max_length=MAX_DOCUMENTS)] = honoured(..., example=["a text", "another"])
+
+class ScoreRequest(_Scoring):
+    """POST /score, in vLLM's form: one text_1 for all texts of text_2, or lists of equal length. Each has vLLM's other names."""
+
+    text_1: _Texts | None = honoured(example="a query", says="required, under one of its names")
+    text_2: _Texts | None = honoured(example=["a text", "another"], says="required, under one of its names")
+    queries: _Texts | None = honoured(example="a query", says=_FIRST_NOTE)
+    data_1: _Texts | None = honoured(example="a query", says=_FIRST_NOTE)
+    documents: _Texts | None = honoured(example=["a text", "another"], says=_SECOND_NOTE)
+    items: _Texts | None = honoured(example=["a text", "another"], says=_SECOND_NOTE)
+    data_2: _Texts | None = honoured(example=["a text", "another"], says=_SECOND_NOTE)
 
     @model_validator(mode="after")
-    def _check_lengths(self) -> ScoreRequest:
-        first, second = _listed(self.text_1), _listed(self.text_2)
+    def _check_texts(self) -> ScoreRequest:
+        for names in (_FIRST, _SECOND):
+            if len(present := [name for name in names if getattr(self, name) is not None]) != 1:
+                text = f"{names[0]}: send one of {', '.join(names)}, got {' and '.join(present) or 'none'}"
+                raise PydanticCustomError(names[0], text)
+        first, second = self.first, self.second
         if len(first) not in (1, len(second)):
             raise PydanticCustomError("text_1", f"text_1: {len(first)} texts cannot be paired with {len(second)} of text_2")
         return self
+
+    @property
+    def first(self) -> list[str]:
+        """The texts of the first side, under whichever name they came."""
+        return self._side(_FIRST)
+
+    @property
+    def second(self) -> list[str]:
+        return self._side(_SECOND)
+
+    def _side(self, names: Sequence[str]) -> list[str]:
+        return _listed(next(texts for name in names if (texts := getattr(self, name)) is not None))
 
 
 class RerankRequest(_Scoring):
@@ -79,8 +106,9 @@ class RerankRequest(_Scoring):
 
 async def score(context: RequestContext, body: ScoreRequest, writer: ResponseWriter) -> None:
     """The score of each pair of texts, in their order."""
-    second = _listed(body.text_2)
-    first = _listed(body.text_1) * (len(second) if isinstance(body.text_1, str) or len(body.text_1) == 1 else 1)
+    first, second = body.first, body.second
+    if len(first) == 1:
+        first = first * len(second)
     model, scores, usage = await _scores(context, body, list(zip(first, second, strict=True)))
     data = [{"object": "score", "index": i, "score": one} for i, one in enumerate(scores)]
     response = {"id": f"score-{context.unique_id}", "object": "list", "created": context.service.started, "model": model}

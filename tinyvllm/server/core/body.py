@@ -82,12 +82,11 @@ def refused(why: str, *, example: Any = True, harmless: Sequence[Any] = ()) -> A
     return Field(None, description=f"Refused: {why}", json_schema_extra=marks)
 
 
-def parse(model: type[B], raw: bytes, lenient: bool = False) -> tuple[B, dict[str, Any], list[str]]:
-    """(the validated body, the same as plain objects, names of the fields dropped).
+def validate(model: type[B], data: dict[str, Any], lenient: bool = False) -> tuple[B, list[str]]:
+    """(the validated body, names of the fields dropped). What is dropped leaves `data`, too.
 
     lenient: drop unknown and unsupported fields instead of refusing them. Failure 400 names the field that is invalid.
     """
-    data = _parse_object(raw)
     ignored: list[str] = []
     if lenient:
         ignored += _drop_refused(model, data)
@@ -99,10 +98,11 @@ def parse(model: type[B], raw: bytes, lenient: bool = False) -> tuple[B, dict[st
         raise validation_failure(model, error, data) from None
     _IgnoredFields(lenient, ignored).drop(body, data, "")
     _check_refused(model, data)
-    return body, data, ignored
+    return body, ignored
 
 
-def _parse_object(raw: bytes) -> dict[str, Any]:
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """A JSON object. Failure 400 for everything else."""
     check_values(raw)
     try:
         data = from_json(raw, allow_inf_nan=False)

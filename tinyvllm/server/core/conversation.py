@@ -129,9 +129,16 @@ def _normalized(conversation: Conversation, tools: Sequence[Mapping[str, Any]] |
 
 
 async def encode_conversation(
-    llm: AsyncLLM, conversation: Conversation, tools: Sequence[Mapping[str, Any]] | None, truncation: Truncation | None = None
+    llm: AsyncLLM,
+    conversation: Conversation,
+    tools: Sequence[Mapping[str, Any]] | None,
+    truncation: Truncation | None = None,
+    output: bool = True,
 ) -> ChatPrompt:
-    """The prompt that the chat template renders. RequestError or TokenizerError if the template fails."""
+    """The prompt that the chat template renders. RequestError or TokenizerError if the template fails.
+
+    output  the context must also hold an output token
+    """
     wanted, tokenizer = _normalized(conversation, tools), require_tokenizer(llm)
 
     def encode() -> ChatPrompt:
@@ -139,7 +146,7 @@ async def encode_conversation(
         if not text.startswith(conversation.prefix):
             raise bad_field("segments", f"segments: {_RENDERED_DIFFERENTLY}")
         if truncation is None:
-            check_size(llm, text, "messages")
+            check_size(llm, text, "messages", output)
         ids = encode_truncated(llm, text, conversation.add_special_tokens, truncation)
         return ChatPrompt(conversation, EncodedPrompt(ids, text))
 
@@ -147,7 +154,7 @@ async def encode_conversation(
     if wanted.template is not None:
         size += SHORT_TEXT  # a client's template may be slow: always in a thread
     prompt = await (_encode_short(encode) if size <= SHORT_TEXT else run_aside(size, encode))
-    check_length(llm, prompt.encoded.token_ids, "messages")
+    check_length(llm, prompt.encoded.token_ids, "messages", output)
     return prompt
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,16 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A POST endpoint: `answer(context, body, writer)` with a body of this type."""
+    """A POST endpoint: `answer(context, body, writer)` with a body of this type.
+
+    choose: the endpoint that answers a body, by its fields, for a path of several APIs; `body` and `answer` are then those of the first.
+    """
 
     path: str
     body: type[Body]
     answer: Callable[[RequestContext, Any, ResponseWriter], Awaitable[None]]
     summary: str
+    choose: Callable[[Mapping[str, Any]], Endpoint] | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -17,6 +17,7 @@ T = TypeVar("T")
 SHORT_TEXT = 2000  # characters; encoding them takes less time than starting a thread
 _HUGE_TEXT = 2**18  # characters; encoding takes a hundred bytes for each, so few are encoded at once
 _CUT_MARGIN = 32  # tokens
+_REDUCE = "Please reduce the length of the input prompt."  # vLLM's words
 _huge_texts = ThreadPoolExecutor(2, "tinyvllm-text")
 
 
@@ -45,7 +46,10 @@ class Truncation:
     reserved: int = 1
 
     def length(self, llm: AsyncLLM) -> int:
-        """The number of tokens that are kept."""
+        """The number of tokens that are kept. Failure 400 for more than the context holds."""
+        if self.keep > llm.max_model_len:
+            text = f"truncate_prompt_tokens: {self.keep} is greater than max_model_len ({llm.max_model_len})"
+            raise bad_field("truncate_prompt_tokens", f"{text}. Please request a smaller truncation size.")
         return max(0, llm.max_model_len - self.reserved) if self.keep == -1 else self.keep
 
     def apply(self, llm: AsyncLLM, token_ids: list[int]) -> list[int]:
@@ -156,7 +160,7 @@ def check_room(llm: AsyncLLM, prompt_tokens: int, max_tokens: int, field: str) -
 
 def _too_long(name: str, tokens: int, context: int, output: bool, bound: str = "") -> Failure:
     parts = f"{bound}{tokens} in {name}{'; 1 for the output' if output else ''}"
-    text = f"{_maximum(context)}, however you requested {bound}{tokens + output} tokens ({parts}). Shorten it."
+    text = f"{_maximum(context)}, however you requested {bound}{tokens + output} tokens ({parts}). {_REDUCE}"
     return _context_failure(name, text, f"prompt is too long: {bound}{tokens} tokens > {context - output} maximum")
 
 
@@ -177,7 +181,7 @@ def encode_truncated(llm: AsyncLLM, text: str, special: bool, truncation: Trunca
     tokenizer = require_tokenizer(llm)
     if truncation is None:
         return tokenizer.encode(text, add_special_tokens=special)
-    keep, longest = min(truncation.length(llm), llm.max_model_len), _token_chars(tokenizer)  # more do not fit, as check_length reports
+    keep, longest = truncation.length(llm), _token_chars(tokenizer)
     size, margin = (keep + 2 * _CUT_MARGIN) * longest, _CUT_MARGIN * longest
     if size < len(text):
         if truncation.side == "right":
@@ -186,7 +190,7 @@ def encode_truncated(llm: AsyncLLM, text: str, special: bool, truncation: Trunca
             rest = text[max(len(text) - size, text.find(" ", len(text) - size, len(text) - size + margin)) :]
         ids = tokenizer.encode(rest, add_special_tokens=special)
         if len(ids) >= keep + _CUT_MARGIN:
-            return replace(truncation, keep=keep).apply(llm, ids)
+            return truncation.apply(llm, ids)
     return truncation.apply(llm, tokenizer.encode(text, add_special_tokens=special))  # short, or its tokenizer drops characters
 
 

@@ -370,10 +370,17 @@ class DetokenizeRequest(Body):
 
 
 class EmbeddingRequest(Body):
-    """POST /v1/embeddings."""
+    """POST /v1/embeddings: texts, or messages through the chat template."""
 
     model: Name | None = honoured(says=DEFAULT_MODEL)
-    input: Prompt = honoured(..., example="a text", min_length=1)
+    input: Prompt | None = honoured(example="a text", min_length=1, says="required, unless messages are sent")
+    messages: list[Message] | None = honoured(
+        example=[{"role": "user", "content": "Hello"}], min_length=1, max_length=MAX_MESSAGES, says="vLLM: one conversation"
+    )
+    add_generation_prompt: bool | None = honoured(example=True, says="of messages; false if unset")
+    continue_final_message: bool | None = honoured(example=False, says="of messages")
+    chat_template: str | None = limited(says="requires a server with --trust-request-chat-template")
+    chat_template_kwargs: dict[str, Any] | None = honoured(example={}, says="of messages")
     encoding_format: Literal["float", "base64"] | None = honoured(example="base64")
     dimensions: int | None = honoured(
         example=16, ge=1, le=MAX_COUNT, says="the first numbers only; models that were not trained for it lose accuracy"
@@ -381,6 +388,15 @@ class EmbeddingRequest(Body):
     user: _SHORT | None = limited(says=ACCESS_LOG_ONLY, example="user-1")
     pooling: Literal["mean", "last"] | None = honoured(example="last", says="mean if unset")
     normalize: bool | None = honoured(example=False, says="to length 1; true if unset")
-    add_special_tokens: bool | None = honoured(example=False)
+    use_activation: bool | None = honoured(example=False, says="vLLM's name of normalize")
+    add_special_tokens: bool | None = honoured(example=False, says="true if unset; false for messages")
     truncate_prompt_tokens: int | None = honoured(example=8, ge=-1, le=MAX_COUNT)
     truncation_side: _SIDE | None = honoured(example="right", says=_SIDE_NOTE)
+
+    @model_validator(mode="after")
+    def _check_input(self) -> EmbeddingRequest:
+        if (self.input is None) == (self.messages is None):
+            raise PydanticCustomError("input", "input: send either input or messages")
+        if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
+            raise PydanticCustomError("use_activation", "normalize and use_activation differ; send one of them")
+        return self

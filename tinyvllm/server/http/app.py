@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from tinyvllm.config import VERSION
 from tinyvllm.server.api.capabilities import openapi
-from tinyvllm.server.api.routes import ENDPOINTS, RESOURCES
+from tinyvllm.server.api.routes import ENDPOINTS, INVOCATIONS, RESOURCES
 from tinyvllm.server.core.config import ServerConfig
 from tinyvllm.server.core.context import RequestContext, Service
 from tinyvllm.server.core.endpoint import Endpoint, Handler
@@ -59,7 +59,7 @@ def create_app(config: ServerConfig, models: Models, keys: Keys | None = None) -
     app.add_exception_handler(Failure, _on_failure)
     app.add_exception_handler(Exception, _on_unexpected)
     app.openapi = lambda: {**openapi(app, ENDPOINTS), "servers": [{"url": config.root_path or "/"}]}  # type: ignore[method-assign]
-    paths = Paths((route.path for route in (*ENDPOINTS, *RESOURCES)), config.root_path)
+    paths = Paths((route.path for route in (*ENDPOINTS, INVOCATIONS, *RESOURCES)), config.root_path)
     service.batches.app = guarded = Middleware(app, service, access_log, paths)
     with_cors = CORSMiddleware(
         guarded,
@@ -73,7 +73,7 @@ def create_app(config: ServerConfig, models: Models, keys: Keys | None = None) -
 
 
 def _mount_routes(app: FastAPI) -> None:
-    for endpoint in ENDPOINTS:
+    for endpoint in (*ENDPOINTS, INVOCATIONS):
         described = _description(endpoint.summary, endpoint.body.__name__)
         app.add_api_route(endpoint.path, _post_route(endpoint), methods=["POST"], **described)
     for resource in RESOURCES:

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tinyvllm.server.core.body import parse
+from tinyvllm.server.core.body import Body, parse_object, validate
 from tinyvllm.server.core.context import SCOPE_KEY, RequestContext
 from tinyvllm.server.core.endpoint import Endpoint
 from tinyvllm.server.core.failures import Failure, failure_of
@@ -61,14 +61,22 @@ class PostHandler(Response):
     async def _parse(self, context: RequestContext, raw: bytes) -> Any:
         lenient = context.service.config.lenient
         if len(raw) > THREAD_BODY:
-            body, context.data, ignored = await asyncio.to_thread(parse, self._endpoint.body, raw, lenient)
+            body, context.data, ignored = await asyncio.to_thread(self._validate, raw, lenient)
         else:
-            body, context.data, ignored = parse(self._endpoint.body, raw, lenient)
+            body, context.data, ignored = self._validate(raw, lenient)
         request_id = getattr(body, "request_id", None)
         if request_id is not None and context.header(b"x-request-id") is None:
             context.request_id = request_id
         context.add_ignored(ignored)
         return body
+
+    def _validate(self, raw: bytes, lenient: bool) -> tuple[Body, dict[str, Any], list[str]]:
+        """(the validated body, the same as plain objects, names of the fields dropped)."""
+        data = parse_object(raw)
+        if self._endpoint.choose is not None:
+            self._endpoint = self._endpoint.choose(data)
+        body, ignored = validate(self._endpoint.body, data, lenient)
+        return body, data, ignored
 
 
 async def _end_cancelled(context: RequestContext, writer: ResponseWriter) -> None:
