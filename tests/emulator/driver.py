@@ -72,6 +72,7 @@ class Graph:
 
 class Driver:
     """One GPU of `capacity` bytes. `counts`: the number of calls of each function. `launched`: the name of each kernel that has run.
+    `uploaded`: bytes copied to the device. `peak`: bytes of device memory allocated at most.
 
     With `races`, races are checked in every kernel; without, kernels run twice as fast. `fail_once` names a kernel whose next launch fails:
     its last block does not run, nor what follows in its graph. The next call that waits or launches returns LAUNCH_FAILED.
@@ -87,6 +88,7 @@ class Driver:
         self.counts: Counter[str] = Counter()
         self.launched: list[str] = []
         self.fail_once: str | None = None
+        self.uploaded = self.peak = 0
         self.device: dict[int, np.ndarray] = {}  # device memory by address
         self.pinned: dict[int, np.ndarray] = {}
         self._random, self._seed, self._capacity, self._capability = random.Random(seed), seed, capacity, capability
@@ -206,6 +208,7 @@ class Driver:
         if size > self.free():
             return OUT_OF_MEMORY
         put(out, self._allocate(self.device, size, 256))
+        self.peak = max(self.peak, self._capacity - self.free())
         return 0
 
     def _cuMemHostAlloc(self, out: Any, size: int, flags: int) -> None:
@@ -237,6 +240,7 @@ class Driver:
         to, source = number(to), number(source)
         if not self._reachable(to, size):
             return INVALID_VALUE
+        self.uploaded += size
         if self._within(self.pinned, source, size):
             return self._enqueue(lambda: copy(to, source, size))
         data = ctypes.string_at(source, size)  # the driver copies pageable memory before it returns
@@ -540,12 +544,12 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 def _drop_programs(programs: dict[tuple[bytes, str], Any]) -> None:
     """Free everything that would call the driver later, while the driver exists."""
     from tinyvllm.backends.cuda import driver as gpu
-    from tinyvllm.backends.cuda.launch import machine_code
+    from tinyvllm.backends.cuda.launch import loaded, machine_code
     from tinyvllm.bridge import remove_hooks, shared_zeros
 
     for key in [key for key in programs if key[1].startswith("CUDA")]:
         del programs[key]
-    for cached in (gpu.copies_of, gpu.gpu_attribute, machine_code, shared_zeros):
+    for cached in (gpu.copies_of, gpu.gpu_attribute, loaded, machine_code, shared_zeros):
         cached.cache_clear()
     remove_hooks("CUDA")
     gc.collect()

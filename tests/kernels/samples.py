@@ -141,11 +141,6 @@ def pack(source: str, format: str, target: str, I: int = 96, rows: int = 37) -> 
     return kernel("pack", target, 1, arrays, I=I, SOURCE=source, FORMAT=format)
 
 
-def pack_tiles(format: str, target: str, I: int = 96, rows: int = 37) -> Call:
-    arrays = [panels(format, rows, I), weight_bytes(format, rows, I), int32(0, 3, rows, 3)]
-    return kernel("pack_tiles", target, 1, arrays, I=I, FORMAT=format)
-
-
 def sample(target: str, B: int = 4, V: int = 300, R: int = 4, **only: int) -> Call:
     """Three threads draw a row each and then the last one together, which is the neutral row of the tables."""
     features = {name: only.get(name, 1 - bool(only)) for name in ("SAMPLED", "TOP_K", "TOP_P", "MIN_P", "PENALIZED", "BIASED")}
@@ -172,8 +167,6 @@ def _samples() -> dict[str, Callable[[str], Call]]:
     for weight in ("BF16", "Q4_0"):
         for make in (norm_gate_up_silu, norm_qkv_rope_store, norm_head):
             samples[f"{make.__name__} {weight}"] = functools.partial(make, weight)
-    for format in formats_in(Layout.TILES):
-        samples[f"pack_tiles {format}"] = functools.partial(pack_tiles, format)
     samples["pack F32 as BF16"] = functools.partial(pack, "F32", "BF16")
     for cache in ("F32", "F16", "BF16"):
         samples[f"kv_append {cache}"] = functools.partial(kv_append, cache)

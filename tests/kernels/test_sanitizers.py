@@ -38,8 +38,6 @@ NAMES = [
     "sample",
     "sample greedy",
     "pack Q8_0",
-    "pack_tiles Q8_0",
-    "pack_tiles BF16",
 ]
 # again for the widest variant of this machine, where a kernel has code of its own for it
 WIDEST = next((variant for variant, feature in (("avx512", "avx512f"), ("avx2", "avx2")) if feature in cpu_features()), "plain")

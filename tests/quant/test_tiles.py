@@ -3,12 +3,10 @@
 import numpy as np
 import pytest
 
-from tests.ops.inputs import VARIANTS, device_bytes, file_rows, int32
-from tinyvllm.backends.kernel import Kernel
-from tinyvllm.backends.launch import run_now
+from tests.ops.inputs import device_bytes, file_rows, int32
 from tinyvllm.quant.codecs import unpack
 from tinyvllm.quant.formats import FORMATS, Layout, formats_in
-from tinyvllm.quant.layouts import TileWeight, pack_tiles, panel_bytes, put_tiles, unpack_tiles
+from tinyvllm.quant.layouts import TileWeight, pack_tiles, panel_bytes, unpack_tiles
 
 TILED = formats_in(Layout.TILES)
 O, I = 37, 96  # the last tile has rows of zeros
@@ -47,18 +45,3 @@ def test_a_lane_holds_its_part_of_the_operand(lane):
     blocks = file_rows("Q4_0", O, I).reshape(O, 3, 18)[16:32, 2]
     held = pack_tiles("Q4_0", file_rows("Q4_0", O, I))[: 24 * I].reshape(3, 3, 32, 8)[1, 2, lane]
     assert held.tolist() == [blocks[r, 2 + 4 * t + i] for r in (g, g + 8) for i in range(4)]
-
-
-@pytest.mark.parametrize("variant", [*VARIANTS, "numpy"])
-@pytest.mark.parametrize("format", TILED)
-def test_the_packer_writes_the_same(format, variant):
-    """In two parts, of which the first ends with a whole tile."""
-    rows, parts = file_rows(format, O, I), (0, 32, O)
-    tiles = np.full(panel_bytes(format, O, I), 0xEE, np.uint8)
-    for start, end in zip(parts, parts[1:]):
-        span = np.array([start // 16, -(-end // 16), end - start, -(-O // 16)], np.int32)
-        if variant == "numpy":
-            put_tiles(format, I, tiles, rows[start:end], span[0], span[3])
-            continue
-        run_now(Kernel.cpu("pack_tiles", variant, 1, 2, FORMAT=format, I=I), tiles, rows[start:end].copy(), span)
-    np.testing.assert_array_equal(tiles, pack_tiles(format, rows))

@@ -31,13 +31,13 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """One entry for each matrix that is packed."""
-    real, found = weights.pack_matrix, []
+    real, found = weights.pack_panels, []
 
-    def counted(layout: object, format: str, *rest: object) -> None:
+    def counted(format: str, *rest: object) -> None:
         found.append(format)
-        real(layout, format, *rest)
+        real(format, *rest)
 
-    monkeypatch.setattr(weights, "pack_matrix", counted)
+    monkeypatch.setattr(weights, "pack_panels", counted)
     return found
 
 

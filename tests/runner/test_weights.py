@@ -39,8 +39,9 @@ class Loaded:
 
 
 def load(
-    path: Path, dtype: str = "auto", format: str | None = None, dummy: bool = False, checkpoint: Any = None, kept: Path | None = None
-) -> Loaded:
+    path: Path, dtype: str = "auto", format: str | None = None, dummy: bool = False, checkpoint: Any = None, kept: Path | None = None,
+    device: str = "CPU",
+) -> Loaded:  # fmt: skip
     """From a folder or file to a model as the runner does it; `format` is that of every matrix, None the stored one."""
     from tinyvllm.models.families import find_family, read_config, recipes_of
     from tinyvllm.runner.runner import CheckpointSource, weight_dtype
@@ -53,7 +54,7 @@ def load(
     config = read_config(family, source)
     model = family.model(config)
     progress: list[tuple[int, int, str]] = []
-    plan = WeightPlan(Placement("CPU"), weight_dtype(dtype, checkpoint), format or DTYPES[dtype])
+    plan = WeightPlan(Placement(device), weight_dtype(dtype, checkpoint), format or DTYPES[dtype])
     loader = WeightLoader(None if dummy else checkpoint, plan, lambda *report: progress.append(report), kept)
     loader.load(model, recipes_of(family, config, model, checkpoint.kind))
     return Loaded(model, loader, progress)
@@ -274,7 +275,7 @@ def test_the_second_start_maps_the_matrices_that_the_first_packed(tmp_path, monk
     first = load(tmp_path, "bfloat16", kept=cache)
     check_rows(first.model, as_bf16(tensors), {"BF16"})
     assert kept_files(cache) == [".index", ".panels"]
-    monkeypatch.setattr(weights, "pack_matrix", lambda *_: pytest.fail("packed again"))
+    monkeypatch.setattr(weights, "pack_panels", lambda *_: pytest.fail("packed again"))
     second = load(tmp_path, "bfloat16", kept=cache)
     check_rows(second.model, as_bf16(tensors), {"BF16"})
     assert (second.loader.bytes, second.loader.streamed) == (first.loader.bytes, first.loader.streamed)

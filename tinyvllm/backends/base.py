@@ -11,6 +11,7 @@ from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, Ke
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Layout
+from tinyvllm.quant.layouts import RowSource
 
 
 class Backend(Protocol):
@@ -94,3 +95,10 @@ class Backend(Protocol):
     def sample(self, variant: str, logits: Tensor, draw: DrawInputs) -> Tensor: ...
 
     def accept_drafts(self, variant: str, drafts: Tensor, chosen: Tensor, lengths: Tensor, count: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def pack_tiles(self, variant: str, placement: Placement, rows: RowSource, I: int) -> Tensor:
+        """The matrix [O, I] in tiles, realized, uint8 [panel_bytes]: its rows are uploaded as they are and packed on the device.
+
+        On return the rows have been read; the device may still be packing.
+        """
+        ...

@@ -49,7 +49,7 @@ from tinyvllm.bridge.hooks import DeviceCopies, DeviceHooks, ImportedPages, Queu
 from tinyvllm.bridge.lazy_init import uninitialized
 from tinyvllm.bridge.memory import Reading, download, host_address, opaque_memory, peek, read_async, upload, upload_parts
 from tinyvllm.bridge.metal import from_objc_string, metal_bindings, metal_buffer_over, to_objc_string
-from tinyvllm.bridge.node import Program, code_address, launch_program, load_object, load_program
+from tinyvllm.bridge.node import Program, code_address, launch_program, load_object, load_program, run_program
 from tinyvllm.bridge.programs import enable_program_cache
 from tinyvllm.bridge.renderer import emulate_half_without_f16c, render_bfloat16_as_bits
 from tinyvllm.bridge.scatter import scatter_add, store_kv
@@ -63,7 +63,7 @@ __all__ = [
     "download", "emulate_half_without_f16c", "enable_program_cache", "from_objc_string", "has_graph", "host_address", "install_hooks",
     "launch_program", "load_object", "load_program", "mapped", "metal_bindings", "metal_buffer_over", "opaque_memory", "opened_device",
     "peek", "prefer_device", "profiling", "raise_memory_errors", "read_async", "recover_device", "release_deferred", "remove_hooks",
-    "render_bfloat16_as_bits", "repeat", "replace_copy_in", "scatter_add", "shared_zeros", "spans", "store_kv", "suppress_finalizing",
-    "synchronize", "time_generated_kernels", "tinygrad_setting", "to_objc_string", "uninitialized", "upload", "upload_parts",
-    "use_c_compiler", "use_graph",
+    "render_bfloat16_as_bits", "repeat", "replace_copy_in", "run_program", "scatter_add", "shared_zeros", "spans", "store_kv",
+    "suppress_finalizing", "synchronize", "time_generated_kernels", "tinygrad_setting", "to_objc_string", "uninitialized", "upload",
+    "upload_parts", "use_c_compiler", "use_graph",
 ]  # fmt: skip

@@ -12,6 +12,8 @@ from tinygrad.renderer import Estimates
 from tinygrad.runtime.support.elf import jit_loader
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
 
+from tinyvllm.bridge.memory import buffer_of
+
 
 @dataclass(frozen=True)
 class Program:
@@ -62,9 +64,18 @@ def launch_program(program: Program, arguments: Sequence[Tensor]) -> list[Tensor
     return arguments[0].custom_kernel(*arguments[1:], fxn=node)[: program.outs]
 
 
-def load_program(device: str, entry: str, binary: bytes) -> Any:
-    """The program as the device's runtime loads it, to be launched past any graph. It must live as long as its code is used."""
-    return Device[device].runtime(entry, binary)
+def load_program(device: str, entry: str, binary: bytes, *aux: int) -> Any:
+    """The program as the device's runtime loads it, to be launched past any graph. It must live as long as its code is used.
+
+    `aux` is that of `Program`.
+    """
+    return Device[device].runtime(entry, binary, *aux)
+
+
+def run_program(runtime: Any, program: Program, arguments: Sequence[Tensor]) -> None:
+    """Launch a loaded program once, past any graph and after everything launched before, on the memory of realized or empty tensors."""
+    memory = [buffer_of(argument.uop)._buf for argument in arguments]
+    runtime(*memory, global_size=program.grid, local_size=program.block)
 
 
 def load_object(code: bytes) -> bytes:

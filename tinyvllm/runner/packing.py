@@ -1,4 +1,4 @@
-"""Packs rows of files into the layout that a device's kernels read: by compiled kernels where there is a C compiler, else by numpy."""
+"""Packs rows of files into the layout that a device's kernels read: panels on the host, tiles on the GPU."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tinyvllm.backends.cpu.toolchain import has_compiler
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.launch import run_now
-from tinyvllm.backends.registry import usable_variants
+from tinyvllm.backends.limits import ShapeFacts
+from tinyvllm.backends.registry import select, usable_variants
 from tinyvllm.placement import Placement
-from tinyvllm.quant.formats import FLOATS, Layout
-from tinyvllm.quant.layouts import PANEL, convert_rows, put_tiles, quantize_rows, unpack_rows
+from tinyvllm.quant.formats import FLOATS
+from tinyvllm.quant.layouts import PANEL, RowSource, TileWeight, convert_rows, joined, pack_tiles, quantize_rows, unpack_rows
 from tinyvllm.weights.mapping import drop_pages
+from tinyvllm.weights.memory import place_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,44 +41,43 @@ class Rows:
         return Rows(format, quantize_rows(format, unpack_rows(self.format, self.data)))
 
 
-def common_format(parts: Sequence[Rows], otherwise: str) -> str:
+def common_format(parts: Sequence[Rows | RowSource], otherwise: str) -> str:
     """The format of all parts, or `otherwise` where they differ."""
     formats = {part.format for part in parts}
     return formats.pop() if len(formats) == 1 else otherwise
 
 
-def pack_matrix(layout: Layout, format: str, I: int, parts: Sequence[Rows], out: np.ndarray) -> None:
-    """Write the parts [O_i, I], one after the other, as one matrix in panels or tiles, uint8 `out`; their mapped pages are dropped."""
-    if layout is Layout.TILES:
-        parts = [part.converted(format) for part in parts]
-    else:  # the kernel converts floats on the way
-        parts = [part if part.format == format else part.floats() for part in parts]
+def pack_panels(format: str, I: int, parts: Sequence[Rows], out: np.ndarray) -> None:
+    """Write the parts [O_i, I], one after the other, as one matrix in panels, uint8 `out`; their mapped pages are dropped."""
+    parts = [part if part.format == format else part.floats() for part in parts]  # the kernel converts floats on the way
     if any(len(part.data) % PANEL for part in parts[:-1]):  # a panel with rows of two parts: make them one
         parts = [Rows(format, np.concatenate([part.converted(format).data for part in parts]))]
-    total, first = sum(-(-len(part.data) // PANEL) for part in parts), 0
+    first, variant = 0, usable_variants(Placement("CPU"))[0]  # also for a device without kernels of its own
     for part in parts:
         end = first + -(-len(part.data) // PANEL)
-        if layout is Layout.TILES:
-            _pack_tiles(part, I, out, first, end, total)
-        else:
-            _pack_panels(part, format, I, out, first, end)
+        kernel = Kernel.cpu("pack", variant, 1, 2, SOURCE=part.format, FORMAT=format, I=I)
+        run_now(kernel, out, np.ascontiguousarray(part.data), np.array([first, end, len(part.data)], np.int32))
         drop_pages(part.data)
         first = end
 
 
-def _pack_panels(part: Rows, format: str, I: int, out: np.ndarray, first: int, end: int) -> None:
-    kernel = Kernel.cpu("pack", _variant(), 1, 2, SOURCE=part.format, FORMAT=format, I=I)
-    run_now(kernel, out, np.ascontiguousarray(part.data), np.array([first, end, len(part.data)], np.int32))
+def place_tiles(placement: Placement, parts: Sequence[RowSource], I: int, otherwise: str) -> TileWeight:
+    """The parts [O_i, I], one after the other, as one matrix in tiles on a GPU; their mapped pages are dropped.
+
+    Parts of several formats become `otherwise`. Rows are packed by the GPU if it has a kernel for them, else here by the definition.
+    """
+    format = common_format(parts, otherwise)
+    rows = joined([in_format(part, format) for part in parts])
+    kernel = select("pack_tiles", placement, f"{format} {rows.O}x{I}", ShapeFacts(placement, inputs=I, outputs=rows.O, format=format))
+    if kernel is None:
+        tensor = place_bytes(pack_tiles(format, rows.gathered()), placement.device)
+    else:
+        tensor = kernel.backend.pack_tiles(kernel.variant, placement, rows, I)
+    for block in (block for part in parts for block in part.blocks):
+        drop_pages(block)
+    return TileWeight(tensor, format, rows.O, I)
 
 
-def _pack_tiles(part: Rows, I: int, out: np.ndarray, first: int, end: int, total: int) -> None:
-    if not has_compiler():  # a GPU machine need not have a C compiler; numpy takes several times as long
-        put_tiles(part.format, I, out, part.data, first, total)
-        return
-    kernel = Kernel.cpu("pack_tiles", _variant(), 1, 2, FORMAT=part.format, I=I)
-    run_now(kernel, out, np.ascontiguousarray(part.data), np.array([first, end, len(part.data), total], np.int32))
-
-
-def _variant() -> str:
-    """The best CPU variant of this processor, also where another device runs the products."""
-    return usable_variants(Placement("CPU"))[0]
+def in_format(rows: RowSource, format: str) -> RowSource:
+    """The same rows, converted or quantized on the host if they are in another format."""
+    return rows if rows.format == format else RowSource.of(format, Rows(rows.format, rows.gathered()).converted(format).data)

@@ -1,7 +1,8 @@
 """Loads a checkpoint's weights into a model: packed for products that have kernels here, plain tensors for everything else.
 
-Matrices are packed into the layout that the device's kernels read: once, by all cores, straight from the mapped file, whose pages are
-dropped on the way. The peak is therefore what stays, and for a GPU one matrix on the host.
+Matrices are packed into the layout that the device's kernels read, straight from the mapped file, whose pages are dropped on the way:
+panels once, by all cores of the host; tiles on the GPU, from rows that are uploaded as they are. The peak is therefore what stays, and on
+a GPU a staging buffer more.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from tinyvllm.ops.head import Table
 from tinyvllm.ops.linear import TensorWeight, Weight
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import FLOATS, FORMATS, Layout, formats_in, packed_in
-from tinyvllm.quant.layouts import PackedWeight, RowWeight, StoredWeight, TileWeight, packable, panel_bytes, row_bytes
-from tinyvllm.runner.packing import Rows, common_format, pack_matrix
+from tinyvllm.quant.layouts import PackedWeight, RowSource, RowWeight, StoredWeight, TileWeight, packable, panel_bytes, row_bytes
+from tinyvllm.runner.packing import Rows, common_format, in_format, pack_panels, place_tiles
 from tinyvllm.runner.weight_cache import WeightCache
 from tinyvllm.weights.checkpoint import Checkpoint
 from tinyvllm.weights.convert import DTYPE_FORMATS
-from tinyvllm.weights.dummy import dummy_rows, dummy_tensors
-from tinyvllm.weights.load import load_rows, load_tensors
+from tinyvllm.weights.dummy import dummy_rows, dummy_source, dummy_tensors
+from tinyvllm.weights.load import load_rows, load_tensors, locate_rows
 from tinyvllm.weights.mapping import allocate
 from tinyvllm.weights.memory import place_bytes
 
@@ -88,9 +89,8 @@ class WeightLoader:
 
     def __init__(self, checkpoint: Checkpoint | None, plan: WeightPlan, progress: Progress | None = None, kept: Path | None = None):
         self._checkpoint, self._plan, self._progress = checkpoint, plan, progress
-        packing = f"{plan.floats} {plan.format}{' tiles' if plan.layout is Layout.TILES else ''}"
-        keeps = kept is not None and checkpoint is not None and plan.layout is not Layout.ROWS
-        self._kept = WeightCache(kept, checkpoint, packing) if keeps and kept is not None and checkpoint is not None else None
+        keeps = plan.layout is Layout.PANELS  # rows stay those of the file, and a GPU packs tiles faster than a disk reads
+        self._kept = WeightCache(kept, checkpoint, f"{plan.floats} {plan.format}") if keeps and kept and checkpoint else None
         self.bytes = 0  # that the model holds
         self.streamed = 0  # of these, what a decode step reads: all but an embedding table of its own
         self.formats: set[str] = set()  # of the packed matrices of products
@@ -121,9 +121,10 @@ class WeightLoader:
             sources = {source for group in groups for recipe in group.recipes for source in recipe.sources}
             self._kept.begin(sum(self._checkpoint.tensors[s].data.nbytes for s in sources if s in self._checkpoint.tensors))
         packed: dict[_Group, Weight] = {}
+        places: dict[Layout, Callable[[list[WeightRecipe]], PackedWeight | StoredWeight]]
+        places = {Layout.ROWS: self._stored, Layout.TILES: self._tiled, Layout.PANELS: self._packed}
         for group in groups:
-            weight = self._stored(group.recipes) if self._plan.layout is Layout.ROWS else self._packed(group.recipes)
-            packed[group] = weight
+            packed[group] = weight = places[self._plan.layout](group.recipes)
             self.formats.add(weight.format)
             for module, recipe in zip(group.modules, group.recipes, strict=True):
                 del rest[recipe.name]
@@ -187,14 +188,20 @@ class WeightLoader:
             self._count(recipe, data.nbytes)
         return StoredWeight(tuple(held))
 
+    def _tiled(self, recipes: list[WeightRecipe]) -> TileWeight:
+        """One matrix in tiles with the rows of all parts, packed on the device."""
+        weight = place_tiles(self._plan.placement, [self._located(r) for r in recipes], recipes[0].shape[1], self._plan.floats)
+        for recipe in recipes:
+            self._count(recipe, recipe.shape[0] * row_bytes(weight.format, weight.I))
+        return weight
+
     def _packed(self, recipes: list[WeightRecipe]) -> PackedWeight:
         """One packed matrix with the rows of all parts: from the cache on disk, or packed now."""
         I, found = recipes[0].shape[1], None if self._kept is None else self._kept.get(recipes[0].name)
         format, O, packed = self._pack(recipes) if found is None else found
         for recipe in recipes:
             self._count(recipe, recipe.shape[0] * row_bytes(format, I))
-        kind = TileWeight if self._plan.layout is Layout.TILES else PackedWeight
-        return kind(place_bytes(packed, self._plan.placement.device), format, O, I)
+        return PackedWeight(place_bytes(packed, self._plan.placement.device), format, O, I)
 
     def _pack(self, recipes: list[WeightRecipe]) -> tuple[str, int, np.ndarray]:
         """Format, rows and the packed bytes, written into the cache file if one was begun."""
@@ -203,7 +210,7 @@ class WeightLoader:
         O, I = sum(recipe.shape[0] for recipe in recipes), recipes[0].shape[1]
         size = panel_bytes(format, O, I)
         packed = allocate(size) if self._kept is None else self._kept.scratch(size)
-        pack_matrix(self._plan.layout, format, I, parts, packed)
+        pack_panels(format, I, parts, packed)
         return format, O, packed if self._kept is None else self._kept.keep(recipes[0].name, format, O, packed)
 
     def _rows(self, recipe: WeightRecipe) -> RowWeight:
@@ -219,7 +226,18 @@ class WeightLoader:
         if self._checkpoint is None:
             return Rows(wanted or floats, dummy_rows(recipe, wanted or floats))
         rows = Rows(*load_rows(self._checkpoint, recipe, self._plan.dtype, packed_in(self._plan.layout)))
-        return rows.converted(wanted or (floats if rows.format in FLOATS else rows.format))
+        return rows.converted(self._format_of(rows.format))
+
+    def _located(self, recipe: WeightRecipe) -> RowSource:
+        """The rows of `_load_rows` where they are."""
+        if self._checkpoint is None:
+            return dummy_source(recipe, self._plan.format or self._plan.floats)
+        rows = locate_rows(self._checkpoint, recipe, self._plan.dtype, packed_in(self._plan.layout))
+        return in_format(rows, self._format_of(rows.format))
+
+    def _format_of(self, stored: str) -> str:
+        """The format of a matrix that the file has in `stored`, or that was unpacked to it."""
+        return self._plan.format or (self._plan.floats if stored in FLOATS else stored)
 
 
 def widest_tolerance(formats: set[str]) -> tuple[str, float]:

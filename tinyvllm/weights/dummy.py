@@ -16,7 +16,7 @@ from tinygrad import Tensor
 
 from tinyvllm.quant.codecs import NUMPY_DTYPES
 from tinyvllm.quant.formats import FLOATS, FORMATS
-from tinyvllm.quant.layouts import convert_rows, quantize_rows, row_bytes
+from tinyvllm.quant.layouts import RowSource, convert_rows, quantize_rows, row_bytes
 from tinyvllm.weights.convert import format_of_dtype, from_f32
 from tinyvllm.weights.mapping import allocate
 from tinyvllm.weights.memory import to_device
@@ -52,6 +52,15 @@ def dummy_rows(recipe: Recipe, format: str) -> np.ndarray:
     out = allocate(O * row_bytes(format, I))
     _fill(out, pool, zlib.crc32(recipe.name.encode()) % (len(pool) // per_block) * per_block)
     return out.reshape(O, -1)
+
+
+def dummy_source(recipe: Recipe, format: str) -> RowSource:
+    """The rows of `dummy_rows` as places in the pool, which is all that has to be read."""
+    O, I = recipe.shape
+    pool, size = _rows_pool(format), row_bytes(format, I)
+    first = zlib.crc32(recipe.name.encode()) % (len(pool) // FORMATS[format].nbytes) * FORMATS[format].nbytes
+    again = np.resize(pool, size)  # of the rows that begin near the pool's end
+    return RowSource(format, size, (np.concatenate([pool, again]),), (first + np.arange(O, dtype=np.int64) * size) % len(pool))
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from tinygrad import Tensor
 from tinyvllm.errors import FormatError, ModelError
 from tinyvllm.quant.codecs import NUMPY_DTYPES, readable_formats
 from tinyvllm.quant.formats import FORMATS, BlockFormat, Layout, packed_in
+from tinyvllm.quant.layouts import RowSource, joined, row_bytes
 from tinyvllm.weights.checkpoint import Checkpoint, TensorRecord
 from tinyvllm.weights.convert import check_fits_float16, converted, format_of_dtype, unpacked
 from tinyvllm.weights.mapping import drop_pages, is_mapped
@@ -70,11 +71,7 @@ def load_rows(
     view of the mapped file where the transform is none or a slice of rows, and then the caller drops its pages when done. Otherwise in the
     format of `dtype`, in memory of its own. Stored floats are not converted to `dtype`, only checked to fit it. Errors as `load_tensors`.
     """
-    wanted = format_of_dtype(dtype)
-    if len(recipe.shape) != 2:
-        raise ModelError(f"{_SPEAKER}: {recipe.name!r} has the shape {list(recipe.shape)}, expected a matrix; load it with load_tensors")
-    _check_sources(checkpoint, [recipe])
-    records = [checkpoint.tensors[source] for source in recipe.sources]
+    wanted, records = format_of_dtype(dtype), _records_of_matrix(checkpoint, recipe)
     try:
         name, rows = _rows(recipe, records, wanted, packed)
     except FloatingPointError as error:
@@ -85,7 +82,37 @@ def load_rows(
     return name, rows
 
 
+def locate_rows(checkpoint: Checkpoint, recipe: Recipe, dtype: DType, packed: tuple[str, ...]) -> RowSource:
+    """The rows of `load_rows` where the file has them: a transform that moves whole rows becomes their order.
+
+    The caller drops the pages of the blocks when it has read them. Rows that have to be transformed or unpacked are so on the host.
+    """
+    wanted, records = format_of_dtype(dtype), _records_of_matrix(checkpoint, recipe)
+    stored, order = records[0].format, _row_order(recipe, records)
+    if order is None or any(record.format != stored for record in records) or stored not in (*packed, *NUMPY_DTYPES):
+        return RowSource.of(*load_rows(checkpoint, recipe, dtype, packed))
+    if wanted.name == "F16" and stored in NUMPY_DTYPES and stored != "F16":
+        _check_fits_float16(recipe, records)
+    size = row_bytes(stored, recipe.shape[1])
+    return joined([RowSource.of(stored, record.data.reshape(-1, size)) for record in records]).taken(order)
+
+
+def _check_fits_float16(recipe: Recipe, records: list[TensorRecord]) -> None:
+    try:
+        for record in records:
+            check_fits_float16(_stored(record))
+    except FloatingPointError as error:
+        raise ModelError(_beyond_float16(recipe)) from error
+
+
 # --- what can be known from the headers
+
+
+def _records_of_matrix(checkpoint: Checkpoint, recipe: Recipe) -> list[TensorRecord]:
+    if len(recipe.shape) != 2:
+        raise ModelError(f"{_SPEAKER}: {recipe.name!r} has the shape {list(recipe.shape)}, expected a matrix; load it with load_tensors")
+    _check_sources(checkpoint, [recipe])
+    return [checkpoint.tensors[source] for source in recipe.sources]
 
 
 def _check_sources(checkpoint: Checkpoint, recipes: Sequence[Recipe]) -> None:
@@ -137,7 +164,7 @@ def _beyond_float16(recipe: Recipe) -> str:
 def _rows(recipe: Recipe, records: list[TensorRecord], wanted: BlockFormat, packed: tuple[str, ...]) -> tuple[str, np.ndarray]:
     formats = {record.format for record in records}
     stored = FORMATS[records[0].format] if len(formats) == 1 else wanted
-    if stored.name in packed and _moves_whole_rows(recipe, records):
+    if stored.name in packed and _row_order(recipe, records) is not None:
         blocks = [record.data.reshape(record.shape[0], -1) for record in records]
         return stored.name, np.ascontiguousarray(blocks[0] if recipe.transform is None else recipe.transform(blocks))
     if stored.name not in NUMPY_DTYPES:
@@ -150,19 +177,23 @@ def _rows(recipe: Recipe, records: list[TensorRecord], wanted: BlockFormat, pack
     return stored.name, array.view(np.uint8).reshape(recipe.shape[0], -1)
 
 
-def _moves_whole_rows(recipe: Recipe, records: list[TensorRecord]) -> bool:
-    """Whether the transform, tried on matrices of as many rows but two columns, gives the right number of rows, each whole."""
+def _row_order(recipe: Recipe, records: list[TensorRecord]) -> np.ndarray | None:
+    """The order in which the transform moves whole rows of its sources, int [O], counted through all of them; None if it does not.
+
+    The transform is tried on matrices of as many rows but two columns.
+    """
     if recipe.transform is None:
-        return True
+        return np.arange(recipe.shape[0])
     if any(len(record.shape) != 2 or record.shape[1] != recipe.shape[1] for record in records):
-        return False
+        return None
     ends = np.cumsum([2 * record.shape[0] for record in records])
     trial = [np.arange(end - 2 * record.shape[0], end).reshape(-1, 2) for record, end in zip(records, ends)]
     try:
         moved = recipe.transform(trial)
     except (ValueError, IndexError):
-        return False  # `_transformed` reports it, with the shapes of the tensors themselves
-    return moved.shape == (recipe.shape[0], 2) and bool((moved[:, 0] % 2 == 0).all() and (moved[:, 0] + 1 == moved[:, 1]).all())
+        return None  # `_transformed` reports it, with the shapes of the tensors themselves
+    whole = moved.shape == (recipe.shape[0], 2) and bool((moved[:, 0] % 2 == 0).all() and (moved[:, 0] + 1 == moved[:, 1]).all())
+    return moved[:, 0] // 2 if whole else None
 
 
 def _transformed(recipe: Recipe, records: list[TensorRecord], wanted: BlockFormat) -> np.ndarray:

@@ -7,8 +7,6 @@
 //     BLOCK, FILE_BLOCK_BYTES   weights and bytes of a block in a file
 //     FIELDS(FIELD)             FIELD(bytes, word, flip) for each part of a block in file order. A panel has, for each block, one part
 //                               after the other, each as [bytes / word][16 rows][word]; every 32-bit word is XORed with `flip`
-//     TILE_BYTES                bytes of a row in a tile of the last field (pack_tiles.c); undefined: there are no tiles of it
-//     TILES_PER_BLOCK           1 where it is not defined
 //     unpack_block(x, block)    x[BLOCK] = the exact weights of a block in a file
 //
 // and for products, which walk through a panel block by block (product.h), either
@@ -46,9 +44,6 @@
 #error "format.h: no panels of this WEIGHT"
 #endif
 
-#ifndef TILES_PER_BLOCK
-#define TILES_PER_BLOCK 1
-#endif
 #ifndef INTEGERS
 #define INTEGERS 0
 #endif

@@ -28,7 +28,7 @@ from tinyvllm.bridge import (
 from tinyvllm.integers import ceil_div, round_up
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Activations, Layout, activations_of
-from tinyvllm.quant.layouts import BLOCK, PackedWeight, panel_bytes, row_bytes
+from tinyvllm.quant.layouts import BLOCK, PackedWeight, RowSource, panel_bytes, row_bytes
 
 # What a processor must have for each variant, by Linux's names of its features.
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -199,6 +199,9 @@ class CpuBackend:
 
     def accept_drafts(self, variant: str, drafts: Tensor, chosen: Tensor, lengths: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("kernels: the CPU has no kernel for accept_drafts")
+
+    def pack_tiles(self, variant: str, placement: Placement, rows: RowSource, I: int) -> Tensor:
+        raise NotImplementedError("kernels: the CPU reads panels, not tiles")
 
 
 def _lacking(needs: tuple[str, ...], has: frozenset[str]) -> str | None:

@@ -18,6 +18,7 @@ from tinyvllm.backends.cuda.driver import CudaCopies, copies_of, gpu_free_memory
 from tinyvllm.backends.cuda.graph import CudaGraph
 from tinyvllm.backends.cuda.launch import launch
 from tinyvllm.backends.cuda.limits import LIMITS
+from tinyvllm.backends.cuda.packing import pack_rows
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.limits import ShapeFacts, first_reason
 from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights, packed
@@ -36,7 +37,7 @@ from tinyvllm.bridge import (
 from tinyvllm.integers import round_up
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import FORMATS, Layout
-from tinyvllm.quant.layouts import PackedWeight
+from tinyvllm.quant.layouts import PackedWeight, RowSource
 
 # The oldest GPU that a variant runs on. Each kernel is compiled for the GPU of this machine.
 OLDEST = {plan.BASE: 80}
@@ -195,6 +196,9 @@ class CudaBackend:
         outs = [integers(drafts, B), integers(drafts, B)]
         accepted, following = launch(plan.accept_drafts(variant, B, N), outs, [drafts, chosen, lengths, count])
         return accepted, following
+
+    def pack_tiles(self, variant: str, placement: Placement, rows: RowSource, I: int) -> Tensor:
+        return pack_rows(plan.pack_tiles(variant, rows.format, gpu_of(placement)), placement.device, rows, I)
 
 
 def gpu_at(like: Tensor) -> plan.GPU:

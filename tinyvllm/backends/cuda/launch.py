@@ -4,24 +4,40 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 from tinygrad import Tensor
 
 from tinyvllm.backends.cuda import nvrtc
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.bridge import Program, architecture, launch_program
+from tinyvllm.bridge import Program, architecture, launch_program, load_program, run_program
 from tinyvllm.placement import Placement
 
 
 def launch(kernel: Kernel, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> list[Tensor]:
     """The kernel as a node of the lazy graph: `outs` after it has written them (backends/launch.py)."""
     kernel.check_counts(len(outs), len(ins))
-    code = machine_code(kernel, Placement.of(outs[0].device).device)
-    program = Program(
-        kernel.name, kernel.stem, code, kernel.outs, kernel.ins, kernel.flops, kernel.bytes,
+    return launch_program(_program(kernel, Placement.of(outs[0].device).device), [*outs, *ins])
+
+
+def launch_now(kernel: Kernel, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> None:
+    """Launch the kernel past the lazy graph, after everything launched before: `outs` are empty or realized tensors that it writes."""
+    kernel.check_counts(len(outs), len(ins))
+    device = Placement.of(outs[0].device).device
+    run_program(loaded(kernel, device), _program(kernel, device), [*outs, *ins])
+
+
+def _program(kernel: Kernel, device: str) -> Program:
+    return Program(
+        kernel.name, kernel.stem, machine_code(kernel, device), kernel.outs, kernel.ins, kernel.flops, kernel.bytes,
         kernel.grid, (kernel.block, 1, 1), (kernel.shared, *kernel.integers),
     )  # fmt: skip
-    return launch_program(program, [*outs, *ins])
+
+
+@functools.cache
+def loaded(kernel: Kernel, device: str) -> Any:
+    """The kernel as the device's runtime loads it, for launches past the graph."""
+    return load_program(device, kernel.stem, machine_code(kernel, device), kernel.shared, *kernel.integers)
 
 
 @functools.cache

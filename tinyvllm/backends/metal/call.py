@@ -41,7 +41,7 @@ from tinyvllm.bridge import (
 from tinyvllm.integers import round_up
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Layout
-from tinyvllm.quant.layouts import StoredWeight
+from tinyvllm.quant.layouts import RowSource, StoredWeight
 
 Argument = Tensor | np.ndarray | int  # of a kernel that is timed
 Cut = TypeVar("Cut", plan.Cut, plan.Fragments)
@@ -210,6 +210,9 @@ class MetalBackend:
         outs = [integers(drafts, B), integers(drafts, B)]
         accepted, following = launch(plan.accept_drafts(variant, B, N), outs, [drafts, chosen, lengths, count])
         return accepted, following
+
+    def pack_tiles(self, variant: str, placement: Placement, rows: RowSource, I: int) -> Tensor:
+        raise NotImplementedError("kernels: Metal reads rows of files, not tiles")
 
 
 def _counting_scratch(like: Tensor, kernel: Kernel, words: int) -> Tensor:

@@ -6,23 +6,28 @@ block are placed field by field as the format's row of quant/formats.py describe
 
 from tinyvllm.quant.layouts.panels import PackedWeight, pack_panels, packable, panel_bytes, unpack_panels
 from tinyvllm.quant.layouts.rows import BLOCK, PANEL, RowWeight, StoredWeight, convert_rows, quantize_rows, row_bytes, unpack_rows
-from tinyvllm.quant.layouts.tiles import TileWeight, pack_tiles, put_tiles, unpack_tiles
+from tinyvllm.quant.layouts.sources import RowPiece, RowSource, joined
+from tinyvllm.quant.layouts.tiles import TileUnit, TileWeight, pack_tiles, tile_unit, unpack_tiles
 
 __all__ = [
     "BLOCK",
     "PANEL",
     "PackedWeight",
+    "RowPiece",
+    "RowSource",
     "RowWeight",
     "StoredWeight",
+    "TileUnit",
     "TileWeight",
     "convert_rows",
+    "joined",
     "pack_panels",
     "pack_tiles",
     "packable",
     "panel_bytes",
-    "put_tiles",
     "quantize_rows",
     "row_bytes",
+    "tile_unit",
     "unpack_panels",
     "unpack_rows",
     "unpack_tiles",

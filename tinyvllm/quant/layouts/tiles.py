@@ -11,7 +11,7 @@ then of row g+8:
 
 After the quants of the whole matrix follow the other fields, one after the other in the file's order, each [O/16][blocks][8] of its bytes
 in row g, then in row g+8: the scales of Q8_0 and Q4_0. A matrix has as many bytes as in panels. The numpy functions are the
-definition, `TileWeight` the reference of every kernel that reads tiles.
+definition, `TileWeight` the reference of every kernel that reads tiles, and `pack_tiles` that of the one that writes them.
 """
 
 from __future__ import annotations
@@ -70,14 +70,28 @@ def pack_tiles(format: str, rows: np.ndarray) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def put_tiles(format: str, I: int, tiles: np.ndarray, rows: np.ndarray, first: int, sixteens: int) -> None:
-    """Write `rows` into the tiles of a matrix of 16 * `sixteens` rows, from row 16 * `first` on."""
-    packed, count = pack_tiles(format, rows), -(-len(rows) // PANEL)
-    source = target = 0
-    for region in _regions(format, I):
-        size, start = count * region.nbytes, target + first * region.nbytes
-        tiles[start : start + size] = packed[source : source + size]
-        source, target = source + size, target + sixteens * region.nbytes
+@dataclass(frozen=True)
+class TileUnit:
+    """What a packer moves of each row at a time: a block of a packed format, or a tile's bytes of floats.
+
+    nbytes       of a row in a unit
+    quants       first byte of what the tile holds
+    quant_bytes  bytes of that
+    others       first byte and bytes of each field that follows the tiles, in their order
+    """
+
+    nbytes: int
+    quants: int
+    quant_bytes: int
+    others: tuple[tuple[int, int], ...]
+
+
+def tile_unit(format: str) -> TileUnit:
+    """The unit of a format that has tiles."""
+    tile, *others = _regions(format, FORMATS[format].elements)
+    quant_bytes = tile.slices * _SLICE
+    nbytes = unit_bytes(format) if others else quant_bytes  # numbers are all that a row has: a unit is as wide as the tile
+    return TileUnit(nbytes, tile.start, quant_bytes, tuple((region.start, region.end - region.start) for region in others))
 
 
 def unpack_tiles(format: str, tiles: np.ndarray, O: int, I: int) -> np.ndarray:

@@ -2,8 +2,6 @@
 #define BLOCK 32
 #define FILE_BLOCK_BYTES 64
 #define FIELDS(FIELD) FIELD(64, 2, 0)
-#define TILE_BYTES 32
-#define TILES_PER_BLOCK 2
 
 INLINE void unpack_block(float *x, const uint8_t *block) {
   for (int i = 0; i < 32; i += 16) v16_store(x + i, v16_load_f16((const uint16_t *)block + i));

@@ -3,7 +3,6 @@
 #define BLOCK 32
 #define FILE_BLOCK_BYTES 18
 #define FIELDS(FIELD) FIELD(2, 2, 0) FIELD(16, 4, 0)
-#define TILE_BYTES 16
 
 INLINE void unpack_block(float *x, const uint8_t *block) {
   const float scale = float_from_f16(((const struct any_half *)block)->half);

@@ -2,7 +2,6 @@
 #define BLOCK 32
 #define FILE_BLOCK_BYTES 34
 #define FIELDS(FIELD) FIELD(2, 2, 0) FIELD(32, 4, 0x80808080u)
-#define TILE_BYTES 32
 
 INLINE void unpack_block(float *x, const uint8_t *block) {
   const float scale = float_from_f16(((const struct any_half *)block)->half);
