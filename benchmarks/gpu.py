@@ -284,9 +284,10 @@ def ask(o: argparse.Namespace, peer_name: str, interpreter: str, module: str, *w
 def kernels(o: argparse.Namespace) -> None:
     """Paged attention of decodes and of a prompt, and large products, each with its roof. --only takes those whose name contains it."""
     start(o)
-    from benchmarks.gpu_ops import attention_decode_op, attention_prefill_op, product_op, seconds_of
+    from benchmarks.gpu_ops import attention_decode_op, attention_prefill_op, placing_seconds, product_op, seconds_of
     from tinyvllm.backends.registry import usable_variants
     from tinyvllm.placement import Placement
+    from tinyvllm.quant.layouts import panel_bytes
 
     shapes = [(2, 40, 4, 2, 32)] if o.tiny else [(32, 4096, 32, 8, 128), (1, 32768, 32, 8, 128), (256, 600, 16, 8, 128)]
 
@@ -306,6 +307,11 @@ def kernels(o: argparse.Namespace) -> None:
         rate = op.flops / seconds_of(op, effort(o)) / 1e12
         emit(o, f"matmul {format}, {edge}, {row}", rate, "TFLOP/s", f"cuBLAS {edge}", measured(o, f"cuBLAS bf16, {edge}"))
 
+    def placing(format: str) -> None:
+        O, I = (48, 64) if o.tiny else (28672, 4096)  # gate and up of 8B
+        rate = panel_bytes(format, O, I) / placing_seconds(format, O, I)
+        emit(o, f"pack_tiles {format}, upload and packing", rate / 1e9, "GB/s")
+
     for shape in shapes:
         if o.only in "attention_decode":
             attempt(o, decoding, shape)
@@ -317,6 +323,8 @@ def kernels(o: argparse.Namespace) -> None:
             if o.only in f"matmul {format}, {edge}, {row}":
                 attempt(o, product, edge, format, row)
     os.environ.pop("TINYVLLM_KERNELS", None)
+    for format in ("BF16", "Q8_0", "Q4_0"):
+        attempt(o, placing, format)
 
 
 def ablation(o: argparse.Namespace) -> None:

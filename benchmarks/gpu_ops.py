@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
@@ -25,17 +26,19 @@ from tinyvllm.backends.cuda.driver import gpu_attribute
 from tinyvllm.backends.launch import launch
 from tinyvllm.backends.metal import plan as metal_records
 from tinyvllm.batch import Batch, LayerCache
-from tinyvllm.bridge import Captured, alias
+from tinyvllm.bridge import Captured, alias, synchronize
 from tinyvllm.ops.accept_drafts import accept_drafts
 from tinyvllm.ops.attention import PagedAttention
 from tinyvllm.ops.head import embed, norm_head
 from tinyvllm.ops.linear import TensorWeight, Weight, gate_up_silu, linear
 from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.qkv import QKV, norm_qkv_rope_store
+from tinyvllm.placement import Placement
 from tinyvllm.quant.codecs import f32_to_bf16
 from tinyvllm.quant.formats import FLOATS, FORMATS
-from tinyvllm.quant.layouts import RowWeight, StoredWeight, TileWeight, panel_bytes
+from tinyvllm.quant.layouts import RowSource, RowWeight, StoredWeight, TileWeight, panel_bytes
 from tinyvllm.request import SamplingParams, Sequence
+from tinyvllm.runner.packing import place_tiles
 from tinyvllm.sampling.sampler import Sampler
 from tinyvllm.weights.memory import place_bytes
 
@@ -177,6 +180,18 @@ def tile_weight(format: str, O: int, I: int) -> TileWeight:
     data = np.resize(np.random.default_rng(0).integers(0, 256, _POOL, np.uint8), size)
     data[-2 * scales :] = np.full(scales, 0.02 / (74 if format == "Q8_0" else 4.6), np.float16).view(np.uint8)
     return TileWeight(place_bytes(data, Device.DEFAULT), format, O, I)
+
+
+def placing_seconds(format: str, O: int, I: int) -> float:
+    """Seconds of the host's clock until rows in its memory are tiles on the device (pack_tiles): the upload counts. The best of three."""
+    rows, placement, best = RowSource.of(format, file_bytes(format, O, I).reshape(O, -1)), Placement(Device.DEFAULT), float("inf")
+    for _ in range(3):
+        synchronize(Device.DEFAULT)
+        start = time.perf_counter()
+        place_tiles(placement, [rows], I, format)
+        synchronize(Device.DEFAULT)
+        best = min(best, time.perf_counter() - start)
+    return best
 
 
 def stored_weight(format: str, rows: tuple[int, ...], I: int) -> StoredWeight:
