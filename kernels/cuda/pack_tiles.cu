@@ -23,7 +23,7 @@ struct Row {
 
 DEVICE u32 word_of(Row row, int start);
 DEVICE void write_tile(u8 *tile, Row low, Row high, int lane);
-DEVICE u16 half_of(const u8 *rows, int place, s64 start);
+template <int BYTES> DEVICE void write_field(u8 *to, const u8 *rows, const int *places, int lane);
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) pack_tiles(u8 *tiles, const u8 *rows, const int *table) {
   const u32 first = table[0], count = table[1], sixteens = table[2], units = table[3], lane = threadIdx.x % 32;
@@ -34,11 +34,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) pack_tiles(u8 *tiles, c
     const int low = places[lane / 4], high = places[lane / 4 + 8];
     write_tile(tiles + block * (16 * QUANT_BYTES), {rows + low + start, low >= 0}, {rows + high + start, high >= 0}, lane);
     u8 *others = tiles + (s64)sixteens * units * (16 * QUANT_BYTES);
-#define FIELD(at, bytes)                                                                                                          \
-  for (int i = lane; i < 8 * (bytes); i += 32) { /* row 0, row 8, row 1, row 9 and so on */                                       \
-    const int row = i / ((bytes) / 2), half = i % ((bytes) / 2);                                                                  \
-    ((u16 *)(others + block * (16 * (bytes))))[i] = half_of(rows, places[row / 2 + row % 2 * 8], start + (at) + 2 * half);        \
-  }                                                                                                                               \
+#define FIELD(at, bytes)                                                                    \
+  write_field<(bytes)>(others + block * (16 * (bytes)), rows + start + (at), places, lane); \
   others += (s64)sixteens * units * (16 * (bytes));
     FIELDS
 #undef FIELD
@@ -70,4 +67,10 @@ DEVICE u32 word_of(Row row, int start) {
   return (u64)p % 4 == 0 ? *(const u32 *)p : ((const u16 *)p)[0] | (u32)((const u16 *)p)[1] << 16;
 }
 
-DEVICE u16 half_of(const u8 *rows, int place, s64 start) { return place < 0 ? 0 : *(const u16 *)(rows + place + start); }
+// A field of row 0, row 8, row 1, row 9 and so on; `rows` points to it in a row that begins at 0.
+template <int BYTES> DEVICE void write_field(u8 *to, const u8 *rows, const int *places, int lane) {
+  for (int i = lane; i < 8 * BYTES; i += 32) {
+    const int row = i / (BYTES / 2), place = places[row / 2 + row % 2 * 8];
+    ((u16 *)to)[i] = place < 0 ? 0 : ((const u16 *)(rows + place))[i % (BYTES / 2)];
+  }
+}

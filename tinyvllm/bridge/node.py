@@ -12,7 +12,7 @@ from tinygrad.renderer import Estimates
 from tinygrad.runtime.support.elf import jit_loader
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
 
-from tinyvllm.bridge.memory import buffer_of
+from tinyvllm.bridge.memory import opaque_memory
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def load_program(device: str, entry: str, binary: bytes, *aux: int) -> Any:
 
 def run_program(runtime: Any, program: Program, arguments: Sequence[Tensor]) -> None:
     """Launch a loaded program once, past any graph and after everything launched before, on the memory of realized or empty tensors."""
-    memory = [buffer_of(argument.uop)._buf for argument in arguments]
+    memory = [opaque_memory(argument) for argument in arguments]
     runtime(*memory, global_size=program.grid, local_size=program.block)
 
 
