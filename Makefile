@@ -15,7 +15,7 @@ CHECKS := tests/test_house.py tests/test_words.py tests/test_docs.py tests/test_
   tests/sampling/test_sampler.py tests/engine/test_engine.py tests/engine/test_decode_reuse.py tests/text/test_chat.py tests/server/core tests/cli
 SOURCES = $(shell find kernels -name '*.c' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' -o -name '*.metal')
 
-.PHONY: demo check test test-long test-peers lint bench clean
+.PHONY: demo check test test-long test-peers test-gpu-dry lint bench clean
 
 demo: $(VENV)/.core
 	$(BIN)/python main.py --prompt "Once upon a time" --max-tokens 256 --temperature 0.7 --seed 10
@@ -28,6 +28,10 @@ test-long: $(VENV)/.test
 
 test-peers: $(VENV)/.peers
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/peers
+
+# what a GPU machine would run, on an emulated GPU that launches nothing; Python 3.12 where there is one, no C compiler
+test-gpu-dry:
+	benchmarks/gpu_dry.sh
 
 # what to run before a commit: lint, the layout, and one fast test of each room; under two minutes
 check: lint $(VENV)/.test

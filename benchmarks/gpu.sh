@@ -1,38 +1,126 @@
 #!/usr/bin/env bash
-# Builds, checks and measures all that runs on an NVIDIA GPU, in one go, and prints one table: under nine minutes on one H100 or H200.
+# Checks and measures all that runs on an NVIDIA GPU, in four calls in the order of their worth, each within its minutes on one H100 or H200:
 #
-#   benchmarks/gpu.sh [FOLDER]
+#   benchmarks/gpu.sh A|B|C|D [FOLDER]
 #
-# Needs what `pip install -e .[test,cuda]` installs, and no network. The interpreter is .venv's, else python3; INTERPRETER names another one,
-# TORCH_INTERPRETER the one that has torch and transformers, which are optional. MINUTES is the time for all (9). Each part has a limit of its
-# own; a part that fails or is cut off is reported and counted, and the others continue. The figures are added to benchmarks/results/gpu.jsonl; with
-# a FOLDER, those of this run and all that was printed lie there as well. The exit status is the number of parts that failed.
+#   A  4 min  environment, roofs, large products, one decode step of 1B, one case of each test of tests/gpu
+#   B  9 min  all of tests/gpu, kernels (Hopper's, too), decodes of 1B and 8B in bf16, q8_0 and q4_0
+#   C  9 min  256 requests (captures first, untimed), idle time, the profiler's view, memcheck and racecheck
+#   D  9 min  peers, each kernel against tinygrad's code
+#
+# Needs what `pip install -e .[test,cuda]` installs, or an image with torch and the packages of docs/gpu.md; no network, no C compiler. The
+# interpreter is .venv's, else python3; INTERPRETER names another one, TORCH_INTERPRETER the one that has torch and transformers, which are
+# optional. MINUTES is another time for the call. Each part has a limit of its own; a part that fails or is cut off is reported and counted,
+# and the others continue. With a FOLDER, what was printed and the figures are there as A.log, A.jsonl, ..., eight files after all four calls,
+# and B, C and D take A's roofs; without one the figures are added to benchmarks/results/gpu.jsonl. The exit status is the number of parts
+# that failed.
+#
+#   benchmarks/gpu.sh --list A            the parts and their limits in seconds
+#   benchmarks/gpu.sh --dry [A|B|C|D]     toy shapes on an emulated GPU that launches nothing: no GPU, no C compiler; without a letter all
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
-minutes=${MINUTES:-9}
+dry='' list=''
+while :; do
+  case ${1:-} in
+    --dry) dry=1 ;;
+    --list) list=1 ;;
+    *) break ;;
+  esac
+  shift
+done
+letter=${1:-}
+
+dry_run_of_all() { # A fills the cache of compiled kernels; then two at a time
+  local logs failed=0
+  logs=$(mktemp -d)
+  "$0" --dry A || failed=1
+  "$0" --dry B >"$logs/B" 2>&1 & local b=$!
+  { "$0" --dry C && "$0" --dry D; } >"$logs/CD" 2>&1 & local cd=$!
+  wait "$b" || failed=1
+  wait "$cd" || failed=1
+  cat "$logs/B" "$logs/CD"
+  rm -r "$logs"
+  [ "$failed" -eq 0 ] && echo "dry run: all parts passed in $SECONDS s" || echo "dry run: FAILED; the parts that failed are above"
+  exit "$failed"
+}
+
+case $letter in
+  A) minutes=${MINUTES:-4} ;;
+  B | C | D) minutes=${MINUTES:-9} ;;
+  *)
+    [ -z "$letter" ] && [ -n "$dry" ] && dry_run_of_all
+    echo "gpu.sh: expected A, B, C or D, got '$letter'; A is the first call on a new machine" >&2
+    exit 2
+    ;;
+esac
+[ -z "$dry" ] || minutes=60 slower=6 # NVRTC is on two cores of a shared machine then
 interpreter=${INTERPRETER:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 torch=${TORCH_INTERPRETER:-$interpreter}
-. benchmarks/parts.sh
+log=$letter.log
+. benchmarks/parts.sh "${2:-}"
 
 gpu() { # gpu PART SECONDS OPTIONS...: a part of benchmarks/gpu.py
   local name=$1 limit=$2
   shift 2
-  part "$name $*" "$limit" "$interpreter" -m benchmarks.gpu "$name" --run "$run" --torch-python "$torch" "$@"
+  part "$name${*:+ $*}" "$limit" "$interpreter" -m benchmarks.gpu "$name" --run "$run" --torch-python "$torch" \
+    ${dry:+--dry} ${folder:+--unrecorded} "$@"
 }
 
-gpu environment 75
-part correctness 160 env TESTS_DONE="$work/tests" bash -c "$tests" "$interpreter" tests/gpu
-gpu roofs 60
-gpu kernels 60
-gpu decode 75 --shape llama-3.2-1b --batches 1,64 --prompts 512,4096
-gpu decode 90 --shape llama-3.1-8b
-gpu decode 40 --shape llama-3.2-1b --weights q8_0
-gpu decode 40 --shape llama-3.2-1b --weights q4_0
-gpu serve 120
-gpu peers 155 --patience 75
-gpu ablation 75
+gpu_tests() { # gpu_tests NAME SECONDS VARIABLES...: tests/gpu with these variables set
+  local name=$1 limit=$2
+  shift 2
+  part "$name" "$limit" env TESTS_DONE="$work/tests" ${dry:+TESTS_GPU_DRY=1} "$@" bash -c "$tests" "$interpreter" tests/gpu
+}
+
+sanitize() { # sanitize TOOL SECONDS: one case of each test at toy shapes under compute-sanitizer, if that is installed
+  if [ -z "$list" ] && ! command -v compute-sanitizer >/dev/null; then
+    echo "== $1: compute-sanitizer is not on the PATH; left out"
+    return
+  fi
+  part "$1" "$2" env TESTS_EACH=1 TESTS_GPU_TOY=1 compute-sanitizer --tool "$1" --error-exitcode 1 \
+    "$interpreter" -m pytest -p no:cacheprovider tests/gpu/test_products.py tests/gpu/test_attention.py
+}
+
+roofs() { # those of call A, else measured now
+  [ -n "$folder" ] && [ -f "$folder/A.jsonl" ] && grep '"part": "roofs"' "$folder/A.jsonl" >>"$run" || gpu roofs 35
+}
+
+case $letter in
+  A)
+    gpu environment 50
+    gpu roofs 35
+    gpu kernels 30 --only "matmul BF16"
+    gpu decode 45 --shape llama-3.2-1b
+    gpu_tests "one case of each test" 70 TESTS_EACH=1
+    ;;
+  B)
+    roofs
+    gpu_tests "all tests" 170
+    gpu kernels 65
+    gpu decode 55 --shape llama-3.2-1b --batches 1,64 --prompts 512,4096
+    gpu decode 65 --shape llama-3.1-8b
+    gpu decode 30 --shape llama-3.2-1b --weights q8_0
+    gpu decode 30 --shape llama-3.2-1b --weights q4_0
+    gpu decode 40 --shape llama-3.1-8b --weights q8_0
+    gpu decode 40 --shape llama-3.1-8b --weights q4_0
+    ;;
+  C)
+    roofs
+    gpu serve 230
+    gpu decode 55 --shape qwen3-0.6b --batches 1,8,64
+    gpu profile 90 --patience 85
+    sanitize memcheck 60
+    sanitize racecheck 60
+    ;;
+  D)
+    roofs
+    gpu peers 310 --patience 150
+    gpu ablation 180
+    ;;
+esac
+[ -z "$list" ] || exit 0
 
 echo
 "$interpreter" -m benchmarks.gpu table --run "$run"
-the_end gpu.jsonl
+the_end "$letter.jsonl"

@@ -1,11 +1,12 @@
 # What gpu.sh and mac.sh share: parts with a time of their own each, of which one that fails is counted and the others continue.
 # To be sourced at the top of the repository, with `minutes` for all parts, `interpreter`, and $1, the folder for what is printed, or nothing.
+# `log` names another file in the folder. `list` prints parts and limits and runs nothing; `slower` is a factor of all limits.
 # Bash 3.2, macOS's, reads it; there is no timeout(1) there.
 
 folder=${1:-}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-if [ -n "$folder" ]; then mkdir -p "$folder" && folder=$(cd "$folder" && pwd) && exec > >(tee "$folder/log") 2>&1; fi
+if [ -n "$folder" ]; then mkdir -p "$folder" && folder=$(cd "$folder" && pwd) && exec > >(tee "$folder/${log:-log}") 2>&1; fi
 export PYTHONUNBUFFERED=1 PYTHONPATH=".${PYTHONPATH:+:$PYTHONPATH}"
 run=$work/run.jsonl
 : >"$run"
@@ -27,8 +28,12 @@ except (subprocess.TimeoutExpired, KeyboardInterrupt):
 
 # part NAME SECONDS COMMAND...: run a command within its time, and within what is left of all the time
 part() {
-  local name=$1 limit=$2 left=$((minutes * 60 - SECONDS)) begin=$SECONDS status
+  local name=$1 limit=$(($2 * ${slower:-1})) left=$((minutes * 60 - SECONDS)) begin=$SECONDS status
   shift 2
+  if [ -n "${list:-}" ]; then
+    echo "$limit $name"
+    return
+  fi
   if [ "$left" -lt 10 ]; then
     echo "== $name: no time left"
     failed+=("$name: no time left")

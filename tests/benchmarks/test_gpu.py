@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from tinygrad import Context
 
 from benchmarks import gpu
 from tests.emulator.driver import Driver, cuda_device
+from tests.gpu import attempts
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.config import cache_folder
 from tinyvllm.runner.device import start_device
@@ -104,6 +107,59 @@ def test_a_broken_device_is_left_to_a_new_process(monkeypatch: pytest.MonkeyPatc
     for number in range(4):
         gpu.attempt(o, lambda number=number: done.append(number))
     assert done == [2, 3] and o.failed == 1
+
+
+# --- gpu.sh
+
+
+SCRIPT = gpu.ROOT / "benchmarks" / "gpu.sh"
+# In place of Python: parts of benchmarks.gpu do nothing, but that `roofs` adds a figure and the part $FAIL fails.
+STAND_IN = """#!/bin/sh
+[ "$1" = -c ] && exec python3 "$@"
+[ "$2" = pytest ] && exit 5
+[ "$3" = "$FAIL" ] && exit 1
+[ "$3" = roofs ] && echo '{"part": "roofs", "what": "copy"}' >> "$5"
+exit 0
+"""
+
+
+def run_script(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(SCRIPT), *words], env=os.environ | environ, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("letter, minutes", [("A", 4), ("B", 9), ("C", 9), ("D", 9)])
+def test_limits_of_the_parts_add_up_to_the_time_of_a_call(letter: str, minutes: int) -> None:
+    lines = run_script("--list", letter).stdout.splitlines()
+    total = sum(int(line.split()[0]) for line in lines)
+    assert 0.8 * 60 * minutes < total <= 60 * minutes, lines
+
+
+def test_a_call_without_its_letter_is_an_error() -> None:
+    done = run_script()
+    assert done.returncode == 2 and "expected A, B, C or D" in done.stderr
+
+
+def test_results_are_in_the_folder_and_roofs_are_measured_once(tmp_path: Path) -> None:
+    stand_in, folder = tmp_path / "python", tmp_path / "results"
+    stand_in.write_text(STAND_IN)
+    stand_in.chmod(0o755)
+    done = run_script("A", str(folder), INTERPRETER=str(stand_in))
+    assert done.returncode == 0 and "0 parts failed" in done.stdout, done.stdout
+    done = run_script("D", str(folder), INTERPRETER=str(stand_in), FAIL="peers")
+    assert done.returncode == 1 and "1 parts failed: peers" in done.stdout, done.stdout
+    assert "== roofs" not in done.stdout and "== ablation" in done.stdout, "roofs are A's; the parts after a failure run"
+    assert sorted(path.name for path in folder.iterdir()) == ["A.jsonl", "A.log", "D.jsonl", "D.log"]
+    assert json.loads((folder / "D.jsonl").read_text())["part"] == "roofs"
+
+
+def test_one_case_of_each_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TESTS_EACH", "1")
+    items = [SimpleNamespace(nodeid=name) for name in ("f.py::a[1]", "f.py::a[2]", "f.py::b", "g.py::a[1]", "g.py::a[2]")]
+    attempts.pytest_collection_modifyitems(items)  # type: ignore[arg-type]
+    assert [item.nodeid for item in items] == ["f.py::a[1]", "f.py::b", "g.py::a[1]"]
+
+
+# --- environment
 
 
 def test_environment_counts_and_complains(driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ its kernels promise less bit equality than the other files require; tests/kernel
 from __future__ import annotations
 
 import faulthandler
+import os
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ def device() -> Iterator[str]:
             start_device(DEVICE, cache_folder())
             with Context(DEV=DEVICE):
                 yield DEVICE
-        tiled.cache_clear()
+                tiled.cache_clear()
     elif EMULATED:
         from tests.emulator.driver import cuda_device
         from tests.emulator.metal_runtime import metal_device
@@ -77,7 +78,7 @@ def device() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def sizes() -> Sizes:
-    return TOY if EMULATED else LLAMA_1B
+    return TOY if EMULATED or os.environ.get("TESTS_GPU_TOY") else LLAMA_1B
 
 
 @pytest.fixture(autouse=True)

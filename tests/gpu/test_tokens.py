@@ -77,7 +77,10 @@ def model(device, tiny_model):
         if has_compiler():
             llm = opened.enter_context(LLM(path, device="CPU", dtype="bfloat16", **options))
             cpu = answers.ComputedAnswers(llm, PROMPTS, TOKENS)
-        yield gpu, cpu
+        opened_models = [gpu, cpu]
+        yield opened_models
+        opened_models.clear()  # pytest holds what it got until the device is closed, and the LLM's programs would outlive it
+        del gpu, cpu
 
 
 def test_answers_are_the_cpus(model):
