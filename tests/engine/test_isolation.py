@@ -18,6 +18,7 @@ import pytest
 
 from tests.engine.soak_traffic import check_empty
 from tinyvllm import LLM, AsyncLLM, SamplingParams
+from tinyvllm.backends import registry
 from tinyvllm.engine import recovery
 from tinyvllm.engine.beam import BeamState
 from tinyvllm.engine.engine import Engine
@@ -25,6 +26,7 @@ from tinyvllm.engine.output import RequestState
 from tinyvllm.engine.scoring import PromptScore
 from tinyvllm.errors import InternalError, KernelError, OutOfMemoryError
 from tinyvllm.request import BeamSearchParams, RequestOptions, RequestOutput, StructuredOutputsParams
+from tinyvllm.runner import kv
 from tinyvllm.sampling import sampler
 from tinyvllm.text.detokenize import StopAutomaton
 
@@ -379,3 +381,25 @@ def test_words_are_tokenised_in_neither_the_event_loop_nor_the_engines_thread(ti
     assert len(threads) == 2 * 16 + 1, "each word with and without a space, all stop strings at once, for both requests together"
     assert not {llm._thread, threading.current_thread()}.intersection(threads)
     llm.close()
+
+
+def test_a_copy_of_blocks_that_fails_half_way_is_not_repeated(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the reference, the copy is an assignment to the pool of each layer. Memory runs out after the first, once."""
+    monkeypatch.setenv("TINYVLLM_KERNELS", "all=ref")
+    registry.forget_choices()
+    copies, failures = kv.copy_blocks, []
+
+    def fail_once(pool: Any, pairs: Any, count: Any) -> Any:
+        if pool is llm.engine.runner.pool.layers[1].keys and not failures:
+            failures.append(1)
+            raise MemoryError("planted")
+        return copies(pool, pairs, count)
+
+    with LLM(tiny_model, **OPTIONS) as llm:
+        params = SamplingParams(temperature=0.9, seed=4, n=3, max_tokens=TOKENS, ignore_eos=True)
+        alone = [tokens_of(llm.generate({"prompt_token_ids": prompt(21, 3)}, replace(params, n=1, seed=4 + i))[0])[0] for i in range(3)]
+        monkeypatch.setattr(kv, "copy_blocks", fail_once)
+        for _ in range(2):
+            assert tokens_of(llm.generate({"prompt_token_ids": prompt(21, 3)}, params)[0]) == alone
+        assert failures and all(cache.keys.uop.has_buffer_identity() for cache in llm.engine.runner.pool.layers)
+    registry.forget_choices()
