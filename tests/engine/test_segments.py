@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator
+import functools
+import itertools
+from collections.abc import Coroutine, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -151,20 +153,42 @@ def test_what_is_not_a_segment_is_refused(llm: LLM, tiny_model: Path) -> None:
         plain.segment(SYSTEM)
 
 
+async def cancelled_at(number: int, work: Coroutine[Any, Any, Any]) -> Any:
+    """The work, whose task is cancelled when it waits for the `number`th time."""
+
+    class Steps:
+        def __await__(self) -> Generator[Any, Any, Any]:
+            advance = functools.partial(work.send, None)
+            for suspension in itertools.count(1):
+                try:
+                    future = advance()
+                except StopIteration as end:
+                    return end.value
+                if suspension == number:
+                    task = asyncio.current_task()
+                    assert task is not None
+                    task.cancel()
+                try:
+                    advance = functools.partial(work.send, (yield future))
+                except BaseException as error:
+                    advance = functools.partial(work.throw, error)
+
+    return await Steps()
+
+
 def test_segments_of_an_async_llm(tiny_model: Path) -> None:
     async def leave(llm: AsyncLLM) -> None:
         """A caller that is cancelled, at any moment, leaves no segment that is held."""
-        before, cut = await llm.segments(), 0
-        for turn in range(20):
-            task = asyncio.create_task(llm.segment([20 + turn] * 40))
-            await asyncio.sleep(0.0004 * turn)
-            if task.cancel():
-                cut += 1
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+        before = await llm.segments()
+        for suspensions in itertools.count(1):
+            try:
+                segment = await asyncio.create_task(cancelled_at(suspensions, llm.segment([20 + suspensions] * 40)))
+            except asyncio.CancelledError:
+                assert await llm.segments() == before
             else:
-                (await task).release()
-        assert cut and await llm.segments() == before
+                segment.release()
+                break
+        assert suspensions > 3 and await llm.segments() == before
 
     async def serve(llm: AsyncLLM) -> None:
         async def ask(prompt: Prompt, params: SamplingParams = GREEDY) -> RequestOutput:

@@ -144,18 +144,31 @@ def test_a_dismissed_pool_has_no_threads_and_starts_again(code, pool):
         pool.dismiss()  # there are no threads to end
 
 
+class Bed(threading.Semaphore):
+    """What a worker waits for; `asleep` once it does."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.asleep = threading.Event()
+
+    def acquire(self, *arguments, **named):
+        self.asleep.set()
+        return super().acquire(*arguments, **named)
+
+
 def test_idle_it_sleeps_and_it_wakes_again(code, pool):
     made = Kinds(code)
     words = made.words(*ALL)
-    pool.run(words, len(ALL))
-    time.sleep(0.1)  # it spins for two milliseconds; a busy machine may take longer to let it
-    spent = time.process_time()
-    time.sleep(0.3)
-    assert time.process_time() - spent < 0.1, "asleep, not spinning"
+    pool._wakeups = beds = [Bed() for _ in range(pool.num_threads)]
+    for _ in range(3):
+        pool.run(words, len(ALL))
+        assert all(bed.asleep.wait(60) for bed in beds[1:]), "it spins for ever"
+        for bed in beds:
+            bed.asleep.clear()
     for pause in (0.0, 0.001, 0.002, 0.003, 0.05) * 4:  # about when the workers fall asleep
         pool.run(words, len(ALL))
         time.sleep(pause)
-    np.testing.assert_array_equal(made.x, made.expect(*ALL * 21))
+    np.testing.assert_array_equal(made.x, made.expect(*ALL * 23))
 
 
 def test_two_callers_at_once(code, pool):

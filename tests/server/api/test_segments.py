@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -241,11 +243,28 @@ def test_a_segment_in_use_is_not_released(alice: Client) -> None:
     assert alice.ask("GET", "/v1/segments").json()["data"] == []
 
 
-def test_a_client_that_disconnects_during_registration_holds_nothing(small: Running, alice: Client) -> None:
+def test_a_client_that_disconnects_during_registration_holds_nothing(
+    small: Running, alice: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = small.service.models.loaded()["demo"]
+    hold, begun, ended = llm._hold, threading.Event(), threading.Event()
+
+    async def watched(*arguments: Any) -> Any:
+        begun.set()
+        try:
+            return await hold(*arguments)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(llm, "_hold", watched)
     for n in range(5):
-        body = {"token_ids": [40 + n, *[9] * 100]}
-        with contextlib.suppress(httpx.TimeoutException):
-            httpx.post(small.url + "/v1/segments", json=body, headers=alice._headers, timeout=0.005, trust_env=False)
+        begun.clear()
+        ended.clear()
+        body = json.dumps({"token_ids": [40 + n, *[9] * 100]})
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", small.port)) as connection:
+            connection.request("POST", "/v1/segments", body, {**alice._headers, "Content-Type": "application/json"})
+            assert begun.wait(60)
+        assert ended.wait(60)
     alice.complete(prompt=[1, 2, 3])
     status = alice.ask("GET", "/status").json()["models"]["demo"]["segments"]
     assert status["count"] == len(alice.ask("GET", "/v1/segments").json()["data"])
@@ -265,7 +284,7 @@ def test_segments_end_with_their_engine() -> None:
     with running(ServerConfig(port=0, access_log=False), {"demo": SMALL}, idle_seconds=0.3) as server:
         client = Client(server)
         segment = client.register(text=STORY)
-        ends = time.monotonic() + 30
+        ends = time.monotonic() + 120
         while client.ask("GET", "/v1/models").json()["data"][0]["loaded"]:
             assert time.monotonic() < ends
             time.sleep(0.05)
