@@ -21,8 +21,8 @@ from tinyvllm.cli.progress import Progress, say
 from tinyvllm.cli.serve import model_specs
 from tinyvllm.config import EngineConfig, resolve
 from tinyvllm.errors import ArgumentError
-from tinyvllm.server.core.batch_lines import RETRY_STATUS, Line, answer_line
-from tinyvllm.server.core.local_call import call
+from tinyvllm.server.core.batch_lines import Line, answer_line
+from tinyvllm.server.core.local_call import RETRY_STATUS, call
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

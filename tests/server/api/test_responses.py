@@ -17,6 +17,7 @@ from tinyvllm.server.core.failures import Failure  # noqa: E402
 from tinyvllm.server.core.keys import Key, read_keys  # noqa: E402
 from tinyvllm.server.core.response_store import ResponseStore  # noqa: E402
 
+SHORT: dict[str, Any] = {"model": "demo", "max_output_tokens": 4, "temperature": 0}
 ASK = "Tell me a story about a dragon."
 TOOL = {"type": "function", **LOOK["function"]}
 
@@ -85,14 +86,95 @@ def test_a_call_cut_by_max_tokens_is_a_call(client, stream: bool) -> None:
     assert any(seen) and all(whole.startswith(arguments) for arguments in seen)
 
 
-def test_fields_that_need_the_background_are_refused(client) -> None:
-    for field, value in (("background", True), ("conversation", "c")):
+def test_fields_that_the_background_excludes(client) -> None:
+    for fields, field in (
+        ({"background": True, "store": False}, "background"),
+        ({"background": True, "stream": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+    ):
         with pytest.raises(openai.BadRequestError) as refused:
-            client.responses.create(model="demo", input=ASK, **{field: value})
+            client.responses.create(model="demo", input=ASK, **fields)
         assert refused.value.param == field
 
 
-SHORT = {"model": "demo", "max_output_tokens": 4, "temperature": 0}
+def finished(client, id_: str) -> Any:
+    """The response, when it waits and runs no more."""
+    while (response := client.responses.retrieve(id_)).status in ("queued", "in_progress"):
+        pass
+    return response
+
+
+def test_an_answer_in_the_background(client) -> None:
+    """It is queued at once, gives the same answer as in the foreground, under its own id, and can be continued."""
+    body = {**SHORT, "input": ASK}
+    client.responses.create(**body)  # both find the prompt in the prefix cache
+    queued = client.responses.create(**body, background=True)
+    assert queued.status == "queued" and queued.background and queued.output == [] and queued.usage is None
+    done, expected = finished(client, queued.id), client.responses.create(**body)
+    assert (done.id, done.created_at, done.background) == (queued.id, queued.created_at, True)
+    assert (done.status, done.output_text, done.usage.output_tokens) == (
+        expected.status,
+        expected.output_text,
+        expected.usage.output_tokens,
+    )
+    after, same = (client.responses.create(**{**body, "input": "And then?"}, previous_response_id=one.id) for one in (done, expected))
+    assert after.usage.input_tokens == same.usage.input_tokens
+    assert [item.type for item in client.responses.input_items.list(done.id)] == ["message"]
+    assert client.responses.cancel(done.id).status == done.status  # a finished one is unchanged
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        client.responses.create(model="demo", input="word " * 3000, background=True)
+
+
+def test_the_background_is_cancelled(client, server: Running) -> None:
+    """By its id, or by deleting it; the engine works on neither any longer."""
+    body = {"model": "demo", "input": ASK, "max_output_tokens": 900, "background": True, "extra_body": {"ignore_eos": True}}
+    first, second = client.responses.create(**body), client.responses.create(**body)
+    with pytest.raises(openai.BadRequestError, match="wait until it is finished"):
+        client.responses.create(model="demo", input="And then?", previous_response_id=first.id)
+    assert client.responses.cancel(first.id).status == "cancelled"
+    client.responses.delete(second.id)
+    assert client.responses.retrieve(first.id).status == "cancelled"
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(second.id)
+    while httpx.get(f"{server.url}/load", trust_env=False).json()["server_load"]:
+        pass
+    assert server.service.background.running == 0
+
+
+def test_the_limit_of_the_background(client, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tinyvllm.server.core import background
+
+    monkeypatch.setattr(background, "MAX_BACKGROUND", 1)
+    body = {"model": "demo", "input": ASK, "max_output_tokens": 900, "background": True, "extra_body": {"ignore_eos": True}}
+    first = client.responses.create(**body)
+    with pytest.raises(openai.RateLimitError, match="the limit is 1"):
+        client.responses.create(**body)
+    client.responses.delete(first.id)
+
+
+def test_an_answer_in_the_background_that_fails(client, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error is in the response."""
+
+    def end(*_: Any) -> Any:
+        raise Failure(500, "the model ended", code="engine_error")
+
+    monkeypatch.setattr(server.service.responses, "replace", end)
+    queued = client.responses.create(model="demo", input=ASK, max_output_tokens=2, background=True)
+    failed = finished(client, queued.id)
+    assert failed.status == "failed" and failed.error.code == "internal_error" and failed.output == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_raw_messages(client, server: Running, stream: bool) -> None:
+    """enable_response_messages: prompt and output with their token ids, special tokens included."""
+    create = {**SHORT, "input": ASK, "extra_body": {"enable_response_messages": True}}
+    done = list(client.responses.create(**create, stream=True))[-1].response if stream else client.responses.create(**create)
+    (read,), (written,) = done.input_messages, done.output_messages
+    assert read["type"] == written["type"] == "raw_message_tokens" and read["message"].endswith("<|assistant|>")
+    assert len(read["tokens"]) == done.usage.input_tokens and len(written["tokens"]) == done.usage.output_tokens == 4
+    again = server.post("/detokenize", {"tokens": written["tokens"]}).json()["prompt"]
+    assert written["message"] == again and written["message"].startswith(done.output_text)
+    assert "input_messages" not in client.responses.create(**SHORT, input=ASK).model_dump()
 
 
 @pytest.mark.parametrize("stream", [False, True])

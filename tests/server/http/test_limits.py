@@ -22,17 +22,22 @@ ASK = {"prompt": "Once", "max_tokens": 1}
 
 
 def test_long_bodies_are_parsed_in_a_thread(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: dict[bool, str] = {}  # by whether the body is long
-    parse = handler.parse
+    threads: dict[tuple[str, bool], str] = {}  # by the work, and whether the body is long
+    parse, validate = handler.parse_object, handler.validate
 
-    def watched(model: Any, raw: bytes, lenient: bool) -> Any:
-        threads[len(raw) > limits.THREAD_BODY] = threading.current_thread().name
-        return parse(model, raw, lenient)
+    def watched_parse(raw: bytes) -> Any:
+        threads["parse", len(raw) > limits.THREAD_BODY] = threading.current_thread().name
+        return parse(raw)
 
-    monkeypatch.setattr(handler, "parse", watched)
+    def watched_validate(model: Any, data: dict[str, Any], lenient: bool) -> Any:
+        threads["validate", len(json.dumps(data)) > limits.THREAD_BODY] = threading.current_thread().name
+        return validate(model, data, lenient)
+
+    monkeypatch.setattr(handler, "parse_object", watched_parse)
+    monkeypatch.setattr(handler, "validate", watched_validate)
     assert server.post("/v1/completions", ASK).status_code == 200
     assert server.post("/v1/completions", {**ASK, "stop": "a" * limits.THREAD_BODY}).status_code in (200, 400)
-    assert threads[True] != threads[False]
+    assert all(threads[work, True] != threads[work, False] for work in ("parse", "validate"))
 
 
 def test_default_limit_of_bodies(server: Running) -> None:

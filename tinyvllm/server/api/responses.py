@@ -25,11 +25,14 @@ from tinyvllm.server.api.responses_body import (
 )
 from tinyvllm.server.core.answer import BlockStream, parse_answer
 from tinyvllm.server.core.answer_format import Tools
+from tinyvllm.server.core.background import is_active
 from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.conversation import ChatPrompt, encode_conversation
 from tinyvllm.server.core.failures import Failure, bad_field
 from tinyvllm.server.core.generation import ChatRun, chat_run
 from tinyvllm.server.core.logprobs import LogprobStyle, Position, chat_logprobs, positions_of
+from tinyvllm.server.core.params import request_options
+from tinyvllm.server.core.prompts import require_tokenizer
 from tinyvllm.server.core.response import ResponseWriter, json_response, quote, sse_event
 from tinyvllm.server.core.response_store import StoredResponse
 from tinyvllm.server.core.usage import extra_fields, finish_reason_of
@@ -47,13 +50,29 @@ async def answer(context: RequestContext, body: ResponsesRequest, writer: Respon
             context.add_ignored(["store"])
         prompt, tools = await _prompt(context, body, llm, turns)
         run = chat_run(context, body, llm, model, prompt, tools, params_of(body, llm.default_params))
-        if body.stream:
+        if body.background:
+            await writer.json(_start_in_background(run))
+        elif body.stream:
             await _stream(run, turns, writer)
         else:
             output = await run.final_output()
             status = _status(run, output.outputs[0])
             response = _response(run, status, _items(run, output.outputs[0], cut=status["status"] == "incomplete"))
+            response |= _raw_messages(run, output.outputs[0].token_ids)
             await writer.json({**_stored(run, turns, response), **extra_fields(output)})
+
+
+def _start_in_background(run: ChatRun) -> dict[str, Any]:
+    """The queued response, whose answer a request without `background` gives in its place. Invalid fields have been refused here."""
+    context = run.context
+    if not context.service.responses.enabled:
+        raise bad_field("background", "background: this server keeps no answers (--no-store)", "unsupported_parameter")
+    response = {**_response(run, _state("queued"), [], usage=False), "background": True}
+    request = {**context.data, "background": None, "store": True}
+    if (deadline := request_options(context, run.body).deadline_ms) is not None:
+        request["deadline_ms"] = deadline
+    context.service.background.start(context.owner, response, _input_items(run), request, context.default_priority)
+    return response
 
 
 async def input_tokens(context: RequestContext, body: InputTokensRequest, writer: ResponseWriter) -> None:
@@ -66,7 +85,12 @@ async def input_tokens(context: RequestContext, body: InputTokensRequest, writer
 def _messages_before(context: RequestContext, body: InputTokensRequest) -> Sequence[Mapping[str, Any]]:
     if body.previous_response_id is None:
         return ()
-    return context.service.responses.get(context.owner, body.previous_response_id, 400, "previous_response_id").messages
+    before = context.service.responses.get(context.owner, body.previous_response_id, 400, "previous_response_id")
+    if is_active(before.response):
+        raise bad_field(
+            "previous_response_id", f"previous_response_id: the response is {before.response['status']}; wait until it is finished"
+        )
+    return before.messages
 
 
 async def _prompt(
@@ -81,12 +105,30 @@ def _stored(run: ChatRun, turns: Sequence[Mapping[str, Any]], response: dict[str
     """The finished response, kept for requests that continue it unless the client forbids that. `store` says whether it is."""
     if not response["store"]:
         return response
+    messages = turns_with_output(turns, response["output"])
+    kept = run.context.service.responses.add(run.context.owner, response, _input_items(run), messages)
+    return {**response, "store": kept}
+
+
+def _input_items(run: ChatRun) -> list[dict[str, Any]]:
+    """The items of the request, each with an id."""
     items = run.context.data["input"]
     if isinstance(items, str):
         items = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": items}]}]
-    numbered = [{**item, "id": item.get("id") or f"item_{run.context.unique_id}_{i}"} for i, item in enumerate(items)]
-    kept = run.context.service.responses.add(run.context.owner, response, numbered, turns_with_output(turns, response["output"]))
-    return {**response, "store": kept}
+    return [{**item, "id": item.get("id") or f"item_{run.context.unique_id}_{i}"} for i, item in enumerate(items)]
+
+
+def _raw_messages(run: ChatRun, output: Sequence[int]) -> dict[str, Any]:
+    """vLLM's enable_response_messages: prompt and output as the model reads and writes them; nothing unless the request asks for them."""
+    if not run.body.enable_response_messages:
+        return {}
+    tokenizer = require_tokenizer(run.llm)
+
+    def message(token_ids: Sequence[int]) -> list[dict[str, Any]]:
+        text = tokenizer.decode(list(token_ids), False)
+        return [{"type": "raw_message_tokens", "message": text, "tokens": list(token_ids)}]
+
+    return {"input_messages": message(run.prompt.token_ids), "output_messages": message(output)}
 
 
 async def get_response(request: Request) -> Response:
@@ -97,14 +139,14 @@ async def get_response(request: Request) -> Response:
 async def delete_response(request: Request) -> Response:
     """Forget a stored answer."""
     context, name = RequestContext.of(request), request.path_params["name"]
-    context.service.responses.delete(context.owner, name)
+    context.service.background.delete(context.owner, name)
     return json_response({"id": name, "object": "response", "deleted": True})
 
 
 async def cancel_response(request: Request) -> Response:
-    """OpenAI's answer for a response that does not run in the background; here none does."""
-    _find(request)
-    raise Failure(400, "Cannot cancel a synchronous response.", code="invalid_value")
+    """End an answer that runs in the background; a finished one is unchanged."""
+    context = RequestContext.of(request)
+    return json_response(context.service.background.cancel(context.owner, request.path_params["name"]))
 
 
 async def list_input_items(request: Request) -> Response:
@@ -326,8 +368,10 @@ async def _stream(run: ChatRun, turns: Sequence[Mapping[str, Any]], writer: Resp
     final: RequestOutput | None = None
     writer.format_failure = events.failure
     writer.start_stream()
+    token_ids: list[int] = []
     async with aclosing(run.outputs()) as outputs:
         async for output in outputs:
+            token_ids += output.outputs[0].token_ids
             if final is None:
                 response = _response(run, _state("in_progress"), [], usage=False)
                 events.add("response.created", response=response)
@@ -342,6 +386,6 @@ async def _stream(run: ChatRun, turns: Sequence[Mapping[str, Any]], writer: Resp
     if not events.items:  # clients expect at least one message
         events.begin("content", Event("content"))
         events.end()
-    response = _stored(run, turns, _response(run, status, events.items))
+    response = _stored(run, turns, _response(run, status, events.items) | _raw_messages(run, token_ids))
     events.add(f"response.{status['status']}", response={**response, **extra_fields(final)})
     await writer.close(events.take())

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, StringConstraints, Tag, TypeAdapter
+from pydantic import Discriminator, Field, StringConstraints, Tag, TypeAdapter, model_validator
+from pydantic_core import PydanticCustomError
 
 from tinyvllm.request import ALL_LOGPROBS, MAX_LOGPROBS, SamplingParams
 from tinyvllm.server.core.answer_format import Tools
@@ -19,7 +20,6 @@ from tinyvllm.server.core.schema import ACCESS_LOG_ONLY, DEFAULT_MODEL, Name, Sa
 
 _NOT_OPENAI = "not part of OpenAI's API"
 _STORE_NOTE = "the last answers of each key are kept in memory for a day"
-_NO_BACKGROUND = "an answer ends when its client leaves"
 
 
 class InputText(EchoedBody):
@@ -179,14 +179,25 @@ class ResponsesRequest(InputTokensRequest, SamplingFields):
     prompt_cache_retention: str | None = limited(says="not needed", example="in_memory")
     prompt_cache_options: Any = refused("the prefix cache evicts by use only", example={"mode": "explicit"})
     service_tier: Name | None = unheeded(says="auto and default: there is one tier", heeded=("auto", "default"), example="flex")
-    background: Literal[False] | None = limited(says=f"false only: {_NO_BACKGROUND}", example=False, beyond=True)
-    background_options: Any = refused(_NO_BACKGROUND, example={"a": 1})
+    background: bool | None = honoured(example=True, says="the answer runs without its client, which polls it by its id; not with stream")
+    background_options: Any = refused("answers of the background have no options", example={"a": 1})
+    enable_response_messages: bool | None = honoured(
+        example=True, says="vLLM: adds input_messages and output_messages, texts and token ids as the model reads and writes them"
+    )
     prompt: Any = refused("there are no stored prompts", example={"id": "p"})
     max_tool_calls: Any = refused("the server runs no tools", example=1)
     context_management: Any = refused("the client shortens its input", example=[{"type": "compaction"}], harmless=([],))
     access_programs: Any = refused("access programs are not implemented", example={"a": 1})
     image: Any = refused("the model reads and writes text only", example={"a": 1})
     moderation: Any = refused("moderation is not implemented", example={"model": "m"})
+
+    @model_validator(mode="after")
+    def _check_background(self) -> ResponsesRequest:
+        if self.background and self.store is False:
+            raise PydanticCustomError("background", "background: background can only be used when `store` is true")
+        if self.background and self.stream:
+            raise PydanticCustomError("background", "background: cannot be combined with stream; poll the response by its id")
+        return self
 
 
 def turns_of(body: InputTokensRequest, before: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:

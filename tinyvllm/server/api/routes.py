@@ -73,7 +73,7 @@ RESOURCES = (
     Resource("/v1/responses/{name}", responses.get_response, "A stored answer"),
     Resource("/v1/responses/{name}", responses.delete_response, "Forget a stored answer", method="DELETE"),
     Resource("/v1/responses/{name}/input_items", responses.list_input_items, "The items of a stored answer's request"),
-    Resource("/v1/responses/{name}/cancel", responses.cancel_response, "Refused: no answer runs in the background", method="POST"),
+    Resource("/v1/responses/{name}/cancel", responses.cancel_response, "End an answer that runs in the background", method="POST"),
     Resource("/v1/files", files.upload, "Upload a file of requests", method="POST"),
     Resource("/v1/files", files.list_files, "The files of this key"),
     Resource("/v1/files/{name}", files.get_file, "One file"),

@@ -14,7 +14,6 @@ from tinyvllm.errors import ArgumentError, FormatError
 Url = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 URLS: tuple[str, ...] = get_args(Url)
 MAX_CUSTOM_ID = 512  # characters; the custom_ids of a file are held in memory
-RETRY_STATUS = (429, 503)  # the same request may succeed later
 _FIELDS = ("custom_id", "method", "url", "body")
 
 

@@ -17,17 +17,16 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from tinyvllm.errors import ArgumentError, FormatError
-from tinyvllm.server.core.batch_lines import RETRY_STATUS, Line, answer_line, parse_line
+from tinyvllm.server.core.batch_lines import Line, answer_line, parse_line
 from tinyvllm.server.core.failures import Failure
 from tinyvllm.server.core.file_store import FileStore, StoredFile
 from tinyvllm.server.core.keys import Key
 from tinyvllm.server.core.limits import MAX_BATCH_ERRORS, MAX_BATCH_LINES, MAX_BATCHES, MAX_FILES_BYTES
-from tinyvllm.server.core.local_call import call
+from tinyvllm.server.core.local_call import call_until_accepted
 
 WINDOW = 24 * 3600  # seconds, the only completion_window
 PRIORITY = 1000  # of a line that names none: requests of clients, whose priority is 0 if they name none, run first
 CONCURRENCY = 8  # lines of all batches that run at the same time
-_MAX_PAUSE = 30.0  # seconds before a line that was refused for want of room is tried again
 _FINAL = ("failed", "completed", "expired", "cancelled")
 
 
@@ -166,13 +165,9 @@ class Batches:
     async def _answer(self, batch: Batch, line: Line) -> tuple[int, str, bytes]:
         """(status, request id, body). A line that is refused for want of room is tried again until the batch ends."""
         assert self.app is not None, "create_app sets it"
-        pause = 0.05
-        while True:
-            status, headers, raw = await call(self.app, line.url, json.dumps(line.body).encode(), batch.owner, PRIORITY)
-            if status not in RETRY_STATUS or not _may_continue(batch):
-                return status, headers.get("x-request-id", ""), raw
-            await asyncio.sleep(min(_MAX_PAUSE, max(pause, float(headers.get("retry-after", 0)))))
-            pause *= 2
+        body = json.dumps(line.body).encode()
+        status, headers, raw = await call_until_accepted(self.app, line.url, body, batch.owner, PRIORITY, lambda: _may_continue(batch))
+        return status, headers.get("x-request-id", ""), raw
 
     def _store(self, batch: Batch, kind: str, data: bytearray) -> str | None:
         if not data:

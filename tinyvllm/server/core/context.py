@@ -16,6 +16,7 @@ from urllib.parse import quote
 from starlette.requests import Request
 from starlette.types import Send
 
+from tinyvllm.server.core.background import BackgroundResponses
 from tinyvllm.server.core.batch_runner import Batches
 from tinyvllm.server.core.config import ServerConfig
 from tinyvllm.server.core.failures import Failure
@@ -43,6 +44,7 @@ class Service:
         self.files = FileStore(config.store)
         self.batches = Batches(self.files)
         self.responses = ResponseStore(config.store)
+        self.background = BackgroundResponses(self.responses)
         self.started = int(time.time())
         self.draining = False
         self.engine_failure: str | None = None  # which engine has ended, and of what: the server ends too

@@ -34,6 +34,7 @@ MAX_STORED_RESPONSES = 256  # answers of /v1/responses for each key
 MAX_STORED_KEY_BYTES = 16 * 2**20  # of these, as JSON
 MAX_STORED_BYTES = 64 * 2**20  # for all keys
 MAX_STORED_AGE = 24 * 3600  # seconds
+MAX_BACKGROUND = 64  # answers of /v1/responses of each key that run in the background
 
 MAX_FILE = 64 * 2**20  # bytes of an uploaded file
 MAX_FILES = 100  # of a key

@@ -6,7 +6,7 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tinyvllm.server.core.failures import Failure
@@ -63,6 +63,25 @@ class ResponseStore:
             text = f"Response with id '{id_[:100]}' not found. {kept}"
             raise Failure(status, text, param=param, code="previous_response_not_found" if param else "not_found")
         return stored
+
+    def has(self, id_: str) -> bool:
+        """Whether an answer is still kept."""
+        return id_ in self._responses
+
+    def update(self, id_: str, **fields: Any) -> None:
+        """Change fields of a response object, if it is still kept."""
+        if (stored := self._responses.get(id_)) is not None:
+            self._responses[id_] = replace(stored, response={**stored.response, **fields})
+
+    def replace(self, id_: str, finished: str) -> bool:
+        """Put the answer `finished` in the place of a response of the background, under its id. False if `finished` is not kept."""
+        answer, place = self._responses.pop(finished, None), self._responses.get(id_)
+        if answer is None:
+            return False
+        if place is not None:
+            head = {name: place.response[name] for name in ("id", "created_at", "background")}
+            self._responses[id_] = replace(answer, response={**answer.response, **head})
+        return True
 
     def delete(self, owner: Key, id_: str) -> None:
         """Forget an answer; Failure 404 if there is none. Answers that continue it hold its text, too, and stay."""

@@ -60,7 +60,7 @@ def create_app(config: ServerConfig, models: Models, keys: Keys | None = None) -
     app.add_exception_handler(Exception, _on_unexpected)
     app.openapi = lambda: {**openapi(app, ENDPOINTS), "servers": [{"url": config.root_path or "/"}]}  # type: ignore[method-assign]
     paths = Paths((route.path for route in (*ENDPOINTS, INVOCATIONS, *RESOURCES)), config.root_path)
-    service.batches.app = guarded = Middleware(app, service, access_log, paths)
+    service.batches.app = service.background.app = guarded = Middleware(app, service, access_log, paths)
     with_cors = CORSMiddleware(
         guarded,
         config.cors_origins,
