@@ -1,0 +1,177 @@
+"""The answers of the self-test in float64, from the inputs of tinyvllm/backends/cases.py and nothing else of the kernels.
+
+`python -m tests.kernels.answers` writes tinyvllm/backends/answers.npz; tests/backends/test_cases.py checks that the file is up to date.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from tinyvllm.backends import cases
+from tinyvllm.backends.cases import EPS, PERIOD, S, activations, columns, norm_weight, numbers, weight_rows
+from tinyvllm.quant.formats import FORMATS, Layout, formats_in
+from tinyvllm.quant.layouts import unpack_rows
+
+PATH = Path(cases.__file__).with_name("answers.npz")
+MARGIN = 1e-3  # between a drawn token's score and the next one's, and between a threshold and what it decides
+Arrays = dict[str, np.ndarray]
+
+
+def answers() -> Arrays:
+    """Every answer, by "STEM FORMAT/RESULT"."""
+    found = {f"{stem}/{name}": array for stem, arrays in (("kv_append", kv_append()), ("advance", advance())) for name, array in arrays.items()}
+    found |= {f"kv_copy/{name}": array for name, array in kv_copy().items()}
+    found |= {f"sample/{name}": array for name, array in sample().items()}
+    for format in dict.fromkeys(name for layout in Layout for name in formats_in(layout)):
+        label = "float" if FORMATS[format].is_float else format
+        for stem, answer in (("embed", embed), ("matmul", matmul), ("norm_gate_up_silu", gate_up), ("norm_head", head),
+                             ("norm_qkv_rope_store", qkv)):  # fmt: skip
+            for name, array in answer(format).items():
+                known = found.setdefault(f"{stem} {label}/{name}", array)
+                np.testing.assert_array_equal(known, array, err_msg=f"{stem}: the float formats do not hold the same numbers")
+    for D in (48, 64, 128):
+        found[f"attention_decode {D}/out"], found[f"attention_prefill {D}/out"] = decode(D), prefill(D)
+    return {name: array.astype(np.float32) if array.dtype.kind == "f" else array.astype(np.int32) for name, array in found.items()}
+
+
+def dense(format: str, O: int, seed: int, I: int | None = None) -> np.ndarray:
+    return unpack_rows(format, weight_rows(format, O, I or columns(format), seed)).astype(np.float64)
+
+
+def normalized(I: int) -> np.ndarray:
+    x = activations(I).astype(np.float64)
+    scale = (x * x).mean(1, keepdims=True) + EPS
+    np.testing.assert_array_equal(scale, 1)
+    return x * norm_weight(I)
+
+
+def embed(format: str) -> Arrays:
+    return {"x": dense(format, cases.VOCABULARY, 5, cases.table_columns(format))[cases.token_ids(PERIOD)]}
+
+
+def matmul(format: str) -> Arrays:
+    return {"y": activations(columns(format)).astype(np.float64) @ dense(format, cases.OUTPUTS, 6).T + numbers(7, PERIOD, cases.OUTPUTS)}
+
+
+def gate_up(format: str) -> Arrays:
+    y = normalized(columns(format)) @ dense(format, 2 * cases.GATED, 8).T
+    gate, up = y[:, : cases.GATED], y[:, cases.GATED :]
+    return {"y": gate / (1 + np.exp(-gate)) * up}
+
+
+def head(format: str) -> Arrays:
+    logits = normalized(columns(format)) @ dense(format, cases.VOCABULARY, 9).T
+    top = np.sort(logits, axis=1)
+    assert (top[:, -1] - top[:, -2] > MARGIN).all()
+    return {"logits": logits, "best": logits.argmax(1)}
+
+
+def qkv(format: str) -> Arrays:
+    H, K, D = cases.HEADS, cases.KV_HEADS, cases.HEAD_DIM
+    y = normalized(columns(format)) @ dense(format, (H + 2 * K) * D, 10).T + numbers(11, (H + 2 * K) * D)
+    heads, angles = y.reshape(PERIOD, H + 2 * K, D), numbers(12, PERIOD, D).astype(np.float64)[:, None]
+    cos, sin, a, b = angles[..., : D // 2], angles[..., D // 2 :], heads[..., : D // 2], heads[..., D // 2 :]
+    turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    stored = np.concatenate([turned[:, H : H + K], heads[:, H + K :]], axis=1)
+    return {"q": turned[:, :H].reshape(PERIOD, -1), "kv": stored.reshape(PERIOD, -1), "kept": np.ones(1)}
+
+
+def kv_append() -> Arrays:
+    k, v = (numbers(seed, PERIOD, 3, 48).reshape(PERIOD, -1) for seed in (13, 14))
+    return {"kv": np.concatenate([k, v], axis=1)[: cases.FEW[1]], "kept": np.ones(1)}
+
+
+def attend(context: cases.Context, D: int, rows: list[tuple[int, int, int]]) -> np.ndarray:
+    """Rows (query, sequence, position): softmax over the keys up to the position."""
+    pool, tables, q = context.pool(D).astype(np.float64), context.tables, cases.queries(cases.MANY[0], D)
+    out = []
+    for t, b, position in rows:
+        keys, values = pool[tables[b]].transpose(1, 2, 0, 3, 4).reshape(2, cases.GROUPS, -1, D)[:, :, : position + 1]
+        assert np.isfinite(keys).all() and np.isfinite(values).all()
+        for h in range(cases.QUERY_HEADS):
+            group = h * cases.GROUPS // cases.QUERY_HEADS
+            scores = keys[group] @ q[t, h].astype(np.float64) * D**-0.5
+            weights = np.exp(scores - scores.max())
+            out.append(weights / weights.sum() @ values[group])
+    return np.array(out).reshape(len(rows), -1)
+
+
+def decode(D: int) -> np.ndarray:
+    return attend(cases.DECODES, D, [(b, b, length - 1) for b, length in enumerate(cases.DECODES.lengths)])
+
+
+def prefill(D: int) -> np.ndarray:
+    first = cases.CHUNKS.lengths[0] - cases.STARTS[0]
+    rows = [(t, int(t >= first), cases.STARTS[t >= first] + (t - first if t >= first else t)) for t in cases.CHUNK_ROWS]
+    return attend(cases.CHUNKS, D, rows)
+
+
+def advance() -> Arrays:
+    """Row 0 moves within block 4, row 1 into block 3, row 2 past its last block, into the scratch slot; row 3 does not count."""
+    state = [[11, 0, 13, 4], [6, S, 2 * S, 9], [4 * S + 6, 3 * S, 127, 9], [7, S + 1, 2 * S + 1, 10]]
+    return {"state": np.array(state), "history": np.array([[-1] * 4, [11, -1, 13, -1], [-1] * 4]), "round": np.array([2])}
+
+
+def kv_copy() -> Arrays:
+    pool = cases.integers(17, 0, 1000, 5, 80)
+    pool[3], pool[1] = pool[0], pool[4].copy()
+    return {"pool": pool}
+
+
+def threefry(key: tuple[int, int], counter: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """The first word of Threefry-2x32 with 20 rounds, uint32."""
+    keys = [np.uint32(key[0]), np.uint32(key[1])]
+    keys.append(np.uint32(0x1BD11BDA) ^ keys[0] ^ keys[1])
+    with np.errstate(over="ignore"):
+        x, y = counter[0] + keys[0], counter[1] + keys[1]
+        for i in range(20):
+            r = np.uint32((13, 15, 26, 6, 17, 29, 16, 24)[i % 8])
+            x = x + y
+            y = (y << r | y >> (np.uint32(32) - r)) ^ x
+            if i % 4 == 3:
+                s = (i + 1) // 4
+                x, y = x + keys[s % 3], y + keys[(s + 1) % 3] + np.uint32(s)
+    return x
+
+
+def sample() -> Arrays:
+    logits, counts, prompted, bias = cases.draw_tables()
+    V, drawn, counted = cases.DRAWN, [], []
+    for b, ((seen, biased, low, high, position), inverse, (k, p), (far, repetition, presence, frequency)) in enumerate(cases.DRAWS):
+        x = logits[b].astype(np.float64)
+        if seen != cases.NEUTRAL:
+            met = (counts[seen] > 0) | (prompted[seen] > 0)
+            x = np.where(met, np.where(x > 0, x / repetition, x * repetition), x)
+            x = x - presence * (counts[seen] > 0) - frequency * counts[seen]
+        x = x if biased == cases.NEUTRAL else x + bias[biased]
+        scores = x
+        if inverse:
+            word = threefry((low, high), (np.arange(V, dtype=np.uint32), np.full(V, position, np.uint32)))
+            scores = x * inverse - np.log(-np.log1p(-((word >> np.uint32(1)) + 0.5) / 2**31))
+            scores = np.where(lives(x, inverse, k, p / 2**30, far), scores, -np.inf)
+        order = np.sort(scores)
+        assert order[-1] - order[-2] > MARGIN, f"row {b} is drawn by {order[-1] - order[-2]:.1e}: choose other numbers"
+        drawn.append(int(scores.argmax()))
+        counted += [[seen, drawn[-1]]] if seen != cases.NEUTRAL else []
+    positions = [places[4] + 1 for places, *_ in cases.DRAWS]
+    return {"tokens": np.array(drawn), "positions": np.array(positions), "counted": np.array(counted)}
+
+
+def lives(x: np.ndarray, inverse: float, k: int, p: float, far: float) -> np.ndarray:
+    """Which tokens min_p, top_k and top_p leave."""
+    assert np.abs(x - (x.max() + far)).min() > 1e-4
+    floor = max(x.max() + far, np.sort(x)[-k])
+    weights = np.where(x >= floor, np.exp((x - x.max()) * inverse), 0)
+    if p == 1:
+        return x >= floor
+    levels = np.unique(x[x >= floor])[::-1]
+    shares = np.array([weights[x >= level].sum() for level in levels]) / weights.sum()
+    assert np.abs(shares - p).min() > 1e-5
+    return x >= levels[np.argmax(shares >= p)]
+
+
+if __name__ == "__main__":
+    np.savez_compressed(PATH, **answers())
+    print(f"{PATH}: {PATH.stat().st_size} bytes")
