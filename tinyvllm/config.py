@@ -245,6 +245,12 @@ def _parse_switch(name: str, text: str) -> bool:
     return text == "1"
 
 
+def _parse_selftest(name: str, text: str) -> str:
+    if text not in ("off", "on", "always"):
+        raise ArgumentError(f"{name} must be off, on or always, got {text!r}")
+    return text
+
+
 def _parse_count(name: str, text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 64:
         raise ArgumentError(f"{name} must be a number from 1 to 64, got {text!r}")
@@ -258,6 +264,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("TINYVLLM_KERNELS", "which kernel runs an op: OP=ROW,..., OP may be all, ROW may be ref; see `kernels`", _parse_kernels),
     Switch("TINYVLLM_KEEP_PANELS", "0 to pack weights at every start instead of keeping them packed in the cache folder", _parse_switch),
     Switch("TINYVLLM_AUTOTUNE", "0 to use every kernel's default work split, instead of timing candidates at first use", _parse_switch),
+    Switch("TINYVLLM_SELFTEST", "off to start without the self-test of kernels, always to test at every start", _parse_selftest),
     Switch("TINYVLLM_THREADS", "threads of the CPU kernels; default the physical cores", _parse_count),
     Switch("TINYVLLM_DEVICE", "the default device: auto, CPU, METAL, CUDA, CUDA:1, ...", parse_device),
     Switch("TINYVLLM_API_KEY", "a key that `serve` requires and `chat --url` sends, out of the process list", lambda name, text: text),

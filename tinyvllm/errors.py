@@ -82,3 +82,7 @@ class OutputError(TinyvllmError):
 
 class KernelError(TinyvllmError):
     """A hand-written kernel that is missing, does not compile, or was requested on a device where it cannot run."""
+
+
+class ToolchainError(KernelError):
+    """There is no compiler for kernels, or it cannot be started. Says nothing about the kernels."""

@@ -21,9 +21,8 @@ Arrays = dict[str, np.ndarray]
 
 def answers() -> Arrays:
     """Every answer, by "STEM FORMAT/RESULT"."""
-    found = {f"{stem}/{name}": array for stem, arrays in (("kv_append", kv_append()), ("advance", advance())) for name, array in arrays.items()}
-    found |= {f"kv_copy/{name}": array for name, array in kv_copy().items()}
-    found |= {f"sample/{name}": array for name, array in sample().items()}
+    fixed = {"kv_append": kv_append(), "advance": advance(), "kv_copy": kv_copy(), "sample": sample()}
+    found = {f"{stem}/{name}": array for stem, arrays in fixed.items() for name, array in arrays.items()}
     for format in dict.fromkeys(name for layout in Layout for name in formats_in(layout)):
         label = "float" if FORMATS[format].is_float else format
         for stem, answer in (("embed", embed), ("matmul", matmul), ("norm_gate_up_silu", gate_up), ("norm_head", head),

@@ -8,6 +8,7 @@ candidates are timed in turns, and the best time of each counts.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -15,7 +16,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from tinyvllm.backends.source import kernel_source
@@ -130,11 +131,24 @@ def tuner(gpu: str) -> Tuner | None:
     return Tuner(gpu, open_cache()) if environment(os.environ).get("TINYVLLM_AUTOTUNE", True) else None
 
 
+_paused = [False]
+
+
+@contextlib.contextmanager
+def untuned() -> Iterator[None]:
+    """Within it, kernels get their defaults, and nothing is timed."""
+    before, _paused[0] = _paused[0], True
+    try:
+        yield
+    finally:
+        _paused[0] = before
+
+
 def tuned(
     gpu: str, stem: str, shape: str, candidates: list[Candidate], timed: Callable[[Candidate], Callable[[], float]], source: str
 ) -> Candidate:
     """The candidate to use on `gpu`: see `Tuner.choose`. The first one, which is the default, if tuning is off."""
-    of_gpu = tuner(gpu)
+    of_gpu = None if _paused[0] else tuner(gpu)
     return candidates[0] if of_gpu is None else of_gpu.choose(stem, shape, candidates, timed, source)
 
 

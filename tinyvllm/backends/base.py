@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from tinygrad import Tensor
 
+from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights
 from tinyvllm.batch import Batch, LayerCache
@@ -44,6 +46,13 @@ class Backend(Protocol):
         With `stem`, also those that only this op has.
         """
         ...
+
+    def identity(self, placement: Placement) -> str:
+        """Device, driver and compiler in words: what decides whether a kernel of one text computes the same as before."""
+        ...
+
+    def compile_ahead(self, kernels: Sequence[Kernel], placement: Placement) -> None:
+        """Start to compile in the background; the launch waits for what it needs, and raises what its compiler said."""
 
     def unsupported(self, stem: str, facts: ShapeFacts) -> str | None:
         """Why the op's kernels cannot run a shape, or None if they can."""

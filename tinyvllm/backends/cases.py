@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 from tinygrad import Tensor, dtypes
@@ -116,8 +117,8 @@ class Site:
         return PackedWeight(self.place(pack_panels(format, rows)), format, len(rows), I)
 
     def cache(self, format: str, numbers: np.ndarray) -> LayerCache:
-        bits = {"F32": numbers.astype(np.float32), "F16": numbers.astype(np.float16)}.get(format)
-        keys = self.place(f32_to_bf16(numbers) if bits is None else bits, CACHE_DTYPES[format])
+        bits = f32_to_bf16(numbers) if format == "BF16" else numbers.astype({"F32": "f4", "F16": "f2"}[format])
+        keys = self.place(bits, CACHE_DTYPES[format])
         return LayerCache(keys, alias(keys))
 
     def norm(self, I: int) -> NormWeights:
@@ -127,8 +128,8 @@ class Site:
 def cached_numbers(format: str, cache: LayerCache) -> np.ndarray:
     """What a cache holds, float32 [P, 2, K, S, D]."""
     data = download(byte_spans(cache.keys, [(0, cache.keys.nbytes())])[0])
-    shape = tuple(int(d) for d in cache.keys.shape)
-    return (bf16_to_f32(data.view(np.uint16)) if format == "BF16" else data.view({"F32": "f4", "F16": "f2"}[format]).astype("f4")).reshape(shape)
+    values = bf16_to_f32(data.view(np.uint16)) if format == "BF16" else data.view({"F32": "f4", "F16": "f2"}[format])
+    return values.astype(np.float32).reshape(tuple(int(d) for d in cache.keys.shape))
 
 
 # --- inputs
@@ -140,12 +141,12 @@ def integers(seed: int, low: int, high: int, *shape: int) -> np.ndarray:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z ^= z >> np.uint64(31)
-    return (z % np.uint64(high - low)).astype(np.int64).reshape(shape) + low
+    return np.asarray((z % np.uint64(high - low)).astype(np.int64).reshape(shape) + low)
 
 
 def numbers(seed: int, *shape: int) -> np.ndarray:
     """float32 k / 64 with |k| <= 127: exact in every float format."""
-    return (integers(seed, -127, 128, *shape) / 64).astype(np.float32)
+    return np.asarray(integers(seed, -127, 128, *shape) / 64, np.float32)
 
 
 def columns(format: str) -> int:
@@ -164,14 +165,14 @@ def activations(I: int) -> np.ndarray:
     pairs = circle[integers(1, 0, 4, PERIOD, I // 2)]
     pairs[:, ::16] = 127, 16
     signs = integers(2, 0, 2, PERIOD, I // 2, 2) * 2 - 1
-    swapped = np.where(integers(3, 0, 2, PERIOD, I // 2, 1) == 1, pairs[..., ::-1], pairs)
-    return (swapped * signs / 64).astype(np.float32).reshape(PERIOD, I)
+    swapped: np.ndarray = np.where(integers(3, 0, 2, PERIOD, I // 2, 1) == 1, pairs[..., ::-1], pairs)
+    return np.asarray(swapped * signs / 64).astype(np.float32).reshape(PERIOD, I)
 
 
 def norm_weight(I: int) -> np.ndarray:
     """float32 [I]: a power of two for each block of 32, and a sign for each number."""
     blocks = 2.0 ** (np.arange(I) // 32 % 3 - 1)
-    return (blocks * (integers(4, 0, 2, I) * 2 - 1)).astype(np.float32)
+    return np.asarray(blocks * (integers(4, 0, 2, I) * 2 - 1), np.float32)
 
 
 def table_columns(format: str) -> int:
@@ -197,7 +198,7 @@ def weight_rows(format: str, O: int, I: int, seed: int) -> np.ndarray:
     return blocks.reshape(O, -1)
 
 
-def empty_batch(site: Site, **arrays: Tensor | int) -> Batch:
+def empty_batch(site: Site, **arrays: Any) -> Batch:
     """A batch with these arrays; what an op does not read is one zero."""
     zero = site.int32(0)
     names = ("tokens", "positions", "slots", "block_tables", "query_starts", "context_lens", "rows", "decodes", "chunks", "samples")
@@ -293,14 +294,14 @@ def _kv_append(site: Site, case: Case) -> list[Arrays]:
 
 @dataclass(frozen=True)
 class Context:
-    """Sequences over one pool: the blocks of each, in an order of their own, and how many tokens each has; `shared` are in common blocks."""
+    """Sequences over one pool: how many tokens each has, of which the first `shared` are in blocks that the longer ones have in common."""
 
     lengths: tuple[int, ...]
     shared: int = 0
 
     @property
     def tables(self) -> np.ndarray:
-        """int32 [B, M]; blocks after a sequence's own are one that nobody may read."""
+        """int32 [B, M]; after a sequence's own blocks comes one that no row may read."""
         B, M, shared = len(self.lengths), max(self.lengths) // S + 2, self.shared // S
         tables, used = np.zeros((B, M), np.int64), shared + 1
         for b, length in enumerate(self.lengths):
@@ -361,7 +362,8 @@ def _advance(site: Site, case: Case) -> list[Arrays]:
     history = History(site.place(np.full((3, 4), -1, np.int32)), site.int32(1))
     tables = site.place(np.array([[4, 1], [0, 3], [5, 2], [6, 7]], np.int32))
     batch = empty_batch(
-        site, tokens=tokens, positions=positions, slots=slots, context_lens=lengths, block_tables=tables, decodes=site.int32(3), num_decodes=4
+        site, tokens=tokens, positions=positions, slots=slots, context_lens=lengths, block_tables=tables, decodes=site.int32(3),
+        num_decodes=4,
     )  # fmt: skip
     site.backend.advance(site.variant, batch, site.int32(11, -1, 13, 14), history, S, 127)
     moved = np.stack([download(tensor) for tensor in (tokens, positions, slots, lengths)])

@@ -7,16 +7,20 @@ error.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tinyvllm.backends.base import Backend
+from tinyvllm.backends.cases import Case, case_of
 from tinyvllm.backends.cpu.call import CpuBackend
 from tinyvllm.backends.cuda.call import CudaBackend
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.metal.call import MetalBackend
+from tinyvllm.backends.outline import Outline
 from tinyvllm.bridge import architecture, opened_device
 from tinyvllm.config import environment
 from tinyvllm.errors import ArgumentError, KernelError
@@ -64,7 +68,11 @@ class Selection:
     variant: str
 
 
+Need = tuple[str, ShapeFacts]  # an op's stem, and the facts of its shape
+
 _choices: dict[tuple[str, str, str], Choice] = {}
+_failures: dict[tuple[str, str, Case], str] = {}  # why a variant's kernel of a case must not run on a device: selftest.py
+_needs: list[dict[Need, None]] = []  # the innermost `collecting_needs` is the last
 
 
 def backend_for(placement: Placement) -> Backend | None:
@@ -87,9 +95,42 @@ def select(stem: str, placement: Placement, shape: str, facts: ShapeFacts | None
     `shape` describes the shape in the list of choices; `facts` is what the backend's limits are checked against, None for no check.
     """
     choice = _choose(stem, placement, shape, facts, _forced(os.environ.get("TINYVLLM_KERNELS", "")))
+    if _needs and facts is not None:
+        _needs[-1][stem, facts] = None
+        return None if choice.variant == REFERENCE else Selection(Outline(), choice.variant)
     _choices[stem, placement.device, shape] = choice
     backend = backend_for(placement)
     return None if backend is None or choice.variant == REFERENCE else Selection(backend, choice.variant)
+
+
+@contextlib.contextmanager
+def collecting_needs() -> Iterator[dict[Need, None]]:
+    """Within it, ops launch nothing and return empty tensors; the dict has what they selected kernels for."""
+    needs: dict[Need, None] = {}
+    _needs.append(needs)
+    try:
+        yield needs
+    finally:
+        _needs.pop()
+
+
+def replaceable_variant(stem: str, placement: Placement, facts: ShapeFacts) -> str | None:
+    """The variant that runs an op, if another one may: not the reference, and not what TINYVLLM_KERNELS names."""
+    forced = _forced(os.environ.get("TINYVLLM_KERNELS", ""))
+    if stem in forced or "all" in forced:
+        return None
+    variant = _choose(stem, placement, "", facts, forced).variant
+    return None if variant == REFERENCE else variant
+
+
+def replace_variant(placement: Placement, variant: str, case: Case, reason: str) -> None:
+    """From now on, do not choose this variant for what `case` stands for, because of `reason`."""
+    _failures[placement.device, variant, case] = reason
+
+
+def forget_replaced() -> None:
+    """Choose as if no variant had failed."""
+    _failures.clear()
 
 
 def choices(device: str | None = None) -> list[Choice]:
@@ -138,13 +179,26 @@ def _choose(stem: str, placement: Placement, shape: str, facts: ShapeFacts | Non
             raise KernelError(f"kernels: TINYVLLM_KERNELS wants {stem}={wanted}, which cannot run {shape}: {reason}")
         return Choice(stem, shape, REFERENCE, reason)
     available = backend.variants(placement, stem)
-    return _best(stem, shape, available) if wanted is None else _wanted(stem, placement, shape, wanted, available)
+    if wanted is None:
+        return _best(stem, shape, available, _failed(stem, placement, facts))
+    return _wanted(stem, placement, shape, wanted, available)
 
 
-def _best(stem: str, shape: str, available: dict[str, str | None]) -> Choice:
-    """The first variant that this machine can run."""
+def _failed(stem: str, placement: Placement, facts: ShapeFacts | None) -> dict[str, str]:
+    """The variants that failed their self-test for these facts, with the reason."""
+    if not _failures:
+        return {}
+    case = case_of(stem, facts)
+    return {variant: reason for (device, variant, of), reason in _failures.items() if (device, of) == (placement.device, case)}
+
+
+def _best(stem: str, shape: str, available: dict[str, str | None], failed: dict[str, str]) -> Choice:
+    """The first variant that this machine can run and that has not failed its self-test."""
     skipped: list[str] = []
     for name, lacking in available.items():
+        if lacking is None and name in failed:
+            skipped.append(f"replaced: {name} failed its self-test: {failed[name]}")
+            continue
         if lacking is None:
             return Choice(stem, shape, name, "; ".join(skipped) or "the best variant for this processor")
         skipped.append(f"not {name}: {lacking}")

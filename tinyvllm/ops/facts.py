@@ -12,9 +12,14 @@ from tinyvllm.quant.layouts import PackedWeight, StoredWeight, TileWeight
 
 
 def product_facts(
-    placement: Placement, weight: KernelWeight | KernelTable, norm: NormWeights | None = None, outputs: int = 0, head_dim: int = 0
+    placement: Placement,
+    weight: KernelWeight | KernelTable,
+    norm: NormWeights | None = None,
+    outputs: int = 0,
+    head_dim: int = 0,
+    cache: LayerCache | None = None,
 ) -> ShapeFacts:
-    """Of a product with `weight`, after `norm` if there is one; `outputs` if they are not the weight's rows."""
+    """Of a product with `weight`, after `norm` if there is one; `outputs` if they are not the weight's rows; `cache` if it writes one."""
     layout = Layout.TILES if isinstance(weight, TileWeight) else Layout.PANELS if isinstance(weight, PackedWeight) else Layout.ROWS
     return ShapeFacts(
         placement,
@@ -25,6 +30,7 @@ def product_facts(
         matrices=len(weight.parts) if isinstance(weight, StoredWeight) else 1,
         norm="RMS" if norm is None else norm.kind,
         head_dim=head_dim,
+        cache_format="" if cache is None else cache_format(cache),
     )
 
 

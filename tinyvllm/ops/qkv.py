@@ -30,7 +30,7 @@ def norm_qkv_rope_store(
     K, D, placement = int(cache.keys.shape[2]), int(cache.keys.shape[4]), Placement.of(x.device)
     if not isinstance(qkv.weight, TensorWeight):
         shape = f"{qkv.weight.I}->{qkv.weight.O} {qkv.weight.format}, D={D}"
-        kernel = select("norm_qkv_rope_store", placement, shape, product_facts(placement, qkv.weight, norm, head_dim=D))
+        kernel = select("norm_qkv_rope_store", placement, shape, product_facts(placement, qkv.weight, norm, head_dim=D, cache=cache))
         if kernel is not None:
             return kernel.backend.norm_qkv_rope_store(kernel.variant, x, norm, qkv, qkv.weight, angles, cache, batch)
     T = int(x.shape[0])
@@ -49,5 +49,6 @@ def norm_qkv_rope_store(
 def append_kv(k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:
     """The cache after k, v [T, K, D] float32 were written at the batch's slots, rounded to the cache's dtype."""
     K, D, placement = int(cache.keys.shape[2]), int(cache.keys.shape[4]), Placement.of(k.device)
-    kernel = select("kv_append", placement, f"K={K}, D={D} {cache_format(cache)}", ShapeFacts(placement, head_dim=D))
+    facts = ShapeFacts(placement, head_dim=D, cache_format=cache_format(cache))
+    kernel = select("kv_append", placement, f"K={K}, D={D} {facts.cache_format}", facts)
     return store_kv(cache, k, v, batch.slots) if kernel is None else kernel.backend.append_kv(kernel.variant, k, v, cache, batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -11,9 +12,12 @@ import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
-from tinyvllm.backends.cpu.launch import collecting_kernels, compile_ahead
+from tinyvllm.backends.collecting import collecting_kernels
+from tinyvllm.backends.cpu.launch import compile_ahead
 from tinyvllm.backends.cpu.threads import thread_pool
-from tinyvllm.backends.registry import Choice, architecture_of, choices, usable_variants
+from tinyvllm.backends.limits import ShapeFacts
+from tinyvllm.backends.registry import Choice, Need, architecture_of, choices, collecting_needs, usable_variants
+from tinyvllm.backends.selftest import test_kernels
 from tinyvllm.bridge import (
     Captured,
     CapturedCall,
@@ -161,6 +165,7 @@ class Runner:
         self._hosted = np.zeros((hosted, self.pool.block_bytes), np.uint8)  # its pages come as they are written
         if self.placement.is_cpu:
             self._compile_ahead()
+        self.self_test = test_kernels(self.placement, self._kernel_needs)
 
     def _size_pool(self, config: EngineConfig) -> tuple[KVPool, int]:
         """The KV pool and the longest sequence: the model's own context if none is given, limited by the pool and DEFAULT_CONTEXT."""
@@ -179,10 +184,30 @@ class Runner:
     def _compile_ahead(self) -> None:
         """Compile the hand-written kernels of decodes and chunks in the background: they do not depend on the number of rows."""
         with collecting_kernels() as kernels:
-            for shape in (Shape(1, 0, 0, 1), Shape(0, 1, MIN_CHUNK, MIN_CHUNK)):
-                inputs = StepInputs(shape, self._table_width, self.pool.scratch_slot, self.device, False, self._cascade)
-                self.model.forward_batch(inputs.batch(1), self.pool.layers, **self._constants)
+            self._outline_steps()
         compile_ahead(kernels)
+
+    @functools.cached_property
+    def _outline_inputs(self) -> list[StepInputs]:
+        shapes = Shape(1, 0, 0, 1), Shape(0, 1, MIN_CHUNK, MIN_CHUNK)
+        return [StepInputs(s, self._table_width, self.pool.scratch_slot, self.device, False, self._cascade) for s in shapes]
+
+    def _outline_steps(self) -> None:
+        """Call the ops of a decode and of a chunk, where nothing is launched."""
+        for inputs in self._outline_inputs:
+            self.model.forward_batch(inputs.batch(1), self.pool.layers, **self._constants)
+
+    def _kernel_needs(self) -> list[Need]:
+        """What the engine selects kernels for: in a decode, in a chunk, between steps."""
+        with collecting_needs() as needs:
+            self._outline_steps()
+        layer = self.pool.layers[0].keys
+        facts = {
+            "advance": ShapeFacts(self.placement),
+            "kv_copy": ShapeFacts(self.placement, block_bytes=layer.nbytes() // int(layer.shape[0])),
+            "sample": ShapeFacts(self.placement, vocabulary=self.config.vocab_size),
+        }
+        return [*needs, *facts.items()]
 
     def prepare(self, schedule: Schedule) -> PreparedStep:
         """Lay a schedule out on the device. The copy may wait for the step in flight, so it comes before anything is launched.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 
 from tinygrad import Tensor
 
 from tinyvllm.backends.buffers import cache_format, constant, empty, integers, present, scratch
 from tinyvllm.backends.cpu.graph import CpuGraph
-from tinyvllm.backends.cpu.launch import launch
+from tinyvllm.backends.cpu.launch import compile_ahead, launch
 from tinyvllm.backends.cpu.limits import LIMITS
-from tinyvllm.backends.cpu.toolchain import cpu_features
+from tinyvllm.backends.cpu.toolchain import compiler_state, cpu_features, processor, processor_name
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.limits import ShapeFacts, first_reason
 from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights, packed
@@ -65,6 +66,12 @@ class CpuBackend:
         has = cpu_features()
         named = {name: needs for name, needs in NEEDS.items() if name == "plain" or (name == "neon") == arm}
         return {name: _lacking(needs, has) for name, needs in named.items()}
+
+    def identity(self, placement: Placement) -> str:
+        return " ".join([processor_name(), processor(), compiler_state()])
+
+    def compile_ahead(self, kernels: Sequence[Kernel], placement: Placement) -> None:
+        compile_ahead(kernels)
 
     def unsupported(self, stem: str, facts: ShapeFacts) -> str | None:
         return first_reason(LIMITS[stem], facts)

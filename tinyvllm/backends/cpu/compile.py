@@ -22,7 +22,7 @@ from tinyvllm.backends.cpu.toolchain import compiler_command, target_flags
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.source import kernel_source, kernel_text
 from tinyvllm.bridge import compile_clock
-from tinyvllm.errors import KernelError
+from tinyvllm.errors import KernelError, ToolchainError
 from tinyvllm.storage.cache import open_cache
 from tinyvllm.storage.folders import reason_of
 
@@ -102,7 +102,7 @@ def _compile(text: str, flags: tuple[str, ...], name: str) -> bytes:
     try:
         done = subprocess.run([*compiler, *flags, "-", "-o", "-"], input=text.encode(), capture_output=True)
     except OSError as error:
-        raise KernelError(f"kernels: {name} cannot be compiled: {compiler[0]}: {reason_of(error)}; CC names another compiler") from error
+        raise ToolchainError(f"kernels: {name} cannot be compiled: {compiler[0]}: {reason_of(error)}; CC names another compiler") from error
     if done.returncode or not done.stdout:
         raise KernelError(f"kernels: {name} does not compile with {compiler[0]}: {_first_errors(done.stderr.decode(errors='replace'))}")
     return done.stdout

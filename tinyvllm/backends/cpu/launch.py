@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 from tinygrad import Tensor, dtypes
 
+from tinyvllm.backends.collecting import collects
 from tinyvllm.backends.cpu.compile import object_code
 from tinyvllm.backends.cpu.threads import TEAM, thread_pool
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.bridge import Program, code_address, launch_program, load_object, load_program
 
-_collected: list[list[Kernel]] = []  # the innermost `collecting_kernels` is the last
 _ahead: dict[Kernel, Future[bytes]] = {}
 _solo_words: list[np.ndarray] = []  # kept alive: the tensor does not own them
 
@@ -25,8 +24,7 @@ _solo_words: list[np.ndarray] = []  # kept alive: the tensor does not own them
 def launch(kernel: Kernel, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> list[Tensor]:
     """The kernel as a node of the lazy graph: `outs` after it has written them (backends/launch.py)."""
     kernel.check_counts(len(outs), len(ins))
-    if _collected:
-        _collected[-1].append(kernel)
+    if collects(kernel):
         return list(outs)
     program = Program(kernel.name, kernel.name, machine_code(kernel), kernel.outs, kernel.ins + 1, kernel.flops, kernel.bytes)
     return launch_program(program, [*outs, *ins, solo_team()])
@@ -37,17 +35,6 @@ def machine_code(kernel: Kernel) -> bytes:
     """The kernel compiled, as tinygrad's runtime of the CPU takes it."""
     ahead = _ahead.pop(kernel, None)
     return load_object(object_code(kernel) if ahead is None else ahead.result())
-
-
-@contextlib.contextmanager
-def collecting_kernels() -> Iterator[list[Kernel]]:
-    """Within it, `launch` only notes the kernels in the list: ops can be called to find out which kernels a model needs."""
-    kernels: list[Kernel] = []
-    _collected.append(kernels)
-    try:
-        yield kernels
-    finally:
-        _collected.pop()
 
 
 def compile_ahead(kernels: Iterable[Kernel]) -> None:

@@ -17,14 +17,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tinyvllm.errors import TinyvllmError
+from tinyvllm.errors import ToolchainError
 from tinyvllm.storage.cache import write_whole
 
 OLDEST_CLANG = 16
 
 
 def compiler_command() -> list[str]:
-    """The compiler as the first words of a command line. TinyvllmError if there is none."""
+    """The compiler as the first words of a command line. ToolchainError if there is none."""
     if named := os.environ.get("CC"):
         return [named]
     return _recent_clang() or _zig_clang() or _none_found()
@@ -77,7 +77,7 @@ def _zig_clang() -> list[str] | None:
 
 
 def _none_found() -> list[str]:
-    raise TinyvllmError(
+    raise ToolchainError(
         f"toolchain: no C compiler for the CPU device: expected clang {OLDEST_CLANG} or later on the PATH, or the wheel ziglang; "
         "try `pip install ziglang`"
     )
@@ -121,6 +121,29 @@ def cpu_features() -> frozenset[str]:
 def processor() -> str:
     """What code may be compiled for that runs on this processor only: its architecture and its features."""
     return " ".join([sys.platform, platform.machine(), *sorted(cpu_features())])
+
+
+def processor_name() -> str:
+    """The processor's model as the system names it, or the empty string."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    return " ".join(value for _, value in re.findall(r"^(model name|CPU implementer|CPU part|microcode)\s*: (.*)$", text, re.MULTILINE)[:3])
+
+
+def compiler_state() -> str:
+    """A text that changes when another compiler would be used, or it was replaced; nothing is started for it."""
+    places = [os.environ.get("CC", ""), shutil.which("clang") or "", *(_zig_clang() or [])[:1]]
+    return " ".join(f"{place}:{_state(shutil.which(place) or place)}" for place in places if place)
+
+
+def _state(path: str) -> str:
+    try:
+        state = os.stat(path)
+    except OSError:
+        return ""
+    return f"{state.st_size}.{state.st_mtime_ns}"
 
 
 def _apple_features() -> frozenset[str]:

@@ -7,6 +7,7 @@ first rearranged, by a launch of their own, and multiplied by tensor cores tile 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from tinygrad import Tensor
@@ -16,7 +17,7 @@ from tinyvllm.backends.cuda import plan
 from tinyvllm.backends.cuda.bandwidth import gpu_read_bandwidth
 from tinyvllm.backends.cuda.driver import CudaCopies, copies_of, gpu_free_memory, gpu_of
 from tinyvllm.backends.cuda.graph import CudaGraph
-from tinyvllm.backends.cuda.launch import launch
+from tinyvllm.backends.cuda.launch import compile_ahead, launch, versions
 from tinyvllm.backends.cuda.limits import LIMITS
 from tinyvllm.backends.cuda.packing import pack_rows
 from tinyvllm.backends.kernel import Kernel
@@ -69,6 +70,12 @@ class CudaBackend:
         if stem in PRODUCTS:
             every[plan.HOPPER] = None if number == 90 else f"the GPU is {name}, and this variant runs on sm_90 only"
         return every
+
+    def identity(self, placement: Placement) -> str:
+        return f"{architecture(placement.device)}, {gpu_of(placement)}, {versions()}"
+
+    def compile_ahead(self, kernels: Sequence[Kernel], placement: Placement) -> None:
+        compile_ahead(kernels, placement.device)
 
     def unsupported(self, stem: str, facts: ShapeFacts) -> str | None:
         return first_reason(LIMITS[stem], facts)

@@ -55,6 +55,12 @@ def gpu_of(placement: Placement) -> GPU:
     return GPU(*(gpu_attribute(placement.device, name) for name in names))
 
 
+def driver_version() -> int:
+    """The version of CUDA that the driver is for: 13000 is 13.0. 0 where it does not say."""
+    version = ctypes.c_int()
+    return 0 if cuda_driver().cuDriverGetVersion(ctypes.byref(version)) else version.value
+
+
 def gpu_free_memory(device: str) -> int:
     """Bytes that the driver has free on a CUDA device."""
     cuda = cuda_driver()

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tinygrad import Tensor
 
+from tinyvllm.backends.collecting import collects
 from tinyvllm.backends.cuda import nvrtc
+from tinyvllm.backends.cuda.driver import driver_version
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.bridge import Program, architecture, launch_program, load_program, run_program
+from tinyvllm.errors import KernelError
 from tinyvllm.placement import Placement
 
 
 def launch(kernel: Kernel, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> list[Tensor]:
     """The kernel as a node of the lazy graph: `outs` after it has written them (backends/launch.py)."""
     kernel.check_counts(len(outs), len(ins))
+    if collects(kernel):
+        return list(outs)
     return launch_program(_program(kernel, Placement.of(outs[0].device).device), [*outs, *ins])
 
 
@@ -44,3 +52,20 @@ def loaded(kernel: Kernel, device: str) -> Any:
 def machine_code(kernel: Kernel, device: str) -> bytes:
     """The kernel compiled for the device's GPU."""
     return nvrtc.cubin(kernel, architecture(device))
+
+
+def versions() -> str:
+    """The versions of the driver and of the compiler."""
+    return f"driver {driver_version()}, {nvrtc.version()}"
+
+
+def compile_ahead(kernels: Iterable[Kernel], device: str) -> None:
+    """Compile on all cores, and return when all is on disk; a kernel that does not compile fails where it is launched."""
+    arch = architecture(device)
+
+    def compiled(kernel: Kernel) -> None:
+        with contextlib.suppress(KernelError):
+            nvrtc.cubin(kernel, arch)
+
+    with ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="tinyvllm-nvrtc") as compilers:
+        list(compilers.map(compiled, dict.fromkeys(kernels)))

@@ -61,6 +61,11 @@ def cubin(kernel: Kernel, arch: str | None = None) -> bytes:
     return code
 
 
+def version() -> str:
+    """Of the compiler: "nvrtc 13.0"; KernelError where there is none."""
+    return _nvrtc().version
+
+
 def report(kernel: Kernel, arch: str | None = None) -> Report:
     """What the assembler says of the kernel for `arch`, as for `cubin`. Compiles every time."""
     options = (f"--gpu-architecture={_target(kernel.target, arch)}", *_OPTIONS, *_nvrtc().extra, "--ptxas-options=-v")

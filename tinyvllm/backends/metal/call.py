@@ -8,8 +8,9 @@ round x. The variant apple7_matrix, which is used only on request, multiplies th
 from __future__ import annotations
 
 import functools
+import platform
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -72,6 +73,13 @@ class MetalBackend:
         # the matrix variant is never the default: with it a request's bits depend on how many rows are computed with it
         own = [plan.MATRIX] if stem in PRODUCTS else [plan.MERGE] if stem == "attention_decode" else []
         return {variant: lacking for variant in (plan.BASE, *own)}
+
+    def identity(self, placement: Placement) -> str:
+        # driver and compiler are part of macOS
+        return f"{gpu_name(placement.device)}, {architecture(placement.device)}, macOS {platform.mac_ver()[0]}"
+
+    def compile_ahead(self, kernels: Sequence[Kernel], placement: Placement) -> None:
+        """Nothing: Metal compiles a kernel in milliseconds, in a process of its own."""
 
     def unsupported(self, stem: str, facts: ShapeFacts) -> str | None:
         return first_reason(LIMITS[stem], facts)

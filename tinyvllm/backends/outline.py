@@ -1,0 +1,91 @@
+"""In place of a backend while a model only shows which kernels it selects: every result is an empty tensor of its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tinygrad import Tensor
+
+from tinyvllm.backends.buffers import empty, integers
+from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.limits import ShapeFacts
+from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights
+from tinyvllm.batch import Batch, LayerCache
+from tinyvllm.placement import Placement
+from tinyvllm.quant.formats import Layout
+
+
+class Outline:
+    """A `Backend` (base.py) that launches nothing."""
+
+    name = "outline"
+    layout = Layout.ROWS
+    stems: frozenset[str] = frozenset()
+    variant_names: tuple[str, ...] = ()
+
+    def open(self, placement: Placement) -> None:
+        pass
+
+    def identity(self, placement: Placement) -> str:
+        return self.name
+
+    def compile_ahead(self, kernels: Sequence[Kernel], placement: Placement) -> None:
+        pass
+
+    def variants(self, placement: Placement, stem: str | None = None) -> dict[str, str | None]:
+        return {}
+
+    def unsupported(self, stem: str, facts: ShapeFacts) -> str | None:
+        return None
+
+    def free_memory(self, placement: Placement) -> int | None:
+        return None
+
+    def read_bandwidth(self, placement: Placement, seconds: float, nbytes: int) -> float | None:
+        return None
+
+    def embed(self, variant: str, table: KernelTable, tokens: Tensor, rows: Tensor) -> Tensor:
+        return empty(tokens, int(tokens.shape[0]), table.I)
+
+    def norm_qkv_rope_store(
+        self, variant: str, x: Tensor, norm: NormWeights, qkv: QKV, weight: KernelWeight, angles: Tensor | None, cache: LayerCache,
+        batch: Batch,
+    ) -> tuple[Tensor, LayerCache]:  # fmt: skip
+        K, D = int(cache.keys.shape[2]), int(cache.keys.shape[4])
+        return empty(x, int(x.shape[0]), weight.O // D - 2 * K, D), cache
+
+    def append_kv(self, variant: str, k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:
+        return cache
+
+    def attention_decode(self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Tensor:
+        return empty(q, int(q.shape[0]), int(q.shape[1]) * int(q.shape[2]))
+
+    def attention_prefill(
+        self, variant: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch
+    ) -> Tensor:
+        return empty(q, int(q.shape[0]), int(q.shape[1]) * int(q.shape[2]))
+
+    def matmul(
+        self, variant: str, x: Tensor, weight: KernelWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool
+    ) -> Tensor:
+        return empty(x, int(x.shape[0]), weight.O)
+
+    def gate_up_silu(self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, bias: Tensor | None) -> Tensor:
+        return empty(x, int(x.shape[0]), weight.O // 2)
+
+    def norm_head(
+        self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, count: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return empty(x, int(rows.shape[0]), weight.O), integers(x, int(rows.shape[0]))
+
+    def advance(self, variant: str, batch: Batch, sampled: Tensor, history: History, block_size: int, scratch_slot: int) -> None:
+        pass
+
+    def copy_blocks(self, variant: str, pool: Tensor, pairs: Tensor, count: Tensor) -> Tensor:
+        return pool
+
+    def sample(self, variant: str, logits: Tensor, draw: DrawInputs) -> Tensor:
+        return integers(logits, int(logits.shape[0]))
+
+    def accept_drafts(self, variant: str, drafts: Tensor, chosen: Tensor, lengths: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        return integers(drafts, int(drafts.shape[0])), integers(drafts, int(drafts.shape[0]))

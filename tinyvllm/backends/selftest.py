@@ -1,0 +1,188 @@
+"""The self-test of kernels at an engine's start: each one that the model will launch runs once on small fixed inputs (cases.py), and what
+comes out is compared with recorded answers. A variant that fails is replaced by the next one or by the reference, with a warning. So a
+wrong compiler, driver or chip costs speed, not tokens.
+
+Results are remembered in the cache folder by device, driver, compiler and sources (verdicts.py): a start whose kernels are known launches
+nothing. A variant that TINYVLLM_KERNELS names is not tested. TINYVLLM_SELFTEST=off tests nothing, =always tests at every start.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from tinyvllm.backends import registry
+from tinyvllm.backends.autotune import untuned
+from tinyvllm.backends.base import Backend
+from tinyvllm.backends.cases import Case, Site, case_of, run, wrong
+from tinyvllm.backends.collecting import collecting_kernels
+from tinyvllm.backends.limits import ShapeFacts
+from tinyvllm.backends.registry import Need
+from tinyvllm.backends.source import kernels_folder
+from tinyvllm.backends.verdicts import Verdicts
+from tinyvllm.bridge import download, mapped, recover_device
+from tinyvllm.config import VERSION, environment
+from tinyvllm.errors import KernelError, ToolchainError
+from tinyvllm.host_memory import is_out_of_memory
+from tinyvllm.placement import Placement
+from tinyvllm.storage.cache import open_cache
+
+log = logging.getLogger("tinyvllm")
+
+ANSWERS = Path(__file__).with_name("answers.npz")
+
+
+@dataclass
+class Report:
+    """What the self-test of one engine did: kernels tested now, kernels known from earlier starts, and replaced ones with the reason."""
+
+    mode: str
+    tested: int = 0
+    remembered: int = 0
+    replaced: dict[str, str] = field(default_factory=dict)
+    untested: str = ""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        if self.mode == "off":
+            return "self-test: off (TINYVLLM_SELFTEST)"
+        text = f"self-test: {self.tested} tested now, {self.remembered} known from earlier starts, {len(self.replaced)} replaced"
+        return f"{text}, {self.seconds:.2f} s" + (f"; not tested: {self.untested}" if self.untested else "")
+
+
+def test_kernels(placement: Placement, needs: Callable[[], Iterable[Need]]) -> Report:
+    """Test what `needs` names and replace what fails. `needs` is called again after a replacement, since other ops may run then."""
+    mode, backend = environment(os.environ).get("TINYVLLM_SELFTEST", "on"), registry.backend_for(placement)
+    if mode == "off" or backend is None:
+        return Report("off")
+    return _SelfTest(placement, backend, mode).run(needs)
+
+
+class _SelfTest:
+    def __init__(self, placement: Placement, backend: Backend, mode: str):
+        self._placement, self._backend, self._always = placement, backend, mode == "always"
+        identity = backend.identity(placement)
+        self._where = f"{placement.device} ({registry.architecture_of(placement)})"
+        self._verdicts = Verdicts(open_cache(), f"{backend.name} {_digest(backend.name, identity)}")
+        self._done: set[str] = set()  # tested by this process
+        self._report = Report(mode)
+
+    def run(self, needs: Callable[[], Iterable[Need]]) -> Report:
+        start, replaced = time.perf_counter(), -1
+        while len(self._report.replaced) > replaced:  # each round replaces a variant of an op, so there is an end
+            replaced, wanted = len(self._report.replaced), list(dict.fromkeys(needs()))
+            if untested := self._settle(wanted, test=False):
+                with untuned(), self._verdicts.turn():
+                    if self._always and not self._done:
+                        self._verdicts.forget()
+                    self._compile(untested)
+                    self._settle(wanted, test=True)
+                    self._verdicts.save()
+        self._report.seconds = time.perf_counter() - start
+        return self._report
+
+    def _settle(self, needs: list[Need], test: bool) -> list[tuple[str, Case]]:
+        """Replace the variants that fail, and return those without a verdict; with `test` they are tested."""
+        untested = []
+        for stem, facts in needs:
+            case = case_of(stem, facts)
+            while case is not None and (variant := registry.replaceable_variant(stem, self._placement, facts)) is not None:
+                name = f"{variant} {case.name}"
+                if not self._knows(name):
+                    if not test:
+                        untested.append((variant, case))
+                        break
+                    self._test(name, variant, case)
+                elif name not in self._done:
+                    self._done.add(name)
+                    self._report.remembered += 1
+                if name not in self._verdicts.failed:
+                    break
+                self._replace(name, variant, case, facts)
+        return list(dict.fromkeys(untested))
+
+    def _knows(self, name: str) -> bool:
+        return name in self._done or not self._always and self._verdicts.knows(name)
+
+    def _test(self, name: str, variant: str, case: Case) -> None:
+        """Launch a case and keep the verdict."""
+        self._done.add(name)
+        try:
+            with self._verdicts.testing(name):
+                reason = wrong(case, run(case, self._site(variant)), _answers())
+        except ToolchainError as error:
+            self._report.untested = str(error)
+            return
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            self._verdicts.keep(name, reason)
+            self._require_device(name)
+        self._report.tested += 1
+        self._verdicts.keep(name, reason)
+
+    def _require_device(self, name: str) -> None:
+        """After a failed launch: KernelError if the device does not work any more, as after an illegal access on a GPU."""
+        device, numbers = self._placement.device, np.arange(64, dtype=np.int32)
+        try:
+            recover_device(device)
+            intact = bool((download(mapped(numbers, device)) == numbers).all())
+        except Exception:
+            intact = False
+        if not intact:
+            self._verdicts.save()
+            raise KernelError(f"self-test: {self._where} does not work any more after {name}; start again: that kernel is not used then")
+
+    def _replace(self, name: str, variant: str, case: Case, facts: ShapeFacts) -> None:
+        """Take the variant out of the choice, and warn."""
+        reason = self._verdicts.failed[name]
+        registry.replace_variant(self._placement, variant, case, reason)
+        if name in self._report.replaced:
+            return
+        self._report.replaced[name] = reason
+        instead = registry.replaceable_variant(case.stem, self._placement, facts) or registry.REFERENCE
+        log.warning(
+            "self-test: the kernel %s, variant %s, is wrong on %s: %s; %s is used instead, which may be slower. Please report it. "
+            "TINYVLLM_SELFTEST=always tests it again, TINYVLLM_KERNELS=%s=%s uses it all the same",
+            case.name, variant, self._where, reason, instead, case.stem, variant,
+        )  # fmt: skip
+
+    def _site(self, variant: str) -> Site:
+        return Site(self._backend, variant, self._placement.device)
+
+    def _compile(self, untested: list[tuple[str, Case]]) -> None:
+        """Start the compilers of all tests at once, where the backend compiles in the background."""
+        with collecting_kernels() as kernels:
+            for variant, case in untested:
+                try:
+                    run(case, self._site(variant))
+                except Exception as error:  # the test itself will say so
+                    log.debug("self-test: %s %s: %s", variant, case.name, error)
+        self._backend.compile_ahead(kernels, self._placement)
+
+
+@functools.cache
+def _answers() -> dict[str, np.ndarray]:
+    with np.load(ANSWERS, allow_pickle=False) as file:
+        return {name: file[name] for name in file.files}
+
+
+@functools.cache
+def _digest(backend: str, identity: str) -> str:
+    """A key that changes with the device, its driver and compiler, the version, the sources of its kernels, and what launches them."""
+    folder, kernels = Path(__file__).parent, kernels_folder()
+    sources = [*(kernels / backend).rglob("*"), *(kernels / "include").rglob("*")]
+    files = [*sources, *folder.glob("*.py"), *(folder / backend).glob("*.py"), ANSWERS]
+    digest = hashlib.sha256(f"{VERSION}\0{identity}".encode())
+    for path in sorted(path for path in files if path.is_file()):
+        digest.update(b"\0" + path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:24]
