@@ -12,6 +12,8 @@ from safetensors.numpy import save_file
 
 # The suite runs in several processes at once, and threads that outnumber the cores wait for each other; tests of the pool set a number.
 os.environ.setdefault("TINYVLLM_THREADS", "1")
+# Its tests switch it on: every cache folder of a test would pay for the compilers of the cases.
+os.environ.setdefault("TINYVLLM_SELFTEST", "off")
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, INTERMEDIATE = 2, 64, 4, 2, 128
 SPECIALS = ("<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>")

@@ -16,6 +16,7 @@ from tinyvllm.quant.layouts import unpack_rows
 
 PATH = Path(cases.__file__).with_name("answers.npz")
 MARGIN = 1e-3  # between a drawn token's score and the next one's, and between a threshold and what it decides
+ALL_FILTERS = cases.DRAWS[-1][2] + cases.DRAWS[-1][3][:1]
 Arrays = dict[str, np.ndarray]
 
 
@@ -136,26 +137,39 @@ def threefry(key: tuple[int, int], counter: tuple[np.ndarray, np.ndarray]) -> np
 
 
 def sample() -> Arrays:
-    logits, counts, prompted, bias = cases.draw_tables()
-    V, drawn, counted = cases.DRAWN, [], []
-    for b, ((seen, biased, low, high, position), inverse, (k, p), (far, repetition, presence, frequency)) in enumerate(cases.DRAWS):
-        x = logits[b].astype(np.float64)
-        if seen != cases.NEUTRAL:
-            met = (counts[seen] > 0) | (prompted[seen] > 0)
-            x = np.where(met, np.where(x > 0, x / repetition, x * repetition), x)
-            x = x - presence * (counts[seen] > 0) - frequency * counts[seen]
-        x = x if biased == cases.NEUTRAL else x + bias[biased]
-        scores = x
-        if inverse:
-            word = threefry((low, high), (np.arange(V, dtype=np.uint32), np.full(V, position, np.uint32)))
-            scores = x * inverse - np.log(-np.log1p(-((word >> np.uint32(1)) + 0.5) / 2**31))
-            scores = np.where(lives(x, inverse, k, p / 2**30, far), scores, -np.inf)
-        order = np.sort(scores)
-        assert order[-1] - order[-2] > MARGIN, f"row {b} is drawn by {order[-1] - order[-2]:.1e}: choose other numbers"
-        drawn.append(int(scores.argmax()))
-        counted += [[seen, drawn[-1]]] if seen != cases.NEUTRAL else []
-    positions = [places[4] + 1 for places, *_ in cases.DRAWS]
-    return {"tokens": np.array(drawn), "positions": np.array(positions), "counted": np.array(counted)}
+    """Drawn tokens; in each row that asks for a feature, another token would be drawn without it."""
+    drawn, counted = [], []
+    for b, row in enumerate(cases.DRAWS):
+        token, margin = drawn_from(b, *row)
+        assert margin > MARGIN, f"row {b} is drawn by {margin:.1e}: choose other seeds"
+        drawn.append(token)
+        (seen, *_), inverse, (k, p), (far, *penalties) = row
+        counted += [[seen, token]] if seen != cases.NEUTRAL else []
+        off = (cases.NEUTRAL, *row[0][1:]), (row[0][0], cases.NEUTRAL, *row[0][2:])
+        without = [(off[0], *row[1:]), (off[1], *row[1:]), (row[0], 0.0, *row[2:]), (*row[:2], (cases.DRAWN, p), row[3])]
+        without += [(*row[:2], (k, 1 << 30), row[3]), (*row[:3], (-np.inf, *penalties))]
+        without = without[:3] if (k, p, far) == ALL_FILTERS else without  # where one filter does what another does, too
+        assert all(other == row or drawn_from(b, *other)[0] != token for other in without), f"row {b} does not need all it asks for"
+    return {"tokens": np.array(drawn), "positions": np.array([row[0][4] + 1 for row in cases.DRAWS]), "counted": np.array(counted)}
+
+
+def drawn_from(b: int, places: tuple[int, ...], inverse: float, filters: tuple[int, int], rest: tuple[float, ...]) -> tuple[int, float]:
+    """The token of row b, and by how much it wins."""
+    (logits, counts, prompted, bias), (seen, biased, low, high, position) = cases.draw_tables(), places
+    far, repetition, presence, frequency = rest
+    x = logits[b].astype(np.float64)
+    if seen != cases.NEUTRAL:
+        met = (counts[seen] > 0) | (prompted[seen] > 0)
+        x = np.where(met, np.where(x > 0, x / repetition, x * repetition), x)
+        x = x - presence * (counts[seen] > 0) - frequency * counts[seen]
+    x = x if biased == cases.NEUTRAL else x + bias[biased]
+    scores = x
+    if inverse:
+        word = threefry((low, high), (np.arange(cases.DRAWN, dtype=np.uint32), np.full(cases.DRAWN, position, np.uint32)))
+        scores = x * inverse - np.log(-np.log1p(-((word >> np.uint32(1)) + 0.5) / 2**31))
+        scores = np.where(lives(x, inverse, filters[0], filters[1] / 2**30, far), scores, -np.inf)
+    order = np.sort(scores)
+    return int(scores.argmax()), float(order[-1] - order[-2])
 
 
 def lives(x: np.ndarray, inverse: float, k: int, p: float, far: float) -> np.ndarray:

@@ -381,11 +381,11 @@ NEUTRAL = 6  # row of the draw's tables that changes nothing
 # seen_row, bias_row, seeds and position; 1 / temperature; top_k, top_p; min_p, penalties: greedy, plain, then one filter each, then all
 DRAWS: tuple[tuple[tuple[int, ...], float, tuple[int, int], tuple[float, ...]], ...] = (
     ((NEUTRAL, NEUTRAL, 1, 2, 3), 0.0, (DRAWN, 1 << 30), (-np.inf, 1.0, 0.0, 0.0)),
-    ((NEUTRAL, NEUTRAL, 11, 12, 13), 0.5, (DRAWN, 1 << 30), (-np.inf, 1.0, 0.0, 0.0)),
-    ((NEUTRAL, NEUTRAL, 21, 22, 23), 0.75, (5, 1 << 30), (-np.inf, 1.0, 0.0, 0.0)),
-    ((NEUTRAL, 3, 31, 32, 33), 1.0, (DRAWN, 7 << 27), (-np.inf, 1.0, 0.0, 0.0)),
-    ((NEUTRAL, NEUTRAL, 41, 42, 43), 1.0, (DRAWN, 1 << 30), (-2.53, 1.0, 0.0, 0.0)),
-    ((5, 5, 51, 52, 53), 1.25, (40, 7 << 27), (-3.03, 1.25, 0.5, 0.25)),
+    ((NEUTRAL, NEUTRAL, 1, 2, 3), 0.5, (DRAWN, 1 << 30), (-np.inf, 1.0, 0.0, 0.0)),
+    ((NEUTRAL, NEUTRAL, 1, 2, 3), 0.5, (5, 1 << 30), (-np.inf, 1.0, 0.0, 0.0)),
+    ((NEUTRAL, 3, 7, 8, 9), 0.5, (DRAWN, 1 << 29), (-np.inf, 1.0, 0.0, 0.0)),
+    ((NEUTRAL, NEUTRAL, 3, 4, 5), 0.5, (DRAWN, 1 << 30), (-1.53, 1.0, 0.0, 0.0)),
+    ((5, 5, 11, 12, 13), 0.5, (40, 1 << 29), (-2.03, 1.25, 0.5, 0.25)),
 )
 
 

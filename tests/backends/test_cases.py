@@ -1,0 +1,105 @@
+"""The cases of the self-test: their recorded answers are up to date, right kernels pass, and what is wrong is named."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.kernels.answers import PATH, answers
+from tinyvllm.backends import cases, registry
+from tinyvllm.backends.cases import Case, Site, case_of, wrong
+from tinyvllm.backends.limits import ShapeFacts
+from tinyvllm.placement import Placement
+from tinyvllm.quant.formats import Layout
+
+CPU = Placement("CPU")
+VARIANTS = registry.usable_variants(CPU)
+PASSING = [Case("embed", "BF16", "panels"), Case("embed", "Q8_0", "rows"), Case("matmul", "Q5_0"), Case("norm_gate_up_silu", "BF16")]
+PASSING += [Case("norm_head", "F16"), Case("norm_qkv_rope_store", "Q4_0", cache="F16"), Case("kv_append", cache="BF16"), Case("advance")]
+PASSING += [Case("attention_decode", cache="F32", head_dim=64), Case("attention_prefill", cache="BF16", head_dim=48), Case("kv_copy")]
+PASSING += [Case("sample")]
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    with np.load(PATH, allow_pickle=False) as file:
+        return {name: file[name] for name in file.files}
+
+
+def test_the_recorded_answers_are_up_to_date(recorded):
+    """`python -m tests.kernels.answers` writes them."""
+    fresh = answers()
+    assert set(fresh) == set(recorded)
+    for name, array in fresh.items():
+        assert recorded[name].dtype == array.dtype, name
+        np.testing.assert_allclose(recorded[name], array, rtol=1e-6, atol=1e-7, err_msg=name)
+
+
+def test_the_file_is_small():
+    assert PATH.stat().st_size < 100_000
+
+
+@pytest.mark.parametrize("variant", [VARIANTS[0], "plain"])
+@pytest.mark.parametrize("case", PASSING, ids=lambda case: case.name)
+def test_a_right_kernel_passes_with_room_to_spare(case, variant, recorded):
+    results = cases.run(case, Site(registry.BACKENDS["CPU"], variant, "CPU"))
+    assert wrong(case, results, recorded) is None
+    for arrays in results:
+        for name, got in arrays.items():
+            got += np.asarray(0.3 * case.tolerances.get(name, 0) * np.abs(recorded[f"{case.answer}/{name}"]).max(), got.dtype)
+    assert wrong(case, results, recorded) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda y: y[:, :40], "y has the shape (3, 40), expected (3, 50)"),
+        (lambda y: np.where(np.arange(y.size).reshape(y.shape) == 77, np.nan, y), "y of 3 rows is not finite in 1 of 150 numbers"),
+        (lambda y: y + np.where(np.arange(y.size).reshape(y.shape) == 77, 0.25, 0), "largest error 0.25 in y of 3 rows, expected at most"),
+        (lambda y: np.roll(y, 1, axis=0), "largest error"),
+    ],
+)
+def test_what_is_wrong_is_named(change, words, recorded):
+    case, want = Case("matmul", "F32"), recorded["matmul float/y"][:3]
+    assert wrong(case, [{"y": want}], recorded) is None
+    assert words in (wrong(case, [{"y": want}, {"y": change(want)}], recorded) or "")
+
+
+@pytest.mark.parametrize(
+    ("stem", "facts", "name"),
+    [
+        ("matmul", {"format": "Q8_0", "layout": "tiles"}, "matmul Q8_0"),
+        ("embed", {"format": "BF16", "layout": Layout.PANELS}, "embed BF16 panels"),
+        ("norm_qkv_rope_store", {"format": "F16", "layout": "rows", "cache_format": "F16"}, "norm_qkv_rope_store F16 F16"),
+        ("attention_decode", {"cache_format": "BF16", "head_dim": 128}, "attention_decode BF16 D=128"),
+        ("attention_decode", {"cache_format": "BF16", "head_dim": 96}, "attention_decode BF16 D=48"),
+        ("advance", {}, "advance"),
+        ("accept_drafts", {}, None),
+    ],
+)
+def test_the_case_that_stands_for_a_shape(stem, facts, name):
+    case = case_of(stem, ShapeFacts(CPU, **facts))
+    assert (case.name if case else None) == name
+    assert case_of(stem, None) is None
+
+
+def test_inputs_are_not_rounded_by_any_product():
+    """Blocks of 32 have one sum of squares and contain 127 / 64; so the norm scales by 1, and int8 and bfloat16 hold every number."""
+    x = cases.activations(544).astype(np.float64)
+    np.testing.assert_array_equal((x * x).mean(1) + cases.EPS, 1)
+    assert (np.abs(x).reshape(5, -1, 32).max(2) == 127 / 64).all() and (x * 64 == np.rint(x * 64)).all()
+
+
+def test_numbers_do_not_depend_on_a_library():
+    assert cases.integers(1, 0, 1000, 6).tolist() == [int(n) for n in _splitmix(1, 1000, 6)]
+
+
+def _splitmix(seed: int, limit: int, count: int) -> list[int]:
+    """In Python's integers, from the paper."""
+    found, mask = [], (1 << 64) - 1
+    for i in range(1, count + 1):
+        z = (i * 0x9E3779B97F4A7C15 + (seed << 40)) & mask
+        z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ z >> 27) * 0x94D049BB133111EB) & mask
+        found.append((z ^ z >> 31) % limit)
+    return found

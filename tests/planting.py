@@ -1,0 +1,67 @@
+"""Wrong kernels for tests of the self-test: a constant of the source is changed before it is compiled, on any backend."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tinyvllm.backends import source
+from tinyvllm.backends.cpu import compile as cpu_compile
+from tinyvllm.backends.cpu import launch as cpu_launch
+from tinyvllm.backends.cuda import launch as cuda_launch
+from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.metal import launch as metal_launch
+
+# Constants that make a kernel compute something else, by stem.
+WRONG = {
+    "embed": ("V", "1"),
+    "norm_qkv_rope_store": ("EPS", "0.5f"),
+    "kv_append": ("S", "8"),
+    "attention_decode": ("SCALE", "0.5f"),
+    "attention_prefill": ("SCALE", "0.5f"),
+    "matmul": ("ACTIVATION", "1"),
+    "matvec": ("ACTIVATION", "1"),
+    "norm_gate_up_silu": ("EPS", "0.5f"),
+    "norm_head": ("EPS", "0.5f"),
+    "advance": ("SCRATCH_SLOT", "0"),
+    "kv_copy": ("BLOCK_BYTES", "160"),
+    "sample": ("SAMPLED", "0"),
+}
+
+
+def changed(stem: str, text: str) -> str:
+    name, value = WRONG[stem]
+    text, count = re.subn(rf"^#define {name} .*$", f"#define {name} {value}", text, flags=re.MULTILINE)
+    assert count == 1, f"{stem} has {count} constants {name}"
+    return text
+
+
+def plant(
+    monkeypatch: pytest.MonkeyPatch, stems: set[str], target: str | None = None, change: Callable[[str, str], str] = changed
+) -> list[str]:
+    """Change the text of these kernels, of one variant or of all; the list gets the stem of each that was compiled so."""
+    planted: list[str] = []
+
+    def text(kernel: Kernel, instead: Path | None = None) -> str:
+        whole = source.kernel_text(kernel, instead)
+        if kernel.stem not in stems or target not in (None, kernel.target):
+            return whole
+        planted.append(kernel.stem)
+        return change(kernel.stem, whole)
+
+    from tests.emulator import driver
+
+    for module in (cpu_compile, metal_launch, driver):
+        monkeypatch.setattr(module, "kernel_text", text)
+    forget_code()
+    return planted
+
+
+def forget_code() -> None:
+    """Compile every kernel again, or read it from disk: nothing planted stays in the process."""
+    cpu_launch._ahead.clear()
+    for launch in (cpu_launch, cuda_launch, metal_launch):
+        launch.machine_code.cache_clear()
