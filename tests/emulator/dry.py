@@ -31,6 +31,9 @@ def dry_gpu() -> Iterator[None]:
             setattr(owner, name, lambda result=result: result)
         undo.callback(os.environ.update, {"CC": os.environ["CC"]} if "CC" in os.environ else {})
         os.environ.pop("CC", None)
+        before = os.environ.get("TINYVLLM_SELFTEST")
+        undo.callback(lambda: os.environ.pop("TINYVLLM_SELFTEST") if before is None else os.environ.update(TINYVLLM_SELFTEST=before))
+        os.environ["TINYVLLM_SELFTEST"] = "off"  # zeros are wrong answers
         undo.enter_context(_compiler_as_provided())
         undo.enter_context(cuda_device(capability=CAPABILITY, multiprocessors=MULTIPROCESSORS, capacity=MEMORY, executes=False))
         yield

@@ -1,0 +1,148 @@
+"""The self-test of kernels on the emulated GPUs: right kernels pass, wrong ones are replaced and named, another driver tests again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from tinygrad import Tensor
+
+from tests.emulator.driver import cuda_device
+from tests.emulator.metal_runtime import metal_device
+from tests.planting import forget_code, plant
+from tinyvllm import LLM, SamplingParams
+from tinyvllm.backends import autotune, cases, registry, selftest
+from tinyvllm.backends.cases import Case, Site
+from tinyvllm.backends.cuda import launch as cuda_launch
+from tinyvllm.backends.limits import ShapeFacts
+from tinyvllm.backends.selftest import test_kernels as check_kernels
+from tinyvllm.bridge import download, mapped
+from tinyvllm.config import DEFAULT_MODEL
+from tinyvllm.ops.copy import copy_blocks
+from tinyvllm.placement import Placement
+from tinyvllm.storage.cache import CacheFolder
+from tinyvllm.storage.folders import require_private
+
+DEVICES = {"CUDA": cuda_device, "METAL": metal_device}
+BASE = {"CUDA": "sm_80", "METAL": "apple7"}
+_CACHE = {"cache_format": "BF16", "head_dim": 64, "block_size": 16, "query_heads": 4, "kv_heads": 2}
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request) -> Iterator[str]:
+    with DEVICES[request.param](seed=1):
+        yield request.param
+
+
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch, tmp_path):
+    """Verdicts in a folder of the test's own."""
+    cache = CacheFolder(require_private(tmp_path / "cache"))
+    monkeypatch.setattr(selftest, "open_cache", lambda: cache)
+    monkeypatch.setenv("TINYVLLM_SELFTEST", "on")
+    registry.forget_replaced()
+    yield
+    monkeypatch.undo()
+    forget_code()
+    registry.forget_replaced()
+    registry.forget_choices()
+
+
+def needs(device: str) -> dict[str, ShapeFacts]:
+    at = Placement(device)
+    product = {"inputs": 96, "outputs": 64, "format": "BF16", "layout": str(registry.BACKENDS[device].layout)}
+    return {
+        "embed": ShapeFacts(at, **product), "kv_append": ShapeFacts(at, **_CACHE), "matmul": ShapeFacts(at, **product),
+        "attention_decode": ShapeFacts(at, **_CACHE), "advance": ShapeFacts(at), "kv_copy": ShapeFacts(at, block_bytes=320),
+        "sample": ShapeFacts(at, vocabulary=300),
+    }  # fmt: skip
+
+
+def check(device: str, *stems: str):
+    return check_kernels(Placement(device), lambda: [(stem, needs(device)[stem]) for stem in stems])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case("norm_qkv_rope_store", "Q4_0", cache="F16"), pytest.param(Case("norm_gate_up_silu", "BF16"), marks=pytest.mark.long),
+     pytest.param(Case("norm_head", "Q8_0"), marks=pytest.mark.long), pytest.param(Case("attention_prefill", cache="BF16", head_dim=48), marks=pytest.mark.long)],
+    ids=lambda case: case.name,
+)  # fmt: skip
+def test_right_kernels_pass(device, case):
+    with autotune.untuned():
+        results = cases.run(case, Site(registry.BACKENDS[device], BASE[device], device))
+    assert cases.wrong(case, results, selftest._answers()) is None
+
+
+STEMS = ["embed", "kv_append", "attention_decode", "advance", "kv_copy", pytest.param("sample", marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("stem", [*STEMS, pytest.param("matmul", marks=pytest.mark.long)])
+def test_a_wrong_kernel_is_replaced_and_named(monkeypatch, device, caplog, stem):
+    stems = {stem, "matvec"} if stem == "matmul" else {stem}
+    assert check(device, stem).replaced == {}, "the right kernel passes"
+    selftest.open_cache().path.joinpath("selftest.json").unlink()
+    planted = plant(monkeypatch, stems, BASE[device])
+    report = check(device, stem)
+    assert planted
+    named = next(iter(report.replaced))
+    assert named.startswith(f"{BASE[device]} {stem}")
+    assert f"the kernel {stem}" in caplog.text and f"is wrong on {device} ({registry.architecture_of(Placement(device))})" in caplog.text
+    instead = registry.replaceable_variant(stem, Placement(device), needs(device)[stem])
+    assert instead != BASE[device] and f"; {instead or 'ref'} is used instead" in caplog.text
+
+
+def test_results_are_those_of_the_reference(monkeypatch, device):
+    pool, pairs, count = np.arange(5 * 80, dtype=np.int32).reshape(5, 80), np.array([[0, 3], [4, 1]], np.int32), np.array([2], np.int32)
+
+    def copied() -> np.ndarray:
+        copies = copy_blocks(mapped(pool, device), mapped(pairs, device), mapped(count, device))
+        Tensor.realize(copies)
+        return download(copies)
+
+    right = copied()
+    plant(monkeypatch, {"kv_copy"})
+    assert (copied() != right).any(), "the planted kernel is wrong"
+    assert check(device, "kv_copy").replaced
+    np.testing.assert_array_equal(copied(), right)
+    assert registry.choices(device)[-1].why.startswith(f"replaced: {BASE[device]} failed its self-test: ")
+
+
+def test_the_second_start_launches_nothing_and_another_driver_tests_again(monkeypatch, device):
+    assert check(device, "advance", "kv_copy").tested == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(selftest, "run", None)  # any launch would fail
+        assert check(device, "advance", "kv_copy").remembered == 2
+    if device == "CUDA":
+        monkeypatch.setattr(cuda_launch, "driver_version", lambda: 13010)
+    else:
+        monkeypatch.setattr("tinyvllm.backends.metal.call.platform.mac_ver", lambda: ("15.2", ("", "", ""), "arm64"))
+    assert check(device, "advance", "kv_copy").tested == 2
+
+
+def test_nothing_is_timed_while_kernels_are_tested(monkeypatch, device):
+    def never(*arguments):
+        raise AssertionError("the autotuner ran")
+
+    monkeypatch.setattr(autotune, "tuner", never)
+    assert check(device, "matmul").replaced == {}
+
+
+@pytest.mark.long
+def test_an_engine_with_a_wrong_kernel_gives_the_tokens_of_the_right_one(monkeypatch, device):
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+
+    def tokens(mode: str) -> list[int]:
+        monkeypatch.setenv("TINYVLLM_SELFTEST", mode)
+        forget_code()
+        with contextlib.closing(LLM(DEFAULT_MODEL, device=device, max_model_len=64, max_num_seqs=4)) as llm:
+            return llm.generate(["Once upon a time"], params)[0].outputs[0].token_ids
+
+    right = tokens("off")
+    plant(monkeypatch, {"norm_head"}, BASE[device], lambda stem, text: text.replace("#define EPS", "#define EPS 9.0f //", 1))
+    plant(monkeypatch, {"attention_decode", "attention_prefill"}, BASE[device])
+    assert tokens("off") != right
+    assert tokens("on") == right
+    assert {c.variant for c in registry.choices(device) if c.stem == "attention_prefill"} == {"ref"}
