@@ -77,7 +77,7 @@ def test_what_is_wrong_is_named(change, words, recorded):
         ("accept_drafts", {}, None),
     ],
 )
-def test_the_case_that_stands_for_a_shape(stem, facts, name):
+def test_the_case_of_a_shape(stem, facts, name):
     case = case_of(stem, ShapeFacts(CPU, **facts))
     assert (case.name if case else None) == name
     assert case_of(stem, None) is None

@@ -64,12 +64,11 @@ def check(device: str, *stems: str):
     return check_kernels(Placement(device), lambda: [(stem, needs(device)[stem]) for stem in stems])
 
 
-@pytest.mark.parametrize(
-    "case",
-    [Case("norm_qkv_rope_store", "Q4_0", cache="F16"), pytest.param(Case("norm_gate_up_silu", "BF16"), marks=pytest.mark.long),
-     pytest.param(Case("norm_head", "Q8_0"), marks=pytest.mark.long), pytest.param(Case("attention_prefill", cache="BF16", head_dim=48), marks=pytest.mark.long)],
-    ids=lambda case: case.name,
-)  # fmt: skip
+LONG = [Case("norm_gate_up_silu", "BF16"), Case("norm_head", "Q8_0"), Case("attention_prefill", cache="BF16", head_dim=48)]
+RIGHT = [Case("norm_qkv_rope_store", "Q4_0", cache="F16"), *(pytest.param(case, marks=pytest.mark.long) for case in LONG)]
+
+
+@pytest.mark.parametrize("case", RIGHT, ids=lambda case: case.name)
 def test_right_kernels_pass(device, case):
     with autotune.untuned():
         results = cases.run(case, Site(registry.BACKENDS[device], BASE[device], device))
@@ -141,8 +140,9 @@ def test_an_engine_with_a_wrong_kernel_gives_the_tokens_of_the_right_one(monkeyp
             return llm.generate(["Once upon a time"], params)[0].outputs[0].token_ids
 
     right = tokens("off")
-    plant(monkeypatch, {"norm_head"}, BASE[device], lambda stem, text: text.replace("#define EPS", "#define EPS 9.0f //", 1))
-    plant(monkeypatch, {"attention_decode", "attention_prefill"}, BASE[device])
+    # tinygrad's own attention uses matrix instructions on Metal, which the emulator has only for our kernels
+    plant(monkeypatch, {"norm_head", "attention_decode"} | ({"attention_prefill"} if device == "CUDA" else set()), BASE[device])
     assert tokens("off") != right
     assert tokens("on") == right
-    assert {c.variant for c in registry.choices(device) if c.stem == "attention_prefill"} == {"ref"}
+    ran = {choice.stem: choice for choice in registry.choices(device)}
+    assert all(ran[stem].why.startswith(f"replaced: {BASE[device]} failed") for stem in ("norm_head", "attention_decode"))

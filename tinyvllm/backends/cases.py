@@ -80,7 +80,7 @@ _TOLERANCES = {"matmul": {"y": _PRODUCT}, "norm_gate_up_silu": {"y": _PRODUCT}, 
 
 
 def case_of(stem: str, facts: ShapeFacts | None) -> Case | None:
-    """The case that stands for an op with these facts; None for one without facts, or without a case."""
+    """The case that is run for an op with these facts; None for one without facts, or without a case."""
     if facts is None or stem not in CASES:
         return None
     if stem in ("attention_decode", "attention_prefill"):

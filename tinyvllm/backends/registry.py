@@ -124,7 +124,7 @@ def replaceable_variant(stem: str, placement: Placement, facts: ShapeFacts) -> s
 
 
 def replace_variant(placement: Placement, variant: str, case: Case, reason: str) -> None:
-    """From now on, do not choose this variant for what `case` stands for, because of `reason`."""
+    """From now on, do not choose this variant where `case` is the case of the shape, because of `reason`."""
     _failures[placement.device, variant, case] = reason
 
 

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from tinyvllm.backends.collecting import collecting_kernels
 from tinyvllm.backends.cpu import compile as module
 from tinyvllm.backends.cpu import launch
 from tinyvllm.backends.cpu.compile import object_code, object_code_of
@@ -130,7 +131,7 @@ def test_a_failure_ahead_is_raised_where_the_kernel_is_needed(cache):
 
 
 def test_ops_can_be_asked_which_kernels_they_need():
-    with launch.collecting_kernels() as kernels:
+    with collecting_kernels() as kernels:
         assert launch.launch(copy(), ["out"], ["pairs", "count"]) == ["out"]
     assert kernels == [copy()]
 
