@@ -13,6 +13,7 @@ from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, Ke
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Layout
+from tinyvllm.quant.layouts import RowSource
 
 
 class Outline:
@@ -89,3 +90,6 @@ class Outline:
 
     def accept_drafts(self, variant: str, drafts: Tensor, chosen: Tensor, lengths: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         return integers(drafts, int(drafts.shape[0])), integers(drafts, int(drafts.shape[0]))
+
+    def pack_tiles(self, variant: str, placement: Placement, rows: RowSource, I: int) -> Tensor:
+        raise NotImplementedError("kernels: packing does not belong to a step")
