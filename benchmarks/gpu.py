@@ -486,6 +486,8 @@ def serve(o: argparse.Namespace) -> None:
             attempt(o, lambda: decoding(o, llm, o.shape, o.shape, count, 512))
         # the first time compiles and captures what it meets
         first, seconds = (_seconds(lambda: llm.generate(given, params)) for _ in range(2))
+        if llm.engine.recovery.num_failed:
+            raise SystemExit("gpu: steps of the engine failed while requests were timed; their errors are logged above")
         emit(o, f"{count} requests, {o.shape}, captures included", first, "s")
         emit(o, f"{count} requests, {o.shape}, warm", sum(answers) / seconds, "tok/s", "its roof", roof, seconds=round(seconds, 2))
 

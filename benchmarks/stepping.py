@@ -22,6 +22,15 @@ class Stepping:
         self.engine = llm.engine
         self._ids = itertools.count()
         self._running: list[str] = []
+        self._failed = self.engine.recovery.num_failed
+
+    def _step(self) -> Any:
+        """One step's outputs. RuntimeError where it failed: the engine recovers, and a figure would be of nothing."""
+        outputs = self.engine.step()
+        before, self._failed = self._failed, self.engine.recovery.num_failed
+        if self._failed > before:
+            raise RuntimeError("a step of the engine failed; its error is logged above")
+        return outputs
 
     def begin(self, prompts: Sequence[list[int]], room: int | None = None) -> None:
         """End what runs; then start one request a prompt, and step until each has its first token.
@@ -38,12 +47,12 @@ class Stepping:
             self.engine.add(self._running[-1], ids, params)
         waiting = set(self._running)
         while waiting:
-            waiting -= {output.request_id for output in self.engine.step() if output.outputs[0].token_ids}
+            waiting -= {output.request_id for output in self._step() if output.outputs[0].token_ids}
 
     def steps(self, count: int) -> None:
         """`count` steps, each a token of every request. RuntimeError if a request ends meanwhile: it would count as decoded."""
         for _ in range(count):
-            if any(output.finished for output in self.engine.step()):
+            if any(output.finished for output in self._step()):
                 raise RuntimeError("a request ended while it was timed: give the engine a greater max_model_len")
 
     def prefill(self, ids: list[int]) -> None:

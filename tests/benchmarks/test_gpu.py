@@ -61,6 +61,16 @@ def test_decoding_is_timed_with_its_graph(driver: Driver, tmp_path: Path) -> Non
     assert {"idle, llama-3.2-1b q8_0, 1 x 20", "prefill llama-3.2-1b q8_0, 40"} <= set(found)
 
 
+@pytest.mark.parametrize("part, error", [("decode", RuntimeError), ("serve", SystemExit)])
+def test_a_failed_step_gives_no_figure(driver: Driver, tmp_path: Path, caplog: pytest.LogCaptureFixture, part: str, error: type) -> None:
+    """The engine recovers from it and continues; what was timed is then something else."""
+    driver.fail_once = "advance"
+    with pytest.raises(error, match="steps? of the engine failed"):
+        figures(tmp_path / "run", part)
+    assert gpu.lines_of(tmp_path / "run") == []
+    caplog.clear()  # its tracebacks hold programs of the driver
+
+
 def test_many_requests(driver: Driver, tmp_path: Path) -> None:
     found = figures(tmp_path / "run", "serve")
     assert {what: line["unit"] for what, line in found.items()} == {

@@ -34,6 +34,7 @@ class StepRecovery:
         self._suspects: set[Sequence] = set()  # ran in a failed step and gave no token since
         self._rounds = 0  # failures since the last time without suspects that could not be attributed
         self._failures = 0  # in a row
+        self.num_failed = 0  # steps since the start
 
     @property
     def _requests(self) -> ActiveRequests:
@@ -54,6 +55,7 @@ class StepRecovery:
 
     def _recover(self, error: Exception) -> None:
         memory = is_out_of_memory(error)
+        self.num_failed += 1
         self._failures += not memory
         if self._failures > MAX_FAILED_STEPS:
             raise error
