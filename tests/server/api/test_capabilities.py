@@ -19,7 +19,9 @@ NEEDED = {  # other fields that a field requires
     "tool_choice": {"tools": None},
     "length_penalty": {"use_beam_search": True},
     "best_of": {"n": 2},
-    "logprob_token_ids": {"logprobs": None, "include": ["message.output_text.logprobs"]},
+    "logprob_token_ids": {"logprobs": None, "n_probs": None, "include": ["message.output_text.logprobs"]},
+    "add_special": {"content": None},
+    "with_pieces": {"content": None},
     "truncation_side": {"truncate_prompt_tokens": 8},
 }
 REPLACED = {"queries": "text_1", "data_1": "text_1", "documents": "text_2", "items": "text_2", "data_2": "text_2"}  # fields of /score
@@ -53,7 +55,7 @@ def with_field(body: type[Body], name: str, value: object) -> dict:
     for other, needed in NEEDED.get(name, {}).items():
         if other in body.model_fields:
             given[other] = body.model_fields[other].json_schema_extra["x-example"] if needed is None else needed  # None: the example
-    if name in ("prompt_token_ids", "messages") and name != "prompt":
+    if name in ("prompt_token_ids", "messages", "content", "add_special", "with_pieces"):
         given.pop("prompt", None)
     if body.__name__ == "EmbeddingRequest" and name in OF_MESSAGES:
         del given["input"]
@@ -62,8 +64,8 @@ def with_field(body: type[Body], name: str, value: object) -> dict:
         given.pop(REPLACED.get(name, ""), None)
     if body.__name__ == "SegmentRequest" and name in ("token_ids", "messages"):
         del given["text"]
-    if name == "max_completion_tokens":
-        given.pop("max_tokens")
+    if name in ("max_completion_tokens", "n_predict"):
+        given.pop("max_tokens", None)
     if name == "logprobs" and body.__name__ == "CompletionRequest":
         given["echo"] = True
     return {**given, name: value}

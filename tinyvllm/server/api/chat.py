@@ -17,10 +17,10 @@ from tinyvllm.server.core.conversation import after_segments, conversation_of, e
 from tinyvllm.server.core.failures import Failure, encode
 from tinyvllm.server.core.generation import ChatRun, beam_search, chat_run
 from tinyvllm.server.core.logprobs import LogprobStyle, Position, chat_logprobs, positions_of, prompt_logprobs
-from tinyvllm.server.core.params import beam_params, request_options, sampling_params
+from tinyvllm.server.core.params import beam_params, output_length, request_options, sampling_params
 from tinyvllm.server.core.prompts import truncation_of
 from tinyvllm.server.core.response import DONE, ResponseWriter, quote, sse_event
-from tinyvllm.server.core.schema import ChatRequest
+from tinyvllm.server.core.schema import ChatRequest, ChatTokensRequest
 from tinyvllm.server.core.tool_turns import message_text
 from tinyvllm.server.core.usage import extra_fields, finish_reason_of
 from tinyvllm.text.parsing import Event, StreamParser
@@ -46,8 +46,15 @@ async def _prepare(context: RequestContext, body: ChatRequest, llm: AsyncLLM, mo
     variables = {**reasoning_variables(body.reasoning_effort), **(body.chat_template_kwargs or {})}
     segments = context.service.segments.used_by_body(context.owner, context, body, llm)
     conversation = after_segments(conversation_of(context.service.config, context.data, variables), segments)
-    prompt = await encode_conversation(llm, conversation, tools.shown, truncation_of(body, _max_tokens(body)))
+    prompt = await encode_conversation(llm, conversation, tools.shown, truncation_of(body, body.max_completion_tokens or body.max_tokens))
     return chat_run(context, body, llm, model, prompt, tools, _params(llm, body))
+
+
+async def input_tokens(context: RequestContext, body: ChatTokensRequest, writer: ResponseWriter) -> None:
+    """Count the tokens of a conversation, as llama.cpp does."""
+    async with context.service.models.use(body.model) as (model, llm):
+        run = await _prepare(context, body, llm, model)
+        await writer.json({"object": "response.input_tokens", "input_tokens": len(run.prompt.token_ids)})
 
 
 def _tools(context: RequestContext, body: ChatRequest) -> Tools:
@@ -59,7 +66,7 @@ def _tools(context: RequestContext, body: ChatRequest) -> Tools:
 
 
 def _max_tokens(body: ChatRequest) -> int | None:
-    return body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    return output_length(body, "max_completion_tokens", "max_tokens")
 
 
 def _params(llm: AsyncLLM, body: ChatRequest) -> SamplingParams:
@@ -69,7 +76,7 @@ def _params(llm: AsyncLLM, body: ChatRequest) -> SamplingParams:
 
 
 async def _beam_search(run: ChatRun) -> RequestOutput:
-    beams = beam_params(run.body, run.params.max_tokens or min(_DEFAULT_BEAM_TOKENS, run.room))
+    beams = beam_params(run.body, min(run.params.max_tokens or _DEFAULT_BEAM_TOKENS, run.room))
     (output,) = await beam_search(run.context, run.llm, [run.prompt], beams, request_options(run.context, run.body))
     run.usage.add_prompt(output)
     run.usage.add_completions(output)
@@ -98,7 +105,7 @@ def _completion(run: ChatRun, output: RequestOutput) -> dict[str, Any]:
         "usage": run.usage.openai(),
         "prompt_logprobs": None if body.prompt_logprobs is None else prompt_logprobs(output),
         "prompt_token_ids": output.prompt_token_ids if body.return_token_ids else None,
-        **extra_fields(output),
+        **extra_fields(output, body.timings_per_token, run.usage),
     }
 
 
@@ -199,10 +206,11 @@ class _ChatStream:
         return [self.event_start + delta + event_end for delta in deltas]
 
     def _usage_event(self, final: RequestOutput | None) -> bytes:
-        if not (self.include_usage or self.body.receipt or self.body.explain):
+        extra = extra_fields(final, self.body.timings_per_token, self.run.usage)
+        if not (self.include_usage or extra):
             return b""
         usage = {"usage": self.run.usage.openai()} if self.include_usage else {}
-        return sse_event({**_head(self.run, "chat.completion.chunk"), "choices": [], **usage, **extra_fields(final)})
+        return sse_event({**_head(self.run, "chat.completion.chunk"), "choices": [], **usage, **extra})
 
     def _event_end(self) -> str:
         """The end of an event, after its choices."""

@@ -16,7 +16,7 @@ from tinyvllm.server.core.failures import bad_field, encode
 from tinyvllm.server.core.generation import beam_search, generate
 from tinyvllm.server.core.limits import MAX_CHOICES
 from tinyvllm.server.core.logprobs import LogprobStyle, Position, completion_logprobs, positions_of, prompt_logprobs
-from tinyvllm.server.core.params import beam_params, request_options, sampling_params
+from tinyvllm.server.core.params import beam_params, output_length, request_options, sampling_params
 from tinyvllm.server.core.prompts import EncodedPrompt, check_room, encode_texts, truncation_of
 from tinyvllm.server.core.response import DONE, ResponseWriter, quote, sse_event
 from tinyvllm.server.core.schema import CompletionRequest
@@ -56,7 +56,7 @@ async def _encode(context: RequestContext, body: CompletionRequest, llm: AsyncLL
 
 
 def _job(context: RequestContext, body: CompletionRequest, llm: AsyncLLM, model: str, prompts: Sequence[EncodedPrompt]) -> _Job:
-    max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    max_tokens = _DEFAULT_MAX_TOKENS if (length := output_length(body, "max_tokens")) is None else length
     if not max_tokens and not body.echo:
         raise bad_field("max_tokens", "max_tokens: 0 requires echo=true, since nothing would be returned otherwise")
     more: dict[str, Any] = {}
@@ -137,7 +137,7 @@ async def _beam_search(
     context: RequestContext, body: CompletionRequest, llm: AsyncLLM, model: str, prompts: Sequence[EncodedPrompt]
 ) -> dict[str, Any]:
     room = min(prompt.room(llm) for prompt in prompts)
-    beams = beam_params(body, min(_DEFAULT_MAX_TOKENS, room) if body.max_tokens is None else body.max_tokens)
+    beams = beam_params(body, min(output_length(body, "max_tokens") or _DEFAULT_MAX_TOKENS, room))
     job = _Job(context, body, llm, model, SamplingParams(n=beams.n or 1), prompts)
     outputs = await beam_search(context, llm, prompts, beams, request_options(context, body))
     return _completion(job, outputs)
@@ -153,7 +153,7 @@ def _completion(job: _Job, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
             choices.append(_choice(job, index, output, part))
     job.usage.record(job.context)
     job.context.record["finish_reason"] = choices[0]["finish_reason"] if choices else None
-    extra = extra_fields(outputs[-1] if outputs else None)
+    extra = extra_fields(outputs[-1] if outputs else None, job.body.timings_per_token, job.usage)
     return {**job.head(), "choices": choices, "usage": job.usage.openai(), **extra}
 
 
@@ -229,10 +229,11 @@ class _CompletionStream:
         return deltas
 
     def _usage_event(self, final: RequestOutput | None) -> bytes:
-        if not (self.include_usage or self.body.receipt or self.body.explain):
+        extra = extra_fields(final, self.body.timings_per_token, self.job.usage)
+        if not (self.include_usage or extra):
             return b""
         usage = {"usage": self.job.usage.openai()} if self.include_usage else {}
-        return sse_event({**self.job.head(), "choices": [], **usage, **extra_fields(final)})
+        return sse_event({**self.job.head(), "choices": [], **usage, **extra})
 
     def _event_end(self) -> str:
         """The end of an event, after its choices."""

@@ -1,4 +1,4 @@
-"""llama.cpp's small endpoints: /apply-template renders a conversation, /props describes the model."""
+"""llama.cpp's small endpoints: /apply-template renders a conversation, /props describes the model, /slots the sequences that run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinyvllm.config import VERSION
+from tinyvllm.server.api.llamacpp_body import sampling_settings
 from tinyvllm.server.core.body import Body, honoured, limited
 from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.conversation import conversation_of, encode_conversation
+from tinyvllm.server.core.failures import Failure
 from tinyvllm.server.core.limits import MAX_MESSAGES, MAX_TOOLS
 from tinyvllm.server.core.response import ResponseWriter, json_response
 from tinyvllm.server.core.schema import DEFAULT_MODEL, Message, Name, Tool
@@ -41,9 +43,6 @@ async def props(request: Request) -> Response:
     context = RequestContext.of(request)
     async with context.service.models.use(request.query_params.get("model")) as (model, llm):
         tokenizer, params = llm.tokenizer, llm.default_params
-        sampling = {
-            name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")
-        }
         template = None if tokenizer is None else context.service.config.chat_template or tokenizer.chat_templates.get("default")
         bos = None if tokenizer is None or tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id)
         eos = None if tokenizer is None or not tokenizer.eos_ids else tokenizer.token_text(min(tokenizer.eos_ids))
@@ -51,7 +50,7 @@ async def props(request: Request) -> Response:
             {
                 "default_generation_settings": {
                     "n_ctx": llm.max_model_len,
-                    "params": {**sampling, "repeat_penalty": params.repetition_penalty, "n_predict": -1},
+                    "params": {**sampling_settings(params), "n_predict": -1},
                 },
                 "total_slots": llm.config.max_num_seqs,
                 "model_alias": model,
@@ -61,5 +60,17 @@ async def props(request: Request) -> Response:
                 "eos_token": eos,
                 "modalities": {"vision": False, "audio": False},
                 "build_info": f"tinyvllm {VERSION}",
+                "is_sleeping": False,
             }
         )
+
+
+async def slots(request: Request) -> Response:
+    """An entry for each sequence that the first model, or ?model=NAME, can run at a time. ?fail_on_no_slot=1: 503 if all of them run."""
+    context = RequestContext.of(request)
+    async with context.service.models.use(request.query_params.get("model")) as (_, llm):
+        total, running = llm.config.max_num_seqs, llm.status()["running"]
+        if running >= total and request.query_params.get("fail_on_no_slot"):
+            raise Failure(503, "no slot available", code="server_busy")
+        entries = [{"id": i, "n_ctx": llm.max_model_len, "is_processing": i < running} for i in range(total)]
+        return json_response(entries)

@@ -14,6 +14,7 @@ from tinyvllm.server.api import (
     files,
     invocations,
     llamacpp,
+    llamacpp_completion,
     probes,
     responses,
     scoring,
@@ -22,6 +23,7 @@ from tinyvllm.server.api import (
 )
 from tinyvllm.server.api.anthropic_body import CountRequest, MessagesRequest
 from tinyvllm.server.api.capabilities import capabilities
+from tinyvllm.server.api.llamacpp_body import NativeCompletionRequest
 from tinyvllm.server.api.responses_body import InputTokensRequest, ResponsesRequest
 from tinyvllm.server.api.scoring import RerankRequest, ScoreRequest
 from tinyvllm.server.core.context import RequestContext
@@ -29,6 +31,7 @@ from tinyvllm.server.core.endpoint import Endpoint, Resource
 from tinyvllm.server.core.response import json_response
 from tinyvllm.server.core.schema import (
     ChatRequest,
+    ChatTokensRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
@@ -39,6 +42,8 @@ from tinyvllm.server.core.schema import (
 ENDPOINTS = (
     Endpoint("/v1/completions", CompletionRequest, completions.answer, "Continue texts"),
     Endpoint("/v1/chat/completions", ChatRequest, chat.answer, "Continue a conversation"),
+    Endpoint("/v1/chat/completions/input_tokens", ChatTokensRequest, chat.input_tokens, "Count the tokens of a conversation"),
+    Endpoint("/completion", NativeCompletionRequest, llamacpp_completion.answer, "Continue texts, in the form of llama.cpp"),
     Endpoint("/v1/responses", ResponsesRequest, responses.answer, "Continue a conversation, in the form of OpenAI's Responses API"),
     Endpoint("/v1/responses/input_tokens", InputTokensRequest, responses.input_tokens, "Count the tokens of a conversation"),
     Endpoint("/v1/messages", MessagesRequest, anthropic.answer, "Continue a conversation, in Anthropic's form"),
@@ -84,6 +89,7 @@ RESOURCES = (
     Resource("/v1/batches/{name}/cancel", batches.cancel_batch, "Cancel a batch", method="POST"),
     Resource("/v1/capabilities", _capabilities, "The support of every request field"),
     Resource("/props", llamacpp.props, "The properties of the first model, in llama.cpp's form"),
+    Resource("/slots", llamacpp.slots, "The sequences that can run at a time, in llama.cpp's form"),
     Resource("/tokenizer_info", utility.tokenizer_info, "The tokenizer of the first model"),
     Resource("/health", probes.health, "Whether the engines are alive"),
     Resource("/ready", probes.ready, "Whether the server accepts new requests"),

@@ -16,7 +16,7 @@ from tinyvllm.server.core.failures import bad_field, encode
 from tinyvllm.server.core.generation import beam_search
 from tinyvllm.server.core.generation import generate as run_prompts
 from tinyvllm.server.core.logprobs import LogprobStyle, chat_logprobs, positions_of, prompt_logprobs
-from tinyvllm.server.core.params import beam_params, request_options, sampling_params
+from tinyvllm.server.core.params import beam_params, output_length, request_options, sampling_params
 from tinyvllm.server.core.prompts import EncodedPrompt, check_room, encode_texts, require_tokenizer, run_aside, truncation_of
 from tinyvllm.server.core.response import DONE, ResponseWriter, json_response, sse_event
 from tinyvllm.server.core.schema import DetokenizeRequest, GenerateRequest, TokenizeRequest
@@ -37,7 +37,8 @@ async def generate(context: RequestContext, body: GenerateRequest, writer: Respo
         special = body.add_special_tokens is not False
         prompts = await encode_texts(llm, prompt, "prompt", special=special, truncation=truncation_of(body, body.max_tokens), prefix=prefix)
         check_room(llm, len(prompts[0].token_ids), body.max_tokens or 0, "max_tokens")
-        max_tokens = min(_DEFAULT_MAX_TOKENS, prompts[0].room(llm)) if body.max_tokens is None else body.max_tokens
+        length = output_length(body, "max_tokens")
+        max_tokens = min(_DEFAULT_MAX_TOKENS if length is None else length, prompts[0].room(llm))
         usage = TokenUsage()
         if body.use_beam_search:
             beams = beam_params(body, max_tokens)
@@ -78,7 +79,8 @@ def _output(
     usage.record(context)
     parts = [_continuation(body, part, tokenizer) for part in output.outputs]
     response: dict[str, Any] = {"request_id": context.request_id, "text": [part["text"] for part in parts], "outputs": parts}
-    response |= {"prompt_token_ids": output.prompt_token_ids, "finished": output.finished, "usage": usage.openai(), **extra_fields(output)}
+    response |= {"prompt_token_ids": output.prompt_token_ids, "finished": output.finished, "usage": usage.openai()}
+    response |= extra_fields(output, body.timings_per_token and output.finished, usage)
     if body.prompt_logprobs is not None:
         response["prompt_logprobs"] = prompt_logprobs(output)
     return response
@@ -95,21 +97,32 @@ def _continuation(body: GenerateRequest, part: CompletionOutput, tokenizer: Toke
 async def tokenize(context: RequestContext, body: TokenizeRequest, writer: ResponseWriter) -> None:
     """Token ids of a text or a conversation."""
     async with context.service.models.use(body.model) as (_, llm):
-        tokenizer, special = require_tokenizer(llm), body.add_special_tokens is not False
+        tokenizer = require_tokenizer(llm)
+        special = bool(body.add_special) if body.content is not None else body.add_special_tokens is not False
+        text = body.prompt if body.content is None else body.content
         if body.messages is not None:
             conversation = conversation_of(context.service.config, context.data, body.chat_template_kwargs or {})
             prompt = await encode_conversation(llm, conversation, context.data.get("tools") or None)
             ids = prompt.encoded.token_ids
-        elif body.prompt:
-            ids = (await encode_texts(llm, body.prompt, "prompt", special=special, limit=False))[0].token_ids
+        elif text:
+            ids = (await encode_texts(llm, text, "prompt", special=special, limit=False))[0].token_ids
         else:
             ids = tokenizer.encode("", special)
 
         def response() -> bytes:
             texts = [tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
-            return encode({"count": len(ids), "max_model_len": llm.max_model_len, "tokens": ids, "token_strs": texts})
+            tokens = [{"id": i, "piece": _piece(tokenizer.token_bytes(i))} for i in ids] if body.with_pieces else ids
+            return encode({"count": len(ids), "max_model_len": llm.max_model_len, "tokens": tokens, "token_strs": texts})
 
         await writer.json(await run_aside(len(ids), response))
+
+
+def _piece(raw: bytes) -> str | list[int]:
+    """The bytes of a token as llama.cpp shows them: a text, or numbers if they are none."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return list(raw)
 
 
 async def detokenize(context: RequestContext, body: DetokenizeRequest, writer: ResponseWriter) -> None:
@@ -118,7 +131,12 @@ async def detokenize(context: RequestContext, body: DetokenizeRequest, writer: R
         tokenizer = require_tokenizer(llm)
         if invalid := next((i for i in body.tokens if i >= tokenizer.vocab_size), None):
             raise bad_field("tokens", f"tokens: id {invalid} is outside the vocabulary of {tokenizer.vocab_size} tokens")
-        await writer.json(await run_aside(len(body.tokens), lambda: encode({"prompt": tokenizer.decode(body.tokens, False)})))
+
+        def response() -> bytes:
+            text = tokenizer.decode(body.tokens, False)
+            return encode({"prompt": text, "content": text})  # the names of vLLM and of llama.cpp
+
+        await writer.json(await run_aside(len(body.tokens), response))
 
 
 async def tokenizer_info(request: Request) -> Response:

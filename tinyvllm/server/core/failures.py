@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from tinyvllm.errors import ArgumentError, BusyError, ModelError, OutOfMemoryError, RequestError, TinyvllmError, TokenizerError
@@ -33,6 +34,7 @@ class Failure(Exception):
     """An error response. `param` is the field at fault (`tools[0].type`), `code` a machine-readable word.
 
     anthropic_message: for errors that Anthropic's clients recognize by their text, which is another than OpenAI's.
+    details: further fields of the error object in OpenAI's shape, which may replace its type.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Failure(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
         anthropic_message: str | None = None,
+        details: Mapping[str, Any] | None = None,
     ):
         super().__init__(message)
         self.status = status
@@ -52,13 +55,14 @@ class Failure(Exception):
         self.code = code
         self.headers = headers or {}
         self.anthropic_message = anthropic_message or message
+        self.details = details or {}
 
     def body(self, anthropic: bool = False, request_id: str | None = None) -> dict[str, Any]:
         """The error object, in OpenAI's or Anthropic's shape."""
         openai_type, anthropic_type = _TYPES.get(self.status, _TYPES[400 if self.status < 500 else 500])
         if anthropic:
             return {"type": "error", "error": {"type": anthropic_type, "message": self.anthropic_message}, "request_id": request_id}
-        return {"error": {"message": self.message, "type": openai_type, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.message, "type": openai_type, "param": self.param, "code": self.code, **self.details}}
 
 
 def encode(body: Any) -> bytes:

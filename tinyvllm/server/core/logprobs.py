@@ -84,6 +84,19 @@ def chat_logprobs(tokenizer: Tokenizer | None, positions: Sequence[Position], st
     return entries
 
 
+def token_probabilities(tokenizer: Tokenizer | None, positions: Sequence[Position], style: LogprobStyle) -> list[dict[str, Any]]:
+    """The same with token ids, for llama.cpp's clients."""
+    return [
+        {
+            "id": token,
+            **_entry(tokenizer, token, at[token], style),
+            "top_logprobs": [{"id": i, **_entry(tokenizer, i, p, style)} for i, p in style.alternatives(at)],
+        }
+        for token, at in positions
+        if at is not None and token in at
+    ]
+
+
 def _entry(tokenizer: Tokenizer | None, token: int, p: Logprob, style: LogprobStyle) -> dict[str, Any]:
     text = p.decoded_token or ""
     raw = tokenizer.token_bytes(token) if tokenizer is not None else text.encode("utf-8", "replace")

@@ -9,6 +9,7 @@ from tinyvllm.engine.api import AsyncLLM
 from tinyvllm.request import BeamSearchParams, RequestOptions, SamplingParams, StructuredOutputsParams
 from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.failures import bad_field
+from tinyvllm.server.core.llamacpp_fields import LlamacppFields
 from tinyvllm.server.core.schema import Sampling, SamplingFields, StructuredOutputs
 
 _COPIED = (
@@ -24,7 +25,8 @@ _WITH_BEAMS = {
     "safety_identifier", "request_id", "priority", "cache_salt", "deadline_ms", "ttft_deadline_ms", "receipt", "explain",
     "add_special_tokens", "truncate_prompt_tokens", "truncation_side",
     "add_generation_prompt", "continue_final_message", "documents", "chat_template",
-    "chat_template_kwargs", "reasoning_effort", "tools", "return_token_ids", "include_reasoning",
+    "chat_template_kwargs", "reasoning_effort", "tools", "return_token_ids", "include_reasoning", "n_predict", "cache_prompt", "id_slot",
+    "timings_per_token", "return_progress",
 }  # fmt: skip
 
 
@@ -46,11 +48,24 @@ def sampling_params(llm: AsyncLLM, body: Sampling, *, max_tokens: int | None, lo
 
 
 def sampling_fields(body: SamplingFields) -> dict[str, Any]:
-    """The arguments of SamplingParams that a body sets under the same names. Failure for keys of logit_bias that are not token ids."""
-    fields = {name: value for name in _COPIED if (value := getattr(body, name, None)) is not None}
+    """The arguments of SamplingParams that a body sets. Failure for keys of logit_bias that are not token ids."""
+    fields = same_fields(body)
     if body.logit_bias:
         fields["logit_bias"] = _bias_by_token(body.logit_bias)
     return fields
+
+
+def same_fields(body: SamplingFields) -> dict[str, Any]:
+    """Those that need no conversion."""
+    fields = {name: value for name in _COPIED if (value := getattr(body, name, None)) is not None}
+    if (penalty := getattr(body, "repeat_penalty", None)) is not None:
+        fields["repetition_penalty"] = penalty
+    return fields
+
+
+def output_length(body: Sampling, *names: str) -> int | None:
+    """The number of output tokens by the first of these fields that is set, or by n_predict. Only the former may not exceed the context."""
+    return next((value for name in names if (value := getattr(body, name)) is not None), body.longest_answer)
 
 
 def check_logprob_token_ids(body: SamplingFields, logprobs: int | None) -> None:
@@ -80,8 +95,15 @@ def structured_outputs(body: Sampling) -> StructuredOutputsParams | None:
     if structure is not None:
         return structure_params(structure)
     if response_format is None:
-        return None
+        return llamacpp_structure(body)
     return structure_of_format(response_format.type, response_format.answer_schema, response_format.lenient)
+
+
+def llamacpp_structure(body: LlamacppFields) -> StructuredOutputsParams | None:
+    """The constraint of llama.cpp's `grammar` or `json_schema`."""
+    if body.grammar:
+        return StructuredOutputsParams(grammar=body.grammar)
+    return None if body.json_schema is None else structure_of_format("json_schema", body.json_schema, False)
 
 
 def structure_params(structure: StructuredOutputs) -> StructuredOutputsParams:
@@ -128,13 +150,16 @@ def request_options(context: RequestContext, body: Any) -> RequestOptions:
         value = getattr(body, name, None)
         return context.number(header) if value is None else value
 
+    salt = getattr(body, "cache_salt", None)
+    if getattr(body, "cache_prompt", None) is False:
+        salt = context.unique_id  # of no other request
     return RequestOptions(
         priority=context.default_priority if (priority := getattr(body, "priority", None)) is None else priority,
         deadline_ms=deadline("deadline_ms", b"x-deadline-ms"),
         ttft_deadline_ms=deadline("ttft_deadline_ms", b"x-ttft-deadline-ms"),
         key=context.owner.name,
         anonymous=context.owner.anonymous,
-        cache_salt=context.cache_salt(getattr(body, "cache_salt", None)),
+        cache_salt=context.cache_salt(salt),
         receipt=bool(getattr(body, "receipt", None)),
         explain=bool(getattr(body, "explain", None)),
     )

@@ -155,21 +155,24 @@ def check_room(llm: AsyncLLM, prompt_tokens: int, max_tokens: int, field: str) -
             f"for the output). Shorten the prompt or reduce {field}."
         )
         for_anthropic = f"input length and `max_tokens` exceed context limit: {prompt_tokens} + {max_tokens} > {context}, decrease "
-        raise _context_failure(field, text, for_anthropic + "input length or `max_tokens` and try again")
+        raise _context_failure(field, text, for_anthropic + "input length or `max_tokens` and try again", prompt_tokens, context)
 
 
 def _too_long(name: str, tokens: int, context: int, output: bool, bound: str = "") -> Failure:
     parts = f"{bound}{tokens} in {name}{'; 1 for the output' if output else ''}"
-    text = f"{_maximum(context)}, however you requested {bound}{tokens + output} tokens ({parts}). {_REDUCE}"
-    return _context_failure(name, text, f"prompt is too long: {bound}{tokens} tokens > {context - output} maximum")
+    text = f"{_maximum(context)}, however you requested {bound}{tokens + output} tokens ({parts})"
+    text = f"{text}, which exceeds the available context size. {_REDUCE}"  # llama.cpp's words, and vLLM's
+    return _context_failure(name, text, f"prompt is too long: {bound}{tokens} tokens > {context - output} maximum", tokens, context)
 
 
 def _maximum(context: int) -> str:
     return f"This model's maximum context length is {context} tokens"  # agents recognize the error by these words
 
 
-def _context_failure(param: str, message: str, anthropic_message: str) -> Failure:
-    return Failure(400, message, param=param, code="context_length_exceeded", anthropic_message=anthropic_message)
+def _context_failure(param: str, message: str, anthropic_message: str, tokens: int, context: int) -> Failure:
+    """OpenAI's clients recognize the code, llama.cpp's the type and the two numbers."""
+    details = {"type": "exceed_context_size_error", "n_prompt_tokens": tokens, "n_ctx": context}
+    return Failure(400, message, param=param, code="context_length_exceeded", anthropic_message=anthropic_message, details=details)
 
 
 def encode_truncated(llm: AsyncLLM, text: str, special: bool, truncation: Truncation | None) -> list[int]:

@@ -26,6 +26,7 @@ from tinyvllm.server.core.limits import (
     MAX_TOOLS,
     MAX_WORDS,
 )
+from tinyvllm.server.core.llamacpp_fields import LlamacppFields
 
 DEFAULT_MODEL = "a name from /v1/models; the first model if unset"
 ACCESS_LOG_ONLY = "written to the access log, otherwise ignored"
@@ -216,7 +217,7 @@ class SamplingFields(Body):
     explain: bool | None = honoured(example=True, says="adds to the answer why the prefix cache hit or missed")
 
 
-class Sampling(SamplingFields):
+class Sampling(LlamacppFields, SamplingFields):
     """What completions and chat completions share."""
 
     model: Name | None = honoured(says=DEFAULT_MODEL)
@@ -329,6 +330,12 @@ class ChatRequest(Sampling):
         return self
 
 
+class ChatTokensRequest(ChatRequest):
+    """POST /v1/chat/completions/input_tokens: the same, of which most fields do not matter."""
+
+    thinking_token_budget: int | None = honoured(example=16, ge=0, le=MAX_COUNT, says="has no effect on the prompt")
+
+
 class GenerateRequest(Sampling):
     """POST /generate: one prompt, the fields of SamplingParams."""
 
@@ -342,10 +349,14 @@ class GenerateRequest(Sampling):
 
 
 class TokenizeRequest(Body):
-    """POST /tokenize: a prompt, or messages through the chat template."""
+    """POST /tokenize: a prompt, or messages through the chat template; or llama.cpp's `content`."""
 
     model: Name | None = honoured(says=DEFAULT_MODEL)
     prompt: str | None = honoured(example="Once", max_length=MAX_TEXT)
+    content: str | None = honoured(example="Once", max_length=MAX_TEXT, says="llama.cpp: a prompt without special tokens at its ends")
+    add_special: bool | None = honoured(example=True, says="with content: add special tokens at its ends")
+    parse_special: Literal[True] | None = limited(says="true only: special tokens in a text are recognised", example=True, beyond=False)
+    with_pieces: bool | None = honoured(example=True, says="with content: tokens are objects with `id` and `piece`")
     messages: list[Message] | None = honoured(example=[{"role": "user", "content": "Hello"}], min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool | None = honoured(example=False)
     return_token_strs: bool | None = honoured(example=True)
@@ -357,8 +368,13 @@ class TokenizeRequest(Body):
 
     @model_validator(mode="after")
     def _check_input(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError("prompt", "prompt: send either prompt or messages")
+        if sum(one is not None for one in (self.prompt, self.content, self.messages)) != 1:
+            raise PydanticCustomError("prompt", "prompt: send either prompt, content or messages")
+        for name in ("add_special", "with_pieces"):
+            if getattr(self, name) is not None and self.content is None:
+                raise PydanticCustomError(name, f"{name}: requires content")
+        if self.content is not None and self.add_special_tokens is not None:
+            raise PydanticCustomError("add_special_tokens", "add_special_tokens: of content it is add_special")
         return self
 
 

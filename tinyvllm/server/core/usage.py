@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -53,9 +54,30 @@ def finish_reason_of(part: CompletionOutput) -> tuple[str | None, int | str | No
     return ("length", "deadline") if part.finish_reason == "deadline" else (part.finish_reason, part.stop_reason)
 
 
-def extra_fields(output: RequestOutput | None) -> dict[str, Any]:
-    """The receipt and the explanation, if the request asked for them."""
+def timings(output: RequestOutput, predicted: int) -> dict[str, Any]:
+    """llama.cpp's speeds: milliseconds of the prompt until the first token, and of the `predicted - 1` steps after it."""
+    metrics = output.metrics
+    first = metrics.first_token or time.monotonic()
+    end = metrics.finished or time.monotonic()
+    prompt = len(output.prompt_token_ids) - output.num_cached_tokens
+    started = metrics.arrival if metrics.scheduled is None else metrics.scheduled
+    return {
+        "cache_n": output.num_cached_tokens,
+        **_rates("prompt", prompt, prompt, 1000 * max(0.0, first - started)),
+        **_rates("predicted", predicted, max(0, predicted - 1), 1000 * max(0.0, end - first)),
+    }
+
+
+def _rates(name: str, tokens: int, steps: int, ms: float) -> dict[str, Any]:
+    per_token, per_second = (ms / steps, 1000 * steps / ms) if steps and ms else (0.0, 0.0)
+    return {f"{name}_n": tokens, f"{name}_ms": ms, f"{name}_per_token_ms": per_token, f"{name}_per_second": per_second}
+
+
+def extra_fields(output: RequestOutput | None, with_timings: bool | None = None, usage: TokenUsage | None = None) -> dict[str, Any]:
+    """The receipt, the explanation and the timings, if the request asked for them."""
     fields: dict[str, Any] = {}
+    if output is not None and with_timings and usage is not None:
+        fields["timings"] = timings(output, usage.completion)
     if output is not None and output.receipt is not None:
         fields["receipt"] = asdict(output.receipt)
     if output is not None and output.explanation is not None:
