@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from tinyvllm.engine.api import AsyncLLM
 from tinyvllm.request import MAX_LOGPROBS, SamplingParams
-from tinyvllm.server.core.body import honoured, refused, unheeded
+from tinyvllm.server.core.body import Body, honoured, refused, unheeded
 from tinyvllm.server.core.failures import bad_field
 from tinyvllm.server.core.limits import MAX_COUNT, MAX_LOGIT_BIAS, MAX_NAME, MAX_PROMPTS, MAX_TOKEN_IDS
 from tinyvllm.server.core.llamacpp_fields import LlamacppFields
@@ -30,6 +30,8 @@ def _check_prompt(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
             raise PydanticCustomError("too_many", f"must be at most {MAX_TOKEN_IDS} token ids, got {len(one)}")
     if isinstance(value, list) and (texts := sum(not isinstance(one, int) for one in value)) > MAX_PROMPTS:
         raise PydanticCustomError("too_many", f"must have at most {MAX_PROMPTS} texts or prompts, got {texts}")
+    if value in ("", []):
+        raise PydanticCustomError("prompt", "must not be empty")
     try:
         return check(value)
     except ValidationError:
@@ -37,7 +39,13 @@ def _check_prompt(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
         raise PydanticCustomError("prompt", text) from None
 
 
-_Prompt = Annotated[str | list[_TOKEN | str | list[_TOKEN | str]], WrapValidator(_check_prompt)]
+class PromptObject(Body):
+    """A text as an object, which llama.cpp has for texts with images."""
+
+    prompt_string: str
+
+
+_Prompt = Annotated[str | PromptObject | list[_TOKEN | str | PromptObject | list[_TOKEN | str]], WrapValidator(_check_prompt)]
 _Bias = float | Literal[False]
 _Pairs = Annotated[list[Annotated[list[_TOKEN | str | float | bool], Field(min_length=2, max_length=2)]], Field(max_length=MAX_LOGIT_BIAS)]
 _FieldName = Annotated[str, StringConstraints(max_length=MAX_NAME)]
@@ -47,7 +55,7 @@ class NativeCompletionRequest(LlamacppFields, SamplingFields):
     """POST /completion."""
 
     model: Name | None = honoured(says=DEFAULT_MODEL)
-    prompt: _Prompt = honoured(..., example="Once upon a time", says="a text, token ids, both mixed, or a list of these", min_length=1)
+    prompt: _Prompt = honoured(..., example="Once upon a time", says="a text, token ids, both mixed, or a list of these")
     stream: bool | None = honoured(example=False)
     n_cmpl: int | None = honoured(example=2, ge=1, le=128, says="number of answers to each prompt")
     n_probs: int | None = honoured(example=2, ge=0, le=MAX_LOGPROBS, says="number of alternatives that completion_probabilities lists")
@@ -83,12 +91,11 @@ class NativeCompletionRequest(LlamacppFields, SamplingFields):
     image_data: Any = refused("the model reads and writes text only", example=[{"id": 1, "data": "AAAA"}], harmless=([],))
 
 
-async def prompts_of(llm: AsyncLLM, prompt: str | Sequence[Any]) -> list[str | list[int]]:
+async def prompts_of(llm: AsyncLLM, prompt: str | PromptObject | Sequence[Any]) -> list[str | list[int]]:
     """The prompts of the field. Those that mix texts and token ids become token ids; only a text that is first may begin with BOS."""
-    if isinstance(prompt, str):
-        return [prompt]
-    single = any(isinstance(one, int) for one in prompt)
-    prompts = [prompt] if single else list(prompt)
+    if isinstance(prompt, (str, PromptObject)):
+        return [_text_of(prompt)]
+    prompts = [prompt] if any(isinstance(one, int) for one in prompt) else [_text_of(one) for one in prompt]
     mixed = [one for one in prompts if not isinstance(one, str)]
     texts = [piece for one in mixed for piece in one if isinstance(piece, str)]
     if len(texts) > MAX_PROMPTS:
@@ -96,6 +103,10 @@ async def prompts_of(llm: AsyncLLM, prompt: str | Sequence[Any]) -> list[str | l
     for text in texts:
         check_size(llm, text, "prompt")
     return await run_aside(sum(map(len, texts)), lambda: [one if isinstance(one, str) else _joined(llm, one) for one in prompts])
+
+
+def _text_of(prompt: Any) -> Any:
+    return prompt.prompt_string if isinstance(prompt, PromptObject) else prompt
 
 
 def _joined(llm: AsyncLLM, pieces: Sequence[int | str]) -> list[int]:
