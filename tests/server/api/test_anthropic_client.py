@@ -99,3 +99,16 @@ def test_errors_have_anthropics_shape(client, server: Running) -> None:
     assert "messages[0].content[0]" in refused.value.body["error"]["message"]
     unknown = server.post("/v1/messages", {"model": "demo", "max_tokens": 1, "messages": ASK, "wish": 1}).json()
     assert unknown["error"]["type"] == "invalid_request_error" and "wish" in unknown["error"]["message"]
+
+
+def test_the_id_of_a_request_has_the_name_that_the_client_reads(client) -> None:
+    done = client.messages.create(model="demo", max_tokens=1, messages=ASK, extra_headers={"X-Request-Id": "req-7"})
+    assert done._request_id == "req-7"
+
+
+def test_threads_are_refused_in_the_form_after_which_clients_send_all_messages(client) -> None:
+    """The tool runner of newer clients begins with a thread of the server's, and continues without one after this error."""
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        client.messages.create(model="demo", max_tokens=1, messages=ASK, extra_body={"thread": {"type": "create"}})
+    error = refused.value.body["error"]
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]} and "thread" in error["message"]

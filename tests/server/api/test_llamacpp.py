@@ -89,7 +89,7 @@ def test_prompts(server: Running) -> None:
 
 
 def test_biases(server: Running) -> None:
-    """Pairs or an object; a text stands for its tokens, false forbids them."""
+    """Pairs or an object; a text means its tokens, false forbids them."""
     first = complete(server, n_probs=3, n_predict=1)["completion_probabilities"][0]
     assert first["id"] == first["top_logprobs"][0]["id"] and len(first["top_logprobs"]) == 3 and first["logprob"] < 0 and first["bytes"]
     token, text = first["id"], first["token"]

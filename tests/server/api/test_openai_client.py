@@ -376,3 +376,20 @@ def test_request_ids(server: Running) -> None:
 def test_the_bundled_models_own_name_is_not_a_path(server: Running) -> None:
     listed = server.service.models.path("demo")
     assert str(Path.cwd()) not in listed
+
+
+def test_a_required_call_has_no_content_to_format(client, server: Running) -> None:
+    """OpenAI takes both, and instructor sends both: the format is that of the content, which such an answer lacks."""
+    schema = {"type": "object", "properties": {"name": {"const": "Nina"}}, "required": ["name"], "additionalProperties": False}
+    tools = {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 0}
+    reply = server.post(
+        "/v1/chat/completions",
+        {**tools, "messages": ASK, "tools": [LOOK], "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+    )
+    call = reply.json()["choices"][0]["message"]["tool_calls"][0]["function"]
+    assert call["name"] == "look" and reply.headers["X-Ignored-Fields"] == "response_format"
+    text = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
+    reply = server.post("/v1/responses", {**tools, "input": "Look.", "tools": [{"type": "function", **LOOK["function"]}], "text": text})
+    assert reply.json()["output"][0]["type"] == "function_call" and reply.headers["X-Ignored-Fields"] == "text"
+    whole = {**tools, "messages": ASK, "tools": [LOOK], "structured_outputs": {"choice": ["a"]}}
+    assert server.post("/v1/chat/completions", whole).json()["error"]["param"] == "structured_outputs"

@@ -152,6 +152,11 @@ class MessagesRequest(CountRequest):
     top_k: int | None = honoured(example=5, ge=0, le=MAX_COUNT)
     metadata: Metadata | None = limited(says="user_id is written to the access log", example={"user_id": "user-1"})
     service_tier: Name | None = unheeded(says="auto and standard_only: there is one tier", heeded=("auto", "standard_only"), example="fast")
+    thread: Any = refused(
+        "there are no stored conversations; send all messages",
+        example={"type": "create"},
+        details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},  # then clients send all messages
+    )
     container: Any = refused("containers are not implemented", example="c")
     diagnostics: Any = refused("diagnostics are not implemented", example={"previous_message_id": None})
     inference_geo: Any = refused("the server has one location", example="us")

@@ -60,7 +60,7 @@ class NativeCompletionRequest(LlamacppFields, SamplingFields):
     n_cmpl: int | None = honoured(example=2, ge=1, le=128, says="number of answers to each prompt")
     n_probs: int | None = honoured(example=2, ge=0, le=MAX_LOGPROBS, says="number of alternatives that completion_probabilities lists")
     logit_bias: _Pairs | dict[_FieldName, float | bool] | None = honoured(  # type: ignore[assignment]  # of SamplingFields: OpenAI's form only
-        example=[[5, -10.0]], says="pairs of a token id or a text and a bias or false, or an object; a text stands for all its tokens"
+        example=[[5, -10.0]], says="pairs of a token id or a text and a bias or false, or an object; a text means all its tokens"
     )
     return_tokens: bool | None = honoured(example=True)
     response_fields: Annotated[list[_FieldName], Field(max_length=MAX_NAME)] | None = honoured(example=["content"])

@@ -135,8 +135,8 @@ def _may_reason(params: SamplingParams, position: Position) -> bool:
 
 def _require_call(dialect: Format, tools: Tools, params: SamplingParams) -> tuple[Format, SamplingParams]:
     if params.structured_outputs is not None:
-        text = "response_format: cannot be combined with a required tool call, which sets the format of the answer"
-        raise bad_field("response_format", text)
+        text = "structured_outputs: cannot be combined with a required tool call, which sets the format of the answer"
+        raise bad_field("structured_outputs", text)
     forced = dialect.forced()
     grammar = grammar_for(forced, list(tools.functions), tools.required_name, tools.parallel)
     lenient = all(tool["function"].get("strict") is False for tool in tools.functions)

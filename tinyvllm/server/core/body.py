@@ -6,7 +6,7 @@ always means unset. `api/capabilities.py` publishes these marks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, TypeVar
@@ -76,9 +76,9 @@ def unheeded(*, says: str, heeded: Sequence[Any] = (), example: Any, **bounds: A
     )
 
 
-def refused(why: str, *, example: Any = True, harmless: Sequence[Any] = ()) -> Any:
-    """An unsupported field. harmless: values without effect, which are accepted like null."""
-    marks = {"x-support": "refused", "x-example": example, "x-harmless": list(harmless)}
+def refused(why: str, *, example: Any = True, harmless: Sequence[Any] = (), details: Mapping[str, Any] | None = None) -> Any:
+    """An unsupported field. harmless: values without effect, which are accepted like null. details: of Anthropic's form of the error."""
+    marks = {"x-support": "refused", "x-example": example, "x-harmless": list(harmless), "x-details": dict(details or {})}
     return Field(None, description=f"Refused: {why}", json_schema_extra=marks)
 
 
@@ -182,15 +182,15 @@ class _IgnoredFields:
 
 
 @cache
-def _refused_fields(model: type[Body]) -> dict[str, tuple[str, list[Any]]]:
-    """(reason, harmless values) by field."""
+def _refused_fields(model: type[Body]) -> dict[str, tuple[str, list[Any], dict[str, Any]]]:
+    """(reason, harmless values, details of the error) by field."""
     reasons = {}
     for name, field in model.model_fields.items():
         marks = field.json_schema_extra
         if isinstance(marks, dict) and marks.get("x-support") == "refused":
-            harmless = marks["x-harmless"]
-            assert isinstance(harmless, list)
-            reasons[name] = (str(field.description).removeprefix("Refused: "), list(harmless))
+            harmless, details = marks["x-harmless"], marks["x-details"]
+            assert isinstance(harmless, list) and isinstance(details, dict)
+            reasons[name] = (str(field.description).removeprefix("Refused: "), list(harmless), dict(details))
     return reasons
 
 
@@ -202,14 +202,15 @@ def _unheeded_fields(model: type[Body]) -> dict[str, list[Any]]:
 
 
 def _check_refused(model: type[Body], data: dict[str, Any]) -> None:
-    for name, (why, harmless) in _refused_fields(model).items():
+    for name, (why, harmless, details) in _refused_fields(model).items():
         value = data.get(name)
         if value is not None and value not in harmless:
-            raise Failure(400, f"{name} is not supported: {why}", param=name, code="unsupported_parameter")
+            text = f"{name} is not supported: {why}"
+            raise Failure(400, text, param=name, code="unsupported_parameter", anthropic_details=details)
 
 
 def _drop_refused(model: type[Body], data: dict[str, Any]) -> list[str]:
-    names = [n for n, (_, harmless) in _refused_fields(model).items() if data.get(n) is not None and data[n] not in harmless]
+    names = [n for n, (_, harmless, _) in _refused_fields(model).items() if data.get(n) is not None and data[n] not in harmless]
     for name in names:
         del data[name]
     return names

@@ -34,7 +34,7 @@ class Failure(Exception):
     """An error response. `param` is the field at fault (`tools[0].type`), `code` a machine-readable word.
 
     anthropic_message: for errors that Anthropic's clients recognize by their text, which is another than OpenAI's.
-    details: further fields of the error object in OpenAI's shape, which may replace its type.
+    details: further fields of the error object in OpenAI's shape, which may replace its type. anthropic_details: `details` of Anthropic's.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class Failure(Exception):
         headers: dict[str, str] | None = None,
         anthropic_message: str | None = None,
         details: Mapping[str, Any] | None = None,
+        anthropic_details: Mapping[str, Any] | None = None,
     ):
         super().__init__(message)
         self.status = status
@@ -56,12 +57,16 @@ class Failure(Exception):
         self.headers = headers or {}
         self.anthropic_message = anthropic_message or message
         self.details = details or {}
+        self.anthropic_details = anthropic_details or {}
 
     def body(self, anthropic: bool = False, request_id: str | None = None) -> dict[str, Any]:
         """The error object, in OpenAI's or Anthropic's shape."""
         openai_type, anthropic_type = _TYPES.get(self.status, _TYPES[400 if self.status < 500 else 500])
         if anthropic:
-            return {"type": "error", "error": {"type": anthropic_type, "message": self.anthropic_message}, "request_id": request_id}
+            error: dict[str, Any] = {"type": anthropic_type, "message": self.anthropic_message}
+            if self.anthropic_details:
+                error["details"] = dict(self.anthropic_details)
+            return {"type": "error", "error": error, "request_id": request_id}
         return {"error": {"message": self.message, "type": openai_type, "param": self.param, "code": self.code, **self.details}}
 
 

@@ -19,6 +19,8 @@ from tinyvllm.server.core.prompts import EncodedPrompt, check_room
 from tinyvllm.server.core.usage import TokenUsage
 
 _STRUCTURE_FIELDS = ("structured_outputs", "response_format", "text", "output_config")
+_OWN_FORMATS = ("structured_outputs", "grammar", "json_schema")  # of the whole answer
+_CONTENT_FORMATS = ("response_format", "text", "output_config")  # of the content, if there is any
 _LENGTH_FIELDS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 
 
@@ -160,11 +162,21 @@ class ChatRun:
         return final
 
 
+def _without_content_format(context: RequestContext, params: SamplingParams) -> SamplingParams:
+    """The params without the format of the content, which a required call does not have; X-Ignored-Fields names the field."""
+    if params.structured_outputs is None or any(context.data.get(name) for name in _OWN_FORMATS):
+        return params
+    context.add_ignored(name for name in _CONTENT_FORMATS if context.data.get(name))
+    return replace(params, structured_outputs=None)
+
+
 def chat_run(
     context: RequestContext, body: Any, llm: AsyncLLM, model: str, prompt: ChatPrompt, tools: Tools, params: SamplingParams
 ) -> ChatRun:
     """A run of this conversation. Failure or RequestError for tools that cannot be called as required, or a context that is too short."""
     if (field := next((name for name in _LENGTH_FIELDS if context.data.get(name) is not None), None)) is not None:
         check_room(llm, len(prompt.encoded.token_ids), context.data[field], field)
+    if tools.choice == "required":
+        params = _without_content_format(context, params)
     format, params = answer_format(llm, prompt, tools, params)
     return ChatRun(context, body, llm, model, prompt.encoded, params, format)

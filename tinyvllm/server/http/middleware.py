@@ -58,6 +58,8 @@ class Middleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = {"X-Request-Id": context.request_id, "X-Content-Type-Options": "nosniff", **context.headers}
+                if context.anthropic:
+                    headers["Request-Id"] = context.request_id  # the name that Anthropic's clients read
                 added = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
                 message = {**message, "headers": [*message.get("headers", ()), *added]}
             await send(message)
