@@ -79,3 +79,36 @@ def test_rows_of_several_tokens_are_those_of_one_at_a_time(tiny_model, drafts):
     np.testing.assert_array_equal(logits[1:-1], alone)
     np.testing.assert_array_equal(logits[:1], steps(made, [Scheduled(sequences[1], start, 1, 1)])[0])
     np.testing.assert_array_equal(logits[-1:], steps(made, [Scheduled(sequences[2], 0, 21, 1)])[0])
+
+
+def test_a_start_compiles_the_kernels_of_the_first_answers_in_the_order_of_their_use(tiny_model, monkeypatch):
+    from tinyvllm.backends.registry import usable_variants
+    from tinyvllm.placement import Placement
+    from tinyvllm.runner import runner as module
+
+    compiled = []
+    monkeypatch.setattr(module, "compile_ahead", compiled.extend)
+    runner(tiny_model, num_blocks=4)
+    if usable_variants(Placement("CPU"))[0] == "ref":
+        pytest.skip("no kernels for this processor")
+    stems = list(dict.fromkeys(kernel.stem for kernel in compiled))
+    assert {"embed", "norm_head", "sample", "advance", "kv_copy"} <= set(stems)
+    assert max(map(stems.index, ("embed", "norm_head"))) < stems.index("sample") < stems.index("advance") < stems.index("kv_copy")
+
+
+def test_inputs_of_a_new_shape_need_no_compiler(tiny_model, monkeypatch):
+    """A fill by tinygrad is a kernel for each size, a tenth of a second each in a fresh process."""
+    from tinygrad.runtime.support.compiler_cpu import ClangJITCompiler
+
+    from tinyvllm.runner.prepare import Shape
+    from tinyvllm.sampling.sampler import Sampler
+
+    def refuse(compiler, source):
+        raise AssertionError(source)
+
+    made, sampler = runner(tiny_model, num_blocks=4), Sampler(264, 45, "CPU")
+    monkeypatch.setattr("tinygrad.helpers.CACHELEVEL", 0)
+    monkeypatch.setattr(ClangJITCompiler, "compile", refuse)
+    made.padded(Shape(43, 1, 48, 48))
+    sampler.prepare([], 43)
+    made.pool._capture_copy(37)

@@ -53,17 +53,17 @@ from tinyvllm.bridge.node import Program, code_address, launch_program, load_obj
 from tinyvllm.bridge.programs import enable_program_cache
 from tinyvllm.bridge.renderer import emulate_half_without_f16c, render_bfloat16_as_bits
 from tinyvllm.bridge.scatter import scatter_add, store_kv
-from tinyvllm.bridge.tensors import alias, byte_spans, device_buffer, mapped, shared_zeros, spans
+from tinyvllm.bridge.tensors import alias, byte_spans, copied, device_buffer, mapped, shared_zeros, spans
 from tinyvllm.bridge.timing import TimedProgram
 
 __all__ = [
     "CaptureWork", "Captured", "CapturedCall", "DeviceCopies", "DeviceHooks", "GraphKernel", "ImportedPages", "JobGraph", "PendingWork",
     "Program", "QueueEvent", "Reading", "StepGraph", "TimedProgram", "Transfer", "alias", "architecture", "byte_spans", "capture_work",
-    "code_address", "compile_clock", "compile_text", "compile_to_cubins", "cuda_driver", "cuda_runtime", "defer_frees", "device_buffer",
-    "download", "emulate_half_without_f16c", "enable_program_cache", "from_objc_string", "has_graph", "host_address", "install_hooks",
-    "launch_program", "load_object", "load_program", "mapped", "metal_bindings", "metal_buffer_over", "opaque_memory", "opened_device",
-    "peek", "prefer_device", "profiling", "raise_memory_errors", "read_async", "recover_device", "release_deferred", "remove_hooks",
-    "render_bfloat16_as_bits", "repeat", "replace_copy_in", "run_program", "scatter_add", "shared_zeros", "spans", "store_kv",
-    "suppress_finalizing", "synchronize", "time_generated_kernels", "tinygrad_setting", "to_objc_string", "uninitialized", "upload",
-    "upload_parts", "use_c_compiler", "use_graph",
+    "code_address", "compile_clock", "compile_text", "compile_to_cubins", "copied", "cuda_driver", "cuda_runtime", "defer_frees",
+    "device_buffer", "download", "emulate_half_without_f16c", "enable_program_cache", "from_objc_string", "has_graph", "host_address",
+    "install_hooks", "launch_program", "load_object", "load_program", "mapped", "metal_bindings", "metal_buffer_over", "opaque_memory",
+    "opened_device", "peek", "prefer_device", "profiling", "raise_memory_errors", "read_async", "recover_device", "release_deferred",
+    "remove_hooks", "render_bfloat16_as_bits", "repeat", "replace_copy_in", "run_program", "scatter_add", "shared_zeros", "spans",
+    "store_kv", "suppress_finalizing", "synchronize", "time_generated_kernels", "tinygrad_setting", "to_objc_string", "uninitialized",
+    "upload", "upload_parts", "use_c_compiler", "use_graph",
 ]  # fmt: skip

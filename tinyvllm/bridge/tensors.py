@@ -101,6 +101,16 @@ def _fill_with_zeros(buffer: Buffer) -> None:
     buffer.copyin(memoryview(bytearray(buffer.nbytes)))
 
 
+def copied(array: np.ndarray, device: str, dtype: DType | None = None) -> Tensor:
+    """A realized tensor with the contents of `array`, without a kernel: tinygrad compiles one for each size of what it fills or computes.
+
+    `dtype`, of the same size, names a type that numpy lacks.
+    """
+    tensor = Tensor.empty(*array.shape, dtype=dtype or _from_np_dtype(array.dtype), device=device)
+    buffer_of(tensor.uop).copyin(np.ascontiguousarray(array).data.cast("B"))
+    return tensor
+
+
 def mapped(array: np.ndarray, device: str, dtype: DType | None = None, alignment: int = 16) -> Tensor:
     """A realized tensor of `array`'s shape on `device` with its contents, which must not change any more.
 
@@ -115,9 +125,7 @@ def mapped(array: np.ndarray, device: str, dtype: DType | None = None, alignment
     if found is not None:
         pages, start = found
         return _over(pages, start, array.shape, dtype)
-    tensor = Tensor.empty(*array.shape, dtype=dtype, device=device)
-    buffer_of(tensor.uop).copyin(np.ascontiguousarray(array).data.cast("B"))
-    return tensor
+    return copied(array, device, dtype)
 
 
 # Imported pieces of mappings, by device and address: one buffer serves all arrays of a piece, as a launch names each buffer that it uses.

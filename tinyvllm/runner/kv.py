@@ -9,7 +9,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from tinyvllm.batch import LayerCache
-from tinyvllm.bridge import Captured, alias, byte_spans, download, synchronize, upload
+from tinyvllm.bridge import Captured, alias, byte_spans, copied, download, synchronize, upload
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.ops.copy import copy_blocks
 from tinyvllm.placement import Placement
@@ -92,13 +92,17 @@ class KVPool:
         upload(count, np.array([len(pairs)], np.int32))
         copies()
 
+    def call_copy(self) -> None:
+        """Call the op that copies blocks, for the kernel that it needs (`collecting_kernels`)."""
+        pairs = Tensor.empty(1, 2, dtype=dtypes.int32, device=self.device)
+        copy_blocks(self.layers[0].keys, pairs, Tensor.empty(1, dtype=dtypes.int32, device=self.device))
+
     def forget_failed_copies(self) -> None:
         """Drop what a copy that failed has allocated."""
         self._copying = {capacity: made for capacity, made in self._copying.items() if made[2].captured}
 
     def _capture_copy(self, capacity: int) -> tuple[Tensor, Tensor, Captured]:
-        table = Tensor.zeros(capacity, 2, dtype=dtypes.int32, device=self.device).contiguous().realize()
-        count = Tensor.zeros(1, dtype=dtypes.int32, device=self.device).contiguous().realize()
+        table, count = copied(np.zeros((capacity, 2), np.int32), self.device), copied(np.zeros(1, np.int32), self.device)
 
         def function() -> Tensor:
             pools = [copy_blocks(cache.keys, table, count) for cache in self.layers]

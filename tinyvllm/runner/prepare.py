@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from tinygrad import Tensor, UOp, dtypes
+from tinygrad import UOp
 
 from tinyvllm.batch import Batch
-from tinyvllm.bridge import spans, upload, upload_parts
+from tinyvllm.bridge import copied, spans, upload, upload_parts
 from tinyvllm.scheduler import Schedule, Scheduled
 
 ALIGNMENT = 16  # int32s: generated kernels load vectors from such boundaries
@@ -136,7 +136,7 @@ class StepInputs:
         for name, size in sizes.items():
             starts[name], end = end, end + -(-size // ALIGNMENT) * ALIGNMENT
         self._host, self._starts = np.zeros(end, dtype=np.int32), starts
-        self._device = Tensor.zeros(end, dtype=dtypes.int32, device=device).contiguous().realize()
+        self._device = copied(self._host, device)
         parts = spans(self._device, [(starts[name], size) for name, size in sizes.items()])
         self._tensors = dict(zip(sizes, parts, strict=True))
         for name, size in sizes.items():

@@ -25,6 +25,7 @@ from tinyvllm.bridge import (
     Reading,
     capture_work,
     compile_clock,
+    copied,
     download,
     peek,
     read_async,
@@ -44,6 +45,7 @@ from tinyvllm.runner.kv import KVPool, block_bytes, kv_dtype
 from tinyvllm.runner.memory import check_room, check_weights, pool_blocks
 from tinyvllm.runner.prepare import MIN_CHUNK, Shape, StepInputs, shape_of, split
 from tinyvllm.runner.weights import WeightLoader, WeightPlan
+from tinyvllm.sampling.draw import call_draw
 from tinyvllm.scheduler import Schedule, Scheduled
 from tinyvllm.weights.checkpoint import Checkpoint, open_checkpoint, open_description
 from tinyvllm.weights.convert import DTYPE_FORMATS
@@ -164,7 +166,7 @@ class Runner:
         hosted = config.swap_space // self.pool.block_bytes
         self._hosted = np.zeros((hosted, self.pool.block_bytes), np.uint8)  # its pages come as they are written
         if self.placement.is_cpu:
-            self._compile_ahead()
+            self._compile_ahead(config.max_num_seqs)
         self.self_test = test_kernels(self.placement, self._kernel_needs)
 
     def _size_pool(self, config: EngineConfig) -> tuple[KVPool, int]:
@@ -181,26 +183,36 @@ class Runner:
             longest = min(longest, blocks * size)
         return KVPool(self.config, blocks, size, dtype, self.device), longest
 
-    def _compile_ahead(self) -> None:
-        """Compile the hand-written kernels of decodes and chunks in the background: they do not depend on the number of rows."""
+    def _compile_ahead(self, max_num_seqs: int) -> None:
+        """Compile the hand-written kernels in the background, in the order of their first use: they do not depend on the number of rows.
+
+        A chunk, a plainly sampled draw, a decode and what advances it, and the copy of blocks.
+        """
+        chunk, decode = self._outline_inputs
         with collecting_kernels() as kernels:
-            self._outline_steps()
+            self._outline_step(chunk)
+            call_draw(self.config.vocab_size, max_num_seqs, self.device)
+            self._outline_step(decode)
+            sampled = Tensor.empty(1, dtype=dtypes.int32, device=self.device)
+            advance(decode.batch(1), sampled, self._history(decode.shape), self.pool.block_size, self.pool.scratch_slot)
+            self.pool.call_copy()
         compile_ahead(kernels)
 
     @functools.cached_property
     def _outline_inputs(self) -> list[StepInputs]:
-        shapes = Shape(1, 0, 0, 1), Shape(0, 1, MIN_CHUNK, MIN_CHUNK)
+        """Inputs of the smallest chunk and of one decode."""
+        shapes = Shape(0, 1, MIN_CHUNK, MIN_CHUNK), Shape(1, 0, 0, 1)
         return [StepInputs(s, self._table_width, self.pool.scratch_slot, self.device, False, self._cascade) for s in shapes]
 
-    def _outline_steps(self) -> None:
-        """Call the ops of a decode and of a chunk, where nothing is launched."""
-        for inputs in self._outline_inputs:
-            self.model.forward_batch(inputs.batch(1), self.pool.layers, **self._constants)
+    def _outline_step(self, inputs: StepInputs) -> None:
+        """Call the ops of a step, where nothing is launched."""
+        self.model.forward_batch(inputs.batch(1), self.pool.layers, **self._constants)
 
     def _kernel_needs(self) -> list[Need]:
-        """What the engine selects kernels for: in a decode, in a chunk, between steps."""
+        """What the engine selects kernels for: in a chunk, in a decode, between steps."""
         with collecting_needs() as needs:
-            self._outline_steps()
+            for inputs in self._outline_inputs:
+                self._outline_step(inputs)
         layer = self.pool.layers[0].keys
         facts = {
             "advance": ShapeFacts(self.placement),
@@ -398,12 +410,14 @@ class Runner:
         def forward(num_blocks: int | UOp = 1) -> tuple[Tensor, Tensor | None]:
             return self._forward(inputs, num_blocks)
 
-        tokens = Tensor.full((MAX_SCHEDULER_STEPS, shape.sequences), -1, dtype=dtypes.int32, device=self.device).contiguous().realize()
-        history = History(tokens, Tensor.zeros(1, dtype=dtypes.int32, device=self.device).contiguous().realize())
         # blocks of the longest context are a variable of the captured step, so that contexts grow without a new capture
-        plan = StepPlan(inputs, Captured(forward, {"num_blocks": (1, self._table_width)}), history, {}, {})
+        plan = StepPlan(inputs, Captured(forward, {"num_blocks": (1, self._table_width)}), self._history(shape), {}, {})
         self._steps[shape, all_rows] = plan
         return plan
+
+    def _history(self, shape: Shape) -> History:
+        tokens = np.full((MAX_SCHEDULER_STEPS, shape.sequences), -1, np.int32)
+        return History(copied(tokens, self.device), copied(np.zeros(1, np.int32), self.device))
 
     def _forward(self, inputs: StepInputs, num_blocks: int | UOp) -> tuple[Tensor, Tensor | None]:
         logits, best = self.model.forward_batch(inputs.batch(num_blocks), self.pool.layers, **self._constants)

@@ -23,6 +23,13 @@ class Tables:
     scratch_row: int
 
 
+def call_draw(V: int, neutral_row: int, device: str) -> None:
+    """Call the op of a plainly sampled draw, for the kernel that it needs (`collecting_kernels`)."""
+    parameters = Tensor.empty(1, len(Column), dtype=dtypes.int32, device=device)
+    count = Tensor.empty(1, dtype=dtypes.int32, device=device)
+    ops.draw(Tensor.empty(1, V, dtype=dtypes.float32, device=device), ops.DrawInputs(parameters, count, neutral_row, sampled=True))
+
+
 class Draw:
     """Draws for N rows at once. Everything but the logits is in persistent buffers, so that a captured draw can be replayed.
 

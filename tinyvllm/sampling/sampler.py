@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 import numpy as np
-from tinygrad import Tensor, dtypes
+from tinygrad import Tensor
 
-from tinyvllm.bridge import Captured, CapturedCall, download, spans, upload
+from tinyvllm.bridge import Captured, CapturedCall, copied, download, spans, upload
 from tinyvllm.errors import ArgumentError
 from tinyvllm.ops import sample as ops
 from tinyvllm.request import Logprob, SamplingParams, Sequence
@@ -107,7 +107,7 @@ class Sampler:
         if self._withheld:
             self._release_withheld(sequences)
         if N not in self._inputs:
-            device = Tensor.zeros(N, len(Column), dtype=dtypes.int32, device=self.device).contiguous().realize()
+            device = copied(np.zeros((N, len(Column)), np.int32), self.device)
             self._inputs[N] = np.empty((N, len(Column)), dtype=np.int32), device
         changes, flags = self._prepared.get(N, (-1, SamplingFlags()))
         if reused and changes == self._changes:
@@ -266,7 +266,7 @@ class Sampler:
     def _place_masks(self, sequences: list[Sequence], N: int) -> None:
         """Point each of N rows to its row of the masks' table, or to the one that allows every token."""
         if N not in self._mask_rows:
-            device = Tensor.full((N,), self._scratch, dtype=dtypes.int32, device=self.device).contiguous().realize()
+            device = copied(np.full(N, self._scratch, np.int32), self.device)
             self._mask_rows[N] = np.full(N, self._scratch, dtype=np.int32), device
         host, on_device = self._mask_rows[N]
         rows = [sequence.row if self._flags[sequence.row].masked else self._scratch for sequence in sequences]
