@@ -274,9 +274,9 @@ def test_repeat_continues_from_what_the_previous_call_wrote():
 def test_a_forked_child_has_its_own_launcher():
     """The parent's thread does not exist in the child: a child that submitted work to it would wait forever."""
     code = (
-        "import os\nfrom tinyvllm.bridge.capture import _launcher\n_launcher().submit(int).result(20)\n"
-        "if os.fork() == 0:\n    os._exit(_launcher().submit(int, 7).result(20))\n"
-        "print(os.waitstatus_to_exitcode(os.wait()[1]), _launcher().submit(int, 5).result(20))"
+        "import os\nfrom tinyvllm.bridge.capture import _launcher\n_launcher().submit(int).result(120)\n"
+        "if os.fork() == 0:\n    os._exit(_launcher().submit(int, 7).result(120))\n"
+        "print(os.waitstatus_to_exitcode(os.wait()[1]), _launcher().submit(int, 5).result(120))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "7 5\n", done.stderr
@@ -350,7 +350,7 @@ def test_a_buffer_that_is_collected_in_tinygrads_own_worker_does_not_stop_it():
 
     (tensors[0] + 1).realize()  # a task before it, so that the timeline has something to wait for
     device.hw_compute_queue_t().cmd(collect).signal(device.timeline_signal, device.next_timeline()).submit(device)
-    assert done.wait(20), "the worker waits for itself"
+    assert done.wait(120), "the worker waits for itself"
     synchronize("CPU")
 
 

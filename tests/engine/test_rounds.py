@@ -255,7 +255,7 @@ def test_the_host_reads_a_round_after_the_launch_of_the_next(tiny_model, monkeyp
 
     def held(graphs: list[Any], times: int) -> None:
         if threading.current_thread().name.startswith("tinyvllm-launcher"):
-            waits.append(appended.wait(20))
+            waits.append(appended.wait(120))
         run(graphs, times)
 
     with open_model(tiny_model, 8) as llm:

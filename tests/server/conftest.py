@@ -98,14 +98,14 @@ def running(config: ServerConfig | None = None, specs: dict[str, dict[str, Any]]
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert ready.wait(60), "the server did not start"
+    assert ready.wait(240), "the server did not start"
     if failed:
         sock.close()
         raise failed[0]
     server, service = started[0]
     yield Running(url_of(config, sock), server, service, [])
     server.stop()
-    thread.join(30)
+    thread.join(120)
     assert not thread.is_alive(), "the server did not stop"
     assert not failed, failed
 

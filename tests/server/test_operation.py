@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def wait_until(reached: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while not reached():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.01)
@@ -374,7 +374,7 @@ def test_curl_and_sigterm(process) -> None:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     if Path("/proc").is_dir():
-        end = time.monotonic() + 60
+        end = time.monotonic() + 300
         spent = 1.0
         while spent > 0.02 and time.monotonic() < end:  # it first captures common steps
             before = cpu()
@@ -400,7 +400,7 @@ def test_a_second_signal_ends_requests_without_a_traceback() -> None:
             made.send_signal(signal.SIGTERM)
             made.send_signal(signal.SIGINT)
             rest = [line for line in lines if line]
-        out, err = made.communicate(timeout=30)
+        out, err = made.communicate(timeout=300)
     finally:
         made.kill()
     assert rest[-1] == "data: [DONE]" and json.loads(rest[-2][6:])["error"]["code"] == "shutting_down"

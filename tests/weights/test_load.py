@@ -68,7 +68,7 @@ def mapping_of(source):
     return weakref.ref(next(iter(source.tensors.values())).data.base)
 
 
-def wait_for(condition, seconds=10.0):
+def wait_for(condition, seconds=120.0):
     """Memory is let go by a thread of its own, so what becomes true soon is waited for."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:

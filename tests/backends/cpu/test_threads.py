@@ -225,7 +225,7 @@ def work():
 """
     environ = os.environ | {"TINYVLLM_THREADS": str(threads)}
     return subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=30, cwd=Path(__file__).parents[3]
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=400, cwd=Path(__file__).parents[3]
     )
 
 

@@ -235,10 +235,10 @@ def test_a_segment_in_use_is_not_released(alice: Client) -> None:
         ended.set()
 
     threading.Thread(target=stream).start()
-    assert started.wait(30)
+    assert started.wait(120)
     status, code, _, message = alice.refused("DELETE", f"/v1/segments/{segment['id']}")
     assert ended.is_set() or ((status, code) == (409, "segment_in_use") and "1 request;" in message)
-    assert ended.wait(30)
+    assert ended.wait(120)
     alice.release_all()
     assert alice.ask("GET", "/v1/segments").json()["data"] == []
 

@@ -95,7 +95,7 @@ def test_texts_for_tokenize_have_a_limit(server: Running) -> None:
 
 
 def connect(server: Running, request: bytes = b"") -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=120)
     connection.sendall(request)
     return connection
 
