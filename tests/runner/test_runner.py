@@ -96,6 +96,17 @@ def test_a_start_compiles_the_kernels_of_the_first_answers_in_the_order_of_their
     assert max(map(stems.index, ("embed", "norm_head"))) < stems.index("sample") < stems.index("advance") < stems.index("kv_copy")
 
 
+def test_a_start_on_the_reference_computes_nothing_ahead(tiny_model, monkeypatch):
+    """A copy of blocks would be an assignment to the pool."""
+    from tinyvllm.backends import registry
+
+    monkeypatch.setenv("TINYVLLM_KERNELS", "all=ref")
+    registry.forget_choices()
+    made = runner(tiny_model, num_blocks=4)
+    registry.forget_choices()
+    assert all(cache.keys.uop.has_buffer_identity() for cache in made.pool.layers)
+
+
 def test_inputs_of_a_new_shape_need_no_compiler(tiny_model, monkeypatch):
     """A fill by tinygrad is a kernel for each size, a tenth of a second each in a fresh process."""
     from tinygrad.runtime.support.compiler_cpu import ClangJITCompiler

@@ -16,7 +16,7 @@ from tinyvllm.backends.collecting import collecting_kernels
 from tinyvllm.backends.cpu.launch import compile_ahead
 from tinyvllm.backends.cpu.threads import thread_pool
 from tinyvllm.backends.limits import ShapeFacts
-from tinyvllm.backends.registry import Choice, Need, architecture_of, choices, collecting_needs, usable_variants
+from tinyvllm.backends.registry import Choice, Need, architecture_of, choices, collecting_needs, replaceable_variant, usable_variants
 from tinyvllm.backends.selftest import test_kernels
 from tinyvllm.bridge import (
     Captured,
@@ -191,11 +191,14 @@ class Runner:
         chunk, decode = self._outline_inputs
         with collecting_kernels() as kernels:
             self._outline_step(chunk)
-            call_draw(self.config.vocab_size, max_num_seqs, self.device)
+            if self._has_kernel("sample"):  # the reference of these three would be computed here
+                call_draw(self.config.vocab_size, max_num_seqs, self.device)
             self._outline_step(decode)
-            sampled = Tensor.empty(1, dtype=dtypes.int32, device=self.device)
-            advance(decode.batch(1), sampled, self._history(decode.shape), self.pool.block_size, self.pool.scratch_slot)
-            self.pool.call_copy()
+            if self._has_kernel("advance"):
+                sampled = Tensor.empty(1, dtype=dtypes.int32, device=self.device)
+                advance(decode.batch(1), sampled, self._history(decode.shape), self.pool.block_size, self.pool.scratch_slot)
+            if self._has_kernel("kv_copy"):
+                self.pool.call_copy()
         compile_ahead(kernels)
 
     @functools.cached_property
@@ -213,13 +216,20 @@ class Runner:
         with collecting_needs() as needs:
             for inputs in self._outline_inputs:
                 self._outline_step(inputs)
+        return [*needs, *self._facts_between_steps.items()]
+
+    @functools.cached_property
+    def _facts_between_steps(self) -> dict[str, ShapeFacts]:
+        """What ops outside of the forward pass select their kernels for."""
         layer = self.pool.layers[0].keys
-        facts = {
+        return {
             "advance": ShapeFacts(self.placement),
             "kv_copy": ShapeFacts(self.placement, block_bytes=layer.nbytes() // int(layer.shape[0])),
             "sample": ShapeFacts(self.placement, vocabulary=self.config.vocab_size),
         }
-        return [*needs, *facts.items()]
+
+    def _has_kernel(self, stem: str) -> bool:
+        return replaceable_variant(stem, self.placement, self._facts_between_steps[stem]) is not None
 
     def prepare(self, schedule: Schedule) -> PreparedStep:
         """Lay a schedule out on the device. The copy may wait for the step in flight, so it comes before anything is launched.
