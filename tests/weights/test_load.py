@@ -16,10 +16,11 @@ from tinyvllm.errors import FormatError, ModelError
 from tinyvllm.models.llama import halves_from_pairs
 from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16, pack, unpack
 from tinyvllm.quant.formats import FORMATS
+from tinyvllm.quant.layouts import row_bytes
 from tinyvllm.weights import convert, load, memory
 from tinyvllm.weights.checkpoint import Checkpoint, TensorRecord
 from tinyvllm.weights.dummy import dummy_tensors
-from tinyvllm.weights.load import load_rows, load_tensors
+from tinyvllm.weights.load import load_rows, load_tensors, locate_rows
 from tinyvllm.weights.mapping import is_mapped, map_file
 
 DTYPES = {"F32": dtypes.float32, "F16": dtypes.float16, "BF16": dtypes.bfloat16}
@@ -262,6 +263,28 @@ def test_rows_are_the_files_bytes(tmp_path, kind, shift):
         name, rows = load_rows(source, Weight("w", ("a",), (len(part), 64), transform), dtypes.bfloat16)
         assert name == kind and rows.dtype == np.uint8 and rows.ctypes.data == part.ctypes.data and is_mapped(rows)
         np.testing.assert_array_equal(rows, part)
+
+
+@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "Q6_K"])
+@pytest.mark.parametrize("transform", [None, halves_from_pairs(3, 8), lambda x: x[0][4:20], lambda x: x[0][::-1]])
+def test_located_rows_are_the_loaded_ones(tmp_path, kind, transform):
+    """Without a copy, and without what is before and after them, where whole rows move."""
+    raw = np.random.default_rng(0).integers(0, 64, 24 * row_bytes(kind, 256), np.uint8)
+    source = checkpoint(tmp_path, {"a": (kind, (24, 256), raw.tobytes())})
+    recipe = Weight("w", ("a",), (24 if transform is None else len(transform([np.zeros((24, 2))])), 256), transform)
+    rows = locate_rows(source, recipe, dtypes.bfloat16, ("Q8_0",))
+    name, loaded = load_rows(source, recipe, dtypes.bfloat16, ("Q8_0",))
+    assert rows.format == name == ("BF16" if kind == "Q6_K" else kind)
+    np.testing.assert_array_equal(rows.gathered(), loaded)
+    assert is_mapped(rows.blocks[0]) == (kind != "Q6_K") and rows.nbytes == loaded.nbytes
+
+
+def test_located_rows_of_several_sources(tmp_path):
+    source = checkpoint(tmp_path, {"a": stored(normal(2, 32), "Q8_0"), "b": stored(normal(3, 32, seed=1), "Q8_0")})
+    recipe = Weight("w", ("a", "b"), (5, 32), lambda x: np.concatenate(x)[[4, 0, 2, 1, 3]])
+    rows = locate_rows(source, recipe, dtypes.float16, ("Q8_0",))
+    assert len(rows.blocks) == 2 and all(is_mapped(block) for block in rows.blocks)
+    np.testing.assert_array_equal(rows.gathered(), load_rows(source, recipe, dtypes.float16)[1])
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])

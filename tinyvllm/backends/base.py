@@ -105,9 +105,10 @@ class Backend(Protocol):
 
     def accept_drafts(self, variant: str, drafts: Tensor, chosen: Tensor, lengths: Tensor, count: Tensor) -> tuple[Tensor, Tensor]: ...
 
-    def pack_tiles(self, variant: str, placement: Placement, rows: RowSource, I: int) -> Tensor:
-        """The matrix [O, I] in tiles, realized, uint8 [panel_bytes]: its rows are uploaded as they are and packed on the device.
+    def pack_tiles(self, variant: str, placement: Placement, rows: RowSource, format: str, I: int) -> Tensor:
+        """The matrix [O, I] in tiles of `format`, realized, uint8 [panel_bytes]: its rows are uploaded as they are and packed there.
 
+        Rows in another float format are converted on the way, to nearest; FloatingPointError if a finite number is beyond `format`.
         On return the rows have been read; the device may still be packing.
         """
         ...

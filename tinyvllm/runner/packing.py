@@ -12,8 +12,10 @@ from tinyvllm.backends.launch import run_now
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.registry import select, usable_variants
 from tinyvllm.placement import Placement
+from tinyvllm.quant.codecs import NUMPY_DTYPES
 from tinyvllm.quant.formats import FLOATS
 from tinyvllm.quant.layouts import PANEL, RowSource, TileWeight, convert_rows, joined, pack_tiles, quantize_rows, unpack_rows
+from tinyvllm.weights.convert import check_fits_float16
 from tinyvllm.weights.mapping import drop_pages
 from tinyvllm.weights.memory import place_bytes
 
@@ -41,7 +43,7 @@ class Rows:
         return Rows(format, quantize_rows(format, unpack_rows(self.format, self.data)))
 
 
-def common_format(parts: Sequence[Rows | RowSource], otherwise: str) -> str:
+def common_format(parts: Sequence[Rows], otherwise: str) -> str:
     """The format of all parts, or `otherwise` where they differ."""
     formats = {part.format for part in parts}
     return formats.pop() if len(formats) == 1 else otherwise
@@ -61,23 +63,35 @@ def pack_panels(format: str, I: int, parts: Sequence[Rows], out: np.ndarray) -> 
         first = end
 
 
-def place_tiles(placement: Placement, parts: Sequence[RowSource], I: int, otherwise: str) -> TileWeight:
-    """The parts [O_i, I], one after the other, as one matrix in tiles on a GPU; their mapped pages are dropped.
+def place_tiles(placement: Placement, parts: Sequence[RowSource], I: int, format: str) -> TileWeight:
+    """The parts [O_i, I], one after the other, as one matrix in tiles of `format` on a GPU; their mapped pages are dropped.
 
-    Parts of several formats become `otherwise`. Rows are packed by the GPU if it has a kernel for them, else here by the definition.
+    The GPU packs, and converts parts of one other float format, if it has a kernel for that; else the definition packs, on the host.
+    FloatingPointError if the GPU converts and a finite number is beyond `format`.
     """
-    format = common_format(parts, otherwise)
-    rows = joined([in_format(part, format) for part in parts])
+    if any(part.format != parts[0].format for part in parts) or not is_convertible(parts[0].format, format):
+        parts = [in_format(part, format) for part in parts]
+    rows = joined(parts)
     kernel = select("pack_tiles", placement, f"{format} {rows.O}x{I}", ShapeFacts(placement, inputs=I, outputs=rows.O, format=format))
     if kernel is None:
-        tensor = place_bytes(pack_tiles(format, rows.gathered()), placement.device)
+        tensor = place_bytes(pack_tiles(format, in_format(rows, format).gathered()), placement.device)
     else:
-        tensor = kernel.backend.pack_tiles(kernel.variant, placement, rows, I)
+        tensor = kernel.backend.pack_tiles(kernel.variant, placement, rows, format, I)
     for block in (block for part in parts for block in part.blocks):
         drop_pages(block)
     return TileWeight(tensor, format, rows.O, I)
 
 
+def is_convertible(source: str, format: str) -> bool:
+    """Whether rows become another format by rounding their numbers one by one."""
+    return source == format or (source in FLOATS and format in FLOATS)
+
+
 def in_format(rows: RowSource, format: str) -> RowSource:
-    """The same rows, converted or quantized on the host if they are in another format."""
-    return rows if rows.format == format else RowSource.of(format, Rows(rows.format, rows.gathered()).converted(format).data)
+    """The same rows, converted or quantized on the host if they are in another format. FloatingPointError for numbers beyond float16."""
+    if rows.format == format:
+        return rows
+    data = rows.gathered()
+    if format == "F16" and rows.format in FLOATS:
+        check_fits_float16(data.view(NUMPY_DTYPES[rows.format]))
+    return RowSource.of(format, Rows(rows.format, data).converted(format).data)

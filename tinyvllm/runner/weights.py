@@ -27,12 +27,12 @@ from tinyvllm.ops.linear import TensorWeight, Weight
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import FLOATS, FORMATS, Layout, formats_in, packed_in
 from tinyvllm.quant.layouts import PackedWeight, RowSource, RowWeight, StoredWeight, TileWeight, packable, panel_bytes, row_bytes
-from tinyvllm.runner.packing import Rows, common_format, in_format, pack_panels, place_tiles
+from tinyvllm.runner.packing import Rows, common_format, pack_panels, place_tiles
 from tinyvllm.runner.weight_cache import WeightCache
 from tinyvllm.weights.checkpoint import Checkpoint
 from tinyvllm.weights.convert import DTYPE_FORMATS
 from tinyvllm.weights.dummy import dummy_rows, dummy_source, dummy_tensors
-from tinyvllm.weights.load import load_rows, load_tensors, locate_rows
+from tinyvllm.weights.load import check_range, load_rows, load_tensors, locate_rows
 from tinyvllm.weights.mapping import allocate
 from tinyvllm.weights.memory import place_bytes
 
@@ -190,10 +190,23 @@ class WeightLoader:
 
     def _tiled(self, recipes: list[WeightRecipe]) -> TileWeight:
         """One matrix in tiles with the rows of all parts, packed on the device."""
-        weight = place_tiles(self._plan.placement, [self._located(r) for r in recipes], recipes[0].shape[1], self._plan.floats)
+        parts = [self._located(recipe) for recipe in recipes]
+        formats = {self._format_of(part.format) for part in parts}
+        format = formats.pop() if len(formats) == 1 else self._plan.floats
+        try:
+            weight = place_tiles(self._plan.placement, parts, recipes[0].shape[1], format)
+        except FloatingPointError:
+            self._check_ranges(recipes)
+            raise
         for recipe in recipes:
             self._count(recipe, recipe.shape[0] * row_bytes(weight.format, weight.I))
         return weight
+
+    def _check_ranges(self, recipes: list[WeightRecipe]) -> None:
+        """ModelError that names the first of these matrices with numbers beyond float16."""
+        for recipe in recipes:
+            if self._checkpoint is not None:
+                check_range(self._checkpoint, recipe)
 
     def _packed(self, recipes: list[WeightRecipe]) -> PackedWeight:
         """One packed matrix with the rows of all parts: from the cache on disk, or packed now."""
@@ -232,8 +245,7 @@ class WeightLoader:
         """The rows of `_load_rows` where they are."""
         if self._checkpoint is None:
             return dummy_source(recipe, self._plan.format or self._plan.floats)
-        rows = locate_rows(self._checkpoint, recipe, self._plan.dtype, packed_in(self._plan.layout))
-        return in_format(rows, self._format_of(rows.format))
+        return locate_rows(self._checkpoint, recipe, self._plan.dtype, packed_in(self._plan.layout))
 
     def _format_of(self, stored: str) -> str:
         """The format of a matrix that the file has in `stored`, or that was unpacked to it."""

@@ -85,22 +85,22 @@ def load_rows(
 def locate_rows(checkpoint: Checkpoint, recipe: Recipe, dtype: DType, packed: tuple[str, ...]) -> RowSource:
     """The rows of `load_rows` where the file has them: a transform that moves whole rows becomes their order.
 
-    The caller drops the pages of the blocks when it has read them. Rows that have to be transformed or unpacked are so on the host.
+    The caller drops the pages of the blocks when it has read them, and sees to numbers beyond float16. Rows that have to be transformed or
+    unpacked are so on the host.
     """
-    wanted, records = format_of_dtype(dtype), _records_of_matrix(checkpoint, recipe)
+    records = _records_of_matrix(checkpoint, recipe)
     stored, order = records[0].format, _row_order(recipe, records)
     if order is None or any(record.format != stored for record in records) or stored not in (*packed, *NUMPY_DTYPES):
         return RowSource.of(*load_rows(checkpoint, recipe, dtype, packed))
-    if wanted.name == "F16" and stored in NUMPY_DTYPES and stored != "F16":
-        _check_fits_float16(recipe, records)
     size = row_bytes(stored, recipe.shape[1])
     return joined([RowSource.of(stored, record.data.reshape(-1, size)) for record in records]).taken(order)
 
 
-def _check_fits_float16(recipe: Recipe, records: list[TensorRecord]) -> None:
+def check_range(checkpoint: Checkpoint, recipe: Recipe) -> None:
+    """ModelError that names the recipe if a finite number of its sources, which are floats, is beyond float16."""
     try:
-        for record in records:
-            check_fits_float16(_stored(record))
+        for source in recipe.sources:
+            check_fits_float16(_stored(checkpoint.tensors[source]))
     except FloatingPointError as error:
         raise ModelError(_beyond_float16(recipe)) from error
 

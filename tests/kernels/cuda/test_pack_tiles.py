@@ -11,7 +11,7 @@ from tests.kernels.cuda.samples import GPUS
 from tests.kernels.cuda.tiles import laid
 from tinyvllm.backends.cuda import plan
 from tinyvllm.quant.formats import Layout, formats_in
-from tinyvllm.quant.layouts import RowSource, pack_tiles, panel_bytes, row_bytes, tile_unit
+from tinyvllm.quant.layouts import RowSource, convert_rows, pack_tiles, panel_bytes, row_bytes, source_unit, tile_unit
 
 TILED = formats_in(Layout.TILES)
 GPU = plan.GPU(1, 0, 0)
@@ -30,7 +30,8 @@ def packed(source: RowSource, O: int, I: int, limit: int, seed: int = 0) -> np.n
         head = np.array([piece.first, piece.count, -(-O // 16), units], np.int32)
         staging = laid(np.concatenate(piece.parts))
         assert len(staging) == piece.nbytes <= limit
-        emulate(plan.pack_tiles("sm_80", source.format, GPU), tiles, staging, laid(np.concatenate([head, piece.places])), seed=seed)
+        kernel, table = plan.pack_tiles("sm_80", source.format, source.format, GPU), laid(np.concatenate([head, piece.places]))
+        emulate(kernel, tiles, staging, table, seed=seed)
     return tiles
 
 
@@ -56,7 +57,7 @@ def test_a_piece_writes_its_own_sixteens_only() -> None:
     rows = file_bytes("Q8_0", 48, 64)
     tiles, piece = aligned((panel_bytes("Q8_0", 48, 64),), np.uint8, 0xEE), list(RowSource.of("Q8_0", rows).pieces(16 * rows.shape[1]))[1]
     head = np.array([piece.first, piece.count, 3, 2], np.int32)
-    emulate(plan.pack_tiles("sm_80", "Q8_0", GPU), tiles, laid(piece.parts[0]), laid(np.concatenate([head, piece.places])))
+    emulate(plan.pack_tiles("sm_80", "Q8_0", "Q8_0", GPU), tiles, laid(piece.parts[0]), laid(np.concatenate([head, piece.places])))
     expected, whole = np.full_like(tiles, 0xEE), pack_tiles("Q8_0", rows)
     for start, size in ((0, 1024), (3072, 64)):  # of sixteen rows: quants, then scales after the tiles of the matrix
         here = slice(start + size, start + 2 * size)
@@ -74,4 +75,48 @@ def test_rows_begin_at_any_even_byte() -> None:
 
 
 def test_one_kernel_for_all_matrices_of_a_format() -> None:
-    assert len({plan.pack_tiles("sm_80", format, GPUS["sm_90"]) for format in TILED}) == len({tile_unit(format) for format in TILED})
+    fields = {"Q8_0": "FIELD(0, 2)", "Q4_0": "FIELD(0, 2)", "BF16": "", "F16": ""}
+    for format in fields:
+        constants = dict(plan.pack_tiles("sm_80", format, format, GPUS["sm_90"]).defines)
+        assert constants["FIELDS"] == fields[format] and not {"I", "O"} & set(constants)
+
+
+CONVERSIONS = [("F32", "BF16"), ("F32", "F16"), ("F16", "BF16"), ("BF16", "F16")]
+
+
+def converted(source: str, format: str, rows: np.ndarray, I: int) -> tuple[np.ndarray, int]:
+    """The tiles of rows in another float format, and whether a number is beyond it."""
+    O = len(rows)
+    tiles, beyond = aligned((panel_bytes(format, O, I),), np.uint8, 0xEE), laid(np.zeros(1, np.int32))
+    (piece,) = RowSource.of(source, rows).pieces(rows.size + 16 * rows.shape[1])
+    head = np.array([0, piece.count, piece.count, rows.shape[1] // source_unit(source, format)], np.int32)
+    emulate(plan.pack_tiles("sm_80", source, format, GPU), tiles, beyond, laid(piece.parts[0]), laid(np.concatenate([head, piece.places])))
+    return tiles, int(beyond[0])
+
+
+@pytest.mark.parametrize("source, format", CONVERSIONS)
+def test_floats_are_rounded_as_by_the_definition(source: str, format: str) -> None:
+    """Any bits but NaN, for float16 within its range: subnormal numbers, ties, infinities."""
+    O, I = 37, 96
+    bits = np.random.default_rng(7).integers(0, 1 << 32, (O, I), np.uint32)
+    bits[:8] &= np.uint32(0xFFFF8000)  # ties of bfloat16
+    bits[8:16] &= np.uint32(0xFFFFF000)  # and of float16
+    if format == "F16":
+        bits = (bits & np.uint32(0x807FFFFF)) | np.random.default_rng(8).integers(96, 142, (O, I), np.uint32) << 23
+    values = bits.view(np.float32)
+    values[~np.isfinite(values)] = 1.5
+    values[3, 5:7] = np.inf, -np.inf
+    with np.errstate(over="ignore"):
+        rows = convert_rows("F32", source, values.view(np.uint8).reshape(O, -1))
+    tiles, beyond = converted(source, format, rows, I)
+    np.testing.assert_array_equal(tiles, pack_tiles(format, convert_rows(source, format, rows)))
+    assert not beyond
+
+
+@pytest.mark.parametrize("source, fits, beyond", [("F32", 65519.996, 65520.0), ("BF16", 65280.0, 65536.0)])
+@pytest.mark.parametrize("place", [(0, 0), (12, 31), (16, 17)])
+def test_a_number_beyond_float16_is_seen(source: str, fits: float, beyond: float, place: tuple[int, int]) -> None:
+    for number, seen in ((fits, 0), (-fits, 0), (np.inf, 0), (np.nan, 0), (beyond, 1), (-beyond, 1), (3e38, 1)):
+        values = np.zeros((17, 32), np.float32)
+        values[place] = number
+        assert converted(source, "F16", convert_rows("F32", source, values.view(np.uint8).reshape(17, -1)), 32)[1] == seen, number

@@ -207,7 +207,7 @@ class CpuBackend:
     def accept_drafts(self, variant: str, drafts: Tensor, chosen: Tensor, lengths: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("kernels: the CPU has no kernel for accept_drafts")
 
-    def pack_tiles(self, variant: str, placement: Placement, rows: RowSource, I: int) -> Tensor:
+    def pack_tiles(self, variant: str, placement: Placement, rows: RowSource, format: str, I: int) -> Tensor:
         raise NotImplementedError("kernels: the CPU reads panels, not tiles")
 
 

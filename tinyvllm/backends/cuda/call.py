@@ -204,8 +204,8 @@ class CudaBackend:
         accepted, following = launch(plan.accept_drafts(variant, B, N), outs, [drafts, chosen, lengths, count])
         return accepted, following
 
-    def pack_tiles(self, variant: str, placement: Placement, rows: RowSource, I: int) -> Tensor:
-        return pack_rows(plan.pack_tiles(variant, rows.format, gpu_of(placement)), placement.device, rows, I)
+    def pack_tiles(self, variant: str, placement: Placement, rows: RowSource, format: str, I: int) -> Tensor:
+        return pack_rows(plan.pack_tiles(variant, rows.format, format, gpu_of(placement)), placement.device, rows, format, I)
 
 
 def gpu_at(like: Tensor) -> plan.GPU:

@@ -13,7 +13,7 @@ from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.shapes import Attention, Heads, Product
 from tinyvllm.integers import ceil_div
 from tinyvllm.quant.formats import Activations, Layout, activations_of
-from tinyvllm.quant.layouts import PANEL, panel_bytes, row_bytes, tile_unit
+from tinyvllm.quant.layouts import PANEL, panel_bytes, row_bytes, source_unit, tile_unit
 
 BASE = "sm_80"  # the variant that all kernels have
 PIECE = 512  # columns of a product that are summed before they are added to others
@@ -352,13 +352,14 @@ def accept_drafts(variant: str, B: int, drafts: int) -> Kernel:
     return Kernel.cuda("accept_drafts", variant, 2, 4, (ceil_div(B, 4), 1, 1), 128, bytes=8 * B * drafts, DRAFTS=drafts)
 
 
-def pack_tiles(variant: str, format: str, gpu: GPU) -> Kernel:
-    """One kernel for all matrices of a format: their sizes are read at run time."""
-    unit = tile_unit(format)
+def pack_tiles(variant: str, source: str, format: str, gpu: GPU) -> Kernel:
+    """One kernel for all matrices of a format: their sizes are read at run time. Rows of another float format are converted."""
+    unit, converts = tile_unit(format), source != format
     fields = " ".join(f"FIELD({start}, {nbytes})" for start, nbytes in unit.others)
     return Kernel.cuda(
-        "pack_tiles", variant, 1, 2, (8 * gpu.multiprocessors, 1, 1), 256,
-        UNIT=unit.nbytes, QUANTS=unit.quants, QUANT_BYTES=unit.quant_bytes, FIELDS=fields,
+        "pack_tiles", variant, 1 + converts, 2, (8 * gpu.multiprocessors, 1, 1), 256,
+        UNIT=source_unit(source, format), QUANTS=unit.quants, QUANT_BYTES=unit.quant_bytes, FIELDS=fields,
+        CONVERTS=int(converts), SOURCE=source, TARGET=format,
     )  # fmt: skip
 
 

@@ -219,7 +219,7 @@ class MetalBackend:
         accepted, following = launch(plan.accept_drafts(variant, B, N), outs, [drafts, chosen, lengths, count])
         return accepted, following
 
-    def pack_tiles(self, variant: str, placement: Placement, rows: RowSource, I: int) -> Tensor:
+    def pack_tiles(self, variant: str, placement: Placement, rows: RowSource, format: str, I: int) -> Tensor:
         raise NotImplementedError("kernels: Metal reads rows of files, not tiles")
 
 

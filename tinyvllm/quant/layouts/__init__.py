@@ -7,7 +7,7 @@ block are placed field by field as the format's row of quant/formats.py describe
 from tinyvllm.quant.layouts.panels import PackedWeight, pack_panels, packable, panel_bytes, unpack_panels
 from tinyvllm.quant.layouts.rows import BLOCK, PANEL, RowWeight, StoredWeight, convert_rows, quantize_rows, row_bytes, unpack_rows
 from tinyvllm.quant.layouts.sources import RowPiece, RowSource, joined
-from tinyvllm.quant.layouts.tiles import TileUnit, TileWeight, pack_tiles, tile_unit, unpack_tiles
+from tinyvllm.quant.layouts.tiles import TileUnit, TileWeight, pack_tiles, source_unit, tile_unit, unpack_tiles
 
 __all__ = [
     "BLOCK",
@@ -27,6 +27,7 @@ __all__ = [
     "panel_bytes",
     "quantize_rows",
     "row_bytes",
+    "source_unit",
     "tile_unit",
     "unpack_panels",
     "unpack_rows",

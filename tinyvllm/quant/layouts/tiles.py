@@ -94,6 +94,12 @@ def tile_unit(format: str) -> TileUnit:
     return TileUnit(nbytes, tile.start, quant_bytes, tuple((region.start, region.end - region.start) for region in others))
 
 
+def source_unit(source: str, format: str) -> int:
+    """Bytes of a row in `source` that become a unit of `format`: the same, or another float format's."""
+    unit = tile_unit(format).nbytes
+    return unit if source == format else unit * FORMATS[source].nbytes // FORMATS[format].nbytes
+
+
 def unpack_tiles(format: str, tiles: np.ndarray, O: int, I: int) -> np.ndarray:
     """Tiles, uint8 -> float32 [O, I], the exact values."""
     n, units = -(-O // PANEL), row_bytes(format, I) // unit_bytes(format)
