@@ -142,3 +142,26 @@ def test_invalid_keys_of_logit_bias_are_named(server: Running) -> None:
     assert message({"bad1": 1.0, "5": 1.0, "bad2": 1.0}).endswith("got 'bad1', 'bad2'")
     assert message({f"bad{i}": 1.0 for i in range(9)}).endswith("'bad2' and 6 others")
     assert f"token id {VOCABULARY}, the vocabulary has {VOCABULARY} tokens" in message({str(VOCABULARY): 1.0})
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_the_first_token_of_an_echo(server: Running, special: bool) -> None:
+    """It has no probability, but its text or id, and the offsets of the others count it if the echoed text has it."""
+    body = {"prompt": "Once upon a time", "add_special_tokens": special, "max_tokens": 0, "echo": True, "logprobs": 1}
+    ids = server.post("/tokenize", {"prompt": body["prompt"], "add_special_tokens": special}).json()["tokens"]
+    (choice,) = server.post("/v1/completions", body).json()["choices"]
+    lists = choice["logprobs"]
+    assert lists["tokens"][0] == server.post("/detokenize", {"tokens": ids[:1]}).json()["prompt"] != ""
+    for token, offset in list(zip(lists["tokens"], lists["text_offset"], strict=True))[1:]:
+        assert choice["text"][offset:].startswith(token)
+    as_ids = server.post("/v1/completions", {**body, "return_tokens_as_token_ids": True}).json()["choices"][0]["logprobs"]
+    assert as_ids["tokens"] == [f"token_id:{i}" for i in ids] and as_ids["token_logprobs"][0] is None
+
+
+def test_the_token_itself_comes_first(server: Running) -> None:
+    """In the alternatives of completions, also where others are more probable."""
+    body = {"prompt": "Once upon a purple tree", "max_tokens": 0, "echo": True, "logprobs": 2, "return_tokens_as_token_ids": True}
+    lists = server.post("/v1/completions", body).json()["choices"][0]["logprobs"]
+    pairs = list(zip(lists["tokens"], lists["top_logprobs"], strict=True))[1:]
+    assert [next(iter(listed)) for _, listed in pairs] == [token for token, _ in pairs]
+    assert any(max(listed.values()) > listed[token] for token, listed in pairs)

@@ -163,7 +163,7 @@ def _choice(job: _Job, index: int, output: RequestOutput, part: CompletionOutput
     choice |= {"finish_reason": reason, "stop_reason": stop}
     positions = job.positions(output, None if job.prompt_only else part)
     if positions is not None:
-        choice["logprobs"], _ = completion_logprobs(positions, LogprobStyle.of(job.body, job.body.logprobs))
+        choice["logprobs"], _ = completion_logprobs(job.llm.tokenizer, positions, LogprobStyle.of(job.body, job.body.logprobs))
     if job.body.echo:
         choice["text"] = job.prompt_text(index, output) + choice["text"]
     choice["prompt_logprobs"] = None if job.body.prompt_logprobs is None else prompt_logprobs(output)
@@ -264,5 +264,5 @@ class _CompletionStream:
     def _logprobs(self, choice: _StreamedChoice, positions: Sequence[Position] | None) -> str:
         if positions is None:
             return "null"
-        lists, choice.offset = completion_logprobs(positions, self.style, choice.offset)
+        lists, choice.offset = completion_logprobs(self.job.llm.tokenizer, positions, self.style, choice.offset)
         return json.dumps(lists)

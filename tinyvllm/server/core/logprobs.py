@@ -43,7 +43,11 @@ class LogprobStyle:
         return sorted(chosen, key=lambda item: item[1].rank)
 
     def text(self, token: int, p: Logprob) -> str:
-        return f"token_id:{token}" if self.as_token_ids else p.decoded_token or ""
+        return self.write(token, p.decoded_token or "")
+
+    def write(self, token: int, text: str) -> str:
+        """How a token with this text is written."""
+        return f"token_id:{token}" if self.as_token_ids else text
 
 
 def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
@@ -54,19 +58,29 @@ def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
     ]
 
 
-def completion_logprobs(positions: Sequence[Position], style: LogprobStyle, offset: int = 0) -> tuple[dict[str, Any], int]:
-    """(the four lists of /v1/completions, characters of the text so far). The first token of a prompt has no probability."""
+def completion_logprobs(
+    tokenizer: Tokenizer | None, positions: Sequence[Position], style: LogprobStyle, offset: int = 0
+) -> tuple[dict[str, Any], int]:
+    """(the four lists of /v1/completions, characters of the text so far). The first token of a prompt has no probability.
+
+    The token itself is the first of its alternatives, as in vLLM's answers.
+    """
     result: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for token, at in positions:
         own = None if at is None else at.get(token)
         result["text_offset"].append(offset)
         result["token_logprobs"].append(None if own is None else _finite(own.logprob))
-        result["tokens"].append("" if own is None else style.text(token, own))
-        result["top_logprobs"].append(
-            None if at is None else {style.text(i, p): _finite(p.logprob) for i, p in style.alternatives(at, token)}
-        )
-        offset += 0 if own is None else len(own.decoded_token or "")
+        text = _text_without_logprob(tokenizer, token) if own is None else own.decoded_token or ""
+        result["tokens"].append(style.write(token, text))
+        listed = [] if at is None else sorted(style.alternatives(at, token), key=lambda item: item[0] != token)
+        result["top_logprobs"].append(None if at is None else {style.text(i, p): _finite(p.logprob) for i, p in listed})
+        is_unseen = own is None and tokenizer is not None and token in tokenizer.special_ids  # echo leaves out the BOS that was added
+        offset += 0 if is_unseen else len(text)
     return result, offset
+
+
+def _text_without_logprob(tokenizer: Tokenizer | None, token: int) -> str:
+    return "" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
 
 
 def _finite(value: float) -> float:
