@@ -29,6 +29,7 @@ WRONG = {
     "advance": ("SCRATCH_SLOT", "0"),
     "kv_copy": ("BLOCK_BYTES", "160"),
     "sample": ("SAMPLED", "0"),
+    "pack_tiles": ("QUANTS", "4"),
 }
 
 
@@ -65,3 +66,4 @@ def forget_code() -> None:
     cpu_launch._ahead.clear()
     for launch in (cpu_launch, cuda_launch, metal_launch):
         launch.machine_code.cache_clear()
+    cuda_launch.loaded.cache_clear()

@@ -22,6 +22,7 @@ from tinyvllm.bridge import download, mapped
 from tinyvllm.config import DEFAULT_MODEL
 from tinyvllm.ops.copy import copy_blocks
 from tinyvllm.placement import Placement
+from tinyvllm.quant.formats import Layout, formats_in
 from tinyvllm.storage.cache import CacheFolder
 from tinyvllm.storage.folders import require_private
 
@@ -64,6 +65,7 @@ def check(device: str, *stems: str):
     return check_kernels(Placement(device), lambda: [(stem, needs(device)[stem]) for stem in stems])
 
 
+PACKED = [Case("pack_tiles", format) for format in formats_in(Layout.TILES)]
 LONG = [Case("norm_gate_up_silu", "BF16"), Case("norm_head", "Q8_0"), Case("attention_prefill", cache="BF16", head_dim=48)]
 RIGHT = [Case("norm_qkv_rope_store", "Q4_0", cache="F16"), *(pytest.param(case, marks=pytest.mark.long) for case in LONG)]
 
@@ -91,6 +93,24 @@ def test_a_wrong_kernel_is_replaced_and_named(monkeypatch, device, caplog, stem)
     assert f"the kernel {stem}" in caplog.text and f"is wrong on {device} ({registry.architecture_of(Placement(device))})" in caplog.text
     instead = registry.replaceable_variant(stem, Placement(device), needs(device)[stem])
     assert instead != BASE[device] and f"; {instead or 'ref'} is used instead" in caplog.text
+
+
+@pytest.mark.parametrize("case", PACKED, ids=lambda case: case.name)
+def test_weights_are_packed_as_defined_or_on_the_host(monkeypatch, device, case):
+    """Metal reads rows as in files and packs none."""
+    facts = ShapeFacts(Placement(device), inputs=32, format=case.format)
+
+    def report():
+        return check_kernels(Placement(device), lambda: [("pack_tiles", facts)])
+
+    if device == "METAL":
+        assert report().tested == 0
+        return
+    assert (report().tested, report().remembered) == (1, 1)
+    selftest.open_cache().path.joinpath("selftest.json").unlink()
+    plant(monkeypatch, {"pack_tiles"})
+    assert report().replaced == {f"sm_80 {case.name}": "largest error 1 in equal of 1 rows, expected at most 0"}
+    assert registry.select("pack_tiles", Placement(device), "a", facts) is None
 
 
 def test_results_are_those_of_the_reference(monkeypatch, device):

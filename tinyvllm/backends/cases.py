@@ -25,9 +25,10 @@ from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, Ke
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import alias, byte_spans, download, mapped
 from tinyvllm.integers import round_up
+from tinyvllm.placement import Placement
 from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16, pack
 from tinyvllm.quant.formats import FORMATS, Layout
-from tinyvllm.quant.layouts import PackedWeight, RowWeight, StoredWeight, TileWeight, pack_panels, pack_tiles
+from tinyvllm.quant.layouts import PackedWeight, RowSource, RowWeight, StoredWeight, TileWeight, joined, pack_panels, pack_tiles
 
 PERIOD = 5  # distinct rows; no power of two, so that rows that changed places by one are noticed
 FEW, MANY = (4, 3), (24, 19)  # rows of a batch, and how many of them count
@@ -61,7 +62,7 @@ class Case:
     def answer(self) -> str:
         """Which answer it has: float formats and cache formats hold the same numbers."""
         known = FORMATS.get(self.format)
-        values = "" if known is None else "float" if known.is_float else self.format
+        values = "" if known is None or self.stem == "pack_tiles" else "float" if known.is_float else self.format
         return " ".join(word for word in (self.stem, values, str(self.head_dim or "")) if word)
 
     @property
@@ -417,6 +418,15 @@ def _sample(site: Site, case: Case) -> list[Arrays]:
     return [{"tokens": tokens, "positions": download(lines)[:, 4], "counted": counted}]
 
 
+def _pack_tiles(site: Site, case: Case) -> list[Arrays]:
+    """Whether the tiles are those of the definition in numpy, for rows in two blocks that do not follow one another."""
+    I, rows = columns(case.format), weight_rows(case.format, OUTPUTS, columns(case.format), 22)
+    first, second = rows[: OUTPUTS // 2], rows[OUTPUTS // 2 :]
+    source = joined([RowSource.of(case.format, first), RowSource.of(case.format, second)])
+    tiles = site.backend.pack_tiles(site.variant, Placement.of(site.device), source, I)
+    return [{"equal": np.array([np.array_equal(download(tiles), pack_tiles(case.format, rows))], np.int32)}]
+
+
 Run = Callable[[Site, Case], list[Arrays]]
 CASES: Mapping[str, Run] = {
     "embed": _embed,
@@ -430,6 +440,7 @@ CASES: Mapping[str, Run] = {
     "advance": _advance,
     "kv_copy": _kv_copy,
     "sample": _sample,
+    "pack_tiles": _pack_tiles,
 }
 
 

@@ -44,12 +44,18 @@ ANSWERS = Path(__file__).with_name("answers.npz")
 class Report:
     """What the self-test of one engine did: kernels tested now, kernels known from earlier starts, and replaced ones with the reason."""
 
-    mode: str
+    mode: str = "on"
     tested: int = 0
     remembered: int = 0
     replaced: dict[str, str] = field(default_factory=dict)
     untested: str = ""
     seconds: float = 0.0
+
+    def __add__(self, other: Report) -> Report:
+        """Both tests as one."""
+        untested = self.untested or other.untested
+        tested, remembered = self.tested + other.tested, self.remembered + other.remembered
+        return Report(other.mode, tested, remembered, self.replaced | other.replaced, untested, self.seconds + other.seconds)
 
     def __str__(self) -> str:
         if self.mode == "off":

@@ -17,7 +17,7 @@ from tinyvllm.backends.cpu.launch import compile_ahead
 from tinyvllm.backends.cpu.threads import thread_pool
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.registry import Choice, Need, architecture_of, choices, collecting_needs, replaceable_variant, usable_variants
-from tinyvllm.backends.selftest import test_kernels
+from tinyvllm.backends.selftest import Report, test_kernels
 from tinyvllm.bridge import (
     Captured,
     CapturedCall,
@@ -40,7 +40,8 @@ from tinyvllm.models.families import check_layers, find_family, read_config, rec
 from tinyvllm.ops.advance import History, advance
 from tinyvllm.placement import Placement
 from tinyvllm.quant.codecs import unpack
-from tinyvllm.quant.formats import FORMATS
+from tinyvllm.quant.formats import FORMATS, Layout, formats_in
+from tinyvllm.quant.layouts import BLOCK
 from tinyvllm.runner.kv import KVPool, block_bytes, kv_dtype
 from tinyvllm.runner.memory import check_room, check_weights, pool_blocks
 from tinyvllm.runner.prepare import MIN_CHUNK, Shape, StepInputs, shape_of, split
@@ -152,6 +153,7 @@ class Runner:
         loader = WeightLoader(None if dummy else self.checkpoint, plan, progress, kept)
         if not loader.maps_all:
             check_weights(device, plan.needed_bytes(recipes, None if dummy else self.checkpoint))
+        packing = self._test_packing(plan, plan.matrix_formats(recipes, None if dummy else self.checkpoint))
         loader.load(self.model, recipes)
         self.weight_bytes, self.bytes_per_token, self.weight_formats = loader.bytes, loader.streamed, loader.formats
         self.pool, self.max_model_len = self._size_pool(config)
@@ -167,7 +169,7 @@ class Runner:
         self._hosted = np.zeros((hosted, self.pool.block_bytes), np.uint8)  # its pages come as they are written
         if self.placement.is_cpu:
             self._compile_ahead(config.max_num_seqs)
-        self.self_test = test_kernels(self.placement, self._kernel_needs)
+        self.self_test = packing + test_kernels(self.placement, self._kernel_needs)
 
     def _size_pool(self, config: EngineConfig) -> tuple[KVPool, int]:
         """The KV pool and the longest sequence: the model's own context if none is given, limited by the pool and DEFAULT_CONTEXT."""
@@ -182,6 +184,14 @@ class Runner:
         if config.max_model_len is None:
             longest = min(longest, blocks * size)
         return KVPool(self.config, blocks, size, dtype, self.device), longest
+
+    def _test_packing(self, plan: WeightPlan, formats: set[str]) -> Report:
+        """The self-test of the kernels that pack weights, before they do."""
+        if plan.layout is not Layout.TILES:
+            return Report()
+        formats &= {*formats_in(Layout.TILES)}
+        facts = [ShapeFacts(self.placement, inputs=BLOCK, format=format) for format in sorted(formats)]
+        return test_kernels(self.placement, lambda: [("pack_tiles", each) for each in facts])
 
     def _compile_ahead(self, max_num_seqs: int) -> None:
         """Compile the hand-written kernels in the background, in the order of their first use: they do not depend on the number of rows.

@@ -69,6 +69,12 @@ class WeightPlan:
             total += prod(recipe.shape) * format.nbytes // format.elements
         return total
 
+    def matrix_formats(self, recipes: list[WeightRecipe], checkpoint: Checkpoint | None) -> set[str]:
+        """The formats that matrices of these recipes will have."""
+        stored, packed = {} if checkpoint is None else checkpoint.tensors, packed_in(self.layout)
+        sources = {stored[name].format for recipe in recipes if len(recipe.shape) == 2 for name in recipe.sources if name in stored}
+        return {self.format or (source if source in packed else self.floats) for source in sources | {self.floats}}
+
     @property
     def quantized(self) -> bool:
         """Whether every matrix must be packed."""
