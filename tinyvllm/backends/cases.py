@@ -419,12 +419,15 @@ def _sample(site: Site, case: Case) -> list[Arrays]:
 
 
 def _pack_tiles(site: Site, case: Case) -> list[Arrays]:
-    """Whether the tiles are those of the definition in numpy, for rows in two blocks that do not follow one another."""
-    I, rows = columns(case.format), weight_rows(case.format, OUTPUTS, columns(case.format), 22)
-    first, second = rows[: OUTPUTS // 2], rows[OUTPUTS // 2 :]
-    source = joined([RowSource.of(case.format, first), RowSource.of(case.format, second)])
-    tiles = site.backend.pack_tiles(site.variant, Placement.of(site.device), source, I)
-    return [{"equal": np.array([np.array_equal(download(tiles), pack_tiles(case.format, rows))], np.int32)}]
+    """Whether the tiles are those of the definition in numpy, for rows in two arrays; float formats also from F32, which is converted."""
+    I, at = columns(case.format), Placement.of(site.device)
+    right = pack_tiles(case.format, weight_rows(case.format, OUTPUTS, I, 22))
+    equal = []
+    for source in dict.fromkeys([case.format, "F32" if FORMATS[case.format].is_float else case.format]):
+        rows = weight_rows(source, OUTPUTS, I, 22)
+        halves = joined([RowSource.of(source, rows[: OUTPUTS // 2]), RowSource.of(source, rows[OUTPUTS // 2 :])])
+        equal.append(np.array_equal(download(site.backend.pack_tiles(site.variant, at, halves, case.format, I)), right))
+    return [{"equal": np.array([all(equal)], np.int32)}]
 
 
 Run = Callable[[Site, Case], list[Arrays]]
