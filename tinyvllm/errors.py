@@ -86,3 +86,7 @@ class KernelError(TinyvllmError):
 
 class ToolchainError(KernelError):
     """There is no compiler for kernels, or it cannot be started. Says nothing about the kernels."""
+
+
+class ReplacedKernelError(KernelError):
+    """A kernel turned out not to run on this device, and is not chosen any more: the same call again uses another one."""

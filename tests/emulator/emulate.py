@@ -6,6 +6,7 @@ lists what is modelled.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
 import functools
@@ -16,7 +17,7 @@ import re
 import shutil
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -324,12 +325,28 @@ def _with_entries(text: str, language: Language) -> str:
 _LINK = ("-shared", "-nostdlib") + (("-undefined", "dynamic_lookup") if os.uname().sysname == "Darwin" else ("-Wl,-Bsymbolic",))
 
 
+_planted: tuple[str, ...] = ()  # compiler options of the core: machines that differ
+
+
+@contextlib.contextmanager
+def another_matrix_layout() -> Iterator[None]:
+    """Within it, a lane holds other numbers of a simdgroup_matrix than on Apple's GPUs so far."""
+    global _planted
+    build.cache_clear()
+    _planted = ("-DOTHER_MATRIX_LAYOUT",)
+    try:
+        yield
+    finally:
+        build.cache_clear()
+        _planted = ()
+
+
 def _core(compiler: str, language: str) -> Path:
     """The core and the implementation of a language as one object file."""
     _open_libm()
     sources = [HERE / name for name in ("core.cpp", f"{language}.cpp")]
     flags = ("-x", "c++", "-std=c++17", "-nostdinc++", "-fno-exceptions", "-fno-rtti", "-fPIC", "-O2", "-ffp-contract=off", "-fno-builtin",
-             "-fvisibility=hidden", "-w", *_flags())  # fmt: skip
+             "-fvisibility=hidden", "-w", *_flags(), *_planted)  # fmt: skip
     digest = _digest(*(p.read_text() for p in (*sources, HERE / "core.h", HERE / "memory.h")), repr(flags), compiler)
     path = FOLDER / f"core-{digest}.o"
     if not path.is_file():

@@ -380,8 +380,13 @@ SHIM float metal_fast_exp2(float x) {
 
 // Two numbers of each lane: of row `row_of`, columns `column_of` and the next. Apple's specification does not promise that; code that writes
 // to thread_elements(), such as MLX, relies on it, and it is the same on every GPU so far.
+#ifdef OTHER_MATRIX_LAYOUT
+static int row_of(int lane) { return lane / 4; }
+static int column_of(int lane) { return lane % 4 * 2; }
+#else
 static int row_of(int lane) { return (lane >> 2 & 4) + (lane >> 1 & 3); }
 static int column_of(int lane) { return (lane >> 2 & 2) * 2 + (lane & 1) * 2; }
+#endif
 
 static u32 size_of(int type) { return type >= HALF ? 2 : 4; }
 static float number_at(const u8 *p, int type) {

@@ -788,6 +788,8 @@ def metal_device(**options: Any) -> Iterator[Runtime]:
         undo.callback(_forget, realize.runtime_cache)
         _forget(realize.runtime_cache)
         open_device(Placement("METAL"))
+        runtime.idle()
+        runtime._random.seed(runtime._seed)  # whatever opening it takes
         yield runtime
         runtime.idle()
 
@@ -846,11 +848,12 @@ def _import_over_emulated_libraries() -> dict[str, ModuleType]:
 def _forget(programs: dict[tuple[bytes, str], Any]) -> None:
     """Frees everything that would use the device later, while it exists."""
     from tinyvllm.backends.metal import queue as metal_queue
-    from tinyvllm.backends.metal.launch import machine_code
-    from tinyvllm.bridge import remove_hooks, shared_zeros
+    from tinyvllm.backends.metal.launch import machine_code, require_runnable
+    from tinyvllm.bridge import opened_device, remove_hooks, shared_zeros
 
     for key in [key for key in programs if key[1].startswith("METAL")]:
         del programs[key]
-    for kept in (metal_queue.queue_of, machine_code, shared_zeros):
+    for kept in (metal_queue.queue_of, machine_code, require_runnable, shared_zeros):
         kept.cache_clear()
+    getattr(opened_device("METAL").runtime, "cache_clear", lambda: None)()  # share_programs
     remove_hooks("METAL")

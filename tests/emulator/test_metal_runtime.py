@@ -13,6 +13,7 @@ import pytest
 
 from tests.emulator.metal_runtime import Copy, Dispatch, Execute, MetalError, Runtime, metal_device
 from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.source import kernel_source
 from tinyvllm.config import cache_folder
 from tinyvllm.errors import KernelError
 from tinyvllm.runner.device import start_device
@@ -38,6 +39,7 @@ def cpu() -> None:
 
 @pytest.fixture
 def planted(monkeypatch, tmp_path):
+    kernel_source("metal", "matrix_probe")  # it is kept; the device is opened with it
     (tmp_path / "metal").mkdir()
     (tmp_path / "metal/planted_reverse.metal").write_text(REVERSE)
     monkeypatch.setattr("tinyvllm.backends.source.kernels_folder", lambda: tmp_path)

@@ -19,6 +19,7 @@ from tinyvllm.bridge.device import synchronize
 from tinyvllm.bridge.graph import JobGraph, StepGraph
 from tinyvllm.bridge.hooks import QueueEvent, hooks_of
 from tinyvllm.bridge.tensors import undoing_assignments
+from tinyvllm.errors import ReplacedKernelError
 from tinyvllm.host_memory import require
 from tinyvllm.placement import Placement
 
@@ -63,17 +64,26 @@ class Captured:
         _work.count, start = _work.count + 1, time.perf_counter()
         bound = {name: UOp.variable(name, *self._variables[name]).bind(value) for name, value in values.items()}
         try:
-            with undoing_assignments(), Context(JIT_BATCH_SIZE=0), shared_arenas():  # type: ignore[no-untyped-call]
-                self._result = self._jit(*tensors, **bound)
-        except BaseException:
-            self._jit.reset()  # the capture may exist with half of its buffers
-            self._jit.cnt = 1
-            raise
+            while not self._capture(tensors, bound):  # each time, a kernel is chosen no more: there is an end
+                pass
         finally:
             _work.seconds += time.perf_counter() - start
         if self._jit.captured is not None:  # JIT=0 in the environment captures nothing
             self._graph = self._only_graph()
         return self._result
+
+    def _capture(self, tensors: tuple[Tensor, ...], bound: dict[str, UOp]) -> bool:
+        """Call the function and capture it; False if one of its kernels was replaced by another, which the next call chooses."""
+        try:
+            with undoing_assignments(), Context(JIT_BATCH_SIZE=0), shared_arenas():  # type: ignore[no-untyped-call]
+                self._result = self._jit(*tensors, **bound)
+        except BaseException as error:
+            self._jit.reset()  # the capture may exist with half of its buffers
+            self._jit.cnt = 1
+            if isinstance(error, ReplacedKernelError):
+                return False
+            raise
+        return True
 
     def _only_graph(self) -> Callable[[tuple[UOp, ...], dict[str, int]], Any] | None:
         """The device graph, if the whole capture is one graph that takes the arguments in order: a replay then bypasses the jit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 from typing import Any
@@ -102,6 +103,28 @@ def _restore_counters(device: str) -> None:
         restore_zeros(device)
     except (RuntimeError, KernelError) as error:  # the steps to come fail, too, and the engine ends with what they raise
         log.error("%s cannot be used after a failed step: %s", device, next(iter(str(error).splitlines()), type(error).__name__))
+
+
+def share_programs(device: str) -> None:
+    """Load a program of a device once for all that ask for it: tinygrad loads one for each kernel that it schedules."""
+    opened: Any = opened_device(device)
+    if not hasattr(opened.runtime, "cache_clear"):
+        load = opened.runtime
+
+        @functools.lru_cache(maxsize=4096)
+        def loaded(name: str, binary: bytes) -> Any:
+            return load(name, binary)
+
+        def runtime(name: str, binary: bytes, *aux: Any, **options: Any) -> Any:
+            return load(name, binary, *aux, **options) if aux else loaded(name, binary)
+
+        runtime.cache_clear = loaded.cache_clear  # type: ignore[attr-defined]
+        opened.runtime = runtime
+
+
+def forbid_tensor_cores() -> None:
+    """From now on, tinygrad generates no kernels with tensor cores."""
+    helpers.USE_TC.value = 0
 
 
 def compile_text(device: str, name: str, text: str) -> bytes:

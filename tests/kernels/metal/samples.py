@@ -93,6 +93,7 @@ def _tokens() -> dict[str, Kernel]:
     found = {f"embed {format}": records.embed(VARIANT, format, 64, SMALL.V, SMALL.E) for format in FORMATS}
     for cache in ("F32", "F16", "BF16"):
         found[f"kv_append {cache}"] = records.kv_append(VARIANT, 64, 8, 16, 128, cache)
+    found["matrix_probe"] = records.matrix_probe(VARIANT)
     found["kv_copy"] = records.kv_copy(VARIANT, 4, 2 * 8 * 16 * 128 * 2)
     found["advance"], found["accept_drafts"] = records.advance(VARIANT, 256, 512, 16, 64, 16), records.accept_drafts(VARIANT, 64, 8)
     found["read"] = records.read(VARIANT, 1 << 26)

@@ -8,10 +8,12 @@ round x. The variant apple7_matrix, which is used only on request, multiplies th
 from __future__ import annotations
 
 import functools
+import logging
 import platform
 import re
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from tinygrad import Tensor
@@ -22,8 +24,9 @@ from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.limits import ShapeFacts, first_reason
 from tinyvllm.backends.metal import plan
 from tinyvllm.backends.metal.icb import MetalGraph
-from tinyvllm.backends.metal.launch import TimedKernel, launch
+from tinyvllm.backends.metal.launch import TimedKernel, UnusableKernelError, launch, require_runnable
 from tinyvllm.backends.metal.limits import LIMITS
+from tinyvllm.backends.metal.probe import unexpected_matrix_layout
 from tinyvllm.backends.metal.queue import gpu_name, import_pages, max_import, metal_free_memory, queue_of
 from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights, stored
 from tinyvllm.backends.shapes import Attention, Heads, Product
@@ -31,24 +34,50 @@ from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import (
     DeviceHooks,
     architecture,
+    forbid_tensor_cores,
     has_graph,
     install_hooks,
     opaque_memory,
     opened_device,
+    share_programs,
     shared_zeros,
     spans,
     use_graph,
 )
+from tinyvllm.errors import ReplacedKernelError
 from tinyvllm.integers import round_up
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Layout
 from tinyvllm.quant.layouts import RowSource, StoredWeight
+
+log = logging.getLogger("tinyvllm")
 
 Argument = Tensor | np.ndarray | int  # of a kernel that is timed
 Cut = TypeVar("Cut", plan.Cut, plan.Fragments)
 
 OLDEST_FAMILY = 7  # of Apple's GPUs: M1's
 PRODUCTS = ("matmul", "norm_gate_up_silu", "norm_qkv_rope_store", "norm_head")
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _of_op(stem: str) -> Callable[[Method], Method]:
+    """Of a method that launches the op's kernels: where the GPU cannot run one, its variant is not chosen for the op any more."""
+
+    def wrap(method: Method) -> Method:
+        @functools.wraps(method)
+        def launching(self: MetalBackend, variant: str, *arguments: Any) -> Any:
+            try:
+                return method(self, variant, *arguments)
+            except UnusableKernelError as error:
+                self._unusable[error.device, stem, variant] = error.reason
+                log.warning("%s: %s; %s does without the variant %s, which may be slower", error.device, error.reason, stem, variant)
+                raise ReplacedKernelError(f"{error}; the same call again runs {stem} without the variant {variant}") from error
+
+        return cast(Method, launching)
+
+    return wrap
 
 
 class MetalBackend:
@@ -59,20 +88,41 @@ class MetalBackend:
     stems = frozenset(LIMITS)
     variant_names = (plan.BASE, plan.MATRIX, plan.MERGE)
 
+    def __init__(self) -> None:
+        self._layouts: dict[str, str | None] = {}  # by device: how the layout of its matrices is another one than kernels assume
+        self._unusable: dict[tuple[str, str, str], str] = {}  # by device, op and variant: why a kernel of it cannot run
+
     def open(self, placement: Placement) -> None:
         opened_device(placement.device)
+        share_programs(placement.device)
         if has_graph(placement.device):
             use_graph(placement.device, MetalGraph)
         import_at = functools.partial(import_pages, placement.device)
-        install_hooks(placement.device, DeviceHooks(queue_of(placement.device), import_at, max_import(placement.device)))
+        hooks = DeviceHooks(queue_of(placement.device), import_at, max_import(placement.device))
+        install_hooks(placement.device, hooks)
+        self._unusable = {key: reason for key, reason in self._unusable.items() if key[0] != placement.device}
+        self._layouts[placement.device] = layout = unexpected_matrix_layout(placement.device)
+        if layout is not None:
+            forbid_tensor_cores()
+            log.warning(
+                "%s: the lanes of this GPU's matrices do not hold the numbers that the kernels expect: %s; attention_prefill runs without "
+                "a kernel, products of more than %d rows run in pieces, %s is not available: correct, but slower. Please report it",
+                placement.device, layout, plan.FEW, plan.MATRIX,
+            )  # fmt: skip
 
     def variants(self, placement: Placement, stem: str | None = None) -> dict[str, str | None]:
         family = architecture(placement.device)
         number = re.fullmatch(r"Apple(\d+)", family)
         lacking = None if number and int(number[1]) >= OLDEST_FAMILY else f"the GPU is of the family {family}, older than Apple7"
         # the matrix variant is never the default: with it a request's bits depend on how many rows are computed with it
+        others = {} if stem is None else {v: r for (device, of, v), r in self._unusable.items() if (device, of) == (placement.device, stem)}
         own = [plan.MATRIX] if stem in PRODUCTS else [plan.MERGE] if stem == "attention_decode" else []
-        return {variant: lacking for variant in (plan.BASE, *own)}
+        every = {variant: lacking or others.get(variant) for variant in (plan.BASE, *own)}
+        if plan.MATRIX in every and every[plan.MATRIX] is None:
+            layout = self._layouts.get(placement.device)
+            # it shares most kernels with the base, and must not take its place: its bits depend on the number of rows
+            every[plan.MATRIX] = every[plan.BASE] if layout is None else f"its matrices have another layout: {layout}"
+        return every
 
     def identity(self, placement: Placement) -> str:
         # driver and compiler are part of macOS
@@ -82,7 +132,14 @@ class MetalBackend:
         """Nothing: Metal compiles a kernel in milliseconds, in a process of its own."""
 
     def unsupported(self, stem: str, facts: ShapeFacts) -> str | None:
+        if stem == "attention_prefill" and (layout := self._layouts.get(facts.placement.device)) is not None:
+            return f"kernel multiplies matrices, which have another layout here: {layout}"
         return first_reason(LIMITS[stem], facts)
+
+    def _pieces(self, like: Tensor, T: int) -> list[slice]:
+        """Rows of x that are multiplied together: all of T, or at most FEW where the layout of matrices is another one."""
+        step = plan.FEW if self._layouts.get(Placement.of(like.device).device) is not None else max(1, T)
+        return [slice(start, min(T, start + step)) for start in range(0, T, step)]
 
     def free_memory(self, placement: Placement) -> int | None:
         return metal_free_memory(placement.device)
@@ -90,10 +147,12 @@ class MetalBackend:
     def read_bandwidth(self, placement: Placement, seconds: float, nbytes: int) -> float | None:
         return None
 
+    @_of_op("embed")
     def embed(self, variant: str, table: KernelTable, tokens: Tensor, rows: Tensor) -> Tensor:
         T, E = int(tokens.shape[0]), table.I
         return launch(plan.embed(variant, table.format, T, table.O, E), [empty(tokens, T, E)], [table.tensor, tokens, rows])[0]
 
+    @_of_op("norm_qkv_rope_store")
     def norm_qkv_rope_store(
         self,
         variant: str,
@@ -107,6 +166,14 @@ class MetalBackend:
     ) -> tuple[Tensor, LayerCache]:
         weight = stored(weight)
         T, eps, heads = int(x.shape[0]), constant(norm.eps), Heads.of(weight.O, qkv, angles, cache)
+        if len(pieces := self._pieces(x, T)) > 1:
+            queries = []
+            for piece in pieces:
+                part = replace(batch, slots=_rows_of(batch.slots, piece), rows=_count_of(batch.rows, piece))
+                own = None if angles is None else _rows_of(angles, piece)
+                q, cache = self.norm_qkv_rope_store(variant, _rows_of(x, piece), norm, qkv, weight, own, cache, part)
+                queries.append(q)
+            return _joined(queries), cache
         optional = [*_each(qkv.bias, weight), *present(qkv.q_norm, qkv.k_norm, angles)]
         ins = [x, norm.weight, *_matrices(weight)]
         if plan.by_lanes(variant, T):
@@ -126,10 +193,12 @@ class MetalBackend:
         q, keys, values = launch(kernel, [empty(x, T, heads.H, heads.D), *cache], [*ins, *optional, batch.slots, batch.rows])
         return q, LayerCache(keys, values)
 
+    @_of_op("kv_append")
     def append_kv(self, variant: str, k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:
         (T, K, D), S = (int(d) for d in k.shape), int(cache.keys.shape[3])
         return LayerCache(*launch(plan.kv_append(variant, T, K, S, D, cache_format(cache)), cache, [k, v, batch.slots, batch.rows]))
 
+    @_of_op("attention_decode")
     def attention_decode(self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Tensor:
         (T, H, D), a = (int(d) for d in q.shape), Attention.of(q, cache, scale, window, batch)
         kernels, words = plan.attention_decode(variant, batch.num_decodes, a, cascade=batch.shared_prefix_lens is not None)
@@ -139,6 +208,7 @@ class MetalBackend:
         out, partial = launch(kernels[0], [empty(q, T, H * D), integers(q, words)], ins)
         return launch(kernels[1], [out, partial], [batch.context_lens, batch.decodes])[0]
 
+    @_of_op("attention_prefill")
     def attention_prefill(
         self, variant: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch
     ) -> Tensor:
@@ -148,11 +218,18 @@ class MetalBackend:
         ins = [q, cache.values, batch.block_tables, batch.context_lens, batch.query_starts, batch.chunks]
         return launch(kernel, [empty(q, T, H * D) if out is None else out], ins)[0]
 
+    @_of_op("matmul")
     def matmul(
         self, variant: str, x: Tensor, weight: KernelWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool
     ) -> Tensor:
         weight = stored(weight)
         T, O, I = int(x.shape[0]), weight.O, weight.I
+        if len(pieces := self._pieces(x, T)) > 1:
+            parts = []
+            for piece in pieces:
+                own = None if residual is None else _rows_of(residual, piece)
+                parts.append(self.matmul(variant, _rows_of(x, piece), weight, _count_of(rows, piece), bias, own, gelu))
+            return _joined(parts)
         product = Product(weight.format, T, O, I, bias=bias is not None, residual=residual is not None, gelu=gelu)
         sizes: list[Argument] = [4 * T * O, 4 * T * I, *_matrices(weight), *present(bias)]
         sizes += [*([4 * T * O] if residual is not None else []), _count(T)]
@@ -162,9 +239,13 @@ class MetalBackend:
             kernel = _by_matrices(variant, x, product, sizes)
         return launch(kernel, [empty(x, T, O)], [x, *_matrices(weight), *present(bias, residual), rows])[0]
 
+    @_of_op("norm_gate_up_silu")
     def gate_up_silu(self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, bias: Tensor | None) -> Tensor:
         weight = stored(weight)
         T, E, F, eps = int(x.shape[0]), weight.I, weight.O // 2, constant(norm.eps)
+        if len(pieces := self._pieces(x, T)) > 1:
+            parts = [self.gate_up_silu(variant, _rows_of(x, piece), norm, weight, _count_of(rows, piece), bias) for piece in pieces]
+            return _joined(parts)
         sizes: list[Argument] = [4 * T * F, 4 * T * E, norm.weight, *_matrices(weight), *_each(bias, weight), _count(T)]
         if plan.by_lanes(variant, T):
             shape = variant, weight.format, T, E, F, eps, bias is not None
@@ -174,11 +255,15 @@ class MetalBackend:
             kernel = _by_matrices(variant, x, product, sizes)
         return launch(kernel, [empty(x, T, F)], [x, norm.weight, *_matrices(weight), *_each(bias, weight), rows])[0]
 
+    @_of_op("norm_head")
     def norm_head(
         self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, count: Tensor
     ) -> tuple[Tensor, Tensor]:
         weight = stored(weight)
         N, V, eps = int(rows.shape[0]), weight.O, constant(norm.eps)
+        if len(pieces := self._pieces(x, N)) > 1:
+            heads = [self.norm_head(variant, x, norm, weight, _rows_of(rows, piece), _count_of(count, piece)) for piece in pieces]
+            return _joined([logits for logits, _ in heads]), _joined([best for _, best in heads])
         index = np.zeros(N, np.int32)
         if plan.by_lanes(variant, N):
             shape, ins = (variant, weight.format, N, V, weight.I, eps), [x, norm.weight, *_matrices(weight), rows, count]
@@ -193,16 +278,19 @@ class MetalBackend:
         ranks, indices = launch(first, [integers(x, N, parts), integers(x, N, parts)], [logits, count])
         return logits, launch(second, [integers(x, N)], [ranks, indices, count])[0]
 
+    @_of_op("advance")
     def advance(self, variant: str, batch: Batch, sampled: Tensor, history: History, block_size: int, scratch_slot: int) -> None:
         B, M = (int(d) for d in batch.block_tables.shape)
         outs = [batch.tokens, batch.positions, batch.slots, batch.context_lens, history.tokens, history.round]
         kernel = plan.advance(variant, B, M, block_size, int(history.tokens.shape[0]), scratch_slot)
         Tensor.realize(*launch(kernel, outs, [sampled, batch.block_tables, batch.decodes]))
 
+    @_of_op("kv_copy")
     def copy_blocks(self, variant: str, pool: Tensor, pairs: Tensor, count: Tensor) -> Tensor:
         kernel = plan.kv_copy(variant, int(pairs.shape[0]), pool.nbytes() // int(pool.shape[0]))
         return launch(kernel, [pool], [pairs, count])[0]
 
+    @_of_op("sample")
     def sample(self, variant: str, logits: Tensor, draw: DrawInputs) -> Tensor:
         (B, V), seen = (int(d) for d in logits.shape), draw.seen or ()
         kernels, nbytes = plan.sample(variant, B, V, draw.neutral_row, draw.features)
@@ -213,6 +301,7 @@ class MetalBackend:
         tokens: Tensor = outs[0]
         return tokens
 
+    @_of_op("accept_drafts")
     def accept_drafts(self, variant: str, drafts: Tensor, chosen: Tensor, lengths: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         B, N = (int(d) for d in drafts.shape)
         outs = [integers(drafts, B), integers(drafts, B)]
@@ -249,11 +338,33 @@ def _tuned(x: Tensor, cuts: list[Cut], kernel_of: Callable[[Cut], Kernel], argum
     shape = " ".join(f"{name}={value}" for name, value in default.defines if name not in plan.CUT_DEFINES)
     source = source_digest("metal", default.stem)
     timed = functools.partial(_timed, kernel_of, device, arguments)
-    return kernel_of(tuned(gpu_name(device), default.stem, shape, cuts, timed, source))
+    while len(cuts) > 1:
+        cut = tuned(gpu_name(device), default.stem, shape, cuts, timed, source)
+        try:
+            require_runnable(kernel_of(cut), device)
+            return kernel_of(cut)
+        except UnusableKernelError as error:
+            log.info("%s: %s; another cut is used", device, error.reason)
+            cuts = [other for other in cuts if other != cut]
+    return kernel_of(cuts[0])
 
 
 def _timed(kernel_of: Callable[[Cut], Kernel], device: str, arguments: list[Argument], cut: Cut) -> TimedKernel:
     return TimedKernel(kernel_of(cut), device, arguments)
+
+
+def _rows_of(tensor: Tensor, piece: slice) -> Tensor:
+    return tensor[piece].contiguous()
+
+
+def _count_of(count: Tensor, piece: slice) -> Tensor:
+    """How many rows of the piece count, where `count` [1] of all do."""
+    own: Tensor = (count - piece.start).maximum(0).minimum(piece.stop - piece.start)
+    return own.contiguous()
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0].cat(*parts[1:]).contiguous()
 
 
 def _count(T: int) -> np.ndarray:

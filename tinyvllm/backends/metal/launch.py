@@ -12,7 +12,7 @@ from tinyvllm.backends.collecting import collects
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.metal.queue import queue_of
 from tinyvllm.backends.source import kernel_text
-from tinyvllm.bridge import Program, TimedProgram, compile_text, launch_program
+from tinyvllm.bridge import Program, TimedProgram, compile_text, launch_program, load_program
 from tinyvllm.errors import KernelError
 from tinyvllm.placement import Placement
 
@@ -20,14 +20,40 @@ MAX_BUFFERS = 31  # of a kernel
 
 
 def launch(kernel: Kernel, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> list[Tensor]:
-    """The kernel as a node of the lazy graph: `outs` after it has written them (backends/launch.py)."""
+    """The kernel as a node of the lazy graph: `outs` after it has written them (backends/launch.py).
+
+    UnusableKernelError, before anything is launched, if the GPU cannot run it.
+    """
     kernel.check_counts(len(outs), len(ins))
     if collects(kernel):
         return list(outs)
     if len(outs) + len(ins) > MAX_BUFFERS or kernel.shared:
         got = f"{len(outs) + len(ins)} tensors and {kernel.shared} bytes of dynamic threadgroup memory"
         raise ValueError(f"launch: {kernel.stem} got {got}; Metal takes up to {MAX_BUFFERS} tensors and 0 bytes")
-    return launch_program(_program(kernel, Placement.of(outs[0].device).device), [*outs, *ins])
+    device = Placement.of(outs[0].device).device
+    require_runnable(kernel, device)
+    return launch_program(_program(kernel, device), [*outs, *ins])
+
+
+class UnusableKernelError(KernelError):
+    """This GPU cannot run the kernel as it is launched."""
+
+    def __init__(self, kernel: Kernel, device: str, reason: str):
+        super().__init__(f"launch: {reason}")
+        self.kernel, self.device, self.reason = kernel, device, reason
+
+
+@functools.cache
+def require_runnable(kernel: Kernel, device: str) -> None:
+    """Load the kernel; UnusableKernelError if the GPU cannot, or runs fewer threads of it than a launch has."""
+    try:
+        limit = load_program(device, kernel.stem, machine_code(kernel, device)).max_total_threads
+    except RuntimeError as error:
+        what = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UnusableKernelError(kernel, device, f"Metal makes no pipeline of {kernel.stem}: {what}") from error
+    if kernel.block > limit:
+        reason = f"{kernel.stem} has {kernel.block} threads per threadgroup; this GPU runs at most {limit} of it"
+        raise UnusableKernelError(kernel, device, reason)
 
 
 def _program(kernel: Kernel, device: str) -> Program:
@@ -57,10 +83,8 @@ class TimedKernel:
         if kernel.backend != "metal" or len(arguments) != kernel.outs + kernel.ins:
             expected = f"a Metal kernel with its {kernel.outs + kernel.ins} arguments"
             raise ValueError(f"launch: {kernel.stem} of {kernel.backend} is timed with {len(arguments)} arguments; expected {expected}")
+        require_runnable(kernel, device)
         self._timed = TimedProgram(_program(kernel, device), device, arguments, lambda: queue_of(device).wait_for_all())
-        limit = self._timed.runtime.max_total_threads
-        if kernel.block > limit:
-            raise KernelError(f"launch: {kernel.stem} has {kernel.block} threads per threadgroup; this GPU runs at most {limit} of it")
 
     def __call__(self) -> float:
         """Launch it, wait for it, and return the seconds that the GPU took."""

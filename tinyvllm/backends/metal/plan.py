@@ -348,5 +348,9 @@ def sample(variant: str, B: int, V: int, neutral_row: int, features: dict[str, b
     return kernels, 16 if parts == 1 else B * scratch
 
 
+def matrix_probe(variant: str) -> Kernel:
+    return _kernel("matrix_probe", variant, 1, 2, (1, 1, 1), 32)
+
+
 def read(variant: str, words: int, groups: int = 1024) -> Kernel:
     return _kernel("read", variant, 1, 1, (groups, 1, 1), 256, bytes=16 * words, WORDS=words, GROUPS=groups)
