@@ -849,6 +849,7 @@ def _forget(programs: dict[tuple[bytes, str], Any]) -> None:
     """Frees everything that would use the device later, while it exists."""
     from tinyvllm.backends.metal import queue as metal_queue
     from tinyvllm.backends.metal.launch import machine_code, require_runnable
+    from tinyvllm.backends.registry import BACKENDS, MetalBackend
     from tinyvllm.bridge import opened_device, remove_hooks, shared_zeros
 
     for key in [key for key in programs if key[1].startswith("METAL")]:
@@ -857,3 +858,6 @@ def _forget(programs: dict[tuple[bytes, str], Any]) -> None:
         kept.cache_clear()
     getattr(opened_device("METAL").runtime, "cache_clear", lambda: None)()  # share_programs
     remove_hooks("METAL")
+    backend = BACKENDS["METAL"]
+    assert isinstance(backend, MetalBackend)
+    backend.forget_devices()

@@ -110,6 +110,11 @@ class MetalBackend:
                 placement.device, layout, plan.FEW, plan.MATRIX,
             )  # fmt: skip
 
+    def forget_devices(self) -> None:
+        """Forget what was found out about the devices that were opened."""
+        self._layouts.clear()
+        self._unusable.clear()
+
     def variants(self, placement: Placement, stem: str | None = None) -> dict[str, str | None]:
         family = architecture(placement.device)
         number = re.fullmatch(r"Apple(\d+)", family)
