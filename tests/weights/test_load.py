@@ -1,12 +1,16 @@
 """From records to tensors: every format to every dtype, transforms, what is mapped and for how long, and what is refused."""
 
 import gc
+import signal
 import struct
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -377,3 +381,32 @@ def test_dummy_tensors(wanted):
     other = dummy_tensors(recipes, "CPU", DTYPES[wanted], seed=2)
     assert all((bits(again[n]) == bits(tensors[n])).all() for n in tensors)
     assert not (bits(other["big.weight"]) == bits(tensors["big.weight"])).all()
+
+
+def test_a_file_that_is_truncated_while_it_is_mapped(tmp_path):
+    """In a process of its own: a read beyond the end is a SIGBUS, which the second half shows on purpose."""
+    values = normal(64, 4096)
+    np.save(tmp_path / "values.npy", values)
+    code = f"""
+import faulthandler, os, pathlib, sys
+import numpy as np
+from tests.weights.test_load import Weight, checkpoint, dtypes, load_rows, load_tensors, stored
+from tinyvllm.errors import FormatError
+path = pathlib.Path({str(tmp_path)!r})
+source = checkpoint(path, {{"a": stored(np.load(path / "values.npy"), "F32")}})
+os.truncate(path / "weights.data", 5000)
+for load in (lambda r: load_rows(source, r, dtypes.float32), lambda r: load_tensors(source, [r], "CPU", dtypes.float16)):
+    try:
+        load(Weight("w", ("a",), (64, 4096)))
+    except FormatError as error:
+        print(error)
+from tinyvllm import cli
+cli.main(["--version"])
+print("fault", flush=True)
+source.tensors["a"].data.sum()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
+    said = done.stdout.splitlines()
+    assert len([line for line in said if "was truncated while it was open: 1048576 bytes are needed, it has 5000" in line]) == 2, done
+    assert said[-1] == "fault" and done.returncode == -signal.SIGBUS
+    assert "Fatal Python error: Bus error" in done.stderr and "Current thread" in done.stderr

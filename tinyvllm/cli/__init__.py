@@ -6,6 +6,9 @@ needs them, after its arguments have been checked.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import io
 import os
 import sys
 import traceback
@@ -21,6 +24,9 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. `argv` is without the program's name."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if not faulthandler.is_enabled():  # a fault in native code, as after a truncated file of weights, says where it was
+        with contextlib.suppress(io.UnsupportedOperation, AttributeError, ValueError):  # a stderr that is no file
+            faulthandler.enable()
     try:
         code = _run(arguments)
         sys.stdout.flush()  # a closed pipe is handled here; at exit Python would complain about it

@@ -24,7 +24,7 @@ from tinyvllm.quant.formats import FORMATS, BlockFormat, Layout, packed_in
 from tinyvllm.quant.layouts import RowSource, joined, row_bytes
 from tinyvllm.weights.checkpoint import Checkpoint, TensorRecord
 from tinyvllm.weights.convert import check_fits_float16, converted, format_of_dtype, unpacked
-from tinyvllm.weights.mapping import drop_pages, is_mapped
+from tinyvllm.weights.mapping import drop_pages, is_mapped, require_whole
 from tinyvllm.weights.memory import is_cpu, to_device
 from tinyvllm.weights.recipe import Recipe
 
@@ -53,6 +53,7 @@ def load_tensors(
     done, out = 0, {}
     for recipe in recipes:
         records = [checkpoint.tensors[source] for source in recipe.sources]
+        _require_whole(checkpoint, records)
         out[recipe.name] = to_device(_build(recipe, records, wanted, device), device, dtype)
         for record in records:
             drop_pages(record.data)
@@ -112,7 +113,9 @@ def _records_of_matrix(checkpoint: Checkpoint, recipe: Recipe) -> list[TensorRec
     if len(recipe.shape) != 2:
         raise ModelError(f"{_SPEAKER}: {recipe.name!r} has the shape {list(recipe.shape)}, expected a matrix; load it with load_tensors")
     _check_sources(checkpoint, [recipe])
-    return [checkpoint.tensors[source] for source in recipe.sources]
+    records = [checkpoint.tensors[source] for source in recipe.sources]
+    _require_whole(checkpoint, records)
+    return records
 
 
 def _check_sources(checkpoint: Checkpoint, recipes: Sequence[Recipe]) -> None:
@@ -129,6 +132,11 @@ def _check_sources(checkpoint: Checkpoint, recipes: Sequence[Recipe]) -> None:
             shape = checkpoint.tensors[recipe.sources[0]].shape
             if shape != recipe.shape:
                 raise ModelError(_wrong_shape(recipe, f"{recipe.sources[0]!r} in {checkpoint.path} has {list(shape)}"))
+
+
+def _require_whole(checkpoint: Checkpoint, records: list[TensorRecord]) -> None:
+    for record in records:
+        require_whole(record.data, f"{_SPEAKER}: tensor {record.name!r} in {checkpoint.path}")
 
 
 def _check_readable(checkpoint: Checkpoint, record: TensorRecord) -> None:

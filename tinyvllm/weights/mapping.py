@@ -78,6 +78,22 @@ def drop_pages(view: np.ndarray) -> None:
     mapping.madvise(mmap.MADV_DONTNEED, first, start + view.nbytes - first)
 
 
+def require_whole(view: np.ndarray, what: str) -> None:
+    """FormatError if the mapped file that `view` is part of has become shorter than it was: reading beyond its end is a SIGBUS.
+
+    A file that is truncated during a read, or later while its weights are used, still ends the process. Nothing in Python can catch that.
+    """
+    mapping = _mapping_under(view)
+    if mapping is None or view.nbytes == 0:
+        return
+    end, size = view.ctypes.data - np.frombuffer(mapping, np.uint8).ctypes.data + view.nbytes, mapping.size()
+    if size < end:
+        raise FormatError(
+            f"{what}: its file was truncated while it was open: {end} bytes are needed, it has {size}; replace the file of a running model "
+            "by renaming another over it"
+        )
+
+
 def is_mapped(view: np.ndarray) -> bool:
     """Whether `view` is part of a mapped file rather than of memory that was written."""
     return _mapping_under(view) is not None
