@@ -126,6 +126,8 @@ def test_the_text_of_a_template(server: Running) -> None:
     template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
     assert server.post("/apply-template", {"messages": messages, "chat_template": template}).json() == {"prompt": "[Hello]"}
     assert server.post("/apply-template", {"messages": []}).status_code == 400
+    long = server.post("/apply-template", {"messages": [{"role": "user", "content": "a " * 20_000}]})  # nothing is generated
+    assert long.status_code == 200 and len(long.json()["prompt"]) > 40_000
 
 
 def test_the_properties_of_the_model(server: Running) -> None:

@@ -11,7 +11,7 @@ from tinyvllm.config import VERSION
 from tinyvllm.server.api.llamacpp_body import sampling_settings
 from tinyvllm.server.core.body import Body, honoured, limited
 from tinyvllm.server.core.context import RequestContext
-from tinyvllm.server.core.conversation import conversation_of, encode_conversation
+from tinyvllm.server.core.conversation import conversation_of, render_conversation
 from tinyvllm.server.core.failures import Failure
 from tinyvllm.server.core.limits import MAX_MESSAGES, MAX_TOOLS
 from tinyvllm.server.core.response import ResponseWriter, json_response
@@ -31,11 +31,10 @@ class ApplyTemplateRequest(Body):
 
 
 async def apply_template(context: RequestContext, body: ApplyTemplateRequest, writer: ResponseWriter) -> None:
-    """The text that the chat template renders. Like a request, it must fit into the context."""
+    """The text that the chat template renders. It may be longer than the context, since nothing is generated."""
     async with context.service.models.use(body.model) as (_, llm):
         conversation = conversation_of(context.service.config, context.data, body.chat_template_kwargs or {})
-        prompt = await encode_conversation(llm, conversation, context.data.get("tools") or None)
-        await writer.json({"prompt": prompt.text})
+        await writer.json({"prompt": await render_conversation(llm, conversation, context.data.get("tools") or None)})
 
 
 async def props(request: Request) -> Response:

@@ -158,6 +158,12 @@ async def encode_conversation(
     return prompt
 
 
+async def render_conversation(llm: AsyncLLM, conversation: Conversation, tools: Sequence[Mapping[str, Any]] | None) -> str:
+    """The text that the chat template renders, of any length that its budget allows. RequestError or TokenizerError if it fails."""
+    wanted, tokenizer = _normalized(conversation, tools), require_tokenizer(llm)
+    return await asyncio.to_thread(lambda: _render_with_results(tokenizer, wanted)[1])
+
+
 async def _encode_short(encode: Callable[[], ChatPrompt]) -> ChatPrompt:
     """A short conversation, at once; in a thread if its template turns out to be slow, since a model's template is foreign code."""
     try:
