@@ -211,7 +211,7 @@ def test_kernels_that_cannot_be_launched_are_told(runtime: Runtime, monkeypatch:
     with pytest.raises(SystemExit, match="2 kernels cannot be launched here"):
         mac.main(["environment", "--tiny"])
     said = capsys.readouterr().out
-    assert "kernels compiled: 1 of 3" in said and "bad: does not compile" in said and "large: may have 1024 threads" in said
+    assert "kernels compiled: 1 of 3" in said and "bad: does not compile" in said and "large: may have 256 threads" in said
 
 
 # --- the shell
