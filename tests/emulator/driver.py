@@ -478,7 +478,7 @@ class _InMemory(DiskTable):
 MACHINE_CODE = b"\x7fELF\xff"  # the start of binaries, and of no text
 
 
-def source_of(kernel: Kernel, arch: str | None = None) -> bytes:
+def source_of(kernel: Kernel, arch: str | None = None, *compiling: Any) -> bytes:
     """In place of the machine code of a hand-written kernel: its source, with the emulator's headers."""
     return MACHINE_CODE + kernel_text(kernel, INCLUDES).encode()
 
@@ -544,12 +544,13 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 def _drop_programs(programs: dict[tuple[bytes, str], Any]) -> None:
     """Free everything that would call the driver later, while the driver exists."""
     from tinyvllm.backends.cuda import driver as gpu
-    from tinyvllm.backends.cuda.launch import loaded, machine_code
+    from tinyvllm.backends.cuda.launch import _ahead, loaded, machine_code
     from tinyvllm.bridge import remove_hooks, shared_zeros
 
     for key in [key for key in programs if key[1].startswith("CUDA")]:
         del programs[key]
     for cached in (gpu.copies_of, gpu.gpu_attribute, loaded, machine_code, shared_zeros):
         cached.cache_clear()
+    _ahead.clear()
     remove_hooks("CUDA")
     gc.collect()

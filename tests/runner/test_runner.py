@@ -82,12 +82,12 @@ def test_rows_of_several_tokens_are_those_of_one_at_a_time(tiny_model, drafts):
 
 
 def test_a_start_compiles_the_kernels_of_the_first_answers_in_the_order_of_their_use(tiny_model, monkeypatch):
+    from tinyvllm.backends.cpu.call import CpuBackend
     from tinyvllm.backends.registry import usable_variants
     from tinyvllm.placement import Placement
-    from tinyvllm.runner import runner as module
 
     compiled = []
-    monkeypatch.setattr(module, "compile_ahead", compiled.extend)
+    monkeypatch.setattr(CpuBackend, "compile_ahead", lambda self, kernels, placement: compiled.extend(kernels))
     runner(tiny_model, num_blocks=4)
     if usable_variants(Placement("CPU"))[0] == "ref":
         pytest.skip("no kernels for this processor")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,15 +53,23 @@ class CompileClock:
 
 
 compile_clock = CompileClock()
-_compile = ClangJITCompiler.compile
 
 
-def _timed_compile(compiler: Any, source: str) -> bytes:
-    with compile_clock.compiling():
-        return _compile(compiler, source)
+def timed(compile: Callable[..., bytes]) -> Callable[..., bytes]:
+    """One of tinygrad's compilers, `compile(..., source)`, whose work the clock counts."""
+
+    @functools.wraps(compile)
+    def timed_compile(*arguments: Any) -> bytes:
+        with compile_clock.compiling():
+            return compile(*arguments)
+
+    return timed_compile
+
+
+_compile = timed(ClangJITCompiler.compile)
 
 
 def time_generated_kernels() -> None:
     """Let the clock have tinygrad's compilations for the CPU, too."""
     compiler: Any = ClangJITCompiler
-    compiler.compile = _timed_compile
+    compiler.compile = _compile

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from tinygrad import Context, Device, helpers
 
+from tinyvllm.bridge.compiling import timed
 from tinyvllm.bridge.hooks import DeviceCopies
 
 
@@ -33,6 +34,7 @@ def compile_to_cubins(device: str) -> None:
     opened: Any = Device[device]
     if isinstance(opened.renderer.compiler, compiler_cuda.NVRTCCompiler):
         opened.renderer.compiler = compiler_cuda.NVRTCCompiler(opened.arch, ptx=False, cache_key="cuda_cubin")
+        opened.renderer.compiler.compile = timed(opened.renderer.compiler.compile)
     opened.runtime = _loader(opened)
 
 

@@ -13,10 +13,18 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
 from tinyvllm.backends.collecting import collecting_kernels
-from tinyvllm.backends.cpu.launch import compile_ahead
 from tinyvllm.backends.cpu.threads import thread_pool
 from tinyvllm.backends.limits import ShapeFacts
-from tinyvllm.backends.registry import Choice, Need, architecture_of, choices, collecting_needs, replaceable_variant, usable_variants
+from tinyvllm.backends.registry import (
+    Choice,
+    Need,
+    architecture_of,
+    backend_for,
+    choices,
+    collecting_needs,
+    replaceable_variant,
+    usable_variants,
+)
 from tinyvllm.backends.selftest import Report, test_kernels
 from tinyvllm.bridge import (
     Captured,
@@ -42,9 +50,10 @@ from tinyvllm.placement import Placement
 from tinyvllm.quant.codecs import unpack
 from tinyvllm.quant.formats import FORMATS, Layout, formats_in
 from tinyvllm.quant.layouts import BLOCK
+from tinyvllm.runner.ahead import kernels_of_steps
 from tinyvllm.runner.kv import KVPool, block_bytes, kv_dtype
 from tinyvllm.runner.memory import check_room, check_weights, pool_blocks
-from tinyvllm.runner.prepare import MIN_CHUNK, Shape, StepInputs, shape_of, split
+from tinyvllm.runner.prepare import MIN_CHUNK, Shape, StepInputs, shape_of, split, usual_shapes
 from tinyvllm.runner.weights import WeightLoader, WeightPlan
 from tinyvllm.sampling.draw import call_draw
 from tinyvllm.scheduler import Schedule, Scheduled
@@ -167,8 +176,8 @@ class Runner:
         self._embeddings: dict[Shape, tuple[StepInputs, Captured]] = {}
         hosted = config.swap_space // self.pool.block_bytes
         self._hosted = np.zeros((hosted, self.pool.block_bytes), np.uint8)  # its pages come as they are written
-        if self.placement.is_cpu:
-            self._compile_ahead(config.max_num_seqs)
+        if self.placement.is_cpu or self.placement.is_cuda:
+            self._compile_ahead(config)
         self.self_test = packing + test_kernels(self.placement, self._kernel_needs)
 
     def _size_pool(self, config: EngineConfig) -> tuple[KVPool, int]:
@@ -193,29 +202,38 @@ class Runner:
         facts = [ShapeFacts(self.placement, inputs=BLOCK, format=format) for format in sorted(formats)]
         return test_kernels(self.placement, lambda: [("pack_tiles", each) for each in facts])
 
-    def _compile_ahead(self, max_num_seqs: int) -> None:
-        """Compile the hand-written kernels in the background, in the order of their first use: they do not depend on the number of rows.
+    def _compile_ahead(self, config: EngineConfig) -> None:
+        """Compile the hand-written kernels in the background, in the order of their first use.
 
-        A chunk, a plainly sampled draw, a decode and what advances it, and the copy of blocks.
+        A chunk, a plainly sampled draw, a decode and what advances it, and the copy of blocks. The texts of some of CUDA's kernels
+        depend on the number of rows: there all shapes of the warm-up follow.
         """
         chunk, decode = self._outline_inputs
         with collecting_kernels() as kernels:
             self._outline_step(chunk)
             if self._has_kernel("sample"):  # the reference of these three would be computed here
-                call_draw(self.config.vocab_size, max_num_seqs, self.device)
+                call_draw(self.config.vocab_size, config.max_num_seqs, self.device)
             self._outline_step(decode)
             if self._has_kernel("advance"):
                 sampled = Tensor.empty(1, dtype=dtypes.int32, device=self.device)
                 advance(decode.batch(1), sampled, self._history(decode.shape), self.pool.block_size, self.pool.scratch_slot)
             if self._has_kernel("kv_copy"):
                 self.pool.call_copy()
-        compile_ahead(kernels)
+        if self.placement.is_cuda and config.warm_up:
+            shapes = usual_shapes(config.max_num_seqs, config.max_num_batched_tokens)
+            kernels += kernels_of_steps(self.model, self.pool.layers, self._constants, shapes, lambda shape: self._inputs(shape).batch(1))
+        backend = backend_for(self.placement)
+        if backend is not None:
+            backend.compile_ahead(kernels, self.placement)
 
     @functools.cached_property
     def _outline_inputs(self) -> list[StepInputs]:
         """Inputs of the smallest chunk and of one decode."""
         shapes = Shape(0, 1, MIN_CHUNK, MIN_CHUNK), Shape(1, 0, 0, 1)
-        return [StepInputs(s, self._table_width, self.pool.scratch_slot, self.device, False, self._cascade) for s in shapes]
+        return [self._inputs(shape) for shape in shapes]
+
+    def _inputs(self, shape: Shape) -> StepInputs:
+        return StepInputs(shape, self._table_width, self.pool.scratch_slot, self.device, False, self._cascade)
 
     def _outline_step(self, inputs: StepInputs) -> None:
         """Call the ops of a step, where nothing is launched."""

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from tinyvllm.backends import ahead
 from tinyvllm.backends.collecting import collecting_kernels
 from tinyvllm.backends.cpu import compile as module
 from tinyvllm.backends.cpu import launch
@@ -15,6 +16,7 @@ from tinyvllm.backends.cpu.compile import object_code, object_code_of
 from tinyvllm.backends.cpu.toolchain import compiler_command
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.errors import KernelError
+from tinyvllm.storage import building
 
 
 def copy(block_bytes: int | str = 64, target: str = "plain") -> Kernel:
@@ -116,11 +118,11 @@ def test_kernels_compile_ahead_at_the_same_time(cache, monkeypatch):
         return compile_one(text, flags, name)
 
     monkeypatch.setattr(module, "_compile", together)
-    monkeypatch.setattr(launch.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(ahead.os, "cpu_count", lambda: 2)
     kernels = [copy(72), copy(80)]
     launch.compile_ahead([*kernels, kernels[0]])
     assert len({launch.machine_code(kernel) for kernel in kernels}) == 2  # both were compiled ahead: a third call would wait in vain
-    assert not any(kernel in launch._ahead for kernel in kernels)
+    assert not any(kernel in launch._ahead._pending for kernel in kernels)
 
 
 def test_a_failure_ahead_is_raised_where_the_kernel_is_needed(cache):
@@ -146,7 +148,7 @@ def test_processes_that_need_the_same_object_compile_it_once(cache, runs, monkey
         return compile_one(text, flags, name)
 
     monkeypatch.setattr(module, "_compile", slow)
-    monkeypatch.setattr(module.time, "sleep", lambda seconds: go.set())  # the second one waits now
+    monkeypatch.setattr(building.time, "sleep", lambda seconds: go.set())  # the second one waits now
     codes: list[bytes] = []
     first = threading.Thread(target=lambda: codes.append(object_code(copy())))
     first.start()

@@ -7,27 +7,20 @@ another compiler, delete the folder `kernels`.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
-import os
 import platform
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from pathlib import Path
 
 from tinyvllm.backends.cpu.toolchain import compiler_command, target_flags
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.source import kernel_source, kernel_text
 from tinyvllm.bridge import compile_clock
 from tinyvllm.errors import KernelError, ToolchainError
-from tinyvllm.storage.cache import open_cache
+from tinyvllm.storage.building import kept_or_built
 from tinyvllm.storage.folders import reason_of
 
 VERSION = 1  # of the objects in the cache folder: a change compiles all again
-WAIT_SECONDS = 60.0  # for another process that compiles the same
 _QUIET = ("-Wno-deprecated-non-prototype", "-Wno-pass-failed")
 _COMMON = ("-x", "c", "-O2", "-fPIC", "-fno-math-errno", "-fno-ident", "-fno-stack-protector", *_QUIET)
 # A kernel is freestanding: it is not linked with anything, so the compiler must not insert calls to memset or memcpy.
@@ -54,46 +47,8 @@ def object_code_of(stem: str) -> bytes:
 def _compiled(text: str, name: str, target: str) -> bytes:
     flags = (*_COMMON, *_ALONE, *_ELF, *target_flags(target))
     key = "\0".join((text, *flags, sys.platform, platform.machine(), str(VERSION)))
-    place, cache = f"kernels/{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.o", open_cache()
-    code = cache.read(place)
-    if code is None:
-        with compile_clock.compiling(), _turn(cache.room("kernels"), place):
-            code = cache.read(place)  # another process may have compiled it meanwhile
-            if code is None:
-                code = _compile(text, flags, name)
-                cache.write(place, code)
-    return code
-
-
-@contextlib.contextmanager
-def _turn(folder: Path | None, place: str) -> Iterator[None]:
-    """One process compiles an object, and others that need it wait, for WAIT_SECONDS at most."""
-    if folder is None:
-        yield
-        return
-    path, flags = folder / f"{Path(place).name}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        lock = os.open(path, flags, 0o600)
-    except OSError:  # a full disk or a read-only folder: each process compiles for itself
-        yield
-        return
-    try:
-        end = time.monotonic() + WAIT_SECONDS
-        while not _locked(lock) and time.monotonic() < end:
-            time.sleep(0.05)
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink()
-        os.close(lock)
-
-
-def _locked(file: int) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+    place = f"kernels/{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.o"
+    return kept_or_built(place, lambda: _compile(text, flags, name), compile_clock.compiling)
 
 
 def _compile(text: str, flags: tuple[str, ...], name: str) -> bytes:

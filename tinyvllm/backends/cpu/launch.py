@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import os
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 from tinygrad import Tensor, dtypes
 
+from tinyvllm.backends.ahead import CompileAhead
 from tinyvllm.backends.collecting import collects
 from tinyvllm.backends.cpu.compile import object_code
 from tinyvllm.backends.cpu.threads import TEAM, thread_pool
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.bridge import Program, code_address, launch_program, load_object, load_program
 
-_ahead: dict[Kernel, Future[bytes]] = {}
+_ahead: CompileAhead[Kernel] = CompileAhead(lambda: contextlib.nullcontext(object_code))
 _solo_words: list[np.ndarray] = []  # kept alive: the tensor does not own them
 
 
@@ -33,23 +33,13 @@ def launch(kernel: Kernel, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> lis
 @functools.cache
 def machine_code(kernel: Kernel) -> bytes:
     """The kernel compiled, as tinygrad's runtime of the CPU takes it."""
-    ahead = _ahead.pop(kernel, None)
-    return load_object(object_code(kernel) if ahead is None else ahead.result())
+    ahead = _ahead.result(kernel)
+    return load_object(object_code(kernel) if ahead is None else ahead)
 
 
 def compile_ahead(kernels: Iterable[Kernel]) -> None:
     """Compile in the background, one compiler a core; `machine_code` waits for what it needs. A failure is raised there."""
-    fresh = [kernel for kernel in dict.fromkeys(kernels) if kernel not in _ahead]
-    if not fresh:
-        return
-    compilers = ThreadPoolExecutor(min(len(fresh), os.cpu_count() or 1), thread_name_prefix="tinyvllm-compile")
-    try:
-        for kernel in fresh:
-            _ahead[kernel] = compilers.submit(object_code, kernel)
-    except RuntimeError:  # no thread for want of memory: each is compiled when it is needed
-        for kernel in fresh:
-            _ahead.pop(kernel, None)
-    compilers.shutdown(wait=False)
+    _ahead.start(kernels)
 
 
 @functools.cache

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tinygrad import Tensor
 
+from tinyvllm.backends.ahead import CompileAhead
 from tinyvllm.backends.collecting import collects
 from tinyvllm.backends.cuda import nvrtc
+from tinyvllm.backends.cuda.compilers import CompilerProcess
 from tinyvllm.backends.cuda.driver import driver_version
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.bridge import Program, architecture, launch_program, load_program, run_program
-from tinyvllm.errors import KernelError
+from tinyvllm.bridge import Program, architecture, compile_clock, launch_program, load_program, run_program
 from tinyvllm.placement import Placement
 
 
@@ -38,7 +38,7 @@ def launch_now(kernel: Kernel, outs: Sequence[Tensor], ins: Sequence[Tensor]) ->
 
 def _program(kernel: Kernel, device: str) -> Program:
     return Program(
-        kernel.name, kernel.stem, machine_code(kernel, device), kernel.outs, kernel.ins, kernel.flops, kernel.bytes,
+        kernel.name, kernel.stem, _code(kernel, device), kernel.outs, kernel.ins, kernel.flops, kernel.bytes,
         kernel.grid, (kernel.block, 1, 1), (kernel.shared, *kernel.integers),
     )  # fmt: skip
 
@@ -46,13 +46,23 @@ def _program(kernel: Kernel, device: str) -> Program:
 @functools.cache
 def loaded(kernel: Kernel, device: str) -> Any:
     """The kernel as the device's runtime loads it, for launches past the graph."""
-    return load_program(device, kernel.stem, machine_code(kernel, device), kernel.shared, *kernel.integers)
+    return load_program(device, kernel.stem, _code(kernel, device), kernel.shared, *kernel.integers)
+
+
+def compiled_part(kernel: Kernel) -> Kernel:
+    """The kernel without what only its launches need: records with the same one share their machine code."""
+    return replace(kernel, outs=0, ins=0, flops=0, bytes=0, grid=(1, 1, 1), block=1, shared=0, integers=())
+
+
+def _code(kernel: Kernel, device: str) -> bytes:
+    return machine_code(compiled_part(kernel), architecture(device))
 
 
 @functools.cache
-def machine_code(kernel: Kernel, device: str) -> bytes:
-    """The kernel compiled for the device's GPU."""
-    return nvrtc.cubin(kernel, architecture(device))
+def machine_code(kernel: Kernel, arch: str) -> bytes:
+    """A kernel's compiled part for a GPU of an architecture."""
+    ahead = _ahead.result((kernel, arch))
+    return nvrtc.cubin(kernel, arch, nvrtc.compile_here, compile_clock.compiling) if ahead is None else ahead
 
 
 def versions() -> str:
@@ -61,12 +71,16 @@ def versions() -> str:
 
 
 def compile_ahead(kernels: Iterable[Kernel], device: str) -> None:
-    """Compile on all cores, and return when all is on disk; a kernel that does not compile fails where it is launched."""
+    """Compile in the background, in one process a core; `machine_code` waits for what it needs. A failure is raised there."""
     arch = architecture(device)
+    _ahead.start((kernel, arch) for kernel in dict.fromkeys(map(compiled_part, kernels)))
 
-    def compiled(kernel: Kernel) -> None:
-        with contextlib.suppress(KernelError):
-            nvrtc.cubin(kernel, arch)
 
-    with ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="tinyvllm-nvrtc") as compilers:
-        list(compilers.map(compiled, dict.fromkeys(kernels)))
+@contextlib.contextmanager
+def _compiler() -> Iterator[Callable[[tuple[Kernel, str]], bytes]]:
+    """What one thread compiles with: a process of its own, which starts with the first kernel that is not on disk."""
+    with CompilerProcess() as process:
+        yield lambda key: nvrtc.cubin(*key, process.compile, compile_clock.compiling)
+
+
+_ahead: CompileAhead[tuple[Kernel, str]] = CompileAhead(_compiler)

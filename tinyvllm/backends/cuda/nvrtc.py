@@ -13,7 +13,8 @@ import importlib.util
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.source import kernel_text
 from tinyvllm.errors import KernelError
+from tinyvllm.storage.building import kept_or_built
 from tinyvllm.storage.cache import open_cache
 from tinyvllm.storage.folders import reason_of, remove, warn_once
 
@@ -43,8 +45,20 @@ class Report:
     said: str
 
 
-def cubin(kernel: Kernel, arch: str | None = None) -> bytes:
+# What compiles: text, name and options to machine code. KernelError with the compiler's words where it fails.
+Compile = Callable[[str, str, tuple[str, ...]], bytes]
+Building = Callable[[], AbstractContextManager[None]]
+
+
+def compile_here(text: str, name: str, options: tuple[str, ...]) -> bytes:
+    """Compile in this process, in which NVRTC compiles one text after another, whatever the number of threads."""
+    return _nvrtc().compile(text, name, options)[0]
+
+
+def cubin(kernel: Kernel, arch: str | None = None, compile: Compile = compile_here, building: Building = nullcontext) -> bytes:
     """The machine code of a CUDA kernel for a GPU of the architecture `arch` ("sm_90"), by default that of the kernel's row.
+
+    It is looked up on disk; where it is missing, `compile` makes it within `building`, in one process at a time.
 
     The row of instructions that only one architecture has ("sm_90a") is compiled for that one. For a GPU that is newer than NVRTC the
     result is PTX of the newest architecture that NVRTC knows, which the driver translates. KernelError with the compiler's words where
@@ -53,12 +67,8 @@ def cubin(kernel: Kernel, arch: str | None = None) -> bytes:
     target, text = _target(kernel.target, arch), kernel_text(kernel)
     options = (f"--gpu-architecture={target}", *_OPTIONS, *_nvrtc().extra)
     made_of = "\0".join((text, *options, _nvrtc().version))
-    place, cache = f"kernels/{kernel.stem}_{target}-{hashlib.sha256(made_of.encode()).hexdigest()[:32]}.cubin", open_cache()
-    code = cache.read(place)
-    if code is None:
-        code, _ = _nvrtc().compile(text, kernel.name, options)
-        cache.write(place, code)
-    return code
+    place = f"kernels/{kernel.stem}_{target}-{hashlib.sha256(made_of.encode()).hexdigest()[:32]}.cubin"
+    return kept_or_built(place, lambda: compile(text, kernel.name, options), building)
 
 
 def version() -> str:
