@@ -1,4 +1,4 @@
-"""NVRTC in processes of its own: within one it compiles one text after another, whatever the number of threads (12.9 and 13.0).
+"""NVRTC in processes of its own, so that several texts compile at once whatever it locks (decision 29: whether threads do is open).
 
 A message in either direction is its length, 8 bytes, and JSON or machine code. A compiler process ends with its input.
 """

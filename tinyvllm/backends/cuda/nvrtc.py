@@ -51,7 +51,7 @@ Building = Callable[[], AbstractContextManager[None]]
 
 
 def compile_here(text: str, name: str, options: tuple[str, ...]) -> bytes:
-    """Compile in this process, in which NVRTC compiles one text after another, whatever the number of threads."""
+    """Compile in this process."""
     return _nvrtc().compile(text, name, options)[0]
 
 
