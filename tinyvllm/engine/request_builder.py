@@ -36,7 +36,7 @@ class RequestBuilder:
     ) -> ActiveRequest:
         """The request as it runs; RequestError for token ids outside the vocabulary."""
         if bad := next((t for t in prompt_token_ids if not 0 <= t < self.vocab_size), None):
-            raise RequestError(f"request {request_id}: token id {brief(bad)} is outside the vocabulary of {self.vocab_size}")
+            raise RequestError(f"request {request_id}: token id {brief(bad)} is out of vocabulary, which has {self.vocab_size} tokens")
         if isinstance(params, BeamSearchParams):
             return BeamState(
                 request_id, prompt, prompt_token_ids, params, self.tokenizer, self.eos_ids, self.max_model_len, self.clock(),

@@ -52,7 +52,8 @@ def minimal(body: type[Body]) -> dict:
 
 def with_field(body: type[Body], name: str, value: object) -> dict:
     given = minimal(body)
-    for other, needed in NEEDED.get(name, {}).items():
+    is_refused = body.model_fields[name].json_schema_extra["x-support"] == "refused"  # then it needs no others
+    for other, needed in ({} if is_refused else NEEDED.get(name, {})).items():
         if other in body.model_fields:
             given[other] = body.model_fields[other].json_schema_extra["x-example"] if needed is None else needed  # None: the example
     if name in ("prompt_token_ids", "messages", "content", "add_special", "with_pieces"):

@@ -41,7 +41,7 @@ def _in_free_blocks(speaker: str, engine: Engine, token_ids: list[int], compute:
     if not token_ids or len(token_ids) > engine.max_model_len:
         raise RequestError(f"{speaker}: expected 1 to {engine.max_model_len} tokens, got {len(token_ids)}")
     if bad := next((t for t in token_ids if not 0 <= t < V), None):
-        raise RequestError(f"{speaker}: token id {bad} is outside the vocabulary of {V}")
+        raise RequestError(f"{speaker}: token id {bad} is out of vocabulary, which has {V} tokens")
     sequence = Sequence(-1, speaker, list(token_ids), SamplingParams())
     with DEVICE_LOCK:
         sequence.block_table = pool.allocate(pool.blocks_for(len(token_ids)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +16,12 @@ from tinyvllm.server.core.answer_format import Tools
 from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.conversation import after_segments, conversation_of, encode_conversation, reasoning_variables
 from tinyvllm.server.core.failures import Failure, encode
-from tinyvllm.server.core.generation import ChatRun, beam_search, chat_run
+from tinyvllm.server.core.generation import ChatRun, beam_search, chat_run, final_outputs
 from tinyvllm.server.core.logprobs import LogprobStyle, Position, chat_logprobs, positions_of, prompt_logprobs
 from tinyvllm.server.core.params import beam_params, output_length, request_options, sampling_params
 from tinyvllm.server.core.prompts import truncation_of
 from tinyvllm.server.core.response import DONE, ResponseWriter, quote, sse_event
-from tinyvllm.server.core.schema import ChatRequest, ChatTokensRequest
+from tinyvllm.server.core.schema import BatchChatRequest, ChatRequest, ChatTokensRequest
 from tinyvllm.server.core.tool_turns import message_text
 from tinyvllm.server.core.usage import extra_fields, finish_reason_of
 from tinyvllm.text.parsing import Event, StreamParser
@@ -30,9 +31,9 @@ _DEFAULT_BEAM_TOKENS = 16
 
 async def answer(context: RequestContext, body: ChatRequest, writer: ResponseWriter) -> None:
     """Continue a conversation."""
-    context.record |= {name: v for name in ("metadata", "safety_identifier") if (v := getattr(body, name)) is not None}
+    _record_client(context, body)
     async with context.service.models.use(body.model) as (model, llm):
-        run = await _prepare(context, body, llm, model)
+        run = await _prepare(context, body, llm, model, context.data)
         if body.use_beam_search:
             await writer.json(_completion(run, await _beam_search(run)))
         elif body.stream:
@@ -41,11 +42,26 @@ async def answer(context: RequestContext, body: ChatRequest, writer: ResponseWri
             await writer.json(_completion(run, await run.final_output()))
 
 
-async def _prepare(context: RequestContext, body: ChatRequest, llm: AsyncLLM, model: str) -> ChatRun:
+async def answer_all(context: RequestContext, body: BatchChatRequest, writer: ResponseWriter) -> None:
+    """Continue several conversations. Choices have the indices of their conversations."""
+    _record_client(context, body)
+    async with context.service.models.use(body.model) as (model, llm):
+        conversations = context.data["messages"]
+        runs = [await _prepare(context, body, llm, model, {**context.data, "messages": one}) for one in conversations]
+        await writer.json(_batch_completion(runs, await final_outputs(runs)))
+
+
+def _record_client(context: RequestContext, body: ChatRequest) -> None:
+    """Write to the access log what the client says of itself."""
+    context.record |= {name: v for name in ("metadata", "safety_identifier") if (v := getattr(body, name)) is not None}
+
+
+async def _prepare(context: RequestContext, body: ChatRequest, llm: AsyncLLM, model: str, data: Mapping[str, Any]) -> ChatRun:
+    """The run of the conversation in `data`, the body's plain objects."""
     tools = _tools(context, body)
     variables = {**reasoning_variables(body.reasoning_effort), **(body.chat_template_kwargs or {})}
     segments = context.service.segments.used_by_body(context.owner, context, body, llm)
-    conversation = after_segments(conversation_of(context.service.config, context.data, variables), segments)
+    conversation = after_segments(conversation_of(context.service.config, data, variables), segments)
     prompt = await encode_conversation(llm, conversation, tools.shown, truncation_of(body, body.max_completion_tokens or body.max_tokens))
     return chat_run(context, body, llm, model, prompt, tools, _params(llm, body))
 
@@ -53,7 +69,7 @@ async def _prepare(context: RequestContext, body: ChatRequest, llm: AsyncLLM, mo
 async def input_tokens(context: RequestContext, body: ChatTokensRequest, writer: ResponseWriter) -> None:
     """Count the tokens of a conversation, as llama.cpp does."""
     async with context.service.models.use(body.model) as (model, llm):
-        run = await _prepare(context, body, llm, model)
+        run = await _prepare(context, body, llm, model, context.data)
         await writer.json({"object": "response.input_tokens", "input_tokens": len(run.prompt.token_ids)})
 
 
@@ -109,6 +125,18 @@ def _completion(run: ChatRun, output: RequestOutput) -> dict[str, Any]:
     }
 
 
+def _batch_completion(runs: Sequence[ChatRun], outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """The response to several conversations. Each choice has the token ids of its own prompt, if the request asks for token ids."""
+    choices = []
+    for index, (run, output) in enumerate(zip(runs, outputs, strict=True)):
+        (part,) = output.outputs
+        prompt = output.prompt_token_ids if run.body.return_token_ids else None
+        choices.append({**_choice(run, part), "index": index, "prompt_token_ids": prompt})
+    first = runs[0]
+    first.context.record["finish_reason"] = choices[0]["finish_reason"]
+    return {**_head(first, "chat.completion"), "choices": choices, "usage": first.usage.openai()}
+
+
 def _choice(run: ChatRun, part: CompletionOutput) -> dict[str, Any]:
     """One of the n answers."""
     body: ChatRequest = run.body
@@ -135,7 +163,7 @@ def _choice(run: ChatRun, part: CompletionOutput) -> dict[str, Any]:
 def _echo(run: ChatRun) -> str:
     """vLLM's echo: the last message, which the answer continues if it has the same role."""
     body: ChatRequest = run.body
-    last = run.context.data["messages"][-1]
+    last = run.last_message
     role = last["role"] if body.add_generation_prompt is False else "assistant"
     return message_text(last) if body.echo and last["role"] == role else ""
 

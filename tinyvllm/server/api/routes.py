@@ -30,6 +30,7 @@ from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.endpoint import Endpoint, Resource
 from tinyvllm.server.core.response import json_response
 from tinyvllm.server.core.schema import (
+    BatchChatRequest,
     ChatRequest,
     ChatTokensRequest,
     CompletionRequest,
@@ -42,6 +43,7 @@ from tinyvllm.server.core.schema import (
 ENDPOINTS = (
     Endpoint("/v1/completions", CompletionRequest, completions.answer, "Continue texts"),
     Endpoint("/v1/chat/completions", ChatRequest, chat.answer, "Continue a conversation"),
+    Endpoint("/v1/chat/completions/batch", BatchChatRequest, chat.answer_all, "Continue several conversations, in vLLM's form"),
     Endpoint("/v1/chat/completions/input_tokens", ChatTokensRequest, chat.input_tokens, "Count the tokens of a conversation"),
     Endpoint("/completion", NativeCompletionRequest, llamacpp_completion.answer, "Continue texts, in the form of llama.cpp"),
     Endpoint("/v1/responses", ResponsesRequest, responses.answer, "Continue a conversation, in the form of OpenAI's Responses API"),

@@ -130,7 +130,7 @@ async def detokenize(context: RequestContext, body: DetokenizeRequest, writer: R
     async with context.service.models.use(body.model) as (_, llm):
         tokenizer = require_tokenizer(llm)
         if invalid := next((i for i in body.tokens if i >= tokenizer.vocab_size), None):
-            raise bad_field("tokens", f"tokens: id {invalid} is outside the vocabulary of {tokenizer.vocab_size} tokens")
+            raise bad_field("tokens", f"tokens: id {invalid} is out of vocabulary, which has {tokenizer.vocab_size} tokens")
 
         def response() -> bytes:
             text = tokenizer.decode(body.tokens, False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,18 +25,22 @@ _LENGTH_FIELDS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 
 
 async def generate(
-    context: RequestContext, llm: AsyncLLM, prompts: Sequence[EncodedPrompt], params: SamplingParams, options: RequestOptions
+    context: RequestContext,
+    llm: AsyncLLM,
+    prompts: Sequence[EncodedPrompt],
+    params: SamplingParams | Sequence[SamplingParams],
+    options: RequestOptions,
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """(index of the prompt, its output) as outputs arrive. Prompts run concurrently; closing the generator aborts all of them.
 
+    params: those of all prompts, or of each prompt its own.
     max_tokens beyond the context is a default of the API: what clients ask for was checked. The rest of the context is used then.
     """
-    fitting = [_within_context(llm, prompt, params) for prompt in prompts]
+    of_each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    fitting = [_within_context(llm, prompt, one) for prompt, one in zip(prompts, of_each, strict=True)]
     reserve_tokens(context, llm, prompts, fitting)
-    if params.structured_outputs is not None:
-        structure = await _read_structure(context, llm, params)
-        fitting = [replace(one, structured_outputs=structure) for one in fitting]
-    context.streams = params.output_kind == "delta"
+    fitting = await _read_structures(context, llm, fitting)
+    context.streams = all(one.output_kind == "delta" for one in fitting)
     async with aclosing(_run(llm, prompts, fitting, options, context.unique_id)) as outputs:
         async for index, output in outputs:
             context.count_tokens(sum(len(part.token_ids) for part in output.outputs))
@@ -109,6 +113,19 @@ def _within_context(llm: AsyncLLM, prompt: EncodedPrompt, params: SamplingParams
     return params if params.max_tokens is None or params.max_tokens <= room else replace(params, max_tokens=room)
 
 
+async def _read_structures(context: RequestContext, llm: AsyncLLM, params: Sequence[SamplingParams]) -> list[SamplingParams]:
+    """The params with their constraints as `_read_structure` reads them; prompts that share one read it once."""
+    by_id: dict[int, StructuredOutputsParams | None] = {}
+    results = []
+    for one in params:
+        if (structure := one.structured_outputs) is not None:
+            if id(structure) not in by_id:
+                by_id[id(structure)] = await _read_structure(context, llm, one)
+            one = replace(one, structured_outputs=by_id[id(structure)])
+        results.append(one)
+    return results
+
+
 async def _read_structure(context: RequestContext, llm: AsyncLLM, params: SamplingParams) -> StructuredOutputsParams | None:
     """The constraint of the answer, read leniently if the server does. What it does not hold is named in the header X-Ignored-Fields."""
     structure = params.structured_outputs
@@ -134,6 +151,7 @@ class ChatRun:
     prompt: EncodedPrompt
     params: SamplingParams
     format: AnswerFormat
+    last_message: Mapping[str, Any]
     usage: TokenUsage = field(default_factory=TokenUsage)
 
     @property
@@ -154,12 +172,25 @@ class ChatRun:
 
     async def final_output(self) -> RequestOutput:
         """The whole output, counted and recorded."""
-        async with aclosing(self.outputs()) as outputs:
-            async for output in outputs:
-                final = output
-        self.usage.add_completions(final)
-        self.usage.record(self.context)
-        return final
+        (output,) = await final_outputs([self])
+        return output
+
+
+async def final_outputs(runs: Sequence[ChatRun]) -> list[RequestOutput]:
+    """The whole outputs of the conversations of one request. They run concurrently and share the recorded usage of the first."""
+    first = runs[0]
+    finals: dict[int, RequestOutput] = {}
+    options = request_options(first.context, first.body)
+    prompts, params = [run.prompt for run in runs], [run.params for run in runs]
+    async with aclosing(generate(first.context, first.llm, prompts, params, options)) as outputs:
+        async for index, output in outputs:
+            finals[index] = output
+    for index, run in enumerate(runs):
+        run.usage = first.usage
+        first.usage.add_prompt(finals[index])
+        first.usage.add_completions(finals[index])
+    first.usage.record(first.context)
+    return [finals[index] for index in range(len(runs))]
 
 
 def _without_content_format(context: RequestContext, params: SamplingParams) -> SamplingParams:
@@ -179,4 +210,4 @@ def chat_run(
     if tools.choice == "required":
         params = _without_content_format(context, params)
     format, params = answer_format(llm, prompt, tools, params)
-    return ChatRun(context, body, llm, model, prompt.encoded, params, format)
+    return ChatRun(context, body, llm, model, prompt.encoded, params, format, prompt.conversation.messages[-1])

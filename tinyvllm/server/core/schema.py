@@ -11,6 +11,7 @@ from pydantic import Field, StringConstraints, ValidationError, ValidatorFunctio
 from pydantic_core import PydanticCustomError
 
 from tinyvllm.request import ALL_LOGPROBS, MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS
+from tinyvllm.request.limits import brief
 from tinyvllm.server.core.body import Body, EchoedBody, honoured, limited, refused, stop_at_first_value, unheeded
 from tinyvllm.server.core.limits import (
     MAX_COUNT,
@@ -257,6 +258,8 @@ def _check_prompt(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
     try:
         return check(value)
     except ValidationError:
+        if isinstance(value, list) and (negative := next((one for one in value if type(one) is int and one < 0), None)) is not None:
+            raise PydanticCustomError("prompt", f"token id {brief(negative)} is out of vocabulary; ids start at 0") from None
         raise PydanticCustomError("prompt", "must be a text, token ids, or a list of texts and of lists of token ids") from None
 
 
@@ -334,6 +337,30 @@ class ChatTokensRequest(ChatRequest):
     """POST /v1/chat/completions/input_tokens: the same, of which most fields do not matter."""
 
     thinking_token_budget: int | None = honoured(example=16, ge=0, le=MAX_COUNT, says="has no effect on the prompt")
+
+
+_ONE_ANSWER = "one answer to each conversation"
+_ONE_CONVERSATION = "it describes one conversation; send them one by one"
+
+
+class BatchChatRequest(ChatRequest):
+    """POST /v1/chat/completions/batch: several conversations with the same parameters, in vLLM's form."""
+
+    messages: Annotated[list[Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]], Field(max_length=MAX_PROMPTS)] = (
+        honoured(  # type: ignore[assignment]
+            ..., example=[[{"role": "user", "content": "Hello"}], [{"role": "user", "content": "Once"}]], min_length=1
+        )
+    )
+    n: Literal[1] | None = limited(says=f"1 only: {_ONE_ANSWER}", example=1, beyond=2)
+    stream: Any = refused("the response comes whole", harmless=(False,))
+    stream_options: Any = refused("the response comes whole", example={"include_usage": True})
+    best_of: Any = refused(_ONE_ANSWER, example=2, harmless=(1,))
+    use_beam_search: Any = refused(_ONE_CONVERSATION, harmless=(False,))
+    length_penalty: Any = refused("it is of use_beam_search", example=1.0)
+    prompt_logprobs: Any = refused(_ONE_CONVERSATION, example=1)
+    receipt: Any = refused(_ONE_CONVERSATION, harmless=(False,))
+    explain: Any = refused(_ONE_CONVERSATION, harmless=(False,))
+    timings_per_token: Any = refused(_ONE_CONVERSATION, harmless=(False,))
 
 
 class GenerateRequest(Sampling):
