@@ -24,7 +24,8 @@ static void embed(float *x, const uint8_t *table, const int32_t *tokens, const i
 // Row r of one field of a block in a panel, as a file has it.
 INLINE void field_of_panel(uint8_t *to, const uint8_t *panel, int r, const int bytes, const int word, const uint32_t flip) {
   for (int i = 0; i < bytes / word; i++) {
-    if (word == 2) ((uint16_t *)to)[i] = ((const uint16_t *)panel)[16 * i + r];
+    if (word == 1) to[i] = panel[16 * i + r];
+    else if (word == 2) ((uint16_t *)to)[i] = ((const uint16_t *)panel)[16 * i + r];
     else ((struct any_word *)to)[i].word = ((const uint32_t *)panel)[16 * i + r] ^ flip;
   }
 }

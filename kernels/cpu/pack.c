@@ -113,7 +113,9 @@ INLINE void pack_field(uint8_t *to, const struct source *from, long at, const in
   for (int i = bytes & -16; i < bytes; i += word)  // scales and other short fields
     for (int r = 0; r < ROWS; r++) {
       uint8_t *place = to + i * ROWS + r * word;
-      if (word == 2) ((struct any_half *)place)->half = (((const struct any_half *)(from->row[r] + at + i))->half & from->mask[r]) ^ flip;
+      if (word == 1) *place = (from->row[r][at + i] & (uint8_t)from->mask[r]) ^ (uint8_t)flip;
+      else if (word == 2)
+        ((struct any_half *)place)->half = (((const struct any_half *)(from->row[r] + at + i))->half & from->mask[r]) ^ flip;
       else ((struct any_word *)place)->word = (((const struct any_word *)(from->row[r] + at + i))->word & from->mask[r]) ^ flip;
     }
 }

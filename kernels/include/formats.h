@@ -10,6 +10,15 @@
 #define Q4_0 4
 #define Q4_K 5
 #define Q5_0 6
+#define Q4_1 7
+#define Q5_1 8
+#define Q2_K 9
+#define Q3_K 10
+#define Q5_K 11
+#define Q6_K 12
+#define IQ4_NL 13
+#define IQ4_XS 14
+#define MXFP4 15
 
 // Weights of a block, and bytes of a block in a file.
 #define Q8_0_BLOCK 32
@@ -18,3 +27,8 @@
 #define Q4_0_BLOCK_BYTES 18  // half scale; uint8 q[16]: low nibbles are elements 0 to 15, each plus 8
 #define Q4_K_BLOCK 256
 #define Q4_K_BLOCK_BYTES 144  // half d, dmin; 12 bytes of eight 6-bit scales and minimums; uint8 q[128]
+
+// The numbers that four bits stand for, as unsigned bytes: of IQ4_NL and IQ4_XS with zero point 128; of MXFP4 twice 0, .5, 1, 1.5, 2, 3, 4, 6
+// and their negatives, with zero point 12.
+#define IQ4_VALUES {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241}
+#define FP4_VALUES {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}

@@ -76,6 +76,11 @@ EXPRESSIONS = {
     "v16_from_i16": "v16_store(out, v16_from_i16(i16_dot_u8s8(i16_set((int)x), w16_load(w), x)))",
     "w16_low_nibbles": "i16_store(out, i16_dot_u8s8(i16_set(0), w16_low_nibbles(w16_load(w)), 1u << (r % 4 * 8)))",
     "w16_high_nibbles": "i16_store(out, i16_dot_u8s8(i16_set(0), w16_high_nibbles(w16_load(w)), 1u << (r % 4 * 8)))",
+    "w16_load_u16": "i16_store(out, i16_dot_u8s8(i16_set(0), w16_load_u16(h), 1u << (r % 4 * 8)))",
+    "w16_bits": "i16_store(out, i16_dot_u8s8(i16_set(0), w16_bits(w16_load(w), (int)(r % 12) - 4, masks[r % 12]), 1u << (r % 4 * 8)))",
+    "w16_lookup": "i16_store(out, i16_dot_u8s8(i16_set(0), w16_lookup(w16_low_nibbles(w16_load(w)), table), 1u << (r % 4 * 8)))",
+    "v16_from_bits": "v16_store(out, v16_from_bits(w16_load(w), (int)(r % 7) * 4, 6))",
+    "v16_from_s8": "v16_store(out, v16_from_s8(w16_load(w), (int)(r % 4)))",
     "w16_fifth_bits": "i16_store(out, i16_dot_u8s8(i16_set(0), w16_fifth_bits(w16_load(w), r % 8 * 4), 1u << (r % 4 * 8)))",
     "w16_or": "i16_store(out, i16_dot_u8s8(i16_set(0), w16_or(w16_load(w), w16_high_nibbles(w16_load(w))), 1u << (r % 4 * 8)))",
     "v16_store_i8": "v16_store_i8((int8_t *)out, v16_load(o))",
@@ -92,6 +97,8 @@ ROUNDED_OTHERWISE = {"v16_fma": 2.0**-23, "v16_dot_bf16": 2.0**-22}  # of the su
 PROBE = """
 #include "lanes.h"
 // whole numbers below 2^24 are exact in float32; integers are only looked at through them
+static const uint8_t table[16] = {{250, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 128}};
+static const uint8_t masks[12] = {{0xF0, 0xF8, 0xFC, 0xFE, 255, 127, 63, 31, 15, 7, 3, 1}};  // what stays in its byte, for shifts from -4 on
 static inline void i16_store(float *out, i16 a) {{ v16_store(out, v16_from_i16(a)); }}
 struct row {{ float a[16], b[16], c[16], f[16], g[16], n[16], o[16]; uint16_t h[32], p[32]; uint32_t x, y; uint32_t rest[14]; }};
 // row r % 16 of the square of words that begins at row r, or ends at the last row
@@ -295,3 +302,13 @@ def test_plain_words_are_what_they_say() -> None:
     fifth = whole >> (np.arange(len(rows), dtype=np.uint32) % 8 * 4)[:, None] >> places[:, None].astype(np.uint32) & 1
     np.testing.assert_array_equal(plain("w16_fifth_bits"), fifth * 16)
     np.testing.assert_array_equal(plain("w16_or"), picked | picked >> 4)
+    right = (np.arange(len(rows)) % 12 - 4)[:, None]
+    shifted = np.where(right < 0, picked << np.maximum(-right, 0), picked >> np.maximum(right, 0))
+    np.testing.assert_array_equal(plain("w16_bits"), shifted & 255)
+    table = np.array([250, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 128])
+    np.testing.assert_array_equal(plain("w16_lookup"), table[picked & 15])
+    start = (np.arange(len(rows), dtype=np.uint32) % 7 * 4)[:, None]
+    np.testing.assert_array_equal(plain("v16_from_bits"), whole >> start & 63)
+    np.testing.assert_array_equal(plain("v16_from_s8"), np.where(picked > 127, picked - 256, picked))
+    halves = (rows["h"][:, :16].astype(int) >> 8 * places[:, None] & 255) * (places[:, None] < 2)
+    np.testing.assert_array_equal(plain("w16_load_u16"), halves)

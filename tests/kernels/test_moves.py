@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.calling import aligned, call
+from tests.quant.blocks import packable_width, random_rows
 from tinyvllm.backends.cpu.toolchain import cpu_features
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.quant.formats import Layout, formats_in, packed_in
@@ -13,7 +14,7 @@ from tinyvllm.quant.layouts import pack_panels, row_bytes, unpack_rows
 
 TARGETS = ("plain", *(["avx2"] if {"avx2", "fma", "f16c"} <= cpu_features() else []), *(["avx512"] if "avx512f" in cpu_features() else []))
 E, V, T = 96, 37, 5  # three panels, the last of them not full
-ROW_BYTES = {format: row_bytes(format, E) for format in formats_in(Layout.PANELS)}
+WIDTHS = {format: packable_width(format, E) for format in formats_in(Layout.PANELS)}
 
 
 def filled(values: np.ndarray) -> np.ndarray:
@@ -27,7 +28,9 @@ def int32(*values: int) -> np.ndarray:
 def file_rows(weight: str) -> np.ndarray:
     """[V, row bytes] uint8 with all the bits a file could have, but no NaN and no infinity; the first F16s are subnormal."""
     random = np.random.default_rng(1)
-    rows = random.integers(0, 256, (V, ROW_BYTES[weight]), np.uint8)
+    if weight in packed_in(Layout.PANELS) and weight not in ("Q8_0", "Q4_0"):
+        return random_rows(weight, V, WIDTHS[weight])
+    rows = random.integers(0, 256, (V, row_bytes(weight, E)), np.uint8)
     if weight == "F32":
         rows = random.standard_normal((V, E)).astype(np.float32).view(np.uint8)
     if weight == "BF16":
@@ -76,10 +79,11 @@ def panels(weight: str, rows: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("in_panels", [0, 1])
-@pytest.mark.parametrize("weight", ROW_BYTES)
+@pytest.mark.parametrize("weight", WIDTHS)
 def test_embed_gives_the_exact_weight(weight: str, in_panels: int, target: str) -> None:
     rows = file_rows(weight)
     table = filled(panels(weight, rows) if in_panels else rows.reshape(-1))
+    E = WIDTHS[weight]
     x = aligned((T, E), np.float32)
     tokens = int32(0, V - 1, 16, 15, 3)
     call(Kernel("embed", "cpu", target, (("E", E), ("V", V), ("WEIGHT", weight), ("PANELS", in_panels)), 1, 3), x, table, tokens, int32(4))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.calling import aligned, call
+from tests.quant.blocks import packable_width, random_rows
 from tinyvllm.backends.cpu.toolchain import cpu_features
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.source import kernels_folder
@@ -31,10 +32,15 @@ def numbers(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def pack(weight: np.ndarray, format: str) -> tuple[np.ndarray, np.ndarray]:
-    """float32 [O, I] -> (panels uint8, the float64 [O, I] that they represent)."""
+    """float32 [O, I] -> (panels uint8, the float64 [O, I] that they represent): random numbers of that size where there is no packer."""
     O, I = weight.shape
     padded = np.zeros((-(-O // 16) * 16, I), np.float32)
     padded[:O] = weight
+    if format in packed_in(Layout.PANELS) and not TABLE[format].quantization:
+        panels = pack_panels(format, random_rows(format, O, I, float(weight.std())))
+        out = aligned(panels.shape, np.uint8)
+        out[...] = panels
+        return out, unpack_panels(format, panels, O, I).astype(np.float64)
     if format in ("Q8_0", "Q4_0"):
         panels, values = _pack_blocks(padded.reshape(-1, 16, I // 32, 32), 127 if format == "Q8_0" else 7)
         values = values.reshape(-1, I)
@@ -118,6 +124,7 @@ def matmul(kernel: Kernel, x: np.ndarray, panels: np.ndarray, *more: np.ndarray,
 @pytest.mark.parametrize("I, O, full", [(32, 1, 1), (96, 48, 0), (1120, 131, 1)])
 def test_matmul(I: int, O: int, full: int, format: str, target: str) -> None:
     """`full` adds bias, gelu and residual."""
+    I = packable_width(format, I)
     weight, bias = numbers(O, I), numbers(O)
     panels, values = pack(weight, format)
     kernel = matmul_kernel(I, O, format, target, full, full, full)
@@ -157,8 +164,9 @@ def test_a_row_has_the_same_bits_in_any_batch(format: str, target: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_matmul_passes_on_what_is_not_finite(format: str, target: str) -> None:
-    panels, _ = pack(numbers(16, 96), format)
-    kernel, x = matmul_kernel(96, 16, format, target), numbers(4, 96)
+    I = packable_width(format, 96)
+    panels, _ = pack(numbers(16, I), format)
+    kernel, x = matmul_kernel(I, 16, format, target), numbers(4, I)
     x[1, 70], x[2, 3], x[3] = np.nan, np.inf, 0
     out = matmul(kernel, x, panels)
     assert np.isfinite(out[0]).all() and not np.isfinite(out[1:3]).any() and (out[3] == 0).all()

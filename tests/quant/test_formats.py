@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from gguf.quants import dequantize, quantize
 
+from tests.quant.blocks import random_blocks
 from tinyvllm.errors import FormatError
 from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16, pack, readable_formats, unpack
 from tinyvllm.quant.formats import (
@@ -22,17 +23,7 @@ from tinyvllm.quant.formats import (
 )
 
 HALF = struct.Struct("<e")
-# Where each format keeps its float16 fields, so that random blocks get finite ones.
-HALVES = {"Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2],
-          "Q5_K": [0, 2], "Q6_K": [208]}  # fmt: skip
-
-
-def random_blocks(name: str, count: int, seed: int = 0) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    data = rng.integers(0, 256, (count, FORMATS[name].nbytes), dtype=np.uint8)
-    for start in HALVES[name]:
-        data[:, start : start + 2] = rng.normal(0, 0.05, (count, 1)).astype(np.float16).view(np.uint8)
-    return data
+READ = [name for name in readable_formats() if name not in FLOATS]
 
 
 def block(*parts: bytes | float) -> np.ndarray:
@@ -48,12 +39,27 @@ def test_table_agrees_with_ggml():
         kind = gguf.GGMLQuantizationType[f.name]
         assert (f.type_id, f.elements, f.nbytes) == (kind.value, *gguf.GGML_QUANT_SIZES[kind])
     assert len(FORMATS_BY_TYPE_ID) == len(FORMATS)
-    assert set(readable_formats()) == {"F32", "F16", "BF16", *HALVES}
+    assert set(readable_formats()) == {*FLOATS, *packed_in(Layout.PANELS)}
 
 
 def test_lists_are_derived_from_the_table():
     assert FLOATS == ("F32", "F16", "BF16") and QUANTIZATIONS == ("Q8_0", "Q4_0", "Q5_0")
-    assert formats_in(Layout.PANELS) == ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_0")
+    assert packed_in(Layout.PANELS) == (
+        "Q8_0",
+        "Q4_0",
+        "Q5_0",
+        "Q4_1",
+        "Q5_1",
+        "Q2_K",
+        "Q3_K",
+        "Q4_K",
+        "Q5_K",
+        "Q6_K",
+        "IQ4_NL",
+        "IQ4_XS",
+        "MXFP4",
+    )
+    assert formats_in(Layout.PANELS) == FLOATS + packed_in(Layout.PANELS)
     assert formats_in(Layout.TILES) == ("F16", "BF16", "Q8_0", "Q4_0")
     assert packed_in(Layout.ROWS) == ("Q8_0", "Q4_0", "Q4_K")
     assert activations_of("BF16", Layout.TILES) is Activations.BFLOAT16 and activations_of("Q4_0", Layout.PANELS) is Activations.INT8
@@ -72,16 +78,16 @@ def test_rows_of_the_table_are_consistent(format):
         np.testing.assert_array_equal(unpack(format.name, pack(format.name, zeros)), zeros)
 
 
-@pytest.mark.parametrize("name", sorted(HALVES))
+@pytest.mark.parametrize("name", READ)
 def test_unpack_agrees_with_gguf(name):
-    data = random_blocks(name, 200)
+    data = random_blocks(name, 200, 0.05)
     expected = dequantize(data, gguf.GGMLQuantizationType[name])
     got = unpack(name, data)
     assert got.dtype == np.float32 and got.shape == (200, FORMATS[name].elements)
     np.testing.assert_array_equal(got, expected.reshape(got.shape))
 
 
-@pytest.mark.parametrize("name", sorted(HALVES))
+@pytest.mark.parametrize("name", READ)
 def test_unpack_takes_a_strided_view(name):
     data = random_blocks(name, 8)
     np.testing.assert_array_equal(unpack(name, data[::2]), unpack(name, data)[::2])

@@ -215,6 +215,36 @@ def _unpack_q6_k(data: np.ndarray) -> np.ndarray:
     return (scale[:, :, None] * quants.reshape(-1, 16, 16)).reshape(-1, 256)
 
 
+# --- sixteen values by a table
+
+
+def _values(name: str, quants: Bytes) -> Floats:
+    """The numbers that quants stand for, float32 of the same shape."""
+    table: Floats = np.array(FORMATS[name].values, np.float32)
+    return table[quants]
+
+
+@_reads("IQ4_NL")
+def _unpack_iq4_nl(data: np.ndarray) -> np.ndarray:
+    return _half(data, 0) * _values("IQ4_NL", _nibbles(data, 2))
+
+
+@_reads("IQ4_XS")
+def _unpack_iq4_xs(data: np.ndarray) -> np.ndarray:
+    low_bits = _bit_planes(data, 4, groups=4, width=1, bits=4).reshape(-1, 8)
+    high_bits = _bit_planes(data, 2, groups=2, width=1, bits=2).reshape(-1, 8)
+    scale = _half(data, 0) * ((low_bits | (high_bits << 4)).view(np.int8) - np.int8(32))
+    quants = _bit_planes(data, 8, groups=8, width=16, bits=4).reshape(-1, 8, 32)
+    return (scale[:, :, None] * _values("IQ4_XS", quants)).reshape(-1, 256)
+
+
+@_reads("MXFP4")
+def _unpack_mxfp4(data: np.ndarray) -> np.ndarray:
+    """The exponent of e8m0 is one less here, because the values are twice those of e2m1."""
+    scale = np.ldexp(np.float32(1), data[:, :1].astype(np.int32) - 128)
+    return (scale * _values("MXFP4", _nibbles(data, 1))).astype(np.float32)
+
+
 # --- packing, with the rounding of llama.cpp's reference quantizer
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 
 class Layout(StrEnum):
@@ -28,6 +29,16 @@ class Activations(StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     INT8 = "int8"  # blocks of 32 with a float32 scale each: absolute maximum / 127, rounded to nearest
+
+
+class Scales(StrEnum):
+    """How the scales of a block's parts are stored in its field `scales`: integers that multiply the block's own scale."""
+
+    INT8 = "int8"
+    NIBBLES = "nibbles"  # a byte each: the scale low, the minimum high
+    SIX_BITS = "six bits"  # sixteen, 32 added: low nibbles in bytes 0 to 7, two high bits in bytes 8 to 11
+    SIX_BIT_PAIRS = "pairs of six bits"  # eight scales and eight minimums in 12 bytes
+    FOUR_AND_TWO = "four bits and two bits"  # eight, 32 added: nibbles in `scales`, two high bits in `scales_high`
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,8 @@ class BlockFormat:
     fields        the parts of a block in file order; BF16 has a pair of numbers for one, because processors multiply pairs, and panels
                   keep a pair together; () where no layout needs them yet
     zero          what is subtracted from the unsigned quants: weight = scale * (quant - zero) [+ offset] [- minimum]
+    values        what the quants stand for, instead of quant - zero
+    scales        how the scales of the block's parts are stored, if it has parts
     layouts       layouts in which kernels compute products with it; () means it is unpacked at load
     activations   how products with panels or tiles round x; products with rows multiply float32
     quantization  whether `--quantization` offers to pack matrices so at load
@@ -74,6 +87,8 @@ class BlockFormat:
     nbytes: int
     fields: tuple[Field, ...] = ()
     zero: int = 0
+    values: tuple[int, ...] = ()
+    scales: Scales | None = None
     layouts: frozenset[Layout] = frozenset()
     activations: Activations = Activations.FLOAT32
     quantization: bool = False
@@ -96,32 +111,43 @@ _BF16, _INT8 = Activations.BFLOAT16, Activations.INT8
 
 _SCALE = Field("scale", 2)  # float16
 _OFFSET = Field("offset", 2)  # float16, added to scale * quant
-_MINIMUM = Field("minimum", 2)  # float16; times the sub-block's minimum, subtracted
-_SCALES = Field("scales", 12)  # 6-bit scales and minimums of eight sub-blocks of 32
+_MINIMUM = Field("minimum", 2)  # float16; times a part's minimum, subtracted
 _FIFTH = Field("high", 4, bits=1)  # fifth bits of 32 quants
 _EIGHTS = Field("quants", 32, flip=128)
 _NIBBLES = Field("quants", 16, bits=4, run=16)
-_K_FIFTH = Field("high", 32, bits=1, run=32)
+_PAIRS = Field("scales", 12)
+_K_BITS = Field("high", 32, bits=1, run=32)
+_K_TWOS = Field("quants", 64, bits=2, run=32)
 _K_NIBBLES = Field("quants", 128, bits=4, run=32)
+_Q6_FIELDS = (Field("quants", 128, bits=4, run=64), Field("high", 64, bits=2, run=32), Field("scales", 16), _SCALE)
+_IQ4_XS_FIELDS = (_SCALE, Field("scales_high", 2), Field("scales", 4), Field("quants", 128, bits=4, run=16))
+_IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice e2m1's numbers
+
+
+def _packed(name: str, type_id: int, elements: int, nbytes: int, *fields: Field, **more: Any) -> BlockFormat:
+    """A format of integers in panels, with x rounded to int8."""
+    return BlockFormat(name, type_id, elements, nbytes, fields, **{"layouts": _PANELS, "activations": _INT8, "tolerance": 3e-2} | more)
+
 
 _TABLE = (
     #           name   id   elements, bytes
     BlockFormat("F32", 0, 1, 4, (Field("numbers", 4),), layouts=_ROWS_PANELS, dtype="float32", tolerance=1e-4),
     BlockFormat("F16", 1, 1, 2, (Field("numbers", 2),), layouts=_ALL, dtype="float16", tolerance=2e-3),
     BlockFormat("BF16", 30, 1, 2, (Field("numbers", 4),), layouts=_ALL, activations=_BF16, dtype="bfloat16", tolerance=1e-2),
-    BlockFormat("Q8_0", 8, 32, 34, (_SCALE, _EIGHTS), zero=128, layouts=_ALL, activations=_INT8, tolerance=3e-2, quantization=True),
-    BlockFormat("Q4_0", 2, 32, 18, (_SCALE, _NIBBLES), zero=8, layouts=_ALL, activations=_INT8, tolerance=3e-2, quantization=True),
-    BlockFormat(
-        "Q5_0", 6, 32, 22, (_SCALE, _FIFTH, _NIBBLES), zero=16, layouts=_PANELS, activations=_INT8, tolerance=3e-2, quantization=True
-    ),
-    BlockFormat("Q4_K", 12, 256, 144, (_SCALE, _MINIMUM, _SCALES, _K_NIBBLES), layouts=_ROWS, tolerance=2e-3),
-    # Unpacked at load.
-    BlockFormat("Q5_1", 7, 32, 24, (_SCALE, _OFFSET, _FIFTH, _NIBBLES)),
-    BlockFormat("Q4_1", 3, 32, 20, (_SCALE, _OFFSET, _NIBBLES)),
-    BlockFormat("Q5_K", 13, 256, 176, (_SCALE, _MINIMUM, _SCALES, _K_FIFTH, _K_NIBBLES)),
-    BlockFormat("Q2_K", 10, 256, 84),  # 16 x (scale, minimum) of 4 bits | 256 x 2 bits | f16 d | f16 dmin
-    BlockFormat("Q3_K", 11, 256, 110),  # 256 third bits | 256 x 2 bits | 16 x 6-bit scales | f16 d
-    BlockFormat("Q6_K", 14, 256, 210),  # 256 x 4 low bits | 256 x 2 high bits | 16 x int8 scales | f16 d
+    _packed("Q8_0", 8, 32, 34, _SCALE, _EIGHTS, zero=128, layouts=_ALL, quantization=True),
+    _packed("Q4_0", 2, 32, 18, _SCALE, _NIBBLES, zero=8, layouts=_ALL, quantization=True),
+    _packed("Q5_0", 6, 32, 22, _SCALE, _FIFTH, _NIBBLES, zero=16, quantization=True),
+    _packed("Q4_1", 3, 32, 20, _SCALE, _OFFSET, _NIBBLES),
+    _packed("Q5_1", 7, 32, 24, _SCALE, _OFFSET, _FIFTH, _NIBBLES),
+    _packed("Q2_K", 10, 256, 84, Field("scales", 16), _K_TWOS, _SCALE, _MINIMUM, scales=Scales.NIBBLES),
+    _packed("Q3_K", 11, 256, 110, _K_BITS, _K_TWOS, _PAIRS, _SCALE, zero=4, scales=Scales.SIX_BITS),
+    _packed("Q4_K", 12, 256, 144, _SCALE, _MINIMUM, _PAIRS, _K_NIBBLES, scales=Scales.SIX_BIT_PAIRS, layouts=_ROWS_PANELS),
+    _packed("Q5_K", 13, 256, 176, _SCALE, _MINIMUM, _PAIRS, _K_BITS, _K_NIBBLES, scales=Scales.SIX_BIT_PAIRS),
+    _packed("Q6_K", 14, 256, 210, *_Q6_FIELDS, zero=32, scales=Scales.INT8),
+    _packed("IQ4_NL", 20, 32, 18, _SCALE, _NIBBLES, values=_IQ4_VALUES),
+    _packed("IQ4_XS", 23, 256, 136, *_IQ4_XS_FIELDS, values=_IQ4_VALUES, scales=Scales.FOUR_AND_TWO),
+    _packed("MXFP4", 39, 32, 17, Field("exponent", 1), _NIBBLES, values=_FP4_VALUES),
     # Known by size alone: a file may hold such tensors, but no model can be loaded from them.
     BlockFormat("Q8_1", 9, 32, 40),
     BlockFormat("Q8_K", 15, 256, 292),
@@ -129,10 +155,8 @@ _TABLE = (
     BlockFormat("IQ2_XS", 17, 256, 74),
     BlockFormat("IQ3_XXS", 18, 256, 98),
     BlockFormat("IQ1_S", 19, 256, 50),
-    BlockFormat("IQ4_NL", 20, 32, 18),
     BlockFormat("IQ3_S", 21, 256, 110),
     BlockFormat("IQ2_S", 22, 256, 82),
-    BlockFormat("IQ4_XS", 23, 256, 136),
     BlockFormat("I8", 24, 1, 1),
     BlockFormat("I16", 25, 1, 2),
     BlockFormat("I32", 26, 1, 4),
@@ -141,7 +165,6 @@ _TABLE = (
     BlockFormat("IQ1_M", 29, 256, 56),
     BlockFormat("TQ1_0", 34, 256, 54),
     BlockFormat("TQ2_0", 35, 256, 66),
-    BlockFormat("MXFP4", 39, 32, 17),
     BlockFormat("NVFP4", 40, 64, 36),
 )
 

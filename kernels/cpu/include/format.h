@@ -19,13 +19,15 @@
 // or, for integer weights, which meet x in groups of 32 numbers (x_group.h),
 //
 //     INTEGERS 1
+//     PART                      weights that share a scale, 32 where it is not defined, or 16
 //     ZERO_POINT                what is subtracted from every weight's unsigned integer
-//     dot_group(tokens, block, g, x, pitch, sum)  sum[t] += integer dots of group g of a panel's block with group x of every row
-//     group_scale(block, g)     sixteen scales: weight = scale * (integer - ZERO_POINT) - minimum
-//     MINIMUMS 1, group_minimum(block, g)         sixteen minimums of a format that has them; its ZERO_POINT is 0
+//     dot_part(tokens, block, p, x, pitch, sum)   sum[t] += integer dots of part p of a panel's block with group x of every row
+//     part_scale(block, p)      sixteen scales: weight = scale * (integer - ZERO_POINT) - minimum
+//     MINIMUMS 1, part_minimum(block, p)          sixteen minimums of a format that has them; its ZERO_POINT is 0
 #pragma once
 #include "lanes.h"
 #include "numbers.h"
+#include "six_bits.h"
 #include "x_group.h"
 
 #if WEIGHT == F32
@@ -40,12 +42,35 @@
 #include "formats/q4_0.h"
 #elif WEIGHT == Q5_0
 #include "formats/q5_0.h"
+#elif WEIGHT == Q4_1
+#include "formats/q4_1.h"
+#elif WEIGHT == Q5_1
+#include "formats/q5_1.h"
+#elif WEIGHT == Q2_K
+#include "formats/q2_k.h"
+#elif WEIGHT == Q3_K
+#include "formats/q3_k.h"
+#elif WEIGHT == Q4_K
+#include "formats/q4_k.h"
+#elif WEIGHT == Q5_K
+#include "formats/q5_k.h"
+#elif WEIGHT == Q6_K
+#include "formats/q6_k.h"
+#elif WEIGHT == IQ4_NL
+#include "formats/iq4_nl.h"
+#elif WEIGHT == IQ4_XS
+#include "formats/iq4_xs.h"
+#elif WEIGHT == MXFP4
+#include "formats/mxfp4.h"
 #else
 #error "format.h: no panels of this WEIGHT"
 #endif
 
 #ifndef INTEGERS
 #define INTEGERS 0
+#endif
+#ifndef PART
+#define PART 32
 #endif
 #ifndef MINIMUMS
 #define MINIMUMS 0

@@ -76,6 +76,10 @@ static inline w16 w16_load(const void *p) {
   return (w16){_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)p + 1)};
 }
 
+static inline w16 w16_load_u16(const uint16_t *p) {
+  return (w16){_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p + 1))};
+}
+
 static inline __m256 dot8_bf16(__m256 acc, __m256i w, __m256 low, __m256 high) {
   acc = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32((int)0xFFFF0000))), high, acc);
   return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(w, 16)), low, acc);
@@ -101,6 +105,20 @@ static inline w16 w16_low_nibbles(w16 w) {
   return (w16){_mm256_and_si256(w.a, _mm256_set1_epi8(15)), _mm256_and_si256(w.b, _mm256_set1_epi8(15))};
 }
 static inline w16 w16_high_nibbles(w16 w) { return w16_low_nibbles((w16){_mm256_srli_epi16(w.a, 4), _mm256_srli_epi16(w.b, 4)}); }
+static inline __m256i bits8(__m256i w, int right, int mask) {
+  return _mm256_and_si256(right < 0 ? _mm256_slli_epi32(w, -right) : _mm256_srli_epi32(w, right), _mm256_set1_epi8((char)mask));
+}
+static inline w16 w16_bits(w16 w, int right, int mask) { return (w16){bits8(w.a, right, mask), bits8(w.b, right, mask)}; }
+static inline w16 w16_lookup(w16 w, const uint8_t *table) {
+  const __m256i entries = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
+  return (w16){_mm256_shuffle_epi8(entries, w.a), _mm256_shuffle_epi8(entries, w.b)};
+}
+static inline __m256 from_bits8(__m256i w, int first, int count) {
+  return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(w, first), _mm256_set1_epi32((1 << count) - 1)));
+}
+static inline v16 v16_from_bits(w16 w, int first, int count) { return (v16){from_bits8(w.a, first, count), from_bits8(w.b, first, count)}; }
+static inline __m256 from_s8(__m256i w, int j) { return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(w, 24 - 8 * j), 24)); }
+static inline v16 v16_from_s8(w16 w, int j) { return (v16){from_s8(w.a, j), from_s8(w.b, j)}; }
 static inline __m256i fifth_bits8(__m256i w, int first) {
   const __m256i bits = _mm256_and_si256(_mm256_srli_epi32(w, first), _mm256_set1_epi32(15));
   return _mm256_and_si256(_mm256_mullo_epi32(bits, _mm256_set1_epi32(0x02040810)), _mm256_set1_epi32(0x10101010));

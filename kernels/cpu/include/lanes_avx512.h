@@ -50,6 +50,8 @@ static inline void v16_store_f16(uint16_t *p, v16 a) {
 // Packed weights: sixteen words, one of each row of a panel.
 static inline w16 w16_load(const void *p) { return _mm512_loadu_si512(p); }
 
+static inline w16 w16_load_u16(const uint16_t *p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); }
+
 // acc + w[r].low * x.low + w[r].high * x.high for the bfloat16 pairs of every row r and one pair x.
 static inline v16 v16_dot_bf16(v16 acc, w16 w, uint32_t x) {
 #if defined(__AVX512BF16__)
@@ -78,6 +80,19 @@ static inline i16 i16_set(int32_t x) { return _mm512_set1_epi32(x); }
 static inline v16 v16_from_i16(i16 a) { return _mm512_cvtepi32_ps(a); }
 static inline w16 w16_low_nibbles(w16 w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
 static inline w16 w16_high_nibbles(w16 w) { return _mm512_and_si512(_mm512_srli_epi16(w, 4), _mm512_set1_epi8(15)); }
+static inline w16 w16_bits(w16 w, int right, int mask) {
+  return _mm512_and_si512(right < 0 ? _mm512_slli_epi32(w, (unsigned)-right) : _mm512_srli_epi32(w, (unsigned)right),
+                          _mm512_set1_epi8((char)mask));
+}
+static inline w16 w16_lookup(w16 w, const uint8_t *table) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table)), w);
+}
+static inline v16 v16_from_bits(w16 w, int first, int count) {
+  return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(w, (unsigned)first), _mm512_set1_epi32((1 << count) - 1)));
+}
+static inline v16 v16_from_s8(w16 w, int j) {
+  return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(w, (unsigned)(24 - 8 * j)), 24));
+}
 static inline w16 w16_fifth_bits(w16 w, int first) {
   const __m512i bits = _mm512_and_si512(_mm512_srli_epi32(w, (unsigned)first), _mm512_set1_epi32(15));
   return _mm512_and_si512(_mm512_mullo_epi32(bits, _mm512_set1_epi32(0x02040810)), _mm512_set1_epi32(0x10101010));

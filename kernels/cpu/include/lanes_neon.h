@@ -69,6 +69,12 @@ static inline w16 w16_load(const void *p) {
   return r;
 }
 
+static inline w16 w16_load_u16(const uint16_t *p) {
+  w16 r;
+  EACH r.val[i] = vmovl_u16(vld1_u16(p + 4 * i));
+  return r;
+}
+
 // BFDOT adds both products to each other first, rounds to odd in between and takes subnormals for 0: it may differ in the last bits.
 static inline v16 v16_dot_bf16(v16 acc, w16 w, uint32_t x) {
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
@@ -109,6 +115,25 @@ static inline i16 i16_set(int32_t x) { i16 r; EACH r.val[i] = vdupq_n_s32(x); re
 static inline v16 v16_from_i16(i16 a) { v16 r; EACH r.val[i] = vcvtq_f32_s32(a.val[i]); return r; }
 static inline w16 w16_low_nibbles(w16 w) { EACH w.val[i] = vandq_u32(w.val[i], vdupq_n_u32(0x0F0F0F0F)); return w; }
 static inline w16 w16_high_nibbles(w16 w) { EACH w.val[i] = vandq_u32(vshrq_n_u32(w.val[i], 4), vdupq_n_u32(0x0F0F0F0F)); return w; }
+static inline w16 w16_bits(w16 w, int right, int mask) {
+  EACH w.val[i] = vandq_u32(vshlq_u32(w.val[i], vdupq_n_s32(-right)), vreinterpretq_u32_u8(vdupq_n_u8((uint8_t)mask)));
+  return w;
+}
+static inline w16 w16_lookup(w16 w, const uint8_t *table) {
+  const uint8x16_t entries = vld1q_u8(table);
+  EACH w.val[i] = vreinterpretq_u32_u8(vqtbl1q_u8(entries, vreinterpretq_u8_u32(w.val[i])));
+  return w;
+}
+static inline v16 v16_from_bits(w16 w, int first, int count) {
+  v16 r;
+  EACH r.val[i] = vcvtq_f32_u32(vandq_u32(vshlq_u32(w.val[i], vdupq_n_s32(-first)), vdupq_n_u32((1u << count) - 1)));
+  return r;
+}
+static inline v16 v16_from_s8(w16 w, int j) {
+  v16 r;
+  EACH r.val[i] = vcvtq_f32_s32(vshrq_n_s32(vshlq_s32(vreinterpretq_s32_u32(w.val[i]), vdupq_n_s32(24 - 8 * j)), 24));
+  return r;
+}
 static inline w16 w16_fifth_bits(w16 w, int first) {
   EACH {
     const uint32x4_t bits = vandq_u32(vshlq_u32(w.val[i], vdupq_n_s32(-first)), vdupq_n_u32(15));

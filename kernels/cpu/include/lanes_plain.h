@@ -83,6 +83,9 @@ static inline w16 w16_load(const void *p) {
   return r;
 }
 
+// Sixteen halves of words, zeros above them.
+static inline w16 w16_load_u16(const uint16_t *p) { w16 r; EACH r.at[i] = p[i]; return r; }
+
 // Two additions, each rounded, the high halves' product first, as AVX512_BF16 does it. The product of two bfloat16 is exact in float32.
 static inline v16 v16_dot_bf16(v16 acc, w16 w, uint32_t x) {
   const float low = float_from_bits(x << 16), high = float_from_bits(x & 0xFFFF0000u);
@@ -98,6 +101,23 @@ static inline i16 i16_set(int32_t x) { i16 r; EACH r.at[i] = x; return r; }
 static inline v16 v16_from_i16(i16 a) { v16 r; EACH r.at[i] = (float)a.at[i]; return r; }
 static inline w16 w16_low_nibbles(w16 w) { EACH w.at[i] &= 0x0F0F0F0F; return w; }
 static inline w16 w16_high_nibbles(w16 w) { EACH w.at[i] = w.at[i] >> 4 & 0x0F0F0F0F; return w; }
+// Every byte shifted right by `right` bits (left where it is negative), of which `mask`, a byte, keeps bits that came from the same byte.
+static inline w16 w16_bits(w16 w, int right, int mask) {
+  EACH w.at[i] = (right < 0 ? w.at[i] << -right : w.at[i] >> right) & 0x01010101u * (uint32_t)mask;
+  return w;
+}
+// The entry of a table of sixteen for every byte, 0 to 15.
+static inline w16 w16_lookup(w16 w, const uint8_t *table) {
+  EACH {
+    uint32_t word = 0;
+    for (int k = 0; k < 32; k += 8) word |= (uint32_t)table[w.at[i] >> k & 15] << k;
+    w.at[i] = word;
+  }
+  return w;
+}
+// Of every word the `count` bits from bit `first` on; its byte `j` as a signed number.
+static inline v16 v16_from_bits(w16 w, int first, int count) { v16 r; EACH r.at[i] = (float)(w.at[i] >> first & ((1u << count) - 1)); return r; }
+static inline v16 v16_from_s8(w16 w, int j) { v16 r; EACH r.at[i] = (float)(int8_t)(w.at[i] >> 8 * j); return r; }
 // Bits `first` to first + 3 of every word, each as bit 4 of one of its four bytes. A product spreads them: bit i moves to 8 i + 4.
 static inline w16 w16_fifth_bits(w16 w, int first) { EACH w.at[i] = (w.at[i] >> first & 15) * 0x02040810u & 0x10101010u; return w; }
 static inline w16 w16_or(w16 a, w16 b) { EACH a.at[i] |= b.at[i]; return a; }

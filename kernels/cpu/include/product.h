@@ -12,8 +12,8 @@
 //
 // An odd number of cache lines, so that the rows of a tile, which are read together, do not all map to the same set of the L1.
 //
-// Accumulation: float32, k ascending, one accumulator per output. Integer formats: exact integers within a group of 32, then float32 over
-// groups. Nothing depends on how many rows or panels are computed together: every tile size gives a row the same bits.
+// Accumulation: float32, k ascending, one accumulator per output. Integer formats: exact integers within a PART, 16 or 32 weights with one
+// scale, then float32 over parts. Nothing depends on how many rows or panels are computed together: every tile size gives a row the same bits.
 //
 // Panels (base 64-byte aligned, O rounded up to sixteen with rows of zeros): format.h.
 #pragma once
@@ -64,7 +64,8 @@ INLINE void prepare_32(uint8_t *row, int i, v16 a, v16 b, v16 *odd) {
   v16_store_i8(group->q, qa);
   v16_store_i8(group->q + 16, qb);
   group->scale = max / 127.0f;
-  group->sum_term = (MINIMUMS ? 1 : -ZERO_POINT) * (int32_t)v16_sum(v16_add(qa, qb));
+  group->sums[0] = (int16_t)v16_sum(qa);
+  group->sums[1] = (int16_t)v16_sum(qb);
 #else
   (void)odd;
   store_x(row, i, a);
@@ -110,21 +111,24 @@ INLINE void dot_tile(const int panels, const int tokens, const uint8_t *panel, l
   for (long b = 0; b < I / BLOCK; b++) {
     const uint8_t *block = panel + b * PANEL_BLOCK_BYTES;
     fetch_ahead(panel, next_panel, b * PANEL_BLOCK_BYTES, PANEL_BLOCK_BYTES, AHEAD(panels, tokens));
-    for (int g = 0; g < BLOCK / 32; g++) {
-      const struct x_group *group = (const struct x_group *)x + b * (BLOCK / 32) + g;
+    for (int p = 0; p < BLOCK / PART; p++) {
+      const struct x_group *group = (const struct x_group *)x + (b * BLOCK + p * PART) / 32;
+      const int first = p * PART % 32;  // number of the group that the part begins with
       i16 sum[MAX_TOKENS];
-      UNROLL for (int t = 0; t < tokens; t++) sum[t] = i16_set(MINIMUMS ? 0 : of_row(group, t, PREPARED)->sum_term);
-      dot_group(tokens, block, g, group, PREPARED, sum);
-      const v16 scale = group_scale(block, g);
+      UNROLL for (int t = 0; t < tokens; t++) {
+        sum[t] = i16_set(MINIMUMS ? 0 : -ZERO_POINT * x_sum(of_row(group, t, PREPARED), first, PART));
+      }
+      dot_part(tokens, block, p, group, PREPARED, sum);
+      const v16 scale = part_scale(block, p);
       UNROLL for (int t = 0; t < tokens; t++) {
         const v16 scales = v16_mul(scale, v16_set(of_row(group, t, PREPARED)->scale));
         acc[t] = v16_fma(v16_from_i16(sum[t]), scales, acc[t]);
       }
 #if MINIMUMS
-      const v16 minimum = group_minimum(block, g);
+      const v16 minimum = part_minimum(block, p);
       UNROLL for (int t = 0; t < tokens; t++) {
         const struct x_group *of = of_row(group, t, PREPARED);
-        acc[t] = v16_fma(minimum, v16_set(-of->scale * (float)of->sum_term), acc[t]);
+        acc[t] = v16_fma(minimum, v16_set(-of->scale * (float)x_sum(of, first, PART)), acc[t]);
       }
 #endif
     }

@@ -4,9 +4,12 @@
 
 struct x_group {
   int8_t q[32];
-  float scale;       // absolute maximum / 127
-  int32_t sum_term;  // -ZERO_POINT times the sum of q: what the weights' zero point adds to every dot; with MINIMUMS the sum itself
+  float scale;      // absolute maximum / 127
+  int16_t sums[2];  // of the two halves of q, at most 2032 each
 };
+
+// The sum of the `count` numbers, 16 or 32, from number `at` on.
+INLINE int32_t x_sum(const struct x_group *x, int at, int count) { return count == 32 ? x->sums[0] + x->sums[1] : x->sums[at / 16]; }
 
 // The same group of row t, rows being `pitch` bytes apart.
 INLINE const struct x_group *of_row(const struct x_group *x, int t, long pitch) {

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from tinygrad import Tensor, dtypes
 
-from tinyvllm.quant.formats import FORMATS, BlockFormat, Field
+from tinyvllm.quant.formats import FORMATS, BlockFormat, Field, Scales
 
 
 def unit_bytes(format: str) -> int:
@@ -28,13 +28,13 @@ def weights(format: str, fields: Sequence[Tensor]) -> Tensor:
     if known.is_float:
         return _floats(known, fields[0])
     part = {field.name: data for field, data in zip(known.fields, fields, strict=True)}
-    scale = _half(part["scale"])  # [N, blocks]
+    scale = _power(part["exponent"]) if "exponent" in part else _half(part["scale"])  # [N, blocks]
     N, blocks = (int(d) for d in scale.shape)
     quants = _quants(known, part, N, blocks)  # [N, blocks, elements]
-    if "scales" in part:
-        scales, minimums = _six_bits(part["scales"].reshape(N, blocks, -1))  # [N, blocks, sub-blocks]
+    if known.scales is not None:
+        scales, minimums = _DECODERS[known.scales]({name: data.reshape(N, blocks, -1).cast(dtypes.int32) for name, data in part.items()})
         scaled = (scale.unsqueeze(2) * scales).unsqueeze(3) * quants.reshape(N, blocks, int(scales.shape[2]), -1)
-        return (scaled - (_half(part["minimum"]).unsqueeze(2) * minimums).unsqueeze(3)).reshape(N, -1)
+        return (scaled if minimums is None else scaled - (_half(part["minimum"]).unsqueeze(2) * minimums).unsqueeze(3)).reshape(N, -1)
     scaled = scale.unsqueeze(2) * quants
     return (scaled + _half(part["offset"]).unsqueeze(2) if "offset" in part else scaled).reshape(N, -1)
 
@@ -48,12 +48,17 @@ def _floats(known: BlockFormat, data: Tensor) -> Tensor:
 
 
 def _quants(known: BlockFormat, part: dict[str, Tensor], N: int, blocks: int) -> Tensor:
-    """The whole numbers of all blocks, zero point subtracted, float32 [N, blocks, elements]."""
+    """The numbers that the quants of all blocks stand for, zero point subtracted, float32 [N, blocks, elements]."""
     low = known.field("quants")
     quants = _integers(low, part["quants"], N, blocks)
     if "high" in part:
         quants = quants + _integers(known.field("high"), part["high"], N, blocks) * (1 << low.bits)
-    return (quants - known.zero).cast(dtypes.float32)
+    if not known.values:
+        return (quants - known.zero).cast(dtypes.float32)
+    value = (quants * 0).cast(dtypes.float32)
+    for quant, stands_for in enumerate(known.values):  # no table of constants: it would be a buffer of its own
+        value = (quants == quant).where(float(stands_for), value)
+    return value
 
 
 def _integers(field: Field, data: Tensor, N: int, blocks: int) -> Tensor:
@@ -65,13 +70,53 @@ def _integers(field: Field, data: Tensor, N: int, blocks: int) -> Tensor:
     return Tensor.stack(*planes, dim=3).reshape(N, blocks, -1).cast(dtypes.int32)
 
 
-def _six_bits(data: Tensor) -> tuple[Tensor, Tensor]:
-    """uint8 [N, blocks, 12] -> eight scales and eight minimums, float32 [N, blocks, 8] (`codecs.unpack_q4_k`)."""
-    six = data.cast(dtypes.int32)
-    low, high = six[:, :, :8], six[:, :, 8:]
+# --- scales of a block's parts: int32 [N, blocks, bytes] of each field -> scales and minimums, float32 [N, blocks, parts]
+
+
+def _six_bit_pairs(part: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """(`codecs.unpack_q4_k`)"""
+    low, high = part["scales"][:, :, :8], part["scales"][:, :, 8:]
     scales = (low[:, :, :4] & 63).cat((high & 15) | ((low[:, :, :4] // 64) * 16), dim=2)
     minimums = (low[:, :, 4:] & 63).cat((high // 16) | ((low[:, :, 4:] // 64) * 16), dim=2)
     return scales.cast(dtypes.float32), minimums.cast(dtypes.float32)
+
+
+def _six_bits(part: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    low, high = part["scales"][:, :, :8], part["scales"][:, :, 8:]
+    nibbles = (low & 15).cat(low // 16, dim=2)
+    twos = (high & 3).cat(*((high // (1 << shift)) & 3 for shift in (2, 4, 6)), dim=2)
+    return (nibbles + twos * 16 - 32).cast(dtypes.float32), None
+
+
+def _signed_bytes(part: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    return ((part["scales"] ^ 128) - 128).cast(dtypes.float32), None
+
+
+def _pairs_of_nibbles(part: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    return (part["scales"] & 15).cast(dtypes.float32), (part["scales"] // 16).cast(dtypes.float32)
+
+
+def _four_and_two(part: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    low, high = part["scales"], part["scales_high"]
+    N, blocks = (int(d) for d in low.shape[:2])
+    nibbles = Tensor.stack(low & 15, low // 16, dim=3).reshape(N, blocks, 8)
+    twos = Tensor.stack(*((high // (1 << shift)) & 3 for shift in (0, 2, 4, 6)), dim=3).reshape(N, blocks, 8)
+    return (nibbles + twos * 16 - 32).cast(dtypes.float32), None
+
+
+_DECODERS: dict[Scales, Callable[[dict[str, Tensor]], tuple[Tensor, Tensor | None]]] = {
+    Scales.SIX_BIT_PAIRS: _six_bit_pairs,
+    Scales.SIX_BITS: _six_bits,
+    Scales.INT8: _signed_bytes,
+    Scales.NIBBLES: _pairs_of_nibbles,
+    Scales.FOUR_AND_TWO: _four_and_two,
+}
+
+
+def _power(data: Tensor) -> Tensor:
+    """uint8 exponents [N, blocks] -> 2^(e - 128), float32; below 2 that is subnormal."""
+    e = data.cast(dtypes.uint32)
+    return (e < 2).where((e + 1) << 21, (e - (e >= 2).cast(dtypes.uint32)) << 23).bitcast(dtypes.float32)
 
 
 def _half(data: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ INLINE void unpack_block(float *x, const uint8_t *block) {
 #define INTEGERS 1
 #define ZERO_POINT 8
 
-INLINE void dot_group(const int tokens, const uint8_t *block, int g, const struct x_group *x, const long pitch, i16 *sum) {
-  (void)g;
+INLINE void dot_part(const int tokens, const uint8_t *block, int p, const struct x_group *x, const long pitch, i16 *sum) {
+  (void)p;
   UNROLL for (int j = 0; j < 4; j++) {
     const w16 w = w16_load(block + 32 + 64 * j);
     dot_word(tokens, w16_low_nibbles(w), x, j, pitch, sum);
@@ -25,7 +25,7 @@ INLINE void dot_group(const int tokens, const uint8_t *block, int g, const struc
   }
 }
 
-INLINE v16 group_scale(const uint8_t *block, int g) {
-  (void)g;
+INLINE v16 part_scale(const uint8_t *block, int p) {
+  (void)p;
   return v16_load_f16((const uint16_t *)block);
 }

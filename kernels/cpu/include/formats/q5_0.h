@@ -17,8 +17,8 @@ INLINE void unpack_block(float *x, const uint8_t *block) {
 #define INTEGERS 1
 #define ZERO_POINT 16
 
-INLINE void dot_group(const int tokens, const uint8_t *block, int g, const struct x_group *x, const long pitch, i16 *sum) {
-  (void)g;
+INLINE void dot_part(const int tokens, const uint8_t *block, int p, const struct x_group *x, const long pitch, i16 *sum) {
+  (void)p;
   const w16 high = w16_load(block + 32);
   UNROLL for (int j = 0; j < 4; j++) {
     const w16 w = w16_load(block + 96 + 64 * j);
@@ -27,7 +27,7 @@ INLINE void dot_group(const int tokens, const uint8_t *block, int g, const struc
   }
 }
 
-INLINE v16 group_scale(const uint8_t *block, int g) {
-  (void)g;
+INLINE v16 part_scale(const uint8_t *block, int p) {
+  (void)p;
   return v16_load_f16((const uint16_t *)block);
 }

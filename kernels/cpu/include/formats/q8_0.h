@@ -14,12 +14,12 @@ INLINE void unpack_block(float *x, const uint8_t *block) {
 #define INTEGERS 1
 #define ZERO_POINT 128
 
-INLINE void dot_group(const int tokens, const uint8_t *block, int g, const struct x_group *x, const long pitch, i16 *sum) {
-  (void)g;
+INLINE void dot_part(const int tokens, const uint8_t *block, int p, const struct x_group *x, const long pitch, i16 *sum) {
+  (void)p;
   UNROLL for (int j = 0; j < 8; j++) dot_word(tokens, w16_load(block + 32 + 64 * j), x, j, pitch, sum);
 }
 
-INLINE v16 group_scale(const uint8_t *block, int g) {
-  (void)g;
+INLINE v16 part_scale(const uint8_t *block, int p) {
+  (void)p;
   return v16_load_f16((const uint16_t *)block);
 }

@@ -1,0 +1,56 @@
+"""Random weights in any readable format: rounded where there is a packer, else blocks of random bits with scales of the wanted size."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tinyvllm.quant.codecs import pack, unpack
+from tinyvllm.quant.formats import FORMATS, BlockFormat
+
+_HALVES = ("scale", "minimum", "offset")
+
+
+def packable_width(format: str, I: int) -> int:
+    """I, rounded up to whole blocks."""
+    step = FORMATS[format].elements
+    return -(-I // step) * step
+
+
+def random_rows(format: str, O: int, I: int, size: float = 1.0, seed: int = 0) -> np.ndarray:
+    """uint8 [O, bytes of a row] of a matrix [O, I] of about normal numbers times `size`."""
+    known, rng = FORMATS[format], np.random.default_rng([seed, O, I])
+    if known.is_float or known.quantization:
+        values = rng.standard_normal((O, I)).astype(np.float32) * np.float32(size)
+        return pack(format, values.reshape(-1, known.elements)).reshape(O, -1)
+    return random_blocks(format, O * I // known.elements, size, seed).reshape(O, -1)
+
+
+def random_blocks(format: str, count: int, size: float = 1.0, seed: int = 0) -> np.ndarray:
+    """uint8 [count, bytes of a block] of random bits, whose numbers have a standard deviation of about `size`."""
+    known = FORMATS[format]
+    rng = np.random.default_rng([seed, count, known.type_id])
+    data = rng.integers(0, 256, (count, known.nbytes), dtype=np.uint8)
+    starts = _starts(known)
+    if "exponent" in starts:
+        exponent = 128 + round(np.log2(size / 5.4))  # 5.4: the standard deviation of sixteen values of a float of 4 bits, doubled
+        data[:, starts["exponent"]] = rng.integers(exponent - 1, exponent + 2, count)
+        return data
+    _set_halves(data, starts, np.ones(count))
+    spread = unpack(format, data).std()
+    _set_halves(data, starts, size / spread * rng.uniform(0.5, 1.5, count))
+    return data
+
+
+def _starts(known: BlockFormat) -> dict[str, int]:
+    out, at = {}, 0
+    for field in known.fields:
+        out[field.name] = at
+        at += field.nbytes
+    return out
+
+
+def _set_halves(data: np.ndarray, starts: dict[str, int], scale: np.ndarray) -> None:
+    for name in _HALVES:
+        if name in starts:
+            at = starts[name]
+            data[:, at : at + 2] = scale.astype(np.float16)[:, None].view(np.uint8)
