@@ -101,7 +101,7 @@ def matmul(o: argparse.Namespace) -> Work:
 
 
 def norm_gate_up_silu(o: argparse.Namespace) -> Work:
-    defines = (("E", o.E), ("F", o.F), ("WEIGHT", o.weight), ("BIAS", 0), ("EPS", 1e-5))
+    defines = (("E", o.E), ("F", o.F), ("WEIGHT", o.weight), ("HALF", "BOTH"), ("BIAS", 0), ("EPS", 1e-5))
     size = panel_bytes(o.weight, 2 * o.F, o.E)
     arguments = [empty(o.T, o.F), scratch(o.T, o.E), floats(o.T, o.E), floats(o.E), ints(), ints(o.T)]
     kernel = Kernel("norm_gate_up_silu", "cpu", o.target, defines, 2, 4)
@@ -109,8 +109,17 @@ def norm_gate_up_silu(o: argparse.Namespace) -> Work:
 
 
 def norm_qkv_rope_store(o: argparse.Namespace) -> Work:
-    sizes = (("E", o.E), ("H", o.H), ("K", o.K), ("D", o.D), ("S", o.S), ("R", o.D), ("WEIGHT", o.weight), ("CACHE_TYPE", o.cache))
-    defines = (*sizes, ("NORM", 0), ("BIAS", 0), ("QK_NORM", 0), ("EPS", 1e-5), ("QK_EPS", 1e-5))
+    sizes = (("E", o.E), ("H", o.H), ("K", o.K), ("D", o.D), ("S", o.S), ("R", o.D), ("MAIN", o.H + 2 * o.K), ("SECOND", 0))
+    defines = (
+        *sizes,
+        ("WEIGHT", o.weight),
+        ("CACHE_TYPE", o.cache),
+        ("NORM", 0),
+        ("BIAS", 0),
+        ("QK_NORM", 0),
+        ("EPS", 1e-5),
+        ("QK_EPS", 1e-5),
+    )
     rows = (o.H + 2 * o.K) * o.D
     size, pool = panel_bytes(o.weight, rows, o.E), plain((-(-o.T // o.S) + 1) * 2 * o.K * o.S * o.D * _NUMBER[o.cache].itemsize)
     arguments = [empty(o.T, o.H, o.D), pool, pool, scratch(o.T, o.E), floats(o.T, o.E), floats(o.E), ints(), floats(o.T, o.D)]

@@ -4,9 +4,11 @@
 //   scratch   PREPARED_BYTES(E) (product.h) for every row, T rounded up to a multiple of 16; 64-byte aligned
 //   x         [T, E] float32
 //   norm      [E] float32      RMS norm's weights; EPS inside the root
-//   weight    panels (format.h) of gate [F, E], then those of up [F, E]
+//   weight    panels (format.h) of gate [F, E], then those of up [F, E]; of one of the two if HALF is GATE or UP
 //   bias      [2 F] float32, gate's first, if BIAS
 //   rows      [1] int32        how many rows of x there are, 0 to T; further rows of out are unchanged
+//
+// HALF is BOTH but where gate and up have different formats: then GATE writes gate to `out`, and UP, launched after it, reads it there.
 //
 // E % 32 == 0, F % 16 == 0. Norm, bias, silu and product with up in float32; matrix products as product.h says.
 // A row to prepare is a unit of work, then a pair of gate's panels with that of up. silu(a) = a / (1 + e^-a).
@@ -16,6 +18,9 @@
 #include "thread_team.h"
 
 #define PIECE 96  // rows; a multiple of twelve
+#define BOTH 0
+#define GATE 1
+#define UP 2
 
 #if BIAS
 #define BIAS_ARGUMENT const float *bias,
@@ -39,13 +44,14 @@ static void norm_gate_up_silu(float *out, void *scratch, const float *x, const f
     ahead = unit_ahead(team, unit, units);
     const int pair = unit / pieces, from = unit % pieces * piece, to = from + piece < count ? from + piece : count;
     const uint8_t *next_panel = (const uint8_t *)weight + 2 * (likely_unit(team, unit, ahead, units) / pieces) * PANEL;
-    const uint8_t *gate = (const uint8_t *)weight + 2 * pair * PANEL, *up = gate + panels * PANEL;
+    const uint8_t *gate = (const uint8_t *)weight + 2 * pair * PANEL, *up = HALF == BOTH ? gate + panels * PANEL : gate;
     const long second = 2 * pair + 1 < panels ? PANEL : 0;  // from a panel to the other one of its pair
     for (int t = from, tokens; t < to; t += tokens) {
       float gates[MAX_TOKENS * 32], ups[MAX_TOKENS * 32];
       tokens = tile_tokens(to - t);
-      panel_dot(gate, gate + second, up, prepared + t * PREPARED, tokens, gates, 32);
-      panel_dot(up, up + second, t + tokens < to ? gate : next_panel, prepared + t * PREPARED, tokens, ups, 32);
+      const uint8_t *next = t + tokens < to ? gate : next_panel;
+      if (HALF != UP) panel_dot(gate, gate + second, HALF == BOTH ? up : next, prepared + t * PREPARED, tokens, gates, 32);
+      if (HALF != GATE) panel_dot(up, up + second, next, prepared + t * PREPARED, tokens, ups, 32);
       for (int r = 0; r < tokens; r++) finish_row(out + (long)(t + r) * F, gates + r * 32, ups + r * 32, bias, pair * 32);
     }
   }
@@ -54,11 +60,14 @@ static void norm_gate_up_silu(float *out, void *scratch, const float *x, const f
 // A row's results from feature f on, 32 or what is left of F.
 static inline void finish_row(float *out, const float *gates, const float *ups, const float *biases, int f) {
   for (int c = 0; c < 32 && f + c < F; c += 16) {
-    v16 a = v16_load(gates + c), b = v16_load(ups + c);
-    if (BIAS) {
-      a = v16_add(a, v16_load(biases + f + c));
-      b = v16_add(b, v16_load(biases + F + f + c));
+    v16 a = v16_load(HALF == UP ? out + f + c : gates + c);
+    if (BIAS && HALF != UP) a = v16_add(a, v16_load(biases + f + c));
+    if (HALF == GATE) {
+      v16_store(out + f + c, a);
+      continue;
     }
+    v16 b = v16_load(ups + c);
+    if (BIAS) b = v16_add(b, v16_load(biases + F + f + c));
     const v16 silu = v16_div(a, v16_add(v16_set(1.0f), v16_exp(v16_sub(v16_set(0.0f), a))));
     v16_store(out + f + c, v16_mul(silu, b));
   }

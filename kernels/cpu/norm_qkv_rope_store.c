@@ -6,7 +6,9 @@
 //   scratch      PREPARED_BYTES(E) (product.h) for every row, T rounded up to a multiple of 16; 64-byte aligned
 //   x            [T, E] float32
 //   norm         [E] float32; norm_bias [E] float32, if NORM == LAYER
-//   weight       panels (format.h) of [(H + 2 K) D, E]: the heads of q, those of k, those of v
+//   weight       panels (format.h) of the first MAIN heads, [MAIN D, E], of the H of q, the K of k and the K of v
+//   second       [T, SECOND, D] float32, if MAIN < H + 2 K: products of the heads after them, whose weights have another format
+//   third        [T, H + 2 K - MAIN - SECOND, D] float32, if MAIN + SECOND < H + 2 K: products of the last heads
 //   bias         [(H + 2 K) D] float32, if BIAS
 //   q_norm, k_norm  [D] float32, if QK_NORM                      RMS norm of every head of q and k, with QK_EPS, before the rotation
 //   angles       [T, R] float32, if R > 0                        R / 2 cosines, then R / 2 sines
@@ -34,19 +36,33 @@
 #else
 #define QK_NORM_ARGUMENTS
 #endif
+#if MAIN < H + 2 * K
+#define SECOND_ARGUMENT const float *second,
+#else
+#define SECOND_ARGUMENT
+#define second ((const float *)0)
+#endif
+#if MAIN + SECOND < H + 2 * K
+#define THIRD_ARGUMENT const float *third,
+#else
+#define THIRD_ARGUMENT
+#define third ((const float *)0)
+#endif
 #if R > 0
 #define ANGLES_ARGUMENT const float *angles,
 #else
 #define ANGLES_ARGUMENT
 #endif
 
+static inline const float *product_row(const float *more, const float *last, int row, int head);
 static inline void add_bias(float *y, const float *bias);
 static inline void norm_one_head(float *y, const float *weight);
 static inline void rotate(float *y, const float *angles);
 static inline cached *cache_row(cached *keys, int32_t slot, int is_value, int head);
 
 static void norm_qkv_rope_store(float *q, cached *keys, void *keys_again, void *scratch, const float *x, const float *norm,
-                                NORM_BIAS_ARGUMENT const void *weight, BIAS_ARGUMENT QK_NORM_ARGUMENTS ANGLES_ARGUMENT const int32_t *slots,
+                                NORM_BIAS_ARGUMENT const void *weight,
+                                SECOND_ARGUMENT THIRD_ARGUMENT BIAS_ARGUMENT QK_NORM_ARGUMENTS ANGLES_ARGUMENT const int32_t *slots,
                                 const int32_t *rows, const struct thread_team *team) {
   const int count = rows[0], heads = H + 2 * K;
   uint8_t *prepared = scratch;
@@ -58,19 +74,24 @@ static void norm_qkv_rope_store(float *q, cached *keys, void *keys_again, void *
   const int pieces = (count + piece - 1) / piece, units = heads * pieces;
   for (int unit = next_unit(team), ahead; unit < units; unit = unit_after(team, ahead)) {
     ahead = unit_ahead(team, unit, units);
-    const uint8_t *next_panel = (const uint8_t *)weight + (long)(likely_unit(team, unit, ahead, units) / pieces) * (D / 16) * PANEL;
+    const int likely = likely_unit(team, unit, ahead, units) / pieces;
+    const uint8_t *next_panel = (const uint8_t *)weight + (long)(likely < MAIN ? likely : MAIN - 1) * (D / 16) * PANEL;
     const int head = unit / pieces, from = unit % pieces * piece, to = from + piece < count ? from + piece : count;
     const uint8_t *first = (const uint8_t *)weight + (long)head * (D / 16) * PANEL;
     for (int t = from, tokens; t < to; t += tokens) {
       float tile[MAX_TOKENS * PITCH];
       tokens = tile_tokens(to - t);
-      for (int p = 0; p < D / 16; p += 2) {
+      for (int p = 0; head < MAIN && p < D / 16; p += 2) {
         const uint8_t *a = first + p * PANEL, *next = p + 2 < D / 16 ? a + 2 * PANEL : t + tokens < to ? first : next_panel;
         panel_dot(a, p + 1 < D / 16 ? a + PANEL : a, next, prepared + t * PREPARED, tokens, tile + p * 16, PITCH);
       }
       for (int r = 0; r < tokens; r++) {
         float *y = tile + r * PITCH;
         const int row = t + r;
+        if (head >= MAIN) {
+          const float *from_others = product_row(second, third, row, head);
+          for (int d = 0; d < D; d += 16) v16_store(y + d, v16_load(from_others + d));
+        }
 #if BIAS
         add_bias(y, bias + (long)head * D);
 #endif
@@ -89,6 +110,12 @@ static void norm_qkv_rope_store(float *q, cached *keys, void *keys_again, void *
       }
     }
   }
+}
+
+// Where a head at or after MAIN is in `second` or `third`.
+static inline const float *product_row(const float *more, const float *last, int row, int head) {
+  const int in_second = head < MAIN + SECOND, heads = in_second ? SECOND : H + 2 * K - MAIN - SECOND;
+  return (in_second ? more : last) + ((long)row * heads + head - (in_second ? MAIN : MAIN + SECOND)) * D;
 }
 
 #if BIAS

@@ -69,7 +69,7 @@ struct any4 {
 } __attribute__((packed, aligned(1), may_alias));
 struct any16 {
   words16 v;
-} __attribute__((packed, aligned(32), may_alias));
+} __attribute__((packed, aligned(16), may_alias));
 
 static inline void store(uint8_t *to, words16 words) { ((struct any16 *)to)->v = words; }
 

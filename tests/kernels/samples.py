@@ -63,14 +63,14 @@ def matmul(weight: str, target: str, T: int = 15, I: int = 96, O: int = 50) -> C
 
 def norm_gate_up_silu(weight: str, target: str, T: int = 5, E: int = 64, F: int = 48) -> Call:
     arrays = [blank(T, F), prepared(weight, T, E), floats(T, E), floats(E), panels(weight, 2 * F, E), int32(T)]
-    return kernel("norm_gate_up_silu", target, 2, arrays, E=E, F=F, WEIGHT=weight, BIAS=0, EPS=1e-5)
+    return kernel("norm_gate_up_silu", target, 2, arrays, E=E, F=F, WEIGHT=weight, HALF="BOTH", BIAS=0, EPS=1e-5)
 
 
 def norm_qkv_rope_store(weight: str, target: str, T: int = 5, E: int = 64, H: int = 4, K: int = 2, D: int = 48) -> Call:
     S, P, O = 8, 3, (H + 2 * K) * D
     outs = [blank(T, H, D), blank(P, 2, K, S, D, dtype="uint16"), blank(1), prepared(weight, T, E)]
     ins = [floats(T, E), floats(E), panels(weight, O, E), floats(O), floats(D), floats(D), floats(T, D), int32(23, 0, 7, 8, 9), int32(T)]
-    sizes = {"E": E, "H": H, "K": K, "D": D, "S": S, "R": D, "WEIGHT": weight, "CACHE_TYPE": "BF16"}
+    sizes = {"E": E, "H": H, "K": K, "D": D, "S": S, "R": D, "MAIN": H + 2 * K, "SECOND": 0, "WEIGHT": weight, "CACHE_TYPE": "BF16"}
     return kernel("norm_qkv_rope_store", target, 4, outs + ins, **sizes, NORM=0, BIAS=1, QK_NORM=1, EPS=1e-5, QK_EPS=1e-6)
 
 

@@ -98,7 +98,7 @@ PROBE = """
 #include "lanes.h"
 // whole numbers below 2^24 are exact in float32; integers are only looked at through them
 static const uint8_t table[16] = {{250, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 128}};
-static const uint8_t masks[12] = {{0xF0, 0xF8, 0xFC, 0xFE, 255, 127, 63, 31, 15, 7, 3, 1}};  // what stays in its byte, for shifts from -4 on
+static const uint8_t masks[12] = {{240, 248, 252, 254, 255, 127, 63, 31, 15, 7, 3, 1}};  // bits of one byte, shifts from -4
 static inline void i16_store(float *out, i16 a) {{ v16_store(out, v16_from_i16(a)); }}
 struct row {{ float a[16], b[16], c[16], f[16], g[16], n[16], o[16]; uint16_t h[32], p[32]; uint32_t x, y; uint32_t rest[14]; }};
 // row r % 16 of the square of words that begins at row r, or ends at the last row

@@ -195,7 +195,7 @@ def test_norm_gate_up_silu(bias: int, format: str, target: str) -> None:
     E, F, eps = 96, 80, 1e-5
     weight, norm, biases = numbers(2 * F, E), numbers(E), numbers(2 * F)
     panels, values = pack(weight, format)
-    defines = (("E", E), ("F", F), ("WEIGHT", format), ("BIAS", bias), ("EPS", eps))
+    defines = (("E", E), ("F", F), ("WEIGHT", format), ("HALF", "BOTH"), ("BIAS", bias), ("EPS", eps))
     kernel = Kernel("norm_gate_up_silu", "cpu", target, defines, 2, 4 + bias)
     for T in (1, 5, 14):
         x = numbers(T, E)
@@ -212,7 +212,9 @@ def test_norm_gate_up_silu(bias: int, format: str, target: str) -> None:
 def test_a_gated_row_has_the_same_bits_in_any_batch(format: str, target: str) -> None:
     E, F, most = 96, 80, 125
     panels, _ = pack(numbers(2 * F, E), format)
-    kernel = Kernel("norm_gate_up_silu", "cpu", target, (("E", E), ("F", F), ("WEIGHT", format), ("BIAS", 0), ("EPS", 1e-5)), 2, 4)
+    kernel = Kernel(
+        "norm_gate_up_silu", "cpu", target, (("E", E), ("F", F), ("WEIGHT", format), ("HALF", "BOTH"), ("BIAS", 0), ("EPS", 1e-5)), 2, 4
+    )
     x, norm, want = numbers(most, E), numbers(E), poison(most, F)
     call(kernel, want, scratch(most, E), x, norm, panels, one(most))
     for T, threads in ((1, 2), (3, 1), (13, 3), (40, 2)):
@@ -250,8 +252,8 @@ def qkv(case: tuple, target: str, x: np.ndarray, slots: np.ndarray, pool: np.nda
     weight, norm, norm_bias, biases = numbers((H + 2 * K) * D, E), numbers(E), numbers(E, seed=1), numbers((H + 2 * K) * D)
     q_norm, k_norm, angles = numbers(D), numbers(D, seed=1), np.cos(numbers(T, max(R, 1)))
     panels, values = pack(weight, format)
-    sizes = (("E", E), ("H", H), ("K", K), ("D", D), ("S", S), ("R", R), ("WEIGHT", format), ("CACHE_TYPE", cache), ("NORM", layer))
-    defines = (*sizes, ("BIAS", bias), ("QK_NORM", qk_norm), ("EPS", eps), ("QK_EPS", eps))
+    sizes = (("E", E), ("H", H), ("K", K), ("D", D), ("S", S), ("R", R), ("MAIN", H + 2 * K), ("SECOND", 0), ("WEIGHT", format))
+    defines = (*sizes, ("CACHE_TYPE", cache), ("NORM", layer), ("BIAS", bias), ("QK_NORM", qk_norm), ("EPS", eps), ("QK_EPS", eps))
     ins = [x, norm, *[norm_bias] * layer, panels, *[biases] * bias, *[q_norm, k_norm] * qk_norm, *([angles] if R else []), slots, one(T)]
     q = poison(T, H, D)
     call(Kernel("norm_qkv_rope_store", "cpu", target, defines, 4, len(ins)), q, pool, pool, scratch(T, E), *ins, threads=threads)

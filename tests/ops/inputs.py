@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from tinygrad import Tensor, dtypes
 
+from tests.quant.blocks import random_rows
 from tinyvllm.backends import registry
 from tinyvllm.placement import Placement
-from tinyvllm.quant.codecs import pack
-from tinyvllm.quant.formats import FORMATS, Layout, formats_in
+from tinyvllm.quant.formats import Layout, formats_in
 from tinyvllm.quant.layouts import PackedWeight, RowWeight, pack_panels
 from tinyvllm.weights.mapping import allocate
 from tinyvllm.weights.memory import adopt
@@ -38,8 +38,7 @@ def int32(*values: int) -> Tensor:
 
 def file_rows(format: str, O: int, I: int, seed: int = 0) -> np.ndarray:
     """uint8 [O, bytes of a row] of a random matrix whose products with normal numbers are about 1."""
-    values = numbers(O, I, seed=seed) * np.float32(I**-0.5)
-    return pack(format, values.reshape(-1, FORMATS[format].elements)).reshape(O, -1)
+    return random_rows(format, O, I, I**-0.5, seed)
 
 
 def packed(format: str, O: int, I: int, seed: int = 0) -> PackedWeight:

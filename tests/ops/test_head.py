@@ -7,6 +7,7 @@ import pytest
 from tinygrad import Tensor
 
 from tests.ops.inputs import FORMATS_AND_VARIANTS, VARIANTS, by_kernel, device_bytes, in_rows, int32, numbers, packed, realized
+from tests.quant.blocks import packable_width
 from tinyvllm.backends import registry
 from tinyvllm.ops.head import embed, norm_head
 from tinyvllm.ops.linear import TensorWeight
@@ -28,7 +29,7 @@ def test_embedding_of_a_tensor():
 @pytest.mark.parametrize("make", [packed, in_rows])
 @pytest.mark.parametrize(("format", "variant"), FORMATS_AND_VARIANTS)
 def test_embedding_is_exact(monkeypatch, format, variant, make):
-    table, tokens, used = make(format, V, E), int32(V - 1, 0, 16, 15, 130, 7, 7), 5
+    table, tokens, used = make(format, V, packable_width(format, E)), int32(V - 1, 0, 16, 15, 130, 7, 7), 5
     got = by_kernel(monkeypatch, "embed", variant, lambda: embed(table, tokens, int32(used)).numpy()[:used])
     np.testing.assert_array_equal(got, table.dense().numpy()[[V - 1, 0, 16, 15, 130]])
 
@@ -39,8 +40,9 @@ HEADS = [(format, variant, "RMS") for format, variant in FORMATS_AND_VARIANTS] +
 @pytest.mark.parametrize(("format", "variant", "kind"), HEADS)
 def test_logits_equal_their_reference(monkeypatch, format, variant, kind):
     """Rows 9, 0 and 4 of 10 with room for five; an odd vocabulary."""
-    x, weight, rows, count = realized(numbers(10, E)), packed(format, V, E), int32(9, 0, 4, 0, 0), 3
-    norm = Norm(kind, realized(numbers(E)), 1e-5, realized(numbers(E, seed=1)) if kind == "LAYER" else None)
+    I = packable_width(format, E)
+    x, weight, rows, count = realized(numbers(10, I)), packed(format, V, I), int32(9, 0, 4, 0, 0), 3
+    norm = Norm(kind, realized(numbers(I)), 1e-5, realized(numbers(I, seed=1)) if kind == "LAYER" else None)
     tokens = []
 
     def op() -> np.ndarray:

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 from tinygrad import Tensor, dtypes
 
-from tests.ops.inputs import FORMATS_AND_VARIANTS, VARIANTS, by_kernel, int32, numbers, packed, realized
+from tests.ops.inputs import FORMATS_AND_VARIANTS, VARIANTS, by_kernel, device_bytes, file_rows, int32, numbers, packed, realized
+from tests.quant.blocks import packable_width
 from tinyvllm.backends import registry
 from tinyvllm.backends.buffers import constant
 from tinyvllm.ops.linear import TensorWeight, gate_up_silu, linear, rounded
 from tinyvllm.ops.norm import Norm
 from tinyvllm.quant.formats import FORMATS, Activations, Layout, activations_of, formats_in
+from tinyvllm.quant.layouts import MixedWeight, PackedWeight, pack_panels
 
 TOLERANCE = 1e-5  # of results of about 1: the order of float32 sums
 # Where x is rounded, a last bit of the norm may tip a number to its neighbour: a weight of 0.1 times 1/256 (BF16) or 3/127 (blocks).
@@ -73,7 +75,7 @@ def test_gate_up_silu_of_tensors():
 @pytest.mark.parametrize(("format", "variant"), FORMATS_AND_VARIANTS)
 def test_matmul_equals_its_reference(monkeypatch, format, variant):
     """13 rows of which 11 count, 50 outputs: neither fills a tile or a panel."""
-    T, used, O, I = 13, 11, 50, 96
+    T, used, O, I = 13, 11, 50, packable_width(format, 96)
     x, residual = (realized(numbers(T, width)) for width in (I, O))
     weight, bias = packed(format, O, I), realized(numbers(O))
 
@@ -100,7 +102,7 @@ def test_matmul_with_one_thing_more(monkeypatch, extra):
 @pytest.mark.parametrize(("format", "variant"), FORMATS_AND_VARIANTS)
 def test_a_row_has_the_same_bits_in_any_batch(monkeypatch, format, variant):
     """The kernels of the previous test, with bias, gelu and residual."""
-    most, O, I = 64, 50, 96
+    most, O, I = 64, 50, packable_width(format, 96)
     x, residual, weight, bias = numbers(most, I), numbers(most, O), packed(format, O, I), realized(numbers(O))
     monkeypatch.setenv("TINYVLLM_KERNELS", f"matmul={variant}")
 
@@ -119,7 +121,7 @@ GATED = [(format, variant, False) for format, variant in FORMATS_AND_VARIANTS] +
 
 @pytest.mark.parametrize(("format", "variant", "bias"), GATED)
 def test_gate_up_silu_equals_its_reference(monkeypatch, format, variant, bias):
-    T, used, F, E = 7, 5, 48, 96
+    T, used, F, E = 7, 5, 48, packable_width(format, 96)
     x, weight, norm = realized(numbers(T, E)), packed(format, 2 * F, E), Norm("RMS", realized(numbers(E)), 1e-5)
     bias_tensor = realized(numbers(2 * F)) if bias else None
 
@@ -129,6 +131,27 @@ def test_gate_up_silu_equals_its_reference(monkeypatch, format, variant, bias):
     got, want = (by_kernel(monkeypatch, "norm_gate_up_silu", which, op) for which in (variant, "ref"))
     np.testing.assert_allclose(got, want, atol=TIPPED[format])
     assert np.abs(got - want).mean() < TIPPED[format] / 20
+
+
+@pytest.mark.parametrize("formats", [("Q4_K", "Q6_K"), ("Q8_0", "Q8_0")])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_gate_and_up_of_two_formats(monkeypatch, formats, with_bias):
+    """Two launches; of two parts in one format they have the bits of one."""
+    T, F, E = 7, 48, 256
+    x, norm = realized(numbers(T, E)), Norm("RMS", realized(numbers(E)), 1e-5)
+    bias = realized(numbers(2 * F)) if with_bias else None
+    parts = MixedWeight(tuple(packed(format, F, E, seed) for seed, format in enumerate(formats)))
+
+    def op(weight: MixedWeight | PackedWeight = parts) -> np.ndarray:
+        return gate_up_silu(x, norm, weight, int32(T), bias).numpy()
+
+    got, want = (by_kernel(monkeypatch, "norm_gate_up_silu", which, op) for which in (VARIANTS[0], "ref"))
+    np.testing.assert_allclose(got, want, atol=TIPPED[formats[0]])
+    if formats[0] == formats[1]:
+        rows = np.concatenate([file_rows(format, F, E, seed) for seed, format in enumerate(formats)])
+        whole = PackedWeight(device_bytes(pack_panels(formats[0], rows)), formats[0], 2 * F, E)
+        monkeypatch.setenv("TINYVLLM_KERNELS", f"norm_gate_up_silu={VARIANTS[0]}")
+        np.testing.assert_array_equal(got.view(np.uint32), op(whole).view(np.uint32))
 
 
 def test_gate_up_silu_has_the_same_bits_in_any_batch(monkeypatch):
@@ -159,8 +182,9 @@ def test_what_the_gated_kernel_cannot_do_goes_to_the_reference(monkeypatch, F, k
 @pytest.mark.parametrize("format", formats_in(Layout.PANELS))
 def test_a_row_of_zeros_and_one_of_huge_numbers(monkeypatch, format):
     """Blocks without a scale, and numbers whose squares no float32 holds."""
-    x = np.stack([np.zeros(96, np.float32), numbers(96) * np.float32(1e30)])
-    weight = packed(format, 16, 96)
+    I = packable_width(format, 96)
+    x = np.stack([np.zeros(I, np.float32), numbers(I) * np.float32(1e30)])
+    weight = packed(format, 16, I)
 
     def op() -> np.ndarray:
         return linear(realized(x), weight, int32(2)).numpy()

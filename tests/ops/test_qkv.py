@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 from tinygrad import Tensor, dtypes
 
-from tests.ops.inputs import FORMATS_AND_VARIANTS, VARIANTS, by_kernel, int32, numbers, packed, realized
+from tests.ops.inputs import FORMATS_AND_VARIANTS, VARIANTS, by_kernel, device_bytes, file_rows, int32, numbers, packed, realized
+from tests.quant.blocks import packable_width
 from tinyvllm.backends import registry
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import alias
 from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.qkv import QKV, append_kv, norm_qkv_rope_store
 from tinyvllm.quant.formats import Activations, Layout, activations_of, formats_in
+from tinyvllm.quant.layouts import MixedWeight, PackedWeight, pack_panels
 
 P, S, E = 4, 8, 64  # the last block is the scratch block
 SCRATCH = (P - 1) * S
@@ -59,12 +61,23 @@ def cache_of(v: LayerKind) -> LayerCache:
     return LayerCache(pool, alias(pool))
 
 
+def width(format: str) -> int:
+    return max(packable_width(part, E) for part in format.split("+"))
+
+
+def mixed(v: LayerKind, format: str, E: int) -> MixedWeight:
+    heads = zip(format.split("+"), (v.H, v.K, v.K), strict=True)
+    return MixedWeight(tuple(packed(part, count * v.D, E, seed=i) for i, (part, count) in enumerate(heads)))
+
+
 @functools.cache
 def layer(v: LayerKind, format: str) -> tuple[Norm, QKV]:
-    O = (v.H + 2 * v.K) * v.D
+    """`format`: of all heads, or those of q, k and v with + between them."""
+    E = width(format)
     norm = Norm(v.norm, realized(numbers(E)), 1e-5, realized(numbers(E, seed=1)) if v.norm == "LAYER" else None)
     q_norm, k_norm = (realized(numbers(v.D, seed=seed)) if v.qk_norm else None for seed in (2, 3))
-    return norm, QKV(packed(format, O, E), realized(numbers(O)) if v.bias else None, q_norm, k_norm, 1e-6)
+    weight = packed(format, (v.H + 2 * v.K) * v.D, E) if "+" not in format else mixed(v, format, E)
+    return norm, QKV(weight, realized(numbers((v.H + 2 * v.K) * v.D)) if v.bias else None, q_norm, k_norm, 1e-6)
 
 
 def run(v: LayerKind, format: str, x: np.ndarray, slots: list[int], rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -78,7 +91,7 @@ def run(v: LayerKind, format: str, x: np.ndarray, slots: list[int], rows: int) -
 
 def compare(monkeypatch, v: LayerKind, format: str, variant: str) -> None:
     slots, used = [17, 2, 11, 0, 23, SCRATCH, SCRATCH], 5
-    x = numbers(len(slots), E)
+    x = numbers(len(slots), width(format))
     results = []
     for which in (variant, "ref"):
         monkeypatch.setenv("TINYVLLM_KERNELS", f"norm_qkv_rope_store={which}")
@@ -86,8 +99,9 @@ def compare(monkeypatch, v: LayerKind, format: str, variant: str) -> None:
         results.append(run(v, format, x, slots, used))
         assert registry.choices()[0].variant == which
     (q, pool), (want_q, want_pool) = results
-    np.testing.assert_allclose(q, want_q, atol=TOLERANCE[format])
-    np.testing.assert_allclose(pool, want_pool, atol=TOLERANCE[format] + CACHE_TOLERANCE[v.cache])
+    tolerance = max(TOLERANCE[part] for part in format.split("+"))
+    np.testing.assert_allclose(q, want_q, atol=tolerance)
+    np.testing.assert_allclose(pool, want_pool, atol=tolerance + CACHE_TOLERANCE[v.cache])
     before = cache_of(v).keys.float().numpy()[: P - 1]
     changed = {b * S + s for b, _, _, s, _ in np.argwhere(pool != before)}
     assert changed == set(slots[:used]), "the batch's slots and no other"
@@ -101,6 +115,29 @@ def test_kinds_equal_their_reference(monkeypatch, name):
 @pytest.mark.parametrize(("format", "variant"), [pair for pair in FORMATS_AND_VARIANTS if pair != ("F32", VARIANTS[0])])
 def test_formats_and_variants_equal_their_reference(monkeypatch, format, variant):
     compare(monkeypatch, LayerKind(), format, variant)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("format", ["Q4_K+Q4_K+Q6_K", "BF16+Q5_0+Q4_0"])
+def test_parts_of_several_formats_equal_their_reference(monkeypatch, name, format):
+    """As converters write them: v has more bits than q and k."""
+    compare(monkeypatch, KINDS[name], format, VARIANTS[0])
+
+
+def test_parts_have_the_bits_of_one_matrix(monkeypatch):
+    monkeypatch.setenv("TINYVLLM_KERNELS", f"norm_qkv_rope_store={VARIANTS[0]}")
+    v, slots = KINDS["qwen2"], [17, 2, 11]
+    norm, parts = layer(v, "Q8_0+Q8_0+Q8_0")
+    rows = np.concatenate([file_rows("Q8_0", part.O, E, seed=i) for i, part in enumerate(parts.weight.parts)])
+    whole = PackedWeight(device_bytes(pack_panels("Q8_0", rows)), "Q8_0", len(rows), E)
+    found = []
+    for weight in (parts.weight, whole):
+        x, angles = realized(numbers(3, E)), realized(numbers(64, v.R, seed=4)[slots])
+        q, cache = norm_qkv_rope_store(x, norm, replace(parts, weight=weight), angles, cache_of(v), batch_of(slots, 3))
+        Tensor.realize(q, *cache)
+        found.append((q.numpy(), cache.keys.float().numpy()))
+    np.testing.assert_array_equal(found[0][0].view(np.uint32), found[1][0].view(np.uint32))
+    np.testing.assert_array_equal(found[0][1][: P - 1], found[1][1][: P - 1])
 
 
 @pytest.mark.parametrize("format", ["F32", "BF16", "Q8_0"])

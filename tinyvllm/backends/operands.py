@@ -7,7 +7,7 @@ from typing import Literal
 
 from tinygrad import Tensor
 
-from tinyvllm.quant.layouts import PackedWeight, RowWeight, StoredWeight
+from tinyvllm.quant.layouts import MixedWeight, PackedWeight, RowWeight, StoredWeight
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,17 +25,22 @@ class TensorWeight:
         return int(self.parts[0].shape[1])
 
 
-KernelWeight = PackedWeight | StoredWeight  # what kernels multiply with
+KernelWeight = PackedWeight | StoredWeight | MixedWeight  # what kernels multiply with
 Weight = TensorWeight | KernelWeight
 KernelTable = PackedWeight | RowWeight  # an embedding table that kernels read
 NormKind = Literal["RMS", "LAYER"]
 
 
 def packed(weight: KernelWeight) -> PackedWeight:
-    """The weight as panels or tiles; TypeError for rows of a file."""
+    """The weight as panels or tiles; TypeError for rows of a file, and for parts of several formats."""
     if not isinstance(weight, PackedWeight):
-        raise TypeError(f"kernels: {weight.format} weights are in rows of a file; these kernels take panels or tiles")
+        raise TypeError(f"kernels: {weight.format} weights are no single matrix of panels or tiles, which these kernels take")
     return weight
+
+
+def packed_parts(weight: KernelWeight) -> tuple[PackedWeight, ...]:
+    """The parts of a weight in panels, of one format each; TypeError for rows of a file."""
+    return weight.parts if isinstance(weight, MixedWeight) else (packed(weight),)
 
 
 def stored(weight: KernelWeight) -> StoredWeight:

@@ -8,7 +8,7 @@ from tinyvllm.backends.operands import KernelTable, KernelWeight, NormWeights
 from tinyvllm.batch import LayerCache
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Layout
-from tinyvllm.quant.layouts import PackedWeight, StoredWeight, TileWeight
+from tinyvllm.quant.layouts import MixedWeight, PackedWeight, StoredWeight, TileWeight
 
 
 def product_facts(
@@ -20,14 +20,15 @@ def product_facts(
     cache: LayerCache | None = None,
 ) -> ShapeFacts:
     """Of a product with `weight`, after `norm` if there is one; `outputs` if they are not the weight's rows; `cache` if it writes one."""
-    layout = Layout.TILES if isinstance(weight, TileWeight) else Layout.PANELS if isinstance(weight, PackedWeight) else Layout.ROWS
+    panels = isinstance(weight, (PackedWeight, MixedWeight))
+    layout = Layout.TILES if isinstance(weight, TileWeight) else Layout.PANELS if panels else Layout.ROWS
     return ShapeFacts(
         placement,
         inputs=weight.I,
         outputs=outputs or weight.O,
         format=weight.format,
         layout=layout,
-        matrices=len(weight.parts) if isinstance(weight, StoredWeight) else 1,
+        matrices=len(weight.parts) if isinstance(weight, (StoredWeight, MixedWeight)) else 1,
         norm="RMS" if norm is None else norm.kind,
         head_dim=head_dim,
         cache_format="" if cache is None else cache_format(cache),

@@ -16,7 +16,7 @@ from tinyvllm.ops.facts import product_facts
 from tinyvllm.ops.norm import Norm
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import FORMATS, Activations
-from tinyvllm.quant.layouts import BLOCK, PackedWeight, StoredWeight
+from tinyvllm.quant.layouts import BLOCK, MixedWeight, PackedWeight, StoredWeight
 
 __all__ = ["TensorWeight", "Weight", "gate_up_silu", "linear", "product", "rounded"]
 
@@ -43,6 +43,9 @@ def product(x: Tensor, weight: Weight) -> Tensor:
     """The reference: x [T, I] float32 times weight transposed, float32 [T, O]."""
     if isinstance(weight, PackedWeight):
         return rounded(x.float(), FORMATS[weight.format].activations) @ weight.dense().contiguous().transpose()
+    if isinstance(weight, MixedWeight):
+        first, *rest = (product(x, part) for part in weight.parts)
+        return first.cat(*rest, dim=1)
     if isinstance(weight, StoredWeight):
         return x.float() @ weight.dense().contiguous().transpose()
     kinds = {dtypes.bfloat16: Activations.BFLOAT16}

@@ -126,8 +126,9 @@ _FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice
 
 
 def _packed(name: str, type_id: int, elements: int, nbytes: int, *fields: Field, **more: Any) -> BlockFormat:
-    """A format of integers in panels, with x rounded to int8."""
-    return BlockFormat(name, type_id, elements, nbytes, fields, **{"layouts": _PANELS, "activations": _INT8, "tolerance": 3e-2} | more)
+    """A format of integers in panels, whose products round x to int8."""
+    usual: dict[str, Any] = {"layouts": _PANELS, "activations": _INT8, "tolerance": 3e-2}
+    return BlockFormat(name, type_id, elements, nbytes, fields, **usual | more)
 
 
 _TABLE = (

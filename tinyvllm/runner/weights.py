@@ -7,6 +7,7 @@ a GPU a staging buffer more.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -26,7 +27,17 @@ from tinyvllm.ops.head import Table
 from tinyvllm.ops.linear import TensorWeight, Weight
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import FLOATS, FORMATS, Layout, formats_in, packed_in
-from tinyvllm.quant.layouts import PackedWeight, RowSource, RowWeight, StoredWeight, TileWeight, packable, panel_bytes, row_bytes
+from tinyvllm.quant.layouts import (
+    MixedWeight,
+    PackedWeight,
+    RowSource,
+    RowWeight,
+    StoredWeight,
+    TileWeight,
+    packable,
+    panel_bytes,
+    row_bytes,
+)
 from tinyvllm.runner.packing import Rows, common_format, pack_panels, place_tiles
 from tinyvllm.runner.weight_cache import WeightCache
 from tinyvllm.weights.checkpoint import Checkpoint
@@ -127,11 +138,11 @@ class WeightLoader:
             sources = {source for group in groups for recipe in group.recipes for source in recipe.sources}
             self._kept.begin(sum(self._checkpoint.tensors[s].data.nbytes for s in sources if s in self._checkpoint.tensors))
         packed: dict[_Group, Weight] = {}
-        places: dict[Layout, Callable[[list[WeightRecipe]], PackedWeight | StoredWeight]]
+        places: dict[Layout, Callable[[list[WeightRecipe]], PackedWeight | StoredWeight | MixedWeight]]
         places = {Layout.ROWS: self._stored, Layout.TILES: self._tiled, Layout.PANELS: self._packed}
         for group in groups:
             packed[group] = weight = places[self._plan.layout](group.recipes)
-            self.formats.add(weight.format)
+            self.formats.update(weight.format.split("+"))
             for module, recipe in zip(group.modules, group.recipes, strict=True):
                 del rest[recipe.name]
                 module.weight = None  # no op may take the shapeless stand-in for the weight
@@ -214,19 +225,25 @@ class WeightLoader:
             if self._checkpoint is not None:
                 check_range(self._checkpoint, recipe)
 
-    def _packed(self, recipes: list[WeightRecipe]) -> PackedWeight:
-        """One packed matrix with the rows of all parts: from the cache on disk, or packed now."""
-        I, found = recipes[0].shape[1], None if self._kept is None else self._kept.get(recipes[0].name)
-        format, O, packed = self._pack(recipes) if found is None else found
-        for recipe in recipes:
-            self._count(recipe, recipe.shape[0] * row_bytes(format, I))
-        return PackedWeight(place_bytes(packed, self._plan.placement.device), format, O, I)
+    def _packed(self, recipes: list[WeightRecipe]) -> PackedWeight | MixedWeight:
+        """The rows of all parts packed: as one matrix, or a matrix for each run of parts of one format."""
+        weights: list[PackedWeight] = []
+        while recipes:
+            found = None if self._kept is None else self._kept.get(recipes[0].name)
+            format, O, packed = self._pack(recipes) if found is None else found
+            weights.append(PackedWeight(place_bytes(packed, self._plan.placement.device), format, O, recipes[0].shape[1]))
+            while O > 0:
+                recipe, *recipes = recipes
+                O -= recipe.shape[0]
+                self._count(recipe, recipe.shape[0] * row_bytes(format, recipe.shape[1]))
+        return weights[0] if len(weights) == 1 else MixedWeight(tuple(weights))
 
     def _pack(self, recipes: list[WeightRecipe]) -> tuple[str, int, np.ndarray]:
-        """Format, rows and the packed bytes, written into the cache file if one was begun."""
-        parts = [self._load_rows(recipe) for recipe in recipes]
-        format = common_format(parts, self._plan.floats)
-        O, I = sum(recipe.shape[0] for recipe in recipes), recipes[0].shape[1]
+        """Format, rows and packed bytes of the first recipes that share a format; written into the cache file if one was begun."""
+        rows = [self._load_rows(recipe) for recipe in recipes]
+        format = rows[0].format
+        parts = list(itertools.takewhile(lambda part: part.format == format, rows))
+        O, I = sum(len(part.data) for part in parts), recipes[0].shape[1]
         size = panel_bytes(format, O, I)
         packed = allocate(size) if self._kept is None else self._kept.scratch(size)
         pack_panels(format, I, parts, packed)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 from collections.abc import Sequence
 
+import numpy as np
 from tinygrad import Tensor
 
 from tinyvllm.backends.buffers import cache_format, constant, empty, integers, present, scratch
@@ -14,7 +16,7 @@ from tinyvllm.backends.cpu.limits import LIMITS
 from tinyvllm.backends.cpu.toolchain import compiler_state, cpu_features, processor, processor_name
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.limits import ShapeFacts, first_reason
-from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights, packed
+from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights, packed, packed_parts
 from tinyvllm.backends.shapes import Attention
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import (
@@ -99,22 +101,27 @@ class CpuBackend:
         cache: LayerCache,
         batch: Batch,
     ) -> tuple[Tensor, LayerCache]:
-        weight = packed(weight)
         _, _, K, S, D = (int(d) for d in cache.keys.shape)
         T, E = int(x.shape[0]), weight.I
-        H = weight.O // D - 2 * K
-        R = 0 if angles is None else int(angles.shape[1])
-        optional = present(norm.bias, weight.tensor, qkv.bias, qkv.q_norm, qkv.k_norm, angles)
+        H, R = weight.O // D - 2 * K, 0 if angles is None else int(angles.shape[1])
+        main, *others = packed_parts(weight)
+        products = [self._normed_product(variant, x, norm, part, batch.rows) for part in others]
+        optional = present(norm.bias, main.tensor, *products, qkv.bias, qkv.q_norm, qkv.k_norm, angles)
         ins = [x, norm.weight, *optional, batch.slots, batch.rows]
         kernel = Kernel.cpu(
-            "norm_qkv_rope_store", variant, 4, len(ins), 2 * T * E * weight.O,
-            panel_bytes(weight.format, weight.O, E) + 4 * T * (E + H * D),
-            E=E, H=H, K=K, D=D, S=S, R=R, WEIGHT=weight.format, CACHE_TYPE=cache_format(cache), NORM=norm.kind,
-            BIAS=int(qkv.bias is not None), QK_NORM=int(qkv.q_norm is not None), EPS=constant(norm.eps), QK_EPS=constant(qkv.qk_eps),
+            "norm_qkv_rope_store", variant, 4, len(ins), 2 * T * E * main.O,
+            panel_bytes(main.format, main.O, E) + 4 * T * (E + H * D),
+            E=E, H=H, K=K, D=D, S=S, R=R, MAIN=main.O // D, SECOND=others[0].O // D if others else 0, WEIGHT=main.format,
+            CACHE_TYPE=cache_format(cache), NORM=norm.kind, BIAS=int(qkv.bias is not None), QK_NORM=int(qkv.q_norm is not None),
+            EPS=constant(norm.eps), QK_EPS=constant(qkv.qk_eps),
         )  # fmt: skip
-        outs = [empty(x, T, H, D), cache.keys, cache.values, scratch(x, prepared_bytes(weight.format, T, E))]
+        outs = [empty(x, T, H, D), cache.keys, cache.values, scratch(x, prepared_bytes(main.format, T, E))]
         q, keys, values, _ = launch(kernel, outs, ins)
         return q, LayerCache(keys, values)
+
+    def _normed_product(self, variant: str, x: Tensor, norm: NormWeights, part: PackedWeight, count: Tensor) -> Tensor:
+        """norm(x) . part^T, float32 [T, O], by the kernel of the head: a launch of its own, because no launch reads two formats."""
+        return self.norm_head(variant, x, norm, part, _every_row(x.device, int(x.shape[0])), count)[0]
 
     def append_kv(self, variant: str, k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:
         (T, K, D), S = (int(d) for d in k.shape), int(cache.keys.shape[3])
@@ -157,14 +164,16 @@ class CpuBackend:
         return launch(kernel, outs, ins)[0]
 
     def gate_up_silu(self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, bias: Tensor | None) -> Tensor:
-        weight = packed(weight)
         T, E, F = int(x.shape[0]), weight.I, weight.O // 2
-        ins = [x, norm.weight, weight.tensor, *present(bias), rows]
-        kernel = Kernel.cpu(
-            "norm_gate_up_silu", variant, 2, len(ins), 4 * T * F * E, panel_bytes(weight.format, 2 * F, E) + 4 * T * (E + F),
-            E=E, F=F, WEIGHT=weight.format, BIAS=int(bias is not None), EPS=constant(norm.eps),
-        )  # fmt: skip
-        return launch(kernel, [empty(x, T, F), scratch(x, prepared_bytes(weight.format, T, E))], ins)[0]
+        out, parts = empty(x, T, F), packed_parts(weight)
+        for half, part in zip(("BOTH",) if len(parts) == 1 else ("GATE", "UP"), parts, strict=True):
+            ins = [x, norm.weight, part.tensor, *present(bias), rows]
+            kernel = Kernel.cpu(
+                "norm_gate_up_silu", variant, 2, len(ins), 2 * T * part.O * E, panel_bytes(part.format, part.O, E) + 4 * T * (E + F),
+                E=E, F=F, WEIGHT=part.format, HALF=half, BIAS=int(bias is not None), EPS=constant(norm.eps),
+            )  # fmt: skip
+            out, _ = launch(kernel, [out, scratch(x, prepared_bytes(part.format, T, E))], ins)
+        return out
 
     def norm_head(
         self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, count: Tensor
@@ -209,6 +218,12 @@ class CpuBackend:
 
     def pack_tiles(self, variant: str, placement: Placement, rows: RowSource, format: str, I: int) -> Tensor:
         raise NotImplementedError("kernels: the CPU reads panels, not tiles")
+
+
+@functools.cache
+def _every_row(device: str, count: int) -> Tensor:
+    """0, 1, ... count - 1, int32."""
+    return Tensor(np.arange(count, dtype=np.int32), device=device).realize()
 
 
 def _lacking(needs: tuple[str, ...], has: frozenset[str]) -> str | None:

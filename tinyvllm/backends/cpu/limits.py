@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from tinyvllm.backends.limits import Limits, between, multiple_of, rms_norm_only
+from tinyvllm.backends.limits import Limits, between, matrices, multiple_of, rms_norm_only
 
 WIDTH = 32  # columns that the kernels read x and weights by
 
 _INPUTS = multiple_of("inputs", WIDTH)
 _HEADS = multiple_of("head_dim", 16)
+_ONE_FORMAT = matrices(1, "parts of several formats are multiplied by norm_qkv_rope_store and norm_gate_up_silu")
 _ATTENTION = (_HEADS, between("head_dim", 32, 256))
 
 LIMITS: Limits = {
@@ -16,9 +17,9 @@ LIMITS: Limits = {
     "kv_append": (_HEADS,),
     "attention_decode": _ATTENTION,
     "attention_prefill": _ATTENTION,
-    "matmul": (_INPUTS,),
+    "matmul": (_INPUTS, _ONE_FORMAT),
     "norm_gate_up_silu": (multiple_of("outputs", 16), _INPUTS, rms_norm_only),
-    "norm_head": (_INPUTS,),
+    "norm_head": (_INPUTS, _ONE_FORMAT),
     "advance": (),
     "kv_copy": (multiple_of("block_bytes", 8),),
     "sample": (),

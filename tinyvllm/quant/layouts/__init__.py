@@ -4,7 +4,7 @@ Each layout is defined by numpy functions and read back by a class in plain tiny
 block are placed field by field as the format's row of quant/formats.py describes them; no layout knows a format by name.
 """
 
-from tinyvllm.quant.layouts.panels import PackedWeight, pack_panels, packable, panel_bytes, unpack_panels
+from tinyvllm.quant.layouts.panels import MixedWeight, PackedWeight, pack_panels, packable, panel_bytes, unpack_panels
 from tinyvllm.quant.layouts.rows import BLOCK, PANEL, RowWeight, StoredWeight, convert_rows, quantize_rows, row_bytes, unpack_rows
 from tinyvllm.quant.layouts.sources import RowPiece, RowSource, joined
 from tinyvllm.quant.layouts.tiles import TileUnit, TileWeight, pack_tiles, source_unit, tile_unit, unpack_tiles
@@ -12,6 +12,7 @@ from tinyvllm.quant.layouts.tiles import TileUnit, TileWeight, pack_tiles, sourc
 __all__ = [
     "BLOCK",
     "PANEL",
+    "MixedWeight",
     "PackedWeight",
     "RowPiece",
     "RowSource",

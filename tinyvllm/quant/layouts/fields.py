@@ -55,10 +55,18 @@ def _quants(known: BlockFormat, part: dict[str, Tensor], N: int, blocks: int) ->
         quants = quants + _integers(known.field("high"), part["high"], N, blocks) * (1 << low.bits)
     if not known.values:
         return (quants - known.zero).cast(dtypes.float32)
-    value = (quants * 0).cast(dtypes.float32)
-    for quant, stands_for in enumerate(known.values):  # no table of constants: it would be a buffer of its own
-        value = (quants == quant).where(float(stands_for), value)
-    return value
+    return _looked_up(quants, known.values).cast(dtypes.float32)
+
+
+def _looked_up(quants: Tensor, values: tuple[int, ...]) -> Tensor:
+    """values[quants] for sixteen signed bytes, int32. They are shifted out of four words: a table would be a buffer of its own, and of a
+    chain of sixteen choices tinygrad's rewriting does not find an end."""
+    words = [sum((value & 255) << (8 * i) for i, value in enumerate(values[at : at + 4])) for at in (0, 4, 8, 12)]
+    part, word = quants // 4, Tensor(words[3], dtype=dtypes.uint32)
+    for i in (2, 1, 0):
+        word = (part == i).where(Tensor(words[i], dtype=dtypes.uint32), word)
+    byte = word // (Tensor(1, dtype=dtypes.uint32) << (quants & 3).cast(dtypes.uint32) * 8)
+    return ((byte & 255) ^ 128).cast(dtypes.int32) - 128
 
 
 def _integers(field: Field, data: Tensor, N: int, blocks: int) -> Tensor:

@@ -103,3 +103,28 @@ class PackedWeight:
             words = units[:, :, start * PANEL : end * PANEL].reshape(n, -1, PANEL, field.word)
             fields.append(words.permute(0, 2, 1, 3).reshape(n * PANEL, -1))
         return fields
+
+
+@dataclass(frozen=True, eq=False)
+class MixedWeight:
+    """Matrices [O_i, I] in panels, their outputs concatenated: of one product, but in several formats, as converters mix them."""
+
+    parts: tuple[PackedWeight, ...]
+
+    @property
+    def format(self) -> str:
+        """All formats by name, in the order of the parts."""
+        return "+".join(part.format for part in self.parts)
+
+    @property
+    def O(self) -> int:  # noqa: E743  the dimension's letter
+        return sum(part.O for part in self.parts)
+
+    @property
+    def I(self) -> int:  # noqa: E743
+        return self.parts[0].I
+
+    def dense(self) -> Tensor:
+        """float32 [O, I], lazy."""
+        first, *rest = (part.dense() for part in self.parts)
+        return first.cat(*rest)
