@@ -124,10 +124,18 @@ def _llama3_divisors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
     return (1 / ((1 - share) / factor + share)).astype(np.float32)
 
 
-def write_gguf(folder: Path, path: Path, arch: str, kind: str = "F32", tensors: dict[str, np.ndarray] | None = None) -> None:
+def write_gguf(
+    folder: Path,
+    path: Path,
+    arch: str,
+    kind: str = "F32",
+    tensors: dict[str, np.ndarray] | None = None,
+    stored: dict[str, tuple[str, np.ndarray]] | None = None,
+) -> None:
     """Writes `folder` as architecture `arch` with its matrices stored as `kind`, vectors and rope tensors as F32.
 
-    `tensors`, as `gguf_tensors` returns them, replaces the folder's own weights.
+    `tensors`, as `gguf_tensors` returns them, replaces the folder's own weights. `stored` adds matrices by their format and the bytes of
+    their rows, uint8 [O, bytes of a row].
     """
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, arch)
@@ -139,6 +147,8 @@ def write_gguf(folder: Path, path: Path, arch: str, kind: str = "F32", tensors: 
             writer.add_tensor(name, value)
         else:
             writer.add_tensor(name, gguf.quants.quantize(value, qtype), raw_dtype=qtype)
+    for name, (format, rows) in (stored or {}).items():
+        writer.add_tensor(name, rows, raw_dtype=gguf.GGMLQuantizationType[format])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import platform
 from collections.abc import Sequence
 
-import numpy as np
 from tinygrad import Tensor
 
 from tinyvllm.backends.buffers import cache_format, constant, empty, integers, present, scratch
 from tinyvllm.backends.cpu.graph import CpuGraph
-from tinyvllm.backends.cpu.launch import compile_ahead, launch
+from tinyvllm.backends.cpu.launch import compile_ahead, launch, row_numbers
 from tinyvllm.backends.cpu.limits import LIMITS
 from tinyvllm.backends.cpu.toolchain import compiler_state, cpu_features, processor, processor_name
 from tinyvllm.backends.kernel import Kernel
@@ -121,7 +119,7 @@ class CpuBackend:
 
     def _normed_product(self, variant: str, x: Tensor, norm: NormWeights, part: PackedWeight, count: Tensor) -> Tensor:
         """norm(x) . part^T, float32 [T, O], by the kernel of the head: a launch of its own, because no launch reads two formats."""
-        return self.norm_head(variant, x, norm, part, _every_row(x.device, int(x.shape[0])), count)[0]
+        return self.norm_head(variant, x, norm, part, row_numbers(int(x.shape[0])), count)[0]
 
     def append_kv(self, variant: str, k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:
         (T, K, D), S = (int(d) for d in k.shape), int(cache.keys.shape[3])
@@ -218,12 +216,6 @@ class CpuBackend:
 
     def pack_tiles(self, variant: str, placement: Placement, rows: RowSource, format: str, I: int) -> Tensor:
         raise NotImplementedError("kernels: the CPU reads panels, not tiles")
-
-
-@functools.cache
-def _every_row(device: str, count: int) -> Tensor:
-    """0, 1, ... count - 1, int32."""
-    return Tensor(np.arange(count, dtype=np.int32), device=device).realize()
 
 
 def _lacking(needs: tuple[str, ...], has: frozenset[str]) -> str | None:

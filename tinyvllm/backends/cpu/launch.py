@@ -18,7 +18,7 @@ from tinyvllm.backends.kernel import Kernel
 from tinyvllm.bridge import Program, code_address, launch_program, load_object, load_program
 
 _ahead: CompileAhead[Kernel] = CompileAhead(lambda: contextlib.nullcontext(object_code))
-_solo_words: list[np.ndarray] = []  # kept alive: the tensor does not own them
+_kept: list[np.ndarray] = []  # alive as long as the process: the tensors over them do not own them
 
 
 def launch(kernel: Kernel, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> list[Tensor]:
@@ -43,6 +43,14 @@ def compile_ahead(kernels: Iterable[Kernel]) -> None:
 
 
 @functools.cache
+def row_numbers(count: int) -> Tensor:
+    """0, 1, ... count - 1, int32, in memory of the process: a tensor that is computed during a capture would be part of the step."""
+    numbers = np.arange(count, dtype=np.int32)
+    _kept.append(numbers)
+    return Tensor.from_blob(numbers.ctypes.data, (count,), device="CPU", dtype=dtypes.int32)
+
+
+@functools.cache
 def solo_team() -> Tensor:
     """A team of one thread with its own shared words: the last argument of a CPU kernel that runs outside a captured step."""
     words = np.zeros(512, np.uint8)
@@ -51,7 +59,7 @@ def solo_team() -> Tensor:
     team[:8].view(np.int32)[:] = 0, 1
     team[8:16].view(np.uint64)[0] = team.ctypes.data + 64
     tensor = Tensor.from_blob(team.ctypes.data, (64,), device="CPU", dtype=dtypes.uint8)
-    _solo_words.append(words)
+    _kept.append(words)
     return tensor
 
 
