@@ -22,9 +22,14 @@ from typing import Any
 
 import numpy as np
 
-FORMATS = ("BF16", "Q8_0", "Q4_0")
-BLOCK = 32  # numbers; the quantised formats' blocks
-_POOL_BLOCKS = 32749  # prime
+from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16, pack
+from tinyvllm.quant.formats import FORMATS as LAYOUTS
+from tinyvllm.quant.formats import Layout, packed_in
+from tinyvllm.quant.random_rows import random_rows
+
+FORMATS = ("BF16", "Q4_K_M", *packed_in(Layout.PANELS))
+BLOCK = 32  # numbers
+_POOL_BLOCKS = 32749  # of the format, at least 32 numbers each; prime
 
 
 def _llama(E: int, F: int, L: int, H: int, K: int, V: int, **more: Any) -> dict[str, Any]:
@@ -82,33 +87,47 @@ def tensors(config: dict[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...]]
 
 def bytes_per_token(config: dict[str, Any], format: str) -> int:
     """Bytes of weights that decoding one token reads: all but the embedding table, unless it is the head as well."""
-    from tinyvllm.quant.formats import FORMATS as LAYOUTS
-
-    layout, total = LAYOUTS[format], 0
-    for name, _, shape in tensors(config):
+    total = 0
+    for name, gguf_name, shape in tensors(config):
+        layout = LAYOUTS[format_of(gguf_name, format, config["num_hidden_layers"])]
         if name != "model.embed_tokens.weight" or config["tie_word_embeddings"]:
             total += math.prod(shape) * 4 if len(shape) == 1 else math.prod(shape) // layout.elements * layout.nbytes
     return total
+
+
+def format_of(name: str, format: str, layers: int) -> str:
+    """The format of the matrix `name` (GGUF's) in a file called `format`: Q4_K_M mixes two, by llama.cpp's rule."""
+    if format != "Q4_K_M":
+        return format
+    if name == "output.weight":
+        return "Q6_K"
+    i = int(name.split(".")[1]) if name.startswith("blk.") else 0
+    more_bits = i < layers // 8 or i >= 7 * layers // 8 or (i - layers // 8) % 3 == 2
+    return "Q6_K" if more_bits and (".attn_v." in name or ".ffn_down." in name) else "Q4_K"
 
 
 class Pool:
     """Random numbers, packed once in one format. `rows` cuts a matrix out of them: which numbers depends on its name alone."""
 
     def __init__(self, format: str, seed: int = 0):
-        from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16, pack
-        from tinyvllm.quant.formats import FORMATS as LAYOUTS
-
-        values = np.random.default_rng(seed).standard_normal(_POOL_BLOCKS * BLOCK, np.float32) * np.float32(0.02)
-        layout = LAYOUTS[format]
-        packed = pack(format, bf16_to_f32(f32_to_bf16(values)).reshape(-1, layout.elements))  # every format rounds what bfloat16 holds
+        known = LAYOUTS[format]
+        self._unit = max(BLOCK, known.elements)
+        if known.quantization or known.is_float:
+            values = np.random.default_rng(seed).standard_normal(_POOL_BLOCKS * BLOCK, np.float32) * np.float32(0.02)
+            packed = pack(format, bf16_to_f32(f32_to_bf16(values)).reshape(-1, known.elements))  # what bfloat16 holds
+        else:
+            packed = random_rows(format, 1, _POOL_BLOCKS * self._unit, 0.02, seed)
         self.blocks = packed.reshape(_POOL_BLOCKS, -1)
 
+    def row_bytes(self, I: int) -> int:
+        return I // self._unit * self.blocks.shape[1]
+
     def rows(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """uint8 [O, row bytes] of the matrix `name` [O, I]; I must be a multiple of 32."""
+        """uint8 [O, row bytes] of the matrix `name` [O, I]; I must be a multiple of 32 and of the format's blocks."""
         O, I = shape
-        if I % BLOCK:
-            raise ValueError(f"shapes: {name} has rows of {I}, expected a multiple of {BLOCK}")
-        count, start = O * I // BLOCK, zlib.crc32(name.encode()) % _POOL_BLOCKS
+        if I % self._unit:
+            raise ValueError(f"shapes: {name} has rows of {I}, expected a multiple of {self._unit}")
+        count, start = O * I // self._unit, zlib.crc32(name.encode()) % _POOL_BLOCKS
         out = np.empty((count, self.blocks.shape[1]), np.uint8)
         done = 0
         while done < count:
@@ -147,15 +166,15 @@ def write_folder(config: dict[str, Any], folder: Path) -> Path:
 
 
 def write_gguf(config: dict[str, Any], path: Path, format: str) -> Path:
-    """One GGUF file, all matrices as `format` (of FORMATS), vectors as F32."""
+    """One GGUF file, all matrices as `format` (of FORMATS) or in its mix, vectors as F32."""
     import gguf
 
     arch = config["model_type"]
     fresh = path.with_suffix(".part")
     writer = gguf.GGUFWriter(fresh, arch)
     _write_metadata(writer, config, format)
-    pool, kind = Pool(format), gguf.GGMLQuantizationType[format]
-    block_bytes = pool.blocks.shape[1]
+    formats = {name: format_of(name, format, config["num_hidden_layers"]) for _, name, shape in tensors(config) if len(shape) > 1}
+    pools = {one: Pool(one) for one in set(formats.values())}
     extra = _rope_divisors(config)
     if extra is not None:
         writer.add_tensor_info("rope_freqs.weight", extra.shape, extra.dtype, extra.nbytes)
@@ -163,15 +182,15 @@ def write_gguf(config: dict[str, Any], path: Path, format: str) -> Path:
         if len(shape) == 1:
             writer.add_tensor_info(name, shape, np.dtype(np.float32), 4 * shape[0])
         else:
-            row = shape[1] // BLOCK * block_bytes
+            row, kind = pools[formats[name]].row_bytes(shape[1]), gguf.GGMLQuantizationType[formats[name]]
             writer.add_tensor_info(name, (shape[0], row), np.dtype(np.uint8), shape[0] * row, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     if extra is not None:
         writer.write_tensor_data(extra)
-    for theirs, _, shape in tensors(config):
-        data = np.ones(shape, np.float32) if len(shape) == 1 else pool.rows(theirs, shape)
+    for theirs, name, shape in tensors(config):
+        data = np.ones(shape, np.float32) if len(shape) == 1 else pools[formats[name]].rows(theirs, shape)
         writer.write_tensor_data(_as_pairs(data, theirs, config) if arch == "llama" else data)
     writer.close()
     fresh.replace(path)
@@ -213,8 +232,10 @@ def _write_metadata(writer: Any, config: dict[str, Any], format: str) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type({"BF16": gguf.LlamaFileType.MOSTLY_BF16, "Q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}.get(
-        format, gguf.LlamaFileType.MOSTLY_Q4_0))  # fmt: skip
+    types = gguf.LlamaFileType.__members__
+    writer.add_file_type(
+        next((types[name] for name in (f"MOSTLY_{format}", f"MOSTLY_{format}_M") if name in types), gguf.LlamaFileType.GUESSED)
+    )
     _write_vocabulary(writer, config["vocab_size"])
 
 
@@ -260,7 +281,7 @@ def parse_formats(text: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="writes checkpoints of random numbers")
     parser.add_argument("--shape", choices=SHAPES, default="tinyllama-1.1b")
-    parser.add_argument("--formats", type=parse_formats, default=list(FORMATS))
+    parser.add_argument("--formats", type=parse_formats, default=["BF16", "Q8_0", "Q4_0"])
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
     print(checkpoint(options.shape, "folder", options.folder))

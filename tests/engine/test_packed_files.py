@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from tests.engine.test_kernels import answers, greedy, kernels, prompts_of
-from tests.quant.blocks import random_rows
 from tests.tiny.to_gguf import write_gguf
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.backends import registry
 from tinyvllm.engine.tools.verify import verify
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Layout, packed_in
+from tinyvllm.quant.random_rows import random_rows
 
 E, F, V, LAYERS = 256, 512, 256, 2
 CONFIG = {

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from tests.kernels.calling import aligned, call
-from tests.quant.blocks import packable_width, random_rows
 from tinyvllm.backends.cpu.toolchain import cpu_features
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.source import kernels_folder
@@ -15,6 +14,7 @@ from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16
 from tinyvllm.quant.formats import FORMATS as TABLE
 from tinyvllm.quant.formats import Activations, Layout, activations_of, formats_in, packed_in
 from tinyvllm.quant.layouts import pack_panels, unpack_panels
+from tinyvllm.quant.random_rows import packable_width, random_rows
 
 FORMATS = formats_in(Layout.PANELS)
 _NEEDS = {"avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"}, "avx2": {"avx2", "fma", "f16c"}, "neon": {"asimd"}, "plain": set()}

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from tinygrad import Tensor, dtypes
 
-from tests.quant.blocks import random_rows
 from tinyvllm.backends import registry
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Layout, formats_in
 from tinyvllm.quant.layouts import PackedWeight, RowWeight, pack_panels
+from tinyvllm.quant.random_rows import random_rows
 from tinyvllm.weights.mapping import allocate
 from tinyvllm.weights.memory import adopt
 

@@ -7,13 +7,13 @@ import pytest
 from tinygrad import Tensor
 
 from tests.ops.inputs import FORMATS_AND_VARIANTS, VARIANTS, by_kernel, device_bytes, in_rows, int32, numbers, packed, realized
-from tests.quant.blocks import packable_width
 from tinyvllm.backends import registry
 from tinyvllm.ops.head import embed, norm_head
 from tinyvllm.ops.linear import TensorWeight
 from tinyvllm.ops.norm import Norm
 from tinyvllm.quant.formats import Activations, Layout, activations_of, formats_in
 from tinyvllm.quant.layouts import PackedWeight, pack_panels
+from tinyvllm.quant.random_rows import packable_width
 
 # Where the norm's output is rounded, a last bit before may tip a number to its neighbour.
 _BY_ROUNDING = {Activations.FLOAT32: 2e-5, Activations.BFLOAT16: 4e-3, Activations.INT8: 2e-2}

@@ -7,13 +7,13 @@ import pytest
 from tinygrad import Tensor, dtypes
 
 from tests.ops.inputs import FORMATS_AND_VARIANTS, VARIANTS, by_kernel, device_bytes, file_rows, int32, numbers, packed, realized
-from tests.quant.blocks import packable_width
 from tinyvllm.backends import registry
 from tinyvllm.backends.buffers import constant
 from tinyvllm.ops.linear import TensorWeight, gate_up_silu, linear, rounded
 from tinyvllm.ops.norm import Norm
 from tinyvllm.quant.formats import FORMATS, Activations, Layout, activations_of, formats_in
 from tinyvllm.quant.layouts import MixedWeight, PackedWeight, pack_panels
+from tinyvllm.quant.random_rows import packable_width
 
 TOLERANCE = 1e-5  # of results of about 1: the order of float32 sums
 # Where x is rounded, a last bit of the norm may tip a number to its neighbour: a weight of 0.1 times 1/256 (BF16) or 3/127 (blocks).

@@ -10,7 +10,6 @@ import pytest
 from tinygrad import Tensor, dtypes
 
 from tests.ops.inputs import FORMATS_AND_VARIANTS, VARIANTS, by_kernel, device_bytes, file_rows, int32, numbers, packed, realized
-from tests.quant.blocks import packable_width
 from tinyvllm.backends import registry
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import alias
@@ -18,6 +17,7 @@ from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.qkv import QKV, append_kv, norm_qkv_rope_store
 from tinyvllm.quant.formats import Activations, Layout, activations_of, formats_in
 from tinyvllm.quant.layouts import MixedWeight, PackedWeight, pack_panels
+from tinyvllm.quant.random_rows import packable_width
 
 P, S, E = 4, 8, 64  # the last block is the scratch block
 SCRATCH = (P - 1) * S

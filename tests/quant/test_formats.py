@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from gguf.quants import dequantize, quantize
 
-from tests.quant.blocks import random_blocks
 from tinyvllm.errors import FormatError
 from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16, pack, readable_formats, unpack
 from tinyvllm.quant.formats import (
@@ -21,6 +20,7 @@ from tinyvllm.quant.formats import (
     formats_in,
     packed_in,
 )
+from tinyvllm.quant.random_rows import random_blocks
 
 HALF = struct.Struct("<e")
 READ = [name for name in readable_formats() if name not in FLOATS]

@@ -10,7 +10,6 @@ from tinygrad import GlobalCounters, Tensor, dtypes
 
 from tests.kernels.calling import aligned, call
 from tests.ops.inputs import device_bytes
-from tests.quant.blocks import packable_width, random_blocks, random_rows
 from tinyvllm.backends.cpu.toolchain import cpu_features
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.errors import ModelError
@@ -31,6 +30,7 @@ from tinyvllm.quant.layouts import (
     unpack_panels,
     unpack_tiles,
 )
+from tinyvllm.quant.random_rows import packable_width, random_blocks, random_rows
 from tinyvllm.weights.mapping import allocate
 from tinyvllm.weights.memory import adopt
 

@@ -15,8 +15,9 @@ import numpy as np
 from tinygrad import Tensor
 
 from tinyvllm.quant.codecs import NUMPY_DTYPES
-from tinyvllm.quant.formats import FLOATS, FORMATS
-from tinyvllm.quant.layouts import RowSource, convert_rows, quantize_rows, row_bytes
+from tinyvllm.quant.formats import FORMATS
+from tinyvllm.quant.layouts import RowSource, row_bytes
+from tinyvllm.quant.random_rows import random_rows
 from tinyvllm.weights.convert import format_of_dtype, from_f32
 from tinyvllm.weights.mapping import allocate
 from tinyvllm.weights.memory import to_device
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from tinygrad.dtype import DType
 
 _POOL = 1_048_573  # prime, so that no two rows of a tensor begin at the same place
-_ROWS_POOL = (1 << 20) - 32  # an odd number of blocks of 32, for the same reason
+_ROWS_POOL = (1 << 20) - 256  # an odd number of blocks of 256, for the same reason
 
 
 def dummy_tensors(recipes: Iterable[Recipe], device: str, dtype: DType, seed: int = 0) -> dict[str, Tensor]:
@@ -46,7 +47,7 @@ def dummy_tensors(recipes: Iterable[Recipe], device: str, dtype: DType, seed: in
 
 
 def dummy_rows(recipe: Recipe, format: str) -> np.ndarray:
-    """Rows of a matrix in any format that can be written, uint8 [O, bytes of a row]: normal with deviation 0.02."""
+    """Rows of a matrix in any readable format, uint8 [O, bytes of a row]: normal with deviation 0.02."""
     O, I = recipe.shape
     pool, per_block = _rows_pool(format), FORMATS[format].nbytes
     out = allocate(O * row_bytes(format, I))
@@ -65,8 +66,7 @@ def dummy_source(recipe: Recipe, format: str) -> RowSource:
 
 @functools.cache
 def _rows_pool(format: str) -> np.ndarray:
-    values = np.random.default_rng(0).standard_normal((1, _ROWS_POOL), np.float32) * np.float32(0.02)
-    return (convert_rows("F32", format, values.view(np.uint8)) if format in FLOATS else quantize_rows(format, values)).reshape(-1)
+    return random_rows(format, 1, _ROWS_POOL, 0.02).reshape(-1)
 
 
 def _fill(flat: np.ndarray, pool: np.ndarray, start: int) -> None:

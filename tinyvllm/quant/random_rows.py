@@ -1,4 +1,7 @@
-"""Random weights in any readable format: rounded where there is a packer, else blocks of random bits with scales of the wanted size."""
+"""Random weights in any readable format: rounded where there is a packer, else blocks of random bits with scales of the wanted size.
+
+For dummy weights, benchmarks and tests.
+"""
 
 from __future__ import annotations
 
