@@ -26,7 +26,7 @@ INLINE void dot_part(const int tokens, const uint8_t *block, int p, const struct
   const int first = p % 2 * 4;
   const uint8_t *high = block + 64 * first, *low = block + 512 + 64 * (p / 8 * 8 + first);
   UNROLL for (int j = 0; j < 4; j++) {
-    const w16 w = w16_or(w16_bits(w16_load(low + 64 * j), p % 8 / 2 * 2, 3), w16_bits(w16_load(high + 64 * j), p / 2 - 2, 4));
+    const w16 w = w16_or(w16_bits(w16_load(low + 64 * j), p % 8 / 2 * 2, 3), w16_bits(w16_bits(w16_load(high + 64 * j), p / 2, 1), -2, 4));
     dot_word(tokens, w, x, first + j, pitch, sum);
   }
 }

@@ -26,7 +26,8 @@ INLINE void dot_part(const int tokens, const uint8_t *block, int p, const struct
   const int half = p / 8, at = p % 8, first = p % 2 * 4;  // the part's words in a row of 64 low bytes, and in one of 32 high bytes
   const uint8_t *low = block + 64 * (16 * half + at % 4 * 4), *high = block + 2048 + 64 * (8 * half + first);
   UNROLL for (int j = 0; j < 4; j++) {
-    const w16 w = w16_or(w16_bits(w16_load(low + 64 * j), at / 4 * 4, 15), w16_bits(w16_load(high + 64 * j), at / 2 * 2 - 4, 48));
+    const w16 w =
+        w16_or(w16_bits(w16_load(low + 64 * j), at / 4 * 4, 15), w16_bits(w16_bits(w16_load(high + 64 * j), at / 2 * 2, 3), -4, 48));
     dot_word(tokens, w, x, first + j, pitch, sum);
   }
 }
