@@ -36,7 +36,7 @@ def test_the_recorded_answers_are_up_to_date(recorded):
 
 
 def test_the_file_is_small():
-    assert PATH.stat().st_size < 100_000
+    assert PATH.stat().st_size < 200_000  # about 6 KB a format
 
 
 @pytest.mark.parametrize("variant", [VARIANTS[0], "plain"])

@@ -89,7 +89,8 @@ def case_of(stem: str, facts: ShapeFacts | None) -> Case | None:
         return Case(stem, cache=facts.cache_format, head_dim=facts.head_dim if facts.head_dim in (64, 128) else 48)
     layout = Layout(facts.layout).value if stem == "embed" else ""
     cached = stem in ("norm_qkv_rope_store", "kv_append")
-    return Case(stem, facts.format, layout, facts.cache_format if cached else "")
+    format = facts.format.split("+")[0]  # of parts in several formats the first: the others are products of a launch of their own
+    return Case(stem, format, layout, facts.cache_format if cached else "")
 
 
 @dataclass(frozen=True)
@@ -187,9 +188,11 @@ def weight_rows(format: str, O: int, I: int, seed: int) -> np.ndarray:
     if known.is_float:
         return pack(format, (integers(seed, -63, 64, O * I, 1) / 64).astype(np.float32)).reshape(O, -1)
     blocks = integers(seed, 0, 255, O * I // known.elements, known.nbytes).astype(np.uint8)
-    start, scale = 0, 1 / known.zero if known.zero else 2.0**-9
+    start, scale = 0, 1 / known.zero if known.zero and known.scales is None else 2.0**-9
     for field in known.fields:
-        if field.nbytes == 2:
+        if field.name == "exponent":
+            blocks[:, start] = 122 + np.arange(len(blocks)) % 2
+        elif field.name in ("scale", "offset", "minimum"):
             value = np.float16(scale if field.name == "scale" else 2.0**-6) * (np.arange(len(blocks)) % 2 + 1)
             blocks[:, start : start + 2] = value.astype(np.float16).view(np.uint8).reshape(-1, 2)
         elif field.flip == 128:  # int8: files have no -128
