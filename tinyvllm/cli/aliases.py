@@ -28,6 +28,8 @@ _VLLM: dict[str, Alias] = {
     "--max-log-len": Alias(why="prompts are in no log"),
     "--disable-fastapi-docs": Alias(inert=(True,), why="there are no pages of documentation, only /openapi.json"),
     "--enable-prompt-tokens-details": Alias(inert=(True,), why="cached tokens are always in the usage"),
+    "--enable-request-id-headers": Alias(inert=(True,), why="X-Request-Id is in every answer"),
+    "--enable-server-load-tracking": Alias(inert=(True,), why="/load is always served"),
     "--api-server-count": Alias(inert=(1,), why="one process serves"),
     "--response-role": Alias(inert=("assistant",), why="answers are the assistant's"),
 }

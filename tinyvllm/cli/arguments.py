@@ -102,6 +102,9 @@ _SERVER_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--api-key-file", {"metavar": "F", "default": None, "help": "file of keys, one a line, followed by name=... and limits"}),
     ("--store", {"action": argparse.BooleanOptionalAction, "help": "keep answers of /v1/responses, files and batches in memory"}),
     ("--share-prefixes", {"action": "store_true", "help": "API keys share cached prefixes; without it each key has its own"}),
+    ("--return-tokens-as-token-ids", {"action": "store_true", "help": 'log-probabilities write tokens as "token_id:5"'}),
+    ("--enable-force-include-usage", {"action": "store_true", "help": "every event of a stream has the usage"}),
+    ("--enable-per-request-metrics", {"action": "store_true", "help": "answers have the times of their request"}),
     (
         "--cors-origin",
         {"action": "append", "metavar": "URL", "help": "allow pages of this origin to use the server; * for all; may be repeated"},

@@ -62,7 +62,10 @@ class Engine:
         outside.engine_started(config, self.runner)
         scheduler = new_scheduler(config, self.runner, self._store, outside.watch_clock(clock))
         self.metrics = engine_metrics(
-            config.served_model_name or config.model, "0", self.max_model_len, cache_facts(config, scheduler.pool.num_blocks)
+            config.served_model_name or config.model,
+            "0",
+            self.max_model_len,
+            cache_facts(config, scheduler.pool.num_blocks, self.max_model_len),
         )
         self._connect(scheduler, observers)
 

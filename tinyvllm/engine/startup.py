@@ -94,9 +94,12 @@ def new_scheduler(config: EngineConfig, runner: Runner, store: PrefixStore | Non
     return Scheduler(limits, pool, prefix, host, clock)
 
 
-def cache_facts(config: EngineConfig, num_blocks: int) -> dict[str, object]:
-    """The configuration of the KV cache, as the metrics name it."""
+def cache_facts(config: EngineConfig, num_blocks: int, max_model_len: int) -> dict[str, object]:
+    """The configuration of the KV cache, as the metrics name it. The concurrency is in sequences of the longest context."""
+    tokens = num_blocks * config.block_size
     return {
+        "kv_cache_size_tokens": tokens,
+        "kv_cache_max_concurrency": round(tokens / max_model_len, 2),
         "block_size": config.block_size,
         "num_gpu_blocks": num_blocks,
         "enable_prefix_caching": config.enable_prefix_caching,

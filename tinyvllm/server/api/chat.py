@@ -23,7 +23,7 @@ from tinyvllm.server.core.prompts import truncation_of
 from tinyvllm.server.core.response import DONE, ResponseWriter, quote, sse_event
 from tinyvllm.server.core.schema import BatchChatRequest, ChatRequest, ChatTokensRequest
 from tinyvllm.server.core.tool_turns import message_text
-from tinyvllm.server.core.usage import extra_fields, finish_reason_of
+from tinyvllm.server.core.usage import extra_fields, finish_reason_of, request_metrics, usage_in_stream
 from tinyvllm.text.parsing import Event, StreamParser
 
 _DEFAULT_BEAM_TOKENS = 16
@@ -121,6 +121,7 @@ def _completion(run: ChatRun, output: RequestOutput) -> dict[str, Any]:
         "usage": run.usage.openai(),
         "prompt_logprobs": None if body.prompt_logprobs is None else prompt_logprobs(output),
         "prompt_token_ids": output.prompt_token_ids if body.return_token_ids else None,
+        **request_metrics(run.context.service.config, output, len(choices), run.usage),
         **extra_fields(output, body.timings_per_token, run.usage),
     }
 
@@ -155,7 +156,8 @@ def _choice(run: ChatRun, part: CompletionOutput) -> dict[str, Any]:
         reason = "tool_calls" if reason == "stop" else reason
     choice: dict[str, Any] = {"index": part.index, "message": message, "logprobs": None, "finish_reason": reason, "stop_reason": stop}
     if body.logprobs:
-        entries = chat_logprobs(run.llm.tokenizer, positions_of(part), LogprobStyle.of(body, body.top_logprobs))
+        style = LogprobStyle.of(run.context.service.config, body, body.top_logprobs)
+        entries = chat_logprobs(run.llm.tokenizer, positions_of(part), style)
         choice["logprobs"] = {"content": entries, "refusal": None}
     return {**choice, "token_ids": part.token_ids if body.return_token_ids else None}
 
@@ -185,11 +187,9 @@ class _ChatStream:
 
     def __init__(self, run: ChatRun, writer: ResponseWriter):
         body: ChatRequest = run.body
-        options = body.stream_options
         self.run, self.writer, self.body = run, writer, body
-        self.include_usage = bool(options and options.include_usage)
-        self.continuous_usage = self.include_usage and bool(options and options.continuous_usage_stats)
-        self.style = LogprobStyle.of(body, body.top_logprobs)
+        self.include_usage, self.continuous_usage = usage_in_stream(run.context.service.config, body.stream_options)
+        self.style = LogprobStyle.of(run.context.service.config, body, body.top_logprobs)
         self.token_details = bool(body.logprobs or body.return_token_ids)
         self.event_start = f'data: {encode(_head(run, "chat.completion.chunk")).decode()[:-1]},"choices":[{{"index":'
         self.started = False
@@ -237,7 +237,10 @@ class _ChatStream:
         extra = extra_fields(final, self.body.timings_per_token, self.run.usage)
         if not (self.include_usage or extra):
             return b""
-        usage = {"usage": self.run.usage.openai()} if self.include_usage else {}
+        usage: dict[str, Any] = {}
+        if self.include_usage:
+            metrics = request_metrics(self.run.context.service.config, final, len(self.choices), self.run.usage)
+            usage = {"usage": self.run.usage.openai(), **metrics}
         return sse_event({**_head(self.run, "chat.completion.chunk"), "choices": [], **usage, **extra})
 
     def _event_end(self) -> str:

@@ -21,7 +21,7 @@ from tinyvllm.server.core.prompts import EncodedPrompt, check_room, encode_texts
 from tinyvllm.server.core.response import DONE, ResponseWriter, quote, sse_event
 from tinyvllm.server.core.schema import CompletionRequest
 from tinyvllm.server.core.segment_store import prefix_of
-from tinyvllm.server.core.usage import TokenUsage, extra_fields, finish_reason_of
+from tinyvllm.server.core.usage import TokenUsage, extra_fields, finish_reason_of, request_metrics, usage_in_stream
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -153,7 +153,9 @@ def _completion(job: _Job, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
             choices.append(_choice(job, index, output, part))
     job.usage.record(job.context)
     job.context.record["finish_reason"] = choices[0]["finish_reason"] if choices else None
-    extra = extra_fields(outputs[-1] if outputs else None, job.body.timings_per_token, job.usage)
+    last = outputs[-1] if outputs else None
+    extra = request_metrics(job.context.service.config, last, len(choices), job.usage)
+    extra |= extra_fields(last, job.body.timings_per_token, job.usage)
     return {**job.head(), "choices": choices, "usage": job.usage.openai(), **extra}
 
 
@@ -163,7 +165,9 @@ def _choice(job: _Job, index: int, output: RequestOutput, part: CompletionOutput
     choice |= {"finish_reason": reason, "stop_reason": stop}
     positions = job.positions(output, None if job.prompt_only else part)
     if positions is not None:
-        choice["logprobs"], _ = completion_logprobs(job.llm.tokenizer, positions, LogprobStyle.of(job.body, job.body.logprobs))
+        choice["logprobs"], _ = completion_logprobs(
+            job.llm.tokenizer, positions, LogprobStyle.of(job.context.service.config, job.body, job.body.logprobs)
+        )
     if job.body.echo:
         choice["text"] = job.prompt_text(index, output) + choice["text"]
     choice["prompt_logprobs"] = None if job.body.prompt_logprobs is None else prompt_logprobs(output)
@@ -186,11 +190,9 @@ class _CompletionStream:
     """The events of one job."""
 
     def __init__(self, job: _Job, writer: ResponseWriter):
-        options = job.body.stream_options
         self.job, self.writer, self.body = job, writer, job.body
-        self.include_usage = bool(options and options.include_usage)
-        self.continuous_usage = self.include_usage and bool(options and options.continuous_usage_stats)
-        self.style = LogprobStyle.of(job.body, job.body.logprobs)
+        self.include_usage, self.continuous_usage = usage_in_stream(job.context.service.config, job.body.stream_options)
+        self.style = LogprobStyle.of(job.context.service.config, job.body, job.body.logprobs)
         self.event_start = f'data: {encode(job.head()).decode()[:-1]},"choices":[{{"index":'
         self.choices = [_StreamedChoice(i) for i in range(len(job.prompts) * job.params.n)]
         self.counted: set[int] = set()  # indices of prompts whose tokens are counted
@@ -232,7 +234,10 @@ class _CompletionStream:
         extra = extra_fields(final, self.body.timings_per_token, self.job.usage)
         if not (self.include_usage or extra):
             return b""
-        usage = {"usage": self.job.usage.openai()} if self.include_usage else {}
+        usage: dict[str, Any] = {}
+        if self.include_usage:
+            metrics = request_metrics(self.job.context.service.config, final, len(self.choices), self.job.usage)
+            usage = {"usage": self.job.usage.openai(), **metrics}
         return sse_event({**self.job.head(), "choices": [], **usage, **extra})
 
     def _event_end(self) -> str:

@@ -137,9 +137,8 @@ class _Run:
     def _probabilities(self, positions: Sequence[Position]) -> dict[str, Any]:
         if not self.body.n_probs:
             return {}
-        return {
-            "completion_probabilities": token_probabilities(self.llm.tokenizer, positions, LogprobStyle.of(self.body, self.body.n_probs))
-        }
+        style = LogprobStyle.of(self.context.service.config, self.body, self.body.n_probs)
+        return {"completion_probabilities": token_probabilities(self.llm.tokenizer, positions, style)}
 
     def _result(self, answer: _Answer, part: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
         """A finished answer with all its fields, or those of response_fields."""

@@ -180,7 +180,7 @@ def _items(run: ChatRun, part: CompletionOutput, cut: bool) -> list[dict[str, An
     if parsed.reasoning and run.body.include_reasoning is not False:
         items.append(_item("reasoning", f"rs_{name}", text=parsed.reasoning))
     if parsed.content or not parsed.calls:
-        style = LogprobStyle.of(run.body, run.body.top_logprobs)
+        style = LogprobStyle.of(run.context.service.config, run.body, run.body.top_logprobs)
         logprobs = chat_logprobs(run.llm.tokenizer, positions_of(part), style) if wants_logprobs(run.body) else []
         items.append(_item("content", f"msg_{name}", text=parsed.content, logprobs=logprobs))
     items += [_item("call", f"fc_{name}_{i}", call, text=call["arguments"]) for i, call in enumerate(parsed.calls)]
@@ -350,7 +350,8 @@ class _ItemEvents:
     def _take_logprobs(self) -> list[Any]:
         if not self._positions:
             return []
-        logprobs = chat_logprobs(self._run.llm.tokenizer, self._positions, LogprobStyle.of(self._run.body, self._run.body.top_logprobs))
+        style = LogprobStyle.of(self._run.context.service.config, self._run.body, self._run.body.top_logprobs)
+        logprobs = chat_logprobs(self._run.llm.tokenizer, self._positions, style)
         self._positions = []
         self._logprobs += logprobs
         return logprobs

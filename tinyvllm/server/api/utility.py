@@ -77,7 +77,7 @@ def _output(
         usage.add_prompt(output)
     usage.add_completions(output)
     usage.record(context)
-    parts = [_continuation(body, part, tokenizer) for part in output.outputs]
+    parts = [_continuation(context, body, part, tokenizer) for part in output.outputs]
     response: dict[str, Any] = {"request_id": context.request_id, "text": [part["text"] for part in parts], "outputs": parts}
     response |= {"prompt_token_ids": output.prompt_token_ids, "finished": output.finished, "usage": usage.openai()}
     response |= extra_fields(output, body.timings_per_token and output.finished, usage)
@@ -86,11 +86,11 @@ def _output(
     return response
 
 
-def _continuation(body: GenerateRequest, part: CompletionOutput, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _continuation(context: RequestContext, body: GenerateRequest, part: CompletionOutput, tokenizer: Tokenizer | None) -> dict[str, Any]:
     reason, stop = finish_reason_of(part)
     fields: dict[str, Any] = {"index": part.index, "text": part.text, "token_ids": part.token_ids}
     if body.logprobs is not None:
-        fields["logprobs"] = chat_logprobs(tokenizer, positions_of(part), LogprobStyle.of(body, body.logprobs))
+        fields["logprobs"] = chat_logprobs(tokenizer, positions_of(part), LogprobStyle.of(context.service.config, body, body.logprobs))
     return {**fields, "finish_reason": reason, "stop_reason": stop}
 
 

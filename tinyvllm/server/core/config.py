@@ -20,6 +20,9 @@ class ServerConfig:
     chat_template       Jinja source that replaces the models' own templates
     share_prefixes      API keys share cached prefixes, so that one can measure what others have sent; without it each key has its own
     store               keep answers of /v1/responses, files and batches in memory for later requests
+    return_tokens_as_token_ids  log-probabilities write tokens as "token_id:5" unless the request says otherwise
+    enable_force_include_usage  every event of a stream of completions and chat completions has the usage
+    enable_per_request_metrics  completions and chat completions have the times of their request
     cors_origins        origins whose pages may call this server; "*" allows all. Pages of localhost always may
     allowed_hosts       names in the Host header that are accepted; localhost and addresses always are. Checked if there are any, and on a
                         loopback address without keys
@@ -39,6 +42,9 @@ class ServerConfig:
     chat_template: str | None = None
     share_prefixes: bool = False
     store: bool = True
+    return_tokens_as_token_ids: bool = False
+    enable_force_include_usage: bool = False
+    enable_per_request_metrics: bool = False
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     root_path: str = ""

@@ -222,7 +222,7 @@ class RequestContext:
 
 
 def request_id(requested: str | None) -> str:
-    """The client's own id if it is safe for headers and logs, else a new id."""
+    """The client's own id if it is safe for headers and logs, else a new one of 32 hexadecimal digits, as vLLM's."""
     if requested is not None and re.fullmatch(r"[\w.:-]{1,128}", requested, re.ASCII):
         return requested
-    return f"req-{secrets.token_hex(12)}"
+    return secrets.token_hex(16)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinyvllm.request import ALL_LOGPROBS, CompletionOutput, Logprob, RequestOutput
+from tinyvllm.server.core.config import ServerConfig
 from tinyvllm.text.tokenizer import Tokenizer
 
 Position = tuple[int, dict[int, Logprob] | None]  # a token and the alternatives there; None for the first token of a prompt
@@ -32,9 +33,12 @@ class LogprobStyle:
     as_token_ids: bool = False
 
     @staticmethod
-    def of(body: Any, top: int | None) -> LogprobStyle:
-        """The style that a body asks for."""
-        return LogprobStyle(top or 0, bool(body.logprob_token_ids), bool(body.return_tokens_as_token_ids))
+    def of(config: ServerConfig, body: Any, top: int | None) -> LogprobStyle:
+        """The style that a body asks for; the server's where it does not."""
+        as_token_ids = body.return_tokens_as_token_ids
+        if as_token_ids is None:
+            as_token_ids = config.return_tokens_as_token_ids
+        return LogprobStyle(top or 0, bool(body.logprob_token_ids), as_token_ids)
 
     def alternatives(self, at: dict[int, Logprob], *also: int) -> list[tuple[int, Logprob]]:
         """The alternatives, the most probable first; `also` names tokens that are always among them."""

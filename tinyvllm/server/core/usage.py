@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tinyvllm.request import CompletionOutput, RequestOutput
+from tinyvllm.server.core.config import ServerConfig
 from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.failures import Failure
+from tinyvllm.server.core.schema import StreamOptions
 
 
 @dataclass
@@ -42,6 +44,14 @@ class TokenUsage:
         context.record |= {"prompt_tokens": self.prompt, "cached_tokens": self.cached, "completion_tokens": self.completion}
 
 
+def usage_in_stream(config: ServerConfig, options: StreamOptions | None) -> tuple[bool, bool]:
+    """(whether a stream has its usage, whether every event has it)."""
+    if config.enable_force_include_usage:
+        return True, True
+    include = options is not None and bool(options.include_usage)
+    return include, include and options is not None and bool(options.continuous_usage_stats)
+
+
 def finish_reason_of(part: CompletionOutput) -> tuple[str | None, int | str | None]:
     """(OpenAI's finish_reason, vLLM's stop_reason). A missed deadline counts as "length". Failure if the request failed."""
     if part.finish_reason == "error" and (part.error or "").startswith("structured_outputs:"):
@@ -71,6 +81,25 @@ def timings(output: RequestOutput, predicted: int) -> dict[str, Any]:
 def _rates(name: str, tokens: int, steps: int, ms: float) -> dict[str, Any]:
     per_token, per_second = (ms / steps, 1000 * steps / ms) if steps and ms else (0.0, 0.0)
     return {f"{name}_n": tokens, f"{name}_ms": ms, f"{name}_per_token_ms": per_token, f"{name}_per_second": per_second}
+
+
+def request_metrics(config: ServerConfig, output: RequestOutput | None, num_answers: int, usage: TokenUsage) -> dict[str, Any]:
+    """vLLM's times of a request, as the field `metrics`; nothing unless the server reports them, and for several answers."""
+    if not config.enable_per_request_metrics or output is None or num_answers != 1:
+        return {}
+    times = output.metrics
+    if times.scheduled is None or times.first_token is None or times.finished is None:
+        return {}
+    decode = max(0.0, times.finished - times.first_token)
+    metrics = {
+        "time_to_first_token_ms": 1000 * (times.first_token - times.scheduled),
+        "generation_time_ms": 1000 * decode,
+        "queue_time_ms": 1000 * max(0.0, times.scheduled - times.arrival),
+        "tokens_per_second": usage.completion / decode if decode else 0.0,
+    }
+    if usage.completion > 1:
+        metrics["mean_itl_ms"] = 1000 * decode / (usage.completion - 1)
+    return {"metrics": metrics}
 
 
 def extra_fields(output: RequestOutput | None, with_timings: bool | None = None, usage: TokenUsage | None = None) -> dict[str, Any]:
