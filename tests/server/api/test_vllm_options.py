@@ -1,7 +1,9 @@
-"""Options of the server under vLLM's names: token ids in log-probabilities, usage in every event, times of each request."""
+"""Options of the server under vLLM's names: token ids in log-probabilities, usage in every event, times of each request, the load."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 
 import httpx
@@ -62,3 +64,17 @@ def test_the_size_of_the_cache(server: Running) -> None:
     (labels,) = (sample.labels for family in families if family.name == "vllm:cache_config_info" for sample in family.samples)
     assert int(labels["kv_cache_size_tokens"]) == int(labels["block_size"]) * int(labels["num_gpu_blocks"])
     assert float(labels["kv_cache_max_concurrency"]) > 0
+
+
+@pytest.mark.parametrize(("path", "body"), [*REQUESTS, ("/v1/chat/completions/batch", {**CHAT, "messages": [CHAT["messages"]]})])
+def test_the_load_in_a_header(server: Running, path: str, body: dict) -> None:
+    asked = {"endpoint-load-metrics-format": "JSON"}
+    answer = server.post(path, body, **asked)
+    kind, _, text = answer.headers["endpoint-load-metrics"].partition(" ")
+    figures = json.loads(text)["named_metrics"]
+    assert kind == "JSON" and 0 <= figures["kv_cache_usage_perc"] <= 1 and figures["num_requests_waiting"] >= 0
+    words = server.post(path, body, **{"endpoint-load-metrics-format": "TEXT"}).headers["endpoint-load-metrics"]
+    assert re.fullmatch(r"TEXT named_metrics\.kv_cache_usage_perc=[\d.e-]+, named_metrics\.num_requests_waiting=[\d.]+", words)
+    assert "endpoint-load-metrics" not in server.post(path, body).headers
+    wrong = server.post(path, body, **{"endpoint-load-metrics-format": "BIN"})
+    assert wrong.status_code == 400 and "must be TEXT or JSON" in wrong.json()["error"]["message"]

@@ -17,6 +17,7 @@ from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.conversation import after_segments, conversation_of, encode_conversation, reasoning_variables
 from tinyvllm.server.core.failures import Failure, encode
 from tinyvllm.server.core.generation import ChatRun, beam_search, chat_run, final_outputs
+from tinyvllm.server.core.load_report import report_load
 from tinyvllm.server.core.logprobs import LogprobStyle, Position, chat_logprobs, positions_of, prompt_logprobs
 from tinyvllm.server.core.params import beam_params, output_length, request_options, sampling_params
 from tinyvllm.server.core.prompts import truncation_of
@@ -33,6 +34,7 @@ async def answer(context: RequestContext, body: ChatRequest, writer: ResponseWri
     """Continue a conversation."""
     _record_client(context, body)
     async with context.service.models.use(body.model) as (model, llm):
+        report_load(context, llm)
         run = await _prepare(context, body, llm, model, context.data)
         if body.use_beam_search:
             await writer.json(_completion(run, await _beam_search(run)))
@@ -46,6 +48,7 @@ async def answer_all(context: RequestContext, body: BatchChatRequest, writer: Re
     """Continue several conversations. Choices have the indices of their conversations."""
     _record_client(context, body)
     async with context.service.models.use(body.model) as (model, llm):
+        report_load(context, llm)
         conversations = context.data["messages"]
         runs = [await _prepare(context, body, llm, model, {**context.data, "messages": one}) for one in conversations]
         await writer.json(_batch_completion(runs, await final_outputs(runs)))

@@ -15,6 +15,7 @@ from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.failures import bad_field, encode
 from tinyvllm.server.core.generation import beam_search, generate
 from tinyvllm.server.core.limits import MAX_CHOICES
+from tinyvllm.server.core.load_report import report_load
 from tinyvllm.server.core.logprobs import LogprobStyle, Position, completion_logprobs, positions_of, prompt_logprobs
 from tinyvllm.server.core.params import beam_params, output_length, request_options, sampling_params
 from tinyvllm.server.core.prompts import EncodedPrompt, check_room, encode_texts, truncation_of
@@ -29,6 +30,7 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 async def answer(context: RequestContext, body: CompletionRequest, writer: ResponseWriter) -> None:
     """Continue one or several prompts."""
     async with context.service.models.use(body.model) as (model, llm):
+        report_load(context, llm)
         prompts = await _encode(context, body, llm)
         if body.use_beam_search:
             await writer.json(await _beam_search(context, body, llm, model, prompts))
