@@ -103,6 +103,7 @@ class BlockFormat:
         return next(field for field in self.fields if field.name == name)
 
 
+_UNROUNDED = 2e-3  # `tolerance` of packed weights where x is not rounded
 _ROWS = frozenset({Layout.ROWS})
 _PANELS = frozenset({Layout.PANELS})
 _ROWS_PANELS = _ROWS | _PANELS
@@ -188,3 +189,9 @@ def packed_in(layout: Layout) -> tuple[str, ...]:
 def activations_of(format: str, layout: Layout) -> Activations:
     """How a product with a matrix of this format and layout rounds its activations."""
     return Activations.FLOAT32 if layout is Layout.ROWS else FORMATS[format].activations
+
+
+def tolerance_of(format: str, layout: Layout) -> float:
+    """The relative error of a layer up to which `verify` accepts kernels that read a matrix of this format in this layout."""
+    known = FORMATS[format]
+    return known.tolerance if known.is_float or layout is not Layout.ROWS else _UNROUNDED

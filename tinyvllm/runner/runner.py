@@ -164,7 +164,8 @@ class Runner:
             check_weights(device, plan.needed_bytes(recipes, None if dummy else self.checkpoint))
         packing = self._test_packing(plan, plan.matrix_formats(recipes, None if dummy else self.checkpoint))
         loader.load(self.model, recipes)
-        self.weight_bytes, self.bytes_per_token, self.weight_formats = loader.bytes, loader.streamed, loader.formats
+        self.weight_bytes, self.bytes_per_token = loader.bytes, loader.streamed
+        self.weight_formats, self.weight_layout = loader.formats, plan.layout
         self.pool, self.max_model_len = self._size_pool(config)
         # a pool too small for the model's context shortens sequences, but must not change what the positions mean
         constants = self.model.constants(self.max_model_len, config.max_model_len or self.config.max_context)

@@ -26,7 +26,7 @@ from tinyvllm.models.projections import LayerWeights, ModelWeights, Product
 from tinyvllm.ops.head import Table
 from tinyvllm.ops.linear import TensorWeight, Weight
 from tinyvllm.placement import Placement
-from tinyvllm.quant.formats import FLOATS, FORMATS, Layout, formats_in, packed_in
+from tinyvllm.quant.formats import FLOATS, FORMATS, Layout, formats_in, packed_in, tolerance_of
 from tinyvllm.quant.layouts import (
     MixedWeight,
     PackedWeight,
@@ -275,10 +275,10 @@ class WeightLoader:
         return self._plan.format or (self._plan.floats if stored in FLOATS else stored)
 
 
-def widest_tolerance(formats: set[str]) -> tuple[str, float]:
-    """Of these formats (F32 if none) the one that `verify` gives the widest tolerance, and that."""
-    format = max(formats, key=lambda name: FORMATS[name].tolerance, default="F32")
-    return format, FORMATS[format].tolerance
+def widest_tolerance(formats: set[str], layout: Layout) -> tuple[str, float]:
+    """Of these formats (F32 if none) in this layout the one that `verify` gives the widest tolerance, and that."""
+    tolerances = {name: tolerance_of(name, layout) for name in formats or {"F32"}}
+    return max(tolerances.items(), key=lambda item: item[1])
 
 
 def place(model: Any, tensors: dict[str, Tensor]) -> None:

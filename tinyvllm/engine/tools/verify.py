@@ -73,7 +73,7 @@ def verify(engine: Engine, prompts: Items[Prompt] = PROMPTS, steps: int = 8, tol
     sequences = _sequences(engine, prompts, steps)
     comparison = Comparison(engine.runner, sum(len(sequence.block_table) for sequence in sequences))
     _run(comparison, sequences, len(prompts), steps, engine.config.max_num_batched_tokens)
-    format, limit = widest_tolerance(engine.runner.weight_formats)
+    format, limit = widest_tolerance(engine.runner.weight_formats, engine.runner.weight_layout)
     limit = limit if tolerance is None else tolerance
     places = comparison.errors()
     reference, kernels = (np.concatenate([getattr(seen, name).logits for seen in comparison.steps]) for name in ("reference", "kernels"))
