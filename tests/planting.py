@@ -64,6 +64,7 @@ def plant(
 def forget_code() -> None:
     """Compile every kernel again, or read it from disk: nothing planted stays in the process."""
     cpu_launch._ahead.clear()
+    cuda_launch._ahead.clear()
     for launch in (cpu_launch, cuda_launch, metal_launch):
         launch.machine_code.cache_clear()
     cuda_launch.loaded.cache_clear()

@@ -33,7 +33,8 @@ CUDA = """#define IN const u32 *
 """
 METAL = """#define IN device const u32 *
 #define OUT device u32 *
-{}kernel void entry(device u32 *out, device const u32 *in, uint thread_index [[thread_index_in_threadgroup]]) {{
+{}[[max_total_threads_per_threadgroup(32)]] kernel void entry(
+    device u32 *out, device const u32 *in, uint thread_index [[thread_index_in_threadgroup]]) {{
   if (thread_index == 0) call_every_function(out, in);
 }}
 """

@@ -51,9 +51,8 @@ SPARE_DESCRIPTORS = 256  # open files other than connections: weights, caches, l
 MAX_BODIES = 64  # of the longest length, that running requests may hold together
 
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
-_STRINGS = re.compile(
-    rb'(?:[^"]*+"[^"\\]*+(?:\\.[^"\\]*+)*+"){1,5000}+', re.DOTALL
-)  # at most 5000 in one match, which holds the interpreter lock
+# At most 5000 in one match, which holds the interpreter lock. Not possessive: before Python 3.11.5 that matches too much or too little.
+_STRINGS = re.compile(rb'(?:[^"]*+"[^"\\]*+(?:\\.[^"\\]*+)*+"){1,5000}', re.DOTALL)
 
 
 def check_values(raw: bytes) -> None:
