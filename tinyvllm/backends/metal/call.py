@@ -12,11 +12,10 @@ import logging
 import platform
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import numpy as np
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
 
 from tinyvllm.backends.autotune import source_digest, tuned
 from tinyvllm.backends.buffers import cache_format, constant, empty, integers, present, scratch
@@ -171,17 +170,13 @@ class MetalBackend:
     ) -> tuple[Tensor, LayerCache]:
         weight = stored(weight)
         T, eps, heads = int(x.shape[0]), constant(norm.eps), Heads.of(weight.O, qkv, angles, cache)
-        if len(pieces := self._pieces(x, T)) > 1:
-            queries = []
-            for piece in pieces:
-                part = replace(batch, slots=_rows_of(batch.slots, piece), rows=_count_of(batch.rows, piece))
-                own = None if angles is None else _rows_of(angles, piece)
-                q, cache = self.norm_qkv_rope_store(variant, _rows_of(x, piece), norm, qkv, weight, own, cache, part)
-                queries.append(q)
-            return _joined(queries), cache
         optional = [*_each(qkv.bias, weight), *present(qkv.q_norm, qkv.k_norm, angles)]
         ins = [x, norm.weight, *_matrices(weight)]
-        if plan.by_lanes(variant, T):
+        if len(self._pieces(x, T)) > 1:  # the products in pieces, and one store: tinygrad finds a cycle where two launches write a cache
+            every = Tensor.arange(T, device=x.device).cast(dtypes.int32).contiguous()
+            products = [self.norm_head(variant, x, norm, StoredWeight((part,)), every, batch.rows)[0] for part in weight.parts]
+            ins, kernel = [products[0].cat(*products[1:], dim=1).contiguous()], plan.rope_store(variant, T, heads)
+        elif plan.by_lanes(variant, T):
             shape = variant, weight.format, T, weight.I, heads, eps
             pool = 8 * heads.K * heads.D * round_up(T, heads.S)  # a cache with the blocks that these rows fill
             angle_bytes: list[Argument] = [4 * T * heads.R] if heads.R else []
