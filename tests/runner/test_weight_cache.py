@@ -134,7 +134,8 @@ def test_a_limit_on_file_sizes_is_one_line(tmp_path):
         "print(load(folder, 'bfloat16', kept=folder / 'kept').model.weights.head.format)"
     )
     environ = {name: value for name, value in os.environ.items() if name != "TINYVLLM_CACHE"}
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environ, capture_output=True, text=True, timeout=120)
+    # -B: under the limit Python would leave truncated .pyc files, which the next import fails on
+    done = subprocess.run([sys.executable, "-B", "-c", code, str(tmp_path)], env=environ, capture_output=True, text=True, timeout=120)
     assert done.stdout == "BF16\n" and "not kept: File too large" in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 20000
 

@@ -163,9 +163,9 @@ print(json.dumps(output[0].outputs[0].token_ids))
 def start(model: Path, folder: Path, poor: bool = False, **environ: str) -> tuple[list[int], list[str]]:
     """The tokens of a process with this cache folder, and its lines on stderr without notices.
 
-    A `poor` one can write no file, and has no home or name.
+    A `poor` one can write no file, and has no home or name; nor may Python (-B), which would leave truncated .pyc files.
     """
-    words = [sys.executable, "-c", START, str(model), str(folder / "prefixes"), *(["poor"] if poor else [])]
+    words = [sys.executable, "-B", "-c", START, str(model), str(folder / "prefixes"), *(["poor"] if poor else [])]
     variables = os.environ | {"TINYVLLM_CACHE": str(folder / "cache"), "XDG_CACHE_HOME": str(folder / "xdg")} | environ
     for name in ("CACHEDB", *(("HOME", "USER", "LOGNAME") if poor else ())):
         variables.pop(name, None)

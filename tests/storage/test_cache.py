@@ -194,7 +194,8 @@ def test_a_limit_on_file_sizes_is_one_line(tmp_path):
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         "print(folder.write('kernels/a', b'x' * 5000), folder.write('kernels/b', b'x' * 5000), folder.write('kernels/c', b'x'))"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "cache")], capture_output=True, text=True, timeout=60)
+    # -B: under the limit Python would leave truncated .pyc files, which the next import fails on
+    done = subprocess.run([sys.executable, "-B", "-c", code, str(tmp_path / "cache")], capture_output=True, text=True, timeout=60)
     assert done.stdout == "False False True\n" and done.stderr.count("\n") == 1 and "File too large" in done.stderr, done.stderr
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 1000
 
