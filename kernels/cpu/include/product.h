@@ -103,6 +103,9 @@ INLINE void fetch_ahead(const uint8_t *panel, const uint8_t *next_panel, const l
 }
 
 #if INTEGERS
+#define PARTS (BLOCK / PART)
+#define SHARE (PANEL_BLOCK_BYTES / PARTS)  // a whole number for every format
+
 INLINE void dot_tile(const int panels, const int tokens, const uint8_t *panel, long apart, const uint8_t *next_panel, const uint8_t *x,
                      float *tile, int pitch) {
   v16 acc[MAX_TOKENS];
@@ -110,8 +113,9 @@ INLINE void dot_tile(const int panels, const int tokens, const uint8_t *panel, l
   UNROLL for (int t = 0; t < tokens; t++) acc[t] = v16_set(0.0f);
   for (long b = 0; b < I / BLOCK; b++) {
     const uint8_t *block = panel + b * PANEL_BLOCK_BYTES;
-    fetch_ahead(panel, next_panel, b * PANEL_BLOCK_BYTES, PANEL_BLOCK_BYTES, AHEAD(panels, tokens));
-    for (int p = 0; p < BLOCK / PART; p++) {
+    for (int p = 0; p < PARTS; p++) {
+      // a part's share: the lines of a whole block of 256 at once are more than a core can ask for
+      fetch_ahead(panel, next_panel, b * PANEL_BLOCK_BYTES + p * SHARE, SHARE, AHEAD(panels, tokens));
       const struct x_group *group = (const struct x_group *)x + (b * BLOCK + p * PART) / 32;
       const int first = p * PART % 32;  // number of the group that the part begins with
       i16 sum[MAX_TOKENS];
