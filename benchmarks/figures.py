@@ -39,11 +39,14 @@ COMPARED = {
     "one sequence, bf16": ("BF16", "decode"),
     "one sequence, Q8_0": ("Q8_0", "decode"),
     "one sequence, Q4_0": ("Q4_0", "decode"),
+    "one sequence, Q4_K_M": ("Q4_K_M", "decode"),
+    "one sequence, Q6_K": ("Q6_K", "decode"),
     "one sequence with 7,936 tokens of context, bf16": ("BF16", "context"),
     "sixteen sequences in one batch, bf16": ("BF16", "batch"),
     "prompt of 512 tokens, bf16": ("BF16", "prefill"),
     "prompt of 512 tokens, Q8_0": ("Q8_0", "prefill"),
     "prompt of 512 tokens, Q4_0": ("Q4_0", "prefill"),
+    "prompt of 512 tokens, Q4_K_M": ("Q4_K_M", "prefill"),
 }
 
 
