@@ -66,6 +66,10 @@ def _run(arguments: list[str]) -> int:
         from tinyvllm.cli import verify
 
         return verify.run(options)
+    if command == "quality":
+        from tinyvllm.cli import quality
+
+        return quality.run(options)
     if command == "replay":
         from tinyvllm.cli import replay
 

@@ -14,7 +14,7 @@ from tinyvllm.config import CPU_STEP_MS, DTYPES, LOAD_FORMATS, QUANTIZATIONS, VE
 from tinyvllm.errors import ArgumentError
 from tinyvllm.request import STRUCTURES, SamplingParams, StructuredOutputsParams
 
-COMMANDS = ("generate", "chat", "serve", "batch", "kernels", "verify", "replay")
+COMMANDS = ("generate", "chat", "serve", "batch", "kernels", "verify", "quality", "replay")
 MAX_TOKENS = {"generate": 256, "chat": 1024}  # defaults; less where the context ends earlier
 
 _ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -251,7 +251,7 @@ def _generate_parser() -> Parser:
     parser = _common(
         "generate",
         "Continue prompts with a language model. The answer to a single prompt is streamed to stdout.",
-        "Other commands: tinyvllm chat, serve, batch, kernels, verify, replay (see their --help).",
+        "Other commands: tinyvllm chat, serve, batch, kernels, verify, quality, replay (see their --help).",
     )
     prompts: tuple[tuple[str, dict[str, Any]], ...] = (
         ("--prompt", {"action": "append", "metavar": "TEXT", "help": "the text to continue; may be repeated; - reads stdin"}),
@@ -341,6 +341,39 @@ def _verify_parser() -> Parser:
     return parser
 
 
+def _quality_parser() -> Parser:
+    parser = _common(
+        "quality",
+        "Measure what a format of weights or of the KV cache costs: perplexity, KL divergence from a reference, bytes and tokens a second.",
+        "Without MODEL, --formats and --kv-cache-dtypes: every format, and every type of KV cache. Exit code 1 if a row failed.",
+    )
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="a model to measure, as --model elsewhere; may be repeated")
+    own: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("--against", {"metavar": "MODEL", "help": "the reference, as --model elsewhere; default: the bundled model"}),
+        ("--text", {"metavar": "F", "help": "UTF-8 text; default, for the bundled model only: text held out of its training"}),
+        (
+            "--formats",
+            {"metavar": "Q,...", "help": f"measure the reference quantized while loading: all, or of {', '.join(QUANTIZATIONS)}"},
+        ),
+        (
+            "--kv-cache-dtypes",
+            {"metavar": "T,...", "help": "measure each of the weights, or the reference's, with these types of KV cache"},
+        ),
+        ("--reference-dtype", {"metavar": "T", "help": "--dtype of the reference, such as float32"}),
+        ("--context", {"type": int, "metavar": "N", "default": 512, "help": "tokens of a window; those after its first half are scored"}),
+        ("--windows", {"type": int, "metavar": "N", "default": 32, "help": "maximum number of windows of the text"}),
+        ("--scratch", {"metavar": "SIZE", "default": "16GiB", "help": "maximum size of the temporary file of the reference's logits"}),
+        ("--decode", {"action": argparse.BooleanOptionalAction, "default": True, "help": "measure the speed of decoding, too"}),
+        ("--output", {"metavar": "F", "help": "write a JSON line for each row to this file; - is stdout, in place of the table"}),
+        ("--plot", {"metavar": "F.svg", "help": "draw bytes against divergence"}),
+    )
+    group = parser.add_argument_group("comparison")
+    for flag, settings in own:
+        group.add_argument(flag, **settings)
+    _add(parser, "engine", _only("--device", "--tokenizer", "--block-size"))
+    return parser
+
+
 def _replay_parser() -> Parser:
     parser = _common("replay", "Replay a recording, with its arrivals. Exit code 1 if tokens or schedule differ.")
     parser.add_argument("file", metavar="RUN.jsonl", help="a file that --record wrote")
@@ -364,6 +397,11 @@ def _others(*flags: str) -> tuple[tuple[str, dict[str, Any]], ...]:
     return tuple(option for option in _ENGINE_OPTIONS if option[0] not in flags)
 
 
+def _only(*flags: str) -> tuple[tuple[str, dict[str, Any]], ...]:
+    """These of the engine's options."""
+    return tuple(option for option in _ENGINE_OPTIONS if option[0] in flags)
+
+
 PARSERS = {
     "generate": _generate_parser,
     "chat": _chat_parser,
@@ -371,5 +409,6 @@ PARSERS = {
     "batch": _batch_parser,
     "kernels": _kernels_parser,
     "verify": _verify_parser,
+    "quality": _quality_parser,
     "replay": _replay_parser,
 }

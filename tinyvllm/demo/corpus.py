@@ -14,6 +14,7 @@ import random
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from tinyvllm.demo import stories
 from tinyvllm.demo.stories import fill, tidy
@@ -1366,3 +1367,11 @@ def documents(seed: int, split: str = "train", kind: str | None = None) -> Itera
     kinds, shares = list(SHARES), list(SHARES.values())
     while True:
         yield MAKERS[kind or rng.choices(kinds, shares)[0]](rng, split)
+
+
+def held_out_text(count: int = 220) -> str:
+    """The first documents of the stream that the model card's figures are measured on, each with its special tokens as in training.
+
+    The BOS of the first is left to the tokenizer. 220 documents of all kinds are about 20,000 tokens.
+    """
+    return BOS.join(document.render() for document in islice(documents(7, "held-out"), count))

@@ -224,16 +224,3 @@ def _lengths(rows: np.ndarray) -> np.ndarray:
 def _largest(values: np.ndarray) -> float:
     most = float(np.abs(values).max())
     return most if np.isfinite(most) else float("inf")
-
-
-def divergence(reference: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Kullback-Leibler divergence in nats of the distributions of two logits [N, V], from the reference's; float64 [N]."""
-    p, q = (_log_softmax(logits.astype(np.float64)) for logits in (reference, other))
-    found = (np.exp(p) * (p - q)).sum(1)
-    return np.where(np.isfinite(found), np.maximum(found, 0.0), np.inf)
-
-
-def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits - logits.max(1, keepdims=True)
-    log_probs: np.ndarray = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
-    return log_probs

@@ -60,6 +60,11 @@ class Tokenizer(ABC):
     def vocab_size(self) -> int:
         """Highest id that has a token, plus one."""
 
+    @property
+    def prefix_ids(self) -> list[int]:
+        """What `encode` puts before a text: usually BOS, or nothing."""
+        return list(self._prefix)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens written in the text are recognised. TokenizerError for lone surrogates,
         OutOfMemoryError for a long text without the memory for it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -15,14 +15,22 @@ from tinyvllm.scheduler import Scheduled
 
 def prompt_logits(engine: Engine, token_ids: list[int]) -> np.ndarray:
     """Float32 logits [T, V] of every position of one prompt."""
-    return _in_free_blocks("prompt_logits", engine, token_ids, lambda entry: engine.runner.prompt_logits(entry))
+    return np.concatenate([*prompt_logits_by_chunk(engine, token_ids)])
+
+
+def prompt_logits_by_chunk(engine: Engine, token_ids: list[int], chunk: int | None = None) -> Iterator[np.ndarray]:
+    """Float32 logits [T, V] of one chunk of a prompt after the other: of `chunk` tokens, or of as many as a step may have.
+
+    The kernels are those of a prefill that serves a request. Exhaust or close the iterator: it holds the prompt's blocks.
+    """
+    return _by_chunk("prompt_logits", engine, token_ids, lambda entry: engine.runner.prompt_logits(entry), chunk)
 
 
 def embed(engine: Engine, token_ids: list[int], pooling: str = "mean", normalize: bool = True) -> np.ndarray:
     """One prompt as a vector float32 [E]: the mean of its hidden states, or the last one; of length 1 with `normalize`."""
     if pooling not in ("mean", "last"):
         raise RequestError(f"embed: pooling must be mean or last, got {pooling!r}")
-    states = _in_free_blocks("embed", engine, token_ids, lambda entry: engine.runner.states(entry))
+    states = np.concatenate([*_by_chunk("embed", engine, token_ids, lambda entry: engine.runner.states(entry))])
     pooled: np.ndarray = states.mean(0) if pooling == "mean" else states[-1]
     return pooled / max(float(np.linalg.norm(pooled)), 1e-12) if normalize else pooled
 
@@ -34,10 +42,13 @@ def kernel_choices(engine: Engine) -> list[tuple[str, str, str, str]]:
     return [(choice.stem, choice.shape, choice.variant, choice.why) for choice in engine.runner.choices()]
 
 
-def _in_free_blocks(speaker: str, engine: Engine, token_ids: list[int], compute: Callable[[Scheduled], np.ndarray]) -> np.ndarray:
-    """The results of `compute` for the chunks of a prompt, concatenated."""
+def _by_chunk(
+    speaker: str, engine: Engine, token_ids: list[int], compute: Callable[[Scheduled], np.ndarray], chunk: int | None = None
+) -> Iterator[np.ndarray]:
+    """The result of `compute` for each chunk of a prompt. Other work of the device may run between two of them."""
     engine.check_open()
     pool, V, size = engine.scheduler.pool, engine.runner.config.vocab_size, engine.scheduler.limits.max_batched_tokens
+    size = size if chunk is None else min(chunk, size)
     if not token_ids or len(token_ids) > engine.max_model_len:
         raise RequestError(f"{speaker}: expected 1 to {engine.max_model_len} tokens, got {len(token_ids)}")
     if bad := next((t for t in token_ids if not 0 <= t < V), None):
@@ -45,8 +56,11 @@ def _in_free_blocks(speaker: str, engine: Engine, token_ids: list[int], compute:
     sequence = Sequence(-1, speaker, list(token_ids), SamplingParams())
     with DEVICE_LOCK:
         sequence.block_table = pool.allocate(pool.blocks_for(len(token_ids)))
-        try:
-            starts = range(0, len(token_ids), size)
-            return np.concatenate([compute(Scheduled(sequence, start, min(size, len(token_ids) - start), 0)) for start in starts])
-        finally:
+    try:
+        for start in range(0, len(token_ids), size):
+            with DEVICE_LOCK:
+                result = compute(Scheduled(sequence, start, min(size, len(token_ids) - start), 0))
+            yield result
+    finally:
+        with DEVICE_LOCK:
             pool.release(sequence.block_table)

@@ -16,8 +16,9 @@ from tinyvllm.engine.engine import Engine
 from tinyvllm.engine.prompt import Prompt, encode_prompt
 from tinyvllm.errors import ArgumentError, ModelError
 from tinyvllm.request import SamplingParams, Sequence
-from tinyvllm.runner.verify import Comparison, PlaceError, divergence
+from tinyvllm.runner.verify import Comparison, PlaceError
 from tinyvllm.runner.weights import widest_tolerance
+from tinyvllm.sampling.divergence import divergence, log_softmax
 from tinyvllm.scheduler import Scheduled
 
 PROMPTS = (
@@ -77,9 +78,9 @@ def verify(engine: Engine, prompts: Items[Prompt] = PROMPTS, steps: int = 8, tol
     limit = limit if tolerance is None else tolerance
     places = comparison.errors()
     reference, kernels = (np.concatenate([getattr(seen, name).logits for seen in comparison.steps]) for name in ("reference", "kernels"))
-    first = _first(places, limit)
+    first, kl = _first(places, limit), divergence(log_softmax(reference), log_softmax(kernels))
     return Report(
-        places, limit, format, divergence(reference, kernels).tolist(), int((reference.argmax(1) == kernels.argmax(1)).sum()),
+        places, limit, format, kl.tolist(), int((reference.argmax(1) == kernels.argmax(1)).sum()),
         comparison.kernels, first, [] if first is None else _culprits(comparison, first, limit),
     )  # fmt: skip
 
