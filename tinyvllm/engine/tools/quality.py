@@ -53,11 +53,6 @@ class Windows:
     def num_scored(self) -> int:
         return len(self.ids) * (self.context - 1 - self.first)
 
-    @property
-    def scored(self) -> np.ndarray:
-        """The tokens that are scored, [W, C - 1 - C // 2]."""
-        return self.ids[:, self.first + 1 :]
-
 
 def windows_of(tokenizer: Tokenizer, text: str, context: int, limit: int) -> Windows:
     """The first `limit` windows of a text. Each begins with what the tokenizer puts before a text, in place of its first tokens."""
