@@ -20,6 +20,26 @@
 #define IQ4_XS 14
 #define MXFP4 15
 
+// Integers in groups with a scale and an offset each: 1000 times the bits, plus the group's columns.
+#define INT2_G32 2032
+#define INT2_G64 2064
+#define INT2_G128 2128
+#define INT3_G32 3032
+#define INT3_G64 3064
+#define INT3_G128 3128
+#define INT4_G32 4032
+#define INT4_G64 4064
+#define INT4_G128 4128
+#define INT5_G32 5032
+#define INT5_G64 5064
+#define INT5_G128 5128
+#define INT6_G32 6032
+#define INT6_G64 6064
+#define INT6_G128 6128
+#define INT8_G32 8032
+#define INT8_G64 8064
+#define INT8_G128 8128
+
 // Weights of a block, and bytes of a block in a file.
 #define Q8_0_BLOCK 32
 #define Q8_0_BLOCK_BYTES 34  // half scale; int8 q[32]

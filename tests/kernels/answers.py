@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from tinyvllm.backends import cases
-from tinyvllm.backends.cases import EPS, PERIOD, S, activations, columns, norm_weight, numbers, weight_rows
-from tinyvllm.quant.formats import FORMATS, Layout, formats_in
+from tinyvllm.backends.cases import EPS, PERIOD, S, activations, columns, norm_weight, numbers, numbers_of, weight_rows
+from tinyvllm.quant.formats import Layout, formats_in
 from tinyvllm.quant.layouts import unpack_rows
 
 PATH = Path(cases.__file__).with_name("answers.npz")
@@ -25,12 +25,12 @@ def answers() -> Arrays:
     fixed = {"kv_append": kv_append(), "advance": advance(), "kv_copy": kv_copy(), "sample": sample(), "pack_tiles": {"equal": np.ones(1)}}
     found = {f"{stem}/{name}": array for stem, arrays in fixed.items() for name, array in arrays.items()}
     for format in dict.fromkeys(name for layout in Layout for name in formats_in(layout)):
-        label = "float" if FORMATS[format].is_float else format
+        label = numbers_of(format)
         for stem, answer in (("embed", embed), ("matmul", matmul), ("norm_gate_up_silu", gate_up), ("norm_head", head),
                              ("norm_qkv_rope_store", qkv)):  # fmt: skip
             for name, array in answer(format).items():
                 known = found.setdefault(f"{stem} {label}/{name}", array)
-                np.testing.assert_array_equal(known, array, err_msg=f"{stem}: the float formats do not hold the same numbers")
+                np.testing.assert_array_equal(known, array, err_msg=f"{stem}: the formats of {label} do not hold the same numbers")
     for D in (48, 64, 128):
         found[f"attention_decode {D}/out"], found[f"attention_prefill {D}/out"] = decode(D), prefill(D)
     return {name: array.astype(np.float32) if array.dtype.kind == "f" else array.astype(np.int32) for name, array in found.items()}

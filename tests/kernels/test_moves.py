@@ -5,16 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.formats import tested_formats
 from tests.kernels.calling import aligned, call
 from tinyvllm.backends.cpu.toolchain import cpu_features
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.quant.formats import Layout, formats_in, packed_in
+from tinyvllm.quant.formats import Layout, packed_in
 from tinyvllm.quant.layouts import pack_panels, row_bytes, unpack_rows
 from tinyvllm.quant.random_rows import packable_width, random_rows
 
 TARGETS = ("plain", *(["avx2"] if {"avx2", "fma", "f16c"} <= cpu_features() else []), *(["avx512"] if "avx512f" in cpu_features() else []))
 E, V, T = 96, 37, 5  # three panels, the last of them not full
-WIDTHS = {format: packable_width(format, E) for format in formats_in(Layout.PANELS)}
+WIDTHS = {format: packable_width(format, E) for format in tested_formats(Layout.PANELS)}
 
 
 def filled(values: np.ndarray) -> np.ndarray:

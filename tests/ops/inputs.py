@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from tinygrad import Tensor, dtypes
 
+from tests.formats import tested_formats
 from tinyvllm.backends import registry
 from tinyvllm.placement import Placement
-from tinyvllm.quant.formats import Layout, formats_in
+from tinyvllm.quant.formats import Layout
 from tinyvllm.quant.layouts import PackedWeight, RowWeight, pack_panels
 from tinyvllm.quant.random_rows import random_rows
 from tinyvllm.weights.mapping import allocate
@@ -18,7 +19,7 @@ from tinyvllm.weights.memory import adopt
 
 VARIANTS = registry.usable_variants(Placement("CPU"))  # best first
 # Every format on the best variant, one of floats or blocks on each other variant: tests/kernels has all pairs, and compiling takes seconds.
-FORMATS_AND_VARIANTS = [(format, VARIANTS[0]) for format in formats_in(Layout.PANELS)] + [
+FORMATS_AND_VARIANTS = [(format, VARIANTS[0]) for format in tested_formats(Layout.PANELS)] + [
     (("BF16", "Q4_0")[i % 2], variant) for i, variant in enumerate(VARIANTS[1:])
 ]
 

@@ -6,7 +6,6 @@ import pytest
 from gguf.quants import quantize
 
 from tinyvllm.errors import FormatError, ModelError
-from tinyvllm.quant.formats import FORMATS
 from tinyvllm.weights.gguf import read_gguf
 
 
@@ -184,6 +183,6 @@ def test_refuses_parts_that_do_not_belong_together(tmp_path):
 
 
 def test_every_known_type_has_its_size(file):
-    for f in FORMATS.values():
+    for f in FORMATS_BY_TYPE_ID.values():
         write(file, infos=[info("t", (f.elements * 2, 3), f.type_id, 0)], body=bytes(6 * f.nbytes))
         assert len(read_gguf(file)[1]["t"].data) == 6 * f.nbytes

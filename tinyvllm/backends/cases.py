@@ -27,9 +27,11 @@ from tinyvllm.bridge import alias, byte_spans, download, mapped
 from tinyvllm.integers import round_up
 from tinyvllm.placement import Placement
 from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16, pack
-from tinyvllm.quant.formats import FORMATS, Layout
+from tinyvllm.quant.formats import FORMATS, GROUPED, Layout
+from tinyvllm.quant.grouped import pack_groups
 from tinyvllm.quant.layouts import PackedWeight, RowSource, RowWeight, StoredWeight, TileWeight, joined, pack_panels, pack_tiles
 
+_WIDEST_GROUP = 128  # columns: the grouped formats hold the same numbers
 PERIOD = 5  # distinct rows; no power of two, so that rows that changed places by one are noticed
 FEW, MANY = (4, 3), (24, 19)  # rows of a batch, and how many of them count
 S = 16  # tokens of a KV block
@@ -60,9 +62,8 @@ class Case:
 
     @property
     def answer(self) -> str:
-        """Which answer it has: float formats and cache formats hold the same numbers."""
-        known = FORMATS.get(self.format)
-        values = "" if known is None or self.stem == "pack_tiles" else "float" if known.is_float else self.format
+        """Which answer it has: float formats, grouped formats and cache formats hold the same numbers."""
+        values = "" if self.format not in FORMATS or self.stem == "pack_tiles" else numbers_of(self.format)
         return " ".join(word for word in (self.stem, values, str(self.head_dim or "")) if word)
 
     @property
@@ -153,7 +154,7 @@ def numbers(seed: int, *shape: int) -> np.ndarray:
 
 def columns(format: str) -> int:
     """Inputs of a product: more than the 512 that GPUs sum in one piece, and not a multiple of 64 where the format allows it."""
-    return round_up(544, FORMATS[format].elements)
+    return round_up(544, _WIDEST_GROUP if format in GROUPED else FORMATS[format].elements)
 
 
 def repeated(rows: np.ndarray, T: int) -> np.ndarray:
@@ -179,12 +180,19 @@ def norm_weight(I: int) -> np.ndarray:
 
 def table_columns(format: str) -> int:
     """Columns of the embedding table."""
-    return round_up(96, FORMATS[format].elements)
+    return round_up(96, _WIDEST_GROUP if format in GROUPED else FORMATS[format].elements)
+
+
+def numbers_of(format: str) -> str:
+    """Which numbers `weight_rows` has: formats of one name have the same."""
+    return "float" if FORMATS[format].is_float else "grouped" if format in GROUPED else format
 
 
 def weight_rows(format: str, O: int, I: int, seed: int) -> np.ndarray:
     """uint8 [O, bytes of a row]: numbers below 1 in the float formats, else random bits with scales that are powers of two."""
     known = FORMATS[format]
+    if format in GROUPED:
+        return _grouped_rows(format, O, I, seed)
     if known.is_float:
         return pack(format, (integers(seed, -63, 64, O * I, 1) / 64).astype(np.float32)).reshape(O, -1)
     blocks = integers(seed, 0, 255, O * I // known.elements, known.nbytes).astype(np.uint8)
@@ -200,6 +208,17 @@ def weight_rows(format: str, O: int, I: int, seed: int) -> np.ndarray:
             quants[quants == 128] = 129
         start += field.nbytes
     return blocks.reshape(O, -1)
+
+
+def _grouped_rows(format: str, O: int, I: int, seed: int) -> np.ndarray:
+    """The numbers -3, -1, 1, 3 times 1/8 and 1/4 in turn: in even groups by the lowest two bits, in odd ones by the highest two."""
+    quants = integers(seed, 0, 4, O * I, 1).astype(np.uint8).reshape(O, -1, _WIDEST_GROUP)
+    groups = np.arange(I // _WIDEST_GROUP)
+    shift = np.where(groups % 2, int(format[3]) - 2, 0).astype(np.uint8)
+    step = np.ldexp(np.float32(0.25), groups % 2).astype(np.float32)
+    scales = np.broadcast_to(np.ldexp(step, -shift.astype(np.int32)), (O, len(groups)))
+    offsets = np.broadcast_to(step * np.float32(-1.5), (O, len(groups)))
+    return pack_groups(format, (quants << shift[:, None]).reshape(O, I), scales, offsets)
 
 
 def empty_batch(site: Site, **arrays: Any) -> Batch:

@@ -34,7 +34,7 @@ class Fingerprint:
         self._checkpoint, self._engine = engine.runner.checkpoint, identity(engine.runner, engine.config, "")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._read_model, name="tinyvllm-fingerprint", daemon=True)
-        size = sum(record.data.nbytes for record in self._checkpoint.tensors.values())
+        size = sum(record.nbytes for record in self._checkpoint.tensors.values())
         try:
             self._compute(lambda: size > SMALL_BYTES)
         except Stopped:

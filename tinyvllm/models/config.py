@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from tinygrad.llm.model import TransformerConfig
 
 from tinyvllm.errors import ModelError
-from tinyvllm.foreign import quoted
+from tinyvllm.foreign import Fields, quoted
 from tinyvllm.ops.rope import SCALINGS, RopeScaling
 
-MAX_LAYERS, MAX_EXPERTS = 1024, 4096  # several times more than any published model has
+MAX_EXPERTS = 4096  # several times more than any published model has
 
 
 @dataclass(frozen=True)
@@ -57,68 +56,6 @@ class WeightRecipe:
     shape: tuple[int, ...]
     sources: tuple[str, ...]
     transform: Transform | None = field(default=None, compare=False)
-
-
-class Fields:
-    """A checkpoint's description with typed getters whose errors name the key: config.json, or one architecture's part of GGUF metadata."""
-
-    def __init__(self, values: Mapping[str, Any], prefix: str = "", where: str = "config.json"):
-        self.values, self.prefix, self.where = values, prefix, where
-
-    def get(self, key: str, default: Any = None) -> Any:
-        value = self.values.get(self.prefix + key)
-        return default if value is None else value
-
-    def _need(self, key: str, default: Any) -> Any:
-        value = self.get(key, default)
-        if value is None:
-            raise ModelError(f"{self.where}: the key {self.prefix + key!r} is missing; the model cannot be built without it")
-        return value
-
-    def _refuse(self, key: str, expected: str, value: object) -> NoReturn:
-        raise ModelError(f"{self.where}: {self.prefix + key} must be {expected}, got {quoted(value)}")
-
-    def integer(self, key: str, default: int | None = None, low: int = 0, high: int | None = None) -> int:
-        value = self._need(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-            self._refuse(key, f"an integer of {low} or more" if high is None else f"an integer from {low} to {high}", value)
-        return value
-
-    def layers(self, key: str = "num_hidden_layers") -> int:
-        """The number of layers, bounded: lists with an entry per layer must not fill the memory before any tensor is checked."""
-        return self.integer(key, low=1, high=MAX_LAYERS)
-
-    def number(self, key: str, default: float | None = None, above: float | None = None, high: float = math.inf) -> float:
-        value = self._need(key, default)
-        if not _is_number(value) or (above is not None and value <= above) or value > high:
-            limit = "" if high == math.inf else f" and at most {high:g}"
-            self._refuse(key, "a number" if above is None else f"a number above {above:g}{limit}", value)
-        return float(value)
-
-    def integers(self, key: str) -> tuple[int, ...]:
-        """A list of integers, () if it is missing."""
-        values = self.get(key, [])
-        if not isinstance(values, list) or any(type(value) is not int for value in values):
-            self._refuse(key, "a list of integers", values)
-        return tuple(values)
-
-    def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of numbers, () if it is missing."""
-        values = self.get(key, [])
-        if not isinstance(values, list) or not all(map(_is_number, values)):
-            self._refuse(key, "a list of numbers", values)
-        return tuple(map(float, values))
-
-    def boolean(self, key: str, default: bool = False) -> bool:
-        value = self.get(key, default)
-        if not isinstance(value, bool):
-            self._refuse(key, "true or false", value)
-        return value
-
-
-def _is_number(value: object) -> bool:
-    """Finite, and no integer beyond the range of a float."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def vocabulary(source: Source, fields: Fields) -> int:

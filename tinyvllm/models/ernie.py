@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from tinyvllm.foreign import Fields
 from tinyvllm.models import llama
-from tinyvllm.models.config import Fields, ModelConfig, Source, Transform
+from tinyvllm.models.config import ModelConfig, Source, Transform
 
 
 def from_hf(source: Source) -> ModelConfig:

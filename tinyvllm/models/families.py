@@ -45,10 +45,6 @@ def find_family(source: Source) -> Family:
         names, field = [source.config.get("general.architecture")], "gguf"
     else:
         names, field = source.config.get("architectures") or [], "architectures"
-        if scheme := source.config.get("quantization_config"):
-            raise ModelError(
-                f"config.json: quantization_config {quoted(scheme, 80)} is not supported; use the unquantized model or a GGUF file"
-            )
         if not isinstance(names, list) or not names:
             raise ModelError(f"config.json: 'architectures' must name the model class, got {quoted(names)}")
     for family in FAMILIES:

@@ -8,8 +8,8 @@ from tinygrad import Tensor, nn
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import uninitialized
 from tinyvllm.errors import ModelError
-from tinyvllm.foreign import quoted
-from tinyvllm.models.config import Fields, ModelConfig, Source, Transform, vocabulary
+from tinyvllm.foreign import Fields, quoted
+from tinyvllm.models.config import ModelConfig, Source, Transform, vocabulary
 from tinyvllm.models.projections import LayerWeights, ModelWeights
 from tinyvllm.ops.attention import PagedAttention
 from tinyvllm.ops.head import embed, norm_head

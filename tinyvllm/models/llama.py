@@ -12,8 +12,8 @@ from tinygrad.llm.model import Transformer, TransformerBlock
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import uninitialized
 from tinyvllm.errors import ModelError
-from tinyvllm.foreign import quoted
-from tinyvllm.models.config import Fields, ModelConfig, Source, Transform, check_factors, check_heads, hf_rope, hf_windows, vocabulary
+from tinyvllm.foreign import Fields, quoted
+from tinyvllm.models.config import ModelConfig, Source, Transform, check_factors, check_heads, hf_rope, hf_windows, vocabulary
 from tinyvllm.models.projections import LayerWeights, ModelWeights, Product
 from tinyvllm.ops.attention import PagedAttention
 from tinyvllm.ops.head import embed, norm_head

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from tinyvllm.foreign import Fields
 from tinyvllm.models import llama
-from tinyvllm.models.config import Fields, ModelConfig, Source, Transform, hf_windows
+from tinyvllm.models.config import ModelConfig, Source, Transform, hf_windows
 
 
 def from_hf(source: Source) -> ModelConfig:

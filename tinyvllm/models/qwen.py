@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from tinyvllm.foreign import Fields
 from tinyvllm.models import llama
-from tinyvllm.models.config import MAX_EXPERTS, Fields, ModelConfig, Source, Transform, hf_windows
+from tinyvllm.models.config import MAX_EXPERTS, ModelConfig, Source, Transform, hf_windows
 
 
 def _windows(fields: Fields) -> tuple[int, ...]:

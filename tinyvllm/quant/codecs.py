@@ -10,12 +10,14 @@ numpy has no bfloat16: its bits are carried as uint16. Everything is little endi
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from tinyvllm.errors import FormatError
-from tinyvllm.quant.formats import FLOATS, FORMATS
+from tinyvllm.quant.formats import FLOATS, FORMATS, GROUPED
+from tinyvllm.quant.grouped import unpack_groups
 
 # How numpy carries the float formats.
 NUMPY_DTYPES = {name: np.dtype("uint16" if name == "BF16" else FORMATS[name].dtype) for name in FLOATS}
@@ -244,6 +246,8 @@ def _unpack_mxfp4(data: np.ndarray) -> np.ndarray:
     scale = np.ldexp(np.float32(1), data[:, :1].astype(np.int32) - 128)
     return (scale * _values("MXFP4", _nibbles(data, 1))).astype(np.float32)
 
+
+_READERS.update({name: partial(unpack_groups, FORMATS[name]) for name in GROUPED})
 
 # --- packing, with the rounding of llama.cpp's reference quantizer
 

@@ -66,7 +66,7 @@ class Field:
 class BlockFormat:
     """One way of storing weights: `elements` weights take `nbytes` bytes.
 
-    type_id       ggml's number of the type
+    type_id       ggml's number of the type; None for a format that no GGUF file has
     fields        the parts of a block in file order; BF16 has a pair of numbers for one, because processors multiply pairs, and panels
                   keep a pair together; () where no layout needs them yet
     zero          what is subtracted from the unsigned quants: weight = scale * (quant - zero) [+ offset] [- minimum]
@@ -82,7 +82,7 @@ class BlockFormat:
     """
 
     name: str
-    type_id: int
+    type_id: int | None
     elements: int
     nbytes: int
     fields: tuple[Field, ...] = ()
@@ -110,7 +110,7 @@ _ROWS_PANELS = _ROWS | _PANELS
 _ALL = frozenset(Layout)
 _BF16, _INT8 = Activations.BFLOAT16, Activations.INT8
 
-_SCALE = Field("scale", 2)  # float16
+_SCALE = Field("scale", 2)  # float16; float32 where it has four bytes
 _OFFSET = Field("offset", 2)  # float16, added to scale * quant
 _MINIMUM = Field("minimum", 2)  # float16; times a part's minimum, subtracted
 _FIFTH = Field("high", 4, bits=1)  # fifth bits of 32 quants
@@ -126,10 +126,29 @@ _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 
 _FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice e2m1's numbers
 
 
-def _packed(name: str, type_id: int, elements: int, nbytes: int, *fields: Field, **more: Any) -> BlockFormat:
+def _packed(name: str, type_id: int | None, elements: int, nbytes: int, *fields: Field, **more: Any) -> BlockFormat:
     """A format of integers in panels, whose products round x to int8."""
     usual: dict[str, Any] = {"layouts": _PANELS, "activations": _INT8, "tolerance": 3e-2}
     return BlockFormat(name, type_id, elements, nbytes, fields, **usual | more)
+
+
+# Of integers in groups: 32 of them, one after the other, are a part of a product, so runs are within 32.
+_GROUPED_BITS = (2, 3, 4, 5, 6, 8)
+_GROUP_SIZES = (128, 64, 32)
+_LOW_BITS = {2: (2, 8), 3: (2, 8), 4: (4, 16), 5: (4, 16), 6: (4, 16), 8: (8, 1)}  # bits and run of `quants`; `high` has the other bits
+_HIGH_RUNS = {1: 4, 2: 8}
+
+
+def _grouped(bits: int, group: int) -> BlockFormat:
+    """Unsigned integers of `bits` bits, `group` of them with one scale and one offset: the internal form of checkpoints (decision 32)."""
+    low, run = _LOW_BITS[bits]
+    scale, offset, quants = Field("scale", 4), Field("offset", 4), Field("quants", group * low // 8, low, run)
+    high = () if bits == low else (Field("high", group * (bits - low) // 8, bits - low, _HIGH_RUNS[bits - low]),)
+    return _packed(grouped_name(bits, group), None, group, 8 + group * bits // 8, scale, offset, *high, quants)
+
+
+def grouped_name(bits: int, group: int) -> str:
+    return f"INT{bits}_G{group}"
 
 
 _TABLE = (
@@ -150,6 +169,7 @@ _TABLE = (
     _packed("IQ4_NL", 20, 32, 18, _SCALE, _NIBBLES, values=_IQ4_VALUES),
     _packed("IQ4_XS", 23, 256, 136, *_IQ4_XS_FIELDS, values=_IQ4_VALUES, scales=Scales.FOUR_AND_TWO),
     _packed("MXFP4", 39, 32, 17, Field("exponent", 1), _NIBBLES, values=_FP4_VALUES),
+    *(_grouped(bits, group) for bits in _GROUPED_BITS for group in _GROUP_SIZES),
     # Known by size alone: a file may hold such tensors, but no model can be loaded from them.
     BlockFormat("Q8_1", 9, 32, 40),
     BlockFormat("Q8_K", 15, 256, 292),
@@ -171,9 +191,22 @@ _TABLE = (
 )
 
 FORMATS: dict[str, BlockFormat] = {format.name: format for format in _TABLE}
-FORMATS_BY_TYPE_ID: dict[int, BlockFormat] = {format.type_id: format for format in _TABLE}
+FORMATS_BY_TYPE_ID: dict[int, BlockFormat] = {format.type_id: format for format in _TABLE if format.type_id is not None}
 FLOATS = tuple(format.name for format in _TABLE if format.is_float)
 QUANTIZATIONS = tuple(format.name for format in _TABLE if format.quantization)
+
+
+def grouped_format(bits: int, group: int, columns: int) -> str | None:
+    """The format that holds integers of `bits` bits, 1 to 8, in groups of `group` columns, without a change; None if there is none.
+
+    Its groups divide those of the checkpoint and the columns: a scale of more columns is repeated.
+    """
+    width = next((known for known in _GROUPED_BITS if known >= bits), None)
+    size = next((known for known in _GROUP_SIZES if columns % known == 0 and group % known == 0), None)
+    return None if width is None or size is None else grouped_name(width, size)
+
+
+GROUPED = tuple(grouped_name(bits, group) for bits in _GROUPED_BITS for group in _GROUP_SIZES)
 
 
 def formats_in(layout: Layout) -> tuple[str, ...]:

@@ -5,10 +5,12 @@ For dummy weights, benchmarks and tests.
 
 from __future__ import annotations
 
+import zlib
+
 import numpy as np
 
 from tinyvllm.quant.codecs import pack, unpack
-from tinyvllm.quant.formats import FORMATS, BlockFormat
+from tinyvllm.quant.formats import FORMATS, GROUPED, BlockFormat
 
 _HALVES = ("scale", "minimum", "offset")
 
@@ -31,16 +33,16 @@ def random_rows(format: str, O: int, I: int, size: float = 1.0, seed: int = 0) -
 def random_blocks(format: str, count: int, size: float = 1.0, seed: int = 0) -> np.ndarray:
     """uint8 [count, bytes of a block] of random bits, whose numbers have a standard deviation of about `size`."""
     known = FORMATS[format]
-    rng = np.random.default_rng([seed, count, known.type_id])
+    rng = np.random.default_rng([seed, count, zlib.crc32(format.encode()) if known.type_id is None else known.type_id])
     data = rng.integers(0, 256, (count, known.nbytes), dtype=np.uint8)
     starts = _starts(known)
     if "exponent" in starts:
         exponent = 128 + round(np.log2(size / 5.4))  # 5.4: the standard deviation of sixteen values of a float of 4 bits, doubled
         data[:, starts["exponent"]] = rng.integers(exponent - 1, exponent + 2, count)
         return data
-    _set_halves(data, starts, np.ones(count))
+    _set_halves(known, data, starts, np.ones(count))
     spread = unpack(format, data).std()
-    _set_halves(data, starts, size / spread * rng.uniform(0.5, 1.5, count))
+    _set_halves(known, data, starts, size / spread * rng.uniform(0.5, 1.5, count))
     return data
 
 
@@ -52,8 +54,13 @@ def _starts(known: BlockFormat) -> dict[str, int]:
     return out
 
 
-def _set_halves(data: np.ndarray, starts: dict[str, int], scale: np.ndarray) -> None:
-    for name in _HALVES:
-        if name in starts:
-            at = starts[name]
-            data[:, at : at + 2] = scale.astype(np.float16)[:, None].view(np.uint8)
+def _set_halves(known: BlockFormat, data: np.ndarray, starts: dict[str, int], scale: np.ndarray) -> None:
+    halves = scale.astype(np.float16)[:, None]
+    middle = 1 << sum(field.bits for field in known.fields if field.name in ("quants", "high")) - 1
+    for field in known.fields:
+        if field.name in _HALVES:
+            at = starts[field.name]
+            numbers = halves if field.nbytes == 2 else halves.astype(np.float32)
+            if known.name in GROUPED and field.name == "offset":  # numbers around 0
+                numbers = numbers * np.float32(-middle)
+            data[:, at : at + field.nbytes] = numbers.view(np.uint8)

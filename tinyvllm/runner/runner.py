@@ -48,7 +48,7 @@ from tinyvllm.models.families import check_layers, find_family, read_config, rec
 from tinyvllm.ops.advance import History, advance
 from tinyvllm.placement import Placement
 from tinyvllm.quant.codecs import unpack
-from tinyvllm.quant.formats import FORMATS, Layout, formats_in
+from tinyvllm.quant.formats import FLOATS, FORMATS, Layout, formats_in
 from tinyvllm.quant.layouts import BLOCK
 from tinyvllm.runner.ahead import kernels_of_steps
 from tinyvllm.runner.kv import KVPool, block_bytes, kv_dtype
@@ -60,6 +60,7 @@ from tinyvllm.scheduler import Schedule, Scheduled
 from tinyvllm.weights.checkpoint import Checkpoint, open_checkpoint, open_description
 from tinyvllm.weights.convert import DTYPE_FORMATS
 from tinyvllm.weights.hub import resolve_model
+from tinyvllm.weights.mapping import BuiltRecord
 
 __all__ = ["Choice", "Logits", "PreparedStep", "Reading", "Runner"]
 
@@ -85,7 +86,7 @@ class CheckpointSource:
 
 
 def weight_dtype(choice: str, checkpoint: Checkpoint) -> DType:
-    """`auto` keeps the dtype of most of the checkpoint's bytes; if most are packed it is float16.
+    """`auto` keeps the dtype of most of the checkpoint's bytes; if most are packed it is float16, or as the rest of a quantized checkpoint.
 
     A description without tensors names it, or it is bfloat16.
     """
@@ -94,8 +95,11 @@ def weight_dtype(choice: str, checkpoint: Checkpoint) -> DType:
     if not checkpoint.tensors:
         return DTYPES.get(str(checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype"))), dtypes.bfloat16)
     sizes: dict[str, int] = {}
+    built = any(isinstance(record, BuiltRecord) for record in checkpoint.tensors.values())
     for record in checkpoint.tensors.values():
-        sizes[record.format] = sizes.get(record.format, 0) + record.data.nbytes
+        if built and (isinstance(record, BuiltRecord) or record.format not in FLOATS):
+            continue
+        sizes[record.format] = sizes.get(record.format, 0) + record.nbytes
     common = max(sizes, key=lambda name: sizes[name], default="BF16")
     return {"F32": dtypes.float32, "BF16": dtypes.bfloat16}.get(common, dtypes.float16)
 

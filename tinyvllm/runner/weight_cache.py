@@ -59,7 +59,7 @@ class WeightCache:
     @functools.cached_property
     def _stem(self) -> str | None:
         """The name of the files for these weights and this packing; None if nothing is kept."""
-        if sum(record.data.nbytes for record in self._checkpoint.tensors.values()) < MIN_BYTES or self._cache.temporary:
+        if sum(record.nbytes for record in self._checkpoint.tensors.values()) < MIN_BYTES or self._cache.temporary:
             return None
         try:
             key = "\0".join((weights_digest(self._checkpoint), self._packing, str(VERSION)))

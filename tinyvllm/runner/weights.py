@@ -136,7 +136,7 @@ class WeightLoader:
         groups = [group for group in groups if self._packs(group.recipes)]
         if self._kept is not None and self._checkpoint is not None:
             sources = {source for group in groups for recipe in group.recipes for source in recipe.sources}
-            self._kept.begin(sum(self._checkpoint.tensors[s].data.nbytes for s in sources if s in self._checkpoint.tensors))
+            self._kept.begin(sum(self._checkpoint.tensors[s].nbytes for s in sources if s in self._checkpoint.tensors))
         packed: dict[_Group, Weight] = {}
         places: dict[Layout, Callable[[list[WeightRecipe]], PackedWeight | StoredWeight | MixedWeight]]
         places = {Layout.ROWS: self._stored, Layout.TILES: self._tiled, Layout.PANELS: self._packed}

@@ -12,7 +12,8 @@ from typing import Literal
 
 from tinyvllm.errors import ModelError
 from tinyvllm.weights.gguf import read_gguf, split_parts
-from tinyvllm.weights.mapping import TensorRecord
+from tinyvllm.weights.mapping import Record, TensorRecord
+from tinyvllm.weights.quantized.kinds import logical_tensors, read_quantization
 from tinyvllm.weights.safetensors import INDEX_NAME, read_json_object, read_safetensors, read_sharded
 
 __all__ = ["Checkpoint", "TensorRecord", "open_checkpoint"]
@@ -24,13 +25,14 @@ _PICKLES = (".bin", ".pth", ".pt", ".ckpt")
 @dataclass(frozen=True)
 class Checkpoint:
     """An opened model. `config` is config.json, or GGUF's metadata as plain Python values; `tensors` are views into mapped
-    files, which stay mapped while any view of them lives; `folder` is where tokenizer files are looked for.
+    files, which stay mapped while any view of them lives, and the matrices that a quantized checkpoint stores in parts
+    (weights/quantized); `folder` is where tokenizer files are looked for.
     """
 
     kind: Literal["safetensors", "gguf"]
     path: Path
     config: dict[str, object]
-    tensors: Mapping[str, TensorRecord]
+    tensors: Mapping[str, Record]
     folder: Path
 
 
@@ -103,7 +105,8 @@ def _open_safetensors(folder: Path, names: list[str], safetensors: list[str]) ->
         tensors = read_safetensors(folder / safetensors[0])
     else:
         raise ModelError(f"{_SPEAKER}: {folder} holds {len(safetensors)} safetensors files but no {INDEX_NAME}; download it too")
-    return Checkpoint("safetensors", folder, config, tensors, folder)
+    config = read_quantization(folder, config)
+    return Checkpoint("safetensors", folder, config, logical_tensors(config, tensors), folder)
 
 
 def _open_gguf(path: Path) -> Checkpoint:

@@ -14,7 +14,7 @@ from tinygrad.dtype import DType
 from tinyvllm.errors import ModelError
 from tinyvllm.quant.codecs import NUMPY_DTYPES, bf16_to_f32, f32_to_bf16, unpack
 from tinyvllm.quant.formats import FLOATS, FORMATS, BlockFormat
-from tinyvllm.weights.mapping import TensorRecord, allocate, drop_pages
+from tinyvllm.weights.mapping import BuiltRecord, Record, allocate, drop_pages
 
 DTYPE_FORMATS: dict[DType, str] = {getattr(dtypes, FORMATS[name].dtype or ""): name for name in FLOATS}
 _PIECE = 1 << 18  # elements converted at a time: 1 MiB of float32 stays in the second-level cache with its temporaries
@@ -27,9 +27,11 @@ def format_of_dtype(dtype: DType) -> BlockFormat:
     return FORMATS[DTYPE_FORMATS[dtype]]
 
 
-def unpacked(record: TensorRecord, wanted: BlockFormat) -> np.ndarray:
+def unpacked(record: Record, wanted: BlockFormat) -> np.ndarray:
     """The record in the wanted float format, in memory of its own. FloatingPointError as `from_f32`."""
     stored = FORMATS[record.format]
+    if isinstance(record, BuiltRecord):
+        return _built(record, stored, wanted)
     blocks = record.data.reshape(-1, stored.nbytes)
     out = allocate(len(blocks) * stored.elements * wanted.nbytes).view(NUMPY_DTYPES[wanted.name])
     step = max(1, _PIECE // stored.elements)
@@ -39,6 +41,16 @@ def unpacked(record: TensorRecord, wanted: BlockFormat) -> np.ndarray:
         if start % (step * _DROP_EVERY) == 0:
             drop_pages(blocks[max(0, start - step * _DROP_EVERY) : start])
     return out.reshape(record.shape)
+
+
+def _built(record: BuiltRecord, stored: BlockFormat, wanted: BlockFormat) -> np.ndarray:
+    out = allocate(prod(record.shape) * wanted.nbytes).view(NUMPY_DTYPES[wanted.name]).reshape(record.shape)
+    done = 0
+    for rows in record.pieces():
+        values = unpack(stored.name, rows.reshape(-1, stored.nbytes)).reshape(len(rows), -1)
+        out[done : done + len(rows)] = from_f32(values, wanted)
+        done += len(rows)
+    return out
 
 
 def converted(array: np.ndarray, wanted: BlockFormat) -> np.ndarray:

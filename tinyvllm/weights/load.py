@@ -22,9 +22,9 @@ from tinyvllm.errors import FormatError, ModelError
 from tinyvllm.quant.codecs import NUMPY_DTYPES, readable_formats
 from tinyvllm.quant.formats import FORMATS, BlockFormat, Layout, packed_in
 from tinyvllm.quant.layouts import RowSource, joined, row_bytes
-from tinyvllm.weights.checkpoint import Checkpoint, TensorRecord
+from tinyvllm.weights.checkpoint import Checkpoint
 from tinyvllm.weights.convert import check_fits_float16, converted, format_of_dtype, unpacked
-from tinyvllm.weights.mapping import drop_pages, is_mapped, require_whole
+from tinyvllm.weights.mapping import BuiltRecord, Record, drop_pages, is_mapped, require_whole
 from tinyvllm.weights.memory import is_cpu, to_device
 from tinyvllm.weights.recipe import Recipe
 
@@ -55,8 +55,7 @@ def load_tensors(
         records = [checkpoint.tensors[source] for source in recipe.sources]
         _require_whole(checkpoint, records)
         out[recipe.name] = to_device(_build(recipe, records, wanted, device), device, dtype)
-        for record in records:
-            drop_pages(record.data)
+        _drop(records)
         done += prod(recipe.shape) * dtype.itemsize
         if progress is not None:
             progress(done, total, recipe.name)
@@ -78,8 +77,7 @@ def load_rows(
     except FloatingPointError as error:
         raise ModelError(_beyond_float16(recipe)) from error
     if not is_mapped(rows):
-        for record in records:
-            drop_pages(record.data)
+        _drop(records)
     return name, rows
 
 
@@ -91,7 +89,8 @@ def locate_rows(checkpoint: Checkpoint, recipe: Recipe, dtype: DType, packed: tu
     """
     records = _records_of_matrix(checkpoint, recipe)
     stored, order = records[0].format, _row_order(recipe, records)
-    if order is None or any(record.format != stored for record in records) or stored not in (*packed, *NUMPY_DTYPES):
+    located = _are_stored(records) and all(record.format == stored for record in records)
+    if order is None or not located or stored not in (*packed, *NUMPY_DTYPES):
         return RowSource.of(*load_rows(checkpoint, recipe, dtype, packed))
     size = row_bytes(stored, recipe.shape[1])
     return joined([RowSource.of(stored, record.data.reshape(-1, size)) for record in records]).taken(order)
@@ -109,7 +108,7 @@ def check_range(checkpoint: Checkpoint, recipe: Recipe) -> None:
 # --- what can be known from the headers
 
 
-def _records_of_matrix(checkpoint: Checkpoint, recipe: Recipe) -> list[TensorRecord]:
+def _records_of_matrix(checkpoint: Checkpoint, recipe: Recipe) -> list[Record]:
     if len(recipe.shape) != 2:
         raise ModelError(f"{_SPEAKER}: {recipe.name!r} has the shape {list(recipe.shape)}, expected a matrix; load it with load_tensors")
     _check_sources(checkpoint, [recipe])
@@ -134,12 +133,19 @@ def _check_sources(checkpoint: Checkpoint, recipes: Sequence[Recipe]) -> None:
                 raise ModelError(_wrong_shape(recipe, f"{recipe.sources[0]!r} in {checkpoint.path} has {list(shape)}"))
 
 
-def _require_whole(checkpoint: Checkpoint, records: list[TensorRecord]) -> None:
+def _require_whole(checkpoint: Checkpoint, records: list[Record]) -> None:
     for record in records:
-        require_whole(record.data, f"{_SPEAKER}: tensor {record.name!r} in {checkpoint.path}")
+        for data in record.stored:
+            require_whole(data, f"{_SPEAKER}: tensor {record.name!r} in {checkpoint.path}")
 
 
-def _check_readable(checkpoint: Checkpoint, record: TensorRecord) -> None:
+def _drop(records: list[Record]) -> None:
+    for record in records:
+        for data in record.stored:
+            drop_pages(data)
+
+
+def _check_readable(checkpoint: Checkpoint, record: Record) -> None:
     if record.format not in readable_formats():
         raise FormatError(
             f"{_SPEAKER}: tensor {record.name!r} in {checkpoint.path} is stored as {record.format}, which cannot be read; "
@@ -154,10 +160,10 @@ def _wrong_shape(recipe: Recipe, got: str) -> str:
 # --- from records to one array of the wanted format
 
 
-def _build(recipe: Recipe, records: list[TensorRecord], wanted: BlockFormat, device: str) -> np.ndarray:
+def _build(recipe: Recipe, records: list[Record], wanted: BlockFormat, device: str) -> np.ndarray:
     """The tensor as a contiguous array in the wanted format: a view of the file where it can be one, else memory of its own."""
     try:
-        if recipe.transform is None and records[0].format not in NUMPY_DTYPES:
+        if recipe.transform is None and (records[0].format not in NUMPY_DTYPES or not _are_stored(records)):
             return unpacked(records[0], wanted)
         array = _transformed(recipe, records, wanted)
         return array if _usable_as_it_is(array, wanted, device) else converted(array, wanted)
@@ -169,13 +175,13 @@ def _beyond_float16(recipe: Recipe) -> str:
     return f"{_SPEAKER}: {recipe.name!r} holds numbers beyond float16's range; use bfloat16 or float32"
 
 
-def _rows(recipe: Recipe, records: list[TensorRecord], wanted: BlockFormat, packed: tuple[str, ...]) -> tuple[str, np.ndarray]:
+def _rows(recipe: Recipe, records: list[Record], wanted: BlockFormat, packed: tuple[str, ...]) -> tuple[str, np.ndarray]:
     formats = {record.format for record in records}
     stored = FORMATS[records[0].format] if len(formats) == 1 else wanted
     if stored.name in packed and _row_order(recipe, records) is not None:
         blocks = [record.data.reshape(record.shape[0], -1) for record in records]
         return stored.name, np.ascontiguousarray(blocks[0] if recipe.transform is None else recipe.transform(blocks))
-    if stored.name not in NUMPY_DTYPES:
+    if stored.name not in NUMPY_DTYPES or not _are_stored(records):
         stored = wanted
     array = _transformed(recipe, records, wanted)
     if not array.flags.c_contiguous:
@@ -185,7 +191,7 @@ def _rows(recipe: Recipe, records: list[TensorRecord], wanted: BlockFormat, pack
     return stored.name, array.view(np.uint8).reshape(recipe.shape[0], -1)
 
 
-def _row_order(recipe: Recipe, records: list[TensorRecord]) -> np.ndarray | None:
+def _row_order(recipe: Recipe, records: list[Record]) -> np.ndarray | None:
     """The order in which the transform moves whole rows of its sources, int [O], counted through all of them; None if it does not.
 
     The transform is tried on matrices of as many rows but two columns.
@@ -204,9 +210,9 @@ def _row_order(recipe: Recipe, records: list[TensorRecord]) -> np.ndarray | None
     return moved[:, 0] // 2 if whole else None
 
 
-def _transformed(recipe: Recipe, records: list[TensorRecord], wanted: BlockFormat) -> np.ndarray:
+def _transformed(recipe: Recipe, records: list[Record], wanted: BlockFormat) -> np.ndarray:
     formats = {record.format for record in records}
-    as_stored = len(formats) == 1 and formats <= NUMPY_DTYPES.keys()
+    as_stored = len(formats) == 1 and formats <= NUMPY_DTYPES.keys() and _are_stored(records)
     arrays = [_stored(r) if as_stored else unpacked(r, wanted) for r in records]
     if recipe.transform is None:
         return arrays[0]
@@ -220,7 +226,12 @@ def _transformed(recipe: Recipe, records: list[TensorRecord], wanted: BlockForma
     return array
 
 
-def _stored(record: TensorRecord) -> np.ndarray:
+def _are_stored(records: list[Record]) -> bool:
+    """Whether the file has the bytes of all records."""
+    return not any(isinstance(record, BuiltRecord) for record in records)
+
+
+def _stored(record: Record) -> np.ndarray:
     return record.data.view(NUMPY_DTYPES[record.format]).reshape(record.shape)
 
 

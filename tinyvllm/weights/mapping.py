@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,8 @@ import numpy as np
 from tinyvllm.errors import FormatError, ModelError, OutOfMemoryError
 
 HUGE_PAGE = 2 << 20
+ROW_STEP = 32  # rows of a built matrix: integers of any number of bits that are packed along the rows fill whole words
+_PIECE = 1 << 20  # weights that are built at a time
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -31,6 +35,62 @@ class TensorRecord:
     format: str
     shape: tuple[int, ...]
     data: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return int(self.data.nbytes)
+
+    @property
+    def stored(self) -> tuple[np.ndarray, ...]:
+        """The bytes in the file."""
+        return (self.data,)
+
+
+@dataclass(frozen=True, eq=False)
+class BuiltRecord:
+    """A matrix of the model [O, I] that a quantized checkpoint stores as several tensors (weights/quantized).
+
+    Its rows are built when they are read, in `format`: one of quant/formats.py, which may be a float format (an exact one: F32 where in
+    doubt). `build(first, end)` returns uint8 [end - first, bytes of a row]; `first` is a multiple of ROW_STEP, and `end` too, or it is O.
+    `reason` says why the format is a float format: it is shown when the model is loaded.
+    """
+
+    name: str
+    format: str
+    shape: tuple[int, int]
+    sources: tuple[TensorRecord, ...]
+    build: Callable[[int, int], np.ndarray]
+    reason: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return sum(source.nbytes for source in self.sources)
+
+    @property
+    def stored(self) -> tuple[np.ndarray, ...]:
+        """The bytes in the file."""
+        return tuple(source.data for source in self.sources)
+
+    @property
+    def data(self) -> np.ndarray:
+        """All rows, uint8 [bytes], in memory of their own."""
+        out, done = None, 0
+        for rows in self.pieces():
+            out = allocate(self.shape[0] * rows.shape[1]).reshape(self.shape[0], -1) if out is None else out
+            out[done : done + len(rows)] = rows
+            done += len(rows)
+        return np.empty(0, np.uint8) if out is None else out.reshape(-1)
+
+    def pieces(self) -> Iterator[np.ndarray]:
+        """The rows in order, a few at a time: uint8 [rows, bytes of a row]."""
+        step = max(1, _PIECE // max(1, prod(self.shape[1:])) // ROW_STEP) * ROW_STEP
+        for first in range(0, self.shape[0], step):
+            yield self.build(first, min(first + step, self.shape[0]))
+
+
+Record = TensorRecord | BuiltRecord
 
 
 def map_file(path: Path, speaker: str) -> np.ndarray:

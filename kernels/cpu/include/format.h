@@ -62,6 +62,8 @@
 #include "formats/iq4_xs.h"
 #elif WEIGHT == MXFP4
 #include "formats/mxfp4.h"
+#elif WEIGHT >= INT2_G32 && WEIGHT <= INT8_G128
+#include "formats/grouped.h"
 #else
 #error "format.h: no panels of this WEIGHT"
 #endif

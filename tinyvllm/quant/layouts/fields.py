@@ -28,7 +28,7 @@ def weights(format: str, fields: Sequence[Tensor]) -> Tensor:
     if known.is_float:
         return _floats(known, fields[0])
     part = {field.name: data for field, data in zip(known.fields, fields, strict=True)}
-    scale = _power(part["exponent"]) if "exponent" in part else _half(part["scale"])  # [N, blocks]
+    scale = _power(part["exponent"]) if "exponent" in part else _number(known, part, "scale")  # [N, blocks]
     N, blocks = (int(d) for d in scale.shape)
     quants = _quants(known, part, N, blocks)  # [N, blocks, elements]
     if known.scales is not None:
@@ -36,7 +36,7 @@ def weights(format: str, fields: Sequence[Tensor]) -> Tensor:
         scaled = (scale.unsqueeze(2) * scales).unsqueeze(3) * quants.reshape(N, blocks, int(scales.shape[2]), -1)
         return (scaled if minimums is None else scaled - (_half(part["minimum"]).unsqueeze(2) * minimums).unsqueeze(3)).reshape(N, -1)
     scaled = scale.unsqueeze(2) * quants
-    return (scaled + _half(part["offset"]).unsqueeze(2) if "offset" in part else scaled).reshape(N, -1)
+    return (scaled + _number(known, part, "offset").unsqueeze(2) if "offset" in part else scaled).reshape(N, -1)
 
 
 def _floats(known: BlockFormat, data: Tensor) -> Tensor:
@@ -125,6 +125,13 @@ def _power(data: Tensor) -> Tensor:
     """uint8 exponents [N, blocks] -> 2^(e - 128), float32; below 2 that is subnormal."""
     e = data.cast(dtypes.uint32)
     return (e < 2).where((e + 1) << 21, (e - (e >= 2).cast(dtypes.uint32)) << 23).bitcast(dtypes.float32)
+
+
+def _number(known: BlockFormat, part: dict[str, Tensor], name: str) -> Tensor:
+    """The float16 or float32 of each block, by the field's bytes -> float32 [N, blocks]."""
+    if known.field(name).nbytes == 2:
+        return _half(part[name])
+    return _little_endian(part[name], 4).bitcast(dtypes.float32)
 
 
 def _half(data: Tensor) -> Tensor:

@@ -1,0 +1,55 @@
+"""Which kind of quantized checkpoint a folder is, and its matrices under the names that models use.
+
+A new kind is a row of KINDS and a file. Its function takes the settings (`quantization_config` of config.json) and all tensors of the
+files, and returns the tensors that a model asks for: where the file has `X.qweight` and `X.scales`, it returns a BuiltRecord `X.weight`;
+what is not quantized stays as it is. It decides by the tensors that are there: patterns of module names in the settings are not evaluated,
+because a regular expression from a file may take forever. It raises a ModelError for what it does not support, by name, and a FormatError
+where settings and tensors contradict each other. It may read headers and index tensors; `BuiltRecord.build` reads weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tinyvllm.errors import FormatError, ModelError
+from tinyvllm.foreign import Fields, quoted
+from tinyvllm.weights.mapping import Record, TensorRecord
+from tinyvllm.weights.quantized import gptq
+from tinyvllm.weights.safetensors import read_json_object
+
+Tensors = Mapping[str, TensorRecord]
+Kind = Callable[[Fields, Tensors], dict[str, Record]]
+
+KINDS: dict[str, Kind] = {"gptq": gptq.tensors}
+_KEYS = ("quantization_config", "compression_config", "quantization")  # the last is MLX's, and is copied as the first
+_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # of older checkpoints, next to config.json
+
+
+def read_quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """`config` with the settings of older checkpoints, which have a file of their own, as its `quantization_config`."""
+    if any(config.get(key) is not None for key in _KEYS):
+        return config
+    for name, kind in _FILES.items():
+        if (folder / name).is_file():
+            return config | {"quantization_config": {"quant_method": kind} | read_json_object(folder / name, "checkpoint")}
+    return config
+
+
+def logical_tensors(config: Mapping[str, Any], tensors: Tensors) -> Mapping[str, Record]:
+    """The tensors of the files as a model asks for them: themselves, without `quantization_config`."""
+    key = next((key for key in _KEYS if config.get(key) is not None), None)
+    if key is None:
+        return tensors
+    if not isinstance(config[key], Mapping):
+        raise FormatError(f"config.json: {key} must be an object, got {quoted(config[key])}")
+    settings = Fields(config[key], where=f"config.json, {key}")
+    kind = "mlx" if isinstance(config.get("quantization"), Mapping) else settings.get("quant_method", "")
+    if not isinstance(kind, str) or kind not in KINDS:
+        known = ", ".join(KINDS)
+        raise ModelError(
+            f"{settings.where}: quant_method {quoted(kind)} is not supported; supported are {known}; "
+            "use the unquantized model or a GGUF file"
+        )
+    return KINDS[kind](settings, tensors)
