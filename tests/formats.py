@@ -10,5 +10,5 @@ from tinyvllm.quant.formats import GROUPED, Layout, formats_in
 EXAMPLES = ("INT3_G64", "INT4_G128", "INT8_G32")
 
 
-def tested_formats(layout: Layout) -> tuple[str, ...]:
+def sampled_formats(layout: Layout) -> tuple[str, ...]:
     return tuple(name for name in formats_in(layout) if name not in GROUPED or name in EXAMPLES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.formats import tested_formats
+from tests.formats import sampled_formats
 from tests.kernels.calling import aligned, call
 from tinyvllm.backends.cpu.toolchain import cpu_features
 from tinyvllm.backends.kernel import Kernel
@@ -15,7 +15,7 @@ from tinyvllm.quant.random_rows import packable_width, random_rows
 
 TARGETS = ("plain", *(["avx2"] if {"avx2", "fma", "f16c"} <= cpu_features() else []), *(["avx512"] if "avx512f" in cpu_features() else []))
 E, V, T = 96, 37, 5  # three panels, the last of them not full
-WIDTHS = {format: packable_width(format, E) for format in tested_formats(Layout.PANELS)}
+WIDTHS = {format: packable_width(format, E) for format in sampled_formats(Layout.PANELS)}
 
 
 def filled(values: np.ndarray) -> np.ndarray:

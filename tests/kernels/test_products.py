@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.formats import tested_formats
+from tests.formats import sampled_formats
 from tests.kernels.calling import aligned, call
 from tinyvllm.backends.cpu.toolchain import cpu_features
 from tinyvllm.backends.kernel import Kernel
@@ -17,7 +17,7 @@ from tinyvllm.quant.formats import Activations, Layout, activations_of, packed_i
 from tinyvllm.quant.layouts import pack_panels, unpack_panels
 from tinyvllm.quant.random_rows import packable_width, random_rows
 
-FORMATS = tested_formats(Layout.PANELS)
+FORMATS = sampled_formats(Layout.PANELS)
 _NEEDS = {"avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"}, "avx2": {"avx2", "fma", "f16c"}, "neon": {"asimd"}, "plain": set()}
 TARGETS = [t for t, needs in _NEEDS.items() if (kernels_folder() / f"cpu/include/lanes_{t}.h").is_file() and needs <= cpu_features()]
 TOLERANCE = 2e-6  # of the sum of the absolute products: float32 sums of at most a few thousand

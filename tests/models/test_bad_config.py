@@ -43,7 +43,7 @@ ONES = [1.0] * PAIRS
 CASES: list[tuple[str, dict[str, Any], str, str]] = [  # golden checkpoint, changes of config.json, the key, how the value is shown
     ("llama2", {"num_hidden_layers": 100_000}, "num_hidden_layers", "100000"),
     ("llama2", {"num_hidden_layers": 10**12}, "num_hidden_layers", "1000000000000"),
-    ("llama2", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "gptq"),
+    ("llama2", {"quantization_config": {"quant_method": "squeezellm"}}, "quantization_config", "squeezellm"),
     ("llama2", {"num_hidden_layers": 900}, "num_hidden_layers", "900"),
     ("llama2", {"num_hidden_layers": 0}, "num_hidden_layers", "0"),
     ("llama2", {"num_attention_heads": 0}, "num_attention_heads", "0"),

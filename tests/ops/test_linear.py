@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tinygrad import Tensor, dtypes
 
-from tests.formats import tested_formats
+from tests.formats import sampled_formats
 from tests.ops.inputs import FORMATS_AND_VARIANTS, VARIANTS, by_kernel, device_bytes, file_rows, int32, numbers, packed, realized
 from tinyvllm.backends import registry
 from tinyvllm.backends.buffers import constant
@@ -180,7 +180,7 @@ def test_what_the_gated_kernel_cannot_do_goes_to_the_reference(monkeypatch, F, k
     np.testing.assert_allclose(out, y[:, :F] / (1 + np.exp(-y[:, :F])) * y[:, F:], atol=1e-5)
 
 
-@pytest.mark.parametrize("format", tested_formats(Layout.PANELS))
+@pytest.mark.parametrize("format", sampled_formats(Layout.PANELS))
 def test_a_row_of_zeros_and_one_of_huge_numbers(monkeypatch, format):
     """Blocks without a scale, and numbers whose squares no float32 holds."""
     I = packable_width(format, 96)

@@ -6,6 +6,7 @@ import pytest
 from gguf.quants import quantize
 
 from tinyvllm.errors import FormatError, ModelError
+from tinyvllm.quant.formats import FORMATS_BY_TYPE_ID
 from tinyvllm.weights.gguf import read_gguf
 
 
