@@ -17,9 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import RESULTS, table
+from tinyvllm.cli.quality_plot import plot
+from tinyvllm.cli.quality_report import best_line
+from tinyvllm.cli.quality_report import table as quality_table
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/figures.md")
+PAGES = ("README.md", "docs/figures.md", "docs/quality.md")
+QUALITY_PICTURE = "docs/images/quality.svg"
 PEERS = ("tinyvllm", "llama.cpp", "transformers")
 _BLOCK = re.compile(r"(<!-- figures (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _FLAGS = {
@@ -158,11 +162,25 @@ def engines(lines: list[Line]) -> str:
     return by_processor(lines, lambda kind: compared(kind, roofs=True))
 
 
+def quality(lines: list[Line]) -> str:
+    """Every format of the bundled model, of the newest record."""
+    line = lines[-1]
+    head = f"{processor(line)}, commit {line['commit']}; `python -m benchmarks.quality`:"
+    return "\n\n".join([head, quality_table(line["rows"]), best_line(line["rows"])])
+
+
+def quality_picture() -> str:
+    """The picture of the same record; empty without one."""
+    lines = records("quality")
+    return plot(lines[-1]["rows"]) if lines else ""
+
+
 BLOCKS: dict[str, tuple[str, Callable[[list[Line]], str]]] = {
     "readme": ("compare", readme),
     "engines": ("compare", engines),
     "ops": ("reference", lambda lines: by_processor(lines, ops)),
     "others": ("traffic", others),
+    "quality": ("quality", quality),
 }
 
 
@@ -189,6 +207,8 @@ def main() -> None:
             print(f"{page}: {'written' if options.write else 'out of date'}")
             if options.write:
                 path.write_text(filled(text))
+    if options.write and quality_picture():
+        (ROOT / QUALITY_PICTURE).write_text(quality_picture())
 
 
 if __name__ == "__main__":

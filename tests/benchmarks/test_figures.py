@@ -17,6 +17,10 @@ def test_pages_are_what_the_records_say(page: str) -> None:
     assert filled(text) == text, f"{page} is out of date: run python -m benchmarks.figures --write"
 
 
+def test_picture_is_what_the_record_says() -> None:
+    assert (ROOT / figures.QUALITY_PICTURE).read_text() == figures.quality_picture(), "run python -m benchmarks.figures --write"
+
+
 def test_a_changed_figure_is_found(tmp_path: Path) -> None:
     text = "<!-- figures readme -->\n| one sequence, bf16 | 999 |\n<!-- end -->\n"
     assert "999" not in filled(text)

@@ -45,7 +45,13 @@ def _panel(title: str, rows: Sequence[Record], nbytes: Bytes) -> str:
 
     points = [place(x, y) for x, y in zip(xs, ys, strict=True)]
     parts = [*_grid(title, place, (left, right), (bottom, max(top, bottom + 1))), *_front(rows, points)]
-    return "\n".join([*parts, *_labels([name_of(one) for one in rows], points)])
+    return "\n".join([*parts, *_labels(_short_names(rows), points)])
+
+
+def _short_names(rows: Sequence[Record]) -> list[str]:
+    """What tells the rows of a panel apart."""
+    same_weights = len({one["weights"] for one in rows}) == 1 and all(one["kv_cache"] != "auto" for one in rows)
+    return [one["kv_cache"] if same_weights else name_of(one) for one in rows]
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:
@@ -89,9 +95,9 @@ def _labels(names: Sequence[str], points: Sequence[tuple[float, float]]) -> list
     """A name next to each point, where it covers no other name if there is such a place."""
     taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in points]
     parts = []
-    for name, (x, y) in sorted(zip(names, points, strict=True), key=lambda pair: pair[1]):
+    for name, (x, y) in sorted(zip(names, points, strict=True), key=lambda pair: pair[1][1]):
         width = _TEXT * len(name)
-        offsets = [(dx, dy * _LINE) for dy in (0, -1, 1, -2, 2) for dx in (8.0, -8.0 - width)]
+        offsets = [(dx, dy * _LINE) for dy in (0, 1, 2, -1, -2) for dx in (8.0, -8.0 - width)]
         boxes = [(x + dx, y + dy - _LINE / 2, x + dx + width, y + dy + _LINE / 2) for dx, dy in offsets]
         box = next((b for b in boxes if b[0] >= 0 and b[2] <= WIDTH and not any(_overlap(b, t) for t in taken)), boxes[0])
         taken.append(box)

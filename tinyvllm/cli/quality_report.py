@@ -51,9 +51,10 @@ def best_line(records: Sequence[Record]) -> str:
 
 
 def table(records: Sequence[Record]) -> str:
-    """A table in Markdown, the first column to the left."""
-    rows = [HEADINGS, *(_cells(one) for one in records)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
+    """A table in Markdown, the first column to the left; without tokens a second where they were not measured."""
+    columns = len(HEADINGS) if any(one["decode_tok_s"] is not None for one in records) else len(HEADINGS) - 1
+    rows = [row[:columns] for row in (HEADINGS, *(_cells(one) for one in records))]
+    widths = [max(len(row[i]) for row in rows) for i in range(columns)]
     lines = ["| " + " | ".join(_aligned(row, widths)) + " |" for row in rows]
     rule = "|" + "|".join([":" + "-" * (widths[0] + 1), *("-" * (width + 1) + ":" for width in widths[1:])]) + "|"
     return "\n".join([lines[0], rule, *lines[1:]])

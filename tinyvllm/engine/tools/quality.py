@@ -31,7 +31,7 @@ from tinyvllm.request import SamplingParams
 from tinyvllm.text.tokenizer import Tokenizer
 
 CHUNK = 128  # tokens; their logits over a vocabulary of 128 k are 64 MiB
-DECODE_ROUNDS = 3
+DECODE_ROUNDS, DECODE_TOKENS = 3, 64
 
 
 @dataclass(frozen=True)
@@ -187,8 +187,8 @@ def _scored_rows(engine: Engine, windows: Windows, advance: Advance) -> Iterator
 
 
 def decode_rate(llm: LLM, windows: Windows) -> float:
-    """Tokens a second of greedy decoding of one sequence over the second half of a window: the median of DECODE_ROUNDS rounds."""
-    prompt, count = windows.ids[0, : windows.first].tolist(), windows.context - windows.first
+    """Tokens a second of greedy decoding of one sequence after half of a window, of up to DECODE_TOKENS: the median of DECODE_ROUNDS."""
+    prompt, count = windows.ids[0, : windows.first].tolist(), min(DECODE_TOKENS, windows.context - windows.first)
     params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
     rates = []
     for _ in range(DECODE_ROUNDS + 1):  # the first captures the steps
