@@ -75,7 +75,7 @@ def _cells(one: Record) -> tuple[str, ...]:
         one["perplexity_ratio"],
         [value for _, value in sorted(one["kl_percentiles"].items(), key=lambda pair: int(pair[0]))],
     )
-    change = f"{100 * (ratio['value'] - 1):+.2f}% ± {100 * ratio['error']:.2f}"
+    change = f"{_hundredths(ratio['value'] - 1):+.2f}% ± {100 * ratio['error']:.2f}"
     kl = _with_error(one["kl"], 6), *(f"{value:.6f}" for value in percentiles), f"{one['kl_max']:.3f}"
     return (*head, change, *kl, _percent(one["same_top"]), _percent(one["mean_dp"]), _percent(one["rms_dp"]), speed)
 
@@ -85,7 +85,12 @@ def _with_error(estimate: Record, digits: int) -> str:
 
 
 def _percent(estimate: Record) -> str:
-    return f"{100 * estimate['value']:.2f}% ± {100 * estimate['error']:.2f}"
+    return f"{_hundredths(estimate['value']):.2f}% ± {100 * estimate['error']:.2f}"
+
+
+def _hundredths(share: float) -> float:
+    """A share in percent, rounded as it is printed: without a minus before zero."""
+    return round(100 * share, 2) + 0.0
 
 
 def _escaped(name: str) -> str:
