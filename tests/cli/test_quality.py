@@ -123,6 +123,18 @@ def test_a_model_that_cannot_be_compared_costs_one_row(tiny_model: Path, tmp_pat
     assert [json.loads(line)["kl"]["value"] for line in out.splitlines()] == [0.0, 0.0]
 
 
+def test_an_interrupted_run_leaves_the_rows_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = tmp_path / "rows.jsonl"
+
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tinyvllm.engine.tools.quality.model_scores", interrupt)
+    assert cli.main(["quality", "--formats", "q8_0", "--output", str(lines), *QUICK]) == 130
+    (row,) = map(json.loads, lines.read_text().splitlines())
+    assert row["reference"] and [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
 def test_rows_that_are_best_for_their_size() -> None:
     rows = [row("bf16", 100, 0.0, reference=True), row("a", 50, 0.1), row("b", 60, 0.2), row("c", 40, 0.3), row("d", 40, 0.4),
             row("bf16", 100, 0.05, "int4", 25)]  # fmt: skip

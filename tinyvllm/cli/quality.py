@@ -7,7 +7,7 @@ import contextlib
 import gc
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,27 +59,37 @@ def run(options: argparse.Namespace) -> int:
     reference, candidates = _rows(options)
     text, source = _read_text(options)
     with contextlib.ExitStack() as files:
-        publish = {
-            content: files.enter_context(new_file(name)) for name, content in ((options.output, _json_lines), (options.plot, plot)) if name
-        }
-        measurement = _Measurement(options, reference, source)
+        rows = _RowFile(options.output, files)
+        picture = files.enter_context(new_file(options.plot)) if options.plot else None
+        measurement = _Measurement(options, reference, source, rows.write)
         failed = measurement.measure(candidates, text)
-        for content, write in publish.items():
-            write(content(measurement.records))
+        if picture is not None:
+            picture(plot(measurement.records))
     if options.output != "-":
         print("\n\n".join([measurement.about, table(measurement.records), best_line(measurement.records)]).rstrip())
     return 1 if failed else 0
 
 
-def _json_lines(records: Sequence[dict[str, Any]]) -> str:
-    return "".join(json.dumps(one) + "\n" for one in records)
+class _RowFile:
+    """`--output`: a JSON line for each row as soon as it was measured. An interrupted run leaves the rows so far."""
+
+    def __init__(self, name: str | None, files: contextlib.ExitStack):
+        self._publish = files.enter_context(new_file(name)) if name else None
+        self._lines, self._streams = "", name == "-"
+
+    def write(self, row: dict[str, Any]) -> None:
+        line = json.dumps(row) + "\n"
+        self._lines = line if self._streams else self._lines + line
+        if self._publish is not None:
+            self._publish(self._lines)
 
 
 class _Measurement:
     """The reference and then each candidate, with one model in memory at a time."""
 
-    def __init__(self, options: argparse.Namespace, reference: Candidate, source: str):
-        self._options, self._reference, self._source = options, reference, source
+    def __init__(self, options: argparse.Namespace, reference: Candidate, source: str, report: Callable[[dict[str, Any]], None]):
+        """`report` gets each row when it was measured."""
+        self._options, self._reference, self._source, self._report = options, reference, source, report
         self.records: list[dict[str, Any]] = []
         self.about = ""
 
@@ -135,6 +145,7 @@ class _Measurement:
         row = record(candidate.weights, candidate.kv_cache, is_reference, Footprint.of(llm.engine), figures_of(scores), rate)
         text = {"text": self._source, "context": shared.windows.context, "windows": len(shared.windows.ids)}
         self.records.append(row | text)
+        self._report(self.records[-1])
 
 
 @contextlib.contextmanager
