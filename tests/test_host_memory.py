@@ -126,3 +126,69 @@ def test_too_little_memory_to_start_is_one_line_with_what_is_needed(tmp_path, co
     assert done.returncode == 1 and done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith("tinyvllm: error: memory: ") and " MiB" in line and f"ulimit -v is {mebibytes} MiB" in line
+
+
+def run_limited(code: str) -> str:
+    """The output of a program with `left(mebibytes)`, which sets what it may still allocate."""
+    head = (
+        "import resource\n"
+        "def left(mebibytes):\n"
+        "    size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "    resource.setrlimit(resource.RLIMIT_AS, (size + (mebibytes << 20), resource.RLIM_INFINITY))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs ulimit -v")
+def test_native_calls_that_run_at_the_same_time_do_not_get_the_same_memory():
+    code = (
+        "from tinyvllm.host_memory import native_call\n"
+        "left(50)\n"
+        "with native_call(20 << 20, 'the first'):\n"
+        "    try:\n"
+        "        with native_call(20 << 20, 'the second'):\n"
+        "            print('both')\n"
+        "    except Exception as error:\n"
+        "        print(error)\n"
+        "with native_call(20 << 20, 'the third'):\n"
+        "    print('alone')\n"
+    )
+    refused, third = run_limited(code).splitlines()
+    assert refused.startswith("memory: the second needs 20 MiB, ") and "of which 16 MiB are kept free" in refused and third == "alone"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs ulimit -v")
+def test_a_text_that_cannot_be_tokenized_is_refused_before_the_library_ends_the_process():
+    code = (
+        "from pathlib import Path\n"
+        "from tinyvllm.text.load import load_tokenizer\n"
+        "tokenizer = load_tokenizer(Path('tinyvllm/demo/model'))\n"
+        "text = 'several words ' * 3_000\n"
+        "tokenizer.encode(text[:10])\n"
+        "left(2)\n"
+        "try:\n"
+        "    tokenizer.encode(text)\n"
+        "except Exception as error:\n"
+        "    print(error)\n"
+    )
+    assert "memory: tokenising 42000 characters needs 6 MiB" in run_limited(code)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
+def test_threads_reserve_little_address_space_under_a_limit():
+    code = (
+        "import threading\n"
+        "from tinyvllm.host_memory import limit_arenas\n"
+        "size = lambda: int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize() >> 20\n"
+        "left(2048)\n"
+        "limit_arenas()\n"
+        "before, done, kept = size(), threading.Event(), []\n"
+        "threads = [threading.Thread(target=lambda: (kept.append(bytes(1000)), done.wait())) for _ in range(6)]\n"
+        "[thread.start() for thread in threads]\n"
+        "while len(kept) < 6: pass\n"
+        "print(size() - before)\n"
+        "done.set()\n"
+    )
+    assert int(run_limited(code)) < 200, "six stacks of 8 MiB and one arena of 64"

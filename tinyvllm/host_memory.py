@@ -5,12 +5,16 @@ A control group's limit is enforced by SIGKILL, so nothing can be refused once i
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import os
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -22,6 +26,9 @@ START_MEMORY = 80 << 20  # the part of it that is used; 61 MiB were measured
 # the bundled model
 RUN_ADDRESS_SPACE, RUN_MEMORY = 400 << 20, 64 << 20
 RESERVE = 32 << 20  # what buffers and tokenisation leave: without it the small allocations of everything else would fail
+NATIVE_RESERVE = 16 << 20  # the same for calls of native libraries that end the process; the stack of a new thread takes 8 MiB of it
+_M_ARENA_MAX, _MAX_ARENAS = -8, 2  # of glibc's mallopt
+_ADVICE = "try again later, or send a shorter request"
 _UNLIMITED = 1 << 62  # control groups of version 1 report a number beyond this for "none"
 
 
@@ -49,11 +56,41 @@ def headroom(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"))
     return replace(least, bytes=max(0, least.bytes))
 
 
-def require(nbytes: int, what: str, advice: str = "try again later, or send a shorter request") -> None:
+def require(nbytes: int, what: str, advice: str = _ADVICE) -> None:
     """OutOfMemoryError, one line with what is needed and what there is, if `nbytes` for `what` would leave less than RESERVE."""
     left = headroom()
     if nbytes + RESERVE > left.bytes:
-        raise OutOfMemoryError(f"memory: {what} needs {megabytes(nbytes)}, {left}, of which {megabytes(RESERVE)} are kept free; {advice}")
+        raise _missing(nbytes, what, left, RESERVE, advice)
+
+
+_promised = 0  # bytes of the native calls that run
+_promising = threading.Lock()
+
+
+@contextmanager
+def native_call(nbytes: int, what: str) -> Iterator[None]:
+    """Around a call of a native library that ends the process where an allocation fails, as Rust's do; it may allocate `nbytes`.
+
+    OutOfMemoryError if that and what the calls of other threads may still allocate cannot be mapped now, with NATIVE_RESERVE for
+    allocations outside of such calls. Mapping costs 10 microseconds; it sees ulimit -v and strict overcommitment, which make allocations
+    fail, but not control groups, which do not.
+    """
+    global _promised
+    with _promising:
+        try:
+            mmap.mmap(-1, _promised + nbytes + NATIVE_RESERVE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+        except (OSError, MemoryError):
+            raise _missing(nbytes, what, headroom(), NATIVE_RESERVE, _ADVICE) from None
+        _promised += nbytes
+    try:
+        yield
+    finally:
+        with _promising:
+            _promised -= nbytes
+
+
+def _missing(nbytes: int, what: str, left: Headroom, kept: int, advice: str) -> OutOfMemoryError:
+    return OutOfMemoryError(f"memory: {what} needs {megabytes(nbytes)}, {left}, of which {megabytes(kept)} are kept free; {advice}")
 
 
 def require_start() -> None:
@@ -70,6 +107,13 @@ def require_start() -> None:
             f"memory: tinyvllm needs {megabytes(START_MEMORY)} and more for a model, {megabytes(left.bytes + used)} can be allocated "
             f"({left.limit}); free memory or raise the limit"
         )
+
+
+def limit_arenas() -> None:
+    """Under ulimit -v let malloc have two arenas: each of its up to eight per core reserves 64 MiB of address space, mostly unused."""
+    if sys.platform == "linux" and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        with suppress(AttributeError):  # a C library without arenas
+            ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _MAX_ARENAS)
 
 
 def megabytes(nbytes: int) -> str:

@@ -7,6 +7,8 @@ import random
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 
 from tests.sampling.forcing import BOS, END, EOS, TOKENS, WORDS, V, allowed, force, new_backend
 from tests.text.vocabularies import byte_level, llama2_json, metaspace_json, sentencepiece_model, write_folder
-from tinyvllm.errors import RequestError
+from tinyvllm.errors import OutOfMemoryError, RequestError
 from tinyvllm.request import StructuredOutputsParams
 from tinyvllm.sampling.grammar import AS_DUMPED, Grammar, GrammarBackend, Pool, fill_all
 from tinyvllm.sampling.mask_worker import MaskWorker
@@ -282,6 +284,38 @@ def test_a_grammar_that_outgrows_its_limits_harms_no_other(backend: GrammarBacke
         assert second.accept(chance.choice(b"ab"))
         second.fill(mask)
     assert second.error is None
+
+
+def test_memory_that_runs_out_while_the_library_is_imported_is_not_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Importer:
+        def find_spec(self, name: str, *rest: object) -> None:
+            if name == "llguidance":
+                raise ImportError("libpython.so: failed to map segment from shared object")
+
+    monkeypatch.delitem(sys.modules, "llguidance", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Importer(), *sys.meta_path])
+    with pytest.raises(ImportError, match="failed to map segment"):
+        new_backend()
+
+
+@pytest.mark.parametrize("failing", ["the masks of a step", "a grammar"])
+def test_without_memory_a_grammar_is_refused_before_the_library_ends_the_process(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    @contextmanager
+    def refuse(nbytes: int, what: str) -> Iterator[None]:
+        if what == failing and full:
+            raise OutOfMemoryError(f"{what} needs {nbytes}")
+        yield
+
+    full = False
+    monkeypatch.setattr("tinyvllm.sampling.grammar.native_call", refuse)
+    backend = new_backend()
+    grammar = Grammar(backend.compile(StructuredOutputsParams(choice=["one"])))
+    full = True
+    with pytest.raises(OutOfMemoryError, match=failing):
+        backend.compile(StructuredOutputsParams(choice=["two"]))
+        Pool(1).fill([(grammar, 0)], np.zeros((1, -(-V // 32)), np.int32))
+    full = False
+    assert Grammar(backend.compile(StructuredOutputsParams(choice=["two"]))).error is None
 
 
 TOKENIZERS = {

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from tinyvllm.cli.arguments import COMMANDS, parse
 from tinyvllm.errors import OutOfMemoryError, TinyvllmError
-from tinyvllm.host_memory import headroom, is_out_of_memory, require_start
+from tinyvllm.host_memory import headroom, is_out_of_memory, limit_arenas, require_start
 
 INTERRUPTED = 130
 
@@ -46,6 +46,7 @@ def _run(arguments: list[str]) -> int:
     except SystemExit:  # argparse has printed --help or --version; its refusals are ArgumentErrors
         return 0
     require_start()
+    limit_arenas()
     if command == "chat":
         from tinyvllm.cli import chat
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tinyvllm.errors import RequestError
+from tinyvllm.host_memory import is_out_of_memory, native_call
 from tinyvllm.request import StructuredOutputsParams
 from tinyvllm.sampling.grammar_errors import gbnf_error, json_error, lark_error, one_line, regex_error, unfinished_escape
 from tinyvllm.sampling.schema import MAX_CHARS as MAX_SCHEMA_CHARS
@@ -30,6 +31,8 @@ MAX_CHARS = 64 * 1024  # characters of a regular expression, of a grammar withou
 _KEPT = 256  # compiled grammars
 # A chain of rules is followed by recursion, without a look at the stack: 3000 rules overflow 8 MiB, 10^4 fit 512. Only touched pages count.
 _STACK = 512 << 20
+# of memory, as measured: a token of the vocabulary takes 750 bytes while its tree is built; a grammar at the limits 20 MiB; a mask less
+_BYTES_PER_TOKEN, _COMPILE_BYTES, _MASK_BYTES = 800, 24 << 20, 256 << 10
 # of llguidance; its own defaults let a nested repetition take 1.7 s and 200 MB, and 8000 optional properties 5 s
 _LIMITS: dict[str, Any] = {
     "max_items_in_row": 2000,
@@ -74,19 +77,22 @@ class GrammarBackend:
     ):
         try:
             from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
-        except ImportError:
+        except ImportError as error:
+            if is_out_of_memory(error):
+                raise
             raise RequestError(_INSTALL) from None
         self.vocab_size = vocab_size
         self.eos_ids = tuple(i for i in dict.fromkeys(eos_ids) if i < vocab_size)
         if not self.eos_ids:
             raise RequestError("structured_outputs: this model has no end of sequence token, so no structure could ever end")
-        vocabulary = _Vocabulary(tokens, {*special_ids, *self.eos_ids}, self.eos_ids[0], vocab_size, encode)
-        self.tokenizer: LLTokenizer = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=vocab_size, eos_token=list(self.eos_ids))
+        self._builder = _builder_with_a_deep_stack()
+        with native_call(vocab_size * _BYTES_PER_TOKEN, "a vocabulary for grammars"):
+            vocabulary = _Vocabulary(tokens, {*special_ids, *self.eos_ids}, self.eos_ids[0], vocab_size, encode)
+            self.tokenizer: LLTokenizer = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=vocab_size, eos_token=list(self.eos_ids))
         self.token_bytes: Sequence[bytes] = vocabulary.tokens
         self.limits = LLParserLimits(**_LIMITS)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
-        self._builder = ThreadPoolExecutor(1, "tinyvllm-grammar")
 
     def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
         """The grammar of one request, from the 256 last used or new; from any thread. RequestError names the field and the reason."""
@@ -108,15 +114,25 @@ class GrammarBackend:
         from llguidance import LLMatcher
 
         def build() -> LLMatcher:
-            return LLMatcher(self.tokenizer, source, log_level=0, limits=self.limits)
+            with native_call(_COMPILE_BYTES, "a grammar"):
+                return LLMatcher(self.tokenizer, source, log_level=0, limits=self.limits)
 
-        with self._lock:  # the size of stacks is one for the process; the builder's thread starts with its first job
-            before = threading.stack_size(_STACK)
-            try:
-                future = self._builder.submit(build)
-            finally:
-                threading.stack_size(before)
-        return future.result()
+        return self._builder.submit(build).result()
+
+
+_stack_size = threading.Lock()  # it is one for the process
+
+
+def _builder_with_a_deep_stack() -> ThreadPoolExecutor:
+    """An executor whose only thread runs: one that cannot start it would keep all jobs that it ever gets."""
+    builder = ThreadPoolExecutor(1, "tinyvllm-grammar")
+    with _stack_size:
+        before = threading.stack_size(_STACK)
+        try:
+            builder.submit(int)
+        finally:
+            threading.stack_size(before)
+    return builder
 
 
 class CompiledGrammar:
@@ -132,7 +148,8 @@ class CompiledGrammar:
         if first.is_error():
             raise RequestError(f"structured_outputs: {_compile_error(params, first.get_error())}")
         scratch = np.empty(-(-backend.vocab_size // 32), dtype=np.int32)  # some bombs go off at the first mask
-        first.unsafe_compute_mask_ptr(scratch.ctypes.data, scratch.nbytes)
+        with native_call(_COMPILE_BYTES, "a grammar"):
+            first.unsafe_compute_mask_ptr(scratch.ctypes.data, scratch.nbytes)
         if first.is_error() or (first.is_stopped() and not first.is_accepting()):
             raise RequestError(f"structured_outputs: {self.kind}: {_reason(first) or 'nothing matches it'}")
 
@@ -236,7 +253,8 @@ class Pool:
         self._matchers.extend((grammar.matcher, row) for grammar, row in jobs)
         if self._matchers:
             R, words = mask.shape
-            self._executor.unsafe_compute_mask_ptr(self._matchers, mask.ctypes.data, words * 4, R)
+            with native_call(len(self._matchers) * _MASK_BYTES, "the masks of a step"):
+                self._executor.unsafe_compute_mask_ptr(self._matchers, mask.ctypes.data, words * 4, R)
 
 
 def fill_all(grammars: Sequence[Grammar], mask: np.ndarray, pool: Pool) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tinyvllm.errors import TokenizerError
-from tinyvllm.host_memory import require
+from tinyvllm.host_memory import native_call, require
 from tinyvllm.text.assembly import Assembly, TextStream
 
 _CHECKED_CHARACTERS = 50_000
@@ -71,14 +71,16 @@ class Tokenizer(ABC):
 
         add_special_tokens: add the tokens that the model was trained with before and after a text (usually BOS before).
         """
-        if len(text) > _CHECKED_CHARACTERS:  # the tokenizer's library ends the process when memory runs out
-            require(len(text) * _BYTES_PER_CHARACTER, f"tokenising {len(text)} characters")
+        nbytes, what = len(text) * _BYTES_PER_CHARACTER, f"tokenising {len(text)} characters"
+        if len(text) > _CHECKED_CHARACTERS:
+            require(nbytes, what)
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             what = f"a lone surrogate {text[error.start]!r} at index {error.start}"
             raise TokenizerError(f"tokenizer: the text has {what}; send valid Unicode") from None
-        ids = self._encode(text)
+        with native_call(nbytes, what):
+            ids = self._encode(text)
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     @abstractmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from tests.text.test_detokenize import KINDS, tokenizer
+from tinyvllm.server.core import prompts
 from tinyvllm.server.core.failures import Failure
 from tinyvllm.server.core.prompts import Truncation, encode_texts, encode_truncated, text_size
 
@@ -81,3 +83,17 @@ def test_texts_beyond_the_context_are_refused_before_they_are_encoded() -> None:
 def test_size_of_a_value() -> None:
     assert text_size({"a": ["bc", {"def": None}], "g": (1, 2.0, True)}) == 1 + 2 + 2 + 1 + 3 + 1 + 4 + 1 + 1 + 1 + 1 + 1
     assert 2**18 < text_size([["a"] * 1000] * 10_000) < 2**18 + 20
+
+
+def test_a_huge_text_whose_thread_cannot_start_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ran: list[int] = []
+    prompts._huge_texts.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            asyncio.run(prompts.run_aside(2**20, lambda: ran.append(1)))
+    asyncio.run(prompts.run_aside(2**20, lambda: ran.append(2)))
+    assert ran == [2]

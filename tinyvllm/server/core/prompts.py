@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -18,7 +19,6 @@ SHORT_TEXT = 2000  # characters; encoding them takes less time than starting a t
 _HUGE_TEXT = 2**18  # characters; encoding takes a hundred bytes for each, so few are encoded at once
 _CUT_MARGIN = 32  # tokens
 _REDUCE = "Please reduce the length of the input prompt."  # vLLM's words
-_huge_texts = ThreadPoolExecutor(2, "tinyvllm-text")
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,15 @@ async def run_aside(size: int, work: Callable[[], T]) -> T:
         return work()
     if size <= _HUGE_TEXT:
         return await asyncio.to_thread(work)
-    return await asyncio.get_running_loop().run_in_executor(_huge_texts, work)
+    return await asyncio.get_running_loop().run_in_executor(_huge_texts(), work)
+
+
+@cache
+def _huge_texts() -> ThreadPoolExecutor:
+    """Two threads. The first is started here: an executor without a thread keeps the texts of jobs for which none could be started."""
+    executor = ThreadPoolExecutor(2, "tinyvllm-text")
+    executor.submit(int)
+    return executor
 
 
 def text_size(value: Any) -> int:

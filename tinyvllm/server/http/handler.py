@@ -9,6 +9,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tinyvllm.host_memory import native_call
 from tinyvllm.server.core.body import Body, parse_object, validate
 from tinyvllm.server.core.context import SCOPE_KEY, RequestContext
 from tinyvllm.server.core.endpoint import Endpoint
@@ -19,6 +20,7 @@ from tinyvllm.server.http.origins import check_content_type
 
 log = logging.getLogger("tinyvllm.server")
 
+_PARSED_BYTES = 16  # of memory for a byte of a body, while it is parsed and checked: 13 were measured, with 400,000 names
 _CLOSE = {"Connection": "close"}  # the rest of the body is not read
 # fields of the APIs, by the engine's name in its error messages
 _API_FIELDS = {
@@ -72,10 +74,11 @@ class PostHandler(Response):
 
     def _validate(self, raw: bytes, lenient: bool) -> tuple[Body, dict[str, Any], list[str]]:
         """(the validated body, the same as plain objects, names of the fields dropped)."""
-        data = parse_object(raw)
-        if self._endpoint.choose is not None:
-            self._endpoint = self._endpoint.choose(data)
-        body, ignored = validate(self._endpoint.body, data, lenient)
+        with native_call(len(raw) * _PARSED_BYTES, "reading the body"):
+            data = parse_object(raw)
+            if self._endpoint.choose is not None:
+                self._endpoint = self._endpoint.choose(data)
+            body, ignored = validate(self._endpoint.body, data, lenient)
         return body, data, ignored
 
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from email.utils import formatdate
 from types import FrameType
 from typing import Any
@@ -29,6 +32,7 @@ from tinyvllm.server.http.accept import Acceptor, Connection, raise_descriptor_l
 from tinyvllm.server.http.log_writer import redirect_logs
 
 _MIN_PAUSE, _MAX_PAUSE = 0.01, 1.0  # seconds between two probes of a client that has closed its sending side
+_MAX_THREADS = 16
 _PHRASES = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
 
 
@@ -291,12 +295,25 @@ def _uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
     return uvicorn_config
 
 
+def _started_threads() -> ThreadPoolExecutor:
+    """Threads for texts and bodies, all of them running: one that starts later may find no memory for its stack, or take that which a
+    native library is about to use.
+    """
+    number = min(_MAX_THREADS, (os.cpu_count() or 1) + 4)
+    executor, started = ThreadPoolExecutor(number, "tinyvllm-server"), threading.Barrier(number + 1)
+    for _ in range(number):
+        executor.submit(started.wait)
+    started.wait()
+    return executor
+
+
 def serve(make: Callable[[], tuple[ASGIApp, Service]], sock: socket.socket, ready: Callable[[], None]) -> None:
     """Run the application that `make` returns, called inside the event loop, until a signal. Raises the errors of its start."""
 
     async def run() -> None:
         app, service = make()
         await service.models.start()  # here: uvicorn would turn its errors into log lines
+        asyncio.get_running_loop().set_default_executor(_started_threads())  # loading has checked that there is room for their stacks
         await Server(app, service, sock, ready).run_until_stopped()
 
     logs = redirect_logs()
