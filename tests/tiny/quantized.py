@@ -98,3 +98,107 @@ def gptq(bits: int, group: int, symmetric: bool = True, version: int = 1, index:
 
 def gptq_settings(bits: int, group: int, **more: Any) -> dict[str, Any]:
     return {"quantization_config": {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": True} | more}
+
+
+def awq(group: int) -> Quantize:
+    def quantize(rng: np.random.Generator, O: int, I: int) -> tuple[Stored, np.ndarray]:
+        quants, zeros, scales = integers(rng, O, I, 4, I // group, False)
+
+        def words(values: np.ndarray) -> np.ndarray:  # [C, O] -> [C, O / 8]: nibble i holds column (0, 2, 4, 6, 1, 3, 5, 7)[i]
+            eights = values.reshape(len(values), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]]
+            return (eights << 4 * np.arange(8)).sum(-1).astype(np.uint32).view(np.int32)
+
+        groups = np.arange(I) // group
+        dense = (quants - zeros[:, groups]) * scales.astype(np.float64)[:, groups]
+        return {"qweight": words(quants.T), "qzeros": words(zeros.T), "scales": scales.T}, dense
+
+    return quantize
+
+
+def awq_settings(group: int, **more: Any) -> dict[str, Any]:
+    return {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"} | more}
+
+
+def packed_ct(bits: int, group: int | None, symmetric: bool = True, index: Callable[..., np.ndarray] | None = None) -> Quantize:
+    """pack-quantized of compressed-tensors; a group of -1 is one scale a row, None one for the matrix."""
+
+    def quantize(rng: np.random.Generator, O: int, I: int) -> tuple[Stored, np.ndarray]:
+        size = I if group in (-1, None) else group
+        quants, zeros, scales = integers(rng, O, I, bits, -(-I // size), symmetric)
+        if group is None:
+            zeros[:], scales[:] = zeros[0, 0], scales[0, 0]
+        groups = np.arange(I) // size if index is None else index(rng, I, size)
+        dense = (quants - zeros[:, groups]) * scales.astype(np.float64)[:, groups]
+        stored = {"weight_packed": bits_along(quants, bits).view(np.int32), "weight_shape": np.array([O, I]), "weight_scale": scales}
+        if group is None:
+            stored["weight_scale"] = scales[0]
+        if not symmetric:
+            stored["weight_zero_point"] = bits_along(zeros.T, bits).T.view(np.int32)
+        if index is not None:
+            stored["weight_g_idx"] = groups.astype(np.int32)
+        return stored, dense
+
+    return quantize
+
+
+def int_ct(symmetric: bool = True) -> Quantize:
+    """int-quantized of compressed-tensors, one scale a row."""
+
+    def quantize(rng: np.random.Generator, O: int, I: int) -> tuple[Stored, np.ndarray]:
+        quants, zeros, scales = integers(rng, O, I, 8, 1, symmetric)
+        stored = {"weight": (quants - 128).astype(np.int8), "weight_scale": scales, "input_scale": np.ones(1, np.float16)}
+        if not symmetric:
+            stored["weight_zero_point"] = (zeros - 128).astype(np.int8)
+        return stored, (quants - zeros) * scales.astype(np.float64)
+
+    return quantize
+
+
+def ct_settings(format: str, bits: int, strategy: str, group: int | None = None, **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": strategy, "group_size": group, "dynamic": False} | more
+    group_0 = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "ignore": ["lm_head", "re:.*norm"],
+        "config_groups": {"group_0": group_0},
+    }
+    return {"quantization_config": config}
+
+
+def mlx(bits: int, group: int) -> Quantize:
+    def quantize(rng: np.random.Generator, O: int, I: int) -> tuple[Stored, np.ndarray]:
+        quants, zeros, scales = integers(rng, O, I, bits, I // group, False)
+        biases = (-scales * zeros + scales * rng.standard_normal(scales.shape)).astype(np.float16)
+        groups = np.arange(I) // group
+        dense = scales.astype(np.float64)[:, groups] * quants + biases.astype(np.float64)[:, groups]
+        return {"weight": bits_along(quants, bits), "scales": scales, "biases": biases}, dense
+
+    return quantize
+
+
+def mlx_settings(bits: int, group: int, **more: Any) -> dict[str, Any]:
+    settings = {"group_size": group, "bits": bits, "mode": "affine"} | more
+    return {"quantization": settings, "quantization_config": settings}
+
+
+def hqq(bits: int, group: int, axis: int = 1) -> Quantize:
+    def quantize(rng: np.random.Generator, O: int, I: int) -> tuple[Stored, np.ndarray]:
+        quants, zeros, scales = integers(rng, O, I, bits, I // group, False)
+        fractions = (zeros + rng.uniform(-0.4, 0.4, zeros.shape)).astype(np.float16)
+        flat = quants.reshape(-1, group) if axis == 1 else quants.reshape(group, -1)
+        scale, zero = (array.reshape((-1, 1) if axis == 1 else (1, -1)) for array in (scales, fractions))
+        dense = (flat - zero.astype(np.float64)) * scale.astype(np.float64)
+        runs = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}[bits]
+        padded = np.pad(flat, ((0, -len(flat) % runs), (0, 0))).reshape(runs, -1, flat.shape[1])
+        words = sum(run << bits * (runs - 1 - i) for i, run in enumerate(padded))
+        stored = {"W_q": np.asarray(words, np.int32 if bits == 3 else np.uint8), "scale": scale, "zero": zero}
+        stored |= {name: np.array(value, np.int32) for name, value in (("nbits", bits), ("group_size", group), ("axis", axis))}
+        packing = np.frombuffer(b"4bit_u8", np.uint8)
+        return stored | {"shape": np.array([O, I]), "packing": packing, "quant_scale": np.array(0, np.uint8)}, dense.reshape(O, I)
+
+    return quantize
+
+
+def hqq_settings() -> dict[str, Any]:
+    return {"quantization_config": {"quant_method": "hqq", "skip_modules": ["lm_head"], "quant_config": {}}}

@@ -103,6 +103,8 @@ def from_hf(source: Source) -> ModelConfig:
     for key, expected in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False), ("add_cross_attention", False)):
         if fields.boolean(key, expected) != expected:
             raise ModelError(f"config.json: {key} = {not expected} is not supported for GPT-2")
+    if fields.get("quantization_config") is not None:  # its matrices are stored with inputs first: a square one would be taken transposed
+        raise ModelError("config.json: quantization_config is not supported for GPT-2; use the unquantized model or a GGUF file")
     E = fields.integer("n_embd", low=1)
     return _config(
         fields,

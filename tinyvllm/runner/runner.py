@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ from tinyvllm.models.families import check_layers, find_family, read_config, rec
 from tinyvllm.ops.advance import History, advance
 from tinyvllm.placement import Placement
 from tinyvllm.quant.codecs import unpack
-from tinyvllm.quant.formats import FLOATS, FORMATS, Layout, formats_in
+from tinyvllm.quant.formats import FLOATS, FORMATS, Layout, formats_in, packed_in
 from tinyvllm.quant.layouts import BLOCK
 from tinyvllm.runner.ahead import kernels_of_steps
 from tinyvllm.runner.kv import KVPool, block_bytes, kv_dtype
@@ -61,8 +62,11 @@ from tinyvllm.weights.checkpoint import Checkpoint, open_checkpoint, open_descri
 from tinyvllm.weights.convert import DTYPE_FORMATS
 from tinyvllm.weights.hub import resolve_model
 from tinyvllm.weights.mapping import BuiltRecord
+from tinyvllm.weights.quantized.notes import describe, without_zero_biases
 
 __all__ = ["Choice", "Logits", "PreparedStep", "Reading", "Runner"]
+
+log = logging.getLogger("tinyvllm")
 
 # If no length is given. Scores of a chunk are laid out for the longest context: 32 heads by 512 queries by 131072 keys are 8 GiB.
 DEFAULT_CONTEXT = 8192
@@ -160,8 +164,10 @@ class Runner:
         self.model = family.model(self.config)
         recipes = recipes_of(family, self.config, self.model, self.checkpoint.kind)
         if not dummy:
-            refuse_unused(self.config, recipes, self.checkpoint.tensors)
+            refuse_unused(self.config, recipes, without_zero_biases(self.checkpoint.tensors))
         plan = WeightPlan(self.placement, self.dtype, _matrix_format(config))
+        if note := describe(self.checkpoint.tensors, self.checkpoint.unused, packed_in(plan.layout)):
+            log.warning(note)
         kept = cache_folder() if environment(os.environ).get("TINYVLLM_KEEP_PANELS", True) else None
         loader = WeightLoader(None if dummy else self.checkpoint, plan, progress, kept)
         if not loader.maps_all:

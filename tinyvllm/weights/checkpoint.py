@@ -13,7 +13,8 @@ from typing import Literal
 from tinyvllm.errors import ModelError
 from tinyvllm.weights.gguf import read_gguf, split_parts
 from tinyvllm.weights.mapping import Record, TensorRecord
-from tinyvllm.weights.quantized.kinds import logical_tensors, read_quantization
+from tinyvllm.weights.quantized.kinds import logical_tensors, read_quantization, require_float_description
+from tinyvllm.weights.quantized.notes import unused_tensors
 from tinyvllm.weights.safetensors import INDEX_NAME, read_json_object, read_safetensors, read_sharded
 
 __all__ = ["Checkpoint", "TensorRecord", "open_checkpoint"]
@@ -26,7 +27,8 @@ _PICKLES = (".bin", ".pth", ".pt", ".ckpt")
 class Checkpoint:
     """An opened model. `config` is config.json, or GGUF's metadata as plain Python values; `tensors` are views into mapped
     files, which stay mapped while any view of them lives, and the matrices that a quantized checkpoint stores in parts
-    (weights/quantized); `folder` is where tokenizer files are looked for.
+    (weights/quantized); `folder` is where tokenizer files are looked for; `unused` names tensors that a quantized model does
+    without.
     """
 
     kind: Literal["safetensors", "gguf"]
@@ -34,6 +36,7 @@ class Checkpoint:
     config: dict[str, object]
     tensors: Mapping[str, Record]
     folder: Path
+    unused: tuple[str, ...] = ()
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -65,7 +68,9 @@ def open_description(folder: Path) -> Checkpoint:
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ModelError(f"{_SPEAKER}: {folder} has no config.json, which describes the model to make random weights for")
-    return Checkpoint("safetensors", folder, read_json_object(folder / "config.json", _SPEAKER), {}, folder)
+    config = read_json_object(folder / "config.json", _SPEAKER)
+    require_float_description(config)
+    return Checkpoint("safetensors", folder, config, {}, folder)
 
 
 def _open_folder(folder: Path) -> Checkpoint:
@@ -106,7 +111,8 @@ def _open_safetensors(folder: Path, names: list[str], safetensors: list[str]) ->
     else:
         raise ModelError(f"{_SPEAKER}: {folder} holds {len(safetensors)} safetensors files but no {INDEX_NAME}; download it too")
     config = read_quantization(folder, config)
-    return Checkpoint("safetensors", folder, config, logical_tensors(config, tensors), folder)
+    logical = logical_tensors(config, tensors)
+    return Checkpoint("safetensors", folder, config, logical, folder, unused_tensors(tensors, logical))
 
 
 def _open_gguf(path: Path) -> Checkpoint:

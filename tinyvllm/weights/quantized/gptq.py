@@ -15,11 +15,10 @@ import numpy as np
 from tinyvllm.errors import ModelError
 from tinyvllm.foreign import Fields, quoted
 from tinyvllm.weights.mapping import Record, TensorRecord
-from tinyvllm.weights.quantized.checks import part, refuse, require_rank, require_shape, stems
+from tinyvllm.weights.quantized.checks import column_groups, group_size, own_tensors, part, refuse, require_rank, require_shape
 from tinyvllm.weights.quantized.integers import Integers, Rows, equal_groups, float32_of, floats_of, integers_of, words_of
 
 BITS = (2, 3, 4, 8)
-MAX_GROUP = 1 << 20
 _VERSIONS = {"gptq": 1, "gptq_v2": 0}  # what is added to the stored zero points
 _SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
 
@@ -31,14 +30,8 @@ def tensors(settings: Fields, stored: Mapping[str, TensorRecord]) -> dict[str, R
         known = ", ".join(_VERSIONS)
         raise ModelError(f"{settings.where}: checkpoint_format {quoted(version)} is not supported; supported are {known}")
     schemes = _schemes(settings)
-    modules = stems(stored, "qweight")
-    if not modules:
-        refuse(f"{settings.where} says gptq, but no file has a tensor 'X.qweight'; is it the configuration of another model?")
-    parts = {f"{stem}.{suffix}" for stem in modules for suffix in _SUFFIXES}
-    out: dict[str, Record] = {name: record for name, record in stored.items() if name not in parts}
-    for stem in modules:
-        out[f"{stem}.weight"] = _matrix(stem, stored, schemes, _VERSIONS[version]).record()
-    return out
+    modules, rest = own_tensors(settings, stored, _SUFFIXES)
+    return rest | {f"{stem}.weight": _matrix(stem, stored, schemes, _VERSIONS[version]).record() for stem in modules}
 
 
 Scheme = tuple[int, int]  # bits, columns of a group or -1
@@ -63,10 +56,7 @@ def _scheme(settings: Fields, usual: Scheme | None) -> Scheme:
     bits = settings.integer("bits", bits, low=1)
     if bits not in BITS:
         raise ModelError(f"{settings.where}: {bits} bits are not supported; supported are {', '.join(map(str, BITS))}")
-    group = settings.integer("group_size", group, low=-1, high=MAX_GROUP)
-    if group == 0:
-        refuse(f"{settings.where}: group_size must be -1 (all columns) or above 0, got 0")
-    return bits, group
+    return bits, group_size(settings, group)
 
 
 def _matrix(stem: str, stored: Mapping[str, TensorRecord], schemes: list[Scheme], added: int) -> Integers:
@@ -80,7 +70,7 @@ def _matrix(stem: str, stored: Mapping[str, TensorRecord], schemes: list[Scheme]
     require_shape(scales, (G, O), f"groups by the columns of {qweight.name!r}")
     if words * 32 % bits or O * bits % 32:
         refuse(f"tensor {qweight.name!r} {list(qweight.shape)} is not a whole number of integers of {bits} bits")
-    groups = equal_groups(I, group) if index is None else _column_groups(index, I, G)
+    groups = equal_groups(I, group) if index is None else column_groups(index, I, G)
     packed, zeros, factors = words_of(qweight), words_of(qzeros), floats_of(scales)
 
     def read(first: int, end: int) -> Rows:
@@ -104,13 +94,3 @@ def _fitting(stem: str, schemes: list[Scheme], qweight: TensorRecord, qzeros: Te
     expected = " or ".join(f"{bits} bits in groups of {group}" for bits, group in schemes[:4])
     shapes = ", ".join(f"{record.name.rsplit('.', 1)[1]} {list(record.shape)}" for record in (qweight, qzeros, scales))
     refuse(f"{stem!r} does not have {expected}, as config.json says: its tensors are {shapes}")
-
-
-def _column_groups(record: TensorRecord, I: int, G: int) -> np.ndarray:
-    require_shape(record, (I,), "a group for each column")
-    if record.format not in ("I32", "I64"):
-        refuse(f"tensor {record.name!r} must hold integers, got {record.format}")
-    groups = record.data.view(np.int32 if record.format == "I32" else np.int64).astype(np.int64)
-    if groups.min() < 0 or groups.max() >= G:
-        refuse(f"tensor {record.name!r} must hold numbers of groups from 0 to {G - 1}, got {groups.min()} to {groups.max()}")
-    return groups

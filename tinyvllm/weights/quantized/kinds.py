@@ -16,20 +16,27 @@ from typing import Any
 from tinyvllm.errors import FormatError, ModelError
 from tinyvllm.foreign import Fields, quoted
 from tinyvllm.weights.mapping import Record, TensorRecord
-from tinyvllm.weights.quantized import gptq
+from tinyvllm.weights.quantized import awq, compressed_tensors, gptq, hqq, mlx
 from tinyvllm.weights.safetensors import read_json_object
 
 Tensors = Mapping[str, TensorRecord]
 Kind = Callable[[Fields, Tensors], dict[str, Record]]
 
-KINDS: dict[str, Kind] = {"gptq": gptq.tensors}
-_KEYS = ("quantization_config", "compression_config", "quantization")  # the last is MLX's, and is copied as the first
+KINDS: dict[str, Kind] = {
+    "gptq": gptq.tensors,
+    "awq": awq.tensors,
+    "compressed-tensors": compressed_tensors.tensors,
+    "hqq": hqq.tensors,
+    "mlx": mlx.tensors,
+}
+_MLX = "quantization"  # mlx-lm copies it as quantization_config, without a quant_method
+_KEYS = ("quantization_config", "compression_config")
 _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # of older checkpoints, next to config.json
 
 
 def read_quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """`config` with the settings of older checkpoints, which have a file of their own, as its `quantization_config`."""
-    if any(config.get(key) is not None for key in _KEYS):
+    if any(config.get(key) is not None for key in (_MLX, *_KEYS)):
         return config
     for name, kind in _FILES.items():
         if (folder / name).is_file():
@@ -37,15 +44,25 @@ def read_quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+def require_float_description(config: Mapping[str, Any]) -> None:
+    """ModelError for the description of a quantized model: random weights are not made in its format."""
+    key = next((key for key in (_MLX, *_KEYS) if config.get(key) is not None), None)
+    if key is not None:
+        raise ModelError(
+            f"config.json: {key} {quoted(config[key], 80)} is not supported with random weights; "
+            "remove it and choose a format with --quantization"
+        )
+
+
 def logical_tensors(config: Mapping[str, Any], tensors: Tensors) -> Mapping[str, Record]:
     """The tensors of the files as a model asks for them: themselves, without `quantization_config`."""
-    key = next((key for key in _KEYS if config.get(key) is not None), None)
+    key = next((key for key in (_MLX, *_KEYS) if config.get(key) is not None), None)
     if key is None:
         return tensors
     if not isinstance(config[key], Mapping):
         raise FormatError(f"config.json: {key} must be an object, got {quoted(config[key])}")
     settings = Fields(config[key], where=f"config.json, {key}")
-    kind = "mlx" if isinstance(config.get("quantization"), Mapping) else settings.get("quant_method", "")
+    kind = "mlx" if key == _MLX else settings.get("quant_method", "")
     if not isinstance(kind, str) or kind not in KINDS:
         known = ", ".join(KINDS)
         raise ModelError(
