@@ -61,8 +61,9 @@ VLLM: dict[str, Alias] = {
     "max_seq_len_to_capture": Alias(inert=(None,), nearest=("warm_up",), why="steps of every length are captured"),
     "cuda_graph_sizes": Alias(inert=(None,), nearest=("warm_up",), why="the sizes of captured steps are fixed"),
     "compilation_config": Alias(inert=(None,), nearest=("warm_up",)),
-    "kv_cache_dtype": Alias(inert=("auto", None), nearest=("dtype",), why="the KV cache has the dtype of the computation"),
-    "calculate_kv_scales": Alias(inert=(False, None), nearest=("dtype",), why="the KV cache has the dtype of the computation"),
+    "calculate_kv_scales": Alias(
+        inert=(True, False, None), nearest=("kv_cache_dtype",), why="each key and value of a packed KV cache has a scale of its own"
+    ),
     "cpu_offload_gb": Alias(inert=(0, 0.0, None), nearest=("swap_space", "quantization"), why="weights are in the memory of one device"),
     "disable_custom_all_reduce": Alias(inert=(True, False, None), why="an engine runs on one device"),
     "tokenizer_mode": Alias(inert=("auto", None), nearest=("tokenizer",), why="the files of the tokenizer decide its kind"),

@@ -2,21 +2,74 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from tinygrad import Tensor, UOp
 
+# How keys and values are packed, as CACHE_TYPE of the kernels and by the name of the option kv_cache_dtype.
+PACKED_KV = {"fp8_e4m3": "KV_FP8", "int8": "KV_INT8", "int4": "KV_INT4"}
 
-class LayerCache(NamedTuple):
-    """One layer's block tensor [P, 2, K, S, D], twice: keys [:, 0] go through the one, values [:, 1] through the other.
 
-    Both are the same memory. tinygrad copies a tensor that two kernels read after a store into it: the whole pool, in every layer. It
-    reads a tensor with one reader in place.
+@dataclass(frozen=True)
+class KVLayout:
+    """A packed block: of both sides (keys, values) and all K heads first the quants of S slots, then a bfloat16 scale a slot and head.
+
+    The quants of a key are words of four bytes, word j of slot s at word j * S + s. Those of a value are bytes, byte i of slot s at byte
+    (s // 4 * N + i) * 4 + s % 4, N being the bytes of a row. So sixteen keys, or sixteen columns of four values, are one contiguous load,
+    and every byte belongs to one slot. tinyvllm/quant/kv.py says what the bytes mean.
+    """
+
+    format: str
+    K: int
+    S: int
+    D: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Quants of one slot, side and head."""
+        return self.D // 2 if self.format == "KV_INT4" else self.D
+
+    @property
+    def scales(self) -> int:
+        """Where the scales begin in a block."""
+        return 2 * self.K * self.S * self.row_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        return self.scales + 2 * self.K * self.S * 2
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCache:
+    """One layer's blocks, twice: keys go through the one tensor, values through the other. Both are the same memory.
+
+    tinygrad copies a tensor that two kernels read after a store into it: the whole pool, in every layer. It reads a tensor with one reader
+    in place. Without `packed` the tensors are [P, 2, K, S, D] floats, keys [:, 0] and values [:, 1]; else they are uint8 [P, bytes].
     """
 
     keys: Tensor
     values: Tensor
+    packed: KVLayout | None = None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from (self.keys, self.values)
+
+    def after(self, keys: Tensor, values: Tensor) -> LayerCache:
+        """The same cache once what these tensors depend on has run."""
+        return replace(self, keys=keys, values=values)
+
+    @property
+    def K(self) -> int:
+        return self.packed.K if self.packed else int(self.keys.shape[2])
+
+    @property
+    def S(self) -> int:
+        return self.packed.S if self.packed else int(self.keys.shape[3])
+
+    @property
+    def D(self) -> int:
+        return self.packed.D if self.packed else int(self.keys.shape[4])
 
 
 @dataclass(frozen=True)

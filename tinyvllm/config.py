@@ -22,6 +22,17 @@ DEFAULT_MODEL = Path(__file__).parent / "demo" / "model"
 
 DEVICES = ("auto", "CPU", "METAL", "CUDA", "NV", "AMD", "HIP", "QCOM", "CL", "WEBGPU", "PYTHON")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "int8", "int4")
+_KV_CACHE_ALIASES = {"fp8": "fp8_e4m3"}  # vLLM's
+_KV_CACHE_NEAREST = {
+    "fp8_e5m2": "fp8_e4m3",
+    "fp8_inc": "fp8_e4m3",
+    "q8_0": "int8",
+    "q4_0": "int4",
+    "q4_1": "int4",
+    "iq4_nl": "int4",
+    "f16": "auto",
+}
 LOAD_FORMATS = ("auto", "dummy")
 MAX_SCHEDULER_STEPS = 64
 CPU_STEP_MS = 250  # a gap between two tokens that a reader hardly notices
@@ -49,6 +60,7 @@ class EngineConfig:
                             CPU_STEP_MS on the CPU and 0 elsewhere
     num_scheduler_steps     decode steps that run back to back on the device before the host reads their tokens
     block_size              tokens of one block of the KV cache
+    kv_cache_dtype          how keys and values are kept: "auto" in the dtype of the weights, else packed; "fp8" is "fp8_e4m3"
     num_blocks, kv_memory   size of the KV cache, in blocks or in bytes; with neither, what the device has free
     quantization            packs the matrices at load, to one of QUANTIZATIONS; None keeps them as in the checkpoint
     load_format             "dummy" fills the model with random weights, to measure without a checkpoint
@@ -77,6 +89,7 @@ class EngineConfig:
     max_step_ms: int | None = None
     num_scheduler_steps: int = 1
     block_size: int = 16
+    kv_cache_dtype: str = "auto"
     num_blocks: int | None = None
     kv_memory: int | None = None
     quantization: str | None = None
@@ -109,6 +122,7 @@ class EngineConfig:
             if type(getattr(self, name)) is not bool and not (name == "async_scheduling" and self.async_scheduling is None):
                 raise ArgumentError(f"{name} must be True or False, got {getattr(self, name)!r}")
         _check_choice("dtype", self.dtype, DTYPES)
+        _check_kv_cache_dtype(self.kv_cache_dtype)
         if self.quantization is not None:
             _check_choice("quantization", self.quantization, QUANTIZATIONS)
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
@@ -172,6 +186,7 @@ def resolve(model: str | os.PathLike[str] | None = None, *, environ: Mapping[str
             values[name] = parse_size(name, values[name])
         if isinstance(values.get(name), (int, float)) and 0 < values[name] < 1024:
             raise ArgumentError(f"{name}={values[name]} is a number of bytes (vLLM's swap_space is in GiB): write '{values[name]:g}GiB'")
+    values |= {name: _KV_CACHE_ALIASES.get(str(values[name]), values[name]) for name in ("kv_cache_dtype",) if name in values}
     device = values.get("device", switches.get("TINYVLLM_DEVICE", "auto"))
     values["device"] = parse_device("device", device)
     if isinstance(values.get("max_num_seqs"), int):
@@ -344,6 +359,13 @@ def _check_text(name: str, value: object, optional: bool) -> None:
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ArgumentError(f"{name} must be one of {', '.join(choices)}, got {value!r}{nearest(str(value), choices)}")
+
+
+def _check_kv_cache_dtype(value: object) -> None:
+    if value not in KV_CACHE_DTYPES:
+        near = _KV_CACHE_NEAREST.get(str(value).lower())
+        hint = f"; nearest: {near}" if near else nearest(str(value), KV_CACHE_DTYPES)
+        raise ArgumentError(f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {value!r}{hint}")
 
 
 def _check_device(device: object, name: str = "device") -> None:

@@ -3,7 +3,7 @@
 //   out                 [T, H, D] float32          rows from `count` on are not touched
 //   partial             [B * H * PARTITIONS * (D + 2)] float32, scratch (B: the largest `count`); PARTITIONS = ceil(M * S / 256)
 //   q                   [T, H, D] float32          row b is sequence b's
-//   cache               [P, 2, K, S, D] CACHE_TYPE keys at [:, 0], values at [:, 1]; this step's are in it
+//   cache               [P, BLOCK] CACHE_TYPE      blocks of keys and values (cache.h); this step's are in them
 //   block_tables        [B, M] int32
 //   context_lens        [B] int32                  tokens in the cache, at least 1, at most M * S
 //   count               [1] int32                  sequences that count
@@ -128,26 +128,24 @@ static inline void prefetch_sequence(struct prefetch *prefetch, const struct ste
 }
 
 // A tile for the rows of the sequences b to b + size - 1, which have it in common.
-static inline void decode_tile(struct prefetch *prefetch, const struct step *step, const struct rows *rows, float *kt, int b, int size,
-                               int head, int start) {
+static inline void decode_tile(struct prefetch *prefetch, const struct step *step, const struct rows *rows, float *keys, float *copies,
+                               int b, int size, int head, int start) {
   const int32_t *table = table_of(step, b);
-  struct values values;
+  struct tile tile;
   int first = start + TILE, end = start;
   for (int i = 0; i < size; i++) {
     first = min(first, max(start, first_visible(rows->positions[i])));
     end = max(end, min(start + TILE, rows->positions[i] + 1));
   }
   if (first >= end) return;
-  load_keys(prefetch, kt, step->cache, table, head, start, first, end);
-  for (int at = first & -RUN; at < end; at += RUN)
-    values.run[(at - start) / RUN] = keys_of(step->cache, table[at / S], head) + (long)K * S * D + at % S * D;
-  attend(prefetch, 1, RUN, rows, size * G, kt, &values, start);
+  load_tile(prefetch, 0, &tile, keys, copies, step->cache, table, head, start, first, end);
+  attend(prefetch, 0, rows, size * G, &tile, start);
 }
 
 // A partition, tile by tile. `next_partition` and `next_head`: where the first sequence will probably be read next.
 static inline void decode_partition(const struct step *step, const struct unit *unit, const struct rows *rows, int next_partition,
                                     int next_head) {
-  float kt[D * TILE] __attribute__((aligned(64)));
+  float keys[TILE_KEYS] __attribute__((aligned(64))), copies[TILE_VALUES(0)] __attribute__((aligned(64)));
   struct prefetch prefetch;
   const int begin = unit->partition * PARTITION;
   int first = begin + PARTITION, end = 0;  // keys that a sequence sees
@@ -160,6 +158,7 @@ static inline void decode_partition(const struct step *step, const struct unit *
     for (int i = 0, next = 1; i < unit->size; i = next++) {
       while (CASCADE && next < unit->size && step->prefixes[unit->b + next] >= start + TILE) next++;
       const struct rows together = {.q = rows->q + (long)i * G * D,
+                                    .q_scale = rows->q_scale + i * G,
                                     .sums = rows->sums + i * G * rows->stride,
                                     .stride = rows->stride,
                                     .top = rows->top + i * G,
@@ -168,7 +167,7 @@ static inline void decode_partition(const struct step *step, const struct unit *
       if (next < unit->size) prefetch_sequence(&prefetch, step, unit->b + next, unit->head, start, start + TILE);
       else if (start + TILE < end) prefetch_sequence(&prefetch, step, unit->b, unit->head, start + TILE, min(end, start + 2 * TILE));
       else prefetch_sequence(&prefetch, step, unit->b, next_head, next_partition * PARTITION, next_partition * PARTITION + TILE);
-      decode_tile(&prefetch, step, &together, kt, unit->b + i, next - i, unit->head, start);
+      decode_tile(&prefetch, step, &together, keys, copies, unit->b + i, next - i, unit->head, start);
     }
 }
 
@@ -195,13 +194,15 @@ static inline void decode_unit(float *out, float *sums, float *ends, const struc
   float top[MAX_SEQUENCES * G], weight[MAX_SEQUENCES * G * 16] __attribute__((aligned(64)));
   int positions[MAX_SEQUENCES];
   const long row = (long)unit->b * H + unit->head * G;
-  struct rows rows = {step->q + row * D, out + row * D, D, top, weight, 0, positions};
+  query q[MAX_SEQUENCES * G * D] __attribute__((aligned(64)));
+  struct query_scale q_scale[MAX_SEQUENCES * G];
+  float own[MAX_SEQUENCES * G * D] __attribute__((aligned(64)));
+  struct rows rows = {q, q_scale, out + row * D, D, top, weight, 0, positions};
   for (int i = 0; i < unit->size; i++) positions[i] = step->contexts[unit->b + i] - 1;
-  float q[MAX_SEQUENCES * G * D] __attribute__((aligned(64))), own[MAX_SEQUENCES * G * D] __attribute__((aligned(64)));
+  for (int i = 0; i < unit->size; i++)
+    for (int g = 0; g < G; g++) prepare_query(q + (i * G + g) * D, q_scale + i * G + g, step->q + (row + (long)i * H + g) * D);
   if (MAX_SEQUENCES > 1 && unit->size > 1) {  // rows of different sequences are not contiguous
-    for (int i = 0; i < unit->size; i++)
-      for (int d = 0; d < G * D; d += 16) v16_store(q + i * G * D + d, v16_load(rows.q + (long)i * H * D + d));
-    rows.q = q, rows.sums = own;
+    rows.sums = own;
   } else if (partitions_of(positions[0] + 1) > 1) {
     rows.sums = sums + (row * PARTITIONS + unit->partition - first_partition(positions[0] + 1)) * D, rows.stride = (long)PARTITIONS * D;
   }

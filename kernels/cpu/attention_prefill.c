@@ -4,7 +4,7 @@
 //   scratch       [64 * THREAD_FLOATS] float32: an area for each of 64 threads (further threads do nothing);
 //                 THREAD_FLOATS = 128 * D + R * (3 * D + 32), R = max(1, 128 / G) * G in whole numbers, G = H / K
 //   q             [T, H, D] float32
-//   cache         [P, 2, K, S, D] CACHE_TYPE keys at [:, 0], values at [:, 1]; this step's are in it
+//   cache         [P, BLOCK] CACHE_TYPE      blocks of keys and values (cache.h); this step's are in them
 //   block_tables  [B, M] int32
 //   context_lens  [B] int32                  tokens in the cache, with this step's
 //   query_starts  [B + 1] int32              sequence b's rows are query_starts[b] to query_starts[b + 1] - 1; its last one is at
@@ -22,7 +22,9 @@
 
 struct area {                         // a thread's part of the scratch
   float *keys, *values;               // [D, TILE] and [TILE, D]
-  float *q, *sums, *out;              // [MAX_ROWS, D]
+  query *q;                           // [MAX_ROWS, D]
+  float *sums, *out;                  // [MAX_ROWS, D]
+  struct query_scale *q_scale;        // [MAX_ROWS]
   float *weight;                      // [MAX_ROWS, 16]
   float *top, *out_top, *out_weight;  // [MAX_ROWS]; out, out_top and out_weight hold the merged partitions before the present one
 };
@@ -56,20 +58,14 @@ static void attention_prefill(float *out, float *scratch, const float *q, const 
 static inline void area_of(struct area *area, float *scratch, int thread) {
   float *a = scratch + (long)thread * THREAD_FLOATS, *rows = a + 128 * D, *ends = rows + MAX_ROWS * 3 * D;
   area->keys = a, area->values = a + 64 * D;
-  area->q = rows, area->sums = rows + MAX_ROWS * D, area->out = rows + MAX_ROWS * 2 * D;
+  area->q = (query *)rows, area->q_scale = (struct query_scale *)(ends + MAX_ROWS * 19), area->sums = rows + MAX_ROWS * D,
+  area->out = rows + MAX_ROWS * 2 * D;
   area->weight = ends, area->top = ends + MAX_ROWS * 16, area->out_top = ends + MAX_ROWS * 17, area->out_weight = ends + MAX_ROWS * 18;
-}
-
-static inline void load_values(float *values, const cached *cache, const int32_t *table, int head, int start, int first, int end) {
-  for (int at = first; at < end; at++) {
-    const cached *v = keys_of(cache, table[at / S], head) + (long)K * S * D + at % S * D;
-    for (int d = 0; d < D; d += 16) v16_store(values + (at - start) * D + d, load_cached(v + d));
-  }
 }
 
 static inline void begin_rows(const struct area *area, const struct rows *rows, const float *q, int count) {
   for (int r = 0; r < count; r++) {
-    for (int d = 0; d < D; d += 16) v16_store(area->q + r * D + d, v16_load(q + r / G * (long)(H * D) + r % G * D + d));
+    prepare_query(area->q + r * D, area->q_scale + r, q + r / G * (long)(H * D) + r % G * D);
     area->out_top[r] = NO_SCORE;
     begin_partition(rows, r);
   }
@@ -93,19 +89,17 @@ static inline void end_partition(const struct area *area, const struct rows *row
 // `count` rows of G query heads; the first are at `position`.
 static inline void prefill_unit(const struct area *area, float *out, const float *q, const cached *cache, const int32_t *table, int head,
                                 int position, int count) {
-  const struct rows rows = {area->q, area->sums, D, area->top, area->weight, position};
-  struct values values;
+  const struct rows rows = {area->q, area->q_scale, area->sums, D, area->top, area->weight, position};
+  struct tile tile;
   struct prefetch prefetch;
   const int visible = first_visible(position), end = position + (count - 1) / G + 1;
-  values.run[0] = area->values;
   begin_rows(area, &rows, q, count);
   for (int start = visible & -TILE; start < end; start += TILE) {
     const int first = max(visible, start), tile_end = min(end, start + TILE);
     prefetch_nothing(&prefetch);
     if (tile_end < end) prefetch_keys(&prefetch, cache, table, head, tile_end, min(end, tile_end + TILE));
-    load_keys(&prefetch, area->keys, cache, table, head, start, first, tile_end);
-    load_values(area->values, cache, table, head, start, first, tile_end);
-    attend(&prefetch, 0, TILE, &rows, count, area->keys, &values, start);
+    load_tile(&prefetch, 1, &tile, area->keys, area->values, cache, table, head, start, first, tile_end);
+    attend(&prefetch, 1, &rows, count, &tile, start);
     if ((start + TILE) % PARTITION == 0 || start + TILE >= end) end_partition(area, &rows, count);
   }
   for (int r = 0; r < count; r++) finish(out + r / G * (long)(H * D) + r % G * D, area->out + r * D, area->out_weight[r]);

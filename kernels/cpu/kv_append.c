@@ -1,8 +1,8 @@
 // pool[slots[t]] = k[t], v[t]: what a step computed goes into the paged cache.
 //
-//   pool        [P, 2, K, S, D] CACHE_TYPE  one layer's blocks, keys at [:, 0], values at [:, 1]; slot n is place n % S of block n / S
+//   pool        [P, BLOCK] CACHE_TYPE       one layer's blocks (cache.h); slot n is place n % S of block n / S
 //   pool_again  the same memory; not used
-//   k, v        [T, K, D] float32           rounded to CACHE_TYPE (F32, F16 or BF16), to nearest, ties to even
+//   k, v        [T, K, D] float32
 //   slots       [T] int32                   no two rows share a slot that is read
 //   rows        [1] int32                   rows that count, at most T
 //
@@ -14,11 +14,9 @@ static void kv_append(cached *pool, void *pool_again, const float *k, const floa
                       const struct thread_team *team) {
   (void)pool_again;
   for (int t = next_unit(team); t < rows[0]; t = next_unit(team)) {
-    cached *keys = pool + ((long)(slots[t] / S) * 2 * K * S + slots[t] % S) * D, *values = keys + (long)K * S * D;
-    for (int h = 0; h < K; h++)
-      for (int d = 0; d < D; d += 16) {
-        store_cached(keys + (long)h * S * D + d, v16_load(k + ((long)t * K + h) * D + d));
-        store_cached(values + (long)h * S * D + d, v16_load(v + ((long)t * K + h) * D + d));
-      }
+    for (int h = 0; h < K; h++) {
+      store_row(pool, slots[t], 0, h, k + ((long)t * K + h) * D);
+      store_row(pool, slots[t], 1, h, v + ((long)t * K + h) * D);
+    }
   }
 }

@@ -1,7 +1,7 @@
 // q, k, v = norm(x) . weight^T + bias, heads of q and k normed and rotated; q is returned, k and v go into their slots of the cache
 //
-//   q            [T, H, D] float32
-//   keys         [P, 2, K, S, D] CACHE_TYPE (F32, F16 or BF16)   the pool of blocks: keys at [:, 0], values at [:, 1]
+//   q            [T, H, D] float32                               rotated further as the keys are, if CACHE_TYPE is KV_INT4
+//   keys         [P, BLOCK] CACHE_TYPE                           the pool of blocks (cache.h)
 //   keys_again                                                   the same memory once more; not used
 //   scratch      PREPARED_BYTES(E) (product.h) for every row, T rounded up to a multiple of 16; 64-byte aligned
 //   x            [T, E] float32
@@ -16,7 +16,7 @@
 //   rows         [1] int32                                       how many rows of x there are, 0 to T; further rows of q are unchanged
 //
 // E % 32 == 0, D % 16 == 0, R even, R <= D. Feature i is rotated with feature i + R / 2; those from R on are not rotated. All that follows
-// the products is in float32, then k and v are rounded to nearest, ties to even. A row to prepare is a unit of work, then a head of q, k or v.
+// the products is in float32, then k and v are stored as cache.h says. A row to prepare is a unit of work, then a head of q, k or v.
 #define I E
 #include "cache.h"
 #include "norm.h"
@@ -58,7 +58,6 @@ static inline const float *product_row(const float *more, const float *last, int
 static inline void add_bias(float *y, const float *bias);
 static inline void norm_one_head(float *y, const float *weight);
 static inline void rotate(float *y, const float *angles);
-static inline cached *cache_row(cached *keys, int32_t slot, int is_value, int head);
 
 static void norm_qkv_rope_store(float *q, cached *keys, void *keys_again, void *scratch, const float *x, const float *norm,
                                 NORM_BIAS_ARGUMENT const void *weight,
@@ -102,10 +101,12 @@ static void norm_qkv_rope_store(float *q, cached *keys, void *keys_again, void *
         if (head < H + K) rotate(y, angles + (long)row * R);
 #endif
         if (head < H) {
+#if CACHE_TYPE == KV_INT4
+          hadamard(y);  // as the keys
+#endif
           for (int d = 0; d < D; d += 16) v16_store(q + ((long)row * H + head) * D + d, v16_load(y + d));
         } else {
-          cached *to = cache_row(keys, slots[row], head >= H + K, (head - H) % K);
-          for (int d = 0; d < D; d += 16) store_cached(to + d, v16_load(y + d));
+          store_row(keys, slots[row], head >= H + K, (head - H) % K, y);
         }
       }
     }
@@ -140,8 +141,3 @@ static inline void rotate(float *y, const float *angles) {
   }
 }
 #endif
-
-// Where a head's key or value of a slot is.
-static inline cached *cache_row(cached *keys, int32_t slot, int is_value, int head) {
-  return keys + (((long)(slot / S) * 2 + is_value) * K + head) * (long)S * D + (long)(slot % S) * D;
-}

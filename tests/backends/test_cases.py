@@ -11,6 +11,7 @@ from tinyvllm.backends.cases import Case, Site, case_of, wrong
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Layout
+from tinyvllm.quant.kv import KV_FORMATS
 
 CPU = Placement("CPU")
 VARIANTS = registry.usable_variants(CPU)
@@ -18,6 +19,9 @@ PASSING = [Case("embed", "BF16", "panels"), Case("embed", "Q8_0", "rows"), Case(
 PASSING += [Case("norm_head", "F16"), Case("norm_qkv_rope_store", "Q4_0", cache="F16"), Case("kv_append", cache="BF16"), Case("advance")]
 PASSING += [Case("attention_decode", cache="F32", head_dim=64), Case("attention_prefill", cache="BF16", head_dim=48), Case("kv_copy")]
 PASSING += [Case("sample")]
+PASSING += [Case("attention_decode", cache="KV_INT8", head_dim=48), Case("attention_prefill", cache="KV_INT4", head_dim=64)]
+PASSING += [Case("attention_decode", cache="KV_FP8", head_dim=128), Case("norm_qkv_rope_store", "BF16", cache="KV_INT4")]
+PASSING += [Case("kv_append", cache=cache) for cache in KV_FORMATS]
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +77,8 @@ def test_what_is_wrong_is_named(change, words, recorded):
         ("norm_qkv_rope_store", {"format": "F16", "layout": "rows", "cache_format": "F16"}, "norm_qkv_rope_store F16 F16"),
         ("attention_decode", {"cache_format": "BF16", "head_dim": 128}, "attention_decode BF16 D=128"),
         ("attention_decode", {"cache_format": "BF16", "head_dim": 96}, "attention_decode BF16 D=48"),
+        ("attention_prefill", {"cache_format": "KV_INT8", "head_dim": 96}, "attention_prefill KV_INT8 D=48"),
+        ("attention_prefill", {"cache_format": "KV_INT4", "head_dim": 96}, "attention_prefill KV_INT4 D=64"),
         ("advance", {}, "advance"),
         ("accept_drafts", {}, None),
     ],

@@ -13,6 +13,8 @@ import pytest
 from tests.kernels.calling import aligned, call
 from tinyvllm.backends.cpu.toolchain import cpu_features
 from tinyvllm.backends.kernel import Kernel
+from tinyvllm.batch import KVLayout
+from tinyvllm.quant.kv import KV_FORMATS, pack_blocks, unpack_blocks
 
 NEEDS = {"avx512": "avx512f", "avx2": "avx2", "neon": "asimd"}
 TARGETS = [target for target, feature in NEEDS.items() if feature in cpu_features()] + ["plain"]
@@ -65,12 +67,17 @@ def _ints(numbers: object) -> np.ndarray:
     return out
 
 
+def tolerance(shape: Shape) -> dict[str, float]:
+    """For integer caches queries and weights are rounded, too, to 3e-5 of the largest: a tenth of what the cache itself loses, or less."""
+    return TOLERANCE if shape.dtype not in ("KV_INT8", "KV_INT4") else {"rtol": 1e-3, "atol": 1e-3}
+
+
 def _rounded(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """x in the cache's dtype (bfloat16 as uint16) and as float64."""
     if dtype == "BF16":
         bits = ((x.view(np.uint32) + 0x8000) >> 16).astype(np.uint16)
         return bits, (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    x = x.astype({"F32": np.float32, "F16": np.float16}[dtype])
+    x = x.astype({"F16": np.float16}.get(dtype, np.float32))
     return x, x.astype(np.float64)
 
 
@@ -79,7 +86,8 @@ def make(shape: Shape, new: list[int], context: list[int], M: int | None = None,
     shared = shared or [0] * B
     needed = [-(-n // s.S) for n in context]
     M, P = M or max(needed) + 1, sum(needed) + 3
-    cache = aligned((P, 2, s.K, s.S, s.D), {"F32": np.float32, "F16": np.uint16, "BF16": np.uint16}[s.dtype])  # NaN bytes
+    floats = {"F32": np.float32, "F16": np.uint16, "BF16": np.uint16}
+    cache = aligned((P, 2, s.K, s.S, s.D), floats.get(s.dtype, np.float32))  # NaN bytes; a packed one is packed at the end
     blocks, tables = iter(rng.permutation(P)), _ints(np.full((B, M), 2**30))  # a block that is read by mistake is far away
     keys, values = [], []
     for b, n in enumerate(context):
@@ -94,9 +102,22 @@ def make(shape: Shape, new: list[int], context: list[int], M: int | None = None,
             gone = max(0, n - new[b] - s.window + 1)
             cache[at[:gone], :, :, slot[:gone]] = np.full((), 0xFF, np.uint8).repeat(cache.itemsize).view(cache.dtype)
             tables[b, : gone // s.S] = 2**30
+    if s.dtype in KV_FORMATS:
+        cache, keys, values = _packed(s, cache, tables, context)
     q = aligned((sum(new), s.H, s.D), np.float32)
     q[...] = 2 * rng.standard_normal(q.shape, np.float32)
     return Case(shape, new, context, q, cache, tables, keys, values, shared)
+
+
+def _packed(s: Shape, cache: np.ndarray, tables: np.ndarray, context: list[int]) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
+    """A cache's blocks packed, and what each sequence reads there: rotated keys stay rotated, as queries come rotated to the kernels."""
+    blocks = aligned((len(cache), KVLayout(s.dtype, s.K, s.S, s.D).block_bytes), np.uint8)
+    blocks[...] = pack_blocks(s.dtype, cache)
+    held, sides = unpack_blocks(s.dtype, blocks, s.K, s.S, s.D).astype(np.float64), []
+    for side in (0, 1):
+        each = [(np.clip(tables[b, np.arange(n) // s.S], 0, len(cache) - 1), np.arange(n) % s.S) for b, n in enumerate(context)]
+        sides.append([held[at, side, :, slot] for at, slot in each])
+    return blocks, sides[0], sides[1]
 
 
 def oracle(case: Case) -> np.ndarray:
@@ -156,6 +177,17 @@ RAGGED = [
     Shape(H=4, K=2, D=64, S=8, window=5),
     Shape(H=4, K=4, D=64, S=16, dtype="BF16", window=70),
     Shape(H=8, K=2, D=128, S=8, dtype="F16", window=300),
+    Shape(H=8, K=1, D=64, S=16, dtype="KV_INT8"),
+    Shape(H=7, K=1, D=80, S=8, dtype="KV_INT8"),
+    Shape(H=4, K=4, D=128, S=128, dtype="KV_INT8", window=70),
+    Shape(H=5, K=1, D=256, S=16, dtype="KV_INT8"),
+    Shape(H=8, K=1, D=64, S=16, dtype="KV_INT4"),
+    Shape(H=6, K=2, D=96, S=8, dtype="KV_INT4", window=300),
+    Shape(H=4, K=2, D=256, S=64, dtype="KV_INT4"),
+    Shape(H=4, K=2, D=32, S=8, dtype="KV_INT4", window=5),
+    Shape(H=8, K=2, D=64, S=16, dtype="KV_FP8"),
+    Shape(H=3, K=3, D=48, S=8, dtype="KV_FP8", window=70),
+    Shape(H=4, K=1, D=128, S=256, dtype="KV_FP8"),
 ]
 NEW = [1, 70, 3, 1, 20, 1, 33]
 CONTEXT = [1, 70, 17, 300, 530, 64, 289]
@@ -172,9 +204,9 @@ def test_ragged_sequences(shape: Shape, target: str) -> None:
     case = ragged(shape)
     want = oracle(case)
     got = prefill(case, target)
-    np.testing.assert_allclose(got, want, **TOLERANCE)
+    np.testing.assert_allclose(got, want, **tolerance(shape))
     last = decode(case, target)
-    np.testing.assert_allclose(last, want[case.starts[1:] - 1], **TOLERANCE)
+    np.testing.assert_allclose(last, want[case.starts[1:] - 1], **tolerance(shape))
     assert same(last, got[case.starts[1:] - 1]), "decode and prefill of the same row differ in bits"
 
 
@@ -271,7 +303,7 @@ def grouped(shape: Shape, seed: int = 0, groups: list[list[tuple[int, int]]] = G
 def test_shared_blocks_read_once_give_the_same_bits(shape: Shape, target: str) -> None:
     case = grouped(shape)
     want = decode(case, target)
-    np.testing.assert_allclose(want, oracle(case), **TOLERANCE)
+    np.testing.assert_allclose(want, oracle(case), **tolerance(shape))
     for threads in (1, 3):
         assert same(decode(case, target, threads, shared_prefix_lens=case.shared), want), threads
     # what is said to be shared may be less than what is

@@ -11,11 +11,12 @@ from tinygrad import Tensor, dtypes
 
 from tests.ops.inputs import FORMATS_AND_VARIANTS, VARIANTS, by_kernel, device_bytes, file_rows, int32, numbers, packed, realized
 from tinyvllm.backends import registry
-from tinyvllm.batch import Batch, LayerCache
+from tinyvllm.batch import PACKED_KV, Batch, KVLayout, LayerCache
 from tinyvllm.bridge import alias
 from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.qkv import QKV, append_kv, norm_qkv_rope_store
 from tinyvllm.quant.formats import Activations, Layout, activations_of, formats_in
+from tinyvllm.quant.kv import pack_blocks, unpack_blocks
 from tinyvllm.quant.layouts import MixedWeight, PackedWeight, pack_panels
 from tinyvllm.quant.random_rows import packable_width
 
@@ -24,7 +25,7 @@ SCRATCH = (P - 1) * S
 # Results are about 1. Where x or the cache is rounded, a last bit before may tip a number to its neighbour.
 _BY_ROUNDING = {Activations.FLOAT32: 2e-5, Activations.BFLOAT16: 4e-3, Activations.INT8: 2e-2}
 TOLERANCE = {format: _BY_ROUNDING[activations_of(format, Layout.PANELS)] for format in formats_in(Layout.PANELS)}
-CACHE_TOLERANCE = {"float32": 0.0, "float16": 4e-3, "bfloat16": 4e-2}
+CACHE_TOLERANCE = {"float32": 0.0, "float16": 4e-3, "bfloat16": 4e-2, "int8": 6e-2, "fp8_e4m3": 0.3, "int4": 0.8}
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ KINDS = {
     "qwen2": LayerKind(bias=True, cache="bfloat16"),
     "qwen3": LayerKind(D=32, R=32, qk_norm=True, cache="float16"),
     "phi, a part rotated": LayerKind(H=2, K=2, D=48, R=16),
+    "an int8 cache": LayerKind(cache="int8"),
+    "an fp8 cache": LayerKind(cache="fp8_e4m3", D=48, R=48),
+    "an int4 cache": LayerKind(cache="int4", D=64, R=64, qk_norm=True),
     "gpt2": LayerKind(H=4, K=4, R=0, norm="LAYER", bias=True),
 }
 
@@ -57,8 +61,19 @@ def batch_of(slots: list[int], rows: int) -> Batch:
 
 
 def cache_of(v: LayerKind) -> LayerCache:
+    if v.cache in PACKED_KV:
+        layout = KVLayout(PACKED_KV[v.cache], v.K, S, v.D)
+        pool = Tensor(pack_blocks(layout.format, numbers(P, 2, v.K, S, v.D, seed=9))).contiguous().realize()
+        return LayerCache(pool, alias(pool), layout)
     pool = Tensor(numbers(P, 2, v.K, S, v.D, seed=9)).cast(getattr(dtypes, v.cache)).contiguous().realize()
     return LayerCache(pool, alias(pool))
+
+
+def contents(v: LayerKind, cache: LayerCache) -> np.ndarray:
+    """float32 [P - 1, 2, K, S, D], without the scratch block."""
+    if cache.packed is None:
+        return cache.keys.float().numpy()[: P - 1]
+    return unpack_blocks(cache.packed.format, cache.keys.numpy()[: P - 1], v.K, S, v.D)
 
 
 def width(format: str) -> int:
@@ -86,7 +101,7 @@ def run(v: LayerKind, format: str, x: np.ndarray, slots: list[int], rows: int) -
     angles = realized(numbers(64, v.R, seed=4)[slots]) if v.R else None  # any numbers do for a rotation; the slot is used as the position
     q, cache = norm_qkv_rope_store(realized(x), norm, qkv, angles, cache_of(v), batch_of(slots, rows))
     Tensor.realize(q, *cache)
-    return q.numpy()[:rows], cache.keys.float().numpy()[: P - 1]
+    return q.numpy()[:rows], contents(v, cache)
 
 
 def compare(monkeypatch, v: LayerKind, format: str, variant: str) -> None:
@@ -102,7 +117,7 @@ def compare(monkeypatch, v: LayerKind, format: str, variant: str) -> None:
     tolerance = max(TOLERANCE[part] for part in format.split("+"))
     np.testing.assert_allclose(q, want_q, atol=tolerance)
     np.testing.assert_allclose(pool, want_pool, atol=tolerance + CACHE_TOLERANCE[v.cache])
-    before = cache_of(v).keys.float().numpy()[: P - 1]
+    before = contents(v, cache_of(v))
     changed = {b * S + s for b, _, _, s, _ in np.argwhere(pool != before)}
     assert changed == set(slots[:used]), "the batch's slots and no other"
 
@@ -166,6 +181,44 @@ def test_append_kv_rounds_as_its_reference(monkeypatch, cache, variant):
     got, want = (by_kernel(monkeypatch, "kv_append", which, op) for which in (variant, "ref"))
     np.testing.assert_array_equal(got, want)
     assert not np.array_equal(got, cache_of(v).keys.float().numpy()[: P - 1])
+
+
+EXTREMES = {
+    "a NaN": lambda row: row.put(3, np.nan),
+    "an infinity": lambda row: row.put(5, -np.inf),
+    "zeros": lambda row: row.fill(0),
+    "too small to scale": lambda row: np.multiply(row, 1e-34, out=row),
+    "the largest float32": lambda row: row.put(7, -3.4e38),
+    "one far above the others": lambda row: row.put(0, 1e6),
+    "halves, which round to even": lambda row: np.copyto(row, np.r_[127, np.arange(len(row) - 1) + 0.5]),
+}
+
+
+@pytest.mark.parametrize("variant", ["ref", *VARIANTS])
+@pytest.mark.parametrize("cache", PACKED_KV)
+def test_packed_bytes_are_those_of_the_definition(monkeypatch, cache, variant):
+    """Also of rows with the numbers that have to be taken care of, and each row has the bytes that it has alone."""
+    v = LayerKind(K=2, D=48, cache=cache)
+    rows = np.concatenate([numbers(2, len(EXTREMES), v.K, v.D, seed=5), 30 * numbers(2, 4, v.K, v.D, seed=6)], axis=1)
+    for t, change in enumerate(EXTREMES.values()):
+        change(rows[t % 2, t, t % v.K])
+    slots = np.random.default_rng(1).permutation((P - 1) * S)[: rows.shape[1]].tolist()
+    want = numbers(P, 2, v.K, S, v.D, seed=9)
+    for t, slot in enumerate(slots):
+        want[slot // S, :, :, slot % S] = rows[:, t]
+    packed = pack_blocks(PACKED_KV[cache], want)
+
+    def op(chosen: list[int]) -> np.ndarray:
+        k, v_ = (realized(side[chosen]) for side in rows)
+        written = append_kv(k, v_, cache_of(v), batch_of([slots[t] for t in chosen], len(chosen)))
+        Tensor.realize(*written)
+        return written.keys.numpy()[: P - 1]
+
+    np.testing.assert_array_equal(by_kernel(monkeypatch, "kv_append", variant, lambda: op(list(range(len(slots))))), packed[: P - 1])
+    read = unpack_blocks(PACKED_KV[cache], packed, v.K, S, v.D)
+    at = [(slots[t] // S, t % 2, t % v.K, slots[t] % S) for t in range(len(EXTREMES))]
+    assert [bool(np.isnan(read[i]).all()) for i in at] == [name in ("a NaN", "an infinity") for name in EXTREMES]
+    assert not read[at[2]].any() and not read[at[3]].any() and np.isfinite(read[at[4]]).all()
 
 
 def test_odd_head_dimensions_go_to_the_reference(monkeypatch):

@@ -11,7 +11,7 @@ CACHE_FORMATS = {dtypes.float32: "F32", dtypes.float16: "F16", dtypes.bfloat16: 
 
 def cache_format(cache: LayerCache) -> str:
     """CACHE_TYPE: how keys and values are kept."""
-    return CACHE_FORMATS[cache.keys.dtype]
+    return cache.packed.format if cache.packed else CACHE_FORMATS[cache.keys.dtype]
 
 
 def constant(value: float) -> str:

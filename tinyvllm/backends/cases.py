@@ -22,13 +22,14 @@ from tinygrad.dtype import DType
 from tinyvllm.backends.base import Backend
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights
-from tinyvllm.batch import Batch, LayerCache
+from tinyvllm.batch import Batch, KVLayout, LayerCache
 from tinyvllm.bridge import alias, byte_spans, download, mapped
 from tinyvllm.integers import round_up
 from tinyvllm.placement import Placement
 from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16, pack
 from tinyvllm.quant.formats import FORMATS, GROUPED, Layout
 from tinyvllm.quant.grouped import pack_groups
+from tinyvllm.quant.kv import KV_FORMATS, is_rotated, pack_blocks, rotate, unpack_blocks
 from tinyvllm.quant.layouts import PackedWeight, RowSource, RowWeight, StoredWeight, TileWeight, joined, pack_panels, pack_tiles
 
 _WIDEST_GROUP = 128  # columns: the grouped formats hold the same numbers
@@ -69,10 +70,15 @@ class Case:
     @property
     def tolerances(self) -> Mapping[str, float]:
         """What each result may differ by, as a share of the answer's largest number; 0: not at all."""
-        stored = {"F32": 1e-5, "F16": 2**-10, "BF16": 2**-7}.get(self.cache, 0.0)  # numbers may be rounded to either neighbour
+        # numbers may be rounded to either neighbour
+        stored = {"F32": 1e-5, "F16": 2**-10, "BF16": 2**-7, "KV_INT8": 2**-6, "KV_FP8": 2**-3, "KV_INT4": 0.25}.get(self.cache, 0.0)
         if self.stem == "norm_qkv_rope_store":
             return {"q": _PRODUCT, "kv": max(stored, _PRODUCT), "kept": 0.0}
+        if self.stem == "kv_append" and self.cache in KV_FORMATS:
+            return {"kv": stored, "kept": 0.0}
         if self.stem in ("attention_decode", "attention_prefill"):
+            if self.cache in KV_FORMATS:
+                return {"out": {"KV_INT8": 0.02, "KV_FP8": 0.08, "KV_INT4": 0.25}[self.cache]}
             return {"out": FORMATS[self.cache].tolerance}  # GPUs round the weights of the values to the cache's format
         return _TOLERANCES.get(self.stem, {})
 
@@ -86,8 +92,9 @@ def case_of(stem: str, facts: ShapeFacts | None) -> Case | None:
     if facts is None or stem not in CASES:
         return None
     if stem in ("attention_decode", "attention_prefill"):
-        # 48 is for all the others: kernels take the multiples of 16 in loops
-        return Case(stem, cache=facts.cache_format, head_dim=facts.head_dim if facts.head_dim in (64, 128) else 48)
+        # 48 is for all the others: kernels take the multiples of 16 in loops, of 32 in KV_INT4
+        other = 64 if facts.cache_format == "KV_INT4" else 48
+        return Case(stem, cache=facts.cache_format, head_dim=facts.head_dim if facts.head_dim in (64, 128) else other)
     layout = Layout(facts.layout).value if stem == "embed" else ""
     cached = stem in ("norm_qkv_rope_store", "kv_append")
     format = facts.format.split("+")[0]  # of parts in several formats the first: the others are products of a launch of their own
@@ -120,6 +127,10 @@ class Site:
         return PackedWeight(self.place(pack_panels(format, rows)), format, len(rows), I)
 
     def cache(self, format: str, numbers: np.ndarray) -> LayerCache:
+        if format in KV_FORMATS:
+            _, _, K, block_size, D = numbers.shape
+            blocks = self.place(pack_blocks(format, numbers))
+            return LayerCache(blocks, alias(blocks), KVLayout(format, K, block_size, D))
         bits = f32_to_bf16(numbers) if format == "BF16" else numbers.astype({"F32": "f4", "F16": "f2"}[format])
         keys = self.place(bits, CACHE_DTYPES[format])
         return LayerCache(keys, alias(keys))
@@ -129,8 +140,13 @@ class Site:
 
 
 def cached_numbers(format: str, cache: LayerCache) -> np.ndarray:
-    """What a cache holds, float32 [P, 2, K, S, D]."""
+    """What a cache holds, float32 [P, 2, K, S, D]; keys that are rotated there are rotated back."""
     data = download(byte_spans(cache.keys, [(0, cache.keys.nbytes())])[0])
+    if cache.packed is not None:
+        held = unpack_blocks(format, data.reshape(-1, cache.packed.block_bytes), cache.K, cache.S, cache.D)
+        if is_rotated(format, keys=True):
+            held[:, 0] = rotate(held[:, 0])
+        return held
     values = bf16_to_f32(data.view(np.uint16)) if format == "BF16" else data.view({"F32": "f4", "F16": "f2"}[format])
     return values.astype(np.float32).reshape(tuple(int(d) for d in cache.keys.shape))
 
@@ -292,27 +308,34 @@ def _norm_qkv_rope_store(site: Site, case: Case) -> list[Arrays]:
     for T, count in (FEW, MANY):
         x, angles = (site.place(repeated(rows, T)) for rows in (activations(weight.I), numbers(12, PERIOD, HEAD_DIM)))
         cache, slots = site.cache(case.cache, np.ones((3, 2, KV_HEADS, S, HEAD_DIM), np.float32)), slots_of(T, count)
+        before = cached_numbers(case.cache, cache)
         batch = empty_batch(site, slots=site.int32(*slots), rows=site.int32(count))
         q, after = site.backend.norm_qkv_rope_store(site.variant, x, site.norm(weight.I), qkv, weight, angles, cache, batch)
         Tensor.realize(q, *after)
-        results.append({"q": download(q)[:count].reshape(count, -1), **_stored(case.cache, cache, slots[:count])})
+        results.append({"q": _unrotated(case, download(q)[:count]).reshape(count, -1), **_stored(case.cache, cache, before, slots[:count])})
     return results
 
 
-def _stored(format: str, cache: LayerCache, slots: list[int]) -> Arrays:
-    """Keys and values of these slots [T, 2 * K * D], and whether the other slots of the first two blocks are still 1."""
-    held = cached_numbers(format, cache)[:2].transpose(0, 3, 1, 2, 4).reshape(2 * S, -1)
-    others = np.delete(held, slots, axis=0)
-    return {"kv": held[slots], "kept": np.array([(others == 1).all()], np.int32)}
+def _unrotated(case: Case, q: np.ndarray) -> np.ndarray:
+    """Queries [T, H, D] for a cache with rotated keys, rotated back or, as the matrix is its own inverse, made so."""
+    return rotate(q) if is_rotated(case.cache, keys=True) else q
+
+
+def _stored(format: str, cache: LayerCache, before: np.ndarray, slots: list[int]) -> Arrays:
+    """Keys and values of these slots [T, 2 * K * D], and whether the other slots of the first two blocks are as before."""
+    held, old = (numbers[:2].transpose(0, 3, 1, 2, 4).reshape(2 * S, -1) for numbers in (cached_numbers(format, cache), before))
+    kept = np.array_equal(np.delete(held, slots, axis=0), np.delete(old, slots, axis=0))
+    return {"kv": held[slots], "kept": np.array([kept], np.int32)}
 
 
 def _kv_append(site: Site, case: Case) -> list[Arrays]:
     K, D, (T, count) = 3, 48, FEW
     cache, slots = site.cache(case.cache, np.ones((3, 2, K, S, D), np.float32)), slots_of(T, count)
+    before = cached_numbers(case.cache, cache)
     k, v = (site.place(repeated(numbers(seed, PERIOD, K, D), T)) for seed in (13, 14))
     batch = empty_batch(site, slots=site.int32(*slots), rows=site.int32(count))
     Tensor.realize(*site.backend.append_kv(site.variant, k, v, cache, batch))
-    return [_stored(case.cache, cache, slots[:count])]
+    return [_stored(case.cache, cache, before, slots[:count])]
 
 
 @dataclass(frozen=True)
@@ -357,7 +380,7 @@ def queries(T: int, D: int) -> np.ndarray:
 
 def _attention_decode(site: Site, case: Case) -> list[Arrays]:
     D, (B, count) = case.head_dim, FEW
-    q, cache = site.place(queries(B, D)), site.cache(case.cache, DECODES.pool(D))
+    q, cache = site.place(_unrotated(case, queries(B, D))), site.cache(case.cache, DECODES.pool(D))
     tables = np.concatenate([DECODES.tables, np.zeros_like(DECODES.tables[:1])])
     batch = empty_batch(
         site, block_tables=site.place(tables), context_lens=site.int32(*DECODES.lengths, 0), decodes=site.int32(count),
@@ -368,7 +391,7 @@ def _attention_decode(site: Site, case: Case) -> list[Arrays]:
 
 def _attention_prefill(site: Site, case: Case) -> list[Arrays]:
     D, (T, count), lengths = case.head_dim, MANY, CHUNKS.lengths
-    q, cache, tables = site.place(queries(T, D)), site.cache(case.cache, CHUNKS.pool(D)), CHUNKS.tables
+    q, cache, tables = site.place(_unrotated(case, queries(T, D))), site.cache(case.cache, CHUNKS.pool(D)), CHUNKS.tables
     first = lengths[0] - STARTS[0]
     batch = empty_batch(
         site, block_tables=site.place(tables), context_lens=site.int32(*lengths), query_starts=site.int32(0, first, count),

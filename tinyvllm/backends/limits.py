@@ -22,7 +22,7 @@ class ShapeFacts:
     norm             "RMS" or "LAYER"
     head_dim, query_heads, kv_heads
     block_size       tokens of a KV block; block_bytes: bytes of it in one layer
-    cache_format     "F32", "F16" or "BF16"; cache_elements, cache_bytes: of one layer's cache
+    cache_format     "F32", "F16", "BF16", or packed: "KV_FP8", "KV_INT8", "KV_INT4"; cache_elements, cache_bytes: of one layer's cache
     vocabulary       tokens
     """
 
@@ -141,6 +141,16 @@ def cache_formats(*formats: str) -> Rule:
         return f"kernel supports a KV cache in {' or '.join(formats)}; the cache is {facts.cache_format}"
 
     return check
+
+
+FLOAT_CACHES = ("F32", "F16", "BF16")
+
+
+def pairs_of_sixteen(facts: ShapeFacts) -> str | None:
+    """A KV cache in int4: sixteen bytes hold 32 numbers of a head."""
+    if facts.cache_format != "KV_INT4" or facts.head_dim % 32 == 0:
+        return None
+    return f"kernel supports a KV cache in KV_INT4 for head dimensions in multiples of 32; the model has {facts.head_dim}"
 
 
 def first_reason(rules: Sequence[Rule], facts: ShapeFacts) -> str | None:

@@ -52,8 +52,7 @@ class Outline:
         self, variant: str, x: Tensor, norm: NormWeights, qkv: QKV, weight: KernelWeight, angles: Tensor | None, cache: LayerCache,
         batch: Batch,
     ) -> tuple[Tensor, LayerCache]:  # fmt: skip
-        K, D = int(cache.keys.shape[2]), int(cache.keys.shape[4])
-        return empty(x, int(x.shape[0]), weight.O // D - 2 * K, D), cache
+        return empty(x, int(x.shape[0]), weight.O // cache.D - 2 * cache.K, cache.D), cache
 
     def append_kv(self, variant: str, k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:
         return cache

@@ -58,7 +58,7 @@ class Heads:
     @classmethod
     def of(cls, outputs: int, qkv: QKV, angles: Tensor | None, cache: LayerCache) -> Heads:
         """The heads of a layer whose q, k and v together have `outputs` outputs."""
-        _, _, K, S, D = (int(d) for d in cache.keys.shape)
+        K, S, D = cache.K, cache.S, cache.D
         R = 0 if angles is None else int(angles.shape[1])
         norms = qkv.q_norm is not None
         return cls(outputs // D - 2 * K, K, D, S, R, cache_format(cache), qkv.bias is not None, norms, constant(qkv.qk_eps))
@@ -99,8 +99,8 @@ class Attention:
 
     @classmethod
     def of(cls, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Attention:
-        """The attention of q [T, H, D] over a cache of [P, 2, K, S, D]."""
-        _, _, K, S, D = (int(d) for d in cache.keys.shape)
+        """The attention of q [T, H, D] over a cache."""
+        K, S, D = cache.K, cache.S, cache.D
         return cls(int(q.shape[1]), K, D, S, int(batch.block_tables.shape[1]), cache_format(cache), constant(scale), window)
 
     @property

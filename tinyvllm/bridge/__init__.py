@@ -54,7 +54,7 @@ from tinyvllm.bridge.metal import from_objc_string, metal_bindings, metal_buffer
 from tinyvllm.bridge.node import Program, code_address, launch_program, load_object, load_program, run_program
 from tinyvllm.bridge.programs import enable_program_cache
 from tinyvllm.bridge.renderer import emulate_half_without_f16c, render_bfloat16_as_bits
-from tinyvllm.bridge.scatter import scatter_add, store_kv
+from tinyvllm.bridge.scatter import scatter_add, store_kv, store_packed_kv
 from tinyvllm.bridge.tensors import alias, byte_spans, copied, device_buffer, mapped, shared_zeros, spans
 from tinyvllm.bridge.timing import TimedProgram
 
@@ -66,6 +66,7 @@ __all__ = [
     "has_graph", "host_address", "install_hooks", "launch_program", "load_object", "load_program", "mapped", "metal_bindings",
     "metal_buffer_over", "opaque_memory", "opened_device", "peek", "prefer_device", "profiling", "raise_memory_errors", "read_async",
     "recover_device", "release_deferred", "remove_hooks", "render_bfloat16_as_bits", "repeat", "replace_copy_in", "run_program",
-    "scatter_add", "share_programs", "shared_zeros", "spans", "store_kv", "suppress_finalizing", "synchronize", "time_generated_kernels",
-    "tinygrad_setting", "to_objc_string", "uninitialized", "upload", "upload_parts", "use_c_compiler", "use_graph",
+    "scatter_add", "share_programs", "shared_zeros", "spans", "store_kv", "store_packed_kv", "suppress_finalizing", "synchronize",
+    "time_generated_kernels", "tinygrad_setting", "to_objc_string", "uninitialized", "upload", "upload_parts", "use_c_compiler",
+    "use_graph",
 ]  # fmt: skip

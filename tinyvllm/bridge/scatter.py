@@ -14,7 +14,7 @@ def store_kv(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> LayerCac
     tinygrad's scatter rewrites the whole destination; this stores T rows. Whatever reads the returned tensors runs after the store,
     also inside a captured step.
     """
-    _, _, K, S, D = cache.keys.shape
+    K, S, D = cache.K, cache.S, cache.D
 
     def program(keys: UOp, values: UOp, k: UOp, v: UOp, slots: UOp) -> UOp:
         t, h, d = UOp.range(k.shape[0], 0), UOp.range(K, 1), UOp.range(D, 2)
@@ -25,7 +25,29 @@ def store_kv(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> LayerCac
         sink: UOp = UOp.group(key, value).end(t, h, d).sink(arg=KernelInfo(name="store_kv"))
         return sink
 
-    return LayerCache(*cache.keys.custom_kernel(cache.values, k, v, slots, fxn=program)[:2])
+    return cache.after(*cache.keys.custom_kernel(cache.values, k, v, slots, fxn=program)[:2])
+
+
+def store_packed_kv(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> LayerCache:
+    """The same for a packed cache; k, v uint8 [T, K, bytes + 2] are the quants of each row and then its scale."""
+    layout = cache.packed
+    assert layout is not None
+    K, S, N, scales = layout.K, layout.S, layout.row_bytes, layout.scales
+
+    def program(keys: UOp, values: UOp, k: UOp, v: UOp, slots: UOp) -> UOp:
+        t, h, i = UOp.range(k.shape[0], 0), UOp.range(K, 1), UOp.range(N + 2, 2)
+        slot = slots[t].cast(dtypes.weakint)
+        block, s = slot // S, slot % S
+        of_key = h * (S * N) + (i // 4 * S + s) * 4 + i % 4
+        of_value = (h + K) * (S * N) + (s // 4 * N + i) * 4 + s % 4
+        of_scales = (scales + 2 * ((side * K + h) * S + s) + i - N for side in (0, 1))
+        stores = []
+        for pool, rows, of_quant, of_scale in zip((keys, values), (k, v), (of_key, of_value), of_scales, strict=True):
+            stores.append(pool[block, (i < N).where(of_quant, of_scale)].store(rows[t, h, i]))
+        sink: UOp = UOp.group(*stores).end(t, h, i).sink(arg=KernelInfo(name="store_packed_kv"))
+        return sink
+
+    return cache.after(*cache.keys.custom_kernel(cache.values, k, v, slots, fxn=program)[:2])
 
 
 def scatter_add(table: Tensor, rows: Tensor, columns: Tensor, amount: int = 1) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from tinyvllm.aliases import VLLM, Alias, translate
 from tinyvllm.errors import ArgumentError
 
+_ONE_CACHE_TYPE = Alias(nearest=("--kv-cache-dtype",), why="keys and values have one type here: int8 is nearest to q8_0, int4 to q4_0")
 _CHAT = Alias(why="conversations are a command: tinyvllm chat")
 _LOG = Alias(nearest=("--quiet", "--no-access-log"), why="the log has one form")
 _FROM_TEMPLATE = Alias(why="the form of calls and of reasoning is read from the chat template; leave it out")
@@ -85,10 +86,10 @@ _LLAMA: dict[str, Alias] = {
     "--flash-attn": Alias(inert=("on", "auto"), why="attention is always computed in blocks"),
     "-cb": Alias(inert=(True,), why="requests are always batched continuously"),
     "--cont-batching": Alias(inert=(True,), why="requests are always batched continuously"),
-    "-ctk": Alias(nearest=("--dtype",), why="the KV cache has the dtype of the computation"),
-    "-ctv": Alias(nearest=("--dtype",), why="the KV cache has the dtype of the computation"),
-    "--cache-type-k": Alias(nearest=("--dtype",), why="the KV cache has the dtype of the computation"),
-    "--cache-type-v": Alias(nearest=("--dtype",), why="the KV cache has the dtype of the computation"),
+    "-ctk": _ONE_CACHE_TYPE,
+    "-ctv": _ONE_CACHE_TYPE,
+    "--cache-type-k": _ONE_CACHE_TYPE,
+    "--cache-type-v": _ONE_CACHE_TYPE,
     "--mlock": Alias(why="weights are not pinned in memory"),
     "--no-mmap": Alias(why="the files of weights are always mapped"),
     "--jinja": Alias(inert=(True,), why="chat templates are always rendered by Jinja"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tinyvllm.cli.aliases import translated
-from tinyvllm.config import CPU_STEP_MS, DTYPES, LOAD_FORMATS, QUANTIZATIONS, VERSION, nearest, parse_size
+from tinyvllm.config import CPU_STEP_MS, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, QUANTIZATIONS, VERSION, nearest, parse_size
 from tinyvllm.errors import ArgumentError
 from tinyvllm.request import STRUCTURES, SamplingParams, StructuredOutputsParams
 
@@ -37,6 +37,10 @@ _ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--kv-memory", {"metavar": "SIZE", "help": "size of the KV cache in bytes, such as 2GiB; or give --num-blocks"}),
     ("--num-blocks", {"type": int, "metavar": "N", "help": "size of the KV cache in blocks; or give --kv-memory"}),
     ("--block-size", {"type": int, "metavar": "N", "help": "tokens of a KV block, a power of two from 8 to 256"}),
+    (
+        "--kv-cache-dtype",
+        {"metavar": "T", "help": f"how keys and values are kept: {', '.join(KV_CACHE_DTYPES)}; default: as the weights (auto)"},
+    ),
     ("--quantization", {"metavar": "Q", "help": f"quantize the matrices while loading: {', '.join(QUANTIZATIONS)}"}),
     (
         "--num-scheduler-steps",

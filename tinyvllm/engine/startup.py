@@ -101,6 +101,7 @@ def cache_facts(config: EngineConfig, num_blocks: int, max_model_len: int) -> di
         "kv_cache_size_tokens": tokens,
         "kv_cache_max_concurrency": round(tokens / max_model_len, 2),
         "block_size": config.block_size,
+        "cache_dtype": config.kv_cache_dtype,
         "num_gpu_blocks": num_blocks,
         "enable_prefix_caching": config.enable_prefix_caching,
         "swap_space": config.swap_space,

@@ -37,7 +37,7 @@ class GPT2Block:
         self.ffn_up, self.ffn_down = nn.Linear(E, F), nn.Linear(F, E)
 
     def forward_batch(self, x: Tensor, batch: Batch, attention: PagedAttention, cache: LayerCache) -> Tensor:
-        """x [T, E] float32, cache of [P, 2, K, S, D]; result [T, E] float32."""
+        """x [T, E] float32; result [T, E] float32."""
         weights = self.weights
         assert weights.ffn_in is not None and weights.ffn_down is not None
         qkv = QKV(weights.qkv.weight, weights.qkv.bias)
@@ -84,7 +84,7 @@ class GPT2:
         """The output of the last layer, float32 [T, E], before `final_norm`."""
         positions = self.position_embd.weight[batch.positions].float()
         x = (embed(self.weights.table, batch.tokens, batch.rows) + positions).contiguous()
-        attention = PagedAttention(batch, int(caches[0].keys.shape[3]))
+        attention = PagedAttention(batch, caches[0].S)
         for block, cache in zip(self.blk, caches, strict=True):
             x = block.forward_batch(x, batch, attention, cache)
         return x

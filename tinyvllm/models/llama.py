@@ -47,7 +47,7 @@ class LlamaBlock(TransformerBlock):
             self.ffn_down.bias = Tensor.empty(config.dim)
 
     def forward_batch(self, x: Tensor, batch: Batch, attention: PagedAttention, cache: LayerCache, angles: Tensor) -> Tensor:
-        """x [T, E] float32, cache of [P, 2, K, S, D], angles [T, R]; result [T, E] float32."""
+        """x [T, E] float32, angles [T, R]; result [T, E] float32."""
         q, cache = norm_qkv_rope_store(x, rms(self.attn_norm), self._qkv(), angles, cache, batch)
         attended = attention(q, cache, self.scale, self.window)
         x = _project(attended, self.weights.attn_output, batch, x)
@@ -103,7 +103,7 @@ class Llama(Transformer):
         """The output of the last layer, float32 [T, E], before `final_norm`."""
         x = embed(self.weights.table, batch.tokens, batch.rows)
         angles = rope[batch.positions].contiguous()
-        attention = PagedAttention(batch, int(caches[0].keys.shape[3]))
+        attention = PagedAttention(batch, caches[0].S)
         for block, cache in zip(self.blk, caches, strict=True):
             x = block.forward_batch(x, batch, attention, cache, angles)
         return x

@@ -12,6 +12,7 @@ from tinyvllm.backends.buffers import cache_format
 from tinyvllm.backends.registry import Selection, select
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.ops.facts import attention_facts
+from tinyvllm.ops.kv_pack import unpacked
 from tinyvllm.placement import Placement
 
 
@@ -37,9 +38,12 @@ class _Padded:
     def attend(self, q: Tensor, cache: LayerCache, scale: float, window: int) -> Tensor:
         """q [B, Q, H, D] against the first m blocks of each table; result [B, Q, H, D]."""
         (_, _, H, D), B, Q, m, S = q.shape, self.B, self.Q, self.m, self.S
-        K = cache.keys.shape[2]
+        K = cache.K
         G = H // K
-        gathered = (pool[self._tables][:, :, i] for i, pool in enumerate(cache))  # [B, m, K, S, D]
+        if cache.packed is not None:
+            gathered = unpacked(cache, self._tables)
+        else:
+            gathered = cache.keys[self._tables][:, :, 0], cache.values[self._tables][:, :, 1]  # [B, m, K, S, D]
         k, v = (x.permute(0, 2, 1, 3, 4).reshape(B, K, 1, 1, m, S, D).float() for x in gathered)
         q = q.reshape(B, Q, K, G, D).permute(0, 2, 3, 1, 4).reshape(B, K, G, Q, 1, 1, D)
         seen = self.mask(window)
@@ -73,7 +77,8 @@ class PagedAttention:
         self._chunks = _Padded(chunk_positions, tables[Bd:], m, S) if Bp else None
 
     def __call__(self, q: Tensor, cache: LayerCache, scale: float, window: int = 0) -> Tensor:
-        """q [T, H, D] float32 to [T, H * D] float32, against a cache of [P, 2, K, S, D] that already holds this step's keys and values.
+        """q [T, H, D] float32 to [T, H * D] float32, against a cache that already holds this step's keys and values; q is as
+        the cache's keys are (`norm_qkv_rope_store`).
 
         A row at position p sees keys 0..p of its own sequence, with `window` > 0 only the last `window` of them. H is a multiple of K
         (grouped queries).
@@ -107,5 +112,5 @@ class PagedAttention:
         """The kernel of one of the two stems; None for the reference, or if the step has no sequences for it."""
         if (self._singles if stem == "attention_decode" else self._chunks) is None:
             return None
-        (H, D), K, placement = (int(d) for d in q.shape[1:]), int(cache.keys.shape[2]), Placement.of(q.device)
+        (H, D), K, placement = (int(d) for d in q.shape[1:]), cache.K, Placement.of(q.device)
         return select(stem, placement, f"H={H}, K={K}, D={D} {cache_format(cache)}", attention_facts(placement, cache, H))

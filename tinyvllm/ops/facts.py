@@ -36,14 +36,13 @@ def product_facts(
 
 
 def attention_facts(placement: Placement, cache: LayerCache, query_heads: int) -> ShapeFacts:
-    """Of attention over a cache of [P, 2, K, S, D]."""
-    _, _, K, S, D = (int(d) for d in cache.keys.shape)
+    """Of attention over a cache."""
     return ShapeFacts(
         placement,
-        head_dim=D,
+        head_dim=cache.D,
         query_heads=query_heads,
-        kv_heads=K,
-        block_size=S,
+        kv_heads=cache.K,
+        block_size=cache.S,
         cache_format=cache_format(cache),
         cache_elements=int(cache.keys.numel()),
         cache_bytes=int(cache.keys.nbytes()),

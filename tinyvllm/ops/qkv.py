@@ -9,8 +9,9 @@ from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.operands import QKV, TensorWeight
 from tinyvllm.backends.registry import select
 from tinyvllm.batch import Batch, LayerCache
-from tinyvllm.bridge import store_kv
+from tinyvllm.bridge import store_kv, store_packed_kv
 from tinyvllm.ops.facts import product_facts
+from tinyvllm.ops.kv_pack import packed_rows, queries_for
 from tinyvllm.ops.linear import product
 from tinyvllm.ops.norm import Norm, rms_norm
 from tinyvllm.ops.rope import apply_rope
@@ -24,10 +25,11 @@ def norm_qkv_rope_store(
 ) -> tuple[Tensor, LayerCache]:
     """Queries of normalised x, and the cache with this step's keys and values in it.
 
-    x [T, E] float32; angles [T, R] or None where positions are learned; cache of [P, 2, K, S, D].
-    Returns q [T, H, D] float32, rotated, and the cache after the write; attention must read from that.
+    x [T, E] float32; angles [T, R] or None where positions are learned.
+    Returns q [T, H, D] float32, rotated and as the cache's keys are (`queries_for`), and the cache after the write; attention must read
+    from that.
     """
-    K, D, placement = int(cache.keys.shape[2]), int(cache.keys.shape[4]), Placement.of(x.device)
+    K, D, placement = cache.K, cache.D, Placement.of(x.device)
     if not isinstance(qkv.weight, TensorWeight):
         shape = f"{qkv.weight.I}->{qkv.weight.O} {qkv.weight.format}, D={D}"
         kernel = select("norm_qkv_rope_store", placement, shape, product_facts(placement, qkv.weight, norm, head_dim=D, cache=cache))
@@ -43,12 +45,17 @@ def norm_qkv_rope_store(
         q, k = rms_norm(q, qkv.q_norm, qkv.qk_eps), rms_norm(k, qkv.k_norm, qkv.qk_eps)
     if angles is not None:
         q, k = apply_rope(q.contiguous(), angles), apply_rope(k.contiguous(), angles)
-    return q.contiguous(), append_kv(k.contiguous(), v.contiguous(), cache, batch)
+    return queries_for(cache, q.contiguous()), append_kv(k.contiguous(), v.contiguous(), cache, batch)
 
 
 def append_kv(k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:
-    """The cache after k, v [T, K, D] float32 were written at the batch's slots, rounded to the cache's dtype."""
-    K, D, placement = int(cache.keys.shape[2]), int(cache.keys.shape[4]), Placement.of(k.device)
+    """The cache after k, v [T, K, D] float32 were written at the batch's slots, in the cache's format."""
+    K, D, placement = cache.K, cache.D, Placement.of(k.device)
     facts = ShapeFacts(placement, head_dim=D, cache_format=cache_format(cache))
     kernel = select("kv_append", placement, f"K={K}, D={D} {facts.cache_format}", facts)
-    return store_kv(cache, k, v, batch.slots) if kernel is None else kernel.backend.append_kv(kernel.variant, k, v, cache, batch)
+    if kernel is not None:
+        return kernel.backend.append_kv(kernel.variant, k, v, cache, batch)
+    if cache.packed is None:
+        return store_kv(cache, k, v, batch.slots)
+    format = cache.packed.format
+    return store_packed_kv(cache, packed_rows(format, k, keys=True), packed_rows(format, v, keys=False), batch.slots)

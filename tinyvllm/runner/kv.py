@@ -1,15 +1,17 @@
-"""The KV pool on the device: one block tensor [P, 2, K, S, D] a layer, the last block being scratch for padded rows."""
+"""The KV pool on the device: one tensor of blocks a layer (`LayerCache`), the last block being scratch for padded rows."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
-from tinyvllm.batch import LayerCache
+from tinyvllm.batch import PACKED_KV, KVLayout, LayerCache
 from tinyvllm.bridge import Captured, alias, byte_spans, copied, download, synchronize, upload
+from tinyvllm.errors import ArgumentError
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.ops.copy import copy_blocks
 from tinyvllm.placement import Placement
@@ -17,21 +19,43 @@ from tinyvllm.weights.mapping import allocate
 from tinyvllm.weights.memory import adopt
 
 
-def block_bytes(config: ModelConfig, block_size: int, dtype: DType) -> int:
-    """Bytes that one block takes in all layers together."""
-    return config.num_blocks * 2 * config.n_kv_heads * block_size * config.head_dim * dtype.itemsize
+@dataclass(frozen=True)
+class BlockShape:
+    """One layer's block: packed, or numbers of a dtype."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    packed: KVLayout | None = None
+
+    @classmethod
+    def of(cls, config: ModelConfig, block_size: int, kv_cache_dtype: str, weights: DType) -> BlockShape:
+        """`auto` has the weights' dtype. ArgumentError for a model whose heads cannot be packed."""
+        K, D = config.n_kv_heads, config.head_dim
+        if kv_cache_dtype == "auto":
+            dtype = weights if weights in (dtypes.float16, dtypes.bfloat16) else dtypes.float32
+            return cls((2, K, block_size, D), dtype)
+        multiple = 8 if kv_cache_dtype == "int4" else 4
+        if D % multiple:
+            raise ArgumentError(
+                f"kv_cache_dtype={kv_cache_dtype} packs heads in multiples of {multiple} numbers; the model's heads have {D}: use auto"
+            )
+        layout = KVLayout(PACKED_KV[kv_cache_dtype], K, block_size, D)
+        return cls((layout.block_bytes,), dtypes.uint8, layout)
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
 
 class KVPool:
     """`num_blocks` usable blocks and the scratch block after them; all zero at first, so that masked values are finite."""
 
-    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: DType, device: str):
-        self.num_blocks, self.block_size, self.device = num_blocks, block_size, device
+    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, block: BlockShape, device: str):
+        self.num_blocks, self.block_size, self.block, self.device = num_blocks, block_size, block, device
         self._memory: list[np.ndarray] = []  # [P, bytes] a layer, if it is in host memory
         self._copying: dict[int, tuple[Tensor, Tensor, Captured]] = {}  # pairs, their count and the copy, by the maximum of pairs
-        shape = (num_blocks + 1, 2, config.n_kv_heads, block_size, config.head_dim)
-        pools = [self._zeros(shape, dtype, device) for _ in range(config.num_blocks)]  # [P, 2, K, S, D] each
-        self.layers = [LayerCache(pool, alias(pool)) for pool in pools]
+        pools = [self._zeros((num_blocks + 1, *block.shape), block.dtype, device) for _ in range(config.num_blocks)]
+        self.layers = [LayerCache(pool, alias(pool), block.packed) for pool in pools]
 
     @property
     def scratch_slot(self) -> int:
@@ -53,7 +77,7 @@ class KVPool:
 
     @property
     def _layer_bytes(self) -> int:
-        return self.layers[0].keys.nbytes() // (self.num_blocks + 1)
+        return self.block.nbytes
 
     def read(self, blocks: list[int]) -> np.ndarray:
         """The contents of blocks as uint8 [n, block_bytes], layer by layer, once what is in flight has run."""
@@ -113,8 +137,3 @@ class KVPool:
 
     def _byte_ranges(self, blocks: list[int]) -> list[tuple[int, int]]:
         return [(block * self._layer_bytes, self._layer_bytes) for block in blocks]
-
-
-def kv_dtype(weights: DType) -> DType:
-    """Keys and values are kept in the weights' dtype."""
-    return weights if weights in (dtypes.float16, dtypes.bfloat16) else dtypes.float32

@@ -52,7 +52,7 @@ from tinyvllm.quant.codecs import unpack
 from tinyvllm.quant.formats import FLOATS, FORMATS, Layout, formats_in, packed_in
 from tinyvllm.quant.layouts import BLOCK
 from tinyvllm.runner.ahead import kernels_of_steps
-from tinyvllm.runner.kv import KVPool, block_bytes, kv_dtype
+from tinyvllm.runner.kv import BlockShape, KVPool
 from tinyvllm.runner.memory import check_room, check_weights, pool_blocks
 from tinyvllm.runner.prepare import MIN_CHUNK, Shape, StepInputs, shape_of, split, usual_shapes
 from tinyvllm.runner.weights import WeightLoader, WeightPlan
@@ -193,17 +193,18 @@ class Runner:
 
     def _size_pool(self, config: EngineConfig) -> tuple[KVPool, int]:
         """The KV pool and the longest sequence: the model's own context if none is given, limited by the pool and DEFAULT_CONTEXT."""
-        longest, dtype, size = self.config.max_context, kv_dtype(self.dtype), config.block_size
+        longest, size = self.config.max_context, config.block_size
+        block = BlockShape.of(self.config, size, config.kv_cache_dtype, self.dtype)
         if config.max_model_len is not None and config.max_model_len > longest:
             raise ArgumentError(f"max_model_len={config.max_model_len} is beyond the {longest} tokens that the model was made for")
         longest = config.max_model_len or min(longest, DEFAULT_CONTEXT)
-        blocks, one = config.num_blocks, block_bytes(self.config, size, dtype)
+        blocks, one = config.num_blocks, self.config.num_blocks * block.nbytes
         if blocks is None:
             blocks = pool_blocks(self.device, one, size, config.max_num_seqs * longest, config.kv_memory)
         check_room(self.device, blocks * one)
         if config.max_model_len is None:
             longest = min(longest, blocks * size)
-        return KVPool(self.config, blocks, size, dtype, self.device), longest
+        return KVPool(self.config, blocks, size, block, self.device), longest
 
     def _test_packing(self, plan: WeightPlan, formats: set[str]) -> Report:
         """The self-test of the kernels that pack weights, before they do."""

@@ -22,7 +22,7 @@ from tinygrad import Tensor, UOp
 
 from tinyvllm.backends.registry import REFERENCE, choices, forget_choices
 from tinyvllm.bridge import Captured, download, upload
-from tinyvllm.runner.kv import KVPool, kv_dtype
+from tinyvllm.runner.kv import KVPool
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
 from tinyvllm.runner.runner import Runner
 from tinyvllm.scheduler import Schedule, Scheduled
@@ -111,7 +111,7 @@ class _Pass:
 
     def __init__(self, runner: Runner, num_blocks: int, switch: str | None):
         self._runner, self._switch = runner, switch
-        self._pool = KVPool(runner.config, num_blocks, runner.pool.block_size, kv_dtype(runner.dtype), runner.device)
+        self._pool = KVPool(runner.config, num_blocks, runner.pool.block_size, runner.pool.block, runner.device)
         self._width = -(-runner.max_model_len // runner.pool.block_size)
         self._plans: dict[tuple[Shape, bool], tuple[StepInputs, Captured, list[Tensor]]] = {}
 

@@ -1,16 +1,17 @@
 // What decode and prefill share: attention of rows to one tile of keys of one KV head. A row's result has the same bits in both, however
-// rows are grouped and wherever they are in the batch, because the order of its arithmetic is fixed here:
+// rows are grouped and wherever they are in the batch, because the order of its arithmetic is fixed here, in attention_floats.h (KV_FP8, too)
+// and in attention_integers.h (KV_INT8, KV_INT4):
 //
 //   - tiles of TILE keys begin at multiples of TILE, partitions of PARTITION keys at multiples of PARTITION, counted from the sequence's
 //     first token;
-//   - a score is one accumulator over d from 0 to D - 1; a partition keeps the maximum m, sixteen partial sums of the weights
+//   - a score is one accumulator over d from 0 to D - 1, or a sum of integers; a partition keeps the maximum m, sixteen partial sums of the weights
 //     exp((score - m) * SCALE), and D weighted sums of values, each one accumulator over ascending keys, rescaled when a tile raises m;
 //   - the partitions of a row are merged in ascending order.
 //
 // A row reads the values of the keys that it sees, and no others: unused slots, blocks before the window and keys after a row's own position
 // may hold NaN. Their scores are computed where that is cheaper, and dropped.
 //
-// Constants: H, K, D, S, M, CACHE_TYPE (F32, F16, BF16), SCALE (above 0), WINDOW (0: none). H % K == 0, D % 16 == 0, D from 32 to 256, S a
+// Constants: H, K, D, S, M, CACHE_TYPE (cache.h), SCALE (above 0), WINDOW (0: none). H % K == 0, D % 16 == 0, D from 32 to 256, S a
 // power of two from 8 to 256.
 //
 // The online softmax is Milakov and Gimelshein's (arXiv:1805.02867), tiles of rows and keys are FlashAttention's (arXiv:2205.14135), the
@@ -21,7 +22,8 @@
 #include "thread_team.h"
 
 #define G (H / K)
-#define TILE (D <= 64 ? 64 : 32)
+#define INTEGER_CACHE (CACHE_TYPE == KV_INT8 || CACHE_TYPE == KV_INT4)
+#define TILE (D <= 64 || INTEGER_CACHE ? 64 : 32)
 #define PARTITION 256
 #define PARTITIONS ((M * S + PARTITION - 1) / PARTITION)
 #define NO_SCORE (-__builtin_inff())
@@ -39,14 +41,31 @@
 #define WIDE (COLUMNS < 4 ? COLUMNS : D % 64 == 0 ? 4 : D % 80 == 0 ? 5 : D % 48 == 0 ? 3 : 4)
 #define REST (D / 16 % WIDE)
 
+// Loads of sixteen bytes' columns of integer values at the same time; one of KV_INT4 has two columns.
+#define LOADS (CACHE_TYPE == KV_INT4 ? WIDE_INT4 : WIDE)
+#define WIDE_INT4 (COLUMNS < 4 ? 1 : 2)
+
 static inline int min(int a, int b) { return a < b ? a : b; }
 static inline int max(int a, int b) { return a > b ? a : b; }
+
+// A row of q as attention to a tile takes it: float32 [D], or D words and their scale.
+#if INTEGER_CACHE
+typedef uint32_t query;
+#else
+typedef float query;
+#endif
+
+struct query_scale {  // of a row in words
+  float scale;
+  int32_t start;  // what sums of its products with unsigned quants begin with
+};
 
 // Rows that share a KV head, and the keys of a tile. Row r is at `position` + r / G of its sequence; where rows are of several sequences,
 // at positions[r / G].
 struct rows {
-  const float *q;  // row r at q + r * D
-  float *sums;     // weighted sums of values, row r at sums + r * stride
+  const query *q;                     // row r at q + r * D
+  const struct query_scale *q_scale;  // [rows], if INTEGER_CACHE
+  float *sums;                        // weighted sums of values, row r at sums + r * stride
   long stride;
   float *top;     // [rows] largest score so far, unscaled; NO_SCORE before the first key of a partition
   float *weight;  // [rows, 16] partial sums of the weights
@@ -58,18 +77,28 @@ INLINE int position_of(const struct rows *rows, int r) { return rows->positions 
 
 static inline int first_visible(int position) { return WINDOW > 0 ? max(0, position - WINDOW + 1) : 0; }
 
-// One KV head's keys in a block; its values are K * S * D numbers further. [P, 2, K, S, D]
-static inline const cached *keys_of(const cached *cache, int block, int head) { return cache + ((long)block * 2 * K + head) * (S * D); }
+// One KV head's keys (side 0) or values (side 1) of a block, from slot s on. In packed blocks keys are rows of words, and slots in fours.
+static inline const cached *side_of(const cached *cache, int block, int side, int head, int s) {
+#if PACKED_CACHE
+  return quants_of(cache, block, side, head) + (side == 0 ? s * 4 : s * ROW_BYTES);
+#else
+  return cache + (((long)block * 2 + side) * K + head) * (S * D) + s * D;
+#endif
+}
 
 // The tile that will be read next. Its cache lines are prefetched gradually, between the arithmetic on the tile before: a processor
 // drops requests that come all together, and blocks are too far apart for it to guess. So FETCH_LINES are requested at every FETCH_EVERY
 // steps of the products, and where that does not suffice, FETCH_MORE in each quarter of a transpose. One or two heads per KV head finish
 // a tile quickly and wait for memory anyway; there some requests too many (the last find nothing left) were fastest.
 #define RUN (S < TILE ? S : TILE)
-#define RUN_BYTES (RUN * D * (int)sizeof(cached))
-#define TILE_LINES (TILE * D * (int)sizeof(cached) / 32)
-#define QUARTERS (TILE / 16 * ((D * (int)sizeof(cached) + 63) / 64) * 4)
+#define RUN_BYTES (RUN * ROW_BYTES)
+#define TILE_LINES (TILE * ROW_BYTES / 32)
+#define QUARTERS (TILE / 16 * ((ROW_BYTES + 63) / 64) * 4)
+#if INTEGER_CACHE
+#define STEPS ((G / ROWS + G % ROWS / 2 + G % 2) * (ROW_BYTES / 4 + TILE / 4 * ((ROW_BYTES / 16 + LOADS - 1) / LOADS)))
+#else
 #define STEPS ((G / ROWS + G % ROWS / 2 + G % 2) * (D + TILE * ((D / 16 + WIDE - 1) / WIDE)))
+#endif
 #define FETCH_EVERY (STEPS < 2 * TILE_LINES ? 1 : STEPS < 4 * TILE_LINES ? 2 : STEPS < 8 * TILE_LINES ? 4 : 8)
 #define FETCH_LINES (STEPS < TILE_LINES ? TILE_LINES / STEPS : 1)
 #define FETCH_LEFT (TILE_LINES - STEPS * FETCH_LINES)
@@ -87,9 +116,14 @@ static inline void prefetch_nothing(struct prefetch *prefetch) { prefetch->next 
 static inline void prefetch_keys(struct prefetch *prefetch, const cached *cache, const int32_t *table, int head, int first, int end) {
   prefetch_nothing(prefetch);
   for (int at = (end - 1) & -RUN; at >= (first & -RUN); at -= RUN) {
-    const cached *keys = keys_of(cache, table[at / S], head) + at % S * D;
-    prefetch->run[prefetch->runs++] = (const char *)(keys + (long)K * S * D);
-    prefetch->run[prefetch->runs++] = (const char *)keys;
+    const int block = table[at / S];
+    prefetch->run[prefetch->runs++] = (const char *)side_of(cache, block, 1, head, at % S);
+    // words of more than RUN slots are too far apart: the processor sees their distance by itself
+    if (!PACKED_CACHE || RUN == S) prefetch->run[prefetch->runs++] = (const char *)side_of(cache, block, 0, head, at % S);
+#if PACKED_CACHE
+    __builtin_prefetch(scales_of(cache, block, 0, head) + at % S);
+    __builtin_prefetch(scales_of(cache, block, 1, head) + at % S);
+#endif
   }
 }
 
@@ -100,61 +134,6 @@ INLINE void fetch(struct prefetch *prefetch, int lines) {
   }
   UNROLL for (int i = 0; i < lines; i++) __builtin_prefetch(prefetch->next + 64 * i);
   prefetch->next += 64 * lines;
-}
-
-// Sixteen keys, eight from each of two places, to columns of kt [D, TILE].
-INLINE void transpose_keys(struct prefetch *prefetch, float *kt, const cached *low, const cached *high) {
-  const int words = D * (int)sizeof(cached) / 4;
-  for (int j = 0; j < words; j += 16) {
-    const int at = min(j, words - 16);  // words % 16 may be 8: the last sixteen once more rather than reading beyond the row
-    w16 r[16];
-    fetch(prefetch, FETCH_MORE);
-    UNROLL for (int i = 0; i < 8; i++) r[i] = w16_load((const uint32_t *)(low + i * D) + at);
-    fetch(prefetch, FETCH_MORE);
-    UNROLL for (int i = 0; i < 8; i++) r[8 + i] = w16_load((const uint32_t *)(high + i * D) + at);
-    w16_transpose(r);
-    fetch(prefetch, FETCH_MORE);
-    UNROLL for (int i = 0; i < 16; i++) {
-      if (i == 8) fetch(prefetch, FETCH_MORE);
-#if CACHE_TYPE == F32
-      v16_store(kt + (at + i) * TILE, v16_from_w16(r[i]));
-#elif CACHE_TYPE == F16
-      v16_store(kt + 2 * (at + i) * TILE, v16_from_low_f16(r[i]));
-      v16_store(kt + (2 * (at + i) + 1) * TILE, v16_from_high_f16(r[i]));
-#else
-      v16_store(kt + 2 * (at + i) * TILE, v16_from_low_bf16(r[i]));
-      v16_store(kt + (2 * (at + i) + 1) * TILE, v16_from_high_bf16(r[i]));
-#endif
-    }
-  }
-}
-
-// Keys first to end - 1 of the tile at `start`, to kt [D, TILE]; those around them that share a column are garbage. Blocks that
-// hold none of them are not read.
-INLINE void load_keys(struct prefetch *prefetch, float *kt, const cached *cache, const int32_t *table, int head, int start, int first,
-                      int end) {
-  for (int at = first & ~15; at < end; at += 16) {
-    const int low = max(at, first & -S), high = min(at + 8, (end - 1) & -S);  // S = 8: the neighbour may have no block
-    const cached *a = keys_of(cache, table[low / S], head) + low % S * D;
-    const cached *b = S == 8 ? keys_of(cache, table[max(high, first & -S) / S], head) : a + 8 * D;
-    transpose_keys(prefetch, kt + (at - start), a, b);
-  }
-}
-
-// Scores of N rows and C columns of sixteen keys: s [N, TILE].
-INLINE void score_block(int N, int C, struct prefetch *prefetch, const float *q, const float *kt, float *s) {
-  v16 sum[ROWS][COLUMNS];
-  UNROLL for (int r = 0; r < N; r++) UNROLL for (int c = 0; c < C; c++) sum[r][c] = v16_set(0.0f);
-  for (int d = 0; d < D; d++) {
-    if (d % FETCH_EVERY == 0) fetch(prefetch, FETCH_LINES);
-    v16 k[COLUMNS];
-    UNROLL for (int c = 0; c < C; c++) k[c] = v16_load(kt + d * TILE + 16 * c);
-    UNROLL for (int r = 0; r < N; r++) {
-      const v16 x = v16_set(q[r * D + d]);
-      UNROLL for (int c = 0; c < C; c++) sum[r][c] = v16_fma(x, k[c], sum[r][c]);
-    }
-  }
-  UNROLL for (int r = 0; r < N; r++) UNROLL for (int c = 0; c < C; c++) v16_store(s + r * TILE + 16 * c, sum[r][c]);
 }
 
 // e^(distance * SCALE) for distances of at most 0: 2e-7 off at most relative to the result, 1 for 0, 0 for -infinity and from 2^-126 down.
@@ -205,85 +184,6 @@ static inline void softmax_tile(float *s, int first, int end, float *top, float 
   softmax_columns((high - low) / 16 + 1, s + low, top, weight, sums);
 }
 
-// Where a tile's values are: runs of `length` keys of D numbers each.
-struct values {
-  const void *run[TILE / 8];
-};
-
-INLINE v16 load_value(int stored, const void *row, long at) {
-  return stored ? load_cached((const cached *)row + at) : v16_load((const float *)row + at);
-}
-
-// sums[16 C] of N rows += weights p [N, TILE] of the keys first to end - 1 times columns from `column` of their values.
-INLINE void add_value_columns(int N, int C, struct prefetch *prefetch, int stored, int length, float *sums, long stride, const float *p,
-                              const struct values *values, int column, int first, int end) {
-  v16 sum[ROWS][5];
-  UNROLL for (int r = 0; r < N; r++) UNROLL for (int c = 0; c < C; c++) sum[r][c] = v16_load(sums + r * stride + column + 16 * c);
-  for (int key = first; key < end;) {
-    const int run_end = min(end, (key & -length) + length);
-    const void *run = values->run[key / length];
-    for (; key < run_end; key++) {
-      if (key % FETCH_EVERY == 0) fetch(prefetch, FETCH_LINES);
-      v16 v[5];
-      UNROLL for (int c = 0; c < C; c++) v[c] = load_value(stored, run, (long)(key & (length - 1)) * D + column + 16 * c);
-      UNROLL for (int r = 0; r < N; r++) {
-        const v16 x = v16_set(p[r * TILE + key]);
-        UNROLL for (int c = 0; c < C; c++) sum[r][c] = v16_fma(x, v[c], sum[r][c]);
-      }
-    }
-  }
-  UNROLL for (int r = 0; r < N; r++) UNROLL for (int c = 0; c < C; c++) v16_store(sums + r * stride + column + 16 * c, sum[r][c]);
-}
-
-INLINE void add_values(int N, struct prefetch *prefetch, int stored, int length, float *sums, long stride, const float *p,
-                       const struct values *values, int first, int end) {
-  int column = 0;
-  for (; column + 16 * WIDE <= D; column += 16 * WIDE)
-    add_value_columns(N, WIDE, prefetch, stored, length, sums, stride, p, values, column, first, end);
-  if (REST > 0) add_value_columns(N, REST, prefetch, stored, length, sums, stride, p, values, column, first, end);
-}
-
-// N rows from row r on, and the tile of keys that begins at `start`.
-INLINE void attend_block(int N, struct prefetch *prefetch, int stored, int length, const struct rows *rows, int r, const float *kt,
-                         const struct values *values, int start) {
-  float s[ROWS * TILE] __attribute__((aligned(64)));
-  int first[ROWS], end[ROWS], low = TILE, high = 0, both_low = 0, both_high = TILE;
-  UNROLL for (int i = 0; i < N; i++) {
-    const int position = position_of(rows, r + i);
-    first[i] = max(0, first_visible(position) - start);
-    end[i] = min(TILE, position + 1 - start);
-    low = min(low, first[i]), high = max(high, end[i]);
-    both_low = max(both_low, first[i]), both_high = min(both_high, end[i]);
-  }
-  low &= ~15;
-  if (low >= high) return;
-  const float *q = rows->q + (long)r * D;
-  for (; low + 16 * COLUMNS <= ((high + 15) & ~15); low += 16 * COLUMNS) score_block(N, COLUMNS, prefetch, q, kt + low, s + low);
-  if (COLUMNS > 2 && low + 16 < high) score_block(N, 2, prefetch, q, kt + low, s + low), low += 32;
-  for (; low < high; low += 16) score_block(N, 1, prefetch, q, kt + low, s + low);
-  float *sums = rows->sums + r * rows->stride;
-  UNROLL for (int i = 0; i < N; i++) if (first[i] < end[i])
-      softmax_tile(s + i * TILE, first[i], end[i], rows->top + r + i, rows->weight + 16 * (r + i), sums + i * rows->stride);
-  const int together = N > 1 && both_low < both_high;  // the keys that all see; what one sees before and after them it takes alone
-  if (!together) both_low = both_high = TILE;
-  for (int i = 0; i < N; i++)
-    if (first[i] < both_low && first[i] < end[i])
-      add_values(1, prefetch, stored, length, sums + i * rows->stride, 0, s + i * TILE, values, first[i], min(both_low, end[i]));
-  if (!together) return;
-  add_values(N, prefetch, stored, length, sums, rows->stride, s, values, both_low, both_high);
-  for (int i = 0; i < N; i++)
-    if (end[i] > both_high) add_values(1, prefetch, stored, length, sums + i * rows->stride, 0, s + i * TILE, values, both_high, end[i]);
-}
-
-// All `count` rows and one tile. `stored`: the values are stored as in the cache, otherwise as float32.
-INLINE void attend(struct prefetch *prefetch, int stored, int length, const struct rows *rows, int count, const float *kt,
-                   const struct values *values, int start) {
-  int r = 0;
-  for (; r + ROWS <= count; r += ROWS) attend_block(ROWS, prefetch, stored, length, rows, r, kt, values, start);
-  if (ROWS > 2 && r + 2 <= count) attend_block(2, prefetch, stored, length, rows, r, kt, values, start), r += 2;
-  for (; r < count; r++) attend_block(1, prefetch, stored, length, rows, r, kt, values, start);
-}
-
 // Before the first key of a partition.
 static inline void begin_partition(const struct rows *rows, int r) {
   rows->top[r] = NO_SCORE;
@@ -304,3 +204,9 @@ static inline void merge(float *top, float *weight, float *out, float partition_
 static inline void finish(float *out, const float *sums, float weight) {
   for (int d = 0; d < D; d += 16) v16_store(out + d, v16_div(v16_load(sums + d), v16_set(weight)));
 }
+
+#if INTEGER_CACHE
+#include "attention_integers.h"
+#else
+#include "attention_floats.h"
+#endif

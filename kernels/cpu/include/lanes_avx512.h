@@ -99,6 +99,29 @@ static inline w16 w16_fifth_bits(w16 w, int first) {
 }
 static inline w16 w16_or(w16 a, w16 b) { return _mm512_or_si512(a, b); }
 
+static inline w16 w16_load_halves(const void *low, const void *high) {
+  return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)low)), _mm256_loadu_si256((const __m256i *)high), 1);
+}
+
+// A quad is two words: its first and third number, and its second and fourth.
+static inline void v16_store_quads(uint32_t *p, v16 a) {
+  const __m512i n = _mm512_cvtps_epi32(a), high = _mm512_slli_epi32(_mm512_shuffle_epi32(n, 0x4E), 16);
+  _mm512_storeu_si512(p, _mm512_or_si512(_mm512_and_si512(n, _mm512_set1_epi32(0xFFFF)), high));
+}
+static inline i16 i16_dot_u8s16(i16 acc, w16 w, const uint32_t *quad) {
+  const __m512i even = _mm512_and_si512(w, _mm512_set1_epi16(0xFF)), odd = _mm512_srli_epi16(w, 8);
+  const __m512i x = _mm512_set1_epi32((int)quad[0]), y = _mm512_set1_epi32((int)quad[1]);
+#if defined(__AVX512VNNI__)
+  return _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(acc, even, x), odd, y);
+#else
+  return _mm512_add_epi32(_mm512_add_epi32(acc, _mm512_madd_epi16(even, x)), _mm512_madd_epi16(odd, y));
+#endif
+}
+static inline v16 v16_from_e4m3(w16 w, int j) {
+  const __m512i top = _mm512_srai_epi32(_mm512_slli_epi32(w, (unsigned)(24 - 8 * j)), 4);
+  return _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(top, _mm512_set1_epi32((int)0x87F00000))), _mm512_set1_ps(0x1p120f));
+}
+
 // Sixteen int8 from float32 (whole numbers from -127 to 127), and their sum.
 static inline void v16_store_i8(int8_t *p, v16 a) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a))); }
 

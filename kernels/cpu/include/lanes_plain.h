@@ -122,6 +122,39 @@ static inline v16 v16_from_s8(w16 w, int j) { v16 r; EACH r.at[i] = (float)(int8
 static inline w16 w16_fifth_bits(w16 w, int first) { EACH w.at[i] = (w.at[i] >> first & 15) * 0x02040810u & 0x10101010u; return w; }
 static inline w16 w16_or(w16 a, w16 b) { EACH a.at[i] |= b.at[i]; return a; }
 
+// Sixteen words, eight contiguous ones from each of two places.
+static inline w16 w16_load_halves(const void *low, const void *high) {
+  const uint8_t *bytes[2] = {low, high};
+  w16 r;
+  EACH {
+    const uint8_t *word = bytes[i / 8] + i % 8 * 4;
+    r.at[i] = word[0] | (uint32_t)word[1] << 8 | (uint32_t)word[2] << 16 | (uint32_t)word[3] << 24;
+  }
+  return r;
+}
+// Sixteen whole numbers from -32512 to 32512 as `i16_dot_u8s16` takes them, four words for each four; the words' contents are the variant's.
+static inline void v16_store_quads(uint32_t *p, v16 a) {
+  EACH {
+    const int32_t n = a.at[i] >= -32512.0f && a.at[i] <= 32512.0f ? (int32_t)a.at[i] : 0;  // a cast of NaN is undefined
+    uint32_t *word = p + i / 4 * 4 + i % 2;
+    *word = i % 4 < 2 ? (uint32_t)n & 0xFFFF : *word | (uint32_t)n << 16;
+  }
+}
+// acc + the four products of the unsigned bytes of every word and one quad of numbers, exact.
+static inline i16 i16_dot_u8s16(i16 acc, w16 w, const uint32_t *quad) {
+  EACH for (int k = 0; k < 4; k++) acc.at[i] += (int32_t)(w.at[i] >> 8 * k & 0xFF) * (int16_t)(quad[k % 2] >> k / 2 * 16);
+  return acc;
+}
+// Byte `j` of every word as a float8 e4m3: sign, four bits of exponent, three of fraction. No byte is 0x7F or 0xFF.
+static inline v16 v16_from_e4m3(w16 w, int j) {
+  v16 r;
+  EACH {
+    const uint32_t byte = w.at[i] >> 8 * j & 0xFF;
+    r.at[i] = float_from_bits((byte & 0x80) << 24 | (byte & 0x7F) << 20) * 0x1p120f;
+  }
+  return r;
+}
+
 static inline void v16_store_i8(int8_t *p, v16 a) { EACH p[i] = (int8_t)round_even(a.at[i]); }
 
 // Sixteen numbers of which the first n come from a, the others from b; n from 0 to 16.

@@ -99,7 +99,7 @@ class CpuBackend:
         cache: LayerCache,
         batch: Batch,
     ) -> tuple[Tensor, LayerCache]:
-        _, _, K, S, D = (int(d) for d in cache.keys.shape)
+        K, S, D = cache.K, cache.S, cache.D
         T, E = int(x.shape[0]), weight.I
         H, R = weight.O // D - 2 * K, 0 if angles is None else int(angles.shape[1])
         main, *others = packed_parts(weight)
@@ -115,21 +115,21 @@ class CpuBackend:
         )  # fmt: skip
         outs = [empty(x, T, H, D), cache.keys, cache.values, scratch(x, prepared_bytes(main.format, T, E))]
         q, keys, values, _ = launch(kernel, outs, ins)
-        return q, LayerCache(keys, values)
+        return q, cache.after(keys, values)
 
     def _normed_product(self, variant: str, x: Tensor, norm: NormWeights, part: PackedWeight, count: Tensor) -> Tensor:
         """norm(x) . part^T, float32 [T, O], by the kernel of the head: a launch of its own, because no launch reads two formats."""
         return self.norm_head(variant, x, norm, part, row_numbers(int(x.shape[0])), count)[0]
 
     def append_kv(self, variant: str, k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:
-        (T, K, D), S = (int(d) for d in k.shape), int(cache.keys.shape[3])
+        (T, K, D), S = (int(d) for d in k.shape), cache.S
         work = 2 * T * K * D * (4 + cache.keys.dtype.itemsize)
         kernel = Kernel.cpu("kv_append", variant, 2, 4, bytes=work, K=K, S=S, D=D, CACHE_TYPE=cache_format(cache))
-        return LayerCache(*launch(kernel, cache, [k, v, batch.slots, batch.rows]))
+        return cache.after(*launch(kernel, [*cache], [k, v, batch.slots, batch.rows]))
 
     def attention_decode(self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Tensor:
         T, H, D = (int(d) for d in q.shape)
-        max_partitions = ceil_div(int(batch.block_tables.shape[1]) * int(cache.keys.shape[3]), PARTITION)
+        max_partitions = ceil_div(int(batch.block_tables.shape[1]) * cache.S, PARTITION)
         partial = empty(q, batch.num_decodes * H * max_partitions * (D + 2))
         ins = [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes, *present(batch.shared_prefix_lens)]
         constants = Attention.of(q, cache, scale, window, batch).defines | dict(CASCADE=int(batch.shared_prefix_lens is not None))
@@ -139,7 +139,7 @@ class CpuBackend:
     def attention_prefill(
         self, variant: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch
     ) -> Tensor:
-        (T, H, D), K = (int(d) for d in q.shape), int(cache.keys.shape[2])
+        (T, H, D), K = (int(d) for d in q.shape), cache.K
         rows = H // K * max(1, 128 // (H // K))
         areas = empty(q, _MAX_THREADS * (128 * D + rows * (3 * D + 32)))
         # the values' alias: a tensor that two kernels read after a store is copied, the whole pool

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tinyvllm.backends.limits import Limits, between, matrices, multiple_of, rms_norm_only
+from tinyvllm.backends.limits import Limits, between, matrices, multiple_of, pairs_of_sixteen, rms_norm_only
 
 WIDTH = 32  # columns that the kernels read x and weights by
 
 _INPUTS = multiple_of("inputs", WIDTH)
 _HEADS = multiple_of("head_dim", 16)
 _ONE_FORMAT = matrices(1, "parts of several formats are multiplied by norm_qkv_rope_store and norm_gate_up_silu")
-_ATTENTION = (_HEADS, between("head_dim", 32, 256))
+_ATTENTION = (_HEADS, between("head_dim", 32, 256), pairs_of_sixteen)
 
 LIMITS: Limits = {
     "embed": (_INPUTS,),

@@ -113,12 +113,12 @@ class CudaBackend:
             prepared = _prepared(variant, x, weight, batch.rows, norm)
             ins = [_multiplied(variant, prepared, weight, batch.rows, Product(weight.format, T, weight.O, weight.I))]
         q, keys, values = launch(kernel, outs, [*ins, *optional, batch.slots, batch.rows])
-        return q, LayerCache(keys, values)
+        return q, cache.after(keys, values)
 
     def append_kv(self, variant: str, k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:
-        (T, K, D), S = (int(d) for d in k.shape), int(cache.keys.shape[3])
+        (T, K, D), S = (int(d) for d in k.shape), cache.S
         kernel = plan.kv_append(variant, T, K, S, D, cache_format(cache))
-        return LayerCache(*launch(kernel, cache, [k, v, batch.slots, batch.rows]))
+        return cache.after(*launch(kernel, [*cache], [k, v, batch.slots, batch.rows]))
 
     def attention_decode(self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Tensor:
         T, H, D = (int(d) for d in q.shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tinyvllm.backends.cuda.driver import gpu_of
 from tinyvllm.backends.cuda.plan import prefill_shared
 from tinyvllm.backends.limits import (
+    FLOAT_CACHES,
     Limits,
     ShapeFacts,
     at_most,
@@ -28,6 +29,7 @@ def prefill_fits_shared_memory(facts: ShapeFacts) -> str | None:
 
 _INPUTS = multiple_of("inputs", 32)
 _HEADS = multiple_of("head_dim", 16)
+_FLOATS = cache_formats(*FLOAT_CACHES)
 _PRODUCT = (_INPUTS, tiles_only)
 _ATTENTION = (
     _HEADS,
@@ -41,8 +43,8 @@ _ATTENTION = (
 
 LIMITS: Limits = {
     "embed": (_INPUTS,),
-    "norm_qkv_rope_store": (*_PRODUCT, rms_norm_only, _HEADS),
-    "kv_append": (_HEADS,),
+    "norm_qkv_rope_store": (*_PRODUCT, rms_norm_only, _HEADS, _FLOATS),
+    "kv_append": (_HEADS, _FLOATS),
     "attention_decode": _ATTENTION,
     "attention_prefill": _ATTENTION,
     "matmul": _PRODUCT,

@@ -191,12 +191,12 @@ class MetalBackend:
             ins = launch(_by_matrices(variant, x, product, sizes), [empty(x, T, weight.O)], [*ins, batch.rows])
             kernel = plan.rope_store(variant, T, heads)
         q, keys, values = launch(kernel, [empty(x, T, heads.H, heads.D), *cache], [*ins, *optional, batch.slots, batch.rows])
-        return q, LayerCache(keys, values)
+        return q, cache.after(keys, values)
 
     @_of_op("kv_append")
     def append_kv(self, variant: str, k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:
-        (T, K, D), S = (int(d) for d in k.shape), int(cache.keys.shape[3])
-        return LayerCache(*launch(plan.kv_append(variant, T, K, S, D, cache_format(cache)), cache, [k, v, batch.slots, batch.rows]))
+        (T, K, D), S = (int(d) for d in k.shape), cache.S
+        return cache.after(*launch(plan.kv_append(variant, T, K, S, D, cache_format(cache)), [*cache], [k, v, batch.slots, batch.rows]))
 
     @_of_op("attention_decode")
     def attention_decode(self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Tensor:

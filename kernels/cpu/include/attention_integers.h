@@ -1,0 +1,178 @@
+// attention.h for KV_INT8 and KV_INT4: sums of products of integers, which are exact and so have one result in any order and variant.
+//
+// A row of q becomes whole numbers up to MOST with one scale: rounded to 3e-5 of its largest number. So do the weights of a row in a tile,
+// each times its value's scale first. The quants are unsigned with a centre of 128, or of 7.5: there sums are of quant * 2 n, to be whole.
+// They begin with -CENTRE * sum(n). Blocks are read where they are: words of four columns of sixteen keys, and of four keys for sixteen columns.
+#pragma once
+#include "attention.h"
+
+#define MOST (CACHE_TYPE == KV_INT8 ? 32512.0f : 16256.0f)  // i16_dot_u8s16 takes 32512
+#define CENTRE (CACHE_TYPE == KV_INT8 ? 128 : 15)
+#define SMALLEST 0x1p-100f  // rows and weights whose largest number is smaller count as 0: its inverse must not overflow
+#define HALVES (CACHE_TYPE == KV_INT4 ? 2 : 1)  // columns in a load of values
+
+#define TILE_KEYS 16
+#define TILE_VALUES(copied) 16
+
+struct tile {
+  const uint8_t *keys[TILE / 8], *values[TILE / 8];  // each eight keys': their word j at keys + j * S * 4, and two groups of four values
+  float key_scale[TILE], value_scale[TILE];
+};
+
+// Sixteen numbers times `inverse`, rounded, as words; returns the rounded numbers.
+INLINE v16 store_rounded(uint32_t *to, v16 x, v16 inverse) {
+  const v16 whole = v16_round(v16_mul(x, inverse));
+  v16_store_quads(to, CACHE_TYPE == KV_INT8 ? whole : v16_add(whole, whole));
+  return whole;
+}
+
+// The scale of numbers whose largest was `top` and whose rounded sum is `sum`: NaN if one of them was not finite.
+INLINE void set_scale(struct query_scale *to, float top, float sum) {
+  to->scale = sum == sum ? top * (1.0f / 32512.0f) : sum;
+  to->start = sum == sum ? -CENTRE * (int32_t)sum : 0;
+}
+
+static inline void prepare_query(uint32_t *to, struct query_scale *scale, const float *q) {
+  v16 most = v16_set(0.0f), sum = v16_set(0.0f);
+  for (int d = 0; d < D; d += 16) most = v16_max(most, v16_abs(v16_load(q + d)));
+  const float top = v16_max_of(most);
+  const v16 inverse = v16_set(top > SMALLEST ? MOST / top : 0.0f);
+  for (int d = 0; d < D; d += 16) sum = v16_add(sum, store_rounded(to + d, v16_load(q + d), inverse));
+  set_scale(scale, top > SMALLEST ? top : 0.0f, v16_sum(sum));
+}
+
+INLINE void load_scales(float *to, const uint16_t *from) {
+  for (int i = 0; i < 8; i++) to[i] = kv_scale_value(from[i]);
+}
+
+// Keys first to end - 1 of the tile at `start`; those around them that share sixteen slots are garbage. Blocks that hold none of them
+// are not read.
+INLINE void load_tile(struct prefetch *prefetch, int copied, struct tile *tile, float *keys, float *values, const cached *cache,
+                      const int32_t *table, int head, int start, int first, int end) {
+  (void)prefetch, (void)copied, (void)keys, (void)values;
+  for (int at = first & ~15; at < end || at % 16; at += 8) {
+    const int from = S == 8 ? max(min(at, (end - 1) & -S), first & -S) : at, block = table[from / S], i = (at - start) / 8;
+    tile->keys[i] = side_of(cache, block, 0, head, from % S), tile->values[i] = side_of(cache, block, 1, head, from % S);
+    load_scales(tile->key_scale + 8 * i, scales_of(cache, block, 0, head) + from % S);
+    load_scales(tile->value_scale + 8 * i, scales_of(cache, block, 1, head) + from % S);
+  }
+}
+
+INLINE w16 key_words(const struct tile *tile, int column, int j) {
+  const uint8_t *low = tile->keys[2 * column] + (long)j * S * 4;
+  return S == 8 ? w16_load_halves(low, tile->keys[2 * column + 1] + (long)j * S * 4) : w16_load(low);
+}
+
+// Scores of N rows and C columns of sixteen keys from key `low` of the tile on: s [N, TILE].
+INLINE void score_block(int N, int C, struct prefetch *prefetch, const struct rows *rows, int r, const struct tile *tile, int low,
+                        float *s) {
+  const uint32_t *q = rows->q + (long)r * D;
+  i16 sum[ROWS][COLUMNS];
+  UNROLL for (int i = 0; i < N; i++) UNROLL for (int c = 0; c < C; c++) sum[i][c] = i16_set(rows->q_scale[r + i].start);
+  for (int j = 0; j < ROW_BYTES / 4; j++) {
+    if (j % FETCH_EVERY == 0) fetch(prefetch, FETCH_LINES);
+    UNROLL for (int c = 0; c < C; c++) {
+      const w16 words = key_words(tile, low / 16 + c, j);
+      UNROLL for (int i = 0; i < N; i++) {
+#if CACHE_TYPE == KV_INT8
+        sum[i][c] = i16_dot_u8s16(sum[i][c], words, q + i * D + 4 * j);
+#else
+        sum[i][c] = i16_dot_u8s16(sum[i][c], w16_low_nibbles(words), q + i * D + 4 * j);
+        sum[i][c] = i16_dot_u8s16(sum[i][c], w16_high_nibbles(words), q + i * D + D / 2 + 4 * j);
+#endif
+      }
+    }
+  }
+  UNROLL for (int i = 0; i < N; i++) {
+    const v16 scale = v16_set(rows->q_scale[r + i].scale);
+    UNROLL for (int c = 0; c < C; c++)
+        v16_store(s + i * TILE + 16 * c, v16_mul(v16_mul(v16_from_i16(sum[i][c]), v16_load(tile->key_scale + low + 16 * c)), scale));
+  }
+}
+
+// Weights p of the keys first to end - 1, each times its value's scale, as words; zeros for the other keys from `low` to `high`.
+INLINE void prepare_weights(uint32_t *to, struct query_scale *scale, float *p, const struct tile *tile, int first, int end, int low,
+                            int high) {
+  v16 most = v16_set(0.0f), sum = v16_set(0.0f), zero = v16_set(0.0f);
+  for (int at = low; at < high; at += 16) {
+    v16 weight = v16_mul(v16_load(p + at), v16_load(tile->value_scale + at));
+    if (at < first) weight = v16_first(min(first - at, 16), zero, weight);
+    if (at + 16 > end) weight = v16_first(max(end - at, 0), weight, zero);
+    v16_store(p + at, weight);
+    most = v16_max(most, weight);
+  }
+  const float top = v16_max_of(most);
+  const v16 inverse = v16_set(top > SMALLEST ? MOST / top : 0.0f);
+  for (int at = low; at < high; at += 16) sum = v16_add(sum, store_rounded(to + at, v16_load(p + at), inverse));
+  set_scale(scale, top > SMALLEST ? top : 0.0f, v16_sum(sum));
+}
+
+// sums of N rows += weights p [N, TILE] of the keys low to high - 1, in fours, times C loads of columns from byte `column` of their values.
+INLINE void add_value_columns(int N, int C, struct prefetch *prefetch, float *sums, long stride, const uint32_t *p,
+                              const struct query_scale *scale, const struct tile *tile, int column, int low, int high) {
+  i16 sum[ROWS][5 * HALVES];
+  UNROLL for (int i = 0; i < N; i++) UNROLL for (int c = 0; c < C * HALVES; c++) sum[i][c] = i16_set(scale[i].start);
+  for (int at = low; at < high; at += 4) {
+    const uint8_t *from = tile->values[at / 8] + (at % 8 * ROW_BYTES + 4 * column);
+    if (at / 4 % FETCH_EVERY == 0) fetch(prefetch, FETCH_LINES);
+    UNROLL for (int c = 0; c < C; c++) {
+      const w16 words = w16_load(from + 64 * c);
+      UNROLL for (int i = 0; i < N; i++) {
+#if CACHE_TYPE == KV_INT8
+        sum[i][c] = i16_dot_u8s16(sum[i][c], words, p + i * TILE + at);
+#else
+        sum[i][2 * c] = i16_dot_u8s16(sum[i][2 * c], w16_low_nibbles(words), p + i * TILE + at);
+        sum[i][2 * c + 1] = i16_dot_u8s16(sum[i][2 * c + 1], w16_high_nibbles(words), p + i * TILE + at);
+#endif
+      }
+    }
+  }
+  UNROLL for (int i = 0; i < N; i++) UNROLL for (int c = 0; c < C * HALVES; c++) {
+    float *to = sums + i * stride + column + c / HALVES * 16 + c % HALVES * (D / 2);
+    v16_store(to, v16_fma(v16_from_i16(sum[i][c]), v16_set(scale[i].scale), v16_load(to)));
+  }
+}
+
+INLINE void add_values(int N, struct prefetch *prefetch, float *sums, long stride, const uint32_t *p, const struct query_scale *scale,
+                       const struct tile *tile, int low, int high) {
+  int column = 0;
+  for (; column + 16 * LOADS <= ROW_BYTES; column += 16 * LOADS)
+    add_value_columns(N, LOADS, prefetch, sums, stride, p, scale, tile, column, low, high);
+  if (ROW_BYTES / 16 % LOADS > 0) add_value_columns(N, ROW_BYTES / 16 % LOADS, prefetch, sums, stride, p, scale, tile, column, low, high);
+}
+
+// N rows from row r on, and the tile of keys that begins at `start`.
+INLINE void attend_block(int N, struct prefetch *prefetch, const struct rows *rows, int r, const struct tile *tile, int start) {
+  float s[ROWS * TILE] __attribute__((aligned(64)));
+  uint32_t p[ROWS * TILE] __attribute__((aligned(64)));
+  struct query_scale scale[ROWS];
+  int first[ROWS], end[ROWS], low = TILE, high = 0;
+  UNROLL for (int i = 0; i < N; i++) {
+    const int position = position_of(rows, r + i);
+    first[i] = max(0, first_visible(position) - start);
+    end[i] = min(TILE, position + 1 - start);
+    if (first[i] < end[i]) low = min(low, first[i]), high = max(high, end[i]);
+  }
+  low &= ~15, high = (high + 15) & ~15;
+  if (low >= high) return;
+  int at = low;
+  for (; at + 16 * COLUMNS <= high; at += 16 * COLUMNS) score_block(N, COLUMNS, prefetch, rows, r, tile, at, s + at);
+  if (COLUMNS > 2 && at + 16 < high) score_block(N, 2, prefetch, rows, r, tile, at, s + at), at += 32;
+  for (; at < high; at += 16) score_block(N, 1, prefetch, rows, r, tile, at, s + at);
+  float *sums = rows->sums + r * rows->stride;
+  UNROLL for (int i = 0; i < N; i++) {
+    if (first[i] < end[i])
+      softmax_tile(s + i * TILE, first[i], end[i], rows->top + r + i, rows->weight + 16 * (r + i), sums + i * rows->stride);
+    prepare_weights(p + i * TILE, scale + i, s + i * TILE, tile, first[i], max(first[i], end[i]), low, high);
+  }
+  add_values(N, prefetch, sums, rows->stride, p, scale, tile, low, high);
+}
+
+// All `count` rows and one tile.
+INLINE void attend(struct prefetch *prefetch, int copied, const struct rows *rows, int count, const struct tile *tile, int start) {
+  (void)copied;
+  int r = 0;
+  for (; r + ROWS <= count; r += ROWS) attend_block(ROWS, prefetch, rows, r, tile, start);
+  if (ROWS > 2 && r + 2 <= count) attend_block(2, prefetch, rows, r, tile, start), r += 2;
+  for (; r < count; r++) attend_block(1, prefetch, rows, r, tile, start);
+}
