@@ -13,7 +13,8 @@ import numpy as np
 
 from tests.kernels.calling import aligned
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.quant.formats import FORMATS, Layout, formats_in
+from tinyvllm.quant.formats import FORMATS, Activations, Layout, formats_in
+from tinyvllm.quant.random_rows import packable_width
 
 Call = tuple[Kernel, list[np.ndarray]]
 BYTES = {name: (FORMATS[name].nbytes, FORMATS[name].elements) for name in formats_in(Layout.PANELS)}  # of blocks, and their weights
@@ -47,7 +48,7 @@ def panels(weight: str, rows: int, width: int) -> np.ndarray:
 
 def prepared(weight: str, rows: int, width: int) -> np.ndarray:
     """Scratch of a product: product.h's PREPARED_BYTES for every row, rows counted up to a multiple of 16."""
-    row = {"F32": 4 * width, "F16": 4 * width, "BF16": 2 * width}.get(weight, width // 32 * 40)
+    row = 2 * width if weight == "BF16" else {Activations.INT8: width // 32 * 40}.get(FORMATS[weight].activations, 4 * width)
     return blank(-(-rows // 16) * 16 * 64 * (-(-row // 64) | 1), dtype="uint8")
 
 
@@ -56,6 +57,7 @@ def kernel(stem: str, target: str, outs: int, arrays: list[np.ndarray], **define
 
 
 def matmul(weight: str, target: str, T: int = 15, I: int = 96, O: int = 50) -> Call:
+    I = packable_width(weight, I)
     ins = [floats(T, I), panels(weight, O, I), floats(O), floats(T, O), int32(T)]
     arrays = [blank(T, O), prepared(weight, T, I), *ins]
     return kernel("matmul", target, 2, arrays, I=I, O=O, WEIGHT=weight, BIAS=1, RESIDUAL=1, ACTIVATION=1)
@@ -81,6 +83,7 @@ def norm_head(weight: str, target: str, T: int = 5, N: int = 3, E: int = 64, V: 
 
 
 def embed(weight: str, target: str, in_panels: int = 1, T: int = 3, E: int = 96, V: int = 37) -> Call:
+    E = packable_width(weight, E)
     table = panels(weight, V, E) if in_panels else weight_bytes(weight, V, E)
     return kernel("embed", target, 1, [blank(T, E), table, int32(36, 0, 16), int32(T)], E=E, V=V, WEIGHT=weight, PANELS=in_panels)
 
@@ -137,6 +140,7 @@ def cascade(cache: str, target: str, H: int = 4, K: int = 2, D: int = 48, S: int
 
 
 def pack(source: str, format: str, target: str, I: int = 96, rows: int = 37) -> Call:
+    I = packable_width(format, I)
     arrays = [panels(format, rows, I), weight_bytes(source, rows, I), int32(0, 3, rows)]
     return kernel("pack", target, 1, arrays, I=I, SOURCE=source, FORMAT=format)
 

@@ -39,6 +39,7 @@ BUILDS = {
     "plain-fused": Build("plain", ("-march=x86-64-v3",), frozenset({"avx2", "fma"})),  # the compiler may fuse products and sums
     "avx2": Build("avx2", ("-march=x86-64-v3",), frozenset({"avx2", "fma", "f16c"})),
     "avx512": Build("avx512", ("-march=x86-64-v4",), frozenset({"avx512f"})),
+    "avx512-bytes": Build("avx512", ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi"), frozenset({"avx512_bf16", "avx512vbmi"})),
     "avx512-dots": Build("avx512", ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"), frozenset({"avx512_bf16", "avx512_vnni"})),
     "plain-arm": Build("plain", ("-march=armv8-a",), None),
     "neon": Build("neon", ("-march=armv8.2-a+fp16",), None),
@@ -85,6 +86,8 @@ EXPRESSIONS = {
     "w16_lookup": "i16_store(out, i16_dot_u8s8(i16_set(0), w16_lookup(w16_low_nibbles(w16_load(w)), table), 1u << (r % 4 * 8)))",
     "v16_from_bits": "v16_store(out, v16_from_bits(w16_load(w), (int)(r % 7) * 4, 6))",
     "v16_from_s8": "v16_store(out, v16_from_s8(w16_load(w), (int)(r % 4)))",
+    "v16_from_e4m3": "v16_store(out, v16_from_e4m3(w16_load(w), (int)(r % 4)))",
+    "v16_lookup": "v16_store(out, v16_lookup(w16_load(w), (int)(r % 8) * 4, numbers))",
     "w16_fifth_bits": "i16_store(out, i16_dot_u8s8(i16_set(0), w16_fifth_bits(w16_load(w), r % 8 * 4), 1u << (r % 4 * 8)))",
     "w16_or": "i16_store(out, i16_dot_u8s8(i16_set(0), w16_or(w16_load(w), w16_high_nibbles(w16_load(w))), 1u << (r % 4 * 8)))",
     "v16_store_i8": "v16_store_i8((int8_t *)out, v16_load(o))",
@@ -103,6 +106,7 @@ PROBE = """
 // whole numbers below 2^24 are exact in float32; integers are only looked at through them
 static const uint8_t table[16] = {{250, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 128}};
 static const uint8_t masks[12] = {{240, 248, 252, 254, 255, 127, 63, 31, 15, 7, 3, 1}};  // bits of one byte, shifts from -4
+static const float numbers[16] = {{-1, -.7f, -.5f, -.4f, -.3f, -.2f, -.1f, 0, .1f, .2f, .3f, .35f, .45f, .6f, .7f, 1}};
 static inline void i16_store(float *out, i16 a) {{ v16_store(out, v16_from_i16(a)); }}
 struct row {{ float a[16], b[16], c[16], f[16], g[16], n[16], o[16]; uint16_t h[32], p[32]; uint32_t x, y; uint32_t rest[14]; }};
 // row r % 16 of the square of words that begins at row r, or ends at the last row

@@ -23,6 +23,8 @@ from tinyvllm.backends.source import kernel_source, kernel_text
 NAMES = [
     "matmul BF16",
     "matmul Q4_0",
+    "matmul FP8_G128",
+    "matmul NF4",
     "norm_gate_up_silu Q4_0",
     "norm_qkv_rope_store BF16",
     "norm_head BF16",

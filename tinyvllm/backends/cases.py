@@ -212,13 +212,15 @@ def weight_rows(format: str, O: int, I: int, seed: int) -> np.ndarray:
     if known.is_float:
         return pack(format, (integers(seed, -63, 64, O * I, 1) / 64).astype(np.float32)).reshape(O, -1)
     blocks = integers(seed, 0, 255, O * I // known.elements, known.nbytes).astype(np.uint8)
-    start, scale = 0, 1 / known.zero if known.zero and known.scales is None else 2.0**-9
+    start, scale = 0, 1 / known.zero if known.zero and known.scales is None else 0.5 if known.float_values else 2.0**-9
     for field in known.fields:
         if field.name == "exponent":
             blocks[:, start] = 122 + np.arange(len(blocks)) % 2
         elif field.name in ("scale", "offset", "minimum"):
             value = np.float16(scale if field.name == "scale" else 2.0**-6) * (np.arange(len(blocks)) % 2 + 1)
-            blocks[:, start : start + 2] = value.astype(np.float16).view(np.uint8).reshape(-1, 2)
+            blocks[:, start : start + field.nbytes] = value.astype(f"<f{field.nbytes}").view(np.uint8).reshape(-1, field.nbytes)
+        elif field.name == "e8m0":
+            blocks[:, start] = 118 + np.arange(len(blocks)) % 2
         elif field.flip == 128:  # int8: files have no -128
             quants = blocks[:, start : start + field.nbytes]
             quants[quants == 128] = 129

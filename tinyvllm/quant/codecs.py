@@ -18,6 +18,7 @@ import numpy.typing as npt
 from tinyvllm.errors import FormatError
 from tinyvllm.quant.formats import FLOATS, FORMATS, GROUPED
 from tinyvllm.quant.grouped import unpack_groups
+from tinyvllm.quant.small_floats import READERS as SMALL_FLOAT_READERS
 
 # How numpy carries the float formats.
 NUMPY_DTYPES = {name: np.dtype("uint16" if name == "BF16" else FORMATS[name].dtype) for name in FLOATS}
@@ -248,6 +249,8 @@ def _unpack_mxfp4(data: np.ndarray) -> np.ndarray:
 
 
 _READERS.update({name: partial(unpack_groups, FORMATS[name]) for name in GROUPED})
+_READERS.update(SMALL_FLOAT_READERS)
+
 
 # --- packing, with the rounding of llama.cpp's reference quantizer
 

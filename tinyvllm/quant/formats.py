@@ -39,6 +39,7 @@ class Scales(StrEnum):
     SIX_BITS = "six bits"  # sixteen, 32 added: low nibbles in bytes 0 to 7, two high bits in bytes 8 to 11
     SIX_BIT_PAIRS = "pairs of six bits"  # eight scales and eight minimums in 12 bytes
     FOUR_AND_TWO = "four bits and two bits"  # eight, 32 added: nibbles in `scales`, two high bits in `scales_high`
+    E4M3 = "e4m3"  # small floats, as E4M3 says
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,9 @@ class BlockFormat:
     fields        the parts of a block in file order; BF16 has a pair of numbers for one, because processors multiply pairs, and panels
                   keep a pair together; () where no layout needs them yet
     zero          what is subtracted from the unsigned quants: weight = scale * (quant - zero) [+ offset] [- minimum]
-    values        what the quants stand for, instead of quant - zero
+    values        what the quants stand for, instead of quant - zero: small integers, or float32 numbers
+    e4m3          whether the quants are floats: sign, four bits of exponent, three of mantissa, bias 7. All 256 are numbers, also the two
+                  that others read as NaN (+-480): what has a NaN gets a scale that is one
     scales        how the scales of the block's parts are stored, if it has parts
     layouts       layouts in which kernels compute products with it; () means it is unpacked at load
     activations   how products with panels or tiles round x; products with rows multiply float32
@@ -87,7 +90,8 @@ class BlockFormat:
     nbytes: int
     fields: tuple[Field, ...] = ()
     zero: int = 0
-    values: tuple[int, ...] = ()
+    values: tuple[int, ...] | tuple[float, ...] = ()
+    e4m3: bool = False
     scales: Scales | None = None
     layouts: frozenset[Layout] = frozenset()
     activations: Activations = Activations.FLOAT32
@@ -98,6 +102,11 @@ class BlockFormat:
     @property
     def is_float(self) -> bool:
         return self.dtype is not None
+
+    @property
+    def float_values(self) -> bool:
+        """Whether the quants stand for float32 numbers."""
+        return any(isinstance(value, float) for value in self.values)
 
     def field(self, name: str) -> Field:
         return next(field for field in self.fields if field.name == name)
@@ -124,6 +133,20 @@ _Q6_FIELDS = (Field("quants", 128, bits=4, run=64), Field("high", 64, bits=2, ru
 _IQ4_XS_FIELDS = (_SCALE, Field("scales_high", 2), Field("scales", 4), Field("quants", 128, bits=4, run=16))
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice e2m1's numbers
+
+
+_FLOAT_SCALE = Field("scale", 4)  # float32
+_NVFP4_FIELDS = (_FLOAT_SCALE, Field("scales", 8), Field("quants", 64, bits=4, run=16))
+# bitsandbytes' numbers of four bits: quantiles of the normal distribution (arXiv:2305.14314, appendix E), and a float with subnormals.
+_NF4_VALUES = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+_BNB_FP4 = (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25)
+_BNB_FP4_VALUES = (*_BNB_FP4, *(-value for value in _BNB_FP4))
+_FP8 = {"e4m3": True, "activations": _BF16, "tolerance": 1e-2}
+_BNB: dict[str, Any] = {"activations": Activations.FLOAT32, "tolerance": 2e-3}
 
 
 def _packed(name: str, type_id: int | None, elements: int, nbytes: int, *fields: Field, **more: Any) -> BlockFormat:
@@ -170,6 +193,12 @@ _TABLE = (
     _packed("IQ4_XS", 23, 256, 136, *_IQ4_XS_FIELDS, values=_IQ4_VALUES, scales=Scales.FOUR_AND_TWO),
     _packed("MXFP4", 39, 32, 17, Field("exponent", 1), _NIBBLES, values=_FP4_VALUES),
     *(_grouped(bits, group) for bits in _GROUPED_BITS for group in _GROUP_SIZES),
+    # Of checkpoints other than GGUF: a group's float32 scale with its numbers.
+    _packed("FP8_G128", None, 128, 132, _FLOAT_SCALE, Field("quants", 128), **_FP8),
+    _packed("MXFP8", None, 32, 33, Field("e8m0", 1), Field("quants", 32), **_FP8),
+    _packed("NVFP4_G128", None, 128, 76, *_NVFP4_FIELDS, values=_FP4_VALUES, scales=Scales.E4M3),
+    _packed("NF4", None, 64, 36, _FLOAT_SCALE, Field("quants", 32, bits=4), values=_NF4_VALUES, **_BNB),
+    _packed("BNB_FP4", None, 64, 36, _FLOAT_SCALE, Field("quants", 32, bits=4), values=_BNB_FP4_VALUES, **_BNB),
     # Known by size alone: a file may hold such tensors, but no model can be loaded from them.
     BlockFormat("Q8_1", 9, 32, 40),
     BlockFormat("Q8_K", 15, 256, 292),

@@ -40,6 +40,10 @@ def random_blocks(format: str, count: int, size: float = 1.0, seed: int = 0) -> 
         exponent = 128 + round(np.log2(size / 5.4))  # 5.4: the standard deviation of sixteen values of a float of 4 bits, doubled
         data[:, starts["exponent"]] = rng.integers(exponent - 1, exponent + 2, count)
         return data
+    if "e8m0" in starts:
+        exponent = 127 + round(np.log2(size / 112))  # 112: the standard deviation of all numbers of e4m3
+        data[:, starts["e8m0"]] = rng.integers(exponent - 1, exponent + 2, count)
+        return data
     _set_halves(known, data, starts, np.ones(count))
     spread = unpack(format, data).std()
     _set_halves(known, data, starts, size / spread * rng.uniform(0.5, 1.5, count))

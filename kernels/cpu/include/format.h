@@ -16,6 +16,16 @@
 //     store_x(row, i, x)        sixteen numbers of x from column i on, to a row whose steps take four bytes each
 //     load_weights(panel), load_x(x), multiply(acc, w, x)
 //
+// or, for floats of a few bits whose groups have a scale, with which the sum of a group is multiplied,
+//
+//     GROUPS 1
+//     CHAINS                    runs of columns of a group that have a sum each
+//     STEP_COLUMNS              columns that a word of sixteen rows holds
+//     STEP_X_BYTES              what they take in a row of x, and store_x(row, i, x)
+//     QUANTS                    where in a panel's block the words begin
+//     dot_step(tokens, words, x, pitch, sum)      sum[t] += one step's products with row t
+//     group_scale(block)        sixteen scales; a group is a block
+//
 // or, for integer weights, which meet x in groups of 32 numbers (x_group.h),
 //
 //     INTEGERS 1
@@ -64,12 +74,36 @@
 #include "formats/mxfp4.h"
 #elif WEIGHT >= INT2_G32 && WEIGHT <= INT8_G128
 #include "formats/grouped.h"
+#elif WEIGHT == FP8_G128
+#include "formats/fp8_g128.h"
+#elif WEIGHT == MXFP8
+#include "formats/mxfp8.h"
+#elif WEIGHT == NVFP4_G128
+#include "formats/nvfp4_g128.h"
+#elif WEIGHT == NF4
+#include "formats/nf4.h"
+#elif WEIGHT == BNB_FP4
+#include "formats/bnb_fp4.h"
 #else
 #error "format.h: no panels of this WEIGHT"
 #endif
 
+// What several formats share. A text is included once, so it cannot be included by each of their headers.
+#ifdef E4M3_QUANTS
+#include "e4m3.h"
+#endif
+#ifdef FLOAT_TABLE
+#include "nibble_table.h"
+#endif
+
 #ifndef INTEGERS
 #define INTEGERS 0
+#endif
+#ifndef GROUPS
+#define GROUPS 0
+#endif
+#ifndef STEP_X_BYTES
+#define STEP_X_BYTES 4
 #endif
 #ifndef PART
 #define PART 32

@@ -93,6 +93,13 @@ static inline v16 v16_from_bits(w16 w, int first, int count) {
 static inline v16 v16_from_s8(w16 w, int j) {
   return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(w, (unsigned)(24 - 8 * j)), 24));
 }
+static inline v16 v16_from_e4m3(w16 w, int j) {
+  const __m512i moved = _mm512_srai_epi32(_mm512_slli_epi32(w, (unsigned)(24 - 8 * j)), 4);
+  return _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(moved, _mm512_set1_epi32((int)0x87F00000))), _mm512_set1_ps(0x1p120f));
+}
+static inline v16 v16_lookup(w16 w, int first, const float *table) {
+  return _mm512_permutexvar_ps(_mm512_srli_epi32(w, (unsigned)first), _mm512_loadu_ps(table));
+}
 static inline w16 w16_fifth_bits(w16 w, int first) {
   const __m512i bits = _mm512_and_si512(_mm512_srli_epi32(w, (unsigned)first), _mm512_set1_epi32(15));
   return _mm512_and_si512(_mm512_mullo_epi32(bits, _mm512_set1_epi32(0x02040810)), _mm512_set1_epi32(0x10101010));
@@ -156,3 +163,26 @@ static inline v16 v16_from_low_bf16(w16 w) { return _mm512_castsi512_ps(_mm512_s
 static inline v16 v16_from_high_bf16(w16 w) { return _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32((int)0xFFFF0000))); }
 static inline v16 v16_from_low_f16(w16 w) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(w)); }
 static inline v16 v16_from_high_f16(w16 w) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(w, 16))); }
+
+// Four e4m3 numbers a word as two pairs of bfloat16, which hold them exactly: bytes 0 and 2, bytes 1 and 3. Of the 128 magnitudes both bytes
+// are looked up. (A magnitude shifted into the place of a bfloat16 is that times 2^-120, but DPBF16PS takes subnormals for 0.)
+#if defined(__AVX512VBMI__) && defined(__AVX512BF16__)
+#define E4M3_PAIRS 1
+#define OR_MASKED 0xF8  // a | b & c
+#define TIMES_8(x) x, x, x, x, x, x, x, x
+#define EXPONENTS(x) TIMES_8(x), TIMES_8(x), TIMES_8(x + 1), TIMES_8(x + 1)
+#define MANTISSAS 0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70, 0x80, 0x90, 0xA0, 0xB0, 0xC0, 0xD0, 0xE0, 0xF0
+#define SUBNORMAL_EXPONENTS 0, 0x3B, 0x3B, 0x3B, 0x3C, 0x3C, 0x3C, 0x3C
+#define SUBNORMAL_MANTISSAS 0, 0, 0x80, 0xC0, 0, 0x20, 0x40, 0x60
+static const uint8_t E4M3_HIGH[128] = {SUBNORMAL_EXPONENTS, TIMES_8(0x3C),   TIMES_8(0x3D),  TIMES_8(0x3D),
+                                       EXPONENTS(0x3E),     EXPONENTS(0x40), EXPONENTS(0x42)};
+static const uint8_t E4M3_LOW[128] = {SUBNORMAL_MANTISSAS, 0x80,      0x90,      0xA0,      0xB0,      0xC0,      0xD0,     0xE0, 0xF0,
+                                      MANTISSAS,           MANTISSAS, MANTISSAS, MANTISSAS, MANTISSAS, MANTISSAS, MANTISSAS};
+static inline void e4m3_pairs(w16 w, w16 *even, w16 *odd) {
+  const __m512i low = _mm512_permutex2var_epi8(_mm512_loadu_si512(E4M3_LOW), w, _mm512_loadu_si512(E4M3_LOW + 64));
+  __m512i high = _mm512_permutex2var_epi8(_mm512_loadu_si512(E4M3_HIGH), w, _mm512_loadu_si512(E4M3_HIGH + 64));
+  high = _mm512_ternarylogic_epi32(high, w, _mm512_set1_epi8((char)0x80), OR_MASKED);
+  *even = _mm512_ternarylogic_epi32(_mm512_slli_epi16(high, 8), low, _mm512_set1_epi16(0xFF), OR_MASKED);
+  *odd = _mm512_ternarylogic_epi32(_mm512_srli_epi16(low, 8), high, _mm512_set1_epi16((short)0xFF00), OR_MASKED);
+}
+#endif

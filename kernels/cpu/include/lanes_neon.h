@@ -134,6 +134,24 @@ static inline v16 v16_from_s8(w16 w, int j) {
   EACH r.val[i] = vcvtq_f32_s32(vshrq_n_s32(vshlq_s32(vreinterpretq_s32_u32(w.val[i]), vdupq_n_s32(24 - 8 * j)), 24));
   return r;
 }
+static inline v16 v16_from_e4m3(w16 w, int j) {
+  v16 r;
+  EACH {
+    const int32x4_t moved = vshrq_n_s32(vshlq_s32(vreinterpretq_s32_u32(w.val[i]), vdupq_n_s32(24 - 8 * j)), 4);
+    r.val[i] = vmulq_n_f32(vreinterpretq_f32_s32(vandq_s32(moved, vdupq_n_s32((int32_t)0x87F00000))), 0x1p120f);
+  }
+  return r;
+}
+static inline v16 v16_lookup(w16 w, int first, const float *table) {
+  const uint8x16x4_t entries = vld1q_u8_x4((const uint8_t *)table);
+  v16 r;
+  EACH {
+    const uint32x4_t at = vandq_u32(vshlq_u32(w.val[i], vdupq_n_s32(-first)), vdupq_n_u32(15));
+    const uint32x4_t bytes = vmlaq_n_u32(vdupq_n_u32(0x03020100), at, 0x04040404);  // of each entry all four
+    r.val[i] = vreinterpretq_f32_u8(vqtbl4q_u8(entries, vreinterpretq_u8_u32(bytes)));
+  }
+  return r;
+}
 static inline w16 w16_fifth_bits(w16 w, int first) {
   EACH {
     const uint32x4_t bits = vandq_u32(vshlq_u32(w.val[i], vdupq_n_s32(-first)), vdupq_n_u32(15));

@@ -115,6 +115,10 @@ static inline w16 w16_lookup(w16 w, const uint8_t *table) {
   }
   return w;
 }
+// Byte `j` of every word as an e4m3 number.
+static inline v16 v16_from_e4m3(w16 w, int j) { v16 r; EACH r.at[i] = float_from_e4m3((uint8_t)(w.at[i] >> 8 * j)); return r; }
+// The entry of a table of sixteen numbers for the four bits of every word from bit `first` on.
+static inline v16 v16_lookup(w16 w, int first, const float *table) { v16 r; EACH r.at[i] = table[w.at[i] >> first & 15]; return r; }
 // Of every word the `count` bits from bit `first` on; its byte `j` as a signed number.
 static inline v16 v16_from_bits(w16 w, int first, int count) { v16 r; EACH r.at[i] = (float)(w.at[i] >> first & ((1u << count) - 1)); return r; }
 static inline v16 v16_from_s8(w16 w, int j) { v16 r; EACH r.at[i] = (float)(int8_t)(w.at[i] >> 8 * j); return r; }

@@ -19,3 +19,6 @@ static inline float float_from_f16(uint16_t h) {
   if (magnitude >= 0x7C00u << 13) return float_from_bits(sign | magnitude | 0x70000000u | (magnitude > 0x7C00u << 13 ? 0x400000u : 0));
   return float_from_bits(sign | bits_of_float(float_from_bits(magnitude) * 0x1p112f));
 }
+
+// OCP's 8-bit float with four bits of exponent. The product normalises subnormals. What others read as NaN is +-480: in blocks a scale is the NaN.
+static inline float float_from_e4m3(uint8_t code) { return float_from_bits((code & 0x80u) << 24 | (code & 0x7Fu) << 20) * 0x1p120f; }

@@ -7,13 +7,14 @@
 // Scratch: PREPARED_BYTES(I) for each row, rows rounded up to a multiple of 16 (panel_dot reads the rows after the last and drops their
 // results).
 //
-//     X_BYTES(I) = 4 I for F32 and F16, 2 I for BF16, I / 32 * 40 for integer formats
+//     X_BYTES(I) = 4 I for F32 and F16, 2 I for BF16, I / 32 * 40 for integer formats, 2 I or 4 I for floats in groups
 //     PREPARED_BYTES(I) = 64 * (ceil(X_BYTES(I) / 64) | 1)
 //
 // An odd number of cache lines, so that the rows of a tile, which are read together, do not all map to the same set of the L1.
 //
 // Accumulation: float32, k ascending, one accumulator per output. Integer formats: exact integers within a PART, 16 or 32 weights with one
-// scale, then float32 over parts. Nothing depends on how many rows or panels are computed together: every tile size gives a row the same bits.
+// scale, then float32 over parts. Floats in groups: float32 within each of CHAINS runs of a group, then over
+// runs. Nothing depends on how many rows or panels are computed together: every tile size gives a row the same bits.
 //
 // Panels (base 64-byte aligned, O rounded up to sixteen with rows of zeros): format.h.
 #pragma once
@@ -24,7 +25,7 @@
 #if INTEGERS
 #define X_BYTES(width) ((long)(width) / 32 * (long)sizeof(struct x_group))
 #else
-#define X_BYTES(width) ((long)(width) / STEP_COLUMNS * 4)
+#define X_BYTES(width) ((long)(width) / STEP_COLUMNS * STEP_X_BYTES)
 #endif
 #define PREPARED_BYTES(width) (((X_BYTES(width) + 63) / 64 | 1) * 64)
 #define PREPARED PREPARED_BYTES(I)
@@ -33,7 +34,7 @@
 // Tiles of PANELS x TOKENS accumulators that fit the registers, by rising TOKENS. Few tokens take one panel at a time: one stream of
 // memory from end to end was faster than two in parallel (Q4_0, one token: 37 GB/s a core, not 29). Floats with many tokens take two,
 // which halves the loads of x; integers need registers for both sums. Sixteen at once let a batch of sixteen read weights once.
-#if defined(LANES_AVX512) && INTEGERS
+#if defined(LANES_AVX512) && (INTEGERS || GROUPS)
 #define TILES(TILE) TILE(1, 1) TILE(1, 2) TILE(1, 4) TILE(1, 6) TILE(1, 8) TILE(1, 12)
 #define MAX_TOKENS 12
 #define WIDE 12
@@ -135,6 +136,43 @@ INLINE void dot_tile(const int panels, const int tokens, const uint8_t *panel, l
         acc[t] = v16_fma(minimum, v16_set(-of->scale * (float)x_sum(of, first, PART)), acc[t]);
       }
 #endif
+    }
+  }
+  UNROLL for (int t = 0; t < tokens; t++) v16_store(tile + t * pitch, acc[t]);
+}
+
+#elif GROUPS
+// A group's columns are CHAINS runs, each with a sum of its own: float32 within a run, then acc += sum * scale, run by run.
+#define CHAIN_STEPS (BLOCK / STEP_COLUMNS / CHAINS)
+#define FETCHES (PANEL_BLOCK_BYTES > 1024 ? 4 : 1)  // shares of a block that are prefetched together; divides CHAINS and CHAIN_STEPS
+#define SHARE (PANEL_BLOCK_BYTES / FETCHES)
+
+// sum[t] += step k of run c. `block` and x: those of the group.
+INLINE void dot_run_step(const int tokens, const uint8_t *block, const uint8_t *x, int c, int k, v16 *sum) {
+  const int step = c * CHAIN_STEPS + k;
+  dot_step(tokens, block + QUANTS + step * 64, x + step * STEP_X_BYTES, PREPARED, sum);
+}
+
+// Few tokens: all runs at once, which hides the latency of additions. Many tokens are as many chains: one run after the other.
+INLINE void dot_tile(const int panels, const int tokens, const uint8_t *panel, long apart, const uint8_t *next_panel, const uint8_t *x,
+                     float *tile, int pitch) {
+  const int together = tokens <= 2 ? CHAINS : 1, shares = tokens <= 2 ? FETCHES : 1;
+  v16 acc[MAX_TOKENS];
+  (void)apart;
+  UNROLL for (int t = 0; t < tokens; t++) acc[t] = v16_set(0.0f);
+  for (long b = 0; b < I / BLOCK; b++, x += BLOCK / STEP_COLUMNS * STEP_X_BYTES) {
+    const uint8_t *block = panel + b * PANEL_BLOCK_BYTES;
+    for (int first = 0; first < CHAINS; first += together) {
+      v16 sum[CHAINS][MAX_TOKENS];
+      UNROLL for (int c = 0; c < together; c++) UNROLL for (int t = 0; t < tokens; t++) sum[c][t] = v16_set(0.0f);
+      for (int share = 0; share < shares; share++) {
+        const int fetch = first + share;
+        if (fetch < FETCHES) fetch_ahead(panel, next_panel, b * PANEL_BLOCK_BYTES + fetch * SHARE, SHARE, AHEAD(panels, tokens));
+        UNROLL for (int k = 0; k < CHAIN_STEPS / shares; k++) UNROLL for (int c = 0; c < together; c++)
+            dot_run_step(tokens, block, x, first + c, share * (CHAIN_STEPS / shares) + k, sum[c]);
+      }
+      const v16 scale = group_scale(block);
+      UNROLL for (int c = 0; c < together; c++) UNROLL for (int t = 0; t < tokens; t++) acc[t] = v16_fma(sum[c][t], scale, acc[t]);
     }
   }
   UNROLL for (int t = 0; t < tokens; t++) v16_store(tile + t * pitch, acc[t]);

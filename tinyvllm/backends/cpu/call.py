@@ -28,7 +28,7 @@ from tinyvllm.bridge import (
 )
 from tinyvllm.integers import ceil_div, round_up
 from tinyvllm.placement import Placement
-from tinyvllm.quant.formats import Activations, Layout, activations_of
+from tinyvllm.quant.formats import FORMATS, Activations, Layout, activations_of
 from tinyvllm.quant.layouts import BLOCK, PackedWeight, RowSource, panel_bytes, row_bytes
 
 # What a processor must have for each variant, by Linux's names of its features.
@@ -225,5 +225,6 @@ def _lacking(needs: tuple[str, ...], has: frozenset[str]) -> str | None:
 
 def prepared_bytes(format: str, T: int, I: int) -> int:
     """Scratch for T rows as kernels/cpu/include/product.h has them: an odd number of cache lines each."""
-    widths = {Activations.FLOAT32: 4 * I, Activations.BFLOAT16: 2 * I, Activations.INT8: I // BLOCK * 40}
+    bfloat16 = 2 * I if FORMATS[format].is_float else 4 * I  # where floats in groups are multiplied as float32, so is x
+    widths = {Activations.FLOAT32: 4 * I, Activations.BFLOAT16: bfloat16, Activations.INT8: I // BLOCK * 40}
     return round_up(T, 16) * 64 * (ceil_div(widths[activations_of(format, Layout.PANELS)], 64) | 1)

@@ -91,7 +91,7 @@ CPU_TARGETS: dict[str, tuple[str, ...]] = {
     "plain": (),
 }
 _EXTENSIONS = {
-    "avx512": {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"},
+    "avx512": {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni", "avx512vbmi": "-mavx512vbmi"},
     "neon": {"asimddp": "dotprod", "bf16": "bf16", "i8mm": "i8mm"},
 }
 

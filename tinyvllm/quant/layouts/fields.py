@@ -28,7 +28,7 @@ def weights(format: str, fields: Sequence[Tensor]) -> Tensor:
     if known.is_float:
         return _floats(known, fields[0])
     part = {field.name: data for field, data in zip(known.fields, fields, strict=True)}
-    scale = _power(part["exponent"]) if "exponent" in part else _number(known, part, "scale")  # [N, blocks]
+    scale = _block_scale(known, part)  # [N, blocks]
     N, blocks = (int(d) for d in scale.shape)
     quants = _quants(known, part, N, blocks)  # [N, blocks, elements]
     if known.scales is not None:
@@ -37,6 +37,14 @@ def weights(format: str, fields: Sequence[Tensor]) -> Tensor:
         return (scaled if minimums is None else scaled - (_half(part["minimum"]).unsqueeze(2) * minimums).unsqueeze(3)).reshape(N, -1)
     scaled = scale.unsqueeze(2) * quants
     return (scaled + _number(known, part, "offset").unsqueeze(2) if "offset" in part else scaled).reshape(N, -1)
+
+
+def _block_scale(known: BlockFormat, part: dict[str, Tensor]) -> Tensor:
+    if "exponent" in part:
+        return _power(part["exponent"])
+    if "e8m0" in part:
+        return _e8m0(part["e8m0"])
+    return _number(known, part, "scale")
 
 
 def _floats(known: BlockFormat, data: Tensor) -> Tensor:
@@ -50,12 +58,25 @@ def _floats(known: BlockFormat, data: Tensor) -> Tensor:
 def _quants(known: BlockFormat, part: dict[str, Tensor], N: int, blocks: int) -> Tensor:
     """The numbers that the quants of all blocks stand for, zero point subtracted, float32 [N, blocks, elements]."""
     low = known.field("quants")
+    if known.e4m3:
+        return _e4m3(part["quants"]).reshape(N, blocks, -1)
     quants = _integers(low, part["quants"], N, blocks)
     if "high" in part:
         quants = quants + _integers(known.field("high"), part["high"], N, blocks) * (1 << low.bits)
     if not known.values:
         return (quants - known.zero).cast(dtypes.float32)
-    return _looked_up(quants, known.values).cast(dtypes.float32)
+    if known.float_values:
+        return _float_looked_up(quants, known.values)
+    return _looked_up(quants, tuple(int(value) for value in known.values)).cast(dtypes.float32)
+
+
+def _float_looked_up(quants: Tensor, values: tuple[float, ...]) -> Tensor:
+    """values[quants] for sixteen float32: a tree of choices, bit by bit (`_looked_up` says why not a table)."""
+    choices = [Tensor(value, dtype=dtypes.float32) for value in values]
+    for bit in range(4):
+        high = (quants & (1 << bit)) != 0
+        choices = [high.where(b, a) for a, b in zip(choices[::2], choices[1::2], strict=True)]
+    return choices[0]
 
 
 def _looked_up(quants: Tensor, values: tuple[int, ...]) -> Tensor:
@@ -112,12 +133,17 @@ def _four_and_two(part: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
     return (nibbles + twos * 16 - 32).cast(dtypes.float32), None
 
 
+def _e4m3_scales(part: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    return _e4m3(part["scales"]), None
+
+
 _DECODERS: dict[Scales, Callable[[dict[str, Tensor]], tuple[Tensor, Tensor | None]]] = {
     Scales.SIX_BIT_PAIRS: _six_bit_pairs,
     Scales.SIX_BITS: _six_bits,
     Scales.INT8: _signed_bytes,
     Scales.NIBBLES: _pairs_of_nibbles,
     Scales.FOUR_AND_TWO: _four_and_two,
+    Scales.E4M3: _e4m3_scales,
 }
 
 
@@ -125,6 +151,24 @@ def _power(data: Tensor) -> Tensor:
     """uint8 exponents [N, blocks] -> 2^(e - 128), float32; below 2 that is subnormal."""
     e = data.cast(dtypes.uint32)
     return (e < 2).where((e + 1) << 21, (e - (e >= 2).cast(dtypes.uint32)) << 23).bitcast(dtypes.float32)
+
+
+def _e8m0(data: Tensor) -> Tensor:
+    """uint8 exponents [N, blocks] -> 2^(e - 127), float32, 255 a NaN; 0 is subnormal."""
+    e = data.cast(dtypes.uint32)
+    return (e == 0).where(0x400000, (e << 23) | ((e == 255).cast(dtypes.uint32) << 22)).bitcast(dtypes.float32)
+
+
+def _e4m3(codes: Tensor) -> Tensor:
+    """Unsigned integers below 256, any shape -> the float32 numbers; what files mean as NaN is +-480.
+
+    Subnormals are computed from their integers: a device may take the bits of a subnormal float32 for 0.
+    """
+    code = codes.cast(dtypes.uint32)
+    magnitude = code & 0x7F
+    normal = ((magnitude << 20) + (120 << 23)).bitcast(dtypes.float32)
+    size = (magnitude < 8).where(magnitude.cast(dtypes.float32) * 2.0**-9, normal)
+    return (code < 128).where(size, -size)
 
 
 def _number(known: BlockFormat, part: dict[str, Tensor], name: str) -> Tensor:
