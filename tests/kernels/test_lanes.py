@@ -80,7 +80,6 @@ EXPRESSIONS = {
     "w16_load_halves": "i16_store(out, i16_dot_u8s8(i16_set(0), w16_load_halves(h + 16, h), 1u << (r % 4 * 8)))",
     "v16_store_quads": "quads(out, w, a, r)",
     "i16_dot_u8s16": "quads(out, w, a, r)",
-    "v16_from_e4m3": "v16_store(out, v16_from_e4m3(without_nan(w), (int)(r % 4)))",
     "w16_load_u16": "i16_store(out, i16_dot_u8s8(i16_set(0), w16_load_u16(h), 1u << (r % 4 * 8)))",
     "w16_bits": "i16_store(out, i16_dot_u8s8(i16_set(0), w16_bits(w16_load(w), (int)(r % 12) - 4, masks[r % 12]), 1u << (r % 4 * 8)))",
     "w16_lookup": "i16_store(out, i16_dot_u8s8(i16_set(0), w16_lookup(w16_low_nibbles(w16_load(w)), table), 1u << (r % 4 * 8)))",
@@ -124,11 +123,6 @@ static inline void quads(float *out, const void *w, const float *a, long r) {{
   for (int i = 0; i < 16; i++) whole[i] = (float)((int32_t)(bits_of_float(a[i]) % 65025u) - 32512);
   v16_store_quads(words, v16_load(whole));
   v16_store(out, v16_from_i16(i16_dot_u8s16(i16_set(-(int32_t)(r % 1000)), w16_load(w), words + r % 4 * 4)));
-}}
-static inline w16 without_nan(const void *w) {{  // as float8 e4m3
-  uint8_t bytes[64];
-  for (int i = 0; i < 64; i++) bytes[i] = ((const uint8_t *)w)[i] & (uint8_t)((((const uint8_t *)w)[i] & 0x7F) == 0x7F ? 0xFE : 0xFF);
-  return w16_load(bytes);
 }}
 void probe(const struct row *rows, float *out, long count) {{
   for (long r = 0; r < count; r++) {{

@@ -119,11 +119,6 @@ static inline __m256 from_bits8(__m256i w, int first, int count) {
 static inline v16 v16_from_bits(w16 w, int first, int count) { return (v16){from_bits8(w.a, first, count), from_bits8(w.b, first, count)}; }
 static inline __m256 from_s8(__m256i w, int j) { return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(w, 24 - 8 * j), 24)); }
 static inline v16 v16_from_s8(w16 w, int j) { return (v16){from_s8(w.a, j), from_s8(w.b, j)}; }
-static inline __m256 from_e4m3(__m256i w, int j) {
-  const __m256i moved = _mm256_srai_epi32(_mm256_slli_epi32(w, 24 - 8 * j), 4);
-  return _mm256_mul_ps(_mm256_castsi256_ps(_mm256_and_si256(moved, _mm256_set1_epi32((int)0x87F00000))), _mm256_set1_ps(0x1p120f));
-}
-static inline v16 v16_from_e4m3(w16 w, int j) { return (v16){from_e4m3(w.a, j), from_e4m3(w.b, j)}; }
 static inline __m256 lookup8(__m256i w, int first, const float *table) {
   const __m256i at = _mm256_srli_epi32(w, first);  // a permutation looks at three bits, the choice at the sign
   const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), at), high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), at);

@@ -93,10 +93,6 @@ static inline v16 v16_from_bits(w16 w, int first, int count) {
 static inline v16 v16_from_s8(w16 w, int j) {
   return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(w, (unsigned)(24 - 8 * j)), 24));
 }
-static inline v16 v16_from_e4m3(w16 w, int j) {
-  const __m512i moved = _mm512_srai_epi32(_mm512_slli_epi32(w, (unsigned)(24 - 8 * j)), 4);
-  return _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(moved, _mm512_set1_epi32((int)0x87F00000))), _mm512_set1_ps(0x1p120f));
-}
 static inline v16 v16_lookup(w16 w, int first, const float *table) {
   return _mm512_permutexvar_ps(_mm512_srli_epi32(w, (unsigned)first), _mm512_loadu_ps(table));
 }

@@ -134,14 +134,6 @@ static inline v16 v16_from_s8(w16 w, int j) {
   EACH r.val[i] = vcvtq_f32_s32(vshrq_n_s32(vshlq_s32(vreinterpretq_s32_u32(w.val[i]), vdupq_n_s32(24 - 8 * j)), 24));
   return r;
 }
-static inline v16 v16_from_e4m3(w16 w, int j) {
-  v16 r;
-  EACH {
-    const int32x4_t moved = vshrq_n_s32(vshlq_s32(vreinterpretq_s32_u32(w.val[i]), vdupq_n_s32(24 - 8 * j)), 4);
-    r.val[i] = vmulq_n_f32(vreinterpretq_f32_s32(vandq_s32(moved, vdupq_n_s32((int32_t)0x87F00000))), 0x1p120f);
-  }
-  return r;
-}
 static inline v16 v16_lookup(w16 w, int first, const float *table) {
   const uint8x16x4_t entries = vld1q_u8_x4((const uint8_t *)table);
   v16 r;

@@ -115,8 +115,6 @@ static inline w16 w16_lookup(w16 w, const uint8_t *table) {
   }
   return w;
 }
-// Byte `j` of every word as an e4m3 number.
-static inline v16 v16_from_e4m3(w16 w, int j) { v16 r; EACH r.at[i] = float_from_e4m3((uint8_t)(w.at[i] >> 8 * j)); return r; }
 // The entry of a table of sixteen numbers for the four bits of every word from bit `first` on.
 static inline v16 v16_lookup(w16 w, int first, const float *table) { v16 r; EACH r.at[i] = table[w.at[i] >> first & 15]; return r; }
 // Of every word the `count` bits from bit `first` on; its byte `j` as a signed number.
@@ -149,15 +147,8 @@ static inline i16 i16_dot_u8s16(i16 acc, w16 w, const uint32_t *quad) {
   EACH for (int k = 0; k < 4; k++) acc.at[i] += (int32_t)(w.at[i] >> 8 * k & 0xFF) * (int16_t)(quad[k % 2] >> k / 2 * 16);
   return acc;
 }
-// Byte `j` of every word as a float8 e4m3: sign, four bits of exponent, three of fraction. No byte is 0x7F or 0xFF.
-static inline v16 v16_from_e4m3(w16 w, int j) {
-  v16 r;
-  EACH {
-    const uint32_t byte = w.at[i] >> 8 * j & 0xFF;
-    r.at[i] = float_from_bits((byte & 0x80) << 24 | (byte & 0x7F) << 20) * 0x1p120f;
-  }
-  return r;
-}
+// Byte `j` of every word as a float8 e4m3: sign, four bits of exponent, three of fraction. What others read as NaN is +-480.
+static inline v16 v16_from_e4m3(w16 w, int j) { v16 r; EACH r.at[i] = float_from_e4m3((uint8_t)(w.at[i] >> 8 * j)); return r; }
 
 static inline void v16_store_i8(int8_t *p, v16 a) { EACH p[i] = (int8_t)round_even(a.at[i]); }
 
