@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 E, F, V, LAYERS = 256, 512, 256, 2
 CONFIG: dict[str, Any] = {
@@ -26,20 +26,25 @@ SHAPES = {
     "mlp.gate_proj": (F, E), "mlp.up_proj": (F, E), "mlp.down_proj": (E, F),
 }  # fmt: skip
 MATRICES = {f"model.layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in SHAPES.items()}
+ENDS = {"model.embed_tokens": (V, E), "lm_head": (V, E)}
 
 Stored = dict[str, np.ndarray]
 Quantize = Callable[[np.random.Generator, int, int], tuple[Stored, np.ndarray]]
 
 
-def write(folder: Path, settings: dict[str, Any], quantize: Quantize, seed: int = 1, head: bool = False) -> Path:
-    """A model in `folder`/quantized, and the same in float32 in `folder`/floats; config.json gets `settings`. With `head` the head is
-    quantized, too."""
+def write(folder: Path, settings: dict[str, Any], quantize: Quantize, more: dict[str, Quantize] | None = None, seed: int = 1) -> Path:
+    """A model in `folder`/quantized, and the same in float32 in `folder`/floats; config.json gets `settings`.
+
+    `more` quantizes some modules in another way, the embedding or the head among them, which are floats else; by their last name.
+    """
     rng = np.random.default_rng(seed)
     rest = _floats(rng)
     quantized: Stored = dict(rest)
     floats: Stored = {name: array.astype(np.float32) for name, array in rest.items()}
-    for name, (O, I) in (MATRICES | ({"lm_head": (V, E)} if head else {})).items():
-        tensors, dense = quantize(rng, O, I)
+    ways = dict.fromkeys(MATRICES, quantize)
+    ways |= {name: way for last, way in (more or {}).items() for name in (*MATRICES, *ENDS) if name.endswith(last)}
+    for name, way in ways.items():
+        tensors, dense = way(rng, *(MATRICES | ENDS)[name])
         quantized.pop(f"{name}.weight", None)
         quantized |= {f"{name}.{suffix}": np.ascontiguousarray(array) for suffix, array in tensors.items()}
         floats[f"{name}.weight"] = dense.astype(np.float32)
@@ -56,6 +61,44 @@ def _floats(rng: np.random.Generator) -> Stored:
     norms = [f"model.layers.{i}.{name}.weight" for i in range(LAYERS) for name in ("input_layernorm", "post_attention_layernorm")]
     out |= {name: 1 + 0.2 * rng.standard_normal(E) for name in (*norms, "model.norm.weight")}
     return {name: array.astype(np.float16) for name, array in out.items()}
+
+
+def greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
+    """The tokens that the model in `folder`/floats finds most likely, computed here in float64."""
+    weights = {name: array.astype(np.float64) for name, array in load_file(folder / "floats" / "model.safetensors").items()}
+    weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(_logits(weights, ids).argmax()))
+    return ids[len(prompt) :]
+
+
+def _logits(weights: Stored, ids: list[int]) -> np.ndarray:
+    """float64 [V] after the last token."""
+    D, H, K, T = CONFIG["head_dim"], CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"], len(ids)
+    x, frequencies = weights["model.embed_tokens.weight"][ids], 10000.0 ** (-np.arange(0, D, 2) / D)
+    angles = np.arange(T)[:, None, None] * frequencies
+
+    def norm(name: str, x: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + CONFIG["rms_norm_eps"]) * weights[f"{name}.weight"]
+
+    def turned(x: np.ndarray) -> np.ndarray:  # [T, heads, D]
+        a, b = x[..., : D // 2], x[..., D // 2 :]
+        return np.concatenate([a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], -1)
+
+    for i in range(LAYERS):
+        layer = {name: weights[f"model.layers.{i}.{name}.weight"].T for name in SHAPES}
+        h = norm(f"model.layers.{i}.input_layernorm", x)
+        q, k, v = (h @ layer[f"self_attn.{name}_proj"] for name in "qkv")
+        q, k = turned(q.reshape(T, H, D)), turned(k.reshape(T, K, D)).repeat(H // K, 1)
+        scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(D) + np.triu(np.full((T, T), -np.inf), 1)
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        shares /= shares.sum(-1, keepdims=True)
+        x = x + np.einsum("hts,shd->thd", shares, v.reshape(T, K, D).repeat(H // K, 1)).reshape(T, -1) @ layer["self_attn.o_proj"]
+        h = norm(f"model.layers.{i}.post_attention_layernorm", x)
+        gate = h @ layer["mlp.gate_proj"]
+        x = x + (gate / (1 + np.exp(-gate)) * (h @ layer["mlp.up_proj"])) @ layer["mlp.down_proj"]
+    return norm("model.norm", x[-1]) @ weights["lm_head.weight"].T
 
 
 def bits_along(values: np.ndarray, bits: int) -> np.ndarray:
@@ -98,6 +141,15 @@ def gptq(bits: int, group: int, symmetric: bool = True, version: int = 1, index:
 
 def gptq_settings(bits: int, group: int, **more: Any) -> dict[str, Any]:
     return {"quantization_config": {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": True} | more}
+
+
+def shuffled(rng: np.random.Generator, I: int, size: int) -> np.ndarray:
+    """The groups of columns that were quantized in an order by activations: the same for matrices of one width, which have one input."""
+    return np.random.default_rng(I).permutation(np.arange(I) // size)
+
+
+def shuffled_each(rng: np.random.Generator, I: int, size: int) -> np.ndarray:
+    return rng.permutation(np.arange(I) // size)
 
 
 def awq(group: int) -> Quantize:

@@ -48,14 +48,14 @@ class LlamaBlock(TransformerBlock):
 
     def forward_batch(self, x: Tensor, batch: Batch, attention: PagedAttention, cache: LayerCache, angles: Tensor) -> Tensor:
         """x [T, E] float32, angles [T, R]; result [T, E] float32."""
-        q, cache = norm_qkv_rope_store(x, rms(self.attn_norm), self._qkv(), angles, cache, batch)
+        q, cache = norm_qkv_rope_store(self.weights.qkv.in_order(x), rms(self.attn_norm), self._qkv(), angles, cache, batch)
         attended = attention(q, cache, self.scale, self.window)
         x = _project(attended, self.weights.attn_output, batch, x)
         gate_up, down = self.weights.ffn_in, self.weights.ffn_down
         if gate_up is None or down is None:
             h = rms_norm(x, self.ffn_norm.weight, self.config.norm_eps).contiguous()
             return (x + self._feed_forward(h.unsqueeze(0))[0]).contiguous()
-        h = gate_up_silu(x, rms(self.ffn_norm), gate_up.weight, batch.rows, gate_up.bias).contiguous()
+        h = gate_up_silu(gate_up.in_order(x), rms(self.ffn_norm), gate_up.weight, batch.rows, gate_up.bias).contiguous()
         return _project(h, down, batch, x)
 
     def _qkv(self) -> QKV:
@@ -69,10 +69,14 @@ class LlamaBlock(TransformerBlock):
         mlp = {} if self.config.num_experts else {"ffn_in": ("ffn_gate", "ffn_up"), "ffn_down": ("ffn_down",)}
         return {"qkv": ("attn_q", "attn_k", "attn_v"), "attn_output": ("attn_output",), **mlp}
 
+    def input_norms(self) -> dict[str, nn.RMSNorm]:
+        """The norms that are read in front of one product alone, by its field."""
+        return {"qkv": self.attn_norm, **({} if self.config.num_experts else {"ffn_in": self.ffn_norm})}
+
 
 def _project(x: Tensor, product: Product, batch: Batch, residual: Tensor) -> Tensor:
     """x times the product's weight, plus its bias and the residual [T, E]."""
-    return linear(x, product.weight, batch.rows, product.bias, residual=residual).contiguous()
+    return linear(product.in_order(x), product.weight, batch.rows, product.bias, residual=residual).contiguous()
 
 
 class Llama(Transformer):

@@ -15,10 +15,19 @@ from tinyvllm.ops.linear import Weight
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """Projections that are multiplied at once: their weights [O_i, I] and biases [O_i] with the outputs concatenated."""
+    """Projections that are multiplied at once: their weights [O_i, I] and biases [O_i] with the outputs concatenated.
+
+    Columns of quantized checkpoints may be sorted by their groups: column j of the weight then belongs to number order[j] of a row of x.
+    A norm in front of the product has its own weight in that order.
+    """
 
     weight: Weight
     bias: Tensor | None
+    order: Tensor | None = None  # int32 [I]
+
+    def in_order(self, x: Tensor) -> Tensor:
+        """x [T, I] as the weight takes it."""
+        return x if self.order is None else x[:, self.order].contiguous()
 
 
 @dataclass(frozen=True, eq=False)

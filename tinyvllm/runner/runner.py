@@ -49,7 +49,7 @@ from tinyvllm.models.families import check_layers, find_family, read_config, rec
 from tinyvllm.ops.advance import History, advance
 from tinyvllm.placement import Placement
 from tinyvllm.quant.codecs import unpack
-from tinyvllm.quant.formats import FLOATS, FORMATS, Layout, formats_in, packed_in
+from tinyvllm.quant.formats import FLOATS, FORMATS, Layout, formats_in
 from tinyvllm.quant.layouts import BLOCK
 from tinyvllm.runner.ahead import kernels_of_steps
 from tinyvllm.runner.kv import BlockShape, KVPool
@@ -166,14 +166,14 @@ class Runner:
         if not dummy:
             refuse_unused(self.config, recipes, without_zero_biases(self.checkpoint.tensors))
         plan = WeightPlan(self.placement, self.dtype, _matrix_format(config))
-        if note := describe(self.checkpoint.tensors, self.checkpoint.unused, packed_in(plan.layout)):
-            log.warning(note)
         kept = cache_folder() if environment(os.environ).get("TINYVLLM_KEEP_PANELS", True) else None
         loader = WeightLoader(None if dummy else self.checkpoint, plan, progress, kept)
         if not loader.maps_all:
             check_weights(device, plan.needed_bytes(recipes, None if dummy else self.checkpoint))
         packing = self._test_packing(plan, plan.matrix_formats(recipes, None if dummy else self.checkpoint))
         loader.load(self.model, recipes)
+        if note := describe(self.checkpoint.tensors, self.checkpoint.unused, loader.unpacked):
+            log.warning(note)
         self.weight_bytes, self.bytes_per_token = loader.bytes, loader.streamed
         self.weight_formats, self.weight_layout = loader.formats, plan.layout
         self.pool, self.max_model_len = self._size_pool(config)

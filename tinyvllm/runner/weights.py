@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,8 @@ from tinyvllm.runner.weight_cache import WeightCache
 from tinyvllm.weights.checkpoint import Checkpoint
 from tinyvllm.weights.convert import DTYPE_FORMATS
 from tinyvllm.weights.dummy import dummy_rows, dummy_source, dummy_tensors
-from tinyvllm.weights.load import check_range, load_rows, load_tensors, locate_rows
-from tinyvllm.weights.mapping import allocate
+from tinyvllm.weights.load import check_range, column_order, load_rows, load_tensors, locate_rows
+from tinyvllm.weights.mapping import BuiltRecord, allocate
 from tinyvllm.weights.memory import place_bytes
 
 Progress = Callable[[int, int, str], None]
@@ -111,6 +111,9 @@ class WeightLoader:
         self.bytes = 0  # that the model holds
         self.streamed = 0  # of these, what a decode step reads: all but an embedding table of its own
         self.formats: set[str] = set()  # of the packed matrices of products
+        self._orders: dict[_Group, np.ndarray] = {}  # of columns, where a product's weights have them in another order
+        self._ordered: set[str] = set()  # the recipes of these products
+        self.unpacked: dict[str, str] = {}  # tensors of quantized checkpoints that became floats without being asked to, and why
         self._done = self._total = 0
 
     @property
@@ -124,12 +127,15 @@ class WeightLoader:
         self._total = sum(prod(recipe.shape) for recipe in recipes) * self._plan.dtype.itemsize
         layers = [_groups(block, block.products(), f"blk.{i}.", rest) for i, block in enumerate(model.blk)]
         head = _groups(model, {"head": ("token_embd" if model.config.tied else "output",)}, "", rest)[0]
+        self._orders = {group: order for groups in layers for group in groups if (order := self._column_order(group)) is not None}
+        self._ordered = {recipe.name for group in self._orders for recipe in group.recipes}
+        self._explain_floats(recipes)
         packed = self._pack_all([group for groups in (*layers, [head]) for group in groups], rest)
         table = self._table(model, packed.get(head), rest)
         self._place_plain(model, list(rest.values()))
         for block, groups in zip(model.blk, layers, strict=True):
-            block.weights = LayerWeights(**{group.field: _product(group, packed.get(group)) for group in groups})
-        model.weights = ModelWeights(model.token_embd.weight if table is None else table, _product(head, packed.get(head)).weight)
+            block.weights = LayerWeights(**{group.field: self._product(block, group, packed.get(group)) for group in groups})
+        model.weights = ModelWeights(model.token_embd.weight if table is None else table, _joined(head, packed.get(head)).weight)
 
     def _pack_all(self, groups: list[_Group], rest: dict[str, WeightRecipe]) -> dict[_Group, Weight]:
         """The packed weights of all groups that are packed; their recipes are taken out of `rest`."""
@@ -173,6 +179,42 @@ class WeightLoader:
         del rest[recipe.name]
         model.token_embd.weight = None
         return self._rows(recipe)
+
+    def _explain_floats(self, recipes: list[WeightRecipe]) -> None:
+        """Note the matrices of a quantized checkpoint that are not kept packed, unless the plan wants one format for all."""
+        if self._checkpoint is None or self._plan.format is not None:
+            return
+        kept = packed_in(self._plan.layout)
+        for recipe in recipes:
+            for record in (self._checkpoint.tensors[source] for source in recipe.sources):
+                if not isinstance(record, BuiltRecord):
+                    continue
+                if record.format not in kept or len(recipe.shape) != 2:
+                    self.unpacked[record.name] = record.reason or f"no kernel here reads {record.format}"
+                elif record.order is not None and recipe.name not in self._ordered:
+                    self.unpacked[record.name] = "columns in an order of their own"
+
+    def _column_order(self, group: _Group) -> np.ndarray | None:
+        """The order that the columns of all weights of a product have; None where it is the usual one, or one must be loaded in floats."""
+        if (
+            self._checkpoint is None
+            or self._plan.layout is not Layout.PANELS
+            or self._plan.format is not None
+            or not self._packs(group.recipes)
+        ):
+            return None
+        first, *others = (column_order(self._checkpoint, recipe) for recipe in group.recipes)
+        return first if first is not None and all(order is not None and np.array_equal(order, first) for order in others) else None
+
+    def _product(self, block: Any, group: _Group, packed: Weight | None) -> Product:
+        """The product of a layer; the weights of a norm in front of it are put in the order of its columns."""
+        product, order = _joined(group, packed), self._orders.get(group)
+        if order is None:
+            return product
+        columns = Tensor(order.astype(np.int32), device=self._plan.placement.device).realize()
+        if norm := block.input_norms().get(group.field):
+            norm.weight = norm.weight[columns].contiguous().realize()
+        return replace(product, order=columns)
 
     def _place_plain(self, model: Any, recipes: list[WeightRecipe]) -> None:
         """Vectors in float32, which every op computes with; the rest in the model's dtype."""
@@ -261,7 +303,8 @@ class WeightLoader:
         wanted, floats = self._plan.format, self._plan.floats
         if self._checkpoint is None:
             return Rows(wanted or floats, dummy_rows(recipe, wanted or floats))
-        rows = Rows(*load_rows(self._checkpoint, recipe, self._plan.dtype, packed_in(self._plan.layout)))
+        packed, ordered = packed_in(self._plan.layout), recipe.name in self._ordered
+        rows = Rows(*load_rows(self._checkpoint, recipe, self._plan.dtype, packed, ordered))
         return rows.converted(self._format_of(rows.format))
 
     def _located(self, recipe: WeightRecipe) -> RowSource:
@@ -299,7 +342,7 @@ def _groups(owner: Any, products: dict[str, tuple[str, ...]], prefix: str, recip
     ]
 
 
-def _product(group: _Group, packed: Weight | None) -> Product:
+def _joined(group: _Group, packed: Weight | None) -> Product:
     """The product of a group with its packed weight, or with the tensors that were placed.
 
     Biases are joined here, once: in a captured step that would be a kernel of every step.

@@ -48,7 +48,8 @@ def _built(record: BuiltRecord, stored: BlockFormat, wanted: BlockFormat) -> np.
     done = 0
     for rows in record.pieces():
         values = unpack(stored.name, rows.reshape(-1, stored.nbytes)).reshape(len(rows), -1)
-        out[done : done + len(rows)] = from_f32(values, wanted)
+        columns = slice(None) if record.order is None else record.order
+        out[done : done + len(rows), columns] = from_f32(values, wanted)
         done += len(rows)
     return out
 

@@ -63,22 +63,29 @@ def load_tensors(
 
 
 def load_rows(
-    checkpoint: Checkpoint, recipe: Recipe, dtype: DType, packed: tuple[str, ...] = packed_in(Layout.PANELS)
+    checkpoint: Checkpoint, recipe: Recipe, dtype: DType, packed: tuple[str, ...] = packed_in(Layout.PANELS), ordered: bool = False
 ) -> tuple[str, np.ndarray]:
     """The matrix of one recipe [O, I] as rows of bytes: the name of its format and uint8 [O, bytes of a row], C-contiguous.
 
     As stored (F32, F16, BF16 or one of the formats `packed`) where the sources agree on one of these and the transform works in it; a
     view of the mapped file where the transform is none or a slice of rows, and then the caller drops its pages when done. Otherwise in the
-    format of `dtype`, in memory of its own. Stored floats are not converted to `dtype`, only checked to fit it. Errors as `load_tensors`.
+    format of `dtype`, in memory of its own. So are packed rows with columns in an order of their own (`column_order`), unless the caller
+    takes them `ordered`. Stored floats are not converted to `dtype`, only checked to fit it. Errors as `load_tensors`.
     """
     wanted, records = format_of_dtype(dtype), _records_of_matrix(checkpoint, recipe)
     try:
-        name, rows = _rows(recipe, records, wanted, packed)
+        name, rows = _rows(recipe, records, wanted, packed if ordered or column_order(checkpoint, recipe) is None else ())
     except FloatingPointError as error:
         raise ModelError(_beyond_float16(recipe)) from error
     if not is_mapped(rows):
         _drop(records)
     return name, rows
+
+
+def column_order(checkpoint: Checkpoint, recipe: Recipe) -> np.ndarray | None:
+    """Which column of the matrix each column of its packed rows is, int [I]; None where they are in order, or of several sources."""
+    records = [checkpoint.tensors.get(source) for source in recipe.sources]
+    return records[0].order if len(records) == 1 and isinstance(records[0], BuiltRecord) else None
 
 
 def locate_rows(checkpoint: Checkpoint, recipe: Recipe, dtype: DType, packed: tuple[str, ...]) -> RowSource:

@@ -53,7 +53,8 @@ class BuiltRecord:
 
     Its rows are built when they are read, in `format`: one of quant/formats.py, which may be a float format (an exact one: F32 where in
     doubt). `build(first, end)` returns uint8 [end - first, bytes of a row]; `first` is a multiple of ROW_STEP, and `end` too, or it is O.
-    `reason` says why the format is a float format: it is shown when the model is loaded.
+    `reason` says why the format is a float format: it is shown when the model is loaded. With an `order`, int [I], column j of the rows is
+    column order[j] of the matrix: the format needs the columns of a group next to each other.
     """
 
     name: str
@@ -62,6 +63,7 @@ class BuiltRecord:
     sources: tuple[TensorRecord, ...]
     build: Callable[[int, int], np.ndarray]
     reason: str = ""
+    order: np.ndarray | None = None
 
     @property
     def nbytes(self) -> int:

@@ -36,19 +36,23 @@ class Integers:
     read: Callable[[int, int], Rows]
 
     def record(self) -> BuiltRecord:
-        """The matrix in a grouped format if one holds it, else in F32."""
-        size = _run(self.groups)
-        format = grouped_format(self.bits, size, len(self.groups))
+        """The matrix in a grouped format if one holds it, with its columns sorted by groups if that takes it; else in F32."""
+        order, groups = None, self.groups
+        format = grouped_format(self.bits, _run(groups), len(groups))
         if format is None:
-            reason = f"groups of {size} columns of {len(self.groups)}"
+            order = np.argsort(self.groups, kind="stable")
+            groups = self.groups[order]
+            format = grouped_format(self.bits, _run(groups), len(groups))
+        if format is None:
+            reason = f"groups of {_run(groups)} columns of {len(groups)}"
             return BuiltRecord(self.name, "F32", self.shape, self.sources, self._floats, reason)
+        blocks = groups[:: FORMATS[format].elements]
 
         def build(first: int, end: int) -> np.ndarray:
             quants, scales, offsets = self.read(first, end)
-            blocks = self.groups[:: FORMATS[format].elements]
-            return pack_groups(format, quants, scales[:, blocks], offsets[:, blocks])
+            return pack_groups(format, quants if order is None else quants[:, order], scales[:, blocks], offsets[:, blocks])
 
-        return BuiltRecord(self.name, format, self.shape, self.sources, build)
+        return BuiltRecord(self.name, format, self.shape, self.sources, build, order=order)
 
     def _floats(self, first: int, end: int) -> np.ndarray:
         quants, scales, offsets = self.read(first, end)

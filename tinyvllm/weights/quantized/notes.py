@@ -25,20 +25,19 @@ def without_zero_biases(tensors: Mapping[str, Record]) -> Iterator[str]:
             yield name
 
 
-def describe(tensors: Mapping[str, Record], unused: tuple[str, ...], packed: tuple[str, ...]) -> str | None:
-    """Which matrices become floats, and why, where kernels read the formats `packed`, and which tensors are not used; None for neither."""
-    built = [record for record in tensors.values() if isinstance(record, BuiltRecord)]
+def describe(tensors: Mapping[str, Record], unused: tuple[str, ...], unpacked: Mapping[str, str]) -> str | None:
+    """One line about the matrices that became floats, by name with the reason, and the tensors that are not used; None for neither."""
     reasons: dict[str, list[str]] = {}
-    for record in built:
-        if record.format not in packed:
-            reasons.setdefault(record.reason or f"no kernel here reads {record.format}", []).append(record.name)
-    parts = [f"{_named(names)}: {reason}" for reason, names in reasons.items()]
-    if parts:
-        count = sum(map(len, reasons.values()))
-        parts = [f"{count} of {len(built)} matrices become floats ({'; '.join(parts)})"]
+    for name, reason in unpacked.items():
+        reasons.setdefault(reason, []).append(name)
+    parts = []
+    if reasons:
+        built = sum(isinstance(record, BuiltRecord) for record in tensors.values())
+        listed = "; ".join(f"{_named(names)}: {reason}" for reason, names in list(reasons.items())[:5])
+        parts.append(f"{len(unpacked)} of {built} matrices become floats ({listed})")
     if unused:
         counts = Counter(name.rsplit(".", 1)[-1] for name in unused)
-        parts.append("not used: " + ", ".join(f"{quoted(suffix)} of {count} modules" for suffix, count in list(counts.items())[:5]))
+        parts.append("not used: " + ", ".join(f"{quoted(suffix)} of {count} modules" for suffix, count in counts.items()))
     return f"quantized checkpoint: {'; '.join(parts)}" if parts else None
 
 
