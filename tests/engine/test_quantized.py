@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from tests.engine.test_kernels import kernels, prompts_of
-from tests.engine.test_packed_files import formats_read
+from tests.engine.test_kernels import greedy, kernels, prompts_of
 from tests.tiny import quantized
 from tests.tiny.quantized import (
     gptq,
@@ -15,19 +16,20 @@ from tests.tiny.quantized import (
     mlx,
     mlx_settings,
     shuffled,
+    shuffled_each,
 )  # fmt: skip
-from tinyvllm import LLM, SamplingParams
+from tinyvllm import LLM
 from tinyvllm.backends import registry
 from tinyvllm.placement import Placement
 
-MIXED = gptq_settings(4, 128, sym=False, dynamic={"+:.*v_proj": {"bits": 8, "group_size": 32}, "-:.*up_proj": {}})
+MIXED = gptq_settings(4, 128, sym=False, dynamic={"+:.*v_proj": {"bits": 8}, "-:.*up_proj": {}})
 KINDS = {
     "gptq with v in 8 bits and act-order": (
-        MIXED | {}, gptq(4, 128, False, index=shuffled), {"v_proj": gptq(8, 32)}, {"INT4_G128", "INT8_G32", "F16"},
+        MIXED | {}, gptq(4, 128, False, index=shuffled), {"v_proj": gptq(8, 128, index=shuffled)},
+        {"INT4_G128", "INT8_G128", "F16"},
     ),
     "mlx with its ends": (mlx_settings(4, 64), mlx(4, 64), {"embed_tokens": mlx(4, 64), "lm_head": mlx(4, 64)}, {"INT4_G64"}),
 }  # fmt: skip
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
 def open_folder(folder: Path, **options) -> LLM:
@@ -39,6 +41,22 @@ def test_greedy_tokens_are_those_of_the_dequantized_model(tmp_path, kind):
     settings, quantize, more, formats = KINDS[kind]
     folder, prompts = quantized.write(tmp_path, settings, quantize, more), prompts_of(2, quantized.V)
     with kernels(registry.usable_variants(Placement("CPU"))[0]), open_folder(folder) as llm:
-        got = [answer.outputs[0].token_ids for answer in llm.generate([{"prompt_token_ids": ids} for ids in prompts], GREEDY)]
-        assert formats_read() == formats
+        got = greedy(llm, prompts, 12)
+        assert llm.engine.runner.weight_formats == formats
     assert got == [quantized.greedy(folder, ids, 12) for ids in prompts]
+
+
+def test_what_becomes_floats_is_named_and_gives_the_same_tokens(tmp_path, caplog):
+    """q, k and v with different orders have no x in common; groups of 16 columns have no format. Biases of zeros are left out."""
+    settings = gptq_settings(4, 64, dynamic={"+:down": {"group_size": 16}})
+    folder = quantized.write(tmp_path, settings, gptq(4, 64, index=shuffled_each), {"down_proj": gptq(4, 16), "up_proj": gptq(4, 64)})
+    tensors = load_file(folder / "quantized" / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_proj.bias"] = np.zeros(128, np.float16)
+    save_file(tensors, folder / "quantized" / "model.safetensors")
+    prompts = prompts_of(2, quantized.V)
+    with kernels(registry.usable_variants(Placement("CPU"))[0]), open_folder(folder) as llm:
+        got = greedy(llm, prompts, 8)
+    (line,) = [record.getMessage() for record in caplog.records if "quantized checkpoint" in record.getMessage()]
+    assert "10 of 14 matrices become floats" in line and "proj.weight' and 7 more: columns in an order of their own" in line
+    assert "down_proj.weight' and 1 more: groups of 16 columns of 512" in line
+    assert got == [quantized.greedy(folder, ids, 8) for ids in prompts]

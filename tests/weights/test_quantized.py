@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
+from tinygrad import dtypes
 
 from tests.tiny import quantized
 from tests.tiny.quantized import (
@@ -20,10 +27,17 @@ from tests.tiny.quantized import (
     mlx,
     mlx_settings,
     packed_ct,
+    shuffled,
+    shuffled_each,
 )
+from tinyvllm.errors import FormatError, ModelError
+from tinyvllm.models.config import WeightRecipe
 from tinyvllm.quant.layouts import unpack_rows
-from tinyvllm.weights.checkpoint import open_checkpoint
+from tinyvllm.weights import mapping
+from tinyvllm.weights.checkpoint import open_checkpoint, open_description
+from tinyvllm.weights.load import load_rows, load_tensors
 from tinyvllm.weights.mapping import BuiltRecord
+from tinyvllm.weights.quantized.notes import describe
 
 KINDS = {
     "gptq 4 bits": (gptq_settings(4, 128), gptq(4, 128), "INT4_G128"),
@@ -71,3 +85,187 @@ def test_every_matrix_is_that_of_the_formula(folders, kind):
         got = unpack_rows(record.format, record.data.reshape(record.shape[0], -1))
         np.testing.assert_array_equal(got, want.data.view(np.float32).reshape(want.shape))
         assert record.nbytes < want.nbytes / 2 and bool(record.reason) == (record.format == "F32")
+
+
+@pytest.mark.parametrize(
+    ("settings", "quantize", "format"),
+    [
+        (gptq_settings(4, 64, desc_act=True), gptq(4, 64, False, index=shuffled), "INT4_G64"),
+        (ct_settings("pack-quantized", 6, "group", 32), packed_ct(6, 32, index=shuffled_each), "INT6_G32"),
+    ],
+)
+def test_columns_are_sorted_by_their_groups_and_floats_have_them_in_order(tmp_path, settings, quantize, format):
+    folder = quantized.write(tmp_path, settings, quantize)
+    checkpoint, floats = open_checkpoint(folder / "quantized"), open_checkpoint(folder / "floats").tensors
+    for name, shape in quantized.MATRICES.items():
+        record, want = checkpoint.tensors[f"{name}.weight"], floats[f"{name}.weight"].data.view(np.float32).reshape(shape)
+        assert isinstance(record, BuiltRecord) and record.format == format and record.order is not None
+        got = unpack_rows(record.format, record.data.reshape(shape[0], -1))
+        np.testing.assert_array_equal(got, want[:, record.order])
+        recipe = WeightRecipe("w", shape, (f"{name}.weight",))
+        np.testing.assert_array_equal(load_tensors(checkpoint, [recipe], "CPU", dtypes.float32)["w"].numpy(), want)
+        assert load_rows(checkpoint, recipe, dtypes.float32)[0] == "F32"
+        assert load_rows(checkpoint, recipe, dtypes.float32, ordered=True)[0] == format
+
+
+@pytest.mark.parametrize("rows", [33, 96, 1])
+def test_rows_that_are_built_a_few_at_a_time_are_those_of_the_whole(tmp_path, rows, monkeypatch):
+    """With 3 bits zero points of neighbouring rows share words."""
+    monkeypatch.setattr(mapping, "_PIECE", rows * quantized.E)
+    folder = quantized.write(tmp_path, gptq_settings(3, 64, sym=False), gptq(3, 64, False))
+    stored, floats = open_checkpoint(folder / "quantized").tensors, open_checkpoint(folder / "floats").tensors
+    record, want = stored["model.layers.0.mlp.gate_proj.weight"], floats["model.layers.0.mlp.gate_proj.weight"]
+    assert isinstance(record, BuiltRecord) and len(list(record.pieces())) > 4
+    np.testing.assert_array_equal(
+        unpack_rows(record.format, record.data.reshape(record.shape[0], -1)).reshape(-1), want.data.view(np.float32)
+    )
+
+
+# --- what is damaged, and what is not supported
+
+Edit = Callable[[dict[str, Any], dict[str, np.ndarray]], object]
+Q = "model.layers.0.self_attn.q_proj"
+BASES = {
+    "gptq": (gptq_settings(4, 64), gptq(4, 64)),
+    "awq": (awq_settings(64), awq(64)),
+    "packed": (ct_settings("pack-quantized", 4, "group", 64, symmetric=False), packed_ct(4, 64, False)),
+    "int": (ct_settings("int-quantized", 8, "channel"), int_ct()),
+    "mlx": (mlx_settings(4, 64), mlx(4, 64)),
+    "hqq": (hqq_settings(), hqq(4, 64)),
+}
+
+
+def setting(**values: object) -> Edit:
+    return lambda config, tensors: config["quantization_config"].update(values)
+
+
+def scheme(**values: object) -> Edit:
+    return lambda config, tensors: config["quantization_config"]["config_groups"]["group_0"]["weights"].update(values)
+
+
+def mlx_setting(**values: object) -> Edit:
+    return lambda config, tensors: config["quantization"].update(values)
+
+
+def without(suffix: str) -> Edit:
+    return lambda config, tensors: tensors.pop(f"{Q}.{suffix}")
+
+
+def replaced(suffix: str, change: Callable[[np.ndarray], np.ndarray]) -> Edit:
+    def edit(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+        tensors[f"{Q}.{suffix}"] = np.ascontiguousarray(change(tensors[f"{Q}.{suffix}"]))
+
+    return edit
+
+
+BROKEN: list[tuple[str, Edit, str]] = [
+    ("gptq", lambda config, tensors: config.update(quantization_config=[4]), "quantization_config must be an object, got \\[4\\]"),
+    ("gptq", setting(quant_method="quip"), "quant_method 'quip' is not supported; supported are gptq, awq"),
+    ("gptq", setting(quant_method=["gptq"]), "quant_method \\['gptq'\\] is not supported"),
+    ("gptq", setting(bits=5), "5 bits are not supported; supported are 2, 3, 4, 8"),
+    ("gptq", setting(bits=[4]), "bits must be an integer of 1 or more, got \\[4\\]"),
+    ("gptq", setting(bits=10**400), "bits are not supported"),
+    ("gptq", setting(bits=8), "does not have 8 bits in groups of 64, as config.json says: its tensors are qweight"),
+    ("gptq", setting(group_size=0), "group_size must be -1"),
+    ("gptq", setting(group_size=48), "does not have 4 bits in groups of 48"),
+    ("gptq", setting(group_size=1 << 60), "group_size must be an integer from -1 to"),
+    ("gptq", setting(checkpoint_format="marlin"), "checkpoint_format 'marlin' is not supported; supported are gptq, gptq_v2"),
+    ("gptq", setting(dynamic=[1]), "dynamic must be an object, got \\[1\\]"),
+    ("gptq", setting(dynamic={"+:(a+)+$": 4}), "must be an object, got 4"),
+    ("gptq", without("qzeros"), "has no tensor 'qzeros'"),
+    ("gptq", without("scales"), "has no tensor 'scales'"),
+    ("gptq", replaced("g_idx", lambda a: a + 1), "must hold numbers of groups from 0 to 3, got 1 to 4"),
+    ("gptq", replaced("g_idx", lambda a: a - 1), "from 0 to 3, got -1 to 2"),
+    ("gptq", replaced("g_idx", lambda a: a[1:]), "must have the shape \\[256\\] \\(a group for each column\\), got \\[255\\]"),
+    ("gptq", replaced("g_idx", lambda a: a.astype(np.float32)), "must hold integers, got F32"),
+    ("gptq", replaced("qweight", lambda a: a[:, 1:]), "must have the shape"),
+    ("gptq", replaced("qweight", lambda a: a.astype(np.float32)), "must hold 32-bit integers, got F32"),
+    ("gptq", replaced("qweight", lambda a: a.reshape(-1)), "must have 2 dimensions"),
+    ("gptq", replaced("qzeros", lambda a: a[:, 1:]), "does not have 4 bits in groups of 64"),
+    ("gptq", replaced("scales", lambda a: a.astype(np.int8)), "must hold float32, float16 or bfloat16, got I8"),
+    ("awq", setting(version="gemv"), "version 'gemv' of AWQ is not supported; supported is gemm"),
+    ("awq", setting(bits=3), "AWQ with 3 bits is not supported"),
+    ("awq", setting(zero_point=False), "without zero points"),
+    ("awq", setting(group_size=128), "must have the shape \\[4, 256\\] \\(groups of 128 of the 512 columns"),
+    ("awq", without("qzeros"), "has no tensor 'qzeros'"),
+    ("awq", replaced("qzeros", lambda a: a[:, 1:]), "must have the shape"),
+    ("packed", scheme(num_bits=8), "does not have 8 bits by group of 64 with zero points, as config.json says: its"),
+    ("packed", scheme(num_bits="4"), "num_bits must be an integer"),
+    ("packed", scheme(symmetric=True), "weight_zero_point"),
+    ("packed", scheme(group_size=32), "does not have 4 bits by group of 32"),
+    ("packed", scheme(strategy="block"), "scales by 'block' are not supported, only by tensor, channel, group"),
+    ("packed", scheme(type="float"), "pack-quantized with 4 bits of type float is not supported"),
+    ("packed", setting(format="marlin-24"), "format 'marlin-24' is not supported; supported are pack-quantized"),
+    ("packed", setting(config_groups={}), "config_groups must be an object"),
+    ("packed", setting(config_groups={"group_0": {"weights": None}}), "must be an object with an object `weights`"),
+    ("packed", setting(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config 'sparse-24-bitmask' is not supported"),
+    ("packed", without("weight_shape"), "has no tensor 'weight_shape'"),
+    ("packed", without("weight_zero_point"), "no weight_zero_point"),
+    ("packed", replaced("weight_shape", lambda a: a * 2), "says \\[512, 512\\], but"),
+    ("packed", replaced("weight_shape", lambda a: np.array([256, 1 << 62])), "does not have 4 bits"),
+    ("int", replaced("weight_scale", lambda a: a[1:]), "with scales by channel, as config.json says, got I8 with scales \\[255, 1\\]"),
+    ("int", replaced("weight", lambda a: a.astype(np.int16)), "must be I8"),
+    ("mlx", mlx_setting(mode="mystery"), "mode 'mystery' is not supported"),
+    ("mlx", mlx_setting(bits=7), "7 bits in groups of 64 are not supported; supported are 2, 3, 4, 5, 6, 8 bits"),
+    ("mlx", mlx_setting(bits=8), "must have the shape \\[256, 4\\] \\(8 bits in groups of 64, as config.json says"),
+    ("mlx", mlx_setting(bits=3), "does not hold whole groups of 64 integers of 3 bits"),
+    ("mlx", mlx_setting(**{Q: False}), "is false, but the module has a tensor 'scales'"),
+    ("mlx", mlx_setting(**{Q: 4}), "must be an object or false, got 4"),
+    ("mlx", mlx_setting(**{Q: {"bits": 8}}), "must have the shape"),
+    ("mlx", without("biases"), "has no tensor 'biases'"),
+    ("hqq", replaced("nbits", lambda a: np.array(7, np.int32)), "7 bits are not supported; supported are 1, 2, 3, 4, 5, 6, 8"),
+    ("hqq", replaced("nbits", lambda a: np.array(8, np.int32)), "must have 65536 bytes \\(8 bits, groups of 64, axis 1\\)"),
+    ("hqq", replaced("group_size", lambda a: np.array(0, np.int32)), "group_size must be an integer from 1"),
+    ("hqq", replaced("group_size", lambda a: np.array(48, np.int32)), "groups of 48 do not divide rows of 256 columns"),
+    ("hqq", replaced("quant_scale", lambda a: np.array(1, np.uint8)), "quant_scale, scales or zero points that are quantized, is not"),
+    ("hqq", replaced("shape", lambda a: np.array([1 << 62, 4])), "'shape' must hold two sizes"),
+    ("hqq", replaced("shape", lambda a: np.array([1 << 30, 1 << 30])), "must have"),
+    ("hqq", without("shape"), "'shape' must hold two sizes, got \\[\\]"),
+    ("hqq", without("zero"), "has no tensor 'zero'"),
+    ("hqq", replaced("zero", lambda a: a[1:]), "must hold a number for each of 1024 groups"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @functools.cache
+    def make(kind: str) -> Path:
+        return quantized.write(tmp_path_factory.mktemp("base"), *BASES[kind]) / "quantized"
+
+    return make
+
+
+@pytest.mark.parametrize(("kind", "edit", "words"), BROKEN, ids=[f"{kind}-{words[:40]}" for kind, _, words in BROKEN])
+def test_what_is_damaged_or_not_supported_is_one_clear_error(base_of, tmp_path, kind, edit, words):
+    config = json.loads((base_of(kind) / "config.json").read_text())
+    tensors = load_file(base_of(kind) / "model.safetensors")
+    open_checkpoint(base_of(kind))
+    edit(config, tensors)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises((FormatError, ModelError), match=words) as caught:
+        for record in open_checkpoint(tmp_path).tensors.values():
+            record.data.sum()
+    assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
+
+
+def test_settings_in_a_file_of_their_own_are_those_of_an_older_checkpoint(base_of, tmp_path):
+    config = json.loads((base_of("gptq") / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    del settings["quant_method"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "quantize_config.json").write_text(json.dumps(settings))
+    shutil.copy(base_of("gptq") / "model.safetensors", tmp_path)
+    record = open_checkpoint(tmp_path).tensors[f"{Q}.weight"]
+    assert record.format == "INT4_G64" and open_checkpoint(tmp_path).config["quantization_config"]["quant_method"] == "gptq"
+
+
+def test_scales_of_activations_are_left_out_by_name(base_of):
+    checkpoint = open_checkpoint(base_of("int"))
+    assert f"{Q}.input_scale" not in checkpoint.tensors and f"{Q}.input_scale" in checkpoint.unused
+    assert describe(checkpoint.tensors, checkpoint.unused, {}) == "quantized checkpoint: not used: 'input_scale' of 14 modules"
+
+
+def test_random_weights_are_not_made_for_a_quantized_description(base_of):
+    with pytest.raises(ModelError, match="quantization_config .* is not supported with random weights"):
+        open_description(base_of("awq"))
