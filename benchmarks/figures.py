@@ -166,7 +166,30 @@ def quality(lines: list[Line]) -> str:
     """Every format of the bundled model, of the newest record."""
     line = lines[-1]
     head = f"{processor(line)}, commit {line['commit']}; `python -m benchmarks.quality`:"
-    return "\n\n".join([head, quality_table(line["rows"]), best_line(line["rows"])])
+    return "\n\n".join([head, quality_table(line["rows"]), best_line(line["rows"]), quality_goals(line["rows"])])
+
+
+# what is limited, the limit, the rows (weights, KV cache) that it needs, and the words for their figures; None: the reference's weights
+GOALS: list[tuple[str, str, list[tuple[str | None, str]], Callable[..., str]]] = [
+    ("perplexity of q8_0, change", "below 0.1%", [("q8_0", "auto")], lambda row: _change(row)),
+    ("KL mean of q8_0", "at most 0.0015", [("q8_0", "auto")], lambda row: f"{row['kl']['value']:.6f}"),
+    ("KL mean of q4_k_m by that of q4_0", "at most 0.5", [("q4_k_m", "auto"), ("q4_0", "auto")],
+     lambda mix, plain: f"{mix['kl']['value'] / plain['kl']['value']:.2f}"),
+    ("perplexity with KV cache int8, change", "at most 0.1%", [(None, "int8")], lambda row: _change(row)),
+    ("perplexity with KV cache int4, change", "at most 1%", [(None, "int4")], lambda row: _change(row)),
+]  # fmt: skip
+
+
+def _change(row: Line) -> str:
+    return f"{100 * (row['perplexity_ratio']['value'] - 1):+.3f}%"
+
+
+def quality_goals(lines: list[Line]) -> str:
+    """What formats should keep to, and what they do. A goal whose rows were not measured is left out."""
+    own = next(line["weights"] for line in lines if line["reference"])
+    rows = {(None if line["weights"] == own else line["weights"], line["kv_cache"]): line for line in lines if not line["reference"]}
+    known = [(name, limit, words(*(rows[need] for need in needs))) for name, limit, needs, words in GOALS if set(needs) <= rows.keys()]
+    return table(["goal", "limit", "measured"], known)
 
 
 def quality_picture() -> str:

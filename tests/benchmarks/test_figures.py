@@ -46,3 +46,16 @@ def test_the_newest_record_of_a_row_counts() -> None:
     text = compared([line(5.0), line(20.0)], roofs=False)
     assert "20.0" in text and "2.00" in text and "5.0 " not in text
     assert newest([line(5.0)], test="prefill") is None
+
+
+def test_goals_of_quality_are_those_whose_rows_were_measured() -> None:
+    def row(weights: str, kl: float, kv_cache: str = "auto", reference: bool = False) -> dict[str, object]:
+        figures = {"kl": {"value": kl}, "perplexity_ratio": {"value": 1 + kl}}
+        return {"weights": weights, "kv_cache": kv_cache, "reference": reference, **figures}
+
+    rows = [row("own", 0.0, reference=True), row("q4_0", 0.004), row("q4_k_m", 0.001), row("own", 0.0005, "int8"), row("q8_0", 1.0, "int4")]
+    lines = [[cell.strip() for cell in line.split("|")[1:4]] for line in figures.quality_goals(rows).splitlines()[2:]]
+    assert lines == [
+        ["KL mean of q4_k_m by that of q4_0", "at most 0.5", "0.25"],
+        ["perplexity with KV cache int8, change", "at most 0.1%", "+0.050%"],
+    ]

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinyvllm import config
 from tinyvllm.cli.arguments import engine_options
 from tinyvllm.cli.new_file import new_file
 from tinyvllm.cli.progress import LoadBar, Progress, say
 from tinyvllm.cli.quality_plot import plot
 from tinyvllm.cli.quality_report import best_line, record, table
-from tinyvllm.config import DEFAULT_MODEL, QUANTIZATIONS, EngineConfig, expand_home, nearest, parse_size, resolve
+from tinyvllm.config import DEFAULT_MODEL, KV_CACHE_DTYPES, QUANTIZATIONS, EngineConfig, expand_home, nearest, parse_size, resolve
 from tinyvllm.errors import ArgumentError, FormatError, TinyvllmError
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from tinyvllm.engine.tools.quality import ScratchLogits, Vocabulary, Windows
     from tinyvllm.engine.tools.token_scores import TokenScores
 
-KV_CACHE_DTYPES: tuple[str, ...] = getattr(config, "KV_CACHE_DTYPES", ("auto",))
 MAX_TEXT = 16 << 20  # bytes of --text: it is tokenised as a whole
 MIN_CONTEXT = 8
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tinyvllm import LLM
+from tinyvllm.config import KV_CACHE_DTYPES
 from tinyvllm.engine.tools import quality
 from tinyvllm.engine.tools.one_off import prompt_logits_by_chunk
 from tinyvllm.engine.tools.quality import ScratchLogits, Vocabulary, Windows, model_scores, reference_scores, windows_of
@@ -121,11 +122,11 @@ def test_a_quantized_model_is_compared_with_unrounded_logits(tiny_model: Path, m
     assert scores.nll.tolist() == pytest.approx(expected_nll, rel=1e-9) and min(expected_kl) > 0
 
 
-@pytest.mark.parametrize("quantization", [None, "q4_0"])
-def test_logits_of_decode_steps_have_the_same_bits(tiny_model: Path, quantization: str | None) -> None:
+@pytest.mark.parametrize(("quantization", "kv_cache"), [("q4_0", "auto"), *((None, kv_cache) for kv_cache in KV_CACHE_DTYPES)])
+def test_logits_of_decode_steps_have_the_same_bits(tiny_model: Path, quantization: str | None, kv_cache: str) -> None:
     """A chunk of one token runs as a decode does. What is measured of prefill is therefore true of decoding."""
-    ids = list(range(40, 73))
-    with LLM(tiny_model, device="CPU", quantization=quantization, max_model_len=48, max_num_seqs=1, num_blocks=6) as llm:
+    ids, options = list(range(40, 73)), {"quantization": quantization, "kv_cache_dtype": kv_cache}
+    with LLM(tiny_model, device="CPU", max_model_len=48, max_num_seqs=1, num_blocks=6, **options) as llm:
         chunks, steps = (np.concatenate([*prompt_logits_by_chunk(llm.engine, ids, size)]) for size in (16, 1))
     assert chunks.tobytes() == steps.tobytes()
 
