@@ -112,7 +112,7 @@ class Pool:
     def __init__(self, format: str, seed: int = 0):
         known = LAYOUTS[format]
         self._unit = max(BLOCK, known.elements)
-        if known.quantization or known.is_float:
+        if known.is_rounded_quickly:
             values = np.random.default_rng(seed).standard_normal(_POOL_BLOCKS * BLOCK, np.float32) * np.float32(0.02)
             packed = pack(format, bf16_to_f32(f32_to_bf16(values)).reshape(-1, known.elements))  # what bfloat16 holds
         else:

@@ -15,7 +15,7 @@ from typing import Any
 
 from tinyvllm.aliases import VLLM, from_vllm
 from tinyvllm.errors import ArgumentError
-from tinyvllm.quant import formats
+from tinyvllm.quant import mixes
 
 VERSION = "0.1.0"  # of the package; pyproject.toml has the same
 DEFAULT_MODEL = Path(__file__).parent / "demo" / "model"
@@ -36,7 +36,7 @@ _KV_CACHE_NEAREST = {
 LOAD_FORMATS = ("auto", "dummy")
 MAX_SCHEDULER_STEPS = 64
 CPU_STEP_MS = 250  # a gap between two tokens that a reader hardly notices
-QUANTIZATIONS = tuple(name.lower() for name in formats.QUANTIZATIONS)
+QUANTIZATIONS = tuple(name.lower() for name in mixes.NAMES)
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(?P<choice>:[\w./+-]+)?")
@@ -63,6 +63,7 @@ class EngineConfig:
     kv_cache_dtype          how keys and values are kept: "auto" in the dtype of the weights, else packed; "fp8" is "fp8_e4m3"
     num_blocks, kv_memory   size of the KV cache, in blocks or in bytes; with neither, what the device has free
     quantization            packs the matrices at load, to one of QUANTIZATIONS; None keeps them as in the checkpoint
+    imatrix                 file of llama-imatrix: how much each column matters to `quantization`; without it all columns weigh the same
     load_format             "dummy" fills the model with random weights, to measure without a checkpoint
     enable_prefix_caching   keep the blocks of finished requests, and reuse them for requests with the same prefix
     prefix_cache_dir        folder that keeps cached blocks across restarts; None keeps nothing
@@ -93,6 +94,7 @@ class EngineConfig:
     num_blocks: int | None = None
     kv_memory: int | None = None
     quantization: str | None = None
+    imatrix: str | None = None
     load_format: str = "auto"
     enable_prefix_caching: bool = True
     prefix_cache_dir: str | None = None
@@ -116,7 +118,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, low, high in _INTEGERS:
             _check_integer(name, getattr(self, name), low, high)
-        for name in ("model", "served_model_name", "tokenizer", "revision", "prefix_cache_dir", "record"):
+        for name in ("model", "served_model_name", "tokenizer", "revision", "imatrix", "prefix_cache_dir", "record"):
             _check_text(name, getattr(self, name), optional=name != "model")
         for name in ("skip_tokenizer_init", "enable_prefix_caching", "async_scheduling", "enable_cascade", "warm_up"):
             if type(getattr(self, name)) is not bool and not (name == "async_scheduling" and self.async_scheduling is None):
@@ -136,6 +138,8 @@ class EngineConfig:
     def _check_combinations(self) -> None:
         if self.prefix_cache_dir is not None and not self.enable_prefix_caching:
             raise ArgumentError(f"prefix_cache_dir={self.prefix_cache_dir!r} contradicts enable_prefix_caching=False: give one of them")
+        if self.imatrix is not None:
+            self._check_imatrix(self.imatrix)
         if self.num_blocks is not None and self.kv_memory is not None:
             raise ArgumentError(f"num_blocks={self.num_blocks} and kv_memory={self.kv_memory} both size the KV cache: give one of them")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -145,6 +149,14 @@ class EngineConfig:
             )
         if self.skip_tokenizer_init and self.tokenizer is not None:
             raise ArgumentError(f"skip_tokenizer_init contradicts tokenizer={self.tokenizer!r}: give one of them")
+
+    def _check_imatrix(self, path: str) -> None:
+        if self.quantization is None:
+            raise ArgumentError(f"imatrix={path!r} weighs the columns of what is quantized: give quantization too, such as q4_k_m")
+        if mixes.UNWEIGHTED.issuperset(mixes.formats_of(self.quantization.upper())):
+            raise ArgumentError(f"imatrix={path!r} changes nothing of quantization={self.quantization}, which has no search: leave it out")
+        if self.load_format == "dummy":
+            raise ArgumentError(f"imatrix={path!r} has no use with load_format=dummy: random weights are not quantized")
 
 
 _INTEGERS: tuple[tuple[str, int, int | None], ...] = (

@@ -56,6 +56,7 @@
 // The numbers that four bits stand for, as unsigned bytes: of IQ4_NL and IQ4_XS with zero point 128; of MXFP4 twice 0, .5, 1, 1.5, 2, 3, 4, 6
 // and their negatives, with zero point 12.
 #define IQ4_VALUES {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241}
+#define IQ4_NUMBERS {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}
 #define FP4_VALUES {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}
 
 // bitsandbytes' numbers of four bits.

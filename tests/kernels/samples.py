@@ -145,6 +145,12 @@ def pack(source: str, format: str, target: str, I: int = 96, rows: int = 37) -> 
     return kernel("pack", target, 1, arrays, I=I, SOURCE=source, FORMAT=format)
 
 
+def quantize(format: str, target: str, weighted: int, I: int = 768, rows: int = 3) -> Call:
+    outs = [weight_bytes(format, rows, I), int32(0)]
+    arrays = [*outs, floats(rows, I), np.abs(floats(I if weighted else 1)), int32(rows)]
+    return kernel("quantize", target, 2, arrays, I=I, SOURCE="F32", FORMAT=format, WEIGHTED=weighted)
+
+
 def sample(target: str, B: int = 4, V: int = 300, R: int = 4, **only: int) -> Call:
     """Three threads draw a row each and then the last one together, which is the neutral row of the tables."""
     features = {name: only.get(name, 1 - bool(only)) for name in ("SAMPLED", "TOP_K", "TOP_P", "MIN_P", "PENALIZED", "BIASED")}
@@ -171,6 +177,8 @@ def _samples() -> dict[str, Callable[[str], Call]]:
     for weight in ("BF16", "Q4_0"):
         for make in (norm_gate_up_silu, norm_qkv_rope_store, norm_head):
             samples[f"{make.__name__} {weight}"] = functools.partial(make, weight)
+    for format, weighted in (("Q8_0", 0), ("Q4_1", 1), ("Q2_K", 0), ("Q3_K", 0), ("Q5_K", 1), ("IQ4_NL", 0), ("Q6_K", 1)):
+        samples[f"quantize {format}"] = functools.partial(quantize, format, weighted=weighted)
     samples["pack F32 as BF16"] = functools.partial(pack, "F32", "BF16")
     for cache in ("F32", "F16", "BF16"):
         samples[f"kv_append {cache}"] = functools.partial(kv_append, cache)

@@ -33,11 +33,11 @@ def numbers(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def pack(weight: np.ndarray, format: str) -> tuple[np.ndarray, np.ndarray]:
-    """float32 [O, I] -> (panels uint8, the float64 [O, I] that they represent): random numbers of that size where there is no packer."""
+    """float32 [O, I] -> (panels uint8, the float64 [O, I] that they represent): random ones where rounding takes a search."""
     O, I = weight.shape
     padded = np.zeros((-(-O // 16) * 16, I), np.float32)
     padded[:O] = weight
-    if format in packed_in(Layout.PANELS) and not TABLE[format].quantization:
+    if not TABLE[format].is_rounded_quickly:
         panels = pack_panels(format, random_rows(format, O, I, float(weight.std())))
         out = aligned(panels.shape, np.uint8)
         out[...] = panels

@@ -42,6 +42,7 @@ _ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
         {"metavar": "T", "help": f"how keys and values are kept: {', '.join(KV_CACHE_DTYPES)}; default: as the weights (auto)"},
     ),
     ("--quantization", {"metavar": "Q", "help": f"quantize the matrices while loading: {', '.join(QUANTIZATIONS)}"}),
+    ("--imatrix", {"metavar": "F", "help": "importance matrix of llama.cpp (.dat or GGUF), which weighs the columns in --quantization"}),
     (
         "--num-scheduler-steps",
         {"type": int, "metavar": "N", "help": "decode steps that the device runs before the host reads their tokens"},

@@ -13,20 +13,20 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from tinyvllm.errors import FormatError
+from tinyvllm.quant import grid_codecs
+from tinyvllm.quant.bits import Bytes, Floats, bit_planes, fifth_bits, half, nibbles
 from tinyvllm.quant.formats import FLOATS, FORMATS, GROUPED
 from tinyvllm.quant.grouped import unpack_groups
+from tinyvllm.quant.quantizers import WRITERS, Importance
 from tinyvllm.quant.small_floats import READERS as SMALL_FLOAT_READERS
 
 # How numpy carries the float formats.
 NUMPY_DTYPES = {name: np.dtype("uint16" if name == "BF16" else FORMATS[name].dtype) for name in FLOATS}
-Floats = npt.NDArray[np.float32]
-Bytes = npt.NDArray[np.uint8]
 Codec = Callable[[np.ndarray], np.ndarray]
-_READERS: dict[str, Codec] = {}  # uint8 [N, bytes of a block] -> float32 [N, weights of a block]
-_WRITERS: dict[str, Codec] = {}  # the nearest inverse
+_READERS: dict[str, Codec] = dict(grid_codecs.READERS)  # uint8 [N, bytes of a block] -> float32 [N, weights of a block]
+_WRITERS: dict[str, Codec] = {}  # of floats: the nearest inverse
 
 
 def unpack(name: str, data: np.ndarray) -> np.ndarray:
@@ -37,15 +37,21 @@ def unpack(name: str, data: np.ndarray) -> np.ndarray:
         return _READERS[name](data)
 
 
-def pack(name: str, values: np.ndarray) -> np.ndarray:
-    """float32 [N, weights of a block] -> uint8 [N, bytes of a block], to nearest. FormatError for a format that has no writer."""
-    if name not in _WRITERS:
-        raise FormatError(f"formats: {name} cannot be packed; writable are {', '.join(_WRITERS)}")
-    return _WRITERS[name](values)
+def pack(name: str, values: np.ndarray, importance: Importance | None = None) -> np.ndarray:
+    """float32 [N, weights of a block] -> uint8 [N, bytes of a block], floats to nearest, packed formats as llama.cpp's quantizer.
+
+    FormatError for a format that has no writer.
+    """
+    if name in _WRITERS:
+        return _WRITERS[name](values)
+    if name not in WRITERS:
+        raise FormatError(f"formats: {name} cannot be packed; writable are {', '.join([*_WRITERS, *WRITERS])}")
+    return WRITERS[name](values, importance)
 
 
 def readable_formats() -> list[str]:
-    return list(_READERS)
+    """In the order of the table."""
+    return [name for name in FORMATS if name in _READERS]
 
 
 def _reads(name: str) -> Callable[[Codec], Codec]:
@@ -104,81 +110,52 @@ def _unpack_bf16(data: np.ndarray) -> np.ndarray:
 # --- blocks of 32, one scale (and one minimum) each
 
 
-def _half(data: np.ndarray, start: int) -> Floats:
-    """The float16 at byte `start` of each block -> float32 [N, 1]."""
-    return np.ascontiguousarray(data[:, start : start + 2]).view(np.float16).astype(np.float32)
-
-
-def _nibbles(data: np.ndarray, start: int) -> Bytes:
-    """16 bytes from `start` -> uint8 [N, 32]: low nibbles are elements 0..15, high nibbles 16..31."""
-    packed = data[:, start : start + 16]
-    out = np.empty((len(data), 2, 16), np.uint8)
-    np.bitwise_and(packed, 15, out=out[:, 0])
-    np.right_shift(packed, 4, out=out[:, 1])
-    return out.reshape(-1, 32)
-
-
-def _fifth_bits(data: np.ndarray, start: int) -> Bytes:
-    """4 bytes from `start`, bit i for element i -> uint8 [N, 32] of 0 or 16."""
-    return np.unpackbits(data[:, start : start + 4], axis=1, bitorder="little") << np.uint8(4)
-
-
 @_reads("Q8_0")
 def _unpack_q8_0(data: np.ndarray) -> np.ndarray:
-    return _half(data, 0) * data[:, 2:].view(np.int8)
+    return half(data, 0) * data[:, 2:].view(np.int8)
 
 
 @_reads("Q4_0")
 def _unpack_q4_0(data: np.ndarray) -> np.ndarray:
-    return _half(data, 0) * (_nibbles(data, 2).view(np.int8) - np.int8(8))
+    return half(data, 0) * (nibbles(data, 2).view(np.int8) - np.int8(8))
 
 
 @_reads("Q4_1")
 def _unpack_q4_1(data: np.ndarray) -> np.ndarray:
-    return _half(data, 0) * _nibbles(data, 4) + _half(data, 2)
+    return half(data, 0) * nibbles(data, 4) + half(data, 2)
 
 
 @_reads("Q5_0")
 def _unpack_q5_0(data: np.ndarray) -> np.ndarray:
-    return _half(data, 0) * ((_nibbles(data, 6) | _fifth_bits(data, 2)).view(np.int8) - np.int8(16))
+    return half(data, 0) * ((nibbles(data, 6) | fifth_bits(data, 2)).view(np.int8) - np.int8(16))
 
 
 @_reads("Q5_1")
 def _unpack_q5_1(data: np.ndarray) -> np.ndarray:
-    return _half(data, 0) * (_nibbles(data, 8) | _fifth_bits(data, 4)) + _half(data, 2)
+    return half(data, 0) * (nibbles(data, 8) | fifth_bits(data, 4)) + half(data, 2)
 
 
 # --- K-quants: blocks of 256 in sub-blocks of 16 or 32, whose scales are small integers times one float16 of the block
 
 
-def _bit_planes(data: np.ndarray, start: int, groups: int, width: int, bits: int) -> Bytes:
-    """`groups` runs of `width` bytes from `start`, each byte holding 8/bits numbers -> uint8 [N, groups, 8/bits, width].
-
-    The lowest bits of a whole run come first: number j of byte w is element j * width + w of its group.
-    """
-    packed = data[:, start : start + groups * width].reshape(-1, groups, 1, width)
-    shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(1, 1, -1, 1)
-    return (packed >> shifts) & np.uint8((1 << bits) - 1)
-
-
 @_reads("Q2_K")
 def _unpack_q2_k(data: np.ndarray) -> np.ndarray:
     scales = data[:, :16]  # low nibble: scale, high nibble: minimum, of 16 elements each
-    scale = _half(data, 80) * (scales & 15)
-    minimum = _half(data, 82) * (scales >> 4)
-    quants = _bit_planes(data, 16, groups=2, width=32, bits=2).reshape(-1, 16, 16)
+    scale = half(data, 80) * (scales & 15)
+    minimum = half(data, 82) * (scales >> 4)
+    quants = bit_planes(data, 16, groups=2, width=32, bits=2).reshape(-1, 16, 16)
     return (scale[:, :, None] * quants - minimum[:, :, None]).reshape(-1, 256)
 
 
 @_reads("Q3_K")
 def _unpack_q3_k(data: np.ndarray) -> np.ndarray:
-    low = _bit_planes(data, 32, groups=2, width=32, bits=2).reshape(-1, 256)
-    high = _bit_planes(data, 0, groups=1, width=32, bits=1).reshape(-1, 256)
+    low = bit_planes(data, 32, groups=2, width=32, bits=2).reshape(-1, 256)
+    high = bit_planes(data, 0, groups=1, width=32, bits=1).reshape(-1, 256)
     quants = (low | (high << 2)).view(np.int8) - np.int8(4)
     packed = data[:, 96:108]  # 16 scales of 6 bits: 8 bytes of low nibbles, then 4 bytes of two high bits each
-    low_bits = _bit_planes(packed, 0, groups=1, width=8, bits=4).reshape(-1, 16)
-    high_bits = _bit_planes(packed, 8, groups=1, width=4, bits=2).reshape(-1, 16)
-    scale: Floats = _half(data, 108) * ((low_bits | (high_bits << 4)).view(np.int8) - np.int8(32))
+    low_bits = bit_planes(packed, 0, groups=1, width=8, bits=4).reshape(-1, 16)
+    high_bits = bit_planes(packed, 8, groups=1, width=4, bits=2).reshape(-1, 16)
+    scale: Floats = half(data, 108) * ((low_bits | (high_bits << 4)).view(np.int8) - np.int8(32))
     return (scale[:, :, None] * quants.reshape(-1, 16, 16)).reshape(-1, 256)
 
 
@@ -191,30 +168,30 @@ def _scales_and_minimums(data: np.ndarray) -> tuple[Floats, Floats]:
     first, second, rest = data[:, 4:8], data[:, 8:12], data[:, 12:16]
     scales = np.concatenate([first & 63, (rest & 15) | ((first >> 6) << 4)], axis=1)
     minimums = np.concatenate([second & 63, (rest >> 4) | ((second >> 6) << 4)], axis=1)
-    return _half(data, 0) * scales, _half(data, 2) * minimums
+    return half(data, 0) * scales, half(data, 2) * minimums
 
 
 @_reads("Q4_K")
 def _unpack_q4_k(data: np.ndarray) -> np.ndarray:
     scale, minimum = _scales_and_minimums(data)
-    quants = _bit_planes(data, 16, groups=4, width=32, bits=4).reshape(-1, 8, 32)
+    quants = bit_planes(data, 16, groups=4, width=32, bits=4).reshape(-1, 8, 32)
     return (scale[:, :, None] * quants - minimum[:, :, None]).reshape(-1, 256)
 
 
 @_reads("Q5_K")
 def _unpack_q5_k(data: np.ndarray) -> np.ndarray:
     scale, minimum = _scales_and_minimums(data)
-    low = _bit_planes(data, 48, groups=4, width=32, bits=4).reshape(-1, 8, 32)
-    high = _bit_planes(data, 16, groups=1, width=32, bits=1).reshape(-1, 8, 32)
+    low = bit_planes(data, 48, groups=4, width=32, bits=4).reshape(-1, 8, 32)
+    high = bit_planes(data, 16, groups=1, width=32, bits=1).reshape(-1, 8, 32)
     return (scale[:, :, None] * (low | (high << 4)) - minimum[:, :, None]).reshape(-1, 256)
 
 
 @_reads("Q6_K")
 def _unpack_q6_k(data: np.ndarray) -> np.ndarray:
-    low = _bit_planes(data, 0, groups=2, width=64, bits=4).reshape(-1, 256)
-    high = _bit_planes(data, 128, groups=2, width=32, bits=2).reshape(-1, 256)
+    low = bit_planes(data, 0, groups=2, width=64, bits=4).reshape(-1, 256)
+    high = bit_planes(data, 128, groups=2, width=32, bits=2).reshape(-1, 256)
     quants = (low | (high << 4)).view(np.int8) - np.int8(32)
-    scale = _half(data, 208) * data[:, 192:208].view(np.int8)
+    scale = half(data, 208) * data[:, 192:208].view(np.int8)
     return (scale[:, :, None] * quants.reshape(-1, 16, 16)).reshape(-1, 256)
 
 
@@ -229,15 +206,15 @@ def _values(name: str, quants: Bytes) -> Floats:
 
 @_reads("IQ4_NL")
 def _unpack_iq4_nl(data: np.ndarray) -> np.ndarray:
-    return _half(data, 0) * _values("IQ4_NL", _nibbles(data, 2))
+    return half(data, 0) * _values("IQ4_NL", nibbles(data, 2))
 
 
 @_reads("IQ4_XS")
 def _unpack_iq4_xs(data: np.ndarray) -> np.ndarray:
-    low_bits = _bit_planes(data, 4, groups=4, width=1, bits=4).reshape(-1, 8)
-    high_bits = _bit_planes(data, 2, groups=2, width=1, bits=2).reshape(-1, 8)
-    scale = _half(data, 0) * ((low_bits | (high_bits << 4)).view(np.int8) - np.int8(32))
-    quants = _bit_planes(data, 8, groups=8, width=16, bits=4).reshape(-1, 8, 32)
+    low_bits = bit_planes(data, 4, groups=4, width=1, bits=4).reshape(-1, 8)
+    high_bits = bit_planes(data, 2, groups=2, width=1, bits=2).reshape(-1, 8)
+    scale = half(data, 0) * ((low_bits | (high_bits << 4)).view(np.int8) - np.int8(32))
+    quants = bit_planes(data, 8, groups=8, width=16, bits=4).reshape(-1, 8, 32)
     return (scale[:, :, None] * _values("IQ4_XS", quants)).reshape(-1, 256)
 
 
@@ -245,14 +222,14 @@ def _unpack_iq4_xs(data: np.ndarray) -> np.ndarray:
 def _unpack_mxfp4(data: np.ndarray) -> np.ndarray:
     """The exponent of e8m0 is one less here, because the values are twice those of e2m1."""
     scale = np.ldexp(np.float32(1), data[:, :1].astype(np.int32) - 128)
-    return (scale * _values("MXFP4", _nibbles(data, 1))).astype(np.float32)
+    return (scale * _values("MXFP4", nibbles(data, 1))).astype(np.float32)
 
 
 _READERS.update({name: partial(unpack_groups, FORMATS[name]) for name in GROUPED})
 _READERS.update(SMALL_FLOAT_READERS)
 
 
-# --- packing, with the rounding of llama.cpp's reference quantizer
+# --- writers of floats; those of packed blocks are in quant/quantizers.py
 
 
 @_writes("F32")
@@ -268,43 +245,3 @@ def _pack_f16(values: np.ndarray) -> np.ndarray:
 @_writes("BF16")
 def _pack_bf16(values: np.ndarray) -> np.ndarray:
     return f32_to_bf16(values).view(np.uint8)
-
-
-def _inverse(scale: np.ndarray) -> Floats:
-    """1 / scale, and 0 for a scale of 0 (a block of zeros)."""
-    out: Floats = np.zeros_like(scale)
-    np.divide(np.float32(1), scale, out=out, where=scale != 0)
-    return out
-
-
-@_writes("Q8_0")
-def _pack_q8_0(values: np.ndarray) -> np.ndarray:
-    """Scale by the largest magnitude / 127, round half away from zero."""
-    scale = np.abs(values).max(axis=1, keepdims=True) / np.float32(127)
-    scaled = values * _inverse(scale)
-    magnitude = np.abs(scaled)
-    rounded = np.floor(magnitude)
-    rounded += magnitude - rounded >= 0.5  # not floor(x + 0.5): that addition itself rounds
-    quants = np.copysign(rounded, scaled).astype(np.int8)
-    return np.concatenate([scale.astype(np.float16).view(np.uint8), quants.view(np.uint8)], axis=1)
-
-
-@_writes("Q5_0")
-def _pack_q5_0(values: np.ndarray) -> np.ndarray:
-    """Scale so that the value of largest magnitude becomes -16 (the range is -16..15), round half up."""
-    largest = np.take_along_axis(values, np.abs(values).argmax(axis=1, keepdims=True), axis=1)
-    scale = largest / np.float32(-16)
-    quants = (values * _inverse(scale) + np.float32(16.5)).astype(np.uint8).clip(0, 31)
-    fifth = np.packbits(quants >> 4, axis=1, bitorder="little")
-    nibbles = (quants[:, :16] & 15) | ((quants[:, 16:] & 15) << 4)
-    return np.concatenate([scale.astype(np.float16).view(np.uint8), fifth, nibbles], axis=1)
-
-
-@_writes("Q4_0")
-def _pack_q4_0(values: np.ndarray) -> np.ndarray:
-    """Scale so that the value of largest magnitude becomes -8 (the range is -8..7), round half up."""
-    largest = np.take_along_axis(values, np.abs(values).argmax(axis=1, keepdims=True), axis=1)
-    scale = largest / np.float32(-8)
-    quants = (values * _inverse(scale) + np.float32(8.5)).astype(np.uint8).clip(0, 15)
-    nibbles = quants[:, :16] | (quants[:, 16:] << 4)
-    return np.concatenate([scale.astype(np.float16).view(np.uint8), nibbles], axis=1)

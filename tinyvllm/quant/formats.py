@@ -108,6 +108,11 @@ class BlockFormat:
         """Whether the quants stand for float32 numbers."""
         return any(isinstance(value, float) for value in self.values)
 
+    @property
+    def is_rounded_quickly(self) -> bool:
+        """Whether a writer rounds its numbers at once: floats, and one scale a block that the largest number gives. Others search."""
+        return self.is_float or (self.quantization and self.zero > 0 and self.scales is None)
+
     def field(self, name: str) -> Field:
         return next(field for field in self.fields if field.name == name)
 
@@ -151,7 +156,7 @@ _BNB: dict[str, Any] = {"activations": Activations.FLOAT32, "tolerance": 2e-3}
 
 def _packed(name: str, type_id: int | None, elements: int, nbytes: int, *fields: Field, **more: Any) -> BlockFormat:
     """A format of integers in panels, whose products round x to int8."""
-    usual: dict[str, Any] = {"layouts": _PANELS, "activations": _INT8, "tolerance": 3e-2}
+    usual: dict[str, Any] = {"layouts": _PANELS, "activations": _INT8, "tolerance": 3e-2, "quantization": type_id is not None}
     return BlockFormat(name, type_id, elements, nbytes, fields, **usual | more)
 
 
@@ -199,24 +204,26 @@ _TABLE = (
     _packed("NVFP4_G128", None, 128, 76, *_NVFP4_FIELDS, values=_FP4_VALUES, scales=Scales.E4M3),
     _packed("NF4", None, 64, 36, _FLOAT_SCALE, Field("quants", 32, bits=4), values=_NF4_VALUES, **_BNB),
     _packed("BNB_FP4", None, 64, 36, _FLOAT_SCALE, Field("quants", 32, bits=4), values=_BNB_FP4_VALUES, **_BNB),
+    # Unpacked at load: no layout has kernels for them.
+    BlockFormat("IQ1_S", 19, 256, 50),
+    BlockFormat("IQ1_M", 29, 256, 56),
+    BlockFormat("IQ2_XXS", 16, 256, 66),
+    BlockFormat("IQ2_XS", 17, 256, 74),
+    BlockFormat("IQ2_S", 22, 256, 82),
+    BlockFormat("IQ3_XXS", 18, 256, 98),
+    BlockFormat("IQ3_S", 21, 256, 110),
+    BlockFormat("TQ1_0", 34, 256, 54),
+    BlockFormat("TQ2_0", 35, 256, 66),
+    BlockFormat("NVFP4", 40, 64, 36, values=_FP4_VALUES),
+    BlockFormat("Q1_0", 41, 128, 18),
     # Known by size alone: a file may hold such tensors, but no model can be loaded from them.
     BlockFormat("Q8_1", 9, 32, 40),
     BlockFormat("Q8_K", 15, 256, 292),
-    BlockFormat("IQ2_XXS", 16, 256, 66),
-    BlockFormat("IQ2_XS", 17, 256, 74),
-    BlockFormat("IQ3_XXS", 18, 256, 98),
-    BlockFormat("IQ1_S", 19, 256, 50),
-    BlockFormat("IQ3_S", 21, 256, 110),
-    BlockFormat("IQ2_S", 22, 256, 82),
     BlockFormat("I8", 24, 1, 1),
     BlockFormat("I16", 25, 1, 2),
     BlockFormat("I32", 26, 1, 4),
     BlockFormat("I64", 27, 1, 8),
     BlockFormat("F64", 28, 1, 8),
-    BlockFormat("IQ1_M", 29, 256, 56),
-    BlockFormat("TQ1_0", 34, 256, 54),
-    BlockFormat("TQ2_0", 35, 256, 66),
-    BlockFormat("NVFP4", 40, 64, 36),
 )
 
 FORMATS: dict[str, BlockFormat] = {format.name: format for format in _TABLE}

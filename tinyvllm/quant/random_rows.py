@@ -1,4 +1,4 @@
-"""Random weights in any readable format: rounded where there is a packer, else blocks of random bits with scales of the wanted size.
+"""Random weights in any readable format: rounded where that is quick, else blocks of random bits with scales of the wanted size.
 
 For dummy weights, benchmarks and tests.
 """
@@ -24,7 +24,7 @@ def packable_width(format: str, I: int) -> int:
 def random_rows(format: str, O: int, I: int, size: float = 1.0, seed: int = 0) -> np.ndarray:
     """uint8 [O, bytes of a row] of a matrix [O, I] of about normal numbers times `size`."""
     known, rng = FORMATS[format], np.random.default_rng([seed, O, I])
-    if known.is_float or known.quantization:
+    if known.is_rounded_quickly:
         values = rng.standard_normal((O, I)).astype(np.float32) * np.float32(size)
         return pack(format, values.reshape(-1, known.elements)).reshape(O, -1)
     return random_blocks(format, O * I // known.elements, size, seed).reshape(O, -1)

@@ -14,7 +14,8 @@ from tinyvllm.backends.registry import select, usable_variants
 from tinyvllm.placement import Placement
 from tinyvllm.quant.codecs import NUMPY_DTYPES
 from tinyvllm.quant.formats import FLOATS
-from tinyvllm.quant.layouts import PANEL, RowSource, TileWeight, convert_rows, joined, pack_tiles, quantize_rows, unpack_rows
+from tinyvllm.quant.layouts import PANEL, RowSource, TileWeight, convert_rows, joined, pack_tiles, unpack_rows
+from tinyvllm.runner.quantize import quantized
 from tinyvllm.weights.convert import check_fits_float16
 from tinyvllm.weights.mapping import drop_pages
 from tinyvllm.weights.memory import place_bytes
@@ -33,14 +34,14 @@ class Rows:
             return self
         return Rows("F32", np.ascontiguousarray(unpack_rows(self.format, self.data)).view(np.uint8))
 
-    def converted(self, format: str) -> Rows:
-        """Rounded to another float format, or quantized."""
+    def converted(self, format: str, importance: np.ndarray | None = None) -> Rows:
+        """Rounded to another float format, or quantized, with an importance for each column or none."""
         if self.format == format:
             return self
         if format in FLOATS:
             floats = self.floats()
             return Rows(format, convert_rows(floats.format, format, floats.data))
-        return Rows(format, quantize_rows(format, unpack_rows(self.format, self.data)))
+        return Rows(format, quantized(self.format, self.data, format, importance))
 
 
 def common_format(parts: Sequence[Rows], otherwise: str) -> str:

@@ -61,6 +61,7 @@ from tinyvllm.scheduler import Schedule, Scheduled
 from tinyvllm.weights.checkpoint import Checkpoint, open_checkpoint, open_description
 from tinyvllm.weights.convert import DTYPE_FORMATS
 from tinyvllm.weights.hub import resolve_model
+from tinyvllm.weights.imatrix import read_imatrix
 from tinyvllm.weights.mapping import BuiltRecord
 from tinyvllm.weights.quantized.notes import describe, without_zero_biases
 
@@ -165,7 +166,8 @@ class Runner:
         recipes = recipes_of(family, self.config, self.model, self.checkpoint.kind)
         if not dummy:
             refuse_unused(self.config, recipes, without_zero_biases(self.checkpoint.tensors))
-        plan = WeightPlan(self.placement, self.dtype, _matrix_format(config))
+        imatrix = None if config.imatrix is None else read_imatrix(Path(config.imatrix))
+        plan = WeightPlan(self.placement, self.dtype, _matrix_format(config), imatrix)
         kept = cache_folder() if environment(os.environ).get("TINYVLLM_KEEP_PANELS", True) else None
         loader = WeightLoader(None if dummy else self.checkpoint, plan, progress, kept)
         if not loader.maps_all:
@@ -175,7 +177,7 @@ class Runner:
         if note := describe(self.checkpoint.tensors, self.checkpoint.unused, loader.unpacked):
             log.warning(note)
         self.weight_bytes, self.bytes_per_token = loader.bytes, loader.streamed
-        self.weight_formats, self.weight_layout = loader.formats, plan.layout
+        self.weight_formats, self.weight_layout, self.weight_identity = loader.formats, plan.layout, plan.identity
         self.pool, self.max_model_len = self._size_pool(config)
         # a pool too small for the model's context shortens sequences, but must not change what the positions mean
         constants = self.model.constants(self.max_model_len, config.max_model_len or self.config.max_context)

@@ -38,13 +38,16 @@ from tinyvllm.quant.layouts import (
     panel_bytes,
     row_bytes,
 )
+from tinyvllm.quant.mixes import Quantization
+from tinyvllm.runner.load_notes import LoadNotes
 from tinyvllm.runner.packing import Rows, common_format, pack_panels, place_tiles
 from tinyvllm.runner.weight_cache import WeightCache
 from tinyvllm.weights.checkpoint import Checkpoint
 from tinyvllm.weights.convert import DTYPE_FORMATS
 from tinyvllm.weights.dummy import dummy_rows, dummy_source, dummy_tensors
+from tinyvllm.weights.imatrix import ImportanceMatrix
 from tinyvllm.weights.load import check_range, column_order, load_rows, load_tensors, locate_rows
-from tinyvllm.weights.mapping import BuiltRecord, allocate
+from tinyvllm.weights.mapping import BuiltRecord, TensorRecord, allocate
 from tinyvllm.weights.memory import place_bytes
 
 Progress = Callable[[int, int, str], None]
@@ -52,11 +55,15 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """How to hold weights: `dtype` of what is not packed; `format` of every matrix, or None for the one that the file has."""
+    """How to hold weights: `dtype` of what is not packed; `format` of every matrix, a float format or a name of `--quantization`.
+
+    A `format` of None keeps the one that the file has. `imatrix` weighs the columns of matrices that are quantized.
+    """
 
     placement: Placement
     dtype: DType
     format: str | None
+    imatrix: ImportanceMatrix | None = None
 
     @property
     def layout(self) -> Layout:
@@ -69,27 +76,55 @@ class WeightPlan:
         """The format of `dtype`."""
         return DTYPE_FORMATS[self.dtype]
 
+    def wanted(self, recipes: list[WeightRecipe]) -> dict[str, str]:
+        """The format of each matrix of a model by the recipe's name; none where the file's formats are kept.
+
+        ModelError if the device has no kernels for one of them.
+        """
+        if self.format is None:
+            return {}
+        matrices = [recipe for recipe in recipes if len(recipe.shape) == 2]
+        if not self.quantized:
+            return {recipe.name: self.format for recipe in matrices}
+        layers = {recipe.name.split(".")[1] for recipe in recipes if recipe.name.startswith("blk.")}
+        rule = Quantization(self.format, len(layers), all(recipe.name != "output.weight" for recipe in recipes))
+        formats = {recipe.name: rule.format_of(recipe.name, recipe.shape[1]) for recipe in matrices}
+        known = packed_in(self.layout)
+        if lacking := [format for format in dict.fromkeys(formats.values()) if format not in known]:
+            some = "" if lacking[0] == self.format else f" (some of {self.format})"
+            raise ModelError(
+                f"weights: {self.placement} has no kernels for {lacking[0]} matrices{some}, only for {', '.join(known)} and floats"
+            )
+        return formats
+
     def needed_bytes(self, recipes: list[WeightRecipe], checkpoint: Checkpoint | None) -> int:
         """About how much the weights of these recipes take: vectors in float32, matrices as `format` wants or as the file has them."""
         stored, packed = {} if checkpoint is None else checkpoint.tensors, packed_in(self.layout)
-        total = 0
+        wanted, total = self.wanted(recipes), 0
         for recipe in recipes:
             source = next((stored[name].format for name in recipe.sources if name in stored), self.floats)
-            matrix = self.format or (source if source in packed else self.floats)
+            matrix = wanted.get(recipe.name) or (source if source in packed else self.floats)
             format = FORMATS["F32" if len(recipe.shape) == 1 else matrix]
             total += prod(recipe.shape) * format.nbytes // format.elements
         return total
 
     def matrix_formats(self, recipes: list[WeightRecipe], checkpoint: Checkpoint | None) -> set[str]:
         """The formats that matrices of these recipes will have."""
+        if wanted := self.wanted(recipes):
+            return set(wanted.values())
         stored, packed = {} if checkpoint is None else checkpoint.tensors, packed_in(self.layout)
         sources = {stored[name].format for recipe in recipes if len(recipe.shape) == 2 for name in recipe.sources if name in stored}
-        return {self.format or (source if source in packed else self.floats) for source in sources | {self.floats}}
+        return {source if source in packed else self.floats for source in sources | {self.floats}}
 
     @property
     def quantized(self) -> bool:
         """Whether every matrix must be packed."""
-        return self.format is not None and not FORMATS[self.format].is_float
+        return self.format is not None and self.format not in FLOATS
+
+    @property
+    def identity(self) -> str:
+        """What packed matrices depend on, in addition to the checkpoint."""
+        return " ".join([self.floats, str(self.format), *([] if self.imatrix is None else [self.imatrix.digest])])
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,13 +142,15 @@ class WeightLoader:
     def __init__(self, checkpoint: Checkpoint | None, plan: WeightPlan, progress: Progress | None = None, kept: Path | None = None):
         self._checkpoint, self._plan, self._progress = checkpoint, plan, progress
         keeps = plan.layout is Layout.PANELS  # rows stay those of the file, and a GPU packs tiles faster than a disk reads
-        self._kept = WeightCache(kept, checkpoint, f"{plan.floats} {plan.format}") if keeps and kept and checkpoint else None
+        self._kept = WeightCache(kept, checkpoint, plan.identity) if keeps and kept and checkpoint else None
         self.bytes = 0  # that the model holds
         self.streamed = 0  # of these, what a decode step reads: all but an embedding table of its own
         self.formats: set[str] = set()  # of the packed matrices of products
         self._orders: dict[_Group, np.ndarray] = {}  # of columns, where a product's weights have them in another order
         self._ordered: set[str] = set()  # the recipes of these products
         self.unpacked: dict[str, str] = {}  # tensors of quantized checkpoints that became floats without being asked to, and why
+        self._wanted: dict[str, str] = {}  # formats by names of recipes; empty where those of the file are kept
+        self._notes = LoadNotes(plan.format)
         self._done = self._total = 0
 
     @property
@@ -123,7 +160,8 @@ class WeightLoader:
 
     def load(self, model: Any, recipes: list[WeightRecipe]) -> None:
         """Set `model.weights` and the `weights` of every layer, and place all other tensors under their names."""
-        rest = {recipe.name: recipe for recipe in recipes}
+        rest, self._wanted = {recipe.name: recipe for recipe in recipes}, self._plan.wanted(recipes)
+        self._check_imatrix(recipes)
         self._total = sum(prod(recipe.shape) for recipe in recipes) * self._plan.dtype.itemsize
         layers = [_groups(block, block.products(), f"blk.{i}.", rest) for i, block in enumerate(model.blk)]
         head = _groups(model, {"head": ("token_embd" if model.config.tied else "output",)}, "", rest)[0]
@@ -136,6 +174,18 @@ class WeightLoader:
         for block, groups in zip(model.blk, layers, strict=True):
             block.weights = LayerWeights(**{group.field: self._product(block, group, packed.get(group)) for group in groups})
         model.weights = ModelWeights(model.token_embd.weight if table is None else table, _joined(head, packed.get(head)).weight)
+        self._notes.log()
+
+    def _check_imatrix(self, recipes: list[WeightRecipe]) -> None:
+        """ModelError, before anything is loaded, for an importance matrix of another model."""
+        imatrix = self._plan.imatrix
+        if imatrix is None:
+            return
+        matrices = [recipe for recipe in recipes if recipe.name in self._wanted]
+        lacking = [recipe.name for recipe in matrices if imatrix.columns(recipe) is None]
+        if len(lacking) == len(matrices):
+            raise ModelError(f"weights: {imatrix.path} has none of the model's matrices, such as {lacking[0]}; is it of another model?")
+        self._notes.unweighted = lacking
 
     def _pack_all(self, groups: list[_Group], rest: dict[str, WeightRecipe]) -> dict[_Group, Weight]:
         """The packed weights of all groups that are packed; their recipes are taken out of `rest`."""
@@ -159,10 +209,7 @@ class WeightLoader:
     def _packs(self, recipes: list[WeightRecipe]) -> bool:
         """Whether to pack these: kernels here will read them, or the plan wants a packed format."""
         plan, I = self._plan, recipes[0].shape[1]
-        if (plan.format or plan.floats) not in formats_in(plan.layout):
-            if plan.quantized:
-                known = ", ".join(packed_in(plan.layout))
-                raise ModelError(f"weights: {plan.placement} has no kernels for {plan.format} matrices, only for {known} and floats")
+        if any(self._wanted.get(recipe.name, plan.floats) not in formats_in(plan.layout) for recipe in recipes):
             return False
         reason = packable("F32", I)
         if plan.quantized and reason is not None:
@@ -226,6 +273,7 @@ class WeightLoader:
                 tensors = load_tensors(self._checkpoint, some, self._plan.placement.device, dtype, None)
             for recipe in some:
                 self._count(recipe, tensors[recipe.name].nbytes())
+                self._note(recipe, DTYPE_FORMATS[dtype])
             place(model, tensors)
 
     def _count(self, recipe: WeightRecipe, nbytes: int, streamed: bool = True) -> None:
@@ -234,6 +282,12 @@ class WeightLoader:
         self._done += prod(recipe.shape) * self._plan.dtype.itemsize  # as if unpacked: packed sizes are known only afterwards
         if self._progress is not None:
             self._progress(self._done, self._total, recipe.name)
+
+    def _note(self, recipe: WeightRecipe, format: str) -> None:
+        """What a user should know of a matrix that the model holds in `format`; those of quantized checkpoints are described as such."""
+        record = None if self._checkpoint is None else self._checkpoint.tensors[recipe.sources[0]]
+        if isinstance(record, TensorRecord):
+            self._notes.add(recipe, record.format, format)
 
     # --- matrices for kernels
 
@@ -244,13 +298,14 @@ class WeightLoader:
         for recipe, part in zip(recipes, parts, strict=True):
             data = part.converted(format).data
             held.append(RowWeight(mapped(data.reshape(-1), self._plan.placement.device), format, *recipe.shape))
+            self._note(recipe, format)
             self._count(recipe, data.nbytes)
         return StoredWeight(tuple(held))
 
     def _tiled(self, recipes: list[WeightRecipe]) -> TileWeight:
         """One matrix in tiles with the rows of all parts, packed on the device."""
         parts = [self._located(recipe) for recipe in recipes]
-        formats = {self._format_of(part.format) for part in parts}
+        formats = {self._format_of(recipe, part.format) for recipe, part in zip(recipes, parts, strict=True)}
         format = formats.pop() if len(formats) == 1 else self._plan.floats
         try:
             weight = place_tiles(self._plan.placement, parts, recipes[0].shape[1], format)
@@ -259,6 +314,7 @@ class WeightLoader:
             raise
         for recipe in recipes:
             self._count(recipe, recipe.shape[0] * row_bytes(weight.format, weight.I))
+            self._note(recipe, weight.format)
         return weight
 
     def _check_ranges(self, recipes: list[WeightRecipe]) -> None:
@@ -278,6 +334,7 @@ class WeightLoader:
                 recipe, *recipes = recipes
                 O -= recipe.shape[0]
                 self._count(recipe, recipe.shape[0] * row_bytes(format, recipe.shape[1]))
+                self._note(recipe, format)
         return weights[0] if len(weights) == 1 else MixedWeight(tuple(weights))
 
     def _pack(self, recipes: list[WeightRecipe]) -> tuple[str, int, np.ndarray]:
@@ -295,27 +352,41 @@ class WeightLoader:
         """An embedding table as the file stores it, mapped."""
         rows = self._load_rows(recipe)
         self._count(recipe, rows.data.nbytes, streamed=False)
+        self._note(recipe, rows.format)
         placed = mapped if self._plan.layout is Layout.ROWS else place_bytes  # a Mac's GPU reads the file's own pages
         return RowWeight(placed(rows.data.reshape(-1), self._plan.placement.device), rows.format, *recipe.shape)
 
     def _load_rows(self, recipe: WeightRecipe) -> Rows:
         """The rows as stored where kernels read that format, else as the plan wants all matrices to be."""
-        wanted, floats = self._plan.format, self._plan.floats
         if self._checkpoint is None:
-            return Rows(wanted or floats, dummy_rows(recipe, wanted or floats))
+            format = self._wanted.get(recipe.name, self._plan.floats)
+            return Rows(format, dummy_rows(recipe, format))
         packed, ordered = packed_in(self._plan.layout), recipe.name in self._ordered
         rows = Rows(*load_rows(self._checkpoint, recipe, self._plan.dtype, packed, ordered))
-        return rows.converted(self._format_of(rows.format))
+        return self._converted(recipe, rows)
+
+    def _converted(self, recipe: WeightRecipe, rows: Rows) -> Rows:
+        """The rows in the format that the plan wants. ModelError for numbers that cannot be quantized."""
+        format, imatrix = self._format_of(recipe, rows.format), self._plan.imatrix
+        try:
+            return rows.converted(format, None if imatrix is None else imatrix.columns(recipe))
+        except FloatingPointError as error:
+            what = f"{recipe.name!r} has numbers that are not finite or beyond float16's range, and cannot be {format}"
+            raise ModelError(f"weights: {what}; leave quantization out") from error
 
     def _located(self, recipe: WeightRecipe) -> RowSource:
-        """The rows of `_load_rows` where they are."""
+        """The rows of `_load_rows` where they are; those that have to be quantized are so on the host."""
         if self._checkpoint is None:
-            return dummy_source(recipe, self._plan.format or self._plan.floats)
-        return locate_rows(self._checkpoint, recipe, self._plan.dtype, packed_in(self._plan.layout))
+            return dummy_source(recipe, self._wanted.get(recipe.name, self._plan.floats))
+        rows = locate_rows(self._checkpoint, recipe, self._plan.dtype, packed_in(self._plan.layout))
+        if not self._plan.quantized or rows.format == self._wanted[recipe.name]:
+            return rows
+        done = self._converted(recipe, Rows(rows.format, rows.gathered()))
+        return RowSource.of(done.format, done.data)
 
-    def _format_of(self, stored: str) -> str:
+    def _format_of(self, recipe: WeightRecipe, stored: str) -> str:
         """The format of a matrix that the file has in `stored`, or that was unpacked to it."""
-        return self._plan.format or (self._plan.floats if stored in FLOATS else stored)
+        return self._wanted.get(recipe.name) or (self._plan.floats if stored in FLOATS else stored)
 
 
 def widest_tolerance(formats: set[str], layout: Layout) -> tuple[str, float]:

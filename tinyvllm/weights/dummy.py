@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tinygrad import Tensor
 
-from tinyvllm.quant.codecs import NUMPY_DTYPES
+from tinyvllm.quant.codecs import NUMPY_DTYPES, pack
 from tinyvllm.quant.formats import FORMATS
 from tinyvllm.quant.layouts import RowSource, row_bytes
 from tinyvllm.quant.random_rows import random_rows
@@ -66,7 +66,11 @@ def dummy_source(recipe: Recipe, format: str) -> RowSource:
 
 @functools.cache
 def _rows_pool(format: str) -> np.ndarray:
-    return random_rows(format, 1, _ROWS_POOL, 0.02).reshape(-1)
+    known = FORMATS[format]
+    if not (known.quantization or known.is_float):
+        return random_rows(format, 1, _ROWS_POOL, 0.02).reshape(-1)
+    numbers = np.random.default_rng(1).standard_normal((_ROWS_POOL // known.elements, known.elements), np.float32)
+    return pack(format, numbers * np.float32(0.02)).reshape(-1)
 
 
 def _fill(flat: np.ndarray, pool: np.ndarray, start: int) -> None:

@@ -11,6 +11,7 @@ from tinyvllm.errors import ModelError
 from tinyvllm.quant.codecs import NUMPY_DTYPES, bf16_to_f32, f32_to_bf16, pack, unpack
 from tinyvllm.quant.formats import FLOATS, FORMATS, QUANTIZATIONS
 from tinyvllm.quant.layouts.fields import spans, unit_bytes, weights
+from tinyvllm.quant.quantizers import row_importance
 
 PANEL = 16  # rows of a panel and of a tile
 BLOCK = 32  # columns that kernels read at a time
@@ -44,17 +45,20 @@ def convert_rows(source: str, format: str, rows: np.ndarray) -> np.ndarray:
         return (f32_to_bf16(values) if format == "BF16" else values.astype(NUMPY_DTYPES[format])).view(np.uint8)
 
 
-def quantize_rows(format: str, rows: np.ndarray) -> np.ndarray:
-    """float32 [O, I] -> rows of a format that `--quantization` offers, uint8 [O, row_bytes], rounded as llama.cpp's reference does."""
+def quantize_rows(format: str, rows: np.ndarray, importance: np.ndarray | None = None) -> np.ndarray:
+    """float32 [O, I] -> rows of a format that `--quantization` offers, uint8 [O, row_bytes], rounded as llama.cpp's quantizer does.
+
+    `importance`, float32 [I], weighs the columns' errors.
+    """
     known = FORMATS[format]
     if not known.quantization:
         raise ModelError(f"weight: rows are quantized to {' or '.join(QUANTIZATIONS)}, not to {format}")
     out = np.empty((len(rows), row_bytes(format, rows.shape[1])), np.uint8)
     step = max(1, (1 << 16) // rows.shape[1])  # the quantizer's temporaries stay in the second-level cache
     for start in range(0, len(rows), step):
-        piece = rows[start : start + step]
-        blocks = np.ascontiguousarray(piece, np.float32).reshape(-1, known.elements)
-        out[start : start + step] = pack(format, blocks).reshape(len(piece), -1)
+        piece = np.ascontiguousarray(rows[start : start + step], np.float32)
+        weighted = None if importance is None else row_importance(piece, importance, known.elements)
+        out[start : start + step] = pack(format, piece.reshape(-1, known.elements), weighted).reshape(len(piece), -1)
     return out
 
 
