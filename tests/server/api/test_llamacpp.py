@@ -155,6 +155,7 @@ def test_tokens(server: Running) -> None:
     raw = b"".join(one["piece"].encode() if isinstance(one["piece"], str) else bytes(one["piece"]) for one in pieces)
     assert raw.decode().strip() == "Tag 媽" and any(isinstance(one["piece"], list) for one in pieces)
     assert server.post("/detokenize", {"tokens": plain}).json()["content"].strip() == "Tag 媽"
+    assert server.post("/detokenize", {"tokens": plain, "model": "demo"}).json().keys() == {"prompt"}, "vLLM's form"
     for body in ({"prompt": "a", "with_pieces": True}, {"content": "a", "prompt": "a"}, {"content": "a", "add_special_tokens": True}):
         assert refusal(server, body, "/tokenize")
     count = server.post("/v1/chat/completions/input_tokens", TALK).json()["input_tokens"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,9 @@ openai = pytest.importorskip("openai")
 
 from tests.server.conftest import LOOK, Running, events, running  # noqa: E402
 from tests.tiny.thinking import THINK, UNTHINK, write_thinking_model  # noqa: E402
+from tinyvllm.server.core import prompts  # noqa: E402
 from tinyvllm.server.core.context import ServerConfig  # noqa: E402
+from tinyvllm.text.parsing import StreamParser  # noqa: E402
 
 ASK = [{"role": "user", "content": "Name?"}]
 SCHEMA = {"type": "object", "properties": {"name": {"enum": ["Nina", "Tom"]}}, "required": ["name"], "additionalProperties": False}
@@ -173,3 +176,20 @@ def test_a_template_without_marks_waits_for_nothing(tiny_model, tmp_path) -> Non
         body = {"messages": ASK, "max_tokens": 60, "logit_bias": {str(ord("<")): 100, str(UNTHINK): 0}, **KINDS["choice"]}
         message = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
         assert fits("choice", message) and "reasoning_content" not in message
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_a_long_answer_is_parsed_and_counted_outside_the_event_loop(server: Running, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reasoning is encoded, which takes as long as for a prompt."""
+    add, threads = StreamParser.add, []
+
+    def watched(self: StreamParser, text: str) -> Any:
+        threads.append(threading.current_thread().name)
+        return add(self, text)
+
+    monkeypatch.setattr(StreamParser, "add", watched)
+    monkeypatch.setattr(prompts, "SHORT_TEXT", 0)
+    own = {"max_output_tokens": 40, "input": "Name?"} if path.endswith("responses") else {"max_tokens": 40, "messages": ASK}
+    answer = server.post(path, {"model": "thinker", "temperature": 0, **own})
+    assert answer.status_code == 200, answer.text
+    assert threads and all(name.startswith("asyncio_") for name in threads), threads

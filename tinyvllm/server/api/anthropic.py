@@ -11,7 +11,7 @@ from pydantic_core import from_json
 from tinyvllm.engine.api import AsyncLLM
 from tinyvllm.request import CompletionOutput, RequestOutput
 from tinyvllm.server.api.anthropic_body import CountRequest, MessagesRequest, conversation_of_messages, params_of, tools_of
-from tinyvllm.server.core.answer import BlockStream, parse_answer
+from tinyvllm.server.core.answer import BlockStream, build_response, parse_answer
 from tinyvllm.server.core.answer_format import can_reason
 from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.conversation import encode_conversation
@@ -33,7 +33,8 @@ async def answer(context: RequestContext, body: MessagesRequest, writer: Respons
         if body.stream:
             await _stream(run, writer)
         else:
-            await writer.json(_whole_message(run, await run.final_output()))
+            output = await run.final_output()
+            await writer.json(await build_response(run, [output], lambda: _whole_message(run, output)))
 
 
 async def count_tokens(context: RequestContext, body: CountRequest, writer: ResponseWriter) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tinyvllm.engine.api import AsyncLLM
 from tinyvllm.request import CompletionOutput, RequestOutput, SamplingParams
-from tinyvllm.server.core.answer import parse_answer
+from tinyvllm.server.core.answer import build_response, parse_answer
 from tinyvllm.server.core.answer_format import Tools
 from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.conversation import after_segments, conversation_of, encode_conversation, reasoning_variables
@@ -37,11 +37,11 @@ async def answer(context: RequestContext, body: ChatRequest, writer: ResponseWri
         report_load(context, llm)
         run = await _prepare(context, body, llm, model, context.data)
         if body.use_beam_search:
-            await writer.json(_completion(run, await _beam_search(run)))
+            await _write_whole(run, await _beam_search(run), writer)
         elif body.stream:
             await _ChatStream(run, writer).run_to_end()
         else:
-            await writer.json(_completion(run, await run.final_output()))
+            await _write_whole(run, await run.final_output(), writer)
 
 
 async def answer_all(context: RequestContext, body: BatchChatRequest, writer: ResponseWriter) -> None:
@@ -51,12 +51,17 @@ async def answer_all(context: RequestContext, body: BatchChatRequest, writer: Re
         report_load(context, llm)
         conversations = context.data["messages"]
         runs = [await _prepare(context, body, llm, model, {**context.data, "messages": one}) for one in conversations]
-        await writer.json(_batch_completion(runs, await final_outputs(runs)))
+        outputs = await final_outputs(runs)
+        await writer.json(await build_response(runs[0], outputs, lambda: _batch_completion(runs, outputs)))
 
 
 def _record_client(context: RequestContext, body: ChatRequest) -> None:
     """Write to the access log what the client says of itself."""
     context.record |= {name: v for name in ("metadata", "safety_identifier") if (v := getattr(body, name)) is not None}
+
+
+async def _write_whole(run: ChatRun, output: RequestOutput, writer: ResponseWriter) -> None:
+    await writer.json(await build_response(run, [output], lambda: _completion(run, output)))
 
 
 async def _prepare(context: RequestContext, body: ChatRequest, llm: AsyncLLM, model: str, data: Mapping[str, Any]) -> ChatRun:

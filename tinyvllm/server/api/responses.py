@@ -23,7 +23,7 @@ from tinyvllm.server.api.responses_body import (
     turns_with_output,
     wants_logprobs,
 )
-from tinyvllm.server.core.answer import BlockStream, parse_answer
+from tinyvllm.server.core.answer import BlockStream, build_response, parse_answer
 from tinyvllm.server.core.answer_format import Tools
 from tinyvllm.server.core.background import is_active
 from tinyvllm.server.core.context import RequestContext
@@ -56,10 +56,14 @@ async def answer(context: RequestContext, body: ResponsesRequest, writer: Respon
             await _stream(run, turns, writer)
         else:
             output = await run.final_output()
-            status = _status(run, output.outputs[0])
-            response = _response(run, status, _items(run, output.outputs[0], cut=status["status"] == "incomplete"))
-            response |= _raw_messages(run, output.outputs[0].token_ids)
+            response = await build_response(run, [output], lambda: _whole_response(run, output.outputs[0]))
             await writer.json({**_stored(run, turns, response), **extra_fields(output)})
+
+
+def _whole_response(run: ChatRun, part: CompletionOutput) -> dict[str, Any]:
+    status = _status(run, part)
+    response = _response(run, status, _items(run, part, cut=status["status"] == "incomplete"))
+    return response | _raw_messages(run, part.token_ids)
 
 
 def _start_in_background(run: ChatRun) -> dict[str, Any]:

@@ -134,7 +134,9 @@ async def detokenize(context: RequestContext, body: DetokenizeRequest, writer: R
 
         def response() -> bytes:
             text = tokenizer.decode(body.tokens, False)
-            return encode({"prompt": text, "content": text})  # the names of vLLM and of llama.cpp
+            if body.model is not None:  # llama.cpp's clients name no model, and vLLM's compare the whole answer
+                return encode({"prompt": text})
+            return encode({"prompt": text, "content": text})
 
         await writer.json(await run_aside(len(body.tokens), response))
 

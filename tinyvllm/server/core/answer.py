@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from tinyvllm.request import CompletionOutput
+from tinyvllm.request import CompletionOutput, RequestOutput
 from tinyvllm.server.core.generation import ChatRun
-from tinyvllm.server.core.prompts import require_tokenizer
+from tinyvllm.server.core.prompts import extra_size, require_tokenizer, run_aside
 from tinyvllm.text.parsing import Event
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -33,6 +35,12 @@ class Answer:
                 self.calls[event.index]["arguments"] += event.text
             elif event.kind == "tool_end":
                 self.last_call_is_cut = event.broken
+
+
+async def build_response(run: ChatRun, outputs: Sequence[RequestOutput], build: Callable[[], T]) -> T:
+    """What `build` makes of whole answers, in a thread if they are long: it parses them and encodes their reasoning to count its tokens."""
+    size = sum(len(part.text) for output in outputs for part in output.outputs)
+    return await run_aside(size + extra_size(run.llm.tokenizer), build)
 
 
 def parse_answer(run: ChatRun, part: CompletionOutput) -> Answer:
