@@ -193,3 +193,11 @@ def test_a_long_answer_is_parsed_and_counted_outside_the_event_loop(server: Runn
     answer = server.post(path, {"model": "thinker", "temperature": 0, **own})
     assert answer.status_code == 200, answer.text
     assert threads and all(name.startswith("asyncio_") for name in threads), threads
+
+
+def test_every_delta_has_the_field_that_clients_of_deepseek_read(server: Running) -> None:
+    """They read `delta.reasoning_content` of content, too; a field that is absent is an AttributeError of OpenAI's client."""
+    body = asked(server, "response_format", messages=ASK, stream=True)
+    deltas = [choice["delta"] for event in events(server.post("/v1/chat/completions", body))[:-1] for choice in event["choices"]]
+    assert any(delta.get("content") for delta in deltas) and any(delta.get("reasoning_content") for delta in deltas)
+    assert all("reasoning_content" in delta for delta in deltas), deltas

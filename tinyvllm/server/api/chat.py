@@ -200,6 +200,9 @@ class _ChatStream:
         self.style = LogprobStyle.of(run.context.service.config, body, body.top_logprobs)
         self.token_details = bool(body.logprobs or body.return_token_ids)
         self.event_start = f'data: {encode(_head(run, "chat.completion.chunk")).decode()[:-1]},"choices":[{{"index":'
+        dialect = run.format.dialect
+        thinks = dialect is not None and dialect.think is not None and body.include_reasoning is not False
+        self.no_reasoning = ',"reasoning_content":null' if thinks else ""  # as DeepSeek sends: its clients read the field in every event
         self.started = False
         self.choices = [_StreamedChoice(i, run.format.parser(whole=False)) for i in range(run.params.n)]
 
@@ -221,7 +224,7 @@ class _ChatStream:
             return []
         self.started = True
         prompt = f',"prompt_token_ids":{output.prompt_token_ids}' if self.body.return_token_ids else ""
-        rest = f'"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}]{prompt}'
+        rest = f'"delta":{{"role":"assistant","content":""{self.no_reasoning}}},"logprobs":null,"finish_reason":null}}]{prompt}'
         deltas = [f"{choice.index},{rest}" for choice in self.choices]
         if echo := _echo(self.run):
             deltas += [self._delta(choice, f'{{"content":{quote(echo)}}}') for choice in self.choices]
@@ -284,7 +287,7 @@ class _ChatStream:
 
     def _message_delta(self, choice: _StreamedChoice, event: Event) -> str | None:
         if event.kind == "content":
-            return f'{{"content":{quote(event.text)}}}'
+            return f'{{"content":{quote(event.text)}{self.no_reasoning}}}'
         if event.kind == "reasoning":
             text = quote(event.text)
             return None if self.body.include_reasoning is False else f'{{"reasoning":{text},"reasoning_content":{text}}}'
@@ -317,4 +320,4 @@ class _ChatStream:
             raise
         reason = "tool_calls" if choice.has_calls and reason == "stop" else reason
         self.run.context.record["finish_reason"] = reason
-        return self._delta(choice, "{}", quote(reason or ""), f',"stop_reason":{json.dumps(stop)}')
+        return self._delta(choice, f"{{{self.no_reasoning[1:]}}}", quote(reason or ""), f',"stop_reason":{json.dumps(stop)}')
