@@ -78,6 +78,10 @@ _MODELS: _Option = (
         "help": "folder, GGUF file or hub name; may be repeated, then each is loaded on first use",
     },
 )
+_SKIP_TOKENIZER: _Option = (
+    "--skip-tokenizer-init",
+    {"action": "store_true", "help": "serve token ids only: without a tokenizer, prompts are ids and answers have return_token_ids"},
+)
 _SERVED_MODEL_NAME: _Option = (
     "--served-model-name",
     {"action": "append", "metavar": "NAME", "default": None, "help": "served name of the only model; may be repeated"},
@@ -193,7 +197,8 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace]:
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of EngineConfig on the command line, by name."""
-    fields = {name: value for flag, _ in _ENGINE_OPTIONS if (value := getattr(options, name := _field(flag), None)) is not None}
+    flags = [flag for flag, _ in (*_ENGINE_OPTIONS, _SKIP_TOKENIZER)]
+    fields = {name: value for flag in flags if (value := getattr(options, name := _field(flag), None)) is not None}
     for flag in ("--kv-memory", "--swap-space"):
         if _field(flag) in fields:
             fields[_field(flag)] = parse_size(flag, fields[_field(flag)])
@@ -303,7 +308,7 @@ def _chat_parser() -> Parser:
 def _serve_parser() -> Parser:
     parser = _common("serve", "Serve models over HTTP as OpenAI and Anthropic do. SIGTERM lets accepted requests finish.")
     _add(parser, "server", _SERVER_OPTIONS)
-    _add(parser, "engine (of every model)", (_MODELS, *_others("--model")))
+    _add(parser, "engine (of every model)", (_MODELS, *_others("--model"), _SKIP_TOKENIZER))
     return parser
 
 

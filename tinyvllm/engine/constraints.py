@@ -149,6 +149,8 @@ class TokenConstraints:
     def add(self, sequences: list[Sequence]) -> None:
         """Take in the sequences of a request before it is queued. RequestError if its constraints cannot be enforced."""
         params = sequences[0].params
+        if params.stop and self._tokenizer is None:
+            raise RequestError("stop: this engine has no tokenizer (skip_tokenizer_init), so it has no texts: use stop_token_ids")
         options = (params.structured_outputs, params.logits_processors, params.bad_words, params.thinking_token_budget)
         if all(option is None for option in options):
             return

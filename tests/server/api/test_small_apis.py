@@ -8,7 +8,9 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.server.conftest import Running
+from tests.server.conftest import ENGINE, Running, events, running
+from tinyvllm.cli.arguments import engine_options, parse
+from tinyvllm.server.core.config import ServerConfig
 
 TEXTS = ["The dog ran to the river.", "A cat sat on the mat.", "One two three."]
 QUERY = "the dog"
@@ -136,3 +138,30 @@ def test_the_properties_of_the_model(server: Running) -> None:
     assert props["default_generation_settings"]["n_ctx"] == model["max_model_len"] and props["total_slots"] == 8
     assert props["model_alias"] == "demo" and "/" not in props["model_path"] and props["chat_template"]
     assert httpx.get(f"{server.url}/props?model=other", trust_env=False).status_code == 404
+
+
+def test_a_server_without_a_tokenizer_takes_and_gives_token_ids() -> None:
+    """vLLM's --skip-tokenizer-init."""
+    parsed = parse(["serve", "--skip-tokenizer-init"])[1]
+    assert engine_options(parsed) == {"skip_tokenizer_init": True}
+    ids = {"prompt": [7, 8, 9], "max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    with running(ServerConfig(port=0, access_log=False), {"ids": {**ENGINE, **engine_options(parsed)}}) as server:
+        (choice,) = server.post("/v1/completions", {**ids, "logprobs": 2}).json()["choices"]
+        assert len(choice["token_ids"]) == 4 and choice["text"] == "" and choice["finish_reason"] == "length"
+        streamed = events(server.post("/v1/completions", {**ids, "stream": True}))
+        assert [i for event in streamed[:-1] for part in event["choices"] for i in part["token_ids"] or ()] == choice["token_ids"]
+        asked = {
+            "/v1/completions": {**ids, "prompt": "Once"},
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+            "/v1/messages": {"model": "ids", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4},
+            "/v1/responses": {"input": "Hi"},
+            "/tokenize": {"prompt": "Once"},
+            "/detokenize": {"tokens": [7]},
+            "/v1/embeddings": {"input": "Once"},
+        }
+        for path, body in asked.items():
+            answer = server.post(path, body)
+            assert answer.status_code == 400 and "without a tokenizer" in answer.text, (path, answer.text)
+        for refused in ({"stop": ["x"]}, {"bad_words": ["x"]}, {"structured_outputs": {"choice": ["x"]}}):
+            answer = server.post("/v1/completions", {**ids, **refused})
+            assert answer.status_code == 400 and "tokenizer" in answer.text, (refused, answer.text)
