@@ -45,7 +45,7 @@ def _matrix(stem: str, stored: Mapping[str, TensorRecord], group: int) -> Intege
     I, O = qweight.shape[0], qweight.shape[1] * 8
     groups = equal_groups(I, group)
     G = int(groups[-1]) + 1
-    why = f"groups of {group} of the {I} columns of {qweight.name!r}"
+    why = f"groups of {group} of the {I} columns of {quoted(qweight.name)}"
     require_shape(scales, (G, O), why)
     require_shape(qzeros, (G, O // 8), why)
     packed, zeros, factors = words_of(qweight), words_of(qzeros), floats_of(scales)

@@ -7,16 +7,17 @@ from typing import NoReturn
 
 import numpy as np
 
-from tinyvllm.errors import FormatError
-from tinyvllm.foreign import Fields
+from tinyvllm.errors import FormatError, one_line
+from tinyvllm.foreign import Fields, quoted
 from tinyvllm.weights.mapping import TensorRecord
 
 MAX_GROUP = 1 << 20  # columns
 _SPEAKER = "quantized checkpoint"
+_MAX_MESSAGE = 290  # characters
 
 
 def refuse(what: str) -> NoReturn:
-    raise FormatError(f"{_SPEAKER}: {what}")
+    raise FormatError(one_line(f"{_SPEAKER}: {what}", _MAX_MESSAGE))
 
 
 def stems(tensors: Mapping[str, TensorRecord], suffix: str) -> list[str]:
@@ -47,10 +48,10 @@ def column_groups(record: TensorRecord, I: int, G: int) -> np.ndarray:
     """The group of each of I columns, int [I]."""
     require_shape(record, (I,), "a group for each column")
     if record.format not in ("I32", "I64"):
-        refuse(f"tensor {record.name!r} must hold integers, got {record.format}")
+        refuse(f"tensor {quoted(record.name)} must hold integers, got {record.format}")
     groups = record.data.view("<i4" if record.format == "I32" else "<i8").astype(np.int64)
     if groups.min() < 0 or groups.max() >= G:
-        refuse(f"tensor {record.name!r} must hold numbers of groups from 0 to {G - 1}, got {groups.min()} to {groups.max()}")
+        refuse(f"tensor {quoted(record.name)} must hold numbers of groups from 0 to {G - 1}, got {groups.min()} to {groups.max()}")
     return groups
 
 
@@ -58,15 +59,15 @@ def part(tensors: Mapping[str, TensorRecord], stem: str, suffix: str) -> TensorR
     """The tensor `stem.suffix`. FormatError if it is missing."""
     record = tensors.get(f"{stem}.{suffix}")
     if record is None:
-        refuse(f"{stem!r} has no tensor {suffix!r}, which its weights need; download the files again")
+        refuse(f"{quoted(stem)} has no tensor {suffix!r}, which its weights need; download the files again")
     return record
 
 
 def require_shape(record: TensorRecord, expected: Sequence[int], why: str) -> None:
     if record.shape != tuple(expected):
-        refuse(f"tensor {record.name!r} must have the shape {list(expected)} ({why}), got {list(record.shape)}")
+        refuse(f"tensor {quoted(record.name)} must have the shape {list(expected)} ({why}), got {quoted(list(record.shape))}")
 
 
 def require_rank(record: TensorRecord, rank: int) -> None:
     if len(record.shape) != rank or 0 in record.shape:
-        refuse(f"tensor {record.name!r} must have {rank} dimensions, none of them 0, got the shape {list(record.shape)}")
+        refuse(f"tensor {quoted(record.name)} must have {rank} dimensions, none of them 0, got the shape {quoted(list(record.shape))}")

@@ -98,12 +98,11 @@ def _scheme(weights: Fields, kind: object) -> Scheme:
 def _require_integers(stem: str, schemes: list[Scheme]) -> None:
     for scheme in schemes:
         if scheme.type != "int" or scheme.bits > 8:
-            raise ModelError(
-                f"compressed-tensors: {scheme.format} with {scheme.bits} bits of type {scheme.type} is not supported ({stem!r})"
-            )
+            kind = f"{scheme.format} with {scheme.bits} bits of type {quoted(scheme.type)}"
+            raise ModelError(f"compressed-tensors: {kind} is not supported ({quoted(stem)})")
         if scheme.strategy not in _STRATEGIES:
             known = ", ".join(_STRATEGIES)
-            raise ModelError(f"compressed-tensors: scales by {quoted(scheme.strategy)} are not supported, only by {known} ({stem!r})")
+            raise ModelError(f"compressed-tensors: scales by {quoted(scheme.strategy)} are not supported, only by {known} ({quoted(stem)})")
 
 
 def _groups_of_scales(scale: TensorRecord, O: int, I: int, group: int | None) -> int | None:
@@ -124,10 +123,10 @@ def _packed_matrix(stem: str, stored: Mapping[str, TensorRecord], schemes: list[
     require_rank(packed, 2)
     require_shape(shape, (2,), "rows and columns")
     if shape.format not in ("I64", "I32"):
-        refuse(f"tensor {shape.name!r} must hold integers, got {shape.format}")
+        refuse(f"tensor {quoted(shape.name)} must hold integers, got {shape.format}")
     O, I = (int(size) for size in shape.data.view("<i8" if shape.format == "I64" else "<i4"))
     if packed.shape[0] != O or I < 1:
-        refuse(f"tensor {shape.name!r} says {[O, I]}, but {packed.name!r} has the shape {list(packed.shape)}")
+        refuse(f"tensor {quoted(shape.name)} says {[O, I]}, but {quoted(packed.name)} has the shape {quoted(list(packed.shape))}")
     scheme, G = _fitting(stem, schemes, (O, I), packed, scale, zero)
     groups = _column_groups(index, I, G, scheme.group_size)
     words, read_scale = words_of(packed), _scales(scale, O)
@@ -157,13 +156,13 @@ def _fitting(
         zeros = None if scheme.symmetric else (-(-O * scheme.bits // 32), max(1, G or 0))
         if packed.shape[1] == -(-I * scheme.bits // 32) and G is not None and (zero.shape if zero is not None else None) == zeros:
             return scheme, max(1, G)
-    shapes = f"weight_packed {list(packed.shape)}, weight_scale {list(scale.shape)}"
-    shapes += ", no weight_zero_point" if zero is None else f", weight_zero_point {list(zero.shape)}"
+    shapes = f"weight_packed {quoted(list(packed.shape))}, weight_scale {quoted(list(scale.shape))}"
+    shapes += ", no weight_zero_point" if zero is None else f", weight_zero_point {quoted(list(zero.shape))}"
     expected = " or ".join(
         f"{s.bits} bits by {s.strategy}{'' if s.group_size is None else f' of {s.group_size}'}{'' if s.symmetric else ' with zero points'}"
         for s in schemes[:4]
     )
-    refuse(f"{stem!r} [{O}, {I}] does not have {expected}, as config.json says: its tensors are {shapes}")
+    refuse(f"{quoted(stem)} [{O}, {I}] does not have {expected}, as config.json says: its tensors are {shapes}")
 
 
 def _column_groups(index: TensorRecord | None, I: int, G: int, group: int | None) -> np.ndarray:
@@ -194,10 +193,10 @@ def _plain_matrix(stem: str, stored: Mapping[str, TensorRecord], schemes: list[S
     scheme = next((scheme for scheme, G in counts.items() if G is not None), None)
     if weight.format != "I8" or scheme is None or (zero is not None and (zero.format, zero.shape) != ("I8", scale.shape)):
         expected = ", ".join(dict.fromkeys(f"by {scheme.strategy} {scheme.group_size or ''}".strip() for scheme in schemes))
-        got = f"{weight.format} with scales {list(scale.shape)}" + (
-            "" if zero is None else f" and zero points {zero.format} {list(zero.shape)}"
+        got = f"{weight.format} with scales {quoted(list(scale.shape))}" + (
+            "" if zero is None else f" and zero points {zero.format} {quoted(list(zero.shape))}"
         )
-        refuse(f"tensor {weight.name!r} {[O, I]} must be I8 with scales {expected}, as config.json says, got {got}")
+        refuse(f"tensor {quoted(weight.name)} {[O, I]} must be I8 with scales {expected}, as config.json says, got {got}")
     quants, read_scale = weight.data.reshape(O, I), _scales(scale, O)
     zeros = np.zeros((1, 1), np.int8) if zero is None else zero.data.view(np.int8)
     zeros = np.broadcast_to(zeros.reshape(1, 1), (O, 1)) if zeros.size == 1 else zeros.reshape(O, -1)

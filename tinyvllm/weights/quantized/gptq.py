@@ -67,9 +67,9 @@ def _matrix(stem: str, stored: Mapping[str, TensorRecord], schemes: list[Scheme]
     index = stored.get(f"{stem}.g_idx")
     bits, group = _fitting(stem, schemes, qweight, qzeros, scales)
     I, G = words * 32 // bits, scales.shape[0]
-    require_shape(scales, (G, O), f"groups by the columns of {qweight.name!r}")
+    require_shape(scales, (G, O), f"groups by the columns of {quoted(qweight.name)}")
     if words * 32 % bits or O * bits % 32:
-        refuse(f"tensor {qweight.name!r} {list(qweight.shape)} is not a whole number of integers of {bits} bits")
+        refuse(f"tensor {quoted(qweight.name)} {quoted(list(qweight.shape))} is not a whole number of integers of {bits} bits")
     groups = equal_groups(I, group) if index is None else column_groups(index, I, G)
     packed, zeros, factors = words_of(qweight), words_of(qzeros), floats_of(scales)
 
@@ -92,5 +92,5 @@ def _fitting(stem: str, schemes: list[Scheme], qweight: TensorRecord, qzeros: Te
         if scales.shape[0] == G and qzeros.shape == (G, -(-scales.shape[1] * bits // 32)):
             return bits, group
     expected = " or ".join(f"{bits} bits in groups of {group}" for bits, group in schemes[:4])
-    shapes = ", ".join(f"{record.name.rsplit('.', 1)[1]} {list(record.shape)}" for record in (qweight, qzeros, scales))
-    refuse(f"{stem!r} does not have {expected}, as config.json says: its tensors are {shapes}")
+    shapes = ", ".join(f"{record.name.rsplit('.', 1)[1]} {quoted(list(record.shape))}" for record in (qweight, qzeros, scales))
+    refuse(f"{quoted(stem)} does not have {expected}, as config.json says: its tensors are {shapes}")

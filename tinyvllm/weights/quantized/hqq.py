@@ -75,7 +75,7 @@ def _usual(settings: Fields) -> Fields:
 
 def _matrix(stem: str, stored: Mapping[str, TensorRecord], usual: Fields) -> BuiltRecord:
     own = {name: _integers(stored[f"{stem}.{name}"]) for name in _SETTINGS if f"{stem}.{name}" in stored}
-    values = Fields(dict(usual.values) | {name: value[0] for name, value in own.items() if len(value) == 1}, where=f"hqq: {stem!r}")
+    values = Fields(dict(usual.values) | {name: value[0] for name, value in own.items() if len(value) == 1}, where=f"hqq: {quoted(stem)}")
     for name in ("quant_scale", "quant_zero"):
         if values.get(name):
             raise ModelError(f"{values.where}: {name}, scales or zero points that are quantized, is not supported; use a GGUF file")
@@ -108,11 +108,11 @@ def _check(packing: _Packing, W_q: TensorRecord, scale: TensorRecord, zero: Tens
     size = 4 if packing.bits == 3 else 1
     if W_q.nbytes != packing.length * packing.width * size:
         expected = f"{packing.length * packing.width * size} bytes ({packing.bits} bits, groups of {packing.group}, axis {packing.axis})"
-        refuse(f"tensor {W_q.name!r} must have {expected} for a matrix {list(packing.shape)}, got {W_q.nbytes}")
+        refuse(f"tensor {quoted(W_q.name)} must have {expected} for a matrix {quoted(list(packing.shape))}, got {W_q.nbytes}")
     for record in (scale, zero):
         require_rank(record, 2)
         if record.shape != ((N, 1) if packing.axis == 1 else (1, N)):
-            refuse(f"tensor {record.name!r} must hold a number for each of {N} groups, got the shape {list(record.shape)}")
+            refuse(f"tensor {quoted(record.name)} must hold a number for each of {N} groups, got the shape {quoted(list(record.shape))}")
 
 
 def _unpacked(packing: _Packing, packed: np.ndarray, first: int, end: int) -> np.ndarray:

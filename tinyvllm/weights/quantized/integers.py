@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tinyvllm.foreign import quoted
 from tinyvllm.quant.codecs import NUMPY_DTYPES, unpack
 from tinyvllm.quant.formats import FORMATS, grouped_format
 from tinyvllm.quant.grouped import pack_groups
@@ -98,14 +99,14 @@ def integers_of(words: np.ndarray, bits: int, count: int) -> np.ndarray:
 def words_of(record: TensorRecord) -> np.ndarray:
     """The tensor of 32-bit integers as uint32, a view of the file."""
     if record.format not in ("I32", "U32"):
-        refuse(f"tensor {record.name!r} must hold 32-bit integers, got {record.format}")
+        refuse(f"tensor {quoted(record.name)} must hold 32-bit integers, got {record.format}")
     return record.data.view(np.uint32).reshape(record.shape)
 
 
 def floats_of(record: TensorRecord) -> np.ndarray:
     """The tensor of floats as the file has it, to be cut before `float32_of`."""
     if record.format not in NUMPY_DTYPES:
-        refuse(f"tensor {record.name!r} must hold float32, float16 or bfloat16, got {record.format}")
+        refuse(f"tensor {quoted(record.name)} must hold float32, float16 or bfloat16, got {record.format}")
     return record.data.view(NUMPY_DTYPES[record.format]).reshape(record.shape)
 
 

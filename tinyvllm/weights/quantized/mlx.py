@@ -48,15 +48,14 @@ def _matrix(stem: str, stored: Mapping[str, TensorRecord], settings: Fields) -> 
         raise ModelError(f"{settings.where}: {bits} bits in groups of {group} are not supported; supported are {known}")
     weight, scales, biases = (part(stored, stem, suffix) for suffix in ("weight", "scales", "biases"))
     if len(weight.shape) == 3:
-        raise ModelError(f"mlx: {weight.name!r} has the experts of a layer in one tensor, which is not supported; use a GGUF file")
+        raise ModelError(f"mlx: {quoted(weight.name)} has the experts of a layer in one tensor, which is not supported; use a GGUF file")
     require_rank(weight, 2)
     O, I = weight.shape[0], weight.shape[1] * 32 // bits
     if weight.shape[1] * 32 % bits or I % group:
-        refuse(f"tensor {weight.name!r} {list(weight.shape)} does not hold whole groups of {group} integers of {bits} bits")
+        refuse(f"tensor {quoted(weight.name)} {quoted(list(weight.shape))} does not hold whole groups of {group} integers of {bits} bits")
+    why = f"{bits} bits in groups of {group}, as config.json says, of {quoted(weight.name)} {quoted(list(weight.shape))}"
     for record in (scales, biases):
-        require_shape(
-            record, (O, I // group), f"{bits} bits in groups of {group}, as config.json says, of {weight.name!r} {list(weight.shape)}"
-        )
+        require_shape(record, (O, I // group), why)
     words, factors, added = words_of(weight), floats_of(scales), floats_of(biases)
 
     def read(first: int, end: int) -> Rows:
