@@ -175,6 +175,8 @@ GOALS: list[tuple[str, str, list[tuple[str | None, str]], Callable[..., str]]] =
     ("KL mean of q8_0", "at most 0.0015", [("q8_0", "auto")], lambda row: f"{row['kl']['value']:.6f}"),
     ("KL mean of q4_k_m by that of q4_0", "at most 0.5", [("q4_k_m", "auto"), ("q4_0", "auto")],
      lambda mix, plain: f"{mix['kl']['value'] / plain['kl']['value']:.2f}"),
+    ("KL mean of q4_k by that of q4_0", "none", [("q4_k", "auto"), ("q4_0", "auto")],
+     lambda packed, plain: f"{packed['kl']['value'] / plain['kl']['value']:.2f}"),
     ("perplexity with KV cache int8, change", "at most 0.1%", [(None, "int8")], lambda row: _change(row)),
     ("perplexity with KV cache int4, change", "at most 1%", [(None, "int4")], lambda row: _change(row)),
 ]  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 
 from tinyvllm import cli
 from tinyvllm.cli import quality as command
-from tinyvllm.cli.quality_plot import plot
+from tinyvllm.cli.quality_plot import HEIGHT, plot
 from tinyvllm.cli.quality_report import best, best_line, table
 from tinyvllm.config import DEFAULT_MODEL, QUANTIZATIONS
 
@@ -150,5 +150,5 @@ def test_names_of_files_do_not_break_table_or_picture() -> None:
         and "-0.00" not in table([row("x", 1, 0.1) | {"mean_dp": {"value": -1e-9, "error": 0.0}}])
     )
     svg = ElementTree.fromstring(plot(rows))
-    assert svg.get("height") == "840"  # a panel for weights, one for the types of cache
+    assert svg.get("height") == str(2 * HEIGHT)  # a panel for weights, one for the types of cache
     assert ElementTree.fromstring(plot(rows[:1])) is not None

@@ -8,10 +8,12 @@ from html import escape
 
 from tinyvllm.cli.quality_report import Record, best, name_of
 
-WIDTH, HEIGHT = 720, 420  # of one panel
+WIDTH, HEIGHT = 900, 520  # of one panel
 LEFT, RIGHT, TOP, BOTTOM = 70, 30, 40, 50  # its margins
 _LINE, _TEXT = 14, 6.6  # height of a line and width of a character, in pixels
 _TICKS = 6
+# distances of a name from its point: next to it, then further and further away
+_PLACES = [(8.0, 0.0), (-8.0, 0.0), *((side * r, height * r) for r in (16.0, 30.0, 46.0) for height in (-1.0, 1.0) for side in (1.0, -1.0))]
 
 Bytes = Callable[[Record], float]
 
@@ -92,17 +94,26 @@ def _front(rows: Sequence[Record], points: Sequence[tuple[float, float]]) -> lis
 
 
 def _labels(names: Sequence[str], points: Sequence[tuple[float, float]]) -> list[str]:
-    """A name next to each point, where it covers no other name if there is such a place."""
-    taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in points]
+    """A name next to each point, or near it with a line to it, where it covers no other name and no point if there is such a place."""
+    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in points]
     parts = []
     for name, (x, y) in sorted(zip(names, points, strict=True), key=lambda pair: pair[1][1]):
-        width = _TEXT * len(name)
-        offsets = [(dx, dy * _LINE) for dy in (0, 1, 2, -1, -2) for dx in (8.0, -8.0 - width)]
-        boxes = [(x + dx, y + dy - _LINE / 2, x + dx + width, y + dy + _LINE / 2) for dx, dy in offsets]
-        box = next((b for b in boxes if b[0] >= 0 and b[2] <= WIDTH and not any(_overlap(b, t) for t in taken)), boxes[0])
-        taken.append(box)
-        parts.append(_text(box[0], box[3] - 3, name, "start"))
+        boxes = [_box(x, y, dx, dy, len(name)) for dx, dy in _PLACES]
+        fits = [b[0] >= 0 and b[2] <= WIDTH and not any(_overlap(b, t) for t in taken) for b in boxes]
+        place = fits.index(True) if True in fits else 0
+        left, _, right, bottom = boxes[place]
+        taken.append(boxes[place])
+        if place > 1:
+            parts.append(f'<path d="M{x:.1f} {y:.1f}L{left if left > x else right:.1f} {bottom - _LINE / 2:.1f}" stroke="#999"/>')
+        parts.append(_text(left, bottom - 3, name, "start"))
     return parts
+
+
+def _box(x: float, y: float, dx: float, dy: float, characters: int) -> tuple[float, float, float, float]:
+    """Left, top, right and bottom of a text that begins (dx > 0) or ends (dx < 0) at this distance from a point."""
+    width = _TEXT * characters
+    left = x + dx if dx > 0 else x + dx - width
+    return left, y + dy - _LINE / 2, left + width, y + dy + _LINE / 2
 
 
 def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
