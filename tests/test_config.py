@@ -227,3 +227,18 @@ def test_the_public_names_are_there() -> None:
     assert dir(tinyvllm) == sorted(tinyvllm.__all__) and set(tinyvllm.__all__) == set(tinyvllm._MODULES)
     with pytest.raises(AttributeError, match="no attribute 'LLMM'"):
         tinyvllm.LLMM  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"imatrix": "i.dat"}, "give quantization too, such as q4_k_m"),
+        ({"imatrix": "i.dat", "quantization": "q8_0"}, "changes nothing of quantization=q8_0, which has no search"),
+        ({"imatrix": "i.dat", "quantization": "mxfp4"}, "changes nothing"),
+        ({"imatrix": "i.dat", "quantization": "q4_k_m", "load_format": "dummy"}, "has no use with load_format=dummy"),
+    ],
+)
+def test_an_importance_matrix_needs_a_quantization_that_uses_it(tmp_path, options, message):
+    with pytest.raises(ArgumentError, match=message):
+        resolve(tmp_path, environ={}, **options)
+    assert resolve(tmp_path, environ={}, imatrix="i.dat", quantization="q4_k_m").imatrix == "i.dat"
