@@ -41,7 +41,7 @@ class Loaded:
 
 def load(
     path: Path, dtype: str = "auto", format: str | None = None, dummy: bool = False, checkpoint: Any = None, kept: Path | None = None,
-    device: str = "CPU",
+    device: str = "CPU", imatrix: Any = None,
 ) -> Loaded:  # fmt: skip
     """From a folder or file to a model as the runner does it; `format` is that of every matrix, None the stored one."""
     from tinyvllm.models.families import find_family, read_config, recipes_of
@@ -55,7 +55,7 @@ def load(
     config = read_config(family, source)
     model = family.model(config)
     progress: list[tuple[int, int, str]] = []
-    plan = WeightPlan(Placement(device), weight_dtype(dtype, checkpoint), format or DTYPES[dtype])
+    plan = WeightPlan(Placement(device), weight_dtype(dtype, checkpoint), format or DTYPES[dtype], imatrix)
     loader = WeightLoader(None if dummy else checkpoint, plan, lambda *report: progress.append(report), kept)
     loader.load(model, recipes_of(family, config, model, checkpoint.kind))
     return Loaded(model, loader, progress)
