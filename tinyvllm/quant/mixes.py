@@ -1,7 +1,7 @@
 """What `--quantization` may name: one format for every matrix, or one of llama.cpp's mixes, which give some matrices more bits.
 
 A mix has the name, the base format and the rules of llama.cpp's file type (src/llama-quant.cpp): the head is Q6_K, and attn_v, attn_output
-and ffn_down of some layers have more bits, because errors there cost most. A format's own name is what llama-quantize calls --pure. This
+and ffn_down of some layers have more bits, because errors there cost most. A format's own name is what llama-quantize calls pure. This
 file does without numpy, because configuration and the command line read it.
 """
 
