@@ -38,12 +38,13 @@ from typing import Any
 
 from benchmarks.compare.child import prompt
 from benchmarks.harness import record, table
-from benchmarks.shapes import SHAPES, tensors, write_config
+from benchmarks.shapes import SHAPES, tensors, write_config, write_gguf
 from benchmarks.stepping import Stepping, load
 
 ROOT = Path(__file__).parents[1]
 WARM_STEPS = 16
 WIDTH = {"bf16": None, "q8_0": "q8_0", "q4_0": "q4_0"}  # what --weights names, as the engine's option quantization
+FILES = {"q4_k_m": "Q4_K_M"}  # what else it names: files that are written for it, of several formats
 TOY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
        "vocab_size": 1024, "head_dim": 32}  # fmt: skip
 
@@ -369,8 +370,11 @@ def ablation(o: argparse.Namespace) -> None:
 
 def engine(o: argparse.Namespace, shape: str, weights: str = "bf16", **limits: Any) -> Any:
     """An LLM of a named shape with random weights."""
-    config = SHAPES[shape] | (TOY if o.tiny else {})
     with TemporaryDirectory() as folder:
+        if weights in FILES:  # the engine maps the file, and keeps what it has mapped when the folder is gone
+            config = SHAPES[shape] | (TOY | {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64} if o.tiny else {})
+            return load(write_gguf(config, Path(folder) / "model.gguf", FILES[weights]), device=o.machine.device, **limits)
+        config = SHAPES[shape] | (TOY if o.tiny else {})
         options = {"device": o.machine.device, "dtype": "bfloat16", "quantization": WIDTH[weights]}
         return load(write_config(config, Path(folder)), dummy=True, **options, **limits)
 
@@ -593,7 +597,7 @@ def parse_arguments(words: list[str] | None = None, machine: Machine = NVIDIA, p
     parser.add_argument("part", choices=parts)
     parser.add_argument("--run", type=Path, help="a file that collects the figures of one run; shares are taken of the roofs in it")
     parser.add_argument("--shape", choices=SHAPES, help="of ablation, decode (llama-3.2-1b) and serve (qwen3-0.6b)")
-    parser.add_argument("--weights", choices=WIDTH, default="bf16")
+    parser.add_argument("--weights", choices=(*WIDTH, *FILES), default="bf16")
     parser.add_argument("--batches", type=numbers, default=[1], help="sequences that decode together, with commas")
     parser.add_argument("--prompts", type=numbers, default=[], help="lengths of the prompts that decode also times, with commas")
     parser.add_argument("--torch-python", default=sys.executable, help="the interpreter that has torch and transformers, or mlx-lm")

@@ -37,6 +37,7 @@ from tinyvllm.placement import Placement
 from tinyvllm.quant.codecs import f32_to_bf16
 from tinyvllm.quant.formats import FLOATS, FORMATS
 from tinyvllm.quant.layouts import RowSource, RowWeight, StoredWeight, TileWeight, panel_bytes
+from tinyvllm.quant.random_rows import random_blocks
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.runner.packing import place_tiles
 from tinyvllm.sampling.sampler import Sampler
@@ -44,6 +45,7 @@ from tinyvllm.weights.memory import place_bytes
 
 DISTINCT, MOST_SETS = 160 << 20, 12  # bytes of weights in all sets together, where that many sets have them; an H100 caches 50 MB
 S = 16  # slots of a block
+_BLOCKS = 8191  # prime, too: of packed formats
 _POOL = 1_048_573  # prime, so that no two rows of a matrix begin at the same place
 
 
@@ -204,9 +206,8 @@ def file_bytes(format: str, O: int, I: int) -> np.ndarray:
     count = O * I // FORMATS[format].elements
     if format in FLOATS:
         return normal_bits(count, 0.02, format).view(np.uint8)
-    blocks = np.resize(np.random.default_rng(0).integers(0, 256, _POOL, np.uint8), (count, FORMATS[format].nbytes))
-    scales = {"Q8_0": (0.02 / 74,), "Q4_0": (0.02 / 4.6,), "Q4_K": (0.02 / 160, 0.0012)}[format]  # Q4_K's meet another one of 6 bits
-    blocks[:, : 2 * len(scales)] = np.array(scales, np.float16).view(np.uint8)
+    pool = random_blocks(format, min(count, _BLOCKS), 0.02)
+    blocks = np.resize(pool, (count, FORMATS[format].nbytes))
     return blocks.reshape(-1)
 
 

@@ -149,7 +149,7 @@ def kernels(o: argparse.Namespace) -> None:
     def streaming_attention(B: int, context: int) -> None:
         streaming(attention_decode_op(B, context, H, K, D))
 
-    for format in ("BF16", "Q8_0", "Q4_0", "Q4_K"):
+    for format in ("BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_NL"):
         for T in (1, 16):
             attempt(o, streaming_product, T, format)
         # the variant for sixteen rows that is used on request only: does it pay?
@@ -175,7 +175,7 @@ def decode(o: argparse.Namespace) -> None:
 def peers(o: argparse.Namespace) -> None:
     """mlx-lm and llama.cpp, as far as they are there, on a model of the same shape and width."""
     config = SHAPES[PEERS_SHAPE] | (gpu.TOY if o.tiny else {})
-    for weights in ("bf16", "q8_0", "q4_0"):
+    for weights in ("bf16", "q8_0", "q4_0", "q4_k_m"):
         with TemporaryDirectory() as folder:
             attempt(o, compare_mlx, o, weights, config, Path(folder))
         if shutil.which("llama-batched-bench") is None:
@@ -187,7 +187,7 @@ def peers(o: argparse.Namespace) -> None:
 
 def compare_mlx(o: argparse.Namespace, weights: str, config: dict[str, Any], folder: Path) -> None:
     model = write_config(config, folder)
-    bits = {"bf16": 0, "q8_0": 8, "q4_0": 4}[weights]
+    bits = {"bf16": 0, "q8_0": 8, "q4_0": 4, "q4_k_m": 4}[weights]
     batches = ",".join(map(str, PEERS_BATCHES))
     words = str(model), "--bits", str(bits), "--batches", batches, "--context", str(PEERS_CONTEXT), "--prompt", str(PEERS_PROMPT)
     found = gpu.ask(o, "mlx-lm", o.torch_python, "benchmarks.mac_peers", *words)

@@ -36,6 +36,7 @@ mac kernels 90
 mac decode 75 --shape llama-3.2-1b --batches 1,16 --prompts 512
 mac decode 60 --shape llama-3.2-1b --batches 1,16 --prompts 512 --weights q8_0
 mac decode 60 --shape llama-3.2-1b --batches 1,16 --prompts 512 --weights q4_0
+mac decode 90 --shape llama-3.2-1b --batches 1,16 --prompts 512 --weights q4_k_m
 mac decode 45 --shape qwen3-0.6b --weights q8_0
 mac decode 90 --shape llama-3.1-8b --batches 1,16 --prompts 512 --weights q4_0
 mac decode 90 --shape llama-3.1-8b --batches 1,16 --weights q8_0

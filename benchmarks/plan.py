@@ -42,7 +42,24 @@ from tinyvllm.backends.shapes import Attention, Heads, Product
 from tinyvllm.integers import ceil_div
 from tinyvllm.quant.layouts import row_bytes
 
-WEIGHTS = ("BF16", "F16", "F32", "Q8_0", "Q4_0", "Q4_K")
+WEIGHTS = (
+    "BF16",
+    "F16",
+    "F32",
+    "Q8_0",
+    "Q4_0",
+    "Q5_0",
+    "Q4_1",
+    "Q5_1",
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ4_NL",
+    "IQ4_XS",
+    "MXFP4",
+)
 GOALS = {"BF16": 0.88, "F16": 0.88, "Q8_0": 0.82, "Q4_0": 0.75, "Q4_K": 0.75}  # of bandwidth, for a row of models of 4 to 8 B on Max chips
 SMALL_GOALS = {("qwen3-0.6b", "Q8_0"): 0.65}
 ROW, S, EPS = "apple7", 16, "1e-05f"
@@ -81,12 +98,19 @@ REGISTER_BYTES, THREADGROUP_BYTES, MOST_THREADS = 384 << 10, 64 << 10, 3072
 REGISTERS = 64  # 32-bit ones of a thread: assumed, as only Apple's compiler knows
 LATENCY = 500e-9  # seconds until memory answers under load: assumed
 # Counted in kernels/metal/include/product.h: bytes that a lane asks for of a row of weights, and instructions that take a weight apart.
-_RAW = {"F32": 32, "F16": 16, "BF16": 16, "Q8_0": 10, "Q4_0": 10, "Q4_K": 24}
-_UNPACKING = {"F32": 0.0, "F16": 0.0, "BF16": 1.0, "Q8_0": 2.5, "Q4_0": 2.1, "Q4_K": 3.1}
+_RAW = {
+    "F32": 32, "F16": 16, "BF16": 16, "Q8_0": 10, "Q4_0": 10, "Q5_0": 14, "Q4_1": 12, "Q5_1": 16, "Q2_K": 20, "Q3_K": 30, "Q4_K": 24,
+    "Q5_K": 32, "Q6_K": 20, "IQ4_NL": 10, "IQ4_XS": 16, "MXFP4": 9,
+}  # fmt: skip
+_UNPACKING = {
+    "F32": 0.0, "F16": 0.0, "BF16": 1.0, "Q8_0": 2.5, "Q4_0": 2.1, "Q5_0": 4.6, "Q4_1": 3.1, "Q5_1": 5.6, "Q2_K": 4.2, "Q3_K": 4.5,
+    "Q4_K": 3.1, "Q5_K": 4.5, "Q6_K": 3.5, "IQ4_NL": 8.1, "IQ4_XS": 8.1, "MXFP4": 4.5,
+}  # fmt: skip
 # In kernels/metal/include/operands.h: bytes of a lane's part of a slice; instructions a weight, scales brought in; and a number of x.
-_SLICE = {"F32": 32, "F16": 16, "BF16": 16, "Q8_0": 10, "Q4_0": 6, "Q4_K": 24}
-_OPERANDS = {"F32": 0.0, "F16": 0.0, "BF16": 1.0, "Q8_0": 2.0, "Q4_0": 1.6, "Q4_K": 2.1}
-_LAYING = {"F32": 1.3, "F16": 1.3, "BF16": 1.3, "Q8_0": 2.3, "Q4_0": 3.3, "Q4_K": 2.3}
+# Formats whose operands are float32 ask for what a row's share takes, and take it apart in the same way.
+_SLICE = _RAW | {"Q4_0": 6}
+_OPERANDS = _UNPACKING | {"Q8_0": 2.0, "Q4_0": 1.6, "Q4_K": 2.1}
+_LAYING = dict.fromkeys(WEIGHTS, 1.3) | {"Q8_0": 2.3, "Q4_0": 3.3, "Q4_K": 2.3}
 MATRIX_CYCLES = 18 / 16  # of a multiply-add of simdgroup_matrix
 NEAR_BYTES = 64  # a cycle of a core
 

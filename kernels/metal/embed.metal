@@ -1,11 +1,11 @@
 // x[t] = table[tokens[t]] as float32: the exact value of every weight.
 //
 //   x       [T, E] float32   rows from rows[0] on are not written
-//   table   [V, E] WEIGHT    rows as stored in files (weights.h): F32, F16, BF16; Q8_0, Q4_0 in blocks of 32, Q4_K of 256
+//   table   [V, E] WEIGHT    rows as stored in files, in a format of weights.h
 //   tokens  [T] int32        a number outside 0 .. V - 1 gives a row of NaN: never a read outside the table
 //   rows    [1] int32        number of valid rows, at most T
 //
-// E is a multiple of 32 (Q4_K: of 256); x on a border of 16 bytes, table of 16 (Q8_0, Q4_0: of 2).
+// E is a multiple of 32 and of the format's blocks; x on a border of 16 bytes, table as weights.h says.
 // Grid (T), THREADS threads, 32 to 1024: the host takes E / 4, at most 256. A thread reads and writes 4 numbers at a time.
 #define I E
 #include "weights.h"

@@ -1,16 +1,18 @@
 // out = activation(norm(x) . weight^T + bias) + residual, or silu(gate) * up, for many rows
 //
+// GATED: the product is up, and gate is in out: silu(out) * (norm(x) . weight^T + bias), for gate and up in two formats.
+//
 //   out        [T, O] float32      does not alias x or residual
 //   x          [T, I] float32; [any, I] if GATHER
 //   norm       [I] float32, if NORM: weights of the RMS norm; EPS inside the root
 //   row_index  [T] int32, if GATHER: token t is row row_index[t] of x
-//   weight     [O, I] as stored in a file, WEIGHT = F32, F16, BF16, Q8_0, Q4_0 or Q4_K (weights.h); with SILU two such, gate's and up's;
+//   weight     [O, I] as stored in a file, in a format of weights.h; with SILU two such, gate's and up's;
 //              with MATRICES = 3 three, of outputs 0 .. O1 - 1, O1 .. O2 - 1 and O2 .. O - 1, such as those of q, k and v
 //   bias       [O] float32, if BIAS; with SILU two such. Not with three matrices
 //   residual   [T, O] float32, if RESIDUAL; not with SILU
 //   rows       [1] int32           number of valid rows, 0 to T; the rows of out from there on are not written
 //
-// I % 32 == 0 (Q4_K: 256), any O, any T. ACTIVATION: NO_ACTIVATION or GELU.
+// I is a multiple of 32 and of the format's blocks, any O, any T. ACTIVATION: NO_ACTIVATION or GELU.
 //
 // x and weights are float32, exact, and so are the 8 x 8 matrices that the SIMD groups multiply (simdgroup_matrix): one sum an output,
 // columns ascending by eights; then, if NORM, times the inverse root (norm.h), + bias, activation, + residual. A row's bits do not depend

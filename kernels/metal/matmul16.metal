@@ -2,7 +2,7 @@
 //
 // Arguments and what must divide what are those of matmul.metal, with T = 16 at most.
 //
-// I % 32 == 0 (Q4_K: 256), any O. x is float32, sums are float32; weights are exact but for what operands.h says. For an output: runs of 32
+// I is a multiple of 32 and of the format's blocks, any O. x is float32, sums are float32; weights are exact but for what operands.h says. For an output: runs of 32
 // columns ascending, in SHARES shares that are added in the end, within a run the order of the GPU's own matrices; then the inverse root
 // (norm.h), + bias, activation, + residual. A row's bits do not depend on the other rows, on their number or on FRAGMENTS, but they are
 // neither those of matvec.metal and its siblings, which take fewer rows, nor those of matmul.metal. So a request's tokens may depend on

@@ -2,12 +2,12 @@
 //
 //   out       [T, O] float32   does not alias x or residual
 //   x         [T, I] float32
-//   weight    [O, I] as stored in a file, WEIGHT = F32, F16, BF16, Q8_0, Q4_0 or Q4_K (weights.h)
+//   weight    [O, I] as stored in a file, in a format of weights.h
 //   bias      [O] float32, if BIAS
 //   residual  [T, O] float32, if RESIDUAL
 //   rows      [1] int32        number of valid rows of x, 0 to T = TOKENS; the rows of out from there on are not written
 //
-// ACTIVATION: NO_ACTIVATION or GELU, the tanh form. I % 32 == 0 (Q4_K: 256), any O. Accumulates in float32. A row's bits do not depend on
+// ACTIVATION: NO_ACTIVATION or GELU, the tanh form. I is a multiple of 32 and of the format's blocks, any O. Accumulates in float32. A row's bits do not depend on
 // TOKENS or on the row's position: sums in the order of product.h, then + bias, activation, + residual, each one float32 operation.
 //
 // A SIMD group computes ROWS outputs of PART tokens (stream.h). Threadgroup memory only if STAGED: TILE * 16 bytes.

@@ -3,7 +3,8 @@
 //   q            [T, H, D] float32
 //   keys         [P, 2, K, S, D] CACHE_TYPE (F32, F16 or BF16)   the pool of blocks: keys at [:, 0], values at [:, 1]
 //   keys_again                                                   the same memory; not used
-//   y            [T, (H + 2 K) D] float32                        a product's outputs: the heads of q, those of k, those of v
+//   y            [T, MAIN D] float32                             a product's outputs: the heads of q, those of k, those of v
+//   second, third  [T, .., D] float32, if MAIN < H + 2 K         products of the heads after MAIN (heads.h)
 //   bias_q       [H D] float32, bias_k, bias_v [K D], if BIAS
 //   q_norm, k_norm  [D] float32, if QK_NORM                      RMS norm of every head of q and k, with QK_EPS, before the rotation
 //   angles       [T, R] float32, if R > 0                        R / 2 cosines, then R / 2 sines
@@ -16,22 +17,23 @@
 
 #define SIMD_GROUPS 8
 
-[[max_total_threads_per_threadgroup(256)]] kernel void rope_store(device float *q, device cache_number *keys,
-                                                                  device cache_number *keys_again, device const float *y,
-                                                                  BIAS_ARGUMENTS QK_NORM_ARGUMENTS ANGLES_ARGUMENT device const int *slots,
-                                                                  device const int *rows, uint3 group [[threadgroup_position_in_grid]],
-                                                                  uint simd [[simdgroup_index_in_threadgroup]],
-                                                                  uint thread_in_simd [[thread_index_in_simdgroup]]) {
+[[max_total_threads_per_threadgroup(256)]] kernel void rope_store(
+    device float *q, device cache_number *keys, device cache_number *keys_again, device const float *y,
+    SECOND_ARGUMENT THIRD_ARGUMENT BIAS_ARGUMENTS QK_NORM_ARGUMENTS ANGLES_ARGUMENT device const int *slots, device const int *rows,
+    uint3 group [[threadgroup_position_in_grid]], uint simd [[simdgroup_index_in_threadgroup]],
+    uint thread_in_simd [[thread_index_in_simdgroup]]) {
   threadgroup float heads[SIMD_GROUPS * D];
   const int row = group.x, lane = thread_in_simd, head = group.y * SIMD_GROUPS + simd;
   if (row >= rows[0] || head >= HEADS) return;
   Heads to;
   to.q = q, to.keys = keys, to.slots = slots;
+  SET_PRODUCTS(to);
   SET_BIAS(to);
   SET_NORMS(to);
   SET_ANGLES(to);
   threadgroup float *own = heads + simd * D;
-  for (int d = lane; d < D; d += 32) own[d] = y[((ulong)row * HEADS + head) * D + d] + bias_at(to, head, d);
+  for (int d = lane; d < D; d += 32)
+    own[d] = (head < MAIN ? y[((ulong)row * MAIN + head) * D + d] : product_at(to, row, head, d)) + bias_at(to, head, d);
   simdgroup_barrier(mem_flags::mem_threadgroup);
   finish_head(own, lane, row, head, to);
 }

@@ -41,7 +41,7 @@ def supported(kind: str, stem: str) -> ShapeFacts:
 CHANGES = {
     "inputs": (32, 48, 64, 256, 288, 2048),
     "outputs": (16, 20, 24, 64),
-    "format": ("BF16", "Q8_0", "Q4_K"),
+    "format": ("BF16", "Q8_0", "Q4_K", "Q5_0+Q5_0+Q8_0", "Q5_0+Q5_0+Q6_K"),
     "layout": tuple(Layout),
     "matrices": (1, 2, 3, 4),
     "norm": ("RMS", "LAYER"),
@@ -58,7 +58,7 @@ CHANGES = {
 
 def runs(kind: str, stem: str, f: ShapeFacts) -> bool:
     """Whether the kernels can run a shape: what the sources of kernels/ need."""
-    width = 256 if kind == "METAL" and f.format == "Q4_K" else 32
+    width = 256 if kind == "METAL" and "_K" in f.format else 32
     inputs, heads, rms, tiles = f.inputs % width == 0, f.head_dim % 16 == 0, f.norm == "RMS", kind != "CUDA" or f.layout is Layout.TILES
     if stem in ("embed", "pack_tiles"):
         return inputs

@@ -126,7 +126,7 @@ def test_gaps_between_command_buffers_do_not_count(monkeypatch: pytest.MonkeyPat
         gpu_ops._busy(lambda: None, 1)
 
 
-@pytest.mark.parametrize("format", ["BF16", "F16", "Q8_0", "Q4_0", "Q4_K"])
+@pytest.mark.parametrize("format", ["BF16", "F16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"])
 def test_random_rows_are_small_numbers(format: str) -> None:
     data = gpu_ops.file_bytes(format, 24, 512)
     assert data.nbytes == gpu_ops.bytes_of(format, 24, 512)
@@ -192,7 +192,7 @@ def figures(run: Path, *words: str) -> dict[str, dict[str, Any]]:
 def test_the_roof_and_kernels_under_it(runtime: Runtime, tmp_path: Path) -> None:
     assert figures(tmp_path / "run", "roofs")[mac.READ]["value"] > 0 and "read" in runtime.launched
     found = figures(tmp_path / "run", "kernels")
-    assert len(found) == 1 + 4 * 4 + 2 and {"matvec", "matmul", "matmul16"} <= set(runtime.launched)
+    assert len(found) == 1 + 6 * 4 + 2 and {"matvec", "matmul", "matmul16"} <= set(runtime.launched)
     assert {"attention_decode", "attention_prefill"} <= set(runtime.launched)
     assert found["product Q4_K of 16"]["of"] == "read" and found["matmul Q4_K, 20 rows"]["share"] is None
 
@@ -202,6 +202,11 @@ def test_decoding_is_timed(runtime: Runtime, tmp_path: Path) -> None:
     one = found["decode llama-3.2-1b q8_0, 1 x 20"]
     assert one["step_us"] > 0 and one["step_bytes"] > 20 * gpu.kv_bytes_per_token("llama-3.2-1b", True)
     assert "prefill llama-3.2-1b q8_0, 40" in found and {"norm_qkv_rope_store", "norm_gate_up_silu"} <= set(runtime.launched)
+
+
+def test_a_file_in_q4_k_m_is_decoded(runtime: Runtime, tmp_path: Path) -> None:
+    found = figures(tmp_path / "run", "decode", "--weights", "q4_k_m", "--batches", "1")
+    assert found["decode llama-3.2-1b q4_k_m, 1 x 20"]["step_us"] > 0
 
 
 def test_kernels_that_cannot_be_launched_are_told(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

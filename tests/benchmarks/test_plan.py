@@ -51,7 +51,7 @@ def test_by_matrices_a_layer_is_six_launches_and_reads_its_weights_once() -> Non
     assert plan.step(model, "Q4_0", 12, 500, "BF16", "apple7_matrix") == plan.step(model, "Q4_0", 12, 500, "BF16")
 
 
-@pytest.mark.parametrize("weights", ["BF16", "Q8_0", "Q4_0", "Q4_K"])
+@pytest.mark.parametrize("weights", ["BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"])
 @pytest.mark.parametrize("row", ["apple7", "apple7_matrix"])
 def test_no_product_in_float32_beats_its_own_multiply_adds(weights: str, row: str) -> None:
     found = plan.step(plan.Model.named("llama-3.1-8b"), weights, 16, 500, "BF16", row)

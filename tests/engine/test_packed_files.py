@@ -19,6 +19,7 @@ from tinyvllm.backends import registry
 from tinyvllm.engine.tools.verify import verify
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Layout, packed_in
+from tinyvllm.quant.layouts import unpack_rows
 from tinyvllm.quant.random_rows import random_rows
 
 E, F, V, LAYERS = 256, 512, 256, 2
@@ -40,24 +41,33 @@ MIXES = {
 }
 
 
+def matrices_of(mix: str) -> dict[str, tuple[str, np.ndarray]]:
+    """The matrices of a model by name: format and rows, uint8 [O, bytes]."""
+    usual, others = MIXES[mix]
+    shapes = {f"blk.{i}.{name}": shape for i in range(LAYERS) for name, shape in SHAPES.items()} | {"token_embd": (V, E), "output": (V, E)}
+    blocks = {f"{name}.weight": (others.get(name, usual), shape) for name, shape in shapes.items()}
+    return {
+        name: (format, random_rows(format, *shape, size=shape[1] ** -0.5, seed=i))
+        for i, (name, (format, shape)) in enumerate(blocks.items())
+    }
+
+
+def write_model(folder: Path, mix: str, unpacked: bool = False) -> Path:
+    """A GGUF file with these matrices, or with their exact values as float32."""
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    norms = {f"blk.{i}.{name}.weight": np.ones(E, np.float32) for i in range(LAYERS) for name in ("attn_norm", "ffn_norm")}
+    norms["output_norm.weight"] = np.full(E, 2.0, np.float32)
+    stored = matrices_of(mix)
+    values = {name: unpack_rows(format, rows) for name, (format, rows) in stored.items()} if unpacked else {}
+    write_gguf(folder, folder / "model.gguf", "llama", tensors=norms | values, stored={} if unpacked else stored)
+    return folder / "model.gguf"
+
+
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory: pytest.TempPathFactory):
     @functools.cache
     def make(mix: str) -> Path:
-        folder = tmp_path_factory.mktemp("packed")
-        (folder / "config.json").write_text(json.dumps(CONFIG))
-        usual, others = MIXES[mix]
-        matrices = {f"blk.{i}.{name}": shape for i in range(LAYERS) for name, shape in SHAPES.items()}
-        matrices |= {"token_embd": (V, E), "output": (V, E)}
-        blocks = {f"{name}.weight": (others.get(name, usual), shape) for name, shape in matrices.items()}
-        stored = {
-            name: (format, random_rows(format, *shape, size=shape[1] ** -0.5, seed=i))
-            for i, (name, (format, shape)) in enumerate(blocks.items())
-        }
-        norms = {f"blk.{i}.{name}.weight": np.ones(E, np.float32) for i in range(LAYERS) for name in ("attn_norm", "ffn_norm")}
-        norms["output_norm.weight"] = np.full(E, 2.0, np.float32)
-        write_gguf(folder, folder / "model.gguf", "llama", tensors=norms, stored=stored)
-        return folder / "model.gguf"
+        return write_model(tmp_path_factory.mktemp("packed"), mix)
 
     return make
 
@@ -66,10 +76,11 @@ def open_file(path: Path, **options) -> LLM:
     return LLM(path, device="CPU", max_model_len=160, skip_tokenizer_init=True, **options)
 
 
-def formats_read() -> set[str]:
+def formats_read(device: str | None = None) -> set[str]:
+    """Of the matrices that kernels multiplied since the choices were forgotten, on all devices or on one."""
     return {
         part
-        for choice in registry.choices()
+        for choice in registry.choices(device)
         if choice.stem in PRODUCTS and "load" not in choice.shape
         for part in choice.shape.split()[-1].split("+")
     }

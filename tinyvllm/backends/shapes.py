@@ -18,6 +18,7 @@ class Product:
 
     bias, residual, gelu  are applied to the outputs, in this order
     silu                  the weight has 2 * O rows, gate and then up; the outputs are silu(gate) * up
+    gated                 the weight is up; the outputs hold gate, and become silu(gate) * up
     eps                   of the RMSNorm before the product, as C reads it; None if there is none
     gather                x is gathered through an index of rows
     borders               where the outputs of the second and the third of three matrices start
@@ -31,6 +32,7 @@ class Product:
     residual: bool = False
     gelu: bool = False
     silu: bool = False
+    gated: bool = False
     eps: str | None = None
     gather: bool = False
     borders: tuple[int, int] | None = None

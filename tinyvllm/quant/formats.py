@@ -150,13 +150,13 @@ _NF4_VALUES = (
 )  # fmt: skip
 _BNB_FP4 = (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25)
 _BNB_FP4_VALUES = (*_BNB_FP4, *(-value for value in _BNB_FP4))
-_FP8 = {"e4m3": True, "activations": _BF16, "tolerance": 1e-2}
-_BNB: dict[str, Any] = {"activations": Activations.FLOAT32, "tolerance": 2e-3}
+_FP8 = {"e4m3": True, "activations": _BF16, "tolerance": 1e-2, "layouts": _PANELS}
+_BNB: dict[str, Any] = {"activations": Activations.FLOAT32, "tolerance": 2e-3, "layouts": _PANELS}
 
 
 def _packed(name: str, type_id: int | None, elements: int, nbytes: int, *fields: Field, **more: Any) -> BlockFormat:
-    """A format of integers in panels, whose products round x to int8."""
-    usual: dict[str, Any] = {"layouts": _PANELS, "activations": _INT8, "tolerance": 3e-2, "quantization": type_id is not None}
+    """A format of integers in panels and in rows, whose products with panels round x to int8."""
+    usual: dict[str, Any] = {"layouts": _ROWS_PANELS, "activations": _INT8, "tolerance": 3e-2, "quantization": type_id is not None}
     return BlockFormat(name, type_id, elements, nbytes, fields, **usual | more)
 
 
@@ -191,7 +191,7 @@ _TABLE = (
     _packed("Q5_1", 7, 32, 24, _SCALE, _OFFSET, _FIFTH, _NIBBLES),
     _packed("Q2_K", 10, 256, 84, Field("scales", 16), _K_TWOS, _SCALE, _MINIMUM, scales=Scales.NIBBLES),
     _packed("Q3_K", 11, 256, 110, _K_BITS, _K_TWOS, _PAIRS, _SCALE, zero=4, scales=Scales.SIX_BITS),
-    _packed("Q4_K", 12, 256, 144, _SCALE, _MINIMUM, _PAIRS, _K_NIBBLES, scales=Scales.SIX_BIT_PAIRS, layouts=_ROWS_PANELS),
+    _packed("Q4_K", 12, 256, 144, _SCALE, _MINIMUM, _PAIRS, _K_NIBBLES, scales=Scales.SIX_BIT_PAIRS),
     _packed("Q5_K", 13, 256, 176, _SCALE, _MINIMUM, _PAIRS, _K_BITS, _K_NIBBLES, scales=Scales.SIX_BIT_PAIRS),
     _packed("Q6_K", 14, 256, 210, *_Q6_FIELDS, zero=32, scales=Scales.INT8),
     _packed("IQ4_NL", 20, 32, 18, _SCALE, _NIBBLES, values=_IQ4_VALUES),
@@ -201,7 +201,7 @@ _TABLE = (
     # Of checkpoints other than GGUF: a group's float32 scale with its numbers.
     _packed("FP8_G128", None, 128, 132, _FLOAT_SCALE, Field("quants", 128), **_FP8),
     _packed("MXFP8", None, 32, 33, Field("e8m0", 1), Field("quants", 32), **_FP8),
-    _packed("NVFP4_G128", None, 128, 76, *_NVFP4_FIELDS, values=_FP4_VALUES, scales=Scales.E4M3),
+    _packed("NVFP4_G128", None, 128, 76, *_NVFP4_FIELDS, values=_FP4_VALUES, scales=Scales.E4M3, layouts=_PANELS),
     _packed("NF4", None, 64, 36, _FLOAT_SCALE, Field("quants", 32, bits=4), values=_NF4_VALUES, **_BNB),
     _packed("BNB_FP4", None, 64, 36, _FLOAT_SCALE, Field("quants", 32, bits=4), values=_BNB_FP4_VALUES, **_BNB),
     # Unpacked at load: no layout has kernels for them.

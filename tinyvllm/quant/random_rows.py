@@ -10,7 +10,7 @@ import zlib
 import numpy as np
 
 from tinyvllm.quant.codecs import pack, unpack
-from tinyvllm.quant.formats import FORMATS, GROUPED, BlockFormat
+from tinyvllm.quant.formats import FORMATS, BlockFormat
 
 _HALVES = ("scale", "minimum", "offset")
 
@@ -65,6 +65,8 @@ def _set_halves(known: BlockFormat, data: np.ndarray, starts: dict[str, int], sc
         if field.name in _HALVES:
             at = starts[field.name]
             numbers = halves if field.nbytes == 2 else halves.astype(np.float32)
-            if known.name in GROUPED and field.name == "offset":  # numbers around 0
-                numbers = numbers * np.float32(-middle)
+            if field.name == "offset":  # numbers around 0
+                numbers = numbers * numbers.dtype.type(-middle)
+            elif field.name == "minimum":  # not the scale's bits: a kernel that takes one for the other must be noticed
+                numbers = numbers * numbers.dtype.type(0.75)
             data[:, at : at + field.nbytes] = numbers.view(np.uint8)

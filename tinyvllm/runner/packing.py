@@ -44,12 +44,6 @@ class Rows:
         return Rows(format, quantized(self.format, self.data, format, importance))
 
 
-def common_format(parts: Sequence[Rows], otherwise: str) -> str:
-    """The format of all parts, or `otherwise` where they differ."""
-    formats = {part.format for part in parts}
-    return formats.pop() if len(formats) == 1 else otherwise
-
-
 def pack_panels(format: str, I: int, parts: Sequence[Rows], out: np.ndarray) -> None:
     """Write the parts [O_i, I], one after the other, as one matrix in panels, uint8 `out`; their mapped pages are dropped."""
     parts = [part if part.format == format else part.floats() for part in parts]  # the kernel converts floats on the way

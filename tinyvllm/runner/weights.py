@@ -40,7 +40,7 @@ from tinyvllm.quant.layouts import (
 )
 from tinyvllm.quant.mixes import Quantization
 from tinyvllm.runner.load_notes import LoadNotes
-from tinyvllm.runner.packing import Rows, common_format, pack_panels, place_tiles
+from tinyvllm.runner.packing import Rows, pack_panels, place_tiles
 from tinyvllm.runner.weight_cache import WeightCache
 from tinyvllm.weights.checkpoint import Checkpoint
 from tinyvllm.weights.convert import DTYPE_FORMATS
@@ -292,14 +292,13 @@ class WeightLoader:
     # --- matrices for kernels
 
     def _stored(self, recipes: list[WeightRecipe]) -> StoredWeight:
-        """The rows of each part as the file stores them, if all have one format."""
-        parts = [self._load_rows(recipe) for recipe in recipes]
-        format, held = common_format(parts, self._plan.floats), []
-        for recipe, part in zip(recipes, parts, strict=True):
-            data = part.converted(format).data
-            held.append(RowWeight(mapped(data.reshape(-1), self._plan.placement.device), format, *recipe.shape))
-            self._note(recipe, format)
-            self._count(recipe, data.nbytes)
+        """The rows of each part as the file stores them."""
+        held = []
+        for recipe in recipes:
+            part = self._load_rows(recipe)
+            held.append(RowWeight(mapped(part.data.reshape(-1), self._plan.placement.device), part.format, *recipe.shape))
+            self._note(recipe, part.format)
+            self._count(recipe, part.data.nbytes)
         return StoredWeight(tuple(held))
 
     def _tiled(self, recipes: list[WeightRecipe]) -> TileWeight:

@@ -3,11 +3,31 @@
 // Constants from outside, as in norm_qkv_rope_store.metal: H query heads, K key heads, D features, R rotated ones (even, 0 to D), S slots a
 // block, CACHE_TYPE (F32, F16, BF16), BIAS, QK_NORM and QK_EPS. Heads are numbered 0 .. H-1 of q, H .. H+K-1 of k, H+K .. H+2K-1 of v.
 // Feature i < R / 2 is rotated with feature i + R / 2; those from R on are not rotated. v is neither normed nor rotated.
+//
+// MAIN heads, all of them or those of q, or of q and k, are of one product. Where k or v has weights in another format, the SECOND heads after
+// them, and then the rest, come from products of launches of their own: `second` [T, SECOND, D], `third` [T, H + 2 K - MAIN - SECOND, D].
 #pragma once
 #include "cache_number.h"
 
 static_assert(R % 2 == 0 && R <= D, "heads: R must be even and at most D");
 #define HEADS (H + 2 * K)
+static_assert(MAIN == H || MAIN == H + K || MAIN == HEADS, "heads: MAIN must end with q, k or v");
+
+#if MAIN < H + 2 * K
+#define SECOND_ARGUMENT device const float *second,
+#define SECOND_POINTER second
+#else
+#define SECOND_ARGUMENT
+#define SECOND_POINTER nullptr
+#endif
+#if MAIN + SECOND < H + 2 * K
+#define THIRD_ARGUMENT device const float *third,
+#define THIRD_POINTER third
+#else
+#define THIRD_ARGUMENT
+#define THIRD_POINTER nullptr
+#endif
+#define SET_PRODUCTS(to) to.second = SECOND_POINTER, to.third = THIRD_POINTER
 
 #if BIAS
 #define BIAS_ARGUMENTS device const float *bias_q, device const float *bias_k, device const float *bias_v,
@@ -25,10 +45,11 @@ static_assert(R % 2 == 0 && R <= D, "heads: R must be even and at most D");
 #define ANGLES_ARGUMENT
 #endif
 
-// Where heads go, and what is applied to them.
+// Where heads go, what is applied to them, and the products of those after MAIN.
 struct Heads {
   device float *q;
   device cache_number *keys;
+  device const float *second, *third;
   device const float *bias_q, *bias_k, *bias_v, *q_norm, *k_norm, *angles;
   device const int *slots;
 };
@@ -67,6 +88,13 @@ INLINE float bias_at(Heads to, int head, int d) {
 #else
   return 0.0f;
 #endif
+}
+
+// Feature d of a head from MAIN on, of its product.
+INLINE float product_at(Heads to, int row, int head, int d) {
+  const int index = head - MAIN, rest = HEADS - MAIN - SECOND;
+  if (index < SECOND) return to.second[((ulong)row * SECOND + index) * D + d];
+  return to.third[((ulong)row * rest + index - SECOND) * D + d];
 }
 
 INLINE float2 rotated(float a, float b, float cosine, float sine) { return float2(fma(a, cosine, -(b * sine)), fma(b, cosine, a * sine)); }

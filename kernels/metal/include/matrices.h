@@ -1,11 +1,12 @@
 // Products by simdgroup_matrix (matmul.metal, matmul16.metal): their arguments as constants select them, which row of weights an output is
 // computed from, and the operations after the sum.
 //
-// Constants from outside: I, O, WEIGHT, NORM, EPS, GATHER, MATRICES, O1, O2, BIAS, RESIDUAL, ACTIVATION and SILU, as matmul.metal says.
+// Constants from outside: I, O, WEIGHT, NORM, EPS, GATHER, MATRICES, O1, O2, BIAS, RESIDUAL, ACTIVATION, SILU and GATED, as matmul.metal says.
 #pragma once
 #include "norm.h"
 
 static_assert(!(SILU && RESIDUAL) && !(BIAS && MATRICES == 3) && SILU == (MATRICES == 2), "matrices: switches that exclude each other");
+static_assert(!(GATED && (SILU || RESIDUAL || ACTIVATION)), "matrices: a gate is multiplied with a product and its bias alone");
 
 #if NORM
 #define NORM_ARGUMENT device const float *norm,
@@ -70,11 +71,13 @@ INLINE device const uchar *weight_row(Matrices matrices, int o, bool second) {
 }
 
 struct Epilogue {  // what may be added to results
-  device const float *bias, *bias_1, *residual;
+  device const float *bias, *bias_1, *residual, *gate;
 };
-#define SET_EPILOGUE(epilogue) epilogue.bias = BIAS_POINTER, epilogue.bias_1 = BIAS_1_POINTER, epilogue.residual = RESIDUAL_POINTER
+#define SET_EPILOGUE(epilogue)                                    \
+  epilogue.bias = BIAS_POINTER, epilogue.bias_1 = BIAS_1_POINTER; \
+  epilogue.residual = RESIDUAL_POINTER, epilogue.gate = out
 
-// Output o from its sum, with SILU from gate's and up's; `at` is its index in out.
+// Output o from its sum, with SILU from gate's and up's; `at` is its index in out, where GATED finds the gate.
 INLINE float output_of(float sum, float sum_1, float inverse, Epilogue epilogue, int o, ulong at) {
   float y = NORM ? sum * inverse : sum;
   if (BIAS) y += epilogue.bias[o];
@@ -84,6 +87,7 @@ INLINE float output_of(float sum, float sum_1, float inverse, Epilogue epilogue,
     if (BIAS) up += epilogue.bias_1[o];
     y = silu(y) * up;
   }
+  if (GATED) y = silu(epilogue.gate[at]) * y;
   return RESIDUAL ? y + epilogue.residual[at] : y;
 }
 

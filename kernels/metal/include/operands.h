@@ -12,28 +12,45 @@
 //
 // so a weight costs a mask and an or for two, a shift for four; scale and start are applied once a run, to the sums. x' is x times
 // X_FACTOR, a power of two; start is START times the sum of x. Subtracting what RAISE adds costs accuracy: up to 4 * 10^-5 of the sums of
-// |x w| have been measured, as if x were rounded to 14 bits; and x from 2^117 on overflows. F16 is its own operand; BF16 and F32 are float
-// operands.
+// |x w| have been measured, as if x were rounded to 14 bits; and x from 2^117 on overflows. F16 is its own operand; weights of all other
+// formats become float32 operands, exactly.
 #pragma once
 #include "product.h"
 
-#define SLICE (32 * RUNS)
-typedef simdgroup_matrix<operand_number, 8, 8> Operand;
-
 // Of a format header: a lane's part of a slice as it comes from memory (Slice, load_slice), its two numbers of operand `i` of 4 of a run
 // (operand_at), the run's scale and minimum, and the place of column 16 * second_half + 4 * four + i of 32 among the columns of a run's
-// operands (column_place). The formats that are not quantized share this:
-#if !QUANTIZED
+// operands (column_place). The formats that are not quantized operands share this:
+#ifndef QUANTIZED
+#define QUANTIZED 0
+#define RUNS 1
+#define HAS_MINIMUM 0
 #define X_FACTOR(second_half) 1.0f
 #define START(second_half) -RAISE
-struct Slice {  // eight numbers; operand i has the lane's numbers 2 i and 2 i + 1
+#ifndef OPERAND
+#define OPERAND float
+#define OPERAND_PAIR float2
+#endif
+typedef OPERAND operand_number;
+typedef OPERAND_PAIR operand_pair;
+
+struct Slice {  // eight columns: operand i has columns 2 i and 2 i + 1 of them
   Raw raw;
+  int plane;
 };
 INLINE Slice load_slice(device const uchar *row, int column, int quarter) {
+  const Place place = place_of(column + 8 * quarter);
   Slice slice;
-  slice.raw = load_raw(row, 0, column / 8 + quarter);
+  slice.raw = load_raw(row, 0, place.lane), slice.plane = place.plane;
   return slice;
 }
-INLINE operand_pair operand_at(thread const Slice &slice, int, int i) { return plain_pair(slice.raw, i); }
+INLINE operand_pair operand_at(thread const Slice &slice, int, int i) {
+  const float4 four = four_weights(slice.raw, slice.plane, i / 2);
+  operand_pair pair;
+  pair.x = (operand_number)(i & 1 ? four.z : four.x), pair.y = (operand_number)(i & 1 ? four.w : four.y);
+  return pair;
+}
 INLINE int column_place(int second_half, int four, int i) { return four % 2 * 16 + 2 * (2 * second_half + four / 2) + i / 2 * 8 + i % 2; }
 #endif
+
+#define SLICE (32 * RUNS)
+typedef simdgroup_matrix<operand_number, 8, 8> Operand;

@@ -4,10 +4,11 @@
 //
 // A SIMD group goes through a row of weights in STEPs of 32 lanes, in SUBS rounds each; in a round a lane has eight columns, twice four
 // consecutive ones (column_of). A lane's share of a row does not depend on how many rows of x or of weights are computed together.
+// A round is a plane of the lane's eight bytes of quants (weights.h).
 //
 // The order, for one output: a lane goes through its columns, rounds ascending, and adds each with sum = fma(w, x, sum) in float32; then
-// lanes are added in pairs 16, 8, 4, 2 and 1 apart. w is the weight's exact value (Q4_K: that of tinyvllm/quant/formats.py, scale * q
-// exact and the minimum subtracted with one rounding), and x is not rounded.
+// lanes are added in pairs 16, 8, 4, 2 and 1 apart. w is the weight's exact value (with a minimum or an offset: scale * q exact, and the other
+// added with one rounding, as in tinyvllm/quant/codecs.py), and x is not rounded.
 #pragma once
 #include "params.h"
 #include "weights.h"

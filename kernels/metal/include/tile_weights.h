@@ -2,14 +2,15 @@
 #pragma once
 #include "product.h"
 
-#if LANE_SHARES_IN_ORDER
-// Columns `column` to column + 15 of a row, column % 16 == 0: the shares of two lanes.
+#if !OWN_SIXTEEN
+// Columns `column` to column + 15 of a row, column % 16 == 0: twice eight columns of a plane.
 INLINE Sixteen sixteen_at(device const uchar *row, int column) {
   Sixteen w;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    const Raw raw = load_raw(row, 0, column / 8 + i);
-    w.of[2 * i] = four_weights(raw, 0, 0), w.of[2 * i + 1] = four_weights(raw, 0, 1);
+    const Place place = place_of(column + 8 * i);
+    const Raw raw = load_raw(row, 0, place.lane);
+    w.of[2 * i] = four_weights(raw, place.plane, 0), w.of[2 * i + 1] = four_weights(raw, place.plane, 1);
   }
   return w;
 }

@@ -1,41 +1,56 @@
 // Rows of weights as they are stored in model files: selects the header of the format WEIGHT, which holds all that is known of it.
 //
-// Constants from outside: WEIGHT (F32, F16, BF16, Q8_0, Q4_0 or Q4_K) and I, the columns of a row. A matrix is O rows of ROW_BYTES bytes,
-// one after another, exactly as in the file (tinyvllm/quant/formats.py): nothing is repacked, so files are mapped without a copy.
-// Alignment of the base address: F32, F16, BF16 and Q4_K 4 bytes, Q8_0 and Q4_0 2 bytes.
+// Constants from outside: WEIGHT (kernels/include/formats.h) and I, the columns of a row. A matrix is O rows of ROW_BYTES bytes, one after
+// another, exactly as in the file (tinyvllm/quant/formats.py): nothing is repacked, so files are mapped without a copy. The base address is
+// a multiple of 4, or of the largest power of two in the format's block if that is less: 2 for a block of 18 or 210 bytes, 1 for 17. No load
+// may assume more.
 //
-// A new format is one more header, one number in kernels/include/formats.h and one line below. A format header has no includes. It defines:
+// A new format is one more header and one line below. A format header has no includes. It defines:
 //
-//   ROW_BYTES         bytes of a row
-//   COLUMNS_DIVISOR   what I must be a multiple of
-//   four_values(row, column)       the float32 values of four columns, column % 4 == 0 (embed.metal)
+//   BLOCK, BLOCK_BYTES   weights of a block, and its bytes in a file; for floats 1 and the bytes of a number
+//   PLANES, RUN          which columns a lane has. RUN bytes of quants in a row hold PLANES planes of RUN columns: byte b has column b of
+//                        each plane. A lane has eight of these bytes, one after another, its share: eight columns of each plane. Lanes of
+//                        a SIMD group have bytes that follow one another, so that their loads are one stretch of memory. (Floats: one
+//                        plane, whose eight columns are more bytes.)
+//   struct Raw, load_raw(row, step, lane)     a lane's share of a step, as it comes from memory, its scales taken out of the block
+//   four_weights(raw, plane, four)            float32 values of the first or second four columns of a plane of the share
 //
-//   For products on SIMD lanes (product.h). A SIMD group goes through a row in steps of STEP columns, SUBS rounds a step:
-//   STEP, SUBS
-//   struct Raw, load_raw(row, step, lane)     a lane's share of a step, as it comes from memory
-//   four_weights(raw, sub, second)            the first or second four weights of round `sub`
-//   column_of(lane, sub, second)              the first column of these four, counted from the step's first
+// That is enough for every kernel. Formats may define what is faster than the general code:
 //
-//   For products by tiles (tile_weights.h):
-//   LANE_SHARES_IN_ORDER           1: column_of is lane * 8 + second * 4, and the general sixteen_at is used
-//   sixteen_at(row, column)        otherwise: columns `column` to column + 15 of a row, column % 16 == 0
-//
-//   For products by simdgroup_matrix (operands.h says what these mean):
-//   QUANTIZED, RUNS, HAS_MINIMUM, operand_number, operand_pair
-//   if QUANTIZED: X_FACTOR, START, struct Slice, load_slice(row, column, quarter), operand_at(slice, run, i), scale_of(slice, run),
-//                 minimum_of(slice, run), column_place(second_half, four, i)
-//   otherwise:    plain_pair(raw, i), numbers 2 i and 2 i + 1 of a lane's eight
+//   OWN_SIXTEEN 1, sixteen_at(row, column)    columns `column` to column + 15 of a row, column % 16 == 0 (tile_weights.h)
+//   OPERAND, OPERAND_PAIR                     type of the operands of simdgroup_matrix, if not float (operands.h)
+//   QUANTIZED 1, RUNS, HAS_MINIMUM, operand_number, operand_pair, X_FACTOR, START, struct Slice, load_slice, operand_at, scale_of,
+//   minimum_of, column_place                  operands of quants (operands.h)
 //
 // Quants are masked where they are, and neither shifted down nor converted: or-ed into the mantissa of half 1024.0, a nibble is 1024 + q
 // or 1024 + 16 q, exactly, and an fma with the block's scale (or a sixteenth of it) removes the rest, exactly as well: everything fits in
-// 24 bits. Bytes of Q8_0 likewise. Factors that undo the position of a nibble are those of llama.cpp's and MLX's Metal kernels, which
-// apply them to x; the trick with the mantissa is FasterTransformer's (Kim et al. 2022).
+// 24 bits. Where a minimum or an offset is added, 1024 is subtracted first, so that the sum is rounded once. Factors that undo the position
+// of a nibble are those of llama.cpp's and MLX's Metal kernels, which apply them to x; the trick with the mantissa is FasterTransformer's
+// (Kim et al. 2022). There is no table in memory, no branch and no load of a single quant: values of IQ4_NL are computed (four_values_iq4).
 #pragma once
 #include "gpu.h"
 
 struct Sixteen {  // sixteen consecutive columns of a row
   float4 of[4];
 };
+
+// --- words of a row, by what their address is a multiple of
+
+INLINE uint word_of(ushort low, ushort high) { return as_type<uint>(ushort2(low, high)); }
+INLINE uint word_at_2(device const uchar *at) {
+  const ushort2 both = ushort2(*(device const packed_ushort2 *)at);
+  return word_of(both.x, both.y);
+}
+INLINE uint2 words_at_1(device const uchar *at) {
+  device const packed_uchar4 *fours = (device const packed_uchar4 *)at;
+  return uint2(as_type<uint>(uchar4(fours[0])), as_type<uint>(uchar4(fours[1])));
+}
+INLINE uint2 words_at_2(device const uchar *at) {
+  const ushort4 all = ushort4(*(device const packed_ushort4 *)at);
+  return uint2(word_of(all.x, all.y), word_of(all.z, all.w));
+}
+INLINE uint2 words_at_4(device const uchar *at) { return uint2(*(device const packed_uint2 *)at); }
+INLINE float half_at(device const uchar *at) { return (float)*(device const half *)at; }
 
 // --- quants as halves
 
@@ -53,7 +68,50 @@ INLINE half4 four_raised(uint word, uint mask) {
   return half4(even.x, odd.x, even.y, odd.y);
 }
 
-INLINE uint word_of(ushort low, ushort high) { return as_type<uint>(ushort2(low, high)); }
+// 2^-bits
+INLINE float power_below(int bits) { return as_type<float>((uint)(127 - bits) << 23); }
+
+// Of the four bytes of a word: scale * (q - zero), and scale * q + offset, where q is the byte, or the `bits` bits from bit `shift` on.
+INLINE float4 scaled_bytes(uint word, float scale, float zero) {
+  return fma(float4(four_raised(word, BYTES)), float4(scale), float4(scale * -(RAISE + zero)));
+}
+INLINE float4 shifted_bytes(uint word, float scale, float offset) {
+  return fma(float4(four_raised(word, BYTES) - half4(1024.0h)), float4(scale), float4(offset));
+}
+INLINE float4 scaled_bits(uint word, int bits, int shift, float scale, float zero) {
+  const float below = power_below(shift);
+  const half4 q = four_raised(word, ((1u << bits) - 1u) * 0x00010001u << shift);
+  return fma(float4(q), float4(scale * below), float4(scale * -(RAISE * below + zero)));
+}
+INLINE float4 shifted_bits(uint word, int bits, int shift, float scale, float offset) {
+  const half4 q = four_raised(word, ((1u << bits) - 1u) * 0x00010001u << shift) - half4(1024.0h);
+  return fma(float4(q), float4(scale * power_below(shift)), float4(offset));
+}
+
+// Nibbles of a word's plane, 0 or 1, as bytes.
+INLINE uint nibbles(uint word, int plane) { return word >> 4 * plane & 0x0F0F0F0Fu; }
+// Bits 0 .. 3 of `bits` as bit 4 of bytes 0 .. 3.
+INLINE uint fifth_bits(uint bits) { return (bits & 15u) * 0x02040810u & 0x10101010u; }
+
+// The values that the four nibbles of a plane have in IQ4_NL and IQ4_XS (IQ4_VALUES - 128 of formats.h): -127 .. 113. They are what a
+// polynomial of q - 8 rounds to; it is at most 0.433 from each of them. Four fma and a rounding cost less than a look-up: sixteen numbers
+// are too many for selects, and a table in threadgroup memory serves one SIMD group of a core at a time.
+INLINE float4 four_values_iq4(uint word, int plane) {
+  const half4 q = four_raised(word, plane ? HIGH_NIBBLES : LOW_NIBBLES) - half4(plane ? 1152.0h : 1032.0h);  // q - 8, or 16 (q - 8)
+  const float f = plane ? 0.0625f : 1.0f;
+  const float4 x = float4(q);
+  float4 y = fma(float4(1.58604282e-3f * f * f * f * f), x, float4(8.18398097e-2f * f * f * f));
+  y = fma(y, x, float4(-1.68120539e-2f * f * f));
+  y = fma(y, x, float4(11.4398097f * f));
+  return rint(fma(y, x, float4(1.43298969f)));
+}
+
+// --- places of blocks
+
+#define BLOCK_LANES (BLOCK / (8 * PLANES))  // lanes that share a block
+#define BLOCK_OF(row, step, lane) ((row) + ((step) * (LANES / BLOCK_LANES) + (lane) / BLOCK_LANES) * BLOCK_BYTES)
+
+#include "six_bits.h"
 
 #if WEIGHT == F32
 #include "formats/f32.h"
@@ -65,10 +123,65 @@ INLINE uint word_of(ushort low, ushort high) { return as_type<uint>(ushort2(low,
 #include "formats/q8_0.h"
 #elif WEIGHT == Q4_0
 #include "formats/q4_0.h"
+#elif WEIGHT == Q5_0
+#include "formats/q5_0.h"
+#elif WEIGHT == Q4_1
+#include "formats/q4_1.h"
+#elif WEIGHT == Q5_1
+#include "formats/q5_1.h"
+#elif WEIGHT == Q2_K
+#include "formats/q2_k.h"
+#elif WEIGHT == Q3_K
+#include "formats/q3_k.h"
 #elif WEIGHT == Q4_K
 #include "formats/q4_k.h"
+#elif WEIGHT == Q5_K
+#include "formats/q5_k.h"
+#elif WEIGHT == Q6_K
+#include "formats/q6_k.h"
+#elif WEIGHT == IQ4_NL
+#include "formats/iq4_nl.h"
+#elif WEIGHT == IQ4_XS
+#include "formats/iq4_xs.h"
+#elif WEIGHT == MXFP4
+#include "formats/mxfp4.h"
+#elif WEIGHT >= INT2_G32 && WEIGHT <= INT8_G128
+#include "formats/grouped.h"
 #else
-#error "weights.h: WEIGHT must be F32, F16, BF16, Q8_0, Q4_0 or Q4_K"
+#error "weights.h: no kernels for this WEIGHT in rows"
 #endif
 
-static_assert((I) % COLUMNS_DIVISOR == 0, "weights: the columns must be a multiple of 32, of 256 for Q4_K");
+#ifndef OWN_SIXTEEN
+#define OWN_SIXTEEN 0
+#endif
+#define ROW_BYTES ((I) / BLOCK * BLOCK_BYTES)
+static_assert((I) % 32 == 0 && (I) % BLOCK == 0, "weights: the columns must be a multiple of 32 and of the format's block");
+static_assert(RUN % 8 == 0, "weights: a run must be a whole number of shares");
+
+// --- columns and lanes
+
+// A SIMD group goes through a row in steps of STEP columns, a lane in SUBS rounds of eight columns, twice four consecutive ones.
+#define STEP (8 * LANES * PLANES)
+#define SUBS PLANES
+
+// The first column of the first or second four of a round, counted from the step's first.
+INLINE int column_of(int lane, int sub, int second) {
+  return lane / (RUN / 8) * (PLANES * RUN) + sub * RUN + lane % (RUN / 8) * 8 + second * 4;
+}
+
+// Where a column is: the plane of the share of `lane`, counted from the row's first.
+struct Place {
+  int lane, plane;
+};
+INLINE Place place_of(int column) {
+  Place place;
+  place.lane = column / (PLANES * RUN) * (RUN / 8) + column % RUN / 8;
+  place.plane = column % (PLANES * RUN) / RUN;
+  return place;
+}
+// Columns `column` to column + 3 of a row, column % 4 == 0.
+INLINE float4 four_values(device const uchar *row, int column) {
+  const Place place = place_of(column);
+  const Raw raw = load_raw(row, 0, place.lane);
+  return four_weights(raw, place.plane, column % 8 / 4);
+}

@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.metal import plan as records
 from tinyvllm.backends.shapes import Attention, Heads, Product
+from tinyvllm.quant.formats import GROUPED, Layout, packed_in
 
 VARIANT, EPS = "apple7", "1e-05f"
-FORMATS = ("BF16", "F16", "F32", "Q8_0", "Q4_0", "Q4_K")
+FORMATS = ("BF16", "F16", "F32", "Q8_0", "Q4_0", "Q4_K")  # in every kernel; the others where a row is read in another way
+GROUPED_SOME = ("INT2_G64", "INT3_G32", "INT4_G128", "INT5_G32", "INT6_G64", "INT8_G128")  # each width, each size of groups
+OTHERS = (*(name for name in packed_in(Layout.ROWS) if name not in (*FORMATS, *GROUPED)), *GROUPED_SOME)
+EVERY = (*FORMATS, *OTHERS)
 FEATURES = ("SAMPLED", "TOP_K", "TOP_P", "MIN_P", "PENALIZED", "BIASED")
 
 
@@ -46,11 +50,20 @@ def _few() -> dict[str, Kernel]:
         for T in (1, 8, 16):
             found[f"matvec {format} of {T}"] = records.matvec(VARIANT, Product(format, T, LARGE.E, LARGE.F, residual=T == 1))
         found[f"norm_gate_up_silu {format}"] = records.norm_gate_up_silu(VARIANT, format, 1, LARGE.E, LARGE.F, EPS)
+    for format in OTHERS:
+        found[f"matvec {format} of 1"] = records.matvec(VARIANT, Product(format, 1, LARGE.E, LARGE.F))
     for format in ("BF16", "Q4_0", "Q4_K"):
         for name, sizes, T, cache in (("8b", LARGE, 1, "BF16"), ("qwen", QWEN, 4, "F16")):
             heads = sizes.heads(cache)
             found[f"norm_qkv_rope_store {format} {name}"] = records.norm_qkv_rope_store(VARIANT, format, T, sizes.E, heads, EPS)
             found[f"norm_head {format} {name}"] = records.norm_head(VARIANT, format, T, sizes.V, sizes.E, EPS)
+    for name, sizes in (("8b", LARGE), ("qwen", QWEN)):
+        heads = sizes.heads("BF16")
+        kernel = records.norm_qkv_rope_store(VARIANT, "Q4_K", 2, sizes.E, heads, EPS, apart=(heads.K * heads.D,))
+        found[f"norm_qkv_rope_store {name}, v apart"] = kernel
+    found["norm_head of all rows"] = records.norm_head(VARIANT, "Q6_K", 2, LARGE.K * LARGE.D, LARGE.E, EPS, gather=False)
+    for half in ("GATE", "UP"):
+        found[f"norm_gate_up_silu {half}"] = records.norm_gate_up_silu(VARIANT, "Q6_K", 2, LARGE.E, LARGE.F, EPS, bias=True, half=half)
     found["matvec with all"] = records.matvec(VARIANT, Product("BF16", 4, SMALL.E, SMALL.E, bias=True, residual=True, gelu=True))
     found["norm_gate_up_silu with bias"] = records.norm_gate_up_silu(VARIANT, "BF16", 3, QWEN.E, QWEN.F, EPS, bias=True)
     found["norm_qkv_rope_store with bias"] = records.norm_qkv_rope_store(VARIANT, "Q8_0", 16, SMALL.E, SMALL.heads("F32", True), EPS)
@@ -62,6 +75,12 @@ def _many() -> dict[str, Kernel]:
     for format in FORMATS:
         found[f"matmul {format} of 64"] = records.matmul(VARIANT, Product(format, 64, LARGE.E, LARGE.F, residual=True))
         found[f"matmul {format} with silu"] = records.matmul(VARIANT, Product(format, 256, SMALL.F, SMALL.E, silu=True, eps=EPS))
+    for format in OTHERS:
+        found[f"matmul {format} of 64"] = records.matmul(VARIANT, Product(format, 64, LARGE.E, LARGE.F))
+    for format in ("Q6_K", "Q3_K"):
+        found[f"matmul16 {format}"] = records.matmul16(records.MATRIX, Product(format, 16, LARGE.E, LARGE.F))
+    found["matmul gated"] = records.matmul(VARIANT, Product("Q6_K", 64, LARGE.F, LARGE.E, gated=True, eps=EPS))
+    found["matmul16 gated"] = records.matmul16(records.MATRIX, Product("Q6_K", 16, LARGE.F, LARGE.E, gated=True, eps=EPS))
     for format in FORMATS:
         found[f"matmul16 {format}"] = records.matmul16(records.MATRIX, Product(format, 16, LARGE.E, LARGE.F, residual=True))
         found[f"matmul16 {format} with silu"] = records.matmul16(
@@ -90,7 +109,7 @@ def _attention() -> dict[str, Kernel]:
 
 
 def _tokens() -> dict[str, Kernel]:
-    found = {f"embed {format}": records.embed(VARIANT, format, 64, SMALL.V, SMALL.E) for format in FORMATS}
+    found = {f"embed {format}": records.embed(VARIANT, format, 64, SMALL.V, SMALL.E) for format in EVERY}
     for cache in ("F32", "F16", "BF16"):
         found[f"kv_append {cache}"] = records.kv_append(VARIANT, 64, 8, 16, 128, cache)
     found["matrix_probe"] = records.matrix_probe(VARIANT)

@@ -7,10 +7,12 @@ import pytest
 
 from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned, call
+from tests.kernels.metal.samples import EVERY
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.metal import plan as records
-from tinyvllm.quant.codecs import unpack
-from tinyvllm.quant.formats import FORMATS
+from tinyvllm.quant.formats import FORMATS, GROUPED
+from tinyvllm.quant.layouts import unpack_rows
+from tinyvllm.quant.random_rows import packable_width, random_rows
 
 VARIANT = "apple7"
 
@@ -24,24 +26,21 @@ def numbers(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def file_rows(weight: str, V: int, E: int) -> np.ndarray:
-    """uint8 [V, bytes] of random bits, but no NaN and no infinity; the first row's halves are subnormal."""
-    if weight == "F32":
-        return numbers(V, E).view(np.uint8)
-    blocks = np.random.default_rng(1).integers(0, 256, (V, E // FORMATS[weight].elements, FORMATS[weight].nbytes), np.uint8)
-    for high in (1, 3) if weight == "Q4_K" else (1,):
-        blocks[..., high] &= 0xBF
-        blocks[0, :, high] &= 0x83
-    return blocks.reshape(V, -1)
+    """uint8 [V, bytes]; numbers and scales of the first row are subnormal halves, of formats that have any."""
+    rows, small = random_rows(weight, V, E), random_rows(weight, 1, E, size=2.0**-22)
+    if FORMATS[weight].is_float or "exponent" not in [field.name for field in FORMATS[weight].fields]:
+        rows[:1] = small
+    return rows
 
 
-@pytest.mark.parametrize("weight", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K"])
+@pytest.mark.parametrize("weight", EVERY)
 def test_embed_unpacks_rows(weight: str) -> None:
-    V, E = 37, 512 if weight == "Q4_K" else 96
+    V, E = 37, packable_width(weight, 96)
     rows, tokens = file_rows(weight, V, E), int32(0, 36, 16, 9, 7)
-    values = rows.view(np.float32) if weight == "F32" else unpack(weight, rows.reshape(-1, FORMATS[weight].nbytes)).reshape(V, E)
+    values = unpack_rows(weight, rows)
     x = aligned((5, E), np.float32)
     emulate(records.embed(VARIANT, weight, 5, V, E), x, rows, tokens, int32(4))
-    np.testing.assert_array_equal(x[:4], values[tokens[:4]].astype(np.float32))
+    np.testing.assert_allclose(x[:4], values[tokens[:4]], rtol=0, atol=2**-22 if weight in GROUPED else 0)
     assert np.isnan(x[4]).all(), "invalid rows are not written"
 
 

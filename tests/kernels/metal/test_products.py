@@ -11,16 +11,20 @@ from tests.emulator import emulate as emulator
 from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned
 from tests.kernels.cuda.tiles import close, laid, numbers, one, same_bits, untouched
+from tests.kernels.metal.samples import EVERY
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.metal import plan as records
 from tinyvllm.backends.metal.plan import Cut
 from tinyvllm.backends.shapes import Heads, Product
 from tinyvllm.backends.source import kernel_text
-from tinyvllm.quant.codecs import bf16_to_f32, pack, unpack
-from tinyvllm.quant.formats import FORMATS
+from tinyvllm.quant.codecs import bf16_to_f32
+from tinyvllm.quant.formats import FLOATS, GROUPED
+from tinyvllm.quant.layouts import unpack_rows
+from tinyvllm.quant.random_rows import packable_width, random_rows
 
 VARIANT, EPS, QK_EPS = "apple7", 1e-5, 1e-6
-NAMES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K")
+PACKED = tuple(name for name in EVERY if name not in FLOATS)
+NAMES = (*FLOATS, "Q8_0", "Q4_0", "Q4_K", "Q3_K")  # every way of sharing a row's bytes among lanes
 SHAPES = [(1, 288), (2, 1056), (5, 544), (8, 96), (16, 288)]  # rows of x, columns: short last steps, less than a step
 CUTS = {1: Cut(2, 3), 2: Cut(8, 2), 5: Cut(1, 4, staged=True), 8: Cut(4, 4, 2, True), 16: Cut(2, 4, 2)}
 
@@ -31,7 +35,7 @@ def poison(*shape: int, dtype: object = np.float32) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Weight:
-    """`rows` uint8 [O, bytes] as in a file, `values` float64 [O, I]."""
+    """`rows` uint8 [O, bytes] as in a file, `values` float64 [O, I]. Of `joined` ones only the values count."""
 
     format: str
     rows: np.ndarray
@@ -39,20 +43,14 @@ class Weight:
 
 
 def weight_of(O: int, I: int, format: str, seed: int = 0) -> Weight:
-    known = FORMATS[format]
-    if format == "Q4_K":  # there is no packer: blocks of random bits, except for the scales
-        rng = np.random.default_rng([seed, O, I])
-        blocks = rng.integers(0, 256, (O * I // 256, 144), dtype=np.uint8)
-        blocks[:, :4] = rng.uniform(0.001, 0.01, (len(blocks), 2)).astype(np.float16).view(np.uint8)
-    else:
-        blocks = pack(format, np.ascontiguousarray(numbers(O, I, seed=seed).reshape(-1, known.elements)))
-    blocks = blocks.reshape(-1, known.nbytes)
-    return Weight(format, laid(blocks.reshape(O, -1)), unpack(format, blocks).reshape(O, I).astype(np.float64))
+    rows = random_rows(format, O, I, seed=seed)
+    return Weight(format, laid(rows), unpack_rows(format, rows).astype(np.float64))
 
 
-def columns(I: int, format: str) -> int:
-    """I, rounded up to what the format allows."""
-    return -(-I // 256) * 256 if format == "Q4_K" else I
+def equal(out: np.ndarray, weight: Weight, first: int) -> None:
+    """Columns from `first` on are the weights', exactly; where a float32 scale times an integer is rounded, to the last bit."""
+    error = np.abs(out - weight.values[:, first : first + 16].T)
+    assert error.max() <= (2**-22 if weight.format in GROUPED else 0)
 
 
 def product(x: np.ndarray, weight: Weight) -> tuple[np.ndarray, np.ndarray]:
@@ -65,7 +63,7 @@ def normed(x: np.ndarray, norm: np.ndarray) -> np.ndarray:
 
 
 def joined(*weights: Weight) -> Weight:
-    return replace(weights[0], rows=np.concatenate([w.rows for w in weights]), values=np.concatenate([w.values for w in weights]))
+    return replace(weights[0], values=np.concatenate([w.values for w in weights]))
 
 
 def gelu(y: np.ndarray) -> np.ndarray:
@@ -81,10 +79,12 @@ def matvec(kernel: Kernel, x: np.ndarray, weight: Weight, *more: np.ndarray, row
     return out
 
 
-@pytest.mark.parametrize("format", NAMES)
-@pytest.mark.parametrize("T, I", SHAPES)
+ONE_SHAPE = [(*SHAPES[i % 5], format) for i, format in enumerate(EVERY) if format not in NAMES]
+
+
+@pytest.mark.parametrize("T, I, format", [(*shape, format) for shape in SHAPES for format in NAMES] + ONE_SHAPE)
 def test_matvec(T: int, I: int, format: str) -> None:
-    O, I = 21, columns(I, format)
+    O, I = 21, packable_width(format, I)
     weight, x = weight_of(O, I, format), numbers(T, I)
     close(matvec(records.matvec(VARIANT, Product(format, T, O, I), cut=CUTS[T]), x, weight, seed=T), *product(x, weight))
 
@@ -100,15 +100,14 @@ def test_matvec_ends_with_bias_gelu_and_residual(bias: int, residual: int, gelu_
     close(got, (gelu(y) if gelu_too else y) + r * residual, size + 2)
 
 
-@pytest.mark.parametrize("format", NAMES)
+@pytest.mark.parametrize("format", EVERY)
 def test_a_row_has_the_same_bits_in_any_batch(format: str) -> None:
     """Alone and among sixteen, at another row, with x staged or not, with the work divided in other ways."""
-    O, I = 19, columns(1312, format)
+    O, I = 19, packable_width(format, 1312)
     weight, x = weight_of(O, I, format), numbers(16, I)
     want = matvec(records.matvec(VARIANT, Product(format, 16, O, I)), x, weight)
-    for first, T, cut in (
-        (5, 1, Cut(4, 2)), (15, 1, Cut(1, 1)), (2, 2, Cut(8, 2)), (3, 4, Cut(2, 2, staged=True)), (7, 9, Cut(2, 4, 2)),
-    ):  # fmt: skip
+    cuts = [(5, 1, Cut(4, 2)), (3, 4, Cut(2, 2, staged=True)), (15, 1, Cut(1, 1)), (2, 2, Cut(8, 2)), (7, 9, Cut(2, 4, 2))]
+    for first, T, cut in cuts if format in NAMES else cuts[:2]:
         same_bits(
             matvec(records.matvec(VARIANT, Product(format, T, O, I), cut=cut), laid(x[first : first + T]), weight, seed=T),
             want[first : first + T],
@@ -132,17 +131,15 @@ def test_nan_and_infinity_stay_in_their_rows(format: str) -> None:
     assert np.isnan(out[1]).all() and not np.isfinite(out[2]).any() and np.isfinite(out[[0, 3]]).all()
 
 
-@pytest.mark.parametrize("format", ("Q8_0", "Q4_0", "Q4_K"))
+@pytest.mark.parametrize("format", PACKED)
 def test_every_weight_is_exact(format: str) -> None:
     """Rows of x with a single 1 give the weights themselves: every column of every format is multiplied by its x."""
-    I = columns(544, format)
+    I = packable_width(format, 544)
     weight = weight_of(3, I, format)
-    for first in range(0, I, 48):  # first and second halves of blocks in turn
+    for first in range(0, I, 16):
         x = laid(np.eye(16, I, first, dtype=np.float32))
         out = matvec(records.matvec(VARIANT, Product(format, 16, 3, I), cut=Cut(2, 2, staged=True)), x, weight)
-        picked = np.zeros((16, 3))
-        picked[: min(16, I - first)] = weight.values[:, first : first + 16].T
-        assert (out == picked).all()
+        equal(out, weight, first)
 
 
 # --- norm_gate_up_silu
@@ -161,9 +158,9 @@ def gated(y: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return gate / (1 + np.exp(-gate)) * up, of_gate * np.abs(up) + np.abs(gate) * of_up + np.abs(gate * up)
 
 
-@pytest.mark.parametrize("T, E, format", [(*shape, format) for shape, format in zip(SHAPES * 2, NAMES * 2, strict=False)])
+@pytest.mark.parametrize("T, E, format", [(*shape, format) for shape, format in zip(SHAPES * 4, EVERY, strict=False)])
 def test_norm_gate_up_silu(T: int, E: int, format: str) -> None:
-    F, E, bias, rows = 13, columns(E, format), T % 2, T - (T > 2)
+    F, E, bias, rows = 13, packable_width(format, E), T % 2, T - (T > 2)
     weights, x, norm, b = [weight_of(F, E, format, seed) for seed in (0, 1)], numbers(T, E), numbers(E, seed=1), numbers(2, F, seed=2)
     cut = replace(CUTS[T], rows=max(2, CUTS[T].rows))
     kernel = records.norm_gate_up_silu(VARIANT, format, T, E, F, f"{EPS}f", bool(bias), cut)
@@ -188,6 +185,18 @@ def test_a_gated_row_has_the_same_bits_in_any_batch(format: str) -> None:
         same_bits(run(T, first, cut), want[first : first + T])
 
 
+@pytest.mark.parametrize("T", [1, 5])
+def test_gate_and_up_in_two_launches_have_the_bits_of_one(T: int) -> None:
+    """For matrices in two formats, which one launch cannot read."""
+    F, E, format = 13, 1056, "Q4_0"
+    weights, x, norm, b = [weight_of(F, E, format, seed) for seed in (0, 1)], numbers(T, E), numbers(E, seed=1), numbers(2, F, seed=2)
+    shape, biases = (VARIANT, format, T, E, F, f"{EPS}f", True), (laid(b[0]), laid(b[1]))
+    want, out = gate_up(records.norm_gate_up_silu(*shape), x, norm, weights, *biases), poison(T, F)
+    for half, weight, bias in zip(("GATE", "UP"), weights, biases, strict=True):
+        emulate(records.norm_gate_up_silu(*shape, half=half), out, x, norm, weight.rows, bias, one(T), seed=T)
+    same_bits(out, want)
+
+
 # --- norm_qkv_rope_store, rope_store
 
 H, K, S, P = 3, 2, 8, 4  # heads of q and of k, slots a block, blocks
@@ -198,9 +207,13 @@ class Case:
     """Arguments of one call, and its expected results."""
 
     def __init__(self, T: int, E: int, D: int, R: int, format: str, bias: int, qk_norm: int) -> None:
-        self.T, self.D, self.R, self.bias, self.qk_norm, self.format = T, D, R, bias, qk_norm, format
+        """`format`: of all heads, or those of q, k and v with + between them."""
+        formats = format.split("+") if "+" in format else [format] * 3
+        self.T, self.D, self.R, self.bias, self.qk_norm, self.format = T, D, R, bias, qk_norm, formats[0]
         self.x, self.norm = numbers(T, E), numbers(E, seed=1)
-        self.weights = [weight_of(heads * D, E, format, seed) for seed, heads in enumerate((H, K, K))]
+        self.weights = [weight_of(heads * D, E, name, seed) for seed, (heads, name) in enumerate(zip((H, K, K), formats, strict=True))]
+        self.main = next((i for i, name in enumerate(formats) if name != formats[0]), 3)
+        self.apart = tuple(len(w.rows) for w in self.weights[self.main :])
         self.biases, self.norms, self.angles = numbers((H + 2 * K) * D, seed=2), numbers(2, D, seed=3), numbers(T, R, seed=4)
         self.slots = laid(np.random.default_rng(5).permutation(P * S)[:T].astype(np.int32))
 
@@ -216,14 +229,28 @@ class Case:
         """Rows `first` to first + T - 1 -> q [T, H, D], pool [P, 2, K, S, D] as stored."""
         some = slice(first, first + T)
         q, pool = poison(T, H, self.D), poison(P, 2, K, S, self.D, dtype=NUMBER[cache])
-        kernel = records.norm_qkv_rope_store(VARIANT, self.format, T, self.x.shape[1], self.heads(cache), f"{EPS}f", cut)
-        ins = [laid(self.x[some]), self.norm, *(w.rows for w in self.weights), *self._last_inputs(some, T if rows is None else rows)]
+        valid = T if rows is None else rows
+        kernel = records.norm_qkv_rope_store(VARIANT, self.format, T, self.x.shape[1], self.heads(cache), f"{EPS}f", cut, self.apart)
+        weights = [w.rows for w in self.weights[: self.main]]
+        ins = [laid(self.x[some]), self.norm, *weights, *self._products(some, valid), *self._last_inputs(some, valid)]
         emulate(kernel, q, pool, pool, *ins, seed=T)
         return q, pool
 
+    def _products(self, some: slice, rows: int) -> list[np.ndarray]:
+        """Of the heads whose weights have another format than q's: launches of their own."""
+        found, x = [], laid(self.x[some])
+        for weight in self.weights[self.main :]:
+            out = poison(len(x), len(weight.rows))
+            kernel = records.norm_head(VARIANT, weight.format, len(x), len(weight.rows), x.shape[1], f"{EPS}f", gather=False)
+            emulate(kernel, out, x, self.norm, weight.rows, one(rows), seed=rows)
+            found.append(out)
+        return found
+
     def rope_store(self, y: np.ndarray, cache: str, rows: int) -> tuple[np.ndarray, np.ndarray]:
         q, pool = poison(self.T, H, self.D), poison(P, 2, K, S, self.D, dtype=NUMBER[cache])
-        emulate(records.rope_store(VARIANT, self.T, self.heads(cache)), q, pool, pool, y, *self._last_inputs(slice(None), rows), seed=rows)
+        parts = np.split(y, np.cumsum([w.rows.shape[0] for w in self.weights])[self.main - 1 : -1], axis=1)
+        kernel = records.rope_store(VARIANT, self.T, self.heads(cache), self.apart)
+        emulate(kernel, q, pool, pool, *map(laid, parts), *self._last_inputs(slice(None), rows), seed=rows)
         return q, pool
 
     def product(self) -> tuple[np.ndarray, np.ndarray]:
@@ -266,15 +293,36 @@ HEADS = [  # D, R, bias, qk_norm, cache
 ]  # fmt: skip
 
 
-FEW = [(1, 96, "BF16"), (4, 544, "Q8_0"), (16, 64, "Q4_0"), (2, 256, "Q4_K")]  # T, E, format
+FEW = [(1, 96, "BF16"), (4, 544, "Q8_0"), (16, 64, "Q4_0"), (2, 256, "Q4_K"), (3, 512, "Q2_K")]  # T, E, format
 
 
-@pytest.mark.parametrize("heads, few", [(0, 0), (0, 2), (1, 1), (1, 3), (2, 0), (3, 0), (3, 1), (3, 2), (4, 1), (4, 2), (4, 3)])
+@pytest.mark.parametrize("heads, few", [(0, 0), (0, 2), (1, 1), (1, 3), (2, 0), (3, 0), (3, 1), (3, 2), (4, 1), (4, 2), (4, 3), (4, 4)])
 def test_norm_qkv_rope_store(heads: int, few: int) -> None:
     (D, R, bias, qk_norm, cache), (T, E, format) = HEADS[heads], FEW[few]
     case, rows = Case(T, E, D, R, format, bias, qk_norm), T - (T > 2)
     q, pool = case.run(T, cache, rows=rows)
     case.check(q, pool, cache, rows, *case.product())
+
+
+@pytest.mark.parametrize("heads", [0, 2, 3, 4])
+@pytest.mark.parametrize("format", ["Q4_K+Q4_K+Q6_K", "Q8_0+Q5_0+Q4_0", "BF16+Q4_1+Q4_1"])
+def test_norm_qkv_rope_store_of_several_formats(heads: int, format: str) -> None:
+    """v, or k and v, come as products of their own."""
+    (D, R, bias, qk_norm, cache), T, rows = HEADS[heads], 4, 3
+    case = Case(T, 256, D, R, format, bias, qk_norm)
+    q, pool = case.run(T, cache, rows=rows)
+    case.check(q, pool, cache, rows, *case.product())
+
+
+@pytest.mark.parametrize("heads", [0, 3])
+def test_heads_that_come_as_products_have_the_bits_of_others(heads: int) -> None:
+    D, R, bias, qk_norm, cache = HEADS[heads]
+    case = Case(5, 544, D, R, "Q4_0", bias, qk_norm)
+    want = case.run(5, cache)
+    for main in (2, 1):
+        case.main, case.apart = main, tuple(len(w.rows) for w in case.weights[main:])
+        for got, expected in zip(case.run(5, cache), want, strict=True):
+            same_bits(got, expected)
 
 
 @pytest.mark.parametrize("qk_norm", [0, 1])
@@ -289,8 +337,9 @@ def test_a_row_of_heads_has_the_same_bits_in_any_batch(qk_norm: int) -> None:
 
 
 @pytest.mark.parametrize("D, R, bias, qk_norm, cache", HEADS)
-def test_rope_store(D: int, R: int, bias: int, qk_norm: int, cache: str) -> None:
-    case = Case(5, 32, D, R, "F32", bias, qk_norm)
+@pytest.mark.parametrize("format", ["F32", "F32+F32+BF16", "F32+BF16+BF16"])
+def test_rope_store(D: int, R: int, bias: int, qk_norm: int, cache: str, format: str) -> None:
+    case = Case(5, 32, D, R, format, bias, qk_norm)
     y = numbers(5, (H + 2 * K) * D)
     q, pool = case.rope_store(y, cache, 4)
     case.check(q, pool, cache, 4, y.astype(np.float64), np.abs(y))
@@ -299,10 +348,10 @@ def test_rope_store(D: int, R: int, bias: int, qk_norm: int, cache: str) -> None
 # --- norm_head, argmax
 
 
-@pytest.mark.parametrize("format", ("BF16", "Q4_0", "Q4_K"))
+@pytest.mark.parametrize("format", ("BF16", "Q4_0", "Q6_K"))
 @pytest.mark.parametrize("N, E, V", [(1, 64, 37), (3, 544, 50), (16, 96, 19)])
 def test_norm_head(N: int, E: int, V: int, format: str) -> None:
-    E = columns(E, format)
+    E = packable_width(format, E)
     weight, x, norm = weight_of(V, E, format), numbers(N + 4, E), numbers(E, seed=1)
     index, count = np.random.default_rng(0).permutation(N + 4)[:N].astype(np.int32), N - (N > 2)
     index[count:] = 1 << 30  # of a row that is not valid
@@ -350,10 +399,11 @@ def matmul(kernel: Kernel, O: int, x: np.ndarray, *ins: np.ndarray, rows: int, T
     return out
 
 
-@pytest.mark.parametrize("format", NAMES)
-@pytest.mark.parametrize("T, O, I, tile", [(35, 70, 96, 32), (17, 37, 288, 64)])
+@pytest.mark.parametrize(
+    "T, O, I, tile, format", [(35, 70, 96, 32, format) for format in EVERY] + [(17, 37, 288, 64, format) for format in NAMES]
+)
 def test_matmul(T: int, O: int, I: int, tile: int, format: str) -> None:
-    I = columns(I, format)
+    I = packable_width(format, I)
     weight, x, rows = weight_of(O, I, format), numbers(T, I), T - 2
     x[rows:] = np.nan
     got = matmul(records.matmul(VARIANT, Product(format, T, O, I), tile=tile), O, x, weight.rows, rows=rows, seed=T)
@@ -379,6 +429,17 @@ def test_matmul_of_gate_and_up(bias: int) -> None:
     got = matmul(kernel, F, x, norm, *(w.rows for w in weights), *[laid(b[0]), laid(b[1])][: 2 * bias], rows=T)
     y, size = product(normed(x, norm), joined(*weights))
     close(got, *gated(y + b.reshape(-1) * bias, size))
+
+
+def test_matmul_multiplies_a_gate_that_is_in_out() -> None:
+    T, F, E = 33, 45, 256
+    gate, up, x, norm, b = weight_of(F, E, "Q4_K"), weight_of(F, E, "Q6_K", 1), numbers(T, E), numbers(E, seed=1), numbers(2, F, seed=2)
+    out = poison(T, F)
+    for weight, bias, is_up in ((gate, b[0], False), (up, b[1], True)):
+        kernel = records.matmul(VARIANT, Product(weight.format, T, F, E, bias=True, gated=is_up, eps=f"{EPS}f"))
+        emulate(kernel, out, x, norm, weight.rows, laid(bias), one(T))
+    y, size = product(normed(x, norm), joined(gate, up))
+    close(out, *gated(y + b.reshape(-1), size))
 
 
 def test_matmul_of_three_matrices_and_of_gathered_rows() -> None:
@@ -410,7 +471,7 @@ MATRIX_ROW = records.MATRIX
 
 def loosely(size: np.ndarray, format: str) -> np.ndarray:
     """Sizes for `close`: operands of quantized formats are raised by 1024, which the sums subtract again (operands.h)."""
-    return size * (1 if format in ("F32", "F16", "BF16") else 32)
+    return size * (32 if format in ("Q8_0", "Q4_0", "Q4_K") else 1)
 
 
 def sixteen(kernel: Kernel, O: int, x: np.ndarray, *ins: np.ndarray, rows: int, seed: int = 0) -> np.ndarray:
@@ -422,7 +483,7 @@ def sixteen(kernel: Kernel, O: int, x: np.ndarray, *ins: np.ndarray, rows: int, 
 @pytest.mark.parametrize("format", NAMES)
 @pytest.mark.parametrize("T, O, I, count, shares", [(16, 70, 288, 2, 4), (9, 33, 544, 4, 2), (12, 150, 96, 1, 1)])
 def test_matmul16(T: int, O: int, I: int, count: int, shares: int, format: str) -> None:
-    I, rows = columns(I, format), T - (T > 12)
+    I, rows = packable_width(format, I), T - (T > 12)
     weight, x = weight_of(O, I, format), numbers(T, I)
     x[rows:] = np.nan
     kernel = records.matmul16(MATRIX_ROW, Product(format, T, O, I), fragments=records.Fragments(count), shares=shares)
@@ -432,15 +493,15 @@ def test_matmul16(T: int, O: int, I: int, count: int, shares: int, format: str) 
     assert untouched(got[rows:])
 
 
-@pytest.mark.parametrize("format", NAMES)
+@pytest.mark.parametrize("format", EVERY)
 def test_every_weight_of_an_operand_is_exact(format: str) -> None:
     """Rows of x with a single 1 give the weights themselves: columns of operands and of x have the same order."""
-    I = columns(288, format)
+    I = packable_width(format, 288)
     weight = weight_of(11, I, format)
     kernel = records.matmul16(MATRIX_ROW, Product(format, 16, 11, I))
     for first in range(0, I, 16):
         out = sixteen(kernel, 11, laid(np.eye(16, I, first, dtype=np.float32)), weight.rows, rows=16)
-        assert (out == weight.values[:, first : first + 16].T).all()
+        equal(out, weight, first)
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -456,7 +517,7 @@ def test_matmul16_ends_with_norm_bias_gelu_and_residual(count: int) -> None:
 
 @pytest.mark.parametrize("format, bias", [("Q8_0", 1), ("Q4_K", 0), ("BF16", 1)])
 def test_matmul16_of_gate_and_up(format: str, bias: int) -> None:
-    T, F, E = 10, 45, columns(352, format)
+    T, F, E = 10, 45, packable_width(format, 352)
     weights, x, norm, b = [weight_of(F, E, format, seed) for seed in (0, 1)], numbers(T, E), numbers(E, seed=1), numbers(2, F, seed=2)
     kernel = records.matmul16(MATRIX_ROW, Product(format, T, F, E, bool(bias), silu=True, eps=f"{EPS}f"))
     got = sixteen(kernel, F, x, norm, *(w.rows for w in weights), *[laid(b[0]), laid(b[1])][: 2 * bias], rows=T)
@@ -483,7 +544,7 @@ def test_matmul16_of_three_matrices_and_of_gathered_rows() -> None:
 
 @pytest.mark.parametrize("format", ["BF16", "Q4_0", "Q4_K"])
 def test_a_row_of_matmul16_does_not_depend_on_the_others(format: str) -> None:
-    O, I = 40, columns(544, format)
+    O, I = 40, packable_width(format, 544)
     weight, x, norm = weight_of(O, I, format), numbers(16, I), numbers(I, seed=1)
 
     def run(x: np.ndarray, count: int) -> np.ndarray:
@@ -522,6 +583,38 @@ def test_a_planted_fault_is_detected(found: str, planted: str, said: str, monkey
         want, size = product(x[: T - 1], weight)
         close(got[: T - 1], want, loosely(size, "Q4_0"))
         assert untouched(got[T - 1 :]), "not untouched"
+
+
+PLANTED_FORMATS = [  # a format, a text of its header, its replacement, and the expected message
+    ("Q4_1", "plane, (float)raw.line.x", "plane, (float)raw.line.y", "off by"),
+    ("Q5_0", "raw.high = word_at_2(block + 2) >> first", "raw.high = word_at_2(block + 2)", "off by"),
+    ("Q5_1", "raw.high = head.y >> first", "raw.high = head.y", "off by"),
+    ("Q2_K", "words_at_4(block + at / 4 * 8)", "words_at_4(block)", "off by"),
+    ("Q3_K", "at % 4 / 2 * 8 + part * 4", "at % 4 / 2 * 8", "off by"),
+    ("Q5_K", ">> (uint)(at / 4 * 2)", ">> (uint)(at / 4)", "off by"),
+    ("Q6_K", "scales[4]", "scales[2]", "off by"),
+    ("Q6_K", "words_at_2(block + at * 8)", "words_at_4(block + at * 8)", "misaligned"),
+    ("IQ4_NL", "1.43298969f", "0.93298969f", "off by"),
+    ("IQ4_XS", "(int)scale - 32", "(int)scale - 31", "off by"),
+    ("MXFP4", "(e - 1) << 23", "e << 23", "off by"),
+    ("MXFP4", "words_at_1(block + 1", "words_at_2(block + 1", "misaligned"),
+    ("INT3_G32", "plane * (RUN / 4) + four", "plane + four", "off by"),
+    ("INT6_G64", "raw.high[four] >> plane * 4", "raw.high[four] >> plane * 2", "off by"),
+]
+
+
+@pytest.mark.parametrize("format, found, planted, said", PLANTED_FORMATS)
+def test_a_fault_planted_in_a_format_is_detected(format: str, found: str, planted: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def text(kernel: Kernel, instead: object = None) -> str:
+        whole = kernel_text(kernel)
+        assert whole.count(found) == 1
+        return whole.replace(found, planted)
+
+    monkeypatch.setattr(emulator, "kernel_text", text)
+    I = packable_width(format, 288)
+    weight, x = weight_of(5, I, format), numbers(1, I)
+    with pytest.raises((AssertionError, emulator.EmulatorError), match=said):
+        close(matvec(records.matvec(VARIANT, Product(format, 1, 5, I)), x, weight), *product(x, weight))
 
 
 def test_only_the_variant_apple7_matrix_multiplies_up_to_sixteen_rows_by_matrices() -> None:

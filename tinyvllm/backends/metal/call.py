@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
-from tinygrad import Tensor, dtypes
+from tinygrad import Tensor
 
 from tinyvllm.backends.autotune import source_digest, tuned
 from tinyvllm.backends.buffers import cache_format, constant, empty, integers, present, scratch
@@ -55,6 +55,7 @@ Argument = Tensor | np.ndarray | int  # of a kernel that is timed
 Cut = TypeVar("Cut", plan.Cut, plan.Fragments)
 
 OLDEST_FAMILY = 7  # of Apple's GPUs: M1's
+HALVES = ("GATE", "UP")  # of norm_gate_up_silu, where their weights have two formats
 PRODUCTS = ("matmul", "norm_gate_up_silu", "norm_qkv_rope_store", "norm_head")
 
 
@@ -170,28 +171,42 @@ class MetalBackend:
     ) -> tuple[Tensor, LayerCache]:
         weight = stored(weight)
         T, eps, heads = int(x.shape[0]), constant(norm.eps), Heads.of(weight.O, qkv, angles, cache)
-        optional = [*_each(qkv.bias, weight), *present(qkv.q_norm, qkv.k_norm, angles)]
-        ins = [x, norm.weight, *_matrices(weight)]
-        if len(self._pieces(x, T)) > 1:  # the products in pieces, and one store: tinygrad finds a cycle where two launches write a cache
-            every = Tensor.arange(T, device=x.device).cast(dtypes.int32).contiguous()
-            products = [self.norm_head(variant, x, norm, StoredWeight((part,)), every, batch.rows)[0] for part in weight.parts]
-            ins, kernel = [products[0].cat(*products[1:], dim=1).contiguous()], plan.rope_store(variant, T, heads)
-        elif plan.by_lanes(variant, T):
-            shape = variant, weight.format, T, weight.I, heads, eps
+        in_pieces = len(self._pieces(x, T)) > 1  # then all products are launches of their own: two that write one cache make a cycle
+        main, others = weight.leading(1 if in_pieces else len(weight.parts))
+        ins = [self._normed_product(variant, x, norm, part, batch.rows) for part in others]
+        apart, optional = tuple(part.O for part in others), [*_each(qkv.bias, weight), *present(qkv.q_norm, qkv.k_norm, angles)]
+        if not in_pieces and plan.by_lanes(variant, T):
+            shape = variant, main.format, T, main.I, heads, eps
             pool = 8 * heads.K * heads.D * round_up(T, heads.S)  # a cache with the blocks that these rows fill
             angle_bytes: list[Argument] = [4 * T * heads.R] if heads.R else []
-            sizes: list[Argument] = [4 * T * heads.H * heads.D, pool, 4, 4 * T * weight.I, *ins[1:]]
-            sizes += [*optional[: len(optional) - len(angle_bytes)], *angle_bytes, np.arange(T, dtype=np.int32), _count(T)]
-            cuts = plan.cuts_for_heads(T, weight.I, heads)
-            kernel = _tuned(x, cuts, lambda cut: plan.norm_qkv_rope_store(*shape, cut=cut), sizes)
+            sizes: list[Argument] = [4 * T * heads.H * heads.D, pool, 4, 4 * T * main.I, norm.weight, *_matrices(main)]
+            sizes += [*(4 * T * outputs for outputs in apart), *optional[: len(optional) - len(angle_bytes)], *angle_bytes]
+            sizes += [np.arange(T, dtype=np.int32), _count(T)]
+            kernel_of = functools.partial(plan.norm_qkv_rope_store, *shape, apart=apart)
+            kernel = _tuned(x, plan.cuts_for_heads(T, main.I, heads), functools.partial(_with_cut, kernel_of), sizes)
+            ins = [x, norm.weight, *_matrices(main), *ins]
         else:
-            borders = weight.parts[0].O, weight.parts[0].O + weight.parts[1].O
-            sizes = [4 * T * weight.O, 4 * T * weight.I, *ins[1:], _count(T)]
-            product = Product(weight.format, T, weight.O, weight.I, eps=eps, borders=borders)
-            ins = launch(_by_matrices(variant, x, product, sizes), [empty(x, T, weight.O)], [*ins, batch.rows])
-            kernel = plan.rope_store(variant, T, heads)
+            ins = [self._normed_product(variant, x, norm, main, batch.rows), *ins]
+            kernel = plan.rope_store(variant, T, heads, apart)
         q, keys, values = launch(kernel, [empty(x, T, heads.H, heads.D), *cache], [*ins, *optional, batch.slots, batch.rows])
         return q, cache.after(keys, values)
+
+    def _normed_product(self, variant: str, x: Tensor, norm: NormWeights, weight: StoredWeight, rows: Tensor) -> Tensor:
+        """norm(x) . weight^T, float32 [T, O], of matrices in one format: one, or of many rows up to three."""
+        T, O, I, eps, matrices = int(x.shape[0]), weight.O, weight.I, constant(norm.eps), _matrices(weight)
+        if len(pieces := self._pieces(x, T)) > 1:
+            return _joined([self._normed_product(variant, _rows_of(x, piece), norm, weight, _count_of(rows, piece)) for piece in pieces])
+        borders = None
+        if len(matrices) > 1:
+            matrices, first = [*matrices, matrices[-1]][:3], weight.parts[0].O
+            borders = first, first + weight.parts[1].O  # of two matrices, no output belongs to a third
+        sizes: list[Argument] = [4 * T * O, 4 * T * I, norm.weight, *matrices, _count(T)]
+        if plan.by_lanes(variant, T):
+            kernel_of = functools.partial(plan.norm_head, variant, weight.format, T, O, I, eps, gather=False)
+            kernel = _tuned(x, plan.cuts(T), functools.partial(_with_cut, kernel_of), sizes)
+        else:
+            kernel = _by_matrices(variant, x, Product(weight.format, T, O, I, eps=eps, borders=borders), sizes)
+        return launch(kernel, [empty(x, T, O)], [x, norm.weight, *matrices, rows])[0]
 
     @_of_op("kv_append")
     def append_kv(self, variant: str, k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:
@@ -246,14 +261,23 @@ class MetalBackend:
         if len(pieces := self._pieces(x, T)) > 1:
             parts = [self.gate_up_silu(variant, _rows_of(x, piece), norm, weight, _count_of(rows, piece), bias) for piece in pieces]
             return _joined(parts)
-        sizes: list[Argument] = [4 * T * F, 4 * T * E, norm.weight, *_matrices(weight), *_each(bias, weight), _count(T)]
-        if plan.by_lanes(variant, T):
-            shape = variant, weight.format, T, E, F, eps, bias is not None
-            kernel = _tuned(x, plan.cuts(T), lambda cut: plan.norm_gate_up_silu(*shape, cut=cut), sizes)
-        else:
-            product = Product(weight.format, T, F, E, bias=bias is not None, silu=True, eps=eps)
-            kernel = _by_matrices(variant, x, product, sizes)
-        return launch(kernel, [empty(x, T, F)], [x, norm.weight, *_matrices(weight), *_each(bias, weight), rows])[0]
+        out, biases = empty(x, T, F), _each(bias, weight)
+        halves = [("BOTH", weight, biases)]
+        if weight.format != weight.parts[0].format:  # no launch reads weights in two formats
+            halves = [
+                (half, StoredWeight((part,)), biases[i : i + 1]) for i, (half, part) in enumerate(zip(HALVES, weight.parts, strict=True))
+            ]
+        for half, part, own in halves:
+            ins = [norm.weight, *_matrices(part), *own]
+            sizes: list[Argument] = [4 * T * F, 4 * T * E, *ins, _count(T)]
+            if plan.by_lanes(variant, T):
+                kernel_of = functools.partial(plan.norm_gate_up_silu, variant, part.format, T, E, F, eps, bias is not None, half=half)
+                kernel = _tuned(x, plan.cuts(T), functools.partial(_with_cut, kernel_of), sizes)
+            else:
+                product = Product(part.format, T, F, E, bias=bias is not None, silu=half == "BOTH", gated=half == "UP", eps=eps)
+                kernel = _by_matrices(variant, x, product, sizes)
+            out = launch(kernel, [out], [x, *ins, rows])[0]
+        return out
 
     @_of_op("norm_head")
     def norm_head(
@@ -347,6 +371,10 @@ def _tuned(x: Tensor, cuts: list[Cut], kernel_of: Callable[[Cut], Kernel], argum
             log.info("%s: %s; another cut is used", device, error.reason)
             cuts = [other for other in cuts if other != cut]
     return kernel_of(cuts[0])
+
+
+def _with_cut(kernel_of: Callable[..., Kernel], cut: plan.Cut) -> Kernel:
+    return kernel_of(cut=cut)
 
 
 def _timed(kernel_of: Callable[[Cut], Kernel], device: str, arguments: list[Argument], cut: Cut) -> TimedKernel:

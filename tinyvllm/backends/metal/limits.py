@@ -21,8 +21,8 @@ WIDTH = 32  # columns that the kernels read weights by
 
 
 def _columns(facts: ShapeFacts) -> int:
-    """Columns that a row must be a multiple of: a block of the format, at least WIDTH."""
-    return max(WIDTH, FORMATS[facts.format].elements)
+    """Columns that a row must be a multiple of: a block of each part's format, at least WIDTH."""
+    return max(WIDTH, *(FORMATS[name].elements for name in facts.format.split("+")))
 
 
 _INPUTS = multiple_of("inputs", _columns)

@@ -105,12 +105,15 @@ def matvec(variant: str, p: Product, cut: Cut | None = None) -> Kernel:
     )  # fmt: skip
 
 
-def norm_gate_up_silu(variant: str, format: str, T: int, E: int, F: int, eps: str, bias: bool = False, cut: Cut | None = None) -> Kernel:
-    cut = cut or cut_for(T)
+def norm_gate_up_silu(
+    variant: str, format: str, T: int, E: int, F: int, eps: str, bias: bool = False, cut: Cut | None = None, half: str = "BOTH"
+) -> Kernel:
+    """`half`: BOTH; or GATE and then UP, two launches with one `out`, of matrices in two formats."""
+    cut, matrices = cut or cut_for(T), 2 if half == "BOTH" else 1
     return _kernel(
-        "norm_gate_up_silu", variant, 1, 5 + 2 * bias, (ceil_div(2 * F, cut.rows_of_group), 1, 1), 32 * cut.simds,
-        4 * T * F * E, 2 * F * row_bytes(format, E) + 4 * T * (E + F),
-        E=E, F=F, BIAS=int(bias), EPS=eps, **cut.defines(format, T, E),
+        "norm_gate_up_silu", variant, 1, 3 + matrices * (1 + bias), (ceil_div(matrices * F, cut.rows_of_group), 1, 1), 32 * cut.simds,
+        2 * matrices * T * F * E, matrices * F * row_bytes(format, E) + 4 * T * (E + F),
+        E=E, F=F, BIAS=int(bias), EPS=eps, HALF=half, **cut.defines(format, T, E),
     )  # fmt: skip
 
 
@@ -131,23 +134,33 @@ def cuts_for_heads(T: int, E: int, heads: Heads) -> list[Cut]:
     return [taken, *(cut for cut in cuts(T) if cut != taken and _fits_with_heads(cut, T, E, heads))]
 
 
-def norm_qkv_rope_store(variant: str, format: str, T: int, E: int, heads: Heads, eps: str, cut: Cut | None = None) -> Kernel:
+def _apart(heads: Heads, apart: tuple[int, ...]) -> tuple[int, dict[str, Constant]]:
+    """Outputs of the heads that are computed together, and constants: `apart` are the outputs of k or v, whose products come ready."""
+    main = heads.outputs - sum(apart)
+    return main, dict(MAIN=main // heads.D, SECOND=apart[0] // heads.D if apart else 0)
+
+
+def norm_qkv_rope_store(
+    variant: str, format: str, T: int, E: int, heads: Heads, eps: str, cut: Cut | None = None, apart: tuple[int, ...] = ()
+) -> Kernel:
+    """`apart`: outputs of v, or of k and of v, whose weights have another format, and whose products are arguments."""
     cut = cut or _cut_for_heads(T, E, heads)
-    grid = heads.H + 2 * heads.K if heads.whole else ceil_div(heads.outputs, cut.rows_of_group)
+    main, parts = _apart(heads, apart)
+    grid = heads.H + 2 * heads.K if heads.whole else ceil_div(main, cut.rows_of_group) + ceil_div(sum(apart) // 2, 32 * cut.simds)
     return _kernel(
         "norm_qkv_rope_store", variant, 3, 7 + heads.optional(3), (grid, 1, 1), 32 * cut.simds,
-        2 * T * E * heads.outputs, heads.outputs * row_bytes(format, E) + 4 * T * (E + heads.outputs),
-        E=E, EPS=eps, **cut.defines(format, T, E), **heads.defines,
+        2 * T * E * main, main * row_bytes(format, E) + 4 * T * (E + heads.outputs + sum(apart)),
+        E=E, EPS=eps, **cut.defines(format, T, E), **heads.defines, **parts,
     )  # fmt: skip
 
 
-def norm_head(variant: str, format: str, N: int, V: int, E: int, eps: str, cut: Cut | None = None) -> Kernel:
-    """Logits; `argmax` finds the largest."""
+def norm_head(variant: str, format: str, N: int, V: int, E: int, eps: str, cut: Cut | None = None, gather: bool = True) -> Kernel:
+    """Logits of the rows of an index, of which `argmax` finds the largest; or products of all rows."""
     cut = cut or cut_for(N)
     return _kernel(
-        "norm_head", variant, 1, 5, (ceil_div(V, cut.rows_of_group), 1, 1), 32 * cut.simds,
+        "norm_head", variant, 1, 4 + gather, (ceil_div(V, cut.rows_of_group), 1, 1), 32 * cut.simds,
         2 * N * V * E, V * row_bytes(format, E) + 4 * N * (V + E),
-        E=E, V=V, EPS=eps, **cut.defines(format, N, E),
+        E=E, V=V, EPS=eps, GATHER=int(gather), **cut.defines(format, N, E),
     )  # fmt: skip
 
 
@@ -170,10 +183,10 @@ def _by_matrices(p: Product) -> tuple[int, int, int, dict[str, Constant]]:
     """Ins, operations and bytes, and constants of kernels/metal/include/matrices.h."""
     matrices, (first, second) = 3 if p.borders else 1 + p.silu, p.borders or (p.O, p.O)
     ins = 2 + matrices + (p.eps is not None) + p.gather + p.bias * (1 + p.silu) + p.residual
-    nbytes = p.rows * row_bytes(p.format, p.I) + 4 * p.T * (p.I + p.O * (1 + p.residual))
+    nbytes = p.rows * row_bytes(p.format, p.I) + 4 * p.T * (p.I + p.O * (1 + p.residual + p.gated))
     return ins, 2 * p.T * p.rows * p.I, nbytes, dict(
         O=p.O, I=p.I, WEIGHT=p.format, NORM=int(p.eps is not None), EPS=p.eps or "0.0f", GATHER=int(p.gather), MATRICES=matrices, O1=first,
-        O2=second, BIAS=int(p.bias), RESIDUAL=int(p.residual), ACTIVATION=int(p.gelu), SILU=int(p.silu),
+        O2=second, BIAS=int(p.bias), RESIDUAL=int(p.residual), ACTIVATION=int(p.gelu), SILU=int(p.silu), GATED=int(p.gated),
     )  # fmt: skip
 
 
@@ -214,11 +227,11 @@ def matmul16(variant: str, p: Product, fragments: Fragments = FRAGMENTS[0], shar
     )  # fmt: skip
 
 
-def rope_store(variant: str, T: int, heads: Heads) -> Kernel:
-    grid = T, ceil_div(heads.H + 2 * heads.K, 8), 1
-    return _kernel(
-        "rope_store", variant, 3, 3 + heads.optional(3), grid, 256, 8 * T * heads.outputs, 8 * T * heads.outputs, **heads.defines
-    )
+def rope_store(variant: str, T: int, heads: Heads, apart: tuple[int, ...] = ()) -> Kernel:
+    """`apart` as for norm_qkv_rope_store."""
+    grid, work = (T, ceil_div(heads.H + 2 * heads.K, 8), 1), 8 * T * heads.outputs
+    ins, parts = 3 + len(apart) + heads.optional(3), _apart(heads, apart)[1]
+    return _kernel("rope_store", variant, 3, ins, grid, 256, work, work, **heads.defines, **parts)
 
 
 # --- attention. Here the bits depend on the cut: PARTITION and SIMDS must not change while an engine runs.

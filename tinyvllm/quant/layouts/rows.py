@@ -83,13 +83,23 @@ class RowWeight:
 
 @dataclass(frozen=True, eq=False)
 class StoredWeight:
-    """Matrices [O_i, I] of one format in rows as files store them, their outputs concatenated; kernels read each from its own place."""
+    """Matrices [O_i, I] in rows as files store them, their outputs concatenated; kernels read each from its own place.
+
+    Their formats may differ, as converters mix them.
+    """
 
     parts: tuple[RowWeight, ...]
 
     @property
     def format(self) -> str:
-        return self.parts[0].format
+        """Of all parts; all formats in the order of the parts, with + between them, where they differ."""
+        names = [part.format for part in self.parts]
+        return names[0] if len(set(names)) == 1 else "+".join(names)
+
+    def leading(self, limit: int) -> tuple[StoredWeight, tuple[StoredWeight, ...]]:
+        """The first parts, as many as have one format and `limit` at most, together; the others, each by itself."""
+        count = next((i for i, part in enumerate(self.parts) if i == limit or part.format != self.parts[0].format), len(self.parts))
+        return StoredWeight(self.parts[:count]), tuple(StoredWeight((part,)) for part in self.parts[count:])
 
     @property
     def O(self) -> int:  # noqa: E743  the dimension's letter
