@@ -326,7 +326,8 @@ static inline void round_groups(struct packed *p, struct groups *g) {
     best = signed_scale(scales, sums, PARTS, 32, whole);
     for (int part = 0; part < PARTS; part++) whole[part] -= 32.0f;
   } else {
-    const ints empty = FORMAT == Q6_K ? magnitude(largest(scales, PARTS)) < TINY : (ints){0};
+    ints empty = {0};
+    if (FORMAT == Q6_K) empty = magnitude(largest(scales, PARTS)) < TINY;
     for (int part = 0; part < PARTS; part++) scales[part] = pick(empty, splat(0), scales[part]);
     best = peak_scale(scales, FORMAT == Q3_K ? 32 : 128, whole);
     for (int part = 0; part < PARTS; part++) sums[part] = (floats)empty;

@@ -39,6 +39,8 @@ NAMES = [
     "advance",
     "sample",
     "sample greedy",
+    "quantize Q5_K",
+    "quantize Q3_K",
     "pack Q8_0",
 ]
 # again for the widest variant of this machine, where a kernel has code of its own for it

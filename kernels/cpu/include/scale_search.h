@@ -94,7 +94,8 @@ INLINE floats line_error(const floats *x, const floats *w, const int n, const fl
   floats error = {0};
   for (int j = 0; j < n; j++) {
     const floats difference = line.scale * quants[j] + line.low - x[j];
-    error += w[j] * (absolute ? magnitude(difference) : difference * difference);
+    if (absolute) error += w[j] * magnitude(difference);
+    else error += w[j] * (difference * difference);
   }
   return error;
 }
