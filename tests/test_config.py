@@ -241,4 +241,4 @@ def test_the_public_names_are_there() -> None:
 def test_an_importance_matrix_needs_a_quantization_that_uses_it(tmp_path, options, message):
     with pytest.raises(ArgumentError, match=message):
         resolve(tmp_path, environ={}, **options)
-    assert resolve(tmp_path, environ={}, imatrix="i.dat", quantization="q4_k_m").imatrix == "i.dat"
+    assert resolve(tmp_path, environ={}, imatrix=Path("i.dat"), quantization="q4_k_m").imatrix == "i.dat"

@@ -189,7 +189,7 @@ def resolve(model: str | os.PathLike[str] | None = None, *, environ: Mapping[str
         if name not in known:
             raise ArgumentError(f"unknown engine option {name!r}{nearest(name, [*known, *VLLM])}")
     values = {name: value for name, value in given.items() if value is not None}
-    for name in ("tokenizer", "prefix_cache_dir", "record"):
+    for name in ("tokenizer", "imatrix", "prefix_cache_dir", "record"):
         if name in values:
             values[name] = os.fspath(values[name])
             expand_home(name, values[name])  # for its error

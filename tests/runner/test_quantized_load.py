@@ -179,3 +179,17 @@ def test_a_file_in_an_unpacked_format_answers_as_its_numbers(tmp_path, caplog, f
             answers.append([out.outputs[0].token_ids for out in llm.generate([{"prompt_token_ids": [1, 5, 9, 33]}], [params])])
     assert answers[0] == answers[1]
     assert f"9 matrices (blk.0.attn_q.weight, blk.0.attn_k.weight, ...) stored as {format} become F16: no kernel" in caplog.text
+
+
+def test_an_engine_reads_the_importance_matrix_of_its_option(tmp_path):
+    from tinyvllm import LLM, SamplingParams
+
+    write(tmp_path, hidden=256, intermediate=512)
+    write_dat(tmp_path / "i.dat", {"blk.0.attn_q.weight": (1, np.ones(256, np.float32))})
+    options = {"device": "CPU", "quantization": "q4_k_m", "skip_tokenizer_init": True}
+    with LLM(tmp_path, imatrix=tmp_path / "i.dat", **options) as llm:
+        assert llm.engine.runner.weight_identity.split()[1] == "Q4_K_M" and len(llm.engine.runner.weight_identity.split()) == 3
+        (out,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], [SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)])
+        assert len(out.outputs[0].token_ids) == 2
+    with pytest.raises(ModelError, match="imatrix: cannot read .*none.dat: No such file"):
+        LLM(tmp_path, imatrix=tmp_path / "none.dat", **options)

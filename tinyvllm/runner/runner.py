@@ -42,7 +42,7 @@ from tinyvllm.bridge import (
     repeat,
     upload,
 )
-from tinyvllm.config import MAX_SCHEDULER_STEPS, EngineConfig, cache_folder, environment
+from tinyvllm.config import MAX_SCHEDULER_STEPS, EngineConfig, cache_folder, environment, expand_home
 from tinyvllm.errors import ArgumentError
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.models.families import check_layers, find_family, read_config, recipes_of, refuse_unused
@@ -166,7 +166,7 @@ class Runner:
         recipes = recipes_of(family, self.config, self.model, self.checkpoint.kind)
         if not dummy:
             refuse_unused(self.config, recipes, without_zero_biases(self.checkpoint.tensors))
-        imatrix = None if config.imatrix is None else read_imatrix(Path(config.imatrix))
+        imatrix = None if config.imatrix is None else read_imatrix(expand_home("imatrix", config.imatrix))
         plan = WeightPlan(self.placement, self.dtype, _matrix_format(config), imatrix)
         kept = cache_folder() if environment(os.environ).get("TINYVLLM_KEEP_PANELS", True) else None
         loader = WeightLoader(None if dummy else self.checkpoint, plan, progress, kept)
