@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
 import threading
@@ -157,3 +158,46 @@ def test_processes_that_need_the_same_object_compile_it_once(cache, runs, monkey
     first.join(60)
     assert codes[0] == codes[1] and len(runs) == 1
     assert [path.suffix for path in cache.iterdir()] == [".o"], "no lock file is left"
+
+
+X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="of the intrinsics of x86-64")
+SUM = (
+    "#include <immintrin.h>\nlong entry(long a) {{ __m128i x = _mm_set1_epi64x(a + {0}); return _mm_cvtsi128_si64(_mm_add_epi64(x, x)); }}"
+)
+
+
+@pytest.fixture
+def header(monkeypatch):
+    """The precompiled header of a process that has compiled nothing."""
+    header = module._PrecompiledHeader()
+    monkeypatch.setattr(module, "_intrinsics", header)
+    return header
+
+
+@X86
+def test_the_header_of_intrinsics_is_precompiled_once_for_many_kernels(cache, runs, header):
+    objects = [module._compiled(SUM.format(i), "sum", "plain") for i in range(5)]
+    assert len(runs) == 6 and [("-include-pch" in run) for run in runs] == [False, False, False, True, True, True]
+    assert any("c-header" in run for run in runs[2:3])
+    plain = [module._run([*compiler_command(), *_flags("plain")], SUM.format(i)).stdout for i in range(5)]
+    assert objects == plain, "the same bits as without"
+
+
+@X86
+@pytest.mark.parametrize("failing", ["header", "kernel"])
+def test_a_compiler_without_precompiled_headers(cache, header, monkeypatch, failing):
+    run, seen = subprocess.run, []
+
+    def fails(command, **options):
+        seen.append(command)
+        if failing == ("header" if "c-header" in command else "kernel" if "-include-pch" in command else ""):
+            return subprocess.CompletedProcess(command, 1, b"", b"error: unknown argument")
+        return run(command, **options)
+
+    monkeypatch.setattr(module.subprocess, "run", fails)
+    assert all(module._compiled(SUM.format(i), "sum", "plain") for i in range(6))
+    assert len(seen) == (7 if failing == "header" else 8), "asked for once"
+
+
+def _flags(target: str) -> tuple[str, ...]:
+    return (*module._COMMON, *module._ALONE, *module._ELF, *module.target_flags(target))

@@ -17,7 +17,7 @@ from tinyvllm.server.core.limits import MAX_COUNT, MAX_MESSAGES, MAX_NAME, MAX_P
 from tinyvllm.server.core.params import output_kind, structure_of_format
 from tinyvllm.server.core.schema import Name
 
-_CACHED = "not needed: the prefix cache matches tokens"
+_CACHED = "without effect: every prompt is cached by its tokens, and cache_creation_input_tokens is 0"
 _NOT_ANTHROPIC = "not part of Anthropic's API"
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 
