@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tinyvllm.quant.formats import GROUPED, Layout, formats_in
 
-EXAMPLES = ("INT3_G64", "INT4_G128", "INT8_G32")
+EXAMPLES = ("INT3_G64", "INT4_G128", "INT6_G32")
 
 
 def sampled_formats(layout: Layout) -> tuple[str, ...]:

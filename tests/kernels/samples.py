@@ -11,13 +11,14 @@ from collections.abc import Callable
 
 import numpy as np
 
+from tests.formats import sampled_formats
 from tests.kernels.calling import aligned
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.quant.formats import FORMATS, Activations, Layout, formats_in
+from tinyvllm.quant.formats import FORMATS, Activations, Layout
 from tinyvllm.quant.random_rows import packable_width
 
 Call = tuple[Kernel, list[np.ndarray]]
-BYTES = {name: (FORMATS[name].nbytes, FORMATS[name].elements) for name in formats_in(Layout.PANELS)}  # of blocks, and their weights
+BYTES = {name: (FORMATS[name].nbytes, FORMATS[name].elements) for name in sampled_formats(Layout.PANELS)}  # of blocks, and their weights
 random = np.random.default_rng(7)
 
 
