@@ -15,6 +15,7 @@ from tests.tiny.quantized import (
     gptq_settings,
     mlx,
     mlx_settings,
+    plain,
     shuffled,
     shuffled_each,
 )  # fmt: skip
@@ -28,7 +29,10 @@ KINDS = {
         MIXED | {}, gptq(4, 128, False, index=shuffled), {"v_proj": gptq(8, 128, index=shuffled)},
         {"INT4_G128", "INT8_G128", "F16"},
     ),
-    "mlx with its ends": (mlx_settings(4, 64), mlx(4, 64), {"embed_tokens": mlx(4, 64), "lm_head": mlx(4, 64)}, {"INT4_G64"}),
+    "mlx with its ends, v and up in floats": (
+        mlx_settings(4, 64), mlx(4, 64), {"embed_tokens": mlx(4, 64), "lm_head": mlx(4, 64), "v_proj": plain, "up_proj": plain},
+        {"INT4_G64", "F16"},
+    ),
 }  # fmt: skip
 
 

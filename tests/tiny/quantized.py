@@ -152,6 +152,12 @@ def shuffled_each(rng: np.random.Generator, I: int, size: int) -> np.ndarray:
     return rng.permutation(np.arange(I) // size)
 
 
+def plain(rng: np.random.Generator, O: int, I: int) -> tuple[Stored, np.ndarray]:
+    """A module that is not quantized."""
+    weight = (rng.standard_normal((O, I)) * I**-0.5).astype(np.float16)
+    return {"weight": weight}, weight.astype(np.float64)
+
+
 def awq(group: int) -> Quantize:
     def quantize(rng: np.random.Generator, O: int, I: int) -> tuple[Stored, np.ndarray]:
         quants, zeros, scales = integers(rng, O, I, 4, I // group, False)
