@@ -25,6 +25,7 @@ NAMES = [
     "matmul Q4_0",
     "matmul FP8_G128",
     "matmul NF4",
+    "matmul INT6_G32",
     "norm_gate_up_silu Q4_0",
     "norm_qkv_rope_store BF16",
     "norm_head BF16",
