@@ -153,10 +153,15 @@ class EngineConfig:
     def _check_imatrix(self, path: str) -> None:
         if self.quantization is None:
             raise ArgumentError(f"imatrix={path!r} weighs the columns of what is quantized: give quantization too, such as q4_k_m")
-        if mixes.UNWEIGHTED.issuperset(mixes.formats_of(self.quantization.upper())):
+        if not takes_imatrix(self.quantization):
             raise ArgumentError(f"imatrix={path!r} changes nothing of quantization={self.quantization}, which has no search: leave it out")
         if self.load_format == "dummy":
             raise ArgumentError(f"imatrix={path!r} has no use with load_format=dummy: random weights are not quantized")
+
+
+def takes_imatrix(quantization: str) -> bool:
+    """Whether the rounding of this one of QUANTIZATIONS has a search, which an importance matrix changes."""
+    return not mixes.UNWEIGHTED.issuperset(mixes.formats_of(quantization.upper()))
 
 
 _INTEGERS: tuple[tuple[str, int, int | None], ...] = (

@@ -60,6 +60,7 @@ def test_by_default_every_format_and_every_type_of_cache(monkeypatch: pytest.Mon
     assert rows("--kv-cache-dtypes", "auto,int9") == [("the bundled model", "int9")]
     assert rows("--kv-cache-dtypes", "auto", "--reference-dtype", "float32") == [("the bundled model", "auto")]
     assert rows("--formats", "q8_0,q4_0,q8_0") == [("q8_0", "auto"), ("q4_0", "auto")]
+    assert rows("--formats", "q8_0,q4_0", "--imatrix", "f") == [("q8_0", "auto"), ("q4_0", "auto"), ("q4_0, imatrix", "auto")]
     pairs = rows("x/a.gguf", "b", "--against", "c", "--text", "t", "--kv-cache-dtypes", "all")
     assert pairs == [("a.gguf", "auto"), ("a.gguf", "int9"), ("b", "auto"), ("b", "int9")]
 
@@ -77,6 +78,7 @@ def command_options(*words: str) -> Any:
         (["--formats", "q8_0", "--kv-cache-dtypes", "in8"], "--kv-cache-dtypes: expected all, or some of auto"),
         (["--kv-cache-dtypes", "auto"], "nothing to compare with the reference"),
         (["a.gguf"], "--against is missing"),
+        (["--formats", "q8_0", "--imatrix", "f.dat"], "--imatrix f.dat changes no row"),
         (["--context", "4"], "--context must be at least 8, got 4"),
         (["--windows", "0"], "--windows must be at least 1, got 0"),
         (["--scratch", "much"], "--scratch must be a size"),

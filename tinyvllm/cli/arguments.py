@@ -380,7 +380,7 @@ def _quality_parser() -> Parser:
     group = parser.add_argument_group("comparison")
     for flag, settings in own:
         group.add_argument(flag, **settings)
-    _add(parser, "engine", _only("--device", "--tokenizer", "--block-size"))
+    _add(parser, "engine", _only("--device", "--tokenizer", "--block-size", "--imatrix"))
     return parser
 
 

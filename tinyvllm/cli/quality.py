@@ -17,7 +17,17 @@ from tinyvllm.cli.new_file import new_file
 from tinyvllm.cli.progress import LoadBar, Progress, say
 from tinyvllm.cli.quality_plot import plot
 from tinyvllm.cli.quality_report import best_line, record, table
-from tinyvllm.config import DEFAULT_MODEL, KV_CACHE_DTYPES, QUANTIZATIONS, EngineConfig, expand_home, nearest, parse_size, resolve
+from tinyvllm.config import (
+    DEFAULT_MODEL,
+    KV_CACHE_DTYPES,
+    QUANTIZATIONS,
+    EngineConfig,
+    expand_home,
+    nearest,
+    parse_size,
+    resolve,
+    takes_imatrix,
+)
 from tinyvllm.errors import ArgumentError, FormatError, TinyvllmError
 
 if TYPE_CHECKING:
@@ -190,15 +200,16 @@ def _rows(options: argparse.Namespace) -> tuple[Candidate, list[Candidate]]:
     formats = _listed("--formats", options.formats, QUANTIZATIONS)
     kv_caches = _listed("--kv-cache-dtypes", options.kv_cache_dtypes, KV_CACHE_DTYPES)
     common = engine_options(options)
+    imatrix = common.pop("imatrix", None)
     own = (_label(options.against), {"model": options.against})
     weights = [(_label(model), {"model": model}) for model in options.models]
-    weights += [(format, {"model": options.against, "quantization": format}) for format in formats]
+    weights += _quantized(options.against, formats, imatrix)
     if weights:
         pairs = [(one, kv_cache) for one in weights for kv_cache in kv_caches or ["auto"]]
     elif kv_caches:
         pairs = [(own, kv_cache) for kv_cache in kv_caches]
     else:
-        pairs = [((format, {"model": options.against, "quantization": format}), "auto") for format in QUANTIZATIONS]
+        pairs = [(one, "auto") for one in _quantized(options.against, QUANTIZATIONS, imatrix)]
         pairs += [(own, kv_cache) for kv_cache in KV_CACHE_DTYPES]
     if options.reference_dtype is None:
         pairs = [pair for pair in pairs if pair != (own, "auto") or own in weights]  # the reference itself
@@ -206,9 +217,22 @@ def _rows(options: argparse.Namespace) -> tuple[Candidate, list[Candidate]]:
     candidates = [Candidate(name, kv, {**common, **made, **_cache_options(kv)}) for (name, made), kv in pairs]
     if not candidates:
         raise ArgumentError("quality: nothing to compare with the reference: give a MODEL, --formats or --kv-cache-dtypes")
+    if imatrix is not None and not any("imatrix" in one.options for one in candidates):
+        raise ArgumentError(f"--imatrix {imatrix} changes no row: give --formats with a search, such as q4_k_m")
     for one in (reference, *candidates):
         resolve(**one.options)
     return reference, candidates
+
+
+def _quantized(reference: str | None, formats: Sequence[str], imatrix: str | None) -> list[tuple[str, dict[str, Any]]]:
+    """Name and options of the reference in each format; once more with the importance matrix, where the format's rounding uses one."""
+    rows = []
+    for format in formats:
+        plain = {"model": reference, "quantization": format}
+        rows.append((format, plain))
+        if imatrix is not None and takes_imatrix(format):
+            rows.append((f"{format}, imatrix", {**plain, "imatrix": imatrix}))
+    return rows
 
 
 def _cache_options(kv_cache: str) -> dict[str, str]:
