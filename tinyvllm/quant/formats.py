@@ -150,7 +150,7 @@ _NF4_VALUES = (
 )  # fmt: skip
 _BNB_FP4 = (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25)
 _BNB_FP4_VALUES = (*_BNB_FP4, *(-value for value in _BNB_FP4))
-_FP8 = {"e4m3": True, "activations": _BF16, "tolerance": 1e-2, "layouts": _PANELS}
+_FP8 = {"e4m3": True, "activations": _BF16, "tolerance": 1e-2}
 _BNB: dict[str, Any] = {"activations": Activations.FLOAT32, "tolerance": 2e-3, "layouts": _PANELS}
 
 
@@ -201,7 +201,7 @@ _TABLE = (
     # Of checkpoints other than GGUF: a group's float32 scale with its numbers.
     _packed("FP8_G128", None, 128, 132, _FLOAT_SCALE, Field("quants", 128), **_FP8),
     _packed("MXFP8", None, 32, 33, Field("e8m0", 1), Field("quants", 32), **_FP8),
-    _packed("NVFP4_G128", None, 128, 76, *_NVFP4_FIELDS, values=_FP4_VALUES, scales=Scales.E4M3, layouts=_PANELS),
+    _packed("NVFP4_G128", None, 128, 76, *_NVFP4_FIELDS, values=_FP4_VALUES, scales=Scales.E4M3),
     _packed("NF4", None, 64, 36, _FLOAT_SCALE, Field("quants", 32, bits=4), values=_NF4_VALUES, **_BNB),
     _packed("BNB_FP4", None, 64, 36, _FLOAT_SCALE, Field("quants", 32, bits=4), values=_BNB_FP4_VALUES, **_BNB),
     # Unpacked at load: no layout has kernels for them.

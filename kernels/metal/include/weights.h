@@ -106,6 +106,21 @@ INLINE float4 four_values_iq4(uint word, int plane) {
   return rint(fma(y, x, float4(1.43298969f)));
 }
 
+// --- small floats: bits put where a half has them, and the difference of the exponents' biases as a factor
+
+INLINE half2 two_fp4(uint bits) { return as_type<half2>((bits & 0x00070007u) << 9 | (bits & 0x00080008u) << 12) * half2(32768.0h); }
+// Twice the floats of a sign, two bits of exponent and one of mantissa in the four nibbles of a plane. Subnormal ones are subnormal halves.
+INLINE float4 four_fp4(uint word, int plane) {
+  const half2 even = two_fp4(word >> 4 * plane), odd = two_fp4(word >> 4 * plane >> 8);
+  return float4(half4(even.x, odd.x, even.y, odd.y));
+}
+INLINE half2 two_e4m3(uint bits) { return as_type<half2>((bits & 0x00800080u) << 8 | (bits & 0x007F007Fu) << 7) * half2(256.0h); }
+// The e4m3 numbers in the bytes of a word; what others read as NaN is +-480, as on the CPU.
+INLINE float4 four_e4m3(uint word) {
+  const half2 even = two_e4m3(word), odd = two_e4m3(word >> 8);
+  return float4(half4(even.x, odd.x, even.y, odd.y));
+}
+
 // --- places of blocks
 
 #define BLOCK_LANES (BLOCK / (8 * PLANES))  // lanes that share a block
@@ -145,6 +160,12 @@ INLINE float4 four_values_iq4(uint word, int plane) {
 #include "formats/iq4_xs.h"
 #elif WEIGHT == MXFP4
 #include "formats/mxfp4.h"
+#elif WEIGHT == FP8_G128
+#include "formats/fp8_g128.h"
+#elif WEIGHT == MXFP8
+#include "formats/mxfp8.h"
+#elif WEIGHT == NVFP4_G128
+#include "formats/nvfp4_g128.h"
 #elif WEIGHT >= INT2_G32 && WEIGHT <= INT8_G128
 #include "formats/grouped.h"
 #else

@@ -48,9 +48,9 @@ def weight_of(O: int, I: int, format: str, seed: int = 0) -> Weight:
 
 
 def equal(out: np.ndarray, weight: Weight, first: int) -> None:
-    """Columns from `first` on are the weights', exactly; where a float32 scale times an integer is rounded, to the last bit."""
+    """Columns from `first` on are the weights', exactly; where a float32 scale times a number is rounded, to the last bit."""
     error = np.abs(out - weight.values[:, first : first + 16].T)
-    assert error.max() <= (2**-22 if weight.format in GROUPED else 0)
+    assert error.max() <= (2**-22 if weight.format in (*GROUPED, "NVFP4_G128") else 0)
 
 
 def product(x: np.ndarray, weight: Weight) -> tuple[np.ndarray, np.ndarray]:
@@ -596,8 +596,11 @@ PLANTED_FORMATS = [  # a format, a text of its header, its replacement, and the 
     ("Q6_K", "words_at_2(block + at * 8)", "words_at_4(block + at * 8)", "misaligned"),
     ("IQ4_NL", "1.43298969f", "0.93298969f", "off by"),
     ("IQ4_XS", "(int)scale - 32", "(int)scale - 31", "off by"),
-    ("MXFP4", "(e - 1) << 23", "e << 23", "off by"),
+    ("MXFP4", "(e - 1) << 23", "(e + 1) << 23", "off by"),
     ("MXFP4", "words_at_1(block + 1", "words_at_2(block + 1", "misaligned"),
+    ("FP8_G128", "(bits & 0x007F007Fu) << 7", "(bits & 0x007F007Fu) << 6", "off by"),
+    ("MXFP8", "e << 23", "(e + 1) << 23", "off by"),
+    ("NVFP4_G128", "block + 4 + at / 2 * 2", "block + 4 + at / 4 * 2", "off by"),
     ("INT3_G32", "plane * (RUN / 4) + four", "plane + four", "off by"),
     ("INT6_G64", "raw.high[four] >> plane * 4", "raw.high[four] >> plane * 2", "off by"),
 ]

@@ -17,12 +17,4 @@ INLINE Raw load_raw(device const uchar *row, int step, int lane) {
   raw.scale = as_type<float>(e < 2 ? (e + 1) << 21 : (e - 1) << 23);
   return raw;
 }
-
-// Exponent and mantissa of a nibble where a half has the lowest ones: value * 2^-14, of which the smallest is subnormal. Times 2^15, as
-// halves, it is twice the value.
-INLINE half2 two_values(uint bits) { return as_type<half2>((bits & 0x00070007u) << 9 | (bits & 0x00080008u) << 12) * half2(32768.0h); }
-INLINE float4 four_weights(thread const Raw &raw, int plane, int four) {
-  const uint word = raw.words[four] >> 4 * plane;
-  const half2 even = two_values(word), odd = two_values(word >> 8);
-  return float4(half4(even.x, odd.x, even.y, odd.y)) * float4(raw.scale);
-}
+INLINE float4 four_weights(thread const Raw &raw, int plane, int four) { return four_fp4(raw.words[four], plane) * float4(raw.scale); }
