@@ -5,8 +5,9 @@
 //   counters   [tiles of out] uint32, if SPLIT > 1; zero between launches: the last thread block to arrive resets its counter
 //   prepared   x as quantize_input.cu lays it out for WEIGHT: [T, I] rounded, in fragments
 //   weight     tiles (product.cuh) of WEIGHT = BF16, F16, Q8_0 or Q4_0 of [O, I]; if SILU of [2 O, I], the rows of gate, then those of up
-//   bias       [O] float32, if BIAS; [2 O] if SILU
-//   residual   [T, O] float32, if RESIDUAL; not with SILU
+//   bias       [O] float32 from number BIAS_FIRST on, if BIAS; [2 O] if SILU
+//   residual   [T, O] float32, if RESIDUAL; not with SILU. If RESIDUAL is GATE: out = silu(residual) * (the rest), for a gate whose weights
+//              have another format than those of up
 //   rows       [1] int32           number of rows of x, 0 to T; later rows of out are not touched
 //   T          integer             rows of prepared; the text does not depend on it
 //
@@ -37,6 +38,9 @@
 #define SPLIT_ARGUMENTS float4 *partial, u32 *counters,
 #else
 #define SPLIT_ARGUMENTS
+#endif
+#ifndef BIAS_FIRST  // of the outputs' biases in `bias`
+#define BIAS_FIRST 0
 #endif
 #if BIAS
 #define BIAS_ARGUMENT const float *bias,
@@ -95,7 +99,7 @@ DEVICE void sum_pieces(Sums &total, float4 *partial, u8 *ring, const Source &sou
     copy_wait<STAGES - 2>();
     __syncthreads();
     const int blocks = blocks_at(tile, i, place.team);
-#pragma unroll
+#pragma unroll 2
     for (int k = 0; k < K_BLOCKS; k++) {
       if (useful && k < blocks) multiply_stage(sums, own + reading * (WARPS_K * STAGE), k, place.warp_o, place.warp_t, place.lane);
       if (k > 0) continue;  // the copies come after the first block, so that the tensor cores are busy meanwhile
@@ -124,8 +128,8 @@ DEVICE void write(float *out, const Sums &total, const float *bias, const float 
         if (o >= O || token >= count) continue;
         float y = total[m][n][e];
         const u64 at = (u64)token * O + o;
-        y = finished<BIAS, ACTIVATION, RESIDUAL>(y, bias + o, residual + at);
-        if constexpr (SILU) y = silu(y) * finished<BIAS, NO_ACTIVATION, false>(total[m + OUT_WARP_O][n][e], bias + O + o, nullptr);
+        y = finished<BIAS, ACTIVATION, RESIDUAL>(y, bias + BIAS_FIRST + o, residual + at);
+        if constexpr (SILU) y = silu(y) * finished<BIAS, NO_ACTIVATION, 0>(total[m + OUT_WARP_O][n][e], bias + O + o, nullptr);
         out[at] = y;
       }
     }

@@ -195,7 +195,7 @@ DEVICE void write(float *out, const Sums &total, const float4 *ups, const float 
       if (o >= O || token >= count) continue;
       const u64 at = (u64)token * O + o;
       float y = finished<BIAS, ACTIVATION, RESIDUAL>(total[n][e], bias + o, residual + at);
-      if constexpr (SILU) y = silu(y) * finished<BIAS, NO_ACTIVATION, false>(up[e], bias + O + o, nullptr);
+      if constexpr (SILU) y = silu(y) * finished<BIAS, NO_ACTIVATION, 0>(up[e], bias + O + o, nullptr);
       out[at] = y;
     }
   }

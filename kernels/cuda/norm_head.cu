@@ -6,7 +6,7 @@
 //   x          [T, E] float32
 //   norm       [E] float32       RMS norm's weights; EPS is inside the root
 //   weight     tiles (product.cuh) of WEIGHT, [V, E], V rounded up to a multiple of 16
-//   row_index  [N] int32         the row of x from which n is computed
+//   row_index  [N] int32         the row of x from which n is computed; without it (INDEXED 0), n itself
 //   count      [1] int32         number of n, 0 to N = TOKENS; outputs of later n are not touched
 //
 // E % 32 == 0, any V. The norm in the order of norm.cuh, products in that of product.cuh.
@@ -26,6 +26,15 @@
 #include "order.h"
 #include "stream.cuh"
 
+#ifndef INDEXED
+#define INDEXED 1
+#endif
+#if INDEXED
+#define INDEX_ARGUMENT const int *row_index,
+#else
+#define INDEX_ARGUMENT
+#endif
+
 constexpr int OUTPUTS = TILES * 16;                                  // of a unit, for a token
 constexpr int RESULTS = (OUTPUTS * TOKENS + THREADS - 1) / THREADS;  // of a unit that a thread finishes
 
@@ -33,8 +42,10 @@ DEVICE void finish_unit(float *logits, u64 (&largest)[RESULTS], const float *sum
 DEVICE void finish_best(int *best, u64 *state, const u64 (&largest)[RESULTS], u64 *keys, int count);
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-    norm_head(float *logits, int *best, u64 *state, const float *x, const float *norm, const u8 *weight, const int *row_index,
-              const int *count) {
+    norm_head(float *logits, int *best, u64 *state, const float *x, const float *norm, const u8 *weight, INDEX_ARGUMENT const int *count) {
+#if !INDEXED
+  const int *row_index = nullptr;
+#endif
   DYNAMIC_SHARED(memory);
   static __shared__ u64 keys[TOKENS];
   const SharedMemory shared = shared_memory_at(memory);

@@ -6,7 +6,8 @@
 //   keys_again                                                   the same memory; not used
 //   x            [T, E] float32
 //   norm         [E] float32     RMS norm's weights; EPS is inside the root
-//   weight       tiles (product.cuh) of WEIGHT, [(H + 2 K) D, E]: the heads of q, those of k, those of v
+//   weight       tiles (product.cuh) of WEIGHT, [MAIN D, E]: the first MAIN heads of those of q, of k, and of v; MAIN is H + 2 K unless given
+//   second, third   if MAIN < H + 2 K: products of the other heads, whose weights have another format (heads.cuh)
 //   bias         [(H + 2 K) D] float32, if BIAS
 //   q_norm, k_norm  [D] float32, if QK_NORM                      RMS norm of every head of q and k, with QK_EPS, before the rotation
 //   angles       [T, R] float32, if R > 0                        R / 2 cosines, then R / 2 sines
@@ -16,16 +17,18 @@
 // E % 32 == 0, D % 16 == 0, R even, R <= D. The norm in the order of norm.cuh, products in that of product.cuh, heads in that of heads.cuh.
 //
 // Unit of work (stream.cuh): where PAIRED, a pair of tiles of one head that are rotated with each other; otherwise, with norms of heads or
-// partial rotations, a whole head, of which a warp then finishes one row. A thread block takes one unit. The launcher computes
+// partial rotations, a whole head, of which a warp then finishes one row. A thread block takes one unit. After the units come thread blocks
+// for the heads from MAIN on, one each. The launcher computes
 //
-//     PAIRED = not QK_NORM and D % 32 == 0 and R in (0, D); TILES = 2 if PAIRED else D / 16; grid = (H + 2 K) * D / 16 / TILES
+//     PAIRED = not QK_NORM and D % 32 == 0 and R in (0, D); TILES = 2 if PAIRED else D / 16
+//     grid = MAIN * D / 16 / TILES + H + 2 K - MAIN
 //     pieces = ceil(E / 512); TILE_WARPS = min(TILES, max(1, 16 / min(pieces, 16))); residents = min(ceil(grid / multiprocessors), 4)
 //     PIECE_WARPS = even(pieces, max(1, min(pieces, 16 / residents / TILE_WARPS))); block = 32 * PIECE_WARPS * TILE_WARPS
-//     shared as for norm_gate_up_silu.cu, + (0 if PAIRED else 4 * TOKENS * D)
+//     shared as for norm_gate_up_silu.cu, + (0 if PAIRED and MAIN == H + 2 K else 4 * TOKENS * D)
 //
 // with even(pieces, max) = ceil(pieces / ceil(pieces / max)).
 #define I E
-#define ALL_TILES ((H + 2 * K) * D / 16)
+#define ALL_TILES (MAIN * D / 16)
 #define UNITS (ALL_TILES / TILES)
 #define PAIRED (!QK_NORM && D % 32 == 0 && (R == 0 || R == D))
 #include "heads.cuh"
@@ -70,10 +73,11 @@ struct Operands {};
 #endif
 DEVICE void read_operands(Operands &operands, const Heads &heads, int unit);
 DEVICE void finish_unit(const Heads &heads, const Operands &operands, const float *sums, float *y, int unit, int count);
+DEVICE void finish_other_head(const Heads &heads, const OtherHeads &others, float *y, int head, int count);
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     norm_qkv_rope_store(float *q, cache_number *keys, void *keys_again, const float *x, const float *norm, const u8 *weight,
-                        BIAS_ARGUMENT QK_NORM_ARGUMENTS ANGLES_ARGUMENT const int *slots, const int *rows) {
+                        SECOND_ARGUMENT THIRD_ARGUMENT BIAS_ARGUMENT QK_NORM_ARGUMENTS ANGLES_ARGUMENT const int *slots, const int *rows) {
 #if !BIAS
   const float *bias = nullptr;
 #endif
@@ -85,6 +89,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #endif
   DYNAMIC_SHARED(memory);
   const SharedMemory shared = shared_memory_at(memory);
+  const Heads heads = {q, keys, bias, q_norm, k_norm, angles, slots};
+#if MAIN < H + 2 * K
+  OtherHeads others = {second, nullptr};
+#if MAIN + SECOND < H + 2 * K
+  others.third = third;
+#endif
+  if (blockIdx.x >= UNITS) {
+    finish_other_head(heads, others, shared.extra, MAIN + blockIdx.x - UNITS, rows[0]);
+    return;
+  }
+#endif
   const InputRows all = {x, nullptr, TOKENS, I};
   Ring ring;
   Walk walk = first_run();
@@ -94,7 +109,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 
   prepare_normed(shared, all, EPS);
   const Columns columns = columns_at(shared.prepared, STEPS);
-  const Heads heads = {q, keys, bias, q_norm, k_norm, angles, slots};
   if (count <= 0) return;
   const int unit = blockIdx.x;
   Operands operands;
@@ -102,6 +116,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   multiply_unit(ring, walk, weight, columns, unit, shared.sums);
   __syncthreads();
   finish_unit(heads, operands, shared.sums, shared.extra, unit, count);
+}
+
+// Finishes y [D] in shared memory, a head of a token with its bias, by a whole warp.
+DEVICE void finish_row(const Heads &heads, const float *y, int token, int head) {
+  const int slot = head < H ? 0 : heads.slots[token];
+  finish_head(y, lane_of(), token, slot, head, heads.q, heads.keys, head < H ? heads.q_norm : heads.k_norm, heads.angles + token * R);
+}
+
+// `y` [TOKENS * D] in shared memory.
+DEVICE void finish_other_head(const Heads &heads, const OtherHeads &others, float *y, int head, int count) {
+  for (int token = threadIdx.x / 32; token < count; token += WARPS) {
+    const float *product = product_of(others, token, head);
+    for (int d = lane_of(); d < D; d += 32) y[token * D + d] = BIAS ? product[d] + heads.bias[head * D + d] : product[d];
+    __syncwarp();
+    finish_row(heads, y + token * D, token, head);
+  }
 }
 
 #if PAIRED
@@ -148,11 +178,7 @@ DEVICE void finish_unit(const Heads &heads, const Operands &, const float *sums,
     y[e] = BIAS ? sum + heads.bias[head * D + d] : sum;
   }
   __syncthreads();
-  const float *norm = head < H ? heads.q_norm : heads.k_norm;
-  for (int token = threadIdx.x / 32; token < count; token += WARPS) {
-    const int slot = head < H ? 0 : heads.slots[token];
-    finish_head(y + token * D, lane_of(), token, slot, head, heads.q, heads.keys, norm, heads.angles + token * R);
-  }
+  for (int token = threadIdx.x / 32; token < count; token += WARPS) finish_row(heads, y + token * D, token, head);
 }
 
 #endif

@@ -2,13 +2,14 @@
 //
 //   tiles  uint8                     the whole matrix; `count` sixteens of rows from `first` on are written
 //   beyond [1] int32                 only with CONVERTS: becomes 1 if a finite number is beyond TARGET, else is not written
-//   rows   uint8                     bytes that hold these rows; each row begins at an even one
+//   rows   uint8                     bytes that hold these rows; each row begins at an even one, but see below
 //   table  [4 + 16 * count] int32    first; count; sixteens of the whole matrix; units of a row; then of each row the byte of `rows` at which
 //                                    it begins, negative for a row of zeros
 //
-// A row is units of UNIT bytes: a block of a packed format, or a tile's 32 bytes of floats. Of a unit the QUANT_BYTES from byte QUANTS on go
-// into the tiles; FIELDS lists its other parts, FIELD(first byte, bytes), both even, in their order after the tiles. Bytes are moved and not
-// interpreted: the constants are the format, and tinyvllm/quant/layouts derives them.
+// A row is units of UNIT bytes: a block of a packed format, or a tile's 32 bytes of floats. Of a unit the fields that QUANTS lists,
+// QUANT(first byte, bytes), QUANT_BYTES in all, go into the tiles; those that FIELDS lists, FIELD(first byte, bytes, bytes of a word),
+// RECORD_BYTES in all, become the record. Bytes are moved and not interpreted: the constants are the format, and tinyvllm/quant/layouts
+// derives them. Rows and fields begin at even bytes, unless UNIT is odd: then words are read byte by byte.
 //
 // With CONVERTS, numbers are converted from SOURCE, a float format, to TARGET, F16 or BF16: to nearest, ties to even, a NaN to some NaN. A
 // unit is then sixteen numbers of SOURCE, which has no other fields.
@@ -24,7 +25,6 @@
 #endif
 
 constexpr int WARPS = 8;
-constexpr int SLICES = QUANT_BYTES / 16;  // of a row in a tile; four lanes hold a slice
 
 struct Row {
   const u8 *bytes;  // the unit's
@@ -32,8 +32,8 @@ struct Row {
 };
 
 DEVICE u32 word_of(Row row, int start, bool &too_large);
-DEVICE bool write_tile(u8 *tile, Row low, Row high, int lane);
-template <int BYTES> DEVICE void write_field(u8 *to, const u8 *rows, const int *places, int lane);
+template <int FIRST, int BYTES> DEVICE bool write_quants(u8 *tile, Row low, Row high, int lane);
+template <int FIRST, int BYTES, int WORD> DEVICE void write_field(u8 *record, const u8 *rows, const int *places, int lane);
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) pack_tiles(u8 *tiles, BEYOND_ARGUMENT const u8 *rows, const int *table) {
   const u32 first = table[0], count = table[1], sixteens = table[2], units = table[3], lane = threadIdx.x % 32;
@@ -43,43 +43,48 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) pack_tiles(u8 *tiles, B
     const s64 start = (s64)unit * UNIT, block = (s64)(first + sixteen) * units + unit;
     const int low = places[lane / 4], high = places[lane / 4 + 8];
     const Row first_row = {rows + low + start, low >= 0}, second_row = {rows + high + start, high >= 0};
-    const bool too_large = write_tile(tiles + block * (16 * QUANT_BYTES), first_row, second_row, lane);
-#if CONVERTS
-    if (too_large) atomicOr(beyond, 1);
-#else
-    (void)too_large;
-#endif
-    u8 *others = tiles + (s64)sixteens * units * (16 * QUANT_BYTES);
-#define FIELD(at, bytes)                                                                    \
-  write_field<(bytes)>(others + block * (16 * (bytes)), rows + start + (at), places, lane); \
-  others += (s64)sixteens * units * (16 * (bytes));
-    FIELDS
+    u8 *tile = tiles + block * (16 * QUANT_BYTES),
+       *record = tiles + (s64)sixteens * units * (16 * QUANT_BYTES) + block * (16 * RECORD_BYTES);
+    bool too_large = false;
+#define QUANT(at, bytes)                                                       \
+  too_large |= write_quants<(at), (bytes)>(tile, first_row, second_row, lane); \
+  tile += 16 * (bytes);
+#define FIELD(at, bytes, word)                                            \
+  write_field<(at), (bytes), (word)>(record, rows + start, places, lane); \
+  record += 16 * (bytes);
+    QUANTS FIELDS
+#undef QUANT
 #undef FIELD
+#if CONVERTS
+        if (too_large) atomicOr(beyond, 1);
+#endif
+    (void)too_large, (void)record;
   }
 }
 
-// A lane holds of each slice the word lane % 4 of row lane / 4 (low), then of the row eight further (high). Whether a number is too large.
-DEVICE bool write_tile(u8 *tile, Row low, Row high, int lane) {
-  u32 words[2 * SLICES];
+// A lane holds of each slice of 16 bytes the word lane % 4 of row lane / 4 (low), then of the row eight further (high); two slices together
+// if there are more than one. Whether a number is too large.
+template <int FIRST, int BYTES> DEVICE bool write_quants(u8 *tile, Row low, Row high, int lane) {
+  constexpr int SLICES = BYTES / 16;
   bool too_large = false;
 #pragma unroll
-  for (int slice = 0; slice < SLICES; slice++) {
-    const int start = QUANTS + 16 * slice + 4 * (lane % 4);
-    words[2 * slice] = word_of(low, start, too_large), words[2 * slice + 1] = word_of(high, start, too_large);
-  }
-  if constexpr (SLICES % 2 == 0) {
-#pragma unroll
-    for (int i = 0; i < SLICES / 2; i++)
-      ((uint4 *)tile)[lane * (SLICES / 2) + i] = make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < SLICES; i++) ((uint2 *)tile)[lane * SLICES + i] = make_uint2(words[2 * i], words[2 * i + 1]);
+  for (int slice = 0; slice < SLICES; slice += 2) {
+    const int start = FIRST + 16 * slice + 4 * (lane % 4);
+    const uint2 words = make_uint2(word_of(low, start, too_large), word_of(high, start, too_large));
+    if constexpr (SLICES == 1) ((uint2 *)tile)[lane] = words;
+    else
+      ((uint4 *)tile)[slice * 16 + lane] =
+          make_uint4(words.x, words.y, word_of(low, start + 16, too_large), word_of(high, start + 16, too_large));
   }
   return too_large;
 }
 
+#if UNIT % 2
+DEVICE u32 word_at(const u8 *p) { return p[0] | (u32)p[1] << 8 | (u32)p[2] << 16 | (u32)p[3] << 24; }
+#else
 // Rows of blocks begin at any even byte: a word there is two loads.
 DEVICE u32 word_at(const u8 *p) { return (u64)p % 4 == 0 ? *(const u32 *)p : ((const u16 *)p)[0] | (u32)((const u16 *)p)[1] << 16; }
+#endif
 
 #if CONVERTS
 DEVICE bool becomes_infinite(float number, u32 half) { return fabsf(number) <= 3.4028235e38f && (half & 0x7FFF) == 0x7C00; }
@@ -99,10 +104,14 @@ DEVICE u32 word_of(Row row, int start, bool &too_large) {
 DEVICE u32 word_of(Row row, int start, bool &) { return row.present ? word_at(row.bytes + start) : 0; }
 #endif
 
-// A field of row 0, row 8, row 1, row 9 and so on; `rows` points to it in a row that begins at 0.
-template <int BYTES> DEVICE void write_field(u8 *to, const u8 *rows, const int *places, int lane) {
-  for (int i = lane; i < 8 * BYTES; i += 32) {
-    const int row = i / (BYTES / 2), place = places[row / 2 + row % 2 * 8];
-    ((u16 *)to)[i] = place < 0 ? 0 : ((const u16 *)(rows + place))[i % (BYTES / 2)];
+// A field of the sixteen rows: [words][row half][8 g] of its words of 4 bytes, or [8 g][row half] of its 1 or 2 bytes. `rows` points to the
+// unit in a row that begins at 0.
+template <int FIRST, int BYTES, int WORD> DEVICE void write_field(u8 *record, const u8 *rows, const int *places, int lane) {
+  for (int i = lane; i < 16 * BYTES / WORD; i += 32) {
+    const int row = WORD == 4 ? i % 16 : i / 2 + i % 2 * 8, place = places[row];
+    const u8 *from = rows + place + FIRST + (WORD == 4 ? i / 16 * 4 : 0);
+    if constexpr (WORD == 4) ((u32 *)record)[i] = place < 0 ? 0 : word_at(from);
+    else if constexpr (WORD == 2) ((u16 *)record)[i] = place < 0 ? 0 : *(const u16 *)from;
+    else record[i] = place < 0 ? 0 : *from;
   }
 }

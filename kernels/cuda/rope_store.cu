@@ -4,6 +4,8 @@
 //   keys         [P, 2, K, S, D] CACHE_TYPE (F32, F16 or BF16)   the pool of blocks: keys at [:, 0], values at [:, 1]
 //   keys_again                                                   the same memory; not used
 //   y            [T, (H + 2 K) D] float32                        a product's outputs: the heads of q, those of k, those of v
+//   second, third                                                if MAIN < H + 2 K: y has the first MAIN heads only, and these the others,
+//                                                                from products of other matrices (heads.cuh); `third` only if needed
 //   bias         [(H + 2 K) D] float32, if BIAS
 //   q_norm, k_norm  [D] float32, if QK_NORM                      RMS norm of every head of q and k, with QK_EPS, before the rotation
 //   angles       [T, R] float32, if R > 0                        R / 2 cosines, then R / 2 sines
@@ -17,6 +19,7 @@
 constexpr int THREADS = 256, WARPS = THREADS / 32, HEADS = H + 2 * K;
 
 extern "C" __global__ void __launch_bounds__(THREADS) rope_store(float *q, cache_number *keys, void *keys_again, const float *y,
+                                                                 SECOND_ARGUMENT THIRD_ARGUMENT
 #if BIAS
                                                                  const float *bias,
 #endif
@@ -30,10 +33,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) rope_store(float *q, cache
   static __shared__ float heads[WARPS][D];
   const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y * WARPS + warp;
   if (row >= rows[0] || head >= HEADS) return;
+  OtherHeads others = {nullptr, nullptr};
+#if MAIN < H + 2 * K
+  others.second = second;
+#if MAIN + SECOND < H + 2 * K
+  others.third = third;
+#endif
+#endif
+  const float *product = head < MAIN ? y + ((u64)row * MAIN + head) * D : product_of(others, row, head);
   float *features = heads[warp];
 #pragma unroll
   for (int d = lane; d < D; d += 32) {
-    features[d] = y[((u64)row * HEADS + head) * D + d];
+    features[d] = product[d];
 #if BIAS
     features[d] += bias[head * D + d];
 #endif

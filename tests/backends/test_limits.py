@@ -58,18 +58,18 @@ CHANGES = {
 
 def runs(kind: str, stem: str, f: ShapeFacts) -> bool:
     """Whether the kernels can run a shape: what the sources of kernels/ need."""
-    width = 256 if kind == "METAL" and "_K" in f.format else 32
+    width = 256 if kind != "CPU" and "_K" in f.format else 32
     inputs, heads, rms, tiles = f.inputs % width == 0, f.head_dim % 16 == 0, f.norm == "RMS", kind != "CUDA" or f.layout is Layout.TILES
     if stem in ("embed", "pack_tiles"):
         return inputs
     if stem == "matmul":
-        return inputs and tiles and (kind == "CUDA" or f.matrices == 1)
+        return inputs and tiles and f.matrices == 1
     if stem == "norm_qkv_rope_store":
         return inputs and tiles and heads and (kind == "CPU" or rms) and (kind != "METAL" or f.matrices == 3)
     if stem == "norm_gate_up_silu":
         return inputs and tiles and rms and (f.outputs % 16 == 0 if kind != "METAL" else f.matrices == 2)
     if stem == "norm_head":
-        return inputs and tiles and (kind == "CPU" or rms) and (kind != "CPU" or f.matrices == 1)
+        return inputs and tiles and (kind == "CPU" or rms) and (kind == "METAL" or f.matrices == 1)
     if stem == "kv_append":
         return heads
     if stem == "kv_copy":

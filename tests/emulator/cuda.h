@@ -133,6 +133,7 @@ EMULATED_PLAIN unsigned __dp4a(unsigned a, unsigned b, unsigned c) {
   for (int i = 0; i < 32; i += 8) c += (a >> i & 255) * (b >> i & 255);
   return c;
 }
+EMULATED_PLAIN int __dp2a_lo(int a, int b, int c) { return c + (short)a * (signed char)b + (a >> 16) * (signed char)(b >> 8); }
 EMULATED_PLAIN unsigned __vabs4(unsigned a) {
   unsigned out = 0;
   for (int i = 0; i < 32; i += 8) {

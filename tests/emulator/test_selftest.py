@@ -23,6 +23,7 @@ from tinyvllm.config import DEFAULT_MODEL
 from tinyvllm.ops.copy import copy_blocks
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Layout, formats_in
+from tinyvllm.quant.random_rows import packable_width
 from tinyvllm.storage.cache import CacheFolder
 from tinyvllm.storage.folders import require_private
 
@@ -98,7 +99,7 @@ def test_a_wrong_kernel_is_replaced_and_named(monkeypatch, device, caplog, stem)
 @pytest.mark.parametrize("case", PACKED, ids=lambda case: case.name)
 def test_weights_are_packed_as_defined_or_on_the_host(monkeypatch, device, case):
     """Metal reads rows as in files and packs none."""
-    facts = ShapeFacts(Placement(device), inputs=32, format=case.format)
+    facts = ShapeFacts(Placement(device), inputs=packable_width(case.format, 32), format=case.format)
 
     def report():
         return check_kernels(Placement(device), lambda: [("pack_tiles", facts)])

@@ -22,6 +22,8 @@ class Product:
     eps                   of the RMSNorm before the product, as C reads it; None if there is none
     gather                x is gathered through an index of rows
     borders               where the outputs of the second and the third of three matrices start
+    gate                  the residual is a gate: its silu multiplies the outputs
+    bias_first            the first of the outputs' biases, if the bias is that of several matrices
     """
 
     format: str
@@ -36,6 +38,8 @@ class Product:
     eps: str | None = None
     gather: bool = False
     borders: tuple[int, int] | None = None
+    gate: bool = False
+    bias_first: int = 0
 
     @property
     def rows(self) -> int:
@@ -56,6 +60,7 @@ class Heads:
     bias: bool
     qk_norm: bool
     qk_eps: str
+    others: tuple[int, ...] = ()  # heads of the second and the third matrix, where parts have several formats
 
     @classmethod
     def of(cls, outputs: int, qkv: QKV, angles: Tensor | None, cache: LayerCache) -> Heads:
@@ -71,6 +76,16 @@ class Heads:
             H=self.H, K=self.K, D=self.D, S=self.S, R=self.R, CACHE_TYPE=self.cache, BIAS=int(self.bias), QK_NORM=int(self.qk_norm),
             QK_EPS=self.qk_eps,
         )  # fmt: skip
+
+    @property
+    def main(self) -> int:
+        """Heads of the first matrix, of all if there are no others."""
+        return self.H + 2 * self.K - sum(self.others)
+
+    @property
+    def parts(self) -> dict[str, Constant]:
+        """Constants of kernels that take the heads from MAIN on from other products."""
+        return dict(MAIN=self.main, SECOND=self.others[0]) if self.others else {}
 
     @property
     def outputs(self) -> int:

@@ -20,8 +20,8 @@ def product_facts(
     cache: LayerCache | None = None,
 ) -> ShapeFacts:
     """Of a product with `weight`, after `norm` if there is one; `outputs` if they are not the weight's rows; `cache` if it writes one."""
-    panels = isinstance(weight, (PackedWeight, MixedWeight))
-    layout = Layout.TILES if isinstance(weight, TileWeight) else Layout.PANELS if panels else Layout.ROWS
+    part = weight.parts[0] if isinstance(weight, MixedWeight) else weight  # all are in one layout
+    layout = Layout.TILES if isinstance(part, TileWeight) else Layout.PANELS if isinstance(part, PackedWeight) else Layout.ROWS
     return ShapeFacts(
         placement,
         inputs=weight.I,

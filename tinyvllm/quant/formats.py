@@ -155,8 +155,9 @@ _BNB: dict[str, Any] = {"activations": Activations.FLOAT32, "tolerance": 2e-3, "
 
 
 def _packed(name: str, type_id: int | None, elements: int, nbytes: int, *fields: Field, **more: Any) -> BlockFormat:
-    """A format of integers in panels and in rows, whose products with panels round x to int8."""
-    usual: dict[str, Any] = {"layouts": _ROWS_PANELS, "activations": _INT8, "tolerance": 3e-2, "quantization": type_id is not None}
+    """A format of integers in panels and in rows, those of GGUF files also in tiles; products with panels and tiles round x to int8."""
+    layouts = _ROWS_PANELS if type_id is None else _ALL
+    usual: dict[str, Any] = {"layouts": layouts, "activations": _INT8, "tolerance": 3e-2, "quantization": type_id is not None}
     return BlockFormat(name, type_id, elements, nbytes, fields, **usual | more)
 
 

@@ -51,6 +51,7 @@ from tinyvllm.placement import Placement
 from tinyvllm.quant.codecs import unpack
 from tinyvllm.quant.formats import FLOATS, FORMATS, Layout, formats_in
 from tinyvllm.quant.layouts import BLOCK
+from tinyvllm.quant.random_rows import packable_width
 from tinyvllm.runner.ahead import kernels_of_steps
 from tinyvllm.runner.kv import BlockShape, KVPool
 from tinyvllm.runner.memory import check_room, check_weights, pool_blocks
@@ -213,7 +214,7 @@ class Runner:
         if plan.layout is not Layout.TILES:
             return Report()
         formats &= {*formats_in(Layout.TILES)}
-        facts = [ShapeFacts(self.placement, inputs=BLOCK, format=format) for format in sorted(formats)]
+        facts = [ShapeFacts(self.placement, inputs=packable_width(format, BLOCK), format=format) for format in sorted(formats)]
         return test_kernels(self.placement, lambda: [("pack_tiles", each) for each in facts])
 
     def _compile_ahead(self, config: EngineConfig) -> None:

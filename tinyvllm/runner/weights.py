@@ -301,13 +301,18 @@ class WeightLoader:
             self._count(recipe, part.data.nbytes)
         return StoredWeight(tuple(held))
 
-    def _tiled(self, recipes: list[WeightRecipe]) -> TileWeight:
-        """One matrix in tiles with the rows of all parts, packed on the device."""
-        parts = [self._located(recipe) for recipe in recipes]
-        formats = {self._format_of(recipe, part.format) for recipe, part in zip(recipes, parts, strict=True)}
-        format = formats.pop() if len(formats) == 1 else self._plan.floats
+    def _tiled(self, recipes: list[WeightRecipe]) -> TileWeight | MixedWeight:
+        """The rows of all parts in tiles, packed on the device: as one matrix, or a matrix for each run of parts of one format."""
+        parts = [(recipe, self._located(recipe)) for recipe in recipes]
+        weights = []
+        for format, run in itertools.groupby(parts, key=lambda part: self._format_of(part[0], part[1].format)):
+            weights.append(self._tiled_run(format, list(run)))
+        return weights[0] if len(weights) == 1 else MixedWeight(tuple(weights))
+
+    def _tiled_run(self, format: str, parts: list[tuple[WeightRecipe, RowSource]]) -> TileWeight:
+        recipes = [recipe for recipe, _ in parts]
         try:
-            weight = place_tiles(self._plan.placement, parts, recipes[0].shape[1], format)
+            weight = place_tiles(self._plan.placement, [rows for _, rows in parts], recipes[0].shape[1], format)
         except FloatingPointError:
             self._check_ranges(recipes)
             raise

@@ -5,15 +5,10 @@
 #pragma once
 #include "formats.cuh"
 
-constexpr int STEP_BYTES = 1024, LANE_BYTES = 16;
+constexpr int STEPS_OF_BLOCK = 1, CHUNKS = 2, CHUNK_BYTES = 512, BLOCK_BYTES = 1024, STEP_BYTES = BLOCK_BYTES;
 constexpr int STEPS_AHEAD = 8;  // 8 KiB a warp
-
-struct LaneWords {  // A operands of both mma
-  uint4 half[2];
-};
-DEVICE LaneWords load_words(const u8 *lane_bytes) {  // of a step
-  return {{load_once((const uint4 *)lane_bytes), load_once((const uint4 *)(lane_bytes + STEP_BYTES / 2))}};
-}
+typedef uint4 Chunk;            // the A operand of an mma
+DEVICE constexpr int last_step(int) { return 0; }
 
 // The eight numbers of x that lane (g, t) contributes of token g: 2t, 2t+1, 2t+8, 2t+9, 2t+16, ... of a block of 32 columns. A warp reads
 // whole sectors of 32 bytes.
@@ -35,10 +30,10 @@ struct Tokens {  // B operands of both mma, of token g
 };
 
 // A step: c += W x. c[0], c[1] are row g of tokens 2t, 2t + 1; c[2], c[3] row g + 8 of the same.
-DEVICE void multiply(float (&c)[4], const LaneWords &w, const Tokens &x) {
+DEVICE void multiply(float (&c)[4], const Chunk *chunks, const Tokens &x) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const uint4 words = w.half[half];
+    const uint4 words = chunks[half];
     const u32 a[4] = {words.x, words.y, words.z, words.w};
     MMA(c, a, x.b[2 * half], x.b[2 * half + 1]);
   }

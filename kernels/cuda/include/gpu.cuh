@@ -83,6 +83,13 @@ DEVICE void mma_s8_from(int (&d)[4], const int (&c)[4], const u32 (&a)[4], u32 b
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
 }
 
+// d = c + a b for 16 columns: m16n8k16, of which a and b are a[0], a[1] and b0 of the instruction for 32.
+DEVICE void mma_s8_half_from(int (&d)[4], const int (&c)[4], u32 a0, u32 a1, u32 b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%8,%9,%10};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a0), "r"(a1), "r"(b), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+}
+
 // Four matrices of 8 rows of 16 bytes from shared memory: lane l passes the address of row l % 8 of matrix l / 8, and gets from each matrix
 // word t of row g (its 16-bit numbers 2t and 2t + 1), or, transposed, the numbers (2t, g) and (2t + 1, g). Addresses are 16-byte aligned.
 DEVICE void load_matrices(u32 (&r)[4], const void *shared_row) {
@@ -132,6 +139,11 @@ DEVICE uint2 load_once(const uint2 *p) {
 DEVICE u32 load_once(const u32 *p) {
   u32 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::256B.u32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+DEVICE u16 load_once(const u16 *p) {
+  u16 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.u16 %0, [%1];" : "=h"(v) : "l"(p));
   return v;
 }
 

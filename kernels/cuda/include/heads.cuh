@@ -7,7 +7,34 @@
 #pragma once
 #include "formats.cuh"
 
+#ifndef MAIN  // heads of the first matrix; the others' weights have another format, and their products are computed before
+#define MAIN (H + 2 * K)
+#endif
+#ifndef SECOND  // heads of the second matrix; those of the third are the rest
+#define SECOND 0
+#endif
+#if MAIN < H + 2 * K
+#define SECOND_ARGUMENT const float *second,
+#else
+#define SECOND_ARGUMENT
+#endif
+#if MAIN + SECOND < H + 2 * K && MAIN < H + 2 * K
+#define THIRD_ARGUMENT const float *third,
+#else
+#define THIRD_ARGUMENT
+#endif
+
 typedef Stored<CACHE_TYPE>::number cache_number;
+
+// Products of the heads from MAIN on: second [T, SECOND, D], third [T, H + 2 K - MAIN - SECOND, D].
+struct OtherHeads {
+  const float *second, *third;
+};
+DEVICE const float *product_of(const OtherHeads &others, int row, int head) {
+  const bool in_second = head < MAIN + SECOND;
+  const int heads = in_second ? SECOND : H + 2 * K - MAIN - SECOND, first = in_second ? MAIN : MAIN + SECOND;
+  return (in_second ? others.second : others.third) + ((s64)row * heads + head - first) * D;
+}
 
 // Offset of feature 0 of head `head` (of k or v) of a row with this slot; pool [P, 2, K, S, D], keys first, then values.
 DEVICE s64 cache_offset(int slot, int head) {

@@ -1,58 +1,72 @@
 // The copies of matmul.cu from global memory to the stages in shared memory.
 //
-// A stage is copied in vectors of 16 bytes; a thread copies vectors number `thread`, + TEAM_THREADS, ... of it. The address of a vector is
-// the sum of a part that depends on `thread`, computed once, and of constants, so that every copy of the main loop needs one instruction
-// for its address.
+// A stage is copied in vectors of 16 bytes. SPAN threads, a power of two, copy the vectors of a tile's blocks, and the team takes as many tiles
+// at once as it has spans. So the address of a vector is the sum of a part that depends on `thread`, computed once, and of constants, and
+// every copy of the main loop needs one instruction for its address.
 #pragma once
 #include "matmul_tile.cuh"
 
-template <int TILES, int BYTES> struct Vectors {  // of `TILES` tiles that are BLOCKS blocks of BYTES apart, K_BLOCKS of each
-  static constexpr int RUN = K_BLOCKS * BYTES / 16, COUNT = TILES * RUN;
-  static_assert(RUN % TEAM_THREADS == 0 || COUNT <= TEAM_THREADS || (TEAM_THREADS % RUN == 0 && TEAM_THREADS / RUN % HALF == 0),
-                "matmul: the vectors of a thread are not equally far apart");
+DEVICE constexpr int power_of_two_from(int count) { return count <= 1 ? 1 : 2 * power_of_two_from((count + 1) / 2); }
+
+template <int BYTES> struct Vectors {  // of tiles that are BLOCKS blocks of BYTES apart, K_BLOCKS of each
+  static constexpr int RUN = K_BLOCKS * BYTES / 16, SPAN = RUN >= TEAM_THREADS ? TEAM_THREADS : power_of_two_from(RUN);
+  static constexpr int TILES_AT_ONCE = TEAM_THREADS / SPAN;
 };
+
+// Whether the thread copies a vector: of the tile at `tile` + its span, and `part` vectors after its first.
+template <int TILES, int BYTES> DEVICE bool copies(int tile, int part, int blocks, int thread) {
+  typedef Vectors<BYTES> V;
+  const int within = part + thread % V::SPAN;
+  if (TILES % V::TILES_AT_ONCE && tile + thread / V::SPAN >= TILES) return false;
+  if (V::RUN % V::SPAN && within >= V::RUN) return false;
+  return BLOCKS % K_BLOCKS == 0 || within < blocks * (BYTES / 16);
+}
 
 // `from`: the thread's vector of block 0. Blocks of a short last stage after `blocks`, and tiles that do not exist (zeros), contribute only
 // to sums that are not used.
 template <int TILES, int BYTES> DEVICE void copy_weight(u8 *stage, const u8 *from, int tiles_left, int blocks, int thread) {
-  typedef Vectors<TILES, BYTES> V;
+  typedef Vectors<BYTES> V;
+  u8 *to = stage + (thread / V::SPAN * V::RUN + thread % V::SPAN) * 16;
 #pragma unroll
-  for (int first = 0; first < V::COUNT; first += TEAM_THREADS) {
-    const int within = thread % V::RUN + (V::RUN > TEAM_THREADS ? first % V::RUN : 0);
-    if (V::COUNT % TEAM_THREADS && first + thread >= V::COUNT) continue;
-    if (BLOCKS % K_BLOCKS && within >= blocks * (BYTES / 16)) continue;
-    const u8 *vector = from + (s64)weight_tile(first / V::RUN) * (BLOCKS * BYTES) + first % V::RUN * 16;
-    if (OUT_TILES % OUT_TILES_OF_BLOCK == 0) copy_16(stage + (first + thread) * 16, vector);
-    else copy_16_or_zero(stage + (first + thread) * 16, vector, out_tile(first / V::RUN) < tiles_left);
+  for (int tile = 0; tile < TILES; tile += V::TILES_AT_ONCE) {
+#pragma unroll
+    for (int part = 0; part < V::RUN; part += V::SPAN) {
+      if (!copies<TILES, BYTES>(tile, part, blocks, thread)) continue;
+      const u8 *vector = from + (s64)weight_tile(tile) * (BLOCKS * BYTES) + part * 16;
+      if (OUT_TILES % OUT_TILES_OF_BLOCK == 0) copy_16(to + (tile * V::RUN + part) * 16, vector);
+      else copy_16_or_zero(to + (tile * V::RUN + part) * 16, vector, out_tile(tile) < tiles_left);
+    }
   }
 }
 template <int BYTES> DEVICE void copy_x(u8 *stage, const u8 *from, int groups_left, int blocks, int thread) {
-  typedef Vectors<GROUPS, BYTES> V;
+  typedef Vectors<BYTES> V;
+  u8 *to = stage + (thread / V::SPAN * V::RUN + thread % V::SPAN) * 16;
 #pragma unroll
-  for (int first = 0; first < V::COUNT; first += TEAM_THREADS) {
-    const int within = thread % V::RUN + (V::RUN > TEAM_THREADS ? first % V::RUN : 0);
-    if (V::COUNT % TEAM_THREADS && first + thread >= V::COUNT) continue;
-    if (BLOCKS % K_BLOCKS && within >= blocks * (BYTES / 16)) continue;
-    const u8 *vector = from + (s64)(first / V::RUN) * (BLOCKS * BYTES) + first % V::RUN * 16;
-    copy_16_or_zero(stage + (first + thread) * 16, vector, first / V::RUN < groups_left);
+  for (int group = 0; group < GROUPS; group += V::TILES_AT_ONCE) {
+#pragma unroll
+    for (int part = 0; part < V::RUN; part += V::SPAN) {
+      if (!copies<GROUPS, BYTES>(group, part, blocks, thread)) continue;
+      const u8 *vector = from + (s64)group * (BLOCKS * BYTES) + part * 16;
+      copy_16_or_zero(to + (group * V::RUN + part) * 16, vector, group < groups_left);
+    }
   }
 }
 
-// A thread's first vectors, and how many tiles and groups there are from them on; [1] are scales.
+// A thread's first vectors, and how many tiles and groups there are from them on; [1] are scales and records.
 struct Source {
   const u8 *weight[2], *x[2];
   int tiles_left[2], groups_left[2];
 };
 
 template <int BYTES> DEVICE void find_weight(const u8 *&from, int &left, const u8 *weight, const Tile &tile, int thread) {
-  constexpr int RUN = K_BLOCKS * BYTES / 16;
-  from = weight + (u64)(tile.row_block * OUT_TILES_OF_BLOCK + weight_tile(thread / RUN)) * (BLOCKS * BYTES) + thread % RUN * 16;
-  left = OUT_TILES - tile.row_block * OUT_TILES_OF_BLOCK - out_tile(thread / RUN);
+  constexpr int SPAN = Vectors<BYTES>::SPAN;
+  from = weight + (u64)(tile.row_block * OUT_TILES_OF_BLOCK + weight_tile(thread / SPAN)) * (BLOCKS * BYTES) + thread % SPAN * 16;
+  left = OUT_TILES - tile.row_block * OUT_TILES_OF_BLOCK - out_tile(thread / SPAN);
 }
 template <int BYTES> DEVICE void find_x(const u8 *&from, int &left, const u8 *x, const Tile &tile, int thread) {
-  constexpr int RUN = K_BLOCKS * BYTES / 16;
-  from = x + (u64)(tile.token_block * GROUPS + thread / RUN) * (BLOCKS * BYTES) + thread % RUN * 16;
-  left = tile.groups - thread / RUN;
+  constexpr int SPAN = Vectors<BYTES>::SPAN;
+  from = x + (u64)(tile.token_block * GROUPS + thread / SPAN) * (BLOCKS * BYTES) + thread % SPAN * 16;
+  left = tile.groups - thread / SPAN;
 }
 DEVICE Source source_of(const u8 *prepared, const u8 *weight, int T, const Tile &tile, int thread) {
   Source source;

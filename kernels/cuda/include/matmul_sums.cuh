@@ -14,54 +14,40 @@ DEVICE void load_4(u32 (&to)[4], const u8 *from) {
 
 #if QUANTIZED
 
-// An int32 near 0 as float32 without a conversion, of which a GPU does fewer per cycle than additions: the integer is added to the bits of
-// 1.5 x 2^23, which is then subtracted.
-constexpr int ZERO_BITS = 0x4B400000;
-DEVICE float from_zero_bits(int bits) { return __int_as_float(bits) - 12582912.0f; }
-
-// `w`, `x` and their scales: those of the warp's first row tile and first group in the stage; the next are K_BLOCKS blocks further.
-DEVICE void multiply_block(Sums &sums, const u8 *w, const u8 *x, const u8 *w_scales, const u8 *x_scales, int lane) {
-  const int g = lane / 4, t = lane % 4;
-  uint2 b[WARP_T];
-  float2 x_scale[WARP_T];
-  int2 x_sum[WARP_T];
-  int start[WARP_T][4];
+// Block `k` of the stage. `w`, `x`, records and scales: those of the warp's first row tile and first group; the next are K_BLOCKS blocks
+// further.
+DEVICE void multiply_block(Sums &sums, const u8 *w, const u8 *x, const u8 *records, const u8 *x_scales, int k, int lane) {
+  const int g = lane / 4, t = lane % 4, block = k / STEPS_OF_BLOCK;
+  Tokens tokens[WARP_T];
 #pragma unroll
   for (int n = 0; n < WARP_T; n++) {
-    b[n] = *(const uint2 *)(x + n * K_BLOCKS * X_TILE + lane * 8);
-    const u8 *scales = x_scales + n * K_BLOCKS * X_SCALES + t * 8;
-    x_scale[n] = *(const float2 *)scales;
-    x_sum[n] = SUMS ? *(const int2 *)(scales + 32) : make_int2(0, 0);
-    start[n][0] = start[n][2] = ZERO_BITS - ZERO_POINT * x_sum[n].x;
-    start[n][1] = start[n][3] = ZERO_BITS - ZERO_POINT * x_sum[n].y;
+    const u8 *scales = x_scales + (n * K_BLOCKS + k) * X_SCALES + t * 8;
+    const int2 sum = SUMS ? *(const int2 *)(scales + 32) : make_int2(0, 0);
+    tokens[n] = tokens_from(*(const uint2 *)(x + (n * K_BLOCKS + k) * X_TILE + lane * 8), *(const float2 *)scales, sum);
   }
 #pragma unroll
   for (int m = 0; m < WARP_O; m++) {
-    const auto w_scale = unpack_scales(*(const Scales *)(w_scales + m * K_BLOCKS * W_SCALES + g * (int)sizeof(Scales)));
-    u32 a[4];
-    quants_of(a, shared_words(w + m * K_BLOCKS * W_TILE + lane * LANE_BYTES));
+    const ChunksAt chunks = {w + m * K_BLOCKS * W_TILE + block * BLOCK_BYTES + lane * (int)sizeof(Chunk)};
+    const RecordAt record = {(const RecordWord *)(records + m * K_BLOCKS * W_SCALES + block * RECORD_BYTES) + g};
+    StepWeights weights;
+    unpack_step(weights, chunks, record, k % STEPS_OF_BLOCK, t);
 #pragma unroll
-    for (int n = 0; n < WARP_T; n++) {
-      int dot[4];
-      mma_s8_from(dot, start[n], a, b[n].x, b[n].y);
-      add_dots(sums[m][n], {from_zero_bits(dot[0]), from_zero_bits(dot[1]), from_zero_bits(dot[2]), from_zero_bits(dot[3])}, w_scale,
-               x_scale[n], x_sum[n]);
-    }
+    for (int n = 0; n < WARP_T; n++) multiply(sums[m][n], weights, tokens[n]);
   }
 }
 
 #else
 
-DEVICE void multiply_block(Sums &sums, const u8 *w, const u8 *x, int lane) {
+DEVICE void multiply_block(Sums &sums, const u8 *w, const u8 *x, int k, int lane) {
   u32 b[WARP_T][4];
 #pragma unroll
-  for (int n = 0; n < WARP_T; n++) load_4(b[n], x + n * K_BLOCKS * X_TILE + lane * 16);
+  for (int n = 0; n < WARP_T; n++) load_4(b[n], x + (n * K_BLOCKS + k) * X_TILE + lane * 16);
 #pragma unroll
   for (int m = 0; m < WARP_O; m++) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       u32 a[4];
-      load_4(a, w + m * K_BLOCKS * W_TILE + half * (STEP_BYTES / 2) + lane * LANE_BYTES);
+      load_4(a, w + (m * K_BLOCKS + k) * W_TILE + half * CHUNK_BYTES + lane * 16);
 #pragma unroll
       for (int n = 0; n < WARP_T; n++) MMA(sums[m][n], a, b[n][2 * half], b[n][2 * half + 1]);
     }
@@ -72,12 +58,12 @@ DEVICE void multiply_block(Sums &sums, const u8 *w, const u8 *x, int lane) {
 
 // Block `k` of a stage.
 DEVICE void multiply_stage(Sums &sums, const u8 *stage, int k, int warp_o, int warp_t, int lane) {
-  const int m = warp_o * WARP_O * K_BLOCKS + k, n = warp_t * WARP_T * K_BLOCKS + k;
+  const int m = warp_o * WARP_O * K_BLOCKS, n = warp_t * WARP_T * K_BLOCKS;
   const u8 *w = stage + m * W_TILE, *x = stage + X_AT + n * X_TILE;
 #if QUANTIZED
-  multiply_block(sums, w, x, stage + W_SCALES_AT + m * W_SCALES, stage + X_SCALES_AT + n * X_SCALES, lane);
+  multiply_block(sums, w, x, stage + W_SCALES_AT + m * W_SCALES, stage + X_SCALES_AT + n * X_SCALES, k, lane);
 #else
-  multiply_block(sums, w, x, lane);
+  multiply_block(sums, w, x, k, lane);
 #endif
 }
 

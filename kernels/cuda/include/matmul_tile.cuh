@@ -10,10 +10,11 @@ constexpr int ROW_BLOCKS = (ALL_ROW_TILES + ROW_TILES - 1) / ROW_TILES;
 constexpr int BLOCKS = I / STEP, PIECES = pieces_of(I), STAGES_OF_PIECE = PIECE_STEPS / K_BLOCKS;  // blocks are of 32 columns
 constexpr int PER_SPLIT = (PIECES + SPLIT - 1) / SPLIT;
 
-// Bytes of a block: of a row tile of weight, of a group of x, and of the scales of both.
+// Bytes of a block: of a row tile of weight, of a group of x, and of the records of the one and the scales of the other. A stage holds whole
+// blocks of the format, of which each block here has its share.
 constexpr int W_TILE = STEP_BYTES, X_TILE = QUANTIZED ? 256 : 512;
 #if QUANTIZED
-constexpr int W_SCALES = SCALE_BYTES, X_SCALES = 64;
+constexpr int W_SCALES = RECORD_BYTES / STEPS_OF_BLOCK, X_SCALES = 64;
 #else
 constexpr int W_SCALES = 0, X_SCALES = 0;
 #endif
@@ -22,7 +23,10 @@ constexpr int X_SCALES_AT = W_SCALES_AT + ROW_TILES * K_BLOCKS * W_SCALES, STAGE
 
 static_assert(ROW_TILES % WARPS_O == 0 && GROUPS % WARPS_T == 0, "matmul: a tile must be divisible by its warps");
 static_assert(PIECE_STEPS % K_BLOCKS == 0 && I % 32 == 0, "matmul: K_BLOCKS must divide 16, and I be a multiple of 32");
-static_assert(!SILU || (WARP_O % 2 == 0 && O % 16 == 0 && !RESIDUAL), "matmul: SILU needs TILE_O / WARPS_O % 32 == 0, O % 16 == 0");
+static_assert(K_BLOCKS % STEPS_OF_BLOCK == 0 && BLOCKS % STEPS_OF_BLOCK == 0,
+              "matmul: K_BLOCKS and I must be of whole blocks of the format");
+static_assert(!SILU || ((WARP_O & (WARP_O - 1)) == 0 && WARP_O > 1 && O % 16 == 0 && !RESIDUAL),
+              "matmul: SILU needs TILE_O / WARPS_O of 32, 64, 128, ... rows and O % 16 == 0");
 static_assert((SPLIT - 1) * PER_SPLIT < PIECES, "matmul: SPLIT leaves a thread block without pieces");
 
 // Of a thread block: pieces first to last - 1; `groups` of tokens that exist from its first on.

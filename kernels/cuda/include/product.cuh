@@ -4,14 +4,16 @@
 // Weights are the A operand of mma, sixteen rows of W at a time; tokens are its columns. A STEP is sixteen rows by 32 columns of W times
 // eight tokens: two mma of k16, or one of k32. A lane is l = 4 g + t, g = 0 .. 7, t = 0 .. 3.
 //
-// Weights (O padded to 16 with rows of zeros, I % 32 == 0): the bytes of a step are contiguous, those of a tile of sixteen rows follow by
-// ascending columns, and scales follow all steps of the matrix. What a lane holds of a step is in the format's header (weights.cuh).
+// Weights (O padded to 16 with rows of zeros, I a multiple of 32 and of the format's blocks): the bytes of a block of sixteen rows, one to
+// eight steps, are contiguous, those of a tile of sixteen rows follow by ascending columns, and records (scales and the like) follow the
+// quants of the whole matrix. What a lane holds of a block is in weights.cuh and the format's header.
 //
 // The order, for one output:
 //     columns are cut into PIECES of 512 from 0, the last may be shorter; within a piece, one float32 accumulator from zero, steps
 //                ascending
 //     BF16, F16  x rounded to the weights' format; c = mma(c, ...) twice
-//     Q8_0, Q4_0 x rounded to int8 in blocks of 32; dot exact in int32; c = fmaf(dot, scale of W * scale of x, c)
+//     packed     x rounded to int8 in groups of 32; dot exact in int32, with parts of 16 weights one for each half; for each dot
+//                c = fmaf(dot, scale of W * scale of x, c), and with minimums then c = fmaf(minimum, -scale of x * sum of x, c)
 //     pieces are added ascending, ((p0 + p1) + p2) + ..., then `finished`: + bias, activation, + residual
 #pragma once
 #include "weights.cuh"
@@ -33,10 +35,14 @@ DEVICE float gelu(float x) {
 }
 DEVICE float silu(float x) { return x / (1.0f + expf(-x)); }
 
-// From the sum of a product to its output; `bias` and `residual` are read only where the switch of the same name is on.
-template <bool BIASED, int ACTIVATED, bool ADDED> DEVICE float finished(float y, const float *bias, const float *residual) {
+#define GATE 2  // a value of RESIDUAL
+
+// From the sum of a product to its output; `bias` is read only if BIASED. `residual`, not read if RESIDUAL_KIND is 0, is added, or if it is
+// GATE, its silu multiplies the product.
+template <bool BIASED, int ACTIVATED, int RESIDUAL_KIND> DEVICE float finished(float y, const float *bias, const float *residual) {
   if constexpr (BIASED) y = y + *bias;
   if constexpr (ACTIVATED == GELU) y = gelu(y);
-  if constexpr (ADDED) y = y + *residual;
+  if constexpr (RESIDUAL_KIND == 1) y = y + *residual;
+  if constexpr (RESIDUAL_KIND == GATE) y = silu(*residual) * y;
   return y;
 }

@@ -18,8 +18,8 @@
 //
 // x in shared memory, `steps` steps of it (COLUMNS_BYTES(steps)):
 //     float weights      [steps][TOKENS][4 t] of 16 bytes: the words b of Tokens
-//     quantized weights  [steps][TOKENS][4 t] of 8 bytes, then float scale [steps][EVEN], int sum [steps][EVEN]; EVEN is TOKENS rounded up
-//                        to a multiple of 2
+//     quantized weights  [steps][TOKENS][4 t] of 8 bytes, then float scale [steps][EVEN], int sum [steps][EVEN], as quantize_cell gives
+//                        them; EVEN is TOKENS rounded up to a multiple of 2
 #pragma once
 #include "norm.cuh"
 #include "product.cuh"
@@ -27,7 +27,7 @@
 constexpr int WARPS = TILE_WARPS * PIECE_WARPS;
 constexpr int THREADS = 32 * WARPS;
 constexpr int RESIDENT = THREADS >= 512 ? 1 : 512 / THREADS;  // thread blocks on a multiprocessor: 16 warps, 128 registers a thread
-constexpr int STEPS = I / STEP;
+constexpr int STEPS = I / STEP;                               // a multiple of STEPS_OF_BLOCK
 constexpr int PIECES = pieces_of(I);
 constexpr int PARTS = PIECE_STEPS / STEPS_AHEAD;  // of a piece
 constexpr int EVEN = (TOKENS + 1) / 2 * 2;
@@ -36,7 +36,7 @@ constexpr int PITCH = 20;
 constexpr int SUMS_SIZE = PIECES * TILES * TOKENS * PITCH;
 
 static_assert(TOKENS >= 1 && TOKENS <= 8, "stream: TOKENS must be 1 to 8");
-static_assert(I % STEP == 0, "stream: the width must be a multiple of 32");
+static_assert(I % STEP == 0 && STEPS % STEPS_OF_BLOCK == 0, "stream: the width must be a multiple of 32 and of the format's blocks");
 static_assert(TILE_WARPS <= TILES && PIECE_WARPS <= PIECES, "stream: more warps than work");
 
 #define COLUMNS_BYTES(steps) ((steps) * (QUANTIZED ? TOKENS * 32 + EVEN * 8 : TOKENS * 64))
@@ -50,11 +50,18 @@ DEVICE int piece_warp() { return threadIdx.x / 32 / TILE_WARPS; }
 
 // --- weights
 
+#if QUANTIZED
+constexpr int RECORD_STEPS = STEPS_OF_BLOCK < 4 ? 4 : STEPS_OF_BLOCK;  // steps whose records a warp loads together
+constexpr int RECORD_WORDS = RECORD_STEPS / STEPS_OF_BLOCK * WORDS;    // of these, for one g
+constexpr int SHARE = (RECORD_WORDS + 3) / 4;  // what a lane loads of them: words lane / 8, + 4, ... of g = lane % 8
+#endif
+
 // The steps in flight.
 struct Ring {
-  LaneWords words[STEPS_AHEAD];
+  Chunk chunks[STEPS_AHEAD / STEPS_OF_BLOCK * CHUNKS];
 #if QUANTIZED
-  Scales scales[STEPS_AHEAD / 4];  // a lane holds those of steps t, t + 4, ...: one load of 128 bytes instead of four of 32
+  u32 shares[STEPS_AHEAD / RECORD_STEPS][SHARE];
+  u32 record[WORDS];  // of the block that is multiplied, for the lane's g
 #endif
 };
 
@@ -77,11 +84,11 @@ DEVICE void advance(Walk &walk) {
 DEVICE int piece_steps(int piece) { return min(STEPS - piece * PIECE_STEPS, PIECE_STEPS); }
 DEVICE int steps_of_part(int piece, int part) { return max(0, min(piece_steps(piece) - part * STEPS_AHEAD, STEPS_AHEAD)); }
 
-// Where a lane finds a run's words and scales, and the number of steps: 0 after the last unit or tile.
+// Where a lane finds a run's chunks and its share of the records, and the number of steps: 0 after the last unit or tile.
 struct Run {
-  const u8 *words;
+  const u8 *chunks;
 #if QUANTIZED
-  const u8 *scales;
+  const u8 *records;
 #endif
   int steps;
 };
@@ -89,21 +96,37 @@ DEVICE Run run_at(const Walk &walk, const u8 *weight) {
   const int lane = lane_of(), tile = walk.unit < UNITS ? tile_of(walk.unit, walk.tile) : ALL_TILES;
   const s64 step = (s64)tile * STEPS + walk.piece * PIECE_STEPS + walk.part * STEPS_AHEAD;
   const int steps = tile < ALL_TILES ? steps_of_part(walk.piece, walk.part) : 0;
+  const u8 *chunks = weight + step * STEP_BYTES + lane * (int)sizeof(Chunk);
 #if QUANTIZED
-  const u8 *scales = weight + (s64)ALL_TILES * STEPS * STEP_BYTES + (step + lane % 4) * SCALE_BYTES + lane / 4 * (int)sizeof(Scales);
-  return {weight + step * STEP_BYTES + lane * LANE_BYTES, scales, steps};
+  const u8 *records = weight + (s64)ALL_TILES * STEPS * STEP_BYTES + lane * (int)sizeof(RecordWord);
+  return {chunks, records + step / STEPS_OF_BLOCK * RECORD_BYTES, steps};
 #else
-  return {weight + step * STEP_BYTES + lane * LANE_BYTES, steps};
+  return {chunks, steps};
 #endif
 }
 
-DEVICE void load_step(Ring &ring, int s, const Run &run) { ring.words[s] = load_words(run.words + s * STEP_BYTES); }
-// The scales of the four steps up to s, once those of the run before are no longer needed.
-DEVICE void load_scales(Ring &ring, int s, const Run &run) {
+// The chunks that nothing needs after step s; `run` is the one they are taken from.
+DEVICE void load_chunks(Ring &ring, int s, const Run &run) {
+  const int block = s / STEPS_OF_BLOCK;
+#pragma unroll
+  for (int i = 0; i < CHUNKS; i++) {
+    if (last_step(i) != s % STEPS_OF_BLOCK) continue;
+    ring.chunks[block * CHUNKS + i] = load_once((const Chunk *)(run.chunks + block * BLOCK_BYTES + i * CHUNK_BYTES));
+  }
+}
+// The records of the steps around s, once those of the run before are no longer needed: from the last block's first step on.
+template <bool WHOLE> DEVICE void load_records(Ring &ring, int s, const Run &run) {
 #if QUANTIZED
-  const int first = s / 4 * 4;
-  const u8 *scales = run.scales + first * SCALE_BYTES;
-  if (s == first + 3 && first + lane_of() % 4 < run.steps) load_scales(ring.scales[s / 4], scales);
+  if (s % RECORD_STEPS != RECORD_STEPS - STEPS_OF_BLOCK) return;
+  const int group = s / RECORD_STEPS, first = group * RECORD_STEPS;
+#pragma unroll
+  for (int i = 0; i < SHARE; i++) {
+    const int word = 4 * i + lane_of() / 8;
+    if (4 * i + 3 >= RECORD_WORDS && word >= RECORD_WORDS) continue;
+    if (!WHOLE && first + word / WORDS * STEPS_OF_BLOCK >= run.steps) continue;
+    const u8 *records = run.records + first / STEPS_OF_BLOCK * RECORD_BYTES;
+    ring.shares[group][i] = load_once((const RecordWord *)records + 32 * i);
+  }
 #endif
 }
 
@@ -111,8 +134,8 @@ DEVICE void load_first(Ring &ring, const Walk &walk, const u8 *weight) {
   const Run run = run_at(walk, weight);
 #pragma unroll
   for (int s = 0; s < STEPS_AHEAD; s++) {
-    if (s < run.steps) load_step(ring, s, run);
-    load_scales(ring, s, run);
+    if (s < run.steps) load_chunks(ring, s, run);
+    load_records<false>(ring, s, run);
   }
 }
 
@@ -138,17 +161,15 @@ DEVICE Columns columns_at(const u8 *x, int steps) {
 #endif
 }
 DEVICE Tokens tokens_of(const Columns &x, int step) {
-  Tokens tokens;
 #if QUANTIZED
-  const uint2 b = *(const uint2 *)(x.numbers + step * TOKENS * 32);
-  tokens.b[0] = b.x, tokens.b[1] = b.y;
-  tokens.scale = *(const float2 *)(x.scale + step * EVEN);
-  if (SUMS) tokens.sum = *(const int2 *)(x.sum + step * EVEN);
+  const int2 sum = SUMS ? *(const int2 *)(x.sum + step * EVEN) : make_int2(0, 0);
+  return tokens_from(*(const uint2 *)(x.numbers + step * TOKENS * 32), *(const float2 *)(x.scale + step * EVEN), sum);
 #else
+  Tokens tokens;
   const uint4 b = *(const uint4 *)(x.numbers + step * TOKENS * 64);
   tokens.b[0] = b.x, tokens.b[1] = b.y, tokens.b[2] = b.z, tokens.b[3] = b.w;
-#endif
   return tokens;
+#endif
 }
 
 // Stores a cell among prepared columns. Called by whole warps; `valid` in the lanes that have a cell.
@@ -261,11 +282,27 @@ DEVICE void prepare_normed(const SharedMemory &shared, const InputRows &global_r
 
 // --- products
 
-DEVICE void multiply_step(float (&c)[4], const Ring &ring, int s, const Tokens &x) {
 #if QUANTIZED
-  multiply(c, ring.words[s], scales_of_lane(ring.scales[s / 4], lane_of() / 4 * 4 + s % 4), x);
+// The record of the block that begins with step s, from the shares of all lanes.
+DEVICE void gather_record(Ring &ring, int s) {
+  const int first = s % RECORD_STEPS / STEPS_OF_BLOCK * WORDS;
+#pragma unroll
+  for (int i = 0; i < WORDS; i++) {
+    const int word = first + i;
+    ring.record[i] = __shfl_sync(ALL_LANES, ring.shares[s / RECORD_STEPS][word / 4], word % 4 * 8 + lane_of() / 4);
+  }
+}
+#endif
+
+DEVICE void multiply_step(float (&c)[4], Ring &ring, int s, const Tokens &x) {
+  const Chunk *chunks = ring.chunks + s / STEPS_OF_BLOCK * CHUNKS;
+#if QUANTIZED
+  if (s % STEPS_OF_BLOCK == 0) gather_record(ring, s);
+  StepWeights w;
+  unpack_step(w, chunks, ring.record, s % STEPS_OF_BLOCK, lane_of() % 4);
+  multiply(c, w, x);
 #else
-  multiply(c, ring.words[s], x);
+  multiply(c, chunks, x);
 #endif
 }
 
@@ -275,8 +312,8 @@ DEVICE void multiply_four(float (&c)[4], Ring &ring, const Columns &x, int step,
 #pragma unroll
   for (int end = s + 4; s < end; s++) {
     if (WHOLE || s < steps) multiply_step(c, ring, s, tokens_of(x, step + s));
-    if (WHOLE || s < next.steps) load_step(ring, s, next);
-    load_scales(ring, s, next);
+    if (WHOLE || s < next.steps) load_chunks(ring, s, next);
+    load_records<WHOLE>(ring, s, next);
   }
 }
 

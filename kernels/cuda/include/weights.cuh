@@ -1,33 +1,36 @@
 // The weights' format, chosen by WEIGHT: one header a format holds everything that kernels know of it. To add a format, add its number to
 // kernels/include/formats.h, its header to formats/, and a line below.
 //
-// A header defines, for embed.cu, four consecutive numbers of a matrix of `width` columns, `column` a multiple of 4:
+// A header of a format of packed integers defines
+//
+//   QUANTIZED 1        x is rounded to int8 in groups of 32; quantized_weights.cuh has the rest
+//   PART               weights that share a scale within a step: 32 where it is not defined, or 16
+//   MINIMUMS 1         where it has minimums: weight = scale * (integer - ZERO_POINT) - minimum
+//   SCALED_QUANTS 1    PART is 16, but integers are multiplied by their part's scale before the dot, so that scale[0] is the block's
+//   BLOCK, FILE_BLOCK_BYTES   columns of a block, 32 to 256, and its bytes in a file
+//   ZERO_POINT         what is subtracted from every integer, by the sums of x
+//   STEPS_AHEAD        steps that stream.cuh keeps in flight, in registers: 8 or 16
+//   CHUNKS, Chunk      of a block, what a lane holds of the quants: uint4, a run of 32 bytes of a row's block, or uint2, one of 16 bytes.
+//                      Words are of row g, g + 8, g, g + 8, of bytes 4t..4t+3 of the run, then from its byte 16 on
+//   last_step(i)       the last step of a block that reads chunk i: its registers are then loaded with the next block's
+//   WORDS, RecordWord  of a block, for one g, everything else: a word of two halves, of rows g and g + 8, for each field of two bytes; a word
+//                      of each row for every four bytes of the others. RecordWord is u32, or u16 for pairs of bytes
+//   unpack_step(w, chunk, record, step, t)   StepWeights (step_weights.cuh) of a step of a block, for a lane with this t. chunk[i] and
+//                      record[i] may be registers, shared or global memory; stream.cuh calls it with constant steps
+//   file_chunk(i), file_word(i), file_word_bytes(i)   where a row's block in a file has the run of chunk i, and its bytes of record word i
+//
+// Tiles [O/16][I/BLOCK][CHUNKS][32 lanes] of Chunk, then records [O/16][I/BLOCK][WORDS][8 g] of RecordWord.
+//
+// A header of 16-bit numbers defines QUANTIZED 0, MMA and WARPGROUP_MMA; float_weights.cuh has the rest. For embed.cu, these headers, F32's
+// and quantized_weights.cuh define four consecutive numbers of a matrix of `width` columns, `column` a multiple of 4:
 //
 //   read_row(table, width, row, column) -> float4            the matrix in rows, as in files
 //   read_tile(table, rows, width, row, column) -> float4     the matrix in tiles (product.cuh); not F32
 //
-// For products with tiles, where a step is sixteen rows by 32 columns (product.cuh); not F32:
-//
-//   QUANTIZED      0: x is rounded to the weights' format; float_weights.cuh has the rest. 1: x is rounded to int8 in blocks of 32;
-//                  quantized_weights.cuh has the rest, and the header also defines:
-//   STEP_BYTES     of a step, without scales
-//   LANE_BYTES     of a step, for one lane
-//   STEPS_AHEAD    steps that stream.cuh keeps in flight, in registers
-//   LaneWords, load_words(lane_bytes), shared_words(lane_bytes)
-//                  a lane's words of a step, and how they are loaded from global and from shared memory
-//   quants_of(a, words)
-//                  the lane's A operand of an int8 mma: the quants plus ZERO_POINT
-//   ZERO_POINT     what quants_of adds to the quants; the product subtracts it again by the sums of x
-//   SUMS           whether the product reads the sums of x: for a zero point, or for minimums
-//   Scales         a lane's scales of a step, with load_scales, scales_of_lane, unpack_scales and add_dots: BlockScales (block_scales.cuh)
-//                  for one scale a row and block. A format with minimums has a type of its own that also holds those, and an add_dots
-//                  that subtracts them times the sums of x; scales of super-blocks are expanded to blocks of 32 when tiles are packed.
-//                  The scales of all steps are stored after the steps of the whole matrix.
-//
 // A header of a format includes nothing: the sources are joined with each header at its first mention, be it in an #if that is off.
 #pragma once
 #include "formats.cuh"
-#include "block_scales.cuh"
+#include "step_weights.cuh"
 
 #if WEIGHT == F32
 #include "formats/f32.cuh"
@@ -39,8 +42,40 @@
 #include "formats/q8_0.cuh"
 #elif WEIGHT == Q4_0
 #include "formats/q4_0.cuh"
+#elif WEIGHT == Q4_1
+#include "formats/q4_1.cuh"
+#elif WEIGHT == Q5_0
+#include "formats/q5_0.cuh"
+#elif WEIGHT == Q5_1
+#include "formats/q5_1.cuh"
+#elif WEIGHT == Q2_K
+#include "formats/q2_k.cuh"
+#elif WEIGHT == Q3_K
+#include "formats/q3_k.cuh"
+#elif WEIGHT == Q4_K
+#include "formats/q4_k.cuh"
+#elif WEIGHT == Q5_K
+#include "formats/q5_k.cuh"
+#elif WEIGHT == Q6_K
+#include "formats/q6_k.cuh"
+#elif WEIGHT == IQ4_NL
+#include "formats/iq4_nl.cuh"
+#elif WEIGHT == IQ4_XS
+#include "formats/iq4_xs.cuh"
+#elif WEIGHT == MXFP4
+#include "formats/mxfp4.cuh"
 #else
 #error "weights: WEIGHT has no header in formats/"
+#endif
+
+#ifndef PART
+#define PART 32
+#endif
+#ifndef MINIMUMS
+#define MINIMUMS 0
+#endif
+#ifndef SCALED_QUANTS
+#define SCALED_QUANTS 0
 #endif
 
 #ifdef QUANTIZED

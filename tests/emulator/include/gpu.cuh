@@ -44,6 +44,11 @@ DEVICE void mma_s8_from(int (&d)[4], const int (&c)[4], const u32 (&a)[4], u32 b
   mma_s8(d, a, b0, b1, line);
 }
 
+DEVICE void mma_s8_half_from(int (&d)[4], const int (&c)[4], u32 a0, u32 a1, u32 b, EMULATED_LINE) {
+  const u32 a[4] = {a0, a1, 0, 0};
+  mma_s8_from(d, c, a, b, 0, line);
+}
+
 DEVICE void load_matrices(u32 (&r)[4], const void *shared_row, EMULATED_LINE) {
   EmulatedU4 v = cuda_load_matrices(false, shared_row, line);
   r[0] = v.x, r[1] = v.y, r[2] = v.z, r[3] = v.w;
@@ -72,6 +77,10 @@ DEVICE uint2 load_once(const uint2 *p) {
 }
 DEVICE u32 load_once(const u32 *p) {
   cuda_expect(p, 4, false, "load_once");
+  return *p;
+}
+DEVICE u16 load_once(const u16 *p) {
+  cuda_expect(p, 2, false, "load_once");
   return *p;
 }
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tinyvllm.backends.cuda import plan as records
 from tinyvllm.backends.cuda.plan import GPU
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.shapes import Attention, Heads, Product
+from tinyvllm.quant.formats import Layout, packed_in
 
 GPUS = {"sm_80": GPU(108, 163 << 10, 164 << 10), "sm_90": GPU(132, 227 << 10, 228 << 10)}  # A100; H100 and H200
 VARIANT, EPS = "sm_80", "1e-05f"
-TILED = ("BF16", "F16", "Q8_0", "Q4_0")
+USUAL, PACKED = ("BF16", "F16", "Q8_0", "Q4_0"), tuple(name for name in packed_in(Layout.TILES) if name not in ("Q8_0", "Q4_0"))
+TILED = (*USUAL, *PACKED)
 FEATURES = ("SAMPLED", "TOP_K", "TOP_P", "MIN_P", "PENALIZED", "BIASED")
 
 
@@ -48,11 +50,14 @@ def _few(gpu: GPU) -> dict[str, Kernel]:
         found[f"matvec {format} of 1"] = records.matvec(VARIANT, Product(format, 1, LARGE.E, LARGE.F, residual=True), gpu)
         found[f"matvec {format} of 8"] = records.matvec(VARIANT, Product(format, 8, LARGE.E, LARGE.F), gpu)
         found[f"norm_gate_up_silu {format}"] = records.norm_gate_up_silu(VARIANT, format, 8, LARGE.E, LARGE.F, gpu, EPS)
-    for format in ("BF16", "Q4_0"):
+    for format in ("BF16", "Q4_0", *PACKED):
         for name, sizes, T, cache in (("8b", LARGE, 8, "BF16"), ("qwen", QWEN, 1, "F16")):
             heads = sizes.heads(cache)
             found[f"norm_qkv_rope_store {format} {name}"] = records.norm_qkv_rope_store(VARIANT, format, T, sizes.E, heads, gpu, EPS)
             found[f"norm_head {format} {name}"] = records.norm_head(VARIANT, format, T, sizes.V, sizes.E, gpu, EPS)
+    mixed = replace(LARGE.heads("BF16"), others=(8,))  # v in another format
+    found["norm_qkv_rope_store mixed"] = records.norm_qkv_rope_store(VARIANT, "Q4_K", 8, LARGE.E, mixed, gpu, EPS)
+    found["norm_head of every row"] = records.norm_head(VARIANT, "Q6_K", 8, 1024, LARGE.E, gpu, EPS, indexed=False)
     found["matvec with all"] = records.matvec(VARIANT, Product("BF16", 4, SMALL.E, SMALL.E, bias=True, residual=True, gelu=True), gpu)
     found["norm_gate_up_silu qwen"] = records.norm_gate_up_silu(VARIANT, "BF16", 3, QWEN.E, QWEN.F, gpu, EPS, bias=True)
     return found
@@ -63,11 +68,13 @@ def _many(gpu: GPU) -> dict[str, Kernel]:
     found["quantize_input gathered"] = records.quantize_input(VARIANT, "BF16", 64, LARGE.E, EPS, gather=True)
     found["quantize_input alone"] = records.quantize_input(VARIANT, "Q4_0", 64, LARGE.F)
     for format in TILED:
-        for T in (16, 64, 512, 4096) if format in ("BF16", "Q4_0") else (64, 4096):
+        for T in (16, 64, 512, 4096) if format in ("BF16", "Q4_0", "Q6_K") else (64, 4096):
             found[f"matmul {format} of {T}"] = records.matmul(VARIANT, Product(format, T, LARGE.E, LARGE.F, residual=True), gpu)[0]
         found[f"matmul {format} with silu"] = records.matmul(VARIANT, Product(format, 256, SMALL.F, SMALL.E, silu=True), gpu)[0]
     for cache in ("F32", "F16", "BF16"):
         found[f"rope_store {cache}"] = records.rope_store(VARIANT, 128, (QWEN if cache == "F16" else SMALL).heads(cache))
+    found["matmul with a gate"] = records.matmul(VARIANT, Product("Q5_K", 64, 2048, 2048, True, True, gate=True, bias_first=2048), gpu)[0]
+    found["rope_store mixed"] = records.rope_store(VARIANT, 128, replace(SMALL.heads("BF16"), others=(8, 8)))
     found["argmax of 1"], found["argmax of 64"] = records.argmax(VARIANT, 1, SMALL.V, gpu), records.argmax(VARIANT, 64, QWEN.V, gpu)
     return found
 

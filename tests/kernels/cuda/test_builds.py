@@ -6,10 +6,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.kernels.cuda.samples import GPUS, samples
+from tests.kernels.cuda.samples import GPUS, PACKED, samples
 from tinyvllm.backends.cuda import nvrtc
 from tinyvllm.backends.cuda import plan as records
 from tinyvllm.backends.shapes import Product
@@ -32,9 +33,16 @@ def test_any_gpu_of_hoppers_architecture_has_its_kernels() -> None:
     assert any(kernel.target == records.HOPPER for kernel in names.values())
 
 
-def _cases() -> list[tuple[str, str]]:
+def _is_long(name: str, arch: str) -> bool:
+    """Of the formats that came later, all but the most common ones with the kernels that need most registers: they take minutes."""
+    usual = {f"{stem} {format} {rest}" for format in ("Q4_K", "Q6_K") for stem, rest in (("matvec", "of 8"), ("matmul", "of 4096"))}
+    return any(word in PACKED for word in name.split()) and (name not in usual or arch != "sm_90")
+
+
+def _cases() -> list[Any]:
     """A kernel with instructions of one architecture is compiled only for that."""
-    return [(name, arch) for arch in GPUS for name, k in SAMPLES[arch].items() if k.target in (f"{arch}a", "sm_80")]
+    every = [(name, arch) for arch in GPUS for name, k in SAMPLES[arch].items() if k.target in (f"{arch}a", "sm_80")]
+    return [pytest.param(*case, marks=pytest.mark.long if _is_long(*case) else ()) for case in every]
 
 
 @pytest.mark.parametrize("name, arch", _cases())

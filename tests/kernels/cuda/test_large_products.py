@@ -12,6 +12,8 @@ from tests.kernels.calling import aligned
 from tests.kernels.cuda import small_products, tiles
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16
+from tinyvllm.quant.formats import FORMATS
+from tinyvllm.quant.random_rows import packable_width
 
 VARIANT = "sm_90"
 
@@ -23,10 +25,10 @@ def up(n: int, to: int) -> int:
 # --- quantize_input
 
 
-@pytest.mark.parametrize("format", tiles.TILED)
+@pytest.mark.parametrize("format", (*tiles.USUAL, "Q2_K"))
 @pytest.mark.parametrize("I, count, norm, gather", [(32, 1, True, False), (1056, 11, True, True), (1248, 9, False, False)])
 def test_prepared_rows_are_rounded_and_laid_out(format: str, I: int, count: int, norm: bool, gather: bool) -> None:
-    T, live = 24, up(count, 8)
+    T, live, I = 24, up(count, 8), packable_width(format, I)
     x, weight = tiles.numbers(T, I), tiles.numbers(I, seed=1)
     index = tiles.laid(np.random.default_rng(2).integers(0, T, T).astype(np.int32))
     index[count:] = 1 << 30
@@ -100,15 +102,17 @@ class Product:
     def kernel(self, cut: Cut) -> Kernel:
         o_blocks, t_blocks = -(-self.O * (1 + self.silu) // cut.tile_o), -(-self.T // cut.tile_t)
         wo, wt, wk = cut.warps
-        w, x = {"Q8_0": (544, 320), "Q4_0": (288, 320)}.get(self.format, (1024, 512))
-        stage = cut.k_blocks * (cut.tile_o // 16 * w + cut.tile_t // 8 * x)
+        known = FORMATS[self.format]
+        k_blocks, x = max(cut.k_blocks, known.elements // 32), 512 if known.is_float else 320
+        w = 16 * known.nbytes * 32 // known.elements
+        stage = k_blocks * (cut.tile_o // 16 * w + cut.tile_t // 8 * x)
         shared = cut.stages * wk * stage + (wk - 1) * cut.tile_o * cut.tile_t * 4
         return Kernel.cuda(
             "matmul", VARIANT, 1 + 2 * (cut.split > 1), 3 + self.bias + self.residual,
             (o_blocks * t_blocks, cut.split, 1), 32 * wo * wt * wk, shared,
             O=self.O, I=self.I, WEIGHT=self.format, BIAS=int(self.bias), RESIDUAL=int(self.residual), ACTIVATION=int(self.gelu),
             SILU=int(self.silu), SPLIT=cut.split, TILE_O=cut.tile_o, TILE_T=cut.tile_t, WARPS_O=wo, WARPS_T=wt, WARPS_K=wk,
-            K_BLOCKS=cut.k_blocks, STAGES=cut.stages, BAND=cut.band, RESIDENT=1,
+            K_BLOCKS=k_blocks, STAGES=cut.stages, BAND=cut.band, RESIDENT=1,
         ).passing(self.T)  # fmt: skip
 
     def shares(self, cut: Cut) -> list[np.ndarray]:
@@ -172,17 +176,18 @@ class Data:
         return (y + self.residual[:count], size + np.abs(self.residual[:count])) if p.residual else (y, size)
 
 
-@pytest.mark.parametrize("format", tiles.TILED)
+SHAPES = [
+    (SMALL, 16, 9, 35, 1568),  # three pieces and one block of 32 columns, for two teams
+    (WIDE, 72, 65, 104, 544),  # tiles that extend beyond both sides
+    (MANY, 24, 23, 40, 2080),  # split; the second split has fewer pieces than teams
+]
+
+
 @pytest.mark.parametrize(
-    "cut, T, count, O, I",
-    [
-        (SMALL, 16, 9, 35, 1568),  # three pieces and one block of 32 columns, for two teams
-        (WIDE, 72, 65, 104, 544),  # tiles that extend beyond both sides
-        (MANY, 24, 23, 40, 2080),  # split; the second split has fewer pieces than teams
-    ],
+    "cut, T, count, O, I, format", [(*shape, name) for name in tiles.TILED for shape in (SHAPES if name in tiles.USUAL else SHAPES[1:2])]
 )
 def test_many_rows_times_weights(format: str, cut: Cut, T: int, count: int, O: int, I: int) -> None:  # noqa: E741
-    data = Data(Product(format, T, O, I))
+    data = Data(Product(format, T, O, packable_width(format, I)))
     tiles.close(data.run(cut, count), *data.expected(count))
 
 
@@ -193,17 +198,17 @@ def test_what_follows_the_sums(cut: Cut, switches: dict[str, bool]) -> None:
     tiles.close(data.run(cut, 17), *data.expected(17))
 
 
-@pytest.mark.parametrize("format", tiles.TILED)
+@pytest.mark.parametrize("format", (*tiles.USUAL, "Q4_K", "Q6_K"))
 @pytest.mark.parametrize("cut", [Cut(64, 16, (2, 1, 1)), Cut(32, 16, (1, 1, 2), split=2), Cut(128, 32, (2, 2, 1))])
 def test_gate_and_up_are_in_one_tile(format: str, cut: Cut) -> None:
-    data = Data(Product(format, 24, 48, 1056, bias=True, silu=True))
+    data = Data(Product(format, 24, 48, packable_width(format, 1056), bias=True, silu=True))
     tiles.close(data.run(cut, 19), *data.expected(19))
 
 
-@pytest.mark.parametrize("format", tiles.TILED)
+@pytest.mark.parametrize("format", tiles.KINDS)
 def test_a_row_has_the_same_bits_in_any_batch_and_any_cut(format: str) -> None:
     """All rows at once, a few of them elsewhere in the batch, other tiles, stages, teams, splits, orders of blocks, and matvec."""
-    data = Data(Product(format, 136, 40, 1632, bias=True, residual=True))
+    data = Data(Product(format, 136, 40, packable_width(format, 1632), bias=True, residual=True))
     whole = data.run(Cut(64, 64, (2, 2, 1)), 130)
     tiles.close(whole, *data.expected(130))
     for cut in (SMALL, WIDE, MANY, Cut(16, 8, k_blocks=4, stages=2, split=4), Cut(32, 24, (1, 1, 4), stages=2)):

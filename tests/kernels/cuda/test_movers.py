@@ -11,6 +11,7 @@ from tests.kernels.cuda.tiles import TILED, laid, numbers, pack_tiles
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.quant.codecs import unpack
 from tinyvllm.quant.formats import FORMATS
+from tinyvllm.quant.random_rows import packable_width
 
 E, V, T = 96, 37, 5  # three tiles of rows, the last of them not full
 
@@ -23,15 +24,20 @@ def file_rows(weight: str) -> np.ndarray:
     """uint8 [V, bytes] with all the bits a file could have, but no NaN and no infinity; the first row's halves are subnormal."""
     if weight == "F32":
         return numbers(V, E).view(np.uint8)
-    blocks = np.random.default_rng(1).integers(0, 256, (V, E // FORMATS[weight].elements, FORMATS[weight].nbytes), np.uint8)
-    blocks[..., 1] &= 0xBF
-    blocks[0, :, 1] &= 0x83
+    known, at = FORMATS[weight], 0
+    blocks = np.random.default_rng(1).integers(0, 256, (V, packable_width(weight, E) // known.elements, known.nbytes), np.uint8)
+    for field in known.fields:
+        if field.name in ("numbers", "scale", "offset", "minimum"):
+            blocks[..., at + 1] &= 0xBF
+            blocks[0, :, at + 1] &= 0x83
+        at += field.nbytes
     return blocks.reshape(V, -1)
 
 
 def embed(weight: str, tiles: int, table: np.ndarray, tokens: np.ndarray, rows: int, threads: int = 32) -> np.ndarray:
-    x = aligned((len(tokens), E), np.float32)
-    kernel = Kernel.cuda("embed", "sm_80", 1, 3, (len(tokens), 1, 1), threads, E=E, V=V, WEIGHT=weight, TILES=tiles)
+    width = packable_width(weight, E)
+    x = aligned((len(tokens), width), np.float32)
+    kernel = Kernel.cuda("embed", "sm_80", 1, 3, (len(tokens), 1, 1), threads, E=width, V=V, WEIGHT=weight, TILES=tiles)
     emulate(kernel, x, table, tokens, int32(rows))
     return x
 
@@ -39,7 +45,7 @@ def embed(weight: str, tiles: int, table: np.ndarray, tokens: np.ndarray, rows: 
 @pytest.mark.parametrize(("weight", "tiles"), [*((weight, 0) for weight in ("F32", *TILED)), *((weight, 1) for weight in TILED)])
 def test_embed_unpacks_rows(weight: str, tiles: int) -> None:
     rows = file_rows(weight)
-    values = rows.view(np.float32) if weight == "F32" else unpack(weight, rows.reshape(-1, FORMATS[weight].nbytes)).reshape(V, E)
+    values = rows.view(np.float32) if weight == "F32" else unpack(weight, rows.reshape(-1, FORMATS[weight].nbytes)).reshape(V, -1)
     tokens = int32(0, 36, 16, 9, 7)
     x = embed(weight, tiles, laid(pack_tiles(weight, rows) if tiles else rows), tokens, 4)
     np.testing.assert_array_equal(x[:4], values[tokens[:4]].astype(np.float32))

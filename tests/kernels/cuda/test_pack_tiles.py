@@ -12,6 +12,7 @@ from tests.kernels.cuda.tiles import laid
 from tinyvllm.backends.cuda import plan
 from tinyvllm.quant.formats import Layout, formats_in
 from tinyvllm.quant.layouts import RowSource, convert_rows, pack_tiles, panel_bytes, row_bytes, source_unit, tile_unit
+from tinyvllm.quant.random_rows import packable_width
 
 TILED = formats_in(Layout.TILES)
 GPU = plan.GPU(1, 0, 0)
@@ -38,6 +39,7 @@ def packed(source: RowSource, O: int, I: int, limit: int, seed: int = 0) -> np.n
 @pytest.mark.parametrize("O, I", [(1, 32), (16, 32), (37, 96), (64, 544), (50, 288)])
 @pytest.mark.parametrize("format", TILED)
 def test_the_bytes_are_those_of_the_definition(format: str, O: int, I: int) -> None:
+    I = packable_width(format, I)
     rows = file_bytes(format, O, I)
     np.testing.assert_array_equal(packed(RowSource.of(format, rows), O, I, rows.size + 16 * rows.shape[1]), pack_tiles(format, rows))
 
@@ -45,7 +47,7 @@ def test_the_bytes_are_those_of_the_definition(format: str, O: int, I: int) -> N
 @pytest.mark.parametrize("format", TILED)
 def test_in_pieces_of_any_order(format: str) -> None:
     """Three staged pieces of 16 to 32 rows, whose rows are permuted within 32."""
-    O, I = 90, 64
+    O, I = 90, packable_width(format, 64)
     rows = file_bytes(format, O, I)
     order = np.concatenate([np.random.default_rng(at).permutation(np.arange(at, min(at + 32, O))) for at in range(0, O, 32)])
     source = RowSource(format, rows.shape[1], (rows.reshape(-1),), order.astype(np.int64) * rows.shape[1])
@@ -75,7 +77,10 @@ def test_rows_begin_at_any_even_byte() -> None:
 
 
 def test_one_kernel_for_all_matrices_of_a_format() -> None:
-    fields = {"Q8_0": "FIELD(0, 2)", "Q4_0": "FIELD(0, 2)", "BF16": "", "F16": ""}
+    fields = {
+        "Q8_0": "FIELD(0, 2, 2)", "BF16": "", "F16": "", "Q4_K": "FIELD(0, 2, 2) FIELD(2, 2, 2) FIELD(4, 12, 4)", "MXFP4": "FIELD(0, 1, 1)",
+        "Q5_0": "FIELD(0, 2, 2) FIELD(2, 4, 4)",
+    }  # fmt: skip
     for format in fields:
         constants = dict(plan.pack_tiles("sm_80", format, format, GPUS["sm_90"]).defines)
         assert constants["FIELDS"] == fields[format] and not {"I", "O"} & set(constants)

@@ -9,9 +9,10 @@ from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned
 from tests.kernels.cuda import small_products as kernels
 from tests.kernels.cuda.small_products import EPS, QK_EPS
-from tests.kernels.cuda.tiles import TILED, Tiled, close, laid, numbers, one, product, rms_normed, same_bits, tiled, untouched
+from tests.kernels.cuda.tiles import KINDS, TILED, USUAL, Tiled, close, laid, numbers, one, product, rms_normed, same_bits, tiled, untouched
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.quant.codecs import bf16_to_f32
+from tinyvllm.quant.random_rows import packable_width
 
 WIDTHS = [(1, 32), (3, 512), (8, 544), (8, 1056), (2, 2080)]  # tokens, columns: pieces of 512 and remainders
 
@@ -29,10 +30,9 @@ def matvec(kernel: Kernel, x: np.ndarray, weight: Tiled, *more: np.ndarray, rows
     return out
 
 
-@pytest.mark.parametrize("format", TILED)
-@pytest.mark.parametrize("T, I", WIDTHS)
+@pytest.mark.parametrize("T, I, format", [(*shape, name) for name in TILED for shape in (WIDTHS if name in USUAL else [WIDTHS[3]])])
 def test_matvec(T: int, I: int, format: str) -> None:
-    O = 37
+    O, I = 37, packable_width(format, I)
     weight, x = tiled(numbers(O, I), format), numbers(T, I)
     close(matvec(kernels.matvec(T, O, I, format), x, weight, seed=T), *product(x, weight))
 
@@ -48,10 +48,10 @@ def test_matvec_ends_with_bias_gelu_and_residual(bias: int, residual: int, activ
     close(got, y + r * residual, size + 2)
 
 
-@pytest.mark.parametrize("format", TILED)
+@pytest.mark.parametrize("format", KINDS)
 def test_a_row_has_the_same_bits_in_any_batch(format: str) -> None:
     """Alone, among eight, at another index, and with other divisions of work: one or two tiles a block, several pieces a warp."""
-    O, I = 80, 2112
+    O, I = 80, packable_width(format, 2112)
     weight, x = tiled(numbers(O, I), format), numbers(8, I)
     want = matvec(kernels.matvec(8, O, I, format), x, weight)
     same_bits(matvec(kernels.matvec(8, O, I, format, processors=1), x, weight, seed=1), want)
@@ -68,11 +68,12 @@ def test_rows_after_the_last_are_not_touched(rows: int) -> None:
     assert np.isfinite(out[:rows]).all() and untouched(out[rows:])
 
 
-@pytest.mark.parametrize("format", TILED)
+@pytest.mark.parametrize("format", KINDS)
 def test_what_is_not_finite_makes_its_row_nan_and_no_other(format: str) -> None:
-    weight, x = tiled(numbers(16, 64), format), numbers(4, 64)
+    I = packable_width(format, 64)
+    weight, x = tiled(numbers(16, I), format), numbers(4, I)
     x[1, 33], x[2, 5] = np.nan, np.inf
-    out = matvec(kernels.matvec(4, 16, 64, format), x, weight)
+    out = matvec(kernels.matvec(4, 16, I, format), x, weight)
     assert np.isnan(out[1]).all() and not np.isfinite(out[2]).any() and np.isfinite(out[[0, 3]]).all()
 
 
@@ -92,10 +93,9 @@ def gate_up(kernel: Kernel, x: np.ndarray, norm: np.ndarray, weight: Tiled, *bia
     return out
 
 
-@pytest.mark.parametrize("format", TILED)
-@pytest.mark.parametrize("T, E", WIDTHS)
+@pytest.mark.parametrize("T, E, format", [(*shape, name) for name in KINDS for shape in (WIDTHS if name in USUAL else [WIDTHS[1]])])
 def test_norm_gate_up_silu(T: int, E: int, format: str) -> None:
-    F, bias = 48, T % 2
+    F, bias, E = 48, T % 2, packable_width(format, E)
     weight, x, norm, b = tiled(numbers(2 * F, E), format), numbers(T, E), numbers(E, seed=1), numbers(2 * F, seed=2)
     rows = T - (T > 2)
     got = gate_up(kernels.norm_gate_up_silu(T, E, F, format, bias, processors=1), x, norm, weight, *[b][:bias], rows=rows)
@@ -166,7 +166,7 @@ SHAPES = [  # D, R, bias, qk_norm, cache
 
 
 @pytest.mark.parametrize("D, R, bias, qk_norm, cache", SHAPES)
-@pytest.mark.parametrize("T, E, format", [(1, 96, "BF16"), (3, 544, "Q8_0"), (8, 64, "Q4_0"), (2, 1056, "F16")])
+@pytest.mark.parametrize("T, E, format", [(1, 96, "BF16"), (3, 544, "Q8_0"), (8, 64, "Q4_0"), (2, 1056, "F16"), (3, 256, "Q6_K")])
 def test_norm_qkv_rope_store(T: int, E: int, format: str, D: int, R: int, bias: int, qk_norm: int, cache: str) -> None:
     heads, rows = Heads(T, E, D, R, format, bias, qk_norm), T - (T > 2)
     kernel = kernels.norm_qkv_rope_store(T, E, H, K, D, R, S, format, cache, bias, qk_norm, processors=2)
@@ -212,9 +212,16 @@ def head(kernel: Kernel, x: np.ndarray, norm: np.ndarray, weight: Tiled, index: 
     return logits, best
 
 
-@pytest.mark.parametrize("format", TILED)
-@pytest.mark.parametrize("N, E, V, processors", [(1, 64, 37, 132), (3, 544, 151, 1), (8, 1056, 70, 2)])
+@pytest.mark.parametrize(
+    "N, E, V, processors, format",
+    [
+        (*shape, name)
+        for name in KINDS
+        for shape in ([(1, 64, 37, 132), (3, 544, 151, 1), (8, 1056, 70, 2)] if name in USUAL else [(3, 64, 70, 1)])
+    ],
+)
 def test_norm_head(N: int, E: int, V: int, processors: int, format: str) -> None:
+    E = packable_width(format, E)
     weight, x, norm = tiled(numbers(V, E), format), numbers(N + 4, E), numbers(E, seed=1)
     index, count = np.random.default_rng(0).permutation(N + 4)[:N], N - (N > 2)
     index[count:] = 1 << 30  # out of range: not read

@@ -8,12 +8,16 @@ import numpy as np
 
 from tests.kernels.calling import aligned
 from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16, pack, unpack
-from tinyvllm.quant.formats import FORMATS
+from tinyvllm.quant.formats import FORMATS, Layout, packed_in
 from tinyvllm.quant.layouts import pack_tiles
+from tinyvllm.quant.random_rows import random_rows
 
 FLOATS = ("BF16", "F16")
-QUANTS = ("Q8_0", "Q4_0")
+QUANTS = packed_in(Layout.TILES)
 TILED = (*FLOATS, *QUANTS)
+USUAL = ("BF16", "F16", "Q8_0", "Q4_0")  # run through every shape; the others through those that their headers depend on
+KINDS = (*USUAL, "Q5_1", "Q2_K", "Q4_K", "Q6_K", "MXFP4")  # one for each way through quantized_weights.cuh
+HALF_SUMS = ("Q2_K",)  # has minimums of 16 weights: the sums of x are those of both halves of a group
 TOLERANCE = 2e-6  # of the sum of the absolute products: float32 sums of at largest a few thousand
 
 
@@ -41,12 +45,13 @@ class Tiled:
 
 
 def tiled(weight: np.ndarray, format: str) -> Tiled:
-    """float32 [O, I] in one of the formats."""
-    O, I = weight.shape
-    known = FORMATS[format]
-    blocks = pack(format, np.ascontiguousarray(weight.reshape(-1, known.elements)))
-    values = unpack(format, blocks.reshape(-1, known.nbytes)).reshape(O, I)
-    rows = blocks.reshape(O, -1)
+    """float32 [O, I] in one of the formats; random blocks of those that nothing here packs."""
+    (O, I), known = weight.shape, FORMATS[format]
+    if known.is_float or known.quantization:
+        rows = pack(format, np.ascontiguousarray(weight.reshape(-1, known.elements))).reshape(O, -1)
+    else:
+        rows = random_rows(format, O, I, seed=int(abs(weight[0, 0]) * 1000))
+    values = unpack(format, rows.reshape(-1, known.nbytes)).reshape(O, I)
     return Tiled(format, rows, laid(pack_tiles(format, rows)), values.astype(np.float64))
 
 
@@ -90,7 +95,8 @@ def prepared(x: np.ndarray, format: str) -> np.ndarray:
         return _bytes(halves.reshape(-1, 8, x.shape[1] // 32, 2, 2, 4, 2).transpose(0, 2, 1, 5, 3, 4, 6))
     quants, scales = quantized(padded)
     ordered = quants.reshape(-1, 8, x.shape[1] // 32, 2, 4, 4).transpose(0, 2, 1, 4, 3, 5)
-    sums = quants.sum(-1, dtype=np.int32)
+    first, second = quants[..., :16].sum(-1, dtype=np.int32), quants[..., 16:].sum(-1, dtype=np.int32)
+    sums = (first & 0xFFFF) | second << 16 if format in HALF_SUMS else first + second
     scales_and_sums = np.stack([words.reshape(-1, 8, words.shape[1]).transpose(0, 2, 1) for words in (scales.view(np.int32), sums)], axis=2)
     return np.concatenate([_bytes(ordered), _bytes(scales_and_sums)])
 

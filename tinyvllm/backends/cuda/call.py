@@ -22,7 +22,7 @@ from tinyvllm.backends.cuda.limits import LIMITS
 from tinyvllm.backends.cuda.packing import pack_rows
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.limits import ShapeFacts, first_reason
-from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights, packed
+from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights, packed, packed_parts
 from tinyvllm.backends.shapes import Attention, Heads, Product
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import (
@@ -38,7 +38,7 @@ from tinyvllm.bridge import (
 from tinyvllm.integers import round_up
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import FORMATS, Layout
-from tinyvllm.quant.layouts import PackedWeight, RowSource
+from tinyvllm.quant.layouts import MixedWeight, PackedWeight, RowSource
 
 # The oldest GPU that a variant runs on. Each kernel is compiled for the GPU of this machine.
 OLDEST = {plan.BASE: 80}
@@ -102,18 +102,31 @@ class CudaBackend:
         cache: LayerCache,
         batch: Batch,
     ) -> tuple[Tensor, LayerCache]:
-        weight = packed(weight)
-        T, gpu, heads = int(x.shape[0]), gpu_at(x), Heads.of(weight.O, qkv, angles, cache)
+        main, *others = packed_parts(weight)
+        T, gpu, D = int(x.shape[0]), gpu_at(x), int(cache.keys.shape[4])
+        heads = replace(Heads.of(weight.O, qkv, angles, cache), others=tuple(part.O // D for part in others))
         outs, optional = [empty(x, T, heads.H, heads.D), *cache], present(qkv.bias, qkv.q_norm, qkv.k_norm, angles)
-        ins, kernel = [x, norm.weight, weight.tensor], None
+        products, kernel = [self._normed_product(variant, x, norm, part, batch.rows) for part in others], None
+        ins = [x, norm.weight, main.tensor]
         if T <= plan.FEW:
-            kernel = plan.norm_qkv_rope_store(plan.BASE, weight.format, T, weight.I, heads, gpu, constant(norm.eps))
+            kernel = plan.norm_qkv_rope_store(plan.BASE, main.format, T, main.I, heads, gpu, constant(norm.eps))
         if kernel is None or not fits(kernel, gpu):
             kernel = plan.rope_store(plan.BASE, T, heads)
-            prepared = _prepared(variant, x, weight, batch.rows, norm)
-            ins = [_multiplied(variant, prepared, weight, batch.rows, Product(weight.format, T, weight.O, weight.I))]
-        q, keys, values = launch(kernel, outs, [*ins, *optional, batch.slots, batch.rows])
+            ins = [self._normed_product(variant, x, norm, main, batch.rows, few=False)]
+        q, keys, values = launch(kernel, outs, [*ins, *products, *optional, batch.slots, batch.rows])
         return q, cache.after(keys, values)
+
+    def _normed_product(
+        self, variant: str, x: Tensor, norm: NormWeights, part: PackedWeight, count: Tensor, few: bool = True
+    ) -> Tensor:  # fmt: skip
+        """norm(x) . part^T, float32 [T, O]; of up to eight rows, where `few`, by the kernel of the head."""
+        T, O, gpu = int(x.shape[0]), part.O, gpu_at(x)
+        if few and T <= plan.FEW:
+            kernel = plan.norm_head(plan.BASE, part.format, T, O, part.I, gpu, constant(norm.eps), indexed=False)
+            if fits(kernel, gpu):
+                outs = [empty(x, T, O), integers(x, T), _counters(x, 2 * T + 1)]
+                return launch(kernel, outs, [x, norm.weight, part.tensor, count])[0]
+        return _multiplied(variant, _prepared(variant, x, part, count, norm), part, count, Product(part.format, T, O, part.I))
 
     def append_kv(self, variant: str, k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:
         (T, K, D), S = (int(d) for d in k.shape), cache.S
@@ -153,6 +166,8 @@ class CudaBackend:
         return _multiplied(variant, _prepared(variant, x, weight, rows), weight, rows, product, bias, residual)
 
     def gate_up_silu(self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, bias: Tensor | None) -> Tensor:
+        if isinstance(weight, MixedWeight):
+            return self._mixed_gate_up(variant, x, norm, weight, rows, bias)
         weight = packed(weight)
         T, F, gpu = int(x.shape[0]), weight.O // 2, gpu_at(x)
         if T <= plan.FEW:
@@ -161,6 +176,17 @@ class CudaBackend:
                 return launch(kernel, [empty(x, T, F)], [x, norm.weight, weight.tensor, *present(bias), rows])[0]
         product = Product(weight.format, T, F, weight.I, bias=bias is not None, silu=True)
         return _multiplied(variant, _prepared(variant, x, weight, rows, norm), weight, rows, product, bias)
+
+    def _mixed_gate_up(self, variant: str, x: Tensor, norm: NormWeights, weight: MixedWeight, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """Gate and up in two formats: a product each; that of up multiplies with the other. Files that people have do not need it fast."""
+        out: Tensor | None = None
+        for i, part in enumerate(weight.parts):
+            product = Product(
+                part.format, int(x.shape[0]), part.O, part.I, bias=bias is not None, residual=i > 0, gate=i > 0, bias_first=i * part.O
+            )  # fmt: skip
+            out = _multiplied(plan.BASE, _prepared(plan.BASE, x, part, rows, norm), part, rows, product, bias, out)
+        assert out is not None
+        return out
 
     def norm_head(
         self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, count: Tensor

@@ -12,11 +12,13 @@ from tinyvllm.backends.limits import (
     between,
     cache_formats,
     less_than,
+    matrices,
     multiple_of,
     power_of_two,
     rms_norm_only,
     tiles_only,
 )
+from tinyvllm.quant.formats import FORMATS
 
 
 def prefill_fits_shared_memory(facts: ShapeFacts) -> str | None:
@@ -27,10 +29,16 @@ def prefill_fits_shared_memory(facts: ShapeFacts) -> str | None:
     return f"kernel needs {needed} bytes of shared memory at head dimension {facts.head_dim}; a block of threads has {available} here"
 
 
-_INPUTS = multiple_of("inputs", 32)
+def columns_of_blocks(facts: ShapeFacts) -> int:
+    """Columns that kernels read at a time: 32, or the widest block of the weight's formats."""
+    return max(32, *(FORMATS[name].elements for name in facts.format.split("+") if name))
+
+
+_INPUTS = multiple_of("inputs", columns_of_blocks)
 _HEADS = multiple_of("head_dim", 16)
 _FLOATS = cache_formats(*FLOAT_CACHES)
 _PRODUCT = (_INPUTS, tiles_only)
+_ONE_FORMAT = matrices(1, "parts of several formats are multiplied by norm_qkv_rope_store and norm_gate_up_silu")
 _ATTENTION = (
     _HEADS,
     between("head_dim", 32, 256),
@@ -47,9 +55,9 @@ LIMITS: Limits = {
     "kv_append": (_HEADS, _FLOATS),
     "attention_decode": _ATTENTION,
     "attention_prefill": _ATTENTION,
-    "matmul": _PRODUCT,
+    "matmul": (*_PRODUCT, _ONE_FORMAT),
     "norm_gate_up_silu": (multiple_of("outputs", 16), *_PRODUCT, rms_norm_only),
-    "norm_head": (*_PRODUCT, rms_norm_only),
+    "norm_head": (*_PRODUCT, _ONE_FORMAT, rms_norm_only),
     "advance": (),
     "kv_copy": (multiple_of("block_bytes", 16),),
     "sample": (at_most("vocabulary", 1 << 18),),  # what its bins can count

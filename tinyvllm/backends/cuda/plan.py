@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.shapes import Attention, Heads, Product
 from tinyvllm.integers import ceil_div
-from tinyvllm.quant.formats import Activations, Layout, activations_of
+from tinyvllm.quant.formats import FORMATS, Activations, Layout, activations_of
 from tinyvllm.quant.layouts import PANEL, panel_bytes, row_bytes, source_unit, tile_unit
 
 BASE = "sm_80"  # the variant that all kernels have
@@ -86,29 +86,34 @@ def norm_gate_up_silu(variant: str, format: str, T: int, E: int, F: int, gpu: GP
 
 
 def norm_qkv_rope_store(variant: str, format: str, T: int, E: int, heads: Heads, gpu: GPU, eps: str) -> Kernel:
-    D, outputs, pieces = heads.D, heads.outputs, ceil_div(E, PIECE)
+    """The heads of the first matrix are computed, those of `heads.others` are taken from other products."""
+    D, outputs, pieces = heads.D, heads.main * heads.D, ceil_div(E, PIECE)
     paired = not heads.whole and D % 32 == 0
     tiles = 2 if paired else D // 16
     grid = outputs // 16 // tiles
     tile_warps = min(tiles, max(1, 16 // min(pieces, 16)))
     warps = _evenly(pieces, max(1, min(pieces, 16 // min(ceil_div(grid, gpu.multiprocessors), 4) // tile_warps)))
-    shared = _normed_bytes(format, T, E, tiles) + (0 if paired else 4 * T * D)
+    shared = _normed_bytes(format, T, E, tiles) + (0 if paired and not heads.others else 4 * T * D)
     return Kernel.cuda(
-        "norm_qkv_rope_store", variant, 3, 5 + heads.optional(1), (grid, 1, 1), 32 * warps * tile_warps, shared,
+        "norm_qkv_rope_store", variant, 3, 5 + len(heads.others) + heads.optional(1), (grid + sum(heads.others), 1, 1),
+        32 * warps * tile_warps, shared,
         2 * T * E * outputs, panel_bytes(format, outputs, E) + 4 * T * (E + heads.H * D),
         E=E, TOKENS=T, WEIGHT=format, EPS=eps, TILES=tiles, TILE_WARPS=tile_warps, PIECE_WARPS=warps, **heads.defines,
+        **heads.parts,
     )  # fmt: skip
 
 
-def norm_head(variant: str, format: str, N: int, V: int, E: int, gpu: GPU, eps: str) -> Kernel:
+def norm_head(variant: str, format: str, N: int, V: int, E: int, gpu: GPU, eps: str, indexed: bool = True) -> Kernel:
+    """Without `indexed` row n is row n of x."""
     warps = _evenly(ceil_div(E, PIECE), 8)
     tiles = min(4, 16 // warps)
     block = 32 * warps * tiles
     grid = min(ceil_div(V, 16 * tiles), gpu.multiprocessors * max(1, 512 // block))
     return Kernel.cuda(
-        "norm_head", variant, 3, 5, (grid, 1, 1), block, _normed_bytes(format, N, E, tiles),
+        "norm_head", variant, 3, 4 + indexed, (grid, 1, 1), block, _normed_bytes(format, N, E, tiles),
         2 * N * V * E, panel_bytes(format, V, E) + 4 * N * (V + E),
         E=E, V=V, TOKENS=N, WEIGHT=format, EPS=eps, TILES=tiles, TILE_WARPS=tiles, PIECE_WARPS=warps,
+        **({} if indexed else {"INDEXED": 0}),
     )  # fmt: skip
 
 
@@ -132,8 +137,8 @@ def quantize_input(variant: str, format: str, T: int, I: int, eps: str | None = 
 def rope_store(variant: str, T: int, heads: Heads) -> Kernel:
     outputs = heads.outputs
     return Kernel.cuda(
-        "rope_store", variant, 3, 3 + heads.optional(1), (T, ceil_div(heads.H + 2 * heads.K, 8), 1), 256, 0,
-        8 * T * outputs, 8 * T * outputs, **heads.defines,
+        "rope_store", variant, 3, 3 + len(heads.others) + heads.optional(1), (T, ceil_div(heads.H + 2 * heads.K, 8), 1), 256, 0,
+        8 * T * outputs, 8 * T * outputs, **heads.defines, **heads.parts,
     )  # fmt: skip
 
 
@@ -173,20 +178,26 @@ CUTS = (
     Cut(128, 128, 2, 4, 1, 1),
     Cut(128, 192, 2, 4, 1, 1),  # leaves no registers for scales or for handing sums over
 )
-K_BLOCKS, MAX_STAGES, BAND = 2, 6, 8
+MAX_STAGES, BAND = 6, 8
 _MULTIPLY, _CACHE, _SHARED, _MEMORY = 1200, 34, 128, 19  # a cycle of a multiprocessor: multiply-adds; bytes of each kind of memory
 _ISSUED, _BARRIER = 3.6, 50  # instructions of a warp a cycle; cycles that a stage's barrier costs
 _LATENCY = 2500  # cycles until blocks of threads have handed over their sums
 
 
+def k_blocks(format: str) -> int:
+    """Runs of 32 columns of a stage: at least two, and whole blocks of the format."""
+    return max(2, FORMATS[format].elements // 32)
+
+
 def _steps(format: str) -> tuple[int, int]:
     """Bytes of 32 columns: of sixteen rows of weight, and of eight rows of x."""
-    return PANEL * row_bytes(format, 32), 320 if _is_int8(format) else 512
+    blocks = k_blocks(format)
+    return PANEL * row_bytes(format, 32 * blocks) // blocks, 320 if _is_int8(format) else 512
 
 
 def _stage(cut: Cut, format: str) -> int:
     w, x = _steps(format)
-    return cut.warps_k * K_BLOCKS * (cut.tile_o // 16 * w + cut.tile_t // 8 * x)
+    return cut.warps_k * k_blocks(format) * (cut.tile_o // 16 * w + cut.tile_t // 8 * x)
 
 
 def _merge(cut: Cut) -> int:
@@ -207,7 +218,7 @@ def _cycles(cut: Cut, split: int, rows: int, T: int, I: int, format: str, gpu: G
     fragments = (cut.tile_o // 16 * w * cut.warps_t + cut.tile_t // 8 * x * cut.warps_o) * share
     tiles = cut.tile_o // 16 * (cut.tile_t // 8)
     issued = (12 * tiles + 10 * cut.tile_o // 16 * cut.warps_t) * share / _ISSUED if _is_int8(format) else 0  # scales, nibbles
-    one = max(tiles * 4096 * share / _MULTIPLY, issued, (read + fragments) / _SHARED, read / _CACHE) + _BARRIER * share / K_BLOCKS
+    one = max(tiles * 4096 * share / _MULTIPLY, issued, (read + fragments) / _SHARED, read / _CACHE) + _BARRIER * share / k_blocks(format)
     handed = 2 * (pieces - ceil_div(pieces, split)) * blocks * cut.tile_o * cut.tile_t * 4 / gpu.multiprocessors / _CACHE
     memory = rows * I / 512 * w / gpu.multiprocessors / _MEMORY
     return max(ceil_div(blocks * split, gpu.multiprocessors) * one, memory) + handed + (_LATENCY if split > 1 else 0)
@@ -236,9 +247,10 @@ def matmul(variant: str, p: Product, gpu: GPU, chosen: tuple[Cut, int] | None = 
         "matmul", variant, 1 + 2 * (split > 1), 3 + p.bias + p.residual, (blocks, split, 1), cut.threads,
         stages * _stage(cut, format) + _merge(cut),
         2 * T * rows * I, panel_bytes(format, rows, I) + prepared_bytes(format, T, I) + 4 * T * O * (1 + p.residual),
-        O=O, I=I, WEIGHT=format, BIAS=int(p.bias), RESIDUAL=int(p.residual), ACTIVATION=int(p.gelu), SILU=int(p.silu), SPLIT=split,
-        TILE_O=cut.tile_o, TILE_T=cut.tile_t, WARPS_O=cut.warps_o, WARPS_T=cut.warps_t, WARPS_K=cut.warps_k, K_BLOCKS=K_BLOCKS,
-        STAGES=stages, BAND=BAND, RESIDENT=cut.resident,
+        O=O, I=I, WEIGHT=format, BIAS=int(p.bias), RESIDUAL="GATE" if p.gate else int(p.residual), ACTIVATION=int(p.gelu),
+        SILU=int(p.silu), SPLIT=split,
+        TILE_O=cut.tile_o, TILE_T=cut.tile_t, WARPS_O=cut.warps_o, WARPS_T=cut.warps_t, WARPS_K=cut.warps_k, K_BLOCKS=k_blocks(format),
+        STAGES=stages, BAND=BAND, RESIDENT=cut.resident, **({"BIAS_FIRST": p.bias_first} if p.bias_first else {}),
     ).passing(T)  # fmt: skip
     if split == 1:
         return kernel, 0, 0
@@ -258,14 +270,15 @@ def matmul_hopper(variant: str, p: Product, gpu: GPU) -> Kernel:
 
     tile = min((192, 128), key=waves)
     gate_up = 256 * tile if p.silu else 0
-    stage = K_BLOCKS * (8192 + 64 * tile)
+    blocks = k_blocks(format)
+    stage = blocks * (8192 + 64 * tile)
     stages = min(MAX_STAGES, (gpu.shared - 1024 - gate_up) // stage)
     return Kernel.cuda(
         "matmul_hopper", variant, 1, 3 + p.bias + p.residual, (ceil_div(rows, 128) * ceil_div(T, tile), 1, 1), 384,
         stages * stage + gate_up,
         2 * T * rows * I, panel_bytes(format, rows, I) + prepared_bytes(format, T, I) + 4 * T * O * (1 + p.residual),
         O=O, I=I, WEIGHT=format, BIAS=int(p.bias), RESIDUAL=int(p.residual), ACTIVATION=int(p.gelu), SILU=int(p.silu), TILE_T=tile,
-        K_BLOCKS=K_BLOCKS, STAGES=stages, BAND=BAND,
+        K_BLOCKS=blocks, STAGES=stages, BAND=BAND,
     )  # fmt: skip
 
 
@@ -355,11 +368,12 @@ def accept_drafts(variant: str, B: int, drafts: int) -> Kernel:
 def pack_tiles(variant: str, source: str, format: str, gpu: GPU) -> Kernel:
     """One kernel for all matrices of a format: their sizes are read at run time. Rows of another float format are converted."""
     unit, converts = tile_unit(format), source != format
-    fields = " ".join(f"FIELD({start}, {nbytes})" for start, nbytes in unit.others)
+    quants = " ".join(f"QUANT({start}, {nbytes})" for start, nbytes in unit.quants)
+    fields = " ".join(f"FIELD({start}, {nbytes}, {word})" for start, nbytes, word in unit.record)
     return Kernel.cuda(
         "pack_tiles", variant, 1 + converts, 2, (8 * gpu.multiprocessors, 1, 1), 256,
-        UNIT=source_unit(source, format), QUANTS=unit.quants, QUANT_BYTES=unit.quant_bytes, FIELDS=fields,
-        CONVERTS=int(converts), SOURCE=source, TARGET=format,
+        UNIT=source_unit(source, format), QUANTS=quants, QUANT_BYTES=sum(nbytes for _, nbytes in unit.quants), FIELDS=fields,
+        RECORD_BYTES=sum(nbytes for _, nbytes, _ in unit.record), CONVERTS=int(converts), SOURCE=source, TARGET=format,
     )  # fmt: skip
 
 

@@ -3,15 +3,19 @@
 A tile is what the 32 lanes of a warp hold of the quants (or numbers) of 16 rows, lane by lane, so one load of 16 bytes per lane, contiguous
 over the warp, is an operand. With g = lane // 4 and t = lane % 4 (the A operand of PTX's mma.m16n8k16 and mma.m16n8k32), O padded with
 rows of zeros, the quants of a block of row g are cut into slices of 16 bytes, and a lane holds of each slice the bytes 4t..4t+3 of row g,
-then of row g+8:
+then of row g+8. Two slices are a chunk, 16 bytes a lane; a block of one slice is a chunk of 8 bytes a lane:
 
     BF16, F16  [O/16][I/16][32 lanes] of the numbers (g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1), and the same four 8 columns further
     Q8_0       [O/16][I/32][32 lanes] of int8 (g, 4t..4t+3), (g+8, 4t..4t+3), and the same eight 16 columns further
     Q4_0       [O/16][I/32][32 lanes] of bytes 4t..4t+3 of the file's block of row g, then of row g+8
+    Q5_K       [O/16][I/256][5 chunks][32 lanes]: the 32 bytes of fifth bits, then the 128 bytes of nibbles
 
-After the quants of the whole matrix follow the other fields, one after the other in the file's order, each [O/16][blocks][8] of its bytes
-in row g, then in row g+8: the scales of Q8_0 and Q4_0. A matrix has as many bytes as in panels. The numpy functions are the
-definition, `TileWeight` the reference of every kernel that reads tiles, and `pack_tiles` that of the one that writes them.
+After the quants of the whole matrix follow the records, what else the blocks have: [O/16][blocks] of the other fields in the file's order.
+A field of 4-byte words is [words][row g, row g+8][8 g]; one of fewer bytes is [8 g][row g, row g+8]: the scales of Q8_0 and Q4_0. Fields of
+quants that four lanes cannot share, as the fifth bits of Q5_0, are part of the record. A matrix has as many bytes as in panels.
+
+The numpy functions are the definition, `TileWeight` the reference of every kernel that reads tiles, and `pack_tiles` that of the one that
+writes them.
 """
 
 from __future__ import annotations
@@ -23,75 +27,92 @@ from tinygrad import Tensor
 
 from tinyvllm.quant.codecs import unpack
 from tinyvllm.quant.formats import FORMATS, Field
-from tinyvllm.quant.layouts.fields import spans, unit_bytes
+from tinyvllm.quant.layouts.fields import spans
 from tinyvllm.quant.layouts.panels import PackedWeight, padded
 from tinyvllm.quant.layouts.rows import PANEL, flipped, row_bytes
 
 _WORD = 4  # bytes of a row that a lane holds together
 _SLICE = 16  # bytes of a row's quants that four lanes hold
-_TILE_ROW = 32  # bytes of a row in a tile of floats
+_TILE_ROW = 32  # bytes of a row in a tile of floats, its unit
+_QUANTS = ("numbers", "quants", "high")
 
 
 @dataclass(frozen=True)
 class _Region:
-    """One field of a matrix in tiles: `start` and `end` of its bytes in a run of fields, `nbytes` of it in 16 rows."""
+    """One field of a unit, a block or a tile's bytes of floats: its first byte in a row and its bytes. `slices`: 0 in a record."""
 
     field: Field
     start: int
-    end: int
     nbytes: int
 
     @property
     def slices(self) -> int:
-        """Slices of a tile, or 0 for a field that follows the tiles."""
-        sizes = {"numbers": _TILE_ROW, "quants": self.field.nbytes}
-        return sizes.get(self.field.name, 0) // _SLICE
+        shared = self.nbytes % _SLICE == 0 and (self.field.bits == 8 or self.field.run % _SLICE == 0)
+        return self.nbytes // _SLICE if shared and self.field.name in _QUANTS else 0
+
+    @property
+    def split(self) -> tuple[int, ...]:
+        """Dimensions of the region's bytes in the layout, of one unit of sixteen rows."""
+        if self.slices:
+            chunk = min(2, self.slices)
+            return self.slices // chunk, 8, 4, chunk, 2, _WORD  # chunks, g, t, slices, row half, bytes
+        words, word = self.nbytes // self.field.word, self.field.word
+        return (words, 2, 8, word) if word == _WORD else (words, 8, 2, word)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Which of those dimensions, in the order row half, g, then the row's bytes."""
+        if self.slices:
+            return 4, 1, 0, 3, 2, 5
+        return (1, 2, 0, 3) if self.field.word == _WORD else (2, 1, 0, 3)
 
 
-def _regions(format: str, I: int) -> list[_Region]:
-    """The fields in the order of the layout: what the tiles hold, then the rest."""
-    units = row_bytes(format, I) // unit_bytes(format)
-    regions = [_Region(field, start, end, PANEL * units * field.nbytes) for field, start, end in spans(format)]
-    return sorted(regions, key=lambda region: region.slices == 0)
+def _regions(format: str) -> tuple[list[_Region], list[_Region]]:
+    """The regions of the tiles and those of the records, each in the file's order."""
+    if FORMATS[format].is_float:
+        return [_Region(FORMATS[format].fields[0], 0, _TILE_ROW)], []
+    regions = [_Region(field, start, end - start) for field, start, end in spans(format)]
+    return [region for region in regions if region.slices], [region for region in regions if not region.slices]
+
+
+def _unit_bytes(format: str) -> int:
+    return sum(region.nbytes for regions in _regions(format) for region in regions)
 
 
 def pack_tiles(format: str, rows: np.ndarray) -> np.ndarray:
     """Rows as in a file, uint8 [O, row_bytes] -> tiles, uint8 [panel_bytes of the same matrix]."""
-    I = rows.shape[1] // FORMATS[format].nbytes * FORMATS[format].elements
-    units = padded(rows).reshape(-1, rows.shape[1] // unit_bytes(format), unit_bytes(format))
-    parts = []
-    for region in _regions(format, I):
-        data = units[:, :, region.start : region.end]
-        if region.slices:
-            words = data.reshape(len(units) // PANEL, 2, 8, -1, region.slices, 4, _WORD)  # [O/16, row half, g, tiles, slice, t, word]
-            parts.append(words.transpose(0, 3, 2, 5, 4, 1, 6).reshape(-1))
-        else:
-            parts.append(data.reshape(-1, 2, 8, *data.shape[1:]).transpose(0, 3, 2, 1, 4).reshape(-1))
-    return np.concatenate(parts)
+    unit = _unit_bytes(format)
+    units = padded(rows).reshape(-1, 2, 8, rows.shape[1] // unit, unit).transpose(0, 3, 1, 2, 4)  # [O/16, units, row half, g, bytes]
+    return np.concatenate([_packed(units, regions) for regions in _regions(format)])
+
+
+def _packed(units: np.ndarray, regions: list[_Region]) -> np.ndarray:
+    parts = [np.empty((*units.shape[:2], 0), np.uint8)]
+    for region in regions:
+        data = units[..., region.start : region.start + region.nbytes].reshape(*units.shape[:2], *(region.split[at] for at in region.order))
+        parts.append(data.transpose(0, 1, *(2 + np.argsort(region.order))).reshape(*units.shape[:2], -1))
+    return np.concatenate(parts, axis=2).reshape(-1)
 
 
 @dataclass(frozen=True)
 class TileUnit:
     """What a packer moves of each row at a time: a block of a packed format, or a tile's bytes of floats.
 
-    nbytes       of a row in a unit
-    quants       first byte of what the tile holds
-    quant_bytes  bytes of that
-    others       first byte and bytes of each field that follows the tiles, in their order
+    nbytes   of a row in a unit
+    quants   first byte and bytes of each field that is in the tiles, in their order
+    record   first byte, bytes, and bytes of a word of each field of the record, in their order
     """
 
     nbytes: int
-    quants: int
-    quant_bytes: int
-    others: tuple[tuple[int, int], ...]
+    quants: tuple[tuple[int, int], ...]
+    record: tuple[tuple[int, int, int], ...]
 
 
 def tile_unit(format: str) -> TileUnit:
     """The unit of a format that has tiles."""
-    tile, *others = _regions(format, FORMATS[format].elements)
-    quant_bytes = tile.slices * _SLICE
-    nbytes = unit_bytes(format) if others else quant_bytes  # numbers are all that a row has: a unit is as wide as the tile
-    return TileUnit(nbytes, tile.start, quant_bytes, tuple((region.start, region.end - region.start) for region in others))
+    tiles, records = _regions(format)
+    quants, record = [(r.start, r.nbytes) for r in tiles], [(r.start, r.nbytes, r.field.word) for r in records]
+    return TileUnit(_unit_bytes(format), tuple(quants), tuple(record))
 
 
 def source_unit(source: str, format: str) -> int:
@@ -102,18 +123,31 @@ def source_unit(source: str, format: str) -> int:
 
 def unpack_tiles(format: str, tiles: np.ndarray, O: int, I: int) -> np.ndarray:
     """Tiles, uint8 -> float32 [O, I], the exact values."""
-    n, units = -(-O // PANEL), row_bytes(format, I) // unit_bytes(format)
-    rows = np.empty((n * PANEL, units, unit_bytes(format)), np.uint8)
-    at = 0
-    for region in _regions(format, I):
-        data = tiles[at : at + n * region.nbytes]
-        at += n * region.nbytes
-        if region.slices:
-            words = data.reshape(n, -1, 8, 4, region.slices, 2, _WORD).transpose(0, 5, 2, 1, 4, 3, 6)
-        else:
-            words = data.reshape(n, units, 8, 2, -1).transpose(0, 3, 2, 1, 4)
-        rows[:, :, region.start : region.end] = words.reshape(n * PANEL, units, -1)
+    n, unit = -(-O // PANEL), _unit_bytes(format)
+    rows = np.empty((n, 2, 8, row_bytes(format, I) // unit, unit), np.uint8)
+    for region, start, pitch, at in _places(format, O, I):
+        data = tiles[start : start + n * rows.shape[3] * pitch].reshape(n, -1, pitch)[:, :, at : at + PANEL * region.nbytes]
+        dims = data.reshape(*data.shape[:2], *region.split).transpose(0, *_row_order(region))
+        rows[..., region.start : region.start + region.nbytes] = dims.reshape(*rows.shape[:4], -1)
     return unpack(format, rows.reshape(-1, FORMATS[format].nbytes)).reshape(n * PANEL, I)[:O]
+
+
+def _places(format: str, O: int, I: int) -> list[tuple[_Region, int, int, int]]:
+    """Each region with the byte at which the units of its kind begin, bytes from unit to unit, and its first byte in a unit."""
+    units, start, places = -(-O // PANEL) * (row_bytes(format, I) // _unit_bytes(format)), 0, []
+    for regions in _regions(format):
+        pitch, at = PANEL * sum(region.nbytes for region in regions), 0
+        for region in regions:
+            places.append((region, start, pitch, at))
+            at += PANEL * region.nbytes
+        start += units * pitch
+    return places
+
+
+def _row_order(region: _Region) -> list[int]:
+    """[O/16, units, *split] -> [O/16, row half, g, units, bytes of the row...], without the first dimension."""
+    half, g, *others = (2 + at for at in region.order)
+    return [half, g, 1, *others]
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,14 +155,10 @@ class TileWeight(PackedWeight):
     """A matrix [O, I] in tiles. `tensor` is realized, uint8 [panel_bytes], 128-byte aligned."""
 
     def _fields(self) -> list[Tensor]:
-        n, at = -(-self.O // PANEL), 0
+        n, units = -(-self.O // PANEL), row_bytes(self.format, self.I) // _unit_bytes(self.format)
         fields: dict[str, Tensor] = {}
-        for region in _regions(self.format, self.I):
-            data = self.tensor[at : at + n * region.nbytes]
-            at += n * region.nbytes
-            if region.slices:
-                rows = data.reshape(n, -1, 8, 4, region.slices, 2, _WORD).permute(0, 5, 2, 1, 4, 3, 6)
-            else:
-                rows = data.reshape(n, -1, 8, 2, region.field.nbytes).permute(0, 3, 2, 1, 4)
-            fields[region.field.name] = flipped(rows.reshape(n * PANEL, -1), region.field.flip)
+        for region, start, pitch, at in _places(self.format, self.O, self.I):
+            data = self.tensor[start : start + n * units * pitch].reshape(n, units, pitch)[:, :, at : at + PANEL * region.nbytes]
+            rows = data.reshape(n, units, *region.split).permute(0, *_row_order(region)).reshape(n * PANEL, -1)
+            fields[region.field.name] = flipped(rows, region.field.flip)
         return [fields[field.name] for field in FORMATS[self.format].fields]

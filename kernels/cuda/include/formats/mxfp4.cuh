@@ -1,0 +1,22 @@
+// MXFP4 (OCP Microscaling, 2023): weight = 2^(exponent - 128) * value[q], values twice those of e2m1. File: { uint8 exponent, q[16] }, q as
+// for Q4_0. The record is two bytes: the exponents of both rows.
+#pragma once
+#define QUANTIZED 1
+
+constexpr int BLOCK = 32, FILE_BLOCK_BYTES = 17, CHUNKS = 1, WORDS = 1, ZERO_POINT = 0;
+constexpr int STEPS_AHEAD = 16;  // 4 KiB a warp
+typedef uint2 Chunk;
+typedef u16 RecordWord;
+DEVICE constexpr int last_step(int) { return 0; }
+DEVICE constexpr int file_chunk(int) { return 1; }
+DEVICE constexpr int file_word(int) { return 0; }
+DEVICE constexpr int file_word_bytes(int) { return 1; }
+
+DEVICE float power(u32 exponent) { return __uint_as_float(exponent < 2 ? exponent + 1 << 21 : exponent - 1 << 23); }  // below 2: subnormal
+
+template <class Chunks, class Record> DEVICE void unpack_step(StepWeights &w, const Chunks &chunk, const Record &record, int, int) {
+  constexpr u8 bytes[16] = FP4_VALUES;
+  constexpr SignedValues values = signed_values(bytes, 12);
+  look_up_nibbles(w.a, chunk[0], values);
+  w.scale[0] = make_float2(power(record[0] & 255), power(record[0] >> 8));
+}
