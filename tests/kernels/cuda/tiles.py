@@ -10,7 +10,7 @@ from tests.kernels.calling import aligned
 from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16, pack, unpack
 from tinyvllm.quant.formats import FORMATS, Layout, packed_in
 from tinyvllm.quant.layouts import pack_tiles
-from tinyvllm.quant.random_rows import random_rows
+from tinyvllm.quant.random_rows import random_blocks
 
 FLOATS = ("BF16", "F16")
 QUANTS = packed_in(Layout.TILES)
@@ -45,12 +45,12 @@ class Tiled:
 
 
 def tiled(weight: np.ndarray, format: str) -> Tiled:
-    """float32 [O, I] in one of the formats; random blocks of those that nothing here packs."""
+    """float32 [O, I] in one of the usual formats; random blocks of the others, whose packers search."""
     (O, I), known = weight.shape, FORMATS[format]
-    if known.is_float or known.quantization:
+    if format in USUAL:
         rows = pack(format, np.ascontiguousarray(weight.reshape(-1, known.elements))).reshape(O, -1)
     else:
-        rows = random_rows(format, O, I, seed=int(abs(weight[0, 0]) * 1000))
+        rows = random_blocks(format, O * I // known.elements, seed=int(abs(weight[0, 0]) * 1000)).reshape(O, -1)
     values = unpack(format, rows.reshape(-1, known.nbytes)).reshape(O, I)
     return Tiled(format, rows, laid(pack_tiles(format, rows)), values.astype(np.float64))
 
