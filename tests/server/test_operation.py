@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -26,6 +28,7 @@ from tests.server.conftest import ENGINE, Running, running
 from tests.server.soak_client import complaints_in
 from tinyvllm.errors import ArgumentError, OutOfMemoryError
 from tinyvllm.server.core.config import ServerConfig
+from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.failures import Failure
 from tinyvllm.server.core.keys import Key, Keys, Limits, read_keys
 from tinyvllm.server.core.models import Models
@@ -137,6 +140,18 @@ def test_tokens_of_a_key_are_reserved_and_given_back() -> None:
         )  # more than the limit
         assert key._tokens.level == 100 - prompt - 120
         assert server.post("/v1/completions", body, **bearer).status_code == 429
+
+
+def test_tokens_beyond_a_reservation_are_charged_while_a_stream_runs() -> None:
+    """Not at its end only: until then, the key's other requests would pass the limit."""
+    key = Key("a", hashlib.sha256(b"sk-1").digest(), Limits(tokens_per_minute=100))
+    key._tokens.refill = lambda now: None
+    request: Any = SimpleNamespace(owner=key, tokens=0, reserved=key.reserve(20))
+    levels = []
+    for _ in range(3):
+        RequestContext.count_tokens(request, 15)
+        levels.append(key._tokens.level)
+    assert levels == [80, 70, 55]
 
 
 def test_clients_that_leave_pay_for_what_was_computed() -> None:

@@ -135,6 +135,12 @@ def test_bombs_end_with_an_error(name: str) -> None:
     assert len(str(caught.value)) <= 300
 
 
+def test_an_output_of_many_small_parts_is_limited() -> None:
+    """None of them is large, and together they are fewer bytes than a template may make."""
+    with pytest.raises(TokenizerError, match=f"its output has more than {template_budget.MAX_OUTPUT} characters"):
+        render_chat("{% for i in range(1000) %}{{ 'x' * 10000 }}{% endfor %}", USER)
+
+
 def test_processor_time_is_limited() -> None:
     """Of the thread that renders: a loaded machine refuses no more than an idle one."""
     template = "{% for i in range(1000) %}{{ i }}{% endfor %}"
