@@ -161,7 +161,7 @@ def test_without_descriptors_each_try_is_one_line_in_the_log(monkeypatch: pytest
         later = loop.call_later
 
         def recorded(delay: float, callback: Callable[[], None]) -> Any:
-            pauses.append(delay)
+            pauses.append(delay if not acceptor._reading else -2.0)  # a readable socket would wake the loop at once
             return later(0.0, callback)
 
         monkeypatch.setattr(loop, "call_later", recorded)
