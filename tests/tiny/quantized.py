@@ -28,6 +28,8 @@ SHAPES = {
 MATRICES = {f"model.layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in SHAPES.items()}
 ENDS = {"model.embed_tokens": (V, E), "lm_head": (V, E)}
 
+NAMES = {"float32": "F32", "float16": "F16", "uint8": "U8", "int8": "I8", "uint32": "U32", "int32": "I32", "int64": "I64"}
+
 Stored = dict[str, np.ndarray]
 Quantize = Callable[[np.random.Generator, int, int], tuple[Stored, np.ndarray]]
 
@@ -51,8 +53,20 @@ def write(folder: Path, settings: dict[str, Any], quantize: Quantize, more: dict
     for name, tensors, config in (("quantized", quantized, CONFIG | settings), ("floats", floats, CONFIG)):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
-        save_file(tensors, folder / name / "model.safetensors")
+        save(tensors, folder / name / "model.safetensors")
     return folder
+
+
+def save(tensors: Stored, path: Path) -> None:
+    """A safetensors file. A dtype that numpy lacks is a structure of one field of its name: [("F8_E4M3", "u1")]."""
+    if not any(array.dtype.names for array in tensors.values()):
+        return save_file(tensors, path)
+    header, at = {}, 0
+    for name, array in tensors.items():
+        kind = array.dtype.names[0] if array.dtype.names else NAMES[array.dtype.name]
+        header[name] = {"dtype": kind, "shape": array.shape, "data_offsets": [at, at := at + array.nbytes]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(array.tobytes() for array in tensors.values()))
 
 
 def _floats(rng: np.random.Generator) -> Stored:

@@ -14,7 +14,6 @@ int-quantized and naive-quantized: `X.weight` int8 [O, I] and `X.weight_zero_poi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,24 +21,14 @@ from tinyvllm.errors import ModelError
 from tinyvllm.foreign import Fields, quoted
 from tinyvllm.weights.mapping import BuiltRecord, Record, TensorRecord
 from tinyvllm.weights.quantized.checks import MAX_GROUP, column_groups, part, refuse, require_rank, require_shape, stems
+from tinyvllm.weights.quantized.compressed_floats import FLOAT8, MXFP4, NVFP4, float8_matrix, mxfp4, mxfp8, nvfp4
+from tinyvllm.weights.quantized.compressed_scheme import Scheme, unsupported
 from tinyvllm.weights.quantized.integers import Integers, Rows, equal_groups, float32_of, floats_of, integers_of, words_of
 from tinyvllm.weights.quantized.notes import RUN_TIME
 
 _PACKED = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx")
 _PLAIN = ("weight", "weight_scale", "weight_zero_point")
 _STRATEGIES = ("tensor", "channel", "group")
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """How the weights of some modules are quantized; `group_size` is None for one scale a row or a matrix."""
-
-    format: str
-    bits: int
-    type: str
-    symmetric: bool
-    strategy: str
-    group_size: int | None
 
 
 Matrix = Callable[[str, Mapping[str, TensorRecord], list[Scheme]], BuiltRecord]
@@ -52,11 +41,13 @@ def tensors(settings: Fields, stored: Mapping[str, TensorRecord]) -> dict[str, R
         raise ModelError(f"{settings.where}: sparsity_config {quoted(sparsity.get('format'))} is not supported; use the dense model")
     schemes = _schemes(settings)
     out: dict[str, Record] = {name: record for name, record in stored.items() if name.rsplit(".", 1)[-1] not in RUN_TIME}
-    count = 0
-    for kind in dict.fromkeys(scheme.format for scheme in schemes):
+    count, kinds = 0, list(dict.fromkeys(scheme.format for scheme in schemes))
+    for kind in kinds:
         suffixes, matrix = _FORMATS[kind]
         own = [scheme for scheme in schemes if scheme.format == kind]
         for stem in _modules(stored, suffixes):
+            if len(kinds) > 1 and stored[f"{stem}.{suffixes[0]}"].format not in _DTYPES[kind]:
+                continue
             for suffix in suffixes:
                 out.pop(f"{stem}.{suffix}", None)
             out[f"{stem}.weight"] = matrix(stem, stored, own)
@@ -91,15 +82,23 @@ def _scheme(weights: Fields, kind: object) -> Scheme:
     strategy = strategy or ("tensor" if size is None else "group" if size != -1 else "channel")
     if not isinstance(type, str) or not isinstance(strategy, str):
         refuse(f"{weights.where}: type and strategy must be strings, got {quoted(type)} and {quoted(strategy)}")
-    group = weights.integer("group_size", low=1, high=MAX_GROUP) if strategy == "group" else None
-    return Scheme(kind, weights.integer("num_bits", 8, low=1, high=16), type, weights.boolean("symmetric", True), strategy, group)
+    group = weights.integer("group_size", low=1, high=MAX_GROUP) if strategy in ("group", "tensor_group") else None
+    kind = "float-quantized" if (kind, type) == ("naive-quantized", "float") else kind
+    bits, symmetric = weights.integer("num_bits", 8, low=1, high=16), weights.boolean("symmetric", True)
+    return Scheme(kind, bits, type, symmetric, strategy, group, _block(weights))
+
+
+def _block(weights: Fields) -> tuple[int, int] | None:
+    block = weights.integers("block_structure")
+    if block and (len(block) != 2 or not all(0 < size <= MAX_GROUP for size in block)):
+        refuse(f"{weights.where}: block_structure must be two numbers from 1 to {MAX_GROUP}, got {quoted(list(block))}")
+    return (block[0], block[1]) if block else None
 
 
 def _require_integers(stem: str, schemes: list[Scheme]) -> None:
     for scheme in schemes:
         if scheme.type != "int" or scheme.bits > 8:
-            kind = f"{scheme.format} with {scheme.bits} bits of type {quoted(scheme.type)}"
-            raise ModelError(f"compressed-tensors: {kind} is not supported ({quoted(stem)})")
+            raise unsupported(scheme, stem)
         if scheme.strategy not in _STRATEGIES:
             known = ", ".join(_STRATEGIES)
             raise ModelError(f"compressed-tensors: scales by {quoted(scheme.strategy)} are not supported, only by {known} ({quoted(stem)})")
@@ -215,4 +214,11 @@ _FORMATS: dict[str, tuple[tuple[str, ...], Matrix]] = {
     "pack-quantized": (_PACKED, _packed_matrix),
     "int-quantized": (_PLAIN, _plain_matrix),
     "naive-quantized": (_PLAIN, _plain_matrix),
+    "float-quantized": (FLOAT8, float8_matrix),
+    "nvfp4-pack-quantized": (NVFP4, nvfp4),
+    "mxfp4-pack-quantized": (MXFP4, mxfp4),
+    "mxfp8-quantized": (FLOAT8, mxfp8),
 }
+# Which format a module of a checkpoint with several has: by the dtype of its first tensor.
+_DTYPES = {"pack-quantized": ("I32",), "int-quantized": ("I8",), "naive-quantized": ("I8",), "float-quantized": ("F8_E4M3", "F8_E5M2"),
+           "nvfp4-pack-quantized": ("U8",), "mxfp4-pack-quantized": ("U8",), "mxfp8-quantized": ("F8_E4M3",)}  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 from tinyvllm.errors import FormatError, ModelError
 from tinyvllm.foreign import Fields, quoted
 from tinyvllm.weights.mapping import Record, TensorRecord
-from tinyvllm.weights.quantized import awq, compressed_tensors, gptq, hqq, mlx
+from tinyvllm.weights.quantized import awq, bitsandbytes, compressed_tensors, fp8, gptq, hqq, mlx, mxfp4
 from tinyvllm.weights.safetensors import read_json_object
 
 Tensors = Mapping[str, TensorRecord]
@@ -28,6 +28,9 @@ KINDS: dict[str, Kind] = {
     "compressed-tensors": compressed_tensors.tensors,
     "hqq": hqq.tensors,
     "mlx": mlx.tensors,
+    "fp8": fp8.tensors,
+    "bitsandbytes": bitsandbytes.tensors,
+    "mxfp4": mxfp4.tensors,
 }
 _MLX = "quantization"  # mlx-lm copies it as quantization_config, without a quant_method
 _KEYS = ("quantization_config", "compression_config")

@@ -14,6 +14,7 @@ from tinyvllm.foreign import Fields, quoted
 from tinyvllm.weights.mapping import BuiltRecord, Record, TensorRecord
 from tinyvllm.weights.quantized.checks import own_tensors, part, refuse, require_rank, require_shape
 from tinyvllm.weights.quantized.integers import Integers, Rows, equal_groups, float32_of, floats_of, integers_of, words_of
+from tinyvllm.weights.quantized.mlx_floats import MODES, float_matrix
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUPS = (32, 64, 128)
@@ -40,8 +41,10 @@ def _settings_of(settings: Fields, stem: str) -> Fields:
 
 def _matrix(stem: str, stored: Mapping[str, TensorRecord], settings: Fields) -> BuiltRecord:
     mode = settings.get("mode", "affine")
+    if isinstance(mode, str) and mode in MODES:
+        return float_matrix(stem, stored, mode, settings)
     if mode != "affine":
-        raise ModelError(f"{settings.where}: mode {quoted(mode)} is not supported; supported is affine")
+        raise ModelError(f"{settings.where}: mode {quoted(mode)} is not supported; supported are affine, {', '.join(MODES)}")
     bits, group = settings.integer("bits", 4), settings.integer("group_size", 64)
     if bits not in BITS or group not in GROUPS:
         known = f"{', '.join(map(str, BITS))} bits in groups of {', '.join(map(str, GROUPS))}"

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from tinyvllm.foreign import quoted
 from tinyvllm.weights.mapping import BuiltRecord, Record, TensorRecord
 
-RUN_TIME = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "k_scale", "v_scale", "q_scale")
+RUN_TIME = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "k_scale", "v_scale", "q_scale", "kv_scale",
+            "activation_scale", "input_global_scale")  # fmt: skip
 
 
 def unused_tensors(stored: Mapping[str, TensorRecord], logical: Mapping[str, Record]) -> tuple[str, ...]:
