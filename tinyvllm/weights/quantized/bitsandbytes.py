@@ -95,10 +95,10 @@ def _four_bits(stem: str, stored: Mapping[str, TensorRecord], described: TensorR
     state = _state(described, stem)
     O, I = state.shape
     codes, absmax, table = (part(stored, stem, suffix) for suffix in _PARTS[:3])
-    if codes.format != "U8" or prod(codes.shape) != -(-O * I // 2):
-        refuse(
-            f"tensor {quoted(codes.name)} must have the {-(-O * I // 2)} bytes of [{O}, {I}], got {codes.format} {quoted(list(codes.shape))}"
-        )
+    size = -(-O * I // 2)
+    if codes.format != "U8" or prod(codes.shape) != size:
+        got = f"{codes.format} {quoted(list(codes.shape))}"
+        refuse(f"tensor {quoted(codes.name)} must have the {size} bytes of [{O}, {I}], got {got}")
     require_shape(absmax, (-(-O * I // state.blocksize),), f"a scale for {state.blocksize} weights")
     require_shape(table, (16,), "the numbers of four bits")
     scales, more = _scales(stem, stored, state, absmax)
