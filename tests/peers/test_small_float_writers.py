@@ -74,7 +74,7 @@ def test_compressed_tensors(tmp_path, kind, bits, strategy, group, format):
     if group is None:
         state["weight_scale"] = torch.from_numpy(rng.uniform(1e-3, 2e-3, (O, 1)).astype(np.float32))
     else:
-        state["weight_scale"] = torch.from_numpy(rng.uniform(20, 200, (O, I // group)).astype(np.float32)).to(torch.float8_e4m3fn)
+        state["weight_scale"] = torch.from_numpy(rng.uniform(20, 200, (O, I // group)).astype(np.float32)).to(torch.float8_e4m3fn).float()
         state["weight_global_scale"] = torch.tensor([3871.0])
     compressor = BaseCompressor.get_value_from_registry(kind)
     packed = compressor.compress(dict(state), scheme)
@@ -83,4 +83,4 @@ def test_compressed_tensors(tmp_path, kind, bits, strategy, group, format):
     record = opened(tmp_path, {name: array_of(value) for name, value in packed.items()}, {"quantization_config": config})
     assert record.format == format
     want = compressor.decompress(dict(packed), scheme)["weight"].float().numpy()
-    np.testing.assert_allclose(rows_of(record), want, rtol=4e-7, atol=0)
+    np.testing.assert_allclose(rows_of(record), want, rtol=4e-7 if group is None else 2.0**-8, atol=0)  # nvfp4 is unpacked in bfloat16

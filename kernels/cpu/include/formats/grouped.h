@@ -6,7 +6,7 @@
 #define GROUP (WEIGHT % 1000)
 #define LOW (BITS >= 8 ? 8 : BITS >= 4 ? 4 : 2)
 #define HIGH (BITS - LOW)
-#define LOW_WORDS LOW    // of 32 weights
+#define LOW_WORDS LOW  // of 32 weights
 #define HIGH_WORDS HIGH
 #define HIGH_BYTES (GROUP / 8 * HIGH)
 #define BLOCK GROUP
