@@ -99,6 +99,8 @@ def test_dot_products_of_bytes() -> None:
     a, b = x.view(np.int8).reshape(-1, 4).astype(int), np.array([0x80, 0xFF, 0x7F, 3], np.uint8).view(np.int8).astype(int)
     assert np.array_equal(lanes("__dp4a((int)x, 0x037FFF80, 5)", x, np.int32), a @ b + 5)
     assert np.array_equal(lanes("__dp4a(x, 0x037FFF80u, 5u)", x), x.view(np.uint8).reshape(-1, 4).astype(int) @ (b & 255) + 5)
+    halves = x.view(np.int16).reshape(-1, 2).astype(int)
+    assert np.array_equal(lanes("__dp2a_lo((int)x, 0x037FFF80, 5)", x, np.int32), halves @ b[:2] + 5)
 
 
 def test_conversions_to_whole_numbers() -> None:
@@ -208,7 +210,10 @@ def test_matrices_of_16_bit_floats(name: str) -> None:
     assert np.array_equal(out, want)
 
 
-def test_matrices_of_bytes() -> None:
+@pytest.mark.parametrize("columns", [16, 32])
+def test_matrices_of_bytes(columns: int) -> None:
+    """Of 16 columns with a sum that the products start from."""
+    product = "mma_s8(fc, fa, fb[0], fb[1])" if columns == 32 else "int d[4]; mma_s8_half_from(d, fc, fa[0], fa[1], fb[0])"
     rng = np.random.default_rng(8)
     a, b = rng.integers(-128, 128, (16, 32), np.int8), rng.integers(-128, 128, (8, 32), np.int8)  # b: by column
     c = rng.integers(-(1 << 20), 1 << 20, (16, 8), np.int32)
@@ -217,11 +222,12 @@ def test_matrices_of_bytes() -> None:
         f"""int *c, const u32 *a, const u32 *b) {{ {LANE_TEXT}
         u32 fa[4] = {{a[g * 8 + t], a[(g + 8) * 8 + t], a[g * 8 + t + 4], a[(g + 8) * 8 + t + 4]}};
         int fc[4] = {{c[g * 8 + 2 * t], c[g * 8 + 2 * t + 1], c[(g + 8) * 8 + 2 * t], c[(g + 8) * 8 + 2 * t + 1]}};
-        mma_s8(fc, fa, b[g * 8 + t], b[g * 8 + t + 4]);
-        c[g * 8 + 2 * t] = fc[0], c[g * 8 + 2 * t + 1] = fc[1], c[(g + 8) * 8 + 2 * t] = fc[2], c[(g + 8) * 8 + 2 * t + 1] = fc[3]; }}""",
+        u32 fb[2] = {{b[g * 8 + t], b[g * 8 + t + 4]}};
+        {product}; int *r = {"fc" if columns == 32 else "d"};
+        c[g * 8 + 2 * t] = r[0], c[g * 8 + 2 * t + 1] = r[1], c[(g + 8) * 8 + 2 * t] = r[2], c[(g + 8) * 8 + 2 * t + 1] = r[3]; }}""",
         out, a, b,
     )  # fmt: skip
-    assert np.array_equal(out, c + a.astype(np.int32) @ b.T.astype(np.int32))
+    assert np.array_equal(out, c + a[:, :columns].astype(np.int32) @ b[:, :columns].T.astype(np.int32))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
