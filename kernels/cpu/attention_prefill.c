@@ -73,8 +73,9 @@ static inline void begin_rows(const struct area *area, const struct rows *rows, 
 
 static inline void end_partition(const struct area *area, const struct rows *rows, int count) {
   for (int r = 0; r < count; r++) {
-    if (rows->top[r] == NO_SCORE) continue;  // this partition is before the row's window or after its position
     const float weight = v16_sum(v16_load(rows->weight + 16 * r));
+    // this partition is before the row's window or after its position; a row of NaNs may have no largest score, but its weights are NaN
+    if (rows->top[r] == NO_SCORE && weight == 0.0f) continue;
     float *out = area->out + r * D, *sums = rows->sums + r * D;
     if (area->out_top[r] == NO_SCORE) {
       for (int d = 0; d < D; d += 16) v16_store(out + d, v16_load(sums + d));

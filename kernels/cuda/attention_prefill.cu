@@ -26,7 +26,12 @@ constexpr int WARPS = D <= 128 ? 8 : 4;
 constexpr int THREADS = WARPS * 32;
 constexpr int SPAN = WARPS * 16 / G;
 constexpr int STAGE_KEYS = D <= 128 ? 128 : 64;
-constexpr int SIDE_BYTES = STAGE_KEYS * PITCH;  // of the keys, and of the values, of a stage
+#if PACKED
+constexpr int bytes_of_keys(int keys) { return keys / 32 * PACKED_STAGE; }
+#else
+constexpr int bytes_of_keys(int keys) { return keys * PITCH; }
+#endif
+constexpr int SIDE_BYTES = bytes_of_keys(STAGE_KEYS);  // of the keys, and of the values, of a stage
 constexpr int STAGE_BYTES = 2 * SIDE_BYTES;
 constexpr int SECTION_BYTES = D <= 128 ? 0 : 16 * WARPS * D * 4;
 constexpr int COLUMN_UNROLL = D <= 128 ? COLUMNS : 2;  // full where the sums must be registers; otherwise 2, which needs fewer registers
@@ -100,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
     for (int start = base; start < base + STAGE_KEYS; start += TILE) {
       if (start + TILE <= first_visible(rows.low) || start > rows.high) continue;
-      const u8 *tile = current + (start - base) * PITCH;
+      const u8 *tile = current + bytes_of_keys(start - base);
       attend_tile(state, queries, tile + key_lane_offset(), tile + SIDE_BYTES + value_lane_offset(), start, rows);
       const bool last = start + TILE > rows.high;
       if ((start + TILE) % PARTITION == 0 || last) merge_partition(section, state);
@@ -167,6 +172,25 @@ DEVICE WarpRows rows_of_warp(const Work &work) {
 
 // --- keys and values
 
+#if PACKED
+// Copies keys and values from `start` on to a stage; zeros for pieces without a key from first to end - 1, whose blocks are not looked up.
+DEVICE void copy_stage(u8 *stage, const Work &work, const uint4 *cache, int start, int first, int end) {
+  constexpr int QUANTS = 2 * ROW_BYTES, PIECES_OF_32 = QUANTS + 4;
+  for (int i = threadIdx.x; i < STAGE_KEYS / 32 * PIECES_OF_32; i += THREADS) {
+    const int part = i / PIECES_OF_32, piece = i % PIECES_OF_32, width = piece < QUANTS ? 4 : 8;
+    const int key = start + part * 32 + (piece < QUANTS ? piece % 8 * 4 : (piece - QUANTS) * 8);
+    const bool valid = key + width > first && key < end;
+    const u32 block = valid ? (u32)work.table[key / S] : 0;
+#pragma unroll
+    for (int side = 0; side < 2; side++) {
+      u8 *to = stage + side * SIDE_BYTES + part * PACKED_STAGE;
+      if (piece < QUANTS) copy_quants(to, cache, side, work.head, piece, block, key % S, valid);
+      else copy_scales(to, cache, side, work.head, piece - QUANTS, block, key % S, valid);
+    }
+  }
+  copy_commit();
+}
+#else
 // Copies keys and values from `start` on to a stage; zeros for keys outside of first to end - 1, whose blocks are not looked up.
 DEVICE void copy_stage(u8 *stage, const Work &work, const uint4 *cache, int start, int first, int end) {
 #pragma unroll COPY_UNROLL
@@ -180,13 +204,24 @@ DEVICE void copy_stage(u8 *stage, const Work &work, const uint4 *cache, int star
   }
   copy_commit();
 }
+#endif
 
 DEVICE void attend_tile(RowState &state, const Queries &queries, const u8 *keys, const u8 *values, int start, const WarpRows &rows) {
   float s[TILE / 8][4];
+#if PACKED
+  score<0, 32>(s, queries, keys);
+  score<32, 32>(s, queries, keys + PACKED_STAGE);
+#else
   score<0, TILE>(s, queries, keys);
+#endif
   if (start < first_visible(rows.high) || start + TILE > rows.low + 1) mask(s, start, rows.position);
   softmax(s, state);
+#if PACKED
+  add_values<0, 32>(state, s, values);
+  add_values<32, 32>(state, s, values + PACKED_STAGE);
+#else
   add_values<0, TILE>(state, s, values);
+#endif
 }
 
 // --- merging

@@ -2,7 +2,7 @@
 // cache; for up to eight rows
 //
 //   q            [T, H, D] float32
-//   keys         [P, 2, K, S, D] CACHE_TYPE (F32, F16 or BF16)   the pool of blocks: keys at [:, 0], values at [:, 1]
+//   keys         [P, 2, K, S, D] CACHE_TYPE (F32, F16 or BF16)   the pool of blocks: keys at [:, 0], values at [:, 1]; or packed blocks
 //   keys_again                                                   the same memory; not used
 //   x            [T, E] float32
 //   norm         [E] float32     RMS norm's weights; EPS is inside the root
@@ -20,7 +20,7 @@
 // partial rotations, a whole head, of which a warp then finishes one row. A thread block takes one unit. After the units come thread blocks
 // for the heads from MAIN on, one each. The launcher computes
 //
-//     PAIRED = not QK_NORM and D % 32 == 0 and R in (0, D); TILES = 2 if PAIRED else D / 16
+//     PAIRED = not QK_NORM and D % 32 == 0 and R in (0, D) and the cache is not packed; TILES = 2 if PAIRED else D / 16
 //     grid = MAIN * D / 16 / TILES + H + 2 K - MAIN
 //     pieces = ceil(E / 512); TILE_WARPS = min(TILES, max(1, 16 / min(pieces, 16))); residents = min(ceil(grid / multiprocessors), 4)
 //     PIECE_WARPS = even(pieces, max(1, min(pieces, 16 / residents / TILE_WARPS))); block = 32 * PIECE_WARPS * TILE_WARPS
@@ -30,8 +30,8 @@
 #define I E
 #define ALL_TILES (MAIN * D / 16)
 #define UNITS (ALL_TILES / TILES)
-#define PAIRED (!QK_NORM && D % 32 == 0 && (R == 0 || R == D))
 #include "heads.cuh"
+#define PAIRED (!QK_NORM && D % 32 == 0 && (R == 0 || R == D) && !PACKED_CACHE)
 #include "stream.cuh"
 
 static_assert(D % 16 == 0 && R % 2 == 0 && R <= D, "norm_qkv_rope_store: D must be a multiple of 16, and R even and at most D");

@@ -1,7 +1,7 @@
 // q, k, v = y + bias, heads of q and k normed and rotated; q is written out, k and v are stored in their slots of the cache
 //
 //   q            [T, H, D] float32
-//   keys         [P, 2, K, S, D] CACHE_TYPE (F32, F16 or BF16)   the pool of blocks: keys at [:, 0], values at [:, 1]
+//   keys         [P, 2, K, S, D] CACHE_TYPE (F32, F16 or BF16)   the pool of blocks: keys at [:, 0], values at [:, 1]; or packed blocks
 //   keys_again                                                   the same memory; not used
 //   y            [T, (H + 2 K) D] float32                        a product's outputs: the heads of q, those of k, those of v
 //   second, third                                                if MAIN < H + 2 K: y has the first MAIN heads only, and these the others,

@@ -49,7 +49,7 @@ CHANGES = {
     "query_heads": (2, 64, 66, 128, 130),
     "block_size": (4, 8, 12, 16, 48, 256, 512),
     "block_bytes": (4, 8, 16, 24, 4096),
-    "cache_format": ("F32", "F16", "BF16"),
+    "cache_format": ("F32", "F16", "BF16", "KV_INT8", "KV_INT4"),
     "cache_elements": ((1 << 34) - 1, 1 << 34),
     "cache_bytes": ((64 << 30) - 1, 64 << 30),
     "vocabulary": (1 << 18, (1 << 18) + 1),
@@ -65,24 +65,26 @@ def runs(kind: str, stem: str, f: ShapeFacts) -> bool:
     if stem == "matmul":
         return inputs and tiles and f.matrices == 1
     if stem == "norm_qkv_rope_store":
-        return inputs and tiles and heads and (kind == "CPU" or rms) and (kind != "METAL" or f.matrices == 3)
+        stores = kind != "METAL" or (f.matrices == 3 and not f.cache_format.startswith("KV"))
+        return inputs and tiles and heads and (kind == "CPU" or rms) and stores
     if stem == "norm_gate_up_silu":
         return inputs and tiles and rms and (f.outputs % 16 == 0 if kind != "METAL" else f.matrices == 2)
     if stem == "norm_head":
         return inputs and tiles and (kind == "CPU" or rms) and (kind == "METAL" or f.matrices == 1)
     if stem == "kv_append":
-        return heads
+        return heads and not (kind == "METAL" and f.cache_format.startswith("KV"))
     if stem == "kv_copy":
         return f.block_bytes % (8 if kind == "CPU" else 16) == 0
     if stem == "sample":
         return kind == "CPU" or f.vocabulary <= 1 << 18
     if stem in ("attention_decode", "attention_prefill"):
-        fits = heads and 32 <= f.head_dim <= 256
+        fits = heads and 32 <= f.head_dim <= 256 and (f.cache_format != "KV_INT4" or f.head_dim % 32 == 0)
         if kind != "CPU":
             fits = fits and f.block_size in (8, 16, 32, 64, 128, 256) and f.query_heads // f.kv_heads <= (64 if kind == "CUDA" else 32)
         if kind == "CUDA":
-            fits = fits and f.cache_format in ("F16", "BF16") and f.cache_bytes < 64 << 30 and prefill_shared(f.head_dim, 1) <= SHARED
-        return fits and (kind != "METAL" or f.cache_elements < 1 << 34)
+            fits = fits and f.cache_format != "F32" and f.cache_bytes < 64 << 30
+            fits = fits and prefill_shared(f.head_dim, 1, f.cache_format) <= SHARED
+        return fits and (kind != "METAL" or (f.cache_elements < 1 << 34 and not f.cache_format.startswith("KV")))
     return True
 
 
@@ -114,7 +116,7 @@ def test_reasons_name_what_is_supported_and_what_the_model_has():
     wide = cuda.unsupported("attention_prefill", replace(facts, head_dim=256))
     assert wide is not None and "shared memory at head dimension 256; a block of threads has" in wide
     assert "tiles only; these BF16 weights are in panels" in str(cuda.unsupported("matmul", replace(facts, layout=Layout.PANELS)))
-    assert "KV cache in F16 or BF16; the cache is F32" in str(
+    assert "KV cache in F16 or BF16 or KV_FP8 or KV_INT8 or KV_INT4; the cache is F32" in str(
         cuda.unsupported("attention_decode", replace(facts, head_dim=64, cache_format="F32"))
     )
     metal = BACKENDS["METAL"]

@@ -133,3 +133,17 @@ def test_the_hopper_variant(gpu, driver, monkeypatch):
     with LLM(MODEL, device="CUDA", **OPTIONS) as hopper:
         np.testing.assert_array_equal(hopper.prompt_logits(ids), expected)
     assert driver.launched[before:].count("matmul_hopper") == 6
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "int8", "int4"])
+def test_packed_caches_on_kernels(driver, kind):
+    """Prompts of several rows and single tokens, whose projections, stores and attention are other kernels."""
+    registry.forget_choices()
+    with LLM(MODEL, device="CUDA", kv_cache_dtype=kind, **OPTIONS) as gpu:
+        found = tokens(gpu, TEXTS[:2])
+        assert {"attention_decode", "attention_prefill", "norm_qkv_rope_store"} <= {choice.stem for choice in registry.choices()}
+        assert "ref" not in {choice.variant for choice in registry.choices() if "attention" in choice.stem or "store" in choice.stem}
+        assert tokens(gpu, TEXTS[1:2]) == found[1:]
+    with LLM(MODEL, device="CPU", kv_cache_dtype=kind, **OPTIONS) as cpu:
+        assert tokens(cpu, TEXTS[:2]) == found

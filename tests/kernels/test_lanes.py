@@ -80,6 +80,7 @@ EXPRESSIONS = {
     "w16_load_halves": "i16_store(out, i16_dot_u8s8(i16_set(0), w16_load_halves(h + 16, h), 1u << (r % 4 * 8)))",
     "v16_store_quads": "quads(out, w, a, r)",
     "i16_dot_u8s16": "quads(out, w, a, r)",
+    "i16_dot_u4s8": "i16_store(out, i16_dot_u4s8(i16_set((int)x >> 8), w16_low_nibbles(w16_load(w)), x))",
     "w16_load_u16": "i16_store(out, i16_dot_u8s8(i16_set(0), w16_load_u16(h), 1u << (r % 4 * 8)))",
     "w16_bits": "i16_store(out, i16_dot_u8s8(i16_set(0), w16_bits(w16_load(w), (int)(r % 12) - 4, masks[r % 12]), 1u << (r % 4 * 8)))",
     "w16_lookup": "i16_store(out, i16_dot_u8s8(i16_set(0), w16_lookup(w16_low_nibbles(w16_load(w)), table), 1u << (r % 4 * 8)))",

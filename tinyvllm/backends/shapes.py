@@ -9,7 +9,7 @@ from tinygrad import Tensor
 from tinyvllm.backends.buffers import cache_format, constant
 from tinyvllm.backends.kernel import Constant
 from tinyvllm.backends.operands import QKV
-from tinyvllm.batch import Batch, LayerCache
+from tinyvllm.batch import PACKED_KV, Batch, LayerCache
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Heads:
     @property
     def whole(self) -> bool:
         """Whether a head must be complete before it can be stored."""
-        return self.qk_norm or self.R not in (0, self.D)
+        return self.qk_norm or self.R not in (0, self.D) or self.cache in PACKED_KV.values()
 
     def optional(self, biases: int) -> int:
         """How many of the optional arguments there are; `biases` of them are the bias: one for all, or one for each of q, k and v."""

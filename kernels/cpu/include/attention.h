@@ -57,7 +57,7 @@ typedef float query;
 
 struct query_scale {  // of a row in words
   float scale;
-  int32_t start;  // what sums of its products with unsigned quants begin with
+  int32_t less;  // twice what sums of its products with unsigned quants are too large by; of weights, what they are too large by
 };
 
 // Rows that share a KV head, and the keys of a tile. Row r is at `position` + r / G of its sequence; where rows are of several sequences,

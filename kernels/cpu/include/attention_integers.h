@@ -1,13 +1,15 @@
 // attention.h for KV_INT8 and KV_INT4: sums of products of integers, which are exact and so have one result in any order and variant.
 //
-// A row of q becomes whole numbers up to MOST with one scale: rounded to 3e-5 of its largest number. So do the weights of a row in a tile,
-// each times its value's scale first. The quants are unsigned with a centre of 128, or of 7.5: there sums are of quant * 2 n, to be whole.
-// They begin with -CENTRE * sum(n). Blocks are read where they are: words of four columns of sixteen keys, and of four keys for sixteen columns.
+// A row of q becomes whole numbers n with one scale: up to 32512, so they are off by 2e-5 of the largest number, or, for KV_INT4, up to 127:
+// 4e-3, while its keys are off by 6e-2 of theirs. So do the weights of a row in a tile, each times its value's scale first, up to 32512.
+// The quants are unsigned. The sums of quant * n are less by CENTRE * sum(n), CENTRE being 128 or 7.5; weights for KV_INT4 are 2 n, to keep
+// that whole. Blocks are read where they are: words of four columns of sixteen keys, and of four keys for sixteen columns.
 #pragma once
 #include "attention.h"
 
-#define MOST (CACHE_TYPE == KV_INT8 ? 32512.0f : 16256.0f)  // i16_dot_u8s16 takes 32512
-#define CENTRE (CACHE_TYPE == KV_INT8 ? 128 : 15)
+#define MOST_WEIGHT (CACHE_TYPE == KV_INT8 ? 32512.0f : 16256.0f)  // i16_dot_u8s16 takes 32512
+#define MOST_QUERY (CACHE_TYPE == KV_INT8 ? 32512.0f : 127.0f)
+#define TWICE_CENTRE (CACHE_TYPE == KV_INT8 ? 256 : 15)
 #define SMALLEST 0x1p-100f  // rows and weights whose largest number is smaller count as 0: its inverse must not overflow
 #define HALVES (CACHE_TYPE == KV_INT4 ? 2 : 1)  // columns in a load of values
 
@@ -19,30 +21,38 @@ struct tile {
   float key_scale[TILE], value_scale[TILE];
 };
 
-// Sixteen numbers times `inverse`, rounded, as words; returns the rounded numbers.
-INLINE v16 store_rounded(uint32_t *to, v16 x, v16 inverse) {
-  const v16 whole = v16_round(v16_mul(x, inverse));
-  v16_store_quads(to, CACHE_TYPE == KV_INT8 ? whole : v16_add(whole, whole));
-  return whole;
-}
+// What sixteen numbers are multiplied with to become whole ones up to `most`, `top` being the largest; 0 if they are too small.
+INLINE v16 inverse_of(float top, float most) { return v16_set(top > SMALLEST ? most / top : 0.0f); }
 
-// The scale of numbers whose largest was `top` and whose rounded sum is `sum`: NaN if one of them was not finite.
-INLINE void set_scale(struct query_scale *to, float top, float sum) {
-  to->scale = sum == sum ? top * (1.0f / 32512.0f) : sum;
-  to->start = sum == sum ? -CENTRE * (int32_t)sum : 0;
-}
+// The scale of numbers that had the factor `most` / `top`, from the sum of the whole ones: NaN if one of them was not finite.
+INLINE float scale_of(float top, float most, float sum) { return sum == sum ? (top > SMALLEST ? top / most : 0.0f) : sum; }
+
+INLINE int32_t twice_less(float sum) { return sum == sum ? TWICE_CENTRE * (int32_t)sum : 0; }
 
 static inline void prepare_query(uint32_t *to, struct query_scale *scale, const float *q) {
   v16 most = v16_set(0.0f), sum = v16_set(0.0f);
   for (int d = 0; d < D; d += 16) most = v16_max(most, v16_abs(v16_load(q + d)));
   const float top = v16_max_of(most);
-  const v16 inverse = v16_set(top > SMALLEST ? MOST / top : 0.0f);
-  for (int d = 0; d < D; d += 16) sum = v16_add(sum, store_rounded(to + d, v16_load(q + d), inverse));
-  set_scale(scale, top > SMALLEST ? top : 0.0f, v16_sum(sum));
+  const v16 inverse = inverse_of(top, MOST_QUERY);
+  for (int d = 0; d < D; d += 16) {
+    const v16 whole = v16_round(v16_mul(v16_load(q + d), inverse));
+#if CACHE_TYPE == KV_INT8
+    v16_store_quads(to + d, whole);
+#else
+    v16_store_i8((int8_t *)(to + d / 4), whole);
+#endif
+    sum = v16_add(sum, whole);
+  }
+  scale->scale = scale_of(top, MOST_QUERY, v16_sum(sum));
+  scale->less = twice_less(v16_sum(sum));
 }
 
-INLINE void load_scales(float *to, const uint16_t *from) {
-  for (int i = 0; i < 8; i++) to[i] = kv_scale_value(from[i]);
+// The scales of sixteen slots, eight from each of two places.
+INLINE void load_scales(float *to, const uint16_t *low, const uint16_t *high) {
+  uint16_t both[16];
+  if (S == 8)
+    for (int i = 0; i < 8; i++) both[i] = low[i], both[8 + i] = high[i];
+  v16_store(to, v16_load_bf16(S == 8 ? both : low));
 }
 
 // Keys first to end - 1 of the tile at `start`; those around them that share sixteen slots are garbage. Blocks that hold none of them
@@ -50,11 +60,14 @@ INLINE void load_scales(float *to, const uint16_t *from) {
 INLINE void load_tile(struct prefetch *prefetch, int copied, struct tile *tile, float *keys, float *values, const cached *cache,
                       const int32_t *table, int head, int start, int first, int end) {
   (void)prefetch, (void)copied, (void)keys, (void)values;
-  for (int at = first & ~15; at < end || at % 16; at += 8) {
-    const int from = S == 8 ? max(min(at, (end - 1) & -S), first & -S) : at, block = table[from / S], i = (at - start) / 8;
-    tile->keys[i] = side_of(cache, block, 0, head, from % S), tile->values[i] = side_of(cache, block, 1, head, from % S);
-    load_scales(tile->key_scale + 8 * i, scales_of(cache, block, 0, head) + from % S);
-    load_scales(tile->value_scale + 8 * i, scales_of(cache, block, 1, head) + from % S);
+  for (int at = first & ~15; at < end; at += 16) {
+    const int low = max(at, first & -S), high = S == 8 ? max(min(at + 8, (end - 1) & -S), first & -S) : at + 8;  // a block of 8 may be none
+    const int a = table[low / S], b = table[high / S], i = (at - start) / 8;
+    tile->keys[i] = side_of(cache, a, 0, head, low % S), tile->keys[i + 1] = side_of(cache, b, 0, head, high % S);
+    tile->values[i] = side_of(cache, a, 1, head, low % S), tile->values[i + 1] = side_of(cache, b, 1, head, high % S);
+    for (int side = 0; side < 2; side++)
+      load_scales((side == 0 ? tile->key_scale : tile->value_scale) + 8 * i, scales_of(cache, a, side, head) + low % S,
+                  scales_of(cache, b, side, head) + high % S);
   }
 }
 
@@ -68,7 +81,8 @@ INLINE void score_block(int N, int C, struct prefetch *prefetch, const struct ro
                         float *s) {
   const uint32_t *q = rows->q + (long)r * D;
   i16 sum[ROWS][COLUMNS];
-  UNROLL for (int i = 0; i < N; i++) UNROLL for (int c = 0; c < C; c++) sum[i][c] = i16_set(rows->q_scale[r + i].start);
+  UNROLL for (int i = 0; i < N; i++) UNROLL for (int c = 0; c < C; c++) sum[i][c] =
+      i16_set(CACHE_TYPE == KV_INT8 ? -rows->q_scale[r + i].less / 2 : 0);
   for (int j = 0; j < ROW_BYTES / 4; j++) {
     if (j % FETCH_EVERY == 0) fetch(prefetch, FETCH_LINES);
     UNROLL for (int c = 0; c < C; c++) {
@@ -77,16 +91,19 @@ INLINE void score_block(int N, int C, struct prefetch *prefetch, const struct ro
 #if CACHE_TYPE == KV_INT8
         sum[i][c] = i16_dot_u8s16(sum[i][c], words, q + i * D + 4 * j);
 #else
-        sum[i][c] = i16_dot_u8s16(sum[i][c], w16_low_nibbles(words), q + i * D + 4 * j);
-        sum[i][c] = i16_dot_u8s16(sum[i][c], w16_high_nibbles(words), q + i * D + D / 2 + 4 * j);
+        sum[i][c] = i16_dot_u4s8(sum[i][c], w16_low_nibbles(words), q[i * D + j]);
+        sum[i][c] = i16_dot_u4s8(sum[i][c], w16_high_nibbles(words), q[i * D + D / 8 + j]);
 #endif
       }
     }
   }
   UNROLL for (int i = 0; i < N; i++) {
-    const v16 scale = v16_set(rows->q_scale[r + i].scale);
-    UNROLL for (int c = 0; c < C; c++)
-        v16_store(s + i * TILE + 16 * c, v16_mul(v16_mul(v16_from_i16(sum[i][c]), v16_load(tile->key_scale + low + 16 * c)), scale));
+    const v16 scale = v16_set(rows->q_scale[r + i].scale), half = v16_set(-0.5f * (float)rows->q_scale[r + i].less);
+    UNROLL for (int c = 0; c < C; c++) {
+      v16 number = v16_from_i16(sum[i][c]);
+      if (CACHE_TYPE == KV_INT4) number = v16_add(number, half);  // exact
+      v16_store(s + i * TILE + 16 * c, v16_mul(v16_mul(number, v16_load(tile->key_scale + low + 16 * c)), scale));
+    }
   }
 }
 
@@ -102,16 +119,21 @@ INLINE void prepare_weights(uint32_t *to, struct query_scale *scale, float *p, c
     most = v16_max(most, weight);
   }
   const float top = v16_max_of(most);
-  const v16 inverse = v16_set(top > SMALLEST ? MOST / top : 0.0f);
-  for (int at = low; at < high; at += 16) sum = v16_add(sum, store_rounded(to + at, v16_load(p + at), inverse));
-  set_scale(scale, top > SMALLEST ? top : 0.0f, v16_sum(sum));
+  const v16 inverse = inverse_of(top, MOST_WEIGHT);
+  for (int at = low; at < high; at += 16) {
+    const v16 whole = v16_round(v16_mul(v16_load(p + at), inverse));
+    v16_store_quads(to + at, CACHE_TYPE == KV_INT8 ? whole : v16_add(whole, whole));
+    sum = v16_add(sum, whole);
+  }
+  scale->scale = scale_of(top, 32512.0f, v16_sum(sum));
+  scale->less = CACHE_TYPE == KV_INT8 ? twice_less(v16_sum(sum)) / 2 : twice_less(v16_sum(sum));
 }
 
 // sums of N rows += weights p [N, TILE] of the keys low to high - 1, in fours, times C loads of columns from byte `column` of their values.
 INLINE void add_value_columns(int N, int C, struct prefetch *prefetch, float *sums, long stride, const uint32_t *p,
                               const struct query_scale *scale, const struct tile *tile, int column, int low, int high) {
   i16 sum[ROWS][5 * HALVES];
-  UNROLL for (int i = 0; i < N; i++) UNROLL for (int c = 0; c < C * HALVES; c++) sum[i][c] = i16_set(scale[i].start);
+  UNROLL for (int i = 0; i < N; i++) UNROLL for (int c = 0; c < C * HALVES; c++) sum[i][c] = i16_set(-scale[i].less);
   for (int at = low; at < high; at += 4) {
     const uint8_t *from = tile->values[at / 8] + (at % 8 * ROW_BYTES + 4 * column);
     if (at / 4 % FETCH_EVERY == 0) fetch(prefetch, FETCH_LINES);

@@ -152,6 +152,12 @@ static inline i16 i16_dot_u8s16(i16 acc, w16 w, const uint32_t *quad) {
   const __m256i x = _mm256_set1_epi32((int)quad[0]), y = _mm256_set1_epi32((int)quad[1]);
   return (i16){dot8_u8s16(acc.a, w.a, x, y), dot8_u8s16(acc.b, w.b, x, y)};
 }
+static inline __m256i dot8_u4s8(__m256i acc, __m256i w, __m256i x) {
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));  // at most 2 * 15 * 128 in 16 bits
+}
+static inline i16 i16_dot_u4s8(i16 acc, w16 w, uint32_t x) {
+  return (i16){dot8_u4s8(acc.a, w.a, _mm256_set1_epi32((int)x)), dot8_u4s8(acc.b, w.b, _mm256_set1_epi32((int)x))};
+}
 static inline __m256 from_e4m3(__m256i w, int j) {
   const __m256i top = _mm256_srai_epi32(_mm256_slli_epi32(w, 24 - 8 * j), 4);
   return _mm256_mul_ps(_mm256_castsi256_ps(_mm256_and_si256(top, _mm256_set1_epi32((int)0x87F00000))), _mm256_set1_ps(0x1p120f));

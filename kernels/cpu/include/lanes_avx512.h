@@ -115,9 +115,19 @@ static inline i16 i16_dot_u8s16(i16 acc, w16 w, const uint32_t *quad) {
   const __m512i even = _mm512_and_si512(w, _mm512_set1_epi16(0xFF)), odd = _mm512_srli_epi16(w, 8);
   const __m512i x = _mm512_set1_epi32((int)quad[0]), y = _mm512_set1_epi32((int)quad[1]);
 #if defined(__AVX512VNNI__)
-  return _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(acc, even, x), odd, y);
+  // LLVM makes two instructions of each _mm512_dpwssd_epi32, to shorten a chain of sums that is not what limits the kernels
+  __asm__("vpdpwssd %1, %2, %0" : "+v"(acc) : "v"(x), "v"(even));
+  __asm__("vpdpwssd %1, %2, %0" : "+v"(acc) : "v"(y), "v"(odd));
+  return acc;
 #else
   return _mm512_add_epi32(_mm512_add_epi32(acc, _mm512_madd_epi16(even, x)), _mm512_madd_epi16(odd, y));
+#endif
+}
+static inline i16 i16_dot_u4s8(i16 acc, w16 w, uint32_t x) {
+#if defined(__AVX512VNNI__)
+  return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32((int)x));
+#else
+  return _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_maddubs_epi16(w, _mm512_set1_epi32((int)x)), _mm512_set1_epi16(1)));
 #endif
 }
 static inline v16 v16_from_e4m3(w16 w, int j) {

@@ -194,6 +194,15 @@ static inline i16 i16_dot_u8s16(i16 acc, w16 w, const uint32_t *quad) {
 #endif
   return acc;
 }
+static inline i16 i16_dot_u4s8(i16 acc, w16 w, uint32_t x) {
+#if defined(__ARM_FEATURE_DOTPROD)
+  const int8x16_t xs = vreinterpretq_s8_u32(vdupq_n_u32(x));
+  EACH acc.val[i] = vdotq_s32(acc.val[i], vreinterpretq_s8_u32(w.val[i]), xs);
+  return acc;
+#else
+  return i16_dot_u8s8(acc, w, x);
+#endif
+}
 static inline v16 v16_from_e4m3(w16 w, int j) {
   v16 r;
   EACH {

@@ -147,6 +147,8 @@ static inline i16 i16_dot_u8s16(i16 acc, w16 w, const uint32_t *quad) {
   EACH for (int k = 0; k < 4; k++) acc.at[i] += (int32_t)(w.at[i] >> 8 * k & 0xFF) * (int16_t)(quad[k % 2] >> k / 2 * 16);
   return acc;
 }
+// As i16_dot_u8s8, of bytes from 0 to 15.
+static inline i16 i16_dot_u4s8(i16 acc, w16 w, uint32_t x) { return i16_dot_u8s8(acc, w, x); }
 // Byte `j` of every word as a float8 e4m3: sign, four bits of exponent, three of fraction. What others read as NaN is +-480.
 static inline v16 v16_from_e4m3(w16 w, int j) { v16 r; EACH r.at[i] = float_from_e4m3((uint8_t)(w.at[i] >> 8 * j)); return r; }
 

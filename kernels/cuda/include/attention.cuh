@@ -1,7 +1,7 @@
 // Attention of sixteen query rows to one tile of keys, done by a warp; shared by decode and prefill. The order of arithmetic is fixed here,
 // so a row has the same bits in both kernels, for any batch and any grid:
 //
-//   - q is rounded to CACHE_TYPE. A score is one mma accumulator over d in steps of 16, ascending.
+//   - q is rounded to CACHE_TYPE, or to bfloat16 where that is packed. A score is one mma accumulator over d in steps of 16, ascending.
 //   - Tiles of TILE keys start at multiples of TILE counted from the first token of the sequence; likewise partitions of PARTITION keys and
 //     sections of SECTION keys. A tile's weights are 2^(score * SCALE log2(e) - max), float32. Each of the four lanes of a row sums the
 //     weights of its own keys, ascending, in float32. For the product with the values, weights are rounded to CACHE_TYPE and accumulated in
@@ -12,7 +12,7 @@
 // A key hidden from a row has weight exactly 0; hidden tiles, partitions and sections leave the row's state unchanged. Scores of hidden
 // keys may be NaN, but their values must be finite: the code that loads a tile writes zeros for keys that none of its rows sees.
 //
-// Constants: H, K, D, S, M, CACHE_TYPE (F16, BF16), SCALE (above 0), WINDOW (0: none), SECTION (default 4096; a multiple of 256).
+// Constants: H, K, D, S, M, CACHE_TYPE (F16, BF16, or packed as in packed_cache.cuh), SCALE (above 0), WINDOW (0: none), SECTION (default 4096; a multiple of 256).
 // H % K == 0, D % 16 == 0, D from 32 to 256, S a power of two from 8 to 256. One layer's cache is smaller than 64 GiB.
 //
 // Keys and values are stored in shared memory as rows of D numbers plus 16 bytes of padding, so that the eight rows that ldmatrix reads at
@@ -22,6 +22,7 @@
 // the split over keys and its merge, flash decoding.
 #pragma once
 #include "formats.cuh"
+#include "kv_cache.h"
 #include "portable.h"
 
 #ifndef SECTION
@@ -38,7 +39,16 @@ constexpr int PIECES = D / 8;      // of 16 bytes in a row of the cache
 constexpr int PITCH = D * 2 + 16;  // bytes from row to row in shared memory
 constexpr float SCALE_2 = (float)(SCALE * 1.4426950408889634);
 
-static_assert(CACHE_TYPE == F16 || CACHE_TYPE == BF16, "attention: CACHE_TYPE must be F16 or BF16");
+#if CACHE_TYPE == KV_INT8 || CACHE_TYPE == KV_INT4 || CACHE_TYPE == KV_FP8
+#define PACKED 1
+#include "packed_cache.cuh"
+constexpr int COMPUTE = BF16;  // what is multiplied
+static_assert(CACHE_TYPE != KV_INT4 || D % 32 == 0, "attention: D must be a multiple of 32 for KV_INT4");
+#else
+#define PACKED 0
+constexpr int COMPUTE = CACHE_TYPE;
+static_assert(CACHE_TYPE == F16 || CACHE_TYPE == BF16, "attention: CACHE_TYPE must be F16 or BF16, or packed");
+#endif
 static_assert(H % K == 0, "attention: H must be a multiple of K");
 static_assert(D % 16 == 0 && D >= 32 && D <= 256, "attention: D must be a multiple of 16 from 32 to 256");
 static_assert(S >= 8 && S <= 256 && (S & (S - 1)) == 0, "attention: S must be a power of two from 8 to 256");
@@ -56,7 +66,7 @@ struct RowState {
 DEVICE int first_visible(int position) { return WINDOW > 0 ? max(0, position - WINDOW + 1) : 0; }
 
 DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  if constexpr (CACHE_TYPE == F16) mma_f16(c, a, b0, b1);
+  if constexpr (COMPUTE == F16) mma_f16(c, a, b0, b1);
   else mma_bf16(c, a, b0, b1);
 }
 
@@ -92,7 +102,7 @@ DEVICE void query_step(u32 (&a)[4], const Queries &q, int step) {
 
 DEVICE u32 query_pair(const float *from) {
   const float2 pair = from ? *(const float2 *)from : make_float2(0.0f, 0.0f);
-  return pack_pair<CACHE_TYPE>(pair.x, pair.y);
+  return pack_pair<COMPUTE>(pair.x, pair.y);
 }
 
 // One step of two rows, rounded from float32; zeros for a row that is null.
@@ -100,7 +110,8 @@ DEVICE void load_step(u32 (&a)[4], const float *row, const float *row_plus_8, in
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const float *from = i % 2 ? row_plus_8 : row;
-    a[i] = query_pair(from ? from + step * 16 + i / 2 * 8 + threadIdx.x % 4 * 2 : nullptr);
+    const int column = PACKED ? threadIdx.x % 4 * 4 + i / 2 * 2 : i / 2 * 8 + threadIdx.x % 4 * 2;  // of sixteen
+    a[i] = query_pair(from ? from + step * 16 + column : nullptr);
   }
 }
 
@@ -120,6 +131,52 @@ DEVICE void load_queries(Queries &q, const float *row, const float *row_plus_8, 
 }
 
 // --- a tile: scores, softmax, weighted values
+
+#if PACKED
+
+DEVICE int key_lane_offset() { return 0; }
+DEVICE int value_lane_offset() { return 0; }
+// The tile's key of score s[n][i], without the lane's four of sixteen; and the distance of the keys of two lanes.
+DEVICE int key_of(int n, int i) { return n / 2 * 16 + n % 2 * 2 + i % 2; }
+constexpr int LANE_KEYS = 4;
+
+// Scores of the KEYS keys in a stage, which are those of a tile from its key FIRST on.
+template <int FIRST, int KEYS, typename Operand> DEVICE void score(float (&s)[TILE / 8][4], const Operand &queries, const u8 *stage) {
+  static_assert(KEYS == 32, "a packed stage has 32 keys");
+  const int g = threadIdx.x % 32 / 4;
+  const u32 *words = (const u32 *)stage + threadIdx.x % 4 * KEY_PITCH + g / 2 * 4 + g % 2;
+#pragma unroll
+  for (int n = FIRST / 8; n < (FIRST + KEYS) / 8; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) s[n][i] = 0.0f;
+#pragma unroll
+  for (int step = 0; step < ROW_BYTES / 16; step++) {
+    u32 low[4], high[4], b0, b1;
+    query_step(low, queries, step);
+    if (CACHE_TYPE == KV_INT4) query_step(high, queries, step + STEPS / 2);
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; n++) {
+      const u32 word = words[step * 4 * KEY_PITCH + key_of(n, 0)];
+      quant_operand(b0, b1, word, 0);
+      multiply(s[FIRST / 8 + n], low, b0, b1);
+      if (CACHE_TYPE != KV_INT4) continue;
+      quant_operand(b0, b1, word, 1);
+      multiply(s[FIRST / 8 + n], high, b0, b1);
+    }
+  }
+#pragma unroll
+  for (int n = FIRST / 8; n < (FIRST + KEYS) / 8; n += 2) {
+    float scale[4];
+    lane_scales(scale, stage, (n - FIRST / 8) / 2);
+#pragma unroll
+    for (int i = 0; i < 4; i++) s[n][i] *= scale[i % 2], s[n + 1][i] *= scale[2 + i % 2];
+  }
+}
+
+#else
+
+DEVICE int key_of(int n, int i) { return n * 8 + i % 2; }
+constexpr int LANE_KEYS = 2;
 
 // Byte offsets of this lane's rows for load_matrices in keys, and for load_matrices_transposed in values.
 DEVICE int key_lane_offset() { return ((threadIdx.x / 16 % 2 * 8) + threadIdx.x % 8) * PITCH + threadIdx.x / 8 % 2 * 16; }
@@ -146,14 +203,16 @@ template <int FIRST, int KEYS, typename Operand> DEVICE void score(float (&s)[TI
   }
 }
 
+#endif
+
 // Hides the keys of the tile at `start` that rows at these positions do not see.
 DEVICE void mask(float (&s)[TILE / 8][4], int start, const int (&position)[2]) {
-  const int first_key = start + threadIdx.x % 4 * 2;
+  const int first_key = start + threadIdx.x % 4 * LANE_KEYS;
 #pragma unroll
   for (int n = 0; n < TILE / 8; n++)
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const int key = first_key + n * 8 + i % 2, last = position[i / 2];
+      const int key = first_key + key_of(n, i), last = position[i / 2];
       if (key > last || key < first_visible(last)) s[n][i] = MINUS_INFINITY;
     }
 }
@@ -198,13 +257,45 @@ DEVICE void softmax(float (&s)[TILE / 8][4], RowState &state) {
     for (int i = 0; i < 4; i++) state.o[n][i] *= scale[i / 2];
 }
 
+#if PACKED
+
+// A weight times the scale of its value. A hidden value's scale may be anything.
+DEVICE float scaled(float weight, float scale) { return weight == 0.0f ? 0.0f : weight * scale; }
+
+// Adds the weighted values of a stage, which are those of a tile from its key FIRST on.
+template <int FIRST, int KEYS> DEVICE void add_values(RowState &state, const float (&s)[TILE / 8][4], const u8 *stage) {
+  static_assert(KEYS == 32, "a packed stage has 32 values");
+#pragma unroll
+  for (int step = 0; step < KEYS / 16; step++) {
+    const int n = FIRST / 8 + 2 * step;
+    const u32 *words = (const u32 *)stage + (4 * step + threadIdx.x % 4) * VALUE_PITCH + threadIdx.x % 32 / 4;
+    float c[4];
+    lane_scales(c, stage, step);
+    const u32 p[4] = {pack_bf16(scaled(s[n][0], c[0]), scaled(s[n][1], c[1])), pack_bf16(scaled(s[n][2], c[0]), scaled(s[n][3], c[1])),
+                      pack_bf16(scaled(s[n + 1][0], c[2]), scaled(s[n + 1][1], c[3])),
+                      pack_bf16(scaled(s[n + 1][2], c[2]), scaled(s[n + 1][3], c[3]))};
+#pragma unroll
+    for (int column = 0; column < ROW_BYTES / 8; column++) {
+      const u32 word = words[column * 8];
+      u32 b0, b1;
+      quant_operand(b0, b1, word, 0);
+      multiply(state.o[column], p, b0, b1);
+      if (CACHE_TYPE != KV_INT4) continue;
+      quant_operand(b0, b1, word, 1);
+      multiply(state.o[COLUMNS / 2 + column % (COLUMNS / 2)], p, b0, b1);
+    }
+  }
+}
+
+#else
+
 // Adds the weighted values of KEYS keys of a tile, starting with its key FIRST. `values`: their first row plus value_lane_offset().
 template <int FIRST, int KEYS> DEVICE void add_values(RowState &state, const float (&s)[TILE / 8][4], const u8 *values) {
 #pragma unroll
   for (int step = 0; step < KEYS / 16; step++) {
     const int n = FIRST / 8 + 2 * step;
-    const u32 p[4] = {pack_pair<CACHE_TYPE>(s[n][0], s[n][1]), pack_pair<CACHE_TYPE>(s[n][2], s[n][3]),
-                      pack_pair<CACHE_TYPE>(s[n + 1][0], s[n + 1][1]), pack_pair<CACHE_TYPE>(s[n + 1][2], s[n + 1][3])};
+    const u32 p[4] = {pack_pair<COMPUTE>(s[n][0], s[n][1]), pack_pair<COMPUTE>(s[n][2], s[n][3]),
+                      pack_pair<COMPUTE>(s[n + 1][0], s[n + 1][1]), pack_pair<COMPUTE>(s[n + 1][2], s[n + 1][3])};
 #pragma unroll
     for (int column = 0; column < COLUMNS; column += 2) {
       u32 v[4];
@@ -214,6 +305,8 @@ template <int FIRST, int KEYS> DEVICE void add_values(RowState &state, const flo
     }
   }
 }
+
+#endif
 
 // --- merging partitions and sections
 

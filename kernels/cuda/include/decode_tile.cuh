@@ -26,7 +26,7 @@ struct SecondQueries {
   u8 *ring;
 };
 DEVICE uint4 *step_pointer(const SecondQueries &second, int step) {
-  return (uint4 *)(second.ring + step * STAGE_BYTES + threadIdx.x * PITCH + D * 2);
+  return (uint4 *)(second.ring + step * STAGE_BYTES + threadIdx.x * SECOND_PITCH + SECOND_QUERIES);
 }
 DEVICE void query_step(u32 (&a)[4], const SecondQueries &second, int step) {
   const uint4 words = *step_pointer(second, step);

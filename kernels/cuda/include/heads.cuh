@@ -6,6 +6,7 @@
 // Feature i < R / 2 is rotated with feature i + R / 2; features from R on are not rotated. v is neither normed nor rotated.
 #pragma once
 #include "formats.cuh"
+#include "packed_store.cuh"
 
 #ifndef MAIN  // heads of the first matrix; the others' weights have another format, and their products are computed before
 #define MAIN (H + 2 * K)
@@ -24,7 +25,11 @@
 #define THIRD_ARGUMENT
 #endif
 
+#if PACKED_CACHE
+typedef u8 cache_number;
+#else
 typedef Stored<CACHE_TYPE>::number cache_number;
+#endif
 
 // Products of the heads from MAIN on: second [T, SECOND, D], third [T, H + 2 K - MAIN - SECOND, D].
 struct OtherHeads {
@@ -45,7 +50,9 @@ DEVICE s64 cache_offset(int slot, int head) {
 // Stores the final value of feature d of a head: in q [T, H, D] float32, or in the pool.
 DEVICE void put_feature(float *q, cache_number *keys, int row, int slot, int head, int d, float value) {
   if (head < H) q[((s64)row * H + head) * D + d] = value;
+#if !PACKED_CACHE
   else keys[cache_offset(slot, head) + d] = Stored<CACHE_TYPE>::of(value);
+#endif
 }
 
 DEVICE float2 rotated(float a, float b, float cosine, float sine) { return make_float2(a * cosine - b * sine, b * cosine + a * sine); }
@@ -59,10 +66,19 @@ DEVICE float head_inverse(const float *y, int lane, float eps) {
   return 1.0f / sqrtf(sum / (float)D + eps);
 }
 
+// Stores the final value of a feature, or keeps it in y [D] until the whole row is there to be packed.
+DEVICE void put_final(float *y, float *q, cache_number *keys, int row, int slot, int head, int d, float value) {
+#if PACKED_CACHE
+  y[d] = value;
+#else
+  put_feature(q, keys, row, slot, head, d, value);
+#endif
+}
+
 // By a whole warp: norms, rotates and stores y [D] in shared memory, one head of a row with its bias already added. What the lanes wrote to
-// y must be visible to all of them (__syncwarp or __syncthreads); y is not changed. `norm` [D] is the head's (q_norm or k_norm) and is read
+// y must be visible to all of them (__syncwarp or __syncthreads); y is changed for a packed cache. `norm` [D] is the head's (q_norm or k_norm) and is read
 // if QK_NORM; `angles` [R] are the row's and are read if R > 0.
-DEVICE void finish_head(const float *y, int lane, int row, int slot, int head, float *q, cache_number *keys, const float *norm,
+DEVICE void finish_head(float *y, int lane, int row, int slot, int head, float *q, cache_number *keys, const float *norm,
                         const float *angles) {
   const bool q_or_k = head < H + K;
   float inverse = 1.0f;
@@ -78,14 +94,23 @@ DEVICE void finish_head(const float *y, int lane, int row, int slot, int head, f
     b = b * inverse * norm[e];
 #endif
     const float2 pair = rotated(a, b, angles[d], angles[e]);
-    put_feature(q, keys, row, slot, head, d, pair.x);
-    put_feature(q, keys, row, slot, head, e, pair.y);
+    put_final(y, q, keys, row, slot, head, d, pair.x);
+    put_final(y, q, keys, row, slot, head, e, pair.y);
   }
   for (int d = 2 * pairs + lane; d < D; d += 32) {
     float a = y[d];
 #if QK_NORM
     if (q_or_k) a = a * inverse * norm[d];
 #endif
-    put_feature(q, keys, row, slot, head, d, a);
+    put_final(y, q, keys, row, slot, head, d, a);
   }
+#if PACKED_CACHE
+  __syncwarp();
+  if (head >= H) {
+    store_packed_row(keys, slot, head >= H + K, (head - H) % K, y, lane);
+  } else {
+    if (ROTATED_KEYS) hadamard(y, lane);
+    for (int d = lane; d < D; d += 32) put_feature(q, keys, row, slot, head, d, y[d]);
+  }
+#endif
 }

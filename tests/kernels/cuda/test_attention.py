@@ -18,15 +18,17 @@ from tinyvllm.backends.cuda import plan as records
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.shapes import Attention
 from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16
+from tinyvllm.quant.kv import KV_FORMATS
 
 GPU = records.GPU(multiprocessors=3, shared=227 << 10, shared_of_one=228 << 10)
 # Weights, at most 1, are rounded to the cache's format before the product with the values; the rest is float32.
 TOLERANCE = {"BF16": {"rtol": 0, "atol": 8e-3}, "F16": {"rtol": 0, "atol": 1e-3}}
+TOLERANCE |= dict.fromkeys(KV_FORMATS, {"rtol": 0, "atol": 1.2e-2})  # as BF16, and weights are rounded with their value's scale
 
 
 def rounded(case: Case) -> Case:
     """The case with queries rounded as in the kernels, for the oracle."""
-    if case.shape.dtype == "BF16":
+    if case.shape.dtype != "F16":
         return dataclasses.replace(case, q=bf16_to_f32(f32_to_bf16(case.q)).reshape(case.q.shape))
     return dataclasses.replace(case, q=case.q.astype(np.float16).astype(np.float32))
 
@@ -94,6 +96,14 @@ RAGGED = [
     Shape(H=2, K=1, D=64, S=8, dtype="F16", window=5),
     Shape(H=3, K=3, D=32, S=16, dtype="BF16", window=70),
     Shape(H=4, K=1, D=64, S=64, dtype="F16", window=300),
+    Shape(H=4, K=1, D=64, S=16, dtype="KV_INT8"),
+    Shape(H=2, K=2, D=48, S=8, dtype="KV_INT8", window=70),
+    Shape(H=2, K=1, D=128, S=128, dtype="KV_INT8"),
+    Shape(H=4, K=2, D=64, S=16, dtype="KV_INT4"),
+    Shape(H=2, K=1, D=96, S=8, dtype="KV_INT4", window=5),
+    Shape(H=3, K=1, D=64, S=16, dtype="KV_FP8"),
+    Shape(H=2, K=2, D=32, S=32, dtype="KV_FP8", window=300),
+    Shape(H=2, K=1, D=256, S=16, dtype="KV_FP8"),
 ]
 
 

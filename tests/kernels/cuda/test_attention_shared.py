@@ -13,6 +13,7 @@ from tests.kernels.cuda.test_attention import GPU, close, decode, prefill, round
 from tests.kernels.test_attention import Case, Shape, _ints, grouped, make, oracle, same
 from tinyvllm.backends.cuda import plan as records
 from tinyvllm.backends.shapes import Attention
+from tinyvllm.quant.kv import KV_FORMATS
 
 
 def reading(
@@ -42,6 +43,9 @@ SHAPES = [
     Shape(H=7, K=1, D=192, dtype="F16"),
     Shape(H=4, K=1, D=64, S=64, dtype="F16", window=700),
     Shape(H=16, K=1, D=64, dtype="BF16"),
+    Shape(H=8, K=1, D=64, S=16, dtype="KV_FP8"),
+    Shape(H=4, K=1, D=128, S=32, dtype="KV_INT8"),
+    Shape(H=4, K=1, D=32, S=8, dtype="KV_INT4"),
 ]
 
 
@@ -98,6 +102,23 @@ def test_tokens_read_from_the_cache(shape: Shape, sequences: int, common: int, o
     assert sequences * (common + own) <= separate <= sequences * whole(common + own)
     got, once = reading(case, case.shared, grid, seed=3)
     assert same(got, want) and tokens <= once <= tokens + sequences * (whole(own) - own)
+
+
+def test_traffic_of_packed_caches() -> None:
+    """256 sequences: of the cache, and of all that is read, queries and tables too."""
+    cache, total = {}, {}
+    for dtype in ("BF16", *KV_FORMATS):
+        case = make(Shape(H=4, K=1, D=64, dtype=dtype), [1] * 256, [48 + b % 5 * 16 for b in range(256)])
+        read: list[int] = []
+        decode(case, grid=64, read=read)
+        cache[dtype], total[dtype] = read[4], sum(read)
+    assert {name: round(number / cache["BF16"], 3) for name, number in cache.items()} == {
+        "BF16": 1,
+        "KV_FP8": 0.516,
+        "KV_INT8": 0.516,
+        "KV_INT4": 0.266,
+    }
+    assert total["KV_FP8"] == total["KV_INT8"] < 0.6 * total["BF16"] and total["KV_INT4"] < 0.37 * total["BF16"]
 
 
 def test_a_group_may_begin_inside_a_bundle() -> None:

@@ -11,6 +11,7 @@ from tests.kernels.cuda.tiles import TILED, laid, numbers, pack_tiles
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.quant.codecs import unpack
 from tinyvllm.quant.formats import FORMATS
+from tinyvllm.quant.kv import KV_FORMATS, pack_blocks
 from tinyvllm.quant.random_rows import packable_width
 
 E, V, T = 96, 37, 5  # three tiles of rows, the last of them not full
@@ -68,6 +69,21 @@ def test_kv_append_equals_the_cpu_kernel(cache: str) -> None:
     emulate(Kernel.cuda("kv_append", "sm_80", 2, 4, (T, 1, 1), 32, **sizes), pools[0], aligned((4,), np.float32), *ins)
     call(Kernel.cpu("kv_append", "plain", 2, 4, **sizes), pools[1], pools[1], *ins)
     np.testing.assert_array_equal(pools[0].view(np.uint8), pools[1].view(np.uint8))
+
+
+@pytest.mark.parametrize("cache", KV_FORMATS)
+def test_kv_append_packs_as_the_definition(cache: str) -> None:
+    P, K, S, D, slots = 3, 3, 8, 48, [9, 0, 23, 7]
+    k, v = numbers(T, K, D, seed=1), numbers(T, K, D, seed=2)
+    k[0, 0, 3], k[1, 1], v[2, 0, 5], v[3, 2, 0] = np.nan, 0, -np.inf, 1e6
+    v[0, 1] = np.r_[127, np.arange(D - 1) + 0.5]  # halfway between whole numbers
+    held = numbers(P, 2, K, S, D, seed=3)
+    pool = laid(pack_blocks(cache, held))
+    for t, slot in enumerate(slots):
+        held[slot // S, 0, :, slot % S], held[slot // S, 1, :, slot % S] = k[t], v[t]
+    kernel = Kernel.cuda("kv_append", "sm_80", 2, 4, (T, 1, 1), 64, K=K, S=S, D=D, CACHE_TYPE=cache)
+    emulate(kernel, pool, aligned((4,), np.float32), k, v, int32(*slots, 16), int32(4))
+    np.testing.assert_array_equal(pool, pack_blocks(cache, held))
 
 
 @pytest.mark.parametrize("pieces", [1, 2])

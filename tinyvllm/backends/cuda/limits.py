@@ -5,7 +5,6 @@ from __future__ import annotations
 from tinyvllm.backends.cuda.driver import gpu_of
 from tinyvllm.backends.cuda.plan import prefill_shared
 from tinyvllm.backends.limits import (
-    FLOAT_CACHES,
     Limits,
     ShapeFacts,
     at_most,
@@ -14,16 +13,18 @@ from tinyvllm.backends.limits import (
     less_than,
     matrices,
     multiple_of,
+    pairs_of_sixteen,
     power_of_two,
     rms_norm_only,
     tiles_only,
 )
+from tinyvllm.batch import PACKED_KV
 from tinyvllm.quant.formats import FORMATS
 
 
 def prefill_fits_shared_memory(facts: ShapeFacts) -> str | None:
     """attention_prefill's smallest block of threads fits the GPU's shared memory."""
-    needed, available = prefill_shared(facts.head_dim, 1), gpu_of(facts.placement).shared
+    needed, available = prefill_shared(facts.head_dim, 1, facts.cache_format), gpu_of(facts.placement).shared
     if needed <= available:
         return None
     return f"kernel needs {needed} bytes of shared memory at head dimension {facts.head_dim}; a block of threads has {available} here"
@@ -36,13 +37,13 @@ def columns_of_blocks(facts: ShapeFacts) -> int:
 
 _INPUTS = multiple_of("inputs", columns_of_blocks)
 _HEADS = multiple_of("head_dim", 16)
-_FLOATS = cache_formats(*FLOAT_CACHES)
 _PRODUCT = (_INPUTS, tiles_only)
 _ONE_FORMAT = matrices(1, "parts of several formats are multiplied by norm_qkv_rope_store and norm_gate_up_silu")
 _ATTENTION = (
     _HEADS,
     between("head_dim", 32, 256),
-    cache_formats("F16", "BF16"),  # what tensor cores take
+    cache_formats("F16", "BF16", *PACKED_KV.values()),  # what tensor cores take, or what becomes that
+    pairs_of_sixteen,
     less_than("cache_bytes", 64 << 30),  # the kernels' index limit
     prefill_fits_shared_memory,
     power_of_two("block_size", 8, 256),
@@ -51,8 +52,8 @@ _ATTENTION = (
 
 LIMITS: Limits = {
     "embed": (_INPUTS,),
-    "norm_qkv_rope_store": (*_PRODUCT, rms_norm_only, _HEADS, _FLOATS),
-    "kv_append": (_HEADS, _FLOATS),
+    "norm_qkv_rope_store": (*_PRODUCT, rms_norm_only, _HEADS),
+    "kv_append": (_HEADS),
     "attention_decode": _ATTENTION,
     "attention_prefill": _ATTENTION,
     "matmul": (*_PRODUCT, _ONE_FORMAT),

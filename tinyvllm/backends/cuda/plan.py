@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.shapes import Attention, Heads, Product
+from tinyvllm.batch import PACKED_KV
 from tinyvllm.integers import ceil_div
 from tinyvllm.quant.formats import FORMATS, Activations, Layout, activations_of
 from tinyvllm.quant.layouts import PANEL, panel_bytes, row_bytes, source_unit, tile_unit
@@ -301,7 +302,9 @@ def attention_decode(variant: str, B: int, a: Attention, gpu: GPU, cascade: bool
     partitions, stretches = ceil_div(tokens, PARTITION), ceil_div(tokens, STRETCH)
     shared_partitions = _shared_partitions(B, a, heads, rows) if cascade else 0
     ring = min(8, max(2, 512 // a.D))
-    shared = ring * 32 * (2 * a.D + 16) + (0 if a.D <= 128 else 32 * a.D - 2048)
+    twice = shared_partitions > 0 and a.D <= 64  # queries of a second pass: in the padding of rows of floats
+    stage = side_bytes(a.cache, a.D, 32) + (512 if twice and a.cache in PACKED_KV.values() else 0)
+    shared = ring * stage + (0 if a.D <= 128 else 32 * a.D - 2048)
     resident = min(32, gpu.shared_of_one // (shared + 1024))
     grid = min(gpu.multiprocessors * max(1, resident), B * heads * partitions)
     kept = B * heads * (stretches + min(shared_partitions, partitions)) if shared_partitions else 0
@@ -323,14 +326,22 @@ def _shared_partitions(B: int, a: Attention, heads: int, rows: int) -> int:
 def attention_prefill(variant: str, T: int, chunks: int, a: Attention, gpu: GPU) -> Kernel:
     """T rows of `chunks` sequences."""
     warps = 8 if a.D <= 128 else 4
-    span, stages = warps * 16 * a.K // a.H, 2 if prefill_shared(a.D, 2) <= gpu.shared else 1
-    grid, shared = (ceil_div(T, span) + chunks, a.K, 1), prefill_shared(a.D, stages)
+    span, stages = warps * 16 * a.K // a.H, 2 if prefill_shared(a.D, 2, a.cache) <= gpu.shared else 1
+    grid, shared = (ceil_div(T, span) + chunks, a.K, 1), prefill_shared(a.D, stages, a.cache)
     return Kernel.cuda("attention_prefill", variant, 1, 6, grid, 32 * warps, shared, STAGES=stages, **a.defines)  # type: ignore[arg-type]
 
 
-def prefill_shared(D: int, stages: int) -> int:
+def prefill_shared(D: int, stages: int, cache: str = "BF16") -> int:
     """Bytes of shared memory: keys and values of the stages, and for wide heads what does not fit in registers."""
-    return stages * 2 * (128 if D <= 128 else 64) * (2 * D + 16) + (0 if D <= 128 else 384 * D - 8192)
+    return stages * 2 * side_bytes(cache, D, 128 if D <= 128 else 64) + (0 if D <= 128 else 384 * D - 8192)
+
+
+def side_bytes(cache: str, D: int, keys: int) -> int:
+    """Shared memory for this number of keys, or of values: padded rows, or the words of packed_cache.cuh with their scales."""
+    if cache not in PACKED_KV.values():
+        return keys * (2 * D + 16)
+    row = D // 2 if cache == "KV_INT4" else D
+    return keys // 32 * (max(40 * row, 32 * (row + 8)) + 64)
 
 
 # --- tokens
@@ -350,7 +361,7 @@ def embed(variant: str, format: str, T: int, V: int, E: int, tiles: bool) -> Ker
 
 
 def kv_append(variant: str, T: int, K: int, S: int, D: int, cache: str) -> Kernel:
-    work = 2 * T * K * D * (8 if cache == "F32" else 6)
+    work = 2 * T * K * D * (8 if cache == "F32" else 5 if cache in PACKED_KV.values() else 6)
     return Kernel.cuda(
         "kv_append", variant, 2, 4, (T, 1, 1), min(256, 32 * ceil_div(K * D // 4, 32)), bytes=work, K=K, S=S, D=D, CACHE_TYPE=cache
     )
