@@ -53,7 +53,7 @@ _ATTENTION = (
 LIMITS: Limits = {
     "embed": (_INPUTS,),
     "norm_qkv_rope_store": (*_PRODUCT, rms_norm_only, _HEADS),
-    "kv_append": (_HEADS),
+    "kv_append": (_HEADS,),
     "attention_decode": _ATTENTION,
     "attention_prefill": _ATTENTION,
     "matmul": (*_PRODUCT, _ONE_FORMAT),
