@@ -6,15 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from tinygrad import dtypes
 
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.backends import registry
+from tinyvllm.cli import main
 from tinyvllm.config import KV_CACHE_DTYPES, resolve
 from tinyvllm.errors import ArgumentError
+from tinyvllm.runner.kv import BlockShape
 
 PACKED = KV_CACHE_DTYPES[1:]
 COUNT, LONG = 6, 9
@@ -105,3 +109,17 @@ def test_names_of_types() -> None:
     }.items():
         with pytest.raises(ArgumentError, match=f"kv_cache_dtype must be one of auto, fp8_e4m3, int8, int4, got '{name}'.*{hint}"):
             resolve(kv_cache_dtype=name)
+
+
+@pytest.mark.parametrize("option", ["-ctk", "--cache-type-v"])
+def test_llama_cpps_options_name_the_nearest(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", option, "q8_0", "--prompt", "x"]) == 2
+    error = capsys.readouterr().err
+    assert "--kv-cache-dtype" in error and "int8 is nearest to q8_0" in error
+
+
+def test_heads_that_cannot_be_packed() -> None:
+    config: Any = SimpleNamespace(n_kv_heads=2, head_dim=20, num_blocks=1)
+    assert BlockShape.of(config, 16, "int8", dtypes.bfloat16).nbytes == 2 * 2 * 16 * 22
+    with pytest.raises(ArgumentError, match="int4 packs heads in multiples of 8 numbers; the model's heads have 20: use auto"):
+        BlockShape.of(config, 16, "int4", dtypes.bfloat16)
