@@ -27,11 +27,11 @@ constexpr int THREADS = WARPS * 32;
 constexpr int SPAN = WARPS * 16 / G;
 constexpr int STAGE_KEYS = D <= 128 ? 128 : 64;
 #if PACKED
-constexpr int bytes_of_keys(int keys) { return keys / 32 * PACKED_STAGE; }
+constexpr int TILE_BYTES = TILE / 32 * PACKED_STAGE;  // of the keys, and of the values, of a tile
 #else
-constexpr int bytes_of_keys(int keys) { return keys * PITCH; }
+constexpr int TILE_BYTES = TILE * PITCH;
 #endif
-constexpr int SIDE_BYTES = bytes_of_keys(STAGE_KEYS);  // of the keys, and of the values, of a stage
+constexpr int SIDE_BYTES = STAGE_KEYS / TILE * TILE_BYTES;  // of those of a stage
 constexpr int STAGE_BYTES = 2 * SIDE_BYTES;
 constexpr int SECTION_BYTES = D <= 128 ? 0 : 16 * WARPS * D * 4;
 constexpr int COLUMN_UNROLL = D <= 128 ? COLUMNS : 2;  // full where the sums must be registers; otherwise 2, which needs fewer registers
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
     for (int start = base; start < base + STAGE_KEYS; start += TILE) {
       if (start + TILE <= first_visible(rows.low) || start > rows.high) continue;
-      const u8 *tile = current + bytes_of_keys(start - base);
+      const u8 *tile = current + (start - base) / TILE * TILE_BYTES;
       attend_tile(state, queries, tile + key_lane_offset(), tile + SIDE_BYTES + value_lane_offset(), start, rows);
       const bool last = start + TILE > rows.high;
       if ((start + TILE) % PARTITION == 0 || last) merge_partition(section, state);
