@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 }
 
 // Finishes y [D] in shared memory, a head of a token with its bias, by a whole warp.
-DEVICE void finish_row(const Heads &heads, const float *y, int token, int head) {
+DEVICE void finish_row(const Heads &heads, float *y, int token, int head) {
   const int slot = head < H ? 0 : heads.slots[token];
   finish_head(y, lane_of(), token, slot, head, heads.q, heads.keys, head < H ? heads.q_norm : heads.k_norm, heads.angles + token * R);
 }
