@@ -95,6 +95,10 @@ def _attention(gpu: GPU) -> dict[str, Kernel]:
         found[f"attention_decode {name}"] = records.attention_decode(VARIANT, 32, told, gpu)[0]
         if sizes is not WIDE:
             found[f"attention_decode {name}, shared"] = records.attention_decode(VARIANT, 64, told, gpu, cascade=True)[0]
+    packed = records.attention_decode(VARIANT, 64, SMALL.attention("KV_INT4"), gpu, cascade=True)[0]
+    found |= {"attention_decode KV_INT4, shared": packed, "kv_append KV_FP8": records.kv_append(VARIANT, 64, 8, 16, 128, "KV_FP8")}
+    found["attention_prefill KV_INT8"] = records.attention_prefill(VARIANT, 512, 2, LARGE.attention("KV_INT8"), gpu)
+    found["rope_store KV_INT4"] = records.rope_store(VARIANT, 128, QWEN.heads("KV_INT4"))
     return found
 
 
