@@ -14,7 +14,9 @@ import numpy as np
 from tests.formats import sampled_formats
 from tests.kernels.calling import aligned
 from tinyvllm.backends.kernel import Kernel
+from tinyvllm.batch import KVLayout
 from tinyvllm.quant.formats import FORMATS, Activations, Layout
+from tinyvllm.quant.kv import KV_FORMATS, pack_blocks
 from tinyvllm.quant.random_rows import packable_width
 
 Call = tuple[Kernel, list[np.ndarray]]
@@ -90,7 +92,10 @@ def embed(weight: str, target: str, in_panels: int = 1, T: int = 3, E: int = 96,
 
 
 def kv_append(cache: str, target: str, T: int = 4, P: int = 3, K: int = 2, S: int = 8, D: int = 48) -> Call:
-    pool = blank(P, 2, K, S, D, dtype="float32" if cache == "F32" else "uint16")
+    if cache in KV_FORMATS:
+        pool = blank(P, KVLayout(cache, K, S, D).block_bytes, dtype="uint8")
+    else:
+        pool = blank(P, 2, K, S, D, dtype="float32" if cache == "F32" else "uint16")
     arrays = [pool, blank(1), floats(T, K, D), floats(T, K, D), int32(23, 0, 7, 8), int32(T)]
     return kernel("kv_append", target, 2, arrays, K=K, S=S, D=D, CACHE_TYPE=cache)
 
@@ -114,7 +119,8 @@ def attention(stem: str, cache: str, target: str, H: int = 4, K: int = 2, D: int
     context, new, M = [15, 1, 320], [3, 1, 40], 20
     P, T = 22, sum(new) if stem == "attention_prefill" else 3
     numbers = random.standard_normal((P, 2, K, S, D)).astype(np.float32)
-    pool = {"F32": numbers, "F16": numbers.astype(np.float16), "BF16": (numbers.view(np.uint32) >> 16).astype(np.uint16)}[cache]
+    floats_of = {"F32": numbers, "F16": numbers.astype(np.float16), "BF16": (numbers.view(np.uint32) >> 16).astype(np.uint16)}
+    pool = pack_blocks(cache, numbers) if cache in KV_FORMATS else floats_of[cache]
     tables = np.full((3, M), 2**30, np.int32)  # a block that is read by mistake is far away
     tables[0, 0], tables[1, 0], tables[2] = 1, 0, np.arange(2, 22)
     scratch = blank(64 * (128 * D + 128 * (3 * D + 32)))
@@ -185,6 +191,9 @@ def _samples() -> dict[str, Callable[[str], Call]]:
         samples[f"kv_append {cache}"] = functools.partial(kv_append, cache)
         for stem in ("attention_decode", "attention_prefill"):
             samples[f"{stem} {cache}"] = functools.partial(attention, stem, cache)
+    for stem, cache, D in (("attention_decode", "KV_INT8", 48), ("attention_prefill", "KV_INT4", 64), ("attention_decode", "KV_FP8", 48)):
+        samples[f"{stem} {cache}"] = functools.partial(attention, stem, cache, D=D)
+    samples["kv_append KV_INT4"] = functools.partial(kv_append, "KV_INT4")
     for cache in ("F32", "BF16"):
         samples[f"attention_decode {cache} shared"] = functools.partial(cascade, cache)
     return samples
