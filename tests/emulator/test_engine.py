@@ -135,8 +135,7 @@ def test_the_hopper_variant(gpu, driver, monkeypatch):
     assert driver.launched[before:].count("matmul_hopper") == 6
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["fp8_e4m3", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("fp8_e4m3", "int4"))])
 def test_packed_caches_on_kernels(driver, kind):
     """Prompts of several rows and single tokens, whose projections, stores and attention are other kernels."""
     registry.forget_choices()

@@ -103,7 +103,7 @@ class CudaBackend:
         batch: Batch,
     ) -> tuple[Tensor, LayerCache]:
         main, *others = packed_parts(weight)
-        T, gpu, D = int(x.shape[0]), gpu_at(x), int(cache.keys.shape[4])
+        T, gpu, D = int(x.shape[0]), gpu_at(x), cache.D
         heads = replace(Heads.of(weight.O, qkv, angles, cache), others=tuple(part.O // D for part in others))
         outs, optional = [empty(x, T, heads.H, heads.D), *cache], present(qkv.bias, qkv.q_norm, qkv.k_norm, angles)
         products, kernel = [self._normed_product(variant, x, norm, part, batch.rows) for part in others], None
