@@ -34,6 +34,7 @@ from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.registry import usable_variants
 from tinyvllm.backends.source import kernel_text
 from tinyvllm.placement import Placement
+from tinyvllm.quant.formats import Activations, Layout, activations_of, formats_in
 from tinyvllm.quant.layouts import panel_bytes
 from tinyvllm.weights.mapping import allocate
 
@@ -208,7 +209,8 @@ STEMS = {f.__name__: f for f in (matmul, norm_gate_up_silu, norm_qkv_rope_store,
 
 
 def _unit(o: argparse.Namespace) -> str:
-    return {"BF16": "bf16_flops", "Q8_0": "int8_ops", "Q4_0": "int8_ops"}.get(o.weight, "f32_flops")
+    units = {Activations.BFLOAT16: "bf16_flops", Activations.INT8: "int8_ops", Activations.FLOAT32: "f32_flops"}
+    return units[activations_of(o.weight, Layout.PANELS)]
 
 
 # --- running
@@ -305,7 +307,7 @@ def main() -> None:
     for letter, value in letters.items():
         parser.add_argument(f"--{letter}", type=int, default=value)
     parser.add_argument("--context", type=int, default=0, help="tokens of attention's sequences (prefill: before its rows)")
-    parser.add_argument("--weight", default="BF16", choices=("F32", "F16", "BF16", "Q8_0", "Q4_0"))
+    parser.add_argument("--weight", default="BF16", choices=formats_in(Layout.PANELS))
     parser.add_argument("--cache", default="BF16", choices=tuple(_NUMBER))
     parser.add_argument("--target", default=best)
     parser.add_argument("--threads", type=int, default=threads_of_machine())
