@@ -298,10 +298,14 @@ def test_another_architecture_is_remarked(run, tmp_path, capsys):
     assert f"architecture {header['architecture']}, recorded with sm_80" in "".join(capsys.readouterr())
 
 
-def test_a_recording_that_is_cut_off_runs_to_its_last_whole_line(run, tmp_path):
-    text = Path(run.path).read_text()
+@pytest.mark.parametrize("last", ["run", "end", "add", "abort", "chunks"])
+def test_a_recording_that_is_cut_off_runs_to_its_last_whole_line(run, tmp_path, last):
+    """Also where the step that the last line belongs to is not in it."""
+    lines = Path(run.path).read_text().splitlines(keepends=True)
+    ends = [i for i, line in enumerate(lines) if last in json.loads(line)]
+    end = ends[len(ends) // 2]
     cut = tmp_path / "cut.jsonl"
-    cut.write_text(text[: int(len(text) * 0.6)])
+    cut.write_text("".join(lines[: end + 1]) + lines[end + 1][:9])
     part = read_run(str(cut))
     assert not part.complete and part.last_step < run.last_step and again(part).identical
 

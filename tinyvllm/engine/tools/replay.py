@@ -435,7 +435,9 @@ def _step_of(run: Run, request_id: str, continuation: int, index: int) -> int | 
 
 
 def _compare_schedules(run: Run, got: dict[int, tuple[list[int], int]], names: list[str], outcome: Outcome) -> None:
-    for step in sorted({*run.schedule, *got}):
+    """Name the first step that differs. What a recording that is cut off would have had after its last step is not known."""
+    end = max(run.schedule, default=0)
+    for step in sorted(step for step in {*run.schedule, *got} if run.complete or step <= end):
         first, second = run.schedule.get(step, ([], 1)), got.get(step, ([], 1))
         if first != second:
             outcome.step = step
