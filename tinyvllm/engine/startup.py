@@ -27,7 +27,7 @@ log = logging.getLogger("tinyvllm")
 # tinygrad keeps the state of a capture for the whole process, so engines in several threads take turns. They would in any case: a device
 # runs one step at a time.
 DEVICE_LOCK = threading.RLock()
-_ADVICE = "lower --num-blocks or --kv-memory, or use --quantization q8_0 or q4_0"
+_ADVICE = "lower --num-blocks or --kv-memory, or use --quantization q8_0 or q4_k_m"
 
 
 def load_runner(config: EngineConfig, progress: Progress | None) -> Runner:

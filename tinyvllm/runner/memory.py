@@ -80,7 +80,7 @@ def check_weights(device: str, nbytes: int) -> None:
         more = f" and running the model {megabytes(run)}" if run else ""
         raise OutOfMemoryError(
             f"memory: the weights need {megabytes(nbytes)}{more}, {_there_is(device, free)}; use a smaller model, "
-            "--quantization q8_0 or q4_0, or raise the limit"
+            "--quantization q8_0 or q4_k_m, or raise the limit"
         )
 
 
