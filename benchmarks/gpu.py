@@ -311,7 +311,7 @@ def kernels(o: argparse.Namespace) -> None:
         emit(o, f"matmul {format}, {edge}, {row}", rate, "TFLOP/s", f"cuBLAS {edge}", measured(o, f"cuBLAS bf16, {edge}"))
 
     def placing(format: str) -> None:
-        O, I = (48, 64) if o.tiny else (28672, 4096)  # gate and up of 8B
+        O, I = (48, 256) if o.tiny else (28672, 4096)  # gate and up of 8B
         rate = panel_bytes(format, O, I) / placing_seconds(format, O, I)
         emit(o, f"pack_tiles {format}, upload and packing", rate / 1e9, "GB/s")
 
@@ -321,12 +321,14 @@ def kernels(o: argparse.Namespace) -> None:
     if o.only in "attention_prefill":
         attempt(o, lambda: prompting(*((40, 4, 2, 32) if o.tiny else (16384, 32, 8, 128))))
     rows_here = usable_variants(Placement("CUDA"), "matmul")
-    for edge, format in [(64, "BF16")] if o.tiny else [(4096, "BF16"), (8192, "BF16"), (4096, "Q8_0"), (4096, "Q4_0")]:
+    quantized = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")  # the last two are those of a Q4_K_M file
+    large = [(4096, "BF16"), (8192, "BF16"), *((4096, format) for format in quantized)]
+    for edge, format in [(64, "BF16"), *((256, format) for format in quantized)] if o.tiny else large:
         for row in rows_here if format == "BF16" else rows_here[:1]:
             if o.only in f"matmul {format}, {edge}, {row}":
                 attempt(o, product, edge, format, row)
     os.environ.pop("TINYVLLM_KERNELS", None)
-    for format in ("BF16", "Q8_0", "Q4_0"):
+    for format in ("BF16", *quantized):
         attempt(o, placing, format)
 
 

@@ -1,22 +1,23 @@
 #!/usr/bin/env bash
-# Checks and measures all that runs on an NVIDIA GPU, in four calls in the order of their worth, each within its minutes on one H100 or H200:
+# Checks and measures all that runs on an NVIDIA GPU, in five calls in the order of their worth, each within its minutes on one H100 or H200:
 #
-#   benchmarks/gpu.sh A|B|C|D [FOLDER]
+#   benchmarks/gpu.sh A|B|C|D|E [FOLDER]
 #
 #   A  4 min  environment, roofs, large products, one decode step of 1B, one case of each test of tests/gpu
-#   B  9 min  all of tests/gpu, kernels (Hopper's, too), decodes of 1B and 8B in bf16, q8_0 and q4_0
+#   B  9 min  all of tests/gpu, kernels (Hopper's, too), decodes of 1B and 8B in bf16
 #   C  9 min  256 requests (captures first, untimed), idle time, the profiler's view, memcheck and racecheck
 #   D  9 min  peers, each kernel against tinygrad's code
+#   E  5 min  decodes of 1B and 8B in q8_0, q4_0 and q4_k_m
 #
 # Needs what `pip install -e .[test,cuda]` installs, or an image with torch and the packages of docs/gpu.md; no network, no C compiler. The
 # interpreter is .venv's, else python3; INTERPRETER names another one, TORCH_INTERPRETER the one that has torch and transformers, which are
 # optional. MINUTES is another time for the call. Each part has a limit of its own; a part that fails or is cut off is reported and counted,
-# and the others continue. With a FOLDER, what was printed and the figures are there as A.log, A.jsonl, ..., eight files after all four calls,
-# and B, C and D take A's roofs; without one the figures are added to benchmarks/results/gpu.jsonl. The exit status is the number of parts
+# and the others continue. With a FOLDER, what was printed and the figures are there as A.log, A.jsonl, ..., ten files after all five calls,
+# and B to E take A's roofs; without one the figures are added to benchmarks/results/gpu.jsonl. The exit status is the number of parts
 # that failed.
 #
 #   benchmarks/gpu.sh --list A            the parts and their limits in seconds
-#   benchmarks/gpu.sh --dry [A|B|C|D]     toy shapes on an emulated GPU that launches nothing: no GPU, no C compiler; without a letter all
+#   benchmarks/gpu.sh --dry [A|B|C|D|E]   toy shapes on an emulated GPU that launches nothing: no GPU, no C compiler; without a letter all
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -35,11 +36,11 @@ dry_run_of_all() { # A fills the cache of compiled kernels; then two at a time
   local logs failed=0
   logs=$(mktemp -d)
   "$0" --dry A || failed=1
-  "$0" --dry B >"$logs/B" 2>&1 & local b=$!
+  { "$0" --dry B && "$0" --dry E; } >"$logs/BE" 2>&1 & local be=$!
   { "$0" --dry C && "$0" --dry D; } >"$logs/CD" 2>&1 & local cd=$!
-  wait "$b" || failed=1
+  wait "$be" || failed=1
   wait "$cd" || failed=1
-  cat "$logs/B" "$logs/CD"
+  cat "$logs/BE" "$logs/CD"
   rm -r "$logs"
   [ "$failed" -eq 0 ] && echo "dry run: all parts passed in $SECONDS s" || echo "dry run: FAILED; the parts that failed are above"
   exit "$failed"
@@ -47,10 +48,11 @@ dry_run_of_all() { # A fills the cache of compiled kernels; then two at a time
 
 case $letter in
   A) minutes=${MINUTES:-4} ;;
+  E) minutes=${MINUTES:-5} ;;
   B | C | D) minutes=${MINUTES:-9} ;;
   *)
     [ -z "$letter" ] && [ -n "$dry" ] && dry_run_of_all
-    echo "gpu.sh: expected A, B, C or D, got '$letter'; A is the first call on a new machine" >&2
+    echo "gpu.sh: expected A, B, C, D or E, got '$letter'; A is the first call on a new machine" >&2
     exit 2
     ;;
 esac
@@ -96,14 +98,10 @@ case $letter in
     ;;
   B)
     roofs
-    gpu_tests "all tests" 170
-    gpu kernels 65
-    gpu decode 55 --shape llama-3.2-1b --batches 1,64 --prompts 512,4096
-    gpu decode 65 --shape llama-3.1-8b
-    gpu decode 30 --shape llama-3.2-1b --weights q8_0
-    gpu decode 30 --shape llama-3.2-1b --weights q4_0
-    gpu decode 40 --shape llama-3.1-8b --weights q8_0
-    gpu decode 40 --shape llama-3.1-8b --weights q4_0
+    gpu_tests "all tests" 240
+    gpu kernels 100
+    gpu decode 70 --shape llama-3.2-1b --batches 1,64 --prompts 512,4096
+    gpu decode 75 --shape llama-3.1-8b
     ;;
   C)
     roofs
@@ -117,6 +115,15 @@ case $letter in
     roofs
     gpu peers 310 --patience 150
     gpu ablation 180
+    ;;
+  E)
+    roofs
+    gpu decode 30 --shape llama-3.2-1b --weights q8_0
+    gpu decode 30 --shape llama-3.2-1b --weights q4_0
+    gpu decode 45 --shape llama-3.2-1b --weights q4_k_m # of a file, which is written first
+    gpu decode 40 --shape llama-3.1-8b --weights q8_0
+    gpu decode 40 --shape llama-3.1-8b --weights q4_0
+    gpu decode 80 --shape llama-3.1-8b --weights q4_k_m
     ;;
 esac
 [ -z "$list" ] || exit 0

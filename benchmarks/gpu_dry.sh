@@ -34,7 +34,7 @@ if [ ! -f "$folder/made" ] || [ pyproject.toml -nt "$folder/made" ]; then
 import subprocess, sys, tomllib
 
 wanted = tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]
-wanted += [sys.argv[1], "pytest>=8", "hypothesis", *(f"nvidia-cuda-{part}==13.0.*" for part in ("nvrtc", "runtime", "cccl"))]
+wanted += [sys.argv[1], "pytest>=8", "hypothesis", "gguf>=0.10", *(f"nvidia-cuda-{part}==13.0.*" for part in ("nvrtc", "runtime", "cccl"))]
 sys.exit(subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted]).returncode)
 EOF
   touch "$folder/made"

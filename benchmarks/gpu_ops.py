@@ -36,7 +36,7 @@ from tinyvllm.ops.qkv import QKV, norm_qkv_rope_store
 from tinyvllm.placement import Placement
 from tinyvllm.quant.codecs import f32_to_bf16
 from tinyvllm.quant.formats import FLOATS, FORMATS
-from tinyvllm.quant.layouts import RowSource, RowWeight, StoredWeight, TileWeight, panel_bytes
+from tinyvllm.quant.layouts import RowSource, RowWeight, StoredWeight, TileWeight, pack_tiles, panel_bytes
 from tinyvllm.quant.random_rows import random_blocks
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.runner.packing import place_tiles
@@ -175,13 +175,11 @@ def normal_bits(count: int, deviation: float, format: str = "BF16") -> np.ndarra
 
 def tile_weight(format: str, O: int, I: int) -> TileWeight:
     """Random weights [O, I] in tiles, of deviation about 0.02."""
-    size = panel_bytes(format, O, I)
-    if format in FLOATS:
-        return TileWeight(place_bytes(normal_bits(size // 2, 0.02, format).view(np.uint8), Device.DEFAULT), format, O, I)
-    scales = size // (34 if format == "Q8_0" else 18)  # one a block: two bytes for 32 or 16
-    data = np.resize(np.random.default_rng(0).integers(0, 256, _POOL, np.uint8), size)
-    data[-2 * scales :] = np.full(scales, 0.02 / (74 if format == "Q8_0" else 4.6), np.float16).view(np.uint8)
-    return TileWeight(place_bytes(data, Device.DEFAULT), format, O, I)
+    if format in FLOATS:  # random bits need no packing
+        return TileWeight(
+            place_bytes(normal_bits(panel_bytes(format, O, I) // 2, 0.02, format).view(np.uint8), Device.DEFAULT), format, O, I
+        )
+    return TileWeight(place_bytes(pack_tiles(format, file_bytes(format, O, I).reshape(O, -1)), Device.DEFAULT), format, O, I)
 
 
 def placing_seconds(format: str, O: int, I: int) -> float:

@@ -10,14 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from tinygrad import Context
 
 from benchmarks import gpu
+from benchmarks.gpu_ops import tile_weight
 from tests.emulator.driver import Driver, cuda_device
 from tests.gpu import attempts
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.config import cache_folder
+from tinyvllm.quant.formats import Layout, packed_in
+from tinyvllm.quant.layouts import unpack_tiles
 from tinyvllm.runner.device import start_device
 
 
@@ -54,11 +58,19 @@ def test_each_kernel_against_tinygrads_code(driver: Driver, tmp_path: Path) -> N
     )
 
 
-def test_decoding_is_timed_with_its_graph(driver: Driver, tmp_path: Path) -> None:
-    found = figures(tmp_path / "run", "decode", "--weights", "q8_0")
-    one = found["decode llama-3.2-1b q8_0, 1 x 20"]
+@pytest.mark.parametrize("weights", ["q8_0", "q4_k_m"])
+def test_decoding_is_timed_with_its_graph(driver: Driver, tmp_path: Path, weights: str) -> None:
+    found = figures(tmp_path / "run", "decode", "--weights", weights)
+    one = found[f"decode llama-3.2-1b {weights}, 1 x 20"]
     assert one["step_us"] > 0 and one["device_us"] > 0 and one["step_bytes"] > 20 * gpu.kv_bytes_per_token("llama-3.2-1b", True)
-    assert {"idle, llama-3.2-1b q8_0, 1 x 20", "prefill llama-3.2-1b q8_0, 40"} <= set(found)
+    assert {f"idle, llama-3.2-1b {weights}, 1 x 20", f"prefill llama-3.2-1b {weights}, 40"} <= set(found)
+
+
+@pytest.mark.parametrize("format", ["BF16", "F16", *packed_in(Layout.TILES)])
+def test_random_tiles_are_small_numbers(driver: Driver, format: str) -> None:
+    weight = tile_weight(format, 24, 512)
+    numbers = unpack_tiles(format, weight.tensor.numpy(), 24, 512)
+    assert 0.005 < numbers.std() < 0.04 and np.abs(numbers).max() < 0.5
 
 
 @pytest.mark.parametrize("part, error", [("decode", RuntimeError), ("serve", SystemExit)])
@@ -137,7 +149,7 @@ def run_script(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(SCRIPT), *words], env=os.environ | environ, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("letter, minutes", [("A", 4), ("B", 9), ("C", 9), ("D", 9)])
+@pytest.mark.parametrize("letter, minutes", [("A", 4), ("B", 9), ("C", 9), ("D", 9), ("E", 5)])
 def test_limits_of_the_parts_add_up_to_the_time_of_a_call(letter: str, minutes: int) -> None:
     lines = run_script("--list", letter).stdout.splitlines()
     total = sum(int(line.split()[0]) for line in lines)
@@ -146,7 +158,7 @@ def test_limits_of_the_parts_add_up_to_the_time_of_a_call(letter: str, minutes: 
 
 def test_a_call_without_its_letter_is_an_error() -> None:
     done = run_script()
-    assert done.returncode == 2 and "expected A, B, C or D" in done.stderr
+    assert done.returncode == 2 and "expected A, B, C, D or E" in done.stderr
 
 
 def test_results_are_in_the_folder_and_roofs_are_measured_once(tmp_path: Path) -> None:
