@@ -23,9 +23,9 @@ def norm_gate_up_silu(T: int, E: int, F: int, format: str, bias: int = 0, proces
 
 def norm_qkv_rope_store(
     T: int, E: int, H: int, K: int, D: int, R: int, S: int, format: str, cache: str = "BF16", bias: int = 0, qk_norm: int = 0,
-    processors: int = 132,
+    processors: int = 132, others: tuple[int, ...] = (),
 ) -> Kernel:  # fmt: skip
-    heads = Heads(H, K, D, S, R, cache, bool(bias), bool(qk_norm), f"{QK_EPS}f")
+    heads = Heads(H, K, D, S, R, cache, bool(bias), bool(qk_norm), f"{QK_EPS}f", others)
     return records.norm_qkv_rope_store(VARIANT, format, T, E, heads, _gpu(processors), f"{EPS}f")
 
 

@@ -98,6 +98,8 @@ class Product:
     residual: bool = False
     gelu: bool = False
     silu: bool = False
+    gate: bool = False  # the residual is one
+    bias_first: int = 0
 
     def kernel(self, cut: Cut) -> Kernel:
         o_blocks, t_blocks = -(-self.O * (1 + self.silu) // cut.tile_o), -(-self.T // cut.tile_t)
@@ -110,8 +112,9 @@ class Product:
         return Kernel.cuda(
             "matmul", VARIANT, 1 + 2 * (cut.split > 1), 3 + self.bias + self.residual,
             (o_blocks * t_blocks, cut.split, 1), 32 * wo * wt * wk, shared,
-            O=self.O, I=self.I, WEIGHT=self.format, BIAS=int(self.bias), RESIDUAL=int(self.residual), ACTIVATION=int(self.gelu),
-            SILU=int(self.silu), SPLIT=cut.split, TILE_O=cut.tile_o, TILE_T=cut.tile_t, WARPS_O=wo, WARPS_T=wt, WARPS_K=wk,
+            O=self.O, I=self.I, WEIGHT=self.format, BIAS=int(self.bias), RESIDUAL="GATE" if self.gate else int(self.residual),
+            ACTIVATION=int(self.gelu), **({"BIAS_FIRST": self.bias_first} if self.bias_first else {}), SILU=int(self.silu), SPLIT=cut.split,
+            TILE_O=cut.tile_o, TILE_T=cut.tile_t, WARPS_O=wo, WARPS_T=wt, WARPS_K=wk,
             K_BLOCKS=k_blocks, STAGES=cut.stages, BAND=cut.band, RESIDENT=1,
         ).passing(self.T)  # fmt: skip
 
@@ -131,7 +134,8 @@ class Data:
         self.product, rows = product, product.O * (1 + product.silu)
         self.x = tiles.numbers(product.T, product.I, seed=seed)
         self.weight = tiles.tiled(tiles.numbers(rows, product.I, seed=seed + 1), product.format)
-        self.bias, self.residual = tiles.numbers(rows, seed=seed + 2), tiles.numbers(product.T, product.O, seed=seed + 3)
+        self.biases = tiles.numbers(product.bias_first + rows, seed=seed + 2)  # also of matrices before this one
+        self.bias, self.residual = self.biases[product.bias_first :], tiles.numbers(product.T, product.O, seed=seed + 3)
 
     def run(self, cut: Cut, count: int, first: int = 0, seed: int = 0) -> np.ndarray:
         """The product of `count` rows of x from `first` on; later rows are poison."""
@@ -141,7 +145,7 @@ class Data:
         for to, part in zip(parts(prepared, p.format, p.T, p.I), parts(x, p.format, up(count, 8), p.I), strict=True):
             to[: len(part)] = part
         out, shares = aligned((p.T, p.O), np.float32), p.shares(cut)
-        added = [self.bias] if p.bias else []
+        added = [self.biases] if p.bias else []
         added += [tiles.laid(np.roll(self.residual, -first, 0))] if p.residual else []
         ins = [prepared, self.weight.tiles, *added, tiles.one(count)]
         emulate(p.kernel(cut), out, *shares, *ins, seed=seed)
@@ -173,7 +177,11 @@ class Data:
             gate, up = y[:, : p.O], y[:, p.O :]
             return gate / (1 + np.exp(-gate)) * up, size[:, : p.O] * (np.abs(up) + 1) + size[:, p.O :] * (np.abs(gate) + 1)
         y = y * 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3))) if p.gelu else y
-        return (y + self.residual[:count], size + np.abs(self.residual[:count])) if p.residual else (y, size)
+        residual = self.residual[:count].astype(np.float64)
+        if p.gate:
+            gate = residual / (1 + np.exp(-residual))
+            return gate * y, np.abs(gate) * size + np.abs(gate * y)
+        return (y + residual, size + np.abs(residual)) if p.residual else (y, size)
 
 
 SHAPES = [
@@ -195,6 +203,14 @@ def test_many_rows_times_weights(format: str, cut: Cut, T: int, count: int, O: i
 @pytest.mark.parametrize("switches", [{"bias": True, "residual": True}, {"residual": True, "gelu": True}, {"bias": True, "gelu": True}])
 def test_what_follows_the_sums(cut: Cut, switches: dict[str, bool]) -> None:
     data = Data(Product("BF16", 24, 35, 1056, **switches))
+    tiles.close(data.run(cut, 17), *data.expected(17))
+
+
+@pytest.mark.parametrize("bias_first", [None, 0, 35])  # None: no bias
+@pytest.mark.parametrize("format, cut", [("BF16", WIDE), ("Q8_0", MANY), ("Q5_K", SMALL), ("Q4_K", MANY)])
+def test_silu_of_a_gate_multiplies_the_product(format: str, cut: Cut, bias_first: int | None) -> None:
+    more = {"bias": bias_first is not None, "bias_first": bias_first or 0}
+    data = Data(Product(format, 24, 35, packable_width(format, 1056), residual=True, gate=True, **more))
     tiles.close(data.run(cut, 17), *data.expected(17))
 
 
@@ -255,11 +271,12 @@ def test_no_rows_write_nothing() -> None:
 # --- rope_store
 
 
+@pytest.mark.parametrize("others", [0, 1, 2])  # matrices that v, or k and v, come from
 @pytest.mark.parametrize(
     "H, K, D, R, cache, bias, norm",
     [(4, 2, 64, 64, "BF16", False, False), (3, 1, 80, 32, "F16", True, True), (5, 5, 48, 0, "F32", True, False)],
 )
-def test_heads_are_rotated_and_stored(H: int, K: int, D: int, R: int, cache: str, bias: bool, norm: bool) -> None:
+def test_heads_are_rotated_and_stored(H: int, K: int, D: int, R: int, cache: str, bias: bool, norm: bool, others: int) -> None:
     T, count, P, S, heads = 9, 7, 5, 4, H + 2 * K
     y, added = tiles.numbers(T, heads * D), tiles.numbers(heads * D, seed=1)
     norms = [tiles.numbers(D, seed=2), tiles.numbers(D, seed=3)]
@@ -267,8 +284,10 @@ def test_heads_are_rotated_and_stored(H: int, K: int, D: int, R: int, cache: str
     angles = tiles.laid(np.concatenate([np.cos(turn), np.sin(turn)], 1).astype(np.float32))
     slots = tiles.laid(np.random.default_rng(5).permutation(P * S)[:T].astype(np.int32))
     q, pool = aligned((T, H, D), np.float32), aligned((P, 2, K, S, D), np.float32 if cache == "F32" else np.uint16)
-    ins = [y, *([added] if bias else []), *(norms if norm else []), *([angles] if R else []), slots, tiles.one(count)]
+    matrices = [tiles.laid(part) for part in np.split(y, [(heads - K * n) * D for n in range(others, 0, -1)], axis=1)]
+    ins = [*matrices, *([added] if bias else []), *(norms if norm else []), *([angles] if R else []), slots, tiles.one(count)]
     defines = dict(H=H, K=K, D=D, R=R, S=S, CACHE_TYPE=cache, BIAS=int(bias), QK_NORM=int(norm), QK_EPS="1e-6f")
+    defines |= dict(MAIN=heads - others * K, SECOND=K) if others else {}
     emulate(Kernel.cuda("rope_store", VARIANT, 3, len(ins), (T, -(-heads // 8), 1), 256, **defines), q, pool, pool, *ins)
 
     made = (y + added * bias).reshape(T, heads, D)[:count].astype(np.float64)

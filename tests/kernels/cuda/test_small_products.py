@@ -122,12 +122,13 @@ NUMBER = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
 class Heads:
-    """Arguments of one call, and the expected results."""
+    """Arguments of one call, and the expected results. `others`: the last heads that other products have."""
 
-    def __init__(self, T: int, E: int, D: int, R: int, format: str, bias: int, qk_norm: int) -> None:
+    def __init__(self, T: int, E: int, D: int, R: int, format: str, bias: int, qk_norm: int, others: tuple[int, ...] = ()) -> None:
         O = (H + 2 * K) * D
         self.T, self.D, self.R, self.bias, self.qk_norm = T, D, R, bias, qk_norm
-        self.x, self.norm, self.weight = numbers(T, E), numbers(E, seed=1), tiled(numbers(O, E), format)
+        self.x, self.norm, self.weight = numbers(T, E), numbers(E, seed=1), tiled(numbers(O - sum(others) * D, E), format)
+        self.products = [numbers(T, n * D, seed=6 + i) for i, n in enumerate(others)]
         self.biases, self.norms, self.angles = numbers(O, seed=2), numbers(2, D, seed=3), numbers(T, R, seed=4)
         self.slots = laid(np.random.default_rng(5).permutation(P * S)[:T].astype(np.int32))
 
@@ -136,7 +137,8 @@ class Heads:
         T = int(dict(kernel.defines)["TOKENS"])
         some = slice(first, first + T)
         q, pool = poison(T, H, self.D), poison(P, 2, K, S, self.D, dtype=NUMBER[cache])
-        ins = [laid(self.x[some]), self.norm, self.weight.tiles, *[self.biases][: self.bias]]
+        ins = [laid(self.x[some]), self.norm, self.weight.tiles, *(laid(product[some]) for product in self.products)]
+        ins += [self.biases][: self.bias]
         ins += [laid(self.norms[0]), laid(self.norms[1])][: 2 * self.qk_norm]
         ins += [laid(self.angles[some])][: self.R] + [laid(self.slots[some]), one(T if rows is None else rows)]
         emulate(kernel, q, pool, pool, *ins, seed=T)
@@ -145,6 +147,7 @@ class Heads:
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
         """float64 [T, H + 2 K, D], and the magnitude of its sums."""
         y, size = product(rms_normed(self.x, self.norm, EPS), self.weight)
+        y, size = np.concatenate([y, *self.products], 1), np.concatenate([size, *map(np.abs, self.products)], 1)
         heads, size = ((v.reshape(self.T, H + 2 * K, self.D)) for v in (y + self.biases * self.bias, size + 1))
         for index in range(H + K):
             head, s = heads[:, index], size[:, index]
@@ -168,8 +171,21 @@ SHAPES = [  # D, R, bias, qk_norm, cache
 @pytest.mark.parametrize("D, R, bias, qk_norm, cache", SHAPES)
 @pytest.mark.parametrize("T, E, format", [(1, 96, "BF16"), (3, 544, "Q8_0"), (8, 64, "Q4_0"), (2, 1056, "F16"), (3, 256, "Q6_K")])
 def test_norm_qkv_rope_store(T: int, E: int, format: str, D: int, R: int, bias: int, qk_norm: int, cache: str) -> None:
-    heads, rows = Heads(T, E, D, R, format, bias, qk_norm), T - (T > 2)
-    kernel = kernels.norm_qkv_rope_store(T, E, H, K, D, R, S, format, cache, bias, qk_norm, processors=2)
+    heads_are_stored(Heads(T, E, D, R, format, bias, qk_norm), cache)
+
+
+@pytest.mark.parametrize("others", [(2,), (4,), (2, 2)])  # v; k and v; each of them in a format of its own
+@pytest.mark.parametrize("D, R, bias, qk_norm, cache", SHAPES)
+def test_heads_of_other_matrices_are_stored(D: int, R: int, bias: int, qk_norm: int, cache: str, others: tuple[int, ...]) -> None:
+    T, format = {1: (3, "Q8_0"), 2: (8, "BF16")}[len(others)]
+    heads_are_stored(Heads(T, 96, D, R, format, bias, qk_norm, others), cache)
+
+
+def heads_are_stored(heads: Heads, cache: str) -> None:
+    """The kernel's q and cache are the expected ones, and nothing else is written."""
+    T, E, D, others = heads.T, heads.x.shape[1], heads.D, tuple(product.shape[1] // heads.D for product in heads.products)
+    rows, format = T - (T > 2), heads.weight.format
+    kernel = kernels.norm_qkv_rope_store(T, E, H, K, D, heads.R, S, format, cache, heads.bias, heads.qk_norm, processors=2, others=others)
     q, pool = heads.run(kernel, cache, rows=rows)
     want, size = heads.expected()
     close(q[:rows], want[:rows, :H], size[:rows, :H])
