@@ -55,15 +55,20 @@ def test_a_kernel_does_not_spill_and_fits_in_shared_memory(name: str, arch: str)
     assert 32 <= kernel.block <= 1024 and kernel.block % 32 == 0 and min(kernel.grid) > 0 and max(kernel.grid[1:]) < 1 << 16
 
 
-def _cuts() -> list[tuple[records.Cut, str, str, int]]:
-    """All cuts; the widest is never chosen for quantized weights or for split products."""
-    told = [("BF16", "sm_90", 1), ("Q4_0", "sm_80", 1), ("BF16", "sm_80", 4)]
-    return [(cut, *how) for cut in records.CUTS for how in told if cut.tile_t < 192 or how == told[0]]
+def _cuts() -> list[Any]:
+    """All cuts, also those that the shapes of the samples do not choose; the formats that came later are `long`."""
+    ways = [("BF16", "sm_90", 1), ("Q4_0", "sm_80", 1), ("BF16", "sm_80", 4)]
+    later = [(format, arch, split) for format in PACKED for arch in GPUS for split in (1, 4)]
+    return [
+        pytest.param(cut, *way, marks=pytest.mark.long if way in later else ())
+        for cut in records.CUTS
+        for way in (*ways, *later)
+        if records.has_registers(cut, way[2], way[0]) and records._stages(cut, way[0], GPUS[way[1]]) >= 2
+    ]
 
 
 @pytest.mark.parametrize("cut, format, arch, split", _cuts())
 def test_every_cut_of_a_large_product(cut: records.Cut, format: str, arch: str, split: int) -> None:
-    """Also those that the shapes of the samples do not choose."""
     kernel = records.matmul("sm_80", Product(format, 256, 2048, 2048, residual=True), GPUS[arch], chosen=(cut, split))[0]
     said = nvrtc.report(kernel, arch)
     assert said.spilled == 0 and said.stack == 0, said.said

@@ -177,7 +177,7 @@ CUTS = (
     *(Cut(256, t, 4, 2, 1, 1) for t in (48, 64)),
     Cut(64, 128, 2, 4, 1, 1),
     Cut(128, 128, 2, 4, 1, 1),
-    Cut(128, 192, 2, 4, 1, 1),  # leaves no registers for scales or for handing sums over
+    Cut(128, 192, 2, 4, 1, 1),
 )
 MAX_STAGES, BAND = 6, 8
 _MULTIPLY, _CACHE, _SHARED, _MEMORY = 1200, 34, 128, 19  # a cycle of a multiprocessor: multiply-adds; bytes of each kind of memory
@@ -225,13 +225,21 @@ def _cycles(cut: Cut, split: int, rows: int, T: int, I: int, format: str, gpu: G
     return max(ceil_div(blocks * split, gpu.multiprocessors) * one, memory) + handed + (_LATENCY if split > 1 else 0)
 
 
+def has_registers(cut: Cut, split: int, format: str) -> bool:
+    """Whether the kernel compiles without spills."""
+    sums = cut.tile_o * cut.tile_t // cut.threads * cut.warps_k  # of a thread
+    if sums > 64:
+        return split == 1 and not _is_int8(format)
+    return split == 1 or sums < 64 or FORMATS[format].elements < 256  # Q2_K, Q3_K, Q5_K and Q6_K would spill up to 192 bytes
+
+
 @functools.cache
 def _choice(rows: int, T: int, I: int, format: str, silu: bool, gpu: GPU) -> tuple[Cut, int]:
     """The cut of a product, and the number of blocks of threads that share its columns."""
     pieces = ceil_div(I, PIECE)
     splits = [n for n in range(1, min(pieces, 16) + 1) if (n - 1) * ceil_div(pieces, n) < pieces]
     fit = [c for c in CUTS if _stages(c, format, gpu) >= 2 and not (silu and c.tile_o // c.warps_o % 32)]  # a warp has gate and up
-    known = [(c, n) for c in fit for n in splits if c.tile_t < 192 or (n == 1 and not _is_int8(format))]
+    known = [(c, n) for c in fit for n in splits if has_registers(c, n, format)]
     return min(known, key=lambda known: _cycles(known[0], known[1], rows, T, I, format, gpu))
 
 
