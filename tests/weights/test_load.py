@@ -19,7 +19,7 @@ from tinygrad import Device, Tensor, dtypes
 from tinyvllm.errors import FormatError, ModelError
 from tinyvllm.models.llama import halves_from_pairs
 from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16, pack, unpack
-from tinyvllm.quant.formats import FORMATS, Layout, packed_in
+from tinyvllm.quant.formats import FORMATS
 from tinyvllm.quant.layouts import row_bytes
 from tinyvllm.weights import convert, load, memory
 from tinyvllm.weights.checkpoint import Checkpoint, TensorRecord
@@ -330,10 +330,10 @@ def test_rows_of_other_formats_are_unpacked(tmp_path):
     raw = np.random.default_rng(0).integers(0, 64, (4 * 210,), np.uint8)  # small scales: finite numbers
     source = checkpoint(tmp_path, {"a": ("Q6_K", (4, 256), raw.tobytes())})
     exact = numbers("Q6_K", raw.reshape(4, 210))
-    name, rows = load_rows(source, Weight("w", ("a",), (4, 256)), dtypes.bfloat16, packed_in(Layout.TILES))
+    name, rows = load_rows(source, Weight("w", ("a",), (4, 256)), dtypes.bfloat16, ("Q4_0",))
     assert (name, rows.shape) == ("BF16", (4, 512))
     np.testing.assert_array_equal(rows.view(np.uint16), f32_to_bf16(exact))
-    name, rows = load_rows(source, Weight("w", ("a",), (4, 256), lambda x: x[0][::-1]), dtypes.float32, packed_in(Layout.TILES))
+    name, rows = load_rows(source, Weight("w", ("a",), (4, 256), lambda x: x[0][::-1]), dtypes.float32, ("Q4_0",))
     assert name == "F32"
     np.testing.assert_array_equal(rows.view(np.float32), exact[::-1])
 
