@@ -80,7 +80,9 @@ class Server:
 @pytest.fixture
 def server() -> Iterator[Server]:
     server = Server()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
     yield server
+    signal.signal(signal.SIGINT, before)
     server.over.set()
     server.http.shutdown()
     server.http.server_close()
