@@ -32,12 +32,8 @@
 // Pairs of panels in a unit, all of gate's before those of up, where the rows are one tile: with one pair a unit, of 36 KB in 4 bits, a core
 // read a tenth less.
 #define MAX_RUN 8
-static inline int pairs_in_run(int pairs, int threads) {
-  const int run = pairs_in_unit(pairs, threads);
-  return run < MAX_RUN ? run : MAX_RUN;
-}
-static inline float *run_tile(float *tiles, int pair) { return tiles + pair * MAX_TOKENS * 32; }
-
+static inline int pairs_in_run(int pairs, int threads);
+static inline float *run_tile(float *tiles, int pair);
 static inline void pair_dot(const uint8_t *weight, int panels, int pair, const uint8_t *next_panel, const uint8_t *x, int tokens,
                             float *tile);
 static inline void finish_row(float *out, const float *gates, const float *ups, const float *biases, int f);
@@ -74,6 +70,12 @@ static void norm_gate_up_silu(float *out, void *scratch, const float *x, const f
     }
   }
 }
+
+static inline int pairs_in_run(int pairs, int threads) {
+  const int run = pairs_in_unit(pairs, threads);
+  return run < MAX_RUN ? run : MAX_RUN;
+}
+static inline float *run_tile(float *tiles, int pair) { return tiles + pair * MAX_TOKENS * 32; }
 
 static inline void pair_dot(const uint8_t *weight, int panels, int pair, const uint8_t *next_panel, const uint8_t *x, int tokens,
                             float *tile) {
