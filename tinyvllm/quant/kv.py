@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from tinyvllm.quant.small_floats import e4m3_to_f32
+
 KV_FORMATS = ("KV_FP8", "KV_INT8", "KV_INT4")
 CLIP = 0.9375  # after the rotation few numbers are near the largest one
 LIMITS = {"KV_FP8": 448.0, "KV_INT8": 127.0, "KV_INT4": 7.5}
@@ -83,7 +85,7 @@ def unpack_rows(format: str, quants: np.ndarray, scales: np.ndarray) -> np.ndarr
     if format == "KV_INT8":
         numbers = quants.astype(np.float32) - 128
     elif format == "KV_FP8":
-        numbers = _E4M3[quants]
+        numbers = e4m3_to_f32(quants)  # no store writes the codes of NaN
     else:
         numbers = np.concatenate([quants & 15, quants >> 4], axis=-1).astype(np.float32) - np.float32(7.5)
     return np.asarray(numbers * _float(scales)[..., None], np.float32)
@@ -119,17 +121,6 @@ def e4m3_bytes(numbers: np.ndarray) -> np.ndarray:
     return np.asarray(np.where(size < np.float32(2.0**-6).view(np.uint32), small, normal) | bits >> np.uint32(24) & np.uint32(0x80)).astype(
         np.uint8
     )
-
-
-def _e4m3_numbers() -> np.ndarray:
-    byte = np.arange(256)
-    exponent, fraction = byte >> 3 & 15, byte & 7
-    size = np.where(exponent == 0, fraction * 2.0**-9, (8 + fraction) * 2.0 ** (exponent - 10.0))
-    size[byte & 0x7F == 0x7F] = np.nan
-    return np.where(byte & 0x80, -size, size).astype(np.float32)
-
-
-_E4M3 = _e4m3_numbers()
 
 
 def _float(scales: np.ndarray) -> np.ndarray:
