@@ -40,26 +40,10 @@ from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.metal import plan as records
 from tinyvllm.backends.shapes import Attention, Heads, Product
 from tinyvllm.integers import ceil_div
+from tinyvllm.quant.formats import FORMATS, Layout, formats_in
 from tinyvllm.quant.layouts import row_bytes
 
-WEIGHTS = (
-    "BF16",
-    "F16",
-    "F32",
-    "Q8_0",
-    "Q4_0",
-    "Q5_0",
-    "Q4_1",
-    "Q5_1",
-    "Q2_K",
-    "Q3_K",
-    "Q4_K",
-    "Q5_K",
-    "Q6_K",
-    "IQ4_NL",
-    "IQ4_XS",
-    "MXFP4",
-)
+WEIGHTS = tuple(name for name in formats_in(Layout.ROWS) if FORMATS[name].type_id is not None)  # of GGUF files
 GOALS = {"BF16": 0.88, "F16": 0.88, "Q8_0": 0.82, "Q4_0": 0.75, "Q4_K": 0.75}  # of bandwidth, for a row of models of 4 to 8 B on Max chips
 SMALL_GOALS = {("qwen3-0.6b", "Q8_0"): 0.65}
 ROW, S, EPS = "apple7", 16, "1e-05f"
