@@ -57,6 +57,7 @@ def test_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert server.post("/v1/messages", ASK, **{"x-api-key": "sk-wrong"}).json()["error"]["type"] == "authentication_error"
         assert get(server, "/v1/models").status_code == get(server, "/metrics").status_code == 401
         assert get(server, "/health").status_code == get(server, "/ready").status_code == get(server, "/version").status_code == 200
+        assert get(server, "/favicon.ico").status_code == 204  # a 404 would be an error in the console of every page that is open
         assert server.post("/v1/completions", ASK, Authorization="Bearer sk-plain").status_code == 200
         assert server.post("/v1/completions", ASK, **{"x-api-key": "sk-plain"}).status_code == 200
         alice = [server.post("/v1/completions", ASK, Authorization="Bearer sk-alice") for _ in range(3)]

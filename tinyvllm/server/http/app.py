@@ -85,6 +85,7 @@ def _mount_routes(app: FastAPI) -> None:
     if PAGE.is_dir():
         app.add_api_route("/", _page_route("index.html"), methods=["GET"], include_in_schema=False)
         app.add_api_route("/page/{name}", _page_route(None), methods=["GET"], include_in_schema=False)
+    app.add_api_route("/favicon.ico", _no_icon, methods=["GET", "HEAD"], include_in_schema=False)
 
 
 def _description(summary: str, body: str | None = None, parameters: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
@@ -129,6 +130,11 @@ def _page_route(name: str | None) -> Handler:
         return FileResponse(PAGE / file_name, headers=_PAGE_HEADERS)
 
     return page
+
+
+async def _no_icon(request: Request) -> Response:
+    """Browsers ask for an icon next to any path that they open, and write a 404 into the console of the page that is open by then."""
+    return Response(status_code=204, headers={"Cache-Control": "max-age=86400"})
 
 
 async def _on_routing_error(request: Request, error: Exception) -> Response:
