@@ -3,15 +3,31 @@
 The engine draws the token of every position from the model's own logits, by (seed, position). A draft is accepted exactly if it equals that
 token, so the output is the same with any drafter, with any number of drafts, and with none (drafter invariance; Daliri et al. 2024,
 arXiv:2408.07978, have the general theory).
+
+One step of the engine, as a drafter sees it, always in the engine's thread:
+
+1. `observe`, for every sequence with tokens that are new since the last call for it, whichever loop has computed them. The first call for
+   a sequence counts from the end of its prompt.
+2. `Controller.limits`, then `propose` for the sequences with a limit of 1 or more, then `Controller.choose`.
+3. The target's forward pass over the last known token of each sequence and its drafts, the draws, the acceptance.
+4. `observe_states` of a `StateDrafter`, then `Controller.observe` and `observe_step`.
+
+`forget` comes once, when a sequence ends, after a last `observe`. A sequence that is preempted is not forgotten: it comes back later, with
+the same `sequence_id` and tokens, usually with other blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tinyvllm.request import Sequence
+
+if TYPE_CHECKING:
+    from tinygrad import Tensor
+
+FINAL = -1  # in `StateDrafter.state_layers`: the last layer's output after the final norm, what the head multiplies
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +55,83 @@ class Draft:
 
 
 class Drafter(Protocol):
-    """One way of guessing. A method that raises ends speculation by this drafter, never a request."""
+    """One way of guessing. A method that raises ends speculation by this drafter, never a request.
+
+    `looks_up`: `propose` runs no model and takes microseconds. Then the engine also calls it while a step is in flight, to see whether it
+    would guess, and drops the drafts; where it would not, the next step is launched without a wait for the last one's tokens.
+    """
 
     method: str
+    looks_up: bool
 
     def propose(self, requests: Row[DraftRequest]) -> list[Draft]:
-        """One draft for each request, in their order; an empty one where there is no guess."""
+        """One draft for each request, in their order; an empty one where there is no guess. May be called twice for the same tokens."""
         ...
 
     def observe(self, sequence: Sequence, num_new: int) -> None:
-        """The last `num_new` tokens of the sequence are final: drawn by the model, and appended."""
+        """The last `num_new` tokens of the sequence are final: drawn by the model or forced by a grammar, and appended."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended; nothing is kept for it. What its text has taught may stay, for its own tenant and within bounds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """Rows first_row .. first_row + count of a step's states: those of the sequence's tokens at positions start .. start + count.
+
+    Only tokens that the sequence has: rows of rejected drafts are left out.
+    """
+
+    sequence: Sequence
+    start: int
+    first_row: int
+    count: int
+
+
+class StateDrafter(Drafter, Protocol):
+    """A drafter that reads the target's hidden states: Medusa and EAGLE heads.
+
+    `state_layers` says which: i >= 0 is the residual stream after i layers (0: the embedding), FINAL the states after the final norm. It is
+    constant. While such a drafter is on, every token of every running sequence is computed in a step whose states it gets, prompts
+    included, in order of position and once; after a preemption again from wherever the sequence restarts. Positions that came from
+    the prefix cache, from a swap or from a fork are not computed and have no states: `start` then is beyond the last position delivered.
+    """
+
+    state_layers: tuple[int, ...]
+
+    def observe_states(self, states: Tensor, rows: Row[StateRows]) -> None:
+        """States float32 [T, len(state_layers) * E] of a step's flat batch, the layers of a token one after another, on the device.
+
+        Called after each step, its drawn tokens appended. The tensor is a realized buffer that the next step may overwrite: read or copy
+        what is needed before returning. The order of the rows in it is unspecified except as `rows` says.
+        """
+        ...
+
+
+class Controller(Protocol):
+    """Decides how many drafts are asked for and verified. `num_rows` counts the rows of the step without drafts.
+
+    A method that raises ends speculation.
+    """
+
+    def limits(self, sequences: Row[Sequence], num_rows: int) -> list[int]:
+        """At most how many drafts each sequence may get in the next step; 0 leaves it out, and its drafter is not asked."""
+        ...
+
+    def choose(self, requests: Row[DraftRequest], drafts: Row[Draft], num_rows: int) -> list[int]:
+        """How many tokens of each draft, from its first, are verified. Larger numbers than a draft has are cut."""
+        ...
+
+    def observe(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """Of `num_drafts` verified drafts of the sequence the first `num_accepted` were accepted."""
+        ...
+
+    def observe_step(self, num_rows: int, seconds: float) -> None:
+        """A step of decodes and drafts alone, `num_rows` rows with drafts, took so long from launch to tokens. Captures are left out."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended."""
         ...
