@@ -25,7 +25,7 @@ from tinyvllm.engine.prompt import default_sampling_params
 from tinyvllm.engine.startup import eos_ids_of
 from tinyvllm.errors import TinyvllmError
 from tinyvllm.models.families import check_layers, find_family, read_config
-from tinyvllm.runner.runner import CheckpointSource, weight_dtype
+from tinyvllm.runner.source import CheckpointSource, weight_dtype
 from tinyvllm.text.chat import render_chat
 from tinyvllm.text.load import load_tokenizer, tokenizer_from_gguf
 from tinyvllm.weights.checkpoint import open_checkpoint, open_description

@@ -45,7 +45,7 @@ def load(
 ) -> Loaded:  # fmt: skip
     """From a folder or file to a model as the runner does it; `format` is that of every matrix, None the stored one."""
     from tinyvllm.models.families import find_family, read_config, recipes_of
-    from tinyvllm.runner.runner import CheckpointSource, weight_dtype
+    from tinyvllm.runner.source import CheckpointSource, weight_dtype
     from tinyvllm.runner.weights import WeightLoader, WeightPlan
     from tinyvllm.weights.checkpoint import open_checkpoint
 

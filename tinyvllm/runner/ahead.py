@@ -1,22 +1,104 @@
-"""Which hand-written kernels the steps of an engine will launch, found without a launch, so that they compile before a capture."""
+"""What the steps of an engine select and launch, found without a launch, so that it is compiled and tested before the first capture."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from tinygrad import Tensor, dtypes
+
 from tinyvllm.backends.collecting import collecting_kernels
 from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.limits import ShapeFacts
+from tinyvllm.backends.registry import Need, backend_for, collecting_needs, replaceable_variant
 from tinyvllm.batch import Batch, LayerCache
-from tinyvllm.runner.prepare import Shape
+from tinyvllm.config import EngineConfig
+from tinyvllm.ops.advance import History, advance
+from tinyvllm.placement import Placement
+from tinyvllm.runner.kv import KVPool
+from tinyvllm.runner.prepare import MIN_CHUNK, Shape, StepInputs, usual_shapes
+from tinyvllm.sampling.draw import call_draw
 
 
-def kernels_of_steps(
-    model: Any, caches: list[LayerCache], constants: dict[str, Any], shapes: Iterable[Shape], batch_of: Callable[[Shape], Batch]
-) -> list[Kernel]:
-    """The kernels that the model's forward pass launches for batches of these shapes, each once, in the order of their first launch.
+class StepOutlines:
+    """The steps of an engine, called where nothing is launched.
 
-    Layers that launch the same kernels in the first shape count as one: most models have one kind of layer, some two.
+    `inputs_of` and `history_of` make the inputs and the history of tokens of a step of a shape.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        pool: KVPool,
+        constants: dict[str, Tensor],
+        placement: Placement,
+        inputs_of: Callable[[Shape], StepInputs],
+        history_of: Callable[[Shape], History],
+    ):
+        self._model, self._pool, self._constants, self._placement = model, pool, constants, placement
+        self._inputs_of, self._history_of = inputs_of, history_of
+
+    def compile_ahead(self, config: EngineConfig) -> None:
+        """Compile the hand-written kernels in the background, in the order of their first use.
+
+        A chunk, a plainly sampled draw, a decode and what advances it, and the copy of blocks. The texts of some of CUDA's kernels
+        depend on the number of rows: there all shapes of the warm-up follow.
+        """
+        chunk, decode = self._inputs
+        with collecting_kernels() as kernels:
+            self._call_step(chunk)
+            if self._has_kernel("sample"):  # the reference of these three would be computed here
+                call_draw(self._model.config.vocab_size, config.max_num_seqs, self._placement.device)
+            self._call_step(decode)
+            if self._has_kernel("advance"):
+                sampled = Tensor.empty(1, dtype=dtypes.int32, device=self._placement.device)
+                history = self._history_of(decode.shape)
+                advance(decode.batch(1), sampled, history, self._pool.block_size, self._pool.scratch_slot)
+            if self._has_kernel("kv_copy"):
+                self._pool.call_copy()
+        if self._placement.is_cuda and config.warm_up:
+            shapes = usual_shapes(config.max_num_seqs, config.max_num_batched_tokens)
+            batches = (self._inputs_of(shape).batch(1) for shape in shapes)
+            kernels += kernels_of_steps(self._model, self._pool.layers, self._constants, batches)
+        backend = backend_for(self._placement)
+        if backend is not None:
+            backend.compile_ahead(kernels, self._placement)
+
+    def kernel_needs(self) -> list[Need]:
+        """What the engine selects kernels for: in a chunk, in a decode, between steps."""
+        with collecting_needs() as needs:
+            for inputs in self._inputs:
+                self._call_step(inputs)
+        return [*needs, *self._facts_between_steps.items()]
+
+    @functools.cached_property
+    def _inputs(self) -> list[StepInputs]:
+        """Inputs of the smallest chunk and of one decode."""
+        shapes = Shape(0, 1, MIN_CHUNK, MIN_CHUNK), Shape(1, 0, 0, 1)
+        return [self._inputs_of(shape) for shape in shapes]
+
+    def _call_step(self, inputs: StepInputs) -> None:
+        self._model.forward_batch(inputs.batch(1), self._pool.layers, **self._constants)
+
+    @functools.cached_property
+    def _facts_between_steps(self) -> dict[str, ShapeFacts]:
+        """What ops outside of the forward pass select their kernels for."""
+        layer = self._pool.layers[0].keys
+        return {
+            "advance": ShapeFacts(self._placement),
+            "kv_copy": ShapeFacts(self._placement, block_bytes=layer.nbytes() // int(layer.shape[0])),
+            "sample": ShapeFacts(self._placement, vocabulary=self._model.config.vocab_size),
+        }
+
+    def _has_kernel(self, stem: str) -> bool:
+        return replaceable_variant(stem, self._placement, self._facts_between_steps[stem]) is not None
+
+
+def kernels_of_steps(model: Any, caches: list[LayerCache], constants: dict[str, Any], batches: Iterable[Batch]) -> list[Kernel]:
+    """The kernels that the model's forward pass launches for these batches, each once, in the order of their first launch.
+
+    Layers that launch the same kernels in the first batch count as one: most models have one kind of layer, some two.
     """
     blocks, found = model.blk, dict[Kernel, None]()
 
@@ -28,8 +110,7 @@ def kernels_of_steps(
 
     distinct: list[int] | None = None
     try:
-        for shape in shapes:
-            batch = batch_of(shape)
+        for batch in batches:
             if distinct is None:
                 kinds = [tuple(kernels(batch, [layer])) for layer in range(len(blocks))]
                 distinct = [kinds.index(kind) for kind in dict.fromkeys(kinds)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Callable, Hashable, Iterator
@@ -10,20 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tinygrad import Tensor, UOp, dtypes
-from tinygrad.dtype import DType
+from tinygrad import Tensor, UOp
 
-from tinyvllm.backends.collecting import collecting_kernels
 from tinyvllm.backends.cpu.threads import thread_pool
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.registry import (
     Choice,
-    Need,
     architecture_of,
-    backend_for,
     choices,
-    collecting_needs,
-    replaceable_variant,
     usable_variants,
 )
 from tinyvllm.backends.selftest import Report, test_kernels
@@ -48,22 +41,19 @@ from tinyvllm.models.config import ModelConfig
 from tinyvllm.models.families import check_layers, find_family, read_config, recipes_of, refuse_unused
 from tinyvllm.ops.advance import History, advance
 from tinyvllm.placement import Placement
-from tinyvllm.quant.codecs import unpack
-from tinyvllm.quant.formats import FLOATS, FORMATS, Layout, formats_in
+from tinyvllm.quant.formats import Layout, formats_in
 from tinyvllm.quant.layouts import BLOCK
 from tinyvllm.quant.random_rows import packable_width
-from tinyvllm.runner.ahead import kernels_of_steps
+from tinyvllm.runner.ahead import StepOutlines
 from tinyvllm.runner.kv import BlockShape, KVPool
 from tinyvllm.runner.memory import check_room, check_weights, pool_blocks
-from tinyvllm.runner.prepare import MIN_CHUNK, Shape, StepInputs, shape_of, split, usual_shapes
+from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
+from tinyvllm.runner.source import CheckpointSource, matrix_format, weight_dtype
 from tinyvllm.runner.weights import WeightLoader, WeightPlan
-from tinyvllm.sampling.draw import call_draw
 from tinyvllm.scheduler import Schedule, Scheduled
-from tinyvllm.weights.checkpoint import Checkpoint, open_checkpoint, open_description
-from tinyvllm.weights.convert import DTYPE_FORMATS
+from tinyvllm.weights.checkpoint import open_checkpoint, open_description
 from tinyvllm.weights.hub import resolve_model
 from tinyvllm.weights.imatrix import read_imatrix
-from tinyvllm.weights.mapping import BuiltRecord
 from tinyvllm.weights.quantized.notes import describe, without_zero_biases
 
 __all__ = ["Choice", "Logits", "PreparedStep", "Reading", "Runner"]
@@ -72,42 +62,6 @@ log = logging.getLogger("tinyvllm")
 
 # If no length is given. Scores of a chunk are laid out for the longest context: 32 heads by 512 queries by 131072 keys are 8 GiB.
 DEFAULT_CONTEXT = 8192
-DTYPES = {"float32": dtypes.float32, "float16": dtypes.float16, "bfloat16": dtypes.bfloat16}
-
-
-class CheckpointSource:
-    """A checkpoint as model families want to see it."""
-
-    def __init__(self, checkpoint: Checkpoint):
-        self.kind, self.config, self._tensors = checkpoint.kind, checkpoint.config, checkpoint.tensors
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        record = self._tensors.get(name)
-        return None if record is None else record.shape
-
-    def array(self, name: str) -> np.ndarray:
-        record = self._tensors[name]
-        blocks = record.data.reshape(-1, FORMATS[record.format].nbytes)
-        return unpack(record.format, blocks).reshape(record.shape)
-
-
-def weight_dtype(choice: str, checkpoint: Checkpoint) -> DType:
-    """`auto` keeps the dtype of most of the checkpoint's bytes; if most are packed it is float16, or as the rest of a quantized checkpoint.
-
-    A description without tensors names it, or it is bfloat16.
-    """
-    if choice != "auto":
-        return DTYPES[choice]
-    if not checkpoint.tensors:
-        return DTYPES.get(str(checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype"))), dtypes.bfloat16)
-    sizes: dict[str, int] = {}
-    built = any(isinstance(record, BuiltRecord) for record in checkpoint.tensors.values())
-    for record in checkpoint.tensors.values():
-        if built and (isinstance(record, BuiltRecord) or record.format not in FLOATS):
-            continue
-        sizes[record.format] = sizes.get(record.format, 0) + record.nbytes
-    common = max(sizes, key=lambda name: sizes[name], default="BF16")
-    return {"F32": dtypes.float32, "BF16": dtypes.bfloat16}.get(common, dtypes.float16)
 
 
 @dataclass(frozen=True)
@@ -168,7 +122,7 @@ class Runner:
         if not dummy:
             refuse_unused(self.config, recipes, without_zero_biases(self.checkpoint.tensors))
         imatrix = None if config.imatrix is None else read_imatrix(expand_home("imatrix", config.imatrix))
-        plan = WeightPlan(self.placement, self.dtype, _matrix_format(config), imatrix)
+        plan = WeightPlan(self.placement, self.dtype, matrix_format(config), imatrix)
         kept = cache_folder() if environment(os.environ).get("TINYVLLM_KEEP_PANELS", True) else None
         loader = WeightLoader(None if dummy else self.checkpoint, plan, progress, kept)
         if not loader.maps_all:
@@ -190,9 +144,10 @@ class Runner:
         self._embeddings: dict[Shape, tuple[StepInputs, Captured]] = {}
         hosted = config.swap_space // self.pool.block_bytes
         self._hosted = np.zeros((hosted, self.pool.block_bytes), np.uint8)  # its pages come as they are written
+        outlines = StepOutlines(self.model, self.pool, self._constants, self.placement, self._inputs, self._history)
         if self.placement.is_cpu or self.placement.is_cuda:
-            self._compile_ahead(config)
-        self.self_test = packing + test_kernels(self.placement, self._kernel_needs)
+            outlines.compile_ahead(config)
+        self.self_test = packing + test_kernels(self.placement, outlines.kernel_needs)
 
     def _size_pool(self, config: EngineConfig) -> tuple[KVPool, int]:
         """The KV pool and the longest sequence: the model's own context if none is given, limited by the pool and DEFAULT_CONTEXT."""
@@ -216,63 +171,6 @@ class Runner:
         formats &= {*formats_in(Layout.TILES)}
         facts = [ShapeFacts(self.placement, inputs=packable_width(format, BLOCK), format=format) for format in sorted(formats)]
         return test_kernels(self.placement, lambda: [("pack_tiles", each) for each in facts])
-
-    def _compile_ahead(self, config: EngineConfig) -> None:
-        """Compile the hand-written kernels in the background, in the order of their first use.
-
-        A chunk, a plainly sampled draw, a decode and what advances it, and the copy of blocks. The texts of some of CUDA's kernels
-        depend on the number of rows: there all shapes of the warm-up follow.
-        """
-        chunk, decode = self._outline_inputs
-        with collecting_kernels() as kernels:
-            self._outline_step(chunk)
-            if self._has_kernel("sample"):  # the reference of these three would be computed here
-                call_draw(self.config.vocab_size, config.max_num_seqs, self.device)
-            self._outline_step(decode)
-            if self._has_kernel("advance"):
-                sampled = Tensor.empty(1, dtype=dtypes.int32, device=self.device)
-                advance(decode.batch(1), sampled, self._history(decode.shape), self.pool.block_size, self.pool.scratch_slot)
-            if self._has_kernel("kv_copy"):
-                self.pool.call_copy()
-        if self.placement.is_cuda and config.warm_up:
-            shapes = usual_shapes(config.max_num_seqs, config.max_num_batched_tokens)
-            kernels += kernels_of_steps(self.model, self.pool.layers, self._constants, shapes, lambda shape: self._inputs(shape).batch(1))
-        backend = backend_for(self.placement)
-        if backend is not None:
-            backend.compile_ahead(kernels, self.placement)
-
-    @functools.cached_property
-    def _outline_inputs(self) -> list[StepInputs]:
-        """Inputs of the smallest chunk and of one decode."""
-        shapes = Shape(0, 1, MIN_CHUNK, MIN_CHUNK), Shape(1, 0, 0, 1)
-        return [self._inputs(shape) for shape in shapes]
-
-    def _inputs(self, shape: Shape) -> StepInputs:
-        return StepInputs(shape, self._table_width, self.pool.scratch_slot, self.device, False, self._cascade)
-
-    def _outline_step(self, inputs: StepInputs) -> None:
-        """Call the ops of a step, where nothing is launched."""
-        self.model.forward_batch(inputs.batch(1), self.pool.layers, **self._constants)
-
-    def _kernel_needs(self) -> list[Need]:
-        """What the engine selects kernels for: in a chunk, in a decode, between steps."""
-        with collecting_needs() as needs:
-            for inputs in self._outline_inputs:
-                self._outline_step(inputs)
-        return [*needs, *self._facts_between_steps.items()]
-
-    @functools.cached_property
-    def _facts_between_steps(self) -> dict[str, ShapeFacts]:
-        """What ops outside of the forward pass select their kernels for."""
-        layer = self.pool.layers[0].keys
-        return {
-            "advance": ShapeFacts(self.placement),
-            "kv_copy": ShapeFacts(self.placement, block_bytes=layer.nbytes() // int(layer.shape[0])),
-            "sample": ShapeFacts(self.placement, vocabulary=self.config.vocab_size),
-        }
-
-    def _has_kernel(self, stem: str) -> bool:
-        return replaceable_variant(stem, self.placement, self._facts_between_steps[stem]) is not None
 
     def prepare(self, schedule: Schedule) -> PreparedStep:
         """Lay a schedule out on the device. The copy may wait for the step in flight, so it comes before anything is launched.
@@ -458,7 +356,7 @@ class Runner:
         return PreparedStep(rows, shape.num_logits, values, plan, not chunks and len(rows) == len(singles))
 
     def _new_step(self, shape: Shape, all_rows: bool) -> StepPlan:
-        inputs = StepInputs(shape, self._table_width, self.pool.scratch_slot, self.device, all_rows, self._cascade)
+        inputs = self._inputs(shape, all_rows)
 
         def forward(num_blocks: int | UOp = 1) -> tuple[Tensor, Tensor | None]:
             return self._forward(inputs, num_blocks)
@@ -467,6 +365,9 @@ class Runner:
         plan = StepPlan(inputs, Captured(forward, {"num_blocks": (1, self._table_width)}), self._history(shape), {}, {})
         self._steps[shape, all_rows] = plan
         return plan
+
+    def _inputs(self, shape: Shape, all_rows: bool = False) -> StepInputs:
+        return StepInputs(shape, self._table_width, self.pool.scratch_slot, self.device, all_rows, self._cascade)
 
     def _history(self, shape: Shape) -> History:
         tokens = np.full((MAX_SCHEDULER_STEPS, shape.sequences), -1, np.int32)
@@ -487,10 +388,3 @@ class Runner:
     def gguf_metadata(path: Path) -> dict[str, object]:
         """The metadata of a GGUF file that is not the model's own."""
         return open_checkpoint(path).config
-
-
-def _matrix_format(config: EngineConfig) -> str | None:
-    """The format that all matrices get: that of `quantization`, or of an explicit dtype; None keeps what is stored."""
-    if config.quantization is not None:
-        return config.quantization.upper()
-    return None if config.dtype == "auto" else DTYPE_FORMATS[DTYPES[config.dtype]]
