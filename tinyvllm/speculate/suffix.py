@@ -1,0 +1,142 @@
+"""Drafts by the contexts of a sequence's own text and of past outputs: method "suffix" (suffix decoding, arXiv:2411.04975). No model."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence as Row
+
+from tinyvllm.request import Sequence
+from tinyvllm.speculate.contexts import LENGTHS, ContextCounts, Trail, guess
+from tinyvllm.speculate.protocol import Draft, DraftRequest
+from tinyvllm.speculate.texts import CALL_TOKENS, TEXT_BYTES, Texts
+
+MIN_SURVIVAL = 0.1  # vLLM's suffix_decoding_min_token_prob
+OUTPUT_BYTES = 64 << 20  # of past outputs
+PENDING_TOKENS = 1 << 16  # of outputs that wait to be learned; beyond, the oldest output is dropped
+TENANT_BYTES = 1024  # counted for a tenant in addition to its contexts
+
+
+class ContextText:
+    """The contexts of one text, with the trail at its end."""
+
+    __slots__ = ("counts", "known", "trail")
+
+    def __init__(self, max_bytes: int):
+        self.counts, self.trail, self.known = ContextCounts(max_bytes), Trail(), 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the contexts, at most."""
+        return self.counts.nbytes
+
+    def learn(self, tokens: list[int]) -> None:
+        """Append tokens."""
+        self.counts.learn(self.trail, tokens)
+        self.known += len(tokens)
+
+    def drop_old(self) -> None:
+        """Forget the old generation of contexts."""
+        self.counts.drop_old()
+
+
+class PastOutputs:
+    """The contexts of outputs that have ended, of each tenant apart. Beyond `max_bytes` the least recently used tenant is dropped."""
+
+    def __init__(self, max_bytes: int):
+        self.max_bytes, self.nbytes = max_bytes, 0
+        self._tenants: OrderedDict[str, ContextCounts] = OrderedDict()
+        self._pending: deque[tuple[str, Trail, list[int]]] = deque()
+        self._num_pending = 0
+
+    def of(self, tenant: str) -> ContextCounts | None:
+        """A tenant's contexts, if there are any."""
+        counts = self._tenants.get(tenant)
+        if counts is not None:
+            self._tenants.move_to_end(tenant)
+        return counts
+
+    def add(self, tenant: str, sequence: Sequence) -> None:
+        """Take over a sequence's output, its last PENDING_TOKENS tokens; `learn` learns it later."""
+        tokens = sequence.output_token_ids[-PENDING_TOKENS:]
+        if self.max_bytes == 0 or not tokens:
+            return
+        start = len(sequence) - len(tokens)
+        self._pending.append((tenant, Trail(sequence.token_ids(max(0, start - LENGTHS[0]), start)), tokens))
+        self._num_pending += len(tokens)
+        while self._num_pending > PENDING_TOKENS:
+            self._num_pending -= len(self._pending.popleft()[2])
+
+    def learn(self, max_tokens: int) -> None:
+        """Learn at most that many of the tokens taken over."""
+        while self._pending and max_tokens > 0:
+            tenant, trail, tokens = self._pending.popleft()
+            part = tokens[:max_tokens]
+            max_tokens, self._num_pending = max_tokens - len(part), self._num_pending - len(part)
+            if len(part) < len(tokens):
+                self._pending.appendleft((tenant, trail, tokens[len(part) :]))
+            self._learn(tenant, trail, part)
+
+    def _learn(self, tenant: str, trail: Trail, tokens: list[int]) -> None:
+        counts = self.of(tenant)
+        if counts is None:
+            counts = self._tenants[tenant] = ContextCounts(self.max_bytes)
+            self.nbytes += TENANT_BYTES
+        before = counts.nbytes
+        counts.learn(trail, tokens)
+        self.nbytes += counts.nbytes - before
+        while self.nbytes > self.max_bytes and len(self._tenants) > 1:
+            self.nbytes -= self._tenants.popitem(last=False)[1].nbytes + TENANT_BYTES
+
+
+class SuffixDrafter:
+    """Guesses by the longest context, of 16, 8, 4 or 2 tokens, that occurred before: in the sequence, or in a past output of its tenant.
+
+    A draft ends where its estimated chance falls below `min_survival`. Memory is bounded: sequences beyond `text_bytes` forget
+    their oldest contexts. A sequence of which more is new than a call may learn (CALL_TOKENS) gets no drafts yet.
+    """
+
+    method = "suffix"
+    looks_up = True
+
+    def __init__(
+        self,
+        min_survival: float = MIN_SURVIVAL,
+        text_bytes: int = TEXT_BYTES,
+        output_bytes: int = OUTPUT_BYTES,
+        call_tokens: int = CALL_TOKENS,
+    ):
+        """`text_bytes` is for the texts of all running sequences, `output_bytes` for past outputs; 0 keeps none."""
+        self.min_survival, self.outputs = min_survival, PastOutputs(output_bytes)
+        self._texts = Texts(lambda: ContextText(text_bytes), text_bytes, call_tokens)
+        self._tenants: dict[int, str] = {}  # by sequence
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all contexts, at most."""
+        return self._texts.nbytes + self.outputs.nbytes
+
+    def propose(self, requests: Row[DraftRequest]) -> list[Draft]:
+        """Drafts with confidences: how often the token followed the context."""
+        self._texts.begin_call()
+        drafts = [self._draft(request) for request in requests]
+        self.outputs.learn(self._texts.room)
+        return drafts
+
+    def observe(self, sequence: Sequence, num_new: int) -> None:
+        """Nothing: `propose` learns what is new, so that a sequence without drafts costs nothing."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop the sequence's contexts; its output becomes a past output of its tenant."""
+        self._texts.forget(sequence)
+        tenant = self._tenants.pop(sequence.sequence_id, None)
+        if tenant is not None:
+            self.outputs.add(tenant, sequence)
+
+    def _draft(self, request: DraftRequest) -> Draft:
+        self._tenants[request.sequence.sequence_id] = request.tenant
+        text = self._texts.up_to_date(request.sequence)
+        if text is None:
+            return Draft()
+        past = self.outputs.of(request.tenant)
+        sources = (text.counts,) if past is None else (text.counts, past)
+        return guess(text.trail, sources, request.max_drafts, self.min_survival)
