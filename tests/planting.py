@@ -15,7 +15,7 @@ from tinyvllm.backends.cuda import launch as cuda_launch
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.metal import launch as metal_launch
 
-# Constants that make a kernel compute something else, by stem.
+# Constants that make a kernel compute something else, by stem; of several names the first that has a value.
 WRONG: dict[str, tuple[str, str | Callable[[str], str]]] = {
     "embed": ("V", "1"),
     "norm_qkv_rope_store": ("EPS", "0.5f"),
@@ -29,16 +29,17 @@ WRONG: dict[str, tuple[str, str | Callable[[str], str]]] = {
     "advance": ("SCRATCH_SLOT", "0"),
     "kv_copy": ("BLOCK_BYTES", "160"),
     "sample": ("SAMPLED", "0"),
-    "pack_tiles": ("QUANTS", lambda old: re.sub(r"\((\d+)", lambda first: f"({int(first[1]) + 2}", old)),  # two bytes further
+    "pack_tiles": ("QUANTS|FIELDS", lambda old: re.sub(r"\((\d+)", lambda first: f"({int(first[1]) + 2}", old)),  # two bytes further
 }
 
 
 def changed(stem: str, text: str) -> str:
-    name, value = WRONG[stem]
+    names, value = WRONG[stem]
     wrong = value if callable(value) else lambda _: value
-    text, count = re.subn(rf"^#define {name} (.*)$", lambda line: f"#define {name} {wrong(line[1])}", text, flags=re.MULTILINE)
-    assert count == 1, f"{stem} has {count} constants {name}"
-    return text
+    found = [line for name in names.split("|") for line in re.finditer(rf"^#define {name} (.+)$", text, flags=re.MULTILINE)]
+    assert found, f"{stem} has no constant {names}"
+    start, end = found[0].span(1)
+    return text[:start] + wrong(found[0][1]) + text[end:]
 
 
 def plant(

@@ -11,6 +11,7 @@ from tinygrad import Tensor
 
 from tests.emulator.driver import cuda_device
 from tests.emulator.metal_runtime import metal_device
+from tests.formats import sampled_formats
 from tests.planting import forget_code, plant
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.backends import autotune, cases, registry, selftest
@@ -22,7 +23,7 @@ from tinyvllm.bridge import download, mapped
 from tinyvllm.config import DEFAULT_MODEL
 from tinyvllm.ops.copy import copy_blocks
 from tinyvllm.placement import Placement
-from tinyvllm.quant.formats import Layout, formats_in
+from tinyvllm.quant.formats import Layout
 from tinyvllm.quant.random_rows import packable_width
 from tinyvllm.storage.cache import CacheFolder
 from tinyvllm.storage.folders import require_private
@@ -66,7 +67,7 @@ def check(device: str, *stems: str):
     return check_kernels(Placement(device), lambda: [(stem, needs(device)[stem]) for stem in stems])
 
 
-PACKED = [Case("pack_tiles", format) for format in formats_in(Layout.TILES)]
+PACKED = [Case("pack_tiles", format) for format in sampled_formats(Layout.TILES)]
 LONG = [Case("norm_gate_up_silu", "BF16"), Case("norm_head", "Q8_0"), Case("attention_prefill", cache="BF16", head_dim=48)]
 RIGHT = [Case("norm_qkv_rope_store", "Q4_0", cache="F16"), *(pytest.param(case, marks=pytest.mark.long) for case in LONG)]
 

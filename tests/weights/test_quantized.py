@@ -119,7 +119,8 @@ def test_rows_are_packed_where_kernels_read_them_and_slices_are_rows_of_the_whol
     format, some = load_rows(checkpoint, part, dtypes.float16)
     assert format == "INT4_G64"
     np.testing.assert_array_equal(some, rows[32:128])
-    floats = locate_rows(checkpoint, whole, dtypes.float16, packed_in(Layout.TILES))
+    assert locate_rows(checkpoint, whole, dtypes.float16, packed_in(Layout.TILES)).format == "INT4_G64"
+    floats = locate_rows(checkpoint, whole, dtypes.float16, ())
     assert floats.format == "F16"
     want = unpack_rows("INT4_G64", rows).astype(np.float16)
     np.testing.assert_array_equal(floats.gathered().view(np.float16), want)

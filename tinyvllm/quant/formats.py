@@ -173,7 +173,7 @@ def _grouped(bits: int, group: int) -> BlockFormat:
     low, run = _LOW_BITS[bits]
     scale, offset, quants = Field("scale", 4), Field("offset", 4), Field("quants", group * low // 8, low, run)
     high = () if bits == low else (Field("high", group * (bits - low) // 8, bits - low, _HIGH_RUNS[bits - low]),)
-    return _packed(grouped_name(bits, group), None, group, 8 + group * bits // 8, scale, offset, *high, quants)
+    return _packed(grouped_name(bits, group), None, group, 8 + group * bits // 8, scale, offset, *high, quants, layouts=_ALL)
 
 
 def grouped_name(bits: int, group: int) -> str:

@@ -243,12 +243,7 @@ class WeightLoader:
 
     def _column_order(self, group: _Group) -> np.ndarray | None:
         """The order that the columns of all weights of a product have; None where it is the usual one, or one must be loaded in floats."""
-        if (
-            self._checkpoint is None
-            or self._plan.layout is not Layout.PANELS
-            or self._plan.format is not None
-            or not self._packs(group.recipes)
-        ):
+        if self._checkpoint is None or self._plan.format is not None or not self._packs(group.recipes):
             return None
         first, *others = (column_order(self._checkpoint, recipe) for recipe in group.recipes)
         return first if first is not None and all(order is not None and np.array_equal(order, first) for order in others) else None
@@ -382,7 +377,7 @@ class WeightLoader:
         """The rows of `_load_rows` where they are; those that have to be quantized are so on the host."""
         if self._checkpoint is None:
             return dummy_source(recipe, self._wanted.get(recipe.name, self._plan.floats))
-        rows = locate_rows(self._checkpoint, recipe, self._plan.dtype, packed_in(self._plan.layout))
+        rows = locate_rows(self._checkpoint, recipe, self._plan.dtype, packed_in(self._plan.layout), recipe.name in self._ordered)
         if not self._plan.quantized or rows.format == self._wanted[recipe.name]:
             return rows
         done = self._converted(recipe, Rows(rows.format, rows.gathered()))

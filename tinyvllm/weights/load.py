@@ -88,7 +88,7 @@ def column_order(checkpoint: Checkpoint, recipe: Recipe) -> np.ndarray | None:
     return records[0].order if len(records) == 1 and isinstance(records[0], BuiltRecord) else None
 
 
-def locate_rows(checkpoint: Checkpoint, recipe: Recipe, dtype: DType, packed: tuple[str, ...]) -> RowSource:
+def locate_rows(checkpoint: Checkpoint, recipe: Recipe, dtype: DType, packed: tuple[str, ...], ordered: bool = False) -> RowSource:
     """The rows of `load_rows` where the file has them: a transform that moves whole rows becomes their order.
 
     The caller drops the pages of the blocks when it has read them, and sees to numbers beyond float16. Rows that have to be transformed or
@@ -98,7 +98,7 @@ def locate_rows(checkpoint: Checkpoint, recipe: Recipe, dtype: DType, packed: tu
     stored, order = records[0].format, _row_order(recipe, records)
     located = _are_stored(records) and all(record.format == stored for record in records)
     if order is None or not located or stored not in (*packed, *NUMPY_DTYPES):
-        return RowSource.of(*load_rows(checkpoint, recipe, dtype, packed))
+        return RowSource.of(*load_rows(checkpoint, recipe, dtype, packed, ordered))
     size = row_bytes(stored, recipe.shape[1])
     return joined([RowSource.of(stored, record.data.reshape(-1, size)) for record in records]).taken(order)
 

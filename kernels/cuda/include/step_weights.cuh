@@ -29,6 +29,16 @@ DEVICE void subtract_zero(u32 (&a)[4], int zero) {
   for (int i = 0; i < 4; i++) a[i] = ((a[i] | 0x80808080u) - zero * 0x01010101u) ^ 0x80808080u;
 }
 
+// A chunk is two slices of 16 bytes of a row, or one.
+template <bool WHOLE> struct ChunkOf {
+  typedef uint4 type;
+};
+template <> struct ChunkOf<false> {
+  typedef uint2 type;
+};
+DEVICE uint2 slice_of(uint4 chunk, int i) { return i % 2 ? make_uint2(chunk.z, chunk.w) : make_uint2(chunk.x, chunk.y); }
+DEVICE uint2 slice_of(uint2 chunk, int) { return chunk; }
+
 // Four bits each, of bytes 4t..4t+3 of a slice of both rows: low nibbles are columns 0 to 15, high nibbles 16 to 31.
 DEVICE void set_nibbles(u32 (&a)[4], uint2 slice) {
   const u32 low = 0x0F0F0F0Fu;

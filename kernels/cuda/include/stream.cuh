@@ -58,7 +58,7 @@ constexpr int SHARE = (RECORD_WORDS + 3) / 4;  // what a lane loads of them: wor
 
 // The steps in flight.
 struct Ring {
-  Chunk chunks[STEPS_AHEAD / STEPS_OF_BLOCK * CHUNKS];
+  Chunk chunks[CHUNKS ? STEPS_AHEAD / STEPS_OF_BLOCK * CHUNKS : 1];
 #if QUANTIZED
   u32 shares[STEPS_AHEAD / RECORD_STEPS][SHARE];
   u32 record[WORDS];  // of the block that is multiplied, for the lane's g

@@ -10,14 +10,18 @@
 //   BLOCK, FILE_BLOCK_BYTES   columns of a block, 32 to 256, and its bytes in a file
 //   ZERO_POINT         what is subtracted from every integer, by the sums of x
 //   STEPS_AHEAD        steps that stream.cuh keeps in flight, in registers: 8 or 16
-//   CHUNKS, Chunk      of a block, what a lane holds of the quants: uint4, a run of 32 bytes of a row's block, or uint2, one of 16 bytes.
-//                      Words are of row g, g + 8, g, g + 8, of bytes 4t..4t+3 of the run, then from its byte 16 on
+//   CHUNKS, Chunk      of a block, what a lane holds of the quants, if they are no part of the record: uint4, a run of 32 bytes of a row's
+//                      block, or uint2, one of 16 bytes. Words are of row g, g + 8, g, g + 8, of bytes 4t..4t+3 of the run, then from its
+//                      byte 16 on
 //   last_step(i)       the last step of a block that reads chunk i: its registers are then loaded with the next block's
 //   WORDS, RecordWord  of a block, for one g, everything else: a word of two halves, of rows g and g + 8, for each field of two bytes; a word
 //                      of each row for every four bytes of the others. RecordWord is u32, or u16 for pairs of bytes
 //   unpack_step(w, chunk, record, step, t)   StepWeights (step_weights.cuh) of a step of a block, for a lane with this t. chunk[i] and
 //                      record[i] may be registers, shared or global memory; stream.cuh calls it with constant steps
 //   file_chunk(i), file_word(i), file_word_bytes(i)   where a row's block in a file has the run of chunk i, and its bytes of record word i
+//   NIBBLES_AT         in place of the constants of a block of 32 weights of four bits (nibble_blocks.cuh)
+//   RECORD_HALVES      in place of RecordWord and of the two functions of words, where a block begins with that number of fields of two
+//                      bytes, and the record has words of four bytes after them
 //
 // Tiles [O/16][I/BLOCK][CHUNKS][32 lanes] of Chunk, then records [O/16][I/BLOCK][WORDS][8 g] of RecordWord.
 //
@@ -64,8 +68,17 @@
 #include "formats/iq4_xs.cuh"
 #elif WEIGHT == MXFP4
 #include "formats/mxfp4.cuh"
+#elif WEIGHT >= 2000
+#include "formats/grouped.cuh"
 #else
 #error "weights: WEIGHT has no header in formats/"
+#endif
+
+#include "nibble_blocks.cuh"
+#ifdef RECORD_HALVES
+typedef u32 RecordWord;
+DEVICE constexpr int file_word(int i) { return i < RECORD_HALVES ? 2 * i : 2 * RECORD_HALVES + (i - RECORD_HALVES) / 2 * 4; }
+DEVICE constexpr int file_word_bytes(int i) { return i < RECORD_HALVES ? 2 : 4; }
 #endif
 
 #ifndef PART

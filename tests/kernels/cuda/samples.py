@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tests.formats import sampled_formats
 from tinyvllm.backends.cuda import plan as records
 from tinyvllm.backends.cuda.plan import GPU
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.shapes import Attention, Heads, Product
-from tinyvllm.quant.formats import Layout, packed_in
+from tinyvllm.quant.formats import Layout
 
 GPUS = {"sm_80": GPU(108, 163 << 10, 164 << 10), "sm_90": GPU(132, 227 << 10, 228 << 10)}  # A100; H100 and H200
 VARIANT, EPS = "sm_80", "1e-05f"
-USUAL, PACKED = ("BF16", "F16", "Q8_0", "Q4_0"), tuple(name for name in packed_in(Layout.TILES) if name not in ("Q8_0", "Q4_0"))
+USUAL = ("BF16", "F16", "Q8_0", "Q4_0")
+PACKED = tuple(name for name in sampled_formats(Layout.TILES) if name not in USUAL)
 TILED = (*USUAL, *PACKED)
 FEATURES = ("SAMPLED", "TOP_K", "TOP_P", "MIN_P", "PENALIZED", "BIASED")
 

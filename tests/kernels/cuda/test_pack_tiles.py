@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 
 from tests.emulator.emulate import emulate
+from tests.formats import sampled_formats
 from tests.kernels.calling import aligned
 from tests.kernels.cuda.samples import GPUS
 from tests.kernels.cuda.tiles import laid
 from tinyvllm.backends.cuda import plan
-from tinyvllm.quant.formats import Layout, formats_in
+from tinyvllm.quant.formats import Layout
 from tinyvllm.quant.layouts import RowSource, convert_rows, pack_tiles, panel_bytes, row_bytes, source_unit, tile_unit
 from tinyvllm.quant.random_rows import packable_width
 
-TILED = formats_in(Layout.TILES)
+TILED = sampled_formats(Layout.TILES)
 GPU = plan.GPU(1, 0, 0)
 
 

@@ -6,17 +6,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tests.formats import sampled_formats
 from tests.kernels.calling import aligned
 from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16, pack, unpack
-from tinyvllm.quant.formats import FORMATS, Layout, packed_in
+from tinyvllm.quant.formats import FORMATS, Layout
 from tinyvllm.quant.layouts import pack_tiles
 from tinyvllm.quant.random_rows import random_blocks
 
 FLOATS = ("BF16", "F16")
-QUANTS = packed_in(Layout.TILES)
+QUANTS = tuple(name for name in sampled_formats(Layout.TILES) if name not in FLOATS)
 TILED = (*FLOATS, *QUANTS)
 USUAL = ("BF16", "F16", "Q8_0", "Q4_0")  # run through every shape; the others through those that their headers depend on
-KINDS = (*USUAL, "Q5_1", "Q2_K", "Q4_K", "Q6_K", "MXFP4")  # one for each way through quantized_weights.cuh
+KINDS = (*USUAL, "Q5_1", "Q2_K", "Q4_K", "Q6_K", "MXFP4", "INT3_G64")  # one for each way through quantized_weights.cuh
 HALF_SUMS = ("Q2_K",)  # has minimums of 16 weights: the sums of x are those of both halves of a group
 TOLERANCE = 2e-6  # of the sum of the absolute products: float32 sums of at largest a few thousand
 

@@ -1,15 +1,10 @@
-// IQ4_NL: weight = scale * value[q]. File: { half scale; uint8 q[16] }, q as for Q4_0.
+// IQ4_NL: weight = scale * value[q]. File: { half scale; uint8 q[16] } (nibble_blocks.cuh).
 #pragma once
 #define QUANTIZED 1
+#define NIBBLES_AT 2
+#define RECORD_HALVES 1
 
-constexpr int BLOCK = 32, FILE_BLOCK_BYTES = 18, CHUNKS = 1, WORDS = 1, ZERO_POINT = 0;
-constexpr int STEPS_AHEAD = 16;  // 4 KiB a warp
-typedef uint2 Chunk;
-typedef u32 RecordWord;
-DEVICE constexpr int last_step(int) { return 0; }
-DEVICE constexpr int file_chunk(int) { return 2; }
-DEVICE constexpr int file_word(int) { return 0; }
-DEVICE constexpr int file_word_bytes(int) { return 2; }
+constexpr int WORDS = 1, ZERO_POINT = 0;
 
 template <class Chunks, class Record> DEVICE void unpack_step(StepWeights &w, const Chunks &chunk, const Record &record, int, int) {
   constexpr u8 bytes[16] = IQ4_VALUES;

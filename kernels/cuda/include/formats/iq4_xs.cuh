@@ -2,22 +2,19 @@
 // its low four bits in nibble p of `scales`, two high bits in bits 2 p of `high`; q[16 p .. 16 p + 15] as for Q4_0.
 #pragma once
 #define QUANTIZED 1
+#define RECORD_HALVES 2
 
 constexpr int BLOCK = 256, FILE_BLOCK_BYTES = 136, CHUNKS = 4, WORDS = 4, ZERO_POINT = 0;
 constexpr int STEPS_AHEAD = 16;  // 4 KiB a warp
 typedef uint4 Chunk;
-typedef u32 RecordWord;
 DEVICE constexpr int last_step(int chunk) { return 2 * chunk + 1; }
 DEVICE constexpr int file_chunk(int i) { return 8 + 32 * i; }
-DEVICE constexpr int file_word(int i) { return i < 2 ? 2 * i : 4; }
-DEVICE constexpr int file_word_bytes(int i) { return i < 2 ? 2 : 4; }
 
 DEVICE float part_scale(u32 low, u32 high, int step) { return (float)((int)((low >> 4 * step & 15) | (high >> 2 * step & 3) << 4) - 32); }
 
 template <class Chunks, class Record> DEVICE void unpack_step(StepWeights &w, const Chunks &chunk, const Record &record, int step, int) {
   constexpr u8 bytes[16] = IQ4_VALUES;
   constexpr SignedValues values = signed_values(bytes, 128);
-  const uint4 slices = chunk[step / 2];
-  look_up_nibbles(w.a, step % 2 ? make_uint2(slices.z, slices.w) : make_uint2(slices.x, slices.y), values);
+  look_up_nibbles(w.a, slice_of(chunk[step / 2], step), values);
   w.scale[0] = times(unpack_f16(record[0]), part_scale(record[2], record[1], step), part_scale(record[3], record[1] >> 16, step));
 }

@@ -2,13 +2,10 @@
 // for Q4_0. The record is two bytes: the exponents of both rows.
 #pragma once
 #define QUANTIZED 1
+#define NIBBLES_AT 1
 
-constexpr int BLOCK = 32, FILE_BLOCK_BYTES = 17, CHUNKS = 1, WORDS = 1, ZERO_POINT = 0;
-constexpr int STEPS_AHEAD = 16;  // 4 KiB a warp
-typedef uint2 Chunk;
+constexpr int WORDS = 1, ZERO_POINT = 0;
 typedef u16 RecordWord;
-DEVICE constexpr int last_step(int) { return 0; }
-DEVICE constexpr int file_chunk(int) { return 1; }
 DEVICE constexpr int file_word(int) { return 0; }
 DEVICE constexpr int file_word_bytes(int) { return 1; }
 
