@@ -306,22 +306,68 @@ def test_what_is_shared_follows_tables_that_change_on_the_way(uploads):
     assert uploads == [6, 1, 2] and download(inputs.batch(1).shared_prefix_lens).tolist() == [0, S]
 
 
-# --- several rows of logits of one sequence, as the verification of drafts wants them
+# --- drafts: a sequence has a row for its last token and one for each draft
 
 
-def test_the_last_tokens_of_each_entry_want_logits():
-    entries = [entry(1, 5, 4, 1), entry(2, 30, 25, 5, num_logits=5), entry(3, 40, 0, 12, num_logits=0), entry(4, 20, 10, 10, num_logits=2)]
-    inputs, _ = fill([*entries, entry(5, 9, 8, 1, num_logits=0)])
-    assert inputs.shape.decodes == 8 and inputs.shape.chunks == 4
-    assert inputs.shape.extra_logits == 8 and len(inputs.samples) == inputs.shape.num_logits == 8 + 4 + 8, "5 beyond one a sequence, padded"
-    assert inputs.sample_count.tolist() == [1 + 5 + 2]
-    assert inputs.samples[:8].tolist() == [0, *range(8, 13), 33, 34]
-    assert inputs.tokens[inputs.samples[1:6]].tolist() == [225, 226, 227, 228, 229] and not inputs.samples[8:].any()
+def drafted(number, length, drafts):
+    scheduled = entry(number, length, length - 1, 1 + len(drafts), 1 + len(drafts))
+    scheduled.drafts = drafts
+    return scheduled
 
 
-@pytest.mark.parametrize(("counts", "extra"), [((0, 1), 0), ((1, 2), 1), ((4, 4), 8), ((8, 1), 8), ((0, 10), 16)])
-def test_rows_of_logits_are_bucketed(counts, extra):
+def test_drafts_are_rows_of_decodes():
+    from tinyvllm.bridge import download
+    from tinyvllm.runner.prepare import Shape
+
+    entries = [entry(1, 5, 4, 1), drafted(2, 31, [7, 8, 9]), entry(3, 20, 19, 1)]
+    inputs, blocks = fill(entries)
+    assert inputs.shape == Shape(8, 0, 0, 1) and blocks == 3
+    assert inputs.decodes.tolist() == inputs.rows.tolist() == inputs.sample_count.tolist() == [6]
+    assert inputs.tokens[:6].tolist() == [104, 230, 7, 8, 9, 319]
+    assert inputs.positions[:6].tolist() == [4, 30, 31, 32, 33, 19]
+    assert inputs.slots[:6].tolist() == [10 * S + 4, 21 * S + 14, 21 * S + 15, 22 * S, 22 * S + 1, 31 * S + 3], "each row its own slot"
+    assert inputs.context_lens[:6].tolist() == [5, 31, 32, 33, 34, 20] and (inputs.slots[6:] == SCRATCH).all()
+    assert inputs.samples[:6].tolist() == [*range(6)] and inputs.query_starts[:7].tolist() == [*range(7)]
+    for b in (1, 2, 3, 4):
+        assert inputs.block_tables[b, :3].tolist() == [20, 21, 22]
+    shared = download(inputs.batch(1).shared_prefix_lens)[:6].tolist()
+    assert shared == [0, 0, S, S, 2 * S, 0], "full blocks that every row has seen before its own token"
+
+
+def test_drafts_next_to_chunks():
+    from tinyvllm.runner.prepare import Shape
+
+    entries = [drafted(1, 20, [3]), entry(2, 4, 3, 1, num_logits=0), entry(3, 40, 0, 12), entry(4, 30, 0, 20, num_logits=0)]
+    inputs, _ = fill(entries)
+    assert inputs.shape == Shape(8, 2, 32, 32) and len(inputs.samples) == inputs.shape.sequences
+    assert inputs.sample_count.tolist() == [3] and inputs.samples[:3].tolist() == [0, 1, 8 + 11], (
+        "two rows of drafts, and the prompt's last"
+    )
+    assert inputs.tokens[:3].tolist() == [119, 3, 203] and inputs.decodes.tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "decodes"), [((1,), 2), ((2,), 4), ((8,), 16), ((1, 1), 4), ((3, 8, 0), 16), ((16, 4), 32), ((31, 31, 8), 128)]
+)
+def test_rows_of_drafts_have_few_shapes(drafts, decodes):
     from tinyvllm.runner.prepare import Shape, shape_of
 
-    chunks = [entry(number, 20, 0, 10, num_logits=count) for number, count in enumerate(counts, start=1)]
-    assert shape_of([], chunks) == Shape(0, 2, 32, 16, extra)
+    entries = [drafted(number, 20, [1] * count) for number, count in enumerate(drafts, start=1)]
+    assert shape_of(entries, []) == Shape(decodes, 0, 0, 1)
+
+
+def test_after_drafts_nothing_is_ready_on_the_device():
+    """The device advances decodes by one token; it neither has a step of drafts ready, nor what follows one."""
+    from tinyvllm.runner.prepare import StepInputs, shape_of
+
+    plain = [entry(1, 5, 4, 1), entry(2, 5, 4, 1)]
+    inputs = StepInputs(shape_of(plain, []), M, SCRATCH, "CPU")
+    inputs.fill(plain, [], S)
+    inputs.mark_advanced(1)
+    later = drafted(1, 6, [77])
+    later.sequence.sequence_id = 1
+    inputs.fill([later], [], S)
+    assert not inputs.ready and inputs.tokens[:2].tolist() == [105, 77] and inputs.positions[:2].tolist() == [5, 6]
+    inputs.mark_advanced(1)
+    inputs.fill([entry(1, 8, 7, 1)], [], S)
+    assert inputs.tokens[0] == 107 and inputs.positions[:2].tolist() == [7, 0]

@@ -355,7 +355,7 @@ def test_logprobs_go_to_sequences_that_want_them(shared):
     assert list(found[2]) == np.argsort(-logits[2])[:3].tolist()
 
 
-# --- several rows of logits of one sequence, as the verification of drafts wants them
+# --- several rows of logits of one sequence, as the check of drafts wants them
 
 
 def test_rows_of_one_sequence_draw_its_next_tokens(shared):
@@ -388,18 +388,43 @@ def test_rows_of_one_sequence_differ_in_position_alone(shared):
 
 @pytest.mark.parametrize(
     "params",
-    [
-        SamplingParams(temperature=0.0, presence_penalty=0.5),
-        SamplingParams(temperature=0.0, allowed_token_ids=[1, 2]),
-        SamplingParams(temperature=0.0, min_tokens=3),
-    ],
-    ids=["penalties", "a mask", "min_tokens"],
+    [SamplingParams(temperature=0.0, presence_penalty=0.5), SamplingParams(temperature=0.0, min_tokens=3)],
+    ids=["penalties", "min_tokens"],
 )
-def test_what_changes_with_every_token_takes_one_row_a_step(shared, params):
+def test_what_changes_with_every_token_takes_one_row_a_draw(shared, params):
     with Batch(shared, params) as batch:
+        assert shared.changes_with_tokens(batch.sequences[0])
         shared.prepare(batch.sequences, 2)
         with pytest.raises(ArgumentError, match="several rows"):
             shared.prepare(batch.sequences * 2, 2)
+
+
+def test_a_mask_that_lasts_holds_for_every_row(shared):
+    allowed = [3, 4, 9]
+    with Batch(shared, SamplingParams(seed=3, allowed_token_ids=allowed), GREEDY) as batch:
+        masked, free = batch.sequences
+        assert not shared.changes_with_tokens(masked)
+        logits = Tensor(logits_of(16, 8, 0.3)).realize()
+        drawn = download(shared.draw(logits, shared.prepare([masked] * 7 + [free], 8))).tolist()
+    assert set(drawn[:7]) <= {*allowed} and len(set(drawn[:7])) > 1 and drawn[7] == int(download(logits)[7].argmax())
+
+
+def test_rows_of_no_sequence_draw_nothing(shared):
+    """A sequence with penalties draws the middle row of three, one draw a row: its counts grow by its own tokens only."""
+    logits = logits_of(17, 3)
+    with Batch(shared, SamplingParams(temperature=0.0, frequency_penalty=1.9, repetition_penalty=1.5), GREEDY) as batch:
+        penalised, other = batch.sequences
+        expected = []
+        for r in range(3):
+            expected.append(batch.draw(np.stack([logits[r], logits[0]]))[0])
+    with Batch(shared, SamplingParams(temperature=0.0, frequency_penalty=1.9, repetition_penalty=1.5), GREEDY) as batch:
+        penalised, other = batch.sequences
+        rows = Tensor(np.concatenate([logits, logits[:1]])).realize()
+        for r in range(3):
+            turn = [penalised if n == r else None for n in range(3)]
+            drawn = download(shared.draw(rows, shared.prepare([*turn, None if r else other], 4))).tolist()
+            assert drawn[r] == expected[r] and (r or drawn[3] == int(logits[0].argmax()))
+            penalised.output_token_ids.append(drawn[r])
 
 
 def test_logprobs_of_several_rows(shared):

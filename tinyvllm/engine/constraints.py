@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from tinyvllm.sampling.grammar import CompiledGrammar, Grammar, GrammarBackend
     from tinyvllm.sampling.mask_worker import MaskWorker
-    from tinyvllm.sampling.sampler import Sampler
+    from tinyvllm.sampling.sampler import Rows, Sampler
 
 Failures = dict[int, str]  # by sequence id
 MAX_MARKS = 16  # pairs of reasoning marks that are kept
@@ -210,10 +210,10 @@ class TokenConstraints:
         known = self._constraints
         return bool(known) and any((c := known.get(s.sequence_id)) is not None and c.each_token for s in sequences)
 
-    def edit_logits(self, sequences: list[Sequence]) -> bool:
+    def edit_logits(self, sequences: Rows) -> bool:
         """Whether the host edits the logits of one of them, so that no kernel may choose its token."""
         known = self._constraints
-        return bool(known) and any((c := known.get(s.sequence_id)) is not None and c.processors for s in sequences)
+        return bool(known) and any(s is not None and (c := known.get(s.sequence_id)) is not None and c.processors for s in sequences)
 
     def forget_device_state(self, sequence: Sequence) -> None:
         """The sampler gave the sequence a new row: the banned tokens that the device had for it are gone."""
@@ -265,7 +265,7 @@ class TokenConstraints:
             self._sampler.send_masks([row], {row: banned})
             constraint.on_device = banned
 
-    def apply(self, logits: Tensor, sequences: list[Sequence]) -> Failures:
+    def apply(self, logits: Tensor, sequences: Rows) -> Failures:
         """Before the draw: send the masks and run the processors on their rows of `logits` [B, V]. The sequences that failed, and why."""
         failures: Failures = {}
         if not self._constraints:
@@ -273,8 +273,8 @@ class TokenConstraints:
         if self._masked:
             self._send_masks(failures)
         for b, sequence in enumerate(sequences):
-            constraint = self._constraints.get(sequence.sequence_id)
-            if constraint is not None and constraint.processors:
+            constraint = None if sequence is None else self._constraints.get(sequence.sequence_id)
+            if sequence is not None and constraint is not None and constraint.processors:
                 self._process(logits, b, sequence, constraint.processors, failures)
         return failures
 

@@ -12,7 +12,8 @@ from typing import Any
 from tinyvllm.config import EngineConfig, cache_folder
 from tinyvllm.engine.boundary import request_failure
 from tinyvllm.engine.constraints import TokenConstraints
-from tinyvllm.engine.loop import new_loop
+from tinyvllm.engine.draft_loop import SpeculativeLoop
+from tinyvllm.engine.loop import StepLoop, new_loop
 from tinyvllm.engine.observer import EngineObserver, Observers
 from tinyvllm.engine.output import ActiveRequest
 from tinyvllm.engine.prefix_store import PrefixStore
@@ -21,6 +22,7 @@ from tinyvllm.engine.request_builder import RequestBuilder
 from tinyvllm.engine.requests import ActiveRequests
 from tinyvllm.engine.scoring import PromptScoring
 from tinyvllm.engine.segments import Segments
+from tinyvllm.engine.speculation import Speculation
 from tinyvllm.engine.stages import Stages
 from tinyvllm.engine.startup import DEVICE_LOCK, Progress, cache_facts, eos_ids_of, load_model_tokenizer, load_runner, new_scheduler
 from tinyvllm.engine.stats import Costs, EngineStats, memory_bandwidth
@@ -31,6 +33,8 @@ from tinyvllm.metrics import engine_metrics
 from tinyvllm.request import BeamSearchParams, RequestOptions, RequestOutput, SamplingParams
 from tinyvllm.runner.device import start_device
 from tinyvllm.scheduler import Scheduler
+from tinyvllm.speculate.policies import EXACT, Policy
+from tinyvllm.speculate.protocol import Controller, Drafter
 
 log = logging.getLogger("tinyvllm")
 
@@ -86,9 +90,16 @@ class Engine:
         self.segments = Segments(scheduler, block_bytes, self.observer)
         self.stages = Stages(runner, self.sampler, self.constraints, self.requests, self.scoring, self.observer)
         run_ahead = runner.overlaps if config.async_scheduling is None else config.async_scheduling
-        self.loop = new_loop(self.stages, config.num_scheduler_steps, run_ahead)
+        self.loop: StepLoop = new_loop(self.stages, config.num_scheduler_steps, run_ahead)
+        self.speculation: Speculation | None = None
         self.recovery = StepRecovery(self.stages, lambda: self.loop)
         self._warmup = Warmup(runner, self.sampler, config, run_ahead) if config.warm_up else None
+
+    def speculate(self, drafter: Drafter, controller: Controller, policy: Policy = EXACT) -> None:
+        """Let a drafter guess tokens from the next step on. The output is the same, unless the policy is lossy."""
+        loop = self.loop.single if isinstance(self.loop, SpeculativeLoop) else self.loop
+        self.speculation = Speculation(drafter, controller, self.requests, self.runner.config.vocab_size, self.max_model_len)
+        self.loop = SpeculativeLoop(self.stages, loop, self.speculation, policy)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -222,5 +233,5 @@ class Engine:
         self._closed = True
         self.constraints.close()
         self.observer.engine_closed()
-        for name in ("runner", "sampler", "stages", "loop", "recovery"):
+        for name in ("runner", "sampler", "stages", "loop", "speculation", "recovery"):
             self.__dict__.pop(name, None)

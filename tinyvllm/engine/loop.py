@@ -1,6 +1,7 @@
-"""How a schedule runs: three loops with one protocol. PlainLoop is the specification; the others give the same tokens sooner.
+"""How a schedule runs: loops with one protocol. PlainLoop is the specification; the others give the same tokens sooner.
 
-Each loop gets the loop that runs what it cannot speed up, so that they stack: multi-step over run-ahead over plain.
+Each loop gets the loop that runs what it cannot speed up, so that they stack: drafts (draft_loop.py) over multi-step over run-ahead over
+plain.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ class StepLoop(Protocol):
         """Append the tokens of the step in flight, if there is one; True if the next one was launched before that."""
         ...
 
+    def read(self) -> None:
+        """Append the tokens of the step in flight, if there is one, and launch nothing."""
+        ...
+
     def run(self, schedule: Schedule) -> None:
         """Run a schedule that is not empty. Nothing is in flight."""
         ...
@@ -46,6 +51,9 @@ class PlainLoop:
 
     def follow(self) -> bool:
         return False
+
+    def read(self) -> None:
+        pass
 
     def discard(self) -> None:
         pass
@@ -74,6 +82,9 @@ class MultiStepLoop:
 
     def follow(self) -> bool:
         return self.single.follow()
+
+    def read(self) -> None:
+        self.single.read()
 
     def discard(self) -> None:
         self.single.discard()
@@ -137,6 +148,11 @@ class RunAheadLoop:
             self._append(last)
         return schedule is not None
 
+    def read(self) -> None:
+        last, self._in_flight = self._in_flight, None
+        if last is not None:
+            self._append(last)
+
     def discard(self) -> None:
         self._in_flight = None
 
@@ -172,4 +188,4 @@ def new_loop(stages: Stages, max_steps: int, run_ahead: bool) -> StepLoop:
 
 
 def _decodes_only(schedule: Schedule) -> bool:
-    return all(entry.num_tokens == 1 and entry.num_logits == 1 for entry in schedule.entries)
+    return all(entry.is_decode for entry in schedule.entries)

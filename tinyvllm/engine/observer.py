@@ -62,6 +62,9 @@ class EngineObserver:
     def tokens_appended(self, request: ActiveRequest, count: int, forced: bool = False) -> None:
         """A sequence of the request got `count` tokens; `forced` if they follow without a choice and were not drawn."""
 
+    def drafts_checked(self, request: ActiveRequest, num_drafts: int, num_accepted: int) -> None:
+        """A step has checked drafts of a sequence of the request, and accepted the first `num_accepted` of them."""
+
     def step_finished(self) -> None:
         """The step is over and its outputs are made."""
 
@@ -113,6 +116,9 @@ class Observers(EngineObserver):
     def tokens_appended(self, request: ActiveRequest, count: int, forced: bool = False) -> None:
         for observer in self._observers:
             observer.tokens_appended(request, count, forced)
+
+    def drafts_checked(self, request: ActiveRequest, num_drafts: int, num_accepted: int) -> None:
+        self._each("drafts_checked", request, num_drafts, num_accepted)
 
     # ---- other events ----
 

@@ -33,6 +33,7 @@ class ActiveRequests:
         self.owners: dict[int, ActiveRequest] = {}  # by sequence id
         self.boundary = RequestBoundary(self.fail)
         self.on_failure: Callable[[str], None] = lambda request_id: None  # called with the id of a request that `fail` ends
+        self.on_release: Callable[[Sequence], None] = lambda sequence: None  # called with each sequence that has ended
         self._live: dict[int, Sequence] = {}  # the sequences that have owners
         self._sampler, self._constraints, self._observer, self._eos_ids = sampler, constraints, observer, eos_ids
         self._by_id: dict[str, ActiveRequest] = {}
@@ -244,7 +245,8 @@ class ActiveRequests:
         self._constraints.remove(sequence)
         self.scheduler.finish(sequence, reason)
         self.owners.pop(sequence.sequence_id, None)
-        self._live.pop(sequence.sequence_id, None)
+        if self._live.pop(sequence.sequence_id, None) is not None:
+            self.on_release(sequence)
 
     def _leave_sampler(self, sequence: Sequence) -> None:
         row = self._rows.pop(sequence.sequence_id, None)

@@ -18,7 +18,7 @@ from tinyvllm.scheduler import Schedule, Scheduler
 
 if TYPE_CHECKING:
     from tinyvllm.runner.runner import Logits, PreparedStep, Reading, Runner
-    from tinyvllm.sampling.sampler import Sampler, SamplingFlags
+    from tinyvllm.sampling.sampler import Rows, Sampler, SamplingFlags
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,23 @@ class Stages:
         flags = self.sampler.prepare(sequences, inputs.num_logits, schedule.reused)
         self.constraints.start_masks(sequences)
         return Step(schedule, inputs, sequences, flags)
+
+    def prepare_rows(self, inputs: PreparedStep, rows: Rows) -> SamplingFlags:
+        """The sampler's part of `prepare` where a sequence has several rows of logits, or none is drawn from some of them."""
+        flags = self.sampler.prepare(rows, inputs.num_logits)
+        self.constraints.start_masks(list(dict.fromkeys(sequence for sequence in rows if sequence is not None)))
+        return flags
+
+    def draw_rows(self, inputs: PreparedStep, rows: Rows, logits: Logits, flags: SamplingFlags) -> tuple[list[int], Failures]:
+        """The tokens of the rows as last prepared, and the sequences for which that failed."""
+        failures = self.constraints.apply(logits.logits, rows)
+        use_best = not self.constraints.edit_logits(rows)
+        (tokens,) = draw(self.runner, self.sampler, inputs, logits, flags, 1, use_best=use_best, advance=False)
+        return tokens[0, : len(rows)].tolist(), failures
+
+    def draws_by_turns(self, sequence: Sequence) -> bool:
+        """Whether a token of the sequence changes what the next one is drawn with: it has one row in a draw."""
+        return self.sampler.changes_with_tokens(sequence) or self.constraints.need_host([sequence])
 
     def launch(self, step: Step, num_steps: int = 1) -> Logits:
         """Start the forward pass. The scheduler counts the tokens of all `num_steps` as computed."""

@@ -2,6 +2,9 @@
 
 No tensors are computed here. Order of the rows: sequences with one token first, padded to their bucket, then those with several. Sequences
 with one token that share blocks are adjacent, so that attention can read the blocks once.
+
+A sequence with k drafts is k + 1 adjacent rows of one token each, with the same block table: a step that checks drafts is a step of decodes
+(docs/decisions/0035-drafts-are-rows-of-decodes.md).
 """
 
 from __future__ import annotations
@@ -24,15 +27,14 @@ MIN_CHUNK = 16  # tokens; every bucket is a capture of some hundred milliseconds
 class Shape:
     """The padded shape of a step, which is also the key of its capture.
 
-    `decodes` sequences of one token, `chunks` sequences of up to `max_query` tokens that make up `chunk_tokens` rows together.
-    `extra_logits` counts the rows of logits beyond one a sequence: 0 unless drafts are verified.
+    `decodes` rows of one token each, drafts included, and `chunks` sequences of up to `max_query` tokens that make up `chunk_tokens` rows
+    together.
     """
 
     decodes: int
     chunks: int
     chunk_tokens: int
     max_query: int
-    extra_logits: int = 0
 
     @property
     def tokens(self) -> int:
@@ -40,12 +42,8 @@ class Shape:
 
     @property
     def sequences(self) -> int:
+        """Rows of the block table, padding included; also rows of logits."""
         return self.decodes + self.chunks
-
-    @property
-    def num_logits(self) -> int:
-        """Rows of logits, padding included."""
-        return self.sequences + self.extra_logits
 
 
 def decode_bucket(count: int) -> int:
@@ -59,20 +57,20 @@ def power_bucket(count: int, minimum: int = 1) -> int:
 
 
 def split(schedule: Schedule) -> tuple[list[Scheduled], list[Scheduled]]:
-    """Entries of one token, and chunks: entries of several."""
-    singles = [entry for entry in schedule.entries if entry.num_tokens == 1]
-    return singles, [entry for entry in schedule.entries if entry.num_tokens > 1]
+    """Entries of one token and its drafts, and chunks: entries of several tokens that the sequence has."""
+    singles = [entry for entry in schedule.entries if entry.num_tokens == 1 or entry.drafts]
+    return singles, [entry for entry in schedule.entries if entry.num_tokens > 1 and not entry.drafts]
 
 
 def shape_of(singles: list[Scheduled], chunks: list[Scheduled]) -> Shape:
-    if not chunks:
-        return Shape(decode_bucket(len(singles)), 0, 0, 1)
+    count = sum(entry.num_tokens for entry in singles)
+    if not chunks:  # with drafts the number of rows changes with every step: powers of two, most of which plain decodes capture, too
+        return Shape(decode_bucket(count) if count == len(singles) else power_bucket(count), 0, 0, 1)
     tokens = power_bucket(sum(entry.num_tokens for entry in chunks), MIN_CHUNK)
     max_query = tokens if len(chunks) == 1 else power_bucket(max(entry.num_tokens for entry in chunks), MIN_CHUNK)
     # steps with both are rare compared with pure decodes: coarse buckets, so that few of them are captured
-    decodes = power_bucket(len(singles), 8) if singles else 0
-    extra = sum(entry.num_logits - 1 for entry in chunks if entry.num_logits > 1)
-    return Shape(decodes, power_bucket(len(chunks)), tokens, min(max_query, tokens), power_bucket(extra) if extra else 0)
+    decodes = power_bucket(count, 8) if singles else 0
+    return Shape(decodes, power_bucket(len(chunks)), tokens, min(max_query, tokens))
 
 
 def usual_shapes(max_num_seqs: int, max_batched_tokens: int) -> list[Shape]:
@@ -156,18 +154,20 @@ class StepInputs:
         """
         if self._cascade:
             self._arrange(singles)
-        if not chunks and self._device_holds(singles):
+        num_rows = sum(entry.num_tokens for entry in singles)
+        drafted = num_rows > len(singles)
+        if not chunks and not drafted and self._device_holds(singles):
             return self.reuse(singles, block_size)
         self.tokens[:], self.positions[:], self.slots[:] = 0, 0, self.scratch_slot
         self.context_lens[:] = 0
         self._lay_singles(singles, block_size)
         end = self._lay_chunks(chunks, block_size)
-        self.rows[0] = end if chunks else len(singles)
-        self.decodes[0] = len(singles)
+        self.rows[0] = end if chunks else num_rows
+        self.decodes[0] = num_rows
         self.chunks[:] = self.shape.decodes, len(chunks)
         self._lay_samples(singles, chunks)
-        self._measure_shared(len(singles), block_size)
-        self._row_of = {} if chunks else {entry.sequence.sequence_id: b for b, entry in enumerate(singles)}
+        self._measure_shared(num_rows, block_size)
+        self._row_of = {} if chunks or drafted else {entry.sequence.sequence_id: b for b, entry in enumerate(singles)}
         self._advanced = 0
         upload(self._device, self._host)
         return max((len(entry.sequence.block_table) for entry in (*singles, *chunks)), default=1)
@@ -225,14 +225,17 @@ class StepInputs:
         singles[:] = [singles[i] for i in self._order]
 
     def _lay_singles(self, singles: list[Scheduled], block_size: int) -> None:
-        """Row b is the one token of singles[b]."""
-        for b, entry in enumerate(singles):
-            sequence, position = entry.sequence, entry.start
-            self.tokens[b] = sequence.token_at(position)
-            self.positions[b] = position
-            self.slots[b] = _slot(sequence.block_table, position, block_size)
-            self.context_lens[b] = position + 1
-            self._lay_table(b, sequence.block_table)
+        """A row for the one token of each entry, and one after it for each of its drafts."""
+        b = 0
+        for entry in singles:
+            sequence = entry.sequence
+            for position, token in enumerate((sequence.token_at(entry.start), *entry.drafts), start=entry.start):
+                self.tokens[b] = token
+                self.positions[b] = position
+                self.slots[b] = _slot(sequence.block_table, position, block_size)
+                self.context_lens[b] = position + 1
+                self._lay_table(b, sequence.block_table)
+                b += 1
         self.query_starts[: self.shape.decodes + 1] = np.arange(self.shape.decodes + 1)
 
     def _lay_chunks(self, chunks: list[Scheduled], block_size: int) -> int:
@@ -255,7 +258,8 @@ class StepInputs:
         if self._all_rows:
             self.samples[:], self.sample_count[0] = np.arange(self.shape.tokens), self.rows[0]
             return
-        rows = [b for b, entry in enumerate(singles) if entry.num_logits]
+        wanted = [entry.num_logits > 0 for entry in singles for _ in range(entry.num_tokens)]
+        rows = [b for b, wants in enumerate(wanted) if wants]
         for b, entry in enumerate(chunks, start=self.shape.decodes):
             end = int(self.query_starts[b + 1])
             rows += range(end - entry.num_logits, end)
@@ -268,7 +272,7 @@ class StepInputs:
         self.shared_prefix_lens[:] = 0
         self._sharing = self._cascade and bool((tables[1:, 0] == tables[:-1, 0]).any())
         if self._sharing:
-            full = self.context_lens[:count] // block_size
+            full = (self.context_lens[:count] - 1) // block_size  # a draft's row is not all in common with the row before it
             both = np.minimum(full[1:], full[:-1])  # what follows may belong to a sequence that had the row before
             width = int(both.max())
             differ = np.ones((count - 1, width + 1), np.bool_)
@@ -290,7 +294,7 @@ def _array_sizes(shape: Shape, M: int, all_rows: bool) -> dict[str, int]:
     T, B = shape.tokens, shape.sequences
     sizes = {"tokens": T, "positions": T, "slots": T, "context_lens": B, "shared_prefix_lens": B, "query_starts": B + 1}
     return sizes | {
-        "samples": T if all_rows else shape.num_logits,
+        "samples": T if all_rows else shape.sequences,
         "rows": 1,
         "decodes": 1,
         "chunks": 2,

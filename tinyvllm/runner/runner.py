@@ -68,8 +68,8 @@ DEFAULT_CONTEXT = 8192
 class PreparedStep:
     """A step whose inputs are on the device. Row r of its logits belongs to the entry logit_rows[r]; the rest of `num_logits` is padding.
 
-    An entry whose drafts are verified has several rows, one after another by position; others have one. `decodes`: the step consists of
-    sequences with one token and one row each, so that the device can advance to the next step by itself.
+    An entry with drafts has several rows, one after another by position; others have one. `decodes`: the step consists of sequences with
+    one token and one row each, so that the device can advance to the next step by itself.
     """
 
     logit_rows: list[Scheduled]
@@ -204,7 +204,7 @@ class Runner:
             return None
         plan = self._new_step(shape, all_rows=False)
         blocks = plan.inputs.fill([], [], self.pool.block_size)
-        return PreparedStep([], shape.num_logits, {"num_blocks": blocks} if self._table_width > 1 else {}, plan, not shape.chunks)
+        return PreparedStep([], shape.sequences, {"num_blocks": blocks} if self._table_width > 1 else {}, plan, not shape.chunks)
 
     @property
     def swap_blocks(self) -> int:
@@ -353,7 +353,7 @@ class Runner:
         blocks = plan.inputs.fill(singles, chunks, self.pool.block_size)
         rows = [entry for entry in singles + chunks for _ in range(entry.num_logits)]
         values = {"num_blocks": blocks} if self._table_width > 1 else {}
-        return PreparedStep(rows, shape.num_logits, values, plan, not chunks and len(rows) == len(singles))
+        return PreparedStep(rows, shape.sequences, values, plan, not chunks and len(rows) == len(singles))
 
     def _new_step(self, shape: Shape, all_rows: bool) -> StepPlan:
         inputs = self._inputs(shape, all_rows)

@@ -7,6 +7,7 @@ parameter row of twelve 32-bit numbers; a step gathers these rows, fills in the 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Sequence as Row
 
 import numpy as np
 from tinygrad import Tensor
@@ -20,7 +21,9 @@ from tinyvllm.sampling.logprobs import logprobs_of
 from tinyvllm.sampling.parameters import Column, SamplingFlags, flags_of, parameter_row
 from tinyvllm.sampling.penalties import LogitBias, TokenCounts, TokenMasks
 
-__all__ = ["Column", "Sampler", "SamplingFlags"]
+__all__ = ["Column", "Rows", "Sampler", "SamplingFlags"]
+
+Rows = Row[Sequence | None]  # the sequence of each row of logits; None: nothing is drawn there
 
 
 class Sampler:
@@ -80,9 +83,9 @@ class Sampler:
         self._parameters[row] = self._parameters[self._scratch]
         self._changes += 1
 
-    def flags(self, sequences: list[Sequence]) -> SamplingFlags:
+    def flags(self, sequences: Rows) -> SamplingFlags:
         """What a step with these sequences has to compute."""
-        distinct = {self._flags[sequence.row] for sequence in sequences}
+        distinct = {self._flags[sequence.row] for sequence in sequences if sequence is not None}
         flags = distinct.pop() if distinct else SamplingFlags()
         for other in distinct:
             flags |= other
@@ -92,10 +95,17 @@ class Sampler:
         """Whether min_tokens still forbids tokens to one of them: the host must look after every step."""
         return any(sequence.row in self._withheld for sequence in sequences)
 
+    def changes_with_tokens(self, sequence: Sequence) -> bool:
+        """Whether each token changes how the next one is drawn: by its counts, or because min_tokens is reached.
+
+        Such a sequence has one row in a draw.
+        """
+        return self._flags[sequence.row].penalized or sequence.row in self._withheld
+
     # ---- a draw ----
 
-    def prepare(self, sequences: list[Sequence], N: int, reused: bool = False) -> SamplingFlags:
-        """Copy to the device what the next `draw` from N rows of logits reads. Row r is of sequences[r], the rest is padding.
+    def prepare(self, sequences: Rows, N: int, reused: bool = False) -> SamplingFlags:
+        """Copy to the device what the next `draw` from N rows of logits reads. Row r is of sequences[r], the rest is padding, as is None.
 
         A sequence that is listed several times, one after another, draws its next tokens there: from the logits of the last known token and
         of the drafts after it. `reused`: the sequences of the last call, each with the tokens drawn since; the device has advanced
@@ -113,7 +123,7 @@ class Sampler:
         if reused and changes == self._changes:
             return flags
         host, device = self._inputs[N]
-        n, rows = len(sequences), [sequence.row for sequence in sequences]
+        n, rows = len(sequences), [self._scratch if sequence is None else sequence.row for sequence in sequences]
         host[:n], host[n:] = self._parameters[rows], self._parameters[self._scratch]
         flags = self.flags(sequences)
         self._prepared[N] = self._changes, flags
@@ -162,21 +172,26 @@ class Sampler:
         if flags.sampled:
             self._on_device[N][:, Column.POSITION] += times
 
-    def logprobs(self, logits: Tensor, sequences: list[Sequence], tokens: list[int]) -> list[dict[int, Logprob] | None]:
+    def logprobs(self, logits: Tensor, sequences: Rows, tokens: list[int]) -> list[dict[int, Logprob] | None]:
         """For each row the log-probabilities of its token and of the most probable ones, None if its sequence did not ask for them.
 
         `logits` [N, V] as drawn from; row r is of sequences[r].
         """
         found: list[dict[int, Logprob] | None] = [None] * len(sequences)
-        rows = [r for r, sequence in enumerate(sequences) if sequence.logprobs is not None]
-        if rows:
-            top = [sequences[r].logprobs or 0 for r in rows]
-            V = int(logits.shape[1])  # only these rows: all of them are megabytes
-            values = np.stack([download(part) for part in spans(logits, [(r * V, V) for r in rows])])
-            named = [sequences[r].params.logprob_token_ids for r in rows]
+        wanting = [(r, sequence) for r, sequence in enumerate(sequences) if sequence is not None and sequence.logprobs is not None]
+        if wanting:
+            rows, top = [r for r, _ in wanting], [sequence.logprobs or 0 for _, sequence in wanting]
+            values = self.rows(logits, rows)  # only these: all of them are megabytes
+            named = [sequence.params.logprob_token_ids for _, sequence in wanting]
             for r, logprobs in zip(rows, logprobs_of(values, [int(tokens[r]) for r in rows], top, named), strict=True):
                 found[r] = logprobs
         return found
+
+    @staticmethod
+    def rows(logits: Tensor, rows: Iterable[int]) -> np.ndarray:
+        """Some rows of logits [N, V] float32, on the host."""
+        V = int(logits.shape[1])
+        return np.stack([download(part) for part in spans(logits, [(r * V, V) for r in rows])])
 
     @staticmethod
     def change_row(logits: Tensor, r: int, change: Callable[[np.ndarray], np.ndarray]) -> None:
@@ -231,9 +246,11 @@ class Sampler:
         self._parameters[row] = parameter_row(params, flags, row, self._scratch, self.vocab_size)
         self._changes += 1
 
-    def _release_withheld(self, sequences: list[Sequence]) -> None:
+    def _release_withheld(self, sequences: Rows) -> None:
         """Allow the end of sequences that have their min_tokens."""
         for sequence in sequences:
+            if sequence is None:
+                continue
             row, params = sequence.row, sequence.params
             if row in self._withheld and len(sequence.output_token_ids) >= params.min_tokens:
                 del self._withheld[row]
@@ -242,34 +259,29 @@ class Sampler:
                 if flags.biased and self._bias is not None:
                     self._bias.write(row, params.logit_bias, ())
 
-    def _positions(self, sequences: list[Sequence]) -> list[int]:
+    def _positions(self, sequences: Rows) -> list[int]:
         """The position in the output of each row's token; 0 for greedy rows, which do not depend on it."""
         positions: list[int] = []
         offset, before = 0, None
         for sequence in sequences:
             offset = offset + 1 if sequence is before else 0
-            if offset == 1:
-                self._check_drafts(sequence)
-            positions.append(len(sequence.output_token_ids) + offset if self._flags[sequence.row].sampled else 0)
+            if sequence is not None and offset == 1 and self.changes_with_tokens(sequence):
+                raise ArgumentError(
+                    f"sampler: sequence {sequence.sequence_id} has several rows in one draw, and its penalties or min_tokens change with "
+                    "every token; draw its rows one after another"
+                )
+            sampled = sequence is not None and self._flags[sequence.row].sampled
+            positions.append(len(sequence.output_token_ids) + offset if sequence is not None and sampled else 0)
             before = sequence
         return positions
 
-    def _check_drafts(self, sequence: Sequence) -> None:
-        """Counts, masks and withheld tokens change from one token to the next, and a row of a table holds one state of them."""
-        flags = self._flags[sequence.row]
-        if flags.penalized or flags.masked or sequence.row in self._withheld:
-            raise ArgumentError(
-                f"sampler: sequence {sequence.sequence_id} has several rows of logits in one step, and its penalties, masks or min_tokens "
-                "change with every token; schedule it without drafts"
-            )
-
-    def _place_masks(self, sequences: list[Sequence], N: int) -> None:
+    def _place_masks(self, sequences: Rows, N: int) -> None:
         """Point each of N rows to its row of the masks' table, or to the one that allows every token."""
         if N not in self._mask_rows:
             device = copied(np.full(N, self._scratch, np.int32), self.device)
             self._mask_rows[N] = np.full(N, self._scratch, dtype=np.int32), device
         host, on_device = self._mask_rows[N]
-        rows = [sequence.row if self._flags[sequence.row].masked else self._scratch for sequence in sequences]
+        rows = [s.row if s is not None and self._flags[s.row].masked else self._scratch for s in sequences]
         rows += [self._scratch] * (N - len(rows))
         if rows != host.tolist():
             host[:] = rows

@@ -29,7 +29,7 @@ class ReusableDecode:
         entries = schedule.entries
         if not entries or len(entries) != len(running):
             return False
-        return all(e.num_tokens == e.num_logits == 1 and e.sequence is s for e, s in zip(entries, running, strict=True))
+        return all(e.is_decode and e.sequence is s for e, s in zip(entries, running, strict=True))
 
     def advance(self, unseen: int) -> list[Scheduled] | None:
         """Advance every entry to its sequence's position; returns those that have reached or crossed a block boundary since.

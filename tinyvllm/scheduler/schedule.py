@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
 
 from tinyvllm.errors import ArgumentError
 from tinyvllm.request import Sequence
+
+Tokens = Row[int]  # token ids
 
 
 @dataclass(frozen=True)
@@ -43,18 +46,25 @@ class Scheduled:
     """Tokens start..start+num_tokens of `sequence` are computed in this step; its block table covers them.
 
     The last `num_logits` of them want logits. 0: a chunk before the end of its prompt. 1: the last known token, whose logits give the next
-    one. k + 1: the last known token and k drafts after it, which are verified in this step.
+    one. k + 1: the last known token and k `drafts` after it, which this step checks; num_tokens is k + 1, too. Whether a draft's key and
+    value are the sequence's own is known after the step: see drafts.py.
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
     num_logits: int
+    drafts: Tokens = ()
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it computes the last known token alone, and wants its logits: the entry may get drafts."""
+        return self.num_tokens == self.num_logits == 1
 
 
 @dataclass
 class Schedule:
-    """One step. `entries` holds first the decodes (one token, one row of logits), then the chunks of prompts, each in order of rank.
+    """One step. `entries` holds first the decodes (one token and its drafts), then the chunks of prompts, each in order of rank.
 
     Before the step runs, blocks move in this order: `swap_out` (block, host block), `swap_in` (host block, block), `copies` (from, to).
 

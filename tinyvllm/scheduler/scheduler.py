@@ -121,12 +121,15 @@ class Scheduler:
         return 1
 
     def advance(self, schedule: Schedule, rounds: int = 1) -> None:
-        """The step has run `rounds` times: its keys and values are in the cache. Finished sequences are passed over."""
+        """The step has run `rounds` times: its keys and values are in the cache. Finished sequences are passed over.
+
+        Drafts do not count: see drafts.py.
+        """
         for entry in schedule.entries:
             sequence = entry.sequence
             if sequence.status is Status.RUNNING:
                 assert sequence.num_computed == entry.start, f"Scheduler: a step of {sequence.sequence_id} was advanced twice"
-                sequence.num_computed += entry.num_tokens * rounds
+                sequence.num_computed += (entry.num_tokens - len(entry.drafts)) * rounds
                 if self._siblings and entry.num_logits:
                     for sibling in self._siblings.take(sequence):
                         self.fork(sequence, sibling)

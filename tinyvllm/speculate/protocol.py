@@ -113,7 +113,8 @@ class StateDrafter(Drafter, Protocol):
 class Controller(Protocol):
     """Decides how many drafts are asked for and verified. `num_rows` counts the rows of the step without drafts.
 
-    A method that raises ends speculation.
+    A method that raises ends speculation. `limits` and `choose` may also be called for a step that then runs without drafts, and
+    twice for the same tokens: while a step is in flight, to see whether drafts would follow (`Drafter.looks_up`).
     """
 
     def limits(self, sequences: Row[Sequence], num_rows: int) -> list[int]:
@@ -124,12 +125,19 @@ class Controller(Protocol):
         """How many tokens of each draft, from its first, are verified. Larger numbers than a draft has are cut."""
         ...
 
+    def observe_proposal(self, num_drafts: int, seconds: float) -> None:
+        """`propose` took so long for at most `num_drafts` drafts of each sequence."""
+        ...
+
     def observe(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Of `num_drafts` verified drafts of the sequence the first `num_accepted` were accepted."""
         ...
 
     def observe_step(self, num_rows: int, seconds: float) -> None:
-        """A step of decodes and drafts alone, `num_rows` rows with drafts, took so long from launch to tokens. Captures are left out."""
+        """A step of decodes and drafts alone, `num_rows` rows with its drafts, took so long, from its inputs to its tokens.
+
+        Steps that capture or compile are left out, and so are those that overlap with others: multi-step and run-ahead decodes.
+        """
         ...
 
     def forget(self, sequence: Sequence) -> None:

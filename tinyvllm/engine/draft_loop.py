@@ -1,0 +1,150 @@
+"""The loop that checks drafts: a step computes the last known token of a sequence and its drafts, and keeps what would have come anyway.
+
+The token of every position is drawn as without drafts: from the same logits, by the same seed and position, after the same penalties,
+masks and filters. So tokens and log-probabilities are those of PlainLoop (docs/decisions/0035-drafts-are-rows-of-decodes.md).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from tinyvllm.engine.constraints import Failures
+from tinyvllm.engine.loop import StepLoop
+from tinyvllm.engine.speculation import Drafts, Speculation
+from tinyvllm.engine.stages import Stages, Step
+from tinyvllm.request import Sequence
+from tinyvllm.scheduler import Schedule, Scheduled
+from tinyvllm.scheduler.drafts import add_drafts, count_confirmed, num_confirmed
+from tinyvllm.speculate.policies import EXACT, Policy
+
+if TYPE_CHECKING:
+    from tinyvllm.runner.runner import Logits
+    from tinyvllm.sampling.sampler import Rows
+
+
+class SpeculativeLoop:
+    """Runs steps with drafts; `single` runs those without, at its own speed."""
+
+    def __init__(self, stages: Stages, single: StepLoop, speculation: Speculation, policy: Policy = EXACT):
+        self.stages, self.single, self.speculation, self.policy = stages, single, speculation, policy
+        self._must_read = False  # the tokens of the step in flight may have drafts after them
+
+    @property
+    def in_flight(self) -> bool:
+        return self.single.in_flight
+
+    def read(self) -> None:
+        self.single.read()
+
+    def discard(self) -> None:
+        self.single.discard()
+
+    def follow(self) -> bool:
+        if self._must_read:
+            self._must_read = False
+            self.single.read()
+            return False
+        launched = self.single.follow()
+        if launched and (schedule := self.stages.scheduled) is not None:
+            self._must_read = self.speculation.would_guess([entry.sequence for entry in schedule.entries])
+        return launched
+
+    def run(self, schedule: Schedule) -> None:
+        self._must_read = False
+        drafts = self._drafts(schedule)
+        drafted = add_drafts(self.stages.scheduler, schedule, drafts) if drafts else schedule
+        if drafted is schedule:
+            self.single.run(schedule)
+        else:
+            self._check(drafted)
+
+    def _drafts(self, schedule: Schedule) -> Drafts:
+        return {} if self.stages.scoring else self.speculation.propose(schedule)
+
+    def _check(self, schedule: Schedule) -> None:
+        """Run a step with drafts. Sequences whose draws depend on their last token draw one row a round, all others in the first."""
+        stages = self.stages
+        stages.scheduled = schedule
+        captures, start = stages.runner.capture_work().count, time.perf_counter()
+        inputs = stages.runner.prepare(schedule)
+        check = _Check(stages, inputs.logit_rows, self.policy)
+        owners = [stages.requests.owners[entry.sequence.sequence_id] for entry in check.drafted]
+        rows = check.first_rows()
+        flags = stages.prepare_rows(inputs, rows)
+        logits = stages.launch(Step(schedule, inputs, [entry.sequence for entry in schedule.entries], flags))
+        while rows:
+            tokens, failures = stages.draw_rows(inputs, rows, logits, flags)
+            check.take(rows, logits, tokens, failures)
+            if rows := check.next_rows():
+                flags = stages.prepare_rows(inputs, rows)
+        for entry, owner in zip(check.drafted, owners, strict=True):
+            accepted = num_confirmed(entry)
+            self.speculation.checked(entry, accepted)
+            stages.observer.drafts_checked(owner, len(entry.drafts), accepted)
+        if len(check.rows) == schedule.num_tokens and stages.runner.capture_work().count == captures:
+            self.speculation.timed(len(check.rows), time.perf_counter() - start)
+
+
+class _Check:
+    """The draws of one step with drafts. `rows` has the entry of each row of logits, `first` the first row of each entry with drafts."""
+
+    def __init__(self, stages: Stages, rows: list[Scheduled], policy: Policy):
+        self.stages, self.rows, self.policy = stages, rows, policy
+        drafted = [r for r, entry in enumerate(rows) if entry.drafts and (not r or rows[r - 1] is not entry)]
+        self.drafted = [rows[r] for r in drafted]
+        self._by_turns = [(r, rows[r]) for r in drafted if stages.draws_by_turns(rows[r].sequence)]
+        turns = {r for r, _ in self._by_turns}
+        self._at_once = [(r, rows[r]) for r in drafted if r not in turns]
+
+    def first_rows(self) -> Rows:
+        """The sequences that draw first: all, but of those by turns only the first row."""
+        rows: list[Sequence | None] = [entry.sequence for entry in self.rows]
+        for r, entry in self._by_turns:
+            rows[r + 1 : r + 1 + len(entry.drafts)] = [None] * len(entry.drafts)
+        return rows
+
+    def next_rows(self) -> Rows:
+        """Those by turns whose tokens so far are their drafts: the row of the last. Empty if there are none."""
+        rows: list[Sequence | None] = [None] * len(self.rows)
+        drawing = [(r, e) for r, e in self._by_turns if not e.sequence.finished and e.sequence.num_computed == len(e.sequence)]
+        for r, entry in drawing:
+            rows[r + len(entry.sequence) - 1 - entry.start] = entry.sequence
+        return rows if drawing else []
+
+    def take(self, rows: Rows, logits: Logits, drawn: list[int], failures: Failures) -> None:
+        """Accept or replace drafts by what was drawn, and append the tokens, with the log-probabilities that requests want."""
+        stages = self.stages
+        stages.observer.phase_ended("run")
+        tokens, kept = self._judge(rows, logits, drawn)
+        logprobs = stages.sampler.logprobs(logits.logits, kept, tokens)
+        stages.observer.phase_ended("sample")
+        for r, sequence in enumerate(kept):
+            if sequence is None or sequence.finished:
+                continue
+            if sequence.sequence_id in failures:
+                stages.requests.finish(sequence, "error", failures[sequence.sequence_id])
+            else:
+                stages.requests.append(sequence, tokens[r], logprobs[r])
+                count_confirmed(self.rows[r])
+
+    def _judge(self, rows: Rows, logits: Logits, drawn: list[int]) -> tuple[list[int], Rows]:
+        """The token of each row, and the rows again without those that follow a rejected draft.
+
+        By turns, a draft is accepted if it was drawn: the next row is drawn only then (`next_rows`).
+        """
+        tokens, kept = drawn.copy(), list(rows)
+        for r, entry in self._at_once:
+            if rows[r] is None:
+                continue
+            end, policy = r + 1 + len(entry.drafts), self._policy_of(entry.sequence)
+            values = self.stages.sampler.rows(logits.logits, range(r, end)) if policy.reads_logits else None
+            accepted, token = policy.accept(entry.drafts, drawn[r:end], values)
+            tokens[r : r + accepted + 1] = [*entry.drafts[:accepted], token]
+            kept[r + accepted + 1 : end] = [None] * (len(entry.drafts) - accepted)
+        return tokens, kept
+
+    def _policy_of(self, sequence: Sequence) -> Policy:
+        """A lossy policy judges the model's own logits, so where a mask or a bias changes them, drafts are accepted exactly."""
+        flags = self.stages.sampler.flags([sequence])
+        return EXACT if flags.masked or flags.biased else self.policy

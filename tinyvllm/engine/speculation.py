@@ -1,0 +1,161 @@
+"""Asks a drafter for drafts, on its own terms: whatever it returns or raises, no request is harmed.
+
+What comes back is checked before it reaches the scheduler. A drafter or a controller that raises, breaks its contract or is far too slow is
+switched off for good, with one warning; bad tokens in a draft end that draft.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from operator import index
+
+from tinyvllm.engine.beam import BeamState
+from tinyvllm.engine.requests import ActiveRequests
+from tinyvllm.request import Sequence
+from tinyvllm.scheduler import Schedule, Scheduled
+from tinyvllm.speculate.protocol import Controller, Draft, Drafter, DraftRequest
+
+log = logging.getLogger("tinyvllm")
+
+MAX_PROPOSE_SECONDS = 2.0  # one call; all requests wait for it
+
+Drafts = dict[int, list[int]]  # by sequence id; none of them empty
+
+
+class Speculation:
+    """The drafter of one engine, and the controller that says how many drafts pay. `method` names the drafter."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        controller: Controller,
+        requests: ActiveRequests,
+        vocab_size: int,
+        max_model_len: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.method, self.on = drafter.method, True
+        self._drafter, self._controller, self._requests, self._clock = drafter, controller, requests, clock
+        self._vocab_size, self._max_model_len = vocab_size, max_model_len
+        self._observed: dict[int, int] = {}  # by sequence id: how many of its tokens the drafter has observed
+        requests.on_release = self.release
+
+    # ---- before a step ----
+
+    def propose(self, schedule: Schedule) -> Drafts:
+        """Drafts for the decodes of a schedule, as far as the controller wants them."""
+        if not self.on:
+            return {}
+        with self._guard("propose"):
+            return self._propose([entry.sequence for entry in schedule.entries if entry.is_decode], len(schedule.entries))
+        return {}
+
+    def would_guess(self, sequences: list[Sequence]) -> bool:
+        """Whether it pays to read the tokens of the step in flight before the next one is launched: drafts may follow them."""
+        if not self.on:
+            return False
+        with self._guard("propose"):
+            if self._drafter.looks_up:
+                return bool(self._propose([s for s in sequences if not s.finished], len(sequences)))
+            return bool(self._requests_of(sequences, len(sequences)))
+        return False
+
+    def _propose(self, sequences: list[Sequence], num_rows: int) -> Drafts:
+        requests = self._requests_of(sequences, num_rows)
+        if not requests:
+            return {}
+        start = self._clock()
+        drafts = self._drafter.propose(requests)
+        seconds = self._clock() - start
+        self._controller.observe_proposal(max(request.max_drafts for request in requests), seconds)
+        if seconds > MAX_PROPOSE_SECONDS:
+            raise TimeoutError(f"one call took {seconds:.1f} s, the limit is {MAX_PROPOSE_SECONDS:g} s")
+        if len(drafts) != len(requests):
+            raise ValueError(f"expected a draft for each of {len(requests)} sequences, got {len(drafts)}")
+        for request, draft in zip(requests, drafts, strict=True):
+            draft.tokens = self._usable(draft, request.max_drafts)
+        if not any(draft.tokens for draft in drafts):
+            return {}
+        counts = self._controller.choose(requests, drafts, num_rows)
+        chosen = {r.sequence.sequence_id: d.tokens[: max(0, n)] for r, d, n in zip(requests, drafts, counts, strict=True)}
+        return {number: tokens for number, tokens in chosen.items() if tokens}
+
+    def _requests_of(self, sequences: list[Sequence], num_rows: int) -> list[DraftRequest]:
+        """The sequences that may get drafts. Beams get none: which of them continues is decided by comparing them after each token."""
+        owners = self._requests.owners
+        sequences = [s for s in sequences if not isinstance(owners.get(s.sequence_id), BeamState)]
+        for sequence in sequences:
+            self._observe(sequence)
+        if not sequences:
+            return []
+        limits = self._controller.limits(sequences, num_rows)
+        wanted = [min(limit, self._room(s)) for s, limit in zip(sequences, limits, strict=True)]
+        return [DraftRequest(s, n, _tenant(s)) for s, n in zip(sequences, wanted, strict=True) if n > 0]
+
+    def _room(self, sequence: Sequence) -> int:
+        """How many drafts could become output, with the token that follows the last of them."""
+        room, limit = self._max_model_len - len(sequence), sequence.params.max_tokens
+        return (room if limit is None else min(room, limit - len(sequence.output_token_ids))) - 1
+
+    def _usable(self, draft: Draft, count: int) -> list[int]:
+        """The tokens up to the first that is none of the vocabulary, at most `count`."""
+        tokens: list[int] = []
+        for token in draft.tokens[:count]:
+            try:
+                number = index(token)
+            except TypeError:
+                break
+            if not 0 <= number < self._vocab_size:
+                break
+            tokens.append(number)
+        return tokens
+
+    def _observe(self, sequence: Sequence) -> None:
+        known = self._observed.get(sequence.sequence_id, len(sequence.prompt_token_ids))
+        if len(sequence) > known:
+            self._drafter.observe(sequence, len(sequence) - known)
+            self._observed[sequence.sequence_id] = len(sequence)
+
+    # ---- after a step ----
+
+    def checked(self, entry: Scheduled, num_accepted: int) -> None:
+        """A step has checked the drafts of an entry, and accepted the first `num_accepted`."""
+        if self.on:
+            with self._guard("the controller's observe"):
+                self._controller.observe(entry.sequence, len(entry.drafts), num_accepted)
+
+    def timed(self, num_rows: int, seconds: float) -> None:
+        """A step of `num_rows` rows, all of decodes and drafts, took so long."""
+        if self.on:
+            with self._guard("the controller's observe_step"):
+                self._controller.observe_step(num_rows, seconds)
+
+    def release(self, sequence: Sequence) -> None:
+        """The sequence has ended."""
+        if self.on:
+            with self._guard("forget"):
+                self._observe(sequence)
+                self._drafter.forget(sequence)
+                self._controller.forget(sequence)
+        self._observed.pop(sequence.sequence_id, None)
+
+    @contextlib.contextmanager
+    def _guard(self, what: str) -> Iterator[None]:
+        """An exception of the drafter or the controller ends speculation, and nothing else."""
+        try:
+            yield
+        except Exception as error:
+            self.on = False
+            self._observed.clear()
+            log.warning(
+                "speculation: the drafter %r is switched off, requests continue without drafts: %s: %s: %s",
+                self.method, what, type(error).__name__, error, exc_info=error,
+            )  # fmt: skip
+
+
+def _tenant(sequence: Sequence) -> str:
+    """Which sequences may be guessed from each other's text: those of one salt and one key."""
+    return f"{sequence.options.cache_salt or ''}\0{sequence.options.key}"
