@@ -1,0 +1,275 @@
+"""How many drafts pay: controllers in simulated steps, against the best fixed number in hindsight. Scripted, seeded, no clock."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.speculate.simulated import RIGHT, WRONG, Simulation, best_fixed, constant
+from tests.speculate.texts import sequence
+from tinyvllm.errors import ArgumentError
+from tinyvllm.speculate.controller import (
+    MAX_DRAFTS,
+    MAX_PAUSE_LOOKUP,
+    MAX_PAUSE_MODEL,
+    AdaptiveController,
+    Calibration,
+    FixedController,
+    WindowController,
+)
+from tinyvllm.speculate.cost_curve import MAX_AGE, MIN_SAMPLES, CostCurve
+from tinyvllm.speculate.protocol import Draft, DraftRequest
+
+FIXED = (1, 2, 3, 4, 6, 8)
+COSTS = {
+    "flat": lambda rows: 1 + 0.01 * (rows - 1),
+    "linear": lambda rows: 1 + 0.08 * (rows - 1),
+    "steep": lambda rows: 1 + 0.4 * (rows - 1),
+    "offset": lambda rows: 1 if rows == 1 else 1.3 + 0.03 * (rows - 2),
+    "knee": lambda rows: max(1.0, 0.6 + 0.05 * rows),
+}
+
+
+def adaptive(looks_up: bool = True) -> AdaptiveController:
+    return AdaptiveController(8, looks_up=looks_up)
+
+
+@pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize("cost", COSTS)
+def test_near_the_best_fixed_number_from_the_first_step_on(cost, acceptance):
+    """Learning of costs and acceptance included, with noisy step times."""
+    settings = {"script": constant(acceptance), "cost": COSTS[cost]}
+    assert Simulation(adaptive(), noise=0.1, **settings).run(600).rate >= 0.95 * best_fixed(FIXED, 300, **settings)
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.95])
+def test_eight_sequences_of_which_each_row_costs(acceptance):
+    settings = {"script": constant(acceptance), "cost": COSTS["linear"], "num_sequences": 8}
+    assert Simulation(adaptive(), noise=0.1, **settings).run(400).rate >= 0.96 * best_fixed((1, 2, 4, 8), 100, **settings)
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.9])
+def test_sixty_four_sequences_up_to_the_knee_of_the_curve(acceptance):
+    """Flat to 72 rows, then linear: eight drafts a step are nearly free, which no fixed number for every sequence can use."""
+
+    def cost(rows: int) -> float:
+        return max(1.0, rows / 72)
+
+    settings = {"script": constant(acceptance), "cost": cost, "num_sequences": 64}
+    measured = AdaptiveController(8, CostCurve({rows: cost(rows) for rows in (64, 72, 80, 96, 128, 256, 512)}))
+    simulation = Simulation(measured, noise=0.05, **settings).run(100)
+    assert simulation.rate >= 0.98 * best_fixed((1, 2, 4), 30, **settings)
+    assert simulation.rate >= 64 * (0.99 + acceptance / 16)
+    unmeasured = Simulation(adaptive(), noise=0.05, **settings).run(150)
+    assert unmeasured.rate >= 64 * 0.97, "the first time it also learns the curve"
+
+
+@pytest.mark.parametrize("num_sequences", [1, 8])
+@pytest.mark.parametrize("cost", COSTS)
+@pytest.mark.parametrize("confidence", [None, 0.9])
+def test_guesses_that_are_never_right_cost_less_than_one_percent(confidence, cost, num_sequences):
+    settings = {"script": constant(0.0, confidence), "cost": COSTS[cost], "num_sequences": num_sequences}
+    simulation = Simulation(adaptive(), **settings).run(200)
+    proposed = simulation.proposed
+    simulation.run(200)
+    assert simulation.rate >= 0.99 * Simulation(None, **settings).run(400).rate
+    assert simulation.proposed - proposed <= 1.5 * 8 * num_sequences * 200 / MAX_PAUSE_LOOKUP, "the drafter is asked rarely"
+
+
+def test_a_text_that_begins_to_repeat_gets_drafts_soon():
+    def script(rng: random.Random, number: int, length: int, count: int) -> Draft:
+        return constant(0.95 if length > 300 else 0.0)(rng, number, length, count)
+
+    simulation = Simulation(adaptive(), script, COSTS["linear"]).run(360)
+    assert not any(simulation.counts[100:300])
+    assert all(simulation.counts[300 + 2 * MAX_PAUSE_LOOKUP : 360])
+    assert max(simulation.counts[300:340]) == 8
+
+
+def test_each_sequence_by_its_own_acceptance():
+    def script(rng: random.Random, number: int, length: int, count: int) -> Draft:
+        return constant(0.95 if number % 2 else 0.0)(rng, number, length, count)
+
+    settings = {"script": script, "cost": COSTS["linear"], "num_sequences": 8}
+    assert Simulation(adaptive(), **settings).run(400).rate >= 1.3 * best_fixed((1, 2, 4, 8), 100, **settings)
+
+
+def test_confidences_that_tell_are_used():
+    def script(rng: random.Random, number: int, length: int, count: int) -> Draft:
+        chances = [rng.choice((0.1, 0.95)) for _ in range(count)]
+        return Draft([RIGHT if rng.random() < chance else WRONG for chance in chances], chances)
+
+    settings = {"script": script, "cost": COSTS["linear"], "num_sequences": 4}
+    assert Simulation(adaptive(), **settings).run(400).rate >= 1.15 * best_fixed((1, 2, 4, 8), 200, **settings)
+
+
+@pytest.mark.parametrize("pass_cost", [0.02, 0.1, 0.3])
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.9])
+def test_a_drafter_that_runs_a_model_is_asked_for_what_pays(acceptance, pass_cost):
+    settings = {"script": constant(acceptance), "cost": COSTS["linear"], "pass_cost": pass_cost}
+    simulation = Simulation(adaptive(looks_up=False), noise=0.1, **settings).run(800)
+    assert simulation.rate >= 0.95 * best_fixed(FIXED, 300, **settings)
+    if acceptance == 0:
+        assert simulation.proposed < 0.05 * 800, "probes become rare"
+
+
+def test_probes_of_a_model_become_rarer_and_find_that_it_pays_again():
+    def script(rng: random.Random, number: int, length: int, count: int) -> Draft:
+        return constant(0.95 if length > 1000 else 0.0)(rng, number, length, count)
+
+    simulation = Simulation(adaptive(looks_up=False), script, COSTS["linear"], pass_cost=0.1).run(1000 + 4 * MAX_PAUSE_MODEL)
+    assert sum(map(bool, simulation.counts[600:1000])) <= 3
+    assert all(simulation.counts[-20:])
+
+
+def test_the_same_steps_give_the_same_choices():
+    runs = [Simulation(adaptive(), constant(0.6), COSTS["knee"], num_sequences=3, noise=0.1).run(100).counts for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+def test_a_call_while_a_step_is_in_flight_changes_nothing():
+    """The engine asks twice for the same tokens: once for a look, once for the step."""
+    once, twice = adaptive(), adaptive()
+    rng, text = random.Random(3), {once: sequence([0]), twice: sequence([0])}
+    for _ in range(200):
+        guess = [RIGHT if rng.random() < 0.4 else WRONG for _ in range(8)]
+        choices = []
+        for controller, calls in ((once, 1), (twice, 3)):
+            for _ in range(calls):
+                (limit,) = controller.limits([text[controller]], 1)
+                chosen = controller.choose([DraftRequest(text[controller], limit)], [Draft(guess[:limit])], 1) if limit else None
+            choices.append((limit, chosen))
+            text[controller].output_token_ids.append(RIGHT)
+        assert choices[0] == choices[1]
+
+
+def test_next_to_a_prompt_a_draft_must_pay_by_itself():
+    """Rows of prompts make the step slow; that is no reason to verify drafts at any price."""
+    controller = AdaptiveController(8, CostCurve({1: 1.0, 2: 1.5, 9: 8.0, 10: 9.0, 11: 10.0, 12: 11.0}))
+    text = sequence([0])
+    controller.limits([text], 9)
+    assert controller.choose([DraftRequest(text, 8)], [Draft([RIGHT] * 3, [0.9] * 3)], 9) == [0]
+    cheap = AdaptiveController(8, CostCurve({1: 1.0, 9: 8.0, 10: 8.1, 11: 8.2, 12: 8.3}))
+    cheap.limits([text], 9)
+    assert cheap.choose([DraftRequest(text, 8)], [Draft([RIGHT] * 3, [0.9] * 3)], 9) == [3]
+
+
+def test_forgotten_sequences_leave_nothing():
+    for controller in (adaptive(), WindowController(4)):
+        texts = [sequence([0], sequence_id=i) for i in range(4)]
+        controller.limits(texts, 4)
+        controller.choose([DraftRequest(text, 2) for text in texts], [Draft([1, 2])] * 4, 4)
+        for text in texts:
+            controller.observe(text, 2, 0)
+            controller.forget(text)
+        assert not vars(controller).get("_histories") and not vars(controller).get("_counts")
+
+
+# ---- the simple ones ----
+
+
+def test_fixed_is_fixed():
+    text = sequence([0])
+    controller = FixedController(3)
+    assert controller.limits([text, text], 2) == [3, 3]
+    assert controller.choose([DraftRequest(text, 3)] * 2, [Draft([1, 2]), Draft()], 2) == [2, 0]
+
+
+@pytest.mark.parametrize("count", [0, -1, MAX_DRAFTS + 1])
+@pytest.mark.parametrize("kind", [FixedController, WindowController, AdaptiveController])
+def test_numbers_beyond_the_limits_are_refused(kind, count):
+    with pytest.raises(ArgumentError, match=f"1 to {MAX_DRAFTS}, got {count}"):
+        kind(count)
+
+
+def test_the_window_raises_and_lowers_the_number():
+    controller, text, other = WindowController(8, window=10), sequence([0]), sequence([0], sequence_id=1)
+    assert controller.limits([text, other], 2) == [4, 4]
+    for _ in range(3):
+        controller.observe(text, 4, 4)
+    assert controller.limits([text, other], 2) == [5, 4], "12 of 12 accepted"
+    controller.observe(text, 10, 6)
+    assert controller.limits([text], 1) == [5], "between the bounds"
+    for _ in range(20):
+        controller.observe(text, 10, 1)
+    assert controller.limits([text], 1) == [1]
+    for _ in range(20):
+        controller.observe(text, 10, 9)
+    assert controller.limits([text], 1) == [8]
+
+
+@pytest.mark.parametrize("settings", [{"window": 0}, {"raise_at": 1.1}, {"raise_at": 0.3, "lower_at": 0.4}, {"lower_at": -0.1}])
+def test_windows_without_sense_are_refused(settings):
+    with pytest.raises(ArgumentError, match="lower_at <= raise_at"):
+        WindowController(4, **settings)
+
+
+# ---- the cost curve ----
+
+
+def test_a_slow_step_does_not_close_a_bucket():
+    curve = CostCurve()
+    for seconds in (1.0, 50.0, 1.1, 0.9, 1.0):
+        curve.observe(4, seconds)
+    assert curve.seconds(4) == pytest.approx(1.0, rel=0.2)
+
+
+def test_fewer_samples_do_not_count():
+    curve = CostCurve()
+    for _ in range(MIN_SAMPLES - 1):
+        curve.observe(2, 80.0)
+    assert curve.points() == {}
+
+
+def test_costs_that_change_together_move_the_whole_curve():
+    """A longer context or a busy machine: what was measured for other numbers of rows keeps its share."""
+    curve = CostCurve({1: 1.0, 4: 1.3, 8: 2.0})
+    for _ in range(200):
+        curve.observe(4, 2.6)
+    assert curve.seconds(4) == pytest.approx(2.6, rel=0.02)
+    assert curve.seconds(8) / curve.seconds(1) == pytest.approx(2.0)
+    assert curve.seconds(4) / curve.seconds(1) == pytest.approx(1.3, rel=0.1)
+
+
+def test_between_known_points_the_estimate_is_optimistic_and_passes_through_them():
+    curve = CostCurve({2: 1.0, 10: 3.0})
+    values = [curve.seconds(rows) for rows in range(2, 11)]
+    assert values[0] == 1.0 and values[-1] == 3.0 and values == sorted(values)
+    assert curve.seconds(6) < 2.0
+    assert curve.seconds(20) < 3.5, "twice the rows are worth a try"
+    assert curve.seconds(80) > 3.0 * 80 / 20, "more are not"
+    assert curve.seconds(1) == 0.5, "and fewer are"
+
+
+def test_what_was_not_visited_for_long_is_tried_again():
+    curve = CostCurve({1: 1.0, 4: 9.0})
+    for _ in range(MAX_AGE + 8):
+        curve.observe(1, 1.0)
+    assert 4 not in curve.points()
+
+
+@pytest.mark.parametrize(("rows", "seconds"), [(0, 1.0), (1, 0.0), (1, -1.0), (1, float("nan"))])
+def test_impossible_steps_are_errors(rows, seconds):
+    with pytest.raises(ValueError, match="cost curve"):
+        CostCurve().observe(rows, seconds)
+
+
+def test_large_numbers_of_rows_share_buckets():
+    curve = CostCurve()
+    for rows in range(64, 72):
+        curve.observe(rows, 2.0)
+    assert list(curve.points()) == [64]
+    assert curve.seconds(70) < 2.1
+
+
+def test_calibration_follows_what_is_observed_and_differs_by_bin():
+    calibration = Calibration()
+    high, low = calibration.keys(Draft([1, 2], [0.95, 0.2]))
+    for i in range(400):
+        calibration.observe(high, i % 10 != 0)
+        calibration.observe(low, i % 10 == 0)
+    assert calibration.chance(high) == pytest.approx(0.9, abs=0.05)
+    assert calibration.chance(low) == pytest.approx(0.1, abs=0.05)
+    assert calibration.keys(Draft([1, 2, 3], [7.0, -1.0, 1.0])) == calibration.keys(Draft([1, 2, 3], [1.0, 0.0, 1.0])), "bounded"
+    assert len(set(calibration.keys(Draft([1, 2, 3])))) == 3, "without confidences by position"

@@ -1,0 +1,333 @@
+"""How many drafts a sequence gets in a step: as many as raise the expected tokens a second. No clock, no randomness.
+
+The expected tokens of a step are 1 for each sequence, and for each draft the chance that it and those before it are accepted. Drafts
+of all sequences are admitted in the order of that chance, as vLLM 0.33 does, and the number is taken that has the most tokens by the cost
+curve (docs/decisions/0036-how-many-drafts-pay.md).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Row
+from dataclasses import dataclass
+from math import exp, log
+from statistics import median
+
+from tinyvllm.errors import ArgumentError
+from tinyvllm.request import Sequence
+from tinyvllm.speculate.cost_curve import CostCurve
+from tinyvllm.speculate.protocol import Draft, DraftRequest
+
+MAX_DRAFTS = 32  # of a sequence in a step
+MAX_CHANCE = 0.98  # of a single draft: no estimate is certain
+MIN_CHANCE = 0.02  # of a draft with all before it; what is less likely never pays
+MIN_GAIN = 0.02  # of tokens a second: covers what the host does for drafts, and that it does not overlap with the device
+
+
+class FixedController:
+    """Always the same number of drafts."""
+
+    def __init__(self, num_drafts: int):
+        self._num_drafts = _checked(num_drafts)
+
+    def limits(self, sequences: Row[Sequence], num_rows: int) -> list[int]:
+        """The number, for each."""
+        return [self._num_drafts] * len(sequences)
+
+    def choose(self, requests: Row[DraftRequest], drafts: Row[Draft], num_rows: int) -> list[int]:
+        """All of each draft."""
+        return [len(draft.tokens) for draft in drafts]
+
+    def observe(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """Nothing is learned."""
+
+    def observe_step(self, num_rows: int, seconds: float) -> None:
+        """Nothing is learned."""
+
+    def observe_proposal(self, num_drafts: int, seconds: float) -> None:
+        """Nothing is learned."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """Nothing is kept."""
+
+
+class WindowController(FixedController):
+    """The simple adaptive rule: one draft more or less for a sequence, by its acceptance over a window.
+
+    `raise_at` or more raises the number, less than `lower_at` lowers it. A sequence begins with half of `max_drafts`, and
+    keeps at least one.
+    """
+
+    def __init__(self, max_drafts: int, window: int = 16, raise_at: float = 0.8, lower_at: float = 0.4):
+        """`window`: drafts that are verified between two changes."""
+        super().__init__(max_drafts)
+        if window < 1 or not 0 <= lower_at <= raise_at <= 1:
+            raise ArgumentError(
+                f"speculation: expected window >= 1 and 0 <= lower_at <= raise_at <= 1, got window={window}, lower_at={lower_at}, "
+                f"raise_at={raise_at}"
+            )
+        self._window, self._raise_at, self._lower_at = window, raise_at, lower_at
+        self._counts: dict[int, tuple[int, int, int]] = {}  # number of drafts; verified and accepted since it changed
+
+    def limits(self, sequences: Row[Sequence], num_rows: int) -> list[int]:
+        """Each sequence's own number."""
+        return [self._count(sequence)[0] for sequence in sequences]
+
+    def observe(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """Count, and change the number at the end of a window."""
+        number, verified, accepted = self._count(sequence)
+        verified, accepted = verified + num_drafts, accepted + num_accepted
+        if verified >= self._window:
+            if accepted >= self._raise_at * verified:
+                number = min(self._num_drafts, number + 1)
+            elif accepted < self._lower_at * verified:
+                number = max(1, number - 1)
+            verified = accepted = 0
+        self._counts[sequence.sequence_id] = number, verified, accepted
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop its window."""
+        self._counts.pop(sequence.sequence_id, None)
+
+    def _count(self, sequence: Sequence) -> tuple[int, int, int]:
+        return self._counts.get(sequence.sequence_id, (max(1, self._num_drafts // 2), 0, 0))
+
+
+def _checked(num_drafts: int) -> int:
+    if not 1 <= num_drafts <= MAX_DRAFTS:
+        raise ArgumentError(f"speculation: num_speculative_tokens must be 1 to {MAX_DRAFTS}, got {num_drafts}")
+    return num_drafts
+
+
+# ---- the adaptive controller ----
+
+_BINS = 32  # of confidence
+_PRIOR_SLOPE, _PRIOR_BIAS = 0.5, -0.2  # vLLM's: logit(chance) = slope * logit(confidence) + bias
+_PRIOR_CHANCE = 0.5  # of a draft without confidence
+_PRIOR_COUNT, _MAX_COUNT = 4, 100  # weight of the prior; of the past
+
+
+class Calibration:
+    """How often a draft is accepted if those before it are: by the drafter's confidence, in bins, or by position where it has none.
+
+    Bins instead of a logistic curve (Zadrozny and Elkan 2001): confidences by frequency take few values, and a lookup is cheaper than a
+    logarithm and an exponential. The bins begin as a logistic curve.
+    """
+
+    def __init__(self) -> None:
+        bins = [(i + 0.5) / _BINS for i in range(_BINS)]
+        self._chances = [1 / (1 + exp(-_PRIOR_SLOPE * log(c / (1 - c)) - _PRIOR_BIAS)) for c in bins]
+        self._chances += [_PRIOR_CHANCE] * MAX_DRAFTS
+        self._weights = [_PRIOR_COUNT] * (_BINS + MAX_DRAFTS)
+
+    def keys(self, draft: Draft) -> list[int]:
+        """The bin of each token."""
+        if len(draft.confidences) == len(draft.tokens):
+            return [min(_BINS - 1, int(max(0.0, c) * _BINS)) for c in draft.confidences]
+        return self.position_keys(len(draft.tokens))
+
+    @staticmethod
+    def position_keys(count: int) -> list[int]:
+        """The bins of the positions 0 to `count`."""
+        return [_BINS + min(i, MAX_DRAFTS - 1) for i in range(count)]
+
+    def chance(self, key: int) -> float:
+        """Between 0 and 1."""
+        return self._chances[key]
+
+    def observe(self, key: int, accepted: bool) -> None:
+        """Whether a draft of the bin was the token that came, those before it being right."""
+        weight = self._weights[key] = min(_MAX_COUNT, self._weights[key] + 1)
+        self._chances[key] += (accepted - self._chances[key]) / weight
+
+
+_DECAY, _PRIOR = 0.95, 1.5
+_PATIENCE = 4  # such misses in a row without a pause
+MAX_PAUSE_LOOKUP, MAX_PAUSE_MODEL = 8, 256  # tokens
+
+
+@dataclass(slots=True)
+class _History:
+    """What is known of a sequence. The last guess waits for the tokens that came in its place, whether it was verified or not."""
+
+    accepted: float = 0.0  # drafts, and how many were expected; both fade
+    expected: float = 0.0
+    length: int = 0  # at the last call
+    guess: list[int] | None = None
+    keys: list[int] | None = None
+    base: int = 0  # position of the first token of the guess
+    asked: bool = False
+    probed: bool = False  # asked although it does not seem to pay
+    probe_pause: int = 8  # tokens until the next probe
+    verified: bool = False  # some of the guess
+    misses: int = 0  # guesses in a row that were wrong at once, and not verified
+    blanks: int = 0  # times in a row that there was no guess
+    resume_at: int = 0  # length from which it is asked again
+
+    @property
+    def ratio(self) -> float:
+        """How much better than others of the same confidence its drafts are."""
+        return (self.accepted + _PRIOR) / (self.expected + _PRIOR)
+
+
+class AdaptiveController:
+    """Chooses the drafts of a step by calibrated chances and the cost curve.
+
+    Guesses that are not verified are scored by the tokens that come, for nothing. A sequence whose guesses are not verified, and wrong, is
+    asked less often: after _PATIENCE such guesses in a row the pause doubles, up to MAX_PAUSE_LOOKUP tokens. A drafter that runs a model
+    (`looks_up` False) is asked for as many drafts as pay by acceptance at each position; if none do, for one after pauses that double up
+    to MAX_PAUSE_MODEL tokens.
+    """
+
+    def __init__(self, max_drafts: int, curve: CostCurve | None = None, looks_up: bool = True):
+        self.curve = curve or CostCurve()
+        self._max_drafts, self._looks_up = _checked(max_drafts), looks_up
+        self._calibration = Calibration()
+        self._histories: dict[int, _History] = {}
+        self._num_sequences = 1  # in the step
+        self._pass_seconds: deque[float] = deque(maxlen=15)
+
+    # ---- before a step ----
+
+    def limits(self, sequences: Row[Sequence], num_rows: int) -> list[int]:
+        """0 for a sequence in a pause; otherwise the most, or for a model what pays."""
+        self._num_sequences = len(sequences)
+        histories = [self._updated(sequence) for sequence in sequences]
+        awake = [history.length >= history.resume_at for history in histories]
+        most = self._max_drafts if self._looks_up or not any(awake) else self._passes(histories, awake, num_rows)
+        for history, up in zip(histories, awake, strict=True):
+            history.asked, history.probed = up, most == 0
+        return [max(1, most) if up else 0 for up in awake]
+
+    def choose(self, requests: Row[DraftRequest], drafts: Row[Draft], num_rows: int) -> list[int]:
+        """The drafts with the most expected tokens a second."""
+        candidates: list[tuple[float, int]] = []
+        for i, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
+            if draft.tokens:
+                candidates += [(chance, -i) for chance in self._chances(self._note(request.sequence, draft))]
+        candidates.sort(reverse=True)
+        counts = [0] * len(drafts)
+        for _, i in candidates[: self._best_count([chance for chance, _ in candidates], num_rows)]:
+            counts[-i] += 1
+        for request, count in zip(requests, counts, strict=True):
+            if count:
+                self._histories[request.sequence.sequence_id].verified = True
+        return counts
+
+    # ---- after a step ----
+
+    def observe(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """Nothing: the sequence's tokens tell."""
+
+    def observe_step(self, num_rows: int, seconds: float) -> None:
+        """For the cost curve."""
+        self.curve.observe(num_rows, seconds)
+
+    def observe_proposal(self, num_drafts: int, seconds: float) -> None:
+        """The drafter took so long for up to `num_drafts` drafts of each sequence."""
+        self._pass_seconds.append(seconds / num_drafts)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop its history."""
+        self._histories.pop(sequence.sequence_id, None)
+
+    # ---- parts ----
+
+    def _best_count(self, chances: list[float], num_rows: int) -> int:
+        """How many of the drafts, likeliest first, have the most expected tokens a second."""
+        seconds, tokens = self.curve.seconds, float(self._num_sequences)
+        plain = seconds(num_rows)
+        # rows of prompts are work, too: next to them a draft must be cheaper than a token of a step of decodes alone
+        mixed = num_rows > self._num_sequences
+        rate = tokens / (seconds(self._num_sequences) if mixed else plain)
+        best, gain = 0, 0.0
+        for count, chance in enumerate(chances, start=1):
+            tokens += chance
+            cost = seconds(num_rows + count)
+            if mixed:
+                more = tokens - self._num_sequences - rate * (cost - plain)
+            else:
+                more = tokens / cost - rate
+            if more > gain:
+                best, gain = count, more
+        return best if gain > MIN_GAIN * (self._num_sequences if mixed else rate) else 0
+
+    def _passes(self, histories: list[_History], awake: list[bool], num_rows: int) -> int:
+        """How many drafts of each awake sequence pay, by acceptance at each position; 0 if none."""
+        asked = [history for history, up in zip(histories, awake, strict=True) if up]
+        per_pass = median(self._pass_seconds) if self._pass_seconds else 0.0
+        tokens, survivals = float(self._num_sequences), [1.0] * len(asked)
+        best, best_rate = 0, (1 + MIN_GAIN) * tokens / self.curve.seconds(num_rows)
+        for count, key in enumerate(self._calibration.position_keys(self._max_drafts), start=1):
+            chance = self._calibration.chance(key)
+            for i, history in enumerate(asked):
+                survivals[i] *= min(MAX_CHANCE, chance * history.ratio)
+            tokens += sum(survivals)
+            rate = tokens / (self.curve.seconds(num_rows + count * len(asked)) + count * per_pass)
+            if rate > best_rate:
+                best, best_rate = count, rate
+        return best
+
+    def _note(self, sequence: Sequence, draft: Draft) -> _History:
+        """Keep the guess until its tokens come."""
+        history = self._histories.setdefault(sequence.sequence_id, _History())
+        history.guess, history.keys, history.base = draft.tokens, self._calibration.keys(draft), len(sequence)
+        history.asked = history.verified = False
+        if history.probed:
+            self._pause(history, history.probe_pause)
+            history.probe_pause = min(MAX_PAUSE_MODEL, 2 * history.probe_pause)
+        else:
+            history.probe_pause = 8
+        return history
+
+    def _chances(self, history: _History) -> list[float]:
+        """The chance of each token of the guess that it and those before it are right; ends where that gets too low."""
+        survival, ratio, chances = 1.0, history.ratio, []
+        for key in history.keys or ():
+            survival *= min(MAX_CHANCE, self._calibration.chance(key) * ratio)
+            if survival < MIN_CHANCE:
+                break
+            chances.append(survival)
+        return chances
+
+    def _updated(self, sequence: Sequence) -> _History:
+        """The sequence's history, with its last guess scored by the tokens that came since."""
+        history = self._histories.setdefault(sequence.sequence_id, _History())
+        if len(sequence) != history.length:
+            history.length = len(sequence)
+            if history.guess is not None:
+                self._score(history, sequence)
+            elif history.asked and self._looks_up:
+                history.blanks += 1
+                self._pause(history, min(3, history.blanks // 8))
+            history.asked = False
+        return history
+
+    def _score(self, history: _History, sequence: Sequence) -> None:
+        guess, keys = history.guess or [], history.keys or []
+        history.guess = history.keys = None
+        history.blanks = 0
+        right = 0
+        for i, token in enumerate(sequence.token_ids(history.base, history.base + len(guess))):
+            accepted = token == guess[i]
+            self._learn(history, keys[i], accepted)
+            if not self._looks_up and keys[i] < _BINS:
+                self._calibration.observe(_BINS + i, accepted)
+            if not accepted:
+                break
+            right += 1
+        if right or history.verified:
+            history.misses = 0
+        else:
+            history.misses += 1
+            if history.misses >= _PATIENCE:
+                most = MAX_PAUSE_LOOKUP if self._looks_up else MAX_PAUSE_MODEL
+                self._pause(history, min(most, 1 << min(20, history.misses - _PATIENCE)))
+
+    def _learn(self, history: _History, key: int, accepted: bool) -> None:
+        history.accepted = _DECAY * history.accepted + accepted
+        history.expected = _DECAY * history.expected + self._calibration.chance(key)
+        self._calibration.observe(key, accepted)
+
+    def _pause(self, history: _History, tokens: int) -> None:
+        history.resume_at = history.length + tokens
