@@ -139,7 +139,7 @@ def test_help_names_every_option_and_no_command_that_is_not_there(capsys: pytest
     flat = " ".join(text.split())
     assert "cache in bytes, such as 2GiB; or give --num-blocks" in flat and "cache in blocks; or give --kv-memory" in flat
     assert all(
-        name in flat.partition("Other commands:")[2] for name in ("chat", "serve", "batch", "kernels", "verify", "quality", "replay")
+        name in flat.partition("Other commands:")[2] for name in ("chat", "serve", "batch", "kernels", "verify", "quality", "replay", "lab")
     )
     assert "bench" not in text
 

@@ -78,7 +78,8 @@ IMPORTS: dict[str, set[str]] = {
         "host_memory",
     },
     "server": {"engine", "text", "request", "metrics", "config", "errors", "host_memory"},
-    "cli": {"server", "engine", "text", "placement", "request", "config", "aliases", "errors", "host_memory", "demo"},
+    "lab": {"engine", "speculate", "config", "request", "demo", "foreign", "errors"},
+    "cli": {"server", "lab", "engine", "text", "placement", "request", "config", "aliases", "errors", "host_memory", "demo"},
     "demo": set(),
     "kernels": set(),
 }
@@ -90,6 +91,7 @@ RESERVED: dict[str, set[str]] = {
 ONLY: dict[tuple[str, str], set[str]] = {
     ("server", "engine"): {"tinyvllm.engine.api"},
     ("cli", "demo"): {"tinyvllm.demo.corpus"},
+    ("lab", "demo"): {"tinyvllm.demo.corpus"},
     ("runner", "scheduler"): {"tinyvllm.scheduler"},
 }
 WITHOUT_TINYGRAD = (
@@ -100,6 +102,8 @@ WITHOUT_TINYGRAD = (
     "tinyvllm.request",
     "tinyvllm.config",
     "tinyvllm.cli",
+    "tinyvllm.lab.run",
+    "tinyvllm.lab.fake",
 )
 PUBLIC_TINYGRAD = {"tinygrad", "tinygrad.llm.model"}
 PUBLIC_NAMES = {"Tensor", "dtypes", "Device", "TinyJit", "nn", "Variable", "Context", "UOp"}

@@ -75,6 +75,10 @@ def _run(arguments: list[str]) -> int:
         from tinyvllm.cli import replay
 
         return replay.run(options)
+    if command == "lab":
+        from tinyvllm.cli import lab
+
+        return lab.run(options)
     assert command == "generate", f"no branch for command {command}, one of {COMMANDS}"
     from tinyvllm.cli import generate
 

@@ -14,7 +14,7 @@ from tinyvllm.config import CPU_STEP_MS, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, 
 from tinyvllm.errors import ArgumentError
 from tinyvllm.request import STRUCTURES, SamplingParams, StructuredOutputsParams
 
-COMMANDS = ("generate", "chat", "serve", "batch", "kernels", "verify", "quality", "replay")
+COMMANDS = ("generate", "chat", "serve", "batch", "kernels", "verify", "quality", "replay", "lab")
 MAX_TOKENS = {"generate": 256, "chat": 1024}  # defaults; less where the context ends earlier
 
 _ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -261,7 +261,7 @@ def _generate_parser() -> Parser:
     parser = _common(
         "generate",
         "Continue prompts with a language model. The answer to a single prompt is streamed to stdout.",
-        "Other commands: tinyvllm chat, serve, batch, kernels, verify, quality, replay (see their --help).",
+        "Other commands: tinyvllm chat, serve, batch, kernels, verify, quality, replay, lab (see their --help).",
     )
     prompts: tuple[tuple[str, dict[str, Any]], ...] = (
         ("--prompt", {"action": "append", "metavar": "TEXT", "help": "the text to continue; may be repeated; - reads stdin"}),
@@ -402,6 +402,47 @@ def _replay_parser() -> Parser:
     return parser
 
 
+def _lab_parser() -> Parser:
+    parser = _common(
+        "lab",
+        "Measure speculative decoding: every combination of drafter, K, policy, batch size, temperature and prompts, against none.",
+        "Options replace keys of SWEEP. Exit code 1 if a cell failed, or if an exact policy changed a token.",
+    )
+    parser.add_argument(
+        "sweep", nargs="?", metavar="SWEEP", help="description of a sweep: .yaml or .json; default: ngram on all prompt sets"
+    )
+    axes: tuple[_Option, ...] = (
+        ("--drafters", {"metavar": "D,...", "help": "ways of guessing, as the method of speculative_config: ngram, suffix, ..."}),
+        ("--k", {"metavar": "K,...", "help": "drafts a step; auto lets the engine choose"}),
+        ("--policies", {"metavar": "P;...", "help": "rules of acceptance, such as 'exact;typical;confidence:tau=0.3'"}),
+        ("--batch-sizes", {"metavar": "B,...", "help": "sequences at the same time"}),
+        ("--temperatures", {"metavar": "T,...", "help": "sampling temperatures"}),
+        ("--prompts", {"metavar": "SET,...", "help": "copy, code, chat, story, or files of JSON lines"}),
+        ("--num-prompts", {"type": int, "metavar": "N", "help": "prompts of each of those sets"}),
+        ("--max-tokens", {"type": int, "metavar": "N", "help": "maximum number of generated tokens of an answer"}),
+        ("--repeats", {"type": int, "metavar": "N", "help": "measured repeats of a cell"}),
+        ("--warmup", {"type": int, "metavar": "N", "help": "batches before them that are not measured"}),
+        ("--seed", {"type": int, "metavar": "S", "help": "seed of prompts and draws"}),
+        ("--ignore-eos", {"action": "store_true", "help": "continue after the end-of-sequence token"}),
+        ("--quality", {"action": argparse.BooleanOptionalAction, "help": "perplexity and KL divergence, too"}),
+    )
+    _add(parser, "sweep", axes)
+    group = parser.add_argument_group("results")
+    for flag, settings in _LAB_RESULTS:
+        group.add_argument(flag, **settings)
+    _add(parser, "engine", _others("--record"))
+    return parser
+
+
+_LAB_RESULTS: tuple[_Option, ...] = (
+    ("--output", {"metavar": "F", "help": "JSON lines, one a cell as it is measured; a second run continues the file"}),
+    ("--table", {"metavar": "F.md", "help": "write the table to this file, too"}),
+    ("--plots", {"metavar": "DIR", "help": "draw acceptance, speed over K, predicted against measured speed and break-even there"}),
+    ("--plot-format", {"metavar": "F", "default": "svg", "help": "svg, or with matplotlib png or pdf"}),
+    ("--plan", {"action": "store_true", "help": "list the cells that would be measured, and measure none"}),
+)
+
+
 def _others(*flags: str) -> tuple[tuple[str, dict[str, Any]], ...]:
     """The engine's options except these."""
     return tuple(option for option in _ENGINE_OPTIONS if option[0] not in flags)
@@ -421,4 +462,5 @@ PARSERS = {
     "verify": _verify_parser,
     "quality": _quality_parser,
     "replay": _replay_parser,
+    "lab": _lab_parser,
 }
