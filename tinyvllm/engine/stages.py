@@ -14,6 +14,7 @@ from tinyvllm.engine.observer import EngineObserver
 from tinyvllm.engine.requests import ActiveRequests
 from tinyvllm.engine.scoring import PromptScoring
 from tinyvllm.request import Sequence
+from tinyvllm.runner.drawing import draw_tokens
 from tinyvllm.scheduler import Schedule, Scheduler
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class Stages:
         """The tokens of the rows as last prepared, and the sequences for which that failed."""
         failures = self.constraints.apply(logits.logits, rows)
         use_best = not self.constraints.edit_logits(rows)
-        (tokens,) = draw(self.runner, self.sampler, inputs, logits, flags, 1, use_best=use_best, advance=False)
+        (tokens,) = draw_tokens(self.runner, self.sampler, inputs, logits, flags, 1, use_best=use_best, advance=False)
         return tokens[0, : len(rows)].tolist(), failures
 
     def draws_by_turns(self, sequence: Sequence) -> bool:
@@ -127,7 +128,7 @@ class Stages:
         """Draw the tokens of the step, and of `num_steps` - 1 more that the device runs by itself: tokens [n, B] as they come."""
         edited = self.constraints.edit_logits(step.sequences)
         stays = not step.inputs.decodes or self.requests.has_beams(step.sequences)
-        return draw(self.runner, self.sampler, step.inputs, logits, step.flags, num_steps, use_best=not edited, advance=not stays)
+        return draw_tokens(self.runner, self.sampler, step.inputs, logits, step.flags, num_steps, use_best=not edited, advance=not stays)
 
     def append(self, step: Step, logits: Logits, tokens: np.ndarray, failures: Failures) -> None:
         """Append the tokens [1, B] of one step to their sequences, with the log-probabilities that requests want."""
@@ -156,20 +157,3 @@ class Stages:
             or self.constraints.need_host(sequences)
             or any(s.logprobs is not None for s in sequences)
         )
-
-
-def draw(
-    runner: Runner, sampler: Sampler, inputs: PreparedStep, logits: Logits, flags: SamplingFlags, num_steps: int, *, use_best: bool,
-    advance: bool,
-) -> Iterator[np.ndarray]:  # fmt: skip
-    """Tokens [n, B] drawn from `logits`, as they come. `use_best` allows the maximum that the forward pass found on its way.
-
-    With `advance` the device moves on to the next position by itself, and runs `num_steps` - 1 more steps.
-    """
-    best = logits.best if use_best and not flags else None
-    sampled = sampler.draw(logits.logits, flags) if best is None else best
-    if not advance:
-        return iter([runner.tokens(sampled)])
-    call = sampler.call(logits.logits, flags) if best is None else None
-    sampler.mark_drawn(inputs.num_logits, flags, num_steps - 1)
-    return runner.advance(inputs, sampled, call, num_steps)

@@ -6,7 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from tinyvllm.config import EngineConfig
-from tinyvllm.engine.stages import draw
+from tinyvllm.runner.drawing import draw_tokens
 
 if TYPE_CHECKING:
     from tinyvllm.runner.prepare import Shape
@@ -43,5 +43,5 @@ class Warmup:
             runner.decode(step, sampler.step(step.num_logits, flags), flags, plain=not flags).get()
             sampler.mark_drawn(step.num_logits, flags, 1)
             return
-        for _ in draw(runner, sampler, step, runner.launch(step), flags, 1, use_best=True, advance=step.decodes):
+        for _ in draw_tokens(runner, sampler, step, runner.launch(step), flags, 1, use_best=True, advance=step.decodes):
             pass

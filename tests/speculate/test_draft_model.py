@@ -1,0 +1,143 @@
+"""The draft model by itself: its drafts are its own continuation of the text, whatever was accepted before, and its blocks are bounded."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.speculate.texts import draft, random_tokens, sequence
+from tinyvllm.config import EngineConfig
+from tinyvllm.request import SamplingParams, Sequence
+from tinyvllm.speculate.draft_model import MAX_ROWS, DraftModelDrafter
+from tinyvllm.speculate.protocol import DraftRequest
+
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, seed=5)
+
+
+@pytest.fixture(scope="module")
+def runner(draft_folder):
+    from tinyvllm.runner.runner import Runner
+
+    return Runner(EngineConfig(model=str(draft_folder), num_blocks=24, max_num_seqs=4, max_model_len=128), "CPU")
+
+
+@pytest.fixture
+def drafter(runner):
+    made = DraftModelDrafter(runner, 4, max_tokens=64)
+    yield made
+    assert made.num_free_blocks + sum(len(copy.block_table) for copy in made._copies.values()) == runner.pool.num_blocks
+
+
+def story(number: int, length: int, params: SamplingParams = GREEDY) -> Sequence:
+    """A sequence with a prompt of random tokens."""
+    made = sequence(random_tokens(length, number, 3000), sequence_id=number)
+    made.params = replace(params, seed=number) if params.seed is not None else params
+    return made
+
+
+def fresh(drafter: DraftModelDrafter, text: Sequence, count: int) -> list[int]:
+    """The drafts for a text that the drafter has not had before."""
+    other = sequence(text.prompt_token_ids, text.output_token_ids, 1000 + text.sequence_id)
+    other.params = text.params
+    while not (tokens := draft(drafter, other, count).tokens):
+        pass
+    drafter.forget(other)
+    return tokens
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_drafts_are_its_own_continuation(drafter, params):
+    """One draft at a time, each accepted, are the drafts of one call."""
+    text = story(1, 20, params)
+    while not (first := draft(drafter, text, 6).tokens):
+        pass
+    for expected in first:
+        assert draft(drafter, text, 1).tokens == [expected]
+        text.output_token_ids.append(expected)
+    assert len(first) == 6
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_whatever_was_accepted_the_drafts_are_those_of_the_text(drafter, params):
+    """Accepted drafts stay in the cache, rejected ones are overwritten; several sequences, with pauses, in any combination."""
+    rng = random.Random(4)
+    texts = [story(number, 5 + 7 * number, params) for number in range(3)]
+    for _ in range(14):
+        chosen = [text for text in texts if rng.random() < 0.7]
+        requests = [DraftRequest(text, rng.choice((1, 2, 3, 5))) for text in chosen]
+        for request, drafted in zip(requests, drafter.propose(requests), strict=True):
+            text = request.sequence
+            assert not drafted.tokens or drafted.tokens == fresh(drafter, text, request.max_drafts)
+            accepted = rng.randint(0, len(drafted.tokens))
+            text.output_token_ids += [*drafted.tokens[:accepted], rng.randrange(3000)]
+        for text in texts:
+            if text not in chosen:
+                text.output_token_ids += random_tokens(rng.choice((1, 2, 2 * MAX_ROWS)), len(text), 3000)
+
+
+def test_asking_twice_gives_the_same(drafter):
+    text = story(2, 10, SAMPLED)
+    while not (first := draft(drafter, text).tokens):
+        pass
+    assert draft(drafter, text).tokens == first
+
+
+def test_a_long_prompt_is_computed_over_several_calls(drafter):
+    """64 tokens a call; meanwhile the other sequence gets its drafts."""
+    long, short = story(0, 110), story(1, 3)
+    sizes = [[len(each.tokens) for each in drafter.propose([DraftRequest(long, 2), DraftRequest(short, 2)])] for _ in range(3)]
+    assert sizes[0] == [0, 2] and sizes[-1] == [2, 2]
+
+
+def test_without_blocks_a_sequence_gets_no_drafts_and_others_do(drafter):
+    """24 blocks of 16 tokens."""
+    texts = [story(number, 110) for number in range(4)]
+    requests = [DraftRequest(text, 3) for text in texts]
+    for _ in range(10):
+        drafts = drafter.propose(requests)
+    assert [len(each.tokens) for each in drafts] == [3, 3, 3, 0]
+    drafter.forget(texts[0])
+    for _ in range(4):
+        last = drafter.propose(requests[1:])
+    assert [len(each.tokens) for each in last] == [3, 3, 3]
+    for text in texts:
+        drafter.forget(text)
+    assert drafter.num_free_blocks == 24
+
+
+def test_more_sequences_than_rows_or_blocks_take_turns(drafter):
+    """Those that are not asked for lose their copies first, the least recently used one before others."""
+    texts = [story(number, 60) for number in range(8)]
+    for text in texts * 2:
+        while not (tokens := draft(drafter, text, 2).tokens):
+            pass
+        assert tokens == fresh(drafter, text, 2)
+    assert len(drafter._copies) <= 4
+
+
+def test_no_drafts_beyond_the_context_of_the_draft_model(drafter):
+    text = story(3, 124)
+    for _ in range(5):
+        last = draft(drafter, text, 5)
+    assert not last.tokens, "124 tokens and 5 are more than 128"
+    for _ in range(5):
+        last = draft(drafter, text, 4)
+    assert len(last.tokens) == 4
+
+
+def test_tokens_that_the_draft_model_lacks_do_no_harm(drafter):
+    text = sequence([5, 4000, 6, 7], [8, 9999], 3)
+    text.params = GREEDY
+    assert len(draft(drafter, text, 3).tokens) == 3
+    text.output_token_ids += [5000, 3]
+    assert draft(drafter, text, 3).tokens == fresh(drafter, text, 3)
+
+
+def test_penalties_do_not_change_drafts(drafter):
+    plain, penalised = story(1, 12, SAMPLED), story(2, 12, SAMPLED)
+    penalised.prompt_token_ids[:] = plain.prompt_token_ids
+    penalised.params = replace(plain.params, repetition_penalty=1.9, min_tokens=5, presence_penalty=1.0)
+    assert fresh(drafter, plain, 4) == fresh(drafter, penalised, 4)
