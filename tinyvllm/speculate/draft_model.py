@@ -52,8 +52,8 @@ class DraftModelDrafter:
         wanted = {request.sequence.sequence_id for request in requests}
         count = max((request.max_drafts for request in requests), default=0)
         copies = [self._prepare_copy(request.sequence, count, wanted) for request in requests]
-        behind = [copy for copy in copies if copy is not None and len(copy) - copy.num_computed > MAX_ROWS]
-        self._catch_up(behind)
+        late = [copy for copy in copies if copy is not None and len(copy) - copy.num_computed > MAX_ROWS]
+        self._catch_up(late)
         ready = [copy for copy in copies if copy is not None and len(copy) - copy.num_computed <= MAX_ROWS]
         drafts = self._draw(ready, count) if ready else {}
         return [Draft(drafts.get(r.sequence.sequence_id, [])[: r.max_drafts]) for r in requests]
@@ -128,10 +128,10 @@ class DraftModelDrafter:
 
     # ---- passes ----
 
-    def _catch_up(self, behind: list[Sequence]) -> None:
+    def _catch_up(self, late: list[Sequence]) -> None:
         """Compute missing tokens, all but the last of each, in one step of `max_tokens` tokens at most."""
         room, entries = self.max_tokens, []
-        for copy in behind:
+        for copy in late:
             if count := min(room, len(copy) - 1 - copy.num_computed):
                 entries.append(Scheduled(copy, copy.num_computed, count, 0))
                 room -= count
