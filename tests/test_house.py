@@ -78,7 +78,7 @@ IMPORTS: dict[str, set[str]] = {
         "host_memory",
     },
     "server": {"engine", "text", "request", "metrics", "config", "errors", "host_memory"},
-    "lab": {"engine", "speculate", "config", "request", "demo", "foreign", "errors"},
+    "lab": {"engine", "scheduler", "speculate", "config", "request", "demo", "foreign", "errors"},
     "cli": {"server", "lab", "engine", "text", "placement", "request", "config", "aliases", "errors", "host_memory", "demo"},
     "demo": set(),
     "kernels": set(),

@@ -152,7 +152,7 @@ def test_a_broken_promise_and_a_failed_cell_are_named(
 
 def test_a_second_run_measures_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "o.jsonl"
-    words = ["lab", written(tmp_path, drafters=["good"], k=[1]), "--output", str(output), "--quiet"]
+    words = ["lab", written(tmp_path, drafters=["good"], k=[1]), "--no-paired", "--output", str(output), "--quiet"]
     assert cli.main(words) == 0
     table, whole = capsys.readouterr().out, output.read_bytes()
     lines = whole.splitlines(keepends=True)

@@ -425,6 +425,7 @@ def _lab_parser() -> Parser:
         ("--seed", {"type": int, "metavar": "S", "help": "seed of prompts and draws"}),
         ("--ignore-eos", {"action": "store_true", "help": "continue after the end-of-sequence token"}),
         ("--quality", {"action": argparse.BooleanOptionalAction, "help": "perplexity and KL divergence, too"}),
+        ("--paired", {"action": argparse.BooleanOptionalAction, "help": "run each repeat without drafts, too: speed-ups within a repeat"}),
     )
     _add(parser, "sweep", axes)
     group = parser.add_argument_group("results")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tinyvllm.cli.arguments import engine_options
 from tinyvllm.cli.lines import AnswerFile, read_lines
 from tinyvllm.cli.new_file import new_file
-from tinyvllm.cli.progress import Progress, say
+from tinyvllm.cli.progress import LoadBar, Progress, say
 from tinyvllm.config import expand_home, nearest
 from tinyvllm.errors import ArgumentError, OutputError, TinyvllmError, one_line
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from tinyvllm.lab.target import Target
 
 _LISTS = {"drafters": ",", "k": ",", "policies": ";", "batch_sizes": ",", "temperatures": ",", "prompts": ","}
-_NUMBERS = ("num_prompts", "max_tokens", "repeats", "warmup", "seed", "ignore_eos", "quality")
+_NUMBERS = ("num_prompts", "max_tokens", "repeats", "warmup", "seed", "ignore_eos", "quality", "paired")
 PLOT_FORMATS = ("svg", "png", "pdf")
 
 
@@ -107,7 +108,10 @@ def _target_of(sweep: Sweep, options: argparse.Namespace) -> Target:
         from tinyvllm.lab.fake import FakeTarget
 
         return FakeTarget(sweep.fake)
-    raise ArgumentError("lab: without `fake` there is no target yet")
+    from tinyvllm.lab.engine_target import EngineTarget
+
+    bar = LoadBar() if sys.stderr.isatty() and not options.quiet else None
+    return EngineTarget(sweep, bar)
 
 
 def _plan(sweep: Sweep) -> int:

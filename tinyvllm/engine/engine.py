@@ -101,6 +101,12 @@ class Engine:
         self.speculation = Speculation(drafter, controller, self.requests, self.runner.config.vocab_size, self.max_model_len)
         self.loop = SpeculativeLoop(self.stages, loop, self.speculation, policy)
 
+    def stop_speculation(self) -> None:
+        """Run without drafts from the next step on."""
+        if isinstance(self.loop, SpeculativeLoop):
+            self.loop, self.speculation = self.loop.single, None
+            self.requests.on_release = lambda sequence: None
+
     @property
     def scheduler(self) -> Scheduler:
         return self.requests.scheduler

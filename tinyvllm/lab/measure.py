@@ -30,16 +30,26 @@ class Reference:
 
 
 def measure(sweep: Sweep, cell: Cell, prompts: Sequence[LabPrompt], target: Target, reference: Reference | None) -> Record:
-    """The figures of a cell. `reference` is that of its baseline, None for the baseline itself."""
+    """The figures of a cell. `reference` is that of its baseline, None for the baseline itself.
+
+    With `sweep.paired` each repeat runs its jobs without drafts first: what changes the machine's speed from minute to minute then changes
+    both, and a cell that is measured a day later is compared with that day.
+    """
     jobs = jobs_of(sweep, cell, prompts)
     limits = Limits(sweep.max_tokens, sweep.ignore_eos)
+    pairs = sweep.paired and not cell.is_baseline
     for number in range(sweep.warmup):
         _repeat(target, cell, jobs[0][: cell.batch_size], limits, f"warmup {number}")
-    trials = [_repeat(target, cell, jobs[number], limits, f"repeat {number}") for number in range(sweep.repeats)]
+    trials, ratios = list[_Trial](), list[float]()
+    for number in range(sweep.repeats):
+        plain = _repeat(target, cell.baseline, jobs[number], limits, f"repeat {number}") if pairs else None
+        trials.append(_repeat(target, cell, jobs[number], limits, f"repeat {number}"))
+        if plain is not None and plain.tok_s:
+            ratios.append(trials[-1].tok_s / plain.tok_s)
     counts = DraftCounts()
     for trial in trials:
         counts.add(trial.counts)
-    record = cell.axes() | _times(trials) | _drafting(trials, counts)
+    record = cell.axes() | _times(trials) | _drafting(trials, counts) | {"paired_speedup": summary(ratios) if ratios else None}
     tokens = [[list(answer.tokens) for answer in trial.answers] for trial in trials]
     record |= {"output_tokens" if reference is None else "output_digest": tokens if reference is None else _digest(tokens)}
     divergence = compare_texts(tokens if reference is None else reference.tokens, tokens)
@@ -69,6 +79,11 @@ class _Trial:
     counts: DraftCounts
     seconds: float
     decode_seconds: float
+
+    @property
+    def tok_s(self) -> float:
+        """Tokens a second of decoding."""
+        return self.decoded / max(self.decode_seconds, 1e-9)
 
     @property
     def generated(self) -> int:
@@ -102,7 +117,7 @@ def _times(trials: Sequence[_Trial]) -> Record:
     """Speeds and times, each over the repeats."""
     first = [median(answer.first_token for answer in trial.answers) for trial in trials]
     return {
-        "tok_s": summary([trial.decoded / max(trial.decode_seconds, 1e-9) for trial in trials]),
+        "tok_s": summary([trial.tok_s for trial in trials]),
         "total_tok_s": summary([trial.generated / max(trial.seconds, 1e-9) for trial in trials]),
         "first_token_ms": summary([1000 * one for one in first]),
         "output_tokens_per_repeat": summary([trial.generated for trial in trials]),

@@ -36,12 +36,19 @@ class Row:
 def rows_of(records: Sequence[Record], costs: StepCosts | None) -> list[Row]:
     """A row for each record, in their order."""
     baselines = {_place(record): record["tok_s"]["median"] for record in records if record["method"] == "none"}
-    speedups = [ratio(record["tok_s"]["median"], baselines.get(_place(record), 0.0)) for record in records]
+    speedups = [_speedup(record, baselines.get(_place(record), 0.0)) for record in records]
     lines: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
     for record, speedup in zip(records, speedups):
         if speedup is not None:
             lines.setdefault(line_of(record), []).append((record["batch_size"], speedup))
     return [_row(record, speedup, lines, costs) for record, speedup in zip(records, speedups)]
+
+
+def _speedup(record: Record, baseline: float) -> float | None:
+    """The median of the ratios within repeats, or where they were not paired, the ratio of medians."""
+    if record["paired_speedup"] is not None:
+        return float(record["paired_speedup"]["median"])
+    return ratio(record["tok_s"]["median"], baseline)
 
 
 def _row(record: Record, speedup: float | None, lines: Mapping[tuple[Any, ...], list[tuple[int, float]]], costs: StepCosts | None) -> Row:

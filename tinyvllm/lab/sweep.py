@@ -135,6 +135,7 @@ class Sweep:
     seed: int = 0
     ignore_eos: bool = False
     quality: bool = True
+    paired: bool = True
     cost_rows: tuple[int, ...] = COST_ROWS
     costs: StepCosts | None = None
     engine: tuple[tuple[str, Any], ...] = ()
@@ -157,7 +158,7 @@ class Sweep:
     def key_of(self, cell: Cell, about: Mapping[str, Any]) -> str:
         """What a finished cell is known by: its axes, the settings that its figures depend on, and `about` the target and the prompts."""
         settings = [FORMAT, self.num_prompts, self.max_tokens, self.repeats, self.warmup, self.seed, self.ignore_eos, self.quality]
-        text = digest_text([settings, cell.axes(), dict(about)])
+        text = digest_text([settings, self.paired, cell.axes(), dict(about)])
         return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
@@ -186,6 +187,7 @@ def parse_sweep(values: Mapping[str, Any], where: str = "sweep") -> Sweep:
         s.integer("seed", default.seed, 0, 2**31 - 1),
         s.boolean("ignore_eos", default.ignore_eos),
         s.boolean("quality", default.quality),
+        s.boolean("paired", default.paired),
         s.axis("cost_rows", default.cost_rows, lambda value: _integer(s, "cost_rows", value, 1, MAX_BATCH)),
         parse_costs(s, "costs"),
         tuple(sorted(engine.items())),
