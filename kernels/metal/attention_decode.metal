@@ -4,7 +4,7 @@
 //   partial       [B, K * PARTS, AREA] uint32 for sequences of several partitions: partitions.h. If LAUNCHES is 1, zero between launches,
 //                                            but for a fault (partition_records.h)
 //   q             [T, H, D] float32          row b is sequence b's
-//   cache         [P, 2, K, S, D] CACHE_TYPE keys at [:, 0], values at [:, 1]; this step's are in it
+//   cache         [P, 2, K, S, D] CACHE_TYPE keys at [:, 0], values at [:, 1]; this step's are in it. Packed: blocks of packed_read.h
 //   block_tables  [B, M] int32               entries after a context are not read
 //   context_lens  [B] int32                  tokens in the cache, 1 to M * S, of valid sequences
 //   count         [1] int32                  number of valid sequences
@@ -47,11 +47,12 @@
 // that exist anyway, so that nothing depends on the other sequences of the batch.
 #include "partitions.h"
 
-constant constexpr int MERGED_ROWS = D >= 256 ? 1 : 256 / D;                // at a time: 8 KiB of threadgroup memory
-constant constexpr int EXCHANGE = SIMDS * MERGED_ROWS * PIECES;             // float4s in which SIMD groups exchange rows
-constant constexpr int CONCURRENT = EXCHANGE * 4 / (TILE * REGISTERS) / 2;  // stripes whose shared keys and values fit there
+constant constexpr int MERGED_ROWS = D >= 256 ? 1 : 256 / D;                    // at a time: 8 KiB of threadgroup memory
+constant constexpr int EXCHANGE = SIMDS * MERGED_ROWS * PIECES;                 // float4s in which SIMD groups exchange rows
+constant constexpr int FITTING = EXCHANGE * 4 / (TILE * UNIT_REGISTERS) / 2;    // stripes whose shared keys and values fit there
+constant constexpr int CONCURRENT = FITTING < SIMDS / 2 ? FITTING : SIMDS / 2;  // a unit has two sequences or more
 // Whether the merged values of n sequences fit into the registers of a tile's values.
-#define FITS(n) ((n) <= SIMDS && (n) * ROWS * D <= THREADS * STEPS * EACH * REGISTERS)
+#define FITS(n) ((n) <= SIMDS && (n) * ROWS * D <= THREADS * STEPS * EACH * PIECE_REGISTERS)
 constant constexpr int MAX_MEMBERS = !CASCADE || CONCURRENT < 1 ? 1 : FITS(16) ? 16 : FITS(8) ? 8 : FITS(4) ? 4 : FITS(2) ? 2 : 1;
 constant constexpr int MERGED = (MAX_MEMBERS * ROWS * PIECES + THREADS - 1) / THREADS;              // pieces that a thread merges
 constant constexpr int COPIED = MAX_MEMBERS > 1 ? (CONCURRENT * TILE + THREADS - 1) / THREADS : 1;  // pieces of shared tiles that it copies
@@ -81,7 +82,7 @@ INLINE void count_results(threadgroup uint *lasts, Results to, Sequences sequenc
 
 [[max_total_threads_per_threadgroup(32 * SIMDS)]] kernel void attention_decode(
     device float *out [[buffer(0)]], device atomic_uint *partial [[buffer(1)]], device const float *q [[buffer(2)]],
-    device const cache_number4 *cache [[buffer(3)]], device const int *block_tables [[buffer(4)]],
+    device const cache_unit *cache [[buffer(3)]], device const int *block_tables [[buffer(4)]],
     device const int *context_lens [[buffer(5)]], device const int *count [[buffer(6)]],
     SHARED_PREFIX_LENS_ARGUMENT uint3 group [[threadgroup_position_in_grid]], uint index [[thread_index_in_threadgroup]],
     uint lane_index [[thread_index_in_simdgroup]], uint simd_index [[simdgroup_index_in_threadgroup]]) {
@@ -92,6 +93,9 @@ INLINE void count_results(threadgroup uint *lasts, Results to, Sequences sequenc
   threadgroup float rescales[ROWS * PARTITIONS];
   threadgroup float inverses[ROWS];
   threadgroup uint lasts[MAX_MEMBERS];
+#endif
+#if PACKED_CACHE
+  threadgroup uint tile_scales[CONCURRENT > 0 ? CONCURRENT * KEYS : 1];
 #endif
   Exchange exchange;
   exchange.o = rows, exchange.stats = stats, exchange.totals = totals;
@@ -121,7 +125,10 @@ INLINE void count_results(threadgroup uint *lasts, Results to, Sequences sequenc
     merge(merged, exchange, sums, unit, to.heads, SIMDS, thread_index, simd, lane);
   } else {
     SharedTiles tiles;
-    tiles.keys = (threadgroup cache_number4 *)rows, tiles.values = tiles.keys + CONCURRENT * TILE;
+    tiles.keys = (threadgroup cache_unit *)rows, tiles.values = tiles.keys + CONCURRENT * TILE;
+#if PACKED_CACHE
+    tiles.scales = tile_scales;
+#endif
     const int member = member_of(unit, simd), own_b = b + min(member, unit.size - 1);
     const int own_first = unit.common / KEYS * KEYS, own_end = min(context_lens[own_b], start + PARTITION);
     load_queries(queries, q + ((ulong)own_b * H + to.row) * D, lane, to.heads);

@@ -2,7 +2,7 @@
 //
 //   out           [T, H, D] float32          only rows of the chunk sequences are written
 //   q             [T, H, D] float32
-//   cache         [P, 2, K, S, D] CACHE_TYPE keys at [:, 0], values at [:, 1]; this step's are in it
+//   cache         [P, 2, K, S, D] CACHE_TYPE keys at [:, 0], values at [:, 1]; this step's are in it. Packed: blocks of packed_read.h
 //   block_tables  [B, M] int32               entries of blocks whose keys no row sees are not read
 //   context_lens  [B] int32                  tokens in the cache, with this step's
 //   query_starts  [B + 1] int32              sequence b's rows are query_starts[b] to query_starts[b + 1] - 1; its last is at position
@@ -13,8 +13,8 @@
 // Launch: threads 32 * SIMDS; grid (ceil(T / SPAN) + chunk sequences, K) or more, with SPAN = SIMDS * 8 * K / H rounded down.
 //
 // A threadgroup takes (sequence, SPAN query positions, KV head), a SIMD group eight of its SPAN * H / K rows. The last positions of a
-// sequence, which see most, come first. Tiles of KEYS keys and values go through threadgroup memory, 17 KiB, as they are in the cache, with
-// rows padded so that the lanes of a fragment's load read different banks. Scores, weights and sums stay in registers as fragments of
+// sequence, which see most, come first. Tiles of KEYS keys and values go through threadgroup memory, 17 KiB, as they are in the cache, or as
+// halves without their scales if it is packed, with rows padded so that the lanes of a fragment's load read different banks. Scores, weights and sums stay in registers as fragments of
 // 8 x 8, and so does q, for D > 128 up to OWN_STEPS; the rest is read again for each tile. A SIMD group skips tiles that its rows do not
 // see, and masks only at the edge of what they see.
 //
@@ -24,13 +24,18 @@
 // of 8 ascending; a lane adds its weights, keys ascending, and a row's four lanes are added after the last tile, 1, then 8 apart. Tiles
 // begin at multiples of KEYS, counted from the sequence's first token; a tile that a row does not see leaves the row's sums unchanged: its
 // bits depend neither on how a prompt is divided into chunks nor on the other rows. They differ from attention_decode's.
+// Scales of a packed cache multiply a key's scores, after their sum, and its value's weights, which are summed without it.
 #include "attention.h"
+#if PACKED_CACHE
+#include "packed_tile.h"
+#else
+#include "float_tile.h"
+#endif
 
-constant constexpr int ROW_BYTES = D * (int)sizeof(cache_number);
+constant constexpr int ROW_BYTES = D * (int)sizeof(tile_number);
 constant constexpr int KEYS = ROW_BYTES <= 256 ? 32 : ROW_BYTES <= 512 ? 16 : 8;  // of a tile
 constant constexpr int PITCH_BYTES = ROW_BYTES + 16;                              // from row to row in threadgroup memory
-constant constexpr int PITCH = PITCH_BYTES / (int)sizeof(cache_number);
-constant constexpr int PIECES = ROW_BYTES / 16;           // of 16 bytes in a row of the cache
+constant constexpr int PITCH = PITCH_BYTES / (int)sizeof(tile_number);
 constant constexpr int SIDE = KEYS * (PITCH_BYTES / 16);  // pieces from a tile's keys to its values
 constant constexpr int STEPS = D / 8;                     // fragments of a row
 constant constexpr int OWN_STEPS = D <= 128 ? STEPS : 8;  // of q, in registers
@@ -65,12 +70,11 @@ INLINE bool find_work(thread Work &work, uint3 group, device const int *block_ta
                       device const int *query_starts, device const int *chunks);
 INLINE Lane lane_of(thread const Work &work, uint number, int simd);
 INLINE float2 query_at(device const float *q, thread const Lane &lane, int step);
-INLINE void load_tile(threadgroup uint4 *tile, thread const Work &work, device const uint4 *cache, int start, int first, int end,
-                      int thread_index);
 INLINE void compute_scores(thread float2 (&s)[KEYS / 8], thread const float2 (&queries)[OWN_STEPS], device const float *q,
-                           threadgroup const cache_number *keys, thread const Lane &lane);
-INLINE void update_softmax(thread float2 (&s)[KEYS / 8], thread Sums &sums, thread const Lane &lane, int start, bool masked);
-INLINE void add_values(thread Sums &sums, thread const float2 (&weights)[KEYS / 8], threadgroup const cache_number *values,
+                           threadgroup const tile_number *keys, thread const Lane &lane);
+INLINE void update_softmax(thread float2 (&s)[KEYS / 8], thread Sums &sums, TileScales scales, thread const Lane &lane, int start,
+                           bool masked);
+INLINE void add_values(thread Sums &sums, thread const float2 (&weights)[KEYS / 8], threadgroup const tile_number *values,
                        thread const Lane &lane);
 INLINE void write_rows(device float *out, thread const Sums &sums, thread const Lane &lane);
 
@@ -81,6 +85,11 @@ INLINE void write_rows(device float *out, thread const Sums &sums, thread const 
     uint thread_index [[thread_index_in_threadgroup]], uint lane_index [[thread_index_in_simdgroup]],
     uint simd_index [[simdgroup_index_in_threadgroup]]) {
   threadgroup uint4 tile[2 * SIDE];
+  TileScales scales;
+#if PACKED_CACHE
+  threadgroup uint scales_of_keys[KEYS];
+  scales.of = scales_of_keys;
+#endif
   Work work;
   if (!find_work(work, group, block_tables, context_lens, query_starts, chunks)) return;
   const Lane lane = lane_of(work, lane_index, (int)simd_index);
@@ -96,13 +105,14 @@ INLINE void write_rows(device float *out, thread const Sums &sums, thread const 
 
   for (int start = first / KEYS * KEYS; start < end; start += KEYS) {
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the last tile has been read by all
-    load_tile(tile, work, cache, start, first, end, (int)thread_index);
+    load_tile<KEYS, PITCH, THREADS>((threadgroup tile_number *)tile, (threadgroup tile_number *)(tile + SIDE), scales, cache, work.table,
+                                    work.head, start, first, end, (int)thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (start + KEYS <= first_visible(lane.low) || start > lane.high) continue;
-    float2 scores[KEYS / 8];
-    compute_scores(scores, queries, q, (threadgroup const cache_number *)tile, lane);
-    update_softmax(scores, sums, lane, start, start < first_visible(lane.high) || start + KEYS > lane.low + 1);
-    add_values(sums, scores, (threadgroup const cache_number *)(tile + SIDE), lane);
+    float2 weights[KEYS / 8];  // scores at first
+    compute_scores(weights, queries, q, (threadgroup const tile_number *)tile, lane);
+    update_softmax(weights, sums, scales, lane, start, start < first_visible(lane.high) || start + KEYS > lane.low + 1);
+    add_values(sums, weights, (threadgroup const tile_number *)(tile + SIDE), lane);
   }
   write_rows(out, sums, lane);
 }
@@ -145,20 +155,8 @@ INLINE float2 query_at(device const float *q, thread const Lane &lane, int step)
   return lane.exists ? *(device const float2 *)(q + lane.offset + step * 8 + lane.column) * SCALE_2 : float2(0.0f);
 }
 
-// Keys and values from `start` on; for those outside of first to end - 1 some that are inside.
-INLINE void load_tile(threadgroup uint4 *tile, thread const Work &work, device const uint4 *cache, int start, int first, int end,
-                      int thread_index) {
-  for (int i = thread_index; i < KEYS * PIECES; i += THREADS) {
-    const int row = i / PIECES, piece = i % PIECES, key = clamp(start + row, first, end - 1);
-    device const uint4 *from = cache + (row_at(work.table[key / S], work.head, key) * PIECES + piece);
-    threadgroup uint4 *to = tile + row * (PITCH_BYTES / 16) + piece;
-    to[0] = from[0];
-    to[SIDE] = from[VALUES * PIECES];
-  }
-}
-
 // Two numbers of a tile, `apart` from each other.
-INLINE float2 pair_at(threadgroup const cache_number *at, int apart) { return float2(to_float(at[0]), to_float(at[apart])); }
+INLINE float2 pair_at(threadgroup const tile_number *at, int apart) { return float2(to_float(at[0]), to_float(at[apart])); }
 
 // --- scores, softmax, values. Fragments are kept as the lane's two numbers, and are matrices only where they are multiplied
 
@@ -176,8 +174,8 @@ INLINE float2 multiply_add(float2 a, float2 b, float2 c) {  // a b + c
 
 // Rows times keys; in a key's fragment d goes downwards.
 INLINE void compute_scores(thread float2 (&s)[KEYS / 8], thread const float2 (&queries)[OWN_STEPS], device const float *q,
-                           threadgroup const cache_number *keys, thread const Lane &lane) {
-  threadgroup const cache_number *from = keys + lane.column * PITCH + lane.row;
+                           threadgroup const tile_number *keys, thread const Lane &lane) {
+  threadgroup const tile_number *from = keys + lane.column * PITCH + lane.row;
 #pragma unroll
   for (int n = 0; n < KEYS / 8; n++) s[n] = float2(0.0f);
 #pragma unroll
@@ -190,8 +188,10 @@ INLINE void compute_scores(thread float2 (&s)[KEYS / 8], thread const float2 (&q
 
 INLINE bool is_hidden(int key, thread const Lane &lane) { return key > lane.position || key < first_visible(lane.position); }
 
-// Turns scores into weights under the rows' new maxima, hidden ones into 0, and rescales the sums. `masked`: whether some are hidden.
-INLINE void update_softmax(thread float2 (&s)[KEYS / 8], thread Sums &sums, thread const Lane &lane, int start, bool masked) {
+// Turns scores into weights under the rows' new maxima, times the scales of their values, hidden ones into 0, and rescales the sums.
+// `masked`: whether some are hidden.
+INLINE void update_softmax(thread float2 (&s)[KEYS / 8], thread Sums &sums, TileScales scales, thread const Lane &lane, int start,
+                           bool masked) {
   float tile_max = NO_SCORE;
   bool hidden[KEYS / 8][2];
 #pragma unroll
@@ -199,6 +199,7 @@ INLINE void update_softmax(thread float2 (&s)[KEYS / 8], thread Sums &sums, thre
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       hidden[n][i] = masked && is_hidden(start + n * 8 + lane.column + i, lane);
+      s[n][i] *= key_scale(scales, n * 8 + lane.column + i);
       tile_max = max(tile_max, hidden[n][i] ? NO_SCORE : s[n][i]);
     }
   tile_max = max(tile_max, simd_shuffle_xor(tile_max, (ushort)1));
@@ -211,17 +212,18 @@ INLINE void update_softmax(thread float2 (&s)[KEYS / 8], thread Sums &sums, thre
   for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      s[n][i] = hidden[n][i] ? 0.0f : fast_exp2(s[n][i] - max_score);
-      sums.sum += s[n][i];
+      const float weight = hidden[n][i] ? 0.0f : fast_exp2(s[n][i] - max_score);
+      sums.sum += weight;
+      s[n][i] = hidden[n][i] ? 0.0f : weight * value_scale(scales, n * 8 + lane.column + i);
     }
   if (!rises) return;
 #pragma unroll
   for (int step = 0; step < STEPS; step++) sums.o[step] *= rescale;
 }
 
-INLINE void add_values(thread Sums &sums, thread const float2 (&weights)[KEYS / 8], threadgroup const cache_number *values,
+INLINE void add_values(thread Sums &sums, thread const float2 (&weights)[KEYS / 8], threadgroup const tile_number *values,
                        thread const Lane &lane) {
-  threadgroup const cache_number *from = values + lane.row * PITCH + lane.column;
+  threadgroup const tile_number *from = values + lane.row * PITCH + lane.column;
 #pragma unroll
   for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll

@@ -2,7 +2,7 @@
 // for up to sixteen rows
 //
 //   q            [T, H, D] float32
-//   keys         [P, 2, K, S, D] CACHE_TYPE (F32, F16 or BF16)   the pool of blocks: keys at [:, 0], values at [:, 1]
+//   keys         [P, 2, K, S, D] CACHE_TYPE (F32, F16 or BF16)   the pool of blocks: keys at [:, 0], values at [:, 1]; or packed blocks
 //   keys_again                                                   the same memory; not used
 //   x            [T, E] float32
 //   norm         [E] float32     weights of the RMS norm; EPS inside the root
@@ -18,7 +18,7 @@
 // E is a multiple of 32 and of the format's blocks, D % 16 == 0, R even, R <= D. Accumulates in float32; order and bits as those of norm_gate_up_silu.metal, heads
 // in the order of heads.h.
 //
-// Where a feature is rotated with the one D / 2 after it, or none is, and heads have no norm, a SIMD group computes ROWS / 2 such pairs; of
+// Where a feature is rotated with the one D / 2 after it, or none is, heads have no norm, and the cache is not packed, a SIMD group computes ROWS / 2 such pairs; of
 // heads after MAIN a thread takes a pair:
 //     grid (ceil(MAIN * D / 2 / (ROWS / 2 * SIMDS / TEAMS)) + ceil((H + 2 K - MAIN) * D / 2 / (32 * SIMDS)), 1, 1)
 // Otherwise (WHOLE_HEADS) a threadgroup computes a head, ROWS * SIMDS / TEAMS rows of weights at a time, and collects it in threadgroup
@@ -28,7 +28,8 @@
 #define I E
 #define NORM 1
 #define GATHER 0
-#define WHOLE_HEADS (QK_NORM || (R != 0 && R != D))
+#include "heads.h"
+#define WHOLE_HEADS (QK_NORM || (R != 0 && R != D) || PACKED_CACHE)
 #if WHOLE_HEADS
 #define PAIRED 0
 #define Y (TOKENS * D)
@@ -36,7 +37,6 @@
 #define PAIRED 1
 #define Y 1
 #endif
-#include "heads.h"
 #include "stream.h"
 
 #if MAIN > H

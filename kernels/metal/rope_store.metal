@@ -1,7 +1,7 @@
 // q, k, v = y + bias; heads of q and k normed and rotated; q is returned, k and v go to their slots of the cache
 //
 //   q            [T, H, D] float32
-//   keys         [P, 2, K, S, D] CACHE_TYPE (F32, F16 or BF16)   the pool of blocks: keys at [:, 0], values at [:, 1]
+//   keys         [P, 2, K, S, D] CACHE_TYPE (F32, F16 or BF16)   the pool of blocks: keys at [:, 0], values at [:, 1]; or packed blocks
 //   keys_again                                                   the same memory; not used
 //   y            [T, MAIN D] float32                             a product's outputs: the heads of q, those of k, those of v
 //   second, third  [T, .., D] float32, if MAIN < H + 2 K         products of the heads after MAIN (heads.h)

@@ -143,9 +143,6 @@ def cache_formats(*formats: str) -> Rule:
     return check
 
 
-FLOAT_CACHES = ("F32", "F16", "BF16")
-
-
 def pairs_of_sixteen(facts: ShapeFacts) -> str | None:
     """A KV cache in int4: sixteen bytes hold 32 numbers of a head."""
     if facts.cache_format != "KV_INT4" or facts.head_dim % 32 == 0:

@@ -9,7 +9,7 @@ from tinygrad import Tensor
 from tinyvllm.backends.buffers import cache_format, constant
 from tinyvllm.backends.kernel import Constant
 from tinyvllm.backends.operands import QKV
-from tinyvllm.batch import PACKED_KV, Batch, LayerCache
+from tinyvllm.batch import PACKED_KV, Batch, KVLayout, LayerCache
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,13 @@ class Heads:
     def optional(self, biases: int) -> int:
         """How many of the optional arguments there are; `biases` of them are the bias: one for all, or one for each of q, k and v."""
         return biases * self.bias + 2 * self.qk_norm + (self.R > 0)
+
+
+def cached_bytes(cache: str, D: int) -> int:
+    """Bytes of one key or value of D numbers in a cache, with its scale."""
+    if cache in PACKED_KV.values():
+        return KVLayout(cache, 1, 1, D).row_bytes + 2
+    return D * (4 if cache == "F32" else 2)
 
 
 @dataclass(frozen=True)

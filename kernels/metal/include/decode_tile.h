@@ -2,8 +2,8 @@
 //
 // Constants in addition to attention.h's: SIMDS and CASCADE, as attention_decode.metal says.
 //
-// In a tile, KEY_LANES lanes go along D, four numbers each, or twice four; a step is 32 / KEY_LANES keys next to each other, one for each
-// side of the SIMD group, and a tile is STEPS steps, all of which are loaded before they are used. So each lane has the parts of STEPS *
+// In a tile, KEY_LANES lanes go along D, four numbers each, or twice four; a step is 32 / KEY_LANES keys, one for each side of the SIMD
+// group, and a tile is STEPS steps, all of which are loaded before they are used. So each lane has the parts of STEPS *
 // ROWS scores. They are summed by halving: a lane hands over one half of its parts and keeps the other, so that 31 shuffles give 32
 // scores, and each lane ends with SCORES of them, all of one row, whose exponentials no other lane computes (where rows are few, several
 // lanes compute the same). A score's weight goes back to the lanes of D by one more shuffle.
@@ -15,11 +15,13 @@
 constant constexpr int PARTS = (G + (D <= 128 ? 8 : 4) - 1) / (D <= 128 ? 8 : 4);  // of a KV head's query heads
 constant constexpr int ROWS = (G + PARTS - 1) / PARTS;                             // query heads of a part
 constant constexpr int PADDED_ROWS = POWER_ABOVE(ROWS);
-constant constexpr int PIECES = D / 4;                               // of four numbers
-constant constexpr int KEY_LANES = POWER_ABOVE(PIECES);              // of a key
-constant constexpr int EACH = (PIECES + KEY_LANES - 1) / KEY_LANES;  // pieces of a lane
-constant constexpr int SIDES = 32 / KEY_LANES;                       // keys at the same time
-constant constexpr int MAX_STEPS = EACH > 1 ? 4 : 8;                 // wide heads leave few registers
+constant constexpr int PIECES = D / 4;                                             // of four numbers
+constant constexpr int HALVES = CACHE_TYPE == KV_INT4 && ROWS <= 4 ? 2 : 1;        // pieces of a lane that are in the same bytes
+constant constexpr int OWN_PIECES = PIECES / HALVES;                               // that lanes have alternately
+constant constexpr int KEY_LANES = OWN_PIECES <= 8 ? 8 : POWER_ABOVE(OWN_PIECES);  // of a key
+constant constexpr int EACH = (OWN_PIECES + KEY_LANES - 1) / KEY_LANES * HALVES;   // pieces of a lane
+constant constexpr int SIDES = 32 / KEY_LANES;                                     // keys at the same time
+constant constexpr int MAX_STEPS = EACH > 1 ? 4 : 8;                               // wide heads leave few registers
 constant constexpr int STEPS = 32 / PADDED_ROWS < MAX_STEPS ? 32 / PADDED_ROWS : MAX_STEPS;
 constant constexpr int KEYS = STEPS * SIDES;                                       // of a tile, at most 32
 constant constexpr int PARTIALS = STEPS * PADDED_ROWS;                             // a lane's parts of scores: at most 32
@@ -27,8 +29,6 @@ constant constexpr int HALF = PARTIALS / 2;                                     
 constant constexpr int SCORES = PARTIALS <= KEY_LANES ? 1 : PARTIALS / KEY_LANES;  // a lane's scores
 constant constexpr int SHARE = KEY_LANES / PADDED_ROWS;                            // lanes of a side that share a row's scores
 constant constexpr int DUPLICATES = SHARE <= STEPS ? 1 : SHARE / STEPS;            // lanes that hold the same score
-constant constexpr int TILE = KEYS * PIECES;                                       // pieces
-constant constexpr int REGISTERS = sizeof(cache_number4) / 4;                      // of a piece
 constant constexpr int THREADS = 32 * SIMDS;
 
 // The state of a SIMD group: weighted values of all rows, a lane has its pieces and its side; maximum and sum of the lane's own row, the
@@ -62,8 +62,23 @@ INLINE int step_of(thread const Lane &lane, int j) {
 INLINE int holder_of(int row, int step) { return row * SHARE + (DUPLICATES > 1 ? step * DUPLICATES : step / SCORES); }
 
 // Piece `each` of a lane. Lanes after the last piece read the last one, and multiply it by zero.
-INLINE int piece_of(thread const Lane &lane, int each) { return min(lane.along + each * KEY_LANES, PIECES - 1); }
-INLINE bool has_piece(thread const Lane &lane, int each) { return lane.along + each * KEY_LANES < PIECES; }
+INLINE int piece_of(thread const Lane &lane, int each) {
+  return HALVES == 2 ? min(lane.along, OWN_PIECES - 1) + each * OWN_PIECES : min(lane.along + each * KEY_LANES, PIECES - 1);
+}
+INLINE bool has_piece(thread const Lane &lane, int each) {
+  return HALVES == 2 ? lane.along < OWN_PIECES : lane.along + each * KEY_LANES < PIECES;
+}
+
+#if PACKED_CACHE
+#include "packed_pieces.h"
+#else
+#include "float_pieces.h"
+#endif
+
+constant constexpr int GROUPS = STEPS / GROUP;                     // of steps in a tile
+constant constexpr int TILE = KEYS / GROUP * ROW_UNITS;            // units
+constant constexpr int UNIT_REGISTERS = sizeof(cache_unit) / 4;    // of a unit
+constant constexpr int HALF_GROUPS = GROUPS > 1 ? GROUPS / 2 : 1;  // of half a tile
 
 // --- loads
 
@@ -77,32 +92,19 @@ INLINE void load_queries(thread float4 (&queries)[PADDED_ROWS][EACH], device con
     }
 }
 
-// Index of key start + i for lane i, in pieces; of some visible key where that one is not seen.
-INLINE uint key_index(device const int *table, int head, int start, thread const Lane &lane, int first, int end) {
-  const int key = clamp(start + lane.number, first, end - 1);
-  return row_at(table[key / S], head, key) * PIECES;
-}
-
-// This lane's pieces of a step's key, or value, from the cache (`indices` are of the tile's keys), or from a tile in threadgroup memory.
-INLINE void load_from_cache(thread cache_number4 (&pieces)[EACH], device const cache_number4 *side, uint indices, int step,
-                            thread const Lane &lane) {
-  device const cache_number4 *row = side + simd_shuffle(indices, (ushort)(step * SIDES + lane.side));
-#pragma unroll
-  for (int e = 0; e < EACH; e++) pieces[e] = row[piece_of(lane, e)];
-}
-INLINE void load_from_tile(thread cache_number4 (&pieces)[EACH], threadgroup const cache_number4 *tile, int step, thread const Lane &lane) {
-#pragma unroll
-  for (int e = 0; e < EACH; e++) pieces[e] = tile[(step * SIDES + lane.side) * PIECES + piece_of(lane, e)];
+// The place of key start + i for lane i; of some visible key where that one is not seen.
+INLINE KeyPlace place_in_tile(device const int *table, int head, int start, thread const Lane &lane, int first, int end) {
+  return key_place(table, head, clamp(start + lane.number, first, end - 1));
 }
 
 // --- scores
 
 // This lane's part of a score.
-INLINE float partial_score(thread const float4 (&query)[EACH], thread const cache_number4 (&key)[EACH]) {
+INLINE float partial_score(thread const float4 (&query)[EACH], thread const cache_unit (&keys)[LOADS], int step, thread const Lane &lane) {
   float sum = 0.0f;
 #pragma unroll
   for (int e = 0; e < EACH; e++) {
-    const float4 q = query[e], k = to_float4(key[e]);
+    const float4 q = query[e], k = key_at(keys, step, e, lane);
     sum = fma(q.w, k.w, fma(q.z, k.z, fma(q.y, k.y, fma(q.x, k.x, sum))));
   }
   return sum;
@@ -116,17 +118,17 @@ INLINE float exchange_halves(float low, float high, bool upper, int apart) {
 // Parts of a step's scores, already halved once. Part i is of row i / STEPS and step i % STEPS, and is paired with part i + HALF: of
 // another row, or, where there is one row, of another step.
 INLINE void add_partial_scores(thread float (&parts)[HALF], thread const float4 (&queries)[PADDED_ROWS][EACH],
-                               thread const cache_number4 (&key)[EACH], int step, thread const Lane &lane) {
+                               thread const cache_unit (&keys)[LOADS], int step, thread const Lane &lane) {
   const bool upper = lane.along & KEY_LANES / 2;
   if (PADDED_ROWS == 1) {
-    const float part = partial_score(queries[0], key);
+    const float part = partial_score(queries[0], keys, step, lane);
     parts[step % HALF] = step < HALF ? part : exchange_halves(parts[step % HALF], part, upper, KEY_LANES / 2);
     return;
   }
 #pragma unroll
   for (int r = 0; r < PADDED_ROWS / 2; r++)
-    parts[r * STEPS + step] =
-        exchange_halves(partial_score(queries[r], key), partial_score(queries[r + PADDED_ROWS / 2], key), upper, KEY_LANES / 2);
+    parts[r * STEPS + step] = exchange_halves(partial_score(queries[r], keys, step, lane),
+                                              partial_score(queries[r + PADDED_ROWS / 2], keys, step, lane), upper, KEY_LANES / 2);
 }
 
 INLINE void reduce_scores(thread float (&scores)[SCORES], thread float (&parts)[HALF], thread const Lane &lane) {
@@ -156,22 +158,27 @@ INLINE float row_max(float x) {
   return x;
 }
 
-// Turns scores into weights under the row's new maximum, hidden ones into 0, and rescales the sums.
-INLINE void update_softmax(thread float (&scores)[SCORES], thread Sums &sums, thread const Lane &lane, int start, int first, int end) {
+// Turns scores into weights under the row's new maximum, times the scales of their values, hidden ones into 0, and rescales the sums.
+INLINE void update_softmax(thread float (&scores)[SCORES], thread Sums &sums, thread const Scales &scales, thread const Lane &lane,
+                           int start, int first, int end) {
   float tile_max = NO_SCORE;
   bool visible[SCORES];
+  float value_scales[SCORES];
 #pragma unroll
   for (int j = 0; j < SCORES; j++) {
-    const int key = start + step_of(lane, j) * SIDES + lane.side;
+    const int own = key_in_tile(step_of(lane, j), lane.side), key = start + own;
+    const float2 factors = scales_of(scales, own);
     visible[j] = key >= first && key < end;
+    scores[j] *= factors.x, value_scales[j] = factors.y;
     tile_max = max(tile_max, visible[j] ? scores[j] : NO_SCORE);
   }
   const float max_score = max(sums.max_score, row_max(tile_max)), rescale = rescale_of(sums.max_score, max_score);
   sums.sum *= rescale;
 #pragma unroll
   for (int j = 0; j < SCORES; j++) {
-    scores[j] = visible[j] ? fast_exp2(scores[j] - max_score) : 0.0f;
-    sums.sum += scores[j];
+    const float weight = visible[j] ? fast_exp2(scores[j] - max_score) : 0.0f;
+    sums.sum += weight;
+    scores[j] = visible[j] ? weight * value_scales[j] : 0.0f;
   }
   const bool rises = simd_any(max_score != sums.max_score);
   sums.max_score = max_score;
@@ -184,13 +191,13 @@ INLINE void update_softmax(thread float (&scores)[SCORES], thread Sums &sums, th
   }
 }
 
-INLINE void add_values(thread Sums &sums, thread const float (&weights)[SCORES], thread const cache_number4 (&value)[EACH], int step,
+INLINE void add_values(thread Sums &sums, thread const float (&weights)[SCORES], thread const cache_unit (&values)[LOADS], int step,
                        thread const Lane &lane) {
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
     const float weight = simd_shuffle(weights[step % SCORES], (ushort)(lane.side * KEY_LANES + holder_of(r, step)));
 #pragma unroll
-    for (int e = 0; e < EACH; e++) sums.o[r][e] = fma(float4(weight), to_float4(value[e]), sums.o[r][e]);
+    for (int e = 0; e < EACH; e++) sums.o[r][e] = fma(float4(weight), value_at(values, step, e, lane), sums.o[r][e]);
   }
 }
 
@@ -200,50 +207,54 @@ INLINE void add_values(thread Sums &sums, thread const float (&weights)[SCORES],
 INLINE int first_tile(int stripe, int tile) { return tile + (stripe + SIMDS - tile % SIMDS) % SIMDS; }
 
 // All tiles of keys first to end - 1 that are in a stripe. Keys and values of a tile are in flight together.
-INLINE void attend(thread Sums &sums, thread const float4 (&queries)[PADDED_ROWS][EACH], device const cache_number4 *cache,
+INLINE void attend(thread Sums &sums, thread const float4 (&queries)[PADDED_ROWS][EACH], device const cache_unit *cache,
                    device const int *table, int head, int first, int end, int stripe, thread const Lane &lane) {
   const int tile = first_tile(stripe, first / KEYS);
   if (tile * KEYS >= end) return;
-  uint indices = key_index(table, head, tile * KEYS, lane, first, end);
+  KeyPlace place = place_in_tile(table, head, tile * KEYS, lane, first, end);
   for (int start = tile * KEYS; start < end; start += SIMDS * KEYS) {
-    cache_number4 keys[STEPS][EACH], values[STEPS][EACH];
+    cache_unit keys[GROUPS][LOADS], values[GROUPS][LOADS];
 #pragma unroll
-    for (int step = 0; step < STEPS; step++) load_from_cache(keys[step], cache, indices, step, lane);
+    for (int group = 0; group < GROUPS; group++) load_keys(keys[group], cache, place, group, lane);
+    const Scales scales = load_scales(cache, place, head);
 #pragma unroll
-    for (int step = 0; step < STEPS; step++) load_from_cache(values[step], cache + VALUES * PIECES, indices, step, lane);
-    indices = key_index(table, head, start + SIMDS * KEYS, lane, first, end);
+    for (int group = 0; group < GROUPS; group++) load_values(values[group], cache, place, group, lane);
+    place = place_in_tile(table, head, start + SIMDS * KEYS, lane, first, end);
     float parts[HALF], scores[SCORES];
 #pragma unroll
-    for (int step = 0; step < STEPS; step++) add_partial_scores(parts, queries, keys[step], step, lane);
+    for (int step = 0; step < STEPS; step++) add_partial_scores(parts, queries, keys[step / GROUP], step, lane);
     reduce_scores(scores, parts, lane);
-    update_softmax(scores, sums, lane, start, first, end);
+    update_softmax(scores, sums, scales, lane, start, first, end);
 #pragma unroll
-    for (int step = 0; step < STEPS; step++) add_values(sums, scores, values[step], step, lane);
+    for (int step = 0; step < STEPS; step++) add_values(sums, scores, values[step / GROUP], step, lane);
   }
 }
 
 // As attend, with half a tile's keys or values at a time: a unit of several sequences has no registers for more.
-INLINE void attend_in_halves(thread Sums &sums, thread const float4 (&queries)[PADDED_ROWS][EACH], device const cache_number4 *cache,
+INLINE void attend_in_halves(thread Sums &sums, thread const float4 (&queries)[PADDED_ROWS][EACH], device const cache_unit *cache,
                              device const int *table, int head, int first, int end, int stripe, thread const Lane &lane) {
   for (int start = first_tile(stripe, first / KEYS) * KEYS; start < end; start += SIMDS * KEYS) {
-    const uint indices = key_index(table, head, start, lane, first, end);
+    const KeyPlace place = place_in_tile(table, head, start, lane, first, end);
+    const Scales scales = load_scales(cache, place, head);
     float parts[HALF], scores[SCORES];
-    cache_number4 pieces[STEPS / 2][EACH];
+    cache_unit units[HALF_GROUPS][LOADS];
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
-      if (step % (STEPS / 2) == 0)
+      const int group = step / GROUP;
+      if (step % (HALF_GROUPS * GROUP) == 0)
 #pragma unroll
-        for (int i = 0; i < STEPS / 2; i++) load_from_cache(pieces[i], cache, indices, step + i, lane);
-      add_partial_scores(parts, queries, pieces[step % (STEPS / 2)], step, lane);
+        for (int i = 0; i < HALF_GROUPS; i++) load_keys(units[i], cache, place, group + i, lane);
+      add_partial_scores(parts, queries, units[group % HALF_GROUPS], step, lane);
     }
     reduce_scores(scores, parts, lane);
-    update_softmax(scores, sums, lane, start, first, end);
+    update_softmax(scores, sums, scales, lane, start, first, end);
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
-      if (step % (STEPS / 2) == 0)
+      const int group = step / GROUP;
+      if (step % (HALF_GROUPS * GROUP) == 0)
 #pragma unroll
-        for (int i = 0; i < STEPS / 2; i++) load_from_cache(pieces[i], cache + VALUES * PIECES, indices, step + i, lane);
-      add_values(sums, scores, pieces[step % (STEPS / 2)], step, lane);
+        for (int i = 0; i < HALF_GROUPS; i++) load_values(units[i], cache, place, group + i, lane);
+      add_values(sums, scores, units[group % HALF_GROUPS], step, lane);
     }
   }
 }

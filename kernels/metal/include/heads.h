@@ -1,13 +1,15 @@
 // Heads of q, k and v after their product: bias, norm of a head, rotation, destination. One order of arithmetic for all kernels.
 //
 // Constants from outside, as in norm_qkv_rope_store.metal: H query heads, K key heads, D features, R rotated ones (even, 0 to D), S slots a
-// block, CACHE_TYPE (F32, F16, BF16), BIAS, QK_NORM and QK_EPS. Heads are numbered 0 .. H-1 of q, H .. H+K-1 of k, H+K .. H+2K-1 of v.
+// block, CACHE_TYPE (F32, F16, BF16, or packed), BIAS, QK_NORM and QK_EPS. Heads are numbered 0 .. H-1 of q, H .. H+K-1 of k, H+K .. H+2K-1 of v.
 // Feature i < R / 2 is rotated with feature i + R / 2; those from R on are not rotated. v is neither normed nor rotated.
 //
 // MAIN heads, all of them or those of q, or of q and k, are of one product. Where k or v has weights in another format, the SECOND heads after
 // them, and then the rest, come from products of launches of their own: `second` [T, SECOND, D], `third` [T, H + 2 K - MAIN - SECOND, D].
+//
+// A packed cache (packed_store.h) takes whole heads, and with rotated keys queries are rotated, too.
 #pragma once
-#include "cache_number.h"
+#include "packed_store.h"
 
 static_assert(R % 2 == 0 && R <= D, "heads: R must be even and at most D");
 #define HEADS (H + 2 * K)
@@ -79,7 +81,9 @@ INLINE ulong cache_index(int slot, int head) {
 // Writes the final feature d of a head to q [T, H, D] float32, or to the pool. The slot is read only for k and v.
 INLINE void write_feature(Heads to, int row, int head, int d, float value) {
   if (head < H) to.q[((ulong)row * H + head) * D + d] = value;
+#if !PACKED_CACHE
   else to.keys[cache_index(to.slots[row], head) + d] = to_cache(value);
+#endif
 }
 
 INLINE float bias_at(Heads to, int head, int d) {
@@ -108,23 +112,42 @@ INLINE float head_inverse(threadgroup const float *y, int lane, float eps) {
   return 1.0f / precise::sqrt(sum / (float)D + eps);
 }
 
+// Writes a final feature, or keeps it in y [D] until the whole row is there to be packed.
+INLINE void put_feature(threadgroup float *y, Heads to, int row, int head, int d, float value) {
+#if PACKED_CACHE
+  y[d] = value;
+#else
+  write_feature(to, row, head, d, value);
+#endif
+}
+
 // For a whole SIMD group: norms, rotates and writes y [D] in threadgroup memory, one row's head with its bias added. What the lanes wrote
-// to y must be visible to all of them. y is not changed.
-INLINE void finish_head(threadgroup const float *y, int lane, int row, int head, Heads to) {
+// to y must be visible to all of them. y is changed for a packed cache.
+INLINE void finish_head(threadgroup float *y, int lane, int row, int head, Heads to) {
   const bool rotates = head < H + K;
   float inverse = 1.0f;
   device const float *norm = head < H ? to.q_norm : to.k_norm;
 #if QK_NORM
   if (rotates) inverse = head_inverse(y, lane, QK_EPS);
+  if (PACKED_CACHE) simdgroup_barrier(mem_flags::mem_threadgroup);  // all have read the row before it changes
 #endif
 #define FEATURE(d) (QK_NORM && rotates ? y[d] * inverse * norm[d] : y[d])
   const int pairs = rotates ? R / 2 : 0;
   for (int d = lane; d < pairs; d += 32) {
     device const float *angles = to.angles + (ulong)row * R;
     const float2 both = rotated(FEATURE(d), FEATURE(d + R / 2), angles[d], angles[d + R / 2]);
-    write_feature(to, row, head, d, both.x);
-    write_feature(to, row, head, d + R / 2, both.y);
+    put_feature(y, to, row, head, d, both.x);
+    put_feature(y, to, row, head, d + R / 2, both.y);
   }
-  for (int d = 2 * pairs + lane; d < D; d += 32) write_feature(to, row, head, d, FEATURE(d));
+  for (int d = 2 * pairs + lane; d < D; d += 32) put_feature(y, to, row, head, d, FEATURE(d));
 #undef FEATURE
+#if PACKED_CACHE
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  if (head >= H) {
+    store_packed_row(to.keys, to.slots[row], head >= H + K, (head - H) % K, y, lane);
+  } else {
+    if (ROTATED_KEYS) rotate_row(y, lane);
+    for (int d = lane; d < D; d += 32) write_feature(to, row, head, d, y[d]);
+  }
+#endif
 }

@@ -78,74 +78,115 @@ INLINE Unit find_unit(Sequences sequences, int b, int start, int lane) {
 
 // Tiles that are in threadgroup memory for a while, one of each concurrent stripe.
 struct SharedTiles {
-  threadgroup cache_number4 *keys, *values;  // [CONCURRENT][TILE]
+  threadgroup cache_unit *keys, *values;  // [CONCURRENT][TILE]
+#if PACKED_CACHE
+  threadgroup uint *scales;  // [CONCURRENT][KEYS]: of keys and values
+#endif
 };
-// The pieces that a thread copies there: their indices in the cache, and the pieces themselves, in flight.
+// What a thread copies there: the places of its units in the cache, and the units themselves, in flight; the scales of one key.
 struct Copied {
-  uint indices[COPIED];
-  cache_number4 pieces[COPIED];
+  KeyPlace places[COPIED];
+  cache_unit units[COPIED];
+  Scales scales;
 };
 #define NOT_COPIED 0xFFFFFFFFu
+INLINE int own_unit(int thread_index, int i) { return (thread_index + i * THREADS) % TILE % ROW_UNITS; }
 
-// Tile `turn` of each of the stripes from `stripe` on, where that is a tile that all members share.
-INLINE void find(thread Copied &copied, device const int *table, thread const Unit &unit, int head, int stripe, int tile, int turn,
-                 int thread_index) {
+// Where a key is that all members share, of tile `turn` of a stripe; NOT_COPIED if that is no tile of theirs.
+INLINE KeyPlace shared_place(device const int *table, thread const Unit &unit, int head, int stripe, int tile, int turn, int key) {
+  const int wanted = first_tile(stripe, tile) + turn * SIMDS;
+  KeyPlace place;
+  place.at = NOT_COPIED;
+  return stripe < SIMDS && wanted < unit.common / KEYS ? key_place(table, head, wanted * KEYS + key) : place;
+}
+
+// Tile `turn` of each of the stripes from `stripe` on.
+INLINE void find(thread Copied &copied, device const cache_unit *cache, device const int *table, thread const Unit &unit, int head,
+                 int stripe, int tile, int turn, int thread_index) {
 #pragma unroll
   for (int i = 0; i < COPIED; i++) {
-    const int at = thread_index + i * THREADS, own = stripe + at / TILE, wanted = first_tile(own, tile) + turn * SIMDS;
-    const bool exists = at < unit.concurrent * TILE && own < SIMDS && wanted < unit.common / KEYS;
-    const int key = wanted * KEYS + at % TILE / PIECES;
-    copied.indices[i] = exists ? row_at(table[key / S], head, key) * PIECES + at % PIECES : NOT_COPIED;
+    const int at = thread_index + i * THREADS, own = at < unit.concurrent * TILE ? stripe + at / TILE : SIMDS;
+    copied.places[i] = shared_place(table, unit, head, own, tile, turn, key_of_unit(at % TILE));
   }
+#if PACKED_CACHE
+  const int own = thread_index < unit.concurrent * KEYS ? stripe + thread_index / KEYS : SIMDS;
+  const KeyPlace place = shared_place(table, unit, head, own, tile, turn, thread_index % KEYS);
+  if (place.at != NOT_COPIED) copied.scales = load_scales(cache, place, head);
+#endif
 }
-INLINE void load(thread Copied &copied, device const cache_number4 *side) {
+INLINE void fetch_keys(thread Copied &copied, device const cache_unit *cache, int thread_index) {
 #pragma unroll
   for (int i = 0; i < COPIED; i++)
-    if (copied.indices[i] != NOT_COPIED) copied.pieces[i] = side[copied.indices[i]];
+    if (copied.places[i].at != NOT_COPIED) copied.units[i] = cache[key_unit(copied.places[i], own_unit(thread_index, i))];
 }
-INLINE void store(thread const Copied &copied, threadgroup cache_number4 *to, int thread_index) {
+INLINE void fetch_values(thread Copied &copied, device const cache_unit *cache, int thread_index) {
 #pragma unroll
   for (int i = 0; i < COPIED; i++)
-    if (thread_index + i * THREADS < CONCURRENT * TILE) to[thread_index + i * THREADS] = copied.pieces[i];
+    if (copied.places[i].at != NOT_COPIED) copied.units[i] = cache[value_unit(copied.places[i], own_unit(thread_index, i))];
 }
+INLINE void store(thread const Copied &copied, threadgroup cache_unit *to, int thread_index) {
+#pragma unroll
+  for (int i = 0; i < COPIED; i++)
+    if (thread_index + i * THREADS < CONCURRENT * TILE) to[thread_index + i * THREADS] = copied.units[i];
+}
+#if PACKED_CACHE
+INLINE void store_scales(thread const Copied &copied, SharedTiles tiles, int thread_index) {
+  if (thread_index < CONCURRENT * KEYS) tiles.scales[thread_index] = copied.scales.both;
+}
+// The scales of tile `at` of those in threadgroup memory: read into registers, as the next tiles' are stored while values are multiplied.
+INLINE Scales scales_in_tile(SharedTiles tiles, int at, thread const Lane &lane) {
+  Scales scales;
+  scales.both = tiles.scales[at * KEYS + min(lane.number, KEYS - 1)];
+  return scales;
+}
+#else
+INLINE void store_scales(thread const Copied &, SharedTiles, int) {}
+INLINE Scales scales_in_tile(SharedTiles, int, thread const Lane &) { return Scales(); }
+#endif
 
 // The tiles that a unit's sequences have in common from `start` on, of the stripes from `stripe` on; `own` is this SIMD group's, or SIMDS.
 // All threads must call it. While a tile's keys are multiplied its values are in flight, and the next tile's keys while its values are.
 INLINE void attend_shared(thread Sums &sums, thread const float4 (&queries)[PADDED_ROWS][EACH], SharedTiles tiles,
-                          device const cache_number4 *cache, device const int *table, thread const Unit &unit, int head, int start,
-                          int stripe, int own, int thread_index, thread const Lane &lane) {
+                          device const cache_unit *cache, device const int *table, thread const Unit &unit, int head, int start, int stripe,
+                          int own, int thread_index, thread const Lane &lane) {
   const int tile = start / KEYS, end = unit.common / KEYS, offset = (own - stripe) * TILE;
   Copied copied;
 #pragma unroll
-  for (int i = 0; i < COPIED; i++) copied.pieces[i] = cache_number4(0);
-  find(copied, table, unit, head, stripe, tile, 0, thread_index);
-  load(copied, cache);
+  for (int i = 0; i < COPIED; i++) copied.units[i] = cache_unit(0);
+#if PACKED_CACHE
+  copied.scales.both = 0;
+#endif
+  find(copied, cache, table, unit, head, stripe, tile, 0, thread_index);
+  fetch_keys(copied, cache, thread_index);
   for (int turn = 0; turn * SIMDS < end - tile; turn++) {
     const int at = first_tile(own, tile) + turn * SIMDS;
     const bool takes_part = own < SIMDS && at < end;
     float parts[HALF], scores[SCORES];
-    cache_number4 pieces[EACH];
+    cache_unit units[LOADS];
+    Scales scales;
     store(copied, tiles.keys, thread_index);
-    load(copied, cache + VALUES * PIECES);
-    find(copied, table, unit, head, stripe, tile, turn + 1, thread_index);
+    store_scales(copied, tiles, thread_index);
+    fetch_values(copied, cache, thread_index);
+    find(copied, cache, table, unit, head, stripe, tile, turn + 1, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (takes_part) {
 #pragma unroll
       for (int step = 0; step < STEPS; step++) {
-        load_from_tile(pieces, tiles.keys + offset, step, lane);
-        add_partial_scores(parts, queries, pieces, step, lane);
+        if (step % GROUP == 0) load_from_tile(units, tiles.keys + offset, step / GROUP, lane);
+        add_partial_scores(parts, queries, units, step, lane);
       }
       reduce_scores(scores, parts, lane);
+      scales = scales_in_tile(tiles, own - stripe, lane);
     }
     store(copied, tiles.values, thread_index);
-    load(copied, cache);
+    fetch_keys(copied, cache, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (takes_part) {
-      update_softmax(scores, sums, lane, at * KEYS, start, unit.common);
+      update_softmax(scores, sums, scales, lane, at * KEYS, start, unit.common);
 #pragma unroll
       for (int step = 0; step < STEPS; step++) {
-        load_from_tile(pieces, tiles.values + offset, step, lane);
-        add_values(sums, scores, pieces, step, lane);
+        if (step % GROUP == 0) load_from_tile(units, tiles.values + offset, step / GROUP, lane);
+        add_values(sums, scores, units, step, lane);
       }
     }
   }

@@ -28,6 +28,7 @@
 // of a nibble are those of llama.cpp's and MLX's Metal kernels, which apply them to x; the trick with the mantissa is FasterTransformer's
 // (Kim et al. 2022). There is no table in memory, no branch and no load of a single quant: values of IQ4_NL are computed (four_values_iq4).
 #pragma once
+#include "e4m3.h"
 #include "gpu.h"
 
 struct Sixteen {  // sixteen consecutive columns of a row
@@ -112,12 +113,6 @@ INLINE half2 two_fp4(uint bits) { return as_type<half2>((bits & 0x00070007u) << 
 // Twice the floats of a sign, two bits of exponent and one of mantissa in the four nibbles of a plane. Subnormal ones are subnormal halves.
 INLINE float4 four_fp4(uint word, int plane) {
   const half2 even = two_fp4(word >> 4 * plane), odd = two_fp4(word >> 4 * plane >> 8);
-  return float4(half4(even.x, odd.x, even.y, odd.y));
-}
-INLINE half2 two_e4m3(uint bits) { return as_type<half2>((bits & 0x00800080u) << 8 | (bits & 0x007F007Fu) << 7) * half2(256.0h); }
-// The e4m3 numbers in the bytes of a word; what others read as NaN is +-480, as on the CPU.
-INLINE float4 four_e4m3(uint word) {
-  const half2 even = two_e4m3(word), odd = two_e4m3(word >> 8);
   return float4(half4(even.x, odd.x, even.y, odd.y));
 }
 

@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.backends.shapes import Attention, Heads, Product
+from tinyvllm.backends.shapes import Attention, Heads, Product, cached_bytes
 from tinyvllm.batch import PACKED_KV
 from tinyvllm.integers import ceil_div
 from tinyvllm.quant.formats import FORMATS, Activations, Layout, activations_of
@@ -369,7 +369,7 @@ def embed(variant: str, format: str, T: int, V: int, E: int, tiles: bool) -> Ker
 
 
 def kv_append(variant: str, T: int, K: int, S: int, D: int, cache: str) -> Kernel:
-    work = 2 * T * K * D * (8 if cache == "F32" else 5 if cache in PACKED_KV.values() else 6)
+    work = 2 * T * K * (4 * D + cached_bytes(cache, D))
     return Kernel.cuda(
         "kv_append", variant, 2, 4, (T, 1, 1), min(256, 32 * ceil_div(K * D // 4, 32)), bytes=work, K=K, S=S, D=D, CACHE_TYPE=cache
     )

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from tinyvllm.backends.limits import (
-    FLOAT_CACHES,
     Limits,
     ShapeFacts,
     at_most,
     between,
-    cache_formats,
     less_than,
     matrices,
     multiple_of,
@@ -27,20 +25,18 @@ def _columns(facts: ShapeFacts) -> int:
 
 _INPUTS = multiple_of("inputs", _columns)
 _HEADS = multiple_of("head_dim", 16)
-_FLOATS = cache_formats(*FLOAT_CACHES)
 _ATTENTION = (
     _HEADS,
-    _FLOATS,
     between("head_dim", 32, 256),
-    less_than("cache_elements", 1 << 34),  # the kernels' index limit
+    less_than("cache_elements", 1 << 34),  # the kernels' index limit; packed caches count bytes
     power_of_two("block_size", 8, 256),
     at_most("queries_per_kv_head", 32),
 )
 
 LIMITS: Limits = {
     "embed": (_INPUTS,),
-    "norm_qkv_rope_store": (_INPUTS, matrices(3, "q, k and v"), rms_norm_only, _HEADS, _FLOATS),
-    "kv_append": (_HEADS, _FLOATS),
+    "norm_qkv_rope_store": (_INPUTS, matrices(3, "q, k and v"), rms_norm_only, _HEADS),
+    "kv_append": (_HEADS,),
     "attention_decode": _ATTENTION,
     "attention_prefill": _ATTENTION,
     "matmul": (_INPUTS, matrices(1, "several are multiplied only together with their norm")),

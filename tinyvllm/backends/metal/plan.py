@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tinyvllm.backends.kernel import Constant, Kernel
-from tinyvllm.backends.shapes import Attention, Heads, Product
+from tinyvllm.backends.shapes import Attention, Heads, Product, cached_bytes
 from tinyvllm.integers import ceil_div
 from tinyvllm.quant.layouts import row_bytes
 
@@ -251,7 +251,7 @@ def partition_of(a: Attention) -> int:
 def _attention_work(a: Attention, rows: int, context: int) -> tuple[int, int]:
     """Operations of rows that see `context` keys each, and bytes of that many keys and values."""
     seen = min(context, a.window) if a.window else context
-    return 4 * rows * a.H * a.D * seen, 2 * a.K * a.D * seen * (4 if a.cache == "F32" else 2)
+    return 4 * rows * a.H * a.D * seen, 2 * a.K * seen * cached_bytes(a.cache, a.D)
 
 
 def attention_decode(
@@ -313,7 +313,7 @@ def embed(variant: str, format: str, T: int, V: int, E: int) -> Kernel:
 
 def kv_append(variant: str, T: int, K: int, S: int, D: int, cache: str) -> Kernel:
     threads = min(256, 32 * ceil_div(K * D // 4, 32))
-    work = 2 * T * K * D * (8 if cache == "F32" else 6)
+    work = 2 * T * K * (4 * D + cached_bytes(cache, D))
     return _kernel("kv_append", variant, 2, 4, (T, 1, 1), threads, bytes=work, K=K, S=S, D=D, CACHE_TYPE=cache, THREADS=threads)
 
 
