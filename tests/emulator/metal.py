@@ -24,6 +24,8 @@ _KERNEL = re.compile(r"(?P<attributes>(?:\[\[[^\]]*\]\]\s*)*)\bkernel\s+(?P<more
 _ATTRIBUTE = r"\s*__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)"  # as tinygrad writes it; Metal's own is alignas
 _SHARED = re.compile(rf"(?P<before>[;{{}}]|#[^\n]*[^\\\n]\n)(?P<space>\s*)threadgroup\b(?P<what>(?:{_ATTRIBUTE})?[^;{{}}()\[*&]*[\[;])")
 
+_SHARED_IN_MACRO = re.compile(r"#[ \t]*define\b(?:[^\n]|\\\n)*?\bthreadgroup\b[^;{}()\[*&\n]*[\[;]")
+
 
 class SignatureError(AssertionError):
     """A kernel's parameters are not what Metal or tinygrad can pass to it."""
@@ -146,6 +148,10 @@ def _split(parameters: str) -> list[str]:
 def mark_shared(text: str, mark: str) -> str:
     """Puts `mark` before variables such as `threadgroup float s[8];`: a macro could not tell variables from pointers."""
     code = without_comments(text)
+    if hidden := _SHARED_IN_MACRO.search(code):
+        raise SignatureError(
+            f"a variable in threadgroup memory in a macro, where the emulator does not find it: {hidden[0]!r}; declare it outside"
+        )
     out, at = [], 0
     for variable in _SHARED.finditer(code):
         start = variable.start("what") - len("threadgroup")

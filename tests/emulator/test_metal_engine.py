@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from tinyvllm.config import DEFAULT_MODEL as MODEL
 from tinyvllm.runner.prepare import StepInputs
 from tinyvllm.storage.cache import open_cache
 
+GOLDEN = Path(__file__).parents[1] / "tiny" / "golden"
 OPTIONS: dict[str, Any] = dict(max_model_len=128, max_num_seqs=32, seed=0)
 TEXTS = ["Once upon a time", "Hello! How are you?", "7 + 5 =", '{"name": "', "The old gardener", "In Willowmere"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -149,6 +151,46 @@ def test_reading_a_shared_prompt_once_changes_no_token(mac, monkeypatch):
         for indices in ([0, 2, 1], [0, 1, 2, 3], [0, 2]):
             assert tokens(gpu, [prompts[i] for i in indices], params) == [expected[i] for i in indices]
         assert [0, 0, 0, 144] in lengths and [0, 0, 144, 144] in lengths
+
+
+@pytest.mark.parametrize("kind", ["int4", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("fp8_e4m3", "int8"))])
+def test_packed_caches_on_kernels(mac, kind):
+    """Prompts of several rows and single tokens, whose projections, stores and attention are other kernels."""
+    registry.forget_choices()
+    with LLM(MODEL, device="METAL", kv_cache_dtype=kind, **OPTIONS) as gpu:
+        found = tokens(gpu, TEXTS[:2])
+        assert {"attention_decode", "attention_prefill", "norm_qkv_rope_store"} <= {choice.stem for choice in registry.choices("METAL")}
+        assert {choice.variant for choice in registry.choices("METAL")} == {"apple7"}
+        assert tokens(gpu, TEXTS[1:2]) == found[1:]
+    with LLM(MODEL, device="CPU", kv_cache_dtype=kind, **OPTIONS) as cpu:
+        assert tokens(cpu, TEXTS[:2]) == found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "int8", "int4"])
+@pytest.mark.parametrize("path", ["bundled", "qwen3"])
+def test_packed_caches_have_the_tokens_of_the_reference(mac, monkeypatch, kind, path):
+    """And in a batch, from the prefix cache, in chunks, after a swap, in forks: everything works on packed blocks."""
+    model = MODEL if path == "bundled" else GOLDEN / path  # both have two query heads a KV head, the second norms of heads and D = 32
+    prompts = [{"prompt_token_ids": [0, *(17 * j % 250 for j in range(2, 40)), 50 + i]} for i in range(4)]
+    options = dict(max_model_len=128, max_num_seqs=4, seed=0, kv_cache_dtype=kind, skip_tokenizer_init=True)
+    with monkeypatch.context() as patch:
+        patch.setenv("TINYVLLM_KERNELS", "all=ref")
+        registry.forget_choices()
+        with LLM(model, device="CPU", **options) as reference:
+            expected = [tokens(reference, [prompt])[0] for prompt in prompts]
+    registry.forget_choices()
+    for more in (
+        dict(enable_prefix_caching=True),
+        dict(enable_prefix_caching=False, max_num_batched_tokens=32, num_scheduler_steps=2),
+        dict(enable_prefix_caching=False, num_blocks=10, preemption_mode="swap", swap_space="4MB"),
+    ):
+        with LLM(model, device="METAL", **options, **more) as gpu:
+            assert [tokens(gpu, [prompts[0]])[0], *tokens(gpu, prompts)] == [expected[0], *expected], more
+            assert bool(gpu.engine.scheduler.num_swaps) == ("swap_space" in more)
+            forks = gpu.generate([prompts[1]], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, n=2))
+            assert [part.token_ids for part in forks[0].outputs] == [expected[1]] * 2
+    assert {choice.variant for choice in registry.choices("METAL")} == {"apple7"}
 
 
 @pytest.mark.parametrize("format", [pytest.param("q8_0", marks=pytest.mark.long), "q4_0"])

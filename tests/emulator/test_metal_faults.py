@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.emulator.emulate import EmulatorError, emulate_source
+from tests.emulator.metal import SignatureError
 from tests.emulator.metal_snippets import full, run
 
 SEEDS = range(4)
@@ -214,6 +215,16 @@ def test_a_threadgroup_variable_after_a_preprocessor_line_is_shared() -> None:
     x, out = np.arange(64, dtype=np.float32), np.zeros(64, np.float32)
     run(text, out, x, block=64)
     assert (out == x[::-1]).all()
+
+
+@pytest.mark.parametrize("new_line", ["", " \\\n"])
+def test_a_threadgroup_variable_in_a_macro_is_refused(new_line: str) -> None:
+    """It would be each thread's own: only its text marks it."""
+    text = (
+        f"#define TILE(n) {new_line} threadgroup float s[n]\n---device float *out) {{ TILE(64); s[index] = 0.0f; out[index] = s[index]; }}"
+    )
+    with pytest.raises(SignatureError, match="in a macro.*declare it outside"):
+        run(text, np.zeros(64, np.float32), block=64)
 
 
 def test_thread_is_a_keyword() -> None:

@@ -24,6 +24,7 @@ from tinyvllm.config import DEFAULT_MODEL
 from tinyvllm.ops.copy import copy_blocks
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Layout
+from tinyvllm.quant.kv import KV_FORMATS
 from tinyvllm.quant.random_rows import packable_width
 from tinyvllm.storage.cache import CacheFolder
 from tinyvllm.storage.folders import require_private
@@ -68,8 +69,14 @@ def check(device: str, *stems: str):
 
 
 PACKED = [Case("pack_tiles", format) for format in sampled_formats(Layout.TILES)]
-LONG = [Case("norm_gate_up_silu", "BF16"), Case("norm_head", "Q8_0"), Case("attention_prefill", cache="BF16", head_dim=48)]
-RIGHT = [Case("norm_qkv_rope_store", "Q4_0", cache="F16"), *(pytest.param(case, marks=pytest.mark.long) for case in LONG)]
+LONG = [
+    *(Case("norm_qkv_rope_store", "BF16", cache=cache) for cache in KV_FORMATS),
+    Case("attention_prefill", cache="KV_INT4", head_dim=64),
+]
+LONG += [Case("attention_decode", cache="KV_INT8", head_dim=48), Case("kv_append", cache="KV_FP8")]
+LONG += [Case("norm_gate_up_silu", "BF16"), Case("norm_head", "Q8_0"), Case("attention_prefill", cache="BF16", head_dim=48)]
+RIGHT = [Case("norm_qkv_rope_store", "Q4_0", cache="F16"), Case("attention_decode", cache="KV_INT4", head_dim=64)]
+RIGHT += [*(pytest.param(case, marks=pytest.mark.long) for case in LONG)]
 
 
 @pytest.mark.parametrize("case", RIGHT, ids=lambda case: case.name)

@@ -178,7 +178,7 @@ INLINE void update_softmax(thread float (&scores)[SCORES], thread Sums &sums, th
   for (int j = 0; j < SCORES; j++) {
     const float weight = visible[j] ? fast_exp2(scores[j] - max_score) : 0.0f;
     sums.sum += weight;
-    scores[j] = visible[j] ? weight * value_scales[j] : 0.0f;
+    scores[j] = weight * value_scales[j];  // that of some visible key where this one is hidden
   }
   const bool rises = simd_any(max_score != sums.max_score);
   sums.max_score = max_score;
@@ -216,7 +216,7 @@ INLINE void attend(thread Sums &sums, thread const float4 (&queries)[PADDED_ROWS
     cache_unit keys[GROUPS][LOADS], values[GROUPS][LOADS];
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) load_keys(keys[group], cache, place, group, lane);
-    const Scales scales = load_scales(cache, place, head);
+    const Scales scales = load_scales(cache, place, head, lane);
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) load_values(values[group], cache, place, group, lane);
     place = place_in_tile(table, head, start + SIMDS * KEYS, lane, first, end);
@@ -235,7 +235,7 @@ INLINE void attend_in_halves(thread Sums &sums, thread const float4 (&queries)[P
                              device const int *table, int head, int first, int end, int stripe, thread const Lane &lane) {
   for (int start = first_tile(stripe, first / KEYS) * KEYS; start < end; start += SIMDS * KEYS) {
     const KeyPlace place = place_in_tile(table, head, start, lane, first, end);
-    const Scales scales = load_scales(cache, place, head);
+    const Scales scales = load_scales(cache, place, head, lane);
     float parts[HALF], scores[SCORES];
     cache_unit units[HALF_GROUPS][LOADS];
 #pragma unroll

@@ -48,5 +48,5 @@ INLINE float4 value_at(thread const cache_unit (&units)[LOADS], int, int each, t
 
 // Numbers have no scale: the factors of scores and of weights are 1, which no compiler multiplies by.
 struct Scales {};
-INLINE Scales load_scales(device const cache_unit *, KeyPlace, int) { return Scales(); }
+INLINE Scales load_scales(device const cache_unit *, KeyPlace, int, thread const Lane &) { return Scales(); }
 INLINE float2 scales_of(thread const Scales &, int) { return float2(1.0f); }

@@ -53,9 +53,9 @@ INLINE float4 value_at(thread const cache_unit (&units)[LOADS], int step, int ea
 struct Scales {
   uint both;
 };
-INLINE Scales load_scales(device const cache_unit *cache, KeyPlace place, int head) {
+INLINE Scales load_scales(device const cache_unit *cache, KeyPlace place, int head, thread const Lane &lane) {
   Scales scales;
-  scales.both = load_scale_pair(cache, place, head);
+  scales.both = lane.number < KEYS ? load_scale_pair(cache, place, head) : 0;
   return scales;
 }
 // The factors of a key's scores and of its value's weights.

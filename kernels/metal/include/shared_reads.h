@@ -95,9 +95,10 @@ INLINE int own_unit(int thread_index, int i) { return (thread_index + i * THREAD
 // Where a key is that all members share, of tile `turn` of a stripe; NOT_COPIED if that is no tile of theirs.
 INLINE KeyPlace shared_place(device const int *table, thread const Unit &unit, int head, int stripe, int tile, int turn, int key) {
   const int wanted = first_tile(stripe, tile) + turn * SIMDS;
-  KeyPlace place;
-  place.at = NOT_COPIED;
-  return stripe < SIMDS && wanted < unit.common / KEYS ? key_place(table, head, wanted * KEYS + key) : place;
+  if (stripe < SIMDS && wanted < unit.common / KEYS) return key_place(table, head, wanted * KEYS + key);
+  KeyPlace none;
+  none.at = NOT_COPIED;
+  return none;
 }
 
 // Tile `turn` of each of the stripes from `stripe` on.
@@ -111,7 +112,7 @@ INLINE void find(thread Copied &copied, device const cache_unit *cache, device c
 #if PACKED_CACHE
   const int own = thread_index < unit.concurrent * KEYS ? stripe + thread_index / KEYS : SIMDS;
   const KeyPlace place = shared_place(table, unit, head, own, tile, turn, thread_index % KEYS);
-  if (place.at != NOT_COPIED) copied.scales = load_scales(cache, place, head);
+  if (place.at != NOT_COPIED) copied.scales.both = load_scale_pair(cache, place, head);
 #endif
 }
 INLINE void fetch_keys(thread Copied &copied, device const cache_unit *cache, int thread_index) {

@@ -8,6 +8,7 @@ from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.metal import plan as records
 from tinyvllm.backends.shapes import Attention, Heads, Product
 from tinyvllm.quant.formats import GROUPED, Layout, packed_in
+from tinyvllm.quant.kv import KV_FORMATS
 
 VARIANT, EPS = "apple7", "1e-05f"
 FORMATS = ("BF16", "F16", "F32", "Q8_0", "Q4_0", "Q4_K")  # in every kernel; the others where a row is read in another way
@@ -36,6 +37,7 @@ class Sizes:
 
 SMALL, LARGE = Sizes(2048, 8192, 32, 8, 64, 128256), Sizes(4096, 14336, 32, 8, 128, 128256)
 QWEN = Sizes(1024, 3072, 16, 8, 128, 151936, True)
+EIGHT = Sizes(2048, 5632, 32, 4, 64, 32000)  # TinyLlama 1.1B: eight query heads a KV head
 WIDE = Sizes(2560, 10240, 8, 4, 256, 262144, True)  # Gemma 3 4B: the widest heads
 
 
@@ -57,6 +59,8 @@ def _few() -> dict[str, Kernel]:
             heads = sizes.heads(cache)
             found[f"norm_qkv_rope_store {format} {name}"] = records.norm_qkv_rope_store(VARIANT, format, T, sizes.E, heads, EPS)
             found[f"norm_head {format} {name}"] = records.norm_head(VARIANT, format, T, sizes.V, sizes.E, EPS)
+    for cache in KV_FORMATS:
+        found[f"norm_qkv_rope_store {cache}"] = records.norm_qkv_rope_store(VARIANT, "Q4_0", 4, SMALL.E, SMALL.heads(cache), EPS)
     for name, sizes in (("8b", LARGE), ("qwen", QWEN)):
         heads = sizes.heads("BF16")
         kernel = records.norm_qkv_rope_store(VARIANT, "Q4_K", 2, sizes.E, heads, EPS, apart=(heads.K * heads.D,))
@@ -90,7 +94,7 @@ def _many() -> dict[str, Kernel]:
     found["matmul16 gathered"] = records.matmul16(records.MATRIX, Product("Q4_K", 16, SMALL.V, SMALL.E, eps=EPS, gather=True))
     found["matmul of three"] = records.matmul(VARIANT, Product("Q4_K", 32, 3072, SMALL.E, eps=EPS, borders=(2048, 2560)))
     found["matmul gathered"] = records.matmul(VARIANT, Product("Q4_0", 17, SMALL.V, SMALL.E, eps=EPS, gather=True))
-    for cache in ("F32", "F16", "BF16"):
+    for cache in ("F32", "F16", "BF16", *KV_FORMATS):
         found[f"rope_store {cache}"] = records.rope_store(VARIANT, 128, (QWEN if cache == "F16" else SMALL).heads(cache))
     found["argmax"], found["argmax_merge"], _ = records.argmax(VARIANT, 16, SMALL.V)
     return found
@@ -104,13 +108,19 @@ def _attention() -> dict[str, Kernel]:
         found[f"attention_decode {name}"] = records.attention_decode(VARIANT, 16, a)[0][0]
         found[f"attention_decode {name} shared"] = records.attention_decode(VARIANT, 16, a, cascade=True)[0][0]
         found[f"attention_decode {name} of two"], found[f"attention_merge {name}"] = records.attention_decode(records.MERGE, 16, a)[0]
+    for name, sizes, cache in (("int8", LARGE, "KV_INT8"), ("int4", SMALL, "KV_INT4"), ("fp8", WIDE, "KV_FP8")):
+        a = sizes.attention(cache)
+        found[f"attention_prefill {name}"] = records.attention_prefill(VARIANT, 512, 2, a)
+        found[f"attention_decode {name}"] = records.attention_decode(VARIANT, 16, a)[0][0]
+        found[f"attention_decode {name} shared"] = records.attention_decode(VARIANT, 16, a, cascade=True)[0][0]
+    found["attention_decode int4 of eight heads"] = records.attention_decode(VARIANT, 16, EIGHT.attention("KV_INT4"), cascade=True)[0][0]
     found["attention_decode short"] = records.attention_decode(VARIANT, 16, SMALL.attention("BF16", blocks=32))[0][0]
     return found
 
 
 def _tokens() -> dict[str, Kernel]:
     found = {f"embed {format}": records.embed(VARIANT, format, 64, SMALL.V, SMALL.E) for format in EVERY}
-    for cache in ("F32", "F16", "BF16"):
+    for cache in ("F32", "F16", "BF16", *KV_FORMATS):
         found[f"kv_append {cache}"] = records.kv_append(VARIANT, 64, 8, 16, 128, cache)
     found["matrix_probe"] = records.matrix_probe(VARIANT)
     found["kv_copy"] = records.kv_copy(VARIANT, 4, 2 * 8 * 16 * 128 * 2)

@@ -17,6 +17,8 @@ from tests.kernels.test_attention import Case, Shape, _ints, make, oracle, same
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.metal import plan as records
 from tinyvllm.backends.shapes import Attention
+from tinyvllm.batch import KVLayout
+from tinyvllm.quant.kv import KV_FORMATS
 
 # Only sums are rounded, as in the CPU's kernels.
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
@@ -28,14 +30,16 @@ def attention_shape(case: Case) -> Attention:
     return Attention(s.H, s.K, s.D, s.S, case.tables.shape[1], s.dtype, f"{s.D**-0.5}f", s.window)
 
 
-def decode(case: Case, count: int | None = None, partition: int = 512, simds: int = 2, seed: int = 0, variant: str = VARIANT) -> np.ndarray:
+def decode(
+    case: Case, count: int | None = None, partition: int = 512, simds: int = 2, seed: int = 0, variant: str = VARIANT, **options: Any
+) -> np.ndarray:
     """The last row of each sequence."""
     s, B = case.shape, len(case.new)
     kernels, words = records.attention_decode(variant, B, attention_shape(case), partition=partition, simds=simds)
     last = aligned((B, s.H, s.D), np.float32)
     last[...] = case.q[case.starts[1:] - 1]
     counted = _ints([B if count is None else count])
-    return launch_decode(kernels, words, last, case, counted, seed=seed)
+    return launch_decode(kernels, words, last, case, counted, seed=seed, **options)
 
 
 def launch_decode(kernels: list[Kernel], words: int, q: np.ndarray, case: Case, *ins: np.ndarray, seed: int, **options: Any) -> np.ndarray:
@@ -67,6 +71,14 @@ def alone(case: Case, b: int) -> Case:
 
 NEW = [1, 9, 3, 1]
 CONTEXT = [1, 41, 67, 150]
+MORE_PACKED = [
+    Shape(H=10, K=1, D=128, S=16, dtype="KV_INT8"),
+    Shape(H=3, K=3, D=32, S=16, dtype="KV_INT8", window=70),
+    Shape(H=2, K=1, D=256, S=16, dtype="KV_INT4"),
+    Shape(H=10, K=1, D=32, S=32, dtype="KV_INT4"),
+    Shape(H=8, K=1, D=128, S=16, dtype="KV_FP8", window=300),
+    Shape(H=2, K=2, D=32, S=8, dtype="KV_FP8"),
+]
 SHAPES = [  # each head dimension divides lanes differently, each group size divides scores differently
     Shape(H=4, K=1, D=32, S=8, dtype="BF16"),
     Shape(H=8, K=1, D=32, S=16, dtype="F16"),
@@ -85,6 +97,12 @@ SHAPES = [  # each head dimension divides lanes differently, each group size div
     Shape(H=2, K=1, D=64, S=8, dtype="F16", window=5),
     Shape(H=3, K=3, D=32, S=16, dtype="BF16", window=70),
     Shape(H=4, K=1, D=128, S=16, window=64),
+    Shape(H=4, K=1, D=64, S=16, dtype="KV_INT8"),
+    Shape(H=2, K=1, D=256, S=64, dtype="KV_INT8", window=70),
+    Shape(H=4, K=2, D=64, S=16, dtype="KV_INT4"),
+    Shape(H=7, K=1, D=96, S=8, dtype="KV_INT4"),  # two lanes read the same words
+    Shape(H=2, K=2, D=48, S=256, dtype="KV_INT4", window=5),
+    Shape(H=3, K=1, D=80, S=16, dtype="KV_FP8"),
 ]
 
 
@@ -93,7 +111,7 @@ def ragged(shape: Shape) -> Case:
     return make(shape, NEW, CONTEXT)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *(pytest.param(shape, marks=pytest.mark.long) for shape in MORE_PACKED)], ids=str)
 def test_ragged_sequences(shape: Shape) -> None:
     case = ragged(shape)
     want = oracle(case)
@@ -216,6 +234,29 @@ def test_large_scores_do_not_overflow() -> None:
     for got, expected in ((prefill(case), want), (decode(case), want[case.starts[1:] - 1])):
         assert np.isfinite(got).all()
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-2)  # a score of 2000 is rounded by 1e-4
+
+
+@pytest.mark.parametrize("dtype", KV_FORMATS)
+def test_a_row_of_a_packed_cache_has_its_own_bits(dtype: str) -> None:
+    """Alone, in chunks, and whatever unused slots and later tokens hold: their quants may be anything, their scales NaN."""
+    shape = Shape(H=4, K=1, D=64, S=16, dtype=dtype)
+    case = make(shape, [30, 1], [70, 45])
+    rows, ends = prefill(case), decode(case, partition=32)
+    assert same(decode(alone(case, 1), partition=32, seed=1), ends[1:])
+    cut = Case(shape, [7], [60], case.q[13:20], case.cache, case.tables[:1], [], [])
+    assert same(prefill(cut, seed=2), rows[13:20])
+    quants, scales = case.cache[:, : 2 * 16 * row_bytes(shape)], case.cache[:, 2 * 16 * row_bytes(shape) :].view(np.uint16)
+    after = quants[case.tables[0, 4]].reshape(2, -1, 4)  # tokens 64 to 69, and slots without a token
+    after[1, row_bytes(shape) :] = 0x7F  # values of slots 4 to 7 and later: e4m3's NaN
+    scales[case.tables[0, 4]].reshape(2, 16)[:, 4:] = 0x7FC0
+    dirty = prefill(case, seed=3)
+    assert same(dirty[:28], rows[:28]) and np.isnan(dirty[28:30]).all() and same(dirty[30:], rows[30:])
+    broken = decode(case, partition=32, seed=1)
+    assert np.isnan(broken[0]).all() and same(broken[1:], ends[1:])
+
+
+def row_bytes(shape: Shape) -> int:
+    return KVLayout(shape.dtype, shape.K, shape.S, shape.D).row_bytes
 
 
 @pytest.mark.parametrize("partition", [512, 32])

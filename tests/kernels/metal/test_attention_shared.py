@@ -56,10 +56,20 @@ SHAPES = [
     (Shape(H=2, K=1, D=48), 8),
     (Shape(H=2, K=1, D=256, dtype="BF16"), 6),
     (Shape(H=3, K=3, D=64, dtype="F16", window=150), 4),
+    (Shape(H=4, K=1, D=64, dtype="KV_INT8"), 8),
+    (Shape(H=4, K=1, D=128, S=8, dtype="KV_INT4"), 8),
+]
+MORE_SHAPES = [
+    (Shape(H=8, K=1, D=64, dtype="KV_INT8"), 8),
+    (Shape(H=2, K=1, D=256, dtype="KV_INT8"), 6),
+    (Shape(H=8, K=1, D=64, S=32, dtype="KV_INT4"), 8),
+    (Shape(H=2, K=2, D=48, dtype="KV_INT4", window=150), 5),
+    (Shape(H=4, K=1, D=64, dtype="KV_FP8"), 16),
+    (Shape(H=3, K=1, D=80, dtype="KV_FP8"), 4),
 ]
 
 
-@pytest.mark.parametrize("shape, simds", SHAPES, ids=[f"{shape} {simds}" for shape, simds in SHAPES])
+@pytest.mark.parametrize("shape, simds", [*SHAPES, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE_SHAPES)], ids=str)
 def test_shared_blocks_read_once_give_the_same_bits(shape: Shape, simds: int) -> None:
     case = grouped(shape, groups=GROUPS)
     apart: list[int] = []

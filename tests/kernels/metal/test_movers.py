@@ -10,7 +10,9 @@ from tests.kernels.calling import aligned, call
 from tests.kernels.metal.samples import EVERY
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.metal import plan as records
+from tinyvllm.batch import KVLayout
 from tinyvllm.quant.formats import FORMATS, GROUPED
+from tinyvllm.quant.kv import KV_FORMATS, pack_blocks
 from tinyvllm.quant.layouts import unpack_rows
 from tinyvllm.quant.random_rows import packable_width, random_rows
 
@@ -63,7 +65,22 @@ def test_kv_append_writes_what_the_cpus_does(cache: str) -> None:
     np.testing.assert_array_equal(pools[0].view(np.uint8), pools[1].view(np.uint8))
 
 
-@pytest.mark.parametrize("block", [20000, 16384, 48])
+@pytest.mark.parametrize("cache", KV_FORMATS)
+def test_kv_append_packs_as_the_definition(cache: str) -> None:
+    P, K, S, D, T, slots = 3, 3, 8, 48, 5, [9, 0, 23, 7]
+    k, v = numbers(T, K, D, seed=1), numbers(T, K, D, seed=2)
+    k[0, 0, 3], k[1, 1], v[2, 0, 5], v[3, 2, 0] = np.nan, 0, -np.inf, 1e6
+    v[0, 1] = np.r_[127, np.arange(D - 1) + 0.5]  # halfway between whole numbers
+    k[3, 0] *= 1e-34  # too small to scale
+    held = numbers(P, 2, K, S, D, seed=3)
+    pool = pack_blocks(cache, held)
+    for t, slot in enumerate(slots):
+        held[slot // S, 0, :, slot % S], held[slot // S, 1, :, slot % S] = k[t], v[t]
+    emulate(records.kv_append(VARIANT, T, K, S, D, cache), pool, aligned((4,), np.float32), k, v, int32(*slots, 16), int32(4))
+    np.testing.assert_array_equal(pool, pack_blocks(cache, held))
+
+
+@pytest.mark.parametrize("block", [20000, 16384, KVLayout("KV_INT4", 1, 8, 48).block_bytes, 48])
 def test_kv_copy_copies_the_pairs_that_count(block: int) -> None:
     pool = np.random.default_rng(3).integers(0, 2**16, (6, block // 2), np.uint16)
     expected = pool.copy()

@@ -19,6 +19,7 @@ from tinyvllm.backends.shapes import Heads, Product
 from tinyvllm.backends.source import kernel_text
 from tinyvllm.quant.codecs import bf16_to_f32
 from tinyvllm.quant.formats import FLOATS, GROUPED
+from tinyvllm.quant.kv import KV_FORMATS, is_rotated, pack_blocks, rotate
 from tinyvllm.quant.layouts import unpack_rows
 from tinyvllm.quant.random_rows import packable_width, random_rows
 
@@ -225,10 +226,23 @@ class Case:
         ins = [laid(part) for part in parts][: 3 * self.bias] + [laid(self.norms[0]), laid(self.norms[1])][: 2 * self.qk_norm]
         return ins + [laid(self.angles[some])][: self.R] + [laid(self.slots[some]), one(rows)]
 
+    def pool(self, cache: str) -> np.ndarray:
+        """Poison [P, 2, K, S, D] to store in; packed [P, bytes]: what `packed` expects in the slots without a row."""
+        if cache in KV_FORMATS:
+            return laid(pack_blocks(cache, numbers(P, 2, K, S, self.D, seed=9)))
+        return poison(P, 2, K, S, self.D, dtype=NUMBER[cache])
+
+    def packed(self, cache: str, pool: np.ndarray, rows: int) -> np.ndarray:
+        """The packed blocks with the rows that a launch has stored in `pool`, of float32."""
+        held = numbers(P, 2, K, S, self.D, seed=9)
+        for slot in self.slots[:rows]:
+            held[slot // S, :, :, slot % S] = pool[slot // S, :, :, slot % S]
+        return pack_blocks(cache, held)
+
     def run(self, T: int, cache: str, first: int = 0, rows: int | None = None, cut: Cut | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Rows `first` to first + T - 1 -> q [T, H, D], pool [P, 2, K, S, D] as stored."""
         some = slice(first, first + T)
-        q, pool = poison(T, H, self.D), poison(P, 2, K, S, self.D, dtype=NUMBER[cache])
+        q, pool = poison(T, H, self.D), self.pool(cache)
         valid = T if rows is None else rows
         kernel = records.norm_qkv_rope_store(VARIANT, self.format, T, self.x.shape[1], self.heads(cache), f"{EPS}f", cut, self.apart)
         weights = [w.rows for w in self.weights[: self.main]]
@@ -247,7 +261,7 @@ class Case:
         return found
 
     def rope_store(self, y: np.ndarray, cache: str, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        q, pool = poison(self.T, H, self.D), poison(P, 2, K, S, self.D, dtype=NUMBER[cache])
+        q, pool = poison(self.T, H, self.D), self.pool(cache)
         parts = np.split(y, np.cumsum([w.rows.shape[0] for w in self.weights])[self.main - 1 : -1], axis=1)
         kernel = records.rope_store(VARIANT, self.T, self.heads(cache), self.apart)
         emulate(kernel, q, pool, pool, *map(laid, parts), *self._last_inputs(slice(None), rows), seed=rows)
@@ -343,6 +357,18 @@ def test_rope_store(D: int, R: int, bias: int, qk_norm: int, cache: str, format:
     y = numbers(5, (H + 2 * K) * D)
     q, pool = case.rope_store(y, cache, 4)
     case.check(q, pool, cache, 4, y.astype(np.float64), np.abs(y))
+
+
+@pytest.mark.parametrize("cache, D, R, qk_norm", [("KV_INT8", 32, 32, 0), ("KV_INT4", 48, 16, 1), ("KV_FP8", 48, 0, 0)])
+def test_packed_caches_store_the_bytes_of_the_definition(cache: str, D: int, R: int, qk_norm: int) -> None:
+    """Of the very keys and values that go to a cache of float32; with rotated keys queries are rotated, too."""
+    case, rows = Case(5, 96, D, R, "BF16", 1, qk_norm), 4
+    y = numbers(5, (H + 2 * K) * D)
+    for launch in (lambda format: case.run(5, format, rows=rows), lambda format: case.rope_store(y, format, rows)):
+        (q, pool), (packed_q, packed) = launch("F32"), launch(cache)
+        np.testing.assert_array_equal(packed, case.packed(cache, pool, rows))
+        same_bits(packed_q[:rows], rotate(q[:rows]) if is_rotated(cache, keys=True) else q[:rows])
+        assert untouched(packed_q[rows:])
 
 
 # --- norm_head, argmax
