@@ -65,26 +65,25 @@ def runs(kind: str, stem: str, f: ShapeFacts) -> bool:
     if stem == "matmul":
         return inputs and tiles and f.matrices == 1
     if stem == "norm_qkv_rope_store":
-        stores = kind != "METAL" or (f.matrices == 3 and not f.cache_format.startswith("KV"))
-        return inputs and tiles and heads and (kind == "CPU" or rms) and stores
+        return inputs and tiles and heads and (kind == "CPU" or rms) and (kind != "METAL" or f.matrices == 3)
     if stem == "norm_gate_up_silu":
         return inputs and tiles and rms and (f.outputs % 16 == 0 if kind != "METAL" else f.matrices == 2)
     if stem == "norm_head":
         return inputs and tiles and (kind == "CPU" or rms) and (kind == "METAL" or f.matrices == 1)
     if stem == "kv_append":
-        return heads and not (kind == "METAL" and f.cache_format.startswith("KV"))
+        return heads
     if stem == "kv_copy":
         return f.block_bytes % (8 if kind == "CPU" else 16) == 0
     if stem == "sample":
         return kind == "CPU" or f.vocabulary <= 1 << 18
     if stem in ("attention_decode", "attention_prefill"):
-        fits = heads and 32 <= f.head_dim <= 256 and (f.cache_format != "KV_INT4" or f.head_dim % 32 == 0)
+        fits = heads and 32 <= f.head_dim <= 256 and (kind == "METAL" or f.cache_format != "KV_INT4" or f.head_dim % 32 == 0)
         if kind != "CPU":
             fits = fits and f.block_size in (8, 16, 32, 64, 128, 256) and f.query_heads // f.kv_heads <= (64 if kind == "CUDA" else 32)
         if kind == "CUDA":
             fits = fits and f.cache_format != "F32" and f.cache_bytes < 64 << 30
             fits = fits and prefill_shared(f.head_dim, 1, f.cache_format) <= SHARED
-        return fits and (kind != "METAL" or (f.cache_elements < 1 << 34 and not f.cache_format.startswith("KV")))
+        return fits and (kind != "METAL" or f.cache_elements < 1 << 34)
     return True
 
 
