@@ -29,8 +29,7 @@ from tinyvllm.cli.aliases import ALIASES
 from tinyvllm.cli.arguments import PARSERS, engine_options, parse, sampling_options
 from tinyvllm.cli.jsonl import Job, read_prompts
 from tinyvllm.cli.new_file import new_file
-from tinyvllm.config import nearest
-from tinyvllm.errors import OutputError
+from tinyvllm.errors import OutputError, nearest
 
 ROOT = Path(__file__).parents[1]
 

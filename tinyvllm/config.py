@@ -5,17 +5,18 @@ Knows no tensors; of devices only their names, and of a checkpoint only whether 
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from tinyvllm import speculative
 from tinyvllm.aliases import VLLM, from_vllm
-from tinyvllm.errors import ArgumentError
+from tinyvllm.errors import ArgumentError, nearest
 from tinyvllm.quant import mixes
+from tinyvllm.speculative import SpeculativeConfig
 
 VERSION = "0.1.0"  # of the package; pyproject.toml has the same
 DEFAULT_MODEL = Path(__file__).parent / "demo" / "model"
@@ -59,6 +60,8 @@ class EngineConfig:
     max_step_ms             target for a step with decodes and parts of prompts, in milliseconds, by measured rates; 0 sets none. None is
                             CPU_STEP_MS on the CPU and 0 elsewhere
     num_scheduler_steps     decode steps that run back to back on the device before the host reads their tokens
+    speculative_config      how drafts are guessed (docs/speculation.md); None checks none. `resolve` also takes vLLM's dict, JSON text, a
+                            method's name, "auto" and "off"
     block_size              tokens of one block of the KV cache
     kv_cache_dtype          how keys and values are kept: "auto" in the dtype of the weights, else packed; "fp8" is "fp8_e4m3"
     num_blocks, kv_memory   size of the KV cache, in blocks or in bytes; with neither, what the device has free
@@ -89,6 +92,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     max_step_ms: int | None = None
     num_scheduler_steps: int = 1
+    speculative_config: SpeculativeConfig | None = speculative.DEFAULT
     block_size: int = 16
     kv_cache_dtype: str = "auto"
     num_blocks: int | None = None
@@ -131,6 +135,8 @@ class EngineConfig:
         if self.preemption_mode is not None:
             _check_choice("preemption_mode", self.preemption_mode, ("recompute", "swap"))
         _check_device(self.device)
+        if not (self.speculative_config is None or isinstance(self.speculative_config, SpeculativeConfig)):
+            raise ArgumentError(f"speculative_config must be a SpeculativeConfig or None, got {self.speculative_config!r:.60}")
         if self.block_size & (self.block_size - 1):
             raise ArgumentError(f"block_size must be a power of two from 8 to 256, got {self.block_size}")
         self._check_combinations()
@@ -203,6 +209,8 @@ def resolve(model: str | os.PathLike[str] | None = None, *, environ: Mapping[str
             values[name] = parse_size(name, values[name])
         if isinstance(values.get(name), (int, float)) and 0 < values[name] < 1024:
             raise ArgumentError(f"{name}={values[name]} is a number of bytes (vLLM's swap_space is in GiB): write '{values[name]:g}GiB'")
+    if "speculative_config" in values:
+        values["speculative_config"] = speculative.parse(values["speculative_config"])
     values |= {name: _KV_CACHE_ALIASES.get(str(values[name]), values[name]) for name in ("kv_cache_dtype",) if name in values}
     device = values.get("device", switches.get("TINYVLLM_DEVICE", "auto"))
     values["device"] = parse_device("device", device)
@@ -231,12 +239,6 @@ def parse_device(name: str, text: str) -> str:
     """A device in tinygrad's spelling ("cuda:1" is "CUDA:1"), or "auto"."""
     _check_device(text, name)
     return "auto" if text.lower() == "auto" else text.upper()
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """ ", did you mean 'x'?" for the closest of the known words, or the empty string."""
-    close = difflib.get_close_matches(word, list(known), 1, 0.6)
-    return f", did you mean {close[0]!r}?" if close else ""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,9 @@ A message is one line: the speaker, what is wrong, what was expected, what was g
 command line: 2 for arguments that the caller typed, 1 for failures of files, devices or the network.
 """
 
+import difflib
+from collections.abc import Iterable
+
 MAX_MESSAGE = 300  # characters of an error about a file
 
 
@@ -17,6 +20,12 @@ def one_line(text: str, limit: int = MAX_MESSAGE) -> str:
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split()))
     head = limit * 2 // 3
     return text if len(text) <= limit else f"{text[:head]} ... {text[head + 5 - limit :]}"
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """ ", did you mean 'x'?" for the closest of the known words, or the empty string."""
+    close = difflib.get_close_matches(word[:MAX_MESSAGE], list(known), 1, 0.6)
+    return f", did you mean {close[0]!r}?" if close else ""
 
 
 class TinyvllmError(Exception):

@@ -29,6 +29,9 @@ class StepStats:
     running, waiting, deferred  sequences after the step; `deferred` of the waiting ones wait for another that computes their prefix
     prompt_tokens       tokens of prompts computed, also those computed again after a preemption
     generated_tokens    tokens drawn or forced; forced_tokens of them followed from a grammar without a draw
+    num_drafts          drafts checked: one a sequence and step, of one token or more
+    draft_tokens, accepted_tokens  tokens of these drafts, and those of them that were accepted
+    accepted_per_pos    accepted tokens by their place in the draft, from its first
     queried_tokens, cached_tokens  tokens of prompts looked up in the prefix cache, and found there
     blocks_used, blocks_cached, blocks_free  blocks of the pool: held by a sequence, kept for later, neither
     tokens_held         tokens whose keys and values are in used blocks; a shared block counts once
@@ -50,6 +53,10 @@ class StepStats:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     forced_tokens: int = 0
+    num_drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_per_pos: list[int] = field(default_factory=list)
     queried_tokens: int = 0
     cached_tokens: int = 0
     blocks_used: int = 0
@@ -103,6 +110,13 @@ class Histogram:
         return out
 
 
+def add_counts(counts: list[int], more: list[int]) -> None:
+    """Add `more` to `counts`, place by place; both may be of any length."""
+    counts += [0] * (len(more) - len(counts))
+    for i, count in enumerate(more):
+        counts[i] += count
+
+
 def token_bounds(max_tokens: int) -> tuple[float, ...]:
     """1, 2, 5, 10, 20, 50, ... up to `max_tokens`."""
     bounds, ten = [], 1
@@ -149,6 +163,8 @@ class EngineMetrics:
         self.ended = dict.fromkeys(REASONS, 0)
         self.refused = dict.fromkeys(REFUSALS, 0)
         self.prompt_tokens = self.generated_tokens = self.forced_tokens = 0
+        self.num_drafts = self.draft_tokens = self.accepted_tokens = 0
+        self.accepted_per_pos = [0]
         self.queried_tokens = self.cached_tokens = self.evictions = 0
         self.recomputed = self.swapped = self.swapped_out = self.swapped_in = 0
         self._registry: CollectorRegistry | None = None
@@ -163,6 +179,8 @@ class EngineMetrics:
         self.prompt_tokens += stats.prompt_tokens
         self.generated_tokens += stats.generated_tokens
         self.forced_tokens += stats.forced_tokens
+        if stats.num_drafts:
+            self._count_drafts(stats)
         self.queried_tokens += stats.queried_tokens
         self.cached_tokens += stats.cached_tokens
         self.evictions += stats.evictions
@@ -177,6 +195,12 @@ class EngineMetrics:
             for seconds in stats.waits_next:
                 counts[bisect_left(bounds, seconds)] += 1
             self.next.sum += sum(stats.waits_next)
+
+    def _count_drafts(self, stats: StepStats) -> None:
+        self.num_drafts += stats.num_drafts
+        self.draft_tokens += stats.draft_tokens
+        self.accepted_tokens += stats.accepted_tokens
+        add_counts(self.accepted_per_pos, stats.accepted_per_pos)
 
     def request_finished(self, request: FinishedRequest) -> None:
         """Count a finished request, whatever its end. Times of events that did not happen (a first token, a step) are not observed."""
@@ -344,6 +368,13 @@ _FAMILIES = (
     ),
     Family("counter", "vllm:prompt_tokens_cached", "Prompt tokens that needed no computing.", _one(lambda m: m.cached_tokens)),
     Family("counter", "vllm:generation_tokens", "Tokens generated.", _one(lambda m: m.generated_tokens)),
+    Family("counter", "vllm:spec_decode_num_drafts", "Drafts checked, one a sequence and step.", _one(lambda m: m.num_drafts)),
+    Family("counter", "vllm:spec_decode_num_draft_tokens", "Tokens of drafts.", _one(lambda m: m.draft_tokens)),
+    Family("counter", "vllm:spec_decode_num_accepted_tokens", "Tokens of drafts that were accepted.", _one(lambda m: m.accepted_tokens)),
+    Family(
+        "counter", "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their place in the draft.",
+        _by(lambda m: {str(i): count for i, count in enumerate(list(m.accepted_per_pos))}), ("position",),
+    ),  # fmt: skip
     Family("counter", "vllm:request_success", "Finished continuations, by reason.", _by(lambda m: dict(m.ended)), ("finished_reason",)),
     Family("counter", "vllm:admission_rejections", "Requests refused, by reason.", _by(lambda m: dict(m.refused)), ("reason",)),
     Family("histogram", "vllm:time_to_first_token_seconds", "From arrival to the first token.", _one(lambda m: m.first)),

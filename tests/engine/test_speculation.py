@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.drafting import Oracle, repeats, speculate
+from tests.engine.drafting import Fixed, Oracle, Scripted, repeats, speculate
 from tests.engine.test_rounds import all_free, results
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.request import StructuredOutputsParams
+from tinyvllm.request import Sequence, StructuredOutputsParams
+from tinyvllm.scheduler import Scheduled
 
 OPTIONS: dict[str, Any] = dict(device="CPU", max_model_len=128, max_num_seqs=8)
 NUM = 24
@@ -98,3 +99,43 @@ def test_a_mixed_batch(drafted, oracle, guess, K):
     _, controller = speculate(drafted, GUESSES[guess](oracle), K)
     assert results(drafted.generate(PROMPTS, ALL)) == results(oracle.all)
     assert controller.accepted > 20 and all_free(drafted)
+
+
+# --- what a drafter gets, and what it may not do
+
+
+class StateReader(Scripted):
+    """Collects the states of each token, by sequence and position."""
+
+    state_layers = (0, 2, -1)
+
+    def __init__(self, guess: Any):
+        super().__init__(guess, looks_up=False)
+        self.states: dict[int, dict[int, np.ndarray]] = {}
+
+    def observe_states(self, states: Any, rows: Any) -> None:
+        values = states.numpy()
+        for row in rows:
+            assert row.sequence.sequence_id not in self.forgotten and row.start + row.count <= len(row.sequence)
+            mine = self.states.setdefault(row.sequence.sequence_id, {})
+            assert not mine.keys() & set(range(row.start, row.start + row.count)), "each position comes once"
+            mine.update({row.start + i: values[row.first_row + i] for i in range(row.count)})
+
+
+def test_hidden_states_of_every_token(oracle):
+    """Whatever the drafts, in a batch with chunks: always those of the text computed at once, as one chunk."""
+    with LLM(**OPTIONS, max_num_batched_tokens=24, num_scheduler_steps=4, enable_prefix_caching=False) as llm:
+        E, runner = llm.engine.runner.config.dim, llm.engine.runner
+        for guess in ("half right", "wrong"):
+            reader = StateReader(GUESSES[guess](oracle))
+            llm.engine.speculate(reader, Fixed(3))
+            outputs = llm.generate(PROMPTS, ALL)
+            assert results(outputs) == results(oracle.all)
+            for output, states in zip(outputs, (reader.states[i] for i in sorted(reader.states)), strict=True):
+                text = output.prompt_token_ids + output.outputs[0].token_ids
+                assert sorted(states) == list(range(len(states))) and len(text) - 5 <= len(states) <= len(text) - 1
+                sequence = Sequence(0, "x", text, SamplingParams(), block_table=[*range(8)])
+                expected = runner.states(Scheduled(sequence, 0, len(text), 0))
+                got = np.stack([states[i] for i in range(len(states))])
+                np.testing.assert_allclose(got[:, 2 * E :], expected[: len(got)], atol=1e-4)
+                assert not np.allclose(got[:, :E], got[:, E : 2 * E])

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tinyvllm.cli.aliases import translated
-from tinyvllm.config import CPU_STEP_MS, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, QUANTIZATIONS, VERSION, nearest, parse_size
-from tinyvllm.errors import ArgumentError
+from tinyvllm.config import CPU_STEP_MS, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, QUANTIZATIONS, VERSION, parse_size
+from tinyvllm.errors import ArgumentError, nearest
 from tinyvllm.request import STRUCTURES, SamplingParams, StructuredOutputsParams
 
 COMMANDS = ("generate", "chat", "serve", "batch", "kernels", "verify", "quality", "replay", "lab")
@@ -46,6 +46,13 @@ _ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         "--num-scheduler-steps",
         {"type": int, "metavar": "N", "help": "decode steps that the device runs before the host reads their tokens"},
+    ),
+    (
+        "--speculative-config",
+        {
+            "metavar": "JSON",
+            "help": 'how to guess tokens ahead, as vLLM writes it, such as {"method": "ngram"}; or a method, auto or off; changes no token',
+        },
     ),
     ("--enable-prefix-caching", {"action": argparse.BooleanOptionalAction, "help": "share the KV blocks of prompts with a common prefix"}),
     ("--prefix-cache-dir", {"metavar": "DIR", "help": "folder that keeps the prefix cache over a restart"}),

@@ -17,8 +17,8 @@ from tinyvllm.cli.jsonl import sampling_value
 from tinyvllm.cli.new_file import new_file
 from tinyvllm.cli.partner import ContextFull, Local, Message, Partner
 from tinyvllm.cli.progress import say
-from tinyvllm.config import expand_home, nearest
-from tinyvllm.errors import ArgumentError, FormatError, TinyvllmError, TokenizerError
+from tinyvllm.config import expand_home
+from tinyvllm.errors import ArgumentError, FormatError, TinyvllmError, TokenizerError, nearest
 from tinyvllm.request import SamplingParams
 
 _SETTINGS = tuple(f.name for f in fields(SamplingParams) if f.name not in ("n", "logprobs"))  # a conversation shows one answer, as text

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyvllm.cli.lines import read_lines
-from tinyvllm.config import nearest
-from tinyvllm.errors import ArgumentError, FormatError, TinyvllmError
+from tinyvllm.errors import ArgumentError, FormatError, TinyvllmError, nearest
 from tinyvllm.request import CompletionOutput, RequestOutput, SamplingParams
 
 _KINDS = ("prompt", "prompt_token_ids", "messages")

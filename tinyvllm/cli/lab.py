@@ -14,8 +14,8 @@ from tinyvllm.cli.arguments import engine_options
 from tinyvllm.cli.lines import AnswerFile, read_lines
 from tinyvllm.cli.new_file import new_file
 from tinyvllm.cli.progress import LoadBar, Progress, say
-from tinyvllm.config import expand_home, nearest
-from tinyvllm.errors import ArgumentError, OutputError, TinyvllmError, one_line
+from tinyvllm.config import expand_home
+from tinyvllm.errors import ArgumentError, OutputError, TinyvllmError, nearest, one_line
 
 if TYPE_CHECKING:
     from tinyvllm.lab.costs import StepCosts

@@ -86,6 +86,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.prompts = self.prompt_tokens = self.generated = 0
+        self.drafts = self.accepted = 0  # tokens
         self.arrival, self.finished = math.inf, 0.0  # seconds: the first arrival, the last end
         self.waits = array("d")  # seconds to the first token
         self.last: RequestOutput | None = None
@@ -102,6 +103,8 @@ class Tally:
         self.prompts += 1
         self.prompt_tokens += len(output.prompt_token_ids)
         self.generated += sum(len(part.token_ids) for part in output.outputs)
+        self.drafts += metrics.draft_tokens
+        self.accepted += metrics.accepted_tokens
         self.arrival = min(self.arrival, metrics.arrival)
         self.finished = max(self.finished, metrics.finished or 0.0)
         if metrics.first_token is not None:
@@ -110,7 +113,7 @@ class Tally:
 
 
 def closing_line(llm: LLM, tally: Tally, num_steps: int = 0) -> str:
-    """Tokens, time to first token, tokens per second, the share of the measured memory bandwidth, and seconds of compiling apart.
+    """Tokens, time to first token, tokens per second, accepted drafts, the share of the memory bandwidth, and seconds of compiling.
 
     A step reads all weights once, so steps per second times the bytes of the weights is the bandwidth used. The speed of a single prompt is
     measured from its first token on. That of several is measured from their arrival to the end of the last, over the `num_steps` that the
@@ -130,7 +133,8 @@ def _figures(llm: LLM, tally: Tally, num_steps: int) -> str:
     seconds, steps = metrics.finished - metrics.first_token, max(len(part.token_ids) for part in parts) - 1
     if steps < 1 or seconds <= 0:
         return line
-    return f"{line}, {(tally.generated - len(parts)) / seconds:.1f} tok/s{_share(llm, steps, seconds)}"
+    steps -= tally.accepted // len(parts)  # each accepted draft is a step less
+    return f"{line}, {(tally.generated - len(parts)) / seconds:.1f} tok/s{_drafts(tally)}{_share(llm, steps, seconds)}"
 
 
 def _of_several(llm: LLM, tally: Tally, counts: str, num_steps: int) -> str:
@@ -138,7 +142,12 @@ def _of_several(llm: LLM, tally: Tally, counts: str, num_steps: int) -> str:
     if not tally.waits or seconds <= 0:
         return counts
     line = f"{counts} in {seconds:.2f} s, first token after {statistics.median(tally.waits):.2f} s (median)"
-    return f"{line}, {tally.generated / seconds:.1f} tok/s{_share(llm, num_steps, seconds)}"
+    return f"{line}, {tally.generated / seconds:.1f} tok/s{_drafts(tally)}{_share(llm, num_steps, seconds)}"
+
+
+def _drafts(tally: Tally) -> str:
+    """What became of the tokens that were guessed ahead; empty if there were none."""
+    return f", {tally.accepted} of {tally.drafts} drafts accepted" if tally.drafts else ""
 
 
 def _compiling(llm: LLM) -> str:

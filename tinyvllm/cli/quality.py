@@ -23,12 +23,11 @@ from tinyvllm.config import (
     QUANTIZATIONS,
     EngineConfig,
     expand_home,
-    nearest,
     parse_size,
     resolve,
     takes_imatrix,
 )
-from tinyvllm.errors import ArgumentError, FormatError, TinyvllmError
+from tinyvllm.errors import ArgumentError, FormatError, TinyvllmError, nearest
 
 if TYPE_CHECKING:
     from tinyvllm.engine.llm import LLM

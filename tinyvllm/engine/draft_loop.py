@@ -78,6 +78,7 @@ class SpeculativeLoop:
             check.take(rows, logits, tokens, failures)
             if rows := check.next_rows():
                 flags = stages.prepare_rows(inputs, rows)
+        stages.pass_states(inputs, logits)
         for entry, owner in zip(check.drafted, owners, strict=True):
             accepted = num_confirmed(entry)
             self.speculation.checked(entry, accepted)

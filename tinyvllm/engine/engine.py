@@ -13,7 +13,7 @@ from tinyvllm.config import EngineConfig, cache_folder
 from tinyvllm.engine.boundary import request_failure
 from tinyvllm.engine.constraints import TokenConstraints
 from tinyvllm.engine.draft_loop import SpeculativeLoop
-from tinyvllm.engine.loop import StepLoop, new_loop
+from tinyvllm.engine.loop import PlainLoop, StepLoop, new_loop
 from tinyvllm.engine.observer import EngineObserver, Observers
 from tinyvllm.engine.output import ActiveRequest
 from tinyvllm.engine.prefix_store import PrefixStore
@@ -33,8 +33,9 @@ from tinyvllm.metrics import engine_metrics
 from tinyvllm.request import BeamSearchParams, RequestOptions, RequestOutput, SamplingParams
 from tinyvllm.runner.device import start_device
 from tinyvllm.scheduler import Scheduler
+from tinyvllm.speculate.opening import open_controller, open_drafter, open_policy
 from tinyvllm.speculate.policies import EXACT, Policy
-from tinyvllm.speculate.protocol import Controller, Drafter
+from tinyvllm.speculate.protocol import Controller, Drafter, StateDrafter
 
 log = logging.getLogger("tinyvllm")
 
@@ -92,13 +93,22 @@ class Engine:
         run_ahead = runner.overlaps if config.async_scheduling is None else config.async_scheduling
         self.loop: StepLoop = new_loop(self.stages, config.num_scheduler_steps, run_ahead)
         self.speculation: Speculation | None = None
+        if config.speculative_config is not None:
+            drafter = open_drafter(config.speculative_config, runner)
+            self.speculate(drafter, open_controller(config.speculative_config, drafter), open_policy(config.speculative_config))
         self.recovery = StepRecovery(self.stages, lambda: self.loop)
         self._warmup = Warmup(runner, self.sampler, config, run_ahead) if config.warm_up else None
 
     def speculate(self, drafter: Drafter, controller: Controller, policy: Policy = EXACT) -> None:
         """Let a drafter guess tokens from the next step on. The output is the same, unless the policy is lossy."""
         loop = self.loop.single if isinstance(self.loop, SpeculativeLoop) else self.loop
+        reads_states = isinstance(drafter, StateDrafter)
+        self.runner.keep_states(drafter.state_layers if isinstance(drafter, StateDrafter) else ())
+        if reads_states:  # it has its turn after each step
+            loop = PlainLoop(self.stages)
         self.speculation = Speculation(drafter, controller, self.requests, self.runner.config.vocab_size, self.max_model_len)
+        self.stages.on_states = self.speculation.take_states if reads_states else None
+        self.stats.speculation = self.speculation.method
         self.loop = SpeculativeLoop(self.stages, loop, self.speculation, policy)
 
     def stop_speculation(self) -> None:

@@ -63,10 +63,11 @@ class PlainLoop:
         logits = self.stages.launch(step)
         if not step.sequences:  # parts of prompts only
             self.stages.observer.phase_ended("run")
-            return
-        failures = self.stages.constrain(step, logits)
-        (tokens,) = self.stages.sample(step, logits)
-        self.stages.append(step, logits, tokens, failures)
+        else:
+            failures = self.stages.constrain(step, logits)
+            (tokens,) = self.stages.sample(step, logits)
+            self.stages.append(step, logits, tokens, failures)
+        self.stages.pass_states(step.inputs, logits)
 
 
 class MultiStepLoop:

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tinyvllm.config import nearest
 from tinyvllm.engine.segments import Segment, concat_token_ids
-from tinyvllm.errors import ArgumentError, ModelError, RequestError, TinyvllmError
+from tinyvllm.errors import ArgumentError, ModelError, RequestError, TinyvllmError, nearest
 from tinyvllm.foreign import MAX_JSON_BYTES, parse_json, read_bounded
 from tinyvllm.request import SamplingParams
 from tinyvllm.text.chat import render_chat

@@ -11,12 +11,19 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from operator import index
+from typing import TYPE_CHECKING
 
 from tinyvllm.engine.beam import BeamState
 from tinyvllm.engine.requests import ActiveRequests
 from tinyvllm.request import Sequence
 from tinyvllm.scheduler import Schedule, Scheduled
-from tinyvllm.speculate.protocol import Controller, Draft, Drafter, DraftRequest
+from tinyvllm.scheduler.drafts import num_confirmed
+from tinyvllm.speculate.protocol import Controller, Draft, Drafter, DraftRequest, StateDrafter, StateRows
+
+if TYPE_CHECKING:
+    from tinygrad import Tensor
+
+    from tinyvllm.runner.runner import PreparedStep
 
 log = logging.getLogger("tinyvllm")
 
@@ -126,6 +133,14 @@ class Speculation:
         if self.on:
             with self._guard("the controller's observe"):
                 self._controller.observe(entry.sequence, len(entry.drafts), num_accepted)
+
+    def take_states(self, inputs: PreparedStep, states: Tensor) -> None:
+        """Hand the hidden states of a step to a drafter that reads them, without rows of rejected drafts and of ended sequences."""
+        if self.on and isinstance(self._drafter, StateDrafter):
+            alive = [(entry, row) for entry, row in inputs.entries if not entry.sequence.finished]
+            rows = [StateRows(e.sequence, e.start, row, e.num_tokens - len(e.drafts) + num_confirmed(e)) for e, row in alive]
+            with self._guard("observe_states"):
+                self._drafter.observe_states(states, rows)
 
     def timed(self, num_rows: int, seconds: float) -> None:
         """A step of `num_rows` rows, all of decodes and drafts, took so long."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,8 @@ from tinyvllm.runner.drawing import draw_tokens
 from tinyvllm.scheduler import Schedule, Scheduler
 
 if TYPE_CHECKING:
+    from tinygrad import Tensor
+
     from tinyvllm.runner.runner import Logits, PreparedStep, Reading, Runner
     from tinyvllm.sampling.sampler import Rows, Sampler, SamplingFlags
 
@@ -46,6 +48,7 @@ class Stages:
     ):
         self.runner, self.sampler, self.constraints = runner, sampler, constraints
         self.requests, self.scoring, self.observer = requests, scoring, observer
+        self.on_states: Callable[[PreparedStep, Tensor], None] | None = None  # called with the hidden states of each step, if wanted
         self.scheduled: Schedule | None = None  # the last schedule; None while the next one is chosen
 
     @property
@@ -141,6 +144,11 @@ class Stages:
                 self.requests.finish(sequence, "error", failures[sequence.sequence_id])
             else:
                 self.requests.append(sequence, token, logprob)
+
+    def pass_states(self, inputs: PreparedStep, logits: Logits) -> None:
+        """Hand out the hidden states of a step whose tokens are appended."""
+        if self.on_states is not None and logits.states is not None:
+            self.on_states(inputs, logits.states)
 
     def append_rounds(self, step: Step, tokens: np.ndarray) -> None:
         """Append the tokens [n, B] of several steps. Those after the end of a sequence are surplus: the device could not know of it."""

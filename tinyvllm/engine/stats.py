@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
+from tinyvllm.engine.beam import BeamState
 from tinyvllm.engine.observer import EngineObserver
 from tinyvllm.engine.output import ActiveRequest
 from tinyvllm.errors import BusyError, TinyvllmError
-from tinyvllm.metrics import EngineMetrics, FinishedRequest, NoMetrics, StepStats
+from tinyvllm.metrics import EngineMetrics, FinishedRequest, NoMetrics, StepStats, add_counts
 from tinyvllm.request import RequestOutput
 from tinyvllm.scheduler import Schedule, Scheduled, Scheduler
 
@@ -43,6 +44,7 @@ class EngineStats(EngineObserver):
         self.architecture = architecture
         self.metrics, self.costs, self.scheduler, self._num_captures = metrics, costs, scheduler, num_captures
         self._captures_before = num_captures()  # at the start of the step
+        self.speculation = ""  # the method that guesses drafts
         self.step = StepStats()
         self.num_steps = 0  # since the start; each has streamed the weights once
         self.num_tokens = 0  # generated since the start
@@ -97,7 +99,7 @@ class EngineStats(EngineObserver):
             self._billed[owner] = None
 
     def _count_batch(self, schedule: Schedule, owners: Mapping[int, ActiveRequest]) -> None:
-        decodes = sum(entry.num_logits == entry.num_tokens == 1 for entry in schedule.entries)
+        decodes = sum(entry.num_tokens for entry in schedule.entries if entry.is_decode or entry.drafts)
         self.step.prompt_tokens += schedule.num_tokens - decodes
         now, self._with_receipt = time.monotonic(), []
         for entry in schedule.entries:
@@ -121,6 +123,14 @@ class EngineStats(EngineObserver):
         else:
             self.step.waits_next += [(now - before) / count] * count
 
+    def drafts_checked(self, request: ActiveRequest, num_drafts: int, num_accepted: int) -> None:
+        self.step.num_drafts += 1
+        self.step.draft_tokens += num_drafts
+        self.step.accepted_tokens += num_accepted
+        add_counts(self.step.accepted_per_pos, [1] * num_accepted)
+        request.metrics.draft_tokens += num_drafts
+        request.metrics.accepted_tokens += num_accepted
+
     def step_finished(self) -> None:
         stats, scheduler = self.step, self.scheduler
         pool, prefix = scheduler.pool, scheduler.prefix
@@ -135,7 +145,7 @@ class EngineStats(EngineObserver):
                 now - before for now, before in zip(counts, self._prefix_counts, strict=True)
             )
             self._prefix_counts = counts
-        if stats.run and self._num_captures() == self._captures_before:
+        if stats.run and not stats.num_drafts and self._num_captures() == self._captures_before:
             scheduler.rates.observe_step(stats.prompt_tokens, (time.perf_counter() - self._step_start) / self._steps_of_launch)
         for owner in self._billed:
             owner.receipt.device_seconds += stats.run
@@ -172,6 +182,8 @@ class EngineStats(EngineObserver):
         receipt.architecture = self.architecture
         receipt.swaps = sum(sequence.num_swaps for sequence in request.sequences)
         receipt.preemptions, receipt.cached_tokens, receipt.output_tokens = times.preemptions, output.num_cached_tokens, num_tokens
+        receipt.speculation = "off: beam search" if self.speculation and isinstance(request, BeamState) else self.speculation
+        receipt.draft_tokens, receipt.accepted_tokens = times.draft_tokens, times.accepted_tokens
         receipt.queue_seconds = (times.scheduled or times.finished or times.arrival) - times.arrival
         if receipt.device_seconds:
             receipt.roof = receipt.bytes_moved / receipt.device_seconds / self.costs.bandwidth()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tinyvllm.config import nearest
-from tinyvllm.errors import ArgumentError
+from tinyvllm.errors import ArgumentError, nearest
 from tinyvllm.lab.sweep import DrafterSpec
 from tinyvllm.speculate.controller import MAX_DRAFTS, AdaptiveController, FixedController
 from tinyvllm.speculate.ngram import NgramDrafter

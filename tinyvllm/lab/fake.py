@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tinyvllm.config import nearest
-from tinyvllm.errors import ArgumentError
+from tinyvllm.errors import ArgumentError, nearest
 from tinyvllm.lab.costs import StepCosts
 from tinyvllm.lab.settings import digest_text
 from tinyvllm.lab.sweep import Cell, FakeSettings

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tinyvllm.config import expand_home, nearest
-from tinyvllm.errors import ArgumentError, FormatError
+from tinyvllm.config import expand_home
+from tinyvllm.errors import ArgumentError, FormatError, nearest
 from tinyvllm.foreign import parse_json, quoted, read_bounded
 
 MAX_FILE = 256 << 10  # bytes of a description of a sweep

@@ -78,16 +78,22 @@ class GPT2:
 
     def forward_batch(self, batch: Batch, caches: list[LayerCache]) -> tuple[Tensor, Tensor | None]:
         """Logits float32 [N, V] of the rows that the batch samples from, and the tokens of their maxima where a kernel computes them."""
-        return norm_head(self.states(batch, caches), self.final_norm, self.weights.head, batch.samples, batch.sample_count)
+        return self.logits(self.states(batch, caches)[-1], batch)
 
-    def states(self, batch: Batch, caches: list[LayerCache]) -> Tensor:
-        """The output of the last layer, float32 [T, E], before `final_norm`."""
+    def logits(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """What `forward_batch` returns, from the output x [T, E] of the last layer."""
+        return norm_head(x, self.final_norm, self.weights.head, batch.samples, batch.sample_count)
+
+    def states(self, batch: Batch, caches: list[LayerCache]) -> list[Tensor]:
+        """The residual stream, float32 [T, E]: the embedding, then the output of each layer, before `final_norm`."""
         positions = self.position_embd.weight[batch.positions].float()
         x = (embed(self.weights.table, batch.tokens, batch.rows) + positions).contiguous()
         attention = PagedAttention(batch, caches[0].S)
+        states = [x]
         for block, cache in zip(self.blk, caches, strict=True):
             x = block.forward_batch(x, batch, attention, cache)
-        return x
+            states.append(x)
+        return states
 
     @property
     def final_norm(self) -> Norm:

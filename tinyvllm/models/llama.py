@@ -100,17 +100,22 @@ class Llama(Transformer):
 
     def forward_batch(self, batch: Batch, caches: list[LayerCache], rope: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits float32 [N, V] of the rows that the batch samples from, and the tokens of their maxima where a kernel computes them."""
-        states = self.states(batch, caches, rope)
-        return norm_head(states, self.final_norm, self.weights.head, batch.samples, batch.sample_count)
+        return self.logits(self.states(batch, caches, rope)[-1], batch)
 
-    def states(self, batch: Batch, caches: list[LayerCache], rope: Tensor) -> Tensor:
-        """The output of the last layer, float32 [T, E], before `final_norm`."""
+    def logits(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """What `forward_batch` returns, from the output x [T, E] of the last layer."""
+        return norm_head(x, self.final_norm, self.weights.head, batch.samples, batch.sample_count)
+
+    def states(self, batch: Batch, caches: list[LayerCache], rope: Tensor) -> list[Tensor]:
+        """The residual stream, float32 [T, E]: the embedding, then the output of each layer, before `final_norm`."""
         x = embed(self.weights.table, batch.tokens, batch.rows)
+        states = [x]
         angles = rope[batch.positions].contiguous()
         attention = PagedAttention(batch, caches[0].S)
         for block, cache in zip(self.blk, caches, strict=True):
             x = block.forward_batch(x, batch, attention, cache, angles)
-        return x
+            states.append(x)
+        return states
 
     @property
     def final_norm(self) -> Norm:

@@ -48,10 +48,14 @@ class RequestMetrics:
     finished: float | None = None
     preemptions: int = 0
     scheduled: float | None = None  # first time in a step
+    draft_tokens: int = 0  # tokens guessed ahead and checked, of all continuations
+    accepted_tokens: int = 0  # those of them that became output
 
     def copy(self) -> RequestMetrics:
         """Dataclasses' own `replace` takes four times as long, and this is done for every output."""
-        return RequestMetrics(self.arrival, self.first_token, self.finished, self.preemptions, self.scheduled)
+        return RequestMetrics(
+            self.arrival, self.first_token, self.finished, self.preemptions, self.scheduled, self.draft_tokens, self.accepted_tokens
+        )
 
 
 @dataclass
@@ -62,6 +66,8 @@ class Receipt:
     batch_sizes      how many of them had how many sequences, {sequences: steps}
     bytes_moved      its share of weights streamed and KV read and written
     architecture     what computed it, "sm_90" or "x86_64 avx512": the bits of sums, and so a token, may differ between two of them
+    speculation      the method that guessed tokens ahead, "" for none; or why this request had none, such as "off: beam search"
+    draft_tokens, accepted_tokens  tokens guessed ahead and checked, and those of them that became output
     roof             bytes_moved by device seconds, over the machine's measured bandwidth; None where that was not measured
     """
 
@@ -78,6 +84,9 @@ class Receipt:
     cached_tokens: int = 0
     output_tokens: int = 0
     architecture: str = ""
+    speculation: str = ""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +70,8 @@ class PreparedStep:
     """A step whose inputs are on the device. Row r of its logits belongs to the entry logit_rows[r]; the rest of `num_logits` is padding.
 
     An entry with drafts has several rows, one after another by position; others have one. `decodes`: the step consists of sequences with
-    one token and one row each, so that the device can advance to the next step by itself.
+    one token and one row each, so that the device can advance to the next step by itself. `entries` are all entries, each with its first
+    row of the flat batch.
     """
 
     logit_rows: list[Scheduled]
@@ -77,6 +79,7 @@ class PreparedStep:
     values: dict[str, int]
     plan: StepPlan
     decodes: bool
+    entries: list[tuple[Scheduled, int]]
 
 
 @dataclass(frozen=True)
@@ -97,10 +100,14 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Logits:
-    """Logits [N, V] float32 on the device, and the token of each row's maximum, int32 [N], if the step computed it on the way."""
+    """Logits [N, V] float32 on the device, and the token of each row's maximum, int32 [N], if the step computed it on the way.
+
+    `states` float32 [T, layers * E] are hidden states of every row of the flat batch, if `keep_states` wants some.
+    """
 
     logits: Tensor
     best: Tensor | None
+    states: Tensor | None = None
 
 
 class Runner:
@@ -141,6 +148,7 @@ class Runner:
         self._cascade = config.enable_cascade
         self._steps: dict[tuple[Shape, bool], StepPlan] = {}
         self._last: tuple[Schedule, PreparedStep] | None = None
+        self._state_layers: tuple[int, ...] = ()
         self._embeddings: dict[Shape, tuple[StepInputs, Captured]] = {}
         hosted = config.swap_space // self.pool.block_bytes
         self._hosted = np.zeros((hosted, self.pool.block_bytes), np.uint8)  # its pages come as they are written
@@ -204,7 +212,7 @@ class Runner:
             return None
         plan = self._new_step(shape, all_rows=False)
         blocks = plan.inputs.fill([], [], self.pool.block_size)
-        return PreparedStep([], shape.sequences, {"num_blocks": blocks} if self._table_width > 1 else {}, plan, not shape.chunks)
+        return PreparedStep([], shape.sequences, {"num_blocks": blocks} if self._table_width > 1 else {}, plan, not shape.chunks, [])
 
     @property
     def swap_blocks(self) -> int:
@@ -285,7 +293,7 @@ class Runner:
         if kind not in plan.rounds:
 
             def function(num_blocks: int | UOp = 1) -> Tensor:
-                logits, best = self._forward(plan.inputs, num_blocks)
+                logits, best, _ = self._forward(plan.inputs, num_blocks)
                 tokens = best if plain and best is not None else draw(logits)
                 advance(plan.inputs.batch(1), tokens, plan.history, self.pool.block_size, self.pool.scratch_slot)
                 return tokens
@@ -317,7 +325,7 @@ class Runner:
             inputs = StepInputs(shape, self._table_width, self.pool.scratch_slot, self.device, all_rows=True)
 
             def function(num_blocks: int | UOp = 1) -> Tensor:
-                states: Tensor = self.model.states(inputs.batch(num_blocks), self.pool.layers, **self._constants)
+                states: Tensor = self.model.states(inputs.batch(num_blocks), self.pool.layers, **self._constants)[-1]
                 states = self.model.final_norm(states)
                 return states.contiguous().realize()
 
@@ -353,12 +361,14 @@ class Runner:
         blocks = plan.inputs.fill(singles, chunks, self.pool.block_size)
         rows = [entry for entry in singles + chunks for _ in range(entry.num_logits)]
         values = {"num_blocks": blocks} if self._table_width > 1 else {}
-        return PreparedStep(rows, shape.sequences, values, plan, not chunks and len(rows) == len(singles))
+        first = list(zip(singles, accumulate((e.num_tokens for e in singles), initial=0)))
+        first += zip(chunks, accumulate((e.num_tokens for e in chunks), initial=shape.decodes))
+        return PreparedStep(rows, shape.sequences, values, plan, not chunks and len(rows) == len(singles), first)
 
     def _new_step(self, shape: Shape, all_rows: bool) -> StepPlan:
         inputs = self._inputs(shape, all_rows)
 
-        def forward(num_blocks: int | UOp = 1) -> tuple[Tensor, Tensor | None]:
+        def forward(num_blocks: int | UOp = 1) -> tuple[Tensor, Tensor | None, Tensor | None]:
             return self._forward(inputs, num_blocks)
 
         # blocks of the longest context are a variable of the captured step, so that contexts grow without a new capture
@@ -373,12 +383,32 @@ class Runner:
         tokens = np.full((MAX_SCHEDULER_STEPS, shape.sequences), -1, np.int32)
         return History(copied(tokens, self.device), copied(np.zeros(1, np.int32), self.device))
 
-    def _forward(self, inputs: StepInputs, num_blocks: int | UOp) -> tuple[Tensor, Tensor | None]:
-        logits, best = self.model.forward_batch(inputs.batch(num_blocks), self.pool.layers, **self._constants)
-        if best is None:
-            return logits.contiguous().realize(), None
-        Tensor.realize(logits, best)
-        return logits, best
+    def keep_states(self, layers: tuple[int, ...]) -> None:
+        """From the next step on, `Logits.states` has the hidden states of these layers: the residual stream after i of them, -1 after
+        the final norm. ArgumentError for a layer that the model lacks.
+        """
+        if layers == self._state_layers:
+            return
+        count = self.config.num_blocks
+        for layer in layers:
+            if not -1 <= layer <= count:
+                raise ArgumentError(f"speculation: hidden states of layer {layer}: the model has {count} layers; expected -1 to {count}")
+        self._state_layers = layers
+        self._steps.clear()
+        self._last = None
+
+    def _forward(self, inputs: StepInputs, num_blocks: int | UOp) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        batch = inputs.batch(num_blocks)
+        stream = self.model.states(batch, self.pool.layers, **self._constants)
+        logits, best = self.model.logits(stream[-1], batch)
+        states = None
+        if self._state_layers:
+            states = Tensor.cat(
+                *(stream[i] if i >= 0 else self.model.final_norm(stream[-1]) for i in self._state_layers), dim=1
+            ).contiguous()
+        logits = logits if best is not None else logits.contiguous()
+        Tensor.realize(*(result for result in (logits, best, states) if result is not None))
+        return logits, best, states
 
     def tokens(self, sampled: Tensor) -> np.ndarray:
         """Token ids [1, B] that a sampler left on the device, once they are there."""

@@ -20,8 +20,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from tinyvllm.config import nearest
-from tinyvllm.errors import ArgumentError
+from tinyvllm.errors import ArgumentError, nearest
 from tinyvllm.sampling.divergence import log_softmax
 
 MAX_TOP_K = 1 << 16

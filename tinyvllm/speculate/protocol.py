@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from tinyvllm.request import Sequence
 
@@ -90,6 +90,7 @@ class StateRows:
     count: int
 
 
+@runtime_checkable
 class StateDrafter(Drafter, Protocol):
     """A drafter that reads the target's hidden states: Medusa and EAGLE heads.
 

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from tinyvllm.config import EngineConfig, expand_home, nearest, resolve
+from tinyvllm.config import EngineConfig, expand_home, resolve
 from tinyvllm.engine.engine import Engine
 from tinyvllm.engine.segments import Segment
 from tinyvllm.engine.tools.record import FORMAT, SWITCHES, Event, Recorder, advanced_run
-from tinyvllm.errors import ArgumentError, FormatError, RequestError
+from tinyvllm.errors import ArgumentError, FormatError, RequestError, nearest
 from tinyvllm.request import BeamSearchParams, RequestOptions, SamplingParams, StructuredOutputsParams
 from tinyvllm.scheduler import Rates
 from tinyvllm.weights.identity import weights_digest
@@ -164,6 +164,7 @@ def config_of(run: Run, overrides: dict[str, Any]) -> EngineConfig:
         if name not in known:
             hint = nearest(name, known)
             raise ArgumentError(f"replay: {run.path} was recorded with {name}={value!r}, which is not an option of this version{hint}")
+    settings["speculative_config"] = settings.get("speculative_config") or "off"  # None asks for the default
     # the recording does not have the blocks that the folder had
     settings |= {"record": None, "prefix_cache_dir": None} | overrides
     if overrides.get("kv_memory") is not None and "num_blocks" not in overrides:

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from tinyvllm.config import nearest
-from tinyvllm.errors import ArgumentError, FormatError
+from tinyvllm.errors import ArgumentError, FormatError, nearest
 
 Url = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 URLS: tuple[str, ...] = get_args(Url)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, ValidatorFunctionWrapHandler
 from pydantic_core import CoreSchema, from_json
 
-from tinyvllm.config import nearest
+from tinyvllm.errors import nearest
 from tinyvllm.server.core.body_errors import field_names, type_name, unknown_field, validation_failure
 from tinyvllm.server.core.failures import Failure
 from tinyvllm.server.core.limits import check_values

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from tinyvllm.config import nearest
+from tinyvllm.errors import nearest
 from tinyvllm.server.core.failures import Failure
 
 _MAX_SHOWN = 120  # characters of a client's text in a message

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tinyvllm.config import nearest
-from tinyvllm.errors import ArgumentError
+from tinyvllm.errors import ArgumentError, nearest
 from tinyvllm.server.core.failures import Failure, busy
 
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent")

@@ -1,0 +1,51 @@
+"""From `speculative_config` to a drafter, a controller and a policy. What a drafter needs is imported only where it is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tinyvllm.errors import ArgumentError
+from tinyvllm.speculate.policies import Policy, parse_policy
+from tinyvllm.speculate.protocol import Controller, Drafter
+from tinyvllm.speculative import MAX_DRAFTS, SpeculativeConfig
+
+if TYPE_CHECKING:
+    from tinyvllm.runner.runner import Runner
+
+
+def open_drafter(config: SpeculativeConfig, runner: Runner) -> Drafter:
+    """The drafter of a method. ArgumentError if this version has none; errors of its model's files as they are."""
+    if config.method not in _DRAFTERS:
+        raise ArgumentError(f"speculative_config: method={config.method!r} is not implemented yet; expected one of {', '.join(_DRAFTERS)}")
+    return _DRAFTERS[config.method](config, runner)
+
+
+def open_controller(config: SpeculativeConfig, drafter: Drafter) -> Controller:
+    """What decides how many drafts a sequence gets."""
+    from tinyvllm.speculate.controller import AdaptiveController, FixedController, WindowController
+
+    K = config.num_speculative_tokens or MAX_DRAFTS
+    if config.controls == "fixed":
+        return FixedController(K)
+    return WindowController(K) if config.controls == "window" else AdaptiveController(K, looks_up=drafter.looks_up)
+
+
+def open_policy(config: SpeculativeConfig) -> Policy:
+    """When a draft is accepted."""
+    return parse_policy(config.policy)
+
+
+def _ngram(config: SpeculativeConfig, runner: Runner) -> Drafter:
+    from tinyvllm.speculate.ngram import NgramDrafter
+
+    return NgramDrafter(config.prompt_lookup_max, config.prompt_lookup_min)
+
+
+def _suffix(config: SpeculativeConfig, runner: Runner) -> Drafter:
+    from tinyvllm.speculate.suffix import SuffixDrafter
+
+    return SuffixDrafter()
+
+
+_DRAFTERS: dict[str, Callable[[SpeculativeConfig, Runner], Drafter]] = {"ngram": _ngram, "suffix": _suffix}
