@@ -235,6 +235,7 @@ def test_the_public_names_are_there() -> None:
         ({"imatrix": "i.dat"}, "give quantization too, such as q4_k_m"),
         ({"imatrix": "i.dat", "quantization": "q8_0"}, "changes nothing of quantization=q8_0, which has no search"),
         ({"imatrix": "i.dat", "quantization": "mxfp4"}, "changes nothing"),
+        ({"imatrix": "i.dat", "quantization": "gptq"}, "which keeps the checkpoint's matrices"),
         ({"imatrix": "i.dat", "quantization": "q4_k_m", "load_format": "dummy"}, "has no use with load_format=dummy"),
     ],
 )

@@ -38,6 +38,8 @@ LOAD_FORMATS = ("auto", "dummy")
 MAX_SCHEDULER_STEPS = 64
 CPU_STEP_MS = 250  # a gap between two tokens that a reader hardly notices
 QUANTIZATIONS = tuple(name.lower() for name in mixes.NAMES)
+# vLLM's names for the kind that a quantized checkpoint already has: they change nothing, and the checkpoint must be of that kind.
+CHECKPOINT_QUANTIZATIONS = ("gptq", "awq", "compressed-tensors", "hqq", "mlx", "fp8", "bitsandbytes")
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(?P<choice>:[\w./+-]+)?")
@@ -65,7 +67,8 @@ class EngineConfig:
     block_size              tokens of one block of the KV cache
     kv_cache_dtype          how keys and values are kept: "auto" in the dtype of the weights, else packed; "fp8" is "fp8_e4m3"
     num_blocks, kv_memory   size of the KV cache, in blocks or in bytes; with neither, what the device has free
-    quantization            packs the matrices at load, to one of QUANTIZATIONS; None keeps them as in the checkpoint
+    quantization            packs the matrices at load, to one of QUANTIZATIONS; None keeps them as in the checkpoint, and so does one of
+                            CHECKPOINT_QUANTIZATIONS, which the checkpoint must be
     imatrix                 file of llama-imatrix: how much each column matters to `quantization`; without it all columns weigh the same
     load_format             "dummy" fills the model with random weights, to measure without a checkpoint
     enable_prefix_caching   keep the blocks of finished requests, and reuse them for requests with the same prefix
@@ -130,7 +133,7 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, DTYPES)
         _check_kv_cache_dtype(self.kv_cache_dtype)
         if self.quantization is not None:
-            _check_choice("quantization", self.quantization, QUANTIZATIONS)
+            _check_choice("quantization", self.quantization, (*QUANTIZATIONS, *CHECKPOINT_QUANTIZATIONS))
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
         if self.preemption_mode is not None:
             _check_choice("preemption_mode", self.preemption_mode, ("recompute", "swap"))
@@ -159,6 +162,10 @@ class EngineConfig:
     def _check_imatrix(self, path: str) -> None:
         if self.quantization is None:
             raise ArgumentError(f"imatrix={path!r} weighs the columns of what is quantized: give quantization too, such as q4_k_m")
+        if self.quantization in CHECKPOINT_QUANTIZATIONS:
+            raise ArgumentError(
+                f"imatrix={path!r} changes nothing of quantization={self.quantization}, which keeps the checkpoint's matrices: leave it out"
+            )
         if not takes_imatrix(self.quantization):
             raise ArgumentError(f"imatrix={path!r} changes nothing of quantization={self.quantization}, which has no search: leave it out")
         if self.load_format == "dummy":

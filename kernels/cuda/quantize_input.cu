@@ -95,19 +95,19 @@ DEVICE void normed_cell(float (&v)[8], const Row &row, int cell) {
 // Stores a cell of a token. Called by whole warps; `valid` in the lanes that have a cell.
 DEVICE void write_cell(u8 *prepared, const float (&v)[8], int token, int cell, bool valid) {
   const u64 block = (u64)(token / 8) * BLOCKS + cell / 4;
-#if QUANTIZED
+#if SCALED_X
   float scale;
   int sum;
-  const uint2 q = quantize_cell(v, scale, sum);
+  const XCell q = quantize_cell(v, scale, sum);
   if (!valid) return;
-  ((uint2 *)prepared)[block * 32 + token % 8 * 4 + cell % 4] = q;
+  ((XCell *)prepared)[block * 32 + token % 8 * 4 + cell % 4] = q;
   if (cell % 4) return;
-  u8 *scales = prepared + (u64)(gridDim.x / 8) * BLOCKS * 256 + block * 64 + token % 8 * 4;
+  u8 *scales = prepared + (u64)(gridDim.x / 8) * BLOCKS * (32 * sizeof(XCell)) + block * 64 + token % 8 * 4;
   *(float *)scales = scale;
   *(int *)(scales + 32) = sum;
 #else
   const int place = CORES ? cell % 4 * 8 + token % 8 : token % 8 * 4 + cell % 4;
-  if (valid) ((uint4 *)prepared)[block * 32 + place] = round_cell(v);
+  if (valid) ((XCell *)prepared)[block * 32 + place] = round_cell(v);
 #endif
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.emulator.driver import cuda_device
+from tests.engine import test_small_floats as small_floats
 from tests.engine.test_packed_files import PRODUCTS, prompts_of
 from tests.tiny import quantized
 from tests.tiny.quantized import (
@@ -50,7 +51,8 @@ KINDS = {
     "awq": Kind(awq_settings(64), awq(64), {"INT4_G64", "F16"}),
     "mlx with its ends, up in floats": Kind(mlx_settings(4, 64), mlx(4, 64), {"INT4_G64", "F16"}, ENDS | {"up_proj": plain}),
 }  # fmt: skip
-LONG = ("awq",)
+KINDS |= {name: Kind(config, way, formats, more, seed) for name, (config, way, more, formats, seed) in small_floats.KINDS.items()}
+LONG = {"awq", "mlx with its ends, up in floats", "nvfp4", "fp8"}
 
 
 @pytest.fixture(scope="module")

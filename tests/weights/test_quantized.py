@@ -32,14 +32,17 @@ from tests.tiny.quantized import (
     shuffled,
     shuffled_each,
 )
+from tinyvllm.config import CHECKPOINT_QUANTIZATIONS, QUANTIZATIONS, EngineConfig
 from tinyvllm.errors import FormatError, ModelError, TinyvllmError
 from tinyvllm.models.config import WeightRecipe
 from tinyvllm.quant.formats import Layout, packed_in
 from tinyvllm.quant.layouts import unpack_rows
+from tinyvllm.runner.source import matrix_format, require_quantization
 from tinyvllm.weights import mapping
 from tinyvllm.weights.checkpoint import open_checkpoint, open_description
 from tinyvllm.weights.load import load_rows, load_tensors, locate_rows
 from tinyvllm.weights.mapping import BuiltRecord
+from tinyvllm.weights.quantized.kinds import KINDS as KNOWN_KINDS
 from tinyvllm.weights.quantized.notes import describe
 
 KINDS = {
@@ -318,3 +321,22 @@ def test_mutated_checkpoints_are_read_or_refused_in_one_line(base_of, tmp_path, 
                 assert len(record.data) <= 40 * record.nbytes
         except TinyvllmError as error:
             assert len(str(error)) <= 300 and "\n" not in str(error), (number, str(error))
+
+
+def test_vllms_names_are_those_of_the_kinds():
+    """mxfp4 is a format that `--quantization` packs to."""
+    assert {*CHECKPOINT_QUANTIZATIONS, "mxfp4"} == KNOWN_KINDS.keys() and "mxfp4" in QUANTIZATIONS
+
+
+@pytest.mark.parametrize(("kind", "held"), [("gptq", None), ("awq", "this one is gptq"), ("fp8", "this one is not quantized")])
+def test_a_quantization_that_names_a_kind_requires_it(base_of, tmp_path, kind, held):
+    folder = base_of("gptq")
+    path = folder.parent / "floats" if held == "this one is not quantized" else folder
+    config, checkpoint = EngineConfig(str(path), quantization=kind), open_checkpoint(path)
+    assert matrix_format(config) is None
+    if held is None:
+        return require_quantization(config, checkpoint)
+    with pytest.raises(ModelError, match=f"quantization={kind} expects a checkpoint of that kind, and {held}; leave quantization out"):
+        require_quantization(config, checkpoint)
+    with pytest.raises(ModelError, match="random weights have none"):
+        require_quantization(config, None)

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tinyvllm.cli.aliases import translated
-from tinyvllm.config import CPU_STEP_MS, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, QUANTIZATIONS, VERSION, parse_size
+from tinyvllm.config import (
+    CHECKPOINT_QUANTIZATIONS,
+    CPU_STEP_MS,
+    DTYPES,
+    KV_CACHE_DTYPES,
+    LOAD_FORMATS,
+    QUANTIZATIONS,
+    VERSION,
+    parse_size,
+)
 from tinyvllm.errors import ArgumentError, nearest
 from tinyvllm.request import STRUCTURES, SamplingParams, StructuredOutputsParams
 
@@ -41,7 +50,14 @@ _ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
         "--kv-cache-dtype",
         {"metavar": "T", "help": f"how keys and values are kept: {', '.join(KV_CACHE_DTYPES)}; default: as the weights (auto)"},
     ),
-    ("--quantization", {"metavar": "Q", "help": f"quantize the matrices while loading: {', '.join(QUANTIZATIONS)}"}),
+    (
+        "--quantization",
+        {
+            "metavar": "Q",
+            "help": f"quantize the matrices while loading: {', '.join(QUANTIZATIONS)}; or the kind that a quantized checkpoint must be: "
+            f"{', '.join(CHECKPOINT_QUANTIZATIONS)}",
+        },
+    ),
     ("--imatrix", {"metavar": "F", "help": "importance matrix of llama.cpp (.dat or GGUF), which weighs the columns in --quantization"}),
     (
         "--num-scheduler-steps",

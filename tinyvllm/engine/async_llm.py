@@ -70,6 +70,8 @@ class AsyncLLM:
         self._prepare, self._compile = engine.constraints.prepare, engine.constraints.compile
         self.config: EngineConfig = engine.config
         self.max_model_len: int = engine.max_model_len
+        self.packed_types: dict[str, list[str]] = engine.runner.packed_types
+        self.weight_formats: list[str] = sorted(engine.runner.weight_formats)
         self._fingerprint = Fingerprint(engine)
         self.tokenizer: Tokenizer | None = engine.tokenizer
         self.default_params = default_sampling_params(engine.model_folder)

@@ -120,6 +120,7 @@ class BlockFormat:
 _UNROUNDED = 2e-3  # `tolerance` of packed weights where x is not rounded
 _ROWS = frozenset({Layout.ROWS})
 _PANELS = frozenset({Layout.PANELS})
+_PANELS_TILES = frozenset({Layout.PANELS, Layout.TILES})
 _ROWS_PANELS = _ROWS | _PANELS
 _ALL = frozenset(Layout)
 _BF16, _INT8 = Activations.BFLOAT16, Activations.INT8
@@ -151,13 +152,12 @@ _NF4_VALUES = (
 _BNB_FP4 = (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25)
 _BNB_FP4_VALUES = (*_BNB_FP4, *(-value for value in _BNB_FP4))
 _FP8 = {"e4m3": True, "activations": _BF16, "tolerance": 1e-2}
-_BNB: dict[str, Any] = {"activations": Activations.FLOAT32, "tolerance": 2e-3, "layouts": _PANELS}
+_BNB: dict[str, Any] = {"activations": Activations.FLOAT32, "tolerance": 2e-3, "layouts": _PANELS_TILES}
 
 
 def _packed(name: str, type_id: int | None, elements: int, nbytes: int, *fields: Field, **more: Any) -> BlockFormat:
-    """A format of integers in panels and in rows, those of GGUF files also in tiles; products with panels and tiles round x to int8."""
-    layouts = _ROWS_PANELS if type_id is None else _ALL
-    usual: dict[str, Any] = {"layouts": layouts, "activations": _INT8, "tolerance": 3e-2, "quantization": type_id is not None}
+    """A format of integers in every layout; products with panels and tiles round x to int8."""
+    usual: dict[str, Any] = {"layouts": _ALL, "activations": _INT8, "tolerance": 3e-2, "quantization": type_id is not None}
     return BlockFormat(name, type_id, elements, nbytes, fields, **usual | more)
 
 
@@ -173,7 +173,7 @@ def _grouped(bits: int, group: int) -> BlockFormat:
     low, run = _LOW_BITS[bits]
     scale, offset, quants = Field("scale", 4), Field("offset", 4), Field("quants", group * low // 8, low, run)
     high = () if bits == low else (Field("high", group * (bits - low) // 8, bits - low, _HIGH_RUNS[bits - low]),)
-    return _packed(grouped_name(bits, group), None, group, 8 + group * bits // 8, scale, offset, *high, quants, layouts=_ALL)
+    return _packed(grouped_name(bits, group), None, group, 8 + group * bits // 8, scale, offset, *high, quants)
 
 
 def grouped_name(bits: int, group: int) -> str:
@@ -185,9 +185,9 @@ _TABLE = (
     BlockFormat("F32", 0, 1, 4, (Field("numbers", 4),), layouts=_ROWS_PANELS, dtype="float32", tolerance=1e-4),
     BlockFormat("F16", 1, 1, 2, (Field("numbers", 2),), layouts=_ALL, dtype="float16", tolerance=2e-3),
     BlockFormat("BF16", 30, 1, 2, (Field("numbers", 4),), layouts=_ALL, activations=_BF16, dtype="bfloat16", tolerance=1e-2),
-    _packed("Q8_0", 8, 32, 34, _SCALE, _EIGHTS, zero=128, layouts=_ALL, quantization=True),
-    _packed("Q4_0", 2, 32, 18, _SCALE, _NIBBLES, zero=8, layouts=_ALL, quantization=True),
-    _packed("Q5_0", 6, 32, 22, _SCALE, _FIFTH, _NIBBLES, zero=16, quantization=True),
+    _packed("Q8_0", 8, 32, 34, _SCALE, _EIGHTS, zero=128),
+    _packed("Q4_0", 2, 32, 18, _SCALE, _NIBBLES, zero=8),
+    _packed("Q5_0", 6, 32, 22, _SCALE, _FIFTH, _NIBBLES, zero=16),
     _packed("Q4_1", 3, 32, 20, _SCALE, _OFFSET, _NIBBLES),
     _packed("Q5_1", 7, 32, 24, _SCALE, _OFFSET, _FIFTH, _NIBBLES),
     _packed("Q2_K", 10, 256, 84, Field("scales", 16), _K_TWOS, _SCALE, _MINIMUM, scales=Scales.NIBBLES),

@@ -14,6 +14,7 @@ from tinygrad import Tensor, UOp
 
 from tinyvllm.backends.cpu.threads import thread_pool
 from tinyvllm.backends.limits import ShapeFacts
+from tinyvllm.backends.packed import packed_caches, packed_weights
 from tinyvllm.backends.registry import (
     Choice,
     architecture_of,
@@ -49,7 +50,7 @@ from tinyvllm.runner.ahead import StepOutlines
 from tinyvllm.runner.kv import BlockShape, KVPool
 from tinyvllm.runner.memory import check_room, check_weights, pool_blocks
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
-from tinyvllm.runner.source import CheckpointSource, matrix_format, weight_dtype
+from tinyvllm.runner.source import CheckpointSource, matrix_format, require_quantization, weight_dtype
 from tinyvllm.runner.weights import WeightLoader, WeightPlan
 from tinyvllm.scheduler import Schedule, Scheduled
 from tinyvllm.weights.checkpoint import open_checkpoint, open_description
@@ -118,6 +119,7 @@ class Runner:
         self.architecture = architecture_of(self.placement)
         path, dummy = resolve_model(config.model, config.revision), config.load_format == "dummy"
         self.checkpoint = open_description(path) if dummy and path.is_dir() else open_checkpoint(path)
+        require_quantization(config, None if dummy else self.checkpoint)
         source = CheckpointSource(self.checkpoint)
         family = find_family(source)
         self.config: ModelConfig = read_config(family, source)
@@ -213,6 +215,11 @@ class Runner:
         plan = self._new_step(shape, all_rows=False)
         blocks = plan.inputs.fill([], [], self.pool.block_size)
         return PreparedStep([], shape.sequences, {"num_blocks": blocks} if self._table_width > 1 else {}, plan, not shape.chunks, [])
+
+    @property
+    def packed_types(self) -> dict[str, list[str]]:
+        """What kernels of the device compute with as packed: weight formats, and values of `kv_cache_dtype`."""
+        return {"weights": [*packed_weights(self.placement)], "kv_cache": [*packed_caches(self.placement)]}
 
     @property
     def swap_blocks(self) -> int:

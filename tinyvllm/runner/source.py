@@ -6,7 +6,8 @@ import numpy as np
 from tinygrad import dtypes
 from tinygrad.dtype import DType
 
-from tinyvllm.config import EngineConfig
+from tinyvllm.config import CHECKPOINT_QUANTIZATIONS, QUANTIZATIONS, EngineConfig
+from tinyvllm.errors import ModelError
 from tinyvllm.quant.codecs import unpack
 from tinyvllm.quant.formats import FLOATS, FORMATS
 from tinyvllm.weights.checkpoint import Checkpoint
@@ -51,8 +52,20 @@ def weight_dtype(choice: str, checkpoint: Checkpoint) -> DType:
     return {"F32": dtypes.float32, "BF16": dtypes.bfloat16}.get(common, dtypes.float16)
 
 
+def require_quantization(config: EngineConfig, checkpoint: Checkpoint | None) -> None:
+    """ModelError if `quantization` names a kind of checkpoints that this is not; None means random weights."""
+    kind = None if checkpoint is None else checkpoint.quantization
+    if config.quantization not in CHECKPOINT_QUANTIZATIONS or config.quantization == kind:
+        return
+    held = "random weights have none" if checkpoint is None else f"this one is {kind or 'not quantized'}"
+    raise ModelError(
+        f"weights: quantization={config.quantization} expects a checkpoint of that kind, and {held}; leave quantization out, or choose a "
+        "format that the matrices are packed to, such as q4_k_m"
+    )
+
+
 def matrix_format(config: EngineConfig) -> str | None:
     """The format that all matrices get: that of `quantization`, or of an explicit dtype; None keeps what is stored."""
-    if config.quantization is not None:
+    if config.quantization is not None and config.quantization in QUANTIZATIONS:
         return config.quantization.upper()
     return None if config.dtype == "auto" else DTYPE_FORMATS[DTYPES[config.dtype]]

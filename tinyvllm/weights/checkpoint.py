@@ -28,7 +28,7 @@ class Checkpoint:
     """An opened model. `config` is config.json, or GGUF's metadata as plain Python values; `tensors` are views into mapped
     files, which stay mapped while any view of them lives, and the matrices that a quantized checkpoint stores in parts
     (weights/quantized); `folder` is where tokenizer files are looked for; `unused` names tensors that a quantized model does
-    without.
+    without, and `quantization` its kind (weights/quantized/kinds.py).
     """
 
     kind: Literal["safetensors", "gguf"]
@@ -37,6 +37,7 @@ class Checkpoint:
     tensors: Mapping[str, Record]
     folder: Path
     unused: tuple[str, ...] = ()
+    quantization: str | None = None
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -111,8 +112,8 @@ def _open_safetensors(folder: Path, names: list[str], safetensors: list[str]) ->
     else:
         raise ModelError(f"{_SPEAKER}: {folder} holds {len(safetensors)} safetensors files but no {INDEX_NAME}; download it too")
     config = read_quantization(folder, config)
-    logical = logical_tensors(config, tensors)
-    return Checkpoint("safetensors", folder, config, logical, folder, unused_tensors(tensors, logical))
+    kind, logical = logical_tensors(config, tensors)
+    return Checkpoint("safetensors", folder, config, logical, folder, unused_tensors(tensors, logical), kind)
 
 
 def _open_gguf(path: Path) -> Checkpoint:

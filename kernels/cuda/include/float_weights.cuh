@@ -19,8 +19,9 @@ DEVICE void read_cell(float (&v)[8], const float *block, int t) {
     v[2 * i] = two.x, v[2 * i + 1] = two.y;
   }
 }
+typedef uint4 XCell;  // what a lane contributes of a token to a step
 // The cell as the B operands of both mma.
-DEVICE uint4 round_cell(const float (&v)[8]) {
+DEVICE XCell round_cell(const float (&v)[8]) {
   const u32 b0 = pack_pair<WEIGHT>(v[0], v[1]), b1 = pack_pair<WEIGHT>(v[2], v[3]);
   return make_uint4(b0, b1, pack_pair<WEIGHT>(v[4], v[5]), pack_pair<WEIGHT>(v[6], v[7]));
 }
@@ -28,6 +29,11 @@ DEVICE uint4 round_cell(const float (&v)[8]) {
 struct Tokens {  // B operands of both mma, of token g
   u32 b[4];
 };
+
+DEVICE Tokens tokens_at(const u8 *cell) {
+  const uint4 b = *(const uint4 *)cell;
+  return {{b.x, b.y, b.z, b.w}};
+}
 
 // A step: c += W x. c[0], c[1] are row g of tokens 2t, 2t + 1; c[2], c[3] row g + 8 of the same.
 DEVICE void multiply(float (&c)[4], const Chunk *chunks, const Tokens &x) {

@@ -25,3 +25,13 @@ template <> struct Stored<F32> {
   typedef float number;
   DEVICE number of(float value) { return value; }
 };
+
+// The lowest byte of a word as a float of 1 + 4 + 3 bits (e4m3, bias 7); the codes that files mean as NaN are +-480. The bits are those of a float32
+// whose exponent is 120 too small: the product normalises subnormals.
+DEVICE float e4m3_to_float(u32 byte) { return __uint_as_float((byte & 0x80u) << 24 | (byte & 0x7Fu) << 20) * 0x1p120f; }
+// The four bytes of a word, in the same way, as bfloat16: `even` bytes 0 and 2, `odd` bytes 1 and 3. An instruction that converts e4m3 (sm_89) gives
+// float16, from which it are three more conversions to a pair of bfloat16.
+DEVICE void e4m3_pairs(u32 &even, u32 &odd, u32 word) {
+  even = multiply_bf16((word << 8 & 0x80008000u) | (word << 4 & 0x07F007F0u), 0x7B807B80u);
+  odd = multiply_bf16((word & 0x80008000u) | (word >> 4 & 0x07F007F0u), 0x7B807B80u);
+}

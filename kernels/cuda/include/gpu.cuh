@@ -51,6 +51,13 @@ DEVICE float bf16_to_float(u16 half) { return __uint_as_float((u32)half << 16); 
 DEVICE u16 float_to_bf16(float value) { return (u16)pack_bf16(value, 0.0f); }
 DEVICE u16 float_to_f16(float value) { return (u16)pack_f16(value, 0.0f); }
 
+// Products of the numbers of two pairs, rounded once; subnormal numbers are not flushed.
+DEVICE u32 multiply_bf16(u32 a, u32 b) {
+  u32 pair;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(0x80008000u));
+  return pair;
+}
+
 // 2^x to within 2 units in the last place; 0 for -inf; subnormal inputs and results are 0.
 DEVICE float fast_exp2(float x) {
   float power;

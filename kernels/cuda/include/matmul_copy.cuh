@@ -74,6 +74,8 @@ DEVICE Source source_of(const u8 *prepared, const u8 *weight, int T, const Tile 
   find_x<X_TILE>(source.x[0], source.groups_left[0], prepared, tile, thread);
 #if QUANTIZED
   find_weight<W_SCALES>(source.weight[1], source.tiles_left[1], weight + (u64)ALL_ROW_TILES * BLOCKS * W_TILE, tile, thread);
+#endif
+#if SCALED_X
   find_x<X_SCALES>(source.x[1], source.groups_left[1], prepared + (u64)(T / 8) * BLOCKS * X_TILE, tile, thread);
 #endif
   return source;
@@ -87,6 +89,8 @@ DEVICE void fetch(u8 *stage, const Source &source, const Tile &tile, int i, int 
   copy_x<X_TILE>(stage + X_AT, source.x[0] + k * X_TILE, source.groups_left[0], blocks, thread);
 #if QUANTIZED
   copy_weight<ROW_TILES, W_SCALES>(stage + W_SCALES_AT, source.weight[1] + k * W_SCALES, source.tiles_left[1], blocks, thread);
+#endif
+#if SCALED_X
   copy_x<X_SCALES>(stage + X_SCALES_AT, source.x[1] + k * X_SCALES, source.groups_left[1], blocks, thread);
 #endif
 }

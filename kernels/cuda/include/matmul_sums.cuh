@@ -12,6 +12,17 @@ DEVICE void load_4(u32 (&to)[4], const u8 *from) {
 
 // --- products with a block of 32 columns
 
+#if SCALED_X
+// A lane's tokens of a block, number `at` of the warp's groups.
+DEVICE Tokens stage_tokens(const u8 *x, const u8 *x_scales, int at, int lane) {
+  const u8 *scales = x_scales + at * X_SCALES + lane % 4 * 8;
+  const int2 sum = SUMS ? *(const int2 *)(scales + 32) : make_int2(0, 0);
+  return tokens_from(*(const XCell *)(x + at * X_TILE + lane * (int)sizeof(XCell)), *(const float2 *)scales, sum);
+}
+#else
+DEVICE Tokens stage_tokens(const u8 *x, const u8 *, int at, int lane) { return tokens_at(x + at * X_TILE + lane * (int)sizeof(XCell)); }
+#endif
+
 #if QUANTIZED
 
 // Block `k` of the stage. `w`, `x`, records and scales: those of the warp's first row tile and first group; the next are K_BLOCKS blocks
@@ -20,19 +31,19 @@ DEVICE void multiply_block(Sums &sums, const u8 *w, const u8 *x, const u8 *recor
   const int g = lane / 4, t = lane % 4, block = k / STEPS_OF_BLOCK;
   Tokens tokens[WARP_T];
 #pragma unroll
-  for (int n = 0; n < WARP_T; n++) {
-    const u8 *scales = x_scales + (n * K_BLOCKS + k) * X_SCALES + t * 8;
-    const int2 sum = SUMS ? *(const int2 *)(scales + 32) : make_int2(0, 0);
-    tokens[n] = tokens_from(*(const uint2 *)(x + (n * K_BLOCKS + k) * X_TILE + lane * 8), *(const float2 *)scales, sum);
-  }
+  for (int n = 0; n < WARP_T; n++) tokens[n] = stage_tokens(x, x_scales, n * K_BLOCKS + k, lane);
 #pragma unroll
   for (int m = 0; m < WARP_O; m++) {
     const ChunksAt chunks = {w + m * K_BLOCKS * W_TILE + block * BLOCK_BYTES + lane * (int)sizeof(Chunk)};
     const RecordAt record = {(const RecordWord *)(records + m * K_BLOCKS * W_SCALES + block * RECORD_BYTES) + g};
-    StepWeights weights;
+    Step weights;
     unpack_step(weights, chunks, record, k % STEPS_OF_BLOCK, t);
+#ifdef FLOAT_TABLE
+    multiply_groups(sums[m], weights, tokens);
+#else
 #pragma unroll
     for (int n = 0; n < WARP_T; n++) multiply(sums[m][n], weights, tokens[n]);
+#endif
   }
 }
 

@@ -12,12 +12,13 @@ constexpr int PER_SPLIT = (PIECES + SPLIT - 1) / SPLIT;
 
 // Bytes of a block: of a row tile of weight, of a group of x, and of the records of the one and the scales of the other. A stage holds whole
 // blocks of the format, of which each block here has its share.
-constexpr int W_TILE = STEP_BYTES, X_TILE = QUANTIZED ? 256 : 512;
+constexpr int W_TILE = STEP_BYTES;
 #if QUANTIZED
-constexpr int W_SCALES = RECORD_BYTES / STEPS_OF_BLOCK, X_SCALES = 64;
+constexpr int W_SCALES = RECORD_BYTES / STEPS_OF_BLOCK;
 #else
-constexpr int W_SCALES = 0, X_SCALES = 0;
+constexpr int W_SCALES = 0;
 #endif
+constexpr int X_TILE = 32 * sizeof(XCell), X_SCALES = SCALED_X ? 64 : 0;
 constexpr int X_AT = ROW_TILES * K_BLOCKS * W_TILE, W_SCALES_AT = X_AT + GROUPS * K_BLOCKS * X_TILE;
 constexpr int X_SCALES_AT = W_SCALES_AT + ROW_TILES * K_BLOCKS * W_SCALES, STAGE = X_SCALES_AT + GROUPS * K_BLOCKS * X_SCALES;
 

@@ -44,9 +44,15 @@ DEVICE float quant_number(u32 word, int i, int high) {
   const u32 byte = word >> 8 * i & 255u;
   if constexpr (CACHE_TYPE == KV_INT8) return __uint_as_float(0x4B000000u | byte) - 8388736.0f;
   if constexpr (CACHE_TYPE == KV_INT4) return __uint_as_float(0x43000000u | (byte >> 4 * high & 15u) << 16) - 135.5f;
-  return __uint_as_float((byte & 0x80u) << 24 | (byte & 0x7Fu) << 20) * 0x1p120f;
+  return e4m3_to_float(byte);
 }
 DEVICE void quant_operand(u32 &b0, u32 &b1, u32 word, int high) {
+  if constexpr (CACHE_TYPE == KV_FP8) {
+    u32 even, odd;
+    e4m3_pairs(even, odd, word);
+    b0 = __byte_perm(even, odd, 0x5410), b1 = __byte_perm(even, odd, 0x7632);
+    return;
+  }
   b0 = pack_bf16(quant_number(word, 0, high), quant_number(word, 1, high));
   b1 = pack_bf16(quant_number(word, 2, high), quant_number(word, 3, high));
 }

@@ -3,25 +3,14 @@
 #pragma once
 #include "formats.cuh"
 
-constexpr int STEPS_OF_BLOCK = BLOCK / 32;
-constexpr int CHUNK_BYTES = 32 * sizeof(Chunk), BLOCK_BYTES = CHUNKS * CHUNK_BYTES, STEP_BYTES = BLOCK_BYTES / STEPS_OF_BLOCK;
-constexpr int RECORD_BYTES = WORDS * 8 * sizeof(RecordWord);  // of a block of sixteen rows
-constexpr bool HALF_SUMS = SCALED_QUANTS;                     // of x: both halves of a group, int16 in a word; otherwise the whole group
-constexpr bool SUMS = ZERO_POINT || MINIMUMS;                 // whether the product reads the sums of x
-constexpr int DOTS = PART == 16 && !SCALED_QUANTS ? 2 : 1;    // dots of a step
+typedef StepWeights Step;
+typedef uint2 XCell;  // what a lane contributes of a token to a step
+
+constexpr bool HALF_SUMS = SCALED_QUANTS;                   // of x: both halves of a group, int16 in a word; otherwise the whole group
+constexpr bool SUMS = ZERO_POINT || MINIMUMS;               // whether the product reads the sums of x
+constexpr int DOTS = PART == 16 && !SCALED_QUANTS ? 2 : 1;  // dots of a step
 
 static_assert(!SUMS || PART == 32 || HALF_SUMS, "weights: parts of 16 have no sums of x of their own");
-static_assert(BLOCK % 32 == 0 && STEPS_OF_BLOCK <= 8 && STEPS_AHEAD % STEPS_OF_BLOCK == 0, "weights: a block is 1, 2, 4 or 8 steps");
-
-// A lane's chunks of a block, and a record for its g, in shared or global memory.
-struct ChunksAt {
-  const u8 *bytes;
-  __device__ __forceinline__ Chunk operator[](int i) const { return *(const Chunk *)(bytes + i * CHUNK_BYTES); }
-};
-struct RecordAt {
-  const RecordWord *words;
-  __device__ __forceinline__ u32 operator[](int i) const { return words[8 * i]; }
-};
 
 // --- x
 
@@ -46,7 +35,7 @@ DEVICE int packed_sums(int sums) { return (sums & 0xFFFF) | (sums - (short)sums)
 
 // The cell as the B operand, and the scale and sum (if HALF_SUMS: both) of the whole group in all four of its lanes. Every lane of the warp
 // must take part. A group that contains an inf or a NaN gets a scale that makes the whole row NaN, as it would be with float weights.
-DEVICE uint2 quantize_cell(const float (&v)[8], float &scale, int &sum) {
+DEVICE XCell quantize_cell(const float (&v)[8], float &scale, int &sum) {
   u32 bits = 0;  // of the largest |x|: bits of numbers without a sign rise with them, and those of NaN are the highest
 #pragma unroll
   for (int i = 0; i < 8; i++) bits = max(bits, __float_as_uint(v[i]) & 0x7FFFFFFFu);
@@ -75,7 +64,7 @@ struct Tokens {
   int2 sum;      // of their 32 quants; if HALF_SUMS, of 16 and 16. Undefined if not SUMS
   int start[4];  // what their dots begin with: minus the zero points, plus ZERO_BITS
 };
-DEVICE Tokens tokens_from(uint2 b, float2 scale, int2 sum) {
+DEVICE Tokens tokens_from(XCell b, float2 scale, int2 sum) {
   const int first = ZERO_POINT ? ZERO_BITS - ZERO_POINT * sum.x : ZERO_BITS,
             second = ZERO_POINT ? ZERO_BITS - ZERO_POINT * sum.y : ZERO_BITS;
   return {{b.x, b.y}, scale, sum, {first, second, first, second}};
@@ -120,9 +109,11 @@ DEVICE void multiply(float (&c)[4], const StepWeights &w, const Tokens &x) {
 
 // --- single numbers: as unpack_step gives them to the lane of the row and the columns
 
+DEVICE int lane_with(int column) { return column % 16 / 4; }
+
 template <class Chunks, class Record> DEVICE float4 four_numbers(const Chunks &chunk, const Record &record, int row, int column) {
   StepWeights w;
-  unpack_step(w, chunk, record, column % BLOCK / 32, column % 16 / 4);
+  unpack_step(w, chunk, record, column % BLOCK / 32, lane_with(column));
   const int half = column % 32 / 16, upper = row % 16 / 8;
   const u32 word = w.a[2 * half + upper];
   const float2 scales = w.scale[half && DOTS == 2];
@@ -141,49 +132,4 @@ template <class Chunks, class Record> DEVICE float4 four_numbers(const Chunks &c
     if (MINIMUMS) v[i] -= minimum;
   }
   return make_float4(v[0], v[1], v[2], v[3]);
-}
-
-DEVICE float4 read_tile(const u8 *table, int rows, int width, int row, int column) {
-  const s64 block = (s64)(row / 16) * (width / BLOCK) + column / BLOCK, blocks = (s64)((rows + 15) / 16) * (width / BLOCK);
-  const int g = row % 8, t = column % 16 / 4;
-  const u8 *record = table + blocks * BLOCK_BYTES + block * RECORD_BYTES;
-  return four_numbers(ChunksAt{table + block * BLOCK_BYTES + (4 * g + t) * (int)sizeof(Chunk)}, RecordAt{(const RecordWord *)record + g},
-                      row, column);
-}
-
-// A row's block in a file, as if it were both row g and row g + 8. Blocks begin at any byte.
-struct FileBlock {
-  const u8 *bytes;
-  __device__ __forceinline__ u32 word(int at) const {
-    const u8 *p = bytes + at;
-    return p[0] | (u32)p[1] << 8 | (u32)p[2] << 16 | (u32)p[3] << 24;
-  }
-};
-// Bytes 4t..4t+3 of the run at `at`, and from its byte 16 on.
-DEVICE void read_chunk(uint2 &chunk, FileBlock block, int at) { chunk.x = chunk.y = block.word(at); }
-DEVICE void read_chunk(uint4 &chunk, FileBlock block, int at) {
-  chunk.x = chunk.y = block.word(at);
-  chunk.z = chunk.w = block.word(at + 16);
-}
-struct FileChunks {
-  FileBlock block;
-  int t;
-  __device__ __forceinline__ Chunk operator[](int i) const {
-    Chunk chunk;
-    read_chunk(chunk, block, file_chunk(i) + 4 * t);
-    return chunk;
-  }
-};
-struct FileRecord {
-  FileBlock block;
-  __device__ __forceinline__ u32 operator[](int i) const {
-    const u8 *p = block.bytes + file_word(i);
-    if (file_word_bytes(i) == 1) return p[0] * 0x101u;
-    if (file_word_bytes(i) == 2) return (p[0] | (u32)p[1] << 8) * 0x10001u;
-    return block.word(file_word(i));
-  }
-};
-DEVICE float4 read_row(const u8 *table, int width, int row, int column) {
-  const FileBlock block = {table + ((s64)row * (width / BLOCK) + column / BLOCK) * FILE_BLOCK_BYTES};
-  return four_numbers(FileChunks{block, column % 16 / 4}, FileRecord{block}, row, column);
 }

@@ -1,5 +1,5 @@
-// What a format's header makes of its packed weights: a lane's numbers of a step, sixteen rows by 32 columns, and the words that headers
-// take bits out of. Rows are g and g + 8 of the lane, x and y of a pair.
+// What a format's header makes of its packed weights: a lane's numbers of a step, sixteen rows by 32 columns, and how headers take them out of
+// words. Rows are g and g + 8 of the lane, x and y of a pair.
 #pragma once
 #include "formats.cuh"
 
@@ -8,6 +8,16 @@ struct StepWeights {
   float2 scale[2];  // weight = scale * (integer - ZERO_POINT) - minimum; scale[1]: of columns 16 to 31, where PART is 16
   float2 minimum;   // if MINIMUMS
   u32 minimums[2];  // if SCALED_QUANTS: what `minimum` is multiplied by, a byte for each half of the columns, of row g and of row g + 8
+};
+
+struct FloatStep {
+  u32 a[2][4];   // A operands of two mma of k16: bfloat16
+  float2 scale;  // weight = scale * number
+};
+struct TableStep {
+  uint2 words;   // eight indices of each row
+  u32 entry;     // the lane's of the table
+  float2 scale;  // weight = scale * number
 };
 
 // The bytes of a word turned right, so that bit `from` of each byte becomes bit `to`; other bits of the result are masked by the caller.

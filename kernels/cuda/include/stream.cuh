@@ -17,8 +17,8 @@
 // which saves waiting for rows[0], and their results are not written.
 //
 // x in shared memory, `steps` steps of it (COLUMNS_BYTES(steps)):
-//     float weights      [steps][TOKENS][4 t] of 16 bytes: the words b of Tokens
-//     quantized weights  [steps][TOKENS][4 t] of 8 bytes, then float scale [steps][EVEN], int sum [steps][EVEN], as quantize_cell gives
+//     float weights      [steps][TOKENS][4 t] of XCell: the words b of Tokens
+//     packed integers    [steps][TOKENS][4 t] of 8 bytes, then float scale [steps][EVEN], int sum [steps][EVEN], as quantize_cell gives
 //                        them; EVEN is TOKENS rounded up to a multiple of 2
 #pragma once
 #include "norm.cuh"
@@ -39,7 +39,11 @@ static_assert(TOKENS >= 1 && TOKENS <= 8, "stream: TOKENS must be 1 to 8");
 static_assert(I % STEP == 0 && STEPS % STEPS_OF_BLOCK == 0, "stream: the width must be a multiple of 32 and of the format's blocks");
 static_assert(TILE_WARPS <= TILES && PIECE_WARPS <= PIECES, "stream: more warps than work");
 
-#define COLUMNS_BYTES(steps) ((steps) * (QUANTIZED ? TOKENS * 32 + EVEN * 8 : TOKENS * 64))
+#if SCALED_X
+#define COLUMNS_BYTES(steps) ((steps) * (TOKENS * 4 * (int)sizeof(XCell) + EVEN * 8))
+#else
+#define COLUMNS_BYTES(steps) ((steps) * TOKENS * 4 * (int)sizeof(XCell))
+#endif
 
 // Defined by the kernel: tile i of a unit, or ALL_TILES for none.
 DEVICE int tile_of(int unit, int i);
@@ -145,50 +149,47 @@ DEVICE void load_first(Ring &ring, const Walk &walk, const u8 *weight) {
 // another token, and their results are not used.
 struct Columns {
   const u8 *numbers;
-#if QUANTIZED
+#if SCALED_X
   const float *scale;
   const int *sum;
 #endif
 };
 DEVICE Columns columns_at(const u8 *x, int steps) {
   const int g = lane_of() / 4, t = lane_of() % 4, token = g < TOKENS ? g : 0;
-#if QUANTIZED
+#if SCALED_X
   const int pair = 2 * t < TOKENS ? 2 * t : 0;
-  const float *scale = (const float *)(x + steps * TOKENS * 32);
-  return {x + token * 32 + t * 8, scale + pair, (const int *)(scale + steps * EVEN) + pair};
+  const float *scale = (const float *)(x + steps * TOKENS * 4 * (int)sizeof(XCell));
+  return {x + (token * 4 + t) * (int)sizeof(XCell), scale + pair, (const int *)(scale + steps * EVEN) + pair};
 #else
-  return {x + token * 64 + t * 16};
+  return {x + (token * 4 + t) * (int)sizeof(XCell)};
 #endif
 }
 DEVICE Tokens tokens_of(const Columns &x, int step) {
-#if QUANTIZED
+#if SCALED_X
   const int2 sum = SUMS ? *(const int2 *)(x.sum + step * EVEN) : make_int2(0, 0);
-  return tokens_from(*(const uint2 *)(x.numbers + step * TOKENS * 32), *(const float2 *)(x.scale + step * EVEN), sum);
+  return tokens_from(*(const XCell *)(x.numbers + step * TOKENS * 4 * (int)sizeof(XCell)), *(const float2 *)(x.scale + step * EVEN), sum);
 #else
-  Tokens tokens;
-  const uint4 b = *(const uint4 *)(x.numbers + step * TOKENS * 64);
-  tokens.b[0] = b.x, tokens.b[1] = b.y, tokens.b[2] = b.z, tokens.b[3] = b.w;
-  return tokens;
+  return tokens_at(x.numbers + step * TOKENS * 4 * (int)sizeof(XCell));
 #endif
 }
 
 // Stores a cell among prepared columns. Called by whole warps; `valid` in the lanes that have a cell.
 DEVICE void put_cell(u8 *x, int steps, int cell, const float (&v)[8], bool valid) {
-#if QUANTIZED
+#if SCALED_X
   float scale;
   int sum;
-  const uint2 b = quantize_cell(v, scale, sum);
+  const XCell b = quantize_cell(v, scale, sum);
   if (!valid) return;
-  ((uint2 *)x)[cell] = b;
+  ((XCell *)x)[cell] = b;
   const int t = cell % 4, token = cell / 4 % TOKENS, step = cell / 4 / TOKENS;
-  float *scales = (float *)(x + steps * TOKENS * 32);
+  float *scales = (float *)(x + steps * TOKENS * 4 * (int)sizeof(XCell));
   const bool pad = EVEN > TOKENS && token == TOKENS - 1;  // also write zeros for the token that makes the number even
   if (t == 0) scales[step * EVEN + token] = scale;
   if (t == 1) ((int *)(scales + steps * EVEN))[step * EVEN + token] = sum;
   if (pad && t == 2) scales[step * EVEN + token + 1] = 0.0f;
   if (pad && t == 3) ((int *)(scales + steps * EVEN))[step * EVEN + token + 1] = 0;
 #else
-  if (valid) ((uint4 *)x)[cell] = round_cell(v);
+  if (valid) ((XCell *)x)[cell] = round_cell(v);
 #endif
 }
 
@@ -298,7 +299,7 @@ DEVICE void multiply_step(float (&c)[4], Ring &ring, int s, const Tokens &x) {
   const Chunk *chunks = ring.chunks + s / STEPS_OF_BLOCK * CHUNKS;
 #if QUANTIZED
   if (s % STEPS_OF_BLOCK == 0) gather_record(ring, s);
-  StepWeights w;
+  Step w;
   unpack_step(w, chunks, ring.record, s % STEPS_OF_BLOCK, lane_of() % 4);
   multiply(c, w, x);
 #else

@@ -1,9 +1,9 @@
 // The weights' format, chosen by WEIGHT: one header a format holds everything that kernels know of it. To add a format, add its number to
 // kernels/include/formats.h, its header to formats/, and a line below.
 //
-// A header of a format of packed integers defines
+// A header of a packed format defines
 //
-//   QUANTIZED 1        x is rounded to int8 in groups of 32; quantized_weights.cuh has the rest
+//   QUANTIZED 1        packed_weights.cuh has the rest; of integers, with x rounded to int8 in groups of 32, quantized_weights.cuh
 //   PART               weights that share a scale within a step: 32 where it is not defined, or 16
 //   MINIMUMS 1         where it has minimums: weight = scale * (integer - ZERO_POINT) - minimum
 //   SCALED_QUANTS 1    PART is 16, but integers are multiplied by their part's scale before the dot, so that scale[0] is the block's
@@ -22,6 +22,9 @@
 //   NIBBLES_AT         in place of the constants of a block of 32 weights of four bits (nibble_blocks.cuh)
 //   RECORD_HALVES      in place of RecordWord and of the two functions of words, where a block begins with that number of fields of two
 //                      bytes, and the record has words of four bytes after them
+//
+// One of floats of a few bits defines E4M3_QUANTS 1 and what e4m3_weights.cuh lacks, or FLOAT_TABLE (nibble_table.cuh). Products with them are in
+// small_float_weights.cuh and table_weights.cuh.
 //
 // Tiles [O/16][I/BLOCK][CHUNKS][32 lanes] of Chunk, then records [O/16][I/BLOCK][WORDS][8 g] of RecordWord.
 //
@@ -68,6 +71,16 @@
 #include "formats/iq4_xs.cuh"
 #elif WEIGHT == MXFP4
 #include "formats/mxfp4.cuh"
+#elif WEIGHT == FP8_G128
+#include "formats/fp8_g128.cuh"
+#elif WEIGHT == MXFP8
+#include "formats/mxfp8.cuh"
+#elif WEIGHT == NVFP4_G128
+#include "formats/nvfp4_g128.cuh"
+#elif WEIGHT == NF4
+#include "formats/nf4.cuh"
+#elif WEIGHT == BNB_FP4
+#include "formats/bnb_fp4.cuh"
 #elif WEIGHT >= 2000
 #include "formats/grouped.cuh"
 #else
@@ -75,6 +88,8 @@
 #endif
 
 #include "nibble_blocks.cuh"
+#include "e4m3_weights.cuh"
+#include "nibble_table.cuh"
 #ifdef RECORD_HALVES
 typedef u32 RecordWord;
 DEVICE constexpr int file_word(int i) { return i < RECORD_HALVES ? 2 * i : 2 * RECORD_HALVES + (i - RECORD_HALVES) / 2 * 4; }
@@ -91,9 +106,24 @@ DEVICE constexpr int file_word_bytes(int i) { return i < RECORD_HALVES ? 2 : 4; 
 #define SCALED_QUANTS 0
 #endif
 
+#ifndef FLOAT_QUANTS
+#define FLOAT_QUANTS 0
+#endif
+#define INTEGERS (QUANTIZED && !FLOAT_QUANTS)
+#ifdef FLOAT_TABLE
+#define SCALED_X 1  // x has scales, by groups of 32 columns
+#else
+#define SCALED_X INTEGERS
+#endif
+
+#include "packed_weights.cuh"
 #ifdef QUANTIZED
-#if QUANTIZED
+#if INTEGERS
 #include "quantized_weights.cuh"
+#elif SCALED_X
+#include "table_weights.cuh"
+#elif FLOAT_QUANTS
+#include "small_float_weights.cuh"
 #else
 #include "float_weights.cuh"
 #endif

@@ -26,14 +26,18 @@ DEVICE float2 unpack_f16(u32 pair) { return make_float2(f16_to_float((u16)pair),
 DEVICE float bf16_to_float(u16 half) { return __uint_as_float((u32)half << 16); }
 DEVICE u16 float_to_bf16(float value) { return cuda_to_bf16(value); }
 DEVICE u16 float_to_f16(float value) { return cuda_to_f16(value); }
+DEVICE u32 multiply_bf16(u32 a, u32 b) {
+  const float2 x = unpack_bf16(a), y = unpack_bf16(b);
+  return pack_bf16(x.x * y.x, x.y * y.y);
+}
 DEVICE float fast_exp2(float x) { return cuda_exp2_flushed(x); }
 
 // --- matrices
 
-#define EMULATED_MMA(name, type, vector, product, flag)                                                            \
-  DEVICE void name(type (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, EMULATED_LINE) {                               \
+#define EMULATED_MMA(name, type, vector, product, flag)                                                               \
+  DEVICE void name(type(&c)[4], const u32(&a)[4], u32 b0, u32 b1, EMULATED_LINE) {                                    \
     vector sum = product(flag, (vector){c[0], c[1], c[2], c[3]}, (EmulatedU4){a[0], a[1], a[2], a[3]}, b0, b1, line); \
-    c[0] = sum.x, c[1] = sum.y, c[2] = sum.z, c[3] = sum.w;                                                        \
+    c[0] = sum.x, c[1] = sum.y, c[2] = sum.z, c[3] = sum.w;                                                           \
   }
 EMULATED_MMA(mma_bf16, float, EmulatedF4, cuda_mma_16, true)
 EMULATED_MMA(mma_f16, float, EmulatedF4, cuda_mma_16, false)

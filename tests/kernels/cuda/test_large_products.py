@@ -25,7 +25,7 @@ def up(n: int, to: int) -> int:
 # --- quantize_input
 
 
-@pytest.mark.parametrize("format", (*tiles.USUAL, "Q2_K"))
+@pytest.mark.parametrize("format", (*tiles.USUAL, "Q2_K", "MXFP8", "NF4"))
 @pytest.mark.parametrize("I, count, norm, gather", [(32, 1, True, False), (1056, 11, True, True), (1248, 9, False, False)])
 def test_prepared_rows_are_rounded_and_laid_out(format: str, I: int, count: int, norm: bool, gather: bool) -> None:
     T, live, I = 24, up(count, 8), packable_width(format, I)
@@ -46,9 +46,10 @@ def test_prepared_rows_are_rounded_and_laid_out(format: str, I: int, count: int,
 
 def parts(prepared: np.ndarray, format: str, T: int, I: int) -> list[np.ndarray]:
     """Prepared rows as [T / 8, bytes] of numbers, and of scales."""
-    if format in tiles.FLOATS:
-        return [prepared.reshape(T // 8, I * 16)]
-    return [prepared[: T * I].reshape(T // 8, I * 8), prepared[T * I :].reshape(T // 8, I * 2)]
+    if not tiles.has_scales(format):
+        return [prepared.reshape(T // 8, -1)]
+    scales = T * I // 4
+    return [prepared[:-scales].reshape(T // 8, -1), prepared[-scales:].reshape(T // 8, -1)]
 
 
 # --- matmul
@@ -105,7 +106,7 @@ class Product:
         o_blocks, t_blocks = -(-self.O * (1 + self.silu) // cut.tile_o), -(-self.T // cut.tile_t)
         wo, wt, wk = cut.warps
         known = FORMATS[self.format]
-        k_blocks, x = max(cut.k_blocks, known.elements // 32), 512 if known.is_float else 320
+        k_blocks, x = max(cut.k_blocks, known.elements // 32), 8 * tiles.row_bytes_of_32(self.format)
         w = 16 * known.nbytes * 32 // known.elements
         stage = k_blocks * (cut.tile_o // 16 * w + cut.tile_t // 8 * x)
         shared = cut.stages * wk * stage + (wk - 1) * cut.tile_o * cut.tile_t * 4

@@ -9,7 +9,7 @@ import numpy as np
 from tests.formats import sampled_formats
 from tests.kernels.calling import aligned
 from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16, pack, unpack
-from tinyvllm.quant.formats import FORMATS, Layout
+from tinyvllm.quant.formats import FORMATS, Activations, Layout
 from tinyvllm.quant.layouts import pack_tiles
 from tinyvllm.quant.random_rows import random_blocks
 
@@ -17,7 +17,7 @@ FLOATS = ("BF16", "F16")
 QUANTS = tuple(name for name in sampled_formats(Layout.TILES) if name not in FLOATS)
 TILED = (*FLOATS, *QUANTS)
 USUAL = ("BF16", "F16", "Q8_0", "Q4_0")  # run through every shape; the others through those that their headers depend on
-KINDS = (*USUAL, "Q5_1", "Q2_K", "Q4_K", "Q6_K", "MXFP4", "INT3_G64")  # one for each way through quantized_weights.cuh
+KINDS = (*USUAL, "Q5_1", "Q2_K", "Q4_K", "Q6_K", "MXFP4", "INT3_G64", "FP8_G128", "NF4")  # one for each way through the headers of products
 HALF_SUMS = ("Q2_K",)  # has minimums of 16 weights: the sums of x are those of both halves of a group
 TOLERANCE = 2e-6  # of the sum of the absolute products: float32 sums of at largest a few thousand
 
@@ -74,17 +74,30 @@ def quantized(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def as_rounded(x: np.ndarray, format: str) -> np.ndarray:
     """float32 [T, I] -> float64 [T, I]: x rounded as for a product with weights of this format."""
-    if format == "BF16":
+    if FORMATS[format].activations is Activations.BFLOAT16:
         return bf16_to_f32(f32_to_bf16(x)).astype(np.float64)
     if format == "F16":
         return x.astype(np.float16).astype(np.float64)
+    if FORMATS[format].activations is Activations.FLOAT32:
+        return x.astype(np.float64)
     quants, scales = quantized(x)
     return (quants * scales[..., None].astype(np.float64)).reshape(x.shape)
 
 
+def row_bytes_of_32(format: str) -> int:
+    """Bytes of 32 columns of a row of x."""
+    known = FORMATS[format]
+    return 40 if known.activations is Activations.INT8 else 136 if known.float_values else 64
+
+
+def has_scales(format: str) -> bool:
+    """Whether x has scales."""
+    return FORMATS[format].activations is Activations.INT8 or FORMATS[format].float_values
+
+
 def prepared_bytes(format: str, T: int, I: int) -> int:
     """Bytes of T prepared rows of x, T rounded up to a multiple of 8."""
-    return -(-T // 8) * (I // 32) * (512 if format in FLOATS else 256 + 64)
+    return -(-T // 8) * (I // 32) * 8 * row_bytes_of_32(format)
 
 
 def prepared(x: np.ndarray, format: str) -> np.ndarray:
@@ -94,12 +107,27 @@ def prepared(x: np.ndarray, format: str) -> np.ndarray:
     if format in FLOATS:
         halves = f32_to_bf16(padded) if format == "BF16" else padded.astype(np.float16)
         return _bytes(halves.reshape(-1, 8, x.shape[1] // 32, 2, 2, 4, 2).transpose(0, 2, 1, 5, 3, 4, 6))
+    if FORMATS[format].e4m3:  # columns in the order 0 2 1 3
+        halves = f32_to_bf16(padded).reshape(-1, 8, x.shape[1] // 32, 2, 4, 2, 2)
+        return _bytes(halves.transpose(0, 2, 1, 4, 3, 6, 5))
+    if FORMATS[format].float_values:  # high and low halves of x times a power of two; TABLE_EXPONENT is 8
+        blocks = padded.reshape(len(padded), -1, 32)
+        exponents = np.maximum((np.abs(blocks).max(-1).view(np.int32) >> 23), 23)
+        scaled = blocks * np.ldexp(np.float32(1), 141 - exponents)[..., None]
+        planes = np.stack([scaled.astype(np.float16), (scaled - scaled.astype(np.float16).astype(np.float32)).astype(np.float16)], axis=2)
+        ordered = planes.reshape(-1, 8, x.shape[1] // 32, 2, 4, 8).transpose(0, 2, 1, 4, 3, 5)
+        return _with_scales(ordered, np.ldexp(np.float32(1), exponents - 149).astype(np.float32), np.zeros(exponents.shape, np.int32))
     quants, scales = quantized(padded)
     ordered = quants.reshape(-1, 8, x.shape[1] // 32, 2, 4, 4).transpose(0, 2, 1, 4, 3, 5)
     first, second = quants[..., :16].sum(-1, dtype=np.int32), quants[..., 16:].sum(-1, dtype=np.int32)
     sums = (first & 0xFFFF) | second << 16 if format in HALF_SUMS else first + second
-    scales_and_sums = np.stack([words.reshape(-1, 8, words.shape[1]).transpose(0, 2, 1) for words in (scales.view(np.int32), sums)], axis=2)
-    return np.concatenate([_bytes(ordered), _bytes(scales_and_sums)])
+    return _with_scales(ordered, scales, sums)
+
+
+def _with_scales(numbers: np.ndarray, scales: np.ndarray, sums: np.ndarray) -> np.ndarray:
+    """The bytes of numbers, then of the scales and sums [T, I / 32] of their groups."""
+    words = [words.reshape(-1, 8, words.shape[1]).transpose(0, 2, 1) for words in (scales.view(np.int32), sums)]
+    return np.concatenate([_bytes(numbers), _bytes(np.stack(words, axis=2))])
 
 
 # --- expected results

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.server.conftest import Running, running
+from tinyvllm.quant.formats import Layout, packed_in
 from tinyvllm.server.api.routes import ENDPOINTS
 from tinyvllm.server.core.body import Body
 from tinyvllm.server.core.config import ServerConfig
@@ -113,6 +114,13 @@ def test_the_list_matches_the_schemas(server: Running) -> None:
     for endpoint in ENDPOINTS:
         assert set(said[endpoint.path]) == set(endpoint.body.model_fields)
         assert {about["support"] for about in said[endpoint.path].values()} <= {"honoured", "limited", "refused"}
+
+
+def test_what_the_device_computes_with_as_packed(server: Running) -> None:
+    """From the table of formats, for the layout of the device; the bundled model has its weights in one of them, or in floats."""
+    (model,) = httpx.get(f"{server.url}/v1/capabilities", trust_env=False).json()["models"].values()
+    assert model["device"] == "CPU" and model["kv_cache_dtype"] == "auto" and model["weights"]
+    assert model["packed"] == {"weights": [*packed_in(Layout.PANELS)], "kv_cache": ["fp8_e4m3", "int8", "int4"]}
 
 
 def test_supported_values_are_accepted(server: Running) -> None:

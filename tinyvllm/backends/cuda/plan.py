@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.shapes import Attention, Heads, Product, cached_bytes
 from tinyvllm.batch import PACKED_KV
-from tinyvllm.integers import ceil_div
+from tinyvllm.integers import ceil_div, round_up
 from tinyvllm.quant.formats import FORMATS, Activations, Layout, activations_of
 from tinyvllm.quant.layouts import PANEL, panel_bytes, row_bytes, source_unit, tile_unit
 
@@ -38,8 +38,23 @@ def _is_int8(format: str) -> bool:
     return activations_of(format, Layout.TILES) is Activations.INT8
 
 
+def _is_table(format: str) -> bool:
+    """Whether products with this format multiply two numbers of 16 bits for one: those of a table, and x."""
+    return FORMATS[format].float_values
+
+
+def _x_bytes(format: str) -> int:
+    """Bytes of 32 columns of a row of x, without their scale."""
+    return 32 if _is_int8(format) else 128 if _is_table(format) else 64
+
+
+def _scale_bytes(format: str) -> int:
+    """Bytes of the scale and sum of 32 columns of a row of x."""
+    return 8 if _is_int8(format) or _is_table(format) else 0
+
+
 def _columns_bytes(format: str, steps: int, T: int) -> int:
-    return steps * (T * 32 + ceil_div(T, 2) * 16 if _is_int8(format) else T * 64)
+    return steps * (T * _x_bytes(format) + round_up(T, 2) * _scale_bytes(format))
 
 
 def _sums_bytes(I: int, T: int, tiles: int) -> int:
@@ -123,7 +138,7 @@ def norm_head(variant: str, format: str, N: int, V: int, E: int, gpu: GPU, eps: 
 
 def prepared_bytes(format: str, T: int, I: int) -> int:
     """Bytes of T rows, T a multiple of 8, as quantize_input.cu writes them."""
-    return T * (I + I // 32 * 8 if _is_int8(format) else 2 * I)
+    return T * I // 32 * (_x_bytes(format) + _scale_bytes(format))
 
 
 def quantize_input(variant: str, format: str, T: int, I: int, eps: str | None = None, gather: bool = False, cores: bool = False) -> Kernel:
@@ -193,7 +208,7 @@ def k_blocks(format: str) -> int:
 def _steps(format: str) -> tuple[int, int]:
     """Bytes of 32 columns: of sixteen rows of weight, and of eight rows of x."""
     blocks = k_blocks(format)
-    return PANEL * row_bytes(format, 32 * blocks) // blocks, 320 if _is_int8(format) else 512
+    return PANEL * row_bytes(format, 32 * blocks) // blocks, 8 * (_x_bytes(format) + _scale_bytes(format))
 
 
 def _stage(cut: Cut, format: str) -> int:
@@ -218,7 +233,7 @@ def _cycles(cut: Cut, split: int, rows: int, T: int, I: int, format: str, gpu: G
     read = (cut.tile_o // 16 * w + cut.tile_t // 8 * x) * share
     fragments = (cut.tile_o // 16 * w * cut.warps_t + cut.tile_t // 8 * x * cut.warps_o) * share
     tiles = cut.tile_o // 16 * (cut.tile_t // 8)
-    issued = (12 * tiles + 10 * cut.tile_o // 16 * cut.warps_t) * share / _ISSUED if _is_int8(format) else 0  # scales, nibbles
+    issued = (12 * tiles + 10 * cut.tile_o // 16 * cut.warps_t) * share / _ISSUED if _scale_bytes(format) else 0  # scales, nibbles
     one = max(tiles * 4096 * share / _MULTIPLY, issued, (read + fragments) / _SHARED, read / _CACHE) + _BARRIER * share / k_blocks(format)
     handed = 2 * (pieces - ceil_div(pieces, split)) * blocks * cut.tile_o * cut.tile_t * 4 / gpu.multiprocessors / _CACHE
     memory = rows * I / 512 * w / gpu.multiprocessors / _MEMORY
@@ -227,10 +242,13 @@ def _cycles(cut: Cut, split: int, rows: int, T: int, I: int, format: str, gpu: G
 
 def has_registers(cut: Cut, split: int, format: str) -> bool:
     """Whether the kernel compiles without spills."""
-    sums = cut.tile_o * cut.tile_t // cut.threads * cut.warps_k  # of a thread
+    sums, known = cut.tile_o * cut.tile_t // cut.threads * cut.warps_k, FORMATS[format]  # sums of a thread
+    if _is_table(format):
+        return sums <= 32
     if sums > 64:
-        return split == 1 and not _is_int8(format)
-    return split == 1 or sums < 64 or FORMATS[format].elements < 256  # Q2_K, Q3_K, Q5_K and Q6_K would spill up to 192 bytes
+        return split == 1 and known.is_float
+    needs_more = known.elements >= 256 or known.e4m3  # would spill up to 192 bytes: Q2_K, Q3_K, Q5_K and Q6_K; 8: e4m3
+    return split == 1 or sums < 64 or not needs_more
 
 
 @functools.cache

@@ -12,7 +12,8 @@ then of row g+8. Two slices are a chunk, 16 bytes a lane; a block of one slice i
 
 After the quants of the whole matrix follow the records, what else the blocks have: [O/16][blocks] of the other fields in the file's order.
 A field of 4-byte words is [words][row g, row g+8][8 g]; one of fewer bytes is [8 g][row g, row g+8]: the scales of Q8_0 and Q4_0. Fields of
-quants that four lanes cannot share, as the fifth bits of Q5_0, are part of the record. A matrix has as many bytes as in panels.
+quants that four lanes cannot share, as the fifth bits of Q5_0 and the planes of two bits of INT2_G32, are part of the record. A matrix has
+as many bytes as in panels.
 
 The numpy functions are the definition, `TileWeight` the reference of every kernel that reads tiles, and `pack_tiles` that of the one that
 writes them.
@@ -47,7 +48,7 @@ class _Region:
 
     @property
     def slices(self) -> int:
-        shared = self.nbytes % _SLICE == 0 and (self.field.bits == 8 or self.field.run % _SLICE == 0)
+        shared = self.nbytes % _SLICE == 0 and (self.field.run == 1 or self.field.run % _SLICE == 0)
         return self.nbytes // _SLICE if shared and self.field.name in _QUANTS else 0
 
     @property

@@ -1,8 +1,9 @@
-"""GET /v1/capabilities and the OpenAPI document, both generated from the bodies' fields, so that they match the implementation."""
+"""GET /v1/capabilities and the OpenAPI document, both generated from the bodies' fields and the loaded models, so that they match the
+implementation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -10,6 +11,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from tinyvllm.config import VERSION
+from tinyvllm.engine.api import AsyncLLM
 from tinyvllm.server.core.body import Body
 from tinyvllm.server.core.endpoint import Endpoint
 
@@ -24,11 +26,22 @@ def fields_of(body: type[Body]) -> dict[str, dict[str, str]]:
     return fields
 
 
-def capabilities(endpoints: Sequence[Endpoint], lenient: bool) -> dict[str, Any]:
+def device_of(llm: AsyncLLM) -> dict[str, Any]:
+    """What the device of a loaded model computes with as packed, and what the model has."""
+    return {
+        "device": llm.config.device,
+        "packed": llm.packed_types,
+        "weights": llm.weight_formats,
+        "kv_cache_dtype": llm.config.kv_cache_dtype,
+    }
+
+
+def capabilities(endpoints: Sequence[Endpoint], lenient: bool, loaded: Mapping[str, AsyncLLM]) -> dict[str, Any]:
     """The response of /v1/capabilities."""
     unknown = "ignored, and named in the header X-Ignored-Fields" if lenient else "refused with status 400, which names the field"
     by_path = {endpoint.path: fields_of(endpoint.body) for endpoint in endpoints}
-    return {"version": VERSION, "unknown_fields": unknown, "endpoints": by_path}
+    models = {name: device_of(llm) for name, llm in loaded.items()}
+    return {"version": VERSION, "unknown_fields": unknown, "models": models, "endpoints": by_path}
 
 
 def openapi(app: FastAPI, endpoints: Sequence[Endpoint]) -> dict[str, Any]:

@@ -68,7 +68,8 @@ INVOCATIONS = invocations.invocations(ENDPOINTS)
 
 
 async def _capabilities(request: Request) -> Response:
-    return json_response(capabilities(ENDPOINTS, RequestContext.of(request).service.config.lenient))
+    service = RequestContext.of(request).service
+    return json_response(capabilities(ENDPOINTS, service.config.lenient, service.models.loaded()))
 
 
 RESOURCES = (

@@ -57,11 +57,12 @@ def require_float_description(config: Mapping[str, Any]) -> None:
         )
 
 
-def logical_tensors(config: Mapping[str, Any], tensors: Tensors) -> Mapping[str, Record]:
-    """The tensors of the files as a model asks for them: themselves, without `quantization_config`."""
+def logical_tensors(config: Mapping[str, Any], tensors: Tensors) -> tuple[str | None, Mapping[str, Record]]:
+    """The kind of a quantized checkpoint, and the tensors of the files as a model asks for them: themselves, without
+    `quantization_config`."""
     key = next((key for key in (_MLX, *_KEYS) if config.get(key) is not None), None)
     if key is None:
-        return tensors
+        return None, tensors
     if not isinstance(config[key], Mapping):
         raise FormatError(f"config.json: {key} must be an object, got {quoted(config[key])}")
     settings = Fields(config[key], where=f"config.json, {key}")
@@ -72,4 +73,4 @@ def logical_tensors(config: Mapping[str, Any], tensors: Tensors) -> Mapping[str,
             f"{settings.where}: quant_method {quoted(kind)} is not supported; supported are {known}; "
             "use the unquantized model or a GGUF file"
         )
-    return KINDS[kind](settings, tensors)
+    return kind, KINDS[kind](settings, tensors)
