@@ -40,6 +40,8 @@ from benchmarks.compare.child import prompt
 from benchmarks.harness import record, table
 from benchmarks.shapes import SHAPES, tensors, write_config, write_gguf
 from benchmarks.stepping import Stepping, load
+from tinyvllm.quant.formats import Layout, formats_in
+from tinyvllm.quant.kv import KV_FORMATS
 
 ROOT = Path(__file__).parents[1]
 WARM_STEPS = 16
@@ -294,13 +296,13 @@ def kernels(o: argparse.Namespace) -> None:
 
     shapes = [(2, 40, 4, 2, 32)] if o.tiny else [(32, 4096, 32, 8, 128), (1, 32768, 32, 8, 128), (256, 600, 16, 8, 128)]
 
-    def decoding(shape: tuple[int, ...]) -> None:
-        op = attention_decode_op(*shape)
+    def decoding(shape: tuple[int, int, int, int, int], cache: str) -> None:
+        op = attention_decode_op(*shape, cache=cache)
         rate, bandwidth = op.bytes / seconds_of(op, effort(o)), bandwidth_of(o)
         emit(o, f"{op.name}, H={shape[2]} K={shape[3]} D={shape[4]}", rate / 1e9, "GB/s", "copy", bandwidth and bandwidth / 1e9)
 
-    def prompting(T: int, H: int, K: int, D: int) -> None:
-        op = attention_prefill_op(T, H, K, D)
+    def prompting(T: int, H: int, K: int, D: int, cache: str) -> None:
+        op = attention_prefill_op(T, H, K, D, cache)
         rate = op.flops / seconds_of(op, effort(o)) / 1e12
         emit(o, f"{op.name} causal, H={H} K={K} D={D}", rate, "TFLOP/s", "cuBLAS 8192", measured(o, "cuBLAS bf16, 8192"))
 
@@ -315,13 +317,13 @@ def kernels(o: argparse.Namespace) -> None:
         rate = panel_bytes(format, O, I) / placing_seconds(format, O, I)
         emit(o, f"pack_tiles {format}, upload and packing", rate / 1e9, "GB/s")
 
-    for shape in shapes:
-        if o.only in "attention_decode":
-            attempt(o, decoding, shape)
-    if o.only in "attention_prefill":
-        attempt(o, lambda: prompting(*((40, 4, 2, 32) if o.tiny else (16384, 32, 8, 128))))
+    for cache in ("BF16", *o.caches):
+        for shape in shapes if o.only in "attention_decode" else ():
+            attempt(o, decoding, shape, cache)
+        if o.only in "attention_prefill":
+            attempt(o, prompting, *((40, 4, 2, 32) if o.tiny else (16384, 32, 8, 128)), cache)
     rows_here = usable_variants(Placement("CUDA"), "matmul")
-    quantized = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")  # the last two are those of a Q4_K_M file
+    quantized = ("Q8_0", "Q4_0", "Q4_K", "Q6_K", *o.formats)  # Q4_K and Q6_K are those of a Q4_K_M file
     large = [(4096, "BF16"), (8192, "BF16"), *((4096, format) for format in quantized)]
     for edge, format in [(64, "BF16"), *((256, format) for format in quantized)] if o.tiny else large:
         for row in rows_here if format == "BF16" else rows_here[:1]:
@@ -607,6 +609,8 @@ def parse_arguments(words: list[str] | None = None, machine: Machine = NVIDIA, p
     parser.add_argument("--tiny", action="store_true", help="toy shapes, nothing recorded")
     parser.add_argument("--dry", action="store_true", help="toy shapes on an emulated GPU that launches nothing; the first failure ends it")
     parser.add_argument("--only", default="", help="of kernels: what the names of its measurements contain")
+    parser.add_argument("--formats", nargs="*", default=[], choices=formats_in(Layout.TILES), help="of kernels: further weight formats")
+    parser.add_argument("--caches", nargs="*", default=[], choices=KV_FORMATS, help="of kernels: packed KV caches, next to bfloat16")
     parser.add_argument("--unrecorded", action="store_true", help="add the figures to the run alone, not to results/")
     parser.add_argument("--strict", action="store_true", help="stop at the first failure, with its trace")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for one measurement here")

@@ -25,7 +25,7 @@ from tinyvllm.backends.cuda import plan as cuda_records
 from tinyvllm.backends.cuda.driver import gpu_attribute
 from tinyvllm.backends.launch import launch
 from tinyvllm.backends.metal import plan as metal_records
-from tinyvllm.batch import Batch, LayerCache
+from tinyvllm.batch import PACKED_KV, Batch, KVLayout, LayerCache
 from tinyvllm.bridge import Captured, alias, synchronize
 from tinyvllm.ops.accept_drafts import accept_drafts
 from tinyvllm.ops.attention import PagedAttention
@@ -36,6 +36,7 @@ from tinyvllm.ops.qkv import QKV, norm_qkv_rope_store
 from tinyvllm.placement import Placement
 from tinyvllm.quant.codecs import f32_to_bf16
 from tinyvllm.quant.formats import FLOATS, FORMATS
+from tinyvllm.quant.kv import pack_blocks
 from tinyvllm.quant.layouts import RowSource, RowWeight, StoredWeight, TileWeight, pack_tiles, panel_bytes
 from tinyvllm.quant.random_rows import random_blocks
 from tinyvllm.request import SamplingParams, Sequence
@@ -225,8 +226,13 @@ def tensor_weight(O: int, I: int) -> TensorWeight:
     return TensorWeight((bits.bitcast(dtypes.bfloat16).contiguous().realize(),))
 
 
-def random_cache(blocks: int, K: int, D: int) -> LayerCache:
-    """A bfloat16 pool [blocks, 2, K, S, D] of normal numbers."""
+def random_cache(blocks: int, K: int, D: int, cache: str = "BF16") -> LayerCache:
+    """A pool of normal numbers: bfloat16 [blocks, 2, K, S, D], or packed blocks."""
+    if cache in PACKED_KV.values():
+        numbers = np.random.default_rng(0).standard_normal((min(blocks, 61), 2, K, S, D)).astype(np.float32)
+        layout = KVLayout(cache, K, S, D)
+        packed = Tensor(np.resize(pack_blocks(cache, numbers), (blocks, layout.block_bytes)), device=Device.DEFAULT).realize()
+        return LayerCache(packed, alias(packed), layout)
     bits = Tensor(normal_bits(blocks * 2 * K * S * D, 1.0).reshape(blocks, 2, K, S, D), device=Device.DEFAULT)
     pool = bits.bitcast(dtypes.bfloat16).contiguous().realize()
     return LayerCache(pool, alias(pool))
@@ -268,26 +274,32 @@ def product_op(name: str, T: int, O: int, I: int, format: str = "BF16", residual
     return Op(name, "matmul", make, bytes_of(format, O, I), 2 * T * O * I)
 
 
-def attention_decode_op(B: int, context: int, H: int, K: int, D: int) -> Op:
+def cache_bytes(cache: str, tokens: int, K: int, D: int) -> int:
+    """Bytes of this number of keys and values."""
+    return tokens * (KVLayout(cache, K, S, D).block_bytes // S if cache in PACKED_KV.values() else 4 * K * D)
+
+
+def attention_decode_op(B: int, context: int, H: int, K: int, D: int, cache: str = "BF16") -> Op:
     q, batch = floats(B, H, D), decodes(B, context)
 
     def make(kernel: bool) -> Callable[[], Tensor]:
-        cache = random_cache(B * -(-context // S), K, D)
-        return lambda: PagedAttention(batch, S)(q, cache, D**-0.5)
+        pool = random_cache(B * -(-context // S), K, D, cache if kernel else "BF16")
+        return lambda: PagedAttention(batch, S)(q, pool, D**-0.5)
 
-    name = f"attention_decode, {B} x {context}"
-    return Op(name, "attention_decode", make, B * context * 2 * K * D * 2, 4 * B * context * H * D)
+    name = f"attention_decode, {B} x {context}" + (f", {cache}" if cache != "BF16" else "")
+    return Op(name, "attention_decode", make, cache_bytes(cache, B * context, K, D), 4 * B * context * H * D)
 
 
-def attention_prefill_op(T: int, H: int, K: int, D: int) -> Op:
+def attention_prefill_op(T: int, H: int, K: int, D: int, cache: str = "BF16") -> Op:
     """Operations that the causal mask leaves out do not count."""
     q, batch = floats(T, H, D), chunk(T)
 
     def make(kernel: bool) -> Callable[[], Tensor]:
-        cache = random_cache(-(-T // S), K, D)
-        return lambda: PagedAttention(batch, S)(q, cache, D**-0.5)
+        pool = random_cache(-(-T // S), K, D, cache if kernel else "BF16")
+        return lambda: PagedAttention(batch, S)(q, pool, D**-0.5)
 
-    return Op(f"attention_prefill, {T}", "attention_prefill", make, 2 * T * K * D * 2, 2 * T * (T + 1) * H * D)
+    name = f"attention_prefill, {T}" + (f", {cache}" if cache != "BF16" else "")
+    return Op(name, "attention_prefill", make, cache_bytes(cache, T, K, D), 2 * T * (T + 1) * H * D)
 
 
 def accept_drafts_op(B: int, N: int) -> Op:

@@ -22,7 +22,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -33,6 +32,7 @@ from tinyvllm.backends.cpu.toolchain import provide_compiler, target_flags
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.registry import usable_variants
 from tinyvllm.backends.source import kernel_text
+from tinyvllm.batch import PACKED_KV, KVLayout
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Activations, Layout, activations_of, formats_in
 from tinyvllm.quant.layouts import panel_bytes
@@ -42,7 +42,14 @@ DISTINCT = 256 << 20  # bytes of weights in all sets together
 ROUND_SECONDS = 0.15
 _FLAGS = ("-x", "c", "-O2", "-fPIC", "-shared", "-ffreestanding", "-nostdlib", "-fno-builtin", "-fno-jump-tables", "-ffp-contract=off",
           "-fno-math-errno", "-fno-stack-protector", "-Wno-deprecated-non-prototype")  # fmt: skip
-_NUMBER: dict[str, np.dtype[Any]] = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(np.uint16)}
+_NUMBER = {"F32": 4, "F16": 2, "BF16": 2}  # bytes
+
+
+def _block_bytes(o: argparse.Namespace) -> int:
+    """Bytes of a block of one layer's cache."""
+    if o.cache in PACKED_KV.values():
+        return KVLayout(o.cache, o.K, o.S, o.D).block_bytes
+    return int(2 * o.K * o.S * o.D * _NUMBER[o.cache])
 
 
 @dataclass
@@ -122,7 +129,7 @@ def norm_qkv_rope_store(o: argparse.Namespace) -> Work:
         ("QK_EPS", 1e-5),
     )
     rows = (o.H + 2 * o.K) * o.D
-    size, pool = panel_bytes(o.weight, rows, o.E), plain((-(-o.T // o.S) + 1) * 2 * o.K * o.S * o.D * _NUMBER[o.cache].itemsize)
+    size, pool = panel_bytes(o.weight, rows, o.E), plain((-(-o.T // o.S) + 1) * _block_bytes(o))
     arguments = [empty(o.T, o.H, o.D), pool, pool, scratch(o.T, o.E), floats(o.T, o.E), floats(o.E), ints(), floats(o.T, o.D)]
     arguments += [ints(*range(o.T)), ints(o.T)]
     kernel = Kernel("norm_qkv_rope_store", "cpu", o.target, defines, 4, 6)
@@ -144,7 +151,7 @@ def attention_decode(o: argparse.Namespace) -> Work:
     tables = np.random.default_rng(0).permutation(o.T * M).tolist()
     arguments = [empty(o.T, o.H, o.D), partial, floats(o.T, o.H, o.D), ints(), ints(*tables), ints(*[o.context] * o.T), ints(o.T)]
     kernel = Kernel("attention_decode", "cpu", o.target, _attention(o, o.T, M), 2, 5)
-    size = o.T * M * 2 * o.K * o.S * o.D * _NUMBER[o.cache].itemsize
+    size = o.T * M * _block_bytes(o)
     return Work(kernel, arguments, 3, lambda: plain(size), size, 4 * o.T * o.context * o.H * o.D, "f32_flops")
 
 
@@ -158,7 +165,7 @@ def attention_prefill(o: argparse.Namespace) -> Work:
     arguments += [ints(0, o.T), ints(0, 1)]
     kernel = Kernel("attention_prefill", "cpu", o.target, _attention(o, 1, M), 2, 6)
     seen = o.T * o.context + o.T * (o.T + 1) // 2
-    size = M * 2 * o.K * o.S * o.D * _NUMBER[o.cache].itemsize
+    size = M * _block_bytes(o)
     return Work(kernel, arguments, 3, lambda: plain(size), size, 4 * seen * o.H * o.D, "f32_flops")
 
 
@@ -186,7 +193,7 @@ def pack(o: argparse.Namespace) -> Work:
 
 def kv_copy(o: argparse.Namespace) -> Work:
     """T blocks of one layer's cache copied to T others."""
-    block = 2 * o.K * o.S * o.D * _NUMBER[o.cache].itemsize
+    block = _block_bytes(o)
     pairs = [n for t in range(o.T) for n in (t, o.T + t)]
     arguments = [ints(), ints(*pairs), ints(o.T)]
     kernel = Kernel("kv_copy", "cpu", o.target, (("BLOCK_BYTES", block),), 1, 2)
@@ -196,11 +203,11 @@ def kv_copy(o: argparse.Namespace) -> Work:
 def kv_append(o: argparse.Namespace) -> Work:
     """Keys and values of T new tokens to T blocks of one layer's cache, which is the second argument as well, where it is not used."""
     blocks = max(o.T, 64)
-    size = blocks * 2 * o.K * o.S * o.D * _NUMBER[o.cache].itemsize
+    size = blocks * _block_bytes(o)
     slots = (np.random.default_rng(0).permutation(blocks)[: o.T] * o.S).tolist()
     arguments = [ints(), ints(), floats(o.T, o.K, o.D), floats(o.T, o.K, o.D), ints(*slots), ints(o.T)]
     kernel = Kernel("kv_append", "cpu", o.target, (("K", o.K), ("S", o.S), ("D", o.D), ("CACHE_TYPE", o.cache)), 2, 4)
-    moved = 2 * o.T * o.K * o.D * (4 + _NUMBER[o.cache].itemsize)
+    moved = o.T * (8 * o.K * o.D + _block_bytes(o) // o.S)
     return Work(kernel, arguments, 0, lambda: plain(size), moved, 0, "f32_flops")
 
 
@@ -308,7 +315,7 @@ def main() -> None:
         parser.add_argument(f"--{letter}", type=int, default=value)
     parser.add_argument("--context", type=int, default=0, help="tokens of attention's sequences (prefill: before its rows)")
     parser.add_argument("--weight", default="BF16", choices=formats_in(Layout.PANELS))
-    parser.add_argument("--cache", default="BF16", choices=tuple(_NUMBER))
+    parser.add_argument("--cache", default="BF16", choices=(*_NUMBER, *PACKED_KV.values()))
     parser.add_argument("--target", default=best)
     parser.add_argument("--threads", type=int, default=threads_of_machine())
     parser.add_argument("--rounds", type=int, default=9)

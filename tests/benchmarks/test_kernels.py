@@ -15,12 +15,15 @@ TARGET = usable_variants(Placement("CPU"))[0]
 SIZES = {"I": 64, "O": 96, "E": 64, "F": 96, "H": 4, "K": 2, "D": 32, "S": 16, "V": 320}
 
 
-@pytest.mark.parametrize("T", [1, 5])
-@pytest.mark.parametrize("weight", ["BF16", "Q4_0"])
-@pytest.mark.parametrize("stem", kernels.STEMS)
-def test_runs(stem: str, weight: str, T: int, monkeypatch: pytest.MonkeyPatch) -> None:
+CACHED = ("norm_qkv_rope_store", "attention_decode", "attention_prefill", "kv_copy", "kv_append")
+CASES = [(stem, weight, "BF16", T) for stem in kernels.STEMS for weight in ("BF16", "Q4_0") for T in (1, 5)]
+CASES += [(stem, "BF16", cache, 5) for stem in CACHED for cache in ("KV_INT8", "KV_INT4")]
+
+
+@pytest.mark.parametrize("stem, weight, cache, T", CASES)
+def test_runs(stem: str, weight: str, cache: str, T: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "DISTINCT", 1)
-    options = argparse.Namespace(**SIZES, T=T, weight=weight, cache="BF16", context=70, target=TARGET)
+    options = argparse.Namespace(**SIZES, T=T, weight=weight, cache=cache, context=70, target=TARGET)
     work = kernels.STEMS[stem](options)
     assert len(work.arguments) == work.kernel.outs + work.kernel.ins
     runner = kernels.Runner(work, 2)

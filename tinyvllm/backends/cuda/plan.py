@@ -247,7 +247,7 @@ def has_registers(cut: Cut, split: int, format: str) -> bool:
         return sums <= 32
     if sums > 64:
         return split == 1 and known.is_float
-    needs_more = known.elements >= 256 or known.e4m3  # would spill up to 192 bytes: Q2_K, Q3_K, Q5_K and Q6_K; 8: e4m3
+    needs_more = known.elements >= 256 or known.scales is not None or known.e4m3  # would spill 8 to 192 bytes
     return split == 1 or sums < 64 or not needs_more
 
 
