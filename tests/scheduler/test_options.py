@@ -123,7 +123,7 @@ def test_what_cannot_be_in_time_is_refused_with_the_wait():
 def test_nothing_is_refused_by_a_few_samples(options):
     """A cold engine predicted 139 s for what took 30: its first steps say nothing about the next ones."""
     scheduler = make(rows=1)
-    for _ in range(MIN_SAMPLES - 1):
+    for _ in range(4):
         scheduler.rates.observe_step(0, 9.0)
         scheduler.rates.observe_step(10, 18.0)
     add(scheduler, make_sequence(0, 20, wanted=8, **options))
