@@ -65,6 +65,8 @@ EXPRESSIONS = {
     "v16_zero_below": "v16_store(out, v16_zero_below(v16_load(a), v16_load(b), v16_load(c)))",
     "v16_abs": "v16_store(out, v16_abs(v16_load(a)))",
     "v16_sum": "out[0] = v16_sum(v16_load(a)), out[1] = v16_sum(v16_load(f))",
+    "v16_sum_four": "v16_sum_four(out, (v16[]){v16_load(a), v16_load(f), v16_load(g), v16_load(b)})",
+    "v16_max_four": "v16_max_four(out, (v16[]){v16_load(f), v16_load(g), v16_load(n), v16_load(o)})",
     "v16_max_of": "out[0] = v16_max_of(v16_load(f)), out[1] = v16_max_of(v16_load(n))",
     "v16_load_bf16": "v16_store(out, v16_load_bf16(h))",
     "v16_load_f16": "v16_store(out, v16_load_f16(h))",
@@ -78,8 +80,6 @@ EXPRESSIONS = {
     "w16_low_nibbles": "i16_store(out, i16_dot_u8s8(i16_set(0), w16_low_nibbles(w16_load(w)), 1u << (r % 4 * 8)))",
     "w16_high_nibbles": "i16_store(out, i16_dot_u8s8(i16_set(0), w16_high_nibbles(w16_load(w)), 1u << (r % 4 * 8)))",
     "w16_load_halves": "i16_store(out, i16_dot_u8s8(i16_set(0), w16_load_halves(h + 16, h), 1u << (r % 4 * 8)))",
-    "v16_store_quads": "quads(out, w, a, r)",
-    "i16_dot_u8s16": "quads(out, w, a, r)",
     "i16_dot_u4s8": "i16_store(out, i16_dot_u4s8(i16_set((int)x >> 8), w16_low_nibbles(w16_load(w)), x))",
     "w16_load_u16": "i16_store(out, i16_dot_u8s8(i16_set(0), w16_load_u16(h), 1u << (r % 4 * 8)))",
     "w16_bits": "i16_store(out, i16_dot_u8s8(i16_set(0), w16_bits(w16_load(w), (int)(r % 12) - 4, masks[r % 12]), 1u << (r % 4 * 8)))",
@@ -116,14 +116,6 @@ static inline void transposed(float *out, const struct row *rows, long r, long c
   for (int i = 0; i < 16; i++) square[i] = w16_load(rows[first + i].h);
   w16_transpose(square);
   v16_store(out, v16_from_w16(square[r % 16]));
-}}
-// the words' products with the four numbers from number 4 (r % 4) on, of which each is used with all bytes
-static inline void quads(float *out, const void *w, const float *a, long r) {{
-  uint32_t words[16];
-  float whole[16];
-  for (int i = 0; i < 16; i++) whole[i] = (float)((int32_t)(bits_of_float(a[i]) % 65025u) - 32512);
-  v16_store_quads(words, v16_load(whole));
-  v16_store(out, v16_from_i16(i16_dot_u8s16(i16_set(-(int32_t)(r % 1000)), w16_load(w), words + r % 4 * 4)));
 }}
 void probe(const struct row *rows, float *out, long count) {{
   for (long r = 0; r < count; r++) {{

@@ -57,7 +57,7 @@ typedef float query;
 
 struct query_scale {  // of a row in words
   float scale;
-  int32_t less;  // twice what sums of its products with unsigned quants are too large by; of weights, what they are too large by
+  float less;  // what sums of its products with unsigned quants are too large by
 };
 
 // Rows that share a KV head, and the keys of a tile. Row r is at `position` + r / G of its sequence; where rows are of several sequences,
@@ -153,10 +153,20 @@ static inline v16 exp_scaled(v16 distance) {
   return v16_zero_below(v16_scale2(y, n), x, low);
 }
 
-INLINE void softmax_columns(int columns, float *s, float *top, float *weight, float *sums) {
+INLINE void max_of_rows(int N, float *to, const v16 *rows) {
+  if (N == 4) v16_max_four(to, rows);
+  else UNROLL for (int i = 0; i < N; i++) to[i] = v16_max_of(rows[i]);
+}
+
+INLINE v16 max_columns(int columns, const float *s) {
   v16 most = v16_set(NO_SCORE);
   for (int c = 0; c < columns; c++) most = v16_max(most, v16_load(s + 16 * c));
-  const float now = v16_max_of(most), before = *top, peak = before > now ? before : now;
+  return most;
+}
+
+// `now`: the largest of s.
+INLINE void softmax_columns(int columns, float *s, float now, float *top, float *weight, float *sums) {
+  const float before = *top, peak = before > now ? before : now;
   v16 sum = v16_load(weight);
   if (peak != before) {
     const v16 fade = exp_scaled(v16_set(before - peak));
@@ -174,14 +184,27 @@ INLINE void softmax_columns(int columns, float *s, float *top, float *weight, fl
 
 // Scores s of the keys first to end - 1 of a tile become weights under the row's new maximum; what the row has so far is rescaled.
 static inline void softmax_tile(float *s, int first, int end, float *top, float *weight, float *sums) {
-  if (first == 0 && end == TILE) {
-    softmax_columns(TILE / 16, s, top, weight, sums);
-    return;
-  }
   const int low = first & ~15, high = (end - 1) & ~15;
   v16_store(s + low, v16_first(first - low, v16_set(NO_SCORE), v16_load(s + low)));
   v16_store(s + high, v16_first(end - high, v16_load(s + high), v16_set(NO_SCORE)));
-  softmax_columns((high - low) / 16 + 1, s + low, top, weight, sums);
+  const int columns = (high - low) / 16 + 1;
+  softmax_columns(columns, s + low, v16_max_of(max_columns(columns, s + low)), top, weight, sums);
+}
+
+// The same of N rows: row i sees the keys first[i] to end[i] - 1 of the tile, if there are any.
+INLINE void softmax_rows(int N, float *s, const int *first, const int *end, float *top, float *weight, float *sums, long stride) {
+  int whole = 0;
+  UNROLL for (int i = 0; i < N; i++) whole += first[i] == 0 && end[i] == TILE;
+  if (whole < N) {
+    UNROLL for (int i = 0; i < N; i++) if (first[i] < end[i])
+        softmax_tile(s + i * TILE, first[i], end[i], top + i, weight + 16 * i, sums + i * stride);
+    return;
+  }
+  float now[ROWS];
+  v16 most[ROWS];
+  UNROLL for (int i = 0; i < N; i++) most[i] = max_columns(TILE / 16, s + i * TILE);
+  max_of_rows(N, now, most);
+  UNROLL for (int i = 0; i < N; i++) softmax_columns(TILE / 16, s + i * TILE, now[i], top + i, weight + 16 * i, sums + i * stride);
 }
 
 // Before the first key of a partition.

@@ -164,8 +164,7 @@ INLINE void attend_block(int N, struct prefetch *prefetch, int stored, int lengt
   if (COLUMNS > 2 && low + 16 < high) score_block(N, 2, prefetch, q, kt + low, s + low), low += 32;
   for (; low < high; low += 16) score_block(N, 1, prefetch, q, kt + low, s + low);
   float *sums = rows->sums + r * rows->stride;
-  UNROLL for (int i = 0; i < N; i++) if (first[i] < end[i])
-      softmax_tile(s + i * TILE, first[i], end[i], rows->top + r + i, rows->weight + 16 * (r + i), sums + i * rows->stride);
+  softmax_rows(N, s, first, end, rows->top + r, rows->weight + 16 * r, sums, rows->stride);
   const int together = N > 1 && both_low < both_high;  // the keys that all see; what one sees before and after them it takes alone
   if (!together) both_low = both_high = TILE;
   for (int i = 0; i < N; i++)

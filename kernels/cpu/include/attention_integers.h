@@ -1,15 +1,16 @@
 // attention.h for KV_INT8 and KV_INT4: sums of products of integers, which are exact and so have one result in any order and variant.
 //
-// A row of q becomes whole numbers n with one scale: up to 32512, so they are off by 2e-5 of the largest number, or, for KV_INT4, up to 127:
-// 4e-3, while its keys are off by 6e-2 of theirs. So do the weights of a row in a tile, each times its value's scale first, up to 32512.
-// The quants are unsigned. The sums of quant * n are less by CENTRE * sum(n), CENTRE being 128 or 7.5; weights for KV_INT4 are 2 n, to keep
-// that whole. Blocks are read where they are: words of four columns of sixteen keys, and of four keys for sixteen columns.
+// A row of q becomes whole numbers up to 127 with one scale: they are off by 4e-3 of the largest number, as keys of KV_INT8 are. The weights of
+// a row in a tile, each times its value's scale first, become whole numbers up to 126; what rounding leaves of a weight is added to
+// the weight sixteen keys later, and the sum of many small ones is kept. (Queries and weights of 8 bits: SageAttention, arXiv:2410.02367.)
+// The quants are unsigned. The sums of quant * n are less by CENTRE * sum(n), CENTRE being 128 or 7.5. Blocks are read where they are: words of
+// four columns of sixteen keys, and of four keys for sixteen columns.
 #pragma once
 #include "attention.h"
 
-#define MOST_WEIGHT (CACHE_TYPE == KV_INT8 ? 32512.0f : 16256.0f)  // i16_dot_u8s16 takes 32512
-#define MOST_QUERY (CACHE_TYPE == KV_INT8 ? 32512.0f : 127.0f)
-#define TWICE_CENTRE (CACHE_TYPE == KV_INT8 ? 256 : 15)
+#define MAX_WEIGHT 126.0f  // and up to half of one that was left over
+#define MAX_QUERY 127.0f
+#define CENTRE (CACHE_TYPE == KV_INT8 ? 128.0f : 7.5f)
 #define SMALLEST 0x1p-100f  // rows and weights whose largest number is smaller count as 0: its inverse must not overflow
 #define HALVES (CACHE_TYPE == KV_INT4 ? 2 : 1)  // columns in a load of values
 
@@ -27,24 +28,21 @@ INLINE v16 inverse_of(float top, float most) { return v16_set(top > SMALLEST ? m
 // The scale of numbers that had the factor `most` / `top`, from the sum of the whole ones: NaN if one of them was not finite.
 INLINE float scale_of(float top, float most, float sum) { return sum == sum ? (top > SMALLEST ? top / most : 0.0f) : sum; }
 
-INLINE int32_t twice_less(float sum) { return sum == sum ? TWICE_CENTRE * (int32_t)sum : 0; }
+// The sum of products of quants with whole numbers whose sum is `less` / CENTRE, without what the quants are too large by. Exact.
+INLINE v16 centred(i16 sum, float less) { return v16_sub(v16_from_i16(sum), v16_set(less)); }
 
 static inline void prepare_query(uint32_t *to, struct query_scale *scale, const float *q) {
   v16 most = v16_set(0.0f), sum = v16_set(0.0f);
   for (int d = 0; d < D; d += 16) most = v16_max(most, v16_abs(v16_load(q + d)));
   const float top = v16_max_of(most);
-  const v16 inverse = inverse_of(top, MOST_QUERY);
+  const v16 inverse = inverse_of(top, MAX_QUERY);
   for (int d = 0; d < D; d += 16) {
     const v16 whole = v16_round(v16_mul(v16_load(q + d), inverse));
-#if CACHE_TYPE == KV_INT8
-    v16_store_quads(to + d, whole);
-#else
     v16_store_i8((int8_t *)(to + d / 4), whole);
-#endif
     sum = v16_add(sum, whole);
   }
-  scale->scale = scale_of(top, MOST_QUERY, v16_sum(sum));
-  scale->less = twice_less(v16_sum(sum));
+  scale->scale = scale_of(top, MAX_QUERY, v16_sum(sum));
+  scale->less = CENTRE * v16_sum(sum);
 }
 
 // The scales of sixteen slots, eight from each of two places.
@@ -81,15 +79,14 @@ INLINE void score_block(int N, int C, struct prefetch *prefetch, const struct ro
                         float *s) {
   const uint32_t *q = rows->q + (long)r * D;
   i16 sum[ROWS][COLUMNS];
-  UNROLL for (int i = 0; i < N; i++) UNROLL for (int c = 0; c < C; c++) sum[i][c] =
-      i16_set(CACHE_TYPE == KV_INT8 ? -rows->q_scale[r + i].less / 2 : 0);
+  UNROLL for (int i = 0; i < N; i++) UNROLL for (int c = 0; c < C; c++) sum[i][c] = i16_set(0);
   for (int j = 0; j < ROW_BYTES / 4; j++) {
     if (j % FETCH_EVERY == 0) fetch(prefetch, FETCH_LINES);
     UNROLL for (int c = 0; c < C; c++) {
       const w16 words = key_words(tile, low / 16 + c, j);
       UNROLL for (int i = 0; i < N; i++) {
 #if CACHE_TYPE == KV_INT8
-        sum[i][c] = i16_dot_u8s16(sum[i][c], words, q + i * D + 4 * j);
+        sum[i][c] = i16_dot_u8s8(sum[i][c], words, q[i * D + j]);
 #else
         sum[i][c] = i16_dot_u4s8(sum[i][c], w16_low_nibbles(words), q[i * D + j]);
         sum[i][c] = i16_dot_u4s8(sum[i][c], w16_high_nibbles(words), q[i * D + D / 8 + j]);
@@ -98,60 +95,70 @@ INLINE void score_block(int N, int C, struct prefetch *prefetch, const struct ro
     }
   }
   UNROLL for (int i = 0; i < N; i++) {
-    const v16 scale = v16_set(rows->q_scale[r + i].scale), half = v16_set(-0.5f * (float)rows->q_scale[r + i].less);
+    const v16 scale = v16_set(rows->q_scale[r + i].scale);
     UNROLL for (int c = 0; c < C; c++) {
-      v16 number = v16_from_i16(sum[i][c]);
-      if (CACHE_TYPE == KV_INT4) number = v16_add(number, half);  // exact
+      const v16 number = centred(sum[i][c], rows->q_scale[r + i].less);
       v16_store(s + i * TILE + 16 * c, v16_mul(v16_mul(number, v16_load(tile->key_scale + low + 16 * c)), scale));
     }
   }
 }
 
-// Weights p of the keys first to end - 1, each times its value's scale, as words; zeros for the other keys from `low` to `high`.
-INLINE void prepare_weights(uint32_t *to, struct query_scale *scale, float *p, const struct tile *tile, int first, int end, int low,
-                            int high) {
-  v16 most = v16_set(0.0f), sum = v16_set(0.0f), zero = v16_set(0.0f);
-  for (int at = low; at < high; at += 16) {
-    v16 weight = v16_mul(v16_load(p + at), v16_load(tile->value_scale + at));
-    if (at < first) weight = v16_first(min(first - at, 16), zero, weight);
-    if (at + 16 > end) weight = v16_first(max(end - at, 0), weight, zero);
-    v16_store(p + at, weight);
-    most = v16_max(most, weight);
+// Weights p [N, TILE] of a tile, each times its value's scale, as words. Row i sees the keys first[i] to end[i] - 1.
+INLINE void prepare_weights(int N, uint32_t *to, struct query_scale *scale, float *p, const float *value_scale, const int *first,
+                            const int *end) {
+  v16 most[ROWS], sum[ROWS], zero = v16_set(0.0f);
+  float top[ROWS], total[ROWS];
+  UNROLL for (int i = 0; i < N; i++) {
+    most[i] = zero;
+    const int all = first[i] == 0 && end[i] == TILE;
+    UNROLL for (int c = 0; c < TILE / 16; c++) {
+      v16 weight = v16_mul(v16_load(p + i * TILE + 16 * c), v16_load(value_scale + 16 * c));
+      if (!all) {
+        weight = v16_first(min(max(first[i] - 16 * c, 0), 16), zero, weight);
+        weight = v16_first(min(max(end[i] - 16 * c, 0), 16), weight, zero);
+      }
+      v16_store(p + i * TILE + 16 * c, weight);
+      most[i] = v16_max(most[i], weight);
+    }
   }
-  const float top = v16_max_of(most);
-  const v16 inverse = inverse_of(top, MOST_WEIGHT);
-  for (int at = low; at < high; at += 16) {
-    const v16 whole = v16_round(v16_mul(v16_load(p + at), inverse));
-    v16_store_quads(to + at, CACHE_TYPE == KV_INT8 ? whole : v16_add(whole, whole));
-    sum = v16_add(sum, whole);
+  max_of_rows(N, top, most);
+  UNROLL for (int i = 0; i < N; i++) {
+    const v16 inverse = inverse_of(top[i], MAX_WEIGHT);
+    v16 rest = sum[i] = zero;
+    UNROLL for (int c = 0; c < TILE / 16; c++) {
+      const v16 exact = v16_fma(v16_load(p + i * TILE + 16 * c), inverse, rest), whole = v16_round(exact);
+      v16_store_i8((int8_t *)(to + i * TILE / 4 + 4 * c), whole);
+      sum[i] = v16_add(sum[i], whole), rest = v16_sub(exact, whole);
+    }
   }
-  scale->scale = scale_of(top, 32512.0f, v16_sum(sum));
-  scale->less = CACHE_TYPE == KV_INT8 ? twice_less(v16_sum(sum)) / 2 : twice_less(v16_sum(sum));
+  if (N == 4) v16_sum_four(total, sum);
+  else UNROLL for (int i = 0; i < N; i++) total[i] = v16_sum(sum[i]);
+  UNROLL for (int i = 0; i < N; i++) scale[i].scale = scale_of(top[i], MAX_WEIGHT, total[i]), scale[i].less = CENTRE * total[i];
 }
 
 // sums of N rows += weights p [N, TILE] of the keys low to high - 1, in fours, times C loads of columns from byte `column` of their values.
 INLINE void add_value_columns(int N, int C, struct prefetch *prefetch, float *sums, long stride, const uint32_t *p,
                               const struct query_scale *scale, const struct tile *tile, int column, int low, int high) {
   i16 sum[ROWS][5 * HALVES];
-  UNROLL for (int i = 0; i < N; i++) UNROLL for (int c = 0; c < C * HALVES; c++) sum[i][c] = i16_set(-scale[i].less);
-  for (int at = low; at < high; at += 4) {
-    const uint8_t *from = tile->values[at / 8] + (at % 8 * ROW_BYTES + 4 * column);
-    if (at / 4 % FETCH_EVERY == 0) fetch(prefetch, FETCH_LINES);
+  UNROLL for (int i = 0; i < N; i++) UNROLL for (int c = 0; c < C * HALVES; c++) sum[i][c] = i16_set(0);
+  for (unsigned j = (unsigned)low / 4; j < (unsigned)high / 4; j++) {
+    const uint8_t *from = tile->values[j / 2] + (j % 2 * 4 * ROW_BYTES + 4 * (unsigned)column);
+    if (j % FETCH_EVERY == 0) fetch(prefetch, FETCH_LINES);
     UNROLL for (int c = 0; c < C; c++) {
       const w16 words = w16_load(from + 64 * c);
       UNROLL for (int i = 0; i < N; i++) {
 #if CACHE_TYPE == KV_INT8
-        sum[i][c] = i16_dot_u8s16(sum[i][c], words, p + i * TILE + at);
+        sum[i][c] = i16_dot_u8s8(sum[i][c], words, p[i * (TILE / 4) + j]);
 #else
-        sum[i][2 * c] = i16_dot_u8s16(sum[i][2 * c], w16_low_nibbles(words), p + i * TILE + at);
-        sum[i][2 * c + 1] = i16_dot_u8s16(sum[i][2 * c + 1], w16_high_nibbles(words), p + i * TILE + at);
+        sum[i][2 * c] = i16_dot_u4s8(sum[i][2 * c], w16_low_nibbles(words), p[i * (TILE / 4) + j]);
+        sum[i][2 * c + 1] = i16_dot_u4s8(sum[i][2 * c + 1], w16_high_nibbles(words), p[i * (TILE / 4) + j]);
 #endif
       }
     }
   }
   UNROLL for (int i = 0; i < N; i++) UNROLL for (int c = 0; c < C * HALVES; c++) {
     float *to = sums + i * stride + column + c / HALVES * 16 + c % HALVES * (D / 2);
-    v16_store(to, v16_fma(v16_from_i16(sum[i][c]), v16_set(scale[i].scale), v16_load(to)));
+    v16_store(to, v16_fma(centred(sum[i][c], scale[i].less), v16_set(scale[i].scale), v16_load(to)));
   }
 }
 
@@ -166,7 +173,7 @@ INLINE void add_values(int N, struct prefetch *prefetch, float *sums, long strid
 // N rows from row r on, and the tile of keys that begins at `start`.
 INLINE void attend_block(int N, struct prefetch *prefetch, const struct rows *rows, int r, const struct tile *tile, int start) {
   float s[ROWS * TILE] __attribute__((aligned(64)));
-  uint32_t p[ROWS * TILE] __attribute__((aligned(64)));
+  uint32_t p[ROWS * TILE / 4] __attribute__((aligned(64)));
   struct query_scale scale[ROWS];
   int first[ROWS], end[ROWS], low = TILE, high = 0;
   UNROLL for (int i = 0; i < N; i++) {
@@ -182,11 +189,8 @@ INLINE void attend_block(int N, struct prefetch *prefetch, const struct rows *ro
   if (COLUMNS > 2 && at + 16 < high) score_block(N, 2, prefetch, rows, r, tile, at, s + at), at += 32;
   for (; at < high; at += 16) score_block(N, 1, prefetch, rows, r, tile, at, s + at);
   float *sums = rows->sums + r * rows->stride;
-  UNROLL for (int i = 0; i < N; i++) {
-    if (first[i] < end[i])
-      softmax_tile(s + i * TILE, first[i], end[i], rows->top + r + i, rows->weight + 16 * (r + i), sums + i * rows->stride);
-    prepare_weights(p + i * TILE, scale + i, s + i * TILE, tile, first[i], max(first[i], end[i]), low, high);
-  }
+  softmax_rows(N, s, first, end, rows->top + r, rows->weight + 16 * r, sums, rows->stride);
+  prepare_weights(N, p, scale, s, tile->value_scale, first, end);
   add_values(N, prefetch, sums, rows->stride, p, scale, tile, low, high);
 }
 

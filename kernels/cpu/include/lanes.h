@@ -26,6 +26,16 @@
 #include "lanes_plain.h"
 #endif
 
+// v16_sum and v16_max_of of each of four, to to[4].
+#ifndef HAS_FOUR
+static inline void v16_sum_four(float *to, const v16 *a) {
+  for (int i = 0; i < 4; i++) to[i] = v16_sum(a[i]);
+}
+static inline void v16_max_four(float *to, const v16 *a) {
+  for (int i = 0; i < 4; i++) to[i] = v16_max_of(a[i]);
+}
+#endif
+
 // e^x, 2e-7 off at most relative to the result; 0 below -87. Reduction by ln 2 in two parts and polynomial of Moshier's Cephes, `expf`.
 static inline v16 v16_exp(v16 x) {
   v16 low = v16_set(-87.0f), high = v16_set(88.0f);

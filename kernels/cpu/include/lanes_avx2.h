@@ -136,22 +136,6 @@ static inline w16 w16_load_halves(const void *low, const void *high) {
   return (w16){_mm256_loadu_si256((const __m256i *)low), _mm256_loadu_si256((const __m256i *)high)};
 }
 
-// A quad is two words: its first and third number, and its second and fourth.
-static inline __m256i quads8(__m256 x) {
-  const __m256i n = _mm256_cvtps_epi32(x), high = _mm256_slli_epi32(_mm256_shuffle_epi32(n, 0x4E), 16);
-  return _mm256_or_si256(_mm256_and_si256(n, _mm256_set1_epi32(0xFFFF)), high);
-}
-static inline void v16_store_quads(uint32_t *p, v16 x) {
-  _mm256_storeu_si256((__m256i *)p, quads8(x.a)), _mm256_storeu_si256((__m256i *)p + 1, quads8(x.b));
-}
-static inline __m256i dot8_u8s16(__m256i acc, __m256i w, __m256i x, __m256i y) {
-  acc = _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(0xFF)), x));
-  return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_srli_epi16(w, 8), y));
-}
-static inline i16 i16_dot_u8s16(i16 acc, w16 w, const uint32_t *quad) {
-  const __m256i x = _mm256_set1_epi32((int)quad[0]), y = _mm256_set1_epi32((int)quad[1]);
-  return (i16){dot8_u8s16(acc.a, w.a, x, y), dot8_u8s16(acc.b, w.b, x, y)};
-}
 static inline __m256i dot8_u4s8(__m256i acc, __m256i w, __m256i x) {
   return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));  // at most 2 * 15 * 128 in 16 bits
 }

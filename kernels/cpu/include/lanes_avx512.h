@@ -30,6 +30,21 @@ static inline float v16_sum(v16 a) {
 }
 static inline float v16_max_of(v16 a) { return _mm512_reduce_max_ps(a); }
 
+// v16_sum and v16_max_of of each of four, to to[4]: the steps of two or four at a time.
+#define V16_OF_FOUR(name, op)                                                                                             \
+  static inline void name(float *to, const v16 *a) {                                                                      \
+    __m256 h[4];                                                                                                          \
+    for (int i = 0; i < 4; i++) h[i] = op(_mm512_castps512_ps256(a[i]), _mm512_extractf32x8_ps(a[i], 1));                 \
+    const __m256 x = op(_mm256_permute2f128_ps(h[0], h[1], 0x20), _mm256_permute2f128_ps(h[0], h[1], 0x31));              \
+    const __m256 y = op(_mm256_permute2f128_ps(h[2], h[3], 0x20), _mm256_permute2f128_ps(h[2], h[3], 0x31));              \
+    const __m256 z = op(_mm256_shuffle_ps(x, y, 0x44), _mm256_shuffle_ps(x, y, 0xEE));                                    \
+    const __m256 sums = op(z, _mm256_movehdup_ps(z)); /* 0: a[0], 2: a[2], 4: a[1], 6: a[3] */                            \
+    _mm_storeu_ps(to, _mm256_castps256_ps128(_mm256_permutevar8x32_ps(sums, _mm256_setr_epi32(0, 4, 2, 6, 0, 0, 0, 0)))); \
+  }
+V16_OF_FOUR(v16_sum_four, _mm256_add_ps)
+V16_OF_FOUR(v16_max_four, _mm256_max_ps)
+#define HAS_FOUR
+
 // Sixteen half-width numbers to and from memory; to bfloat16 and float16 with rounding to nearest, ties to even.
 static inline v16 v16_load_bf16(const uint16_t *p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
@@ -106,23 +121,6 @@ static inline w16 w16_load_halves(const void *low, const void *high) {
   return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)low)), _mm256_loadu_si256((const __m256i *)high), 1);
 }
 
-// A quad is two words: its first and third number, and its second and fourth.
-static inline void v16_store_quads(uint32_t *p, v16 a) {
-  const __m512i n = _mm512_cvtps_epi32(a), high = _mm512_slli_epi32(_mm512_shuffle_epi32(n, 0x4E), 16);
-  _mm512_storeu_si512(p, _mm512_or_si512(_mm512_and_si512(n, _mm512_set1_epi32(0xFFFF)), high));
-}
-static inline i16 i16_dot_u8s16(i16 acc, w16 w, const uint32_t *quad) {
-  const __m512i even = _mm512_and_si512(w, _mm512_set1_epi16(0xFF)), odd = _mm512_srli_epi16(w, 8);
-  const __m512i x = _mm512_set1_epi32((int)quad[0]), y = _mm512_set1_epi32((int)quad[1]);
-#if defined(__AVX512VNNI__)
-  // LLVM makes two instructions of each _mm512_dpwssd_epi32, to shorten a chain of sums that is not what limits the kernels
-  __asm__("vpdpwssd %1, %2, %0" : "+v"(acc) : "v"(x), "v"(even));
-  __asm__("vpdpwssd %1, %2, %0" : "+v"(acc) : "v"(y), "v"(odd));
-  return acc;
-#else
-  return _mm512_add_epi32(_mm512_add_epi32(acc, _mm512_madd_epi16(even, x)), _mm512_madd_epi16(odd, y));
-#endif
-}
 static inline i16 i16_dot_u4s8(i16 acc, w16 w, uint32_t x) {
 #if defined(__AVX512VNNI__)
   return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32((int)x));

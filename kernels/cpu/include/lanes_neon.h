@@ -159,41 +159,6 @@ static inline w16 w16_load_halves(const void *low, const void *high) {
   return r;
 }
 
-// A quad is two words of signed bytes: n - 256 h, and h = (n + 128) / 256 rounded down.
-static inline void v16_store_quads(uint32_t *p, v16 a) {
-  EACH {
-    const int32x4_t n = vcvtnq_s32_f32(a.val[i]), high = vshrq_n_s32(vaddq_s32(n, vdupq_n_s32(128)), 8);
-    const int16x8_t both = vcombine_s16(vmovn_s32(vsubq_s32(n, vshlq_n_s32(high, 8))), vmovn_s32(high));
-    vst1_u32(p + 4 * i, vreinterpret_u32_s8(vmovn_s16(both)));
-  }
-}
-static inline i16 i16_dot_u8s16(i16 acc, w16 w, const uint32_t *quad) {
-  const int8x16_t low = vreinterpretq_s8_u32(vdupq_n_u32(quad[0])), high = vreinterpretq_s8_u32(vdupq_n_u32(quad[1]));
-#if defined(__ARM_FEATURE_MATMUL_INT8)
-  EACH {
-    const uint8x16_t bytes = vreinterpretq_u8_u32(w.val[i]);
-    acc.val[i] = vmlaq_n_s32(vusdotq_s32(acc.val[i], bytes, low), vusdotq_s32(vdupq_n_s32(0), bytes, high), 256);
-  }
-#elif defined(__ARM_FEATURE_DOTPROD)  // both sides signed: w - 128, and 128 times the sum goes back in as 2 * 64
-  const int8x16_t half = vdupq_n_s8(64);
-  const int32x4_t back_low = vdotq_s32(vdotq_s32(vdupq_n_s32(0), low, half), low, half);
-  const int32x4_t back_high = vdotq_s32(vdotq_s32(vdupq_n_s32(0), high, half), high, half);
-  EACH {
-    const int8x16_t less = vreinterpretq_s8_u32(veorq_u32(w.val[i], vdupq_n_u32(0x80808080u)));
-    acc.val[i] = vmlaq_n_s32(vdotq_s32(vaddq_s32(acc.val[i], back_low), less, low), vdotq_s32(back_high, less, high), 256);
-  }
-#else
-  const int16x4_t n = vadd_s16(vget_low_s16(vmovl_s8(vget_low_s8(low))), vshl_n_s16(vget_low_s16(vmovl_s8(vget_low_s8(high))), 8));
-  EACH {
-    const uint8x16_t bytes = vreinterpretq_u8_u32(w.val[i]);
-    const int16x8_t a = vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(bytes))), b = vreinterpretq_s16_u16(vmovl_u8(vget_high_u8(bytes)));
-    const int32x4_t first = vpaddq_s32(vmull_s16(vget_low_s16(a), n), vmull_s16(vget_high_s16(a), n));
-    const int32x4_t second = vpaddq_s32(vmull_s16(vget_low_s16(b), n), vmull_s16(vget_high_s16(b), n));
-    acc.val[i] = vaddq_s32(acc.val[i], vpaddq_s32(first, second));
-  }
-#endif
-  return acc;
-}
 static inline i16 i16_dot_u4s8(i16 acc, w16 w, uint32_t x) {
 #if defined(__ARM_FEATURE_DOTPROD)
   const int8x16_t xs = vreinterpretq_s8_u32(vdupq_n_u32(x));

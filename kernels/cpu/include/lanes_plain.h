@@ -134,25 +134,12 @@ static inline w16 w16_load_halves(const void *low, const void *high) {
   }
   return r;
 }
-// Sixteen whole numbers from -32512 to 32512 as `i16_dot_u8s16` takes them, four words for each four; the words' contents are the variant's.
-static inline void v16_store_quads(uint32_t *p, v16 a) {
-  EACH {
-    const int32_t n = a.at[i] >= -32512.0f && a.at[i] <= 32512.0f ? (int32_t)a.at[i] : 0;  // a cast of NaN is undefined
-    uint32_t *word = p + i / 4 * 4 + i % 2;
-    *word = i % 4 < 2 ? (uint32_t)n & 0xFFFF : *word | (uint32_t)n << 16;
-  }
-}
-// acc + the four products of the unsigned bytes of every word and one quad of numbers, exact.
-static inline i16 i16_dot_u8s16(i16 acc, w16 w, const uint32_t *quad) {
-  EACH for (int k = 0; k < 4; k++) acc.at[i] += (int32_t)(w.at[i] >> 8 * k & 0xFF) * (int16_t)(quad[k % 2] >> k / 2 * 16);
-  return acc;
-}
 // As i16_dot_u8s8, of bytes from 0 to 15.
 static inline i16 i16_dot_u4s8(i16 acc, w16 w, uint32_t x) { return i16_dot_u8s8(acc, w, x); }
 // Byte `j` of every word as a float8 e4m3: sign, four bits of exponent, three of fraction. What others read as NaN is +-480.
 static inline v16 v16_from_e4m3(w16 w, int j) { v16 r; EACH r.at[i] = float_from_e4m3((uint8_t)(w.at[i] >> 8 * j)); return r; }
 
-static inline void v16_store_i8(int8_t *p, v16 a) { EACH p[i] = (int8_t)round_even(a.at[i]); }
+static inline void v16_store_i8(int8_t *p, v16 a) { EACH p[i] = a.at[i] >= -128.0f && a.at[i] <= 127.0f ? (int8_t)round_even(a.at[i]) : 0; }  // a cast of NaN is undefined
 
 // Sixteen numbers of which the first n come from a, the others from b; n from 0 to 16.
 static inline v16 v16_first(int n, v16 a, v16 b) { EACH a.at[i] = i < n ? a.at[i] : b.at[i]; return a; }
