@@ -1,23 +1,21 @@
-"""The answers of the self-test in float64, from the inputs of tinyvllm/backends/cases.py and nothing else of the kernels.
+"""The answers of the self-test in float64, from the inputs of tinyvllm/backends/cases and nothing else of the kernels.
 
 `python -m tests.kernels.answers` writes tinyvllm/backends/answers.npz; tests/backends/test_cases.py checks that the file is up to date.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
-from tinyvllm.backends import cases
-from tinyvllm.backends.cases import EPS, PERIOD, S, activations, columns, norm_weight, numbers, numbers_of, weight_rows
+from tinyvllm.backends import selftest
+from tinyvllm.backends.cases import attention, expected, inputs, products, tokens
+from tinyvllm.backends.cases.inputs import EPS, PERIOD, Arrays, S, activations, columns, numbers, numbers_of, weight_rows
 from tinyvllm.quant.formats import Layout, formats_in
 from tinyvllm.quant.layouts import unpack_rows
 
-PATH = Path(cases.__file__).with_name("answers.npz")
+PATH = selftest.ANSWERS
 MARGIN = 1e-3  # between a drawn token's score and the next one's, and between a threshold and what it decides
-ALL_FILTERS = cases.DRAWS[-1][2] + cases.DRAWS[-1][3][:1]
-Arrays = dict[str, np.ndarray]
+ALL_FILTERS = tokens.DRAWS[-1][2] + tokens.DRAWS[-1][3][:1]
 
 
 def answers() -> Arrays:
@@ -26,8 +24,8 @@ def answers() -> Arrays:
     found = {f"{stem}/{name}": array for stem, arrays in fixed.items() for name, array in arrays.items()}
     for format in dict.fromkeys(name for layout in Layout for name in formats_in(layout)):
         label = numbers_of(format)
-        for stem, answer in (("embed", embed), ("matmul", matmul), ("norm_gate_up_silu", gate_up), ("norm_head", head),
-                             ("norm_qkv_rope_store", qkv)):  # fmt: skip
+        for stem, answer in (("embed", embed), ("matmul", matmul), ("norm_gate_up_silu", expected.gate_up), ("norm_head", head),
+                             ("norm_qkv_rope_store", expected.qkv)):  # fmt: skip
             for name, array in answer(format).items():
                 known = found.setdefault(f"{stem} {label}/{name}", array)
                 np.testing.assert_array_equal(known, array, err_msg=f"{stem}: the formats of {label} do not hold the same numbers")
@@ -41,57 +39,39 @@ def dense(format: str, O: int, seed: int, I: int | None = None) -> np.ndarray:
 
 
 def normalized(I: int) -> np.ndarray:
-    x = activations(I).astype(np.float64)
-    scale = (x * x).mean(1, keepdims=True) + EPS
-    np.testing.assert_array_equal(scale, 1)
-    return x * norm_weight(I)
+    np.testing.assert_array_equal((activations(I).astype(np.float64) ** 2).mean(1) + EPS, 1)
+    return expected.normalized(I)
 
 
 def embed(format: str) -> Arrays:
-    return {"x": dense(format, cases.VOCABULARY, 5, cases.table_columns(format))[cases.token_ids(PERIOD)]}
+    return {"x": dense(format, inputs.VOCABULARY, 5, inputs.table_columns(format))[products.token_ids(PERIOD)]}
 
 
 def matmul(format: str) -> Arrays:
-    return {"y": activations(columns(format)).astype(np.float64) @ dense(format, cases.OUTPUTS, 6).T + numbers(7, PERIOD, cases.OUTPUTS)}
-
-
-def gate_up(format: str) -> Arrays:
-    y = normalized(columns(format)) @ dense(format, 2 * cases.GATED, 8).T
-    gate, up = y[:, : cases.GATED], y[:, cases.GATED :]
-    return {"y": gate / (1 + np.exp(-gate)) * up}
+    return {"y": activations(columns(format)).astype(np.float64) @ dense(format, inputs.OUTPUTS, 6).T + numbers(7, PERIOD, inputs.OUTPUTS)}
 
 
 def head(format: str) -> Arrays:
-    logits = normalized(columns(format)) @ dense(format, cases.VOCABULARY, 9).T
+    logits = normalized(columns(format)) @ dense(format, inputs.VOCABULARY, 9).T
     top = np.sort(logits, axis=1)
     assert (top[:, -1] - top[:, -2] > MARGIN).all()
     return {"logits": logits, "best": logits.argmax(1)}
 
 
-def qkv(format: str) -> Arrays:
-    H, K, D = cases.HEADS, cases.KV_HEADS, cases.HEAD_DIM
-    y = normalized(columns(format)) @ dense(format, (H + 2 * K) * D, 10).T + numbers(11, (H + 2 * K) * D)
-    heads, angles = y.reshape(PERIOD, H + 2 * K, D), numbers(12, PERIOD, D).astype(np.float64)[:, None]
-    cos, sin, a, b = angles[..., : D // 2], angles[..., D // 2 :], heads[..., : D // 2], heads[..., D // 2 :]
-    turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    stored = np.concatenate([turned[:, H : H + K], heads[:, H + K :]], axis=1)
-    return {"q": turned[:, :H].reshape(PERIOD, -1), "kv": stored.reshape(PERIOD, -1), "kept": np.ones(1)}
-
-
 def kv_append() -> Arrays:
     k, v = (numbers(seed, PERIOD, 3, 48).reshape(PERIOD, -1) for seed in (13, 14))
-    return {"kv": np.concatenate([k, v], axis=1)[: cases.FEW[1]], "kept": np.ones(1)}
+    return {"kv": np.concatenate([k, v], axis=1)[: inputs.FEW[1]], "kept": np.ones(1)}
 
 
-def attend(context: cases.Context, D: int, rows: list[tuple[int, int, int]]) -> np.ndarray:
+def attend(context: attention.Context, D: int, rows: list[tuple[int, int, int]]) -> np.ndarray:
     """Rows (query, sequence, position): softmax over the keys up to the position."""
-    pool, tables, q = context.pool(D).astype(np.float64), context.tables, cases.queries(cases.MANY[0], D)
+    pool, tables, q = context.pool(D).astype(np.float64), context.tables, attention.queries(inputs.MANY[0], D)
     out = []
     for t, b, position in rows:
-        keys, values = pool[tables[b]].transpose(1, 2, 0, 3, 4).reshape(2, cases.GROUPS, -1, D)[:, :, : position + 1]
+        keys, values = pool[tables[b]].transpose(1, 2, 0, 3, 4).reshape(2, inputs.GROUPS, -1, D)[:, :, : position + 1]
         assert np.isfinite(keys).all() and np.isfinite(values).all()
-        for h in range(cases.QUERY_HEADS):
-            group = h * cases.GROUPS // cases.QUERY_HEADS
+        for h in range(inputs.QUERY_HEADS):
+            group = h * inputs.GROUPS // inputs.QUERY_HEADS
             scores = keys[group] @ q[t, h].astype(np.float64) * D**-0.5
             weights = np.exp(scores - scores.max())
             out.append(weights / weights.sum() @ values[group])
@@ -99,13 +79,13 @@ def attend(context: cases.Context, D: int, rows: list[tuple[int, int, int]]) -> 
 
 
 def decode(D: int) -> np.ndarray:
-    return attend(cases.DECODES, D, [(b, b, length - 1) for b, length in enumerate(cases.DECODES.lengths)])
+    return attend(attention.DECODES, D, [(b, b, length - 1) for b, length in enumerate(attention.DECODES.lengths)])
 
 
 def prefill(D: int) -> np.ndarray:
-    first = cases.CHUNKS.lengths[0] - cases.STARTS[0]
-    rows = [(t, int(t >= first), cases.STARTS[t >= first] + (t - first if t >= first else t)) for t in cases.CHUNK_ROWS]
-    return attend(cases.CHUNKS, D, rows)
+    first = attention.CHUNKS.lengths[0] - attention.STARTS[0]
+    rows = [(t, int(t >= first), attention.STARTS[t >= first] + (t - first if t >= first else t)) for t in attention.CHUNK_ROWS]
+    return attend(attention.CHUNKS, D, rows)
 
 
 def advance() -> Arrays:
@@ -115,7 +95,7 @@ def advance() -> Arrays:
 
 
 def kv_copy() -> Arrays:
-    pool = cases.integers(17, 0, 1000, 5, 80)
+    pool = inputs.integers(17, 0, 1000, 5, 80)
     pool[3], pool[1] = pool[0], pool[4].copy()
     return {"pool": pool}
 
@@ -139,33 +119,33 @@ def threefry(key: tuple[int, int], counter: tuple[np.ndarray, np.ndarray]) -> np
 def sample() -> Arrays:
     """Drawn tokens; in each row that asks for a feature, another token would be drawn without it."""
     drawn, counted = [], []
-    for b, row in enumerate(cases.DRAWS):
+    for b, row in enumerate(tokens.DRAWS):
         token, margin = drawn_from(b, *row)
         assert margin > MARGIN, f"row {b} is drawn by {margin:.1e}: choose other seeds"
         drawn.append(token)
         (seen, *_), inverse, (k, p), (far, *penalties) = row
-        counted += [[seen, token]] if seen != cases.NEUTRAL else []
-        off = (cases.NEUTRAL, *row[0][1:]), (row[0][0], cases.NEUTRAL, *row[0][2:])
-        without = [(off[0], *row[1:]), (off[1], *row[1:]), (row[0], 0.0, *row[2:]), (*row[:2], (cases.DRAWN, p), row[3])]
+        counted += [[seen, token]] if seen != tokens.NEUTRAL else []
+        off = (tokens.NEUTRAL, *row[0][1:]), (row[0][0], tokens.NEUTRAL, *row[0][2:])
+        without = [(off[0], *row[1:]), (off[1], *row[1:]), (row[0], 0.0, *row[2:]), (*row[:2], (inputs.DRAWN, p), row[3])]
         without += [(*row[:2], (k, 1 << 30), row[3]), (*row[:3], (-np.inf, *penalties))]
         without = without[:3] if (k, p, far) == ALL_FILTERS else without  # where one filter does what another does, too
         assert all(other == row or drawn_from(b, *other)[0] != token for other in without), f"row {b} does not need all it asks for"
-    return {"tokens": np.array(drawn), "positions": np.array([row[0][4] + 1 for row in cases.DRAWS]), "counted": np.array(counted)}
+    return {"tokens": np.array(drawn), "positions": np.array([row[0][4] + 1 for row in tokens.DRAWS]), "counted": np.array(counted)}
 
 
 def drawn_from(b: int, places: tuple[int, ...], inverse: float, filters: tuple[int, int], rest: tuple[float, ...]) -> tuple[int, float]:
     """The token of row b, and by how much it wins."""
-    (logits, counts, prompted, bias), (seen, biased, low, high, position) = cases.draw_tables(), places
+    (logits, counts, prompted, bias), (seen, biased, low, high, position) = tokens.draw_tables(), places
     far, repetition, presence, frequency = rest
     x = logits[b].astype(np.float64)
-    if seen != cases.NEUTRAL:
+    if seen != tokens.NEUTRAL:
         met = (counts[seen] > 0) | (prompted[seen] > 0)
         x = np.where(met, np.where(x > 0, x / repetition, x * repetition), x)
         x = x - presence * (counts[seen] > 0) - frequency * counts[seen]
-    x = x if biased == cases.NEUTRAL else x + bias[biased]
+    x = x if biased == tokens.NEUTRAL else x + bias[biased]
     scores = x
     if inverse:
-        word = threefry((low, high), (np.arange(cases.DRAWN, dtype=np.uint32), np.full(cases.DRAWN, position, np.uint32)))
+        word = threefry((low, high), (np.arange(inputs.DRAWN, dtype=np.uint32), np.full(inputs.DRAWN, position, np.uint32)))
         scores = x * inverse - np.log(-np.log1p(-((word >> np.uint32(1)) + 0.5) / 2**31))
         scores = np.where(lives(x, inverse, filters[0], filters[1] / 2**30, far), scores, -np.inf)
     order = np.sort(scores)

@@ -1,4 +1,4 @@
-"""The self-test of kernels at an engine's start: each one that the model will launch runs once on small fixed inputs (cases.py), and what
+"""The self-test of kernels at an engine's start: each one that the model will launch runs once on small fixed inputs (cases/), and what
 comes out is compared with recorded answers. A variant that fails is replaced by the next one or by the reference, with a warning. So a
 wrong compiler, driver or chip costs speed, not tokens.
 

@@ -1,0 +1,93 @@
+"""Cases of attention and of the KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from tinygrad import Tensor
+
+from tinyvllm.backends.cases.case import Case
+from tinyvllm.backends.cases.inputs import FEW, GROUPS, MANY, PERIOD, QUERY_HEADS, Arrays, S, integers, numbers, repeated
+from tinyvllm.backends.cases.site import Site, cached_numbers, empty_batch, realized
+from tinyvllm.backends.cases.stores import slots_of, stored, unrotated
+
+
+def kv_append(site: Site, case: Case) -> list[Arrays]:
+    K, D, (T, count) = 3, 48, FEW
+    cache, slots = site.cache(case.cache, np.ones((3, 2, K, S, D), np.float32)), slots_of(T, count)
+    before = cached_numbers(case.cache, cache)
+    k, v = (site.place(repeated(numbers(seed, PERIOD, K, D), T)) for seed in (13, 14))
+    batch = empty_batch(site, slots=site.int32(*slots), rows=site.int32(count))
+    Tensor.realize(*site.backend.append_kv(site.variant, k, v, cache, batch))
+    return [stored(case.cache, cache, before, slots[:count])]
+
+
+@dataclass(frozen=True)
+class Context:
+    """Sequences over one pool: how many tokens each has, of which the first `shared` are in blocks that the longer ones have in common."""
+
+    lengths: tuple[int, ...]
+    shared: int = 0
+
+    @property
+    def tables(self) -> np.ndarray:
+        """int32 [B, M]; after a sequence's own blocks comes one that no row may read."""
+        B, M, shared = len(self.lengths), max(self.lengths) // S + 2, self.shared // S
+        tables, used = np.zeros((B, M), np.int64), shared + 1
+        for b, length in enumerate(self.lengths):
+            lead, own = (shared if length > self.shared else 0), -(-length // S)
+            tables[b, :lead] = np.arange(1, lead + 1)
+            tables[b, lead:own] = np.arange(used, used + own - lead)
+            used += own - lead
+        return (tables * 7 % BLOCKS).astype(np.int32)
+
+    def pool(self, D: int) -> np.ndarray:
+        """float32 [BLOCKS, 2, K, S, D], NaN in every slot that no sequence has."""
+        held = np.full((BLOCKS, 2, GROUPS, S, D), np.nan, np.float32)
+        values, tables = numbers(15, BLOCKS, 2, GROUPS, S, D), self.tables
+        for b, length in enumerate(self.lengths):
+            for n in range(-(-length // S)):
+                block, end = tables[b, n], min(S, length - n * S)
+                held[block, :, :, :end] = values[block, :, :, :end]
+        return held
+
+
+BLOCKS = 24  # 7 has no common divisor with it
+DECODES = Context((290, 277, 5), shared=272)  # more than a partition of 256 keys
+CHUNKS, STARTS = Context((274, 5)), (260, 0)  # a chunk of 14 tokens in the middle of a sequence, and a whole prompt of 5
+CHUNK_ROWS = (0, 6, 13, 14, 18)  # whose answers are recorded
+
+
+def queries(T: int, D: int) -> np.ndarray:
+    return numbers(16, T, QUERY_HEADS, D)
+
+
+def attention_decode(site: Site, case: Case) -> list[Arrays]:
+    D, (B, count) = case.head_dim, FEW
+    q, cache = site.place(unrotated(case, queries(B, D))), site.cache(case.cache, DECODES.pool(D))
+    tables = np.concatenate([DECODES.tables, np.zeros_like(DECODES.tables[:1])])
+    batch = empty_batch(
+        site, block_tables=site.place(tables), context_lens=site.int32(*DECODES.lengths, 0), decodes=site.int32(count),
+        num_decodes=B, num_blocks=tables.shape[1], shared_prefix_lens=site.int32(0, DECODES.shared, 0, 0),
+    )  # fmt: skip
+    return [{"out": realized(site.backend.attention_decode(site.variant, q, cache, D**-0.5, 0, batch))[0][:count]}]
+
+
+def attention_prefill(site: Site, case: Case) -> list[Arrays]:
+    D, (T, count), lengths = case.head_dim, MANY, CHUNKS.lengths
+    q, cache, tables = site.place(unrotated(case, queries(T, D))), site.cache(case.cache, CHUNKS.pool(D)), CHUNKS.tables
+    first = lengths[0] - STARTS[0]
+    batch = empty_batch(
+        site, block_tables=site.place(tables), context_lens=site.int32(*lengths), query_starts=site.int32(0, first, count),
+        chunks=site.int32(0, 2), rows=site.int32(count), num_blocks=tables.shape[1], max_query=16,
+    )  # fmt: skip
+    out = realized(site.backend.attention_prefill(site.variant, None, q, cache, D**-0.5, 0, batch))[0]
+    return [{"out": out[list(CHUNK_ROWS)]}]
+
+
+def kv_copy(site: Site, case: Case) -> list[Arrays]:
+    """Block 0 to 3 and block 4 to 1; a third pair does not count."""
+    pool = site.place(integers(17, 0, 1000, 5, 80).astype(np.int32))
+    pairs = site.place(np.array([[0, 3], [4, 1], [1, 2]], np.int32))
+    return [{"pool": realized(site.backend.copy_blocks(site.variant, pool, pairs, site.int32(2)))[0]}]

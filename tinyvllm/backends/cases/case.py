@@ -1,0 +1,82 @@
+"""Which fixed call tests an op, by the facts of its shape, and how exact its results must be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tinyvllm.backends.cases.inputs import numbers_of
+from tinyvllm.backends.limits import ShapeFacts
+from tinyvllm.quant.formats import FORMATS, Layout
+from tinyvllm.quant.kv import KV_FORMATS
+
+TESTED = frozenset(
+    {
+        "embed", "norm_qkv_rope_store", "kv_append", "attention_decode", "attention_prefill", "matmul", "norm_gate_up_silu", "norm_head",
+        "advance", "kv_copy", "sample", "pack_tiles",
+    }
+)  # fmt: skip
+_MIXED = ("norm_qkv_rope_store", "norm_gate_up_silu")  # whose parts may be in several formats
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fixed call: of `stem`, with weights in `format` in `layout`, a KV cache in `cache`, and heads of `head_dim`.
+
+    Parts of a product in several formats have these with + between them, as ShapeFacts has.
+    """
+
+    stem: str
+    format: str = ""
+    layout: str = ""
+    cache: str = ""
+    head_dim: int = 0
+
+    @property
+    def is_mixed(self) -> bool:
+        return "+" in self.format
+
+    @property
+    def name(self) -> str:
+        """As in messages and on disk: "matmul Q8_0"."""
+        dim = f"D={self.head_dim}" if self.head_dim else ""
+        return " ".join(word for word in (self.stem, self.format, self.layout, self.cache, dim) if word)
+
+    @property
+    def answer(self) -> str:
+        """Which answer it has: float formats, grouped formats and cache formats hold the same numbers."""
+        values = "" if self.format not in FORMATS or self.stem == "pack_tiles" else numbers_of(self.format)
+        return " ".join(word for word in (self.stem, values, str(self.head_dim or "")) if word)
+
+    @property
+    def tolerances(self) -> Mapping[str, float]:
+        """What each result may differ by, as a share of the answer's largest number; 0: not at all."""
+        # numbers may be rounded to either neighbour
+        stored = {"F32": 1e-5, "F16": 2**-10, "BF16": 2**-7, "KV_INT8": 2**-6, "KV_FP8": 2**-3, "KV_INT4": 0.25}.get(self.cache, 0.0)
+        if self.stem == "norm_qkv_rope_store":
+            return {"q": _PRODUCT, "kv": max(stored, _PRODUCT), "kept": 0.0}
+        if self.stem == "kv_append" and self.cache in KV_FORMATS:
+            return {"kv": stored, "kept": 0.0}
+        if self.stem in ("attention_decode", "attention_prefill"):
+            if self.cache in KV_FORMATS:
+                return {"out": {"KV_INT8": 0.02, "KV_FP8": 0.08, "KV_INT4": 0.25}[self.cache]}
+            return {"out": FORMATS[self.cache].tolerance}  # GPUs round the weights of the values to the cache's format
+        return _TOLERANCES.get(self.stem, {})
+
+
+_PRODUCT = 1e-4
+_TOLERANCES = {"matmul": {"y": _PRODUCT}, "norm_gate_up_silu": {"y": _PRODUCT}, "norm_head": {"logits": _PRODUCT, "best": 0.0}}
+
+
+def case_of(stem: str, facts: ShapeFacts | None) -> Case | None:
+    """The case that is run for an op with these facts; None for one without facts, or without a case."""
+    if facts is None or stem not in TESTED:
+        return None
+    if stem in ("attention_decode", "attention_prefill"):
+        # 48 is for all the others: kernels take the multiples of 16 in loops, of 32 in KV_INT4
+        other = 64 if facts.cache_format == "KV_INT4" else 48
+        return Case(stem, cache=facts.cache_format, head_dim=facts.head_dim if facts.head_dim in (64, 128) else other)
+    layout = Layout(facts.layout).value if stem == "embed" else ""
+    cached = stem in ("norm_qkv_rope_store", "kv_append")
+    format = facts.format if stem in _MIXED else facts.format.split("+")[0]
+    return Case(stem, format, layout, facts.cache_format if cached else "")

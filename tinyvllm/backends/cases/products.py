@@ -1,0 +1,106 @@
+"""Cases of products with weights, of the embedding, and of packing."""
+
+from __future__ import annotations
+
+import numpy as np
+from tinygrad import Tensor
+
+from tinyvllm.backends.cases.case import Case
+from tinyvllm.backends.cases.inputs import (
+    FEW,
+    GATED,
+    HEAD_DIM,
+    KV_HEADS,
+    MANY,
+    OUTPUTS,
+    PERIOD,
+    QKV_OUTPUTS,
+    VOCABULARY,
+    Arrays,
+    S,
+    activations,
+    columns,
+    numbers,
+    parts_of,
+    repeated,
+    table_columns,
+    weight_rows,
+)
+from tinyvllm.backends.cases.site import Site, cached_numbers, empty_batch, realized
+from tinyvllm.backends.cases.stores import slots_of, stored, unrotated
+from tinyvllm.backends.operands import QKV, KernelTable
+from tinyvllm.bridge import download
+from tinyvllm.placement import Placement
+from tinyvllm.quant import layouts
+from tinyvllm.quant.formats import FORMATS, Layout
+from tinyvllm.quant.layouts import PackedWeight, RowSource, RowWeight, joined
+
+
+def embed(site: Site, case: Case) -> list[Arrays]:
+    rows, T = weight_rows(case.format, VOCABULARY, table_columns(case.format), 5), 8
+    if case.layout == Layout.ROWS:
+        table: KernelTable = RowWeight(site.place(rows.reshape(-1)), case.format, VOCABULARY, table_columns(case.format))
+    else:
+        packed = site.weight([(case.format, rows)])
+        assert isinstance(packed, PackedWeight)
+        table = packed
+    out = site.backend.embed(site.variant, table, site.int32(*token_ids(T)), site.int32(PERIOD))
+    return [{"x": realized(out)[0][:PERIOD]}]
+
+
+def token_ids(T: int) -> list[int]:
+    return [(VOCABULARY - 1 + 13 * t) % VOCABULARY for t in range(T)]
+
+
+def matmul(site: Site, case: Case) -> list[Arrays]:
+    weight, results = site.weight(parts_of(case.format, (OUTPUTS,), 6)), []
+    for T, count in (FEW, MANY):
+        x, residual = (site.place(repeated(rows, T)) for rows in (activations(weight.I), numbers(7, PERIOD, OUTPUTS)))
+        y = site.backend.matmul(site.variant, x, weight, site.int32(count), None, residual, False)
+        results.append({"y": realized(y)[0][:count]})
+    return results
+
+
+def norm_gate_up_silu(site: Site, case: Case) -> list[Arrays]:
+    weight, results = site.weight(parts_of(case.format, (GATED, GATED), 8)), []
+    for T, count in (FEW, MANY):
+        x = site.place(repeated(activations(weight.I), T))
+        y = site.backend.gate_up_silu(site.variant, x, site.norm(weight.I), weight, site.int32(count), None)
+        results.append({"y": realized(y)[0][:count]})
+    return results
+
+
+def norm_head(site: Site, case: Case) -> list[Arrays]:
+    weight, results = site.weight(parts_of(case.format, (VOCABULARY,), 9)), []
+    x = site.place(repeated(activations(weight.I), MANY[0]))
+    for N, count in (FEW, MANY):
+        rows = site.int32(*(t % PERIOD + PERIOD * (3 * t % 4) for t in range(N)))  # another row with the same answer
+        logits, best = realized(*site.backend.norm_head(site.variant, x, site.norm(weight.I), weight, rows, site.int32(count)))
+        results.append({"logits": logits[:count], "best": best[:count]})
+    return results
+
+
+def norm_qkv_rope_store(site: Site, case: Case) -> list[Arrays]:
+    results, weight = [], site.weight(parts_of(case.format, QKV_OUTPUTS, 10))
+    qkv = QKV(weight, site.place(numbers(11, sum(QKV_OUTPUTS))))
+    for T, count in (FEW, MANY):
+        x, angles = (site.place(repeated(rows, T)) for rows in (activations(weight.I), numbers(12, PERIOD, HEAD_DIM)))
+        cache, slots = site.cache(case.cache, np.ones((3, 2, KV_HEADS, S, HEAD_DIM), np.float32)), slots_of(T, count)
+        before = cached_numbers(case.cache, cache)
+        batch = empty_batch(site, slots=site.int32(*slots), rows=site.int32(count))
+        q, after = site.backend.norm_qkv_rope_store(site.variant, x, site.norm(weight.I), qkv, weight, angles, cache, batch)
+        Tensor.realize(q, *after)
+        results.append({"q": unrotated(case, download(q)[:count]).reshape(count, -1), **stored(case.cache, cache, before, slots[:count])})
+    return results
+
+
+def pack_tiles(site: Site, case: Case) -> list[Arrays]:
+    """Whether the tiles are those of the definition in numpy, for rows in two arrays; float formats also from F32, which is converted."""
+    I, at = columns(case.format), Placement.of(site.device)
+    right = layouts.pack_tiles(case.format, weight_rows(case.format, OUTPUTS, I, 22))
+    equal = []
+    for source in dict.fromkeys([case.format, "F32" if FORMATS[case.format].is_float else case.format]):
+        rows = weight_rows(source, OUTPUTS, I, 22)
+        halves = joined([RowSource.of(source, rows[: OUTPUTS // 2]), RowSource.of(source, rows[OUTPUTS // 2 :])])
+        equal.append(np.array_equal(download(site.backend.pack_tiles(site.variant, at, halves, case.format, I)), right))
+    return [{"equal": np.array([all(equal)], np.int32)}]
