@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tinygrad import Tensor, dtypes
 
+from tinyvllm import bridge
 from tinyvllm.batch import LayerCache
 
 CACHE_FORMATS = {dtypes.float32: "F32", dtypes.float16: "F16", dtypes.bfloat16: "BF16"}
@@ -21,17 +22,17 @@ def constant(value: float) -> str:
 
 def empty(like: Tensor, *shape: int) -> Tensor:
     """A float32 buffer for a kernel to write, on the device of `like`."""
-    return Tensor.empty(*shape, dtype=dtypes.float32, device=like.device)
+    return bridge.empty(shape, dtypes.float32, str(like.device))
 
 
 def scratch(like: Tensor, nbytes: int) -> Tensor:
     """Bytes for a kernel's own use."""
-    return Tensor.empty(nbytes, dtype=dtypes.uint8, device=like.device)
+    return bridge.empty((nbytes,), dtypes.uint8, str(like.device))
 
 
 def integers(like: Tensor, *shape: int) -> Tensor:
     """An int32 buffer for a kernel to write."""
-    return Tensor.empty(*shape, dtype=dtypes.int32, device=like.device)
+    return bridge.empty(shape, dtypes.int32, str(like.device))
 
 
 def present(*optional: Tensor | None) -> list[Tensor]:

@@ -8,6 +8,8 @@
     scatter        programs in UOps that store through an index
     compiling      how long compilers have taken
     capture        a captured step, replayed and repeated
+    recording      what a captured function launches, in order
+    lowering       recorded calls as what a device replays
     graph          base classes of a backend's graph of a captured step
     arena          memory that captured steps share
     memory         host access to device buffers
@@ -53,20 +55,21 @@ from tinyvllm.bridge.memory import Reading, download, host_address, opaque_memor
 from tinyvllm.bridge.metal import from_objc_string, metal_bindings, metal_buffer_over, to_objc_string
 from tinyvllm.bridge.node import Program, code_address, launch_program, load_object, load_program, run_program
 from tinyvllm.bridge.programs import enable_program_cache
+from tinyvllm.bridge.recording import Recorded
 from tinyvllm.bridge.renderer import emulate_half_without_f16c, render_bfloat16_as_bits
 from tinyvllm.bridge.scatter import scatter_add, store_kv, store_packed_kv
-from tinyvllm.bridge.tensors import alias, byte_spans, copied, device_buffer, mapped, shared_zeros, spans
+from tinyvllm.bridge.tensors import alias, byte_spans, copied, device_buffer, empty, mapped, shared_zeros, spans
 from tinyvllm.bridge.timing import TimedProgram
 
 __all__ = [
     "CaptureWork", "Captured", "CapturedCall", "DeviceCopies", "DeviceHooks", "GraphKernel", "ImportedPages", "JobGraph", "PendingWork",
-    "Program", "QueueEvent", "Reading", "StepGraph", "TimedProgram", "Transfer", "alias", "architecture", "byte_spans", "capture_work",
-    "code_address", "compile_clock", "compile_text", "compile_to_cubins", "copied", "cuda_driver", "cuda_runtime", "defer_frees",
-    "device_buffer", "download", "emulate_half_without_f16c", "enable_program_cache", "forbid_tensor_cores", "from_objc_string",
-    "has_graph", "host_address", "install_hooks", "launch_program", "load_object", "load_program", "mapped", "metal_bindings",
-    "metal_buffer_over", "opaque_memory", "opened_device", "peek", "prefer_device", "profiling", "raise_memory_errors", "read_async",
-    "recover_device", "release_deferred", "remove_hooks", "render_bfloat16_as_bits", "repeat", "replace_copy_in", "run_program",
-    "scatter_add", "share_programs", "shared_zeros", "spans", "store_kv", "store_packed_kv", "suppress_finalizing", "synchronize",
-    "time_generated_kernels", "tinygrad_setting", "to_objc_string", "uninitialized", "upload", "upload_parts", "use_c_compiler",
-    "use_graph",
+    "Program", "QueueEvent", "Reading", "Recorded", "StepGraph", "TimedProgram", "Transfer", "alias", "architecture", "byte_spans",
+    "capture_work", "code_address", "compile_clock", "compile_text", "compile_to_cubins", "copied", "cuda_driver", "cuda_runtime",
+    "defer_frees", "device_buffer", "download", "emulate_half_without_f16c", "empty", "enable_program_cache", "forbid_tensor_cores",
+    "from_objc_string", "has_graph", "host_address", "install_hooks", "launch_program", "load_object", "load_program", "mapped",
+    "metal_bindings", "metal_buffer_over", "opaque_memory", "opened_device", "peek", "prefer_device", "profiling", "raise_memory_errors",
+    "read_async", "recover_device", "release_deferred", "remove_hooks", "render_bfloat16_as_bits", "repeat", "replace_copy_in",
+    "run_program", "scatter_add", "share_programs", "shared_zeros", "spans", "store_kv", "store_packed_kv", "suppress_finalizing",
+    "synchronize", "time_generated_kernels", "tinygrad_setting", "to_objc_string", "uninitialized", "upload", "upload_parts",
+    "use_c_compiler", "use_graph",
 ]  # fmt: skip

@@ -3,48 +3,40 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from typing import Any
 
 from tinygrad import UOp, dtypes
-from tinygrad.engine import jit
-from tinygrad.uop.ops import Ops
+from tinygrad.schedule.memory import memory_plan_rewrite
 
 _arenas: list[weakref.ref[UOp]] = []  # while a captured step uses them
 
 
-@contextmanager
-def shared_arenas() -> Iterator[None]:
-    """Within it, captures share the memory of their intermediate results.
+def planned_places(calls: Sequence[UOp], held: set[UOp]) -> dict[UOp, UOp]:
+    """The place in an arena of every intermediate buffer of these calls, which are all buffers but those of `held`.
 
     tinygrad plans an arena for each capture and keeps it as long as the capture. With a capture for each padded shape and each kind of
     draw the total is a multiple of the largest: at a vocabulary of 128k a draw for 64 rows has 66 MB of scratch. Nothing in an arena
     outlives a replay, and replays of a device follow each other. The results of a capture are in buffers of its own.
     """
-    plan = jit.memory_plan_rewrite
-
-    def planned(linear: UOp, held_bufs: set[UOp] | None = None) -> UOp:
-        return _in_shared(linear, plan(linear, held_bufs))
-
-    jit.memory_plan_rewrite = planned
-    try:
-        yield
-    finally:
-        jit.memory_plan_rewrite = plan
-
-
-def _in_shared(before: UOp, planned: UOp) -> UOp:
-    """`planned` with each arena that is not in `before` replaced by a shared one that is large enough."""
-    known = set(before.toposort())
-    new = [u for u in planned.toposort() if u.op is Ops.BUFFER and u not in known]
-    used: set[UOp] = set()
-    replacements: dict[UOp, UOp] = {}
-    for arena in sorted(new, key=lambda u: -int(u.arg)):
+    plan = _Calls(calls)
+    memory_plan_rewrite(plan, held)  # type: ignore[arg-type]
+    own = {view.src[0] for view in plan.places.values()}
+    shared: dict[UOp, UOp] = {}
+    for arena in sorted(own, key=lambda u: -int(u.arg)):
         assert arena.dtype == dtypes.int8, f"a plan of memory with a buffer of {arena.dtype} among its arenas"
-        replacements[arena] = _arena(arena, used)
-        used.add(replacements[arena])
-    shared: UOp = planned.substitute(replacements, name="shared arenas", walk=True)
-    return shared
+        shared[arena] = _arena(arena, set(shared.values()))
+    return {buffer: view.replace(src=(shared[view.src[0]],)) for buffer, view in plan.places.items()}
+
+
+class _Calls:
+    """What tinygrad's planner takes for the list of calls: it keeps the plan, where the list would be rewritten, node by node."""
+
+    def __init__(self, calls: Sequence[UOp]):
+        self.src, self.places = calls, dict[UOp, UOp]()
+
+    def substitute(self, places: dict[UOp, UOp], **options: Any) -> None:
+        self.places = places
 
 
 def _arena(wanted: UOp, used: set[UOp]) -> UOp:

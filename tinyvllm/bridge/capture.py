@@ -10,14 +10,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from tinygrad import Context, Device, Tensor, TinyJit, UOp
-from tinygrad.engine.realize import graph_cache
+from tinygrad import Device, Tensor, UOp
+from tinygrad.engine.realize import graph_cache, run_linear
+from tinygrad.helpers import JIT, disable_gc
+from tinygrad.nn.state import get_parameters
 from tinygrad.uop.ops import Ops
 
-from tinyvllm.bridge.arena import shared_arenas
 from tinyvllm.bridge.device import synchronize
 from tinyvllm.bridge.graph import JobGraph, StepGraph
 from tinyvllm.bridge.hooks import QueueEvent, hooks_of
+from tinyvllm.bridge.lowering import lowered
+from tinyvllm.bridge.recording import computed, forget_recorded, recording
 from tinyvllm.bridge.tensors import undoing_assignments
 from tinyvllm.errors import ReplacedKernelError
 from tinyvllm.host_memory import require
@@ -25,18 +28,18 @@ from tinyvllm.placement import Placement
 
 
 class Captured:
-    """A function of tensors that TinyJit captures at its first call and that later calls replay as one graph.
+    """A function of tensors that is captured at its first call and that later calls replay as one graph.
 
-    tinygrad runs a function once without capturing it; with all weights and inputs realized that run would only cost a second scheduling
-    of the whole step. A replay calls the captured graph directly: TinyJit's check of the arguments takes longer than the launch. So the
+    tinygrad's TinyJit runs a function once without capturing it, schedules all of it at once, and checks the arguments of each replay for
+    longer than the launch takes. Here the first call records (recording.py), and a replay calls the captured graph directly. So the
     arguments must be realized tensors of the first call's shapes, and everything else that the function reads must be in persistent
     buffers. `variables` are the function's integer arguments, by name, with their bounds. A first call that raises leaves no capture
     and no assignment: the next one captures again.
     """
 
     def __init__(self, function: Callable[..., Any], variables: Mapping[str, tuple[int, int]] | None = None):
-        self._jit, self._variables = TinyJit(function), dict(variables or {})
-        self._jit.cnt = 1
+        self._function, self._variables = function, dict(variables or {})
+        self._calls: UOp | None = None  # the captured calls, graphs among them
         self._graph: Callable[[tuple[UOp, ...], dict[str, int]], Any] | None = None
         self._result: Any
 
@@ -45,54 +48,62 @@ class Captured:
         if self._graph is not None:
             self._graph(tuple(tensor.uop.base for tensor in tensors), values)
             return self._result
-        result = self._first(*tensors, **values) if self._jit.captured is None else self._replay(*tensors, **values)
+        if self._calls is None:
+            self._first(*tensors, **values)
+        else:
+            self._replay(tensors, values)
         if any(Placement(device).is_cpu for device in Device._opened_devices):  # not a JobGraph: tinygrad's worker thread may still run it
             synchronize("CPU")
-        return result
+        return self._result
 
     @property
     def captured(self) -> bool:
         """Whether a first call has succeeded."""
-        return self._jit.captured is not None
+        return self._calls is not None
 
-    def _replay(self, *tensors: Tensor, **values: int) -> Any:
-        assert self._jit.captured is not None
-        return self._jit.captured([tensor.uop.base for tensor in tensors], values)
+    def _replay(self, tensors: tuple[Tensor, ...], values: dict[str, int]) -> None:
+        assert self._calls is not None
+        run_linear(self._calls, values, input_uops=tuple(tensor.uop.base for tensor in tensors), jit=True)
 
-    def _first(self, *tensors: Tensor, **values: int) -> Any:
+    def _first(self, *tensors: Tensor, **values: int) -> None:
         require(0, "a step of a new shape")
         _work.count, start = _work.count + 1, time.perf_counter()
         bound = {name: UOp.variable(name, *self._variables[name]).bind(value) for name, value in values.items()}
         try:
-            while not self._capture(tensors, bound):  # each time, a kernel is chosen no more: there is an end
+            while not self._capture(tensors, bound, values):  # each time, a kernel is chosen no more: there is an end
                 pass
         finally:
             _work.seconds += time.perf_counter() - start
-        if self._jit.captured is not None:  # JIT=0 in the environment captures nothing
-            self._graph = self._only_graph()
-        return self._result
+        if self._calls is not None:  # JIT=0 in the environment captures nothing
+            self._graph = self._only_graph(len(tensors))
 
-    def _capture(self, tensors: tuple[Tensor, ...], bound: dict[str, UOp]) -> bool:
+    def _capture(self, tensors: tuple[Tensor, ...], bound: dict[str, UOp], values: dict[str, int]) -> bool:
         """Call the function and capture it; False if one of its kernels was replaced by another, which the next call chooses."""
         try:
-            with undoing_assignments(), Context(JIT_BATCH_SIZE=0), shared_arenas():  # type: ignore[no-untyped-call]
-                self._result = self._jit(*tensors, **bound)
+            with undoing_assignments(), disable_gc():  # which would look through all nodes of the process, a fifth of the time
+                if not JIT:
+                    self._result = computed(self._function(*tensors, **bound))
+                    return True
+                with recording() as recorded:
+                    self._result = computed(self._function(*tensors, **bound))
+                    self._calls = lowered(recorded.calls, [tensor.uop.base for tensor in tensors], get_parameters(self._result))
+                self._replay(tensors, values)
         except BaseException as error:
-            self._jit.reset()  # the capture may exist with half of its buffers
-            self._jit.cnt = 1
+            self._calls = None  # they may exist with half of their buffers
+            forget_recorded()
             if isinstance(error, ReplacedKernelError):
                 return False
             raise
         return True
 
-    def _only_graph(self) -> Callable[[tuple[UOp, ...], dict[str, int]], Any] | None:
-        """The device graph, if the whole capture is one graph that takes the arguments in order: a replay then bypasses the jit."""
-        assert self._jit.captured is not None
-        calls = self._jit.captured.linear.src
-        if len(calls) != 1 or calls[0].src[0].op is not Ops.CUSTOM_FUNCTION or self._jit.captured._written_uops & set(calls[0].src[1:]):
+    def _only_graph(self, inputs: int) -> Callable[[tuple[UOp, ...], dict[str, int]], Any] | None:
+        """The device graph, if the whole capture is one graph that takes the arguments in order: a replay then is a call of it."""
+        assert self._calls is not None
+        calls = self._calls.src
+        if len(calls) != 1 or calls[0].src[0].op is not Ops.CUSTOM_FUNCTION:
             return None
         arguments = [u.arg for u in calls[0].src[1:] if u.op is Ops.PARAM]
-        graph = graph_cache.get(calls[0].src[0]) if arguments == list(range(len(arguments))) else None
+        graph = graph_cache.get(calls[0].src[0]) if arguments == list(range(inputs)) else None
         if isinstance(graph, JobGraph) and not any(graph.uop_replace):
             graph.uop_replace = []  # one empty list per kernel, over which every replay would loop: 0.1 ms at 290 kernels
         return graph

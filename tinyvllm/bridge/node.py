@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from tinygrad.runtime.support.elf import jit_loader
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
 
 from tinyvllm.bridge.memory import opaque_memory
+from tinyvllm.bridge.recording import current_recording
 
 
 @dataclass(frozen=True)
@@ -47,21 +49,27 @@ def launch_program(program: Program, arguments: Sequence[Tensor]) -> list[Tensor
     """The program as a node of the lazy graph: its outs after it has written them, in their order.
 
     Tensors are passed as they are in memory, so all must be contiguous; outs must be buffers (Tensor.empty, or what is changed in place).
-    What reads a returned tensor runs after the program, also in a captured step.
+    What reads a returned tensor runs after the program. In a capture programs are launched in the order of these calls, and what tinygrad
+    computes reads a buffer as it is when the result is first used: not what it held when the expression was written.
     """
     device = str(arguments[0].device)
 
-    def node(*placeholders: UOp) -> UOp:
-        work = Estimates(ops=program.flops, lds=program.nbytes, mem=program.nbytes)
-        sink = UOp.sink(*placeholders, arg=KernelInfo(name=program.name, estimates=work))
-        every, written = tuple(range(len(arguments))), tuple(range(program.outs))
-        # outs and ins must be explicit: derived from the sink they are empty, and a graph would not know the order of launches
-        info = ProgramInfo(program.entry, program.grid, program.block, (), every, written, every, aux=program.aux)
-        source, binary = UOp(Ops.SOURCE, arg=program.name), UOp(Ops.BINARY, arg=program.binary)
-        linear = UOp(Ops.LINEAR, src=tuple(sink.toposort()))
-        return UOp(Ops.PROGRAM, src=(sink, UOp(Ops.DEVICE, arg=device), linear, source, binary), arg=info)
+    node = _node(program, len(arguments), device)
+    if (recording := current_recording()) is not None:
+        return recording.add_launch(node, list(arguments))[: program.outs]
+    return arguments[0].custom_kernel(*arguments[1:], fxn=lambda *placeholders: node)[: program.outs]
 
-    return arguments[0].custom_kernel(*arguments[1:], fxn=node)[: program.outs]
+
+@functools.cache
+def _node(program: Program, count: int, device: str) -> UOp:
+    """The program with `count` arguments as tinygrad has it once compiled: without a syntax tree."""
+    work = Estimates(ops=program.flops, lds=program.nbytes, mem=program.nbytes)
+    every, written = tuple(range(count)), tuple(range(program.outs))
+    # outs and ins must be explicit: derived from the sink they are empty, and a graph would not know the order of launches
+    info = ProgramInfo(program.entry, program.grid, program.block, (), every, written, every, aux=program.aux)
+    source, binary = UOp(Ops.SOURCE, arg=program.name), UOp(Ops.BINARY, arg=program.binary)
+    sink = UOp.sink(arg=KernelInfo(name=program.name, estimates=work))
+    return UOp(Ops.PROGRAM, src=(sink, UOp(Ops.DEVICE, arg=device), UOp(Ops.LINEAR), source, binary), arg=info)
 
 
 def load_program(device: str, entry: str, binary: bytes, *aux: int) -> Any:

@@ -6,6 +6,8 @@ gather is an index, which tinygrad folds into the loads of the kernel that uses 
 
 from __future__ import annotations
 
+import functools
+
 from tinygrad import Tensor, UOp
 
 from tinyvllm.backends.buffers import cache_format
@@ -57,24 +59,38 @@ class _Padded:
 class PagedAttention:
     """Attention of one step: softmax(q k^T * scale + mask) v for every row of the flat batch.
 
-    What all layers share (tables, masks, the indices from the flat batch to the padded one and back) is built once, here.
+    What all layers share (tables, masks, the indices from the flat batch to the padded one and back) is built once, where the reference
+    computes.
     """
 
     def __init__(self, batch: Batch, S: int):
-        self._batch = batch
+        self._batch, self._S = batch, S
+
+    @functools.cached_property
+    def _singles(self) -> _Padded:
+        """The sequences of one token."""
+        batch, Bd = self._batch, self._batch.num_decodes
+        return _Padded(batch.positions[:Bd].unsqueeze(1), batch.block_tables[:Bd], batch.num_blocks, self._S)
+
+    @functools.cached_property
+    def _chunks(self) -> _Padded:
+        """The sequences of several tokens."""
+        batch, Bd = self._batch, self._batch.num_decodes
+        positions = batch.positions[Bd:]
+        positions = positions.unsqueeze(0) if batch.num_chunks == 1 else positions[self._indices[0]]
+        return _Padded(positions, batch.block_tables[Bd:], batch.num_blocks, self._S)
+
+    @functools.cached_property
+    def _indices(self) -> tuple[Tensor, Tensor]:
+        """Of several chunks: from the flat batch to the padded one, [Bp, Q], and back, [T - Bd]."""
+        batch, device = self._batch, self._batch.block_tables.device
         Bd, Bp, Q, T = batch.num_decodes, batch.num_chunks, batch.max_query, int(batch.tokens.shape[0])
-        tables, positions, m = batch.block_tables, batch.positions, batch.num_blocks
-        self._singles = _Padded(positions[:Bd].unsqueeze(1), tables[:Bd], m, S) if Bd else None
-        self._rows: Tensor | None = None
-        if Bp > 1:
-            starts = batch.query_starts[Bd : Bd + Bp] - Bd  # [Bp]
-            self._rows = (starts.unsqueeze(1) + Tensor.arange(Q, device=tables.device)).minimum(T - Bd - 1)  # [Bp, Q]
-            t = Tensor.arange(T - Bd, device=tables.device)
-            ends = batch.query_starts[Bd + 1 : Bd + Bp].unsqueeze(0) - Bd
-            owner = (ends <= t.unsqueeze(1)).where(1, 0).sum(1).cast("int32")  # [T - Bd]
-            self._back = (owner * Q + (t - starts[owner]).minimum(Q - 1)).cast("int32").contiguous()
-        chunk_positions = positions[Bd:].unsqueeze(0) if self._rows is None else positions[Bd:][self._rows]
-        self._chunks = _Padded(chunk_positions, tables[Bd:], m, S) if Bp else None
+        starts = batch.query_starts[Bd : Bd + Bp] - Bd  # [Bp]
+        rows = (starts.unsqueeze(1) + Tensor.arange(Q, device=device)).minimum(T - Bd - 1)
+        t = Tensor.arange(T - Bd, device=device)
+        ends = batch.query_starts[Bd + 1 : Bd + Bp].unsqueeze(0) - Bd
+        owner = (ends <= t.unsqueeze(1)).where(1, 0).sum(1).cast("int32")  # [T - Bd]
+        return rows, (owner * Q + (t - starts[owner]).minimum(Q - 1)).cast("int32").contiguous()
 
     def __call__(self, q: Tensor, cache: LayerCache, scale: float, window: int = 0) -> Tensor:
         """q [T, H, D] float32 to [T, H * D] float32, against a cache that already holds this step's keys and values; q is as
@@ -84,14 +100,14 @@ class PagedAttention:
         (grouped queries).
         """
         decode, prefill = self._kernel("attention_decode", cache, q), self._kernel("attention_prefill", cache, q)
-        Bd, T = self._batch.num_decodes, int(q.shape[0])
+        Bd, Bp, T = self._batch.num_decodes, self._batch.num_chunks, int(q.shape[0])
         singles = chunks = None
-        if self._singles is not None:
+        if Bd:
             if decode is not None:
                 singles = decode.backend.attention_decode(decode.variant, q, cache, scale, window, self._batch)
             else:
                 singles = self._singles.attend(q[:Bd].unsqueeze(1), cache, scale, window).reshape(Bd, -1).contiguous()
-        if self._chunks is None:
+        if not Bp:
             assert singles is not None
             return singles
         if prefill is not None:
@@ -101,16 +117,17 @@ class PagedAttention:
             if both or singles is None:
                 return chunks
             chunks = chunks[Bd:]
-        elif self._rows is None:
+        elif Bp == 1:
             chunks = self._chunks.attend(q[Bd:].unsqueeze(0), cache, scale, window).reshape(T - Bd, -1).contiguous()
         else:
-            out = self._chunks.attend(q[Bd:][self._rows], cache, scale, window)  # [Bp, Q, H, D]
-            chunks = out.reshape(-1, int(q.shape[1] * q.shape[2]))[self._back].contiguous()
+            rows, back = self._indices
+            out = self._chunks.attend(q[Bd:][rows], cache, scale, window)  # [Bp, Q, H, D]
+            chunks = out.reshape(-1, int(q.shape[1] * q.shape[2]))[back].contiguous()
         return chunks if singles is None else singles[:Bd].cat(chunks).contiguous()
 
     def _kernel(self, stem: str, cache: LayerCache, q: Tensor) -> Selection | None:
         """The kernel of one of the two stems; None for the reference, or if the step has no sequences for it."""
-        if (self._singles if stem == "attention_decode" else self._chunks) is None:
+        if (self._batch.num_decodes if stem == "attention_decode" else self._batch.num_chunks) == 0:
             return None
         (H, D), K, placement = (int(d) for d in q.shape[1:]), cache.K, Placement.of(q.device)
         return select(stem, placement, f"H={H}, K={K}, D={D} {cache_format(cache)}", attention_facts(placement, cache, H))

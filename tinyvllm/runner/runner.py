@@ -27,6 +27,7 @@ from tinyvllm.bridge import (
     CapturedCall,
     CaptureWork,
     Reading,
+    Recorded,
     capture_work,
     compile_clock,
     copied,
@@ -88,6 +89,7 @@ class StepPlan:
     """What belongs to a padded shape: the inputs' buffers, the captured forward pass, and the history of tokens."""
 
     inputs: StepInputs
+    function: Recorded  # the forward pass, for each capture that contains it
     forward: Captured
     history: History
     advances: dict[int, Captured]  # by the tensor of sampled tokens that it takes
@@ -300,7 +302,7 @@ class Runner:
         if kind not in plan.rounds:
 
             def function(num_blocks: int | UOp = 1) -> Tensor:
-                logits, best, _ = self._forward(plan.inputs, num_blocks)
+                logits, best, _ = plan.function(num_blocks)
                 tokens = best if plain and best is not None else draw(logits)
                 advance(plan.inputs.batch(1), tokens, plan.history, self.pool.block_size, self.pool.scratch_slot)
                 return tokens
@@ -375,11 +377,12 @@ class Runner:
     def _new_step(self, shape: Shape, all_rows: bool) -> StepPlan:
         inputs = self._inputs(shape, all_rows)
 
+        @Recorded
         def forward(num_blocks: int | UOp = 1) -> tuple[Tensor, Tensor | None, Tensor | None]:
             return self._forward(inputs, num_blocks)
 
         # blocks of the longest context are a variable of the captured step, so that contexts grow without a new capture
-        plan = StepPlan(inputs, Captured(forward, {"num_blocks": (1, self._table_width)}), self._history(shape), {}, {})
+        plan = StepPlan(inputs, forward, Captured(forward, {"num_blocks": (1, self._table_width)}), self._history(shape), {}, {})
         self._steps[shape, all_rows] = plan
         return plan
 
