@@ -427,8 +427,7 @@ def decoding(o: argparse.Namespace, llm: Any, name: str, shape: str, batch: int,
 
     stepping, graph = Stepping(llm), LastGraph(llm.engine.runner)
     rounds, count, warm = (1, 2, 2) if o.tiny else (5, 60, WARM_STEPS)
-    stepping.begin([prompt(context, b) for b in range(batch)])
-    stepping.steps(warm)
+    stepping.begin_tuned([prompt(context, b) for b in range(batch)], warm)
     step = median(_seconds(lambda: stepping.steps(count)) / count for _ in range(rounds))
     device = graph.seconds(Effort(1, 0.0) if o.tiny else Effort(3, 0.02))
     stepping.stop()

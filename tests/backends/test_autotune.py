@@ -57,7 +57,58 @@ def tuner(machine: Machine, path=None, budget: float = 2.0) -> Tuner:
 
 
 def choose(tuner: Tuner, machine: Machine, shape: str = "O=64 I=32", source: str = "a") -> Cut:
+    """The choice once all that waits has been timed."""
+    tuner.choose("matvec", shape, CANDIDATES, machine.timed, source)
+    while tuner.time_next():
+        pass
     return tuner.choose("matvec", shape, CANDIDATES, machine.timed, source)
+
+
+def test_a_choice_waits_for_nothing_and_timing_is_in_slices(tmp_path):
+    """One candidate a slice, then one that compares them: what comes meanwhile waits for a compilation at most."""
+    machine = Machine(seconds(0.004, 0.005, 0.002, 0.003))
+    one = tuner(machine, tmp_path)
+    for shape in ("O=64 I=32", "O=128 I=32", "O=64 I=32"):
+        assert one.choose("matvec", shape, CANDIDATES, machine.timed, "a") == DEFAULT
+    assert machine.now == 0 and not machine.compiled, "nothing was timed"
+    slices = []
+    while one.time_next():
+        slices.append((len(machine.compiled), len(machine.launches), one.changes))
+        assert len(slices) in (5, 10) or one.choose("matvec", "O=128 I=32", CANDIDATES, machine.timed, "a") == DEFAULT
+    each = [(n, n, 0) for n in range(1, 5)] + [(4, 4 * (1 + TURNS), 1)]
+    assert slices[:5] == each and len(slices) == 10, "two kernels, though one was asked for twice"
+    assert one.changes == 2 and one.choose("matvec", "O=64 I=32", CANDIDATES, machine.timed, "a") == Cut(8)
+    again = tuner(machine, tmp_path)
+    assert again.choose("matvec", "O=64 I=32", CANDIDATES, machine.timed, "a") == Cut(8) and not again.time_next() and again.changes == 0
+
+
+def test_what_waits_is_bounded_and_can_be_dropped():
+    machine = Machine(seconds(0.004, 0.005, 0.002, 0.003))
+    one = tuner(machine)
+    for i in range(autotune.MAX_WAITING + 5):
+        one.choose("matvec", f"shape {i}", CANDIDATES, machine.timed, "a")
+    assert len(one._waiting) == autotune.MAX_WAITING
+    one.time_next()
+    one.drop_waiting()
+    assert not one.time_next() and not one._waiting and one.changes == 0
+    assert choose(one, machine, "shape 1") == Cut(8), "asked for again"
+
+
+def test_a_device_that_fails_ends_the_timing_of_that_kernel_only():
+    machine = Machine(seconds(0.004, 0.005, 0.002, 0.003))
+    one = tuner(machine)
+
+    def broken(cut: Cut):
+        raise RuntimeError("the device is gone")
+
+    one.choose("matvec", "first", CANDIDATES, broken, "a")
+    one.choose("matvec", "second", CANDIDATES, machine.timed, "a")
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        one.time_next()
+    while one.time_next():
+        pass
+    assert one.choose("matvec", "second", CANDIDATES, machine.timed, "a") == Cut(8)
+    assert one.choose("matvec", "first", CANDIDATES, machine.timed, "a") == DEFAULT
 
 
 def test_the_fastest_is_taken_and_asked_for_once():
@@ -152,6 +203,9 @@ def test_the_switch(monkeypatch, tmp_path):
     for value, wanted in (("0", DEFAULT), ("1", Cut(8))):
         monkeypatch.setenv("TINYVLLM_AUTOTUNE", value)
         autotune.tuner.cache_clear()
+        assert autotune.tuned("Apple M2 Max", "matvec", "O=64", CANDIDATES, machine.timed, "a") == DEFAULT
+        while autotune.time_next():
+            pass
         assert autotune.tuned("Apple M2 Max", "matvec", "O=64", CANDIDATES, machine.timed, "a") == wanted
     assert (tmp_path / "autotune.json").is_file()
     autotune.tuner.cache_clear()

@@ -89,6 +89,9 @@ def test_tuning_changes_no_token_and_is_cached(gpu, monkeypatch, tmp_path):
     try:
         with LLM(MODEL, device="METAL", **OPTIONS) as tuned:
             assert tokens(tuned, TEXTS[:1]) == expected
+            assert not open_cache(tmp_path).read(autotune.FILE), "nothing is timed while requests run"
+            tuned.settle()
+            assert tokens(tuned, TEXTS[:1]) == expected
     finally:
         autotune.tuner.cache_clear()
     kept = json.loads(open_cache(tmp_path).read(autotune.FILE))

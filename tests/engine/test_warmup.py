@@ -94,3 +94,48 @@ def test_a_server_captures_while_it_is_idle_and_still_serves_at_once(tiny_model)
             llm.close()
 
     asyncio.run(talk())
+
+
+@pytest.mark.parametrize("warm_up", [False, True])
+def test_captures_with_a_slower_kernel_are_made_again(tiny_model, monkeypatch, captures, warm_up):
+    """While nothing runs kernels are timed; if that changes a choice, what was captured before it is dropped, and no token changes."""
+    from tinyvllm.backends import autotune
+
+    timed, changes = [3, 0], [0]
+
+    def time_next() -> bool:
+        timed[0], timed[1] = timed[0] - 1, timed[1] + 1
+        return timed[0] >= 0
+
+    with LLM(tiny_model, **OPTIONS, warm_up=warm_up) as llm:
+        expected = results(llm.generate([prompt(1)], [PARAMS[0]]))
+        steps = dict(llm.engine.runner._steps)
+        monkeypatch.setattr(autotune, "time_next", time_next)
+        monkeypatch.setattr(autotune, "changes", lambda: changes[0])
+        llm.settle()
+        assert timed[1] == 4 and dict(llm.engine.runner._steps) == steps, "no choice has changed"
+        changes[0] = 2
+        captures.clear()
+        llm.settle()
+        again = llm.engine.runner._steps
+        assert set(again) == (set(steps) if warm_up else set()) and bool(captures) == warm_up
+        assert not any(again[shape] is plan for shape, plan in steps.items() if shape in again)
+        assert results(llm.generate([prompt(1)], [PARAMS[0]])) == expected
+
+
+def test_a_kernel_that_cannot_be_timed_keeps_its_default(tiny_model, monkeypatch, caplog):
+    from tinyvllm.backends import autotune
+
+    turns = iter([RuntimeError("the GPU hangs"), True, False])
+
+    def time_next() -> bool:
+        if isinstance(turn := next(turns), Exception):
+            raise turn
+        return turn
+
+    with LLM(tiny_model, **OPTIONS) as llm:
+        expected = results(llm.generate([prompt(1)], [PARAMS[0]]))
+        monkeypatch.setattr(autotune, "time_next", time_next)
+        llm.settle()
+        assert "a kernel keeps its default: RuntimeError: the GPU hangs" in caplog.text and not [*turns]
+        assert results(llm.generate([prompt(1)], [PARAMS[0]])) == expected

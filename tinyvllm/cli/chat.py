@@ -38,7 +38,9 @@ def run(options: argparse.Namespace) -> int:
                 f"chat: {llm.config.model} has no chat template, it may be a model without chat training: try --prompt TEXT"
             )
         tell = _teller(options)
-        return _talk(Chat(Local(llm, tell), chosen, options.system, tell), options.quiet)
+        status = _talk(Chat(Local(llm, tell), chosen, options.system, tell), options.quiet)
+        llm.settle()  # after the conversation: nothing waits for it
+        return status
 
 
 def _talk_to_server(options: argparse.Namespace, chosen: dict[str, Any]) -> int:

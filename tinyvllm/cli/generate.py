@@ -39,6 +39,7 @@ def run(options: argparse.Namespace) -> int:
         if len(answers.done) < len(prompts):
             with load(options) as llm:
                 _Run(llm, prompts, answers, options).finish()
+                llm.settle()  # after the answers: nothing waits for it
     return 0
 
 

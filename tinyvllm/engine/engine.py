@@ -97,7 +97,8 @@ class Engine:
             drafter = open_drafter(config.speculative_config, runner)
             self.speculate(drafter, open_controller(config.speculative_config, drafter), open_policy(config.speculative_config))
         self.recovery = StepRecovery(self.stages, lambda: self.loop)
-        self._warmup = Warmup(runner, self.sampler, config, run_ahead) if config.warm_up else None
+        self._run_ahead = run_ahead
+        self._warmup = self._new_warmup()
 
     def speculate(self, drafter: Drafter, controller: Controller, policy: Policy = EXACT) -> None:
         """Let a drafter guess tokens from the next step on. The output is the same, unless the policy is lossy."""
@@ -214,15 +215,39 @@ class Engine:
             self._store.write_some(busy=True)
 
     def on_idle(self) -> float | None:
-        """While nothing runs: write some newly cached blocks, capture a step. Seconds until there may be more to do, None for nothing."""
+        """While nothing runs: write some newly cached blocks, capture a step, time a kernel.
+
+        Seconds until there may be more to do, None for nothing.
+        """
         pause = self._store.write_some(busy=False) if self._store else None
         return 0.0 if self.warmup() else pause
 
     def warmup(self) -> bool:
-        """Capture the next common step shape, if `warm_up` is set; False if none is left. Nothing may run.
+        """Capture the next common step shape, if `warm_up` is set, or time a kernel's next candidate; False if none is left.
 
-        A failure, as for want of memory, is logged and ends the warm-up: perhaps no request ever needs that shape.
+        Nothing may run. Once all are timed, captures with a slower kernel than the best are dropped, and common ones made again. A
+        failure, as for want of memory, is logged and ends the warm-up: perhaps no request ever needs that shape.
         """
+        return self._capture_next() or self._tune_next()
+
+    def _tune_next(self) -> bool:
+        try:
+            with DEVICE_LOCK:
+                if self.runner.tune_next():
+                    return True
+                dropped = self.runner.drop_slower_captures()
+        except (MemoryError, RuntimeError) as error:
+            log.warning("autotune: a kernel keeps its default: %s: %s", type(error).__name__, error)
+            self.runner.forget_device_state()
+            return True
+        if dropped:
+            self._warmup = self._new_warmup()
+        return dropped
+
+    def _new_warmup(self) -> Warmup | None:
+        return Warmup(self.runner, self.sampler, self.config, self._run_ahead) if self.config.warm_up else None
+
+    def _capture_next(self) -> bool:
         if self._warmup is None:
             return False
         try:
@@ -247,6 +272,7 @@ class Engine:
             self._store.save(self.scheduler.prefix)
         self._store = self._warmup = None
         self._closed = True
+        self.runner.drop_untimed_kernels()
         self.constraints.close()
         self.observer.engine_closed()
         for name in ("runner", "sampler", "stages", "loop", "speculation", "recovery"):

@@ -62,8 +62,7 @@ class LLM:
         **options: Any,
     ):
         self.engine = start_engine(resolve(model, **options), progress)
-        while self.engine.warmup():
-            pass
+        self.settle()
         self.default_params = default_sampling_params(self.engine.model_folder)
         self._ids = itertools.count()
         self._open: dict[str, RequestOutput | None] = {}  # the newest output of every request that a caller waits for
@@ -182,6 +181,14 @@ class LLM:
         from tinyvllm.engine.tools import one_off
 
         return one_off.prompt_logits(self.engine, token_ids)
+
+    def settle(self) -> None:
+        """Do what a server does while it is idle: capture common steps, if `warm_up` is set, and time kernels that earlier calls have used.
+
+        The latter is for Metal: two seconds a process at most, and figures are kept for all later ones. No token depends on it.
+        """
+        while self.engine.warmup():
+            pass
 
     def close(self) -> None:
         """Free the device's memory. The LLM cannot be used afterwards."""

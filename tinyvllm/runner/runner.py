@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from tinygrad import Tensor, UOp
 
+from tinyvllm.backends import autotune
 from tinyvllm.backends.cpu.threads import thread_pool
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.packed import packed_caches, packed_weights
@@ -153,6 +154,7 @@ class Runner:
         self._steps: dict[tuple[Shape, bool], StepPlan] = {}
         self._last: tuple[Schedule, PreparedStep] | None = None
         self._state_layers: tuple[int, ...] = ()
+        self._choices_changed = autotune.changes()
         self._embeddings: dict[Shape, tuple[StepInputs, Captured]] = {}
         hosted = config.swap_space // self.pool.block_bytes
         self._hosted = np.zeros((hosted, self.pool.block_bytes), np.uint8)  # its pages come as they are written
@@ -209,6 +211,29 @@ class Runner:
         recover_device(self.device)
         for plan in self._steps.values():
             plan.inputs.forget_advanced()
+
+    @property
+    def has_untimed_kernels(self) -> bool:
+        """Whether `tune_next` has something to do."""
+        return autotune.is_waiting()
+
+    def tune_next(self) -> bool:
+        """Time one candidate of a kernel that has several, for which nothing may be in flight; False if none waits for it."""
+        return autotune.time_next()
+
+    def drop_untimed_kernels(self) -> None:
+        """Time none of the kernels that wait for it: they hold the model's weights."""
+        autotune.drop_waiting()
+
+    def drop_slower_captures(self) -> bool:
+        """Drop all captures if timing has changed the choice of a kernel since the last call; whether it did. Nothing may run."""
+        if autotune.changes() == self._choices_changed:
+            return False
+        self._choices_changed = autotune.changes()
+        self._last = None
+        self._steps.clear()
+        self._embeddings.clear()
+        return True
 
     def padded(self, shape: Shape) -> PreparedStep | None:
         """A step of this shape that holds only padding, to capture it before a request needs it; None if it was captured."""
