@@ -110,6 +110,15 @@ def test_arguments_that_are_refused(tiny_model: Path, capsys: pytest.CaptureFixt
     assert code == 2 and all(word in message for word in words) and "--choice" not in message, message
 
 
+def test_a_server_refuses_a_lossy_policy_unless_it_may(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = '{"method": "ngram", "policy": "typical"}'
+    words = ("serve", "--model", str(tiny_model), "--speculative-config", config)
+    code, message = refused(capsys, *words)
+    assert code == 2 and "policy='typical' (typical(epsilon=0.09, delta=0.3), lossy)" in message and "--allow-lossy-speculation" in message
+    code, message = refused(capsys, *words, "--allow-lossy-speculation", "--share-prefixes")
+    assert "--share-prefixes is for API keys" in message  # the next check
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -78,6 +78,20 @@ def test_a_drafter_learns_nothing_from_another_trial(tiny_model: Path, target: E
     assert accepted("a") > first and accepted("b") == first
 
 
+def test_stopped_speculation_leaves_nothing(tiny_model: Path, target: EngineTarget) -> None:
+    """The engine's own loop runs again, no drafter hears of requests, and receipts say so."""
+    sweep = sweep_of(tiny_model, policies=["exact"], temperatures=[0], drafters=["ngram"])
+    plain, drafted = sweep.cells()
+    engine, job, limits = target._loaded(), Job(REPEATED, 1), Limits(8, True)
+    target.run(plain, [job], limits, "a")
+    own = engine.loop
+    target.run(drafted, [job], limits, "a")
+    assert engine.loop is not own and engine.speculation is not None and engine.stats.speculation == "ngram"
+    counts = target.run(plain, [job], limits, "b")[1]
+    assert engine.loop is own and engine.speculation is None and engine.stats.speculation == ""
+    assert counts.chains == 0 and counts.turns == 7
+
+
 def test_logits_are_those_that_drew_the_tokens(target: EngineTarget) -> None:
     prompt, tokens = list(range(40, 180)), list(range(60, 70))
     logits = target.logits(prompt, tokens)
@@ -99,7 +113,8 @@ def test_a_request_that_fails_costs_its_cell(tiny_model: Path, target: EngineTar
     ("words", "message"),
     [
         (["--drafters", "ngrm"], "got 'ngrm', did you mean 'ngram'"),
-        (["--k", "40"], "at most 32 drafts"),
+        (["--k", "40"], "num_speculative_tokens must be an integer from 1 to 32, got 40"),
+        (["--drafters", "draft_model"], "method='draft_model' needs a model"),
         (["--batch-sizes", "8", "--max-num-seqs", "4"], "8 is more than max_num_seqs=4"),
         (["--model", "/no/such/model"], "/no/such/model"),
     ],

@@ -123,6 +123,10 @@ _SERVER_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--trust-request-chat-template", {"action": "store_true", "help": "accept chat templates in requests"}),
     _LENIENT,
     (
+        "--allow-lossy-speculation",
+        {"action": "store_true", "default": False, "help": "accept a policy of --speculative-config that changes answers"},
+    ),
+    (
         "--api-key",
         {
             "action": "append",
@@ -451,6 +455,18 @@ def _lab_parser() -> Parser:
         ("--paired", {"action": argparse.BooleanOptionalAction, "help": "run each repeat without drafts, too: speed-ups within a repeat"}),
     )
     _add(parser, "sweep", axes)
+    parser.add_argument("--traffic", metavar="RUN.jsonl", help="instead: what drafters would have gained on recorded traffic")
+    servers: tuple[_Option, ...] = (
+        (
+            "--url",
+            {"action": "append", "metavar": "[NAME=]URL", "help": "measure this OpenAI server; repeatable; none=URL has no drafts"},
+        ),
+        ("--served-model", {"metavar": "NAME", "help": "its model; default: the first that it lists"}),
+        ("--api-key", {"metavar": "KEY", "help": "API key for the servers"}),
+    )
+    group = parser.add_argument_group("servers")
+    for flag, settings in servers:
+        group.add_argument(flag, **settings)
     group = parser.add_argument_group("results")
     for flag, settings in _LAB_RESULTS:
         group.add_argument(flag, **settings)

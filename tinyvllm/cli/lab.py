@@ -37,6 +37,8 @@ def run(options: argparse.Namespace) -> int:
         hint = nearest(options.plot_format, PLOT_FORMATS)
         raise ArgumentError(f"--plot-format: expected one of {', '.join(PLOT_FORMATS)}, got {options.plot_format!r}{hint}")
     sweep = sweep_of(options)
+    if options.traffic is not None:
+        return _replay_traffic(options, sweep)
     prompts = prompts_of(sweep, folder_of(options.sweep))
     with contextlib.ExitStack() as stack:
         target = stack.enter_context(contextlib.closing(_target_of(sweep, options)))
@@ -73,6 +75,8 @@ def sweep_of(options: argparse.Namespace) -> Sweep:
     values = read_settings(options.sweep) if options.sweep else {}
     values |= {name: getattr(options, name) for name in _NUMBERS if hasattr(options, name)}
     values |= {name: _list(name, getattr(options, name)) for name in _LISTS if hasattr(options, name)}
+    if options.url:
+        values["servers"] = dict(_named_url(text) for text in options.url)
     engine = engine_options(options)
     if engine:
         given = values.get("engine", {})
@@ -96,6 +100,12 @@ def _list(name: str, text: str) -> list[Any]:
     return entries
 
 
+def _named_url(text: str) -> tuple[str, str]:
+    """Name and URL of [NAME=]URL."""
+    name, equals, url = text.partition("=")
+    return (name, url) if equals and "/" not in name else ("server", text)
+
+
 def _number(text: str) -> float | str:
     try:
         return float(text)
@@ -108,10 +118,43 @@ def _target_of(sweep: Sweep, options: argparse.Namespace) -> Target:
         from tinyvllm.lab.fake import FakeTarget
 
         return FakeTarget(sweep.fake)
+    if sweep.servers:
+        from tinyvllm.lab.http_target import HttpTarget
+
+        return HttpTarget(sweep, options.api_key, options.served_model)
     from tinyvllm.lab.engine_target import EngineTarget
 
     bar = LoadBar() if sys.stderr.isatty() and not options.quiet else None
     return EngineTarget(sweep, bar)
+
+
+def _replay_traffic(options: argparse.Namespace, sweep: Sweep) -> int:
+    """The table of a recording with each drafter and K; the sweep's other axes do not apply."""
+    from tinyvllm.engine.tools.replay import read_run
+    from tinyvllm.lab.traffic import Simulation, check_lookup, costs_of, table, traffic_of
+
+    ways = [(drafter, k) for drafter in sweep.drafters if drafter.speculates for k in sweep.k]
+    for drafter, k in ways:
+        check_lookup(drafter, k)
+    recorded = read_run(options.traffic)
+    traffic, costs = traffic_of(recorded), sweep.costs or costs_of(recorded)
+    if not traffic.sequences:
+        raise ArgumentError(f"--traffic {options.traffic}: no request in it has ended with output")
+    if costs is None:
+        raise ArgumentError(
+            f"--traffic {options.traffic}: its steps of decodes have too few different numbers of rows for a cost curve; "
+            "give one as `costs` in SWEEP, such as {1: 9.5, 8: 12, 32: 20}, from a sweep on that machine"
+        )
+    progress = Progress(len(traffic.sequences) * (1 + len(ways)), 0, "sequences", options.quiet)
+    try:
+        outcomes = [Simulation(traffic, costs).run(progress.add)]
+        outcomes += [Simulation(traffic, costs, drafter, k).run(progress.add) for drafter, k in ways]
+    finally:
+        progress.close()
+    print(table(outcomes))
+    if traffic.skipped:
+        print(f"skipped: {traffic.skipped} requests of beam search or without an end")
+    return 0
 
 
 def _plan(sweep: Sweep) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import email.utils
 import http.client
 import json
 import random
@@ -16,12 +15,12 @@ from urllib.parse import urlsplit
 
 from tinyvllm.cli.partner import CUT_BY_CONTEXT, ContextFull
 from tinyvllm.errors import ArgumentError, RequestError, TinyvllmError
+from tinyvllm.http_client import RETRY_STATUS, json_events, reason, retry_after
 from tinyvllm.request import SamplingParams
 
 ATTEMPTS = 8
 _FIRST_PAUSE, _MAX_PAUSE = 0.5, 30.0  # seconds; a server's Retry-After may be longer
 _MAX_RETRY_AFTER = 600.0  # seconds; for a longer pause the user should decide
-_RETRY_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
 _CONNECT_SECONDS, _READ_SECONDS = 10.0, 600.0
 
 
@@ -135,11 +134,11 @@ class Remote:
     def _begin(self, body: bytes) -> Generator[Mapping[str, Any], None, None]:
         """The events of an answer after the first one has come. _Retry if none comes."""
         connection, response = self._request("POST", "/v1/chat/completions", body)
-        events = _events(connection, response)
+        events = json_events(connection, response)
         try:
             first = next(events, None)
         except (OSError, http.client.HTTPException) as error:
-            raise _Retry(f"the connection broke before the answer ({_reason(error)})") from error
+            raise _Retry(f"the connection broke before the answer ({reason(error)})") from error
         if first is None:
             raise _Retry("the server sent an empty answer")
 
@@ -149,7 +148,7 @@ class Remote:
                 try:
                     yield from events
                 except (OSError, http.client.HTTPException) as error:
-                    raise TinyvllmError(f"{self.url}: the connection broke in the middle of the answer ({_reason(error)})") from error
+                    raise TinyvllmError(f"{self.url}: the connection broke in the middle of the answer ({reason(error)})") from error
 
         return all_events()
 
@@ -163,7 +162,7 @@ class Remote:
                     f"{self.url}: /v1/models does not give a list of models: is this an OpenAI server? If so, give --model NAME"
                 ) from error
             except (OSError, http.client.HTTPException) as error:
-                raise _Retry(_reason(error)) from error
+                raise _Retry(reason(error)) from error
         return str(name)
 
     def _request(self, method: str, path: str, body: bytes | None) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
@@ -180,7 +179,7 @@ class Remote:
             except ssl.SSLCertVerificationError as error:
                 raise TinyvllmError(f"{self.url}: its certificate cannot be verified: {error.verify_message}") from error
             except (OSError, http.client.HTTPException) as error:
-                raise _Retry(f"no answer from {self.url} ({_reason(error)})") from error
+                raise _Retry(f"no answer from {self.url} ({reason(error)})") from error
             if response.status != 200:
                 self._refuse(response)
         except BaseException:
@@ -197,7 +196,7 @@ class Remote:
         with contextlib.suppress(ValueError, LookupError, TypeError):
             error = json.loads(text)["error"]
             message = f"{message}: {error['message']}"
-        if response.status in _RETRY_STATUS:
+        if response.status in RETRY_STATUS:
             raise _Retry(message, retry_after(response.getheader("Retry-After")))
         kind = ContextFull if _is_context_full(error) else RequestError
         raise kind(f"{self.url}: {message}")
@@ -211,41 +210,3 @@ def _is_context_full(error: object) -> bool:
     return bool({"context_length_exceeded", "exceed_context_size_error"}.intersection(map(str, words))) or (
         "maximum context length" in str(error.get("message"))
     )
-
-
-def retry_after(value: str | None, now: float | None = None) -> float | None:
-    """The seconds of a Retry-After header, which is a number or a date; None for anything else."""
-    if value is None:
-        return None
-    try:
-        return max(0.0, float(value))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - (time.time() if now is None else now))
-    except (TypeError, ValueError):
-        return None
-
-
-def _events(connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> Generator[Mapping[str, Any], None, None]:
-    """The JSON objects of server-sent events up to [DONE]. TinyvllmError for an error among them, ConnectionError without [DONE]."""
-    with contextlib.closing(connection):
-        while line := response.readline():
-            if not line.startswith(b"data:"):
-                continue  # a comment, the name of an event, an empty line
-            data = line[5:].strip()
-            if data == b"[DONE]":
-                return
-            try:
-                event = json.loads(data)
-            except ValueError as error:
-                raise TinyvllmError(f"the server sent an event that is not JSON: {data[:80]!r}") from error
-            if isinstance(event, dict) and event.get("error"):
-                detail = event["error"]
-                raise TinyvllmError(f"error of the server: {detail.get('message', detail) if isinstance(detail, dict) else detail}")
-            yield event
-        raise ConnectionError("the stream ended without [DONE]")
-
-
-def _reason(error: BaseException) -> str:
-    return str(getattr(error, "strerror", None) or error) or type(error).__name__

@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
     names = options.served_model_name or []
     specs = model_specs(getattr(options, "model", None), names[:1], {"warm_up": True, **engine_options(options)})
     for spec in specs.values():
-        _check(spec)
+        _check(spec, options.allow_lossy_speculation)
     try:
         from tinyvllm.server.core.config import ServerConfig
         from tinyvllm.server.core.keys import read_keys
@@ -82,11 +82,21 @@ def model_specs(given: list[str] | None, names: list[str] | None, engine: Mappin
     return specs
 
 
-def _check(spec: Mapping[str, Any]) -> None:
-    """Report a wrong path or option now and not at the first request."""
+def _check(spec: Mapping[str, Any], allow_lossy: bool) -> None:
+    """Report a wrong path or option now and not at the first request, and a policy of speculation that changes answers."""
     from tinyvllm.config import resolve
 
-    resolve(**spec)
+    config = resolve(**spec).speculative_config
+    if config is None:
+        return
+    from tinyvllm.speculate.policies import parse_policy
+
+    policy = parse_policy(config.policy)
+    if policy.lossy and not allow_lossy:
+        raise ArgumentError(
+            f"speculative_config: policy={config.policy!r} ({policy.label}) changes what the model answers; "
+            "a server needs --allow-lossy-speculation for it, or take exact"
+        )
 
 
 def _template(given: str | None) -> str | None:

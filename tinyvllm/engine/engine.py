@@ -92,6 +92,7 @@ class Engine:
         self.stages = Stages(runner, self.sampler, self.constraints, self.requests, self.scoring, self.observer)
         run_ahead = runner.overlaps if config.async_scheduling is None else config.async_scheduling
         self.loop: StepLoop = new_loop(self.stages, config.num_scheduler_steps, run_ahead)
+        self._plain_loop = self.loop
         self.speculation: Speculation | None = None
         if config.speculative_config is not None:
             drafter = open_drafter(config.speculative_config, runner)
@@ -102,7 +103,7 @@ class Engine:
 
     def speculate(self, drafter: Drafter, controller: Controller, policy: Policy = EXACT) -> None:
         """Let a drafter guess tokens from the next step on. The output is the same, unless the policy is lossy."""
-        loop = self.loop.single if isinstance(self.loop, SpeculativeLoop) else self.loop
+        loop = self._plain_loop
         reads_states = isinstance(drafter, StateDrafter)
         self.runner.keep_states(drafter.state_layers if isinstance(drafter, StateDrafter) else ())
         if reads_states:  # it has its turn after each step
@@ -114,9 +115,9 @@ class Engine:
 
     def stop_speculation(self) -> None:
         """Run without drafts from the next step on."""
-        if isinstance(self.loop, SpeculativeLoop):
-            self.loop, self.speculation = self.loop.single, None
-            self.requests.on_release = lambda sequence: None
+        self.runner.keep_states(())
+        self.loop, self.speculation, self.stages.on_states, self.stats.speculation = self._plain_loop, None, None, ""
+        self.requests.on_release = lambda sequence: None
 
     @property
     def scheduler(self) -> Scheduler:
@@ -275,5 +276,5 @@ class Engine:
         self.runner.drop_untimed_kernels()
         self.constraints.close()
         self.observer.engine_closed()
-        for name in ("runner", "sampler", "stages", "loop", "speculation", "recovery"):
+        for name in ("runner", "sampler", "stages", "loop", "_plain_loop", "speculation", "recovery"):
             self.__dict__.pop(name, None)

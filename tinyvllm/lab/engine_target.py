@@ -18,12 +18,13 @@ from tinyvllm.engine.prompt import encode_all
 from tinyvllm.engine.tools.one_off import prompt_logits_by_chunk
 from tinyvllm.errors import ArgumentError, ModelError, RequestError
 from tinyvllm.lab.costs import StepCosts
-from tinyvllm.lab.drafters import check_drafter, new_controller, new_drafter
+from tinyvllm.lab.drafters import config_of
 from tinyvllm.lab.engine_counts import CountedController, Counter
 from tinyvllm.lab.settings import digest_text
 from tinyvllm.lab.sweep import Cell, DrafterSpec, Sweep
 from tinyvllm.lab.target import Answer, DraftCounts, Job, Limits
 from tinyvllm.request import RequestOptions, RequestOutput, SamplingParams
+from tinyvllm.speculate.opening import open_controller, open_drafter
 from tinyvllm.speculate.protocol import Controller, Drafter
 
 CHUNK = 128  # tokens whose logits are in memory at the same time
@@ -42,7 +43,7 @@ class EngineTarget:
     def __init__(self, sweep: Sweep, progress: Callable[[int, int, str], None] | None = None):
         self._progress, self._counter = progress, Counter()
         self._engine: Engine | None = None
-        options = {"enable_prefix_caching": False, **dict(sweep.engine)}
+        options = {"enable_prefix_caching": False, **dict(sweep.engine), "speculative_config": "off"}
         rows = sweep.cost_rows if sweep.costs is None else ()
         options.setdefault("max_num_seqs", max(EngineConfig.max_num_seqs, *sweep.batch_sizes, *rows))
         self.config = resolve(options.pop("model", None), **options)
@@ -60,7 +61,7 @@ class EngineTarget:
             if cell.batch_size > self.config.max_num_seqs:
                 raise ArgumentError(f"batch_sizes: {cell.batch_size} is more than max_num_seqs={self.config.max_num_seqs}; raise that")
             if cell.drafter.speculates:
-                check_drafter(cell.drafter, cell.k)
+                config_of(cell.drafter, cell.k)
 
     def run(self, cell: Cell, jobs: Sequence[Job], limits: Limits, trial: str) -> tuple[list[Answer], DraftCounts]:
         engine = self._loaded()
@@ -76,11 +77,12 @@ class EngineTarget:
         if cell.is_baseline:
             engine.stop_speculation()
             return
+        config = config_of(cell.drafter, cell.k)
         if cell.drafter not in self._drafters:
-            self._drafters[cell.drafter] = new_drafter(cell.drafter)
+            self._drafters[cell.drafter] = open_drafter(config, engine.runner)
         drafter, key = self._drafters[cell.drafter], (cell.drafter, cell.k, cell.policy.label)
         if key not in self._controllers:
-            self._controllers[key] = CountedController(new_controller(cell.k, drafter.looks_up), self._counter)
+            self._controllers[key] = CountedController(open_controller(config, drafter), self._counter)
         engine.speculate(drafter, self._controllers[key], cell.policy)
 
     def _complete(self, engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams], salt: str) -> list[Answer]:

@@ -30,14 +30,14 @@ class Reference:
 
 
 def measure(sweep: Sweep, cell: Cell, prompts: Sequence[LabPrompt], target: Target, reference: Reference | None) -> Record:
-    """The figures of a cell. `reference` is that of its baseline, None for the baseline itself.
+    """The figures of a cell. `reference` is that of its baseline, None for a baseline, or without one.
 
     With `sweep.paired` each repeat runs its jobs without drafts first: what changes the machine's speed from minute to minute then changes
     both, and a cell that is measured a day later is compared with that day.
     """
     jobs = jobs_of(sweep, cell, prompts)
     limits = Limits(sweep.max_tokens, sweep.ignore_eos)
-    pairs = sweep.paired and not cell.is_baseline
+    pairs = sweep.paired and reference is not None
     for number in range(sweep.warmup):
         _repeat(target, cell, jobs[0][: cell.batch_size], limits, f"warmup {number}")
     trials, ratios = list[_Trial](), list[float]()
@@ -87,12 +87,12 @@ class _Trial:
 
     @property
     def generated(self) -> int:
-        return sum(len(answer.tokens) for answer in self.answers)
+        return sum(answer.num_tokens for answer in self.answers)
 
     @property
     def decoded(self) -> int:
         """Tokens after the first of each answer."""
-        return sum(max(0, len(answer.tokens) - 1) for answer in self.answers)
+        return sum(max(0, answer.num_tokens - 1) for answer in self.answers)
 
 
 def _repeat(target: Target, cell: Cell, jobs: Sequence[Job], limits: Limits, name: str) -> _Trial:

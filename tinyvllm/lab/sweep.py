@@ -15,7 +15,7 @@ it or not: the others are compared with it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,10 +140,16 @@ class Sweep:
     costs: StepCosts | None = None
     engine: tuple[tuple[str, Any], ...] = ()
     fake: FakeSettings | None = None
+    servers: tuple[tuple[str, str], ...] = ()  # OpenAI servers by name, which then are the drafters
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether anything runs without drafts: of servers, one that is called none."""
+        return not self.servers or NONE in dict(self.servers)
 
     def cells(self) -> list[Cell]:
         """Every combination once, those of one drafter, K and policy together: each needs its engine. Baselines come first."""
-        found = dict.fromkeys(cell.baseline for cell in self._combinations())
+        found = dict.fromkeys(cell.baseline for cell in self._combinations() if self.has_baseline)
         return list(found | dict.fromkeys(self._combinations()))
 
     def _combinations(self) -> Iterator[Cell]:
@@ -172,11 +178,9 @@ def parse_sweep(values: Mapping[str, Any], where: str = "sweep") -> Sweep:
         engine["model"] = model
     if "speculative_config" in engine:
         raise ArgumentError(f"{where}: engine: speculative_config is what drafters and k are for")
-    default = Sweep()
+    default, servers = Sweep(), _servers(s)
     sweep = Sweep(
-        s.axis("drafters", [NONE, "ngram"], lambda value: _drafter(s, value)),
-        s.axis("k", default.k, lambda value: _k(s, value)),
-        s.axis("policies", ["exact"], lambda value: _policy(s, value)),
+        *(_server_axes(s, servers) if servers else _axes(s)),
         s.axis("batch_sizes", default.batch_sizes, lambda value: _integer(s, "batch_sizes", value, 1, MAX_BATCH)),
         s.axis("temperatures", default.temperatures, lambda value: _temperature(s, value)),
         s.axis("prompts", _SETS, lambda value: _source(s, value)),
@@ -192,10 +196,36 @@ def parse_sweep(values: Mapping[str, Any], where: str = "sweep") -> Sweep:
         parse_costs(s, "costs"),
         tuple(sorted(engine.items())),
         _fake(s.mapping("fake"), where) if "fake" in s else None,
+        servers,
     )
     s.finish()
     _check(sweep, where)
     return sweep
+
+
+def _axes(s: Settings) -> tuple[tuple[DrafterSpec, ...], tuple[int | None, ...], tuple[Policy, ...]]:
+    """Drafters, K and policies."""
+    return (
+        s.axis("drafters", [NONE, "ngram"], lambda value: _drafter(s, value)),
+        s.axis("k", (4,), lambda value: _k(s, value)),
+        s.axis("policies", ["exact"], lambda value: _policy(s, value)),
+    )
+
+
+def _servers(s: Settings) -> tuple[tuple[str, str], ...]:
+    servers = s.mapping("servers").items()
+    for name, url in servers.items():
+        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+            raise s.refuse(f"servers: {name}", "a URL such as http://localhost:8000", url)
+    return tuple(servers.items())
+
+
+def _server_axes(s: Settings, servers: Sequence[tuple[str, str]]) -> tuple[tuple[DrafterSpec, ...], tuple[None], tuple[Policy, ...]]:
+    """Each server is a drafter: how it guesses, how much and by which rule was chosen when it was started."""
+    if axis := next((key for key in ("drafters", "k", "policies", "fake", "engine", "model") if key in s), None):
+        raise ArgumentError(f"servers and {axis} contradict each other: a server was started with its own; name the servers after theirs")
+    specs = tuple(PLAIN if name == NONE else DrafterSpec(name, "server", (("url", url),)) for name, url in servers)
+    return specs, (None,), (EXACT,)
 
 
 def _check(sweep: Sweep, where: str) -> None:

@@ -34,12 +34,18 @@ class Answer:
     """The output of one job. Seconds count from the moment its batch was sent.
 
     tokens  token ids, or words of the text where a server gives no ids
+    count   tokens, where `tokens` are words
     """
 
     prompt_ids: tuple[int, ...]
     tokens: tuple[int | str, ...]
     first_token: float
     finished: float
+    count: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) if self.count is None else self.count
 
 
 @dataclass

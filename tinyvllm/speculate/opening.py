@@ -36,16 +36,20 @@ def open_policy(config: SpeculativeConfig) -> Policy:
     return parse_policy(config.policy)
 
 
-def _ngram(config: SpeculativeConfig, runner: Runner) -> Drafter:
+def open_lookup(config: SpeculativeConfig) -> Drafter:
+    """The drafter of a method of LOOKUPS, which needs no runner."""
     from tinyvllm.speculate.ngram import NgramDrafter
+    from tinyvllm.speculate.suffix import SuffixDrafter
 
-    return NgramDrafter(config.prompt_lookup_max, config.prompt_lookup_min)
+    return NgramDrafter(config.prompt_lookup_max, config.prompt_lookup_min) if config.method == "ngram" else SuffixDrafter()
+
+
+def _ngram(config: SpeculativeConfig, runner: Runner) -> Drafter:
+    return open_lookup(config)
 
 
 def _suffix(config: SpeculativeConfig, runner: Runner) -> Drafter:
-    from tinyvllm.speculate.suffix import SuffixDrafter
-
-    return SuffixDrafter()
+    return open_lookup(config)
 
 
 _DRAFTERS: dict[str, Callable[[SpeculativeConfig, Runner], Drafter]] = {"ngram": _ngram, "suffix": _suffix}

@@ -1,0 +1,58 @@
+"""What clients of OpenAI servers share: which answers may be retried, when, and the events of a stream within bounds."""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import http.client
+import json
+import time
+from collections.abc import Generator, Mapping
+from typing import Any
+
+from tinyvllm.errors import TinyvllmError
+
+RETRY_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
+MAX_EVENT = 16 << 20  # bytes of a line of a stream
+
+
+def retry_after(value: str | None, now: float | None = None) -> float | None:
+    """The seconds of a Retry-After header, which is a number or a date; None for anything else."""
+    if value is None:
+        return None
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - (time.time() if now is None else now))
+    except (TypeError, ValueError):
+        return None
+
+
+def json_events(connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> Generator[Mapping[str, Any], None, None]:
+    """The JSON objects of server-sent events up to [DONE]. TinyvllmError for an error among them, ConnectionError without [DONE]."""
+    with contextlib.closing(connection), contextlib.closing(response):
+        while line := response.readline(MAX_EVENT + 1):
+            if len(line) > MAX_EVENT:
+                raise TinyvllmError(f"the server sent a line of more than {MAX_EVENT >> 20} MiB: is this an OpenAI server?")
+            if not line.startswith(b"data:"):
+                continue  # a comment, the name of an event, an empty line
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                return
+            try:
+                event = json.loads(data)
+            except (ValueError, RecursionError) as error:
+                raise TinyvllmError(f"the server sent an event that is not JSON: {data[:80]!r}") from error
+            if isinstance(event, dict) and event.get("error"):
+                detail = event["error"]
+                raise TinyvllmError(f"error of the server: {detail.get('message', detail) if isinstance(detail, dict) else detail}")
+            if not isinstance(event, dict):
+                raise TinyvllmError(f"the server sent an event that is not an object: {data[:80]!r}")
+            yield event
+        raise ConnectionError("the stream ended without [DONE]")
+
+
+def reason(error: BaseException) -> str:
+    return str(getattr(error, "strerror", None) or error) or type(error).__name__
