@@ -52,7 +52,7 @@ KINDS = {
     "mlx with its ends, up in floats": Kind(mlx_settings(4, 64), mlx(4, 64), {"INT4_G64", "F16"}, ENDS | {"up_proj": plain}),
 }  # fmt: skip
 KINDS |= {name: Kind(config, way, formats, more, seed) for name, (config, way, more, formats, seed) in small_floats.KINDS.items()}
-LONG = {"awq", "mlx with its ends, up in floats", "nvfp4", "fp8"}
+LONG = {*KINDS} - {"gptq with v in 8 bits and act-order", "nf4"}
 
 
 @pytest.fixture(scope="module")

@@ -68,12 +68,21 @@ FAULTS = [
     ("INT6_G32", "(twos & 0x03030303u) << LOW", "(twos & 0x01010101u) << LOW"),
     ("INT8_G32", "ZERO_POINT = LOW == 8 ? -128 : 0", "ZERO_POINT = 0"),
     ("INT4_G128", "__uint_as_float(record[3])", "__uint_as_float(record[2])"),
+    ("FP8_G128", "word << 4 & 0x07F007F0u", "word << 4 & 0x07E007E0u"),
+    ("MXFP8", "e == 255 ? 0x7FC00000u : e == 0 ? 0x400000u : e << 23", "(e + 1) << 23"),
+    ("NVFP4_G128", "const int word = 2 + step / 2 * 2", "const int word = 2"),
+    ("NF4", "four >> 4, 16", "four >> 8, 16"),
 ]
 
 
-@pytest.mark.parametrize("format, right, wrong", FAULTS)
+QUICK = ("INT2_G128", "INT8_G32", "FP8_G128", "NF4")
+
+
+@pytest.mark.parametrize(
+    "format, right, wrong", [pytest.param(*each, marks=() if each[0] in QUICK else pytest.mark.long) for each in FAULTS]
+)
 def test_a_fault_in_the_header_is_noticed(format: str, right: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row of another lane, another step, a lost bit, zero point, or row."""
+    """A word of another lane, another step, a lost bit, zero point, or row; of small floats, too."""
     O, I = 37, packable_width(format, 288)
     weight, x, kernel = tiled(numbers(O, I), format), numbers(1, I), small_products.matvec(1, O, I, format)
     close(matvec(kernel, x, weight), *product(x, weight))

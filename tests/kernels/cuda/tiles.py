@@ -17,7 +17,7 @@ FLOATS = ("BF16", "F16")
 QUANTS = tuple(name for name in sampled_formats(Layout.TILES) if name not in FLOATS)
 TILED = (*FLOATS, *QUANTS)
 USUAL = ("BF16", "F16", "Q8_0", "Q4_0")  # run through every shape; the others through those that their headers depend on
-KINDS = (*USUAL, "Q5_1", "Q2_K", "Q4_K", "Q6_K", "MXFP4", "INT3_G64", "FP8_G128", "NF4")  # one for each way through the headers of products
+KINDS = (*USUAL, "Q5_1", "Q2_K", "Q4_K", "Q6_K", "MXFP4", "FP8_G128", "NF4")  # one for each way through the headers of products
 HALF_SUMS = ("Q2_K",)  # has minimums of 16 weights: the sums of x are those of both halves of a group
 TOLERANCE = 2e-6  # of the sum of the absolute products: float32 sums of at largest a few thousand
 
