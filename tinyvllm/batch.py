@@ -11,6 +11,11 @@ from tinygrad import Tensor, UOp
 PACKED_KV = {"fp8_e4m3": "KV_FP8", "int8": "KV_INT8", "int4": "KV_INT4"}
 
 
+# The slot of a row whose key and value are not stored: padding, and sequences without a free slot. Several rows of a step have it, and
+# kernels run rows in any order, so no place in memory would do. The reference stores such rows in the last block, which no row reads.
+NO_SLOT = -1
+
+
 @dataclass(frozen=True)
 class KVLayout:
     """A packed block: of both sides (keys, values) and all K heads first the quants of S slots, then a bfloat16 scale a slot and head.
@@ -76,11 +81,11 @@ class LayerCache:
 class Batch:
     """One flat batch of T tokens of B sequences: first `num_decodes` sequences with one token each, then chunks of up to `max_query`.
 
-    Every tensor is int32, on the device, in a persistent buffer that the runner refills; padded rows write to the scratch block.
+    Every tensor is int32, on the device, in a persistent buffer that the runner refills; padded rows store no keys and values.
 
     tokens [T]            token ids
     positions [T]         position of each token in its sequence
-    slots [T]             where its key and value go: block * S + offset
+    slots [T]             where its key and value go: block * S + offset, each of one row; NO_SLOT: nowhere
     block_tables [B, M]   the blocks of each sequence, in order
     query_starts [B + 1]  first row of each sequence in the flat batch
     context_lens [B]      tokens of each sequence in the cache with those of this step; for kernels, as the reference masks by position

@@ -2,7 +2,7 @@
 //
 //   tokens        [B] int32     becomes max(sampled, 0): -1 says that a row's logits were unusable, which the host reads in `history`
 //   positions     [B] int32     incremented
-//   slots         [B] int32     where the token's keys and values go: SCRATCH_SLOT when the sequence's blocks are all full
+//   slots         [B] int32     where the token's keys and values go: SCRATCH_SLOT (negative: nowhere) when the sequence's blocks are all full
 //   context_lens  [B] int32     incremented
 //   history       [N, B] int32  row round[0] becomes sampled
 //   round         [1] int32     incremented; from N on nothing is recorded

@@ -3,7 +3,7 @@
 //   pool        [P, BLOCK] CACHE_TYPE       one layer's blocks (cache.h); slot n is place n % S of block n / S
 //   pool_again  the same memory; not used
 //   k, v        [T, K, D] float32
-//   slots       [T] int32                   no two rows share a slot that is read
+//   slots       [T] int32                   no two rows have the same, except for negative ones: those rows are not stored
 //   rows        [1] int32                   rows that count, at most T
 //
 // One row is one unit of work. D is a multiple of 16. Slots as in PagedAttention (Kwon et al. 2023).

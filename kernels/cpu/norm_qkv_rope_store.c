@@ -12,7 +12,8 @@
 //   bias         [(H + 2 K) D] float32, if BIAS
 //   q_norm, k_norm  [D] float32, if QK_NORM                      RMS norm of every head of q and k, with QK_EPS, before the rotation
 //   angles       [T, R] float32, if R > 0                        R / 2 cosines, then R / 2 sines
-//   slots        [T] int32                                       block * S + offset: where a row's k and v go; no two rows have the same
+//   slots        [T] int32                                       block * S + offset: where a row's k and v go; no two are equal,
+//                                                                except for negative ones: those k and v are not stored
 //   rows         [1] int32                                       how many rows of x there are, 0 to T; further rows of q are unchanged
 //
 // E % 32 == 0, D % 16 == 0, R even, R <= D. Feature i is rotated with feature i + R / 2; those from R on are not rotated. All that follows

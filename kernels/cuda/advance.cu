@@ -2,7 +2,7 @@
 //
 //   tokens        [B] int32          becomes max(sampled, 0): -1 means that a row's logits were unusable, which the host reads in `history`
 //   positions     [B] int32          + 1
-//   slots         [B] int32          where the token's keys and values are stored: SCRATCH_SLOT when all blocks of the sequence are full
+//   slots         [B] int32          where the token's keys and values are stored: SCRATCH_SLOT (negative: nowhere) when all blocks of the sequence are full
 //   context_lens  [B] int32          + 1
 //   history       [ROUNDS, B] int32  row round[0] becomes sampled
 //   round         [1] int32          + 1; from ROUNDS on nothing is recorded

@@ -4,7 +4,7 @@
 //                                           block n / S
 //   pool_again  the same memory, not used
 //   k, v        [T, K, D] float32           rounded to CACHE_TYPE (F32, F16 or BF16), to nearest, ties to even
-//   slots       [T] int32                   no two rows share a slot that is ever read
+//   slots       [T] int32                   no two rows have the same, except for negative ones: those rows are not stored
 //   rows        [1] int32                   number of rows, at most T
 //
 // Launch: grid (T), block 32 to 1024 threads; the host takes K * D / 4, at most 256. Unit of work: a thread block has a row; a thread moves
@@ -43,6 +43,7 @@ extern "C" __global__ void __launch_bounds__(1024)
   const int t = blockIdx.x;
   if (t >= rows[0]) return;
   const int slot = slots[t];
+  if (slot < 0) return;
   CachedFour *keys = pool + ((s64)(slot / S) * 2 * K * S + slot % S) * FOURS, *values = keys + (s64)K * S * FOURS;
   for (int i = threadIdx.x; i < K * FOURS; i += blockDim.x) {
     const s64 from = (s64)t * K * FOURS + i, to = (s64)(i / FOURS) * S * FOURS + i % FOURS;

@@ -11,7 +11,8 @@
 //   bias         [(H + 2 K) D] float32, if BIAS
 //   q_norm, k_norm  [D] float32, if QK_NORM                      RMS norm of every head of q and k, with QK_EPS, before the rotation
 //   angles       [T, R] float32, if R > 0                        R / 2 cosines, then R / 2 sines
-//   slots        [T] int32                                       block * S + offset: where a row's k and v are stored; no two are equal
+//   slots        [T] int32                                       block * S + offset: where a row's k and v go; no two are equal,
+//                                                                except for negative ones: those k and v are not stored
 //   rows         [1] int32                                       number of rows of x, 0 to T = TOKENS; later rows of q are not touched
 //
 // E % 32 == 0, D % 16 == 0, R even, R <= D. The norm in the order of norm.cuh, products in that of product.cuh, heads in that of heads.cuh.

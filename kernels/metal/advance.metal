@@ -3,7 +3,7 @@
 //   tokens        [B] int32          becomes max(sampled, 0): -1 means that a row's logits had no token to draw; the host reads that in
 //                                    `history`
 //   positions     [B] int32          incremented
-//   slots         [B] int32          slot of the token's keys and values: SCRATCH_SLOT when all of the sequence's blocks are full
+//   slots         [B] int32          slot of the token's keys and values: SCRATCH_SLOT (negative: nowhere) when all of the sequence's blocks are full
 //   context_lens  [B] int32          incremented
 //   history       [ROUNDS, B] int32  row round[0] becomes sampled
 //   round         [1] int32          incremented; from ROUNDS on nothing is recorded

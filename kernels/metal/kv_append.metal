@@ -4,7 +4,7 @@
 //                                           block n / S
 //   pool_again  the same memory, not used
 //   k, v        [T, K, D] float32           rounded to CACHE_TYPE (F32, F16 or BF16), to nearest, ties to even
-//   slots       [T] int32                   no two rows share a slot that is read
+//   slots       [T] int32                   no two rows have the same, except for negative ones: those rows are not stored
 //   rows        [1] int32                   number of valid rows, at most T
 //
 // Grid (T), THREADS threads, a multiple of 32 up to 256: the host takes K * D / 4. A thread moves 4 keys and 4 values at a time, or a SIMD
@@ -40,7 +40,7 @@
                                                                      uint index [[thread_index_in_threadgroup]]) {
   constexpr uint FOURS = D / 4;
   const uint t = group.x;
-  if (t >= uint(rows[0])) return;
+  if (t >= uint(rows[0]) || slots[t] < 0) return;
   const uint slot = uint(slots[t]);
   device cache_number4 *keys = pool + (ulong(slot / S) * 2 * K * S + slot % S) * FOURS, *values = keys + ulong(K) * S * FOURS;
   for (uint i = index; i < K * FOURS; i += THREADS) {

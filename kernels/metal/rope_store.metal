@@ -8,7 +8,8 @@
 //   bias_q       [H D] float32, bias_k, bias_v [K D], if BIAS
 //   q_norm, k_norm  [D] float32, if QK_NORM                      RMS norm of every head of q and k, with QK_EPS, before the rotation
 //   angles       [T, R] float32, if R > 0                        R / 2 cosines, then R / 2 sines
-//   slots        [T] int32                                       block * S + offset: where a row's k and v go; no two rows have the same
+//   slots        [T] int32                                       block * S + offset: where a row's k and v go; no two are equal,
+//                                                                except for negative ones: those k and v are not stored
 //   rows         [1] int32                                       number of valid rows of y, 0 to T; q's rows from there on are not written
 //
 // R even, R <= D; any D up to 1024. float32, heads in the order of heads.h. A SIMD group computes one head of a row.

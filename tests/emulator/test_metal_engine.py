@@ -175,7 +175,7 @@ def test_packed_caches_on_kernels(mac, kind):
 def test_packed_caches_have_the_tokens_of_the_reference(mac, monkeypatch, kind, path):
     """And in a batch, from the prefix cache, in chunks, after a swap, in forks: everything works on packed blocks."""
     model = MODEL if path == "bundled" else GOLDEN / path  # both have two query heads a KV head, the second norms of heads and D = 32
-    prompts = [{"prompt_token_ids": [0, *(17 * j % 250 for j in range(2, 40)), 50 + i]} for i in range(4)]
+    prompts = [{"prompt_token_ids": [0, *(17 * j % 250 for j in range(2, 47)), 50 + i]} for i in range(4)]
     # float32, so that no rounding of inputs decides which of two quants a number becomes
     options = dict(max_model_len=128, max_num_seqs=4, seed=0, kv_cache_dtype=kind, skip_tokenizer_init=True, dtype="float32")
     with monkeypatch.context() as patch:

@@ -11,7 +11,7 @@ from tinygrad import Tensor, dtypes
 
 from tests.ops.inputs import FORMATS_AND_VARIANTS, VARIANTS, by_kernel, device_bytes, file_rows, int32, numbers, packed, realized
 from tinyvllm.backends import registry
-from tinyvllm.batch import PACKED_KV, Batch, KVLayout, LayerCache
+from tinyvllm.batch import NO_SLOT, PACKED_KV, Batch, KVLayout, LayerCache
 from tinyvllm.bridge import alias
 from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.qkv import QKV, append_kv, norm_qkv_rope_store
@@ -219,6 +219,23 @@ def test_packed_bytes_are_those_of_the_definition(monkeypatch, cache, variant):
     at = [(slots[t] // S, t % 2, t % v.K, slots[t] % S) for t in range(len(EXTREMES))]
     assert [bool(np.isnan(read[i]).all()) for i in at] == [name in ("a NaN", "an infinity") for name in EXTREMES]
     assert not read[at[2]].any() and not read[at[3]].any() and np.isfinite(read[at[4]]).all()
+
+
+@pytest.mark.parametrize("variant", ["ref", *VARIANTS])
+@pytest.mark.parametrize("cache", ["float32", "int4"])
+def test_rows_without_a_slot_are_not_stored(monkeypatch, cache, variant):
+    """Only the reference stores them, in the scratch block."""
+    v, slots = LayerKind(K=2, D=48, cache=cache), [S + 3, NO_SLOT, 5, NO_SLOT]
+    rows = numbers(2, len(slots), v.K, v.D, seed=5)
+
+    def stored(chosen: list[int]) -> np.ndarray:
+        k, v_ = (realized(np.ascontiguousarray(side[chosen])) for side in rows)
+        written = append_kv(k, v_, cache_of(v), batch_of([slots[t] for t in chosen], len(chosen)))
+        Tensor.realize(*written)
+        return written.keys.numpy()[: P - 1]
+
+    every, some = (by_kernel(monkeypatch, "kv_append", variant, lambda chosen=chosen: stored(chosen)) for chosen in ([0, 1, 2, 3], [0, 2]))
+    np.testing.assert_array_equal(every, some)
 
 
 def test_odd_head_dimensions_go_to_the_reference(monkeypatch):

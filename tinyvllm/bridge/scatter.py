@@ -11,6 +11,8 @@ from tinyvllm.batch import LayerCache
 def store_kv(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> LayerCache:
     """cache, of [P, 2, K, S, D], with k, v [T, K, D] written at slots [T] (block * S + offset), in place; returns the cache after it.
 
+    Rows with a negative slot (NO_SLOT) go to the first slot of the last block, which no row reads.
+
     tinygrad's scatter rewrites the whole destination; this stores T rows. Whatever reads the returned tensors runs after the store,
     also inside a captured step.
     """
@@ -18,7 +20,7 @@ def store_kv(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> LayerCac
 
     def program(keys: UOp, values: UOp, k: UOp, v: UOp, slots: UOp) -> UOp:
         t, h, d = UOp.range(k.shape[0], 0), UOp.range(K, 1), UOp.range(D, 2)
-        slot = slots[t].cast(dtypes.weakint)
+        slot = _stored_slot(keys, slots, t, S)
         block, offset, dtype = slot // S, slot % S, keys.dtype.base
         key = keys[block, 0, h, offset, d].store(k[t, h, d].cast(dtype))
         value = values[block, 1, h, offset, d].store(v[t, h, d].cast(dtype))
@@ -26,6 +28,12 @@ def store_kv(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> LayerCac
         return sink
 
     return cache.after(*cache.keys.custom_kernel(cache.values, k, v, slots, fxn=program)[:2])
+
+
+def _stored_slot(keys: UOp, slots: UOp, t: UOp, S: int) -> UOp:
+    slot = slots[t]
+    stored: UOp = (slot < 0).where((int(keys.shape[0]) - 1) * S, slot).cast(dtypes.weakint)
+    return stored
 
 
 def store_packed_kv(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> LayerCache:
@@ -36,7 +44,7 @@ def store_packed_kv(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> L
 
     def program(keys: UOp, values: UOp, k: UOp, v: UOp, slots: UOp) -> UOp:
         t, h, i = UOp.range(k.shape[0], 0), UOp.range(K, 1), UOp.range(N + 2, 2)
-        slot = slots[t].cast(dtypes.weakint)
+        slot = _stored_slot(keys, slots, t, S)
         block, s = slot // S, slot % S
         of_key = h * (S * N) + (i // 4 * S + s) * 4 + i % 4
         of_value = (h + K) * (S * N) + (s // 4 * N + i) * 4 + s % 4

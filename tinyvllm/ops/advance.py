@@ -16,7 +16,7 @@ __all__ = ["History", "advance"]
 def advance(batch: Batch, sampled: Tensor, history: History, block_size: int, scratch_slot: int) -> None:
     """Move a batch of decodes to its next tokens, in place: row b gets sampled[b] [B] int32 at the next position, in that position's slot.
 
-    A sequence whose blocks are full writes to the scratch slot. Rows from batch.decodes on do not change.
+    A sequence whose blocks are full gets `scratch_slot`, NO_SLOT, so nothing is stored. Rows from batch.decodes on do not change.
     """
     (B, M), placement = (int(d) for d in batch.block_tables.shape), Placement.of(sampled.device)
     kernel = select("advance", placement, f"S={block_size}", ShapeFacts(placement))

@@ -9,7 +9,7 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
-from tinyvllm.batch import PACKED_KV, KVLayout, LayerCache
+from tinyvllm.batch import NO_SLOT, PACKED_KV, KVLayout, LayerCache
 from tinyvllm.bridge import Captured, alias, byte_spans, copied, download, synchronize, upload
 from tinyvllm.errors import ArgumentError
 from tinyvllm.models.config import ModelConfig
@@ -59,7 +59,8 @@ class KVPool:
 
     @property
     def scratch_slot(self) -> int:
-        return self.num_blocks * self.block_size
+        """The slot of rows that are not stored: several rows of a step would write one place in the scratch block at the same time."""
+        return NO_SLOT
 
     def _zeros(self, shape: tuple[int, ...], dtype: DType, device: str) -> Tensor:
         if not Placement(device).is_cpu:

@@ -99,7 +99,7 @@ def group_shared_prefixes(tables: list[list[int]]) -> list[int]:
 class StepInputs:
     """The arrays of one shape: host array, device buffer, and the `Batch` of views into it.
 
-    M is the width of the block table, `scratch_slot` the slot that padded rows write to; `all_rows` wants the logits of every row. Without
+    M is the width of the block table, `scratch_slot` the slot of padded rows (NO_SLOT); `all_rows` wants the logits of every row. Without
     `cascade` decodes keep the schedule's order, and `shared_prefix_lens` is 0 everywhere.
     """
 

@@ -30,8 +30,9 @@ typedef uint8_t cached;
 #if !PACKED_CACHE
 #define ROW_BYTES (D * (int)sizeof(cached))
 
-// A key (side 0) or value (side 1) of one slot and head, from float32 [D].
+// A key (side 0) or value (side 1) of one slot and head, from float32 [D]. Nothing is stored where the slot is negative.
 static inline void store_row(cached *pool, int32_t slot, int side, int head, const float *x) {
+  if (slot < 0) return;
   cached *to = pool + (((long)(slot / S) * 2 + side) * K + head) * (S * D) + slot % S * D;
   for (int d = 0; d < D; d += 16) store_cached(to + d, v16_load(x + d));
 }
@@ -80,6 +81,7 @@ static inline void quantize_row(uint8_t *quants, const float *x, float inverse) 
 }
 
 static inline void store_row(uint8_t *pool, int32_t slot, int side, int head, const float *x) {
+  if (slot < 0) return;
   const int block = slot / S, s = slot % S;
   float y[D];
   uint8_t quants[ROW_BYTES];

@@ -47,11 +47,11 @@ DEVICE s64 cache_offset(int slot, int head) {
   return (((s64)(slot / S) * 2 + which) * K + k) * (s64)S * D + (s64)(slot % S) * D;
 }
 
-// Stores the final value of feature d of a head: in q [T, H, D] float32, or in the pool.
+// Stores the final value of feature d of a head: in q [T, H, D] float32, or in the pool, unless the slot is negative.
 DEVICE void put_feature(float *q, cache_number *keys, int row, int slot, int head, int d, float value) {
   if (head < H) q[((s64)row * H + head) * D + d] = value;
 #if !PACKED_CACHE
-  else keys[cache_offset(slot, head) + d] = Stored<CACHE_TYPE>::of(value);
+  else if (slot >= 0) keys[cache_offset(slot, head) + d] = Stored<CACHE_TYPE>::of(value);
 #endif
 }
 

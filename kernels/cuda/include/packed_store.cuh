@@ -30,8 +30,10 @@ DEVICE void hadamard(float *y, int lane) {
   __syncwarp();
 }
 
-// y [D] in shared memory, visible to all lanes; it is changed. `side`: 0 for a key, 1 for a value.
+// y [D] in shared memory, visible to all lanes; it is changed. `side`: 0 for a key, 1 for a value. All lanes have the same slot; where it is
+// negative, nothing is stored.
 DEVICE void store_packed_row(u8 *pool, int slot, int side, int head, float *y, int lane) {
+  if (slot < 0) return;
   constexpr int ROW = CACHE_TYPE == KV_INT4 ? D / 2 : D;
   constexpr s64 SCALES = 2ll * K * S * ROW;
   const int s = slot % S;

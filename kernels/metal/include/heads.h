@@ -78,11 +78,11 @@ INLINE ulong cache_index(int slot, int head) {
   return (((ulong)(slot / S) * 2 + which) * K + k) * (ulong)(S * D) + (ulong)(slot % S * D);
 }
 
-// Writes the final feature d of a head to q [T, H, D] float32, or to the pool. The slot is read only for k and v.
+// Writes the final feature d of a head to q [T, H, D] float32, or to the pool, unless the slot is negative. It is read only for k and v.
 INLINE void write_feature(Heads to, int row, int head, int d, float value) {
   if (head < H) to.q[((ulong)row * H + head) * D + d] = value;
 #if !PACKED_CACHE
-  else to.keys[cache_index(to.slots[row], head) + d] = to_cache(value);
+  else if (to.slots[row] >= 0) to.keys[cache_index(to.slots[row], head) + d] = to_cache(value);
 #endif
 }
 

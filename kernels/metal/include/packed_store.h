@@ -44,8 +44,10 @@ INLINE uint quant_byte(threadgroup const float *y, int i, bool finite, float inv
   return CACHE_TYPE == KV_INT4 ? low | quant_of((finite ? y[i + D / 2] : 0.0f) * inverse) << 4 : low;
 }
 
-// Stores y [D] in threadgroup memory, visible to all lanes, as a key (side 0) or value (side 1). A key may be rotated in place.
+// Stores y [D] in threadgroup memory, visible to all lanes, as a key (side 0) or value (side 1). A key may be rotated in place. All lanes
+// have the same slot; where it is negative, nothing is stored.
 INLINE void store_packed_row(device uchar *pool, int slot, int side, int head, threadgroup float *y, int lane) {
+  if (slot < 0) return;
   const int s = slot % S;
   device uchar *block = pool + (ulong)(slot / S) * PACKED_BLOCK, *to = block + (ulong)(side * K + head) * S * QUANT_BYTES;
   if (ROTATED_KEYS && side == 0) rotate_row(y, lane);
