@@ -29,6 +29,7 @@ class SpeculativeLoop:
     def __init__(self, stages: Stages, single: StepLoop, speculation: Speculation, policy: Policy = EXACT):
         self.stages, self.single, self.speculation, self.policy = stages, single, speculation, policy
         self._must_read = False  # the tokens of the step in flight may have drafts after them
+        self._launched: float | None = None  # when the step in flight was launched, if that was right after one without drafts
 
     @property
     def in_flight(self) -> bool:
@@ -42,22 +43,40 @@ class SpeculativeLoop:
 
     def follow(self) -> bool:
         if self._must_read:
-            self._must_read = False
+            self._must_read, self._launched = False, None
             self.single.read()
             return False
+        captures, start = self.stages.runner.capture_work().count, self._launched
         launched = self.single.follow()
+        self._launched = time.perf_counter() if launched else None
         if launched and (schedule := self.stages.scheduled) is not None:
+            if start is not None:
+                self._time(len(schedule.entries), start, captures)
             self._must_read = self.speculation.would_guess([entry.sequence for entry in schedule.entries])
         return launched
 
     def run(self, schedule: Schedule) -> None:
-        self._must_read = False
+        self._must_read, self._launched = False, None
         drafts = self._drafts(schedule)
         drafted = add_drafts(self.stages.scheduler, schedule, drafts) if drafts else schedule
         if drafted is schedule:
-            self.single.run(schedule)
+            self._run_plain(schedule)
         else:
             self._check(drafted)
+
+    def _run_plain(self, schedule: Schedule) -> None:
+        """Run a step without drafts, or several in a row. The controller compares what one takes with those that have drafts."""
+        first = schedule.entries[0].sequence
+        length, captures, start = len(first), self.stages.runner.capture_work().count, time.perf_counter()
+        self.single.run(schedule)
+        num_steps = len(first) - length  # 0: in flight, or a prompt
+        if num_steps and all(entry.is_decode for entry in schedule.entries):
+            self._time(len(schedule.entries), start, captures, num_steps)
+
+    def _time(self, num_rows: int, start: float, captures: int, num_steps: int = 1) -> None:
+        """Report steps since `start`, unless something was captured in them: there had been `captures` before."""
+        if self.stages.runner.capture_work().count == captures:
+            self.speculation.timed(num_rows, (time.perf_counter() - start) / num_steps)
 
     def _drafts(self, schedule: Schedule) -> Drafts:
         return {} if self.stages.scoring else self.speculation.propose(schedule)
@@ -83,8 +102,8 @@ class SpeculativeLoop:
             accepted = num_confirmed(entry)
             self.speculation.checked(entry, accepted)
             stages.observer.drafts_checked(owner, len(entry.drafts), accepted)
-        if len(check.rows) == schedule.num_tokens and stages.runner.capture_work().count == captures:
-            self.speculation.timed(len(check.rows), time.perf_counter() - start)
+        if len(check.rows) == schedule.num_tokens:
+            self._time(len(check.rows), start, captures)
 
 
 class _Check:

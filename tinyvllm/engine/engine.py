@@ -101,6 +101,10 @@ class Engine:
         self._run_ahead = run_ahead
         self._warmup = self._new_warmup()
 
+    def _time_without_captures(self) -> float:
+        """Seconds that do not count captures: the first call of a drafter that runs a model compiles its kernels."""
+        return time.perf_counter() - self.runner.capture_work().seconds
+
     def speculate(self, drafter: Drafter, controller: Controller, policy: Policy = EXACT) -> None:
         """Let a drafter guess tokens from the next step on. The output is the same, unless the policy is lossy."""
         loop = self._plain_loop
@@ -108,7 +112,8 @@ class Engine:
         self.runner.keep_states(drafter.state_layers if isinstance(drafter, StateDrafter) else ())
         if reads_states:  # it has its turn after each step
             loop = PlainLoop(self.stages)
-        self.speculation = Speculation(drafter, controller, self.requests, self.runner.config.vocab_size, self.max_model_len)
+        vocab_size = self.runner.config.vocab_size
+        self.speculation = Speculation(drafter, controller, self.requests, vocab_size, self.max_model_len, self._time_without_captures)
         self.stages.on_states = self.speculation.take_states if reads_states else None
         self.stats.speculation = self.speculation.method
         self.loop = SpeculativeLoop(self.stages, loop, self.speculation, policy)

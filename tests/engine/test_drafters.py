@@ -1,0 +1,140 @@
+"""Drafters and controllers of the product in an engine: the tokens are those without them, and they guess what they should."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engine.drafting import Fixed, Oracle, speculate
+from tests.engine.test_rounds import all_free, results
+from tinyvllm import LLM, SamplingParams
+from tinyvllm.config import EngineConfig
+from tinyvllm.speculate.controller import AdaptiveController, WindowController
+from tinyvllm.speculate.ngram import NgramDrafter
+from tinyvllm.speculate.suffix import SuffixDrafter
+
+OPTIONS: dict[str, Any] = dict(device="CPU", max_model_len=256, max_num_seqs=8, num_blocks=64)
+STORIES = ["Once upon a time", "The little dog", "Tom went to the market", "A cat and a mouse"]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(**OPTIONS) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def draft_runner(llm):
+    from pathlib import Path
+
+    import tinyvllm.demo
+    from tinyvllm.runner.runner import Runner
+
+    folder = Path(tinyvllm.demo.__file__).parent / "draft"
+    return Runner(EngineConfig(model=str(folder), max_model_len=256, max_num_seqs=8, num_blocks=40), "CPU")
+
+
+def stories(**given: Any) -> list[SamplingParams]:
+    """One for each prompt."""
+    return [SamplingParams(**({"max_tokens": 40, "ignore_eos": True, "seed": i} | given)) for i in range(len(STORIES))]
+
+
+class Counting:
+    """A controller, with the accepted drafts counted."""
+
+    def __init__(self, controller: Any):
+        self.controller, self.accepted = controller, 0
+
+    def observe(self, sequence: Any, num_drafts: int, num_accepted: int) -> None:
+        self.accepted += num_accepted
+        self.controller.observe(sequence, num_drafts, num_accepted)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.controller, name)
+
+
+KINDS = {"greedy": dict(temperature=0.0), "sampled": dict(temperature=0.8), "top_p": dict(temperature=0.8, top_p=0.9)}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    with LLM(**OPTIONS) as made:
+        yield {kind: results(made.generate(STORIES, stories(**given))) for kind, given in KINDS.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_draft_model_agrees_also_where_tokens_are_sampled(llm, draft_runner, plain, kind):
+    """It draws with the target's noise: without that two samplers at temperature 0.8 would agree on about half of these tokens."""
+    from tinyvllm.speculate.draft_model import DraftModelDrafter
+
+    controller, drafter = Fixed(4), DraftModelDrafter(draft_runner, 8)
+    llm.engine.speculate(drafter, controller)
+    assert results(llm.generate(STORIES, stories(**KINDS[kind]))) == plain[kind]
+    checked = sum(drafts for drafts, _ in controller.checked)
+    assert controller.accepted >= 0.55 * checked > 0
+    assert all_free(llm) and drafter.num_free_blocks == 40
+
+
+def test_the_draft_model_with_few_blocks_and_preemption(draft_runner, plain):
+    """The target has 9 blocks for 4 sequences that need 3 each, so that some are preempted; the draft model keeps copies of two."""
+    from tinyvllm.speculate.draft_model import DraftModelDrafter
+
+    with LLM(**(OPTIONS | {"num_blocks": 9, "max_model_len": 96, "enable_prefix_caching": False})) as llm:
+        drafter, controller = DraftModelDrafter(draft_runner, 2), Fixed(3)
+        llm.engine.speculate(drafter, controller)
+        outputs = llm.generate(STORIES, stories(**KINDS["sampled"]))
+        assert results(outputs) == plain["sampled"]
+        assert sum(output.metrics.preemptions for output in outputs) and controller.accepted
+        assert all_free(llm) and drafter.num_free_blocks == 40
+
+
+@pytest.mark.parametrize("drafter", [NgramDrafter, lambda: NgramDrafter(4, 1), SuffixDrafter], ids=["ngram", "ngram 1", "suffix"])
+@pytest.mark.parametrize("controller", [AdaptiveController, WindowController, Fixed])
+def test_text_that_repeats_is_guessed_and_unchanged(llm, drafter, controller):
+    """The most likely of a few tokens soon repeat."""
+    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, allowed_token_ids=[*range(400, 420)])
+    llm.engine.loop = getattr(llm.engine.loop, "single", llm.engine.loop)
+    expected = llm.generate(["Once upon a time"], params)
+    counting = Counting(controller(8))
+    llm.engine.speculate(drafter(), counting)
+    outputs = llm.generate(["Once upon a time"], params)
+    assert results(outputs) == results(expected)
+    assert all_free(llm)
+    if not isinstance(counting.controller, AdaptiveController):  # which looks at the times of steps
+        assert counting.accepted >= 0.4 * len(outputs[0].outputs[0].token_ids)
+
+
+def test_suffix_learns_from_past_outputs_of_the_same_key_only(llm):
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    controller = Fixed(8)
+    llm.engine.speculate(SuffixDrafter(), controller)
+    first = llm.generate(["The little dog"], params)
+    checked = len(controller.checked)
+    assert results(llm.generate(["The little dog"], params)) == results(first)
+    again = controller.checked[checked:]
+    assert len(again) <= 10 and sum(accepted for _, accepted in again) >= 45, "the second time it is known"
+
+
+@pytest.mark.parametrize("options", [{}, {"num_scheduler_steps": 4}, {"async_scheduling": True}], ids=str)
+def test_steps_without_drafts_are_timed_too(options):
+    """Otherwise a controller could not tell what drafts add."""
+    with LLM(**OPTIONS, **options) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+        oracle = Oracle(llm.generate(["The little dog"], params))
+        _, controller = speculate(llm, lambda text, count: oracle.right(text, count) if len(text) % 16 < 5 else [], 3)
+        for _ in range(2):  # in the first one shapes are captured
+            controller.steps.clear()
+            llm.generate(["The little dog"], params)
+        assert controller.steps.count(1) >= 5 and any(rows > 1 for rows in controller.steps)
+
+
+def test_a_drafters_first_call_may_take_its_captures(llm, monkeypatch):
+    """The limit of a call is for the drafter's work, not for what is compiled and captured once."""
+    from tinyvllm.runner.runner import CaptureWork
+
+    work = CaptureWork(0, 0.0)
+    monkeypatch.setattr(llm.engine.runner, "capture_work", lambda: work)
+    start = llm.engine.speculate(NgramDrafter(), Fixed(2)) or llm.engine.speculation._clock()
+    work.seconds += 1000.0
+    assert llm.engine.speculation._clock() - start < -900
