@@ -121,8 +121,12 @@ def test_prompt_sets_of_the_bundled_world(tmp_path: Path) -> None:
     assert digest(sets) != digest(prompts_of(parse_sweep({"num_prompts": 6, "seed": 1}), tmp_path))
     assert all(one.messages and one.messages[-1][0] == "user" for one in sets["chat"])
     assert all(one.text and one.text.count("\n") >= 5 for one in sets["code"])
-    repeated = [one.text for one in sets["copy"] if one.text]
-    assert repeated and all(text.split("\n\n")[0] == text.split("\n\n")[1] for text in repeated)
+    assert all(line[0] + line[-1] == "{}" for one in sets["code"] for line in (one.text or "").splitlines()[:-1])
+    for prompt in sets["copy"]:
+        assert prompt.messages is not None
+        *_, (role, answer), (_, ask) = prompt.messages
+        name = answer.split('"')[3] if answer.startswith("{") else answer
+        assert role == "assistant" and name in ask
 
 
 def test_prompts_of_a_file(tmp_path: Path) -> None:

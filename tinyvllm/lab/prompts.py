@@ -9,6 +9,7 @@ story  the beginning of a story, which nothing predicts
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyvllm.config import expand_home
+from tinyvllm.demo import corpus
 from tinyvllm.demo.corpus import Document, documents
 from tinyvllm.errors import ArgumentError, FormatError
 from tinyvllm.foreign import parse_json, quoted, read_bounded
@@ -149,7 +151,9 @@ def _stories(seed: int) -> Iterator[LabPrompt]:
 
 def _records(seed: int) -> Iterator[LabPrompt]:
     """Lines of JSON and the beginning of the next one; the model continues with records of the same keys."""
-    lines = (line for one in documents(seed, "held-out", "json") if one.text for line in one.text.splitlines() if line.startswith("{"))
+    lines = (
+        line for one in documents(seed, "held-out", "json") if one.text for line in one.text.splitlines() if line[:1] + line[-1:] == "{}"
+    )
     while True:
         some = list(islice(lines, 4))
         key = some[0].partition(":")[0]
@@ -157,16 +161,22 @@ def _records(seed: int) -> Iterator[LabPrompt]:
 
 
 def _copies(seed: int) -> Iterator[LabPrompt]:
-    """Requests whose answer is in the prompt: facts as JSON, a repeated sentence, a text that is continued after it was begun again."""
+    """Conversations that ask again for what is in them: a record of a person, or sentences to be repeated.
+
+    The bundled model copies nothing else: a text that begins again it continues in its own way.
+    """
     chance = random.Random(f"copy/{seed}")
-    asked = (prompt for one in documents(seed, "held-out", "json") if (prompt := _conversation(one)) is not None)
-    told = (one.text for one in documents(seed, "held-out", "story"))
     while True:
-        if chance.random() < 0.5:
-            yield next(asked)
+        if chance.random() < 0.75:
+            person = chance.choice(corpus.PEOPLE)
+            asks = [f"Write a JSON record for {person.name}.", f"Give me a JSON record about {person.name}."]
+            answer = json.dumps(corpus.of_person(person))
         else:
-            text = next(told).split("\n")[0]
-            yield LabPrompt(text=f"{text}\n\n{text}\n\n{' '.join(text.split()[:8])}")
+            lines = chance.sample(corpus.SENTENCES, 2)
+            answer = " and ".join(lines)
+            asks = [f"Repeat after me: {answer}", f"Please repeat: {answer}"]
+        turns = [("user", asks[0]), ("assistant", answer)] * chance.randint(1, 2)
+        yield LabPrompt(messages=(*turns, ("user", asks[1])))
 
 
 SETS: dict[str, Callable[[int], Iterator[LabPrompt]]] = {"copy": _copies, "code": _records, "chat": _chats, "story": _stories}
