@@ -448,7 +448,7 @@ def _lab_parser() -> Parser:
         ("--num-prompts", {"type": int, "metavar": "N", "help": "prompts of each of those sets"}),
         ("--max-tokens", {"type": int, "metavar": "N", "help": "maximum number of generated tokens of an answer"}),
         ("--repeats", {"type": int, "metavar": "N", "help": "measured repeats of a cell"}),
-        ("--warmup", {"type": int, "metavar": "N", "help": "batches before them that are not measured"}),
+        ("--warmup", {"type": int, "metavar": "N", "help": "repeats before them that are not measured"}),
         ("--seed", {"type": int, "metavar": "S", "help": "seed of prompts and draws"}),
         ("--ignore-eos", {"action": "store_true", "help": "continue after the end-of-sequence token"}),
         ("--quality", {"action": argparse.BooleanOptionalAction, "help": "perplexity and KL divergence, too"}),

@@ -39,7 +39,7 @@ def measure(sweep: Sweep, cell: Cell, prompts: Sequence[LabPrompt], target: Targ
     limits = Limits(sweep.max_tokens, sweep.ignore_eos)
     pairs = sweep.paired and reference is not None
     for number in range(sweep.warmup):
-        _repeat(target, cell, jobs[0][: cell.batch_size], limits, f"warmup {number}")
+        _repeat(target, cell, jobs[0], limits, f"warmup {number}")  # all jobs: each length of a chain may be a step to capture
     trials, ratios = list[_Trial](), list[float]()
     for number in range(sweep.repeats):
         plain = _repeat(target, cell.baseline, jobs[number], limits, f"repeat {number}") if pairs else None
