@@ -360,14 +360,13 @@ def test_after_drafts_nothing_is_ready_on_the_device():
     """The device advances decodes by one token; it neither has a step of drafts ready, nor what follows one."""
     from tinyvllm.runner.prepare import StepInputs, shape_of
 
-    plain = [entry(1, 5, 4, 1), entry(2, 5, 4, 1)]
+    plain = [entry(number, 5, 4, 1) for number in (1, 2, 3)]
     inputs = StepInputs(shape_of(plain, []), M, SCRATCH, "CPU")
     inputs.fill(plain, [], S)
     inputs.mark_advanced(1)
-    later = drafted(1, 6, [77])
-    later.sequence.sequence_id = 1
-    inputs.fill([later], [], S)
-    assert not inputs.ready and inputs.tokens[:2].tolist() == [105, 77] and inputs.positions[:2].tolist() == [5, 6]
+    later = [entry(1, 6, 5, 1), entry(2, 6, 5, 1), drafted(3, 6, [77])]  # the same sequences one token later, and as many padded rows
+    inputs.fill(later, [], S)
+    assert not inputs.ready and inputs.tokens.tolist() == [105, 205, 305, 77] and inputs.positions.tolist() == [5, 5, 5, 6]
     inputs.mark_advanced(1)
-    inputs.fill([entry(1, 8, 7, 1)], [], S)
-    assert inputs.tokens[0] == 107 and inputs.positions[:2].tolist() == [7, 0]
+    inputs.fill([entry(number, 7, 6, 1) for number in (1, 2, 3)], [], S)
+    assert inputs.tokens.tolist() == [106, 206, 306, 0] and inputs.positions.tolist() == [6, 6, 6, 0]

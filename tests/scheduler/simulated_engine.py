@@ -16,6 +16,7 @@ from tinyvllm.cache.prefix import PrefixCache
 from tinyvllm.errors import BusyError, RequestError
 from tinyvllm.request import RequestOptions, SamplingParams, Sequence, Status
 from tinyvllm.scheduler import Schedule, Scheduled, Scheduler, SchedulerLimits
+from tinyvllm.scheduler.drafts import add_drafts, count_confirmed
 from tinyvllm.scheduler.queue import rank_of
 
 VOCAB = 3  # few tokens, so that random texts have beginnings in common
@@ -42,7 +43,9 @@ class Loan:
 
 
 class SimulatedEngine:
-    """`rounds` decode steps run back to back where they may, `ahead` launches the next one before the last one's tokens are known."""
+    """Decodes get fewer than `drafts` drafts. `rounds` decode steps run back to back where they may, `ahead` launches the next one before
+    the last one's tokens are known.
+    """
 
     def __init__(
         self,
@@ -55,6 +58,7 @@ class SimulatedEngine:
         caching: bool = False,
         preemption: str | None = None,
         rounds: int = 1,
+        drafts: int = 0,
         ahead: bool = False,
         seed: int = 0,
     ) -> None:
@@ -66,7 +70,7 @@ class SimulatedEngine:
         host = BlockPool(hosted, size) if hosted else None
         self.scheduler = Scheduler(limits, pool, prefix, host, clock=lambda: self.now)
         self.scheduler.prefixes.inflight.min_blocks = 1  # texts are short here
-        self.rounds, self.ahead = rounds, ahead
+        self.rounds, self.ahead, self.drafts = rounds, ahead, drafts
         self.cache: list[int] = [-1] * (blocks * size)
         self.host: list[int] = [-1] * (hosted * size)
         self.numbers: dict[tuple[object, int], int] = {}  # (what is before, token) -> contents of the slot
@@ -232,6 +236,9 @@ class SimulatedEngine:
         scheduler = self.scheduler
         decodes = all(entry.num_tokens == entry.num_logits == 1 for entry in plan.entries)
         looks = any(entry.sequence.sequence_id in self.searches for entry in plan.entries)
+        if self.drafts and not looks and (drafted := self.with_drafts(plan)) is not plan:
+            self.check_drafts(drafted, abort_inside)
+            return
         if decodes and not looks and self.ahead:
             self.launch(plan)
             return
@@ -246,6 +253,58 @@ class SimulatedEngine:
             self.abort(abort_inside)
         scheduler.advance(plan, rounds)
         self.take([entry.sequence for entry in plan.entries if entry.num_logits], rounds)
+
+    def with_drafts(self, plan: Schedule) -> Schedule:
+        """Some of the decodes get drafts, which may be right: what a drafter guesses is known after the step only."""
+        counts = {entry.sequence.sequence_id: self.random.randrange(self.drafts) for entry in plan.entries}
+        wanted = {number: [self.random.randrange(VOCAB) for _ in range(count)] for number, count in counts.items()}
+        free, limits = self.scheduler.pool.num_free, self.scheduler.limits
+        drafted = add_drafts(self.scheduler, plan, wanted)
+        assert drafted is plan or drafted.num_tokens <= limits.max_batched_tokens
+        assert self.scheduler.pool.num_free >= min(free, len(self.scheduler.running)), "blocks for the others' next tokens stay free"
+        for entry in drafted.entries:
+            assert [*entry.drafts] == wanted[entry.sequence.sequence_id][: len(entry.drafts)]
+            assert entry.start + entry.num_tokens < limits.max_model_len or not entry.drafts
+        return drafted
+
+    def check_drafts(self, plan: Schedule, abort_inside: int | None) -> None:
+        """The drafts are written after what is known, and read; then tokens are drawn until one is not the draft."""
+        pool = self.scheduler.pool
+        rows: list[list[int]] = []  # contents of the slots of each entry's rows
+        for entry in plan.entries:
+            before = self.truth[entry.sequence.sequence_id][: entry.start + entry.num_tokens - len(entry.drafts)]
+            for token in entry.drafts:
+                before.append(self.number(before, entry.sequence, token))
+            rows.append(before)
+            for position in range(entry.start, len(before)):
+                slot = self.slot(entry.sequence, position)
+                assert not pool._cached[slot // pool.block_size], "a block that others can find is written"
+                self.cache[slot] = before[position]
+        for entry, before in zip(plan.entries, rows, strict=True):
+            assert [self.cache[self.slot(entry.sequence, position)] for position in range(len(before))] == before
+        if abort_inside is not None:
+            self.abort(abort_inside)
+        self.scheduler.advance(plan)
+        for entry in plan.entries:
+            if entry.num_logits:
+                self.draw_drafted(entry)
+        self.seen["drafts"] += 1
+
+    def draw_drafted(self, entry: Scheduled) -> None:
+        sequence = entry.sequence
+        for draft in (*entry.drafts, None):
+            if sequence.finished:
+                return
+            token = draft if draft is not None and self.random.random() < 0.6 else self.random.randrange(VOCAB)
+            truth = self.truth[sequence.sequence_id]
+            truth.append(self.number(truth, sequence, token))
+            self.drawn[sequence.sequence_id].append(token)
+            self.append(sequence)
+            count_confirmed(entry)
+            self.check_contents()
+            if token != draft:
+                return
+            self.seen["accepted"] += 1
 
     def launch(self, plan: Schedule) -> None:
         self.compute(plan, 0)

@@ -32,7 +32,7 @@ class Machine(RuleBasedStateMachine):
     @initialize(
         rows=st.integers(1, 6), budget=st.integers(1, 24), longest=st.integers(2, 40), blocks=st.integers(1, 12), size=st.integers(1, 5),
         hosted=st.sampled_from((0, 4, 30)), caching=st.booleans(), preemption=st.sampled_from((None, "swap", "recompute")),
-        rounds=st.sampled_from((1, 3)), ahead=st.booleans(), seed=st.integers(0, 99),
+        rounds=st.sampled_from((1, 3)), ahead=st.booleans(), drafts=st.sampled_from((0, 0, 7)), seed=st.integers(0, 99),
     )  # fmt: skip
     def build(self, seed: int, **options) -> None:
         self.engine = SimulatedEngine(**options, seed=seed)
@@ -84,6 +84,8 @@ KINDS = {
     "recompute, rounds, cached": dict(hosted=40, preemption="recompute", caching=True, rounds=4),
     "ahead, swap, cached": dict(hosted=40, preemption="swap", caching=True, ahead=True),
     "ahead, rounds": dict(ahead=True, rounds=3),
+    "drafts, cached": dict(drafts=7, caching=True),
+    "drafts, ahead": dict(drafts=2, ahead=True, hosted=40, caching=True),
 }
 
 
@@ -118,9 +120,17 @@ def test_long_runs_under_pressure(kind: str, seed: int) -> None:
     assert_seen(engine.seen, kind)
 
 
+def test_a_prompt_gets_what_a_preemption_leaves() -> None:
+    """Of the budget: in these runs a running prompt got nothing after a preemption, with tokens and slots to spare."""
+    test_long_runs_under_pressure("cached", 11)
+    test_long_runs_under_pressure("swap", 14)
+
+
 def assert_seen(seen: Counter[str], kind: str) -> None:
     """What the run was meant to meet."""
     assert seen["preempted"] > 5 and seen["stop"] + seen["length"] > 20 and seen["abort"] > 5 and seen["lent"] > 0, seen
+    if kind.startswith("drafts"):
+        assert seen["drafts"] > 30 and seen["accepted"] > 20, seen
     if kind.startswith("swap"):
         assert seen["swapped"] > 10, seen
     if kind.startswith("ahead"):

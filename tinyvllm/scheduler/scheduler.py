@@ -83,10 +83,10 @@ class Scheduler:
         num_preempted = len(plan.preempted)
         chunks: list[Scheduled] = []
         budget = self._continue_running(plan, chunks)
+        num_running = len(chunks)
         if len(plan.preempted) == num_preempted:  # else blocks just proved scarce: an admitted sequence would be the next to be preempted
-            num_running = len(chunks)
             budget = self._admit(plan, chunks, budget)
-            self._extend_chunks(chunks, num_running, budget)
+        self._extend_chunks(chunks, num_running, budget)
         plan.entries += chunks
         if plan.empty and self.waiting.has_next and self.running and not (plan.preempted or plan.exhausted or plan.expired):
             self._preempt(self.running[-1], plan)  # all wait for one that has no room
