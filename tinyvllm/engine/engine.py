@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tinyvllm.engine.request_builder import RequestBuilder
 from tinyvllm.engine.requests import ActiveRequests
 from tinyvllm.engine.scoring import PromptScoring
 from tinyvllm.engine.segments import Segments
-from tinyvllm.engine.speculation import Speculation
+from tinyvllm.engine.speculation import Speculation, time_without_captures
 from tinyvllm.engine.stages import Stages
 from tinyvllm.engine.startup import DEVICE_LOCK, Progress, cache_facts, eos_ids_of, load_model_tokenizer, load_runner, new_scheduler
 from tinyvllm.engine.stats import Costs, EngineStats, memory_bandwidth
@@ -101,10 +102,6 @@ class Engine:
         self._run_ahead = run_ahead
         self._warmup = self._new_warmup()
 
-    def _time_without_captures(self) -> float:
-        """Seconds that do not count captures: the first call of a drafter that runs a model compiles its kernels."""
-        return time.perf_counter() - self.runner.capture_work().seconds
-
     def speculate(self, drafter: Drafter, controller: Controller, policy: Policy = EXACT) -> None:
         """Let a drafter guess tokens from the next step on. The output is the same, unless the policy is lossy."""
         loop = self._plain_loop
@@ -112,8 +109,8 @@ class Engine:
         self.runner.keep_states(drafter.state_layers if isinstance(drafter, StateDrafter) else ())
         if reads_states:  # it has its turn after each step
             loop = PlainLoop(self.stages)
-        vocab_size = self.runner.config.vocab_size
-        self.speculation = Speculation(drafter, controller, self.requests, vocab_size, self.max_model_len, self._time_without_captures)
+        vocab_size, clock = self.runner.config.vocab_size, partial(time_without_captures, self.runner)
+        self.speculation = Speculation(drafter, controller, self.requests, vocab_size, self.max_model_len, clock)
         self.stages.on_states = self.speculation.take_states if reads_states else None
         self.stats.speculation = self.speculation.method
         self.loop = SpeculativeLoop(self.stages, loop, self.speculation, policy)

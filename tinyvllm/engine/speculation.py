@@ -23,7 +23,7 @@ from tinyvllm.speculate.protocol import Controller, Draft, Drafter, DraftRequest
 if TYPE_CHECKING:
     from tinygrad import Tensor
 
-    from tinyvllm.runner.runner import PreparedStep
+    from tinyvllm.runner.runner import PreparedStep, Runner
 
 log = logging.getLogger("tinyvllm")
 
@@ -174,3 +174,8 @@ class Speculation:
 def _tenant(sequence: Sequence) -> str:
     """Which sequences may be guessed from each other's text: those of one salt and one key."""
     return f"{sequence.options.cache_salt or ''}\0{sequence.options.key}"
+
+
+def time_without_captures(runner: Runner) -> float:
+    """Seconds that do not count captures: the first call of a drafter that runs a model compiles its kernels."""
+    return time.perf_counter() - runner.capture_work().seconds
