@@ -127,6 +127,64 @@ def test_uploads_are_ordered_and_do_not_wait(driver):
     assert len(driver.pinned) <= pinned + 1, "pinned memory does not grow with the number of uploads"
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_large_upload_is_read_by_several_threads(driver, monkeypatch, threads):
+    """Its segments arrive in their places, between the launches that it was between, and the host's array may change at once."""
+    from tinyvllm.backends.cuda import copies as copies_module
+    from tinyvllm.backends.cuda import driver as cuda_driver
+    from tinyvllm.bridge import download, upload
+
+    copies, move, movers = cuda_driver.copies_of("CUDA"), ctypes.memmove, []
+    monkeypatch.setattr(copies, "_threads", threads)
+    monkeypatch.setattr(ctypes, "memmove", lambda *arguments: movers.append(threading.current_thread().name) or move(*arguments))
+    monkeypatch.setattr(copies_module, "SEGMENT_BYTES", 1 << 18)  # the ring is 2 MiB
+    monkeypatch.setattr(copies, "_ring", [])
+    size = (3 << 18) + 77  # int32: 3 MiB, more than the ring
+    x, few, sums = on_device(np.zeros(size, np.int32)), on_device(np.zeros(8, np.int32)), []
+    array, expected = np.arange(size, dtype=np.int32), []
+    for turn in range(3):
+        array += turn
+        upload(few, np.full(8, turn, np.int32))  # a part of a segment between two large ones
+        upload(x, array)
+        sums.append(x[turn :: 1 << 17].sum().contiguous().realize() + few.sum())
+        expected.append(int(array[turn :: 1 << 17].sum()) + 8 * turn)
+    assert (download(x) == array).all()
+    array[:] = -1
+    assert [total.item() for total in sums[-1:]] == expected[-1:]
+    assert {name.startswith("tinyvllm-upload") for name in movers} == ({False} if threads == 1 else {True, False})
+
+
+def test_a_large_upload_that_fails_leaves_no_thread_reading_the_array(driver, monkeypatch):
+    from tinyvllm.backends.cuda import driver as cuda_driver
+    from tinyvllm.bridge import upload
+
+    copies, move, running = cuda_driver.copies_of("CUDA"), ctypes.memmove, []
+    monkeypatch.setattr(copies, "_threads", 3)
+    x = on_device(np.zeros(2 << 20, np.int32))
+    gate, ended = threading.Event(), []
+
+    def slow(place, source, count):
+        if not threading.current_thread().name.startswith("tinyvllm-upload"):
+            return move(place, source, count)
+        running.append(1)
+        if len(running) > 1:
+            gate.wait(20)
+        ended.append(move(place, source, count))
+
+    def fail(*arguments):
+        gate.set()
+        return 700
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ctypes, "memmove", slow)
+        patch.setattr(copies._driver, "cuMemcpyHtoDAsync_v2", fail)
+        with pytest.raises(KernelError, match="an upload failed with error 700"):
+            upload(x, np.zeros(2 << 20, np.int32))
+        assert len(running) == len(ended) == 3
+    upload(x, np.ones(2 << 20, np.int32))
+    assert x.sum().item() == 2 << 20
+
+
 def test_tinygrads_own_copies_keep_no_pinned_memory(driver):
     tensors = [on_device(np.full(size, size, np.int32)) for size in range(1000, 1020)]
     assert len(driver.pinned) == 1 and sum(map(len, driver.pinned.values())) <= 16 << 20
