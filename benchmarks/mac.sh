@@ -2,6 +2,7 @@
 # Checks and measures all that runs on a Mac's GPU, in one go, and prints a block to paste into an issue: up to twenty minutes.
 #
 #   benchmarks/mac.sh [FOLDER]
+#   benchmarks/mac.sh --list     the parts and their limits in seconds, on any machine
 #
 # Needs macOS 13 or later on an M1 or later and what `pip install -e '.[test]'` installs, and no network. The interpreter is .venv's, else
 # python3; INTERPRETER names another one, PEERS_INTERPRETER the one that has mlx-lm. That and llama.cpp (llama-batched-bench on the PATH)
@@ -11,7 +12,9 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
-if [ "$(uname -sm)" != "Darwin arm64" ]; then
+list=''
+if [ "${1:-}" = --list ]; then list=1 && shift; fi
+if [ -z "$list" ] && [ "$(uname -sm)" != "Darwin arm64" ]; then
   echo "mac.sh: expected a Mac with Apple's own chip, this is $(uname -sm); benchmarks/gpu.sh is for NVIDIA's, make test for all" >&2
   exit 1
 fi
@@ -23,26 +26,28 @@ peers=${PEERS_INTERPRETER:-$interpreter}
 mac() { # mac PART SECONDS OPTIONS...: a part of benchmarks/mac.py
   local name=$1 limit=$2
   shift 2
-  part "$name${*:+ $*}" "$limit" "$interpreter" -m benchmarks.mac "$name" --run "$run" --torch-python "$peers" --patience 120 "$@"
+  part "$name${*:+ $*}" "$limit" "$interpreter" -m benchmarks.mac "$name" --run "$run" --torch-python "$peers" --patience 60 "$@"
 }
 
-mac environment 120
+# in the order of worth, for MINUTES may end anywhere: first what fails where anything is missing, then one figure of each kind
+mac environment 100
+mac roofs 25
+mac decode 70 --shape llama-3.2-1b --batches 1,16 --prompts 512
 # the tests of the kernels, on the GPU instead of the emulator; and of the engine, compared with the CPU
-part "kernels' tests" 300 env TESTS_DONE="$work/tests" bash -c "$tests" "$interpreter" -p tests.gpu.attempts -p tests.metal.on_gpu tests/kernels/metal
-part "the engine's tests" 150 env TESTS_DONE="$work/tests" bash -c "$tests" "$interpreter" tests/gpu
-part "kernels in use" 60 "$interpreter" main.py kernels --device METAL
-mac roofs 30
-mac kernels 90
-mac decode 75 --shape llama-3.2-1b --batches 1,16 --prompts 512
-mac decode 60 --shape llama-3.2-1b --batches 1,16 --prompts 512 --weights q8_0
-mac decode 60 --shape llama-3.2-1b --batches 1,16 --prompts 512 --weights q4_0
-mac decode 90 --shape llama-3.2-1b --batches 1,16 --prompts 512 --weights q4_k_m
-mac decode 45 --shape qwen3-0.6b --weights q8_0
-mac decode 90 --shape llama-3.1-8b --batches 1,16 --prompts 512 --weights q4_0
-mac decode 90 --shape llama-3.1-8b --batches 1,16 --weights q8_0
-mac decode 90 --shape llama-3.1-8b
-mac peers 240
-mac ablation 90
+part "kernels' tests" 220 env TESTS_DONE="$work/tests" bash -c "$tests" "$interpreter" -p tests.gpu.attempts -p tests.metal.on_gpu tests/kernels/metal
+part "the engine's tests" 110 env TESTS_DONE="$work/tests" bash -c "$tests" "$interpreter" tests/gpu
+mac kernels 75
+mac decode 75 --shape llama-3.2-1b --batches 1,16 --prompts 512 --weights q4_k_m
+mac decode 70 --shape llama-3.1-8b --batches 1,16 --prompts 512 --weights q4_0
+part "kernels in use" 30 "$interpreter" main.py kernels --device METAL
+mac decode 45 --shape llama-3.2-1b --batches 1,16 --prompts 512 --weights q8_0
+mac decode 45 --shape llama-3.2-1b --batches 1,16 --prompts 512 --weights q4_0
+mac peers 130
+mac decode 35 --shape qwen3-0.6b --weights q8_0
+mac ablation 55
+mac decode 60 --shape llama-3.1-8b --batches 1,16 --weights q8_0
+mac decode 55 --shape llama-3.1-8b
+[ -z "$list" ] || exit 0
 
 echo
 echo "---------------- paste from here into an issue ----------------"

@@ -251,3 +251,14 @@ def test_tests_go_on_in_another_process(tmp_path: Path) -> None:
         "test_a": "passed", "test_b": "never ended", "test_c": "failed", "test_d": "passed",
     }  # fmt: skip
     assert "wrong" in found["test_c"]["why"]
+
+
+def test_limits_of_the_parts_add_up_to_twenty_minutes() -> None:
+    """Any machine lists them. First what fails where anything is missing, and a first figure; the tests of correctness before the rest."""
+    script = Path(__file__).parents[2] / "benchmarks" / "mac.sh"
+    done = subprocess.run([str(script), "--list"], capture_output=True, text=True, timeout=60)
+    limits = [(int(line.split()[0]), line.split(" ", 1)[1]) for line in done.stdout.splitlines()]
+    assert done.returncode == 0 and 0.8 * 1200 < sum(seconds for seconds, _ in limits) <= 1200, done.stdout + done.stderr
+    names = [name for _, name in limits]
+    assert names[:2] == ["environment", "roofs"] and {"kernels' tests", "the engine's tests", "peers", "ablation"} <= set(names)
+    assert names.index("kernels' tests") < names.index("peers") < names.index("ablation")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from concurrent.futures import wait
 
 import numpy as np
 import pytest
@@ -155,6 +156,7 @@ def test_a_large_upload_is_read_by_several_threads(driver, monkeypatch, threads)
 
 
 def test_a_large_upload_that_fails_leaves_no_thread_reading_the_array(driver, monkeypatch):
+    from tinyvllm.backends.cuda import copies as copies_module
     from tinyvllm.backends.cuda import driver as cuda_driver
     from tinyvllm.bridge import upload
 
@@ -171,13 +173,14 @@ def test_a_large_upload_that_fails_leaves_no_thread_reading_the_array(driver, mo
             gate.wait(20)
         ended.append(move(place, source, count))
 
-    def fail(*arguments):
+    def await_fills(fills):  # until it is called, only the first thread has read its part
         gate.set()
-        return 700
+        return wait(fills)
 
     with monkeypatch.context() as patch:
         patch.setattr(ctypes, "memmove", slow)
-        patch.setattr(copies._driver, "cuMemcpyHtoDAsync_v2", fail)
+        patch.setattr(copies_module, "wait", await_fills)
+        patch.setattr(copies._driver, "cuMemcpyHtoDAsync_v2", lambda *arguments: 700)
         with pytest.raises(KernelError, match="an upload failed with error 700"):
             upload(x, np.zeros(2 << 20, np.int32))
         assert len(running) == len(ended) == 3
