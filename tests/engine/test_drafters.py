@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import tinyvllm.demo
 from tests.engine.drafting import Fixed, Oracle, speculate
 from tests.engine.test_rounds import all_free, results
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import EngineConfig
+from tinyvllm.errors import ArgumentError
 from tinyvllm.speculate.controller import AdaptiveController, WindowController
 from tinyvllm.speculate.ngram import NgramDrafter
 from tinyvllm.speculate.suffix import SuffixDrafter
@@ -25,14 +28,16 @@ def llm():
 
 
 @pytest.fixture(scope="module")
-def draft_runner(llm):
-    from pathlib import Path
+def draft_folder():
+    """The bundled draft model."""
+    return Path(tinyvllm.demo.__file__).parent / "draft"
 
-    import tinyvllm.demo
+
+@pytest.fixture(scope="module")
+def draft_runner(llm, draft_folder):
     from tinyvllm.runner.runner import Runner
 
-    folder = Path(tinyvllm.demo.__file__).parent / "draft"
-    return Runner(EngineConfig(model=str(folder), max_model_len=256, max_num_seqs=8, num_blocks=40), "CPU")
+    return Runner(EngineConfig(model=str(draft_folder), max_model_len=256, max_num_seqs=8, num_blocks=40), "CPU")
 
 
 def stories(**given: Any) -> list[SamplingParams]:
@@ -138,3 +143,28 @@ def test_a_drafters_first_call_may_take_its_captures(llm, monkeypatch):
     start = llm.engine.speculate(NgramDrafter(), Fixed(2)) or llm.engine.speculation._clock()
     work.seconds += 1000.0
     assert llm.engine.speculation._clock() - start < -900
+
+
+def draft_config(model: Any, **given: Any) -> dict[str, Any]:
+    return {"method": "draft_model", "model": str(model), "num_speculative_tokens": 4} | given
+
+
+def test_a_draft_model_by_configuration(draft_folder, plain):
+    with LLM(**OPTIONS, speculative_config=draft_config(draft_folder)) as llm:
+        outputs = llm.generate(STORIES, stories(**KINDS["sampled"]))
+        assert results(outputs) == plain["sampled"]
+        assert llm.engine.speculation.method == "draft_model"
+        assert llm.engine.metrics.accepted_tokens > 40
+
+
+@pytest.mark.parametrize("options", [{}, {"skip_tokenizer_init": True}], ids=["tokens", "sizes"])
+def test_another_vocabulary_is_refused_by_name(tiny_model, options):
+    with pytest.raises(ArgumentError, match=f"draft model '{tiny_model}' has.* vocabulary"):
+        LLM(**OPTIONS, **options, speculative_config=draft_config(tiny_model))
+
+
+@pytest.mark.parametrize("config", ["auto", "suffix", {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}], ids=str)
+def test_lookups_by_configuration(config, plain):
+    with LLM(**OPTIONS, speculative_config=config) as llm:
+        assert results(llm.generate(STORIES, stories(**KINDS["greedy"]))) == plain["greedy"]
+        assert llm.engine.speculation is not None and llm.engine.speculation.on

@@ -22,6 +22,7 @@ from tinyvllm.engine.recovery import StepRecovery
 from tinyvllm.engine.request_builder import RequestBuilder
 from tinyvllm.engine.requests import ActiveRequests
 from tinyvllm.engine.scoring import PromptScoring
+from tinyvllm.engine.second_model import open_any_drafter
 from tinyvllm.engine.segments import Segments
 from tinyvllm.engine.speculation import Speculation, time_without_captures
 from tinyvllm.engine.stages import Stages
@@ -34,7 +35,7 @@ from tinyvllm.metrics import engine_metrics
 from tinyvllm.request import BeamSearchParams, RequestOptions, RequestOutput, SamplingParams
 from tinyvllm.runner.device import start_device
 from tinyvllm.scheduler import Scheduler
-from tinyvllm.speculate.opening import open_controller, open_drafter, open_policy
+from tinyvllm.speculate.opening import open_controller, open_policy
 from tinyvllm.speculate.policies import EXACT, Policy
 from tinyvllm.speculate.protocol import Controller, Drafter, StateDrafter
 
@@ -96,8 +97,9 @@ class Engine:
         self._plain_loop = self.loop
         self.speculation: Speculation | None = None
         if config.speculative_config is not None:
-            drafter = open_drafter(config.speculative_config, runner)
-            self.speculate(drafter, open_controller(config.speculative_config, drafter), open_policy(config.speculative_config))
+            chosen = config.speculative_config
+            drafter = open_any_drafter(config, chosen, runner, self.tokenizer)
+            self.speculate(drafter, open_controller(chosen, drafter), open_policy(chosen))
         self.recovery = StepRecovery(self.stages, lambda: self.loop)
         self._run_ahead = run_ahead
         self._warmup = self._new_warmup()
