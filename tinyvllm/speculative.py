@@ -15,7 +15,7 @@ OWN_HEADS = ("mtp",)  # in the target's own checkpoint; "model" may still name a
 CONTROLLERS = ("adaptive", "window", "fixed")
 OFF = ("off", "none", "")
 MAX_DRAFTS = 32  # of a sequence in a step
-MAX_LOOKUP = 32  # tokens
+MAX_LOOKUP = 32  # tokens; each length of n-grams between the bounds costs an entry a token
 MAX_TEXT = 10_000  # characters of JSON
 # Keys of vLLM that ask for what is the case anyway.
 _INERT = {

@@ -10,7 +10,6 @@ from tests.speculate.simulated import RIGHT, WRONG, Simulation, best_fixed, cons
 from tests.speculate.texts import sequence
 from tinyvllm.errors import ArgumentError
 from tinyvllm.speculate.controller import (
-    MAX_DRAFTS,
     MAX_PAUSE_LOOKUP,
     MAX_PAUSE_MODEL,
     AdaptiveController,
@@ -20,6 +19,7 @@ from tinyvllm.speculate.controller import (
 )
 from tinyvllm.speculate.cost_curve import MAX_AGE, MIN_SAMPLES, CostCurve
 from tinyvllm.speculate.protocol import Draft, DraftRequest
+from tinyvllm.speculative import MAX_DRAFTS
 
 FIXED = (1, 2, 3, 4, 6, 8)
 COSTS = {

@@ -9,7 +9,8 @@ from hypothesis import given
 from tests.speculate.texts import draft, random_tokens, sequence
 from tinyvllm.errors import ArgumentError
 from tinyvllm.speculate import DraftRequest
-from tinyvllm.speculate.ngram import MAX_LOOKUP, NgramDrafter
+from tinyvllm.speculate.ngram import NgramDrafter
+from tinyvllm.speculative import MAX_LOOKUP
 
 few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 

@@ -17,8 +17,8 @@ from tinyvllm.errors import ArgumentError
 from tinyvllm.request import Sequence
 from tinyvllm.speculate.cost_curve import CostCurve
 from tinyvllm.speculate.protocol import Draft, DraftRequest
+from tinyvllm.speculative import MAX_DRAFTS
 
-MAX_DRAFTS = 32  # of a sequence in a step
 MAX_CHANCE = 0.98  # of a single draft: no estimate is certain
 MIN_CHANCE = 0.02  # of a draft with all before it; what is less likely never pays
 MIN_GAIN = 0.02  # of tokens a second: covers what the host does for drafts, and that it does not overlap with the device

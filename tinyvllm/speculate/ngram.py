@@ -11,9 +11,9 @@ from tinyvllm.errors import ArgumentError
 from tinyvllm.request import Sequence
 from tinyvllm.speculate.protocol import Draft, DraftRequest
 from tinyvllm.speculate.texts import CALL_TOKENS, TEXT_BYTES, Texts
+from tinyvllm.speculative import MAX_LOOKUP
 
 DEFAULT_LOOKUP = 5  # vLLM's, if neither bound is set
-MAX_LOOKUP = 32  # each length between the bounds costs an entry a token
 _LEARN_TOKENS = 64  # between two looks at the limit
 
 
