@@ -60,7 +60,7 @@ def test_sixty_four_sequences_up_to_the_knee_of_the_curve(acceptance):
     measured = AdaptiveController(8, CostCurve({rows: cost(rows) for rows in (64, 72, 80, 96, 128, 256, 512)}))
     simulation = Simulation(measured, noise=0.05, **settings).run(100)
     assert simulation.rate >= 0.98 * best_fixed((1, 2, 4), 30, **settings)
-    assert simulation.rate >= 64 * (0.99 + acceptance / 16)
+    assert simulation.rate >= 64 * (0.99 + acceptance**2 / 16)
     unmeasured = Simulation(adaptive(), noise=0.05, **settings).run(150)
     assert unmeasured.rate >= 64 * 0.97, "the first time it also learns the curve"
 
@@ -109,7 +109,7 @@ def test_confidences_that_tell_are_used():
 def test_a_drafter_that_runs_a_model_is_asked_for_what_pays(acceptance, pass_cost):
     settings = {"script": constant(acceptance), "cost": COSTS["linear"], "pass_cost": pass_cost}
     simulation = Simulation(adaptive(looks_up=False), noise=0.1, **settings).run(800)
-    assert simulation.rate >= 0.95 * best_fixed(FIXED, 300, **settings)
+    assert simulation.rate >= 0.95 * best_fixed(FIXED, 800, **settings)
     if acceptance == 0:
         assert simulation.proposed < 0.05 * 800, "probes become rare"
 
@@ -210,9 +210,12 @@ def test_windows_without_sense_are_refused(settings):
 
 def test_a_slow_step_does_not_close_a_bucket():
     curve = CostCurve()
-    for seconds in (1.0, 50.0, 1.1, 0.9, 1.0):
+    for seconds in (50.0, 1.0, 40.0):
         curve.observe(4, seconds)
-    assert curve.seconds(4) == pytest.approx(1.0, rel=0.2)
+    assert curve.seconds(4) == 1.0, "also if most of the first ones are slow"
+    for seconds in (50.0, 1.1, 0.9, 1.0):
+        curve.observe(4, seconds)
+    assert curve.seconds(4) == pytest.approx(1.0, rel=0.3)
 
 
 def test_fewer_samples_do_not_count():
@@ -222,14 +225,13 @@ def test_fewer_samples_do_not_count():
     assert curve.points() == {}
 
 
-def test_costs_that_change_together_move_the_whole_curve():
-    """A longer context or a busy machine: what was measured for other numbers of rows keeps its share."""
-    curve = CostCurve({1: 1.0, 4: 1.3, 8: 2.0})
-    for _ in range(200):
-        curve.observe(4, 2.6)
-    assert curve.seconds(4) == pytest.approx(2.6, rel=0.02)
-    assert curve.seconds(8) / curve.seconds(1) == pytest.approx(2.0)
-    assert curve.seconds(4) / curve.seconds(1) == pytest.approx(1.3, rel=0.1)
+def test_a_cost_that_changes_is_followed_and_noise_does_not_move_the_others():
+    """Noise only adds time. A factor that all numbers of rows shared and that followed each step drifted with it, by powers of ten."""
+    rng, curve = random.Random(1), CostCurve({1: 1.0, 4: 1.3, 8: 2.0})
+    for _ in range(MAX_AGE - 10):
+        curve.observe(4, 2.6 * (1 + 0.3 * rng.random() ** 4))
+    assert curve.seconds(4) == pytest.approx(2.6, rel=0.05)
+    assert curve.seconds(8) == 2.0 and curve.seconds(1) == 1.0
 
 
 def test_between_known_points_the_estimate_is_optimistic_and_passes_through_them():

@@ -4,42 +4,37 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from statistics import median
 
 MIN_SAMPLES = 3  # a bucket counts from then on: one slow step must not close it for good
 MAX_SAMPLES = 15
-MAX_AGE = 4000  # steps after which a bucket that was not visited is unknown again
+MAX_AGE = 1000  # steps after which a bucket that was not visited is unknown again: context and other load change what it costs
 # Where nothing is measured the estimate is optimistic, so that it is tried: this share of the last known cost for twice its rows. From
 # there on, and below the least known number of rows, it is in proportion to the rows: steps grow at most twofold at a time.
 DOUBLING = 0.1
-_REBUILD = 8  # steps between two looks at the medians
-_LEVEL_GAIN, _MAX_RATIO = 0.3, 1.5  # the level follows a lasting change before most samples of a bucket have it
+_REBUILD = 8  # steps between two looks at the samples
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Costs of steps with one number of rows, divided by the level of their time."""
+    """Seconds of steps with one number of rows."""
 
     samples: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     last_step: int = 0
 
 
 class CostCurve:
-    """step_seconds(rows): a running median by the number of rows, exact up to 16 rows, within 1/8 beyond.
+    """step_seconds(rows): a running lower quartile by the number of rows, exact up to 16 rows, within 1/8 beyond.
 
     Between two measured numbers the estimate is a parabola from the lower one on. For a curve that is flat, then linear, it is optimistic,
     so that the numbers between are tried, too.
-
-    Context, frequency of the processor and other load change the cost of all steps together. So a step's cost is level * shape(rows): the
-    level follows every step, and a bucket that is visited rarely keeps its share.
     """
 
     def __init__(self, points: Mapping[int, float] | None = None):
         """`points`: seconds by number of rows, as measured before; they count until steps are observed."""
         self._buckets: dict[int, _Bucket] = {}
-        self._step, self._level = 0, 1.0
+        self._step = 0
         self._rows: list[int] = []
         self._shape: list[float] = []
         self._memo: dict[int, float] = {}
@@ -52,11 +47,8 @@ class CostCurve:
         """A step of `rows` rows took so long."""
         number = _bucket_of(rows)
         bucket = self._buckets.setdefault(number, _Bucket())
-        if len(bucket.samples) >= MIN_SAMPLES:
-            ratio = _positive(seconds) / self.seconds(rows)
-            self._level *= 1 + _LEVEL_GAIN * (min(_MAX_RATIO, max(1 / _MAX_RATIO, ratio)) - 1)
         self._step += 1
-        bucket.samples.append(_positive(seconds) / self._level)
+        bucket.samples.append(_positive(seconds))
         bucket.last_step = self._step
         if len(bucket.samples) == MIN_SAMPLES or self._step % _REBUILD == 0:
             self._rebuild()
@@ -66,11 +58,11 @@ class CostCurve:
         shape = self._memo.get(rows)
         if shape is None:
             shape = self._memo[rows] = self._interpolate(rows)
-        return shape * self._level
+        return shape
 
     def points(self) -> dict[int, float]:
         """Seconds by number of rows, where they are measured."""
-        return {rows: shape * self._level for rows, shape in zip(self._rows, self._shape, strict=True)}
+        return dict(zip(self._rows, self._shape, strict=True))
 
     def _interpolate(self, rows: int) -> float:
         known, shape = self._rows, self._shape
@@ -89,8 +81,13 @@ class CostCurve:
     def _rebuild(self) -> None:
         self._buckets = {n: bucket for n, bucket in self._buckets.items() if self._step - bucket.last_step <= MAX_AGE}
         full = sorted(n for n, bucket in self._buckets.items() if len(bucket.samples) >= MIN_SAMPLES)
-        self._rows, self._shape = full, [median(self._buckets[n].samples) for n in full]
+        self._rows, self._shape = full, [_quartile(self._buckets[n].samples) for n in full]
         self._memo.clear()
+
+
+def _quartile(samples: Collection[float]) -> float:
+    """The lower quartile: other load only ever adds time, and of three samples it is the least."""
+    return sorted(samples)[len(samples) // 4]
 
 
 def _beyond(rows: int, known: int) -> float:
