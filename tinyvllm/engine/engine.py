@@ -29,7 +29,7 @@ from tinyvllm.engine.stages import Stages
 from tinyvllm.engine.startup import DEVICE_LOCK, Progress, cache_facts, eos_ids_of, load_model_tokenizer, load_runner, new_scheduler
 from tinyvllm.engine.stats import Costs, EngineStats, memory_bandwidth
 from tinyvllm.engine.status import engine_status, explain_prefix
-from tinyvllm.engine.warmup import Warmup
+from tinyvllm.engine.warmup import new_warmup, tune_next
 from tinyvllm.errors import RequestError, TinyvllmError
 from tinyvllm.metrics import engine_metrics
 from tinyvllm.request import BeamSearchParams, RequestOptions, RequestOutput, SamplingParams
@@ -102,7 +102,7 @@ class Engine:
             self.speculate(drafter, open_controller(chosen, drafter), open_policy(chosen))
         self.recovery = StepRecovery(self.stages, lambda: self.loop)
         self._run_ahead = run_ahead
-        self._warmup = self._new_warmup()
+        self._warmup = new_warmup(runner, self.sampler, config, run_ahead)
 
     def speculate(self, drafter: Drafter, controller: Controller, policy: Policy = EXACT) -> None:
         """Let a drafter guess tokens from the next step on. The output is the same, unless the policy is lossy."""
@@ -233,38 +233,20 @@ class Engine:
         Nothing may run. Once all are timed, captures with a slower kernel than the best are dropped, and common ones made again. A
         failure, as for want of memory, is logged and ends the warm-up: perhaps no request ever needs that shape.
         """
-        return self._capture_next() or self._tune_next()
-
-    def _tune_next(self) -> bool:
-        try:
-            with DEVICE_LOCK:
-                if self.runner.tune_next():
-                    return True
-                dropped = self.runner.drop_slower_captures()
-        except (MemoryError, RuntimeError) as error:
-            log.warning("autotune: a kernel keeps its default: %s: %s", type(error).__name__, error)
-            self.runner.forget_device_state()
-            return True
-        if dropped:
-            self._warmup = self._new_warmup()
-        return dropped
-
-    def _new_warmup(self) -> Warmup | None:
-        return Warmup(self.runner, self.sampler, self.config, self._run_ahead) if self.config.warm_up else None
-
-    def _capture_next(self) -> bool:
-        if self._warmup is None:
-            return False
-        try:
-            with DEVICE_LOCK:
-                more = self._warmup.capture_next()
-        except (MemoryError, RuntimeError) as error:
-            log.warning("warm-up: no more steps are captured ahead of time: %s: %s", type(error).__name__, error)
-            self.runner.forget_device_state()
-            more = False
-        if not more:
+        if self._warmup is not None:
+            try:
+                with DEVICE_LOCK:
+                    if self._warmup.capture_next():
+                        return True
+            except (MemoryError, RuntimeError) as error:
+                log.warning("warm-up: no more steps are captured ahead of time: %s: %s", type(error).__name__, error)
+                self.runner.forget_device_state()
             self._warmup = None
-        return more
+        if tune_next(self.runner):
+            return True
+        if dropped := self.runner.drop_slower_captures():
+            self._warmup = new_warmup(self.runner, self.sampler, self.config, self._run_ahead)
+        return dropped
 
     def check_open(self) -> None:
         """TinyvllmError after `close`."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from typing import TYPE_CHECKING
 
 from tinyvllm.config import EngineConfig
+from tinyvllm.engine.startup import DEVICE_LOCK
 from tinyvllm.runner.drawing import draw_tokens
 
 if TYPE_CHECKING:
     from tinyvllm.runner.prepare import Shape
     from tinyvllm.runner.runner import PreparedStep, Runner
     from tinyvllm.sampling.sampler import Sampler, SamplingFlags
+
+
+log = logging.getLogger("tinyvllm")
 
 
 class Warmup:
@@ -45,3 +50,19 @@ class Warmup:
             return
         for _ in draw_tokens(runner, sampler, step, runner.launch(step), flags, 1, use_best=True, advance=step.decodes):
             pass
+
+
+def new_warmup(runner: Runner, sampler: Sampler, config: EngineConfig, run_ahead: bool) -> Warmup | None:
+    """The captures of an engine's common steps; None if it is not to make them ahead of time."""
+    return Warmup(runner, sampler, config, run_ahead) if config.warm_up else None
+
+
+def tune_next(runner: Runner) -> bool:
+    """Time a candidate of a kernel that has several; False if none waits for it. Nothing may be in flight."""
+    try:
+        with DEVICE_LOCK:
+            return runner.tune_next()
+    except (MemoryError, RuntimeError) as error:
+        log.warning("autotune: a kernel keeps its default: %s: %s", type(error).__name__, error)
+        runner.forget_device_state()
+        return True
