@@ -45,7 +45,7 @@ class Speculation:
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.method, self.on = drafter.method, True
-        self._drafter, self._controller, self._requests, self._clock = drafter, controller, requests, clock
+        self.drafter, self._controller, self._requests, self._clock = drafter, controller, requests, clock
         self._vocab_size, self._max_model_len = vocab_size, max_model_len
         self._observed: dict[int, int] = {}  # by sequence id: how many of its tokens the drafter has observed
         requests.on_release = self.release
@@ -65,7 +65,7 @@ class Speculation:
         if not self.on:
             return False
         with self._guard("propose"):
-            if self._drafter.looks_up:
+            if self.drafter.looks_up:
                 return bool(self._propose([s for s in sequences if not s.finished], len(sequences)))
             return bool(self._requests_of(sequences, len(sequences)))
         return False
@@ -75,7 +75,7 @@ class Speculation:
         if not requests:
             return {}
         start = self._clock()
-        drafts = self._drafter.propose(requests)
+        drafts = self.drafter.propose(requests)
         seconds = self._clock() - start
         self._controller.observe_proposal(max(request.max_drafts for request in requests), seconds)
         if seconds > MAX_PROPOSE_SECONDS:
@@ -123,7 +123,7 @@ class Speculation:
     def _observe(self, sequence: Sequence) -> None:
         known = self._observed.get(sequence.sequence_id, len(sequence.prompt_token_ids))
         if len(sequence) > known:
-            self._drafter.observe(sequence, len(sequence) - known)
+            self.drafter.observe(sequence, len(sequence) - known)
             self._observed[sequence.sequence_id] = len(sequence)
 
     # ---- after a step ----
@@ -136,11 +136,11 @@ class Speculation:
 
     def take_states(self, inputs: PreparedStep, states: Tensor) -> None:
         """Hand the hidden states of a step to a drafter that reads them, without rows of rejected drafts and of ended sequences."""
-        if self.on and isinstance(self._drafter, StateDrafter):
+        if self.on and isinstance(self.drafter, StateDrafter):
             alive = [(entry, row) for entry, row in inputs.entries if not entry.sequence.finished]
             rows = [StateRows(e.sequence, e.start, row, e.num_tokens - len(e.drafts) + num_confirmed(e)) for e, row in alive]
             with self._guard("observe_states"):
-                self._drafter.observe_states(states, rows)
+                self.drafter.observe_states(states, rows)
 
     def timed(self, num_rows: int, seconds: float) -> None:
         """A step of `num_rows` rows, all of decodes and drafts, took so long."""
@@ -153,7 +153,7 @@ class Speculation:
         if self.on:
             with self._guard("forget"):
                 self._observe(sequence)
-                self._drafter.forget(sequence)
+                self.drafter.forget(sequence)
                 self._controller.forget(sequence)
         self._observed.pop(sequence.sequence_id, None)
 

@@ -7,6 +7,7 @@ import json
 import platform
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -171,6 +172,16 @@ def test_other_ways_to_run(tiny_model, tmp_path, options):
     if "swap_space" in options:
         assert run.swapped
     assert again(run).identical
+
+
+def test_the_drafts_of_a_step_are_recorded_and_used_again(tiny_model, tmp_path):
+    """Not guessed again: how many drafts a step has may depend on measured times."""
+    lookup = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    run = recorded(tiny_model, tmp_path / "run.jsonl", speculative_config=lookup)
+    assert any(len(drafts) > 1 for drafts in run.drafts.values()), "random text repeats single tokens"
+    assert again(run).identical
+    other = replace(run, drafts={})
+    assert not again(other).identical, "without the recorded drafts the schedule is another"
 
 
 def test_a_swap_is_repeated_where_costs_decided_it(tiny_model, tmp_path):

@@ -7,6 +7,7 @@
     {"hold": s, "step", "held", "tokens", "salt"}     the blocks of segment s were looked up to be held; its tokens at the first try
     {"release": s, "step"}                            segment s gave its blocks up
     {"step", "run": [n, index, start, tokens, ...], "rounds", "t"}   the entries of a schedule; n is the number of the request's `add` line
+    {"step", "run": [...], "drafts": {i: [...]}}      entry i of the schedule has these drafts; they count among its tokens
     {"step", "on": rounds}                            the last step again: all of its decodes, each `rounds` tokens further
     {"step", "swap": true}, {"step", "expired": [n, ...], "t"}   decisions that depended on times
     {"step", "chunks": tokens}                        from here on, what the rates allow the chunks of a step with decodes
@@ -132,11 +133,13 @@ class Recorder(EngineObserver):
         for entry in schedule.entries:
             sequence = entry.sequence
             run += (self._numbers.get(sequence.request_id, -1), sequence.index, entry.start, entry.num_tokens)
-            decodes_only = decodes_only and entry.num_tokens == entry.num_logits == 1
+            decodes_only = decodes_only and entry.is_decode
         repeated = run == self._next_decodes
         event: Event = {"step": self._step, "on": num_steps} if repeated else {"step": self._step, "run": run}
         if num_steps != 1 and not repeated:
             event["rounds"] = num_steps
+        if drafts := {str(i): list(entry.drafts) for i, entry in enumerate(schedule.entries) if entry.drafts}:
+            event["drafts"] = drafts
         if self._clock_read is not None:
             event["t"] = self._clock_read
         self._write(event)

@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Row
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -20,8 +21,11 @@ from tinyvllm.engine.engine import Engine
 from tinyvllm.engine.segments import Segment
 from tinyvllm.engine.tools.record import FORMAT, SWITCHES, Event, Recorder, advanced_run
 from tinyvllm.errors import ArgumentError, FormatError, RequestError, nearest
-from tinyvllm.request import BeamSearchParams, RequestOptions, SamplingParams, StructuredOutputsParams
+from tinyvllm.request import BeamSearchParams, RequestOptions, SamplingParams, Sequence, StructuredOutputsParams
 from tinyvllm.scheduler import Rates
+from tinyvllm.speculate.controller import FixedController
+from tinyvllm.speculate.protocol import Draft, DraftRequest
+from tinyvllm.speculative import MAX_DRAFTS
 from tinyvllm.weights.identity import weights_digest
 
 READABLE = (1, FORMAT)
@@ -41,6 +45,7 @@ class Run:
     ends: list[Event]
     times: list[tuple[int, float]]  # the time of the clock in a step
     swapped: frozenset[int]  # steps
+    drafts: dict[tuple[int, int, int], list[int]]  # of step, n and index
     max_chunk_tokens: dict[int, int]  # what the rates allowed the chunks of steps with decodes, by the step from which on they did
     last_step: int
     complete: bool  # False: the last line is cut off
@@ -131,7 +136,8 @@ def _run_of(path: str, events: list[Event], complete: bool) -> Run:
         return Run(
             path, header, [e for e in rest if _ARRIVALS & e.keys()], schedule_of(rest), [e for e in rest if "end" in e],
             [(e["step"], e["t"]) for e in rest if "add" not in e and e.get("t") is not None],
-            frozenset(e["step"] for e in rest if "swap" in e), {e["step"]: int(e["chunks"]) for e in rest if "chunks" in e},
+            frozenset(e["step"] for e in rest if "swap" in e), drafts_of(rest),
+            {e["step"]: int(e["chunks"]) for e in rest if "chunks" in e},
             max((e["step"] for e in rest), default=0), complete,
         )  # fmt: skip
     except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -151,6 +157,16 @@ def schedule_of(events: list[Event]) -> dict[int, tuple[list[int], int]]:
             continue
         schedule[event["step"]] = run, rounds
     return schedule
+
+
+def drafts_of(events: list[Event]) -> dict[tuple[int, int, int], list[int]]:
+    """The drafts that steps have checked, by step, number of the request and index of the sequence."""
+    drafts: dict[tuple[int, int, int], list[int]] = {}
+    for event in events:
+        for i, tokens in event.get("drafts", {}).items():
+            n, index = event["run"][4 * int(i) : 4 * int(i) + 2]
+            drafts[event["step"], n, index] = [int(token) for token in tokens]
+    return drafts
 
 
 # --- running
@@ -193,6 +209,8 @@ def replay(run: Run, config: EngineConfig, tokens_only: bool = False, remark: Ca
             _remark_budgets(run, engine, config, remark)
         if not tokens_only:
             engine.scheduler.rates = _RecordedRates()
+            if engine.speculation is not None:
+                engine.speculate(_RecordedDrafts(run), FixedController(MAX_DRAFTS))
         _drive(run, _Arrivals(engine, clock, tokens_only, remark), tokens_only, lambda: sum("end" in event for event in events))
     finally:
         engine.close()
@@ -265,6 +283,26 @@ class _RecordedClock:
         return self.now
 
 
+class _RecordedDrafts:
+    """Guesses what was guessed in the recorded step: what a drafter guesses may depend on measured times."""
+
+    method, looks_up = "recorded", False
+
+    def __init__(self, run: Run):
+        self._drafts, self.step = run.drafts, 0
+        self._numbers = {event["add"]: n for n, event in enumerate(run.added)}
+
+    def propose(self, requests: Row[DraftRequest]) -> list[Draft]:
+        keys = [(self.step, self._numbers.get(r.sequence.request_id, -1), r.sequence.index) for r in requests]
+        return [Draft(list(self._drafts.get(key, ()))) for key in keys]
+
+    def observe(self, sequence: Sequence, num_new: int) -> None:
+        pass
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
+
 class _RecordedRates(Rates):
     """Rates by which a swap costs nothing while `swaps` is set and too much otherwise, and by which no request would be late.
 
@@ -312,6 +350,8 @@ def _drive(run: Run, arrivals: _Arrivals, tokens_only: bool, num_ended: Callable
             engine.abort(request_id)
         if isinstance(clock, _RecordedClock):
             clock.set_step(step)
+        if engine.speculation is not None and isinstance(engine.speculation.drafter, _RecordedDrafts):
+            engine.speculation.drafter.step = step
         rates = engine.scheduler.rates
         if isinstance(rates, _RecordedRates):
             rates.swaps = step in run.swapped
