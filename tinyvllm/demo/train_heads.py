@@ -148,7 +148,8 @@ class Head(nn.Module):
         for j in range(count):
             # all rows stay, so that the keys of pass 0 are the same in every pass; those that read past the end are cut off below
             e = model.embed_tokens(F.pad(ids[:, 1 + j : 1 + j + width], (0, max(0, 1 + j + width - ids.shape[1])))).to(h.dtype)
-            cos, sin = (z[j : j + width].to(h.dtype) for z in (model.cos, model.sin))
+            at = torch.arange(j, j + width).clamp(max=len(model.cos) - 1)
+            cos, sin = (z[at].to(h.dtype) for z in (model.cos, model.sin))
             h = self.midlayer(e, h, cos, sin, past)
             yield self.lm_head(self.norm(h)), h
 

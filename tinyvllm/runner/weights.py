@@ -176,6 +176,18 @@ class WeightLoader:
         model.weights = ModelWeights(model.token_embd.weight if table is None else table, _joined(head, packed.get(head)).weight)
         self._notes.log()
 
+    def load_products(self, owner: Any, products: dict[str, tuple[str, ...]], recipes: list[WeightRecipe]) -> dict[str, Product]:
+        """The products of `owner`, each of the modules that its tuple names; other tensors are placed under their names.
+
+        For weights that are no whole model, such as the heads of speculation. The modules hold `weight` and `bias`, as None until then.
+        """
+        rest, self._wanted = {recipe.name: recipe for recipe in recipes}, self._plan.wanted(recipes)
+        self._total = sum(prod(recipe.shape) for recipe in recipes) * self._plan.dtype.itemsize
+        groups = _groups(owner, products, "", rest)
+        packed = self._pack_all(groups, rest)
+        self._place_plain(owner, list(rest.values()))
+        return {group.field: _joined(group, packed.get(group)) for group in groups}
+
     def _check_imatrix(self, recipes: list[WeightRecipe]) -> None:
         """ModelError, before anything is loaded, for an importance matrix of another model."""
         imatrix = self._plan.imatrix
