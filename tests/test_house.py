@@ -63,6 +63,7 @@ IMPORTS: dict[str, set[str]] = {
         "errors",
     },
     "speculate": {
+        "foreign",
         "runner",
         "sampling",
         "scheduler",
@@ -74,7 +75,6 @@ IMPORTS: dict[str, set[str]] = {
         "batch",
         "request",
         "config",
-        "speculative",
         "errors",
     },
     "engine": {

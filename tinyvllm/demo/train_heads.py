@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,14 @@ from tinyvllm.demo.train import MODEL, Llama, Muon, Plan, RMSNorm, Shape, chat_p
 DEMO = Path(__file__).parent
 LAYERS = (2, 4, 6)  # the hidden states that the head reads: the residual stream after that many layers
 KINDS = ("story", "chat", "world", "arithmetic", "json")
+COUNTS = (1, 2, 3, 4, 5, 7)  # guesses a step that acceptance is measured for
 
 
 @dataclass(frozen=True)
 class HeadShape:
     """What the head's config.json adds to the model's shape."""
 
-    intermediate_size: int = 512
+    intermediate_size: int = 640
     draft_vocab_size: int = 2048
 
 
@@ -47,7 +48,7 @@ class HeadShape:
 class Learning:
     """Rates of Muon for matrices and AdamW for norms; `passes` of training-time test, each of which weighs `decay` times the one before."""
 
-    passes: int = 4
+    passes: int = 6
     decay: float = 0.9
     matrix_rate: float = 0.01
     norm_rate: float = 0.002
@@ -101,7 +102,8 @@ class MidLayer(nn.Module):
         self.mlp = MLP(s.hidden_size, intermediate)
 
     def forward(self, e: Tensor, h: Tensor, cos: Tensor, sin: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
-        h = h + self.self_attn(torch.cat((self.input_layernorm(e), self.hidden_norm(h)), -1), cos, sin, past)
+        h = self.hidden_norm(h)  # norm_before_residual: what the residual stream starts from
+        h = h + self.self_attn(torch.cat((self.input_layernorm(e), h), -1), cos, sin, past)
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
@@ -125,15 +127,13 @@ class Head(nn.Module):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def start(self, model: Llama) -> None:
-        """Begin as something sensible: the model's own head and last norm, and a layer that does nothing."""
+        """Begin as a layer that does nothing, with the model's own head and last norm, which is small: the logits start flat."""
         for name, p in self.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 nn.init.zeros_(p)
             elif p.ndim == 2:
                 nn.init.normal_(p, std=p.shape[1] ** -0.5)
         with torch.no_grad():
-            self.fc.weight.mul_(0.1)
-            self.fc.weight[:, -self.shape.hidden_size :] += torch.eye(self.shape.hidden_size)  # the last of the layers as it is
             self.norm.weight.copy_(model.norm.weight)
             self.lm_head.weight.copy_(model.embed_tokens.weight[self.tokens])
 
@@ -150,8 +150,8 @@ class Head(nn.Module):
             e = model.embed_tokens(F.pad(ids[:, 1 + j : 1 + j + width], (0, max(0, 1 + j + width - ids.shape[1])))).to(h.dtype)
             at = torch.arange(j, j + width).clamp(max=len(model.cos) - 1)
             cos, sin = (z[at].to(h.dtype) for z in (model.cos, model.sin))
-            h = self.midlayer(e, h, cos, sin, past)
-            yield self.lm_head(self.norm(h)), h
+            h = self.norm(self.midlayer(e, h, cos, sin, past))  # norm_output: what the next pass reads
+            yield self.lm_head(h), h
 
 
 def hidden_states(model: Llama, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,7 +204,9 @@ def train(head: Head, model: Llama, tokenizer: Tokenizer, plan: Plan, learning: 
     step, seconds, smooth = 0, 0.0, 0.0
     if path.exists():
         saved = torch.load(path, weights_only=True)
-        if saved["setting"] != setting:
+        before = Plan(**saved["setting"]["plan"])  # until the rate falls, nothing depends on the number of steps
+        same = saved["setting"] | {"plan": asdict(before) | {"steps": plan.steps}} == setting
+        if not same or (before != plan and saved["step"] > min(before.falls_at, plan.falls_at)):
             raise SystemExit(f"{path} is of another plan or seed; remove it or choose another --out")
         head.load_state_dict(saved["head"])
         for o, state in zip(optimizers, saved["optimizers"], strict=True):
@@ -228,7 +230,7 @@ def train(head: Head, model: Llama, tokenizer: Tokenizer, plan: Plan, learning: 
         if step % 50 == 0 or step == plan.steps:
             seconds, began = seconds + time.process_time() - began, time.process_time()
             state = {"head": head.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "setting": setting}
-            replace(path, lambda p: torch.save(state | {"step": step, "seconds": seconds, "loss": smooth}, p))
+            replace(path, partial(torch.save, state | {"step": step, "seconds": seconds, "loss": smooth}))
     return seconds
 
 
@@ -239,7 +241,17 @@ def export(head: Head, folder: Path) -> None:
     """config.json and model.safetensors (bfloat16, `d2t` int64) as EAGLE-3 heads are published."""
     folder.mkdir(parents=True, exist_ok=True)
     s, model = head.shape, json.loads((DEMO / "model" / "config.json").read_text())
-    kept = ("bos_token_id", "eos_token_id", "pad_token_id", "hidden_act", "model_type", "torch_dtype", "use_cache", "attention_bias", "mlp_bias")
+    kept = (
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "hidden_act",
+        "model_type",
+        "torch_dtype",
+        "use_cache",
+        "attention_bias",
+        "mlp_bias",
+    )
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         **{key: model[key] for key in kept},
@@ -248,6 +260,8 @@ def export(head: Head, folder: Path) -> None:
         "intermediate_size": head.head.intermediate_size,
         "draft_vocab_size": head.head.draft_vocab_size,
         "tie_word_embeddings": False,
+        "norm_before_residual": True,
+        "norm_output": True,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS), "use_aux_hidden_state": True},
     }
     replace(folder / "config.json", lambda p: p.write_text(json.dumps(dict(sorted(config.items())), indent=2) + "\n"))
@@ -270,52 +284,67 @@ def held_out_prompts(kind: str, count: int) -> list[str]:
     return prompts
 
 
-@torch.no_grad()
-def acceptance(head: Head, model: Llama, tokenizer: Tokenizer, kind: str, count: int, drafts: int, temperature: float) -> dict[str, Any]:
-    """How many tokens a step gives with `drafts` guesses, on the model's own continuations, and how often each guess is right.
+@dataclass(frozen=True)
+class Guessed:
+    """A continuation of the model's and the head's guesses about it: `guesses` int64 [K, T], of which row j is about ids[t + 2 + j]."""
 
-    The guesses of a row read the tokens of the text; where all before one were right, these are what the head itself has guessed.
-    """
-    prompts = held_out_prompts(kind, count)
-    answers = generate(model, tokenizer, prompts, 160, temperature, seed=3)
-    steps = tokens = 0
-    right, tried = [0] * drafts, [0] * drafts
-    for prompt, answer in zip(prompts, answers, strict=True):
-        begin, ids = len(tokenizer.encode(prompt).ids), tokenizer.encode(prompt + answer).ids
-        if len(ids) < begin + 2:
-            continue
+    ids: list[int]
+    begin: int  # of the continuation
+    guesses: list[list[int]]
+
+
+@torch.no_grad()
+def guess(head: Head, model: Llama, tokenizer: Tokenizer, kind: str, count: int, drafts: int, temperature: float) -> list[Guessed]:
+    """The guesses read the tokens of the text; where all before one were right, these are what the head itself has guessed."""
+    prompts, found = held_out_prompts(kind, count), []
+    for prompt, answer in zip(prompts, generate(model, tokenizer, prompts, 96, temperature, seed=3), strict=True):
+        ids = tokenizer.encode(prompt + answer).ids
         batch = torch.tensor([ids])
         features, _ = hidden_states(model, batch[:, :-1])
-        guesses = torch.stack([head.tokens[logits[0].argmax(-1)] for logits, _ in head.passes(model, batch, features, drafts)])  # [K, T]
-        at = begin  # ids[at] is the newest token: drawn, and not read by the model
-        while at < len(ids) - 1:
+        guesses = [head.tokens[logits[0].argmax(-1)].tolist() for logits, _ in head.passes(model, batch, features, drafts)]
+        found.append(Guessed(ids, len(tokenizer.encode(prompt).ids), guesses))
+    return found
+
+
+def acceptance(texts: list[Guessed], drafts: int) -> dict[str, Any]:
+    """Tokens a step with `drafts` guesses each, and how often each guess is right where those before it were."""
+    steps = tokens = 0
+    right, tried = [0] * drafts, [0] * drafts
+    for text in texts:
+        at = text.begin  # ids[at] is the newest token: drawn, and not read by the model
+        while at < len(text.ids) - 1:
             accepted = 0
-            while accepted < drafts and at + 1 + accepted < len(ids):
+            while accepted < drafts and at + 1 + accepted < len(text.ids):
                 tried[accepted] += 1
-                if guesses[accepted, at - 1] != ids[at + 1 + accepted]:
+                if text.guesses[accepted][at - 1] != text.ids[at + 1 + accepted]:
                     break
                 right[accepted] += 1
                 accepted += 1
-            steps, tokens, at = steps + 1, tokens + min(accepted + 1, len(ids) - 1 - at), at + accepted + 1
-    return {"tokens": tokens, "tokens_per_step": tokens / max(1, steps), "right": [r / max(1, t) for r, t in zip(right, tried, strict=True)]}
+            advanced = min(accepted + 1, len(text.ids) - 1 - at)
+            steps, tokens, at = steps + 1, tokens + advanced, at + advanced
+    rates = [round(r / max(1, t), 4) for r, t in zip(right, tried, strict=True)]
+    return {"tokens": tokens, "tokens_per_step": round(tokens / max(1, steps), 3), "right": rates}
 
 
 def measure(head: Head, model: Llama, tokenizer: Tokenizer, count: int) -> dict[str, Any]:
+    """Acceptance by kind of text and number of guesses, on greedy continuations of held-out prompts."""
     figures: dict[str, Any] = {}
     for kind in KINDS:
-        for temperature in (0.0,):
-            figures[kind] = {drafts: acceptance(head, model, tokenizer, kind, count, drafts, temperature) for drafts in (3, 5, 7)}
-            print(kind, {drafts: round(f["tokens_per_step"], 2) for drafts, f in figures[kind].items()}, figures[kind][7]["right"], flush=True)
+        texts = guess(head, model, tokenizer, kind, count, max(COUNTS), 0.0)
+        figures[kind] = {drafts: acceptance(texts, drafts) for drafts in COUNTS}
+        print(kind, {k: f["tokens_per_step"] for k, f in figures[kind].items()}, figures[kind][max(COUNTS)]["right"], flush=True)
     return figures
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tinyvllm.demo.train_heads", description="Train the demonstration model's EAGLE-3 head.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tinyvllm.demo.train_heads", description="Train the demonstration model's EAGLE-3 head."
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for the head, its figures and the checkpoint")
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--draft-vocab", type=int, default=2048, help="tokens that the head can guess: the most frequent of the corpus")
-    parser.add_argument("--intermediate", type=int, default=512, help="width of the head's feed-forward")
+    parser.add_argument("--intermediate", type=int, default=640, help="width of the head's feed-forward")
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens a step")
     parser.add_argument("--measure", action="store_true", help="only export the checkpoint and measure it")
     parser.add_argument("--prompts", type=int, default=24, help="held-out prompts of each kind to measure acceptance on")

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 from tinygrad import dtypes
@@ -20,7 +19,8 @@ from tinyvllm.errors import ModelError
 from tinyvllm.foreign import Fields, quoted
 from tinyvllm.models.config import WeightRecipe
 from tinyvllm.models.projections import Product
-from tinyvllm.runner.runner import Runner, weight_dtype
+from tinyvllm.runner.runner import Runner
+from tinyvllm.runner.source import weight_dtype
 from tinyvllm.runner.weights import WeightLoader, WeightPlan
 from tinyvllm.weights.checkpoint import Checkpoint, open_checkpoint
 from tinyvllm.weights.mapping import Record
@@ -29,11 +29,12 @@ SPEAKER = "speculate"
 MAX_DRAFTS = 16  # guesses of one sequence in one step; acceptance beyond is near 0 with every published head
 _PICKLES = (".pt", ".bin", ".pth", ".ckpt")
 # Keys that change no result of the heads: names, training, generation defaults, storage.
-_INERT = frozenset(
-    "_name_or_path architectures attention_dropout auto_map base_model base_model_name_or_path bos_token_id classifier_dropout dtype "
-    "embd_pdrop eos_token_id generation_config hidden_dropout initializer_range max_window_layers model_type name_or_path pad_token_id "
-    "pretraining_tp resid_pdrop speculators_version torch_dtype transformers_version ttt_steps use_cache version".split()
-)
+_INERT = frozenset({
+    "_name_or_path", "architectures", "attention_dropout", "auto_map", "base_model", "base_model_name_or_path", "bos_token_id",
+    "classifier_dropout", "dtype", "embd_pdrop", "eos_token_id", "generation_config", "hidden_dropout", "initializer_range",
+    "model_type", "name_or_path", "pad_token_id", "pretraining_tp", "resid_pdrop", "speculators_version",
+    "torch_dtype", "transformers_version", "ttt_steps", "use_cache", "version",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,8 @@ def _refuse_pickles(folder: Path) -> None:
     if pickled and not any(name.endswith((".safetensors", ".gguf")) for name in names):
         target = f"{Path(pickled[0]).stem}.safetensors"
         raise ModelError(
-            f"{SPEAKER}: {folder} has its heads only as {pickled[0]}, a pickle, which can run code and is not loaded. If you trust it, convert "
-            f"it with PyTorch: safetensors.torch.save_file(torch.load({pickled[0]!r}, weights_only=True), {target!r})"
+            f"{SPEAKER}: {folder} has its heads only as {pickled[0]}, a pickle, which can run code and is not loaded. If you trust it, "
+            f"convert it with PyTorch: safetensors.torch.save_file(torch.load({pickled[0]!r}, weights_only=True), {target!r})"
         )
 
 
@@ -140,7 +141,7 @@ def head_recipe(file: HeadFile, name: str, shape: tuple[int, ...], source: str) 
 
 
 def load_head_products(
-    file: HeadFile, device_plan: Runner, products: dict[str, tuple[str, ...]], recipes: list[WeightRecipe]
+    file: HeadFile, runner: Runner, products: dict[str, tuple[str, ...]], recipes: list[WeightRecipe]
 ) -> tuple[dict[str, Product], SimpleNamespace]:
     """The products of the heads, packed for the kernels of the runner's device, and the tensors in none as attributes of an object.
 
@@ -149,7 +150,7 @@ def load_head_products(
     owner = SimpleNamespace()
     for recipe in recipes:
         setattr(owner, recipe.name.rpartition(".")[0], SimpleNamespace(weight=None, bias=None))
-    plan = WeightPlan(device_plan.placement, head_dtype(file), None)
+    plan = WeightPlan(runner.placement, head_dtype(file), None)
     return WeightLoader(file.checkpoint, plan).load_products(owner, products, recipes), owner
 
 

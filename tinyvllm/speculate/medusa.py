@@ -29,7 +29,15 @@ from tinyvllm.speculate.last_states import Guessing, LastStates
 from tinyvllm.speculate.picks import Picks
 from tinyvllm.speculate.protocol import FINAL, StateRows
 
-_KEYS = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size", "num_hidden_layers", "truncated_vocab_size", "medusa_choices")
+_KEYS = (
+    "medusa_num_heads",
+    "medusa_num_layers",
+    "hidden_size",
+    "vocab_size",
+    "num_hidden_layers",
+    "truncated_vocab_size",
+    "medusa_choices",
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,10 @@ def read_medusa(file: HeadFile, target: Target) -> tuple[int, int]:
     """Number of heads and of blocks a head. ModelError for a description that is not of Medusa heads of this target."""
     file.require_keys(_KEYS)
     fields = file.fields
-    heads, layers = fields.integer("medusa_num_heads", low=1, high=MAX_DRAFTS), fields.integer("medusa_num_layers", 1, low=1, high=MAX_LAYERS)
+    heads, layers = (
+        fields.integer("medusa_num_heads", low=1, high=MAX_DRAFTS),
+        fields.integer("medusa_num_layers", 1, low=1, high=MAX_LAYERS),
+    )
     expect_equal("hidden_size", fields.integer("hidden_size", target.hidden_size), target.hidden_size, "the target")
     for key in ("vocab_size", "truncated_vocab_size"):
         expect_equal(key, fields.integer(key, target.vocab_size), target.vocab_size, "the target")
@@ -91,7 +102,7 @@ class MedusaDrafter(LastStates):
     """Drafts by Medusa heads. They read no cache, so a sequence has drafts right after its first step."""
 
     method = "medusa"
-    state_layers = (FINAL,)
+    state_layers: tuple[int, ...] = (FINAL,)
     excludes = False  # whether a guess is never the newest token nor an earlier guess
 
     def __init__(self, runner: Runner, heads: list[MedusaHead], max_drafts: int):

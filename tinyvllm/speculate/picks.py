@@ -48,9 +48,7 @@ class Picks:
     parameters before a replay.
     """
 
-    def __init__(
-        self, B: int, K: int, flags: SamplingFlags, vocab_size: int, device: str, vocabulary: DraftVocabulary | None = None
-    ):
+    def __init__(self, B: int, K: int, flags: SamplingFlags, vocab_size: int, device: str, vocabulary: DraftVocabulary | None = None):
         self.flags, self._V, self._vocabulary = flags, vocab_size, vocabulary
         if not flags.sampled:
             return

@@ -1,0 +1,324 @@
+"""Drafts by EAGLE heads: their cache, kept up with the target's steps, and the chain of guesses.
+
+The heads' keys and values are in blocks of their own with the numbers of the target's blocks, so that prefix hits and preemption need no
+second book-keeping. Two captured functions run them:
+
+    extend  after a step: the target's states of its tokens through the layer, which writes their entries; keeps each sequence's last state
+    chain   K guesses: head, draw, then the layer on the guess and its own state, K - 1 times
+
+A guess's entry is in the sequence's block where it has one, else in a block of the drafter, and is overwritten by the entry of the true
+token. An entry that a sequence's block should have and has not, because a swap, a fork or a cache on disk filled the target's block, is
+made of its token with a state of zeros: every entry that a guess reads is then of this sequence's tokens, never of the block's last owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Row
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+from tinygrad import Tensor, UOp
+
+from tinyvllm.batch import Batch
+from tinyvllm.bridge import Captured, copied, upload
+from tinyvllm.ops.rope import rope_table
+from tinyvllm.request import Sequence
+from tinyvllm.runner.kv import BlockShape, KVPool
+from tinyvllm.runner.prepare import Shape, StepInputs, decode_bucket, shape_of
+from tinyvllm.runner.runner import Runner
+from tinyvllm.sampling.parameters import SamplingFlags
+from tinyvllm.scheduler import Scheduled
+from tinyvllm.speculate.eagle import EagleHeads
+from tinyvllm.speculate.last_states import Guessing, LastStates
+from tinyvllm.speculate.picks import DraftVocabulary, Picks
+from tinyvllm.speculate.protocol import StateRows
+
+_MAX_SINGLES = 16  # rows of one sequence that are laid out as decodes; more of them are a chunk
+_MAX_FILLED = 512  # missing entries that one call makes
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """Entries to write: of positions start .. start + count, their states from row `first_row` of a step's on; None: states of zeros."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    first_row: int | None
+
+    def state_row(self, position: int) -> int:
+        return -1 if self.first_row is None else self.first_row + position - self.start
+
+
+@dataclass(frozen=True)
+class _NextTokens:
+    """A sequence as `StepInputs` lays it out for heads: at each position the token after it."""
+
+    sequence: Sequence
+
+    @property
+    def sequence_id(self) -> int:
+        return self.sequence.sequence_id
+
+    @property
+    def block_table(self) -> list[int]:
+        return self.sequence.block_table
+
+    def token_at(self, position: int) -> int:
+        return self.sequence.token_at(position + 1)
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        return self.sequence.token_ids(start + 1, stop + 1)
+
+
+@dataclass(frozen=True)
+class _Extend:
+    """The captured extension by T rows, R of which are kept: `index` int32 [T] rows of the states, -1 for zeros; `last` int32 [R]."""
+
+    inputs: StepInputs
+    index: Tensor
+    last: Tensor
+    captured: Captured
+
+
+class EagleDrafter(LastStates):
+    """Drafts by EAGLE-1, 2 or 3 heads. `max_num_seqs` sequences at most are guessed for at once."""
+
+    def __init__(self, runner: Runner, heads: EagleHeads, max_drafts: int, max_num_seqs: int):
+        self.method = "eagle3" if heads.config.is_eagle3 else "eagle"
+        super().__init__(max_drafts)
+        self.state_layers = heads.config.state_layers
+        self._heads, self._device, self._vocab_size = heads, runner.device, runner.config.vocab_size
+        S, c = runner.pool.block_size, heads.config.layer
+        self._own = -(-self.max_drafts // S) + 1  # blocks of the drafter's own for the guesses of one row
+        self._first_own = runner.pool.num_blocks
+        blocks = self._first_own + self._own * decode_bucket(max_num_seqs)
+        self._pool = KVPool(c, blocks, S, BlockShape.of(c, S, "auto", heads.dtype), runner.device)
+        self._cache = self._pool.layers[0]
+        self._width = -(-runner.max_model_len // S) + self._own
+        table = rope_table(c.rope_dim, c.rope_theta, self._width * S, c.scaling, runner.max_model_len)
+        self._rope = copied(table, runner.device)
+        self._vocabulary = None if heads.tokens is None else DraftVocabulary.of(heads.tokens, self._vocab_size, runner.device)
+        self._book = EntryBook(self._first_own, S)
+        self._extends: dict[tuple[Shape, int, int], _Extend] = {}
+        self._chains: dict[tuple[int, int, int, SamplingFlags], _Chain] = {}
+        self._states: Tensor | None = None  # [R, E], the last states
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the heads' cache."""
+        return self._pool.block_bytes * (self._pool.num_blocks + 1)
+
+    def forget(self, sequence: Sequence) -> None:
+        super().forget(sequence)
+        self._book.forget(sequence)
+
+    # ---- after a step
+
+    def _keep(self, states: Tensor, rows: Row[StateRows]) -> None:
+        entries: list[_Entries | None] = []
+        missing: list[_Entries] = []
+        for each in rows:
+            count = min(each.count, len(each.sequence) - 1 - each.start)  # an entry needs the token after its own
+            if each.sequence.finished or count < 1 or len(each.sequence.block_table) * self._pool.block_size < each.start + count:
+                entries.append(None)
+                continue
+            missing += [_Entries(each.sequence, start, n, None) for start, n in self._book.missing(each.sequence, each.start)]
+            entries.append(_Entries(each.sequence, each.start, count, each.first_row))
+        for part in _split(missing):
+            self._extend(states, part)
+        self._states = self._extend(states, entries)
+
+    def _extend(self, states: Tensor, entries: Row[_Entries | None]) -> Tensor:
+        """Write entries; the states [R, E] after their last rows, in the order of `entries`."""
+        laid: list[tuple[Scheduled, int]] = []  # with the row of the states that its first position has
+        for each in entries:
+            if each is not None:
+                laid += _laid_out(each)
+                self._book.write(each.sequence, each.start, each.count)
+        singles = [scheduled for scheduled, _ in laid if scheduled.num_tokens == 1]
+        chunks = [scheduled for scheduled, _ in laid if scheduled.num_tokens > 1]
+        T, R = int(states.shape[0]), decode_bucket(len(entries))
+        shape = Shape(max(T, decode_bucket(len(singles))) if T <= 64 else decode_bucket(len(singles)), 0, 0, 1)
+        shape = shape_of(singles, chunks) if chunks else shape
+        key = shape, T, R
+        if key not in self._extends:
+            self._extends[key] = self._new_extend(shape, R)
+        extend = self._extends[key]
+        blocks = extend.inputs.fill(singles, chunks, self._pool.block_size)
+        places = self._places(extend.inputs, singles, chunks)
+        index, last = np.full(shape.tokens, -1, np.int32), np.zeros(R, np.int32)
+        for scheduled, row in laid:
+            first = places[id(scheduled)]
+            index[first : first + scheduled.num_tokens] = -1 if row < 0 else np.arange(row, row + scheduled.num_tokens)
+        ends = {id(scheduled.sequence): places[id(scheduled)] + scheduled.num_tokens - 1 for scheduled, _ in laid}
+        by_sequence = {cast(_NextTokens, s.sequence).sequence_id: ends[id(s.sequence)] for s, _ in laid}
+        last[: len(entries)] = [0 if each is None else by_sequence[each.sequence.sequence_id] for each in entries]
+        upload(extend.index, index)
+        upload(extend.last, last)
+        kept: Tensor = extend.captured(states, num_blocks=blocks)
+        return kept
+
+    @staticmethod
+    def _places(inputs: StepInputs, singles: list[Scheduled], chunks: list[Scheduled]) -> dict[int, int]:
+        """The first row of each entry; `fill` has put `singles` into the order of the rows."""
+        starts = inputs.query_starts[inputs.shape.decodes :].tolist()
+        return {id(entry): b for b, entry in enumerate(singles)} | {id(entry): starts[b] for b, entry in enumerate(chunks)}
+
+    def _new_extend(self, shape: Shape, R: int) -> _Extend:
+        inputs = StepInputs(shape, self._width, self._pool.scratch_slot, self._device)
+        index, last = copied(np.zeros(shape.tokens, np.int32), self._device), copied(np.zeros(R, np.int32), self._device)
+
+        def function(states: Tensor, num_blocks: int | UOp = 1) -> Tensor:
+            batch = inputs.batch(num_blocks)
+            rows = (index < 0).unsqueeze(1).where(0.0, states[index.maximum(0)]).contiguous()
+            hidden = self._heads.combine(rows, batch.rows)
+            angles = self._rope[batch.positions].contiguous()
+            out = self._heads.layer(batch.tokens, hidden, batch, self._cache, angles)
+            return out[last].contiguous().realize()
+
+        return _Extend(inputs, index, last, Captured(function, {"num_blocks": (1, self._width)}))
+
+    # ---- before a step
+
+    def _guess(self, batch: Guessing) -> tuple[Tensor, Tensor]:
+        assert self._states is not None
+        key = int(self._states.shape[0]), batch.bucket, batch.K, batch.flags
+        if key not in self._chains:
+            picks = Picks(batch.bucket, batch.K, batch.flags, self._vocab_size, self._device, self._vocabulary)
+            self._chains[key] = _Chain(self._heads, self._pool, self._rope, self._width, picks, batch)
+        return self._chains[key].run(self._states, batch, self._tables(batch), self._book)
+
+    def _tables(self, batch: Guessing) -> list[list[int]]:
+        """Each sequence's blocks, and after them those of the drafter's own."""
+        own = (range(self._first_own + b * self._own, self._first_own + (b + 1) * self._own) for b in range(len(batch.sequences)))
+        return [[*sequence.block_table, *blocks][: self._width] for sequence, blocks in zip(batch.sequences, own, strict=True)]
+
+
+class _Chain:
+    """The captured chain of K guesses for B rows, with its inputs: for each further guess the place of its entry."""
+
+    def __init__(self, heads: EagleHeads, pool: KVPool, rope: Tensor, width: int, picks: Picks, batch: Guessing):
+        self._heads, self._pool, self._rope, self._width, self._picks = heads, pool, rope, width, picks
+        B, K, device = batch.bucket, batch.K, pool.device
+        self._places = np.zeros((3, K, B), np.int32)  # positions, slots and lengths of context; those of guess 0 are unused
+        self._tables = np.zeros((B, width), np.int32)
+        self._rows, self._count = copied(np.zeros(B, np.int32), device), copied(np.zeros(1, np.int32), device)
+        self._device_places = [[copied(row, device) for row in rows] for rows in self._places]
+        self._device_tables = copied(self._tables, device)
+        self._starts = copied(np.arange(B + 1, dtype=np.int32), device)
+        self._samples, self._chunks = copied(np.arange(B, dtype=np.int32), device), copied(np.array([B, 0], np.int32), device)
+        self._captured = Captured(self._function, {"num_blocks": (1, width)})
+
+    def run(self, states: Tensor, batch: Guessing, tables: list[list[int]], book: EntryBook) -> tuple[Tensor, Tensor]:
+        """Tokens [K, B] and probabilities [K, B] from the last states."""
+        S, K = self._pool.block_size, batch.K
+        self._places[:] = np.array([0, self._pool.scratch_slot, 0], np.int32).reshape(3, 1, 1)
+        blocks = 1
+        for b, (sequence, table) in enumerate(zip(batch.sequences, tables, strict=True)):
+            positions = np.arange(len(sequence) - 2, len(sequence) - 2 + K)
+            slots = np.asarray(table, np.int32)[positions // S] * S + positions % S
+            self._places[:, :, b] = positions, slots, positions + 1
+            self._tables[b, : len(table)] = table
+            book.erase(slots[1:])
+            blocks = max(blocks, int(positions[-1]) // S + 1)
+        for host_rows, device_rows in zip(self._places, self._device_places, strict=True):
+            for host, device in zip(host_rows[1:], device_rows[1:], strict=True):
+                upload(device, host)
+        upload(self._device_tables, self._tables)
+        upload(self._rows, batch.padded_rows)
+        upload(self._count, np.array([len(batch.sequences)], np.int32))
+        self._picks.place(batch.sequences)
+        tokens, confidences = self._captured(states, num_blocks=blocks)
+        return tokens, confidences
+
+    def _function(self, states: Tensor, num_blocks: int | UOp = 1) -> tuple[Tensor, Tensor]:
+        heads, K = self._heads, self._places.shape[1]
+        x = states[self._rows].contiguous()
+        tokens: list[Tensor] = []
+        confidences: list[Tensor] = []
+        for k in range(K):
+            logits, best = heads.logits(x, self._samples, self._count)
+            Tensor.realize(logits, *([] if best is None else [best]))
+            token, confidence = self._picks.pick(k, logits, best)
+            tokens.append(token.realize())
+            confidences.append(confidence.realize())
+            if k + 1 < K:
+                batch = self._batch(k + 1, token, num_blocks)
+                angles = self._rope[batch.positions].contiguous()
+                # realized, so that the next guess's store into the cache comes after this one's reading
+                x = heads.layer(token, heads.feed(x), batch, self._pool.layers[0], angles).realize()
+        results = Tensor.stack(*tokens).contiguous(), Tensor.stack(*confidences).contiguous()
+        Tensor.realize(*results)
+        return results
+
+    def _batch(self, k: int, tokens: Tensor, num_blocks: int | UOp) -> Batch:
+        positions, slots, lengths = (rows[k] for rows in self._device_places)
+        return Batch(
+            tokens, positions, slots, self._device_tables, self._starts, lengths, self._count, self._count, self._chunks, self._samples,
+            self._count, num_blocks, num_decodes=int(tokens.shape[0]), max_query=1,
+        )  # fmt: skip
+
+
+class EntryBook:
+    """Which token and position each slot of the heads' cache has an entry of, so that no guess reads an entry of another text."""
+
+    def __init__(self, num_blocks: int, block_size: int):
+        self._S = block_size
+        self._keys = np.full(num_blocks * block_size, -1, np.int64)  # position << 32 | token
+        self._ends: dict[int, tuple[int, int]] = {}  # by sequence: the end of its entries, and its preemptions until then
+
+    def forget(self, sequence: Sequence) -> None:
+        self._ends.pop(sequence.sequence_id, None)
+
+    def missing(self, sequence: Sequence, stop: int) -> list[tuple[int, int]]:
+        """Runs (start, count) of positions before `stop` for which the sequence's blocks have no entry of its token."""
+        end, preemptions = self._ends.get(sequence.sequence_id, (0, -1))
+        if preemptions == sequence.num_preemptions and end >= stop:
+            return []
+        begin = end if preemptions == sequence.num_preemptions else 0
+        wrong = self._keys[self._slots(sequence, begin, stop)] != _keys_of(sequence, begin, stop)
+        if not wrong.any():
+            return []
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], wrong, [False]]).astype(np.int8))).reshape(-1, 2)
+        return [(begin + int(a), int(b - a)) for a, b in edges]
+
+    def write(self, sequence: Sequence, start: int, count: int) -> None:
+        """Entries of these positions are written."""
+        stop = start + count
+        self._keys[self._slots(sequence, start, stop)] = _keys_of(sequence, start, stop)
+        self._ends[sequence.sequence_id] = stop, sequence.num_preemptions
+
+    def erase(self, slots: np.ndarray) -> None:
+        """Entries of guesses are written there; slots of the drafter's own blocks are not in the book."""
+        self._keys[slots[slots < len(self._keys)]] = -1
+
+    def _slots(self, sequence: Sequence, start: int, stop: int) -> np.ndarray:
+        first = start // self._S
+        blocks = np.asarray(sequence.block_table[first : -(-stop // self._S)], np.int64)
+        positions = np.arange(start, stop)
+        slots: np.ndarray = blocks[positions // self._S - first] * self._S + positions % self._S
+        return slots
+
+
+def _keys_of(sequence: Sequence, start: int, stop: int) -> np.ndarray:
+    return np.arange(start, stop, dtype=np.int64) << 32 | np.asarray(sequence.token_ids(start, stop), np.int64)
+
+
+def _laid_out(entries: _Entries) -> list[tuple[Scheduled, int]]:
+    """Entries of a step, each with its first row of the target's states."""
+    sequence = cast(Sequence, _NextTokens(entries.sequence))
+    start, count = entries.start, entries.count
+    if count > _MAX_SINGLES:
+        return [(Scheduled(sequence, start, count, 0), entries.state_row(start))]
+    return [(Scheduled(sequence, p, 1, 0), entries.state_row(p)) for p in range(start, start + count)]
+
+
+def _split(missing: list[_Entries]) -> list[list[_Entries]]:
+    """Groups of at most _MAX_FILLED entries, in order of position."""
+    parts: list[list[_Entries]] = []
+    for each in missing:
+        for start in range(each.start, each.start + each.count, _MAX_FILLED):
+            parts.append([_Entries(each.sequence, start, min(_MAX_FILLED, each.start + each.count - start), None)])
+    return parts

@@ -1,0 +1,48 @@
+"""Drafters that read the target's own hidden states, by their method's name: loadable heads, and the two forms without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tinyvllm.errors import ArgumentError
+from tinyvllm.runner.runner import Runner
+from tinyvllm.speculate.eagle import EagleConfig, load_eagle, read_eagle, read_eagle3
+from tinyvllm.speculate.eagle_drafter import EagleDrafter
+from tinyvllm.speculate.eagle_lite import EagleLiteDrafter
+from tinyvllm.speculate.head_files import SPEAKER, HeadFile, Target, open_heads
+from tinyvllm.speculate.medusa import MedusaDrafter, MedusaLiteDrafter, load_medusa
+from tinyvllm.speculate.protocol import StateDrafter
+
+LOADED = ("medusa", "eagle", "eagle3")
+UNTRAINED = ("medusa_lite", "eagle_lite")
+
+
+def self_drafter(method: str, heads: Path | None, runner: Runner, max_drafts: int, max_num_seqs: int) -> StateDrafter:
+    """The drafter of a method in LOADED, from the folder `heads`, or in UNTRAINED; at most `max_drafts` guesses a sequence and step.
+
+    ArgumentError for a method that is none of these or lacks its folder, ModelError and FormatError for heads that cannot be read.
+    """
+    if method in UNTRAINED:
+        if heads is not None:
+            raise ArgumentError(f"{SPEAKER}: the method {method} reads no heads; leave model={str(heads)!r} out")
+        return MedusaLiteDrafter(runner, max_drafts) if method == "medusa_lite" else EagleLiteDrafter(runner, max_drafts)
+    if method not in LOADED:
+        raise ArgumentError(f"{SPEAKER}: no self-drafting method {method!r}; there are {', '.join((*LOADED, *UNTRAINED))}")
+    if heads is None:
+        raise ArgumentError(f"{SPEAKER}: the method {method} needs the folder of its heads; give it as model")
+    file = open_heads(heads)
+    if method == "medusa":
+        return MedusaDrafter(runner, load_medusa(file, runner), max_drafts)
+    config = eagle_config(file, method, Target.of(runner))
+    return EagleDrafter(runner, load_eagle(file, runner, config), max_drafts, max_num_seqs)
+
+
+def eagle_config(file: HeadFile, method: str, target: Target) -> EagleConfig:
+    """The configuration of EAGLE heads. ArgumentError if the file is of the other kind."""
+    is_eagle3 = file.shape("norm.weight") is not None or file.fields.get("speculators_model_type") is not None
+    if is_eagle3 != (method == "eagle3"):
+        found, other = ("EAGLE-3", "eagle3") if is_eagle3 else ("EAGLE-1 or 2", "eagle")
+        raise ArgumentError(
+            f"{SPEAKER}: {file.checkpoint.path} holds heads of {found}; expected those of the method {method}. Use {other!r}"
+        )
+    return (read_eagle3 if is_eagle3 else read_eagle)(file, target)
