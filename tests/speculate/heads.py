@@ -21,7 +21,7 @@ from tinyvllm.ops.linear import TensorWeight
 from tinyvllm.placement import Placement
 from tinyvllm.runner.runner import Runner
 
-E, V, LAYERS, BLOCK, BLOCKS = 64, 96, 6, 16, 64  # of the target: width, vocabulary, layers; and of its cache
+E, V, LAYERS, BLOCK, BLOCKS = 64, 264, 2, 8, 64  # width, vocabulary and layers of the fixture tiny_model; the cache
 Tensors = dict[str, np.ndarray]
 
 
@@ -49,13 +49,13 @@ class Layout:
         listed = self.config.get("eagle_aux_hidden_state_layer_ids") or self.config.get("eagle_config", {}).get(
             "eagle_aux_hidden_state_layer_ids"
         )
-        return tuple(listed or (2, LAYERS // 2, LAYERS - 3)) if self.eagle3 else ()
+        return tuple(listed) if self.eagle3 else ()
 
 
 LAYOUTS = (
     Layout("eagle1", eagle3=False, bias=True, first_norm=False, own_table=True, prefix="layers.0."),
     Layout("eagle1_first_norm", eagle3=False, prefix="layers.0."),
-    Layout("eagle3", draft_vocab=40, own_table=True, config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 6]}}),
+    Layout("eagle3", draft_vocab=40, own_table=True, config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 0, 1]}}),
     Layout(
         "speculators",
         width=32,
@@ -63,9 +63,9 @@ LAYOUTS = (
         prefix="layers.0.",
         draft_vocab=40,
         wrapped=True,
-        config={"norm_before_residual": True, "target_hidden_size": E, "fc_norm": True},
+        config={"norm_before_residual": True, "target_hidden_size": E, "fc_norm": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
     ),
-    Layout("eagle3_norms", qk_norm=True, config={"norm_before_fc": True, "norm_output": True}),
+    Layout("eagle3_norms", qk_norm=True, config={"norm_before_fc": True, "norm_output": True, "eagle_aux_hidden_state_layer_ids": [1, 2]}),
 )
 
 
@@ -159,6 +159,7 @@ def runner_of(ends: Ends, max_model_len: int = 120) -> Runner:
         model=SimpleNamespace(weights=weights),
         pool=SimpleNamespace(block_size=BLOCK, num_blocks=BLOCKS),
         max_model_len=max_model_len,
+        max_num_seqs=4,
     )
     return found
 

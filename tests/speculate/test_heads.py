@@ -63,7 +63,7 @@ def eagle_drafter(folder: Path, layout: Layout, ends: Ends) -> tuple[EagleDrafte
     file, runner = open_heads(tiny.write_heads(folder / layout.name, tiny.config_of(layout), tensors)), tiny.runner_of(ends)
     config = (read_eagle3 if layout.eagle3 else read_eagle)(file, Target.of(runner))
     assert config.state_layers == (layout.aux_layers or (-1,))
-    return EagleDrafter(runner, load_eagle(file, runner, config), 8, 4), Oracle(layout, tensors, ends)
+    return EagleDrafter(runner, load_eagle(file, runner, config), 8), Oracle(layout, tensors, ends)
 
 
 def expect(oracle: Oracle, text: Text, found: tuple[list[int], list[float]], count: int = K) -> None:
@@ -103,7 +103,7 @@ def test_medusa_heads_guess_what_their_formulas_say(tmp_path: Path) -> None:
     tensors = tiny.medusa_tensors(3, 2)
     config = {"medusa_num_heads": 3, "medusa_num_layers": 2, "base_model_name_or_path": "x"}
     runner = tiny.runner_of(Ends.random())
-    drafter = MedusaDrafter(runner, load_medusa(open_heads(tiny.write_heads(tmp_path / "m", config, tensors)), runner), 8)
+    drafter = MedusaDrafter(runner, load_medusa(open_heads(tiny.write_heads(tmp_path / "m", config, tensors)), runner))
     texts = [Text(0, 9, E), Text(1, 4, E), Text(2, 1, E)]
     for text in texts:
         text.append([5])

@@ -146,6 +146,7 @@ class Runner:
         self.weight_bytes, self.bytes_per_token = loader.bytes, loader.streamed
         self.weight_formats, self.weight_layout, self.weight_identity = loader.formats, plan.layout, plan.identity
         self.pool, self.max_model_len = self._size_pool(config)
+        self.max_num_seqs = config.max_num_seqs
         # a pool too small for the model's context shortens sequences, but must not change what the positions mean
         constants = self.model.constants(self.max_model_len, config.max_model_len or self.config.max_context)
         self._constants = {name: Tensor(a, device=device).realize() for name, a in constants.items()}

@@ -83,9 +83,9 @@ class _Extend:
 
 
 class EagleDrafter(LastStates):
-    """Drafts by EAGLE-1, 2 or 3 heads. `max_num_seqs` sequences at most are guessed for at once."""
+    """Drafts by EAGLE-1, 2 or 3 heads."""
 
-    def __init__(self, runner: Runner, heads: EagleHeads, max_drafts: int, max_num_seqs: int):
+    def __init__(self, runner: Runner, heads: EagleHeads, max_drafts: int):
         self.method = "eagle3" if heads.config.is_eagle3 else "eagle"
         super().__init__(max_drafts)
         self.state_layers = heads.config.state_layers
@@ -93,7 +93,7 @@ class EagleDrafter(LastStates):
         S, c = runner.pool.block_size, heads.config.layer
         self._own = -(-self.max_drafts // S) + 1  # blocks of the drafter's own for the guesses of one row
         self._first_own = runner.pool.num_blocks
-        blocks = self._first_own + self._own * decode_bucket(max_num_seqs)
+        blocks = self._first_own + self._own * decode_bucket(runner.max_num_seqs)
         self._pool = KVPool(c, blocks, S, BlockShape.of(c, S, "auto", heads.dtype), runner.device)
         self._cache = self._pool.layers[0]
         self._width = -(-runner.max_model_len // S) + self._own
@@ -121,14 +121,15 @@ class EagleDrafter(LastStates):
         missing: list[_Entries] = []
         for each in rows:
             count = min(each.count, len(each.sequence) - 1 - each.start)  # an entry needs the token after its own
-            if each.sequence.finished or count < 1 or len(each.sequence.block_table) * self._pool.block_size < each.start + count:
+            if count < 1 or len(each.sequence.block_table) * self._pool.block_size < each.start + count:
                 entries.append(None)
                 continue
             missing += [_Entries(each.sequence, start, n, None) for start, n in self._book.missing(each.sequence, each.start)]
             entries.append(_Entries(each.sequence, each.start, count, each.first_row))
         for part in _split(missing):
             self._extend(states, part)
-        self._states = self._extend(states, entries)
+        if any(entries):
+            self._states = self._extend(states, entries)
 
     def _extend(self, states: Tensor, entries: Row[_Entries | None]) -> Tensor:
         """Write entries; the states [R, E] after their last rows, in the order of `entries`."""

@@ -64,6 +64,9 @@ class LastStates:
 
     def observe_states(self, states: Tensor, rows: Row[StateRows]) -> None:
         self._kept.clear()
+        rows = [each for each in rows if not each.sequence.finished]
+        if not rows:
+            return
         self._keep(states, rows)
         # a chunk of a prompt has more known tokens after it, and no guesses
         last = {each.sequence.sequence_id: (r, each.start + each.count - 1) for r, each in enumerate(rows)}

@@ -17,6 +17,7 @@ import numpy as np
 from tinygrad import Tensor
 
 from tinyvllm.bridge import Captured, copied, upload
+from tinyvllm.errors import ArgumentError
 from tinyvllm.foreign import MAX_LAYERS
 from tinyvllm.models.config import WeightRecipe
 from tinyvllm.models.projections import Product
@@ -24,7 +25,7 @@ from tinyvllm.ops.linear import linear
 from tinyvllm.runner.prepare import decode_bucket
 from tinyvllm.runner.runner import Runner
 from tinyvllm.sampling.parameters import SamplingFlags
-from tinyvllm.speculate.head_files import MAX_DRAFTS, HeadFile, Target, expect_equal, head_recipe, load_head_products
+from tinyvllm.speculate.head_files import MAX_DRAFTS, SPEAKER, HeadFile, Target, expect_equal, head_recipe, load_head_products
 from tinyvllm.speculate.last_states import Guessing, LastStates
 from tinyvllm.speculate.picks import Picks
 from tinyvllm.speculate.protocol import FINAL, StateRows
@@ -105,8 +106,10 @@ class MedusaDrafter(LastStates):
     state_layers: tuple[int, ...] = (FINAL,)
     excludes = False  # whether a guess is never the newest token nor an earlier guess
 
-    def __init__(self, runner: Runner, heads: list[MedusaHead], max_drafts: int):
-        super().__init__(min(max_drafts, len(heads)))
+    def __init__(self, runner: Runner, heads: list[MedusaHead], max_drafts: int | None = None):
+        if max_drafts is not None and max_drafts > len(heads):
+            raise ArgumentError(f"{SPEAKER}: num_speculative_tokens={max_drafts}, but there are {len(heads)} Medusa heads; ask for fewer")
+        super().__init__(len(heads) if max_drafts is None else max_drafts)
         self._heads, self._vocab_size, self._device = heads, runner.config.vocab_size, runner.device
         self._gathers: dict[tuple[int, int], tuple[Tensor, Captured]] = {}  # by rows of a step's states and of the kept ones
         self._guessers: dict[tuple[int, int, int, SamplingFlags], _Guesser] = {}

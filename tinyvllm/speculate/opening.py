@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tinyvllm.errors import ArgumentError
 from tinyvllm.speculate.policies import Policy, parse_policy
 from tinyvllm.speculate.protocol import Controller, Drafter
-from tinyvllm.speculative import MAX_DRAFTS, SpeculativeConfig
+from tinyvllm.speculative import HEADS, MAX_DRAFTS, SpeculativeConfig
 
 if TYPE_CHECKING:
     from tinyvllm.runner.runner import Runner
@@ -52,4 +52,14 @@ def _suffix(config: SpeculativeConfig, runner: Runner) -> Drafter:
     return open_lookup(config)
 
 
-_DRAFTERS: dict[str, Callable[[SpeculativeConfig, Runner], Drafter]] = {"ngram": _ngram, "suffix": _suffix}
+def _heads(config: SpeculativeConfig, runner: Runner) -> Drafter:
+    from tinyvllm.speculate.self_drafting import self_drafter
+    from tinyvllm.weights.hub import resolve_model
+
+    folder = None if config.model is None else resolve_model(config.model, config.revision)
+    if config.quantization is not None:
+        raise ArgumentError(f"speculative_config: quantization is not supported for method={config.method!r}; its heads stay as stored")
+    return self_drafter(config.method, folder, runner, config.num_speculative_tokens)
+
+
+_DRAFTERS: dict[str, Callable[[SpeculativeConfig, Runner], Drafter]] = {"ngram": _ngram, "suffix": _suffix, **dict.fromkeys(HEADS, _heads)}

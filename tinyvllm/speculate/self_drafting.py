@@ -15,17 +15,20 @@ from tinyvllm.speculate.protocol import StateDrafter
 
 LOADED = ("medusa", "eagle", "eagle3")
 UNTRAINED = ("medusa_lite", "eagle_lite")
+DEFAULT_DRAFTS = 7  # a controller chooses fewer where more do not pay
 
 
-def self_drafter(method: str, heads: Path | None, runner: Runner, max_drafts: int, max_num_seqs: int) -> StateDrafter:
+def self_drafter(method: str, heads: Path | None, runner: Runner, max_drafts: int | None = None) -> StateDrafter:
     """The drafter of a method in LOADED, from the folder `heads`, or in UNTRAINED; at most `max_drafts` guesses a sequence and step.
+    Where it is None, that is the number of Medusa's heads, and DEFAULT_DRAFTS for other methods.
 
     ArgumentError for a method that is none of these or lacks its folder, ModelError and FormatError for heads that cannot be read.
     """
+    count = DEFAULT_DRAFTS if max_drafts is None else max_drafts
     if method in UNTRAINED:
         if heads is not None:
             raise ArgumentError(f"{SPEAKER}: the method {method} reads no heads; leave model={str(heads)!r} out")
-        return MedusaLiteDrafter(runner, max_drafts) if method == "medusa_lite" else EagleLiteDrafter(runner, max_drafts)
+        return MedusaLiteDrafter(runner, count) if method == "medusa_lite" else EagleLiteDrafter(runner, count)
     if method not in LOADED:
         raise ArgumentError(f"{SPEAKER}: no self-drafting method {method!r}; there are {', '.join((*LOADED, *UNTRAINED))}")
     if heads is None:
@@ -34,7 +37,7 @@ def self_drafter(method: str, heads: Path | None, runner: Runner, max_drafts: in
     if method == "medusa":
         return MedusaDrafter(runner, load_medusa(file, runner), max_drafts)
     config = eagle_config(file, method, Target.of(runner))
-    return EagleDrafter(runner, load_eagle(file, runner, config), max_drafts, max_num_seqs)
+    return EagleDrafter(runner, load_eagle(file, runner, config), count)
 
 
 def eagle_config(file: HeadFile, method: str, target: Target) -> EagleConfig:

@@ -1,0 +1,47 @@
+"""Engines with drafters that read hidden states: the tokens are those without, whatever the heads guess."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.speculate import heads as tiny
+from tinyvllm import LLM, SamplingParams
+
+PROMPTS = [[5, 9, 14, 9, 14, 9, 3], list(range(20, 61)), [7]]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=24),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=4, max_tokens=24),
+    SamplingParams(temperature=0.0, max_tokens=24, repetition_penalty=1.3),
+]
+
+
+def config_of(method: str, folder: Any) -> dict[str, Any]:
+    if method in ("medusa_lite", "eagle_lite"):
+        return {"method": method, "num_speculative_tokens": 3}
+    if method == "medusa":
+        found = tiny.write_heads(folder / "medusa", {"medusa_num_heads": 3, "medusa_num_layers": 1}, tiny.medusa_tensors(3, 1))
+    else:
+        layout = next(layout for layout in tiny.LAYOUTS if layout.name == ("eagle3" if method == "eagle3" else "eagle1"))
+        found = tiny.write_heads(folder / method, tiny.config_of(layout), tiny.tensors_of(layout))
+    return {"method": method, "model": str(found), "num_speculative_tokens": 3}
+
+
+def answers(model: Any, **options: Any) -> list[tuple[list[int], float]]:
+    llm = LLM(str(model), device="CPU", num_blocks=24, max_num_seqs=3, max_num_batched_tokens=32, **options)
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    found = llm.generate([*prompts, prompts[1]], [*PARAMS, PARAMS[1]], use_tqdm=False)
+    assert llm.engine.speculation is None or llm.engine.speculation.on, "the drafter has failed"
+    return [(list(out.outputs[0].token_ids), out.outputs[0].cumulative_logprob) for out in found]
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3", "medusa_lite", "eagle_lite"])
+def test_tokens_are_those_without_heads(tiny_model: Any, tmp_path: Any, plain: Any, method: str) -> None:
+    """Prompts in chunks, a prefix hit, greedy and sampled requests together, a cache too small for all of them."""
+    assert answers(tiny_model, speculative_config=config_of(method, tmp_path)) == plain
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model: Any) -> Any:
+    return answers(tiny_model)
