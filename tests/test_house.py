@@ -63,6 +63,7 @@ IMPORTS: dict[str, set[str]] = {
         "errors",
     },
     "speculate": {
+        "speculative",
         "foreign",
         "runner",
         "sampling",

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Row
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -183,7 +184,7 @@ class EagleDrafter(LastStates):
 
     # ---- before a step
 
-    def _guess(self, batch: Guessing) -> tuple[Tensor, Tensor]:
+    def _guess(self, batch: Guessing) -> tuple[Row[Tensor], Row[Tensor]]:
         assert self._states is not None
         key = int(self._states.shape[0]), batch.bucket, batch.K, batch.flags
         if key not in self._chains:
@@ -210,10 +211,12 @@ class _Chain:
         self._device_tables = copied(self._tables, device)
         self._starts = copied(np.arange(B + 1, dtype=np.int32), device)
         self._samples, self._chunks = copied(np.arange(B, dtype=np.int32), device), copied(np.array([B, 0], np.int32), device)
-        self._captured = Captured(self._function, {"num_blocks": (1, width)})
+        # a capture a guess: each starts from the buffers that the one before has left
+        self._first = Captured(self._start)
+        self._others = [Captured(partial(self._continue, k), {"num_blocks": (1, width)}) for k in range(1, K)]
 
-    def run(self, states: Tensor, batch: Guessing, tables: list[list[int]], book: EntryBook) -> tuple[Tensor, Tensor]:
-        """Tokens [K, B] and probabilities [K, B] from the last states."""
+    def run(self, states: Tensor, batch: Guessing, tables: list[list[int]], book: EntryBook) -> tuple[list[Tensor], list[Tensor]]:
+        """Tokens [B] and probabilities [B] of each of K guesses."""
         S, K = self._pool.block_size, batch.K
         self._places[:] = np.array([0, self._pool.scratch_slot, 0], np.int32).reshape(3, 1, 1)
         blocks = 1
@@ -231,28 +234,28 @@ class _Chain:
         upload(self._rows, batch.padded_rows)
         upload(self._count, np.array([len(batch.sequences)], np.int32))
         self._picks.place(batch.sequences)
-        tokens, confidences = self._captured(states, num_blocks=blocks)
-        return tokens, confidences
+        guesses = [self._first(states)]
+        for captured in self._others:
+            token, _, state = guesses[-1]
+            guesses.append(captured(token, state, num_blocks=blocks))
+        return [token for token, _, _ in guesses], [confidence for _, confidence, _ in guesses]
 
-    def _function(self, states: Tensor, num_blocks: int | UOp = 1) -> tuple[Tensor, Tensor]:
-        heads, K = self._heads, self._places.shape[1]
-        x = states[self._rows].contiguous()
-        tokens: list[Tensor] = []
-        confidences: list[Tensor] = []
-        for k in range(K):
-            logits, best = heads.logits(x, self._samples, self._count)
-            Tensor.realize(logits, *([] if best is None else [best]))
-            token, confidence = self._picks.pick(k, logits, best)
-            tokens.append(token.realize())
-            confidences.append(confidence.realize())
-            if k + 1 < K:
-                batch = self._batch(k + 1, token, num_blocks)
-                angles = self._rope[batch.positions].contiguous()
-                # realized, so that the next guess's store into the cache comes after this one's reading
-                x = heads.layer(token, heads.feed(x), batch, self._pool.layers[0], angles).realize()
-        results = Tensor.stack(*tokens).contiguous(), Tensor.stack(*confidences).contiguous()
-        Tensor.realize(*results)
-        return results
+    def _start(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self._guess(0, states[self._rows].contiguous().realize())
+
+    def _continue(self, k: int, token: Tensor, state: Tensor, num_blocks: int | UOp = 1) -> tuple[Tensor, Tensor, Tensor]:
+        """Guess k, from guess k - 1 and the state that it came from."""
+        batch = self._batch(k, token, num_blocks)
+        angles = self._rope[batch.positions].contiguous()
+        return self._guess(k, self._heads.layer(token, self._heads.feed(state), batch, self._pool.layers[0], angles).realize())
+
+    def _guess(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Token int32 [B] and probability float32 [B] of guess k, and its state x [B, E]."""
+        logits, best = self._heads.logits(x, self._samples, self._count)
+        Tensor.realize(logits, *([] if best is None else [best]))
+        token, confidence = self._picks.pick(k, logits, best)
+        Tensor.realize(token, confidence)
+        return token, confidence, x
 
     def _batch(self, k: int, tokens: Tensor, num_blocks: int | UOp) -> Batch:
         positions, slots, lengths = (rows[k] for rows in self._device_places)

@@ -77,7 +77,7 @@ class EagleLiteDrafter(LastStates):
                 before = before or [known.last]
             self._pairs[each.sequence.sequence_id] = _Pair(last, before[0] if before else last, position)
 
-    def _guess(self, batch: Guessing) -> tuple[Tensor, Tensor]:
+    def _guess(self, batch: Guessing) -> tuple[Row[Tensor], Row[Tensor]]:
         B, K = batch.bucket, batch.K
         if (B, K, batch.flags) not in self._guessers:
             self._guessers[B, K, batch.flags] = self._new_guesser(batch)
@@ -89,8 +89,8 @@ class EagleLiteDrafter(LastStates):
             states[:, b] = pair.last + factors[:, None] * (pair.last - pair.before)
         upload(guesser.states, states.reshape(K * B, self._E))
         guesser.picks.place(batch.sequences)
-        tokens, confidences = guesser.captured()
-        return tokens, confidences
+        found: tuple[list[Tensor], list[Tensor]] = guesser.captured()
+        return found
 
     def _new_guesser(self, batch: Guessing) -> _Guesser:
         B, K = batch.bucket, batch.K
@@ -98,11 +98,10 @@ class EagleLiteDrafter(LastStates):
         count = copied(np.array([K * B], np.int32), self._device)
         picks = Picks(B, K, batch.flags, self._V, self._device)
 
-        def function() -> tuple[Tensor, Tensor]:
+        def function() -> tuple[list[Tensor], list[Tensor]]:
             logits = linear(states, self._head, count).contiguous().realize()
             guesses = [picks.pick(k, logits[k * B : (k + 1) * B].contiguous().realize(), None) for k in range(K)]
-            results = tuple(Tensor.stack(*parts).contiguous() for parts in zip(*guesses, strict=True))
-            Tensor.realize(*results)
-            return results[0], results[1]
+            Tensor.realize(*(part for guess in guesses for part in guess))
+            return [token for token, _ in guesses], [confidence for _, confidence in guesses]
 
         return _Guesser(states, count, picks, Captured(function))

@@ -83,7 +83,7 @@ class LastStates:
             flags |= guess_flags(sequence)
         K = min(self.max_drafts, max(requests[n].max_drafts for n in ready))
         rows = [self._kept[sequence.sequence_id][0] for sequence in sequences]
-        tokens, confidences = (download(result) for result in self._guess(Guessing(sequences, rows, K, flags)))
+        tokens, confidences = (np.stack([download(part) for part in parts]) for parts in self._guess(Guessing(sequences, rows, K, flags)))
         for b, n in enumerate(ready):
             k = min(K, requests[n].max_drafts)
             drafts[n] = Draft(tokens[:k, b].tolist(), np.clip(np.nan_to_num(confidences[:k, b]), 0, 1).tolist())
@@ -97,6 +97,6 @@ class LastStates:
         """Store a row for each of `rows`, in their order, that of its last token."""
         raise NotImplementedError
 
-    def _guess(self, batch: Guessing) -> tuple[Tensor, Tensor]:
-        """Tokens int32 [K, bucket] and their probabilities float32 [K, bucket], in buffers."""
+    def _guess(self, batch: Guessing) -> tuple[Row[Tensor], Row[Tensor]]:
+        """Tokens int32 [bucket] of each of K guesses and their probabilities float32 [bucket], in buffers."""
         raise NotImplementedError

@@ -126,7 +126,7 @@ class MedusaDrafter(LastStates):
         upload(index, last)
         self._states = gather(states)
 
-    def _guess(self, batch: Guessing) -> tuple[Tensor, Tensor]:
+    def _guess(self, batch: Guessing) -> tuple[Row[Tensor], Row[Tensor]]:
         assert self._states is not None
         key = int(self._states.shape[0]), batch.bucket, batch.K, batch.flags
         if key not in self._guessers:
@@ -138,15 +138,15 @@ class MedusaDrafter(LastStates):
             upload(tensor, values)
         upload(guesser.count, np.array([len(batch.sequences)], np.int32))
         guesser.picks.place(batch.sequences)
-        tokens, confidences = guesser.captured(self._states)
-        return tokens, confidences
+        found: tuple[list[Tensor], list[Tensor]] = guesser.captured(self._states)
+        return found
 
     def _new_guesser(self, batch: Guessing) -> _Guesser:
         B, K, V = batch.bucket, batch.K, self._vocab_size
         rows, newest, count = (copied(np.zeros(n, np.int32), self._device) for n in (B, B, 1))
         picks = Picks(B, K, batch.flags, V, self._device)
 
-        def function(states: Tensor) -> tuple[Tensor, Tensor]:
+        def function(states: Tensor) -> tuple[list[Tensor], list[Tensor]]:
             x = states[rows].contiguous()
             tokens: list[Tensor] = []
             confidences: list[Tensor] = []
@@ -156,10 +156,8 @@ class MedusaDrafter(LastStates):
                     logits = _without(logits, [newest, *tokens])
                 token, confidence = picks.pick(k, logits.realize(), None)
                 tokens.append(token.realize())
-                confidences.append(confidence)
-            results = Tensor.stack(*tokens).contiguous(), Tensor.stack(*confidences).contiguous()
-            Tensor.realize(*results)
-            return results
+                confidences.append(confidence.realize())
+            return tokens, confidences
 
         return _Guesser(rows, newest, count, picks, Captured(function))
 
