@@ -45,23 +45,3 @@ def test_tokens_are_those_without_heads(tiny_model: Any, tmp_path: Any, plain: A
 @pytest.fixture(scope="module")
 def plain(tiny_model: Any) -> Any:
     return answers(tiny_model)
-
-
-def test_a_capture_is_not_a_slow_drafter(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of the first call are compiled for seconds; the limit of a call is for what every call costs."""
-    from tinyvllm.bridge import CaptureWork
-    from tinyvllm.speculate.protocol import Draft
-
-    llm = LLM(str(tiny_model), device="CPU", num_blocks=24, speculative_config={"method": "eagle_lite", "num_speculative_tokens": 2})
-    speculation, work = llm.engine.speculation, CaptureWork()
-    assert speculation is not None
-    monkeypatch.setattr(llm.engine.runner, "capture_work", lambda: work)
-    start = speculation._clock()
-
-    def propose(requests: Any) -> list[Draft]:
-        work.seconds += 100.0
-        return [Draft() for _ in requests]
-
-    monkeypatch.setattr(speculation._drafter, "propose", propose)
-    llm.generate([{"prompt_token_ids": [5, 9]}], SamplingParams(max_tokens=3), use_tqdm=False)
-    assert work.seconds >= 100.0 and speculation.on and speculation._clock() < start
