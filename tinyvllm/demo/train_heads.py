@@ -138,7 +138,7 @@ class Head(nn.Module):
             self.lm_head.weight.copy_(model.embed_tokens.weight[self.tokens])
 
     def passes(self, model: Llama, ids: Tensor, features: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Logits [B, T', V'] of guess 0, 1, ..., and where their row t stands: the token that guess j of row t is about is ids[t + 2 + j].
+        """Logits [B, T', V'] of guess 0, 1, ..., and the layer's output: guess j of row t is about ids[t + 2 + j].
 
         ids [B, T + 1], features [B, T, 3E] of the first T of them. T' is T less one a pass: a row needs the tokens that it has guessed.
         """
