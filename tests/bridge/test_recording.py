@@ -177,3 +177,25 @@ def test_empty_is_tinygrads():
         assert (ours.shape, ours.dtype, ours.device) == (theirs.shape, theirs.dtype, theirs.device)
         assert ours.uop.op is theirs.uop.op and ours.uop.base.arg == theirs.uop.base.arg
         assert ours.uop.base is not empty(shape, dtypes.int32, "CPU").uop.base, "a buffer of its own"
+
+
+def test_memory_that_a_view_reads_is_not_given_away():
+    """Contiguous parts of a computed row are views of it, so it lives as long as they are read."""
+    from tinyvllm.bridge import Captured, download
+
+    numbers, pools, count = constant(*range(64)), [realized(pool_of(64)) for _ in range(4)], constant(1)
+
+    def function(x):
+        row = ((numbers + x) % 64).reshape(1, 64).contiguous()
+        first, last = (row[:, at : at + 2].contiguous() for at in (0, 62))
+        results = [copy_in(pools[0], first, count)]  # the last use of the row but through a view
+        for i, pool in enumerate(pools[1:3]):
+            other = ((numbers * 0 + x * 0 + 2 * i).reshape(1, 64) + 1).contiguous()
+            results.append(copy_in(pool, other[:, :2] * 1 + constant(0, 1), count))
+        results.append(copy_in(pools[3], last, count))  # blocks 62 + x to 63 + x
+        return tuple(results)
+
+    step = Captured(function)
+    for x in (0, -1):
+        results = step(constant(x))
+    assert download(results[3])[62, 0] == 61 and download(results[3])[63, 0] == 62

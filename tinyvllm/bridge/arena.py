@@ -8,6 +8,9 @@ from typing import Any
 
 from tinygrad import UOp, dtypes
 from tinygrad.schedule.memory import memory_plan_rewrite
+from tinygrad.uop.ops import Ops
+
+_PARTS = (Ops.BUFFER_VIEW, Ops.CONTIGUOUS, Ops.SHRINK, Ops.RESHAPE)  # a part of one row needs no copy
 
 _arenas: list[weakref.ref[UOp]] = []  # while a captured step uses them
 
@@ -19,7 +22,7 @@ def planned_places(calls: Sequence[UOp], held: set[UOp]) -> dict[UOp, UOp]:
     draw the total is a multiple of the largest: at a vocabulary of 128k a draw for 64 rows has 66 MB of scratch. Nothing in an arena
     outlives a replay, and replays of a device follow each other. The results of a capture are in buffers of its own.
     """
-    plan = _Calls(calls)
+    plan = _Calls([call.replace(src=(call.src[0], *map(_whole_buffer, call.src[1:]))) for call in calls])
     memory_plan_rewrite(plan, held)  # type: ignore[arg-type]
     own = {view.src[0] for view in plan.places.values()}
     shared: dict[UOp, UOp] = {}
@@ -27,6 +30,13 @@ def planned_places(calls: Sequence[UOp], held: set[UOp]) -> dict[UOp, UOp]:
         assert arena.dtype == dtypes.int8, f"a plan of memory with a buffer of {arena.dtype} among its arenas"
         shared[arena] = _arena(arena, set(shared.values()))
     return {buffer: view.replace(src=(shared[view.src[0]],)) for buffer, view in plan.places.items()}
+
+
+def _whole_buffer(argument: UOp) -> UOp:
+    """What a contiguous part is a part of: tinygrad's planner does not count its use, and would give the memory away while it is read."""
+    while argument.op in _PARTS:
+        argument = argument.src[0]
+    return argument
 
 
 class _Calls:
