@@ -294,8 +294,6 @@ class EagleHeads:
         q, k, v = y[:, : c.n_heads], y[:, c.n_heads : c.n_heads + c.n_kv_heads], y[:, c.n_heads + c.n_kv_heads :]
         if c.qk_norm:
             q, k = (rms_norm(part, getattr(self.tensors, name).weight, c.norm_eps) for part, name in ((q, "q_norm"), (k, "k_norm")))
-        # no copies of q and k first: of one row they would be views of y, whose memory a capture may give to what is computed from them.
-        # q is computed at the attention's launch, so y lasts until v, such a view, was read
         q, k = apply_rope(q, angles).contiguous(), apply_rope(k, angles).contiguous()
         return q, append_kv(k, v.contiguous(), cache, batch)
 
