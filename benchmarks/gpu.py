@@ -337,7 +337,7 @@ def kernels(o: argparse.Namespace) -> None:
 def ablation(o: argparse.Namespace) -> None:
     """Each kernel of a layer against tinygrad's own code for the op, at the shapes of Llama-3.2-1B, one sequence and 512 rows."""
     start(o)
-    from benchmarks.gpu_ops import Op, accept_drafts_op, attention_prefill_op, draw_seconds, layer_ops, seconds_of
+    from benchmarks.gpu_ops import Op, attention_prefill_op, draw_seconds, layer_ops, seconds_of
 
     c = SHAPES[o.shape] | (TOY if o.tiny else {})
     H, K, D = (c[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim"))
@@ -363,7 +363,6 @@ def ablation(o: argparse.Namespace) -> None:
         if not op.stem.startswith("attention") and op.stem not in ("embed", "norm_head"):
             attempt(o, compare, op, many)
     attempt(o, lambda: compare(attention_prefill_op(many, H, K, D), many))
-    attempt(o, lambda: compare(accept_drafts_op(many, 7), many))
     V = c["vocab_size"]
     for B in (1,) if o.tiny else (1, 64):
         attempt(o, both, f"sample, {B} rows", 4 * B * V, 0, partial(draw_seconds, V, B), False)

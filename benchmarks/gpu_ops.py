@@ -27,7 +27,6 @@ from tinyvllm.backends.launch import launch
 from tinyvllm.backends.metal import plan as metal_records
 from tinyvllm.batch import PACKED_KV, Batch, KVLayout, LayerCache
 from tinyvllm.bridge import Captured, alias, synchronize
-from tinyvllm.ops.accept_drafts import accept_drafts
 from tinyvllm.ops.attention import PagedAttention
 from tinyvllm.ops.head import embed, norm_head
 from tinyvllm.ops.linear import TensorWeight, Weight, gate_up_silu, linear
@@ -300,17 +299,6 @@ def attention_prefill_op(T: int, H: int, K: int, D: int, cache: str = "BF16") ->
 
     name = f"attention_prefill, {T}" + (f", {cache}" if cache != "BF16" else "")
     return Op(name, "attention_prefill", make, cache_bytes(cache, T, K, D), 2 * T * (T + 1) * H * D)
-
-
-def accept_drafts_op(B: int, N: int) -> Op:
-    """B sequences with N drafts each, all of them accepted: the most that there is to compare."""
-
-    def make(kernel: bool) -> Callable[[], Tensor]:
-        chosen = np.random.default_rng(0).integers(0, 1000, (B, N + 1))
-        operands = int32(chosen[:, :N]), int32(chosen), int32([N] * B), int32([B])
-        return lambda: accept_drafts(*operands)[1]  # made from the lengths, in tinygrad's code too
-
-    return Op(f"accept_drafts, {B} x {N}", "accept_drafts", make, 8 * B * N, 0)
 
 
 def layer_ops(c: dict[str, Any], T: int, context: int) -> list[Op]:

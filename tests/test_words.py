@@ -51,7 +51,7 @@ RETIRED = {
     "KeptPanels": "WeightCache",
     "LineGraph": "CudaGraph",
     "IndirectGraph": "MetalGraph",
-    "verify_prefix": "accept_drafts",
+    "verify_prefix": "speculate/policies",
     "ops/launch": "bridge",
     "ops/calls": "backends",
     "matmul_sixteen": "matmul16",

@@ -86,7 +86,7 @@ def test_what_is_wrong_is_named(change, words, recorded):
         ("attention_prefill", {"cache_format": "KV_INT8", "head_dim": 96}, "attention_prefill KV_INT8 D=48"),
         ("attention_prefill", {"cache_format": "KV_INT4", "head_dim": 96}, "attention_prefill KV_INT4 D=64"),
         ("advance", {}, "advance"),
-        ("accept_drafts", {}, None),
+        ("quantize", {}, None),
     ],
 )
 def test_the_case_of_a_shape(stem, facts, name):

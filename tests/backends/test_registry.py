@@ -147,7 +147,7 @@ def test_the_variants_of_this_machine_name_what_it_lacks(processor):
 def test_every_op_of_a_backend_has_a_source(kind):
     backend = BACKENDS[kind]
     assert backend.stems <= {path.stem for path in (kernels_folder() / backend.name).glob(f"*{ENDINGS[backend.name]}")}
-    assert backend.stems <= set(STEMS) and set(STEMS) - backend.stems <= {"accept_drafts", "pack_tiles"}
+    assert backend.stems <= set(STEMS) and set(STEMS) - backend.stems <= {"pack_tiles"}
 
 
 GPUS = [("sm_80", "sm_80", "best variant"), ("sm_90", "sm_80", "best variant"), ("sm_120", "sm_80", "best variant")]
@@ -197,7 +197,7 @@ def test_hoppers_own_variant_must_be_forced(monkeypatch):
 def test_an_op_that_this_backend_has_no_kernel_for(monkeypatch, processor):
     processor(*X86)
     monkeypatch.setenv("TINYVLLM_KERNELS", "all=avx2")
-    assert chosen("accept_drafts", CPU, "a") is None and choices()[0].why == "CPU has no kernel for it"
-    monkeypatch.setenv("TINYVLLM_KERNELS", "accept_drafts=avx2")
-    with pytest.raises(KernelError, match="wants accept_drafts=avx2, which cannot run a: CPU has no kernel"):
-        select("accept_drafts", CPU, "a")
+    assert chosen("pack_tiles", CPU, "a") is None and choices()[0].why == "CPU has no kernel for it"
+    monkeypatch.setenv("TINYVLLM_KERNELS", "pack_tiles=avx2")
+    with pytest.raises(KernelError, match="wants pack_tiles=avx2, which cannot run a: CPU has no kernel"):
+        select("pack_tiles", CPU, "a")

@@ -1,4 +1,4 @@
-"""Tokens on the GPU: draws and accepted drafts equal the CPU's, blocks are copied, and a model answers as on the CPU."""
+"""Tokens on the GPU: draws equal the CPU's, blocks are copied, and a model answers as on the CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from tests.gpu.operands import DEVICE, EMULATED, TOY_MODEL, both
 from tests.ops.inputs import int32, numbers, realized
 from tinyvllm.backends.cpu.toolchain import has_compiler
 from tinyvllm.config import DEFAULT_MODEL
-from tinyvllm.ops.accept_drafts import accept_drafts
 from tinyvllm.ops.copy import copy_blocks
 from tinyvllm.request import SamplingParams
 
@@ -31,20 +30,6 @@ def test_draws_are_the_cpus(sizes, kind, B):
     B = min(B, 4 if sizes.max_rows < 100 else B)
     got = answers.draws(DEVICE, sizes.V, B, kind)
     np.testing.assert_array_equal(got, answers.cpu_draws(sizes.V, B, kind), err_msg="tokens of a step in a row")
-
-
-def test_accepted_drafts_equal_the_reference(monkeypatch):
-    random = np.random.default_rng(0)
-    drafts, chosen = random.integers(0, 2, (33, 5)), random.integers(0, 2, (33, 6))
-    arguments = realized(drafts.astype(np.int32)), realized(chosen.astype(np.int32)), int32(*(b % 6 for b in range(33))), int32(33)
-
-    def op() -> np.ndarray:
-        accepted, following = accept_drafts(*arguments)
-        Tensor.realize(accepted, following)
-        return np.stack([accepted.numpy(), following.numpy()])
-
-    got, want = both(monkeypatch, "accept_drafts", op)
-    np.testing.assert_array_equal(got, want)
 
 
 def test_blocks_are_copied(monkeypatch):

@@ -103,8 +103,6 @@ class Backend(Protocol):
 
     def sample(self, variant: str, logits: Tensor, draw: DrawInputs) -> Tensor: ...
 
-    def accept_drafts(self, variant: str, drafts: Tensor, chosen: Tensor, lengths: Tensor, count: Tensor) -> tuple[Tensor, Tensor]: ...
-
     def pack_tiles(self, variant: str, placement: Placement, rows: RowSource, format: str, I: int) -> Tensor:
         """The matrix [O, I] in tiles of `format`, realized, uint8 [panel_bytes]: its rows are uploaded as they are and packed there.
 

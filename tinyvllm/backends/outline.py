@@ -87,8 +87,5 @@ class Outline:
     def sample(self, variant: str, logits: Tensor, draw: DrawInputs) -> Tensor:
         return integers(logits, int(logits.shape[0]))
 
-    def accept_drafts(self, variant: str, drafts: Tensor, chosen: Tensor, lengths: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        return integers(drafts, int(drafts.shape[0])), integers(drafts, int(drafts.shape[0]))
-
     def pack_tiles(self, variant: str, placement: Placement, rows: RowSource, format: str, I: int) -> Tensor:
         raise NotImplementedError("kernels: packing does not belong to a step")

@@ -44,7 +44,6 @@ STEMS = (
     "advance",
     "kv_copy",
     "sample",
-    "accept_drafts",
     "pack_tiles",
 )
 _VARIANTS = tuple(name for backend in BACKENDS.values() for name in backend.variant_names)

@@ -1,4 +1,4 @@
-"""The CUDA kernels that only move data: embed, kv_append, kv_copy, advance, accept_drafts, read, copy. Everything here is exact."""
+"""The CUDA kernels that only move data: embed, kv_append, kv_copy, advance, read, copy. Everything here is exact."""
 
 from __future__ import annotations
 
@@ -110,30 +110,6 @@ def test_advance_prepares_the_next_step() -> None:
         for ours, other in zip(state, theirs, strict=True):
             np.testing.assert_array_equal(ours, other)
     assert state[5][0] == rounds + 1 and state[1][36] == -7 and scratch in state[2]
-
-
-@pytest.mark.parametrize("drafts", [1, 5, 70])
-def test_accept_drafts_accepts_what_the_target_drew(drafts: int) -> None:
-    B, count = 9, 8
-    random = np.random.default_rng(drafts)
-    chosen = laid(random.integers(0, 50, (B, drafts + 1)).astype(np.int32))
-    drafted, lengths = laid(np.ascontiguousarray(chosen[:, :drafts])), laid(random.integers(0, drafts + 1, B).astype(np.int32))
-    lengths[0], lengths[1:4] = 0, drafts
-    drafted[1, 0] += 1
-    drafted[2, drafts - 1] += 1
-    for b in range(4, count):
-        drafted[b, random.integers(0, drafts)] += b % 3
-    chosen[4, 0] = drafted[4, 0] = -1
-    accepted, following = aligned((B,), np.int32), aligned((B,), np.int32)
-    kernel = Kernel.cuda("accept_drafts", "sm_80", 2, 4, (-(-B // 4), 1, 1), 128, DRAFTS=drafts)
-    emulate(kernel, accepted, following, drafted, chosen, lengths, int32(count))
-    for b in range(count):
-        same = 0
-        while same < lengths[b] and drafted[b, same] == chosen[b, same] >= 0:
-            same += 1
-        assert (accepted[b], following[b]) == (same, chosen[b, same])
-    assert accepted[0] == accepted[1] == 0 and accepted[2] == drafts - 1 and accepted[3] == drafts
-    assert accepted[8] == -1, "a sequence after the count is not touched"
 
 
 @pytest.mark.parametrize("words", [4096 * 3 + 700, 5])

@@ -1,4 +1,4 @@
-"""The Metal kernels that only move data: embed, kv_append, kv_copy, advance, accept_drafts, read. All results are exact."""
+"""The Metal kernels that only move data: embed, kv_append, kv_copy, advance, read. All results are exact."""
 
 from __future__ import annotations
 
@@ -103,29 +103,6 @@ def test_advance_prepares_the_next_step() -> None:
         for array, other in zip(state, expected, strict=True):
             np.testing.assert_array_equal(array, other)
     assert state[5][0] == rounds + 1 and state[1][36] == -7 and scratch in state[2]
-
-
-@pytest.mark.parametrize("drafts", [1, 5, 70])
-def test_accept_drafts_accepts_what_the_target_drew(drafts: int) -> None:
-    B, count = 9, 8
-    random = np.random.default_rng(drafts)
-    chosen = random.integers(0, 50, (B, drafts + 1)).astype(np.int32)
-    drafted, lengths = np.ascontiguousarray(chosen[:, :drafts]), random.integers(0, drafts + 1, B).astype(np.int32)
-    lengths[0], lengths[1:4] = 0, drafts
-    drafted[1, 0] += 1
-    drafted[2, drafts - 1] += 1
-    for b in range(4, count):
-        drafted[b, random.integers(0, drafts)] += b % 3
-    chosen[4, 0] = drafted[4, 0] = -1
-    accepted, following = aligned((B,), np.int32), aligned((B,), np.int32)
-    emulate(records.accept_drafts(VARIANT, B, drafts), accepted, following, drafted, chosen, lengths, int32(count), seed=drafts)
-    for b in range(count):
-        same = 0
-        while same < lengths[b] and drafted[b, same] == chosen[b, same] >= 0:
-            same += 1
-        assert (accepted[b], following[b]) == (same, chosen[b, same])
-    assert accepted[0] == accepted[1] == 0 and accepted[2] == drafts - 1 and accepted[3] == drafts
-    assert accepted[8] == -1, "an invalid sequence"
 
 
 @pytest.mark.parametrize("words", [1024 * 5 + 700, 5])

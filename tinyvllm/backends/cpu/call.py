@@ -211,9 +211,6 @@ class CpuBackend:
         kernel = Kernel.cpu("sample", variant, len(outs), len(ins), bytes=work, V=V, NEUTRAL_ROW=draw.neutral_row, **defines)
         return launch(kernel, outs, ins)[0]
 
-    def accept_drafts(self, variant: str, drafts: Tensor, chosen: Tensor, lengths: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("kernels: the CPU has no kernel for accept_drafts")
-
     def pack_tiles(self, variant: str, placement: Placement, rows: RowSource, format: str, I: int) -> Tensor:
         raise NotImplementedError("kernels: the CPU reads panels, not tiles")
 

@@ -224,12 +224,6 @@ class CudaBackend:
         tokens: Tensor = outs[0]
         return tokens
 
-    def accept_drafts(self, variant: str, drafts: Tensor, chosen: Tensor, lengths: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        B, N = (int(d) for d in drafts.shape)
-        outs = [integers(drafts, B), integers(drafts, B)]
-        accepted, following = launch(plan.accept_drafts(variant, B, N), outs, [drafts, chosen, lengths, count])
-        return accepted, following
-
     def pack_tiles(self, variant: str, placement: Placement, rows: RowSource, format: str, I: int) -> Tensor:
         return pack_rows(plan.pack_tiles(variant, rows.format, format, gpu_of(placement)), placement.device, rows, format, I)
 

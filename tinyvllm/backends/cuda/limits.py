@@ -62,6 +62,5 @@ LIMITS: Limits = {
     "advance": (),
     "kv_copy": (multiple_of("block_bytes", 16),),
     "sample": (at_most("vocabulary", 1 << 18),),  # what its bins can count
-    "accept_drafts": (),
     "pack_tiles": (_INPUTS,),
 }

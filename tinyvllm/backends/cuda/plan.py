@@ -398,10 +398,6 @@ def kv_copy(variant: str, pairs: int, block_bytes: int) -> Kernel:
     return Kernel.cuda("kv_copy", variant, 1, 2, grid, 256, bytes=2 * pairs * block_bytes, BLOCK_BYTES=block_bytes)
 
 
-def accept_drafts(variant: str, B: int, drafts: int) -> Kernel:
-    return Kernel.cuda("accept_drafts", variant, 2, 4, (ceil_div(B, 4), 1, 1), 128, bytes=8 * B * drafts, DRAFTS=drafts)
-
-
 def pack_tiles(variant: str, source: str, format: str, gpu: GPU) -> Kernel:
     """One kernel for all matrices of a format: their sizes are read at run time. Rows of another float format are converted."""
     unit, converts = tile_unit(format), source != format

@@ -329,10 +329,6 @@ def advance(variant: str, B: int, M: int, S: int, rounds: int, scratch_slot: int
     )
 
 
-def accept_drafts(variant: str, B: int, drafts: int) -> Kernel:
-    return _kernel("accept_drafts", variant, 2, 4, (ceil_div(B, 4), 1, 1), 128, bytes=8 * B * drafts, DRAFTS=drafts)
-
-
 SAMPLE_THREADS, SAMPLE_CAPACITY, SAMPLE_GROUPS = 512, 2047, 32
 
 
