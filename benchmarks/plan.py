@@ -256,7 +256,7 @@ def decode(m: Model, format: str, T: int, context: int, cache: str, row: str = R
         *(Launch(kernel, m.L, True, weights) for kernel, weights in layer),
         Launch(logits, weights=m.V * m.E),
         *map(Launch, records.argmax(ROW, T, m.V)[:2]),
-        Launch(records.advance(ROW, T, ceil_div(context, S), S, 64, 0)),
+        Launch(records.advance(ROW, T, ceil_div(context, S), S, 64)),
     ]
 
 

@@ -26,7 +26,7 @@ WRONG: dict[str, tuple[str, str | Callable[[str], str]]] = {
     "matvec": ("ACTIVATION", "1"),
     "norm_gate_up_silu": ("EPS", "0.5f"),
     "norm_head": ("EPS", "0.5f"),
-    "advance": ("SCRATCH_SLOT", "0"),
+    "advance": ("NO_SLOT", "0"),
     "kv_copy": ("BLOCK_BYTES", "160"),
     "sample": ("SAMPLED", "0"),
     "pack_tiles": ("QUANTS|FIELDS", lambda old: re.sub(r"\((\d+)", lambda first: f"({int(first[1]) + 2}", old)),  # two bytes further

@@ -2,7 +2,7 @@
 //
 //   tokens        [B] int32     becomes max(sampled, 0): -1 says that a row's logits were unusable, which the host reads in `history`
 //   positions     [B] int32     incremented
-//   slots         [B] int32     where the token's keys and values go: SCRATCH_SLOT (negative: nowhere) when the sequence's blocks are all full
+//   slots         [B] int32     where the token's keys and values go: NO_SLOT (negative: nowhere) when the sequence's blocks are all full
 //   context_lens  [B] int32     incremented
 //   history       [N, B] int32  row round[0] becomes sampled
 //   round         [1] int32     incremented; from N on nothing is recorded
@@ -22,7 +22,7 @@ static void advance(int32_t *tokens, int32_t *positions, int32_t *slots, int32_t
     tokens[b] = sampled[b] < 0 ? 0 : sampled[b];
     positions[b] = position;
     context_lens[b] += 1;
-    slots[b] = block < M ? block_tables[b * M + block] * S + position % S : SCRATCH_SLOT;
+    slots[b] = block < M ? block_tables[b * M + block] * S + position % S : NO_SLOT;
   }
   __atomic_store_n(round, round[0] + 1, __ATOMIC_RELEASE);  // the host may be polling: what `round` counts is written
 }

@@ -2,7 +2,7 @@
 //
 //   tokens        [B] int32          becomes max(sampled, 0): -1 means that a row's logits were unusable, which the host reads in `history`
 //   positions     [B] int32          + 1
-//   slots         [B] int32          where the token's keys and values are stored: SCRATCH_SLOT (negative: nowhere) when all blocks of the sequence are full
+//   slots         [B] int32          where the token's keys and values are stored: NO_SLOT (negative: nowhere) when all blocks of the sequence are full
 //   context_lens  [B] int32          + 1
 //   history       [ROUNDS, B] int32  row round[0] becomes sampled
 //   round         [1] int32          + 1; from ROUNDS on nothing is recorded
@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     tokens[b] = token < 0 ? 0 : token;
     positions[b] = position;
     context_lens[b] += 1;
-    slots[b] = block < M ? block_tables[b * M + block] * S + position % S : SCRATCH_SLOT;
+    slots[b] = block < M ? block_tables[b * M + block] * S + position % S : NO_SLOT;
   }
   __syncthreads();  // all have read `round`
   if (threadIdx.x == 0) round[0] = row + 1;

@@ -3,7 +3,7 @@
 //   tokens        [B] int32          becomes max(sampled, 0): -1 means that a row's logits had no token to draw; the host reads that in
 //                                    `history`
 //   positions     [B] int32          incremented
-//   slots         [B] int32          slot of the token's keys and values: SCRATCH_SLOT (negative: nowhere) when all of the sequence's blocks are full
+//   slots         [B] int32          slot of the token's keys and values: NO_SLOT (negative: nowhere) when all of the sequence's blocks are full
 //   context_lens  [B] int32          incremented
 //   history       [ROUNDS, B] int32  row round[0] becomes sampled
 //   round         [1] int32          incremented; from ROUNDS on nothing is recorded
@@ -26,7 +26,7 @@
     tokens[b] = max(token, 0);
     positions[b] = position;
     context_lens[b] += 1;
-    slots[b] = block < M ? block_tables[b * M + block] * S + position % S : SCRATCH_SLOT;
+    slots[b] = block < M ? block_tables[b * M + block] * S + position % S : NO_SLOT;
   }
   threadgroup_barrier(mem_flags::mem_device);  // all have read `round`
   if (index == 0) round[0] = turn + 1;

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from tinygrad import dtypes
 
 from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned
@@ -17,7 +15,6 @@ from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.metal import plan as metal
 from tinyvllm.backends.shapes import Heads
 from tinyvllm.quant.kv import pack_blocks
-from tinyvllm.runner.kv import BlockShape, KVPool
 from tinyvllm.runner.prepare import StepInputs, shape_of
 
 H, K, D, S, P = 1, 1, 16, 8, 400
@@ -26,10 +23,8 @@ NUMBER = {"F32": np.float32, "BF16": np.uint16}
 
 def step() -> tuple[StepInputs, list[int]]:
     """33 decodes, padded to 64, and a chunk of three; the slots of the rows that count."""
-    config: Any = SimpleNamespace(n_kv_heads=K, head_dim=D, num_blocks=0)
-    pool = KVPool(config, P - 1, S, BlockShape.of(config, S, "auto", dtypes.float32), "CPU")
     singles, chunks = [entry(i, 5, 4, 1) for i in range(1, 34)], [entry(34, 3, 0, 3)]
-    inputs = StepInputs(shape_of(singles, chunks), 8, pool.scratch_slot, "CPU")
+    inputs = StepInputs(shape_of(singles, chunks), 8, "CPU")
     inputs.fill(singles, chunks, S)
     assert inputs.shape.decodes == 64 and inputs.rows.tolist() == [67]
     return inputs, [*inputs.slots[:33].tolist(), *inputs.slots[64:67].tolist()]

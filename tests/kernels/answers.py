@@ -10,6 +10,7 @@ import numpy as np
 from tinyvllm.backends import selftest
 from tinyvllm.backends.cases import attention, expected, inputs, products, tokens
 from tinyvllm.backends.cases.inputs import EPS, PERIOD, Arrays, S, activations, columns, numbers, numbers_of, weight_rows
+from tinyvllm.batch import NO_SLOT
 from tinyvllm.quant.formats import Layout, formats_in
 from tinyvllm.quant.layouts import unpack_rows
 
@@ -89,8 +90,8 @@ def prefill(D: int) -> np.ndarray:
 
 
 def advance() -> Arrays:
-    """Row 0 moves within block 4, row 1 into block 3, row 2 past its last block, into the scratch slot; row 3 does not count."""
-    state = [[11, 0, 13, 4], [6, S, 2 * S, 9], [4 * S + 6, 3 * S, 127, 9], [7, S + 1, 2 * S + 1, 10]]
+    """Row 0 moves within block 4, row 1 into block 3, row 2 past its last block, so its slot is NO_SLOT; row 3 does not count."""
+    state = [[11, 0, 13, 4], [6, S, 2 * S, 9], [4 * S + 6, 3 * S, NO_SLOT, 9], [7, S + 1, 2 * S + 1, 10]]
     return {"state": np.array(state), "history": np.array([[-1] * 4, [11, -1, 13, -1], [-1] * 4]), "round": np.array([2])}
 
 

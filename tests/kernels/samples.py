@@ -14,7 +14,7 @@ import numpy as np
 from tests.formats import sampled_formats
 from tests.kernels.calling import aligned
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.batch import KVLayout
+from tinyvllm.batch import NO_SLOT, KVLayout
 from tinyvllm.quant.formats import FORMATS, Activations, Layout
 from tinyvllm.quant.kv import KV_FORMATS, pack_blocks
 from tinyvllm.quant.random_rows import packable_width
@@ -111,7 +111,7 @@ def read(target: str) -> Call:
 def advance(target: str, B: int = 3, M: int = 2, S: int = 8, N: int = 2) -> Call:
     state = [int32(1, 2, 3), int32(0, 7, 15), int32(0, 15, 47), int32(1, 8, 16), blank(N, B, dtype="int32"), int32(1)]
     arrays = [*state, int32(4, -1, 5), filled(np.arange(B * M, dtype=np.int32).reshape(B, M)), int32(B)]
-    return kernel("advance", target, 6, arrays, B=B, M=M, S=S, N=N, SCRATCH_SLOT=99)
+    return kernel("advance", target, 6, arrays, B=B, M=M, S=S, N=N, NO_SLOT=NO_SLOT)
 
 
 def attention(stem: str, cache: str, target: str, H: int = 4, K: int = 2, D: int = 48, S: int = 16) -> Call:

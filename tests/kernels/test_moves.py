@@ -9,6 +9,7 @@ from tests.formats import sampled_formats
 from tests.kernels.calling import aligned, call
 from tinyvllm.backends.cpu.toolchain import cpu_features
 from tinyvllm.backends.kernel import Kernel
+from tinyvllm.batch import NO_SLOT
 from tinyvllm.quant.formats import Layout, packed_in
 from tinyvllm.quant.layouts import pack_panels, row_bytes, unpack_rows
 from tinyvllm.quant.random_rows import packable_width, random_rows
@@ -138,8 +139,8 @@ def test_kv_copy_copies_the_pairs_that_count() -> None:
 
 
 def test_advance_prepares_the_next_step() -> None:
-    B, M, S, N, scratch = 5, 2, 4, 3, 99
-    kernel = Kernel("advance", "cpu", "plain", (("B", B), ("M", M), ("S", S), ("N", N), ("SCRATCH_SLOT", scratch)), 6, 3)
+    B, M, S, N = 5, 2, 4, 3
+    kernel = Kernel("advance", "cpu", "plain", (("B", B), ("M", M), ("S", S), ("N", N), ("NO_SLOT", NO_SLOT)), 6, 3)
     tokens, positions, slots = int32(1, 2, 3, 4, -7), int32(0, 3, 7, 2, -7), int32(20, 43, 11, 0, -7)
     lens, history, turn = int32(1, 4, 8, 3, -7), np.full((N, B), -9, np.int32), int32(1)
     tables = np.array([[5, 6], [10, 4], [1, 2], [0, 8], [-7, -7]], np.int32)
@@ -147,9 +148,9 @@ def test_advance_prepares_the_next_step() -> None:
     call(kernel, *state, int32(11, 12, 13, -1, 77), tables, int32(4))
     assert tokens.tolist() == [11, 12, 13, 0, -7]
     assert positions.tolist() == [1, 4, 8, 3, -7] and lens.tolist() == [2, 5, 9, 4, -7]
-    assert slots.tolist() == [21, 16, scratch, 3, -7]
+    assert slots.tolist() == [21, 16, NO_SLOT, 3, -7]
     assert history.tolist() == [[-9] * B, [11, 12, 13, -1, -9], [-9] * B] and turn.tolist() == [2]
     call(kernel, *state, int32(21, 22, 23, 24, 77), tables, int32(4))
-    assert slots.tolist() == [22, 17, scratch, 32, -7] and history[2].tolist() == [21, 22, 23, 24, -9]
+    assert slots.tolist() == [22, 17, NO_SLOT, 32, -7] and history[2].tolist() == [21, 22, 23, 24, -9]
     call(kernel, *state, int32(31, 32, 33, 34, 77), tables, int32(4))  # the history is full: nothing of it changes
     assert tokens.tolist() == [31, 32, 33, 34, -7] and history[0].tolist() == [-9] * B and turn.tolist() == [4]

@@ -10,11 +10,11 @@ from tinygrad import Tensor
 
 from tests.ops.inputs import VARIANTS, int32, realized
 from tinyvllm.backends import registry
-from tinyvllm.batch import Batch
+from tinyvllm.batch import NO_SLOT, Batch
 from tinyvllm.bridge import Captured, download, upload
 from tinyvllm.ops.advance import History, advance
 
-S, SCRATCH = 8, 99
+S = 8
 TABLES = np.array([[1, 2], [3, 4], [5, 6], [7, 8], [9, 9]], np.int32)
 
 
@@ -22,7 +22,7 @@ def batch(count: int) -> Batch:
     """Sequence 0 within a block, 1 at its end, 2 at the end of all its blocks, 3 at its first token; 4 is padding."""
     none = int32(0)
     tokens, positions = int32(10, 11, 12, 13, 14), int32(2, 7, 15, 0, 3)
-    slots, contexts = int32(10, 31, 55, 56, SCRATCH), int32(3, 8, 16, 1, 0)
+    slots, contexts = int32(10, 31, 55, 56, NO_SLOT), int32(3, 8, 16, 1, 0)
     return Batch(tokens, positions, slots, realized(TABLES), none, contexts, int32(5), int32(count), none, none, none, 1, 5, 1)
 
 
@@ -45,25 +45,25 @@ def forced(request, monkeypatch):
 
 def test_two_rounds(forced):
     b, h = batch(4), history(3)
-    advance(b, int32(20, 21, -1, 23, 24), h, S, SCRATCH)
+    advance(b, int32(20, 21, -1, 23, 24), h, S)
     assert state(b, h) == {
         "tokens": [20, 21, 0, 23, 14],  # a sequence without a token continues with token 0: the host reads the -1
         "positions": [3, 8, 16, 1, 3],
-        "slots": [8 + 3, 4 * 8, SCRATCH, 7 * 8 + 1, SCRATCH],
+        "slots": [8 + 3, 4 * 8, NO_SLOT, 7 * 8 + 1, NO_SLOT],
         "context_lens": [4, 9, 17, 2, 0],
         "history": [[20, 21, -1, 23, -1], [-1] * 5, [-1] * 5],
         "round": [1],
     }
-    advance(b, int32(30, 31, 32, 33, 34), h, S, SCRATCH)
+    advance(b, int32(30, 31, 32, 33, 34), h, S)
     after = state(b, h)
     assert after["history"] == [[20, 21, -1, 23, -1], [30, 31, 32, 33, -1], [-1] * 5] and after["round"] == [2]
-    assert after["tokens"] == [30, 31, 32, 33, 14] and after["slots"] == [12, 33, SCRATCH, 58, SCRATCH]
+    assert after["tokens"] == [30, 31, 32, 33, 14] and after["slots"] == [12, 33, NO_SLOT, 58, NO_SLOT]
 
 
 def test_rounds_that_history_has_no_room_for_are_not_recorded(forced):
     b, h = batch(1), history(1)
     for token in (20, 21, 22):
-        advance(b, int32(token, 0, 0, 0, 0), h, S, SCRATCH)
+        advance(b, int32(token, 0, 0, 0, 0), h, S)
     after = state(b, h)
     assert after["history"] == [[20, -1, -1, -1, -1]] and after["round"] == [3] and after["positions"][0] == 5
 
@@ -73,7 +73,7 @@ def test_in_a_captured_step(forced):
     b, h, sampled = batch(4), history(4), int32(20, 21, 22, 23, 24)
 
     def function(tokens: Tensor) -> Tensor:
-        advance(b, tokens, h, S, SCRATCH)
+        advance(b, tokens, h, S)
         return h.round
 
     step = Captured(function)
@@ -96,6 +96,6 @@ def test_kernel_and_reference_agree_on_random_states(monkeypatch):
             monkeypatch.setenv("TINYVLLM_KERNELS", f"advance={variant}")
             b, h = dataclasses.replace(batch(count), positions=realized(start)), history(3)
             for tokens in drawn:
-                advance(b, realized(tokens), h, S, SCRATCH)
+                advance(b, realized(tokens), h, S)
             states.append(state(b, h))
         assert states[0] == states[1]

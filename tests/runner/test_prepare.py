@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
+from tinyvllm.batch import NO_SLOT
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.scheduler import Schedule, Scheduled
 
-S, M, SCRATCH = 16, 8, 960
+S, M = 16, 8
 
 
 def entry(number, length, start, count, num_logits=1):
@@ -43,7 +44,7 @@ def fill(entries):
     from tinyvllm.runner.prepare import StepInputs, shape_of, split
 
     singles, chunks = split(Schedule(entries=entries))
-    inputs = StepInputs(shape_of(singles, chunks), M, SCRATCH, "CPU")
+    inputs = StepInputs(shape_of(singles, chunks), M, "CPU")
     return inputs, inputs.fill(singles, chunks, S)
 
 
@@ -51,7 +52,7 @@ def test_decodes():
     inputs, blocks = fill([entry(1, 20, 19, 1), entry(2, 4, 3, 1), entry(3, 40, 39, 1, num_logits=0)])
     assert blocks == 3
     assert inputs.tokens.tolist() == [119, 203, 339, 0] and inputs.positions.tolist() == [19, 3, 39, 0]
-    assert inputs.slots.tolist() == [11 * S + 3, 20 * S + 3, 32 * S + 7, SCRATCH]
+    assert inputs.slots.tolist() == [11 * S + 3, 20 * S + 3, 32 * S + 7, NO_SLOT]
     assert inputs.context_lens.tolist() == [20, 4, 40, 0] and inputs.query_starts.tolist() == [0, 1, 2, 3, 4]
     assert inputs.samples.tolist() == [0, 1, 0, 0] and inputs.sample_count.tolist() == [2], "rows of those that sample, then padding"
     assert inputs.rows.tolist() == inputs.decodes.tolist() == [3] and inputs.chunks.tolist() == [4, 0]
@@ -65,7 +66,7 @@ def test_a_step_with_both():
     assert inputs.tokens[8:28].tolist() == list(range(210, 230)) and inputs.positions[8:28].tolist() == list(range(10, 30))
     assert inputs.slots[8:14].tolist() == list(range(20 * S + 10, 20 * S + 16)) and inputs.slots[14] == 21 * S
     assert inputs.tokens[28:40].tolist() == list(range(300, 312))
-    assert inputs.slots[1:8].tolist() == [SCRATCH] * 7
+    assert inputs.slots[1:8].tolist() == [NO_SLOT] * 7
     assert inputs.samples[:2].tolist() == [0, 27] and inputs.sample_count.tolist() == [2], "the decode's row and the last of a chunk"
     assert inputs.rows.tolist() == [40] and inputs.decodes.tolist() == [1] and inputs.chunks.tolist() == [8, 2]
 
@@ -73,7 +74,7 @@ def test_a_step_with_both():
 def test_a_second_fill_leaves_nothing_of_the_first():
     inputs, _ = fill([entry(1, 20, 19, 1), entry(2, 4, 3, 1)])
     inputs.fill([entry(3, 4, 3, 1)], [], S)
-    assert inputs.slots.tolist() == [30 * S + 3, SCRATCH] and inputs.context_lens.tolist() == [4, 0]
+    assert inputs.slots.tolist() == [30 * S + 3, NO_SLOT] and inputs.context_lens.tolist() == [4, 0]
     assert inputs.block_tables[0, 0] == 30
     inputs.fill([entry(3, 20, 19, 1)], [], S)
     assert inputs.block_tables[0, :2].tolist() == [30, 31], "a table that grew"
@@ -93,7 +94,7 @@ def test_all_rows_are_sampled_where_all_are_wanted():
     from tinyvllm.runner.prepare import StepInputs, shape_of
 
     prompt = [entry(1, 20, 0, 20, num_logits=0)]
-    inputs = StepInputs(shape_of([], prompt), M, SCRATCH, "CPU", all_rows=True)
+    inputs = StepInputs(shape_of([], prompt), M, "CPU", all_rows=True)
     inputs.fill([], prompt, S)
     assert inputs.samples.tolist() == list(range(32)) and inputs.sample_count.tolist() == [20]
 
@@ -133,7 +134,7 @@ def decodes(*positions, batch=None):
 def made(batch):
     from tinyvllm.runner.prepare import StepInputs, shape_of
 
-    inputs = StepInputs(shape_of(batch, []), M, SCRATCH, "CPU")
+    inputs = StepInputs(shape_of(batch, []), M, "CPU")
     inputs.fill(batch, [], S)
     return inputs
 
@@ -242,7 +243,7 @@ def test_the_order_of_the_rows_is_told_and_kept_while_the_schedule_is_the_same()
     """A step is launched before the last one's tokens are known: its rows must be the last one's, whatever tables have become."""
     from tinyvllm.runner.prepare import StepInputs, shape_of
 
-    inputs = StepInputs(shape_of(decodes(1, 1, 1, 1), []), M, SCRATCH, "CPU")
+    inputs = StepInputs(shape_of(decodes(1, 1, 1, 1), []), M, "CPU")
 
     def rows(ids, shared=(1, 2)):
         singles = [sharing(n, shared if n % 2 else []) for n in ids]
@@ -279,7 +280,7 @@ def test_without_cascade_the_schedules_order_stays():
     from tinyvllm.runner.prepare import StepInputs, shape_of
 
     singles = [sharing(1, [1, 2]), sharing(2, []), sharing(3, [1, 2])]
-    inputs = StepInputs(shape_of(singles, []), M, SCRATCH, "CPU", cascade=False)
+    inputs = StepInputs(shape_of(singles, []), M, "CPU", cascade=False)
     inputs.fill(singles, [], S)
     assert [e.sequence.sequence_id for e in singles] == [1, 2, 3] and not inputs.shared_prefix_lens.any()
 
@@ -326,7 +327,7 @@ def test_drafts_are_rows_of_decodes():
     assert inputs.tokens[:6].tolist() == [104, 230, 7, 8, 9, 319]
     assert inputs.positions[:6].tolist() == [4, 30, 31, 32, 33, 19]
     assert inputs.slots[:6].tolist() == [10 * S + 4, 21 * S + 14, 21 * S + 15, 22 * S, 22 * S + 1, 31 * S + 3], "each row its own slot"
-    assert inputs.context_lens[:6].tolist() == [5, 31, 32, 33, 34, 20] and (inputs.slots[6:] == SCRATCH).all()
+    assert inputs.context_lens[:6].tolist() == [5, 31, 32, 33, 34, 20] and (inputs.slots[6:] == NO_SLOT).all()
     assert inputs.samples[:6].tolist() == [*range(6)] and inputs.query_starts[:7].tolist() == [*range(7)]
     for b in (1, 2, 3, 4):
         assert inputs.block_tables[b, :3].tolist() == [20, 21, 22]
@@ -361,7 +362,7 @@ def test_after_drafts_nothing_is_ready_on_the_device():
     from tinyvllm.runner.prepare import StepInputs, shape_of
 
     plain = [entry(number, 5, 4, 1) for number in (1, 2, 3)]
-    inputs = StepInputs(shape_of(plain, []), M, SCRATCH, "CPU")
+    inputs = StepInputs(shape_of(plain, []), M, "CPU")
     inputs.fill(plain, [], S)
     inputs.mark_advanced(1)
     later = [entry(1, 6, 5, 1), entry(2, 6, 5, 1), drafted(3, 6, [77])]  # the same sequences one token later, and as many padded rows

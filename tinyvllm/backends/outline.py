@@ -78,7 +78,7 @@ class Outline:
     ) -> tuple[Tensor, Tensor]:
         return empty(x, int(rows.shape[0]), weight.O), integers(x, int(rows.shape[0]))
 
-    def advance(self, variant: str, batch: Batch, sampled: Tensor, history: History, block_size: int, scratch_slot: int) -> None:
+    def advance(self, variant: str, batch: Batch, sampled: Tensor, history: History, block_size: int) -> None:
         pass
 
     def copy_blocks(self, variant: str, pool: Tensor, pairs: Tensor, count: Tensor) -> Tensor:

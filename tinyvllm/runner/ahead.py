@@ -54,7 +54,7 @@ class StepOutlines:
             if self._has_kernel("advance"):
                 sampled = Tensor.empty(1, dtype=dtypes.int32, device=self._placement.device)
                 history = self._history_of(decode.shape)
-                advance(decode.batch(1), sampled, history, self._pool.block_size, self._pool.scratch_slot)
+                advance(decode.batch(1), sampled, history, self._pool.block_size)
             if self._has_kernel("kv_copy"):
                 self._pool.call_copy()
         if self._placement.is_cuda and config.warm_up:

@@ -9,7 +9,7 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
-from tinyvllm.batch import NO_SLOT, PACKED_KV, KVLayout, LayerCache
+from tinyvllm.batch import PACKED_KV, KVLayout, LayerCache
 from tinyvllm.bridge import Captured, alias, byte_spans, copied, download, synchronize, upload
 from tinyvllm.errors import ArgumentError
 from tinyvllm.models.config import ModelConfig
@@ -56,11 +56,6 @@ class KVPool:
         self._copying: dict[int, tuple[Tensor, Tensor, Captured]] = {}  # pairs, their count and the copy, by the maximum of pairs
         pools = [self._zeros((num_blocks + 1, *block.shape), block.dtype, device) for _ in range(config.num_blocks)]
         self.layers = [LayerCache(pool, alias(pool), block.packed) for pool in pools]
-
-    @property
-    def scratch_slot(self) -> int:
-        """The slot of rows that are not stored: several rows of a step would write one place in the scratch block at the same time."""
-        return NO_SLOT
 
     def _zeros(self, shape: tuple[int, ...], dtype: DType, device: str) -> Tensor:
         if not Placement(device).is_cpu:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from tinygrad import UOp
 
-from tinyvllm.batch import Batch
+from tinyvllm.batch import NO_SLOT, Batch
 from tinyvllm.bridge import copied, spans, upload, upload_parts
 from tinyvllm.scheduler import Schedule, Scheduled
 
@@ -99,7 +99,7 @@ def group_shared_prefixes(tables: list[list[int]]) -> list[int]:
 class StepInputs:
     """The arrays of one shape: host array, device buffer, and the `Batch` of views into it.
 
-    M is the width of the block table, `scratch_slot` the slot of padded rows (NO_SLOT); `all_rows` wants the logits of every row. Without
+    M is the width of the block table; padded rows have the slot NO_SLOT; `all_rows` wants the logits of every row. Without
     `cascade` decodes keep the schedule's order, and `shared_prefix_lens` is 0 everywhere.
     """
 
@@ -116,8 +116,8 @@ class StepInputs:
     sample_count: np.ndarray
     block_tables: np.ndarray
 
-    def __init__(self, shape: Shape, M: int, scratch_slot: int, device: str, all_rows: bool = False, cascade: bool = True):
-        self.shape, self.width, self.scratch_slot, self._all_rows, self._cascade = shape, M, scratch_slot, all_rows, cascade
+    def __init__(self, shape: Shape, M: int, device: str, all_rows: bool = False, cascade: bool = True):
+        self.shape, self.width, self._all_rows, self._cascade = shape, M, all_rows, cascade
         B = shape.sequences
         self._scheduled: list[int] = []  # ids of the last decodes in the schedule's order
         self._order: list[int] = []  # row b holds entry _order[b] of the schedule
@@ -158,7 +158,7 @@ class StepInputs:
         drafted = num_rows > len(singles)
         if not chunks and not drafted and self._device_holds(singles):
             return self.reuse(singles, block_size)
-        self.tokens[:], self.positions[:], self.slots[:] = 0, 0, self.scratch_slot
+        self.tokens[:], self.positions[:], self.slots[:] = 0, 0, NO_SLOT
         self.context_lens[:] = 0
         self._lay_singles(singles, block_size)
         end = self._lay_chunks(chunks, block_size)
@@ -199,7 +199,7 @@ class StepInputs:
         for entry in entries:
             b, table = self._row_of[entry.sequence.sequence_id], entry.sequence.block_table
             self._sharing = self._sharing or (self._cascade and self._tables[b] is not table)
-            # a sequence whose blocks were full when it was advanced points to the scratch slot
+            # a sequence whose blocks were full when it was advanced has NO_SLOT on the device
             self.slots[b] = _slot(table, entry.start, block_size)
             if new := self._lay_table(b, table):
                 end = tables + b * self.width + len(table)

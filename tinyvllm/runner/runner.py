@@ -330,7 +330,7 @@ class Runner:
             def function(num_blocks: int | UOp = 1) -> Tensor:
                 logits, best, _ = plan.function(num_blocks)
                 tokens = best if plain and best is not None else draw(logits)
-                advance(plan.inputs.batch(1), tokens, plan.history, self.pool.block_size, self.pool.scratch_slot)
+                advance(plan.inputs.batch(1), tokens, plan.history, self.pool.block_size)
                 return tokens
 
             plan.rounds[kind] = Captured(function, {"num_blocks": (1, self._table_width)})
@@ -342,7 +342,7 @@ class Runner:
         if id(sampled) not in plan.advances:
 
             def function(tokens: Tensor) -> Tensor:
-                advance(plan.inputs.batch(1), tokens, plan.history, self.pool.block_size, self.pool.scratch_slot)
+                advance(plan.inputs.batch(1), tokens, plan.history, self.pool.block_size)
                 return plan.history.round
 
             plan.advances[id(sampled)] = Captured(function)
@@ -357,7 +357,7 @@ class Runner:
         """Hidden states float32 [T, E] of every token of one chunk, after the final norm."""
         shape = shape_of([], [entry])
         if shape not in self._embeddings:
-            inputs = StepInputs(shape, self._table_width, self.pool.scratch_slot, self.device, all_rows=True)
+            inputs = StepInputs(shape, self._table_width, self.device, all_rows=True)
 
             def function(num_blocks: int | UOp = 1) -> Tensor:
                 states: Tensor = self.model.states(inputs.batch(num_blocks), self.pool.layers, **self._constants)[-1]
@@ -413,7 +413,7 @@ class Runner:
         return plan
 
     def _inputs(self, shape: Shape, all_rows: bool = False) -> StepInputs:
-        return StepInputs(shape, self._table_width, self.pool.scratch_slot, self.device, all_rows, self._cascade)
+        return StepInputs(shape, self._table_width, self.device, all_rows, self._cascade)
 
     def _history(self, shape: Shape) -> History:
         tokens = np.full((MAX_SCHEDULER_STEPS, shape.sequences), -1, np.int32)

@@ -137,7 +137,7 @@ class _Pass:
     def _plan(self, shape: Shape, given: bool) -> tuple[StepInputs, Captured, list[Tensor]]:
         if (shape, given) not in self._plans:
             device, E = self._runner.device, self._runner.config.dim
-            inputs = StepInputs(shape, self._width, self._pool.scratch_slot, device, all_rows=True)
+            inputs = StepInputs(shape, self._width, device, all_rows=True)
             count = self._runner.config.num_blocks + 1 if given else 0
             states = [Tensor.zeros(shape.tokens, E, device=device).contiguous().realize() for _ in range(count)]
 

@@ -21,7 +21,7 @@ from typing import cast
 import numpy as np
 from tinygrad import Tensor, UOp
 
-from tinyvllm.batch import Batch
+from tinyvllm.batch import NO_SLOT, Batch
 from tinyvllm.bridge import Captured, copied, upload
 from tinyvllm.ops.rope import rope_table
 from tinyvllm.request import Sequence
@@ -169,7 +169,7 @@ class EagleDrafter(LastStates):
         return {id(entry): b for b, entry in enumerate(singles)} | {id(entry): starts[b] for b, entry in enumerate(chunks)}
 
     def _new_extend(self, shape: Shape, R: int) -> _Extend:
-        inputs = StepInputs(shape, self._width, self._pool.scratch_slot, self._device)
+        inputs = StepInputs(shape, self._width, self._device)
         index, last = copied(np.zeros(shape.tokens, np.int32), self._device), copied(np.zeros(R, np.int32), self._device)
 
         def function(states: Tensor, num_blocks: int | UOp = 1) -> Tensor:
@@ -218,7 +218,7 @@ class _Chain:
     def run(self, states: Tensor, batch: Guessing, tables: list[list[int]], book: EntryBook) -> tuple[list[Tensor], list[Tensor]]:
         """Tokens [B] and probabilities [B] of each of K guesses."""
         S, K = self._pool.block_size, batch.K
-        self._places[:] = np.array([0, self._pool.scratch_slot, 0], np.int32).reshape(3, 1, 1)
+        self._places[:] = np.array([0, NO_SLOT, 0], np.int32).reshape(3, 1, 1)
         blocks = 1
         for b, (sequence, table) in enumerate(zip(batch.sequences, tables, strict=True)):
             positions = np.arange(len(sequence) - 2, len(sequence) - 2 + K)

@@ -113,7 +113,7 @@ def _tokens(gpu: GPU) -> dict[str, Kernel]:
     for cache in ("F32", "F16", "BF16"):
         found[f"kv_append {cache}"] = records.kv_append(VARIANT, 64, 8, 16, 128, cache)
     found["kv_copy"] = records.kv_copy(VARIANT, 4, 2 * 8 * 16 * 128 * 2)
-    found["advance"] = records.advance(VARIANT, 256, 512, 16, 64, 16)
+    found["advance"] = records.advance(VARIANT, 256, 512, 16, 64)
     found |= {f"pack_tiles {format}": records.pack_tiles(VARIANT, format, format, gpu) for format in TILED}
     for source, format in (("F32", "BF16"), ("F32", "F16"), ("F16", "BF16"), ("BF16", "F16")):
         found[f"pack_tiles {source} as {format}"] = records.pack_tiles(VARIANT, source, format, gpu)

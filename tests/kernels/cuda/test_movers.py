@@ -9,6 +9,7 @@ from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned, call
 from tests.kernels.cuda.tiles import TILED, laid, numbers, pack_tiles
 from tinyvllm.backends.kernel import Kernel
+from tinyvllm.batch import NO_SLOT
 from tinyvllm.quant.codecs import unpack
 from tinyvllm.quant.formats import FORMATS
 from tinyvllm.quant.kv import KV_FORMATS, pack_blocks
@@ -97,11 +98,11 @@ def test_kv_copy_copies_the_pairs_that_count(pieces: int) -> None:
 
 
 def test_advance_prepares_the_next_step() -> None:
-    B, M, S, rounds, scratch = 37, 2, 4, 2, 999
+    B, M, S, rounds = 37, 2, 4, 2
     random = np.random.default_rng(4)
     state = [laid(random.integers(0, 9, B).astype(np.int32)) for _ in range(4)] + [laid(np.full((rounds, B), -9, np.int32)), int32(0)]
     state[0][36] = state[1][36] = -7
-    sizes, tables = {"M": M, "S": S, "SCRATCH_SLOT": scratch}, laid(random.integers(0, 50, (B, M)).astype(np.int32))
+    sizes, tables = {"M": M, "S": S, "NO_SLOT": NO_SLOT}, laid(random.integers(0, 50, (B, M)).astype(np.int32))
     theirs = [laid(array) for array in state]
     for turn in range(rounds + 1):  # in the last one the history is full
         ins = (laid(random.integers(-1, 99, B).astype(np.int32)), tables, int32(36))
@@ -109,7 +110,7 @@ def test_advance_prepares_the_next_step() -> None:
         call(Kernel.cpu("advance", "plain", 6, 3, B=B, N=rounds, **sizes), *theirs, *ins)
         for ours, other in zip(state, theirs, strict=True):
             np.testing.assert_array_equal(ours, other)
-    assert state[5][0] == rounds + 1 and state[1][36] == -7 and scratch in state[2]
+    assert state[5][0] == rounds + 1 and state[1][36] == -7 and NO_SLOT in state[2]
 
 
 @pytest.mark.parametrize("words", [4096 * 3 + 700, 5])

@@ -124,7 +124,7 @@ def _tokens() -> dict[str, Kernel]:
         found[f"kv_append {cache}"] = records.kv_append(VARIANT, 64, 8, 16, 128, cache)
     found["matrix_probe"] = records.matrix_probe(VARIANT)
     found["kv_copy"] = records.kv_copy(VARIANT, 4, 2 * 8 * 16 * 128 * 2)
-    found["advance"] = records.advance(VARIANT, 256, 512, 16, 64, 16)
+    found["advance"] = records.advance(VARIANT, 256, 512, 16, 64)
     found["read"] = records.read(VARIANT, 1 << 26)
     for name, B, on in (("greedy", 1, ()), ("drawn", 8, FEATURES[:1]), ("with all", 1, FEATURES), ("of many with all", 200, FEATURES)):
         kernels, _ = records.sample(VARIANT, B, QWEN.V, 256, {feature: feature in on for feature in FEATURES})

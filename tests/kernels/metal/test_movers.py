@@ -10,7 +10,7 @@ from tests.kernels.calling import aligned, call
 from tests.kernels.metal.samples import EVERY
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.metal import plan as records
-from tinyvllm.batch import KVLayout
+from tinyvllm.batch import NO_SLOT, KVLayout
 from tinyvllm.quant.formats import FORMATS, GROUPED
 from tinyvllm.quant.kv import KV_FORMATS, pack_blocks
 from tinyvllm.quant.layouts import unpack_rows
@@ -90,19 +90,19 @@ def test_kv_copy_copies_the_pairs_that_count(block: int) -> None:
 
 
 def test_advance_prepares_the_next_step() -> None:
-    B, M, S, rounds, scratch = 37, 2, 4, 2, 999
+    B, M, S, rounds = 37, 2, 4, 2
     random = np.random.default_rng(4)
     state = [random.integers(0, 9, B).astype(np.int32) for _ in range(4)] + [np.full((rounds, B), -9, np.int32), int32(0)]
     state[0][36] = state[1][36] = -7
     expected, tables = [array.copy() for array in state], random.integers(0, 50, (B, M)).astype(np.int32)
-    sizes = {"B": B, "M": M, "S": S, "SCRATCH_SLOT": scratch, "N": rounds}
+    sizes = {"B": B, "M": M, "S": S, "NO_SLOT": NO_SLOT, "N": rounds}
     for turn in range(rounds + 1):  # in the last one the history is full
         ins = (random.integers(-1, 99, B).astype(np.int32), tables, int32(36))
-        emulate(records.advance(VARIANT, B, M, S, rounds, scratch), *state, *ins, seed=turn)
+        emulate(records.advance(VARIANT, B, M, S, rounds), *state, *ins, seed=turn)
         call(Kernel.cpu("advance", "plain", 6, 3, **sizes), *expected, *ins)
         for array, other in zip(state, expected, strict=True):
             np.testing.assert_array_equal(array, other)
-    assert state[5][0] == rounds + 1 and state[1][36] == -7 and scratch in state[2]
+    assert state[5][0] == rounds + 1 and state[1][36] == -7 and NO_SLOT in state[2]
 
 
 @pytest.mark.parametrize("words", [1024 * 5 + 700, 5])

@@ -21,7 +21,7 @@ def advance(site: Site, case: Case) -> list[Arrays]:
         site, tokens=tokens, positions=positions, slots=slots, context_lens=lengths, block_tables=tables, decodes=site.int32(3),
         num_decodes=4,
     )  # fmt: skip
-    site.backend.advance(site.variant, batch, site.int32(11, -1, 13, 14), history, S, 127)
+    site.backend.advance(site.variant, batch, site.int32(11, -1, 13, 14), history, S)
     moved = np.stack([download(tensor) for tensor in (tokens, positions, slots, lengths)])
     return [{"state": moved, "history": download(history.tokens), "round": download(history.round)}]
 

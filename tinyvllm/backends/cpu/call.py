@@ -16,7 +16,7 @@ from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.limits import ShapeFacts, first_reason
 from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights, packed, packed_parts
 from tinyvllm.backends.shapes import Attention
-from tinyvllm.batch import Batch, LayerCache
+from tinyvllm.batch import NO_SLOT, Batch, LayerCache
 from tinyvllm.bridge import (
     defer_frees,
     emulate_half_without_f16c,
@@ -187,11 +187,11 @@ class CpuBackend:
         logits, best, _ = launch(kernel, outs, ins)
         return logits, best
 
-    def advance(self, variant: str, batch: Batch, sampled: Tensor, history: History, block_size: int, scratch_slot: int) -> None:
+    def advance(self, variant: str, batch: Batch, sampled: Tensor, history: History, block_size: int) -> None:
         B, M = (int(d) for d in batch.block_tables.shape)
         outs = [batch.tokens, batch.positions, batch.slots, batch.context_lens, history.tokens, history.round]
         N = int(history.tokens.shape[0])
-        kernel = Kernel.cpu("advance", variant, 6, 3, B=B, M=M, S=block_size, N=N, SCRATCH_SLOT=scratch_slot)
+        kernel = Kernel.cpu("advance", variant, 6, 3, B=B, M=M, S=block_size, N=N, NO_SLOT=NO_SLOT)
         Tensor.realize(*launch(kernel, outs, [sampled, batch.block_tables, batch.decodes]))
 
     def copy_blocks(self, variant: str, pool: Tensor, pairs: Tensor, count: Tensor) -> Tensor:

@@ -204,10 +204,10 @@ class CudaBackend:
         state = _counters(x, 2 * N), _counters(x, N)
         return logits, launch(plan.argmax(plan.BASE, N, V, gpu), [integers(x, N), *state], [logits, count])[0]
 
-    def advance(self, variant: str, batch: Batch, sampled: Tensor, history: History, block_size: int, scratch_slot: int) -> None:
+    def advance(self, variant: str, batch: Batch, sampled: Tensor, history: History, block_size: int) -> None:
         B, M = (int(d) for d in batch.block_tables.shape)
         outs = [batch.tokens, batch.positions, batch.slots, batch.context_lens, history.tokens, history.round]
-        kernel = plan.advance(variant, B, M, block_size, int(history.tokens.shape[0]), scratch_slot)
+        kernel = plan.advance(variant, B, M, block_size, int(history.tokens.shape[0]))
         Tensor.realize(*launch(kernel, outs, [sampled, batch.block_tables, batch.decodes]))
 
     def copy_blocks(self, variant: str, pool: Tensor, pairs: Tensor, count: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.shapes import Attention, Heads, Product, cached_bytes
-from tinyvllm.batch import PACKED_KV
+from tinyvllm.batch import NO_SLOT, PACKED_KV
 from tinyvllm.integers import ceil_div, round_up
 from tinyvllm.quant.formats import FORMATS, Activations, Layout, activations_of
 from tinyvllm.quant.layouts import PANEL, panel_bytes, row_bytes, source_unit, tile_unit
@@ -373,9 +373,9 @@ def side_bytes(cache: str, D: int, keys: int) -> int:
 # --- tokens
 
 
-def advance(variant: str, B: int, M: int, S: int, rounds: int, scratch_slot: int) -> Kernel:
+def advance(variant: str, B: int, M: int, S: int, rounds: int) -> Kernel:
     return Kernel.cuda(
-        "advance", variant, 6, 3, (1, 1, 1), min(1024, 32 * ceil_div(B, 32)), M=M, S=S, ROUNDS=rounds, SCRATCH_SLOT=scratch_slot
+        "advance", variant, 6, 3, (1, 1, 1), min(1024, 32 * ceil_div(B, 32)), M=M, S=S, ROUNDS=rounds, NO_SLOT=NO_SLOT
     ).passing(B)
 
 

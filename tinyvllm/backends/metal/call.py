@@ -303,10 +303,10 @@ class MetalBackend:
         return logits, launch(second, [integers(x, N)], [ranks, indices, count])[0]
 
     @_of_op("advance")
-    def advance(self, variant: str, batch: Batch, sampled: Tensor, history: History, block_size: int, scratch_slot: int) -> None:
+    def advance(self, variant: str, batch: Batch, sampled: Tensor, history: History, block_size: int) -> None:
         B, M = (int(d) for d in batch.block_tables.shape)
         outs = [batch.tokens, batch.positions, batch.slots, batch.context_lens, history.tokens, history.round]
-        kernel = plan.advance(variant, B, M, block_size, int(history.tokens.shape[0]), scratch_slot)
+        kernel = plan.advance(variant, B, M, block_size, int(history.tokens.shape[0]))
         Tensor.realize(*launch(kernel, outs, [sampled, batch.block_tables, batch.decodes]))
 
     @_of_op("kv_copy")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from tinyvllm.backends.kernel import Constant, Kernel
 from tinyvllm.backends.shapes import Attention, Heads, Product, cached_bytes
+from tinyvllm.batch import NO_SLOT
 from tinyvllm.integers import ceil_div
 from tinyvllm.quant.layouts import row_bytes
 
@@ -322,10 +323,10 @@ def kv_copy(variant: str, pairs: int, block_bytes: int) -> Kernel:
     return _kernel("kv_copy", variant, 1, 2, grid, 256, bytes=2 * pairs * block_bytes, BLOCK_BYTES=block_bytes)
 
 
-def advance(variant: str, B: int, M: int, S: int, rounds: int, scratch_slot: int) -> Kernel:
+def advance(variant: str, B: int, M: int, S: int, rounds: int) -> Kernel:
     threads = min(1024, 32 * ceil_div(B, 32))
     return _kernel(
-        "advance", variant, 6, 3, (1, 1, 1), threads, bytes=36 * B, B=B, M=M, S=S, ROUNDS=rounds, SCRATCH_SLOT=scratch_slot, THREADS=threads
+        "advance", variant, 6, 3, (1, 1, 1), threads, bytes=36 * B, B=B, M=M, S=S, ROUNDS=rounds, NO_SLOT=NO_SLOT, THREADS=threads
     )
 
 
