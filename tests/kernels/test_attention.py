@@ -50,6 +50,9 @@ class Case:
     values: list[np.ndarray]
     shared: list[int] = field(default_factory=list)
     value_scales: list[np.ndarray] = field(default_factory=list)  # float64 [context, K] of a packed cache
+    whole_weights: bool = (
+        False  # weights of values are whole numbers of a tile's largest, as the CPU's kernels have them for integer caches
+    )
 
     @property
     def starts(self) -> np.ndarray:
@@ -129,11 +132,11 @@ def _packed(s: Shape, cache: np.ndarray, tables: np.ndarray, context: list[int])
 
 
 def rounded(case: Case) -> Case:
-    """The case with queries as the kernels multiply them: for integer caches they have 8 bits."""
+    """The case with queries and weights as the CPU's kernels multiply them: for integer caches they have 8 bits."""
     if case.shape.dtype not in INTEGERS:
         return case
     top = np.abs(case.q).max(2, keepdims=True)
-    return replace(case, q=np.rint(case.q * (np.float32(127) / top)) * (top / np.float32(127)))
+    return replace(case, q=np.rint(case.q * (np.float32(127) / top)) * (top / np.float32(127)), whole_weights=True)
 
 
 def rounded_weights(weights: np.ndarray, scales: np.ndarray, start: int) -> np.ndarray:
@@ -167,7 +170,7 @@ def oracle(case: Case) -> np.ndarray:
             scores = np.einsum("hd,thd->ht", case.q[row].astype(np.float64), k) * s.D**-0.5
             weights = np.exp(scores - scores.max(1, keepdims=True))
             total = weights.sum(1, keepdims=True)
-            if s.dtype in INTEGERS:
+            if case.whole_weights:
                 weights = rounded_weights(weights, np.repeat(case.value_scales[b][seen].T, s.H // s.K, axis=0), seen.start)
             out[row] = np.einsum("ht,thd->hd", weights / total, v)
             row += 1

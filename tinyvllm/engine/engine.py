@@ -255,6 +255,8 @@ class Engine:
 
     def close(self) -> None:
         """Write the cached blocks to the prefix store, if there is one, and drop the model. A second call does nothing."""
+        if self._closed:
+            return
         if self._store and self.scheduler.prefix:
             self._store.save(self.scheduler.prefix)
         self._store = self._warmup = None

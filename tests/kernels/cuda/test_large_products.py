@@ -47,7 +47,7 @@ def test_prepared_rows_are_rounded_and_laid_out(format: str, I: int, count: int,
 def parts(prepared: np.ndarray, format: str, T: int, I: int) -> list[np.ndarray]:
     """Prepared rows as [T / 8, bytes] of numbers, and of scales."""
     if not tiles.has_scales(format):
-        return [prepared.reshape(T // 8, -1)]
+        return [prepared.reshape(T // 8, prepared.size * 8 // T if T else 16 * I)]
     scales = T * I // 4
     return [prepared[:-scales].reshape(T // 8, -1), prepared[-scales:].reshape(T // 8, -1)]
 
