@@ -64,7 +64,7 @@ MORE_SHAPES = [
     (Shape(H=2, K=1, D=256, dtype="KV_INT8"), 6),
     (Shape(H=8, K=1, D=64, S=32, dtype="KV_INT4"), 8),
     (Shape(H=2, K=2, D=48, dtype="KV_INT4", window=150), 5),
-    (Shape(H=4, K=1, D=64, dtype="KV_FP8"), 16),
+    (Shape(H=4, K=1, D=64, dtype="KV_FP8"), 8),
     (Shape(H=3, K=1, D=80, dtype="KV_FP8"), 4),
 ]
 
