@@ -66,7 +66,7 @@ def test_a_long_context_changes_no_text_of_attention_with_the_batch():
 def test_the_draw_and_the_advance_have_one_text():
     sampled = dict.fromkeys(("TOP_K", "TOP_P", "MIN_P", "PENALIZED", "BIASED"), False) | {"SAMPLED": True}
     draws = [kernel for B in BUCKETS for kernel in plan.sample("sm_80", B, 151936, 256, sampled, H200)[0]]
-    assert texts([*draws, *(plan.advance("sm_80", B, 256, 16, 8, 99) for B in BUCKETS)]) == {"sample": 1, "advance": 1}
+    assert texts([*draws, *(plan.advance("sm_80", B, 256, 16, 8) for B in BUCKETS)]) == {"sample": 1, "advance": 1}
 
 
 # --- compilers
