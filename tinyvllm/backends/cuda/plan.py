@@ -80,6 +80,8 @@ def matvec(variant: str, p: Product, gpu: GPU) -> Kernel:
     warps = _evenly(pieces, min(pieces, max(4, 16 // ceil_div(grid, gpu.multiprocessors))))
     steps = min(16, I // 32)
     own = _columns_bytes(p.format, steps, T) + (128 * T * steps if T <= 2 else 0)
+    while warps > 1 and warps * own + _sums_bytes(I, T, each) > gpu.shared:  # NF4, eight rows of 14336 columns
+        warps = _evenly(pieces, warps - 1)
     shared = warps * own + _sums_bytes(I, T, each)
     return Kernel.cuda(
         "matvec", variant, 1, 3 + p.bias + p.residual, (grid, 1, 1), 32 * warps, shared,
