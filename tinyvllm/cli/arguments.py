@@ -67,7 +67,8 @@ _ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
         "--speculative-config",
         {
             "metavar": "JSON",
-            "help": 'how to guess tokens ahead, as vLLM writes it, such as {"method": "ngram"}; or a method, auto or off; changes no token unless it names a lossy policy',
+            "help": 'how to guess tokens ahead, as vLLM writes it, such as {"method": "ngram"}; or a method, auto or off; '
+            "changes no token unless it names a lossy policy",
         },
     ),
     ("--enable-prefix-caching", {"action": argparse.BooleanOptionalAction, "help": "share the KV blocks of prompts with a common prefix"}),
