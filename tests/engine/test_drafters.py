@@ -149,12 +149,21 @@ def draft_config(model: Any, **given: Any) -> dict[str, Any]:
     return {"method": "draft_model", "model": str(model), "num_speculative_tokens": 4} | given
 
 
-def test_a_draft_model_by_configuration(draft_folder, plain):
-    with LLM(**OPTIONS, speculative_config=draft_config(draft_folder)) as llm:
+def test_a_draft_model_by_configuration(draft_folder, plain, caplog):
+    """Both caches together take what `kv_memory` allows, and the start says how it is divided."""
+    room = 3 << 20
+    options = OPTIONS | {"num_blocks": None, "kv_memory": room}
+    with LLM(**options, speculative_config=draft_config(draft_folder)) as llm:
         outputs = llm.generate(STORIES, stories(**KINDS["sampled"]))
         assert results(outputs) == plain["sampled"]
         assert llm.engine.speculation.method == "draft_model"
         assert llm.engine.metrics.accepted_tokens > 40
+        pools = llm.engine.runner.pool, llm.engine.speculation.drafter.runner.pool
+        assert pools[0].num_blocks == pools[1].num_blocks == room // sum(pool.block_bytes for pool in pools)
+        assert f"{pools[0].num_blocks} blocks: " in caplog.text
+    least = sum(pool.block_bytes for pool in pools)
+    with pytest.raises(ArgumentError, match=f"no block of the model and its drafter together.* at least {least},"):
+        LLM(**options | {"kv_memory": least - 1}, speculative_config=draft_config(draft_folder))
 
 
 @pytest.mark.parametrize("options", [{}, {"skip_tokenizer_init": True}], ids=["tokens", "sizes"])

@@ -8,6 +8,11 @@ import pytest
 
 from tests.speculate import heads as tiny
 from tinyvllm import LLM, SamplingParams
+from tinyvllm.config import EngineConfig
+from tinyvllm.engine.drafter_memory import drafter_memory
+from tinyvllm.engine.engine import Engine
+from tinyvllm.runner.opened import open_model
+from tinyvllm.speculative import parse
 
 PROMPTS = [[5, 9, 14, 9, 14, 9, 3], list(range(20, 61)), [7]]
 PARAMS = [
@@ -45,3 +50,27 @@ def test_tokens_are_those_without_heads(tiny_model: Any, tmp_path: Any, plain: A
 @pytest.fixture(scope="module")
 def plain(tiny_model: Any) -> Any:
     return answers(tiny_model)
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle3"])
+def test_the_heads_cache_is_part_of_the_kv_memory(tiny_model: Any, tmp_path: Any, method: str) -> None:
+    """What is counted before anything is loaded is what the drafter then has."""
+    config = EngineConfig(
+        model=str(tiny_model),
+        device="CPU",
+        kv_memory=1 << 20,
+        max_num_seqs=3,
+        max_model_len=64,
+        speculative_config=parse(config_of(method, tmp_path)),
+    )
+    engine = Engine(config)
+    counted, pool, drafter = drafter_memory(config, open_model(config, "CPU")), engine.runner.pool, engine.speculation.drafter
+    assert counted.weights > 0
+    if method == "eagle3":
+        assert counted.cache(pool.num_blocks) == drafter.nbytes
+    else:
+        assert counted.cache(100) == 0
+    assert config.kv_memory is not None
+    rest = config.kv_memory - counted.cache(pool.num_blocks) - pool.num_blocks * pool.block_bytes
+    assert 0 <= rest < pool.block_bytes + counted.block
+    engine.close()

@@ -21,6 +21,22 @@ def test_no_more_than_could_be_used_and_no_more_than_there_is(monkeypatch):
         memory.pool_blocks("CPU", 600_000, 16, wanted_tokens=100, kv_memory=None)
 
 
+def test_a_drafter_shares_what_the_cache_may_take(monkeypatch):
+    drafter = memory.DrafterMemory(weights=100_000, block=250, own=5_000)
+    assert memory.pool_blocks("CPU", 1000, 16, 10**9, 12_345, drafter) == (12_345 - 5_000) // 1250
+    assert memory.pool_blocks("CPU", 1000, 16, 10**9, 6_250, drafter) == 1
+    message = "1000 bytes of the model, 250 of the drafter and 5000 for its guesses; give at least 6250"
+    with pytest.raises(ArgumentError, match=message):
+        memory.pool_blocks("CPU", 1000, 16, 10**9, 6_249, drafter)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 1_000_000)
+    assert memory.pool_blocks("CPU", 1000, 16, 10**9, None, drafter) == (450_000 - 5_000) // 1250
+    memory.check_room("CPU", 600_000, drafter.total(1180))
+    with pytest.raises(OutOfMemoryError, match="needs 1 MiB and the drafter 1 MiB, 1 MiB can be allocated"):
+        memory.check_room("CPU", 600_001, drafter.total(1180))
+    with pytest.raises(OutOfMemoryError, match=r"needs 1 MiB \(the drafter 1 MiB of it, of which weights 1 MiB\)"):
+        memory.pool_blocks("CPU", 450_000, 16, 10**9, None, drafter)
+
+
 def test_free_memory_is_a_plausible_number():
     assert 1 << 26 < memory.free_memory("CPU") < 1 << 48
 

@@ -61,7 +61,7 @@ def drafts(drafter: StateDrafter, texts: list[Text], count: int = K) -> list[tup
 def eagle_drafter(folder: Path, layout: Layout, ends: Ends) -> tuple[EagleDrafter, Oracle]:
     tensors = tiny.tensors_of(layout)
     file, runner = open_heads(tiny.write_heads(folder / layout.name, tiny.config_of(layout), tensors)), tiny.runner_of(ends)
-    config = (read_eagle3 if layout.eagle3 else read_eagle)(file, Target.of(runner))
+    config = (read_eagle3 if layout.eagle3 else read_eagle)(file, Target.of(runner.config))
     assert config.state_layers == (layout.aux_layers or (-1,))
     return EagleDrafter(runner, load_eagle(file, runner, config), 8), Oracle(layout, tensors, ends)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tinyvllm.config import EngineConfig
+from tinyvllm.engine.drafter_memory import draft_model_config
 from tinyvllm.engine.startup import load_model_tokenizer, load_runner
 from tinyvllm.errors import ArgumentError
 from tinyvllm.speculate.opening import open_drafter
@@ -23,23 +24,22 @@ def open_any_drafter(config: EngineConfig, chosen: SpeculativeConfig, target: Ru
 
 
 def open_draft_model(config: EngineConfig, chosen: SpeculativeConfig, target: Runner, tokenizer: Tokenizer | None) -> Drafter:
-    """The drafter of method "draft_model". Its cache holds as many tokens as the target's, in addition to that.
+    """The drafter of method "draft_model". Its cache has as many blocks as the target's, which left room for them (drafter_memory.py).
 
     ArgumentError for another vocabulary; errors of the model's files as they are.
     """
-    from tinyvllm.speculate.draft_model import DraftModelDrafter  # tinygrad comes with it
+    from tinyvllm.runner.opened import open_model  # tinygrad comes with it
+    from tinyvllm.speculate.draft_model import DraftModelDrafter
 
-    assert chosen.model is not None, "SpeculativeConfig checks it"
-    own = replace(
-        config, model=chosen.model, revision=chosen.revision, quantization=chosen.quantization, imatrix=None, tokenizer=None,
-        max_model_len=None, num_blocks=target.pool.num_blocks, kv_memory=None, swap_space=0, prefix_cache_dir=None, record=None,
-        speculative_config=None,
-    )  # fmt: skip
-    runner = load_runner(own, None)
+    own = draft_model_config(config, chosen)
+    opened = open_model(own, config.device)
+    length = min(target.max_model_len, opened.config.max_context)
+    own = replace(own, num_blocks=target.pool.num_blocks, max_model_len=length)
+    runner = load_runner(own, None, opened)
     if tokenizer is None:
-        _require_same_size(chosen.model, target.config.vocab_size, runner.config.vocab_size)
+        _require_same_size(own.model, target.config.vocab_size, runner.config.vocab_size)
     else:
-        _require_same_tokens(chosen.model, tokenizer, load_model_tokenizer(own, runner) or tokenizer)
+        _require_same_tokens(own.model, tokenizer, load_model_tokenizer(own, runner) or tokenizer)
     return DraftModelDrafter(runner, config.max_num_seqs, config.max_num_batched_tokens)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.cache.prefix import PrefixCache
 from tinyvllm.config import EngineConfig, expand_home
+from tinyvllm.engine.drafter_memory import drafter_memory, log_division
 from tinyvllm.engine.prefix_store import PrefixStore
 from tinyvllm.errors import ModelError, OutOfMemoryError
 from tinyvllm.host_memory import headroom, is_out_of_memory
@@ -19,6 +20,7 @@ from tinyvllm.text.load import load_tokenizer, tokenizer_from_gguf
 from tinyvllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from tinyvllm.runner.opened import OpenedModel
     from tinyvllm.runner.runner import Runner
 
 Progress = Callable[[int, int, str], None]
@@ -30,19 +32,23 @@ DEVICE_LOCK = threading.RLock()
 _ADVICE = "lower --num-blocks or --kv-memory, or use --quantization q8_0 or q4_k_m"
 
 
-def load_runner(config: EngineConfig, progress: Progress | None) -> Runner:
-    """The model on its device. OutOfMemoryError, one line, if it and its cache do not fit."""
-    from tinyvllm.runner.runner import Runner  # after start_device, which sets what tinygrad reads at import
+def load_runner(config: EngineConfig, progress: Progress | None, opened: OpenedModel | None = None) -> Runner:
+    """The model on its device, opened before or not. OutOfMemoryError, one line, if it, its cache and a drafter do not fit."""
+    from tinyvllm.runner.opened import open_model  # after start_device, which sets what tinygrad reads at import
+    from tinyvllm.runner.runner import Runner
 
     try:
         with DEVICE_LOCK:
-            runner = Runner(config, config.device, progress)
+            opened = opened or open_model(config, config.device)
+            drafter = drafter_memory(config, opened)
+            runner = Runner(config, config.device, progress, opened, drafter)
     except OutOfMemoryError:
         raise
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         raise OutOfMemoryError(f"engine: memory ran out while the model was loaded ({error}); {headroom()}; {_ADVICE}") from error
+    log_division(runner, drafter)
     if config.max_model_len is None and runner.max_model_len < runner.config.max_context:
         text = (
             "the context is %d tokens by default, the model allows %d: --max-model-len sets another, --num-blocks or --kv-memory the cache"

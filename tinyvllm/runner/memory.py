@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -42,33 +43,70 @@ def _there_is(device: str, free: int) -> str:
     return f"{megabytes(free)} can be allocated ({limit})"
 
 
-def pool_blocks(device: str, block_bytes: int, block_size: int, wanted_tokens: int, kv_memory: int | None) -> int:
+@dataclass(frozen=True)
+class DrafterMemory:
+    """Bytes that drafts take next to the model: weights, a cache block for each of the model's, and `own` blocks of guesses."""
+
+    weights: int = 0
+    block: int = 0
+    own: int = 0
+
+    def total(self, num_blocks: int) -> int:
+        """Bytes next to a cache of `num_blocks` blocks."""
+        return self.weights + self.cache(num_blocks)
+
+    def cache(self, num_blocks: int) -> int:
+        """Bytes of the drafter's own cache next to one of `num_blocks` blocks."""
+        return self.own + num_blocks * self.block
+
+
+NO_DRAFTER = DrafterMemory()
+
+
+def pool_blocks(
+    device: str, block_bytes: int, block_size: int, wanted_tokens: int, kv_memory: int | None, drafter: DrafterMemory = NO_DRAFTER
+) -> int:
     """Blocks for the pool: as many as fit `kv_memory`, or else those that `wanted_tokens` need, within a share of the free memory.
 
-    `wanted_tokens` is the total of all sequences at their maximum length; more could never be used.
+    `wanted_tokens` is the total of all sequences at their maximum length; more could never be used. The drafter's cache counts, too.
     """
+    both = block_bytes + drafter.block
     if kv_memory is not None:
-        blocks = kv_memory // block_bytes
+        blocks = (kv_memory - drafter.own) // both
         if blocks < 1:
-            raise ArgumentError(f"--kv-memory {kv_memory} holds no block of {block_bytes} bytes; give at least that, or use --num-blocks")
+            raise ArgumentError(_too_little(kv_memory, block_bytes, drafter))
         return blocks
     wanted = ceil_div(wanted_tokens, block_size)
     free = free_memory(device)
-    affordable = int(free * KV_SHARE) // block_bytes
+    affordable = (int((free - drafter.weights) * KV_SHARE) - drafter.own) // both
     if affordable < 1:
+        more = ""
+        if drafter.total(1):
+            more = f" (the drafter {megabytes(drafter.total(1))} of it, of which weights {megabytes(drafter.weights)})"
         raise OutOfMemoryError(
-            f"memory: one KV block needs {megabytes(block_bytes)} and may take half of what is free, {_there_is(device, free)}; "
-            "lower --block-size, or use a smaller model"
+            f"memory: one KV block needs {megabytes(both + drafter.own + drafter.weights)}{more} and may take half of what is free, "
+            f"{_there_is(device, free)}; lower --block-size, or use a smaller model"
         )
     return min(wanted, affordable)
 
 
-def check_room(device: str, pool_bytes: int) -> None:
+def _too_little(kv_memory: int, block_bytes: int, drafter: DrafterMemory) -> str:
+    if not drafter.cache(1):
+        return f"--kv-memory {kv_memory} holds no block of {block_bytes} bytes; give at least that, or use --num-blocks"
+    return (
+        f"--kv-memory {kv_memory} holds no block of the model and its drafter together: {block_bytes} bytes of the model, "
+        f"{drafter.block} of the drafter and {drafter.own} for its guesses; give at least {block_bytes + drafter.cache(1)}, or run "
+        "without --speculative-config"
+    )
+
+
+def check_room(device: str, pool_bytes: int, drafter_bytes: int = 0) -> None:
     """OutOfMemoryError for a KV cache that the device cannot hold. The host allocates pages lazily and would kill the process later."""
     free = free_memory(device)
-    if pool_bytes > free:
+    if pool_bytes + drafter_bytes > free:
+        more = f" and the drafter {megabytes(drafter_bytes)}" if drafter_bytes else ""
         raise OutOfMemoryError(
-            f"memory: the KV cache needs {megabytes(pool_bytes)}, {_there_is(device, free)}; lower --num-blocks or --kv-memory"
+            f"memory: the KV cache needs {megabytes(pool_bytes)}{more}, {_there_is(device, free)}; lower --num-blocks or --kv-memory"
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -39,26 +38,23 @@ from tinyvllm.bridge import (
     repeat,
     upload,
 )
-from tinyvllm.config import MAX_SCHEDULER_STEPS, EngineConfig, cache_folder, environment, expand_home
+from tinyvllm.config import MAX_SCHEDULER_STEPS, EngineConfig
 from tinyvllm.errors import ArgumentError
 from tinyvllm.models.config import ModelConfig
-from tinyvllm.models.families import check_layers, find_family, read_config, recipes_of, refuse_unused
 from tinyvllm.ops.advance import History, advance
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Layout, formats_in
 from tinyvllm.quant.layouts import BLOCK
 from tinyvllm.quant.random_rows import packable_width
 from tinyvllm.runner.ahead import StepOutlines
-from tinyvllm.runner.kv import BlockShape, KVPool
-from tinyvllm.runner.memory import check_room, check_weights, pool_blocks
+from tinyvllm.runner.kv import KVPool
+from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory, check_room, check_weights, pool_blocks
+from tinyvllm.runner.opened import OpenedModel, open_model
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
-from tinyvllm.runner.source import CheckpointSource, matrix_format, require_quantization, weight_dtype
-from tinyvllm.runner.weights import WeightLoader, WeightPlan
+from tinyvllm.runner.weights import WeightPlan
 from tinyvllm.scheduler import Schedule, Scheduled
-from tinyvllm.weights.checkpoint import open_checkpoint, open_description
-from tinyvllm.weights.hub import resolve_model
-from tinyvllm.weights.imatrix import read_imatrix
-from tinyvllm.weights.quantized.notes import describe, without_zero_biases
+from tinyvllm.weights.checkpoint import open_checkpoint
+from tinyvllm.weights.quantized.notes import describe
 
 __all__ = ["Choice", "Logits", "PreparedStep", "Reading", "Runner"]
 
@@ -117,35 +113,31 @@ class Logits:
 class Runner:
     """The model on its device. `prepare` and `launch` run a schedule; `prompt_logits` serves evaluation."""
 
-    def __init__(self, config: EngineConfig, device: str, progress: Callable[[int, int, str], None] | None = None):
+    def __init__(
+        self,
+        config: EngineConfig,
+        device: str,
+        progress: Callable[[int, int, str], None] | None = None,
+        opened: OpenedModel | None = None,
+        drafter: DrafterMemory = NO_DRAFTER,
+    ):
+        """`opened` is the model if it was opened before; `drafter` the memory that must be left for drafts."""
         self.placement = Placement(device)
         self.architecture = architecture_of(self.placement)
-        path, dummy = resolve_model(config.model, config.revision), config.load_format == "dummy"
-        self.checkpoint = open_description(path) if dummy and path.is_dir() else open_checkpoint(path)
-        require_quantization(config, None if dummy else self.checkpoint)
-        source = CheckpointSource(self.checkpoint)
-        family = find_family(source)
-        self.config: ModelConfig = read_config(family, source)
-        self.dtype = weight_dtype(config.dtype, self.checkpoint)
-        if not dummy:
-            check_layers(family, self.config, source)
-        self.model = family.model(self.config)
-        recipes = recipes_of(family, self.config, self.model, self.checkpoint.kind)
-        if not dummy:
-            refuse_unused(self.config, recipes, without_zero_biases(self.checkpoint.tensors))
-        imatrix = None if config.imatrix is None else read_imatrix(expand_home("imatrix", config.imatrix))
-        plan = WeightPlan(self.placement, self.dtype, matrix_format(config), imatrix)
-        kept = cache_folder() if environment(os.environ).get("TINYVLLM_KEEP_PANELS", True) else None
-        loader = WeightLoader(None if dummy else self.checkpoint, plan, progress, kept)
+        opened = opened or open_model(config, device)
+        self.checkpoint, plan, recipes = opened.checkpoint, opened.plan, opened.recipes
+        self.config: ModelConfig = opened.config
+        self.dtype, self.model = opened.dtype, opened.model
+        loader = opened.loader(progress)
         if not loader.maps_all:
-            check_weights(device, plan.needed_bytes(recipes, None if dummy else self.checkpoint))
-        packing = self._test_packing(plan, plan.matrix_formats(recipes, None if dummy else self.checkpoint))
+            check_weights(device, opened.weight_bytes)
+        packing = self._test_packing(plan, plan.matrix_formats(recipes, opened.stored))
         loader.load(self.model, recipes)
         if note := describe(self.checkpoint.tensors, self.checkpoint.unused, loader.unpacked):
             log.warning(note)
         self.weight_bytes, self.bytes_per_token = loader.bytes, loader.streamed
         self.weight_formats, self.weight_layout, self.weight_identity = loader.formats, plan.layout, plan.identity
-        self.pool, self.max_model_len = self._size_pool(config)
+        self.pool, self.max_model_len = self._size_pool(config, opened, drafter)
         self.max_num_seqs = config.max_num_seqs
         # a pool too small for the model's context shortens sequences, but must not change what the positions mean
         constants = self.model.constants(self.max_model_len, config.max_model_len or self.config.max_context)
@@ -164,20 +156,19 @@ class Runner:
             outlines.compile_ahead(config)
         self.self_test = packing + test_kernels(self.placement, outlines.kernel_needs)
 
-    def _size_pool(self, config: EngineConfig) -> tuple[KVPool, int]:
+    def _size_pool(self, config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory) -> tuple[KVPool, int]:
         """The KV pool and the longest sequence: the model's own context if none is given, limited by the pool and DEFAULT_CONTEXT."""
         longest, size = self.config.max_context, config.block_size
-        block = BlockShape.of(self.config, size, config.kv_cache_dtype, self.dtype)
         if config.max_model_len is not None and config.max_model_len > longest:
             raise ArgumentError(f"max_model_len={config.max_model_len} is beyond the {longest} tokens that the model was made for")
         longest = config.max_model_len or min(longest, DEFAULT_CONTEXT)
-        blocks, one = config.num_blocks, self.config.num_blocks * block.nbytes
+        blocks, one = config.num_blocks, opened.block_bytes
         if blocks is None:
-            blocks = pool_blocks(self.device, one, size, config.max_num_seqs * longest, config.kv_memory)
-        check_room(self.device, blocks * one)
+            blocks = pool_blocks(self.device, one, size, config.max_num_seqs * longest, config.kv_memory, drafter)
+        check_room(self.device, blocks * one, drafter.total(blocks))
         if config.max_model_len is None:
             longest = min(longest, blocks * size)
-        return KVPool(self.config, blocks, size, block, self.device), longest
+        return KVPool(self.config, blocks, size, opened.block, self.device), longest
 
     def _test_packing(self, plan: WeightPlan, formats: set[str]) -> Report:
         """The self-test of the kernels that pack weights, before they do."""

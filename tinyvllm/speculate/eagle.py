@@ -307,7 +307,7 @@ class EagleHeads:
 
 def load_eagle(file: HeadFile, runner: Runner, config: EagleConfig) -> EagleHeads:
     """The heads by the products of the runner's device. What the file lacks, embedding or vocabulary head, is the target's own."""
-    target = Target.of(runner)
+    target = Target.of(runner.config)
     recipes, tokens = eagle_recipes(file, config, target), draft_tokens(file, config, target)
     names = {recipe.name for recipe in recipes}
     own_head = "lm_head.weight" in names

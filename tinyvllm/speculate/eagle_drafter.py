@@ -20,12 +20,15 @@ from typing import cast
 
 import numpy as np
 from tinygrad import Tensor, UOp
+from tinygrad.dtype import DType
 
 from tinyvllm.batch import NO_SLOT, Batch
 from tinyvllm.bridge import Captured, copied, upload
+from tinyvllm.models.config import ModelConfig
 from tinyvllm.ops.rope import rope_table
 from tinyvllm.request import Sequence
 from tinyvllm.runner.kv import BlockShape, KVPool
+from tinyvllm.runner.memory import DrafterMemory
 from tinyvllm.runner.prepare import Shape, StepInputs, decode_bucket, shape_of
 from tinyvllm.runner.runner import Runner
 from tinyvllm.sampling.parameters import SamplingFlags
@@ -37,6 +40,22 @@ from tinyvllm.speculate.protocol import StateRows
 
 _MAX_SINGLES = 16  # rows of one sequence that are laid out as decodes; more of them are a chunk
 _MAX_FILLED = 512  # missing entries that one call makes
+
+
+def own_blocks(max_drafts: int, block_size: int) -> int:
+    """Blocks of the drafter's own for the guesses of one row."""
+    return -(-max_drafts // block_size) + 1
+
+
+def entry_shape(layer: ModelConfig, block_size: int, dtype: DType) -> BlockShape:
+    """A block of the heads' cache: always numbers of a dtype, never packed."""
+    return BlockShape.of(layer, block_size, "auto", dtype)
+
+
+def eagle_memory(layer: ModelConfig, block_size: int, dtype: DType, max_drafts: int, max_num_seqs: int) -> DrafterMemory:
+    """What the heads' cache takes."""
+    nbytes = entry_shape(layer, block_size, dtype).nbytes
+    return DrafterMemory(0, nbytes, nbytes * (own_blocks(max_drafts, block_size) * decode_bucket(max_num_seqs) + 1))
 
 
 @dataclass(frozen=True)
@@ -92,10 +111,10 @@ class EagleDrafter(LastStates):
         self.state_layers = heads.config.state_layers
         self._heads, self._device, self._vocab_size = heads, runner.device, runner.config.vocab_size
         S, c = runner.pool.block_size, heads.config.layer
-        self._own = -(-self.max_drafts // S) + 1  # blocks of the drafter's own for the guesses of one row
+        self._own = own_blocks(self.max_drafts, S)
         self._first_own = runner.pool.num_blocks
         blocks = self._first_own + self._own * decode_bucket(runner.max_num_seqs)
-        self._pool = KVPool(c, blocks, S, BlockShape.of(c, S, "auto", heads.dtype), runner.device)
+        self._pool = KVPool(c, blocks, S, entry_shape(c, S, heads.dtype), runner.device)
         self._cache = self._pool.layers[0]
         self._width = -(-runner.max_model_len // S) + self._own
         table = rope_table(c.rope_dim, c.rope_theta, self._width * S, c.scaling, runner.max_model_len)

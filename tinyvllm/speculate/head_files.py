@@ -17,7 +17,7 @@ from tinygrad.dtype import DType
 
 from tinyvllm.errors import ModelError
 from tinyvllm.foreign import Fields, quoted
-from tinyvllm.models.config import WeightRecipe
+from tinyvllm.models.config import ModelConfig, WeightRecipe
 from tinyvllm.models.projections import Product
 from tinyvllm.runner.runner import Runner
 from tinyvllm.runner.source import weight_dtype
@@ -46,8 +46,8 @@ class Target:
     num_layers: int
 
     @classmethod
-    def of(cls, runner: Runner) -> Target:
-        return cls(runner.config.dim, runner.config.vocab_size, runner.config.num_blocks)
+    def of(cls, config: ModelConfig) -> Target:
+        return cls(config.dim, config.vocab_size, config.num_blocks)
 
 
 @dataclass(frozen=True)

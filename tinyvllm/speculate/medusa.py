@@ -69,9 +69,8 @@ def read_medusa(file: HeadFile, target: Target) -> tuple[int, int]:
     return heads, layers
 
 
-def load_medusa(file: HeadFile, runner: Runner) -> list[MedusaHead]:
-    """The heads of a published file, by the products of the runner's device."""
-    target = Target.of(runner)
+def medusa_recipes(file: HeadFile, target: Target) -> tuple[dict[str, tuple[str, ...]], list[WeightRecipe]]:
+    """The products of the heads by name, each with its module, and the recipes of their tensors. ModelError for a missing or wrong one."""
     heads, layers = read_medusa(file, target)
     E, V = target.hidden_size, target.vocab_size
     products: dict[str, tuple[str, ...]] = {}
@@ -84,7 +83,14 @@ def load_medusa(file: HeadFile, runner: Runner) -> list[MedusaHead]:
         products[f"{i}"] = (f"head_{i}",)
         recipes.append(head_recipe(file, f"head_{i}.weight", (V, E), f"{i}.{layers}.weight"))
     file.require_used(source for recipe in recipes for source in recipe.sources)
-    loaded, _ = load_head_products(file, runner, products, recipes)
+    return products, recipes
+
+
+def load_medusa(file: HeadFile, runner: Runner) -> list[MedusaHead]:
+    """The heads of a published file, by the products of the runner's device."""
+    target = Target.of(runner.config)
+    heads, layers = read_medusa(file, target)
+    loaded, _ = load_head_products(file, runner, *medusa_recipes(file, target))
     return [MedusaHead(tuple(loaded[f"{i}.{j}"] for j in range(layers)), loaded[f"{i}"]) for i in range(heads)]
 
 

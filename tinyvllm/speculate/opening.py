@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinyvllm.errors import ArgumentError
@@ -11,6 +12,9 @@ from tinyvllm.speculate.protocol import Controller, Drafter
 from tinyvllm.speculative import HEADS, MAX_DRAFTS, SpeculativeConfig
 
 if TYPE_CHECKING:
+    from tinyvllm.config import EngineConfig
+    from tinyvllm.runner.memory import DrafterMemory
+    from tinyvllm.runner.opened import OpenedModel
     from tinyvllm.runner.runner import Runner
 
 
@@ -52,14 +56,26 @@ def _suffix(config: SpeculativeConfig, runner: Runner) -> Drafter:
     return open_lookup(config)
 
 
+def heads_memory(config: SpeculativeConfig, opened: OpenedModel, engine: EngineConfig) -> DrafterMemory:
+    """What the heads of a method of HEADS take next to the target. Errors as `open_drafter`; nothing is loaded."""
+    from tinyvllm.speculate import self_drafting
+
+    return self_drafting.heads_memory(config.method, _folder(config), opened, engine, config.num_speculative_tokens)
+
+
 def _heads(config: SpeculativeConfig, runner: Runner) -> Drafter:
     from tinyvllm.speculate.self_drafting import self_drafter
+
+    return self_drafter(config.method, _folder(config), runner, config.num_speculative_tokens)
+
+
+def _folder(config: SpeculativeConfig) -> Path | None:
+    """The folder of the heads, if the method has one."""
     from tinyvllm.weights.hub import resolve_model
 
-    folder = None if config.model is None else resolve_model(config.model, config.revision)
     if config.quantization is not None:
         raise ArgumentError(f"speculative_config: quantization is not supported for method={config.method!r}; its heads stay as stored")
-    return self_drafter(config.method, folder, runner, config.num_speculative_tokens)
+    return None if config.model is None else resolve_model(config.model, config.revision)
 
 
 _DRAFTERS: dict[str, Callable[[SpeculativeConfig, Runner], Drafter]] = {"ngram": _ngram, "suffix": _suffix, **dict.fromkeys(HEADS, _heads)}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+from tinyvllm.config import EngineConfig
 from tinyvllm.errors import ArgumentError
+from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory
+from tinyvllm.runner.opened import OpenedModel
 from tinyvllm.runner.runner import Runner
-from tinyvllm.speculate.eagle import EagleConfig, load_eagle, read_eagle, read_eagle3
-from tinyvllm.speculate.eagle_drafter import EagleDrafter
+from tinyvllm.speculate.eagle import EagleConfig, eagle_recipes, load_eagle, read_eagle, read_eagle3
+from tinyvllm.speculate.eagle_drafter import EagleDrafter, eagle_memory
 from tinyvllm.speculate.eagle_lite import EagleLiteDrafter
-from tinyvllm.speculate.head_files import SPEAKER, HeadFile, Target, open_heads
-from tinyvllm.speculate.medusa import MedusaDrafter, MedusaLiteDrafter, load_medusa
+from tinyvllm.speculate.head_files import SPEAKER, HeadFile, Target, head_dtype, open_heads
+from tinyvllm.speculate.medusa import MedusaDrafter, MedusaLiteDrafter, load_medusa, medusa_recipes
 from tinyvllm.speculate.protocol import StateDrafter
 
 LOADED = ("medusa", "eagle", "eagle3")
@@ -36,8 +40,22 @@ def self_drafter(method: str, heads: Path | None, runner: Runner, max_drafts: in
     file = open_heads(heads)
     if method == "medusa":
         return MedusaDrafter(runner, load_medusa(file, runner), max_drafts)
-    config = eagle_config(file, method, Target.of(runner))
+    config = eagle_config(file, method, Target.of(runner.config))
     return EagleDrafter(runner, load_eagle(file, runner, config), count)
+
+
+def heads_memory(method: str, heads: Path | None, opened: OpenedModel, engine: EngineConfig, max_drafts: int | None) -> DrafterMemory:
+    """What the heads of a method will take in an engine with the target `opened`. Errors as `self_drafter`; nothing is loaded."""
+    if method not in LOADED or heads is None:
+        return NO_DRAFTER
+    file, target = open_heads(heads), Target.of(opened.config)
+    plan = replace(opened.plan, dtype=head_dtype(file), format=None, imatrix=None)  # as load_head_products has it
+    if method == "medusa":
+        return DrafterMemory(plan.needed_bytes(medusa_recipes(file, target)[1], file.checkpoint))
+    config = eagle_config(file, method, target)
+    weights = plan.needed_bytes(eagle_recipes(file, config, target), file.checkpoint)
+    cache = eagle_memory(config.layer, engine.block_size, plan.dtype, max_drafts or DEFAULT_DRAFTS, engine.max_num_seqs)
+    return replace(cache, weights=weights)
 
 
 def eagle_config(file: HeadFile, method: str, target: Target) -> EagleConfig:

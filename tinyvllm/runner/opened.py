@@ -1,0 +1,71 @@
+"""A checkpoint as it is understood before anything is loaded: the model's configuration, the recipes of its weights, and what they take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tinygrad.dtype import DType
+
+from tinyvllm.config import EngineConfig, cache_folder, environment, expand_home
+from tinyvllm.models.config import ModelConfig, WeightRecipe
+from tinyvllm.models.families import check_layers, find_family, read_config, recipes_of, refuse_unused
+from tinyvllm.placement import Placement
+from tinyvllm.runner.kv import BlockShape
+from tinyvllm.runner.source import CheckpointSource, matrix_format, require_quantization, weight_dtype
+from tinyvllm.runner.weights import WeightLoader, WeightPlan
+from tinyvllm.weights.checkpoint import Checkpoint, open_checkpoint, open_description
+from tinyvllm.weights.hub import resolve_model
+from tinyvllm.weights.imatrix import read_imatrix
+from tinyvllm.weights.quantized.notes import without_zero_biases
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """`stored` is the checkpoint that weights come from, None for random ones; `block` the shape of a layer's cache block."""
+
+    checkpoint: Checkpoint
+    stored: Checkpoint | None
+    config: ModelConfig
+    dtype: DType
+    model: Any
+    recipes: list[WeightRecipe]
+    plan: WeightPlan
+    block: BlockShape
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a cache block in all layers."""
+        return self.config.num_blocks * self.block.nbytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """About how much the weights take."""
+        return self.plan.needed_bytes(self.recipes, self.stored)
+
+    def loader(self, progress: Callable[[int, int, str], None] | None = None) -> WeightLoader:
+        kept = cache_folder() if environment(os.environ).get("TINYVLLM_KEEP_PANELS", True) else None
+        return WeightLoader(self.stored, self.plan, progress, kept)
+
+
+def open_model(config: EngineConfig, device: str) -> OpenedModel:
+    """Read and check the description of a configuration's model. ModelError and FormatError say what does not fit."""
+    path, dummy = resolve_model(config.model, config.revision), config.load_format == "dummy"
+    checkpoint = open_description(path) if dummy and path.is_dir() else open_checkpoint(path)
+    stored = None if dummy else checkpoint
+    require_quantization(config, stored)
+    source = CheckpointSource(checkpoint)
+    family = find_family(source)
+    model_config, dtype = read_config(family, source), weight_dtype(config.dtype, checkpoint)
+    if stored is not None:
+        check_layers(family, model_config, source)
+    model = family.model(model_config)
+    recipes = recipes_of(family, model_config, model, checkpoint.kind)
+    if stored is not None:
+        refuse_unused(model_config, recipes, without_zero_biases(stored.tensors))
+    imatrix = None if config.imatrix is None else read_imatrix(expand_home("imatrix", config.imatrix))
+    plan = WeightPlan(Placement(device), dtype, matrix_format(config), imatrix)
+    block = BlockShape.of(model_config, config.block_size, config.kv_cache_dtype, dtype)
+    return OpenedModel(checkpoint, stored, model_config, dtype, model, recipes, plan, block)
