@@ -39,7 +39,8 @@ MAX_SCHEDULER_STEPS = 64
 CPU_STEP_MS = 250  # a gap between two tokens that a reader hardly notices
 QUANTIZATIONS = tuple(name.lower() for name in mixes.NAMES)
 # vLLM's names for the kind that a quantized checkpoint already has: they change nothing, and the checkpoint must be of that kind.
-CHECKPOINT_QUANTIZATIONS = ("gptq", "awq", "compressed-tensors", "hqq", "mlx", "fp8", "bitsandbytes")
+CHECKPOINT_QUANTIZATIONS = ("gptq", "awq", "compressed-tensors", "hqq", "mlx", "fp8", "bitsandbytes", "modelopt", "modelopt_fp4")
+CHECKPOINT_ALIASES = {"modelopt_fp4": "modelopt"}  # vLLM's name for modelopt's NVFP4, whose checkpoints say modelopt
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(?P<choice>:[\w./+-]+)?")

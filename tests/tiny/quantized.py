@@ -48,7 +48,7 @@ def write(folder: Path, settings: dict[str, Any], quantize: Quantize, more: dict
     for name, way in ways.items():
         tensors, dense = way(rng, *(MATRICES | ENDS)[name])
         quantized.pop(f"{name}.weight", None)
-        quantized |= {f"{name}.{suffix}": np.ascontiguousarray(array) for suffix, array in tensors.items()}
+        quantized |= {f"{name}.{suffix}": np.asarray(array, order="C") for suffix, array in tensors.items()}
         floats[f"{name}.weight"] = dense.astype(np.float32)
     for name, tensors, config in (("quantized", quantized, CONFIG | settings), ("floats", floats, CONFIG)):
         (folder / name).mkdir()

@@ -101,6 +101,39 @@ def nvfp4(mlx: bool, divisor: float = 4096.0) -> Quantize:
     return quantize
 
 
+def modelopt_nvfp4(factor: float = 2.0**-12) -> Quantize:
+    """NVFP4 of modelopt: the matrix's own scale is a factor, and its codes are called `weight`."""
+
+    def quantize(rng: np.random.Generator, O: int, I: int) -> tuple[Stored, np.ndarray]:
+        parts, dense = nvfp4(mlx=False, divisor=1.0)(rng, O, I)
+        stored = {"weight": parts["weight_packed"], "weight_scale": parts["weight_scale"]}
+        scales = {"weight_scale_2": np.array(factor, np.float32), "input_scale": np.array(0.01, np.float32)}
+        return stored | scales, dense * float(scales["weight_scale_2"])
+
+    return quantize
+
+
+def modelopt_fp8(block: tuple[int, int] = (0, 0)) -> Quantize:
+    """e4m3 of modelopt with a scale a block, of which 0 rows or columns are all."""
+
+    def quantize(rng: np.random.Generator, O: int, I: int) -> tuple[Stored, np.ndarray]:
+        stored, dense = fp8(block, "weight_scale")(rng, O, I)
+        scale = stored["weight_scale"]
+        shape = () if scale.size == 1 else (O,) if len(scale) == O else (scale.shape[0], 1, scale.shape[1], 1)
+        return stored | {"weight_scale": scale.reshape(shape), "input_scale": np.array(0.01, np.float32)}, dense
+
+    return quantize
+
+
+def modelopt_settings(algorithm: str | None, group: int | None = None, **more: Any) -> dict[str, Any]:
+    """quantization_config as newer versions write it into config.json."""
+    bits = 4 if algorithm and "NVFP4" in algorithm else 8
+    weights = {"dynamic": False, "num_bits": bits, "type": "float"} | ({} if group is None else {"group_size": group})
+    groups = {"group_0": {"weights": weights, "input_activations": weights, "targets": ["Linear"]}}
+    producer = {"name": "modelopt", "version": "0.33.0"}
+    return settings("modelopt", config_groups=groups, ignore=["lm_head"], quant_algo=algorithm, producer=producer, **more)
+
+
 NF4 = np.array([
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,

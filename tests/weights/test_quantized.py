@@ -32,6 +32,7 @@ from tests.tiny.quantized import (
     shuffled,
     shuffled_each,
 )
+from tests.tiny.small_floats import modelopt_nvfp4, modelopt_settings
 from tinyvllm.config import CHECKPOINT_QUANTIZATIONS, QUANTIZATIONS, EngineConfig
 from tinyvllm.errors import FormatError, ModelError, TinyvllmError
 from tinyvllm.models.config import WeightRecipe
@@ -154,6 +155,7 @@ BASES = {
     "mlx": (mlx_settings(4, 64), mlx(4, 64)),
     "hqq": (hqq_settings(), hqq(4, 64)),
 }
+SMALL_FLOATS = {"modelopt": (modelopt_settings("NVFP4", 16), modelopt_nvfp4())}
 
 
 def setting(**values: object) -> Edit:
@@ -251,7 +253,7 @@ BROKEN: list[tuple[str, Edit, str]] = [
 def base_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @functools.cache
     def make(kind: str) -> Path:
-        return quantized.write(tmp_path_factory.mktemp("base"), *BASES[kind]) / "quantized"
+        return quantized.write(tmp_path_factory.mktemp("base"), *(BASES | SMALL_FLOATS)[kind]) / "quantized"
 
     return make
 
@@ -311,7 +313,7 @@ def mutated(kind: str, number: int, base: Path, folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data[8 + size :])
 
 
-@pytest.mark.parametrize("kind", BASES)
+@pytest.mark.parametrize("kind", BASES | SMALL_FLOATS)
 def test_mutated_checkpoints_are_read_or_refused_in_one_line(base_of, tmp_path, kind):
     """What is built stays within the size of what the files hold in float32: 16 times, for two bits."""
     for number in range(40):
@@ -321,6 +323,12 @@ def test_mutated_checkpoints_are_read_or_refused_in_one_line(base_of, tmp_path, 
                 assert len(record.data) <= 40 * record.nbytes
         except TinyvllmError as error:
             assert len(str(error)) <= 300 and "\n" not in str(error), (number, str(error))
+
+
+@pytest.mark.parametrize("name", ["modelopt", "modelopt_fp4"])
+def test_modelopt_has_two_names(tmp_path, name):
+    folder = quantized.write(tmp_path, modelopt_settings("NVFP4", 16), modelopt_nvfp4()) / "quantized"
+    require_quantization(EngineConfig(str(folder), quantization=name), open_checkpoint(folder))
 
 
 def test_vllms_names_are_those_of_the_kinds():

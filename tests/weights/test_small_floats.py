@@ -10,16 +10,32 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from tests.tiny import quantized, small_floats
 from tests.tiny.quantized import ct_settings, mlx_settings
-from tests.tiny.small_floats import E4M3, E5M2, NF4, bitsandbytes, fp8, int8_rows, mxfp4, mxfp8, nvfp4, settings
+from tests.tiny.small_floats import (
+    E4M3,
+    E5M2,
+    NF4,
+    bitsandbytes,
+    fp8,
+    int8_rows,
+    modelopt_fp8,
+    modelopt_nvfp4,
+    modelopt_settings,
+    mxfp4,
+    mxfp8,
+    nvfp4,
+    settings,
+)
 from tinyvllm.errors import FormatError, ModelError
 from tinyvllm.quant.layouts import unpack_rows
 from tinyvllm.weights.checkpoint import open_checkpoint
 from tinyvllm.weights.mapping import BuiltRecord
 from tinyvllm.weights.quantized.notes import describe
 
+Q = "model.layers.0.self_attn.q_proj"
 FINE = settings("fp8", activation_scheme="dynamic", weight_block_size=[128, 128], fmt="e4m3")
 BNB = settings("bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
 
@@ -41,6 +57,12 @@ KINDS: dict[str, tuple[dict[str, Any], quantized.Quantize, str]] = {
     "ct mxfp8": (ct("mxfp8-quantized", 8, "group", 32), mxfp8(mlx=False), "MXFP8"),
     "ct mxfp4": (ct("mxfp4-pack-quantized", 4, "group", 32), mxfp4(mlx=False), "MXFP4"),
     "ct nvfp4": (ct("nvfp4-pack-quantized", 4, "tensor_group", 16), nvfp4(mlx=False), "NVFP4_G128"),
+    "modelopt fp8": (modelopt_settings("FP8"), modelopt_fp8(), "FP8_G128"),
+    "modelopt fp8 by rows": (modelopt_settings("FP8_PER_CHANNEL_PER_TOKEN"), modelopt_fp8((1, 0)), "FP8_G128"),
+    "modelopt fp8 by blocks": (modelopt_settings("fp8_pb_wo"), modelopt_fp8((128, 128)), "FP8_G128"),
+    "modelopt nvfp4": (modelopt_settings("NVFP4", 16), modelopt_nvfp4(), "NVFP4_G128"),
+    "modelopt nvfp4, weights only": (settings("modelopt_fp4", quant_algo="W4A16_NVFP4"), modelopt_nvfp4(), "NVFP4_G128"),
+    "modelopt mxfp8": (modelopt_settings("MXFP8", 32), mxfp8(mlx=False), "MXFP8"),
     "mlx mxfp8": (mlx_settings(8, 32, mode="mxfp8"), mxfp8(mlx=True), "MXFP8"),
     "mlx mxfp4": (mlx_settings(4, 32, mode="mxfp4"), mxfp4(mlx=True), "MXFP4"),
     "mlx nvfp4": (mlx_settings(4, 16, mode="nvfp4"), nvfp4(mlx=True), "NVFP4_G128"),
@@ -82,10 +104,11 @@ def test_every_matrix_is_that_of_the_formula(tmp_path, kind):
     [
         (ct("nvfp4-pack-quantized", 4, "tensor_group", 16), nvfp4(mlx=False, divisor=3871.0), "NVFP4_G128"),
         (settings("bitsandbytes", load_in_8bit=True), int8_rows, "INT8_G128"),
+        (modelopt_settings("NVFP4"), modelopt_nvfp4(1 / 3871), "NVFP4_G128"),
     ],
 )
-def test_a_division_is_rounded_once(tmp_path, config, quantize, format):
-    """Of the divisor of all scales, or of SCB / 127; products with the integers are not rounded before their sum."""
+def test_a_product_of_scales_is_rounded_once(tmp_path, config, quantize, format):
+    """With the divisor or the factor of all scales, or SCB / 127; products with the integers are not rounded before their sum."""
     for record, want in matrices(quantized.write(tmp_path, config, quantize)):
         assert record.format == format
         np.testing.assert_allclose(numbers(record), want, rtol=3e-7, atol=3e-5 * abs(want).max() if format == "INT8_G128" else 0)
@@ -116,10 +139,58 @@ def test_two_formats_in_one_checkpoint(tmp_path):
         np.testing.assert_array_equal(numbers(record), want)
 
 
+# --- modelopt
+
+LISTED = {"quantized_layers": {"model.layers.0.mlp.down_proj": {"quant_algo": "NVFP4", "group_size": 16}}}
+OWN_FILE = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16,
+                                                               "exclude_modules": ["lm_head", "model.layers.*.(x+x+)+y"]}}  # fmt: skip
+
+
+def test_modelopts_mixed_precision(tmp_path):
+    """Of a module that quantized_layers does not list by its name, the tensors say what it is."""
+    config = modelopt_settings("MIXED_PRECISION", **LISTED)
+    folder = quantized.write(tmp_path, config, modelopt_fp8(), {"down_proj": modelopt_nvfp4(), "up_proj": mxfp8(mlx=False)})
+    formats = {"down_proj": "NVFP4_G128", "up_proj": "MXFP8"}
+    for record, want in matrices(folder):
+        assert record.format == formats.get(record.name.split(".")[-2], "FP8_G128")
+        np.testing.assert_array_equal(numbers(record), want)
+
+
+def test_modelopts_settings_in_a_file_of_their_own(tmp_path):
+    folder = quantized.write(tmp_path, {}, modelopt_nvfp4()) / "quantized"
+    (folder / "hf_quant_config.json").write_text(json.dumps(OWN_FILE))
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.quantization == "modelopt" and checkpoint.tensors[f"{Q}.weight"].format == "NVFP4_G128"
+
+
+@pytest.mark.parametrize(("algorithm", "refused"), [("nvfp4", False), ("FP8", True), (None, True)])
+def test_two_files_of_modelopts_settings_must_agree(tmp_path, algorithm, refused):
+    folder = quantized.write(tmp_path, modelopt_settings("NVFP4", 16), modelopt_nvfp4()) / "quantized"
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": algorithm}}))
+    if not refused:
+        assert open_checkpoint(folder).tensors[f"{Q}.weight"].format == "NVFP4_G128"
+        return
+    with pytest.raises(FormatError, match=f"says quant_algo 'NVFP4' and hf_quant_config.json {algorithm!r}; download both files again"):
+        open_checkpoint(folder)
+
+
+def test_modelopts_kv_scales_are_named_and_its_floats_stay_floats(tmp_path):
+    """With a quantized cache alone: the scales are of no use, as packed caches have one a token."""
+    folder = (
+        quantized.write(tmp_path, settings("modelopt", kv_cache_scheme={"num_bits": 8, "type": "float"}), quantized.plain) / "quantized"
+    )
+    tensors = dict(load_file(folder / "model.safetensors"))
+    tensors |= {f"model.layers.0.self_attn.{name}_proj.{name}_scale": np.ones((), np.float32) for name in "kv"}
+    quantized.save(tensors, folder / "model.safetensors")
+    checkpoint = open_checkpoint(folder)
+    assert {record.format for record in checkpoint.tensors.values()} == {"F16"}
+    line = describe(checkpoint.tensors, checkpoint.unused, {})
+    assert line == "quantized checkpoint: not used: 'k_scale' of 1 modules, 'v_scale' of 1 modules"
+
+
 # --- NaNs, and what is damaged or not supported
 
 Edit = Callable[[dict[str, Any], dict[str, np.ndarray]], object]
-Q = "model.layers.0.self_attn.q_proj"
 BASES = {
     "fp8": (FINE, fp8((128, 128))),
     "one": (settings("fp8"), fp8((0, 0), "weight_scale", flat=0)),
@@ -130,6 +201,10 @@ BASES = {
     "mlx": (mlx_settings(4, 32, mode="mxfp4"), mxfp4(mlx=True)),
     "nf4": (BNB, bitsandbytes(nested=True)),
     "int8": (settings("bitsandbytes", load_in_8bit=True), int8_rows),
+    "mo8": (modelopt_settings("FP8"), modelopt_fp8()),
+    "mo_blocks": (modelopt_settings("FP8_PB_WO"), modelopt_fp8((128, 128))),
+    "mo4": (modelopt_settings("NVFP4", 16), modelopt_nvfp4()),
+    "mixed": (modelopt_settings("MIXED_PRECISION", **LISTED), modelopt_fp8()),
 }
 
 
@@ -151,9 +226,18 @@ def without(suffix: str) -> Edit:
 
 def replaced(suffix: str, change: Callable[[np.ndarray], np.ndarray]) -> Edit:
     def edit(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
-        tensors[f"{Q}.{suffix}"] = np.ascontiguousarray(change(tensors[f"{Q}.{suffix}"].copy()))
+        tensors[f"{Q}.{suffix}"] = np.asarray(change(tensors[f"{Q}.{suffix}"].copy()), order="C")
 
     return edit
+
+
+def added(suffix: str, array: np.ndarray) -> Edit:
+    return lambda config, tensors: tensors.update({f"{Q}.{suffix}": array})
+
+
+def without_projections(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+    for name in [name for name in tensors if "_proj" in name]:
+        del tensors[name]
 
 
 def filled(value: object, kind: Any = None) -> Callable[[np.ndarray], np.ndarray]:
@@ -184,7 +268,7 @@ BROKEN: list[tuple[str, Edit, str]] = [
     ("fp8", replaced("weight", lambda a: a.reshape(2, 128, 256)), "must have 2 dimensions"),
     ("fp8", replaced("weight_scale_inv", lambda a: a.astype(np.int32)), "must hold float32, float16 or bfloat16, got I32"),
     ("fp8", without("weight_scale_inv"), "has no tensor 'weight_scale_inv'"),
-    ("fp8", lambda config, tensors: [tensors.pop(name) for name in list(tensors) if "_proj" in name], "no file has a 'X.weight' in float8"),
+    ("fp8", without_projections, "no file has a 'X.weight' in float8"),
     ("one", without("weight_scale"), "has no tensor 'weight_scale'"),
     ("ct8", scheme(num_bits=4), "float-quantized with 4 bits of type 'float' is not supported"),
     ("ct8", scheme(type="int"), "float-quantized with 8 bits of type 'int' is not supported"),
@@ -223,6 +307,38 @@ BROKEN: list[tuple[str, Edit, str]] = [
     ("int8", replaced("SCB", lambda a: a[1:]), "must have the shape \\[256\\] \\(a scale for each row\\)"),
     ("int8", replaced("weight_format", lambda a: a + np.uint8(2)), "rows in a GPU's order, which is not supported"),
     ("int8", replaced("weight", lambda a: a.view(np.uint8)), "must be I8, got U8"),
+    ("mo8", setting(quant_algo="W4A16_AWQ"), "quant_algo 'W4A16_AWQ' is not supported; supported are FP8, "),
+    ("mo8", setting(quant_algo=["FP8"]), "quant_algo \\['FP8'\\] is not supported"),
+    ("mo8", setting(quant_algo=None), "has no quant_algo; download the file again"),
+    ("mo8", setting(quant_algo=None, kv_cache_quant_algo="FP8"), "has no quant_algo, but 'model.layers.0.self_attn.q_proj' is quantized"),
+    ("mo8", setting(quant_algo="NVFP4", config_groups={}), "says NVFP4 for 'model.layers.0.self_attn.q_proj', but its tensors are FP8"),
+    ("mo8", setting(quant_algo="FP8_PB_WO"), "says FP8_PB_WO for .* with scales F32 \\[\\]"),
+    ("mo8", setting(quant_algo="MXFP8"), "says MXFP8 for .*, but its tensors are FP8"),
+    ("mo8", setting(quantization=4), "quantization must be an object, got 4"),
+    ("mo8", scheme(num_bits=4), "FP8 has weights of type float with 8 bits, got 'float' with 4"),
+    ("mo8", scheme(type="int"), "FP8 has weights of type float with 8 bits, got 'int' with 8"),
+    ("mo8", setting(config_groups=[]), "config_groups must be an object, got \\[\\]"),
+    ("mo8", setting(config_groups={"group_0": 4}), "must be an object with an object `weights`, got 4"),
+    ("mo8", without("weight_scale"), "has no tensor 'weight_scale'"),
+    ("mo8", without("weight"), "has no tensor 'weight'"),
+    ("mo8", replaced("weight", lambda a: a.view(np.uint8)), "has no tensor 'weight_scale_2'"),
+    ("mo8", replaced("weight", lambda a: a.view(E5M2)), "is F8_E5M2, which is not supported"),
+    ("mo8", replaced("weight", lambda a: a.view(np.uint8).astype(np.float16)), "must hold F8_E4M3 or U8, as it has a scale, got F16"),
+    ("mo8", replaced("weight", lambda a: a.reshape(2, 128, 256)), "must have 2 dimensions"),
+    ("mo8", added("pre_quant_scale", np.ones(256, np.float16)), "pre_quant_scale' scales inputs, which is not supported"),
+    ("mo8", added("weight_scale_2", np.ones((), np.float32)), "its weights are not the U8 of NVFP4"),
+    ("mo8", without_projections, "says FP8, but no file has its tensors"),
+    ("mo_blocks", replaced("weight_scale", lambda a: a.reshape(2, 2)[:, :1]), "must have the shape \\[2, 2\\] \\(a scale for 128 x 128"),
+    ("mo4", scheme(group_size=32), "NVFP4 has groups of 16, got 32"),
+    ("mo4", setting(group_size=32), "NVFP4 has groups of 16, got 32"),
+    ("mo4", replaced("weight_scale", lambda a: a[:, ::2]), "must have the shape \\[256, 16\\] \\(a scale for 16 columns\\)"),
+    ("mo4", replaced("weight_scale_2", lambda a: a * np.nan), "must be a number of 0 or more, got nan"),
+    ("mo4", replaced("weight_scale_2", lambda a: np.ones(2, np.float32)), "must hold one number"),
+    ("mixed", setting(quantized_layers=[]), "quantized_layers must be an object"),
+    ("mixed", setting(quantized_layers={Q: 4}), "q_proj' must be an object, got 4"),
+    ("mixed", setting(quantized_layers={Q: {"quant_algo": "INT4"}}), "quant_algo 'INT4' is not supported"),
+    ("mixed", setting(quantized_layers={Q: {"quant_algo": "NVFP4", "group_size": 8}}), "NVFP4 has groups of 16, got 8"),
+    ("mixed", setting(quantized_layers={Q: {"quant_algo": "NVFP4"}}), "says NVFP4 for 'model.layers.0.self_attn.q_proj'"),
 ]  # fmt: skip
 
 

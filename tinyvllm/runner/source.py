@@ -6,7 +6,7 @@ import numpy as np
 from tinygrad import dtypes
 from tinygrad.dtype import DType
 
-from tinyvllm.config import CHECKPOINT_QUANTIZATIONS, QUANTIZATIONS, EngineConfig
+from tinyvllm.config import CHECKPOINT_ALIASES, CHECKPOINT_QUANTIZATIONS, QUANTIZATIONS, EngineConfig
 from tinyvllm.errors import ModelError
 from tinyvllm.quant.codecs import unpack
 from tinyvllm.quant.formats import FLOATS, FORMATS
@@ -55,11 +55,14 @@ def weight_dtype(choice: str, checkpoint: Checkpoint) -> DType:
 def require_quantization(config: EngineConfig, checkpoint: Checkpoint | None) -> None:
     """ModelError if `quantization` names a kind of checkpoints that this is not; None means random weights."""
     kind = None if checkpoint is None else checkpoint.quantization
-    if config.quantization not in CHECKPOINT_QUANTIZATIONS or config.quantization == kind:
+    wanted = config.quantization
+    if wanted not in CHECKPOINT_QUANTIZATIONS or (
+        kind is not None and CHECKPOINT_ALIASES.get(wanted, wanted) == CHECKPOINT_ALIASES.get(kind, kind)
+    ):
         return
     held = "random weights have none" if checkpoint is None else f"this one is {kind or 'not quantized'}"
     raise ModelError(
-        f"weights: quantization={config.quantization} expects a checkpoint of that kind, and {held}; leave quantization out, or choose a "
+        f"weights: quantization={wanted} expects a checkpoint of that kind, and {held}; leave quantization out, or choose a "
         "format that the matrices are packed to, such as q4_k_m"
     )
 

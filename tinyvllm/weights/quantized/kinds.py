@@ -16,7 +16,7 @@ from typing import Any
 from tinyvllm.errors import FormatError, ModelError
 from tinyvllm.foreign import Fields, quoted
 from tinyvllm.weights.mapping import Record, TensorRecord
-from tinyvllm.weights.quantized import awq, bitsandbytes, compressed_tensors, fp8, gptq, hqq, mlx, mxfp4
+from tinyvllm.weights.quantized import awq, bitsandbytes, compressed_tensors, fp8, gptq, hqq, mlx, modelopt, mxfp4
 from tinyvllm.weights.safetensors import read_json_object
 
 Tensors = Mapping[str, TensorRecord]
@@ -31,15 +31,24 @@ KINDS: dict[str, Kind] = {
     "fp8": fp8.tensors,
     "bitsandbytes": bitsandbytes.tensors,
     "mxfp4": mxfp4.tensors,
+    **dict.fromkeys(modelopt.METHODS, modelopt.tensors),
 }
 _MLX = "quantization"  # mlx-lm copies it as quantization_config, without a quant_method
 _KEYS = ("quantization_config", "compression_config")
-_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # of older checkpoints, next to config.json
+# of older checkpoints and of modelopt, next to config.json
+_FILES = {modelopt.FILE: modelopt.METHODS[0], "quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 def read_quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """`config` with the settings of older checkpoints, which have a file of their own, as its `quantization_config`."""
-    if any(config.get(key) is not None for key in (_MLX, *_KEYS)):
+    """`config` with the settings of checkpoints that have them in a file of their own as its `quantization_config`.
+
+    FormatError if both files are modelopt's and contradict each other.
+    """
+    if (key := _settings_key(config)) is not None:
+        settings = config[key]
+        if isinstance(settings, Mapping) and settings.get("quant_method") in modelopt.METHODS and (folder / modelopt.FILE).is_file():
+            own = read_json_object(folder / modelopt.FILE, "checkpoint")
+            modelopt.require_same_algorithm(Fields(settings, where=f"config.json, {key}"), own)
         return config
     for name, kind in _FILES.items():
         if (folder / name).is_file():
@@ -47,9 +56,14 @@ def read_quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+def _settings_key(config: Mapping[str, Any]) -> str | None:
+    """The key of config.json with the settings; None for a model that is not quantized."""
+    return next((key for key in (_MLX, *_KEYS) if config.get(key) is not None), None)
+
+
 def require_float_description(config: Mapping[str, Any]) -> None:
     """ModelError for the description of a quantized model: random weights are not made in its format."""
-    key = next((key for key in (_MLX, *_KEYS) if config.get(key) is not None), None)
+    key = _settings_key(config)
     if key is not None:
         raise ModelError(
             f"config.json: {key} {quoted(config[key], 80)} is not supported with random weights; "
@@ -60,7 +74,7 @@ def require_float_description(config: Mapping[str, Any]) -> None:
 def logical_tensors(config: Mapping[str, Any], tensors: Tensors) -> tuple[str | None, Mapping[str, Record]]:
     """The kind of a quantized checkpoint, and the tensors of the files as a model asks for them: themselves, without
     `quantization_config`."""
-    key = next((key for key in (_MLX, *_KEYS) if config.get(key) is not None), None)
+    key = _settings_key(config)
     if key is None:
         return None, tensors
     if not isinstance(config[key], Mapping):
