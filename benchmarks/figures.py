@@ -149,6 +149,21 @@ def others(_: list[Line]) -> str:
     return table(["what", "measured", "processor", "`benchmarks.`", "commit"], rows) if rows else "No record of a clean commit yet."
 
 
+def kv_caches(lines: list[Line]) -> str:
+    """Decoding with each type of KV cache, at a depth: a row a batch, from the newest record of each format of weights."""
+    rows: list[list[object]] = []
+    for weights in dict.fromkeys(line["weights"] for line in lines):
+        line = next(line for line in reversed(lines) if line["weights"] == weights)
+        for run in line["runs"]:
+            base, *packed = run["types"].items()
+            cells = [f"{_rate(figures['tok_s']['rate'])}, {figures['faster']:.2f} of {figures['by_bytes']:.2f}" for _, figures in packed]
+            size = f"{base[1]['weight_bytes'] / 1e6:.0f} + {base[1]['kv_bytes'] / 1e6:.0f}"
+            label = f"{weights}, {run['batch']} x {line['context']}"
+            rows.append([label, size, _rate(base[1]["tok_s"]["rate"]), *cells, run["read_GBps"], line["commit"]])
+            names = [name for name, _ in packed]
+    return table(["weights, sequences x context", "MB of weights + KV", "auto", *names, "GB/s", "commit"], rows)
+
+
 def ops(lines: list[Line]) -> str:
     """Each op of a layer, as tinygrad compiles it and as our kernel."""
     line = lines[-1]
@@ -204,6 +219,7 @@ BLOCKS: dict[str, tuple[str, Callable[[list[Line]], str]]] = {
     "readme": ("compare", readme),
     "engines": ("compare", engines),
     "ops": ("reference", lambda lines: by_processor(lines, ops)),
+    "kv_cache": ("kv_cache", lambda lines: by_processor(lines, kv_caches)),
     "others": ("traffic", others),
     "quality": ("quality", quality),
 }
