@@ -26,9 +26,10 @@ from tinyvllm.cli import chat as cli_chat
 from tinyvllm.cli import generate as cli_generate
 from tinyvllm.cli import progress as figures
 from tinyvllm.cli.aliases import ALIASES
-from tinyvllm.cli.arguments import PARSERS, engine_options, parse, sampling_options
+from tinyvllm.cli.arguments import PARSERS, parse
 from tinyvllm.cli.jsonl import Job, read_prompts
 from tinyvllm.cli.new_file import new_file
+from tinyvllm.cli.options import engine_options, sampling_options
 from tinyvllm.errors import OutputError, nearest
 
 ROOT = Path(__file__).parents[1]

@@ -204,7 +204,7 @@ def test_files_that_name_no_home() -> None:
     from tinyvllm.cli.lines import read_lines
     from tinyvllm.cli.new_file import new_file
     from tinyvllm.engine.tools.record import record_to
-    from tinyvllm.engine.tools.replay import read_run
+    from tinyvllm.engine.tools.recording import read_run
 
     name = "~no-such-user/x"
     for use in (_read_messages, record_to, read_run, lambda name: list(read_lines(name)), lambda name: new_file(name).__enter__()):

@@ -19,7 +19,8 @@ from tests.tiny.thinking import THINK, UNTHINK, write_thinking_model
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.engine.engine import Engine
 from tinyvllm.engine.reasoning import Reasoning, ReasoningMarks
-from tinyvllm.engine.tools.replay import config_of, read_run, replay
+from tinyvllm.engine.tools.recording import read_run
+from tinyvllm.engine.tools.replay import config_of, replay
 from tinyvllm.errors import ArgumentError, RequestError
 from tinyvllm.request import ReasoningParams, RequestOutput, StructuredOutputsParams
 from tinyvllm.sampling.grammar import Grammar

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tinyvllm import LLM, SamplingParams, cli
-from tinyvllm.engine.tools.replay import read_run
+from tinyvllm.engine.tools.recording import read_run
 from tinyvllm.lab.costs import StepCosts
 from tinyvllm.lab.sweep import DrafterSpec
 from tinyvllm.lab.traffic import Simulation, costs_of, traffic_of

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinyvllm.cli.arguments import engine_options
 from tinyvllm.cli.batch_file import check_input, custom_id_of, is_failed, read_requests
 from tinyvllm.cli.lines import MAX_LINE, SYNC_SECONDS, AnswerFile
+from tinyvllm.cli.options import engine_options
 from tinyvllm.cli.progress import Progress, say
 from tinyvllm.cli.serve import model_specs
 from tinyvllm.config import EngineConfig, resolve

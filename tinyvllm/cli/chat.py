@@ -11,10 +11,10 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from tinyvllm.cli.arguments import engine_options, sampling_options
 from tinyvllm.cli.generate import check_engine_options, load
 from tinyvllm.cli.jsonl import sampling_value
 from tinyvllm.cli.new_file import new_file
+from tinyvllm.cli.options import engine_options, sampling_options
 from tinyvllm.cli.partner import ContextFull, Local, Message, Partner
 from tinyvllm.cli.progress import say
 from tinyvllm.config import expand_home

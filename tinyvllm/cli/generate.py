@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinyvllm.cli.answers import Answer, Answers, FileAnswers, PrintedAnswers, StdoutAnswers
-from tinyvllm.cli.arguments import engine_options, sampling_options
 from tinyvllm.cli.broken import broken_reason
 from tinyvllm.cli.interrupts import deferred_interrupts
 from tinyvllm.cli.jsonl import BadLine, Job, key_of_job
 from tinyvllm.cli.limits import TokenLimit
+from tinyvllm.cli.options import engine_options, sampling_options
 from tinyvllm.cli.progress import LoadBar, Progress, Tally, closing_line, say
 from tinyvllm.cli.prompts import Prompts
 from tinyvllm.config import resolve

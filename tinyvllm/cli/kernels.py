@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tinyvllm.cli.arguments import engine_options
+from tinyvllm.cli.options import engine_options
 
 HEADINGS = ("op", "shape", "kernel", "why")
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinyvllm.cli.arguments import engine_options
 from tinyvllm.cli.lines import AnswerFile, read_lines
 from tinyvllm.cli.new_file import new_file
+from tinyvllm.cli.options import engine_options
 from tinyvllm.cli.progress import LoadBar, Progress, say
 from tinyvllm.config import expand_home
 from tinyvllm.errors import ArgumentError, OutputError, TinyvllmError, nearest, one_line
@@ -130,7 +130,7 @@ def _target_of(sweep: Sweep, options: argparse.Namespace) -> Target:
 
 def _replay_traffic(options: argparse.Namespace, sweep: Sweep) -> int:
     """The table of a recording with each drafter and K; the sweep's other axes do not apply."""
-    from tinyvllm.engine.tools.replay import read_run
+    from tinyvllm.engine.tools.recording import read_run
     from tinyvllm.lab.traffic import Simulation, check_lookup, costs_of, table, traffic_of
 
     ways = [(drafter, k) for drafter in sweep.drafters if drafter.speculates for k in sweep.k]

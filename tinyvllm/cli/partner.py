@@ -7,9 +7,9 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tinyvllm.cli.arguments import MAX_TOKENS
 from tinyvllm.cli.broken import broken_reason
 from tinyvllm.cli.interrupts import deferred_interrupts
+from tinyvllm.cli.options import MAX_TOKENS
 from tinyvllm.cli.progress import Tally, closing_line
 from tinyvllm.errors import ModelError, RequestError
 from tinyvllm.request import RequestOutput, SamplingParams

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tinyvllm.cli.arguments import MAX_TOKENS
 from tinyvllm.cli.jsonl import BadLine, Job, key_of_job, read_prompts
+from tinyvllm.cli.options import MAX_TOKENS
 from tinyvllm.errors import ArgumentError, TinyvllmError
 from tinyvllm.request import SamplingParams
 

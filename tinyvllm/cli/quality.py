@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinyvllm.cli.arguments import engine_options
 from tinyvllm.cli.new_file import new_file
+from tinyvllm.cli.options import engine_options
 from tinyvllm.cli.progress import LoadBar, Progress, say
 from tinyvllm.cli.quality_plot import plot
 from tinyvllm.cli.quality_report import best_line, record, table

@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from tinyvllm.cli.arguments import engine_options
+from tinyvllm.cli.options import engine_options
 from tinyvllm.cli.progress import say
 
 if TYPE_CHECKING:
-    from tinyvllm.engine.tools.replay import Outcome
+    from tinyvllm.engine.tools.comparison import Outcome
 
 MAX_SHOWN = 4  # entries of a step
 
 
 def run(options: argparse.Namespace) -> int:
-    from tinyvllm.engine.tools.replay import config_of, read_run, replay
+    from tinyvllm.engine.tools.recording import read_run
+    from tinyvllm.engine.tools.replay import config_of, replay
 
     recorded = read_run(options.file)
     config = config_of(recorded, engine_options(options))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinyvllm.cli.arguments import engine_options, server_options
+from tinyvllm.cli.options import engine_options, server_options
 from tinyvllm.errors import ArgumentError
 
 if TYPE_CHECKING:

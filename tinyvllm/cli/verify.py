@@ -7,7 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from tinyvllm.cli.arguments import engine_options
+from tinyvllm.cli.options import engine_options
 from tinyvllm.cli.progress import LoadBar, say
 from tinyvllm.config import resolve
 from tinyvllm.errors import ArgumentError

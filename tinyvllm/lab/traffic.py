@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from tinyvllm.engine.tools.record import Event
-from tinyvllm.engine.tools.replay import Run
+from tinyvllm.engine.tools.recording import Run
 from tinyvllm.errors import ArgumentError, FormatError
 from tinyvllm.lab.costs import StepCosts
 from tinyvllm.lab.drafters import config_of

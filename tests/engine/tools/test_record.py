@@ -19,7 +19,8 @@ from tinyvllm.engine.engine import Engine
 from tinyvllm.engine.frontend import start_engine
 from tinyvllm.engine.output import RequestState
 from tinyvllm.engine.tools.record import Recorder, advanced_run, record_to
-from tinyvllm.engine.tools.replay import config_of, read_run, replay
+from tinyvllm.engine.tools.recording import read_run
+from tinyvllm.engine.tools.replay import config_of, replay
 from tinyvllm.errors import ArgumentError, BusyError, FormatError, OutputError, RequestError
 from tinyvllm.request import BeamSearchParams, RequestOptions, SamplingParams, StructuredOutputsParams
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tests.server.conftest import ENGINE, Running, events, running
-from tinyvllm.cli.arguments import engine_options, parse
+from tinyvllm.cli.arguments import parse
+from tinyvllm.cli.options import engine_options
 from tinyvllm.server.core.config import ServerConfig
 
 TEXTS = ["The dog ran to the river.", "A cat sat on the mat.", "One two three."]

@@ -11,7 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.conftest import Running, events, running
-from tinyvllm.cli.arguments import parse, server_options
+from tinyvllm.cli.arguments import parse
+from tinyvllm.cli.options import server_options
 from tinyvllm.server.core.config import ServerConfig
 
 FLAGS = ("return_tokens_as_token_ids", "enable_force_include_usage", "enable_per_request_metrics")

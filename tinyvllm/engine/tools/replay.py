@@ -7,20 +7,21 @@ swapped in the recorded steps. Everything else is decided by the engine that run
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Row
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import Any
 
-from tinyvllm.config import EngineConfig, expand_home, resolve
+from tinyvllm.config import EngineConfig, resolve
 from tinyvllm.engine.engine import Engine
 from tinyvllm.engine.segments import Segment
-from tinyvllm.engine.tools.record import FORMAT, SWITCHES, Event, Recorder, advanced_run
-from tinyvllm.errors import ArgumentError, FormatError, RequestError, nearest
+from tinyvllm.engine.tools.comparison import Outcome, compare
+from tinyvllm.engine.tools.record import SWITCHES, Event, Recorder
+from tinyvllm.engine.tools.recording import Run
+from tinyvllm.errors import ArgumentError, RequestError, nearest
 from tinyvllm.request import BeamSearchParams, RequestOptions, SamplingParams, Sequence, StructuredOutputsParams
 from tinyvllm.scheduler import Rates
 from tinyvllm.speculate.controller import FixedController
@@ -28,148 +29,7 @@ from tinyvllm.speculate.protocol import Draft, DraftRequest
 from tinyvllm.speculative import MAX_DRAFTS
 from tinyvllm.weights.identity import weights_digest
 
-READABLE = (1, FORMAT)
-_ARRIVALS = {"add", "abort", "refused", "hold", "release"}
 _BUDGETS = ("max_num_batched_tokens", "max_num_seqs", "num_blocks", "block_size", "max_model_len", "num_scheduler_steps")
-_CUT = ("abort", "deadline")  # reasons that depend on the step: in another schedule the output may be longer or shorter
-
-
-@dataclass(frozen=True)
-class Run:
-    """A recording that was read. `schedule` has n, index, start, tokens of every entry, and the rounds, by step."""
-
-    path: str
-    header: Event
-    arrivals: list[Event]  # add, abort, refused, hold and release events in their order
-    schedule: dict[int, tuple[list[int], int]]
-    ends: list[Event]
-    times: list[tuple[int, float]]  # the time of the clock in a step
-    swapped: frozenset[int]  # steps
-    drafts: dict[tuple[int, int, int], list[int]]  # of step, n and index
-    max_chunk_tokens: dict[int, int]  # what the rates allowed the chunks of steps with decodes, by the step from which on they did
-    last_step: int
-    complete: bool  # False: the last line is cut off
-
-    @property
-    def added(self) -> list[Event]:
-        return [event for event in self.arrivals if "add" in event]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The first token that differs. `step` is the recorded step that computed it, None if that is not known."""
-
-    request_id: str
-    continuation: int
-    index: int
-    expected: object
-    got: object
-    step: int | None
-
-
-@dataclass
-class Outcome:
-    """The result of a replay. `step` is the first step whose schedule differs, with both runs of (request, continuation, start, tokens)."""
-
-    requests: int = 0  # that finished in the recording
-    tokens: int = 0
-    difference: Difference | None = None
-    step: int | None = None
-    expected: list[tuple[str, int, int, int]] = field(default_factory=list)
-    got: list[tuple[str, int, int, int]] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    refused: int = 0  # in the recording
-
-    @property
-    def identical(self) -> bool:
-        return self.difference is None and self.step is None
-
-
-# --- reading
-
-
-def read_run(path: str) -> Run:
-    """Read a file that a Recorder wrote. ArgumentError if it cannot be read, FormatError if it is something else.
-
-    A last line that is cut off, as by a process that was killed, is skipped, and `complete` is False.
-    """
-    try:
-        text = expand_home("replay", path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ArgumentError(f"replay: cannot read {path}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise FormatError(f"replay: {path} is not UTF-8 text; expected a file that --record wrote") from error
-    lines = text.split("\n")
-    events = [_parsed(path, number, line) for number, line in enumerate(lines[:-1], 1) if line]
-    if not events or events[0].get("format") not in READABLE or not isinstance(events[0].get("config"), dict):
-        raise FormatError(f"replay: {path} does not begin like a recording of format 1 or {FORMAT}; expected a file that --record wrote")
-    if events[0]["format"] == 1:
-        events = [_from_format_1(event) for event in events]
-    return _run_of(path, events, complete=not lines[-1])
-
-
-def _from_format_1(event: Event) -> Event:
-    """An event with the names of format 2."""
-    if "add" not in event or "terms" not in event:
-        return event
-    later = {"options" if name == "terms" else name: value for name, value in event.items()}
-    if marks := later.get("params", {}).get("thinking"):
-        params = {name: value for name, value in later["params"].items() if name != "thinking"}
-        begins = {} if marks.get("begins") in (None, "before", "inside") else {"begins": "after"}  # the third place had another name
-        later["params"] = {**params, "reasoning": {**marks, **begins}}
-    return later
-
-
-def _parsed(path: str, number: int, line: str) -> Event:
-    try:
-        event = json.loads(line)
-    except ValueError as error:
-        raise FormatError(f"replay: {path}:{number} is not JSON: {error}") from error
-    if not isinstance(event, dict) or (number > 1 and type(event.get("step")) is not int):
-        raise FormatError(f"replay: {path}:{number} is not an event of a recording: {line[:60]!r}")
-    return event
-
-
-def _run_of(path: str, events: list[Event], complete: bool) -> Run:
-    header, *rest = events
-    try:
-        return Run(
-            path, header, [e for e in rest if _ARRIVALS & e.keys()], schedule_of(rest), [e for e in rest if "end" in e],
-            [(e["step"], e["t"]) for e in rest if "add" not in e and e.get("t") is not None],
-            frozenset(e["step"] for e in rest if "swap" in e), drafts_of(rest),
-            {e["step"]: int(e["chunks"]) for e in rest if "chunks" in e},
-            max((e["step"] for e in rest), default=0), complete,
-        )  # fmt: skip
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise FormatError(f"replay: {path}: an event lacks a field: {error!r}") from error
-
-
-def schedule_of(events: list[Event]) -> dict[int, tuple[list[int], int]]:
-    """The entries that ran, by step, and how many times in a row; repeated steps are written out."""
-    schedule: dict[int, tuple[list[int], int]] = {}
-    run, rounds = [], 1
-    for event in events:
-        if "run" in event:
-            run, rounds = event["run"], event.get("rounds", 1)
-        elif "on" in event:
-            run, rounds = advanced_run(run, rounds), event["on"]
-        else:
-            continue
-        schedule[event["step"]] = run, rounds
-    return schedule
-
-
-def drafts_of(events: list[Event]) -> dict[tuple[int, int, int], list[int]]:
-    """The drafts that steps have checked, by step, number of the request and index of the sequence."""
-    drafts: dict[tuple[int, int, int], list[int]] = {}
-    for event in events:
-        for i, tokens in event.get("drafts", {}).items():
-            n, index = event["run"][4 * int(i) : 4 * int(i) + 2]
-            drafts[event["step"], n, index] = [int(token) for token in tokens]
-    return drafts
-
-
-# --- running
 
 
 def config_of(run: Run, overrides: dict[str, Any]) -> EngineConfig:
@@ -415,78 +275,3 @@ def _params(event: Event) -> SamplingParams | BeamSearchParams:
     if fields.get("structured_outputs"):
         fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
     return SamplingParams(**fields)
-
-
-# --- comparing
-
-
-def compare(run: Run, events: list[Event], tokens_only: bool = False, skipped: list[str] | None = None) -> Outcome:
-    """Compare a recording with the events of a replay."""
-    skipped = skipped or []
-    expected = [end for end in run.ends if end["end"] not in skipped]
-    tokens = sum(len(ids) for end in expected for ids in end["tokens"])
-    outcome = Outcome(len(expected), tokens, skipped=skipped, refused=sum("refused" in event for event in run.arrivals))
-    outcome.difference = _first_difference(run, expected, [event for event in events if "end" in event], tokens_only)
-    if not tokens_only:
-        _compare_schedules(run, schedule_of(events), [event["add"] for event in events if "add" in event], outcome)
-    return outcome
-
-
-def _first_difference(run: Run, expected: list[Event], got: list[Event], tokens_only: bool) -> Difference | None:
-    """The differing token that was computed first; among equals the request that ended first in the recording."""
-    ends: dict[str, list[Event]] = {}
-    for event in got:
-        ends.setdefault(event["end"], []).append(event)  # an id may be used again
-    differences: list[Difference] = []
-    for end in expected:
-        mine = ends.get(end["end"], [])
-        if not mine:
-            differences.append(Difference(end["end"], 0, 0, end["reasons"], "no end", end["step"]))
-            continue
-        differences += _differences(run, end, mine.pop(0), tokens_only)
-    return min(differences, key=lambda d: math.inf if d.step is None else d.step, default=None)
-
-
-def _differences(run: Run, end: Event, mine: Event, tokens_only: bool) -> Iterator[Difference]:
-    cut = tokens_only and any(reason in _CUT for reason in (*end["reasons"], *mine["reasons"]))
-    if cut and any("beams" in event for event in run.added if event["add"] == end["end"]):
-        return  # the best beams so far depend on the step at which the search was cut off
-    if len(end["tokens"]) != len(mine["tokens"]):
-        yield Difference(end["end"], 0, 0, f"{len(end['tokens'])} continuations", f"{len(mine['tokens'])}", end["step"])
-        return
-    parts = zip(end["tokens"], mine["tokens"], end["reasons"], mine["reasons"], strict=True)
-    for i, (ours, theirs, reason, now) in enumerate(parts):
-        both = min(len(ours), len(theirs))
-        at = next((k for k in range(both) if ours[k] != theirs[k]), both)
-        if at < both or (not cut and (len(ours), reason) != (len(theirs), now)):
-            first, second = (ids[at] if at < len(ids) else f"the end ({why})" for ids, why in ((ours, reason), (theirs, now)))
-            yield Difference(end["end"], i, at, first, second, _step_of(run, end["end"], i, at))
-
-
-def _step_of(run: Run, request_id: str, continuation: int, index: int) -> int | None:
-    """The recorded step that drew a token: it computed the token before it, and was the last to do so."""
-    numbers = [n for n, event in enumerate(run.added) if event["add"] == request_id]
-    positions = {n: len(run.added[n]["prompt"]) + index - 1 for n in numbers}
-    last = None
-    for step, (entries, rounds) in run.schedule.items():
-        for n, i, start, count in zip(*(entries[k::4] for k in range(4)), strict=True):
-            if n in positions and i == continuation and start <= positions[n] < start + count * rounds:
-                last = step
-    return last
-
-
-def _compare_schedules(run: Run, got: dict[int, tuple[list[int], int]], names: list[str], outcome: Outcome) -> None:
-    """Name the first step that differs. What a recording that is cut off would have had after its last step is not known."""
-    end = max(run.schedule, default=0)
-    for step in sorted(step for step in {*run.schedule, *got} if run.complete or step <= end):
-        first, second = run.schedule.get(step, ([], 1)), got.get(step, ([], 1))
-        if first != second:
-            outcome.step = step
-            outcome.expected = _named(first[0], [event["add"] for event in run.added])
-            outcome.got = _named(second[0], names)
-            return
-
-
-def _named(run: list[int], names: list[str]) -> list[tuple[str, int, int, int]]:
-    rows = zip(*(run[k::4] for k in range(4)), strict=True)
-    return [(names[n] if 0 <= n < len(names) else "?", index, start, count) for n, index, start, count in rows]
