@@ -11,11 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import pytest
 
+from tests.replies import ReplyServer
 from tinyvllm import cli
 from tinyvllm.cli import remote
 from tinyvllm.cli.remote import Remote, retry_after
@@ -29,46 +28,20 @@ def stream(*pieces: str, done: bool = True) -> bytes:
     return (text + ("data: [DONE]\n\n" if done else "")).encode()
 
 
-class Server:
-    """Answers POSTs with `replies` in turn, each (status, headers, body) or "close"; the last one for ever. `seen` are the bodies."""
+class Server(ReplyServer):
+    """A reply with "hang" and without an end is interrupted and never ends."""
+
+    models = ("first-model",)
 
     def __init__(self) -> None:
-        self.replies: list[Any] = []
-        self.seen: list[dict[str, Any]] = []
-        self.headers: list[dict[str, str]] = []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.reply(200, {}, json.dumps({"data": [{"id": "first-model"}]}).encode())
-
-            def do_POST(self) -> None:
-                outer.seen.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                outer.headers.append(dict(self.headers))
-                answer = outer.replies.pop(0) if len(outer.replies) > 1 else outer.replies[0]
-                if answer == "close":
-                    self.connection.shutdown(socket.SHUT_RDWR)
-                else:
-                    self.reply(*answer)
-
-            def reply(self, status: int, headers: dict[str, str], body: bytes) -> None:
-                self.send_response(status)
-                for name, value in headers.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(body)
-                if b"DONE" not in body and b"hang" in body:
-                    outer.interrupt()
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
+        super().__init__()
         self.over = threading.Event()
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
-        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
 
-    def interrupt(self) -> None:
+    def note_sent(self, body: bytes) -> None:
+        if b"DONE" not in body and b"hang" in body:
+            self._interrupt()
+
+    def _interrupt(self) -> None:
         """Press Ctrl-C once the first part of the answer is on stdout (which pytest captures), and never end the answer."""
         ends = time.monotonic() + 60
         while "hang on" not in sys.stdout.getvalue() and time.monotonic() < ends:  # type: ignore[attr-defined]
@@ -79,13 +52,11 @@ class Server:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    server = Server()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
-    yield server
-    signal.signal(signal.SIGINT, before)
-    server.over.set()
-    server.http.shutdown()
-    server.http.server_close()
+    with Server().serving() as server:
+        yield server
+        signal.signal(signal.SIGINT, before)
+        server.over.set()
 
 
 @pytest.fixture
@@ -111,7 +82,7 @@ def test_a_conversation(server: Server, talk: Callable[..., tuple[int, str, str]
     options = ("--api-key", "k", "--system", "S", "--temperature", "0.5", "--stop", "X", "--max-tokens", "9")
     code, out, err = talk("hi", "/set seed 3", "/set max_tokens null", "more", "/stats", options=options)
     assert (code, out) == (0, "one é\ntwo\n") and "7 prompt + 5 generated tokens, first token after" in err
-    first, second = server.seen
+    first, second = server.bodies
     system = {"role": "system", "content": "S"}
     assert first == {
         "model": "first-model", "messages": [system, {"role": "user", "content": "hi"}], "stream": True,
@@ -138,10 +109,10 @@ def test_the_oldest_turns_leave_a_full_context(
     code, out, err = talk("one", "two", "three", options=("--model", "m"))
     assert (code, out) == (0, "ok\nok\nok\n") and not pauses
     assert err == "(the context is full: the oldest 2 turns leave the conversation; /reset starts over)\n"
-    assert [[m["content"] for m in body["messages"]] for body in server.seen[2:]] == [
+    assert [[m["content"] for m in body["messages"]] for body in server.bodies[2:]] == [
         ["one", "ok", "two", "ok", "three"], ["two", "ok", "three"], ["three"],
     ]  # fmt: skip
-    assert "max_tokens" not in server.seen[0]  # a default must not be beyond the context of the server
+    assert "max_tokens" not in server.bodies[0]  # a default must not be beyond the context of the server
     server.replies = [good, full]
     code, out, err = talk("one", "two", "/show", options=("--model", "m"))
     assert code == 1 and error["message"] in err and "messages = 2\n" in err and "the oldest" not in err
@@ -162,7 +133,7 @@ def test_a_temporary_failure_is_retried(server: Server, talk: Callable[..., tupl
     server.replies = [(429, {"Retry-After": "7"}, json.dumps(busy).encode()), "close", (503, {}, b"<html>"), (200, {}, b""),
                       (200, {}, stream("at last"))]  # fmt: skip
     code, out, err = talk("hi", options=("--model", "m"))
-    assert (code, out) == (0, "at last\n") and len(server.seen) == 5 and all(body == server.seen[0] for body in server.seen)
+    assert (code, out) == (0, "at last\n") and len(server.bodies) == 5 and all(body == server.bodies[0] for body in server.bodies)
     assert pauses[0] == 7 and 0.5 <= pauses[1] <= 1 and 1 <= pauses[2] <= 2 and 2 <= pauses[3] <= 4
     lines = err.splitlines()
     assert len(lines) == 4 and lines[0] == "429 Too Many Requests: too many wait: retry in 7.0 s"
@@ -172,18 +143,18 @@ def test_patience_ends(server: Server, pauses: list[float]) -> None:
     server.replies = [(503, {}, b"")]
     with pytest.raises(TinyvllmError, match="503 Service Unavailable; tried 8 times"):
         list(Remote(server.url, model="m").answer([], Remote.default_params, {}))
-    assert len(server.seen) == 8 and len(pauses) == 7 and max(pauses) <= 30
+    assert len(server.bodies) == 8 and len(pauses) == 7 and max(pauses) <= 30
     server.replies = [(429, {"Retry-After": "86400"}, b"")]
     with pytest.raises(TinyvllmError, match="429"):
         list(Remote(server.url, model="m").answer([], Remote.default_params, {}))
-    assert len(server.seen) == 9  # no wait of a day
+    assert len(server.bodies) == 9  # no wait of a day
 
 
 def test_nothing_is_said_twice(server: Server, talk: Callable[..., tuple[int, str, str]], pauses: list[float]) -> None:
     server.replies = [(200, {}, stream("half an ans", done=False)), (200, {}, stream("whole"))]
     code, out, err = talk("hi", "again", options=("--model", "m"))
     assert (code, out) == (1, "half an ans\nwhole\n") and "broke in the middle" in err and not pauses
-    assert [body["messages"] for body in server.seen][1] == [{"role": "user", "content": "again"}]
+    assert [body["messages"] for body in server.bodies][1] == [{"role": "user", "content": "again"}]
     server.replies = [(200, {}, b'data: {"error": {"message": "out of memory"}}\n\ndata: [DONE]\n\n')]
     code, out, err = talk("hi", options=("--model", "m"))
     assert (code, out) == (1, "") and "out of memory" in err
@@ -193,14 +164,14 @@ def test_an_answer_can_be_interrupted(server: Server, talk: Callable[..., tuple[
     server.replies = [(200, {}, stream("hang on", done=False)), (200, {}, b": hang\n\n"), (200, {}, stream("well"))]
     code, out, err = talk("hi", "what?", "more", options=("--model", "m"))
     assert (code, out, err) == (0, "hang on\nwell\n", "")
-    assert [m["content"] for m in server.seen[2]["messages"]] == ["hi", "hang on", "more"]
+    assert [m["content"] for m in server.bodies[2]["messages"]] == ["hi", "hang on", "more"]
 
 
 def test_what_a_server_refuses_is_not_tried_again(server: Server, pauses: list[float]) -> None:
     server.replies = [(400, {}, json.dumps({"error": {"message": "top_k: unknown"}}).encode())]
     with pytest.raises(RequestError, match="400 Bad Request: top_k: unknown"):
         list(Remote(server.url, model="m").answer([], Remote.default_params, {"top_k": 3}))
-    assert len(server.seen) == 1 and not pauses and server.seen[0]["top_k"] == 3
+    assert len(server.bodies) == 1 and not pauses and server.bodies[0]["top_k"] == 3
 
 
 def test_a_server_that_does_not_answer(pauses: list[float]) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
+from tests.replies import Reply, ReplyServer
 from tinyvllm import cli
 from tinyvllm.errors import ArgumentError, RequestError, TinyvllmError
 from tinyvllm.lab import http_target
@@ -38,54 +38,20 @@ def events(*pieces: str, end: bool = True, kind: str = "text") -> bytes:
     return b"".join(f"data: {json.dumps(line)}\n\n".encode() for line in lines) + (b"data: [DONE]\n\n" if end else b"")
 
 
-class Fake:
-    """A server. `replies` to POSTs are (status, headers, body), in turn, the last one for ever; `metrics` says whether it has them."""
+class Fake(ReplyServer):
+    """A server; `metrics` says whether it has some."""
 
-    def __init__(self) -> None:
-        self.replies: list[tuple[int, dict[str, str], bytes]] = [(200, {}, events("one two", " three"))]
-        self.bodies: list[dict[str, Any]] = []
-        self.headers: list[dict[str, str]] = []
-        self.metrics = True
-        self.lock = threading.Lock()
-        outer = self
+    metrics = True
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                n = len(outer.bodies)
-                data = METRICS.format(n=n, n2=2 * n).encode() if self.path == "/metrics" else b'{"data": [{"id": "first"}]}'
-                self.reply(404 if self.path == "/metrics" and not outer.metrics else 200, {}, data)
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with outer.lock:
-                    outer.bodies.append(body | {"path": self.path})
-                    outer.headers.append(dict(self.headers))
-                    answer = outer.replies.pop(0) if len(outer.replies) > 1 else outer.replies[0]
-                self.reply(*answer)
-
-            def reply(self, status: int, headers: dict[str, str], body: bytes) -> None:
-                self.send_response(status)
-                for name, value in headers.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *arguments: object) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
+    def page(self, path: str) -> Reply:
+        n = len(self.bodies)
+        return (200 if self.metrics else 404, {}, METRICS.format(n=n, n2=2 * n).encode()) if path == "/metrics" else super().page(path)
 
 
 @pytest.fixture
 def fake() -> Iterator[Fake]:
-    fake = Fake()
-    thread = threading.Thread(target=fake.http.serve_forever, args=(0.01,))
-    thread.start()
-    yield fake
-    fake.http.shutdown()
-    thread.join()
-    fake.http.server_close()
+    with Fake((200, {}, events("one two", " three"))).serving() as fake:
+        yield fake
 
 
 def sweep_of(**servers: str) -> Any:
@@ -114,7 +80,7 @@ def test_two_servers_are_compared(fake: Fake) -> None:
     assert row.speedup is not None and row.predicted == pytest.approx(2 * (10 + 2 / 7) / (10 + 10 / 7))
     bodies = {json.dumps(body.get("messages") or body.get("prompt")): body for body in fake.bodies}
     assert set(bodies) == {'"a"', '[{"role": "user", "content": "b"}]', "[1, 2]"}
-    assert {body["path"] for body in fake.bodies} == {"/v1/completions", "/v1/chat/completions"} and fake.bodies[0]["model"] == "first"
+    assert set(fake.paths) == {"/v1/completions", "/v1/chat/completions"} and fake.bodies[0]["model"] == "first"
     assert all(headers["Authorization"] == "Bearer secret" for headers in fake.headers)
 
 
