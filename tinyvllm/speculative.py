@@ -92,6 +92,11 @@ class SpeculativeConfig:
             raise ArgumentError(f"speculative_config: controller={self.controller!r} needs num_speculative_tokens")
 
     @property
+    def max_drafts(self) -> int:
+        """K, chosen: the most drafts of a sequence in a step that any drafter is asked for."""
+        return self.num_speculative_tokens or MAX_DRAFTS
+
+    @property
     def controls(self) -> str:
         """The controller, chosen."""
         return self.controller or ("adaptive" if self.num_speculative_tokens is None else "fixed")

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.engine.test_heads import config_of
 from tests.engine.test_rounds import prompt, results
 from tinyvllm import LLM, AsyncLLM, SamplingParams
+from tinyvllm.speculative import HEADS
 
 OPTIONS: dict[str, Any] = dict(device="CPU", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64)
 PARAMS = [SamplingParams(temperature=t, seed=4, max_tokens=20, ignore_eos=True) for t in (0.0, 0.8)]
@@ -46,6 +48,30 @@ def test_a_request_waits_for_no_capture(tiny_model, captures, ahead):
         while engine.has_work():
             engine.step()
         assert not captures
+
+
+ONE = OPTIONS | dict(max_num_seqs=1, max_num_batched_tokens=16)
+TEXTS = [{"prompt_token_ids": [5, 9, 14, 9, 14, 9, 3]}, {"prompt_token_ids": [*range(10, 50)]}]
+
+
+@pytest.fixture(scope="module")
+def without_drafts(tiny_model):
+    with LLM(tiny_model, **ONE) as llm:
+        return [results(llm.generate([text], [params])) for text in TEXTS for params in PARAMS]
+
+
+@pytest.mark.parametrize(
+    "method", ["draft_model", "eagle3", "suffix", *(pytest.param(m, marks=pytest.mark.long) for m in ("medusa", "eagle_lite"))]
+)
+def test_no_request_waits_for_a_capture_of_its_drafts(tiny_model, tmp_path, captures, without_drafts, method):
+    """Nor for that of a step that checks drafts, with fewer drafts at the end, too; the tokens are those without drafts."""
+    config = {"method": method, "model": str(tiny_model)} if method == "draft_model" else {"method": method}
+    config |= config_of(method, tmp_path) if method in HEADS else {"num_speculative_tokens": 3}
+    with LLM(tiny_model, **ONE, speculative_config=config, async_scheduling=method == "suffix", warm_up=True) as llm:
+        captures.clear()
+        assert [results(llm.generate([text], [params])) for text in TEXTS for params in PARAMS] == without_drafts
+        assert not captures and llm.engine.speculation.on
+        assert llm.engine.metrics.draft_tokens > 0
 
 
 def test_steps_that_have_run_are_not_captured_again(tiny_model, captures):

@@ -10,6 +10,7 @@ from tinygrad import Tensor
 
 from tests.speculate import heads as tiny
 from tests.speculate.heads import BLOCK, LAYOUTS, E, Ends, Layout, Oracle, V
+from tinyvllm.bridge import Captured
 from tinyvllm.request import SamplingParams, Sequence, Status
 from tinyvllm.speculate.eagle import load_eagle, read_eagle, read_eagle3
 from tinyvllm.speculate.eagle_drafter import EagleDrafter
@@ -122,3 +123,18 @@ def test_medusa_lite_guesses_the_runners_up() -> None:
     deliver(drafter, [text], [6])
     ((tokens, _),) = drafts(drafter, [text])
     assert tokens == [int(token) for token in (ranked[0], ranked[2], ranked[3])]
+
+
+def test_all_guesses_are_one_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And fewer guesses than the usual number share a few captures."""
+    drafter, _ = eagle_drafter(tmp_path, LAYOUTS[2], Ends.random())
+    text = Text(0, 6, len(drafter.state_layers) * E)
+    text.append([3])
+    deliver(drafter, [text], [6])
+    captures, first = [], Captured._first
+    monkeypatch.setattr(Captured, "_first", lambda self, *tensors, **values: captures.append(self) or first(self, *tensors, **values))
+    longest = drafts(drafter, [text], 8)[0]
+    assert len(captures) == 1 and len(longest[0]) == 8
+    assert drafts(drafter, [text], 7)[0] == (longest[0][:7], longest[1][:7]) and len(captures) == 1
+    drafter.drop_captures()
+    assert drafts(drafter, [text], 8) == [([], [])], "what was kept belonged to a capture"

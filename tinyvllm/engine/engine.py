@@ -102,7 +102,7 @@ class Engine:
             self.speculate(drafter, open_controller(chosen, drafter), open_policy(chosen))
         self.recovery = StepRecovery(self.stages, lambda: self.loop)
         self._run_ahead = run_ahead
-        self._warmup = new_warmup(runner, self.sampler, config, run_ahead)
+        self._warmup = new_warmup(runner, self.sampler, config, run_ahead, self.speculation)
 
     def speculate(self, drafter: Drafter, controller: Controller, policy: Policy = EXACT) -> None:
         """Let a drafter guess tokens from the next step on. The output is the same, unless the policy is lossy."""
@@ -245,7 +245,9 @@ class Engine:
         if tune_next(self.runner):
             return True
         if dropped := self.runner.drop_slower_captures():
-            self._warmup = new_warmup(self.runner, self.sampler, self.config, self._run_ahead)
+            if self.speculation is not None:
+                self.speculation.drop_captures()
+            self._warmup = new_warmup(self.runner, self.sampler, self.config, self._run_ahead, self.speculation)
         return dropped
 
     def check_open(self) -> None:

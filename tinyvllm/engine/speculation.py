@@ -18,11 +18,12 @@ from tinyvllm.engine.requests import ActiveRequests
 from tinyvllm.request import Sequence
 from tinyvllm.scheduler import Schedule, Scheduled
 from tinyvllm.scheduler.drafts import num_confirmed
-from tinyvllm.speculate.protocol import Controller, Draft, Drafter, DraftRequest, StateDrafter, StateRows
+from tinyvllm.speculate.protocol import CapturesAhead, Controller, Draft, Drafter, DraftRequest, StateDrafter, StateRows
 
 if TYPE_CHECKING:
     from tinygrad import Tensor
 
+    from tinyvllm.runner.prepare import Shape
     from tinyvllm.runner.runner import PreparedStep, Runner
 
 log = logging.getLogger("tinyvllm")
@@ -125,6 +126,25 @@ class Speculation:
         if len(sequence) > known:
             self.drafter.observe(sequence, len(sequence) - known)
             self._observed[sequence.sequence_id] = len(sequence)
+
+    # ---- ahead of requests ----
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether the drafter reads the hidden states of every step."""
+        return isinstance(self.drafter, StateDrafter)
+
+    def capture(self, shape: Shape, states: Tensor | None) -> None:
+        """Let a drafter that runs on the device capture what belongs to steps of a shape, the last of which has these hidden states."""
+        if self.on and isinstance(self.drafter, CapturesAhead):
+            with self._guard("capture"):
+                self.drafter.capture(shape, states)
+
+    def drop_captures(self) -> None:
+        """The drafter's captures have slower kernels than are known now."""
+        if self.on and isinstance(self.drafter, CapturesAhead):
+            with self._guard("drop_captures"):
+                self.drafter.drop_captures()
 
     # ---- after a step ----
 

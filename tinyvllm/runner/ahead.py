@@ -17,7 +17,7 @@ from tinyvllm.config import EngineConfig
 from tinyvllm.ops.advance import History, advance
 from tinyvllm.placement import Placement
 from tinyvllm.runner.kv import KVPool
-from tinyvllm.runner.prepare import MIN_CHUNK, Shape, StepInputs, usual_shapes
+from tinyvllm.runner.prepare import MIN_CHUNK, Shape, StepInputs, common_shapes
 from tinyvllm.sampling.draw import call_draw
 
 
@@ -58,8 +58,7 @@ class StepOutlines:
             if self._has_kernel("kv_copy"):
                 self._pool.call_copy()
         if self._placement.is_cuda and config.warm_up:
-            shapes = usual_shapes(config.max_num_seqs, config.max_num_batched_tokens)
-            batches = (self._inputs_of(shape).batch(1) for shape in shapes)
+            batches = (self._inputs_of(shape).batch(1) for shape in common_shapes(config))
             kernels += kernels_of_steps(self._model, self._pool.layers, self._constants, batches)
         backend = backend_for(self._placement)
         if backend is not None:

@@ -17,6 +17,7 @@ from tinygrad import UOp
 
 from tinyvllm.batch import NO_SLOT, Batch
 from tinyvllm.bridge import copied, spans, upload, upload_parts
+from tinyvllm.config import EngineConfig
 from tinyvllm.scheduler import Schedule, Scheduled
 
 ALIGNMENT = 16  # int32s: generated kernels load vectors from such boundaries
@@ -73,13 +74,26 @@ def shape_of(singles: list[Scheduled], chunks: list[Scheduled]) -> Shape:
     return Shape(decodes, power_bucket(len(chunks)), tokens, min(max_query, tokens))
 
 
-def usual_shapes(max_num_seqs: int, max_batched_tokens: int) -> list[Shape]:
-    """The shapes of most steps: decodes alone, a chunk of a prompt alone, and both together, in the order in which traffic grows."""
-    decodes = sorted({decode_bucket(n) for n in range(1, max_num_seqs + 1)})
+def usual_shapes(max_num_seqs: int, max_batched_tokens: int, max_drafts: int = 0) -> list[Shape]:
+    """The shapes of most steps: a chunk of a prompt alone, decodes alone, and both together, in the order in which traffic grows.
+
+    Decodes with up to `max_drafts` drafts each have powers of two as numbers of rows.
+    """
+    decodes = {decode_bucket(n) for n in range(1, max_num_seqs + 1)}
+    if max_drafts:
+        rows = power_bucket(min(max_num_seqs * (max_drafts + 1), max(max_num_seqs, max_batched_tokens)))
+        decodes |= {1 << n for n in range(rows.bit_length())}
     mixed = sorted({power_bucket(n, 8) for n in range(1, max_num_seqs)})
     chunks = [MIN_CHUNK << n for n in range((power_bucket(max_batched_tokens, MIN_CHUNK) // MIN_CHUNK).bit_length())]
-    shapes = [Shape(0, 1, tokens, tokens) for tokens in chunks] + [Shape(count, 0, 0, 1) for count in decodes]
+    shapes = [Shape(0, 1, tokens, tokens) for tokens in chunks] + [Shape(count, 0, 0, 1) for count in sorted(decodes)]
     return shapes + [Shape(count, 1, tokens, tokens) for count in mixed for tokens in chunks]
+
+
+def common_shapes(config: EngineConfig) -> list[Shape]:
+    """The shapes of an engine's most common steps, those with drafts included."""
+    chosen = config.speculative_config
+    max_drafts = 0 if chosen is None else chosen.max_drafts
+    return usual_shapes(config.max_num_seqs, config.max_num_batched_tokens, max_drafts)
 
 
 def group_shared_prefixes(tables: list[list[int]]) -> list[int]:

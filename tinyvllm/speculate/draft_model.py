@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING
 from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.runner.drawing import draw_tokens
+from tinyvllm.runner.warmup import capture_step
 from tinyvllm.sampling.sampler import Sampler
 from tinyvllm.scheduler import Schedule, Scheduled
 from tinyvllm.speculate.protocol import Draft, DraftRequest
 
 if TYPE_CHECKING:
+    from tinygrad import Tensor
+
+    from tinyvllm.runner.prepare import Shape
     from tinyvllm.runner.runner import Runner
 
 MAX_ROWS = 4  # missing tokens of a sequence that are computed as rows of a decode; more are a chunk
@@ -65,6 +69,15 @@ class DraftModelDrafter:
         """Free the copy's blocks."""
         if sequence.sequence_id in self._copies:
             self._drop(sequence.sequence_id)
+
+    def capture(self, shape: Shape, states: Tensor | None) -> None:
+        """The draft model's own step of this shape: one decode, or a chunk of a prompt."""
+        step = self.runner.padded(shape)
+        if step is not None:
+            capture_step(self.runner, self._sampler, step)
+
+    def drop_captures(self) -> None:
+        self.runner.drop_slower_captures()
 
     # ---- copies ----
 

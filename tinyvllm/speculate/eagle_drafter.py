@@ -4,7 +4,7 @@ The heads' keys and values are in blocks of their own with the numbers of the ta
 second book-keeping. Two captured functions run them:
 
     extend  after a step: the target's states of its tokens through the layer, which writes their entries; keeps each sequence's last state
-    chain   K guesses: head, draw, then the layer on the guess and its own state, K - 1 times
+    chain   K guesses: head, draw, then the layer on the guess and its own state, K - 1 times, as one capture
 
 A guess's entry is in the sequence's block where it has one, else in a block of the drafter, and is overwritten by the entry of the true
 token. An entry that a sequence's block should have and has not, because a swap, a fork or a cache on disk filled the target's block, is
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Row
 from dataclasses import dataclass
-from functools import partial
 from typing import cast
 
 import numpy as np
@@ -39,6 +38,7 @@ from tinyvllm.speculate.picks import DraftVocabulary, Picks
 from tinyvllm.speculate.protocol import StateRows
 
 _MAX_SINGLES = 16  # rows of one sequence that are laid out as decodes; more of them are a chunk
+_MAX_PADDED = 64  # rows of a step up to which there is an entry for each, most of them padding: one capture for all numbers of entries
 _MAX_FILLED = 512  # missing entries that one call makes
 
 
@@ -107,7 +107,7 @@ class EagleDrafter(LastStates):
 
     def __init__(self, runner: Runner, heads: EagleHeads, max_drafts: int):
         self.method = "eagle3" if heads.config.is_eagle3 else "eagle"
-        super().__init__(max_drafts)
+        super().__init__(max_drafts, runner.max_num_seqs)
         self.state_layers = heads.config.state_layers
         self._heads, self._device, self._vocab_size = heads, runner.device, runner.config.vocab_size
         S, c = runner.pool.block_size, heads.config.layer
@@ -161,12 +161,9 @@ class EagleDrafter(LastStates):
         singles = [scheduled for scheduled, _ in laid if scheduled.num_tokens == 1]
         chunks = [scheduled for scheduled, _ in laid if scheduled.num_tokens > 1]
         T, R = int(states.shape[0]), decode_bucket(len(entries))
-        shape = Shape(max(T, decode_bucket(len(singles))) if T <= 64 else decode_bucket(len(singles)), 0, 0, 1)
-        shape = shape_of(singles, chunks) if chunks else shape
-        key = shape, T, R
-        if key not in self._extends:
-            self._extends[key] = self._new_extend(shape, R)
-        extend = self._extends[key]
+        shape = Shape(max(T, decode_bucket(len(singles))) if T <= _MAX_PADDED else decode_bucket(len(singles)), 0, 0, 1)
+        extend = self._extend_of(shape_of(singles, chunks) if chunks else shape, T, R)
+        shape = extend.inputs.shape
         blocks = extend.inputs.fill(singles, chunks, self._pool.block_size)
         places = self._places(extend.inputs, singles, chunks)
         index, last = np.full(shape.tokens, -1, np.int32), np.zeros(R, np.int32)
@@ -180,6 +177,25 @@ class EagleDrafter(LastStates):
         upload(extend.last, last)
         kept: Tensor = extend.captured(states, num_blocks=blocks)
         return kept
+
+    def _capture_keep(self, states: Tensor, shape: Shape, R: int) -> None:
+        T = shape.tokens
+        if not shape.chunks and T > _MAX_PADDED:  # the number of entries, which few steps share, is the shape there
+            shape = Shape(decode_bucket(R), 0, 0, 1)
+        elif T <= _MAX_SINGLES:
+            shape = Shape(T, 0, 0, 1)
+        extend = self._extend_of(shape, T, R)
+        blocks = extend.inputs.fill([], [], self._pool.block_size)
+        self._states = extend.captured(states, num_blocks=blocks)
+
+    def _drop(self) -> None:
+        self._extends.clear()
+        self._chains.clear()
+
+    def _extend_of(self, shape: Shape, T: int, R: int) -> _Extend:
+        if (shape, T, R) not in self._extends:
+            self._extends[shape, T, R] = self._new_extend(shape, R)
+        return self._extends[shape, T, R]
 
     @staticmethod
     def _places(inputs: StepInputs, singles: list[Scheduled], chunks: list[Scheduled]) -> dict[int, int]:
@@ -230,9 +246,7 @@ class _Chain:
         self._device_tables = copied(self._tables, device)
         self._starts = copied(np.arange(B + 1, dtype=np.int32), device)
         self._samples, self._chunks = copied(np.arange(B, dtype=np.int32), device), copied(np.array([B, 0], np.int32), device)
-        # a capture a guess: each starts from the buffers that the one before has left
-        self._first = Captured(self._start)
-        self._others = [Captured(partial(self._continue, k), {"num_blocks": (1, width)}) for k in range(1, K)]
+        self._captured = Captured(self._guesses, {"num_blocks": (1, width)})
 
     def run(self, states: Tensor, batch: Guessing, tables: list[list[int]], book: EntryBook) -> tuple[list[Tensor], list[Tensor]]:
         """Tokens [B] and probabilities [B] of each of K guesses."""
@@ -253,20 +267,18 @@ class _Chain:
         upload(self._rows, batch.padded_rows)
         upload(self._count, np.array([len(batch.sequences)], np.int32))
         self._picks.place(batch.sequences)
-        guesses = [self._first(states)]
-        for captured in self._others:
-            token, _, state = guesses[-1]
-            guesses.append(captured(token, state, num_blocks=blocks))
-        return [token for token, _, _ in guesses], [confidence for _, confidence, _ in guesses]
+        found: tuple[list[Tensor], list[Tensor]] = self._captured(states, num_blocks=blocks)
+        return found
 
-    def _start(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self._guess(0, states[self._rows].contiguous().realize())
-
-    def _continue(self, k: int, token: Tensor, state: Tensor, num_blocks: int | UOp = 1) -> tuple[Tensor, Tensor, Tensor]:
-        """Guess k, from guess k - 1 and the state that it came from."""
-        batch = self._batch(k, token, num_blocks)
-        angles = self._rope[batch.positions].contiguous()
-        return self._guess(k, self._heads.layer(token, self._heads.feed(state), batch, self._pool.layers[0], angles).realize())
+    def _guesses(self, states: Tensor, num_blocks: int | UOp = 1) -> tuple[list[Tensor], list[Tensor]]:
+        """All guesses, each from the one before and the state that it came from: one capture."""
+        found = [self._guess(0, states[self._rows].contiguous().realize())]
+        for k in range(1, len(self._places[0])):
+            token, _, state = found[-1]
+            batch = self._batch(k, token, num_blocks)
+            angles = self._rope[batch.positions].contiguous()
+            found.append(self._guess(k, self._heads.layer(token, self._heads.feed(state), batch, self._pool.layers[0], angles).realize()))
+        return [token for token, _, _ in found], [confidence for _, confidence, _ in found]
 
     def _guess(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Token int32 [B] and probability float32 [B] of guess k, and its state x [B, E]."""

@@ -17,6 +17,7 @@ from tinyvllm.bridge import Captured, copied, download, spans, upload
 from tinyvllm.errors import ArgumentError
 from tinyvllm.ops.linear import linear
 from tinyvllm.request import Sequence
+from tinyvllm.runner.prepare import Shape
 from tinyvllm.runner.runner import Runner
 from tinyvllm.sampling.parameters import SamplingFlags
 from tinyvllm.speculate.head_files import SPEAKER
@@ -53,7 +54,7 @@ class EagleLiteDrafter(LastStates):
     state_layers: tuple[int, ...] = (FINAL,)
 
     def __init__(self, runner: Runner, max_drafts: int, alpha: float = DEFAULT_ALPHA):
-        super().__init__(max_drafts)
+        super().__init__(max_drafts, runner.max_num_seqs)
         if not (math.isfinite(alpha) and abs(alpha) <= 1):
             raise ArgumentError(f"{SPEAKER}: alpha={alpha} of eagle_lite must be a number from -1 to 1")
         self._head, self._E, self._V = runner.model.weights.head, runner.config.dim, runner.config.vocab_size
@@ -76,6 +77,12 @@ class EagleLiteDrafter(LastStates):
             if known is not None and known.position == position - 1:
                 before = before or [known.last]
             self._pairs[each.sequence.sequence_id] = _Pair(last, before[0] if before else last, position)
+
+    def _capture_keep(self, states: Tensor, shape: Shape, R: int) -> None:
+        """Nothing: the rows are kept on the host."""
+
+    def _drop(self) -> None:
+        self._guessers.clear()
 
     def _guess(self, batch: Guessing) -> tuple[Row[Tensor], Row[Tensor]]:
         B, K = batch.bucket, batch.K

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Row
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 from tinygrad import Tensor
@@ -15,25 +16,28 @@ from tinygrad import Tensor
 from tinyvllm.bridge import download
 from tinyvllm.errors import ArgumentError
 from tinyvllm.request import Sequence
-from tinyvllm.runner.prepare import decode_bucket
+from tinyvllm.runner.prepare import Shape, decode_bucket, power_bucket
+from tinyvllm.runner.warmup import PLAIN_DRAWS
 from tinyvllm.sampling.parameters import SamplingFlags
 from tinyvllm.speculate.head_files import MAX_DRAFTS, SPEAKER
 from tinyvllm.speculate.picks import guess_flags
 from tinyvllm.speculate.protocol import Draft, DraftRequest, StateRows
 
+_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)  # numbers of guesses that are captured, with `max_drafts`: a guess too many costs less than a capture
+
 
 @dataclass(frozen=True)
 class Guessing:
-    """A batch to guess for: sequences, the rows that their last states have, and K guesses each. `flags` is what a row of it needs."""
+    """A batch to guess for: sequences, the rows that their last states have, and K guesses each. `flags` is what a row of it needs.
+
+    `bucket` is the number of rows, padding included.
+    """
 
     sequences: list[Sequence]
     rows: list[int]
     K: int
     flags: SamplingFlags
-
-    @property
-    def bucket(self) -> int:
-        return decode_bucket(len(self.sequences))
+    bucket: int
 
     @property
     def padded_rows(self) -> np.ndarray:
@@ -50,10 +54,11 @@ class LastStates:
     looks_up = False
     state_layers: tuple[int, ...] = ()
 
-    def __init__(self, max_drafts: int):
+    def __init__(self, max_drafts: int, max_num_seqs: int):
         if not 1 <= max_drafts <= MAX_DRAFTS:
             raise ArgumentError(f"{SPEAKER}: num_speculative_tokens={max_drafts} must be from 1 to {MAX_DRAFTS} for {self.method} heads")
-        self.max_drafts = max_drafts
+        self.max_drafts, self._max_num_seqs = max_drafts, decode_bucket(max_num_seqs)
+        self._guessed: set[int] = set()  # numbers of sequences for which guesses were captured ahead of time
         self._kept: dict[int, tuple[int, int]] = {}  # by sequence: the row of its last state, and that token's position
 
     def observe(self, sequence: Sequence, num_new: int) -> None:
@@ -81,17 +86,60 @@ class LastStates:
         flags = SamplingFlags()
         for sequence in sequences:
             flags |= guess_flags(sequence)
-        K = min(self.max_drafts, max(requests[n].max_drafts for n in ready))
+        K = self._count(max(requests[n].max_drafts for n in ready))
         rows = [self._kept[sequence.sequence_id][0] for sequence in sequences]
-        tokens, confidences = (np.stack([download(part) for part in parts]) for parts in self._guess(Guessing(sequences, rows, K, flags)))
+        batch = Guessing(sequences, rows, K, flags, decode_bucket(len(sequences)))
+        tokens, confidences = (np.stack([download(part) for part in parts]) for parts in self._guess(batch))
         for b, n in enumerate(ready):
             k = min(K, requests[n].max_drafts)
             drafts[n] = Draft(tokens[:k, b].tolist(), np.clip(np.nan_to_num(confidences[:k, b]), 0, 1).tolist())
         return drafts
 
+    def capture(self, shape: Shape, states: Tensor | None) -> None:
+        """Keep rows of such a step, and guess from them: with the usual K for any number of sequences, with smaller ones for one."""
+        assert states is not None, "the runner keeps the states of a drafter's layers"
+        for R in self._numbers_of_sequences(shape):
+            self._capture_keep(states, shape, R)
+            if R in self._guessed:
+                continue
+            self._guessed.add(R)
+            counts = {self.max_drafts} if R > 1 else {self._count(k) for k in range(1, self.max_drafts + 1)}
+            for K, flags in product(sorted(counts), PLAIN_DRAWS):
+                self._guess(Guessing([], [], K, flags, R))
+        self._kept.clear()
+
+    def drop_captures(self) -> None:
+        self._guessed.clear()
+        self._kept.clear()
+        self._drop()
+
+    def _numbers_of_sequences(self, shape: Shape) -> list[int]:
+        """Of how many sequences, padding included, rows are kept after steps of this shape, without drafts or with.
+
+        Near its last token a sequence has fewer drafts; of several, most have K.
+        """
+        if shape.chunks:
+            return [decode_bucket(shape.sequences)]
+        K = self.max_drafts
+        drafted = [1 for k in range(1, K) if power_bucket(k + 1) == shape.decodes]
+        drafted += [n for n in range(1, shape.decodes) if power_bucket(n * (K + 1)) == shape.decodes]
+        return sorted({decode_bucket(n) for n in (*drafted, shape.decodes) if n <= self._max_num_seqs})
+
+    def _count(self, wanted: int) -> int:
+        """How many guesses to make where `wanted` are asked for."""
+        return min(self.max_drafts, next((count for count in _COUNTS if count >= wanted), self.max_drafts))
+
     def _is_ready(self, sequence: Sequence) -> bool:
         kept = self._kept.get(sequence.sequence_id)
         return kept is not None and kept[1] == len(sequence) - 2
+
+    def _capture_keep(self, states: Tensor, shape: Shape, R: int) -> None:
+        """Capture what `_keep` runs after a step of this shape, for R sequences."""
+        raise NotImplementedError
+
+    def _drop(self) -> None:
+        """Forget all captures."""
+        raise NotImplementedError
 
     def _keep(self, states: Tensor, rows: Row[StateRows]) -> None:
         """Store a row for each of `rows`, in their order, that of its last token."""

@@ -22,7 +22,7 @@ from tinyvllm.foreign import MAX_LAYERS
 from tinyvllm.models.config import WeightRecipe
 from tinyvllm.models.projections import Product
 from tinyvllm.ops.linear import linear
-from tinyvllm.runner.prepare import decode_bucket
+from tinyvllm.runner.prepare import Shape, decode_bucket
 from tinyvllm.runner.runner import Runner
 from tinyvllm.sampling.parameters import SamplingFlags
 from tinyvllm.speculate.head_files import MAX_DRAFTS, SPEAKER, HeadFile, Target, expect_equal, head_recipe, load_head_products
@@ -115,21 +115,30 @@ class MedusaDrafter(LastStates):
     def __init__(self, runner: Runner, heads: list[MedusaHead], max_drafts: int | None = None):
         if max_drafts is not None and max_drafts > len(heads):
             raise ArgumentError(f"{SPEAKER}: num_speculative_tokens={max_drafts}, but there are {len(heads)} Medusa heads; ask for fewer")
-        super().__init__(len(heads) if max_drafts is None else max_drafts)
+        super().__init__(len(heads) if max_drafts is None else max_drafts, runner.max_num_seqs)
         self._heads, self._vocab_size, self._device = heads, runner.config.vocab_size, runner.device
         self._gathers: dict[tuple[int, int], tuple[Tensor, Captured]] = {}  # by rows of a step's states and of the kept ones
         self._guessers: dict[tuple[int, int, int, SamplingFlags], _Guesser] = {}
         self._states: Tensor | None = None  # [R, E], the kept ones
 
     def _keep(self, states: Tensor, rows: Row[StateRows]) -> None:
-        T, R = int(states.shape[0]), decode_bucket(len(rows))
+        self._gather(states, [each.first_row + each.count - 1 for each in rows], decode_bucket(len(rows)))
+
+    def _capture_keep(self, states: Tensor, shape: Shape, R: int) -> None:
+        self._gather(states, [], R)
+
+    def _drop(self) -> None:
+        self._gathers.clear()
+        self._guessers.clear()
+
+    def _gather(self, states: Tensor, rows: list[int], R: int) -> None:
+        """Keep these rows of a step's states, and padding up to R."""
+        T = int(states.shape[0])
         if (T, R) not in self._gathers:
             index = copied(np.zeros(R, np.int32), self._device)
             self._gathers[T, R] = index, Captured(lambda states: states[index].contiguous().realize())
         index, gather = self._gathers[T, R]
-        last = np.zeros(R, np.int32)
-        last[: len(rows)] = [each.first_row + each.count - 1 for each in rows]
-        upload(index, last)
+        upload(index, np.array([*rows, *[0] * (R - len(rows))], np.int32))
         self._states = gather(states)
 
     def _guess(self, batch: Guessing) -> tuple[Row[Tensor], Row[Tensor]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tinyvllm.errors import ArgumentError
 from tinyvllm.speculate.policies import Policy, parse_policy
 from tinyvllm.speculate.protocol import Controller, Drafter
-from tinyvllm.speculative import HEADS, MAX_DRAFTS, SpeculativeConfig
+from tinyvllm.speculative import HEADS, SpeculativeConfig
 
 if TYPE_CHECKING:
     from tinyvllm.config import EngineConfig
@@ -29,7 +29,7 @@ def open_controller(config: SpeculativeConfig, drafter: Drafter) -> Controller:
     """What decides how many drafts a sequence gets."""
     from tinyvllm.speculate.controller import AdaptiveController, FixedController, WindowController
 
-    K = config.num_speculative_tokens or MAX_DRAFTS
+    K = config.max_drafts
     if config.controls == "fixed":
         return FixedController(K)
     return WindowController(K) if config.controls == "window" else AdaptiveController(K, looks_up=drafter.looks_up)

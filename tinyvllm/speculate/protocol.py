@@ -27,6 +27,8 @@ from tinyvllm.request import Sequence
 if TYPE_CHECKING:
     from tinygrad import Tensor
 
+    from tinyvllm.runner.prepare import Shape
+
 FINAL = -1  # in `StateDrafter.state_layers`: the last layer's output after the final norm, what the head multiplies
 
 
@@ -108,6 +110,22 @@ class StateDrafter(Drafter, Protocol):
         Called after each step, its drawn tokens appended. The tensor is a realized buffer that the next step may overwrite: read or copy
         what is needed before returning. The order of the rows in it is unspecified except as `rows` says.
         """
+        ...
+
+
+@runtime_checkable
+class CapturesAhead(Protocol):
+    """A drafter that runs captured functions on the device, and can capture them before a request waits for them."""
+
+    def capture(self, shape: Shape, states: Tensor | None) -> None:
+        """Run once, on padding, what comes before and after steps of this shape. No sequence exists.
+
+        `states` are the hidden states of such a step, for a `StateDrafter`.
+        """
+        ...
+
+    def drop_captures(self) -> None:
+        """Forget all captures; each is made again where it is next used: other kernels are faster."""
         ...
 
 
