@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import time
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -21,7 +20,7 @@ from benchmarks.compare.child import prompt
 from benchmarks.harness import Spread, one_round, record, spread, table, take_turns
 from benchmarks.roof import read_once, read_size, roof_figures
 from benchmarks.shapes import SHAPES, write_config
-from benchmarks.stepping import Stepping, load
+from benchmarks.stepping import Stepping, host_seconds, load
 
 ROUND_SECONDS = 0.5
 
@@ -64,24 +63,7 @@ def decoding(stepping: Stepping, batch: int, context: int, rounds: int) -> tuple
 
 
 def _host_seconds(stepping: Stepping) -> float:
-    """Processor seconds of the engine's thread in one step, without those in which it ran kernels as a thread of the pool."""
-    from tinyvllm.backends.cpu.threads import thread_pool
-
-    one, inside = thread_pool(), [0.0]
-    run = one.run
-
-    def timed(*arguments: Any) -> None:
-        start = time.thread_time()
-        run(*arguments)
-        inside[0] += time.thread_time() - start
-
-    one.run = timed  # type: ignore[method-assign, assignment]
-    try:
-        start = time.thread_time()
-        stepping.steps(1)
-        return time.thread_time() - start - inside[0]
-    finally:
-        del one.run  # type: ignore[method-assign]
+    return host_seconds(lambda: stepping.steps(1))
 
 
 def main() -> None:

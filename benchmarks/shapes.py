@@ -16,7 +16,7 @@ import argparse
 import json
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,12 @@ import numpy as np
 from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16, pack
 from tinyvllm.quant.formats import FORMATS as LAYOUTS
 from tinyvllm.quant.formats import Layout, packed_in
+from tinyvllm.quant.layouts import row_bytes
 from tinyvllm.quant.random_rows import random_rows
 
 FORMATS = ("BF16", "Q4_K_M", *packed_in(Layout.PANELS))
 BLOCK = 32  # numbers
+Rows = Callable[[str, tuple[int, ...]], np.ndarray]
 _POOL_BLOCKS = 32749  # of the format, at least 32 numbers each; prime
 
 
@@ -119,9 +121,6 @@ class Pool:
             packed = random_rows(format, 1, _POOL_BLOCKS * self._unit, 0.02, seed)
         self.blocks = packed.reshape(_POOL_BLOCKS, -1)
 
-    def row_bytes(self, I: int) -> int:
-        return I // self._unit * self.blocks.shape[1]
-
     def rows(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """uint8 [O, row bytes] of the matrix `name` [O, I]; I must be a multiple of 32 and of the format's blocks."""
         O, I = shape
@@ -167,14 +166,43 @@ def write_folder(config: dict[str, Any], folder: Path) -> Path:
 
 def write_gguf(config: dict[str, Any], path: Path, format: str) -> Path:
     """One GGUF file, all matrices as `format` (of FORMATS) or in its mix, vectors as F32."""
+    formats = {name: format_of(name, format, config["num_hidden_layers"]) for _, name, shape in tensors(config) if len(shape) > 1}
+    pools = {one: Pool(one) for one in set(formats.values())}
+    names = {theirs: name for theirs, name, _ in tensors(config)}
+
+    def rows(theirs: str, shape: tuple[int, ...]) -> np.ndarray:
+        return np.ones(shape, np.float32) if len(shape) == 1 else pools[formats[names[theirs]]].rows(theirs, shape)
+
+    return _write_tensors(config, path, format, formats, rows)
+
+
+def write_gguf_of(folder: Path, path: Path) -> Path:
+    """A Hugging Face folder in bfloat16, one safetensors file, as a GGUF file of the same numbers, without its tokenizer."""
+    config = json.loads((folder / "config.json").read_text())
+    data = np.fromfile(folder / "model.safetensors", np.uint8)
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    header = json.loads(data[8:start].tobytes())
+
+    def rows(theirs: str, shape: tuple[int, ...]) -> np.ndarray:
+        entry = header[theirs]
+        if entry["dtype"] != "BF16" or tuple(entry["shape"]) != shape:
+            raise ValueError(f"shapes: {theirs} is {entry['dtype']} {entry['shape']}, expected BF16 {list(shape)}")
+        first, end = entry["data_offsets"]
+        values = data[start + first : start + end]
+        return bf16_to_f32(values.view(np.uint16)) if len(shape) == 1 else values.reshape(shape[0], -1)
+
+    formats = {name: "BF16" for _, name, shape in tensors(config) if len(shape) > 1}
+    return _write_tensors(config, path, "BF16", formats, rows)
+
+
+def _write_tensors(config: dict[str, Any], path: Path, format: str, formats: dict[str, str], rows: Rows) -> Path:
+    """The file: `rows(theirs, shape)` has float32 of a vector, and bytes [O, row bytes] of a matrix in the format of its GGUF name."""
     import gguf
 
     arch = config["model_type"]
     fresh = path.with_suffix(".part")
     writer = gguf.GGUFWriter(fresh, arch)
     _write_metadata(writer, config, format)
-    formats = {name: format_of(name, format, config["num_hidden_layers"]) for _, name, shape in tensors(config) if len(shape) > 1}
-    pools = {one: Pool(one) for one in set(formats.values())}
     extra = _rope_divisors(config)
     if extra is not None:
         writer.add_tensor_info("rope_freqs.weight", extra.shape, extra.dtype, extra.nbytes)
@@ -182,15 +210,15 @@ def write_gguf(config: dict[str, Any], path: Path, format: str) -> Path:
         if len(shape) == 1:
             writer.add_tensor_info(name, shape, np.dtype(np.float32), 4 * shape[0])
         else:
-            row, kind = pools[formats[name]].row_bytes(shape[1]), gguf.GGMLQuantizationType[formats[name]]
+            row, kind = row_bytes(formats[name], shape[1]), gguf.GGMLQuantizationType[formats[name]]
             writer.add_tensor_info(name, (shape[0], row), np.dtype(np.uint8), shape[0] * row, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     if extra is not None:
         writer.write_tensor_data(extra)
-    for theirs, name, shape in tensors(config):
-        data = np.ones(shape, np.float32) if len(shape) == 1 else pools[formats[name]].rows(theirs, shape)
+    for theirs, _, shape in tensors(config):
+        data = rows(theirs, shape)
         writer.write_tensor_data(_as_pairs(data, theirs, config) if arch == "llama" else data)
     writer.close()
     fresh.replace(path)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -13,6 +14,27 @@ def load(model: str | os.PathLike[str], dummy: bool = False, **options: Any) -> 
     from tinyvllm import LLM
 
     return LLM(model, load_format="dummy" if dummy else "auto", skip_tokenizer_init=True, **options)
+
+
+def host_seconds(function: Callable[[], object]) -> float:
+    """Processor seconds of this thread in the function, without those in which it ran kernels as a thread of the CPU's pool."""
+    from tinyvllm.backends.cpu.threads import thread_pool
+
+    pool, inside = thread_pool(), [0.0]
+    run = pool.run
+
+    def timed(*arguments: Any) -> None:
+        start = time.thread_time()
+        run(*arguments)
+        inside[0] += time.thread_time() - start
+
+    pool.run = timed  # type: ignore[method-assign, assignment]
+    try:
+        start = time.thread_time()
+        function()
+        return time.thread_time() - start - inside[0]
+    finally:
+        del pool.run  # type: ignore[method-assign]
 
 
 class Stepping:

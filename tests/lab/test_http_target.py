@@ -165,7 +165,7 @@ def test_the_command(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--url", f"none={fake.url}", "--url", f"ours={fake.url}", "--prompts", "story", "--num-prompts", "2", "--repeats", "1"]
     assert cli.main(["lab", *words, "--batch-sizes", "1,2", "--quiet"]) == 0
     assert "| ours" in capsys.readouterr().out
-    assert cli.main(["lab", "--url", fake.url, "--drafters", "ngram", "--quiet"]) == 2
+    assert cli.main(["lab", "--url", fake.url, "--drafters", "eagle3:heads", "--quiet"]) == 2
     assert "servers and drafters contradict each other" in capsys.readouterr().err
     with pytest.raises(RequestError):
         fake.replies = [(401, {}, b"no key")]

@@ -59,7 +59,8 @@ def run_of(sweep: Sweep, target_type: type[FakeTarget] = FakeTarget) -> tuple[Sw
 
 def test_a_sweep_from_start_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output, table, plots = tmp_path / "o.jsonl", tmp_path / "t.md", tmp_path / "plots"
-    words = ["lab", written(tmp_path), "--output", str(output), "--table", str(table), "--plots", str(plots)]
+    few = written(tmp_path, num_prompts=2, max_tokens=10)
+    words = ["lab", few, "--output", str(output), "--table", str(table), "--plots", str(plots)]
     assert cli.main([*words, "--quiet"]) == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()
@@ -82,7 +83,7 @@ def test_it_needs_no_tinygrad(tmp_path: Path) -> None:
 
 
 def test_exact_policies_change_no_token_and_lossy_ones_are_measured_as_lossy() -> None:
-    records = measured()
+    records = measured(batch_sizes=[4], repeats=1)
     exact = [one for one in records if not one["lossy"] and one["method"] != "none"]
     lossy = [one for one in records if one["lossy"]]
     assert all(one["exact"] and one["divergence"]["difference"] == one["divergence"]["kl"] == 0 for one in exact)
@@ -99,8 +100,9 @@ def test_exact_policies_change_no_token_and_lossy_ones_are_measured_as_lossy() -
 
 def test_measured_acceptance_is_the_scripted_one() -> None:
     """Of the drafts whose predecessors were accepted: .9, .8, .7, within four standard errors. Lossy policies accept more."""
-    records = measured(drafters=["good"], k=[3], batch_sizes=[4], num_prompts=40, max_tokens=60, policies=["exact", "confidence:tau=0.1"])
-    exact, lossy = (one for one in records if one["method"] == "good" and one["temperature"] == 0)
+    few = {"drafters": ["good"], "k": [3], "batch_sizes": [4], "temperatures": [0], "quality": False, "paired": False, "warmup": 0}
+    records = measured(**few, num_prompts=40, max_tokens=60, policies=["exact", "confidence:tau=0.1"])
+    exact, lossy = (one for one in records if one["method"] == "good")
     reached = exact["positions"][0]["drafted"]
     for rate, place in zip((0.9, 0.8, 0.7), exact["positions"]):
         assert abs(place["accepted"] / reached - rate) < 4 * math.sqrt(rate * (1 - rate) / reached) + 0.01  # the last chains are shorter
@@ -112,7 +114,8 @@ def test_measured_acceptance_is_the_scripted_one() -> None:
 
 def test_predicted_speed_ups_are_near_the_measured_ones() -> None:
     """The virtual clock follows the curve, so one sequence is predicted within a few percent; batches end unevenly."""
-    work = run_of(parse_sweep(SWEEP | {"max_tokens": 64, "repeats": 1, "quality": False}))[0]
+    few = {"max_tokens": 64, "repeats": 1, "warmup": 0, "quality": False, "temperatures": [0.7], "policies": ["exact", "typical"]}
+    work = run_of(parse_sweep(SWEEP | few))[0]
     rows = [row for row in rows_of(work.records, work.curve) if not row.is_baseline]
     for row in rows:
         assert row.speedup is not None and row.predicted is not None
@@ -152,7 +155,8 @@ def test_a_broken_promise_and_a_failed_cell_are_named(
 
 def test_a_second_run_measures_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "o.jsonl"
-    words = ["lab", written(tmp_path, drafters=["good"], k=[1]), "--no-paired", "--output", str(output), "--quiet"]
+    few = {"drafters": ["good"], "num_prompts": 2, "max_tokens": 8}
+    words = ["lab", written(tmp_path, k=[1], **few), "--no-paired", "--output", str(output), "--quiet"]
     assert cli.main(words) == 0
     table, whole = capsys.readouterr().out, output.read_bytes()
     lines = whole.splitlines(keepends=True)
@@ -164,7 +168,7 @@ def test_a_second_run_measures_what_is_missing(tmp_path: Path, capsys: pytest.Ca
     assert cli.main(words) == 0 and capsys.readouterr().out == table
     assert output.read_bytes() == whole and len(set(ran)) == 2
     ran.clear()
-    more = ["lab", written(tmp_path, drafters=["good"], k=[1, 2]), *words[2:]]
+    more = ["lab", written(tmp_path, k=[1, 2], **few), *words[2:]]
     assert cli.main(more) == 0 and len(set(ran)) == 12 and "k=2" in ran[0]
     output.write_bytes(whole[:50] + b"\n" + whole)
     assert cli.main(words) == 1 and "not a line of answers" in capsys.readouterr().err
@@ -178,6 +182,8 @@ def test_a_second_run_measures_what_is_missing(tmp_path: Path, capsys: pytest.Ca
         (["--plot-format", "gif"], "--plot-format: expected one of svg, png, pdf, got 'gif'"),
         (["--output", "x.txt"], "--output must end in .jsonl"),
         (["--drafters", "god"], "acceptance of the drafter 'god' is missing, did you mean 'good'"),
+        (["--drafters", "good,eagle3:heads"], "the drafter 'eagle3:heads' has a model, which only an engine runs; leave fake out"),
+        (["--drafters", "eagle3:"], "drafters: expected METHOD or METHOD:MODEL, such as eagle3:heads, got 'eagle3:'"),
         (["--plots", "/dev/null/x"], "--plots /dev/null/x"),
         (["--repeats", "900", "--max-tokens", "60000"], "are kept; lower one of them"),
         (["--temperatures", "warm"], "temperatures must be numbers"),

@@ -27,10 +27,13 @@ def test_cells_are_each_combination_once_and_their_baselines() -> None:
 
 
 def test_drafters_become_speculative_configs() -> None:
-    sweep = parse_sweep({"drafters": ["none", "ngram", {"method": "draft_model", "model": "m", "label": "small"}]})
-    assert sweep.drafters == (PLAIN, DrafterSpec("ngram", "ngram"), DrafterSpec("small", "draft_model", (("model", "m"),)))
-    configs = [drafter.config(k) for drafter, k in zip(sweep.drafters, (0, 3, None))]
-    assert configs == [None, {"method": "ngram", "num_speculative_tokens": 3}, {"method": "draft_model", "model": "m"}]
+    small = {"method": "draft_model", "model": "m", "label": "small"}
+    sweep = parse_sweep({"drafters": ["none", "ngram", small, "eagle3:some/heads/"]})
+    expected = (DrafterSpec("ngram", "ngram"), DrafterSpec("small", "draft_model", (("model", "m"),)))
+    assert sweep.drafters == (PLAIN, *expected, DrafterSpec("eagle3:heads", "eagle3", (("model", "some/heads/"),)))
+    configs = [drafter.config(k) for drafter, k in zip(sweep.drafters, (0, 3, None, None))]
+    assert configs[:3] == [None, {"method": "ngram", "num_speculative_tokens": 3}, {"method": "draft_model", "model": "m"}]
+    assert configs[3] == {"method": "eagle3", "model": "some/heads/"}
 
 
 def test_a_key_depends_on_what_a_figure_depends_on() -> None:
@@ -88,7 +91,7 @@ def test_what_is_refused(values: dict[str, Any], message: str) -> None:
         ("a.yaml", "k: 1\nk: 2\n", "the key 'k' is there twice"),
         ("a.yaml", "k: [1\n", "is not YAML"),
         ("a.yaml", "k: !!python/object/apply:os.getcwd []\n", "is not YAML"),
-        ("a.yaml", "[" * 1200, "is not YAML"),
+        ("a.yaml", "[" * 400, "is not YAML"),
         ("a.yaml", "k: \xff", "must be a mapping"),
         ("a.yaml", "x" * (256 << 10) + "x", "at most 262144 are read"),
     ],

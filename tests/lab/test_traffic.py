@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
-from tinyvllm import LLM, SamplingParams, cli
+from tinyvllm import SamplingParams, cli
+from tinyvllm.config import resolve
+from tinyvllm.engine.engine import Engine
+from tinyvllm.engine.tools.record import Recorder
 from tinyvllm.engine.tools.recording import read_run
 from tinyvllm.lab.costs import StepCosts
 from tinyvllm.lab.sweep import DrafterSpec
@@ -71,16 +74,24 @@ def test_it_predicts_what_the_engine_then_does(tiny_model: Path, tmp_path: Path,
     from tinyvllm.speculate.controller import FixedController
     from tinyvllm.speculate.ngram import NgramDrafter
 
-    prompts = [{"prompt_token_ids": [5, 6, 7] * 6}, {"prompt_token_ids": list(range(60, 90))}]
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     counted: list[tuple[int, int]] = []
+    events: list[dict[str, Any]] = []
+    engine = Engine(resolve(tiny_model, num_blocks=64, max_num_seqs=2), observers=[Recorder(events.append)])
+
+    def answer() -> None:
+        for number, prompt in enumerate(([5, 6, 7] * 6, list(range(60, 90)))):
+            engine.add(str(number), prompt, params)
+        while engine.has_work():
+            engine.step()
+
+    answer()
     record = tmp_path / "run.jsonl"
-    with LLM(tiny_model, num_blocks=64, max_num_seqs=2, record=str(record)) as llm:
-        llm.generate(prompts, params)
-    with LLM(tiny_model, num_blocks=64, max_num_seqs=2) as llm:
-        llm.engine.stats.drafts_checked = lambda request, drafts, accepted: counted.append((drafts, accepted))  # type: ignore[method-assign]
-        llm.engine.speculate(NgramDrafter(2, 2), FixedController(3))
-        llm.generate(prompts, params)
+    record.write_text("".join(json.dumps(event) + "\n" for event in events))
+    engine.stats.drafts_checked = lambda request, drafts, accepted: counted.append((drafts, accepted))  # type: ignore[method-assign]
+    engine.speculate(NgramDrafter(2, 2), FixedController(3))
+    answer()
+    engine.close()
     outcome = simulated(record, DrafterSpec("ngram", "ngram", (("prompt_lookup_max", 2),)), 3)
     assert sum(outcome.counts.drafted) == sum(drafts for drafts, _ in counted) > 0
     assert sum(outcome.counts.accepted) == sum(accepted for _, accepted in counted)
@@ -102,7 +113,10 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ([str(empty)], "no request in it has ended with output"),
         ([str(cut)], "lacks a field: KeyError('t')"),
         ([str(tmp_path / "none.jsonl")], "cannot read"),
-        ([str(whole), "--drafters", "mtp"], "the drafter 'mtp' runs a model, and a recording has tokens alone; give ngram or suffix"),
+        *(
+            ([str(whole), "--drafters", name], f"the drafter {name!r} runs a model, and a recording has tokens alone; give ngram or suffix")
+            for name in ("mtp", "eagle3:heads", "medusa_lite", "eagle_lite")
+        ),
     )
     for words, message in refused:
         assert cli.main(["lab", "--traffic", *words, "--quiet"]) in (1, 2)

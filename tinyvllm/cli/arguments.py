@@ -24,6 +24,10 @@ from tinyvllm.cli.options import (
 from tinyvllm.config import QUANTIZATIONS, VERSION
 from tinyvllm.errors import ArgumentError, nearest
 
+LAB_DRAFTERS = (
+    "ways of guessing: none, ngram, suffix, medusa_lite, eagle_lite, mtp, and with a model or heads draft_model:PATH, medusa:PATH, "
+    "eagle:PATH, eagle3:PATH"
+)
 COMMANDS = ("generate", "chat", "serve", "batch", "kernels", "verify", "quality", "replay", "lab")
 
 
@@ -229,7 +233,7 @@ def _lab_parser() -> Parser:
         "sweep", nargs="?", metavar="SWEEP", help="description of a sweep: .yaml or .json; default: ngram on all prompt sets"
     )
     axes: tuple[Option, ...] = (
-        ("--drafters", {"metavar": "D,...", "help": "ways of guessing, as the method of speculative_config: ngram, suffix, ..."}),
+        ("--drafters", {"metavar": "D,...", "help": LAB_DRAFTERS}),
         ("--k", {"metavar": "K,...", "help": "drafts a step; auto lets the engine choose"}),
         ("--policies", {"metavar": "P;...", "help": "rules of acceptance, such as 'exact;typical;confidence:tau=0.3'"}),
         ("--batch-sizes", {"metavar": "B,...", "help": "sequences at the same time"}),

@@ -18,14 +18,14 @@ from tinyvllm.engine.prompt import encode_all
 from tinyvllm.engine.tools.one_off import prompt_logits_by_chunk
 from tinyvllm.errors import ArgumentError, ModelError, RequestError
 from tinyvllm.lab.costs import StepCosts
-from tinyvllm.lab.drafters import config_of
+from tinyvllm.lab.drafters import OpenDrafter, config_of, files_of, model_files, require_files
 from tinyvllm.lab.engine_counts import CountedController, Counter
 from tinyvllm.lab.settings import digest_text
 from tinyvllm.lab.sweep import Cell, DrafterSpec, Sweep
 from tinyvllm.lab.target import Answer, DraftCounts, Job, Limits
 from tinyvllm.request import RequestOptions, RequestOutput, SamplingParams
-from tinyvllm.speculate.opening import open_controller, open_drafter
-from tinyvllm.speculate.protocol import Controller, Drafter
+from tinyvllm.speculate.opening import open_controller
+from tinyvllm.speculate.protocol import Controller
 
 CHUNK = 128  # tokens whose logits are in memory at the same time
 COST_TOKENS, COST_PROMPT = 24, 16  # a batch of the cost curve: tokens that each sequence generates, tokens of its prompt
@@ -47,14 +47,17 @@ class EngineTarget:
         rows = sweep.cost_rows if sweep.costs is None else ()
         options.setdefault("max_num_seqs", max(EngineConfig.max_num_seqs, *sweep.batch_sizes, *rows))
         self.config = resolve(options.pop("model", None), **options)
-        self._drafters: dict[DrafterSpec, Drafter] = {}
+        self._drafter = OpenDrafter()
         self._controllers: dict[tuple[DrafterSpec, int | None, str], Controller] = {}
         self._num_requests = 0
 
     def about(self) -> Mapping[str, Any]:
         settings = {name: value for name, value in asdict(self.config).items() if name not in _NO_FIGURE}
-        text = digest_text([VERSION, settings, _files_of(Path(self.config.model))])
-        return {"target": "engine", "model": self.config.model, "engine": hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}
+        files = digest_of([VERSION, settings, model_files(Path(self.config.model))])
+        return {"target": "engine", "model": self.config.model, "engine": files}
+
+    def about_drafter(self, drafter: DrafterSpec) -> Mapping[str, Any]:
+        return {"drafter_files": digest_of(files)} if (files := files_of(drafter)) else {}
 
     def check(self, cells: Sequence[Cell]) -> None:
         for cell in cells:
@@ -62,9 +65,10 @@ class EngineTarget:
                 raise ArgumentError(f"batch_sizes: {cell.batch_size} is more than max_num_seqs={self.config.max_num_seqs}; raise that")
             if cell.drafter.speculates:
                 config_of(cell.drafter, cell.k)
+                require_files(cell.drafter)
 
     def run(self, cell: Cell, jobs: Sequence[Job], limits: Limits, trial: str) -> tuple[list[Answer], DraftCounts]:
-        engine = self._loaded()
+        engine = self.loaded()
         self._switch_to(engine, cell)
         prompts = [one.token_ids for one in encode_all(engine.tokenizer, [job.prompt.engine_prompt() for job in jobs])]
         common: dict[str, Any] = {"temperature": cell.temperature, "max_tokens": limits.max_tokens, "ignore_eos": limits.ignore_eos}
@@ -78,12 +82,12 @@ class EngineTarget:
             engine.stop_speculation()
             return
         config = config_of(cell.drafter, cell.k)
-        if cell.drafter not in self._drafters:
-            self._drafters[cell.drafter] = open_drafter(config, engine.runner)
-        drafter, key = self._drafters[cell.drafter], (cell.drafter, cell.k, cell.policy.label)
+        drafter, key = self._drafter.get(cell.drafter, cell.k, engine), (cell.drafter, cell.k, cell.policy.label)
         if key not in self._controllers:
             self._controllers[key] = CountedController(open_controller(config, drafter), self._counter)
         engine.speculate(drafter, self._controllers[key], cell.policy)
+        if (take_states := engine.stages.on_states) is not None:
+            engine.stages.on_states = self._counter.timed(take_states)
 
     def _complete(self, engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams], salt: str) -> list[Answer]:
         """Run prompts as one batch to their ends. The error of a request that failed."""
@@ -102,7 +106,7 @@ class EngineTarget:
 
     def costs(self, rows: Sequence[int]) -> StepCosts:
         """Steps of this number of sequences without drafts: the median of their times, after a batch that captured them."""
-        engine = self._loaded()
+        engine = self.loaded()
         engine.stop_speculation()
         return StepCosts.of([(n, self._step_ms(engine, n)) for n in rows if n <= self.config.max_num_seqs])
 
@@ -116,7 +120,7 @@ class EngineTarget:
 
     def logits(self, prompt_ids: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
         first, start, rows = len(prompt_ids) - 1, 0, list[np.ndarray]()
-        for part in prompt_logits_by_chunk(self._loaded(), [*prompt_ids, *tokens[:-1]], CHUNK):
+        for part in prompt_logits_by_chunk(self.loaded(), [*prompt_ids, *tokens[:-1]], CHUNK):
             rows.append(part[max(0, first - start) :].copy())
             start += len(part)
         logits = np.concatenate(rows)
@@ -124,7 +128,8 @@ class EngineTarget:
             raise ModelError("its logits are not finite: its weights or its configuration are broken")
         return logits
 
-    def _loaded(self) -> Engine:
+    def loaded(self) -> Engine:
+        """The engine, with its usual steps captured."""
         if self._engine is None:
             self._engine = Engine(self.config, self._progress, observers=[self._counter])
             while self._engine.warmup():
@@ -155,7 +160,6 @@ def _answer(output: RequestOutput, start: float) -> Answer:
     return Answer(tuple(output.prompt_token_ids), tuple(part.token_ids), metrics.first_token - start, metrics.finished - start)
 
 
-def _files_of(model: Path) -> list[list[Any]]:
-    """Names, sizes and times of a model's files: changed weights under the same path are another measurement."""
-    files = sorted(model.iterdir()) if model.is_dir() else [model] if model.is_file() else []
-    return [[one.name, (status := one.stat()).st_size, status.st_mtime_ns] for one in files if one.is_file()]
+def digest_of(value: Any) -> str:
+    """Sixteen characters that identify a value of JSON types."""
+    return hashlib.blake2b(digest_text(value).encode(), digest_size=8).hexdigest()

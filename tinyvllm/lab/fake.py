@@ -17,7 +17,7 @@ import numpy as np
 from tinyvllm.errors import ArgumentError, nearest
 from tinyvllm.lab.costs import StepCosts
 from tinyvllm.lab.settings import digest_text
-from tinyvllm.lab.sweep import Cell, FakeSettings
+from tinyvllm.lab.sweep import Cell, DrafterSpec, FakeSettings
 from tinyvllm.lab.target import Answer, DraftCounts, Job, Limits
 
 _SHARPNESS = 2.0  # standard deviation of the logits
@@ -56,8 +56,16 @@ class FakeTarget:
         s = self._settings
         return {"target": "fake", "fake": digest_text([s.vocabulary, s.acceptance, s.costs.pairs(), s.draft_ms, s.seed])}
 
+    def about_drafter(self, drafter: DrafterSpec) -> Mapping[str, Any]:
+        return {}
+
     def check(self, cells: Sequence[Cell]) -> None:
-        for label in {cell.drafter.label for cell in cells if cell.drafter.speculates}:
+        drafters = {cell.drafter for cell in cells if cell.drafter.speculates}
+        if model := next((spec for spec in drafters if "model" in dict(spec.options)), None):
+            raise ArgumentError(
+                f"fake: the drafter {model.label!r} has a model, which only an engine runs; leave fake out, or name one of its acceptance"
+            )
+        for label in {spec.label for spec in drafters}:
             if label not in self._rates:
                 raise ArgumentError(f"fake: acceptance of the drafter {label!r} is missing{nearest(label, self._rates)}")
 

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from tinyvllm.errors import ArgumentError, RequestError, TinyvllmError, one_line
 from tinyvllm.http_client import RETRY_STATUS, json_events, reason, retry_after
 from tinyvllm.lab.costs import StepCosts
-from tinyvllm.lab.sweep import NONE, Cell, Sweep
+from tinyvllm.lab.sweep import NONE, Cell, DrafterSpec, Sweep
 from tinyvllm.lab.target import Answer, DraftCounts, Job, Limits
 
 ATTEMPTS, FIRST_PAUSE, MAX_PAUSE = 6, 0.5, 20.0  # seconds; a server's Retry-After may be longer
@@ -172,6 +172,9 @@ class HttpTarget:
     def about(self) -> Mapping[str, Any]:
         urls = {name: server.url for name, server in self._servers.items()}
         return {"target": "http", "servers": json.dumps(urls, sort_keys=True), "model": self._model or ""}
+
+    def about_drafter(self, drafter: DrafterSpec) -> Mapping[str, Any]:
+        return {}
 
     def check(self, cells: Sequence[Cell]) -> None:
         """Cells are made from the servers."""

@@ -25,7 +25,7 @@ class SweepRun:
         self.cells = sweep.cells()
         _check_size(sweep, prompts)
         about = dict(target.about()) | {"prompts": digest(prompts)}
-        self._keys = {cell: sweep.key_of(cell, about) for cell in self.cells}
+        self._keys = {cell: sweep.key_of(cell, about | dict(target.about_drafter(cell.drafter))) for cell in self.cells}
         self._about = about
         known = {record["key"]: dict(record) for record in earlier if not record.get("error")}
         self._records: dict[str, Record] = {key: known[key] for key in (*self._keys.values(), self.costs_key) if key in known}

@@ -1,7 +1,7 @@
 """A sweep: the axes of the measurement, and the cells that follow from them.
 
     model: PATH                        the target; engine options in `engine`
-    drafters: [none, ngram, {method: draft_model, model: PATH, label: small}]
+    drafters: [none, ngram, eagle3:PATH, {method: draft_model, model: PATH, label: small}]
     k: [1, 3, auto]                    drafts a step; auto lets the engine's controller choose
     policies: [exact, typical, {name: confidence, tau: 0.3}]
     batch_sizes: [1, 8]
@@ -259,7 +259,7 @@ def _temperature(s: Settings, value: Any) -> float:
 
 def _drafter(s: Settings, value: Any) -> DrafterSpec:
     if isinstance(value, str) and value:
-        return PLAIN if value == NONE else DrafterSpec(value, value)
+        return PLAIN if value == NONE else _named_drafter(value)
     if not isinstance(value, dict) or not isinstance(value.get("method"), str) or not isinstance(value.get("label", ""), str):
         raise s.refuse("drafters", "names, or mappings with method, label and the other keys of speculative_config", value)
     if "num_speculative_tokens" in value:
@@ -270,6 +270,17 @@ def _drafter(s: Settings, value: Any) -> DrafterSpec:
     if value["method"] == NONE:
         return PLAIN
     return DrafterSpec(value.get("label") or value["method"], value["method"], tuple(sorted(options.items())))
+
+
+def _named_drafter(text: str) -> DrafterSpec:
+    """METHOD, or METHOD:MODEL, which the results call by the method and the last part of the model's name."""
+    method, colon, model = text.partition(":")
+    if not colon:
+        return DrafterSpec(method, method)
+    name = model.replace("\\", "/").rstrip("/").rpartition("/")[2]
+    if not method or not name:
+        raise ArgumentError(f"drafters: expected METHOD or METHOD:MODEL, such as eagle3:heads, got {quoted(text)}")
+    return DrafterSpec(f"{method}:{name}", method, (("model", model),))
 
 
 def _policy(s: Settings, value: Any) -> Policy:

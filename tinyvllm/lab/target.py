@@ -10,7 +10,7 @@ import numpy as np
 
 from tinyvllm.lab.costs import StepCosts
 from tinyvllm.lab.prompts import LabPrompt
-from tinyvllm.lab.sweep import Cell
+from tinyvllm.lab.sweep import Cell, DrafterSpec
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,10 @@ class Target(Protocol):
 
     def about(self) -> Mapping[str, Any]:
         """What identifies it in the results: another value is another measurement."""
+        ...
+
+    def about_drafter(self, drafter: DrafterSpec) -> Mapping[str, Any]:
+        """What identifies the drafter in addition to its settings: the files of its model. Empty where it has none."""
         ...
 
     def check(self, cells: Sequence[Cell]) -> None:

@@ -25,7 +25,7 @@ from tinyvllm.request import RequestOptions, SamplingParams
 from tinyvllm.request import Sequence as TokenSequence
 from tinyvllm.speculate.opening import open_controller, open_lookup
 from tinyvllm.speculate.protocol import Controller, Draft, Drafter, DraftRequest
-from tinyvllm.speculative import LOOKUPS, SpeculativeConfig
+from tinyvllm.speculative import HEADS, LOOKUPS, SpeculativeConfig
 
 MIN_SAMPLES = 3  # steps of a number of rows, before its median is a point of the curve
 
@@ -232,9 +232,10 @@ class Simulation:
 def check_lookup(spec: DrafterSpec, k: int | None) -> SpeculativeConfig:
     """Its configuration. ArgumentError for a drafter that computes with a model: the recording has tokens and no hidden states."""
     config = config_of(spec, k)
-    if config.method not in LOOKUPS:
+    texts = [method for method in LOOKUPS if method not in HEADS]
+    if config.method not in texts:
         raise ArgumentError(
-            f"--traffic: the drafter {spec.label!r} runs a model, and a recording has tokens alone; give " + " or ".join(LOOKUPS)
+            f"--traffic: the drafter {spec.label!r} runs a model, and a recording has tokens alone; give " + " or ".join(texts)
         )
     return config
 

@@ -98,7 +98,7 @@ class Runner:
         self._constants = {name: Tensor(a, device=device).realize() for name, a in constants.items()}
         self._table_width = -(-self.max_model_len // config.block_size)
         self._cascade = config.enable_cascade
-        self._steps: dict[tuple[Shape, bool], StepPlan] = {}
+        self._steps: dict[tuple[Shape, bool, tuple[int, ...]], StepPlan] = {}  # the last part: `_state_layers`
         self._last: tuple[Schedule, PreparedStep] | None = None
         self._state_layers: tuple[int, ...] = ()
         self._choices_changed = autotune.changes()
@@ -183,7 +183,7 @@ class Runner:
 
     def padded(self, shape: Shape) -> PreparedStep | None:
         """A step of this shape that holds only padding, to capture it before a request needs it; None if it was captured."""
-        if (shape, False) in self._steps:
+        if (shape, False, self._state_layers) in self._steps:
             return None
         plan = self._new_step(shape, all_rows=False)
         blocks = plan.inputs.fill([], [], self.pool.block_size)
@@ -337,7 +337,7 @@ class Runner:
 
     def _prepare(self, singles: list[Scheduled], chunks: list[Scheduled], all_rows: bool) -> PreparedStep:
         shape = shape_of(singles, chunks)
-        plan = self._steps.get((shape, all_rows)) or self._new_step(shape, all_rows)
+        plan = self._steps.get((shape, all_rows, self._state_layers)) or self._new_step(shape, all_rows)
         blocks = plan.inputs.fill(singles, chunks, self.pool.block_size)
         rows = [entry for entry in singles + chunks for _ in range(entry.num_logits)]
         values = {"num_blocks": blocks} if self._table_width > 1 else {}
@@ -354,7 +354,7 @@ class Runner:
 
         # blocks of the longest context are a variable of the captured step, so that contexts grow without a new capture
         plan = StepPlan(inputs, forward, Captured(forward, {"num_blocks": (1, self._table_width)}), self._history(shape), {}, {})
-        self._steps[shape, all_rows] = plan
+        self._steps[shape, all_rows, self._state_layers] = plan
         return plan
 
     def _inputs(self, shape: Shape, all_rows: bool = False) -> StepInputs:
@@ -366,7 +366,8 @@ class Runner:
 
     def keep_states(self, layers: tuple[int, ...]) -> None:
         """From the next step on, `Logits.states` has the hidden states of these layers: the residual stream after i of them, -1 after
-        the final norm. ArgumentError for a layer that the model lacks.
+        the final norm. ArgumentError for a layer that the model lacks. Captures for other layers are kept: the lab alternates between a
+        drafter and none.
         """
         if layers == self._state_layers:
             return
@@ -375,7 +376,6 @@ class Runner:
             if not -1 <= layer <= count:
                 raise ArgumentError(f"speculation: hidden states of layer {layer}: the model has {count} layers; expected -1 to {count}")
         self._state_layers = layers
-        self._steps.clear()
         self._last = None
 
     def _forward(self, inputs: StepInputs, num_blocks: int | UOp) -> tuple[Tensor, Tensor | None, Tensor | None]:
