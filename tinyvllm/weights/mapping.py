@@ -116,18 +116,23 @@ def map_file(path: Path, speaker: str) -> np.ndarray:
 def allocate(nbytes: int) -> np.ndarray:
     """uint8 [nbytes] of zeros, page aligned, in pages of its own, which return to the system with the last view.
 
-    Large ones ask for huge pages: weights are read from end to end at every step, and 4 KiB pages cost a tenth of the bandwidth.
+    Large ones begin at a huge page and ask for huge pages as far as whole ones go: weights are read from end to end at every step, and
+    4 KiB pages cost a seventh of the bandwidth (one core, Q4_0: 33 GB/s of 38). What is after the last whole one stays in small pages, so
+    that no memory is lost.
     """
+    large = nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
     try:
-        memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
+        memory = mmap.mmap(-1, max(nbytes, 1) + (HUGE_PAGE if large else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
     except (OSError, OverflowError, ValueError) as error:
         raise OutOfMemoryError(f"weights: the host cannot allocate {nbytes / 1e9:.1f} GB for one tensor: {error}") from error
-    if nbytes >= 2 * HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+    start = -np.frombuffer(memory, np.uint8).ctypes.data % HUGE_PAGE if large else 0
+    if large:
         try:
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+            memory.madvise(mmap.MADV_HUGEPAGE, start, nbytes // HUGE_PAGE * HUGE_PAGE)
         except OSError:
             pass  # a kernel built without huge pages; ordinary ones do
-    return np.frombuffer(memory, np.uint8)[:nbytes]
+    return np.frombuffer(memory, np.uint8, nbytes, start)[:]
 
 
 def drop_pages(view: np.ndarray) -> None:
