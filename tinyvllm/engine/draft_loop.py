@@ -13,6 +13,7 @@ from tinyvllm.engine.constraints import Failures
 from tinyvllm.engine.loop import StepLoop
 from tinyvllm.engine.speculation import Drafts, Speculation
 from tinyvllm.engine.stages import Stages, Step
+from tinyvllm.host_memory import is_out_of_memory
 from tinyvllm.request import Sequence
 from tinyvllm.scheduler import Schedule, Scheduled
 from tinyvllm.scheduler.drafts import add_drafts, count_confirmed, num_confirmed
@@ -23,12 +24,21 @@ if TYPE_CHECKING:
     from tinyvllm.sampling.sampler import Rows
 
 
+MAX_FAILED_CHECKS = 3  # steps with drafts that raised, memory that ran out not counted; then there are no more drafts
+
+
 class SpeculativeLoop:
-    """Runs steps with drafts; `single` runs those without, at its own speed."""
+    """Runs steps with drafts; `single` runs those without, at its own speed.
+
+    A step that raises runs again without drafts (recovery.py): its sequences get none any more, and no others while it recovers. So a
+    failure that drafts cause, by their rows or their memory, ends no request.
+    """
 
     def __init__(self, stages: Stages, single: StepLoop, speculation: Speculation, policy: Policy = EXACT):
         self.stages, self.single, self.speculation, self.policy = stages, single, speculation, policy
         self._must_read = False  # the tokens of the step in flight may have drafts after them
+        self._withheld: set[int] = set()  # ids of sequences that had drafts in a step that raised
+        self._num_failed = 0
         self._launched: float | None = None  # when the step in flight was launched, if that was right after one without drafts
 
     @property
@@ -79,10 +89,27 @@ class SpeculativeLoop:
             self.speculation.timed(num_rows, (time.perf_counter() - start) / num_steps)
 
     def _drafts(self, schedule: Schedule) -> Drafts:
-        return {} if self.stages.scoring else self.speculation.propose(schedule)
+        recovers = self.stages.scheduler.max_admissions is not None
+        if self.stages.scoring or recovers:
+            return {}
+        drafts = self.speculation.propose(schedule)
+        return {number: tokens for number, tokens in drafts.items() if number not in self._withheld} if self._withheld else drafts
 
     def _check(self, schedule: Schedule) -> None:
-        """Run a step with drafts. Sequences whose draws depend on their last token draw one row a round, all others in the first."""
+        """Run a step with drafts, and remember if it raises."""
+        try:
+            self._run_check(schedule)
+        except Exception as error:
+            live = self.stages.requests.owners.keys()
+            self._withheld = {n for n in self._withheld if n in live}
+            self._withheld |= {entry.sequence.sequence_id for entry in schedule.entries if entry.drafts}
+            self._num_failed += not is_out_of_memory(error)
+            if self._num_failed >= MAX_FAILED_CHECKS and self.speculation.on:
+                self.speculation.switch_off(f"{self._num_failed} steps that checked drafts", error)
+            raise
+
+    def _run_check(self, schedule: Schedule) -> None:
+        """Sequences whose draws depend on their last token draw one row a round, all others in the first."""
         stages = self.stages
         stages.scheduled = schedule
         captures, start = stages.runner.capture_work().count, time.perf_counter()

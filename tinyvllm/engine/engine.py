@@ -106,6 +106,7 @@ class Engine:
 
     def speculate(self, drafter: Drafter, controller: Controller, policy: Policy = EXACT) -> None:
         """Let a drafter guess tokens from the next step on. The output is the same, unless the policy is lossy."""
+        self.loop.read()  # a step in flight is of the loop that launched it
         loop = self._plain_loop
         reads_states = isinstance(drafter, StateDrafter)
         self.runner.keep_states(drafter.state_layers if isinstance(drafter, StateDrafter) else ())
@@ -119,6 +120,7 @@ class Engine:
 
     def stop_speculation(self) -> None:
         """Run without drafts from the next step on."""
+        self.loop.read()
         self.runner.keep_states(())
         self.loop, self.speculation, self.stages.on_states, self.stats.speculation = self._plain_loop, None, None, ""
         self.requests.on_release = lambda sequence: None

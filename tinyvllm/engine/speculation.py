@@ -183,12 +183,16 @@ class Speculation:
         try:
             yield
         except Exception as error:
-            self.on = False
-            self._observed.clear()
-            log.warning(
-                "speculation: the drafter %r is switched off, requests continue without drafts: %s: %s: %s",
-                self.method, what, type(error).__name__, error, exc_info=error,
-            )  # fmt: skip
+            self.switch_off(what, error)
+
+    def switch_off(self, where: str, error: Exception) -> None:
+        """The drafter or the controller has failed: no more drafts."""
+        self.on = False
+        self._observed.clear()
+        log.warning(
+            "speculation: the drafter %r is switched off, requests continue without drafts: %s: %s: %s",
+            self.method, where, type(error).__name__, error, exc_info=error,
+        )  # fmt: skip
 
 
 def _tenant(sequence: Sequence) -> str:
