@@ -120,6 +120,12 @@ def test_a_server_refuses_a_lossy_policy_unless_it_may(tiny_model: Path, capsys:
     assert "--share-prefixes is for API keys" in message  # the next check
 
 
+def test_a_server_of_several_models_refuses_to_publish_events(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("serve", "--model", f"a={tiny_model}", "--model", f"b={tiny_model}", "--kv-events-config", '{"enable_kv_cache_events": true}')
+    code, message = refused(capsys, *words)
+    assert code == 2 and "--kv-events-config is for a server of one model" in message
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -27,7 +27,8 @@ IMPORTS: dict[str, set[str]] = {
     "aliases": {"errors"},
     "speculative": {"errors"},
     "http_client": {"errors"},
-    "config": {"aliases", "errors", "quant", "speculative"},
+    "kv_events": {"errors"},
+    "config": {"aliases", "errors", "kv_events", "quant", "speculative"},
     "request": {"errors"},
     "quant": {"errors"},
     "storage": {"config", "errors"},
@@ -79,6 +80,7 @@ IMPORTS: dict[str, set[str]] = {
         "errors",
     },
     "engine": {
+        "kv_events",
         "speculate",
         "speculative",
         "text",

@@ -15,6 +15,8 @@ from typing import Any
 from tinyvllm import speculative
 from tinyvllm.aliases import VLLM, from_vllm
 from tinyvllm.errors import ArgumentError, nearest
+from tinyvllm.kv_events import config as kv_events
+from tinyvllm.kv_events.config import KVEventsConfig
 from tinyvllm.quant import mixes
 from tinyvllm.speculative import SpeculativeConfig
 
@@ -74,6 +76,8 @@ class EngineConfig:
     load_format             "dummy" fills the model with random weights, to measure without a checkpoint
     enable_prefix_caching   keep the blocks of finished requests, and reuse them for requests with the same prefix
     prefix_cache_dir        folder that keeps cached blocks across restarts; None keeps nothing
+    kv_events_config        where changes of the prefix cache are published (docs/kv-events.md); None publishes none. `resolve` also takes
+                            vLLM's dict and JSON text
     swap_space              bytes of host memory for the blocks of preempted sequences; 0 recomputes them
     max_num_queued_reqs, max_num_queued_tokens  requests, and tokens of prompts, that may wait; more are refused. None is no limit
     preemption_mode         "recompute" or "swap"; None takes the cheaper one by measured rates
@@ -106,6 +110,7 @@ class EngineConfig:
     load_format: str = "auto"
     enable_prefix_caching: bool = True
     prefix_cache_dir: str | None = None
+    kv_events_config: KVEventsConfig | None = None
     swap_space: int = 0
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
@@ -141,6 +146,8 @@ class EngineConfig:
         _check_device(self.device)
         if not (self.speculative_config is None or isinstance(self.speculative_config, SpeculativeConfig)):
             raise ArgumentError(f"speculative_config must be a SpeculativeConfig or None, got {self.speculative_config!r:.60}")
+        if not (self.kv_events_config is None or isinstance(self.kv_events_config, KVEventsConfig)):
+            raise ArgumentError(f"kv_events_config must be a KVEventsConfig or None, got {self.kv_events_config!r:.60}")
         if self.block_size & (self.block_size - 1):
             raise ArgumentError(f"block_size must be a power of two from 8 to 256, got {self.block_size}")
         self._check_combinations()
@@ -148,6 +155,8 @@ class EngineConfig:
     def _check_combinations(self) -> None:
         if self.prefix_cache_dir is not None and not self.enable_prefix_caching:
             raise ArgumentError(f"prefix_cache_dir={self.prefix_cache_dir!r} contradicts enable_prefix_caching=False: give one of them")
+        if self.kv_events_config is not None and not self.enable_prefix_caching:
+            raise ArgumentError("kv_events_config contradicts enable_prefix_caching=False: there are no cached blocks to publish")
         if self.imatrix is not None:
             self._check_imatrix(self.imatrix)
         if self.num_blocks is not None and self.kv_memory is not None:
@@ -219,6 +228,8 @@ def resolve(model: str | os.PathLike[str] | None = None, *, environ: Mapping[str
             raise ArgumentError(f"{name}={values[name]} is a number of bytes (vLLM's swap_space is in GiB): write '{values[name]:g}GiB'")
     if "speculative_config" in values:
         values["speculative_config"] = speculative.parse(values["speculative_config"])
+    if "kv_events_config" in values:
+        values["kv_events_config"] = kv_events.parse(values["kv_events_config"])
     values |= {name: _KV_CACHE_ALIASES.get(str(values[name]), values[name]) for name in ("kv_cache_dtype",) if name in values}
     device = values.get("device", switches.get("TINYVLLM_DEVICE", "auto"))
     values["device"] = parse_device("device", device)

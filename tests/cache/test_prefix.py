@@ -222,3 +222,60 @@ def test_what_came_back_and_was_evicted_again_is_remembered_as_the_latest():
     for tokens in ([1, 2], [3, 4], [1, 2], [5, 6], [7, 8]):
         cache.pool.release(publish(cache, tokens))
     assert [cache.explain(tokens, owner="me").evicted_blocks for tokens in ([1, 2], [3, 4], [5, 6])] == [1, 0, 1]
+
+
+class Heard:
+    """A listener that writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple] = []
+
+    def stored(self, *event: object) -> None:
+        self.events.append(("stored", *event))
+
+    def removed(self, hash: bytes) -> None:
+        self.events.append(("removed", hash))
+
+    def cleared(self) -> None:
+        self.events.append(("cleared",))
+
+
+def test_a_listener_hears_every_change_once_and_in_order():
+    cache, heard = cache_of(3), Heard()
+    cache.listener = heard
+    pack = struct.Struct("<2i").pack
+    table = publish(cache, [1, 2, 3, 4])
+    first, second = cache.hash_blocks([1, 2, 3, 4])
+    assert heard.events == [("stored", first, None, pack(1, 2), None), ("stored", second, first, pack(3, 4), None)]
+    again = publish(cache, [1, 2])  # known already
+    cache.pool.release(again)
+    cache.pool.release(table)
+    heard.events.clear()
+    publish(cache, [5, 6, 7, 8], "mine")
+    (salted, after), root = cache.hash_blocks([5, 6, 7, 8], "mine"), cache._root("mine")
+    assert heard.events == [("removed", second), ("stored", salted, None, pack(5, 6), root), ("stored", after, salted, pack(7, 8), None)]
+    heard.events.clear()
+    cache.drop(cache.find([salted])[0])
+    cache.reset()
+    assert heard.events == [("removed", salted), ("cleared",)]
+
+
+def test_a_cache_describes_itself_to_a_listener():
+    cache, heard = cache_of(4), Heard()
+    cache.pool.release(publish(cache, [1, 2, 3, 4]))
+    publish(cache, [5, 6], "mine")
+    cache.describe(heard)
+    (first, second), (salted,) = cache.hash_blocks([1, 2, 3, 4]), cache.hash_blocks([5, 6], "mine")
+    pack = struct.Struct("<2i").pack
+    expected = [("stored", first, None, pack(1, 2), None), ("stored", second, first, pack(3, 4), None)]
+    assert heard.events == [("stored", salted, None, pack(5, 6), cache._root("mine")), *expected]
+
+
+def test_a_listener_hears_of_adopted_blocks():
+    cache, heard = cache_of(4), Heard()
+    cache.listener = heard
+    pack = struct.Struct("<2i").pack
+    for salt, parent in ((None, None), ("mine", cache._root("mine"))):  # which hashes are salts, an adopted block does not say
+        (hash,) = cache.hash_blocks([1, 2], salt)
+        cache.adopt(hash, cache._root(salt), pack(1, 2))
+        assert heard.events.pop() == ("stored", hash, parent, pack(1, 2), None) and not heard.events

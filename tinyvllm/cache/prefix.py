@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from tinyvllm.cache.blocks import BlockPool
+from tinyvllm.cache.listener import CacheListener
 from tinyvllm.errors import ArgumentError, FormatError
 
 HASH_BYTES = 16
@@ -62,6 +63,7 @@ class PrefixCache:
         pool.on_evict = self._evicted
         self.pool = pool
         self.on_insert: Callable[[bytes], None] | None = None  # called with the hash of every block that becomes findable
+        self.listener: CacheListener | None = None
         self.queries = self.hits = self.evictions = 0
         self._key = key
         self._keyed = blake2b(key=key, digest_size=HASH_BYTES)  # copied for each block: half the time of a new one
@@ -72,6 +74,8 @@ class PrefixCache:
         self._parents: list[bytes] = [b""] * pool.num_blocks
         self._tokens: list[bytes] = [b""] * pool.num_blocks
         self._owners: list[str | None] = [None] * pool.num_blocks
+        self._begins = bytearray(pool.num_blocks)  # whether it is the first of a chain: its parent is the hash of a salt
+        self._no_salt = self._root(None)
         self._remembered = remembered
         self._gone: OrderedDict[bytes, None] = OrderedDict()  # hashes that were evicted, the oldest first
 
@@ -143,7 +147,7 @@ class PrefixCache:
             digest = hashes[i]
             if digest not in blocks:
                 self.pool.keep(table[i])
-                self._insert(digest, parent, pack(*tokens_of(i * size, (i + 1) * size)), table[i], owner)
+                self._insert(digest, parent, pack(*tokens_of(i * size, (i + 1) * size)), table[i], owner, begins=i == 0)
             parent = digest
 
     def adopt(self, hash: bytes, parent: bytes, tokens: bytes) -> int | None:
@@ -156,7 +160,7 @@ class PrefixCache:
             raise FormatError("PrefixCache: an entry's hash is not that of its tokens under this key; start with an empty cache folder")
         if hash in self._blocks or (block := self.pool.adopt()) is None:
             return None
-        self._insert(hash, parent, tokens, block, None)
+        self._insert(hash, parent, tokens, block, None, begins=parent == self._no_salt)  # which hashes are salts, no file says
         return block
 
     def entry(self, hash: bytes) -> Entry | None:
@@ -182,15 +186,23 @@ class PrefixCache:
 
     def drop(self, block: int) -> None:
         """A cached block is no longer found, held or not: its contents are not those of its hash."""
-        self.pool.forget(block)
-        del self._blocks[self._hashes[block]]
-        self._clear(block)
+        digest = self._hashes[block]
+        self._forget(block)
+        if self.listener is not None:
+            self.listener.removed(digest)
 
     def reset(self) -> None:
         """Forget every block, also those that are held, and what was evicted; the counters stay."""
         for block in list(self._blocks.values()):
-            self.drop(block)
+            self._forget(block)
         self._gone.clear()
+        if self.listener is not None:
+            self.listener.cleared()
+
+    def describe(self, listener: CacheListener) -> None:
+        """Report every cached block to `listener` as stored, each after its parent if that is cached, too."""
+        for entry in self.entries():
+            self._report(listener, entry.hash, entry.block)
 
     def explain(self, token_ids: Sequence[int], salt: str | None = None, owner: str | None = None) -> Explanation:
         """Why `token_ids` are cached as far as they are. Looks at every cached block once: for questions, not for each step.
@@ -216,13 +228,26 @@ class PrefixCache:
             return Explanation(hit, evicted)
         return Explanation(hit, evicted, start + longest, ours[longest:], theirs[longest:])
 
-    def _insert(self, digest: bytes, parent: bytes, tokens: bytes, block: int, owner: str | None) -> None:
+    def _insert(self, digest: bytes, parent: bytes, tokens: bytes, block: int, owner: str | None, begins: bool) -> None:
         self._blocks[digest] = block
         self._owners[block] = owner
+        self._begins[block] = begins
         self._hashes[block], self._parents[block], self._tokens[block] = digest, parent, tokens
         self._gone.pop(digest, None)
         if self.on_insert is not None:
             self.on_insert(digest)
+        if self.listener is not None:
+            self._report(self.listener, digest, block)
+
+    def _report(self, listener: CacheListener, digest: bytes, block: int) -> None:
+        parent, begins = self._parents[block], self._begins[block]
+        salt = parent if begins and parent != self._no_salt else None
+        listener.stored(digest, None if begins else parent, self._tokens[block], salt)
+
+    def _forget(self, block: int) -> None:
+        self.pool.forget(block)
+        del self._blocks[self._hashes[block]]
+        self._clear(block)
 
     def _evicted(self, block: int) -> None:
         digest = self._hashes[block]
@@ -232,6 +257,8 @@ class PrefixCache:
         self._gone[digest] = None
         if len(self._gone) > self._remembered:
             self._gone.popitem(last=False)
+        if self.listener is not None:
+            self.listener.removed(digest)
 
     def _clear(self, block: int) -> None:
         self._hashes[block] = self._parents[block] = self._tokens[block] = b""

@@ -70,6 +70,10 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
     ),
     ("--enable-prefix-caching", {"action": argparse.BooleanOptionalAction, "help": "share the KV blocks of prompts with a common prefix"}),
     ("--prefix-cache-dir", {"metavar": "DIR", "help": "folder that keeps the prefix cache over a restart"}),
+    (
+        "--kv-events-config",
+        {"metavar": "JSON", "help": 'publish changes of the prefix cache, as vLLM writes it: {"enable_kv_cache_events": true, ...}'},
+    ),
     ("--swap-space", {"metavar": "SIZE", "help": "host memory for the blocks of preempted sequences, such as 4GiB"}),
     ("--preemption-mode", {"metavar": "M", "help": "recompute or swap; default: the cheaper one"}),
     ("--max-num-queued-reqs", {"type": int, "metavar": "N", "help": "maximum number of waiting requests; more are refused"}),

@@ -23,6 +23,8 @@ def run(options: argparse.Namespace) -> int:
     start = time.perf_counter()
     names = options.served_model_name or []
     specs = model_specs(getattr(options, "model", None), names[:1], {"warm_up": True, **engine_options(options)})
+    if len(specs) > 1 and getattr(options, "kv_events_config", None) is not None:
+        raise ArgumentError(f"--kv-events-config is for a server of one model: {len(specs)} would share its endpoint; start a server each")
     for spec in specs.values():
         _check(spec, options.allow_lossy_speculation)
     try:

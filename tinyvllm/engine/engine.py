@@ -68,6 +68,7 @@ class Engine:
         outside = Observers(observers)
         outside.engine_started(config, self.runner)
         scheduler = new_scheduler(config, self.runner, self._store, outside.watch_clock(clock))
+        outside.cache_opened(scheduler.prefix)
         self.metrics = engine_metrics(
             config.served_model_name or config.model,
             "0",

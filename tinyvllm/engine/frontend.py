@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tinyvllm.config import EngineConfig
+from tinyvllm.engine.kv_events import CacheEvents
+from tinyvllm.engine.observer import EngineObserver
 from tinyvllm.engine.prompt import Encoded
 from tinyvllm.engine.segments import Segment
 from tinyvllm.engine.startup import Progress
@@ -15,12 +17,17 @@ if TYPE_CHECKING:
 
 
 def start_engine(config: EngineConfig, progress: Progress | None) -> Engine:
-    """Load the model. Its traffic is recorded if the configuration has `record`: OutputError if that file cannot be written."""
+    """Load the model, with the observers of its configuration: OutputError if the file of `record` cannot be written, ArgumentError if
+    the endpoints of `kv_events_config` cannot be used."""
     from tinyvllm.engine.engine import Engine  # tinygrad comes with it, and a wrong option is reported without waiting for that
     from tinyvllm.engine.tools.record import record_to
 
-    observers = [] if config.record is None else [record_to(config.record)]
+    observers: list[EngineObserver] = []
     try:
+        if config.record is not None:
+            observers.append(record_to(config.record))
+        if config.kv_events_config is not None:
+            observers.append(CacheEvents(config.kv_events_config, config.block_size))
         return Engine(config, progress, observers=observers)
     except BaseException:
         for observer in observers:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from tinyvllm.cache.prefix import PrefixCache
 from tinyvllm.config import EngineConfig
 from tinyvllm.engine.output import ActiveRequest
 from tinyvllm.errors import TinyvllmError
@@ -24,6 +25,9 @@ class EngineObserver:
 
     def engine_started(self, config: EngineConfig, runner: Runner) -> None:
         """The model is loaded; no request has come yet."""
+
+    def cache_opened(self, cache: PrefixCache | None) -> None:
+        """The prefix cache, with the blocks of its folder; None for an engine without one. No request has come yet."""
 
     def engine_closed(self) -> None:
         """The engine is closed, or its start failed: no event follows."""
@@ -89,6 +93,10 @@ class Observers(EngineObserver):
     def engine_started(self, config: EngineConfig, runner: Runner) -> None:
         for observer in self._observers:
             observer.engine_started(config, runner)
+
+    def cache_opened(self, cache: PrefixCache | None) -> None:
+        for observer in self._observers:
+            observer.cache_opened(cache)
 
     def watch_clock(self, clock: Clock) -> Clock:
         for observer in self._observers:
