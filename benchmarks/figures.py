@@ -22,7 +22,8 @@ from tinyvllm.cli.quality_report import best_line
 from tinyvllm.cli.quality_report import table as quality_table
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/figures.md", "docs/quality.md")
+PAGES = ("README.md", "docs/figures.md", "docs/quality.md", "docs/speculation.md")
+LAB_PICTURES = "images/lab"  # in docs/
 QUALITY_PICTURE = "docs/images/quality.svg"
 PEERS = ("tinyvllm", "llama.cpp", "transformers")
 _BLOCK = re.compile(r"(<!-- figures (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -215,6 +216,43 @@ def quality_picture() -> str:
     return plot(lines[-1]["rows"]) if lines else ""
 
 
+def speculation(lines: list[Line]) -> str:
+    """Every text and way of guessing, of the newest record of each model."""
+    rows: list[list[object]] = []
+    for model in dict.fromkeys(line["model"] for line in reversed(lines)):
+        for text in dict.fromkeys(line["text"] for line in lines if line["model"] == model):
+            line = newest(lines, model=model, text=text)
+            assert line is not None
+            rows += [_drafted(line, name) for name in line["ratio"]]
+            rows += [_peer(line)] if "ahead" in line else []
+    header = ["text, way of guessing", "tok/s without", "tok/s with", "times", "tokens a step", "accepted", "host us added", "commit"]
+    return table(header, rows)
+
+
+def _drafted(line: Line, name: str) -> list[object]:
+    """Speculation against none; times as the median and the quartiles of the rounds."""
+    rates, ratio, drafts = line["tok_s"], line["ratio"][name], line["drafts"][name]
+    label = f"{line['model']}, {line['text']}, {line['batch']} at a time: {name}"
+    times = f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+    speeds = [_rate(rates["off"]["rate"]), _rate(rates[name]["rate"])]
+    return [label, *speeds, times, drafts["tokens_a_step"], f"{drafts['accepted']:.0%}", line["added_us"][name], line["commit"]]
+
+
+def _peer(line: Line) -> list[object]:
+    """The fastest of ours against the fastest of llama.cpp's."""
+    ahead, rates = line["ahead"], line["tok_s"]
+    label = f"{line['model']}, {line['text']}: {ahead['by']} against {ahead['of']}"
+    times = f"{ahead['median']:.2f} ({ahead['low']:.2f} to {ahead['high']:.2f})"
+    return [label, _rate(rates[ahead["of"]]["rate"]), _rate(rates[ahead["by"]]["rate"]), times, "", "", "", line["commit"]]
+
+
+def lab_pictures(_: list[Line]) -> str:
+    """The pictures that `tinyvllm lab --plots docs/images/lab` has drawn."""
+    paths = sorted((ROOT / "docs" / LAB_PICTURES).glob("*.svg"))
+    return "\n\n".join(f"![{path.stem.replace('_', ' ')}]({LAB_PICTURES}/{path.name})" for path in paths) or "No pictures yet."
+
+
+WITHOUT_RECORDS = (others, lab_pictures)  # they say themselves what is missing
 BLOCKS: dict[str, tuple[str, Callable[[list[Line]], str]]] = {
     "readme": ("compare", readme),
     "engines": ("compare", engines),
@@ -222,6 +260,8 @@ BLOCKS: dict[str, tuple[str, Callable[[list[Line]], str]]] = {
     "kv_cache": ("kv_cache", lambda lines: by_processor(lines, kv_caches)),
     "others": ("traffic", others),
     "quality": ("quality", quality),
+    "speculation": ("speculation", lambda lines: by_processor(lines, speculation)),
+    "lab_pictures": ("speculation", lab_pictures),
 }
 
 
@@ -231,7 +271,7 @@ def filled(text: str) -> str:
     def block(match: re.Match[str]) -> str:
         name, make = BLOCKS[match[2]]
         lines = records(name)
-        made = make(lines) if lines or make is others else "No record of a clean commit yet."
+        made = make(lines) if lines or make in WITHOUT_RECORDS else "No record of a clean commit yet."
         return f"{match[1]}{made}\n{match[3]}"
 
     return _BLOCK.sub(block, text)

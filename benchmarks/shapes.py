@@ -183,11 +183,12 @@ def write_gguf_of(folder: Path, path: Path) -> Path:
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
     header = json.loads(data[8:start].tobytes())
 
-    def rows(theirs: str, shape: tuple[int, ...]) -> np.ndarray:
-        entry = header[theirs]
-        if entry["dtype"] != "BF16" or tuple(entry["shape"]) != shape:
+    for theirs, _, shape in tensors(config):
+        if (entry := header[theirs])["dtype"] != "BF16" or tuple(entry["shape"]) != shape:
             raise ValueError(f"shapes: {theirs} is {entry['dtype']} {entry['shape']}, expected BF16 {list(shape)}")
-        first, end = entry["data_offsets"]
+
+    def rows(theirs: str, shape: tuple[int, ...]) -> np.ndarray:
+        first, end = header[theirs]["data_offsets"]
         values = data[start + first : start + end]
         return bf16_to_f32(values.view(np.uint16)) if len(shape) == 1 else values.reshape(shape[0], -1)
 

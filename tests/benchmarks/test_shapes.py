@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.shapes import SHAPES, bytes_per_token, parse_formats, tensors, write_folder, write_gguf
+from benchmarks.shapes import SHAPES, bytes_per_token, parse_formats, tensors, write_folder, write_gguf, write_gguf_of
 
 MICRO = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
          "vocab_size": 1024, "head_dim": 32}  # fmt: skip
@@ -55,3 +55,14 @@ def test_formats_are_checked() -> None:
     assert parse_formats("bf16, q4_0") == ["BF16", "Q4_0"]
     with pytest.raises(Exception, match="Q7_0"):
         parse_formats("q7_0")
+
+
+def test_a_folder_is_written_as_the_same_gguf(tmp_path: Path) -> None:
+    """Byte by byte the file that is made of the same numbers; another data type is refused."""
+    folder = write_folder(micro("tinyllama-1.1b"), tmp_path / "a")
+    copied = write_gguf_of(folder, tmp_path / "a.gguf")
+    assert copied.read_bytes() == write_gguf(micro("tinyllama-1.1b"), tmp_path / "b.gguf", "BF16").read_bytes()
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes().replace(b'"BF16"', b'"FP16"', 1))
+    with pytest.raises(ValueError, match="is FP16 .* expected BF16"):
+        write_gguf_of(folder, tmp_path / "c.gguf")

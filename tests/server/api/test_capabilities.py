@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
+from typing import Any
 
 import httpx
 import pytest
 
 from tests.server.conftest import Running, running
+from tinyvllm.config import resolve
 from tinyvllm.quant.formats import Layout, packed_in
+from tinyvllm.server.api.capabilities import speculation_of
 from tinyvllm.server.api.routes import ENDPOINTS
 from tinyvllm.server.core.body import Body
 from tinyvllm.server.core.config import ServerConfig
@@ -119,8 +122,23 @@ def test_the_list_matches_the_schemas(server: Running) -> None:
 def test_what_the_device_computes_with_as_packed(server: Running) -> None:
     """From the table of formats, for the layout of the device; the bundled model has its weights in one of them, or in floats."""
     (model,) = httpx.get(f"{server.url}/v1/capabilities", trust_env=False).json()["models"].values()
-    assert model["device"] == "CPU" and model["kv_cache_dtype"] == "auto" and model["weights"]
+    assert model["device"] == "CPU" and "speculation" in model and model["kv_cache_dtype"] == "auto" and model["weights"]
     assert model["packed"] == {"weights": [*packed_in(Layout.PANELS)], "kv_cache": ["fp8_e4m3", "int8", "int4"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("off", None),
+        ("auto", {"method": "suffix", "num_speculative_tokens": None, "controller": "adaptive", "exact": True}),
+        (
+            {"method": "eagle3", "model": "/a/path", "num_speculative_tokens": 5, "policy": "typical"},
+            {"method": "eagle3", "num_speculative_tokens": 5, "controller": "fixed", "exact": False},
+        ),
+    ],
+)
+def test_how_a_model_speculates(config: Any, expected: Any) -> None:
+    assert speculation_of(resolve(None, speculative_config=config)) == expected
 
 
 def test_supported_values_are_accepted(server: Running) -> None:

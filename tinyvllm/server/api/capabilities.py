@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from tinyvllm.config import VERSION
+from tinyvllm.config import VERSION, EngineConfig
 from tinyvllm.engine.api import AsyncLLM
 from tinyvllm.server.core.body import Body
 from tinyvllm.server.core.endpoint import Endpoint
@@ -33,7 +33,16 @@ def device_of(llm: AsyncLLM) -> dict[str, Any]:
         "packed": llm.packed_types,
         "weights": llm.weight_formats,
         "kv_cache_dtype": llm.config.kv_cache_dtype,
+        "speculation": speculation_of(llm.config),
     }
+
+
+def speculation_of(config: EngineConfig) -> dict[str, Any] | None:
+    """How tokens are guessed ahead, and whether answers are those without that; None if they are not guessed. Paths are left out."""
+    if (chosen := config.speculative_config) is None:
+        return None
+    number = chosen.num_speculative_tokens
+    return {"method": chosen.method, "num_speculative_tokens": number, "controller": chosen.controls, "exact": chosen.policy == "exact"}
 
 
 def capabilities(endpoints: Sequence[Endpoint], lenient: bool, loaded: Mapping[str, AsyncLLM]) -> dict[str, Any]:
