@@ -1,16 +1,15 @@
-// What the headers of formats whose quants are e4m3 share. E4M3_QUANTS 1, if a format's are: they are the last bytes of a block.
+// What the headers of formats whose quants are e4m3 share. E4M3_QUANTS 1, if a format's are: they are the last bytes of a block,
+// after its HEAD_BYTES.
 #pragma once
 #include "step_weights.cuh"
 
 #ifdef E4M3_QUANTS
 #define QUANTIZED 1
 #define FLOAT_QUANTS 1
+#define RUNS_AT HEAD_BYTES
 
 constexpr int CHUNKS = BLOCK / 32, FILE_BLOCK_BYTES = BLOCK + HEAD_BYTES;
 constexpr int STEPS_AHEAD = 4;  // 2 KiB a warp; more would spill
-typedef uint4 Chunk;
-DEVICE constexpr int last_step(int chunk) { return chunk; }
-DEVICE constexpr int file_chunk(int i) { return HEAD_BYTES + 32 * i; }
 
 template <class Chunks, class Record> DEVICE void unpack_step(FloatStep &w, const Chunks &chunk, const Record &record, int step, int) {
   const uint4 words = chunk[step];

@@ -11,18 +11,11 @@
 #define FLOAT_QUANTS 1
 #define TABLE_EXPONENT 8  // numbers are multiplied by 2^8 before they are split, so that what is low is no subnormal float16
 
-constexpr int BLOCK = 64, FILE_BLOCK_BYTES = 36, CHUNKS = 1, WORDS = 2;
+constexpr int BLOCK = 64, FILE_BLOCK_BYTES = 36, CHUNKS = 1;
 constexpr int STEPS_AHEAD = 4;  // 1.1 KiB a warp; more would spill
 typedef uint4 Chunk;
-typedef u32 RecordWord;
 DEVICE constexpr int last_step(int) { return 1; }
-DEVICE constexpr int file_chunk(int) { return 4; }
-DEVICE constexpr int file_word(int) { return 0; }
-DEVICE constexpr int file_word_bytes(int) { return 4; }
-
-template <class Record> DEVICE float2 row_scales(const Record &record) {
-  return make_float2(__uint_as_float(record[0]), __uint_as_float(record[1]));
-}
+DEVICE constexpr int file_chunk(int) { return HEAD_BYTES; }
 
 DEVICE float table_number(u32 i) {  // by choices, bit by bit: an array would be in memory
   float choices[16] = FLOAT_TABLE;

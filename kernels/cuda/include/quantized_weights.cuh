@@ -1,6 +1,7 @@
 // Products with packed integers: x is rounded to int8 in groups of 32 with a float32 scale, dots are exact in int32. A step, sixteen rows by
 // 32 columns, is one mma of k32, or with parts of 16 two of k16. The format's header defines what weights.cuh lists.
 #pragma once
+#include "cells.cuh"
 #include "formats.cuh"
 
 typedef StepWeights Step;
@@ -16,13 +17,7 @@ static_assert(!SUMS || PART == 32 || HALF_SUMS, "weights: parts of 16 have no su
 
 // The eight numbers of x that lane (g, t) contributes of token g: 4t..4t+3, 4t+16..4t+19 of a block of 32 columns. A warp reads whole
 // sectors of 32 bytes.
-DEVICE void read_cell(float (&v)[8], const float *block, int t) {
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const float4 four = *(const float4 *)(block + 4 * t + 16 * i);
-    v[4 * i] = four.x, v[4 * i + 1] = four.y, v[4 * i + 2] = four.z, v[4 * i + 3] = four.w;
-  }
-}
+DEVICE void read_cell(float (&v)[8], const float *block, int t) { read_fours(v, block + 4 * t, block + 4 * t + 16); }
 
 DEVICE u32 quantized_word(const float *v, float inverse) {
   u32 word = 0;
@@ -36,12 +31,8 @@ DEVICE int packed_sums(int sums) { return (sums & 0xFFFF) | (sums - (short)sums)
 // The cell as the B operand, and the scale and sum (if HALF_SUMS: both) of the whole group in all four of its lanes. Every lane of the warp
 // must take part. A group that contains an inf or a NaN gets a scale that makes the whole row NaN, as it would be with float weights.
 DEVICE XCell quantize_cell(const float (&v)[8], float &scale, int &sum) {
-  u32 bits = 0;  // of the largest |x|: bits of numbers without a sign rise with them, and those of NaN are the highest
-#pragma unroll
-  for (int i = 0; i < 8; i++) bits = max(bits, __float_as_uint(v[i]) & 0x7FFFFFFFu);
-  bits = max(bits, __shfl_xor_sync(ALL_LANES, bits, 1));
-  bits = max(bits, __shfl_xor_sync(ALL_LANES, bits, 2));
-  const float largest = __uint_as_float(bits), inverse = largest > 1e-36f ? 127.0f / largest : 0.0f;  // below, 127 / largest is infinite
+  const float largest = __uint_as_float(largest_bits(v)),
+              inverse = largest > 1e-36f ? 127.0f / largest : 0.0f;  // below, 127 / largest is infinite
   const uint2 q = make_uint2(quantized_word(v, inverse), quantized_word(v + 4, inverse));
   sum = __dp4a((int)q.x, 0x01010101, __dp4a((int)q.y, 0x01010101, 0) * (HALF_SUMS ? 65536 : 1));
   sum += __shfl_xor_sync(ALL_LANES, sum, 1);

@@ -1,6 +1,7 @@
 // Products with e4m3: A operands are bfloat16, which holds all of its numbers, and x is rounded to bfloat16. A step's products are summed from zero and
 // multiplied with the scale of the row then. The format's header defines what weights.cuh lists.
 #pragma once
+#include "cells.cuh"
 #include "formats.cuh"
 
 typedef FloatStep Step;
@@ -8,11 +9,7 @@ typedef FloatStep Step;
 typedef uint4 XCell;  // what a lane contributes of a token to a step
 
 // The eight numbers of x of lane (g, t), of token g: those that multiply the words of the lane's chunk.
-DEVICE void read_cell(float (&v)[8], const float *block, int t) {
-  const float4 first = *(const float4 *)(block + 4 * t), second = *(const float4 *)(block + 4 * t + 16);
-  v[0] = first.x, v[1] = first.y, v[2] = first.z, v[3] = first.w;
-  v[4] = second.x, v[5] = second.y, v[6] = second.z, v[7] = second.w;
-}
+DEVICE void read_cell(float (&v)[8], const float *block, int t) { read_fours(v, block + 4 * t, block + 4 * t + 16); }
 DEVICE XCell round_cell(const float (&v)[8]) {  // pairs in the order of e4m3_pairs
   return make_uint4(pack_bf16(v[0], v[2]), pack_bf16(v[1], v[3]), pack_bf16(v[4], v[6]), pack_bf16(v[5], v[7]));
 }

@@ -91,6 +91,10 @@ DEVICE void look_up_nibbles(u32 (&a)[4], uint2 slice, const SignedValues &values
 DEVICE float byte_float(u32 word, int i, int zero) {
   return __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7650 + i)) - (8388608.0f + (float)zero);
 }
+// Words `i` and i + 1 of the record, which are a float32 of each row.
+template <class Record> DEVICE float2 record_floats(const Record &record, int i) {
+  return make_float2(__uint_as_float(record[i]), __uint_as_float(record[i + 1]));
+}
 DEVICE float2 times(float2 pair, float x, float y) { return make_float2(pair.x * x, pair.y * y); }
 DEVICE float2 negated(float2 pair) { return make_float2(-pair.x, -pair.y); }
 

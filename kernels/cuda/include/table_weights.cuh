@@ -2,6 +2,7 @@
 // number = high + low, two float16, within 2^-22 of it. high * high + high * low + low * high leaves out 2^-22 of a product. The products of a half, 16
 // columns, are summed from zero and multiplied with the scales then.
 #pragma once
+#include "cells.cuh"
 #include "formats.cuh"
 
 typedef TableStep Step;
@@ -12,11 +13,7 @@ struct XCell {  // what a lane contributes of a token to a step: pairs of column
 };
 
 // The eight numbers of x of lane (g, t), of token g: those that multiply the lane's word.
-DEVICE void read_cell(float (&v)[8], const float *block, int t) {
-  const float4 first = *(const float4 *)(block + 8 * t), second = *(const float4 *)(block + 8 * t + 4);
-  v[0] = first.x, v[1] = first.y, v[2] = first.z, v[3] = first.w;
-  v[4] = second.x, v[5] = second.y, v[6] = second.z, v[7] = second.w;
-}
+DEVICE void read_cell(float (&v)[8], const float *block, int t) { read_fours(v, block + 8 * t, block + 8 * t + 4); }
 
 DEVICE void split_pair(u32 &high, u32 &low, float x, float y) {
   high = pack_f16(x, y);
@@ -27,11 +24,7 @@ DEVICE void split_pair(u32 &high, u32 &low, float x, float y) {
 // The cell, its largest number brought to 2^14 or more, and the scale of the whole group, which takes that and TABLE_FACTOR back. Every lane of the
 // warp must take part. A group that contains an inf or a NaN gets a scale that is a NaN.
 DEVICE XCell quantize_cell(const float (&v)[8], float &scale, int &sum) {
-  u32 bits = 0;  // of the largest |x|: bits of numbers without a sign rise with them, and those of NaN are the highest
-#pragma unroll
-  for (int i = 0; i < 8; i++) bits = max(bits, __float_as_uint(v[i]) & 0x7FFFFFFFu);
-  bits = max(bits, __shfl_xor_sync(ALL_LANES, bits, 1));
-  bits = max(bits, __shfl_xor_sync(ALL_LANES, bits, 2));
+  const u32 bits = largest_bits(v);
   const u32 exponent = max(bits >> 23, 23u);  // below, neither power would be a normal number
   const float factor = __uint_as_float(268u - min(exponent, 254u) << 23);
   u32 high[4], low[4];

@@ -20,10 +20,14 @@
 //                      record[i] may be registers, shared or global memory; stream.cuh calls it with constant steps
 //   file_chunk(i), file_word(i), file_word_bytes(i)   where a row's block in a file has the run of chunk i, and its bytes of record word i
 //   NIBBLES_AT         in place of the constants of a block of 32 weights of four bits (nibble_blocks.cuh)
+//   RUNS_AT            in place of Chunk, last_step and file_chunk, where the quants are runs of 32 bytes from this byte of a block on, of which
+//                      each serves the same number of steps, one after the other
 //   RECORD_HALVES      in place of RecordWord and of the two functions of words, where a block begins with that number of fields of two
 //                      bytes, and the record has words of four bytes after them
+//   HEAD_BYTES         in place of these and of WORDS, where the record is the first field of a block: 4, a float32 scale, which
+//                      row_scales(record) gives, or 1, an exponent
 //
-// One of floats of a few bits defines E4M3_QUANTS 1 and what e4m3_weights.cuh lacks, or FLOAT_TABLE (nibble_table.cuh). Products with them are in
+// One of floats of a few bits defines HEAD_BYTES, and E4M3_QUANTS 1 and what e4m3_weights.cuh lacks, or FLOAT_TABLE (nibble_table.cuh). Products with them are in
 // small_float_weights.cuh and table_weights.cuh.
 //
 // Tiles [O/16][I/BLOCK][CHUNKS][32 lanes] of Chunk, then records [O/16][I/BLOCK][WORDS][8 g] of RecordWord.
@@ -36,6 +40,7 @@
 //
 // A header of a format includes nothing: the sources are joined with each header at its first mention, be it in an #if that is off.
 #pragma once
+#include "cells.cuh"
 #include "formats.cuh"
 #include "step_weights.cuh"
 
@@ -87,14 +92,11 @@
 #error "weights: WEIGHT has no header in formats/"
 #endif
 
+#include "block_fields.cuh"
 #include "nibble_blocks.cuh"
 #include "e4m3_weights.cuh"
 #include "nibble_table.cuh"
-#ifdef RECORD_HALVES
-typedef u32 RecordWord;
-DEVICE constexpr int file_word(int i) { return i < RECORD_HALVES ? 2 * i : 2 * RECORD_HALVES + (i - RECORD_HALVES) / 2 * 4; }
-DEVICE constexpr int file_word_bytes(int i) { return i < RECORD_HALVES ? 2 : 4; }
-#endif
+#include "runs.cuh"
 
 #ifndef PART
 #define PART 32

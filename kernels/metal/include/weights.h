@@ -15,6 +15,8 @@
 //   struct Raw, load_raw(row, step, lane)     a lane's share of a step, as it comes from memory, its scales taken out of the block
 //   four_weights(raw, plane, four)            float32 values of the first or second four columns of a plane of the share
 //
+// One of e4m3 numbers defines BLOCK, HEAD_BYTES and head_scale instead (e4m3_blocks.h).
+//
 // That is enough for every kernel. Formats may define what is faster than the general code:
 //
 //   OWN_SIXTEEN 1, sixteen_at(row, column)    columns `column` to column + 15 of a row, column % 16 == 0 (tile_weights.h)
@@ -166,6 +168,7 @@ INLINE float4 four_fp4(uint word, int plane) {
 #else
 #error "weights.h: no kernels for this WEIGHT in rows"
 #endif
+#include "e4m3_blocks.h"
 
 #ifndef OWN_SIXTEEN
 #define OWN_SIXTEEN 0

@@ -34,8 +34,8 @@ template <class Record> DEVICE u32 two_bits(const Record &record, int at, int t)
 }
 
 template <class Chunks, class Record> DEVICE void unpack_step(StepWeights &w, const Chunks &chunk, const Record &record, int step, int t) {
-  w.scale[0] = make_float2(__uint_as_float(record[0]), __uint_as_float(record[1]));
-  w.minimum = negated(make_float2(__uint_as_float(record[2]), __uint_as_float(record[3])));
+  w.scale[0] = record_floats(record, 0);
+  w.minimum = negated(record_floats(record, 2));
   if constexpr (LOW == 8) {
     set_bits(w.a, chunk[step], 0, 0xFFFFFFFFu);
 #pragma unroll

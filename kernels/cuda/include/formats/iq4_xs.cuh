@@ -3,12 +3,10 @@
 #pragma once
 #define QUANTIZED 1
 #define RECORD_HALVES 2
+#define RUNS_AT 8
 
 constexpr int BLOCK = 256, FILE_BLOCK_BYTES = 136, CHUNKS = 4, WORDS = 4, ZERO_POINT = 0;
 constexpr int STEPS_AHEAD = 16;  // 4 KiB a warp
-typedef uint4 Chunk;
-DEVICE constexpr int last_step(int chunk) { return 2 * chunk + 1; }
-DEVICE constexpr int file_chunk(int i) { return 8 + 32 * i; }
 
 DEVICE float part_scale(u32 low, u32 high, int step) { return (float)((int)((low >> 4 * step & 15) | (high >> 2 * step & 3) << 4) - 32); }
 

@@ -3,11 +3,9 @@
 #pragma once
 #define QUANTIZED 1
 #define NIBBLES_AT 1
+#define HEAD_BYTES 1
 
-constexpr int WORDS = 1, ZERO_POINT = 0;
-typedef u16 RecordWord;
-DEVICE constexpr int file_word(int) { return 0; }
-DEVICE constexpr int file_word_bytes(int) { return 1; }
+constexpr int ZERO_POINT = 0;
 
 DEVICE float power(u32 exponent) { return __uint_as_float(exponent < 2 ? exponent + 1 << 21 : exponent - 1 << 23); }  // below 2: subnormal
 

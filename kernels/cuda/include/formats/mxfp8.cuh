@@ -2,11 +2,9 @@
 // exponents of both rows.
 #pragma once
 #define E4M3_QUANTS 1
+#define HEAD_BYTES 1
 
-constexpr int BLOCK = 32, HEAD_BYTES = 1, WORDS = 1;
-typedef u16 RecordWord;
-DEVICE constexpr int file_word(int) { return 0; }
-DEVICE constexpr int file_word_bytes(int) { return 1; }
+constexpr int BLOCK = 32;
 
 DEVICE float e8m0_to_float(u32 e) { return __uint_as_float(e == 255 ? 0x7FC00000u : e == 0 ? 0x400000u : e << 23); }
 

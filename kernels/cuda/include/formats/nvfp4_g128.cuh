@@ -3,13 +3,11 @@
 #pragma once
 #define QUANTIZED 1
 #define PART 16
+#define RUNS_AT 12
 
 constexpr int BLOCK = 128, FILE_BLOCK_BYTES = 76, CHUNKS = 2, WORDS = 6, ZERO_POINT = 0;
 constexpr int STEPS_AHEAD = 16;  // 4 KiB a warp
-typedef uint4 Chunk;
 typedef u32 RecordWord;
-DEVICE constexpr int last_step(int chunk) { return 2 * chunk + 1; }
-DEVICE constexpr int file_chunk(int i) { return 12 + 32 * i; }
 DEVICE constexpr int file_word(int i) { return i / 2 * 4; }
 DEVICE constexpr int file_word_bytes(int) { return 4; }
 
@@ -17,7 +15,7 @@ template <class Chunks, class Record> DEVICE void unpack_step(StepWeights &w, co
   constexpr u8 bytes[16] = FP4_VALUES;
   constexpr SignedValues values = signed_values(bytes, 12);
   look_up_nibbles(w.a, slice_of(chunk[step / 2], step), values);
-  const float2 scales = make_float2(__uint_as_float(record[0]), __uint_as_float(record[1]));
+  const float2 scales = record_floats(record, 0);
   const int word = 2 + step / 2 * 2, at = step % 2 * 16;
 #pragma unroll
   for (int part = 0; part < 2; part++) {

@@ -8,13 +8,11 @@
 #define PART 16
 #define SCALED_QUANTS 1
 #define MINIMUMS 1
+#define RUNS_AT 16
 
 constexpr int BLOCK = 256, FILE_BLOCK_BYTES = 84, CHUNKS = 2, WORDS = 10, ZERO_POINT = 0;
 constexpr int STEPS_AHEAD = 16;  // 2 KiB a warp
-typedef uint4 Chunk;
 typedef u32 RecordWord;
-DEVICE constexpr int last_step(int chunk) { return 4 * chunk + 3; }
-DEVICE constexpr int file_chunk(int i) { return 16 + 32 * i; }
 DEVICE constexpr int file_word(int i) { return i < 8 ? i / 2 * 4 : 80 + (i - 8) * 2; }
 DEVICE constexpr int file_word_bytes(int i) { return i < 8 ? 4 : 2; }
 

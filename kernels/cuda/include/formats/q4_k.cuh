@@ -4,12 +4,10 @@
 #define QUANTIZED 1
 #define MINIMUMS 1
 #define RECORD_HALVES 2
+#define RUNS_AT 16
 
 constexpr int BLOCK = 256, FILE_BLOCK_BYTES = 144, CHUNKS = 4, WORDS = 8, ZERO_POINT = 0;
 constexpr int STEPS_AHEAD = 16;  // 4 KiB a warp
-typedef uint4 Chunk;
-DEVICE constexpr int last_step(int chunk) { return 2 * chunk + 1; }
-DEVICE constexpr int file_chunk(int i) { return 16 + 32 * i; }
 
 template <class Chunks, class Record> DEVICE void unpack_step(StepWeights &w, const Chunks &chunk, const Record &record, int step, int) {
   set_bits(w.a, chunk[step / 2], step % 2 * 4, 0x0F0F0F0Fu);

@@ -2,12 +2,10 @@
 #pragma once
 #define QUANTIZED 1
 #define RECORD_HALVES 1
+#define RUNS_AT 2
 
 constexpr int BLOCK = 32, FILE_BLOCK_BYTES = 34, CHUNKS = 1, WORDS = 1, ZERO_POINT = 0;
 constexpr int STEPS_AHEAD = 8;  // 4 KiB a warp. Sixteen left the dots too few registers (spills).
-typedef uint4 Chunk;
-DEVICE constexpr int last_step(int) { return 0; }
-DEVICE constexpr int file_chunk(int) { return 2; }
 
 template <class Chunks, class Record> DEVICE void unpack_step(StepWeights &w, const Chunks &chunk, const Record &record, int, int) {
   const uint4 words = chunk[0];
