@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 
 _DTYPES = {"F32": np.float32, "F16": np.float16}
@@ -137,6 +136,8 @@ def write_gguf(
     `tensors`, as `gguf_tensors` returns them, replaces the folder's own weights. `stored` adds matrices by their format and the bytes of
     their rows, uint8 [O, bytes of a row].
     """
+    import gguf
+
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, arch)
     _write_parameters(writer, config)
@@ -157,11 +158,13 @@ def write_gguf(
 
 def dequantized(tensors: dict[str, np.ndarray], kind: str) -> dict[str, np.ndarray]:
     """`tensors` with the matrices that `write_gguf` stores as `kind` rounded through it, by the gguf package's own arithmetic."""
+    import gguf
+
     qtype = gguf.GGMLQuantizationType[kind]
     return {name: gguf.quants.dequantize(gguf.quants.quantize(v, qtype), qtype) if v.ndim > 1 else v for name, v in tensors.items()}
 
 
-def _write_parameters(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+def _write_parameters(writer: Any, config: dict[str, Any]) -> None:
     if config["model_type"] == "gpt2":
         writer.add_block_count(config["n_layer"])
         writer.add_context_length(config["n_positions"])
@@ -193,7 +196,9 @@ def _write_parameters(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     _write_rope(writer, config)
 
 
-def _write_rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+def _write_rope(writer: Any, config: dict[str, Any]) -> None:
+    import gguf
+
     rope = config["rope_parameters"]
     writer.add_rope_freq_base(rope["rope_theta"])
     if config["model_type"] in ("llama", "mistral", "phi3"):
@@ -212,8 +217,10 @@ def _write_rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(rope["original_max_position_embeddings"])))
 
 
-def _write_vocabulary(writer: gguf.GGUFWriter, vocab_size: int) -> None:
+def _write_vocabulary(writer: Any, vocab_size: int) -> None:
     """A byte-level BPE vocabulary: three control tokens, the printable bytes as themselves, and pairs merged from letters."""
+    import gguf
+
     letters = [chr(c) for c in range(33, 127)]
     pairs = [a + b for a in "etaoinshrdlu" for b in "etaoinshrdlu"]
     tokens = (["<unk>", "<s>", "</s>"] + letters + ["\u0120"] + pairs)[:vocab_size]
