@@ -13,7 +13,7 @@ from tests.replies import Reply, ReplyServer
 from tinyvllm import cli
 from tinyvllm.errors import ArgumentError, RequestError, TinyvllmError
 from tinyvllm.lab import http_target
-from tinyvllm.lab.http_target import HttpTarget, Server, counts_of
+from tinyvllm.lab.http_target import HttpTarget, Server, _growth, counts_of
 from tinyvllm.lab.prompts import LabPrompt
 from tinyvllm.lab.report import rows_of
 from tinyvllm.lab.run import SweepRun
@@ -116,12 +116,15 @@ def test_what_may_pass_is_tried_again(fake: Fake) -> None:
         ((200, {}, b"data: [1]\n\n"), 1, "not an object"),
         ((200, {}, b'data: {"error": {"message": "lost"}}\n\n'), 1, "lost"),
         ((200, {}, b"data: " + b"x" * 4000), 1, "a line of more than"),
+        ((200, {}, b'data: {"choices": [{"delta": ["x"]}]}\n\ndata: [DONE]\n\n'), 1, "an answer without text"),
+        ((200, {}, events(*["x" * 500] * 5)), 1, "an answer of more than"),
     ],
 )
 def test_what_fails(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, reply: tuple[int, dict[str, str], bytes], attempts: int, message: str
 ) -> None:
     monkeypatch.setattr("tinyvllm.http_client.MAX_EVENT", 2000)
+    monkeypatch.setattr(http_target, "MAX_TEXT", 2000)
     fake.replies = [reply]
     server = Server(fake.url, None, lambda seconds: None)
     with pytest.raises(TinyvllmError) as failure:
@@ -170,3 +173,10 @@ def test_the_command(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RequestError):
         fake.replies = [(401, {}, b"no key")]
         Server(fake.url, None).stream("/v1/completions", {})
+
+
+def test_counts_that_are_no_numbers_or_go_back() -> None:
+    name = 'vllm:spec_decode_num_drafts_total{engine="0"}'
+    assert counts_of(f"{name} NaN\n{name} 1e999\n{name} 3\n") == {("drafts", -1): 3.0}
+    with pytest.raises(TinyvllmError, match="went back while a batch ran"):
+        _growth(counts_of(f"{name} 7\n"), counts_of(f"{name} 3\n"))

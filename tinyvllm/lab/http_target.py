@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import math
 import random
 import re
 import ssl
@@ -28,6 +29,7 @@ ATTEMPTS, FIRST_PAUSE, MAX_PAUSE = 6, 0.5, 20.0  # seconds; a server's Retry-Aft
 MAX_RETRY_AFTER = 300.0  # seconds; beyond it the cell fails
 CONNECT_SECONDS, READ_SECONDS = 10.0, 300.0  # the second between two reads of an answer
 MAX_BODY = 32 << 20  # bytes of /v1/models, /metrics or an error
+MAX_TEXT = 4 << 20  # characters of an answer: 64 for each token of the longest one
 _NAMES = "drafts|draft_tokens|accepted_tokens_per_pos"
 _METRIC = re.compile(rf"^vllm:spec_decode_num_({_NAMES})_total(\{{[^}}]*\}})? (\S+)$", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d{1,3})"')
@@ -94,7 +96,7 @@ class Server:
     def _stream(self, path: str, body: bytes) -> Answer:
         start = time.monotonic()
         first = last = None
-        text, count, finished = list[str](), None, False
+        text, size, count, finished = list[str](), 0, None, False
         try:
             for event in json_events(*self._request("POST", path, body)):
                 piece, ended, usage = _read_event(event)
@@ -103,6 +105,9 @@ class Server:
                     last = time.monotonic()
                     first = last if first is None else first
                     text.append(piece)
+                    size += len(piece)
+                if size > MAX_TEXT:
+                    raise TinyvllmError(f"{self.url}: an answer of more than {MAX_TEXT >> 20} Mi characters: does it know max_tokens?")
         except (OSError, http.client.HTTPException) as error:
             kind = _Retry if first is None else TinyvllmError
             raise kind(f"{self.url}: the connection broke ({reason(error)})") from error
@@ -153,7 +158,7 @@ def _read_event(event: Mapping[str, Any]) -> tuple[str, bool, int | None]:
     """Text, whether the answer has ended, and the number of its tokens, of an event of either API."""
     choices = event.get("choices") or [{}]
     choice = choices[0] if isinstance(choices, list) and isinstance(choices[0], dict) else {}
-    delta = choice.get("delta") or {}
+    delta = choice["delta"] if isinstance(choice.get("delta"), dict) else {}
     piece = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
     usage = event.get("usage") or {}
     count = usage.get("completion_tokens") if isinstance(usage, dict) else None
@@ -224,12 +229,16 @@ def counts_of(text: str | None) -> Counted:
         position = _POSITION.search(labels)
         key = (name, -1 if position is None else int(position[1]))
         with contextlib.suppress(ValueError):
-            found[key] = found.get(key, 0.0) + float(value)
+            if math.isfinite(number := float(value)):
+                found[key] = found.get(key, 0.0) + number
     return found
 
 
 def _growth(before: Counted, after: Counted) -> DraftCounts:
+    """TinyvllmError where a counter is lower than before."""
     grown = {key: round(value - before.get(key, 0.0)) for key, value in after.items()}
+    if any(number < 0 for number in grown.values()):
+        raise TinyvllmError("the server's counts of drafts went back while a batch ran: it was started again; measure the cell once more")
     chains, tokens = grown.get(("drafts", -1), 0), grown.get(("draft_tokens", -1), 0)
     last = max((position for name, position in grown if name == "accepted_tokens_per_pos"), default=-1)
     accepted = [grown.get(("accepted_tokens_per_pos", i), 0) for i in range(last + 1)]
