@@ -15,184 +15,47 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
-import io
-import json
 import math
 import os
 import random
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.compare.child import prompt
-from benchmarks.harness import record, table
+from benchmarks.gpu_checks import checks, compile_kernels, environment, selftest
+from benchmarks.gpu_figures import (
+    ROOT,
+    Machine,
+    attempt,
+    bandwidth_of,
+    computing,
+    effort,
+    emit,
+    gpu,
+    lines_of,
+    measured,
+    peer,
+    start,
+)  # fmt: skip
+from benchmarks.harness import table
 from benchmarks.shapes import SHAPES, tensors, write_config, write_gguf
 from benchmarks.stepping import Stepping, load
 from tinyvllm.quant.formats import Layout, formats_in
 from tinyvllm.quant.kv import KV_FORMATS
 
-ROOT = Path(__file__).parents[1]
 WARM_STEPS = 16
 WIDTH = {"bf16": None, "q8_0": "q8_0", "q4_0": "q4_0"}  # what --weights names, as the engine's option quantization
 FILES = {"q4_k_m": "Q4_K_M"}  # what else it names: files that are written for it, of several formats
 TOY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
        "vocab_size": 1024, "head_dim": 32}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What the parts must know of a kind of GPU.
-
-    device     tinygrad's name
-    module     what runs its parts, and gives the figures their file in results/
-    describe   what it is, for records
-    roof       the figures of bandwidth, of which the largest is the roof
-    roof_name  what shares of it are called
-    compute    the figure of 10^12 operations a second that prompts are held against
-    """
-
-    device: str
-    module: str
-    describe: Callable[[], dict[str, Any]]
-    roof: tuple[str, ...]
-    roof_name: str
-    compute: str
-
-
-# --- figures
-
-
-def emit(o: argparse.Namespace, what: str, value: float, unit: str, of: str = "", roof: float | None = None, **more: Any) -> None:
-    """One figure: shown, added to the run, recorded. `roof` is what `value` would be at best, by the run's own measure named `of`."""
-    share = round(value / roof, 4) if roof else None
-    line = {"part": o.part, "what": what, "value": round(value, 4), "unit": unit, "share": share, "of": of if roof else "", **more}
-    described = o.machine.describe()
-    print(f"{what}: {value:.5g} {unit}" + (f", {share:.1%} of {of}" if share is not None else ""), flush=True)
-    if o.run is not None:
-        with open(o.run, "a") as file:
-            file.write(json.dumps({**described, **line}) + "\n")
-    if not o.tiny and not o.unrecorded:
-        with contextlib.redirect_stdout(io.StringIO()):  # it says where, figure by figure
-            record(o.machine.module, {**described, **line})
-
-
-@functools.cache
-def gpu() -> dict[str, str]:
-    """Name and driver of the GPU that is used, as far as nvidia-smi is there to say."""
-    if shutil.which("nvidia-smi") is None:
-        return {"gpu": "unknown", "driver": "unknown"}
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
-    command = ["nvidia-smi", "-i", first, "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    said = subprocess.run(command, capture_output=True, text=True).stdout.strip().split("\n")[0]
-    name, _, driver = said.partition(", ")
-    return {"gpu": name or "unknown", "driver": driver or "unknown"}
-
-
-def lines_of(run: Path | None) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run.read_text().splitlines()] if run is not None and run.exists() else []
-
-
-def measured(o: argparse.Namespace, what: str) -> float | None:
-    """The newest figure of this name in the run."""
-    return next((float(line["value"]) for line in reversed(lines_of(o.run)) if line["what"] == what), None)
-
-
-def bandwidth_of(o: argparse.Namespace) -> float | None:
-    """Bytes a second: the best that was measured of the machine's roof."""
-    found = [value for value in (measured(o, what) for what in o.machine.roof) if value is not None]
-    return 1e9 * max(found) if found else None
-
-
-def computing(o: argparse.Namespace) -> float | None:
-    """10^12 operations a second."""
-    return measured(o, o.machine.compute)
-
-
-def effort(o: argparse.Namespace) -> Any:
-    from benchmarks.gpu_ops import Effort
-
-    return Effort(1, 0.0) if o.tiny else Effort()
-
-
-def start(o: argparse.Namespace) -> None:
-    from tinyvllm.config import cache_folder
-    from tinyvllm.errors import ArgumentError, KernelError
-    from tinyvllm.runner.device import start_device
-
-    try:
-        start_device(o.machine.device, cache_folder())
-    except (ArgumentError, KernelError) as error:
-        raise SystemExit(f"{o.machine.module}: {error}") from None
-
-
-# --- environment
-
-
-def environment(o: argparse.Namespace) -> None:
-    """Versions; every kernel compiled for this GPU: how many, how long, and that nothing spills."""
-    from tinyvllm.backends.cpu.toolchain import has_compiler, provide_compiler
-    from tinyvllm.backends.cuda import nvrtc
-    from tinyvllm.backends.cuda.driver import gpu_attribute
-    from tinyvllm.config import cache_folder
-
-    start(o)
-    from tinygrad import Device, Tensor
-
-    device = o.machine.device
-    arch = str(Device[device].arch)
-    print(f"GPU: {gpu()['gpu']}, {arch}, {gpu_attribute(device, 'MULTIPROCESSOR_COUNT')} multiprocessors; driver {gpu()['driver']}")
-    print(f"python {sys.version.split()[0]}, tinygrad {version_of('tinygrad')}, {nvrtc._nvrtc().version}")
-    print(f"numpy {version_of('numpy')}, C compiler {provide_compiler(cache_folder()) if has_compiler() else 'none'}")
-    print(f"torch {version_of('torch')}, transformers {version_of('transformers')} in this interpreter", flush=True)
-    begin = time.perf_counter()
-    from tests.kernels.cuda.samples import samples
-    from tinyvllm.backends.cuda.call import gpu_at
-
-    kernels = samples(gpu_at(Tensor.empty(1, device=device)), arch)
-    if o.dry:  # one of each source: tests/kernels/cuda/test_builds.py compiles all of them
-        kernels = {name: kernel for name, kernel in kernels.items() if name == next(n for n in kernels if n.split()[0] == name.split()[0])}
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        compiled = dict(zip(kernels, pool.map(lambda kernel: _compile(kernel, arch), kernels.values()), strict=True))
-    failed = {name: report for name, report in compiled.items() if isinstance(report, str)}
-    spilled = {name: report.spilled for name, report in compiled.items() if not isinstance(report, str) and report.spilled}
-    for name, why in failed.items():
-        print(f"does not compile: {name}: {why}")
-    for name, count in spilled.items():
-        print(f"spills: {name}: {count} bytes")
-    seconds = round(time.perf_counter() - begin, 1)
-    emit(o, "kernels compiled", len(compiled) - len(failed), "kernels", seconds=seconds, spilling=len(spilled))
-    if failed:
-        raise SystemExit(f"gpu: {len(failed)} kernels do not compile")
-
-
-def _compile(kernel: Any, arch: str) -> Any:
-    """The assembler's report, or why there is none."""
-    from tinyvllm.backends.cuda import nvrtc
-    from tinyvllm.errors import KernelError
-
-    try:
-        return nvrtc.report(kernel, arch)
-    except KernelError as error:
-        return str(error)
-
-
-def version_of(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 # --- roofs
@@ -221,66 +84,6 @@ def roofs(o: argparse.Namespace) -> None:
     for edge in (4096, 8192):
         if f"tflops_{edge}" in found:
             emit(o, f"cuBLAS bf16, {edge}", found[f"tflops_{edge}"], "TFLOP/s", torch=found["torch"])
-
-
-def attempt(o: argparse.Namespace, work: Callable[..., object], *arguments: Any) -> None:
-    """One measurement of several, `work(*arguments)`: a failure is reported and counted at the end of the part, and the others continue.
-
-    If the failure broke the device, or the measurement never ends, they continue in a new process.
-    """
-    o.tried += 1
-    if o.tried <= o.skip:
-        return
-    watch = threading.Timer(o.limit, restart, (o, f"it took more than {o.limit:.0f} s"))
-    watch.daemon = True
-    if o.part != "peers":
-        watch.start()
-    try:
-        work(*arguments)
-    except Exception as error:  # whatever it is, the next measurement may work
-        if o.strict:
-            raise
-        watch.cancel()
-        if o.part != "peers" and device_broken():
-            restart(o, f"{type(error).__name__}: {error}")
-        else:
-            o.failed += 1
-            print(f"FAILED: {type(error).__name__}: {error}", flush=True)
-    finally:
-        watch.cancel()
-
-
-def restart(o: argparse.Namespace, why: str) -> None:
-    """Become a new process, which opens the device again and begins after the measurement that just failed."""
-    print(f"FAILED: {why}; a new process continues", flush=True)
-    again = [*o.words, "--skip", str(o.tried), "--failed", str(o.failed + 1)]
-    os.execv(sys.executable, [sys.executable, "-m", f"benchmarks.{o.machine.module}", *again])
-
-
-def device_broken() -> bool:
-    from benchmarks.gpu_ops import broken
-
-    return broken()
-
-
-def peer(o: argparse.Namespace, *words: str) -> dict[str, Any]:
-    """What gpu_peers answers in the interpreter that has torch; nothing, with the reason printed, where it cannot."""
-    return ask(o, "torch", o.torch_python, "benchmarks.gpu_peers", *words)
-
-
-def ask(o: argparse.Namespace, peer_name: str, interpreter: str, module: str, *words: str) -> dict[str, Any]:
-    """The JSON object that a module prints in another interpreter; an empty one, with the reason printed, where it has none."""
-    try:
-        done = subprocess.run([interpreter, "-m", module, *words], stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=o.patience)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        print(f"no {peer_name}: {error}", flush=True)
-        return {}
-    said = done.stdout.strip() if done.returncode == 0 else ""
-    answer: dict[str, Any] = json.loads(said) if said else {"missing": f"its process ended with status {done.returncode}"}
-    if "missing" in answer:
-        print(f"no {peer_name}: {answer['missing']}; left out", flush=True)
-        return {}
-    return answer
 
 
 # --- kernels by themselves
@@ -372,14 +175,20 @@ def ablation(o: argparse.Namespace) -> None:
 
 
 def engine(o: argparse.Namespace, shape: str, weights: str = "bf16", **limits: Any) -> Any:
-    """An LLM of a named shape with random weights."""
+    """An LLM of a named shape with random weights. A kernel that its self-test has replaced counts as a failed measurement."""
     with TemporaryDirectory() as folder:
         if weights in FILES:  # the engine maps the file, and keeps what it has mapped when the folder is gone
             config = SHAPES[shape] | (TOY | {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64} if o.tiny else {})
-            return load(write_gguf(config, Path(folder) / "model.gguf", FILES[weights]), device=o.machine.device, **limits)
-        config = SHAPES[shape] | (TOY if o.tiny else {})
-        options = {"device": o.machine.device, "dtype": "bfloat16", "quantization": WIDTH[weights]}
-        return load(write_config(config, Path(folder)), dummy=True, **options, **limits)
+            llm = load(write_gguf(config, Path(folder) / "model.gguf", FILES[weights]), device=o.machine.device, **limits)
+        else:
+            config = SHAPES[shape] | (TOY if o.tiny else {})
+            options = {"device": o.machine.device, "dtype": "bfloat16", "quantization": WIDTH[weights]}
+            llm = load(write_config(config, Path(folder)), dummy=True, **options, **limits)
+    replaced = llm.engine.runner.self_test.replaced
+    for name, reason in replaced.items():
+        print(f"FAILED: the self-test has replaced {name}: {reason}; the figures below are without it", flush=True)
+    o.failed += len(replaced)
+    return llm
 
 
 def kv_bytes_per_token(shape: str, tiny: bool) -> int:
@@ -521,10 +330,11 @@ def profile(o: argparse.Namespace) -> None:
         print("no profiler: ncu is not on the PATH; the kernels run without it", flush=True)
     else:
         names = "regex:attention_decode|matmul|matvec"
-        words = [profiler, "--target-processes", "all", "--kernel-name", names, "--launch-count", "8",
+        # clocks as they are: setting them needs more rights, and lowers them
+        words = [profiler, "--target-processes", "all", "--clock-control", "none", "--kernel-name", names, "--launch-count", "8",
                  "--section", "SpeedOfLight", "--section", "MemoryWorkloadAnalysis", "--section", "LaunchStats", *words]  # fmt: skip
     if status := subprocess.run(words, cwd=ROOT, timeout=o.patience).returncode:
-        raise SystemExit(f"gpu: the profiled process ended with status {status}")
+        raise SystemExit(f"gpu: the profiled process ended with status {status}; ERR_NVGPUCTRPERM means that ncu must run as root")
 
 
 def profiled(o: argparse.Namespace) -> None:
@@ -572,18 +382,21 @@ def compare_transformers(o: argparse.Namespace, batch: int) -> None:
 
 
 def summary(o: argparse.Namespace) -> None:
-    """All figures of the run."""
+    """All figures of the run, and what its tests have found."""
     rows = []
     for line in lines_of(o.run):
         share = None if line["share"] is None else f"{line['share']:.1%} of {line['of']}"
         ratio = f"{line['faster']:.2f} x" if "faster" in line else None
         rows.append([line["what"], float(line["value"]), line["unit"], share, ratio])
     print(table(["figure", "value", "unit", "share", "ours is faster by"], rows))
+    if o.checks is not None and o.checks.exists():
+        print(checks(o.checks))
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
-    "environment": environment, "roofs": roofs, "kernels": kernels, "ablation": ablation, "decode": decode, "serve": serve,
-    "profile": profile, "profiled": profiled, "peers": peers, "table": summary,
+    "environment": environment, "selftest": selftest, "compile": compile_kernels, "roofs": roofs, "kernels": kernels,
+    "ablation": ablation, "decode": decode,
+    "serve": serve, "profile": profile, "profiled": profiled, "peers": peers, "table": summary,
 }  # fmt: skip
 
 
@@ -598,6 +411,7 @@ def parse_arguments(words: list[str] | None = None, machine: Machine = NVIDIA, p
     parser = argparse.ArgumentParser(description="measures what runs on a GPU, part by part")
     parser.add_argument("part", choices=parts)
     parser.add_argument("--run", type=Path, help="a file that collects the figures of one run; shares are taken of the roofs in it")
+    parser.add_argument("--checks", type=Path, help="of table: what tests/gpu/attempts.py has written of the tests")
     parser.add_argument("--shape", choices=SHAPES, help="of ablation, decode (llama-3.2-1b) and serve (qwen3-0.6b)")
     parser.add_argument("--weights", choices=(*WIDTH, *FILES), default="bf16")
     parser.add_argument("--batches", type=numbers, default=[1], help="sequences that decode together, with commas")

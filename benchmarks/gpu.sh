@@ -3,18 +3,19 @@
 #
 #   benchmarks/gpu.sh A|B|C|D|E [FOLDER]
 #
-#   A  4 min  environment, roofs, large products, one decode step of 1B, one case of each test of tests/gpu
+#   A  7 min  versions; every kernel and format once against recorded answers; tokens of the bundled model with each kind of weights and
+#             KV cache, and with drafts; one case of each test of tests/gpu; roofs, one decode of 1B
 #   B  9 min  all of tests/gpu, kernels (Hopper's, too), decodes of 1B and 8B in bf16
 #   C  9 min  256 requests (captures first, untimed), idle time, the profiler's view, memcheck and racecheck
 #   D  9 min  peers, each kernel against tinygrad's code
-#   E  5 min  decodes of 1B and 8B in q8_0, q4_0 and q4_k_m
+#   E  7 min  decodes of 1B and 8B in q8_0, q4_0 and q4_k_m; every kernel compiled at the sizes of real models
 #
 # Needs what `pip install -e .[test,cuda]` installs, or an image with torch and the packages of docs/gpu.md; no network, no C compiler. The
 # interpreter is .venv's, else python3; INTERPRETER names another one, TORCH_INTERPRETER the one that has torch and transformers, which are
 # optional. MINUTES is another time for the call. Each part has a limit of its own; a part that fails or is cut off is reported and counted,
 # and the others continue. With a FOLDER, what was printed and the figures are there as A.log, A.jsonl, ..., ten files after all five calls,
-# and B to E take A's roofs; without one the figures are added to benchmarks/results/gpu.jsonl. The exit status is the number of parts
-# that failed.
+# each written as it is measured, and B to E take A's roofs; without one the figures are added to benchmarks/results/gpu.jsonl. The exit
+# status is the number of parts that failed, 2 also where the call is wrong or something is missing.
 #
 #   benchmarks/gpu.sh --list A            the parts and their limits in seconds
 #   benchmarks/gpu.sh --dry [A|B|C|D|E]   toy shapes on an emulated GPU that launches nothing: no GPU, no C compiler; without a letter all
@@ -47,8 +48,7 @@ dry_run_of_all() { # A fills the cache of compiled kernels; then two at a time
 }
 
 case $letter in
-  A) minutes=${MINUTES:-4} ;;
-  E) minutes=${MINUTES:-5} ;;
+  A | E) minutes=${MINUTES:-7} ;;
   B | C | D) minutes=${MINUTES:-9} ;;
   *)
     [ -z "$letter" ] && [ -n "$dry" ] && dry_run_of_all
@@ -59,8 +59,11 @@ esac
 [ -z "$dry" ] || minutes=60 slower=6 # NVRTC is on two cores of a shared machine then
 interpreter=${INTERPRETER:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 torch=${TORCH_INTERPRETER:-$interpreter}
-log=$letter.log
+if [ -z "$list" ]; then "$interpreter" benchmarks/gpu_needs.py "$letter" ${dry:+--dry} || exit 2; fi
+log=$letter.log figures=$letter.jsonl
+advice='docs/gpu.md, "If a part fails", says what each failure means and what to try'
 . benchmarks/parts.sh "${2:-}"
+[ -n "$folder$list$dry" ] || echo "gpu.sh: no FOLDER: the figures are added to benchmarks/results/gpu.jsonl here, what is printed is kept nowhere"
 
 gpu() { # gpu PART SECONDS OPTIONS...: a part of benchmarks/gpu.py
   local name=$1 limit=$2
@@ -69,10 +72,12 @@ gpu() { # gpu PART SECONDS OPTIONS...: a part of benchmarks/gpu.py
     ${dry:+--dry} ${folder:+--unrecorded} "$@"
 }
 
-gpu_tests() { # gpu_tests NAME SECONDS VARIABLES...: tests/gpu with these variables set
+gpu_tests() { # gpu_tests NAME SECONDS WORDS VARIABLES...: pytest with these words, of tests that have not run, with these variables set
   local name=$1 limit=$2
-  shift 2
-  part "$name" "$limit" env TESTS_DONE="$work/tests" ${dry:+TESTS_GPU_DRY=1} "$@" bash -c "$tests" "$interpreter" tests/gpu
+  local -a words
+  read -ra words <<<"$3"
+  shift 3
+  part "$name" "$limit" env TESTS_DONE="$work/tests" ${dry:+TESTS_GPU_DRY=1} "$@" bash -c "$tests" "$interpreter" "${words[@]}"
 }
 
 sanitize() { # sanitize TOOL SECONDS: one case of each test at toy shapes under compute-sanitizer, if that is installed
@@ -90,15 +95,16 @@ roofs() { # those of call A, else measured now
 
 case $letter in
   A)
-    gpu environment 50
+    gpu environment 40
+    gpu selftest 70
+    gpu_tests "tokens with each feature" 120 tests/gpu/test_features.py
+    gpu_tests "one case of each test" 80 tests/gpu TESTS_EACH=1
     gpu roofs 35
-    gpu kernels 30 --only "matmul BF16"
     gpu decode 45 --shape llama-3.2-1b
-    gpu_tests "one case of each test" 70 TESTS_EACH=1
     ;;
   B)
     roofs
-    gpu_tests "all tests" 240
+    gpu_tests "all tests" 240 "tests/gpu --ignore=tests/gpu/test_features.py" # those are of call A
     gpu kernels 100
     gpu decode 70 --shape llama-3.2-1b --batches 1,64 --prompts 512,4096
     gpu decode 75 --shape llama-3.1-8b
@@ -124,10 +130,11 @@ case $letter in
     gpu decode 40 --shape llama-3.1-8b --weights q8_0
     gpu decode 40 --shape llama-3.1-8b --weights q4_0
     gpu decode 80 --shape llama-3.1-8b --weights q4_k_m
+    gpu compile 110
     ;;
 esac
 [ -z "$list" ] || exit 0
 
 echo
-"$interpreter" -m benchmarks.gpu table --run "$run"
-the_end "$letter.jsonl"
+"$interpreter" -m benchmarks.gpu table --run "$run" --checks "$work/tests"
+the_end

@@ -19,14 +19,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks import gpu
-from benchmarks.gpu import Machine, attempt, bandwidth_of, emit, lines_of, measured
+from benchmarks.gpu_checks import checks, selftest, version_of
+from benchmarks.gpu_figures import Machine, ask, attempt, bandwidth_of, effort, emit, lines_of, measured, start
 from benchmarks.harness import machine, table
 from benchmarks.shapes import SHAPES, bytes_per_token, write_config, write_gguf
 
@@ -89,7 +89,7 @@ MAC = Machine(DEVICE, "mac", describe, (READ,), "read", "matmul BF16, 512 rows")
 
 def environment(o: argparse.Namespace) -> None:
     """Versions; every kernel compiled by this Mac's compiler, and whether its threads fit: registers decide how many may be."""
-    gpu.start(o)
+    start(o)
     from tinygrad import Device
 
     from tests.kernels.metal.samples import samples
@@ -98,7 +98,7 @@ def environment(o: argparse.Namespace) -> None:
     device: Any = Device[DEVICE]
     known = describe()
     print(f"{known['chip']}, {known['gpu_cores']} GPU cores ({device.arch}), {known['memory_gb']} GB; macOS {known['macos']}")
-    print(f"python {platform.python_version()}, tinygrad {gpu.version_of('tinygrad')}", flush=True)
+    print(f"python {platform.python_version()}, tinygrad {version_of('tinygrad')}", flush=True)
     begin, wrong = time.perf_counter(), {}
     kernels = samples()
     for name, kernel in kernels.items():
@@ -118,27 +118,27 @@ def environment(o: argparse.Namespace) -> None:
 
 def roofs(o: argparse.Namespace) -> None:
     """Bandwidth of a kernel that does nothing but read."""
-    gpu.start(o)
+    start(o)
     from benchmarks.gpu_ops import memory_seconds
 
     size = 1 << 16 if o.tiny else 1 << 30
     named = named_bandwidth(describe()["chip"], describe()["gpu_cores"])
-    attempt(o, lambda: emit(o, READ, size / memory_seconds("read", size, gpu.effort(o)) / 1e9, "GB/s", "what Apple names", named))
+    attempt(o, lambda: emit(o, READ, size / memory_seconds("read", size, effort(o)) / 1e9, "GB/s", "what Apple names", named))
 
 
 def kernels(o: argparse.Namespace) -> None:
     """A product for one row, for sixteen and for many, and attention, by themselves, at the shapes of Llama 3.1 8B."""
-    gpu.start(o)
+    start(o)
     from benchmarks.gpu_ops import Op, attention_decode_op, attention_prefill_op, product_op, seconds_of
 
     O, I, many, (H, K, D) = (48, 256, 20, (4, 2, 32)) if o.tiny else (4096, 14336, 512, (32, 8, 128))
 
     def streaming(op: Op) -> None:
-        rate, bandwidth = op.bytes / seconds_of(op, gpu.effort(o)), bandwidth_of(o)
+        rate, bandwidth = op.bytes / seconds_of(op, effort(o)), bandwidth_of(o)
         emit(o, op.name, rate / 1e9, "GB/s", MAC.roof_name, bandwidth and bandwidth / 1e9)
 
     def computing(op: Op) -> None:
-        emit(o, op.name, op.flops / seconds_of(op, gpu.effort(o)) / 1e12, "TFLOP/s")
+        emit(o, op.name, op.flops / seconds_of(op, effort(o)) / 1e12, "TFLOP/s")
 
     def streaming_product(T: int, format: str) -> None:
         streaming(product_op(f"product {format} of {T}", T, O, I, format))
@@ -190,7 +190,7 @@ def compare_mlx(o: argparse.Namespace, weights: str, config: dict[str, Any], fol
     bits = {"bf16": 0, "q8_0": 8, "q4_0": 4, "q4_k_m": 4}[weights]
     batches = ",".join(map(str, PEERS_BATCHES))
     words = str(model), "--bits", str(bits), "--batches", batches, "--context", str(PEERS_CONTEXT), "--prompt", str(PEERS_PROMPT)
-    found = gpu.ask(o, "mlx-lm", o.torch_python, "benchmarks.mac_peers", *words)
+    found = ask(o, "mlx-lm", o.torch_python, "benchmarks.mac_peers", *words)
     if found:
         emit_peer(o, f"mlx-lm {found['version']}", weights, found)
 
@@ -240,7 +240,7 @@ def report(o: argparse.Namespace) -> None:
     known = describe()
     print(f"### tinyvllm on {known['chip']}, {known['gpu_cores']} GPU cores, {known['memory_gb']} GB, macOS {known['macos']}\n")
     commit = machine()["commit"] or "unknown"
-    print(f"commit {commit}, Python {platform.python_version()}, tinygrad {gpu.version_of('tinygrad')}\n")
+    print(f"commit {commit}, Python {platform.python_version()}, tinygrad {version_of('tinygrad')}\n")
     print(checks(o.checks) + "\n")
     named = named_bandwidth(known["chip"], known["gpu_cores"])
     print(figures(lines_of(o.run), named))
@@ -248,20 +248,6 @@ def report(o: argparse.Namespace) -> None:
         print(f"\nApple names {named:g} GB/s for this chip.")
     if o.failed:
         print(f"\nParts that failed: {'; '.join(o.failed)}.")
-
-
-def checks(path: Path | None) -> str:
-    """How many tests of each file passed and failed, and which failed, by what tests/gpu/attempts.py has written."""
-    last: dict[str, dict[str, str]] = {}
-    for line in lines_of(path):
-        last[line["test"]] = line
-    count = Counter((test.split("::")[0], line["outcome"]) for test, line in last.items())
-    outcomes = ("passed", "failed", "skipped", "never ended")
-    rows: list[list[object]] = [[file, *(count[file, outcome] for outcome in outcomes)] for file in sorted({file for file, _ in count})]
-    if not rows:
-        return "No check has run."
-    bad = [f"- `{test}` {line['outcome']}: {line['why']}" for test, line in last.items() if line["outcome"] in outcomes[1::2]]
-    return "\n".join([table(["checks", *outcomes], rows), *([""] if bad else []), *bad])
 
 
 def figures(lines: list[dict[str, Any]], named: float | None) -> str:
@@ -279,7 +265,8 @@ def figures(lines: list[dict[str, Any]], named: float | None) -> str:
 
 
 PARTS = {
-    "environment": environment, "roofs": roofs, "kernels": kernels, "ablation": gpu.ablation, "decode": decode, "peers": peers,
+    "environment": environment, "selftest": selftest, "roofs": roofs, "kernels": kernels, "ablation": gpu.ablation,
+    "decode": decode, "peers": peers,
 }  # fmt: skip
 
 

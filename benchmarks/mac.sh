@@ -21,7 +21,9 @@ fi
 minutes=${MINUTES:-20}
 interpreter=${INTERPRETER:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 peers=${PEERS_INTERPRETER:-$interpreter}
-. benchmarks/parts.sh
+log=log figures=mac.jsonl
+advice='docs/metal.md, "If a part fails", says what to try'
+. benchmarks/parts.sh "${1:-}"
 
 mac() { # mac PART SECONDS OPTIONS...: a part of benchmarks/mac.py
   local name=$1 limit=$2
@@ -32,21 +34,22 @@ mac() { # mac PART SECONDS OPTIONS...: a part of benchmarks/mac.py
 # in the order of worth, for MINUTES may end anywhere: first what fails where anything is missing, then one figure of each kind
 mac environment 100
 mac roofs 25
+mac selftest 60 # every kernel once in every format, against recorded answers
 mac decode 70 --shape llama-3.2-1b --batches 1,16 --prompts 512
 # the tests of the kernels, on the GPU instead of the emulator; and of the engine, compared with the CPU
 part "kernels' tests" 220 env TESTS_DONE="$work/tests" bash -c "$tests" "$interpreter" -p tests.gpu.attempts -p tests.metal.on_gpu tests/kernels/metal
-part "the engine's tests" 110 env TESTS_DONE="$work/tests" bash -c "$tests" "$interpreter" tests/gpu
-mac kernels 75
+part "the engine's tests" 140 env TESTS_DONE="$work/tests" bash -c "$tests" "$interpreter" tests/gpu
+mac kernels 65
 mac decode 75 --shape llama-3.2-1b --batches 1,16 --prompts 512 --weights q4_k_m
 mac decode 70 --shape llama-3.1-8b --batches 1,16 --prompts 512 --weights q4_0
-part "kernels in use" 30 "$interpreter" main.py kernels --device METAL
+part "kernels in use" 20 "$interpreter" main.py kernels --device METAL
 mac decode 45 --shape llama-3.2-1b --batches 1,16 --prompts 512 --weights q8_0
 mac decode 45 --shape llama-3.2-1b --batches 1,16 --prompts 512 --weights q4_0
-mac peers 130
+mac peers 100
 mac decode 35 --shape qwen3-0.6b --weights q8_0
-mac ablation 55
-mac decode 60 --shape llama-3.1-8b --batches 1,16 --weights q8_0
-mac decode 55 --shape llama-3.1-8b
+mac ablation 45
+mac decode 45 --shape llama-3.1-8b --batches 1,16 --weights q8_0
+mac decode 40 --shape llama-3.1-8b
 [ -z "$list" ] || exit 0
 
 echo
@@ -54,4 +57,4 @@ echo "---------------- paste from here into an issue ----------------"
 "$interpreter" -m benchmarks.mac report --run "$run" --checks "$work/tests" --failed ${failed[@]+"${failed[@]}"} | tee "$work/block"
 echo "---------------- to here ----------------"
 [ -z "$folder" ] || cp "$work/block" "$folder/block.md"
-the_end mac.jsonl
+the_end

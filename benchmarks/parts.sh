@@ -1,21 +1,30 @@
 # What gpu.sh and mac.sh share: parts with a time of their own each, of which one that fails is counted and the others continue.
 # To be sourced at the top of the repository, with `minutes` for all parts, `interpreter`, and $1, the folder for what is printed, or nothing.
-# `log` names another file in the folder. `list` prints parts and limits and runs nothing; `slower` is a factor of all limits.
+# `log` and `figures` name the folder's files. `list` prints parts and limits and runs nothing; `slower` is a factor of all limits.
 # Bash 3.2, macOS's, reads it; there is no timeout(1) there.
 
 folder=${1:-}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-if [ -n "$folder" ]; then mkdir -p "$folder" && folder=$(cd "$folder" && pwd) && exec > >(tee "$folder/${log:-log}") 2>&1; fi
+run=$work/run.jsonl # figures are there as soon as they are measured
+if [ -n "$folder" ]; then
+  mkdir -p "$folder" && folder=$(cd "$folder" && pwd) || exit 2
+  run=$folder/$figures
+  mkfifo "$work/out"
+  tee "$folder/$log" <"$work/out" &
+  tee=$!
+  exec >"$work/out" 2>&1
+fi
 export PYTHONUNBUFFERED=1 PYTHONPATH=".${PYTHONPATH:+:$PYTHONPATH}"
-run=$work/run.jsonl
 : >"$run"
 failed=()
 
-# within SECONDS COMMAND...: 124 and an end to all its processes, if it takes longer
+# within SECONDS COMMAND...: 124 and an end to all its processes, if it takes longer, or if this one is ended
 within() {
   "$interpreter" -c '
 import os, signal, subprocess, sys
+for name in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(name, signal.default_int_handler)
 child = subprocess.Popen(sys.argv[2:], start_new_session=True)
 try:
     status = child.wait(float(sys.argv[1]))
@@ -36,7 +45,7 @@ part() {
   fi
   if [ "$left" -lt 10 ]; then
     echo "== $name: no time left"
-    failed+=("$name: no time left")
+    failed+=("$name (no time left)")
     return
   fi
   [ "$limit" -lt "$left" ] || limit=$left
@@ -48,8 +57,13 @@ part() {
     echo "== $name: $((SECONDS - begin)) s"
     return
   fi
-  failed+=("$name")
-  [ "$status" -eq 124 ] && echo "== $name: cut off after $((SECONDS - begin)) s" || echo "== $name: exit status $status"
+  if [ "$status" -eq 124 ]; then
+    echo "== $name: cut off after $((SECONDS - begin)) s"
+    failed+=("$name (cut off)")
+  else
+    echo "== $name: exit status $status after $((SECONDS - begin)) s; the error is above"
+    failed+=("$name")
+  fi
 }
 
 # $tests, for bash -c with an interpreter and words for pytest: another process continues where one breaks the device, until no test is left (5)
@@ -65,10 +79,14 @@ tests='
   done
   exit "$worst"'
 
-# the_end FILE: what the run has collected under that name in the folder, and how many parts failed
+# the_end: how many parts failed, and which
 the_end() {
-  [ -z "$folder" ] || cp "$run" "$folder/$1"
   echo
   echo "$SECONDS s; ${#failed[@]} parts failed${failed[*]:+: $(printf '%s; ' "${failed[@]}")}"
+  [ "${#failed[@]}" -eq 0 ] || echo "${advice:-}"
+  if [ -n "$folder" ]; then
+    exec >&- 2>&-
+    wait "$tee" # the log is whole when this script ends
+  fi
   exit "${#failed[@]}"
 }

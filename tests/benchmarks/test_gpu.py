@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,15 +16,23 @@ import numpy as np
 import pytest
 from tinygrad import Context
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_checks, gpu_figures, gpu_needs
 from benchmarks.gpu_ops import tile_weight
 from tests.emulator.driver import Driver, cuda_device
+from tests.formats import sampled_formats
 from tests.gpu import attempts
+from tests.planting import forget_code, plant
+from tinyvllm.backends import registry, selftest
+from tinyvllm.backends.cases.case import TESTED
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.config import cache_folder
+from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Layout, packed_in
+from tinyvllm.quant.kv import KV_FORMATS
 from tinyvllm.quant.layouts import unpack_tiles
 from tinyvllm.runner.device import start_device
+from tinyvllm.storage.cache import CacheFolder
+from tinyvllm.storage.folders import require_private
 
 
 @pytest.fixture
@@ -113,7 +123,7 @@ def test_table_and_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     gpu.main(["table", "--run", str(run)])
     assert "50.0% of copy" in capsys.readouterr().out
     o = gpu.parse_arguments(["decode"])
-    monkeypatch.setattr(gpu, "device_broken", lambda: False)
+    monkeypatch.setattr(gpu_figures, "device_broken", lambda: False)
     gpu.attempt(o, lambda: 1 / 0)  # type: ignore[arg-type,return-value]
     assert (o.failed, o.tried) == (1, 1) and "FAILED: ZeroDivisionError: division by zero" in capsys.readouterr().out
 
@@ -121,7 +131,7 @@ def test_table_and_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
 def test_a_broken_device_is_left_to_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which continues after the measurement that broke it."""
     begun: list[list[str]] = []
-    monkeypatch.setattr(gpu, "device_broken", lambda: True)
+    monkeypatch.setattr(gpu_figures, "device_broken", lambda: True)
     monkeypatch.setattr("os.execv", lambda path, words: begun.append(words))
     o = gpu.parse_arguments(["kernels", "--tiny"])
     gpu.attempt(o, lambda: None)
@@ -143,6 +153,7 @@ SCRIPT = gpu.ROOT / "benchmarks" / "gpu.sh"
 # In place of Python: parts of benchmarks.gpu do nothing, but that `roofs` adds a figure and the part $FAIL fails.
 STAND_IN = """#!/bin/sh
 [ "$1" = -c ] && exec python3 "$@"
+[ "$1" = benchmarks/gpu_needs.py ] && { [ "$FAIL" != needs ]; exit; }
 [ "$2" = pytest ] && exit 5
 [ "$3" = "$FAIL" ] && exit 1
 [ "$3" = roofs ] && echo '{"part": "roofs", "what": "copy"}' >> "$5"
@@ -154,7 +165,7 @@ def run_script(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(SCRIPT), *words], env=os.environ | environ, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("letter, minutes", [("A", 4), ("B", 9), ("C", 9), ("D", 9), ("E", 5)])
+@pytest.mark.parametrize("letter, minutes", [("A", 7), ("B", 9), ("C", 9), ("D", 9), ("E", 7)])
 def test_limits_of_the_parts_add_up_to_the_time_of_a_call(letter: str, minutes: int) -> None:
     lines = run_script("--list", letter).stdout.splitlines()
     total = sum(int(line.split()[0]) for line in lines)
@@ -175,8 +186,46 @@ def test_results_are_in_the_folder_and_roofs_are_measured_once(tmp_path: Path) -
     done = run_script("D", str(folder), INTERPRETER=str(stand_in), FAIL="peers")
     assert done.returncode == 1 and "1 parts failed: peers" in done.stdout, done.stdout
     assert "== roofs" not in done.stdout and "== ablation" in done.stdout, "roofs are A's; the parts after a failure run"
+    assert "If a part fails" in done.stdout, "where to read on"
     assert sorted(path.name for path in folder.iterdir()) == ["A.jsonl", "A.log", "D.jsonl", "D.log"]
     assert json.loads((folder / "D.jsonl").read_text())["part"] == "roofs"
+    assert (folder / "D.log").read_text() == done.stdout, "the log is whole when the script ends"
+
+
+def test_figures_are_in_the_folder_before_the_next_part(tmp_path: Path) -> None:
+    """A machine that is taken away loses what it measures then, and no more."""
+    stand_in, folder = tmp_path / "python", tmp_path / "results"
+    stand_in.write_text(STAND_IN.replace("exit 0\n", f'[ "$3" = decode ] && cat {folder}/A.jsonl\nexit 0\n'))
+    stand_in.chmod(0o755)
+    done = run_script("A", str(folder), INTERPRETER=str(stand_in))
+    assert '{"part": "roofs", "what": "copy"}' in done.stdout.split("== decode")[1]
+
+
+def test_nothing_runs_where_something_is_missing(tmp_path: Path) -> None:
+    stand_in = tmp_path / "python"
+    stand_in.write_text(STAND_IN)
+    stand_in.chmod(0o755)
+    done = run_script("A", str(tmp_path / "results"), INTERPRETER=str(stand_in), FAIL="needs")
+    assert done.returncode == 2 and "==" not in done.stdout and not (tmp_path / "results").exists()
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu_needs.complaints("E", dry=True) == []
+    monkeypatch.setattr(gpu_needs, "has_driver", lambda: False)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("tqdm", "gguf", "hypothesis") else find(name))
+    monkeypatch.setattr(gpu_needs, "version", lambda name: "0.12.0")
+    packages, driver = gpu_needs.complaints("A", dry=False)
+    assert "lacks tinygrad==0.13.0 (here is 0.12.0), tqdm>=4.66, hypothesis;" in packages and "docs/gpu.md" in packages
+    assert "no NVIDIA driver" in driver and "--dry needs none" in driver
+    assert "gguf" in gpu_needs.complaints("E", dry=True)[0] and "hypothesis" not in gpu_needs.complaints("E", dry=True)[0]
+
+
+def test_an_image_without_gguf_imports_all_but_call_e() -> None:
+    imports = "import benchmarks.gpu, benchmarks.gpu_ops, tests.gpu.test_features, tests.gpu.test_products, tests.gpu.test_attention"
+    code = f"import sys; sys.modules['gguf'] = None; {imports}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=gpu.ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_one_case_of_each_test(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +243,40 @@ def test_environment_counts_and_complains(driver: Driver, tmp_path: Path, monkey
 
     good = Kernel.cuda("copy", "sm_80", 1, 1, (1, 1, 1), 512, WORDS=64, BLOCKS=1)
     bad = Kernel.cuda("copy", "sm_80", 1, 1, (1, 1, 1), 512)
-    monkeypatch.setattr(samples, "samples", lambda gpu, arch: {"good": good, "bad": bad})
+    monkeypatch.setattr(samples, "samples", lambda gpu, arch: {"good": good, "bad": bad, "good of another size": bad})
     with pytest.raises(SystemExit, match="1 kernels do not compile"):
         gpu.main(["environment", "--tiny", "--run", str(tmp_path / "run")])
-    assert gpu.lines_of(tmp_path / "run")[0]["value"] == 1
+    assert gpu.lines_of(tmp_path / "run")[0]["value"] == 1, "of each source the first"
+
+
+def test_the_self_test_names_a_wrong_kernel(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needs = [need for need in gpu_checks._needs(Placement("CUDA"), dry=True) if need[0] in ("advance", "kv_copy")]
+    assert len(needs) == 2
+    monkeypatch.setattr(gpu_checks, "_needs", lambda placement, dry: needs)
+    cache = CacheFolder(require_private(tmp_path / "cache"))
+    monkeypatch.setattr(selftest, "open_cache", lambda: cache)
+    monkeypatch.setenv("TINYVLLM_SELFTEST", "off")
+    try:
+        assert figures(tmp_path / "run", "selftest")["kernels as recorded"]["value"] == 2
+        cache.path.joinpath("selftest.json").unlink()
+        plant(monkeypatch, {"kv_copy"})
+        with pytest.raises(SystemExit, match="1 measurements of selftest failed"):
+            figures(tmp_path / "run", "selftest")
+        assert "wrong: sm_80 kv_copy: " in capsys.readouterr().out
+    finally:
+        monkeypatch.undo()
+        forget_code()
+        registry.forget_replaced()
+
+
+def test_every_op_is_in_the_self_test_with_every_format_and_cache() -> None:
+    needs = list(gpu_checks._needs(Placement("CUDA"), dry=False))
+    assert {stem for stem, _ in needs} == TESTED
+    products = {facts.format for stem, facts in needs if stem == "matmul"}
+    assert products == {*sampled_formats(Layout.TILES)}
+    assert all(
+        {facts.cache_format for other, facts in needs if other == stem} > {*KV_FORMATS} for stem in ("attention_decode", "kv_append")
+    )
+    assert any("+" in facts.format for _, facts in needs)

@@ -4,8 +4,11 @@ tests on a GPU that is the emulator."""
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -223,21 +226,41 @@ def test_kernels_that_cannot_be_launched_are_told(runtime: Runtime, monkeypatch:
 
 
 def bash(text: str, *words: str) -> subprocess.CompletedProcess[str]:
-    begin = f"set -uo pipefail; interpreter={sys.executable}; minutes=1; . benchmarks/parts.sh; "
+    begin = f"set -uo pipefail; interpreter={sys.executable}; minutes=1; log=log; figures=x.jsonl; . benchmarks/parts.sh; "
     return subprocess.run(["bash", "-c", begin + text, "bash", *words], capture_output=True, text=True, cwd=ROOT, timeout=60)
 
 
 def test_parts_go_on(tmp_path: Path) -> None:
     text = 'part fails 20 bash -c "exit 3"; part never 1 bash -c "sleep 30 & sleep 30"; part good 20 echo done; echo "{}" >"$run"'
-    done = bash(f"{text}; the_end x.jsonl", str(tmp_path / "folder"))
+    done = bash(f"{text}; advice=again; the_end", str(tmp_path / "folder"))
     assert done.returncode == 2, done.stdout
-    for words in ("== fails: exit status 3", "== never: cut off", "done\n== good: ", "2 parts failed: fails; never;"):
+    for words in (
+        "== fails: exit status 3",
+        "== never: cut off",
+        "done\n== good: ",
+        "2 parts failed: fails; never (cut off);",
+        "\nagain\n",
+    ):
         assert words in done.stdout
     assert (tmp_path / "folder" / "x.jsonl").read_text() == "{}\n" and "== good" in (tmp_path / "folder" / "log").read_text()
 
 
+def test_a_part_ends_with_the_script_that_is_ended(tmp_path: Path) -> None:
+    """Otherwise a kernel that hangs would keep the GPU."""
+    begun = tmp_path / "begun"
+    begin = f"interpreter={sys.executable}; minutes=1; log=log; figures=x.jsonl; . benchmarks/parts.sh; "
+    words = ["bash", "-c", f"{begin} part long 50 bash -c 'touch {begun}; sleep 10; echo survived'"]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True) as script:
+        while not begun.exists():
+            assert script.poll() is None
+            time.sleep(0.01)
+        os.killpg(script.pid, signal.SIGTERM)
+        assert script.stdout is not None
+        assert b"survived" not in script.stdout.read(), "it ends with the last process that has it: the part's own"
+
+
 def test_no_part_fails() -> None:
-    done = bash("part good 20 true; minutes=0; part late 20 true; failed=(); the_end x")
+    done = bash("part good 20 true; minutes=0; part late 20 true; failed=(); the_end")
     assert done.returncode == 0 and "0 parts failed\n" in done.stdout and "late: no time left" in done.stdout
 
 

@@ -34,6 +34,11 @@ FLAGS = {
 PROMPTS = ([0, 5, 200, 41], list(range(3, 60)), [0] + [7 * i % 3000 for i in range(200)])  # of the bundled model
 TOKENS = 48
 COLUMNS = 64  # of the recorded logits
+# Packed KV caches, and weights packed at load: in bytes, in nibbles, in a mix of K-quants, by a table, in small floats.
+FEATURES: dict[str, dict[str, Any]] = {
+    **{f"KV {name}": {"kv_cache_dtype": name} for name in ("int8", "int4", "fp8_e4m3")},
+    **{name: {"quantization": name} for name in ("q8_0", "q4_0", "q4_k_m", "iq4_nl", "mxfp4")},
+}
 
 
 # --- draws
@@ -99,6 +104,15 @@ def greedy(llm: Any, prompts: Ids[Ids[int]], tokens: int) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+def difference(got: Ids[int], cpu: ModelAnswers, prompt: int, close: float) -> str:
+    """The first token that is not the CPU's, if there its two best are further from each other than `close`; "" if there is none."""
+    expected = cpu.tokens(prompt)[: len(got)]
+    place = next((place for place, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b), None)
+    if place is None or (margin := cpu.margin(prompt, place)) < close:
+        return ""
+    return f"token {place} is {got[place]}, on the CPU {expected[place]}, which is ahead by {margin:.3g} deviations"
+
+
 class ComputedAnswers:
     """By an LLM on the CPU."""
 
@@ -123,13 +137,16 @@ class ComputedAnswers:
 
 
 class RecordedAnswers:
-    """Of the bundled model to PROMPTS, as `record` has written them: of the logits some columns."""
+    """Of the bundled model to PROMPTS, as `record` wrote them: of the logits some columns. With a feature only tokens and margins."""
+
+    def __init__(self, feature: str = ""):
+        self._prefix = f"{feature} " if feature else ""
 
     def tokens(self, prompt: int) -> list[int]:
-        return [int(token) for token in _recorded()[f"tokens {prompt}"]]
+        return [int(token) for token in _recorded()[f"{self._prefix}tokens {prompt}"]]
 
     def margin(self, prompt: int, place: int) -> float:
-        return float(_recorded()[f"margins {prompt}"][place])
+        return float(_recorded()[f"{self._prefix}margins {prompt}"][place])
 
     def logits(self, prompt: int) -> tuple[np.ndarray, np.ndarray, float]:
         recorded = _recorded()
@@ -145,14 +162,29 @@ def _recorded() -> dict[str, np.ndarray]:
 # --- recording
 
 
+def record_feature(name: str) -> dict[str, np.ndarray]:
+    """The answers of the bundled model on the CPU with one of FEATURES."""
+    from tinyvllm import LLM
+
+    with LLM(DEFAULT_MODEL, device="CPU", dtype="bfloat16", **FEATURES[name]) as llm:
+        return {f"{name} {key}": array for key, array in _tokens(ComputedAnswers(llm, PROMPTS, TOKENS)).items()}
+
+
+def _tokens(computed: ComputedAnswers) -> dict[str, np.ndarray]:
+    answers = {}
+    for i in range(len(PROMPTS)):
+        answers[f"tokens {i}"] = np.array(computed.tokens(i), np.int32)
+        answers[f"margins {i}"] = np.array([computed.margin(i, place) for place in range(TOKENS)], np.float32)
+    return answers
+
+
 def record(llm: Any) -> dict[str, np.ndarray]:
     """The answers of the bundled model, an LLM on the CPU."""
     computed = ComputedAnswers(llm, PROMPTS, TOKENS)
-    answers = {"columns": np.sort(np.random.default_rng(0).permutation(computed.logits(0)[1].shape[1])[:COLUMNS]).astype(np.int32)}
+    answers = _tokens(computed)
+    answers["columns"] = np.sort(np.random.default_rng(0).permutation(computed.logits(0)[1].shape[1])[:COLUMNS]).astype(np.int32)
     for i in range(len(PROMPTS)):
         _, logits, deviation = computed.logits(i)
-        answers[f"tokens {i}"] = np.array(computed.tokens(i), np.int32)
-        answers[f"margins {i}"] = np.array([computed.margin(i, place) for place in range(TOKENS)], np.float32)
         answers[f"logits {i}"], answers[f"deviation {i}"] = logits[:, answers["columns"]].astype(np.float16), np.float32(deviation)
     return answers
 
@@ -163,6 +195,8 @@ def main() -> None:
     start_device("CPU", cache_folder())
     with LLM(DEFAULT_MODEL, device="CPU", dtype="bfloat16") as llm:
         answers = record(llm)
+    for name in FEATURES:
+        answers |= record_feature(name)
     for kind in FLAGS:
         answers |= {f"draws {VOCABULARY} {B} {kind}": draws("CPU", VOCABULARY, B, kind) for B in ROWS}
     np.savez_compressed(FILE, **answers)

@@ -34,6 +34,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         crash = getattr(report.longrepr, "reprcrash", None)
         why = next(iter(crash.message.splitlines()), "") if crash is not None else ""
         _note(report.nodeid, report.outcome, why[:200])
+        if DONE is not None and report.failed:  # at once: what pytest says at its end is lost if the process is cut off
+            print(f"\nFAILED {report.nodeid}: {why[:200]}", flush=True)
 
 
 def _note(test: str, outcome: str, why: str) -> None:
