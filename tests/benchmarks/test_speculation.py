@@ -79,6 +79,10 @@ def test_an_answer_that_differs_ends_the_run() -> None:
     ours = Ours(Target(), text, count())  # type: ignore[arg-type]
     assert [ours.turn(OFF), ours.turn("auto")] == [2.0, 2.0] and ours.num_tokens == 2
     assert len(set(ours.target.trials)) == 4  # type: ignore[attr-defined]  # no run knows the answers of another
+    again = Ours(Target(), Text("again", text.jobs, text.ways, remembers=True), count())  # type: ignore[arg-type]
+    again.turn("auto")
+    again.turn("auto")
+    assert len(set(again.target.trials)) == 1  # type: ignore[attr-defined]  # but here they shall
     wrong = Ours(Target(wrong=True), text, count())  # type: ignore[arg-type]
     wrong.turn(OFF)
     with pytest.raises(SystemExit, match="answer 0 with auto is not the one without drafts"):
