@@ -114,6 +114,7 @@ IMPORTS: dict[str, set[str]] = {
         "host_memory",
         "demo",
     },
+    "integrations": {"server", "engine", "config", "request", "errors"},
     "demo": set(),
     "kernels": set(),
 }

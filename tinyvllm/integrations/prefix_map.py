@@ -1,0 +1,116 @@
+"""Which replica has computed which beginning of a prompt: hashes of prompts, and a bounded map of them. Knows no Ray and no tokens.
+
+A prompt is hashed as the bytes that a request has, in pieces, each with the hash before it: the chaining of the prefix cache
+(tinyvllm/cache/prefix.py) without a tokenizer, so that a router needs no model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+PIECE_BYTES = 256  # of a prompt, about 4 blocks of 16 tokens
+MAX_PIECES = 256  # of one prompt; what follows does not count
+MAX_ENTRIES = 200_000  # hashes in a map, about 200 bytes each
+MAX_EXCESS = 8  # requests that the replica with the prefix may have more than the least busy one
+_HASH_BYTES = 16
+# Fields of all APIs that make a prompt, in the order in which templates use them.
+_FIELDS = ("model", "segments", "tools", "system", "instructions", "messages", "prompt", "input", "input_prefix", "text", "inputs")
+
+
+def prompt_hashes(body: bytes, owner: bytes = b"") -> list[bytes]:
+    """The hashes of the beginnings of a request's prompt, the shortest first; none for a body without a prompt.
+
+    owner  what keeps its prefixes apart, such as the API key of the request; a `cache_salt` of the body does so, too
+    """
+    try:
+        data = json.loads(body)
+    except (ValueError, RecursionError):
+        return []
+    if not isinstance(data, dict):
+        return []
+    prompt = _prompt_bytes(data)
+    salt = repr(data.get("cache_salt")).encode("utf-8", "surrogatepass")
+    parent = blake2b(owner + b"\0" + salt, digest_size=_HASH_BYTES, person=b"salt").digest()
+    hashes: list[bytes] = []
+    for start in range(0, min(len(prompt) // PIECE_BYTES, MAX_PIECES) * PIECE_BYTES, PIECE_BYTES):
+        parent = blake2b(parent + prompt[start : start + PIECE_BYTES], digest_size=_HASH_BYTES).digest()
+        hashes.append(parent)
+    if not hashes and prompt:  # a short prompt is one piece
+        hashes.append(blake2b(parent + prompt, digest_size=_HASH_BYTES).digest())
+    return hashes
+
+
+def _prompt_bytes(data: Mapping[str, Any]) -> bytes:
+    parts: list[bytes] = []
+    for name in _FIELDS:
+        if (value := data.get(name)) is not None:
+            # message by message: the end of a conversation must not change the bytes of its beginning
+            values = value if isinstance(value, list) else [value]
+            parts += [name.encode(), *(json.dumps(one, sort_keys=True).encode() for one in values)]
+    return b"\0".join(parts)
+
+
+class PrefixMap:
+    """Ranks replicas for a prompt: those that computed the longest beginning first, unless they are too busy.
+
+    A beginning that no replica has goes to the replica that its hash prefers (rendezvous hashing), so that routers that share no state
+    agree, and a replica that comes or goes moves only its own share.
+    """
+
+    def __init__(self, max_entries: int = MAX_ENTRIES, max_excess: int = MAX_EXCESS) -> None:
+        self._max_entries, self._max_excess = max_entries, max_excess
+        self._replicas: OrderedDict[bytes, dict[str, None]] = OrderedDict()  # by hash; the least recently used first
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    def rank(self, hashes: Sequence[bytes], loads: Mapping[str, int]) -> list[str]:
+        """All replicas of `loads` (name to running requests), the best first."""
+        if not loads:
+            return []
+        lengths = self._lengths(hashes, loads)
+        limit = min(loads.values()) + self._max_excess
+        key = hashes[-1] if hashes else b""
+        free = [name for name in loads if loads[name] <= limit]
+        busy = [name for name in loads if loads[name] > limit]
+        if not hashes:
+            return sorted(loads, key=lambda name: (loads[name], name))
+        preferred = sorted(free, key=lambda name: (-lengths.get(name, 0), _rendezvous(key, name)))
+        if not lengths.get(preferred[0]):
+            preferred.sort(key=lambda name: (loads[name] - min(loads.values()) > self._max_excess // 2, _rendezvous(key, name)))
+        return preferred + sorted(busy, key=lambda name: (loads[name], name))
+
+    def routed(self, hashes: Sequence[bytes], replica: str) -> None:
+        """A prompt was sent to a replica, which has its beginnings from now on."""
+        for hash in hashes:
+            self._replicas.setdefault(hash, {})[replica] = None
+            self._replicas.move_to_end(hash)
+        while len(self._replicas) > self._max_entries:
+            self._replicas.popitem(last=False)
+
+    def keep(self, replicas: set[str]) -> None:
+        """Forget all other replicas."""
+        for hash in [hash for hash, names in self._replicas.items() if not replicas.issuperset(names)]:
+            names = {name: None for name in self._replicas[hash] if name in replicas}
+            if names:
+                self._replicas[hash] = names
+            else:
+                del self._replicas[hash]
+
+    def _lengths(self, hashes: Sequence[bytes], loads: Mapping[str, int]) -> dict[str, int]:
+        """How many leading hashes each replica has."""
+        lengths: dict[str, int] = {}
+        for i, hash in enumerate(hashes):
+            names = [name for name in self._replicas.get(hash, ()) if name in loads and lengths.get(name, 0) == i]
+            if not names:
+                break
+            lengths.update((name, i + 1) for name in names)
+        return lengths
+
+
+def _rendezvous(key: bytes, name: str) -> bytes:
+    return blake2b(name.encode(), key=key, digest_size=8).digest()
