@@ -74,8 +74,7 @@ def test_lists_are_derived_from_the_table():
     assert formats_in(Layout.PANELS) == FLOATS + packed_in(Layout.PANELS)
     assert formats_in(Layout.TILES)[:4] == ("F16", "BF16", "Q8_0", "Q4_0")
     assert formats_in(Layout.TILES) == tuple(name for name in formats_in(Layout.PANELS) if name != "F32")
-    tables = ("NF4", "BNB_FP4")  # of sixteen floats
-    assert packed_in(Layout.ROWS) == tuple(name for name in packed_in(Layout.PANELS) if name not in tables)
+    assert packed_in(Layout.ROWS) == packed_in(Layout.TILES) == packed_in(Layout.PANELS)
     assert activations_of("BF16", Layout.TILES) is Activations.BFLOAT16 and activations_of("Q4_0", Layout.PANELS) is Activations.INT8
     assert activations_of("Q4_0", Layout.ROWS) is activations_of("F16", Layout.PANELS) is Activations.FLOAT32
 

@@ -120,7 +120,6 @@ class BlockFormat:
 _UNROUNDED = 2e-3  # `tolerance` of packed weights where x is not rounded
 _ROWS = frozenset({Layout.ROWS})
 _PANELS = frozenset({Layout.PANELS})
-_PANELS_TILES = frozenset({Layout.PANELS, Layout.TILES})
 _ROWS_PANELS = _ROWS | _PANELS
 _ALL = frozenset(Layout)
 _BF16, _INT8 = Activations.BFLOAT16, Activations.INT8
@@ -152,7 +151,7 @@ _NF4_VALUES = (
 _BNB_FP4 = (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25)
 _BNB_FP4_VALUES = (*_BNB_FP4, *(-value for value in _BNB_FP4))
 _FP8 = {"e4m3": True, "activations": _BF16, "tolerance": 1e-2}
-_BNB: dict[str, Any] = {"activations": Activations.FLOAT32, "tolerance": 2e-3, "layouts": _PANELS_TILES}
+_BNB: dict[str, Any] = {"activations": Activations.FLOAT32, "tolerance": 2e-3}
 
 
 def _packed(name: str, type_id: int | None, elements: int, nbytes: int, *fields: Field, **more: Any) -> BlockFormat:

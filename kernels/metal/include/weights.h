@@ -11,7 +11,7 @@
 //   PLANES, RUN          which columns a lane has. RUN bytes of quants in a row hold PLANES planes of RUN columns: byte b has column b of
 //                        each plane. A lane has eight of these bytes, one after another, its share: eight columns of each plane. Lanes of
 //                        a SIMD group have bytes that follow one another, so that their loads are one stretch of memory. (Floats: one
-//                        plane, whose eight columns are more bytes.)
+//                        plane, whose eight columns are more bytes. float_table.h: a byte has neighbouring columns.)
 //   struct Raw, load_raw(row, step, lane)     a lane's share of a step, as it comes from memory, its scales taken out of the block
 //   four_weights(raw, plane, four)            float32 values of the first or second four columns of a plane of the share
 //
@@ -28,7 +28,8 @@
 // or 1024 + 16 q, exactly, and an fma with the block's scale (or a sixteenth of it) removes the rest, exactly as well: everything fits in
 // 24 bits. Where a minimum or an offset is added, 1024 is subtracted first, so that the sum is rounded once. Factors that undo the position
 // of a nibble are those of llama.cpp's and MLX's Metal kernels, which apply them to x; the trick with the mantissa is FasterTransformer's
-// (Kim et al. 2022). There is no table in memory, no branch and no load of a single quant: values of IQ4_NL are computed (four_values_iq4).
+// (Kim et al. 2022). There is no branch and no load of a single quant, and values of IQ4_NL are computed (four_values_iq4): only those of
+// float_table.h are in memory.
 #pragma once
 #include "e4m3.h"
 #include "gpu.h"
@@ -163,6 +164,8 @@ INLINE float4 four_fp4(uint word, int plane) {
 #include "formats/mxfp8.h"
 #elif WEIGHT == NVFP4_G128
 #include "formats/nvfp4_g128.h"
+#elif WEIGHT == NF4 || WEIGHT == BNB_FP4
+#include "formats/float_table.h"
 #elif WEIGHT >= INT2_G32 && WEIGHT <= INT8_G128
 #include "formats/grouped.h"
 #else

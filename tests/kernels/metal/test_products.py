@@ -627,6 +627,8 @@ PLANTED_FORMATS = [  # a format, a text of its header, its replacement, and the 
     ("FP8_G128", "(bits & 0x007F007Fu) << 7", "(bits & 0x007F007Fu) << 6", "off by"),
     ("MXFP8", "e << 23", "(e + 1) << 23", "off by"),
     ("NVFP4_G128", "block + 4 + at / 2 * 2", "block + 4 + at / 4 * 2", "off by"),
+    ("NF4", "(uint)(16 * four)", "(uint)(8 * four)", "off by"),
+    ("BNB_FP4", "raw.words[plane]", "raw.words[0]", "off by"),
     ("INT3_G32", "plane * (RUN / 4) + four", "plane + four", "off by"),
     ("INT6_G64", "raw.high[four] >> plane * 4", "raw.high[four] >> plane * 2", "off by"),
 ]
