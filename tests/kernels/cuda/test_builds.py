@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.kernels.cuda import every_cut
 from tests.kernels.cuda.samples import GPUS, PACKED, samples
 from tinyvllm.backends.cuda import nvrtc
 from tinyvllm.backends.cuda import plan as records
-from tinyvllm.backends.shapes import Product
 from tinyvllm.backends.source import kernel_text, kernels_folder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVRTC's wheel is for Linux")
@@ -56,23 +56,26 @@ def test_a_kernel_does_not_spill_and_fits_in_shared_memory(name: str, arch: str)
 
 
 def _cuts() -> list[Any]:
-    """All cuts, also those that the shapes of the samples do not choose; the formats that came later are `long`."""
+    """All cuts, also those that the shapes of the samples do not choose; later formats are `long`, every_cut.py has the rest."""
     ways = [("BF16", "sm_90", 1), ("Q4_0", "sm_80", 1), ("BF16", "sm_80", 4)]
     later = [(format, arch, split) for format in PACKED for arch in GPUS for split in (1, 4)]
     return [
         pytest.param(cut, *way, marks=pytest.mark.long if way in later else ())
-        for cut in records.CUTS
         for way in (*ways, *later)
-        if records.has_registers(cut, way[2], way[0]) and records._stages(cut, way[0], GPUS[way[1]]) >= 2
+        for cut in every_cut.cuts_of(*way)
     ]
 
 
 @pytest.mark.parametrize("cut, format, arch, split", _cuts())
 def test_every_cut_of_a_large_product(cut: records.Cut, format: str, arch: str, split: int) -> None:
-    kernel = records.matmul("sm_80", Product(format, 256, 2048, 2048, residual=True), GPUS[arch], chosen=(cut, split))[0]
-    said = nvrtc.report(kernel, arch)
-    assert said.spilled == 0 and said.stack == 0, said.said
-    assert said.shared + kernel.shared <= GPUS[arch].shared
+    assert every_cut.fault(cut, format, arch, split) is None
+
+
+def test_a_cut_that_the_planner_leaves_out_would_spill() -> None:
+    """So the report is read: 64 sums a thread and shared columns have no registers for Q6_K."""
+    cut = records.Cut(128, 128, 2, 4, 1, 1)
+    assert cut in records.CUTS and cut not in every_cut.cuts_of("Q6_K", "sm_80", 4)
+    assert "bytes spilled" in (every_cut.fault(cut, "Q6_K", "sm_80", 4) or "")
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on the PATH")
