@@ -84,10 +84,10 @@ RIGHT += [*(pytest.param(case, marks=pytest.mark.long) for case in LONG)]
 
 
 def on_device(device: str, case: Case) -> Case:
-    """Metal has no kernel for a table of floats, and names the format of each part."""
+    """Metal names the format of each part."""
     if device == "CUDA" or not case.is_mixed:
         return case
-    parts = case.format.replace("NF4", "Q4_0").split("+")
+    parts = case.format.split("+")
     return replace(case, format="+".join([*parts[:1] * (3 - len(parts)), *parts] if case.stem == "norm_qkv_rope_store" else parts))
 
 
