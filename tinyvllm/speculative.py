@@ -9,8 +9,8 @@ from typing import Any
 
 from tinyvllm.errors import ArgumentError, nearest
 
-HEADS = ("medusa", "eagle", "eagle3", "medusa_lite", "eagle_lite")  # read the target's hidden states
-METHODS = ("ngram", "suffix", "draft_model", *HEADS, "mtp")
+HEADS = ("medusa", "eagle", "eagle3", "mtp", "medusa_lite", "eagle_lite")  # read the target's hidden states
+METHODS = ("ngram", "suffix", "draft_model", *HEADS)
 LOOKUPS = ("ngram", "suffix", "medusa_lite", "eagle_lite")  # need no model
 OWN_HEADS = ("mtp",)  # in the target's own checkpoint; "model" may still name another
 CONTROLLERS = ("adaptive", "window", "fixed")

@@ -11,6 +11,7 @@ from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import EngineConfig
 from tinyvllm.engine.drafter_memory import drafter_memory
 from tinyvllm.engine.engine import Engine
+from tinyvllm.errors import ModelError
 from tinyvllm.runner.opened import open_model
 from tinyvllm.speculative import parse
 
@@ -45,6 +46,15 @@ def answers(model: Any, **options: Any) -> list[tuple[list[int], float]]:
 def test_tokens_are_those_without_heads(tiny_model: Any, tmp_path: Any, plain: Any, method: str) -> None:
     """Prompts in chunks, a prefix hit, greedy and sampled requests together, a cache too small for all of them."""
     assert answers(tiny_model, speculative_config=config_of(method, tmp_path)) == plain
+
+
+def test_the_models_own_layer(tiny_model: Any, tmp_path: Any) -> None:
+    """MiMo, which is Qwen2 with a layer for drafts: tokens with it and without; a model without one is refused by name."""
+    model = tiny.write_mimo(tmp_path / "mimo", tiny_model)
+    config = {"method": "mtp", "num_speculative_tokens": 2}
+    assert answers(model, speculative_config=config) == answers(model)
+    with pytest.raises(ModelError, match=r"method mtp needs one layer model.mtp_layers.0.\*.*has 0; of the supported families MiMo"):
+        LLM(str(tiny_model), device="CPU", num_blocks=24, speculative_config=config)
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tinygrad import Tensor
 
 from tinyvllm.models.config import ModelConfig
@@ -34,15 +34,18 @@ class Layout:
     heads: int = 2
     kv_heads: int = 1
     head_dim: int = 32
+    ffn: int = 96
     draft_vocab: int = V
     config: Mapping[str, Any] = field(default_factory=dict)
     eagle3: bool = True
     bias: bool = False  # of fc (EAGLE-1)
+    qkv_bias: bool = False
     first_norm: bool = True
     own_table: bool = False
     qk_norm: bool = False
     prefix: str = "midlayer."
     wrapped: bool = False  # in the speculators' config.json
+    mtp: bool = False  # MiMo's own layer: names in the file are MTP_NAMES
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -69,9 +72,19 @@ LAYOUTS = (
 )
 
 
+MTP = Layout("mtp", eagle3=False, prefix="layers.0.", qkv_bias=True, mtp=True)
+MTP_NAMES = {
+    "fc": "input_proj",
+    "norm": "final_layernorm",
+    "layers.0.hidden_norm": "hidden_layernorm",
+    "layers.0.token_norm": "token_layernorm",
+}
+
+
 def layer_config(layout: Layout) -> dict[str, Any]:
     return {
-        "hidden_size": layout.width, "intermediate_size": 96, "num_attention_heads": layout.heads, "num_key_value_heads": layout.kv_heads,
+        "hidden_size": layout.width, "intermediate_size": layout.ffn,
+        "num_attention_heads": layout.heads, "num_key_value_heads": layout.kv_heads,
         "head_dim": layout.head_dim, "num_hidden_layers": 1, "vocab_size": V, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
         "max_position_embeddings": 128, "hidden_act": "silu", "model_type": "llama", "attention_bias": False,
     }  # fmt: skip
@@ -95,11 +108,12 @@ def tensors_of(layout: Layout, seed: int = 0) -> Tensors:
     a, m = layout.prefix + "self_attn.", layout.prefix + "mlp."
     shapes = {
         "fc": (W, fan_in), a + "q_proj": (H * D, wide), a + "k_proj": (K * D, wide), a + "v_proj": (K * D, wide), a + "o_proj": (W, H * D),
-        m + "gate_proj": (96, W), m + "up_proj": (96, W), m + "down_proj": (W, 96),
+        m + "gate_proj": (layout.ffn, W), m + "up_proj": (layout.ffn, W), m + "down_proj": (W, layout.ffn),
     }  # fmt: skip
     norms = {layout.prefix + "post_attention_layernorm": W}
     norms |= {layout.prefix + "input_layernorm": W} if layout.first_norm else {}
     norms |= {layout.prefix + "hidden_norm": W, "norm": W} if layout.eagle3 else {}
+    norms |= {layout.prefix + "hidden_norm": W, layout.prefix + "token_norm": W, "norm": W} if layout.mtp else {}
     norms |= {"input_norm": fan_in} if layout.config.get("norm_before_fc") else {}
     norms |= {f"fc_norm.{i}": E for i in range(3)} if layout.config.get("fc_norm") else {}
     norms |= {a + "q_norm": D, a + "k_norm": D} if layout.qk_norm else {}
@@ -108,6 +122,7 @@ def tensors_of(layout: Layout, seed: int = 0) -> Tensors:
     out = {f"{name}.weight": rng.normal(0, 1.5 * size[1] ** -0.5, size) for name, size in shapes.items()}
     out |= {f"{name}.weight": rng.uniform(0.5, 1.5, size) for name, size in norms.items()}
     out |= {"fc.bias": rng.normal(0, 0.1, W)} if layout.bias else {}
+    out |= {f"{a}{n}_proj.bias": rng.normal(0, 0.3, size * D) for n, size in (("q", H), ("k", K), ("v", K))} if layout.qkv_bias else {}
     out = {name: array.astype(np.float32) for name, array in out.items()}
     if layout.draft_vocab != V:
         targets = np.sort(rng.choice(V, layout.draft_vocab, replace=False))
@@ -120,6 +135,35 @@ def write_heads(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> Pa
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def write_mimo(folder: Path, base: Path, seed: int = 0) -> Path:
+    """A MiMo checkpoint of the fixture tiny_model's tensors, with biases and a random layer for drafts."""
+    folder.mkdir(exist_ok=True)
+    for file in base.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((base / "config.json").read_text())
+    more = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1, "attention_bias": True}
+    (folder / "config.json").write_text(json.dumps(config | more))
+    rng, tensors = np.random.default_rng(seed), load_file(base / "model.safetensors")
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    layout = replace(MTP, heads=heads, kv_heads=kv_heads, head_dim=E // heads, ffn=config["intermediate_size"])
+    for i in range(LAYERS):
+        sizes = {"q": E, "k": kv_heads * layout.head_dim, "v": kv_heads * layout.head_dim}
+        biases = {f"model.layers.{i}.self_attn.{n}_proj.bias": rng.normal(0, 0.1, size) for n, size in sizes.items()}
+        tensors |= {name: array.astype(np.float32) for name, array in biases.items()}
+    tensors |= published_mtp(tensors_of(layout, seed))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def published_mtp(tensors: Tensors) -> Tensors:
+    """The tensors of `MTP` under the names of a MiMo checkpoint."""
+    out = {}
+    for name, array in tensors.items():
+        module, _, kind = name.rpartition(".")
+        out[f"model.mtp_layers.0.{MTP_NAMES.get(module, module.removeprefix('layers.0.'))}.{kind}"] = array
+    return out
 
 
 def medusa_tensors(heads: int, layers: int, seed: int = 0) -> Tensors:
@@ -217,10 +261,10 @@ class Oracle:
         return self.w["fc.weight"] @ x
 
     def feed(self, state: np.ndarray) -> np.ndarray:
-        return rms(state, self.w["norm.weight"]) if self.layout.config.get("norm_output") else state
+        return rms(state, self.w["norm.weight"]) if self.layout.config.get("norm_output") or self.layout.mtp else state
 
     def logits(self, state: np.ndarray) -> np.ndarray:
-        return self.head @ (rms(state, self.w["norm.weight"]) if self.layout.eagle3 else state)
+        return self.head @ (rms(state, self.w["norm.weight"]) if self.layout.eagle3 or self.layout.mtp else state)
 
     def layer(self, token: int, hidden: np.ndarray, position: int) -> np.ndarray:
         p, embedded = self.layout.prefix, self.table[token]
@@ -228,6 +272,10 @@ class Oracle:
             normed = rms(hidden, self.w[p + "hidden_norm.weight"])
             residual = normed if self.layout.config.get("norm_before_residual") else hidden
             read = np.concatenate([rms(embedded, self.w[p + "input_layernorm.weight"]), normed])
+        elif self.layout.mtp:
+            both = [rms(hidden, self.w[p + "hidden_norm.weight"]), rms(embedded, self.w[p + "token_norm.weight"])]
+            residual = self.w["fc.weight"] @ np.concatenate(both)
+            read = rms(residual, self.w[p + "input_layernorm.weight"])
         else:
             residual = self.w["fc.weight"] @ np.concatenate([embedded, hidden]) + self.w.get("fc.bias", 0)
             read = rms(residual, self.w[p + "input_layernorm.weight"]) if self.layout.first_norm else residual
@@ -238,7 +286,8 @@ class Oracle:
 
     def attend(self, x: np.ndarray, position: int) -> np.ndarray:
         a = self.layout.prefix + "self_attn."
-        q, k, v = ((self.w[f"{a}{name}_proj.weight"] @ x).reshape(-1, self.layout.head_dim) for name in "qkv")
+        rows = (self.w[f"{a}{name}_proj.weight"] @ x + self.w.get(f"{a}{name}_proj.bias", 0) for name in "qkv")
+        q, k, v = (row.reshape(-1, self.layout.head_dim) for row in rows)
         if self.layout.qk_norm:
             q, k = rms(q, self.w[a + "q_norm.weight"]), rms(k, self.w[a + "k_norm.weight"])
         del self.keys[position:], self.values[position:]

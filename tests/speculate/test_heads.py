@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,9 @@ from tinyvllm.speculate.eagle import load_eagle, read_eagle, read_eagle3
 from tinyvllm.speculate.eagle_drafter import EagleDrafter
 from tinyvllm.speculate.head_files import Target, open_heads
 from tinyvllm.speculate.medusa import MedusaDrafter, MedusaLiteDrafter, load_medusa
+from tinyvllm.speculate.mtp import mtp_file, read_mtp
 from tinyvllm.speculate.protocol import DraftRequest, StateDrafter, StateRows
+from tinyvllm.weights.checkpoint import open_checkpoint
 
 K = 4  # guesses
 
@@ -60,10 +63,15 @@ def drafts(drafter: StateDrafter, texts: list[Text], count: int = K) -> list[tup
 
 
 def eagle_drafter(folder: Path, layout: Layout, ends: Ends) -> tuple[EagleDrafter, Oracle]:
-    tensors = tiny.tensors_of(layout)
-    file, runner = open_heads(tiny.write_heads(folder / layout.name, tiny.config_of(layout), tensors)), tiny.runner_of(ends)
-    config = (read_eagle3 if layout.eagle3 else read_eagle)(file, Target.of(runner.config))
-    assert config.state_layers == (layout.aux_layers or (-1,))
+    tensors, runner = tiny.tensors_of(layout), tiny.runner_of(ends)
+    if layout.mtp:
+        file = mtp_file(open_checkpoint(tiny.write_heads(folder / layout.name, {}, tiny.published_mtp(tensors))))
+        config = read_mtp(file, replace(runner.config, n_kv_heads=layout.kv_heads))
+        assert config.state_layers == (tiny.LAYERS,)
+    else:
+        file = open_heads(tiny.write_heads(folder / layout.name, tiny.config_of(layout), tensors))
+        config = (read_eagle3 if layout.eagle3 else read_eagle)(file, Target.of(runner.config))
+        assert config.state_layers == (layout.aux_layers or (-1,))
     return EagleDrafter(runner, load_eagle(file, runner, config), 8), Oracle(layout, tensors, ends)
 
 
@@ -75,7 +83,7 @@ def expect(oracle: Oracle, text: Text, found: tuple[list[int], list[float]], cou
     np.testing.assert_allclose(found[1], expected, rtol=2e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", [*LAYOUTS, tiny.MTP], ids=lambda layout: layout.name)
 def test_eagle_heads_guess_what_their_formulas_say(layout: Layout, tmp_path: Path) -> None:
     """A prompt in two chunks, then steps with none, some and all guesses accepted; a second text joins on the way."""
     drafter, oracle = eagle_drafter(tmp_path, layout, Ends.random())

@@ -30,7 +30,7 @@ class Family:
 FAMILIES = (
     Family(("LlamaForCausalLM",), ("llama",), llama.from_hf, llama.from_gguf, llama.sources),
     Family(("MistralForCausalLM",), (), llama.mistral_from_hf, llama.from_gguf, llama.sources),
-    Family(("Qwen2ForCausalLM",), ("qwen2",), qwen.qwen2_from_hf, qwen.qwen2_from_gguf, qwen.sources),
+    Family(("Qwen2ForCausalLM", "MiMoForCausalLM"), ("qwen2",), qwen.qwen2_from_hf, qwen.qwen2_from_gguf, qwen.sources),
     Family(("Qwen3ForCausalLM",), ("qwen3",), qwen.qwen3_from_hf, qwen.qwen3_from_gguf, qwen.sources),
     Family(("Qwen3MoeForCausalLM",), ("qwen3moe",), qwen.qwen3_from_hf, qwen.qwen3_moe_from_gguf, qwen.sources),
     Family(("Phi3ForCausalLM",), ("phi3",), phi.from_hf, phi.from_gguf, phi.sources),
@@ -66,7 +66,14 @@ def check_layers(family: Family, config: ModelConfig, source: Source) -> None:
         raise ModelError(f"models: {key} is {config.num_blocks}, but the file holds no tensor {missing[0]}; do the two belong together?")
 
 
-IGNORABLE = ("*.attn.bias", "*.attn.masked_bias", "*.rotary_emb.inv_freq", "rope_freqs.weight", "rope_factors_*.weight")
+IGNORABLE = (
+    "*.attn.bias",
+    "*.attn.masked_bias",
+    "*.rotary_emb.inv_freq",
+    "rope_freqs.weight",
+    "rope_factors_*.weight",
+    "model.mtp_layers.*",  # read by drafts only (speculate/mtp.py)
+)
 
 
 def refuse_unused(config: ModelConfig, weights: list[WeightRecipe], names: Iterable[str]) -> None:

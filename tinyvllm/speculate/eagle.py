@@ -60,7 +60,10 @@ _PRODUCTS = {
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """What the heads compute. `layer` is the decoder layer's shape, `aux_layers` the target's states that fc reads; () for EAGLE-1."""
+    """What the heads compute. `layer` is the decoder layer's shape, `aux_layers` the target's states that fc reads; () for EAGLE-1.
+
+    `mtp_layers`: the heads are the model's own MTP layer (mtp.py), and read the residual stream after that many layers; 0 for others.
+    """
 
     layer: ModelConfig
     aux_layers: tuple[int, ...] = ()
@@ -70,14 +73,24 @@ class EagleConfig:
     fc_norm: bool = False
     norm_output: bool = False
     first_norm: bool = True  # whether the layer has `input_layernorm`
+    mtp_layers: int = 0
 
     @property
     def is_eagle3(self) -> bool:
         return bool(self.aux_layers)
 
     @property
+    def method(self) -> str:
+        return "mtp" if self.mtp_layers else "eagle3" if self.is_eagle3 else "eagle"
+
+    @property
+    def has_last_norm(self) -> bool:
+        """Whether a norm is between the layer and the vocabulary head."""
+        return self.is_eagle3 or self.mtp_layers > 0
+
+    @property
     def state_layers(self) -> tuple[int, ...]:
-        return self.aux_layers or (FINAL,)
+        return self.aux_layers or ((self.mtp_layers,) if self.mtp_layers else (FINAL,))
 
 
 # ---- config.json
@@ -188,8 +201,10 @@ def eagle_recipes(file: HeadFile, config: EagleConfig, target: Target) -> list[W
     vectors = {"post_norm": (layer + "post_attention_layernorm", E)}
     if config.first_norm:
         vectors["input_norm"] = (layer + "input_layernorm", E)
-    if config.is_eagle3:
+    if config.has_last_norm:
         vectors |= {"hidden_norm": (layer + "hidden_norm", E), "norm": ("norm", E)}
+    if config.mtp_layers:
+        vectors["token_norm"] = (layer + "token_norm", E)
     if config.norm_before_fc:
         vectors["fc_input_norm"] = ("input_norm", fan_in)
     if config.fc_norm:
@@ -267,7 +282,11 @@ class EagleHeads:
             residual = normalized if self.config.norm_before_residual else hidden
             read = self._norm("input_norm", x).cat(normalized, dim=1).contiguous()
         else:
-            residual = self._multiply("fc", x.cat(hidden, dim=1).contiguous(), batch.rows)
+            if self.config.mtp_layers:
+                read = self._norm("hidden_norm", hidden).cat(self._norm("token_norm", x), dim=1)
+            else:
+                read = x.cat(hidden, dim=1)
+            residual = self._multiply("fc", read.contiguous(), batch.rows)
             read = self._norm("input_norm", residual).contiguous() if self.config.first_norm else residual
         q, cache = self._append(read, batch, cache, angles)
         attended = PagedAttention(batch, cache.S)(q, cache, c.head_dim**-0.5, c.windows[0])
@@ -283,7 +302,7 @@ class EagleHeads:
 
     def logits(self, states: Tensor, rows: Tensor, count: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits float32 [N, V'] of rows [N] int32 of states [T, E], the first `count` [1] counting; and their maxima as `norm_head`."""
-        if self.config.is_eagle3:
+        if self.config.has_last_norm:
             return norm_head(states, Norm("RMS", self.tensors.norm.weight, self.config.layer.norm_eps), self.head, rows, count)
         return linear(states[rows].contiguous(), self.head, count).contiguous(), None
 

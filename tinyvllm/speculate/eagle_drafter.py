@@ -103,10 +103,10 @@ class _Extend:
 
 
 class EagleDrafter(LastStates):
-    """Drafts by EAGLE-1, 2 or 3 heads."""
+    """Drafts by EAGLE-1, 2 or 3 heads, or by the model's own MTP layer."""
 
     def __init__(self, runner: Runner, heads: EagleHeads, max_drafts: int):
-        self.method = "eagle3" if heads.config.is_eagle3 else "eagle"
+        self.method = heads.config.method
         super().__init__(max_drafts, runner.max_num_seqs)
         self.state_layers = heads.config.state_layers
         self._heads, self._device, self._vocab_size = heads, runner.device, runner.config.vocab_size

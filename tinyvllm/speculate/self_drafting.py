@@ -15,9 +15,11 @@ from tinyvllm.speculate.eagle_drafter import EagleDrafter, eagle_memory
 from tinyvllm.speculate.eagle_lite import EagleLiteDrafter
 from tinyvllm.speculate.head_files import SPEAKER, HeadFile, Target, head_dtype, open_heads
 from tinyvllm.speculate.medusa import MedusaDrafter, MedusaLiteDrafter, load_medusa, medusa_recipes
+from tinyvllm.speculate.mtp import mtp_file, read_mtp
 from tinyvllm.speculate.protocol import StateDrafter
+from tinyvllm.weights.checkpoint import open_checkpoint
 
-LOADED = ("medusa", "eagle", "eagle3")
+LOADED = ("medusa", "eagle", "eagle3", "mtp")
 UNTRAINED = ("medusa_lite", "eagle_lite")
 DEFAULT_DRAFTS = 7  # a controller chooses fewer where more do not pay
 
@@ -35,6 +37,9 @@ def self_drafter(method: str, heads: Path | None, runner: Runner, max_drafts: in
         return MedusaLiteDrafter(runner, count) if method == "medusa_lite" else EagleLiteDrafter(runner, count)
     if method not in LOADED:
         raise ArgumentError(f"{SPEAKER}: no self-drafting method {method!r}; there are {', '.join((*LOADED, *UNTRAINED))}")
+    if method == "mtp":
+        file = mtp_file(runner.checkpoint if heads is None else open_checkpoint(heads))
+        return EagleDrafter(runner, load_eagle(file, runner, read_mtp(file, runner.config)), count)
     if heads is None:
         raise ArgumentError(f"{SPEAKER}: the method {method} needs the folder of its heads; give it as model")
     file = open_heads(heads)
@@ -46,13 +51,14 @@ def self_drafter(method: str, heads: Path | None, runner: Runner, max_drafts: in
 
 def heads_memory(method: str, heads: Path | None, opened: OpenedModel, engine: EngineConfig, max_drafts: int | None) -> DrafterMemory:
     """What the heads of a method will take in an engine with the target `opened`. Errors as `self_drafter`; nothing is loaded."""
-    if method not in LOADED or heads is None:
+    if method not in LOADED or (heads is None and method != "mtp"):
         return NO_DRAFTER
-    file, target = open_heads(heads), Target.of(opened.config)
+    target = Target.of(opened.config)
+    file = open_heads(heads) if heads is not None and method != "mtp" else mtp_file(open_checkpoint(heads) if heads else opened.checkpoint)
     plan = replace(opened.plan, dtype=head_dtype(file), format=None, imatrix=None)  # as load_head_products has it
     if method == "medusa":
         return DrafterMemory(plan.needed_bytes(medusa_recipes(file, target)[1], file.checkpoint))
-    config = eagle_config(file, method, target)
+    config = read_mtp(file, opened.config) if method == "mtp" else eagle_config(file, method, target)
     weights = plan.needed_bytes(eagle_recipes(file, config, target), file.checkpoint)
     cache = eagle_memory(config.layer, engine.block_size, plan.dtype, max_drafts or DEFAULT_DRAFTS, engine.max_num_seqs)
     return replace(cache, weights=weights)
