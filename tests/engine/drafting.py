@@ -24,6 +24,9 @@ class Fixed:
     def limits(self, sequences: Row[Sequence], num_rows: int) -> list[int]:
         return [self.K] * len(sequences)
 
+    def rest(self, sequences: Row[Sequence]) -> int:
+        return 0
+
     def choose(self, requests: Row[DraftRequest], drafts: Row[Draft], num_rows: int) -> list[int]:
         return [len(draft.tokens) for draft in drafts]
 

@@ -18,6 +18,7 @@ from tinyvllm import LLM, SamplingParams
 from tinyvllm.engine.draft_loop import SpeculativeLoop
 from tinyvllm.request import BeamSearchParams, RequestOptions, Sequence, StructuredOutputsParams
 from tinyvllm.scheduler import Scheduled
+from tinyvllm.speculate.controller import MAX_PAUSE_LOOKUP, PATIENCE, AdaptiveController
 
 OPTIONS: dict[str, Any] = dict(device="CPU", max_model_len=128, max_num_seqs=8)
 NUM = 24
@@ -235,6 +236,34 @@ def test_the_drafter_observes_every_token_and_forgets_every_sequence(drafted, or
     outputs = drafted.generate(PROMPTS, ALL)
     assert sorted(drafter.forgotten.values()) == sorted(output.outputs[0].token_ids for output in outputs) and not drafter.texts
     assert not drafted.engine.speculation._observed
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_steps_between_two_calls_of_the_drafter_run_as_without_one(oracle, run_ahead):
+    """Nothing is guessed: by counts, the drafter, the controller and the clock of steps have their turn in few steps."""
+    with LLM(**OPTIONS, async_scheduling=run_ahead) as llm:
+        calls = {"propose": 0, "limits": 0, "observe_step": 0}
+
+        def counted(thing: Any, name: str) -> None:
+            method = getattr(thing, name)
+
+            def call(*arguments: Any) -> Any:
+                calls[name] += 1
+                return method(*arguments)
+
+            setattr(thing, name, call)
+
+        drafter, controller = Scripted(lambda tokens, count: []), AdaptiveController(8)
+        counted(drafter, "propose")
+        counted(controller, "limits")
+        counted(controller, "observe_step")
+        llm.engine.speculate(drafter, controller)
+        wanted = params("greedy", max_tokens=80)
+        outputs = llm.generate([prompt(1)] * 3, [wanted] * 3)
+        most = 3 + PATIENCE + MAX_PAUSE_LOOKUP.bit_length() + 80 // MAX_PAUSE_LOOKUP  # 3: the prompts' step, and the end
+        assert calls["propose"] <= most and calls["limits"] <= most + 2 and calls["observe_step"] <= most, calls
+        assert calls["propose"] > PATIENCE
+        assert {part.token_ids[:NUM] == oracle.expected["greedy"][0].outputs[0].token_ids for o in outputs for part in o.outputs} == {True}
 
 
 def test_no_draft_beyond_the_longest_output(drafted):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.scheduler.builders import make, make_sequence, ran, run
+from tinyvllm.scheduler.drafts import add_drafts, count_confirmed
 
 
 def decoding(lengths=(5, 7, 8), **limits):
@@ -106,3 +107,35 @@ def test_several_rounds_cross_more_borders():
         crossed = [n for n, start in enumerate(before) if (start + 6) // 4 != start // 4]
         assert again is plan and again.reused and sorted(set(ran(type(plan)(again.changed)))) == crossed
         assert [entry.sequence.num_published for entry in plan.entries] == [entry.start // 4 for entry in plan.entries]
+
+
+@pytest.mark.parametrize("accepted", [(0, 0, 0), (3, 0, 1), (2, 2, 2)])
+def test_after_drafts_the_schedule_is_the_same_but_the_runner_lays_it_out_again(accepted):
+    """Each sequence has advanced by its own count; nothing is scheduled from the start for that."""
+    scheduler, first = decoding()
+    assert run(scheduler) is first and first.reused
+    plan = scheduler.schedule()
+    starts = [entry.start for entry in plan.entries]
+    drafted = add_drafts(scheduler, plan, {entry.sequence.sequence_id: [7, 7, 7] for entry in plan.entries})
+    assert drafted is not plan and [len(entry.drafts) for entry in drafted.entries] == [3, 3, 3]
+    scheduler.advance(drafted)
+    for entry, count in zip(drafted.entries, accepted, strict=True):
+        entry.sequence.output_token_ids += [7] * count + [8]
+        count_confirmed(entry)
+    after = run(scheduler)
+    assert after is first and not after.reused
+    assert [entry.start for entry in after.entries] == [start + count + 1 for start, count in zip(starts, accepted, strict=True)]
+    for entry in after.entries:
+        assert len(entry.sequence.block_table) >= scheduler.pool.blocks_for(entry.start + 1)
+        assert entry.sequence.num_published == entry.start // 4, "found by others"
+    starts = [entry.start for entry in after.entries]
+    for turn in range(1, 6):
+        assert run(scheduler) is first and first.reused and [entry.start for entry in first.entries] == [start + turn for start in starts]
+        assert ran(type(first)(first.changed)) == [n for n, start in enumerate(starts) if (start + turn) % 4 == 0]
+
+
+def test_a_step_with_drafts_that_did_not_run_is_scheduled_again():
+    scheduler, first = decoding()
+    add_drafts(scheduler, scheduler.schedule(), {1: [7]})
+    plan = scheduler.schedule()
+    assert plan is not first and [entry.start for entry in plan.entries] == [6, 8, 9] and not any(entry.drafts for entry in plan.entries)

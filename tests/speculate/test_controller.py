@@ -12,6 +12,7 @@ from tinyvllm.errors import ArgumentError
 from tinyvllm.speculate.controller import (
     MAX_PAUSE_LOOKUP,
     MAX_PAUSE_MODEL,
+    PATIENCE,
     AdaptiveController,
     Calibration,
     FixedController,
@@ -75,6 +76,31 @@ def test_guesses_that_are_never_right_cost_less_than_one_percent(confidence, cos
     simulation.run(200)
     assert simulation.rate >= 0.99 * Simulation(None, **settings).run(400).rate
     assert simulation.proposed - proposed <= 1.5 * 8 * num_sequences * 200 / MAX_PAUSE_LOOKUP, "the drafter is asked rarely"
+
+
+@pytest.mark.parametrize("num_sequences", [1, 7])
+@pytest.mark.parametrize("guesses", ["wrong", "none"])
+def test_asking_in_vain_is_bounded_by_counts(guesses, num_sequences):
+    """After PATIENCE calls the pauses double: a call for each MAX_PAUSE_LOOKUP tokens, and between two calls nothing is computed."""
+    controller, texts = adaptive(), [sequence([0] * (number + 1), sequence_id=number) for number in range(num_sequences)]
+    asked, called, rest = [0] * num_sequences, 0, 0
+    for _ in range(400):
+        if rest <= 0:
+            called += 1
+            limits = controller.limits(texts, num_sequences)
+            requests = [DraftRequest(text, limit) for text, limit in zip(texts, limits, strict=True) if limit]
+            for request in requests:
+                asked[request.sequence.sequence_id] += 1
+            if requests and guesses == "wrong":
+                assert not any(controller.choose(requests, [Draft([WRONG], [0.01])] * len(requests), num_sequences))
+            rest = controller.rest(texts)
+            assert rest >= 1
+        for text in texts:
+            text.output_token_ids.append(RIGHT)
+        rest -= 1
+    most = PATIENCE + MAX_PAUSE_LOOKUP.bit_length() + 400 / MAX_PAUSE_LOOKUP
+    assert max(asked) <= most
+    assert called <= 2 * most, "sequences wake together; a guess that waits is scored once"
 
 
 def test_a_text_that_begins_to_repeat_gets_drafts_soon():

@@ -56,6 +56,9 @@ class SpeculativeLoop:
             self._must_read, self._launched = False, None
             self.single.read()
             return False
+        if (schedule := self.stages.scheduled) is not None and self.speculation.rests(schedule):
+            self._launched = None
+            return self.single.follow()
         captures, start = self.stages.runner.capture_work().count, self._launched
         launched = self.single.follow()
         self._launched = time.perf_counter() if launched else None
@@ -67,6 +70,9 @@ class SpeculativeLoop:
 
     def run(self, schedule: Schedule) -> None:
         self._must_read, self._launched = False, None
+        if self.speculation.rests(schedule):
+            self.single.run(schedule)
+            return
         drafts = self._drafts(schedule)
         drafted = add_drafts(self.stages.scheduler, schedule, drafts) if drafts else schedule
         if drafted is schedule:

@@ -6,10 +6,9 @@ switched off for good, with one warning; bad tokens in a draft end that draft.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import index
 from typing import TYPE_CHECKING
 
@@ -49,15 +48,24 @@ class Speculation:
         self.drafter, self._controller, self._requests, self._clock = drafter, controller, requests, clock
         self._vocab_size, self._max_model_len = vocab_size, max_model_len
         self._observed: dict[int, int] = {}  # by sequence id: how many of its tokens the drafter has observed
+        self._wanting: list[Sequence] = []  # those of the last step that may have drafts
+        self._rest: tuple[Sequence, int] | None = None  # a sequence of the last step, and its length from which it may be asked again
         requests.on_release = self.release
 
     # ---- before a step ----
+
+    def rests(self, schedule: Schedule) -> bool:
+        """Whether the controller wants no drafts for the next step of a schedule that is reused: nothing needs to be called for it."""
+        if self._rest is None or not schedule.reused:
+            return not self.on
+        sequence, length = self._rest
+        return len(sequence) < length or not self.on
 
     def propose(self, schedule: Schedule) -> Drafts:
         """Drafts for the decodes of a schedule, as far as the controller wants them."""
         if not self.on:
             return {}
-        with self._guard("propose"):
+        with _Guard(self, "propose"):
             return self._propose([entry.sequence for entry in schedule.entries if entry.is_decode], len(schedule.entries))
         return {}
 
@@ -65,16 +73,23 @@ class Speculation:
         """Whether it pays to read the tokens of the step in flight before the next one is launched: drafts may follow them."""
         if not self.on:
             return False
-        with self._guard("propose"):
-            if self.drafter.looks_up:
-                return bool(self._propose([s for s in sequences if not s.finished], len(sequences)))
-            return bool(self._requests_of(sequences, len(sequences)))
+        with _Guard(self, "propose"):
+            running = [s for s in sequences if not s.finished]
+            look = self._propose if self.drafter.looks_up else self._requests_of
+            return bool(look(running, len(sequences)))
         return False
 
     def _propose(self, sequences: list[Sequence], num_rows: int) -> Drafts:
-        requests = self._requests_of(sequences, num_rows)
-        if not requests:
-            return {}
+        requests, drafts = self._requests_of(sequences, num_rows), Drafts()
+        if requests:
+            drafts = self._choose(requests, self._ask(requests), num_rows)
+        if not drafts and self._wanting:
+            first = self._wanting[0]
+            self._rest = first, len(first) + self._controller.rest(self._wanting)
+        return drafts
+
+    def _ask(self, requests: list[DraftRequest]) -> list[Draft]:
+        """The drafter's drafts, with usable tokens only."""
         start = self._clock()
         drafts = self.drafter.propose(requests)
         seconds = self._clock() - start
@@ -85,6 +100,10 @@ class Speculation:
             raise ValueError(f"expected a draft for each of {len(requests)} sequences, got {len(drafts)}")
         for request, draft in zip(requests, drafts, strict=True):
             draft.tokens = self._usable(draft, request.max_drafts)
+        return drafts
+
+    def _choose(self, requests: list[DraftRequest], drafts: list[Draft], num_rows: int) -> Drafts:
+        """What the controller wants verified."""
         if not any(draft.tokens for draft in drafts):
             return {}
         counts = self._controller.choose(requests, drafts, num_rows)
@@ -93,8 +112,8 @@ class Speculation:
 
     def _requests_of(self, sequences: list[Sequence], num_rows: int) -> list[DraftRequest]:
         """The sequences that may get drafts. Beams get none: which of them continues is decided by comparing them after each token."""
-        owners = self._requests.owners
-        sequences = [s for s in sequences if not isinstance(owners.get(s.sequence_id), BeamState)]
+        owners, self._rest = self._requests.owners, None
+        self._wanting = sequences = [s for s in sequences if not isinstance(owners.get(s.sequence_id), BeamState)]
         for sequence in sequences:
             self._observe(sequence)
         if not sequences:
@@ -151,7 +170,7 @@ class Speculation:
     def checked(self, entry: Scheduled, num_accepted: int) -> None:
         """A step has checked the drafts of an entry, and accepted the first `num_accepted`."""
         if self.on:
-            with self._guard("the controller's observe"):
+            with _Guard(self, "the controller's observe"):
                 self._controller.observe(entry.sequence, len(entry.drafts), num_accepted)
 
     def take_states(self, inputs: PreparedStep, states: Tensor) -> None:
@@ -159,31 +178,23 @@ class Speculation:
         if self.on and isinstance(self.drafter, StateDrafter):
             alive = [(entry, row) for entry, row in inputs.entries if not entry.sequence.finished]
             rows = [StateRows(e.sequence, e.start, row, e.num_tokens - len(e.drafts) + num_confirmed(e)) for e, row in alive]
-            with self._guard("observe_states"):
+            with _Guard(self, "observe_states"):
                 self.drafter.observe_states(states, rows)
 
     def timed(self, num_rows: int, seconds: float) -> None:
         """A step of `num_rows` rows, all of decodes and drafts, took so long."""
         if self.on:
-            with self._guard("the controller's observe_step"):
+            with _Guard(self, "the controller's observe_step"):
                 self._controller.observe_step(num_rows, seconds)
 
     def release(self, sequence: Sequence) -> None:
         """The sequence has ended."""
         if self.on:
-            with self._guard("forget"):
+            with _Guard(self, "forget"):
                 self._observe(sequence)
                 self.drafter.forget(sequence)
                 self._controller.forget(sequence)
         self._observed.pop(sequence.sequence_id, None)
-
-    @contextlib.contextmanager
-    def _guard(self, what: str) -> Iterator[None]:
-        """An exception of the drafter or the controller ends speculation, and nothing else."""
-        try:
-            yield
-        except Exception as error:
-            self.switch_off(what, error)
 
     def switch_off(self, where: str, error: Exception) -> None:
         """The drafter or the controller has failed: no more drafts."""
@@ -193,6 +204,24 @@ class Speculation:
             "speculation: the drafter %r is switched off, requests continue without drafts: %s: %s: %s",
             self.method, where, type(error).__name__, error, exc_info=error,
         )  # fmt: skip
+
+
+class _Guard:
+    """An exception of the drafter or the controller ends speculation, and nothing else. A class: a generator takes 1 us more a step."""
+
+    __slots__ = ("_speculation", "_where")
+
+    def __init__(self, speculation: Speculation, where: str):
+        self._speculation, self._where = speculation, where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if isinstance(error, Exception):
+            self._speculation.switch_off(self._where, error)
+            return True
+        return False
 
 
 def _tenant(sequence: Sequence) -> str:

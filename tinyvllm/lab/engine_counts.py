@@ -76,6 +76,9 @@ class CountedController:
     def limits(self, sequences: Row[Sequence], num_rows: int) -> list[int]:
         return self._inner.limits(sequences, num_rows)
 
+    def rest(self, sequences: Row[Sequence]) -> int:
+        return self._inner.rest(sequences)
+
     def choose(self, requests: Row[DraftRequest], drafts: Row[Draft], num_rows: int) -> list[int]:
         return self._inner.choose(requests, drafts, num_rows)
 

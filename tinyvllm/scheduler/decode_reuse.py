@@ -15,13 +15,19 @@ class ReusableDecode:
     """
 
     def __init__(self, schedule: Schedule, block_size: int) -> None:
-        self.schedule = schedule
+        self.schedule, self._block_size = schedule, block_size
         self.tokens_by_key = Counter(entry.sequence.options.key for entry in schedule.entries)  # of one step
-        self.max_start = max((entry.start for entry in schedule.entries), default=0)
+        self.was_interrupted = False  # the last step had other rows than these decodes: drafts
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Sort the entries by the position in their blocks."""
+        self.max_start = max((entry.start for entry in self.schedule.entries), default=0)
         self._position = 0  # tokens by which all have advanced since
-        self._crossings: list[list[Scheduled]] = [[] for _ in range(block_size)]  # by the position at which they have filled a block
-        for entry in schedule.entries:
-            self._crossings[-entry.start % block_size].append(entry)
+        # by the position at which they have filled a block
+        self._crossings: list[list[Scheduled]] = [[] for _ in range(self._block_size)]
+        for entry in self.schedule.entries:
+            self._crossings[-entry.start % self._block_size].append(entry)
 
     @staticmethod
     def fits(schedule: Schedule, running: list[Sequence]) -> bool:
@@ -37,6 +43,8 @@ class ReusableDecode:
         None if a sequence has not exactly one token to compute, counting `unseen` tokens that were drawn but are not known yet, or if the
         last step has not run: the schedule is of no use then.
         """
+        if self.was_interrupted:
+            return self._advance_each(unseen)
         entries = self.schedule.entries
         moved = entries[0].sequence.num_computed - entries[0].start
         if moved < 1:
@@ -53,3 +61,13 @@ class ReusableDecode:
         if moved == 1:
             return self._crossings[self._position % size].copy()
         return [entry for at in range(before + 1, min(before + size, self._position) + 1) for entry in self._crossings[at % size]]
+
+    def _advance_each(self, unseen: int) -> list[Scheduled] | None:
+        """`advance` after a step with drafts, which has moved each sequence by its own count; returns all entries."""
+        for entry in self.schedule.entries:
+            start = entry.sequence.num_computed
+            if len(entry.sequence) + unseen != start + 1 or start <= entry.start:
+                return None
+            entry.start = start
+        self._arrange()
+        return self.schedule.entries.copy()

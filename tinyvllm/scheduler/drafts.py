@@ -31,7 +31,7 @@ def add_drafts(scheduler: Scheduler, schedule: Schedule, drafts: Mapping[int, To
             scheduler.waiting.serve(entry.sequence.options.key, count)
     if budget == unused:
         return schedule
-    scheduler._reusable = None
+    scheduler.interrupt_reuse()
     return replace(schedule, entries=entries, reused=False, changed=[])
 
 

@@ -222,8 +222,14 @@ class Scheduler:
             entry.sequence.block_table.append(block)
         for key, count in reusable.tokens_by_key.items():
             self.waiting.serve(key, count)
-        reusable.schedule.reused, reusable.schedule.changed = True, crossed
+        reusable.schedule.reused, reusable.schedule.changed = not reusable.was_interrupted, crossed
+        reusable.was_interrupted = False
         return reusable.schedule
+
+    def interrupt_reuse(self) -> None:
+        """The step that was scheduled runs with other rows: what the runner has ready for the next one is of no use to it."""
+        if self._reusable is not None:
+            self._reusable.was_interrupted = True
 
     def _could_admit(self) -> bool:
         """Whether a row is free for the first in the queue, or could be taken from a sequence of lower priority."""

@@ -34,6 +34,10 @@ class FixedController:
         """The number, for each."""
         return [self._num_drafts] * len(sequences)
 
+    def rest(self, sequences: Row[Sequence]) -> int:
+        """None."""
+        return 0
+
     def choose(self, requests: Row[DraftRequest], drafts: Row[Draft], num_rows: int) -> list[int]:
         """All of each draft."""
         return [len(draft.tokens) for draft in drafts]
@@ -142,8 +146,9 @@ class Calibration:
 
 
 _DECAY, _PRIOR = 0.95, 1.5
-_PATIENCE = 4  # such misses in a row without a pause
-MAX_PAUSE_LOOKUP, MAX_PAUSE_MODEL = 8, 256  # tokens
+PATIENCE = 4  # times in a row that a sequence is asked in vain without a pause
+MAX_PAUSE_LOOKUP, MAX_PAUSE_MODEL = 16, 256  # tokens
+_PROOF = 2  # tokens of a guess that was not verified, all right, from the first: the text may have begun to repeat
 
 
 @dataclass(slots=True)
@@ -156,13 +161,13 @@ class _History:
     guess: list[int] | None = None
     keys: list[int] | None = None
     base: int = 0  # position of the first token of the guess
-    asked: bool = False
+    verified: bool = False  # some of the guess
+    score_at: int = 0  # time from which enough tokens have come to score a guess that is not verified
+    asked_at: int = -1  # its length when it was asked last
+    misses: int = 0  # times in a row that asking has gained nothing
     probed: bool = False  # asked although it does not seem to pay
     probe_pause: int = 8  # tokens until the next probe
-    verified: bool = False  # some of the guess
-    misses: int = 0  # guesses in a row that were wrong at once, and not verified
-    blanks: int = 0  # times in a row that there was no guess
-    resume_at: int = 0  # length from which it is asked again
+    resume_at: int = 0  # time (AdaptiveController._time) from which it is asked again
 
     @property
     def ratio(self) -> float:
@@ -173,10 +178,11 @@ class _History:
 class AdaptiveController:
     """Chooses the drafts of a step by calibrated chances and the cost curve.
 
-    Guesses that are not verified are scored by the tokens that come, for nothing. A sequence whose guesses are not verified, and wrong, is
-    asked less often: after _PATIENCE such guesses in a row the pause doubles, up to MAX_PAUSE_LOOKUP tokens. A drafter that runs a model
-    (`looks_up` False) is asked for as many drafts as pay by acceptance at each position; if none do, for one after pauses that double up
-    to MAX_PAUSE_MODEL tokens.
+    Guesses that are not verified are scored by the tokens that come, for nothing. A sequence that is asked PATIENCE times in a row in vain
+    is asked less often: the pause doubles, up to MAX_PAUSE_LOOKUP tokens, and ends when a guess is verified, or when _PROOF tokens of one
+    that was not turn out right. Pauses end together, at multiples of their lengths, so that most steps of a batch ask for nothing. A
+    drafter that runs a model (`looks_up` False) is asked for as many drafts as pay by acceptance at each position; if none do, for one
+    after pauses that double up to MAX_PAUSE_MODEL tokens.
     """
 
     def __init__(self, max_drafts: int, curve: CostCurve | None = None, looks_up: bool = True):
@@ -185,6 +191,7 @@ class AdaptiveController:
         self._calibration = Calibration()
         self._histories: dict[int, _History] = {}
         self._num_sequences = 1  # in the step
+        self._time = 0  # tokens by which the sequences have advanced; those of drafts do not count
         self._pass_seconds: deque[float] = deque(maxlen=15)
 
     # ---- before a step ----
@@ -192,12 +199,19 @@ class AdaptiveController:
     def limits(self, sequences: Row[Sequence], num_rows: int) -> list[int]:
         """0 for a sequence in a pause; otherwise the most, or for a model what pays."""
         self._num_sequences = len(sequences)
-        histories = [self._updated(sequence) for sequence in sequences]
-        awake = [history.length >= history.resume_at for history in histories]
+        histories = self._updated(sequences)
+        awake = [history.asked_at == history.length or history.resume_at <= self._time for history in histories]
         most = self._max_drafts if self._looks_up or not any(awake) else self._passes(histories, awake, num_rows)
-        for history, up in zip(histories, awake, strict=True):
-            history.asked, history.probed = up, most == 0
-        return [max(1, most) if up else 0 for up in awake]
+        for history, asked in zip(histories, awake, strict=True):
+            history.probed = most == 0
+            if asked and self._looks_up:
+                self._ask(history)
+        return [max(1, most) if asked else 0 for asked in awake]
+
+    def rest(self, sequences: Row[Sequence]) -> int:
+        """Until the shortest of the sequences' pauses ends, or a guess that waits can be scored."""
+        histories = [self._histories[sequence.sequence_id] for sequence in sequences]
+        return min(h.resume_at if h.guess is None else min(h.resume_at, h.score_at) for h in histories) - self._time
 
     def choose(self, requests: Row[DraftRequest], drafts: Row[Draft], num_rows: int) -> list[int]:
         """The drafts with the most expected tokens a second."""
@@ -211,7 +225,8 @@ class AdaptiveController:
             counts[-i] += 1
         for request, count in zip(requests, counts, strict=True):
             if count:
-                self._histories[request.sequence.sequence_id].verified = True
+                history = self._histories[request.sequence.sequence_id]
+                history.verified, history.misses, history.resume_at = True, 0, self._time
         return counts
 
     # ---- after a step ----
@@ -271,13 +286,12 @@ class AdaptiveController:
     def _note(self, sequence: Sequence, draft: Draft) -> _History:
         """Keep the guess until its tokens come."""
         history = self._histories.setdefault(sequence.sequence_id, _History())
+        if history.guess is not None and len(sequence) > history.base:
+            self._score(history, sequence)
         history.guess, history.keys, history.base = draft.tokens, self._calibration.keys(draft), len(sequence)
-        history.asked = history.verified = False
-        if history.probed:
-            self._pause(history, history.probe_pause)
-            history.probe_pause = min(MAX_PAUSE_MODEL, 2 * history.probe_pause)
-        else:
-            history.probe_pause = 8
+        history.verified, history.score_at = False, self._time + _PROOF
+        if not self._looks_up:  # `limits` may have been for a look ahead of the last token, without a pass
+            self._ask(history)
         return history
 
     def _chances(self, history: _History) -> list[float]:
@@ -290,23 +304,23 @@ class AdaptiveController:
             chances.append(survival)
         return chances
 
-    def _updated(self, sequence: Sequence) -> _History:
-        """The sequence's history, with its last guess scored by the tokens that came since."""
-        history = self._histories.setdefault(sequence.sequence_id, _History())
-        if len(sequence) != history.length:
-            history.length = len(sequence)
-            if history.guess is not None:
+    def _updated(self, sequences: Row[Sequence]) -> list[_History]:
+        """The sequences' histories, with their last guesses scored by the tokens that came since."""
+        histories, moves = [], []
+        for sequence in sequences:
+            history, length = self._histories.setdefault(sequence.sequence_id, _History()), len(sequence)
+            if history.length:
+                moves.append(length - history.length)
+            history.length = length
+            if history.guess is not None and length >= history.base + (1 if history.verified else _PROOF):
                 self._score(history, sequence)
-            elif history.asked and self._looks_up:
-                history.blanks += 1
-                self._pause(history, min(3, history.blanks // 8))
-            history.asked = False
-        return history
+            histories.append(history)
+        self._time += min(moves, default=0)
+        return histories
 
     def _score(self, history: _History, sequence: Sequence) -> None:
         guess, keys = history.guess or [], history.keys or []
         history.guess = history.keys = None
-        history.blanks = 0
         right = 0
         for i, token in enumerate(sequence.token_ids(history.base, history.base + len(guess))):
             accepted = token == guess[i]
@@ -316,18 +330,31 @@ class AdaptiveController:
             if not accepted:
                 break
             right += 1
-        if right or history.verified:
-            history.misses = 0
-        else:
-            history.misses += 1
-            if history.misses >= _PATIENCE:
-                most = MAX_PAUSE_LOOKUP if self._looks_up else MAX_PAUSE_MODEL
-                self._pause(history, min(most, 1 << min(20, history.misses - _PATIENCE)))
+        if right >= _PROOF:
+            history.misses, history.resume_at = 0, 0
+        elif right:
+            history.misses = max(0, history.misses - 2)  # the call itself is one
 
     def _learn(self, history: _History, key: int, accepted: bool) -> None:
         history.accepted = _DECAY * history.accepted + accepted
         history.expected = _DECAY * history.expected + self._calibration.chance(key)
         self._calibration.observe(key, accepted)
 
-    def _pause(self, history: _History, tokens: int) -> None:
-        history.resume_at = history.length + tokens
+    def _ask(self, history: _History) -> None:
+        """The sequence is asked, in vain until `choose` or its tokens show that it was not: when it would be asked again."""
+        if history.asked_at == history.length:
+            return
+        history.asked_at, history.misses = history.length, history.misses + 1
+        pause, most = 1, MAX_PAUSE_LOOKUP if self._looks_up else MAX_PAUSE_MODEL
+        if history.probed:
+            pause, history.probe_pause = history.probe_pause, min(most, 2 * history.probe_pause)
+        else:
+            history.probe_pause = 8
+            if history.misses >= PATIENCE:
+                pause = min(most, 2 << min(20, history.misses - PATIENCE))
+        history.resume_at = _multiple_after(self._time, pause) if self._looks_up else self._time + pause
+
+
+def _multiple_after(time: int, pause: int) -> int:
+    """The multiple of `pause` that is nearest to its end, after `time`: sequences that pause equally long wake together."""
+    return (time + pause + pause // 2) // pause * pause

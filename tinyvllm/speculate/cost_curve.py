@@ -35,6 +35,7 @@ class CostCurve:
         """`points`: seconds by number of rows, as measured before; they count until steps are observed."""
         self._buckets: dict[int, _Bucket] = {}
         self._step = 0
+        self._is_stale = False  # there are samples that the estimates do not have
         self._rows: list[int] = []
         self._shape: list[float] = []
         self._memo: dict[int, float] = {}
@@ -50,11 +51,12 @@ class CostCurve:
         self._step += 1
         bucket.samples.append(_positive(seconds))
         bucket.last_step = self._step
-        if len(bucket.samples) == MIN_SAMPLES or self._step % _REBUILD == 0:
-            self._rebuild()
+        self._is_stale = self._is_stale or len(bucket.samples) == MIN_SAMPLES or self._step % _REBUILD == 0
 
     def seconds(self, rows: int) -> float:
         """The estimate for a step of `rows` rows; relative to a step of one row if nothing is known at all."""
+        if self._is_stale:
+            self._rebuild()
         shape = self._memo.get(rows)
         if shape is None:
             shape = self._memo[rows] = self._interpolate(rows)
@@ -62,6 +64,8 @@ class CostCurve:
 
     def points(self) -> dict[int, float]:
         """Seconds by number of rows, where they are measured."""
+        if self._is_stale:
+            self._rebuild()
         return dict(zip(self._rows, self._shape, strict=True))
 
     def _interpolate(self, rows: int) -> float:
@@ -83,6 +87,7 @@ class CostCurve:
         full = sorted(n for n, bucket in self._buckets.items() if len(bucket.samples) >= MIN_SAMPLES)
         self._rows, self._shape = full, [_quartile(self._buckets[n].samples) for n in full]
         self._memo.clear()
+        self._is_stale = False
 
 
 def _quartile(samples: Collection[float]) -> float:

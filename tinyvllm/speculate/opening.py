@@ -43,9 +43,11 @@ def open_policy(config: SpeculativeConfig) -> Policy:
 def open_lookup(config: SpeculativeConfig) -> Drafter:
     """The drafter of a method of LOOKUPS, which needs no runner."""
     from tinyvllm.speculate.ngram import NgramDrafter
-    from tinyvllm.speculate.suffix import SuffixDrafter
+    from tinyvllm.speculate.suffix import FIRST_MATCH, SuffixDrafter
 
-    return NgramDrafter(config.prompt_lookup_max, config.prompt_lookup_min) if config.method == "ngram" else SuffixDrafter()
+    if config.method == "ngram":
+        return NgramDrafter(config.prompt_lookup_max, config.prompt_lookup_min)
+    return SuffixDrafter(first_match=FIRST_MATCH)
 
 
 def _ngram(config: SpeculativeConfig, runner: Runner) -> Drafter:

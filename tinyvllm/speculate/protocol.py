@@ -140,6 +140,13 @@ class Controller(Protocol):
         """At most how many drafts each sequence may get in the next step; 0 leaves it out, and its drafter is not asked."""
         ...
 
+    def rest(self, sequences: Row[Sequence]) -> int:
+        """After `limits` and `choose` that gave these sequences no drafts: how many tokens each gets before they are called again.
+
+        Steps of the same sequences that come earlier run as without speculation, and are not observed.
+        """
+        ...
+
     def choose(self, requests: Row[DraftRequest], drafts: Row[Draft], num_rows: int) -> list[int]:
         """How many tokens of each draft, from its first, are verified. Larger numbers than a draft has are cut."""
         ...

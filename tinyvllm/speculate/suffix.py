@@ -8,10 +8,12 @@ from collections.abc import Sequence as Row
 from tinyvllm.request import Sequence
 from tinyvllm.speculate.contexts import LENGTHS, ContextCounts, Trail, guess
 from tinyvllm.speculate.protocol import Draft, DraftRequest
+from tinyvllm.speculate.tails import Tails
 from tinyvllm.speculate.texts import CALL_TOKENS, TEXT_BYTES, Texts
 
 MIN_SURVIVAL = 0.1  # vLLM's suffix_decoding_min_token_prob
 OUTPUT_BYTES = 64 << 20  # of past outputs
+FIRST_MATCH = 4  # tokens that must recur before a text is learned: a shorter context alone hardly ever gives a draft that pays
 PENDING_TOKENS = 1 << 16  # of outputs that wait to be learned; beyond, the oldest output is dropped
 TENANT_BYTES = 1024  # counted for a tenant in addition to its contexts
 
@@ -91,8 +93,9 @@ class PastOutputs:
 class SuffixDrafter:
     """Guesses by the longest context, of 16, 8, 4 or 2 tokens, that occurred before: in the sequence, or in a past output of its tenant.
 
-    A draft ends where its estimated chance falls below `min_survival`. Memory is bounded: sequences beyond `text_bytes` forget
-    their oldest contexts. A sequence of which more is new than a call may learn (CALL_TOKENS) gets no drafts yet.
+    A draft ends where its estimated chance falls below `min_survival`. A text is learned from the first time on that its last
+    `first_match` tokens recur in it: one that repeats nothing costs a search of its bytes. Memory is bounded: sequences beyond `text_bytes`
+    forget their oldest contexts. A sequence of which more is new than a call may learn (CALL_TOKENS) gets no drafts yet.
     """
 
     method = "suffix"
@@ -104,10 +107,15 @@ class SuffixDrafter:
         text_bytes: int = TEXT_BYTES,
         output_bytes: int = OUTPUT_BYTES,
         call_tokens: int = CALL_TOKENS,
+        first_match: int = 0,
     ):
-        """`text_bytes` is for the texts of all running sequences, `output_bytes` for past outputs; 0 keeps none."""
+        """`text_bytes` is for the texts of all running sequences, `output_bytes` for past outputs; 0 keeps none.
+
+        With `first_match` 0 every text is learned at once; FIRST_MATCH is what an engine takes.
+        """
         self.min_survival, self.outputs = min_survival, PastOutputs(output_bytes)
         self._texts = Texts(lambda: ContextText(text_bytes), text_bytes, call_tokens)
+        self._tails = Tails(first_match) if first_match else None
         self._tenants: dict[int, str] = {}  # by sequence
 
     @property
@@ -118,6 +126,8 @@ class SuffixDrafter:
     def propose(self, requests: Row[DraftRequest]) -> list[Draft]:
         """Drafts with confidences: how often the token followed the context."""
         self._texts.begin_call()
+        if self._tails is not None:
+            self._tails.begin_call()
         drafts = [self._draft(request) for request in requests]
         self.outputs.learn(self._texts.room)
         return drafts
@@ -128,15 +138,32 @@ class SuffixDrafter:
     def forget(self, sequence: Sequence) -> None:
         """Drop the sequence's contexts; its output becomes a past output of its tenant."""
         self._texts.forget(sequence)
+        if self._tails is not None:
+            self._tails.forget(sequence)
         tenant = self._tenants.pop(sequence.sequence_id, None)
         if tenant is not None:
             self.outputs.add(tenant, sequence)
 
     def _draft(self, request: DraftRequest) -> Draft:
-        self._tenants[request.sequence.sequence_id] = request.tenant
-        text = self._texts.up_to_date(request.sequence)
+        sequence, past = request.sequence, self.outputs.of(request.tenant)
+        self._tenants[sequence.sequence_id] = request.tenant
+        if not self._learns(sequence):
+            if past is None:
+                return Draft()
+            end = len(sequence)
+            trail = Trail(sequence.token_ids(max(0, end - LENGTHS[0]), end))
+            return guess(trail, (past,), request.max_drafts, self.min_survival)
+        text = self._texts.up_to_date(sequence)
         if text is None:
             return Draft()
-        past = self.outputs.of(request.tenant)
         sources = (text.counts,) if past is None else (text.counts, past)
         return guess(text.trail, sources, request.max_drafts, self.min_survival)
+
+    def _learns(self, sequence: Sequence) -> bool:
+        """Whether the sequence's text is worth learning: it has repeated something."""
+        if self._tails is None or sequence in self._texts:
+            return True
+        if not self._tails.recur(sequence):
+            return False
+        self._tails.forget(sequence)
+        return True

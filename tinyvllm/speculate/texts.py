@@ -38,6 +38,9 @@ class Texts(Generic[Index]):
     def __len__(self) -> int:
         return len(self._indexes)
 
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.sequence_id in self._indexes
+
     def begin_call(self) -> None:
         """From here on, `call_tokens` tokens may be learned; `room` is what remains of them."""
         self.room = self._call_tokens
