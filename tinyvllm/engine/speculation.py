@@ -156,13 +156,13 @@ class Speculation:
     def capture(self, shape: Shape, states: Tensor | None) -> None:
         """Let a drafter that runs on the device capture what belongs to steps of a shape, the last of which has these hidden states."""
         if self.on and isinstance(self.drafter, CapturesAhead):
-            with self._guard("capture"):
+            with _Guard(self, "capture"):
                 self.drafter.capture(shape, states)
 
     def drop_captures(self) -> None:
         """The drafter's captures have slower kernels than are known now."""
         if self.on and isinstance(self.drafter, CapturesAhead):
-            with self._guard("drop_captures"):
+            with _Guard(self, "drop_captures"):
                 self.drafter.drop_captures()
 
     # ---- after a step ----
