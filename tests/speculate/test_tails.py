@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import hypothesis.strategies as st
+import random
+
 import pytest
-from hypothesis import given
 
 from tests.speculate.texts import draft, random_tokens, sequence
 from tinyvllm.speculate import DraftRequest
 from tinyvllm.speculate.suffix import SuffixDrafter
 from tinyvllm.speculate.tails import Tails
 
-few_tokens = st.lists(st.sampled_from([0, 1, 256, 65536, 16777216]), min_size=1, max_size=40)  # equal bytes at other places of a token
 
-
-@given(few_tokens, few_tokens, st.integers(1, 4))
-def test_what_recurs_is_found_as_by_a_scan(prompt, output, length):
-    tails, growing = Tails(length), sequence(prompt)
-    for token in output:
-        text = growing.token_ids(0, len(growing))
-        before = [text[end - length : end] for end in range(length, len(text))]
-        assert tails.recur(growing) == (text[-length:] in before)
-        growing.output_token_ids.append(token)
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+def test_what_recurs_is_found_as_by_a_scan(length):
+    """Also where the same bytes begin within a token."""
+    rng, seen = random.Random(length), set()
+    for number in range(40):
+        prompt = rng.choices([0, 1, 256, 65536, 16777216], k=rng.randrange(1, 20))
+        tails, growing = Tails(length), sequence(prompt, sequence_id=number)
+        for _ in range(20):
+            text = growing.token_ids(0, len(growing))
+            expected = text[-length:] in [text[end - length : end] for end in range(length, len(text))]
+            assert tails.recur(growing) == expected
+            seen.add(expected)
+            growing.output_token_ids.append(rng.choice([0, 1, 256, 65536, 16777216]))
+    assert seen == {True, False}
 
 
 def test_crafted_text_is_taken_for_one_that_recurs():

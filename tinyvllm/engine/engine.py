@@ -14,6 +14,7 @@ from tinyvllm.config import EngineConfig, cache_folder
 from tinyvllm.engine.boundary import request_failure
 from tinyvllm.engine.constraints import TokenConstraints
 from tinyvllm.engine.draft_loop import SpeculativeLoop
+from tinyvllm.engine.kept_costs import KeptCosts
 from tinyvllm.engine.loop import PlainLoop, StepLoop, new_loop
 from tinyvllm.engine.observer import EngineObserver, Observers
 from tinyvllm.engine.output import ActiveRequest
@@ -97,10 +98,12 @@ class Engine:
         self.loop: StepLoop = new_loop(self.stages, config.num_scheduler_steps, run_ahead)
         self._plain_loop = self.loop
         self.speculation: Speculation | None = None
+        self._kept_costs: KeptCosts | None = None
         if config.speculative_config is not None:
             chosen = config.speculative_config
             drafter = open_any_drafter(config, chosen, runner, self.tokenizer)
-            self.speculate(drafter, open_controller(chosen, drafter), open_policy(chosen))
+            self._kept_costs = KeptCosts(runner, config, chosen.method)
+            self.speculate(drafter, open_controller(chosen, drafter, self._kept_costs.curve), open_policy(chosen))
         self.recovery = StepRecovery(self.stages, lambda: self.loop)
         self._run_ahead = run_ahead
         self._warmup = new_warmup(runner, self.sampler, config, run_ahead, self.speculation)
@@ -259,11 +262,13 @@ class Engine:
             raise TinyvllmError("engine: it was closed, and its model is no longer in memory; make a new LLM")
 
     def close(self) -> None:
-        """Write the cached blocks to the prefix store, if there is one, and drop the model. A second call does nothing."""
+        """Write the cached blocks to the prefix store, if there is one, and the cost curve, and drop the model. Again: nothing."""
         if self._closed:
             return
         if self._store and self.scheduler.prefix:
             self._store.save(self.scheduler.prefix)
+        if self._kept_costs is not None:
+            self._kept_costs.save()
         self._store = self._warmup = None
         self._closed = True
         self.runner.drop_untimed_kernels()
