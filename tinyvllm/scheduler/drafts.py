@@ -31,7 +31,8 @@ def add_drafts(scheduler: Scheduler, schedule: Schedule, drafts: Mapping[int, To
             scheduler.waiting.serve(entry.sequence.options.key, count)
     if budget == unused:
         return schedule
-    scheduler.interrupt_reuse()
+    if scheduler._reusable is not None:
+        scheduler._reusable.was_interrupted = True
     return replace(schedule, entries=entries, reused=False, changed=[])
 
 

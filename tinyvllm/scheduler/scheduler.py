@@ -226,11 +226,6 @@ class Scheduler:
         reusable.was_interrupted = False
         return reusable.schedule
 
-    def interrupt_reuse(self) -> None:
-        """The step that was scheduled runs with other rows: what the runner has ready for the next one is of no use to it."""
-        if self._reusable is not None:
-            self._reusable.was_interrupted = True
-
     def _could_admit(self) -> bool:
         """Whether a row is free for the first in the queue, or could be taken from a sequence of lower priority."""
         if not self.waiting.has_next:
