@@ -1,4 +1,4 @@
-// x[t] = table[tokens[t]] as float32: the exact value of every weight.
+// x[t] = table[tokens[t]] as float32: the exact value of every weight, times ROW_SCALE if it is defined.
 //
 //   x       [T, E] float32   rows from rows[0] on are not touched
 //   table   [V, E] WEIGHT    PANELS 0: rows as in files. PANELS 1: panels, as the products read them (format.h)
@@ -47,4 +47,7 @@ static void embed_row(float *x, const uint8_t *table, int token) {
 #endif
     unpack_block(x + b * BLOCK, block);
   }
+#ifdef ROW_SCALE
+  for (int i = 0; i < E; i += 16) v16_store(x + i, v16_mul(v16_load(x + i), v16_set(ROW_SCALE)));
+#endif
 }

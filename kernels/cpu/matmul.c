@@ -1,19 +1,25 @@
-// out = activation(x . weight^T + bias) + residual
+// out = activation(x . weight^T + bias) * OUT_SCALE + residual, or norm(activation(x . weight^T + bias)) * OUT_SCALE + residual
 //
 //   out       [T, O] float32   does not alias x or residual
 //   scratch   PREPARED_BYTES(I) (product.h) for every row, T rounded up to a multiple of 16; 64-byte aligned
 //   x         [T, I] float32
 //   weight    panels (format.h) of WEIGHT, O rounded up to a multiple of 16
 //   bias      [O] float32, if BIAS
+//   out_norm  [O] float32, if OUT_NORM: RMS norm's weights of the outputs, with EPS; then O % 16 == 0
 //   residual  [T, O] float32, if RESIDUAL
 //   rows      [1] int32        how many rows of x there are, 0 to T; further rows of out are unchanged
 //
 // ACTIVATION: 0 none, 1 GELU, the tanh form. I % 32 == 0, any O. Accumulated in float32 in the order of product.h; BF16 rounds x to bfloat16
 // and integer formats round it to int8 in groups of 32, once a row.
-// First every row is prepared (a row is a unit of work), then a few pairs of panels meet all rows, or PIECE rows if panels are few.
+// First every row is prepared (a row is a unit of work), then a few pairs of panels meet all rows, or PIECE rows if panels are few; with
+// OUT_NORM every row of out is a unit once more.
+#include "activations.h"
 #include "params.h"
 #include "product.h"
 #include "thread_team.h"
+#ifdef OUT_NORM
+#include "norm.h"  // after what it includes itself, which the others need, too
+#endif
 
 #define PIECE 96  // rows; a multiple of twelve
 
@@ -30,10 +36,23 @@
 #define residual ((const float *)0)
 #endif
 
-static inline void finish_row(float *out, float *tile, const float *biases, const float *residuals, int columns);
+#ifndef OUT_SCALE
+#define OUT_SCALE 1.0f
+#endif
+#ifdef OUT_NORM
+#define OUT_NORM_ARGUMENT const float *out_norm,
+#define ADDS_AT_ONCE 0
+#else
+#define OUT_NORM_ARGUMENT
+#define ADDS_AT_ONCE 1
+#endif
 
-static void matmul(float *out, void *scratch, const float *x, const void *weight, BIAS_ARGUMENT RESIDUAL_ARGUMENT const int32_t *rows,
-                   const struct thread_team *team) {
+static inline void finish_row(float *out, float *tile, const float *biases, const float *residuals, int columns);
+static inline v16 finish_16(v16 y, const float *biases, const float *residuals);
+static inline v16 joined(v16 y, const float *residuals);
+
+static void matmul(float *out, void *scratch, const float *x, const void *weight,
+                   BIAS_ARGUMENT OUT_NORM_ARGUMENT RESIDUAL_ARGUMENT const int32_t *rows, const struct thread_team *team) {
   const int count = rows[0], panels = (O + 15) / 16, pairs = (panels + 1) / 2;
   uint8_t *prepared = scratch;
   for (int t = next_unit(team); t < count; t = next_unit(team)) prepare_row(prepared + t * PREPARED, x + (long)t * I);
@@ -62,20 +81,30 @@ static void matmul(float *out, void *scratch, const float *x, const void *weight
       }
     }
   }
-}
-
-static inline v16 gelu(v16 x) {
-  v16 cube = v16_mul(v16_mul(x, x), x);
-  v16 u = v16_mul(v16_fma(v16_set(0.044715f), cube, x), v16_set(-1.5957691216057308f));  // -2 sqrt(2 / pi)
-  return v16_div(x, v16_add(v16_set(1.0f), v16_exp(u)));
+#ifdef OUT_NORM
+  barrier(team);
+  for (int t = next_unit(team); t < count; t = next_unit(team)) {
+    float *row = out + (long)t * O;
+    const v16 inverse = v16_set(inverse_spread(row, O, 0.0f, EPS));
+    for (int o = 0; o < O; o += 16) {
+      const v16 y = v16_mul(v16_mul(v16_load(row + o), inverse), v16_load(out_norm + o));
+      v16_store(row + o, joined(y, RESIDUAL ? residual + (long)t * O + o : 0));
+    }
+  }
+#endif
 }
 
 // Sixteen of a row's results, from their sums `y`.
 static inline v16 finish_16(v16 y, const float *biases, const float *residuals) {
   if (BIAS) y = v16_add(y, v16_load(biases));
   if (ACTIVATION == GELU) y = gelu(y);
-  if (RESIDUAL) y = v16_add(y, v16_load(residuals));
-  return y;
+  return ADDS_AT_ONCE ? joined(y, residuals) : y;
+}
+
+// Sixteen outputs as they join the residual.
+static inline v16 joined(v16 y, const float *residuals) {
+  if (OUT_SCALE != 1.0f) y = v16_mul(y, v16_set(OUT_SCALE));
+  return RESIDUAL ? v16_add(y, v16_load(residuals)) : y;
 }
 
 // The sums of one row in `tile` [32] become `columns` of its results; all pointers are at the first of these columns.

@@ -1,9 +1,10 @@
-// out = silu(gate) * up, where gate, up = rmsnorm(x) . weight^T + bias: the first half of a gated feed-forward layer
+// out = silu(gate) * up, where gate, up = rmsnorm(x) . weight^T + bias: the first half of a gated feed-forward layer; gelu(gate) * up if
+// GATE_GELU
 //
 //   out       [T, F] float32   does not alias x
 //   scratch   PREPARED_BYTES(E) (product.h) for every row, T rounded up to a multiple of 16; 64-byte aligned
 //   x         [T, E] float32
-//   norm      [E] float32      RMS norm's weights; EPS inside the root
+//   norm      [E] float32      RMS norm's weights; EPS inside the root; not if NORM == NO_NORM
 //   weight    panels (format.h) of gate [F, E], then those of up [F, E]; of one of the two if HALF is GATE or UP
 //   bias      [2 F] float32, gate's first, if BIAS
 //   rows      [1] int32        how many rows of x there are, 0 to T; further rows of out are unchanged
@@ -13,6 +14,7 @@
 // E % 32 == 0, F % 16 == 0. Norm, bias, silu and product with up in float32; matrix products as product.h says.
 // A row to prepare is a unit of work, then some pairs of gate's panels with those of up. silu(a) = a / (1 + e^-a).
 #define I E
+#include "activations.h"
 #include "norm.h"
 #include "product.h"
 #include "thread_team.h"
@@ -22,6 +24,9 @@
 #define GATE 1
 #define UP 2
 
+#ifndef GATE_GELU
+#define GATE_GELU 0
+#endif
 #if BIAS
 #define BIAS_ARGUMENT const float *bias,
 #else
@@ -38,7 +43,7 @@ static inline void pair_dot(const uint8_t *weight, int panels, int pair, const u
                             float *tile);
 static inline void finish_row(float *out, const float *gates, const float *ups, const float *biases, int f);
 
-static void norm_gate_up_silu(float *out, void *scratch, const float *x, const float *norm, const void *weight,
+static void norm_gate_up_silu(float *out, void *scratch, const float *x, NORM_ARGUMENT const void *weight,
                               BIAS_ARGUMENT const int32_t *rows, const struct thread_team *team) {
   const int count = rows[0], panels = F / 16;
   uint8_t *prepared = scratch;
@@ -94,7 +99,6 @@ static inline void finish_row(float *out, const float *gates, const float *ups, 
     }
     v16 b = v16_load(ups + c);
     if (BIAS) b = v16_add(b, v16_load(biases + F + f + c));
-    const v16 silu = v16_div(a, v16_add(v16_set(1.0f), v16_exp(v16_sub(v16_set(0.0f), a))));
-    v16_store(out + f + c, v16_mul(silu, b));
+    v16_store(out + f + c, v16_mul(GATE_GELU ? gelu(a) : silu(a), b));
   }
 }

@@ -1,4 +1,5 @@
-// logits = norm(x[row_index]) . weight^T, and the index of the largest
+// logits = norm(x[row_index]) . weight^T, and the index of the largest; divided by DIVISOR, and then CAP tanh(logit / CAP), where these
+// are defined
 //
 //   logits     [N, V] float32
 //   best       [N] int32         the largest logit's index, the lowest of equals; -1 if a logit is NaN or none is above -inf
@@ -11,11 +12,13 @@
 //
 // E % 32 == 0, any V. Units of work: a row to prepare; some pairs of panels; a row to search.
 #define I E
+#include "activations.h"
 #include "norm.h"
 #include "product.h"
 #include "thread_team.h"
 
-static inline void store_columns(float *row, const float *tile, int v);
+static inline void store_columns(float *row, float *tile, int v);
+static inline v16 finished(v16 y);
 static inline int32_t argmax_of(const float *logits);
 
 static void norm_head(float *logits, int32_t *best, void *scratch, const float *x, const float *norm, NORM_BIAS_ARGUMENT const void *weight,
@@ -48,12 +51,23 @@ static void norm_head(float *logits, int32_t *best, void *scratch, const float *
 }
 
 // A pair of panels' results for one row, to its logits from v on.
-static inline void store_columns(float *row, const float *tile, int v) {
+static inline void store_columns(float *row, float *tile, int v) {
   for (int c = 0; c < 32; c += 16) {
+    v16_store(tile + c, finished(v16_load(tile + c)));
     if (v + c + 16 <= V) v16_store(row + v + c, v16_load(tile + c));
     else
       for (int i = c; i < c + 16 && v + i < V; i++) row[v + i] = tile[i];
   }
+}
+
+static inline v16 finished(v16 y) {
+#ifdef DIVISOR
+  y = v16_div(y, v16_set(DIVISOR));
+#endif
+#ifdef CAP
+  y = capped(y, CAP);
+#endif
+  return y;
 }
 
 static inline uint32_t is_nan(float x) { return (bits_of_float(x) & 0x7FFFFFFFu) > 0x7F800000u; }

@@ -7,6 +7,7 @@
 // NORM
 #define RMS 0
 #define LAYER 1
+#define NO_NORM 2
 
 // ACTIVATION
 #define NO_ACTIVATION 0

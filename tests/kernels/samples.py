@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -64,6 +65,18 @@ def matmul(weight: str, target: str, T: int = 15, I: int = 96, O: int = 50) -> C
     ins = [floats(T, I), panels(weight, O, I), floats(O), floats(T, O), int32(T)]
     arrays = [blank(T, O), prepared(weight, T, I), *ins]
     return kernel("matmul", target, 2, arrays, I=I, O=O, WEIGHT=weight, BIAS=1, RESIDUAL=1, ACTIVATION=1)
+
+
+def matmul_normed(target: str, T: int = 15, I: int = 96, O: int = 48) -> Call:
+    ins = [floats(T, I), panels("BF16", O, I), floats(O), floats(T, O), int32(T)]
+    sizes = {"I": I, "O": O, "WEIGHT": "BF16", "BIAS": 0, "RESIDUAL": 1, "ACTIVATION": 0}
+    return kernel("matmul", target, 2, [blank(T, O), prepared("BF16", T, I), *ins], **sizes, OUT_NORM=1, OUT_SCALE="0.5f", EPS=1e-5)
+
+
+def changed(sample: Callable[[str], Call], changes: dict[str, int | float | str], target: str) -> Call:
+    """A sample with more or other constants."""
+    made, arrays = sample(target)
+    return replace(made, defines=tuple((dict(made.defines) | changes).items())), arrays
 
 
 def norm_gate_up_silu(weight: str, target: str, T: int = 5, E: int = 64, F: int = 48) -> Call:
@@ -173,6 +186,15 @@ def sample(target: str, B: int = 4, V: int = 300, R: int = 4, **only: int) -> Ca
     return kernel("sample", target, len(outs), outs + ins, V=V, NEUTRAL_ROW=R - 1, **features)
 
 
+POLICIES: dict[str, dict[str, int | float | str]] = {  # what some families differ in (tinyvllm/backends/policies.py)
+    "embed BF16": {"ROW_SCALE": "8.0f"},
+    "norm_gate_up_silu BF16": {"GATE_GELU": 1},
+    "norm_head BF16": {"DIVISOR": "8.0f", "CAP": "30.0f"},
+    "attention_decode BF16": {"CAP": "50.0f"},
+    "attention_prefill F16": {"CAP": "50.0f"},
+}
+
+
 def _samples() -> dict[str, Callable[[str], Call]]:
     samples: dict[str, Callable[[str], Call]] = {"kv_copy": kv_copy, "advance": advance, "read": read, "sample": sample}
     samples["sample greedy"] = functools.partial(sample, SAMPLED=0)
@@ -186,6 +208,7 @@ def _samples() -> dict[str, Callable[[str], Call]]:
             samples[f"{make.__name__} {weight}"] = functools.partial(make, weight)
     for format, weighted in (("Q8_0", 0), ("Q4_1", 1), ("Q2_K", 0), ("Q3_K", 0), ("Q5_K", 1), ("IQ4_NL", 0), ("Q6_K", 1)):
         samples[f"quantize {format}"] = functools.partial(quantize, format, weighted=weighted)
+    samples["matmul with a norm of its outputs"] = matmul_normed
     samples["pack F32 as BF16"] = functools.partial(pack, "F32", "BF16")
     for cache in ("F32", "F16", "BF16"):
         samples[f"kv_append {cache}"] = functools.partial(kv_append, cache)
@@ -196,6 +219,8 @@ def _samples() -> dict[str, Callable[[str], Call]]:
     samples["kv_append KV_INT4"] = functools.partial(kv_append, "KV_INT4")
     for cache in ("F32", "BF16"):
         samples[f"attention_decode {cache} shared"] = functools.partial(cascade, cache)
+    for name, changes in POLICIES.items():
+        samples[f"{name} with a policy"] = functools.partial(changed, samples[name], changes)
     return samples
 
 

@@ -43,6 +43,7 @@ NAMES = [
     "quantize Q5_K",
     "quantize Q3_K",
     "pack Q8_0",
+    "matmul with a norm of its outputs",
 ]
 # again for the widest variant of this machine, where a kernel has code of its own for it
 WIDEST = next((variant for variant, feature in (("avx512", "avx512f"), ("avx2", "avx2")) if feature in cpu_features()), "plain")

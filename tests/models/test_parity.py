@@ -45,8 +45,8 @@ def read_golden(name: str) -> list[Prompt]:
         ]
 
 
-def open_model(path: Path, context: int = MAX_MODEL_LEN) -> LLM:
-    return LLM(str(path), dtype="float32", max_model_len=context, max_num_seqs=2, skip_tokenizer_init=True)
+def open_model(path: Path, context: int = MAX_MODEL_LEN, **options: Any) -> LLM:
+    return LLM(str(path), dtype="float32", max_model_len=context, max_num_seqs=2, skip_tokenizer_init=True, **options)
 
 
 def greedy(llm: LLM, prompts: list[Prompt]) -> list[list[int]]:
@@ -62,6 +62,19 @@ def check(path: Path, name: str) -> None:
         llm = open_model(path, context)
         check_logits(llm, max(prompts, key=lambda prompt: len(prompt.ids)))  # the greedy tokens tell of the others; a length is a capture
         assert greedy(llm, prompts) == [prompt.tokens for prompt in prompts]
+
+
+def check_in_pieces(path: Path, name: str) -> None:
+    """As `check`, with prompts in chunks of 32 tokens: each alone, and then all of a context in one batch, with their prefixes cached."""
+    golden = read_golden(name)
+    for context in sorted({prompt.context for prompt in golden}):
+        prompts = [prompt for prompt in golden if prompt.context == context]
+        llm = open_model(path, context, max_num_batched_tokens=32)
+        check_logits(llm, max(prompts, key=lambda prompt: len(prompt.ids)))
+        assert [greedy(llm, [prompt])[0] for prompt in prompts] == [prompt.tokens for prompt in prompts]
+        outputs = llm.generate([{"prompt_token_ids": prompt.ids} for prompt in prompts], GREEDY)
+        assert all(output.num_cached_tokens > 0 for output in outputs)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == [prompt.tokens for prompt in prompts]
 
 
 def check_logits(llm: LLM, prompt: Prompt) -> None:
@@ -80,7 +93,7 @@ def test_safetensors(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.gguf])
 def test_gguf(name: str, tmp_path: Path) -> None:
     write_gguf(GOLDEN / name, tmp_path / "model.gguf", FAMILIES[name].gguf or "")
-    check(tmp_path / "model.gguf", name)
+    check_in_pieces(tmp_path / "model.gguf", name)
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0"])

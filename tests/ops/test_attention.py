@@ -20,7 +20,7 @@ S, D, P, M = 8, 32, 24, 6
 BUCKET = 4  # decodes are padded to
 
 
-def reference(q, positions, owners, tables, pool, window):
+def reference(q, positions, owners, tables, pool, window, cap=0.0):
     """Row by row: gather the owner's keys up to the row's position, softmax, weigh the values."""
     T, H, D = q.shape
     K = pool.shape[2]
@@ -31,6 +31,7 @@ def reference(q, positions, owners, tables, pool, window):
         keys, values = (blocks[:, i].transpose(1, 0, 2, 3).reshape(K, -1, D)[:, start:end] for i in (0, 1))
         for h in range(H):
             scores = keys[h * K // H] @ q[t, h] * D**-0.5
+            scores = cap * np.tanh(scores / cap) if cap else scores
             weights = np.exp(scores - scores.max())
             out[t, h] = weights / weights.sum() @ values[h * K // H]
     return out
@@ -78,14 +79,15 @@ class Step:
         self.batch = Batch(*tensors, -(-int(contexts.max()) // S), bucket, longest, common)
         self.S = S
 
-    def attend(self, window=0, dtype=dtypes.float32):
+    def attend(self, window=0, dtype=dtypes.float32, cap=0.0):
         pool = Tensor(self.pool).cast(dtype).contiguous().realize()
-        out = PagedAttention(self.batch, self.S)(realized(self.q), LayerCache(pool, alias(pool)), self.q.shape[2] ** -0.5, window)
+        cache, scale = LayerCache(pool, alias(pool)), self.q.shape[2] ** -0.5
+        out = PagedAttention(self.batch, self.S)(realized(self.q), cache, scale, window, cap)
         return out.numpy().reshape(self.q.shape)[self.rows]
 
-    def expected(self, window=0, dtype=dtypes.float32):
+    def expected(self, window=0, dtype=dtypes.float32, cap=0.0):
         pool = Tensor(self.pool).cast(dtype).float().numpy()
-        return reference(self.q[self.rows], self.positions, self.owners, self.tables, pool, window)
+        return reference(self.q[self.rows], self.positions, self.owners, self.tables, pool, window, cap)
 
 
 def force(monkeypatch, decode, prefill):
@@ -110,6 +112,15 @@ def test_against_numpy(monkeypatch, case, variant, window, K):
     force(monkeypatch, variant, variant)
     step = Step(*CASES[case], K)
     np.testing.assert_allclose(step.attend(window), step.expected(window), atol=2e-6)
+    assert {choice.variant for choice in registry.choices()} == {variant}
+
+
+@pytest.mark.parametrize("variant", ["ref", VARIANTS[0]])
+def test_capped_scores(monkeypatch, variant):
+    force(monkeypatch, variant, variant)
+    step = Step(*CASES["decodes and chunks"], 2)
+    np.testing.assert_allclose(step.attend(5, cap=0.5), step.expected(5, cap=0.5), atol=2e-6)
+    assert np.abs(step.expected(5) - step.expected(5, cap=0.5)).max() > 0.05
     assert {choice.variant for choice in registry.choices()} == {variant}
 
 

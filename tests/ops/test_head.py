@@ -57,6 +57,31 @@ def test_logits_equal_their_reference(monkeypatch, format, variant, kind):
     assert tokens == got.argmax(1).tolist(), "one call has found them, the reference does not"
 
 
+def test_divided_and_capped_logits(monkeypatch):
+    """The cap makes some of them equal: the lowest index is the best."""
+    x, weight, rows = realized(40 * numbers(10, E)), packed("F32", V, E), int32(9, 0, 4)
+    norm, tokens = Norm("RMS", realized(numbers(E)), 1e-5), []
+
+    def op() -> np.ndarray:
+        logits, best = norm_head(x, norm, weight, rows, int32(3), 0.01, 5.0)
+        if best is not None:
+            Tensor.realize(logits, best)
+            tokens.extend(best.numpy().tolist())
+        return logits.numpy()
+
+    got, want = (by_kernel(monkeypatch, "norm_head", which, op) for which in (VARIANTS[0], "ref"))
+    np.testing.assert_allclose(got, want, atol=5e-5)
+    assert (got == got.max(1, keepdims=True)).sum() > 3 and tokens == got.argmax(1).tolist()
+
+
+def test_a_scaled_embedding(monkeypatch):
+    table, tokens = packed("BF16", V, E), int32(3, 0, V - 1)
+    got, want = (
+        by_kernel(monkeypatch, "embed", which, lambda: embed(table, tokens, int32(3), 8.5).numpy()) for which in (VARIANTS[0], "ref")
+    )
+    np.testing.assert_array_equal(got, want)
+
+
 def test_logits_of_tensors(monkeypatch):
     x, weight, scale = numbers(4, E), numbers(V, E, seed=1), numbers(E)
     norm = Norm("RMS", realized(scale), 1e-5)

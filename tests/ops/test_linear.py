@@ -117,6 +117,46 @@ def test_a_row_has_the_same_bits_in_any_batch(monkeypatch, format, variant):
         np.testing.assert_array_equal(bits(start, T), whole[start : start + T], err_msg=f"T = {T}")
 
 
+@pytest.mark.parametrize("residual", [True, False])
+def test_matmul_with_a_norm_and_a_scale_of_its_outputs(monkeypatch, residual):
+    T, used, O, I = 13, 11, 64, 96
+    x, weight, added = realized(numbers(T, I)), packed("BF16", O, I), realized(numbers(T, O)) if residual else None
+    norm = Norm("RMS", realized(numbers(O)), 1e-5)
+
+    def op() -> np.ndarray:
+        return linear(x, weight, int32(used), None, added, norm=norm, scale=0.25).numpy()[:used]
+
+    got, want = (by_kernel(monkeypatch, "matmul", which, op) for which in (VARIANTS[0], "ref"))
+    np.testing.assert_allclose(got, want, atol=TOLERANCE)
+
+
+def test_a_norm_of_outputs_that_the_kernel_cannot_do_follows_it(monkeypatch):
+    """50 outputs: the product by its kernel, the norm by generated operations; the choice has the reason."""
+    monkeypatch.delenv("TINYVLLM_KERNELS", raising=False)
+    registry.forget_choices()
+    x, weight, norm = realized(numbers(3, 32)), packed("F32", 50, 32), Norm("RMS", realized(numbers(50)), 1e-5)
+    out = linear(x, weight, int32(3), norm=norm).numpy()
+    assert [(choice.variant, "multiples of 16; the model has 50" in choice.why) for choice in registry.choices()] == [
+        ("ref", True),
+        (VARIANTS[0], False),
+    ]
+    y = x.numpy() @ weight.dense().numpy().T
+    np.testing.assert_allclose(out, y / np.sqrt((y * y).mean(1, keepdims=True) + 1e-5) * norm.weight.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize(("gelu", "normed"), [(True, True), (False, False), (True, False)])
+def test_gate_with_gelu_and_without_a_norm(monkeypatch, gelu, normed):
+    T, used, F, E = 7, 5, 48, 96
+    x, weight, norm = realized(numbers(T, E)), packed("BF16", 2 * F, E), Norm("RMS", realized(numbers(E)), 1e-5) if normed else None
+
+    def op() -> np.ndarray:
+        return gate_up_silu(x, norm, weight, int32(used), gelu=gelu).numpy()[:used]
+
+    got = by_kernel(monkeypatch, "norm_gate_up_silu", VARIANTS[0], op)
+    monkeypatch.setenv("TINYVLLM_KERNELS", "all=ref")
+    np.testing.assert_allclose(got, op(), atol=TIPPED["BF16"])
+
+
 GATED = [(format, variant, False) for format, variant in FORMATS_AND_VARIANTS] + [("F32", VARIANTS[0], True), ("Q8_0", VARIANTS[0], True)]
 
 

@@ -55,7 +55,8 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-_LONGROPE = {  # head_dim 16: eight frequencies
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+_LONGROPE: dict[str, Any] = {  # head_dim 16: eight frequencies
     "rope_type": "longrope",
     "rope_theta": 10000.0,
     "original_max_position_embeddings": 90,
@@ -73,7 +74,7 @@ def _rope(theta: float, **more: Any) -> dict[str, Any]:
 
 
 def _family(kind: str, config: dict[str, Any], **how: Any) -> Family:
-    return Family(_CLASSES[kind], kind + "Config", config, **how)
+    return Family(_CLASSES[kind], kind + ("TextConfig" if kind == "Gemma3" else "Config"), config, **how)
 
 
 _CLASSES = {
@@ -83,6 +84,15 @@ _CLASSES = {
     "Qwen3": "Qwen3ForCausalLM",
     "Qwen3Moe": "Qwen3MoeForCausalLM",
     "Phi3": "Phi3ForCausalLM",
+    "SmolLM3": "SmolLM3ForCausalLM",
+    "Olmo2": "Olmo2ForCausalLM",
+    "Olmo3": "Olmo3ForCausalLM",
+    "Granite": "GraniteForCausalLM",
+    "GraniteMoeHybrid": "GraniteMoeHybridForCausalLM",
+    "Ministral3": "Ministral3ForCausalLM",
+    "Glm4": "Glm4ForCausalLM",
+    "Gemma2": "Gemma2ForCausalLM",
+    "Gemma3": "Gemma3ForCausalLM",
     "GPT2": "GPT2LMHeadModel",
     "Ernie4_5": "Ernie4_5ForCausalLM",
 }
@@ -123,6 +133,77 @@ FAMILIES: dict[str, Family] = {
         prompt_lengths=(21, 93),
         contexts=(90, MAX_MODEL_LEN),
         gguf="phi3",
+    ),
+    # Phi-4 is a Phi-3 with fewer heads of keys; Phi-4-mini also rotates three quarters of a head
+    "phi4-mini": _family(
+        "Phi3",
+        _llama(
+            original_max_position_embeddings=90,
+            tie_word_embeddings=True,
+            rope_parameters=_LONGROPE
+            | {"partial_rotary_factor": 0.75, "short_factor": _LONGROPE["short_factor"][:6], "long_factor": _LONGROPE["long_factor"][:6]},
+        ),
+        prompt_lengths=(21, 93),
+        contexts=(90, MAX_MODEL_LEN),
+        gguf="phi3",
+    ),
+    "smollm3": _family("SmolLM3", _llama(num_hidden_layers=4, rope_parameters=_rope(2000000.0), tie_word_embeddings=True), gguf="smollm3"),
+    "olmo2": _family("Olmo2", _llama(rope_parameters=_rope(500000.0)), gguf="olmo2"),
+    "olmo3": _family(
+        "Olmo3",
+        _llama(num_hidden_layers=4, sliding_window=16, rope_parameters={"full_attention": _YARN, "sliding_attention": _rope(10000.0)}),
+        gguf="olmo2",
+    ),
+    "granite": _family(
+        "Granite",
+        _llama(embedding_multiplier=3.0, residual_multiplier=0.5, attention_multiplier=0.3, logits_scaling=0.5),
+        gguf="granite",
+    ),
+    "granite4": _family(
+        "GraniteMoeHybrid",
+        _llama(
+            embedding_multiplier=3.0,
+            residual_multiplier=0.5,
+            attention_multiplier=0.3,
+            logits_scaling=0.5,
+            num_local_experts=0,
+            shared_intermediate_size=96,
+            layer_types=["full_attention"] * 2,
+            position_embedding_type="rope",
+            mamba_n_heads=4,
+        ),
+    ),
+    "ministral3": _family(
+        "Ministral3",
+        _llama(head_dim=32, rope_parameters=_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}),
+        gguf="mistral3",
+    ),
+    "glm4": _family("Glm4", _llama(head_dim=32, rope_parameters=_rope(10000.0, partial_rotary_factor=0.5)), gguf="glm4"),
+    "gemma2": _family(
+        "Gemma2",
+        _llama(
+            head_dim=32,
+            query_pre_attn_scalar=32,
+            sliding_window=16,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=6.0,
+        ),
+        gguf="gemma2",
+    ),
+    "gemma3": _family(
+        "Gemma3",
+        _llama(
+            num_hidden_layers=3,
+            head_dim=32,
+            query_pre_attn_scalar=32,
+            sliding_window=16,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+            rope_parameters={
+                "full_attention": _rope(1000000.0, rope_type="linear", factor=8.0),
+                "sliding_attention": _rope(10000.0),
+            },
+        ),
+        gguf="gemma3",
     ),
     "gpt2": _family("GPT2", _GPT2, store="float32", gguf="gpt2"),
     "ernie4.5": _family("Ernie4_5", _llama(head_dim=16, rope_parameters=_rope(500000.0), tie_word_embeddings=True), gguf="ernie4_5"),

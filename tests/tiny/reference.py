@@ -45,7 +45,7 @@ def write_checkpoint(family: Family, seed: int, folder: Path) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight.copy_(_random(name, weight, generator))
+            weight.copy_(_random(name, weight, generator, norms_at=0.0 if family.model_class.startswith("Gemma") else 1.0))
     model.to(getattr(torch, family.store))
     size = {"max_shard_size": family.shard_bytes} if family.shard_bytes else {}
     model.save_pretrained(folder, **size)
@@ -54,13 +54,13 @@ def write_checkpoint(family: Family, seed: int, folder: Path) -> None:
         path.chmod(0o644)
 
 
-def _random(name: str, weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _random(name: str, weight: torch.Tensor, generator: torch.Generator, norms_at: float) -> torch.Tensor:
     """Values that keep activations near 1 at a hidden size of 64, give logits a spread of 1 to 3, and leave no weight at its default."""
     noise = torch.randn(weight.shape, generator=generator)
     if name.endswith("bias"):
         return 0.2 * noise
     if weight.ndim == 1:  # norms
-        return 1 + 0.3 * noise
+        return norms_at + 0.3 * noise
     if name.endswith(("embed_tokens.weight", "wte.weight", "wpe.weight")):
         return 0.2 * noise
     return (0.25 if "lm_head" in name else 0.15) * noise
@@ -77,6 +77,7 @@ def prompts_of(family: Family, seed: int) -> list[list[int]]:
 
 @torch.no_grad()
 def compute(model: Any, prompts: list[list[int]]) -> Reference:
+    """Ends early, with fewer tokens, where two logits are too close for the checkpoint to be of use."""
     logits, tokens, gap = [], [], float("inf")
     for prompt in prompts:
         ids = list(prompt)
@@ -87,6 +88,8 @@ def compute(model: Any, prompts: list[list[int]]) -> Reference:
             best = out[-1].topk(2)
             gap = min(gap, float(best.values[0] - best.values[1]))
             ids.append(int(best.indices[0]))
+            if gap <= GAP:
+                return Reference(prompts, logits, tokens, gap)
         tokens.append(ids[len(prompt) :])
     return Reference(prompts, logits, tokens, gap)
 

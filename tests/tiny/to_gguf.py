@@ -38,6 +38,16 @@ _LAYER = {
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
 }
+_OTHER_NORMS = {  # by architecture: norms that the same names in Hugging Face's files do not mean elsewhere
+    "olmo2": {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"},
+    "glm4": {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
+    "gemma": {
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
+}
+_INTERLEAVED = ("llama", "smollm3", "granite", "mistral3")  # whose rotary pairs are adjacent in GGUF, but not in Hugging Face's files
 _TOP = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -77,13 +87,15 @@ def gguf_tensors(tensors: dict[str, np.ndarray], config: dict[str, Any], arch: s
             _, _, layer, _, _, expert, part, _ = name.split(".")
             experts.setdefault(f"blk.{layer}.ffn_{part.removesuffix('_proj')}_exps.weight", {})[int(expert)] = value
             continue
-        if arch == "llama" and ".q_proj." in name:
+        if arch in _INTERLEAVED and ".q_proj." in name:
             value = interleave(value, config["num_attention_heads"])
-        if arch == "llama" and ".k_proj." in name:
+        if arch in _INTERLEAVED and ".k_proj." in name:
             value = interleave(value, config["num_key_value_heads"])
+        if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+            value = value + 1
         if name.endswith(_CONV1D):
             value = value.T
-        out[_gguf_name(name)] = np.ascontiguousarray(value)
+        out[_gguf_name(name, arch)] = np.ascontiguousarray(value)
     for name, parts in experts.items():
         out[name] = np.stack([parts[e] for e in range(len(parts))])
     return out | _rope_tensors(config)
@@ -94,12 +106,13 @@ def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def _gguf_name(name: str) -> str:
+def _gguf_name(name: str, arch: str) -> str:
     stem, _, kind = name.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"
     _, _, layer, part = stem.split(".", 3)
-    return f"blk.{layer}.{_LAYER[part]}.{kind}"
+    part = _OTHER_NORMS.get("gemma" if arch in ("gemma2", "gemma3") else arch, {}).get(part) or _LAYER[part]
+    return f"blk.{layer}.{part}.{kind}"
 
 
 def _head_dim(config: dict[str, Any]) -> int:
@@ -193,15 +206,39 @@ def _write_parameters(writer: Any, config: dict[str, Any]) -> None:
             add(config[key])
     if config["model_type"] == "phi3" or (config["model_type"] == "mistral" and config["sliding_window"]):
         writer.add_sliding_window(config["sliding_window"] or 0)
+    _write_policies(writer, config)
     _write_rope(writer, config)
+
+
+def _write_policies(writer: Any, config: dict[str, Any]) -> None:
+    """What OLMo 3, Granite and Gemma differ in."""
+    keys: dict[str, Callable[[Any], None]] = {
+        "embedding_multiplier": writer.add_embedding_scale,
+        "residual_multiplier": writer.add_residual_scale,
+        "attention_multiplier": writer.add_attention_scale,
+        "logits_scaling": writer.add_logit_scale,
+        "attn_logit_softcapping": writer.add_attn_logit_softcapping,
+        "final_logit_softcapping": writer.add_final_logit_softcapping,
+    }
+    for key, add in keys.items():
+        if config.get(key) is not None:
+            add(config[key])
+    if config["model_type"] in ("olmo3", "gemma2", "gemma3_text"):
+        writer.add_sliding_window(config["sliding_window"])
+        if config["model_type"] != "gemma2":
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
 
 
 def _write_rope(writer: Any, config: dict[str, Any]) -> None:
     import gguf
 
     rope = config["rope_parameters"]
+    rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"])
-    if config["model_type"] in ("llama", "mistral", "phi3"):
+    if "mscale_all_dim" in rope:
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if config["model_type"] in ("llama", "mistral", "phi3", "glm4"):
         writer.add_rope_dimension_count(int(_head_dim(config) * rope.get("partial_rotary_factor", 1.0)))
     if config["model_type"] == "phi3":
         writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])

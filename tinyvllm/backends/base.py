@@ -66,7 +66,7 @@ class Backend(Protocol):
         None if the host's bandwidth is used for the device.
         """
 
-    def embed(self, variant: str, table: KernelTable, tokens: Tensor, rows: Tensor) -> Tensor: ...
+    def embed(self, variant: str, table: KernelTable, tokens: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor: ...
 
     def norm_qkv_rope_store(
         self, variant: str, x: Tensor, norm: NormWeights, qkv: QKV, weight: KernelWeight, angles: Tensor | None, cache: LayerCache,
@@ -75,27 +75,32 @@ class Backend(Protocol):
 
     def append_kv(self, variant: str, k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache: ...
 
-    def attention_decode(self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Tensor:
+    def attention_decode(
+        self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0
+    ) -> Tensor:
         """[T, H * D], of which the rows of the decodes are written. Blocks that `batch.shared_prefix_lens` names are read once."""
         ...
 
     def attention_prefill(
-        self, variant: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch
-    ) -> Tensor:
+        self, variant: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch,
+        cap: float = 0.0,
+    ) -> Tensor:  # fmt: skip
         """`out` [T, H * D], or a new tensor, with the rows of the chunks written."""
         ...
 
     def matmul(
-        self, variant: str, x: Tensor, weight: KernelWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool
-    ) -> Tensor: ...
+        self, variant: str, x: Tensor, weight: KernelWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool,
+        output_norm: NormWeights | None = None, output_scale: float = 1.0,
+    ) -> Tensor: ...  # fmt: skip
 
     def gate_up_silu(
-        self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, bias: Tensor | None
+        self, variant: str, x: Tensor, norm: NormWeights | None, weight: KernelWeight, rows: Tensor, bias: Tensor | None, gelu: bool = False
     ) -> Tensor: ...
 
     def norm_head(
-        self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, count: Tensor
-    ) -> tuple[Tensor, Tensor]: ...
+        self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, count: Tensor,
+        divisor: float = 1.0, cap: float = 0.0,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
     def advance(self, variant: str, batch: Batch, sampled: Tensor, history: History, block_size: int) -> None: ...
 

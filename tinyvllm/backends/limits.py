@@ -19,7 +19,12 @@ class ShapeFacts:
     inputs, outputs  columns and rows of the weight; outputs of each of gate and up
     format, layout   of the weight: "Q8_0", ...; "panels", "tiles" or "rows"
     matrices         matrices of a weight in rows
-    norm             "RMS" or "LAYER"
+    norm             "RMS" or "LAYER", "" if there is none before the product
+    gelu             the gate has GELU instead of SiLU
+    output_norm, output_scale  the outputs are normed, or scaled, before the residual is added
+    whole_qk_norm    the q/k norms are over all heads at once
+    cap              scores, or logits, are capped
+    scaled           rows of the embedding are scaled, or logits are
     head_dim, query_heads, kv_heads
     block_size       tokens of a KV block; block_bytes: bytes of it in one layer
     cache_format     "F32", "F16", "BF16", or packed: "KV_FP8", "KV_INT8", "KV_INT4"; cache_elements, cache_bytes: of one layer's cache
@@ -33,6 +38,12 @@ class ShapeFacts:
     layout: str = ""
     matrices: int = 1
     norm: str = "RMS"
+    gelu: bool = False
+    output_norm: bool = False
+    output_scale: bool = False
+    whole_qk_norm: bool = False
+    cap: bool = False
+    scaled: bool = False
     head_dim: int = 0
     query_heads: int = 1
     kv_heads: int = 1
@@ -114,7 +125,41 @@ def power_of_two(name: str, low: int, high: int) -> Rule:
 
 
 def rms_norm_only(facts: ShapeFacts) -> str | None:
-    return None if facts.norm == "RMS" else "kernel supports RMSNorm only; the model uses LayerNorm"
+    if facts.norm == "RMS":
+        return None
+    return f"kernel supports RMSNorm only; the model uses {'LayerNorm' if facts.norm == 'LAYER' else 'no norm before the product'}"
+
+
+def no_layer_norm(facts: ShapeFacts) -> str | None:
+    return "kernel supports RMSNorm only; the model uses LayerNorm" if facts.norm == "LAYER" else None
+
+
+def normed_in_sixteens(facts: ShapeFacts) -> str | None:
+    """A norm of outputs reads sixteen at a time."""
+    if not facts.output_norm or facts.outputs % 16 == 0:
+        return None
+    return f"kernel norms outputs in multiples of 16; the model has {facts.outputs}"
+
+
+def some_norm(facts: ShapeFacts) -> str | None:
+    return None if facts.norm else "kernel supports products after a norm; the model uses no norm before the product"
+
+
+def without(policy: str, what: str) -> Rule:
+    """The policy, a field of the facts, is not set; `what` the kernel cannot do."""
+
+    def check(facts: ShapeFacts) -> str | None:
+        return f"kernel does not support {what}" if getattr(facts, policy) else None
+
+    return check
+
+
+plain_rows = without("scaled", "a scale of the embedding")
+plain_outputs = (without("output_norm", "a norm of the outputs"), without("output_scale", "a scale of the outputs"))
+plain_logits = (without("scaled", "a divisor of the logits"), without("cap", "a cap of the logits"))
+silu_gate = without("gelu", "a gate with GELU")
+no_cap = without("cap", "a cap of the scores")
+norm_by_head = without("whole_qk_norm", "norms of q and k over all heads at once")
 
 
 def tiles_only(facts: ShapeFacts) -> str | None:

@@ -43,6 +43,13 @@ def packed_parts(weight: KernelWeight) -> tuple[PackedWeight, ...]:
     return weight.parts if isinstance(weight, MixedWeight) else (packed(weight),)
 
 
+def matrices_of(weight: KernelWeight) -> tuple[KernelWeight, ...]:
+    """The matrices of which a weight consists, each a weight that `matmul` takes."""
+    if isinstance(weight, StoredWeight):
+        return tuple(StoredWeight((part,)) for part in weight.parts)
+    return packed_parts(weight)
+
+
 def stored(weight: KernelWeight) -> StoredWeight:
     """The weight as rows of a file; TypeError for panels and tiles."""
     if not isinstance(weight, StoredWeight):

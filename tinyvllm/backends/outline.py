@@ -45,7 +45,7 @@ class Outline:
     def read_bandwidth(self, placement: Placement, seconds: float, nbytes: int) -> float | None:
         return None
 
-    def embed(self, variant: str, table: KernelTable, tokens: Tensor, rows: Tensor) -> Tensor:
+    def embed(self, variant: str, table: KernelTable, tokens: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
         return empty(tokens, int(tokens.shape[0]), table.I)
 
     def norm_qkv_rope_store(
@@ -57,25 +57,32 @@ class Outline:
     def append_kv(self, variant: str, k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:
         return cache
 
-    def attention_decode(self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Tensor:
+    def attention_decode(
+        self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0
+    ) -> Tensor:
         return empty(q, int(q.shape[0]), int(q.shape[1]) * int(q.shape[2]))
 
     def attention_prefill(
-        self, variant: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch
-    ) -> Tensor:
+        self, variant: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch,
+        cap: float = 0.0,
+    ) -> Tensor:  # fmt: skip
         return empty(q, int(q.shape[0]), int(q.shape[1]) * int(q.shape[2]))
 
     def matmul(
-        self, variant: str, x: Tensor, weight: KernelWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool
-    ) -> Tensor:
+        self, variant: str, x: Tensor, weight: KernelWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool,
+        output_norm: NormWeights | None = None, output_scale: float = 1.0,
+    ) -> Tensor:  # fmt: skip
         return empty(x, int(x.shape[0]), weight.O)
 
-    def gate_up_silu(self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, bias: Tensor | None) -> Tensor:
+    def gate_up_silu(
+        self, variant: str, x: Tensor, norm: NormWeights | None, weight: KernelWeight, rows: Tensor, bias: Tensor | None, gelu: bool = False
+    ) -> Tensor:
         return empty(x, int(x.shape[0]), weight.O // 2)
 
     def norm_head(
-        self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, count: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, count: Tensor,
+        divisor: float = 1.0, cap: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         return empty(x, int(rows.shape[0]), weight.O), integers(x, int(rows.shape[0]))
 
     def advance(self, variant: str, batch: Batch, sampled: Tensor, history: History, block_size: int) -> None:

@@ -9,6 +9,7 @@ from tinygrad import Tensor
 from tinyvllm.backends.buffers import cache_format, constant
 from tinyvllm.backends.kernel import Constant
 from tinyvllm.backends.operands import QKV
+from tinyvllm.backends.policies import score_cap
 from tinyvllm.batch import PACKED_KV, Batch, KVLayout, LayerCache
 
 
@@ -120,13 +121,17 @@ class Attention:
     cache: str
     scale: str
     window: int
+    cap: float = 0.0
 
     @classmethod
-    def of(cls, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Attention:
+    def of(cls, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0) -> Attention:
         """The attention of q [T, H, D] over a cache."""
         K, S, D = cache.K, cache.S, cache.D
-        return cls(int(q.shape[1]), K, D, S, int(batch.block_tables.shape[1]), cache_format(cache), constant(scale), window)
+        return cls(int(q.shape[1]), K, D, S, int(batch.block_tables.shape[1]), cache_format(cache), constant(scale), window, cap)
 
     @property
     def defines(self) -> dict[str, Constant]:
-        return dict(H=self.H, K=self.K, D=self.D, S=self.S, M=self.M, CACHE_TYPE=self.cache, SCALE=self.scale, WINDOW=self.window)
+        sizes: dict[str, Constant] = dict(
+            H=self.H, K=self.K, D=self.D, S=self.S, M=self.M, CACHE_TYPE=self.cache, SCALE=self.scale, WINDOW=self.window
+        )
+        return sizes | score_cap(self.cap)

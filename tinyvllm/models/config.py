@@ -19,15 +19,44 @@ MAX_EXPERTS = 4096  # several times more than any published model has
 
 @dataclass(frozen=True)
 class ModelConfig(TransformerConfig):
-    """tinygrad's configuration and the fields it lacks. `windows` holds one sliding window per layer, 0 for full attention."""
+    """tinygrad's configuration and the fields it lacks: what families differ in. The defaults are LLaMA's.
+
+    windows          one sliding window per layer, 0 for full attention
+    window_rope      theta and scaling of the layers with a window, where they are not those of the others
+    no_rope          layers that do not rotate q and k
+    query_scaling    (beta, length): q at position p is multiplied by 1 + beta log(1 + floor(p / length)); beta 0 for none
+    pre_norms        whether attention and MLP read a norm of the residual stream
+    post_norms       whether the outputs of attention and MLP are normed before they are added to it
+    whole_qk_norm    whether the q/k norms are over all heads at once
+    norm_offset      added to the weights of all norms of the file
+    gelu             whether the MLP's gate has GELU (the tanh form) instead of SiLU
+    attention_scale  of q k^T; 0 for head_dim^-0.5
+    attention_cap    c of c tanh(score / c) before the softmax; logits_cap likewise for logits; 0 for none
+    embedding_scale, residual_scale  of the embedding, and of what is added to the residual stream
+    logits_divisor   of the logits
+    """
 
     family: str = "llama"
     tied: bool = False
     scaling: RopeScaling = RopeScaling()
     windows: tuple[int, ...] = ()
+    window_rope: tuple[float, RopeScaling] | None = None
+    no_rope: frozenset[int] = frozenset()
+    query_scaling: tuple[float, int] = (0.0, 1)
     output_bias: bool = False
     mlp_bias: bool = False
     dense_layers: frozenset[int] = frozenset()
+    pre_norms: bool = True
+    post_norms: bool = False
+    whole_qk_norm: bool = False
+    norm_offset: float = 0.0
+    gelu: bool = False
+    attention_scale: float = 0.0
+    attention_cap: float = 0.0
+    logits_cap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_divisor: float = 1.0
     prefix: str = ""  # of the file's tensor names, where checkpoints of one family differ
 
 
@@ -56,6 +85,14 @@ class WeightRecipe:
     shape: tuple[int, ...]
     sources: tuple[str, ...]
     transform: Transform | None = field(default=None, compare=False)
+    offset: float = 0.0  # added to a vector, in float32
+
+
+ROPE_KEYS = frozenset(
+    ("rope_theta", "rope_type", "type", "partial_rotary_factor", "factor", "original_max_position_embeddings", "low_freq_factor",
+     "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "short_factor", "long_factor",
+     "truncate", "llama_4_scaling_beta", "max_position_embeddings", "finetuned"),
+)  # fmt: skip
 
 
 def vocabulary(source: Source, fields: Fields) -> int:
@@ -73,21 +110,40 @@ def check_heads(fields: Fields, config: ModelConfig) -> ModelConfig:
     return config
 
 
-def hf_rope(fields: Fields, max_context: int) -> tuple[float, float, RopeScaling]:
-    """theta, the rotated share of head_dim and the scaling; from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
+def rope_fields(fields: Fields, kind: str | None = None) -> Fields:
+    """`rope_parameters` (transformers 5) or `rope_scaling`; with `kind` its part for layers of this type, where it has one."""
     name = "rope_parameters" if fields.get("rope_parameters") not in (None, {}) else "rope_scaling"
     raw = fields.get(name, {})
+    if kind is not None and isinstance(raw, Mapping) and kind in raw:
+        name, raw = f"{name}.{kind}", {} if raw[kind] is None else raw[kind]
     if not isinstance(raw, Mapping):
         raise ModelError(f"{fields.where}: {name} must be an object, got {quoted(raw)}")
-    rope = Fields(raw, where=f"{fields.where}, {name}")
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0), above=1)
-    share = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0), above=0, high=1)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    kind = "longrope" if kind == "su" else kind
+    return Fields(raw, where=f"{fields.where}, {name}")
+
+
+def hf_rope(
+    fields: Fields, max_context: int, default_theta: float = 10000.0, default_share: float = 1.0, kind: str | None = None
+) -> tuple[float, float, RopeScaling]:
+    """theta, the rotated share of head_dim and the scaling; from `rope_parameters` or from `rope_theta` and `rope_scaling`.
+
+    The defaults are the family's; `kind` is a type of layers that may have parameters of its own.
+    """
+    rope = rope_fields(fields, kind)
+    theta = rope.number("rope_theta", fields.number("rope_theta", default_theta), above=1)
+    share = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", default_share), above=0, high=1)
+    scaling = rope.get("rope_type", rope.get("type", "default"))
+    return theta, share, _scaling(fields, rope, "longrope" if scaling == "su" else scaling, max_context)
+
+
+def _scaling(fields: Fields, rope: Fields, kind: str, max_context: int) -> RopeScaling:
+    """The scaling of `rope`, one of SCALINGS; `fields` is the whole description."""
     if kind not in SCALINGS:
         raise ModelError(f"{fields.where}: rope scaling {quoted(kind)} is not supported; supported are {', '.join(SCALINGS)}")
+    if unknown := sorted(rope.values.keys() - ROPE_KEYS):
+        known = "the keys of " + ", ".join(SCALINGS)
+        raise ModelError(f"{rope.where}: the key {quoted(unknown[0])} is not supported; supported are {known}")
     if kind == "default":
-        return theta, share, RopeScaling()
+        return RopeScaling()
     context = "original_max_position_embeddings"
     trained = rope.integer(context, fields.integer(context, max_context), low=2)  # LongRoPE divides by its logarithm
     scaling = RopeScaling(
@@ -101,13 +157,14 @@ def hf_rope(fields: Fields, max_context: int) -> tuple[float, float, RopeScaling
         attention_factor=None if rope.get("attention_factor") is None else rope.number("attention_factor", above=0),
         mscale=rope.number("mscale", 0.0),
         mscale_all_dim=rope.number("mscale_all_dim", 0.0),
+        truncate=rope.boolean("truncate", True),
         short_factor=rope.numbers("short_factor"),
         long_factor=rope.numbers("long_factor"),
     )
     if kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
         low = f"low_freq_factor {scaling.low_freq_factor}"
         raise ModelError(f"{rope.where}: high_freq_factor must be above {low}, got {scaling.high_freq_factor}")
-    return theta, share, scaling
+    return scaling
 
 
 def check_factors(fields: Fields, config: ModelConfig) -> ModelConfig:
@@ -122,9 +179,11 @@ def check_factors(fields: Fields, config: ModelConfig) -> ModelConfig:
     return config
 
 
-def hf_windows(fields: Fields, num_layers: int, default_on: bool) -> tuple[int, ...]:
-    """One sliding window per layer, 0 where attention is full."""
-    window, used = fields.integer("sliding_window", 0), fields.boolean("use_sliding_window", default_on)
+def hf_windows(fields: Fields, num_layers: int, default_on: bool, every: int = 0, default_window: int = 0) -> tuple[int, ...]:
+    """One sliding window per layer, 0 where attention is full: without `layer_types` in each layer whose number, from 1, is a multiple
+    of `every`.
+    """
+    window, used = fields.integer("sliding_window", default_window), fields.boolean("use_sliding_window", default_on)
     if not window or not used:
         return (0,) * num_layers
     kinds = fields.get("layer_types")
@@ -134,5 +193,31 @@ def hf_windows(fields: Fields, num_layers: int, default_on: bool) -> tuple[int, 
             expected = f"layer_types must name full_attention or sliding_attention for each of {num_layers} layers"
             raise ModelError(f"{fields.where}: {expected}, got {quoted(kinds)}")
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    if every:
+        return alternating(window, num_layers, every)
     full = fields.integer("max_window_layers", 0)
     return tuple(window if layer >= full else 0 for layer in range(num_layers))
+
+
+def hf_window_rope(fields: Fields, max_context: int, default_theta: float) -> tuple[float, RopeScaling]:
+    """theta and scaling of layers with a window: of `rope_parameters.sliding_attention`, or the family's, never scaled."""
+    parameters = fields.get("rope_parameters")
+    if not isinstance(parameters, Mapping) or "sliding_attention" not in parameters:
+        return default_theta, RopeScaling()
+    theta, _, scaling = hf_rope(fields, max_context, default_theta, kind="sliding_attention")
+    return theta, scaling
+
+
+def gguf_windows(fields: Fields, num_layers: int, every: int) -> tuple[int, ...]:
+    """As `hf_windows`, of GGUF metadata: the pattern is a number, a list with an entry a layer, or the family's."""
+    window, pattern = fields.integer("attention.sliding_window", 0), fields.get("attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        if len(pattern) != num_layers or any(entry not in (0, 1) for entry in pattern):
+            raise ModelError(f"{fields.where}: attention.sliding_window_pattern must hold true or false for each of {num_layers} layers")
+        return tuple(window if entry else 0 for entry in pattern)
+    return alternating(window, num_layers, fields.integer("attention.sliding_window_pattern", every, low=1))
+
+
+def alternating(window: int, num_layers: int, every: int) -> tuple[int, ...]:
+    """`window` in all layers but each whose number, counted from 1, is a multiple of `every`."""
+    return tuple(window if (layer + 1) % every else 0 for layer in range(num_layers))

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
 from tinygrad import nn
 
 from tinyvllm.errors import ModelError
 from tinyvllm.foreign import quoted
-from tinyvllm.models import ernie, gpt2, llama, phi, qwen
+from tinyvllm.models import ernie, gemma, glm, gpt2, granite, llama, ministral, olmo, phi, qwen, smollm
 from tinyvllm.models.config import ModelConfig, Source, Transform, WeightRecipe
+from tinyvllm.models.understood import Recorded, refuse_unread
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,15 @@ FAMILIES = (
     Family(("Qwen3MoeForCausalLM",), ("qwen3moe",), qwen.qwen3_from_hf, qwen.qwen3_moe_from_gguf, qwen.sources),
     Family(("Phi3ForCausalLM",), ("phi3",), phi.from_hf, phi.from_gguf, phi.sources),
     Family(("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"), ("ernie4_5",), ernie.from_hf, ernie.from_gguf, ernie.sources),
+    Family(("SmolLM3ForCausalLM",), ("smollm3",), smollm.from_hf, smollm.from_gguf, llama.sources),
+    Family(("Olmo2ForCausalLM",), (), olmo.olmo2_from_hf, olmo.from_gguf, olmo.sources),
+    Family(("Olmo3ForCausalLM",), ("olmo2",), olmo.olmo3_from_hf, olmo.from_gguf, olmo.sources),
+    Family(("GraniteForCausalLM",), ("granite",), granite.from_hf, granite.from_gguf, llama.sources),
+    Family(("GraniteMoeHybridForCausalLM",), (), granite.dense_hybrid_from_hf, granite.from_gguf, granite.dense_hybrid_sources),
+    Family(("Ministral3ForCausalLM",), ("mistral3",), ministral.from_hf, ministral.from_gguf, llama.sources),
+    Family(("Glm4ForCausalLM",), ("glm4",), glm.from_hf, glm.from_gguf, glm.sources),
+    Family(("Gemma2ForCausalLM",), ("gemma2",), gemma.gemma2_from_hf, gemma.gemma2_from_gguf, gemma.sources),
+    Family(("Gemma3ForCausalLM",), ("gemma3",), gemma.gemma3_from_hf, gemma.gemma3_from_gguf, gemma.sources),
     Family(("GPT2LMHeadModel",), ("gpt2",), gpt2.from_hf, gpt2.from_gguf, gpt2.sources, gpt2.GPT2),
 )
 
@@ -50,17 +61,49 @@ def find_family(source: Source) -> Family:
     for family in FAMILIES:
         if any(name in getattr(family, field) for name in names):
             return family
-    known = ", ".join(name for family in FAMILIES for name in getattr(family, field))
+    known = _listed([name for family in FAMILIES for name in getattr(family, field)])
     raise ModelError(f"models: the architecture {', '.join(map(quoted, names[:3]))} is not supported; supported are {known}")
 
 
+def _listed(names: list[str]) -> str:
+    """The names, with the ending that most of Hugging Face's share written once: a message has 300 characters."""
+    ending = "ForCausalLM"
+    others = [name for name in names if not name.endswith(ending)]
+    if len(others) == len(names):
+        return ", ".join(names)
+    shared = ", ".join(name.removesuffix(ending) for name in names if name.endswith(ending))
+    return f"{shared} (each followed by {ending}), {', '.join(others)}"
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A checkpoint whose description remembers what was read of it."""
+
+    source: Source
+    config: Recorded
+
+    @property
+    def kind(self) -> str:
+        return self.source.kind
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self.source.shape(name)
+
+    def array(self, name: str) -> np.ndarray:
+        return self.source.array(name)
+
+
 def read_config(family: Family, source: Source) -> ModelConfig:
-    return family.from_gguf(source) if source.kind == "gguf" else family.from_hf(source)
+    """ModelError also for a key that changes what the model computes, and that the family does not read."""
+    reading, gguf = _Reading(source, Recorded(source.config)), source.kind == "gguf"
+    config = family.from_gguf(reading) if gguf else family.from_hf(reading)
+    refuse_unread(reading.config, source.kind, family.gguf if gguf else family.architectures)
+    return config
 
 
 def check_layers(family: Family, config: ModelConfig, source: Source) -> None:
     """ModelError if the file lacks the last layer, before a model of that many layers is built: with a wrong number that takes minutes."""
-    names, _ = family.sources(config, source.kind, f"blk.{config.num_blocks - 1}.attn_norm.weight")
+    names, _ = family.sources(config, source.kind, f"blk.{config.num_blocks - 1}.attn_output.weight")
     if missing := [name for name in names if source.shape(name) is None]:
         key = "block_count" if source.kind == "gguf" else "n_layer" if config.family == "gpt2" else "num_hidden_layers"
         raise ModelError(f"models: {key} is {config.num_blocks}, but the file holds no tensor {missing[0]}; do the two belong together?")
@@ -92,4 +135,7 @@ def refuse_unused(config: ModelConfig, weights: list[WeightRecipe], names: Itera
 def recipes_of(family: Family, config: ModelConfig, model: Any, kind: str) -> list[WeightRecipe]:
     """The recipe of every tensor of the model: name, shape and sources in the file."""
     shapes = {name: tuple(int(d) for d in tensor.shape) for name, tensor in nn.state.get_state_dict(model).items()}
-    return [WeightRecipe(name, shape, *family.sources(config, kind, name)) for name, shape in shapes.items()]
+    return [
+        WeightRecipe(name, shape, *family.sources(config, kind, name), offset=config.norm_offset * name.endswith("norm.weight"))
+        for name, shape in shapes.items()
+    ]

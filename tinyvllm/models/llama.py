@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,16 +19,26 @@ from tinyvllm.models.config import ModelConfig, Source, Transform, check_factors
 from tinyvllm.models.projections import LayerWeights, ModelWeights, Product
 from tinyvllm.ops.attention import PagedAttention
 from tinyvllm.ops.head import embed, norm_head
-from tinyvllm.ops.linear import gate_up_silu, linear
-from tinyvllm.ops.norm import Norm, rms_norm
+from tinyvllm.ops.linear import add_output, gate_up_silu, linear
+from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.qkv import QKV, norm_qkv_rope_store
-from tinyvllm.ops.rope import RopeScaling, rope_table
+from tinyvllm.ops.rope import RopeScaling, query_factors, rope_table
 
 
 def rms(norm: nn.RMSNorm) -> Norm:
     """tinygrad's norm as an op's argument."""
     assert norm.weight is not None
     return Norm("RMS", norm.weight, norm.eps)
+
+
+@dataclass(frozen=True, eq=False)
+class Rotations:
+    """What a step's positions mean: `angles` [T, R] of layers without and, where they are others, with a window; the factors [T, 1, 1]
+    of q, None where there are none.
+    """
+
+    angles: tuple[Tensor, ...]
+    query_factors: Tensor | None
 
 
 class LlamaBlock(TransformerBlock):
@@ -39,24 +51,48 @@ class LlamaBlock(TransformerBlock):
             config = replace(config, num_experts=0, num_experts_per_tok=0, hidden_dim=config.dense_hidden_dim)
         super().__init__(config)
         self.window = config.windows[layer] if config.windows else 0
-        self.scale = config.head_dim**-0.5
+        self.scale = config.attention_scale or config.head_dim**-0.5
+        self.rope = None if layer in config.no_rope else int(self.window > 0 and config.window_rope is not None)
+        self.cap, self.gelu, self.residual_scale = config.attention_cap, config.gelu, config.residual_scale
+        self._place_norms(config)
         if config.output_bias:
             self.attn_output.bias = Tensor.empty(config.dim)
         if config.mlp_bias:
             self.ffn_gate.bias, self.ffn_up.bias = Tensor.empty(config.hidden_dim), Tensor.empty(config.hidden_dim)
             self.ffn_down.bias = Tensor.empty(config.dim)
 
-    def forward_batch(self, x: Tensor, batch: Batch, attention: PagedAttention, cache: LayerCache, angles: Tensor) -> Tensor:
-        """x [T, E] float32, angles [T, R]; result [T, E] float32."""
-        q, cache = norm_qkv_rope_store(self.weights.qkv.in_order(x), rms(self.attn_norm), self._qkv(), angles, cache, batch)
-        attended = attention(q, cache, self.scale, self.window)
-        x = _project(attended, self.weights.attn_output, batch, x)
-        gate_up, down = self.weights.ffn_in, self.weights.ffn_down
+    def _place_norms(self, config: ModelConfig) -> None:
+        """The norms that differ from LLaMA's, under GGUF's names."""
+        if not config.pre_norms:
+            del self.attn_norm, self.ffn_norm
+        if config.post_norms:
+            self.post_attention_norm, self.post_ffw_norm = (nn.RMSNorm(config.dim, config.norm_eps) for _ in range(2))
+        if config.whole_qk_norm:
+            widths = (heads * config.head_dim for heads in (config.n_heads, config.n_kv_heads))
+            self.attn_q_norm, self.attn_k_norm = (nn.RMSNorm(width, config.norm_eps) for width in widths)
+
+    def forward_batch(self, x: Tensor, batch: Batch, attention: PagedAttention, cache: LayerCache, rotations: Rotations) -> Tensor:
+        """x [T, E] float32; result [T, E] float32."""
+        angles = None if self.rope is None else rotations.angles[self.rope]
+        q, cache = norm_qkv_rope_store(self.weights.qkv.in_order(x), self._norm("attn_norm"), self._qkv(), angles, cache, batch)
+        q = q if rotations.query_factors is None else (q * rotations.query_factors).contiguous()
+        attended = attention(q, cache, self.scale, self.window, self.cap)
+        x = self._project(attended, self.weights.attn_output, batch, x, "post_attention_norm")
+        norm, gate_up, down = self._norm("ffn_norm"), self.weights.ffn_in, self.weights.ffn_down
         if gate_up is None or down is None:
-            h = rms_norm(x, self.ffn_norm.weight, self.config.norm_eps).contiguous()
-            return (x + self._feed_forward(h.unsqueeze(0))[0]).contiguous()
-        h = gate_up_silu(gate_up.in_order(x), rms(self.ffn_norm), gate_up.weight, batch.rows, gate_up.bias).contiguous()
-        return _project(h, down, batch, x)
+            h = x if norm is None else norm(x).contiguous()
+            return add_output(x, self._feed_forward(h.unsqueeze(0))[0], self._norm("post_ffw_norm"), self.residual_scale).contiguous()
+        h = gate_up_silu(gate_up.in_order(x), norm, gate_up.weight, batch.rows, gate_up.bias, self.gelu).contiguous()
+        return self._project(h, down, batch, x, "post_ffw_norm")
+
+    def _project(self, x: Tensor, product: Product, batch: Batch, residual: Tensor, norm: str) -> Tensor:
+        """The residual [T, E] plus x times the product's weight and its bias, normed if the layer has this norm, and scaled."""
+        x, after = product.in_order(x), self._norm(norm)
+        return linear(x, product.weight, batch.rows, product.bias, residual, norm=after, scale=self.residual_scale).contiguous()
+
+    def _norm(self, name: str) -> Norm | None:
+        norm: nn.RMSNorm | None = getattr(self, name, None)
+        return None if norm is None else rms(norm)
 
     def _qkv(self) -> QKV:
         qkv = QKV(self.weights.qkv.weight, self.weights.qkv.bias)
@@ -71,12 +107,8 @@ class LlamaBlock(TransformerBlock):
 
     def input_norms(self) -> dict[str, nn.RMSNorm]:
         """The norms that are read in front of one product alone, by its field."""
-        return {"qkv": self.attn_norm, **({} if self.config.num_experts else {"ffn_in": self.ffn_norm})}
-
-
-def _project(x: Tensor, product: Product, batch: Batch, residual: Tensor) -> Tensor:
-    """x times the product's weight, plus its bias and the residual [T, E]."""
-    return linear(product.in_order(x), product.weight, batch.rows, product.bias, residual=residual).contiguous()
+        names = {"qkv": "attn_norm", **({} if self.config.num_experts else {"ffn_in": "ffn_norm"})}
+        return {field: getattr(self, name) for field, name in names.items() if hasattr(self, name)}
 
 
 class Llama(Transformer):
@@ -96,7 +128,12 @@ class Llama(Transformer):
     def constants(self, max_len: int, context: int) -> dict[str, np.ndarray]:
         """Arrays that `forward_batch` takes after the caches, for sequences of up to `max_len` tokens in an engine of `context`."""
         c = self.config
-        return {"rope": rope_table(c.rope_dim, c.rope_theta, max_len, c.scaling, context)}
+        ropes = [(c.rope_theta, c.scaling), *([] if c.window_rope is None else [c.window_rope])]
+        columns = [rope_table(c.rope_dim, theta, max_len, scaling, context) for theta, scaling in ropes]
+        beta, length = c.query_scaling
+        if beta and max_len > length:
+            columns.append(query_factors(beta, length, max_len))
+        return {"rope": np.concatenate(columns, axis=1)}
 
     def forward_batch(self, batch: Batch, caches: list[LayerCache], rope: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits float32 [N, V] of the rows that the batch samples from, and the tokens of their maxima where a kernel computes them."""
@@ -104,18 +141,25 @@ class Llama(Transformer):
 
     def logits(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """What `forward_batch` returns, from the output x [T, E] of the last layer."""
-        return norm_head(x, self.final_norm, self.weights.head, batch.samples, batch.sample_count)
+        c, head = self.config, self.weights.head
+        return norm_head(x, self.final_norm, head, batch.samples, batch.sample_count, c.logits_divisor, c.logits_cap)
 
     def states(self, batch: Batch, caches: list[LayerCache], rope: Tensor) -> list[Tensor]:
         """The residual stream, float32 [T, E]: the embedding, then the output of each layer, before `final_norm`."""
-        x = embed(self.weights.table, batch.tokens, batch.rows)
+        x = embed(self.weights.table, batch.tokens, batch.rows, self.config.embedding_scale)
         states = [x]
-        angles = rope[batch.positions].contiguous()
+        rotations = self._rotations(rope[batch.positions])
         attention = PagedAttention(batch, caches[0].S)
         for block, cache in zip(self.blk, caches, strict=True):
-            x = block.forward_batch(x, batch, attention, cache, angles)
+            x = block.forward_batch(x, batch, attention, cache, rotations)
             states.append(x)
         return states
+
+    def _rotations(self, rows: Tensor) -> Rotations:
+        """From the rows of `constants` of a step's positions."""
+        R, width = self.config.rope_dim, int(rows.shape[1])
+        angles = tuple(rows[:, start : start + R].contiguous() for start in range(0, width // R * R, R))
+        return Rotations(angles, rows[:, -1:].reshape(-1, 1, 1).contiguous() if width % R else None)
 
     @property
     def final_norm(self) -> Norm:
@@ -140,12 +184,12 @@ HF_NAMES = {
 }
 
 
-def hf_name(name: str) -> str:
-    """blk.3.attn_q.bias -> model.layers.3.self_attn.q_proj.bias"""
+def hf_name(name: str, own: Mapping[str, str] = MappingProxyType({})) -> str:
+    """blk.3.attn_q.bias -> model.layers.3.self_attn.q_proj.bias; `own` are parts that the family calls otherwise."""
     if name in HF_NAMES:
         return HF_NAMES[name]
     _, layer, part, kind = name.split(".")
-    return f"model.layers.{layer}.{HF_NAMES[part]}.{kind}"
+    return f"model.layers.{layer}.{own.get(part) or HF_NAMES[part]}.{kind}"
 
 
 def halves_from_pairs(heads: int, rope_dim: int) -> Transform:
@@ -167,6 +211,20 @@ def sources(config: ModelConfig, kind: str, name: str) -> tuple[tuple[str, ...],
     return (name,), unpair(config, name)
 
 
+def rows_of(start: int, end: int) -> Transform:
+    """Rows of a matrix that holds several projections."""
+
+    def transform(arrays: list[np.ndarray]) -> np.ndarray:
+        return arrays[0][start:end]
+
+    return transform
+
+
+def half_of_gate_up(config: ModelConfig, part: str) -> Transform:
+    """Gate or up from the one matrix of both."""
+    return rows_of(0, config.hidden_dim) if part == "ffn_gate" else rows_of(config.hidden_dim, 2 * config.hidden_dim)
+
+
 def unpair(config: ModelConfig, name: str) -> Transform | None:
     part = name.split(".")[-2]
     if part == "attn_q":
@@ -184,22 +242,36 @@ def mistral_from_hf(source: Source) -> ModelConfig:
     return hf_config(fields, family="llama", windows=hf_windows(fields, fields.layers(), default_on=True))
 
 
-def hf_config(fields: Fields, **differences: Any) -> ModelConfig:
+@dataclass(frozen=True)
+class Defaults:
+    """What keys of config.json mean that it does not have, where transformers' default for the family is not LLaMA's; `rope` is the type
+    of layers whose rotary parameters are the model's.
+    """
+
+    theta: float = 10000.0
+    share: float = 1.0
+    eps: float = 1e-6
+    tied: bool = False
+    bias: bool = False
+    head_dim: int = 0
+    rope: str | None = None
+
+
+def hf_config(fields: Fields, defaults: Defaults = Defaults(), **differences: Any) -> ModelConfig:
     """A LLaMA-shaped config.json; `differences` are the ModelConfig fields that a family sets itself."""
-    if fields.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ModelError(f"{fields.where}: hidden_act {quoted(fields.get('hidden_act'))} is not supported; expected 'silu'")
+    _check_activation(fields, bool(differences.get("gelu")))
     dim, heads = fields.integer("hidden_size", low=1), fields.integer("num_attention_heads", low=1)
-    head_dim = fields.integer("head_dim", dim // heads, low=1)
+    head_dim = fields.integer("head_dim", defaults.head_dim or dim // heads, low=1)
     max_context = fields.integer("max_position_embeddings", 2048, low=2)
-    theta, share, scaling = hf_rope(fields, max_context)
-    attention_bias = fields.boolean("attention_bias")
+    theta, share, scaling = hf_rope(fields, max_context, defaults.theta, defaults.share, defaults.rope)
+    attention_bias = fields.boolean("attention_bias", defaults.bias)
     values: dict[str, Any] = dict(
         num_blocks=fields.layers(),
         dim=dim,
         hidden_dim=fields.integer("intermediate_size", low=1),
         n_heads=heads,
         n_kv_heads=fields.integer("num_key_value_heads", heads, low=1),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm_eps=fields.number("rms_norm_eps", defaults.eps),
         vocab_size=fields.integer("vocab_size", low=1),
         head_dim=head_dim,
         v_head_dim=head_dim,
@@ -209,10 +281,18 @@ def hf_config(fields: Fields, **differences: Any) -> ModelConfig:
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         mlp_bias=fields.boolean("mlp_bias"),
-        tied=fields.boolean("tie_word_embeddings"),
+        tied=fields.boolean("tie_word_embeddings", defaults.tied),
         scaling=scaling,
     )
     return check_factors(fields, check_heads(fields, ModelConfig(**(values | differences))))
+
+
+def _check_activation(fields: Fields, gelu: bool) -> None:
+    """ModelError for a gate with another activation than the family's."""
+    known = ("gelu_pytorch_tanh",) if gelu else ("silu", "swish")
+    key = "hidden_activation" if fields.get("hidden_activation") is not None else "hidden_act"
+    if fields.get(key, known[0]) not in known:
+        raise ModelError(f"{fields.where}: {key} {quoted(fields.get(key))} is not supported; expected {known[0]!r}")
 
 
 def from_gguf(source: Source) -> ModelConfig:
@@ -265,4 +345,13 @@ def gguf_scaling(source: Source, fields: Fields) -> RopeScaling:
         raise ModelError(f"GGUF metadata: rope scaling {quoted(kind)} is not supported without its tensor of factors")
     if kind == "none":
         return RopeScaling()
-    return RopeScaling(kind, fields.number("rope.scaling.factor", 1.0, above=0), trained)
+    all_dim = fields.number("rope.scaling.yarn_log_multiplier", 0.0)
+    return RopeScaling(
+        kind,
+        fields.number("rope.scaling.factor", 1.0, above=0),
+        trained,
+        beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0, above=0),
+        beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0, above=0),
+        mscale=1.0 if all_dim else 0.0,
+        mscale_all_dim=all_dim,
+    )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from tinyvllm.foreign import Fields
 from tinyvllm.models import llama
 from tinyvllm.models.config import ModelConfig, Source, Transform, hf_windows
@@ -19,23 +17,13 @@ def from_gguf(source: Source) -> ModelConfig:
 
 
 def sources(config: ModelConfig, kind: str, name: str) -> tuple[tuple[str, ...], Transform | None]:
-    part = name.split(".")[-2]
+    *prefix, part, suffix = name.split(".")
     q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     rows = {"attn_q": (0, q), "attn_k": (q, q + kv), "attn_v": (q + kv, q + 2 * kv)}
-    rows |= {"ffn_gate": (0, config.hidden_dim), "ffn_up": (config.hidden_dim, 2 * config.hidden_dim)}
-    if part not in rows:
+    fused = {"attn": ("attn_qkv", "self_attn.qkv_proj"), "ffn": ("ffn_up", "mlp.gate_up_proj")}[part.split("_")[0]] if prefix else None
+    if part not in (*rows, "ffn_gate", "ffn_up") or fused is None:
         return (name if kind == "gguf" else llama.hf_name(name),), None
-    layer = name.split(".")[1]
-    fused = {
-        "gguf": ("attn_qkv", "ffn_up"),
-        "safetensors": ("self_attn.qkv_proj", "mlp.gate_up_proj"),
-    }[kind][part.startswith("ffn")]
-    prefix = f"blk.{layer}." if kind == "gguf" else f"model.layers.{layer}."
-    return (f"{prefix}{fused}.weight",), _rows(*rows[part])
-
-
-def _rows(start: int, stop: int) -> Transform:
-    def transform(arrays: list[np.ndarray]) -> np.ndarray:
-        return arrays[0][start:stop]
-
-    return transform
+    transform = llama.rows_of(*rows[part]) if part in rows else llama.half_of_gate_up(config, part)
+    if kind == "gguf":
+        return (".".join([*prefix, fused[0], suffix]),), transform
+    return (f"model.layers.{prefix[1]}.{fused[1]}.{suffix}",), transform

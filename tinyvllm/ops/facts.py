@@ -29,18 +29,19 @@ def product_facts(
         format=weight.format,
         layout=layout,
         matrices=len(weight.parts) if isinstance(weight, (StoredWeight, MixedWeight)) else 1,
-        norm="RMS" if norm is None else norm.kind,
+        norm="" if norm is None else norm.kind,
         head_dim=head_dim,
         cache_format="" if cache is None else cache_format(cache),
     )
 
 
-def attention_facts(placement: Placement, cache: LayerCache, query_heads: int) -> ShapeFacts:
+def attention_facts(placement: Placement, cache: LayerCache, query_heads: int, cap: bool) -> ShapeFacts:
     """Of attention over a cache."""
     return ShapeFacts(
         placement,
         head_dim=cache.D,
         query_heads=query_heads,
+        cap=cap,
         kv_heads=cache.K,
         block_size=cache.S,
         cache_format=cache_format(cache),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tinygrad import Tensor
 
 from tinyvllm.backends.operands import KernelTable, TensorWeight, Weight
@@ -14,25 +16,42 @@ from tinyvllm.placement import Placement
 Table = Tensor | KernelTable
 
 
-def embed(table: Table, tokens: Tensor, rows: Tensor) -> Tensor:
-    """Rows `tokens` [T] int32 of the table [V, E] as float32 [T, E], exactly; `rows` [1] int32 is how many of them count."""
+def embed(table: Table, tokens: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
+    """Rows `tokens` [T] int32 of the table [V, E] as float32 [T, E], exactly, times `scale`; `rows` [1] int32 is how many of them count."""
     if isinstance(table, Tensor):
-        return table[tokens].float().contiguous()
-    placement = Placement.of(tokens.device)
-    kernel = select("embed", placement, f"{table.O}x{table.I} {table.format}", product_facts(placement, table))
-    return table.rows(tokens).contiguous() if kernel is None else kernel.backend.embed(kernel.variant, table, tokens, rows)
+        return _scaled(table[tokens].float(), scale).contiguous()
+    placement, shape = Placement.of(tokens.device), f"{table.O}x{table.I} {table.format}{' scaled' * (scale != 1.0)}"
+    kernel = select("embed", placement, shape, replace(product_facts(placement, table), scaled=scale != 1.0))
+    if kernel is not None:
+        return kernel.backend.embed(kernel.variant, table, tokens, rows, scale)
+    return _scaled(table.rows(tokens) if scale == 1.0 else embed(table, tokens, rows), scale).contiguous()
 
 
-def norm_head(x: Tensor, norm: Norm, weight: Weight, rows: Tensor, count: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Logits float32 [N, V] of the rows `rows` [N] int32 of x [T, E], of which the first `count` [1] count.
+def _scaled(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1.0 else x * scale
+
+
+def norm_head(
+    x: Tensor, norm: Norm, weight: Weight, rows: Tensor, count: Tensor, divisor: float = 1.0, cap: float = 0.0
+) -> tuple[Tensor, Tensor | None]:
+    """Logits float32 [N, V] of the rows `rows` [N] int32 of x [T, E], of which the first `count` [1] count: the products divided by
+    `divisor`, and with a `cap` above 0 cap * tanh(logit / cap) of them (Gemma 2, arXiv:2408.00118).
 
     If a kernel computes it on the way, also the token of the largest logit, int32 [N]: the lowest of equals, -1 for a row that has none (a
     NaN, or nothing above minus infinity).
     """
     if not isinstance(weight, TensorWeight):
         placement = Placement.of(x.device)
-        shape, facts = f"{weight.O}x{weight.I} {weight.format}", product_facts(placement, weight, norm)
-        kernel = select("norm_head", placement, shape, facts)
+        changed = divisor != 1.0 or cap != 0.0
+        shape, facts = f"{weight.O}x{weight.I} {weight.format}{' scaled or capped' * changed}", product_facts(placement, weight, norm)
+        kernel = select("norm_head", placement, shape, replace(facts, scaled=divisor != 1.0, cap=cap != 0.0))
         if kernel is not None:
-            return kernel.backend.norm_head(kernel.variant, x, norm, weight, rows, count)
-    return product(norm(x[rows]).contiguous(), weight), None
+            return kernel.backend.norm_head(kernel.variant, x, norm, weight, rows, count, divisor, cap)
+        if changed:  # two logits may become equal: the largest is looked for afterwards
+            return _finished(norm_head(x, norm, weight, rows, count)[0], divisor, cap).contiguous(), None
+    return _finished(product(norm(x[rows]).contiguous(), weight), divisor, cap), None
+
+
+def _finished(logits: Tensor, divisor: float, cap: float) -> Tensor:
+    logits = logits if divisor == 1.0 else logits / divisor
+    return logits if cap == 0.0 else (logits / cap).tanh() * cap

@@ -8,9 +8,11 @@ product means here. Products with rows of a file multiply float32.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tinygrad import Tensor, dtypes
 
-from tinyvllm.backends.operands import TensorWeight, Weight
+from tinyvllm.backends.operands import TensorWeight, Weight, matrices_of
 from tinyvllm.backends.registry import select
 from tinyvllm.ops.facts import product_facts
 from tinyvllm.ops.norm import Norm
@@ -18,24 +20,45 @@ from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import FORMATS, Activations
 from tinyvllm.quant.layouts import BLOCK, MixedWeight, PackedWeight, StoredWeight
 
-__all__ = ["TensorWeight", "Weight", "gate_up_silu", "linear", "product", "rounded"]
+__all__ = ["TensorWeight", "Weight", "add_output", "gate_up_silu", "linear", "product", "rounded"]
 
 
 def linear(
-    x: Tensor, weight: Weight, rows: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, gelu: bool = False
+    x: Tensor,
+    weight: Weight,
+    rows: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gelu: bool = False,
+    norm: Norm | None = None,
+    scale: float = 1.0,
 ) -> Tensor:
-    """x [T, I] float32 times weight [O, I] transposed, plus bias [O], through gelu if `gelu`, plus residual [T, O]; float32 [T, O].
+    """x [T, I] float32 times weight [O, I] transposed, plus bias [O], through gelu if `gelu`, through `norm`, times `scale`, plus residual
+    [T, O]; float32 [T, O].
 
     rows [1] int32 is how many rows of x count; the result's other rows are undefined.
     """
     if not isinstance(weight, TensorWeight):
-        placement = Placement.of(x.device)
-        kernel = select("matmul", placement, f"{weight.O}x{weight.I} {weight.format}", product_facts(placement, weight))
+        placement, shape = Placement.of(x.device), f"{weight.O}x{weight.I} {weight.format}"
+        facts = product_facts(placement, weight)
+        if norm is not None or scale != 1.0:
+            after = replace(facts, output_norm=norm is not None, output_scale=scale != 1.0)
+            kernel = select("matmul", placement, f"{shape}{' normed' * after.output_norm}{' scaled' * after.output_scale}", after)
+            if kernel is None:  # the product alone by its kernel
+                return add_output(residual, linear(x, weight, rows, bias, None, gelu), norm, scale)
+            return kernel.backend.matmul(kernel.variant, x, weight, rows, bias, residual, gelu, norm, scale)
+        kernel = select("matmul", placement, shape, facts)
         if kernel is not None:
-            return kernel.backend.matmul(kernel.variant, x, weight, rows, bias, residual, gelu)
+            return kernel.backend.matmul(kernel.variant, x, weight, rows, bias, residual, gelu, None, 1.0)
     y = product(x, weight)
     y = y if bias is None else y + bias.float()
-    y = y.gelu() if gelu else y
+    return add_output(residual, y.gelu() if gelu else y, norm, scale)
+
+
+def add_output(residual: Tensor | None, y: Tensor, norm: Norm | None, scale: float) -> Tensor:
+    """residual + scale * norm(y), float32 [T, O]: how an output joins the residual stream."""
+    y = y if norm is None else norm(y.contiguous())
+    y = y if scale == 1.0 else y * scale
     return y if residual is None else y + residual
 
 
@@ -65,18 +88,35 @@ def rounded(x: Tensor, activations: Activations) -> Tensor:
     return (quants * (largest / 127.0)).reshape(*x.shape)
 
 
-def gate_up_silu(x: Tensor, norm: Norm, weight: Weight, rows: Tensor, bias: Tensor | None = None) -> Tensor:
-    """silu(g) * u of the normalised x, the SwiGLU of Shazeer (2020, arXiv:2002.05202).
+def gate_up_silu(x: Tensor, norm: Norm | None, weight: Weight, rows: Tensor, bias: Tensor | None = None, gelu: bool = False) -> Tensor:
+    """silu(g) * u of the normalised x, the SwiGLU of Shazeer (2020, arXiv:2002.05202); with `gelu` gelu(g) * u.
 
-    x [T, E] float32; weight [2F, E], the rows of gate and then those of up; bias [2F]; result [T, F] float32. `rows` as for `linear`.
+    x [T, E] float32, not normalised if `norm` is None; weight [2F, E], the rows of gate and then those of up; bias [2F]; result [T, F]
+    float32. `rows` as for `linear`.
     """
     F = weight.O // 2
     if not isinstance(weight, TensorWeight):
         placement = Placement.of(x.device)
-        shape, facts = f"{weight.I}->{F} {weight.format}", product_facts(placement, weight, norm, outputs=F)
-        kernel = select("norm_gate_up_silu", placement, shape, facts)
+        shape, facts = f"{weight.I}->{F} {weight.format}{' gelu' * gelu}", product_facts(placement, weight, norm, outputs=F)
+        kernel = select("norm_gate_up_silu", placement, shape, replace(facts, gelu=gelu))
         if kernel is not None:
-            return kernel.backend.gate_up_silu(kernel.variant, x, norm, weight, rows, bias)
-    y = product(norm(x).contiguous(), weight)
-    y = (y if bias is None else y + bias.float()).contiguous()
-    return y[:, :F].silu() * y[:, F:]
+            return kernel.backend.gate_up_silu(kernel.variant, x, norm, weight, rows, bias, gelu)
+    y = products(x if norm is None else norm(x).contiguous(), weight, rows, bias, by_kernels=gelu or norm is None)
+    g, u = y[:, :F], y[:, F:]
+    return (g.gelu() if gelu else g.silu()) * u
+
+
+def products(x: Tensor, weight: Weight, rows: Tensor, bias: Tensor | None, by_kernels: bool) -> Tensor:
+    """x times weight, plus bias, float32 [T, O], contiguous: where an op's own kernel does not have a family's policy, each matrix by the
+    kernel of `linear`, else by the reference.
+    """
+    if not by_kernels or isinstance(weight, TensorWeight):
+        y = product(x, weight)
+        return (y if bias is None else y + bias.float()).contiguous()
+    parts, done = matrices_of(weight), 0
+    outputs = []
+    for part in parts:
+        own = None if bias is None else bias[done : done + part.O].contiguous()
+        outputs.append(linear(x, part, rows, own))
+        done += part.O
+    return (outputs[0] if len(outputs) == 1 else outputs[0].cat(*outputs[1:], dim=1)).contiguous()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tinygrad import Tensor
 
 from tinyvllm.backends.buffers import cache_format
@@ -12,7 +14,7 @@ from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import store_kv, store_packed_kv
 from tinyvllm.ops.facts import product_facts
 from tinyvllm.ops.kv_pack import packed_rows, queries_for
-from tinyvllm.ops.linear import product
+from tinyvllm.ops.linear import products
 from tinyvllm.ops.norm import Norm, rms_norm
 from tinyvllm.ops.rope import apply_rope
 from tinyvllm.placement import Placement
@@ -21,7 +23,7 @@ __all__ = ["QKV", "append_kv", "norm_qkv_rope_store"]
 
 
 def norm_qkv_rope_store(
-    x: Tensor, norm: Norm, qkv: QKV, angles: Tensor | None, cache: LayerCache, batch: Batch
+    x: Tensor, norm: Norm | None, qkv: QKV, angles: Tensor | None, cache: LayerCache, batch: Batch
 ) -> tuple[Tensor, LayerCache]:
     """Queries of normalised x, and the cache with this step's keys and values in it.
 
@@ -30,22 +32,28 @@ def norm_qkv_rope_store(
     from that.
     """
     K, D, placement = cache.K, cache.D, Placement.of(x.device)
+    whole = qkv.q_norm is not None and int(qkv.q_norm.shape[0]) != D
     if not isinstance(qkv.weight, TensorWeight):
         shape = f"{qkv.weight.I}->{qkv.weight.O} {qkv.weight.format}, D={D}"
-        kernel = select("norm_qkv_rope_store", placement, shape, product_facts(placement, qkv.weight, norm, head_dim=D, cache=cache))
-        if kernel is not None:
+        facts = product_facts(placement, qkv.weight, norm, head_dim=D, cache=cache)
+        kernel = select("norm_qkv_rope_store", placement, shape + " whole norms" * whole, replace(facts, whole_qk_norm=whole))
+        if kernel is not None and norm is not None:
             return kernel.backend.norm_qkv_rope_store(kernel.variant, x, norm, qkv, qkv.weight, angles, cache, batch)
-    T = int(x.shape[0])
     # without the copy, tinygrad recomputes the norm for every output
-    y = product(norm(x).contiguous(), qkv.weight)
-    y = (y if qkv.bias is None else y + qkv.bias.float()).contiguous().reshape(T, -1, D)
+    y = products(x if norm is None else norm(x).contiguous(), qkv.weight, batch.rows, qkv.bias, by_kernels=whole or norm is None)
+    y = y.reshape(int(x.shape[0]), -1, D)
     H = int(y.shape[1]) - 2 * K
     q, k, v = y[:, :H], y[:, H : H + K], y[:, H + K :]
     if qkv.q_norm is not None and qkv.k_norm is not None:
-        q, k = rms_norm(q, qkv.q_norm, qkv.qk_eps), rms_norm(k, qkv.k_norm, qkv.qk_eps)
+        q, k = normed_heads(q, qkv.q_norm, qkv.qk_eps), normed_heads(k, qkv.k_norm, qkv.qk_eps)
     if angles is not None:
         q, k = apply_rope(q.contiguous(), angles), apply_rope(k.contiguous(), angles)
     return queries_for(cache, q.contiguous()), append_kv(k.contiguous(), v.contiguous(), cache, batch)
+
+
+def normed_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, H, D] normed head by head with a weight [D], or all heads at once with a weight [H D]."""
+    return rms_norm(x.reshape(int(x.shape[0]), -1, int(weight.shape[0])), weight, eps).reshape(*x.shape)
 
 
 def append_kv(k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:

@@ -27,6 +27,7 @@ class RopeScaling:
     attention_factor: float | None = None
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
+    truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
 
@@ -43,6 +44,11 @@ def rope_table(dim: int, theta: float, max_len: int, scaling: RopeScaling, conte
     inverse, magnitude = _SCALE[scaling.kind](inverse, scaling, dim, theta, context or max_len)
     angles = np.arange(max_len, dtype=np.float64)[:, None] * inverse
     return (np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * magnitude).astype(np.float32)
+
+
+def query_factors(beta: float, length: int, max_len: int) -> np.ndarray:
+    """1 + beta log(1 + floor(p / length)) of every position p, float32 [max_len, 1]: Llama 4's, which keeps attention sharp far out."""
+    return (1 + beta * np.log(1 + np.arange(max_len) // length)).astype(np.float32)[:, None]
 
 
 def _default(inverse: np.ndarray, s: RopeScaling, dim: int, theta: float, context: int) -> tuple[np.ndarray, float]:
@@ -67,7 +73,8 @@ def _yarn(inverse: np.ndarray, s: RopeScaling, dim: int, theta: float, context: 
     def turns_at(rotations: float) -> float:
         return dim * math.log(s.original_context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = max(math.floor(turns_at(s.beta_fast)), 0), min(math.ceil(turns_at(s.beta_slow)), dim - 1)
+    low, high = turns_at(s.beta_fast), turns_at(s.beta_slow)
+    low, high = max(math.floor(low) if s.truncate else low, 0), min(math.ceil(high) if s.truncate else high, dim - 1)
     ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0, 1)
     magnitude = s.attention_factor
     if magnitude is None:

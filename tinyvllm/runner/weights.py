@@ -279,6 +279,8 @@ class WeightLoader:
             else:
                 tensors = load_tensors(self._checkpoint, some, self._plan.placement.device, dtype, None)
             for recipe in some:
+                if recipe.offset and self._checkpoint is not None:
+                    tensors[recipe.name] = (tensors[recipe.name] + recipe.offset).contiguous().realize()
                 self._count(recipe, tensors[recipe.name].nbytes())
                 self._note(recipe, DTYPE_FORMATS[dtype])
             place(model, tensors)

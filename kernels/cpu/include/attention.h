@@ -11,12 +11,13 @@
 // A row reads the values of the keys that it sees, and no others: unused slots, blocks before the window and keys after a row's own position
 // may hold NaN. Their scores are computed where that is cheaper, and dropped.
 //
-// Constants: H, K, D, S, M, CACHE_TYPE (cache.h), SCALE (above 0), WINDOW (0: none). H % K == 0, D % 16 == 0, D from 32 to 256, S a
-// power of two from 8 to 256.
+// Constants: H, K, D, S, M, CACHE_TYPE (cache.h), SCALE (above 0), WINDOW (0: none), CAP (of scores * SCALE, none if not defined).
+// H % K == 0, D % 16 == 0, D from 32 to 256, S a power of two from 8 to 256.
 //
 // The online softmax is Milakov and Gimelshein's (arXiv:1805.02867), tiles of rows and keys are FlashAttention's (arXiv:2205.14135), the
 // split over keys and its merge are flash decoding's.
 #pragma once
+#include "activations.h"
 #include "cache.h"
 #include "lanes.h"
 #include "thread_team.h"
@@ -191,9 +192,17 @@ static inline void softmax_tile(float *s, int first, int end, float *top, float 
   softmax_columns(columns, s + low, v16_max_of(max_columns(columns, s + low)), top, weight, sums);
 }
 
+// Scores s [N, TILE] become what exp_scaled needs for softmax(CAP tanh(score * SCALE / CAP)).
+INLINE void cap_scores(int N, float *s) {
+#ifdef CAP
+  for (int i = 0; i < N * TILE; i += 16) v16_store(s + i, capped(v16_load(s + i), CAP / SCALE));
+#endif
+}
+
 // The same of N rows: row i sees the keys first[i] to end[i] - 1 of the tile, if there are any.
 INLINE void softmax_rows(int N, float *s, const int *first, const int *end, float *top, float *weight, float *sums, long stride) {
   int whole = 0;
+  cap_scores(N, s);
   UNROLL for (int i = 0; i < N; i++) whole += first[i] == 0 && end[i] == TILE;
   if (whole < N) {
     UNROLL for (int i = 0; i < N; i++) if (first[i] < end[i])

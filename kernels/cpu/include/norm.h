@@ -8,6 +8,14 @@
 #define NORM RMS
 #endif
 
+// The weights, which NO_NORM has not: x is multiplied as it is.
+#if NORM == NO_NORM
+#define NORM_ARGUMENT
+#define norm 0
+#else
+#define NORM_ARGUMENT const float *norm,
+#endif
+
 // An argument that only LAYER has.
 #if NORM == LAYER
 #define NORM_BIAS_ARGUMENT const float *norm_bias,
@@ -34,6 +42,9 @@ static inline float mean_of(const float *x, int width) {
 
 // The normed row, in the form that the weights want. `bias` is read by LAYER only.
 static inline void prepare_normed(uint8_t *row, const float *x, const float *weight, const float *bias) {
+#if NORM == NO_NORM
+  prepare_row(row, x);
+#else
   const float middle = NORM == LAYER ? mean_of(x, I) : 0.0f, inverse = inverse_spread(x, I, middle, EPS);
   v16 odd = v16_set(0.0f);
   for (int i = 0; i < I; i += 32) {
@@ -46,4 +57,5 @@ static inline void prepare_normed(uint8_t *row, const float *x, const float *wei
     prepare_32(row, i, y[0], y[1], &odd);
   }
   prepare_end(row, odd);
+#endif
 }

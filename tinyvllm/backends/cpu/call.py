@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 from tinygrad import Tensor
 
+from tinyvllm.backends import policies
 from tinyvllm.backends.buffers import cache_format, constant, empty, integers, present, scratch
 from tinyvllm.backends.cpu.graph import CpuGraph
 from tinyvllm.backends.cpu.launch import compile_ahead, launch, row_numbers
 from tinyvllm.backends.cpu.limits import LIMITS
 from tinyvllm.backends.cpu.toolchain import compiler_state, cpu_features, processor, processor_name
-from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.kernel import Constant, Kernel
 from tinyvllm.backends.limits import ShapeFacts, first_reason
 from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights, packed, packed_parts
 from tinyvllm.backends.shapes import Attention
@@ -82,10 +83,12 @@ class CpuBackend:
     def read_bandwidth(self, placement: Placement, seconds: float, nbytes: int) -> float | None:
         return None
 
-    def embed(self, variant: str, table: KernelTable, tokens: Tensor, rows: Tensor) -> Tensor:
+    def embed(self, variant: str, table: KernelTable, tokens: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
         T, E = int(tokens.shape[0]), table.I
         panels, work = int(isinstance(table, PackedWeight)), T * (row_bytes(table.format, E) + 4 * E)
-        kernel = Kernel.cpu("embed", variant, 1, 3, bytes=work, E=E, V=table.O, WEIGHT=table.format, PANELS=panels)
+        kernel = Kernel.cpu(
+            "embed", variant, 1, 3, 0, work, E=E, V=table.O, WEIGHT=table.format, PANELS=panels, **policies.row_scale(scale)
+        )
         return launch(kernel, [empty(tokens, T, E)], [table.tensor, tokens, rows])[0]
 
     def norm_qkv_rope_store(
@@ -127,61 +130,73 @@ class CpuBackend:
         kernel = Kernel.cpu("kv_append", variant, 2, 4, bytes=work, K=K, S=S, D=D, CACHE_TYPE=cache_format(cache))
         return cache.after(*launch(kernel, [*cache], [k, v, batch.slots, batch.rows]))
 
-    def attention_decode(self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Tensor:
+    def attention_decode(
+        self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0
+    ) -> Tensor:
         T, H, D = (int(d) for d in q.shape)
         max_partitions = ceil_div(int(batch.block_tables.shape[1]) * cache.S, PARTITION)
         partial = empty(q, batch.num_decodes * H * max_partitions * (D + 2))
         ins = [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes, *present(batch.shared_prefix_lens)]
-        constants = Attention.of(q, cache, scale, window, batch).defines | dict(CASCADE=int(batch.shared_prefix_lens is not None))
+        constants = Attention.of(q, cache, scale, window, batch, cap).defines | dict(CASCADE=int(batch.shared_prefix_lens is not None))
         kernel = Kernel.cpu("attention_decode", variant, 2, len(ins), **constants)  # type: ignore[arg-type]
         return launch(kernel, [empty(q, T, H * D), partial], ins)[0]
 
     def attention_prefill(
-        self, variant: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch
-    ) -> Tensor:
+        self, variant: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch,
+        cap: float = 0.0,
+    ) -> Tensor:  # fmt: skip
         (T, H, D), K = (int(d) for d in q.shape), cache.K
         rows = H // K * max(1, 128 // (H // K))
         areas = empty(q, _MAX_THREADS * (128 * D + rows * (3 * D + 32)))
         # the values' alias: a tensor that two kernels read after a store is copied, the whole pool
         ins = [q, cache.values, batch.block_tables, batch.context_lens, batch.query_starts, batch.chunks]
-        constants = Attention.of(q, cache, scale, window, batch).defines
+        constants = Attention.of(q, cache, scale, window, batch, cap).defines
         kernel = Kernel.cpu("attention_prefill", variant, 2, len(ins), **constants)  # type: ignore[arg-type]
         return launch(kernel, [empty(q, T, H * D) if out is None else out, areas], ins)[0]
 
     def matmul(
-        self, variant: str, x: Tensor, weight: KernelWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool
-    ) -> Tensor:
+        self, variant: str, x: Tensor, weight: KernelWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool,
+        output_norm: NormWeights | None = None, output_scale: float = 1.0,
+    ) -> Tensor:  # fmt: skip
         weight = packed(weight)
         T, O, I = int(x.shape[0]), weight.O, weight.I
-        ins = [x, weight.tensor, *present(bias, residual), rows]
+        norm = None if output_norm is None else output_norm.weight
+        ins = [x, weight.tensor, *present(bias, norm, residual), rows]
+        after: dict[str, Constant] = {} if output_norm is None else {"OUT_NORM": 1, "EPS": constant(output_norm.eps)}
         kernel = Kernel.cpu(
             "matmul", variant, 2, len(ins), 2 * T * O * I, panel_bytes(weight.format, O, I) + 4 * T * (O + I),
             O=O, I=I, WEIGHT=weight.format, BIAS=int(bias is not None), RESIDUAL=int(residual is not None), ACTIVATION=int(gelu),
+            **after, **policies.output_scale(output_scale),
         )  # fmt: skip
         outs = [empty(x, T, O), scratch(x, prepared_bytes(weight.format, T, I))]
         return launch(kernel, outs, ins)[0]
 
-    def gate_up_silu(self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, bias: Tensor | None) -> Tensor:
+    def gate_up_silu(
+        self, variant: str, x: Tensor, norm: NormWeights | None, weight: KernelWeight, rows: Tensor, bias: Tensor | None, gelu: bool = False
+    ) -> Tensor:
         T, E, F = int(x.shape[0]), weight.I, weight.O // 2
         out, parts = empty(x, T, F), packed_parts(weight)
+        before = {"NORM": "NO_NORM"} if norm is None else {"EPS": constant(norm.eps)}
         for half, part in zip(("BOTH",) if len(parts) == 1 else ("GATE", "UP"), parts, strict=True):
-            ins = [x, norm.weight, part.tensor, *present(bias), rows]
+            ins = [x, *present(None if norm is None else norm.weight), part.tensor, *present(bias), rows]
             kernel = Kernel.cpu(
                 "norm_gate_up_silu", variant, 2, len(ins), 2 * T * part.O * E, panel_bytes(part.format, part.O, E) + 4 * T * (E + F),
-                E=E, F=F, WEIGHT=part.format, HALF=half, BIAS=int(bias is not None), EPS=constant(norm.eps),
+                E=E, F=F, WEIGHT=part.format, HALF=half, BIAS=int(bias is not None), **before, **policies.gate(gelu),
             )  # fmt: skip
             out, _ = launch(kernel, [out, scratch(x, prepared_bytes(part.format, T, E))], ins)
         return out
 
     def norm_head(
-        self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, count: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, count: Tensor,
+        divisor: float = 1.0, cap: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         weight = packed(weight)
         N, V, E = int(rows.shape[0]), weight.O, weight.I
         ins = [x, norm.weight, *present(norm.bias), weight.tensor, rows, count]
         kernel = Kernel.cpu(
             "norm_head", variant, 3, len(ins), 2 * N * V * E, panel_bytes(weight.format, V, E) + 4 * N * (V + E),
             E=E, V=V, WEIGHT=weight.format, NORM=norm.kind, EPS=constant(norm.eps),
+            **policies.logits(divisor, cap),
         )  # fmt: skip
         outs = [empty(x, N, V), integers(x, N), scratch(x, prepared_bytes(weight.format, N, E))]
         logits, best, _ = launch(kernel, outs, ins)

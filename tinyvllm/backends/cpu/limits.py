@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from tinyvllm.backends.limits import Limits, between, matrices, multiple_of, pairs_of_sixteen, rms_norm_only
+from tinyvllm.backends.limits import (
+    Limits,
+    between,
+    matrices,
+    multiple_of,
+    no_layer_norm,
+    norm_by_head,
+    normed_in_sixteens,
+    pairs_of_sixteen,
+    some_norm,
+)
 
 WIDTH = 32  # columns that the kernels read x and weights by
 
@@ -13,12 +23,12 @@ _ATTENTION = (_HEADS, between("head_dim", 32, 256), pairs_of_sixteen)
 
 LIMITS: Limits = {
     "embed": (_INPUTS,),
-    "norm_qkv_rope_store": (_INPUTS, _HEADS),
+    "norm_qkv_rope_store": (_INPUTS, some_norm, _HEADS, norm_by_head),
     "kv_append": (_HEADS,),
     "attention_decode": _ATTENTION,
     "attention_prefill": _ATTENTION,
-    "matmul": (_INPUTS, _ONE_FORMAT),
-    "norm_gate_up_silu": (multiple_of("outputs", 16), _INPUTS, rms_norm_only),
+    "matmul": (_INPUTS, _ONE_FORMAT, normed_in_sixteens),
+    "norm_gate_up_silu": (multiple_of("outputs", 16), _INPUTS, no_layer_norm),
     "norm_head": (_INPUTS, _ONE_FORMAT),
     "advance": (),
     "kv_copy": (multiple_of("block_bytes", 8),),

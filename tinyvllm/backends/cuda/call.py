@@ -86,7 +86,7 @@ class CudaBackend:
     def read_bandwidth(self, placement: Placement, seconds: float, nbytes: int) -> float | None:
         return gpu_read_bandwidth(placement.device, seconds, nbytes)
 
-    def embed(self, variant: str, table: KernelTable, tokens: Tensor, rows: Tensor) -> Tensor:
+    def embed(self, variant: str, table: KernelTable, tokens: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
         T, E = int(tokens.shape[0]), table.I
         kernel = plan.embed(variant, table.format, T, table.O, E, isinstance(table, PackedWeight))
         return launch(kernel, [empty(tokens, T, E)], [table.tensor, tokens, rows])[0]
@@ -133,7 +133,9 @@ class CudaBackend:
         kernel = plan.kv_append(variant, T, K, S, D, cache_format(cache))
         return cache.after(*launch(kernel, [*cache], [k, v, batch.slots, batch.rows]))
 
-    def attention_decode(self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Tensor:
+    def attention_decode(
+        self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0
+    ) -> Tensor:
         T, H, D = (int(d) for d in q.shape)
         kernel, partial, counters = plan.attention_decode(
             variant, batch.num_decodes, Attention.of(q, cache, scale, window, batch), gpu_at(q), batch.shared_prefix_lens is not None
@@ -143,8 +145,9 @@ class CudaBackend:
         return launch(kernel, [empty(q, T, H * D), *partials], ins)[0]
 
     def attention_prefill(
-        self, variant: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch
-    ) -> Tensor:
+        self, variant: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch,
+        cap: float = 0.0,
+    ) -> Tensor:  # fmt: skip
         T, H, D = (int(d) for d in q.shape)
         kernel = plan.attention_prefill(
             variant, T - batch.num_decodes, batch.num_chunks, Attention.of(q, cache, scale, window, batch), gpu_at(q)
@@ -154,8 +157,9 @@ class CudaBackend:
         return launch(kernel, [empty(q, T, H * D) if out is None else out], ins)[0]
 
     def matmul(
-        self, variant: str, x: Tensor, weight: KernelWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool
-    ) -> Tensor:
+        self, variant: str, x: Tensor, weight: KernelWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool,
+        output_norm: NormWeights | None = None, output_scale: float = 1.0,
+    ) -> Tensor:  # fmt: skip
         weight = packed(weight)
         T, O, gpu = int(x.shape[0]), weight.O, gpu_at(x)
         product = Product(weight.format, T, O, weight.I, bias=bias is not None, residual=residual is not None, gelu=gelu)
@@ -165,7 +169,10 @@ class CudaBackend:
                 return launch(kernel, [empty(x, T, O)], [x, weight.tensor, *present(bias, residual), rows])[0]
         return _multiplied(variant, _prepared(variant, x, weight, rows), weight, rows, product, bias, residual)
 
-    def gate_up_silu(self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, bias: Tensor | None) -> Tensor:
+    def gate_up_silu(
+        self, variant: str, x: Tensor, norm: NormWeights | None, weight: KernelWeight, rows: Tensor, bias: Tensor | None, gelu: bool = False
+    ) -> Tensor:
+        assert norm is not None, "limits.py"
         if isinstance(weight, MixedWeight):
             return self._mixed_gate_up(variant, x, norm, weight, rows, bias)
         weight = packed(weight)
@@ -189,8 +196,9 @@ class CudaBackend:
         return out
 
     def norm_head(
-        self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, count: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, count: Tensor,
+        divisor: float = 1.0, cap: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         weight = packed(weight)
         N, V, gpu = int(rows.shape[0]), weight.O, gpu_at(x)
         if N <= plan.FEW:

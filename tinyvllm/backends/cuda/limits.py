@@ -13,9 +13,15 @@ from tinyvllm.backends.limits import (
     less_than,
     matrices,
     multiple_of,
+    no_cap,
+    norm_by_head,
     pairs_of_sixteen,
+    plain_logits,
+    plain_outputs,
+    plain_rows,
     power_of_two,
     rms_norm_only,
+    silu_gate,
     tiles_only,
 )
 from tinyvllm.batch import PACKED_KV
@@ -51,14 +57,14 @@ _ATTENTION = (
 )
 
 LIMITS: Limits = {
-    "embed": (_INPUTS,),
-    "norm_qkv_rope_store": (*_PRODUCT, rms_norm_only, _HEADS),
+    "embed": (_INPUTS, plain_rows),
+    "norm_qkv_rope_store": (*_PRODUCT, rms_norm_only, _HEADS, norm_by_head),
     "kv_append": (_HEADS,),
-    "attention_decode": _ATTENTION,
-    "attention_prefill": _ATTENTION,
-    "matmul": (*_PRODUCT, _ONE_FORMAT),
-    "norm_gate_up_silu": (multiple_of("outputs", 16), *_PRODUCT, rms_norm_only),
-    "norm_head": (*_PRODUCT, _ONE_FORMAT, rms_norm_only),
+    "attention_decode": (*_ATTENTION, no_cap),
+    "attention_prefill": (*_ATTENTION, no_cap),
+    "matmul": (*plain_outputs, *_PRODUCT, _ONE_FORMAT),
+    "norm_gate_up_silu": (silu_gate, multiple_of("outputs", 16), *_PRODUCT, rms_norm_only),
+    "norm_head": (*plain_logits, *_PRODUCT, _ONE_FORMAT, rms_norm_only),
     "advance": (),
     "kv_copy": (multiple_of("block_bytes", 16),),
     "sample": (at_most("vocabulary", 1 << 18),),  # what its bins can count

@@ -153,7 +153,7 @@ class MetalBackend:
         return None
 
     @_of_op("embed")
-    def embed(self, variant: str, table: KernelTable, tokens: Tensor, rows: Tensor) -> Tensor:
+    def embed(self, variant: str, table: KernelTable, tokens: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
         T, E = int(tokens.shape[0]), table.I
         return launch(plan.embed(variant, table.format, T, table.O, E), [empty(tokens, T, E)], [table.tensor, tokens, rows])[0]
 
@@ -214,7 +214,9 @@ class MetalBackend:
         return cache.after(*launch(plan.kv_append(variant, T, K, S, D, cache_format(cache)), [*cache], [k, v, batch.slots, batch.rows]))
 
     @_of_op("attention_decode")
-    def attention_decode(self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch) -> Tensor:
+    def attention_decode(
+        self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0
+    ) -> Tensor:
         (T, H, D), a = (int(d) for d in q.shape), Attention.of(q, cache, scale, window, batch)
         kernels, words = plan.attention_decode(variant, batch.num_decodes, a, cascade=batch.shared_prefix_lens is not None)
         ins = [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes, *present(batch.shared_prefix_lens)]
@@ -225,8 +227,9 @@ class MetalBackend:
 
     @_of_op("attention_prefill")
     def attention_prefill(
-        self, variant: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch
-    ) -> Tensor:
+        self, variant: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch,
+        cap: float = 0.0,
+    ) -> Tensor:  # fmt: skip
         T, H, D = (int(d) for d in q.shape)
         kernel = plan.attention_prefill(variant, T - batch.num_decodes, batch.num_chunks, Attention.of(q, cache, scale, window, batch))
         # the values' alias: a tensor that two kernels read after a store is copied, the whole pool
@@ -235,8 +238,9 @@ class MetalBackend:
 
     @_of_op("matmul")
     def matmul(
-        self, variant: str, x: Tensor, weight: KernelWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool
-    ) -> Tensor:
+        self, variant: str, x: Tensor, weight: KernelWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool,
+        output_norm: NormWeights | None = None, output_scale: float = 1.0,
+    ) -> Tensor:  # fmt: skip
         weight = stored(weight)
         T, O, I = int(x.shape[0]), weight.O, weight.I
         if len(pieces := self._pieces(x, T)) > 1:
@@ -255,7 +259,10 @@ class MetalBackend:
         return launch(kernel, [empty(x, T, O)], [x, *_matrices(weight), *present(bias, residual), rows])[0]
 
     @_of_op("norm_gate_up_silu")
-    def gate_up_silu(self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, bias: Tensor | None) -> Tensor:
+    def gate_up_silu(
+        self, variant: str, x: Tensor, norm: NormWeights | None, weight: KernelWeight, rows: Tensor, bias: Tensor | None, gelu: bool = False
+    ) -> Tensor:
+        assert norm is not None, "limits.py"
         weight = stored(weight)
         T, E, F, eps = int(x.shape[0]), weight.I, weight.O // 2, constant(norm.eps)
         if len(pieces := self._pieces(x, T)) > 1:
@@ -281,8 +288,9 @@ class MetalBackend:
 
     @_of_op("norm_head")
     def norm_head(
-        self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, count: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, count: Tensor,
+        divisor: float = 1.0, cap: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         weight = stored(weight)
         N, V, eps = int(rows.shape[0]), weight.O, constant(norm.eps)
         if len(pieces := self._pieces(x, N)) > 1:

@@ -10,8 +10,14 @@ from tinyvllm.backends.limits import (
     less_than,
     matrices,
     multiple_of,
+    no_cap,
+    norm_by_head,
+    plain_logits,
+    plain_outputs,
+    plain_rows,
     power_of_two,
     rms_norm_only,
+    silu_gate,
 )
 from tinyvllm.quant.formats import FORMATS
 
@@ -34,14 +40,14 @@ _ATTENTION = (
 )
 
 LIMITS: Limits = {
-    "embed": (_INPUTS,),
-    "norm_qkv_rope_store": (_INPUTS, matrices(3, "q, k and v"), rms_norm_only, _HEADS),
+    "embed": (_INPUTS, plain_rows),
+    "norm_qkv_rope_store": (_INPUTS, matrices(3, "q, k and v"), rms_norm_only, _HEADS, norm_by_head),
     "kv_append": (_HEADS,),
-    "attention_decode": _ATTENTION,
-    "attention_prefill": _ATTENTION,
-    "matmul": (_INPUTS, matrices(1, "several are multiplied only together with their norm")),
-    "norm_gate_up_silu": (_INPUTS, matrices(2, "gate and up"), rms_norm_only),
-    "norm_head": (_INPUTS, rms_norm_only),
+    "attention_decode": (*_ATTENTION, no_cap),
+    "attention_prefill": (*_ATTENTION, no_cap),
+    "matmul": (*plain_outputs, _INPUTS, matrices(1, "several are multiplied only together with their norm")),
+    "norm_gate_up_silu": (silu_gate, _INPUTS, matrices(2, "gate and up"), rms_norm_only),
+    "norm_head": (*plain_logits, _INPUTS, rms_norm_only),
     "advance": (),
     "kv_copy": (multiple_of("block_bytes", 16),),
     "sample": (at_most("vocabulary", 1 << 18),),  # what its bins can count

@@ -1,0 +1,35 @@
+"""Families whose policies the GPUs' kernels do not have, on the emulated GPUs: the recorded tokens, and why some run without kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.emulator.driver import cuda_device
+from tests.emulator.metal_runtime import metal_device
+from tinyvllm import LLM, SamplingParams
+from tinyvllm.backends import registry
+
+GOLDEN = Path(__file__).parents[1] / "tiny" / "golden"
+TOKENS = 4
+GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+REASONS = {  # parts of the reasons
+    "gemma3": {"a norm of the outputs", "a gate with GELU", "a scale of the embedding"},
+    "ministral3": set(),
+}
+
+
+@pytest.mark.parametrize("device", ["CUDA", "METAL"])
+@pytest.mark.parametrize("name", [pytest.param("gemma3", marks=pytest.mark.long), "ministral3"])
+def test_recorded_tokens(name: str, device: str) -> None:
+    with np.load(GOLDEN / name / "golden.npz") as data:
+        prompt, expected = data["prompt_0"].tolist(), data["tokens_0"][:TOKENS].tolist()
+    with cuda_device(seed=5) if device == "CUDA" else metal_device():
+        registry.forget_choices()
+        with LLM(GOLDEN / name, device=device, dtype="float16", max_model_len=64, skip_tokenizer_init=True, max_num_seqs=2) as llm:
+            assert llm.generate([{"prompt_token_ids": prompt}], GREEDY)[0].outputs[0].token_ids == expected
+        reasons = {choice.why for choice in registry.choices(device) if choice.variant == "ref"}
+        products = {choice.variant for choice in registry.choices(device) if choice.stem == "matmul" and "normed" not in choice.shape}
+    assert all(any(part in reason for reason in reasons) for part in REASONS[name]) and len(products) == 1 and "ref" not in products
