@@ -69,11 +69,12 @@ class Asked:
 
 
 class Traffic:
-    def __init__(self, seed: int, check_every: int = 6):
+    def __init__(self, seed: int, check_every: int = 6, drafter: str | None = None):
         self.random = random.Random(seed)
         common: dict[str, Any] = dict(device="CPU", max_model_len=LONGEST)
         self.llm = LLM(
-            max_num_seqs=ROWS, max_num_batched_tokens=48, num_blocks=BLOCKS, swap_space="1MB", max_num_queued_reqs=24, **common
+            max_num_seqs=ROWS, max_num_batched_tokens=48, num_blocks=BLOCKS, swap_space="1MB", max_num_queued_reqs=24,
+            speculative_config=drafter and {"method": drafter, "num_speculative_tokens": 4}, **common
         )  # fmt: skip
         self.calm = LLM(max_num_seqs=8, max_num_batched_tokens=256, num_blocks=100, enable_prefix_caching=False, **common)
         self.engine = self.llm.engine
@@ -287,8 +288,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--drafter", metavar="METHOD", help="speculate by a method without a model, such as suffix or eagle_lite")
     given = parser.parse_args()
-    traffic = Traffic(given.seed)
+    traffic = Traffic(given.seed, drafter=given.drafter)
     try:
         traffic.run(60 * given.minutes, lambda line: print(line, flush=True))
     finally:

@@ -16,3 +16,15 @@ def test_random_traffic_for_some_seconds() -> None:
     finally:
         traffic.close()
     assert traffic.seen["compared"] > 5 and traffic.seen["bad requests"] and traffic.steps > 50, told
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("drafter", ["suffix", "medusa_lite"])
+def test_random_traffic_with_drafts(drafter: str) -> None:
+    traffic = Traffic(seed=5, check_every=3, drafter=drafter)
+    try:
+        traffic.run(20, lambda line: None)
+        engine = traffic.engine
+        assert engine.speculation is not None and engine.speculation.on and engine.metrics.draft_tokens > 0
+    finally:
+        traffic.close()
