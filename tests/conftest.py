@@ -16,6 +16,8 @@ from safetensors.numpy import save_file
 os.environ.setdefault("TINYVLLM_THREADS", "1")
 # Its tests switch it on: every cache folder of a test would pay for the compilers of the cases.
 os.environ.setdefault("TINYVLLM_SELFTEST", "off")
+# Its tests switch it on: tests of captures and of the kernels in them would find what an earlier test has captured.
+os.environ.setdefault("TINYVLLM_KEEP_STEPS", "0")
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, INTERMEDIATE = 2, 64, 4, 2, 128
 SPECIALS = ("<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>")

@@ -316,6 +316,11 @@ SWITCHES: tuple[Switch, ...] = (
     ),
     Switch("TINYVLLM_KERNELS", "which kernel runs an op: OP=ROW,..., OP may be all, ROW may be ref; see `kernels`", _parse_kernels),
     Switch("TINYVLLM_KEEP_PANELS", "0 to pack weights at every start instead of keeping them packed in the cache folder", _parse_switch),
+    Switch(
+        "TINYVLLM_KEEP_STEPS",
+        "0 to capture every step in each process instead of keeping captured steps in the cache folder",
+        _parse_switch,
+    ),
     Switch("TINYVLLM_AUTOTUNE", "0 to use every kernel's default work split, instead of timing candidates while idle", _parse_switch),
     Switch("TINYVLLM_SELFTEST", "off to start without the self-test of kernels, always to test at every start", _parse_selftest),
     Switch("TINYVLLM_THREADS", "threads of the CPU kernels; default the physical cores", _parse_count),

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import gc
 import itertools
+import os
 import random
 import re
 import threading
@@ -518,6 +519,7 @@ def cuda_device(**options: Any) -> Iterator[Driver]:
         undo.enter_context(_replaced(type(Device), "_Device__get_canonicalized_item", device))
         undo.enter_context(_replaced(ops_cuda.CUDADevice, "devices", []))
         if options.get("executes", True):
+            os.environ.setdefault("TINYVLLM_KEEP_STEPS", "0")  # a process with a GPU would load the source as machine code
             undo.enter_context(_replaced(compiler_cuda, "NVRTCCompiler", _SourceCompiler))
             undo.enter_context(_replaced(codegen, "to_program_cache", _InMemory("programs", lambda program: program)))
             undo.enter_context(_replaced(schedule, "schedule_cache", _InMemory("schedules", lambda linear: linear)))

@@ -762,6 +762,7 @@ def metal_device(**options: Any) -> Iterator[Runtime]:
     from tinyvllm.backends.registry import open_device
     from tinyvllm.placement import Placement
 
+    os.environ.setdefault("TINYVLLM_KEEP_STEPS", "0")  # a Mac would load the source as a library
     runtime, opened = Runtime(**options), dict[str, Any]()
     original = type(tinygrad_device).__dict__["_Device__get_canonicalized_item"]
 

@@ -146,3 +146,11 @@ def test_packed_caches_on_kernels(driver, kind):
         assert tokens(gpu, TEXTS[1:2]) == found[1:]
     with LLM(MODEL, device="CPU", kv_cache_dtype=kind, **OPTIONS) as cpu:
         assert tokens(cpu, TEXTS[:2]) == found
+
+
+def test_a_second_start_runs_no_model(driver, tmp_path, monkeypatch):
+    """Neither the model nor tinygrad's scheduler: captured steps are on disk."""
+    from tests.engine.starts import check_second_start
+
+    params = [SamplingParams(temperature=0.8, seed=1, max_tokens=2, ignore_eos=True)]
+    check_second_start(monkeypatch, tmp_path, MODEL, "CUDA", params=params, max_model_len=128, max_num_seqs=2)

@@ -205,3 +205,11 @@ def test_packed_weights(mac, format):
     with LLM(MODEL, device="METAL", **OPTIONS, quantization=format) as gpu:
         assert np.abs(gpu.prompt_logits([0, 5, 9, 44]) - logits).max() < 0.3
         assert {len(ids) for ids in tokens(gpu, TEXTS[:2])} == {6}
+
+
+def test_a_second_start_runs_no_model(mac, tmp_path, monkeypatch):
+    """Neither the model nor tinygrad's scheduler: captured steps are on disk."""
+    from tests.engine.starts import check_second_start
+
+    params = [SamplingParams(temperature=0.8, seed=1, max_tokens=2, ignore_eos=True)]
+    check_second_start(monkeypatch, tmp_path, MODEL, "METAL", params=params, max_model_len=128, max_num_seqs=2)

@@ -96,6 +96,7 @@ class Tuner:
         self._lock = threading.Lock()
         self._figures = _read(cache).get(gpu, {})
         self._waiting: dict[str, _Race] = {}  # kernels that were chosen without figures, first asked first
+        self.untimed = 0  # choices that were made without all figures
         self.changes = 0  # kernels whose choice has changed since it was asked for
 
     def choose(
@@ -112,6 +113,7 @@ class Tuner:
         with self._lock:
             default, known = next(iter(named)), self._figures.get(key, {})
             missing = [name for name in named if name not in known]
+            self.untimed += bool(missing) and len(named) > 1
             if missing and self._remaining > 0 and len(named) > 1 and len(self._waiting) < MAX_WAITING:
                 self._waiting.setdefault(key, _Race(key, named, missing, timed))
             return named[_best(known, named, default)]
@@ -210,6 +212,17 @@ def is_waiting() -> bool:
 def changes() -> int:
     """How often a kernel's choice has changed in this process: captures made before have the slower one."""
     return sum(each.changes for each in _tuners.values())
+
+
+def untimed() -> int:
+    """How often a kernel was chosen in this process while figures of its candidates were missing."""
+    return sum(each.untimed for each in _tuners.values())
+
+
+def figures_digest() -> str:
+    """A digest of the figures on disk, by which kernels are chosen; the empty string where there are none."""
+    content = open_cache().read(FILE)
+    return "" if content is None else hashlib.sha256(content).hexdigest()
 
 
 def drop_waiting() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import platform
 from collections.abc import Iterator
@@ -70,6 +71,8 @@ class Selection:
 Need = tuple[str, ShapeFacts]  # an op's stem, and the facts of its shape
 
 _choices: dict[tuple[str, str, str], Choice] = {}
+_numbers = itertools.count()
+_selected: dict[tuple[str, str, str], int] = {}  # the number of a choice when it was made last
 _failures: dict[tuple[str, str, Case], str] = {}  # why a variant's kernel of a case must not run on a device: selftest.py
 _needs: list[dict[Need, None]] = []  # the innermost `collecting_needs` is the last
 
@@ -97,7 +100,7 @@ def select(stem: str, placement: Placement, shape: str, facts: ShapeFacts | None
     if _needs and facts is not None:
         _needs[-1][stem, facts] = None
         return None if choice.variant == REFERENCE else Selection(Outline(), choice.variant)
-    _choices[stem, placement.device, shape] = choice
+    note_choice(placement.device, choice)
     backend = backend_for(placement)
     return None if backend is None or choice.variant == REFERENCE else Selection(backend, choice.variant)
 
@@ -135,6 +138,27 @@ def forget_replaced() -> None:
 def choices(device: str | None = None) -> list[Choice]:
     """All choices of this process in their order, or those of one device."""
     return [choice for (_, at, _), choice in _choices.items() if device in (None, at)]
+
+
+def note_choice(device: str, choice: Choice) -> None:
+    """Remember a choice, as that of a step which an earlier process has captured."""
+    key = choice.stem, device, choice.shape
+    _choices[key], _selected[key] = choice, next(_numbers)
+
+
+def selections() -> int:
+    """A number that grows with every choice."""
+    return next(_numbers)
+
+
+def choices_since(count: int) -> list[Choice]:
+    """The choices made after `selections` returned `count`."""
+    return [_choices[key] for key, number in _selected.items() if number > count and key in _choices]
+
+
+def replaced_variants() -> list[str]:
+    """Which variants do not run which cases on which device."""
+    return sorted(f"{device} {variant} {case}" for device, variant, case in _failures)
 
 
 def forget_choices() -> None:

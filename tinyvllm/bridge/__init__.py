@@ -1,5 +1,6 @@
 """The one room that touches what is below tinygrad's public surface (0.13.0). Everything else in this project sees Tensors only.
 
+    absent         libraries that tinygrad would load and this project never uses
     device         opening a device, and replacing its graph, its frees and its compiler
     compiler       the C compiler of the CPU device
     cuda, metal    bindings of the two drivers as tinygrad has them
@@ -9,6 +10,9 @@
     compiling      how long compilers have taken
     capture        a captured step, replayed and repeated
     recording      what a captured function launches, in order
+    kept           captured steps kept on disk
+    kept_record    a captured step as a record, and back
+    names          names of buffers that are the same in every process
     lowering       recorded calls as what a device replays
     graph          base classes of a backend's graph of a captured step
     arena          memory that captured steps share
@@ -27,6 +31,7 @@ from __future__ import annotations
 
 from tinygrad.helpers import suppress_finalizing
 
+from tinyvllm.bridge.absent import UNUSED_LIBRARIES  # first: it keeps the modules below from loading them
 from tinyvllm.bridge.capture import Captured, CapturedCall, CaptureWork, PendingWork, capture_work, repeat
 from tinyvllm.bridge.compiler import use_c_compiler
 from tinyvllm.bridge.compiling import compile_clock, time_generated_kernels
@@ -46,13 +51,16 @@ from tinyvllm.bridge.device import (
     share_programs,
     synchronize,
     tinygrad_setting,
+    tinygrad_settings,
     use_graph,
 )
-from tinyvllm.bridge.graph import GraphKernel, JobGraph, StepGraph
+from tinyvllm.bridge.graph import GraphKernel, JobGraph, Launch, StepGraph
 from tinyvllm.bridge.hooks import DeviceCopies, DeviceHooks, ImportedPages, QueueEvent, Transfer, install_hooks, remove_hooks
+from tinyvllm.bridge.kept import KeptStep, KeptSteps, StepNotes
 from tinyvllm.bridge.lazy_init import uninitialized
 from tinyvllm.bridge.memory import Reading, download, host_address, opaque_memory, peek, read_async, upload, upload_parts
 from tinyvllm.bridge.metal import from_objc_string, metal_bindings, metal_buffer_over, to_objc_string
+from tinyvllm.bridge.names import Unkept, define_process_tensor, name_process_tensor
 from tinyvllm.bridge.node import Program, code_address, launch_program, load_object, load_program, run_program
 from tinyvllm.bridge.programs import enable_program_cache
 from tinyvllm.bridge.recording import Recorded
@@ -62,14 +70,15 @@ from tinyvllm.bridge.tensors import alias, byte_spans, copied, device_buffer, em
 from tinyvllm.bridge.timing import TimedProgram
 
 __all__ = [
-    "CaptureWork", "Captured", "CapturedCall", "DeviceCopies", "DeviceHooks", "GraphKernel", "ImportedPages", "JobGraph", "PendingWork",
-    "Program", "QueueEvent", "Reading", "Recorded", "StepGraph", "TimedProgram", "Transfer", "alias", "architecture", "byte_spans",
-    "capture_work", "code_address", "compile_clock", "compile_text", "compile_to_cubins", "copied", "cuda_driver", "cuda_runtime",
-    "defer_frees", "device_buffer", "download", "emulate_half_without_f16c", "empty", "enable_program_cache", "forbid_tensor_cores",
-    "from_objc_string", "has_graph", "host_address", "install_hooks", "launch_program", "load_object", "load_program", "mapped",
-    "metal_bindings", "metal_buffer_over", "opaque_memory", "opened_device", "peek", "prefer_device", "profiling", "raise_memory_errors",
-    "read_async", "recover_device", "release_deferred", "remove_hooks", "render_bfloat16_as_bits", "repeat", "replace_copy_in",
-    "run_program", "scatter_add", "share_programs", "shared_zeros", "spans", "store_kv", "store_packed_kv", "suppress_finalizing",
-    "synchronize", "time_generated_kernels", "tinygrad_setting", "to_objc_string", "uninitialized", "upload", "upload_parts",
+    "UNUSED_LIBRARIES", "CaptureWork", "Captured", "CapturedCall", "DeviceCopies", "DeviceHooks", "GraphKernel", "ImportedPages",
+    "JobGraph", "KeptStep", "KeptSteps", "Launch", "PendingWork", "Program", "QueueEvent", "Reading", "Recorded", "StepGraph", "StepNotes",
+    "TimedProgram", "Transfer", "Unkept", "alias", "architecture", "byte_spans", "capture_work", "code_address", "compile_clock",
+    "compile_text", "compile_to_cubins", "copied", "cuda_driver", "cuda_runtime", "defer_frees", "define_process_tensor", "device_buffer",
+    "download", "empty", "emulate_half_without_f16c", "enable_program_cache", "forbid_tensor_cores", "from_objc_string", "has_graph",
+    "host_address", "install_hooks", "launch_program", "load_object", "load_program", "mapped", "metal_bindings", "metal_buffer_over",
+    "name_process_tensor", "opaque_memory", "opened_device", "peek", "prefer_device", "profiling", "raise_memory_errors", "read_async",
+    "recover_device", "release_deferred", "remove_hooks", "render_bfloat16_as_bits", "repeat", "replace_copy_in", "run_program",
+    "scatter_add", "share_programs", "shared_zeros", "spans", "store_kv", "store_packed_kv", "suppress_finalizing", "synchronize",
+    "time_generated_kernels", "tinygrad_setting", "tinygrad_settings", "to_objc_string", "uninitialized", "upload", "upload_parts",
     "use_c_compiler", "use_graph",
 ]  # fmt: skip

@@ -28,7 +28,7 @@ def planned_places(calls: Sequence[UOp], held: set[UOp]) -> dict[UOp, UOp]:
     shared: dict[UOp, UOp] = {}
     for arena in sorted(own, key=lambda u: -int(u.arg)):
         assert arena.dtype == dtypes.int8, f"a plan of memory with a buffer of {arena.dtype} among its arenas"
-        shared[arena] = _arena(arena, set(shared.values()))
+        shared[arena] = fitting_arena(arena.device, int(arena.arg), set(shared.values()))
     return {buffer: view.replace(src=(shared[view.src[0]],)) for buffer, view in plan.places.items()}
 
 
@@ -49,13 +49,21 @@ class _Calls:
         self.places = places
 
 
-def _arena(wanted: UOp, used: set[UOp]) -> UOp:
-    """The smallest arena on the same device that is large enough and not `used`, or a new one of a power of two bytes."""
-    living = [arena for ref in _arenas if (arena := ref()) is not None]
+def arenas() -> list[UOp]:
+    """The arenas of captured steps, int8 buffers."""
+    return [arena for ref in _arenas if (arena := ref()) is not None]
+
+
+def fitting_arena(device: str, nbytes: int, used: set[UOp]) -> UOp:
+    """The smallest arena of the device that is large enough and not `used`, or a new one of a power of two bytes.
+
+    It lives as long as something holds it.
+    """
+    living = arenas()
     _arenas[:] = [weakref.ref(arena) for arena in living]
-    fitting = [u for u in living if u.device == wanted.device and u.arg >= wanted.arg and u not in used]
+    fitting = [u for u in living if u.device == device and u.arg >= nbytes and u not in used]
     if fitting:
         return min(fitting, key=lambda u: int(u.arg))
-    fresh: UOp = UOp.new_buffer(wanted.device, 1 << (int(wanted.arg) - 1).bit_length(), dtypes.int8)
+    fresh: UOp = UOp.new_buffer(device, 1 << (nbytes - 1).bit_length(), dtypes.int8)
     _arenas.append(weakref.ref(fresh))
     return fresh

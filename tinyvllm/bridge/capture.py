@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tinygrad import Device, Tensor, UOp
@@ -19,6 +19,7 @@ from tinygrad.uop.ops import Ops
 from tinyvllm.bridge.device import synchronize
 from tinyvllm.bridge.graph import JobGraph, StepGraph
 from tinyvllm.bridge.hooks import QueueEvent, hooks_of
+from tinyvllm.bridge.kept import KeptStep
 from tinyvllm.bridge.lowering import lowered
 from tinyvllm.bridge.recording import computed, forget_recorded, recording
 from tinyvllm.bridge.tensors import undoing_assignments
@@ -34,17 +35,21 @@ class Captured:
     longer than the launch takes. Here the first call records (recording.py), and a replay calls the captured graph directly. So the
     arguments must be realized tensors of the first call's shapes, and everything else that the function reads must be in persistent
     buffers. `variables` are the function's integer arguments, by name, with their bounds. A first call that raises leaves no capture
-    and no assignment: the next one captures again.
+    and no assignment: the next one captures again. With `kept`, a first call replays what an earlier process has captured, and the
+    function is not called.
     """
 
-    def __init__(self, function: Callable[..., Any], variables: Mapping[str, tuple[int, int]] | None = None):
-        self._function, self._variables = function, dict(variables or {})
+    def __init__(self, function: Callable[..., Any], variables: Mapping[str, tuple[int, int]] | None = None, kept: KeptStep | None = None):
+        self._function, self._variables, self._kept = function, dict(variables or {}), kept
         self._calls: UOp | None = None  # the captured calls, graphs among them
         self._graph: Callable[[tuple[UOp, ...], dict[str, int]], Any] | None = None
         self._result: Any
+        self._shared: list[Tensor] = []  # results of functions that other captures contain, too
 
     def __call__(self, *tensors: Tensor, **values: int) -> Any:
         """The function's result, a tensor or several, in buffers that the next call overwrites. On the CPU it has run on return."""
+        if self._graph is None and self._calls is None and self._kept is not None and JIT == 1:
+            self._load(tensors)
         if self._graph is not None:
             self._graph(tuple(tensor.uop.base for tensor in tensors), values)
             return self._result
@@ -59,7 +64,17 @@ class Captured:
     @property
     def captured(self) -> bool:
         """Whether a first call has succeeded."""
-        return self._calls is not None
+        return self._calls is not None or self._graph is not None
+
+    def _load(self, tensors: tuple[Tensor, ...]) -> None:
+        """Take what an earlier process has captured, if that was kept."""
+        assert self._kept is not None
+        start = time.perf_counter()
+        loaded = self._kept.load(tensors, self._variables)
+        if loaded is not None:
+            graph, self._result = loaded
+            self._graph = _without_moves(graph)
+            _work.loaded, _work.seconds = _work.loaded + 1, _work.seconds + time.perf_counter() - start
 
     def _replay(self, tensors: tuple[Tensor, ...], values: dict[str, int]) -> None:
         assert self._calls is not None
@@ -76,6 +91,9 @@ class Captured:
             _work.seconds += time.perf_counter() - start
         if self._calls is not None:  # JIT=0 in the environment captures nothing
             self._graph = self._only_graph(len(tensors))
+            if self._kept is not None and isinstance(self._graph, StepGraph):
+                self._kept.keep(self._graph, tensors, self._variables, self._result, self._shared)
+                self._shared = []
 
     def _capture(self, tensors: tuple[Tensor, ...], bound: dict[str, UOp], values: dict[str, int]) -> bool:
         """Call the function and capture it; False if one of its kernels was replaced by another, which the next call chooses."""
@@ -86,6 +104,7 @@ class Captured:
                     return True
                 with recording() as recorded:
                     self._result = computed(self._function(*tensors, **bound))
+                    self._shared = recorded.results
                     self._calls = lowered(recorded.calls, [tensor.uop.base for tensor in tensors], get_parameters(self._result))
                 self._replay(tensors, values)
         except BaseException as error:
@@ -103,18 +122,23 @@ class Captured:
         if len(calls) != 1 or calls[0].src[0].op is not Ops.CUSTOM_FUNCTION:
             return None
         arguments = [u.arg for u in calls[0].src[1:] if u.op is Ops.PARAM]
-        graph = graph_cache.get(calls[0].src[0]) if arguments == list(range(inputs)) else None
-        if isinstance(graph, JobGraph) and not any(graph.uop_replace):
-            graph.uop_replace = []  # one empty list per kernel, over which every replay would loop: 0.1 ms at 290 kernels
-        return graph
+        return _without_moves(graph_cache.get(calls[0].src[0])) if arguments == list(range(inputs)) else None
+
+
+def _without_moves(graph: Any) -> Any:
+    if isinstance(graph, JobGraph) and not any(graph.uop_replace):
+        graph.uop_replace = []  # one empty list per kernel, over which every replay would loop: 0.1 ms at 290 kernels
+    return graph
 
 
 @dataclass
 class CaptureWork:
-    """What first calls have cost this process: how many there were, and the seconds that they took, with all compiling for them."""
+    """What first calls have cost this process: captures and captures of earlier processes that were loaded instead, and the seconds that
+    both took, with all compiling for them."""
 
     count: int = 0
     seconds: float = 0.0
+    loaded: int = 0
 
 
 _work = CaptureWork()
@@ -122,7 +146,7 @@ _work = CaptureWork()
 
 def capture_work() -> CaptureWork:
     """The captures of this process so far."""
-    return CaptureWork(_work.count, _work.seconds)
+    return replace(_work)
 
 
 CapturedCall = tuple[Captured, tuple[Tensor, ...], dict[str, int]]  # a captured step, its tensors and its variables' values

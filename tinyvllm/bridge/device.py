@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+from importlib.metadata import version
 from typing import Any
 
 from tinygrad import Device, helpers
@@ -145,6 +146,11 @@ def profiling() -> bool:
 def tinygrad_setting(name: str, default: int) -> int:
     """One of tinygrad's environment variables."""
     return int(helpers.getenv(name, default))
+
+
+def tinygrad_settings() -> str:
+    """tinygrad's version and all of its settings, of which its kernels may depend on any."""
+    return repr((version("tinygrad"), sorted((name, setting.value) for name, setting in helpers.ContextVar._cache.items())))
 
 
 def synchronize(device: str) -> None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinygrad import UOp
+from tinygrad.device import Buffer
 from tinygrad.engine.jit import GraphRunner
-from tinygrad.uop.ops import Ops
+from tinygrad.uop.ops import Ops, ProgramInfo
 
 from tinyvllm.bridge.memory import buffer_of
 
@@ -41,11 +42,32 @@ class GraphKernel:
         return self.info.globals.index(position) if position in self.info.globals else -1
 
 
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a captured step.
+
+    program  tinygrad's ProgramInfo
+    binary   its machine code
+    runtime  the program as the device's runtime loaded it
+    buffers  of the call, allocated
+    inputs   (position, i): input i of a replay is the buffer at this position
+    """
+
+    program: ProgramInfo
+    binary: bytes
+    runtime: Any
+    buffers: list[Buffer]
+    inputs: list[tuple[int, int]]
+
+
 class StepGraph(GraphRunner):
     """A captured step of one device. tinygrad constructs it and calls it for each replay.
 
+    It is made of calls in tinygrad's graph, or of launches whose sizes depend on no variable (kept.py).
+
     A subclass encodes `self.kernels` and implements `__call__`. Of tinygrad's GraphRunner it uses:
 
+    launches                     of the step, in their order
     vars                         names of the step's variables
     uop_replace[j]               (position, i): input i replaces the buffer at this position of kernel j
     updated_vars(values)         (j, i, value) of every variable argument
@@ -54,13 +76,28 @@ class StepGraph(GraphRunner):
 
     max_view_offset: int | None = None  # bytes from a buffer's start to a view of it, if the device limits them
 
-    def __init__(self, linear: UOp, input_uops: tuple[UOp, ...] = ()):
-        super().__init__(linear, input_uops)
-        self.device_name: str = self.calls[0][2][0].device
-        self.kernels = [
-            GraphKernel(program.arg, runtime, [buffer._buf for buffer in buffers])
-            for (_, program, buffers, _), runtime in zip(self.calls, self.runtimes, strict=True)
-        ]
+    def __init__(self, linear: UOp | Sequence[Launch], input_uops: tuple[UOp, ...] = ()):
+        if isinstance(linear, UOp):
+            super().__init__(linear, input_uops)
+            self.launches = [
+                Launch(program.arg, program.src[4].arg, runtime, list(buffers), inputs)
+                for (_, program, buffers, _), runtime, inputs in zip(self.calls, self.runtimes, self.uop_replace, strict=True)
+            ]
+        else:
+            self._take(linear)
+        self.held: list[UOp] = []  # what must live as long as the step
+        self.device_name: str = self.launches[0].buffers[0].device
+        self.kernels = [GraphKernel(each.program, each.runtime, [buffer._buf for buffer in each.buffers]) for each in self.launches]
+
+    def _take(self, launches: Sequence[Launch]) -> None:
+        """Set what tinygrad's GraphRunner derives from calls."""
+        self.launches = list(launches)
+        self.runtimes = [each.runtime for each in launches]
+        self.uop_replace = [each.inputs for each in launches]
+        free = [{v.expr: i for i, v in enumerate(each.program.vars) if v.expr not in each.program.runtimevars} for each in launches]
+        self.vars = sorted({name for names in free for name in names})
+        self.var_vals_replace = {j: [(i, self.vars.index(name)) for name, i in names.items()] for j, names in enumerate(free) if names}
+        self.symbolic_dims, self.launch_dims_replace, self.launch_dims_base = [], {}, {}
 
     @staticmethod
     def memory_of(inputs: tuple[UOp, ...]) -> list[Any]:

@@ -23,6 +23,7 @@ class Recording:
 
     def __init__(self) -> None:
         self.calls: list[UOp] = []
+        self.results: list[Tensor] = []  # of the functions that other captures contain, too
 
     def add_linear(self, linear: UOp, var_vals: dict[str, int]) -> None:
         """Add generated kernels, compiled."""
@@ -89,6 +90,7 @@ class Recorded:
             return self._function(*arguments, **named)
         if self._failures == _failures:
             current.calls += self._calls
+            current.results += get_parameters(self._result)
             return self._result
         start = len(current.calls)
         self._result = computed(self._function(*arguments, **named))

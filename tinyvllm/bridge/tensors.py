@@ -18,6 +18,7 @@ from tinygrad.uop.ops import Ops, buffers
 
 from tinyvllm.bridge.hooks import hooks_of
 from tinyvllm.bridge.memory import buffer_of
+from tinyvllm.bridge.names import define_process_tensor, name_process_tensor
 from tinyvllm.integers import round_up
 
 
@@ -48,7 +49,7 @@ def spans(tensor: Tensor, places: list[tuple[int, int]]) -> list[Tensor]:
 def byte_spans(tensor: Tensor, places: list[tuple[int, int]]) -> list[Tensor]:
     """uint8 tensors over bytes (start, size) of a realized tensor's memory: to move contents of any type."""
     buffer = buffer_of(tensor.uop)
-    return [_over(buffer, start, (size,), dtypes.uint8) for start, size in places]
+    return [over(buffer, start, (size,), dtypes.uint8) for start, size in places]
 
 
 def device_buffer(device: str, count: int, dtype: DType) -> Buffer:
@@ -58,11 +59,11 @@ def device_buffer(device: str, count: int, dtype: DType) -> Buffer:
 
 def _share(tensor: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
     buffer = buffer_of(tensor.uop)
-    return _over(buffer, start * buffer.dtype.itemsize, shape, tensor.dtype)
+    return over(buffer, start * buffer.dtype.itemsize, shape, tensor.dtype)
 
 
-def _over(buffer: Buffer, start: int, shape: tuple[int, ...], dtype: DType) -> Tensor:
-    """A tensor over a buffer's memory from byte `start` on."""
+def over(buffer: Buffer, start: int, shape: tuple[int, ...], dtype: DType) -> Tensor:
+    """A tensor over a buffer's memory from byte `start` on, which tinygrad takes for an independent one."""
     part = Tensor.empty(*shape, dtype=dtype, device=buffer.device)
     buffers[part.uop.base] = buffer.view(prod(shape), dtype, start).ensure_allocated()
     return part
@@ -96,9 +97,10 @@ def shared_zeros(device: str, count: int) -> Tensor:
     _fill_with_zeros(buffer)
     buffers[tensor.uop.base] = buffer
     _zeros.setdefault(device, weakref.WeakSet()).add(buffer)
-    return tensor
+    return name_process_tensor(tensor, "zeros", device, count)
 
 
+define_process_tensor("zeros", shared_zeros)
 _zeros: dict[str, weakref.WeakSet[Buffer]] = {}  # of `shared_zeros`, by device
 
 
@@ -138,7 +140,7 @@ def mapped(array: np.ndarray, device: str, dtype: DType | None = None, alignment
     found = _imported(array, device) if array.nbytes > 0 and array.ctypes.data % alignment == 0 else None
     if found is not None:
         pages, start = found
-        return _over(pages, start, array.shape, dtype)
+        return over(pages, start, array.shape, dtype)
     return copied(array, device, dtype)
 
 

@@ -87,7 +87,7 @@ class Engine:
         costs = Costs(runner.bytes_per_token, block_bytes // config.block_size, lambda: memory_bandwidth(config.device))
         self.stats = EngineStats(self.metrics, costs, scheduler, lambda: runner.capture_work().count, runner.architecture)
         self.observer: EngineObserver = Observers([self.stats, *observers])
-        self.sampler = Sampler(runner.config.vocab_size, config.max_num_seqs, config.device)
+        self.sampler = Sampler(runner.config.vocab_size, config.max_num_seqs, config.device, runner.kept_steps)
         self.constraints = TokenConstraints(self.sampler, self.tokenizer, self.eos_ids, self.metrics)
         self.requests = ActiveRequests(scheduler, self.sampler, self.constraints, self.observer, self.eos_ids)
         self.scoring = PromptScoring(self.requests, config.max_num_batched_tokens)

@@ -13,11 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 from tinygrad import Tensor, dtypes
 
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.operands import DrawInputs as DrawInputs
 from tinyvllm.backends.registry import select
+from tinyvllm.bridge import copied
 from tinyvllm.integers import round_up
 from tinyvllm.placement import Placement
 
@@ -139,7 +141,7 @@ def search_steps(device: str) -> list[Tensor]:
     As constants in the graph they would make every pass a kernel to be compiled on its own.
     """
     shifts = range(32 - SEARCH_BITS, -1, -SEARCH_BITS)
-    return [Tensor([1 << shift], dtype=dtypes.uint32, device=device).realize() for shift in shifts]
+    return [copied(np.array([1 << shift], np.uint32), device) for shift in shifts]
 
 
 def row_numbers(B: int, device: str) -> Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from tinygrad import UOp
+from tinygrad import Tensor, UOp
 
 from tinyvllm.batch import NO_SLOT, Batch
 from tinyvllm.bridge import copied, spans, upload, upload_parts
@@ -156,6 +156,11 @@ class StepInputs:
         table = self.shape.sequences, self.width
         self.block_tables = self.block_tables.reshape(table)
         self._tensors["block_tables"] = self._tensors["block_tables"].reshape(table)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The arrays on the device, by name."""
+        return self._tensors
 
     def batch(self, num_blocks: int | UOp) -> Batch:
         return Batch(**self._tensors, num_blocks=num_blocks, num_decodes=self.shape.decodes, max_query=self.shape.max_query)

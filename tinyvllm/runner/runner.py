@@ -16,6 +16,7 @@ from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.packed import packed_caches, packed_weights
 from tinyvllm.backends.registry import (
     Choice,
+    Need,
     architecture_of,
     choices,
     usable_variants,
@@ -25,6 +26,7 @@ from tinyvllm.bridge import (
     Captured,
     CapturedCall,
     CaptureWork,
+    KeptStep,
     Reading,
     Recorded,
     capture_work,
@@ -46,6 +48,7 @@ from tinyvllm.quant.formats import Layout, formats_in
 from tinyvllm.quant.layouts import BLOCK
 from tinyvllm.quant.random_rows import packable_width
 from tinyvllm.runner.ahead import StepOutlines
+from tinyvllm.runner.kept import keep_needs, kept_needs, kept_steps
 from tinyvllm.runner.kv import KVPool
 from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory, check_room, check_weights, pool_blocks
 from tinyvllm.runner.opened import OpenedModel, open_model
@@ -95,7 +98,7 @@ class Runner:
         self.max_num_seqs = config.max_num_seqs
         # a pool too small for the model's context shortens sequences, but must not change what the positions mean
         constants = self.model.constants(self.max_model_len, config.max_model_len or self.config.max_context)
-        self._constants = {name: Tensor(a, device=device).realize() for name, a in constants.items()}
+        self._constants = {name: copied(np.asarray(a), device) for name, a in constants.items()}
         self._table_width = -(-self.max_model_len // config.block_size)
         self._cascade = config.enable_cascade
         self._steps: dict[tuple[Shape, bool, tuple[int, ...]], StepPlan] = {}  # the last part: `_state_layers`
@@ -105,10 +108,29 @@ class Runner:
         self._embeddings: dict[Shape, tuple[StepInputs, Captured]] = {}
         hosted = config.swap_space // self.pool.block_bytes
         self._hosted = np.zeros((hosted, self.pool.block_bytes), np.uint8)  # its pages come as they are written
+        self.kept_steps = kept_steps(self.placement, config, self._roots())
+        self.self_test = packing + self._test_kernels(config)
+
+    def _roots(self) -> dict[str, object]:
+        """What all steps read, and what decides their kernels."""
+        pool = self.pool
+        return {"model": self.model, "layers": pool.layers, "constants": self._constants, "block_size": pool.block_size}
+
+    def _test_kernels(self, config: EngineConfig) -> Report:
+        """Compile what steps will launch, and test it. An engine that has started before has its kernels in the cache folder."""
+        needs = kept_needs(self.kept_steps, self.placement)
         outlines = StepOutlines(self.model, self.pool, self._constants, self.placement, self._inputs, self._history)
-        if self.placement.is_cpu or self.placement.is_cuda:
+        if needs is None and (self.placement.is_cpu or self.placement.is_cuda):
             outlines.compile_ahead(config)
-        self.self_test = packing + test_kernels(self.placement, outlines.kernel_needs)
+        collected: list[list[Need]] = [] if needs is None else [needs]
+
+        def next_needs() -> list[Need]:
+            return collected.pop() if collected else outlines.kernel_needs()
+
+        report = test_kernels(self.placement, next_needs)
+        if needs is None:
+            keep_needs(self.kept_steps, outlines.kernel_needs())
+        return report
 
     def _size_pool(self, config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory) -> tuple[KVPool, int]:
         """The KV pool and the longest sequence: the model's own context if none is given, limited by the pool and DEFAULT_CONTEXT."""
@@ -278,7 +300,9 @@ class Runner:
                 advance(plan.inputs.batch(1), tokens, plan.history, self.pool.block_size)
                 return tokens
 
-            plan.rounds[kind] = Captured(function, {"num_blocks": (1, self._table_width)})
+            draws = getattr(draw, "__self__", draw)
+            kept = self._kept("round", inputs=plan.inputs.tensors, history=plan.history, draw=draws, plain=plain)
+            plan.rounds[kind] = Captured(function, {"num_blocks": (1, self._table_width)}, kept)
         tokens = plan.rounds[kind](**step.values)
         plan.inputs.mark_advanced(1)
         return read_async(tokens)
@@ -290,7 +314,8 @@ class Runner:
                 advance(plan.inputs.batch(1), tokens, plan.history, self.pool.block_size)
                 return plan.history.round
 
-            plan.advances[id(sampled)] = Captured(function)
+            kept = self._kept("advance", inputs=plan.inputs.tensors, history=plan.history)
+            plan.advances[id(sampled)] = Captured(function, kept=kept)
         return plan.advances[id(sampled)]
 
     def prompt_logits(self, entry: Scheduled) -> np.ndarray:
@@ -309,7 +334,8 @@ class Runner:
                 states = self.model.final_norm(states)
                 return states.contiguous().realize()
 
-            self._embeddings[shape] = inputs, Captured(function, {"num_blocks": (1, self._table_width)})
+            kept = self._kept("states", inputs=inputs.tensors, shape=shape)
+            self._embeddings[shape] = inputs, Captured(function, {"num_blocks": (1, self._table_width)}, kept)
         inputs, captured = self._embeddings[shape]
         blocks = inputs.fill([], [entry], self.pool.block_size)
         states: np.ndarray = download(captured(**({"num_blocks": blocks} if self._table_width > 1 else {})))
@@ -353,9 +379,15 @@ class Runner:
             return self._forward(inputs, num_blocks)
 
         # blocks of the longest context are a variable of the captured step, so that contexts grow without a new capture
-        plan = StepPlan(inputs, forward, Captured(forward, {"num_blocks": (1, self._table_width)}), self._history(shape), {}, {})
+        kept = self._kept("forward", inputs=inputs.tensors, shape=shape, all_rows=all_rows)
+        captured = Captured(forward, {"num_blocks": (1, self._table_width)}, kept)
+        plan = StepPlan(inputs, forward, captured, self._history(shape), {}, {})
         self._steps[shape, all_rows, self._state_layers] = plan
         return plan
+
+    def _kept(self, name: str, **roots: object) -> KeptStep | None:
+        """Where a captured step is kept that reads `roots`, too."""
+        return None if self.kept_steps is None else self.kept_steps.step(name, states=self._state_layers, **roots)
 
     def _inputs(self, shape: Shape, all_rows: bool = False) -> StepInputs:
         return StepInputs(shape, self._table_width, self.device, all_rows, self._cascade)

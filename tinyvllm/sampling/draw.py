@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 from tinygrad import Tensor, dtypes
 
-from tinyvllm.bridge import alias, scatter_add
+from tinyvllm.bridge import alias, copied, scatter_add
 from tinyvllm.ops import sample as ops
 from tinyvllm.sampling.parameters import Column, SamplingFlags
 from tinyvllm.sampling.penalties import LogitBias, TokenCounts, TokenMasks
@@ -45,7 +46,7 @@ class Draw:
             search_steps,
         )
         self._N, self._device = int(parameters.shape[0]), str(parameters.device)
-        self._count = Tensor([self._N], dtype=dtypes.int32, device=self._device).realize()
+        self._count = copied(np.array([self._N], np.int32), self._device)
         self._column = {c: parameters[:, c : c + 1] for c in Column}
         self._float = {c: self._column[c].bitcast(dtypes.float32) for c in Column}
         self._bits = {c: self._column[c].bitcast(dtypes.uint32) for c in Column}

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Row
 import numpy as np
 from tinygrad import Tensor
 
-from tinyvllm.bridge import Captured, CapturedCall, copied, download, spans, upload
+from tinyvllm.bridge import Captured, CapturedCall, KeptSteps, copied, download, spans, upload
 from tinyvllm.errors import ArgumentError
 from tinyvllm.ops import sample as ops
 from tinyvllm.request import Logprob, SamplingParams, Sequence
@@ -33,8 +33,9 @@ class Sampler:
     depend on other sequences, on the order of the batch, or on what their parameters make the step compute.
     """
 
-    def __init__(self, vocab_size: int, max_num_seqs: int, device: str):
-        self.vocab_size, self.device = vocab_size, device
+    def __init__(self, vocab_size: int, max_num_seqs: int, device: str, kept: KeptSteps | None = None):
+        """`kept` is where captured draws are kept on disk."""
+        self.vocab_size, self.device, self._kept = vocab_size, device, kept
         self._scratch = max_num_seqs
         self._parameters = np.zeros((max_num_seqs + 1, len(Column)), dtype=np.int32)  # by row; the last is of padding
         self._parameters[:] = parameter_row(SamplingParams(temperature=0.0), SamplingFlags(), self._scratch, self._scratch, vocab_size)
@@ -151,7 +152,9 @@ class Sampler:
         """What `draw` does, to be repeated on the device; the caller reports it by `mark_drawn`."""
         N = int(logits.shape[0])
         if (N, flags) not in self._steps:
-            self._steps[N, flags] = Captured(self.step(N, flags))
+            step = self.step(N, flags)
+            kept = None if self._kept is None else self._kept.step("draw", draw=step.__self__)  # type: ignore[attr-defined]
+            self._steps[N, flags] = Captured(step, kept=kept)
         return self._steps[N, flags], (logits,), {}
 
     def step(self, N: int, flags: SamplingFlags) -> Callable[[Tensor], Tensor]:

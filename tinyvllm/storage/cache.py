@@ -50,13 +50,16 @@ class CacheFolder:
             warn_once(str(folder), f"cache: {folder} is not used: {reason}; continuing without it")
             return None
 
-    def read(self, name: str) -> bytes | None:
-        """The content of "FILE" or "ROOM/FILE" as it was written; None if it must be built again. Damage is logged once for each room."""
+    def read(self, name: str, max_bytes: int = MAX_BYTES) -> bytes | None:
+        """The content of "FILE" or "ROOM/FILE" as it was written; None if it must be built again.
+
+        Damage, and a file of more than `max_bytes`, is logged once for each room.
+        """
         path = self._place(name)
         if path is None:
             return None
         try:
-            return verified(read_believed(path), name)
+            return verified(read_believed(path, max_bytes + _MAX_HEAD), name)
         except FileNotFoundError:
             return None
         except Refusal as reason:

@@ -10,7 +10,7 @@ from tinygrad import UOp
 
 from tinyvllm.backends.cpu.launch import solo_team
 from tinyvllm.backends.cpu.threads import ALONE, CORES, MAX_ARGUMENTS, TEAM, thread_pool
-from tinyvllm.bridge import GraphKernel, JobGraph, code_address, host_address, release_deferred, synchronize
+from tinyvllm.bridge import GraphKernel, JobGraph, Launch, code_address, host_address, release_deferred, synchronize
 
 
 class CpuGraph(JobGraph):
@@ -19,7 +19,7 @@ class CpuGraph(JobGraph):
     tinygrad's own graph launches them from its Python worker thread one by one, 6 to 9 us each, and 67 us if a kernel uses several cores.
     """
 
-    def __init__(self, linear: UOp, input_uops: tuple[UOp, ...] = ()):
+    def __init__(self, linear: UOp | Sequence[Launch], input_uops: tuple[UOp, ...] = ()):
         super().__init__(linear, input_uops)
         team, words = host_address(solo_team()), []
         self._starts: list[int] = []  # where each kernel's arguments start in the list

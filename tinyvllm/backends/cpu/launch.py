@@ -15,7 +15,15 @@ from tinyvllm.backends.collecting import collects
 from tinyvllm.backends.cpu.compile import object_code
 from tinyvllm.backends.cpu.threads import TEAM, thread_pool
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.bridge import Program, code_address, launch_program, load_object, load_program
+from tinyvllm.bridge import (
+    Program,
+    code_address,
+    define_process_tensor,
+    launch_program,
+    load_object,
+    load_program,
+    name_process_tensor,
+)
 
 _ahead: CompileAhead[Kernel] = CompileAhead(lambda: contextlib.nullcontext(object_code))
 _kept: list[np.ndarray] = []  # alive as long as the process: the tensors over them do not own them
@@ -47,7 +55,8 @@ def row_numbers(count: int) -> Tensor:
     """0, 1, ... count - 1, int32, in memory of the process: a tensor that is computed during a capture would be part of the step."""
     numbers = np.arange(count, dtype=np.int32)
     _kept.append(numbers)
-    return Tensor.from_blob(numbers.ctypes.data, (count,), device="CPU", dtype=dtypes.int32)
+    tensor = Tensor.from_blob(numbers.ctypes.data, (count,), device="CPU", dtype=dtypes.int32)
+    return name_process_tensor(tensor, "cpu row numbers", count)
 
 
 @functools.cache
@@ -60,7 +69,11 @@ def solo_team() -> Tensor:
     team[8:16].view(np.uint64)[0] = team.ctypes.data + 64
     tensor = Tensor.from_blob(team.ctypes.data, (64,), device="CPU", dtype=dtypes.uint8)
     _kept.append(words)
-    return tensor
+    return name_process_tensor(tensor, "cpu solo team")
+
+
+define_process_tensor("cpu row numbers", row_numbers)
+define_process_tensor("cpu solo team", solo_team)
 
 
 def run_now(kernel: Kernel, *arrays: np.ndarray) -> None:

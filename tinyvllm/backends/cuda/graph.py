@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 from tinygrad import UOp
 
-from tinyvllm.bridge import GraphKernel, StepGraph, cuda_driver, cuda_runtime, opened_device
+from tinyvllm.bridge import GraphKernel, Launch, StepGraph, cuda_driver, cuda_runtime, opened_device
 
 
 class CudaGraph(StepGraph):
@@ -19,7 +20,7 @@ class CudaGraph(StepGraph):
     driver launches a straight line in constant time ("Constant Time Launch for Straight-Line CUDA Graphs", NVIDIA 2024).
     """
 
-    def __init__(self, linear: UOp, input_uops: tuple[UOp, ...] = ()):
+    def __init__(self, linear: UOp | Sequence[Launch], input_uops: tuple[UOp, ...] = ()):
         super().__init__(linear, input_uops)
         runtime = cuda_runtime()
         self._cuda, self._check, self._timed = cuda_driver(), runtime.check, runtime.cu_time_execution

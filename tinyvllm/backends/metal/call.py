@@ -33,9 +33,11 @@ from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import (
     DeviceHooks,
     architecture,
+    define_process_tensor,
     forbid_tensor_cores,
     has_graph,
     install_hooks,
+    name_process_tensor,
     opaque_memory,
     opened_device,
     share_programs,
@@ -339,10 +341,17 @@ class MetalBackend:
 
 def _counting_scratch(like: Tensor, kernel: Kernel, words: int) -> Tensor:
     """Zeros that launches of the kernel share, leave and may report a fault in."""
-    zeros = shared_zeros(str(like.device), words)
+    return _watched_zeros(Placement.of(like.device).device, kernel.stem, words)
+
+
+def _watched_zeros(device: str, stem: str, words: int) -> Tensor:
+    zeros = shared_zeros(device, words)
     memory = opaque_memory(zeros)
-    queue_of(Placement.of(like.device).device).scratch.watch(kernel.stem, memory.buf.contents() + memory.offset, 4 * words)
-    return zeros
+    queue_of(device).scratch.watch(stem, memory.buf.contents() + memory.offset, 4 * words)
+    return name_process_tensor(zeros, "metal scratch", device, stem, words)
+
+
+define_process_tensor("metal scratch", _watched_zeros)
 
 
 def _each(bias: Tensor | None, weight: StoredWeight) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -10,7 +11,7 @@ from tinygrad import UOp, dtypes
 
 from tinyvllm.backends.metal.launch import MAX_BUFFERS
 from tinyvllm.backends.metal.queue import MAX_OFFSET, queue_of
-from tinyvllm.bridge import StepGraph, device_buffer, metal_bindings, opened_device, suppress_finalizing, tinygrad_setting
+from tinyvllm.bridge import Launch, StepGraph, device_buffer, metal_bindings, opened_device, suppress_finalizing, tinygrad_setting
 from tinyvllm.errors import KernelError
 
 
@@ -24,7 +25,7 @@ class MetalGraph(StepGraph):
 
     max_view_offset = MAX_OFFSET
 
-    def __init__(self, linear: UOp, input_uops: tuple[UOp, ...] = ()):
+    def __init__(self, linear: UOp | Sequence[Launch], input_uops: tuple[UOp, ...] = ()):
         super().__init__(linear, input_uops)
         name = self.device_name
         self._metal, self._queue = metal_bindings(), queue_of(name)

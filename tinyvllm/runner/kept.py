@@ -1,0 +1,125 @@
+"""What decides the launches of an engine's steps in addition to the model: names of captured steps on disk (bridge/kept.py)."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from tinyvllm.backends import autotune, registry
+from tinyvllm.backends.cpu.toolchain import processor
+from tinyvllm.backends.limits import ShapeFacts
+from tinyvllm.backends.registry import STEMS, Choice, Need
+from tinyvllm.backends.source import kernels_folder
+from tinyvllm.bridge import KeptSteps, StepNotes, Unkept, tinygrad_settings
+from tinyvllm.config import EngineConfig, environment
+from tinyvllm.placement import Placement
+from tinyvllm.storage.cache import open_cache
+
+MAX_NEEDS = 1 << 20  # bytes of the list of an engine's needs
+_PACKAGE = Path(__file__).parents[1]
+# Variables of ours that decide no launch.
+_OTHER_VARIABLES = ("TINYVLLM_CACHE", "TINYVLLM_API_KEY", "TINYVLLM_KEEP_STEPS", "TINYVLLM_KEEP_PANELS", "TINYVLLM_DEVICE")
+# Options that decide no launch; all others are part of the name.
+_OTHER_OPTIONS = (
+    "model",
+    "served_model_name",
+    "tokenizer",
+    "skip_tokenizer_init",
+    "revision",
+    "record",
+    "prefix_cache_dir",
+    "seed",
+    "warm_up",
+)
+
+
+def kept_steps(placement: Placement, config: EngineConfig, roots: Mapping[str, object]) -> KeptSteps | None:
+    """The steps of an engine on disk; `roots` is what all of them read. None with TINYVLLM_KEEP_STEPS=0."""
+    if not environment(os.environ).get("TINYVLLM_KEEP_STEPS", True):
+        return None
+    ours = {name: value for name, value in os.environ.items() if name.startswith("TINYVLLM_") and name not in _OTHER_VARIABLES}
+    options = [(field.name, getattr(config, field.name)) for field in fields(config) if field.name not in _OTHER_OPTIONS]
+    backend = registry.backend_for(placement)
+    # the CPU's identity names its compiler, which a copied cache folder does without
+    gpu = "" if backend is None or placement.is_cpu else backend.identity(placement)
+    fixed = (
+        sources_digest(),
+        processor(),
+        gpu,
+        registry.architecture_of(placement),
+        sorted(ours.items()),
+        repr(options),
+        tinygrad_settings(),
+    )
+
+    def identity() -> str:
+        return repr((*fixed, registry.replaced_variants(), autotune.figures_digest()))
+
+    return KeptSteps(placement.device, roots, identity, _Choices())
+
+
+@functools.cache
+def sources_digest() -> str:
+    """A digest of this package's files and of the kernels' sources."""
+    kernels = kernels_folder()
+    files = [*_PACKAGE.rglob("*.py"), *(path for path in kernels.rglob("*") if path.is_file() and path.suffix != ".md")]
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+class _Choices(StepNotes):
+    """Which kernels were chosen in a capture; a capture whose kernels wait to be timed is not kept, so that the next process times them."""
+
+    def moment(self) -> tuple[int, int]:
+        return registry.selections(), autotune.untimed()
+
+    def since(self, moment: tuple[int, int]) -> list[list[str]]:
+        if autotune.untimed() != moment[1]:
+            raise Unkept("its kernels wait to be timed")
+        return [[choice.stem, choice.shape, choice.variant, choice.why] for choice in registry.choices_since(moment[0])]
+
+    def restore(self, notes: list[list[str]], device: str) -> None:
+        for stem, shape, variant, why in notes:
+            if stem not in STEMS or not all(isinstance(text, str) for text in (shape, variant, why)):
+                raise ValueError(f"a choice of {stem!r:.40}")
+            registry.note_choice(device, Choice(stem, shape, variant, why))
+
+
+def kept_needs(steps: KeptSteps | None, placement: Placement) -> list[Need] | None:
+    """What an engine selects kernels for, if an earlier start has found out."""
+    content = None if steps is None else open_cache().read(_place(steps), MAX_NEEDS)
+    if content is None:
+        return None
+    try:
+        return [_need(entry, placement) for entry in json.loads(content)]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        assert steps is not None
+        open_cache().discard(_place(steps), f"{type(error).__name__}: {error}"[:200])
+        return None
+
+
+def keep_needs(steps: KeptSteps | None, needs: Iterable[Need]) -> None:
+    """Keep what an engine selects kernels for."""
+    if steps is not None:
+        entries = [[stem, {name: value for name, value in asdict(facts).items() if name != "placement"}] for stem, facts in needs]
+        open_cache().write(_place(steps), json.dumps(entries).encode())
+
+
+def _place(steps: KeptSteps) -> str:
+    return steps.place("needs")
+
+
+def _need(entry: Any, placement: Placement) -> Need:
+    stem, values = entry
+    types = {field.name: type(field.default) for field in fields(ShapeFacts) if field.name != "placement"}
+    if stem not in STEMS or not all(type(value) is types[name] for name, value in values.items()):
+        raise ValueError(f"facts of {stem!r:.40}")
+    return stem, ShapeFacts(placement, **values)
