@@ -239,7 +239,7 @@ def test_the_drafter_observes_every_token_and_forgets_every_sequence(drafted, or
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])
-def test_steps_between_two_calls_of_the_drafter_run_as_without_one(oracle, run_ahead):
+def test_steps_between_two_proposals_run_as_without_a_drafter(oracle, run_ahead):
     """Nothing is guessed: by counts, the drafter, the controller and the clock of steps have their turn in few steps."""
     with LLM(**OPTIONS, async_scheduling=run_ahead) as llm:
         calls = {"propose": 0, "limits": 0, "observe_step": 0}
