@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from tinygrad import Context
 
-from benchmarks import gpu, gpu_ops, mac
+from benchmarks import gpu, gpu_figures, gpu_ops, mac
 from benchmarks.shapes import SHAPES, write_config
 from tests.emulator.metal_runtime import Runtime, metal_device
 from tests.metal import on_gpu
@@ -69,7 +69,7 @@ def test_mlx_that_is_not_there_is_left_out(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     model = write_config(SHAPES["llama-3.2-1b"] | gpu.TOY, tmp_path / "model")
     o = gpu.parse_arguments(["decode", "--tiny"], mac.MAC)
-    assert gpu.ask(o, "mlx-lm", sys.executable, "benchmarks.mac_peers", str(model)) == {}
+    assert gpu_figures.ask(o, "mlx-lm", sys.executable, "benchmarks.mac_peers", str(model)) == {}
     assert "no mlx-lm: there is no mlx" in capsys.readouterr().out
 
 

@@ -70,10 +70,10 @@ def test_broken_weights_are_no_fault_of_a_kernel(tiny_model, tmp_path):
 
 def test_a_wrong_constant_in_a_kernel_is_found_and_named(tiny_model, tmp_path):
     shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
-    source = tmp_path / "kernels" / "cpu" / "norm_gate_up_silu.c"
-    text = source.read_text()
-    assert "v16_set(1.0f)" in text
-    source.write_text(text.replace("v16_set(1.0f)", "v16_set(1.02f)"))
+    source = tmp_path / "kernels" / "cpu" / "include" / "activations.h"
+    text, right = source.read_text(), "silu(v16 x) { return v16_div(x, v16_add(v16_set(1.0f)"
+    assert right in text
+    source.write_text(text.replace(right, right.replace("1.0f", "1.02f")))
     arguments = ["verify", str(tiny_model), "--device", "CPU", "--steps", "1", "--prompt", PROMPTS[0], "--quiet"]
     code = (
         "import sys; from pathlib import Path; from tinyvllm.backends import source\n"
