@@ -499,6 +499,7 @@ def cuda_device(**options: Any) -> Iterator[Driver]:
 
     from tinyvllm.backends.cuda import nvrtc
     from tinyvllm.backends.registry import open_device
+    from tinyvllm.bridge import arena
     from tinyvllm.placement import Placement
 
     driver = Driver(**options)
@@ -526,6 +527,7 @@ def cuda_device(**options: Any) -> Iterator[Driver]:
             undo.enter_context(_replaced(nvrtc, "cubin", source_of))
         undo.callback(gc.collect)  # destructors of programs and buffers call the driver: they run while it is there
         undo.callback(opened.clear)
+        undo.callback(arena._arenas.clear)  # what a test still holds is memory of this driver: the next one must not take it
         undo.callback(_drop_programs, realize.runtime_cache)
         _drop_programs(realize.runtime_cache)
         open_device(Placement("CUDA"))
