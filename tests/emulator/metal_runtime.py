@@ -760,6 +760,7 @@ def metal_device(**options: Any) -> Iterator[Runtime]:
 
     from tests.emulator.driver import _InMemory, _replaced
     from tinyvllm.backends.registry import open_device
+    from tinyvllm.bridge import arena
     from tinyvllm.placement import Placement
 
     os.environ.setdefault("TINYVLLM_KEEP_STEPS", "0")  # a Mac would load the source as a library
@@ -786,6 +787,7 @@ def metal_device(**options: Any) -> Iterator[Runtime]:
         undo.enter_context(_replaced(codegen, "to_program_cache", _InMemory("programs", lambda program: program)))
         undo.enter_context(_replaced(schedule, "schedule_cache", _InMemory("schedules", lambda linear: linear)))
         undo.callback(gc.collect)
+        undo.callback(arena._arenas.clear)  # what a test still holds is memory of this device: the next one must not take it
         undo.callback(_forget, realize.runtime_cache)
         _forget(realize.runtime_cache)
         open_device(Placement("METAL"))
