@@ -69,6 +69,8 @@ def pool_blocks(
     """Blocks for the pool: as many as fit `kv_memory`, or else those that `wanted_tokens` need, within a share of the free memory.
 
     `wanted_tokens` is the total of all sequences at their maximum length; more could never be used. The drafter's cache counts, too.
+    What a share of the free memory holds is rounded down, by less than a sixteenth: steps kept on disk are for one number of blocks, and
+    free memory differs a little from start to start.
     """
     both = block_bytes + drafter.block
     if kv_memory is not None:
@@ -87,7 +89,13 @@ def pool_blocks(
             f"memory: one KV block needs {megabytes(both + drafter.own + drafter.weights)}{more} and may take half of what is free, "
             f"{_there_is(device, free)}; lower --block-size, or use a smaller model"
         )
-    return min(wanted, affordable)
+    return wanted if wanted <= affordable else _rounded_down(affordable)
+
+
+def _rounded_down(count: int) -> int:
+    """With its five highest bits."""
+    shift = max(0, count.bit_length() - 5)
+    return count >> shift << shift
 
 
 def _too_little(kv_memory: int, block_bytes: int, drafter: DrafterMemory) -> str:
