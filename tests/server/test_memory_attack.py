@@ -45,7 +45,7 @@ ATTACKS: dict[str, Attack] = {
     "conversation": (
         24, "/v1/chat/completions", lambda n: {**ASK, "messages": [{"role": "user", "content": "so " * 14_000}] * 3}, {503, 400},
     ),
-    "body": (24, "/v1/completions", lambda n: {**ASK, "prompt": [f"{i}" for i in range(300_000)]}, {503}),
+    "body": (48, "/v1/completions", lambda n: {**ASK, "prompt": [f"{i}" for i in range(300_000)]}, {503}),
     "grammar": (24, "/v1/completions", lambda n: {**ASK, "prompt": [1, 2, 3], "structured_outputs": schema(n)}, {503}),
     "thread": (20, "/tokenize", lambda n: {"prompt": "word " * 1_000}, {200, 503}),
 }  # fmt: skip
