@@ -21,13 +21,13 @@ demo: $(VENV)/.core
 	$(BIN)/python main.py --prompt "Once upon a time" --max-tokens 256 --temperature 0.7 --seed 10
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
 
 test-long: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m long
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 -m long
 
 test-peers: $(VENV)/.peers
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/peers
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 tests/peers
 
 # Ray Serve on a local cluster of several processes
 test-ray: $(VENV)/.ray
@@ -39,7 +39,7 @@ test-gpu-dry:
 
 # what to run before a commit: lint, the layout, and one fast test of each room; under two minutes
 check: lint $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(CHECKS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 $(CHECKS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
