@@ -17,13 +17,15 @@ def test_no_more_than_could_be_used_and_no_more_than_there_is(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: 1_000_000)
     assert memory.pool_blocks("CPU", 1000, 16, wanted_tokens=100, kv_memory=None) == 7
     assert memory.pool_blocks("CPU", 1000, 16, wanted_tokens=10**9, kv_memory=None) == 496
-    monkeypatch.setattr(memory, "free_memory", lambda device: 1_010_000)
-    assert memory.pool_blocks("CPU", 1000, 16, wanted_tokens=10**9, kv_memory=None) == 496, "starts agree: their steps on disk fit"
-    monkeypatch.setattr(memory, "free_memory", lambda device: 31_000)
-    assert memory.pool_blocks("CPU", 1000, 16, wanted_tokens=10**9, kv_memory=None) == 15
-    monkeypatch.setattr(memory, "free_memory", lambda device: 1_000_000)
     with pytest.raises(OutOfMemoryError):
         memory.pool_blocks("CPU", 600_000, 16, wanted_tokens=100, kv_memory=None)
+
+
+def test_starts_agree_on_the_blocks_that_free_memory_holds(monkeypatch):
+    """Steps on disk are for one number of blocks."""
+    for free, blocks in ((1_000_000, 496), (1_010_000, 496), (31_000, 15)):
+        monkeypatch.setattr(memory, "free_memory", lambda device, free=free: free)
+        assert memory.pool_blocks("CPU", 1000, 16, wanted_tokens=10**9, kv_memory=None) == blocks
 
 
 def test_a_drafter_shares_what_the_cache_may_take(monkeypatch):
@@ -70,10 +72,5 @@ def test_the_pool_follows_the_limits_of_the_process(monkeypatch):
     monkeypatch.setattr(memory, "headroom", lambda: Headroom(1_000_000, "ulimit -v is 9 MiB"))
     assert memory.free_memory("CPU") == 1_000_000
     assert memory.pool_blocks("CPU", 1000, 16, wanted_tokens=10**9, kv_memory=None) == 496
-    monkeypatch.setattr(memory, "free_memory", lambda device: 1_010_000)
-    assert memory.pool_blocks("CPU", 1000, 16, wanted_tokens=10**9, kv_memory=None) == 496, "starts agree: their steps on disk fit"
-    monkeypatch.setattr(memory, "free_memory", lambda device: 31_000)
-    assert memory.pool_blocks("CPU", 1000, 16, wanted_tokens=10**9, kv_memory=None) == 15
-    monkeypatch.setattr(memory, "free_memory", lambda device: 1_000_000)
     with pytest.raises(OutOfMemoryError, match="ulimit -v is 9 MiB"):
         memory.check_room("CPU", 2_000_000)
