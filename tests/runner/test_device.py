@@ -30,3 +30,11 @@ def test_what_means_something_else_to_tinygrad_is_refused(monkeypatch, dev):
     monkeypatch.setenv("DEV", dev)
     with pytest.raises(ArgumentError, match=f"DEV={dev}: expected the name of a device"):
         device.choose_device("auto")
+
+
+@pytest.mark.parametrize("dev", [None, "CPU"])
+def test_the_environment_is_as_before_for_the_processes_of_the_caller(monkeypatch, tmp_path, dev):
+    """A device chosen for one engine was the default of every process started after it."""
+    monkeypatch.setenv("DEV", dev) if dev else monkeypatch.delenv("DEV", raising=False)
+    assert device.start_device("CPU", tmp_path) == "CPU"
+    assert device.os.environ.get("DEV") == dev

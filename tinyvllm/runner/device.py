@@ -6,6 +6,8 @@ import ctypes
 import os
 import platform
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tinyvllm.backends.cpu.toolchain import compiler_command, processor
@@ -37,6 +39,23 @@ def _cuda_devices() -> int:
     return count.value if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
 
 
+@contextmanager
+def _default_of_tinygrad(kind: str) -> Iterator[None]:
+    """DEV while tinygrad is imported: without it tinygrad probes every backend, which costs half a second, for a default never used here.
+
+    It is not kept: the next engine with `auto` and the processes that the caller starts choose for themselves. Where the caller has
+    imported tinygrad already, it comes too late, and `prefer_device` counts.
+    """
+    if "DEV" in os.environ:
+        yield
+        return
+    os.environ["DEV"] = kind
+    try:
+        yield
+    finally:
+        os.environ.pop("DEV", None)
+
+
 def start_device(choice: str, cache: Path) -> str:
     """Choose the device, prepare tinygrad for it and open it; returns its name.
 
@@ -46,16 +65,15 @@ def start_device(choice: str, cache: Path) -> str:
     require_start()
     device = choose_device(choice)
     placement = Placement(device)
-    # otherwise tinygrad probes every backend for a default device, which costs half a second and is never used here
-    os.environ.setdefault("DEV", placement.kind)
     if placement.is_cuda and _cuda_devices():
         provide_nvrtc(cache)
-    from tinyvllm.backends.registry import open_device
-    from tinyvllm.bridge import enable_program_cache, prefer_device, use_c_compiler
+    with _default_of_tinygrad(placement.kind):
+        from tinyvllm.backends.registry import open_device
+        from tinyvllm.bridge import enable_program_cache, prefer_device, use_c_compiler
 
     enable_program_cache(processor())
     use_c_compiler(compiler_command)
-    prefer_device(placement.kind)  # the environment comes too late if the caller has already imported tinygrad
+    prefer_device(placement.kind)
     try:
         open_device(placement)
     except Exception as error:  # each of tinygrad's backends raises its own: a missing library, a driver's error, a group of both

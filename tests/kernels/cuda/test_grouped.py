@@ -67,7 +67,7 @@ FAULTS = [
     ("INT3_G64", "record[4 + 2 * step + row] >> t", "record[4 + row] >> t"),
     ("INT6_G32", "(twos & 0x03030303u) << LOW", "(twos & 0x01010101u) << LOW"),
     ("INT8_G32", "ZERO_POINT = LOW == 8 ? -128 : 0", "ZERO_POINT = 0"),
-    ("INT4_G128", "__uint_as_float(record[3])", "__uint_as_float(record[2])"),
+    ("INT4_G128", "__uint_as_float(record[i + 1])", "__uint_as_float(record[i])"),
     ("FP8_G128", "word << 4 & 0x07F007F0u", "word << 4 & 0x07E007E0u"),
     ("MXFP8", "e == 255 ? 0x7FC00000u : e == 0 ? 0x400000u : e << 23", "(e + 1) << 23"),
     ("NVFP4_G128", "const int word = 2 + step / 2 * 2", "const int word = 2"),
