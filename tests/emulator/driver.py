@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from tinygrad.device import Compiler
 
-from tests.emulator.emulate import Memory, emulate_source
+from tests.emulator.emulate import Memory, emulate_source, uncollected
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.source import kernel_text
 from tinyvllm.bridge.programs import DiskTable
@@ -135,9 +135,10 @@ class Driver:
 
     def _run(self, until: int) -> None:
         """Run the work that was issued up to number `until`."""
-        while self._stream and self._stream[0][0] <= until:
-            self._done, work = self._stream.pop(0)
-            work()
+        with uncollected():
+            while self._stream and self._stream[0][0] <= until:
+                self._done, work = self._stream.pop(0)
+                work()
 
     def idle(self) -> None:
         """Run everything that was issued."""

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import ctypes.util
 import functools
+import gc
 import hashlib
 import mmap
 import os
@@ -121,6 +122,21 @@ def emulate(
     return count
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collection within: a destructor that it runs (of a graph, a buffer) calls the emulated driver, which would run what was
+    issued later in the middle of this launch, on this launch's stacks. A GPU runs destructors of the host next to its kernels.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def emulate_source(
     text: str, entry: str, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int, arguments: Sequence[int],
     memory: Sequence[Memory], seed: int = 0, races: bool = True, resident: int = 3, language: str = "cuda", read: list[int] | None = None,
@@ -132,7 +148,7 @@ def emulate_source(
     memory accesses. Raises EmulatorError.
     """
     image = build(text, language)
-    with image.lock:
+    with uncollected(), image.lock:
         return _launch(image, entry, grid, block, shared, arguments, memory, seed, races, resident, read)
 
 

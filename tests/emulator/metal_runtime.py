@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.emulator.emulate import Memory, build, emulate_source
+from tests.emulator.emulate import Memory, build, emulate_source, uncollected
 from tests.emulator.metal import Signature, signatures, without_comments
 from tinyvllm.backends import autotune
 
@@ -586,8 +586,9 @@ class Runtime:
             self._run(self._queue.index(work) + 1)
 
     def _run(self, count: int) -> None:
-        for _ in range(min(count, len(self._queue))):
-            self._queue.pop(0).run()
+        with uncollected():
+            for _ in range(min(count, len(self._queue))):
+                self._queue.pop(0).run()
 
     def idle(self) -> None:
         """Runs everything that was committed."""

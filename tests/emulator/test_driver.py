@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 from concurrent.futures import wait
 
@@ -327,6 +328,37 @@ def test_more_shared_memory_than_a_block_can_have_is_rejected(driver):
     out = reverse(integers(0, 0), integers(0), integers(1, 2), integers(2), shared=228 << 10)[0]
     with pytest.raises(RuntimeError, match="CUDA Error 1, invalid argument"):
         out.realize()
+
+
+def test_garbage_collected_in_a_launch_runs_no_later_launch(driver):
+    """The collection of a graph waits for the device; in the middle of a launch that ran the next one, and sometimes hung or crashed."""
+    ran: list[str] = []
+
+    class Graph:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            driver.idle()
+
+    def launch() -> None:
+        Graph()
+        assert [[] for _ in range(10_000)], "allocations enough for a collection"
+        ran.append("first")
+
+    driver.idle()
+    enabled, thresholds = gc.isenabled(), gc.get_threshold()
+    gc.enable()
+    gc.set_threshold(10, 1, 1)
+    try:
+        issued = driver._issued = driver._issued + 2
+        driver._stream += [(issued - 1, launch), (issued, lambda: ran.append("second"))]
+        driver._run(issued)
+    finally:
+        gc.set_threshold(*thresholds)
+        if not enabled:
+            gc.disable()
+    assert ran == ["first", "second"]
 
 
 def test_a_missing_edge_is_detected(driver):
