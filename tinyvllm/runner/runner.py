@@ -92,6 +92,8 @@ class Runner:
         loader.load(self.model, recipes)
         if note := describe(self.checkpoint.tensors, self.checkpoint.unused, loader.unpacked):
             log.warning(note)
+        if self.checkpoint.left_out:
+            log.warning(self.checkpoint.left_out)
         self.weight_bytes, self.bytes_per_token = loader.bytes, loader.streamed
         self.weight_formats, self.weight_layout, self.weight_identity = loader.formats, plan.layout, plan.identity
         self.pool, self.max_model_len = self._size_pool(config, opened, drafter)

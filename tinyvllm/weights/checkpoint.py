@@ -12,6 +12,7 @@ from typing import Literal
 
 from tinyvllm.errors import ModelError
 from tinyvllm.weights.gguf import read_gguf, split_parts
+from tinyvllm.weights.language_part import language_description, language_tensors
 from tinyvllm.weights.mapping import Record, TensorRecord
 from tinyvllm.weights.quantized.kinds import logical_tensors, read_quantization, require_float_description
 from tinyvllm.weights.quantized.notes import unused_tensors
@@ -28,7 +29,8 @@ class Checkpoint:
     """An opened model. `config` is config.json, or GGUF's metadata as plain Python values; `tensors` are views into mapped
     files, which stay mapped while any view of them lives, and the matrices that a quantized checkpoint stores in parts
     (weights/quantized); `folder` is where tokenizer files are looked for; `unused` names tensors that a quantized model does
-    without, and `quantization` its kind (weights/quantized/kinds.py).
+    without, and `quantization` its kind (weights/quantized/kinds.py); `left_out` is a line about the parts of a model for images that are
+    not loaded (weights/language_part.py).
     """
 
     kind: Literal["safetensors", "gguf"]
@@ -38,6 +40,7 @@ class Checkpoint:
     folder: Path
     unused: tuple[str, ...] = ()
     quantization: str | None = None
+    left_out: str | None = None
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -71,7 +74,7 @@ def open_description(folder: Path) -> Checkpoint:
         raise ModelError(f"{_SPEAKER}: {folder} has no config.json, which describes the model to make random weights for")
     config = read_json_object(folder / "config.json", _SPEAKER)
     require_float_description(config)
-    return Checkpoint("safetensors", folder, config, {}, folder)
+    return Checkpoint("safetensors", folder, language_description(config), {}, folder)
 
 
 def _open_folder(folder: Path) -> Checkpoint:
@@ -113,7 +116,9 @@ def _open_safetensors(folder: Path, names: list[str], safetensors: list[str]) ->
         raise ModelError(f"{_SPEAKER}: {folder} holds {len(safetensors)} safetensors files but no {INDEX_NAME}; download it too")
     config = read_quantization(folder, config)
     kind, logical = logical_tensors(config, tensors)
-    return Checkpoint("safetensors", folder, config, logical, folder, unused_tensors(tensors, logical), kind)
+    kept, left_out = language_tensors(config, logical)
+    unused = unused_tensors(tensors, logical)
+    return Checkpoint("safetensors", folder, language_description(config), kept, folder, unused, kind, left_out)
 
 
 def _open_gguf(path: Path) -> Checkpoint:
