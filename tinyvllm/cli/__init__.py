@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import io
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 
-from tinyvllm.cli.arguments import COMMANDS, parse
+from tinyvllm.cli.arguments import parse
 from tinyvllm.errors import OutOfMemoryError, TinyvllmError
 from tinyvllm.host_memory import headroom, is_out_of_memory, limit_arenas, require_start
 
@@ -47,42 +48,9 @@ def _run(arguments: list[str]) -> int:
         return 0
     require_start()
     limit_arenas()
-    if command == "chat":
-        from tinyvllm.cli import chat
-
-        return chat.run(options)
-    if command == "serve":
-        from tinyvllm.cli import serve
-
-        return serve.run(options)
-    if command == "batch":
-        from tinyvllm.cli import batch
-
-        return batch.run(options)
-    if command == "kernels":
-        from tinyvllm.cli import kernels
-
-        return kernels.run(options)
-    if command == "verify":
-        from tinyvllm.cli import verify
-
-        return verify.run(options)
-    if command == "quality":
-        from tinyvllm.cli import quality
-
-        return quality.run(options)
-    if command == "replay":
-        from tinyvllm.cli import replay
-
-        return replay.run(options)
-    if command == "lab":
-        from tinyvllm.cli import lab
-
-        return lab.run(options)
-    assert command == "generate", f"no branch for command {command}, one of {COMMANDS}"
-    from tinyvllm.cli import generate
-
-    return generate.run(options)
+    module = importlib.import_module(f"tinyvllm.cli.{command.replace('-', '_')}")  # a command has a file of its name
+    code: int = module.run(options)
+    return code
 
 
 def _report(error: Exception, debug: bool) -> int:

@@ -28,7 +28,6 @@ LAB_DRAFTERS = (
     "ways of guessing: none, ngram, suffix, medusa_lite, eagle_lite, mtp, and with a model or heads draft_model:PATH, medusa:PATH, "
     "eagle:PATH, eagle3:PATH"
 )
-COMMANDS = ("generate", "chat", "serve", "batch", "kernels", "verify", "quality", "replay", "lab")
 
 
 class Parser(argparse.ArgumentParser):
@@ -82,7 +81,7 @@ def _generate_parser() -> Parser:
     parser = _common(
         "generate",
         "Continue prompts with a language model. The answer to a single prompt is streamed to stdout.",
-        "Other commands: tinyvllm chat, serve, batch, kernels, verify, quality, replay, lab (see their --help).",
+        f"Other commands: tinyvllm {', '.join(COMMANDS[1:])} (see their --help).",
     )
     prompts: tuple[Option, ...] = (
         ("--prompt", {"action": "append", "metavar": "TEXT", "help": "the text to continue; may be repeated; - reads stdin"}),
@@ -288,3 +287,4 @@ PARSERS = {
     "replay": _replay_parser,
     "lab": _lab_parser,
 }
+COMMANDS = tuple(PARSERS)
