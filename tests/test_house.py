@@ -34,6 +34,7 @@ IMPORTS: dict[str, set[str]] = {
     "storage": {"config", "errors"},
     "cache": {"storage", "errors"},
     "text": {"request", "foreign", "errors", "host_memory"},
+    "energy": set(),
     "batch": set(),
     "placement": set(),
     "host_memory": {"errors"},
@@ -80,6 +81,7 @@ IMPORTS: dict[str, set[str]] = {
         "errors",
     },
     "engine": {
+        "energy",
         "kv_events",
         "speculate",
         "speculative",
@@ -104,6 +106,7 @@ IMPORTS: dict[str, set[str]] = {
         "speculate",
         "server",
         "lab",
+        "metrics",
         "engine",
         "text",
         "placement",

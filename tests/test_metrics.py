@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tinyvllm.metrics import EngineMetrics, FinishedRequest, NoMetrics, StepStats, engine_metrics, registry_of, token_bounds
+from tinyvllm.metrics import EnergyTotals, EngineMetrics, FinishedRequest, NoMetrics, StepStats, engine_metrics, registry_of, token_bounds
 
 ROOT = Path(__file__).parents[1]
 CACHE = {"block_size": 16, "num_gpu_blocks": 100}
@@ -37,6 +37,7 @@ def metrics() -> EngineMetrics:
 
 
 def test_the_page_lists_what_is_exported_and_no_more(metrics):
+    metrics.energy = EnergyTotals(counters={"cpu package-0": 1.0}, not_measured={"gpu": "there is none"})
     page = (ROOT / "docs" / "metrics.md").read_text().partition("## Where the meaning differs")[0]
     listed = {(name, kind, labels) for name, kind, labels in re.findall(r"^\| `(\w+:\w+)` \| (\w+) \| ([^|]*?) ?\| ", page, re.MULTILINE)}
     families = list(text_string_to_metric_families(generate_latest(metrics.registry).decode()))
@@ -45,8 +46,10 @@ def test_the_page_lists_what_is_exported_and_no_more(metrics):
         own = {label for sample in family.samples for label in sample.labels} - {"model_name", "engine", "le"}
         info = family.name == "vllm:cache_config_info"
         name = f"{family.name}_total" if family.type == "counter" else family.name
-        exported.add((name, family.type, "the configuration" if info else " ".join(own)))
+        exported.add((name, family.type, "the configuration" if info else ", ".join(sorted(own))))
     assert listed == exported
+    del metrics.energy
+    assert not [name for name, _ in samples(metrics.registry) if "energy" in name]
     missing = (ROOT / "docs" / "metrics.md").read_text().partition("## vLLM's names that are not here")[2]
     assert not {family.name for family in families} & set(re.findall(r"`(vllm:\w+?)(?:_total)?`", missing))
 

@@ -85,6 +85,7 @@ class EngineConfig:
     enable_cascade          read a cached prefix that running sequences share once for all of them
     warm_up                 capture common steps ahead of time: LLM at construction, AsyncLLM one at a time while idle
     record                  file to which arrivals and parameters are written, for `replay`
+    energy                  measure the joules of each request (docs/energy.md)
     seed                    source of the seeds of requests without their own; None draws from the system
     """
 
@@ -119,6 +120,7 @@ class EngineConfig:
     enable_cascade: bool = True
     warm_up: bool = False
     record: str | None = None
+    energy: bool = False
     seed: int | None = None
 
     @property
@@ -133,7 +135,7 @@ class EngineConfig:
             _check_integer(name, getattr(self, name), low, high)
         for name in ("model", "served_model_name", "tokenizer", "revision", "imatrix", "prefix_cache_dir", "record"):
             _check_text(name, getattr(self, name), optional=name != "model")
-        for name in ("skip_tokenizer_init", "enable_prefix_caching", "async_scheduling", "enable_cascade", "warm_up"):
+        for name in ("skip_tokenizer_init", "enable_prefix_caching", "async_scheduling", "enable_cascade", "warm_up", "energy"):
             if type(getattr(self, name)) is not bool and not (name == "async_scheduling" and self.async_scheduling is None):
                 raise ArgumentError(f"{name} must be True or False, got {getattr(self, name)!r}")
         _check_choice("dtype", self.dtype, DTYPES)

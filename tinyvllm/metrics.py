@@ -89,6 +89,31 @@ class FinishedRequest:
     preemptions: int = 0
 
 
+@dataclass
+class EnergyTotals:
+    """Joules since the start, written by the engine that measures them (docs/energy.md).
+
+    active, idle  of steps: above the idle machine, and what the idle machine draws in the same time
+    counters      of the whole machine, by counter
+    idle_watts    what the idle machine draws
+    not_measured  why the rest is not measured, by part or counter
+    """
+
+    active: float = 0.0
+    idle: float = 0.0
+    counters: Mapping[str, float] = field(default_factory=dict)
+    idle_watts: float = 0.0
+    not_measured: Mapping[str, str] = field(default_factory=dict)
+
+    def sentence(self, tokens: int) -> str:
+        """The joules of all steps, by `tokens` generated, and what is not in them."""
+        missing = [f"{part} not measured: {reason}" for part, reason in self.not_measured.items()]
+        if not self.counters:
+            return f"energy: {'; '.join(missing)}"
+        each = f" ({self.active / tokens:.3g} J a token)" if tokens else ""
+        return "; ".join([f"{self.active:.1f} J above idle{each}, {self.idle:.1f} J idle", *missing])
+
+
 class Histogram:
     """Counts of values by upper bounds (a value equal to a bound is below it), and their sum."""
 
@@ -143,6 +168,8 @@ class EngineMetrics:
 
     `max_model_len` bounds the buckets of token counts. `cache_config` becomes the labels of `vllm:cache_config_info`.
     """
+
+    energy: EnergyTotals | None = None  # where the engine measures it
 
     def __init__(
         self, model_name: str, engine: str = "0", max_model_len: int = 8192, cache_config: Mapping[str, object] | None = None
@@ -246,6 +273,7 @@ class NoMetrics:
     """EngineMetrics without prometheus_client: the same methods, which do nothing."""
 
     registry = None
+    energy: EnergyTotals | None = None
 
     def step(self, stats: StepStats) -> None: ...
 
@@ -340,6 +368,10 @@ def _by(read: Callable[[EngineMetrics], Mapping[str, float | Histogram]]) -> Cal
     return lambda m: {(name,): value for name, value in read(m).items()}
 
 
+def _energy(read: Callable[[EnergyTotals], Mapping[str, float]]) -> Callable[[EngineMetrics], Labelled]:
+    return lambda m: {} if m.energy is None else {(name,): value for name, value in list(read(m.energy).items())}
+
+
 def _usage(m: EngineMetrics) -> float:
     return m.last.blocks_used / max(1, m.last.blocks_used + m.last.blocks_cached + m.last.blocks_free)
 
@@ -414,6 +446,14 @@ _FAMILIES = (
         "counter", "tinyvllm:swap_bytes", "Bytes of KV blocks moved between device and host.",
         _by(lambda m: {"out": m.swapped_out, "in": m.swapped_in}), ("direction",),
     ),
+    Family("counter", "tinyvllm:energy_joules", "Joules of steps: above the idle machine, and of the idle machine.",
+           _energy(lambda e: {"active": e.active, "idle": e.idle} if e.counters else {}), ("part",)),
+    Family("counter", "tinyvllm:energy_counter_joules", "Joules of the whole machine since the start.",
+           _energy(lambda e: e.counters), ("counter",)),
+    Family("gauge", "tinyvllm:energy_idle_watts", "What the idle machine draws.",
+           lambda m: {(): m.energy.idle_watts} if m.energy is not None and m.energy.counters else {}),
+    Family("gauge", "tinyvllm:energy_not_measured", "A 1 for each part whose energy is not measured, with the reason.",
+           lambda m: {} if m.energy is None else dict.fromkeys(list(m.energy.not_measured.items()), 1), ("part", "reason")),
     Family("histogram", "tinyvllm:grammar_compile_seconds", "Time to compile a request's grammar.", _one(lambda m: m.grammars)),
     Family("counter", "tinyvllm:forced_tokens", "Generated tokens forced by a grammar.", _one(lambda m: m.forced_tokens)),
 )  # fmt: skip

@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,8 @@ from tinyvllm.server.core.local_call import RETRY_STATUS, call
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
+
+    from tinyvllm.metrics import EnergyTotals
 
 _ATTEMPTS = 10
 _MAX_PAUSE = 30.0  # seconds before a request is tried again
@@ -69,6 +71,7 @@ class Tally:
     failed: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    energy: list[EnergyTotals] = field(default_factory=list)  # of each model
 
     def add(self, status: int, body: Any) -> None:
         self.answered += 1
@@ -96,6 +99,7 @@ async def _answer_all(options: argparse.Namespace, specs: Mapping[str, Mapping[s
         start = time.monotonic()
         workers = options.concurrency or 2 * max(spec.get("max_num_seqs", EngineConfig.max_num_seqs) for spec in specs.values())
         await _run_workers(min(workers, progress.total - progress.done), app, waiting, output, tally, progress)
+        tally.energy = [totals for llm in models.loaded().values() if (totals := await llm.energy()) is not None]
     finally:
         await models.close()
     progress.close()
@@ -151,4 +155,6 @@ def _resumed_line(output: AnswerFile, total: int) -> str:
 def _closing_line(tally: Tally, seconds: float) -> str:
     failed = f", {tally.failed} failed" if tally.failed else ""
     tokens = f"{tally.prompt_tokens} prompt + {tally.completion_tokens} generated tokens"
-    return f"{tally.answered} requests{failed}, {tokens} in {seconds:.2f} s, {tally.completion_tokens / max(seconds, 1e-9):.1f} tok/s"
+    energy = "".join(f"; {totals.sentence(tally.completion_tokens)}" for totals in tally.energy)
+    rate = tally.completion_tokens / max(seconds, 1e-9)
+    return f"{tally.answered} requests{failed}, {tokens} in {seconds:.2f} s, {rate:.1f} tok/s{energy}"

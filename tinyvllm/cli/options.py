@@ -91,6 +91,7 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
         },
     ),
     ("--record", {"metavar": "F", "help": "record the traffic in this .jsonl file, for replay"}),
+    ("--energy", {"action": "store_true", "help": "measure the joules of each request, where counters can be read"}),
     ("--load-format", {"metavar": "F", "help": f"{', '.join(LOAD_FORMATS)}; dummy fills the model with random weights"}),
 )
 

@@ -113,13 +113,14 @@ class Tally:
 
 
 def closing_line(llm: LLM, tally: Tally, num_steps: int = 0) -> str:
-    """Tokens, time to first token, tokens per second, accepted drafts, the share of the memory bandwidth, and seconds of compiling.
+    """Tokens, time to first token, tokens per second, accepted drafts, the share of the memory bandwidth, joules, and seconds of compiling.
 
     A step reads all weights once, so steps per second times the bytes of the weights is the bandwidth used. The speed of a single prompt is
     measured from its first token on. That of several is measured from their arrival to the end of the last, over the `num_steps` that the
     engine ran for them, and their time to first token is the median.
     """
-    return _figures(llm, tally, num_steps) + _compiling(llm)
+    energy = "" if llm.engine.energy is None else f"; {llm.engine.energy.read().sentence(tally.generated)}"
+    return _figures(llm, tally, num_steps) + energy + _compiling(llm)
 
 
 def _figures(llm: LLM, tally: Tally, num_steps: int) -> str:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from tinyvllm.engine.engine import Engine
-    from tinyvllm.metrics import EngineMetrics, NoMetrics
+    from tinyvllm.metrics import EnergyTotals, EngineMetrics, NoMetrics
     from tinyvllm.text.tokenizer import Tokenizer
 
 
@@ -241,6 +241,11 @@ class AsyncLLM:
                 yield output
         finally:
             self._drop(mailbox)
+
+    async def energy(self) -> EnergyTotals | None:
+        """The joules of all steps up to now; None without the option `energy`."""
+        totals: EnergyTotals | None = await self._call(lambda engine: None if engine.energy is None else engine.energy.read())
+        return totals
 
     async def ignored_keywords(self, params: SamplingParams) -> tuple[str, ...]:
         """The places in the JSON schemas of a request that its grammar does not hold. The grammar is kept for the request.

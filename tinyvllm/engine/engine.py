@@ -14,6 +14,7 @@ from tinyvllm.config import EngineConfig, cache_folder
 from tinyvllm.engine.boundary import request_failure
 from tinyvllm.engine.constraints import TokenConstraints
 from tinyvllm.engine.draft_loop import SpeculativeLoop
+from tinyvllm.engine.energy import EngineEnergy
 from tinyvllm.engine.kept_costs import KeptCosts
 from tinyvllm.engine.loop import PlainLoop, StepLoop, new_loop
 from tinyvllm.engine.observer import EngineObserver, Observers
@@ -47,7 +48,7 @@ class Engine:
     """Serves requests step by step. Not thread-safe: one thread adds, aborts and steps.
 
     `observers` get the events of observer.py; `clock` gives the seconds that deadlines are compared with. A recording (`config.record`) is
-    an observer that the caller adds: see tools/record.py.
+    an observer that the caller adds: see tools/record.py. `energy` is one of the observers, which bills finished requests.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Engine:
         progress: Progress | None = None,
         *,
         observers: Sequence[EngineObserver] = (),
+        energy: EngineEnergy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._closed = False
@@ -76,6 +78,9 @@ class Engine:
             self.max_model_len,
             cache_facts(config, scheduler.pool.num_blocks, self.max_model_len),
         )
+        self.energy = energy
+        if energy is not None:
+            self.metrics.energy = energy.totals
         self._connect(scheduler, observers)
 
     def _connect(self, scheduler: Scheduler, observers: Sequence[EngineObserver]) -> None:
@@ -86,6 +91,8 @@ class Engine:
         block_bytes = runner.pool.block_bytes
         costs = Costs(runner.bytes_per_token, block_bytes // config.block_size, lambda: memory_bandwidth(config.device))
         self.stats = EngineStats(self.metrics, costs, scheduler, lambda: runner.capture_work().count, runner.architecture)
+        if self.energy is not None:
+            self.stats.bill = self.energy.bill
         self.observer: EngineObserver = Observers([self.stats, *observers])
         self.sampler = Sampler(runner.config.vocab_size, config.max_num_seqs, config.device, runner.kept_steps)
         self.constraints = TokenConstraints(self.sampler, self.tokenizer, self.eos_ids, self.metrics)

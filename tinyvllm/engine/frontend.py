@@ -13,6 +13,7 @@ from tinyvllm.engine.startup import Progress
 from tinyvllm.request import BeamSearchParams, RequestOptions, SamplingParams
 
 if TYPE_CHECKING:
+    from tinyvllm.engine.energy import EngineEnergy
     from tinyvllm.engine.engine import Engine
 
 
@@ -28,11 +29,25 @@ def start_engine(config: EngineConfig, progress: Progress | None) -> Engine:
             observers.append(record_to(config.record))
         if config.kv_events_config is not None:
             observers.append(CacheEvents(config.kv_events_config, config.block_size))
-        return Engine(config, progress, observers=observers)
+        energy = open_energy(config)
+        if energy is not None:
+            observers.append(energy)
+        return Engine(config, progress, observers=observers, energy=energy)
     except BaseException:
         for observer in observers:
             observer.engine_closed()
         raise
+
+
+def open_energy(config: EngineConfig) -> EngineEnergy | None:
+    """The account of energy, if the engine is to have one. The idle machine is measured before anything is loaded."""
+    if not config.energy:
+        return None
+    from tinyvllm.energy.meter import open_account
+    from tinyvllm.engine.energy import EngineEnergy
+    from tinyvllm.runner.device import choose_device
+
+    return EngineEnergy(open_account(choose_device(config.device)))
 
 
 def submit(

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from functools import cache
 
 from tinyvllm.engine.beam import BeamState
+from tinyvllm.engine.energy import OFF, set_energy
 from tinyvllm.engine.observer import EngineObserver
 from tinyvllm.engine.output import ActiveRequest
 from tinyvllm.errors import BusyError, TinyvllmError
 from tinyvllm.metrics import EngineMetrics, FinishedRequest, NoMetrics, StepStats, add_counts
-from tinyvllm.request import RequestOutput
+from tinyvllm.request import Energy, RequestOutput
 from tinyvllm.scheduler import Schedule, Scheduled, Scheduler
 
 
@@ -41,6 +42,7 @@ class EngineStats(EngineObserver):
         """`num_captures` counts what was captured so far: a step that captures or compiles says nothing about the next one's time.
         `architecture` is what computes the tokens, for receipts.
         """
+        self.bill: Callable[[ActiveRequest], Energy] = lambda request: OFF  # the energy of a request that has finished
         self.architecture = architecture
         self.metrics, self.costs, self.scheduler, self._num_captures = metrics, costs, scheduler, num_captures
         self._captures_before = num_captures()  # at the start of the step
@@ -53,10 +55,11 @@ class EngineStats(EngineObserver):
         self._num_swaps = 0  # of sequences, at the last preemption
         self._steps_of_launch = 1  # how often the last schedule ran
         self._with_receipt: list[tuple[Scheduled, ActiveRequest]] = []  # entries of the last schedule whose requests want a receipt
-        self._billed: dict[ActiveRequest, None] = {}  # requests whose receipts have this step, each once
+        self.billed: dict[ActiveRequest, None] = {}  # requests whose receipts have this step, each once
 
     def engine_closed(self) -> None:
         self._num_captures = lambda: 0  # the function holds the runner, and with it the weights
+        self.bill = lambda request: OFF
 
     def step_started(self) -> None:
         self.step = StepStats()
@@ -92,11 +95,11 @@ class EngineStats(EngineObserver):
         B = len(schedule.entries)
         for entry, owner in self._with_receipt:
             receipt = owner.receipt
-            if owner not in self._billed:
+            if owner not in self.billed:
                 receipt.steps += num_steps
                 receipt.batch_sizes[B] = receipt.batch_sizes.get(B, 0) + num_steps
             receipt.bytes_moved += num_steps * (self.costs.weights / B + (entry.start + 2 * entry.num_tokens) * self.costs.token)
-            self._billed[owner] = None
+            self.billed[owner] = None
 
     def _count_batch(self, schedule: Schedule, owners: Mapping[int, ActiveRequest]) -> None:
         decodes = sum(entry.num_tokens for entry in schedule.entries if entry.is_decode or entry.drafts)
@@ -147,10 +150,10 @@ class EngineStats(EngineObserver):
             self._prefix_counts = counts
         if stats.run and not stats.num_drafts and self._num_captures() == self._captures_before:
             scheduler.rates.observe_step(stats.prompt_tokens, (time.perf_counter() - self._step_start) / self._steps_of_launch)
-        for owner in self._billed:
+        for owner in self.billed:
             owner.receipt.device_seconds += stats.run
             owner.receipt.host_seconds += time.perf_counter() - self._step_start - stats.run
-        self._billed.clear()
+        self.billed.clear()
         self.metrics.step(stats)
 
     def request_refused(self, request: ActiveRequest, error: TinyvllmError) -> None:
@@ -159,6 +162,8 @@ class EngineStats(EngineObserver):
 
     def request_finished(self, request: ActiveRequest, output: RequestOutput) -> None:
         times, generated = output.metrics, [len(sequence.output_token_ids) for sequence in request.sequences]
+        if request.options.wants_energy:
+            set_energy(request, output, self.bill(request))
         if request.options.receipt:
             self._complete_receipt(request, output, sum(generated))
         self.metrics.request_finished(

@@ -2,7 +2,7 @@
 
 from tinyvllm.request.limits import MAX_LOGPROB_ENTRIES, MAX_LOGPROB_TOKEN_IDS
 from tinyvllm.request.options import RequestOptions
-from tinyvllm.request.output import CompletionOutput, Logprob, Receipt, RequestMetrics, RequestOutput
+from tinyvllm.request.output import CompletionOutput, Energy, Logprob, Receipt, RequestMetrics, RequestOutput
 from tinyvllm.request.params import (
     ALL_LOGPROBS,
     MAX_LOGPROBS,
@@ -17,6 +17,6 @@ from tinyvllm.request.sequence import Sequence, Status
 
 __all__ = [
     "ALL_LOGPROBS", "MAX_LOGPROBS", "MAX_LOGPROB_ENTRIES", "MAX_LOGPROB_TOKEN_IDS", "STRUCTURES", "BeamSearchParams", "CompletionOutput",
-    "LogitsProcessor", "Logprob", "Receipt", "RequestMetrics", "RequestOutput", "SamplingParams", "Sequence", "Status",
+    "Energy", "LogitsProcessor", "Logprob", "Receipt", "RequestMetrics", "RequestOutput", "SamplingParams", "Sequence", "Status",
     "StructuredOutputsParams", "RequestOptions", "ReasoningParams",
 ]  # fmt: skip

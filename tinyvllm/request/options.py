@@ -20,6 +20,7 @@ class RequestOptions:
     cache_salt        requests share cached prefixes only with those of the same salt
     receipt, explain  whether the last output has a receipt of its cost, and an explanation of its prefix cache hits, which compares
                       it with cached prompts of the same key only
+    energy            whether the last output has the joules of the request; a receipt has them, too
     """
 
     priority: int = 0
@@ -30,6 +31,11 @@ class RequestOptions:
     cache_salt: str | None = None
     receipt: bool = False
     explain: bool = False
+    energy: bool = False
+
+    @property
+    def wants_energy(self) -> bool:
+        return self.energy or self.receipt
 
     @property
     def owner(self) -> str | None:

@@ -58,6 +58,37 @@ class RequestMetrics:
         )
 
 
+@dataclass(frozen=True)
+class Energy:
+    """What one request drew: in each of its steps, the share of its rows (docs/energy.md). None where nothing is measured.
+
+    joules         above what the idle machine draws
+    idle_joules    what the idle machine draws in the same time
+    output_tokens  tokens generated
+    joules_per_output_token  `joules` by these
+    counters       what was measured, such as "cpu package-0" or "gpu 0"
+    not_measured   why the rest was not, by part or counter
+    """
+
+    joules: float | None = None
+    idle_joules: float | None = None
+    output_tokens: int = 0
+    joules_per_output_token: float | None = None
+    counters: tuple[str, ...] = ()
+    not_measured: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, joules: float, idle: float, tokens: int, counters: tuple[str, ...], not_measured: dict[str, str]) -> Energy:
+        return cls(joules, idle, tokens, joules / tokens if tokens else None, counters, not_measured)
+
+    def __add__(self, other: Energy) -> Energy:
+        """Of two requests that one engine served."""
+        if self.joules is None or self.idle_joules is None or other.joules is None or other.idle_joules is None:
+            return self if self.joules is None else other
+        tokens = self.output_tokens + other.output_tokens
+        return Energy.of(self.joules + other.joules, self.idle_joules + other.idle_joules, tokens, other.counters, other.not_measured)
+
+
 @dataclass
 class Receipt:
     """What one request cost. A step's host and device seconds count whole for each request in it; its bytes are shared by rows.
@@ -69,6 +100,7 @@ class Receipt:
     speculation      the method that guessed tokens ahead, "" for none; or why this request had none, such as "off: beam search"
     draft_tokens, accepted_tokens  tokens guessed ahead and checked, and those of them that became output
     roof             bytes_moved by device seconds, over the machine's measured bandwidth; None where that was not measured
+    energy           what it drew
     """
 
     steps: int = 0
@@ -87,6 +119,7 @@ class Receipt:
     speculation: str = ""
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    energy: Energy = field(default_factory=Energy)
 
 
 @dataclass
@@ -103,6 +136,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # a dict a prompt token, None for the first
     receipt: Receipt | None = None  # on the last output, if RequestOptions.receipt is set
     explanation: str | None = None  # why the prefix cache hit or missed, if RequestOptions.explain is set
+    energy: Energy | None = None  # on the last output, if RequestOptions.energy is set
     failure: TinyvllmError | None = None  # the exception that ended it, if its own work or a step raised; AsyncLLM raises it
 
     def joined(self, later: RequestOutput) -> RequestOutput:

@@ -365,6 +365,22 @@ def test_receipt_and_explanation(server: Running) -> None:
     assert last["receipt"]["output_tokens"] == 3
 
 
+def test_energy_is_in_the_usage_of_a_request_that_asks(server: Running) -> None:
+    """This server measures none, and says so; tests/engine/test_energy.py has one that does."""
+    body = {"model": "demo", "max_tokens": 3, "energy": True}
+    conversation = {"messages": [{"role": "user", "content": PROMPT}]}
+    for path, prompt in (
+        ("/v1/completions", {"prompt": PROMPT}),
+        ("/v1/chat/completions", conversation),
+        ("/generate", {"prompt": PROMPT}),
+    ):
+        energy = server.post(path, {**body, **prompt}).json()["usage"]["energy"]
+        assert energy["joules"] is None and "--energy" in energy["not_measured"]["all"]
+        *others, last, _ = events(server.post(path, {**body, **prompt, "stream": True}))
+        assert last["usage"]["energy"] == energy, path
+        assert "energy" not in server.post(path, {**body, **prompt, "energy": False}).json()["usage"]
+
+
 def test_request_ids(server: Running) -> None:
     given = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, **{"X-Request-Id": "mine.1"})
     assert given.headers["x-request-id"] == "mine.1" and "mine.1" in given.json()["id"]

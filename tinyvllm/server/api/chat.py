@@ -104,6 +104,7 @@ async def _beam_search(run: ChatRun) -> RequestOutput:
     (output,) = await beam_search(run.context, run.llm, [run.prompt], beams, request_options(run.context, run.body))
     run.usage.add_prompt(output)
     run.usage.add_completions(output)
+    run.usage.add_energy(output)
     run.usage.record(run.context)
     return output
 
@@ -196,7 +197,7 @@ class _ChatStream:
     def __init__(self, run: ChatRun, writer: ResponseWriter):
         body: ChatRequest = run.body
         self.run, self.writer, self.body = run, writer, body
-        self.include_usage, self.continuous_usage = usage_in_stream(run.context.service.config, body.stream_options)
+        self.include_usage, self.continuous_usage = usage_in_stream(run.context.service.config, body.stream_options, body.energy)
         self.style = LogprobStyle.of(run.context.service.config, body, body.top_logprobs)
         self.token_details = bool(body.logprobs or body.return_token_ids)
         self.event_start = f'data: {encode(_head(run, "chat.completion.chunk")).decode()[:-1]},"choices":[{{"index":'

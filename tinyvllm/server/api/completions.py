@@ -150,6 +150,7 @@ def _completion(job: _Job, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     choices = []
     for index, output in enumerate(outputs):
         job.usage.add_prompt(output)
+        job.usage.add_energy(output)
         for part in output.outputs:
             job.count_completion(part)
             choices.append(_choice(job, index, output, part))
@@ -193,7 +194,7 @@ class _CompletionStream:
 
     def __init__(self, job: _Job, writer: ResponseWriter):
         self.job, self.writer, self.body = job, writer, job.body
-        self.include_usage, self.continuous_usage = usage_in_stream(job.context.service.config, job.body.stream_options)
+        self.include_usage, self.continuous_usage = usage_in_stream(job.context.service.config, job.body.stream_options, job.body.energy)
         self.style = LogprobStyle.of(job.context.service.config, job.body, job.body.logprobs)
         self.event_start = f'data: {encode(job.head()).decode()[:-1]},"choices":[{{"index":'
         self.choices = [_StreamedChoice(i) for i in range(len(job.prompts) * job.params.n)]
@@ -206,6 +207,7 @@ class _CompletionStream:
         self.writer.start_stream()
         async with aclosing(generate(job.context, job.llm, job.prompts, job.params, options)) as outputs:
             async for index, final in outputs:
+                job.usage.add_energy(final)
                 deltas = [*self._first_deltas(index, final), *self._step_deltas(index, final)]
                 if deltas:
                     event_end = self._event_end()

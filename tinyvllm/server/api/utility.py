@@ -76,6 +76,7 @@ def _output(
     if not usage.prompt:
         usage.add_prompt(output)
     usage.add_completions(output)
+    usage.add_energy(output)
     usage.record(context)
     parts = [_continuation(context, body, part, tokenizer) for part in output.outputs]
     response: dict[str, Any] = {"request_id": context.request_id, "text": [part["text"] for part in parts], "outputs": parts}

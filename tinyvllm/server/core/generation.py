@@ -168,6 +168,7 @@ class ChatRun:
                 if first:
                     self.usage.add_prompt(output)
                     first = False
+                self.usage.add_energy(output)
                 yield output
 
     async def final_output(self) -> RequestOutput:
@@ -189,6 +190,7 @@ async def final_outputs(runs: Sequence[ChatRun]) -> list[RequestOutput]:
         run.usage = first.usage
         first.usage.add_prompt(finals[index])
         first.usage.add_completions(finals[index])
+        first.usage.add_energy(finals[index])
     first.usage.record(first.context)
     return [finals[index] for index in range(len(runs))]
 

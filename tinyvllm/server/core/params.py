@@ -23,7 +23,7 @@ _WITH_BEAMS = {
     "model", "prompt", "prompt_token_ids", "messages", "segments", "use_beam_search", "n", "best_of", "max_tokens",
     "max_completion_tokens", "length_penalty", "ignore_eos", "include_stop_str_in_output", "echo", "user", "metadata",
     "safety_identifier", "request_id", "priority", "cache_salt", "deadline_ms", "ttft_deadline_ms", "receipt", "explain",
-    "add_special_tokens", "truncate_prompt_tokens", "truncation_side",
+    "energy", "add_special_tokens", "truncate_prompt_tokens", "truncation_side",
     "add_generation_prompt", "continue_final_message", "documents", "chat_template",
     "chat_template_kwargs", "reasoning_effort", "tools", "return_token_ids", "include_reasoning", "n_predict", "cache_prompt", "id_slot",
     "timings_per_token", "return_progress",
@@ -162,4 +162,5 @@ def request_options(context: RequestContext, body: Any) -> RequestOptions:
         cache_salt=context.cache_salt(salt),
         receipt=bool(getattr(body, "receipt", None)),
         explain=bool(getattr(body, "explain", None)),
+        energy=bool(getattr(body, "energy", None)),
     )

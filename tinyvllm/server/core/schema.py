@@ -235,6 +235,7 @@ class Sampling(LlamacppFields, SamplingFields):
     prompt_logprobs: int | None = honoured(example=1, ge=ALL_LOGPROBS, le=MAX_LOGPROBS, says=_ALL_NOTE)
     response_format: ResponseFormat | None = honoured(example={"type": "json_object"})
     return_token_ids: bool | None = honoured(example=True)
+    energy: bool | None = honoured(example=True, says="adds the joules of the request to its usage; see --energy")
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Any:
@@ -360,6 +361,7 @@ class BatchChatRequest(ChatRequest):
     prompt_logprobs: Any = refused(_ONE_CONVERSATION, example=1)
     receipt: Any = refused(_ONE_CONVERSATION, harmless=(False,))
     explain: Any = refused(_ONE_CONVERSATION, harmless=(False,))
+    energy: Any = refused(_ONE_CONVERSATION, harmless=(False,))
     timings_per_token: Any = refused(_ONE_CONVERSATION, harmless=(False,))
 
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tinyvllm.request import CompletionOutput, RequestOutput
+from tinyvllm.request import CompletionOutput, Energy, RequestOutput
 from tinyvllm.server.core.config import ServerConfig
 from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.failures import Failure
@@ -15,12 +15,13 @@ from tinyvllm.server.core.schema import StreamOptions
 
 @dataclass
 class TokenUsage:
-    """Tokens of one request."""
+    """Tokens of one request, and the joules if it asks for them."""
 
     prompt: int = 0
     cached: int = 0
     completion: int = 0
     reasoning: int = 0
+    energy: Energy | None = None
 
     def add_prompt(self, output: RequestOutput) -> None:
         self.prompt += len(output.prompt_token_ids)
@@ -28,6 +29,11 @@ class TokenUsage:
 
     def add_completions(self, output: RequestOutput) -> None:
         self.completion += sum(len(part.token_ids) for part in output.outputs)
+
+    def add_energy(self, output: RequestOutput) -> None:
+        """Add the energy of one of the request's prompts, which its last output has."""
+        if output.energy is not None:
+            self.energy = output.energy if self.energy is None else self.energy + output.energy
 
     def openai(self) -> dict[str, Any]:
         """The usage object of completions and chat completions."""
@@ -37,6 +43,7 @@ class TokenUsage:
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
             **({"completion_tokens_details": {"reasoning_tokens": self.reasoning}} if self.reasoning else {}),
+            **({} if self.energy is None else {"energy": asdict(self.energy)}),
         }
 
     def record(self, context: RequestContext) -> None:
@@ -44,12 +51,12 @@ class TokenUsage:
         context.record |= {"prompt_tokens": self.prompt, "cached_tokens": self.cached, "completion_tokens": self.completion}
 
 
-def usage_in_stream(config: ServerConfig, options: StreamOptions | None) -> tuple[bool, bool]:
-    """(whether a stream has its usage, whether every event has it)."""
+def usage_in_stream(config: ServerConfig, options: StreamOptions | None, energy: bool | None) -> tuple[bool, bool]:
+    """(whether a stream has its usage, whether every event has it). A request with `energy` has it for that field."""
     if config.enable_force_include_usage:
         return True, True
     include = options is not None and bool(options.include_usage)
-    return include, include and options is not None and bool(options.continuous_usage_stats)
+    return include or bool(energy), include and options is not None and bool(options.continuous_usage_stats)
 
 
 def finish_reason_of(part: CompletionOutput) -> tuple[str | None, int | str | None]:
