@@ -28,9 +28,9 @@ from benchmarks.harness import Spread, record, spread, table, take_turns
 from benchmarks.kernels import ROUND_SECONDS, Runner, Work, empty, floats, ints, plain
 from benchmarks.roof import operations, read_once, read_size, threads_of_machine
 from benchmarks.shapes import SHAPES, write_config
-from benchmarks.stepping import Stepping, load
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.registry import usable_variants
+from tinyvllm.engine.tools.stepping import Stepping, load
 from tinyvllm.placement import Placement
 
 S = 16

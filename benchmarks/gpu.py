@@ -47,7 +47,7 @@ from benchmarks.gpu_figures import (
 )  # fmt: skip
 from benchmarks.harness import table
 from benchmarks.shapes import SHAPES, tensors, write_config, write_gguf
-from benchmarks.stepping import Stepping, load
+from tinyvllm.engine.tools.stepping import Stepping, load
 from tinyvllm.quant.formats import Layout, formats_in
 from tinyvllm.quant.kv import KV_FORMATS
 

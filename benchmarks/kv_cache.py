@@ -28,7 +28,7 @@ from benchmarks.harness import Spread, one_round, record, spread, table, take_tu
 from benchmarks.latency import numbers
 from benchmarks.roof import read_once, read_size, roof_figures
 from benchmarks.shapes import SHAPES, checkpoint, parse_formats, write_config
-from benchmarks.stepping import Stepping, load
+from tinyvllm.engine.tools.stepping import Stepping, load
 
 BEGINNING = 64  # tokens of a prompt that are computed
 MAX_STEPS = 8  # of a round

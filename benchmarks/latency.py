@@ -20,7 +20,7 @@ from benchmarks.compare.child import prompt
 from benchmarks.harness import Spread, one_round, record, spread, table, take_turns
 from benchmarks.roof import read_once, read_size, roof_figures
 from benchmarks.shapes import SHAPES, write_config
-from benchmarks.stepping import Stepping, host_seconds, load
+from tinyvllm.engine.tools.stepping import Stepping, host_seconds, load
 
 ROUND_SECONDS = 0.5
 

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.harness import record, table
 from benchmarks.latency import load_model, model_name
 from benchmarks.shapes import SHAPES
-from benchmarks.stepping import Stepping
+from tinyvllm.engine.tools.stepping import Stepping
 
 _STEPS = 32
 _PROMPT = 256  # tokens

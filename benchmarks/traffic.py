@@ -35,7 +35,7 @@ from typing import Any
 
 from benchmarks.harness import Spread, one_round, record, spread, table, take_turns
 from benchmarks.shapes import SHAPES, write_config
-from benchmarks.stepping import Stepping, load
+from tinyvllm.engine.tools.stepping import Stepping, load
 
 Work = list[tuple[list[int], int]]  # (token ids, tokens to answer) of each request
 

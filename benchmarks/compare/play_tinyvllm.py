@@ -10,7 +10,7 @@ from benchmarks.compare.child import prompt, serve
 
 class Tinyvllm:
     def __init__(self, options: argparse.Namespace):
-        from benchmarks.stepping import Stepping, load
+        from tinyvllm.engine.tools.stepping import Stepping, load
 
         blocks = options.batch * -(-options.length // 16) + 1  # no more memory than the others take
         llm = load(

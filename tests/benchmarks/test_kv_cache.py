@@ -10,7 +10,7 @@ from benchmarks import kv_cache
 from benchmarks.compare.child import prompt
 from benchmarks.figures import kv_caches
 from benchmarks.shapes import SHAPES, write_config
-from benchmarks.stepping import Stepping
+from tinyvllm.engine.tools.stepping import Stepping
 
 CONTEXT, BATCH = 150, 2
 MICRO = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

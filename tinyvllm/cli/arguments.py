@@ -204,6 +204,29 @@ def _quality_parser() -> Parser:
     return parser
 
 
+def _bench_parser() -> Parser:
+    parser = _common(
+        "bench",
+        "Measure tokens a second of prompts and of decoding, in llama-bench's tests, each next to what the machine's memory allows.",
+        "Every depth is combined with every batch. Drafts are off.",
+    )
+    tests: tuple[Option, ...] = (
+        ("--n-prompt", {"metavar": "N,...", "default": "512", "help": "tokens of a prompt; 0 for none; default 512"}),
+        ("--n-gen", {"metavar": "N,...", "default": "128", "help": "tokens that a sequence decodes; 0 for none; default 128"}),
+        ("--n-depth", {"metavar": "N,...", "default": "0", "help": "tokens of context before them; default 0"}),
+        ("--batch", {"metavar": "N,...", "default": "1", "help": "sequences together; default 1"}),
+        ("--repetitions", {"type": int, "metavar": "N", "default": 5, "help": "timed repetitions of a test; default 5"}),
+        ("--output-format", {"metavar": "F", "default": "md", "help": "md, json or csv"}),
+    )
+    short = {"--n-prompt": "-p", "--n-gen": "-n", "--n-depth": "-d", "--batch": "-b", "--repetitions": "-r", "--output-format": "-o"}
+    group = parser.add_argument_group("tests")
+    for flag, settings in tests:
+        group.add_argument(short[flag], flag, **settings)
+    set_by_tests = ("--max-model-len", "--max-num-seqs", "--num-blocks", "--kv-memory", "--speculative-config", "--record", "--warm-up")
+    _add(parser, "engine", engine_options_except(*set_by_tests, "--prefix-cache-dir", "--enable-prefix-caching", "--tokenizer"))
+    return parser
+
+
 def _replay_parser() -> Parser:
     parser = _common("replay", "Replay a recording, with its arrivals. Exit code 1 if tokens or schedule differ.")
     parser.add_argument("file", metavar="RUN.jsonl", help="a file that --record wrote")
@@ -284,6 +307,7 @@ PARSERS = {
     "kernels": _kernels_parser,
     "verify": _verify_parser,
     "quality": _quality_parser,
+    "bench": _bench_parser,
     "replay": _replay_parser,
     "lab": _lab_parser,
 }

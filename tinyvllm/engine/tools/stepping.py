@@ -1,4 +1,4 @@
-"""Drives an LLM step by step: what latency, memory and the comparison time. Uses the engine's public face: add, abort, step, has_work."""
+"""Drives an LLM step by step, to time its steps. Uses the engine's public face: add, abort, step, has_work."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ class Stepping:
             if any(output.finished for output in self._step()):
                 raise RuntimeError("a request ended while it was timed: give the engine a greater max_model_len")
 
-    def prefill(self, ids: list[int]) -> None:
-        """One prompt up to its answer's first token, and no further."""
-        self.begin([ids], room=1)
+    def prefill(self, *prompts: list[int]) -> None:
+        """Prompts up to the first token of their answers, and no further."""
+        self.begin(prompts, room=1)
         self._running.clear()
 
     def stop(self) -> None:

@@ -1,0 +1,126 @@
+"""Tokens a second of prompts and of decoding, at a depth and a number of sequences, as `tinyvllm bench` reports them.
+
+The tests are those of llama.cpp's llama-bench, by its names: pp512 is a prompt of 512 tokens, tg128 the decoding of 128, `@ d4096` after a
+context of 4096 tokens that is in the cache; `x16` is for 16 sequences together. Greedy, with random token ids; drafts are off.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import mean, stdev
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tinyvllm.engine.tools.stepping import Stepping
+from tinyvllm.runner.memory import read_bandwidth
+
+if TYPE_CHECKING:
+    from tinyvllm.engine.llm import LLM
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is timed: `prompt` or `decoded` tokens (the other is 0) of each of `batch` sequences, after `depth` tokens."""
+
+    prompt: int
+    decoded: int
+    depth: int = 0
+    batch: int = 1
+
+    @property
+    def name(self) -> str:
+        what = f"pp{self.prompt}" if self.prompt else f"tg{self.decoded}"
+        return what + (f" @ d{self.depth}" if self.depth else "") + (f" x{self.batch}" if self.batch > 1 else "")
+
+    @property
+    def length(self) -> int:
+        """Tokens of one sequence at the end."""
+        return max(self.depth, 1) + self.prompt + self.decoded + 2  # one untimed step, and the token that no step computes
+
+    @property
+    def context(self) -> float:
+        """Tokens in the KV cache of a sequence, on average over the test."""
+        return self.depth + (self.prompt + self.decoded) / 2
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens a second of all sequences together, a repetition each."""
+
+    test: Workload
+    rates: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return mean(self.rates)
+
+    @property
+    def deviation(self) -> float:
+        return stdev(self.rates) if len(self.rates) > 1 else 0.0
+
+
+def bench_options(tests: list[Workload], block_size: int) -> dict[str, Any]:
+    """Limits of an engine that every test fits: its context, its sequences, and the blocks for both."""
+    longest = max(test.length for test in tests)
+    blocks = max(test.batch * (-(-test.length // block_size) + 1) for test in tests)
+    return dict(max_model_len=longest, max_num_seqs=max(test.batch for test in tests), num_blocks=blocks + 1)
+
+
+def run_tests(llm: LLM, tests: list[Workload], repetitions: int) -> Iterator[Speed]:
+    """Each test once untimed, which captures its steps, and then `repetitions` times."""
+    timer = _Timer(llm)
+    for test in tests:
+        timer.run(test)
+        yield Speed(test, tuple(timer.run(test) for _ in range(repetitions)))
+
+
+class _Timer:
+    def __init__(self, llm: LLM):
+        self._stepping, self._vocabulary = Stepping(llm), llm.engine.runner.config.vocab_size
+        self._cache, self._block = llm.engine.scheduler.prefix, llm.engine.config.block_size
+        self._random = np.random.default_rng(0)
+
+    def run(self, test: Workload) -> float:
+        """Tokens a second. RuntimeError if a step failed."""
+        return self._prompts(test) if test.prompt else self._decodes(test)
+
+    def _prompts(self, test: Workload) -> float:
+        """From the arrival of the prompts to the first token of the last. What the prefix cache has of them does not count."""
+        contexts = [self._ids(test.depth) for _ in range(test.batch)]
+        if test.depth:
+            self._stepping.prefill(*contexts)
+        prompts = [context + self._ids(test.prompt) for context in contexts]
+        computed = sum(len(ids) - self._cached(ids) for ids in prompts)
+        start = time.perf_counter()
+        self._stepping.prefill(*prompts)
+        return computed / (time.perf_counter() - start)
+
+    def _cached(self, ids: list[int]) -> int:
+        """The tokens of a prompt that are in the prefix cache."""
+        return 0 if self._cache is None else self._cache.known(self._cache.hash_blocks(ids)) * self._block
+
+    def _decodes(self, test: Workload) -> float:
+        self._stepping.begin([self._ids(max(test.depth, 1)) for _ in range(test.batch)])
+        self._stepping.steps(1)
+        start = time.perf_counter()
+        self._stepping.steps(test.decoded)
+        seconds = time.perf_counter() - start
+        self._stepping.stop()
+        return test.batch * test.decoded / seconds
+
+    def _ids(self, count: int) -> list[int]:
+        """Random token ids: nothing of them is in the prefix cache."""
+        return [int(i) for i in self._random.integers(0, self._vocabulary, count)]
+
+
+def roofs(llm: LLM, tests: list[Workload]) -> dict[Workload, float | None]:
+    """Tokens a second at which decoding would read its bytes as fast as the device reads memory: the weights once a step, and each
+    sequence's context. None for prompts, which computation bounds.
+    """
+    runner, config = llm.engine.runner, llm.engine.config
+    bandwidth, weights = read_bandwidth(config.device), llm.engine.model_bytes_per_token
+    token = runner.pool.block_bytes / config.block_size
+    return {test: None if test.prompt else test.batch * bandwidth / (weights + test.batch * test.context * token) for test in tests}
