@@ -18,9 +18,10 @@ from typing import Any
 
 from benchmarks.compare.child import prompt
 from benchmarks.harness import Spread, one_round, record, spread, table, take_turns
+from benchmarks.host_time import host_seconds
 from benchmarks.roof import read_once, read_size, roof_figures
 from benchmarks.shapes import SHAPES, write_config
-from tinyvllm.engine.tools.stepping import Stepping, host_seconds, load
+from tinyvllm.engine.tools.stepping import Stepping, load
 
 ROUND_SECONDS = 0.5
 

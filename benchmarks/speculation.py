@@ -38,9 +38,9 @@ from typing import Any
 from benchmarks.compare.child import prompt
 from benchmarks.compare.contest import PAUSE, Contestant, start
 from benchmarks.harness import Round, Spread, record, spread, table, take_turns
+from benchmarks.host_time import host_seconds
 from benchmarks.roof import threads_of_machine
 from benchmarks.shapes import FORMATS, SHAPES, checkpoint, write_gguf_of
-from tinyvllm.engine.tools.stepping import host_seconds
 from tinyvllm.lab.engine_target import EngineTarget
 from tinyvllm.lab.prompts import SETS, LabPrompt
 from tinyvllm.lab.sweep import PLAIN, Cell, DrafterSpec, Sweep

@@ -154,9 +154,10 @@ def test_help_names_every_option_and_no_command_that_is_not_there(capsys: pytest
     flat = " ".join(text.split())
     assert "cache in bytes, such as 2GiB; or give --num-blocks" in flat and "cache in blocks; or give --kv-memory" in flat
     assert all(
-        name in flat.partition("Other commands:")[2] for name in ("chat", "serve", "batch", "kernels", "verify", "quality", "replay", "lab")
+        name in flat.partition("Other commands:")[2]
+        for name in ("chat", "serve", "batch", "kernels", "verify", "quality", "bench", "replay", "lab")
     )
-    assert "bench" not in text
+    assert "benchmarks" not in text
 
 
 def test_unknown_environment_switch(tiny_model: Path) -> None:
@@ -189,7 +190,8 @@ def test_options_of_other_programs_that_mean_the_same() -> None:
 def test_no_alias_hides_an_option_of_ours(command: str) -> None:
     """And every option that an alias names exists in a command."""
     every = set().union(*(make().known_options() for make in PARSERS.values()))
-    assert not PARSERS[command]().known_options() & ALIASES.keys() - {"-o"}
+    letters = {"-p", "-n", "-d", "-b", "-r", "-o"} if command == "bench" else {"-o"}  # llama-bench's are not those of llama-cli
+    assert not PARSERS[command]().known_options() & ALIASES.keys() - letters
     for name, alias in ALIASES.items():
         for ours in (*filter(None, [alias.ours]), *alias.nearest):
             assert (ours if ours.startswith("-") else f"--{ours.replace('_', '-')}").split()[0] in every, (name, ours)

@@ -4,37 +4,15 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 
 def load(model: str | os.PathLike[str], dummy: bool = False, **options: Any) -> Any:
     """An LLM without its tokenizer; `dummy` fills the shapes of a config.json with random weights."""
-    from tinyvllm import LLM
+    from tinyvllm.engine.llm import LLM
 
     return LLM(model, load_format="dummy" if dummy else "auto", skip_tokenizer_init=True, **options)
-
-
-def host_seconds(function: Callable[[], object]) -> float:
-    """Processor seconds of this thread in the function, without those in which it ran kernels as a thread of the CPU's pool."""
-    from tinyvllm.backends.cpu.threads import thread_pool
-
-    pool, inside = thread_pool(), [0.0]
-    run = pool.run
-
-    def timed(*arguments: Any) -> None:
-        start = time.thread_time()
-        run(*arguments)
-        inside[0] += time.thread_time() - start
-
-    pool.run = timed  # type: ignore[method-assign, assignment]
-    try:
-        start = time.thread_time()
-        function()
-        return time.thread_time() - start - inside[0]
-    finally:
-        del pool.run  # type: ignore[method-assign]
 
 
 class Stepping:
@@ -59,7 +37,7 @@ class Stepping:
 
         The requests run for `room` tokens, or as long as the model's context allows.
         """
-        from tinyvllm import SamplingParams
+        from tinyvllm.request import SamplingParams
 
         self.stop()
         longest = self.engine.max_model_len
