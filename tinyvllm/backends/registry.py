@@ -74,7 +74,7 @@ _choices: dict[tuple[str, str, str], Choice] = {}
 _numbers = itertools.count()
 _selected: dict[tuple[str, str, str], int] = {}  # the number of a choice when it was made last
 _failures: dict[tuple[str, str, Case], str] = {}  # why a variant's kernel of a case must not run on a device: selftest.py
-_needs: list[dict[Need, None]] = []  # the innermost `collecting_needs` is the last
+_needs: list[dict[Need, Choice]] = []  # the innermost `collecting_needs` is the last
 
 
 def backend_for(placement: Placement) -> Backend | None:
@@ -98,7 +98,7 @@ def select(stem: str, placement: Placement, shape: str, facts: ShapeFacts | None
     """
     choice = _choose(stem, placement, shape, facts, _forced(os.environ.get("TINYVLLM_KERNELS", "")))
     if _needs and facts is not None:
-        _needs[-1][stem, facts] = None
+        _needs[-1][stem, facts] = choice
         return None if choice.variant == REFERENCE else Selection(Outline(), choice.variant)
     note_choice(placement.device, choice)
     backend = backend_for(placement)
@@ -106,14 +106,19 @@ def select(stem: str, placement: Placement, shape: str, facts: ShapeFacts | None
 
 
 @contextlib.contextmanager
-def collecting_needs() -> Iterator[dict[Need, None]]:
-    """Within it, ops launch nothing and return empty tensors; the dict has what they selected kernels for."""
-    needs: dict[Need, None] = {}
+def collecting_needs() -> Iterator[dict[Need, Choice]]:
+    """Within it, ops launch nothing and return empty tensors; the dict has what they selected kernels for, and which."""
+    needs: dict[Need, Choice] = {}
     _needs.append(needs)
     try:
         yield needs
     finally:
         _needs.pop()
+
+
+def choice_of(stem: str, shape: str, facts: ShapeFacts) -> Choice:
+    """What `select` would choose."""
+    return _choose(stem, facts.placement, shape, facts, _forced(os.environ.get("TINYVLLM_KERNELS", "")))
 
 
 def replaceable_variant(stem: str, placement: Placement, facts: ShapeFacts) -> str | None:

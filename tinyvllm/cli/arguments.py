@@ -157,6 +157,24 @@ def _kernels_parser() -> Parser:
     return parser
 
 
+def _plan_parser() -> Parser:
+    parser = _common(
+        "plan",
+        "Show what a model takes in memory, what fits, which kernels run and how fast it can be. Reads headers of files and loads nothing.",
+        "Exit code 1 if an engine with these options would refuse to start for memory.",
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="folder or GGUF file, as --model elsewhere")
+    own: tuple[Option, ...] = (
+        ("--memory", {"metavar": "SIZE", "default": None, "help": "plan for this much free memory, such as 16G; default: this machine's"}),
+        ("--speed", {"action": argparse.BooleanOptionalAction, "default": True, "help": "predict tokens a second by measured roofs"}),
+        ("--measure", {"action": "store_true", "default": False, "help": "measure the roofs again; default: once a machine"}),
+        ("--json", {"action": "store_true", "default": False, "help": "all figures as one JSON object"}),
+    )
+    _add(parser, "plan", own)
+    _add(parser, "engine", engine_options_except("--model", "--record"))
+    return parser
+
+
 def _verify_parser() -> Parser:
     parser = _common("verify", "Compare a model's hand-written kernels with the reference, layer by layer. Exit code 1 if they diverge.")
     parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="as --model elsewhere")
@@ -305,6 +323,7 @@ PARSERS = {
     "serve": _serve_parser,
     "batch": _batch_parser,
     "kernels": _kernels_parser,
+    "plan": _plan_parser,
     "verify": _verify_parser,
     "quality": _quality_parser,
     "bench": _bench_parser,

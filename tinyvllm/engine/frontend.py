@@ -9,12 +9,13 @@ from tinyvllm.engine.kv_events import CacheEvents
 from tinyvllm.engine.observer import EngineObserver
 from tinyvllm.engine.prompt import Encoded
 from tinyvllm.engine.segments import Segment
-from tinyvllm.engine.startup import Progress
+from tinyvllm.engine.startup import DEVICE_LOCK, Progress
 from tinyvllm.request import BeamSearchParams, RequestOptions, SamplingParams
 
 if TYPE_CHECKING:
     from tinyvllm.engine.energy import EngineEnergy
     from tinyvllm.engine.engine import Engine
+    from tinyvllm.engine.tools.plan import Plan
 
 
 def start_engine(config: EngineConfig, progress: Progress | None) -> Engine:
@@ -48,6 +49,14 @@ def open_energy(config: EngineConfig) -> EngineEnergy | None:
     from tinyvllm.runner.device import choose_device
 
     return EngineEnergy(open_account(choose_device(config.device)))
+
+
+def plan_engine(config: EngineConfig, memory: int | None = None, speed: bool = True, measure: bool = False) -> Plan:
+    """What the engine of a configuration takes, which kernels it runs and how fast: engine/tools/plan.py. Nothing is loaded."""
+    from tinyvllm.engine.tools.plan import make_plan
+
+    with DEVICE_LOCK:
+        return make_plan(config, memory, speed, measure)
 
 
 def submit(

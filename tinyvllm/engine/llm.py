@@ -10,12 +10,12 @@ import itertools
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from tinyvllm.config import EngineConfig, resolve
-from tinyvllm.engine.frontend import prefill_options, start_engine, submit
+from tinyvllm.config import EngineConfig, parse_size, resolve
+from tinyvllm.engine.frontend import plan_engine, prefill_options, start_engine, submit
 from tinyvllm.engine.prompt import (
     Encoded,
     Message,
@@ -30,6 +30,9 @@ from tinyvllm.engine.prompt import (
 from tinyvllm.engine.segments import MAX_TRIES, PREFILL_PARAMS, Segment, eviction_error, output_token_ids, raise_if_failed
 from tinyvllm.errors import ArgumentError, BusyError, RequestError
 from tinyvllm.request import BeamSearchParams, RequestOptions, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from tinyvllm.engine.tools.plan import Plan
 
 Outputs = Generator[RequestOutput, None, None]
 
@@ -66,6 +69,15 @@ class LLM:
         self.default_params = default_sampling_params(self.engine.model_folder)
         self._ids = itertools.count()
         self._open: dict[str, RequestOutput | None] = {}  # the newest output of every request that a caller waits for
+
+    @staticmethod
+    def plan(model: str | os.PathLike[str] | None = None, *, memory: int | str | None = None, speed: bool = True, **options: Any) -> Plan:
+        """What an LLM with these arguments would take in memory, what fits, its kernels and predicted speed. Loads nothing.
+
+        `memory` replaces the free memory of the device: bytes, or a size such as "16G". `speed` may measure the machine for a
+        few seconds, once. Errors of options and of headers as the LLM's.
+        """
+        return plan_engine(resolve(model, **options), parse_size("memory", memory) if isinstance(memory, str) else memory, speed)
 
     @property
     def config(self) -> EngineConfig:

@@ -13,6 +13,7 @@ from tinyvllm.cache.prefix import PrefixCache
 from tinyvllm.config import EngineConfig, expand_home
 from tinyvllm.engine.drafter_memory import drafter_memory, log_division
 from tinyvllm.engine.prefix_store import PrefixStore
+from tinyvllm.engine.tools.plan import make_sizes
 from tinyvllm.errors import ModelError, OutOfMemoryError
 from tinyvllm.host_memory import headroom, is_out_of_memory
 from tinyvllm.scheduler import Scheduler, SchedulerLimits
@@ -34,16 +35,21 @@ _ADVICE = "lower --num-blocks or --kv-memory, or use --quantization q8_0 or q4_k
 
 def load_runner(config: EngineConfig, progress: Progress | None, opened: OpenedModel | None = None) -> Runner:
     """The model on its device, opened before or not. OutOfMemoryError, one line, if it, its cache and a drafter do not fit."""
+    from tinyvllm.runner.memory import free_memory, memory_limit
     from tinyvllm.runner.opened import open_model  # after start_device, which sets what tinygrad reads at import
     from tinyvllm.runner.runner import Runner
 
+    free = free_memory(config.device)  # before the weights take some
     try:
         with DEVICE_LOCK:
             opened = opened or open_model(config, config.device)
             drafter = drafter_memory(config, opened)
             runner = Runner(config, config.device, progress, opened, drafter)
-    except OutOfMemoryError:
-        raise
+    except OutOfMemoryError as error:
+        if opened is None:
+            raise
+        sizes = make_sizes(config, opened, drafter_memory(config, opened), free, memory_limit(config.device))
+        raise OutOfMemoryError(f"{error}; {sizes}") from error
     except Exception as error:
         if not is_out_of_memory(error):
             raise

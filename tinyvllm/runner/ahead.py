@@ -11,7 +11,7 @@ from tinygrad import Tensor, dtypes
 from tinyvllm.backends.collecting import collecting_kernels
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.limits import ShapeFacts
-from tinyvllm.backends.registry import Need, backend_for, collecting_needs, replaceable_variant
+from tinyvllm.backends.registry import Choice, Need, backend_for, choice_of, collecting_needs, replaceable_variant
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.config import EngineConfig
 from tinyvllm.ops.advance import History, advance
@@ -66,10 +66,18 @@ class StepOutlines:
 
     def kernel_needs(self) -> list[Need]:
         """What the engine selects kernels for: in a chunk, in a decode, between steps."""
+        return [*self._selected(), *self._facts_between_steps.items()]
+
+    def choices(self) -> list[Choice]:
+        """What runs each of `kernel_needs`, and why; the ops between steps have no shape."""
+        between = [choice_of(stem, "", facts) for stem, facts in self._facts_between_steps.items()]
+        return [*dict.fromkeys([*self._selected().values(), *between])]
+
+    def _selected(self) -> dict[Need, Choice]:
         with collecting_needs() as needs:
             for inputs in self._inputs:
                 self._call_step(inputs)
-        return [*needs, *self._facts_between_steps.items()]
+        return needs
 
     @functools.cached_property
     def _inputs(self) -> list[StepInputs]:

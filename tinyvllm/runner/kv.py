@@ -133,3 +133,13 @@ class KVPool:
 
     def _byte_ranges(self, blocks: list[int]) -> list[tuple[int, int]]:
         return [(block * self._layer_bytes, self._layer_bytes) for block in blocks]
+
+
+class KVOutline(KVPool):
+    """A pool that takes no memory: its layers are empty tensors, for steps that are called where nothing is launched."""
+
+    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, block: BlockShape, device: str):
+        self.num_blocks, self.block_size, self.block, self.device = num_blocks, block_size, block, device
+        shape = num_blocks + 1, *block.shape
+        pools = [[Tensor.empty(*shape, dtype=block.dtype, device=device) for _ in range(2)] for _ in range(config.num_blocks)]
+        self.layers = [LayerCache(keys, values, block.packed) for keys, values in pools]

@@ -37,10 +37,19 @@ def _device_free(device: str) -> int | None:
     return None if backend is None else backend.free_memory(placement)
 
 
+def memory_limit(device: str) -> str:
+    """What limits `free_memory`, in words."""
+    return f"free memory of {device}" if _device_free(device) is not None else headroom().limit
+
+
+def run_bytes(device: str) -> int:
+    """What running a model takes of the free memory, next to weights, KV cache and the results of steps."""
+    return headroom().run_bytes if _device_free(device) is None else 0
+
+
 def _there_is(device: str, free: int) -> str:
     """How much there is, for messages: with what limits it."""
-    limit = f"free memory of {device}" if _device_free(device) is not None else headroom().limit
-    return f"{megabytes(free)} can be allocated ({limit})"
+    return f"{megabytes(free)} can be allocated ({memory_limit(device)})"
 
 
 @dataclass(frozen=True)
@@ -64,13 +73,19 @@ NO_DRAFTER = DrafterMemory()
 
 
 def pool_blocks(
-    device: str, block_bytes: int, block_size: int, wanted_tokens: int, kv_memory: int | None, drafter: DrafterMemory = NO_DRAFTER
+    device: str,
+    block_bytes: int,
+    block_size: int,
+    wanted_tokens: int,
+    kv_memory: int | None,
+    drafter: DrafterMemory = NO_DRAFTER,
+    free: int | None = None,
 ) -> int:
     """Blocks for the pool: as many as fit `kv_memory`, or else those that `wanted_tokens` need, within a share of the free memory.
 
     `wanted_tokens` is the total of all sequences at their maximum length; more could never be used. The drafter's cache counts, too.
     What a share of the free memory holds is rounded down, by less than a sixteenth: steps kept on disk are for one number of blocks, and
-    free memory differs a little from start to start.
+    free memory differs a little from start to start. `free` is the free memory of a plan; None asks the device.
     """
     both = block_bytes + drafter.block
     if kv_memory is not None:
@@ -79,7 +94,7 @@ def pool_blocks(
             raise ArgumentError(_too_little(kv_memory, block_bytes, drafter))
         return blocks
     wanted = ceil_div(wanted_tokens, block_size)
-    free = free_memory(device)
+    free = free_memory(device) if free is None else free
     affordable = (int((free - drafter.weights) * KV_SHARE) - drafter.own) // both
     if affordable < 1:
         more = ""
@@ -108,9 +123,9 @@ def _too_little(kv_memory: int, block_bytes: int, drafter: DrafterMemory) -> str
     )
 
 
-def check_room(device: str, pool_bytes: int, drafter_bytes: int = 0) -> None:
+def check_room(device: str, pool_bytes: int, drafter_bytes: int = 0, free: int | None = None) -> None:
     """OutOfMemoryError for a KV cache that the device cannot hold. The host allocates pages lazily and would kill the process later."""
-    free = free_memory(device)
+    free = free_memory(device) if free is None else free
     if pool_bytes + drafter_bytes > free:
         more = f" and the drafter {megabytes(drafter_bytes)}" if drafter_bytes else ""
         raise OutOfMemoryError(
@@ -118,10 +133,9 @@ def check_room(device: str, pool_bytes: int, drafter_bytes: int = 0) -> None:
         )
 
 
-def check_weights(device: str, nbytes: int) -> None:
+def check_weights(device: str, nbytes: int, free: int | None = None) -> None:
     """OutOfMemoryError for weights that the device cannot hold, or that leave no room to run on the host. Before they are loaded."""
-    free, on_host = free_memory(device), _device_free(device) is None
-    run = headroom().run_bytes if on_host else 0
+    free, run = free_memory(device) if free is None else free, run_bytes(device)
     if nbytes + run > free:
         more = f" and running the model {megabytes(run)}" if run else ""
         raise OutOfMemoryError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tinygrad.dtype import DType
@@ -14,6 +14,7 @@ from tinyvllm.models.config import ModelConfig, WeightRecipe
 from tinyvllm.models.families import check_layers, find_family, read_config, recipes_of, refuse_unused
 from tinyvllm.placement import Placement
 from tinyvllm.runner.kv import BlockShape
+from tinyvllm.runner.outlined import WeightOutline
 from tinyvllm.runner.source import CheckpointSource, matrix_format, require_quantization, weight_dtype
 from tinyvllm.runner.weights import WeightLoader, WeightPlan
 from tinyvllm.weights.checkpoint import Checkpoint, open_checkpoint, open_description
@@ -34,6 +35,7 @@ class OpenedModel:
     recipes: list[WeightRecipe]
     plan: WeightPlan
     block: BlockShape
+    block_size: int
 
     @property
     def block_bytes(self) -> int:
@@ -42,8 +44,15 @@ class OpenedModel:
 
     @property
     def weight_bytes(self) -> int:
-        """About how much the weights take."""
-        return self.plan.needed_bytes(self.recipes, self.stored)
+        """How much the weights take."""
+        return self.outline().bytes
+
+    def outline(self, quantization: str | None = None) -> WeightOutline:
+        """The weights without loading: the model gets empty tensors. `quantization` is another than the configuration's."""
+        plan = self.plan if quantization is None else replace(self.plan, format=quantization.upper(), imatrix=None)
+        outline = WeightOutline(self.stored, plan)
+        outline.load(self.model, self.recipes)
+        return outline
 
     def loader(self, progress: Callable[[int, int, str], None] | None = None) -> WeightLoader:
         kept = cache_folder() if environment(os.environ).get("TINYVLLM_KEEP_PANELS", True) else None
@@ -68,4 +77,4 @@ def open_model(config: EngineConfig, device: str) -> OpenedModel:
     imatrix = None if config.imatrix is None else read_imatrix(expand_home("imatrix", config.imatrix))
     plan = WeightPlan(Placement(device), dtype, matrix_format(config), imatrix)
     block = BlockShape.of(model_config, config.block_size, config.kv_cache_dtype, dtype)
-    return OpenedModel(checkpoint, stored, model_config, dtype, model, recipes, plan, block)
+    return OpenedModel(checkpoint, stored, model_config, dtype, model, recipes, plan, block, config.block_size)

@@ -50,9 +50,10 @@ from tinyvllm.quant.random_rows import packable_width
 from tinyvllm.runner.ahead import StepOutlines
 from tinyvllm.runner.kept import keep_needs, kept_needs, kept_steps
 from tinyvllm.runner.kv import KVPool
-from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory, check_room, check_weights, pool_blocks
+from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory, check_weights
 from tinyvllm.runner.opened import OpenedModel, open_model
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
+from tinyvllm.runner.sizes import pool_size
 from tinyvllm.runner.step import Logits, PreparedStep, StepPlan
 from tinyvllm.runner.weights import WeightPlan
 from tinyvllm.scheduler import Schedule, Scheduled
@@ -62,9 +63,6 @@ from tinyvllm.weights.quantized.notes import describe
 __all__ = ["Choice", "Logits", "PreparedStep", "Reading", "Runner"]
 
 log = logging.getLogger("tinyvllm")
-
-# If no length is given. Scores of a chunk are laid out for the longest context: 32 heads by 512 queries by 131072 keys are 8 GiB.
-DEFAULT_CONTEXT = 8192
 
 
 class Runner:
@@ -96,7 +94,8 @@ class Runner:
             log.warning(self.checkpoint.left_out)
         self.weight_bytes, self.bytes_per_token = loader.bytes, loader.streamed
         self.weight_formats, self.weight_layout, self.weight_identity = loader.formats, plan.layout, plan.identity
-        self.pool, self.max_model_len = self._size_pool(config, opened, drafter)
+        size = pool_size(config, opened, drafter)
+        self.pool, self.max_model_len = KVPool(self.config, size.num_blocks, config.block_size, opened.block, device), size.max_model_len
         self.max_num_seqs = config.max_num_seqs
         # a pool too small for the model's context shortens sequences, but must not change what the positions mean
         constants = self.model.constants(self.max_model_len, config.max_model_len or self.config.max_context)
@@ -133,20 +132,6 @@ class Runner:
         if needs is None:
             keep_needs(self.kept_steps, outlines.kernel_needs())
         return report
-
-    def _size_pool(self, config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory) -> tuple[KVPool, int]:
-        """The KV pool and the longest sequence: the model's own context if none is given, limited by the pool and DEFAULT_CONTEXT."""
-        longest, size = self.config.max_context, config.block_size
-        if config.max_model_len is not None and config.max_model_len > longest:
-            raise ArgumentError(f"max_model_len={config.max_model_len} is beyond the {longest} tokens that the model was made for")
-        longest = config.max_model_len or min(longest, DEFAULT_CONTEXT)
-        blocks, one = config.num_blocks, opened.block_bytes
-        if blocks is None:
-            blocks = pool_blocks(self.device, one, size, config.max_num_seqs * longest, config.kv_memory, drafter)
-        check_room(self.device, blocks * one, drafter.total(blocks))
-        if config.max_model_len is None:
-            longest = min(longest, blocks * size)
-        return KVPool(self.config, blocks, size, opened.block, self.device), longest
 
     def _test_packing(self, plan: WeightPlan, formats: set[str]) -> Report:
         """The self-test of the kernels that pack weights, before they do."""

@@ -18,6 +18,7 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
+from tinyvllm.backends.operands import KernelWeight
 from tinyvllm.backends.registry import backend_for, select
 from tinyvllm.bridge import mapped
 from tinyvllm.errors import ModelError
@@ -173,7 +174,7 @@ class WeightLoader:
         self._place_plain(model, list(rest.values()))
         for block, groups in zip(model.blk, layers, strict=True):
             block.weights = LayerWeights(**{group.field: self._product(block, group, packed.get(group)) for group in groups})
-        model.weights = ModelWeights(model.token_embd.weight if table is None else table, _joined(head, packed.get(head)).weight)
+        model.weights = ModelWeights(model.token_embd.weight if table is None else table, self._joined(head, packed.get(head)).weight)
         self._notes.log()
 
     def load_products(self, owner: Any, products: dict[str, tuple[str, ...]], recipes: list[WeightRecipe]) -> dict[str, Product]:
@@ -186,7 +187,7 @@ class WeightLoader:
         groups = _groups(owner, products, "", rest)
         packed = self._pack_all(groups, rest)
         self._place_plain(owner, list(rest.values()))
-        return {group.field: _joined(group, packed.get(group)) for group in groups}
+        return {group.field: self._joined(group, packed.get(group)) for group in groups}
 
     def _check_imatrix(self, recipes: list[WeightRecipe]) -> None:
         """ModelError, before anything is loaded, for an importance matrix of another model."""
@@ -206,10 +207,8 @@ class WeightLoader:
             sources = {source for group in groups for recipe in group.recipes for source in recipe.sources}
             self._kept.begin(sum(self._checkpoint.tensors[s].nbytes for s in sources if s in self._checkpoint.tensors))
         packed: dict[_Group, Weight] = {}
-        places: dict[Layout, Callable[[list[WeightRecipe]], PackedWeight | StoredWeight | MixedWeight]]
-        places = {Layout.ROWS: self._stored, Layout.TILES: self._tiled, Layout.PANELS: self._packed}
         for group in groups:
-            packed[group] = weight = places[self._plan.layout](group.recipes)
+            packed[group] = weight = self._place_packed(group.recipes)
             self.formats.update(weight.format.split("+"))
             for module, recipe in zip(group.modules, group.recipes, strict=True):
                 del rest[recipe.name]
@@ -262,28 +261,43 @@ class WeightLoader:
 
     def _product(self, block: Any, group: _Group, packed: Weight | None) -> Product:
         """The product of a layer; the weights of a norm in front of it are put in the order of its columns."""
-        product, order = _joined(group, packed), self._orders.get(group)
-        if order is None:
-            return product
+        product, order = self._joined(group, packed), self._orders.get(group)
+        return product if order is None else self._in_order(block, group, product, order)
+
+    def _in_order(self, block: Any, group: _Group, product: Product, order: np.ndarray) -> Product:
         columns = Tensor(order.astype(np.int32), device=self._plan.placement.device).realize()
         if norm := block.input_norms().get(group.field):
             norm.weight = norm.weight[columns].contiguous().realize()
         return replace(product, order=columns)
 
+    def _joined(self, group: _Group, packed: Weight | None) -> Product:
+        """The product of a group with its packed weight, or with the tensors that were placed."""
+        weight = TensorWeight(tuple(module.weight for module in group.modules)) if packed is None else packed
+        biases: list[Tensor] = [module.bias for module in group.modules if getattr(module, "bias", None) is not None]
+        return Product(weight, self._concatenated(biases) if len(biases) > 1 else biases[0] if biases else None)
+
+    def _concatenated(self, biases: list[Tensor]) -> Tensor:
+        """Once, here: in a captured step that would be a kernel of every step."""
+        return biases[0].cat(*biases[1:]).contiguous().realize()
+
     def _place_plain(self, model: Any, recipes: list[WeightRecipe]) -> None:
         """Vectors in float32, which every op computes with; the rest in the model's dtype."""
         vectors, others = [r for r in recipes if len(r.shape) == 1], [r for r in recipes if len(r.shape) != 1]
         for dtype, some in ((dtypes.float32, vectors), (self._plan.dtype, others)):
-            if self._checkpoint is None:
-                tensors = dummy_tensors(some, self._plan.placement.device, dtype)
-            else:
-                tensors = load_tensors(self._checkpoint, some, self._plan.placement.device, dtype, None)
+            tensors = self._plain_tensors(some, dtype)
             for recipe in some:
-                if recipe.offset and self._checkpoint is not None:
-                    tensors[recipe.name] = (tensors[recipe.name] + recipe.offset).contiguous().realize()
                 self._count(recipe, tensors[recipe.name].nbytes())
                 self._note(recipe, DTYPE_FORMATS[dtype])
             place(model, tensors)
+
+    def _plain_tensors(self, recipes: list[WeightRecipe], dtype: DType) -> dict[str, Tensor]:
+        if self._checkpoint is None:
+            return dummy_tensors(recipes, self._plan.placement.device, dtype)
+        tensors = load_tensors(self._checkpoint, recipes, self._plan.placement.device, dtype, None)
+        for recipe in recipes:
+            if recipe.offset:
+                tensors[recipe.name] = (tensors[recipe.name] + recipe.offset).contiguous().realize()
+        return tensors
 
     def _count(self, recipe: WeightRecipe, nbytes: int, streamed: bool = True) -> None:
         self.bytes += nbytes
@@ -299,6 +313,11 @@ class WeightLoader:
             self._notes.add(recipe, record.format, format)
 
     # --- matrices for kernels
+
+    def _place_packed(self, recipes: list[WeightRecipe]) -> KernelWeight:
+        """The matrices of one product as the device's kernels read them."""
+        places = {Layout.ROWS: self._stored, Layout.TILES: self._tiled, Layout.PANELS: self._packed}
+        return places[self._plan.layout](recipes)
 
     def _stored(self, recipes: list[WeightRecipe]) -> StoredWeight:
         """The rows of each part as the file stores them."""
@@ -424,15 +443,3 @@ def _groups(owner: Any, products: dict[str, tuple[str, ...]], prefix: str, recip
         _Group(field, [getattr(owner, name) for name in names], [recipes[f"{prefix}{name}.weight"] for name in names])
         for field, names in products.items()
     ]
-
-
-def _joined(group: _Group, packed: Weight | None) -> Product:
-    """The product of a group with its packed weight, or with the tensors that were placed.
-
-    Biases are joined here, once: in a captured step that would be a kernel of every step.
-    """
-    weight = TensorWeight(tuple(module.weight for module in group.modules)) if packed is None else packed
-    biases: list[Tensor] = [module.bias for module in group.modules if getattr(module, "bias", None) is not None]
-    if len(biases) < 2:
-        return Product(weight, biases[0] if biases else None)
-    return Product(weight, biases[0].cat(*biases[1:]).contiguous().realize())

@@ -48,7 +48,7 @@ def load_tensors(
     """
     wanted = format_of_dtype(dtype)
     recipes = list(recipes)
-    _check_sources(checkpoint, recipes)
+    check_sources(checkpoint, recipes)
     total = sum(prod(r.shape) for r in recipes) * dtype.itemsize
     done, out = 0, {}
     for recipe in recipes:
@@ -74,12 +74,19 @@ def load_rows(
     """
     wanted, records = format_of_dtype(dtype), _records_of_matrix(checkpoint, recipe)
     try:
-        name, rows = _rows(recipe, records, wanted, packed if ordered or column_order(checkpoint, recipe) is None else ())
+        name, rows = _rows(recipe, records, wanted, _kept_formats(checkpoint, recipe, packed, ordered))
     except FloatingPointError as error:
         raise ModelError(_beyond_float16(recipe)) from error
     if not is_mapped(rows):
         _drop(records)
     return name, rows
+
+
+def rows_format(checkpoint: Checkpoint, recipe: Recipe, dtype: DType, packed: tuple[str, ...], ordered: bool = False) -> str:
+    """The format that `load_rows` returns for the same arguments, from the headers alone. Errors as far as these show them."""
+    records = _records_of_matrix(checkpoint, recipe)
+    kept = _kept_formats(checkpoint, recipe, packed, ordered)
+    return _rows_format(recipe, records, format_of_dtype(dtype), kept).name
 
 
 def column_order(checkpoint: Checkpoint, recipe: Recipe) -> np.ndarray | None:
@@ -118,13 +125,14 @@ def check_range(checkpoint: Checkpoint, recipe: Recipe) -> None:
 def _records_of_matrix(checkpoint: Checkpoint, recipe: Recipe) -> list[Record]:
     if len(recipe.shape) != 2:
         raise ModelError(f"{_SPEAKER}: {recipe.name!r} has the shape {list(recipe.shape)}, expected a matrix; load it with load_tensors")
-    _check_sources(checkpoint, [recipe])
+    check_sources(checkpoint, [recipe])
     records = [checkpoint.tensors[source] for source in recipe.sources]
     _require_whole(checkpoint, records)
     return records
 
 
-def _check_sources(checkpoint: Checkpoint, recipes: Sequence[Recipe]) -> None:
+def check_sources(checkpoint: Checkpoint, recipes: Sequence[Recipe]) -> None:
+    """What is checked from the headers before anything is loaded; errors as `load_tensors`."""
     missing = [s for r in recipes for s in r.sources if s not in checkpoint.tensors]
     if missing:
         more = f" (nor {len(missing) - 1} others, such as {missing[1]!r})" if len(missing) > 1 else ""
@@ -182,14 +190,25 @@ def _beyond_float16(recipe: Recipe) -> str:
     return f"{_SPEAKER}: {recipe.name!r} holds numbers beyond float16's range; use bfloat16 or float32"
 
 
+def _kept_formats(checkpoint: Checkpoint, recipe: Recipe, packed: tuple[str, ...], ordered: bool) -> tuple[str, ...]:
+    """The formats in which the rows of this recipe stay packed."""
+    return packed if ordered or column_order(checkpoint, recipe) is None else ()
+
+
+def _rows_format(recipe: Recipe, records: list[Record], wanted: BlockFormat, packed: tuple[str, ...]) -> BlockFormat:
+    """As stored where the sources agree on a format that stays packed, or on a float format of the file; else as wanted."""
+    stored = records[0].format
+    if any(record.format != stored for record in records):
+        return wanted
+    stays = stored in packed and _row_order(recipe, records) is not None
+    return FORMATS[stored] if stays or (stored in NUMPY_DTYPES and _are_stored(records)) else wanted
+
+
 def _rows(recipe: Recipe, records: list[Record], wanted: BlockFormat, packed: tuple[str, ...]) -> tuple[str, np.ndarray]:
-    formats = {record.format for record in records}
-    stored = FORMATS[records[0].format] if len(formats) == 1 else wanted
-    if stored.name in packed and _row_order(recipe, records) is not None:
+    stored = _rows_format(recipe, records, wanted, packed)
+    if stored.name in packed:
         blocks = [record.data.reshape(record.shape[0], -1) for record in records]
         return stored.name, np.ascontiguousarray(blocks[0] if recipe.transform is None else recipe.transform(blocks))
-    if stored.name not in NUMPY_DTYPES or not _are_stored(records):
-        stored = wanted
     array = _transformed(recipe, records, wanted)
     if not array.flags.c_contiguous:
         array = converted(array, stored)

@@ -1,0 +1,96 @@
+"""What a model's weights will be once they are loaded, from the headers of its files alone: formats, bytes, and empty tensors for them."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
+
+from tinyvllm.backends.operands import KernelWeight
+from tinyvllm.models.config import WeightRecipe
+from tinyvllm.models.projections import Product
+from tinyvllm.quant.formats import Layout, packed_in
+from tinyvllm.quant.layouts import MixedWeight, PackedWeight, RowWeight, StoredWeight, TileWeight, panel_bytes, row_bytes
+from tinyvllm.runner.weights import WeightLoader, WeightPlan
+from tinyvllm.weights.checkpoint import Checkpoint
+from tinyvllm.weights.convert import DTYPE_FORMATS
+from tinyvllm.weights.load import check_sources, rows_format
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor as the engine will hold it; `streamed` if each decode step reads all of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    format: str
+    nbytes: int
+    streamed: bool = True
+
+
+class WeightOutline(WeightLoader):
+    """The loader without loading: it decides as `WeightLoader` does, and the model gets tensors that take no memory.
+
+    After `load`, `held` has every tensor; `bytes`, `streamed` and `formats` are the loader's, as are the errors of headers.
+    """
+
+    def __init__(self, checkpoint: Checkpoint | None, plan: WeightPlan):
+        super().__init__(checkpoint, plan)
+        self.held: list[Held] = []
+
+    def _check_imatrix(self, recipes: list[WeightRecipe]) -> None:
+        super()._check_imatrix(recipes)
+        self._notes.unweighted = []  # loading logs it
+
+    def _hold(self, recipe: WeightRecipe, format: str, nbytes: int, streamed: bool = True) -> None:
+        self.held.append(Held(recipe.name, recipe.shape, format, nbytes, streamed))
+        self._count(recipe, nbytes, streamed)
+
+    def _format(self, recipe: WeightRecipe) -> str:
+        """The format that the matrix will be held in."""
+        if self._checkpoint is None:
+            return self._wanted.get(recipe.name, self._plan.floats)
+        packed, ordered = packed_in(self._plan.layout), recipe.name in self._ordered
+        return self._format_of(recipe, rows_format(self._checkpoint, recipe, self._plan.dtype, packed, ordered))
+
+    def _empty(self, nbytes: int) -> Tensor:
+        return Tensor.empty(nbytes, dtype=dtypes.uint8, device=self._plan.placement.device)
+
+    def _place_packed(self, recipes: list[WeightRecipe]) -> KernelWeight:
+        parts = [(recipe, self._format(recipe)) for recipe in recipes]
+        if self._plan.layout is Layout.ROWS:
+            return StoredWeight(tuple(self._row_weight(recipe, format) for recipe, format in parts))
+        kind, weights = TileWeight if self._plan.layout is Layout.TILES else PackedWeight, []
+        for format, run in itertools.groupby(parts, key=lambda part: part[1]):
+            together = [recipe for recipe, _ in run]
+            O, I = sum(recipe.shape[0] for recipe in together), together[0].shape[1]
+            weights.append(kind(self._empty(panel_bytes(format, O, I)), format, O, I))
+            for recipe in together:
+                self._hold(recipe, format, recipe.shape[0] * row_bytes(format, I))
+        return weights[0] if len(weights) == 1 else MixedWeight(tuple(weights))
+
+    def _row_weight(self, recipe: WeightRecipe, format: str, streamed: bool = True) -> RowWeight:
+        nbytes = recipe.shape[0] * row_bytes(format, recipe.shape[1])
+        self._hold(recipe, format, nbytes, streamed)
+        return RowWeight(self._empty(nbytes), format, *recipe.shape)
+
+    def _rows(self, recipe: WeightRecipe) -> RowWeight:
+        return self._row_weight(recipe, self._format(recipe), streamed=False)
+
+    def _plain_tensors(self, recipes: list[WeightRecipe], dtype: DType) -> dict[str, Tensor]:
+        if self._checkpoint is not None:
+            check_sources(self._checkpoint, recipes)
+        for recipe in recipes:
+            self.held.append(Held(recipe.name, recipe.shape, DTYPE_FORMATS[dtype], prod(recipe.shape) * dtype.itemsize))
+        return {recipe.name: Tensor.empty(*recipe.shape, dtype=dtype, device=self._plan.placement.device) for recipe in recipes}
+
+    def _concatenated(self, biases: list[Tensor]) -> Tensor:
+        return Tensor.empty(sum(int(bias.shape[0]) for bias in biases), dtype=biases[0].dtype, device=self._plan.placement.device)
+
+    def _in_order(self, block: Any, group: Any, product: Product, order: np.ndarray) -> Product:
+        return Product(product.weight, product.bias, Tensor.empty(len(order), dtype=dtypes.int32, device=self._plan.placement.device))

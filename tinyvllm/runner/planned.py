@@ -1,0 +1,150 @@
+"""What an engine would hold and launch, without its weights: sizes, kernels, and how fast the machine's roof lets its steps be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from tinygrad import Tensor, dtypes
+
+from tinyvllm.backends.registry import REFERENCE, architecture_of
+from tinyvllm.config import MAX_SCHEDULER_STEPS, EngineConfig
+from tinyvllm.ops.advance import History
+from tinyvllm.quant.formats import FLOATS
+from tinyvllm.runner.ahead import StepOutlines
+from tinyvllm.runner.kv import KVOutline
+from tinyvllm.runner.opened import OpenedModel
+from tinyvllm.runner.outlined import Held
+from tinyvllm.runner.prepare import Shape, StepInputs
+from tinyvllm.runner.roof import ProductRate, Roof
+
+LAYER_LAUNCHES, STEP_LAUNCHES = 5, 4  # of kernels: docs/kernels.md
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """What runs an op of one shape: a kernel's variant or the reference, and why."""
+
+    op: str
+    shape: str
+    variant: str
+    why: str
+
+
+def architecture_of_model(opened: OpenedModel) -> str:
+    """What the device of a model computes with."""
+    return architecture_of(opened.plan.placement)
+
+
+def is_packed(opened: OpenedModel) -> bool:
+    """Whether the file has packed matrices, so that quantizing them would round twice."""
+    return opened.stored is not None and any(record.format not in FLOATS for record in opened.stored.tensors.values())
+
+
+def bytes_by_format(held: Iterable[Held]) -> dict[str, int]:
+    """Bytes of tensors by their format, the most first."""
+    sizes: dict[str, int] = {}
+    for one in held:
+        sizes[one.format] = sizes.get(one.format, 0) + one.nbytes
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+
+
+def runs_by_reference(kernels: Iterable[KernelChoice]) -> list[str]:
+    """The ops that have no kernel here."""
+    return [*dict.fromkeys(one.op for one in kernels if one.variant == REFERENCE)]
+
+
+def planned_kernels(config: EngineConfig, opened: OpenedModel, num_blocks: int, max_model_len: int) -> list[KernelChoice]:
+    """The kernel of each op of a prefill, a decode and between steps. `opened.outline()` has given the model its weights."""
+    placement, size = opened.plan.placement, config.block_size
+    pool = KVOutline(opened.config, num_blocks, size, opened.block, placement.device)
+    arrays = opened.model.constants(max_model_len, config.max_model_len or opened.config.max_context)
+    constants = {name: Tensor.empty(*np.shape(a), dtype=dtypes.float32, device=placement.device) for name, a in arrays.items()}
+
+    def inputs(shape: Shape) -> StepInputs:
+        return StepInputs(shape, -(-max_model_len // size), placement.device, cascade=config.enable_cascade)
+
+    def history(shape: Shape) -> History:
+        tokens = Tensor.empty(MAX_SCHEDULER_STEPS, shape.sequences, dtype=dtypes.int32, device=placement.device)
+        return History(tokens, Tensor.empty(1, dtype=dtypes.int32, device=placement.device))
+
+    choices = StepOutlines(opened.model, pool, constants, placement, inputs, history).choices()
+    return [KernelChoice(one.stem, one.shape, one.variant, one.why) for one in choices]
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The matrices of one format that each step reads: bytes, numbers, and of these the head's, which prompts need for one row."""
+
+    format: str
+    nbytes: int
+    numbers: int
+    head: int
+
+
+def streamed_matrices(held: Iterable[Held]) -> list[Matrices]:
+    """The tensors that each step reads, by format. A tied head is the embedding table."""
+    tensors = [one for one in held if one.streamed]
+    head = next((one.name for one in tensors if one.name == "output.weight"), "token_embd.weight")
+    grouped: dict[str, list[Held]] = {}
+    for one in tensors:
+        grouped.setdefault(one.format, []).append(one)
+
+    def numbers(some: Iterable[Held]) -> int:
+        return sum(prod(one.shape) for one in some if len(one.shape) > 1)
+
+    return [
+        Matrices(format, sum(one.nbytes for one in some), numbers(some), numbers(one for one in some if one.name == head))
+        for format, some in grouped.items()
+    ]
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Predicted seconds of steps, from the roof of the machine. The host's own work is not in it."""
+
+    roof: Roof
+    matrices: list[Matrices]
+    kv_token_bytes: int
+    layers: int
+    attention_width: int  # query heads times their dimension
+
+    def decode(self, sequences: int, context: int) -> float:
+        """Seconds of a step that decodes one token of each of `sequences` sequences of `context` tokens."""
+        products = sum(max(self._read(one), 2 * one.numbers * (sequences - 1) / self._rate(one.format).operations_per_second)
+                       for one in self.matrices)  # fmt: skip
+        return products + sequences * context * self.kv_token_bytes / self.roof.bandwidth + self._launches
+
+    def prompt(self, tokens: int) -> float:
+        """Seconds of the prefill of `tokens` tokens in one step: attention as fast as the fastest product."""
+        products = sum(
+            max(self._read(one), 2 * tokens * (one.numbers - one.head) / self._rate(one.format).operations_per_second)
+            for one in self.matrices
+        )
+        fastest = max(rate.operations_per_second for rate in self.roof.products.values())
+        return products + 2 * self.layers * self.attention_width * tokens**2 / fastest + self._launches
+
+    def _read(self, one: Matrices) -> float:
+        return one.nbytes / min(self.roof.bandwidth, self._rate(one.format).bytes_per_second)
+
+    def _rate(self, format: str) -> ProductRate:
+        """The rate of a format; of vectors, which are few, that of any."""
+        return self.roof.products.get(format) or next(iter(self.roof.products.values()))
+
+    @property
+    def _launches(self) -> float:
+        return (self.layers * LAYER_LAUNCHES + STEP_LAUNCHES) * self.roof.launch_seconds
+
+
+def step_times(roof: Roof, matrices: list[Matrices], opened: OpenedModel) -> StepTimes:
+    """The times of the steps of a model."""
+    c, kv_token = opened.config, opened.block_bytes // opened.block_size
+    return StepTimes(roof, matrices, kv_token, c.num_blocks, c.n_heads * c.head_dim)
+
+
+def rated_formats(matrices: Iterable[Matrices]) -> list[str]:
+    """The formats whose products a roof must have."""
+    found = [one.format for one in matrices if one.numbers]
+    return found or [*FLOATS[:1]]

@@ -1,0 +1,81 @@
+"""What a model takes in memory, before anything is loaded: the size of the KV pool, scratch, and how many sequences of which length fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinyvllm.config import EngineConfig
+from tinyvllm.errors import ArgumentError
+from tinyvllm.integers import ceil_div
+from tinyvllm.models.config import ModelConfig
+from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory, check_room, pool_blocks
+from tinyvllm.runner.opened import OpenedModel
+
+# If no length is given. Scores of a chunk are laid out for the longest context: 32 heads by 512 queries by 131072 keys are 8 GiB.
+DEFAULT_CONTEXT = 8192
+SCRATCH_BLOCKS = 1  # of the KV pool, for padded rows
+
+
+@dataclass(frozen=True)
+class PoolSize:
+    """Blocks of the KV pool that sequences may use, and the longest sequence in tokens."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+def wanted_context(config: EngineConfig, model: ModelConfig) -> int:
+    """The longest sequence that is wanted: as given, else the model's own context up to DEFAULT_CONTEXT. ArgumentError beyond it."""
+    longest = model.max_context
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ArgumentError(f"max_model_len={config.max_model_len} is beyond the {longest} tokens that the model was made for")
+    return config.max_model_len or min(longest, DEFAULT_CONTEXT)
+
+
+def pool_size(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory = NO_DRAFTER, free: int | None = None) -> PoolSize:
+    """The KV pool, with the weights loaded. `free` is the free memory of a plan; None asks the device.
+
+    Without a length in `config` the longest sequence is limited by the pool. Errors of `pool_blocks` and `check_room`.
+    """
+    device, size, one = opened.plan.placement.device, config.block_size, opened.block_bytes
+    longest, blocks = wanted_context(config, opened.config), config.num_blocks
+    if blocks is None:
+        blocks = pool_blocks(device, one, size, config.max_num_seqs * longest, config.kv_memory, drafter, free)
+    check_room(device, blocks * one, drafter.total(blocks), free)
+    return PoolSize(blocks, longest if config.max_model_len is not None else min(longest, blocks * size))
+
+
+def scratch_bytes(config: EngineConfig, opened: OpenedModel, max_model_len: int) -> int:
+    """Bytes of what steps read and write next to weights and KV pool, all in float32.
+
+    The tables of positions, exactly, and the results of the largest step: those of one layer, which the next layer uses again, and the
+    logits.
+    """
+    c = opened.config
+    constants = opened.model.constants(max_model_len, config.max_model_len or c.max_context)
+    heads = (2 * c.n_heads + 2 * c.n_kv_heads) * c.head_dim
+    row = 2 * c.dim + heads + 2 * c.hidden_dim
+    results = 4 * (config.max_num_batched_tokens * row + config.max_num_seqs * c.vocab_size)
+    return int(sum(array.nbytes for array in constants.values())) + results
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How long the contexts of `sequences` sequences may be at the same time, in tokens."""
+
+    sequences: int
+    context: int
+
+
+def longest_contexts(room: int, config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory = NO_DRAFTER) -> list[Fit]:
+    """What `room` bytes hold as keys and values, for 1, 2, 4, ... up to max_num_seqs sequences; none where not a block fits for each."""
+    both = opened.block_bytes + drafter.block
+    blocks = (room - drafter.weights - drafter.own) // both - SCRATCH_BLOCKS
+    counts = sorted({1 << n for n in range(config.max_num_seqs.bit_length())} | {config.max_num_seqs})
+    return [Fit(n, min(opened.config.max_context, blocks // n * config.block_size)) for n in counts if blocks // n > 0]
+
+
+def room_of(context: int, sequences: int, config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory = NO_DRAFTER) -> int:
+    """Bytes of the KV pool, and of a drafter, for `sequences` sequences of `context` tokens."""
+    blocks = sequences * ceil_div(context, config.block_size)
+    return (blocks + SCRATCH_BLOCKS) * opened.block_bytes + drafter.total(blocks)
