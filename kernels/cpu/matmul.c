@@ -9,10 +9,14 @@
 //   residual  [T, O] float32, if RESIDUAL
 //   rows      [1] int32        how many rows of x there are, 0 to T; further rows of out are unchanged
 //
+// The columns are added in a tree over SLICES slices, all 8 if it is not defined (slices.h).
 // ACTIVATION: 0 none, 1 GELU, the tanh form. I % 32 == 0, any O. Accumulated in float32 in the order of product.h; BF16 rounds x to bfloat16
 // and integer formats round it to int8 in groups of 32, once a row.
 // First every row is prepared (a row is a unit of work), then a few pairs of panels meet all rows, or PIECE rows if panels are few; with
 // OUT_NORM every row of out is a unit once more.
+#ifndef SLICES
+#define SLICES 8
+#endif
 #include "activations.h"
 #include "params.h"
 #include "product.h"

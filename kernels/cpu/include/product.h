@@ -16,10 +16,13 @@
 // scale, then float32 over parts. Floats in groups: float32 within each of CHAINS runs of a group, then over
 // runs. Nothing depends on how many rows or panels are computed together: every tile size gives a row the same bits.
 //
+// With SLICES defined, the columns are slices.h's, each slice has an accumulator that begins at 0, and their sums are added in a tree.
+//
 // Panels (base 64-byte aligned, O rounded up to sixteen with rows of zeros): format.h.
 #pragma once
 #include "format.h"
 #include "lanes.h"
+#include "slices.h"
 #include "thread_team.h"
 
 #if INTEGERS
@@ -29,7 +32,7 @@
 #endif
 #define PREPARED_BYTES(width) (((X_BYTES(width) + 63) / 64 | 1) * 64)
 #define PREPARED PREPARED_BYTES(I)
-#define PANEL PANEL_BYTES(I)
+#define PANEL PANEL_BYTES(PANEL_COLUMNS)
 
 // Tiles of PANELS x TOKENS accumulators that fit the registers, by rising TOKENS. Few tokens take one panel at a time: one stream of
 // memory from end to end was faster than two in parallel (Q4_0, one token: 37 GB/s a core, not 29). Floats with many tokens take two,
@@ -103,40 +106,58 @@ INLINE void fetch_ahead(const uint8_t *panel, const uint8_t *next_panel, const l
   UNROLL for (int i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }
 
+// acc[t], the sums of one slice, join those of the slices before it: waiting[n] is the sum of 2^n slices whose neighbour comes next. After
+// the last slice acc[t] is the sum of all.
+INLINE void add_slice(const int tokens, int slice, v16 *acc, v16 waiting[WAITING][MAX_TOKENS]) {
+  if (SLICES == 1) return;
+  int level = 0;
+  for (; slice >> level & 1; level++) UNROLL for (int t = 0; t < tokens; t++) acc[t] = v16_add(waiting[level][t], acc[t]);
+  if (slice + 1 < SLICES) UNROLL for (int t = 0; t < tokens; t++) waiting[level][t] = acc[t];
+}
+
 #if INTEGERS
 #define PARTS (BLOCK / PART)
 #define SHARE (PANEL_BLOCK_BYTES / PARTS)  // a whole number for every format
 
+// acc[t] += part p of block b times its group of row t.
+INLINE void dot_one_part(const int panels, const int tokens, const uint8_t *panel, const uint8_t *next_panel, long b, int p,
+                         const uint8_t *x, v16 *acc) {
+  const uint8_t *block = panel + b * PANEL_BLOCK_BYTES;
+  // a part's share: the lines of a whole block of 256 at once are more than a core can ask for
+  fetch_ahead(panel, next_panel, b * PANEL_BLOCK_BYTES + p * SHARE, SHARE, AHEAD(panels, tokens));
+  const struct x_group *group = (const struct x_group *)x + (b * BLOCK + p * PART - BEFORE) / 32;
+  const int first = p * PART % 32;  // number of the group that the part begins with
+  i16 sum[MAX_TOKENS];
+  UNROLL for (int t = 0; t < tokens; t++) { sum[t] = i16_set(MINIMUMS ? 0 : -ZERO_POINT * x_sum(of_row(group, t, PREPARED), first, PART)); }
+  dot_part(tokens, block, p, group, PREPARED, sum);
+  const v16 scale = part_scale(block, p);
+  UNROLL for (int t = 0; t < tokens; t++) {
+    const v16 scales = v16_mul(scale, v16_set(of_row(group, t, PREPARED)->scale));
+    acc[t] = v16_fma(v16_from_i16(sum[t]), scales, acc[t]);
+  }
+#if MINIMUMS
+  const v16 minimum = part_minimum(block, p);
+  UNROLL for (int t = 0; t < tokens; t++) {
+    const struct x_group *of = of_row(group, t, PREPARED);
+    acc[t] = v16_fma(minimum, v16_set(-of->scale * (float)x_sum(of, first, PART)), acc[t]);
+  }
+#endif
+}
+
 INLINE void dot_tile(const int panels, const int tokens, const uint8_t *panel, long apart, const uint8_t *next_panel, const uint8_t *x,
                      float *tile, int pitch) {
-  v16 acc[MAX_TOKENS];
+  v16 acc[MAX_TOKENS], waiting[WAITING][MAX_TOKENS];
   (void)apart;
-  UNROLL for (int t = 0; t < tokens; t++) acc[t] = v16_set(0.0f);
-  for (long b = 0; b < I / BLOCK; b++) {
-    const uint8_t *block = panel + b * PANEL_BLOCK_BYTES;
-    for (int p = 0; p < PARTS; p++) {
-      // a part's share: the lines of a whole block of 256 at once are more than a core can ask for
-      fetch_ahead(panel, next_panel, b * PANEL_BLOCK_BYTES + p * SHARE, SHARE, AHEAD(panels, tokens));
-      const struct x_group *group = (const struct x_group *)x + (b * BLOCK + p * PART) / 32;
-      const int first = p * PART % 32;  // number of the group that the part begins with
-      i16 sum[MAX_TOKENS];
-      UNROLL for (int t = 0; t < tokens; t++) {
-        sum[t] = i16_set(MINIMUMS ? 0 : -ZERO_POINT * x_sum(of_row(group, t, PREPARED), first, PART));
-      }
-      dot_part(tokens, block, p, group, PREPARED, sum);
-      const v16 scale = part_scale(block, p);
-      UNROLL for (int t = 0; t < tokens; t++) {
-        const v16 scales = v16_mul(scale, v16_set(of_row(group, t, PREPARED)->scale));
-        acc[t] = v16_fma(v16_from_i16(sum[t]), scales, acc[t]);
-      }
-#if MINIMUMS
-      const v16 minimum = part_minimum(block, p);
-      UNROLL for (int t = 0; t < tokens; t++) {
-        const struct x_group *of = of_row(group, t, PREPARED);
-        acc[t] = v16_fma(minimum, v16_set(-of->scale * (float)x_sum(of, first, PART)), acc[t]);
-      }
-#endif
+  for (int slice = 0; slice < SLICES; slice++) {
+    const long start = BEFORE + slice_column(slice), end = BEFORE + slice_column(slice + 1);
+    UNROLL for (int t = 0; t < tokens; t++) acc[t] = v16_set(0.0f);
+    // two loops: one over parts alone would look up a block's scales again and again (Q6_K, one token: a quarter slower)
+    for (long b = start / BLOCK; b * BLOCK < end; b++) {
+      const int from = UNIT < BLOCK && b * BLOCK < start ? (int)(start % BLOCK) / PART : 0;
+      const int to = UNIT < BLOCK && end - b * BLOCK < BLOCK ? (int)(end % BLOCK) / PART : PARTS;
+      for (int p = from; p < to; p++) dot_one_part(panels, tokens, panel, next_panel, b, p, x, acc);
     }
+    add_slice(tokens, slice, acc, waiting);
   }
   UNROLL for (int t = 0; t < tokens; t++) v16_store(tile + t * pitch, acc[t]);
 }
@@ -153,33 +174,40 @@ INLINE void dot_run_step(const int tokens, const uint8_t *block, const uint8_t *
   dot_step(tokens, block + QUANTS + step * 64, x + step * STEP_X_BYTES, PREPARED, sum);
 }
 
+// acc[t] += group b times its numbers of row t, which x begins with.
 // Few tokens: all runs at once, which hides the latency of additions. Many tokens are as many chains: one run after the other.
+INLINE void dot_group(const int panels, const int tokens, const uint8_t *panel, const uint8_t *next_panel, long b, const uint8_t *x,
+                      v16 *acc) {
+  const int together = tokens <= 2 ? CHAINS : 1, shares = tokens <= 2 ? FETCHES : 1;
+  const uint8_t *block = panel + b * PANEL_BLOCK_BYTES;
+  for (int first = 0; first < CHAINS; first += together) {
+    v16 sum[CHAINS][MAX_TOKENS];
+    UNROLL for (int c = 0; c < together; c++) UNROLL for (int t = 0; t < tokens; t++) sum[c][t] = v16_set(0.0f);
+    for (int share = 0; share < shares; share++) {
+      const int fetch = first + share;
+      if (fetch < FETCHES) fetch_ahead(panel, next_panel, b * PANEL_BLOCK_BYTES + fetch * SHARE, SHARE, AHEAD(panels, tokens));
+      UNROLL for (int k = 0; k < CHAIN_STEPS / shares; k++) UNROLL for (int c = 0; c < together; c++)
+          dot_run_step(tokens, block, x, first + c, share * (CHAIN_STEPS / shares) + k, sum[c]);
+    }
+    const v16 scale = group_scale(block);
+    UNROLL for (int c = 0; c < together; c++) UNROLL for (int t = 0; t < tokens; t++) acc[t] = v16_fma(sum[c][t], scale, acc[t]);
+  }
+}
+
 INLINE void dot_tile(const int panels, const int tokens, const uint8_t *panel, long apart, const uint8_t *next_panel, const uint8_t *x,
                      float *tile, int pitch) {
-  const int together = tokens <= 2 ? CHAINS : 1, shares = tokens <= 2 ? FETCHES : 1;
-  v16 acc[MAX_TOKENS];
+  v16 acc[MAX_TOKENS], waiting[WAITING][MAX_TOKENS];
   (void)apart;
-  UNROLL for (int t = 0; t < tokens; t++) acc[t] = v16_set(0.0f);
-  for (long b = 0; b < I / BLOCK; b++, x += BLOCK / STEP_COLUMNS * STEP_X_BYTES) {
-    const uint8_t *block = panel + b * PANEL_BLOCK_BYTES;
-    for (int first = 0; first < CHAINS; first += together) {
-      v16 sum[CHAINS][MAX_TOKENS];
-      UNROLL for (int c = 0; c < together; c++) UNROLL for (int t = 0; t < tokens; t++) sum[c][t] = v16_set(0.0f);
-      for (int share = 0; share < shares; share++) {
-        const int fetch = first + share;
-        if (fetch < FETCHES) fetch_ahead(panel, next_panel, b * PANEL_BLOCK_BYTES + fetch * SHARE, SHARE, AHEAD(panels, tokens));
-        UNROLL for (int k = 0; k < CHAIN_STEPS / shares; k++) UNROLL for (int c = 0; c < together; c++)
-            dot_run_step(tokens, block, x, first + c, share * (CHAIN_STEPS / shares) + k, sum[c]);
-      }
-      const v16 scale = group_scale(block);
-      UNROLL for (int c = 0; c < together; c++) UNROLL for (int t = 0; t < tokens; t++) acc[t] = v16_fma(sum[c][t], scale, acc[t]);
-    }
+  for (int slice = 0; slice < SLICES; slice++) {
+    UNROLL for (int t = 0; t < tokens; t++) acc[t] = v16_set(0.0f);
+    for (long b = slice_column(slice) / BLOCK; b < slice_column(slice + 1) / BLOCK; b++)
+      dot_group(panels, tokens, panel, next_panel, b, x + b * (BLOCK / STEP_COLUMNS * STEP_X_BYTES), acc);
+    add_slice(tokens, slice, acc, waiting);
   }
   UNROLL for (int t = 0; t < tokens; t++) v16_store(tile + t * pitch, acc[t]);
 }
 
 #else
-#define STEPS (I / STEP_COLUMNS)
 #define STEP_BYTES (PANEL_BLOCK_BYTES / BLOCK * STEP_COLUMNS)
 
 // One step of k: acc[p][t] += the weights of panel p, which is `apart` bytes after the one before, times row t's numbers.
@@ -195,12 +223,16 @@ INLINE void dot_step(const int panels, const int tokens, const uint8_t *panel, l
 
 INLINE void dot_tile(const int panels, const int tokens, const uint8_t *panel, long apart, const uint8_t *next_panel, const uint8_t *x,
                      float *tile, int pitch) {
-  v16 acc[2][MAX_TOKENS];
-  UNROLL for (int p = 0; p < panels; p++) UNROLL for (int t = 0; t < tokens; t++) acc[p][t] = v16_set(0.0f);
-  for (long k = 0; k < STEPS; k += 4) {
-    UNROLL for (int p = 0; p < panels; p++)
-        fetch_ahead(panel + p * apart, next_panel, k * STEP_BYTES, 4 * STEP_BYTES, AHEAD(panels, tokens));
-    UNROLL for (int i = 0; i < 4; i++) dot_step(panels, tokens, panel, apart, x, k + i, acc);
+  v16 acc[2][MAX_TOKENS], waiting[2][WAITING][MAX_TOKENS];
+  for (int slice = 0; slice < SLICES; slice++) {
+    const long end = slice_column(slice + 1) / STEP_COLUMNS;
+    UNROLL for (int p = 0; p < panels; p++) UNROLL for (int t = 0; t < tokens; t++) acc[p][t] = v16_set(0.0f);
+    for (long k = slice_column(slice) / STEP_COLUMNS; k < end; k += 4) {
+      UNROLL for (int p = 0; p < panels; p++)
+          fetch_ahead(panel + p * apart, next_panel, k * STEP_BYTES, 4 * STEP_BYTES, AHEAD(panels, tokens));
+      UNROLL for (int i = 0; i < 4; i++) dot_step(panels, tokens, panel, apart, x, k + i, acc);
+    }
+    UNROLL for (int p = 0; p < panels; p++) add_slice(tokens, slice, acc[p], waiting[p]);
   }
   UNROLL for (int t = 0; t < tokens; t++) UNROLL for (int p = 0; p < panels; p++) v16_store(tile + t * pitch + p * 16, acc[p][t]);
 }
