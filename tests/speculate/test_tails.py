@@ -18,11 +18,11 @@ def test_what_recurs_is_found_as_by_a_scan(length):
     rng, seen = random.Random(length), set()
     for number in range(40):
         prompt = rng.choices([0, 1, 256, 65536, 16777216], k=rng.randrange(1, 20))
-        tails, growing = Tails(length), sequence(prompt, sequence_id=number)
+        tails, growing = Tails(), sequence(prompt, sequence_id=number)
         for _ in range(20):
             text = growing.token_ids(0, len(growing))
             expected = text[-length:] in [text[end - length : end] for end in range(length, len(text))]
-            assert tails.recur(growing) == expected
+            assert tails.recur(growing, length) == expected
             seen.add(expected)
             growing.output_token_ids.append(rng.choice([0, 1, 256, 65536, 16777216]))
     assert seen == {True, False}
@@ -31,16 +31,13 @@ def test_what_recurs_is_found_as_by_a_scan(length):
 def test_crafted_text_is_taken_for_one_that_recurs():
     """Each occurrence within a token would cost another search."""
     crafted = sequence([0x01010101, 0x01010102] * 40 + [0x02010101, 0x01010101])
-    assert Tails(2).recur(crafted)
+    assert Tails().recur(crafted, 2)
 
 
 def test_a_long_prompt_is_taken_over_in_parts():
-    tails, prompt = Tails(2, call_tokens=30), random_tokens(50, 1)
+    tails, prompt = Tails(call_tokens=30), random_tokens(50, 1)
     text = sequence([*prompt, *prompt[:2]])
-    tails.begin_call()
-    assert not tails.recur(text) and not tails.recur(text)
-    tails.begin_call()
-    assert tails.recur(text)
+    assert not tails.recur(text, 2) and tails.recur(text, 2)
     tails.forget(text)
     assert len(tails) == 0
 

@@ -52,6 +52,8 @@ class SpeculativeLoop:
         self.single.discard()
 
     def follow(self) -> bool:
+        if not self.single.in_flight:
+            return False
         if self._must_read:
             self._must_read, self._launched = False, None
             self.single.read()

@@ -233,12 +233,13 @@ class Engine:
             self._store.write_some(busy=True)
 
     def on_idle(self) -> float | None:
-        """While nothing runs: write some newly cached blocks, capture a step, time a kernel.
+        """While nothing runs: write some newly cached blocks, learn from past outputs, capture a step, time a kernel.
 
         Seconds until there may be more to do, None for nothing.
         """
         pause = self._store.write_some(busy=False) if self._store else None
-        return 0.0 if self.warmup() else pause
+        learns = self.speculation is not None and self.speculation.on_idle()
+        return 0.0 if learns or self.warmup() else pause
 
     def warmup(self) -> bool:
         """Capture the next common step shape, if `warm_up` is set, or time a kernel's next candidate; False if none is left.

@@ -17,7 +17,8 @@ from tinyvllm.engine.requests import ActiveRequests
 from tinyvllm.request import Sequence
 from tinyvllm.scheduler import Schedule, Scheduled
 from tinyvllm.scheduler.drafts import num_confirmed
-from tinyvllm.speculate.protocol import CapturesAhead, Controller, Draft, Drafter, DraftRequest, StateDrafter, StateRows
+from tinyvllm.speculate.protocol import CapturesAhead, Controller, Draft, Drafter, DraftRequest, LookupDrafter, StateDrafter, StateRows
+from tinyvllm.speculate.watch import Watch, tenant_of
 
 if TYPE_CHECKING:
     from tinygrad import Tensor
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("tinyvllm")
 
 MAX_PROPOSE_SECONDS = 2.0  # one call; all requests wait for it
+IDLE_TOKENS = 2048  # of past outputs that an idle engine learns in a row, some 2 ms: a request that comes waits for them
+MAX_ENDED = 1024  # sequences that wait to be forgotten
+PROMPT_TOKENS = 256  # of past outputs that are learned next to a step with prompts, some 0.2 ms: an engine may never be idle
 
 Drafts = dict[int, list[int]]  # by sequence id; none of them empty
 
@@ -49,17 +53,49 @@ class Speculation:
         self._vocab_size, self._max_model_len = vocab_size, max_model_len
         self._observed: dict[int, int] = {}  # by sequence id: how many of its tokens the drafter has observed
         self._wanting: list[Sequence] = []  # those of the last step that may have drafts
-        self._rest: tuple[Sequence, int] | None = None  # a sequence of the last step, and its length from which it may be asked again
+        self._rest: tuple[list[int], int] | None = (
+            None  # the output of a sequence of the last step, and its length until which nothing is called
+        )
+        self._lookup = drafter if isinstance(drafter, LookupDrafter) else None
+        self._watch = None if self._lookup is None else Watch(self._lookup)
+        self._ended: list[Sequence] = []  # sequences that the drafter has not forgotten yet
+        self._learns = False  # there is something for `_learn_past`
         requests.on_release = self.release
 
     # ---- before a step ----
 
     def rests(self, schedule: Schedule) -> bool:
-        """Whether the controller wants no drafts for the next step of a schedule that is reused: nothing needs to be called for it."""
-        if self._rest is None or not schedule.reused:
+        """Whether the next step has no drafts: neither drafter nor controller need be called for it.
+
+        This runs between most steps, when the code has left the processor's caches, so it does as little as possible.
+        """
+        rest = self._rest
+        if rest is not None and schedule.reused and len(rest[0]) < rest[1]:
+            return True
+        self._rest = None
+        if self._watch is None or not self.on:
             return not self.on
-        sequence, length = self._rest
-        return len(sequence) < length or not self.on
+        try:  # as _Guard, for less
+            return not self._any_recurs(schedule)
+        except Exception as error:
+            self.switch_off("recurs", error)
+            return True
+
+    def _any_recurs(self, schedule: Schedule) -> bool:
+        """Whether a decode of the schedule may get drafts; else it rests until the watch looks again."""
+        assert self._watch is not None
+        entries = schedule.entries
+        if not schedule.reused:
+            entries = [entry for entry in entries if entry.is_decode]
+            if self._learns and len(entries) < len(schedule.entries):
+                self._learn_past(PROMPT_TOKENS)
+            if not entries:
+                return False
+        if self._watch.any_recurs(entries):
+            return True
+        output = entries[0].sequence.output_token_ids
+        self._rest = output, len(output) + self._watch.pause
+        return False
 
     def propose(self, schedule: Schedule) -> Drafts:
         """Drafts for the decodes of a schedule, as far as the controller wants them."""
@@ -84,8 +120,8 @@ class Speculation:
         if requests:
             drafts = self._choose(requests, self._ask(requests), num_rows)
         if not drafts and self._wanting:
-            first = self._wanting[0]
-            self._rest = first, len(first) + self._controller.rest(self._wanting)
+            output = self._wanting[0].output_token_ids
+            self._rest = output, len(output) + self._controller.rest(self._wanting)
         return drafts
 
     def _ask(self, requests: list[DraftRequest]) -> list[Draft]:
@@ -120,7 +156,10 @@ class Speculation:
             return []
         limits = self._controller.limits(sequences, num_rows)
         wanted = [min(limit, self._room(s)) for s, limit in zip(sequences, limits, strict=True)]
-        return [DraftRequest(s, n, _tenant(s)) for s, n in zip(sequences, wanted, strict=True) if n > 0]
+        watch = self._watch
+        return [
+            DraftRequest(s, n, tenant_of(s)) for s, n in zip(sequences, wanted, strict=True) if n > 0 and (watch is None or watch.recurs(s))
+        ]
 
     def _room(self, sequence: Sequence) -> int:
         """How many drafts could become output, with the token that follows the last of them."""
@@ -165,6 +204,21 @@ class Speculation:
             with _Guard(self, "drop_captures"):
                 self.drafter.drop_captures()
 
+    def on_idle(self) -> bool:
+        """Learn some of the outputs that have ended, while nothing runs; whether some are left."""
+        if self.on and self._learns:
+            with _Guard(self, "learn_past"):
+                return self._learn_past(IDLE_TOKENS)
+        return False
+
+    def _learn_past(self, max_tokens: int) -> bool:
+        """Forget what has ended, and learn at most that many of its tokens; whether some are left."""
+        ended, self._ended = self._ended, []
+        for sequence in ended:
+            self._forget(sequence)
+        self._learns = self._lookup is not None and self._lookup.learn_past(max_tokens)
+        return self._learns
+
     # ---- after a step ----
 
     def checked(self, entry: Scheduled, num_accepted: int) -> None:
@@ -172,6 +226,8 @@ class Speculation:
         if self.on:
             with _Guard(self, "the controller's observe"):
                 self._controller.observe(entry.sequence, len(entry.drafts), num_accepted)
+            if num_accepted and self._watch is not None:
+                self._watch.trust(entry.sequence)
 
     def take_states(self, inputs: PreparedStep, states: Tensor) -> None:
         """Hand the hidden states of a step to a drafter that reads them, without rows of rejected drafts and of ended sequences."""
@@ -188,18 +244,28 @@ class Speculation:
                 self._controller.observe_step(num_rows, seconds)
 
     def release(self, sequence: Sequence) -> None:
-        """The sequence has ended."""
+        """The sequence has ended. A lookup drafter forgets it later, out of its request's time: `on_idle`, or next to the next prompt."""
+        if self.on and self._watch is not None and len(self._ended) < MAX_ENDED:
+            self._ended.append(sequence)
+            self._learns = True
+            return
+        with _Guard(self, "forget"):
+            self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        if self._watch is not None:
+            self._watch.forget(sequence)
         if self.on:
-            with _Guard(self, "forget"):
-                self._observe(sequence)
-                self.drafter.forget(sequence)
-                self._controller.forget(sequence)
+            self._observe(sequence)
+            self.drafter.forget(sequence)
+            self._controller.forget(sequence)
         self._observed.pop(sequence.sequence_id, None)
 
     def switch_off(self, where: str, error: Exception) -> None:
         """The drafter or the controller has failed: no more drafts."""
-        self.on = False
+        self.on = self._learns = False
         self._observed.clear()
+        self._ended.clear()
         log.warning(
             "speculation: the drafter %r is switched off, requests continue without drafts: %s: %s: %s",
             self.method, where, type(error).__name__, error, exc_info=error,
@@ -222,11 +288,6 @@ class _Guard:
             self._speculation.switch_off(self._where, error)
             return True
         return False
-
-
-def _tenant(sequence: Sequence) -> str:
-    """Which sequences may be guessed from each other's text: those of one salt and one key."""
-    return f"{sequence.options.cache_salt or ''}\0{sequence.options.key}"
 
 
 def time_without_captures(runner: Runner) -> float:

@@ -60,6 +60,14 @@ class Trail:
             del self._twos[:-3], self._fours[:-5], self._eights[:-9]
 
 
+def context_key(tokens: list[int]) -> int:
+    """What `Trail.keys` has for a context of these tokens, 4 or 8 of them."""
+    if len(tokens) == 4:
+        one, two, three, four = tokens
+        return hash((hash((_SALT, one, two)), hash((_SALT, three, four))))
+    return hash((context_key(tokens[:4]), context_key(tokens[4:])))
+
+
 class ContextCounts:
     """The continuations of contexts, with their counts. Holds at most about `max_bytes`, by ENTRY_BYTES and BRANCH_BYTES.
 
@@ -96,6 +104,10 @@ class ContextCounts:
         """Forget the old generation; the young one takes its place."""
         self._old, self._old_branched = self._young, self._branched
         self._young, self._branched = {}, 0
+
+    def __contains__(self, key: int) -> bool:
+        """Whether the context of a key occurred."""
+        return key in self._young or key in self._old
 
     def best(self, key: int) -> tuple[int, int, int] | None:
         """The token that followed a context most often, its count, and the count of the context; None if it did not occur."""

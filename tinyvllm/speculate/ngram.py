@@ -10,6 +10,7 @@ from collections.abc import Sequence as Row
 from tinyvllm.errors import ArgumentError
 from tinyvllm.request import Sequence
 from tinyvllm.speculate.protocol import Draft, DraftRequest
+from tinyvllm.speculate.tails import Tails
 from tinyvllm.speculate.texts import CALL_TOKENS, TEXT_BYTES, Texts
 from tinyvllm.speculative import MAX_LOOKUP
 
@@ -89,6 +90,7 @@ class NgramDrafter:
             )
         lengths = tuple(range(longest, shortest - 1, -1))
         self._texts = Texts(lambda: NgramIndex(lengths, max_bytes), max_bytes, call_tokens)
+        self._tails, self._shortest = Tails(), shortest
 
     @property
     def nbytes(self) -> int:
@@ -100,12 +102,21 @@ class NgramDrafter:
         self._texts.begin_call()
         return [self._draft(request) for request in requests]
 
+    def recurs(self, sequence: Sequence, tenant: str) -> bool:
+        """Whether the shortest n-gram that ends the text occurred before."""
+        return self._texts.is_behind(sequence) or self._tails.recur(sequence, self._shortest)
+
+    def learn_past(self, max_tokens: int) -> bool:
+        """Nothing is learned from past outputs."""
+        return False
+
     def observe(self, sequence: Sequence, num_new: int) -> None:
         """Nothing: `propose` indexes what is new."""
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the sequence's index."""
         self._texts.forget(sequence)
+        self._tails.forget(sequence)
 
     def _draft(self, request: DraftRequest) -> Draft:
         index = self._texts.up_to_date(request.sequence)

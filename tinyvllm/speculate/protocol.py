@@ -8,11 +8,12 @@ One step of the engine, as a drafter sees it, always in the engine's thread:
 
 1. `observe`, for every sequence with tokens that are new since the last call for it, whichever loop has computed them. The first call for
    a sequence counts from the end of its prompt.
-2. `Controller.limits`, then `propose` for the sequences with a limit of 1 or more, then `Controller.choose`.
+2. `recurs` of a `LookupDrafter`; where it is False for all sequences, the rest of 2 is left out. Then `Controller.limits`, `propose` for
+   the sequences with a limit of 1 or more for which it is True, and `Controller.choose`.
 3. The target's forward pass over the last known token of each sequence and its drafts, the draws, the acceptance.
 4. `observe_states` of a `StateDrafter`, then `Controller.observe` and `observe_step`.
 
-`forget` comes once, when a sequence ends, after a last `observe`. A sequence that is preempted is not forgotten: it comes back later, with
+`forget` comes once, after a sequence has ended and after a last `observe`. A sequence that is preempted is not forgotten: it comes back later, with
 the same `sequence_id` and tokens, usually with other blocks.
 """
 
@@ -76,6 +77,25 @@ class Drafter(Protocol):
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended; nothing is kept for it. What its text has taught may stay, for its own tenant and within bounds."""
+        ...
+
+
+@runtime_checkable
+class LookupDrafter(Drafter, Protocol):
+    """A drafter that looks tokens up, and tells without a search that it has nothing to look up. `looks_up` is True."""
+
+    def recurs(self, sequence: Sequence, tenant: str) -> bool:
+        """Whether `propose` may have a draft after the sequence's last token. Where it is False, neither controller nor drafter is called.
+
+        It takes microseconds, since it is called every few tokens of each sequence. False is also right where a draft would rarely pay.
+        """
+        ...
+
+    def learn_past(self, max_tokens: int) -> bool:
+        """Learn at most that many tokens of outputs that have ended; False if none wait.
+
+        Called while the engine is idle, and if it never is, next to prompts. Until then `forget` is delayed, too.
+        """
         ...
 
 

@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence as Row
 
 from tinyvllm.request import Sequence
-from tinyvllm.speculate.contexts import LENGTHS, ContextCounts, Trail, guess
+from tinyvllm.speculate.contexts import LENGTHS, ContextCounts, Trail, context_key, guess
 from tinyvllm.speculate.protocol import Draft, DraftRequest
 from tinyvllm.speculate.tails import Tails
 from tinyvllm.speculate.texts import CALL_TOKENS, TEXT_BYTES, Texts
@@ -14,6 +14,9 @@ from tinyvllm.speculate.texts import CALL_TOKENS, TEXT_BYTES, Texts
 MIN_SURVIVAL = 0.1  # vLLM's suffix_decoding_min_token_prob
 OUTPUT_BYTES = 64 << 20  # of past outputs
 FIRST_MATCH = 4  # tokens that must recur before a text is learned: a shorter context alone hardly ever gives a draft that pays
+LEARNED_MATCH = LENGTHS[-1]  # the same of a text that is learned: the shortest context that it is guessed from
+# Tokens that must recur of a past output. At the beginning of an answer the last ones are a chat template's, which are those of every chat.
+PAST_MATCH, FIRST_PAST_MATCH = 4, 8
 PENDING_TOKENS = 1 << 16  # of outputs that wait to be learned; beyond, the oldest output is dropped
 TENANT_BYTES = 1024  # counted for a tenant in addition to its contexts
 
@@ -46,16 +49,24 @@ class PastOutputs:
 
     def __init__(self, max_bytes: int):
         self.max_bytes, self.nbytes = max_bytes, 0
-        self._tenants: OrderedDict[str, ContextCounts] = OrderedDict()
-        self._pending: deque[tuple[str, Trail, list[int]]] = deque()
+        self.tenants: OrderedDict[str, ContextCounts] = OrderedDict()
+        self._pending: deque[tuple[str, Trail | list[int], list[int]]] = deque()  # tenant, the tokens before or a trail, an output
         self._num_pending = 0
 
     def of(self, tenant: str) -> ContextCounts | None:
         """A tenant's contexts, if there are any."""
-        counts = self._tenants.get(tenant)
+        counts = self.tenants.get(tenant)
         if counts is not None:
-            self._tenants.move_to_end(tenant)
+            self.tenants.move_to_end(tenant)
         return counts
+
+    def know(self, tenant: str, sequence: Sequence) -> bool:
+        """Whether the end of the sequence is a context of its tenant's past outputs."""
+        counts, output = self.tenants[tenant], sequence.output_token_ids
+        tokens = output[-PAST_MATCH:]
+        if len(tokens) < PAST_MATCH:
+            tokens = sequence.prompt_token_ids[len(tokens) - FIRST_PAST_MATCH :] + tokens
+        return len(tokens) in (PAST_MATCH, FIRST_PAST_MATCH) and context_key(tokens) in counts
 
     def add(self, tenant: str, sequence: Sequence) -> None:
         """Take over a sequence's output, its last PENDING_TOKENS tokens; `learn` learns it later."""
@@ -63,31 +74,33 @@ class PastOutputs:
         if self.max_bytes == 0 or not tokens:
             return
         start = len(sequence) - len(tokens)
-        self._pending.append((tenant, Trail(sequence.token_ids(max(0, start - LENGTHS[0]), start)), tokens))
+        self._pending.append((tenant, sequence.token_ids(max(0, start - LENGTHS[0]), start), tokens))
         self._num_pending += len(tokens)
         while self._num_pending > PENDING_TOKENS:
             self._num_pending -= len(self._pending.popleft()[2])
 
-    def learn(self, max_tokens: int) -> None:
-        """Learn at most that many of the tokens taken over."""
+    def learn(self, max_tokens: int) -> bool:
+        """Learn at most that many of the tokens taken over; whether some are left."""
         while self._pending and max_tokens > 0:
-            tenant, trail, tokens = self._pending.popleft()
+            tenant, before, tokens = self._pending.popleft()
+            trail = Trail(before) if isinstance(before, list) else before
             part = tokens[:max_tokens]
             max_tokens, self._num_pending = max_tokens - len(part), self._num_pending - len(part)
             if len(part) < len(tokens):
                 self._pending.appendleft((tenant, trail, tokens[len(part) :]))
             self._learn(tenant, trail, part)
+        return bool(self._pending)
 
     def _learn(self, tenant: str, trail: Trail, tokens: list[int]) -> None:
         counts = self.of(tenant)
         if counts is None:
-            counts = self._tenants[tenant] = ContextCounts(self.max_bytes)
+            counts = self.tenants[tenant] = ContextCounts(self.max_bytes)
             self.nbytes += TENANT_BYTES
         before = counts.nbytes
         counts.learn(trail, tokens)
         self.nbytes += counts.nbytes - before
-        while self.nbytes > self.max_bytes and len(self._tenants) > 1:
-            self.nbytes -= self._tenants.popitem(last=False)[1].nbytes + TENANT_BYTES
+        while self.nbytes > self.max_bytes and len(self.tenants) > 1:
+            self.nbytes -= self.tenants.popitem(last=False)[1].nbytes + TENANT_BYTES
 
 
 class SuffixDrafter:
@@ -115,7 +128,7 @@ class SuffixDrafter:
         """
         self.min_survival, self.outputs = min_survival, PastOutputs(output_bytes)
         self._texts = Texts(lambda: ContextText(text_bytes), text_bytes, call_tokens)
-        self._tails = Tails(first_match) if first_match else None
+        self._tails, self._first_match = Tails() if first_match else None, first_match
         self._tenants: dict[int, str] = {}  # by sequence
 
     @property
@@ -126,11 +139,25 @@ class SuffixDrafter:
     def propose(self, requests: Row[DraftRequest]) -> list[Draft]:
         """Drafts with confidences: how often the token followed the context."""
         self._texts.begin_call()
-        if self._tails is not None:
-            self._tails.begin_call()
         drafts = [self._draft(request) for request in requests]
         self.outputs.learn(self._texts.room)
         return drafts
+
+    def recurs(self, sequence: Sequence, tenant: str) -> bool:
+        """Whether the last tokens occurred before, in the text or in a past output of the tenant: FIRST_MATCH of them, or LEARNED_MATCH."""
+        if self._tails is None:
+            return True
+        number, length = sequence.sequence_id, self._first_match
+        self._tenants[number] = tenant
+        if number in self._texts.indexes:
+            if self._texts.is_behind(sequence):
+                return True
+            length = LEARNED_MATCH
+        return self._tails.recur(sequence, length) or (tenant in self.outputs.tenants and self.outputs.know(tenant, sequence))
+
+    def learn_past(self, max_tokens: int) -> bool:
+        """Learn from outputs that have ended."""
+        return self.outputs.learn(max_tokens)
 
     def observe(self, sequence: Sequence, num_new: int) -> None:
         """Nothing: `propose` learns what is new, so that a sequence without drafts costs nothing."""
@@ -163,7 +190,4 @@ class SuffixDrafter:
         """Whether the sequence's text is worth learning: it has repeated something."""
         if self._tails is None or sequence in self._texts:
             return True
-        if not self._tails.recur(sequence):
-            return False
-        self._tails.forget(sequence)
-        return True
+        return self._tails.recur(sequence, self._first_match)

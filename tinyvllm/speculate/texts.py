@@ -8,6 +8,7 @@ from typing import Generic, Protocol, TypeVar
 from tinyvllm.request import Sequence
 
 CALL_TOKENS = 2048  # tokens that one call of `propose` learns at most, of all sequences: a long prompt is learned over several steps
+MAX_MISSING = 64  # tokens that an index may lack until it is brought up to date, whether or not the text recurs: then a call is short
 TEXT_BYTES = 128 << 20  # of all sequences' indexes
 
 
@@ -33,13 +34,18 @@ class Texts(Generic[Index]):
     def __init__(self, new_index: Callable[[], Index], max_bytes: int, call_tokens: int = CALL_TOKENS):
         self.max_bytes, self.nbytes, self.room = max_bytes, 0, call_tokens
         self._new_index, self._call_tokens = new_index, call_tokens
-        self._indexes: dict[int, Index] = {}
+        self.indexes: dict[int, Index] = {}  # by sequence id
 
     def __len__(self) -> int:
-        return len(self._indexes)
+        return len(self.indexes)
 
     def __contains__(self, sequence: Sequence) -> bool:
-        return sequence.sequence_id in self._indexes
+        return sequence.sequence_id in self.indexes
+
+    def is_behind(self, sequence: Sequence) -> bool:
+        """Whether the sequence has an index that lacks more than MAX_MISSING of its tokens."""
+        index = self.indexes.get(sequence.sequence_id)
+        return index is not None and len(sequence) - index.known > MAX_MISSING
 
     def begin_call(self) -> None:
         """From here on, `call_tokens` tokens may be learned; `room` is what remains of them."""
@@ -47,9 +53,9 @@ class Texts(Generic[Index]):
 
     def up_to_date(self, sequence: Sequence) -> Index | None:
         """The sequence's index if it knows all of its tokens; learns what `room` permits."""
-        index = self._indexes.get(sequence.sequence_id)
+        index = self.indexes.get(sequence.sequence_id)
         if index is None:
-            index = self._indexes[sequence.sequence_id] = self._new_index()
+            index = self.indexes[sequence.sequence_id] = self._new_index()
         missing = len(sequence) - index.known
         if missing:
             if missing < 0:
@@ -59,7 +65,7 @@ class Texts(Generic[Index]):
 
     def forget(self, sequence: Sequence) -> Index | None:
         """Drop and return the sequence's index, if there is one."""
-        index = self._indexes.pop(sequence.sequence_id, None)
+        index = self.indexes.pop(sequence.sequence_id, None)
         if index is not None:
             self.nbytes -= index.nbytes
         return index
@@ -70,7 +76,7 @@ class Texts(Generic[Index]):
         self.room -= count
         self.nbytes += index.nbytes - before
         while self.nbytes > self.max_bytes:
-            largest = max(self._indexes.values(), key=lambda index: index.nbytes)
+            largest = max(self.indexes.values(), key=lambda index: index.nbytes)
             before = largest.nbytes
             largest.drop_old()
             self.nbytes += largest.nbytes - before

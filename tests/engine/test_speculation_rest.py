@@ -1,0 +1,151 @@
+"""While nothing recurs, an engine with a lookup drafter runs as one without: by counts of what is called."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.engine.drafting import Fixed
+from tests.engine.test_rounds import all_free, results
+from tinyvllm import LLM, SamplingParams
+from tinyvllm.request import RequestOptions
+from tinyvllm.speculate.controller import AdaptiveController
+from tinyvllm.speculate.ngram import NgramDrafter
+from tinyvllm.speculate.suffix import FIRST_MATCH, SuffixDrafter
+from tinyvllm.speculate.watch import PAUSE
+
+OPTIONS: dict[str, Any] = dict(device="CPU", max_model_len=128, max_num_seqs=4)
+ONCE = {"prompt_token_ids": [0, *range(10, 40)]}
+REPEATS = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, allowed_token_ids=[*range(400, 406)])
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[dict[str, LLM]]:
+    llms = {"plain": LLM(**OPTIONS), "run-ahead": LLM(**OPTIONS, async_scheduling=True), "rounds": LLM(**OPTIONS, num_scheduler_steps=4)}
+    yield llms
+    for llm in llms.values():
+        llm.close()
+
+
+class Quiet(SuffixDrafter):
+    """Finds nothing, whatever the text."""
+
+    def recurs(self, sequence: Any, tenant: str) -> bool:
+        super().recurs(sequence, tenant)
+        return False
+
+
+def count_calls(calls: Counter[str], owner: Any, *names: str) -> None:
+    for name in names:
+        method = getattr(owner, name)
+
+        def call(*arguments: Any, _name: str = name, _method: Any = method) -> Any:
+            calls[_name] += 1
+            return _method(*arguments)
+
+        setattr(owner, name, call)
+
+
+@pytest.mark.parametrize("name", ["plain", "run-ahead", "rounds"])
+def test_where_nothing_recurs_nothing_is_called(engines: dict[str, LLM], name: str) -> None:
+    """Looks at a few tokens; and schedules are reused, launched ahead and run in rounds as without a drafter."""
+    llm, params = engines[name], SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
+    engine, calls = llm.engine, Counter[str]()
+    engine.stop_speculation()
+    expected, runs = [], dict[str, Counter[str]]()
+    for which in ("without", "with"):
+        if which == "with":
+            drafter, controller = Quiet(), AdaptiveController(8)
+            engine.speculate(drafter, controller)
+            count_calls(calls, drafter, "recurs", "propose")
+            count_calls(calls, controller, "limits", "rest", "choose", "observe", "observe_step", "observe_proposal")
+        runs[which] = Counter[str]()
+        stages, schedules = engine.stages, engine.scheduler
+        originals = [(stages, "launch_whole"), (stages, "launch"), (schedules, "schedule"), (schedules, "follow")]
+        saved = [(owner, method, getattr(owner, method)) for owner, method in originals]
+        count_calls(runs[which], stages, "launch_whole", "launch")
+        count_calls(runs[which], schedules, "schedule", "follow")
+        expected.append(results(llm.generate([ONCE] * 2, [params] * 2)))
+        for owner, method, original in saved:
+            setattr(owner, method, original)
+    assert expected[0] == expected[1] and runs["with"] == runs["without"]
+    assert calls.keys() == {"recurs"} and 2 * (80 // PAUSE - 4) <= calls["recurs"] <= 2 * (80 // PAUSE + 3), calls
+    assert all_free(llm)
+
+
+def test_what_has_ended_is_learned_out_of_the_requests_time(engines: dict[str, LLM]) -> None:
+    """Idle, or next to the next prompt; not when the last token is drawn."""
+    llm, drafter = engines["plain"], SuffixDrafter(first_match=FIRST_MATCH)
+    llm.engine.speculate(drafter, AdaptiveController(8))
+    speculation = llm.engine.speculation
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    llm.generate([ONCE], [params])
+    assert drafter.outputs.nbytes == 0 and drafter._tenants and len(speculation._watch) == 1
+    llm.engine.on_idle()
+    assert drafter.outputs.nbytes and not drafter._tenants and not len(speculation._watch) and not speculation.on_idle()
+    learned = drafter.outputs.nbytes
+    other = {"prompt_token_ids": [0, *range(50, 90)]}
+    llm.generate([other], [params])
+    assert drafter.outputs.nbytes == learned
+    llm.generate([other], [params])
+    assert drafter.outputs.nbytes > learned, "no pause between requests: next to a prompt"
+    llm.engine.stop_speculation()
+
+
+def test_an_idle_engine_learns_in_parts(engines: dict[str, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that comes meanwhile waits for one part, and what is left is not lost."""
+    monkeypatch.setattr("tinyvllm.engine.speculation.IDLE_TOKENS", 16)
+    llm, drafter = engines["plain"], SuffixDrafter(first_match=FIRST_MATCH)
+    llm.engine.speculate(drafter, AdaptiveController(8))
+    llm.generate([ONCE], [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)])
+    assert [llm.engine.on_idle() for _ in range(2)] == [0.0, 0.0]
+    assert llm.engine.speculation.on_idle() is False and drafter.outputs._num_pending == 0
+    llm.engine.stop_speculation()
+
+
+@pytest.mark.parametrize("make", [lambda: SuffixDrafter(first_match=FIRST_MATCH), lambda: NgramDrafter(2)], ids=["suffix", "ngram"])
+def test_text_that_begins_to_repeat_is_noticed(engines: dict[str, LLM], make: Any) -> None:
+    """By a controller that takes every draft, the answers of six tokens' alphabet take a part of the steps."""
+    llm = engines["plain"]
+    llm.engine.stop_speculation()
+    expected = results(llm.generate([ONCE], [REPEATS]))
+    controller = Fixed(8)
+    llm.engine.speculate(make(), controller)
+    assert results(llm.generate([ONCE], [REPEATS])) == expected and controller.accepted > 20
+    llm.engine.stop_speculation()
+
+
+@pytest.mark.parametrize("method", ["recurs", "learn_past", "forget"])
+def test_a_lookup_that_fails_is_switched_off(engines: dict[str, LLM], caplog: pytest.LogCaptureFixture, method: str) -> None:
+    llm, drafter = engines["plain"], SuffixDrafter(first_match=FIRST_MATCH)
+    setattr(drafter, method, lambda *arguments: 1 / 0)
+    llm.engine.stop_speculation()
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    expected = results(llm.generate([ONCE], [params]))
+    llm.engine.speculate(drafter, AdaptiveController(8))
+    for _ in range(3):
+        assert results(llm.generate([ONCE], [params])) == expected
+    llm.engine.on_idle()
+    speculation = llm.engine.speculation
+    assert not speculation.on and not speculation._ended and not speculation._observed and all_free(llm)
+    assert len([record for record in caplog.records if "switched off" in record.getMessage()]) == 1
+    llm.engine.stop_speculation()
+
+
+def test_a_rest_ends_with_its_batch(engines: dict[str, LLM]) -> None:
+    """The output of a sequence that has ended is not what the next batch waits for."""
+    llm, calls = engines["plain"], Counter[str]()
+    drafter = Quiet()
+    llm.engine.speculate(drafter, AdaptiveController(8))
+    count_calls(calls, drafter, "recurs")
+    params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (7, 40, 60)]
+    for number, one in enumerate(params):
+        llm.engine.add(f"r{number}", ONCE["prompt_token_ids"], one, None, RequestOptions())
+        llm.engine.step()
+    while llm.engine.has_work():
+        llm.engine.step()
+    assert calls["recurs"] >= sum(count // PAUSE for count in (7, 40, 60)) - 3
+    llm.engine.stop_speculation()

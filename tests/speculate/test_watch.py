@@ -1,0 +1,146 @@
+"""Text that repeats nothing is looked at in few steps; what recurs is noticed, and a drafter that says no would have had no draft."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.speculate.texts import draft, random_tokens, sequence
+from tinyvllm.request import RequestOptions, Sequence
+from tinyvllm.scheduler import Scheduled
+from tinyvllm.speculate.contexts import Trail, context_key
+from tinyvllm.speculate.ngram import NgramDrafter
+from tinyvllm.speculate.protocol import LookupDrafter
+from tinyvllm.speculate.suffix import FIRST_MATCH, SuffixDrafter
+from tinyvllm.speculate.watch import FIRST_LOOK, PAUSE, SECOND_LOOK, TRUST, Watch, tenant_of
+
+
+class Answers(NgramDrafter):
+    """Recurs where it is told, and counts the looks, by (sequence id, length of its output)."""
+
+    def __init__(self, *lengths: int):
+        super().__init__()
+        self.lengths, self.looks = lengths, list[tuple[int, int]]()
+
+    def recurs(self, sequence: Sequence, tenant: str) -> bool:
+        self.looks.append((sequence.sequence_id, len(sequence.output_token_ids)))
+        return len(sequence.output_token_ids) in self.lengths
+
+
+def decode(one: Sequence) -> Scheduled:
+    return Scheduled(one, len(one) - 1, 1, 1)
+
+
+def answers(watch: Watch, one: Sequence, count: int) -> list[int]:
+    """The lengths of the output, up to `count` tokens, at which the sequence may get drafts."""
+    found = []
+    for length in range(1, count + 1):
+        one.output_token_ids.append(length)
+        if watch.any_recurs([decode(one)]):
+            found.append(length)
+    return found
+
+
+def test_looks_in_vain_have_pauses():
+    drafter = Answers()
+    watch, one = Watch(drafter), sequence([1, 2, 3])
+    assert answers(watch, one, 20) == []
+    assert [length for _, length in drafter.looks] == [FIRST_LOOK, SECOND_LOOK, SECOND_LOOK + PAUSE, SECOND_LOOK + 2 * PAUSE]
+    assert watch.pause == 3 and not watch.recurs(one)
+    watch.forget(one)
+    assert len(watch) == 0 and not watch.recurs(one)
+
+
+def test_while_it_recurs_each_token_is_looked_at():
+    watch, one = Watch(Answers(5, 6, 7, 11)), sequence([1, 2, 3])
+    assert answers(watch, one, 7) == [5, 6, 7] and watch.recurs(one)
+    assert answers(watch, one, 1) == [] and watch.pause == PAUSE
+
+
+def test_after_an_accepted_draft_some_looks_say_yes():
+    drafter = Answers()
+    watch, one = Watch(drafter), sequence([1, 2, 3])
+    answers(watch, one, 2)
+    watch.trust(one)
+    assert answers(watch, one, 10) == [*range(1, TRUST + 1)] and len(drafter.looks) == 2
+    watch.trust(sequence([1], sequence_id=9))
+
+
+def test_each_sequence_of_a_batch_has_its_own_pauses():
+    drafter = Answers()
+    watch, both = Watch(drafter), [sequence([1], [5], 0), sequence([2], [7] * 30, 1)]
+    for _ in range(7):
+        watch.any_recurs([decode(one) for one in both])
+        for one in both:
+            one.output_token_ids.append(0)
+    assert drafter.looks == [(0, 1), (1, 30), (0, 5), (1, 36)] and watch.pause == 4
+
+
+def test_a_large_batch_has_longer_pauses():
+    drafter = Answers()
+    watch, many = Watch(drafter), [sequence([1], [5] * 9, i) for i in range(128)]
+    watch.any_recurs([decode(one) for one in many])
+    assert len(drafter.looks) == 128 and watch.pause == 16
+
+
+@pytest.mark.parametrize("drafter", [NgramDrafter(2), NgramDrafter(4, 2), SuffixDrafter(first_match=2), SuffixDrafter(first_match=4)])
+def test_a_no_means_no_draft(drafter):
+    """Of text that the drafter has learned; and where it is not yet, the draft would be of a shorter match than it wants."""
+    assert isinstance(drafter, LookupDrafter)
+    chance, answers = random.Random(4), set()
+    for number in range(30):
+        one = sequence(chance.choices(range(6), k=3), sequence_id=number)
+        for _ in range(40):
+            recurs = drafter.recurs(one, "")
+            answers.add(recurs)
+            assert recurs or not draft(drafter, one, 1).tokens
+            one.output_token_ids.append(chance.randrange(2 + number))
+        drafter.forget(one)  # past outputs are not learned: nothing is proposed after it
+        drafter.outputs._pending.clear() if isinstance(drafter, SuffixDrafter) else None
+    assert answers == {True, False}
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_the_key_of_a_context_is_the_trails(size):
+    tokens = random_tokens(30, 5)
+    for end in range(size, len(tokens)):
+        assert context_key(tokens[end - size : end]) in Trail(tokens[:end]).keys
+
+
+def test_past_outputs_recur_for_their_tenant():
+    """At the beginning of an answer eight tokens must match, as four may be the chat template's."""
+    drafter, output, template = SuffixDrafter(first_match=FIRST_MATCH), random_tokens(40, 6), [1, 2, 3, 4]
+    ended = sequence([*random_tokens(9, 7), *template], output, 0)
+    assert not drafter.recurs(ended, "a")
+    drafter.forget(ended)
+    while drafter.learn_past(16):
+        pass
+    other = sequence([*random_tokens(9, 8), *template], output[:1], 1)
+    assert not drafter.recurs(other, "a")
+    same = sequence(ended.prompt_token_ids, output[:1], 2)
+    assert drafter.recurs(same, "a") and not drafter.recurs(same, "b")
+    other.output_token_ids += output[1:4]
+    assert drafter.recurs(other, "a") and draft(drafter, other, 4, "a").tokens == output[4:8]
+
+
+@pytest.mark.parametrize("drafter", [NgramDrafter(2), SuffixDrafter(first_match=2)])
+def test_a_text_of_which_much_is_new_is_brought_up_to_date(drafter):
+    """In small parts, whether or not it recurs."""
+    one = sequence([7, 8, 9, 7, 8])
+    assert drafter.recurs(one, "") and draft(drafter, one).tokens
+    one.output_token_ids += random_tokens(64, 9)
+    assert not drafter.recurs(one, "")
+    one.output_token_ids.append(11)
+    assert drafter.recurs(one, "")
+    drafter.propose([])
+    draft(drafter, one)
+    assert not drafter.recurs(one, "")
+
+
+def test_tenants_are_apart_by_salt_and_key():
+    options = [RequestOptions(), RequestOptions(cache_salt="a"), RequestOptions(key="a"), RequestOptions(cache_salt="a", key="a")]
+    sequences = [sequence([1]) for _ in options]
+    for one, option in zip(sequences, options, strict=True):
+        one.options = option
+    assert len({tenant_of(one) for one in sequences}) == 4
