@@ -16,6 +16,8 @@ Guess = Callable[[list[int], int], list[int]]  # (tokens of prompt and output, h
 class Fixed:
     """Always K drafts."""
 
+    pauses = False
+
     def __init__(self, K: int):
         self.K = K
         self.checked: list[tuple[int, int]] = []  # drafts and accepted ones, as observed

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.engine.drafting import Fixed
 from tests.engine.test_rounds import all_free, results
+from tests.speculate.texts import sequence
 from tinyvllm import LLM, SamplingParams
+from tinyvllm.engine.speculation import Speculation
 from tinyvllm.request import RequestOptions
+from tinyvllm.scheduler import Schedule, Scheduled
 from tinyvllm.speculate.controller import AdaptiveController
 from tinyvllm.speculate.ngram import NgramDrafter
 from tinyvllm.speculate.suffix import FIRST_MATCH, SuffixDrafter
@@ -28,6 +32,12 @@ def engines() -> Iterator[dict[str, LLM]]:
     yield llms
     for llm in llms.values():
         llm.close()
+
+
+class Every(Fixed):
+    """Takes every draft, of what recurs at a look."""
+
+    pauses = True
 
 
 class Quiet(SuffixDrafter):
@@ -112,7 +122,7 @@ def test_text_that_begins_to_repeat_is_noticed(engines: dict[str, LLM], make: An
     llm = engines["plain"]
     llm.engine.stop_speculation()
     expected = results(llm.generate([ONCE], [REPEATS]))
-    controller = Fixed(8)
+    controller = Every(8)
     llm.engine.speculate(make(), controller)
     assert results(llm.generate([ONCE], [REPEATS])) == expected and controller.accepted > 20
     llm.engine.stop_speculation()
@@ -149,3 +159,28 @@ def test_a_rest_ends_with_its_batch(engines: dict[str, LLM]) -> None:
         llm.engine.step()
     assert calls["recurs"] >= sum(count // PAUSE for count in (7, 40, 60)) - 3
     llm.engine.stop_speculation()
+
+
+def test_the_rest_of_a_batch_is_not_another_batchs() -> None:
+    """Also where nothing was asked between them, as while a prompt is scored."""
+    requests: Any = SimpleNamespace(owners={})
+    first, second = sequence([1, 2], [3]), sequence([4, 5], [6], 1)
+    drafter = Quiet()
+    speculation = Speculation(drafter, AdaptiveController(4), requests, 100, 100)
+    assert speculation.rests(Schedule([Scheduled(first, 2, 1, 1)])) and speculation.rests(
+        Schedule([Scheduled(first, 2, 1, 1)], reused=True)
+    )
+    drafter.recurs = lambda sequence, tenant: True  # type: ignore[method-assign]
+    assert not speculation.rests(Schedule([Scheduled(second, 2, 1, 1)]))
+    assert not speculation.rests(Schedule([Scheduled(second, 2, 1, 1)], reused=True))
+
+
+def test_a_fixed_number_of_drafts_has_no_looks() -> None:
+    """Each draft that there is."""
+    requests: Any = SimpleNamespace(owners={})
+    speculation = Speculation(Quiet(), Fixed(2), requests, 100, 100)
+    repeated = sequence([1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3], [4])
+    schedule = Schedule([Scheduled(repeated, 11, 1, 1)])
+    assert not speculation.rests(schedule) and speculation.propose(schedule) == {0: [1, 2]}
+    speculation.release(repeated)
+    assert not speculation.drafter._tenants and speculation.on_idle() is False  # type: ignore[attr-defined]

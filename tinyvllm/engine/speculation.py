@@ -57,7 +57,7 @@ class Speculation:
             None  # the output of a sequence of the last step, and its length until which nothing is called
         )
         self._lookup = drafter if isinstance(drafter, LookupDrafter) else None
-        self._watch = None if self._lookup is None else Watch(self._lookup)
+        self._watch = Watch(self._lookup) if self._lookup is not None and controller.pauses else None
         self._ended: list[Sequence] = []  # sequences that the drafter has not forgotten yet
         self._learns = False  # there is something for `_learn_past`
         requests.on_release = self.release
@@ -245,10 +245,11 @@ class Speculation:
 
     def release(self, sequence: Sequence) -> None:
         """The sequence has ended. A lookup drafter forgets it later, out of its request's time: `on_idle`, or next to the next prompt."""
-        if self.on and self._watch is not None and len(self._ended) < MAX_ENDED:
-            self._ended.append(sequence)
+        if self.on and self._lookup is not None:
             self._learns = True
-            return
+            if self._watch is not None and len(self._ended) < MAX_ENDED:
+                self._ended.append(sequence)
+                return
         with _Guard(self, "forget"):
             self._forget(sequence)
 

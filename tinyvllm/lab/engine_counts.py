@@ -73,6 +73,10 @@ class CountedController:
     def __init__(self, inner: Controller, counter: Counter):
         self._inner, self._counter = inner, counter
 
+    @property
+    def pauses(self) -> bool:
+        return self._inner.pauses
+
     def limits(self, sequences: Row[Sequence], num_rows: int) -> list[int]:
         return self._inner.limits(sequences, num_rows)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from tinyvllm.engine.speculation import IDLE_TOKENS, PROMPT_TOKENS
 from tinyvllm.engine.tools.record import Event
 from tinyvllm.engine.tools.recording import Run
 from tinyvllm.errors import ArgumentError, FormatError
@@ -24,7 +25,8 @@ from tinyvllm.lab.target import DraftCounts
 from tinyvllm.request import RequestOptions, SamplingParams
 from tinyvllm.request import Sequence as TokenSequence
 from tinyvllm.speculate.opening import open_controller, open_lookup
-from tinyvllm.speculate.protocol import Controller, Draft, Drafter, DraftRequest
+from tinyvllm.speculate.protocol import Controller, Draft, Drafter, DraftRequest, LookupDrafter
+from tinyvllm.speculate.watch import Watch
 from tinyvllm.speculative import HEADS, LOOKUPS, SpeculativeConfig
 
 MIN_SAMPLES = 3  # steps of a number of rows, before its median is a point of the curve
@@ -138,10 +140,13 @@ class Simulation:
         self._traffic, self._costs, self._clock = traffic, costs, clock
         self._drafter: Drafter | None = None
         self._controller: Controller | None = None
+        self._watch: Watch | None = None
         if spec.speculates:
             config = check_lookup(spec, k)
             self._drafter = open_lookup(config)
             self._controller = open_controller(config, self._drafter)
+            if isinstance(self._drafter, LookupDrafter) and self._controller.pauses:
+                self._watch = Watch(self._drafter)
         self.outcome = Outcome(spec.label, k, DraftCounts(draft_ms=0.0))
         self._now = 0.0
         self._running: list[_Running] = []
@@ -151,6 +156,8 @@ class Simulation:
         waiting = deque(enumerate(self._traffic.sequences))
         while waiting or self._running:
             if not self._running:
+                while isinstance(self._drafter, LookupDrafter) and self._drafter.learn_past(IDLE_TOKENS):
+                    pass
                 self._now = max(self._now, waiting[0][1].arrival)
             while waiting and waiting[0][1].arrival <= self._now and len(self._running) < self._traffic.max_num_seqs:
                 self._start(*waiting.popleft())
@@ -165,6 +172,8 @@ class Simulation:
         sequence = TokenSequence(number, str(number), list(recorded.prompt), SamplingParams(max_tokens=None), options=recorded.options)
         running = _Running(recorded, sequence)
         self._pass(self._costs(len(recorded.prompt)))
+        if isinstance(self._drafter, LookupDrafter):
+            self._drafter.learn_past(PROMPT_TOKENS)
         self._append(running, recorded.output[:1])
         self._running.append(running)
 
@@ -177,6 +186,8 @@ class Simulation:
             self.outcome.counts.add_chain(len(draft), accepted)
             if self._controller is not None and draft:
                 self._controller.observe(running.sequence, len(draft), accepted)
+            if self._watch is not None and accepted:
+                self._watch.trust(running.sequence)
             rows += 1 + len(draft)
             self._append(running, right[: accepted + 1])
         counts = self.outcome.counts
@@ -191,10 +202,12 @@ class Simulation:
         if self._drafter is None or self._controller is None:
             return [[] for _ in self._running]
         started, sequences = self._clock(), [running.sequence for running in self._running]
-        limits = self._controller.limits(sequences, len(sequences))
-        wanted = [min(limit, running.num_missing - 1) for running, limit in zip(self._running, limits, strict=True)]
-        requests = [DraftRequest(r.sequence, n, r.recorded.tenant) for r, n in zip(self._running, wanted, strict=True) if n > 0]
-        chosen = self._chosen(requests, len(sequences))
+        watch, chosen = self._watch, dict[int, list[int]]()
+        if watch is None or watch.any_recurs(self._running):
+            limits = self._controller.limits(sequences, len(sequences))
+            wanted = [min(limit, running.num_missing - 1) for running, limit in zip(self._running, limits, strict=True)]
+            each = [(r, n) for r, n in zip(self._running, wanted, strict=True) if n > 0 and (watch is None or watch.recurs(r.sequence))]
+            chosen = self._chosen([DraftRequest(r.sequence, n, r.recorded.tenant) for r, n in each], len(sequences))
         seconds = self._clock() - started
         self.outcome.counts.draft_ms = (self.outcome.counts.draft_ms or 0.0) + 1000 * seconds
         self._pass(1000 * seconds)
@@ -222,6 +235,8 @@ class Simulation:
             if self._drafter is not None and self._controller is not None:
                 self._drafter.forget(running.sequence)
                 self._controller.forget(running.sequence)
+            if self._watch is not None:
+                self._watch.forget(running.sequence)
             advance()
 
     def _pass(self, milliseconds: float) -> None:

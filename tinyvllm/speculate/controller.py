@@ -27,6 +27,8 @@ MIN_GAIN = 0.02  # of tokens a second: covers what the host does for drafts, and
 class FixedController:
     """Always the same number of drafts."""
 
+    pauses = False
+
     def __init__(self, num_drafts: int):
         self._num_drafts = _checked(num_drafts)
 
@@ -184,6 +186,8 @@ class AdaptiveController:
     drafter that runs a model (`looks_up` False) is asked for as many drafts as pay by acceptance at each position; if none do, for one
     after pauses that double up to MAX_PAUSE_MODEL tokens.
     """
+
+    pauses = True
 
     def __init__(self, max_drafts: int, curve: CostCurve | None = None, looks_up: bool = True):
         self.curve = curve or CostCurve()

@@ -104,7 +104,7 @@ class NgramDrafter:
 
     def recurs(self, sequence: Sequence, tenant: str) -> bool:
         """Whether the shortest n-gram that ends the text occurred before."""
-        return self._texts.is_behind(sequence) or self._tails.recur(sequence, self._shortest)
+        return self._texts.lacks_much(sequence) or self._tails.recur(sequence, self._shortest)
 
     def learn_past(self, max_tokens: int) -> bool:
         """Nothing is learned from past outputs."""

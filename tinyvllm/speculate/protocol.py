@@ -8,13 +8,13 @@ One step of the engine, as a drafter sees it, always in the engine's thread:
 
 1. `observe`, for every sequence with tokens that are new since the last call for it, whichever loop has computed them. The first call for
    a sequence counts from the end of its prompt.
-2. `recurs` of a `LookupDrafter`; where it is False for all sequences, the rest of 2 is left out. Then `Controller.limits`, `propose` for
-   the sequences with a limit of 1 or more for which it is True, and `Controller.choose`.
+2. `recurs` of a `LookupDrafter`, if the controller `pauses`; where it is False for all sequences, the rest of 2 is left out. Then
+   `Controller.limits`, `propose` for the sequences with a limit of 1 or more for which it is True, and `Controller.choose`.
 3. The target's forward pass over the last known token of each sequence and its drafts, the draws, the acceptance.
 4. `observe_states` of a `StateDrafter`, then `Controller.observe` and `observe_step`.
 
-`forget` comes once, after a sequence has ended and after a last `observe`. A sequence that is preempted is not forgotten: it comes back later, with
-the same `sequence_id` and tokens, usually with other blocks.
+`forget` comes once, after a sequence has ended and after a last `observe`. A sequence that is preempted is not forgotten: it comes back
+later, with the same `sequence_id` and tokens, usually with other blocks.
 """
 
 from __future__ import annotations
@@ -154,7 +154,13 @@ class Controller(Protocol):
 
     A method that raises ends speculation. `limits` and `choose` may also be called for a step that then runs without drafts, and
     twice for the same tokens: while a step is in flight, to see whether drafts would follow (`Drafter.looks_up`).
+
+    `pauses`: it leaves out tokens, so a `LookupDrafter` is asked every few tokens only whether anything recurs. A controller with a fixed
+    number of drafts wants each draft that there is.
     """
+
+    @property
+    def pauses(self) -> bool: ...
 
     def limits(self, sequences: Row[Sequence], num_rows: int) -> list[int]:
         """At most how many drafts each sequence may get in the next step; 0 leaves it out, and its drafter is not asked."""

@@ -150,7 +150,7 @@ class SuffixDrafter:
         number, length = sequence.sequence_id, self._first_match
         self._tenants[number] = tenant
         if number in self._texts.indexes:
-            if self._texts.is_behind(sequence):
+            if self._texts.lacks_much(sequence):
                 return True
             length = LEARNED_MATCH
         return self._tails.recur(sequence, length) or (tenant in self.outputs.tenants and self.outputs.know(tenant, sequence))

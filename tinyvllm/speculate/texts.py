@@ -42,7 +42,7 @@ class Texts(Generic[Index]):
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence.sequence_id in self.indexes
 
-    def is_behind(self, sequence: Sequence) -> bool:
+    def lacks_much(self, sequence: Sequence) -> bool:
         """Whether the sequence has an index that lacks more than MAX_MISSING of its tokens."""
         index = self.indexes.get(sequence.sequence_id)
         return index is not None and len(sequence) - index.known > MAX_MISSING

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Row
+from typing import Protocol
 
 from tinyvllm.request import Sequence
-from tinyvllm.scheduler import Scheduled
 from tinyvllm.speculate.protocol import LookupDrafter
 
 # The first look is after the first token, whose context is the prompt's: a text to be continued may recur already. If a prompt ends with a
@@ -13,6 +13,13 @@ from tinyvllm.speculate.protocol import LookupDrafter
 FIRST_LOOK, SECOND_LOOK = 1, 5  # tokens of output
 PAUSE = 6  # tokens after later looks in vain; in batches of more than 48 sequences one for 8 of them, as each is looked at
 TRUST = 4  # looks that are skipped after an accepted draft, their answer being yes
+
+
+class Decode(Protocol):
+    """A sequence whose next token the step computes."""
+
+    @property
+    def sequence(self) -> Sequence: ...
 
 
 class _Look:
@@ -26,7 +33,7 @@ class _Look:
 
 
 class Watch:
-    """Looks at the ends of running sequences, after pauses while they are in vain.
+    """Looks at the ends of running sequences, after pauses while they are in vain. For controllers that leave out tokens, too.
 
     After an accepted draft some looks say yes: the drafter also knows contexts that are too short to begin with.
     """
@@ -39,7 +46,7 @@ class Watch:
     def __len__(self) -> int:
         return len(self._looks)
 
-    def any_recurs(self, entries: Row[Scheduled]) -> bool:
+    def any_recurs(self, entries: Row[Decode]) -> bool:
         """Whether one of these decodes may get drafts: its sequence is due, or was found to recur by the look before."""
         looks, answer = self._looks, False
         soonest = pause_in_vain = max(PAUSE, len(entries) // 8)
