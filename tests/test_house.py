@@ -102,6 +102,7 @@ IMPORTS: dict[str, set[str]] = {
     "server": {"engine", "text", "request", "metrics", "config", "errors", "host_memory"},
     "lab": {"http_client", "engine", "scheduler", "speculative", "speculate", "config", "request", "demo", "foreign", "errors"},
     "cli": {
+        "weights",
         "http_client",
         "speculate",
         "server",
@@ -130,6 +131,7 @@ ONLY: dict[tuple[str, str], set[str]] = {
     ("server", "engine"): {"tinyvllm.engine.api"},
     ("cli", "demo"): {"tinyvllm.demo.corpus"},
     ("cli", "speculate"): {"tinyvllm.speculate.policies"},
+    ("cli", "weights"): {"tinyvllm.weights.hub_files"},
     ("lab", "demo"): {"tinyvllm.demo.corpus"},
     ("runner", "scheduler"): {"tinyvllm.scheduler"},
 }

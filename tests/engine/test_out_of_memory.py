@@ -38,7 +38,7 @@ def test_a_request_that_needs_a_table_is_refused_and_the_others_are_answered(tmp
 
 @pytest.mark.long
 def test_a_chunk_whose_scores_do_not_fit_is_refused_and_the_others_are_answered(tmp_path):
-    check(attacked(tmp_path, "long", 20, 240, vocabulary=1024, TINYVLLM_KERNELS="all=ref"), 20)
+    check(attacked(tmp_path, "long", 20, 160, vocabulary=1024, TINYVLLM_KERNELS="all=ref"), 20)
 
 
 @pytest.mark.long

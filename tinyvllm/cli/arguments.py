@@ -245,6 +245,30 @@ def _bench_parser() -> Parser:
     return parser
 
 
+def _pull_parser() -> Parser:
+    parser = _common(
+        "pull",
+        "Download a model from the hub into its local cache, and check its bytes. Prints the path. Continues an interrupted download.",
+        "Without a choice: the safetensors, or of GGUF files alone the largest model that fits this machine's memory.",
+    )
+    parser.add_argument("name", metavar="NAME", help="org/name, org/name:Q4_K_M or org/name:file.gguf")
+    parser.add_argument("--revision", metavar="R", help="branch, tag or commit")
+    parser.add_argument("--memory", metavar="SIZE", help="choose for this much memory, such as 16GiB; default: what is free here")
+    return parser
+
+
+def _list_parser() -> Parser:
+    parser = _common("list", "List the models in the local cache of the hub, as --model takes them, and the bytes of their repositories.")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    return parser
+
+
+def _remove_parser() -> Parser:
+    parser = _common("remove", "Delete a repository, with all of its models, from the local cache of the hub.")
+    parser.add_argument("name", metavar="NAME", help="org/name, as tinyvllm list has it")
+    return parser
+
+
 def _replay_parser() -> Parser:
     parser = _common("replay", "Replay a recording, with its arrivals. Exit code 1 if tokens or schedule differ.")
     parser.add_argument("file", metavar="RUN.jsonl", help="a file that --record wrote")
@@ -327,6 +351,9 @@ PARSERS = {
     "verify": _verify_parser,
     "quality": _quality_parser,
     "bench": _bench_parser,
+    "pull": _pull_parser,
+    "list": _list_parser,
+    "remove": _remove_parser,
     "replay": _replay_parser,
     "lab": _lab_parser,
 }

@@ -10,14 +10,15 @@ import os
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from tinyvllm.errors import ArgumentError, ModelError
 from tinyvllm.weights.gguf import split_parts
 
 _SPEAKER = "hub"
-_PATTERNS = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
+PATTERNS = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
 # Copies in subfolders (original/, onnx/) and in Mistral's own layout would double the download.
-_IGNORED = ["*/*", "consolidated*.safetensors"]
+IGNORED = ["*/*", "consolidated*.safetensors"]
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(:(?P<choice>[\w./+-]+))?")
 
 
@@ -32,14 +33,20 @@ def resolve_model(name_or_path: str, revision: str | None = None) -> Path:
         if revision is not None:
             raise ArgumentError(f"{_SPEAKER}: revision {revision!r} needs the name of a model on a hub, and {path} is a path here")
         return path
-    match = _NAME.fullmatch(name_or_path)
-    if match is None or _looks_like_a_path(name_or_path):
+    parsed = parse_name(name_or_path)
+    if parsed is None:
         raise ModelError(f"{_SPEAKER}: no such file or folder: {name_or_path[:200]!r}")
-    repo, choice = match["repo"], match["choice"]
+    repo, choice = parsed
     if choice is None:
         return _safetensors_snapshot(repo, revision)
-    patterns = _gguf_patterns(choice)
+    patterns = gguf_patterns(choice)
     return _pick_gguf(_download(repo, revision, patterns, ["*mmproj*"]), repo, choice, patterns)
+
+
+def parse_name(name: str) -> tuple[str, str | None] | None:
+    """The repository and the choice of a hub's name, None for a text that cannot be one."""
+    match = _NAME.fullmatch(name)
+    return None if match is None or _looks_like_a_path(name) else (match["repo"], match["choice"])
 
 
 def _exists(path: Path) -> bool:
@@ -54,7 +61,7 @@ def _looks_like_a_path(text: str) -> bool:
 
 
 def _safetensors_snapshot(repo: str, revision: str | None) -> Path:
-    folder = _download(repo, revision, _PATTERNS, _IGNORED)
+    folder = _download(repo, revision, PATTERNS, IGNORED)
     if not any(folder.glob("*.safetensors")):
         raise ModelError(
             f"{_SPEAKER}: {repo} has no safetensors; if it has GGUF files, choose one by file name or quantization, such as {repo}:Q4_K_M"
@@ -62,7 +69,7 @@ def _safetensors_snapshot(repo: str, revision: str | None) -> Path:
     return folder
 
 
-def _gguf_patterns(choice: str) -> list[str]:
+def gguf_patterns(choice: str) -> list[str]:
     """A file name, with the other parts of a split model, or a quantization's name at its end, in upper or lower case."""
     if choice.lower().endswith(".gguf"):
         split = re.fullmatch(r"(.+)-\d{5}-of-(\d{5})\.gguf", choice)
@@ -84,20 +91,27 @@ def _pick_gguf(folder: Path, repo: str, choice: str, patterns: list[str]) -> Pat
 
 def _download(repo: str, revision: str | None, patterns: list[str], ignored: list[str]) -> Path:
     """The folder in the hub's cache with the files that match `patterns`; missing ones are downloaded."""
+    package = hub_package(repo)
+    try:
+        folder = package.snapshot_download(repo, revision=revision, allow_patterns=patterns, ignore_patterns=ignored)
+    except Exception as error:  # the package raises its HTTP client's errors, OSError and ValueError as well as its own
+        raise ModelError(f"{_SPEAKER}: {explain(error, repo, revision)}") from error
+    return Path(folder)
+
+
+def hub_package(repo: str) -> Any:
+    """The package huggingface_hub; ModelError where it is missing."""
     try:
         import huggingface_hub
     except ImportError as error:
         raise ModelError(
             f"{_SPEAKER}: {repo!r} is no file or folder here, and hub names need the package huggingface_hub (pip install huggingface_hub)"
         ) from error
-    try:
-        folder = huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=patterns, ignore_patterns=ignored)
-    except Exception as error:  # the package raises its HTTP client's errors, OSError and ValueError as well as its own
-        raise ModelError(f"{_SPEAKER}: {_explain(error, repo, revision)}") from error
-    return Path(folder)
+    return huggingface_hub
 
 
-def _explain(error: Exception, repo: str, revision: str | None) -> str:
+def explain(error: Exception, repo: str, revision: str | None) -> str:
+    """A failed request to a hub, in a line that says what to try."""
     from huggingface_hub import constants, errors
 
     hub = constants.ENDPOINT
