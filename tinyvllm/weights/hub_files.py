@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,8 +22,6 @@ from tinyvllm.foreign import MAX_TENSORS, quoted
 from tinyvllm.weights.hub import IGNORED, PATTERNS, explain, gguf_patterns, hub_package, parse_name
 
 _SPEAKER = "hub"
-ATTEMPTS = 6  # of one file, when its connection breaks
-RETRY_SECONDS = 1.0  # before the second; twice as long before each of the next
 _PIECE = 1 << 20
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)", re.IGNORECASE)
 _FLOATS = re.compile(r"(?:^|[-._/])(?:bf16|f16|fp16|f32|fp32)(?=[-._/])", re.IGNORECASE)
@@ -94,12 +91,12 @@ def gguf_models(files: Iterable[HubFile], patterns: Sequence[str]) -> dict[str, 
     return {group[0].name: tuple(group) for group in parts.values()}
 
 
-def fetch(pull: Pull, pause: Callable[[float], None] = time.sleep) -> Path:
+def fetch(pull: Pull) -> Path:
     """Download what the cache lacks and check every file; returns the folder, or the first GGUF file.
 
-    A broken connection is tried again, from where it broke. ModelError for a file whose bytes are not those announced: it is removed.
+    huggingface_hub tries a broken connection again, from where it broke. ModelError for a file whose bytes are not those announced: it is removed.
     """
-    paths = [_fetched(pull, file, pause) for file in pull.files]
+    paths = [_fetched(pull, file) for file in pull.files]
     if ":" in pull.name:
         return paths[0]
     return next(path.parent for path, file in zip(paths, pull.files, strict=True) if "/" not in file.name)
@@ -180,8 +177,8 @@ def _there(repo: str, files: Sequence[HubFile]) -> str:
     return f"{repo} has {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}" if names else f"{repo} has no GGUF file"
 
 
-def _fetched(pull: Pull, file: HubFile, pause: Callable[[float], None]) -> Path:
-    path = _downloaded(pull, file, pause)
+def _fetched(pull: Pull, file: HubFile) -> Path:
+    path = _downloaded(pull, file)
     found = path.stat().st_size
     wrong = f"{found} bytes instead of {file.nbytes}" if found != file.nbytes else _wrong_hash(path, file)
     if wrong is None:
@@ -201,27 +198,12 @@ def _wrong_hash(path: Path, file: HubFile) -> str | None:
     return None if digest.hexdigest() == file.sha256 else f"the SHA-256 {digest.hexdigest()[:12]}... instead of {file.sha256[:12]}..."
 
 
-def _downloaded(pull: Pull, file: HubFile, pause: Callable[[float], None]) -> Path:
+def _downloaded(pull: Pull, file: HubFile) -> Path:
     package = hub_package(pull.repo)
-    for attempt in range(ATTEMPTS):
-        try:
-            return Path(package.hf_hub_download(pull.repo, file.name, revision=pull.commit))
-        except Exception as error:
-            if attempt + 1 == ATTEMPTS or not _is_broken_connection(error):
-                raise ModelError(f"{_SPEAKER}: {explain(error, pull.repo, pull.commit)}") from error
-            pause(RETRY_SECONDS * 2**attempt)
-    raise AssertionError("every attempt returns or raises")
-
-
-def _is_broken_connection(error: Exception) -> bool:
-    """Whether another attempt may succeed: the connection ended early, or the hub answered with an error of its own (5xx)."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(status, int):
-        return status >= 500 or status == 429
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    return bool(kinds & {"TransportError", "ConnectionError", "TimeoutError", "IncompleteRead", "LocalEntryNotFoundError"}) or (
-        isinstance(error, OSError) and "consistency check" in str(error).lower()
-    )
+    try:
+        return Path(package.hf_hub_download(pull.repo, file.name, revision=pull.commit))
+    except Exception as error:
+        raise ModelError(f"{_SPEAKER}: {explain(error, pull.repo, pull.commit)}") from error
 
 
 def _cache() -> Any:
