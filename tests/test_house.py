@@ -101,8 +101,10 @@ IMPORTS: dict[str, set[str]] = {
     },
     "server": {"engine", "text", "request", "metrics", "config", "errors", "host_memory"},
     "lab": {"http_client", "engine", "scheduler", "speculative", "speculate", "config", "request", "demo", "foreign", "errors"},
+    "doctor": {"runner", "backends", "storage", "placement", "host_memory", "config", "errors"},
     "cli": {
         "weights",
+        "doctor",
         "http_client",
         "speculate",
         "server",

@@ -166,30 +166,38 @@ def _machine(proc: Path) -> Headroom:
         return Headroom(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), what)
 
 
-def _control_groups(proc: Path, cgroups: Path) -> Iterator[Headroom]:
-    """What each control group around this process leaves; none where the system has none."""
+def control_group_folders(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple[int, Path]]:
+    """The folders of the control groups around this process that may limit `controller`, each with the version of control groups.
+
+    In a container the path may be one of the host, and only the root is there.
+    """
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
-        if not controllers:
-            yield from _levels(cgroups, path, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            yield from _levels(cgroups / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-
-
-def _levels(root: Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[Headroom]:
-    """A group's limit and those of the groups around it. In a container the path may be one of the host, and only the root is there."""
-    relative = PurePosixPath(path.lstrip("/"))
-    for folder in (relative, *relative.parents):
-        if ".." in folder.parts:
+        if controllers and controller not in controllers.split(","):
             continue
+        version, root, relative = (1, cgroups / controller, path) if controllers else (2, cgroups, path)
+        inner = PurePosixPath(relative.lstrip("/"))
+        yield from ((version, root / folder) for folder in (inner, *inner.parents) if ".." not in folder.parts)
+
+
+_GROUP_FILES = {
+    2: ("memory.max", "memory.current", "inactive_file"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+def _control_groups(proc: Path, cgroups: Path) -> Iterator[Headroom]:
+    """What each control group around this process leaves; none where the system has none."""
+    for version, folder in control_group_folders("memory", proc, cgroups):
+        limit, usage, reclaimable = _GROUP_FILES[version]
         try:
-            allowed = int((root / folder / limit).read_text())  # "max" is no number
-            used = int((root / folder / usage).read_text())
-            cached = _numbers(root / folder / "memory.stat").get(reclaimable, 0)
+            allowed = int((folder / limit).read_text())  # "max" is no number
+            used = int((folder / usage).read_text())
+            cached = _numbers(folder / "memory.stat").get(reclaimable, 0)
         except (OSError, ValueError):
             continue
         if allowed < _UNLIMITED:

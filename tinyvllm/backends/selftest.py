@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,8 @@ from tinyvllm.config import VERSION, environment
 from tinyvllm.errors import KernelError, ToolchainError
 from tinyvllm.host_memory import is_out_of_memory
 from tinyvllm.placement import Placement
+from tinyvllm.quant.formats import FLOATS, Layout, formats_in
+from tinyvllm.quant.kv import KV_FORMATS
 from tinyvllm.storage.cache import open_cache
 
 log = logging.getLogger("tinyvllm")
@@ -70,6 +72,39 @@ def test_kernels(placement: Placement, needs: Callable[[], Iterable[Need]]) -> R
     if mode == "off" or backend is None:
         return Report("off")
     return _SelfTest(placement, backend, mode).run(needs)
+
+
+def needs_by_format(placement: Placement) -> dict[str, list[Need]]:
+    """A need of every op that has kernels on a device, by the format of weights or of the KV cache that it is for.
+
+    BF16 is first, with the ops that have no format; then the other formats of weights, then those of caches.
+    """
+    backend = registry.backend_for(placement)
+    if backend is None:
+        return {}
+    of_weights, of_caches = formats_in(backend.layout), (*FLOATS, *KV_FORMATS)
+    found: dict[str, list[Need]] = {name: [] for name in dict.fromkeys((_FIRST, *of_weights, *of_caches))}
+    for stem in (stem for stem in registry.STEMS if stem in backend.stems):
+        if stem in ("advance", "kv_copy", "sample"):
+            found[_FIRST].append((stem, ShapeFacts(placement, block_bytes=320, vocabulary=300)))
+        elif stem.startswith("attention") or stem == "kv_append":
+            for name in of_caches:
+                found[name].append((stem, ShapeFacts(placement, cache_format=name, head_dim=64, block_size=16)))
+        else:
+            for name in of_weights:
+                found[name] += [(stem, facts) for facts in _product_needs(stem, placement, backend.layout, name)]
+    return found
+
+
+def _product_needs(stem: str, placement: Placement, layout: Layout, format: str) -> list[ShapeFacts]:
+    """Facts of a product, or of an embedding table, which is the head's matrix or rows of a file."""
+    layouts = dict.fromkeys((layout, Layout.ROWS)) if stem == "embed" else (layout,)
+    matrices = {"norm_qkv_rope_store": 3, "norm_gate_up_silu": 2}.get(stem, 1) if layout is Layout.ROWS else 1
+    facts = ShapeFacts(placement, 256, 64, format, matrices=matrices, cache_format=_FIRST, head_dim=64, block_size=16)
+    return [replace(facts, layout=each.value) for each in layouts]
+
+
+_FIRST = "BF16"
 
 
 class _SelfTest:

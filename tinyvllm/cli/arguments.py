@@ -175,6 +175,17 @@ def _plan_parser() -> Parser:
     return parser
 
 
+def _doctor_parser() -> Parser:
+    parser = _common("doctor", "Check this machine before an engine starts, with what to do. Exit code 1 for an error.")
+    own: tuple[Option, ...] = (
+        ("--device", {"metavar": "D", "default": "auto", "help": "auto, CPU, METAL, CUDA, CUDA:1, ..."}),
+        ("--all", {"action": "store_true", "default": False, "help": "test the kernels of all formats, which may take a minute once"}),
+        ("--json", {"action": "store_true", "default": False, "help": "all findings as one JSON object"}),
+    )
+    _add(parser, "checks", own)
+    return parser
+
+
 def _verify_parser() -> Parser:
     parser = _common("verify", "Compare a model's hand-written kernels with the reference, layer by layer. Exit code 1 if they diverge.")
     parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="as --model elsewhere")
@@ -348,6 +359,7 @@ PARSERS = {
     "batch": _batch_parser,
     "kernels": _kernels_parser,
     "plan": _plan_parser,
+    "doctor": _doctor_parser,
     "verify": _verify_parser,
     "quality": _quality_parser,
     "bench": _bench_parser,

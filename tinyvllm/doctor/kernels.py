@@ -1,0 +1,65 @@
+"""What the device does: bytes and operations a second, and the self-test of its kernels."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from tinyvllm.config import cache_folder
+from tinyvllm.doctor.machine import Finding, Machine, Status
+from tinyvllm.errors import TinyvllmError
+
+if TYPE_CHECKING:
+    from tinyvllm.backends.selftest import Report
+
+BUDGET = 4.0  # seconds after which the self-test begins with no other format; verdicts are kept, so that a second run tests the next ones
+
+
+def check_speed(machine: Machine) -> Iterator[Finding]:
+    from tinyvllm.runner.device import start_device
+    from tinyvllm.runner.roof import measured_roof
+
+    device = start_device(machine.device, cache_folder(machine.environ))
+    try:
+        roof = measured_roof(device, ["BF16"])
+    except TinyvllmError as error:
+        yield Finding("speed", Status.ERROR, str(error), "mend what the line says: an engine compiles the same kernels")
+        return
+    operations = roof.products["BF16"].operations_per_second
+    text = f"memory is read at {roof.bandwidth / 1e9:.1f} GB/s, bfloat16 multiplied at {operations / 1e9:.0f} GFLOP/s"
+    yield Finding("speed", Status.OK, text)
+
+
+def check_kernels(machine: Machine, clock: Callable[[], float] = time.monotonic) -> Iterator[Finding]:
+    """The self-test of every op with every format of weights and of KV cache, format by format within BUDGET."""
+    from tinyvllm.backends.selftest import Report, needs_by_format, test_kernels
+    from tinyvllm.placement import Placement
+    from tinyvllm.runner.device import start_device
+
+    placement = Placement(start_device(machine.device, cache_folder(machine.environ)))
+    report, end, left = Report(), clock() + BUDGET, list[str]()
+    for format, needs in needs_by_format(placement).items():
+        if clock() > end and not machine.every_format:
+            left.append(format)
+            continue
+        report += test_kernels(placement, lambda needs=needs: needs)  # type: ignore[misc]
+        if report.mode == "off":
+            break
+    yield _verdict(report, left)
+
+
+def _verdict(report: Report, left: list[str]) -> Finding:
+    text = str(report)
+    if report.mode == "off":
+        return Finding("kernels", Status.WARNING, "the self-test is off, or the device has no kernels", "unset TINYVLLM_SELFTEST")
+    if report.replaced:
+        names = ", ".join(f"{name} ({reason})" for name, reason in report.replaced.items())
+        advice = "tokens are right without them, but slower; please report it, with compiler and driver"
+        return Finding("kernels", Status.WARNING, f"{text}: wrong are {names}", advice)
+    if report.untested:
+        return Finding("kernels", Status.ERROR, text, "mend what the line says: without kernels the reference runs, many times slower")
+    if left:
+        text += f"; for time not tested: {', '.join(left[:4])}{' ...' if len(left) > 4 else ''}"
+        return Finding("kernels", Status.OK, f"{text} (a second run tests these; --all tests all at once)")
+    return Finding("kernels", Status.OK, text)
