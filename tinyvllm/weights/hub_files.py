@@ -94,7 +94,8 @@ def gguf_models(files: Iterable[HubFile], patterns: Sequence[str]) -> dict[str, 
 def fetch(pull: Pull) -> Path:
     """Download what the cache lacks and check every file; returns the folder, or the first GGUF file.
 
-    huggingface_hub tries a broken connection again, from where it broke. ModelError for a file whose bytes are not those announced: it is removed.
+    huggingface_hub tries a broken connection again, from where it broke. ModelError for a file whose bytes are not those announced: it
+    is removed.
     """
     paths = [_fetched(pull, file) for file in pull.files]
     if ":" in pull.name:
